@@ -1,0 +1,2 @@
+//! Placeholder until the commit that brings the program.
+fn main() {}

@@ -1,0 +1,1 @@
+//! What the VM tests are made of; see the modules.
