@@ -1,0 +1,3 @@
+//! The VM tests; see `main.rs` for the runner.
+
+pub mod guest;
