@@ -17,12 +17,14 @@ pub fn watch(directory: &Path) -> io::Result<()> {
     inotify.add_watch(directory, AddWatchFlags::IN_OPEN)?;
     let readiness: OwnedFd = inotify.as_fd().try_clone_to_owned()?;
     let readiness = crate::sys::async_fd(readiness)?;
+    let spec = directory.join(FILE);
     tokio::spawn(async move {
         while let Ok(mut guard) = readiness.readable().await {
             match inotify.read_events() {
                 Ok(events) => {
                     for event in events {
-                        if let Some(what) = what(event.mask, event.name.as_deref().and_then(|n| n.to_str())) {
+                        let name = event.name.as_deref().and_then(|n| n.to_str());
+                        if let Some(what) = what(event.mask, name, spec.exists()) {
                             tracing::info!(name: names::AGENT_LOOK, what);
                         }
                     }
@@ -35,12 +37,12 @@ pub fn watch(directory: &Path) -> io::Result<()> {
     Ok(())
 }
 
-/// What an open was of; None for our own temporary file.
-fn what(mask: AddWatchFlags, name: Option<&str>) -> Option<&'static str> {
+/// What an open was of; None for our own temporary file, and for the directory on the way to a spec that is there.
+fn what(mask: AddWatchFlags, name: Option<&str>, published: bool) -> Option<&'static str> {
     match name {
         Some(FILE) => Some("spec"),
-        // The agent walks the directory first: while there is no spec this is all there is to see.
-        None if mask.contains(AddWatchFlags::IN_ISDIR) => Some("directory"),
+        // While there is no spec this is all there is to see.
+        None if mask.contains(AddWatchFlags::IN_ISDIR) && !published => Some("directory"),
         Some(_) | None => None,
     }
 }

@@ -47,30 +47,33 @@ impl Publication {
     fn apply(&mut self, updates: Vec<Update>) {
         let mut ready = Vec::new();
         let mut after = After::default();
-        let mut settled = false;
+        let (mut settled, mut changed) = (false, false);
         for update in updates {
             match update {
+                // Of use to nobody until a GPU is ready: no publication of its own.
                 Update::Common(nodes) => self.common = nodes,
                 Update::Ready { index, nodes, after: step } => {
                     self.set(index, Entry::Ready(nodes));
+                    changed = true;
                     ready.push(index);
                     after.0.push(step);
                 }
                 Update::Failed { index } => {
                     self.set(index, Entry::Failed);
+                    changed = true;
                     ready.retain(|r| *r != index);
                 }
                 Update::Settled => settled = true,
             }
         }
-        if settled && !self.withheld {
-            return; // everything is published already
-        }
-        if settled {
+        if settled && self.withheld {
             self.withheld = false;
+            changed = true;
             ready = self.devices.iter().filter(|d| matches!(d.entry, Entry::Ready(_))).map(|d| d.index).collect();
         }
-        self.publish(&ready, &after);
+        if changed {
+            self.publish(&ready, &after);
+        }
     }
 
     fn set(&mut self, index: usize, entry: Entry) {

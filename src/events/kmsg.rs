@@ -103,6 +103,17 @@ impl DriverWords {
         lines.get(&key_of(gpu)).and_then(|l| l.back()).cloned()
     }
 
+    /// Appends a line without an address to the last one of a GPU, of which it is the continuation.
+    fn go_on(&self, gpu: PciAddress, text: &str) {
+        let mut lines = self.lines.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(last) = lines.get_mut(&key_of(Some(gpu))).and_then(VecDeque::back_mut)
+            && last.len() < MAX_RECORD
+        {
+            last.push(' ');
+            last.push_str(text.trim_start_matches("NVRM: "));
+        }
+    }
+
     fn add(&self, gpu: Option<PciAddress>, text: &str) {
         let mut lines = self.lines.lock().unwrap_or_else(PoisonError::into_inner);
         let list = lines.entry(key_of(gpu)).or_default();
@@ -142,7 +153,7 @@ pub fn follow(ring: Arc<Ring>) -> io::Result<DriverWords> {
     let log = crate::sys::async_fd(file.into())?;
     let (catch_up, requests) = mpsc::unbounded_channel();
     let words = DriverWords { lines: Arc::default(), catch_up };
-    let follower = Follower { ring, words: words.clone(), offset_ns: None, early: Vec::new(), next_seq: None };
+    let follower = Follower { ring, words: words.clone(), offset_ns: None, early: Vec::new(), next_seq: None, last_named: None };
     tokio::spawn(follower.run(log, requests));
     Ok(words)
 }
@@ -155,6 +166,8 @@ struct Follower {
     /// Lines from before the marker.
     early: Vec<KmsgLine>,
     next_seq: Option<u64>,
+    /// The last line that named a GPU: the driver breaks sentences over lines, and only the first part has the address.
+    last_named: Option<(u64, PciAddress)>,
 }
 
 impl Follower {
@@ -226,13 +239,22 @@ impl Follower {
         }
     }
 
-    fn record(&self, line: &KmsgLine) {
+    fn record(&mut self, line: &KmsgLine) {
         if line.facility != 0 || !WANTED.iter().any(|w| line.text.contains(w)) {
             return;
         }
         let gpu = address_in(&line.text);
-        if explains(&line.text) {
-            self.words.add(gpu, &line.text);
+        match (gpu, self.last_named) {
+            (None, Some((seq, named))) if line.seq == seq + 1 && line.text.starts_with("NVRM: ") => {
+                self.words.go_on(named, &line.text);
+                self.last_named = Some((line.seq, named));
+            }
+            _ => {
+                if explains(&line.text) {
+                    self.words.add(gpu, &line.text);
+                }
+                self.last_named = gpu.filter(|_| line.text.starts_with("NVRM: ")).map(|g| (line.seq, g));
+            }
         }
         let printk_ns = i64::try_from(line.printk_us).unwrap_or(0).saturating_mul(1000);
         let boottime_ns = printk_ns.saturating_add(self.offset_ns.unwrap_or(0));
