@@ -19,3 +19,5 @@ pub mod mounts; // file systems, and /var/run
 pub mod pci; // which GPUs are there
 pub mod sys;
 pub mod uevents; // which come and go // system calls that need unsafe
+#[cfg(feature = "host")]
+pub mod host; // the other side: the collector and kata-gpu-boot

@@ -1,0 +1,317 @@
+//! The file of one boot, `<boot id>.ndjson`: what stands in it, and reading it back.
+//!
+//! Lines are appended, never rewritten: the guest's header and records byte for byte as they came, and between them the collector's own
+//! lines ([`HostLine`], `"kind":"host"`). A guest cannot forge those: `record::decode` refuses that kind, only what it accepts is ever
+//! written, and [`BootFile::read`] asks it first. A damaged line is counted and named and costs nothing but itself. The file may be
+//! read while it is written: a last line without newline is still on its way, not damage.
+//!
+//! `boot.ndjson` of a guest is such a file without host lines.
+
+use super::clock::Sample;
+use super::framing::{Lines, Piece};
+use super::text;
+use crate::events::record::{self, Header, Line, Record};
+use serde::{Deserialize, Serialize};
+use std::io::{self, Read};
+
+/// What the file of a boot is called after its id.
+pub const EXTENSION: &str = "ndjson";
+/// Damaged lines that are named one by one; the rest is only counted.
+pub const MAX_NAMED_DAMAGE: usize = 20;
+
+/// A line that the collector wrote.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct HostLine {
+    pub schema: u32,
+    pub kind: HostKind,
+    /// CLOCK_REALTIME of the host when it was written.
+    pub realtime_ns: i64,
+    #[serde(flatten)]
+    pub event: HostEvent,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum HostKind {
+    #[serde(rename = "host")]
+    Host,
+}
+
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(tag = "event", rename_all = "lowercase")]
+pub enum HostEvent {
+    /// A peer connected and said that it speaks for this boot.
+    Connected { peer: String, first_seq: u64 },
+    /// What the connection brought.
+    Disconnected { peer: String, records: u64, duplicates: u64 },
+    /// The guest's clock beside the host's, better than what was known.
+    Clock(Sample),
+    /// Records that never came: how many, and the first few gaps (first and last seq of each). Later connections may still bring them.
+    Lost { count: u64, gaps: Vec<(u64, u64)> },
+    /// Lines that were dropped because they are not of the format; the first one's reason.
+    Garbage { lines: u64, bytes: u64, first: String },
+    /// The boot reached the collector's limit; records from here on were dropped.
+    Capped { why: String },
+}
+
+impl HostLine {
+    pub fn now(event: HostEvent) -> Self {
+        Self { schema: record::SCHEMA, kind: HostKind::Host, realtime_ns: text::realtime_ns(), event }
+    }
+
+    pub fn to_line(&self) -> String {
+        // Structs of numbers and strings: serialising them cannot fail.
+        let mut line = serde_json::to_string(self).unwrap_or_else(|e| format!(r#"{{"unwritable":"{e}"}}"#));
+        line.push('\n');
+        line
+    }
+}
+
+/// A line that is neither the guest's nor the collector's.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct Damage {
+    /// From 1.
+    pub line: u64,
+    pub why: String,
+}
+
+/// Everything in one file.
+#[derive(Clone, Debug, Default)]
+pub struct BootFile {
+    pub header: Option<Header>,
+    /// In file order, each seq once.
+    pub records: Vec<Record>,
+    pub host: Vec<HostLine>,
+    /// The first [`MAX_NAMED_DAMAGE`] of `damaged`.
+    pub damage: Vec<Damage>,
+    pub damaged: u64,
+    pub seqs: SeqSet,
+    pub bytes: u64,
+    /// Bytes behind the last newline.
+    pub unfinished: usize,
+}
+
+impl BootFile {
+    /// Reads to the end. Errors are those of reading; what stands in the file is never one.
+    pub fn read(mut from: impl Read) -> io::Result<Self> {
+        let mut file = Self::default();
+        let mut lines = Lines::new(record::MAX_LINE);
+        let mut chunk = vec![0; 64 * 1024];
+        let mut number = 0;
+        loop {
+            let n = match from.read(&mut chunk) {
+                Ok(0) => break,
+                Ok(n) => n,
+                Err(e) if e.kind() == io::ErrorKind::Interrupted => continue,
+                Err(e) => return Err(e),
+            };
+            file.bytes += n as u64;
+            lines.push(&chunk[..n], |piece| {
+                number += 1;
+                match piece {
+                    Piece::Line(line) => file.add(number, line),
+                    Piece::TooLong(n) => file.add_damage(number, record::DecodeError::TooLong(n).to_string()),
+                }
+            });
+        }
+        file.unfinished = lines.unfinished();
+        Ok(file)
+    }
+
+    fn add(&mut self, number: u64, line: &[u8]) {
+        match decode(line) {
+            Ok(FileLine::Guest(Line::Header(header))) => match &self.header {
+                None => self.header = Some(header),
+                Some(first) if first.boot_id == header.boot_id => {}
+                Some(first) => {
+                    let why = format!("header of another boot, {}, in the file of {}", header.boot_id, first.boot_id);
+                    self.add_damage(number, why);
+                }
+            },
+            Ok(FileLine::Guest(Line::Record(record))) => {
+                if self.seqs.insert(record.seq) {
+                    self.records.push(*record);
+                }
+            }
+            Ok(FileLine::Guest(Line::Pong(_))) => self.add_damage(number, "a pong, which is never stored".into()),
+            Ok(FileLine::Host(line)) => self.host.push(line),
+            Err(why) => self.add_damage(number, why),
+        }
+    }
+
+    fn add_damage(&mut self, line: u64, why: String) {
+        self.damaged += 1;
+        if self.damage.len() < MAX_NAMED_DAMAGE {
+            self.damage.push(Damage { line, why });
+        }
+    }
+
+    /// Who connected first; later connections have to be the same peer's.
+    pub fn owner(&self) -> Option<&str> {
+        self.host.iter().find_map(|line| match &line.event {
+            HostEvent::Connected { peer, .. } => Some(peer.as_str()),
+            _ => None,
+        })
+    }
+
+    pub fn clock_samples(&self) -> impl Iterator<Item = Sample> + '_ {
+        self.host.iter().filter_map(|line| match line.event {
+            HostEvent::Clock(sample) => Some(sample),
+            _ => None,
+        })
+    }
+}
+
+#[derive(Debug)]
+enum FileLine {
+    Guest(Line),
+    Host(HostLine),
+}
+
+/// The guest's format goes first: a line that a guest could have sent is never taken for the collector's.
+fn decode(line: &[u8]) -> Result<FileLine, String> {
+    let error = match record::decode(line) {
+        Ok(line) => return Ok(FileLine::Guest(line)),
+        Err(error) => error,
+    };
+    match serde_json::from_slice::<HostLine>(line) {
+        Ok(host) if host.schema == record::SCHEMA => Ok(FileLine::Host(host)),
+        _ => Err(text::printable(&error.to_string())),
+    }
+}
+
+/// Sequence numbers that have been seen, as ranges: a stream without loss costs one entry.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct SeqSet {
+    /// First -> last of each range; ranges neither touch nor overlap.
+    ranges: std::collections::BTreeMap<u64, u64>,
+}
+
+impl SeqSet {
+    /// False if it was there before.
+    pub fn insert(&mut self, seq: u64) -> bool {
+        let before = self.ranges.range(..=seq).next_back().map(|(first, last)| (*first, *last));
+        if before.is_some_and(|(_, last)| last >= seq) {
+            return false;
+        }
+        let last = seq.checked_add(1).and_then(|next| self.ranges.remove(&next)).unwrap_or(seq);
+        match before {
+            Some((first, end)) if end + 1 == seq => self.ranges.insert(first, last),
+            _ => self.ranges.insert(seq, last),
+        };
+        true
+    }
+
+    /// First and last seq of each gap, from 0 to the highest one seen.
+    pub fn gaps(&self) -> impl Iterator<Item = (u64, u64)> + '_ {
+        let mut next = 0u64;
+        self.ranges.iter().filter_map(move |(first, last)| {
+            let gap = (*first > next).then(|| (next, first - 1));
+            next = last.saturating_add(1);
+            gap
+        })
+    }
+
+    /// How many between 0 and the highest one are missing.
+    pub fn missing(&self) -> u64 {
+        self.gaps().map(|(first, last)| (last - first).saturating_add(1)).fold(0, u64::saturating_add)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const HEADER: &str =
+        r#"{"schema":1,"stream":{"boot_id":"0f7a1f8e-0000-4000-8000-00000000beef","version":"0.1.0","kernel":"6.1","first_seq":0}}"#;
+
+    fn event(seq: u64) -> String {
+        format!(r#"{{"schema":1,"seq":{seq},"boottime_ns":1,"kind":"event","name":"x"}}"#)
+    }
+
+    fn read(lines: &[&str]) -> BootFile {
+        BootFile::read((lines.join("\n") + "\n").as_bytes()).unwrap()
+    }
+
+    #[test]
+    fn host_lines_survive_the_file() {
+        let events = [
+            HostEvent::Connected { peer: "cid 5".into(), first_seq: 0 },
+            HostEvent::Disconnected { peer: "cid 5".into(), records: 1, duplicates: 2 },
+            HostEvent::Clock(Sample { boottime_ns: 1, offset_ns: -2, error_ns: 3 }),
+            HostEvent::Lost { count: 2, gaps: vec![(3, 4)] },
+            HostEvent::Garbage { lines: 1, bytes: 9, first: "not a record".into() },
+            HostEvent::Capped { why: "64 MiB".into() },
+        ];
+        let lines: Vec<HostLine> = events.into_iter().map(HostLine::now).collect();
+        let text: String = lines.iter().map(HostLine::to_line).collect();
+        let file = BootFile::read(text.as_bytes()).unwrap();
+        assert_eq!((file.damaged, file.host), (0, lines));
+    }
+
+    #[test]
+    fn the_collectors_lines_have_a_fixed_form() {
+        let mut line = HostLine::now(HostEvent::Clock(Sample { boottime_ns: 1, offset_ns: 2, error_ns: 3 }));
+        line.realtime_ns = 4;
+        let want = r#"{"schema":1,"kind":"host","realtime_ns":4,"event":"clock","boottime_ns":1,"offset_ns":2,"error_ns":3}"#;
+        assert_eq!(line.to_line(), format!("{want}\n"));
+    }
+
+    #[test]
+    fn what_a_guest_may_send_is_never_a_line_of_the_collectors() {
+        let tail = r#""kind":"host","realtime_ns":4,"event":"clock","offset_ns":2,"error_ns":3}"#;
+        let forged = [
+            // refused by the decoder, so never written:
+            (format!(r#"{{"schema":1,"seq":1,"name":"x","boottime_ns":1,{tail}"#), false),
+            (format!(r#"{{"schema":1,"kind":"event","seq":1,"name":"x","boottime_ns":1,{tail}"#), false),
+            // accepted, and then it is what the decoder says, whatever else stands in it:
+            (format!(r#"{},"boottime_ns":1,{tail}"#, HEADER.trim_end_matches('}').to_string() + "}"), true),
+            (format!(r#"{{"schema":1,"pong":3,"boottime_ns":1,{tail}"#), true),
+        ];
+        for (line, accepted) in forged {
+            assert_eq!(record::decode(line.as_bytes()).is_ok(), accepted, "{line}");
+            if accepted {
+                assert_eq!(read(&[&line]).host, [], "{line}");
+            }
+        }
+    }
+
+    #[test]
+    fn damaged_lines_are_counted_and_named_and_the_rest_is_read() {
+        let long = "x".repeat(record::MAX_LINE);
+        let file = read(&[HEADER, &event(0), "\u{1b}[2Jgarbage", &event(1)[..30], &long, &event(2), &event(2)]);
+        assert_eq!(file.records.iter().map(|r| r.seq).collect::<Vec<_>>(), [0, 2], "each seq once");
+        assert_eq!(file.damaged, 3);
+        assert_eq!(file.damage.iter().map(|d| d.line).collect::<Vec<_>>(), [3, 4, 5]);
+        assert!(file.damage[2].why.contains("line of 16385 bytes"), "{:?}", file.damage[2]);
+        assert_eq!(file.seqs.gaps().collect::<Vec<_>>(), [(1, 1)]);
+        let many = vec!["junk"; 1000];
+        let file = read(&many);
+        assert_eq!((file.damaged, file.damage.len()), (1000, MAX_NAMED_DAMAGE));
+    }
+
+    #[test]
+    fn a_line_that_is_still_being_written_is_not_damage() {
+        let file = BootFile::read(format!("{HEADER}\n{}\n{}", event(0), &event(1)[..20]).as_bytes()).unwrap();
+        assert_eq!((file.records.len(), file.damaged, file.unfinished), (1, 0, 20));
+    }
+
+    #[test]
+    fn a_header_of_another_boot_is_damage() {
+        let other = HEADER.replace("beef", "dead");
+        let file = read(&[HEADER, HEADER, &other]);
+        assert_eq!(file.damaged, 1);
+        assert_eq!(file.header.unwrap().boot_id, "0f7a1f8e-0000-4000-8000-00000000beef");
+    }
+
+    #[test]
+    fn seqs_in_any_order_make_the_same_set() {
+        let mut set = SeqSet::default();
+        for (seq, new) in [(5, true), (7, true), (6, true), (5, false), (6, false), (0, true), (u64::MAX, true), (u64::MAX, false)] {
+            assert_eq!(set.insert(seq), new, "{seq}");
+        }
+        assert_eq!(set.ranges.len(), 3);
+        assert_eq!(set.gaps().collect::<Vec<_>>(), [(1, 4), (8, u64::MAX - 1)]);
+        assert_eq!(set.missing(), 4 + (u64::MAX - 8));
+        assert_eq!(SeqSet::default().missing(), 0);
+    }
+}

@@ -1,0 +1,159 @@
+//! Texts for people: what a guest wrote made harmless, times and clocks as digits, colour or no colour.
+//!
+//! Every text that comes from a guest passes [`printable`] before it reaches a terminal: what comes out is printable ASCII only, so it
+//! can neither move the cursor, reorder the line (bidirectional marks) nor be wider than its number of bytes.
+
+use std::io::IsTerminal;
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
+
+/// The text with everything but printable ASCII written as an escape (`\n`, `\x1b`, `\u{202e}`).
+pub fn printable(text: &str) -> String {
+    let mut out = String::with_capacity(text.len());
+    for c in text.chars() {
+        match c {
+            ' '..='~' => out.push(c),
+            '\n' => out.push_str("\\n"),
+            '\r' => out.push_str("\\r"),
+            '\t' => out.push_str("\\t"),
+            c if (c as u32) < 0x80 => out.push_str(&format!("\\x{:02x}", c as u32)),
+            c => out.push_str(&format!("\\u{{{:x}}}", c as u32)),
+        }
+    }
+    out
+}
+
+/// The start of some bytes, at most `max` of them, as [`printable`]; bytes that are not UTF-8 become `\u{fffd}`.
+pub fn printable_start(bytes: &[u8], max: usize) -> String {
+    let start = &bytes[..bytes.len().min(max)];
+    let more = if bytes.len() > max { "..." } else { "" };
+    format!("{}{more}", printable(&String::from_utf8_lossy(start)))
+}
+
+/// Nanoseconds as seconds with three digits, rounded: `1.204`.
+pub fn seconds(ns: u64) -> String {
+    let ms = ns / 1_000_000 + u64::from(ns % 1_000_000 >= 500_000);
+    format!("{}.{:03}", ms / 1000, ms % 1000)
+}
+
+/// The signed distance from `from` to `to` as seconds: `+0.003`, `-0.120`.
+pub fn since(from: u64, to: u64) -> String {
+    // Rounded times are subtracted, so that the column adds up to the times beside it.
+    let ms = |ns: u64| i128::from(ns / 1_000_000 + u64::from(ns % 1_000_000 >= 500_000));
+    let distance = ms(to) - ms(from);
+    let sign = if distance < 0 { '-' } else { '+' };
+    format!("{sign}{}.{:03}", distance.abs() / 1000, distance.abs() % 1000)
+}
+
+/// An error bound: `+-0.2 ms`.
+pub fn error_bound(ns: u64) -> String {
+    // Rounded up: a bound that is printed too small is no bound.
+    let tenths = ns.div_ceil(100_000);
+    format!("+-{}.{} ms", tenths / 10, tenths % 10)
+}
+
+/// Wall-clock time in UTC with milliseconds: `2026-01-02T03:04:05.678Z`; the bare number where no calendar has it.
+pub fn wall_clock(realtime_ns: i64) -> String {
+    /// 9999-12-31T23:59:59Z, the last second that RFC 3339 can write.
+    const LAST_SECOND: u64 = 253_402_300_799;
+    match u64::try_from(realtime_ns) {
+        Ok(ns) if ns / 1_000_000_000 <= LAST_SECOND => humantime::format_rfc3339_millis(UNIX_EPOCH + Duration::from_nanos(ns)).to_string(),
+        _ => format!("{realtime_ns} ns"),
+    }
+}
+
+/// CLOCK_REALTIME of this machine in ns.
+pub fn realtime_ns() -> i64 {
+    let since_epoch = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+    i64::try_from(since_epoch.as_nanos()).unwrap_or(i64::MAX)
+}
+
+/// How standard output wants its text.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Screen {
+    /// Columns of the terminal; None in a pipe or a file, where nothing is cut.
+    pub width: Option<usize>,
+    pub colour: bool,
+}
+
+impl Screen {
+    pub const PLAIN: Screen = Screen { width: None, colour: false };
+
+    /// Asks standard output and the environment (`NO_COLOR`, `TERM=dumb`).
+    pub fn of_stdout() -> Screen {
+        if !std::io::stdout().is_terminal() {
+            return Screen::PLAIN;
+        }
+        let no_colour = std::env::var_os("NO_COLOR").is_some_and(|v| !v.is_empty());
+        let dumb = std::env::var_os("TERM").is_none_or(|v| v == "dumb");
+        let width = terminal_size::terminal_size().map_or(80, |(w, _)| usize::from(w.0));
+        Screen { width: Some(width), colour: !no_colour && !dumb }
+    }
+
+    /// The text in a colour, or as it is.
+    pub fn paint(&self, ink: Ink, text: &str) -> String {
+        let code = match ink {
+            Ink::Plain => return text.to_string(),
+            Ink::Dim => "2",
+            Ink::Bold => "1",
+            Ink::Good => "32",
+            Ink::Warning => "33",
+            Ink::Error => "31",
+        };
+        if self.colour { format!("\x1b[{code}m{text}\x1b[0m") } else { text.to_string() }
+    }
+}
+
+/// What a piece of text means; the terminal decides what it looks like.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Ink {
+    Plain,
+    Dim,
+    Bold,
+    Good,
+    Warning,
+    Error,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn nothing_that_drives_a_terminal_gets_through() {
+        assert_eq!(printable("a\x1b[2Jb\r\n\t\u{7f}\u{9b}31m\u{202e}c\u{0}"), "a\\x1b[2Jb\\r\\n\\t\\x7f\\u{9b}31m\\u{202e}c\\x00");
+        let all: String = (0..0x3000u32).filter_map(char::from_u32).collect();
+        assert!(printable(&all).bytes().all(|b| (b' '..=b'~').contains(&b)));
+        assert_eq!(printable_start(b"\xff\x1bab", 3), "\\u{fffd}\\x1ba...");
+    }
+
+    #[test]
+    fn times_are_rounded_to_milliseconds_and_add_up() {
+        assert_eq!(seconds(1_204_499_999), "1.204");
+        assert_eq!(seconds(999_500_000), "1.000");
+        assert_eq!(seconds(u64::MAX), "18446744073.710");
+        assert_eq!(since(1_204_000_000, 1_207_000_000), "+0.003");
+        assert_eq!(since(2_000_000_000, 1_880_000_000), "-0.120");
+        assert_eq!(since(0, u64::MAX), "+18446744073.710");
+    }
+
+    #[test]
+    fn an_error_bound_is_never_printed_smaller_than_it_is() {
+        assert_eq!(error_bound(0), "+-0.0 ms");
+        assert_eq!(error_bound(1), "+-0.1 ms");
+        assert_eq!(error_bound(157_000), "+-0.2 ms");
+        assert_eq!(error_bound(12_340_000), "+-12.4 ms");
+    }
+
+    #[test]
+    fn wall_clock_survives_any_number() {
+        assert_eq!(wall_clock(1_767_323_045_678_901_234), "2026-01-02T03:04:05.678Z");
+        assert_eq!(wall_clock(-1), "-1 ns");
+        assert!(wall_clock(i64::MAX).starts_with("2262-"));
+    }
+
+    #[test]
+    fn a_pipe_gets_no_colour() {
+        assert_eq!(Screen::PLAIN.paint(Ink::Error, "x"), "x");
+        assert_eq!(Screen { width: Some(80), colour: true }.paint(Ink::Error, "x"), "\x1b[31mx\x1b[0m");
+    }
+}
