@@ -2,3 +2,6 @@
 
 pub mod events;
 pub mod pci; // which GPUs are there: sysfs scan, PCI addresses // what everybody sees: records, their ring, the sinks
+
+#[cfg(feature = "host")]
+pub mod host;
