@@ -3,21 +3,21 @@
 //! Invariants: hardware and CDI modules never import sinks, the boot sequence or each other's internals; only [`boot`] knows order; only
 //! [`config`] knows parameter names; only [`failure`] powers off; only [`sys`] is unsafe; code reports time through `tracing` alone.
 
-pub mod adapter; // open: adapter initialisation
-pub mod agent_looks; // seeing the agent wait
-pub mod bind; // enable, driver_override, bind
-pub mod boot; // the sequence: PID 1, keeper, worker, and the bring-up of all GPUs
-pub mod cdi; // the spec, and publishing it
 pub mod clock; // when is it
 pub mod config; // what was asked for: the kernel command line
-pub mod device_nodes; // /dev/nvidia*
-pub mod driver_proc; // what the driver says: minors, majors
-pub mod events; // what everybody sees: records, their ring, the sinks
-pub mod failure; // what follows when something fails
-pub mod kernel_modules; // loading the driver
 pub mod mounts; // file systems, and /var/run
+pub mod failure; // what follows when something fails
+pub mod boot; // the sequence: PID 1, keeper, worker, and the bring-up of all GPUs
 pub mod pci; // which GPUs are there
-pub mod sys;
-pub mod uevents; // which come and go // system calls that need unsafe
+pub mod uevents; // which come and go
+pub mod kernel_modules; // loading the driver
+pub mod bind; // enable, driver_override, bind
+pub mod driver_proc; // what the driver says: minors, majors
+pub mod device_nodes; // /dev/nvidia*
+pub mod adapter; // open: adapter initialisation
+pub mod cdi; // the spec, and publishing it
+pub mod agent_looks; // seeing the agent wait
+pub mod events; // what everybody sees: records, their ring, the sinks
+pub mod sys; // system calls that need unsafe
 #[cfg(feature = "host")]
 pub mod host; // the other side: the collector and kata-gpu-boot

@@ -7,6 +7,7 @@ pub mod collector; // accepts guests, one connection each
 pub mod connection; // one connection, without its socket
 pub mod framing; // bytes into lines
 pub mod listen; // AF_VSOCK and hybrid vsock sockets
+pub mod vm; // a VM, for the demo and the tests
 pub mod text; // what a guest wrote, made harmless; times; colour
 
 #[cfg(test)]
