@@ -19,6 +19,17 @@ pub enum Bind {
     Concurrent,
 }
 
+impl std::fmt::Display for Bind {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(match self {
+            Self::Auto => "auto",
+            Self::Insmod => "insmod",
+            Self::Pipelined => "pipelined",
+            Self::Concurrent => "concurrent",
+        })
+    }
+}
+
 /// Where the agent runs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Agent {

@@ -68,23 +68,29 @@ impl std::error::Error for LoadError {}
 pub struct Modules {
     directory: PathBuf,
     command_line: Vec<u8>,
+    /// What was loaded here: a dependency of the next module is not tried, and not told, again.
+    loaded: Vec<PathBuf>,
 }
 
 impl Modules {
     /// Modules of `kernel` (`uname -r`) below `root`, with parameters from a kernel command line.
     pub fn new(root: &Path, kernel: &str, command_line: &[u8]) -> Self {
-        Self { directory: root.join("lib/modules").join(kernel), command_line: command_line.to_vec() }
+        Self { directory: root.join("lib/modules").join(kernel), command_line: command_line.to_vec(), loaded: Vec::new() }
     }
 
     /// Loads a module and what it depends on, one `module.load` step each; gives the last one's id. Blocks until the module's init has
     /// returned. Already loaded is success.
-    pub fn load(&self, module: &str) -> Result<StepId, LoadError> {
+    pub fn load(&mut self, module: &str) -> Result<StepId, LoadError> {
         let mut last = StepId(0);
         for path in self.load_order(module)? {
+            if self.loaded.contains(&path) {
+                continue;
+            }
             let name = module_name(&path);
             let step = step!(names::MODULE_LOAD, module = %name);
             last = step.id();
             step.run(|| self.load_file(&name, &path))?;
+            self.loaded.push(path);
         }
         Ok(last)
     }
@@ -144,7 +150,7 @@ mod tests {
 
     #[test]
     fn what_is_missing_is_named_with_the_cure() {
-        let modules = Modules::new(Path::new("/nonexistent"), "6.1.0-test", b"");
+        let mut modules = Modules::new(Path::new("/nonexistent"), "6.1.0-test", b"");
         let error = modules.load("nvidia").unwrap_err().to_string();
         assert!(error.contains("/nonexistent/lib/modules/6.1.0-test/modules.dep") && error.contains("run depmod"), "{error}");
     }

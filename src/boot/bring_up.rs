@@ -93,15 +93,14 @@ pub async fn run(boot: &Boot, uevents: io::Result<Uevents>, words: Option<Driver
     }
     let gpus = scan(&boot.config);
     let (bind, reason) = strategy(&boot.config, &gpus);
-    tracing::info!(name: names::STRATEGY, bind = ?bind, init = if boot.config.parallel_init { "parallel" } else { "serial" }, reason);
+    tracing::info!(name: names::STRATEGY, bind = %bind, init = if boot.config.parallel_init { "parallel" } else { "serial" }, reason);
     let spec = publication::start(&gpus, boot.config.cdi_complete);
     let sysfs = PciSysfs::at(Path::new(SYS));
 
     let mut tasks = JoinSet::new();
     if !gpus.is_empty() {
-        // Before the module is there: what it must not probe, and the enable lane, whose work the host may take seconds for.
-        let enabled = start_enable_lane(bind, &sysfs, &gpus);
         let driver = driver::start(boot, bind, &sysfs, &gpus, spec.clone());
+        let turns = start_enable_lane(bind, &sysfs, &gpus, driver.clone());
         let shared = Arc::new(Shared {
             sysfs,
             config: boot.config.clone(),
@@ -113,8 +112,8 @@ pub async fn run(boot: &Boot, uevents: io::Result<Uevents>, words: Option<Driver
             initialising: Arc::new(Semaphore::new(if boot.config.parallel_init { gpus.len() } else { 1 })),
             bound_at,
         });
-        for (gpu, enabled) in gpus.into_iter().zip(enabled) {
-            tasks.spawn(bring_up(Arc::clone(&shared), gpu, enabled));
+        for (gpu, turn) in gpus.into_iter().zip(turns) {
+            tasks.spawn(bring_up(Arc::clone(&shared), gpu, turn));
         }
     }
     let (mut usable, mut broken) = (0_u64, 0_u64);
@@ -155,32 +154,56 @@ fn scan(config: &Config) -> Vec<Gpu> {
     gpus
 }
 
-/// The enable lane: one thread, PCI order. With a plain module load there is none: the driver's probe enables.
-fn start_enable_lane(bind: Bind, sysfs: &PciSysfs, gpus: &[Gpu]) -> Vec<Option<oneshot::Receiver<Result<StepId, String>>>> {
+/// A GPU's place in the enable lane.
+struct Turn {
+    /// The step in which the host mapped its BARs.
+    enabled: oneshot::Receiver<Result<StepId, String>>,
+    /// Dropped when its bind is over, one way or the other.
+    bind_over: oneshot::Sender<()>,
+}
+
+/// The enable lane: one GPU at a time, in PCI order. With a plain module load there is none: the driver's probe enables.
+///
+/// While the host maps a BAR, every other access to config space waits, with its CPU spinning; a probe makes many such accesses, and would wait for
+/// the lane at each. So the lane lets the load with the first GPU go first, which makes that GPU usable early at the price of its probe (3 ms); and when
+/// pipelined, every bind.
+fn start_enable_lane(bind: Bind, sysfs: &PciSysfs, gpus: &[Gpu], mut driver: watch::Receiver<Driver>) -> Vec<Option<Turn>> {
     if bind == Bind::Insmod {
         return gpus.iter().map(|_| None).collect();
     }
-    let (senders, receivers): (Vec<_>, Vec<_>) = gpus.iter().map(|_| oneshot::channel()).unzip();
-    let (sysfs, addresses) = (sysfs.clone(), gpus.iter().map(|g| g.address).collect::<Vec<_>>());
-    tokio::task::spawn_blocking(move || {
+    let (mut lane, mut turns) = (Vec::new(), Vec::new());
+    for gpu in gpus {
+        let ((sender, enabled), (bind_over, over)) = (oneshot::channel(), oneshot::channel());
+        lane.push((gpu.address, sender, over));
+        turns.push(Some(Turn { enabled, bind_over }));
+    }
+    let sysfs = sysfs.clone();
+    tokio::spawn(async move {
         let mut before = After::default();
-        for (address, sender) in addresses.into_iter().zip(senders) {
-            let step = step!(names::GPU_ENABLE, gpu = %address, after = ?before);
+        for (position, (address, sender, over)) in lane.into_iter().enumerate() {
+            let (step, sysfs) = (step!(names::GPU_ENABLE, gpu = %address, after = ?before), sysfs.clone());
             let id = step.id();
             before = After(vec![id]);
-            let result = step.run(|| sysfs.enable(address)).map(|()| id).map_err(|e| e.to_string());
+            let enabled = tokio::task::spawn_blocking(move || step.run(|| sysfs.enable(address)).map(|()| id).map_err(|e| e.to_string()));
             // The GPU's task may be gone only with the whole runtime.
-            let _unused = sender.send(result);
+            let _unused = sender.send(enabled.await.unwrap_or_else(|panicked| Err(panicked.to_string())));
+            if position == 0 {
+                drop(driver.wait_for(|d| !matches!(d, Driver::Loading)).await);
+            }
+            if bind == Bind::Pipelined {
+                // The sender is never used, only dropped: that is the sign.
+                let _over = over.await;
+            }
         }
     });
-    receivers.into_iter().map(Some).collect()
+    turns
 }
 
 /// One GPU, from enabled to usable. True when it is usable.
-async fn bring_up(shared: Arc<Shared>, gpu: Gpu, enabled: Option<oneshot::Receiver<Result<StepId, String>>>) -> bool {
+async fn bring_up(shared: Arc<Shared>, gpu: Gpu, turn: Option<Turn>) -> bool {
     let stage: Stage = Arc::new(Mutex::new("enable"));
     let watchdog = tokio::spawn(report_lateness(gpu.address, Arc::clone(&stage)));
-    let result = bring_up_or_fail(&shared, &gpu, enabled, &stage).await;
+    let result = bring_up_or_fail(&shared, &gpu, turn, &stage).await;
     watchdog.abort();
     match result {
         Ok(()) => {
@@ -201,16 +224,13 @@ async fn bring_up(shared: Arc<Shared>, gpu: Gpu, enabled: Option<oneshot::Receiv
     }
 }
 
-async fn bring_up_or_fail(
-    shared: &Arc<Shared>,
-    gpu: &Gpu,
-    enabled: Option<oneshot::Receiver<Result<StepId, String>>>,
-    stage: &Stage,
-) -> Result<(), Failed> {
+async fn bring_up_or_fail(shared: &Arc<Shared>, gpu: &Gpu, turn: Option<Turn>, stage: &Stage) -> Result<(), Failed> {
     let mut after = [None, None];
-    if let Some(enabled) = enabled {
-        // The lane's thread answers for every GPU before it ends.
-        let result = enabled.await.unwrap_or_else(|_| Err("the enable thread has ended".into()));
+    let mut bind_over = None;
+    if let Some(turn) = turn {
+        bind_over = Some(turn.bind_over);
+        // The lane answers for every GPU before it ends.
+        let result = turn.enabled.await.unwrap_or_else(|_| Err("the enable thread has ended".into()));
         after[0] = Some(result.map_err(|e| failed("enable", "enable-failed")(&e))?);
     }
     set(stage, "driver load");
@@ -233,6 +253,7 @@ async fn bring_up_or_fail(
         last = bind(shared, gpu, After::from(&after[..])).await?;
         bound(gpu, boottime_ns())?;
     }
+    drop(bind_over); // the lane may go on
 
     set(stage, "device node");
     let information = driver_proc::information(Path::new(PROC), gpu.address).map_err(|e| failed("probe", "no-minor")(&e))?;

@@ -73,7 +73,7 @@ impl Load {
         }
     }
 
-    fn run(self, state: &watch::Sender<Driver>, spec: &mpsc::UnboundedSender<Update>) {
+    fn run(mut self, state: &watch::Sender<Driver>, spec: &mpsc::UnboundedSender<Update>) {
         let mut loaded = match self.load() {
             Ok(loaded) => loaded,
             Err(error) => {
@@ -91,9 +91,10 @@ impl Load {
         state.send_replace(Driver::Loaded(loaded));
     }
 
-    fn load(&self) -> Result<Loaded, String> {
+    fn load(&mut self) -> Result<Loaded, String> {
         let mut tried = Vec::new();
-        let mut candidates = self.addresses.iter();
+        let addresses = self.addresses.clone();
+        let mut candidates = addresses.iter();
         loop {
             let candidate = candidates.next();
             match (self.one_by_one, candidate) {
@@ -130,7 +131,7 @@ impl Load {
     }
 
     /// Makes the control node, loads nvidia-uvm (which would wait for a load of nvidia that is still under way) and makes its nodes.
-    fn common_nodes(&self, loaded: &Loaded) -> Vec<Node> {
+    fn common_nodes(&mut self, loaded: &Loaded) -> Vec<Node> {
         let mut common = Vec::new();
         match loaded.nodes.control(loaded.major) {
             Ok(node) => common.push(node),

@@ -143,7 +143,15 @@ pub fn address_in(text: &str) -> Option<PciAddress> {
 
 /// Whether a line explains a failure. The FBHUB line marks the start of an initialisation and "was not called" is what driver_override looks like.
 fn explains(text: &str) -> bool {
-    let harmless = ["FBHUB", "probe routine was not called", "enabling device", "loading NVIDIA", "loading out-of-tree", "taints kernel"];
+    let harmless = [
+        "FBHUB",
+        "probe routine was not called",
+        "enabling device",
+        "loading NVIDIA",
+        "loading out-of-tree",
+        "taints kernel",
+        "failed with error -1",
+    ];
     (text.contains("NVRM") || text.contains("nvidia")) && !harmless.iter().any(|h| text.contains(h))
 }
 

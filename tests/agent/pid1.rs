@@ -2,7 +2,6 @@
 
 use nix::mount::{MsFlags, mount};
 use nix::sys::reboot::{RebootMode, reboot};
-use std::path::Path;
 
 /// Type, target, flags of the agent's own mounts.
 const MOUNTS: &[(&str, &str, MsFlags)] = &[
@@ -16,7 +15,7 @@ const MOUNTS: &[(&str, &str, MsFlags)] = &[
 
 /// Ends the guest as the real agent does when something above fails: no message anywhere.
 pub fn power_off_silently() -> ! {
-    if std::process::id() == 1 || nix::unistd::geteuid().is_root() && Path::new("/etc/hardware.modules").exists() {
+    if std::process::id() == 1 {
         let _unused = reboot(RebootMode::RB_POWER_OFF);
     }
     std::process::exit(1)

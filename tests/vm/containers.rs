@@ -21,8 +21,8 @@ fn last(booted: &Booted, name: &str) -> u64 {
 }
 
 fn early(context: &TestContext, bind: &str) -> Result<Outcome> {
-    // GPU 7 comes 8 x 300 ms after the start, GPU 0 after the first 300 ms.
-    let words = format!("gpuinit.bind={bind} fakepci.enable_ms=300 nvidia.probe_ms=100 testagent.containers=first:0;all:all");
+    // GPU 7 comes 8 x 600 ms after the start, GPU 0 after the first 600 ms.
+    let words = format!("gpuinit.bind={bind} fakepci.enable_ms=600 nvidia.probe_ms=100 testagent.containers=first:0;all:all");
     let mut booted = Guest::new().append(&words).boot(context, bind)?;
     let first = booted.created("first")?;
     let all = booted.created("all")?;
@@ -32,15 +32,27 @@ fn early(context: &TestContext, bind: &str) -> Result<Outcome> {
     ensure!(first_ns < seventh.boottime_ns, "first container at {first_ns} ns, GPU 7 bound at {}", seventh.boottime_ns);
     let (last_bound, last_published) = (last(&booted, names::GPU_BOUND), last(&booted, names::GPU_PUBLISHED));
     ensure!(all_ns > last_bound, "container with all GPUs at {all_ns} ns, before the last bind at {last_bound}");
-    ensure!(all_ns < last_published + ONE_TRY_NS, "container with all GPUs {} ms after the last publication", (all_ns - last_published) / 1_000_000);
+    ensure!(
+        all_ns < last_published + ONE_TRY_NS,
+        "container with all GPUs {} ms after the last publication",
+        (all_ns - last_published) / 1_000_000
+    );
     ensure!(first.get("nodes").contains("/dev/nvidia0 195:0 666"), "nodes of the first: {}", first.get("nodes"));
     let gpus = (0..8).filter(|k| all.get("nodes").contains(&format!("/dev/nvidia{k} 195:{k} 666"))).count();
-    ensure!(gpus == 8 && all.get("nodes").contains("/dev/nvidiactl 195:255") && all.get("nodes").contains("/dev/nvidia-uvm "), "nodes of all: {}", all.get("nodes"));
+    ensure!(
+        gpus == 8 && all.get("nodes").contains("/dev/nvidiactl 195:255") && all.get("nodes").contains("/dev/nvidia-uvm "),
+        "nodes of all: {}",
+        all.get("nodes")
+    );
     ensure!(!booted.console.agent_lines().iter().any(|l| l.get("msg") == "container failed"), "a container has failed");
     // The waiting is in the stream, too.
     ensure!(booted.receiver.records().iter().any(|r| r.name == names::AGENT_LOOK), "no look of the agent was seen");
     booted.still_runs()?;
-    Ok(Outcome::Measured(format!("first {:.2} s before the last bind, all {} ms after the last publication", (last_bound - first_ns) as f64 / 1e9, (all_ns - last_published) / 1_000_000)))
+    Ok(Outcome::Measured(format!(
+        "first {:.2} s before the last bind, all {} ms after the last publication",
+        (last_bound - first_ns) as f64 / 1e9,
+        (all_ns - last_published) / 1_000_000
+    )))
 }
 
 /// Negative control of the above: the same agent, the same question, and a generator that lists only what is ready.
@@ -62,7 +74,8 @@ fn other_minors(context: &TestContext) -> Result<Outcome> {
     let booted = Guest::new().append(words).boot(context, "minors")?;
     for (container, minor) in [("zero", 5), ("one", 3), ("seven", 6)] {
         let line = booted.created(container)?;
-        let gpus: Vec<&str> = line.get("nodes").split(',').filter(|n| n.starts_with("/dev/nvidia") && !n.contains("ctl") && !n.contains("uvm")).collect();
+        let gpus: Vec<&str> =
+            line.get("nodes").split(',').filter(|n| n.starts_with("/dev/nvidia") && !n.contains("ctl") && !n.contains("uvm")).collect();
         ensure!(gpus == [format!("/dev/nvidia{minor} 195:{minor} 666")], "container {container}: {gpus:?}");
     }
     Ok(Outcome::Passed)
@@ -73,7 +86,11 @@ fn held_back(context: &TestContext) -> Result<Outcome> {
     booted.created("all")?;
     booted.settled()?;
     for index in 0..8 {
-        let at = |name: &str| booted.record(name, |r| r.name == name && r.kind == Kind::Event && r.fields.get("index") == Some(&index.into())).map(|r| r.boottime_ns);
+        let at = |name: &str| {
+            booted
+                .record(name, |r| r.name == name && r.kind == Kind::Event && r.fields.get("index") == Some(&index.into()))
+                .map(|r| r.boottime_ns)
+        };
         let init_end = {
             let gpu = booted.record("gpu.found", |r| r.name == names::GPU_FOUND && r.fields.get("index") == Some(&index.into()))?.gpu;
             booted.record("gpu.init end", |r| r.name == names::GPU_INIT && r.kind == Kind::End && r.gpu == gpu)?.boottime_ns

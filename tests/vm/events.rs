@@ -51,7 +51,11 @@ fn never_delays(context: &TestContext) -> Result<Outcome> {
     with.settled()?;
     let (exec, published) = milestones(&with.receiver.records())?;
     drop(with);
-    let mut measured = format!("agent exec / last publication after the init's start: with a listener {} / {} ms", exec / 1_000_000, published / 1_000_000);
+    let mut measured = format!(
+        "agent exec / last publication after the init's start: with a listener {} / {} ms",
+        exec / 1_000_000,
+        published / 1_000_000
+    );
     for (name, listener) in [("no listener", Listener::Absent), ("a deaf listener", Listener::Deaf)] {
         let booted = Guest::new().listener(listener).append(words).boot(context, &name.replace(' ', "-"))?;
         booted.agent("container created", |_| true)?;
@@ -61,7 +65,10 @@ fn never_delays(context: &TestContext) -> Result<Outcome> {
         // What the host does not get, the console has.
         let records = settled_on_console(&booted)?;
         let (e, p) = milestones(&records)?;
-        ensure!(e <= exec + ROOM_NS && p <= published + ROOM_NS, "{name}: agent exec {e} ns (with a listener {exec}), last publication {p} ns ({published})");
+        ensure!(
+            e <= exec + ROOM_NS && p <= published + ROOM_NS,
+            "{name}: agent exec {e} ns (with a listener {exec}), last publication {p} ns ({published})"
+        );
         write!(measured, ", with {name} {} / {} ms", e / 1_000_000, p / 1_000_000)?;
     }
     Ok(Outcome::Measured(measured))
@@ -92,7 +99,12 @@ fn guest_reader(context: &TestContext) -> Result<Outcome> {
     let header: Value = serde_json::from_str(seen.get("first"))?;
     ensure!(header["stream"]["boot_id"] == booted.receiver.headers()[0].boot_id.as_str(), "another boot: {header}");
     let settled = booted.event(names::SETTLED)?;
-    ensure!(seen.get("records").parse::<u64>()? == settled.seq + 2, "the reader saw {} lines until seq {}", seen.get("records"), settled.seq);
+    ensure!(
+        seen.get("records").parse::<u64>()? == settled.seq + 2,
+        "the reader saw {} lines until seq {}",
+        seen.get("records"),
+        settled.seq
+    );
     ensure!(seen.get("file_lines").parse::<u64>()? > 50, "boot.ndjson has {} lines", seen.get("file_lines"));
     Ok(Outcome::Passed)
 }
@@ -124,15 +136,19 @@ fn canonical(records: &[Record]) -> String {
         for key in VOLATILE.iter().filter(|k| !value["fields"][**k].is_null()).collect::<Vec<_>>() {
             value["fields"][*key] = Value::from("#");
         }
-        // Before the GPUs and after them in the order of the stream; each GPU for itself.
-        let group = r.gpu.map_or_else(|| format!("{:?}", r.name == names::SETTLED || r.name == names::LOCKDOWN), |g| format!("gpu {g}"));
+        // Before the GPUs and after them in the order of the stream; each GPU for itself, and what runs beside it.
+        let beside = [names::GPU_PUBLISHED, names::AGENT_EXEC, names::MODULE_LOAD].contains(&r.name.as_str());
+        let group = if beside {
+            format!("{} {:?}", r.name, r.gpu)
+        } else {
+            r.gpu.map_or_else(|| format!("{:?}", r.name == names::SETTLED || r.name == names::LOCKDOWN), |g| format!("gpu {g}"))
+        };
         lines.push((group, value.to_string()));
     }
     let mut out = String::new();
     let mut groups: Vec<&String> = lines.iter().map(|(g, _)| g).collect();
     groups.sort();
     groups.dedup();
-    // "false" (before), "gpu ..", "true" (after).
     for group in groups {
         lines.iter().filter(|(g, _)| g == group).for_each(|(_, l)| {
             out.push_str(l);

@@ -61,10 +61,13 @@ fn listener() {
     }
     let file = std::fs::read_to_string("/run/kata-gpu-init/boot.ndjson").unwrap_or_default();
     let mode = std::fs::metadata(path).map_or(0, |m| std::os::unix::fs::MetadataExt::mode(&m) & 0o777);
-    log::info("listener", &[
-        ("records", &records.to_string()),
-        ("first", &first),
-        ("file_lines", &file.lines().count().to_string()),
-        ("mode", &format!("{mode:o}")),
-    ]);
+    log::info(
+        "listener",
+        &[
+            ("records", &records.to_string()),
+            ("first", &first),
+            ("file_lines", &file.lines().count().to_string()),
+            ("mode", &format!("{mode:o}")),
+        ],
+    );
 }

@@ -16,7 +16,8 @@ fn main() -> ExitCode {
         tests.iter().for_each(|t| println!("{}", t.name));
         return ExitCode::SUCCESS;
     }
-    let target = std::env::var_os("CARGO_TARGET_DIR").map_or_else(|| Path::new(env!("CARGO_MANIFEST_DIR")).join("../target"), PathBuf::from);
+    let target =
+        std::env::var_os("CARGO_TARGET_DIR").map_or_else(|| Path::new(env!("CARGO_MANIFEST_DIR")).join("../target"), PathBuf::from);
     // Short and free of "..": unix sockets lie below it.
     let target = target.canonicalize().unwrap_or(target);
     let (mut passed, mut failed, mut skipped) = (0, 0, 0);
