@@ -4,13 +4,16 @@ pub mod agent_log; // the agent's lines in the console
 pub mod boot_file; // the file of one boot: its lines, reading it
 pub mod boot_log; // writing it: once, append only, limited
 pub mod clock; // the guest's clock beside the host's
+pub mod collect; // the subcommand collect
 pub mod collector; // accepts guests, one connection each
 pub mod connection; // one connection, without its socket
+pub mod demo; // the subcommand demo
 pub mod framing; // bytes into lines
 pub mod listen; // AF_VSOCK and hybrid vsock sockets
 pub mod live; // rows as they happen
 pub mod model; // what is known of a boot: records in, Boot out
 pub mod rows; // records into rows: side, what, how long
+pub mod show; // the subcommand show
 pub mod summary; // what a boot came to
 pub mod table; // rows into lines
 pub mod tail; // following the console log
