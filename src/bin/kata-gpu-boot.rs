@@ -1,2 +1,42 @@
-//! Placeholder until the commit that brings the program.
-fn main() {}
+//! kata-gpu-boot: the host's view of how GPU guests start.
+
+use clap::{Parser, Subcommand};
+use kata_gpu_init::host::{collect, demo, show};
+use std::process::ExitCode;
+
+/// See how Kata guests with NVIDIA GPUs start: what took how long, on whose side.
+#[derive(Parser)]
+#[command(version, after_help = EXAMPLES)]
+struct Cli {
+    #[command(subcommand)]
+    command: Command,
+}
+
+const EXAMPLES: &str = "\
+Examples:
+  kata-gpu-boot collect --dir boots --live     receive streams and watch
+  kata-gpu-boot show --dir boots               the newest boot as a table
+  kata-gpu-boot demo --kernel vmlinuz --initrd demo.cpio
+Each subcommand's --help ends with more.";
+
+#[derive(Subcommand)]
+enum Command {
+    Collect(collect::Args),
+    Show(show::Args),
+    Demo(demo::Args),
+}
+
+fn main() -> ExitCode {
+    let done = match Cli::parse().command {
+        Command::Collect(args) => collect::run(&args),
+        Command::Show(args) => show::run(&args),
+        Command::Demo(args) => demo::run(&args),
+    };
+    match done {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("kata-gpu-boot: {error:#}");
+            ExitCode::FAILURE
+        }
+    }
+}

@@ -7,9 +7,9 @@ use super::boot_log::{Store, lock};
 use super::connection::{Connection, HostNow, News};
 use super::listen::{Listener, NoVsock, Peer};
 use anyhow::{Result, bail};
-use socket2::Socket;
 use std::collections::HashMap;
-use std::io::{self, ErrorKind, Read, Write};
+use std::io::{self, ErrorKind};
+use std::os::fd::OwnedFd;
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
@@ -160,7 +160,7 @@ impl Drop for Slot {
     }
 }
 
-async fn serve(socket: AsyncFd<Socket>, slot: Slot, mut stop: watch::Receiver<bool>) {
+async fn serve(socket: AsyncFd<OwnedFd>, slot: Slot, mut stop: watch::Receiver<bool>) {
     let shared = &slot.shared;
     let mut connection = Connection::new(slot.peer.to_string(), shared.store.clone(), HostNow::read());
     let mut result = talk(&socket, &mut connection, shared, &mut stop).await;
@@ -175,14 +175,14 @@ async fn serve(socket: AsyncFd<Socket>, slot: Slot, mut stop: watch::Receiver<bo
 }
 
 /// Until the guest hangs up or the collector stops.
-async fn talk(socket: &AsyncFd<Socket>, connection: &mut Connection, shared: &Shared, stop: &mut watch::Receiver<bool>) -> Result<()> {
+async fn talk(socket: &AsyncFd<OwnedFd>, connection: &mut Connection, shared: &Shared, stop: &mut watch::Receiver<bool>) -> Result<()> {
     let mut chunk = vec![0; 64 * 1024];
     loop {
         let due = tokio::time::Instant::from_std(connection.deadline());
         tokio::select! {
             () = stopped(stop) => return Ok(()),
             ready = socket.readable() => {
-                let read = ready?.try_io(|fd| fd.get_ref().read(&mut chunk));
+                let read = ready?.try_io(|fd| Ok(nix::unistd::read(fd.get_ref(), &mut chunk)?));
                 match read {
                     Err(_would_block) => {}
                     Ok(Ok(0)) => return Ok(()),
@@ -197,7 +197,7 @@ async fn talk(socket: &AsyncFd<Socket>, connection: &mut Connection, shared: &Sh
             }
             ready = socket.writable(), if !connection.output().is_empty() => {
                 let out = connection.output();
-                match ready?.try_io(|fd| fd.get_ref().write(out)) {
+                match ready?.try_io(|fd| Ok(nix::unistd::write(fd.get_ref(), out)?)) {
                     Err(_would_block) => {}
                     Ok(Ok(n)) => { out.drain(..n); }
                     // The guest closed its reading half, or altogether: reading will tell.
@@ -211,10 +211,10 @@ async fn talk(socket: &AsyncFd<Socket>, connection: &mut Connection, shared: &Sh
 }
 
 /// Takes what the kernel holds of this connection, but not more than a boot may have.
-fn drain(socket: &AsyncFd<Socket>, connection: &mut Connection, shared: &Shared) -> Result<()> {
+fn drain(socket: &AsyncFd<OwnedFd>, connection: &mut Connection, shared: &Shared) -> Result<()> {
     let mut chunk = vec![0; 64 * 1024];
     for _ in 0..super::boot_log::MAX_BYTES / chunk.len() as u64 {
-        match socket.get_ref().read(&mut chunk) {
+        match nix::unistd::read(socket.get_ref(), &mut chunk).map_err(io::Error::from) {
             Ok(0) => return Ok(()),
             Ok(n) => connection.take(&chunk[..n], HostNow::read(), &mut |news| shared.tell(news))?,
             Err(e) if matches!(e.kind(), ErrorKind::WouldBlock | ErrorKind::ConnectionReset) => return Ok(()),

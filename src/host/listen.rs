@@ -3,11 +3,13 @@
 //! A hybrid vsock device (Cloud Hypervisor, Firecracker, vhost-device-vsock) with the base path `P` turns a guest's connection to host port
 //! N into one to the unix socket `P_N`, which has to be there and listening at that moment.
 
+use super::watch::watch;
 use anyhow::{Context, Result, anyhow, bail};
 use nix::errno::Errno;
 use nix::libc::VMADDR_CID_ANY;
-use socket2::{Domain, SockAddr, Socket, Type};
+use socket2::{Domain, SockAddr, SockRef, Socket, Type};
 use std::io;
+use std::os::fd::OwnedFd;
 use std::os::unix::fs::FileTypeExt;
 use std::path::{Path, PathBuf};
 use tokio::io::unix::AsyncFd;
@@ -42,7 +44,7 @@ impl std::fmt::Display for Peer {
 /// A socket that guests can connect to. A unix socket's file goes when the listener goes.
 #[derive(Debug)]
 pub struct Listener {
-    socket: AsyncFd<Socket>,
+    socket: AsyncFd<OwnedFd>,
     path: Option<PathBuf>,
 }
 
@@ -62,7 +64,7 @@ impl Listener {
         })?;
         socket.listen(BACKLOG).map_err(other("listen on vsock"))?;
         socket.set_nonblocking(true).map_err(other("make the vsock listener non-blocking"))?;
-        let socket = AsyncFd::new(socket).map_err(other("watch the vsock listener"))?;
+        let socket = watch(socket).map_err(other("watch the vsock listener"))?;
         Ok(Self { socket, path: None })
     }
 
@@ -81,7 +83,7 @@ impl Listener {
         // From here on the file is ours, and goes when `listener` goes.
         socket.listen(BACKLOG).with_context(|| format!("listen on {}", path.display()))?;
         socket.set_nonblocking(true).context("make the listener non-blocking")?;
-        let socket = AsyncFd::new(socket).context("watch the listener")?;
+        let socket = watch(socket).context("watch the listener")?;
         Ok(Self { socket, path: Some(path) })
     }
 
@@ -89,7 +91,7 @@ impl Listener {
     pub fn place(&self) -> String {
         match &self.path {
             Some(path) => path.display().to_string(),
-            None => match self.socket.get_ref().local_addr().ok().and_then(|a| a.as_vsock_address()) {
+            None => match SockRef::from(self.socket.get_ref()).local_addr().ok().and_then(|a| a.as_vsock_address()) {
                 Some((_, port)) => format!("vsock port {port}"),
                 None => "vsock".to_string(),
             },
@@ -97,10 +99,10 @@ impl Listener {
     }
 
     /// The next connection.
-    pub async fn accept(&self) -> io::Result<(AsyncFd<Socket>, Peer)> {
+    pub async fn accept(&self) -> io::Result<(AsyncFd<OwnedFd>, Peer)> {
         loop {
             let mut ready = self.socket.readable().await?;
-            let Ok(accepted) = ready.try_io(|fd| fd.get_ref().accept()) else { continue };
+            let Ok(accepted) = ready.try_io(|fd| SockRef::from(fd.get_ref()).accept()) else { continue };
             let (socket, address) = accepted?;
             socket.set_nonblocking(true)?;
             let peer = match &self.path {
@@ -110,7 +112,7 @@ impl Listener {
                     None => return Err(io::Error::other("a vsock connection without a CID")),
                 },
             };
-            return Ok((AsyncFd::new(socket)?, peer));
+            return Ok((watch(socket)?, peer));
         }
     }
 }

@@ -1,14 +1,25 @@
 //! The host's half: collects the streams of guests and shows their boots. Behind the feature `host`; the guest links none of it.
 
+pub mod agent_log; // the agent's lines in the console
 pub mod boot_file; // the file of one boot: its lines, reading it
 pub mod boot_log; // writing it: once, append only, limited
 pub mod clock; // the guest's clock beside the host's
+pub mod collect; // the subcommand collect
 pub mod collector; // accepts guests, one connection each
 pub mod connection; // one connection, without its socket
+pub mod demo; // the subcommand demo
 pub mod framing; // bytes into lines
 pub mod listen; // AF_VSOCK and hybrid vsock sockets
-pub mod vm; // a VM, for the demo and the tests
+pub mod live; // rows as they happen
+pub mod model; // what is known of a boot: records in, Boot out
+pub mod rows; // records into rows: side, what, how long
+pub mod show; // the subcommand show
+pub mod summary; // what a boot came to
+pub mod table; // rows into lines
+pub mod tail; // following the console log
 pub mod text; // what a guest wrote, made harmless; times; colour
+pub mod vm; // QEMU and vhost-device-vsock, for the demo and the tests
+pub mod watch; // waiting for a descriptor
 
 #[cfg(test)]
 pub(crate) mod testing;

@@ -1,0 +1,182 @@
+//! The live view: rows as they happen, in the order in which they happened, and a word about what everybody waits for.
+//!
+//! No I/O and no clock of its own: news and the time go in, lines come out. A row is held for [`HOLD`] after it came, because the stream
+//! and the console bring the same moments with different delays; then it and everything older is printed. After [`SILENCE`] without a row
+//! it says what is still going on, then again each time the silence has doubled.
+
+use super::agent_log::{AgentLine, ClockPoints};
+use super::clock::{Clock, Sample};
+use super::rows::{GpuName, Row, Tracker};
+use super::table::Table;
+use super::text::{Ink, seconds};
+use crate::events::record::{Kind, Record, names};
+use std::collections::BTreeMap;
+use std::time::{Duration, Instant};
+
+/// How long a row waits for an older one to arrive.
+const HOLD: Duration = Duration::from_millis(200);
+/// Silence after which people wonder.
+const SILENCE: Duration = Duration::from_secs(1);
+/// How long an agent line waits for the `clock` event that places it.
+const PLACE_DEADLINE: Duration = Duration::from_secs(2);
+/// Longest silence between two words: doubling ends here.
+const MAX_SILENCE: Duration = Duration::from_secs(64);
+
+/// The view of one boot.
+pub struct Live {
+    table: Table,
+    verbose: bool,
+    tracker: Tracker,
+    points: ClockPoints,
+    host_clock: Clock,
+    held: Vec<(Instant, Row)>,
+    unplaced: Vec<(Instant, AgentLine)>,
+    last_ns: Option<u64>,
+    /// The latest guest time that is known, and when.
+    newest: Option<(u64, Instant)>,
+    spoke: Instant,
+    silence: Duration,
+    settled: bool,
+}
+
+impl Live {
+    pub fn new(table: Table, verbose: bool, now: Instant) -> Self {
+        Self {
+            table,
+            verbose,
+            tracker: Tracker::default(),
+            points: ClockPoints::default(),
+            host_clock: Clock::default(),
+            held: Vec::new(),
+            unplaced: Vec::new(),
+            last_ns: None,
+            newest: None,
+            spoke: now,
+            silence: SILENCE,
+            settled: false,
+        }
+    }
+
+    pub fn record(&mut self, record: &Record, now: Instant) {
+        self.points.add(record);
+        self.settled |= record.kind == Kind::Event && record.name == names::SETTLED;
+        if self.newest.is_none_or(|(newest, _)| newest <= record.boottime_ns) {
+            self.newest = Some((record.boottime_ns, now));
+        }
+        let row = self.tracker.row(record);
+        self.hold(row, now);
+    }
+
+    /// A sample of the guest's clock; placed agent lines get their time from it when the guest sent no `clock` event.
+    pub fn clock(&mut self, sample: Sample) {
+        self.host_clock.add(sample);
+    }
+
+    pub fn agent(&mut self, line: AgentLine, now: Instant) {
+        self.unplaced.push((now, line));
+    }
+
+    fn hold(&mut self, row: Row, now: Instant) {
+        if !row.detail || self.verbose {
+            self.held.push((now, row));
+        }
+    }
+
+    fn place_agent_lines(&mut self, now: Instant) {
+        for (came, line) in std::mem::take(&mut self.unplaced) {
+            let overdue = now.saturating_duration_since(came) >= PLACE_DEADLINE;
+            if self.points.is_empty() && !overdue {
+                self.unplaced.push((came, line));
+                continue;
+            }
+            let placed = self.points.place(line.realtime_ns, &self.host_clock);
+            // The last way out: it happened about when it came.
+            let (time_ns, approximate) = placed.map_or_else(|| (self.guest_now(came), true), |p| (p.boottime_ns, p.approximate));
+            let row = self.tracker.agent_row(&line.event, time_ns, approximate);
+            self.hold(row, came);
+        }
+    }
+
+    /// The guest's clock at some moment, as far as anybody knows.
+    fn guest_now(&self, at: Instant) -> u64 {
+        self.newest.map_or(0, |(ns, when)| {
+            let passed = at.saturating_duration_since(when).as_nanos();
+            ns.saturating_add(u64::try_from(passed).unwrap_or(u64::MAX))
+        })
+    }
+
+    /// When [`Live::due`] has something to do.
+    pub fn deadline(&self) -> Option<Instant> {
+        let held = self.held.iter().map(|(came, _)| *came + HOLD);
+        let unplaced = self.unplaced.iter().map(|(came, _)| *came + if self.points.is_empty() { PLACE_DEADLINE } else { Duration::ZERO });
+        let still = (!self.settled && self.newest.is_some()).then_some(self.spoke + self.silence);
+        held.chain(unplaced).chain(still).min()
+    }
+
+    /// The lines that are due.
+    pub fn due(&mut self, now: Instant) -> Vec<String> {
+        self.place_agent_lines(now);
+        self.held.sort_by_key(|(_, row)| row.time_ns);
+        let ready = self.held.iter().rposition(|(came, _)| *came + HOLD <= now).map_or(0, |last| last + 1);
+        let mut lines = Vec::new();
+        for (_, row) in self.held.drain(..ready).collect::<Vec<_>>() {
+            self.print(&row, &mut lines);
+        }
+        if !lines.is_empty() {
+            self.spoke = now;
+            self.silence = SILENCE;
+        } else if !self.settled && self.newest.is_some() && now >= self.spoke + self.silence {
+            lines.extend(self.still(now));
+            self.silence = (self.silence * 2).min(MAX_SILENCE.max(SILENCE));
+            self.spoke = now;
+        }
+        lines
+    }
+
+    /// Everything that is left, at the end.
+    pub fn finish(&mut self, now: Instant) -> Vec<String> {
+        let long_after = now + PLACE_DEADLINE;
+        self.settled = true; // nothing is waited for any more
+        self.due(long_after)
+    }
+
+    fn print(&mut self, row: &Row, lines: &mut Vec<String>) {
+        lines.extend(self.table.lines(row, self.last_ns));
+        self.last_ns = Some(row.time_ns);
+    }
+
+    /// What is going on: open steps, those of several GPUs in one line.
+    fn still(&self, now: Instant) -> Vec<String> {
+        let guest_now = self.guest_now(now);
+        let mut by_name: BTreeMap<&str, (u64, Vec<GpuName>)> = BTreeMap::new();
+        for open in self.tracker.open() {
+            let entry = by_name.entry(&open.name).or_insert((open.begin_ns, Vec::new()));
+            entry.0 = entry.0.min(open.begin_ns);
+            entry.1.extend(open.gpu);
+        }
+        let width = self.table.screen.width.unwrap_or(usize::MAX);
+        let steps = by_name.into_iter().map(|(name, (since, gpus))| {
+            let gpus = if gpus.is_empty() { String::new() } else { format!(" of GPU {}", numbers(&gpus)) };
+            let mut line = format!("{:>9} still: {name}{gpus}, for {} s", "...", seconds(guest_now.saturating_sub(since)));
+            line.truncate(width);
+            self.table.screen.paint(Ink::Dim, &line)
+        });
+        steps.collect()
+    }
+}
+
+/// `0-3,5`; addresses for GPUs whose number is not known.
+fn numbers(gpus: &[GpuName]) -> String {
+    let mut known: Vec<u64> = gpus.iter().filter_map(|g| g.index).collect();
+    known.sort_unstable();
+    known.dedup();
+    let mut ranges: Vec<(u64, u64)> = Vec::new();
+    for n in known {
+        match ranges.last_mut() {
+            Some((_, last)) if last.checked_add(1) == Some(n) => *last = n,
+            _ => ranges.push((n, n)),
+        }
+    }
+    let ranges = ranges.into_iter().map(|(a, b)| if a == b { a.to_string() } else { format!("{a}-{b}") });
+    ranges.chain(gpus.iter().filter(|g| g.index.is_none()).map(|g| g.address.to_string())).collect::<Vec<_>>().join(",")
+}

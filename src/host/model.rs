@@ -1,0 +1,376 @@
+//! What is known of one boot: records in, [`Boot`] out. No I/O, no text for people.
+//!
+//! [`Boot`] is what `show --json` prints; its field names are part of the interface (version [`MODEL`]). All times are ns on the guest's boot
+//! clock (0 = kernel start) and end in `_ns`; durations end in `took_ns`. A key without a value is left out.
+
+use super::agent_log::{AgentEvent, AgentLine, ClockPoints};
+use super::boot_file::{BootFile, Damage, HostEvent};
+use super::clock::{Clock, Sample, Wall};
+use crate::events::record::{Kind, Record, names};
+use crate::pci::PciAddress;
+use serde::Serialize;
+use serde_json::{Map, Value};
+use std::collections::BTreeMap;
+
+/// Version of the JSON form of [`Boot`].
+pub const MODEL: u32 = 1;
+/// Gaps that are named one by one.
+const MAX_NAMED_GAPS: usize = 32;
+
+/// One boot.
+#[derive(Clone, Debug, Default, Serialize)]
+pub struct Boot {
+    pub model: u32,
+    pub boot_id: Option<String>,
+    /// Version of kata-gpu-init.
+    pub version: Option<String>,
+    /// `uname -r` of the guest.
+    pub kernel: Option<String>,
+    /// All GPUs were usable or failed by then.
+    pub settled_ns: Option<u64>,
+    /// Why the machine powered itself off.
+    pub power_off: Option<String>,
+    pub milestones: Vec<Milestone>,
+    /// In PCI order.
+    pub gpus: Vec<Gpu>,
+    /// In the order in which the agent was done with them.
+    pub containers: Vec<Container>,
+    /// Guest clock beside host clock.
+    pub clock: ClockSummary,
+    pub lost: Lost,
+    /// Lines of the file that could not be read; the first few by name.
+    pub damaged_lines: u64,
+    pub damage: Vec<Damage>,
+    /// Lines that the collector dropped because they were not of the format.
+    pub garbage_lines: u64,
+    /// Why the collector stopped storing, if it did.
+    pub capped: Option<String>,
+    /// In order of their beginning.
+    pub spans: Vec<Span>,
+}
+
+/// A point that people compare boots by.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct Milestone {
+    pub name: &'static str,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub boottime_ns: Option<u64>,
+    /// Its place on the boot clock is approximate (see [`ClockPoints::place`]).
+    pub approximate: bool,
+    /// The host's wall clock then.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub wall: Option<Wall>,
+}
+
+/// One step of one GPU.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+pub struct Step {
+    pub at_ns: u64,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub took_ns: Option<u64>,
+}
+
+/// A step that has begun and not ended.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct OpenStep {
+    pub step: String,
+    pub since_ns: u64,
+}
+
+/// Why a GPU is not usable.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct Failure {
+    pub at_ns: u64,
+    pub step: String,
+    pub reason: String,
+}
+
+/// One GPU.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct Gpu {
+    pub address: PciAddress,
+    /// The CDI name.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub index: Option<u64>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub minor: Option<u64>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub found_ns: Option<u64>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub enabled: Option<Step>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub bound: Option<Step>,
+    /// `took_ns`: since it was bound.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub published: Option<Step>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub usable: Option<Step>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub failed: Option<Failure>,
+    /// What it is still in, if nothing else is known about its end.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub still: Option<OpenStep>,
+}
+
+/// A container that the agent was asked for.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct Container {
+    pub name: String,
+    pub devices: String,
+    /// When it was created, or failed.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub at_ns: Option<u64>,
+    pub approximate: bool,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub tries: Option<u64>,
+    /// It was not created.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub error: Option<String>,
+}
+
+/// How well the guest's times are known on the host's clock.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
+pub struct ClockSummary {
+    pub samples: usize,
+    /// The sample with the smallest bound.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub best: Option<Sample>,
+}
+
+/// Records that are missing.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
+pub struct Lost {
+    /// In gaps between the records that are there.
+    pub records: u64,
+    /// First and last seq of the first few gaps.
+    pub gaps: Vec<(u64, u64)>,
+    /// What the guest itself says it dropped (`stream.lost`).
+    pub reported_by_guest: u64,
+}
+
+/// A step with its beginning and end.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct Span {
+    pub id: u64,
+    pub name: String,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub gpu: Option<PciAddress>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub parent: Option<u64>,
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub after: Vec<u64>,
+    /// None when the record was lost.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub begin_ns: Option<u64>,
+    /// None while it lasts, or when the record was lost.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub end_ns: Option<u64>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub error: Option<String>,
+    #[serde(skip_serializing_if = "Map::is_empty")]
+    pub fields: Map<String, Value>,
+}
+
+impl Span {
+    pub fn took_ns(&self) -> Option<u64> {
+        self.end_ns?.checked_sub(self.begin_ns?)
+    }
+}
+
+impl Boot {
+    /// Works everything out from a file and, if there is one, the console's agent lines.
+    pub fn new(file: &BootFile, agent: &[AgentLine]) -> Self {
+        let mut clock = Clock::default();
+        file.clock_samples().for_each(|sample| clock.add(sample));
+        let mut points = ClockPoints::default();
+        file.records.iter().for_each(|record| points.add(record));
+        let records = in_time(&file.records);
+        let spans = spans(&records);
+
+        let mut boot = Boot {
+            model: MODEL,
+            boot_id: file.header.as_ref().map(|h| h.boot_id.clone()),
+            version: file.header.as_ref().map(|h| h.version.clone()),
+            kernel: file.header.as_ref().map(|h| h.kernel.clone()),
+            gpus: gpus(&records, &spans),
+            clock: ClockSummary { samples: clock.samples(), best: file.clock_samples().min_by_key(|s| s.error_ns) },
+            lost: Lost { records: file.seqs.missing(), gaps: file.seqs.gaps().take(MAX_NAMED_GAPS).collect(), reported_by_guest: 0 },
+            damaged_lines: file.damaged,
+            damage: file.damage.clone(),
+            ..Boot::default()
+        };
+        for line in &file.host {
+            match &line.event {
+                HostEvent::Garbage { lines, .. } => boot.garbage_lines = boot.garbage_lines.saturating_add(*lines),
+                HostEvent::Capped { why } => boot.capped = Some(why.clone()),
+                HostEvent::Connected { .. } | HostEvent::Disconnected { .. } | HostEvent::Clock(_) | HostEvent::Lost { .. } => {}
+            }
+        }
+        for record in records.iter().filter(|r| r.kind == Kind::Event) {
+            match record.name.as_str() {
+                names::SETTLED => boot.settled_ns = Some(record.boottime_ns),
+                names::POWER_OFF => boot.power_off = Some(record.error.clone().unwrap_or_default()),
+                names::STREAM_LOST => {
+                    let lost = record.fields.get("lost").and_then(Value::as_u64).unwrap_or(0);
+                    boot.lost.reported_by_guest = boot.lost.reported_by_guest.saturating_add(lost);
+                }
+                _ => {}
+            }
+        }
+        let mut ready = None;
+        for line in agent {
+            let placed = points.place(line.realtime_ns, &clock);
+            let at_ns = placed.map(|p| p.boottime_ns);
+            let approximate = placed.is_some_and(|p| p.approximate);
+            match &line.event {
+                AgentEvent::Ready => ready = ready.or(placed),
+                AgentEvent::CdiTryFailed { .. } => {}
+                AgentEvent::ContainerCreated { container, devices, tries } => boot.containers.push(Container {
+                    name: container.clone(),
+                    devices: devices.clone(),
+                    at_ns,
+                    approximate,
+                    tries: *tries,
+                    error: None,
+                }),
+                AgentEvent::ContainerFailed { container, devices, tries, error } => boot.containers.push(Container {
+                    name: container.clone(),
+                    devices: devices.clone(),
+                    at_ns,
+                    approximate,
+                    tries: *tries,
+                    error: Some(error.clone()),
+                }),
+            }
+        }
+        boot.containers.sort_by_key(|c| c.at_ns.unwrap_or(u64::MAX));
+        let event = |name: &str| records.iter().find(|r| r.kind == Kind::Event && r.name == name).map(|r| (r.boottime_ns, false));
+        let created: Vec<(u64, bool)> =
+            boot.containers.iter().filter(|c| c.error.is_none()).filter_map(|c| Some((c.at_ns?, c.approximate))).collect();
+        let exec = spans.iter().find(|s| s.name == names::AGENT_EXEC && s.error.is_none()).and_then(|s| s.end_ns.or(s.begin_ns));
+        let milestone = |name, at: Option<(u64, bool)>| Milestone {
+            name,
+            boottime_ns: at.map(|a| a.0),
+            approximate: at.is_some_and(|a| a.1),
+            wall: at.and_then(|a| clock.wall_at(a.0)),
+        };
+        boot.milestones = vec![
+            milestone("kernel start", (!records.is_empty()).then_some((0, false))),
+            milestone("init start", event(names::INIT_START)),
+            milestone("agent exec", exec.map(|t| (t, false))),
+            milestone("agent ready", ready.map(|p| (p.boottime_ns, p.approximate))),
+            milestone("first container", created.first().copied()),
+            milestone("last container", created.last().copied()),
+        ];
+        boot.spans = spans;
+        boot
+    }
+
+    pub fn failed_gpus(&self) -> impl Iterator<Item = &Gpu> {
+        self.gpus.iter().filter(|g| g.failed.is_some())
+    }
+}
+
+/// Records in order of time; those of one instant in the order of the stream.
+pub fn in_time(records: &[Record]) -> Vec<&Record> {
+    let mut sorted: Vec<&Record> = records.iter().collect();
+    sorted.sort_by_key(|r| (r.boottime_ns, r.seq));
+    sorted
+}
+
+fn spans(records: &[&Record]) -> Vec<Span> {
+    let mut order = Vec::new();
+    let mut by_id: BTreeMap<u64, Span> = BTreeMap::new();
+    for record in records {
+        let Some(id) = record.span else { continue };
+        let span = by_id.entry(id).or_insert_with(|| {
+            order.push(id);
+            Span {
+                id,
+                name: record.name.clone(),
+                gpu: record.gpu,
+                parent: record.parent,
+                after: record.after.clone(),
+                begin_ns: None,
+                end_ns: None,
+                error: None,
+                fields: Map::new(),
+            }
+        });
+        match record.kind {
+            Kind::Begin => span.begin_ns = Some(record.boottime_ns),
+            Kind::End => {
+                span.end_ns = Some(record.boottime_ns);
+                span.error.clone_from(&record.error);
+            }
+            Kind::Event | Kind::Kmsg => {}
+        }
+        span.gpu = span.gpu.or(record.gpu);
+        span.fields.extend(record.fields.clone());
+    }
+    order.into_iter().filter_map(|id| by_id.remove(&id)).collect()
+}
+
+fn gpus(records: &[&Record], spans: &[Span]) -> Vec<Gpu> {
+    let mut gpus: BTreeMap<PciAddress, Gpu> = BTreeMap::new();
+    for record in records {
+        let Some(address) = record.gpu else { continue };
+        let gpu = gpus.entry(address).or_insert_with(|| Gpu {
+            address,
+            index: None,
+            minor: None,
+            found_ns: None,
+            enabled: None,
+            bound: None,
+            published: None,
+            usable: None,
+            failed: None,
+            still: None,
+        });
+        if record.kind != Kind::Event {
+            continue;
+        }
+        let at_ns = record.boottime_ns;
+        let number = |key: &str| record.fields.get(key).and_then(Value::as_u64);
+        // The last successful span of that name that has to do with this event.
+        let took = |name: &str| {
+            let of_gpu = spans.iter().rev().find(|s| s.name == name && s.gpu == Some(address) && s.begin_ns.is_some_and(|b| b <= at_ns));
+            of_gpu.and_then(|s| at_ns.checked_sub(s.begin_ns?))
+        };
+        match record.name.as_str() {
+            names::GPU_FOUND => {
+                gpu.found_ns = gpu.found_ns.or(Some(at_ns));
+                gpu.index = number("index").or(gpu.index);
+            }
+            names::GPU_BOUND => {
+                gpu.bound = Some(Step { at_ns, took_ns: took(names::GPU_BIND) });
+                gpu.minor = number("minor").or(gpu.minor);
+            }
+            names::GPU_PUBLISHED => {
+                let took_ns = gpu.bound.and_then(|b| at_ns.checked_sub(b.at_ns));
+                gpu.published = gpu.published.or(Some(Step { at_ns, took_ns }));
+            }
+            names::GPU_USABLE => gpu.usable = Some(Step { at_ns, took_ns: took(names::GPU_INIT) }),
+            names::GPU_FAILED => {
+                let field = |key: &str| record.fields.get(key).and_then(Value::as_str).unwrap_or("?").to_string();
+                let reason = record.error.clone().unwrap_or_else(|| field("reason"));
+                gpu.failed = Some(Failure { at_ns, step: field("step"), reason });
+            }
+            _ => {}
+        }
+    }
+    for span in spans {
+        let Some(gpu) = span.gpu.and_then(|address| gpus.get_mut(&address)) else { continue };
+        match (span.begin_ns, span.end_ns) {
+            (_, Some(at_ns)) if span.name == names::GPU_ENABLE && span.error.is_none() => {
+                gpu.enabled = Some(Step { at_ns, took_ns: span.took_ns() });
+            }
+            // What began last is what it is in.
+            (Some(since_ns), None) if gpu.usable.is_none() && gpu.failed.is_none() => {
+                gpu.still = Some(OpenStep { step: span.name.clone(), since_ns });
+            }
+            _ => {}
+        }
+    }
+    gpus.into_values().collect()
+}

@@ -1,0 +1,266 @@
+//! Records and agent lines into the rows that people read: whose side it happened on, what, how long, and whether it is a detail.
+//!
+//! [`Tracker`] takes records one by one, as they arrive or sorted, and remembers only what later rows need: open spans and the GPUs' numbers.
+//! Texts in a [`Row`] are printable ASCII, whatever the guest sent.
+
+use super::agent_log::AgentEvent;
+use super::text;
+use crate::events::record::{Kind, Level, Record, names};
+use crate::pci::PciAddress;
+use serde_json::Value;
+use std::collections::{BTreeMap, HashMap, HashSet};
+
+/// Open spans that are remembered. A boot has some dozen; a guest that opens them without end gets no duration for the rest.
+const MAX_OPEN: usize = 4096;
+/// GPUs that are remembered: the index names and times of more are not shown.
+const MAX_GPUS: usize = 256;
+/// Longest value of one field in a row, in characters.
+const MAX_VALUE: usize = 160;
+/// A step that is not worth a row is worth one when it took this long.
+const SLOW_NS: u64 = 100_000_000;
+
+/// Where the time went.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Side {
+    Kernel,
+    Init,
+    Driver,
+    Agent,
+    Host,
+}
+
+impl Side {
+    pub fn name(self) -> &'static str {
+        match self {
+            Side::Kernel => "kernel",
+            Side::Init => "init",
+            Side::Driver => "driver",
+            Side::Agent => "agent",
+            Side::Host => "host",
+        }
+    }
+}
+
+/// A GPU as people know it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct GpuName {
+    pub index: Option<u64>,
+    pub address: PciAddress,
+}
+
+/// How a row is meant.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Tone {
+    Plain,
+    Good,
+    Warning,
+    Error,
+}
+
+/// One line of the table.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Row {
+    pub time_ns: u64,
+    /// The time is not exact (an agent line without a `clock` event to place it by).
+    pub approximate: bool,
+    pub side: Side,
+    pub gpu: Option<GpuName>,
+    pub what: String,
+    pub took_ns: Option<u64>,
+    pub tone: Tone,
+    /// Shown only with -v.
+    pub detail: bool,
+}
+
+/// A span that has begun and not ended.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Open {
+    pub name: String,
+    pub gpu: Option<GpuName>,
+    pub begin_ns: u64,
+    parent: Option<u64>,
+}
+
+/// What has been seen so far of one boot.
+#[derive(Debug, Default)]
+pub struct Tracker {
+    open: BTreeMap<u64, Open>,
+    index: HashMap<PciAddress, u64>,
+    /// When the last span of that name began for that GPU, and when it was bound.
+    times: HashMap<(PciAddress, &'static str), u64>,
+    /// Containers whose first failed try was shown.
+    waiting: HashSet<String>,
+}
+
+impl Tracker {
+    /// Takes the next record and gives its row.
+    pub fn row(&mut self, record: &Record) -> Row {
+        self.learn(record);
+        let begun = record.span.and_then(|id| match record.kind {
+            Kind::End => self.open.remove(&id),
+            Kind::Begin | Kind::Event | Kind::Kmsg => None,
+        });
+        let took_ns = match record.kind {
+            Kind::End => begun.as_ref().and_then(|b| record.boottime_ns.checked_sub(b.begin_ns)),
+            Kind::Event => self.event_took(record),
+            Kind::Begin | Kind::Kmsg => None,
+        };
+        let gpu = record.gpu.or(begun.as_ref().and_then(|b| b.gpu.map(|g| g.address))).map(|address| self.gpu_name(address));
+        Row {
+            time_ns: record.boottime_ns,
+            approximate: false,
+            side: side(record),
+            gpu,
+            what: what(record),
+            took_ns,
+            tone: tone(record),
+            detail: is_detail(record, took_ns),
+        }
+    }
+
+    fn learn(&mut self, record: &Record) {
+        if let (Kind::Begin, Some(id)) = (record.kind, record.span)
+            && self.open.len() < MAX_OPEN
+        {
+            let gpu = record.gpu.map(|address| self.gpu_name(address));
+            self.open.insert(id, Open { name: record.name.clone(), gpu, begin_ns: record.boottime_ns, parent: record.parent });
+        }
+        let Some(address) = record.gpu else { return };
+        if self.index.len() >= MAX_GPUS && !self.index.contains_key(&address) {
+            return;
+        }
+        if let Some(index) = record.fields.get("index").and_then(Value::as_u64) {
+            self.index.insert(address, index);
+        }
+        let remembered = [(Kind::Begin, names::GPU_BIND), (Kind::Begin, names::GPU_INIT), (Kind::Event, names::GPU_BOUND)];
+        if let Some((_, name)) = remembered.into_iter().find(|(kind, name)| *kind == record.kind && *name == record.name)
+            && self.times.len() < MAX_GPUS * remembered.len()
+        {
+            self.times.insert((address, name), record.boottime_ns);
+        }
+    }
+
+    fn event_took(&self, record: &Record) -> Option<u64> {
+        let since = match record.name.as_str() {
+            names::GPU_BOUND => names::GPU_BIND,
+            names::GPU_PUBLISHED => names::GPU_BOUND,
+            names::GPU_USABLE => names::GPU_INIT,
+            _ => return None,
+        };
+        record.boottime_ns.checked_sub(*self.times.get(&(record.gpu?, since))?)
+    }
+
+    fn gpu_name(&self, address: PciAddress) -> GpuName {
+        GpuName { index: self.index.get(&address).copied(), address }
+    }
+
+    /// The innermost spans that have not ended, by their names.
+    pub fn open(&self) -> Vec<&Open> {
+        let parents: HashSet<u64> = self.open.values().filter_map(|o| o.parent).collect();
+        self.open.iter().filter(|(id, _)| !parents.contains(id)).map(|(_, open)| open).collect()
+    }
+
+    /// The row of an agent line that was placed at `time_ns`.
+    pub fn agent_row(&mut self, event: &AgentEvent, time_ns: u64, approximate: bool) -> Row {
+        let tries = |n: &Option<u64>| n.map(|n| format!(" tries={n}")).unwrap_or_default();
+        let (what, tone, detail) = match event {
+            AgentEvent::Ready => ("agent ready".to_string(), Tone::Good, false),
+            AgentEvent::CdiTryFailed { container, attempt, error } => {
+                // The agent tries once a second: the first says that it waits, and for what.
+                let first = self.waiting.len() < MAX_GPUS && self.waiting.insert(container.clone());
+                (format!("cdi try failed container={container} try={attempt}: {error}"), Tone::Plain, !first)
+            }
+            AgentEvent::ContainerCreated { container, devices, tries: n } => {
+                (format!("container created: {container} devices={devices}{}", tries(n)), Tone::Good, false)
+            }
+            AgentEvent::ContainerFailed { container, devices, tries: n, error } => {
+                (format!("container failed: {container} devices={devices}{}: {error}", tries(n)), Tone::Error, false)
+            }
+        };
+        Row { time_ns, approximate, side: Side::Agent, gpu: None, what, took_ns: None, tone, detail }
+    }
+}
+
+fn side(record: &Record) -> Side {
+    match (record.kind, record.name.as_str()) {
+        (Kind::Kmsg, _) if kmsg_text(record).starts_with("nvidia") || kmsg_text(record).contains("NVRM:") => Side::Driver,
+        (Kind::Kmsg, _) => Side::Kernel,
+        // The write to sysfs `enable` returns when the host has mapped the BARs.
+        (_, names::GPU_ENABLE) => Side::Host,
+        (_, names::MODULE_LOAD | names::GPU_BIND | names::GPU_BOUND | names::GPU_INIT | names::GPU_USABLE) => Side::Driver,
+        (_, names::UEVENT) => Side::Kernel,
+        (_, names::AGENT_LOOK) => Side::Agent,
+        _ => Side::Init,
+    }
+}
+
+fn kmsg_text(record: &Record) -> &str {
+    record.fields.get("text").and_then(Value::as_str).unwrap_or("")
+}
+
+fn tone(record: &Record) -> Tone {
+    match (record.level, record.name.as_str()) {
+        (Level::Error, _) => Tone::Error,
+        (_, names::GPU_FAILED | names::POWER_OFF) => Tone::Error,
+        _ if record.kind == Kind::End && record.error.is_some() => Tone::Error,
+        (Level::Warn, _) | (_, names::GPU_LATE | names::STREAM_LOST) => Tone::Warning,
+        (_, names::GPU_USABLE | names::SETTLED) => Tone::Good,
+        (Level::Info | Level::Debug | Level::Trace, _) => Tone::Plain,
+    }
+}
+
+/// What somebody who waits for a boot does not want to see.
+fn is_detail(record: &Record, took_ns: Option<u64>) -> bool {
+    let slow = took_ns.is_some_and(|t| t >= SLOW_NS);
+    match record.kind {
+        // It shows up when it ends, or when it does not.
+        Kind::Begin => true,
+        Kind::Kmsg => record.level > Level::Error && !kmsg_matters(kmsg_text(record)),
+        _ if record.level <= Level::Warn || record.error.is_some() => false,
+        _ if record.level >= Level::Debug => true,
+        Kind::End => match record.name.as_str() {
+            // The events gpu.bound and gpu.usable say it.
+            names::GPU_BIND | names::GPU_INIT => true,
+            names::STAGE0_MOUNTS | names::STAGE0_CONSOLE | names::STAGE0_CONFIG | names::GPU_NODES | names::CDI_PUBLISH => !slow,
+            _ => false,
+        },
+        Kind::Event => matches!(record.name.as_str(), names::GPU_FOUND | names::CLOCK | names::AGENT_LOOK | names::SINK | names::UEVENT),
+    }
+}
+
+/// Kernel lines that say what is wrong with a GPU, whatever their level.
+fn kmsg_matters(text: &str) -> bool {
+    ["NVRM: Xid", "RmInitAdapter failed", "fallen off the bus", "Kernel panic"].iter().any(|sign| text.contains(sign))
+}
+
+fn what(record: &Record) -> String {
+    if record.kind == Kind::Kmsg {
+        return text::printable(kmsg_text(record));
+    }
+    let mut what = match record.kind {
+        Kind::Begin => format!("begin {}", text::printable(&record.name)),
+        Kind::End | Kind::Event | Kind::Kmsg => text::printable(&record.name),
+    };
+    for (key, value) in &record.fields {
+        // The GPU's number has a column of its own.
+        if key == "index" && record.gpu.is_some() {
+            continue;
+        }
+        let value = match value {
+            Value::String(text) => text.clone(),
+            Value::Null | Value::Bool(_) | Value::Number(_) | Value::Array(_) | Value::Object(_) => value.to_string(),
+        };
+        let key = text::printable_start(key.as_bytes(), MAX_VALUE);
+        let value = text::printable_start(value.as_bytes(), MAX_VALUE);
+        if value.contains(' ') {
+            what.push_str(&format!(" {key}=\"{value}\""));
+        } else {
+            what.push_str(&format!(" {key}={value}"));
+        }
+    }
+    if let Some(error) = &record.error {
+        what.push_str(": ");
+        what.push_str(&text::printable(error));
+    }
+    what
+}

@@ -1,0 +1,298 @@
+//! `kata-gpu-boot show`: the table and the summary of one boot, from its file.
+
+use super::agent_log::{self, AgentLine, ClockPoints};
+use super::boot_file::{BootFile, EXTENSION, HostEvent};
+use super::clock::Clock;
+use super::model::{Boot, in_time};
+use super::rows::{Row, Side, Tone, Tracker};
+use super::summary::summary;
+use super::table::Table;
+use super::text::{Screen, printable};
+use crate::events::record::is_boot_id;
+use anyhow::{Context, Result, bail};
+use std::fs::File;
+use std::io::{self, ErrorKind, Write};
+use std::path::{Path, PathBuf};
+
+const HELP: &str = "\
+Columns: TIME is seconds since the guest's kernel started, SINCE the distance to the line above, SIDE where the time went (kernel, init,
+driver, agent, host), GPU its CDI name and guest PCI address, TOOK how long a step took.
+Wall-clock times are the host's; the bound beside them says how wrong they may be.
+
+Examples:
+  kata-gpu-boot show                         the newest boot in this directory
+  kata-gpu-boot show 0f7a --dir /var/log/boots
+                                             the boot whose id starts with 0f7a
+  kata-gpu-boot show boot.ndjson --console console.log
+                                             with the agent's lines from the console: when was it ready, when did containers start
+  kata-gpu-boot show -v                      with details: begins, kernel messages, every look of the agent
+  kata-gpu-boot show --json | jq '.gpus[] | {index, bound: .bound.at_ns}'";
+
+/// Show one boot as a table: what happened when, on whose side, and how long it took.
+#[derive(clap::Args, Debug)]
+#[command(after_help = HELP)]
+pub struct Args {
+    /// A file, or a boot id (its first characters are enough); the newest boot if left away.
+    boot: Option<String>,
+    /// Where the collector wrote.
+    #[arg(long, default_value = ".")]
+    dir: PathBuf,
+    /// The guest's console log: takes the agent's own lines from it.
+    #[arg(long, value_name = "FILE")]
+    console: Option<PathBuf>,
+    /// Print everything that is known as one JSON object: gpus, containers, milestones, spans; times in ns since kernel start.
+    #[arg(long)]
+    json: bool,
+    /// Show details too.
+    #[arg(short, long)]
+    verbose: bool,
+}
+
+/// Runs `show`.
+pub fn run(args: &Args) -> Result<()> {
+    let path = find(args.boot.as_deref(), &args.dir)?;
+    let file = read_boot(&path)?;
+    let agent = match &args.console {
+        None => Vec::new(),
+        Some(console) => {
+            let file = File::open(console).with_context(|| format!("open console log {}", console.display()))?;
+            agent_log::read(file).with_context(|| format!("read {}", console.display()))?
+        }
+    };
+    let boot = Boot::new(&file, &agent);
+    let text = if args.json {
+        serde_json::to_string_pretty(&boot).context("write the model as JSON")? + "\n"
+    } else {
+        page(&file, &agent, &boot, args.verbose, Screen::of_stdout())
+    };
+    print(&text)
+}
+
+/// Reads a boot's file. A file with nothing of ours in it is an error; damage in one that has is not.
+pub fn read_boot(path: &Path) -> Result<BootFile> {
+    let file = File::open(path).with_context(|| format!("open {}", path.display()))?;
+    let boot = BootFile::read(file).with_context(|| format!("read {}", path.display()))?;
+    if boot.header.is_none() && boot.records.is_empty() {
+        let first = boot.damage.first().map(|d| format!(" (line {}: {})", d.line, d.why)).unwrap_or_default();
+        bail!("{}: no event stream in it{first}: give a file that `collect` wrote, or the guest's boot.ndjson", path.display());
+    }
+    Ok(boot)
+}
+
+/// Writes to standard output. Somebody who closes it (head, a pager) has seen enough: no error.
+pub fn print(text: &str) -> Result<()> {
+    let mut out = io::stdout().lock();
+    match out.write_all(text.as_bytes()).and_then(|()| out.flush()) {
+        Err(e) if e.kind() == ErrorKind::BrokenPipe => Ok(()),
+        done => done.context("write to standard output"),
+    }
+}
+
+/// The file that somebody means.
+fn find(boot: Option<&str>, dir: &Path) -> Result<PathBuf> {
+    let Some(boot) = boot else {
+        return newest(dir);
+    };
+    let path = Path::new(boot);
+    if path.is_file() {
+        return Ok(path.to_path_buf());
+    }
+    // What is no file may be the start of an id; anything else is a path that is not there.
+    if !boot.bytes().all(|b| matches!(b, b'0'..=b'9' | b'a'..=b'f' | b'-')) {
+        bail!("{}: no such file, and not a boot id", printable(boot));
+    }
+    let mut found: Vec<PathBuf> =
+        boots(dir)?.into_iter().filter(|p| p.file_name().is_some_and(|n| n.to_string_lossy().starts_with(boot))).collect();
+    match (found.pop(), found.len()) {
+        (Some(path), 0) => Ok(path),
+        (None, _) => bail!("no file and no boot {boot} in {}: name the collector's directory with --dir", dir.display()),
+        (Some(_), more) => bail!("{} boots in {} start with {boot}: give more of the id", more + 1, dir.display()),
+    }
+}
+
+fn boots(dir: &Path) -> Result<Vec<PathBuf>> {
+    let mut found = Vec::new();
+    for entry in std::fs::read_dir(dir).with_context(|| format!("read directory {}", dir.display()))? {
+        let path = entry.with_context(|| format!("read directory {}", dir.display()))?.path();
+        let named_by_id = path.file_stem().and_then(|s| s.to_str()).is_some_and(is_boot_id);
+        if named_by_id && path.extension().is_some_and(|e| e == EXTENSION) {
+            found.push(path);
+        }
+    }
+    Ok(found)
+}
+
+fn newest(dir: &Path) -> Result<PathBuf> {
+    let mut dated = Vec::new();
+    for path in boots(dir)? {
+        let modified = path.metadata().and_then(|m| m.modified()).with_context(|| format!("look at {}", path.display()))?;
+        dated.push((modified, path));
+    }
+    match dated.into_iter().max() {
+        Some((_, path)) => Ok(path),
+        None => bail!("no boot in {}: name the collector's directory with --dir, or give a file", dir.display()),
+    }
+}
+
+/// Table and summary.
+fn page(file: &BootFile, agent: &[AgentLine], boot: &Boot, verbose: bool, screen: Screen) -> String {
+    let table = Table { screen };
+    let mut lines = Vec::new();
+    if let Some(header) = &file.header {
+        let (version, kernel) = (printable(&header.version), printable(&header.kernel));
+        lines.push(format!("boot {}, kata-gpu-init {version}, kernel {kernel}", header.boot_id));
+        lines.push(String::new());
+    }
+    lines.push(table.head());
+    let mut last = None;
+    for row in rows(file, agent).iter().filter(|row| verbose || !row.detail) {
+        lines.extend(table.lines(row, last));
+        last = Some(row.time_ns);
+    }
+    lines.push(String::new());
+    lines.extend(summary(boot, &screen));
+    lines.join("\n") + "\n"
+}
+
+/// Everything that has a time, in order.
+fn rows(file: &BootFile, agent: &[AgentLine]) -> Vec<Row> {
+    let mut clock = Clock::default();
+    file.clock_samples().for_each(|sample| clock.add(sample));
+    let mut points = ClockPoints::default();
+    file.records.iter().for_each(|record| points.add(record));
+    let mut tracker = Tracker::default();
+    let plain = |time_ns, side, what: String| Row {
+        time_ns,
+        approximate: false,
+        side,
+        gpu: None,
+        what,
+        took_ns: None,
+        tone: Tone::Plain,
+        detail: false,
+    };
+    let mut rows = vec![plain(0, Side::Kernel, "kernel start".into())];
+    rows.extend(in_time(&file.records).into_iter().map(|record| tracker.row(record)));
+    for line in agent {
+        if let Some(placed) = points.place(line.realtime_ns, &clock) {
+            rows.push(tracker.agent_row(&line.event, placed.boottime_ns, placed.approximate));
+        }
+    }
+    for line in &file.host {
+        if let HostEvent::Connected { peer, .. } = &line.event
+            && let Some(time_ns) = clock.boottime_at(line.realtime_ns)
+        {
+            rows.push(plain(time_ns, Side::Host, format!("collector connected to {}", printable(peer))));
+        }
+    }
+    rows.sort_by_key(|row| row.time_ns);
+    rows
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::host::testing::{TempDir, golden, tests_dir};
+
+    const BOOT: &str = "hand-made-3-gpus-one-fails";
+
+    fn fixture() -> (BootFile, Vec<AgentLine>) {
+        let file = read_boot(&tests_dir(&format!("fixtures/boots/{BOOT}.ndjson"))).unwrap();
+        let console = File::open(tests_dir(&format!("fixtures/boots/{BOOT}.console"))).unwrap();
+        (file, agent_log::read(console).unwrap())
+    }
+
+    fn shown(verbose: bool, screen: Screen) -> String {
+        let (file, agent) = fixture();
+        page(&file, &agent, &Boot::new(&file, &agent), verbose, screen)
+    }
+
+    #[test]
+    fn the_table_is_the_golden_one() {
+        golden(&format!("{BOOT}.show"), &shown(false, Screen::PLAIN));
+        golden(&format!("{BOOT}.show-v"), &shown(true, Screen::PLAIN));
+        golden(&format!("{BOOT}.show-100-columns-colour"), &shown(false, Screen { width: Some(100), colour: true }));
+    }
+
+    #[test]
+    fn the_model_is_the_golden_one() {
+        let (file, agent) = fixture();
+        let json = serde_json::to_string_pretty(&Boot::new(&file, &agent)).unwrap();
+        golden(&format!("{BOOT}.json"), &(json + "\n"));
+    }
+
+    #[test]
+    fn without_a_clock_event_agent_lines_are_approximate_and_without_samples_there_is_no_wall_clock() {
+        let (mut file, agent) = fixture();
+        file.records.retain(|r| r.name != crate::events::record::names::CLOCK);
+        let boot = Boot::new(&file, &agent);
+        assert!(boot.milestones.iter().any(|m| m.name == "agent ready" && m.approximate));
+        assert!(page(&file, &agent, &boot, false, Screen::PLAIN).contains("~ approximate"));
+        file.host.clear();
+        let boot = Boot::new(&file, &agent);
+        assert!(boot.milestones.iter().all(|m| m.wall.is_none()));
+        assert_eq!(boot.milestones.iter().find(|m| m.name == "agent ready").unwrap().boottime_ns, None);
+        assert_eq!(boot.containers.len(), 2, "what happened is known, only not when");
+    }
+
+    #[test]
+    fn every_cut_of_a_boot_can_be_shown() {
+        let whole = std::fs::read(tests_dir(&format!("fixtures/boots/{BOOT}.ndjson"))).unwrap();
+        for end in (0..whole.len()).step_by(37) {
+            let file = BootFile::read(&whole[..end]).unwrap();
+            let boot = Boot::new(&file, &[]);
+            assert_eq!(boot.damaged_lines, 0, "a half-written line is not damage");
+            assert!(page(&file, &[], &boot, true, Screen::PLAIN).contains("MILESTONE"));
+        }
+    }
+
+    #[test]
+    fn nothing_a_guest_writes_reaches_the_terminal_as_it_is() {
+        let evil = "\\u001b[2J\\u202e\\u009b31m\\r\\n";
+        let hostile = format!(
+            concat!(
+                r#"{{"schema":1,"stream":{{"boot_id":"0f7a1f8e-0000-4000-8000-00000000beef","version":"{0}","kernel":"{0}","first_seq":0}}}}"#,
+                "\n",
+                r#"{{"schema":1,"seq":0,"boottime_ns":18446744073709551615,"kind":"event","name":"gpu.failed","gpu":"0000:00:00.0","error":"{0}","fields":{{"{0}":"{0}","step":"{0}","index":18446744073709551615}}}}"#,
+                "\n",
+                r#"{{"schema":1,"seq":1,"boottime_ns":5,"kind":"kmsg","name":"kmsg","level":"error","fields":{{"text":"{0}"}}}}"#,
+                "\n",
+                r#"{{"schema":1,"seq":18446744073709551615,"boottime_ns":5,"kind":"event","name":"power-off","error":"{0}"}}"#,
+                "\nfoo{1}\n"
+            ),
+            evil, "\x1b[2J"
+        );
+        let file = BootFile::read(hostile.as_bytes()).unwrap();
+        assert_eq!((file.records.len(), file.damaged), (3, 1), "{:?}", file.damage);
+        let boot = Boot::new(&file, &[]);
+        for width in [None, Some(80)] {
+            let text = page(&file, &[], &boot, true, Screen { width, colour: false });
+            assert!(text.bytes().all(|b| b == b'\n' || (b' '..=b'~').contains(&b)), "{text:?}");
+        }
+    }
+
+    #[test]
+    fn a_boot_is_found_by_file_by_the_start_of_its_id_and_by_being_the_newest() {
+        let dir = TempDir::new();
+        let old = dir.path().join("0f7a1f8e-0000-4000-8000-00000000beef.ndjson");
+        let new = dir.path().join("0f7b1f8e-0000-4000-8000-00000000beef.ndjson");
+        std::fs::write(&old, "").unwrap();
+        let file = File::create(&new).unwrap();
+        file.set_modified(std::time::SystemTime::now() + std::time::Duration::from_secs(5)).unwrap();
+        std::fs::write(dir.path().join("zzz.ndjson"), "").unwrap();
+        assert_eq!(find(None, dir.path()).unwrap(), new);
+        assert_eq!(find(Some("0f7a"), dir.path()).unwrap(), old);
+        assert_eq!(find(Some(old.to_str().unwrap()), Path::new("/")).unwrap(), old);
+        assert!(find(Some("0f7"), dir.path()).unwrap_err().to_string().contains("2 boots"));
+        assert!(find(Some("beef"), dir.path()).unwrap_err().to_string().contains("--dir"));
+        assert!(find(Some("../x"), dir.path()).unwrap_err().to_string().contains("no such file"));
+    }
+
+    #[test]
+    fn a_file_of_something_else_is_refused_with_the_cure() {
+        let dir = TempDir::new();
+        let path = dir.path().join("x");
+        std::fs::write(&path, "hello\n").unwrap();
+        assert!(read_boot(&path).unwrap_err().to_string().contains("give a file that"));
+    }
+}

@@ -1,0 +1,12 @@
+//! Waiting for a file descriptor with tokio. The only `unsafe` of the host's half.
+
+use std::io;
+use std::os::fd::OwnedFd;
+use tokio::io::unix::AsyncFd;
+
+/// Wakes when the descriptor can be read or written. It has to be non-blocking, and pollable (a socket, pipe or inotify instance).
+pub fn watch(fd: impl Into<OwnedFd>) -> io::Result<AsyncFd<OwnedFd>> {
+    let fd: OwnedFd = fd.into();
+    // SAFETY: an OwnedFd is open, stays open and is the same descriptor until it is dropped, and `AsyncFd` owns it from here on.
+    Ok(unsafe { AsyncFd::register(fd) }?)
+}
