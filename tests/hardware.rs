@@ -1,6 +1,6 @@
 //! `/hardware`: what a Kata kernel has built in and the test kernel has as modules. The kernel starts it as PID 1 (`rdinit=/hardware`); it loads the
 //! modules of `/etc/hardware.modules` in order, with their parameters of the kernel command line, leaves no trace but a line in the kernel's
-//! log, and becomes `/init`.
+//! log, and becomes `/init` (`hardware.init=` names another program).
 
 use kata_gpu_init::config::module_parameters;
 use nix::kmod::{ModuleInitFlags, finit_module};
@@ -23,9 +23,16 @@ pub fn run() -> ! {
         }
     }
     say("hardware: ready");
-    let error = nix::unistd::execv::<CString>(c"/init", &[c"/init".into()]).err();
-    say(&format!("hardware: execute /init: {error:?}"));
+    let init = init(&command_line);
+    let error = nix::unistd::execv(&init, &[&init]).err();
+    say(&format!("hardware: execute {init:?}: {error:?}"));
     std::process::exit(1)
+}
+
+/// The init to become: `/init`, or another one that the command line names with `hardware.init=`.
+fn init(command_line: &[u8]) -> CString {
+    let parameters = module_parameters(command_line, "hardware");
+    parameters.strip_prefix("init=").and_then(|p| CString::new(p).ok()).unwrap_or_else(|| c"/init".into())
 }
 
 fn read_command_line() -> Vec<u8> {

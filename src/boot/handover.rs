@@ -14,6 +14,7 @@ use std::io;
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::path::Path;
 use std::time::Duration;
+use tokio::sync::oneshot;
 
 /// How long PID 1 waits for the worker to tell the host why the guest powers off.
 const LAST_WORDS: Duration = Duration::from_secs(3);
@@ -31,6 +32,9 @@ pub struct Handover {
 
 /// The worker's end.
 pub struct Observer(OwnedFd);
+
+/// None when PID 1 has become the agent, else the reason.
+pub type Observed = oneshot::Receiver<Option<(String, Observer)>>;
 
 /// Makes the two ends.
 pub fn pair() -> nix::Result<(Handover, Observer)> {
@@ -110,30 +114,40 @@ fn environment() -> Vec<CString> {
 }
 
 impl Observer {
-    /// Reports the hand-over as it happens. Returns the reason when the agent could not be started; [`Observer::done`] then lets PID 1 go on.
-    pub async fn observe(self) -> io::Result<Result<(), (String, Self)>> {
-        let Self(fd) = self;
-        nix::fcntl::fcntl(&fd, nix::fcntl::FcntlArg::F_SETFL(nix::fcntl::OFlag::O_NONBLOCK))?;
-        let fd = sys::async_fd(fd)?;
+    /// Reports the hand-over as it happens, on a thread of its own: when PID 1 became the agent is known only by being told at once. What comes back:
+    /// None when it did, else the reason; [`Observer::done`] then lets PID 1 go on.
+    pub fn observe(self) -> io::Result<Observed> {
+        let (sender, receiver) = oneshot::channel();
+        std::thread::Builder::new().name("handover".into()).stack_size(128 * 1024).spawn(move || {
+            let error = self.wait();
+            // The worker waits for it as long as it lives.
+            let _unused = sender.send(error.map(|e| (e, self)));
+        })?;
+        Ok(receiver)
+    }
+
+    /// Blocks until PID 1 has become the agent (None), or has told why not.
+    fn wait(&self) -> Option<String> {
         let mut exec: Option<crate::events::Step> = None;
         let mut buffer = [0_u8; 1024];
         loop {
-            let mut guard = fd.readable().await?;
-            match nix::unistd::read(&fd, &mut buffer) {
-                Ok(0) => return Ok(Ok(())), // the step ends here, when it is dropped
+            match nix::unistd::read(&self.0, &mut buffer) {
+                Ok(0) => return None, // the step ends here, when it is dropped
                 Ok(n) => {
                     let text = String::from_utf8_lossy(buffer.get(..n).unwrap_or_default()).into_owned();
                     if let Some(error) = text.strip_prefix('!') {
                         let step = exec.unwrap_or_else(|| step!(names::AGENT_EXEC));
                         step.fail(&error);
-                        return Ok(Err((error.to_string(), Self(fd.into_inner()))));
+                        return Some(error.to_string());
                     }
                     let at_ns: u64 = text.parse().unwrap_or_else(|_| boottime_ns());
                     exec = Some(step!(names::AGENT_EXEC, at_ns = at_ns));
                 }
-                Err(nix::errno::Errno::EAGAIN) => guard.clear_ready(),
                 Err(nix::errno::Errno::EINTR) => {}
-                Err(errno) => return Err(errno.into()),
+                Err(errno) => {
+                    tracing::warn!(name: names::AGENT_EXEC, error = %format!("observe the hand-over: {errno}"));
+                    return None;
+                }
             }
         }
     }

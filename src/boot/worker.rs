@@ -1,7 +1,7 @@
 //! The worker: everything beside the agent. Sees first (uevents, kernel log, the agent's looks), then acts (the bring-up), and lets whoever wants to
 //! follow do so (sinks). One runtime thread; whatever blocks in the kernel has a thread of its own.
 
-use super::handover::Observer;
+use super::handover::{Observed, Observer};
 use super::keeper::KeeperSocket;
 use super::{Boot, bring_up};
 use crate::clock::{boottime_ns, realtime_ns};
@@ -12,6 +12,7 @@ use crate::events::sinks::{console, file, listener, vsock};
 use crate::events::{kmsg, names};
 use crate::uevents::Uevents;
 use crate::{agent_looks, cdi, failure};
+use std::io;
 use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
@@ -39,6 +40,8 @@ pub fn run(boot: &Boot, observer: Observer, keeper: Option<KeeperSocket>) -> ! {
 }
 
 async fn live(boot: &Boot, observer: Observer, keeper: Option<KeeperSocket>) {
+    // First of all: PID 1 becomes the agent at this moment.
+    let observed = observer.observe();
     // Subscribed before the scan: a GPU that appears in between is seen twice, not never.
     let uevents = Uevents::subscribe();
     let words = kmsg::follow(Arc::clone(&boot.ring));
@@ -51,7 +54,7 @@ async fn live(boot: &Boot, observer: Observer, keeper: Option<KeeperSocket>) {
     clock_event();
     let bring_up = bring_up::run(boot, uevents, words.ok(), keeper);
     let delivered = start_sinks(boot);
-    tokio::join!(bring_up, agent_events(boot, observer, delivered));
+    tokio::join!(bring_up, agent_events(boot, observed, delivered));
     // All is done but following: sinks, kernel log and uevents go on for as long as the guest lives.
     std::future::pending::<()>().await;
 }
@@ -117,18 +120,21 @@ fn is_confidential() -> bool {
 }
 
 /// Reports the hand-over; carries the reason to the host when there will be no agent.
-async fn agent_events(boot: &Boot, observer: Observer, mut delivered: watch::Receiver<u64>) {
-    match observer.observe().await {
-        Ok(Ok(())) => {}
-        Ok(Err((error, observer))) => {
-            tracing::error!(name: names::POWER_OFF, error);
-            let all = boot.ring.next_seq();
-            // No listener, or a slow one: the guest powers off all the same.
-            if let Ok(Ok(_)) = tokio::time::timeout(LAST_WORDS, delivered.wait_for(|seq| *seq >= all)).await.map(|r| r.map(drop)) {
-                tokio::time::sleep(IN_FLIGHT).await; // not on the boot path: this guest is about to end
-            }
-            observer.done();
+async fn agent_events(boot: &Boot, observed: io::Result<Observed>, mut delivered: watch::Receiver<u64>) {
+    let observed = match observed {
+        Ok(observed) => observed.await,
+        Err(error) => {
+            tracing::warn!(name: names::AGENT_EXEC, error = %format!("start the thread that observes the hand-over: {error}"));
+            return;
         }
-        Err(error) => tracing::warn!(name: names::AGENT_EXEC, error = %format!("observe the hand-over: {error}")),
+    };
+    if let Ok(Some((error, observer))) = observed {
+        tracing::error!(name: names::POWER_OFF, error);
+        let all = boot.ring.next_seq();
+        // No listener, or a slow one: the guest powers off all the same.
+        if let Ok(Ok(_)) = tokio::time::timeout(LAST_WORDS, delivered.wait_for(|seq| *seq >= all)).await.map(|r| r.map(drop)) {
+            tokio::time::sleep(IN_FLIGHT).await; // not on the boot path: this guest is about to end
+        }
+        observer.done();
     }
 }

@@ -10,10 +10,10 @@
 use super::record::{Kind, Level, Record, SCHEMA};
 use super::ring::Ring;
 use crate::clock::boottime_ns;
-use crate::pci::PciAddress;
+use crate::pci::{PciAddress, is_gpu};
 use nix::errno::Errno;
 use serde_json::{Map, Value};
-use std::collections::{HashMap, VecDeque};
+use std::collections::{HashMap, HashSet, VecDeque};
 use std::fs::OpenOptions;
 use std::io::{self, Write};
 use std::os::fd::OwnedFd;
@@ -141,6 +141,13 @@ pub fn address_in(text: &str) -> Option<PciAddress> {
         .find_map(|word| word.parse().or_else(|_| format!("{word}.0").parse()).ok())
 }
 
+/// The GPU that a line of the PCI enumeration announces: `pci 0001:00:03.0: [10de:2330] type 00 class 0x030200`.
+fn enumerated_gpu(text: &str) -> Option<PciAddress> {
+    let vendor = u16::from_str_radix(text.split_once('[')?.1.get(..4)?, 16).ok()?;
+    let class = u32::from_str_radix(text.split_once("class 0x")?.1.get(..6)?, 16).ok()?;
+    if is_gpu(vendor, class) { address_in(text) } else { None }
+}
+
 /// Whether a line explains a failure. The FBHUB line marks the start of an initialisation and "was not called" is what driver_override looks like.
 fn explains(text: &str) -> bool {
     let harmless = [
@@ -161,7 +168,8 @@ pub fn follow(ring: Arc<Ring>) -> io::Result<DriverWords> {
     let log = crate::sys::async_fd(file.into())?;
     let (catch_up, requests) = mpsc::unbounded_channel();
     let words = DriverWords { lines: Arc::default(), catch_up };
-    let follower = Follower { ring, words: words.clone(), offset_ns: None, early: Vec::new(), next_seq: None, last_named: None };
+    let follower =
+        Follower { ring, words: words.clone(), offset_ns: None, early: Vec::new(), next_seq: None, last_named: None, gpus: HashSet::new() };
     tokio::spawn(follower.run(log, requests));
     Ok(words)
 }
@@ -174,6 +182,8 @@ struct Follower {
     /// Lines from before the marker.
     early: Vec<KmsgLine>,
     next_seq: Option<u64>,
+    /// GPUs by the kernel's own enumeration, which comes before any other line about them.
+    gpus: HashSet<PciAddress>,
     /// The last line that named a GPU: the driver breaks sentences over lines, and only the first part has the address.
     last_named: Option<(u64, PciAddress)>,
 }
@@ -251,7 +261,10 @@ impl Follower {
         if line.facility != 0 || !WANTED.iter().any(|w| line.text.contains(w)) {
             return;
         }
-        let gpu = address_in(&line.text);
+        if let Some(gpu) = enumerated_gpu(&line.text) {
+            self.gpus.insert(gpu);
+        }
+        let gpu = address_in(&line.text).filter(|address| self.gpus.contains(address));
         match (gpu, self.last_named) {
             (None, Some((seq, named))) if line.seq == seq + 1 && line.text.starts_with("NVRM: ") => {
                 self.words.go_on(named, &line.text);
@@ -317,6 +330,16 @@ mod tests {
         assert_eq!(address("NVRM: Xid (PCI:0001:00:03): 79, GPU has fallen off the bus."), Some("0001:00:03.0".into()));
         assert_eq!(address("nvidia 0001:00:03.0: enabling device (0000 -> 0002)"), Some("0001:00:03.0".into()));
         assert_eq!(address("NVRM: GPU1 gpuPowerManagementEnter: failed"), None);
+    }
+
+    #[test]
+    fn the_enumeration_tells_which_functions_are_gpus() {
+        let gpu = |text| enumerated_gpu(text).map(|a| a.to_string());
+        assert_eq!(gpu("pci 0001:00:03.0: [10de:2330] type 00 class 0x030200"), Some("0001:00:03.0".into()));
+        assert_eq!(gpu("pci 0001:00:03.0: [10de:2330] type 00 class 0x030200 PCIe Endpoint"), Some("0001:00:03.0".into()));
+        assert_eq!(gpu("pci 0000:00:01.0: [1af4:1053] type 00 class 0x020000"), None);
+        assert_eq!(gpu("pci 0000:00:01.0: [10de:22a3] type 00 class 0x068000"), None);
+        assert_eq!(gpu("pci [10d\u{e9}"), None);
     }
 
     #[test]

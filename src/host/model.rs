@@ -247,7 +247,7 @@ impl Boot {
         let event = |name: &str| records.iter().find(|r| r.kind == Kind::Event && r.name == name).map(|r| (r.boottime_ns, false));
         let created: Vec<(u64, bool)> =
             boot.containers.iter().filter(|c| c.error.is_none()).filter_map(|c| Some((c.at_ns?, c.approximate))).collect();
-        let exec = spans.iter().find(|s| s.name == names::AGENT_EXEC && s.error.is_none()).and_then(|s| s.end_ns.or(s.begin_ns));
+        let exec = spans.iter().find(|s| s.name == names::AGENT_EXEC && s.error.is_none()).and_then(|s| s.begin_ns.or(s.end_ns));
         let milestone = |name, at: Option<(u64, bool)>| Milestone {
             name,
             boottime_ns: at.map(|a| a.0),

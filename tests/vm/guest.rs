@@ -4,7 +4,7 @@ use crate::agent::{cdi, log};
 use std::path::Path;
 
 /// Name and program of each guest half.
-pub const GUEST_HALVES: &[(&str, fn())] = &[("growing-list", growing_list), ("counters", counters), ("listener", listener)];
+pub const GUEST_HALVES: &[(&str, fn())] = &[("growing-list", growing_list), ("counters", counters), ("listener", listener), ("rss", rss)];
 
 /// Publishes as a naive generator would: only what is ready so far. The agent must fail on it, which is why nothing else here does so.
 fn growing_list() {
@@ -70,4 +70,19 @@ fn listener() {
             ("mode", &format!("{mode:o}")),
         ],
     );
+}
+
+/// Reports the resident memory of the init's two processes once everything is settled.
+fn rss() {
+    listener(); // returns when settled has come
+    let init = Path::new("/init");
+    for entry in std::fs::read_dir("/proc").into_iter().flatten().flatten() {
+        if std::fs::read_link(entry.path().join("exe")).is_ok_and(|exe| exe == init) {
+            let status = std::fs::read_to_string(entry.path().join("status")).unwrap_or_default();
+            let value = |key: &str| status.lines().find_map(|l| l.strip_prefix(key)).map(|v| v.trim().to_string()).unwrap_or_default();
+            // The keeper's parent is PID 1; the worker's is the keeper.
+            let process = if value("PPid:") == "1" { "keeper" } else { "worker" };
+            log::info("rss", &[("process", process), ("VmRSS", &value("VmRSS:")), ("threads", &value("Threads:"))]);
+        }
+    }
 }
