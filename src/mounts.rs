@@ -61,16 +61,18 @@ pub fn make(table: &[Mount]) -> Vec<MountError> {
 
 fn make_one(m: &Mount) -> Result<(), MountError> {
     let failed = |errno| MountError { fs: m.fs, target: m.target, errno };
-    if is_mounted(m.fs, m.target) {
+    // Kernel file systems say EBUSY when they are mounted here already; each tmpfs is a new one, and would cover what lies in the old.
+    if m.fs == "tmpfs" && is_mounted(m.fs, m.target) {
         return Ok(());
     }
-    // The directory may be part of the image, or may lie in a file system that was mounted a moment ago.
-    match std::fs::create_dir_all(m.target) {
-        Ok(()) => {}
-        Err(e) => return Err(failed(Errno::from_raw(e.raw_os_error().unwrap_or(nix::libc::EIO)))),
+    let mount_it = || mount(Some(m.fs), m.target, Some(m.fs), m.flags, Some(m.data));
+    let mut result = mount_it();
+    if result == Err(Errno::ENOENT) {
+        // The directory may be missing in the image, or in the file system that was mounted a moment ago.
+        std::fs::create_dir_all(m.target).map_err(|e| failed(Errno::from_raw(e.raw_os_error().unwrap_or(nix::libc::EIO))))?;
+        result = mount_it();
     }
-    match mount(Some(m.fs), m.target, Some(m.fs), m.flags, Some(m.data)) {
-        // The kernel's word for "this very file system is mounted here"; seen for devtmpfs and sysfs when /proc could not tell.
+    match result {
         Ok(()) | Err(Errno::EBUSY) => Ok(()),
         Err(errno) => Err(failed(errno)),
     }
@@ -98,6 +100,9 @@ fn top_type<'a>(mounts: &'a str, target: &str) -> Option<&'a str> {
 /// Error: `/var/run` is a directory with something in it, or cannot be replaced; the text has the cure.
 pub fn link_var_run(root: &Path) -> Result<(), String> {
     let link = root.join("var/run");
+    if std::fs::read_link(&link).is_ok_and(|to| to == Path::new("../run") || root == Path::new("/") && to == Path::new("/run")) {
+        return Ok(()); // as images have it
+    }
     if let (Ok(there), Ok(run)) = (std::fs::canonicalize(&link), std::fs::canonicalize(root.join("run")))
         && there == run
     {

@@ -29,7 +29,7 @@ impl KeeperSocket {
 }
 
 /// The keeper's life, in the child that PID 1 forked. Never returns.
-pub fn run(boot: &Boot, observer: Observer) -> ! {
+pub fn run(boot: Boot, observer: Observer) -> ! {
     // An own session: what happens to the agent's console does not signal us. Fails only for a group leader, which a fresh child is not.
     let _unused = setsid();
     let _unused = std::fs::write("/proc/self/oom_score_adj", OOM_SCORE);

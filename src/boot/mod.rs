@@ -12,14 +12,14 @@ pub mod stage0;
 mod supervise;
 mod worker;
 
-use crate::config::Config;
-use crate::events::ring::Ring;
-use std::sync::Arc;
+use crate::config::{Config, Note};
 
 /// What stage 0 found out, and every later part works with.
 struct Boot {
     config: Config,
+    /// What became of every word that is ours.
+    notes: Vec<Note>,
     /// The kernel command line as the kernel gave it.
     command_line: Vec<u8>,
-    ring: Arc<Ring>,
+    stamps: stage0::Stamps,
 }

@@ -5,17 +5,55 @@
 
 use super::handover::{self, Handover};
 use super::{Boot, keeper, supervise};
+use crate::clock::boottime_ns;
 use crate::config::{Agent, Config};
-use crate::events::{self, kmsg, names};
-use crate::failure::{self, Failure};
-use crate::{cdi, mounts, step};
+use crate::failure;
+use crate::{cdi, mounts};
 use nix::fcntl::{OFlag, open};
 use nix::sys::stat::Mode;
 use nix::unistd::ForkResult;
+use std::fmt::Display;
 use std::path::Path;
 
 /// Where the agent is in every Kata guest.
 pub const AGENT: &std::ffi::CStr = c"/usr/bin/kata-agent";
+
+/// The steps of stage 0.
+#[derive(Clone, Copy)]
+pub enum What {
+    Mounts,
+    Console,
+    Config,
+}
+
+/// One of them, for the worker to put into the stream: a recorder is more than PID 1 should set up before the agent runs.
+pub struct Stamp {
+    pub what: What,
+    pub begin_ns: u64,
+    pub end_ns: u64,
+    pub error: Option<String>,
+}
+
+/// All of stage 0, stamped as it happened.
+pub struct Stamps {
+    /// First instruction of PID 1.
+    pub started_ns: u64,
+    pub steps: Vec<Stamp>,
+}
+
+impl Stamps {
+    fn step<T, E: Display>(&mut self, what: What, work: impl FnOnce() -> Result<T, E>) -> Option<T> {
+        let begin_ns = boottime_ns();
+        let result = work().map_err(|e| e.to_string());
+        let end_ns = boottime_ns();
+        let (value, error) = match result {
+            Ok(value) => (Some(value), None),
+            Err(error) => (None, Some(error)),
+        };
+        self.steps.push(Stamp { what, begin_ns, end_ns, error });
+        value
+    }
+}
 
 /// Runs the guest from PID 1's first instruction, which was at `started_ns` (CLOCK_BOOTTIME).
 pub fn run(started_ns: u64) -> ! {
@@ -25,64 +63,49 @@ pub fn run(started_ns: u64) -> ! {
         None
     });
     match forked {
-        Some((boot, handover)) if boot.config.agent == Agent::Child => supervise::run(handover),
-        Some((_, handover)) => handover.exec(AGENT),
+        Some((Agent::Child, handover)) => supervise::run(handover),
+        Some((Agent::Exec, handover)) => handover.exec(AGENT),
         None => Handover::alone().exec(AGENT),
     }
 }
 
 /// Everything before the hand-over. None when no worker could be started.
-fn prepare(started_ns: u64) -> Option<(Boot, Handover)> {
-    let ring = events::install();
-    tracing::info!(name: names::INIT_START, at_ns = started_ns, pid = std::process::id(), version = env!("CARGO_PKG_VERSION"));
-    let stage0 = step!(names::STAGE0);
-    let prepared: Result<_, String> = stage0.run(|| {
-        // /proc before the command line, /dev before the console, /run before the CDI directory.
-        let mounting = step!(names::STAGE0_MOUNTS);
-        for error in mounts::make(mounts::EARLY) {
-            mounting.fail(&error);
-            report(Failure::Mount, &error.to_string());
-        }
-        drop(mounting);
-        if let Err(error) = mounts::link_var_run(Path::new("/")) {
-            report(Failure::VarRun, &error);
-        }
-        // A failure here is the publisher's to report, which needs the directory.
-        let _unused = std::fs::create_dir_all(cdi::publish::DIRECTORY);
-        if let Err(error) = step!(names::STAGE0_CONSOLE).run(console) {
-            report(Failure::Sink, &error);
-        }
-        // From this line the difference of the two clocks is known; without /dev/kmsg there are no lines to place either.
-        let _unused = kmsg::write_marker();
-        Ok(configure())
+fn prepare(started_ns: u64) -> Option<(Agent, Handover)> {
+    let mut stamps = Stamps { started_ns, steps: Vec::with_capacity(8) };
+    // /proc before the command line, /dev before the console, /run before the CDI directory. What fails here is told, and the agent, which makes
+    // these mounts itself, goes on.
+    stamps.step(What::Mounts, || {
+        let mut errors: Vec<String> = mounts::make(mounts::EARLY).iter().map(ToString::to_string).collect();
+        errors.extend(mounts::link_var_run(Path::new("/")).err());
+        // Not made: the publisher says so.
+        let _unused = std::fs::create_dir(cdi::publish::DIRECTORY);
+        if errors.is_empty() { Ok(()) } else { Err(errors.join("; ")) }
     });
-    let (config, command_line) = prepared.unwrap_or_default();
-    let boot = Boot { config, command_line, ring };
+    stamps.step(What::Console, console);
+    let command_line = stamps.step(What::Config, || {
+        std::fs::read("/proc/cmdline").map_err(|e| format!("read /proc/cmdline: {e}: every parameter has its default"))
+    });
+    let command_line = command_line.unwrap_or_default();
+    let (config, notes) = Config::parse(&command_line);
+    let agent = config.agent;
     // The worker gets the socket's other end: through it it learns when PID 1 has become the agent.
     let (ours, theirs) = match handover::pair() {
         Ok(pair) => pair,
         Err(errno) => return no_worker(&format!("make a socket pair: {errno}")),
     };
     match crate::sys::fork_single_threaded() {
-        Ok(ForkResult::Parent { .. }) => Some((boot, ours)),
+        Ok(ForkResult::Parent { .. }) => Some((agent, ours)),
         Ok(ForkResult::Child) => {
             drop(ours);
-            keeper::run(&boot, theirs)
+            keeper::run(Boot { config, notes, command_line, stamps }, theirs)
         }
         Err(errno) => no_worker(&format!("fork: {errno}")),
     }
 }
 
-fn no_worker(error: &str) -> Option<(Boot, Handover)> {
-    report(Failure::Fork, error);
+fn no_worker(error: &str) -> Option<(Agent, Handover)> {
     failure::tell(&format!("{error}: no GPU will be brought up, the agent starts without"));
     None
-}
-
-/// Tells a failure that stage 0 goes on from.
-fn report(failure: Failure, error: &str) {
-    debug_assert_eq!(failure::consequence(failure), failure::Consequence::GoOn);
-    tracing::error!(name: names::STAGE0, error, failure = ?failure);
 }
 
 /// Points descriptors 0 to 2 at the console: in an initrd the kernel opened them before there was a /dev.
@@ -105,22 +128,4 @@ fn console() -> Result<(), String> {
         .and_then(|()| nix::unistd::dup2_stderr(&console))
         .map_err(|errno| format!("put the console on descriptors 0 to 2: {errno}"))?;
     result
-}
-
-/// Reads the command line, and tells what became of every word that is ours.
-fn configure() -> (Config, Vec<u8>) {
-    let step = step!(names::STAGE0_CONFIG);
-    let read = step.run(|| std::fs::read("/proc/cmdline").map_err(|e| format!("read /proc/cmdline: {e}: every parameter has its default")));
-    let command_line = read.unwrap_or_default();
-    let (config, notes) = Config::parse(&command_line);
-    for note in notes {
-        match note.problem {
-            None => tracing::info!(name: names::CONFIG, parameter = note.parameter, value = note.value),
-            Some(problem) => {
-                let error = format!("{}={}: {problem}", note.parameter, note.value);
-                tracing::warn!(name: names::CONFIG, parameter = note.parameter, value = note.value, error);
-            }
-        }
-    }
-    (config, command_line)
 }

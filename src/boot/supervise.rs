@@ -3,7 +3,6 @@
 
 use super::handover::Handover;
 use super::stage0::AGENT;
-use crate::events::names;
 use crate::{failure, mounts, sys};
 use nix::sys::wait::{WaitStatus, waitpid};
 use nix::unistd::{ForkResult, Pid, setsid};
@@ -39,7 +38,7 @@ fn reap_until(agent: Pid) -> String {
         match waitpid(None, None) {
             Ok(WaitStatus::Exited(pid, code)) if pid == agent => return format!("exit status {code}"),
             Ok(WaitStatus::Signaled(pid, signal, _)) if pid == agent => return format!("killed by {signal}"),
-            Ok(status) => tracing::debug!(name: names::PROCESS_DIED, process = "orphan", status = ?status),
+            Ok(_orphan) => {}
             Err(nix::errno::Errno::EINTR) => {}
             Err(errno) => return format!("wait: {errno}"),
         }

@@ -3,15 +3,16 @@
 
 use super::handover::{Observed, Observer};
 use super::keeper::KeeperSocket;
+use super::stage0::What;
 use super::{Boot, bring_up};
 use crate::clock::{boottime_ns, realtime_ns};
 use crate::config::{Config, ToHost};
 use crate::events::ring::Ring;
 use crate::events::sinks::stream::Identity;
 use crate::events::sinks::{console, file, listener, vsock};
-use crate::events::{kmsg, names};
+use crate::events::{self, kmsg, names};
 use crate::uevents::Uevents;
-use crate::{agent_looks, cdi, failure};
+use crate::{agent_looks, cdi, failure, step};
 use std::io;
 use std::path::Path;
 use std::sync::Arc;
@@ -30,21 +31,25 @@ const LAST_WORDS: Duration = Duration::from_secs(2);
 const IN_FLIGHT: Duration = Duration::from_millis(100);
 
 /// The worker's life; ends with the guest.
-pub fn run(boot: &Boot, observer: Observer, keeper: Option<KeeperSocket>) -> ! {
+pub fn run(boot: Boot, observer: Observer, keeper: Option<KeeperSocket>) -> ! {
     let _unused = std::fs::write("/proc/self/oom_score_adj", OOM_SCORE);
     match tokio::runtime::Builder::new_current_thread().enable_all().thread_stack_size(STACK).build() {
-        Ok(runtime) => runtime.block_on(live(boot, observer, keeper)),
+        Ok(runtime) => runtime.block_on(live(&boot, observer, keeper)),
         Err(error) => failure::tell(&format!("worker: start the runtime: {error}: no GPU will be brought up")),
     }
     std::process::exit(1)
 }
 
 async fn live(boot: &Boot, observer: Observer, keeper: Option<KeeperSocket>) {
+    let ring = events::install();
     // First of all: PID 1 becomes the agent at this moment.
     let observed = observer.observe();
+    tell_stage0(boot);
+    // From this line the difference between the log's clock and ours is known; without /dev/kmsg there are no lines to place either.
+    let _unused = kmsg::write_marker();
     // Subscribed before the scan: a GPU that appears in between is seen twice, not never.
     let uevents = Uevents::subscribe();
-    let words = kmsg::follow(Arc::clone(&boot.ring));
+    let words = kmsg::follow(Arc::clone(&ring));
     if let Err(error) = &words {
         tracing::warn!(name: names::SINK, sink = "kmsg", state = "unavailable", error = %format!("read /dev/kmsg: {error}: failures are told without the driver's words"));
     }
@@ -53,10 +58,43 @@ async fn live(boot: &Boot, observer: Observer, keeper: Option<KeeperSocket>) {
     }
     clock_event();
     let bring_up = bring_up::run(boot, uevents, words.ok(), keeper);
-    let delivered = start_sinks(boot);
-    tokio::join!(bring_up, agent_events(boot, observed, delivered));
+    let delivered = start_sinks(boot, &ring);
+    tokio::join!(bring_up, agent_events(&ring, observed, delivered));
     // All is done but following: sinks, kernel log and uevents go on for as long as the guest lives.
     std::future::pending::<()>().await;
+}
+
+/// Puts stage 0 into the stream, with the times at which it happened, and what became of the parameters.
+fn tell_stage0(boot: &Boot) {
+    let stamps = &boot.stamps;
+    tracing::info!(name: names::INIT_START, at_ns = stamps.started_ns, pid = 1_u64, version = env!("CARGO_PKG_VERSION"));
+    let end_ns = stamps.steps.last().map_or(stamps.started_ns, |s| s.end_ns);
+    let stage0 = step!(names::STAGE0, at_ns = stamps.started_ns);
+    stage0.note("at_ns", end_ns);
+    let all: Result<(), std::convert::Infallible> = stage0.run(|| {
+        for stamp in &stamps.steps {
+            let step = match stamp.what {
+                What::Mounts => step!(names::STAGE0_MOUNTS, at_ns = stamp.begin_ns),
+                What::Console => step!(names::STAGE0_CONSOLE, at_ns = stamp.begin_ns),
+                What::Config => step!(names::STAGE0_CONFIG, at_ns = stamp.begin_ns),
+            };
+            step.note("at_ns", stamp.end_ns);
+            if let Some(error) = &stamp.error {
+                step.fail(error);
+            }
+        }
+        Ok(())
+    });
+    let Ok(()) = all;
+    for note in &boot.notes {
+        let (parameter, value) = (note.parameter.as_str(), note.value.as_str());
+        match &note.problem {
+            None => tracing::info!(name: names::CONFIG, at_ns = end_ns, parameter, value),
+            Some(problem) => {
+                tracing::warn!(name: names::CONFIG, at_ns = end_ns, parameter, value, error = %format!("{parameter}={value}: {problem}"))
+            }
+        }
+    }
 }
 
 /// Where CLOCK_REALTIME is now, for log lines that carry it.
@@ -68,10 +106,10 @@ fn clock_event() {
 }
 
 /// Starts every sink that is wanted; gives the progress of the one to the host.
-fn start_sinks(boot: &Boot) -> watch::Receiver<u64> {
+fn start_sinks(boot: &Boot, ring: &Arc<Ring>) -> watch::Receiver<u64> {
     let identity = Identity::read();
     let (delivered, progress) = watch::channel(0);
-    let ring = || Arc::clone(&boot.ring);
+    let ring = || Arc::clone(ring);
     let unavailable = |sink: &str, error: &dyn std::fmt::Display| {
         tracing::warn!(name: names::SINK, sink, state = "unavailable", error = %error);
     };
@@ -120,7 +158,7 @@ fn is_confidential() -> bool {
 }
 
 /// Reports the hand-over; carries the reason to the host when there will be no agent.
-async fn agent_events(boot: &Boot, observed: io::Result<Observed>, mut delivered: watch::Receiver<u64>) {
+async fn agent_events(ring: &Ring, observed: io::Result<Observed>, mut delivered: watch::Receiver<u64>) {
     let observed = match observed {
         Ok(observed) => observed.await,
         Err(error) => {
@@ -130,7 +168,7 @@ async fn agent_events(boot: &Boot, observed: io::Result<Observed>, mut delivered
     };
     if let Ok(Some((error, observer))) = observed {
         tracing::error!(name: names::POWER_OFF, error);
-        let all = boot.ring.next_seq();
+        let all = ring.next_seq();
         // No listener, or a slow one: the guest powers off all the same.
         if let Ok(Ok(_)) = tokio::time::timeout(LAST_WORDS, delivered.wait_for(|seq| *seq >= all)).await.map(|r| r.map(drop)) {
             tokio::time::sleep(IN_FLIGHT).await; // not on the boot path: this guest is about to end
