@@ -385,8 +385,8 @@ fn judge(boot: &Boot, progress: &Progress, ended: &Ended, gpus: u32, console: &[
 mod tests {
     use super::*;
     use crate::host::boot_file::BootFile;
-    use std::fs::File;
     use crate::host::testing::tests_dir;
+    use std::fs::File;
 
     fn boot() -> (BootFile, Vec<agent_log::AgentLine>) {
         let at = |end| tests_dir(&format!("fixtures/boots/hand-made-3-gpus-one-fails.{end}"));

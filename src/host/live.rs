@@ -180,3 +180,109 @@ fn numbers(gpus: &[GpuName]) -> String {
     let ranges = ranges.into_iter().map(|(a, b)| if a == b { a.to_string() } else { format!("{a}-{b}") });
     ranges.chain(gpus.iter().filter(|g| g.index.is_none()).map(|g| g.address.to_string())).collect::<Vec<_>>().join(",")
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::events::record::{self, Line};
+    use crate::host::agent_log::AgentEvent;
+    use crate::host::text::Screen;
+
+    struct View {
+        live: Live,
+        start: Instant,
+        seq: u64,
+    }
+
+    impl View {
+        fn new() -> Self {
+            let start = Instant::now();
+            Self { live: Live::new(Table { screen: Screen::PLAIN }, false, start), start, seq: 0 }
+        }
+
+        fn at(&self, ms: u64) -> Instant {
+            self.start + Duration::from_millis(ms)
+        }
+
+        /// A record with boot time `guest_ms` that comes at `ms`.
+        fn record(&mut self, ms: u64, guest_ms: u64, rest: &str) {
+            self.seq += 1;
+            let line = format!(r#"{{"schema":1,"seq":{},"boottime_ns":{guest_ms}000000,{rest}}}"#, self.seq);
+            let Ok(Line::Record(record)) = record::decode(line.as_bytes()) else { panic!("{line} does not decode") };
+            self.live.record(&record, self.at(ms));
+        }
+
+        /// What is printed at `ms`: the lines without their columns' padding.
+        fn due(&mut self, ms: u64) -> Vec<String> {
+            let lines = self.live.due(self.at(ms));
+            lines.iter().map(|l| l.split_whitespace().collect::<Vec<_>>().join(" ")).collect()
+        }
+    }
+
+    const EVENT: &str = r#""kind":"event","name":"x""#;
+
+    #[test]
+    fn rows_come_in_order_of_time_after_a_moment() {
+        let mut view = View::new();
+        view.record(0, 20, EVENT);
+        view.record(10, 10, EVENT);
+        assert_eq!(view.due(199), [""; 0]);
+        assert_eq!(view.live.deadline(), Some(view.at(200)));
+        assert_eq!(view.due(200), ["0.010 init x", "0.020 +0.010 init x"]);
+        assert_eq!(view.due(210), [""; 0]);
+    }
+
+    #[test]
+    fn silence_names_what_is_going_on_and_doubles() {
+        let mut view = View::new();
+        for (span, gpu) in [(1, 0), (2, 1), (3, 2), (4, 5)] {
+            view.record(
+                0,
+                100,
+                &format!(r#""kind":"begin","name":"gpu.enable","span":{span},"gpu":"0000:0{gpu}:00.0","fields":{{"index":{gpu}}}"#),
+            );
+        }
+        view.record(0, 100, EVENT);
+        assert_eq!(view.due(200), ["0.100 init x"]);
+        assert_eq!(view.live.deadline(), Some(view.at(1200)));
+        assert_eq!(view.due(1199), [""; 0]);
+        assert_eq!(view.due(1200), ["... still: gpu.enable of GPU 0-2,5, for 1.200 s"]);
+        assert_eq!(view.due(3199), [""; 0]);
+        assert_eq!(view.due(3200), ["... still: gpu.enable of GPU 0-2,5, for 3.200 s"]);
+        assert_eq!(view.live.deadline(), Some(view.at(7200)));
+        view.record(4000, 4100, r#""kind":"event","name":"settled""#);
+        assert_eq!(view.due(4200), ["4.100 +4.000 init settled"]);
+        assert_eq!(view.live.deadline(), None, "nobody waits any more");
+    }
+
+    #[test]
+    fn agent_lines_wait_for_the_clock_event_that_places_them() {
+        let mut view = View::new();
+        let ready = AgentLine { realtime_ns: 5_000_050_000_000, event: AgentEvent::Ready };
+        view.live.agent(ready, view.at(0));
+        assert_eq!(view.due(1000), [""; 0]);
+        view.record(1000, 100, r#""kind":"event","name":"clock","fields":{"realtime_ns":5000100000000}"#);
+        assert_eq!(view.due(1000), ["0.050 agent agent ready"]);
+    }
+
+    #[test]
+    fn agent_lines_that_cannot_be_placed_are_shown_as_approximate() {
+        let mut view = View::new();
+        view.record(0, 100, EVENT);
+        assert_eq!(view.due(200).len(), 1);
+        view.live.agent(AgentLine { realtime_ns: 5, event: AgentEvent::Ready }, view.at(500));
+        assert_eq!(view.due(2500), ["~0.600 +0.500 agent agent ready"]);
+        let mut view = View::new();
+        view.live.agent(AgentLine { realtime_ns: 3_000_000_000, event: AgentEvent::Ready }, view.at(0));
+        view.live.clock(Sample { boottime_ns: 0, offset_ns: 2_000_000_000, error_ns: 1 });
+        assert_eq!(view.due(2000), ["~1.000 agent agent ready"]);
+    }
+
+    #[test]
+    fn the_end_shows_all_that_is_left() {
+        let mut view = View::new();
+        view.record(0, 20, EVENT);
+        view.live.agent(AgentLine { realtime_ns: 5, event: AgentEvent::Ready }, view.at(0));
+        assert_eq!(view.live.finish(view.at(1)).len(), 2);
+    }
+}

@@ -21,14 +21,19 @@ const MAX_NAMED_GAPS: usize = 32;
 #[derive(Clone, Debug, Default, Serialize)]
 pub struct Boot {
     pub model: u32,
+    #[serde(skip_serializing_if = "Option::is_none")]
     pub boot_id: Option<String>,
     /// Version of kata-gpu-init.
+    #[serde(skip_serializing_if = "Option::is_none")]
     pub version: Option<String>,
     /// `uname -r` of the guest.
+    #[serde(skip_serializing_if = "Option::is_none")]
     pub kernel: Option<String>,
     /// All GPUs were usable or failed by then.
+    #[serde(skip_serializing_if = "Option::is_none")]
     pub settled_ns: Option<u64>,
     /// Why the machine powered itself off.
+    #[serde(skip_serializing_if = "Option::is_none")]
     pub power_off: Option<String>,
     pub milestones: Vec<Milestone>,
     /// In PCI order.
@@ -44,6 +49,7 @@ pub struct Boot {
     /// Lines that the collector dropped because they were not of the format.
     pub garbage_lines: u64,
     /// Why the collector stopped storing, if it did.
+    #[serde(skip_serializing_if = "Option::is_none")]
     pub capped: Option<String>,
     /// In order of their beginning.
     pub spans: Vec<Span>,
