@@ -336,7 +336,7 @@ fn without_stream(ended: &Ended, console: &[u8]) -> String {
 fn last_words(console: &[u8]) -> String {
     let lines = || console.split(|b| matches!(b, b'\n' | b'\r')).filter(|line| !line.trim_ascii().is_empty());
     let panic = lines().find(|line| line.windows(12).any(|w| w == b"Kernel panic"));
-    match panic.or_else(|| lines().last()) {
+    match panic.or_else(|| lines().next_back()) {
         Some(line) => format!("the console says: {}", printable_start(line.trim_ascii(), MAX_QUOTE)),
         None => "the console is empty".to_string(),
     }
