@@ -1,6 +1,23 @@
 //! kata-gpu-init: starts a Kata Containers guest with NVIDIA GPUs. This page is the map, in boot order.
+//!
+//! Invariants: hardware and CDI modules never import sinks, the boot sequence or each other's internals; only [`boot`] knows order; only
+//! [`config`] knows parameter names; only [`failure`] powers off; only [`sys`] is unsafe; code reports time through `tracing` alone.
 
-pub mod events;
+pub mod clock; // when is it
+pub mod config; // what was asked for: the kernel command line
+pub mod mounts; // file systems, and /var/run
+pub mod failure; // what follows when something fails
+pub mod boot; // the sequence: PID 1, keeper, worker, and the bring-up of all GPUs
+pub mod pci; // which GPUs are there
+pub mod uevents; // which come and go
+pub mod kernel_modules; // loading the driver
+pub mod bind; // enable, driver_override, bind
+pub mod driver_proc; // what the driver says: minors, majors
+pub mod device_nodes; // /dev/nvidia*
+pub mod adapter; // open: adapter initialisation
+pub mod cdi; // the spec, and publishing it
+pub mod agent_looks; // seeing the agent wait
+pub mod events; // what everybody sees: records, their ring, the sinks
+pub mod sys; // system calls that need unsafe
 #[cfg(feature = "host")]
-pub mod host;
-pub mod pci; // which GPUs are there: sysfs scan, PCI addresses // what everybody sees: records, their ring, the sinks // the other end: collects streams, shows boots (kata-gpu-boot)
+pub mod host; // the other side: the collector and kata-gpu-boot

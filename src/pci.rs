@@ -5,6 +5,8 @@
 
 use serde::{Deserialize, Serialize};
 use std::fmt;
+use std::io;
+use std::path::Path;
 use std::str::FromStr;
 
 /// Address of a PCI function. Its order is the order of CDI index names.
@@ -78,6 +80,66 @@ impl From<PciAddress> for String {
     }
 }
 
+/// NVIDIA's PCI vendor id.
+pub const NVIDIA: u16 = 0x10de;
+/// PCI class (base and subclass) of GPUs: 3D controller without display, and VGA controller.
+const GPU_CLASSES: [u32; 2] = [0x0302, 0x0300];
+
+/// Whether a PCI function with this vendor and 24-bit class is one of ours.
+pub fn is_gpu(vendor: u16, class: u32) -> bool {
+    vendor == NVIDIA && GPU_CLASSES.contains(&(class >> 8))
+}
+
+/// A GPU as the PCI scan sees it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Gpu {
+    /// Position in ascending order of address: the name it has in the CDI spec.
+    pub index: usize,
+    pub address: PciAddress,
+    /// PCI device id.
+    pub device: u16,
+}
+
+/// Reads all GPUs below `sysfs` (`/sys` in a guest), in ascending order of address.
+///
+/// Errors: the list of devices cannot be read (path, errno). A function whose attributes cannot be read is left out and named in the
+/// second value.
+pub fn scan(sysfs: &Path) -> io::Result<(Vec<Gpu>, Vec<String>)> {
+    let devices = sysfs.join("bus/pci/devices");
+    let entries = match std::fs::read_dir(&devices) {
+        Ok(entries) => entries,
+        // A kernel without any PCI bus has no such directory.
+        Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok((Vec::new(), Vec::new())),
+        Err(e) => return Err(io::Error::new(e.kind(), format!("read {}: {e}", devices.display()))),
+    };
+    let mut found = Vec::new();
+    let mut unreadable = Vec::new();
+    for entry in entries {
+        let path = entry.map_err(|e| io::Error::new(e.kind(), format!("read {}: {e}", devices.display())))?.path();
+        let Some(address) = path.file_name().and_then(|n| n.to_str()).and_then(|n| n.parse::<PciAddress>().ok()) else { continue };
+        match (attribute(&path, "vendor"), attribute(&path, "class")) {
+            (Ok(vendor), Ok(class)) if u16::try_from(vendor).is_ok_and(|v| is_gpu(v, class)) => match attribute(&path, "device") {
+                Ok(device) => found.push((address, device as u16)),
+                Err(e) => unreadable.push(e.to_string()),
+            },
+            (Ok(_), Ok(_)) => {}
+            (Err(e), _) | (_, Err(e)) => unreadable.push(e.to_string()),
+        }
+    }
+    found.sort_unstable();
+    let gpus = found.into_iter().enumerate().map(|(index, (address, device))| Gpu { index, address, device }).collect();
+    Ok((gpus, unreadable))
+}
+
+/// A hexadecimal attribute of a function, e.g. `0x10de`.
+fn attribute(function: &Path, name: &str) -> io::Result<u32> {
+    let path = function.join(name);
+    let text = std::fs::read_to_string(&path).map_err(|e| io::Error::new(e.kind(), format!("read {}: {e}", path.display())))?;
+    let digits = text.trim();
+    u32::from_str_radix(digits.strip_prefix("0x").unwrap_or(digits), 16)
+        .map_err(|_| io::Error::other(format!("read {}: {:?} is not a hexadecimal number", path.display(), digits)))
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -106,5 +168,31 @@ mod tests {
         ] {
             assert!(text.parse::<PciAddress>().is_err(), "{text:?} was taken for an address");
         }
+    }
+
+    #[test]
+    fn the_scan_finds_gpus_in_pci_order_and_nothing_else() {
+        let sysfs = std::env::temp_dir().join(format!("kata-gpu-init-scan-{}", std::process::id()));
+        let functions = [
+            ("0000:0b:00.0", "0x10de", "0x030200", "0x2330"),
+            ("0000:02:00.0", "0x10de", "0x030000", "0x2331"),
+            ("0000:03:00.0", "0x10de", "0x068000", "0x22a3"), // an NVSwitch
+            ("0000:00:02.0", "0x1af4", "0x030000", "0x1050"), // somebody else's display
+            ("0000:0c:00.0", "0x10de", "garbage", "0x2330"),
+        ];
+        for (address, vendor, class, device) in functions {
+            let function = sysfs.join("bus/pci/devices").join(address);
+            std::fs::create_dir_all(&function).unwrap();
+            for (name, value) in [("vendor", vendor), ("class", class), ("device", device)] {
+                std::fs::write(function.join(name), format!("{value}\n")).unwrap();
+            }
+        }
+        let (gpus, unreadable) = scan(&sysfs).unwrap();
+        let list: Vec<(usize, String, u16)> = gpus.iter().map(|g| (g.index, g.address.to_string(), g.device)).collect();
+        assert_eq!(list, [(0, "0000:02:00.0".to_string(), 0x2331), (1, "0000:0b:00.0".to_string(), 0x2330)]);
+        assert_eq!(unreadable.len(), 1);
+        assert!(unreadable[0].contains("0000:0c:00.0/class") && unreadable[0].contains("garbage"), "{unreadable:?}");
+        std::fs::remove_dir_all(&sysfs).unwrap();
+        assert_eq!(scan(&sysfs).unwrap(), (vec![], vec![]));
     }
 }

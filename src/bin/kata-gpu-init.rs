@@ -1,2 +1,38 @@
-//! Placeholder until the commit that brings the program.
-fn main() {}
+//! `/init` of a GPU guest. As PID 1 it boots the guest; started by a person it explains itself.
+
+use kata_gpu_init::{boot, clock, config};
+use std::process::ExitCode;
+
+const HELP: &str = "\
+kata-gpu-init: PID 1 of a Kata Containers guest with NVIDIA GPUs
+
+As PID 1 it mounts what a guest needs, becomes /usr/bin/kata-agent, and brings all GPUs up beside it: each GPU is in the CDI spec
+(/var/run/cdi/nvidia.yaml) as soon as the driver has it, and every step is told over vsock, with its time.
+
+usage:
+  /init                       as PID 1: boot (put this file into an initrd as /init)
+  kata-gpu-init parameters    the kernel parameters it takes, as a Markdown table
+  kata-gpu-init --version
+  kata-gpu-init --help
+";
+
+fn main() -> ExitCode {
+    let started_ns = clock::boottime_ns(); // before anything else: the timeline starts here
+    if std::process::id() == 1 {
+        boot::stage0::run(started_ns)
+    }
+    match std::env::args().nth(1).as_deref() {
+        Some("parameters") => print!("{}", config::parameters_markdown()),
+        Some("--version" | "-V") => println!("kata-gpu-init {}", env!("CARGO_PKG_VERSION")),
+        Some("--help" | "-h") => print!("{HELP}"),
+        None => {
+            eprintln!("kata-gpu-init: not PID 1, so there is nothing to boot; `kata-gpu-init --help` says what it is for");
+            return ExitCode::from(2);
+        }
+        Some(other) => {
+            eprintln!("kata-gpu-init: unknown command {other:?}; `kata-gpu-init --help` lists them");
+            return ExitCode::from(2);
+        }
+    }
+    ExitCode::SUCCESS
+}

@@ -1,5 +1,26 @@
 //! Structured timing events: what the boot did, when, and why it waited.
 //!
-//! [`record`] is the wire format (schema 1), the only thing that guest and host share.
+//! Code reports with `tracing` (spans through [`step!`](crate::step), events through the macros) and knows nothing else; [`layer`] turns that into
+//! [`record`]s, [`ring`] keeps them, [`sinks`] carry them out. Nothing on the boot path waits for a sink.
 
+pub mod kmsg;
+pub mod layer;
 pub mod record;
+pub mod ring;
+pub mod sinks;
+
+pub use layer::{After, Step, StepId};
+pub use record::names;
+
+use ring::Ring;
+use std::sync::Arc;
+use tracing_subscriber::layer::SubscriberExt;
+
+/// Starts recording for this process and every process it forks. Call once, before the first event.
+pub fn install() -> Arc<Ring> {
+    let ring = Arc::new(Ring::default());
+    let subscriber = tracing_subscriber::registry().with(layer::RecordLayer::new(Arc::clone(&ring)));
+    // Fails only when called twice; the first recorder stays then.
+    let _unused = tracing::subscriber::set_global_default(subscriber);
+    ring
+}

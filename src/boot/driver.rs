@@ -1,0 +1,157 @@
+//! The driver's load: nvidia, then the control node, then nvidia-uvm, whose nodes every container needs.
+//!
+//! With a strategy other than insmod, all GPUs but one are held back while the module is loaded, because its init probes every free GPU in turn,
+//! and fails as a whole when not one probe succeeds. If that one GPU turns out to be broken, the next one opens the way.
+
+use super::Boot;
+use super::publication::Update;
+use crate::bind::{DRIVER, PciSysfs};
+use crate::config::Bind;
+use crate::device_nodes::{DeviceNodes, Node};
+use crate::driver_proc::{majors, node_rules};
+use crate::events::{StepId, names};
+use crate::kernel_modules::{LoadError, Modules};
+use crate::pci::{Gpu, PciAddress};
+use nix::errno::Errno;
+use std::path::Path;
+use tokio::sync::{mpsc, watch};
+
+const PROC: &str = "/proc";
+const DEV: &str = "/dev";
+const UVM: &str = "nvidia-uvm";
+
+/// Where the load is.
+#[derive(Clone)]
+pub enum Driver {
+    Loading,
+    Loaded(Loaded),
+    /// The module is not there, and why.
+    Failed(String),
+}
+
+/// A loaded driver.
+#[derive(Clone)]
+pub struct Loaded {
+    pub step: StepId,
+    pub major: u32,
+    pub nodes: DeviceNodes,
+    /// GPUs whose probe the load tried: one of these that is not bound has failed.
+    pub tried: Vec<PciAddress>,
+    /// The nodes that every container needs are made, as far as they can be.
+    pub control_ready: bool,
+}
+
+/// Starts the load on a thread of its own; must be called inside the runtime. GPUs that the strategy binds later are held back before this returns.
+pub fn start(boot: &Boot, bind: Bind, sysfs: &PciSysfs, gpus: &[Gpu], spec: mpsc::UnboundedSender<Update>) -> watch::Receiver<Driver> {
+    let (state, receiver) = watch::channel(Driver::Loading);
+    let kernel = std::fs::read_to_string("/proc/sys/kernel/osrelease").unwrap_or_default(); // unreadable: modules.dep is then not found, which says so
+    let modules = Modules::new(Path::new("/"), kernel.trim(), &boot.command_line);
+    let addresses: Vec<PciAddress> = gpus.iter().map(|g| g.address).collect();
+    let load = Load { modules, sysfs: sysfs.clone(), addresses, one_by_one: bind != Bind::Insmod };
+    load.hold_back();
+    tokio::task::spawn_blocking(move || load.run(&state, &spec));
+    receiver
+}
+
+struct Load {
+    modules: Modules,
+    sysfs: PciSysfs,
+    addresses: Vec<PciAddress>,
+    one_by_one: bool,
+}
+
+impl Load {
+    /// Holds all GPUs but the first back.
+    fn hold_back(&self) {
+        if self.one_by_one {
+            for gpu in self.addresses.iter().skip(1) {
+                // A GPU that cannot be held back is probed by the load, and found bound then.
+                if let Err(error) = self.sysfs.hold_back(*gpu) {
+                    tracing::warn!(name: names::GPU_BIND, gpu = %gpu, error = %error);
+                }
+            }
+        }
+    }
+
+    fn run(mut self, state: &watch::Sender<Driver>, spec: &mpsc::UnboundedSender<Update>) {
+        let mut loaded = match self.load() {
+            Ok(loaded) => loaded,
+            Err(error) => {
+                // No trace of ours stays in sysfs.
+                self.addresses.iter().filter(|_| self.one_by_one).for_each(|gpu| self.release(*gpu));
+                state.send_replace(Driver::Failed(error));
+                return;
+            }
+        };
+        state.send_replace(Driver::Loaded(loaded.clone()));
+        let common = self.common_nodes(&loaded);
+        // Common nodes first: no GPU may be published without them. Fails only when the writer is gone, with the runtime.
+        let _unused = spec.send(Update::Common(common));
+        loaded.control_ready = true;
+        state.send_replace(Driver::Loaded(loaded));
+    }
+
+    fn load(&mut self) -> Result<Loaded, String> {
+        let mut tried = Vec::new();
+        let addresses = self.addresses.clone();
+        let mut candidates = addresses.iter();
+        loop {
+            let candidate = candidates.next();
+            match (self.one_by_one, candidate) {
+                (true, Some(gpu)) => tried.push(*gpu),
+                _ => tried.clone_from(&self.addresses),
+            }
+            match self.modules.load(DRIVER) {
+                Ok(step) => {
+                    let major = majors(Path::new(PROC)).map_err(|e| e.to_string())?.nvidia;
+                    let major = major.ok_or("load module nvidia: it is loaded, but /proc/devices has no \"nvidia\"")?;
+                    let nodes = DeviceNodes::at(Path::new(DEV), node_rules(Path::new(PROC)));
+                    return Ok(Loaded { step, major, nodes, tried, control_ready: false });
+                }
+                // The driver found no GPU it can drive among those it was shown: show it the next one.
+                Err(LoadError::Refused { errno: Errno::ENODEV, .. }) if self.one_by_one && tried.len() < self.addresses.len() => {
+                    if let Some(gpu) = candidate
+                        && let Err(error) = self.sysfs.hold_back(*gpu)
+                    {
+                        tracing::warn!(name: names::GPU_BIND, gpu = %gpu, error = %error);
+                    }
+                    if let Some(next) = self.addresses.get(tried.len()) {
+                        self.release(*next);
+                    }
+                }
+                Err(error) => return Err(error.to_string()),
+            }
+        }
+    }
+
+    fn release(&self, gpu: PciAddress) {
+        if let Err(error) = self.sysfs.release(gpu) {
+            tracing::warn!(name: names::GPU_BIND, gpu = %gpu, error = %error);
+        }
+    }
+
+    /// Makes the control node, loads nvidia-uvm (which would wait for a load of nvidia that is still under way) and makes its nodes.
+    fn common_nodes(&mut self, loaded: &Loaded) -> Vec<Node> {
+        let mut common = Vec::new();
+        match loaded.nodes.control(loaded.major) {
+            Ok(node) => common.push(node),
+            Err(error) => tracing::error!(name: names::GPU_NODES, error = %format!("{error}: no container can use a GPU")),
+        }
+        let uvm = self.modules.load(UVM).map_err(|e| e.to_string()).and_then(|_| {
+            let major = majors(Path::new(PROC)).map_err(|e| e.to_string())?.uvm;
+            let major = major.ok_or("load module nvidia-uvm: it is loaded, but /proc/devices has no \"nvidia-uvm\"")?;
+            loaded.nodes.uvm(major).map_err(|e| e.to_string())
+        });
+        match uvm {
+            Ok(nodes) => common.extend(nodes),
+            Err(error) => {
+                tracing::error!(name: names::MODULE_LOAD, module = UVM, error = %format!("{error}: containers get their GPUs without /dev/nvidia-uvm, and CUDA will not start in them"))
+            }
+        }
+        // GPUs that failed the load stay released: somebody may want to try them by hand.
+        for gpu in loaded.tried.iter().filter(|g| self.one_by_one && !self.sysfs.is_bound(**g)) {
+            self.release(*gpu);
+        }
+        common
+    }
+}

@@ -1,0 +1,146 @@
+//! PID 1 becomes the agent, and the worker learns of it.
+//!
+//! A socket pair, close-on-exec, connects the two. PID 1 writes the time just before execve; when execve succeeds, the kernel closes PID 1's end
+//! and the worker reads the end of the file: the agent has started. When it fails, PID 1 writes the reason, waits a bounded time for the
+//! worker to carry it to the host, and powers off.
+
+use crate::clock::boottime_ns;
+use crate::events::names;
+use crate::{failure, step, sys};
+use nix::sys::resource::{Resource, setrlimit};
+use nix::sys::socket::{AddressFamily, MsgFlags, SockFlag, SockType, send, socketpair};
+use std::ffi::{CStr, CString};
+use std::io;
+use std::os::fd::{AsRawFd, OwnedFd};
+use std::path::Path;
+use std::time::Duration;
+
+/// How long PID 1 waits for the worker to tell the host why the guest powers off.
+const LAST_WORDS: Duration = Duration::from_secs(3);
+/// The agent's limit of open files, as it has it under the incumbent.
+const OPEN_FILES: u64 = 1_048_576;
+/// The agent's OOM score, likewise: it goes after every container.
+const OOM_SCORE: &str = "-997";
+/// Mount of the GPU extension image; the agent's attester wants to know of it.
+const GPU_EXTENSION: &str = "/run/kata-extensions/gpu";
+
+/// PID 1's end.
+pub struct Handover {
+    worker: Option<OwnedFd>,
+}
+
+/// The worker's end.
+pub struct Observer(OwnedFd);
+
+/// Makes the two ends.
+pub fn pair() -> nix::Result<(Handover, Observer)> {
+    let (ours, theirs) = socketpair(AddressFamily::Unix, SockType::SeqPacket, None, SockFlag::SOCK_CLOEXEC)?;
+    Ok((Handover { worker: Some(ours) }, Observer(theirs)))
+}
+
+impl Handover {
+    /// A hand-over that nobody observes.
+    pub fn alone() -> Self {
+        Self { worker: None }
+    }
+
+    /// Becomes the agent. Returns to nobody: when the agent cannot be executed, the guest ends with the reason.
+    pub fn exec(self, agent: &CStr) -> ! {
+        let error = self.exec_or_error(agent);
+        self.tell(&error);
+        failure::power_off(&error)
+    }
+
+    /// Becomes the agent; returns why that failed.
+    pub fn exec_or_error(&self, agent: &CStr) -> String {
+        prepare_process();
+        self.send(boottime_ns().to_string().as_bytes());
+        let environment = environment();
+        let errno = sys::exec(agent, &[agent], &environment);
+        let path = agent.to_string_lossy();
+        let cure = match errno {
+            nix::errno::Errno::ENOENT if !Path::new(path.as_ref()).exists() => "the image has no agent: put it there",
+            nix::errno::Errno::ENOENT => "the file is there, its loader (ELF interpreter) is not: put it into the image",
+            nix::errno::Errno::EACCES => "the file is not executable: chmod 755",
+            nix::errno::Errno::ENOEXEC => "not a program for this machine",
+            _ => "see the agent's file in the image",
+        };
+        format!("execute {path}: {errno} ({cure})")
+    }
+
+    /// Lets the worker tell the host, for a bounded time.
+    pub fn tell(&self, error: &str) {
+        failure::tell(error);
+        self.send(format!("!{error}").as_bytes());
+        if let Some(worker) = &self.worker {
+            // The worker's answer, or its end, or the deadline: the guest powers off in any case.
+            let _unused = nix::sys::socket::setsockopt(worker, nix::sys::socket::sockopt::ReceiveTimeout, &timeval(LAST_WORDS));
+            let _unused = nix::unistd::read(worker, &mut [0_u8; 1]);
+        }
+    }
+
+    fn send(&self, message: &[u8]) {
+        if let Some(worker) = &self.worker {
+            // A worker that is gone learns nothing more; PID 1 does not wait for it and does not die of SIGPIPE.
+            let _unused = send(worker.as_raw_fd(), message, MsgFlags::MSG_NOSIGNAL | MsgFlags::MSG_DONTWAIT);
+        }
+    }
+}
+
+fn timeval(duration: Duration) -> nix::sys::time::TimeVal {
+    nix::sys::time::TimeVal::new(duration.as_secs() as i64, i64::from(duration.subsec_micros()))
+}
+
+/// Limits and OOM score of this process as the agent expects them.
+fn prepare_process() {
+    // Not permitted to raise the limit: the agent runs with the one it has.
+    let _unused = setrlimit(Resource::RLIMIT_NOFILE, OPEN_FILES, OPEN_FILES);
+    let _unused = std::fs::write("/proc/self/oom_score_adj", OOM_SCORE);
+}
+
+/// The agent's environment: what the kernel gave PID 1, and the attester's variant where the GPU extension is mounted.
+fn environment() -> Vec<CString> {
+    use std::os::unix::ffi::OsStrExt;
+    let mut list: Vec<CString> =
+        std::env::vars_os().filter_map(|(key, value)| CString::new([key.as_bytes(), b"=", value.as_bytes()].concat()).ok()).collect();
+    if Path::new(GPU_EXTENSION).is_dir() {
+        list.push(c"KATA_ATTESTER_VARIANT=nvidia".to_owned());
+    }
+    list
+}
+
+impl Observer {
+    /// Reports the hand-over as it happens. Returns the reason when the agent could not be started; [`Observer::done`] then lets PID 1 go on.
+    pub async fn observe(self) -> io::Result<Result<(), (String, Self)>> {
+        let Self(fd) = self;
+        nix::fcntl::fcntl(&fd, nix::fcntl::FcntlArg::F_SETFL(nix::fcntl::OFlag::O_NONBLOCK))?;
+        let fd = sys::async_fd(fd)?;
+        let mut exec: Option<crate::events::Step> = None;
+        let mut buffer = [0_u8; 1024];
+        loop {
+            let mut guard = fd.readable().await?;
+            match nix::unistd::read(&fd, &mut buffer) {
+                Ok(0) => return Ok(Ok(())), // the step ends here, when it is dropped
+                Ok(n) => {
+                    let text = String::from_utf8_lossy(buffer.get(..n).unwrap_or_default()).into_owned();
+                    if let Some(error) = text.strip_prefix('!') {
+                        let step = exec.unwrap_or_else(|| step!(names::AGENT_EXEC));
+                        step.fail(&error);
+                        return Ok(Err((error.to_string(), Self(fd.into_inner()))));
+                    }
+                    let at_ns: u64 = text.parse().unwrap_or_else(|_| boottime_ns());
+                    exec = Some(step!(names::AGENT_EXEC, at_ns = at_ns));
+                }
+                Err(nix::errno::Errno::EAGAIN) => guard.clear_ready(),
+                Err(nix::errno::Errno::EINTR) => {}
+                Err(errno) => return Err(errno.into()),
+            }
+        }
+    }
+
+    /// Tells PID 1 that everything that could be told has been.
+    pub fn done(self) {
+        // PID 1 waits with a deadline of its own.
+        let _unused = send(self.0.as_raw_fd(), b".", MsgFlags::MSG_NOSIGNAL | MsgFlags::MSG_DONTWAIT);
+    }
+}

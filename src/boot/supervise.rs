@@ -1,0 +1,47 @@
+//! `gpuinit.agent=child`: PID 1 stays the init. It makes what the agent leaves to an init when it is not PID 1 itself, starts it, reaps every
+//! orphan, and powers off in order when the agent has ended.
+
+use super::handover::Handover;
+use super::stage0::AGENT;
+use crate::events::names;
+use crate::{failure, mounts, sys};
+use nix::sys::wait::{WaitStatus, waitpid};
+use nix::unistd::{ForkResult, Pid, setsid};
+
+/// PID 1's life with the agent as its child. Never returns.
+pub fn run(handover: Handover) -> ! {
+    for error in mounts::make(mounts::FOR_AGENT_AS_CHILD) {
+        failure::tell(&format!("{error}: the agent will miss it"));
+    }
+    if let Err(errno) = sys::loopback_up() {
+        failure::tell(&format!("bring lo up: {errno}: containers that talk to themselves will fail"));
+    }
+    match sys::fork_single_threaded() {
+        Ok(ForkResult::Child) => {
+            // The agent as a child is an ordinary daemon: an own session, so that signals for it reach only it. A fresh child is no leader.
+            let _unused = setsid();
+            let error = handover.exec_or_error(AGENT);
+            handover.tell(&error);
+            std::process::exit(127)
+        }
+        Ok(ForkResult::Parent { child }) => {
+            drop(handover);
+            let status = reap_until(child);
+            failure::power_off(&format!("kata-agent has ended ({status})"))
+        }
+        Err(errno) => failure::power_off(&format!("fork for kata-agent: {errno}")),
+    }
+}
+
+/// Reaps children until `agent` is among them; says how it ended.
+fn reap_until(agent: Pid) -> String {
+    loop {
+        match waitpid(None, None) {
+            Ok(WaitStatus::Exited(pid, code)) if pid == agent => return format!("exit status {code}"),
+            Ok(WaitStatus::Signaled(pid, signal, _)) if pid == agent => return format!("killed by {signal}"),
+            Ok(status) => tracing::debug!(name: names::PROCESS_DIED, process = "orphan", status = ?status),
+            Err(nix::errno::Errno::EINTR) => {}
+            Err(errno) => return format!("wait: {errno}"),
+        }
+    }
+}

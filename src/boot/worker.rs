@@ -1,0 +1,134 @@
+//! The worker: everything beside the agent. Sees first (uevents, kernel log, the agent's looks), then acts (the bring-up), and lets whoever wants to
+//! follow do so (sinks). One runtime thread; whatever blocks in the kernel has a thread of its own.
+
+use super::handover::Observer;
+use super::keeper::KeeperSocket;
+use super::{Boot, bring_up};
+use crate::clock::{boottime_ns, realtime_ns};
+use crate::config::{Config, ToHost};
+use crate::events::ring::Ring;
+use crate::events::sinks::stream::Identity;
+use crate::events::sinks::{console, file, listener, vsock};
+use crate::events::{kmsg, names};
+use crate::uevents::Uevents;
+use crate::{agent_looks, cdi, failure};
+use std::path::Path;
+use std::sync::Arc;
+use std::time::Duration;
+use tokio::sync::watch;
+
+/// Runtime files of the init, readable by whoever is in the guest.
+const RUN: &str = "/run/kata-gpu-init";
+/// Between agent (-997) and keeper (-1000).
+const OOM_SCORE: &str = "-998";
+/// Stack of a thread that waits in a system call.
+const STACK: usize = 256 * 1024;
+/// How long the reason of a power-off may take to the host.
+const LAST_WORDS: Duration = Duration::from_secs(2);
+/// What virtio still carries when send() has returned: there is no acknowledgement to wait for.
+const IN_FLIGHT: Duration = Duration::from_millis(100);
+
+/// The worker's life; ends with the guest.
+pub fn run(boot: &Boot, observer: Observer, keeper: Option<KeeperSocket>) -> ! {
+    let _unused = std::fs::write("/proc/self/oom_score_adj", OOM_SCORE);
+    match tokio::runtime::Builder::new_current_thread().enable_all().thread_stack_size(STACK).build() {
+        Ok(runtime) => runtime.block_on(live(boot, observer, keeper)),
+        Err(error) => failure::tell(&format!("worker: start the runtime: {error}: no GPU will be brought up")),
+    }
+    std::process::exit(1)
+}
+
+async fn live(boot: &Boot, observer: Observer, keeper: Option<KeeperSocket>) {
+    // Subscribed before the scan: a GPU that appears in between is seen twice, not never.
+    let uevents = Uevents::subscribe();
+    let words = kmsg::follow(Arc::clone(&boot.ring));
+    if let Err(error) = &words {
+        tracing::warn!(name: names::SINK, sink = "kmsg", state = "unavailable", error = %format!("read /dev/kmsg: {error}: failures are told without the driver's words"));
+    }
+    if let Err(error) = agent_looks::watch(Path::new(cdi::publish::DIRECTORY)) {
+        tracing::warn!(name: names::SINK, sink = "agent looks", state = "unavailable", error = %format!("watch {}: {error}", cdi::publish::DIRECTORY));
+    }
+    clock_event();
+    let bring_up = bring_up::run(boot, uevents, words.ok(), keeper);
+    let delivered = start_sinks(boot);
+    tokio::join!(bring_up, agent_events(boot, observer, delivered));
+    // All is done but following: sinks, kernel log and uevents go on for as long as the guest lives.
+    std::future::pending::<()>().await;
+}
+
+/// Where CLOCK_REALTIME is now, for log lines that carry it.
+fn clock_event() {
+    let before = boottime_ns();
+    let realtime = realtime_ns();
+    let after = boottime_ns();
+    tracing::info!(name: names::CLOCK, at_ns = before + (after - before) / 2, realtime_ns = realtime);
+}
+
+/// Starts every sink that is wanted; gives the progress of the one to the host.
+fn start_sinks(boot: &Boot) -> watch::Receiver<u64> {
+    let identity = Identity::read();
+    let (delivered, progress) = watch::channel(0);
+    let ring = || Arc::clone(&boot.ring);
+    let unavailable = |sink: &str, error: &dyn std::fmt::Display| {
+        tracing::warn!(name: names::SINK, sink, state = "unavailable", error = %error);
+    };
+    if to_host(&boot.config) {
+        tokio::spawn(vsock::run(ring(), identity.clone(), boot.config.events_port, delivered));
+        if let Err(error) = listener::vsock(boot.config.events_port, ring(), identity.clone()) {
+            unavailable("vsock listener", &error);
+        }
+    }
+    if let Some(level) = boot.config.console
+        && let Err(error) = console::start(ring(), level)
+    {
+        unavailable("console", &format!("open /dev/console: {error}"));
+    }
+    if let Err(error) = std::fs::create_dir_all(RUN) {
+        unavailable("file", &format!("make {RUN}: {error}"));
+        return progress;
+    }
+    if let Err(error) = listener::unix(&Path::new(RUN).join("events.sock"), ring(), identity.clone()) {
+        unavailable("unix listener", &error);
+    }
+    let file_ring: Arc<Ring> = ring();
+    tokio::spawn(async move { file::run(&Path::new(RUN).join("boot.ndjson"), file_ring, &identity).await });
+    progress
+}
+
+/// Whether events go over vsock.
+fn to_host(config: &Config) -> bool {
+    match config.events_to_host {
+        ToHost::On => true,
+        ToHost::Off => false,
+        ToHost::Auto if is_confidential() => {
+            let reason = "confidential guest: its host is not trusted; gpuinit.events.vsock=on sends events all the same";
+            tracing::info!(name: names::SINK, sink = "vsock", state = "off", reason);
+            false
+        }
+        ToHost::Auto => true,
+    }
+}
+
+/// Whether this guest's memory is hidden from its host: the kernel offers attestation devices then.
+fn is_confidential() -> bool {
+    ["/dev/tdx_guest", "/dev/tdx-guest", "/dev/sev-guest", "/sys/firmware/arm_cca", "/sys/devices/platform/arm-cca-dev"]
+        .iter()
+        .any(|p| Path::new(p).exists())
+}
+
+/// Reports the hand-over; carries the reason to the host when there will be no agent.
+async fn agent_events(boot: &Boot, observer: Observer, mut delivered: watch::Receiver<u64>) {
+    match observer.observe().await {
+        Ok(Ok(())) => {}
+        Ok(Err((error, observer))) => {
+            tracing::error!(name: names::POWER_OFF, error);
+            let all = boot.ring.next_seq();
+            // No listener, or a slow one: the guest powers off all the same.
+            if let Ok(Ok(_)) = tokio::time::timeout(LAST_WORDS, delivered.wait_for(|seq| *seq >= all)).await.map(|r| r.map(drop)) {
+                tokio::time::sleep(IN_FLIGHT).await; // not on the boot path: this guest is about to end
+            }
+            observer.done();
+        }
+        Err(error) => tracing::warn!(name: names::AGENT_EXEC, error = %format!("observe the hand-over: {error}")),
+    }
+}

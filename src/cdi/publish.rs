@@ -1,0 +1,43 @@
+//! Putting a spec in front of the agent: written whole under a name the agent does not read, then renamed over the old one.
+//!
+//! There is one publisher in a guest. A reader sees the old text or the new one, at any moment, and never none.
+
+use super::spec::Spec;
+use std::fs::File;
+use std::io::{self, Write};
+use std::path::{Path, PathBuf};
+
+/// Where the agent looks, and nowhere else (through `/var/run`, which leads here).
+pub const DIRECTORY: &str = "/run/cdi";
+/// The file's name, the incumbent's, so that whoever looks for it finds it.
+pub const FILE: &str = "nvidia.yaml";
+/// The name under which it is written.
+const TEMPORARY: &str = "nvidia.yaml.tmp";
+
+/// Writes specs into one directory.
+pub struct Publisher {
+    directory: PathBuf,
+}
+
+impl Publisher {
+    /// Publishes into `directory`, which is made if it is not there.
+    pub fn new(directory: &Path) -> io::Result<Self> {
+        std::fs::create_dir_all(directory).map_err(|e| io::Error::new(e.kind(), format!("make {}: {e}", directory.display())))?;
+        Ok(Self { directory: directory.to_path_buf() })
+    }
+
+    /// Replaces the published spec; gives its size in bytes. On an error the old one is still there.
+    pub fn publish(&self, spec: &Spec) -> io::Result<usize> {
+        let temporary = self.directory.join(TEMPORARY);
+        let file = self.directory.join(FILE);
+        let text = spec.to_json();
+        if text.is_empty() {
+            return Err(io::Error::other("the spec has no text: nothing is published"));
+        }
+        let at = |path: &Path, e: io::Error| io::Error::new(e.kind(), format!("write {}: {e}", path.display()));
+        // No sync: this is a tmpfs, and a guest that loses its memory has no containers to start.
+        File::create(&temporary).and_then(|mut f| f.write_all(&text)).map_err(|e| at(&temporary, e))?;
+        std::fs::rename(&temporary, &file).map_err(|e| at(&file, e))?;
+        Ok(text.len())
+    }
+}

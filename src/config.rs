@@ -1,0 +1,389 @@
+//! Configuration: the kernel command line, read once into a [`Config`]. No other module knows a parameter's name.
+//!
+//! [`PARAMETERS`] is the whole list; `kata-gpu-init parameters` prints it, and so does the README. A bad value never stops a boot: the default
+//! stays, and the [`Note`] says what was wrong, what is used and which values there are.
+
+use crate::events::record::{DEFAULT_PORT, Level};
+use std::fmt::Write;
+
+/// How GPUs get bound to the driver.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Bind {
+    /// Decided at boot from what is known; see `bring_up::strategy`.
+    Auto,
+    /// The driver probes all GPUs in its module init, one after another.
+    Insmod,
+    /// The module is loaded with one GPU; the others are bound one by one as the host has mapped their BARs.
+    Pipelined,
+    /// As pipelined, with one thread per GPU.
+    Concurrent,
+}
+
+impl std::fmt::Display for Bind {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(match self {
+            Self::Auto => "auto",
+            Self::Insmod => "insmod",
+            Self::Pipelined => "pipelined",
+            Self::Concurrent => "concurrent",
+        })
+    }
+}
+
+/// Where the agent runs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Agent {
+    /// PID 1 becomes the agent.
+    Exec,
+    /// PID 1 stays the init and supervises the agent.
+    Child,
+}
+
+/// Whether events go to the host.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ToHost {
+    /// On, except in a confidential guest, whose host is not trusted.
+    Auto,
+    On,
+    Off,
+}
+
+/// All settings of a boot.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Config {
+    pub agent: Agent,
+    pub bind: Bind,
+    /// Adapters are initialised all at once; false: one after another.
+    pub parallel_init: bool,
+    /// A GPU's CDI entry becomes resolvable when it is usable; false: as soon as it is bound.
+    pub ready_when_usable: bool,
+    /// The spec is withheld until all GPUs are settled; false: published from the scan on.
+    pub cdi_complete: bool,
+    /// GPUs that must be there; None: as many as there are.
+    pub expected_gpus: Option<usize>,
+    pub lockdown: bool,
+    pub events_to_host: ToHost,
+    pub events_port: u32,
+    /// Records up to this level go to the console; None: none.
+    pub console: Option<Level>,
+}
+
+impl Default for Config {
+    fn default() -> Self {
+        Self {
+            agent: Agent::Exec,
+            bind: Bind::Auto,
+            parallel_init: true,
+            ready_when_usable: false,
+            cdi_complete: false,
+            expected_gpus: None,
+            lockdown: true,
+            events_to_host: ToHost::Auto,
+            events_port: DEFAULT_PORT,
+            console: Some(Level::Info),
+        }
+    }
+}
+
+/// One parameter of the kernel command line.
+pub struct Parameter {
+    pub name: &'static str,
+    /// The values it takes, for people.
+    pub values: &'static str,
+    pub default: &'static str,
+    pub help: &'static str,
+    set: fn(&mut Config, &str) -> Option<()>,
+}
+
+/// Picks the setting that belongs to a word.
+fn one_of<T: Copy>(value: &str, choices: &[(&str, T)]) -> Option<T> {
+    choices.iter().find(|(word, _)| *word == value).map(|(_, setting)| *setting)
+}
+
+fn switch(value: &str) -> Option<bool> {
+    one_of(value, &[("on", true), ("off", false), ("true", true), ("false", false), ("1", true), ("0", false)])
+}
+
+const LEVELS: &[(&str, Option<Level>)] = &[
+    ("off", None),
+    ("error", Some(Level::Error)),
+    ("warn", Some(Level::Warn)),
+    ("info", Some(Level::Info)),
+    ("debug", Some(Level::Debug)),
+    ("trace", Some(Level::Trace)),
+];
+
+/// Every parameter there is.
+pub const PARAMETERS: &[Parameter] = &[
+    Parameter {
+        name: "gpuinit.agent",
+        values: "exec, child",
+        default: "exec",
+        help: "exec: PID 1 becomes kata-agent; child: the init stays PID 1, supervises the agent and powers off when it ends",
+        set: |c, v| one_of(v, &[("exec", Agent::Exec), ("child", Agent::Child)]).map(|s| c.agent = s),
+    },
+    Parameter {
+        name: "gpuinit.bind",
+        values: "auto, insmod, pipelined, concurrent",
+        default: "auto",
+        help: "how GPUs are bound: by the module load, one by one as the host maps their BARs, or each on its own thread",
+        set: |c, v| {
+            let words = [("auto", Bind::Auto), ("insmod", Bind::Insmod), ("pipelined", Bind::Pipelined), ("concurrent", Bind::Concurrent)];
+            one_of(v, &words).map(|s| c.bind = s)
+        },
+    },
+    Parameter {
+        name: "gpuinit.init",
+        values: "parallel, serial",
+        default: "parallel",
+        help: "initialise adapters all at once, or one after another",
+        set: |c, v| one_of(v, &[("parallel", true), ("serial", false)]).map(|s| c.parallel_init = s),
+    },
+    Parameter {
+        name: "gpuinit.ready",
+        values: "bound, usable",
+        default: "bound",
+        help: "when a GPU becomes resolvable in the CDI spec: bound to the driver, or initialised as well",
+        set: |c, v| one_of(v, &[("bound", false), ("usable", true)]).map(|s| c.ready_when_usable = s),
+    },
+    Parameter {
+        name: "gpuinit.cdi",
+        values: "live, complete",
+        default: "live",
+        help: "publish the CDI spec from the PCI scan on, or only once all GPUs are settled",
+        set: |c, v| one_of(v, &[("live", false), ("complete", true)]).map(|s| c.cdi_complete = s),
+    },
+    Parameter {
+        name: "gpuinit.gpus",
+        values: "0 to 1024",
+        default: "any",
+        help: "GPUs that must be there; fewer is an error event",
+        set: |c, v| v.parse().ok().filter(|n| *n <= 1024).map(|n| c.expected_gpus = Some(n)),
+    },
+    Parameter {
+        name: "gpuinit.lockdown",
+        values: "on, off",
+        default: "on",
+        help: "forbid loading kernel modules once all GPUs are settled",
+        set: |c, v| switch(v).map(|s| c.lockdown = s),
+    },
+    Parameter {
+        name: "gpuinit.events.vsock",
+        values: "auto, on, off",
+        default: "auto",
+        help: "stream events to the host; auto: on, except in a confidential guest",
+        set: |c, v| one_of(v, &[("auto", ToHost::Auto), ("on", ToHost::On), ("off", ToHost::Off)]).map(|s| c.events_to_host = s),
+    },
+    Parameter {
+        name: "gpuinit.events.port",
+        values: "1 to 4294967294",
+        default: "10241",
+        help: "vsock port of the collector on the host, and of the listener in the guest",
+        set: |c, v| v.parse().ok().filter(|p| (1..u32::MAX).contains(p)).map(|p| c.events_port = p),
+    },
+    Parameter {
+        name: "gpuinit.log",
+        values: "off, error, warn, info, debug, trace",
+        default: "info",
+        help: "which events go to the console, in the agent's log format",
+        set: |c, v| one_of(v, LEVELS).map(|s| c.console = s),
+    },
+];
+
+/// Names of the incumbent's that still mean something, and ours for them.
+const ALIASES: &[(&str, &str)] = &[("nvrc.log", "gpuinit.log")];
+
+/// Names of the incumbent's that need nothing here or are not built yet, with what to know.
+const FOREIGN: &[(&str, &str)] = &[
+    ("nvrc.uvm.persistence.mode", "not needed: this init holds every GPU open, which is what keeps adapters initialised"),
+    ("nvrc.mode", "not needed: what to start follows from the PCI scan"),
+    ("nvrc.fm.mode", "not supported yet: fabric manager is not started"),
+    ("nvrc.fm.rail.policy", "not supported yet: fabric manager is not started"),
+    ("nvrc.dcgm", "not supported yet: DCGM is not started"),
+    ("nvrc.smi.srs", "not supported yet: confidential-computing ready state is not set"),
+    ("nvrc.smi.lgc", "not supported yet: clocks are not set"),
+    ("nvrc.smi.lmc", "not supported yet: clocks are not set"),
+    ("nvrc.smi.pl", "not supported yet: power limits are not set"),
+];
+
+/// Notes kept; a command line has at most 4 kB, so more are noise.
+const MAX_NOTES: usize = 32;
+/// Longest piece of foreign text in a note, in characters.
+const MAX_TEXT: usize = 64;
+
+/// What became of one word of the command line.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Note {
+    pub parameter: String,
+    pub value: String,
+    /// None: taken as written. Else what is wrong with it and what happens instead.
+    pub problem: Option<String>,
+}
+
+/// Text from the command line, safe to print: cut, and control characters replaced.
+fn printable(text: &str) -> String {
+    text.chars().take(MAX_TEXT).map(|c| if c.is_control() || c == '\u{fffd}' { '?' } else { c }).collect()
+}
+
+/// The words of a kernel command line: separated by white space, where double quotes keep it; nothing after ` -- ` is for the kernel.
+pub fn words(command_line: &[u8]) -> Vec<String> {
+    let text = String::from_utf8_lossy(command_line);
+    let mut words = Vec::new();
+    let mut word = String::new();
+    let mut quoted = false;
+    for c in text.chars() {
+        match c {
+            '"' => quoted = !quoted,
+            c if c.is_ascii_whitespace() && !quoted => {
+                if word == "--" {
+                    return words;
+                }
+                if !word.is_empty() {
+                    words.push(std::mem::take(&mut word));
+                }
+            }
+            c => word.push(c),
+        }
+    }
+    if !word.is_empty() && word != "--" {
+        words.push(word); // the last one, or an open quote, which runs to the end
+    }
+    words
+}
+
+impl Config {
+    /// Reads `/proc/cmdline` in the form the kernel gives it. The last of several values counts, as it does for the kernel.
+    pub fn parse(command_line: &[u8]) -> (Self, Vec<Note>) {
+        let mut config = Self::default();
+        let mut notes = Vec::new();
+        let mut left_out = 0_usize;
+        for word in words(command_line) {
+            let (name, value) = word.split_once('=').unwrap_or((&word, ""));
+            if !name.starts_with("gpuinit.") && !name.starts_with("nvrc.") {
+                continue;
+            }
+            let problem = config.take(name, value);
+            if notes.len() < MAX_NOTES {
+                notes.push(Note { parameter: printable(name), value: printable(value), problem });
+            } else {
+                left_out += 1;
+            }
+        }
+        if left_out > 0 {
+            let problem = Some(format!("{left_out} more gpuinit.* and nvrc.* words are not listed here"));
+            notes.push(Note { parameter: "gpuinit.*".into(), value: String::new(), problem });
+        }
+        (config, notes)
+    }
+
+    /// Applies one parameter; gives what is wrong with it.
+    fn take(&mut self, name: &str, value: &str) -> Option<String> {
+        if let Some((_, hint)) = FOREIGN.iter().find(|(n, _)| *n == name) {
+            return Some((*hint).to_string());
+        }
+        let own = ALIASES.iter().find(|(n, _)| *n == name).map_or(name, |(_, own)| own);
+        let Some(parameter) = PARAMETERS.iter().find(|p| p.name == own) else {
+            return Some("unknown parameter, ignored: `kata-gpu-init parameters` lists them".into());
+        };
+        (parameter.set)(self, value).is_none().then(|| format!("takes {}; ignored, default: {}", parameter.values, parameter.default))
+    }
+}
+
+/// The words `module.parameter=value` for one module, as finit_module wants them. `-` and `_` in a module's name are the same.
+pub fn module_parameters(command_line: &[u8], module: &str) -> String {
+    let mut parameters = String::new();
+    for word in words(command_line) {
+        let Some((name, parameter)) = word.split_once('.') else { continue };
+        if name.replace('-', "_") == module.replace('-', "_") {
+            let space = if parameters.is_empty() { "" } else { " " };
+            // The kernel's parser takes quotes around white space, as it does on the command line.
+            let _unused = match parameter.split_once('=') {
+                Some((key, value)) if value.contains(char::is_whitespace) => write!(parameters, "{space}{key}=\"{value}\""),
+                _ => write!(parameters, "{space}{parameter}"),
+            }; // writing to a String cannot fail
+        }
+    }
+    parameters
+}
+
+/// The table of parameters in Markdown, as it stands in the README.
+pub fn parameters_markdown() -> String {
+    let mut table = String::from("| parameter | values | default | meaning |\n|---|---|---|---|\n");
+    for p in PARAMETERS {
+        let _unused = writeln!(table, "| `{}` | {} | {} | {} |", p.name, p.values, p.default, p.help); // writing to a String cannot fail
+    }
+    table
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_default_in_the_table_is_the_default() {
+        for p in PARAMETERS.iter().filter(|p| p.default != "any") {
+            let mut config = Config { expected_gpus: None, ..Config::default() };
+            assert!((p.set)(&mut config, p.default).is_some(), "{} does not take its own default", p.name);
+            assert_eq!(config, Config::default(), "{}={} changes the default configuration", p.name, p.default);
+        }
+    }
+
+    #[test]
+    fn good_values_are_taken_and_the_last_one_counts() {
+        let (config, notes) =
+            Config::parse(b"console=ttyS0 gpuinit.bind=insmod gpuinit.init=serial gpuinit.bind=concurrent gpuinit.gpus=8 nvrc.log=debug\n");
+        assert_eq!(
+            config,
+            Config {
+                bind: Bind::Concurrent,
+                parallel_init: false,
+                expected_gpus: Some(8),
+                console: Some(Level::Debug),
+                ..Config::default()
+            }
+        );
+        assert!(notes.iter().all(|n| n.problem.is_none()), "{notes:?}");
+    }
+
+    #[test]
+    fn bad_values_leave_the_default_and_say_what_to_write() {
+        let (config, notes) = Config::parse(b"gpuinit.bind=fast gpuinit.gpus=-1 gpuinit.nosuch=1 nvrc.dcgm=on gpuinit.log");
+        assert_eq!(config, Config::default());
+        let problems: Vec<&str> = notes.iter().map(|n| n.problem.as_deref().unwrap_or("none")).collect();
+        assert_eq!(
+            problems,
+            [
+                "takes auto, insmod, pipelined, concurrent; ignored, default: auto",
+                "takes 0 to 1024; ignored, default: any",
+                "unknown parameter, ignored: `kata-gpu-init parameters` lists them",
+                "not supported yet: DCGM is not started",
+                "takes off, error, warn, info, debug, trace; ignored, default: info",
+            ]
+        );
+    }
+
+    #[test]
+    fn binary_junk_and_thousands_of_words_stay_small_and_printable() {
+        let mut line = b"gpuinit.\xff\x1b[2J=\x07\xfe ".to_vec();
+        line.extend(b"gpuinit.x=1 ".repeat(400));
+        let (config, notes) = Config::parse(&line);
+        assert_eq!(config, Config::default());
+        assert_eq!(notes.len(), MAX_NOTES + 1);
+        assert!(notes.iter().all(|n| !n.parameter.contains(char::is_control) && n.value.len() <= 4 * MAX_TEXT));
+        assert!(notes[MAX_NOTES].problem.as_deref().unwrap().starts_with("369 more"));
+    }
+
+    #[test]
+    fn words_follow_the_kernels_quotes_and_end_mark() {
+        assert_eq!(words(b"a b=\"c d\" \te -- gpuinit.bind=insmod"), ["a", "b=c d", "e"]);
+        assert_eq!(words(b"a=\"open quote"), ["a=open quote"]);
+    }
+
+    #[test]
+    fn module_parameters_are_those_of_the_module() {
+        let line = b"nvidia.probe_ms=5 nvidia-uvm.x=1 nvidia_uvm.y=2 nvidia.NVreg_RegistryDwords=\"a b\" quiet nvidia.flag";
+        assert_eq!(module_parameters(line, "nvidia"), "probe_ms=5 NVreg_RegistryDwords=\"a b\" flag");
+        assert_eq!(module_parameters(line, "nvidia-uvm"), "x=1 y=2");
+        assert_eq!(module_parameters(line, "vsock"), "");
+    }
+}

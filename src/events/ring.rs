@@ -1,0 +1,180 @@
+//! The bounded memory of this boot's stream: the truth that every sink reads and none can hold up.
+//!
+//! Invariants: `seq` is given here, under the lock, without gaps; pushing never waits for a reader and never fails; when the ring is full the
+//! oldest records go, and each reader learns how many it lost. Lines are stored as they go over the wire.
+
+use super::record::{Record, record_line};
+use std::collections::VecDeque;
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+use tokio::sync::watch;
+
+/// Bytes of lines kept. A boot of 16 GPUs writes about 200 kB; five times that survives a noisy kernel log.
+const CAPACITY_BYTES: usize = 1024 * 1024;
+
+struct Lines {
+    lines: VecDeque<Arc<str>>,
+    /// `seq` of the first line still here.
+    first_seq: u64,
+    bytes: usize,
+}
+
+impl Lines {
+    fn next_seq(&self) -> u64 {
+        self.first_seq + self.lines.len() as u64
+    }
+}
+
+/// The ring. Shared by reference counting; lives as long as the process.
+pub struct Ring {
+    lines: Mutex<Lines>,
+    capacity_bytes: usize,
+    grown: Condvar,
+    watch: watch::Sender<u64>,
+}
+
+/// What a reader got: lines in order of seq, and how many it can never get because they had left the ring.
+pub struct Batch {
+    pub lines: Vec<Arc<str>>,
+    pub lost: u64,
+}
+
+impl Default for Ring {
+    fn default() -> Self {
+        Self::with_capacity(CAPACITY_BYTES)
+    }
+}
+
+impl Ring {
+    pub fn with_capacity(capacity_bytes: usize) -> Self {
+        Self {
+            lines: Mutex::new(Lines { lines: VecDeque::new(), first_seq: 0, bytes: 0 }),
+            capacity_bytes,
+            grown: Condvar::new(),
+            watch: watch::Sender::new(0),
+        }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Lines> {
+        // A panic between two field updates below is not possible; a poisoned lock is as good as a sound one.
+        self.lines.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Gives the record its `seq`, keeps it and wakes the readers.
+    pub fn push(&self, mut record: Record) {
+        let mut ring = self.lock();
+        let next = ring.next_seq();
+        record.seq = next;
+        let line: Arc<str> = record_line(&record).into();
+        ring.bytes += line.len();
+        ring.lines.push_back(line);
+        while ring.bytes > self.capacity_bytes && ring.lines.len() > 1 {
+            if let Some(old) = ring.lines.pop_front() {
+                ring.bytes -= old.len();
+                ring.first_seq += 1;
+            }
+        }
+        drop(ring);
+        self.grown.notify_all();
+        self.watch.send_replace(next + 1);
+    }
+
+    /// `seq` that the next record will get.
+    pub fn next_seq(&self) -> u64 {
+        self.lock().next_seq()
+    }
+
+    /// `seq` of the oldest record still here.
+    pub fn first_seq(&self) -> u64 {
+        self.lock().first_seq
+    }
+
+    /// Up to `limit` lines from `*next` on; moves `*next` behind them.
+    pub fn read(&self, next: &mut u64, limit: usize) -> Batch {
+        let ring = self.lock();
+        let lost = ring.first_seq.saturating_sub(*next);
+        *next += lost;
+        let skip = usize::try_from(*next - ring.first_seq).unwrap_or(usize::MAX);
+        let lines: Vec<Arc<str>> = ring.lines.iter().skip(skip).take(limit).cloned().collect();
+        *next += lines.len() as u64;
+        Batch { lines, lost }
+    }
+
+    /// Blocks the thread until there is a record with `seq >= next`, or the time is over.
+    pub fn wait_blocking(&self, next: u64, at_most: Duration) {
+        let guard = self.lock();
+        // The result only says whether the time was over; the caller reads either way.
+        let _unused = self.grown.wait_timeout_while(guard, at_most, |ring| ring.next_seq() <= next);
+    }
+
+    /// For tasks: tells the next `seq` whenever it grows.
+    pub fn subscribe(&self) -> watch::Receiver<u64> {
+        self.watch.subscribe()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::events::record::{Kind, Line, SCHEMA, decode};
+
+    fn record(name: &str) -> Record {
+        Record {
+            schema: SCHEMA,
+            seq: 0,
+            boottime_ns: 0,
+            kind: Kind::Event,
+            name: name.into(),
+            level: Default::default(),
+            gpu: None,
+            span: None,
+            parent: None,
+            after: vec![],
+            error: None,
+            fields: Default::default(),
+        }
+    }
+
+    fn seqs(batch: &Batch) -> Vec<u64> {
+        batch
+            .lines
+            .iter()
+            .map(|line| if let Ok(Line::Record(r)) = decode(line.as_bytes()) { r.seq } else { panic!("ring holds {line:?}") })
+            .collect()
+    }
+
+    #[test]
+    fn a_late_reader_gets_everything_in_order() {
+        let ring = Ring::default();
+        for _ in 0..5 {
+            ring.push(record("settled"));
+        }
+        let mut next = 0;
+        assert_eq!(seqs(&ring.read(&mut next, 3)), [0, 1, 2]);
+        let rest = ring.read(&mut next, 100);
+        assert_eq!((seqs(&rest), rest.lost, next), (vec![3, 4], 0, 5));
+    }
+
+    #[test]
+    fn a_full_ring_drops_the_oldest_and_says_how_many() {
+        let ring = Ring::with_capacity(300);
+        for _ in 0..50 {
+            ring.push(record("settled"));
+        }
+        let mut next = 0;
+        let batch = ring.read(&mut next, 100);
+        assert!(batch.lost > 40 && !batch.lines.is_empty(), "lost {}", batch.lost);
+        assert_eq!(batch.lost + batch.lines.len() as u64, 50);
+        assert_eq!(ring.first_seq(), batch.lost);
+    }
+
+    #[test]
+    fn a_blocked_reader_wakes_on_a_push_from_another_thread() {
+        let ring = Arc::new(Ring::default());
+        let writer = Arc::clone(&ring);
+        let thread = std::thread::spawn(move || writer.push(record("settled")));
+        ring.wait_blocking(0, Duration::from_secs(60));
+        assert_eq!(ring.next_seq(), 1);
+        thread.join().unwrap();
+    }
+}

@@ -1,0 +1,64 @@
+//! For readers in the guest: a unix socket and a vsock port, each connection gets the replay and then the live stream.
+
+use super::stream::{Identity, serve};
+use crate::events::names;
+use crate::events::ring::Ring;
+use crate::sys;
+use nix::sys::socket::{AddressFamily, Backlog, SockFlag, SockType, UnixAddr, VsockAddr, bind, listen, socket};
+use std::io;
+use std::os::fd::{AsRawFd, OwnedFd};
+use std::path::Path;
+use std::sync::Arc;
+use tokio::sync::Semaphore;
+
+/// Readers at once, over both sockets; more wait in the backlog.
+const READERS: usize = 8;
+
+/// Listens on a unix socket. Errors name the path.
+pub fn unix(path: &Path, ring: Arc<Ring>, identity: Identity) -> io::Result<()> {
+    let at = |e: nix::Error| io::Error::other(format!("listen on {}: {e}", path.display()));
+    // A socket left by an earlier worker of this boot: nobody listens on it any more.
+    match std::fs::remove_file(path) {
+        Err(e) if e.kind() != io::ErrorKind::NotFound => return Err(io::Error::other(format!("remove stale {}: {e}", path.display()))),
+        Ok(()) | Err(_) => {}
+    }
+    let fd = socket(AddressFamily::Unix, SockType::Stream, SockFlag::SOCK_CLOEXEC | SockFlag::SOCK_NONBLOCK, None).map_err(at)?;
+    bind(fd.as_raw_fd(), &UnixAddr::new(path).map_err(at)?).map_err(at)?;
+    start(fd, ring, identity, "unix listener")
+}
+
+/// Listens on a vsock port of this guest, any CID. Errors name the port.
+pub fn vsock(port: u32, ring: Arc<Ring>, identity: Identity) -> io::Result<()> {
+    let at = |e: nix::Error| io::Error::other(format!("listen on vsock port {port}: {e}"));
+    let fd = socket(AddressFamily::Vsock, SockType::Stream, SockFlag::SOCK_CLOEXEC | SockFlag::SOCK_NONBLOCK, None).map_err(at)?;
+    bind(fd.as_raw_fd(), &VsockAddr::new(nix::libc::VMADDR_CID_ANY, port)).map_err(at)?;
+    start(fd, ring, identity, "vsock listener")
+}
+
+fn start(fd: OwnedFd, ring: Arc<Ring>, identity: Identity, sink: &'static str) -> io::Result<()> {
+    listen(&fd, Backlog::new(READERS as i32).map_err(io::Error::from)?)?;
+    let listener = sys::async_fd(fd)?;
+    tokio::spawn(async move {
+        let places = Arc::new(Semaphore::new(READERS));
+        loop {
+            // The semaphore is never closed; the listener's readiness fails only when the runtime ends.
+            let Ok(place) = Arc::clone(&places).acquire_owned().await else { return };
+            let Ok(mut guard) = listener.readable().await else { return };
+            match sys::accept(listener.get_ref()) {
+                Ok(socket) => {
+                    let (ring, identity) = (Arc::clone(&ring), identity.clone());
+                    tokio::spawn(async move {
+                        let gone = serve(socket, ring, &identity, sink, None).await;
+                        if let Err(error) = gone {
+                            tracing::debug!(name: names::SINK, sink, state = "reader gone", reason = %error);
+                        }
+                        drop(place);
+                    });
+                }
+                Err(nix::errno::Errno::EAGAIN) => guard.clear_ready(),
+                Err(error) => tracing::warn!(name: names::SINK, sink, state = "accept failed", error = %error),
+            }
+        }
+    });
+    Ok(())
+}

@@ -1,0 +1,12 @@
+//! Where the stream goes. Every sink reads the ring at its own pace, and none is ever waited for:
+//!
+//! - [`vsock`]: to the collector on the host, replayed after every reconnect;
+//! - [`listener`]: replay, then live, for readers in the guest (unix socket, vsock);
+//! - [`console`]: lines in the agent's own shape on /dev/console;
+//! - [`file`]: `/run/kata-gpu-init/boot.ndjson`.
+
+pub mod console;
+pub mod file;
+pub mod listener;
+pub mod stream;
+pub mod vsock;

@@ -1,0 +1,70 @@
+//! To the collector on the host: connect, replay, follow, reconnect. Everything is non-blocking and on this task's own time.
+//!
+//! What a connect can say (FACTS of the transports): EAFNOSUPPORT when the kernel has no vsock, ENODEV while the transport is not bound,
+//! ECONNRESET at once when nobody listens (ETIMEDOUT after 2 s on vhost-device-vsock, cut to 200 ms here).
+
+use super::stream::{Delivered, Identity, serve};
+use crate::events::names;
+use crate::events::ring::Ring;
+use nix::errno::Errno;
+use nix::sys::socket::{AddressFamily, SockFlag, SockType, VsockAddr, connect, getsockopt, socket, sockopt};
+use std::os::fd::{AsRawFd, OwnedFd};
+use std::sync::Arc;
+use std::time::Duration;
+
+/// The host, from any guest (VMADDR_CID_HOST).
+pub const HOST_CID: u32 = nix::libc::VMADDR_CID_HOST;
+/// Deadline of one connect.
+const CONNECT: Duration = Duration::from_millis(200);
+/// First and longest pause between two connects.
+const PAUSE: (Duration, Duration) = (Duration::from_millis(50), Duration::from_secs(1));
+
+/// Follows the ring to `HOST_CID:port` for ever; returns only when this kernel has no vsock.
+pub async fn run(ring: Arc<Ring>, identity: Identity, port: u32, delivered: Delivered) {
+    let mut pause = PAUSE.0;
+    // Each state is told once, not once a try: the stream must not fill with its own troubles.
+    let mut told = None;
+    loop {
+        match open(port).await {
+            Ok(socket) => {
+                pause = PAUSE.0;
+                tracing::info!(name: names::SINK, sink = "vsock", state = "connected");
+                if let Err(error) = serve(socket, Arc::clone(&ring), &identity, "vsock", Some(&delivered)).await {
+                    tracing::warn!(name: names::SINK, sink = "vsock", state = "lost", error = %error);
+                }
+                told = None;
+            }
+            Err(Errno::EAFNOSUPPORT) => {
+                let error = "this kernel has no vsock: no events reach the host; use a kernel with CONFIG_VIRTIO_VSOCKETS, or set gpuinit.events.vsock=off";
+                tracing::warn!(name: names::SINK, sink = "vsock", state = "unsupported", error);
+                return;
+            }
+            Err(errno) => {
+                if told != Some(errno) {
+                    tracing::debug!(name: names::SINK, sink = "vsock", state = "no listener", errno = %errno);
+                    told = Some(errno);
+                }
+            }
+        }
+        tokio::time::sleep(pause).await; // a new try has no event to wait for: a listener's arrival on the host is invisible here
+        pause = (pause * 2).min(PAUSE.1);
+    }
+}
+
+async fn open(port: u32) -> Result<OwnedFd, Errno> {
+    let fd = socket(AddressFamily::Vsock, SockType::Stream, SockFlag::SOCK_CLOEXEC | SockFlag::SOCK_NONBLOCK, None)?;
+    match connect(fd.as_raw_fd(), &VsockAddr::new(HOST_CID, port)) {
+        Ok(()) => return Ok(fd),
+        Err(Errno::EINPROGRESS) => {}
+        Err(errno) => return Err(errno),
+    }
+    let socket = crate::sys::async_fd(fd).map_err(|e| Errno::from_raw(e.raw_os_error().unwrap_or(nix::libc::EIO)))?;
+    match tokio::time::timeout(CONNECT, socket.writable()).await {
+        Ok(ready) => drop(ready),
+        Err(_over) => return Err(Errno::ETIMEDOUT),
+    }
+    match getsockopt(socket.get_ref(), sockopt::SocketError)? {
+        0 => Ok(socket.into_inner()),
+        error => Err(Errno::from_raw(error)),
+    }
+}

@@ -1,0 +1,82 @@
+//! The only place with `unsafe`: system calls for which neither std nor nix has a safe form. Each function says why it is sound.
+
+use nix::errno::Errno;
+use nix::sys::socket::SockFlag;
+use nix::unistd::ForkResult;
+use std::ffi::CStr;
+use std::io;
+use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
+use tokio::io::unix::AsyncFd;
+
+/// Watches a descriptor in the runtime of the calling task.
+pub fn async_fd(fd: OwnedFd) -> io::Result<AsyncFd<OwnedFd>> {
+    // SAFETY: the AsyncFd owns the only handle to this descriptor, and an OwnedFd keeps one number, open, until it is dropped.
+    unsafe { AsyncFd::register(fd) }.map_err(io::Error::from)
+}
+
+/// Accepts one connection, non-blocking and close-on-exec.
+pub fn accept(listener: &OwnedFd) -> nix::Result<OwnedFd> {
+    let raw = nix::sys::socket::accept4(listener.as_raw_fd(), SockFlag::SOCK_CLOEXEC | SockFlag::SOCK_NONBLOCK)?;
+    // SAFETY: accept4 has just made this descriptor, and nobody else knows its number.
+    Ok(unsafe { OwnedFd::from_raw_fd(raw) })
+}
+
+/// Forks a process that has one thread, so that the child may do whatever the parent could.
+///
+/// Refused with EDEADLK when there are more threads: a lock that one of them holds would never open in the child.
+pub fn fork_single_threaded() -> nix::Result<ForkResult> {
+    if std::fs::read_dir("/proc/self/task").is_ok_and(|tasks| tasks.count() != 1) {
+        return Err(Errno::EDEADLK);
+    }
+    // SAFETY: there is one thread, so no lock and no allocator state can be held by another one at this moment.
+    unsafe { nix::unistd::fork() }
+}
+
+/// Replaces this program; returns only on failure. Undoes what Rust's runtime changed and the new program would inherit: SIGPIPE is ignored in
+/// every Rust program, and the signal mask stays across exec.
+pub fn exec(path: &CStr, arguments: &[&CStr], environment: &[std::ffi::CString]) -> Errno {
+    // SAFETY: SIG_DFL is no handler of ours; nothing else is installed for this signal.
+    let _unused = unsafe { nix::sys::signal::signal(nix::sys::signal::Signal::SIGPIPE, nix::sys::signal::SigHandler::SigDfl) };
+    // Fails only for a bad `how`.
+    let _unused = nix::sys::signal::SigSet::empty().thread_set_mask();
+    match nix::unistd::execve(path, arguments, environment) {
+        Err(errno) => errno,
+    }
+}
+
+/// Answer of `NV_ESC_WAIT_OPEN_COMPLETE`.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default)]
+pub struct WaitOpenComplete {
+    /// 0 or a negative errno of the kernel.
+    pub rc: i32,
+    /// Status of the resource manager (NV_STATUS).
+    pub adapter_status: u32,
+}
+
+mod ioctl {
+    // 'F' and 218: the driver's magic and NV_ESC_WAIT_OPEN_COMPLETE, from its public kernel interface (nv-ioctl-numbers.h, 550.40.07 and later).
+    nix::ioctl_readwrite!(nv_wait_open_complete, b'F', 218, super::WaitOpenComplete);
+}
+
+/// Blocks until the initialisation that open() started on this GPU is over. Not interruptible: run it on a thread of its own.
+pub fn wait_open_complete(gpu: &OwnedFd) -> nix::Result<WaitOpenComplete> {
+    let mut answer = WaitOpenComplete::default();
+    // SAFETY: the driver reads and writes exactly this struct (its size is part of the request number), which outlives the call.
+    unsafe { ioctl::nv_wait_open_complete(gpu.as_raw_fd(), &raw mut answer) }?;
+    Ok(answer)
+}
+
+/// Brings the loopback interface up (SIOCSIFFLAGS, IFF_UP).
+pub fn loopback_up() -> nix::Result<()> {
+    use nix::libc;
+    use nix::sys::socket::{AddressFamily, SockType, socket};
+    let fd = socket(AddressFamily::Inet, SockType::Datagram, SockFlag::SOCK_CLOEXEC, None)?;
+    // SAFETY: an all-zero ifreq is valid: a name of NULs and a union of plain numbers.
+    let mut request: libc::ifreq = unsafe { std::mem::zeroed() };
+    request.ifr_name[0] = b'l' as libc::c_char;
+    request.ifr_name[1] = b'o' as libc::c_char;
+    request.ifr_ifru.ifru_flags = (libc::IFF_UP | libc::IFF_RUNNING) as libc::c_short;
+    // SAFETY: the request outlives the call, names an interface with a NUL at its end, and the kernel only reads it.
+    Errno::result(unsafe { libc::ioctl(fd.as_raw_fd(), libc::SIOCSIFFLAGS as _, &raw const request) }).map(drop)
+}

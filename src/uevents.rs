@@ -1,0 +1,153 @@
+//! The kernel's uevents: GPUs that appear, disappear, get or lose their driver.
+//!
+//! Subscribe before the scan of sysfs: what appears in between is then seen twice instead of never. Only messages of the kernel count
+//! (netlink port 0); the agent listens on a socket of its own, and neither disturbs the other.
+
+use crate::pci::PciAddress;
+use nix::errno::Errno;
+use nix::sys::socket::{AddressFamily, NetlinkAddr, SockFlag, SockProtocol, SockType, bind, recvfrom, setsockopt, socket, sockopt};
+use std::io;
+use std::os::fd::{AsRawFd, OwnedFd};
+use tokio::io::unix::AsyncFd;
+
+/// Multicast group of the kernel's own uevents; group 2 is udev's.
+const KERNEL_GROUP: u32 = 1;
+/// The kernel's limit for one uevent (UEVENT_BUFFER_SIZE 2048 plus the path in front).
+const MAX_UEVENT: usize = 8192;
+/// Room for a burst: 16 GPUs and everything else that appears at boot.
+const RECEIVE_BUFFER: usize = 1024 * 1024;
+
+/// What a uevent says about a PCI function.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Action {
+    Add,
+    Remove,
+    /// A driver has it: sent at the end of a successful probe.
+    Bind,
+    Unbind,
+    /// Anything else: change, move, online, offline.
+    Other,
+}
+
+/// One uevent of the PCI subsystem.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Uevent {
+    pub action: Action,
+    pub address: PciAddress,
+    pub driver: Option<String>,
+    /// PCI vendor, from PCI_ID.
+    pub vendor: Option<u16>,
+    /// PCI class, 24 bits.
+    pub class: Option<u32>,
+}
+
+/// Parses a uevent of the kernel: `action@devpath\0KEY=value\0..`. None for other subsystems and for what is no uevent.
+pub fn parse(message: &[u8]) -> Option<Uevent> {
+    let mut parts = message.split(|b| *b == 0).map(String::from_utf8_lossy);
+    parts.next().filter(|head| head.contains('@'))?;
+    let (mut action, mut address, mut driver, mut vendor, mut class, mut pci) = (None, None, None, None, None, false);
+    for part in parts {
+        let Some((key, value)) = part.split_once('=') else { continue };
+        match key {
+            "ACTION" => {
+                action = Some(match value {
+                    "add" => Action::Add,
+                    "remove" => Action::Remove,
+                    "bind" => Action::Bind,
+                    "unbind" => Action::Unbind,
+                    _ => Action::Other,
+                });
+            }
+            "SUBSYSTEM" => pci = value == "pci",
+            "PCI_SLOT_NAME" => address = value.parse().ok(),
+            "PCI_CLASS" => class = u32::from_str_radix(value, 16).ok(),
+            "PCI_ID" => vendor = value.split(':').next().and_then(|v| u16::from_str_radix(v, 16).ok()),
+            "DRIVER" => driver = Some(value.to_string()),
+            _ => {}
+        }
+    }
+    if !pci {
+        return None;
+    }
+    Some(Uevent { action: action?, address: address?, driver, vendor, class })
+}
+
+/// A subscription; from its creation on no uevent is missed without being told.
+pub struct Uevents {
+    socket: AsyncFd<OwnedFd>,
+}
+
+/// What [`Uevents::next`] gives.
+#[derive(Debug, PartialEq, Eq)]
+pub enum Next {
+    Event(Uevent),
+    /// The socket overran: some uevents are lost, scan again.
+    Overrun,
+}
+
+impl Uevents {
+    /// Subscribes; must be called inside the runtime.
+    pub fn subscribe() -> io::Result<Self> {
+        let flags = SockFlag::SOCK_CLOEXEC | SockFlag::SOCK_NONBLOCK;
+        let socket = socket(AddressFamily::Netlink, SockType::Datagram, flags, SockProtocol::NetlinkKObjectUEvent)?;
+        // FORCE needs CAP_NET_ADMIN, which PID 1's children have; without it the default size holds a few hundred uevents.
+        let _unused = setsockopt(&socket, sockopt::RcvBufForce, &RECEIVE_BUFFER);
+        bind(socket.as_raw_fd(), &NetlinkAddr::new(0, KERNEL_GROUP))?;
+        Ok(Self { socket: crate::sys::async_fd(socket)? })
+    }
+
+    /// Waits for the next uevent of a PCI function.
+    pub async fn next(&self) -> io::Result<Next> {
+        let mut buffer = [0_u8; MAX_UEVENT];
+        loop {
+            let mut guard = self.socket.readable().await?;
+            loop {
+                match recvfrom::<NetlinkAddr>(self.socket.as_raw_fd(), &mut buffer) {
+                    // Anybody with the right capability may send to the group; only port 0 is the kernel.
+                    Ok((n, Some(from))) if from.pid() == 0 => {
+                        if let Some(event) = parse(buffer.get(..n).unwrap_or_default()) {
+                            return Ok(Next::Event(event));
+                        }
+                    }
+                    Ok(_) => {}
+                    Err(Errno::EAGAIN) => {
+                        guard.clear_ready();
+                        break;
+                    }
+                    Err(Errno::EINTR) => {}
+                    Err(Errno::ENOBUFS) => return Ok(Next::Overrun),
+                    Err(errno) => return Err(errno.into()),
+                }
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const BIND: &[u8] = b"bind@/devices/pci0001:00/0001:00:03.0\0ACTION=bind\0DEVPATH=/devices/pci0001:00/0001:00:03.0\0SUBSYSTEM=pci\0DRIVER=nvidia\0PCI_CLASS=30200\0PCI_ID=10DE:2330\0PCI_SUBSYS_ID=10DE:16C1\0PCI_SLOT_NAME=0001:00:03.0\0SEQNUM=1201\0";
+
+    #[test]
+    fn a_bind_of_a_gpu_is_read_whole() {
+        assert_eq!(
+            parse(BIND),
+            Some(Uevent {
+                action: Action::Bind,
+                address: "0001:00:03.0".parse().unwrap(),
+                driver: Some("nvidia".into()),
+                vendor: Some(0x10de),
+                class: Some(0x30200),
+            })
+        );
+    }
+
+    #[test]
+    fn other_subsystems_and_garbage_are_nothing() {
+        assert_eq!(parse(b"add@/devices/virtual/mem/null\0ACTION=add\0SUBSYSTEM=mem\0"), None);
+        assert_eq!(parse(b"libudev\0\xfe\xed\xca\xfe"), None);
+        assert_eq!(parse(b""), None);
+        assert_eq!(parse(b"bind@/x\0SUBSYSTEM=pci\0ACTION=bind\0PCI_SLOT_NAME=../../etc\0"), None);
+    }
+}

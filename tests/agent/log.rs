@@ -1,0 +1,48 @@
+//! Log lines in the shape of the real agent: slog JSON, every value a string, one write per line.
+
+use serde_json::{Map, Value};
+use std::io::Write;
+use std::time::SystemTime;
+
+pub fn info(message: &str, fields: &[(&str, &str)]) {
+    write("INFO", message, fields);
+}
+
+pub fn error(message: &str, fields: &[(&str, &str)]) {
+    write("ERRO", message, fields);
+}
+
+fn write(level: &str, message: &str, fields: &[(&str, &str)]) {
+    let line = line(level, message, fields);
+    // A console that is gone is no reason to end.
+    let _unused = std::io::stdout().lock().write_all(line.as_bytes());
+}
+
+fn line(level: &str, message: &str, fields: &[(&str, &str)]) -> String {
+    let time = humantime::format_rfc3339_nanos(SystemTime::now()).to_string();
+    let pid = std::process::id().to_string();
+    let frame = [
+        ("msg", message),
+        ("level", level),
+        ("ts", &time),
+        ("name", "kata-agent"),
+        ("version", super::config::AGENT_VERSION),
+        ("source", "agent"),
+        ("subsystem", "test"),
+        ("pid", &pid),
+    ];
+    let map: Map<String, Value> = frame.iter().chain(fields).map(|(k, v)| ((*k).to_string(), Value::from(*v))).collect();
+    Value::Object(map).to_string() + "\n"
+}
+
+#[cfg(test)]
+mod tests {
+    #[test]
+    fn a_line_is_one_json_object_of_strings() {
+        let line = super::line("INFO", "container created", &[("container", "one\nline")]);
+        assert_eq!(line.matches('\n').count(), 1);
+        let map: serde_json::Map<String, serde_json::Value> = serde_json::from_str(&line).unwrap();
+        assert!(map.values().all(serde_json::Value::is_string));
+        assert_eq!(map["container"], "one\nline");
+    }
+}

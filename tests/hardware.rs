@@ -1,0 +1,53 @@
+//! `/hardware`: what a Kata kernel has built in and the test kernel has as modules. The kernel starts it as PID 1 (`rdinit=/hardware`); it loads the
+//! modules of `/etc/hardware.modules` in order, with their parameters of the kernel command line, leaves no trace but a line in the kernel's
+//! log, and becomes `/init`.
+
+use kata_gpu_init::config::module_parameters;
+use nix::kmod::{ModuleInitFlags, finit_module};
+use nix::mount::{MntFlags, MsFlags, mount, umount2};
+use std::ffi::CString;
+use std::fs::File;
+use std::path::Path;
+
+const LIST: &str = "/etc/hardware.modules";
+
+pub fn run() -> ! {
+    let command_line = read_command_line();
+    let list = std::fs::read_to_string(LIST).unwrap_or_else(|e| {
+        say(&format!("hardware: read {LIST}: {e}"));
+        String::new()
+    });
+    for path in list.lines().map(str::trim).filter(|l| !l.is_empty()) {
+        if let Err(error) = load(path, &command_line) {
+            say(&format!("hardware: load {path}: {error}"));
+        }
+    }
+    say("hardware: ready");
+    let error = nix::unistd::execv::<CString>(c"/init", &[c"/init".into()]).err();
+    say(&format!("hardware: execute /init: {error:?}"));
+    std::process::exit(1)
+}
+
+fn read_command_line() -> Vec<u8> {
+    let _unused = std::fs::create_dir_all("/proc");
+    if let Err(errno) = mount(Some("proc"), "/proc", Some("proc"), MsFlags::empty(), None::<&str>) {
+        say(&format!("hardware: mount /proc: {errno}"));
+    }
+    let text = std::fs::read("/proc/cmdline").unwrap_or_default();
+    // Lazily: the init finds an empty /proc, as after a real kernel.
+    let _unused = umount2("/proc", MntFlags::MNT_DETACH);
+    text
+}
+
+fn load(path: &str, command_line: &[u8]) -> Result<(), String> {
+    let name = Path::new(path).file_stem().map(|n| n.to_string_lossy().into_owned()).unwrap_or_default();
+    let parameters = CString::new(module_parameters(command_line, &name)).map_err(|e| e.to_string())?;
+    let file = File::open(path).map_err(|e| e.to_string())?;
+    finit_module(&file, &parameters, ModuleInitFlags::empty()).map_err(|errno| errno.to_string())
+}
+
+/// To the console the kernel gave PID 1, and to its log where there is one already.
+fn say(text: &str) {
+    println!("{text}");
+    let _unused = std::fs::write("/dev/kmsg", format!("<6>{text}\n"));
+}

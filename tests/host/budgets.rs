@@ -1,0 +1,50 @@
+//! What the guest may link and weigh, and what the README promises.
+
+use crate::project;
+use std::process::Command;
+
+/// Direct dependencies of the guest's init. A new one is a decision, not an accident.
+const GUEST_DEPENDENCIES: &[&str] = &["anyhow", "humantime", "nix", "serde", "serde_json", "tokio", "tracing", "tracing-subscriber"];
+/// 3 MB, stripped.
+const INIT_BYTES: u64 = 3 * 1000 * 1000;
+
+#[test]
+fn the_guest_links_what_it_is_allowed_to() {
+    let output = Command::new(env!("CARGO"))
+        .args(["tree", "--offline", "-p", "kata-gpu-init", "-e", "normal", "--depth", "1", "--prefix", "none", "--format", "{p}"])
+        .current_dir(project())
+        .output()
+        .unwrap();
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    let text = String::from_utf8(output.stdout).unwrap();
+    let mut dependencies: Vec<&str> = text.lines().skip(1).filter_map(|l| l.split(' ').next()).filter(|l| !l.is_empty()).collect();
+    dependencies.sort_unstable();
+    assert_eq!(dependencies, GUEST_DEPENDENCIES);
+}
+
+#[test]
+fn the_init_is_small() {
+    let init = project().join("target/x86_64-unknown-linux-musl/release/kata-gpu-init");
+    let Ok(meta) = std::fs::metadata(&init) else {
+        assert!(std::env::var_os("KATA_GPU_BUILT").is_none(), "{} is not built", init.display());
+        return eprintln!("skipped: {} is not built (tests/run builds it)", init.display());
+    };
+    assert!(meta.len() <= INIT_BYTES, "{} has {} bytes, the budget is {INIT_BYTES}", init.display(), meta.len());
+}
+
+#[test]
+fn the_readme_has_the_table_of_parameters_that_the_code_prints() {
+    let readme = std::fs::read_to_string(project().join("README.md")).unwrap();
+    let table = kata_gpu_init::config::parameters_markdown();
+    assert!(readme.contains(&table), "the README's table of parameters is not what `kata-gpu-init parameters` prints:\n{table}");
+}
+
+#[test]
+fn every_script_the_readme_names_is_there() {
+    let readme = std::fs::read_to_string(project().join("README.md")).unwrap();
+    for script in ["initrd/demo", "tests/run", "tests/bench/run", "initrd/setup", "initrd/pack"] {
+        assert!(readme.contains(script), "the README does not name {script}");
+        let meta = std::fs::metadata(project().join(script)).unwrap_or_else(|e| panic!("{script}: {e}"));
+        assert!(std::os::unix::fs::PermissionsExt::mode(&meta.permissions()) & 0o111 != 0, "{script} is not executable");
+    }
+}

@@ -1,0 +1,29 @@
+//! Tests that need no VM: the spec before the crate that the agent reads it with, and the budgets and promises of the product.
+
+mod budgets;
+mod oracle;
+mod publications;
+
+use std::path::{Path, PathBuf};
+
+/// The project's folder.
+fn project() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("..")
+}
+
+/// A folder of this test's own, gone when dropped.
+struct TempDir(PathBuf);
+
+impl TempDir {
+    fn new(test: &str) -> Self {
+        let path = std::env::temp_dir().join(format!("kata-gpu-tests-{test}-{}", std::process::id()));
+        std::fs::create_dir_all(&path).unwrap();
+        Self(path)
+    }
+}
+
+impl Drop for TempDir {
+    fn drop(&mut self) {
+        let _unused = std::fs::remove_dir_all(&self.0);
+    }
+}

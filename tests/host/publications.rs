@@ -1,0 +1,81 @@
+//! A reader that never pauses sees every spec whole: rename publishes, writing in place does not.
+
+use crate::TempDir;
+use container_device_interface::cache::{new_cache, with_auto_refresh};
+use container_device_interface::spec_dirs::with_spec_dirs;
+use kata_gpu_init::cdi::publish::{FILE, Publisher};
+use kata_gpu_init::cdi::spec::{Device, Entry, generate};
+use kata_gpu_init::device_nodes::Node;
+use std::path::Path;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+const PUBLICATIONS: usize = 2000;
+const GPUS: usize = 8;
+
+/// Eight GPUs of which the first `ready` are.
+fn devices(ready: usize) -> Vec<Device> {
+    let node = |minor: u32| Node { path: format!("/dev/nvidia{minor}").into(), major: 195, minor, mode: 0o666, gid: 0 };
+    (0..GPUS)
+        .map(|index| Device {
+            index,
+            address: format!("0001:00:{index:02x}.0").parse().unwrap(),
+            entry: if index < ready { Entry::Ready(vec![node(index as u32)]) } else { Entry::Pending },
+        })
+        .collect()
+}
+
+/// Reads `directory` as the agent does until `done`; gives how often, and the first thing that was not as it must be.
+fn read_until(done: &AtomicBool, directory: &Path) -> (usize, Option<String>) {
+    let cache = new_cache(vec![with_auto_refresh(false), with_spec_dirs(&[directory.to_str().unwrap()])]);
+    let (mut reads, mut wrong) = (0, None);
+    while !done.load(Ordering::Relaxed) {
+        let mut cache = cache.lock().unwrap();
+        let seen = match cache.refresh() {
+            Err(error) => Some(format!("does not load: {error}")),
+            Ok(()) => match cache.list_devices().len() {
+                n if n == GPUS + 1 => None,
+                n => Some(format!("{n} devices")),
+            },
+        };
+        reads += 1;
+        wrong = wrong.or(seen);
+    }
+    (reads, wrong)
+}
+
+fn race(directory: &Path, publish: impl Fn(&[Device])) -> (usize, Option<String>) {
+    let done = AtomicBool::new(false);
+    publish(&devices(0));
+    std::thread::scope(|scope| {
+        let reader = scope.spawn(|| read_until(&done, directory));
+        (0..PUBLICATIONS).for_each(|n| publish(&devices(n % (GPUS + 1))));
+        done.store(true, Ordering::Relaxed);
+        reader.join().unwrap()
+    })
+}
+
+#[test]
+fn two_thousand_publications_are_never_seen_torn_missing_or_empty() {
+    let directory = TempDir::new("publications");
+    let publisher = Publisher::new(&directory.0).unwrap();
+    let (reads, wrong) = race(&directory.0, |devices| {
+        publisher.publish(&generate(devices, &[])).unwrap();
+        std::thread::yield_now();
+    });
+    assert_eq!(wrong, None, "in {reads} reads");
+    assert!(reads > 10, "the reader read only {reads} times");
+}
+
+/// Negative control: the same race without rename is lost.
+#[test]
+fn a_spec_that_is_written_in_place_is_seen_torn() {
+    let directory = TempDir::new("in-place");
+    let file = directory.0.join(FILE);
+    let (reads, wrong) = race(&directory.0, |devices| {
+        let text = generate(devices, &[]).to_json();
+        std::fs::write(&file, &text[..text.len() / 2]).unwrap();
+        std::thread::yield_now();
+        std::fs::write(&file, &text).unwrap();
+    });
+    assert!(wrong.is_some(), "{reads} reads of half-written files, and all were whole");
+}

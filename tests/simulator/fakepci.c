@@ -1,0 +1,393 @@
+// SPDX-License-Identifier: GPL-2.0
+/*
+ * fakepci - PCI root bus with GPU functions that have no hardware behind them
+ *
+ * Registers a root bus in a PCI domain of its own (0001) with `gpus`
+ * functions, one per slot. To the PCI core they are NVIDIA H100s as firmware
+ * leaves them: identity, BARs with addresses, PCIe and MSI-X capability,
+ * memory decoding off. Everything above config space (scan, sysfs, claim,
+ * enable, bind) is the kernel's own code.
+ *
+ * What costs time: the config write that turns memory decoding on. Under QEMU
+ * the host maps the BARs inside that exit, with its global lock held and the
+ * guest's CPU gone; the guest's own config lock is held around it. So the write
+ * spins for `enable_ms` with host_lock held and interrupts off, and every other
+ * config access of any function spins behind it.
+ *
+ * Invariants: config space is read and written only under host_lock. An access
+ * never sleeps: the PCI core makes some of them in atomic context.
+ *
+ * What it is not: there is nothing behind the BARs. Reading them gives what the
+ * machine gives for an unused address. fakepci_bar_base() is the one place that
+ * says where a BAR lies, for the day when RAM is put there.
+ */
+
+#define pr_fmt(fmt) KBUILD_MODNAME ": " fmt
+
+#include <linux/delay.h>
+#include <linux/ioport.h>
+#include <linux/mm.h>
+#include <linux/module.h>
+#include <linux/pci.h>
+#include <linux/proc_fs.h>
+#include <linux/seq_file.h>
+#include <linux/sizes.h>
+#include <linux/spinlock.h>
+#include <linux/version.h>
+#if LINUX_VERSION_CODE >= KERNEL_VERSION(6, 12, 0)
+#include <linux/unaligned.h>
+#else
+#include <asm/unaligned.h>
+#endif
+
+#ifndef CONFIG_X86_64
+#error "fakepci needs the x86-64 struct pci_sysdata"
+#endif
+
+#define FAKEPCI_DOMAIN		1
+#define FAKEPCI_MAX_GPUS	16
+/* Interrupts are off for this long: well below the stall detectors' 20 s. */
+#define FAKEPCI_MAX_ENABLE_MS	10000
+
+/*
+ * BARs lie in one window from 16 TiB on: above any RAM and above what PC
+ * firmware gives its own root bus, below 2^46 (QEMU -cpu max,phys-bits=46).
+ */
+#define FAKEPCI_WINDOW_BASE	0x100000000000ULL
+
+/* Identity and capability layout of an H100 SXM5 80GB. */
+#define GPU_DEVICE_ID		0x2330
+#define GPU_SUBSYSTEM_ID	0x16c1
+#define GPU_REVISION		0xa1
+#define GPU_CAP_PCIE		0x60
+#define GPU_CAP_MSIX		0x80
+#define GPU_MSIX_VECTORS	9
+#define GPU_MSIX_TABLE		0x00b90000	/* offset in BAR0 */
+#define GPU_MSIX_PBA		0x00ba0000
+
+static const struct fakepci_bar {
+	unsigned int reg;
+	u64 size;
+} gpu_bars[] = {
+	/* Largest first: that keeps all of them naturally aligned. */
+	{ PCI_BASE_ADDRESS_2, 128ULL * SZ_1G },
+	{ PCI_BASE_ADDRESS_4, SZ_32M },
+	{ PCI_BASE_ADDRESS_0, SZ_16M },
+};
+
+struct fakepci_gpu {
+	u8 config[PCI_CFG_SPACE_EXP_SIZE];
+	/* Bits of the first 256 bytes that a write changes; the rest is fixed. */
+	u8 writable[PCI_CFG_SPACE_SIZE];
+	u64 reads;
+	u64 writes;
+	u64 enables;
+};
+
+static unsigned int gpus = 8;
+module_param(gpus, uint, 0444);
+MODULE_PARM_DESC(gpus, "number of GPU functions, 0..16");
+
+static unsigned int enable_ms[FAKEPCI_MAX_GPUS];
+static unsigned int enable_ms_count;
+module_param_array(enable_ms, uint, &enable_ms_count, 0444);
+MODULE_PARM_DESC(enable_ms,
+		 "what turning memory decoding on costs, per GPU; the last value goes for the rest");
+
+static struct fakepci_gpu *fakepci_gpus;
+static DEFINE_RAW_SPINLOCK(host_lock);
+
+static struct pci_bus *fakepci_bus;
+static struct pci_sysdata fakepci_sysdata = {
+	.domain = FAKEPCI_DOMAIN,
+	.node = NUMA_NO_NODE,
+};
+
+static struct resource fakepci_busn = {
+	.name = "fakepci bus",
+	.flags = IORESOURCE_BUS,
+};
+
+static struct resource fakepci_window = {
+	.name = "fakepci BARs",
+	.start = FAKEPCI_WINDOW_BASE,
+	.flags = IORESOURCE_MEM | IORESOURCE_MEM_64,
+};
+
+/* BARs of one kind lie side by side; the kinds follow each other by size. */
+static u64 fakepci_bar_base(unsigned int gpu, unsigned int bar)
+{
+	u64 base = FAKEPCI_WINDOW_BASE;
+	unsigned int i;
+
+	for (i = 0; i < bar; i++)
+		base += gpu_bars[i].size * FAKEPCI_MAX_GPUS;
+	return base + gpu_bars[bar].size * gpu;
+}
+
+static unsigned int fakepci_enable_ms(unsigned int gpu)
+{
+	if (!enable_ms_count)
+		return 0;
+	return enable_ms[min(gpu, enable_ms_count - 1)];
+}
+
+static struct fakepci_gpu *fakepci_find(struct pci_bus *bus, unsigned int devfn,
+					int where, int size)
+{
+	if (bus->number || PCI_FUNC(devfn) || PCI_SLOT(devfn) >= gpus)
+		return NULL;
+	if (where < 0 || where + size > PCI_CFG_SPACE_EXP_SIZE)
+		return NULL;
+	return &fakepci_gpus[PCI_SLOT(devfn)];
+}
+
+static int fakepci_read(struct pci_bus *bus, unsigned int devfn, int where,
+			int size, u32 *val)
+{
+	struct fakepci_gpu *gpu = fakepci_find(bus, devfn, where, size);
+	unsigned long flags;
+	int i;
+
+	if (!gpu) {
+		PCI_SET_ERROR_RESPONSE(val);
+		return PCIBIOS_DEVICE_NOT_FOUND;
+	}
+
+	*val = 0;
+	raw_spin_lock_irqsave(&host_lock, flags);
+	gpu->reads++;
+	for (i = 0; i < size; i++)
+		*val |= (u32)gpu->config[where + i] << (8 * i);
+	raw_spin_unlock_irqrestore(&host_lock, flags);
+	return PCIBIOS_SUCCESSFUL;
+}
+
+static int fakepci_write(struct pci_bus *bus, unsigned int devfn, int where,
+			 int size, u32 val)
+{
+	struct fakepci_gpu *gpu = fakepci_find(bus, devfn, where, size);
+	unsigned long flags;
+	u16 before, after;
+	int i;
+
+	if (!gpu)
+		return PCIBIOS_DEVICE_NOT_FOUND;
+
+	raw_spin_lock_irqsave(&host_lock, flags);
+	gpu->writes++;
+	before = get_unaligned_le16(&gpu->config[PCI_COMMAND]);
+	for (i = 0; i < size && where + i < PCI_CFG_SPACE_SIZE; i++) {
+		u8 *byte = &gpu->config[where + i];
+		u8 mask = gpu->writable[where + i];
+
+		*byte = (*byte & ~mask) | ((val >> (8 * i)) & mask);
+	}
+	after = get_unaligned_le16(&gpu->config[PCI_COMMAND]);
+	if (after & ~before & PCI_COMMAND_MEMORY) {
+		gpu->enables++;
+		mdelay(fakepci_enable_ms(PCI_SLOT(devfn)));
+	}
+	raw_spin_unlock_irqrestore(&host_lock, flags);
+	return PCIBIOS_SUCCESSFUL;
+}
+
+static struct pci_ops fakepci_ops = {
+	.read = fakepci_read,
+	.write = fakepci_write,
+};
+
+static void fakepci_init_gpu(unsigned int k)
+{
+	u8 *config = fakepci_gpus[k].config;
+	u8 *writable = fakepci_gpus[k].writable;
+	unsigned int bar;
+
+	put_unaligned_le16(PCI_VENDOR_ID_NVIDIA, config + PCI_VENDOR_ID);
+	put_unaligned_le16(GPU_DEVICE_ID, config + PCI_DEVICE_ID);
+	put_unaligned_le16(PCI_STATUS_CAP_LIST, config + PCI_STATUS);
+	put_unaligned_le32(PCI_CLASS_DISPLAY_3D << 16 | GPU_REVISION,
+			   config + PCI_CLASS_REVISION);
+	put_unaligned_le16(PCI_VENDOR_ID_NVIDIA, config + PCI_SUBSYSTEM_VENDOR_ID);
+	put_unaligned_le16(GPU_SUBSYSTEM_ID, config + PCI_SUBSYSTEM_ID);
+	config[PCI_CAPABILITY_LIST] = GPU_CAP_PCIE;
+
+	put_unaligned_le16(PCI_COMMAND_MEMORY | PCI_COMMAND_MASTER |
+			   PCI_COMMAND_PARITY | PCI_COMMAND_SERR |
+			   PCI_COMMAND_INTX_DISABLE, writable + PCI_COMMAND);
+	writable[PCI_CACHE_LINE_SIZE] = 0xff;
+	writable[PCI_INTERRUPT_LINE] = 0xff;
+
+	for (bar = 0; bar < ARRAY_SIZE(gpu_bars); bar++) {
+		const struct fakepci_bar *b = &gpu_bars[bar];
+
+		put_unaligned_le64(fakepci_bar_base(k, bar) |
+				   PCI_BASE_ADDRESS_MEM_TYPE_64 |
+				   PCI_BASE_ADDRESS_MEM_PREFETCH,
+				   config + b->reg);
+		/* Address bits below the size are fixed: so sizing works. */
+		put_unaligned_le64(~(b->size - 1), writable + b->reg);
+	}
+
+	/*
+	 * A root complex integrated endpoint: the type for a function that sits
+	 * on a root bus, without a link whose partner the core would look for.
+	 */
+	config[GPU_CAP_PCIE + PCI_CAP_LIST_ID] = PCI_CAP_ID_EXP;
+	config[GPU_CAP_PCIE + PCI_CAP_LIST_NEXT] = GPU_CAP_MSIX;
+	put_unaligned_le16(PCI_EXP_TYPE_RC_END << 4 | 2,
+			   config + GPU_CAP_PCIE + PCI_EXP_FLAGS);
+	put_unaligned_le32(PCI_EXP_DEVCAP_RBER,
+			   config + GPU_CAP_PCIE + PCI_EXP_DEVCAP);
+	put_unaligned_le16(0x7fff, writable + GPU_CAP_PCIE + PCI_EXP_DEVCTL);
+
+	config[GPU_CAP_MSIX + PCI_CAP_LIST_ID] = PCI_CAP_ID_MSIX;
+	put_unaligned_le16(GPU_MSIX_VECTORS - 1,
+			   config + GPU_CAP_MSIX + PCI_MSIX_FLAGS);
+	put_unaligned_le16(PCI_MSIX_FLAGS_ENABLE | PCI_MSIX_FLAGS_MASKALL,
+			   writable + GPU_CAP_MSIX + PCI_MSIX_FLAGS);
+	put_unaligned_le32(GPU_MSIX_TABLE, config + GPU_CAP_MSIX + PCI_MSIX_TABLE);
+	put_unaligned_le32(GPU_MSIX_PBA, config + GPU_CAP_MSIX + PCI_MSIX_PBA);
+}
+
+/* /proc/fakepci: one line per function. Reading it makes no config access. */
+static int fakepci_show(struct seq_file *m, void *unused)
+{
+	unsigned int k;
+
+	for (k = 0; k < gpus; k++) {
+		u64 reads, writes, enables;
+		unsigned long flags;
+
+		raw_spin_lock_irqsave(&host_lock, flags);
+		reads = fakepci_gpus[k].reads;
+		writes = fakepci_gpus[k].writes;
+		enables = fakepci_gpus[k].enables;
+		raw_spin_unlock_irqrestore(&host_lock, flags);
+
+		seq_printf(m, "%04x:00:%02x.0 reads=%llu writes=%llu enables=%llu enable_ms=%u\n",
+			   FAKEPCI_DOMAIN, k, reads, writes, enables,
+			   fakepci_enable_ms(k));
+	}
+	return 0;
+}
+
+static int fakepci_check_params(void)
+{
+	unsigned int i;
+
+	if (gpus > FAKEPCI_MAX_GPUS) {
+		pr_err("gpus=%u: want 0..%u\n", gpus, FAKEPCI_MAX_GPUS);
+		return -EINVAL;
+	}
+	for (i = 0; i < enable_ms_count; i++) {
+		if (enable_ms[i] > FAKEPCI_MAX_ENABLE_MS) {
+			pr_err("enable_ms=%u: want 0..%u\n", enable_ms[i],
+			       FAKEPCI_MAX_ENABLE_MS);
+			return -EINVAL;
+		}
+	}
+	return 0;
+}
+
+static int fakepci_request_window(void)
+{
+	unsigned int bars = ARRAY_SIZE(gpu_bars);
+	int err;
+
+	fakepci_window.end = fakepci_bar_base(0, bars - 1) +
+			     gpu_bars[bars - 1].size * FAKEPCI_MAX_GPUS - 1;
+	if (fakepci_window.end > iomem_resource.end) {
+		pr_err("window %pR is above the CPU's addresses (%pa): start QEMU with -cpu max,phys-bits=46\n",
+		       &fakepci_window, &iomem_resource.end);
+		return -ENXIO;
+	}
+	err = insert_resource(&iomem_resource, &fakepci_window);
+	if (err)
+		pr_err("window %pR is in use, see /proc/iomem: %d\n",
+		       &fakepci_window, err);
+	return err;
+}
+
+static int fakepci_add_bus(void)
+{
+	LIST_HEAD(resources);
+
+	pci_add_resource(&resources, &fakepci_window);
+	pci_add_resource(&resources, &fakepci_busn);
+
+	pci_lock_rescan_remove();
+	fakepci_bus = pci_scan_root_bus(NULL, fakepci_busn.start, &fakepci_ops,
+					&fakepci_sysdata, &resources);
+	if (fakepci_bus) {
+		/* The BARs already have addresses, as after firmware. */
+		pci_bus_claim_resources(fakepci_bus);
+		pci_bus_add_devices(fakepci_bus);
+	}
+	pci_unlock_rescan_remove();
+
+	if (!fakepci_bus) {
+		pci_free_resource_list(&resources);
+		pr_err("no root bus in domain %04x: is the domain taken?\n",
+		       FAKEPCI_DOMAIN);
+		return -ENODEV;
+	}
+	return 0;
+}
+
+static int __init fakepci_init(void)
+{
+	unsigned int k;
+	int err;
+
+	err = fakepci_check_params();
+	if (err)
+		return err;
+
+	fakepci_gpus = kvcalloc(FAKEPCI_MAX_GPUS, sizeof(*fakepci_gpus), GFP_KERNEL);
+	if (!fakepci_gpus)
+		return -ENOMEM;
+	for (k = 0; k < gpus; k++)
+		fakepci_init_gpu(k);
+
+	err = fakepci_request_window();
+	if (err)
+		goto free_gpus;
+
+	if (!proc_create_single("fakepci", 0444, NULL, fakepci_show)) {
+		err = -ENOMEM;
+		goto release_window;
+	}
+
+	err = fakepci_add_bus();
+	if (err)
+		goto remove_proc;
+
+	pr_info("%u GPU functions in domain %04x\n", gpus, FAKEPCI_DOMAIN);
+	return 0;
+
+remove_proc:
+	remove_proc_entry("fakepci", NULL);
+release_window:
+	remove_resource(&fakepci_window);
+free_gpus:
+	kvfree(fakepci_gpus);
+	return err;
+}
+
+static void __exit fakepci_exit(void)
+{
+	pci_lock_rescan_remove();
+	pci_stop_root_bus(fakepci_bus);
+	pci_remove_root_bus(fakepci_bus);
+	pci_unlock_rescan_remove();
+	remove_proc_entry("fakepci", NULL);
+	remove_resource(&fakepci_window);
+	kvfree(fakepci_gpus);
+}
+
+module_init(fakepci_init);
+module_exit(fakepci_exit);
+
+MODULE_DESCRIPTION("PCI root bus with simulated GPU functions");
+MODULE_LICENSE("GPL");

@@ -1,0 +1,380 @@
+// SPDX-License-Identifier: GPL-2.0
+/*
+ * nvidia - simulated driver: loading, probing and removing GPUs
+ *
+ * Keeps to the load rules of NVIDIA's driver: no GPU, or none that was probed,
+ * fails the load; every probe of a plain load runs inside pci_register_driver();
+ * the character devices come last, so that no GPU can be opened before.
+ *
+ * Invariants: what can fail in a probe comes before the GPU is on the list. A
+ * minor is taken at the end of the probe: minors follow the order of finishing,
+ * not PCI order.
+ *
+ * What it is not: it never touches a BAR and drives nothing. Times, failures
+ * and minors are what the parameters say.
+ */
+
+#define pr_fmt(fmt) "NVRM: " fmt
+
+#include <linux/bitmap.h>
+#include <linux/delay.h>
+#include <linux/dma-mapping.h>
+#include <linux/module.h>
+#include <linux/slab.h>
+#include <linux/version.h>
+
+#include "nvidia.h"
+
+#define NV_MODULE_VERSION	"550.163.01"
+#define NV_DMA_BITS		52
+
+char *nv_version = NV_MODULE_VERSION;
+module_param_named(version, nv_version, charp, 0444);
+MODULE_PARM_DESC(version, "driver version to show");
+
+static unsigned int probe_ms[NV_MAX_GPUS];
+static unsigned int probe_ms_count;
+module_param_array(probe_ms, uint, &probe_ms_count, 0444);
+MODULE_PARM_DESC(probe_ms, "time of a probe, per GPU");
+
+static unsigned int probe_fail[NV_MAX_GPUS];
+static unsigned int probe_fail_count;
+module_param_array(probe_fail, uint, &probe_fail_count, 0444);
+MODULE_PARM_DESC(probe_fail, "positions of the GPUs whose probe fails");
+
+static unsigned int minors[NV_MAX_GPUS];
+static unsigned int minors_count;
+module_param_array(minors, uint, &minors_count, 0444);
+MODULE_PARM_DESC(minors, "minor of each GPU by position; the rest take the lowest free one");
+
+static int load_fail;
+module_param(load_fail, int, 0444);
+MODULE_PARM_DESC(load_fail, "errno that the load fails with");
+
+LIST_HEAD(nv_gpus);
+DEFINE_MUTEX(nv_gpus_lock);
+static DECLARE_BITMAP(nv_minors, NV_MINOR_MAX + 1);
+static atomic_t nv_probes = ATOMIC_INIT(0);
+static atomic_t nv_probed = ATOMIC_INIT(0);
+
+void nv_sleep_ms(unsigned int ms)
+{
+	/* msleep() rounds to timer ticks: up to 8 ms too long at HZ=250. */
+	if (ms)
+		usleep_range(ms * 1000UL, ms * 1000UL + 200);
+}
+
+void nv_put_gpu(struct nv_gpu *gpu)
+{
+	if (refcount_dec_and_test(&gpu->users))
+		complete(&gpu->unused);
+}
+
+static bool nv_is_gpu(const struct pci_dev *pdev)
+{
+	unsigned int class = pdev->class >> 8;
+
+	return pdev->vendor == PCI_VENDOR_ID_NVIDIA &&
+	       (class == PCI_CLASS_DISPLAY_VGA || class == PCI_CLASS_DISPLAY_3D);
+}
+
+static u64 nv_pci_order(const struct pci_dev *pdev)
+{
+	return (u64)pci_domain_nr(pdev->bus) << 16 | pci_dev_id((struct pci_dev *)pdev);
+}
+
+/* GPUs on this machine; with `below`, only those before it in PCI order. */
+static unsigned int nv_count_gpus(const struct pci_dev *below)
+{
+	struct pci_dev *pdev = NULL;
+	unsigned int count = 0;
+
+	for_each_pci_dev(pdev)
+		if (nv_is_gpu(pdev) &&
+		    (!below || nv_pci_order(pdev) < nv_pci_order(below)))
+			count++;
+	return count;
+}
+
+/* Takes the GPU's minor and puts it on the list. */
+static int nv_publish(struct nv_gpu *gpu)
+{
+	int err = 0;
+
+	mutex_lock(&nv_gpus_lock);
+	if (gpu->position < minors_count)
+		gpu->minor = minors[gpu->position];
+	else
+		gpu->minor = find_first_zero_bit(nv_minors, NV_MINOR_MAX + 1);
+	if (gpu->minor > NV_MINOR_MAX || test_bit(gpu->minor, nv_minors)) {
+		pr_err("GPU %s: minor %u is taken or above %u\n",
+		       pci_name(gpu->pdev), gpu->minor, NV_MINOR_MAX);
+		err = -EBUSY;
+	} else {
+		__set_bit(gpu->minor, nv_minors);
+		list_add_tail(&gpu->node, &nv_gpus);
+	}
+	mutex_unlock(&nv_gpus_lock);
+	return err;
+}
+
+static void nv_unpublish(struct nv_gpu *gpu)
+{
+	mutex_lock(&nv_gpus_lock);
+	list_del(&gpu->node);
+	mutex_unlock(&nv_gpus_lock);
+}
+
+static void nv_free_minor(struct nv_gpu *gpu)
+{
+	mutex_lock(&nv_gpus_lock);
+	__clear_bit(gpu->minor, nv_minors);
+	mutex_unlock(&nv_gpus_lock);
+}
+
+static struct kthread_worker *nv_create_open_q(void)
+{
+#if LINUX_VERSION_CODE >= KERNEL_VERSION(6, 14, 0)
+	return kthread_run_worker(0, "nv_open_q");
+#else
+	return kthread_create_worker(0, "nv_open_q");
+#endif
+}
+
+static struct nv_gpu *nv_alloc_gpu(struct pci_dev *pdev)
+{
+	struct nv_gpu *gpu = kzalloc(sizeof(*gpu), GFP_KERNEL);
+
+	if (!gpu)
+		return NULL;
+	gpu->open_q = nv_create_open_q();
+	if (IS_ERR(gpu->open_q)) {
+		kfree(gpu);
+		return NULL;
+	}
+	gpu->pdev = pdev;
+	gpu->position = nv_count_gpus(pdev);
+	refcount_set(&gpu->users, 1);
+	init_completion(&gpu->unused);
+	mutex_init(&gpu->lock);
+	return gpu;
+}
+
+static void nv_free_gpu(struct nv_gpu *gpu)
+{
+	kthread_destroy_worker(gpu->open_q);
+	kfree(gpu);
+}
+
+static int nv_probe(struct pci_dev *pdev, const struct pci_device_id *id)
+{
+	struct nv_gpu *gpu;
+
+	atomic_inc(&nv_probes);
+	gpu = nv_alloc_gpu(pdev);
+	if (!gpu)
+		goto fail;
+
+	if (pci_enable_device(pdev)) {
+		pr_err("GPU %s: pci_enable_device failed, aborting\n", pci_name(pdev));
+		goto free;
+	}
+	if (pci_request_regions(pdev, "nvidia")) {
+		pr_err("GPU %s: its memory regions are in use\n", pci_name(pdev));
+		goto disable;
+	}
+	if (dma_set_mask_and_coherent(&pdev->dev, DMA_BIT_MASK(NV_DMA_BITS)))
+		pr_warn("GPU %s: no %d bit DMA\n", pci_name(pdev), NV_DMA_BITS);
+
+	nv_sleep_ms(nv_per_gpu(probe_ms, probe_ms_count, gpu->position));
+	if (nv_listed(probe_fail, probe_fail_count, gpu->position)) {
+		pr_err("The NVIDIA GPU %s (PCI ID: %04x:%04x)\n",
+		       pci_name(pdev), pdev->vendor, pdev->device);
+		pr_err("installed in this system has\n");
+		pr_err("fallen off the bus and is not responding to commands.\n");
+		goto release;
+	}
+
+	if (nv_publish(gpu))
+		goto release;
+	pci_set_drvdata(pdev, gpu);
+	if (nv_proc_add_gpu(gpu))
+		goto unpublish;
+	atomic_inc(&nv_probed);
+	return 0;
+
+unpublish:
+	pci_set_drvdata(pdev, NULL);
+	nv_unpublish(gpu);
+	nv_put_gpu(gpu);
+	wait_for_completion(&gpu->unused);
+	nv_free_minor(gpu);
+release:
+	pci_release_regions(pdev);
+disable:
+	pci_disable_device(pdev);
+free:
+	nv_free_gpu(gpu);
+fail:
+	/* NVIDIA's probe fails with a bare -1 whatever went wrong: EPERM. */
+	return -1;
+}
+
+/* Waits, without end, until nobody has the GPU open any more. */
+static void nv_remove(struct pci_dev *pdev)
+{
+	struct nv_gpu *gpu = pci_get_drvdata(pdev);
+
+	nv_unpublish(gpu);
+	if (refcount_read(&gpu->users) > 1)
+		pr_err("Attempting to remove device %s with non-zero usage count!\n",
+		       pci_name(pdev));
+	nv_put_gpu(gpu);
+	wait_for_completion(&gpu->unused);
+
+	nv_proc_remove_gpu(gpu);
+	nv_free_minor(gpu);
+	pci_release_regions(pdev);
+	pci_disable_device(pdev);
+	pci_set_drvdata(pdev, NULL);
+	nv_free_gpu(gpu);
+}
+
+static const struct pci_device_id nv_pci_ids[] = {
+	{
+		PCI_DEVICE(PCI_VENDOR_ID_NVIDIA, PCI_ANY_ID),
+		.class = PCI_CLASS_DISPLAY_VGA << 8,
+		.class_mask = ~0,
+	},
+	{
+		PCI_DEVICE(PCI_VENDOR_ID_NVIDIA, PCI_ANY_ID),
+		.class = PCI_CLASS_DISPLAY_3D << 8,
+		.class_mask = ~0,
+	},
+	{ }
+};
+MODULE_DEVICE_TABLE(pci, nv_pci_ids);
+
+static struct pci_driver nv_pci_driver = {
+	.name = "nvidia",
+	.id_table = nv_pci_ids,
+	.probe = nv_probe,
+	.remove = nv_remove,
+};
+
+/*
+ * /sys/module/nvidia/version shows the loader's copy of MODULE_VERSION, which
+ * it kfree()s on unload. Another version is shown by another copy; the first
+ * stays until the end, somebody may be reading it.
+ */
+static const char *nv_first_version;
+
+static int nv_show_version(void)
+{
+	char *copy;
+
+	if (!strcmp(nv_version, NV_MODULE_VERSION))
+		return 0;
+	copy = kstrdup(nv_version, GFP_KERNEL);
+	if (!copy)
+		return -ENOMEM;
+	nv_first_version = THIS_MODULE->version;
+	WRITE_ONCE(THIS_MODULE->version, copy);
+	return 0;
+}
+
+/* What the driver makes of its probes, after registration. */
+static int nv_judge_probes(int gpus)
+{
+	int probes = atomic_read(&nv_probes);
+	int probed = atomic_read(&nv_probed);
+
+	if (probes != gpus)
+		pr_err("The NVIDIA probe routine was not called for %d device(s).\n",
+		       gpus - probes);
+	if (!probes) {
+		pr_err("No NVIDIA devices probed.\n");
+		return -ENODEV;
+	}
+	if (probed != probes)
+		pr_err("The NVIDIA probe routine failed for %d device(s).\n",
+		       probes - probed);
+	if (!probed) {
+		pr_err("None of the NVIDIA devices were initialized.\n");
+		return -ENODEV;
+	}
+	return 0;
+}
+
+static int __init nv_init(void)
+{
+	int gpus, err;
+
+	if (load_fail) {
+		err = -abs(load_fail);
+		pr_err("the load fails with %d, as load_fail=%d asks\n", err, load_fail);
+		return err < -MAX_ERRNO ? -EINVAL : err;
+	}
+	err = nv_show_version();
+	if (err)
+		return err;
+	err = nv_proc_init();
+	if (err)
+		goto free_version;
+	err = nv_caps_init();
+	if (err)
+		goto remove_proc;
+
+	gpus = nv_count_gpus(NULL);
+	if (!gpus) {
+		pr_err("No NVIDIA GPU found.\n");
+		err = -ENODEV;
+		goto remove_caps;
+	}
+	err = pci_register_driver(&nv_pci_driver);
+	if (err)
+		goto remove_caps;
+	err = nv_judge_probes(gpus);
+	if (err)
+		goto unregister_driver;
+	err = nv_open_init();
+	if (err)
+		goto unregister_driver;
+
+	pr_info("loading NVIDIA UNIX Open Kernel Module for x86_64  %s  Simulator\n",
+		nv_version);
+	return 0;
+
+unregister_driver:
+	pci_unregister_driver(&nv_pci_driver);
+remove_caps:
+	nv_caps_exit();
+remove_proc:
+	nv_proc_exit();
+free_version:
+	kfree(nv_first_version);
+	return err;
+}
+
+static void __exit nv_exit(void)
+{
+	nv_open_exit();
+	pci_unregister_driver(&nv_pci_driver);
+	nv_caps_exit();
+	nv_proc_exit();
+	kfree(nv_first_version);
+}
+
+module_init(nv_init);
+module_exit(nv_exit);
+
+/* What makes nvidia-uvm depend on this module. */
+const char *nv_driver_version(void)
+{
+	return nv_version;
+}
+EXPORT_SYMBOL_GPL(nv_driver_version);
+
+MODULE_DESCRIPTION("Simulated NVIDIA GPU driver");
+MODULE_VERSION(NV_MODULE_VERSION);
+MODULE_LICENSE("GPL");

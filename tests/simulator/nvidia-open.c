@@ -1,0 +1,342 @@
+// SPDX-License-Identifier: GPL-2.0
+/*
+ * nvidia - simulated driver: character devices and adapter initialisation
+ *
+ * The first open of a GPU initialises its adapter, the last close takes it
+ * down. A blocking open does it itself; an open with O_NONBLOCK hands it to the
+ * GPU's own kernel thread and returns, and an ioctl waits for the outcome.
+ *
+ * Invariants: gpu->lock is held for the whole initialisation. A blocking open
+ * waits for gpu->lock with nv_gpus_lock held: so it stalls every other open of
+ * any GPU, as with NVIDIA's driver. All waits here are uninterruptible.
+ *
+ * What it is not: files carry no RM clients, there is no mmap and no event.
+ */
+
+#define pr_fmt(fmt) "NVRM: " fmt
+
+#include <linux/cdev.h>
+#include <linux/fs.h>
+#include <linux/module.h>
+#include <linux/poll.h>
+#include <linux/sched.h>
+#include <linux/slab.h>
+#include <linux/uaccess.h>
+
+#include "nvidia.h"
+
+/* NV_ESC_WAIT_OPEN_COMPLETE and its argument. */
+struct nv_wait_open_complete {
+	__s32 rc;
+	__u32 status;
+};
+
+#define NV_WAIT_OPEN_COMPLETE	_IOWR('F', 218, struct nv_wait_open_complete)
+
+/* NV_ERR_OPERATING_SYSTEM: what the ioctl shows for every failed adapter. */
+#define NV_STATUS_FAILED	0x59
+
+static unsigned int s1_ms[NV_MAX_GPUS], s2_ms[NV_MAX_GPUS], s3_ms[NV_MAX_GPUS];
+static unsigned int s1_ms_count, s2_ms_count, s3_ms_count;
+module_param_array(s1_ms, uint, &s1_ms_count, 0444);
+MODULE_PARM_DESC(s1_ms, "initialisation, attach: under the RM lock, per GPU");
+module_param_array(s2_ms, uint, &s2_ms_count, 0444);
+MODULE_PARM_DESC(s2_ms, "initialisation, GSP boot: without the RM lock, per GPU");
+module_param_array(s3_ms, uint, &s3_ms_count, 0444);
+MODULE_PARM_DESC(s3_ms, "initialisation, state load: under the RM lock, per GPU");
+
+static unsigned int init_fail[NV_MAX_GPUS];
+static unsigned int init_fail_count;
+module_param_array(init_fail, uint, &init_fail_count, 0444);
+MODULE_PARM_DESC(init_fail, "positions of the GPUs whose initialisation fails");
+
+static unsigned int init_hang[NV_MAX_GPUS];
+static unsigned int init_hang_count;
+module_param_array(init_hang, uint, &init_hang_count, 0444);
+MODULE_PARM_DESC(init_hang, "positions of the GPUs whose initialisation never ends");
+
+static bool nonblocking_open = true;
+module_param_named(NVreg_EnableNonblockingOpen, nonblocking_open, bool, 0444);
+MODULE_PARM_DESC(NVreg_EnableNonblockingOpen, "off: O_NONBLOCK means nothing, as before 550.40.07");
+
+static DEFINE_MUTEX(nv_rm_lock);
+
+/* One open file. */
+struct nv_file {
+	struct kthread_work work;
+	struct completion complete;	/* the open has ended, well or not */
+	struct nv_gpu *opening;		/* the GPU, until then */
+	struct nv_gpu *gpu;		/* the GPU after a good open, else NULL */
+	bool control;			/* nvidiactl */
+	int rc;
+	u32 status;
+};
+
+static void __noreturn nv_hang(void)
+{
+	for (;;) {
+		set_current_state(TASK_UNINTERRUPTIBLE);
+		schedule();
+	}
+}
+
+/* S1, S2, S3: firmware and attach, GSP boot, state load. Under gpu->lock. */
+static int nv_init_adapter(struct nv_gpu *gpu)
+{
+	unsigned int k = gpu->position;
+
+	mutex_lock(&nv_rm_lock);
+	nv_sleep_ms(nv_per_gpu(s1_ms, s1_ms_count, k));
+	mutex_unlock(&nv_rm_lock);
+
+	if (nv_listed(init_hang, init_hang_count, k))
+		nv_hang();
+	nv_sleep_ms(nv_per_gpu(s2_ms, s2_ms_count, k));
+	if (nv_listed(init_fail, init_fail_count, k)) {
+		/* Firmware boot, timeout. */
+		pr_err("GPU %s: RmInitAdapter failed! (0x62:0x65:1860)\n",
+		       pci_name(gpu->pdev));
+		pr_err("GPU %s: rm_init_adapter failed, device minor number %u\n",
+		       pci_name(gpu->pdev), gpu->minor);
+		return -EIO;
+	}
+
+	mutex_lock(&nv_rm_lock);
+	nv_sleep_ms(nv_per_gpu(s3_ms, s3_ms_count, k));
+	mutex_unlock(&nv_rm_lock);
+	return 0;
+}
+
+/* Ends the open of `nvf`: initialises the adapter if nobody has yet. */
+static void nv_open_locked(struct nv_file *nvf)
+{
+	struct nv_gpu *gpu = nvf->opening;
+	int rc = 0;
+
+	lockdep_assert_held(&gpu->lock);
+	if (!gpu->use_count) {
+		atomic_inc(&gpu->inits);
+		WRITE_ONCE(gpu->adapter, NV_ADAPTER_INITIALISING);
+		rc = nv_init_adapter(gpu);
+		WRITE_ONCE(gpu->adapter, rc ? NV_ADAPTER_FAILED : NV_ADAPTER_UP);
+		if (rc)
+			atomic_inc(&gpu->init_failures);
+		else
+			WRITE_ONCE(gpu->seen, true);
+	}
+	if (!rc) {
+		gpu->use_count++;
+		nvf->gpu = gpu;
+	}
+	nvf->rc = rc;
+	nvf->status = rc ? NV_STATUS_FAILED : 0;
+}
+
+/* After gpu->lock was dropped: lets go of a GPU that did not open. */
+static void nv_open_done(struct nv_file *nvf)
+{
+	struct nv_gpu *gpu = nvf->opening;
+
+	nvf->opening = NULL;
+	if (nvf->rc)
+		nv_put_gpu(gpu);
+	complete_all(&nvf->complete);
+}
+
+static void nv_open_work(struct kthread_work *work)
+{
+	struct nv_file *nvf = container_of(work, struct nv_file, work);
+	struct nv_gpu *gpu = nvf->opening;
+
+	mutex_lock(&gpu->lock);
+	nv_open_locked(nvf);
+	mutex_unlock(&gpu->lock);
+	nv_open_done(nvf);
+}
+
+/* True with gpu->lock held if this open can end at once. */
+static bool nv_lock_for_open(struct nv_gpu *gpu, const struct file *file)
+{
+	if (!nonblocking_open || !(file->f_flags & O_NONBLOCK)) {
+		mutex_lock(&gpu->lock);
+		return true;
+	}
+	if (!mutex_trylock(&gpu->lock))
+		return false;
+	if (gpu->use_count)
+		return true;
+	mutex_unlock(&gpu->lock);
+	return false;
+}
+
+/* Takes a reference on the GPU. Under nv_gpus_lock. */
+static struct nv_gpu *nv_get_gpu(unsigned int minor)
+{
+	struct nv_gpu *gpu;
+
+	list_for_each_entry(gpu, &nv_gpus, node) {
+		if (gpu->minor == minor) {
+			refcount_inc(&gpu->users);
+			return gpu;
+		}
+	}
+	return NULL;
+}
+
+static int nv_open_gpu(struct nv_file *nvf, unsigned int minor, const struct file *file)
+{
+	struct nv_gpu *gpu;
+
+	mutex_lock(&nv_gpus_lock);
+	gpu = nv_get_gpu(minor);
+	if (!gpu) {
+		mutex_unlock(&nv_gpus_lock);
+		return -ENODEV;
+	}
+	nvf->opening = gpu;
+	atomic_inc(&gpu->opens);
+
+	if (nv_lock_for_open(gpu, file)) {
+		mutex_unlock(&nv_gpus_lock);
+		nv_open_locked(nvf);
+		mutex_unlock(&gpu->lock);
+		nv_open_done(nvf);
+		return nvf->rc;
+	}
+	kthread_queue_work(gpu->open_q, &nvf->work);
+	mutex_unlock(&nv_gpus_lock);
+	return 0;
+}
+
+static int nv_open(struct inode *inode, struct file *file)
+{
+	unsigned int minor = iminor(inode);
+	struct nv_file *nvf;
+	int err;
+
+	nvf = kzalloc(sizeof(*nvf), GFP_KERNEL);
+	if (!nvf)
+		return -ENOMEM;
+	init_completion(&nvf->complete);
+	kthread_init_work(&nvf->work, nv_open_work);
+	file->private_data = nvf;
+
+	if (minor == NV_MINOR_CTL) {
+		nvf->control = true;
+		complete_all(&nvf->complete);
+		return 0;
+	}
+	err = nv_open_gpu(nvf, minor, file);
+	if (err)
+		kfree(nvf);
+	return err;
+}
+
+static int nv_release(struct inode *inode, struct file *file)
+{
+	struct nv_file *nvf = file->private_data;
+	struct nv_gpu *gpu;
+
+	wait_for_completion(&nvf->complete);
+	gpu = nvf->gpu;
+	if (gpu) {
+		mutex_lock(&gpu->lock);
+		atomic_inc(&gpu->closes);
+		if (!--gpu->use_count) {
+			WRITE_ONCE(gpu->adapter, NV_ADAPTER_DOWN);
+			atomic_inc(&gpu->teardowns);
+		}
+		mutex_unlock(&gpu->lock);
+		nv_put_gpu(gpu);
+	}
+	kfree(nvf);
+	return 0;
+}
+
+static long nv_ioctl(struct file *file, unsigned int cmd, unsigned long arg)
+{
+	struct nv_file *nvf = file->private_data;
+	struct nv_wait_open_complete answer;
+
+	wait_for_completion(&nvf->complete);
+	if (cmd == NV_WAIT_OPEN_COMPLETE) {
+		answer.rc = nvf->rc;
+		answer.status = nvf->status;
+		return copy_to_user((void __user *)arg, &answer, sizeof(answer)) ? -EFAULT : 0;
+	}
+	if (!nvf->gpu && !nvf->control)
+		return -EIO;
+	return -EINVAL;
+}
+
+static __poll_t nv_poll(struct file *file, poll_table *wait)
+{
+	struct nv_file *nvf = file->private_data;
+
+	if (!completion_done(&nvf->complete))
+		return EPOLLERR;
+	if (!nvf->gpu && !nvf->control)
+		return EPOLLERR;
+	return 0;
+}
+
+static const struct file_operations nv_fops = {
+	.owner = THIS_MODULE,
+	.open = nv_open,
+	.release = nv_release,
+	.unlocked_ioctl = nv_ioctl,
+	.compat_ioctl = compat_ptr_ioctl,
+	.poll = nv_poll,
+	.llseek = noop_llseek,
+};
+
+static struct nv_region {
+	const char *name;
+	unsigned int first, count;
+	struct cdev cdev;
+} nv_regions[] = {
+	{ .name = "nvidia", .first = 0, .count = NV_MINOR_MAX + 1 },
+	{ .name = "nvidiactl", .first = NV_MINOR_CTL, .count = 1 },
+};
+
+static void nv_remove_regions(int count)
+{
+	while (count--) {
+		struct nv_region *r = &nv_regions[count];
+
+		cdev_del(&r->cdev);
+		unregister_chrdev_region(MKDEV(NV_MAJOR, r->first), r->count);
+	}
+}
+
+int nv_open_init(void)
+{
+	int i, err;
+
+	for (i = 0; i < ARRAY_SIZE(nv_regions); i++) {
+		struct nv_region *r = &nv_regions[i];
+		dev_t first = MKDEV(NV_MAJOR, r->first);
+
+		err = register_chrdev_region(first, r->count, r->name);
+		if (err)
+			goto remove;
+		cdev_init(&r->cdev, &nv_fops);
+		r->cdev.owner = THIS_MODULE;
+		err = cdev_add(&r->cdev, first, r->count);
+		if (err) {
+			unregister_chrdev_region(first, r->count);
+			goto remove;
+		}
+	}
+	return 0;
+
+remove:
+	pr_err("cannot register %s at major %d: %d\n", nv_regions[i].name, NV_MAJOR, err);
+	nv_remove_regions(i);
+	return err;
+}
+
+void nv_open_exit(void)
+{
+	nv_remove_regions(ARRAY_SIZE(nv_regions));
+}

@@ -1,0 +1,158 @@
+// SPDX-License-Identifier: GPL-2.0
+/*
+ * nvidia - simulated driver: /proc/driver/nvidia
+ *
+ * version, params, and a folder per bound GPU. `information` never initialises
+ * and never waits; `power` waits for an initialisation that is under way.
+ *
+ * What NVIDIA's driver does not have: gpus/<address>/sim, this simulator's own
+ * counters, for tests.
+ */
+
+#define pr_fmt(fmt) "NVRM: " fmt
+
+#include <linux/compiler.h>
+#include <linux/module.h>
+#include <linux/proc_fs.h>
+#include <linux/seq_file.h>
+
+#include "nvidia.h"
+
+static unsigned int modify_device_files = 1;
+module_param_named(NVreg_ModifyDeviceFiles, modify_device_files, uint, 0444);
+static unsigned int device_file_uid;
+module_param_named(NVreg_DeviceFileUID, device_file_uid, uint, 0444);
+static unsigned int device_file_gid;
+module_param_named(NVreg_DeviceFileGID, device_file_gid, uint, 0444);
+static unsigned int device_file_mode = 0666;
+module_param_named(NVreg_DeviceFileMode, device_file_mode, uint, 0444);
+
+static struct proc_dir_entry *nv_proc, *nv_proc_gpus;
+
+static int nv_version_show(struct seq_file *m, void *unused)
+{
+	seq_printf(m, "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  %s  Simulator\n",
+		   nv_version);
+	seq_puts(m, "GCC version:  " CONFIG_CC_VERSION_TEXT "\n");
+	return 0;
+}
+
+static int nv_params_show(struct seq_file *m, void *unused)
+{
+	seq_puts(m, "ResmanDebugLevel: 4294967295\n");
+	seq_printf(m, "ModifyDeviceFiles: %u\n", modify_device_files);
+	seq_printf(m, "DeviceFileUID: %u\n", device_file_uid);
+	seq_printf(m, "DeviceFileGID: %u\n", device_file_gid);
+	seq_printf(m, "DeviceFileMode: %u\n", device_file_mode);
+	seq_puts(m, "RegistryDwords: \"\"\n");
+	return 0;
+}
+
+static int nv_information_show(struct seq_file *m, void *unused)
+{
+	struct nv_gpu *gpu = m->private;
+	struct pci_dev *pdev = gpu->pdev;
+	bool seen = READ_ONCE(gpu->seen);
+
+	seq_puts(m, "Model: \t\t NVIDIA H100 80GB HBM3\n");
+	seq_printf(m, "IRQ:   \t\t %u\n", pdev->irq);
+	/* Made from the address: the same in every boot, another per GPU. */
+	if (seen)
+		seq_printf(m, "GPU UUID: \t GPU-%08x-51d0-5afe-9000-%012x\n",
+			   pci_domain_nr(pdev->bus), pci_dev_id(pdev));
+	seq_printf(m, "Video BIOS: \t %s\n", seen ? "96.00.74.00.01" : "??.??.??.??.??");
+	seq_puts(m, "Bus Type: \t PCIe\n");
+	seq_printf(m, "DMA Size: \t %d bits\n", fls64(pdev->dma_mask));
+	seq_printf(m, "DMA Mask: \t 0x%llx\n", pdev->dma_mask);
+	seq_printf(m, "Bus Location: \t %s\n", pci_name(pdev));
+	seq_printf(m, "Device Minor: \t %u\n", gpu->minor);
+	seq_printf(m, "GPU Firmware: \t %s\n", seen ? nv_version : "N/A");
+	seq_puts(m, "GPU Excluded:\t No\n");
+	return 0;
+}
+
+static int nv_power_show(struct seq_file *m, void *unused)
+{
+	struct nv_gpu *gpu = m->private;
+
+	mutex_lock(&gpu->lock);
+	seq_puts(m, "Runtime D3 status:          Disabled by default\n");
+	mutex_unlock(&gpu->lock);
+	return 0;
+}
+
+static const char *nv_adapter_name(enum nv_adapter adapter)
+{
+	switch (adapter) {
+	case NV_ADAPTER_DOWN:
+		return "down";
+	case NV_ADAPTER_INITIALISING:
+		return "initialising";
+	case NV_ADAPTER_UP:
+		return "up";
+	case NV_ADAPTER_FAILED:
+		return "failed";
+	}
+	return "?";
+}
+
+static int nv_sim_show(struct seq_file *m, void *unused)
+{
+	struct nv_gpu *gpu = m->private;
+
+	seq_printf(m, "position: %u\n", gpu->position);
+	seq_printf(m, "adapter: %s\n", nv_adapter_name(READ_ONCE(gpu->adapter)));
+	seq_printf(m, "use_count: %u\n", READ_ONCE(gpu->use_count));
+	seq_printf(m, "opens: %d\n", atomic_read(&gpu->opens));
+	seq_printf(m, "closes: %d\n", atomic_read(&gpu->closes));
+	seq_printf(m, "inits: %d\n", atomic_read(&gpu->inits));
+	seq_printf(m, "init_failures: %d\n", atomic_read(&gpu->init_failures));
+	seq_printf(m, "teardowns: %d\n", atomic_read(&gpu->teardowns));
+	return 0;
+}
+
+/* The folder appears with everything in it or, on an error, not at all. */
+int nv_proc_add_gpu(struct nv_gpu *gpu)
+{
+	struct proc_dir_entry *dir = proc_mkdir(pci_name(gpu->pdev), nv_proc_gpus);
+
+	if (!dir)
+		goto fail;
+	if (!proc_create_single_data("power", 0444, dir, nv_power_show, gpu) ||
+	    !proc_create_single_data("sim", 0444, dir, nv_sim_show, gpu) ||
+	    !proc_create_single_data("information", 0444, dir, nv_information_show, gpu)) {
+		proc_remove(dir);
+		goto fail;
+	}
+	gpu->proc = dir;
+	return 0;
+
+fail:
+	pr_err("GPU %s: cannot make its /proc folder\n", pci_name(gpu->pdev));
+	return -ENOMEM;
+}
+
+void nv_proc_remove_gpu(struct nv_gpu *gpu)
+{
+	proc_remove(gpu->proc);
+}
+
+int nv_proc_init(void)
+{
+	nv_proc = proc_mkdir("driver/nvidia", NULL);
+	if (!nv_proc)
+		return -ENOMEM;
+	nv_proc_gpus = proc_mkdir("gpus", nv_proc);
+	if (!nv_proc_gpus ||
+	    !proc_create_single("version", 0444, nv_proc, nv_version_show) ||
+	    !proc_create_single("params", 0444, nv_proc, nv_params_show)) {
+		proc_remove(nv_proc);
+		return -ENOMEM;
+	}
+	return 0;
+}
+
+void nv_proc_exit(void)
+{
+	proc_remove(nv_proc);
+}

@@ -1,0 +1,193 @@
+//! The stream: complete, replayed, never in the way; and its whole shape as a golden file.
+
+use super::harness::{Booted, Guest, Listener, Outcome, TestContext, VmTest, complete, named};
+use anyhow::{Context, Result, ensure};
+use kata_gpu_init::events::names;
+use kata_gpu_init::events::record::{Kind, Record};
+use serde_json::Value;
+use std::collections::HashMap;
+use std::fmt::Write;
+use std::path::Path;
+use std::time::Duration;
+
+pub const TESTS: &[VmTest] = &[
+    VmTest { name: "a_late_listener_gets_everything", run: late_listener },
+    VmTest { name: "no_listener_and_a_deaf_one_delay_nothing", run: never_delays },
+    VmTest { name: "readers_in_the_guest_get_the_stream", run: guest_reader },
+    VmTest { name: "the_stream_of_a_full_boot_has_its_golden_shape", run: golden },
+];
+
+fn late_listener(context: &TestContext) -> Result<Outcome> {
+    let booted = Guest::new().listener(Listener::Absent).append("testagent.containers=all:all").boot(context, "late")?;
+    booted.agent("container created", |_| true)?;
+    // Everything is over in the guest; the listener comes 5 s later still.
+    std::thread::sleep(Duration::from_secs(5));
+    booted.receiver.arrive()?;
+    ensure!(booted.settled()? == (8, 0), "{:?}", booted.settled()?);
+    let connected = booted.record("sink connected", |r| r.name == names::SINK && r.fields.get("state") == Some(&"connected".into()))?;
+    let records = booted.receiver.records();
+    complete(&records)?;
+    ensure!(records[0].name == names::INIT_START, "the first record is {}", records[0].name);
+    let ready = records.iter().filter(|r| r.name == names::SETTLED).count();
+    ensure!(ready == 1 && connected.boottime_ns > records[0].boottime_ns + 5_000_000_000, "the listener was not late");
+    ensure!(booted.receiver.garbage().is_empty(), "garbage: {:?}", booted.receiver.garbage());
+    ensure!(booted.receiver.headers().len() == 1 && booted.receiver.headers()[0].first_seq == 0, "{:?}", booted.receiver.headers());
+    Ok(Outcome::Passed)
+}
+
+/// When PID 1 began to be the agent, and when the last GPU was published, in ns, from the records of the guest's own reader or of the host's.
+fn milestones(records: &[Record]) -> Result<(u64, u64)> {
+    let start = records.iter().find(|r| r.name == names::INIT_START).context("no init.start")?.boottime_ns;
+    let exec = named(records, Kind::Begin, names::AGENT_EXEC).first().context("no agent.exec")?.boottime_ns;
+    let published = named(records, Kind::Event, names::GPU_PUBLISHED).iter().map(|r| r.boottime_ns).max().context("no gpu.published")?;
+    Ok((exec - start, published - start))
+}
+
+fn never_delays(context: &TestContext) -> Result<Outcome> {
+    // 1 s: far more than a step takes in this guest, far less than a blocking connect to nobody (2 s each).
+    const ROOM_NS: u64 = 1_000_000_000;
+    let words = "testagent.containers=all:all fakepci.enable_ms=50";
+    let with = Guest::new().append(words).boot(context, "with")?;
+    with.settled()?;
+    let (exec, published) = milestones(&with.receiver.records())?;
+    drop(with);
+    let mut measured = format!(
+        "agent exec / last publication after the init's start: with a listener {} / {} ms",
+        exec / 1_000_000,
+        published / 1_000_000
+    );
+    for (name, listener) in [("no listener", Listener::Absent), ("a deaf listener", Listener::Deaf)] {
+        let booted = Guest::new().listener(listener).append(words).boot(context, &name.replace(' ', "-"))?;
+        booted.agent("container created", |_| true)?;
+        if matches!(listener, Listener::Deaf) {
+            ensure!(booted.receiver.wait_deaf(Duration::from_secs(30)), "the guest never connected");
+        }
+        // What the host does not get, the console has.
+        let records = settled_on_console(&booted)?;
+        let (e, p) = milestones(&records)?;
+        ensure!(
+            e <= exec + ROOM_NS && p <= published + ROOM_NS,
+            "{name}: agent exec {e} ns (with a listener {exec}), last publication {p} ns ({published})"
+        );
+        write!(measured, ", with {name} {} / {} ms", e / 1_000_000, p / 1_000_000)?;
+    }
+    Ok(Outcome::Measured(measured))
+}
+
+/// The init's own lines on the console, as records: name and time are all that is needed.
+fn settled_on_console(booted: &Booted) -> Result<Vec<Record>> {
+    ensure!(booted.console.wait_text(Duration::from_secs(60), "\"msg\":\"settled\""), "the console has no settled line");
+    let mut records = Vec::new();
+    for line in booted.console.text().lines() {
+        let Some(map) = line.find("{\"").and_then(|at| serde_json::from_str::<HashMap<String, String>>(&line[at..]).ok()) else { continue };
+        let (Some(message), Some(time)) = (map.get("msg"), map.get("boottime_ns")) else { continue };
+        // The console has ends, not begins: the end of stage 0 is when the hand-over begins.
+        let (name, kind) = match message.as_str() {
+            "stage0 end" => (names::AGENT_EXEC, "begin"),
+            other => (other, "event"),
+        };
+        let record = serde_json::json!({"schema": 1, "seq": 0, "boottime_ns": time.parse::<u64>()?, "kind": kind, "name": name});
+        records.push(serde_json::from_value(record)?);
+    }
+    Ok(records)
+}
+
+fn guest_reader(context: &TestContext) -> Result<Outcome> {
+    let booted = Guest::new().append("testagent.guest=listener").boot(context, "reader")?;
+    let seen = booted.agent("listener", |_| true)?;
+    ensure!(seen.get("error").is_empty(), "{}", seen.get("error"));
+    let header: Value = serde_json::from_str(seen.get("first"))?;
+    ensure!(header["stream"]["boot_id"] == booted.receiver.headers()[0].boot_id.as_str(), "another boot: {header}");
+    let settled = booted.event(names::SETTLED)?;
+    ensure!(
+        seen.get("records").parse::<u64>()? == settled.seq + 2,
+        "the reader saw {} lines until seq {}",
+        seen.get("records"),
+        settled.seq
+    );
+    ensure!(seen.get("file_lines").parse::<u64>()? > 50, "boot.ndjson has {} lines", seen.get("file_lines"));
+    Ok(Outcome::Passed)
+}
+
+/// Fields whose values differ from boot to boot.
+const VOLATILE: &[&str] = &["realtime_ns", "kmsg_seq", "printk_us", "minor", "bytes", "pid"];
+
+/// The stream in a form that is the same for every boot: times and volatile values masked, span ids by name, what runs at once in order of GPU.
+fn canonical(records: &[Record]) -> String {
+    let names_of: HashMap<u64, &str> = records.iter().filter_map(|r| Some((r.span?, r.name.as_str()))).collect();
+    let mut lines: Vec<(String, String)> = Vec::new();
+    for r in records {
+        // How often the agent looked, which sink was when ready, uevents and publications in between depend on the machine's speed.
+        if matches!(r.kind, Kind::Kmsg) || [names::AGENT_LOOK, names::SINK, names::UEVENT, names::CDI_PUBLISH].contains(&r.name.as_str()) {
+            continue;
+        }
+        let mut value = serde_json::to_value(r).unwrap_or_default();
+        for key in ["seq", "boottime_ns"] {
+            value[key] = Value::from("#");
+        }
+        for key in ["span", "parent"] {
+            if let Some(id) = value.get(key).and_then(Value::as_u64) {
+                value[key] = Value::from(names_of.get(&id).copied().unwrap_or("?"));
+            }
+        }
+        if let Some(after) = value.get_mut("after").and_then(Value::as_array_mut) {
+            after.iter_mut().for_each(|id| *id = Value::from(id.as_u64().and_then(|i| names_of.get(&i).copied()).unwrap_or("?")));
+        }
+        for key in VOLATILE.iter().filter(|k| !value["fields"][**k].is_null()).collect::<Vec<_>>() {
+            value["fields"][*key] = Value::from("#");
+        }
+        // Before the GPUs and after them in the order of the stream; each GPU for itself, and what runs beside it.
+        let beside = [names::GPU_PUBLISHED, names::AGENT_EXEC, names::MODULE_LOAD].contains(&r.name.as_str());
+        let group = if beside {
+            format!("{} {:?}", r.name, r.gpu)
+        } else {
+            r.gpu.map_or_else(|| format!("{:?}", r.name == names::SETTLED || r.name == names::LOCKDOWN), |g| format!("gpu {g}"))
+        };
+        lines.push((group, value.to_string()));
+    }
+    let mut out = String::new();
+    let mut groups: Vec<&String> = lines.iter().map(|(g, _)| g).collect();
+    groups.sort();
+    groups.dedup();
+    for group in groups {
+        lines.iter().filter(|(g, _)| g == group).for_each(|(_, l)| {
+            out.push_str(l);
+            out.push('\n');
+        });
+    }
+    out
+}
+
+fn golden(context: &TestContext) -> Result<Outcome> {
+    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("golden/boot-2-gpus.ndjson");
+    // One after another, so that the order within the driver's part is the same every time.
+    let words = "fakepci.gpus=2 gpuinit.bind=pipelined gpuinit.init=serial testagent.containers=all:all";
+    let booted = Guest::new().append(words).boot(context, "golden")?;
+    booted.created("all")?;
+    booted.event(names::LOCKDOWN)?;
+    let records = booted.receiver.records();
+    complete(&records)?;
+    let is = canonical(&records);
+    // Nothing of the shape is lost by masking: another order of one GPU's steps must show.
+    let mut swapped = records.clone();
+    if let Some(r) = swapped.iter_mut().find(|r| r.name == names::GPU_BOUND) {
+        r.name = names::GPU_USABLE.into();
+    }
+    ensure!(canonical(&swapped) != is, "the golden form does not see a changed step");
+    if std::env::var_os("UPDATE_GOLDEN").is_some() {
+        std::fs::create_dir_all(path.parent().context("no folder")?)?;
+        std::fs::write(&path, &is)?;
+    }
+    let should = std::fs::read_to_string(&path).with_context(|| format!("read {} (UPDATE_GOLDEN=1 writes it)", path.display()))?;
+    if is != should {
+        let at = is.lines().zip(should.lines()).position(|(a, b)| a != b).unwrap_or_else(|| is.lines().count().min(should.lines().count()));
+        anyhow::bail!(
+            "line {} differs from {} (UPDATE_GOLDEN=1 refreshes it; read the diff):\n  is     {}\n  should {}",
+            at + 1,
+            path.display(),
+            is.lines().nth(at).unwrap_or("(end)"),
+            should.lines().nth(at).unwrap_or("(end)")
+        );
+    }
+    Ok(Outcome::Passed)
+}

@@ -1,0 +1,202 @@
+//! What goes wrong: each fault costs what it must and nothing else, and says why.
+
+use super::harness::{Booted, Guest, Outcome, TestContext, VmTest, named};
+use anyhow::{Context, Result, ensure};
+use kata_gpu_init::events::names;
+use kata_gpu_init::events::record::{Kind, Record};
+use std::time::Duration;
+
+pub const TESTS: &[VmTest] = &[
+    VmTest { name: "a_gpu_that_fails_its_probe_leaves_and_the_others_stay", run: |c| one_fails(c, "probe_fail", 2, "probe-failed") },
+    VmTest { name: "a_first_gpu_that_fails_its_probe_does_not_fail_the_load", run: |c| one_fails(c, "probe_fail", 0, "probe-failed") },
+    VmTest { name: "a_gpu_that_fails_its_initialisation_leaves_and_the_others_stay", run: |c| one_fails(c, "init_fail", 3, "init-failed") },
+    VmTest { name: "a_gpu_that_hangs_is_reported_and_never_closed", run: one_hangs },
+    VmTest { name: "no_gpu_is_no_error_unless_gpus_were_expected", run: no_gpu },
+    VmTest { name: "a_missing_driver_fails_every_gpu_with_the_cure", run: no_driver },
+    VmTest { name: "a_refused_load_fails_every_gpu_with_the_reason", run: load_fails },
+    VmTest { name: "a_missing_uvm_is_an_error_event_not_silence", run: no_uvm },
+    VmTest { name: "without_vsock_the_guest_boots_all_the_same", run: no_vsock },
+    VmTest { name: "a_missing_agent_powers_off_and_says_so_everywhere", run: no_agent },
+    VmTest { name: "bad_parameters_are_told_and_change_nothing", run: bad_parameters },
+];
+
+/// The failure of a GPU: its sentence has the GPU, what failed, and the driver's words.
+fn failure(booted: &Booted, index: usize, reason: &str) -> Result<Record> {
+    let failed = booted.record("gpu.failed", |r| r.name == names::GPU_FAILED && r.fields.get("index") == Some(&index.into()))?;
+    let error = failed.error.clone().unwrap_or_default();
+    ensure!(failed.fields["reason"] == reason, "reason {}, wanted {reason}: {error}", failed.fields["reason"]);
+    let address = failed.gpu.context("gpu.failed names no GPU")?.to_string();
+    ensure!(error.contains(&address), "the error does not name {address}: {error}");
+    Ok(failed)
+}
+
+fn one_fails(context: &TestContext, fault: &str, index: usize, reason: &str) -> Result<Outcome> {
+    let asked = if index == 0 { 1 } else { 0 };
+    // The container with the failed GPU is asked for when its GPU has left: after its first tries it must fail, not wait 100 s.
+    let words = format!("nvidia.{fault}={index} testagent.containers=good:{asked};bad:{index};all:all");
+    for bind in ["concurrent", "pipelined", "insmod"] {
+        let mut booted = Guest::new().append(&format!("{words} gpuinit.bind={bind}")).boot(context, bind)?;
+        let failed = failure(&booted, index, reason)?;
+        let error = failed.error.unwrap_or_default();
+        ensure!(error.contains("the driver says: NVRM: "), "{bind}: the driver's words are missing: {error}");
+        ensure!(booted.settled()? == (7, 1), "{bind}: {:?}", booted.settled()?);
+        booted.created("good")?;
+        let all = booted.created("all")?;
+        // Published as bound before its initialisation failed, it may have been handed out; probed in vain, never.
+        let gpus = all.get("nodes").matches("/dev/nvidia").count() - 3;
+        ensure!(gpus == 7 || reason == "init-failed" && gpus == 8, "{bind}: all has {gpus} GPUs: {}", all.get("nodes"));
+        if reason == "probe-failed" {
+            let bad = booted.refused("bad")?;
+            ensure!(bad.get("error").contains("do not exist"), "{bind}: {}", bad.get("error"));
+        }
+        let publications = booted.receiver.records();
+        let last = named(&publications, Kind::End, names::CDI_PUBLISH).last().copied().cloned().context("no publication")?;
+        ensure!(last.fields["failed"] == 1 && last.fields["ready"] == 7, "{bind}: last publication {:?}", last.fields);
+        booted.still_runs()?;
+    }
+    Ok(Outcome::Passed)
+}
+
+fn one_hangs(context: &TestContext) -> Result<Outcome> {
+    let words = "nvidia.init_hang=4 testagent.containers=good:7;all:all testagent.guest=counters";
+    let mut booted = Guest::new().append(words).boot(context, "hang")?;
+    booted.created("good")?;
+    booted.created("all")?;
+    // The first deadline reports, and kills nothing.
+    let late = booted.record("gpu.late", |r| r.name == names::GPU_LATE)?;
+    ensure!(late.fields["step"] == "initialisation" && late.fields["waited_ms"] == 10_000, "{:?}", late.fields);
+    let records = booted.receiver.records();
+    let usable = named(&records, Kind::Event, names::GPU_USABLE).len();
+    ensure!(usable == 7, "{usable} GPUs are usable");
+    ensure!(named(&records, Kind::Event, names::GPU_FAILED).is_empty(), "a GPU has failed");
+    let open: Vec<_> = named(&records, Kind::Begin, names::GPU_INIT)
+        .into_iter()
+        .filter(|b| !records.iter().any(|e| e.kind == Kind::End && e.span == b.span))
+        .collect();
+    ensure!(open.len() == 1 && open[0].gpu == late.gpu, "open initialisations: {open:?}");
+    let counters = booted.console.agent_lines().into_iter().rfind(|l| l.get("msg") == "counters").context("no counters")?;
+    let closed = counters.get("all").split_whitespace().collect::<Vec<_>>().windows(2).filter(|w| w[0] == "closes:" && w[1] != "0").count();
+    ensure!(closed == 0 && counters.get("all").contains("closes: 0"), "something was closed: {}", counters.get("all"));
+    booted.still_runs()?;
+    Ok(Outcome::Passed)
+}
+
+fn no_gpu(context: &TestContext) -> Result<Outcome> {
+    let booted = Guest::new().append("fakepci.gpus=0 testagent.containers=plain:0 agent.cdi_timeout=2").boot(context, "none")?;
+    ensure!(booted.settled()? == (0, 0), "{:?}", booted.settled()?);
+    // The kind is absent: a GPU that is plugged in later may still come, so the agent waits its time.
+    ensure!(booted.refused("plain")?.get("error").contains("timeout of 2 seconds"), "wrong error");
+    let records = booted.receiver.records();
+    ensure!(!records.iter().any(|r| r.error.is_some()), "an error without a fault: {:?}", records.iter().find(|r| r.error.is_some()));
+    ensure!(named(&records, Kind::Begin, names::MODULE_LOAD).is_empty(), "the driver was loaded for no GPU");
+    let booted = Guest::new().append("fakepci.gpus=2 gpuinit.gpus=8").boot(context, "expected")?;
+    let missing = booted.record("pci.scan error", |r| r.name == names::PCI_SCAN && r.error.is_some())?;
+    ensure!(missing.error.as_deref().is_some_and(|e| e.contains("gpuinit.gpus=8") && e.contains("has 2")), "{:?}", missing.error);
+    ensure!(booted.settled()? == (2, 0), "{:?}", booted.settled()?);
+    Ok(Outcome::Passed)
+}
+
+/// Path of a module in the initrd.
+fn module(context: &TestContext, name: &str) -> Result<&'static str> {
+    let version = std::fs::read_to_string(context.target.join("kernel/version"))?;
+    Ok(Box::leak(format!("lib/modules/{}/{name}.ko", version.trim()).into_boxed_str()))
+}
+
+fn all_failed(booted: &mut Booted, words: &[&str]) -> Result<()> {
+    ensure!(booted.settled()? == (0, 8), "{:?}", booted.settled()?);
+    for index in 0..8 {
+        let error = failure(booted, index, "driver-not-loaded")?.error.unwrap_or_default();
+        for word in words {
+            ensure!(error.contains(word), "GPU {index}: {word:?} is not in: {error}");
+        }
+    }
+    // Asked for and gone for good: the agent says so at its next try instead of waiting.
+    let refused = booted.refused("one")?;
+    ensure!(refused.get("error").contains("do not exist"), "{}", refused.get("error"));
+    booted.still_runs()
+}
+
+fn no_driver(context: &TestContext) -> Result<Outcome> {
+    let mut booted = Guest::new().without(module(context, "nvidia")?).append("testagent.containers=one:0").boot(context, "no-driver")?;
+    all_failed(&mut booted, &["nvidia.ko", "No such file", "modules.dep is older than the modules"])?;
+    Ok(Outcome::Passed)
+}
+
+fn load_fails(context: &TestContext) -> Result<Outcome> {
+    // 5: EIO.
+    let mut booted = Guest::new().append("nvidia.load_fail=5 testagent.containers=one:0").boot(context, "load-fails")?;
+    all_failed(&mut booted, &["load module nvidia", "EIO"])?;
+    Ok(Outcome::Passed)
+}
+
+fn no_uvm(context: &TestContext) -> Result<Outcome> {
+    let booted = Guest::new().without(module(context, "nvidia-uvm")?).append("testagent.containers=all:all").boot(context, "no-uvm")?;
+    let error = booted.record("error about nvidia-uvm", |r| r.name == names::MODULE_LOAD && r.kind == Kind::Event && r.error.is_some())?;
+    ensure!(error.error.as_deref().is_some_and(|e| e.contains("nvidia_uvm") && e.contains("CUDA will not start")), "{:?}", error.error);
+    let all = booted.created("all")?;
+    ensure!(!all.get("nodes").contains("uvm") && all.get("nodes").contains("nvidiactl"), "{}", all.get("nodes"));
+    Ok(Outcome::Passed)
+}
+
+fn no_vsock(context: &TestContext) -> Result<Outcome> {
+    // Of the guest's hardware only the GPUs: no virtio, no vsock.
+    let version = std::fs::read_to_string(context.target.join("kernel/version"))?;
+    let list = format!("/lib/modules/{}/fakepci.ko\n", version.trim());
+    let mut booted = Guest::new()
+        .file("etc/hardware.modules", list.as_bytes())
+        .without_vsock()
+        .append("testagent.containers=all:all testagent.guest=listener")
+        .boot(context, "no-vsock")?;
+    booted.agent("container created", |_| true)?;
+    ensure!(
+        booted.console.wait_text(Duration::from_secs(60), "this kernel has no vsock"),
+        "the console does not say that there is no vsock"
+    );
+    // The stream is there for readers in the guest.
+    let seen = booted.agent("listener", |_| true)?;
+    ensure!(seen.get("first").contains("\"stream\"") && seen.get("records").parse::<u64>()? > 50, "listener: {seen:?}");
+    booted.still_runs()?;
+    Ok(Outcome::Passed)
+}
+
+fn no_agent(context: &TestContext) -> Result<Outcome> {
+    // /hardware is a link to the agent's file, so the pre-init comes as a file of its own.
+    let binary = std::fs::read(context.target.join("x86_64-unknown-linux-musl/release/kata-agent"))?;
+    let mut booted = Guest::new().without("usr/bin/kata-agent").file("hardware", &binary).boot(context, "no-agent")?;
+    booted.exit()?;
+    let wanted = "execute /usr/bin/kata-agent: ENOENT: No such file or directory (the image has no agent: put it there)";
+    let event = booted.event(names::POWER_OFF)?;
+    ensure!(event.error.as_deref() == Some(wanted), "over vsock: {:?}", event.error);
+    let exec = booted.record("agent.exec end", |r| r.name == names::AGENT_EXEC && r.kind == Kind::End)?;
+    ensure!(exec.error.as_deref() == Some(wanted), "agent.exec: {:?}", exec.error);
+    let console = booted.console.text();
+    ensure!(console.contains(&format!("kata-gpu-init: {wanted}: powering off")), "the console does not say it");
+    // The kernel's log is printed on the console with its time in front.
+    ensure!(
+        console.lines().any(|l| l.starts_with('[') && l.contains("] kata-gpu-init: execute /usr/bin/kata-agent")),
+        "the kernel's log does not say it"
+    );
+    ensure!(console.contains("Power down") || console.contains("Power off"), "the guest did not power off");
+    Ok(Outcome::Passed)
+}
+
+fn bad_parameters(context: &TestContext) -> Result<Outcome> {
+    let junk = "gpuinit.bind=fast gpuinit.gpus=-1 gpuinit.\u{1}\u{7f}=\u{2} nvrc.dcgm=on";
+    // x86 takes 2047 bytes (COMMAND_LINE_SIZE), and a longer line does not boot at all; 4 kB are a unit test of `config`.
+    let many = "gpuinit.nosuch=1 ".repeat(1700 / 17);
+    for (name, words) in [("few", junk.to_string()), ("many", format!("{junk} {many}"))] {
+        let mut booted = Guest::new().append(&words).boot(context, name)?;
+        ensure!(booted.settled()? == (8, 0), "{name}: {:?}", booted.settled()?);
+        let records = booted.receiver.records();
+        let told = named(&records, Kind::Event, names::CONFIG);
+        let problem =
+            |parameter: &str| told.iter().find(|r| r.fields["parameter"] == parameter).and_then(|r| r.error.clone()).unwrap_or_default();
+        ensure!(problem("gpuinit.bind").contains("takes auto, insmod, pipelined, concurrent; ignored, default: auto"), "{name}: {told:?}");
+        ensure!(problem("gpuinit.gpus").contains("takes 0 to 1024"), "{name}: {told:?}");
+        ensure!(problem("nvrc.dcgm").contains("not supported yet"), "{name}: {told:?}");
+        ensure!(told.len() <= 33, "{name}: {} events", told.len());
+        ensure!(named(&records, Kind::Event, names::STRATEGY)[0].fields["bind"] == "concurrent", "{name}: the default is not used");
+        booted.still_runs()?;
+    }
+    Ok(Outcome::Passed)
+}

@@ -1,0 +1,79 @@
+//! The guest's console: a file that QEMU appends to, followed with inotify.
+
+use anyhow::{Context, Result};
+use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
+use nix::sys::inotify::{AddWatchFlags, InitFlags, Inotify};
+use std::collections::BTreeMap;
+use std::os::fd::AsFd;
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant, UNIX_EPOCH};
+
+/// A log line in the agent's shape.
+#[derive(Clone, Debug)]
+pub struct AgentLine(BTreeMap<String, String>);
+
+impl AgentLine {
+    fn parse(line: &str) -> Option<Self> {
+        // Two writers share a serial line: a kernel message may stand before the JSON.
+        let map: BTreeMap<String, String> = serde_json::from_str(line.get(line.find("{\"")?..)?).ok()?;
+        (map.get("source").map(String::as_str) == Some("agent")).then_some(Self(map))
+    }
+
+    /// The value of a key, or nothing.
+    pub fn get(&self, key: &str) -> &str {
+        self.0.get(key).map_or("", String::as_str)
+    }
+
+    /// Time of the line in ns since 1970.
+    pub fn realtime_ns(&self) -> Result<u64> {
+        let time = humantime::parse_rfc3339(self.get("ts")).with_context(|| format!("time {:?}", self.get("ts")))?;
+        Ok(u64::try_from(time.duration_since(UNIX_EPOCH)?.as_nanos())?)
+    }
+}
+
+pub struct Console {
+    path: PathBuf,
+}
+
+impl Console {
+    pub fn new(path: &Path) -> Self {
+        Self { path: path.to_path_buf() }
+    }
+
+    pub fn text(&self) -> String {
+        std::fs::read(&self.path).map(|b| String::from_utf8_lossy(&b).into_owned()).unwrap_or_default()
+    }
+
+    /// All of the agent's lines so far.
+    pub fn agent_lines(&self) -> Vec<AgentLine> {
+        self.text().lines().filter_map(AgentLine::parse).collect()
+    }
+
+    pub fn wait_agent(&self, deadline: Duration, message: &str, wanted: impl Fn(&AgentLine) -> bool) -> Option<AgentLine> {
+        self.wait_agent_any(deadline, |l| l.get("msg") == message && wanted(l))
+    }
+
+    pub fn wait_agent_any(&self, deadline: Duration, wanted: impl Fn(&AgentLine) -> bool) -> Option<AgentLine> {
+        self.wait(deadline, |text| text.lines().filter_map(AgentLine::parse).find(&wanted))
+    }
+
+    /// Waits for a text anywhere on the console.
+    pub fn wait_text(&self, deadline: Duration, wanted: &str) -> bool {
+        self.wait(deadline, |text| text.contains(wanted).then_some(())).is_some()
+    }
+
+    fn wait<T>(&self, deadline: Duration, find: impl Fn(&str) -> Option<T>) -> Option<T> {
+        let end = Instant::now() + deadline;
+        // Watched before the first look: what is written in between wakes us.
+        let inotify = Inotify::init(InitFlags::IN_NONBLOCK | InitFlags::IN_CLOEXEC).ok()?;
+        inotify.add_watch(&self.path, AddWatchFlags::IN_MODIFY).ok()?;
+        loop {
+            if let Some(found) = find(&self.text()) {
+                return Some(found);
+            }
+            let left = end.checked_duration_since(Instant::now())?;
+            poll(&mut [PollFd::new(inotify.as_fd(), PollFlags::POLLIN)], PollTimeout::try_from(left).ok()?).ok()?;
+            let _unused = inotify.read_events(); // only the wake-up counts
+        }
+    }
+}

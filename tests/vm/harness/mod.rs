@@ -1,0 +1,216 @@
+//! What a VM test is, and what it can do: boot a guest with a command line and a changed initrd, receive its stream, read its console.
+
+mod console;
+mod cpio;
+mod receiver;
+
+pub use console::{AgentLine, Console};
+pub use receiver::{Listener, Receiver};
+
+use anyhow::{Context, Result, anyhow, bail, ensure};
+use kata_gpu_init::events::names;
+use kata_gpu_init::events::record::{Kind, Record};
+use kata_gpu_init::host::vm::{Vm, VmConfig, uds_path};
+use std::path::{Path, PathBuf};
+use std::process::ExitStatus;
+use std::time::Duration;
+
+/// How long anything in a test may take on the host's clock, TCG and a busy machine included. Never the thing that is tested.
+pub const DEADLINE: Duration = Duration::from_secs(90);
+
+/// How a test ended, if it did not fail.
+pub enum Outcome {
+    Passed,
+    /// Passed, and this is worth printing.
+    Measured(String),
+    Skipped(String),
+}
+
+/// One test.
+pub struct VmTest {
+    /// A sentence, in words joined by underscores.
+    pub name: &'static str,
+    pub run: fn(&TestContext) -> Result<Outcome>,
+}
+
+/// Where a test finds what it boots, and where it leaves its logs.
+pub struct TestContext {
+    pub target: PathBuf,
+    pub work_dir: PathBuf,
+}
+
+/// A guest to boot. The default: 8 GPUs that take little time, a listener on the host.
+pub struct Guest {
+    append: Vec<String>,
+    files: Vec<(String, Vec<u8>)>,
+    without: Vec<&'static str>,
+    vsock: bool,
+    listener: Listener,
+}
+
+impl Guest {
+    pub fn new() -> Self {
+        let times = "fakepci.enable_ms=3 nvidia.probe_ms=3 nvidia.s1_ms=30 nvidia.s2_ms=130 nvidia.s3_ms=50";
+        Self {
+            append: vec!["console=ttyS0 panic=-1 cgroup_no_v1=all rdinit=/hardware".into(), times.into()],
+            files: vec![],
+            without: vec![],
+            vsock: true,
+            listener: Listener::Reads,
+        }
+    }
+
+    /// Adds words to the kernel command line; later ones count.
+    pub fn append(mut self, words: &str) -> Self {
+        self.append.push(words.into());
+        self
+    }
+
+    /// Replaces a file of the initrd, or adds one.
+    pub fn file(mut self, path: &str, text: &[u8]) -> Self {
+        self.files.push((path.into(), text.to_vec()));
+        self
+    }
+
+    /// Leaves a file out of the initrd.
+    pub fn without(mut self, path: &'static str) -> Self {
+        self.without.push(path);
+        self
+    }
+
+    pub fn without_vsock(mut self) -> Self {
+        self.vsock = false;
+        self
+    }
+
+    pub fn listener(mut self, listener: Listener) -> Self {
+        self.listener = listener;
+        self
+    }
+
+    /// Starts it. `name` tells several guests of one test apart.
+    pub fn boot(self, context: &TestContext, name: &str) -> Result<Booted> {
+        let work_dir = context.work_dir.join(name);
+        // What an earlier run left would be taken for this one's.
+        let _unused = std::fs::remove_dir_all(&work_dir);
+        std::fs::create_dir_all(&work_dir).with_context(|| format!("make {}", work_dir.display()))?;
+        let base = context.target.join("initrd.cpio");
+        let mut initrd = base.clone();
+        if !self.files.is_empty() || !self.without.is_empty() {
+            let archive = std::fs::read(&base).with_context(|| format!("read {}", base.display()))?;
+            initrd = work_dir.join("initrd.cpio");
+            std::fs::write(&initrd, cpio::change(&archive, &self.files, &self.without)?)?;
+        }
+        let receiver = Receiver::start(&uds_path(&work_dir), self.listener)?;
+        let vm = Vm::start(&VmConfig {
+            kernel: context.target.join("kernel/vmlinuz"),
+            initrd,
+            append: self.append.join(" "),
+            memory_mib: 1024,
+            cpus: 2,
+            work_dir: work_dir.clone(),
+            vhost_device_vsock: self.vsock.then(|| context.target.join("tools/bin/vhost-device-vsock")),
+        })?;
+        let console = Console::new(vm.console());
+        Ok(Booted { vm, receiver, console, work_dir })
+    }
+}
+
+/// A guest that runs; dies when dropped.
+pub struct Booted {
+    pub vm: Vm,
+    pub receiver: Receiver,
+    pub console: Console,
+    work_dir: PathBuf,
+}
+
+impl Booted {
+    /// Waits for a record.
+    pub fn record(&self, what: &str, wanted: impl Fn(&Record) -> bool) -> Result<Record> {
+        self.receiver.wait(DEADLINE, wanted).ok_or_else(|| anyhow!("no record \"{what}\" within {DEADLINE:?}"))
+    }
+
+    /// Waits for the event of this name.
+    pub fn event(&self, name: &str) -> Result<Record> {
+        self.record(name, |r| r.kind == Kind::Event && r.name == name)
+    }
+
+    /// Waits until all GPUs are usable or failed; gives how many are which.
+    pub fn settled(&self) -> Result<(u64, u64)> {
+        let record = self.event(names::SETTLED)?;
+        let count = |key| record.fields.get(key).and_then(serde_json::Value::as_u64).with_context(|| format!("settled has no {key}"));
+        Ok((count("usable")?, count("failed")?))
+    }
+
+    /// Waits for a line of the agent.
+    pub fn agent(&self, message: &str, wanted: impl Fn(&AgentLine) -> bool) -> Result<AgentLine> {
+        self.console.wait_agent(DEADLINE, message, wanted).ok_or_else(|| anyhow!("no line \"{message}\" of the agent within {DEADLINE:?}"))
+    }
+
+    /// Waits until a container is created, and fails when it fails.
+    pub fn created(&self, container: &str) -> Result<AgentLine> {
+        let line = self
+            .console
+            .wait_agent_any(DEADLINE, |l| l.get("container") == container && l.get("msg") != "cdi try failed")
+            .ok_or_else(|| anyhow!("container {container} is neither created nor failed within {DEADLINE:?}"))?;
+        ensure!(line.get("msg") == "container created", "container {container}: {}: {}", line.get("msg"), line.get("error"));
+        Ok(line)
+    }
+
+    /// Waits until a container has failed.
+    pub fn refused(&self, container: &str) -> Result<AgentLine> {
+        self.agent("container failed", |l| l.get("container") == container)
+    }
+
+    /// CLOCK_BOOTTIME in ns of a line that carries wall time, by the stream's clock record.
+    pub fn boottime_ns(&self, line: &AgentLine) -> Result<u64> {
+        let clock = self.event(names::CLOCK)?;
+        let realtime = clock.fields.get("realtime_ns").and_then(serde_json::Value::as_u64).context("clock has no realtime_ns")?;
+        (line.realtime_ns()? + clock.boottime_ns).checked_sub(realtime).context("line from before the boot")
+    }
+
+    /// Waits until the guest has powered off.
+    pub fn exit(&mut self) -> Result<ExitStatus> {
+        self.vm.wait(DEADLINE)?.ok_or_else(|| anyhow!("the guest still runs after {DEADLINE:?}"))
+    }
+
+    /// Fails if the guest is gone.
+    pub fn still_runs(&mut self) -> Result<()> {
+        match self.vm.exited()? {
+            None => Ok(()),
+            Some(status) => bail!("the guest has ended ({status})"),
+        }
+    }
+
+    pub fn work_dir(&self) -> &Path {
+        &self.work_dir
+    }
+}
+
+/// All records of one name and kind, in order of seq.
+pub fn named<'a>(records: &'a [Record], kind: Kind, name: &str) -> Vec<&'a Record> {
+    records.iter().filter(|r| r.kind == kind && r.name == name).collect()
+}
+
+/// Checks that a stream has every seq from 0 on, once.
+pub fn complete(records: &[Record]) -> Result<()> {
+    for (expected, record) in records.iter().enumerate() {
+        ensure!(record.seq == expected as u64, "seq {expected} is missing: {} comes instead", record.seq);
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_gap_in_a_stream_is_found() {
+        let record = |seq| -> Record {
+            serde_json::from_value(serde_json::json!({"schema":1,"seq":seq,"boottime_ns":1,"kind":"event","name":"x"})).unwrap()
+        };
+        assert!(complete(&[record(0), record(1)]).is_ok());
+        assert!(complete(&[record(0), record(2)]).is_err());
+        assert!(complete(&[record(1)]).is_err());
+    }
+}
