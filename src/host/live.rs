@@ -60,6 +60,9 @@ impl Live {
     pub fn record(&mut self, record: &Record, now: Instant) {
         self.points.add(record);
         self.settled |= record.kind == Kind::Event && record.name == names::SETTLED;
+        if self.newest.is_none() {
+            self.hold(Row::kernel_start(), now);
+        }
         if self.newest.is_none_or(|(newest, _)| newest <= record.boottime_ns) {
             self.newest = Some((record.boottime_ns, now));
         }
@@ -228,7 +231,7 @@ mod tests {
         view.record(10, 10, EVENT);
         assert_eq!(view.due(199), [""; 0]);
         assert_eq!(view.live.deadline(), Some(view.at(200)));
-        assert_eq!(view.due(200), ["0.010 init x", "0.020 +0.010 init x"]);
+        assert_eq!(view.due(200), ["0.000 kernel kernel start", "0.010 +0.010 init x", "0.020 +0.010 init x"]);
         assert_eq!(view.due(210), [""; 0]);
     }
 
@@ -243,7 +246,7 @@ mod tests {
             );
         }
         view.record(0, 100, EVENT);
-        assert_eq!(view.due(200), ["0.100 init x"]);
+        assert_eq!(view.due(200), ["0.000 kernel kernel start", "0.100 +0.100 init x"]);
         assert_eq!(view.live.deadline(), Some(view.at(1200)));
         assert_eq!(view.due(1199), [""; 0]);
         assert_eq!(view.due(1200), ["... still: gpu.enable of GPU 0-2,5, for 1.200 s"]);
@@ -262,14 +265,14 @@ mod tests {
         view.live.agent(ready, view.at(0));
         assert_eq!(view.due(1000), [""; 0]);
         view.record(1000, 100, r#""kind":"event","name":"clock","fields":{"realtime_ns":5000100000000}"#);
-        assert_eq!(view.due(1000), ["0.050 agent agent ready"]);
+        assert_eq!(view.due(1000), ["0.000 kernel kernel start", "0.050 +0.050 agent agent ready"]);
     }
 
     #[test]
     fn agent_lines_that_cannot_be_placed_are_shown_as_approximate() {
         let mut view = View::new();
         view.record(0, 100, EVENT);
-        assert_eq!(view.due(200).len(), 1);
+        assert_eq!(view.due(200).len(), 2);
         view.live.agent(AgentLine { realtime_ns: 5, event: AgentEvent::Ready }, view.at(500));
         assert_eq!(view.due(2500), ["~0.600 +0.500 agent agent ready"]);
         let mut view = View::new();
@@ -283,6 +286,6 @@ mod tests {
         let mut view = View::new();
         view.record(0, 20, EVENT);
         view.live.agent(AgentLine { realtime_ns: 5, event: AgentEvent::Ready }, view.at(0));
-        assert_eq!(view.live.finish(view.at(1)).len(), 2);
+        assert_eq!(view.live.finish(view.at(1)).len(), 3);
     }
 }

@@ -253,7 +253,8 @@ impl Boot {
         let event = |name: &str| records.iter().find(|r| r.kind == Kind::Event && r.name == name).map(|r| (r.boottime_ns, false));
         let created: Vec<(u64, bool)> =
             boot.containers.iter().filter(|c| c.error.is_none()).filter_map(|c| Some((c.at_ns?, c.approximate))).collect();
-        let exec = spans.iter().find(|s| s.name == names::AGENT_EXEC && s.error.is_none()).and_then(|s| s.end_ns.or(s.begin_ns));
+        // Its beginning: the end is when somebody saw that it was done, which on a busy guest can be after the agent is ready.
+        let exec = spans.iter().find(|s| s.name == names::AGENT_EXEC && s.error.is_none()).and_then(|s| s.begin_ns);
         let milestone = |name, at: Option<(u64, bool)>| Milestone {
             name,
             boottime_ns: at.map(|a| a.0),
@@ -320,7 +321,8 @@ fn spans(records: &[&Record]) -> Vec<Span> {
 fn gpus(records: &[&Record], spans: &[Span]) -> Vec<Gpu> {
     let mut gpus: BTreeMap<PciAddress, Gpu> = BTreeMap::new();
     for record in records {
-        let Some(address) = record.gpu else { continue };
+        // The kernel's lines name every PCI function there is.
+        let Some(address) = record.gpu.filter(|_| record.kind != Kind::Kmsg) else { continue };
         let gpu = gpus.entry(address).or_insert_with(|| Gpu {
             address,
             index: None,

@@ -74,6 +74,18 @@ pub struct Row {
     pub detail: bool,
 }
 
+impl Row {
+    /// A plain row about no GPU.
+    pub fn plain(time_ns: u64, side: Side, what: String) -> Self {
+        Self { time_ns, approximate: false, side, gpu: None, what, took_ns: None, tone: Tone::Plain, detail: false }
+    }
+
+    /// The first row of every boot.
+    pub fn kernel_start() -> Self {
+        Self::plain(0, Side::Kernel, "kernel start".to_string())
+    }
+}
+
 /// A span that has begun and not ended.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Open {

@@ -4,7 +4,7 @@ use super::agent_log::{self, AgentLine, ClockPoints};
 use super::boot_file::{BootFile, EXTENSION, HostEvent};
 use super::clock::Clock;
 use super::model::{Boot, in_time};
-use super::rows::{Row, Side, Tone, Tracker};
+use super::rows::{Row, Side, Tracker};
 use super::summary::summary;
 use super::table::Table;
 use super::text::{Screen, printable};
@@ -161,17 +161,7 @@ fn rows(file: &BootFile, agent: &[AgentLine]) -> Vec<Row> {
     let mut points = ClockPoints::default();
     file.records.iter().for_each(|record| points.add(record));
     let mut tracker = Tracker::default();
-    let plain = |time_ns, side, what: String| Row {
-        time_ns,
-        approximate: false,
-        side,
-        gpu: None,
-        what,
-        took_ns: None,
-        tone: Tone::Plain,
-        detail: false,
-    };
-    let mut rows = vec![plain(0, Side::Kernel, "kernel start".into())];
+    let mut rows = vec![Row::kernel_start()];
     rows.extend(in_time(&file.records).into_iter().map(|record| tracker.row(record)));
     for line in agent {
         if let Some(placed) = points.place(line.realtime_ns, &clock) {
@@ -182,7 +172,7 @@ fn rows(file: &BootFile, agent: &[AgentLine]) -> Vec<Row> {
         if let HostEvent::Connected { peer, .. } = &line.event
             && let Some(time_ns) = clock.boottime_at(line.realtime_ns)
         {
-            rows.push(plain(time_ns, Side::Host, format!("collector connected to {}", printable(peer))));
+            rows.push(Row::plain(time_ns, Side::Host, format!("collector connected to {}", printable(peer))));
         }
     }
     rows.sort_by_key(|row| row.time_ns);
