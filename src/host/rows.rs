@@ -93,8 +93,8 @@ pub struct Open {
     pub gpu: Option<GpuName>,
     pub begin_ns: u64,
     parent: Option<u64>,
-    /// What its beginning said: the row of its end says it.
-    fields: String,
+    /// What its beginning said (` key=value`): the row of its end says it again.
+    pub fields: String,
 }
 
 /// What has been seen so far of one boot.

@@ -185,11 +185,25 @@ mod tests {
     use crate::host::testing::{TempDir, golden, tests_dir};
 
     const BOOT: &str = "hand-made-3-gpus-one-fails";
+    /// A boot of the simulator guest in QEMU without KVM, as the collector wrote it; of its console, the agent's lines.
+    const RECORDED: &str = "recorded-8-gpus-fast-host";
+
+    fn fixture_of(boot: &str) -> (BootFile, Vec<AgentLine>) {
+        let file = read_boot(&tests_dir(&format!("fixtures/boots/{boot}.ndjson"))).unwrap();
+        let console = File::open(tests_dir(&format!("fixtures/boots/{boot}.console"))).unwrap();
+        (file, agent_log::read(console).unwrap())
+    }
 
     fn fixture() -> (BootFile, Vec<AgentLine>) {
-        let file = read_boot(&tests_dir(&format!("fixtures/boots/{BOOT}.ndjson"))).unwrap();
-        let console = File::open(tests_dir(&format!("fixtures/boots/{BOOT}.console"))).unwrap();
-        (file, agent_log::read(console).unwrap())
+        fixture_of(BOOT)
+    }
+
+    #[test]
+    fn a_recorded_boot_looks_as_it_did() {
+        let (file, agent) = fixture_of(RECORDED);
+        let boot = Boot::new(&file, &agent);
+        assert_eq!((boot.gpus.len(), boot.containers.len(), boot.lost.records, boot.damaged_lines), (8, 2, 0, 0));
+        golden(&format!("{RECORDED}.show"), &page(&file, &agent, &boot, false, Screen::PLAIN));
     }
 
     fn shown(verbose: bool, screen: Screen) -> String {
