@@ -15,17 +15,19 @@ use std::io::{self, ErrorKind, Write};
 use std::path::{Path, PathBuf};
 
 const HELP: &str = "\
-Columns: TIME is seconds since the guest's kernel started, SINCE the distance to the line above, SIDE where the time went (kernel, init,
-driver, agent, host), GPU its CDI name and guest PCI address, TOOK how long a step took.
-Wall-clock times are the host's; the bound beside them says how wrong they may be.
+Columns: TIME is seconds since the guest's kernel started, SINCE the distance to the line above, SIDE where the time went (kernel, init, driver, \
+agent, host), GPU its CDI name and guest PCI address, TOOK how long a step took. Wall-clock times are the host's; the bound beside them says how \
+wrong they may be.
 
 Examples:
-  kata-gpu-boot show                         the newest boot in this directory
+  # the newest boot in this directory
+  kata-gpu-boot show
+  # the boot whose id starts with 0f7a
   kata-gpu-boot show 0f7a --dir /var/log/boots
-                                             the boot whose id starts with 0f7a
+  # with the agent's lines: when was it ready, when did containers start
   kata-gpu-boot show boot.ndjson --console console.log
-                                             with the agent's lines from the console: when was it ready, when did containers start
-  kata-gpu-boot show -v                      with details: begins, kernel messages, every look of the agent
+  # with details: begins, kernel messages, every look of the agent
+  kata-gpu-boot show -v
   kata-gpu-boot show --json | jq '.gpus[] | {index, bound: .bound.at_ns}'";
 
 /// Show one boot as a table: what happened when, on whose side, and how long it took.
