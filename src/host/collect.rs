@@ -16,14 +16,17 @@ use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::{mpsc, watch};
 
 const HELP: &str = "\
-Guests connect by themselves. Where the kernel has vsock (vhost_vsock), they reach this machine at CID 2 and nothing else is needed. With hybrid
+Guests connect by themselves. Where the kernel has vsock (vhost_vsock), they reach this machine at CID 2 and nothing else is needed. With hybrid \
 vsock (Cloud Hypervisor, Firecracker, vhost-device-vsock) give the device's socket path: the collector listens on PATH_PORT beside it.
-Writes DIR/<boot id>.ndjson, one file per boot: the guest's lines as they came, and the collector's own (\"kind\":\"host\").
-Stops with SIGINT or SIGTERM; started again, it goes on where it was.
+
+Writes DIR/<boot id>.ndjson, one file per boot: the guest's lines as they came, and the collector's own (\"kind\":\"host\"). Stops with SIGINT \
+or SIGTERM; started again, it goes on where it was.
 
 Examples:
   kata-gpu-boot collect --dir /var/log/boots
-  kata-gpu-boot collect --dir boots --live --boots 1         watch the next boot, then leave
+  # watch the next boot, then leave
+  kata-gpu-boot collect --dir boots --live --boots 1
+  # a VM with hybrid vsock
   kata-gpu-boot collect --dir boots --no-vsock --uds /run/vm1/vsock";
 
 /// Receive the event streams of guests, one file per boot.

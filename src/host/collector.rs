@@ -224,3 +224,168 @@ fn drain(socket: &AsyncFd<OwnedFd>, connection: &mut Connection, shared: &Shared
     }
     Ok(())
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::events::record::{self, DEFAULT_PORT, Header, Pong};
+    use crate::host::boot_file::{BootFile, HostEvent};
+    use crate::host::testing::TempDir;
+    use std::path::Path;
+    use tokio::io::{AsyncBufReadExt, AsyncWriteExt, BufReader};
+    use tokio::net::UnixStream;
+
+    const BOOT: &str = "0f7a1f8e-0000-4000-8000-00000000beef";
+    /// Everything here takes milliseconds.
+    const DEADLINE: Duration = Duration::from_secs(20);
+
+    struct Run {
+        dir: TempDir,
+        news: mpsc::Receiver<News>,
+        stop: watch::Sender<bool>,
+        running: tokio::task::JoinHandle<u64>,
+    }
+
+    impl Run {
+        fn start(dir: TempDir) -> Self {
+            let (sender, news) = mpsc::channel(NEWS_QUEUE);
+            let config = Config { dir: dir.path().join("boots"), port: DEFAULT_PORT, vsock: false, uds: vec![dir.path().join("v")] };
+            let collector = Collector::bind(&config, sender).unwrap();
+            let (stop, stopped) = watch::channel(false);
+            Self { dir, news, stop, running: tokio::spawn(collector.run(stopped)) }
+        }
+
+        async fn connect(&self) -> UnixStream {
+            UnixStream::connect(self.dir.path().join(format!("v_{DEFAULT_PORT}"))).await.unwrap()
+        }
+
+        async fn until(&mut self, what: &str, mut is: impl FnMut(&News) -> bool) {
+            let found = async {
+                while let Some(news) = self.news.recv().await {
+                    if is(&news) {
+                        return;
+                    }
+                }
+                panic!("the collector ended before {what}");
+            };
+            tokio::time::timeout(DEADLINE, found).await.unwrap_or_else(|_| panic!("no {what} within {DEADLINE:?}"));
+        }
+
+        async fn stop(self) -> TempDir {
+            self.stop.send_replace(true);
+            tokio::time::timeout(DEADLINE, self.running).await.expect("the collector stops").unwrap();
+            self.dir
+        }
+    }
+
+    fn read(dir: &Path) -> BootFile {
+        BootFile::read(std::fs::File::open(dir.join(format!("boots/{BOOT}.ndjson"))).unwrap()).unwrap()
+    }
+
+    fn header() -> String {
+        record::header_line(&Header { boot_id: BOOT.into(), version: "0.1.0".into(), kernel: "6.1".into(), first_seq: 0 })
+    }
+
+    fn event(seq: u64) -> String {
+        format!("{{\"schema\":1,\"seq\":{seq},\"boottime_ns\":1,\"kind\":\"event\",\"name\":\"x\"}}\n")
+    }
+
+    #[tokio::test]
+    async fn a_boot_survives_reconnects_and_a_restart_of_the_collector_without_a_double_record() {
+        let mut run = Run::start(TempDir::new());
+        for count in [10, 20] {
+            let mut guest = run.connect().await;
+            let text: String = (0..count).map(event).collect();
+            guest.write_all((header() + &text).as_bytes()).await.unwrap();
+            drop(guest);
+            run.until("end of the connection", |n| matches!(n, News::Ended { .. })).await;
+        }
+        let dir = run.stop().await;
+        let mut run = Run::start(dir);
+        let mut guest = run.connect().await;
+        let text: String = (0..30).map(event).collect();
+        guest.write_all((header() + &text).as_bytes()).await.unwrap();
+        run.until("record 29", |n| matches!(n, News::Record { record, .. } if record.seq == 29)).await;
+        let dir = run.stop().await;
+        let file = read(dir.path());
+        assert_eq!(file.records.iter().map(|r| r.seq).collect::<Vec<_>>(), (0..30).collect::<Vec<_>>());
+        let text = std::fs::read_to_string(dir.path().join(format!("boots/{BOOT}.ndjson"))).unwrap();
+        assert_eq!(text.lines().filter(|l| l.contains("\"seq\":")).count(), 30);
+        assert_eq!(file.damaged, 0);
+        assert!(!dir.path().join(format!("v_{DEFAULT_PORT}")).exists(), "the socket goes with the collector");
+    }
+
+    #[tokio::test]
+    async fn the_guests_clock_is_measured_through_the_stream() {
+        let mut run = Run::start(TempDir::new());
+        let guest = run.connect().await;
+        let (reader, mut writer) = guest.into_split();
+        writer.write_all(header().as_bytes()).await.unwrap();
+        let mut pings = BufReader::new(reader).lines();
+        for _ in 0..8 {
+            let line = tokio::time::timeout(DEADLINE, pings.next_line()).await.expect("a ping comes").unwrap().unwrap();
+            let pong = record::ping(line.as_bytes()).expect("it is a ping");
+            let boottime_ns = nix::time::clock_gettime(nix::time::ClockId::CLOCK_BOOTTIME).unwrap();
+            let boottime_ns = Duration::from(boottime_ns).as_nanos() as u64;
+            writer.write_all(record::pong_line(Pong { pong, boottime_ns }).as_bytes()).await.unwrap();
+        }
+        run.until("clock sample", |n| matches!(n, News::Clock { .. })).await;
+        // The guest of this test is this machine, so the true offset is known, up to the time between two readings.
+        let before = crate::host::text::realtime_ns();
+        let boottime = Duration::from(nix::time::clock_gettime(nix::time::ClockId::CLOCK_BOOTTIME).unwrap()).as_nanos() as i64;
+        let slack = crate::host::text::realtime_ns().abs_diff(before) + 1000;
+        let dir = run.stop().await;
+        let file = read(dir.path());
+        let best = file.clock_samples().min_by_key(|s| s.error_ns).unwrap();
+        let wrong_by = best.offset_ns.abs_diff(before - boottime);
+        assert!(wrong_by <= best.error_ns + slack, "{best:?} is wrong by {wrong_by} ns");
+    }
+
+    #[tokio::test]
+    async fn what_was_sent_before_the_stop_is_stored() {
+        let mut run = Run::start(TempDir::new());
+        let mut guest = run.connect().await;
+        guest.write_all(header().as_bytes()).await.unwrap();
+        run.until("connection", |n| matches!(n, News::Connected { .. })).await;
+        let text: String = (0..200).map(event).collect();
+        guest.write_all(text.as_bytes()).await.unwrap();
+        let dir = run.stop().await;
+        let file = read(dir.path());
+        assert_eq!(file.records.len(), 200);
+        assert!(matches!(file.host.last().unwrap().event, HostEvent::Disconnected { records: 200, .. }));
+    }
+
+    #[tokio::test]
+    async fn one_peer_has_only_so_many_connections_and_gets_them_back() {
+        let mut run = Run::start(TempDir::new());
+        let mut guests = Vec::new();
+        for _ in 0..=MAX_CONNECTIONS_PER_PEER {
+            guests.push(run.connect().await);
+        }
+        run.until("refusal", |n| matches!(n, News::Problem { text } if text.contains("too many"))).await;
+        guests.clear();
+        // All slots come back when the collector has seen the hang-ups.
+        let connected = async {
+            loop {
+                let mut guest = run.connect().await;
+                if guest.write_all((header() + &event(0)).as_bytes()).await.is_ok() {
+                    let news = tokio::time::timeout(Duration::from_millis(100), run.news.recv()).await;
+                    if matches!(news, Ok(Some(News::Connected { .. }))) {
+                        return;
+                    }
+                }
+            }
+        };
+        tokio::time::timeout(DEADLINE, connected).await.expect("a slot comes free");
+        run.stop().await;
+    }
+
+    #[tokio::test]
+    async fn nothing_to_listen_on_is_an_error_with_the_cure() {
+        let dir = TempDir::new();
+        let (sender, _news) = mpsc::channel(1);
+        let config = Config { dir: dir.path().to_path_buf(), port: DEFAULT_PORT, vsock: false, uds: vec![] };
+        let error = Collector::bind(&config, sender).err().expect("nothing to listen on").to_string();
+        assert!(error.contains("--uds"), "{error}");
+    }
+}

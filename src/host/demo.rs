@@ -27,14 +27,17 @@ use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::{mpsc, watch};
 
 const HELP: &str = "\
-The kernel, its PCI and driver core, vsock and the init are real; the GPUs and NVIDIA's driver are stood in for by kernel modules. Two containers
-are asked for as soon as the agent is ready: one with GPU 0, one with all.
+The kernel, its PCI and driver core, vsock and the init are real; the GPUs and NVIDIA's driver are stood in for by kernel modules. Two containers \
+are asked for as soon as the agent is ready: one with GPU 0, one with all. Exit status 1 when anything in the boot failed.
 
-Examples:
+Examples (initrd/setup and initrd/pack make kernel and initrd; initrd/demo does it all):
   kata-gpu-boot demo --kernel target/kernel/vmlinuz --initrd target/demo.cpio
-  kata-gpu-boot demo --kernel K --initrd I --host slow --bind insmod --init serial     how it is without this init
-  kata-gpu-boot demo --kernel K --initrd I --host slow                                 and with it
-  kata-gpu-boot demo --kernel K --initrd I --keep                                      keeps console log and events, says where";
+  # a slow host, one GPU after another
+  kata-gpu-boot demo --kernel K --initrd I --host slow --bind insmod --init serial
+  # the same host, all at once
+  kata-gpu-boot demo --kernel K --initrd I --host slow
+  # keep console log and events, and say where they are
+  kata-gpu-boot demo --kernel K --initrd I --keep";
 
 /// Boot a guest with simulated GPUs and watch it.
 #[derive(clap::Args, Debug)]
@@ -336,7 +339,7 @@ fn without_stream(ended: &Ended, console: &[u8]) -> String {
 fn last_words(console: &[u8]) -> String {
     let lines = || console.split(|b| matches!(b, b'\n' | b'\r')).filter(|line| !line.trim_ascii().is_empty());
     let panic = lines().find(|line| line.windows(12).any(|w| w == b"Kernel panic"));
-    match panic.or_else(|| lines().last()) {
+    match panic.or_else(|| lines().next_back()) {
         Some(line) => format!("the console says: {}", printable_start(line.trim_ascii(), MAX_QUOTE)),
         None => "the console is empty".to_string(),
     }

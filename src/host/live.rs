@@ -34,6 +34,8 @@ pub struct Live {
     last_ns: Option<u64>,
     /// The latest guest time that is known, and when.
     newest: Option<(u64, Instant)>,
+    /// When the first record came.
+    began: Option<Instant>,
     spoke: Instant,
     silence: Duration,
     settled: bool,
@@ -51,6 +53,7 @@ impl Live {
             unplaced: Vec::new(),
             last_ns: None,
             newest: None,
+            began: None,
             spoke: now,
             silence: SILENCE,
             settled: false,
@@ -60,6 +63,10 @@ impl Live {
     pub fn record(&mut self, record: &Record, now: Instant) {
         self.points.add(record);
         self.settled |= record.kind == Kind::Event && record.name == names::SETTLED;
+        if self.newest.is_none() {
+            self.began = Some(now);
+            self.hold(Row::kernel_start(), now);
+        }
         if self.newest.is_none_or(|(newest, _)| newest <= record.boottime_ns) {
             self.newest = Some((record.boottime_ns, now));
         }
@@ -82,10 +89,15 @@ impl Live {
         }
     }
 
+    /// When an agent line that came then is shown without a `clock` event. Not before the stream has begun: until then there is no time
+    /// that it could be shown at.
+    fn place_deadline(&self, came: Instant) -> Option<Instant> {
+        self.began.map(|began| began.max(came) + PLACE_DEADLINE)
+    }
+
     fn place_agent_lines(&mut self, now: Instant) {
         for (came, line) in std::mem::take(&mut self.unplaced) {
-            let overdue = now.saturating_duration_since(came) >= PLACE_DEADLINE;
-            if self.points.is_empty() && !overdue {
+            if self.points.is_empty() && self.place_deadline(came).is_none_or(|at| now < at) {
                 self.unplaced.push((came, line));
                 continue;
             }
@@ -108,7 +120,8 @@ impl Live {
     /// When [`Live::due`] has something to do.
     pub fn deadline(&self) -> Option<Instant> {
         let held = self.held.iter().map(|(came, _)| *came + HOLD);
-        let unplaced = self.unplaced.iter().map(|(came, _)| *came + if self.points.is_empty() { PLACE_DEADLINE } else { Duration::ZERO });
+        let placing = |came: Instant| if self.points.is_empty() { self.place_deadline(came) } else { Some(came) };
+        let unplaced = self.unplaced.iter().filter_map(|(came, _)| placing(*came));
         let still = (!self.settled && self.newest.is_some()).then_some(self.spoke + self.silence);
         held.chain(unplaced).chain(still).min()
     }
@@ -135,8 +148,10 @@ impl Live {
 
     /// Everything that is left, at the end.
     pub fn finish(&mut self, now: Instant) -> Vec<String> {
+        // Nothing is waited for any more.
+        self.began.get_or_insert(now);
+        self.settled = true;
         let long_after = now + PLACE_DEADLINE;
-        self.settled = true; // nothing is waited for any more
         self.due(long_after)
     }
 
@@ -145,23 +160,31 @@ impl Live {
         self.last_ns = Some(row.time_ns);
     }
 
-    /// What is going on: open steps, those of several GPUs in one line.
-    fn still(&self, now: Instant) -> Vec<String> {
+    /// What is going on: open steps, the newest first, those of several GPUs together.
+    fn still(&self, now: Instant) -> Option<String> {
         let guest_now = self.guest_now(now);
-        let mut by_name: BTreeMap<&str, (u64, Vec<GpuName>)> = BTreeMap::new();
+        let mut steps: BTreeMap<String, (u64, Vec<GpuName>)> = BTreeMap::new();
         for open in self.tracker.open() {
-            let entry = by_name.entry(&open.name).or_insert((open.begin_ns, Vec::new()));
-            entry.0 = entry.0.min(open.begin_ns);
-            entry.1.extend(open.gpu);
+            let name = if open.gpu.is_some() { open.name.clone() } else { format!("{}{}", open.name, open.fields) };
+            let (since, gpus) = steps.entry(name).or_insert((open.begin_ns, Vec::new()));
+            *since = open.begin_ns.min(*since);
+            gpus.extend(open.gpu);
         }
-        let width = self.table.screen.width.unwrap_or(usize::MAX);
-        let steps = by_name.into_iter().map(|(name, (since, gpus))| {
-            let gpus = if gpus.is_empty() { String::new() } else { format!(" of GPU {}", numbers(&gpus)) };
-            let mut line = format!("{:>9} still: {name}{gpus}, for {} s", "...", seconds(guest_now.saturating_sub(since)));
-            line.truncate(width);
-            self.table.screen.paint(Ink::Dim, &line)
-        });
-        steps.collect()
+        let mut steps: Vec<_> = steps.into_iter().collect();
+        steps.sort_by_key(|(_, (since, _))| std::cmp::Reverse(*since));
+        let steps: Vec<String> = steps
+            .into_iter()
+            .map(|(name, (since, gpus))| {
+                let gpus = if gpus.is_empty() { String::new() } else { format!(" of GPU {}", numbers(&gpus)) };
+                format!("{name}{gpus} for {} s", seconds(guest_now.saturating_sub(since)))
+            })
+            .collect();
+        if steps.is_empty() {
+            return None;
+        }
+        let mut line = format!("{:>9} still: {}", "...", steps.join(", "));
+        line.truncate(self.table.screen.width.unwrap_or(usize::MAX));
+        Some(self.table.screen.paint(Ink::Dim, &line))
     }
 }
 
@@ -179,4 +202,114 @@ fn numbers(gpus: &[GpuName]) -> String {
     }
     let ranges = ranges.into_iter().map(|(a, b)| if a == b { a.to_string() } else { format!("{a}-{b}") });
     ranges.chain(gpus.iter().filter(|g| g.index.is_none()).map(|g| g.address.to_string())).collect::<Vec<_>>().join(",")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::events::record::{self, Line};
+    use crate::host::agent_log::AgentEvent;
+    use crate::host::text::Screen;
+
+    struct View {
+        live: Live,
+        start: Instant,
+        seq: u64,
+    }
+
+    impl View {
+        fn new() -> Self {
+            let start = Instant::now();
+            Self { live: Live::new(Table { screen: Screen::PLAIN }, false, start), start, seq: 0 }
+        }
+
+        fn at(&self, ms: u64) -> Instant {
+            self.start + Duration::from_millis(ms)
+        }
+
+        /// A record with boot time `guest_ms` that comes at `ms`.
+        fn record(&mut self, ms: u64, guest_ms: u64, rest: &str) {
+            self.seq += 1;
+            let line = format!(r#"{{"schema":1,"seq":{},"boottime_ns":{guest_ms}000000,{rest}}}"#, self.seq);
+            let Ok(Line::Record(record)) = record::decode(line.as_bytes()) else { panic!("{line} does not decode") };
+            self.live.record(&record, self.at(ms));
+        }
+
+        /// What is printed at `ms`: the lines without their columns' padding.
+        fn due(&mut self, ms: u64) -> Vec<String> {
+            let lines = self.live.due(self.at(ms));
+            lines.iter().map(|l| l.split_whitespace().collect::<Vec<_>>().join(" ")).collect()
+        }
+    }
+
+    const EVENT: &str = r#""kind":"event","name":"x""#;
+
+    #[test]
+    fn rows_come_in_order_of_time_after_a_moment() {
+        let mut view = View::new();
+        view.record(0, 20, EVENT);
+        view.record(10, 10, EVENT);
+        assert_eq!(view.due(199), [""; 0]);
+        assert_eq!(view.live.deadline(), Some(view.at(200)));
+        assert_eq!(view.due(200), ["0.000 kernel kernel start", "0.010 +0.010 init x", "0.020 +0.010 init x"]);
+        assert_eq!(view.due(210), [""; 0]);
+    }
+
+    #[test]
+    fn silence_names_what_is_going_on_and_doubles() {
+        let mut view = View::new();
+        for (span, gpu) in [(1, 0), (2, 1), (3, 2), (4, 5)] {
+            view.record(
+                0,
+                100,
+                &format!(r#""kind":"begin","name":"gpu.enable","span":{span},"gpu":"0000:0{gpu}:00.0","fields":{{"index":{gpu}}}"#),
+            );
+        }
+        view.record(0, 100, EVENT);
+        assert_eq!(view.due(200), ["0.000 kernel kernel start", "0.100 +0.100 init x"]);
+        assert_eq!(view.live.deadline(), Some(view.at(1200)));
+        assert_eq!(view.due(1199), [""; 0]);
+        assert_eq!(view.due(1200), ["... still: gpu.enable of GPU 0-2,5 for 1.200 s"]);
+        assert_eq!(view.due(3199), [""; 0]);
+        assert_eq!(view.due(3200), ["... still: gpu.enable of GPU 0-2,5 for 3.200 s"]);
+        assert_eq!(view.live.deadline(), Some(view.at(7200)));
+        view.record(4000, 4100, r#""kind":"event","name":"settled""#);
+        assert_eq!(view.due(4200), ["4.100 +4.000 init settled"]);
+        assert_eq!(view.live.deadline(), None, "nobody waits any more");
+    }
+
+    #[test]
+    fn agent_lines_wait_for_the_clock_event_that_places_them() {
+        let mut view = View::new();
+        let ready = AgentLine { realtime_ns: 5_000_050_000_000, event: AgentEvent::Ready };
+        view.live.agent(ready, view.at(0));
+        assert_eq!(view.due(1000), [""; 0]);
+        view.record(1000, 100, r#""kind":"event","name":"clock","fields":{"realtime_ns":5000100000000}"#);
+        assert_eq!(view.due(1000), ["0.000 kernel kernel start", "0.050 +0.050 agent agent ready"]);
+    }
+
+    #[test]
+    fn agent_lines_that_cannot_be_placed_are_shown_as_approximate() {
+        let mut view = View::new();
+        view.record(0, 100, EVENT);
+        assert_eq!(view.due(200).len(), 2);
+        view.live.agent(AgentLine { realtime_ns: 5, event: AgentEvent::Ready }, view.at(500));
+        assert_eq!(view.due(2500), ["~0.600 +0.500 agent agent ready"]);
+        let mut view = View::new();
+        view.live.agent(AgentLine { realtime_ns: 3_000_000_000, event: AgentEvent::Ready }, view.at(0));
+        view.live.clock(Sample { boottime_ns: 0, offset_ns: 2_000_000_000, error_ns: 1 });
+        assert_eq!(view.due(60_000), [""; 0], "nothing has begun");
+        view.record(60_000, 5000, EVENT);
+        assert_eq!(view.due(60_200).len(), 2);
+        assert_eq!(view.live.deadline(), Some(view.at(61_200)), "the word about silence");
+        assert_eq!(view.due(62_000), ["~1.000 -4.000 agent agent ready"]);
+    }
+
+    #[test]
+    fn the_end_shows_all_that_is_left() {
+        let mut view = View::new();
+        view.record(0, 20, EVENT);
+        view.live.agent(AgentLine { realtime_ns: 5, event: AgentEvent::Ready }, view.at(0));
+        assert_eq!(view.live.finish(view.at(1)).len(), 3);
+    }
 }

@@ -21,14 +21,19 @@ const MAX_NAMED_GAPS: usize = 32;
 #[derive(Clone, Debug, Default, Serialize)]
 pub struct Boot {
     pub model: u32,
+    #[serde(skip_serializing_if = "Option::is_none")]
     pub boot_id: Option<String>,
     /// Version of kata-gpu-init.
+    #[serde(skip_serializing_if = "Option::is_none")]
     pub version: Option<String>,
     /// `uname -r` of the guest.
+    #[serde(skip_serializing_if = "Option::is_none")]
     pub kernel: Option<String>,
     /// All GPUs were usable or failed by then.
+    #[serde(skip_serializing_if = "Option::is_none")]
     pub settled_ns: Option<u64>,
     /// Why the machine powered itself off.
+    #[serde(skip_serializing_if = "Option::is_none")]
     pub power_off: Option<String>,
     pub milestones: Vec<Milestone>,
     /// In PCI order.
@@ -44,6 +49,7 @@ pub struct Boot {
     /// Lines that the collector dropped because they were not of the format.
     pub garbage_lines: u64,
     /// Why the collector stopped storing, if it did.
+    #[serde(skip_serializing_if = "Option::is_none")]
     pub capped: Option<String>,
     /// In order of their beginning.
     pub spans: Vec<Span>,
@@ -247,7 +253,8 @@ impl Boot {
         let event = |name: &str| records.iter().find(|r| r.kind == Kind::Event && r.name == name).map(|r| (r.boottime_ns, false));
         let created: Vec<(u64, bool)> =
             boot.containers.iter().filter(|c| c.error.is_none()).filter_map(|c| Some((c.at_ns?, c.approximate))).collect();
-        let exec = spans.iter().find(|s| s.name == names::AGENT_EXEC && s.error.is_none()).and_then(|s| s.begin_ns.or(s.end_ns));
+        // Its beginning: the end is when somebody saw that it was done, which on a busy guest can be after the agent is ready.
+        let exec = spans.iter().find(|s| s.name == names::AGENT_EXEC && s.error.is_none()).and_then(|s| s.begin_ns);
         let milestone = |name, at: Option<(u64, bool)>| Milestone {
             name,
             boottime_ns: at.map(|a| a.0),
@@ -314,7 +321,8 @@ fn spans(records: &[&Record]) -> Vec<Span> {
 fn gpus(records: &[&Record], spans: &[Span]) -> Vec<Gpu> {
     let mut gpus: BTreeMap<PciAddress, Gpu> = BTreeMap::new();
     for record in records {
-        let Some(address) = record.gpu else { continue };
+        // The kernel's lines name every PCI function there is.
+        let Some(address) = record.gpu.filter(|_| record.kind != Kind::Kmsg) else { continue };
         let gpu = gpus.entry(address).or_insert_with(|| Gpu {
             address,
             index: None,

@@ -16,6 +16,8 @@ const MAX_OPEN: usize = 4096;
 const MAX_GPUS: usize = 256;
 /// Longest value of one field in a row, in characters.
 const MAX_VALUE: usize = 160;
+/// Longest text about a step's beginning that is kept until its end, in bytes.
+const MAX_BEGIN_TEXT: usize = 400;
 /// A step that is not worth a row is worth one when it took this long.
 const SLOW_NS: u64 = 100_000_000;
 
@@ -72,6 +74,18 @@ pub struct Row {
     pub detail: bool,
 }
 
+impl Row {
+    /// A plain row about no GPU.
+    pub fn plain(time_ns: u64, side: Side, what: String) -> Self {
+        Self { time_ns, approximate: false, side, gpu: None, what, took_ns: None, tone: Tone::Plain, detail: false }
+    }
+
+    /// The first row of every boot.
+    pub fn kernel_start() -> Self {
+        Self::plain(0, Side::Kernel, "kernel start".to_string())
+    }
+}
+
 /// A span that has begun and not ended.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Open {
@@ -79,6 +93,8 @@ pub struct Open {
     pub gpu: Option<GpuName>,
     pub begin_ns: u64,
     parent: Option<u64>,
+    /// What its beginning said (` key=value`): the row of its end says it again.
+    pub fields: String,
 }
 
 /// What has been seen so far of one boot.
@@ -111,7 +127,7 @@ impl Tracker {
             approximate: false,
             side: side(record),
             gpu,
-            what: what(record),
+            what: what(record, begun.as_ref().map_or("", |b| &b.fields)),
             took_ns,
             tone: tone(record),
             detail: is_detail(record, took_ns),
@@ -119,17 +135,24 @@ impl Tracker {
     }
 
     fn learn(&mut self, record: &Record) {
+        if let Some(address) = record.gpu {
+            self.learn_gpu(address, record);
+        }
         if let (Kind::Begin, Some(id)) = (record.kind, record.span)
             && self.open.len() < MAX_OPEN
         {
             let gpu = record.gpu.map(|address| self.gpu_name(address));
-            self.open.insert(id, Open { name: record.name.clone(), gpu, begin_ns: record.boottime_ns, parent: record.parent });
+            let mut fields = fields_text(record);
+            fields.truncate(MAX_BEGIN_TEXT);
+            let open = Open { name: record.name.clone(), gpu, begin_ns: record.boottime_ns, parent: record.parent, fields };
+            self.open.insert(id, open);
         }
-        let Some(address) = record.gpu else { return };
-        if self.index.len() >= MAX_GPUS && !self.index.contains_key(&address) {
-            return;
-        }
-        if let Some(index) = record.fields.get("index").and_then(Value::as_u64) {
+    }
+
+    fn learn_gpu(&mut self, address: PciAddress, record: &Record) {
+        if let Some(index) = record.fields.get("index").and_then(Value::as_u64)
+            && (self.index.len() < MAX_GPUS || self.index.contains_key(&address))
+        {
             self.index.insert(address, index);
         }
         let remembered = [(Kind::Begin, names::GPU_BIND), (Kind::Begin, names::GPU_INIT), (Kind::Event, names::GPU_BOUND)];
@@ -204,6 +227,7 @@ fn tone(record: &Record) -> Tone {
         (_, names::GPU_FAILED | names::POWER_OFF) => Tone::Error,
         _ if record.kind == Kind::End && record.error.is_some() => Tone::Error,
         (Level::Warn, _) | (_, names::GPU_LATE | names::STREAM_LOST) => Tone::Warning,
+        (_, names::SETTLED) if record.fields.get("failed").and_then(Value::as_u64).unwrap_or(0) > 0 => Tone::Warning,
         (_, names::GPU_USABLE | names::SETTLED) => Tone::Good,
         (Level::Info | Level::Debug | Level::Trace, _) => Tone::Plain,
     }
@@ -233,17 +257,25 @@ fn kmsg_matters(text: &str) -> bool {
     ["NVRM: Xid", "RmInitAdapter failed", "fallen off the bus", "Kernel panic"].iter().any(|sign| text.contains(sign))
 }
 
-fn what(record: &Record) -> String {
+/// `begun`: the fields of the span's beginning, for the row of its end.
+fn what(record: &Record, begun: &str) -> String {
     if record.kind == Kind::Kmsg {
         return text::printable(kmsg_text(record));
     }
-    let mut what = match record.kind {
-        Kind::Begin => format!("begin {}", text::printable(&record.name)),
-        Kind::End | Kind::Event | Kind::Kmsg => text::printable(&record.name),
-    };
+    let begin = if record.kind == Kind::Begin { "begin " } else { "" };
+    let mut what = format!("{begin}{}{begun}{}", text::printable(&record.name), fields_text(record));
+    if let Some(error) = &record.error {
+        what.push_str(": ");
+        what.push_str(&text::printable(error));
+    }
+    what
+}
+
+/// ` key=value key="two words"`, as far as the columns and the error do not say it.
+fn fields_text(record: &Record) -> String {
+    let mut out = String::new();
     for (key, value) in &record.fields {
-        // The GPU's number has a column of its own.
-        if key == "index" && record.gpu.is_some() {
+        if (key == "index" && record.gpu.is_some()) || (key == "reason" && record.error.is_some()) {
             continue;
         }
         let value = match value {
@@ -252,15 +284,88 @@ fn what(record: &Record) -> String {
         };
         let key = text::printable_start(key.as_bytes(), MAX_VALUE);
         let value = text::printable_start(value.as_bytes(), MAX_VALUE);
-        if value.contains(' ') {
-            what.push_str(&format!(" {key}=\"{value}\""));
-        } else {
-            what.push_str(&format!(" {key}={value}"));
+        let quote = if value.contains(' ') { "\"" } else { "" };
+        out.push_str(&format!(" {key}={quote}{value}{quote}"));
+    }
+    out
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::events::record::{self, Line};
+
+    fn rows(lines: &[&str]) -> Vec<Row> {
+        let mut tracker = Tracker::default();
+        let decode = |(seq, line): (usize, &&str)| {
+            let line = format!(r#"{{"schema":1,"seq":{seq},{line}}}"#);
+            let Ok(Line::Record(record)) = record::decode(line.as_bytes()) else { panic!("{line} does not decode") };
+            record
+        };
+        lines.iter().enumerate().map(decode).map(|record| tracker.row(&record)).collect()
+    }
+
+    #[test]
+    fn the_end_of_a_step_says_what_its_beginning_said_and_how_long_it_took() {
+        let rows = rows(&[
+            r#""boottime_ns":1000,"kind":"begin","name":"module.load","span":1,"fields":{"module":"nvidia"}"#,
+            r#""boottime_ns":5000,"kind":"end","name":"module.load","span":1,"fields":{"x":1}"#,
+            r#""boottime_ns":5000,"kind":"end","name":"module.load","span":7"#,
+        ]);
+        assert!(rows[0].detail && !rows[1].detail);
+        assert_eq!((rows[1].what.as_str(), rows[1].took_ns, rows[1].side), ("module.load module=nvidia x=1", Some(4000), Side::Driver));
+        assert_eq!(rows[2].took_ns, None, "its beginning was lost");
+    }
+
+    #[test]
+    fn bound_and_usable_say_how_long_their_steps_took() {
+        let gpu = r#""gpu":"0000:01:00.0""#;
+        let rows = rows(&[
+            &format!(r#""boottime_ns":10,"kind":"event","name":"gpu.found",{gpu},"fields":{{"index":3}}"#),
+            &format!(r#""boottime_ns":1000,"kind":"begin","name":"gpu.bind","span":1,{gpu}"#),
+            &format!(r#""boottime_ns":5000,"kind":"event","name":"gpu.bound",{gpu}"#),
+            &format!(r#""boottime_ns":5100,"kind":"end","name":"gpu.bind","span":1,{gpu}"#),
+            &format!(r#""boottime_ns":6000,"kind":"event","name":"gpu.published",{gpu}"#),
+        ]);
+        assert_eq!((rows[2].took_ns, rows[2].detail), (Some(4000), false));
+        assert!(rows[3].detail, "gpu.bound said it");
+        assert_eq!(rows[4].took_ns, Some(1000));
+        assert_eq!(rows[4].gpu.unwrap().index, Some(3));
+    }
+
+    #[test]
+    fn what_failed_or_was_slow_is_never_a_detail() {
+        let rows = rows(&[
+            r#""boottime_ns":0,"kind":"begin","name":"gpu.nodes","span":1"#,
+            r#""boottime_ns":1,"kind":"end","name":"gpu.nodes","span":1"#,
+            r#""boottime_ns":1,"kind":"begin","name":"gpu.nodes","span":2"#,
+            r#""boottime_ns":100000001,"kind":"end","name":"gpu.nodes","span":2"#,
+            r#""boottime_ns":1,"kind":"begin","name":"gpu.nodes","span":3"#,
+            r#""boottime_ns":2,"kind":"end","name":"gpu.nodes","span":3,"error":"mknod: EPERM""#,
+            r#""boottime_ns":2,"kind":"kmsg","name":"kmsg","fields":{"text":"NVRM: Xid (PCI:0000:01:00): 79, gone"}"#,
+            r#""boottime_ns":2,"kind":"kmsg","name":"kmsg","fields":{"text":"pci: hello"}"#,
+            r#""boottime_ns":2,"kind":"event","name":"agent.look","level":"warn""#,
+            r#""boottime_ns":2,"kind":"event","name":"x","level":"debug""#,
+        ]);
+        let shown: Vec<bool> = rows.iter().map(|r| !r.detail).collect();
+        assert_eq!(shown, [false, false, false, true, false, true, true, false, true, false]);
+        assert_eq!((rows[5].tone, rows[6].side), (Tone::Error, Side::Driver));
+    }
+
+    #[test]
+    fn a_guest_that_opens_spans_without_end_costs_no_more_memory() {
+        let mut tracker = Tracker::default();
+        for id in 0..3 * MAX_OPEN as u64 {
+            let line = format!(
+                r#"{{"schema":1,"seq":1,"boottime_ns":1,"kind":"begin","name":"gpu.bind","span":{id},"gpu":"{:04x}:00:00.0","fields":{{"a":"{}"}}}}"#,
+                id % 0xffff,
+                "x".repeat(9000)
+            );
+            let Ok(Line::Record(record)) = record::decode(line.as_bytes()) else { panic!("does not decode") };
+            tracker.row(&record);
         }
+        assert_eq!(tracker.open.len(), MAX_OPEN);
+        assert!(tracker.open.values().all(|o| o.fields.len() <= MAX_BEGIN_TEXT));
+        assert!(tracker.index.len() <= MAX_GPUS && tracker.times.len() <= 3 * MAX_GPUS);
     }
-    if let Some(error) = &record.error {
-        what.push_str(": ");
-        what.push_str(&text::printable(error));
-    }
-    what
 }

@@ -4,7 +4,7 @@ use super::agent_log::{self, AgentLine, ClockPoints};
 use super::boot_file::{BootFile, EXTENSION, HostEvent};
 use super::clock::Clock;
 use super::model::{Boot, in_time};
-use super::rows::{Row, Side, Tone, Tracker};
+use super::rows::{Row, Side, Tracker};
 use super::summary::summary;
 use super::table::Table;
 use super::text::{Screen, printable};
@@ -15,17 +15,19 @@ use std::io::{self, ErrorKind, Write};
 use std::path::{Path, PathBuf};
 
 const HELP: &str = "\
-Columns: TIME is seconds since the guest's kernel started, SINCE the distance to the line above, SIDE where the time went (kernel, init,
-driver, agent, host), GPU its CDI name and guest PCI address, TOOK how long a step took.
-Wall-clock times are the host's; the bound beside them says how wrong they may be.
+Columns: TIME is seconds since the guest's kernel started, SINCE the distance to the line above, SIDE where the time went (kernel, init, driver, \
+agent, host), GPU its CDI name and guest PCI address, TOOK how long a step took. Wall-clock times are the host's; the bound beside them says how \
+wrong they may be.
 
 Examples:
-  kata-gpu-boot show                         the newest boot in this directory
+  # the newest boot in this directory
+  kata-gpu-boot show
+  # the boot whose id starts with 0f7a
   kata-gpu-boot show 0f7a --dir /var/log/boots
-                                             the boot whose id starts with 0f7a
+  # with the agent's lines: when was it ready, when did containers start
   kata-gpu-boot show boot.ndjson --console console.log
-                                             with the agent's lines from the console: when was it ready, when did containers start
-  kata-gpu-boot show -v                      with details: begins, kernel messages, every look of the agent
+  # with details: begins, kernel messages, every look of the agent
+  kata-gpu-boot show -v
   kata-gpu-boot show --json | jq '.gpus[] | {index, bound: .bound.at_ns}'";
 
 /// Show one boot as a table: what happened when, on whose side, and how long it took.
@@ -161,17 +163,7 @@ fn rows(file: &BootFile, agent: &[AgentLine]) -> Vec<Row> {
     let mut points = ClockPoints::default();
     file.records.iter().for_each(|record| points.add(record));
     let mut tracker = Tracker::default();
-    let plain = |time_ns, side, what: String| Row {
-        time_ns,
-        approximate: false,
-        side,
-        gpu: None,
-        what,
-        took_ns: None,
-        tone: Tone::Plain,
-        detail: false,
-    };
-    let mut rows = vec![plain(0, Side::Kernel, "kernel start".into())];
+    let mut rows = vec![Row::kernel_start()];
     rows.extend(in_time(&file.records).into_iter().map(|record| tracker.row(record)));
     for line in agent {
         if let Some(placed) = points.place(line.realtime_ns, &clock) {
@@ -182,7 +174,7 @@ fn rows(file: &BootFile, agent: &[AgentLine]) -> Vec<Row> {
         if let HostEvent::Connected { peer, .. } = &line.event
             && let Some(time_ns) = clock.boottime_at(line.realtime_ns)
         {
-            rows.push(plain(time_ns, Side::Host, format!("collector connected to {}", printable(peer))));
+            rows.push(Row::plain(time_ns, Side::Host, format!("collector connected to {}", printable(peer))));
         }
     }
     rows.sort_by_key(|row| row.time_ns);
@@ -195,11 +187,25 @@ mod tests {
     use crate::host::testing::{TempDir, golden, tests_dir};
 
     const BOOT: &str = "hand-made-3-gpus-one-fails";
+    /// A boot of the simulator guest in QEMU without KVM, as the collector wrote it; of its console, the agent's lines.
+    const RECORDED: &str = "recorded-8-gpus-fast-host";
+
+    fn fixture_of(boot: &str) -> (BootFile, Vec<AgentLine>) {
+        let file = read_boot(&tests_dir(&format!("fixtures/boots/{boot}.ndjson"))).unwrap();
+        let console = File::open(tests_dir(&format!("fixtures/boots/{boot}.console"))).unwrap();
+        (file, agent_log::read(console).unwrap())
+    }
 
     fn fixture() -> (BootFile, Vec<AgentLine>) {
-        let file = read_boot(&tests_dir(&format!("fixtures/boots/{BOOT}.ndjson"))).unwrap();
-        let console = File::open(tests_dir(&format!("fixtures/boots/{BOOT}.console"))).unwrap();
-        (file, agent_log::read(console).unwrap())
+        fixture_of(BOOT)
+    }
+
+    #[test]
+    fn a_recorded_boot_looks_as_it_did() {
+        let (file, agent) = fixture_of(RECORDED);
+        let boot = Boot::new(&file, &agent);
+        assert_eq!((boot.gpus.len(), boot.containers.len(), boot.lost.records, boot.damaged_lines), (8, 2, 0, 0));
+        golden(&format!("{RECORDED}.show"), &page(&file, &agent, &boot, false, Screen::PLAIN));
     }
 
     fn shown(verbose: bool, screen: Screen) -> String {

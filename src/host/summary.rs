@@ -1,20 +1,17 @@
 //! What a boot came to: one line per GPU, the containers, the milestones, and everything that is wrong with the record of it.
 
-use super::model::{Boot, Gpu, Step};
+use super::model::{Boot, Failure, Gpu, OpenStep, Step};
 use super::text::{Ink, Screen, error_bound, printable, seconds, wall_clock};
 
 /// The summary as lines.
 pub fn summary(boot: &Boot, screen: &Screen) -> Vec<String> {
     let mut out = Vec::new();
     let bold = |text: &str| screen.paint(Ink::Bold, text);
-    if !boot.gpus.is_empty() {
-        out.push(bold("GPU  ADDRESS              FOUND           ENABLED             BOUND         PUBLISHED            USABLE"));
-        for gpu in &boot.gpus {
-            out.extend(gpu_lines(gpu, screen));
-        }
-        out.push(screen.paint(Ink::Dim, "seconds since kernel start (and how long the step took; published: since bound)"));
-    } else {
+    if boot.gpus.is_empty() {
         out.push("no GPU in this boot".to_string());
+    } else {
+        out.extend(gpu_table(&boot.gpus, screen));
+        out.push(screen.paint(Ink::Dim, "seconds since kernel start (and how long the step took; published: since bound)"));
     }
     if !boot.containers.is_empty() {
         out.push(String::new());
@@ -50,34 +47,71 @@ fn approximately(time_ns: u64, approximate: bool) -> String {
     format!("{}{}", if approximate { "~" } else { "" }, seconds(time_ns))
 }
 
-fn gpu_lines(gpu: &Gpu, screen: &Screen) -> Vec<String> {
+const GPU_HEAD: [&str; 7] = ["GPU", "ADDRESS", "FOUND", "ENABLED", "BOUND", "PUBLISHED", "USABLE"];
+
+/// One line per GPU, columns as wide as they must be, and what went wrong below its GPU.
+fn gpu_table(gpus: &[Gpu], screen: &Screen) -> Vec<String> {
+    let rows: Vec<[String; 7]> = gpus.iter().map(gpu_cells).collect();
+    let width = |column: usize| rows.iter().map(|r| r[column].len()).chain([GPU_HEAD[column].len()]).max().unwrap_or(0);
+    let widths: [usize; 7] = std::array::from_fn(width);
+    let line = |cells: [&str; 7]| {
+        let cells = cells.iter().zip(widths).map(|(cell, width)| format!("{cell:>width$}"));
+        cells.collect::<Vec<_>>().join("  ")
+    };
+    let mut out = vec![screen.paint(Ink::Bold, &line(GPU_HEAD))];
+    for (gpu, cells) in gpus.iter().zip(&rows) {
+        let ink = match state(gpu) {
+            State::Usable | State::Unknown => Ink::Plain,
+            State::Failed(_) => Ink::Error,
+            State::Still(_) => Ink::Warning,
+        };
+        out.push(screen.paint(ink, &line(cells.each_ref().map(String::as_str))));
+        let more = match state(gpu) {
+            State::Usable | State::Unknown => continue,
+            State::Failed(f) => format!("failed at {} in {}: {}", seconds(f.at_ns), printable(&f.step), printable(&f.reason)),
+            State::Still(s) => format!("still in {} since {}", printable(&s.step), seconds(s.since_ns)),
+        };
+        out.push(screen.paint(ink, &format!("     {more}")));
+    }
+    out
+}
+
+enum State<'a> {
+    Usable,
+    Failed(&'a Failure),
+    Still(&'a OpenStep),
+    Unknown,
+}
+
+fn state(gpu: &Gpu) -> State<'_> {
+    match (&gpu.failed, &gpu.usable, &gpu.still) {
+        (Some(failure), _, _) => State::Failed(failure),
+        (None, Some(_), _) => State::Usable,
+        (None, None, Some(still)) => State::Still(still),
+        (None, None, None) => State::Unknown,
+    }
+}
+
+fn gpu_cells(gpu: &Gpu) -> [String; 7] {
     let step = |step: Option<Step>| match step {
         None => "-".to_string(),
         Some(Step { at_ns, took_ns: None }) => seconds(at_ns),
         Some(Step { at_ns, took_ns: Some(took) }) => format!("{} ({})", seconds(at_ns), seconds(took)),
     };
-    let usable = match (&gpu.failed, &gpu.still) {
-        (Some(_), _) => screen.paint(Ink::Error, &format!("{:>17}", "failed")),
-        (None, Some(_)) if gpu.usable.is_none() => screen.paint(Ink::Warning, &format!("{:>17}", "not yet")),
-        (None, _) => format!("{:>17}", step(gpu.usable)),
+    let usable = match state(gpu) {
+        State::Usable | State::Unknown => step(gpu.usable),
+        State::Failed(_) => "failed".to_string(),
+        State::Still(_) => "not yet".to_string(),
     };
-    let mut lines = vec![format!(
-        "{:>3}  {:<16} {:>9} {:>17} {:>17} {:>17} {usable}",
+    [
         gpu.index.map_or("?".to_string(), |i| i.to_string()),
         gpu.address.to_string(),
         gpu.found_ns.map_or("-".to_string(), seconds),
         step(gpu.enabled),
         step(gpu.bound),
         step(gpu.published),
-    )];
-    if let Some(failure) = &gpu.failed {
-        let text = format!("     failed at {} in {}: {}", seconds(failure.at_ns), printable(&failure.step), printable(&failure.reason));
-        lines.push(screen.paint(Ink::Error, &text));
-    } else if let (Some(still), None) = (&gpu.still, gpu.usable) {
-        let text = format!("     still in {} since {}", printable(&still.step), seconds(still.since_ns));
-        lines.push(screen.paint(Ink::Warning, &text));
-    }
-    lines
+        usable,
+    ]
 }
 
 /// What makes this picture of the boot incomplete or bad.

@@ -12,7 +12,9 @@ const TOOK: usize = 8;
 /// Columns before WHAT, with the spaces between.
 const BEFORE_WHAT: usize = TIME + 1 + SINCE + 2 + SIDE + 2 + GPU + 2;
 /// WHAT where nothing bounds it: a longer one pushes TOOK to the right.
-const WHAT_IN_PIPE: usize = 64;
+const WHAT_IN_PIPE: usize = 56;
+/// WHAT on a wide terminal: TOOK stays where the eye finds it.
+const MAX_WHAT: usize = 88;
 /// WHAT never gets less, so a terminal below [`MIN_WIDTH`] columns wraps by itself.
 const MIN_WHAT: usize = 16;
 /// Lines that one row may take on a terminal.
@@ -31,7 +33,7 @@ pub struct Table {
 
 impl Table {
     fn what_width(&self) -> usize {
-        self.screen.width.map_or(WHAT_IN_PIPE, |w| w.saturating_sub(BEFORE_WHAT + 1 + TOOK).max(MIN_WHAT))
+        self.screen.width.map_or(WHAT_IN_PIPE, |w| w.saturating_sub(BEFORE_WHAT + 1 + TOOK).clamp(MIN_WHAT, MAX_WHAT))
     }
 
     /// The head line.
