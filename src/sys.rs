@@ -25,7 +25,8 @@ pub fn accept(listener: &OwnedFd) -> nix::Result<OwnedFd> {
 ///
 /// Refused with EDEADLK when there are more threads: a lock that one of them holds would never open in the child.
 pub fn fork_single_threaded() -> nix::Result<ForkResult> {
-    if std::fs::read_dir("/proc/self/task").is_ok_and(|tasks| tasks.count() != 1) {
+    // A directory's link count is two plus its folders, which are the threads here: one call instead of a walk.
+    if std::fs::metadata("/proc/self/task").is_ok_and(|task| std::os::unix::fs::MetadataExt::nlink(&task) != 3) {
         return Err(Errno::EDEADLK);
     }
     // SAFETY: there is one thread, so no lock and no allocator state can be held by another one at this moment.
@@ -79,4 +80,19 @@ pub fn loopback_up() -> nix::Result<()> {
     request.ifr_ifru.ifru_flags = (libc::IFF_UP | libc::IFF_RUNNING) as libc::c_short;
     // SAFETY: the request outlives the call, names an interface with a NUL at its end, and the kernel only reads it.
     Errno::result(unsafe { libc::ioctl(fd.as_raw_fd(), libc::SIOCSIFFLAGS as _, &raw const request) }).map(drop)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_process_with_threads_does_not_fork() {
+        // The test runner has threads of its own; this one makes sure.
+        let (hold, wait) = std::sync::mpsc::channel::<()>();
+        let thread = std::thread::spawn(move || wait.recv());
+        assert_eq!(fork_single_threaded().err(), Some(Errno::EDEADLK));
+        drop(hold);
+        assert!(thread.join().unwrap().is_err());
+    }
 }

@@ -1,20 +1,17 @@
-//! PID 1 becomes the agent, and the worker learns of it.
+//! PID 1 becomes the agent, and the others learn of it.
 //!
 //! A socket pair, close-on-exec, connects the two. PID 1 writes the time just before execve; when execve succeeds, the kernel closes PID 1's end
-//! and the worker reads the end of the file: the agent has started. When it fails, PID 1 writes the reason, waits a bounded time for the
+//! and the keeper, which waits for that before it starts the worker, reads the end of the file: the agent has started. When it fails, PID 1 writes the reason, waits a bounded time for the
 //! worker to carry it to the host, and powers off.
 
 use crate::clock::boottime_ns;
-use crate::events::names;
-use crate::{failure, step, sys};
+use crate::{failure, sys};
 use nix::sys::resource::{Resource, setrlimit};
 use nix::sys::socket::{AddressFamily, MsgFlags, SockFlag, SockType, send, socketpair};
 use std::ffi::{CStr, CString};
-use std::io;
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::path::Path;
 use std::time::Duration;
-use tokio::sync::oneshot;
 
 /// How long PID 1 waits for the worker to tell the host why the guest powers off.
 const LAST_WORDS: Duration = Duration::from_secs(3);
@@ -33,8 +30,14 @@ pub struct Handover {
 /// The worker's end.
 pub struct Observer(OwnedFd);
 
-/// None when PID 1 has become the agent, else the reason.
-pub type Observed = oneshot::Receiver<Option<(String, Observer)>>;
+/// The hand-over, as the other processes saw it.
+pub struct Handed {
+    /// Just before execve.
+    pub begin_ns: u64,
+    pub end_ns: u64,
+    /// Why PID 1 could not become the agent; [`Observer::done`] lets it go on, to the power-off.
+    pub error: Option<(String, Observer)>,
+}
 
 /// Makes the two ends.
 pub fn pair() -> nix::Result<(Handover, Observer)> {
@@ -114,40 +117,23 @@ fn environment() -> Vec<CString> {
 }
 
 impl Observer {
-    /// Reports the hand-over as it happens, on a thread of its own: when PID 1 became the agent is known only by being told at once. What comes back:
-    /// None when it did, else the reason; [`Observer::done`] then lets PID 1 go on.
-    pub fn observe(self) -> io::Result<Observed> {
-        let (sender, receiver) = oneshot::channel();
-        std::thread::Builder::new().name("handover".into()).stack_size(128 * 1024).spawn(move || {
-            let error = self.wait();
-            // The worker waits for it as long as it lives.
-            let _unused = sender.send(error.map(|e| (e, self)));
-        })?;
-        Ok(receiver)
-    }
-
-    /// Blocks until PID 1 has become the agent (None), or has told why not.
-    fn wait(&self) -> Option<String> {
-        let mut exec: Option<crate::events::Step> = None;
+    /// Blocks until PID 1 has become the agent, or has told why not: a step of some milliseconds at most, in which the machine is PID 1's alone.
+    pub fn wait(self) -> Handed {
+        let mut begin_ns = boottime_ns();
         let mut buffer = [0_u8; 1024];
         loop {
             match nix::unistd::read(&self.0, &mut buffer) {
-                Ok(0) => return None, // the step ends here, when it is dropped
+                Ok(0) => return Handed { begin_ns, end_ns: boottime_ns(), error: None },
                 Ok(n) => {
                     let text = String::from_utf8_lossy(buffer.get(..n).unwrap_or_default()).into_owned();
-                    if let Some(error) = text.strip_prefix('!') {
-                        let step = exec.unwrap_or_else(|| step!(names::AGENT_EXEC));
-                        step.fail(&error);
-                        return Some(error.to_string());
+                    match text.strip_prefix('!') {
+                        Some(error) => return Handed { begin_ns, end_ns: boottime_ns(), error: Some((error.to_string(), self)) },
+                        None => begin_ns = text.parse().unwrap_or(begin_ns),
                     }
-                    let at_ns: u64 = text.parse().unwrap_or_else(|_| boottime_ns());
-                    exec = Some(step!(names::AGENT_EXEC, at_ns = at_ns));
                 }
                 Err(nix::errno::Errno::EINTR) => {}
-                Err(errno) => {
-                    tracing::warn!(name: names::AGENT_EXEC, error = %format!("observe the hand-over: {errno}"));
-                    return None;
-                }
+                // Not readable: as good as the end of the file, and nothing to be done about it.
+                Err(_) => return Handed { begin_ns, end_ns: boottime_ns(), error: None },
             }
         }
     }

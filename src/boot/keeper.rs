@@ -30,6 +30,8 @@ impl KeeperSocket {
 
 /// The keeper's life, in the child that PID 1 forked. Never returns.
 pub fn run(boot: Boot, observer: Observer) -> ! {
+    // The agent first: on a small guest two processes that start at once take longer than one after the other, and GPUs take seconds.
+    let handed = observer.wait();
     // An own session: what happens to the agent's console does not signal us. Fails only for a group leader, which a fresh child is not.
     let _unused = setsid();
     let _unused = std::fs::write("/proc/self/oom_score_adj", OOM_SCORE);
@@ -39,16 +41,16 @@ pub fn run(boot: Boot, observer: Observer) -> ! {
         // Without a keeper's socket the work can still be done, in this process.
         Err(errno) => {
             failure::tell(&format!("keeper: socket pair: {errno}: GPUs are held by the worker alone"));
-            worker::run(boot, observer, None)
+            worker::run(boot, handed, None)
         }
     };
     match crate::sys::fork_single_threaded() {
         Ok(ForkResult::Child) => {
             drop(ours);
-            worker::run(boot, observer, Some(KeeperSocket(theirs)))
+            worker::run(boot, handed, Some(KeeperSocket(theirs)))
         }
         Ok(ForkResult::Parent { child }) => {
-            drop((theirs, observer));
+            drop((theirs, handed));
             let held = hold(&ours);
             let status = waitpid(child, None).map_or_else(|e| e.to_string(), |s| format!("{s:?}"));
             failure::tell(&format!("the worker has ended ({status}): no more events; {} GPU descriptors stay open", held.len()));
@@ -60,7 +62,7 @@ pub fn run(boot: Boot, observer: Observer) -> ! {
         Err(errno) => {
             failure::tell(&format!("keeper: fork: {errno}: GPUs are held by the worker alone"));
             drop(ours);
-            worker::run(boot, observer, None)
+            worker::run(boot, handed, None)
         }
     }
 }

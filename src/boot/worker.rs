@@ -1,7 +1,7 @@
 //! The worker: everything beside the agent. Sees first (uevents, kernel log, the agent's looks), then acts (the bring-up), and lets whoever wants to
 //! follow do so (sinks). One runtime thread; whatever blocks in the kernel has a thread of its own.
 
-use super::handover::{Observed, Observer};
+use super::handover::{Handed, Observer};
 use super::keeper::KeeperSocket;
 use super::stage0::What;
 use super::{Boot, bring_up};
@@ -13,7 +13,6 @@ use crate::events::sinks::{console, file, listener, vsock};
 use crate::events::{self, kmsg, names};
 use crate::uevents::Uevents;
 use crate::{agent_looks, cdi, failure, step};
-use std::io;
 use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
@@ -31,20 +30,19 @@ const LAST_WORDS: Duration = Duration::from_secs(2);
 const IN_FLIGHT: Duration = Duration::from_millis(100);
 
 /// The worker's life; ends with the guest.
-pub fn run(boot: Boot, observer: Observer, keeper: Option<KeeperSocket>) -> ! {
+pub fn run(boot: Boot, handed: Handed, keeper: Option<KeeperSocket>) -> ! {
     let _unused = std::fs::write("/proc/self/oom_score_adj", OOM_SCORE);
     match tokio::runtime::Builder::new_current_thread().enable_all().thread_stack_size(STACK).build() {
-        Ok(runtime) => runtime.block_on(live(&boot, observer, keeper)),
+        Ok(runtime) => runtime.block_on(live(&boot, handed, keeper)),
         Err(error) => failure::tell(&format!("worker: start the runtime: {error}: no GPU will be brought up")),
     }
     std::process::exit(1)
 }
 
-async fn live(boot: &Boot, observer: Observer, keeper: Option<KeeperSocket>) {
+async fn live(boot: &Boot, handed: Handed, keeper: Option<KeeperSocket>) {
     let ring = events::install();
-    // First of all: PID 1 becomes the agent at this moment.
-    let observed = observer.observe();
     tell_stage0(boot);
+    let no_agent = tell_handover(handed);
     // From this line the difference between the log's clock and ours is known; without /dev/kmsg there are no lines to place either.
     let _unused = kmsg::write_marker();
     // Subscribed before the scan: a GPU that appears in between is seen twice, not never.
@@ -59,7 +57,12 @@ async fn live(boot: &Boot, observer: Observer, keeper: Option<KeeperSocket>) {
     clock_event();
     let bring_up = bring_up::run(boot, uevents, words.ok(), keeper);
     let delivered = start_sinks(boot, &ring);
-    tokio::join!(bring_up, agent_events(&ring, observed, delivered));
+    if let Some(observer) = no_agent {
+        // No GPU is touched in a guest that is about to end.
+        last_words(&ring, observer, delivered).await;
+    } else {
+        bring_up.await;
+    }
     // All is done but following: sinks, kernel log and uevents go on for as long as the guest lives.
     std::future::pending::<()>().await;
 }
@@ -157,22 +160,23 @@ fn is_confidential() -> bool {
         .any(|p| Path::new(p).exists())
 }
 
-/// Reports the hand-over; carries the reason to the host when there will be no agent.
-async fn agent_events(ring: &Ring, observed: io::Result<Observed>, mut delivered: watch::Receiver<u64>) {
-    let observed = match observed {
-        Ok(observed) => observed.await,
-        Err(error) => {
-            tracing::warn!(name: names::AGENT_EXEC, error = %format!("start the thread that observes the hand-over: {error}"));
-            return;
-        }
-    };
-    if let Ok(Some((error, observer))) = observed {
-        tracing::error!(name: names::POWER_OFF, error);
-        let all = ring.next_seq();
-        // No listener, or a slow one: the guest powers off all the same.
-        if let Ok(Ok(_)) = tokio::time::timeout(LAST_WORDS, delivered.wait_for(|seq| *seq >= all)).await.map(|r| r.map(drop)) {
-            tokio::time::sleep(IN_FLIGHT).await; // not on the boot path: this guest is about to end
-        }
-        observer.done();
+/// Reports the hand-over. When it failed: whom to tell when the host knows.
+fn tell_handover(handed: Handed) -> Option<Observer> {
+    let step = step!(names::AGENT_EXEC, at_ns = handed.begin_ns);
+    step.note("at_ns", handed.end_ns);
+    let (error, observer) = handed.error?;
+    step.fail(&error);
+    drop(step);
+    tracing::error!(name: names::POWER_OFF, error);
+    Some(observer)
+}
+
+/// Carries the reason of the power-off to the host, for a bounded time, then lets PID 1 go on.
+async fn last_words(ring: &Ring, observer: Observer, mut delivered: watch::Receiver<u64>) {
+    let all = ring.next_seq();
+    // No listener, or a slow one: the guest powers off all the same.
+    if let Ok(Ok(_)) = tokio::time::timeout(LAST_WORDS, delivered.wait_for(|seq| *seq >= all)).await.map(|r| r.map(drop)) {
+        tokio::time::sleep(IN_FLIGHT).await; // not on the boot path: this guest is about to end
     }
+    observer.done();
 }

@@ -5,7 +5,7 @@
 use anyhow::{Context, Result, bail};
 use kata_gpu_init::events::names;
 use kata_gpu_init::events::record::{Kind, Record};
-use kata_gpu_tests::vm::harness::{Booted, DEADLINE, Guest, TestContext, named};
+use kata_gpu_tests::vm::harness::{DEADLINE, Guest, TestContext, named};
 use serde_json::{Value, json};
 use std::io::Write;
 use std::path::{Path, PathBuf};
