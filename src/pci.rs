@@ -90,6 +90,14 @@ pub fn is_gpu(vendor: u16, class: u32) -> bool {
     vendor == NVIDIA && GPU_CLASSES.contains(&(class >> 8))
 }
 
+/// Device ids of GPUs whose probe waits for the BAR firewall, up to 4 s each (Blackwell; the driver's own ranges).
+const BAR_FIREWALL: [std::ops::RangeInclusive<u16>; 2] = [0x2900..=0x29ff, 0x3180..=0x327f];
+
+/// Whether this GPU's probe sleeps until its BAR firewall is down.
+pub fn waits_for_bar_firewall(device: u16) -> bool {
+    BAR_FIREWALL.iter().any(|ids| ids.contains(&device))
+}
+
 /// A GPU as the PCI scan sees it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Gpu {

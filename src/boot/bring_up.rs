@@ -46,8 +46,11 @@ const REPORT_EVERY: Duration = Duration::from_secs(60);
 /// How this boot binds, and why.
 fn strategy(config: &Config, gpus: &[Gpu]) -> (Bind, &'static str) {
     match (config.bind, gpus.len()) {
-        (Bind::Auto, 0 | 1) => (Bind::Insmod, "auto: with one GPU the module load is the shortest way"),
-        (Bind::Auto, _) => (Bind::Concurrent, "auto: several GPUs"),
+        (Bind::Auto, 0 | 1) => (Bind::Insmod, "auto: with one GPU the module load does it all"),
+        (Bind::Auto, _) if gpus.iter().any(|g| pci::waits_for_bar_firewall(g.device)) => {
+            (Bind::Concurrent, "auto: probes of these GPUs sleep up to 4 s, at once")
+        }
+        (Bind::Auto, _) => (Bind::Pipelined, "auto: each GPU as soon as its own BARs are mapped"),
         (asked, _) => (asked, "asked for by gpuinit.bind"),
     }
 }
@@ -100,7 +103,7 @@ pub async fn run(boot: &Boot, uevents: io::Result<Uevents>, words: Option<Driver
     let mut tasks = JoinSet::new();
     if !gpus.is_empty() {
         let driver = driver::start(boot, bind, &sysfs, &gpus, spec.clone());
-        let turns = start_enable_lane(bind, &sysfs, &gpus, driver.clone());
+        let turns = start_enable_lane(bind, &sysfs, &gpus);
         let shared = Arc::new(Shared {
             sysfs,
             config: boot.config.clone(),
@@ -158,41 +161,40 @@ fn scan(config: &Config) -> Vec<Gpu> {
 struct Turn {
     /// The step in which the host mapped its BARs.
     enabled: oneshot::Receiver<Result<StepId, String>>,
-    /// Dropped when its bind is over, one way or the other.
-    bind_over: oneshot::Sender<()>,
+    /// Dropped when the GPU is published, or has failed.
+    over: oneshot::Sender<()>,
 }
 
 /// The enable lane: one GPU at a time, in PCI order. With a plain module load there is none: the driver's probe enables.
 ///
-/// While the host maps a BAR, every other access to config space waits, with its CPU spinning; a probe makes many such accesses, and would wait for
-/// the lane at each. So the lane lets the load with the first GPU go first, which makes that GPU usable early at the price of its probe (3 ms); and when
-/// pipelined, every bind.
-fn start_enable_lane(bind: Bind, sysfs: &PciSysfs, gpus: &[Gpu], mut driver: watch::Receiver<Driver>) -> Vec<Option<Turn>> {
+/// While the host maps a BAR, the CPU that asked is gone with its interrupts off. Other accesses to config space wait, and so does whatever needs all
+/// CPUs: loading a module, at times a write. A GPU that is bound in that time is published seconds later. So the lane lets the first GPU, and
+/// when pipelined every GPU, get as far as the spec before it goes on: that takes milliseconds of the seconds.
+fn start_enable_lane(bind: Bind, sysfs: &PciSysfs, gpus: &[Gpu]) -> Vec<Option<Turn>> {
     if bind == Bind::Insmod {
         return gpus.iter().map(|_| None).collect();
     }
     let (mut lane, mut turns) = (Vec::new(), Vec::new());
     for gpu in gpus {
-        let ((sender, enabled), (bind_over, over)) = (oneshot::channel(), oneshot::channel());
-        lane.push((gpu.address, sender, over));
-        turns.push(Some(Turn { enabled, bind_over }));
+        let ((sender, enabled), (over, is_over)) = (oneshot::channel(), oneshot::channel());
+        lane.push((gpu.address, sender, is_over));
+        turns.push(Some(Turn { enabled, over }));
     }
     let sysfs = sysfs.clone();
     tokio::spawn(async move {
         let mut before = After::default();
-        for (position, (address, sender, over)) in lane.into_iter().enumerate() {
+        for (position, (address, sender, is_over)) in lane.into_iter().enumerate() {
             let (step, sysfs) = (step!(names::GPU_ENABLE, gpu = %address, after = ?before), sysfs.clone());
             let id = step.id();
             before = After(vec![id]);
+            let watchdog = tokio::spawn(report_lateness(address, Arc::new(Mutex::new("enable"))));
             let enabled = tokio::task::spawn_blocking(move || step.run(|| sysfs.enable(address)).map(|()| id).map_err(|e| e.to_string()));
             // The GPU's task may be gone only with the whole runtime.
             let _unused = sender.send(enabled.await.unwrap_or_else(|panicked| Err(panicked.to_string())));
-            if position == 0 {
-                drop(driver.wait_for(|d| !matches!(d, Driver::Loading)).await);
-            }
-            if bind == Bind::Pipelined {
+            watchdog.abort();
+            if position == 0 || bind == Bind::Pipelined {
                 // The sender is never used, only dropped: that is the sign.
-                let _over = over.await;
+                let _over = is_over.await;
             }
         }
     });
@@ -201,11 +203,7 @@ fn start_enable_lane(bind: Bind, sysfs: &PciSysfs, gpus: &[Gpu], mut driver: wat
 
 /// One GPU, from enabled to usable. True when it is usable.
 async fn bring_up(shared: Arc<Shared>, gpu: Gpu, turn: Option<Turn>) -> bool {
-    let stage: Stage = Arc::new(Mutex::new("enable"));
-    let watchdog = tokio::spawn(report_lateness(gpu.address, Arc::clone(&stage)));
-    let result = bring_up_or_fail(&shared, &gpu, turn, &stage).await;
-    watchdog.abort();
-    match result {
+    match wait_and_bring_up(&shared, &gpu, turn).await {
         Ok(()) => {
             tracing::info!(name: names::GPU_USABLE, gpu = %gpu.address, index = gpu.index as u64);
             true
@@ -224,23 +222,35 @@ async fn bring_up(shared: Arc<Shared>, gpu: Gpu, turn: Option<Turn>) -> bool {
     }
 }
 
-async fn bring_up_or_fail(shared: &Arc<Shared>, gpu: &Gpu, turn: Option<Turn>, stage: &Stage) -> Result<(), Failed> {
-    let mut after = [None, None];
-    let mut bind_over = None;
+/// Waits for the GPU's turn to be enabled, then brings it up; from there on it can be late.
+async fn wait_and_bring_up(shared: &Arc<Shared>, gpu: &Gpu, turn: Option<Turn>) -> Result<(), Failed> {
+    let (mut enabled, mut over) = (None, None);
     if let Some(turn) = turn {
-        bind_over = Some(turn.bind_over);
+        over = Some(turn.over);
         // The lane answers for every GPU before it ends.
-        let result = turn.enabled.await.unwrap_or_else(|_| Err("the enable thread has ended".into()));
-        after[0] = Some(result.map_err(|e| failed("enable", "enable-failed")(&e))?);
+        let result = turn.enabled.await.unwrap_or_else(|_| Err("the enable lane has ended".into()));
+        enabled = Some(result.map_err(|e| failed("enable", "enable-failed")(&e))?);
     }
-    set(stage, "driver load");
+    let stage: Stage = Arc::new(Mutex::new("driver load"));
+    let watchdog = tokio::spawn(report_lateness(gpu.address, Arc::clone(&stage)));
+    let result = bring_up_or_fail(shared, gpu, enabled, over, &stage).await;
+    watchdog.abort();
+    result
+}
+
+async fn bring_up_or_fail(
+    shared: &Arc<Shared>,
+    gpu: &Gpu,
+    enabled: Option<StepId>,
+    over: Option<oneshot::Sender<()>>,
+    stage: &Stage,
+) -> Result<(), Failed> {
     let driver = shared.driver.clone().wait_for(|d| !matches!(d, Driver::Loading)).await.map_or(Driver::Loading, |d| d.clone());
     let loaded = match driver {
         Driver::Loaded(loaded) => loaded,
         Driver::Failed(error) => return Err(failed("module", "driver-not-loaded")(&error)),
         Driver::Loading => return Err(failed("module", "driver-not-loaded")(&"the load's task has ended")),
     };
-    after[1] = Some(loaded.step);
 
     set(stage, "probe");
     let mut last = loaded.step;
@@ -250,10 +260,9 @@ async fn bring_up_or_fail(shared: &Arc<Shared>, gpu: &Gpu, turn: Option<Turn>, s
     } else if loaded.tried.contains(&gpu.address) {
         return Err(failed("probe", "probe-failed")(&"the driver's probe failed when the module was loaded"));
     } else {
-        last = bind(shared, gpu, After::from(&after[..])).await?;
+        last = bind(shared, gpu, After::from(&[enabled, Some(loaded.step)][..])).await?;
         bound(gpu, boottime_ns())?;
     }
-    drop(bind_over); // the lane may go on
 
     set(stage, "device node");
     let information = driver_proc::information(Path::new(PROC), gpu.address).map_err(|e| failed("probe", "no-minor")(&e))?;
@@ -263,12 +272,13 @@ async fn bring_up_or_fail(shared: &Arc<Shared>, gpu: &Gpu, turn: Option<Turn>, s
 
     set(stage, "initialisation");
     if shared.config.ready_when_usable {
+        drop(over); // an initialisation takes seconds: nobody waits for it
         let usable = initialise(shared, gpu, &node, nodes).await?;
-        publish(shared, gpu, node, usable).await;
+        publish(shared, gpu, node, usable, None).await;
         Ok(())
     } else {
         // Published at once; whether it also initialises decides whether it stays.
-        let (initialised, ()) = tokio::join!(initialise(shared, gpu, &node, nodes), publish(shared, gpu, node.clone(), nodes));
+        let (initialised, ()) = tokio::join!(initialise(shared, gpu, &node, nodes), publish(shared, gpu, node.clone(), nodes, over));
         initialised.map(drop)
     }
 }
@@ -307,11 +317,11 @@ fn bound(gpu: &Gpu, at_ns: u64) -> Result<(), Failed> {
 }
 
 /// Makes the GPU resolvable as soon as the nodes that every container needs are there.
-async fn publish(shared: &Arc<Shared>, gpu: &Gpu, node: Node, after: StepId) {
+async fn publish(shared: &Arc<Shared>, gpu: &Gpu, node: Node, after: StepId, turn: Option<oneshot::Sender<()>>) {
     // Fails only when the driver's task has ended, which it does not before it has said this.
     let mut driver = shared.driver.clone();
     drop(driver.wait_for(|d| matches!(d, Driver::Loaded(l) if l.control_ready)).await);
-    let _unused = shared.spec.send(Update::Ready { index: gpu.index, nodes: vec![node], after });
+    let _unused = shared.spec.send(Update::Ready { index: gpu.index, nodes: vec![node], after, turn });
 }
 
 /// Initialises the adapter; waits for as long as the driver takes.

@@ -7,14 +7,14 @@ use crate::events::{After, StepId, names};
 use crate::pci::Gpu;
 use crate::step;
 use std::path::Path;
-use tokio::sync::mpsc;
+use tokio::sync::{mpsc, oneshot};
 
 /// What can change the spec.
 pub enum Update {
     /// The nodes that every container with a GPU gets.
     Common(Vec<Node>),
-    /// A GPU can be used by containers; `after` is the step that made it so.
-    Ready { index: usize, nodes: Vec<Node>, after: StepId },
+    /// A GPU can be used by containers; `after` is the step that made it so, and `turn` is dropped once it is published.
+    Ready { index: usize, nodes: Vec<Node>, after: StepId, turn: Option<oneshot::Sender<()>> },
     /// A GPU will not come.
     Failed { index: usize },
     /// Nothing more will change.
@@ -45,14 +45,15 @@ struct Publication {
 
 impl Publication {
     fn apply(&mut self, updates: Vec<Update>) {
-        let mut ready = Vec::new();
+        let (mut ready, mut turns) = (Vec::new(), Vec::new());
         let mut after = After::default();
         let (mut settled, mut changed) = (false, false);
         for update in updates {
             match update {
                 // Of use to nobody until a GPU is ready: no publication of its own.
                 Update::Common(nodes) => self.common = nodes,
-                Update::Ready { index, nodes, after: step } => {
+                Update::Ready { index, nodes, after: step, turn } => {
+                    turns.extend(turn);
                     self.set(index, Entry::Ready(nodes));
                     changed = true;
                     ready.push(index);
@@ -74,6 +75,7 @@ impl Publication {
         if changed {
             self.publish(&ready, &after);
         }
+        drop(turns);
     }
 
     fn set(&mut self, index: usize, entry: Entry) {

@@ -145,8 +145,12 @@ impl fmt::Display for DecodeError {
 impl std::error::Error for DecodeError {}
 
 #[derive(Deserialize)]
-struct Shape {
+struct Version {
     schema: u64,
+}
+
+#[derive(Deserialize)]
+struct Shape {
     stream: Option<Header>,
     pong: Option<u64>,
     boottime_ns: Option<u64>,
@@ -158,10 +162,12 @@ pub fn decode(line: &[u8]) -> Result<Line, DecodeError> {
         return Err(DecodeError::TooLong(line.len()));
     }
     let malformed = |e: serde_json::Error| DecodeError::Malformed(e.to_string());
-    let shape: Shape = serde_json::from_slice(line).map_err(malformed)?;
-    if shape.schema != u64::from(SCHEMA) {
-        return Err(DecodeError::Schema(shape.schema));
+    // The version first: the rest of another version's line may have any shape.
+    let version: Version = serde_json::from_slice(line).map_err(malformed)?;
+    if version.schema != u64::from(SCHEMA) {
+        return Err(DecodeError::Schema(version.schema));
     }
+    let shape: Shape = serde_json::from_slice(line).map_err(malformed)?;
     if let Some(header) = shape.stream {
         return if is_boot_id(&header.boot_id) { Ok(Line::Header(header)) } else { Err(DecodeError::Invalid("boot_id is not a UUID")) };
     }
@@ -351,6 +357,7 @@ mod tests {
         assert!(matches!(decode(b"{\"schema\":1,\"seq\":1"), Err(DecodeError::Malformed(_))));
         assert!(matches!(decode(b"\xff\xfe\x00"), Err(DecodeError::Malformed(_))));
         assert_eq!(decode(br#"{"schema":2,"seq":1}"#), Err(DecodeError::Schema(2)));
+        assert_eq!(decode(br#"{"schema":2,"stream":{"other":true},"pong":"x"}"#), Err(DecodeError::Schema(2)));
         assert_eq!(decode(&vec![b' '; MAX_LINE + 1]), Err(DecodeError::TooLong(MAX_LINE + 1)));
         let path = br#"{"schema":1,"stream":{"boot_id":"../../../../etc/passwd-aaaaaaaaaaaaa","version":"","kernel":"","first_seq":0}}"#;
         assert_eq!(decode(path), Err(DecodeError::Invalid("boot_id is not a UUID")));

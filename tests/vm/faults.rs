@@ -195,7 +195,7 @@ fn bad_parameters(context: &TestContext) -> Result<Outcome> {
         ensure!(problem("gpuinit.gpus").contains("takes 0 to 1024"), "{name}: {told:?}");
         ensure!(problem("nvrc.dcgm").contains("not supported yet"), "{name}: {told:?}");
         ensure!(told.len() <= 33, "{name}: {} events", told.len());
-        ensure!(named(&records, Kind::Event, names::STRATEGY)[0].fields["bind"] == "concurrent", "{name}: the default is not used");
+        ensure!(named(&records, Kind::Event, names::STRATEGY)[0].fields["bind"] == "pipelined", "{name}: the default is not used");
         booted.still_runs()?;
     }
     Ok(Outcome::Passed)
