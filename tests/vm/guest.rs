@@ -4,7 +4,8 @@ use crate::agent::{cdi, log};
 use std::path::Path;
 
 /// Name and program of each guest half.
-pub const GUEST_HALVES: &[(&str, fn())] = &[("growing-list", growing_list), ("counters", counters), ("listener", listener), ("rss", rss)];
+pub const GUEST_HALVES: &[(&str, fn())] =
+    &[("growing-list", growing_list), ("counters", counters), ("listener", listener), ("looks", looks), ("rss", rss)];
 
 /// Publishes as a naive generator would: only what is ready so far. The agent must fail on it, which is why nothing else here does so.
 fn growing_list() {
@@ -36,19 +37,45 @@ fn counters() {
     }
 }
 
-/// Reads the stream from the guest's unix listener until `settled`, and reports what it saw.
-fn listener() {
+/// Once the init's stream has reached the host: opens the spec so often that the records of it do not fit into the init's ring, then says how often.
+fn looks() {
     use std::io::{BufRead, BufReader};
-    let path = "/run/kata-gpu-init/events.sock";
+    const LOOKS: usize = 20_000;
+    let Some(stream) = connect() else { return };
+    let connected = BufReader::new(stream).lines().map_while(Result::ok).any(|l| l.contains("\"state\":\"connected\""));
+    let spec = Path::new(cdi::DIRECTORY).join("nvidia.yaml");
+    let mut seen = 0;
+    for _ in 0..LOOKS {
+        seen += usize::from(std::fs::File::open(&spec).is_ok());
+        // inotify merges an event with the one before it if they are the same: another one goes in between.
+        let _unused = std::fs::File::open(cdi::DIRECTORY);
+    }
+    log::info("looks", &[("seen", &seen.to_string()), ("connected", &connected.to_string())]);
+}
+
+/// Connects to the guest's unix listener, which is there some time after the agent.
+fn connect() -> Option<std::os::unix::net::UnixStream> {
     let mut tries = 0;
-    let stream = loop {
-        match std::os::unix::net::UnixStream::connect(path) {
-            Ok(stream) => break stream,
-            Err(e) if tries > 100 => return log::error("listener", &[("error", &format!("connect {path}: {e}"))]),
+    loop {
+        match std::os::unix::net::UnixStream::connect(EVENTS) {
+            Ok(stream) => return Some(stream),
+            Err(e) if tries > 100 => {
+                log::error("listener", &[("error", &format!("connect {EVENTS}: {e}"))]);
+                return None;
+            }
             Err(_) => tries += 1,
         }
         std::thread::sleep(std::time::Duration::from_millis(50));
-    };
+    }
+}
+
+/// The init's unix listener.
+const EVENTS: &str = "/run/kata-gpu-init/events.sock";
+
+/// Reads the stream from the guest's unix listener until `settled`, and reports what it saw.
+fn listener() {
+    use std::io::{BufRead, BufReader};
+    let Some(stream) = connect() else { return };
     let (mut records, mut first) = (0_u64, String::new());
     for line in BufReader::new(stream).lines().map_while(Result::ok) {
         if records == 0 {
@@ -60,7 +87,7 @@ fn listener() {
         }
     }
     let file = std::fs::read_to_string("/run/kata-gpu-init/boot.ndjson").unwrap_or_default();
-    let mode = std::fs::metadata(path).map_or(0, |m| std::os::unix::fs::MetadataExt::mode(&m) & 0o777);
+    let mode = std::fs::metadata(EVENTS).map_or(0, |m| std::os::unix::fs::MetadataExt::mode(&m) & 0o777);
     log::info(
         "listener",
         &[

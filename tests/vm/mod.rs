@@ -14,7 +14,9 @@ mod containers;
 mod events;
 #[cfg(feature = "host")]
 mod faults;
+#[cfg(feature = "host")]
+mod readers;
 
 /// Every VM test, in the order in which they run.
 #[cfg(feature = "host")]
-pub const TESTS: &[&[harness::VmTest]] = &[containers::TESTS, bring_up::TESTS, faults::TESTS, events::TESTS];
+pub const TESTS: &[&[harness::VmTest]] = &[containers::TESTS, bring_up::TESTS, faults::TESTS, events::TESTS, readers::TESTS];

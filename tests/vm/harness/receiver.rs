@@ -1,12 +1,13 @@
 //! The host's end of the stream, as simple as can be: it decodes what comes and keeps it. The product's collector has tests of its own.
 
 use anyhow::{Context, Result};
-use kata_gpu_init::events::record::{DEFAULT_PORT, Header, Line, Record, decode};
+use kata_gpu_init::events::record::{DEFAULT_PORT, Header, Line, Pong, Record, decode};
 use std::collections::BTreeMap;
-use std::io::{BufRead, BufReader};
+use std::io::{BufRead, BufReader, ErrorKind, Write};
+use std::net::Shutdown;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Condvar, Mutex, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 /// What is at the other end.
@@ -14,7 +15,7 @@ use std::time::{Duration, Instant};
 pub enum Listener {
     /// A listener that reads everything.
     Reads,
-    /// One that accepts and never reads.
+    /// One that accepts and does not read, until [`Receiver::wake`].
     Deaf,
     /// Nobody, until [`Receiver::arrive`].
     Absent,
@@ -25,9 +26,28 @@ struct Received {
     headers: Vec<Header>,
     /// By seq: a replay after a reconnect brings nothing twice.
     records: BTreeMap<u64, Record>,
+    pongs: Vec<Pong>,
     garbage: Vec<String>,
+    /// Connections that are read.
+    live: Vec<UnixStream>,
     /// Kept open, unread.
     deaf: Vec<UnixStream>,
+}
+
+impl Received {
+    fn take(&mut self, line: &[u8]) {
+        match decode(line) {
+            Ok(Line::Header(header)) => self.headers.push(header),
+            Ok(Line::Record(record)) => {
+                let again = self.records.entry(record.seq).or_insert_with(|| (*record).clone());
+                if *again != *record {
+                    self.garbage.push(format!("seq {} came twice, and not the same: {again:?}, {record:?}", record.seq));
+                }
+            }
+            Ok(Line::Pong(pong)) => self.pongs.push(pong),
+            Err(error) => self.garbage.push(format!("{error}: {}", String::from_utf8_lossy(line))),
+        }
+    }
 }
 
 /// Receives one guest's stream.
@@ -59,9 +79,8 @@ impl Receiver {
         let shared = Arc::clone(&self.shared);
         std::thread::spawn(move || {
             for stream in listener.incoming().map_while(Result::ok) {
-                let shared = Arc::clone(&shared);
                 if reads {
-                    std::thread::spawn(move || read(stream, &shared));
+                    read(stream, &shared);
                 } else {
                     shared.0.lock().unwrap_or_else(PoisonError::into_inner).deaf.push(stream);
                     shared.1.notify_all();
@@ -81,9 +100,55 @@ impl Receiver {
         self.until(deadline, |r| (!r.deaf.is_empty()).then_some(())).is_some()
     }
 
+    /// Reads from now on what a deaf listener has accepted.
+    pub fn wake(&self) {
+        let deaf = std::mem::take(&mut self.lock().deaf);
+        deaf.into_iter().for_each(|stream| read(stream, &self.shared));
+    }
+
+    /// Closes every connection; the listener stays.
+    pub fn hang_up(&self) {
+        for stream in self.lock().live.drain(..) {
+            let _unused = stream.shutdown(Shutdown::Both); // the guest may have been faster
+        }
+    }
+
+    /// Says something to the guest on the newest connection, whether it is read or not; gives how many bytes went out before `stall` passed without
+    /// the guest taking any more.
+    pub fn say(&self, bytes: &[u8], stall: Duration) -> Result<usize> {
+        let mut stream = {
+            let received = self.lock();
+            received.live.last().or(received.deaf.last()).context("the guest is not connected")?.try_clone()?
+        };
+        stream.set_write_timeout(Some(stall))?;
+        let mut sent = 0;
+        while sent < bytes.len() {
+            match stream.write(&bytes[sent..]) {
+                Ok(n) => sent += n,
+                Err(e) if e.kind() == ErrorKind::WouldBlock => break,
+                Err(e) => return Err(e).context("write to the guest"),
+            }
+        }
+        Ok(sent)
+    }
+
+    /// Waits until this many connections have begun; gives their headers.
+    pub fn wait_headers(&self, deadline: Duration, connections: usize) -> Option<Vec<Header>> {
+        self.until(deadline, |r| (r.headers.len() >= connections).then(|| r.headers.clone()))
+    }
+
+    /// Waits for the answers to this many pings.
+    pub fn wait_pongs(&self, deadline: Duration, answers: usize) -> Option<Vec<Pong>> {
+        self.until(deadline, |r| (r.pongs.len() >= answers).then(|| r.pongs.clone()))
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Received> {
+        self.shared.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
     fn until<T>(&self, deadline: Duration, find: impl Fn(&Received) -> Option<T>) -> Option<T> {
         let end = Instant::now() + deadline;
-        let mut received = self.shared.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut received = self.lock();
         loop {
             if let Some(found) = find(&received) {
                 return Some(found);
@@ -95,28 +160,29 @@ impl Receiver {
 
     /// All records so far, in order of seq.
     pub fn records(&self) -> Vec<Record> {
-        self.shared.0.lock().unwrap_or_else(PoisonError::into_inner).records.values().cloned().collect()
+        self.lock().records.values().cloned().collect()
     }
 
     pub fn headers(&self) -> Vec<Header> {
-        self.shared.0.lock().unwrap_or_else(PoisonError::into_inner).headers.clone()
+        self.lock().headers.clone()
     }
 
     /// Lines that were no lines of the format.
     pub fn garbage(&self) -> Vec<String> {
-        self.shared.0.lock().unwrap_or_else(PoisonError::into_inner).garbage.clone()
+        self.lock().garbage.clone()
     }
 }
 
-fn read(stream: UnixStream, shared: &(Mutex<Received>, Condvar)) {
-    for line in BufReader::new(stream).split(b'\n').map_while(Result::ok) {
-        let mut received = shared.0.lock().unwrap_or_else(PoisonError::into_inner);
-        match decode(&line) {
-            Ok(Line::Header(header)) => received.headers.push(header),
-            Ok(Line::Record(record)) => drop(received.records.insert(record.seq, *record)),
-            Ok(Line::Pong(_)) => {}
-            Err(error) => received.garbage.push(format!("{error}: {}", String::from_utf8_lossy(&line))),
-        }
-        shared.1.notify_all();
+/// Reads a connection to its end, on a thread of its own.
+fn read(stream: UnixStream, shared: &Arc<(Mutex<Received>, Condvar)>) {
+    let shared = Arc::clone(shared);
+    if let Ok(copy) = stream.try_clone() {
+        shared.0.lock().unwrap_or_else(PoisonError::into_inner).live.push(copy);
     }
+    std::thread::spawn(move || {
+        for line in BufReader::new(stream).split(b'\n').map_while(Result::ok) {
+            shared.0.lock().unwrap_or_else(PoisonError::into_inner).take(&line);
+            shared.1.notify_all();
+        }
+    });
 }

@@ -1,0 +1,112 @@
+//! Readers of the stream that misbehave: none loses what it could have, none costs the guest more than its own connection.
+
+use super::harness::{DEADLINE, Guest, Listener, Outcome, TestContext, VmTest, complete, named};
+use anyhow::{Context, Result, ensure};
+use kata_gpu_init::events::names;
+use kata_gpu_init::events::record::{Kind, ping_line};
+use std::time::Duration;
+
+pub const TESTS: &[VmTest] = &[
+    VmTest { name: "a_listener_that_hangs_up_gets_everything_at_its_next_connection", run: hangs_up },
+    VmTest { name: "a_host_that_talks_nonsense_is_answered_its_pings_and_nothing_else", run: nonsense },
+    VmTest { name: "a_host_that_pings_and_never_reads_is_not_read_for_ever", run: pings_unread },
+    VmTest { name: "a_reader_that_stalls_delays_nothing_and_is_told_what_it_lost", run: stalls },
+];
+
+/// How long the guest may take nothing before it counts as not reading: it answers within milliseconds, and polls nothing.
+const STALL: Duration = Duration::from_secs(3);
+
+fn hangs_up(context: &TestContext) -> Result<Outcome> {
+    let booted = Guest::new().append("gpuinit.bind=pipelined fakepci.enable_ms=200").boot(context, "hangs-up")?;
+    // In the middle of the bring-up, twice.
+    for connections in [1, 2] {
+        booted.record("gpu.bound", |r| {
+            r.name == names::GPU_BOUND && r.fields.get("index").and_then(|i| i.as_u64()) >= Some(connections as u64)
+        })?;
+        booted.receiver.hang_up();
+        booted.receiver.wait_headers(DEADLINE, connections + 1).context("the guest did not connect again")?;
+    }
+    ensure!(booted.settled()? == (8, 0), "{:?}", booted.settled()?);
+    let headers = booted.receiver.headers();
+    ensure!(headers.iter().all(|h| *h == headers[0] && h.first_seq == 0), "another boot, or not from the start: {headers:?}");
+    let records = booted.receiver.records();
+    complete(&records)?;
+    // A record that comes again comes the same: the receiver compares.
+    ensure!(booted.receiver.garbage().is_empty(), "{:?}", booted.receiver.garbage());
+    let sink = |state: &str| records.iter().filter(|r| r.name == names::SINK && r.fields.get("state") == Some(&state.into())).count();
+    ensure!(sink("lost") == 2 && sink("connected") == 3, "lost {}, connected {}", sink("lost"), sink("connected"));
+    Ok(Outcome::Passed)
+}
+
+fn nonsense(context: &TestContext) -> Result<Outcome> {
+    let mut booted = Guest::new().append("fakepci.enable_ms=200 testagent.containers=all:all").boot(context, "nonsense")?;
+    let start = booted.event(names::INIT_START)?;
+    let mut speech = Vec::new();
+    speech.extend((0..100_000_u32).map(|n| (n.wrapping_mul(2_654_435_761) >> 24) as u8)); // every byte, newlines too
+    speech.extend(b"\n{\"schema\":1,\"ping\":-1}\n{\"schema\":2,\"ping\":9}\n{\"ping\":9}\n[{\"schema\":1,\"ping\":9}]\n");
+    speech.extend([b'{'; 70_000]); // deeper than any parser should go, longer than any line may be
+    speech.extend(b"\n");
+    for id in [7, u64::MAX] {
+        speech.extend(ping_line(id).into_bytes());
+        speech.extend(b"\0\0\0\n");
+    }
+    let sent = booted.receiver.say(&speech, DEADLINE)?;
+    ensure!(sent == speech.len(), "the guest took {sent} of {} bytes", speech.len());
+    let pongs = booted.receiver.wait_pongs(DEADLINE, 2).context("no answers to two pings")?;
+    ensure!(booted.settled()? == (8, 0), "{:?}", booted.settled()?);
+    booted.created("all")?;
+    let settled = booted.event(names::SETTLED)?;
+    ensure!(pongs.iter().map(|p| p.pong).eq([7, u64::MAX]), "answers: {pongs:?}");
+    ensure!(
+        start.boottime_ns < pongs[0].boottime_ns && pongs[0].boottime_ns <= pongs[1].boottime_ns,
+        "answers at {} and {} ns, the init started at {}",
+        pongs[0].boottime_ns,
+        pongs[1].boottime_ns,
+        start.boottime_ns
+    );
+    // Nothing else came out of it: the stream is whole, and there is no third answer.
+    complete(&booted.receiver.records())?;
+    ensure!(booted.receiver.garbage().is_empty(), "{:?}", booted.receiver.garbage());
+    ensure!(booted.receiver.wait_pongs(Duration::ZERO, 3).is_none(), "an answer to nonsense: {pongs:?}");
+    ensure!(booted.receiver.headers().len() == 1, "the connection was lost at {} ns", settled.boottime_ns);
+    booted.still_runs()?;
+    Ok(Outcome::Passed)
+}
+
+fn pings_unread(context: &TestContext) -> Result<Outcome> {
+    // Far more than all buffers between here and the guest hold (vsock's credit is 256 kB), and less than what would hurt the guest.
+    const PINGS: usize = 4 << 20;
+    let mut booted =
+        Guest::new().listener(Listener::Deaf).append("fakepci.enable_ms=200 testagent.containers=all:all").boot(context, "pings")?;
+    ensure!(booted.receiver.wait_deaf(DEADLINE), "the guest never connected");
+    let ping = ping_line(1);
+    let sent = booted.receiver.say(ping.repeat(PINGS / ping.len()).as_bytes(), STALL)?;
+    ensure!(sent < PINGS / 2, "the guest took {sent} bytes of pings and keeps the answers to them in memory");
+    booted.created("all")?;
+    // Once it is read, it reads, too.
+    booted.receiver.wake();
+    ensure!(booted.settled()? == (8, 0), "{:?}", booted.settled()?);
+    booted.receiver.wait_pongs(DEADLINE, sent / ping.len() / 2).context("the pings that were taken are not answered")?;
+    complete(&booted.receiver.records())?;
+    booted.still_runs()?;
+    Ok(Outcome::Measured(format!("{} kB of pings taken", sent / 1024)))
+}
+
+fn stalls(context: &TestContext) -> Result<Outcome> {
+    // Warnings only: 20,000 lines over a serial port would take longer than the test.
+    let words = "gpuinit.log=warn testagent.guest=looks testagent.containers=all:all";
+    let mut booted = Guest::new().listener(Listener::Deaf).append(words).boot(context, "stalls")?;
+    let looks = booted.agent("looks", |_| true)?;
+    ensure!(looks.get("connected") == "true" && looks.get("seen").parse::<u64>()? > 10_000, "the looks did not happen: {looks:?}");
+    booted.created("all")?;
+    booted.receiver.wake();
+    let lost = booted.record("stream.lost", |r| r.name == names::STREAM_LOST && r.fields.get("at") == Some(&"vsock".into()))?;
+    let told = lost.fields["lost"].as_u64().context("stream.lost says no number")?;
+    let records = booted.receiver.records();
+    let missing = lost.seq + 1 - records.iter().filter(|r| r.seq <= lost.seq).count() as u64;
+    ensure!(told == missing && told > 0, "stream.lost says {told}, missing are {missing} up to seq {}", lost.seq);
+    ensure!(named(&records, Kind::Event, names::INIT_START).len() == 1, "what was sent before the stall has not come");
+    ensure!(booted.receiver.garbage().is_empty(), "{:?}", booted.receiver.garbage());
+    booted.still_runs()?;
+    Ok(Outcome::Measured(format!("{} records lost, and said so", told)))
+}
