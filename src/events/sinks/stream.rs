@@ -3,7 +3,7 @@
 //! The peer is never waited for by anybody but this task, and never trusted: its input is read in a bounded buffer, and only ping lines mean something.
 
 use crate::clock::boottime_ns;
-use crate::events::record::{Header, MAX_LINE, Pong, SCHEMA, header_line, ping, pong_line};
+use crate::events::record::{Header, Pong, SCHEMA, header_line, ping, pong_line};
 use crate::events::ring::Ring;
 use std::io;
 use std::os::fd::{AsRawFd, OwnedFd};
@@ -13,8 +13,8 @@ use tokio::io::unix::AsyncFd;
 
 /// Records taken from the ring at once; bounds what one connection copies.
 const BATCH: usize = 64;
-/// Bytes waiting for a peer that does not read, beyond which nothing more is read from it; the longest batch of records fits.
-const MAX_PENDING: usize = 2 * BATCH * MAX_LINE;
+/// Bytes waiting for a peer that does not read, beyond which nothing more is read from it.
+const MAX_PENDING: usize = 64 * 1024;
 /// Longest input line of a peer; a ping has about 30 bytes.
 const MAX_INPUT: usize = 256;
 
@@ -90,7 +90,7 @@ pub async fn serve(
             _changed = grown.changed(), if output.is_empty() => {}
             ready = socket.ready(interest) => {
                 let mut guard = ready?;
-                if guard.ready().is_readable() {
+                if interest.is_readable() && guard.ready().is_readable() {
                     match input.read(&socket) {
                         Ok(pings) => {
                             for id in pings {
