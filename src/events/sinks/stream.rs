@@ -3,7 +3,7 @@
 //! The peer is never waited for by anybody but this task, and never trusted: its input is read in a bounded buffer, and only ping lines mean something.
 
 use crate::clock::boottime_ns;
-use crate::events::record::{Header, Pong, SCHEMA, header_line, ping, pong_line};
+use crate::events::record::{Header, MAX_LINE, Pong, SCHEMA, header_line, ping, pong_line};
 use crate::events::ring::Ring;
 use std::io;
 use std::os::fd::{AsRawFd, OwnedFd};
@@ -13,6 +13,8 @@ use tokio::io::unix::AsyncFd;
 
 /// Records taken from the ring at once; bounds what one connection copies.
 const BATCH: usize = 64;
+/// Bytes waiting for a peer that does not read, beyond which nothing more is read from it; the longest batch of records fits.
+const MAX_PENDING: usize = 2 * BATCH * MAX_LINE;
 /// Longest input line of a peer; a ping has about 30 bytes.
 const MAX_INPUT: usize = 256;
 
@@ -77,7 +79,12 @@ pub async fn serve(
                 output.extend_from_slice(line.as_bytes());
             }
         }
-        let interest = if output.is_empty() { Interest::READABLE } else { Interest::READABLE | Interest::WRITABLE };
+        // A peer that asks and does not read is not listened to either: its answers would pile up here.
+        let interest = match output.len() {
+            0 => Interest::READABLE,
+            n if n < MAX_PENDING => Interest::READABLE | Interest::WRITABLE,
+            _ => Interest::WRITABLE,
+        };
         tokio::select! {
             // The sender lives as long as the ring, so an error here cannot come.
             _changed = grown.changed(), if output.is_empty() => {}
