@@ -327,6 +327,7 @@ fn poll_until(fds: &mut [PollFd<'_>], timeout: Duration) -> Result<()> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::io::{BufRead, BufReader, Write};
 
     fn config(work_dir: &Path) -> VmConfig {
         VmConfig {
@@ -390,6 +391,44 @@ mod tests {
         let State::Running(pid) = *process.state.lock().unwrap() else { panic!("ended") };
         drop(process);
         assert_eq!(kill(pid, None), Err(Errno::ESRCH), "still there, or a zombie");
+        fs::remove_dir_all(dir).unwrap();
+    }
+
+    /// Set in the child of the test below: the FIFO that its process has open.
+    const PARENT: &str = "KATA_GPU_VM_TEST_FIFO";
+
+    #[test]
+    fn a_process_ends_with_its_parent_however_that_ends() {
+        if let Some(fifo) = std::env::var_os(PARENT) {
+            // The parent: starts a process and never ends by itself.
+            let mut command = Command::new("sleep");
+            command.arg("1000");
+            let process = Process::start("sleep", command, Path::new(&fifo)).unwrap();
+            writeln!(File::options().append(true).open(&fifo).unwrap(), "started").unwrap();
+            let _status = process.wait(Duration::from_secs(1000));
+            return;
+        }
+        let dir = temp_dir("parent");
+        let fifo = dir.join("fifo");
+        nix::unistd::mkfifo(&fifo, nix::sys::stat::Mode::S_IRWXU).unwrap();
+        let name = "host::vm::tests::a_process_ends_with_its_parent_however_that_ends";
+        let mut parent = Command::new(std::env::current_exe().unwrap());
+        parent.args(["--exact", name]).env(PARENT, &fifo).stdout(Stdio::null()).stderr(Stdio::null());
+        let mut parent = parent.spawn().unwrap();
+        // Both open the FIFO for writing, so its end comes when both are gone.
+        let mut reader = BufReader::new(File::open(&fifo).unwrap());
+        let mut line = String::new();
+        reader.read_line(&mut line).unwrap();
+        assert_eq!(line, "started\n");
+        let open = poll(&mut [PollFd::new(reader.get_ref().as_fd(), PollFlags::POLLIN)], PollTimeout::from(200_u8)).unwrap();
+        assert_eq!(open, 0, "the process is gone before its parent");
+        parent.kill().unwrap();
+        parent.wait().unwrap();
+        poll_until(&mut [PollFd::new(reader.get_ref().as_fd(), PollFlags::POLLIN)], Duration::from_secs(20)).unwrap();
+        let flags = OFlag::from_bits_retain(nix::fcntl::fcntl(reader.get_ref(), nix::fcntl::FcntlArg::F_GETFL).unwrap());
+        nix::fcntl::fcntl(reader.get_ref(), nix::fcntl::FcntlArg::F_SETFL(flags | OFlag::O_NONBLOCK)).unwrap();
+        line.clear();
+        assert_eq!(reader.read_line(&mut line).map_err(|e| e.kind()), Ok(0), "the process has outlived its parent");
         fs::remove_dir_all(dir).unwrap();
     }
 
