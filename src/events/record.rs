@@ -290,7 +290,7 @@ pub mod names {
     pub const SETTLED: &str = "settled";
     /// No more modules can be loaded from here on.
     pub const LOCKDOWN: &str = "lockdown";
-    /// Records that a reader will never see. Fields: lost, where.
+    /// Records that a reader will never see. Fields: lost, at (which reader or source).
     pub const STREAM_LOST: &str = "stream.lost";
     /// A sink got its peer, or lost it. Fields: sink, state.
     pub const SINK: &str = "sink";
