@@ -14,6 +14,7 @@ pub const TESTS: &[VmTest] = &[
     VmTest { name: "a_late_listener_gets_everything", run: late_listener },
     VmTest { name: "no_listener_and_a_deaf_one_delay_nothing", run: never_delays },
     VmTest { name: "readers_in_the_guest_get_the_stream", run: guest_reader },
+    VmTest { name: "a_host_can_read_the_stream_from_the_guests_vsock_port", run: vsock_listener },
     VmTest { name: "the_stream_of_a_full_boot_has_its_golden_shape", run: golden },
 ];
 
@@ -106,6 +107,33 @@ fn guest_reader(context: &TestContext) -> Result<Outcome> {
         settled.seq
     );
     ensure!(seen.get("file_lines").parse::<u64>()? > 50, "boot.ndjson has {} lines", seen.get("file_lines"));
+    Ok(Outcome::Passed)
+}
+
+fn vsock_listener(context: &TestContext) -> Result<Outcome> {
+    use kata_gpu_init::events::record::{DEFAULT_PORT, Line, decode};
+    use std::io::{BufRead, BufReader, Write as _};
+    let booted = Guest::new().boot(context, "vsock")?;
+    let settled = booted.event(names::SETTLED)?;
+    // Hybrid vsock, host to guest: the device answers OK when the guest listens on that port, and hangs up when it does not.
+    let connect = |port: u32| -> Result<BufReader<std::os::unix::net::UnixStream>> {
+        let mut stream = std::os::unix::net::UnixStream::connect(booted.vm.uds())?;
+        stream.set_read_timeout(Some(Duration::from_secs(30)))?;
+        stream.write_all(format!("CONNECT {port}\n").as_bytes())?;
+        Ok(BufReader::new(stream))
+    };
+    let mut lines = connect(DEFAULT_PORT)?.lines();
+    let answer = lines.next().context("no answer to CONNECT")??;
+    ensure!(answer.starts_with("OK "), "answer to CONNECT: {answer:?}");
+    ensure!(matches!(decode(lines.next().context("no header")??.as_bytes()), Ok(Line::Header(_))), "no header first");
+    for expected in 0..=settled.seq {
+        let line = lines.next().with_context(|| format!("the stream ends before seq {expected}"))??;
+        let Ok(Line::Record(record)) = decode(line.as_bytes()) else { anyhow::bail!("no record: {line}") };
+        ensure!(record.seq == expected, "seq {} instead of {expected}", record.seq);
+    }
+    // Negative control: nobody listens on the next port.
+    let refused = connect(DEFAULT_PORT + 1)?.lines().next().and_then(std::result::Result::ok).unwrap_or_default();
+    ensure!(!refused.starts_with("OK "), "a port without a listener answers {refused:?}");
     Ok(Outcome::Passed)
 }
 
