@@ -6,7 +6,8 @@ use kata_gpu_init::config::module_parameters;
 use nix::kmod::{ModuleInitFlags, finit_module};
 use nix::mount::{MntFlags, MsFlags, mount, umount2};
 use std::ffi::CString;
-use std::fs::File;
+use std::fs::{File, OpenOptions};
+use std::io::Write;
 use std::path::Path;
 
 const LIST: &str = "/etc/hardware.modules";
@@ -56,5 +57,10 @@ fn load(path: &str, command_line: &[u8]) -> Result<(), String> {
 /// To the console the kernel gave PID 1, and to its log where there is one already.
 fn say(text: &str) {
     println!("{text}");
-    let _unused = std::fs::write("/dev/kmsg", format!("<6>{text}\n"));
+    kmsg(text);
+}
+
+/// A line in the kernel's log. Without the node there is none: a file of that name must not come to be in its place.
+pub fn kmsg(text: &str) {
+    let _unused = OpenOptions::new().write(true).open("/dev/kmsg").and_then(|mut log| log.write_all(format!("<6>{text}\n").as_bytes()));
 }

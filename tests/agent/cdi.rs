@@ -47,7 +47,7 @@ pub fn inject(
         match result {
             Ok(_) => return Ok(i + 1),
             Err(error) if fail_fast && !missing.is_empty() => {
-                return Err((i + 1, format!("CDI device(s) {missing:?} do not exist in {directory}: {error:?}")));
+                return Err((i + 1, format!("CDI device(s) {missing:?} do not exist: {directory} has their kind without them: {error:?}")));
             }
             Err(error) => {
                 on_failed_try(i + 1, &format!("{error:?}"));
@@ -131,6 +131,43 @@ mod tests {
         directory.put(&READY[..READY.len() / 2]);
         let (tries, error) = directory.ask("0", true, Some(READY)).0.unwrap_err();
         assert_eq!(tries, 1, "{error}");
+    }
+
+    #[test]
+    fn an_unrelated_bad_file_fails_at_once_and_a_temporary_one_is_not_read() {
+        let directory = Directory::new("unrelated");
+        directory.put(READY);
+        std::fs::write(directory.0.join("other.tmp"), "{").unwrap();
+        assert_eq!(directory.ask("0", true, None).0, Ok(1));
+        std::fs::write(directory.0.join(".other.JSON"), "{").unwrap();
+        let (tries, error) = directory.ask("0", true, None).0.unwrap_err();
+        assert_eq!(tries, 1, "{error}");
+    }
+
+    #[test]
+    fn a_device_in_two_files_fails_at_once_and_two_devices_in_two_files_do_not() {
+        let directory = Directory::new("conflict");
+        directory.put(READY);
+        std::fs::write(directory.0.join("second.yaml"), READY.replace(r#""name":"0""#, r#""name":"1""#)).unwrap();
+        assert_eq!(directory.ask("1", true, None).0, Ok(1));
+        std::fs::write(directory.0.join("second.yaml"), READY).unwrap();
+        let (tries, error) = directory.ask("0", true, None).0.unwrap_err();
+        assert!(tries == 1 && error.contains("error refreshing cache"), "{tries} {error}");
+    }
+
+    #[test]
+    fn it_tries_once_a_second_and_once_more_than_the_timeout_has_seconds() {
+        let (slept, looks) = (Cell::new(Duration::ZERO), Cell::new(0));
+        let mut looked = |number, _: &str| {
+            looks.set(looks.get() + 1);
+            assert_eq!(number, looks.get());
+        };
+        let sleep = |time: Duration| slept.set(slept.get() + time);
+        let directory = Directory::new("often");
+        let asked = ["nvidia.com/gpu=0".to_string()];
+        let result = inject(&mut Spec::default(), directory.0.to_str().unwrap(), &asked, 7, true, &sleep, &mut looked);
+        assert_eq!(result.unwrap_err().0, 8);
+        assert_eq!((slept.get(), looks.get()), (Duration::from_secs(8), 8));
     }
 
     #[test]

@@ -5,10 +5,14 @@ use super::config::{Config, Wanted};
 use super::log;
 use nix::sys::stat::{Mode, SFlag, makedev, mknod};
 use oci_spec::runtime::{LinuxDevice, LinuxDeviceType, Spec};
-use std::os::unix::fs::{MetadataExt, PermissionsExt};
-use std::path::Path;
+use std::io::ErrorKind;
+use std::os::unix::fs::PermissionsExt;
+use std::path::{Component, Path};
 
+/// A container's root is a directory of its name in here.
 const CONTAINERS: &str = "/run/test-agent";
+/// The bits of a mode that are not the file's type.
+const PERMISSIONS: u32 = 0o7777;
 
 /// Creates one container, and reports what it got.
 pub fn create(wanted: &Wanted, config: &Config) {
@@ -49,16 +53,25 @@ fn nodes(container: &str, spec: &Spec) -> Result<String, String> {
     Ok(made.join(","))
 }
 
-/// Makes one node; gives its permission bits. Without a mode in the spec it is the guest node's, and none without a guest node.
+/// Makes one node; gives its permission bits. A mode of 0 or none in the spec means that of the guest's node; without such a node it stays 0.
 fn node(container: &str, device: &LinuxDevice) -> Result<u32, String> {
+    let name = device.path().display();
     let kind = match device.typ() {
-        LinuxDeviceType::C | LinuxDeviceType::U => SFlag::S_IFCHR,
+        LinuxDeviceType::C => SFlag::S_IFCHR,
         LinuxDeviceType::B => SFlag::S_IFBLK,
         LinuxDeviceType::P => SFlag::S_IFIFO,
-        LinuxDeviceType::A => return Err(format!("{}: no type", device.path().display())),
+        LinuxDeviceType::U | LinuxDeviceType::A => return Err(format!("{name}: type {}: invalid spec", device.typ().as_str())),
     };
-    let mode = device.file_mode().or_else(|| std::fs::metadata(device.path()).ok().map(|m| m.mode())).unwrap_or(0) & 0o7777;
-    let path = Path::new(CONTAINERS).join(container).join(device.path().strip_prefix("/").unwrap_or(device.path()));
+    let Some(relative) = below_dev(device.path()) else { return Err(format!("{name} is not a valid device path")) };
+    let mode = match device.file_mode().unwrap_or(0) {
+        0 => match std::fs::metadata(device.path()) {
+            Ok(guest) => guest.permissions().mode(),
+            Err(error) if error.kind() == ErrorKind::NotFound => 0,
+            Err(error) => return Err(format!("mode of {name}: {error}")),
+        },
+        mode => mode,
+    } & PERMISSIONS;
+    let path = Path::new(CONTAINERS).join(container).join(relative);
     let failed = |what: &str, error: &dyn std::fmt::Display| format!("{what} {}: {error}", path.display());
     let number = |n: i64| u64::try_from(n).map_err(|e| failed("number of", &e));
     if let Some(parent) = path.parent() {
@@ -66,6 +79,27 @@ fn node(container: &str, device: &LinuxDevice) -> Result<u32, String> {
     }
     mknod(&path, kind, Mode::from_bits_truncate(mode), makedev(number(device.major())?, number(device.minor())?))
         .map_err(|e| failed("mknod", &e))?;
+    std::os::unix::fs::chown(&path, Some(device.uid().unwrap_or(0)), Some(device.gid().unwrap_or(0))).map_err(|e| failed("chown", &e))?;
+    // The real one makes its nodes in a process of its own with umask 0; here other threads share the mask.
     std::fs::set_permissions(&path, std::fs::Permissions::from_mode(mode)).map_err(|e| failed("chmod", &e))?;
     Ok(mode)
+}
+
+/// The path below the container's root. Only what lies under /dev is made.
+fn below_dev(path: &Path) -> Option<&Path> {
+    let inside = path.starts_with("/dev") && path != Path::new("/dev") && !path.components().any(|c| c == Component::ParentDir);
+    if inside { path.strip_prefix("/").ok() } else { None }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn nodes_are_made_only_below_dev() {
+        assert_eq!(below_dev(Path::new("/dev/nvidia-caps/nvidia-cap1")), Some(Path::new("dev/nvidia-caps/nvidia-cap1")));
+        for path in ["/dev", "/dev/", "/dev/../etc/x", "/devil", "/run/kata-gpu-init/pending/0000:01:00.0", "dev/nvidia0"] {
+            assert_eq!(below_dev(Path::new(path)), None, "{path}");
+        }
+    }
 }

@@ -2,9 +2,10 @@
 //! where it does, and logs in its shape.
 //!
 //! It is not a ttRPC server: which containers there are is said on the kernel command line (`testagent.containers=one:0;all:all`), and a container is
-//! a directory with the device nodes it would get.
+//! a directory with the device nodes it would get. Nor does it listen for uevents, which the real one logs.
 
 pub mod cdi;
+mod children;
 pub mod config;
 pub mod container;
 pub mod log;
@@ -13,7 +14,6 @@ mod pid1;
 use crate::vm::guest::GUEST_HALVES;
 use config::Config;
 use nix::sys::socket::{AddressFamily, Backlog, SockFlag, SockType, VsockAddr, bind, listen, socket};
-use nix::sys::wait::{WaitPidFlag, WaitStatus, waitpid};
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::thread;
 
@@ -22,17 +22,23 @@ const SERVER_PORT: u32 = 1024;
 
 /// The agent's life.
 pub fn run() -> ! {
-    // The real one sets SIGPIPE back to its default, and so the test binary's writes to a closed console end it likewise.
     let as_pid1 = std::process::id() == 1;
     if as_pid1 {
         pid1::mount_all();
     }
-    let command_line = std::fs::read_to_string("/proc/cmdline").unwrap_or_default();
-    // A bad value of a known parameter panics, as it does in the real one.
+    let command_line = std::fs::read_to_string("/proc/cmdline").unwrap_or_else(|e| panic!("read /proc/cmdline: {e}"));
+    // A bad value of a known parameter panics, as it does in the real one: as PID 1 that is a kernel panic.
     let config = Config::parse(&command_line).unwrap_or_else(|error| panic!("{error}"));
     if as_pid1 {
-        pid1::become_init(&command_line);
+        pid1::become_init(config.unified_cgroups);
     }
+    if let Err(error) = pid1::root_type() {
+        pid1::give_up(as_pid1, &error);
+    }
+    if as_pid1 && let Err(errno) = kata_gpu_init::sys::loopback_up() {
+        pid1::give_up(as_pid1, &errno);
+    }
+    let children = children::listen().unwrap_or_else(|errno| pid1::give_up(as_pid1, &errno));
     let server = serve();
     log::info("agent ready", &[("server", if server.is_some() { "vsock" } else { "none" })]);
 
@@ -44,7 +50,7 @@ pub fn run() -> ! {
     if let Some(name) = &config.guest_half {
         match GUEST_HALVES.iter().find(|(n, _)| n == name) {
             Some((_, half)) => threads.push(thread::spawn(*half)),
-            None => log::error("no such guest half", &[("name", name)]),
+            None => log::error("no such guest half", &[("name", name), ("cure", "one of GUEST_HALVES in tests/vm/guest.rs")]),
         }
     }
     let poweroff = config.poweroff;
@@ -54,10 +60,11 @@ pub fn run() -> ! {
         }
         if poweroff {
             log::info("all done, powering off", &[]);
-            pid1::power_off_silently();
+            // As after the runtime's DestroySandbox: PID 1 powers off, a child ends well and leaves that to its init.
+            if as_pid1 { pid1::power_off_silently() } else { std::process::exit(0) }
         }
     });
-    reap(as_pid1)
+    children.reap()
 }
 
 /// Listens where the real agent listens. The real one fails without vsock; this one goes on, because tests take vsock away on purpose.
@@ -69,29 +76,4 @@ fn serve() -> Option<OwnedFd> {
         Ok(fd)
     };
     listening().inspect_err(|errno| log::error("no server", &[("error", &format!("listen on vsock port {SERVER_PORT}: {errno}"))])).ok()
-}
-
-/// Reaps every child for ever, as the real agent does.
-fn reap(as_pid1: bool) -> ! {
-    loop {
-        match waitpid(None, Some(WaitPidFlag::__WALL)) {
-            Ok(WaitStatus::Exited(pid, status)) => {
-                log::info("child exited unexpectedly", &[("child-pid", &pid.to_string()), ("status", &status.to_string())]);
-            }
-            Ok(WaitStatus::Signaled(pid, signal, _)) => {
-                log::info("child exited unexpectedly", &[("child-pid", &pid.to_string()), ("status", signal.as_str())]);
-            }
-            Ok(_) => {}
-            // No child at present: as PID 1 orphans may still come, with a SIGCHLD that ends the wait below.
-            Err(_) if as_pid1 => {
-                let mut signals = nix::sys::signal::SigSet::empty();
-                signals.add(nix::sys::signal::Signal::SIGCHLD);
-                let _unused = signals.thread_block();
-                let _unused = signals.wait();
-            }
-            Err(_) => loop {
-                thread::park();
-            },
-        }
-    }
 }

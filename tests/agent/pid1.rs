@@ -1,62 +1,185 @@
 //! What the agent does when it is PID 1, in its order, and where it then powers off without a word.
+//!
+//! Faithful to the order and the conditions of 4.1.0, also where they look odd: what is mounted is asked of the *first* line of /proc/mounts, a
+//! /dev that cannot be mounted is put up with, everything else that fails is the end.
 
 use nix::mount::{MsFlags, mount};
 use nix::sys::reboot::{RebootMode, reboot};
+use std::fmt::Display;
+use std::fs;
+use std::io;
 
-/// Type, target, flags of the agent's own mounts.
-const MOUNTS: &[(&str, &str, MsFlags)] = &[
-    ("proc", "/proc", MsFlags::MS_NOSUID.union(MsFlags::MS_NODEV).union(MsFlags::MS_NOEXEC)),
-    ("sysfs", "/sys", MsFlags::MS_NOSUID.union(MsFlags::MS_NODEV).union(MsFlags::MS_NOEXEC)),
-    ("devtmpfs", "/dev", MsFlags::MS_NOSUID),
-    ("tmpfs", "/dev/shm", MsFlags::MS_NOSUID.union(MsFlags::MS_NODEV)),
-    ("devpts", "/dev/pts", MsFlags::MS_NOSUID.union(MsFlags::MS_NOEXEC)),
-    ("tmpfs", "/run", MsFlags::MS_NOSUID.union(MsFlags::MS_NODEV)),
+/// One of the agent's own mounts.
+struct InitMount {
+    fs: &'static str,
+    target: &'static str,
+    flags: MsFlags,
+    data: &'static str,
+}
+
+const NO_DEV: MsFlags = MsFlags::MS_NOSUID.union(MsFlags::MS_NODEV);
+const NO_EXEC: MsFlags = NO_DEV.union(MsFlags::MS_NOEXEC);
+
+/// In this order, before the kernel command line is read.
+const MOUNTS: &[InitMount] = &[
+    InitMount { fs: "proc", target: "/proc", flags: NO_EXEC, data: "" },
+    InitMount { fs: "sysfs", target: "/sys", flags: NO_EXEC, data: "" },
+    InitMount { fs: "devtmpfs", target: "/dev", flags: MsFlags::MS_NOSUID, data: "" },
+    InitMount { fs: "tmpfs", target: "/dev/shm", flags: NO_DEV, data: "" },
+    InitMount { fs: "devpts", target: "/dev/pts", flags: MsFlags::MS_NOSUID.union(MsFlags::MS_NOEXEC), data: "" },
+    InitMount { fs: "tmpfs", target: "/run", flags: NO_DEV, data: "" },
 ];
 
-/// Ends the guest as the real agent does when something above fails: no message anywhere.
+const CGROUPS: &str = "/sys/fs/cgroup";
+const CGROUP2: InitMount = InitMount { fs: "cgroup2", target: CGROUPS, flags: NO_EXEC.union(MsFlags::MS_RELATIME), data: "nsdelegate" };
+/// The controllers it knows in version 1; it mounts those that /proc/cgroups has enabled.
+const CONTROLLERS: [&str; 13] =
+    ["cpu", "cpuacct", "blkio", "cpuset", "memory", "devices", "freezer", "net_cls", "perf_event", "net_prio", "hugetlb", "pids", "rdma"];
+
+/// Ends the guest as the real agent does when a step fails: no message anywhere, because its log has no reader yet.
 pub fn power_off_silently() -> ! {
-    if std::process::id() == 1 {
-        let _unused = reboot(RebootMode::RB_POWER_OFF);
-    }
+    nix::unistd::sync();
+    let _unused = reboot(RebootMode::RB_POWER_OFF); // it returns only on failure, and then there is nothing left to try
     std::process::exit(1)
 }
 
 /// The mounts, each unless its type is there already: another type gets covered.
 pub fn mount_all() {
-    for (fs, target, flags) in MOUNTS {
-        if top_type(target).as_deref() == Some(fs) {
-            continue;
-        }
-        let made = std::fs::create_dir_all(target).is_ok() && mount(Some(*fs), *target, Some(*fs), *flags, None::<&str>).is_ok();
-        if !made {
+    for m in MOUNTS {
+        // A directory that cannot be made is final, a devtmpfs that cannot be mounted is not.
+        if fs::create_dir_all(m.target).is_err() || (make(m).is_err() && m.fs != "devtmpfs") {
             power_off_silently();
         }
     }
 }
 
-fn top_type(target: &str) -> Option<String> {
-    let mounts = std::fs::read_to_string("/proc/mounts").ok()?;
-    mounts
-        .lines()
-        .rev()
-        .map(|l| l.split(' ').collect::<Vec<_>>())
-        .find(|w| w.get(1) == Some(&target))
-        .and_then(|w| w.get(2).map(|t| (*t).to_string()))
+fn make(m: &InitMount) -> nix::Result<()> {
+    let mounts = fs::read_to_string("/proc/mounts").unwrap_or_default();
+    if first_type(&mounts, m.target) == Some(m.fs) {
+        return Ok(());
+    }
+    mount(Some(m.fs), m.target, Some(m.fs), m.flags, Some(m.data))
 }
 
-/// The rest: cgroup2, ptmx, session. `/` must be a mount point, `/dev/ptmx` must be there, and PID 1 must not be a leader yet.
-pub fn become_init(command_line: &str) {
-    if top_type("/").is_none() {
-        power_off_silently();
-    }
-    if command_line.split_ascii_whitespace().any(|w| w == "cgroup_no_v1=all") {
-        let flags = MsFlags::MS_NOSUID | MsFlags::MS_NODEV | MsFlags::MS_NOEXEC | MsFlags::MS_RELATIME;
-        if mount(Some("cgroup2"), "/sys/fs/cgroup", Some("cgroup2"), flags, Some("nsdelegate")).is_err() {
-            power_off_silently();
+/// The type of the first file system that was mounted on a target, not of the one on top. A line that is not one of /proc/mounts ends the search.
+fn first_type<'a>(mounts: &'a str, target: &str) -> Option<&'a str> {
+    mounts.lines().map(|l| l.split(' ').collect::<Vec<_>>()).take_while(|words| words.len() == 6).find(|w| w[1] == target).map(|w| w[2])
+}
+
+/// The rest of what it does as PID 1: cgroups, /dev/ptmx, a session of its own, the console as terminal, environment and host name.
+///
+/// Fails where PID 1 is the leader of a session or group already, and where there is no /dev/ptmx.
+pub fn become_init(unified_cgroups: bool) {
+    let leader = || -> Result<(), Box<dyn std::error::Error>> {
+        if unified_cgroups {
+            fs::create_dir_all(CGROUP2.target)?;
+            make(&CGROUP2)?;
+        } else {
+            mount_cgroups_v1()?;
         }
-    }
-    let ptmx = std::fs::remove_file("/dev/ptmx").and_then(|()| std::os::unix::fs::symlink("/dev/pts/ptmx", "/dev/ptmx"));
-    if ptmx.is_err() || nix::unistd::setsid().is_err() {
+        fs::remove_file("/dev/ptmx")?;
+        std::os::unix::fs::symlink("/dev/pts/ptmx", "/dev/ptmx")?;
+        nix::unistd::setsid()?;
+        Ok(())
+    };
+    if leader().is_err() {
         power_off_silently();
+    }
+    take_terminal();
+    // SAFETY: no other thread has been started yet.
+    unsafe { std::env::set_var("PATH", "/bin:/sbin/:/usr/bin/:/usr/sbin/") };
+    let name = fs::read_to_string("/etc/hostname").unwrap_or_else(|_| "localhost".into());
+    if nix::unistd::sethostname(name.split(' ').next().unwrap_or_default().trim()).is_err() {
+        super::log::info("failed to set hostname", &[]);
+    }
+}
+
+/// Version 1: a tmpfs with a directory per controller, then read-only. A kernel without memory.use_hierarchy is the end, also when there is nothing else
+/// to mount.
+fn mount_cgroups_v1() -> io::Result<()> {
+    let tmpfs = |flags| mount(Some("tmpfs"), CGROUPS, Some("tmpfs"), NO_EXEC | flags, Some("mode=755"));
+    let controllers = enabled_controllers(&fs::read_to_string("/proc/cgroups")?);
+    if controllers.contains(&"devices") {
+        fs::create_dir_all(CGROUPS)?;
+        if first_type(&fs::read_to_string("/proc/mounts")?, CGROUPS) != Some("tmpfs") {
+            tmpfs(MsFlags::empty())?;
+        }
+        for controller in controllers {
+            let target = format!("{CGROUPS}/{controller}");
+            fs::create_dir_all(&target)?;
+            if first_type(&fs::read_to_string("/proc/mounts")?, &target) != Some("cgroup") {
+                mount(Some("cgroup"), target.as_str(), Some("cgroup"), CGROUP2.flags, Some(controller))?;
+            }
+        }
+        tmpfs(MsFlags::MS_REMOUNT | MsFlags::MS_RDONLY)?;
+    }
+    fs::write("/sys/fs/cgroup/memory/memory.use_hierarchy", "1")
+}
+
+/// Columns of /proc/cgroups, tab-separated: name, hierarchy, number of cgroups, enabled.
+fn enabled_controllers(text: &str) -> Vec<&'static str> {
+    let enabled = |line: &str| {
+        let fields: Vec<&str> = line.split('\t').collect();
+        let whole =
+            !line.starts_with('#') && fields.len() >= 4 && fields[3] != "0" && fields[1..4].iter().all(|f| f.parse::<u64>().is_ok());
+        if whole { CONTROLLERS.into_iter().find(|c| *c == fields[0]) } else { None }
+    };
+    text.lines().filter_map(enabled).collect()
+}
+
+/// Standard input becomes the controlling terminal, taken from another session if need be. A failure is ignored.
+fn take_terminal() {
+    const STEAL: i32 = 1;
+    // SAFETY: TIOCSCTTY takes a plain number, and reads or writes no memory of this process.
+    let _unused = unsafe { nix::libc::ioctl(0, nix::libc::TIOCSCTTY as _, STEAL) };
+}
+
+/// What the sandbox asks of its root, also when the agent is not PID 1: that `/` is a mount point. In a chroot to a plain directory it is not.
+pub fn root_type() -> Result<String, String> {
+    const MOUNTSTATS: &str = "/proc/self/mountstats";
+    let text = fs::read_to_string(MOUNTSTATS).map_err(|e| format!("read {MOUNTSTATS}: {e}"))?;
+    type_in_mountstats(&text, "/").map(str::to_string).ok_or_else(|| format!("no file system is mounted on / in {MOUNTSTATS}"))
+}
+
+fn type_in_mountstats<'a>(text: &'a str, target: &str) -> Option<&'a str> {
+    let words = format!(" mounted on {target} with fstype ");
+    text.lines().filter(|l| l.starts_with("device ")).find_map(|l| l.split_once(&words)).map(|(_, fs)| fs)
+}
+
+/// How a failure after the log has come up ends the agent: silently as PID 1 all the same, with a message and an exit status otherwise.
+pub fn give_up(as_pid1: bool, error: &dyn Display) -> ! {
+    if as_pid1 {
+        power_off_silently();
+    }
+    eprintln!("Error: {error}");
+    std::process::exit(1)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const MOUNTS: &str = "rootfs / rootfs rw 0 0\ntmpfs /run tmpfs rw,nosuid 0 0\nnone /run ramfs rw 0 0\nnone /var/run ramfs rw 0 0\n";
+
+    #[test]
+    fn the_first_mount_on_a_target_counts() {
+        assert_eq!(first_type(MOUNTS, "/run"), Some("tmpfs"));
+        assert_eq!(first_type(MOUNTS, "/"), Some("rootfs"));
+        assert_eq!(first_type(MOUNTS, "/proc"), None);
+        assert_eq!(first_type("cut\nproc /proc proc rw 0 0\n", "/proc"), None);
+    }
+
+    #[test]
+    fn a_root_that_is_no_mount_point_is_noticed() {
+        let text = "device rootfs mounted on / with fstype rootfs\ndevice proc mounted on /proc with fstype proc\n";
+        assert_eq!(type_in_mountstats(text, "/"), Some("rootfs"));
+        assert_eq!(type_in_mountstats("device proc mounted on /proc with fstype proc\n", "/"), None);
+    }
+
+    #[test]
+    fn controllers_that_are_off_or_unknown_are_left_out() {
+        let text =
+            "#subsys_name\thierarchy\tnum_cgroups\tenabled\ncpu\t0\t70\t1\nmemory\t0\t70\t0\ndevices\t0\t70\t1\nmisc\t0\t1\t1\ncut\t0\n";
+        assert_eq!(enabled_controllers(text), ["cpu", "devices"]);
     }
 }

@@ -5,7 +5,7 @@ use std::path::Path;
 
 /// Name and program of each guest half.
 pub const GUEST_HALVES: &[(&str, fn())] =
-    &[("growing-list", growing_list), ("counters", counters), ("listener", listener), ("looks", looks), ("rss", rss)];
+    &[("growing-list", growing_list), ("counters", counters), ("listener", listener), ("looks", looks), ("rss", rss), ("child", child)];
 
 /// Publishes as a naive generator would: only what is ready so far. The agent must fail on it, which is why nothing else here does so.
 fn growing_list() {
@@ -111,5 +111,19 @@ fn rss() {
             let process = if value("PPid:") == "1" { "keeper" } else { "worker" };
             log::info("rss", &[("process", process), ("VmRSS", &value("VmRSS:")), ("threads", &value("Threads:"))]);
         }
+    }
+}
+
+/// Leaves the agent a dead child, and says so.
+fn child() {
+    use std::process::{Command, Stdio};
+    let ended = Command::new("/proc/self/exe").arg("--version").stdout(Stdio::piped()).spawn().and_then(|child| {
+        let (pid, mut text) = (child.id(), String::new());
+        // The end of its output is the end of its life; it is not waited for.
+        std::io::Read::read_to_string(&mut child.stdout.ok_or(std::io::ErrorKind::BrokenPipe)?, &mut text).map(|_| (pid, text))
+    });
+    match ended {
+        Ok((pid, text)) => log::info("child has ended", &[("child-pid", &pid.to_string()), ("output", text.trim())]),
+        Err(error) => log::error("child", &[("error", &error.to_string())]),
     }
 }

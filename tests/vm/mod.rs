@@ -7,6 +7,8 @@ pub mod guest;
 pub mod harness;
 
 #[cfg(feature = "host")]
+mod agent;
+#[cfg(feature = "host")]
 mod bring_up;
 #[cfg(feature = "host")]
 mod containers;
@@ -19,4 +21,4 @@ mod readers;
 
 /// Every VM test, in the order in which they run.
 #[cfg(feature = "host")]
-pub const TESTS: &[&[harness::VmTest]] = &[containers::TESTS, bring_up::TESTS, faults::TESTS, events::TESTS, readers::TESTS];
+pub const TESTS: &[&[harness::VmTest]] = &[containers::TESTS, bring_up::TESTS, faults::TESTS, events::TESTS, agent::TESTS, readers::TESTS];

@@ -1,0 +1,54 @@
+//! Reaping, as the real agent does it: moved by SIGCHLD alone. A SIGCHLD that whoever executed the agent left blocked therefore leaves every dead
+//! child a zombie: that is the trap of an init that does not reset its signal mask.
+
+use super::log;
+use nix::sys::signal::{SigSet, SigmaskHow, Signal};
+use nix::sys::wait::{WaitPidFlag, WaitStatus, waitpid};
+
+/// SIGCHLD, held for [`Children::reap`].
+pub struct Children {
+    /// False when SIGCHLD was blocked before this program started: the real agent's handler would never run.
+    heard: bool,
+}
+
+/// Starts to listen. Before any other thread is started, which would get the signal instead.
+pub fn listen() -> nix::Result<Children> {
+    // Orphans of this process's descendants come to it also when it is not PID 1.
+    nix::sys::prctl::set_child_subreaper(true)?;
+    let before = only_sigchld().thread_swap_mask(SigmaskHow::SIG_BLOCK)?;
+    Ok(Children { heard: !before.contains(Signal::SIGCHLD) })
+}
+
+fn only_sigchld() -> SigSet {
+    SigSet::from(Signal::SIGCHLD)
+}
+
+impl Children {
+    /// Reaps every child for ever.
+    pub fn reap(&self) -> ! {
+        loop {
+            if !self.heard {
+                std::thread::park();
+                continue;
+            }
+            // Fails only for a set without a signal.
+            if only_sigchld().wait().is_ok() {
+                reap_the_dead();
+            }
+        }
+    }
+}
+
+/// One signal may stand for several children.
+fn reap_the_dead() {
+    loop {
+        let (pid, status) = match waitpid(None, Some(WaitPidFlag::WNOHANG | WaitPidFlag::__WALL)) {
+            Ok(WaitStatus::Exited(pid, status)) => (pid, status.to_string()),
+            Ok(WaitStatus::Signaled(pid, signal, _)) => (pid, signal.as_str().to_string()),
+            // None left, or none dead.
+            Ok(WaitStatus::StillAlive) | Err(_) => return,
+            Ok(_stopped) => continue,
+        };
+        log::info("child exited unexpectedly", &[("child-pid", &pid.to_string()), ("status", &status)]);
+    }
+}

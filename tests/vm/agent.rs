@@ -1,0 +1,82 @@
+//! The test agent itself: that it punishes what the real one punishes. Without this, tests of an init that avoids the traps would show nothing.
+
+use super::harness::{Booted, DEADLINE, Guest, Outcome, TestContext, VmTest};
+use anyhow::{Result, ensure};
+
+pub const TESTS: &[VmTest] = &[
+    VmTest { name: "the_test_agent_takes_an_init_without_faults", run: no_trap },
+    VmTest { name: "the_test_agent_powers_off_silently_on_the_agents_traps", run: silent },
+    VmTest { name: "a_spec_on_a_run_of_another_type_is_covered", run: covered },
+    VmTest { name: "a_blocked_sigchld_leaves_the_dead_unreaped", run: blocked },
+    VmTest { name: "a_bad_agent_parameter_ends_pid_1", run: bad_parameter },
+];
+
+fn boot(context: &TestContext, trap: &str, words: &str) -> Result<Booted> {
+    // No GPU: the init of these guests starts none.
+    let own = format!("hardware.init=/trap-init trap_init.trap={trap} fakepci.gpus=0 {words}");
+    let booted = Guest::new().append(&own).boot(context, trap)?;
+    let done = format!("trap-init: {trap}: done");
+    ensure!(booted.console.wait_text(DEADLINE, &done), "the console does not say \"{done}\"");
+    Ok(booted)
+}
+
+/// The negative control of all below.
+fn no_trap(context: &TestContext) -> Result<Outcome> {
+    let mut booted = boot(context, "none", "testagent.containers=zero:0 testagent.guest=child")?;
+    let ready = booted.agent("agent ready", |_| true)?;
+    ensure!(
+        ready.get("pid") == "1" && ready.get("server") == "vsock",
+        "agent ready: pid {}, server {}",
+        ready.get("pid"),
+        ready.get("server")
+    );
+    let zero = booted.created("zero")?;
+    ensure!(
+        zero.get("tries") == "1" && zero.get("nodes") == "/dev/zero 1:5 666",
+        "tries {}, nodes {}",
+        zero.get("tries"),
+        zero.get("nodes")
+    );
+    let child = booted.agent("child has ended", |_| true)?;
+    booted.agent("child exited unexpectedly", |l| l.get("child-pid") == child.get("child-pid"))?;
+    booted.still_runs()?;
+    Ok(Outcome::Passed)
+}
+
+fn silent(context: &TestContext) -> Result<Outcome> {
+    for trap in ["session", "ptmx", "root"] {
+        let mut booted = boot(context, trap, "")?;
+        booted.exit()?;
+        let console = booted.console.text();
+        ensure!(console.contains("reboot: Power down"), "{trap}: the guest ended otherwise than by power-off");
+        let lines = booted.console.agent_lines();
+        ensure!(lines.is_empty(), "{trap}: the agent said {lines:?}");
+    }
+    Ok(Outcome::Passed)
+}
+
+fn covered(context: &TestContext) -> Result<Outcome> {
+    let booted = boot(context, "run", "testagent.containers=zero:0 agent.cdi_timeout=1")?;
+    let line = booted.refused("zero")?;
+    ensure!(line.get("tries") == "2" && line.get("error").contains("after CDI timeout of 1 seconds"), "error: {}", line.get("error"));
+    Ok(Outcome::Passed)
+}
+
+fn blocked(context: &TestContext) -> Result<Outcome> {
+    let mut booted = boot(context, "sigchld", "testagent.guest=child testagent.poweroff=on")?;
+    booted.agent("child has ended", |_| true)?;
+    booted.exit()?;
+    let reaped = booted.console.agent_lines().iter().any(|l| l.get("msg") == "child exited unexpectedly");
+    ensure!(!reaped, "the agent has reaped a child although SIGCHLD was blocked");
+    Ok(Outcome::Passed)
+}
+
+fn bad_parameter(context: &TestContext) -> Result<Outcome> {
+    let mut booted = boot(context, "none", "agent.cdi_timeout=soon")?;
+    booted.exit()?;
+    let console = booted.console.text();
+    ensure!(console.contains("agent.cdi_timeout=soon: unable to parse timeout"), "the agent does not say what it does not like");
+    ensure!(console.contains("Attempted to kill init"), "the kernel has not panicked");
+    ensure!(!console.contains("agent ready"), "the agent came up");
+    Ok(Outcome::Passed)
+}
