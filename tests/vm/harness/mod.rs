@@ -51,13 +51,9 @@ pub struct Guest {
 impl Guest {
     pub fn new() -> Self {
         let times = "fakepci.enable_ms=3 nvidia.probe_ms=3 nvidia.s1_ms=30 nvidia.s2_ms=130 nvidia.s3_ms=50";
-        Self {
-            append: vec!["console=ttyS0 panic=-1 cgroup_no_v1=all rdinit=/hardware".into(), times.into()],
-            files: vec![],
-            without: vec![],
-            vsock: true,
-            listener: Listener::Reads,
-        }
+        // no_timer_check, as in Kata's own command line: the kernel's early look whether the timer ticks is lost on a host that is busy, and it panics.
+        let kernel = "console=ttyS0 panic=-1 no_timer_check cgroup_no_v1=all rdinit=/hardware";
+        Self { append: vec![kernel.into(), times.into()], files: vec![], without: vec![], vsock: true, listener: Listener::Reads }
     }
 
     /// Adds words to the kernel command line; later ones count.
@@ -125,9 +121,14 @@ pub struct Booted {
 }
 
 impl Booted {
+    /// For an error: what may explain that nothing comes any more.
+    fn state(&self) -> &'static str {
+        if self.console.text().contains("Kernel panic") { ": the guest's kernel has panicked, see its console" } else { "" }
+    }
+
     /// Waits for a record.
     pub fn record(&self, what: &str, wanted: impl Fn(&Record) -> bool) -> Result<Record> {
-        self.receiver.wait(DEADLINE, wanted).ok_or_else(|| anyhow!("no record \"{what}\" within {DEADLINE:?}"))
+        self.receiver.wait(DEADLINE, wanted).ok_or_else(|| anyhow!("no record \"{what}\" within {DEADLINE:?}{}", self.state()))
     }
 
     /// Waits for the event of this name.
@@ -144,7 +145,9 @@ impl Booted {
 
     /// Waits for a line of the agent.
     pub fn agent(&self, message: &str, wanted: impl Fn(&AgentLine) -> bool) -> Result<AgentLine> {
-        self.console.wait_agent(DEADLINE, message, wanted).ok_or_else(|| anyhow!("no line \"{message}\" of the agent within {DEADLINE:?}"))
+        self.console
+            .wait_agent(DEADLINE, message, wanted)
+            .ok_or_else(|| anyhow!("no line \"{message}\" of the agent within {DEADLINE:?}{}", self.state()))
     }
 
     /// Waits until a container is created, and fails when it fails.
@@ -152,7 +155,7 @@ impl Booted {
         let line = self
             .console
             .wait_agent_any(DEADLINE, |l| l.get("container") == container && l.get("msg") != "cdi try failed")
-            .ok_or_else(|| anyhow!("container {container} is neither created nor failed within {DEADLINE:?}"))?;
+            .ok_or_else(|| anyhow!("container {container} is neither created nor failed within {DEADLINE:?}{}", self.state()))?;
         ensure!(line.get("msg") == "container created", "container {container}: {}: {}", line.get("msg"), line.get("error"));
         Ok(line)
     }
