@@ -5,6 +5,7 @@
 //! lock of the driver core. Nothing here reads config space.
 
 use crate::pci::PciAddress;
+use nix::errno::Errno;
 use std::fmt;
 use std::io;
 use std::path::{Path, PathBuf};
@@ -20,6 +21,18 @@ pub struct SysfsError {
     path: PathBuf,
     value: String,
     error: io::Error,
+}
+
+impl SysfsError {
+    /// The kernel's own word.
+    pub fn errno(&self) -> Option<Errno> {
+        self.error.raw_os_error().map(Errno::from_raw)
+    }
+
+    /// One that did not come from the kernel.
+    pub fn other(what: &dyn fmt::Display) -> Self {
+        Self { path: PathBuf::new(), value: String::new(), error: io::Error::other(what.to_string()) }
+    }
 }
 
 impl fmt::Display for SysfsError {
@@ -60,6 +73,11 @@ impl PciSysfs {
         write(self.function(gpu, "driver_override"), HELD_BACK)
     }
 
+    /// Whether [`PciSysfs::hold_back`] is in force.
+    pub fn is_held_back(&self, gpu: PciAddress) -> bool {
+        std::fs::read_to_string(self.function(gpu, "driver_override")).is_ok_and(|name| name.trim() == HELD_BACK)
+    }
+
     /// Lets drivers match this GPU again; does not start a probe.
     pub fn release(&self, gpu: PciAddress) -> Result<(), SysfsError> {
         // The attribute's way to say "none": an empty line.
@@ -71,7 +89,29 @@ impl PciSysfs {
         write(self.bus.join("drivers").join(DRIVER).join("bind"), &gpu.to_string())
     }
 
-    /// Whether the driver has this GPU.
+    /// Probes this GPU with whichever loaded driver matches it, on this thread. Works while the driver's own load is still probing another GPU,
+    /// when there is no `bind` to write to yet. Says nothing about the outcome: see [`PciSysfs::is_bound`].
+    pub fn probe(&self, gpu: PciAddress) -> Result<(), SysfsError> {
+        write(self.bus.join("drivers_probe"), &gpu.to_string())
+    }
+
+    /// Whether the driver has entered itself at the bus: from then on [`PciSysfs::probe`] finds it.
+    pub fn is_registered(&self) -> bool {
+        self.bus.join("drivers").join(DRIVER).exists()
+    }
+
+    /// Whether the GPU is on the bus.
+    pub fn is_present(&self, gpu: PciAddress) -> bool {
+        self.bus.join("devices").join(gpu.to_string()).exists()
+    }
+
+    /// Whether the driver has this GPU once a probe that is under way has ended; waits for that. (The link to the driver is there before its probe is
+    /// called. This attribute's write takes the lock that the probe holds.)
+    pub fn is_bound_at_last(&self, gpu: PciAddress) -> bool {
+        self.is_bound(gpu) && self.release(gpu).is_ok() && self.is_bound(gpu)
+    }
+
+    /// Whether the driver has this GPU, or is probing it.
     pub fn is_bound(&self, gpu: PciAddress) -> bool {
         std::fs::read_link(self.function(gpu, "driver")).is_ok_and(|link| link.file_name().is_some_and(|name| name == DRIVER))
     }

@@ -55,6 +55,8 @@ pub struct Config {
     pub bind: Bind,
     /// Adapters are initialised all at once; false: one after another.
     pub parallel_init: bool,
+    /// The driver may release its global lock while a GPU's own processor boots.
+    pub relaxed: bool,
     /// A GPU's CDI entry becomes resolvable when it is usable; false: as soon as it is bound.
     pub ready_when_usable: bool,
     /// The spec is withheld until all GPUs are settled; false: published from the scan on.
@@ -74,6 +76,7 @@ impl Default for Config {
             agent: Agent::Exec,
             bind: Bind::Auto,
             parallel_init: true,
+            relaxed: true,
             ready_when_usable: false,
             cdi_complete: false,
             expected_gpus: None,
@@ -138,6 +141,13 @@ pub const PARAMETERS: &[Parameter] = &[
         default: "parallel",
         help: "initialise adapters all at once, or one after another",
         set: |c, v| one_of(v, &[("parallel", true), ("serial", false)]).map(|s| c.parallel_init = s),
+    },
+    Parameter {
+        name: "gpuinit.relaxed",
+        values: "on, off",
+        default: "on",
+        help: "off: the driver keeps its global lock while a GPU's own processor boots (registry key RmRelaxedGspInitLocking=0)",
+        set: |c, v| switch(v).map(|s| c.relaxed = s),
     },
     Parameter {
         name: "gpuinit.ready",
@@ -306,6 +316,32 @@ pub fn module_parameters(command_line: &[u8], module: &str) -> String {
     parameters
 }
 
+/// A module's parameters with one more key of the driver's registry: `NVreg_RegistryDwords="A=1;B=2"` holds them all, and a second one would
+/// replace the first.
+pub fn with_registry_key(parameters: &str, key: &str) -> String {
+    const NAME: &str = "NVreg_RegistryDwords=";
+    let mut keys = Vec::new();
+    let mut others = Vec::new();
+    for word in words(parameters.as_bytes()) {
+        match word.strip_prefix(NAME) {
+            // The last one counts.
+            Some(value) => keys = value.split(';').filter(|k| !k.trim().is_empty()).map(str::to_string).collect(),
+            None => others.push(match word.split_once('=') {
+                Some((name, value)) if value.contains(char::is_whitespace) => format!("{name}=\"{value}\""),
+                _ => word,
+            }),
+        }
+    }
+    keys.push(key.to_string());
+    others.push(format!("{NAME}\"{}\"", keys.join(";")));
+    others.join(" ")
+}
+
+/// The value of one parameter among a module's parameters; the last one counts.
+pub fn parameter_value(parameters: &str, name: &str) -> Option<String> {
+    words(parameters.as_bytes()).into_iter().rev().find_map(|word| word.strip_prefix(name)?.strip_prefix('=').map(str::to_string))
+}
+
 /// The table of parameters in Markdown, as it stands in the README.
 pub fn parameters_markdown() -> String {
     let mut table = String::from("| parameter | values | default | meaning |\n|---|---|---|---|\n");
@@ -360,6 +396,17 @@ mod tests {
                 "takes off, error, warn, info, debug, trace; ignored, default: info",
             ]
         );
+    }
+
+    #[test]
+    fn a_registry_key_joins_those_that_were_asked_for() {
+        assert_eq!(with_registry_key("", "R=0"), "NVreg_RegistryDwords=\"R=0\"");
+        assert_eq!(
+            with_registry_key("a=1 NVreg_RegistryDwords=\"X=1;Y=2;\" b=\"c d\"", "R=0"),
+            "a=1 b=\"c d\" NVreg_RegistryDwords=\"X=1;Y=2;R=0\""
+        );
+        assert_eq!(parameter_value("a=1 NVreg_X=2 a=3", "a").as_deref(), Some("3"));
+        assert_eq!(parameter_value("ab=1", "a"), None);
     }
 
     #[test]

@@ -81,6 +81,12 @@ impl Modules {
     /// Loads a module and what it depends on, one `module.load` step each; gives the last one's id. Blocks until the module's init has
     /// returned. Already loaded is success.
     pub fn load(&mut self, module: &str) -> Result<StepId, LoadError> {
+        let parameters = crate::config::module_parameters(&self.command_line, module);
+        self.load_with(module, &parameters)
+    }
+
+    /// As [`Modules::load`], with these parameters for the module itself.
+    pub fn load_with(&mut self, module: &str, parameters: &str) -> Result<StepId, LoadError> {
         let mut last = StepId(0);
         for path in self.load_order(module)? {
             if self.loaded.contains(&path) {
@@ -89,23 +95,17 @@ impl Modules {
             let name = module_name(&path);
             let step = step!(names::MODULE_LOAD, module = %name);
             last = step.id();
-            step.run(|| self.load_file(&name, &path))?;
+            let own = name.replace('-', "_") == module.replace('-', "_");
+            let parameters = if own { parameters.to_string() } else { crate::config::module_parameters(&self.command_line, &name) };
+            step.run(|| load_file(&name, &path, parameters))?;
             self.loaded.push(path);
         }
         Ok(last)
     }
 
-    fn load_file(&self, module: &str, path: &Path) -> Result<(), LoadError> {
-        let parameters = crate::config::module_parameters(&self.command_line, module);
-        // The command line is one C string of the kernel's: it holds no NUL.
-        let parameters = CString::new(parameters).unwrap_or_default();
-        let file = File::open(path).map_err(|error| LoadError::NoFile { module: module.into(), path: path.into(), error })?;
-        let compressed = path.extension().is_some_and(|e| e != "ko");
-        let flags = if compressed { COMPRESSED_FILE } else { ModuleInitFlags::empty() };
-        match finit_module(&file, &parameters, flags) {
-            Ok(()) | Err(Errno::EEXIST) => Ok(()),
-            Err(errno) => Err(LoadError::Refused { module: module.into(), path: path.into(), errno }),
-        }
+    /// The module's own file, if there is one.
+    pub fn file_of(&self, module: &str) -> Option<PathBuf> {
+        self.load_order(module).ok()?.pop()
     }
 
     /// Files to load for a module, dependencies first.
@@ -132,6 +132,18 @@ fn order<'a>(index: &'a str, module: &str) -> Option<Vec<&'a str>> {
 fn module_name(path: &Path) -> String {
     let file = path.file_name().map(|n| n.to_string_lossy().into_owned()).unwrap_or_default();
     file.split(".ko").next().unwrap_or_default().replace('-', "_")
+}
+
+fn load_file(module: &str, path: &Path, parameters: String) -> Result<(), LoadError> {
+    // The command line is one C string of the kernel's: it holds no NUL.
+    let parameters = CString::new(parameters).unwrap_or_default();
+    let file = File::open(path).map_err(|error| LoadError::NoFile { module: module.into(), path: path.into(), error })?;
+    let compressed = path.extension().is_some_and(|e| e != "ko");
+    let flags = if compressed { COMPRESSED_FILE } else { ModuleInitFlags::empty() };
+    match finit_module(&file, &parameters, flags) {
+        Ok(()) | Err(Errno::EEXIST) => Ok(()),
+        Err(errno) => Err(LoadError::Refused { module: module.into(), path: path.into(), errno }),
+    }
 }
 
 #[cfg(test)]

@@ -11,7 +11,10 @@ pub mod boot; // the sequence: PID 1, keeper, worker, and the bring-up of all GP
 pub mod pci; // which GPUs are there
 pub mod uevents; // which come and go
 pub mod kernel_modules; // loading the driver
+pub mod modinfo; // what a module's file says of itself
 pub mod bind; // enable, driver_override, bind
+pub mod driver_log; // what the driver writes to the kernel's log
+pub mod reason; // why a GPU is not usable
 pub mod driver_proc; // what the driver says: minors, majors
 pub mod device_nodes; // /dev/nvidia*
 pub mod adapter; // open: adapter initialisation

@@ -101,11 +101,17 @@ pub fn waits_for_bar_firewall(device: u16) -> bool {
 /// A GPU as the PCI scan sees it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Gpu {
-    /// Position in ascending order of address: the name it has in the CDI spec.
-    pub index: usize,
     pub address: PciAddress,
     /// PCI device id.
     pub device: u16,
+}
+
+/// Reads one function, for a GPU that a uevent announced. None when it is none of ours, or gone again.
+pub fn read(sysfs: &Path, address: PciAddress) -> Option<Gpu> {
+    let function = sysfs.join("bus/pci/devices").join(address.to_string());
+    let vendor = u16::try_from(attribute(&function, "vendor").ok()?).ok()?;
+    let device = u16::try_from(attribute(&function, "device").ok()?).ok()?;
+    is_gpu(vendor, attribute(&function, "class").ok()?).then_some(Gpu { address, device })
 }
 
 /// Reads all GPUs below `sysfs` (`/sys` in a guest), in ascending order of address.
@@ -135,7 +141,7 @@ pub fn scan(sysfs: &Path) -> io::Result<(Vec<Gpu>, Vec<String>)> {
         }
     }
     found.sort_unstable();
-    let gpus = found.into_iter().enumerate().map(|(index, (address, device))| Gpu { index, address, device }).collect();
+    let gpus = found.into_iter().map(|(address, device)| Gpu { address, device }).collect();
     Ok((gpus, unreadable))
 }
 
@@ -196,8 +202,8 @@ mod tests {
             }
         }
         let (gpus, unreadable) = scan(&sysfs).unwrap();
-        let list: Vec<(usize, String, u16)> = gpus.iter().map(|g| (g.index, g.address.to_string(), g.device)).collect();
-        assert_eq!(list, [(0, "0000:02:00.0".to_string(), 0x2331), (1, "0000:0b:00.0".to_string(), 0x2330)]);
+        let list: Vec<(String, u16)> = gpus.iter().map(|g| (g.address.to_string(), g.device)).collect();
+        assert_eq!(list, [("0000:02:00.0".to_string(), 0x2331), ("0000:0b:00.0".to_string(), 0x2330)]);
         assert_eq!(unreadable.len(), 1);
         assert!(unreadable[0].contains("0000:0c:00.0/class") && unreadable[0].contains("garbage"), "{unreadable:?}");
         std::fs::remove_dir_all(&sysfs).unwrap();

@@ -21,6 +21,16 @@ pub fn accept(listener: &OwnedFd) -> nix::Result<OwnedFd> {
     Ok(unsafe { OwnedFd::from_raw_fd(raw) })
 }
 
+/// Takes over a descriptor that this process has from its parent. None for a number that is not open.
+pub fn inherited(raw: std::os::fd::RawFd) -> Option<OwnedFd> {
+    // SAFETY: fcntl with F_GETFD only looks whether the number is open.
+    if unsafe { nix::libc::fcntl(raw, nix::libc::F_GETFD) } < 0 {
+        return None;
+    }
+    // SAFETY: it is open, and only the list of inherited descriptors, which is consumed entry by entry, names it.
+    Some(unsafe { OwnedFd::from_raw_fd(raw) })
+}
+
 /// Forks a process that has one thread, so that the child may do whatever the parent could.
 ///
 /// Refused with EDEADLK when there are more threads: a lock that one of them holds would never open in the child.

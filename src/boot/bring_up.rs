@@ -1,133 +1,65 @@
-//! The bring-up of all GPUs. Each GPU is a task that goes on as soon as *it* can:
+//! The bring-up of all GPUs: those that are there at boot, and those that come and go later.
 //!
 //! ```text
-//! scan -> [enable lane, one thread, PCI order] ----+
-//!      -> [driver: nvidia, control nodes, uvm] --+ |
-//!                                                v v
-//!                                       GPU k: bind -> information -> node -> open, wait -> usable
-//!                                                                      |
-//!                                                                      +-> published
+//! uevents subscribed -> scan -> [enable lane, one thread, PCI order] ----+
+//!                            -> [driver: nvidia, control nodes, uvm] --+ |
+//!                                                                      v v
+//!                                                  a task for each GPU: see `gpu`
 //! ```
 //!
-//! One GPU's failure is an event and a spec without it; it stops nobody else. A GPU that hangs in its initialisation stays as it is, for ever
-//! if need be: deadlines report.
+//! This loop spawns tasks and hears what the kernel says: a GPU that appears gets a task, one that goes leaves the spec, and one that the driver
+//! wants to remove is given up. It waits for no GPU.
 
 use super::Boot;
+use super::adopt::Before;
+use super::descriptors::Descriptors;
 use super::driver::{self, Driver};
-use super::keeper::KeeperSocket;
-use super::publication::{self, Update};
-use crate::adapter::{self, InitError};
+use super::gpu::{self, Arrival, Shared};
+use super::lane;
+use super::publication::{self, Published, Update};
+use super::roster::Roster;
+use super::strategy::{self, Facts, Strategy};
 use crate::bind::PciSysfs;
+use crate::cdi::spec::Entry;
 use crate::clock::boottime_ns;
 use crate::config::{Bind, Config};
-use crate::device_nodes::Node;
-use crate::driver_proc;
+use crate::driver_log::Signal;
 use crate::events::kmsg::DriverWords;
-use crate::events::{After, StepId, names};
+use crate::events::names;
 use crate::pci::{self, Gpu, PciAddress};
+use crate::reason::Reason;
 use crate::step;
-use crate::uevents::{Action, Next, Uevents};
-use std::collections::HashMap;
-use std::fmt::Display;
+use crate::uevents::{Action, Next, Uevent, Uevents};
+use std::collections::{HashMap, HashSet};
 use std::io;
-use std::os::fd::IntoRawFd;
 use std::path::Path;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, PoisonError};
 use std::time::Duration;
-use tokio::sync::{Semaphore, mpsc, oneshot, watch};
-use tokio::task::JoinSet;
+use tokio::sync::{Semaphore, mpsc, watch};
+use tokio::task::{AbortHandle, JoinSet};
 
 const SYS: &str = "/sys";
-const PROC: &str = "/proc";
-/// When a GPU that is not settled is reported: after these, then every [`REPORT_EVERY`].
-const REPORTS: [Duration; 3] = [Duration::from_secs(10), Duration::from_secs(30), Duration::from_secs(60)];
-const REPORT_EVERY: Duration = Duration::from_secs(60);
+/// The error of a GPU that has fallen off the bus: nothing more will come from it.
+const XID_OFF_THE_BUS: u32 = 79;
 
-/// How this boot binds, and why.
-fn strategy(config: &Config, gpus: &[Gpu]) -> (Bind, &'static str) {
-    match (config.bind, gpus.len()) {
-        (Bind::Auto, 0 | 1) => (Bind::Insmod, "auto: with one GPU the module load does it all"),
-        (Bind::Auto, _) if gpus.iter().any(|g| pci::waits_for_bar_firewall(g.device)) => {
-            (Bind::Concurrent, "auto: probes of these GPUs sleep up to 4 s, at once")
-        }
-        (Bind::Auto, _) => (Bind::Pipelined, "auto: each GPU as soon as its own BARs are mapped"),
-        (asked, _) => (asked, "asked for by gpuinit.bind"),
-    }
+/// What the worker hears while it brings GPUs up.
+pub struct Ears {
+    pub uevents: io::Result<Uevents>,
+    pub words: Option<DriverWords>,
+    pub signals: Option<mpsc::UnboundedReceiver<Signal>>,
 }
 
-/// What every GPU's task works with.
-struct Shared {
-    sysfs: PciSysfs,
-    config: Config,
-    words: Option<DriverWords>,
-    keeper: Option<KeeperSocket>,
-    spec: mpsc::UnboundedSender<Update>,
-    driver: watch::Receiver<Driver>,
-    /// One bind at a time when pipelined; no limit when concurrent.
-    binding: Semaphore,
-    /// One initialisation at a time when `gpuinit.init=serial`.
-    initialising: Arc<Semaphore>,
-    /// When the kernel said "bind" for a GPU that the module load bound.
-    bound_at: Arc<Mutex<HashMap<PciAddress, u64>>>,
-}
-
-/// Where a GPU is, for reports of lateness.
-type Stage = Arc<Mutex<&'static str>>;
-
-/// Why a GPU's task ended early: the step, a token for programs, and the sentence for people.
-struct Failed {
-    step: &'static str,
-    reason: &'static str,
-    error: String,
-}
-
-fn failed(step: &'static str, reason: &'static str) -> impl FnOnce(&dyn Display) -> Failed {
-    move |error| Failed { step, reason, error: error.to_string() }
-}
-
-/// Brings all GPUs up; returns when each is usable or failed.
-pub async fn run(boot: &Boot, uevents: io::Result<Uevents>, words: Option<DriverWords>, keeper: Option<KeeperSocket>) {
-    let bound_at = Arc::default();
-    match uevents {
-        Ok(uevents) => drop(tokio::spawn(record_uevents(uevents, Arc::clone(&bound_at)))),
-        Err(error) => {
-            tracing::warn!(name: names::UEVENT, error = %format!("subscribe to uevents: {error}: hot-plugged GPUs will not be seen"))
-        }
-    }
+/// Brings all GPUs up and follows what becomes of them. Returns only when the kernel can no longer be heard.
+pub async fn run(boot: &Boot, before: Option<&Before>, ears: Ears, descriptors: Descriptors) {
+    let Ears { uevents, words, signals } = ears;
+    let uevents = uevents.map_err(|error| {
+        let error = format!("subscribe to uevents: {error}: GPUs that come or go later will not be seen");
+        tracing::warn!(name: names::UEVENT, error);
+    });
     let gpus = scan(&boot.config);
-    let (bind, reason) = strategy(&boot.config, &gpus);
-    tracing::info!(name: names::STRATEGY, bind = %bind, init = if boot.config.parallel_init { "parallel" } else { "serial" }, reason);
-    let spec = publication::start(&gpus, boot.config.cdi_complete);
-    let sysfs = PciSysfs::at(Path::new(SYS));
-
-    let mut tasks = JoinSet::new();
-    if !gpus.is_empty() {
-        let driver = driver::start(boot, bind, &sysfs, &gpus, spec.clone());
-        let turns = start_enable_lane(bind, &sysfs, &gpus);
-        let shared = Arc::new(Shared {
-            sysfs,
-            config: boot.config.clone(),
-            words,
-            keeper,
-            spec: spec.clone(),
-            driver,
-            binding: Semaphore::new(if bind == Bind::Concurrent { gpus.len() } else { 1 }),
-            initialising: Arc::new(Semaphore::new(if boot.config.parallel_init { gpus.len() } else { 1 })),
-            bound_at,
-        });
-        for (gpu, turn) in gpus.into_iter().zip(turns) {
-            tasks.spawn(bring_up(Arc::clone(&shared), gpu, turn));
-        }
-    }
-    let (mut usable, mut broken) = (0_u64, 0_u64);
-    while let Some(result) = tasks.join_next().await {
-        // A task that panicked is a bug of ours; it counts as a GPU that is not usable, and the others are not touched.
-        if result.unwrap_or(false) { usable += 1 } else { broken += 1 }
-    }
-    // Fails only when the writer is gone, with the runtime.
-    let _unused = spec.send(Update::Settled);
-    tracing::info!(name: names::SETTLED, usable, failed = broken);
-    lock_down(&boot.config);
+    let mut fleet = Fleet::new(boot, before, &gpus, words, descriptors);
+    fleet.start(boot, gpus, before);
+    fleet.follow(boot, uevents.ok(), signals).await;
 }
 
 /// Reads the GPUs, and says what is found and what is missing.
@@ -147,9 +79,6 @@ fn scan(config: &Config) -> Vec<Gpu> {
     };
     step.note("gpus", gpus.len() as u64);
     drop(step);
-    for gpu in &gpus {
-        tracing::info!(name: names::GPU_FOUND, gpu = %gpu.address, index = gpu.index as u64, device = %format!("{:04x}:{:04x}", pci::NVIDIA, gpu.device));
-    }
     if let Some(expected) = config.expected_gpus.filter(|e| *e > gpus.len()) {
         let error = format!("gpuinit.gpus={expected}, but the guest's PCI bus has {}: look at the VM's devices on the host", gpus.len());
         tracing::error!(name: names::PCI_SCAN, error);
@@ -157,236 +86,326 @@ fn scan(config: &Config) -> Vec<Gpu> {
     gpus
 }
 
-/// A GPU's place in the enable lane.
-struct Turn {
-    /// The step in which the host mapped its BARs.
-    enabled: oneshot::Receiver<Result<StepId, String>>,
-    /// Dropped when the GPU is published, or has failed.
-    over: oneshot::Sender<()>,
+/// What is known before the first GPU is touched.
+fn facts(boot: &Boot, gpus: &[Gpu]) -> Facts {
+    let parameters = driver::parameters(boot);
+    Facts {
+        gpus: gpus.len(),
+        firewall: gpus.iter().any(|g| pci::waits_for_bar_firewall(g.device)),
+        driver: driver::version_on_disk(boot),
+        init_on_probe: crate::config::parameter_value(&parameters, "NVreg_GpuInitOnProbe").is_some_and(|v| v != "0"),
+        confidential: super::worker::is_confidential(),
+        vcpus: std::thread::available_parallelism().map_or(1, std::num::NonZero::get),
+    }
 }
 
-/// The enable lane: one GPU at a time, in PCI order. With a plain module load there is none: the driver's probe enables.
-///
-/// While the host maps a BAR, the CPU that asked is gone with its interrupts off. Other accesses to config space wait, and so does whatever needs all
-/// CPUs: loading a module, at times a write. A GPU that is bound in that time is published seconds later. So the lane lets the first GPU, and
-/// when pipelined every GPU, get as far as the spec before it goes on: that takes milliseconds of the seconds.
-fn start_enable_lane(bind: Bind, sysfs: &PciSysfs, gpus: &[Gpu]) -> Vec<Option<Turn>> {
-    if bind == Bind::Insmod {
-        return gpus.iter().map(|_| None).collect();
-    }
-    let (mut lane, mut turns) = (Vec::new(), Vec::new());
-    for gpu in gpus {
-        let ((sender, enabled), (over, is_over)) = (oneshot::channel(), oneshot::channel());
-        lane.push((gpu.address, sender, is_over));
-        turns.push(Some(Turn { enabled, over }));
-    }
-    let sysfs = sysfs.clone();
-    tokio::spawn(async move {
-        let mut before = After::default();
-        for (position, (address, sender, is_over)) in lane.into_iter().enumerate() {
-            let (step, sysfs) = (step!(names::GPU_ENABLE, gpu = %address, after = ?before), sysfs.clone());
-            let id = step.id();
-            before = After(vec![id]);
-            let watchdog = tokio::spawn(report_lateness(address, Arc::new(Mutex::new("enable"))));
-            let enabled = tokio::task::spawn_blocking(move || step.run(|| sysfs.enable(address)).map(|()| id).map_err(|e| e.to_string()));
-            // The GPU's task may be gone only with the whole runtime.
-            let _unused = sender.send(enabled.await.unwrap_or_else(|panicked| Err(panicked.to_string())));
-            watchdog.abort();
-            if position == 0 || bind == Bind::Pipelined {
-                // The sender is never used, only dropped: that is the sign.
-                let _over = is_over.await;
-            }
+/// The choice and its reasons, once the first GPU's enabling is measured.
+fn tell_strategy(strategy: &Strategy, facts: &Facts, first_enable: Option<Duration>) {
+    let lane = match first_enable {
+        Some(took) if strategy::lane_waits(strategy.bind, took) => {
+            "; lane: enabling is slow, so each GPU is published before the next one is enabled"
         }
-    });
-    turns
-}
-
-/// One GPU, from enabled to usable. True when it is usable.
-async fn bring_up(shared: Arc<Shared>, gpu: Gpu, turn: Option<Turn>) -> bool {
-    match wait_and_bring_up(&shared, &gpu, turn).await {
-        Ok(()) => {
-            tracing::info!(name: names::GPU_USABLE, gpu = %gpu.address, index = gpu.index as u64);
-            true
-        }
-        Err(failed) => {
-            let mut error = format!("GPU {} ({}): {}", gpu.index, gpu.address, failed.error);
-            if let Some(words) = &shared.words
-                && let Some(line) = words.last(Some(gpu.address)).await
-            {
-                error = format!("{error}; the driver says: {line}");
-            }
-            let _unused = shared.spec.send(Update::Failed { index: gpu.index });
-            tracing::error!(name: names::GPU_FAILED, gpu = %gpu.address, index = gpu.index as u64, step = failed.step, reason = failed.reason, error);
-            false
-        }
-    }
-}
-
-/// Waits for the GPU's turn to be enabled, then brings it up; from there on it can be late.
-async fn wait_and_bring_up(shared: &Arc<Shared>, gpu: &Gpu, turn: Option<Turn>) -> Result<(), Failed> {
-    let (mut enabled, mut over) = (None, None);
-    if let Some(turn) = turn {
-        over = Some(turn.over);
-        // The lane answers for every GPU before it ends.
-        let result = turn.enabled.await.unwrap_or_else(|_| Err("the enable lane has ended".into()));
-        enabled = Some(result.map_err(|e| failed("enable", "enable-failed")(&e))?);
-    }
-    let stage: Stage = Arc::new(Mutex::new("driver load"));
-    let watchdog = tokio::spawn(report_lateness(gpu.address, Arc::clone(&stage)));
-    let result = bring_up_or_fail(shared, gpu, enabled, over, &stage).await;
-    watchdog.abort();
-    result
-}
-
-async fn bring_up_or_fail(
-    shared: &Arc<Shared>,
-    gpu: &Gpu,
-    enabled: Option<StepId>,
-    over: Option<oneshot::Sender<()>>,
-    stage: &Stage,
-) -> Result<(), Failed> {
-    let driver = shared.driver.clone().wait_for(|d| !matches!(d, Driver::Loading)).await.map_or(Driver::Loading, |d| d.clone());
-    let loaded = match driver {
-        Driver::Loaded(loaded) => loaded,
-        Driver::Failed(error) => return Err(failed("module", "driver-not-loaded")(&error)),
-        Driver::Loading => return Err(failed("module", "driver-not-loaded")(&"the load's task has ended")),
+        Some(_) => "; lane: goes on without waiting",
+        None => "",
     };
-
-    set(stage, "probe");
-    let mut last = loaded.step;
-    if shared.sysfs.is_bound(gpu.address) {
-        let bound_at = shared.bound_at.lock().unwrap_or_else(PoisonError::into_inner).get(&gpu.address).copied();
-        bound(gpu, bound_at.unwrap_or_else(boottime_ns))?;
-    } else if loaded.tried.contains(&gpu.address) {
-        return Err(failed("probe", "probe-failed")(&"the driver's probe failed when the module was loaded"));
-    } else {
-        last = bind(shared, gpu, After::from(&[enabled, Some(loaded.step)][..])).await?;
-        bound(gpu, boottime_ns())?;
-    }
-
-    set(stage, "device node");
-    let information = driver_proc::information(Path::new(PROC), gpu.address).map_err(|e| failed("probe", "no-minor")(&e))?;
-    let step = step!(names::GPU_NODES, gpu = %gpu.address, after = ?After(vec![last]));
-    let nodes = step.id();
-    let node = step.run(|| loaded.nodes.gpu(loaded.major, information.minor)).map_err(|e| failed("nodes", "no-node")(&e))?;
-
-    set(stage, "initialisation");
-    if shared.config.ready_when_usable {
-        drop(over); // an initialisation takes seconds: nobody waits for it
-        let usable = initialise(shared, gpu, &node, nodes).await?;
-        publish(shared, gpu, node, usable, None).await;
-        Ok(())
-    } else {
-        // Published at once; whether it also initialises decides whether it stays.
-        let (initialised, ()) = tokio::join!(initialise(shared, gpu, &node, nodes), publish(shared, gpu, node.clone(), nodes, over));
-        initialised.map(drop)
-    }
+    let first_enable_ms = first_enable.map(|took| took.as_millis() as u64);
+    tracing::info!(
+        name: names::STRATEGY,
+        bind = %strategy.bind,
+        init = if strategy.parallel_init { "parallel" } else { "serial" },
+        reason = %format!("{}{lane}", strategy.reason),
+        gpus = facts.gpus as u64,
+        driver = facts.driver.map(|v| v.to_string()),
+        confidential = facts.confidential,
+        vcpus = facts.vcpus as u64,
+        first_enable_ms,
+    );
 }
 
-fn set(stage: &Stage, to: &'static str) {
-    *stage.lock().unwrap_or_else(PoisonError::into_inner) = to;
+/// All GPUs of this guest.
+struct Fleet {
+    shared: Arc<Shared>,
+    strategy: Strategy,
+    facts: Facts,
+    driver: watch::Sender<Driver>,
+    /// The driver's load has been started: with the first GPU.
+    loading: bool,
+    tasks: JoinSet<(PciAddress, bool)>,
+    handles: HashMap<PciAddress, AbortHandle>,
+    usable: HashSet<PciAddress>,
+    failed: HashSet<PciAddress>,
+    settled: bool,
+    locked_down: bool,
 }
 
-/// Gives the GPU to the driver, on a thread of its own.
-async fn bind(shared: &Arc<Shared>, gpu: &Gpu, after: After) -> Result<StepId, Failed> {
-    // The semaphore is never closed, and it is fair: waiting GPUs go in the order in which they were enabled, which is PCI order.
-    let _turn = shared.binding.acquire().await;
-    let step = step!(names::GPU_BIND, gpu = %gpu.address, after = ?after);
-    let (id, address, sysfs) = (step.id(), gpu.address, shared.sysfs.clone());
-    let binding = tokio::task::spawn_blocking(move || {
-        step.run(|| {
-            sysfs.release(address)?;
-            match sysfs.bind(address) {
-                // Somebody else was faster.
-                Err(_) if sysfs.is_bound(address) => Ok(()),
-                result => result,
-            }
-        })
-    });
-    match binding.await {
-        Ok(result) => result.map(|()| id).map_err(|e| failed("probe", "probe-failed")(&e)),
-        Err(panicked) => Err(failed("probe", "probe-failed")(&panicked)),
-    }
-}
-
-/// Tells that the driver has the GPU, with its minor.
-fn bound(gpu: &Gpu, at_ns: u64) -> Result<(), Failed> {
-    let information = driver_proc::information(Path::new(PROC), gpu.address).map_err(|e| failed("probe", "no-minor")(&e))?;
-    tracing::info!(name: names::GPU_BOUND, gpu = %gpu.address, index = gpu.index as u64, minor = information.minor, at_ns);
-    Ok(())
-}
-
-/// Makes the GPU resolvable as soon as the nodes that every container needs are there.
-async fn publish(shared: &Arc<Shared>, gpu: &Gpu, node: Node, after: StepId, turn: Option<oneshot::Sender<()>>) {
-    // Fails only when the driver's task has ended, which it does not before it has said this.
-    let mut driver = shared.driver.clone();
-    drop(driver.wait_for(|d| matches!(d, Driver::Loaded(l) if l.control_ready)).await);
-    let _unused = shared.spec.send(Update::Ready { index: gpu.index, nodes: vec![node], after, turn });
-}
-
-/// Initialises the adapter; waits for as long as the driver takes.
-async fn initialise(shared: &Arc<Shared>, gpu: &Gpu, node: &Node, after: StepId) -> Result<StepId, Failed> {
-    let turn = Arc::clone(&shared.initialising).acquire_owned().await;
-    let step = step!(names::GPU_INIT, gpu = %gpu.address, after = ?After(vec![after]));
-    let (id, node, keeper) = (step.id(), node.clone(), Arc::clone(shared));
-    let initialising = tokio::task::spawn_blocking(move || {
-        let result = step.run(|| {
-            let descriptor = adapter::start(&node)?;
-            if let Some(Err(errno)) = keeper.keeper.as_ref().map(|k| k.keep(&descriptor)) {
-                tracing::warn!(name: names::GPU_INIT, error = %format!("hand {} to the keeper: {errno}: the worker holds it alone", node.path.display()));
-            }
-            let result = adapter::wait(&descriptor, &node);
-            // Never closed, whatever the result: see `adapter`.
-            let _held = descriptor.into_raw_fd();
-            result
+impl Fleet {
+    fn new(boot: &Boot, before: Option<&Before>, gpus: &[Gpu], words: Option<DriverWords>, descriptors: Descriptors) -> Self {
+        let facts = facts(boot, gpus);
+        let strategy = strategy::choose(&boot.config, &facts);
+        let roster = Arc::new(Roster::default());
+        if before.is_some() {
+            roster.told(gpus);
+        } else {
+            roster.add(gpus);
+        }
+        let (driver, state) = watch::channel(Driver::Loading);
+        let sysfs = PciSysfs::at(Path::new(SYS));
+        let published = before.map_or_else(Published::default, |before| published(before, &sysfs, gpus));
+        let spec = publication::start(Arc::clone(&roster), published, boot.config.cdi_complete);
+        let at_once = |yes: bool| if yes { Semaphore::MAX_PERMITS } else { 1 };
+        let shared = Arc::new(Shared {
+            sysfs,
+            config: boot.config.clone(),
+            bind: strategy.bind,
+            roster,
+            words,
+            descriptors,
+            spec,
+            driver: state,
+            binding: Semaphore::new(at_once(strategy.bind == Bind::Concurrent)),
+            initialising: Arc::new(Semaphore::new(at_once(strategy.parallel_init))),
+            bound_at: Default::default(),
+            bound: Default::default(),
         });
-        drop(turn);
-        result
-    });
-    match initialising.await {
-        Ok(Ok(())) => Ok(id),
-        Ok(Err(error @ InitError::Open { .. })) => Err(failed("open", "open-failed")(&error)),
-        Ok(Err(error)) => Err(failed("init", "init-failed")(&error)),
-        Err(panicked) => Err(failed("init", "init-failed")(&panicked)),
+        Self {
+            shared,
+            strategy,
+            facts,
+            driver,
+            loading: false,
+            tasks: JoinSet::new(),
+            handles: HashMap::new(),
+            usable: HashSet::new(),
+            failed: HashSet::new(),
+            settled: false,
+            locked_down: false,
+        }
     }
-}
 
-/// Says where a GPU is when it takes long. Reports only: nothing is ended by it.
-async fn report_lateness(gpu: PciAddress, stage: Stage) {
-    let started = tokio::time::Instant::now();
-    let mut deadline = REPORTS.into_iter();
-    let mut last = Duration::ZERO;
-    loop {
-        last = deadline.next().unwrap_or(last + REPORT_EVERY);
-        tokio::time::sleep_until(started + last).await; // a deadline, on nobody's path
-        let step = *stage.lock().unwrap_or_else(PoisonError::into_inner);
-        tracing::warn!(name: names::GPU_LATE, gpu = %gpu, step, waited_ms = last.as_millis() as u64);
+    /// Starts with what the scan found.
+    fn start(&mut self, boot: &Boot, gpus: Vec<Gpu>, before: Option<&Before>) {
+        let known = |gpu: &Gpu| before.map(|b| b.gpu(gpu.address)).unwrap_or_default();
+        let mut to_do = Vec::new();
+        for gpu in gpus {
+            // What an earlier worker has settled stays settled.
+            match known(&gpu) {
+                k if k.failed => {
+                    self.failed.insert(gpu.address);
+                }
+                k if k.usable && self.shared.descriptors.of(gpu.address).is_some() => {
+                    self.usable.insert(gpu.address);
+                }
+                _ => to_do.push(gpu),
+            }
+        }
+        let (strategy, facts) = (self.strategy.clone(), self.facts.clone());
+        let tell = move |first_enable| tell_strategy(&strategy, &facts, first_enable);
+        if self.shared.roster.len() > 0 {
+            self.load_driver(boot, &to_do);
+        }
+        let unbound: Vec<Gpu> = to_do.iter().filter(|g| !self.shared.sysfs.is_bound(g.address)).cloned().collect();
+        let lane = lane::start(self.shared.bind, &self.shared.sysfs, &unbound, tell);
+        let mut turns: HashMap<PciAddress, _> = unbound.iter().map(|g| g.address).zip(lane).collect();
+        for gpu in to_do {
+            let turn = turns.remove(&gpu.address).flatten();
+            self.spawn(gpu, Arrival::Boot(turn));
+        }
+        self.settle(&boot.config);
     }
-}
 
-/// Records what the kernel says about GPUs.
-async fn record_uevents(uevents: Uevents, bound_at: Arc<Mutex<HashMap<PciAddress, u64>>>) {
-    loop {
-        match uevents.next().await {
-            Ok(Next::Event(event)) => {
-                if !event.vendor.zip(event.class).is_some_and(|(vendor, class)| pci::is_gpu(vendor, class)) {
-                    continue;
+    fn load_driver(&mut self, boot: &Boot, gpus: &[Gpu]) {
+        self.loading = true;
+        driver::start(boot, self.driver.clone(), self.shared.bind, &self.shared.sysfs, gpus, self.shared.spec.clone());
+    }
+
+    fn spawn(&mut self, gpu: Gpu, arrival: Arrival) {
+        let (address, shared) = (gpu.address, Arc::clone(&self.shared));
+        self.settled = false;
+        let handle = self.tasks.spawn(async move { (address, gpu::bring_up(shared, gpu, arrival).await) });
+        self.handles.insert(address, handle);
+    }
+
+    /// Hears and acts until the kernel can no longer be heard.
+    async fn follow(&mut self, boot: &Boot, uevents: Option<Uevents>, mut signals: Option<mpsc::UnboundedReceiver<Signal>>) {
+        loop {
+            tokio::select! {
+                next = hear(uevents.as_ref()) => match next {
+                    Ok(Next::Event(event)) => self.take(boot, event),
+                    Ok(Next::Overrun) => {
+                        tracing::warn!(name: names::STREAM_LOST, at = "uevents", error = "the kernel sent uevents faster than they were read: scanning again");
+                        self.rescan(boot);
+                    }
+                    Err(error) => {
+                        tracing::warn!(name: names::UEVENT, error = %format!("read uevents: {error}: GPUs that come or go from now on are not seen"));
+                        return self.finish(&boot.config).await;
+                    }
+                },
+                Some(signal) = listen(signals.as_mut()) => self.heed(signal).await,
+                Some(ended) = self.tasks.join_next() => {
+                    // A task that was aborted is that of a GPU that is gone. One that panicked is a bug of ours; its GPU counts as not usable.
+                    if let Ok((gpu, usable)) = ended {
+                        self.ended(gpu, usable);
+                    }
+                    self.settle(&boot.config);
                 }
-                if event.action == Action::Bind {
-                    bound_at.lock().unwrap_or_else(PoisonError::into_inner).insert(event.address, boottime_ns());
-                }
-                let driver = event.driver.unwrap_or_default();
-                tracing::debug!(name: names::UEVENT, gpu = %event.address, action = ?event.action, driver);
             }
-            Ok(Next::Overrun) => {
-                tracing::warn!(name: names::STREAM_LOST, at = "uevents", error = "the kernel sent uevents faster than they were read")
+        }
+    }
+
+    /// What is left when nothing can be heard any more: the tasks that run.
+    async fn finish(&mut self, config: &Config) {
+        while let Some(ended) = self.tasks.join_next().await {
+            if let Ok((gpu, usable)) = ended {
+                self.ended(gpu, usable);
             }
+        }
+        self.settle(config);
+    }
+
+    fn ended(&mut self, gpu: PciAddress, usable: bool) {
+        self.handles.remove(&gpu);
+        if !self.shared.roster.contains(gpu) {
+            return;
+        }
+        if usable {
+            self.usable.insert(gpu);
+        } else {
+            self.failed.insert(gpu);
+        }
+    }
+
+    /// Says so when every GPU is usable or failed; the first time, nothing is loaded any more from then on.
+    fn settle(&mut self, config: &Config) {
+        if self.settled || !self.tasks.is_empty() {
+            return;
+        }
+        self.settled = true;
+        let _unused = self.shared.spec.send(Update::Settled);
+        // Every GPU of the roster is in one of the two sets, unless its task has panicked.
+        let failed = self.shared.roster.len() - self.usable.len();
+        tracing::info!(name: names::SETTLED, usable = self.usable.len() as u64, failed = failed as u64);
+        // Without a GPU there is no driver yet: one that is plugged in later needs it.
+        if self.loading && !std::mem::replace(&mut self.locked_down, true) {
+            lock_down(config);
+        }
+    }
+
+    fn take(&mut self, boot: &Boot, event: Uevent) {
+        if !event.vendor.zip(event.class).is_some_and(|(vendor, class)| pci::is_gpu(vendor, class)) {
+            return;
+        }
+        let gpu = event.address;
+        let driver = event.driver.unwrap_or_default();
+        tracing::debug!(name: names::UEVENT, gpu = %gpu, action = ?event.action, driver);
+        match event.action {
+            Action::Bind => {
+                self.shared.bound_at.lock().unwrap_or_else(PoisonError::into_inner).insert(gpu, boottime_ns());
+                self.shared.bound.notify_waiters();
+            }
+            Action::Add => self.arrived(boot, pci::read(Path::new(SYS), gpu).into_iter().collect()),
+            Action::Remove => self.left(gpu),
+            Action::Unbind | Action::Other => {}
+        }
+    }
+
+    /// After uevents were lost: what is there now counts.
+    fn rescan(&mut self, boot: &Boot) {
+        let present = match pci::scan(Path::new(SYS)) {
+            Ok((gpus, _)) => gpus,
             Err(error) => {
-                tracing::warn!(name: names::UEVENT, error = %format!("read uevents: {error}"));
+                tracing::error!(name: names::PCI_SCAN, error = %error);
                 return;
             }
+        };
+        for gpu in self.shared.roster.all() {
+            if !present.iter().any(|g| g.address == gpu) {
+                self.left(gpu);
+            }
+        }
+        self.arrived(boot, present);
+    }
+
+    /// GPUs that are there now; those that were there before are left alone.
+    fn arrived(&mut self, boot: &Boot, gpus: Vec<Gpu>) {
+        let new: Vec<Gpu> = gpus.into_iter().filter(|g| !self.shared.roster.contains(g.address)).collect();
+        if new.is_empty() {
+            return;
+        }
+        self.shared.roster.add(&new);
+        let _unused = self.shared.spec.send(Update::Roster);
+        if !self.loading {
+            self.load_driver(boot, &new);
+        }
+        // No lane for those that come later: the kernel probes them by itself, and the bind finds that done.
+        new.into_iter().for_each(|gpu| self.spawn(gpu, Arrival::Later));
+    }
+
+    /// A GPU that is gone, or about to go: out of the spec, and out of our hands.
+    fn left(&mut self, gpu: PciAddress) {
+        self.shared.descriptors.release(gpu);
+        self.shared.bound_at.lock().unwrap_or_else(PoisonError::into_inner).remove(&gpu);
+        if !self.shared.roster.contains(gpu) {
+            return;
+        }
+        let index = self.shared.roster.index(gpu) as u64;
+        tracing::info!(name: names::GPU_REMOVED, gpu = %gpu, index);
+        self.shared.roster.remove(gpu);
+        let _unused = self.shared.spec.send(Update::Roster);
+        self.usable.remove(&gpu);
+        self.failed.remove(&gpu);
+        // What blocks in the kernel for this GPU returns on its own; nobody waits for it any more.
+        if let Some(task) = self.handles.remove(&gpu) {
+            task.abort();
         }
     }
+
+    async fn heed(&mut self, signal: Signal) {
+        match signal {
+            // Only where sysfs says the same: the driver's link goes before its removal is called.
+            Signal::RemovalWaits(gpu) if !self.shared.sysfs.is_bound(gpu) => self.left(gpu),
+            Signal::RemovalWaits(_) => {}
+            Signal::Xid(gpu, number) => {
+                tracing::error!(name: names::GPU_XID, gpu = %gpu, xid = u64::from(number), error = %format!("the driver reports Xid {number} of GPU {gpu}"));
+                if number == XID_OFF_THE_BUS && self.usable.remove(&gpu) {
+                    self.failed.insert(gpu);
+                    let failure = gpu::failed_later("Xid 79: it was usable, and has fallen off the bus".into(), Reason::OffTheBus);
+                    self.shared.give_up(gpu, 0, failure).await;
+                }
+            }
+        }
+    }
+}
+
+async fn hear(uevents: Option<&Uevents>) -> io::Result<Next> {
+    match uevents {
+        Some(uevents) => uevents.next().await,
+        None => std::future::pending().await,
+    }
+}
+
+async fn listen(signals: Option<&mut mpsc::UnboundedReceiver<Signal>>) -> Option<Signal> {
+    match signals {
+        Some(signals) => signals.recv().await,
+        None => std::future::pending().await,
+    }
+}
+
+/// What an earlier worker had published of these GPUs, as far as it is still true.
+fn published(before: &Before, sysfs: &PciSysfs, gpus: &[Gpu]) -> Published {
+    let nodes = driver::nodes_now();
+    let mut published = Published { common: nodes.as_ref().map(driver::Nodes::common_now).unwrap_or_default(), ..Published::default() };
+    for gpu in gpus {
+        let known = before.gpu(gpu.address);
+        if known.failed {
+            published.entries.insert(gpu.address, Entry::Failed);
+        } else if known.published
+            && sysfs.is_bound(gpu.address)
+            && let Some(node) = nodes.as_ref().and_then(|n| n.gpu_now(gpu.address))
+        {
+            published.entries.insert(gpu.address, Entry::Ready(vec![node]));
+        }
+    }
+    published
 }
 
 /// Nothing is loaded any more from here on, unless the configuration says otherwise.

@@ -4,21 +4,26 @@
 //! and fails as a whole when not one probe succeeds. If that one GPU turns out to be broken, the next one opens the way.
 
 use super::Boot;
-use super::publication::Update;
+use super::publication::{Update, Updates};
+use super::strategy::Version;
 use crate::bind::{DRIVER, PciSysfs};
-use crate::config::Bind;
+use crate::config::{Bind, module_parameters, with_registry_key};
 use crate::device_nodes::{DeviceNodes, Node};
-use crate::driver_proc::{majors, node_rules};
+use crate::driver_proc::{Majors, information, majors, node_rules};
 use crate::events::{StepId, names};
 use crate::kernel_modules::{LoadError, Modules};
+use crate::modinfo;
 use crate::pci::{Gpu, PciAddress};
+use crate::reason::Reason;
 use nix::errno::Errno;
 use std::path::Path;
-use tokio::sync::{mpsc, watch};
+use tokio::sync::watch;
 
 const PROC: &str = "/proc";
 const DEV: &str = "/dev";
 const UVM: &str = "nvidia-uvm";
+/// Makes the driver keep its global lock while a GPU's own processor boots.
+const UNRELAXED: &str = "RmRelaxedGspInitLocking=0";
 
 /// Where the load is.
 #[derive(Clone)]
@@ -26,7 +31,10 @@ pub enum Driver {
     Loading,
     Loaded(Loaded),
     /// The module is not there, and why.
-    Failed(String),
+    Failed {
+        reason: Option<Reason>,
+        error: String,
+    },
 }
 
 /// A loaded driver.
@@ -42,19 +50,89 @@ pub struct Loaded {
 }
 
 /// Starts the load on a thread of its own; must be called inside the runtime. GPUs that the strategy binds later are held back before this returns.
-pub fn start(boot: &Boot, bind: Bind, sysfs: &PciSysfs, gpus: &[Gpu], spec: mpsc::UnboundedSender<Update>) -> watch::Receiver<Driver> {
-    let (state, receiver) = watch::channel(Driver::Loading);
-    let kernel = std::fs::read_to_string("/proc/sys/kernel/osrelease").unwrap_or_default(); // unreadable: modules.dep is then not found, which says so
-    let modules = Modules::new(Path::new("/"), kernel.trim(), &boot.command_line);
+pub fn start(boot: &Boot, state: watch::Sender<Driver>, bind: Bind, sysfs: &PciSysfs, gpus: &[Gpu], spec: Updates) {
+    let modules = Modules::new(Path::new("/"), &kernel(), &boot.command_line);
     let addresses: Vec<PciAddress> = gpus.iter().map(|g| g.address).collect();
-    let load = Load { modules, sysfs: sysfs.clone(), addresses, one_by_one: bind != Bind::Insmod };
+    let parameters = parameters(boot);
+    let load = Load { modules, parameters, sysfs: sysfs.clone(), addresses, one_by_one: bind != Bind::Insmod };
     load.hold_back();
     tokio::task::spawn_blocking(move || load.run(&state, &spec));
-    receiver
+}
+
+/// Unreadable: modules.dep is then not found, which says so.
+fn kernel() -> String {
+    std::fs::read_to_string("/proc/sys/kernel/osrelease").unwrap_or_default().trim().to_string()
+}
+
+/// The driver's parameters, with what the configuration makes of them.
+pub fn parameters(boot: &Boot) -> String {
+    let asked = module_parameters(&boot.command_line, DRIVER);
+    if boot.config.relaxed { asked } else { with_registry_key(&asked, UNRELAXED) }
+}
+
+/// The version of the driver's module in the image, if its file says so.
+pub fn version_on_disk(boot: &Boot) -> Option<Version> {
+    let file = Modules::new(Path::new("/"), &kernel(), &boot.command_line).file_of(DRIVER)?;
+    // A file that cannot be read is the load's to tell.
+    modinfo::value(&file, "version").ok()??.parse().ok()
+}
+
+/// The nodes of a driver that is loaded already: what an earlier worker made.
+pub struct Nodes {
+    nodes: DeviceNodes,
+    majors: Majors,
+}
+
+/// None without a driver.
+pub fn nodes_now() -> Option<Nodes> {
+    let majors = majors(Path::new(PROC)).ok()?;
+    majors.nvidia?;
+    Some(Nodes { nodes: DeviceNodes::at(Path::new(DEV), node_rules(Path::new(PROC))), majors })
+}
+
+impl Nodes {
+    /// Those that every container gets, as far as they are there.
+    pub fn common_now(&self) -> Vec<Node> {
+        let control = self.majors.nvidia.and_then(|major| self.nodes.control(major).ok());
+        let uvm = self.majors.uvm.and_then(|major| self.nodes.uvm(major).ok());
+        control.into_iter().chain(uvm.into_iter().flatten()).collect()
+    }
+
+    /// That of a bound GPU.
+    pub fn gpu_now(&self, gpu: PciAddress) -> Option<Node> {
+        let minor = information(Path::new(PROC), gpu).ok()?.minor;
+        self.nodes.gpu(self.majors.nvidia?, minor).ok()
+    }
+}
+
+/// Why there is no driver.
+enum Error {
+    Load(LoadError),
+    Other(String),
+}
+
+impl std::fmt::Display for Error {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Self::Load(error) => error.fmt(f),
+            Self::Other(error) => f.write_str(error),
+        }
+    }
+}
+
+/// What is known without the driver's words. ENODEV has three meanings, which only they tell.
+fn reason_of(error: &Error) -> Option<Reason> {
+    match error {
+        Error::Load(LoadError::NoIndex { .. } | LoadError::Unknown { .. } | LoadError::NoFile { .. }) => Some(Reason::DriverMissing),
+        Error::Load(LoadError::Refused { errno: Errno::ENODEV, .. }) => None,
+        Error::Load(LoadError::Refused { .. }) | Error::Other(_) => Some(Reason::DriverLoadFailed),
+    }
 }
 
 struct Load {
     modules: Modules,
+    /// The driver's own.
+    parameters: String,
     sysfs: PciSysfs,
     addresses: Vec<PciAddress>,
     one_by_one: bool,
@@ -64,7 +142,7 @@ impl Load {
     /// Holds all GPUs but the first back.
     fn hold_back(&self) {
         if self.one_by_one {
-            for gpu in self.addresses.iter().skip(1) {
+            for gpu in self.addresses.iter().skip(1).filter(|gpu| !self.sysfs.is_bound(**gpu)) {
                 // A GPU that cannot be held back is probed by the load, and found bound then.
                 if let Err(error) = self.sysfs.hold_back(*gpu) {
                     tracing::warn!(name: names::GPU_BIND, gpu = %gpu, error = %error);
@@ -73,13 +151,13 @@ impl Load {
         }
     }
 
-    fn run(mut self, state: &watch::Sender<Driver>, spec: &mpsc::UnboundedSender<Update>) {
+    fn run(mut self, state: &watch::Sender<Driver>, spec: &Updates) {
         let mut loaded = match self.load() {
             Ok(loaded) => loaded,
             Err(error) => {
                 // No trace of ours stays in sysfs.
                 self.addresses.iter().filter(|_| self.one_by_one).for_each(|gpu| self.release(*gpu));
-                state.send_replace(Driver::Failed(error));
+                state.send_replace(Driver::Failed { reason: reason_of(&error), error: error.to_string() });
                 return;
             }
         };
@@ -91,7 +169,7 @@ impl Load {
         state.send_replace(Driver::Loaded(loaded));
     }
 
-    fn load(&mut self) -> Result<Loaded, String> {
+    fn load(&mut self) -> Result<Loaded, Error> {
         let mut tried = Vec::new();
         let addresses = self.addresses.clone();
         let mut candidates = addresses.iter();
@@ -101,10 +179,11 @@ impl Load {
                 (true, Some(gpu)) => tried.push(*gpu),
                 _ => tried.clone_from(&self.addresses),
             }
-            match self.modules.load(DRIVER) {
+            match self.modules.load_with(DRIVER, &self.parameters) {
                 Ok(step) => {
-                    let major = majors(Path::new(PROC)).map_err(|e| e.to_string())?.nvidia;
-                    let major = major.ok_or("load module nvidia: it is loaded, but /proc/devices has no \"nvidia\"")?;
+                    let major = majors(Path::new(PROC)).map_err(|e| Error::Other(e.to_string()))?.nvidia;
+                    let major = major
+                        .ok_or_else(|| Error::Other("load module nvidia: it is loaded, but /proc/devices has no \"nvidia\"".into()))?;
                     let nodes = DeviceNodes::at(Path::new(DEV), node_rules(Path::new(PROC)));
                     return Ok(Loaded { step, major, nodes, tried, control_ready: false });
                 }
@@ -119,7 +198,7 @@ impl Load {
                         self.release(*next);
                     }
                 }
-                Err(error) => return Err(error.to_string()),
+                Err(error) => return Err(Error::Load(error)),
             }
         }
     }

@@ -1,30 +1,62 @@
-//! The keeper: a process so small that nothing in it can fail. It starts the worker and holds every GPU descriptor the worker hands over, so
-//! that adapters stay initialised whatever becomes of the worker. It never closes one, and is never chosen by the OOM killer.
+//! The keeper: a process so small that nothing in it can fail. It starts the worker, holds a copy of every GPU descriptor the worker hands over, and
+//! starts the worker again when that has died. So adapters stay initialised whatever becomes of the worker. It is never chosen by the OOM killer.
 //!
-//! A worker that dies is reported; starting it again (and its adopting of what it finds) is not built yet.
+//! It never blocks on a GPU: a descriptor is given up only for a GPU that is being removed, and the close that tears the adapter down happens in a
+//! process of its own.
 
-use super::handover::Observer;
+use super::handover::{Handed, Observer};
 use super::{Boot, worker};
 use crate::failure;
 use nix::cmsg_space;
 use nix::sys::socket::{AddressFamily, ControlMessage, ControlMessageOwned, MsgFlags, SockFlag, SockType, recvmsg, sendmsg, socketpair};
-use nix::sys::wait::waitpid;
-use nix::unistd::{ForkResult, pause, setsid};
+use nix::sys::wait::{WaitPidFlag, WaitStatus, waitpid};
+use nix::unistd::{ForkResult, Pid, close, pause, pipe, setsid};
 use std::io::{IoSlice, IoSliceMut};
 use std::os::fd::{AsRawFd, OwnedFd, RawFd};
+use std::time::{Duration, Instant};
 
 /// Never chosen by the OOM killer: whoever holds the adapters outlives everybody.
 const OOM_SCORE: &str = "-1000";
+/// A worker that lived for less than this has died young; the pause before the next one then doubles, up to the second value.
+const YOUNG: Duration = Duration::from_secs(10);
+const LONGEST_PAUSE: Duration = Duration::from_secs(64);
+/// Longest message: a letter and an address.
+const MAX_MESSAGE: usize = 64;
+
+/// How a worker begins.
+pub enum Start {
+    /// The first one, with what became of the hand-over.
+    First(Handed),
+    /// Another one has died, and how.
+    Again { status: String },
+}
+
+/// A GPU's descriptor, by the address the worker gave. A raw number on purpose: nothing here can close one by being dropped.
+#[derive(Clone, Debug)]
+pub struct Held {
+    pub gpu: String,
+    pub descriptor: RawFd,
+}
 
 /// The worker's way to the keeper.
 pub struct KeeperSocket(OwnedFd);
 
 impl KeeperSocket {
     /// Hands a copy of a GPU's descriptor to the keeper; the worker's own one stays open.
-    pub fn keep(&self, gpu: &OwnedFd) -> nix::Result<()> {
-        let descriptors = [gpu.as_raw_fd()];
-        let message = [ControlMessage::ScmRights(&descriptors)];
-        sendmsg::<()>(self.0.as_raw_fd(), &[IoSlice::new(b"g")], &message, MsgFlags::MSG_NOSIGNAL, None).map(drop)
+    pub fn keep(&self, gpu: &str, descriptor: &OwnedFd) -> nix::Result<()> {
+        let descriptors = [descriptor.as_raw_fd()];
+        self.send(b'k', gpu, &[ControlMessage::ScmRights(&descriptors)])
+    }
+
+    /// Asks the keeper to give a GPU's descriptors up.
+    pub fn release(&self, gpu: &str) -> nix::Result<()> {
+        self.send(b'r', gpu, &[])
+    }
+
+    fn send(&self, what: u8, gpu: &str, control: &[ControlMessage<'_>]) -> nix::Result<()> {
+        let what = [what];
+        let parts = [IoSlice::new(&what), IoSlice::new(gpu.as_bytes())];
+        sendmsg::<()>(self.0.as_raw_fd(), &parts, control, MsgFlags::MSG_NOSIGNAL, None).map(drop)
     }
 }
 
@@ -35,62 +67,135 @@ pub fn run(boot: Boot, observer: Observer) -> ! {
     // An own session: what happens to the agent's console does not signal us. Fails only for a group leader, which a fresh child is not.
     let _unused = setsid();
     let _unused = std::fs::write("/proc/self/oom_score_adj", OOM_SCORE);
-    let pair = socketpair(AddressFamily::Unix, SockType::SeqPacket, None, SockFlag::SOCK_CLOEXEC);
-    let (ours, theirs) = match pair {
-        Ok(pair) => pair,
-        // Without a keeper's socket the work can still be done, in this process.
-        Err(errno) => {
-            failure::tell(&format!("keeper: socket pair: {errno}: GPUs are held by the worker alone"));
-            worker::run(boot, handed, None)
-        }
-    };
-    match crate::sys::fork_single_threaded() {
-        Ok(ForkResult::Child) => {
-            drop(ours);
-            worker::run(boot, handed, Some(KeeperSocket(theirs)))
-        }
-        Ok(ForkResult::Parent { child }) => {
-            drop((theirs, handed));
-            let held = hold(&ours);
-            let status = waitpid(child, None).map_or_else(|e| e.to_string(), |s| format!("{s:?}"));
-            failure::tell(&format!("the worker has ended ({status}): no more events; {} GPU descriptors stay open", held.len()));
-            // The list lives on, and with it the adapters.
-            loop {
-                pause();
+    name_process("gpuinit-keeper");
+    // Without an agent the guest is about to power off: nobody comes after the first worker.
+    let ending = handed.error.is_some();
+    let (mut start, mut held, mut young) = (Start::First(handed), Vec::new(), 0_u32);
+    loop {
+        let (ours, theirs) = match socketpair(AddressFamily::Unix, SockType::SeqPacket, None, SockFlag::SOCK_CLOEXEC) {
+            Ok(pair) => pair,
+            // Without a keeper's socket the work can still be done, in this process.
+            Err(errno) => alone(&boot, start, held, &format!("socket pair: {errno}")),
+        };
+        let born = Instant::now();
+        match crate::sys::fork_single_threaded() {
+            Ok(ForkResult::Child) => {
+                drop(ours);
+                worker::run(&boot, start, Some(KeeperSocket(theirs)), held)
             }
+            Ok(ForkResult::Parent { child }) => {
+                drop((theirs, start));
+                serve(&ours, &mut held);
+                let status = status_of(child);
+                failure::tell(&format!("the worker has ended ({status}); {} GPU descriptors stay open", held.len()));
+                if ending {
+                    rest()
+                }
+                start = Start::Again { status };
+            }
+            Err(errno) => alone(&boot, start, held, &format!("fork: {errno}")),
         }
-        Err(errno) => {
-            failure::tell(&format!("keeper: fork: {errno}: GPUs are held by the worker alone"));
-            drop(ours);
-            worker::run(boot, handed, None)
+        young = if born.elapsed() < YOUNG { young + 1 } else { 0 };
+        if young > 1 {
+            // Not on the boot path: a worker that dies again and again must not take the guest's CPUs with it.
+            std::thread::sleep(Duration::from_secs(1 << (young - 2).min(16)).min(LONGEST_PAUSE));
         }
     }
 }
 
-/// Takes descriptors until the worker's end of the socket is closed. Returns them, open.
-fn hold(socket: &OwnedFd) -> Vec<RawFd> {
-    let mut held = Vec::new();
-    let mut byte = [0_u8; 1];
+/// The worker's work in the keeper's own process, when there can be no other one.
+fn alone(boot: &Boot, start: Start, held: Vec<Held>, why: &str) -> ! {
+    failure::tell(&format!("keeper: {why}: GPUs are held by the worker alone"));
+    worker::run(boot, start, None, held)
+}
+
+/// Holds what it holds, for ever.
+fn rest() -> ! {
+    loop {
+        pause();
+    }
+}
+
+/// How a child has ended; blocks until it has.
+fn status_of(child: Pid) -> String {
+    loop {
+        match waitpid(child, None) {
+            Ok(WaitStatus::Exited(_, code)) => return format!("exit status {code}"),
+            Ok(WaitStatus::Signaled(_, signal, _)) => return format!("killed by {signal}"),
+            Ok(_) | Err(nix::errno::Errno::EINTR) => {}
+            Err(errno) => return format!("wait: {errno}"),
+        }
+    }
+}
+
+/// What `ps` shows.
+pub fn name_process(name: &str) {
+    // Only for people who look.
+    let _unused = std::fs::write("/proc/self/comm", name);
+}
+
+/// Takes and gives up descriptors until the worker's end of the socket is closed.
+fn serve(socket: &OwnedFd, held: &mut Vec<Held>) {
+    let mut closing = Vec::new();
+    let mut text = [0_u8; MAX_MESSAGE];
     let mut space = cmsg_space!([RawFd; 8]);
     loop {
-        let mut parts = [IoSliceMut::new(&mut byte)];
-        match recvmsg::<()>(socket.as_raw_fd(), &mut parts, Some(&mut space), MsgFlags::MSG_CMSG_CLOEXEC) {
+        let mut parts = [IoSliceMut::new(&mut text)];
+        let received = recvmsg::<()>(socket.as_raw_fd(), &mut parts, Some(&mut space), MsgFlags::MSG_CMSG_CLOEXEC);
+        let (bytes, descriptors) = match received {
             Ok(message) => {
-                let Ok(control) = message.cmsgs() else { continue };
-                let before = held.len();
-                for part in control {
-                    if let ControlMessageOwned::ScmRights(descriptors) = part {
-                        // Raw numbers on purpose: nothing here can close one by being dropped.
-                        held.extend(descriptors);
+                let mut descriptors = Vec::new();
+                for part in message.cmsgs().into_iter().flatten() {
+                    if let ControlMessageOwned::ScmRights(some) = part {
+                        descriptors.extend(some);
                     }
                 }
-                // A message always carries a descriptor; without one this is the end of the worker.
-                if message.bytes == 0 && held.len() == before {
-                    return held;
-                }
+                (message.bytes, descriptors)
             }
-            Err(nix::errno::Errno::EINTR) => {}
-            Err(_) => return held,
+            Err(nix::errno::Errno::EINTR) => continue,
+            Err(_) => return,
+        };
+        // A message has at least its letter; without a byte this is the end of the worker.
+        let Some((what, gpu)) = text.get(..bytes).and_then(<[u8]>::split_first) else { return };
+        let gpu = String::from_utf8_lossy(gpu).into_owned();
+        if *what == b'r' {
+            closing.extend(give_up(held, &gpu));
+        }
+        held.extend(descriptors.into_iter().map(|descriptor| Held { gpu: gpu.clone(), descriptor }));
+        // Those that have ended are collected; the others another time.
+        closing.retain(|child| waitpid(*child, Some(WaitPidFlag::WNOHANG)) == Ok(WaitStatus::StillAlive));
+    }
+}
+
+/// Closes the descriptors of one GPU. The last close tears the adapter down, which may take as long as it likes: a child does that, and this is it.
+fn give_up(held: &mut Vec<Held>, gpu: &str) -> Option<Pid> {
+    let (gone, stay): (Vec<Held>, Vec<Held>) = std::mem::take(held).into_iter().partition(|h| h.gpu == gpu);
+    *held = stay;
+    if gone.is_empty() {
+        return None;
+    }
+    let forked = pipe().and_then(|ends| crate::sys::fork_single_threaded().map(|forked| (forked, ends)));
+    match forked {
+        Ok((ForkResult::Child, (read_end, write_end))) => {
+            drop(write_end);
+            // Until the keeper has closed its copies: then these are the last. The end of the pipe says so, by its coming or by an error.
+            let _unused = nix::unistd::read(&read_end, &mut [0_u8; 1]);
+            // Copies of other GPUs first: should this process hang below, it must not keep them open.
+            for other in held.iter().chain(&gone) {
+                let _unused = close(other.descriptor);
+            }
+            std::process::exit(0)
+        }
+        Ok((ForkResult::Parent { child }, _ends)) => {
+            for own in &gone {
+                let _unused = close(own.descriptor);
+            }
+            Some(child)
+        }
+        Err(errno) => {
+            failure::tell(&format!("keeper: give GPU {gpu} up: {errno}: it stays open, and its removal waits"));
+            held.extend(gone);
+            None
         }
     }
 }

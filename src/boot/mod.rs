@@ -1,14 +1,22 @@
 //! The sequence. Nothing else in this crate knows what comes before what.
 //!
-//! [`stage0`] is PID 1 until it becomes the agent; [`keeper`] holds the GPUs' descriptors and starts the worker; [`worker`] brings the sinks up
-//! and runs [`bring_up`], the pipeline of all GPUs; [`supervise`] is PID 1's life when the agent is its child.
+//! [`stage0`] is PID 1 until it becomes the agent; [`keeper`] holds the GPUs' descriptors and starts the worker, again if need be; [`worker`] brings
+//! the sinks up and runs [`bring_up`], which gives each GPU a task ([`gpu`]) after the [`strategy`] that fits; [`supervise`] is PID 1's life when the
+//! agent is its child.
 
-mod bring_up;
-mod driver;
-mod handover;
+mod adopt; // what a worker that takes over knows
+mod bring_up; // all GPUs
+mod descriptors; // what holds adapters up
+mod driver; // the driver's load
+mod gpu; // one GPU
+mod handover; // PID 1 becomes the agent
 mod keeper;
-mod publication;
+mod lane; // enabling, one after another
+mod lateness; // reports
+mod publication; // the writer of the spec
+mod roster; // which GPUs there are, and their names
 pub mod stage0;
+mod strategy;
 mod supervise;
 mod worker;
 

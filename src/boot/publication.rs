@@ -1,32 +1,46 @@
 //! The one writer of the CDI spec. GPUs report what became of them; each report, or each group of reports that came meanwhile, is one publication.
 
+use super::roster::Roster;
 use crate::cdi::publish::{DIRECTORY, Publisher};
 use crate::cdi::spec::{Device, Entry, generate};
 use crate::device_nodes::Node;
 use crate::events::{After, StepId, names};
-use crate::pci::Gpu;
+use crate::pci::PciAddress;
 use crate::step;
+use std::collections::HashMap;
 use std::path::Path;
+use std::sync::Arc;
 use tokio::sync::{mpsc, oneshot};
 
 /// What can change the spec.
 pub enum Update {
+    /// GPUs came or went: the roster has them.
+    Roster,
     /// The nodes that every container with a GPU gets.
     Common(Vec<Node>),
     /// A GPU can be used by containers; `after` is the step that made it so, and `turn` is dropped once it is published.
-    Ready { index: usize, nodes: Vec<Node>, after: StepId, turn: Option<oneshot::Sender<()>> },
+    Ready { gpu: PciAddress, nodes: Vec<Node>, after: Option<StepId>, turn: Option<oneshot::Sender<()>> },
     /// A GPU will not come.
-    Failed { index: usize },
-    /// Nothing more will change.
+    Failed { gpu: PciAddress },
+    /// All GPUs are usable or failed.
     Settled,
 }
 
-/// Starts the writer; must be called inside the runtime. Unless `withheld` (until [`Update::Settled`]), the spec is there before this returns,
-/// with every GPU pending.
-pub fn start(gpus: &[Gpu], withheld: bool) -> mpsc::UnboundedSender<Update> {
+/// The way to the writer. Sending fails only when the writer is gone, with the runtime.
+pub type Updates = mpsc::UnboundedSender<Update>;
+
+/// What is published already, by an earlier worker.
+#[derive(Default)]
+pub struct Published {
+    pub entries: HashMap<PciAddress, Entry>,
+    pub common: Vec<Node>,
+}
+
+/// Starts the writer; must be called inside the runtime. Unless `withheld` (until [`Update::Settled`]), the spec is there before this returns, with
+/// every GPU of the roster.
+pub fn start(roster: Arc<Roster>, published: Published, withheld: bool) -> Updates {
     let (sender, mut updates) = mpsc::unbounded_channel();
-    let devices = gpus.iter().map(|g| Device { index: g.index, address: g.address, entry: Entry::Pending }).collect();
-    let mut publication = Publication { devices, common: Vec::new(), withheld };
+    let mut publication = Publication { roster, entries: published.entries, common: published.common, withheld };
     publication.publish(&[], &After::default());
     tokio::spawn(async move {
         let mut batch = Vec::new();
@@ -38,7 +52,9 @@ pub fn start(gpus: &[Gpu], withheld: bool) -> mpsc::UnboundedSender<Update> {
 }
 
 struct Publication {
-    devices: Vec<Device>,
+    roster: Arc<Roster>,
+    /// Only what is not pending.
+    entries: HashMap<PciAddress, Entry>,
     common: Vec<Node>,
     withheld: bool,
 }
@@ -47,30 +63,36 @@ impl Publication {
     fn apply(&mut self, updates: Vec<Update>) {
         let (mut ready, mut turns) = (Vec::new(), Vec::new());
         let mut after = After::default();
-        let (mut settled, mut changed) = (false, false);
+        let mut changed = false;
         for update in updates {
             match update {
+                Update::Roster => {
+                    let roster = Arc::clone(&self.roster);
+                    self.entries.retain(|gpu, _| roster.contains(*gpu));
+                    changed = true;
+                }
                 // Of use to nobody until a GPU is ready: no publication of its own.
                 Update::Common(nodes) => self.common = nodes,
-                Update::Ready { index, nodes, after: step, turn } => {
+                Update::Ready { gpu, nodes, after: step, turn } => {
                     turns.extend(turn);
-                    self.set(index, Entry::Ready(nodes));
-                    changed = true;
-                    ready.push(index);
-                    after.0.push(step);
+                    if self.set(gpu, Entry::Ready(nodes)) {
+                        changed = true;
+                        ready.push(gpu);
+                        after.0.extend(step);
+                    }
                 }
-                Update::Failed { index } => {
-                    self.set(index, Entry::Failed);
-                    changed = true;
-                    ready.retain(|r| *r != index);
+                Update::Failed { gpu } => {
+                    changed |= self.set(gpu, Entry::Failed);
+                    ready.retain(|r| *r != gpu);
                 }
-                Update::Settled => settled = true,
+                Update::Settled if self.withheld => {
+                    self.withheld = false;
+                    changed = true;
+                    ready = self.entries.iter().filter(|(_, e)| matches!(e, Entry::Ready(_))).map(|(gpu, _)| *gpu).collect();
+                    ready.sort_unstable();
+                }
+                Update::Settled => {}
             }
-        }
-        if settled && self.withheld {
-            self.withheld = false;
-            changed = true;
-            ready = self.devices.iter().filter(|d| matches!(d.entry, Entry::Ready(_))).map(|d| d.index).collect();
         }
         if changed {
             self.publish(&ready, &after);
@@ -78,25 +100,30 @@ impl Publication {
         drop(turns);
     }
 
-    fn set(&mut self, index: usize, entry: Entry) {
-        if let Some(device) = self.devices.iter_mut().find(|d| d.index == index) {
-            device.entry = entry;
-        }
+    /// True when that changes something.
+    fn set(&mut self, gpu: PciAddress, entry: Entry) -> bool {
+        // One that has gone meanwhile stays gone.
+        self.roster.contains(gpu) && self.entries.insert(gpu, entry.clone()) != Some(entry)
     }
 
     /// Writes the spec and tells which GPUs became resolvable by that.
-    fn publish(&self, newly_ready: &[usize], after: &After) {
-        if self.withheld || self.devices.is_empty() {
+    fn publish(&self, newly_ready: &[PciAddress], after: &After) {
+        let devices: Vec<Device> = (self.roster.all().into_iter().enumerate())
+            .map(|(index, address)| Device { index, address, entry: self.entries.get(&address).cloned().unwrap_or(Entry::Pending) })
+            .collect();
+        let publisher = Publisher::new(Path::new(DIRECTORY));
+        if self.withheld || devices.is_empty() && !publisher.as_ref().is_ok_and(Publisher::is_published) {
+            // No GPU, and never one: the kind stays absent.
             return;
         }
-        let count = |wanted: fn(&Entry) -> bool| self.devices.iter().filter(|d| wanted(&d.entry)).count() as u64;
+        let count = |wanted: fn(&Entry) -> bool| devices.iter().filter(|d| wanted(&d.entry)).count() as u64;
         let empty = tracing::field::Empty;
         let step = step!(names::CDI_PUBLISH, after = ?after, ready = empty, pending = empty, failed = empty, bytes = empty);
         step.note("ready", count(|e| matches!(e, Entry::Ready(_))));
         step.note("pending", count(|e| *e == Entry::Pending));
         step.note("failed", count(|e| *e == Entry::Failed));
-        let spec = generate(&self.devices, &self.common);
-        match Publisher::new(Path::new(DIRECTORY)).and_then(|p| p.publish(&spec)) {
+        let spec = generate(&devices, &self.common);
+        match publisher.and_then(|p| p.publish(&spec)) {
             Ok(bytes) => step.note("bytes", bytes as u64),
             Err(error) => {
                 step.fail(&format!("{error}: containers wait for the GPUs until the agent's cdi_timeout"));
@@ -104,7 +131,7 @@ impl Publication {
             }
         }
         drop(step);
-        for device in self.devices.iter().filter(|d| newly_ready.contains(&d.index)) {
+        for device in devices.iter().filter(|d| newly_ready.contains(&d.address)) {
             tracing::info!(name: names::GPU_PUBLISHED, gpu = %device.address, index = device.index as u64);
         }
     }

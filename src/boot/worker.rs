@@ -1,16 +1,19 @@
 //! The worker: everything beside the agent. Sees first (uevents, kernel log, the agent's looks), then acts (the bring-up), and lets whoever wants to
 //! follow do so (sinks). One runtime thread; whatever blocks in the kernel has a thread of its own.
 
+use super::adopt::{self, Before};
+use super::descriptors::Descriptors;
 use super::handover::{Handed, Observer};
-use super::keeper::KeeperSocket;
+use super::keeper::{Held, KeeperSocket, Start, name_process};
 use super::stage0::What;
 use super::{Boot, bring_up};
 use crate::clock::{boottime_ns, realtime_ns};
 use crate::config::{Config, ToHost};
+use crate::events::journal::{Journal, UNKNOWN};
 use crate::events::ring::Ring;
 use crate::events::sinks::stream::Identity;
-use crate::events::sinks::{console, file, listener, vsock};
-use crate::events::{self, kmsg, names};
+use crate::events::sinks::{console, listener, vsock};
+use crate::events::{self, StepId, kmsg, names};
 use crate::uevents::Uevents;
 use crate::{agent_looks, cdi, failure, step};
 use std::path::Path;
@@ -29,34 +32,52 @@ const LAST_WORDS: Duration = Duration::from_secs(2);
 /// What virtio still carries when send() has returned: there is no acknowledgement to wait for.
 const IN_FLIGHT: Duration = Duration::from_millis(100);
 
-/// The worker's life; ends with the guest.
-pub fn run(boot: Boot, handed: Handed, keeper: Option<KeeperSocket>) -> ! {
+/// The worker's life; ends with the guest. `held` are the descriptors that earlier workers opened.
+pub fn run(boot: &Boot, start: Start, keeper: Option<KeeperSocket>, held: Vec<Held>) -> ! {
     let _unused = std::fs::write("/proc/self/oom_score_adj", OOM_SCORE);
+    name_process("gpuinit-worker");
     match tokio::runtime::Builder::new_current_thread().enable_all().thread_stack_size(STACK).build() {
-        Ok(runtime) => runtime.block_on(live(&boot, handed, keeper)),
+        Ok(runtime) => runtime.block_on(live(boot, start, Descriptors::new(keeper, held))),
         Err(error) => failure::tell(&format!("worker: start the runtime: {error}: no GPU will be brought up")),
     }
     std::process::exit(1)
 }
 
-async fn live(boot: &Boot, handed: Handed, keeper: Option<KeeperSocket>) {
-    let ring = events::install();
-    tell_stage0(boot);
-    let no_agent = tell_handover(handed);
-    // From this line the difference between the log's clock and ours is known; without /dev/kmsg there are no lines to place either.
-    let _unused = kmsg::write_marker();
+async fn live(boot: &Boot, start: Start, descriptors: Descriptors) {
+    let identity = Identity::read();
+    let (ring, before, trouble) = stream(&start, &identity);
+    if let Some(error) = trouble {
+        tracing::warn!(name: names::SINK, sink = "file", state = "unavailable", error);
+    }
+    let no_agent = match start {
+        Start::First(handed) => {
+            tell_stage0(boot);
+            let no_agent = tell_handover(handed);
+            // From this line the difference between the log's clock and ours is known; without /dev/kmsg there are no lines to place either.
+            let _unused = kmsg::write_marker();
+            clock_event();
+            no_agent
+        }
+        Start::Again { status } => {
+            tell_death(&ring, &before, &status);
+            None
+        }
+    };
     // Subscribed before the scan: a GPU that appears in between is seen twice, not never.
     let uevents = Uevents::subscribe();
-    let words = kmsg::follow(Arc::clone(&ring));
-    if let Err(error) = &words {
-        tracing::warn!(name: names::SINK, sink = "kmsg", state = "unavailable", error = %format!("read /dev/kmsg: {error}: failures are told without the driver's words"));
-    }
+    let (words, signals) = match kmsg::follow(Arc::clone(&ring), before.as_ref().and_then(|b| b.last_kmsg)) {
+        Ok((words, signals)) => (Some(words), Some(signals)),
+        Err(error) => {
+            tracing::warn!(name: names::SINK, sink = "kmsg", state = "unavailable", error = %format!("read /dev/kmsg: {error}: failures are told without the driver's words"));
+            (None, None)
+        }
+    };
     if let Err(error) = agent_looks::watch(Path::new(cdi::publish::DIRECTORY)) {
         tracing::warn!(name: names::SINK, sink = "agent looks", state = "unavailable", error = %format!("watch {}: {error}", cdi::publish::DIRECTORY));
     }
-    clock_event();
-    let bring_up = bring_up::run(boot, uevents, words.ok(), keeper);
-    let delivered = start_sinks(boot, &ring);
+    let ears = bring_up::Ears { uevents, words, signals };
+    let bring_up = bring_up::run(boot, before.as_ref(), ears, descriptors);
+    let delivered = start_sinks(boot, &ring, &identity, before.is_some());
     if let Some(observer) = no_agent {
         // No GPU is touched in a guest that is about to end.
         last_words(&ring, observer, delivered).await;
@@ -65,6 +86,38 @@ async fn live(boot: &Boot, handed: Handed, keeper: Option<KeeperSocket>) {
     }
     // All is done but following: sinks, kernel log and uevents go on for as long as the guest lives.
     std::future::pending::<()>().await;
+}
+
+/// Starts the stream, or continues the one of an earlier worker; says what is known from it, and what the file's trouble is.
+fn stream(start: &Start, identity: &Identity) -> (Arc<Ring>, Option<Before>, Option<String>) {
+    let path = Path::new(RUN).join("boot.ndjson");
+    match start {
+        Start::First(_) => {
+            let made = std::fs::create_dir_all(RUN).map_err(|e| format!("make {RUN}: {e}"));
+            match made.and_then(|()| Journal::create(&path, &identity.header(0)).map_err(|e| e.to_string())) {
+                Ok(journal) => (events::install(Ring::resumed([], 0, Some(journal))), None, None),
+                Err(error) => (events::install(Ring::default()), None, Some(error)),
+            }
+        }
+        Start::Again { .. } => match Journal::resume(&path) {
+            Ok((journal, found)) => {
+                let before = Before::from_records(&found.records);
+                StepId::continue_after(before.last_step);
+                (events::install(Ring::resumed(found.lines, found.first_seq, Some(journal))), Some(before), None)
+            }
+            // Without the file nobody knows which numbers were given: the stream goes on far behind them.
+            Err(error) => (events::install(Ring::resumed([], UNKNOWN, None)), Some(Before::default()), Some(error.to_string())),
+        },
+    }
+}
+
+/// The crash as an event, and the end of the steps that it broke off.
+fn tell_death(ring: &Ring, before: &Option<Before>, status: &str) {
+    let error = format!("the worker has ended ({status}); another one goes on, and all GPUs have stayed open");
+    tracing::error!(name: names::PROCESS_DIED, process = "worker", status, error);
+    for begin in before.iter().flat_map(|b| &b.open) {
+        ring.push(adopt::end_of(begin));
+    }
 }
 
 /// Puts stage 0 into the stream, with the times at which it happened, and what became of the parameters.
@@ -108,9 +161,8 @@ fn clock_event() {
     tracing::info!(name: names::CLOCK, at_ns = before + (after - before) / 2, realtime_ns = realtime);
 }
 
-/// Starts every sink that is wanted; gives the progress of the one to the host.
-fn start_sinks(boot: &Boot, ring: &Arc<Ring>) -> watch::Receiver<u64> {
-    let identity = Identity::read();
+/// Starts every sink that is wanted; gives the progress of the one to the host. The console of a worker that takes over goes on where it was.
+fn start_sinks(boot: &Boot, ring: &Arc<Ring>, identity: &Identity, again: bool) -> watch::Receiver<u64> {
     let (delivered, progress) = watch::channel(0);
     let ring = || Arc::clone(ring);
     let unavailable = |sink: &str, error: &dyn std::fmt::Display| {
@@ -123,19 +175,13 @@ fn start_sinks(boot: &Boot, ring: &Arc<Ring>) -> watch::Receiver<u64> {
         }
     }
     if let Some(level) = boot.config.console
-        && let Err(error) = console::start(ring(), level)
+        && let Err(error) = console::start(ring(), level, again)
     {
         unavailable("console", &format!("open /dev/console: {error}"));
-    }
-    if let Err(error) = std::fs::create_dir_all(RUN) {
-        unavailable("file", &format!("make {RUN}: {error}"));
-        return progress;
     }
     if let Err(error) = listener::unix(&Path::new(RUN).join("events.sock"), ring(), identity.clone()) {
         unavailable("unix listener", &error);
     }
-    let file_ring: Arc<Ring> = ring();
-    tokio::spawn(async move { file::run(&Path::new(RUN).join("boot.ndjson"), file_ring, &identity).await });
     progress
 }
 
@@ -154,7 +200,7 @@ fn to_host(config: &Config) -> bool {
 }
 
 /// Whether this guest's memory is hidden from its host: the kernel offers attestation devices then.
-fn is_confidential() -> bool {
+pub fn is_confidential() -> bool {
     ["/dev/tdx_guest", "/dev/tdx-guest", "/dev/sev-guest", "/sys/firmware/arm_cca", "/sys/devices/platform/arm-cca-dev"]
         .iter()
         .any(|p| Path::new(p).exists())

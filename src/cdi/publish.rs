@@ -26,6 +26,11 @@ impl Publisher {
         Ok(Self { directory: directory.to_path_buf() })
     }
 
+    /// Whether there is a spec.
+    pub fn is_published(&self) -> bool {
+        self.directory.join(FILE).exists()
+    }
+
     /// Replaces the published spec; gives its size in bytes. On an error the old one is still there.
     pub fn publish(&self, spec: &Spec) -> io::Result<usize> {
         let temporary = self.directory.join(TEMPORARY);

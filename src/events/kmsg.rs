@@ -10,6 +10,7 @@
 use super::record::{Kind, Level, Record, SCHEMA};
 use super::ring::Ring;
 use crate::clock::boottime_ns;
+use crate::driver_log::{self, Signal};
 use crate::pci::{PciAddress, is_gpu};
 use nix::errno::Errno;
 use serde_json::{Map, Value};
@@ -46,7 +47,9 @@ const WANTED: &[&str] = &[
 /// Prefix of the marker line; the number after it is CLOCK_BOOTTIME in ns.
 const MARKER: &str = "kata-gpu-init: boottime_ns=";
 /// The driver's lines kept per GPU, to explain a failure.
-const WORDS_PER_GPU: usize = 8;
+const WORDS_PER_GPU: usize = 24;
+/// By how much the times of a line and of a step may disagree.
+const SLACK_NS: u64 = 5_000_000;
 /// How long an explanation may wait for the reader to catch up with the kernel.
 const CATCH_UP: Duration = Duration::from_millis(500);
 
@@ -84,29 +87,39 @@ pub fn parse(bytes: &[u8]) -> Option<KmsgLine> {
     Some(KmsgLine { priority: (prefix & 7) as u8, facility: prefix >> 3, seq, printk_us, text: body.to_string() })
 }
 
-/// What the driver said about each GPU, most recent last. Written by [`follow`], asked when something failed.
+/// Lines with their CLOCK_BOOTTIME in ns.
+type Lines = VecDeque<(u64, String)>;
+
+/// What the driver said, by GPU, with the time of each line, most recent last. Written by [`follow`], asked when something failed.
 #[derive(Clone)]
 pub struct DriverWords {
-    lines: Arc<Mutex<HashMap<String, VecDeque<String>>>>,
+    lines: Arc<Mutex<HashMap<String, Lines>>>,
     catch_up: mpsc::UnboundedSender<oneshot::Sender<()>>,
 }
 
 impl DriverWords {
-    /// The driver's last line about this GPU, or the last one about any module load when `gpu` is None. Waits until the log has been read to its end.
-    pub async fn last(&self, gpu: Option<PciAddress>) -> Option<String> {
+    /// What was said about this GPU since `from_ns` (CLOCK_BOOTTIME); if nothing was, what was said without naming any GPU. Waits until the log has
+    /// been read to its end.
+    pub async fn since(&self, gpu: PciAddress, from_ns: u64) -> Vec<String> {
         let (done, caught_up) = oneshot::channel();
         if self.catch_up.send(done).is_ok() {
             // Late words are no words: the reason is then told without them.
             let _unused = tokio::time::timeout(CATCH_UP, caught_up).await;
         }
+        // printk's clock is known to a microsecond, and its difference from ours to a little more.
+        let from_ns = from_ns.saturating_sub(SLACK_NS);
         let lines = self.lines.lock().unwrap_or_else(PoisonError::into_inner);
-        lines.get(&key_of(gpu)).and_then(|l| l.back()).cloned()
+        let since = |key: String| -> Vec<String> {
+            lines.get(&key).into_iter().flatten().filter(|(at_ns, _)| *at_ns >= from_ns).map(|(_, text)| text.clone()).collect()
+        };
+        let named = since(key_of(Some(gpu)));
+        if named.is_empty() { since(key_of(None)) } else { named }
     }
 
     /// Appends a line without an address to the last one of a GPU, of which it is the continuation.
     fn go_on(&self, gpu: PciAddress, text: &str) {
         let mut lines = self.lines.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(last) = lines.get_mut(&key_of(Some(gpu))).and_then(VecDeque::back_mut)
+        if let Some((_, last)) = lines.get_mut(&key_of(Some(gpu))).and_then(VecDeque::back_mut)
             && last.len() < MAX_RECORD
         {
             last.push(' ');
@@ -114,10 +127,10 @@ impl DriverWords {
         }
     }
 
-    fn add(&self, gpu: Option<PciAddress>, text: &str) {
+    fn add(&self, gpu: Option<PciAddress>, at_ns: u64, text: &str) {
         let mut lines = self.lines.lock().unwrap_or_else(PoisonError::into_inner);
         let list = lines.entry(key_of(gpu)).or_default();
-        list.push_back(text.to_string());
+        list.push_back((at_ns, text.to_string()));
         if list.len() > WORDS_PER_GPU {
             list.pop_front();
         }
@@ -133,50 +146,41 @@ fn without_function(address: &str) -> String {
     address.split('.').next().unwrap_or(address).to_string()
 }
 
-/// The first PCI address in a line of the log, with function 0 where the line has none. Only an address says which GPU a line is about: the
-/// driver's own "GPU0" counts in order of initialisation.
-pub fn address_in(text: &str) -> Option<PciAddress> {
-    text.split(|c: char| c.is_whitespace() || matches!(c, '(' | ')' | ',' | '[' | ']'))
-        .map(|word| word.strip_prefix("PCI:").unwrap_or(word).trim_end_matches([':', '.']))
-        .find_map(|word| word.parse().or_else(|_| format!("{word}.0").parse()).ok())
-}
-
 /// The GPU that a line of the PCI enumeration announces: `pci 0001:00:03.0: [10de:2330] type 00 class 0x030200`.
 fn enumerated_gpu(text: &str) -> Option<PciAddress> {
     let vendor = u16::from_str_radix(text.split_once('[')?.1.get(..4)?, 16).ok()?;
     let class = u32::from_str_radix(text.split_once("class 0x")?.1.get(..6)?, 16).ok()?;
-    if is_gpu(vendor, class) { address_in(text) } else { None }
+    if is_gpu(vendor, class) { driver_log::address(text) } else { None }
 }
 
-/// Whether a line explains a failure. The FBHUB line marks the start of an initialisation and "was not called" is what driver_override looks like.
-fn explains(text: &str) -> bool {
-    let harmless = [
-        "FBHUB",
-        "probe routine was not called",
-        "enabling device",
-        "loading NVIDIA",
-        "loading out-of-tree",
-        "taints kernel",
-        "failed with error -1",
-    ];
-    (text.contains("NVRM") || text.contains("nvidia")) && !harmless.iter().any(|h| text.contains(h))
-}
-
-/// Starts to follow the log into the ring; must be called inside the runtime. The task ends with the process.
-pub fn follow(ring: Arc<Ring>) -> io::Result<DriverWords> {
+/// Starts to follow the log into the ring; must be called inside the runtime. The task ends with the process. Lines up to `recorded` (the kernel's
+/// number) are in the stream already, from an earlier worker: they are read for their words only.
+pub fn follow(ring: Arc<Ring>, recorded: Option<u64>) -> io::Result<(DriverWords, mpsc::UnboundedReceiver<Signal>)> {
     let file = OpenOptions::new().read(true).custom_flags(nix::libc::O_NONBLOCK | nix::libc::O_CLOEXEC).open(PATH)?;
     let log = crate::sys::async_fd(file.into())?;
     let (catch_up, requests) = mpsc::unbounded_channel();
     let words = DriverWords { lines: Arc::default(), catch_up };
-    let follower =
-        Follower { ring, words: words.clone(), offset_ns: None, early: Vec::new(), next_seq: None, last_named: None, gpus: HashSet::new() };
+    let (signals, received) = mpsc::unbounded_channel();
+    let follower = Follower {
+        ring,
+        words: words.clone(),
+        signals,
+        recorded,
+        offset_ns: None,
+        early: Vec::new(),
+        next_seq: None,
+        last_named: None,
+        gpus: HashSet::new(),
+    };
     tokio::spawn(follower.run(log, requests));
-    Ok(words)
+    Ok((words, received))
 }
 
 struct Follower {
     ring: Arc<Ring>,
     words: DriverWords,
+    signals: mpsc::UnboundedSender<Signal>,
+    recorded: Option<u64>,
     /// CLOCK_BOOTTIME minus the log's clock, once the marker was read.
     offset_ns: Option<i64>,
     /// Lines from before the marker.
@@ -264,25 +268,32 @@ impl Follower {
         if let Some(gpu) = enumerated_gpu(&line.text) {
             self.gpus.insert(gpu);
         }
-        let gpu = address_in(&line.text).filter(|address| self.gpus.contains(address));
+        let gpu = driver_log::address(&line.text).filter(|address| self.gpus.contains(address));
+        let printk_ns = i64::try_from(line.printk_us).unwrap_or(0).saturating_mul(1000);
+        let boottime_ns = u64::try_from(printk_ns.saturating_add(self.offset_ns.unwrap_or(0))).unwrap_or(0);
         match (gpu, self.last_named) {
             (None, Some((seq, named))) if line.seq == seq + 1 && line.text.starts_with("NVRM: ") => {
                 self.words.go_on(named, &line.text);
                 self.last_named = Some((line.seq, named));
             }
             _ => {
-                if explains(&line.text) {
-                    self.words.add(gpu, &line.text);
+                if driver_log::explains(&line.text) {
+                    self.words.add(gpu, boottime_ns, &line.text);
                 }
                 self.last_named = gpu.filter(|_| line.text.starts_with("NVRM: ")).map(|g| (line.seq, g));
             }
         }
-        let printk_ns = i64::try_from(line.printk_us).unwrap_or(0).saturating_mul(1000);
-        let boottime_ns = printk_ns.saturating_add(self.offset_ns.unwrap_or(0));
+        if self.recorded.is_some_and(|last| line.seq <= last) {
+            return;
+        }
+        if let Some(signal) = driver_log::signal(&line.text) {
+            // Nobody listens only when the bring-up has ended, with the runtime.
+            let _unused = self.signals.send(signal);
+        }
         self.ring.push(Record {
             schema: SCHEMA,
             seq: 0,
-            boottime_ns: u64::try_from(boottime_ns).unwrap_or(0),
+            boottime_ns,
             kind: Kind::Kmsg,
             name: "kmsg".to_string(),
             level: match line.priority {
@@ -324,15 +335,6 @@ mod tests {
     }
 
     #[test]
-    fn a_line_names_its_gpu_only_by_address() {
-        let address = |text| address_in(text).map(|a| a.to_string());
-        assert_eq!(address("NVRM: GPU 0001:00:03.0: RmInitAdapter failed! (0x62:0x65:1860)"), Some("0001:00:03.0".into()));
-        assert_eq!(address("NVRM: Xid (PCI:0001:00:03): 79, GPU has fallen off the bus."), Some("0001:00:03.0".into()));
-        assert_eq!(address("nvidia 0001:00:03.0: enabling device (0000 -> 0002)"), Some("0001:00:03.0".into()));
-        assert_eq!(address("NVRM: GPU1 gpuPowerManagementEnter: failed"), None);
-    }
-
-    #[test]
     fn the_enumeration_tells_which_functions_are_gpus() {
         let gpu = |text| enumerated_gpu(text).map(|a| a.to_string());
         assert_eq!(gpu("pci 0001:00:03.0: [10de:2330] type 00 class 0x030200"), Some("0001:00:03.0".into()));
@@ -340,12 +342,5 @@ mod tests {
         assert_eq!(gpu("pci 0000:00:01.0: [1af4:1053] type 00 class 0x020000"), None);
         assert_eq!(gpu("pci 0000:00:01.0: [10de:22a3] type 00 class 0x068000"), None);
         assert_eq!(gpu("pci [10d\u{e9}"), None);
-    }
-
-    #[test]
-    fn harmless_lines_explain_nothing() {
-        assert!(!explains("NVRM: GPU 0000:01:00.0: FBHUB Interrupt detected"));
-        assert!(!explains("NVRM: The NVIDIA probe routine was not called for 7 device(s)."));
-        assert!(explains("NVRM: GPU 0000:01:00.0: RmInitAdapter failed! (0x62:0x65:1860)"));
     }
 }

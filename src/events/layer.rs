@@ -23,11 +23,17 @@ use tracing_subscriber::registry::LookupSpan;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct StepId(pub u64);
 
+static NEXT: AtomicU64 = AtomicU64::new(1);
+
 impl StepId {
     /// A fresh id.
     pub fn next() -> Self {
-        static NEXT: AtomicU64 = AtomicU64::new(1);
         Self(NEXT.fetch_add(1, Ordering::Relaxed))
+    }
+
+    /// Makes all later ids greater than `last`, for a worker that continues a stream.
+    pub fn continue_after(last: u64) {
+        NEXT.fetch_max(last.saturating_add(1), Ordering::Relaxed);
     }
 }
 

@@ -3,6 +3,7 @@
 //! Code reports with `tracing` (spans through [`step!`](crate::step), events through the macros) and knows nothing else; [`layer`] turns that into
 //! [`record`]s, [`ring`] keeps them, [`sinks`] carry them out. Nothing on the boot path waits for a sink.
 
+pub mod journal;
 pub mod kmsg;
 pub mod layer;
 pub mod record;
@@ -16,9 +17,9 @@ use ring::Ring;
 use std::sync::Arc;
 use tracing_subscriber::layer::SubscriberExt;
 
-/// Starts recording for this process and every process it forks. Call once, before the first event.
-pub fn install() -> Arc<Ring> {
-    let ring = Arc::new(Ring::default());
+/// Starts recording into `ring` for this process and every process it forks. Call once, before the first event.
+pub fn install(ring: Ring) -> Arc<Ring> {
+    let ring = Arc::new(ring);
     let subscriber = tracing_subscriber::registry().with(layer::RecordLayer::new(Arc::clone(&ring)));
     // Fails only when called twice; the first recorder stays then.
     let _unused = tracing::subscriber::set_global_default(subscriber);

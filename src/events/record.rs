@@ -258,9 +258,9 @@ pub mod names {
     pub const CLOCK: &str = "clock";
     /// (span) Reading the GPUs from sysfs. Fields: gpus.
     pub const PCI_SCAN: &str = "pci.scan";
-    /// A GPU was found. Fields: index (the CDI name), vendor, device.
+    /// A GPU was found, or has another name since others came or went. Fields: index (the CDI name), device.
     pub const GPU_FOUND: &str = "gpu.found";
-    /// The bind strategy and why. Fields: bind, init, reason.
+    /// How this boot binds and initialises, and why. Fields: bind, init, reason, gpus, driver, confidential, vcpus, first_enable_ms.
     pub const STRATEGY: &str = "strategy";
     /// (span) Writing sysfs `enable`: the host maps the BARs.
     pub const GPU_ENABLE: &str = "gpu.enable";
@@ -280,9 +280,13 @@ pub mod names {
     pub const GPU_PUBLISHED: &str = "gpu.published";
     /// Adapter initialisation is done.
     pub const GPU_USABLE: &str = "gpu.usable";
-    /// The GPU will not be usable. Fields: step, reason; `error` is the sentence for people.
+    /// The GPU will not be usable, or no longer is. Fields: step, reason (see `reason`), cure; `error` is the sentence for people.
     pub const GPU_FAILED: &str = "gpu.failed";
-    /// A GPU is still in a step after a deadline; nothing is killed. Fields: step, waited_ms.
+    /// The GPU has left the bus, or is about to: it is no longer in the spec, and its descriptors are given up.
+    pub const GPU_REMOVED: &str = "gpu.removed";
+    /// The driver reported an error of a GPU. Fields: xid.
+    pub const GPU_XID: &str = "gpu.xid";
+    /// A GPU is still in a step after a deadline; nothing is killed. Fields: step, waited_ms, stack (of the task in the kernel, innermost first, where readable).
     pub const GPU_LATE: &str = "gpu.late";
     /// A PCI uevent of a GPU. Fields: action, driver.
     pub const UEVENT: &str = "uevent";

@@ -2,8 +2,12 @@
 //!
 //! Invariants: `seq` is given here, under the lock, without gaps; pushing never waits for a reader and never fails; when the ring is full the
 //! oldest records go, and each reader learns how many it lost. Lines are stored as they go over the wire.
+//!
+//! With a [`Journal`], a line is in the journal's file before any reader can see it. So whoever continues this boot's stream after a crash finds in
+//! that file everything that anybody may have seen, and gives no `seq` twice.
 
-use super::record::{Record, record_line};
+use super::journal::Journal;
+use super::record::{Kind, Level, Record, SCHEMA, names, record_line};
 use std::collections::VecDeque;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
@@ -17,11 +21,41 @@ struct Lines {
     /// `seq` of the first line still here.
     first_seq: u64,
     bytes: usize,
+    journal: Option<Journal>,
 }
 
 impl Lines {
     fn next_seq(&self) -> u64 {
         self.first_seq + self.lines.len() as u64
+    }
+
+    fn keep(&mut self, line: Arc<str>, capacity_bytes: usize) {
+        self.bytes += line.len();
+        self.lines.push_back(line);
+        while self.bytes > capacity_bytes && self.lines.len() > 1 {
+            if let Some(old) = self.lines.pop_front() {
+                self.bytes -= old.len();
+                self.first_seq += 1;
+            }
+        }
+    }
+}
+
+/// The record of a journal that takes no more.
+fn stopped(seq: u64, boottime_ns: u64, error: &std::io::Error) -> Record {
+    Record {
+        schema: SCHEMA,
+        seq,
+        boottime_ns,
+        kind: Kind::Event,
+        name: names::SINK.into(),
+        level: Level::Warn,
+        gpu: None,
+        span: None,
+        parent: None,
+        after: vec![],
+        error: Some(error.to_string()),
+        fields: [("sink", "file"), ("state", "stopped")].map(|(key, value)| (key.to_string(), value.into())).into_iter().collect(),
     }
 }
 
@@ -48,11 +82,25 @@ impl Default for Ring {
 impl Ring {
     pub fn with_capacity(capacity_bytes: usize) -> Self {
         Self {
-            lines: Mutex::new(Lines { lines: VecDeque::new(), first_seq: 0, bytes: 0 }),
+            lines: Mutex::new(Lines { lines: VecDeque::new(), first_seq: 0, bytes: 0, journal: None }),
             capacity_bytes,
             grown: Condvar::new(),
             watch: watch::Sender::new(0),
         }
+    }
+
+    /// A ring that continues a stream: `lines` are its last ones, the first of them with `first_seq`; `journal` takes what comes.
+    pub fn resumed(lines: impl IntoIterator<Item = String>, first_seq: u64, journal: Option<Journal>) -> Self {
+        let ring = Self::default();
+        let mut inner = ring.lock();
+        inner.first_seq = first_seq;
+        inner.journal = journal;
+        for line in lines {
+            inner.keep(line.into(), ring.capacity_bytes);
+        }
+        ring.watch.send_replace(inner.next_seq());
+        drop(inner);
+        ring
     }
 
     fn lock(&self) -> MutexGuard<'_, Lines> {
@@ -63,20 +111,19 @@ impl Ring {
     /// Gives the record its `seq`, keeps it and wakes the readers.
     pub fn push(&self, mut record: Record) {
         let mut ring = self.lock();
-        let next = ring.next_seq();
-        record.seq = next;
+        record.seq = ring.next_seq();
         let line: Arc<str> = record_line(&record).into();
-        ring.bytes += line.len();
-        ring.lines.push_back(line);
-        while ring.bytes > self.capacity_bytes && ring.lines.len() > 1 {
-            if let Some(old) = ring.lines.pop_front() {
-                ring.bytes -= old.len();
-                ring.first_seq += 1;
-            }
+        let trouble = ring.journal.as_mut().and_then(|journal| journal.append(line.as_bytes()).err());
+        ring.keep(line, self.capacity_bytes);
+        if let Some(error) = trouble {
+            ring.journal = None;
+            let told = stopped(ring.next_seq(), record.boottime_ns, &error);
+            ring.keep(record_line(&told).into(), self.capacity_bytes);
         }
+        let next = ring.next_seq();
         drop(ring);
         self.grown.notify_all();
-        self.watch.send_replace(next + 1);
+        self.watch.send_replace(next);
     }
 
     /// `seq` that the next record will get.
@@ -116,7 +163,7 @@ impl Ring {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::events::record::{Kind, Line, SCHEMA, decode};
+    use crate::events::record::{Line, decode};
 
     fn record(name: &str) -> Record {
         Record {

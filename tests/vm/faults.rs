@@ -7,9 +7,12 @@ use kata_gpu_init::events::record::{Kind, Record};
 use std::time::Duration;
 
 pub const TESTS: &[VmTest] = &[
-    VmTest { name: "a_gpu_that_fails_its_probe_leaves_and_the_others_stay", run: |c| one_fails(c, "probe_fail", 2, "probe-failed") },
-    VmTest { name: "a_first_gpu_that_fails_its_probe_does_not_fail_the_load", run: |c| one_fails(c, "probe_fail", 0, "probe-failed") },
-    VmTest { name: "a_gpu_that_fails_its_initialisation_leaves_and_the_others_stay", run: |c| one_fails(c, "init_fail", 3, "init-failed") },
+    VmTest { name: "a_gpu_that_fails_its_probe_leaves_and_the_others_stay", run: |c| one_fails(c, "probe_fail", 2, "off-the-bus") },
+    VmTest { name: "a_first_gpu_that_fails_its_probe_does_not_fail_the_load", run: |c| one_fails(c, "probe_fail", 0, "off-the-bus") },
+    VmTest {
+        name: "a_gpu_that_fails_its_initialisation_leaves_and_the_others_stay",
+        run: |c| one_fails(c, "init_fail", 3, "firmware-boot"),
+    },
     VmTest { name: "a_gpu_that_hangs_is_reported_and_never_closed", run: one_hangs },
     VmTest { name: "no_gpu_is_no_error_unless_gpus_were_expected", run: no_gpu },
     VmTest { name: "a_missing_driver_fails_every_gpu_with_the_cure", run: no_driver },
@@ -44,8 +47,8 @@ fn one_fails(context: &TestContext, fault: &str, index: usize, reason: &str) -> 
         let all = booted.created("all")?;
         // Published as bound before its initialisation failed, it may have been handed out; probed in vain, never.
         let gpus = all.get("nodes").matches("/dev/nvidia").count() - 3;
-        ensure!(gpus == 7 || reason == "init-failed" && gpus == 8, "{bind}: all has {gpus} GPUs: {}", all.get("nodes"));
-        if reason == "probe-failed" {
+        ensure!(gpus == 7 || fault == "init_fail" && gpus == 8, "{bind}: all has {gpus} GPUs: {}", all.get("nodes"));
+        if fault == "probe_fail" {
             let bad = booted.refused("bad")?;
             ensure!(bad.get("error").contains("do not exist"), "{bind}: {}", bad.get("error"));
         }
@@ -102,10 +105,10 @@ fn module(context: &TestContext, name: &str) -> Result<&'static str> {
     Ok(Box::leak(format!("lib/modules/{}/{name}.ko", version.trim()).into_boxed_str()))
 }
 
-fn all_failed(booted: &mut Booted, words: &[&str]) -> Result<()> {
+fn all_failed(booted: &mut Booted, reason: &str, words: &[&str]) -> Result<()> {
     ensure!(booted.settled()? == (0, 8), "{:?}", booted.settled()?);
     for index in 0..8 {
-        let error = failure(booted, index, "driver-not-loaded")?.error.unwrap_or_default();
+        let error = failure(booted, index, reason)?.error.unwrap_or_default();
         for word in words {
             ensure!(error.contains(word), "GPU {index}: {word:?} is not in: {error}");
         }
@@ -118,14 +121,14 @@ fn all_failed(booted: &mut Booted, words: &[&str]) -> Result<()> {
 
 fn no_driver(context: &TestContext) -> Result<Outcome> {
     let mut booted = Guest::new().without(module(context, "nvidia")?).append("testagent.containers=one:0").boot(context, "no-driver")?;
-    all_failed(&mut booted, &["nvidia.ko", "No such file", "modules.dep is older than the modules"])?;
+    all_failed(&mut booted, "driver-missing", &["nvidia.ko", "No such file", "modules.dep is older than the modules"])?;
     Ok(Outcome::Passed)
 }
 
 fn load_fails(context: &TestContext) -> Result<Outcome> {
     // 5: EIO.
     let mut booted = Guest::new().append("nvidia.load_fail=5 testagent.containers=one:0").boot(context, "load-fails")?;
-    all_failed(&mut booted, &["load module nvidia", "EIO"])?;
+    all_failed(&mut booted, "driver-load-failed", &["load module nvidia", "EIO"])?;
     Ok(Outcome::Passed)
 }
 

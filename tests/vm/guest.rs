@@ -1,11 +1,19 @@
 //! Guest halves of VM tests: run by the test agent for `testagent.guest=NAME`, in the guest.
 
+use super::script;
 use crate::agent::{cdi, log};
 use std::path::Path;
 
 /// Name and program of each guest half.
-pub const GUEST_HALVES: &[(&str, fn())] =
-    &[("growing-list", growing_list), ("counters", counters), ("listener", listener), ("looks", looks), ("rss", rss), ("child", child)];
+pub const GUEST_HALVES: &[(&str, fn())] = &[
+    ("growing-list", growing_list),
+    ("counters", counters),
+    ("listener", listener),
+    ("looks", looks),
+    ("rss", rss),
+    ("child", child),
+    ("script", script::run),
+];
 
 /// Publishes as a naive generator would: only what is ready so far. The agent must fail on it, which is why nothing else here does so.
 fn growing_list() {
@@ -22,19 +30,24 @@ fn growing_list() {
 fn counters() {
     let mut last = String::new();
     loop {
-        let mut all = Vec::new();
-        for entry in std::fs::read_dir("/proc/driver/nvidia/gpus").into_iter().flatten().flatten() {
-            let text = std::fs::read_to_string(entry.path().join("sim")).unwrap_or_default();
-            all.push(format!("{} {}", entry.file_name().to_string_lossy(), text.split_whitespace().collect::<Vec<_>>().join(" ")));
-        }
-        all.sort();
-        let now = all.join("; ");
+        let now = all_counters();
         if now != last && !now.is_empty() {
             log::info("counters", &[("all", &now)]);
             last = now;
         }
         std::thread::sleep(std::time::Duration::from_millis(100));
     }
+}
+
+/// The simulator's counters of every bound GPU: `ADDRESS key: value ..`, separated by `; `.
+pub fn all_counters() -> String {
+    let mut all = Vec::new();
+    for entry in std::fs::read_dir("/proc/driver/nvidia/gpus").into_iter().flatten().flatten() {
+        let text = std::fs::read_to_string(entry.path().join("sim")).unwrap_or_default();
+        all.push(format!("{} {}", entry.file_name().to_string_lossy(), text.split_whitespace().collect::<Vec<_>>().join(" ")));
+    }
+    all.sort();
+    all.join("; ")
 }
 
 /// Once the init's stream has reached the host: opens the spec so often that the records of it do not fit into the init's ring, then says how often.
@@ -54,7 +67,7 @@ fn looks() {
 }
 
 /// Connects to the guest's unix listener, which is there some time after the agent.
-fn connect() -> Option<std::os::unix::net::UnixStream> {
+pub fn connect() -> Option<std::os::unix::net::UnixStream> {
     let mut tries = 0;
     loop {
         match std::os::unix::net::UnixStream::connect(EVENTS) {

@@ -2,6 +2,7 @@
 //! there are any, their guest halves; [`guest`] lists those, [`TESTS`] all tests.
 
 pub mod guest;
+mod script;
 
 #[cfg(feature = "host")]
 pub mod harness;
@@ -17,8 +18,13 @@ mod events;
 #[cfg(feature = "host")]
 mod faults;
 #[cfg(feature = "host")]
+mod hot_plug;
+#[cfg(feature = "host")]
 mod readers;
+#[cfg(feature = "host")]
+mod worker;
 
 /// Every VM test, in the order in which they run.
 #[cfg(feature = "host")]
-pub const TESTS: &[&[harness::VmTest]] = &[containers::TESTS, bring_up::TESTS, faults::TESTS, events::TESTS, agent::TESTS, readers::TESTS];
+pub const TESTS: &[&[harness::VmTest]] =
+    &[containers::TESTS, bring_up::TESTS, faults::TESTS, worker::TESTS, hot_plug::TESTS, events::TESTS, agent::TESTS, readers::TESTS];

@@ -18,11 +18,11 @@ const CONSOLE: &str = "/dev/console";
 /// The thread looks at its ring at least this often; it is woken by every record anyway.
 const WAKE: Duration = Duration::from_secs(3600);
 
-/// Starts the thread. Records above `level` (less urgent) are left out.
-pub fn start(ring: Arc<Ring>, level: Level) -> io::Result<()> {
+/// Starts the thread. Records above `level` (less urgent) are left out, and, `only_new`, those that are there already.
+pub fn start(ring: Arc<Ring>, level: Level, only_new: bool) -> io::Result<()> {
     let mut console = OpenOptions::new().write(true).open(CONSOLE)?;
     std::thread::Builder::new().name("console".into()).stack_size(128 * 1024).spawn(move || {
-        let mut next = ring.first_seq();
+        let mut next = if only_new { ring.next_seq() } else { ring.first_seq() };
         loop {
             let batch = ring.read(&mut next, 16);
             if batch.lost > 0 {

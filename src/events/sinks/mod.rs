@@ -2,11 +2,11 @@
 //!
 //! - [`vsock`]: to the collector on the host, replayed after every reconnect;
 //! - [`listener`]: replay, then live, for readers in the guest (unix socket, vsock);
-//! - [`console`]: lines in the agent's own shape on /dev/console;
-//! - [`file`]: `/run/kata-gpu-init/boot.ndjson`.
+//! - [`console`]: lines in the agent's own shape on /dev/console.
+//!
+//! The file `/run/kata-gpu-init/boot.ndjson` is no sink but the ring's own [journal](super::journal).
 
 pub mod console;
-pub mod file;
 pub mod listener;
 pub mod stream;
 pub mod vsock;

@@ -1,0 +1,124 @@
+//! What a worker that takes over learns from the records of the one that died: pure, from the stream's own lines.
+
+use crate::clock::boottime_ns;
+use crate::events::names;
+use crate::events::record::{Kind, Level, Record, SCHEMA};
+use crate::pci::PciAddress;
+use std::collections::{BTreeMap, HashMap};
+
+/// What became of one GPU so far.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Known {
+    pub bound: bool,
+    pub published: bool,
+    pub usable: bool,
+    pub failed: bool,
+}
+
+/// The stream so far.
+#[derive(Debug, Default)]
+pub struct Before {
+    pub gpus: HashMap<PciAddress, Known>,
+    /// Steps that began and did not end: their worker died in them.
+    pub open: Vec<Record>,
+    /// The greatest id of a step.
+    pub last_step: u64,
+    /// The kernel's number of the last line of its log that is in the stream.
+    pub last_kmsg: Option<u64>,
+}
+
+impl Before {
+    pub fn from_records(records: &[Record]) -> Self {
+        let mut before = Self::default();
+        let mut open = BTreeMap::new();
+        for record in records {
+            match (record.kind, record.span) {
+                (Kind::Begin, Some(span)) => {
+                    before.last_step = before.last_step.max(span);
+                    open.insert(span, record.clone());
+                }
+                (Kind::End, Some(span)) => {
+                    open.remove(&span);
+                }
+                (Kind::Kmsg, _) => before.last_kmsg = record.fields.get("kmsg_seq").and_then(|n| n.as_u64()).max(before.last_kmsg),
+                _ => before.take_event(record),
+            }
+        }
+        before.open = open.into_values().collect();
+        before
+    }
+
+    fn take_event(&mut self, record: &Record) {
+        let Some(gpu) = record.gpu else { return };
+        let known = self.gpus.entry(gpu).or_default();
+        match record.name.as_str() {
+            // Found again after it was gone, or gone: nothing of what was holds any more.
+            names::GPU_REMOVED => *known = Known::default(),
+            names::GPU_BOUND => known.bound = true,
+            names::GPU_PUBLISHED => known.published = true,
+            names::GPU_USABLE => known.usable = true,
+            names::GPU_FAILED => *known = Known { failed: true, ..*known },
+            _ => {}
+        }
+    }
+
+    pub fn gpu(&self, gpu: PciAddress) -> Known {
+        self.gpus.get(&gpu).copied().unwrap_or_default()
+    }
+}
+
+/// The end of a step whose worker has died in it.
+pub fn end_of(begin: &Record) -> Record {
+    Record {
+        schema: SCHEMA,
+        seq: 0, // the ring's to give
+        boottime_ns: boottime_ns(),
+        kind: Kind::End,
+        name: begin.name.clone(),
+        level: Level::Error,
+        gpu: begin.gpu,
+        span: begin.span,
+        parent: begin.parent,
+        after: vec![],
+        error: Some("the worker died in this step; its successor goes on".into()),
+        fields: Default::default(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn record(kind: Kind, name: &str, gpu: &str, span: Option<u64>) -> Record {
+        Record { kind, name: name.into(), gpu: gpu.parse().ok(), span, ..end_of(&blank()) }
+    }
+
+    fn blank() -> Record {
+        serde_json::from_str(r#"{"schema":1,"seq":0,"boottime_ns":0,"kind":"event","name":"x"}"#).unwrap()
+    }
+
+    #[test]
+    fn open_steps_states_and_the_logs_end_are_found() {
+        const GPU: &str = "0001:00:03.0";
+        let mut line = record(Kind::Kmsg, "kmsg", "", None);
+        line.fields.insert("kmsg_seq".into(), 812.into());
+        let records = [
+            record(Kind::Begin, names::GPU_BIND, GPU, Some(4)),
+            record(Kind::End, names::GPU_BIND, GPU, Some(4)),
+            record(Kind::Event, names::GPU_BOUND, GPU, None),
+            record(Kind::Begin, names::GPU_INIT, GPU, Some(9)),
+            line,
+            record(Kind::Event, names::GPU_FAILED, "0001:00:04.0", None),
+            record(Kind::Event, names::GPU_USABLE, "0001:00:05.0", None),
+            record(Kind::Event, names::GPU_REMOVED, "0001:00:05.0", None),
+        ];
+        let before = Before::from_records(&records);
+        assert_eq!(before.open.iter().map(|r| r.span).collect::<Vec<_>>(), [Some(9)]);
+        assert_eq!((before.last_step, before.last_kmsg), (9, Some(812)));
+        assert_eq!(before.gpu(GPU.parse().unwrap()), Known { bound: true, ..Known::default() });
+        assert_eq!(before.gpu("0001:00:04.0".parse().unwrap()), Known { failed: true, ..Known::default() });
+        assert_eq!(before.gpu("0001:00:05.0".parse().unwrap()), Known::default());
+        let end = end_of(&before.open[0]);
+        assert_eq!((end.kind, end.span, end.gpu), (Kind::End, Some(9), GPU.parse().ok()));
+    }
+}

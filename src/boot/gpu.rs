@@ -1,0 +1,303 @@
+//! One GPU, from enabled to usable. It goes on as soon as *it* can, and stops nobody when it fails:
+//!
+//! ```text
+//! enabled, driver there -> bind -> information -> node -> open, wait -> usable
+//!                                                 |
+//!                                                 +-> published
+//! ```
+//!
+//! A GPU that hangs in its initialisation stays as it is, for ever if need be: deadlines report.
+
+use super::descriptors::Descriptors;
+use super::driver::{Driver, Loaded};
+use super::lane::Turn;
+use super::lateness::{self, Progress};
+use super::publication::{Update, Updates};
+use super::roster::Roster;
+use crate::adapter::{self, InitError};
+use crate::bind::{PciSysfs, SysfsError};
+use crate::clock::boottime_ns;
+use crate::config::{Bind, Config};
+use crate::device_nodes::Node;
+use crate::driver_proc;
+use crate::events::kmsg::DriverWords;
+use crate::events::{After, StepId, names};
+use crate::pci::{Gpu, PciAddress};
+use crate::reason::{self, Reason, Step};
+use crate::step;
+use nix::errno::Errno;
+use std::collections::HashMap;
+use std::fmt::Display;
+use std::path::Path;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+use tokio::sync::{Notify, Semaphore, oneshot, watch};
+
+const PROC: &str = "/proc";
+/// How often a GPU that could be probed looks whether the driver has entered itself at the bus. The kernel tells nobody at that moment, and the
+/// first GPU's probe, which follows at once, can sleep for 4 s in which the others could, too. Only for such GPUs, only until the driver is there.
+const REGISTRATION_LOOK: Duration = Duration::from_millis(5);
+/// A GPU that appears later is announced before the kernel lets any driver have it, and the moment after is announced by nothing but the bind itself.
+/// So a bind that was too early waits for that, at most so long, and tries again, at most so often.
+const TOO_EARLY: (Duration, u32) = (Duration::from_secs(1), 10);
+
+/// What every GPU's task works with.
+pub struct Shared {
+    pub sysfs: PciSysfs,
+    pub config: Config,
+    pub bind: Bind,
+    pub roster: Arc<Roster>,
+    pub words: Option<DriverWords>,
+    pub descriptors: Descriptors,
+    pub spec: Updates,
+    pub driver: watch::Receiver<Driver>,
+    /// One bind at a time when pipelined; no limit when concurrent.
+    pub binding: Semaphore,
+    /// One initialisation at a time, or no limit.
+    pub initialising: Arc<Semaphore>,
+    /// When the kernel said "bind" for a GPU that the module load bound.
+    pub bound_at: Mutex<HashMap<PciAddress, u64>>,
+    /// Wakes whenever that grows.
+    pub bound: Notify,
+}
+
+/// Why a GPU's task ended early: the step, and what was tried with which result.
+pub struct Failed {
+    step: Step,
+    /// What is known without the driver's words.
+    reason: Option<Reason>,
+    error: String,
+}
+
+fn failed(step: Step) -> impl FnOnce(&dyn Display) -> Failed {
+    move |error| Failed { step, reason: None, error: error.to_string() }
+}
+
+fn failed_by(step: Step, reason: Reason) -> impl FnOnce(&dyn Display) -> Failed {
+    move |error| Failed { step, reason: Some(reason), error: error.to_string() }
+}
+
+impl Shared {
+    /// Takes a GPU out of the spec for good and tells why, in the driver's words where it has some.
+    pub async fn give_up(&self, gpu: PciAddress, since_ns: u64, failure: Failed) {
+        let lines = match &self.words {
+            Some(words) => words.since(gpu, since_ns).await,
+            None => Vec::new(),
+        };
+        let (recognised, line) = reason::classify(failure.step, &lines);
+        let reason = failure.reason.unwrap_or(recognised);
+        let index = self.roster.index(gpu);
+        let mut error = format!("GPU {index} ({gpu}): {}", failure.error);
+        if let Some(line) = line {
+            error = format!("{error}; the driver says: {line}");
+        }
+        let _unused = self.spec.send(Update::Failed { gpu });
+        let (step, cure) = (failure.step.as_str(), reason.cure().unwrap_or("see the driver's words"));
+        tracing::error!(name: names::GPU_FAILED, gpu = %gpu, index = index as u64, step, reason = %reason, cure, error);
+    }
+}
+
+/// How a GPU comes in.
+pub enum Arrival {
+    /// It was there at boot; with its turn in the lane, if there is one.
+    Boot(Option<Turn>),
+    /// It was plugged in later: the kernel probes it by itself.
+    Later,
+}
+
+/// Brings one GPU up. True when it is usable.
+pub async fn bring_up(shared: Arc<Shared>, gpu: Gpu, arrival: Arrival) -> bool {
+    let since_ns = boottime_ns();
+    match wait_and_bring_up(&shared, &gpu, arrival).await {
+        Ok(()) => {
+            tracing::info!(name: names::GPU_USABLE, gpu = %gpu.address, index = shared.roster.index(gpu.address) as u64);
+            true
+        }
+        // A GPU that is gone has not failed.
+        Err(_) if !shared.roster.contains(gpu.address) => false,
+        Err(failure) => {
+            shared.give_up(gpu.address, since_ns, failure).await;
+            false
+        }
+    }
+}
+
+/// Waits for the GPU's turn to be enabled, then brings it up; from there on it can be late.
+async fn wait_and_bring_up(shared: &Arc<Shared>, gpu: &Gpu, arrival: Arrival) -> Result<(), Failed> {
+    let (mut enabled, mut over) = (None, None);
+    let at_boot = matches!(arrival, Arrival::Boot(_));
+    if let Arrival::Boot(Some(turn)) = arrival {
+        over = Some(turn.over);
+        // The lane answers for every GPU before it ends.
+        let result = turn.enabled.await.unwrap_or_else(|_| Err("the enable lane has ended".into()));
+        enabled = Some(result.map_err(|e| failed(Step::Enable)(&e))?);
+    }
+    let progress = Progress::new("driver load");
+    let _watchdog = lateness::watch(gpu.address, Arc::clone(&progress));
+    if at_boot && shared.bind == Bind::Concurrent {
+        probe_beside_the_load(shared, gpu.address, enabled, &progress).await;
+    }
+    let driver = shared.driver.clone().wait_for(|d| !matches!(d, Driver::Loading)).await.map_or(Driver::Loading, |d| d.clone());
+    let loaded = match driver {
+        Driver::Loaded(loaded) => loaded,
+        Driver::Failed { reason, error } => return Err(Failed { step: Step::Module, reason, error }),
+        Driver::Loading => return Err(failed_by(Step::Module, Reason::Internal)(&"the load's task has ended")),
+    };
+    let by_load = at_boot && loaded.tried.contains(&gpu.address);
+    progress.step("probe");
+    let bound = if by_load {
+        bound_by_load(shared, gpu.address, &loaded)?
+    } else {
+        bind(shared, gpu.address, After::from(&[enabled, Some(loaded.step)][..]), &progress).await?
+    };
+    tell_bound(shared, gpu.address, by_load)?;
+    let (node, made) = make_node(gpu.address, &loaded, bound)?;
+    progress.step("initialisation");
+    if shared.config.ready_when_usable {
+        drop(over); // an initialisation takes seconds: nobody waits for it
+        let usable = initialise(shared, gpu.address, &node, made, &progress).await?;
+        publish(shared, gpu.address, node, usable, None).await;
+        Ok(())
+    } else {
+        // Published at once; whether it also initialises decides whether it stays.
+        let published = publish(shared, gpu.address, node.clone(), made, over);
+        tokio::join!(initialise(shared, gpu.address, &node, made, &progress), published).0.map(drop)
+    }
+}
+
+/// Probes this GPU while the module load is still probing another one, whose probe sleeps. Whatever comes of it, the load's end is waited for after
+/// it, and a GPU that is not bound by then gets its regular bind.
+async fn probe_beside_the_load(shared: &Arc<Shared>, gpu: PciAddress, enabled: Option<StepId>, progress: &Arc<Progress>) {
+    let loading = || matches!(&*shared.driver.borrow(), Driver::Loading);
+    while loading() && !shared.sysfs.is_registered() {
+        tokio::time::sleep(REGISTRATION_LOOK).await; // see the constant
+    }
+    // The one that the load was given, or one that the load is about to find free.
+    if !loading() || !shared.sysfs.is_held_back(gpu) {
+        return;
+    }
+    progress.step("probe");
+    let step = step!(names::GPU_BIND, gpu = %gpu, after = ?After::from(&[enabled][..]));
+    let (sysfs, progress) = (shared.sysfs.clone(), Arc::clone(progress));
+    let probing = tokio::task::spawn_blocking(move || {
+        progress.on_this_thread();
+        step.run(|| {
+            sysfs.release(gpu)?;
+            let result = sysfs.probe(gpu);
+            if !sysfs.is_bound(gpu) {
+                // The load must not probe it a third time.
+                sysfs.hold_back(gpu)?;
+            }
+            result
+        })
+    });
+    // Its errors are those of the regular bind that follows.
+    let _unused = probing.await;
+}
+
+/// The step that bound a GPU which the load has probed.
+fn bound_by_load(shared: &Shared, gpu: PciAddress, loaded: &Loaded) -> Result<StepId, Failed> {
+    if shared.sysfs.is_bound(gpu) {
+        Ok(loaded.step)
+    } else {
+        Err(failed(Step::Probe)(&"the driver's probe failed when the module was loaded"))
+    }
+}
+
+/// The GPU is bound: says so, with the minor that the driver gave it, and the time at which the kernel said so.
+fn tell_bound(shared: &Shared, gpu: PciAddress, by_load: bool) -> Result<(), Failed> {
+    let information = driver_proc::information(Path::new(PROC), gpu).map_err(|e| failed_by(Step::Probe, Reason::NoMinor)(&e))?;
+    let bound_at = shared.bound_at.lock().unwrap_or_else(PoisonError::into_inner).get(&gpu).copied().filter(|_| by_load);
+    let (index, at_ns) = (shared.roster.index(gpu) as u64, bound_at.unwrap_or_else(boottime_ns));
+    tracing::info!(name: names::GPU_BOUND, gpu = %gpu, index, minor = information.minor, at_ns);
+    Ok(())
+}
+
+/// Binds.
+async fn bind(shared: &Arc<Shared>, gpu: PciAddress, after: After, progress: &Arc<Progress>) -> Result<StepId, Failed> {
+    // The semaphore is never closed, and it is fair: waiting GPUs go in the order in which they were enabled, which is PCI order.
+    let _turn = shared.binding.acquire().await;
+    let step = step!(names::GPU_BIND, gpu = %gpu, after = ?after);
+    let id = step.id();
+    let binding = async {
+        let (pause, tries) = TOO_EARLY;
+        for _ in 1..tries {
+            let bound = shared.bound.notified();
+            match try_bind(shared, gpu, progress).await {
+                Err(error) if error.errno() == Some(Errno::ENODEV) && shared.sysfs.is_present(gpu) => {
+                    // The bind, or the deadline: either way the next try tells.
+                    let _unused = tokio::time::timeout(pause, bound).await;
+                }
+                result => return result,
+            }
+        }
+        try_bind(shared, gpu, progress).await
+    };
+    step.run_async(binding).await.map(|()| id).map_err(|e| failed(Step::Probe)(&e))
+}
+
+/// One try, on a thread of its own.
+async fn try_bind(shared: &Arc<Shared>, gpu: PciAddress, progress: &Arc<Progress>) -> Result<(), SysfsError> {
+    let (sysfs, progress) = (shared.sysfs.clone(), Arc::clone(progress));
+    let trying = tokio::task::spawn_blocking(move || {
+        progress.on_this_thread();
+        sysfs.release(gpu)?;
+        match sysfs.bind(gpu) {
+            // Somebody else was faster.
+            Err(_) if sysfs.is_bound_at_last(gpu) => Ok(()),
+            result => result,
+        }
+    });
+    // A panic of the thread would be a bug of ours, and is told as one by the runtime; the GPU is then as unbound as after a refusal.
+    trying.await.unwrap_or_else(|panicked| Err(SysfsError::other(&panicked)))
+}
+
+/// Makes the GPU's device node, of the minor that the driver gave it.
+fn make_node(gpu: PciAddress, loaded: &Loaded, bound: StepId) -> Result<(Node, StepId), Failed> {
+    let information = driver_proc::information(Path::new(PROC), gpu).map_err(|e| failed_by(Step::Probe, Reason::NoMinor)(&e))?;
+    let step = step!(names::GPU_NODES, gpu = %gpu, after = ?After(vec![bound]));
+    let id = step.id();
+    let node = step.run(|| loaded.nodes.gpu(loaded.major, information.minor)).map_err(|e| failed(Step::Nodes)(&e))?;
+    Ok((node, id))
+}
+
+/// Makes the GPU resolvable as soon as the nodes that every container needs are there.
+async fn publish(shared: &Arc<Shared>, gpu: PciAddress, node: Node, after: StepId, turn: Option<oneshot::Sender<()>>) {
+    // Fails only when the driver's task has ended, which it does not before it has said this.
+    let mut driver = shared.driver.clone();
+    drop(driver.wait_for(|d| matches!(d, Driver::Loaded(l) if l.control_ready)).await);
+    let _unused = shared.spec.send(Update::Ready { gpu, nodes: vec![node], after: Some(after), turn });
+}
+
+/// Initialises the adapter; waits for as long as the driver takes.
+async fn initialise(shared: &Arc<Shared>, gpu: PciAddress, node: &Node, after: StepId, progress: &Arc<Progress>) -> Result<StepId, Failed> {
+    let turn = Arc::clone(&shared.initialising).acquire_owned().await;
+    let step = step!(names::GPU_INIT, gpu = %gpu, after = ?After(vec![after]), rc = tracing::field::Empty, status = tracing::field::Empty);
+    let (id, node, shared, progress) = (step.id(), node.clone(), Arc::clone(shared), Arc::clone(progress));
+    let initialising = tokio::task::spawn_blocking(move || {
+        progress.on_this_thread();
+        let descriptor = match shared.descriptors.of(gpu) {
+            // An earlier worker opened it; what came of that is still to be asked.
+            Some(descriptor) => Ok(descriptor),
+            None => adapter::start(&node).map(|descriptor| shared.descriptors.keep(gpu, descriptor)),
+        };
+        let result = descriptor.and_then(|descriptor| adapter::wait(&descriptor, &node));
+        if let Err(InitError::Failed { rc, status, .. }) = &result {
+            step.note("rc", i64::from(*rc));
+            step.note("status", u64::from(*status));
+        }
+        drop(turn);
+        step.run(|| result)
+    });
+    match initialising.await {
+        Ok(Ok(())) => Ok(id),
+        Ok(Err(error @ InitError::Open { .. })) => Err(failed(Step::Open)(&error)),
+        Ok(Err(error)) => Err(failed(Step::Init)(&error)),
+        Err(panicked) => Err(failed_by(Step::Init, Reason::Internal)(&panicked)),
+    }
+}
+
+/// The failure of a GPU that was usable.
+pub fn failed_later(error: String, reason: Reason) -> Failed {
+    Failed { step: Step::Running, reason: Some(reason), error }
+}

@@ -1,0 +1,171 @@
+//! How a boot binds and initialises its GPUs: chosen from what was asked for, read and measured; pure.
+//!
+//! What there is to choose between, and what it costs (N GPUs, each E to enable, W of firewall wait, S1 + S2 + S3 to initialise):
+//!
+//! - `insmod`: the module's init probes all in turn, and nothing can be opened before the last: N (E + W) passes first.
+//! - `pipelined`: the module is loaded with one GPU; the others are enabled and bound one by one. GPU k initialises while k+1 is enabled.
+//! - `concurrent`: as pipelined, but all binds at once: for probes that sleep. Probes at once race on two unlocked counters of the driver, so this
+//!   is for where it gains something.
+//!
+//! Where all initialisations go under the driver's one lock anyway (confidential computing, drivers before 550.40.07), opening all at once gains
+//! nothing: they are opened one after another, and each step's time is then its own.
+
+use crate::config::{Bind, Config};
+use std::fmt;
+use std::str::FromStr;
+use std::time::Duration;
+
+/// Above this, enabling a GPU is worth a pause of the lane until the one before is published; below, the pause costs more than it gains.
+const SLOW_ENABLE: Duration = Duration::from_millis(100);
+/// From here on GSP boots with the driver's global lock released: first on Hopper and Ada, since 550.142 and 555 on every generation.
+const RELAXED: Version = Version([550, 40, 7]);
+/// From here on NVreg_GpuInitOnProbe initialises in the probe.
+const INIT_ON_PROBE: Version = Version([595, 44, 2]);
+
+/// A driver version: `550.163.01`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Version(pub [u32; 3]);
+
+impl FromStr for Version {
+    type Err = ();
+
+    fn from_str(text: &str) -> Result<Self, ()> {
+        let mut numbers = [0; 3];
+        let parts: Vec<&str> = text.trim().split('.').collect();
+        if !(2..=3).contains(&parts.len()) {
+            return Err(());
+        }
+        for (number, part) in numbers.iter_mut().zip(&parts) {
+            *number = part.parse().map_err(|_| ())?;
+        }
+        Ok(Self(numbers))
+    }
+}
+
+impl fmt::Display for Version {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let [branch, minor, patch] = self.0;
+        write!(f, "{branch}.{minor}.{patch:02}")
+    }
+}
+
+/// What is known before the first GPU is touched.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Facts {
+    pub gpus: usize,
+    /// One of them waits in its probe until its BAR firewall is down.
+    pub firewall: bool,
+    /// The version of the module that will be loaded, if its file says so.
+    pub driver: Option<Version>,
+    /// NVreg_GpuInitOnProbe=1 was asked for.
+    pub init_on_probe: bool,
+    /// The guest's memory is hidden from its host.
+    pub confidential: bool,
+    pub vcpus: usize,
+}
+
+/// The choice.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Strategy {
+    pub bind: Bind,
+    pub parallel_init: bool,
+    pub reason: String,
+}
+
+/// Chooses.
+pub fn choose(config: &Config, facts: &Facts) -> Strategy {
+    let (bind, why_bind) = match (config.bind, facts.gpus) {
+        (Bind::Auto, 0 | 1) => (Bind::Insmod, "with one GPU the module load does it all"),
+        (Bind::Auto, _) if facts.firewall => (Bind::Concurrent, "probes of these GPUs sleep for seconds, so all at once"),
+        (Bind::Auto, _) if initialises_in_probe(facts) => (Bind::Concurrent, "the driver initialises in the probe, so all probes at once"),
+        (Bind::Auto, _) => (Bind::Pipelined, "each GPU goes on as soon as its own BARs are mapped"),
+        (asked, _) => (asked, "asked for by gpuinit.bind"),
+    };
+    let (parallel_init, why_init) = if !config.parallel_init {
+        (false, "asked for by gpuinit.init")
+    } else if facts.confidential {
+        (false, "under confidential computing the driver does one at a time")
+    } else if !config.relaxed {
+        (false, "gpuinit.relaxed=off makes the driver do one at a time")
+    } else if facts.driver.is_some_and(|version| version < RELAXED) {
+        (false, "this driver does one at a time")
+    } else {
+        (true, "the driver boots several GPUs at once")
+    };
+    let reason = format!("bind: {why_bind}; init: {why_init}");
+    Strategy { bind, parallel_init, reason }
+}
+
+fn initialises_in_probe(facts: &Facts) -> bool {
+    facts.init_on_probe && facts.driver.is_none_or(|version| version >= INIT_ON_PROBE)
+}
+
+/// Whether the lane waits until a GPU is published before it enables the next. While the host maps a BAR, the CPU that asked is gone with its
+/// interrupts off, and whatever needs all CPUs stalls: a publication in that time comes seconds later.
+pub fn lane_waits(bind: Bind, first_enable: Duration) -> bool {
+    bind == Bind::Pipelined && first_enable >= SLOW_ENABLE
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn facts() -> Facts {
+        Facts { gpus: 8, firewall: false, driver: "550.163.01".parse().ok(), init_on_probe: false, confidential: false, vcpus: 2 }
+    }
+
+    fn auto(facts: Facts) -> (Bind, bool) {
+        let strategy = choose(&Config::default(), &facts);
+        (strategy.bind, strategy.parallel_init)
+    }
+
+    #[test]
+    fn versions_order_by_number() {
+        let version = |text: &str| text.parse::<Version>();
+        assert!(version("550.40.07").unwrap() < version("550.142").unwrap());
+        assert!(version("595.44.02").unwrap() < version("595.45.04\n").unwrap());
+        assert_eq!(version("550.163.01").unwrap().to_string(), "550.163.01");
+        for text in ["", "550", "550.x.1", "1.2.3.4", "-1.2"] {
+            assert_eq!(version(text), Err(()), "{text:?}");
+        }
+    }
+
+    #[test]
+    fn auto_goes_by_what_the_guest_has() {
+        assert_eq!(auto(facts()), (Bind::Pipelined, true));
+        assert_eq!(auto(Facts { gpus: 1, ..facts() }), (Bind::Insmod, true));
+        assert_eq!(auto(Facts { firewall: true, ..facts() }), (Bind::Concurrent, true));
+        assert_eq!(auto(Facts { confidential: true, ..facts() }), (Bind::Pipelined, false));
+        assert_eq!(auto(Facts { driver: None, ..facts() }), (Bind::Pipelined, true));
+    }
+
+    #[test]
+    fn old_drivers_do_one_at_a_time() {
+        for (version, parallel) in [("535.230.02", false), ("550.40.06", false), ("550.40.07", true), ("595.45.04", true)] {
+            assert_eq!(auto(Facts { driver: version.parse().ok(), ..facts() }), (Bind::Pipelined, parallel), "{version}");
+        }
+    }
+
+    #[test]
+    fn initialisation_in_the_probe_counts_only_where_the_driver_knows_it() {
+        let asked = Facts { init_on_probe: true, ..facts() };
+        assert_eq!(auto(Facts { driver: "595.44.02".parse().ok(), ..asked.clone() }).0, Bind::Concurrent);
+        assert_eq!(auto(asked).0, Bind::Pipelined);
+    }
+
+    #[test]
+    fn what_was_asked_for_is_done() {
+        let config = Config { bind: Bind::Insmod, parallel_init: false, ..Config::default() };
+        let strategy = choose(&config, &Facts { firewall: true, ..facts() });
+        assert_eq!((strategy.bind, strategy.parallel_init), (Bind::Insmod, false));
+        assert_eq!(strategy.reason, "bind: asked for by gpuinit.bind; init: asked for by gpuinit.init");
+        assert!(!choose(&Config { relaxed: false, ..Config::default() }, &facts()).parallel_init);
+    }
+
+    #[test]
+    fn the_lane_waits_only_where_enabling_takes_long() {
+        assert!(lane_waits(Bind::Pipelined, Duration::from_secs(3)));
+        assert!(!lane_waits(Bind::Pipelined, Duration::from_millis(3)));
+        assert!(!lane_waits(Bind::Concurrent, Duration::from_secs(3)));
+    }
+}

@@ -1,0 +1,119 @@
+//! What NVIDIA's driver writes to the kernel's log, as far as it means something here: pure, from one line to its meaning.
+//!
+//! Only a PCI address says which GPU a line is about; the driver's own "GPU0" counts in the order of initialisation. Of `RmInitAdapter failed!
+//! (0xINIT:0xSTATUS:LINE)` the third number is a line of the driver's source and means nothing across versions.
+
+use crate::pci::PciAddress;
+
+/// Something that the boot has to act upon.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Signal {
+    /// The GPU is being removed, and the driver waits until nobody has it open: our descriptor must go.
+    RemovalWaits(PciAddress),
+    /// The GPU has reported an error of this number.
+    Xid(PciAddress, u32),
+}
+
+/// Where and with which status an initialisation failed: `RmInitAdapter failed! (0xINIT:0xSTATUS:..)`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct InitCode {
+    /// The stage (RM_INIT_*): 0x22 attach, 0x24 and 0x25 state, 0x61 firmware fetch, 0x62 firmware boot.
+    pub stage: u32,
+    /// NV_STATUS.
+    pub status: u32,
+}
+
+/// The first PCI address in a line of the log, with function 0 where the line has none.
+pub fn address(text: &str) -> Option<PciAddress> {
+    text.split(|c: char| c.is_whitespace() || matches!(c, '(' | ')' | ',' | '[' | ']'))
+        .map(|word| word.strip_prefix("PCI:").unwrap_or(word).trim_end_matches([':', '.']))
+        .find_map(|word| word.parse().or_else(|_| format!("{word}.0").parse()).ok())
+}
+
+/// What a line asks for, if anything.
+pub fn signal(text: &str) -> Option<Signal> {
+    if !text.starts_with("NVRM: ") {
+        return None;
+    }
+    if text.contains("Attempting to remove device") && text.contains("non-zero usage count") {
+        return address(text).map(Signal::RemovalWaits);
+    }
+    let rest = text.strip_prefix("NVRM: Xid (PCI:")?;
+    let (_, number) = rest.split_once("): ")?;
+    let digits: String = number.chars().take_while(char::is_ascii_digit).collect();
+    Some(Signal::Xid(address(text)?, digits.parse().ok()?))
+}
+
+/// The code of a failed initialisation in a line.
+pub fn init_code(text: &str) -> Option<InitCode> {
+    let (_, rest) = text.split_once("RmInitAdapter failed! (")?;
+    let (code, _) = rest.split_once(')')?;
+    let mut numbers = code.split(':').map(|n| u32::from_str_radix(n.trim().strip_prefix("0x")?, 16).ok());
+    Some(InitCode { stage: numbers.next()??, status: numbers.next()?? })
+}
+
+/// Whether a line can explain a failure. FBHUB marks the start of an initialisation, "was not called" is what driver_override looks like, and
+/// the kernel's own "failed with error -1" says no more than that there was a failure.
+pub fn explains(text: &str) -> bool {
+    const HARMLESS: &[&str] = &[
+        "FBHUB",
+        "probe routine was not called",
+        "enabling device",
+        "loading NVIDIA",
+        "loading out-of-tree",
+        "taints kernel",
+        "failed with error -1",
+        "rm_init_adapter failed, device minor number",
+    ];
+    (text.contains("NVRM") || text.contains("nvidia")) && !HARMLESS.iter().any(|h| text.contains(h))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn gpu(text: &str) -> PciAddress {
+        text.parse().unwrap()
+    }
+
+    #[test]
+    fn a_line_names_its_gpu_only_by_address() {
+        assert_eq!(address("NVRM: GPU 0001:00:03.0: RmInitAdapter failed! (0x62:0x65:1860)"), Some(gpu("0001:00:03.0")));
+        assert_eq!(address("NVRM: Xid (PCI:0001:00:03): 79, GPU has fallen off the bus."), Some(gpu("0001:00:03.0")));
+        assert_eq!(address("NVRM: BAR0 is 0M @ 0x0 (PCI:0001:00:03.0)"), Some(gpu("0001:00:03.0")));
+        assert_eq!(address("nvidia 0001:00:03.0: enabling device (0000 -> 0002)"), Some(gpu("0001:00:03.0")));
+        assert_eq!(address("NVRM: GPU1 gpuPowerManagementEnter: failed"), None);
+    }
+
+    #[test]
+    fn signals_are_read_from_the_drivers_lines_only() {
+        let removal = "NVRM: Attempting to remove device 0001:00:03.0 with non-zero usage count!";
+        assert_eq!(signal(removal), Some(Signal::RemovalWaits(gpu("0001:00:03.0"))));
+        assert_eq!(signal("NVRM: Xid (PCI:0001:00:03): 119, pid=1, name=x, Timeout"), Some(Signal::Xid(gpu("0001:00:03.0"), 119)));
+        for text in ["Xid (PCI:0001:00:03): 79", "NVRM: Xid (PCI:x): 79", "NVRM: Xid (PCI:0001:00:03): many", "", &removal[6..]] {
+            assert_eq!(signal(text), None, "{text:?}");
+        }
+    }
+
+    #[test]
+    fn the_code_of_an_initialisation_is_read_without_its_line_number() {
+        let code = init_code("NVRM: GPU 0001:00:03.0: RmInitAdapter failed! (0x62:0x65:1860)");
+        assert_eq!(code, Some(InitCode { stage: 0x62, status: 0x65 }));
+        for text in [
+            "RmInitAdapter failed!",
+            "RmInitAdapter failed! (0x62)",
+            "RmInitAdapter failed! (62:65:1)",
+            "RmInitAdapter failed! (0xz:0x1:1)",
+        ] {
+            assert_eq!(init_code(text), None, "{text:?}");
+        }
+    }
+
+    #[test]
+    fn harmless_lines_explain_nothing() {
+        assert!(!explains("NVRM: GPU 0000:01:00.0: FBHUB Interrupt detected"));
+        assert!(!explains("NVRM: The NVIDIA probe routine was not called for 7 device(s)."));
+        assert!(explains("NVRM: GPU 0000:01:00.0: RmInitAdapter failed! (0x62:0x65:1860)"));
+        assert!(explains("nvidia 0000:01:00.0: Direct firmware load for nvidia/550.163.01/gsp_ga10x.bin failed with error -2"));
+    }
+}

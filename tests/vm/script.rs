@@ -1,0 +1,152 @@
+//! A guest half that acts on what the init tells: `testagent.script=WHEN>DO[+DO..];WHEN>DO..`, each step after the one before.
+//!
+//! WHEN is a record's name with `!begin` or `!end` for spans, and `/INDEX` for that of one GPU, e.g. `gpu.init!begin/3`; DO one of:
+//!
+//! | action | what it does |
+//! |---|---|
+//! | `kill` | kills the init's worker (SIGKILL) |
+//! | `stop`, `cont` | stops the worker and lets it go on |
+//! | `remove:K` | takes GPU K (by slot) off the bus through sysfs, which returns when the driver lets it |
+//! | `rescan` | scans the bus again |
+//! | `plug:K`, `unplug:K` | adds GPU K, or takes it away by surprise, on the hardware's side |
+//! | `storm:N` | makes the kernel send N uevents |
+//! | `sleep:MS` | does nothing for some time |
+//! | `counters` | reports the simulator's counters |
+//! | `config` | reports the functions' config accesses |
+
+use super::guest::{all_counters, connect};
+use crate::agent::log;
+use kata_gpu_init::events::record::{Kind, Line, Record, decode};
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
+use std::collections::HashMap;
+use std::io::{BufRead, BufReader};
+use std::path::Path;
+use std::time::Duration;
+
+pub fn run() {
+    let line = std::fs::read_to_string("/proc/cmdline").unwrap_or_default();
+    let Some(text) = line.split_ascii_whitespace().find_map(|w| w.strip_prefix("testagent.script=")) else {
+        log::error("script", &[("error", "no testagent.script=.. on the command line")]);
+        return;
+    };
+    let mut stream = Stream::default();
+    for step in text.split(';') {
+        let Some((when, actions)) = step.split_once('>') else {
+            log::error("script", &[("error", &format!("{step:?} is not WHEN>DO"))]);
+            return;
+        };
+        stream.wait(when);
+        for action in actions.split('+') {
+            let result = act(action);
+            log::info("script", &[("when", when), ("did", action), ("error", &result.err().unwrap_or_default())]);
+        }
+    }
+}
+
+/// The init's stream, across its workers' deaths.
+#[derive(Default)]
+struct Stream {
+    lines: Option<std::io::Lines<BufReader<std::os::unix::net::UnixStream>>>,
+    next_seq: u64,
+    names: HashMap<String, u64>,
+}
+
+impl Stream {
+    /// Reads on until this has happened.
+    fn wait(&mut self, when: &str) {
+        loop {
+            let Some(record) = self.next() else { continue };
+            if let (Some(gpu), Some(index)) = (record.gpu, record.fields.get("index").and_then(|i| i.as_u64())) {
+                self.names.insert(gpu.to_string(), index);
+            }
+            if self.matches(&record, when) {
+                return;
+            }
+        }
+    }
+
+    fn next(&mut self) -> Option<Record> {
+        if self.lines.is_none() {
+            self.lines = Some(BufReader::new(connect()?).lines());
+        }
+        let Some(Ok(line)) = self.lines.as_mut().and_then(Iterator::next) else {
+            self.lines = None;
+            // The listener is gone with its worker; the next one makes a new one.
+            std::thread::sleep(Duration::from_millis(20));
+            return None;
+        };
+        let Ok(Line::Record(record)) = decode(line.as_bytes()) else { return None };
+        if record.seq < self.next_seq {
+            return None;
+        }
+        self.next_seq = record.seq + 1;
+        Some(*record)
+    }
+
+    fn matches(&self, record: &Record, when: &str) -> bool {
+        let (when, index) = match when.split_once('/') {
+            Some((when, index)) => (when, index.parse::<u64>().ok()),
+            None => (when, None),
+        };
+        let (name, kind) = match when.split_once('!') {
+            Some((name, "begin")) => (name, Kind::Begin),
+            Some((name, _)) => (name, Kind::End),
+            None => (when, Kind::Event),
+        };
+        let is = record.gpu.and_then(|gpu| self.names.get(&gpu.to_string()).copied());
+        record.name == name && record.kind == kind && (index.is_none() || index == is)
+    }
+}
+
+fn act(action: &str) -> Result<(), String> {
+    let (what, argument) = action.split_once(':').unwrap_or((action, ""));
+    let number = || argument.parse::<u32>().map_err(|e| format!("{action}: {e}"));
+    match what {
+        "kill" => signal(Signal::SIGKILL),
+        "stop" => signal(Signal::SIGSTOP),
+        "cont" => signal(Signal::SIGCONT),
+        "remove" => {
+            let path = format!("/sys/bus/pci/devices/0001:00:{:02x}.0/remove", number()?);
+            // It returns when nobody has the GPU open any more.
+            std::thread::spawn(move || {
+                let result = write(Path::new(&path), "1");
+                log::info("removed", &[("path", &path), ("error", &result.err().unwrap_or_default())]);
+            });
+            Ok(())
+        }
+        "rescan" => write(Path::new("/sys/bus/pci/rescan"), "1"),
+        "plug" => write(Path::new("/proc/fakepci"), &format!("add {}", number()?)),
+        "unplug" => write(Path::new("/proc/fakepci"), &format!("remove {}", number()?)),
+        "storm" => (0..number()?).try_for_each(|_| write(Path::new("/sys/devices/virtual/mem/null/uevent"), "change")),
+        "sleep" => {
+            std::thread::sleep(Duration::from_millis(u64::from(number()?)));
+            Ok(())
+        }
+        "counters" => {
+            log::info("counters", &[("all", &all_counters())]);
+            Ok(())
+        }
+        "config" => {
+            let text = std::fs::read_to_string("/proc/fakepci").map_err(|e| e.to_string())?;
+            log::info("config", &[("all", &text.lines().collect::<Vec<_>>().join("; "))]);
+            Ok(())
+        }
+        other => Err(format!("{other:?} is no action")),
+    }
+}
+
+fn write(path: &Path, value: &str) -> Result<(), String> {
+    std::fs::write(path, value).map_err(|e| format!("write {value} to {}: {e}", path.display()))
+}
+
+/// Sends a signal to the init's worker.
+fn signal(signal: Signal) -> Result<(), String> {
+    for entry in std::fs::read_dir("/proc").map_err(|e| e.to_string())?.flatten() {
+        let Some(pid) = entry.file_name().to_str().and_then(|n| n.parse().ok()) else { continue };
+        if std::fs::read_to_string(entry.path().join("comm")).is_ok_and(|comm| comm.trim() == "gpuinit-worker") {
+            return kill(Pid::from_raw(pid), signal).map_err(|e| format!("signal {pid}: {e}"));
+        }
+    }
+    Err("there is no process gpuinit-worker".into())
+}

@@ -1,0 +1,88 @@
+//! The worker dies, and nothing else does: the keeper holds the GPUs, starts another worker, and that one goes on where the first was.
+
+use super::harness::{Booted, Guest, Outcome, TestContext, VmTest, complete, named};
+use anyhow::{Context, Result, ensure};
+use kata_gpu_init::events::names;
+use kata_gpu_init::events::record::Kind;
+
+pub const TESTS: &[VmTest] = &[
+    VmTest { name: "a_worker_killed_at_any_point_loses_no_gpu_no_record_and_no_container", run: killed },
+    VmTest { name: "a_worker_killed_after_the_boot_leaves_the_spec_as_it_was", run: killed_later },
+];
+
+/// The simulator's counters in the last report.
+pub fn counters(booted: &Booted) -> Result<String> {
+    let line = booted.console.agent_lines().into_iter().rfind(|l| l.get("msg") == "counters").context("no counters")?;
+    Ok(line.get("all").to_string())
+}
+
+/// Every adapter was initialised once, and is up.
+pub fn all_up_once(counters: &str, gpus: usize) -> Result<()> {
+    for (what, times) in [("adapter: up", gpus), ("opens: 1 ", gpus), ("closes: 0 ", gpus), ("inits: 1 ", gpus), ("teardowns: 0", gpus)] {
+        ensure!(counters.matches(what).count() == times, "{what:?} not {times} times in: {counters}");
+    }
+    Ok(())
+}
+
+fn killed(context: &TestContext) -> Result<Outcome> {
+    let times = "fakepci.enable_ms=30 nvidia.s1_ms=50 nvidia.s2_ms=300 nvidia.s3_ms=50";
+    // Each list is one boot; the pause before a third worker is a second, before a fourth two.
+    let boots = [
+        "module.load!begin>kill;settled>counters",
+        "gpu.bound/1>kill;gpu.usable/3>kill;settled>counters",
+        "gpu.init!begin/4>kill;settled>kill;process.died>sleep:200+counters",
+    ];
+    for (number, script) in boots.into_iter().enumerate() {
+        let kills = script.matches("kill").count();
+        let words = format!("{times} testagent.containers=first:0;all:all testagent.guest=script testagent.script={script}");
+        let booted = Guest::new().append(&words).boot(context, &format!("{number}"))?;
+        booted.created("first")?;
+        let all = booted.created("all")?;
+        ensure!(all.get("nodes").matches("/dev/nvidia").count() == 8 + 3, "{script}: {}", all.get("nodes"));
+        let reported = booted.agent("script", |l| l.get("did") == "counters")?;
+        ensure!(reported.get("error").is_empty(), "{script}: {reported:?}");
+        all_up_once(&counters(&booted)?, 8).with_context(|| script.to_string())?;
+        ensure!(booted.settled()? == (8, 0), "{script}: {:?}", booted.settled()?);
+        let records = booted.receiver.records();
+        complete(&records).with_context(|| script.to_string())?;
+        let died = named(&records, Kind::Event, names::PROCESS_DIED);
+        ensure!(died.len() == kills && died.iter().all(|r| r.fields["status"] == "killed by SIGKILL"), "{script}: {died:?}");
+        // A step that a death broke off has an end that says so; no span has two begins or two ends.
+        for begin in records.iter().filter(|r| r.kind == Kind::Begin && r.seq < died[0].seq) {
+            let ends = records.iter().filter(|r| r.kind == Kind::End && r.span == begin.span).count();
+            ensure!(ends == 1, "{script}: {} of {:?} has {ends} ends", begin.name, begin.gpu);
+        }
+        let spans: Vec<_> = records.iter().filter(|r| r.kind == Kind::Begin).map(|r| r.span).collect();
+        ensure!(spans.iter().collect::<std::collections::HashSet<_>>().len() == spans.len(), "{script}: a span's id was given twice");
+        for name in [names::GPU_BOUND, names::GPU_USABLE] {
+            let mut gpus: Vec<_> = named(&records, Kind::Event, name).iter().filter_map(|r| r.gpu).collect();
+            gpus.sort_unstable();
+            gpus.dedup();
+            ensure!(gpus.len() == 8, "{script}: {name} of {} GPUs", gpus.len());
+        }
+    }
+    Ok(Outcome::Passed)
+}
+
+fn killed_later(context: &TestContext) -> Result<Outcome> {
+    let words = "nvidia.init_fail=3 testagent.guest=script testagent.script=settled>sleep:300+kill;settled>sleep:1500+counters";
+    let booted = Guest::new().append(words).boot(context, "later")?;
+    booted.agent("script", |l| l.get("did") == "counters")?;
+    let records = booted.receiver.records();
+    complete(&records)?;
+    let died = named(&records, Kind::Event, names::PROCESS_DIED).first().copied().cloned().context("nobody has died")?;
+    // Nothing is touched again: no module, no bind, no open; and the failed GPU is not tried again.
+    let after: Vec<_> = records.iter().filter(|r| r.seq > died.seq && r.gpu.is_some() && r.kind != Kind::Kmsg).collect();
+    ensure!(after.is_empty(), "after the death: {after:?}");
+    let (before, after): (Vec<_>, Vec<_>) = named(&records, Kind::End, names::CDI_PUBLISH).into_iter().partition(|r| r.seq < died.seq);
+    let fields = |r: Option<&&kata_gpu_init::events::record::Record>| r.map(|r| r.fields.clone());
+    ensure!(
+        fields(before.last()) == fields(after.last()) && !after.is_empty(),
+        "published before {:?}, after {:?}",
+        before.last(),
+        after.last()
+    );
+    let counters = counters(&booted)?;
+    ensure!(counters.matches("opens: 1 ").count() == 8 && counters.matches("closes: 0 ").count() == 8, "{counters}");
+    Ok(Outcome::Passed)
+}
