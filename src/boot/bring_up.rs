@@ -192,7 +192,7 @@ impl Fleet {
                 k if k.failed => {
                     self.failed.insert(gpu.address);
                 }
-                k if k.usable && self.shared.descriptors.of(gpu.address).is_some() => {
+                k if k.usable && k.published && self.shared.descriptors.of(gpu.address).is_some() => {
                     self.usable.insert(gpu.address);
                 }
                 _ => to_do.push(gpu),

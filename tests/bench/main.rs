@@ -1,144 +1,34 @@
-//! `bench boot [RUNS]`: boots the same guest serially, as the incumbent works, and concurrently, in one run, and prints medians side by side.
+//! `bench boot|bringup|soak ..`: what is compared is measured in one run.
 //!
 //! Figures are for comparison within one run only: the guest is emulated, and the machine may be busy. Every raw run goes to `tests/bench/runs/`.
 
+mod boot;
+mod bring_up;
+mod soak;
+
 use anyhow::{Context, Result, bail};
-use kata_gpu_init::events::names;
-use kata_gpu_init::events::record::{Kind, Record};
-use kata_gpu_tests::vm::harness::{DEADLINE, Guest, TestContext, named};
+use kata_gpu_tests::vm::harness::TestContext;
 use serde_json::{Value, json};
 use std::io::Write;
 use std::path::{Path, PathBuf};
 
-/// Eight GPUs on a host that takes 300 ms to map a GPU's BARs; initialisation in the proportions of an H100, at a third of the time.
-const GUEST: &str = "fakepci.gpus=8 fakepci.enable_ms=300 nvidia.probe_ms=3 nvidia.s1_ms=100 nvidia.s2_ms=430 nvidia.s3_ms=170 testagent.containers=first:0;all:all";
-/// The incumbent's order: plain module load, one initialisation after another, the spec when everything is done.
-const SERIAL: &str = "gpuinit.bind=insmod gpuinit.init=serial gpuinit.cdi=complete";
-const CONCURRENT: &str = "gpuinit.bind=pipelined gpuinit.init=parallel";
-
-/// What is measured, in ms since the init's first instruction.
-const COLUMNS: [&str; 6] = ["agent exec", "agent ready", "first publication", "last publication", "first container", "last container"];
+const USAGE: &str = "want: bench boot [RUNS] | bench bringup [--full] [HOST..] | bench soak [BOOTS] [SEED]";
 
 fn main() -> Result<()> {
-    let mut arguments = std::env::args().skip(1);
-    let runs = match (arguments.next().as_deref(), arguments.next()) {
-        (Some("boot"), runs) => runs.map_or(Ok(3), |n| n.parse::<usize>()).context("want: bench boot [RUNS]")?,
-        _ => bail!("want: bench boot [RUNS]"),
-    };
+    let arguments: Vec<String> = std::env::args().skip(1).collect();
+    let number = |at: usize, default: u64| arguments.get(at).map_or(Ok(default), |n| n.parse()).context(USAGE);
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("..").canonicalize()?;
     let context = TestContext { target: root.join("target"), work_dir: root.join("target/vm/bench") };
-    let mut raw = Vec::new();
-    for run in 1..=runs {
-        for (name, words) in [("serial", SERIAL), ("concurrent", CONCURRENT)] {
-            eprintln!("bench: run {run} of {runs}, {name} ...");
-            raw.push(json!({ "boot": name, "run": run, "ms": boot(&context, name, words)? }));
-        }
-        eprintln!("bench: run {run} of {runs}, minimal init ...");
-        raw.push(json!({ "boot": "minimal", "run": run, "ms": minimal(&context)? }));
+    match arguments.first().map(String::as_str) {
+        Some("boot") => boot::run(&root, &context, number(1, 3)? as usize),
+        Some("bringup") => bring_up::run(&root, &context, &arguments[1..]),
+        Some("soak") => soak::run(&root, &context, number(1, 200)?, number(2, 1)?),
+        _ => bail!(USAGE),
     }
-    let (bytes, rss) = (init_bytes(&context.target)?, rss(&context)?);
-    let (gaps, longest_gap) = bind_to_publication(&context)?;
-    let file = keep(
-        &root,
-        &json!({ "command": "tests/bench/run boot", "guest": GUEST, "serial": SERIAL, "concurrent": CONCURRENT,
-        "machine": machine(), "init_bytes": bytes, "worker_rss_kb": rss, "bind_to_publication_ms": gaps, "runs": raw }),
-    )?;
-
-    println!("ms since the init's first instruction, median of {runs} runs      serial  concurrent   ratio");
-    for column in COLUMNS {
-        let (serial, concurrent) = (median(&raw, "serial", column), median(&raw, "concurrent", column));
-        println!("{column:<58} {serial:>11.0} {concurrent:>11.0} {:>7.2}", serial / concurrent);
-    }
-    let (exec, minimal) = (median(&raw, "concurrent", "agent exec"), median(&raw, "minimal", "agent exec"));
-    println!();
-    let verdict = |good: bool| if good { "met" } else { "MISSED" };
-    println!(
-        "agent exec against an init that only mounts and execs: {exec:.1} ms / {minimal:.1} ms = {:.2} (target 1.5: {})",
-        exec / minimal,
-        verdict(exec <= 1.5 * minimal)
-    );
-    println!("init binary, stripped: {:.2} MB (target 3: {})", bytes as f64 / 1e6, verdict(bytes <= 3_000_000));
-    println!("worker's resident memory with 8 GPUs: {:.1} MB (target 8: {})", rss as f64 / 1e3, verdict(rss <= 8000));
-    println!("bind to publication, GPUs 1 to 7, longest: {longest_gap:.1} ms (target 10: {})", verdict(longest_gap <= 10.0));
-    println!("raw runs: {}", file.strip_prefix(&root).unwrap_or(&file).display());
-    Ok(())
-}
-
-/// Boots once; the milestones in ms.
-fn boot(context: &TestContext, name: &str, words: &str) -> Result<Value> {
-    let booted = Guest::new().append(GUEST).append(words).boot(context, name)?;
-    let (first, all) = (booted.created("first")?, booted.created("all")?);
-    booted.settled()?;
-    let ready = booted.agent("agent ready", |_| true)?;
-    let records = booted.receiver.records();
-    let start = named(&records, Kind::Event, names::INIT_START).first().context("no init.start")?.boottime_ns;
-    let since = |ns: u64| (ns.saturating_sub(start)) as f64 / 1e6;
-    let published = published(&records);
-    let exec = named(&records, Kind::Begin, names::AGENT_EXEC).first().context("no agent.exec")?.boottime_ns;
-    let (first_ns, all_ns) = (booted.boottime_ns(&first)?, booted.boottime_ns(&all)?);
-    Ok(json!({
-        "agent exec": since(exec),
-        "agent ready": since(booted.boottime_ns(&ready)?),
-        "first publication": since(published.first().context("nothing was published")?.boottime_ns),
-        "last publication": since(published.last().context("nothing was published")?.boottime_ns),
-        "first container": since(first_ns.min(all_ns)),
-        "last container": since(first_ns.max(all_ns)),
-    }))
-}
-
-fn published(records: &[Record]) -> Vec<&Record> {
-    named(records, Kind::Event, names::GPU_PUBLISHED)
-}
-
-/// Boots the yardstick; when it became the agent, in ms since its first instruction.
-fn minimal(context: &TestContext) -> Result<Value> {
-    let booted = Guest::new().append(GUEST).append("hardware.init=/minimal-init").boot(context, "minimal")?;
-    if !booted.console.wait_text(DEADLINE, "agent ready") {
-        bail!("the minimal init did not reach the agent");
-    }
-    let text = booted.console.text();
-    let stamp = |what: &str| -> Result<f64> {
-        let at = text.split(what).nth(1).with_context(|| format!("no line {what:?}"))?;
-        Ok(at.split_whitespace().next().unwrap_or("").parse::<f64>()? / 1e6)
-    };
-    Ok(json!({ "agent exec": stamp("minimal-init: exec ")? - stamp("minimal-init: start ")? }))
-}
-
-fn init_bytes(target: &Path) -> Result<u64> {
-    let path = target.join("x86_64-unknown-linux-musl/release/kata-gpu-init");
-    Ok(std::fs::metadata(&path).with_context(|| format!("read {}", path.display()))?.len())
-}
-
-/// Resident memory of the worker when all is settled, in kB.
-fn rss(context: &TestContext) -> Result<u64> {
-    let booted = Guest::new().append("fakepci.gpus=8 testagent.guest=rss").boot(context, "rss")?;
-    let line = booted.agent("rss", |l| l.get("process") == "worker")?;
-    line.get("VmRSS").trim_end_matches(" kB").parse().with_context(|| format!("VmRSS {:?}", line.get("VmRSS")))
-}
-
-/// Per GPU but the first (whose publication also waits for nvidia-uvm): ms from bind to publication; and the longest.
-fn bind_to_publication(context: &TestContext) -> Result<(Vec<f64>, f64)> {
-    let booted = Guest::new().append("fakepci.gpus=8 gpuinit.bind=pipelined").boot(context, "gap")?;
-    booted.settled()?;
-    let records = booted.receiver.records();
-    let bound = named(&records, Kind::Event, names::GPU_BOUND);
-    let mut gaps = Vec::new();
-    for p in published(&records).iter().filter(|p| p.fields.get("index") != Some(&0.into())) {
-        let b = bound.iter().find(|b| b.gpu == p.gpu).context("published and never bound")?;
-        gaps.push((p.boottime_ns - b.boottime_ns) as f64 / 1e6);
-    }
-    let longest = gaps.iter().copied().fold(0.0, f64::max);
-    Ok((gaps, longest))
-}
-
-fn median(raw: &[Value], boot: &str, column: &str) -> f64 {
-    let mut values: Vec<f64> = raw.iter().filter(|r| r["boot"] == boot).filter_map(|r| r["ms"][column].as_f64()).collect();
-    values.sort_by(f64::total_cmp);
-    values.get(values.len() / 2).copied().unwrap_or(f64::NAN)
 }
 
 /// What the figures were taken on.
-fn machine() -> Value {
+pub fn machine() -> Value {
     let cpuinfo = std::fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
     let model = cpuinfo.lines().find_map(|l| l.strip_prefix("model name")).map(|m| m.trim_start_matches([' ', '\t', ':']).to_string());
     let cpus = std::thread::available_parallelism().map_or(0, usize::from);
@@ -146,11 +36,11 @@ fn machine() -> Value {
 }
 
 /// Writes the raw runs to a file of their own; earlier ones stay.
-fn keep(root: &Path, runs: &Value) -> Result<PathBuf> {
+pub fn keep(root: &Path, what: &str, runs: &Value) -> Result<PathBuf> {
     let folder = root.join("tests/bench/runs");
     std::fs::create_dir_all(&folder)?;
     let now = humantime::format_rfc3339_seconds(std::time::SystemTime::now()).to_string().replace(':', "");
-    let path = folder.join(format!("boot-{now}.json"));
+    let path = folder.join(format!("{what}-{now}.json"));
     let mut file = std::fs::File::create(&path)?;
     writeln!(file, "{}", serde_json::to_string_pretty(runs)?)?;
     Ok(path)

@@ -14,17 +14,26 @@
  * spins for `enable_ms` with host_lock held and interrupts off, and every other
  * config access of any function spins behind it.
  *
+ * Functions come and go: "add K" and "remove K" written to /proc/fakepci plug
+ * one in, or take it away by surprise (its config space reads all ones from
+ * then on).
+ *
+ * With `bar0`, register spaces lie in RAM that the kernel was told to leave
+ * alone (mem=), and hold the few registers from which NVIDIA's own driver knows
+ * an H100 and believes that its FSP has booted. That is all of the hardware
+ * that this driver needs to bind, and to fail its initialisation honestly.
+ *
  * Invariants: config space is read and written only under host_lock. An access
  * never sleeps: the PCI core makes some of them in atomic context.
  *
- * What it is not: there is nothing behind the BARs. Reading them gives what the
- * machine gives for an unused address. fakepci_bar_base() is the one place that
- * says where a BAR lies, for the day when RAM is put there.
+ * What it is not: there is nothing else behind the BARs. Without `bar0`, reading
+ * one gives what the machine gives for an unused address.
  */
 
 #define pr_fmt(fmt) KBUILD_MODNAME ": " fmt
 
 #include <linux/delay.h>
+#include <linux/io.h>
 #include <linux/ioport.h>
 #include <linux/mm.h>
 #include <linux/module.h>
@@ -32,8 +41,11 @@
 #include <linux/proc_fs.h>
 #include <linux/seq_file.h>
 #include <linux/sizes.h>
+#include <linux/slab.h>
 #include <linux/spinlock.h>
+#include <linux/uaccess.h>
 #include <linux/version.h>
+#include <linux/workqueue.h>
 #if LINUX_VERSION_CODE >= KERNEL_VERSION(6, 12, 0)
 #include <linux/unaligned.h>
 #else
@@ -75,10 +87,22 @@ static const struct fakepci_bar {
 	{ PCI_BASE_ADDRESS_0, SZ_16M },
 };
 
+#define GPU_BAR0	2	/* its index in the table */
+
+/* Registers of an H100 that NVIDIA's driver reads before it touches anything. */
+#define NV_PMC_BOOT_0		0x00000000
+#define NV_PMC_BOOT_1		0x00000004
+#define NV_PMC_BOOT_42		0x00000a00
+#define NV_FSP_BOOT_COMPLETE	0x000200bc
+#define GH100_BOOT_0		0x180000a1
+#define GH100_BOOT_42		0x180a1000
+#define FSP_BOOT_OK		0xff
+
 struct fakepci_gpu {
 	u8 config[PCI_CFG_SPACE_EXP_SIZE];
 	/* Bits of the first 256 bytes that a write changes; the rest is fixed. */
 	u8 writable[PCI_CFG_SPACE_SIZE];
+	bool present;
 	u64 reads;
 	u64 writes;
 	u64 enables;
@@ -94,7 +118,44 @@ module_param_array(enable_ms, uint, &enable_ms_count, 0444);
 MODULE_PARM_DESC(enable_ms,
 		 "what turning memory decoding on costs, per GPU; the last value goes for the rest");
 
+static unsigned int device[FAKEPCI_MAX_GPUS];
+static unsigned int device_count;
+module_param_array(device, uint, &device_count, 0444);
+MODULE_PARM_DESC(device, "PCI device id, per GPU; the last value goes for the rest; default 0x2330");
+
+static unsigned long bar0;
+module_param(bar0, ulong, 0444);
+MODULE_PARM_DESC(bar0, "address of RAM that nobody uses, for 16 MiB of registers per GPU; default: no registers");
+
+/* Lists of GPUs, by slot. */
+#define FAKEPCI_LIST(name, text)					\
+	static unsigned int name[FAKEPCI_MAX_GPUS];			\
+	static unsigned int name##_count;				\
+	module_param_array(name, uint, &name##_count, 0444);		\
+	MODULE_PARM_DESC(name, text)
+
+FAKEPCI_LIST(absent, "GPUs that are not there until they are added");
+FAKEPCI_LIST(off_bus, "GPUs whose registers read all ones (bar0)");
+FAKEPCI_LIST(fsp_dead, "GPUs whose FSP never says that it has booted (bar0)");
+FAKEPCI_LIST(unknown_chip, "GPUs whose registers name no chip (bar0)");
+FAKEPCI_LIST(no_msix, "GPUs without MSI-X, that is without any interrupt");
+FAKEPCI_LIST(bar_missing, "GPUs without a BAR 0");
+
+#define fakepci_listed(name, k)	fakepci_in_list(name, name##_count, k)
+
+static bool fakepci_in_list(const unsigned int *list, unsigned int count,
+			    unsigned int k)
+{
+	unsigned int i;
+
+	for (i = 0; i < count; i++)
+		if (list[i] == k)
+			return true;
+	return false;
+}
+
 static struct fakepci_gpu *fakepci_gpus;
+static struct workqueue_struct *fakepci_plugging;
 static DEFINE_RAW_SPINLOCK(host_lock);
 
 static struct pci_bus *fakepci_bus;
@@ -114,15 +175,30 @@ static struct resource fakepci_window = {
 	.flags = IORESOURCE_MEM | IORESOURCE_MEM_64,
 };
 
+static struct resource fakepci_registers = {
+	.name = "fakepci registers",
+	.flags = IORESOURCE_MEM,
+};
+
 /* BARs of one kind lie side by side; the kinds follow each other by size. */
 static u64 fakepci_bar_base(unsigned int gpu, unsigned int bar)
 {
 	u64 base = FAKEPCI_WINDOW_BASE;
 	unsigned int i;
 
+	if (bar == GPU_BAR0 && bar0)
+		return bar0 + gpu_bars[GPU_BAR0].size * gpu;
+
 	for (i = 0; i < bar; i++)
 		base += gpu_bars[i].size * FAKEPCI_MAX_GPUS;
 	return base + gpu_bars[bar].size * gpu;
+}
+
+static unsigned int fakepci_device_id(unsigned int gpu)
+{
+	if (!device_count)
+		return GPU_DEVICE_ID;
+	return device[min(gpu, device_count - 1)];
 }
 
 static unsigned int fakepci_enable_ms(unsigned int gpu)
@@ -158,7 +234,7 @@ static int fakepci_read(struct pci_bus *bus, unsigned int devfn, int where,
 	raw_spin_lock_irqsave(&host_lock, flags);
 	gpu->reads++;
 	for (i = 0; i < size; i++)
-		*val |= (u32)gpu->config[where + i] << (8 * i);
+		*val |= (u32)(gpu->present ? gpu->config[where + i] : 0xff) << (8 * i);
 	raw_spin_unlock_irqrestore(&host_lock, flags);
 	return PCIBIOS_SUCCESSFUL;
 }
@@ -177,7 +253,7 @@ static int fakepci_write(struct pci_bus *bus, unsigned int devfn, int where,
 	raw_spin_lock_irqsave(&host_lock, flags);
 	gpu->writes++;
 	before = get_unaligned_le16(&gpu->config[PCI_COMMAND]);
-	for (i = 0; i < size && where + i < PCI_CFG_SPACE_SIZE; i++) {
+	for (i = 0; gpu->present && i < size && where + i < PCI_CFG_SPACE_SIZE; i++) {
 		u8 *byte = &gpu->config[where + i];
 		u8 mask = gpu->writable[where + i];
 
@@ -197,14 +273,17 @@ static struct pci_ops fakepci_ops = {
 	.write = fakepci_write,
 };
 
-static void fakepci_init_gpu(unsigned int k)
+/* As firmware leaves the function: identity and addresses, nothing enabled. */
+static void fakepci_init_config(unsigned int k)
 {
 	u8 *config = fakepci_gpus[k].config;
 	u8 *writable = fakepci_gpus[k].writable;
 	unsigned int bar;
 
+	memset(config, 0, sizeof(fakepci_gpus[k].config));
+	memset(writable, 0, sizeof(fakepci_gpus[k].writable));
 	put_unaligned_le16(PCI_VENDOR_ID_NVIDIA, config + PCI_VENDOR_ID);
-	put_unaligned_le16(GPU_DEVICE_ID, config + PCI_DEVICE_ID);
+	put_unaligned_le16(fakepci_device_id(k), config + PCI_DEVICE_ID);
 	put_unaligned_le16(PCI_STATUS_CAP_LIST, config + PCI_STATUS);
 	put_unaligned_le32(PCI_CLASS_DISPLAY_3D << 16 | GPU_REVISION,
 			   config + PCI_CLASS_REVISION);
@@ -221,6 +300,8 @@ static void fakepci_init_gpu(unsigned int k)
 	for (bar = 0; bar < ARRAY_SIZE(gpu_bars); bar++) {
 		const struct fakepci_bar *b = &gpu_bars[bar];
 
+		if (bar == GPU_BAR0 && fakepci_listed(bar_missing, k))
+			continue;
 		put_unaligned_le64(fakepci_bar_base(k, bar) |
 				   PCI_BASE_ADDRESS_MEM_TYPE_64 |
 				   PCI_BASE_ADDRESS_MEM_PREFETCH,
@@ -234,7 +315,8 @@ static void fakepci_init_gpu(unsigned int k)
 	 * on a root bus, without a link whose partner the core would look for.
 	 */
 	config[GPU_CAP_PCIE + PCI_CAP_LIST_ID] = PCI_CAP_ID_EXP;
-	config[GPU_CAP_PCIE + PCI_CAP_LIST_NEXT] = GPU_CAP_MSIX;
+	config[GPU_CAP_PCIE + PCI_CAP_LIST_NEXT] =
+		fakepci_listed(no_msix, k) ? 0 : GPU_CAP_MSIX;
 	put_unaligned_le16(PCI_EXP_TYPE_RC_END << 4 | 2,
 			   config + GPU_CAP_PCIE + PCI_EXP_FLAGS);
 	put_unaligned_le32(PCI_EXP_DEVCAP_RBER,
@@ -248,6 +330,120 @@ static void fakepci_init_gpu(unsigned int k)
 			   writable + GPU_CAP_MSIX + PCI_MSIX_FLAGS);
 	put_unaligned_le32(GPU_MSIX_TABLE, config + GPU_CAP_MSIX + PCI_MSIX_TABLE);
 	put_unaligned_le32(GPU_MSIX_PBA, config + GPU_CAP_MSIX + PCI_MSIX_PBA);
+}
+
+static int fakepci_init_registers(unsigned int k)
+{
+	size_t size = gpu_bars[GPU_BAR0].size;
+	void __iomem *regs;
+
+	regs = ioremap(fakepci_bar_base(k, GPU_BAR0), size);
+	if (!regs) {
+		pr_err("bar0=%#lx: cannot be mapped; is it behind the kernel's own RAM (mem=)?\n",
+		       bar0);
+		return -ENXIO;
+	}
+	if (fakepci_listed(off_bus, k)) {
+		memset_io(regs, 0xff, size);
+	} else if (!fakepci_listed(unknown_chip, k)) {
+		writel(GH100_BOOT_0, regs + NV_PMC_BOOT_0);
+		writel(0, regs + NV_PMC_BOOT_1);
+		writel(GH100_BOOT_42, regs + NV_PMC_BOOT_42);
+		writel(fakepci_listed(fsp_dead, k) ? 0 : FSP_BOOT_OK,
+		       regs + NV_FSP_BOOT_COMPLETE);
+	}
+	iounmap(regs);
+	return 0;
+}
+
+static void fakepci_set_present(unsigned int k, bool present)
+{
+	unsigned long flags;
+
+	raw_spin_lock_irqsave(&host_lock, flags);
+	if (present && !fakepci_gpus[k].present)
+		fakepci_init_config(k);
+	fakepci_gpus[k].present = present;
+	raw_spin_unlock_irqrestore(&host_lock, flags);
+}
+
+/* One "add K" or "remove K". */
+struct fakepci_plug {
+	struct work_struct work;
+	unsigned int slot;
+	bool add;
+};
+
+static void fakepci_plug_in(unsigned int k)
+{
+	struct pci_dev *pdev;
+	int bar;
+
+	fakepci_set_present(k, true);
+	pdev = pci_scan_single_device(fakepci_bus, PCI_DEVFN(k, 0));
+	if (!pdev) {
+		pr_err("add %u: the scan finds nothing\n", k);
+		return;
+	}
+	/* The BARs have their addresses, as at boot. */
+	for (bar = 0; bar < PCI_STD_NUM_BARS; bar++)
+		if (pdev->resource[bar].flags && !pdev->resource[bar].parent &&
+		    pci_claim_resource(pdev, bar))
+			pr_err("add %u: BAR %d is in use\n", k, bar);
+	pci_bus_add_device(pdev);
+}
+
+static void fakepci_pull_out(unsigned int k)
+{
+	struct pci_dev *pdev = pci_get_slot(fakepci_bus, PCI_DEVFN(k, 0));
+
+	/* First the hardware goes, then somebody notices. */
+	fakepci_set_present(k, false);
+	if (!pdev)
+		return;
+	pci_stop_and_remove_bus_device(pdev);
+	pci_dev_put(pdev);
+}
+
+static void fakepci_plug_work(struct work_struct *work)
+{
+	struct fakepci_plug *plug = container_of(work, struct fakepci_plug, work);
+
+	pci_lock_rescan_remove();
+	if (plug->add)
+		fakepci_plug_in(plug->slot);
+	else
+		fakepci_pull_out(plug->slot);
+	pci_unlock_rescan_remove();
+	kfree(plug);
+}
+
+/* Returns before it is done: a removal waits for the driver. */
+static ssize_t fakepci_write_proc(struct file *file, const char __user *text,
+				  size_t count, loff_t *pos)
+{
+	struct fakepci_plug *plug;
+	char command[32], verb[8];
+	unsigned int slot;
+
+	if (count >= sizeof(command))
+		return -EINVAL;
+	if (copy_from_user(command, text, count))
+		return -EFAULT;
+	command[count] = 0;
+	if (sscanf(command, "%7s %u", verb, &slot) != 2 || slot >= gpus)
+		return -EINVAL;
+	if (strcmp(verb, "add") && strcmp(verb, "remove"))
+		return -EINVAL;
+
+	plug = kzalloc(sizeof(*plug), GFP_KERNEL);
+	if (!plug)
+		return -ENOMEM;
+	INIT_WORK(&plug->work, fakepci_plug_work);
+	plug->slot = slot;
+	plug->add = !strcmp(verb, "add");
+	queue_work(fakepci_plugging, &plug->work);
+	return count;
 }
 
 /* /proc/fakepci: one line per function. Reading it makes no config access. */
@@ -272,6 +468,19 @@ static int fakepci_show(struct seq_file *m, void *unused)
 	return 0;
 }
 
+static int fakepci_open_proc(struct inode *inode, struct file *file)
+{
+	return single_open(file, fakepci_show, NULL);
+}
+
+static const struct proc_ops fakepci_proc_ops = {
+	.proc_open = fakepci_open_proc,
+	.proc_read = seq_read,
+	.proc_lseek = seq_lseek,
+	.proc_release = single_release,
+	.proc_write = fakepci_write_proc,
+};
+
 static int fakepci_check_params(void)
 {
 	unsigned int i;
@@ -290,13 +499,36 @@ static int fakepci_check_params(void)
 	return 0;
 }
 
-static int fakepci_request_window(void)
+static u64 fakepci_window_size(void)
 {
-	unsigned int bars = ARRAY_SIZE(gpu_bars);
+	u64 size = 0;
+	unsigned int i;
+
+	for (i = 0; i < ARRAY_SIZE(gpu_bars); i++)
+		size += gpu_bars[i].size * FAKEPCI_MAX_GPUS;
+	return size;
+}
+
+static int fakepci_request_registers(void)
+{
 	int err;
 
-	fakepci_window.end = fakepci_bar_base(0, bars - 1) +
-			     gpu_bars[bars - 1].size * FAKEPCI_MAX_GPUS - 1;
+	if (!bar0)
+		return 0;
+	fakepci_registers.start = bar0;
+	fakepci_registers.end = bar0 + gpu_bars[GPU_BAR0].size * FAKEPCI_MAX_GPUS - 1;
+	err = insert_resource(&iomem_resource, &fakepci_registers);
+	if (err)
+		pr_err("registers %pR are in use, see /proc/iomem: %d\n",
+		       &fakepci_registers, err);
+	return err;
+}
+
+static int fakepci_request_window(void)
+{
+	int err;
+
+	fakepci_window.end = FAKEPCI_WINDOW_BASE + fakepci_window_size() - 1;
 	if (fakepci_window.end > iomem_resource.end) {
 		pr_err("window %pR is above the CPU's addresses (%pa): start QEMU with -cpu max,phys-bits=46\n",
 		       &fakepci_window, &iomem_resource.end);
@@ -314,6 +546,8 @@ static int fakepci_add_bus(void)
 	LIST_HEAD(resources);
 
 	pci_add_resource(&resources, &fakepci_window);
+	if (bar0)
+		pci_add_resource(&resources, &fakepci_registers);
 	pci_add_resource(&resources, &fakepci_busn);
 
 	pci_lock_rescan_remove();
@@ -347,16 +581,29 @@ static int __init fakepci_init(void)
 	fakepci_gpus = kvcalloc(FAKEPCI_MAX_GPUS, sizeof(*fakepci_gpus), GFP_KERNEL);
 	if (!fakepci_gpus)
 		return -ENOMEM;
+	fakepci_plugging = alloc_ordered_workqueue("fakepci", 0);
+	if (!fakepci_plugging) {
+		err = -ENOMEM;
+		goto free_gpus;
+	}
 	for (k = 0; k < gpus; k++)
-		fakepci_init_gpu(k);
+		fakepci_set_present(k, !fakepci_listed(absent, k));
 
 	err = fakepci_request_window();
 	if (err)
-		goto free_gpus;
-
-	if (!proc_create_single("fakepci", 0444, NULL, fakepci_show)) {
-		err = -ENOMEM;
+		goto free_workqueue;
+	err = fakepci_request_registers();
+	if (err)
 		goto release_window;
+	for (k = 0; bar0 && k < gpus; k++) {
+		err = fakepci_init_registers(k);
+		if (err)
+			goto release_registers;
+	}
+
+	if (!proc_create("fakepci", 0644, NULL, &fakepci_proc_ops)) {
+		err = -ENOMEM;
+		goto release_registers;
 	}
 
 	err = fakepci_add_bus();
@@ -368,8 +615,13 @@ static int __init fakepci_init(void)
 
 remove_proc:
 	remove_proc_entry("fakepci", NULL);
+release_registers:
+	if (bar0)
+		remove_resource(&fakepci_registers);
 release_window:
 	remove_resource(&fakepci_window);
+free_workqueue:
+	destroy_workqueue(fakepci_plugging);
 free_gpus:
 	kvfree(fakepci_gpus);
 	return err;
@@ -377,11 +629,15 @@ free_gpus:
 
 static void __exit fakepci_exit(void)
 {
+	/* No command any more, then none that is under way. */
+	remove_proc_entry("fakepci", NULL);
+	destroy_workqueue(fakepci_plugging);
 	pci_lock_rescan_remove();
 	pci_stop_root_bus(fakepci_bus);
 	pci_remove_root_bus(fakepci_bus);
 	pci_unlock_rescan_remove();
-	remove_proc_entry("fakepci", NULL);
+	if (bar0)
+		remove_resource(&fakepci_registers);
 	remove_resource(&fakepci_window);
 	kvfree(fakepci_gpus);
 }

@@ -22,9 +22,20 @@ mod hot_plug;
 #[cfg(feature = "host")]
 mod readers;
 #[cfg(feature = "host")]
+pub mod soak;
+#[cfg(feature = "host")]
 mod worker;
 
 /// Every VM test, in the order in which they run.
 #[cfg(feature = "host")]
-pub const TESTS: &[&[harness::VmTest]] =
-    &[containers::TESTS, bring_up::TESTS, faults::TESTS, worker::TESTS, hot_plug::TESTS, events::TESTS, agent::TESTS, readers::TESTS];
+pub const TESTS: &[&[harness::VmTest]] = &[
+    containers::TESTS,
+    bring_up::TESTS,
+    faults::TESTS,
+    worker::TESTS,
+    hot_plug::TESTS,
+    soak::TESTS,
+    events::TESTS,
+    agent::TESTS,
+    readers::TESTS,
+];

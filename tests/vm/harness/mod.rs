@@ -52,7 +52,8 @@ impl Guest {
     pub fn new() -> Self {
         let times = "fakepci.enable_ms=3 nvidia.probe_ms=3 nvidia.s1_ms=30 nvidia.s2_ms=130 nvidia.s3_ms=50";
         // no_timer_check, as in Kata's own command line: the kernel's early look whether the timer ticks is lost on a host that is busy, and it panics.
-        let kernel = "console=ttyS0 panic=-1 no_timer_check cgroup_no_v1=all rdinit=/hardware";
+        // loglevel=4: the kernel's own lines, errors apart, would fall into the middle of the agent's on the one serial line.
+        let kernel = "console=ttyS0 loglevel=4 panic=-1 no_timer_check cgroup_no_v1=all rdinit=/hardware";
         Self { append: vec![kernel.into(), times.into()], files: vec![], without: vec![], vsock: true, listener: Listener::Reads }
     }
 

@@ -1,0 +1,161 @@
+//! `bench bringup [--full] [HOST..]`: 1 to 16 GPUs on every kind of host, in the incumbent's serial order and in ours, against what the locks of host
+//! and driver allow at best.
+
+use super::{keep, machine};
+use anyhow::{Context, Result, bail, ensure};
+use kata_gpu_init::events::names;
+use kata_gpu_init::events::record::{Kind, Record};
+use kata_gpu_tests::vm::harness::{Guest, TestContext, named};
+use serde_json::{Value, json};
+use std::path::Path;
+
+const GPUS: [u64; 5] = [1, 2, 4, 8, 16];
+/// The incumbent's order: plain module load, one initialisation after another, the spec when everything is done.
+const SERIAL: &str = "gpuinit.bind=insmod gpuinit.init=serial gpuinit.cdi=complete";
+/// How far from the bound is near enough: a share of it, and ms.
+const NEAR: (f64, f64) = (0.05, 50.0);
+
+/// A kind of host and driver; times in ms per GPU, at full scale.
+struct Host {
+    name: &'static str,
+    /// The host maps the BARs.
+    enable: u64,
+    /// The probe sleeps until the BAR firewall is down.
+    firewall: u64,
+    /// Whether the driver's lock is released while a GPU's own processor boots.
+    relaxed: bool,
+    words: &'static str,
+}
+
+/// Three parts of an initialisation, and a probe: an H100's.
+const PARTS: [u64; 3] = [300, 1300, 500];
+const PROBE: u64 = 3;
+
+const HOSTS: &[Host] = &[
+    Host { name: "slow", enable: 3300, firewall: 0, relaxed: true, words: "" },
+    Host { name: "fast", enable: 3, firewall: 0, relaxed: true, words: "" },
+    Host { name: "blackwell", enable: 3, firewall: 4000, relaxed: true, words: "fakepci.device=0x2901" },
+    Host { name: "cc", enable: 3, firewall: 0, relaxed: false, words: "nvidia.cc=1" },
+    Host { name: "old-driver", enable: 3, firewall: 0, relaxed: false, words: "nvidia.version=535.230.02" },
+];
+
+impl Host {
+    /// Its times at this scale, and what they mean for the guest.
+    fn scaled(&self, scale: u64) -> (Times, String) {
+        let at = |ms: u64| if ms > 10 { ms / scale } else { ms };
+        let times =
+            Times { enable: at(self.enable), firewall: at(self.firewall), probe: PROBE, parts: PARTS.map(at), relaxed: self.relaxed };
+        let [s1, s2, s3] = times.parts;
+        let Times { enable, firewall, probe, .. } = times;
+        let words = format!(
+            "fakepci.enable_ms={enable} nvidia.barfw_ms={firewall} nvidia.probe_ms={probe} nvidia.s1_ms={s1} nvidia.s2_ms={s2} nvidia.s3_ms={s3} {}",
+            self.words
+        );
+        (times, words)
+    }
+}
+
+struct Times {
+    enable: u64,
+    firewall: u64,
+    probe: u64,
+    parts: [u64; 3],
+    relaxed: bool,
+}
+
+impl Times {
+    /// What no order of doing things can be faster than, in ms, for `n` GPUs.
+    ///
+    /// The host maps one GPU's BARs after another, and the last one still has to be probed and initialised. And the initialisations, which can start
+    /// when the first GPU is through its probe: S1 and S3 are under the driver's one lock; S3 also under the locks of all GPUs, so beside no S2;
+    /// the last S2 is after all S1. Without a relaxed lock all is under the one lock.
+    fn bound(&self, n: u64) -> u64 {
+        let [s1, s2, s3] = self.parts;
+        let one = s1 + s2 + s3;
+        let first_probed = self.enable + self.firewall + self.probe;
+        let last_enabled = (n * self.enable).max(self.firewall + self.enable);
+        let initialised = if self.relaxed { n * s1 + s2 + n * s3 } else { n * one };
+        (last_enabled + self.probe + one).max(first_probed + initialised)
+    }
+}
+
+pub fn run(root: &Path, context: &TestContext, arguments: &[String]) -> Result<()> {
+    let full = arguments.iter().any(|a| a == "--full");
+    let wanted: Vec<&String> = arguments.iter().filter(|a| *a != "--full").collect();
+    for name in &wanted {
+        ensure!(
+            HOSTS.iter().any(|h| h.name == **name),
+            "no host {name:?}: there are {}",
+            HOSTS.iter().map(|h| h.name).collect::<Vec<_>>().join(", ")
+        );
+    }
+    let scale = if full { 1 } else { 10 };
+    let mut raw = Vec::new();
+    let mut missed = 0;
+    println!("ms from the scan to the last usable GPU, times of the hosts at 1:{scale}");
+    println!("{:<11} {:>5} {:>8} {:>8} {:>8}  {:>11} {:>10}", "host", "GPUs", "serial", "ours", "bound", "ours/bound", "serial/ours");
+    for host in HOSTS.iter().filter(|h| wanted.is_empty() || wanted.iter().any(|w| *w == h.name)) {
+        let (times, words) = host.scaled(scale);
+        for gpus in GPUS {
+            let bound = times.bound(gpus);
+            let guest = format!("{words} fakepci.gpus={gpus}");
+            eprintln!("bench: {} with {gpus} GPUs ...", host.name);
+            let serial = boot(context, &format!("{} {SERIAL}", guest), gpus)?;
+            let ours = boot(context, &guest, gpus)?;
+            let near = ours.ms <= bound as f64 * (1.0 + NEAR.0) + NEAR.1;
+            let verdict = match (near, ours.ms <= serial.ms) {
+                (true, true) => "",
+                (false, true) => "  far from the bound",
+                (true, false) => "  slower than serial",
+                (false, false) => "  far from the bound, slower than serial",
+            };
+            missed += u32::from(!verdict.is_empty());
+            println!(
+                "{:<11} {gpus:>5} {:>8.0} {:>8.0} {bound:>8}  {:>11.2} {:>10.2}{verdict}",
+                host.name,
+                serial.ms,
+                ours.ms,
+                ours.ms / bound as f64,
+                serial.ms / ours.ms
+            );
+            for (order, run) in [("serial", serial), ("ours", ours)] {
+                raw.push(json!({ "host": host.name, "gpus": gpus, "order": order, "ms": run.ms, "bound_ms": bound, "gpus_ms": run.each, "strategy": run.strategy }));
+            }
+        }
+    }
+    let file = keep(
+        root,
+        "bringup",
+        &json!({ "command": "tests/bench/run bringup", "scale": scale, "machine": machine(), "serial": SERIAL, "runs": raw }),
+    )?;
+    println!("raw runs: {}", file.strip_prefix(root).unwrap_or(&file).display());
+    println!(
+        "within {:.0} % + {:.0} ms of the bound and never slower than serial: {}",
+        NEAR.0 * 100.0,
+        NEAR.1,
+        if missed == 0 { "all".into() } else { format!("all but {missed}") }
+    );
+    Ok(())
+}
+
+/// One boot, in ms since the scan's end.
+struct Run {
+    ms: f64,
+    /// When each GPU was usable.
+    each: Vec<f64>,
+    strategy: Value,
+}
+
+fn boot(context: &TestContext, words: &str, gpus: u64) -> Result<Run> {
+    let booted = Guest::new().append(words).boot(context, "bringup")?;
+    let settled = booted.settled()?;
+    if settled != (gpus, 0) {
+        bail!("{words}: usable and failed GPUs: {settled:?}");
+    }
+    let records = booted.receiver.records();
+    let scan = named(&records, Kind::End, names::PCI_SCAN).first().context("no scan")?.boottime_ns;
+    let since = |r: &Record| r.boottime_ns.saturating_sub(scan) as f64 / 1e6;
+    let each: Vec<f64> = named(&records, Kind::Event, names::GPU_USABLE).into_iter().map(since).collect();
+    let strategy = named(&records, Kind::Event, names::STRATEGY).first().map(|r| json!(r.fields)).unwrap_or_default();
+    Ok(Run { ms: each.iter().copied().fold(0.0, f64::max), each, strategy })
+}

@@ -1,0 +1,152 @@
+//! Many boots with random delays, orders and faults, each told by its seed: every GPU ends usable or with its reason, every container gets what it asked
+//! for or a clear error, and nothing hangs.
+
+use super::harness::{Booted, Guest, Outcome, TestContext, VmTest, complete, named};
+use anyhow::{Context, Result, ensure};
+use kata_gpu_init::events::names;
+use kata_gpu_init::events::record::Kind;
+use std::collections::BTreeSet;
+
+pub const TESTS: &[VmTest] = &[VmTest { name: "ten_random_boots_end_with_every_gpu_usable_or_explained", run: ten }];
+
+fn ten(context: &TestContext) -> Result<Outcome> {
+    for seed in 1..=10 {
+        one(context, seed).with_context(|| format!("seed {seed} (tests/bench/run soak 1 {seed} runs it alone)"))?;
+    }
+    Ok(Outcome::Passed)
+}
+
+/// xorshift64*: the same boots for the same seed.
+struct Random(u64);
+
+impl Random {
+    fn below(&mut self, n: u64) -> u64 {
+        self.0 ^= self.0 >> 12;
+        self.0 ^= self.0 << 25;
+        self.0 ^= self.0 >> 27;
+        (self.0.wrapping_mul(0x2545_f491_4f6c_dd1d) >> 33) % n
+    }
+
+    fn one_of<'a>(&mut self, list: &[&'a str]) -> &'a str {
+        list[self.below(list.len() as u64) as usize]
+    }
+
+    /// A list parameter: a value for each GPU.
+    fn times(&mut self, name: &str, gpus: u64, below: u64) -> String {
+        let values: Vec<String> = (0..gpus).map(|_| self.below(below).to_string()).collect();
+        format!("{name}={}", values.join(","))
+    }
+
+    /// Some of the GPUs that have no fault yet.
+    fn some(&mut self, gpus: u64, taken: &mut BTreeSet<u64>) -> Vec<u64> {
+        let count = if self.below(3) == 0 { self.below(gpus.min(3)) + 1 } else { 0 };
+        (0..count).map(|_| self.below(gpus)).filter(|gpu| taken.insert(*gpu)).collect()
+    }
+}
+
+/// What one boot is made of, and what must come of it.
+struct Plan {
+    words: String,
+    gpus: u64,
+    probe_fails: Vec<u64>,
+    init_fails: Vec<u64>,
+    kills: usize,
+}
+
+fn plan(seed: u64) -> Plan {
+    let mut random = Random(seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1);
+    let gpus = random.below(16) + 1;
+    let mut taken = BTreeSet::new();
+    let (probe_fails, init_fails) = (random.some(gpus, &mut taken), random.some(gpus, &mut taken));
+    let list = |name: &str, gpus: &[u64]| {
+        if gpus.is_empty() {
+            String::new()
+        } else {
+            format!("nvidia.{name}={}", gpus.iter().map(u64::to_string).collect::<Vec<_>>().join(","))
+        }
+    };
+    let bind = random.one_of(&["auto", "insmod", "pipelined", "concurrent"]);
+    let init = random.one_of(&["parallel", "parallel", "serial"]);
+    let ready = random.one_of(&["bound", "bound", "usable"]);
+    let (script, kills) = match random.below(3) {
+        0 => {
+            let point = random.one_of(&[
+                "gpu.found",
+                "gpu.enable!begin",
+                "module.load!end",
+                "gpu.bound",
+                "gpu.init!begin",
+                "gpu.usable",
+                "settled",
+            ]);
+            (format!("testagent.guest=script testagent.script={point}>kill"), 1)
+        }
+        _ => (String::new(), 0),
+    };
+    let words = [
+        format!("fakepci.gpus={gpus} gpuinit.bind={bind} gpuinit.init={init} gpuinit.ready={ready} agent.cdi_timeout=60"),
+        random.times("fakepci.enable_ms", gpus, 40),
+        random.times("nvidia.probe_ms", gpus, 20),
+        random.times("nvidia.s1_ms", gpus, 30),
+        random.times("nvidia.s2_ms", gpus, 150),
+        random.times("nvidia.s3_ms", gpus, 30),
+        list("probe_fail", &probe_fails),
+        list("init_fail", &init_fails),
+        format!("testagent.containers=all:all;one:{};beyond:{gpus}", random.below(gpus)),
+        script,
+    ];
+    Plan { words: words.join(" "), gpus, probe_fails, init_fails, kills }
+}
+
+/// Boots what this seed stands for. Errors say what was not as it must be, with the command line.
+pub fn one(context: &TestContext, seed: u64) -> Result<()> {
+    let plan = plan(seed);
+    let mut booted = Guest::new().append(&plan.words).boot(context, "soak")?;
+    judge(&mut booted, &plan).with_context(|| plan.words.clone())
+}
+
+fn judge(booted: &mut Booted, plan: &Plan) -> Result<()> {
+    let failed = (plan.probe_fails.len() + plan.init_fails.len()) as u64;
+    let wanted = (plan.gpus - failed, failed);
+    // A worker that was killed may have settled before: the last word counts.
+    booted.record("settled as planned", |r| {
+        r.name == names::SETTLED && (r.fields["usable"].as_u64(), r.fields["failed"].as_u64()) == (Some(wanted.0), Some(wanted.1))
+    })?;
+    if plan.kills > 0 {
+        booted.event(names::PROCESS_DIED)?;
+    }
+    // Everybody who asked has an answer.
+    let all = answer(booted, "all")?;
+    let one = answer(booted, "one")?;
+    let beyond = answer(booted, "beyond")?;
+    ensure!(beyond.is_err(), "a GPU beyond the last one was given out: {beyond:?}");
+    if wanted.0 == plan.gpus {
+        ensure!(all.is_ok() && one.is_ok(), "all: {all:?}; one: {one:?}");
+    }
+    for refusal in [&all, &one, &beyond].into_iter().filter_map(|a| a.as_ref().err()) {
+        ensure!(refusal.contains("do not exist") || refusal.contains("unresolvable"), "an unclear error: {refusal}");
+    }
+    let records = booted.receiver.records();
+    complete(&records)?;
+    let reasons: Vec<(u64, String)> = named(&records, Kind::Event, names::GPU_FAILED)
+        .iter()
+        .map(|r| (r.fields["index"].as_u64().unwrap_or(u64::MAX), r.fields["reason"].as_str().unwrap_or("").to_string()))
+        .collect();
+    for (gpus, reason) in [(&plan.probe_fails, "off-the-bus"), (&plan.init_fails, "firmware-boot")] {
+        for gpu in gpus {
+            // When every probe fails, the load itself does, and each GPU's reason is that.
+            let load = plan.probe_fails.len() as u64 == plan.gpus;
+            ensure!(reasons.iter().any(|(index, r)| index == gpu && (r == reason || load)), "GPU {gpu}: wanted {reason}, got {reasons:?}");
+        }
+    }
+    booted.still_runs()
+}
+
+/// The nodes a container got, or why it got none.
+fn answer(booted: &Booted, container: &str) -> Result<Result<String, String>> {
+    let line = booted
+        .console
+        .wait_agent_any(super::harness::DEADLINE, |l| l.get("container") == container && l.get("msg") != "cdi try failed")
+        .with_context(|| format!("container {container} has no answer"))?;
+    Ok(if line.get("msg") == "container created" { Ok(line.get("nodes").to_string()) } else { Err(line.get("error").to_string()) })
+}
