@@ -15,7 +15,7 @@ use super::adopt::Before;
 use super::descriptors::Descriptors;
 use super::driver::{self, Driver};
 use super::gpu::{self, Arrival, Shared};
-use super::lane;
+use super::lane::{self, Enabling};
 use super::publication::{self, Published, Update};
 use super::roster::Roster;
 use super::strategy::{self, Facts, Strategy};
@@ -25,7 +25,7 @@ use crate::clock::boottime_ns;
 use crate::config::{Bind, Config};
 use crate::driver_log::Signal;
 use crate::events::kmsg::DriverWords;
-use crate::events::names;
+use crate::events::{After, names};
 use crate::pci::{self, Gpu, PciAddress};
 use crate::reason::Reason;
 use crate::step;
@@ -57,7 +57,7 @@ pub async fn run(boot: &Boot, before: Option<&Before>, ears: Ears, descriptors: 
         tracing::warn!(name: names::UEVENT, error);
     });
     let gpus = scan(&boot.config);
-    let mut fleet = Fleet::new(boot, before, &gpus, words, descriptors);
+    let mut fleet = Fleet::new(boot, before, &gpus, words, descriptors).await;
     fleet.start(boot, gpus, before);
     fleet.follow(boot, uevents.ok(), signals).await;
 }
@@ -99,34 +99,26 @@ fn facts(boot: &Boot, gpus: &[Gpu]) -> Facts {
     }
 }
 
-/// The choice and its reasons, once the first GPU's enabling is measured.
+/// The choice and its reasons.
 fn tell_strategy(strategy: &Strategy, facts: &Facts, first_enable: Option<Duration>) {
-    let lane = match first_enable {
-        Some(took) if strategy::lane_waits(strategy.bind, took) => {
-            "; lane: enabling is slow, so each GPU is published before the next one is enabled"
-        }
-        Some(_) => "; lane: goes on without waiting",
-        None => "",
-    };
-    let first_enable_ms = first_enable.map(|took| took.as_millis() as u64);
     tracing::info!(
         name: names::STRATEGY,
         bind = %strategy.bind,
         init = if strategy.parallel_init { "parallel" } else { "serial" },
-        reason = %format!("{}{lane}", strategy.reason),
+        reason = %strategy.reason,
         gpus = facts.gpus as u64,
         driver = facts.driver.map(|v| v.to_string()),
         confidential = facts.confidential,
         vcpus = facts.vcpus as u64,
-        first_enable_ms,
+        first_enable_ms = first_enable.map(|took| took.as_millis() as u64),
     );
 }
 
 /// All GPUs of this guest.
 struct Fleet {
     shared: Arc<Shared>,
-    strategy: Strategy,
-    facts: Facts,
+    /// The first GPU's enabling, where the strategy depended on it.
+    first: Option<Enabling>,
     driver: watch::Sender<Driver>,
     /// The driver's load has been started: with the first GPU.
     loading: bool,
@@ -139,9 +131,7 @@ struct Fleet {
 }
 
 impl Fleet {
-    fn new(boot: &Boot, before: Option<&Before>, gpus: &[Gpu], words: Option<DriverWords>, descriptors: Descriptors) -> Self {
-        let facts = facts(boot, gpus);
-        let strategy = strategy::choose(&boot.config, &facts);
+    async fn new(boot: &Boot, before: Option<&Before>, gpus: &[Gpu], words: Option<DriverWords>, descriptors: Descriptors) -> Self {
         let roster = Arc::new(Roster::default());
         if before.is_some() {
             roster.told(gpus);
@@ -152,6 +142,17 @@ impl Fleet {
         let sysfs = PciSysfs::at(Path::new(SYS));
         let published = before.map_or_else(Published::default, |before| published(before, &sysfs, gpus));
         let spec = publication::start(Arc::clone(&roster), published, boot.config.cdi_complete);
+        let facts = facts(boot, gpus);
+        let mut first = None;
+        if before.is_none() && strategy::depends_on_enable(&boot.config, &facts) {
+            first = gpus.first().map(|gpu| Enabling::start(&sysfs, gpu.address, &After::default()));
+        }
+        let measured = match &mut first {
+            Some(enabling) => Some(enabling.measure().await),
+            None => None,
+        };
+        let strategy = strategy::choose(&boot.config, &facts, measured.is_some_and(|(_, slow)| slow));
+        tell_strategy(&strategy, &facts, measured.map(|(took, _)| took));
         let at_once = |yes: bool| if yes { Semaphore::MAX_PERMITS } else { 1 };
         let shared = Arc::new(Shared {
             sysfs,
@@ -166,11 +167,11 @@ impl Fleet {
             initialising: Arc::new(Semaphore::new(at_once(strategy.parallel_init))),
             bound_at: Default::default(),
             bound: Default::default(),
+            probing: watch::Sender::new(0),
         });
         Self {
             shared,
-            strategy,
-            facts,
+            first,
             driver,
             loading: false,
             tasks: JoinSet::new(),
@@ -198,13 +199,11 @@ impl Fleet {
                 _ => to_do.push(gpu),
             }
         }
-        let (strategy, facts) = (self.strategy.clone(), self.facts.clone());
-        let tell = move |first_enable| tell_strategy(&strategy, &facts, first_enable);
         if self.shared.roster.len() > 0 {
             self.load_driver(boot, &to_do);
         }
         let unbound: Vec<Gpu> = to_do.iter().filter(|g| !self.shared.sysfs.is_bound(g.address)).cloned().collect();
-        let lane = lane::start(self.shared.bind, &self.shared.sysfs, &unbound, tell);
+        let lane = lane::start(self.shared.bind, &self.shared.sysfs, &unbound, self.first.take());
         let mut turns: HashMap<PciAddress, _> = unbound.iter().map(|g| g.address).zip(lane).collect();
         for gpu in to_do {
             let turn = turns.remove(&gpu.address).flatten();

@@ -41,6 +41,10 @@ const REGISTRATION_LOOK: Duration = Duration::from_millis(5);
 /// So a bind that was too early waits for that, at most so long, and tries again, at most so often.
 const TOO_EARLY: (Duration, u32) = (Duration::from_secs(1), 10);
 
+/// How long a bound GPU lets others be probed before it initialises. A probe takes the driver's global lock for a moment; an initialisation holds it for
+/// a good part of a second, so one that starts first keeps all others from being bound and published. Not longer: a probe can hang.
+const PROBES_FIRST: Duration = Duration::from_secs(1);
+
 /// What every GPU's task works with.
 pub struct Shared {
     pub sysfs: PciSysfs,
@@ -59,29 +63,49 @@ pub struct Shared {
     pub bound_at: Mutex<HashMap<PciAddress, u64>>,
     /// Wakes whenever that grows.
     pub bound: Notify,
+    /// GPUs that are on their way through their probe.
+    pub probing: watch::Sender<usize>,
 }
 
 /// Why a GPU's task ended early: the step, and what was tried with which result.
 pub struct Failed {
     step: Step,
+    /// When that step began, where it was later than the GPU's own beginning: words of the driver from before are about something else.
+    since_ns: Option<u64>,
     /// What is known without the driver's words.
     reason: Option<Reason>,
     error: String,
 }
 
 fn failed(step: Step) -> impl FnOnce(&dyn Display) -> Failed {
-    move |error| Failed { step, reason: None, error: error.to_string() }
+    move |error| Failed { step, since_ns: None, reason: None, error: error.to_string() }
 }
 
 fn failed_by(step: Step, reason: Reason) -> impl FnOnce(&dyn Display) -> Failed {
-    move |error| Failed { step, reason: Some(reason), error: error.to_string() }
+    move |error| Failed { step, since_ns: None, reason: Some(reason), error: error.to_string() }
+}
+
+/// A GPU on its way through its probe.
+struct Probing<'a>(&'a watch::Sender<usize>);
+
+impl<'a> Probing<'a> {
+    fn begin(probing: &'a watch::Sender<usize>) -> Self {
+        probing.send_modify(|n| *n += 1);
+        Self(probing)
+    }
+}
+
+impl Drop for Probing<'_> {
+    fn drop(&mut self) {
+        self.0.send_modify(|n| *n -= 1);
+    }
 }
 
 impl Shared {
     /// Takes a GPU out of the spec for good and tells why, in the driver's words where it has some.
     pub async fn give_up(&self, gpu: PciAddress, since_ns: u64, failure: Failed) {
         let lines = match &self.words {
-            Some(words) => words.since(gpu, since_ns).await,
+            Some(words) => words.since(gpu, failure.since_ns.unwrap_or(since_ns)).await,
             None => Vec::new(),
         };
         let (recognised, line) = reason::classify(failure.step, &lines);
@@ -134,23 +158,27 @@ async fn wait_and_bring_up(shared: &Arc<Shared>, gpu: &Gpu, arrival: Arrival) ->
     }
     let progress = Progress::new("driver load");
     let _watchdog = lateness::watch(gpu.address, Arc::clone(&progress));
-    if at_boot && shared.bind == Bind::Concurrent {
-        probe_beside_the_load(shared, gpu.address, enabled, &progress).await;
-    }
+    let probing = Probing::begin(&shared.probing);
+    let beside = if at_boot && shared.bind == Bind::Concurrent {
+        probe_beside_the_load(shared, gpu.address, enabled, &progress).await
+    } else {
+        None
+    };
     let driver = shared.driver.clone().wait_for(|d| !matches!(d, Driver::Loading)).await.map_or(Driver::Loading, |d| d.clone());
     let loaded = match driver {
         Driver::Loaded(loaded) => loaded,
-        Driver::Failed { reason, error } => return Err(Failed { step: Step::Module, reason, error }),
+        Driver::Failed { reason, error } => return Err(Failed { step: Step::Module, since_ns: None, reason, error }),
         Driver::Loading => return Err(failed_by(Step::Module, Reason::Internal)(&"the load's task has ended")),
     };
     let by_load = at_boot && loaded.tried.contains(&gpu.address);
     progress.step("probe");
-    let bound = if by_load {
-        bound_by_load(shared, gpu.address, &loaded)?
-    } else {
-        bind(shared, gpu.address, After::from(&[enabled, Some(loaded.step)][..]), &progress).await?
+    let bound = match beside {
+        Some(step) => step,
+        None if by_load => bound_by_load(shared, gpu.address, &loaded)?,
+        None => bind(shared, gpu.address, After::from(&[enabled, Some(loaded.step)][..]), &progress).await?,
     };
     tell_bound(shared, gpu.address, by_load)?;
+    drop(probing);
     let (node, made) = make_node(gpu.address, &loaded, bound)?;
     progress.step("initialisation");
     if shared.config.ready_when_usable {
@@ -165,34 +193,35 @@ async fn wait_and_bring_up(shared: &Arc<Shared>, gpu: &Gpu, arrival: Arrival) ->
     }
 }
 
-/// Probes this GPU while the module load is still probing another one, whose probe sleeps. Whatever comes of it, the load's end is waited for after
-/// it, and a GPU that is not bound by then gets its regular bind.
-async fn probe_beside_the_load(shared: &Arc<Shared>, gpu: PciAddress, enabled: Option<StepId>, progress: &Arc<Progress>) {
+/// Probes this GPU while the module load is still probing another one, whose probe sleeps; the step, if that bound it. Whatever comes of it, the
+/// load's end is waited for after it, and a GPU that is not bound by then gets its regular bind.
+async fn probe_beside_the_load(shared: &Arc<Shared>, gpu: PciAddress, enabled: Option<StepId>, progress: &Arc<Progress>) -> Option<StepId> {
     let loading = || matches!(&*shared.driver.borrow(), Driver::Loading);
     while loading() && !shared.sysfs.is_registered() {
         tokio::time::sleep(REGISTRATION_LOOK).await; // see the constant
     }
     // The one that the load was given, or one that the load is about to find free.
     if !loading() || !shared.sysfs.is_held_back(gpu) {
-        return;
+        return None;
     }
     progress.step("probe");
     let step = step!(names::GPU_BIND, gpu = %gpu, after = ?After::from(&[enabled][..]));
-    let (sysfs, progress) = (shared.sysfs.clone(), Arc::clone(progress));
+    let (id, sysfs, progress) = (step.id(), shared.sysfs.clone(), Arc::clone(progress));
     let probing = tokio::task::spawn_blocking(move || {
         progress.on_this_thread();
         step.run(|| {
             sysfs.release(gpu)?;
-            let result = sysfs.probe(gpu);
-            if !sysfs.is_bound(gpu) {
+            sysfs.probe(gpu)?;
+            let bound = sysfs.is_bound_at_last(gpu);
+            if !bound {
                 // The load must not probe it a third time.
                 sysfs.hold_back(gpu)?;
             }
-            result
+            Ok::<bool, SysfsError>(bound)
         })
     });
-    // Its errors are those of the regular bind that follows.
-    let _unused = probing.await;
+    // Errors are those of the regular bind that follows.
+    matches!(probing.await, Ok(Ok(true))).then_some(id)
 }
 
 /// The step that bound a GPU which the load has probed.
@@ -233,7 +262,8 @@ async fn bind(shared: &Arc<Shared>, gpu: PciAddress, after: After, progress: &Ar
         }
         try_bind(shared, gpu, progress).await
     };
-    step.run_async(binding).await.map(|()| id).map_err(|e| failed(Step::Probe)(&e))
+    let since_ns = Some(boottime_ns());
+    step.run_async(binding).await.map(|()| id).map_err(|e| Failed { since_ns, ..failed(Step::Probe)(&e) })
 }
 
 /// One try, on a thread of its own.
@@ -271,6 +301,9 @@ async fn publish(shared: &Arc<Shared>, gpu: PciAddress, node: Node, after: StepI
 
 /// Initialises the adapter; waits for as long as the driver takes.
 async fn initialise(shared: &Arc<Shared>, gpu: PciAddress, node: &Node, after: StepId, progress: &Arc<Progress>) -> Result<StepId, Failed> {
+    // The others, or the deadline.
+    let mut probing = shared.probing.subscribe();
+    drop(tokio::time::timeout(PROBES_FIRST, probing.wait_for(|n| *n == 0)).await);
     let turn = Arc::clone(&shared.initialising).acquire_owned().await;
     let step = step!(names::GPU_INIT, gpu = %gpu, after = ?After(vec![after]), rc = tracing::field::Empty, status = tracing::field::Empty);
     let (id, node, shared, progress) = (step.id(), node.clone(), Arc::clone(shared), Arc::clone(progress));
@@ -299,5 +332,5 @@ async fn initialise(shared: &Arc<Shared>, gpu: PciAddress, node: &Node, after: S
 
 /// The failure of a GPU that was usable.
 pub fn failed_later(error: String, reason: Reason) -> Failed {
-    Failed { step: Step::Running, reason: Some(reason), error }
+    Failed { step: Step::Running, since_ns: None, reason: Some(reason), error }
 }

@@ -1,8 +1,8 @@
 //! The enable lane: one GPU at a time, in PCI order, has its memory decoding switched on, which is when the host maps its BARs. With a plain module
 //! load there is no lane: the driver's probe enables.
 
-use super::lateness::{self, Progress};
-use super::strategy::lane_waits;
+use super::lateness::{self, Progress, Watchdog};
+use super::strategy::{SLOW_ENABLE, lane_waits};
 use crate::bind::PciSysfs;
 use crate::config::Bind;
 use crate::events::{After, StepId, names};
@@ -10,6 +10,7 @@ use crate::pci::{Gpu, PciAddress};
 use crate::step;
 use std::time::{Duration, Instant};
 use tokio::sync::oneshot;
+use tokio::task::JoinHandle;
 
 /// A GPU's place in the lane.
 pub struct Turn {
@@ -19,17 +20,54 @@ pub struct Turn {
     pub over: oneshot::Sender<()>,
 }
 
+/// A GPU that is being enabled, on a thread of its own.
+pub struct Enabling {
+    gpu: PciAddress,
+    step: StepId,
+    started: Instant,
+    result: JoinHandle<Result<StepId, String>>,
+    _watchdog: Watchdog,
+}
+
+impl Enabling {
+    /// Starts; must be called inside the runtime.
+    pub fn start(sysfs: &PciSysfs, gpu: PciAddress, after: &After) -> Self {
+        let (step, sysfs, progress) = (step!(names::GPU_ENABLE, gpu = %gpu, after = ?after), sysfs.clone(), Progress::new("enable"));
+        let id = step.id();
+        let watchdog = lateness::watch(gpu, progress.clone());
+        let result = tokio::task::spawn_blocking(move || {
+            progress.on_this_thread();
+            step.run(|| sysfs.enable(gpu)).map(|()| id).map_err(|e| e.to_string())
+        });
+        Self { gpu, step: id, started: Instant::now(), result, _watchdog: watchdog }
+    }
+
+    /// How long it takes, and whether that is slow: known when it is over, or when it has taken as long as a slow one.
+    pub async fn measure(&mut self) -> (Duration, bool) {
+        let over = tokio::time::timeout(SLOW_ENABLE, &mut self.result).await;
+        let took = self.started.elapsed();
+        if let Ok(result) = over {
+            // Awaited once, and wanted again.
+            self.result = tokio::spawn(std::future::ready(result.unwrap_or_else(|panicked| Err(panicked.to_string()))));
+        }
+        (took, took >= SLOW_ENABLE)
+    }
+
+    async fn end(self) -> Result<StepId, String> {
+        self.result.await.unwrap_or_else(|panicked| Err(panicked.to_string()))
+    }
+}
+
 struct Waiting {
     gpu: PciAddress,
     enabled: oneshot::Sender<Result<StepId, String>>,
     is_over: oneshot::Receiver<()>,
 }
 
-/// Starts the lane; must be called inside the runtime. Calls `measured` with what the first GPU took, or None when there is no lane. One turn for
-/// each GPU, in their order.
-pub fn start(bind: Bind, sysfs: &PciSysfs, gpus: &[Gpu], measured: impl FnOnce(Option<Duration>) + Send + 'static) -> Vec<Option<Turn>> {
-    if bind == Bind::Insmod || gpus.is_empty() {
-        measured(None);
+/// Starts the lane; must be called inside the runtime. One turn for each GPU, in their order. `first` is the first GPU's enabling where that has been
+/// started already.
+pub fn start(bind: Bind, sysfs: &PciSysfs, gpus: &[Gpu], first: Option<Enabling>) -> Vec<Option<Turn>> {
+    if bind == Bind::Insmod {
         return gpus.iter().map(|_| None).collect();
     }
     let (mut waiting, mut turns) = (Vec::new(), Vec::new());
@@ -38,33 +76,19 @@ pub fn start(bind: Bind, sysfs: &PciSysfs, gpus: &[Gpu], measured: impl FnOnce(O
         waiting.push(Waiting { gpu: gpu.address, enabled, is_over });
         turns.push(Some(Turn { enabled: receiver, over }));
     }
-    tokio::spawn(run(bind, sysfs.clone(), waiting, measured));
+    tokio::spawn(run(bind, sysfs.clone(), waiting, first));
     turns
 }
 
-async fn run(bind: Bind, sysfs: PciSysfs, waiting: Vec<Waiting>, measured: impl FnOnce(Option<Duration>)) {
+async fn run(bind: Bind, sysfs: PciSysfs, waiting: Vec<Waiting>, mut first: Option<Enabling>) {
     let mut before = After::default();
-    let (mut measured, mut waits) = (Some(measured), false);
     for Waiting { gpu, enabled, is_over } in waiting {
-        let (step, sysfs) = (step!(names::GPU_ENABLE, gpu = %gpu, after = ?before), sysfs.clone());
-        let id = step.id();
-        before = After(vec![id]);
-        let progress = Progress::new("enable");
-        let watchdog = lateness::watch(gpu, progress.clone());
-        let started = Instant::now();
-        let enabling = tokio::task::spawn_blocking(move || {
-            progress.on_this_thread();
-            step.run(|| sysfs.enable(gpu)).map(|()| id).map_err(|e| e.to_string())
-        });
-        let result = enabling.await.unwrap_or_else(|panicked| Err(panicked.to_string()));
-        drop(watchdog);
+        let enabling = first.take_if(|e| e.gpu == gpu).unwrap_or_else(|| Enabling::start(&sysfs, gpu, &before));
+        before = After(vec![enabling.step]);
+        let started = enabling.started;
         // The GPU's task is gone only when the GPU is, or the whole runtime.
-        let _unused = enabled.send(result);
-        if let Some(measured) = measured.take() {
-            waits = lane_waits(bind, started.elapsed());
-            measured(Some(started.elapsed()));
-        }
-        if waits {
+        let _unused = enabled.send(enabling.end().await);
+        if lane_waits(bind, started.elapsed()) {
             // The sender is never used, only dropped: that is the sign.
             let _over = is_over.await;
         }

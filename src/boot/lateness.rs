@@ -80,15 +80,18 @@ fn stack(proc: &Path, thread: i32) -> String {
         let is_open_thread = std::fs::read_to_string(process.join("comm")).is_ok_and(|comm| comm.starts_with(OPEN_THREAD));
         if is_open_thread && let Some(frames) = std::fs::read_to_string(process.join("stack")).ok().as_deref().and_then(frames) {
             // One that waits for work initialises nothing.
-            if !frames.contains("kthread_worker_fn") && !frames.contains("down_interruptible")
-                || frames.contains("nv_")
-                || frames.contains("nvidia")
-            {
+            if !is_idle(&frames) {
                 stacks.push(format!("{OPEN_THREAD}: {frames}"));
             }
         }
     }
     stacks.join("; ")
+}
+
+/// Whether a kernel thread is in its own loop and nowhere else.
+fn is_idle(frames: &str) -> bool {
+    const LOOP: &[&str] = &["_main_loop", "kthread_worker_fn", "kthread", "ret_from_fork", "ret_from_fork_asm"];
+    frames.split(" < ").all(|frame| LOOP.contains(&frame))
 }
 
 /// The functions of a stack, innermost first. None for a text without any.
@@ -112,6 +115,7 @@ mod tests {
         let text = "[<0>] msleep+0x29/0x40\n[<0>] nv_probe+0xf1/0x260 [nvidia]\n[<0>] local_pci_probe+0x3e/0x80\n";
         assert_eq!(frames(text).as_deref(), Some("msleep < nv_probe < local_pci_probe"));
         assert_eq!(frames(""), None);
+        assert!(is_idle("_main_loop < kthread < ret_from_fork") && !is_idle("msleep < nv_open_work < kthread_worker_fn < kthread"));
         assert_eq!(frames(&text.repeat(9)).map(|f| f.matches(" < ").count()), Some(FRAMES - 1));
     }
 }

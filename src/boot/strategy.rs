@@ -2,7 +2,8 @@
 //!
 //! What there is to choose between, and what it costs (N GPUs, each E to enable, W of firewall wait, S1 + S2 + S3 to initialise):
 //!
-//! - `insmod`: the module's init probes all in turn, and nothing can be opened before the last: N (E + W) passes first.
+//! - `insmod`: the module's init probes all in turn, and nothing can be opened before the last: N (E + W) passes first. Where E is milliseconds this
+//!   is best: a probe takes the driver's global lock for a moment, and would wait for GPUs that initialise already.
 //! - `pipelined`: the module is loaded with one GPU; the others are enabled and bound one by one. GPU k initialises while k+1 is enabled.
 //! - `concurrent`: as pipelined, but all binds at once: for probes that sleep. Probes at once race on two unlocked counters of the driver, so this
 //!   is for where it gains something.
@@ -15,8 +16,9 @@ use std::fmt;
 use std::str::FromStr;
 use std::time::Duration;
 
-/// Above this, enabling a GPU is worth a pause of the lane until the one before is published; below, the pause costs more than it gains.
-const SLOW_ENABLE: Duration = Duration::from_millis(100);
+/// A host that takes longer than this to map the first GPU's BARs is slow. (An H100 takes milliseconds on a host with huge pfnmaps, and seconds on one
+/// that pins 4 KiB pages.)
+pub const SLOW_ENABLE: Duration = Duration::from_millis(100);
 /// From here on GSP boots with the driver's global lock released: first on Hopper and Ada, since 550.142 and 555 on every generation.
 const RELAXED: Version = Version([550, 40, 7]);
 /// From here on NVreg_GpuInitOnProbe initialises in the probe.
@@ -72,13 +74,19 @@ pub struct Strategy {
     pub reason: String,
 }
 
-/// Chooses.
-pub fn choose(config: &Config, facts: &Facts) -> Strategy {
+/// Whether the choice needs to know how long the first GPU's enabling takes.
+pub fn depends_on_enable(config: &Config, facts: &Facts) -> bool {
+    config.bind == Bind::Auto && facts.gpus > 1 && !facts.firewall && !initialises_in_probe(facts)
+}
+
+/// Chooses. `slow`: the first GPU's enabling took, or is taking, longer than [`SLOW_ENABLE`].
+pub fn choose(config: &Config, facts: &Facts, slow: bool) -> Strategy {
     let (bind, why_bind) = match (config.bind, facts.gpus) {
         (Bind::Auto, 0 | 1) => (Bind::Insmod, "with one GPU the module load does it all"),
         (Bind::Auto, _) if facts.firewall => (Bind::Concurrent, "probes of these GPUs sleep for seconds, so all at once"),
         (Bind::Auto, _) if initialises_in_probe(facts) => (Bind::Concurrent, "the driver initialises in the probe, so all probes at once"),
-        (Bind::Auto, _) => (Bind::Pipelined, "each GPU goes on as soon as its own BARs are mapped"),
+        (Bind::Auto, _) if slow => (Bind::Pipelined, "the host maps BARs slowly, so each GPU goes on as soon as its own are mapped"),
+        (Bind::Auto, _) => (Bind::Insmod, "the host maps BARs fast, so the module load probes all before the first one initialises"),
         (asked, _) => (asked, "asked for by gpuinit.bind"),
     };
     let (parallel_init, why_init) = if !config.parallel_init {
@@ -102,8 +110,8 @@ fn initialises_in_probe(facts: &Facts) -> bool {
 
 /// Whether the lane waits until a GPU is published before it enables the next. While the host maps a BAR, the CPU that asked is gone with its
 /// interrupts off, and whatever needs all CPUs stalls: a publication in that time comes seconds later.
-pub fn lane_waits(bind: Bind, first_enable: Duration) -> bool {
-    bind == Bind::Pipelined && first_enable >= SLOW_ENABLE
+pub fn lane_waits(bind: Bind, enable: Duration) -> bool {
+    bind == Bind::Pipelined && enable >= SLOW_ENABLE
 }
 
 #[cfg(test)]
@@ -114,8 +122,9 @@ mod tests {
         Facts { gpus: 8, firewall: false, driver: "550.163.01".parse().ok(), init_on_probe: false, confidential: false, vcpus: 2 }
     }
 
+    /// On a slow host.
     fn auto(facts: Facts) -> (Bind, bool) {
-        let strategy = choose(&Config::default(), &facts);
+        let strategy = choose(&Config::default(), &facts, true);
         (strategy.bind, strategy.parallel_init)
     }
 
@@ -137,6 +146,16 @@ mod tests {
         assert_eq!(auto(Facts { firewall: true, ..facts() }), (Bind::Concurrent, true));
         assert_eq!(auto(Facts { confidential: true, ..facts() }), (Bind::Pipelined, false));
         assert_eq!(auto(Facts { driver: None, ..facts() }), (Bind::Pipelined, true));
+        assert_eq!(choose(&Config::default(), &facts(), false).bind, Bind::Insmod);
+    }
+
+    #[test]
+    fn the_first_enable_is_waited_for_only_where_it_decides() {
+        let config = Config::default();
+        assert!(depends_on_enable(&config, &facts()));
+        assert!(!depends_on_enable(&config, &Facts { gpus: 1, ..facts() }));
+        assert!(!depends_on_enable(&config, &Facts { firewall: true, ..facts() }));
+        assert!(!depends_on_enable(&Config { bind: Bind::Concurrent, ..config }, &facts()));
     }
 
     #[test]
@@ -156,10 +175,10 @@ mod tests {
     #[test]
     fn what_was_asked_for_is_done() {
         let config = Config { bind: Bind::Insmod, parallel_init: false, ..Config::default() };
-        let strategy = choose(&config, &Facts { firewall: true, ..facts() });
+        let strategy = choose(&config, &Facts { firewall: true, ..facts() }, true);
         assert_eq!((strategy.bind, strategy.parallel_init), (Bind::Insmod, false));
         assert_eq!(strategy.reason, "bind: asked for by gpuinit.bind; init: asked for by gpuinit.init");
-        assert!(!choose(&Config { relaxed: false, ..Config::default() }, &facts()).parallel_init);
+        assert!(!choose(&Config { relaxed: false, ..Config::default() }, &facts(), true).parallel_init);
     }
 
     #[test]

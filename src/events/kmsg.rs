@@ -83,12 +83,21 @@ pub fn parse(bytes: &[u8]) -> Option<KmsgLine> {
     let prefix: u32 = head.next()?.parse().ok()?;
     let seq = head.next()?.parse().ok()?;
     let printk_us = head.next()?.parse().ok()?;
-    let body = body.split('\n').next().unwrap_or("");
-    Some(KmsgLine { priority: (prefix & 7) as u8, facility: prefix >> 3, seq, printk_us, text: body.to_string() })
+    let text = joined(body.split('\n').next().unwrap_or(""));
+    Some(KmsgLine { priority: (prefix & 7) as u8, facility: prefix >> 3, seq, printk_us, text })
 }
 
 /// Lines with their CLOCK_BOOTTIME in ns.
 type Lines = VecDeque<(u64, String)>;
+
+/// A message over several lines as one: the log shows a newline in it as `\x0a`, and the driver starts each line with its prefix.
+fn joined(body: &str) -> String {
+    if body.contains("\\x0a") {
+        body.replace("\\x0aNVRM: ", "\\x0a").split("\\x0a").map(str::trim).collect::<Vec<_>>().join(" ")
+    } else {
+        body.to_string()
+    }
+}
 
 /// What the driver said, by GPU, with the time of each line, most recent last. Written by [`follow`], asked when something failed.
 #[derive(Clone)]
@@ -114,17 +123,6 @@ impl DriverWords {
         };
         let named = since(key_of(Some(gpu)));
         if named.is_empty() { since(key_of(None)) } else { named }
-    }
-
-    /// Appends a line without an address to the last one of a GPU, of which it is the continuation.
-    fn go_on(&self, gpu: PciAddress, text: &str) {
-        let mut lines = self.lines.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some((_, last)) = lines.get_mut(&key_of(Some(gpu))).and_then(VecDeque::back_mut)
-            && last.len() < MAX_RECORD
-        {
-            last.push(' ');
-            last.push_str(text.trim_start_matches("NVRM: "));
-        }
     }
 
     fn add(&self, gpu: Option<PciAddress>, at_ns: u64, text: &str) {
@@ -169,7 +167,6 @@ pub fn follow(ring: Arc<Ring>, recorded: Option<u64>) -> io::Result<(DriverWords
         offset_ns: None,
         early: Vec::new(),
         next_seq: None,
-        last_named: None,
         gpus: HashSet::new(),
     };
     tokio::spawn(follower.run(log, requests));
@@ -188,8 +185,6 @@ struct Follower {
     next_seq: Option<u64>,
     /// GPUs by the kernel's own enumeration, which comes before any other line about them.
     gpus: HashSet<PciAddress>,
-    /// The last line that named a GPU: the driver breaks sentences over lines, and only the first part has the address.
-    last_named: Option<(u64, PciAddress)>,
 }
 
 impl Follower {
@@ -271,17 +266,8 @@ impl Follower {
         let gpu = driver_log::address(&line.text).filter(|address| self.gpus.contains(address));
         let printk_ns = i64::try_from(line.printk_us).unwrap_or(0).saturating_mul(1000);
         let boottime_ns = u64::try_from(printk_ns.saturating_add(self.offset_ns.unwrap_or(0))).unwrap_or(0);
-        match (gpu, self.last_named) {
-            (None, Some((seq, named))) if line.seq == seq + 1 && line.text.starts_with("NVRM: ") => {
-                self.words.go_on(named, &line.text);
-                self.last_named = Some((line.seq, named));
-            }
-            _ => {
-                if driver_log::explains(&line.text) {
-                    self.words.add(gpu, boottime_ns, &line.text);
-                }
-                self.last_named = gpu.filter(|_| line.text.starts_with("NVRM: ")).map(|g| (line.seq, g));
-            }
+        if driver_log::explains(&line.text) {
+            self.words.add(gpu, boottime_ns, &line.text);
         }
         if self.recorded.is_some_and(|last| line.seq <= last) {
             return;
@@ -325,6 +311,14 @@ mod tests {
         let line = parse(b"4,1034,5023417,-;nvidia 0001:00:03.0: probe with driver nvidia failed with error -1\n SUBSYSTEM=pci\n").unwrap();
         assert_eq!((line.priority, line.facility, line.seq, line.printk_us), (4, 0, 1034, 5_023_417));
         assert_eq!(line.text, "nvidia 0001:00:03.0: probe with driver nvidia failed with error -1");
+    }
+
+    #[test]
+    fn a_message_over_several_lines_is_read_as_one() {
+        // As NVIDIA's 550.163.01 says it.
+        let text = parse(b"3,1,2,-;NVRM: The NVIDIA GPU 0001:00:01.0\\x0aNVRM: (PCI ID: 10de:2330) installed in this system has\\x0aNVRM: fallen off the bus\n").unwrap().text;
+        assert_eq!(text, "NVRM: The NVIDIA GPU 0001:00:01.0 (PCI ID: 10de:2330) installed in this system has fallen off the bus");
+        assert!(driver_log::address(&text).is_some());
     }
 
     #[test]

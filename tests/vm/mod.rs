@@ -22,6 +22,8 @@ mod hot_plug;
 #[cfg(feature = "host")]
 mod readers;
 #[cfg(feature = "host")]
+mod real_driver;
+#[cfg(feature = "host")]
 pub mod soak;
 #[cfg(feature = "host")]
 mod worker;
@@ -38,4 +40,5 @@ pub const TESTS: &[&[harness::VmTest]] = &[
     events::TESTS,
     agent::TESTS,
     readers::TESTS,
+    real_driver::TESTS,
 ];

@@ -13,6 +13,11 @@
 //! | `sleep:MS` | does nothing for some time |
 //! | `counters` | reports the simulator's counters |
 //! | `config` | reports the functions' config accesses |
+//! | `driver` | reports every file that the driver has in /proc, one line each, and its devices |
+//! | `overrides` | reports every GPU's driver_override |
+//! | `held` | reports which GPU nodes the init's processes have open |
+//!
+//! WHEN may also be `now`, which is at once, and needs no init that tells anything.
 
 use super::guest::{all_counters, connect};
 use crate::agent::log;
@@ -36,7 +41,9 @@ pub fn run() {
             log::error("script", &[("error", &format!("{step:?} is not WHEN>DO"))]);
             return;
         };
-        stream.wait(when);
+        if when != "now" {
+            stream.wait(when);
+        }
         for action in actions.split('+') {
             let result = act(action);
             log::info("script", &[("when", when), ("did", action), ("error", &result.err().unwrap_or_default())]);
@@ -132,6 +139,36 @@ fn act(action: &str) -> Result<(), String> {
             log::info("config", &[("all", &text.lines().collect::<Vec<_>>().join("; "))]);
             Ok(())
         }
+        "driver" => {
+            driver_files(Path::new("/proc/driver/nvidia"));
+            for file in ["/proc/devices", "/sys/module/nvidia/version"] {
+                log_file(Path::new(file));
+            }
+            Ok(())
+        }
+        "overrides" => {
+            let mut all = Vec::new();
+            for function in std::fs::read_dir("/sys/bus/pci/devices").map_err(|e| e.to_string())?.flatten() {
+                let value = std::fs::read_to_string(function.path().join("driver_override")).map_err(|e| e.to_string())?;
+                all.push(format!("{}={}", function.file_name().to_string_lossy(), value.trim()));
+            }
+            all.sort();
+            log::info("overrides", &[("all", &all.join("; "))]);
+            Ok(())
+        }
+        "held" => {
+            for process in ["gpuinit-keeper", "gpuinit-worker"] {
+                let mut nodes = Vec::new();
+                for fd in std::fs::read_dir(format!("/proc/{}/fd", process_named(process)?)).map_err(|e| e.to_string())?.flatten() {
+                    nodes.extend(
+                        std::fs::read_link(fd.path()).ok().map(|l| l.display().to_string()).filter(|l| l.starts_with("/dev/nvidia")),
+                    );
+                }
+                nodes.sort();
+                log::info("held", &[("process", process), ("nodes", &nodes.join(" "))]);
+            }
+            Ok(())
+        }
         other => Err(format!("{other:?} is no action")),
     }
 }
@@ -140,13 +177,33 @@ fn write(path: &Path, value: &str) -> Result<(), String> {
     std::fs::write(path, value).map_err(|e| format!("write {value} to {}: {e}", path.display()))
 }
 
-/// Sends a signal to the init's worker.
-fn signal(signal: Signal) -> Result<(), String> {
+/// Reports every file below a folder of /proc.
+fn driver_files(folder: &Path) {
+    let mut entries: Vec<_> = std::fs::read_dir(folder).into_iter().flatten().flatten().map(|e| e.path()).collect();
+    entries.sort();
+    for entry in entries {
+        if entry.is_dir() { driver_files(&entry) } else { log_file(&entry) }
+    }
+}
+
+fn log_file(path: &Path) {
+    let text = std::fs::read(path).map_or_else(|e| format!("error: {e}"), |bytes| String::from_utf8_lossy(&bytes).into_owned());
+    log::info("file", &[("path", &path.display().to_string()), ("text", &text)]);
+}
+
+/// The process of this name.
+fn process_named(name: &str) -> Result<i32, String> {
     for entry in std::fs::read_dir("/proc").map_err(|e| e.to_string())?.flatten() {
         let Some(pid) = entry.file_name().to_str().and_then(|n| n.parse().ok()) else { continue };
-        if std::fs::read_to_string(entry.path().join("comm")).is_ok_and(|comm| comm.trim() == "gpuinit-worker") {
-            return kill(Pid::from_raw(pid), signal).map_err(|e| format!("signal {pid}: {e}"));
+        if std::fs::read_to_string(entry.path().join("comm")).is_ok_and(|comm| comm.trim() == name) {
+            return Ok(pid);
         }
     }
-    Err("there is no process gpuinit-worker".into())
+    Err(format!("there is no process {name}"))
+}
+
+/// Sends a signal to the init's worker.
+fn signal(signal: Signal) -> Result<(), String> {
+    let worker = process_named("gpuinit-worker")?;
+    kill(Pid::from_raw(worker), signal).map_err(|e| format!("signal {worker}: {e}"))
 }

@@ -11,6 +11,7 @@ pub fn change(archive: &[u8], files: &[(String, Vec<u8>)], without: &[&str]) -> 
     let mut out = Vec::with_capacity(archive.len());
     let mut rest = archive;
     let mut left_out = 0;
+    let mut directories = std::collections::HashSet::new();
     loop {
         let field = |n: usize| -> Result<usize> {
             let digits = rest.get(6 + n * 8..14 + n * 8).context("the archive ends inside a header")?;
@@ -24,6 +25,9 @@ pub fn change(archive: &[u8], files: &[(String, Vec<u8>)], without: &[&str]) -> 
         if name == TRAILER {
             break;
         }
+        if field(1)? & 0o170_000 == 0o040_000 {
+            directories.insert(name.to_string());
+        }
         if without.contains(&name) {
             left_out += 1;
         } else if !files.iter().any(|(path, _)| path == name) {
@@ -33,6 +37,12 @@ pub fn change(archive: &[u8], files: &[(String, Vec<u8>)], without: &[&str]) -> 
     }
     ensure!(left_out == without.len(), "not in the archive: one of {without:?}");
     for (path, text) in files {
+        // The kernel makes no folder on its own: it leaves out a file whose folder is not there.
+        for (end, _) in path.match_indices('/') {
+            if directories.insert(path[..end].to_string()) {
+                add(&mut out, &path[..end], 0o040_755, b"");
+            }
+        }
         add(&mut out, path, 0o100_755, text);
     }
     add(&mut out, TRAILER, 0, b"");

@@ -39,12 +39,40 @@ pub struct TestContext {
     pub work_dir: PathBuf,
 }
 
+/// NVIDIA's module as tests/real-driver/build left it.
+pub struct RealDriver {
+    /// Where it goes in the initrd.
+    module_path: String,
+    module: Vec<u8>,
+    pub version: String,
+    folder: PathBuf,
+}
+
+impl RealDriver {
+    /// None when it was not built.
+    pub fn find(context: &TestContext) -> Result<Option<Self>> {
+        let folder = context.target.join("real-driver");
+        let Ok(module) = std::fs::read(folder.join("nvidia.ko")) else { return Ok(None) };
+        let kernel = std::fs::read_to_string(context.target.join("kernel/version"))?;
+        let version = std::fs::read_to_string(folder.join("version"))?.trim().to_string();
+        Ok(Some(Self { module_path: format!("lib/modules/{}/nvidia.ko", kernel.trim()), module, version, folder }))
+    }
+
+    /// Path in the initrd and content of the firmware for GH100.
+    pub fn firmware(&self) -> Result<(String, Vec<u8>)> {
+        let name = format!("firmware/nvidia/{}/gsp_ga10x.bin", self.version);
+        let file = self.folder.join(&name);
+        Ok((format!("lib/{name}"), std::fs::read(&file).with_context(|| format!("read {}", file.display()))?))
+    }
+}
+
 /// A guest to boot. The default: 8 GPUs that take little time, a listener on the host.
 pub struct Guest {
     append: Vec<String>,
     files: Vec<(String, Vec<u8>)>,
     without: Vec<&'static str>,
     vsock: bool,
+    memory_mib: u32,
     listener: Listener,
 }
 
@@ -54,7 +82,14 @@ impl Guest {
         // no_timer_check, as in Kata's own command line: the kernel's early look whether the timer ticks is lost on a host that is busy, and it panics.
         // loglevel=4: the kernel's own lines, errors apart, would fall into the middle of the agent's on the one serial line.
         let kernel = "console=ttyS0 loglevel=4 panic=-1 no_timer_check cgroup_no_v1=all rdinit=/hardware";
-        Self { append: vec![kernel.into(), times.into()], files: vec![], without: vec![], vsock: true, listener: Listener::Reads }
+        Self {
+            append: vec![kernel.into(), times.into()],
+            files: vec![],
+            without: vec![],
+            vsock: true,
+            memory_mib: 1024,
+            listener: Listener::Reads,
+        }
     }
 
     /// Adds words to the kernel command line; later ones count.
@@ -73,6 +108,12 @@ impl Guest {
     pub fn without(mut self, path: &'static str) -> Self {
         self.without.push(path);
         self
+    }
+
+    /// With NVIDIA's own module instead of the simulated one, on functions whose registers lie in RAM that the kernel leaves alone.
+    pub fn real_driver(mut self, driver: &RealDriver) -> Self {
+        self.memory_mib = 2048;
+        self.append("mem=1536M fakepci.bar0=0x60000000").file(&driver.module_path, &driver.module)
     }
 
     pub fn without_vsock(mut self) -> Self {
@@ -103,7 +144,7 @@ impl Guest {
             kernel: context.target.join("kernel/vmlinuz"),
             initrd,
             append: self.append.join(" "),
-            memory_mib: 1024,
+            memory_mib: self.memory_mib,
             cpus: 2,
             work_dir: work_dir.clone(),
             vhost_device_vsock: self.vsock.then(|| context.target.join("tools/bin/vhost-device-vsock")),

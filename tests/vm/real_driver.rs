@@ -1,0 +1,250 @@
+//! NVIDIA's own open kernel module, on functions without a GPU behind them: the second judge, which no author of the simulator has understood wrongly.
+//!
+//! It binds, its initialisation goes as far as booting the GPU's own processor, and fails with the driver's own words; how far it comes is in the hands
+//! of a few registers (tests/simulator/fakepci.c). What cannot be seen here is a GPU that works.
+
+use super::harness::{Booted, Guest, Outcome, RealDriver, TestContext, VmTest, named};
+use anyhow::{Context, Result, ensure};
+use kata_gpu_init::events::names;
+use kata_gpu_init::events::record::{Kind, Record};
+
+pub const TESTS: &[VmTest] = &[
+    VmTest { name: "real_driver_every_strategy_binds_all_and_the_spec_has_its_minors", run: |c| with_driver(c, strategies) },
+    VmTest { name: "real_driver_failures_have_their_reasons_and_its_words", run: |c| with_driver(c, failures) },
+    VmTest { name: "real_driver_initialisations_overlap", run: |c| with_driver(c, overlap) },
+    VmTest { name: "real_driver_survives_a_killed_worker_with_every_gpu_open", run: |c| with_driver(c, killed) },
+    VmTest { name: "real_driver_and_simulator_say_the_same", run: |c| with_driver(c, same_words) },
+];
+
+/// The tests of this file need a module that is built from packages which cannot be had everywhere.
+fn with_driver(context: &TestContext, test: fn(&TestContext, &RealDriver) -> Result<Outcome>) -> Result<Outcome> {
+    match RealDriver::find(context)? {
+        Some(driver) => test(context, &driver),
+        None => {
+            ensure!(
+                std::env::var_os("REQUIRE_REAL_DRIVER").is_none(),
+                "target/real-driver/nvidia.ko is missing, and REQUIRE_REAL_DRIVER is set"
+            );
+            let reason = "target/real-driver/nvidia.ko is not there: tests/real-driver/build makes it where Debian's packages can be had";
+            Ok(Outcome::Skipped(reason.into()))
+        }
+    }
+}
+
+/// With the GSP's firmware: initialisations then take seconds, until the driver gives up waiting for a processor that is not there.
+fn with_firmware(driver: &RealDriver) -> Result<Guest> {
+    let (path, bytes) = driver.firmware()?;
+    Ok(Guest::new().real_driver(driver).file(&path, &bytes))
+}
+
+fn strategies(context: &TestContext, driver: &RealDriver) -> Result<Outcome> {
+    let containers: Vec<String> = (0..8).map(|k| format!("c{k}:{k}")).collect();
+    let mut minors_seen = Vec::new();
+    for bind in ["insmod", "pipelined", "concurrent"] {
+        let script = "testagent.guest=script testagent.script=gpu.published/7>sleep:1000+overrides";
+        let words = format!("gpuinit.bind={bind} testagent.containers={} {script}", containers.join(";"));
+        let booted = with_firmware(driver)?.append(&words).boot(context, bind)?;
+        let nodes = (0..8).map(|k| Ok(booted.created(&format!("c{k}"))?.get("nodes").to_string())).collect::<Result<Vec<_>>>()?;
+        let records = booted.receiver.records();
+        let bound = named(&records, Kind::Event, names::GPU_BOUND);
+        ensure!(bound.len() == 8, "{bind}: {} GPUs are bound", bound.len());
+        let mut minors = vec![u64::MAX; 8];
+        for r in &bound {
+            let (index, minor) = (r.fields["index"].as_u64().context("no index")?, r.fields["minor"].as_u64().context("no minor")?);
+            // Names in PCI order, whatever the minors.
+            ensure!(r.gpu.is_some_and(|g| g.to_string() == format!("0001:00:{index:02x}.0")), "{bind}: {r:?}");
+            minors[index as usize] = minor;
+        }
+        for (index, (nodes, minor)) in nodes.iter().zip(&minors).enumerate() {
+            ensure!(
+                nodes.contains(&format!("/dev/nvidia{minor} 195:{minor} ")),
+                "{bind}: GPU {index} has minor {minor}, its container has {nodes}"
+            );
+        }
+        let overrides = booted.agent("overrides", |_| true)?;
+        ensure!(
+            overrides.get("all").matches("=(null)").count() >= 8 && !overrides.get("all").contains("held-back"),
+            "{bind}: {overrides:?}"
+        );
+        let mut sorted = minors.clone();
+        sorted.sort_unstable();
+        ensure!(sorted == [0, 1, 2, 3, 4, 5, 6, 7], "{bind}: minors {minors:?}");
+        minors_seen.push(format!("{bind} {minors:?}"));
+    }
+    Ok(Outcome::Measured(format!("minors in PCI order: {}", minors_seen.join(", "))))
+}
+
+/// The failure of one GPU.
+fn failure(records: &[Record], index: u64) -> Result<Record> {
+    named(records, Kind::Event, names::GPU_FAILED)
+        .into_iter()
+        .find(|r| r.fields["index"].as_u64() == Some(index))
+        .cloned()
+        .with_context(|| format!("GPU {index} has not failed"))
+}
+
+fn judge(booted: &Booted, wanted: &[(&str, &str, &str)]) -> Result<()> {
+    ensure!(booted.settled()? == (0, wanted.len() as u64), "{:?}", booted.settled()?);
+    let records = booted.receiver.records();
+    for (index, (step, reason, words)) in wanted.iter().enumerate() {
+        let failed = failure(&records, index as u64)?;
+        let error = failed.error.clone().unwrap_or_default();
+        ensure!(
+            failed.fields["step"] == *step && failed.fields["reason"] == *reason,
+            "GPU {index}: wanted {step}, {reason}: {:?} {error}",
+            failed.fields
+        );
+        ensure!(error.contains("the driver says: ") && error.contains(words), "GPU {index}: {words:?} is not in: {error}");
+        ensure!(!error.contains("\\x0a") && failed.fields.contains_key("cure"), "GPU {index}: {error}");
+    }
+    Ok(())
+}
+
+fn failures(context: &TestContext, driver: &RealDriver) -> Result<Outcome> {
+    let faults = "fakepci.gpus=6 fakepci.off_bus=1 fakepci.bar_missing=2 fakepci.unknown_chip=3 fakepci.no_msix=4";
+    let no_firmware = ("init", "firmware-missing", "Direct firmware load for nvidia/");
+    let wanted = [
+        no_firmware,
+        ("probe", "off-the-bus", "fallen off the bus"),
+        ("probe", "bar-unassigned", "BAR0 is 0M @ 0x0"),
+        ("probe", "unsupported-gpu", "is not supported by open"),
+        ("probe", "no-interrupt", "Can't find an IRQ"),
+        no_firmware,
+    ];
+    let script = "testagent.guest=script testagent.script=pci.scan!end>config;settled>held";
+    let mut booted = Guest::new().real_driver(driver).append(&format!("{faults} {script}")).boot(context, "faults")?;
+    judge(&booted, &wanted)?;
+    // What the wait for a non-blocking open answers is in the stream.
+    let records = booted.receiver.records();
+    let init = named(&records, Kind::End, names::GPU_INIT);
+    ensure!(init.len() == 2 && init.iter().all(|r| r.fields["rc"] == -5 && r.fields["status"] == 0x59), "{init:?}");
+    // A GPU whose initialisation failed stays open all the same: nothing of ours closes one.
+    let held = booted.agent("held", |l| l.get("process") == "gpuinit-keeper")?;
+    ensure!(held.get("nodes").split(' ').count() == 2, "{held:?}");
+    booted.still_runs()?;
+    let dead = with_firmware(driver)?.append("fakepci.gpus=1 fakepci.fsp_dead=0").boot(context, "fsp")?;
+    judge(&dead, &[("init", "firmware-boot", "(0x62:0x65:")])?;
+    let xid = dead.event(names::GPU_XID)?;
+    ensure!(xid.fields["xid"] == 143, "{xid:?}");
+    Ok(Outcome::Passed)
+}
+
+/// From the first initialisation's begin to the last one's end, in ms.
+fn span(context: &TestContext, driver: &RealDriver, gpus: u64, words: &str) -> Result<u64> {
+    let words = format!("fakepci.gpus={gpus} {words}");
+    let booted = with_firmware(driver)?.append(&words).boot(context, &format!("{gpus}"))?;
+    ensure!(booted.settled()? == (0, gpus), "{:?}", booted.settled()?);
+    let records = booted.receiver.records();
+    let begin = named(&records, Kind::Begin, names::GPU_INIT).iter().map(|r| r.boottime_ns).min().context("no initialisation")?;
+    let end = named(&records, Kind::End, names::GPU_INIT).iter().map(|r| r.boottime_ns).max().context("no initialisation")?;
+    Ok((end - begin) / 1_000_000)
+}
+
+fn overlap(context: &TestContext, driver: &RealDriver) -> Result<Outcome> {
+    let one = span(context, driver, 1, "")?;
+    let three = span(context, driver, 3, "")?;
+    ensure!(three * 10 < one * 3 * 8, "three initialisations take {three} ms, one takes {one} ms: they do not overlap");
+    // The driver's own switch, through ours: the same three in a row.
+    let serial = span(context, driver, 3, "gpuinit.relaxed=off")?;
+    ensure!(three * 10 < serial * 8, "with the lock kept three take {serial} ms, with the lock released {three} ms");
+    Ok(Outcome::Measured(format!(
+        "GSP boots that time out: one {one} ms, three at once {three} ms, three with gpuinit.relaxed=off {serial} ms"
+    )))
+}
+
+fn killed(context: &TestContext, driver: &RealDriver) -> Result<Outcome> {
+    // Killed while the driver initialises: the wait is left, the initialisations go on, and their outcome reaches the next worker.
+    let script = "testagent.guest=script testagent.script=gpu.init!begin/1>kill;settled>held";
+    let booted = with_firmware(driver)?.append(&format!("fakepci.gpus=2 {script}")).boot(context, "killed")?;
+    judge(&booted, &[("init", "firmware-boot", "(0x62:"), ("init", "firmware-boot", "(0x62:")])?;
+    for process in ["gpuinit-keeper", "gpuinit-worker"] {
+        let held = booted.agent("held", |l| l.get("process") == process)?;
+        ensure!(held.get("nodes") == "/dev/nvidia0 /dev/nvidia1", "{held:?}");
+    }
+    let records = booted.receiver.records();
+    super::harness::complete(&records)?;
+    let died = named(&records, Kind::Event, names::PROCESS_DIED);
+    ensure!(died.len() == 1, "{died:?}");
+    // Each was opened once: the driver says once per GPU that it failed.
+    for gpu in ["0001:00:00.0", "0001:00:01.0"] {
+        let said = records.iter().filter(|r| {
+            r.kind == Kind::Kmsg && r.fields["text"].as_str().is_some_and(|t| t.contains(&format!("GPU {gpu}: RmInitAdapter failed!")))
+        });
+        ensure!(said.count() == 1, "GPU {gpu} was initialised more than once");
+    }
+    Ok(Outcome::Passed)
+}
+
+/// What one guest's driver has in /proc and says, without what differs from boot to boot.
+struct Words {
+    /// Path, and the lines' keys (what stands before a colon, or the whole line).
+    files: Vec<(String, Vec<String>)>,
+    devices: Vec<String>,
+    lines: Vec<String>,
+}
+
+fn words_of(guest: Guest, context: &TestContext, name: &str) -> Result<Words> {
+    let script = "testagent.guest=script testagent.script=settled>driver+counters";
+    let words = format!("fakepci.gpus=4 fakepci.no_msix=2 fakepci.bar_missing=3 gpuinit.bind=pipelined {script}");
+    let booted = guest.append(&words).boot(context, name)?;
+    booted.agent("script", |l| l.get("did") == "counters")?;
+    let mut files = Vec::new();
+    let mut devices = Vec::new();
+    for line in booted.console.agent_lines().iter().filter(|l| l.get("msg") == "file") {
+        let (path, text) = (line.get("path").to_string(), line.get("text"));
+        if path == "/proc/devices" {
+            devices =
+                text.lines().filter(|l| l.contains("nvidia")).filter_map(|l| l.split_whitespace().nth(1)).map(str::to_string).collect();
+        } else if path.starts_with("/proc/driver/nvidia/") && !path.ends_with("/sim") {
+            let keys = text.lines().map(|l| l.split_once(':').map_or(l, |(key, _)| key).to_string()).collect();
+            files.push((path, keys));
+        }
+    }
+    let records = booted.receiver.records();
+    // Digits stand for digits: positions, codes' lines and versions differ.
+    let lines = records
+        .iter()
+        .filter(|r| r.kind == Kind::Kmsg && r.fields["text"].as_str().is_some_and(|t| t.starts_with("NVRM: ")))
+        .map(|r| r.fields["text"].as_str().unwrap_or_default().to_string())
+        .collect();
+    Ok(Words { files, devices, lines })
+}
+
+/// One script, both drivers.
+fn same_words(context: &TestContext, driver: &RealDriver) -> Result<Outcome> {
+    let real = words_of(Guest::new().real_driver(driver), context, "real")?;
+    // Without firmware, as the real one here.
+    let simulated = words_of(Guest::new().append("nvidia.firmware=1"), context, "simulated")?;
+    for (path, keys) in &real.files {
+        let Some((_, ours)) = simulated.files.iter().find(|(p, _)| p == path) else {
+            // Texts for people, and files of features that the simulator does not have.
+            ensure!(["README", "suspend", "suspend_depth"].iter().any(|name| path.ends_with(name)), "the simulator has no {path}");
+            continue;
+        };
+        ensure!(keys == ours || path.ends_with("/version"), "{path}: NVIDIA's has {keys:?}, the simulator's {ours:?}");
+    }
+    for (path, _) in &simulated.files {
+        ensure!(real.files.iter().any(|(p, _)| p == path), "NVIDIA's driver has no {path}");
+    }
+    for device in ["nvidia", "nvidiactl", "nvidia-caps"] {
+        ensure!(
+            real.devices.iter().any(|d| d == device) && simulated.devices.iter().any(|d| d == device),
+            "{device}: {:?} {:?}",
+            real.devices,
+            simulated.devices
+        );
+    }
+    for words in [
+        "NVRM: The NVIDIA probe routine was not called for 3 device(s).",
+        "NVRM: loading NVIDIA UNIX Open Kernel Module for x86_64",
+        "NVRM: Can't find an IRQ for your NVIDIA card!",
+        "NVRM: This PCI I/O region assigned to your NVIDIA device is invalid: BAR0 is 0M @ 0x0 (PCI:0001:00:03.0)",
+        "NVRM: GPU 0001:00:00.0: RmInitAdapter failed! (0x61:0x56:",
+        "NVRM: GPU 0001:00:00.0: rm_init_adapter failed, device minor number 0",
+    ] {
+        for (whose, lines) in [("NVIDIA's driver", &real.lines), ("the simulator", &simulated.lines)] {
+            ensure!(lines.iter().any(|l| l.starts_with(words)), "{whose} does not say {words:?}: {lines:#?}");
+        }
+    }
+    Ok(Outcome::Passed)
+}
