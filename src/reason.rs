@@ -20,7 +20,6 @@ pub enum Reason {
     OffTheBus,
     NoInterrupt,
     UnsupportedGpu,
-    CcMixed,
     NoMinor,
     NoDeviceNode,
     OpenFailed,
@@ -28,7 +27,7 @@ pub enum Reason {
     FirmwareBoot,
     NeedsReset,
     FabricNotReady,
-    CcInitialisedOnce,
+    CcRefused,
     AttachFailed,
     StateLoadFailed,
     InitFailed,
@@ -96,7 +95,6 @@ const TABLE: &[Entry] = &[
     (Reason::OffTheBus, "off-the-bus", "the GPU does not answer: reset it or power-cycle it on the host"),
     (Reason::NoInterrupt, "no-interrupt", "the VMM must give this function MSI-X, MSI or an interrupt line"),
     (Reason::UnsupportedGpu, "unsupported-gpu", "this driver does not know this chip: use a driver branch that does"),
-    (Reason::CcMixed, "cc-mixed", "all GPUs of a guest must have the same confidential-computing mode: set it on the host"),
     (Reason::NoMinor, "no-minor", "the driver's /proc files are missing or of another form: is this driver version supported?"),
     (Reason::NoDeviceNode, "no-device-node", "is /dev a devtmpfs, and is there room in it?"),
     (Reason::OpenFailed, "open-failed", ""),
@@ -109,9 +107,9 @@ const TABLE: &[Entry] = &[
         "the NVLink fabric is not up: start the fabric manager, in the guest or in the service VM",
     ),
     (
-        Reason::CcInitialisedOnce,
-        "cc-initialised-once",
-        "under confidential computing a GPU comes up once per reset: something closed it; restart the guest",
+        Reason::CcRefused,
+        "cc-refused",
+        "under confidential computing a GPU comes up once per reset, and all GPUs need one mode: reset them on the host, then restart the guest",
     ),
     (Reason::AttachFailed, "attach-failed", ""),
     (Reason::StateLoadFailed, "state-load-failed", ""),
@@ -163,7 +161,7 @@ const WORDS: &[(&str, Reason)] = &[
 fn of_code(code: InitCode) -> Reason {
     match (code.stage, code.status) {
         (_, 0x81) => Reason::FabricNotReady,
-        (0x22, 0x56) => Reason::CcInitialisedOnce,
+        (0x22, 0x56) => Reason::CcRefused,
         (0x61, _) => Reason::FirmwareMissing,
         (0x62, _) => Reason::FirmwareBoot,
         (0x22, _) => Reason::AttachFailed,
@@ -215,7 +213,7 @@ mod tests {
         let wpr2 = "NVRM: GPU0 kgspBootstrap_GH100: unexpected WPR2 already up, cannot proceed with booting GSP";
         assert_eq!(of(Step::Init, &[wpr2, "NVRM: GPU 0001:00:03.0: RmInitAdapter failed! (0x62:0x40:1860)"]), "needs-reset");
         assert_eq!(of(Step::Init, &["NVRM: GPU 0001:00:03.0: RmInitAdapter failed! (0x25:0x81:1860)"]), "fabric-not-ready");
-        assert_eq!(of(Step::Init, &["NVRM: GPU 0001:00:03.0: RmInitAdapter failed! (0x22:0x56:774)"]), "cc-initialised-once");
+        assert_eq!(of(Step::Init, &["NVRM: GPU 0001:00:03.0: RmInitAdapter failed! (0x22:0x56:774)"]), "cc-refused");
         assert_eq!(of(Step::Init, &["NVRM: GPU 0001:00:03.0: RmInitAdapter failed! (0x99:0x99:1)"]), "init-failed");
         assert_eq!(of(Step::Probe, &["NVRM: BAR0 is 0M @ 0x0 (PCI:0001:00:03.0)"]), "bar-unassigned");
         assert_eq!(of(Step::Probe, &["NVRM: something new"]), "probe-failed");

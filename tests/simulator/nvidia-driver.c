@@ -10,8 +10,12 @@
  * minor is taken at the end of the probe: minors follow the order of finishing,
  * not PCI order.
  *
+ * The order of a probe is NVIDIA's: firewall, enable, interrupt, BARs, the GPU's
+ * answer, UUID under the RM lock, minor and list, /proc.
+ *
  * What it is not: it never touches a BAR and drives nothing. Times, failures
- * and minors are what the parameters say.
+ * and minors are what the parameters say; a BAR or an interrupt is missing when
+ * the function has none.
  */
 
 #define pr_fmt(fmt) "NVRM: " fmt
@@ -27,25 +31,23 @@
 
 #define NV_MODULE_VERSION	"550.163.01"
 #define NV_DMA_BITS		52
+#define PROBE_MS		3
+#define BARFW_MS		4000
 
 char *nv_version = NV_MODULE_VERSION;
 module_param_named(version, nv_version, charp, 0444);
 MODULE_PARM_DESC(version, "driver version to show");
 
-static unsigned int probe_ms[NV_MAX_GPUS];
-static unsigned int probe_ms_count;
-module_param_array(probe_ms, uint, &probe_ms_count, 0444);
-MODULE_PARM_DESC(probe_ms, "time of a probe, per GPU");
+NV_LIST(probe_ms, "time of a probe, per GPU; default 3");
+NV_LIST(barfw_ms, "how long a Blackwell's BAR firewall stays up, per GPU; default 4000");
+NV_LIST(probe_fail, "GPUs that have fallen off the bus when they are probed");
+NV_LIST(firewall_fail, "GPUs whose BAR firewall stays up");
+NV_LIST(unsupported, "GPUs that this driver does not know");
+NV_LIST(minors, "minor of each GPU by position; the rest take the lowest free one");
 
-static unsigned int probe_fail[NV_MAX_GPUS];
-static unsigned int probe_fail_count;
-module_param_array(probe_fail, uint, &probe_fail_count, 0444);
-MODULE_PARM_DESC(probe_fail, "positions of the GPUs whose probe fails");
-
-static unsigned int minors[NV_MAX_GPUS];
-static unsigned int minors_count;
-module_param_array(minors, uint, &minors_count, 0444);
-MODULE_PARM_DESC(minors, "minor of each GPU by position; the rest take the lowest free one");
+static int force_sync = -1;
+module_param(force_sync, int, 0444);
+MODULE_PARM_DESC(force_sync, "refuse asynchronous probing: 0, 1; default: as the version does");
 
 static int load_fail;
 module_param(load_fail, int, 0444);
@@ -56,6 +58,20 @@ DEFINE_MUTEX(nv_gpus_lock);
 static DECLARE_BITMAP(nv_minors, NV_MINOR_MAX + 1);
 static atomic_t nv_probes = ATOMIC_INIT(0);
 static atomic_t nv_probed = ATOMIC_INIT(0);
+
+/* Whether the version to show is this one or a later one. */
+bool nv_version_at_least(unsigned int branch, unsigned int minor, unsigned int patch)
+{
+	unsigned int b = 0, m = 0, p = 0;
+
+	if (sscanf(nv_version, "%u.%u.%u", &b, &m, &p) < 2)
+		return true;
+	if (b != branch)
+		return b > branch;
+	if (m != minor)
+		return m > minor;
+	return p >= patch;
+}
 
 void nv_sleep_ms(unsigned int ms)
 {
@@ -157,13 +173,94 @@ static struct nv_gpu *nv_alloc_gpu(struct pci_dev *pdev)
 	refcount_set(&gpu->users, 1);
 	init_completion(&gpu->unused);
 	mutex_init(&gpu->lock);
+	nv_init_xid(gpu);
 	return gpu;
 }
 
 static void nv_free_gpu(struct nv_gpu *gpu)
 {
+	cancel_delayed_work_sync(&gpu->xid);
 	kthread_destroy_worker(gpu->open_q);
 	kfree(gpu);
+}
+
+/* Device ids of GPUs that keep their BARs closed for a while (Blackwell). */
+static bool nv_has_bar_firewall(const struct pci_dev *pdev)
+{
+	return (pdev->device >= 0x2900 && pdev->device <= 0x29ff) ||
+	       (pdev->device >= 0x3180 && pdev->device <= 0x327f);
+}
+
+/* Sleeps, with no lock held: GPUs that are probed at once sleep at once. */
+static bool nv_wait_for_firewall(struct nv_gpu *gpu)
+{
+	if (!nv_has_bar_firewall(gpu->pdev))
+		return true;
+	nv_sleep_ms(nv_time(barfw_ms, gpu, BARFW_MS));
+	if (!nv_has(firewall_fail, gpu))
+		return true;
+	pr_err("failed to wait for bar firewall to lower\n");
+	return false;
+}
+
+static bool nv_has_irq(struct pci_dev *pdev)
+{
+	if (pdev->irq || pdev->msix_cap || pdev->msi_cap)
+		return true;
+	pr_err("Can't find an IRQ for your NVIDIA card!\n");
+	pr_err("Please check your BIOS settings.\n");
+	pr_err("[Plug & Play OS] should be set to NO\n");
+	pr_err("[Assign IRQ to VGA] should be set to YES \n");
+	return false;
+}
+
+static bool nv_has_registers(struct pci_dev *pdev)
+{
+	u64 size = pci_resource_len(pdev, 0);
+
+	if (size && pci_resource_start(pdev, 0))
+		return true;
+	pr_err("This PCI I/O region assigned to your NVIDIA device is invalid:\n"
+	       "NVRM: BAR0 is %lluM @ 0x%llx (PCI:%s)\n", size >> 20,
+	       (u64)pci_resource_start(pdev, 0), pci_name(pdev));
+	return false;
+}
+
+/* The first look at the GPU itself. */
+static bool nv_answers(struct nv_gpu *gpu)
+{
+	struct pci_dev *pdev = gpu->pdev;
+
+	nv_sleep_ms(nv_time(probe_ms, gpu, PROBE_MS));
+	if (nv_has(probe_fail, gpu)) {
+		pr_err("The NVIDIA GPU %s\n"
+		       "NVRM: (PCI ID: %04x:%04x) installed in this system has\n"
+		       "NVRM: fallen off the bus and is not responding to commands.\n",
+		       pci_name(pdev), pdev->vendor, pdev->device);
+		return false;
+	}
+	if (nv_has(unsupported, gpu)) {
+		pr_err("The NVIDIA GPU %s (PCI ID: %04x:%04x)\n"
+		       "NVRM: installed in this system is not supported by open\n"
+		       "NVRM: nvidia.ko because it does not include the required GPU\n"
+		       "NVRM: System Processor (GSP).\n",
+		       pci_name(pdev), pdev->vendor, pdev->device);
+		return false;
+	}
+	nv_read_uuid(gpu);
+	return true;
+}
+
+/* With NVreg_GpuInitOnProbe: up from now on, whoever opens and closes it. */
+static int nv_keep_adapter(struct nv_gpu *gpu)
+{
+	int err;
+
+	mutex_lock(&gpu->lock);
+	err = nv_start_adapter(gpu);
+	gpu->kept = !err;
+	mutex_unlock(&gpu->lock);
+	return err;
 }
 
 static int nv_probe(struct pci_dev *pdev, const struct pci_device_id *id)
@@ -175,34 +272,35 @@ static int nv_probe(struct pci_dev *pdev, const struct pci_device_id *id)
 	if (!gpu)
 		goto fail;
 
+	if (!nv_wait_for_firewall(gpu))
+		goto free;
 	if (pci_enable_device(pdev)) {
-		pr_err("GPU %s: pci_enable_device failed, aborting\n", pci_name(pdev));
+		pr_err("pci_enable_device failed, aborting\n");
 		goto free;
 	}
+	if (!nv_has_irq(pdev) || !nv_has_registers(pdev))
+		goto disable;
 	if (pci_request_regions(pdev, "nvidia")) {
 		pr_err("GPU %s: its memory regions are in use\n", pci_name(pdev));
 		goto disable;
 	}
 	if (dma_set_mask_and_coherent(&pdev->dev, DMA_BIT_MASK(NV_DMA_BITS)))
 		pr_warn("GPU %s: no %d bit DMA\n", pci_name(pdev), NV_DMA_BITS);
-
-	nv_sleep_ms(nv_per_gpu(probe_ms, probe_ms_count, gpu->position));
-	if (nv_listed(probe_fail, probe_fail_count, gpu->position)) {
-		pr_err("The NVIDIA GPU %s (PCI ID: %04x:%04x)\n",
-		       pci_name(pdev), pdev->vendor, pdev->device);
-		pr_err("installed in this system has\n");
-		pr_err("fallen off the bus and is not responding to commands.\n");
+	if (!nv_answers(gpu))
 		goto release;
-	}
 
 	if (nv_publish(gpu))
 		goto release;
 	pci_set_drvdata(pdev, gpu);
 	if (nv_proc_add_gpu(gpu))
 		goto unpublish;
+	if (nv_inits_on_probe() && nv_keep_adapter(gpu))
+		goto remove_proc;
 	atomic_inc(&nv_probed);
 	return 0;
 
+remove_proc:
+	nv_proc_remove_gpu(gpu);
 unpublish:
 	pci_set_drvdata(pdev, NULL);
 	nv_unpublish(gpu);
@@ -315,6 +413,7 @@ static int __init nv_init(void)
 		pr_err("the load fails with %d, as load_fail=%d asks\n", err, load_fail);
 		return err < -MAX_ERRNO ? -EINVAL : err;
 	}
+	nv_adapter_init();
 	err = nv_show_version();
 	if (err)
 		return err;
@@ -331,6 +430,8 @@ static int __init nv_init(void)
 		err = -ENODEV;
 		goto remove_caps;
 	}
+	if (force_sync > 0 || (force_sync < 0 && nv_version_at_least(590, 44, 1)))
+		nv_pci_driver.driver.probe_type = PROBE_FORCE_SYNCHRONOUS;
 	err = pci_register_driver(&nv_pci_driver);
 	if (err)
 		goto remove_caps;

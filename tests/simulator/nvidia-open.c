@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: GPL-2.0
 /*
- * nvidia - simulated driver: character devices and adapter initialisation
+ * nvidia - simulated driver: character devices
  *
  * The first open of a GPU initialises its adapter, the last close takes it
  * down. A blocking open does it itself; an open with O_NONBLOCK hands it to the
@@ -8,7 +8,7 @@
  *
  * Invariants: gpu->lock is held for the whole initialisation. A blocking open
  * waits for gpu->lock with nv_gpus_lock held: so it stalls every other open of
- * any GPU, as with NVIDIA's driver. All waits here are uninterruptible.
+ * any GPU, as with NVIDIA's driver. Only the wait ioctl can be interrupted.
  *
  * What it is not: files carry no RM clients, there is no mmap and no event.
  */
@@ -36,31 +36,6 @@ struct nv_wait_open_complete {
 /* NV_ERR_OPERATING_SYSTEM: what the ioctl shows for every failed adapter. */
 #define NV_STATUS_FAILED	0x59
 
-static unsigned int s1_ms[NV_MAX_GPUS], s2_ms[NV_MAX_GPUS], s3_ms[NV_MAX_GPUS];
-static unsigned int s1_ms_count, s2_ms_count, s3_ms_count;
-module_param_array(s1_ms, uint, &s1_ms_count, 0444);
-MODULE_PARM_DESC(s1_ms, "initialisation, attach: under the RM lock, per GPU");
-module_param_array(s2_ms, uint, &s2_ms_count, 0444);
-MODULE_PARM_DESC(s2_ms, "initialisation, GSP boot: without the RM lock, per GPU");
-module_param_array(s3_ms, uint, &s3_ms_count, 0444);
-MODULE_PARM_DESC(s3_ms, "initialisation, state load: under the RM lock, per GPU");
-
-static unsigned int init_fail[NV_MAX_GPUS];
-static unsigned int init_fail_count;
-module_param_array(init_fail, uint, &init_fail_count, 0444);
-MODULE_PARM_DESC(init_fail, "positions of the GPUs whose initialisation fails");
-
-static unsigned int init_hang[NV_MAX_GPUS];
-static unsigned int init_hang_count;
-module_param_array(init_hang, uint, &init_hang_count, 0444);
-MODULE_PARM_DESC(init_hang, "positions of the GPUs whose initialisation never ends");
-
-static bool nonblocking_open = true;
-module_param_named(NVreg_EnableNonblockingOpen, nonblocking_open, bool, 0444);
-MODULE_PARM_DESC(NVreg_EnableNonblockingOpen, "off: O_NONBLOCK means nothing, as before 550.40.07");
-
-static DEFINE_MUTEX(nv_rm_lock);
-
 /* One open file. */
 struct nv_file {
 	struct kthread_work work;
@@ -72,41 +47,6 @@ struct nv_file {
 	u32 status;
 };
 
-static void __noreturn nv_hang(void)
-{
-	for (;;) {
-		set_current_state(TASK_UNINTERRUPTIBLE);
-		schedule();
-	}
-}
-
-/* S1, S2, S3: firmware and attach, GSP boot, state load. Under gpu->lock. */
-static int nv_init_adapter(struct nv_gpu *gpu)
-{
-	unsigned int k = gpu->position;
-
-	mutex_lock(&nv_rm_lock);
-	nv_sleep_ms(nv_per_gpu(s1_ms, s1_ms_count, k));
-	mutex_unlock(&nv_rm_lock);
-
-	if (nv_listed(init_hang, init_hang_count, k))
-		nv_hang();
-	nv_sleep_ms(nv_per_gpu(s2_ms, s2_ms_count, k));
-	if (nv_listed(init_fail, init_fail_count, k)) {
-		/* Firmware boot, timeout. */
-		pr_err("GPU %s: RmInitAdapter failed! (0x62:0x65:1860)\n",
-		       pci_name(gpu->pdev));
-		pr_err("GPU %s: rm_init_adapter failed, device minor number %u\n",
-		       pci_name(gpu->pdev), gpu->minor);
-		return -EIO;
-	}
-
-	mutex_lock(&nv_rm_lock);
-	nv_sleep_ms(nv_per_gpu(s3_ms, s3_ms_count, k));
-	mutex_unlock(&nv_rm_lock);
-	return 0;
-}
-
 /* Ends the open of `nvf`: initialises the adapter if nobody has yet. */
 static void nv_open_locked(struct nv_file *nvf)
 {
@@ -114,16 +54,8 @@ static void nv_open_locked(struct nv_file *nvf)
 	int rc = 0;
 
 	lockdep_assert_held(&gpu->lock);
-	if (!gpu->use_count) {
-		atomic_inc(&gpu->inits);
-		WRITE_ONCE(gpu->adapter, NV_ADAPTER_INITIALISING);
-		rc = nv_init_adapter(gpu);
-		WRITE_ONCE(gpu->adapter, rc ? NV_ADAPTER_FAILED : NV_ADAPTER_UP);
-		if (rc)
-			atomic_inc(&gpu->init_failures);
-		else
-			WRITE_ONCE(gpu->seen, true);
-	}
+	if (!gpu->use_count && !gpu->kept)
+		rc = nv_start_adapter(gpu);
 	if (!rc) {
 		gpu->use_count++;
 		nvf->gpu = gpu;
@@ -157,13 +89,13 @@ static void nv_open_work(struct kthread_work *work)
 /* True with gpu->lock held if this open can end at once. */
 static bool nv_lock_for_open(struct nv_gpu *gpu, const struct file *file)
 {
-	if (!nonblocking_open || !(file->f_flags & O_NONBLOCK)) {
+	if (!nv_opens_nonblocking() || !(file->f_flags & O_NONBLOCK)) {
 		mutex_lock(&gpu->lock);
 		return true;
 	}
 	if (!mutex_trylock(&gpu->lock))
 		return false;
-	if (gpu->use_count)
+	if (gpu->use_count || gpu->kept)
 		return true;
 	mutex_unlock(&gpu->lock);
 	return false;
@@ -242,10 +174,8 @@ static int nv_release(struct inode *inode, struct file *file)
 	if (gpu) {
 		mutex_lock(&gpu->lock);
 		atomic_inc(&gpu->closes);
-		if (!--gpu->use_count) {
-			WRITE_ONCE(gpu->adapter, NV_ADAPTER_DOWN);
-			atomic_inc(&gpu->teardowns);
-		}
+		if (!--gpu->use_count && !gpu->kept)
+			nv_stop_adapter(gpu);
 		mutex_unlock(&gpu->lock);
 		nv_put_gpu(gpu);
 	}
@@ -258,7 +188,9 @@ static long nv_ioctl(struct file *file, unsigned int cmd, unsigned long arg)
 	struct nv_file *nvf = file->private_data;
 	struct nv_wait_open_complete answer;
 
-	wait_for_completion(&nvf->complete);
+	/* A signal ends the wait, not the initialisation. */
+	if (wait_for_completion_interruptible(&nvf->complete))
+		return -ERESTARTSYS;
 	if (cmd == NV_WAIT_OPEN_COMPLETE) {
 		answer.rc = nvf->rc;
 		answer.status = nvf->status;

@@ -3,7 +3,8 @@
  * nvidia - simulated driver: /proc/driver/nvidia
  *
  * version, params, and a folder per bound GPU. `information` never initialises
- * and never waits; `power` waits for an initialisation that is under way.
+ * and never waits; `power` and `numa_status` wait for an initialisation that is
+ * under way.
  *
  * What NVIDIA's driver does not have: gpus/<address>/sim, this simulator's own
  * counters, for tests.
@@ -26,6 +27,38 @@ static unsigned int device_file_gid;
 module_param_named(NVreg_DeviceFileGID, device_file_gid, uint, 0444);
 static unsigned int device_file_mode = 0666;
 module_param_named(NVreg_DeviceFileMode, device_file_mode, uint, 0444);
+static bool numa;
+module_param(numa, bool, 0444);
+MODULE_PARM_DESC(numa, "GPUs have a numa_status file, as on coherent systems");
+
+/* What /proc/driver/nvidia/params has besides the above, with 550's defaults. */
+static const struct nv_default {
+	const char *name;
+	unsigned int value;
+} nv_before_files[] = {
+	{ "ResmanDebugLevel", ~0U }, { "RmLogonRC", 1 },
+}, nv_after_files[] = {
+	{ "InitializeSystemMemoryAllocations", 1 }, { "UsePageAttributeTable", ~0U },
+	{ "EnableMSI", 1 }, { "EnablePCIeGen3", 0 }, { "MemoryPoolSize", 0 },
+	{ "KMallocHeapMaxSize", 0 }, { "VMallocHeapMaxSize", 0 },
+	{ "IgnoreMMIOCheck", 0 }, { "TCEBypassMode", 0 }, { "EnableStreamMemOPs", 0 },
+	{ "EnableUserNUMAManagement", 1 }, { "NvLinkDisable", 0 },
+	{ "RmProfilingAdminOnly", 1 }, { "PreserveVideoMemoryAllocations", 0 },
+	{ "EnableS0ixPowerManagement", 0 },
+	{ "S0ixPowerManagementVideoMemoryThreshold", 256 },
+	{ "DynamicPowerManagement", 3 },
+	{ "DynamicPowerManagementVideoMemoryThreshold", 200 },
+	{ "RegisterPCIDriver", 1 }, { "EnablePCIERelaxedOrderingMode", 0 },
+	{ "EnableResizableBar", 0 }, { "EnableGpuFirmware", 18 },
+	{ "EnableGpuFirmwareLogs", 2 }, { "EnableDbgBreakpoint", 0 },
+	{ "OpenRmEnableUnsupportedGpus", 1 }, { "DmaRemapPeerMmio", 1 },
+	{ "ImexChannelCount", 2048 },
+};
+
+static const char * const nv_strings_after[] = {
+	"RegistryDwordsPerDevice", "RmMsg", "GpuBlacklist", "TemporaryFilePath",
+	"ExcludedGpus",
+};
 
 static struct proc_dir_entry *nv_proc, *nv_proc_gpus;
 
@@ -37,14 +70,33 @@ static int nv_version_show(struct seq_file *m, void *unused)
 	return 0;
 }
 
+static void nv_show_defaults(struct seq_file *m, const struct nv_default *list, int count)
+{
+	int i;
+
+	for (i = 0; i < count; i++)
+		seq_printf(m, "%s: %u\n", list[i].name, list[i].value);
+}
+
 static int nv_params_show(struct seq_file *m, void *unused)
 {
-	seq_puts(m, "ResmanDebugLevel: 4294967295\n");
+	int i;
+
+	nv_show_defaults(m, nv_before_files, ARRAY_SIZE(nv_before_files));
 	seq_printf(m, "ModifyDeviceFiles: %u\n", modify_device_files);
 	seq_printf(m, "DeviceFileUID: %u\n", device_file_uid);
 	seq_printf(m, "DeviceFileGID: %u\n", device_file_gid);
 	seq_printf(m, "DeviceFileMode: %u\n", device_file_mode);
-	seq_puts(m, "RegistryDwords: \"\"\n");
+	nv_show_defaults(m, nv_after_files, ARRAY_SIZE(nv_after_files));
+	seq_printf(m, "RegistryDwords: \"%s\"\n", nv_registry_dwords());
+	for (i = 0; i < ARRAY_SIZE(nv_strings_after); i++)
+		seq_printf(m, "%s: \"\"\n", nv_strings_after[i]);
+	return 0;
+}
+
+static int nv_registry_show(struct seq_file *m, void *unused)
+{
+	seq_puts(m, "Binary: \"\"\n");
 	return 0;
 }
 
@@ -60,6 +112,8 @@ static int nv_information_show(struct seq_file *m, void *unused)
 	if (seen)
 		seq_printf(m, "GPU UUID: \t GPU-%08x-51d0-5afe-9000-%012x\n",
 			   pci_domain_nr(pdev->bus), pci_dev_id(pdev));
+	else
+		seq_puts(m, "GPU UUID: \t GPU-????????-????-????-????-????????????\n");
 	seq_printf(m, "Video BIOS: \t %s\n", seen ? "96.00.74.00.01" : "??.??.??.??.??");
 	seq_puts(m, "Bus Type: \t PCIe\n");
 	seq_printf(m, "DMA Size: \t %d bits\n", fls64(pdev->dma_mask));
@@ -76,7 +130,21 @@ static int nv_power_show(struct seq_file *m, void *unused)
 	struct nv_gpu *gpu = m->private;
 
 	mutex_lock(&gpu->lock);
-	seq_puts(m, "Runtime D3 status:          Disabled by default\n");
+	seq_printf(m, "Runtime D3 status:          %s\n", gpu->seen ? "Disabled by default" : "?");
+	seq_printf(m, "Video Memory:               %s\n", gpu->seen ? "Active" : "?");
+	seq_puts(m, "\nGPU Hardware Support:\n");
+	seq_printf(m, " Video Memory Self Refresh: %s\n", gpu->seen ? "Not Supported" : "?");
+	seq_printf(m, " Video Memory Off:          %s\n", gpu->seen ? "Supported" : "?");
+	mutex_unlock(&gpu->lock);
+	return 0;
+}
+
+static int nv_numa_show(struct seq_file *m, void *unused)
+{
+	struct nv_gpu *gpu = m->private;
+
+	mutex_lock(&gpu->lock);
+	seq_puts(m, "Node:    0\nStatus:  online\n");
 	mutex_unlock(&gpu->lock);
 	return 0;
 }
@@ -108,6 +176,8 @@ static int nv_sim_show(struct seq_file *m, void *unused)
 	seq_printf(m, "inits: %d\n", atomic_read(&gpu->inits));
 	seq_printf(m, "init_failures: %d\n", atomic_read(&gpu->init_failures));
 	seq_printf(m, "teardowns: %d\n", atomic_read(&gpu->teardowns));
+	/* Of all GPUs: how many were in S2 at once, at most. */
+	seq_printf(m, "at_once: %u\n", nv_most_at_once());
 	return 0;
 }
 
@@ -119,6 +189,8 @@ int nv_proc_add_gpu(struct nv_gpu *gpu)
 	if (!dir)
 		goto fail;
 	if (!proc_create_single_data("power", 0444, dir, nv_power_show, gpu) ||
+	    !proc_create_single("registry", 0444, dir, nv_registry_show) ||
+	    (numa && !proc_create_single_data("numa_status", 0444, dir, nv_numa_show, gpu)) ||
 	    !proc_create_single_data("sim", 0444, dir, nv_sim_show, gpu) ||
 	    !proc_create_single_data("information", 0444, dir, nv_information_show, gpu)) {
 		proc_remove(dir);
@@ -145,6 +217,7 @@ int nv_proc_init(void)
 	nv_proc_gpus = proc_mkdir("gpus", nv_proc);
 	if (!nv_proc_gpus ||
 	    !proc_create_single("version", 0444, nv_proc, nv_version_show) ||
+	    !proc_create_single("registry", 0444, nv_proc, nv_registry_show) ||
 	    !proc_create_single("params", 0444, nv_proc, nv_params_show)) {
 		proc_remove(nv_proc);
 		return -ENOMEM;

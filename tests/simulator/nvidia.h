@@ -2,10 +2,11 @@
 /*
  * What the parts of the simulated nvidia module share.
  *
- * Locks, outermost first:
- *   nv_gpus_lock  the list of GPUs and the minors in use
- *   gpu->lock     one GPU's use count; held while it initialises
- *   nv_rm_lock    the "RM lock": parts S1 and S3 of every initialisation
+ * Locks, as in NVIDIA's driver, outermost first:
+ *   L  nv_gpus_lock   the list of GPUs and the minors in use
+ *   D  gpu->lock      one GPU's use count; held while it initialises
+ *   A  nv_api_lock    the resource manager's lock, taken by writers only
+ *   G  nv_gpu_locks   one lock a GPU, below A
  */
 #ifndef NVIDIA_SIM_H
 #define NVIDIA_SIM_H
@@ -17,6 +18,7 @@
 #include <linux/mutex.h>
 #include <linux/pci.h>
 #include <linux/refcount.h>
+#include <linux/workqueue.h>
 
 #define NV_MAX_GPUS	32
 #define NV_MAJOR	195
@@ -43,9 +45,11 @@ struct nv_gpu {
 	struct completion unused;
 
 	struct kthread_worker *open_q;	/* runs the non-blocking opens */
+	struct delayed_work xid;	/* says what the parameter wants said */
 	struct mutex lock;
 	unsigned int use_count;		/* under lock: successful opens */
 	enum nv_adapter adapter;
+	bool kept;			/* initialised in the probe, and for good */
 	bool seen;			/* has been up once: UUID and VBIOS are known */
 
 	atomic_t opens, closes, inits, init_failures, teardowns;
@@ -55,9 +59,21 @@ struct nv_gpu {
 extern struct list_head nv_gpus;
 extern struct mutex nv_gpus_lock;
 extern char *nv_version;
+bool nv_version_at_least(unsigned int branch, unsigned int minor, unsigned int patch);
 void nv_put_gpu(struct nv_gpu *gpu);
 void nv_sleep_ms(unsigned int ms);
 const char *nv_driver_version(void);	/* exported, for nvidia-uvm */
+
+/* nvidia-adapter.c */
+void nv_adapter_init(void);
+void nv_read_uuid(struct nv_gpu *gpu);
+int nv_start_adapter(struct nv_gpu *gpu);
+void nv_stop_adapter(struct nv_gpu *gpu);
+void nv_init_xid(struct nv_gpu *gpu);
+bool nv_inits_on_probe(void);
+bool nv_opens_nonblocking(void);
+unsigned int nv_most_at_once(void);
+const char *nv_registry_dwords(void);
 
 /* nvidia-open.c */
 int nv_open_init(void);
@@ -74,10 +90,10 @@ int nv_caps_init(void);
 void nv_caps_exit(void);
 
 /* A parameter that has a value per GPU: the last value goes for the rest. */
-static inline unsigned int nv_per_gpu(const unsigned int *values,
-				      unsigned int count, unsigned int position)
+static inline unsigned int nv_per_gpu(const unsigned int *values, unsigned int count,
+				      unsigned int position, unsigned int otherwise)
 {
-	return count ? values[min(position, count - 1)] : 0;
+	return count ? values[min(position, count - 1)] : otherwise;
 }
 
 /* A parameter that lists GPUs by their position. */
@@ -91,5 +107,16 @@ static inline bool nv_listed(const unsigned int *list, unsigned int count,
 			return true;
 	return false;
 }
+
+/* An array parameter, with its count, as the two above want them. */
+#define NV_LIST(name, text)						\
+	static unsigned int name[NV_MAX_GPUS];				\
+	static unsigned int name##_count;				\
+	module_param_array(name, uint, &name##_count, 0444);		\
+	MODULE_PARM_DESC(name, text)
+
+#define nv_time(name, gpu, otherwise) \
+	nv_per_gpu(name, name##_count, (gpu)->position, otherwise)
+#define nv_has(name, gpu) nv_listed(name, name##_count, (gpu)->position)
 
 #endif

@@ -1,0 +1,327 @@
+// SPDX-License-Identifier: GPL-2.0
+/*
+ * nvidia - simulated driver: initialising an adapter and taking it down
+ *
+ * An initialisation has three parts. S1 (attach, firmware) is under the resource
+ * manager's lock A and the GPU's own G; S2 (the GPU's own processor boots) under
+ * G, and under A as well unless the driver is relaxed; S3 (state) under A and the
+ * G of all GPUs, so beside no other GPU's S2. N at once take
+ * N S1 + S2 + N S3, or N (S1 + S2 + S3) without relaxation.
+ *
+ * Invariants: called with gpu->lock held. A is never waited for with a G held.
+ * Nothing here can be interrupted or killed.
+ *
+ * What it is not: the real division of an initialisation into its parts, which
+ * nobody outside has measured; firmware is asked for and not looked at.
+ */
+
+#define pr_fmt(fmt) "NVRM: " fmt
+
+#include <linux/firmware.h>
+#include <linux/module.h>
+#include <linux/sched.h>
+#include <linux/string.h>
+
+#include "nvidia.h"
+
+/* An H100's, roughly. */
+#define S1_MS	300
+#define S2_MS	1300
+#define S3_MS	500
+
+NV_LIST(s1_ms, "initialisation, attach: under the RM lock, per GPU; default 300");
+NV_LIST(s2_ms, "initialisation, GSP boot: without the RM lock where relaxed, per GPU; default 1300");
+NV_LIST(s3_ms, "initialisation, state load: under the RM lock and all GPUs', per GPU; default 500");
+NV_LIST(fw_ms, "copying the firmware, within S1, per GPU");
+NV_LIST(init_fail, "GPUs whose firmware does not boot: (0x62:0x65)");
+NV_LIST(init_hang, "GPUs whose initialisation never ends");
+NV_LIST(wpr2, "GPUs that need a reset: unexpected WPR2, (0x62:0x40)");
+NV_LIST(fabric, "GPUs whose NVLink fabric is not ready: status 0x81");
+NV_LIST(cc_mixed, "GPUs whose confidential-computing mode is another than the others': (0x22:0x56)");
+
+static char *init_code;
+module_param(init_code, charp, 0444);
+MODULE_PARM_DESC(init_code, "GPUs whose initialisation fails with a code: K:INIT:STATUS[,..]");
+
+static char *xid;
+module_param(xid, charp, 0444);
+MODULE_PARM_DESC(xid, "errors that GPUs report: K:NUMBER:MS[,..], MS after the adapter came up");
+
+static bool cc;
+module_param(cc, bool, 0444);
+MODULE_PARM_DESC(cc, "confidential computing: all under the RM lock, and once per GPU");
+
+static bool firmware;
+module_param(firmware, bool, 0444);
+MODULE_PARM_DESC(firmware, "ask the kernel for the GSP's firmware, and fail without it");
+
+static int relaxed = -1;
+module_param(relaxed, int, 0444);
+MODULE_PARM_DESC(relaxed, "S2 without the RM lock: 0, 1; default: as the version does");
+
+static bool nonblocking_open = true;
+module_param_named(NVreg_EnableNonblockingOpen, nonblocking_open, bool, 0444);
+static bool init_on_probe;
+module_param_named(NVreg_GpuInitOnProbe, init_on_probe, bool, 0444);
+static char *registry_dwords = "";
+module_param_named(NVreg_RegistryDwords, registry_dwords, charp, 0444);
+
+static DEFINE_MUTEX(nv_api_lock);
+static struct mutex nv_gpu_locks[NV_MAX_GPUS];
+static DEFINE_SPINLOCK(nv_booting_lock);
+static unsigned int nv_booting, nv_booting_most;
+
+/* RM_INIT_* and NV_STATUS, as the driver prints them. */
+struct nv_init_code {
+	unsigned int stage, status;
+};
+
+#define INIT_OK		((struct nv_init_code){ 0, 0 })
+#define INIT_FAILED(stage, status) ((struct nv_init_code){ stage, status })
+
+const char *nv_registry_dwords(void)
+{
+	return registry_dwords;
+}
+
+bool nv_opens_nonblocking(void)
+{
+	return nonblocking_open && nv_version_at_least(550, 40, 7);
+}
+
+/* Older drivers take the parameter for an unknown one. */
+bool nv_inits_on_probe(void)
+{
+	return init_on_probe && nv_version_at_least(595, 44, 2);
+}
+
+/* GPUs in S2 at one time, at most so far. */
+unsigned int nv_most_at_once(void)
+{
+	return READ_ONCE(nv_booting_most);
+}
+
+static bool nv_relaxed(void)
+{
+	if (cc || strstr(registry_dwords, "RmRelaxedGspInitLocking=0"))
+		return false;
+	if (relaxed >= 0)
+		return relaxed;
+	return nv_version_at_least(555, 0, 0) ||
+	       (nv_version_at_least(550, 142, 0) && !nv_version_at_least(551, 0, 0));
+}
+
+static struct mutex *nv_gpu_lock(const struct nv_gpu *gpu)
+{
+	return &nv_gpu_locks[gpu->position % NV_MAX_GPUS];
+}
+
+static void nv_lock_all_gpus(void)
+{
+	int i;
+
+	for (i = 0; i < NV_MAX_GPUS; i++)
+		mutex_lock(&nv_gpu_locks[i]);
+}
+
+static void nv_unlock_all_gpus(void)
+{
+	int i;
+
+	for (i = NV_MAX_GPUS - 1; i >= 0; i--)
+		mutex_unlock(&nv_gpu_locks[i]);
+}
+
+static void nv_count_booting(int change)
+{
+	spin_lock(&nv_booting_lock);
+	nv_booting += change;
+	nv_booting_most = max(nv_booting_most, nv_booting);
+	spin_unlock(&nv_booting_lock);
+}
+
+/* The probe reads the GPU's UUID. */
+void nv_read_uuid(struct nv_gpu *gpu)
+{
+	mutex_lock(&nv_api_lock);
+	mutex_unlock(&nv_api_lock);
+}
+
+/* The entry of this GPU in a list K:A:B[,..]. */
+static bool nv_find_entry(const char *list, const struct nv_gpu *gpu,
+			  unsigned int *a, unsigned int *b)
+{
+	unsigned int k;
+
+	while (list && *list) {
+		if (sscanf(list, "%u:%i:%i", &k, a, b) == 3 && k == gpu->position)
+			return true;
+		list = strchr(list, ',');
+		if (list)
+			list++;
+	}
+	return false;
+}
+
+static void nv_say_xid(struct work_struct *work)
+{
+	struct nv_gpu *gpu = container_of(to_delayed_work(work), struct nv_gpu, xid);
+	struct pci_dev *pdev = gpu->pdev;
+	unsigned int number, ms;
+
+	if (!nv_find_entry(xid, gpu, &number, &ms))
+		return;
+	pr_err("Xid (PCI:%04x:%02x:%02x): %u, pid='<unknown>', name=<unknown>, %s\n",
+	       pci_domain_nr(pdev->bus), pdev->bus->number, PCI_SLOT(pdev->devfn),
+	       number, number == 79 ? "GPU has fallen off the bus." : "simulated");
+	if (number == 79)
+		pr_err("GPU %s: GPU has fallen off the bus.\n", pci_name(pdev));
+}
+
+void nv_init_xid(struct nv_gpu *gpu)
+{
+	INIT_DELAYED_WORK(&gpu->xid, nv_say_xid);
+}
+
+static bool nv_load_firmware(struct nv_gpu *gpu)
+{
+	const struct firmware *image;
+	char name[64];
+
+	nv_sleep_ms(nv_time(fw_ms, gpu, 0));
+	if (!firmware)
+		return true;
+	snprintf(name, sizeof(name), "nvidia/%s/gsp_ga10x.bin", nv_version);
+	if (request_firmware(&image, name, &gpu->pdev->dev)) {
+		pr_err("RmFetchGspRmImages: No firmware image found\n");
+		return false;
+	}
+	release_firmware(image);
+	return true;
+}
+
+/* S1, under A and G. */
+static struct nv_init_code nv_attach(struct nv_gpu *gpu)
+{
+	nv_sleep_ms(nv_time(s1_ms, gpu, S1_MS));
+	if (cc && (gpu->seen || nv_has(cc_mixed, gpu)))
+		return INIT_FAILED(0x22, 0x56);
+	if (!nv_load_firmware(gpu))
+		return INIT_FAILED(0x61, 0x56);
+	return INIT_OK;
+}
+
+static void __noreturn nv_hang(void)
+{
+	for (;;) {
+		set_current_state(TASK_UNINTERRUPTIBLE);
+		schedule();
+	}
+}
+
+/* S2, under G. */
+static struct nv_init_code nv_boot_gsp(struct nv_gpu *gpu)
+{
+	unsigned int stage, status;
+
+	if (nv_has(wpr2, gpu)) {
+		pr_err("GPU%u kgspBootstrap: unexpected WPR2 already up, cannot proceed with booting GSP\n",
+		       gpu->position);
+		pr_err("GPU%u kgspBootstrap: (the GPU is likely in a bad state and may need to be reset)\n",
+		       gpu->position);
+		return INIT_FAILED(0x62, 0x40);
+	}
+	nv_count_booting(1);
+	if (nv_has(init_hang, gpu))
+		nv_hang();
+	nv_sleep_ms(nv_time(s2_ms, gpu, S2_MS));
+	nv_count_booting(-1);
+	if (nv_has(init_fail, gpu))
+		return INIT_FAILED(0x62, 0x65);
+	if (nv_find_entry(init_code, gpu, &stage, &status))
+		return INIT_FAILED(stage, status);
+	return INIT_OK;
+}
+
+/* S3, under A and all G. */
+static struct nv_init_code nv_load_state(struct nv_gpu *gpu)
+{
+	nv_sleep_ms(nv_time(s3_ms, gpu, S3_MS));
+	return nv_has(fabric, gpu) ? INIT_FAILED(0x25, 0x81) : INIT_OK;
+}
+
+static struct nv_init_code nv_init_adapter(struct nv_gpu *gpu)
+{
+	bool release = nv_relaxed();
+	struct nv_init_code code;
+
+	mutex_lock(&nv_api_lock);
+	mutex_lock(nv_gpu_lock(gpu));
+	code = nv_attach(gpu);
+	if (code.stage) {
+		mutex_unlock(nv_gpu_lock(gpu));
+		mutex_unlock(&nv_api_lock);
+		return code;
+	}
+	if (release)
+		mutex_unlock(&nv_api_lock);
+	code = nv_boot_gsp(gpu);
+	mutex_unlock(nv_gpu_lock(gpu));
+	if (code.stage) {
+		if (!release)
+			mutex_unlock(&nv_api_lock);
+		return code;
+	}
+	if (release)
+		mutex_lock(&nv_api_lock);
+	nv_lock_all_gpus();
+	code = nv_load_state(gpu);
+	nv_unlock_all_gpus();
+	mutex_unlock(&nv_api_lock);
+	return code;
+}
+
+/* Initialises. On failure says so in the driver's words; -EIO whatever it was. */
+int nv_start_adapter(struct nv_gpu *gpu)
+{
+	struct nv_init_code code;
+	unsigned int number, ms;
+
+	lockdep_assert_held(&gpu->lock);
+	atomic_inc(&gpu->inits);
+	WRITE_ONCE(gpu->adapter, NV_ADAPTER_INITIALISING);
+	code = nv_init_adapter(gpu);
+	if (code.stage) {
+		/* The third number is a line of the driver's source. */
+		pr_err("GPU %s: RmInitAdapter failed! (0x%x:0x%x:%d)\n",
+		       pci_name(gpu->pdev), code.stage, code.status, __LINE__);
+		pr_err("GPU %s: rm_init_adapter failed, device minor number %u\n",
+		       pci_name(gpu->pdev), gpu->minor);
+		WRITE_ONCE(gpu->adapter, NV_ADAPTER_FAILED);
+		atomic_inc(&gpu->init_failures);
+		return -EIO;
+	}
+	WRITE_ONCE(gpu->adapter, NV_ADAPTER_UP);
+	WRITE_ONCE(gpu->seen, true);
+	if (nv_find_entry(xid, gpu, &number, &ms))
+		schedule_delayed_work(&gpu->xid, msecs_to_jiffies(ms));
+	return 0;
+}
+
+/* The last close. Under A, as an initialisation's ends. */
+void nv_stop_adapter(struct nv_gpu *gpu)
+{
+	lockdep_assert_held(&gpu->lock);
+	mutex_lock(&nv_api_lock);
+	WRITE_ONCE(gpu->adapter, NV_ADAPTER_DOWN);
+	atomic_inc(&gpu->teardowns);
+	mutex_unlock(&nv_api_lock);
+}
+
+void nv_adapter_init(void)
+{
+	int i;
+
+	for (i = 0; i < NV_MAX_GPUS; i++)
+		mutex_init(&nv_gpu_locks[i]);
+}
