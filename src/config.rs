@@ -306,6 +306,13 @@ pub fn module_parameters(command_line: &[u8], module: &str) -> String {
     parameters
 }
 
+/// The modules of all `modprobe.blacklist=a,b` words.
+pub fn module_blacklist(command_line: &[u8]) -> Vec<String> {
+    let words = words(command_line);
+    let lists = words.iter().filter_map(|w| w.strip_prefix("modprobe.blacklist="));
+    lists.flat_map(|l| l.split(',')).filter(|m| !m.is_empty()).map(|m| m.replace('-', "_")).collect()
+}
+
 /// The table of parameters in Markdown, as it stands in the README.
 pub fn parameters_markdown() -> String {
     let mut table = String::from("| parameter | values | default | meaning |\n|---|---|---|---|\n");
@@ -385,5 +392,10 @@ mod tests {
         assert_eq!(module_parameters(line, "nvidia"), "probe_ms=5 NVreg_RegistryDwords=\"a b\" flag");
         assert_eq!(module_parameters(line, "nvidia-uvm"), "x=1 y=2");
         assert_eq!(module_parameters(line, "vsock"), "");
+    }
+
+    #[test]
+    fn the_blacklist_is_that_of_all_its_words() {
+        assert_eq!(module_blacklist(b"modprobe.blacklist=a-b,,c quiet modprobe.blacklist= modprobe.blacklist=d"), ["a_b", "c", "d"]);
     }
 }
