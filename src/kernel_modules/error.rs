@@ -35,7 +35,7 @@ pub enum Unreadable {
 /// What was looked at to tell why the kernel refused.
 #[derive(Debug, Default)]
 pub struct Hint {
-    /// The version magic of the file, for ENOEXEC.
+    /// The version magic of the file, for ENOEXEC and EINVAL.
     pub magic: Option<String>,
     /// `uname -r`.
     pub kernel: String,
@@ -103,14 +103,14 @@ impl fmt::Display for LoadError {
 /// What the kernel means by an errno of its module loader (kernel/module/main.c), and what to do.
 fn reason(f: &mut fmt::Formatter<'_>, errno: Errno, hint: &Hint) -> fmt::Result {
     match (errno, &hint.magic, hint.disabled) {
-        (Errno::ENOEXEC, Some(magic), _) if magic.split(' ').next() == Some(hint.kernel.as_str()) => {
+        (Errno::ENOEXEC | Errno::EINVAL, Some(magic), _) if magic.split(' ').next() != Some(hint.kernel.as_str()) => {
+            write!(f, " (built for another kernel: its vermagic is {magic:?}, uname -r is {:?}: build it for this one)", hint.kernel)
+        }
+        (Errno::ENOEXEC, Some(magic), _) => {
             write!(
                 f,
                 " (built for this kernel, {magic:?}: the file is damaged, or was built with other options; the kernel's log says more)"
             )
-        }
-        (Errno::ENOEXEC, Some(magic), _) => {
-            write!(f, " (built for another kernel: its vermagic is {magic:?}, uname -r is {:?}: build it for this one)", hint.kernel)
         }
         (Errno::ENOEXEC, None, _) => write!(f, " (no module: the file is damaged, or something else)"),
         (Errno::ENOKEY | Errno::EKEYREJECTED | Errno::EKEYEXPIRED | Errno::EBADMSG | Errno::ENODATA | Errno::ENOPKG, ..) => {
@@ -152,6 +152,8 @@ mod tests {
         for (errno, magic, disabled, part) in [
             (Errno::ENOEXEC, Some("6.18.5 SMP"), None, "the file is damaged"),
             (Errno::ENOEXEC, None, None, "no module: the file is damaged"),
+            (Errno::EINVAL, Some("6.18.5 SMP"), None, "EINVAL: Invalid argument (a parameter has a bad value"),
+            (Errno::EINVAL, Some("6.18.4 SMP"), None, "built for another kernel"),
             (Errno::ENOKEY, None, None, "ENOKEY: Required key not available (signature: "),
             (Errno::EKEYREJECTED, None, None, "sign it with the kernel's key"),
             (Errno::EPERM, None, Some(true), "kernel.modules_disabled is 1"),

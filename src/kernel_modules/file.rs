@@ -69,36 +69,40 @@ pub enum Fault {
 }
 
 /// Loads a module's file and blocks until its init has returned. Gives the format if it was unpacked here. That the module is there already is success.
-pub fn load(path: &Path, parameters: &CStr, kernel_unpacks: Option<Format>) -> Result<Option<Format>, Fault> {
+pub fn load(path: &Path, parameters: &CStr, kernel_unpacks: impl FnOnce() -> Option<Format>) -> Result<Option<Format>, Fault> {
     let file = File::open(path).map_err(|e| Fault::Open(errno(&e)))?;
     let mut first = [0; 6];
     let read = file.read_at(&mut first, 0).map_err(|e| Fault::Read(errno(&e)))?;
     let format = Format::of(first.get(..read).unwrap_or_default());
     let flags = match format {
         None => ModuleInitFlags::empty(),
-        Some(format) if kernel_unpacks == Some(format) => COMPRESSED_FILE,
+        Some(format) if kernel_unpacks() == Some(format) => COMPRESSED_FILE,
         Some(format) => return unpack_and_load(&file, format, parameters).map(|()| Some(format)),
     };
     match (finit_module(&file, parameters, flags), format) {
         (Ok(()) | Err(Errno::EEXIST), _) => Ok(None),
         // It says that it can, and cannot.
         (Err(Errno::EOPNOTSUPP), Some(format)) => unpack_and_load(&file, format, parameters).map(|()| Some(format)),
-        (Err(Errno::ENOEXEC), None) => {
+        (Err(errno), None) if may_be_foreign(errno) => {
             let mut bytes = Vec::new();
             // Only to say more: what cannot be read has no version magic.
             let _unused = (&file).take(MAX_UNPACKED).read_to_end(&mut bytes);
-            Err(Fault::Refused { errno: Errno::ENOEXEC, magic: version_magic(&bytes) })
+            Err(Fault::Refused { errno, magic: version_magic(&bytes) })
         }
         (Err(errno), _) => Err(Fault::Refused { errno, magic: None }),
     }
+}
+
+/// Whether this is what a module of another kernel gets: by its magic or its layout the first, by a symbol's checksum the second.
+fn may_be_foreign(errno: Errno) -> bool {
+    matches!(errno, Errno::ENOEXEC | Errno::EINVAL)
 }
 
 fn unpack_and_load(file: &File, format: Format, parameters: &CStr) -> Result<(), Fault> {
     let image = unpack(BufReader::new(file), format, MAX_UNPACKED).map_err(|why| Fault::Packed { format, why })?;
     match init_module(&image, parameters) {
         Ok(()) | Err(Errno::EEXIST) => Ok(()),
-        Err(Errno::ENOEXEC) => Err(Fault::Refused { errno: Errno::ENOEXEC, magic: version_magic(&image) }),
-        Err(errno) => Err(Fault::Refused { errno, magic: None }),
+        Err(errno) => Err(Fault::Refused { errno, magic: may_be_foreign(errno).then(|| version_magic(&image)).flatten() }),
     }
 }
 
@@ -138,7 +142,7 @@ fn read_all(decoder: &mut impl Read, out: &mut Vec<u8>, limit: u64) -> Result<()
 pub fn version_magic(image: &[u8]) -> Option<String> {
     const KEY: &[u8] = b"vermagic=";
     // The entries of .modinfo end with a NUL, and so does what stands before the first.
-    let at = image.windows(KEY.len()).enumerate().find(|(at, w)| *w == KEY && (*at == 0 || image.get(at - 1) == Some(&0)))?.0;
+    let at = (0..image.len()).find(|at| image[*at..].starts_with(KEY) && (*at == 0 || image[at - 1] == 0))?;
     let text = image.get(at + KEY.len()..)?.split(|b| *b == 0).next()?;
     let text = String::from_utf8_lossy(text.get(..MAX_MAGIC).unwrap_or(text));
     Some(text.trim().chars().map(|c| if c.is_control() { '?' } else { c }).collect())

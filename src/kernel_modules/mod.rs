@@ -134,7 +134,7 @@ impl Modules {
         let Ok(parameters) = CString::new(self.options_of(&module, planned.alias.as_deref())) else {
             return Err(LoadError::Refused { asked, module, path, errno: Errno::EINVAL, hint: hint(None) });
         };
-        match file::load(&path, &parameters, self.kernel_unpacks()) {
+        match file::load(&path, &parameters, || self.kernel_unpacks()) {
             Ok(None) => Ok(()),
             Ok(Some(format)) => {
                 tracing::Span::current().record("unpacked", tracing::field::display(format));

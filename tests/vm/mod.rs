@@ -17,8 +17,11 @@ mod events;
 #[cfg(feature = "host")]
 mod faults;
 #[cfg(feature = "host")]
+mod modules;
+#[cfg(feature = "host")]
 mod readers;
 
 /// Every VM test, in the order in which they run.
 #[cfg(feature = "host")]
-pub const TESTS: &[&[harness::VmTest]] = &[containers::TESTS, bring_up::TESTS, faults::TESTS, events::TESTS, agent::TESTS, readers::TESTS];
+pub const TESTS: &[&[harness::VmTest]] =
+    &[containers::TESTS, bring_up::TESTS, faults::TESTS, events::TESTS, agent::TESTS, readers::TESTS, modules::TESTS];

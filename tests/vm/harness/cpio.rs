@@ -6,11 +6,13 @@ const MAGIC: &[u8] = b"070701";
 const HEADER: usize = 110;
 const TRAILER: &str = "TRAILER!!!";
 
-/// The archive with some files replaced or added, and some left out. Paths are as in the archive, without a leading slash.
+/// The archive with some files replaced or added, and some left out. Paths are as in the archive, without a leading slash. Folders that a new file
+/// needs come with it.
 pub fn change(archive: &[u8], files: &[(String, Vec<u8>)], without: &[&str]) -> Result<Vec<u8>> {
     let mut out = Vec::with_capacity(archive.len());
     let mut rest = archive;
     let mut left_out = 0;
+    let mut folders = Vec::new();
     loop {
         let field = |n: usize| -> Result<usize> {
             let digits = rest.get(6 + n * 8..14 + n * 8).context("the archive ends inside a header")?;
@@ -24,6 +26,9 @@ pub fn change(archive: &[u8], files: &[(String, Vec<u8>)], without: &[&str]) -> 
         if name == TRAILER {
             break;
         }
+        if field(1)? & 0o170_000 == 0o040_000 {
+            folders.push(name.to_string());
+        }
         if without.contains(&name) {
             left_out += 1;
         } else if !files.iter().any(|(path, _)| path == name) {
@@ -33,6 +38,13 @@ pub fn change(archive: &[u8], files: &[(String, Vec<u8>)], without: &[&str]) -> 
     }
     ensure!(left_out == without.len(), "not in the archive: one of {without:?}");
     for (path, text) in files {
+        for (end, _) in path.match_indices('/') {
+            let folder = path[..end].to_string();
+            if !folders.contains(&folder) {
+                add(&mut out, &folder, 0o040_755, b"");
+                folders.push(folder);
+            }
+        }
         add(&mut out, path, 0o100_755, text);
     }
     add(&mut out, TRAILER, 0, b"");
@@ -54,6 +66,28 @@ fn add(out: &mut Vec<u8>, name: &str, mode: u32, data: &[u8]) {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_new_file_brings_its_folders_once() {
+        let mut base = Vec::new();
+        add(&mut base, "etc", 0o040_755, b"");
+        add(&mut base, TRAILER, 0, b"");
+        let files = ["etc/a/b/c", "etc/a/d", "e"].map(|path| (path.to_string(), vec![]));
+        let changed = change(&base, &files, &[]).unwrap();
+        let mut wanted = Vec::new();
+        for (name, mode) in [
+            ("etc", 0o040_755),
+            ("etc/a", 0o040_755),
+            ("etc/a/b", 0o040_755),
+            ("etc/a/b/c", 0o100_755),
+            ("etc/a/d", 0o100_755),
+            ("e", 0o100_755),
+        ] {
+            add(&mut wanted, name, mode, b"");
+        }
+        add(&mut wanted, TRAILER, 0, b"");
+        assert!(changed == wanted);
+    }
 
     #[test]
     fn files_are_replaced_added_and_left_out() {
