@@ -316,30 +316,24 @@ pub fn module_parameters(command_line: &[u8], module: &str) -> String {
     parameters
 }
 
-/// A module's parameters with one more key of the driver's registry: `NVreg_RegistryDwords="A=1;B=2"` holds them all, and a second one would
-/// replace the first.
+/// The driver's registry with one more key: `NVreg_RegistryDwords="A=1;B=2"` holds all keys, and a second such parameter would replace the first.
 pub fn with_registry_key(parameters: &str, key: &str) -> String {
-    const NAME: &str = "NVreg_RegistryDwords=";
-    let mut keys = Vec::new();
-    let mut others = Vec::new();
-    for word in words(parameters.as_bytes()) {
-        match word.strip_prefix(NAME) {
-            // The last one counts.
-            Some(value) => keys = value.split(';').filter(|k| !k.trim().is_empty()).map(str::to_string).collect(),
-            None => others.push(match word.split_once('=') {
-                Some((name, value)) if value.contains(char::is_whitespace) => format!("{name}=\"{value}\""),
-                _ => word,
-            }),
-        }
-    }
-    keys.push(key.to_string());
-    others.push(format!("{NAME}\"{}\"", keys.join(";")));
-    others.join(" ")
+    const NAME: &str = "NVreg_RegistryDwords";
+    let asked = parameter_value(parameters, NAME).unwrap_or_default();
+    let keys: Vec<&str> = asked.split(';').filter(|k| !k.trim().is_empty()).chain([key]).collect();
+    format!("{NAME}=\"{}\"", keys.join(";"))
 }
 
 /// The value of one parameter among a module's parameters; the last one counts.
 pub fn parameter_value(parameters: &str, name: &str) -> Option<String> {
     words(parameters.as_bytes()).into_iter().rev().find_map(|word| word.strip_prefix(name)?.strip_prefix('=').map(str::to_string))
+}
+
+/// The modules of all `modprobe.blacklist=a,b` words.
+pub fn module_blacklist(command_line: &[u8]) -> Vec<String> {
+    let words = words(command_line);
+    let lists = words.iter().filter_map(|w| w.strip_prefix("modprobe.blacklist="));
+    lists.flat_map(|l| l.split(',')).filter(|m| !m.is_empty()).map(|m| m.replace('-', "_")).collect()
 }
 
 /// The table of parameters in Markdown, as it stands in the README.
@@ -401,10 +395,7 @@ mod tests {
     #[test]
     fn a_registry_key_joins_those_that_were_asked_for() {
         assert_eq!(with_registry_key("", "R=0"), "NVreg_RegistryDwords=\"R=0\"");
-        assert_eq!(
-            with_registry_key("a=1 NVreg_RegistryDwords=\"X=1;Y=2;\" b=\"c d\"", "R=0"),
-            "a=1 b=\"c d\" NVreg_RegistryDwords=\"X=1;Y=2;R=0\""
-        );
+        assert_eq!(with_registry_key("a=1 NVreg_RegistryDwords=\"X=1;Y=2;\" b=\"c d\"", "R=0"), "NVreg_RegistryDwords=\"X=1;Y=2;R=0\"");
         assert_eq!(parameter_value("a=1 NVreg_X=2 a=3", "a").as_deref(), Some("3"));
         assert_eq!(parameter_value("ab=1", "a"), None);
     }
@@ -432,5 +423,10 @@ mod tests {
         assert_eq!(module_parameters(line, "nvidia"), "probe_ms=5 NVreg_RegistryDwords=\"a b\" flag");
         assert_eq!(module_parameters(line, "nvidia-uvm"), "x=1 y=2");
         assert_eq!(module_parameters(line, "vsock"), "");
+    }
+
+    #[test]
+    fn the_blacklist_is_that_of_all_its_words() {
+        assert_eq!(module_blacklist(b"modprobe.blacklist=a-b,,c quiet modprobe.blacklist= modprobe.blacklist=d"), ["a_b", "c", "d"]);
     }
 }

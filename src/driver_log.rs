@@ -60,6 +60,7 @@ pub fn explains(text: &str) -> bool {
         "probe routine was not called",
         "enabling device",
         "loading NVIDIA",
+        "Loaded the UVM driver",
         "loading out-of-tree",
         "taints kernel",
         "failed with error -1",

@@ -19,13 +19,15 @@ use super::lane::{self, Enabling};
 use super::publication::{self, Published, Update};
 use super::roster::Roster;
 use super::strategy::{self, Facts, Strategy};
+use crate::bind::DRIVER;
 use crate::bind::PciSysfs;
 use crate::cdi::spec::Entry;
 use crate::clock::boottime_ns;
-use crate::config::{Bind, Config};
+use crate::config::{Bind, Config, parameter_value};
 use crate::driver_log::Signal;
 use crate::events::kmsg::DriverWords;
 use crate::events::{After, names};
+use crate::kernel_modules::Modules;
 use crate::pci::{self, Gpu, PciAddress};
 use crate::reason::Reason;
 use crate::step;
@@ -58,8 +60,8 @@ pub async fn run(boot: &Boot, before: Option<&Before>, ears: Ears, descriptors: 
     });
     let gpus = scan(&boot.config);
     let mut fleet = Fleet::new(boot, before, &gpus, words, descriptors).await;
-    fleet.start(boot, gpus, before);
-    fleet.follow(boot, uevents.ok(), signals).await;
+    fleet.start(&boot.config, gpus, before);
+    fleet.follow(&boot.config, uevents.ok(), signals).await;
 }
 
 /// Reads the GPUs, and says what is found and what is missing.
@@ -87,13 +89,12 @@ fn scan(config: &Config) -> Vec<Gpu> {
 }
 
 /// What is known before the first GPU is touched.
-fn facts(boot: &Boot, gpus: &[Gpu]) -> Facts {
-    let parameters = driver::parameters(boot);
+fn facts(modules: &Modules, gpus: &[Gpu]) -> Facts {
     Facts {
         gpus: gpus.len(),
         firewall: gpus.iter().any(|g| pci::waits_for_bar_firewall(g.device)),
-        driver: driver::version_on_disk(boot),
-        init_on_probe: crate::config::parameter_value(&parameters, "NVreg_GpuInitOnProbe").is_some_and(|v| v != "0"),
+        driver: driver::version_on_disk(modules),
+        init_on_probe: parameter_value(&modules.options(DRIVER), "NVreg_GpuInitOnProbe").is_some_and(|v| v != "0"),
         confidential: super::worker::is_confidential(),
         vcpus: std::thread::available_parallelism().map_or(1, std::num::NonZero::get),
     }
@@ -119,9 +120,9 @@ struct Fleet {
     shared: Arc<Shared>,
     /// The first GPU's enabling, where the strategy depended on it.
     first: Option<Enabling>,
+    /// Gone when the driver's load has been started, with the first GPU.
+    modules: Option<Modules>,
     driver: watch::Sender<Driver>,
-    /// The driver's load has been started: with the first GPU.
-    loading: bool,
     tasks: JoinSet<(PciAddress, bool)>,
     handles: HashMap<PciAddress, AbortHandle>,
     usable: HashSet<PciAddress>,
@@ -142,7 +143,8 @@ impl Fleet {
         let sysfs = PciSysfs::at(Path::new(SYS));
         let published = before.map_or_else(Published::default, |before| published(before, &sysfs, gpus));
         let spec = publication::start(Arc::clone(&roster), published, boot.config.cdi_complete);
-        let facts = facts(boot, gpus);
+        let modules = driver::modules(boot);
+        let facts = facts(&modules, gpus);
         let mut first = None;
         if before.is_none() && strategy::depends_on_enable(&boot.config, &facts) {
             first = gpus.first().map(|gpu| Enabling::start(&sysfs, gpu.address, &After::default()));
@@ -173,7 +175,7 @@ impl Fleet {
             shared,
             first,
             driver,
-            loading: false,
+            modules: Some(modules),
             tasks: JoinSet::new(),
             handles: HashMap::new(),
             usable: HashSet::new(),
@@ -184,7 +186,7 @@ impl Fleet {
     }
 
     /// Starts with what the scan found.
-    fn start(&mut self, boot: &Boot, gpus: Vec<Gpu>, before: Option<&Before>) {
+    fn start(&mut self, config: &Config, gpus: Vec<Gpu>, before: Option<&Before>) {
         let known = |gpu: &Gpu| before.map(|b| b.gpu(gpu.address)).unwrap_or_default();
         let mut to_do = Vec::new();
         for gpu in gpus {
@@ -200,21 +202,23 @@ impl Fleet {
             }
         }
         if self.shared.roster.len() > 0 {
-            self.load_driver(boot, &to_do);
+            self.load_driver(&to_do);
         }
         let unbound: Vec<Gpu> = to_do.iter().filter(|g| !self.shared.sysfs.is_bound(g.address)).cloned().collect();
         let lane = lane::start(self.shared.bind, &self.shared.sysfs, &unbound, self.first.take());
         let mut turns: HashMap<PciAddress, _> = unbound.iter().map(|g| g.address).zip(lane).collect();
         for gpu in to_do {
             let turn = turns.remove(&gpu.address).flatten();
-            self.spawn(gpu, Arrival::Boot(turn));
+            self.spawn(gpu, if before.is_some() { Arrival::Again(turn) } else { Arrival::Boot(turn) });
         }
-        self.settle(&boot.config);
+        self.settle(config);
     }
 
-    fn load_driver(&mut self, boot: &Boot, gpus: &[Gpu]) {
-        self.loading = true;
-        driver::start(boot, self.driver.clone(), self.shared.bind, &self.shared.sysfs, gpus, self.shared.spec.clone());
+    /// Starts the driver's load, once.
+    fn load_driver(&mut self, gpus: &[Gpu]) {
+        if let Some(modules) = self.modules.take() {
+            driver::start(modules, self.driver.clone(), self.shared.bind, &self.shared.sysfs, gpus, self.shared.spec.clone());
+        }
     }
 
     fn spawn(&mut self, gpu: Gpu, arrival: Arrival) {
@@ -225,18 +229,18 @@ impl Fleet {
     }
 
     /// Hears and acts until the kernel can no longer be heard.
-    async fn follow(&mut self, boot: &Boot, uevents: Option<Uevents>, mut signals: Option<mpsc::UnboundedReceiver<Signal>>) {
+    async fn follow(&mut self, config: &Config, uevents: Option<Uevents>, mut signals: Option<mpsc::UnboundedReceiver<Signal>>) {
         loop {
             tokio::select! {
                 next = hear(uevents.as_ref()) => match next {
-                    Ok(Next::Event(event)) => self.take(boot, event),
+                    Ok(Next::Event(event)) => self.take(event),
                     Ok(Next::Overrun) => {
                         tracing::warn!(name: names::STREAM_LOST, at = "uevents", error = "the kernel sent uevents faster than they were read: scanning again");
-                        self.rescan(boot);
+                        self.rescan();
                     }
                     Err(error) => {
                         tracing::warn!(name: names::UEVENT, error = %format!("read uevents: {error}: GPUs that come or go from now on are not seen"));
-                        return self.finish(&boot.config).await;
+                        return self.finish(config).await;
                     }
                 },
                 Some(signal) = listen(signals.as_mut()) => self.heed(signal).await,
@@ -245,7 +249,7 @@ impl Fleet {
                     if let Ok((gpu, usable)) = ended {
                         self.ended(gpu, usable);
                     }
-                    self.settle(&boot.config);
+                    self.settle(config);
                 }
             }
         }
@@ -284,12 +288,12 @@ impl Fleet {
         let failed = self.shared.roster.len() - self.usable.len();
         tracing::info!(name: names::SETTLED, usable = self.usable.len() as u64, failed = failed as u64);
         // Without a GPU there is no driver yet: one that is plugged in later needs it.
-        if self.loading && !std::mem::replace(&mut self.locked_down, true) {
+        if self.modules.is_none() && !std::mem::replace(&mut self.locked_down, true) {
             lock_down(config);
         }
     }
 
-    fn take(&mut self, boot: &Boot, event: Uevent) {
+    fn take(&mut self, event: Uevent) {
         if !event.vendor.zip(event.class).is_some_and(|(vendor, class)| pci::is_gpu(vendor, class)) {
             return;
         }
@@ -301,14 +305,14 @@ impl Fleet {
                 self.shared.bound_at.lock().unwrap_or_else(PoisonError::into_inner).insert(gpu, boottime_ns());
                 self.shared.bound.notify_waiters();
             }
-            Action::Add => self.arrived(boot, pci::read(Path::new(SYS), gpu).into_iter().collect()),
+            Action::Add => self.arrived(pci::read(Path::new(SYS), gpu).into_iter().collect()),
             Action::Remove => self.left(gpu),
             Action::Unbind | Action::Other => {}
         }
     }
 
     /// After uevents were lost: what is there now counts.
-    fn rescan(&mut self, boot: &Boot) {
+    fn rescan(&mut self) {
         let present = match pci::scan(Path::new(SYS)) {
             Ok((gpus, _)) => gpus,
             Err(error) => {
@@ -321,20 +325,18 @@ impl Fleet {
                 self.left(gpu);
             }
         }
-        self.arrived(boot, present);
+        self.arrived(present);
     }
 
     /// GPUs that are there now; those that were there before are left alone.
-    fn arrived(&mut self, boot: &Boot, gpus: Vec<Gpu>) {
+    fn arrived(&mut self, gpus: Vec<Gpu>) {
         let new: Vec<Gpu> = gpus.into_iter().filter(|g| !self.shared.roster.contains(g.address)).collect();
         if new.is_empty() {
             return;
         }
         self.shared.roster.add(&new);
         let _unused = self.shared.spec.send(Update::Roster);
-        if !self.loading {
-            self.load_driver(boot, &new);
-        }
+        self.load_driver(&new);
         // No lane for those that come later: the kernel probes them by itself, and the bind finds that done.
         new.into_iter().for_each(|gpu| self.spawn(gpu, Arrival::Later));
     }

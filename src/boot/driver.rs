@@ -7,7 +7,7 @@ use super::Boot;
 use super::publication::{Update, Updates};
 use super::strategy::Version;
 use crate::bind::{DRIVER, PciSysfs};
-use crate::config::{Bind, module_parameters, with_registry_key};
+use crate::config::{Bind, with_registry_key};
 use crate::device_nodes::{DeviceNodes, Node};
 use crate::driver_proc::{Majors, information, majors, node_rules};
 use crate::events::{StepId, names};
@@ -50,31 +50,34 @@ pub struct Loaded {
 }
 
 /// Starts the load on a thread of its own; must be called inside the runtime. GPUs that the strategy binds later are held back before this returns.
-pub fn start(boot: &Boot, state: watch::Sender<Driver>, bind: Bind, sysfs: &PciSysfs, gpus: &[Gpu], spec: Updates) {
-    let modules = Modules::new(Path::new("/"), &kernel(), &boot.command_line);
+pub fn start(modules: Modules, state: watch::Sender<Driver>, bind: Bind, sysfs: &PciSysfs, gpus: &[Gpu], spec: Updates) {
     let addresses: Vec<PciAddress> = gpus.iter().map(|g| g.address).collect();
-    let parameters = parameters(boot);
-    let load = Load { modules, parameters, sysfs: sysfs.clone(), addresses, one_by_one: bind != Bind::Insmod };
+    let load = Load { modules, sysfs: sysfs.clone(), addresses, one_by_one: bind != Bind::Insmod };
     load.hold_back();
     tokio::task::spawn_blocking(move || load.run(&state, &spec));
 }
 
-/// Unreadable: modules.dep is then not found, which says so.
-fn kernel() -> String {
-    std::fs::read_to_string("/proc/sys/kernel/osrelease").unwrap_or_default().trim().to_string()
-}
-
-/// The driver's parameters, with what the configuration makes of them.
-pub fn parameters(boot: &Boot) -> String {
-    let asked = module_parameters(&boot.command_line, DRIVER);
-    if boot.config.relaxed { asked } else { with_registry_key(&asked, UNRELAXED) }
+/// The modules of the running kernel, with what the configuration makes of the driver's options.
+pub fn modules(boot: &Boot) -> Modules {
+    // Unreadable: modules.dep is then not found, which says so.
+    let kernel = std::fs::read_to_string("/proc/sys/kernel/osrelease").unwrap_or_default();
+    let mut modules = Modules::new(Path::new("/"), kernel.trim(), &boot.command_line);
+    if !boot.config.relaxed {
+        let key = with_registry_key(&modules.options(DRIVER), UNRELAXED);
+        modules.add_options(DRIVER, &key);
+    }
+    modules
 }
 
 /// The version of the driver's module in the image, if its file says so.
-pub fn version_on_disk(boot: &Boot) -> Option<Version> {
-    let file = Modules::new(Path::new("/"), &kernel(), &boot.command_line).file_of(DRIVER)?;
-    // A file that cannot be read is the load's to tell.
+pub fn version_on_disk(modules: &Modules) -> Option<Version> {
+    // What cannot be found or read is the load's to tell.
+    let (file, _) = modules.show_depends(DRIVER).ok()?.into_iter().find(|(path, _)| is_driver(path))?;
     modinfo::value(&file, "version").ok()??.parse().ok()
+}
+
+fn is_driver(path: &Path) -> bool {
+    path.file_name().is_some_and(|name| name.to_string_lossy().split('.').next() == Some(DRIVER))
 }
 
 /// The nodes of a driver that is loaded already: what an earlier worker made.
@@ -125,14 +128,13 @@ fn reason_of(error: &Error) -> Option<Reason> {
     match error {
         Error::Load(LoadError::NoIndex { .. } | LoadError::Unknown { .. } | LoadError::NoFile { .. }) => Some(Reason::DriverMissing),
         Error::Load(LoadError::Refused { errno: Errno::ENODEV, .. }) => None,
-        Error::Load(LoadError::Refused { .. }) | Error::Other(_) => Some(Reason::DriverLoadFailed),
+        Error::Load(LoadError::Refused { .. } | LoadError::Off { .. } | LoadError::Blacklisted { .. } | LoadError::Unreadable { .. })
+        | Error::Other(_) => Some(Reason::DriverLoadFailed),
     }
 }
 
 struct Load {
     modules: Modules,
-    /// The driver's own.
-    parameters: String,
     sysfs: PciSysfs,
     addresses: Vec<PciAddress>,
     one_by_one: bool,
@@ -179,7 +181,7 @@ impl Load {
                 (true, Some(gpu)) => tried.push(*gpu),
                 _ => tried.clone_from(&self.addresses),
             }
-            match self.modules.load_with(DRIVER, &self.parameters) {
+            match self.modules.load(DRIVER) {
                 Ok(step) => {
                     let major = majors(Path::new(PROC)).map_err(|e| Error::Other(e.to_string()))?.nvidia;
                     let major = major

@@ -125,13 +125,17 @@ impl Shared {
 pub enum Arrival {
     /// It was there at boot; with its turn in the lane, if there is one.
     Boot(Option<Turn>),
+    /// So it was, but an earlier worker has died over it. One that was killed while it loaded the module has taken probes with it: a probe that
+    /// starts a kernel thread fails where a kill is pending. So none of these counts as tried.
+    Again(Option<Turn>),
     /// It was plugged in later: the kernel probes it by itself.
     Later,
 }
 
 /// Brings one GPU up. True when it is usable.
 pub async fn bring_up(shared: Arc<Shared>, gpu: Gpu, arrival: Arrival) -> bool {
-    let since_ns = boottime_ns();
+    // What was there at boot may have been probed before this task began.
+    let since_ns = if matches!(arrival, Arrival::Later) { boottime_ns() } else { 0 };
     match wait_and_bring_up(&shared, &gpu, arrival).await {
         Ok(()) => {
             tracing::info!(name: names::GPU_USABLE, gpu = %gpu.address, index = shared.roster.index(gpu.address) as u64);
@@ -149,8 +153,8 @@ pub async fn bring_up(shared: Arc<Shared>, gpu: Gpu, arrival: Arrival) -> bool {
 /// Waits for the GPU's turn to be enabled, then brings it up; from there on it can be late.
 async fn wait_and_bring_up(shared: &Arc<Shared>, gpu: &Gpu, arrival: Arrival) -> Result<(), Failed> {
     let (mut enabled, mut over) = (None, None);
-    let at_boot = matches!(arrival, Arrival::Boot(_));
-    if let Arrival::Boot(Some(turn)) = arrival {
+    let (at_boot, first_try) = (!matches!(arrival, Arrival::Later), matches!(arrival, Arrival::Boot(_)));
+    if let Arrival::Boot(Some(turn)) | Arrival::Again(Some(turn)) = arrival {
         over = Some(turn.over);
         // The lane answers for every GPU before it ends.
         let result = turn.enabled.await.unwrap_or_else(|_| Err("the enable lane has ended".into()));
@@ -170,7 +174,7 @@ async fn wait_and_bring_up(shared: &Arc<Shared>, gpu: &Gpu, arrival: Arrival) ->
         Driver::Failed { reason, error } => return Err(Failed { step: Step::Module, since_ns: None, reason, error }),
         Driver::Loading => return Err(failed_by(Step::Module, Reason::Internal)(&"the load's task has ended")),
     };
-    let by_load = at_boot && loaded.tried.contains(&gpu.address);
+    let by_load = first_try && loaded.tried.contains(&gpu.address);
     progress.step("probe");
     let bound = match beside {
         Some(step) => step,

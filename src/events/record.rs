@@ -264,8 +264,10 @@ pub mod names {
     pub const STRATEGY: &str = "strategy";
     /// (span) Writing sysfs `enable`: the host maps the BARs.
     pub const GPU_ENABLE: &str = "gpu.enable";
-    /// (span) finit_module of one module. Fields: module, bytes.
+    /// (span) Loading one module. Fields: module; at the end: already (the kernel had it), unpacked (the format, where the init decompressed it).
     pub const MODULE_LOAD: &str = "module.load";
+    /// A line of modprobe.d that is not followed, or a soft dependency that is left out. Fields: module, note; `error` when it may be missed.
+    pub const MODULE_CONFIG: &str = "module.config";
     /// (span) From the first try to bind until the driver has it.
     pub const GPU_BIND: &str = "gpu.bind";
     /// The driver has the GPU. Fields: minor.

@@ -61,13 +61,16 @@ fn one_fails(context: &TestContext, fault: &str, index: usize, reason: &str) -> 
 }
 
 fn one_hangs(context: &TestContext) -> Result<Outcome> {
-    let words = "nvidia.init_hang=4 testagent.containers=good:7;all:all testagent.guest=counters";
+    // The last one, after all others: a GPU that hangs holds its lock of the resource manager, and one that comes after it waits for that.
+    let words = "nvidia.init_hang=7 fakepci.enable_ms=120 gpuinit.init=serial testagent.containers=good:6;all:all testagent.guest=counters";
     let mut booted = Guest::new().append(words).boot(context, "hang")?;
     booted.created("good")?;
     booted.created("all")?;
-    // The first deadline reports, and kills nothing.
+    // The first deadline reports, with what the kernel is doing for it, and kills nothing.
     let late = booted.record("gpu.late", |r| r.name == names::GPU_LATE)?;
     ensure!(late.fields["step"] == "initialisation" && late.fields["waited_ms"] == 10_000, "{:?}", late.fields);
+    let stack = late.fields["stack"].as_str().unwrap_or_default();
+    ensure!(stack.contains("nv_start_adapter") && stack.contains("nv_open_q: "), "stack: {stack}");
     let records = booted.receiver.records();
     let usable = named(&records, Kind::Event, names::GPU_USABLE).len();
     ensure!(usable == 7, "{usable} GPUs are usable");

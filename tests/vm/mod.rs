@@ -20,6 +20,8 @@ mod faults;
 #[cfg(feature = "host")]
 mod hot_plug;
 #[cfg(feature = "host")]
+mod modules;
+#[cfg(feature = "host")]
 mod readers;
 #[cfg(feature = "host")]
 mod real_driver;
@@ -40,5 +42,6 @@ pub const TESTS: &[&[harness::VmTest]] = &[
     events::TESTS,
     agent::TESTS,
     readers::TESTS,
+    modules::TESTS,
     real_driver::TESTS,
 ];

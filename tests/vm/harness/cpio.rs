@@ -6,7 +6,8 @@ const MAGIC: &[u8] = b"070701";
 const HEADER: usize = 110;
 const TRAILER: &str = "TRAILER!!!";
 
-/// The archive with some files replaced or added, and some left out. Paths are as in the archive, without a leading slash.
+/// The archive with some files replaced or added, and some left out. Paths are as in the archive, without a leading slash. Folders that a new file
+/// needs come with it.
 pub fn change(archive: &[u8], files: &[(String, Vec<u8>)], without: &[&str]) -> Result<Vec<u8>> {
     let mut out = Vec::with_capacity(archive.len());
     let mut rest = archive;
@@ -64,6 +65,28 @@ fn add(out: &mut Vec<u8>, name: &str, mode: u32, data: &[u8]) {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_new_file_brings_its_folders_once() {
+        let mut base = Vec::new();
+        add(&mut base, "etc", 0o040_755, b"");
+        add(&mut base, TRAILER, 0, b"");
+        let files = ["etc/a/b/c", "etc/a/d", "e"].map(|path| (path.to_string(), vec![]));
+        let changed = change(&base, &files, &[]).unwrap();
+        let mut wanted = Vec::new();
+        for (name, mode) in [
+            ("etc", 0o040_755),
+            ("etc/a", 0o040_755),
+            ("etc/a/b", 0o040_755),
+            ("etc/a/b/c", 0o100_755),
+            ("etc/a/d", 0o100_755),
+            ("e", 0o100_755),
+        ] {
+            add(&mut wanted, name, mode, b"");
+        }
+        add(&mut wanted, TRAILER, 0, b"");
+        assert!(changed == wanted);
+    }
 
     #[test]
     fn files_are_replaced_added_and_left_out() {

@@ -1,0 +1,179 @@
+//! Our reading of modprobe.d and depmod's files against kmod's own: for many random configurations, `modprobe --show-depends` must print the same
+//! files in the same order with the same options. Nothing is loaded: the tree is that of the test kernel's and the simulator's modules, in a folder.
+
+use crate::{TempDir, project};
+use kata_gpu_init::kernel_modules::Modules;
+use std::collections::HashSet;
+use std::fmt::Write;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output};
+
+const KERNEL: &str = "6.1.0-test";
+/// Rounds, each with a configuration of its own; all of them take two seconds, and 20,000 have been tried.
+const ROUNDS: u64 = 500;
+
+/// sbin, which a user's PATH may lack.
+fn kmod(tool: &str) -> Command {
+    let mut command = Command::new(tool);
+    let path = std::env::var_os("PATH").unwrap_or_default();
+    let sbin = ["/usr/sbin", "/sbin"].map(PathBuf::from);
+    command.env("PATH", std::env::join_paths(std::env::split_paths(&path).chain(sbin)).unwrap()).env("LC_ALL", "C");
+    command
+}
+
+/// A tree with indexes by depmod. None, and a reason printed, where there is no depmod or no modules; not allowed in `tests/run`, which makes both.
+fn tree(test: &str) -> Option<TempDir> {
+    let files = ["target/kernel/modules", "target/simulator"].map(|folder| std::fs::read_dir(project().join(folder)));
+    let files: Vec<PathBuf> = files.into_iter().flatten().flatten().flatten().map(|e| e.path()).collect();
+    let files: Vec<&PathBuf> = files.iter().filter(|f| f.extension().is_some_and(|e| e == "ko")).collect();
+    let missing = if files.len() < 8 { Some("modules (initrd/setup gets them)") } else { None };
+    let missing = missing.or_else(|| kmod("depmod").arg("--version").output().is_err().then_some("depmod and modprobe (package kmod)"));
+    if let Some(missing) = missing {
+        assert!(std::env::var_os("KATA_GPU_BUILT").is_none(), "no {missing}");
+        eprintln!("skipped: no {missing}");
+        return None;
+    }
+    let root = TempDir::new(test);
+    let modules = root.0.join("lib/modules").join(KERNEL);
+    std::fs::create_dir_all(modules.join("extra")).unwrap();
+    for file in files {
+        std::fs::copy(file, modules.join("extra").join(file.file_name().unwrap())).unwrap();
+    }
+    std::fs::write(modules.join("modules.order"), "").unwrap();
+    std::fs::write(modules.join("modules.builtin"), "kernel/lib/built-in.ko\n").unwrap();
+    std::fs::write(modules.join("modules.builtin.modinfo"), b"built_in.file=lib/built-in\0").unwrap();
+    let output = kmod("depmod").arg("-b").arg(&root.0).arg(KERNEL).output().unwrap();
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    Some(root)
+}
+
+fn modprobe(root: &Path, arguments: &[&str]) -> Output {
+    let config = root.join("etc/modprobe.d");
+    kmod("modprobe").arg("-d").arg(root).args(["-S", KERNEL, "-C"]).arg(config).args(arguments).output().unwrap()
+}
+
+/// `insmod PATH OPTIONS` lines as path and options; a module that is printed twice is loaded where it comes first.
+fn shown(output: &Output) -> Vec<(PathBuf, String)> {
+    let mut seen = HashSet::new();
+    let text = String::from_utf8_lossy(&output.stdout).into_owned();
+    text.lines()
+        .filter_map(|l| l.strip_prefix("insmod "))
+        .map(|l| l.split_once(' ').unwrap_or((l, "")))
+        .map(|(path, options)| (PathBuf::from(path), options.split_whitespace().collect::<Vec<_>>().join(" ")))
+        .filter(|(path, _)| seen.insert(path.clone()))
+        .collect()
+}
+
+fn ours(root: &Path, name: &str) -> Result<Vec<(PathBuf, String)>, String> {
+    let all = Modules::new(root, KERNEL, b"").show_depends(name).map_err(|e| e.to_string())?;
+    Ok(all.into_iter().map(|(path, options)| (path, options.split_whitespace().collect::<Vec<_>>().join(" "))).collect())
+}
+
+/// xorshift: the same configurations in every run.
+struct Random(u64);
+
+impl Random {
+    fn below(&mut self, n: usize) -> usize {
+        self.0 ^= self.0 << 13;
+        self.0 ^= self.0 >> 7;
+        self.0 ^= self.0 << 17;
+        usize::try_from(self.0 % n as u64).unwrap()
+    }
+
+    fn of<'a>(&mut self, all: &[&'a str]) -> &'a str {
+        all[self.below(all.len())]
+    }
+}
+
+/// Of the names, those of modules.
+const MODULES: usize = 11;
+/// Names as people write them: modules, what is built in, what is not there.
+const NAMES: &[&str] = &[
+    "virtio",
+    "virtio_ring",
+    "virtio-pci",
+    "virtio_pci_modern_dev",
+    "virtio-pci-legacy-dev",
+    "vsock",
+    "vmw_vsock_virtio_transport",
+    "vmw-vsock-virtio-transport-common",
+    "nvidia",
+    "nvidia-uvm",
+    "fakepci",
+    "built-in",
+    "nosuch",
+    "gpu",
+    "x-alias",
+];
+const PATTERNS: &[&str] = &["virtio*", "nv[a-z]idia*", "v?ock", "[!v]*", "gp?", "x-*", "*_uvm", "fake[!x]ci"];
+
+fn configuration(random: &mut Random) -> String {
+    let mut text = String::from("# random\n");
+    for _ in 0..random.below(12) {
+        let name = if random.below(4) == 0 { random.of(PATTERNS) } else { random.of(NAMES) };
+        let other = random.of(NAMES);
+        let _unused = match random.below(8) {
+            0 => writeln!(text, "options {other} a{}={} \\\n  b=\"c d\"", random.below(9), random.below(9)),
+            1 => writeln!(text, "\toptions\t{other}\tflag"),
+            // To modules only: where an alias leads to what is built in or to nothing, a load ends, and --show-depends goes on.
+            2 => {
+                writeln!(text, "alias {} {}", random.of(&["gpu", "x-*", "nosuch", "char-major-195-*", "g?u"]), random.of(&NAMES[..MODULES]))
+            }
+            3 => writeln!(text, "blacklist {other}"),
+            4 => writeln!(text, "softdep {name} post: {other}"),
+            5 => writeln!(text, "softdep {name} ignored pre: {other} {} post: {}", random.of(NAMES), random.of(NAMES)),
+            6 => writeln!(text, "weakdep {name} {other}\nfrobnicate {other}\nalias {other}"),
+            _ => writeln!(text, "softdep {name} pre: {other} {}", random.of(NAMES)),
+        }; // writing to a String cannot fail
+    }
+    text
+}
+
+#[test]
+fn the_order_and_the_options_are_those_of_modprobe() {
+    let Some(root) = tree("modprobe") else { return };
+    let mut random = Random(0x9e37_79b9_7f4a_7c15);
+    let (mut compared, mut with_softdeps) = (0, 0);
+    for round in 0..ROUNDS {
+        let folder = root.0.join("etc/modprobe.d");
+        let _unused = std::fs::remove_dir_all(&folder);
+        std::fs::create_dir_all(&folder).unwrap();
+        let texts = [("b.conf", configuration(&mut random)), ("n.conf", configuration(&mut random))];
+        texts.iter().for_each(|(name, text)| std::fs::write(folder.join(name), text).unwrap());
+        let asked = random.of(&["nvidia-uvm", "nvidia", "virtio_pci", "vmw-vsock-virtio-transport", "gpu", "x-1", "char-major-195-0"]);
+        let output = modprobe(&root.0, &["--show-depends", asked]);
+        let (theirs, ours) = (shown(&output), ours(&root.0, asked));
+        let context = format!("round {round}, {asked}:\n{}\n{}\nmodprobe: {output:?}", texts[0].1, texts[1].1);
+        match ours {
+            Err(error) => assert!(theirs.is_empty(), "{error}\n{context}"),
+            Ok(ours) => assert_eq!(ours, theirs, "{context}"),
+        }
+        compared += usize::from(!theirs.is_empty());
+        with_softdeps += usize::from(theirs.len() > 4);
+    }
+    // The other rounds asked for an alias that was not there.
+    assert!(compared > 60 && with_softdeps > 10, "{compared} lists of files were compared, {with_softdeps} long ones");
+}
+
+#[test]
+fn a_gpus_own_alias_leads_to_the_driver_as_for_modprobe() {
+    let Some(root) = tree("alias") else { return };
+    std::fs::create_dir_all(root.0.join("etc/modprobe.d")).unwrap();
+    let gpu = "pci:v000010DEd00002330sv000010DEsd000016C1bc03sc02i00";
+    let output = modprobe(&root.0, &["--show-depends", gpu]);
+    let ours = ours(&root.0, gpu).unwrap();
+    assert_eq!(ours, shown(&output));
+    assert!(ours.last().unwrap().0.ends_with("extra/nvidia.ko"), "{ours:?}");
+}
+
+#[test]
+fn a_wrong_order_would_be_seen() {
+    // Negative control: modprobe's list, and the same the other way round.
+    let Some(root) = tree("control") else { return };
+    std::fs::create_dir_all(root.0.join("etc/modprobe.d")).unwrap();
+    let theirs = shown(&modprobe(&root.0, &["--show-depends", "virtio_pci"]));
+    assert!(theirs.len() >= 4, "{theirs:?}");
+    std::fs::write(root.0.join("etc/modprobe.d/x.conf"), "softdep virtio pre: vsock\n").unwrap();
+    assert_ne!(ours(&root.0, "virtio_pci").unwrap(), theirs, "a soft dependency more changes nothing");
+    assert_eq!(ours(&root.0, "virtio_pci").unwrap(), shown(&modprobe(&root.0, &["--show-depends", "virtio_pci"])));
+}
