@@ -205,8 +205,10 @@ impl Fleet {
             self.load_driver(&to_do);
         }
         let unbound: Vec<Gpu> = to_do.iter().filter(|g| !self.shared.sysfs.is_bound(g.address)).cloned().collect();
-        let lane = lane::start(self.shared.bind, &self.shared.sysfs, &unbound, self.first.take());
-        let mut turns: HashMap<PciAddress, _> = unbound.iter().map(|g| g.address).zip(lane).collect();
+        // The load is given the first one, and holds its lock while its probe sleeps: an enable beside that would wait, and all after it.
+        let in_lane = if self.shared.bind == Bind::Concurrent { unbound.get(1..).unwrap_or_default() } else { &unbound };
+        let lane = lane::start(self.shared.bind, &self.shared.sysfs, in_lane, self.first.take());
+        let mut turns: HashMap<PciAddress, _> = in_lane.iter().map(|g| g.address).zip(lane).collect();
         for gpu in to_do {
             let turn = turns.remove(&gpu.address).flatten();
             self.spawn(gpu, if before.is_some() { Arrival::Again(turn) } else { Arrival::Boot(turn) });

@@ -153,7 +153,7 @@ pub async fn bring_up(shared: Arc<Shared>, gpu: Gpu, arrival: Arrival) -> bool {
 /// Waits for the GPU's turn to be enabled, then brings it up; from there on it can be late.
 async fn wait_and_bring_up(shared: &Arc<Shared>, gpu: &Gpu, arrival: Arrival) -> Result<(), Failed> {
     let (mut enabled, mut over) = (None, None);
-    let (at_boot, first_try) = (!matches!(arrival, Arrival::Later), matches!(arrival, Arrival::Boot(_)));
+    let first_try = matches!(arrival, Arrival::Boot(_));
     if let Arrival::Boot(Some(turn)) | Arrival::Again(Some(turn)) = arrival {
         over = Some(turn.over);
         // The lane answers for every GPU before it ends.
@@ -163,7 +163,8 @@ async fn wait_and_bring_up(shared: &Arc<Shared>, gpu: &Gpu, arrival: Arrival) ->
     let progress = Progress::new("driver load");
     let _watchdog = lateness::watch(gpu.address, Arc::clone(&progress));
     let probing = Probing::begin(&shared.probing);
-    let beside = if at_boot && shared.bind == Bind::Concurrent {
+    // The one GPU without a turn is the one that the load is given.
+    let beside = if enabled.is_some() && shared.bind == Bind::Concurrent {
         probe_beside_the_load(shared, gpu.address, enabled, &progress).await
     } else {
         None
@@ -204,8 +205,7 @@ async fn probe_beside_the_load(shared: &Arc<Shared>, gpu: PciAddress, enabled: O
     while loading() && !shared.sysfs.is_registered() {
         tokio::time::sleep(REGISTRATION_LOOK).await; // see the constant
     }
-    // The one that the load was given, or one that the load is about to find free.
-    if !loading() || !shared.sysfs.is_held_back(gpu) {
+    if !loading() {
         return None;
     }
     progress.step("probe");
@@ -214,6 +214,10 @@ async fn probe_beside_the_load(shared: &Arc<Shared>, gpu: PciAddress, enabled: O
     let probing = tokio::task::spawn_blocking(move || {
         progress.on_this_thread();
         step.run(|| {
+            // One that could not be held back is the load's, and this would wait for its probe; so not on the runtime's thread.
+            if !sysfs.is_held_back(gpu) {
+                return Ok(false);
+            }
             sysfs.release(gpu)?;
             sysfs.probe(gpu)?;
             let bound = sysfs.is_bound_at_last(gpu);

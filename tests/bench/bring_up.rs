@@ -1,4 +1,4 @@
-//! `bench bringup [--full] [HOST..]`: 1 to 16 GPUs on every kind of host, in the incumbent's serial order and in ours, against what the locks of host
+//! `bench bringup [--full|--tenth] [HOST..]`: 1 to 16 GPUs on every kind of host, in the incumbent's serial order and in ours, against what the locks of host
 //! and driver allow at best.
 
 use super::{keep, machine};
@@ -18,6 +18,8 @@ const NEAR: (f64, f64) = (0.05, 50.0);
 /// A kind of host and driver; times in ms per GPU, at full scale.
 struct Host {
     name: &'static str,
+    /// Its times are divided by this, unless asked otherwise: a boot of 16 GPUs on a slow host takes a minute and a half.
+    scale: u64,
     /// The host maps the BARs.
     enable: u64,
     /// The probe sleeps until the BAR firewall is down.
@@ -32,11 +34,11 @@ const PARTS: [u64; 3] = [300, 1300, 500];
 const PROBE: u64 = 3;
 
 const HOSTS: &[Host] = &[
-    Host { name: "slow", enable: 3300, firewall: 0, relaxed: true, words: "" },
-    Host { name: "fast", enable: 3, firewall: 0, relaxed: true, words: "" },
-    Host { name: "blackwell", enable: 3, firewall: 4000, relaxed: true, words: "fakepci.device=0x2901" },
-    Host { name: "cc", enable: 3, firewall: 0, relaxed: false, words: "nvidia.cc=1" },
-    Host { name: "old-driver", enable: 3, firewall: 0, relaxed: false, words: "nvidia.version=535.230.02" },
+    Host { name: "slow", scale: 10, enable: 3300, firewall: 0, relaxed: true, words: "" },
+    Host { name: "fast", scale: 1, enable: 3, firewall: 0, relaxed: true, words: "" },
+    Host { name: "blackwell", scale: 1, enable: 3, firewall: 4000, relaxed: true, words: "fakepci.device=0x2901" },
+    Host { name: "cc", scale: 1, enable: 3, firewall: 0, relaxed: false, words: "nvidia.cc=1" },
+    Host { name: "old-driver", scale: 1, enable: 3, firewall: 0, relaxed: false, words: "nvidia.version=535.230.02" },
 ];
 
 impl Host {
@@ -80,8 +82,12 @@ impl Times {
 }
 
 pub fn run(root: &Path, context: &TestContext, arguments: &[String]) -> Result<()> {
-    let full = arguments.iter().any(|a| a == "--full");
-    let wanted: Vec<&String> = arguments.iter().filter(|a| *a != "--full").collect();
+    let asked_scale = |host: &Host| match arguments.iter().find_map(|a| a.strip_prefix("--")) {
+        Some("full") => 1,
+        Some("tenth") => 10,
+        _ => host.scale,
+    };
+    let wanted: Vec<&String> = arguments.iter().filter(|a| !["--full", "--tenth"].contains(&a.as_str())).collect();
     for name in &wanted {
         ensure!(
             HOSTS.iter().any(|h| h.name == **name),
@@ -89,13 +95,14 @@ pub fn run(root: &Path, context: &TestContext, arguments: &[String]) -> Result<(
             HOSTS.iter().map(|h| h.name).collect::<Vec<_>>().join(", ")
         );
     }
-    let scale = if full { 1 } else { 10 };
     let mut raw = Vec::new();
     let mut missed = 0;
-    println!("ms from the scan to the last usable GPU, times of the hosts at 1:{scale}");
-    println!("{:<11} {:>5} {:>8} {:>8} {:>8}  {:>11} {:>10}", "host", "GPUs", "serial", "ours", "bound", "ours/bound", "serial/ours");
+    println!("ms from the scan to the last usable GPU");
+    println!("{:<16} {:>5} {:>8} {:>8} {:>8}  {:>11} {:>10}", "host", "GPUs", "serial", "ours", "bound", "ours/bound", "serial/ours");
     for host in HOSTS.iter().filter(|h| wanted.is_empty() || wanted.iter().any(|w| *w == h.name)) {
+        let scale = asked_scale(host);
         let (times, words) = host.scaled(scale);
+        let name = if scale == 1 { host.name.to_string() } else { format!("{} (1:{scale})", host.name) };
         for gpus in GPUS {
             let bound = times.bound(gpus);
             let guest = format!("{words} fakepci.gpus={gpus}");
@@ -111,23 +118,19 @@ pub fn run(root: &Path, context: &TestContext, arguments: &[String]) -> Result<(
             };
             missed += u32::from(!verdict.is_empty());
             println!(
-                "{:<11} {gpus:>5} {:>8.0} {:>8.0} {bound:>8}  {:>11.2} {:>10.2}{verdict}",
-                host.name,
+                "{name:<16} {gpus:>5} {:>8.0} {:>8.0} {bound:>8}  {:>11.2} {:>10.2}{verdict}",
                 serial.ms,
                 ours.ms,
                 ours.ms / bound as f64,
                 serial.ms / ours.ms
             );
             for (order, run) in [("serial", serial), ("ours", ours)] {
-                raw.push(json!({ "host": host.name, "gpus": gpus, "order": order, "ms": run.ms, "bound_ms": bound, "gpus_ms": run.each, "strategy": run.strategy }));
+                raw.push(json!({ "host": host.name, "scale": scale, "gpus": gpus, "order": order, "ms": run.ms, "bound_ms": bound, "gpus_ms": run.each, "strategy": run.strategy }));
             }
         }
     }
-    let file = keep(
-        root,
-        "bringup",
-        &json!({ "command": "tests/bench/run bringup", "scale": scale, "machine": machine(), "serial": SERIAL, "runs": raw }),
-    )?;
+    let file =
+        keep(root, "bringup", &json!({ "command": "tests/bench/run bringup", "machine": machine(), "serial": SERIAL, "runs": raw }))?;
     println!("raw runs: {}", file.strip_prefix(root).unwrap_or(&file).display());
     println!(
         "within {:.0} % + {:.0} ms of the bound and never slower than serial: {}",
@@ -153,6 +156,18 @@ fn boot(context: &TestContext, words: &str, gpus: u64) -> Result<Run> {
         bail!("{words}: usable and failed GPUs: {settled:?}");
     }
     let records = booted.receiver.records();
+    if std::env::var_os("BENCH_TRACE").is_some() {
+        for r in &records {
+            eprintln!(
+                "{:9.1} {:?} {} {} {:?}",
+                r.boottime_ns as f64 / 1e6,
+                r.kind,
+                r.name,
+                r.gpu.map(|g| g.to_string()).unwrap_or_default(),
+                r.fields
+            );
+        }
+    }
     let scan = named(&records, Kind::End, names::PCI_SCAN).first().context("no scan")?.boottime_ns;
     let since = |r: &Record| r.boottime_ns.saturating_sub(scan) as f64 / 1e6;
     let each: Vec<f64> = named(&records, Kind::Event, names::GPU_USABLE).into_iter().map(since).collect();
