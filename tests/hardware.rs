@@ -1,6 +1,7 @@
 //! `/hardware`: what a Kata kernel has built in and the test kernel has as modules. The kernel starts it as PID 1 (`rdinit=/hardware`); it loads the
 //! modules of `/etc/hardware.modules` in order, with their parameters of the kernel command line, leaves no trace but a line in the kernel's
-//! log, and becomes `/init` (`hardware.init=` names another program).
+//! log, and becomes `/init` (`hardware.init=` names another program). `hardware.file=` and `hardware.directory=` make one in the kernel's /dev, which is
+//! there before anybody mounts it: a device that only such hardware has, or something in the way.
 
 use kata_gpu_init::config::module_parameters;
 use nix::kmod::{ModuleInitFlags, finit_module};
@@ -23,6 +24,11 @@ pub fn run() -> ! {
             say(&format!("hardware: load {path}: {error}"));
         }
     }
+    for (word, directory) in device_words(&command_line) {
+        if let Err(error) = make_device(&word, directory) {
+            say(&format!("hardware: {word}: {error}"));
+        }
+    }
     say("hardware: ready");
     let init = init(&command_line);
     let error = nix::unistd::execv(&init, &[&init]).err();
@@ -33,7 +39,27 @@ pub fn run() -> ! {
 /// The init to become: `/init`, or another one that the command line names with `hardware.init=`.
 fn init(command_line: &[u8]) -> CString {
     let parameters = module_parameters(command_line, "hardware");
-    parameters.strip_prefix("init=").and_then(|p| CString::new(p).ok()).unwrap_or_else(|| c"/init".into())
+    let init = parameters.split(' ').find_map(|w| w.strip_prefix("init="));
+    init.and_then(|p| CString::new(p).ok()).unwrap_or_else(|| c"/init".into())
+}
+
+/// Names below /dev, and whether each is to be a directory.
+fn device_words(command_line: &[u8]) -> Vec<(String, bool)> {
+    let parameters = module_parameters(command_line, "hardware");
+    let named = |prefix: &str, directory| {
+        let names = parameters.split(' ').filter_map(|w| w.strip_prefix(prefix)).map(|n| (n.to_string(), directory));
+        names.collect::<Vec<_>>()
+    };
+    [named("file=", false), named("directory=", true)].concat()
+}
+
+fn make_device(name: &str, directory: bool) -> Result<(), String> {
+    let _unused = std::fs::create_dir_all("/dev");
+    mount(Some("devtmpfs"), "/dev", Some("devtmpfs"), MsFlags::empty(), None::<&str>).map_err(|e| e.to_string())?;
+    let path = Path::new("/dev").join(name);
+    let made = if directory { std::fs::create_dir(&path) } else { File::create(&path).map(drop) };
+    umount2("/dev", MntFlags::empty()).map_err(|e| e.to_string())?;
+    made.map_err(|e| e.to_string())
 }
 
 fn read_command_line() -> Vec<u8> {

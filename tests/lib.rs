@@ -2,6 +2,7 @@
 //! of the benchmarks, an init that does what the agent punishes, and the guest halves of tests. One static binary, told apart by the name it is started under.
 
 pub mod agent;
+pub mod driver_script;
 pub mod hardware;
 pub mod minimal_init;
 pub mod trap_init;

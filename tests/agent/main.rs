@@ -6,6 +6,7 @@ fn main() {
     let name = std::env::args().next().unwrap_or_default();
     match name.rsplit('/').next() {
         Some("hardware") => kata_gpu_tests::hardware::run(),
+        Some("driver-script") => kata_gpu_tests::driver_script::run(),
         Some("minimal-init") => kata_gpu_tests::minimal_init::run(),
         Some("trap-init") => kata_gpu_tests::trap_init::run(),
         // The real one knows this option, too.

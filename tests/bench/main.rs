@@ -12,7 +12,7 @@ use serde_json::{Value, json};
 use std::io::Write;
 use std::path::{Path, PathBuf};
 
-const USAGE: &str = "want: bench boot [RUNS] | bench bringup [--full|--tenth] [HOST..] | bench soak [BOOTS] [SEED]";
+const USAGE: &str = "want: bench boot [RUNS] | bench bringup [--tenth] [HOST..] | bench soak [BOOTS] [SEED]";
 
 fn main() -> Result<()> {
     let arguments: Vec<String> = std::env::args().skip(1).collect();

@@ -32,7 +32,6 @@
 
 #define pr_fmt(fmt) KBUILD_MODNAME ": " fmt
 
-#include <linux/delay.h>
 #include <linux/io.h>
 #include <linux/ioport.h>
 #include <linux/mm.h>
@@ -51,6 +50,8 @@
 #else
 #include <asm/unaligned.h>
 #endif
+
+#include <asm/tsc.h>
 
 #ifndef CONFIG_X86_64
 #error "fakepci needs the x86-64 struct pci_sysdata"
@@ -140,6 +141,7 @@ FAKEPCI_LIST(fsp_dead, "GPUs whose FSP never says that it has booted (bar0)");
 FAKEPCI_LIST(unknown_chip, "GPUs whose registers name no chip (bar0)");
 FAKEPCI_LIST(no_msix, "GPUs without MSI-X, that is without any interrupt");
 FAKEPCI_LIST(bar_missing, "GPUs without a BAR 0");
+FAKEPCI_LIST(bar_conflict, "GPUs whose BAR 0 lies where that of GPU 0 is: they cannot be enabled");
 
 #define fakepci_listed(name, k)	fakepci_in_list(name, name##_count, k)
 
@@ -194,6 +196,14 @@ static u64 fakepci_bar_base(unsigned int gpu, unsigned int bar)
 	return base + gpu_bars[bar].size * gpu;
 }
 
+/* Where firmware, good or bad, has put it. */
+static u64 fakepci_bar_address(unsigned int gpu, unsigned int bar)
+{
+	if (bar == GPU_BAR0 && fakepci_listed(bar_conflict, gpu))
+		gpu = 0;
+	return fakepci_bar_base(gpu, bar);
+}
+
 static unsigned int fakepci_device_id(unsigned int gpu)
 {
 	if (!device_count)
@@ -239,6 +249,17 @@ static int fakepci_read(struct pci_bus *bus, unsigned int devfn, int where,
 	return PCIBIOS_SUCCESSFUL;
 }
 
+/* The CPU is gone for this time, whatever else the machine is doing: mdelay() counts
+ * loops where the kernel does not trust the TSC, and takes longer on a busy host.
+ */
+static void fakepci_map_bars(unsigned int ms)
+{
+	u64 end = rdtsc_ordered() + (u64)ms * tsc_khz;
+
+	while ((s64)(rdtsc_ordered() - end) < 0)
+		cpu_relax();
+}
+
 static int fakepci_write(struct pci_bus *bus, unsigned int devfn, int where,
 			 int size, u32 val)
 {
@@ -262,7 +283,7 @@ static int fakepci_write(struct pci_bus *bus, unsigned int devfn, int where,
 	after = get_unaligned_le16(&gpu->config[PCI_COMMAND]);
 	if (after & ~before & PCI_COMMAND_MEMORY) {
 		gpu->enables++;
-		mdelay(fakepci_enable_ms(PCI_SLOT(devfn)));
+		fakepci_map_bars(fakepci_enable_ms(PCI_SLOT(devfn)));
 	}
 	raw_spin_unlock_irqrestore(&host_lock, flags);
 	return PCIBIOS_SUCCESSFUL;
@@ -302,7 +323,7 @@ static void fakepci_init_config(unsigned int k)
 
 		if (bar == GPU_BAR0 && fakepci_listed(bar_missing, k))
 			continue;
-		put_unaligned_le64(fakepci_bar_base(k, bar) |
+		put_unaligned_le64(fakepci_bar_address(k, bar) |
 				   PCI_BASE_ADDRESS_MEM_TYPE_64 |
 				   PCI_BASE_ADDRESS_MEM_PREFETCH,
 				   config + b->reg);

@@ -41,6 +41,7 @@ MODULE_PARM_DESC(version, "driver version to show");
 NV_LIST(probe_ms, "time of a probe, per GPU; default 3");
 NV_LIST(barfw_ms, "how long a Blackwell's BAR firewall stays up, per GPU; default 4000");
 NV_LIST(probe_fail, "GPUs that have fallen off the bus when they are probed");
+NV_LIST(probe_silent, "GPUs whose probe fails without a word");
 NV_LIST(firewall_fail, "GPUs whose BAR firewall stays up");
 NV_LIST(unsupported, "GPUs that this driver does not know");
 NV_LIST(minors, "minor of each GPU by position; the rest take the lowest free one");
@@ -52,6 +53,10 @@ MODULE_PARM_DESC(force_sync, "refuse asynchronous probing: 0, 1; default: as the
 static int load_fail;
 module_param(load_fail, int, 0444);
 MODULE_PARM_DESC(load_fail, "errno that the load fails with");
+
+static bool blind;
+module_param(blind, bool, 0444);
+MODULE_PARM_DESC(blind, "the load finds no GPU at all");
 
 LIST_HEAD(nv_gpus);
 DEFINE_MUTEX(nv_gpus_lock);
@@ -232,6 +237,8 @@ static bool nv_answers(struct nv_gpu *gpu)
 	struct pci_dev *pdev = gpu->pdev;
 
 	nv_sleep_ms(nv_time(probe_ms, gpu, PROBE_MS));
+	if (nv_has(probe_silent, gpu))
+		return false;
 	if (nv_has(probe_fail, gpu)) {
 		pr_err("The NVIDIA GPU %s\n"
 		       "NVRM: (PCI ID: %04x:%04x) installed in this system has\n"
@@ -425,7 +432,7 @@ static int __init nv_init(void)
 		goto remove_proc;
 
 	gpus = nv_count_gpus(NULL);
-	if (!gpus) {
+	if (!gpus || blind) {
 		pr_err("No NVIDIA GPU found.\n");
 		err = -ENODEV;
 		goto remove_caps;

@@ -36,6 +36,8 @@ struct nv_wait_open_complete {
 /* NV_ERR_OPERATING_SYSTEM: what the ioctl shows for every failed adapter. */
 #define NV_STATUS_FAILED	0x59
 
+NV_LIST(open_fail, "GPUs that cannot be opened: EBUSY");
+
 /* One open file. */
 struct nv_file {
 	struct kthread_work work;
@@ -124,6 +126,11 @@ static int nv_open_gpu(struct nv_file *nvf, unsigned int minor, const struct fil
 	if (!gpu) {
 		mutex_unlock(&nv_gpus_lock);
 		return -ENODEV;
+	}
+	if (nv_has(open_fail, gpu)) {
+		nv_put_gpu(gpu);
+		mutex_unlock(&nv_gpus_lock);
+		return -EBUSY;
 	}
 	nvf->opening = gpu;
 	atomic_inc(&gpu->opens);

@@ -60,6 +60,10 @@ static const char * const nv_strings_after[] = {
 	"ExcludedGpus",
 };
 
+static bool no_minor;
+module_param(no_minor, bool, 0444);
+MODULE_PARM_DESC(no_minor, "information files do not tell the minor");
+
 static struct proc_dir_entry *nv_proc, *nv_proc_gpus;
 
 static int nv_version_show(struct seq_file *m, void *unused)
@@ -119,7 +123,8 @@ static int nv_information_show(struct seq_file *m, void *unused)
 	seq_printf(m, "DMA Size: \t %d bits\n", fls64(pdev->dma_mask));
 	seq_printf(m, "DMA Mask: \t 0x%llx\n", pdev->dma_mask);
 	seq_printf(m, "Bus Location: \t %s\n", pci_name(pdev));
-	seq_printf(m, "Device Minor: \t %u\n", gpu->minor);
+	if (!no_minor)
+		seq_printf(m, "Device Minor: \t %u\n", gpu->minor);
 	seq_printf(m, "GPU Firmware: \t %s\n", seen ? nv_version : "N/A");
 	seq_puts(m, "GPU Excluded:\t No\n");
 	return 0;

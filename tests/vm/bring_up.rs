@@ -9,6 +9,9 @@ pub const TESTS: &[VmTest] = &[
     VmTest { name: "every_strategy_binds_all_gpus", run: strategies },
     VmTest { name: "initialisations_overlap_in_parallel_and_not_in_series", run: overlap },
     VmTest { name: "one_gpu_and_sixteen_gpus_come_up", run: counts },
+    VmTest { name: "auto_chooses_by_what_it_measures_and_reads_and_says_why", run: auto },
+    VmTest { name: "gpuinit_relaxed_off_reaches_the_driver_beside_other_registry_keys", run: relaxed_off },
+    VmTest { name: "the_init_adds_no_config_access_to_what_the_driver_makes", run: config_accesses },
     VmTest { name: "the_agent_runs_as_a_child_of_the_init_too", run: child },
 ];
 
@@ -68,6 +71,91 @@ fn counts(context: &TestContext) -> Result<Outcome> {
         ensure!(booted.settled()? == (gpus, 0), "{gpus} GPUs: {:?}", booted.settled()?);
         booted.created("all")?;
         booted.created("last")?;
+    }
+    Ok(Outcome::Passed)
+}
+
+fn auto(context: &TestContext) -> Result<Outcome> {
+    for (name, words, bind, init, why) in [
+        ("slow", "fakepci.enable_ms=250", "pipelined", "parallel", "the host maps BARs slowly"),
+        ("one", "fakepci.gpus=1", "insmod", "parallel", "with one GPU"),
+        ("blackwell", "fakepci.device=0x2901 nvidia.barfw_ms=200", "concurrent", "parallel", "probes of these GPUs sleep"),
+        ("old", "fakepci.enable_ms=250 fakepci.gpus=2", "pipelined", "parallel", "the driver boots several GPUs at once"),
+        (
+            "confidential",
+            "fakepci.enable_ms=250 hardware.file=tdx_guest gpuinit.events.vsock=on",
+            "pipelined",
+            "serial",
+            "under confidential computing",
+        ),
+        ("probe-init", "nvidia.NVreg_GpuInitOnProbe=1 fakepci.enable_ms=250", "pipelined", "parallel", "slowly"),
+    ] {
+        let booted = Guest::new().append("fakepci.gpus=3").append(words).boot(context, name)?;
+        ensure!(booted.settled()?.1 == 0, "{name}: {:?}", booted.settled()?);
+        let records = booted.receiver.records();
+        let told = named(&records, Kind::Event, names::STRATEGY);
+        ensure!(told.len() == 1, "{name}: {} choices", told.len());
+        let fields = &told[0].fields;
+        ensure!(fields["bind"] == bind && fields["init"] == init, "{name}: {fields:?}");
+        ensure!(fields["reason"].as_str().is_some_and(|r| r.contains(why)), "{name}: {fields:?}");
+        ensure!(fields["driver"] == "550.163.01" && fields["vcpus"] == 2, "{name}: {fields:?}");
+    }
+    // A fast host: the load probes all. On a busy machine even 3 ms can take more than 100; then it says so.
+    let booted = Guest::new().append("fakepci.gpus=3").boot(context, "fast")?;
+    booted.settled()?;
+    let fields = booted.event(names::STRATEGY)?.fields;
+    let fast = fields["first_enable_ms"].as_u64().is_some_and(|ms| ms < 100);
+    ensure!((fields["bind"] == "insmod") == fast, "{fields:?}");
+    // Firewall waits overlap: four times 200 ms take little more than once.
+    let booted = Guest::new().append("fakepci.gpus=4 fakepci.device=0x2901 nvidia.barfw_ms=1000").boot(context, "firewall")?;
+    ensure!(booted.settled()? == (4, 0), "{:?}", booted.settled()?);
+    let records = booted.receiver.records();
+    let load = named(&records, Kind::Begin, names::MODULE_LOAD).first().context("no load")?.boottime_ns;
+    let last = named(&records, Kind::Event, names::GPU_BOUND).iter().map(|r| r.boottime_ns).max().context("none bound")?;
+    ensure!(last - load < 2_000_000_000, "four firewall waits of 1 s took {} ms", (last - load) / 1_000_000);
+    Ok(Outcome::Passed)
+}
+
+fn relaxed_off(context: &TestContext) -> Result<Outcome> {
+    let words = "nvidia.NVreg_RegistryDwords=Other=1 fakepci.gpus=3 nvidia.s2_ms=200 testagent.guest=script testagent.script=settled>driver+counters";
+    for (name, switch, at_once, init) in [("off", "gpuinit.relaxed=off", 1, "serial"), ("on", "gpuinit.relaxed=on", 3, "parallel")] {
+        let booted = Guest::new().append(&format!("{words} {switch}")).boot(context, name)?;
+        booted.agent("script", |l| l.get("did") == "counters")?;
+        let lines = booted.console.agent_lines();
+        let params = lines.iter().find(|l| l.get("path") == "/proc/driver/nvidia/params").context("no params")?;
+        let keys = if name == "off" { "RegistryDwords: \"Other=1;RmRelaxedGspInitLocking=0\"" } else { "RegistryDwords: \"Other=1\"" };
+        ensure!(params.get("text").contains(keys), "{name}: {}", params.get("text"));
+        let counters = super::worker::counters(&booted)?;
+        ensure!(counters.contains(&format!("at_once: {at_once}")), "{name}: {counters}");
+        ensure!(booted.event(names::STRATEGY)?.fields["init"] == init, "{name}");
+    }
+    Ok(Outcome::Passed)
+}
+
+/// Config accesses of each function, as the hardware counts them.
+fn accesses(booted: &Booted) -> Result<Vec<String>> {
+    let line = booted.agent("config", |_| true)?;
+    Ok(line.get("all").split("; ").map(|f| f.split(" enable_ms").next().unwrap_or(f).to_string()).collect())
+}
+
+fn config_accesses(context: &TestContext) -> Result<Outcome> {
+    // The yardstick: modules loaded by name, in a guest without any init of ours.
+    let version = std::fs::read_to_string(context.target.join("kernel/version"))?;
+    let list = std::fs::read_to_string(context.target.join("kernel/modules/load-order"))?;
+    let modules = |names: &str| names.lines().map(|m| format!("/lib/modules/{}/{m}\n", version.trim())).collect::<String>();
+    let plain = format!("{}{}", modules(&list), modules("fakepci.ko\nnvidia.ko"));
+    let script = "testagent.guest=script testagent.script=now>sleep:500+config";
+    let yardstick = Guest::new()
+        .file("etc/hardware.modules", plain.as_bytes())
+        .append(&format!("fakepci.gpus=3 hardware.init=/minimal-init {script}"))
+        .boot(context, "plain")?;
+    let wanted = accesses(&yardstick)?;
+    ensure!(wanted.len() == 3 && wanted.iter().all(|f| f.contains("enables=1")), "{wanted:?}");
+    for bind in ["insmod", "pipelined", "concurrent", "auto"] {
+        let script = "testagent.guest=script testagent.script=settled>config";
+        let booted = Guest::new().append(&format!("fakepci.gpus=3 gpuinit.bind={bind} {script}")).boot(context, bind)?;
+        let is = accesses(&booted)?;
+        ensure!(is == wanted, "{bind}: {is:?}, without the init {wanted:?}");
     }
     Ok(Outcome::Passed)
 }

@@ -8,6 +8,7 @@ use kata_gpu_init::events::record::Kind;
 
 pub const TESTS: &[VmTest] = &[
     VmTest { name: "a_gpu_that_is_removed_leaves_the_spec_and_comes_back", run: removed_and_back },
+    VmTest { name: "gpus_that_are_plugged_in_later_come_up_and_one_that_is_torn_out_costs_nobody_else", run: plugged },
     VmTest { name: "uevents_that_were_lost_are_made_good_by_a_scan", run: overrun },
 ];
 
@@ -47,6 +48,31 @@ fn removed_and_back(context: &TestContext) -> Result<Outcome> {
         .collect();
     ensure!(found == [3, 2, 3], "GPU 3 was called {found:?}");
     ensure!(usable.fields["index"] == 2, "{usable:?}");
+    Ok(Outcome::Passed)
+}
+
+fn plugged(context: &TestContext) -> Result<Outcome> {
+    // Nothing is there at boot; then three come, in an order that is not PCI order, and one is torn out while it initialises.
+    let script = "settled>plug:2;gpu.usable>plug:0+plug:1;gpu.init!begin/1>unplug:1;gpu.removed>sleep:800+counters+plug:1;gpu.usable/1>sleep:200+counters";
+    let words =
+        format!("fakepci.gpus=3 fakepci.absent=0,1,2 testagent.guest=script testagent.script={script} testagent.containers=two:0,1;all:2");
+    let booted = Guest::new().append(&words).boot(context, "plugged")?;
+    ensure!(booted.settled()? == (0, 0), "{:?}", booted.settled()?);
+    let all = booted.created("all")?;
+    booted.created("two")?;
+    ensure!(all.get("nodes").matches("/dev/nvidia").count() == 1 + 3, "{}", all.get("nodes"));
+    let settled = booted.record("settled again", |r| r.name == names::SETTLED && r.fields["usable"] == 3)?;
+    let removed = booted.event(names::GPU_REMOVED)?;
+    ensure!(removed.seq < settled.seq && removed.gpu.is_some_and(|g| g.to_string() == "0001:00:01.0"), "{removed:?}");
+    booted.agent("script", |l| l.get("when") == "gpu.usable/1" && l.get("did") == "counters")?;
+    let counters = counters(&booted)?;
+    for gpu in ["0001:00:00.0", "0001:00:02.0"] {
+        let own = counters.split("; ").find(|g| g.starts_with(gpu)).with_context(|| format!("no {gpu} in {counters}"))?;
+        ensure!(own.contains("opens: 1 ") && own.contains("closes: 0 ") && own.contains("inits: 1 "), "{own}");
+    }
+    let records = booted.receiver.records();
+    complete(&records)?;
+    ensure!(named(&records, Kind::Event, names::GPU_FAILED).is_empty(), "a GPU that was torn out counts as failed");
     Ok(Outcome::Passed)
 }
 

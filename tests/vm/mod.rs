@@ -26,6 +26,10 @@ mod readers;
 #[cfg(feature = "host")]
 mod real_driver;
 #[cfg(feature = "host")]
+mod reasons;
+#[cfg(feature = "host")]
+mod simulator;
+#[cfg(feature = "host")]
 pub mod soak;
 #[cfg(feature = "host")]
 mod worker;
@@ -34,8 +38,10 @@ mod worker;
 #[cfg(feature = "host")]
 pub const TESTS: &[&[harness::VmTest]] = &[
     containers::TESTS,
+    simulator::TESTS,
     bring_up::TESTS,
     faults::TESTS,
+    reasons::TESTS,
     worker::TESTS,
     hot_plug::TESTS,
     soak::TESTS,

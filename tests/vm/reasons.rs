@@ -1,0 +1,102 @@
+//! Every way in which a GPU fails has its own reason: one fault for each, and what the init makes of it. What is missing is `internal`, which nothing
+//! is known to cause.
+
+use super::harness::{Guest, Outcome, TestContext, VmTest, named};
+use anyhow::{Context, Result, ensure};
+use kata_gpu_init::events::names;
+use kata_gpu_init::events::record::{Kind, Record};
+
+pub const TESTS: &[VmTest] = &[
+    VmTest { name: "sixteen_gpus_with_as_many_faults_have_as_many_reasons", run: many },
+    VmTest { name: "faults_of_the_whole_driver_have_their_reasons", run: of_the_driver },
+    VmTest { name: "a_usable_gpu_that_falls_off_the_bus_leaves_the_spec", run: later },
+];
+
+/// Step and reason of a GPU's failure; None when it has not failed.
+fn failure(records: &[Record], index: u64) -> Option<(String, String)> {
+    let failed = named(records, Kind::Event, names::GPU_FAILED).into_iter().find(|r| r.fields["index"].as_u64() == Some(index))?;
+    let text = |key: &str| failed.fields[key].as_str().unwrap_or_default().to_string();
+    Some((text("step"), text("reason")))
+}
+
+fn many(context: &TestContext) -> Result<Outcome> {
+    // 0x2901 is a Blackwell's id: only those have a BAR firewall.
+    let mut ids = vec!["0x2330"; 16];
+    ids[2] = "0x2901";
+    let minors: Vec<String> = (0..16).map(|m: u32| m.to_string()).collect();
+    let words = [
+        format!("fakepci.gpus=16 gpuinit.bind=pipelined fakepci.device={} nvidia.minors={}", ids.join(","), minors.join(",")),
+        "nvidia.probe_fail=1 nvidia.barfw_ms=10 nvidia.firewall_fail=2 nvidia.unsupported=3 fakepci.no_msix=4 fakepci.bar_missing=5".into(),
+        "fakepci.bar_conflict=6 nvidia.probe_silent=7 nvidia.init_fail=8 nvidia.wpr2=9 nvidia.fabric=10".into(),
+        "nvidia.init_code=11:0x22:0x65,12:0x24:0x40,13:0x99:0x1 nvidia.open_fail=14 hardware.directory=nvidia15".into(),
+    ];
+    let wanted = [
+        None,
+        Some(("probe", "off-the-bus")),
+        Some(("probe", "bar-firewall")),
+        Some(("probe", "unsupported-gpu")),
+        Some(("probe", "no-interrupt")),
+        Some(("probe", "bar-unassigned")),
+        Some(("enable", "enable-failed")),
+        Some(("probe", "probe-failed")),
+        Some(("init", "firmware-boot")),
+        Some(("init", "needs-reset")),
+        Some(("init", "fabric-not-ready")),
+        Some(("init", "attach-failed")),
+        Some(("init", "state-load-failed")),
+        Some(("init", "init-failed")),
+        Some(("open", "open-failed")),
+        Some(("nodes", "no-device-node")),
+    ];
+    let booted = Guest::new().append(&words.join(" ")).boot(context, "many")?;
+    ensure!(booted.settled()? == (1, 15), "{:?}", booted.settled()?);
+    let records = booted.receiver.records();
+    for (index, wanted) in wanted.into_iter().enumerate() {
+        let is = failure(&records, index as u64);
+        let is = is.as_ref().map(|(step, reason)| (step.as_str(), reason.as_str()));
+        ensure!(is == wanted, "GPU {index}: {is:?}, wanted {wanted:?}");
+    }
+    // Each says what to do, and names its GPU.
+    for failed in named(&records, Kind::Event, names::GPU_FAILED) {
+        let (gpu, error) = (failed.gpu.context("no GPU")?.to_string(), failed.error.clone().unwrap_or_default());
+        ensure!(error.contains(&gpu) && failed.fields["cure"].as_str().is_some_and(|c| !c.is_empty()), "{failed:?}");
+    }
+    Ok(Outcome::Passed)
+}
+
+fn of_the_driver(context: &TestContext) -> Result<Outcome> {
+    for (name, words, step, reason) in [
+        ("no-firmware", "fakepci.gpus=1 nvidia.firmware=1", "init", "firmware-missing"),
+        ("cc", "fakepci.gpus=1 nvidia.cc=1 nvidia.cc_mixed=0", "init", "cc-refused"),
+        ("no-minor", "fakepci.gpus=1 nvidia.no_minor=1", "probe", "no-minor"),
+        ("blind", "fakepci.gpus=2 nvidia.blind=1", "module", "driver-finds-no-gpu"),
+        ("async", "fakepci.gpus=2 driver_async_probe=nvidia", "module", "driver-probed-nothing"),
+        ("silent", "fakepci.gpus=2 nvidia.probe_silent=0,1 gpuinit.bind=insmod", "module", "no-probe-succeeded"),
+    ] {
+        let booted = Guest::new().append(words).boot(context, name)?;
+        let (usable, _) = booted.settled()?;
+        let is = failure(&booted.receiver.records(), 0);
+        ensure!(usable == 0 && is == Some((step.to_string(), reason.to_string())), "{words}: {is:?}");
+    }
+    Ok(Outcome::Passed)
+}
+
+fn later(context: &TestContext) -> Result<Outcome> {
+    let words = "fakepci.gpus=3 nvidia.xid=1:79:400,2:119:400 testagent.guest=script testagent.script=gpu.failed>counters";
+    let booted = Guest::new().append(words).boot(context, "xid")?;
+    ensure!(booted.settled()? == (3, 0), "{:?}", booted.settled()?);
+    let failed = booted.event(names::GPU_FAILED)?;
+    ensure!(failed.fields["reason"] == "off-the-bus" && failed.fields["step"] == "running" && failed.fields["index"] == 1, "{failed:?}");
+    booted.record("Xid 119", |r| r.name == names::GPU_XID && r.fields["xid"] == 119)?;
+    let gone = booted.record("a spec without it", |r| {
+        r.kind == Kind::End && r.name == names::CDI_PUBLISH && r.seq > failed.seq.saturating_sub(3) && r.fields["failed"] == 1
+    })?;
+    ensure!(gone.fields["ready"] == 2, "{gone:?}");
+    // Failed is not closed.
+    let counters = super::worker::counters(&booted).or_else(|_| {
+        booted.agent("script", |l| l.get("did") == "counters")?;
+        super::worker::counters(&booted)
+    })?;
+    ensure!(counters.matches("closes: 0 ").count() == 3, "{counters}");
+    Ok(Outcome::Passed)
+}
