@@ -66,7 +66,9 @@ pub fn explains(text: &str) -> bool {
         "failed with error -1",
         "rm_init_adapter failed, device minor number",
     ];
-    (text.contains("NVRM") || text.contains("nvidia")) && !HARMLESS.iter().any(|h| text.contains(h))
+    // The kernel's own word where a function cannot be enabled.
+    let of_the_kernel = text.contains("can't enable device");
+    (of_the_kernel || text.contains("NVRM") || text.contains("nvidia")) && !HARMLESS.iter().any(|h| text.contains(h))
 }
 
 #[cfg(test)]
@@ -115,6 +117,7 @@ mod tests {
         assert!(!explains("NVRM: GPU 0000:01:00.0: FBHUB Interrupt detected"));
         assert!(!explains("NVRM: The NVIDIA probe routine was not called for 7 device(s)."));
         assert!(explains("NVRM: GPU 0000:01:00.0: RmInitAdapter failed! (0x62:0x65:1860)"));
+        assert!(explains("pci 0001:00:06.0: can't enable device: BAR 0 [mem 0x0-0xffffff 64bit pref] not claimed"));
         assert!(explains("nvidia 0000:01:00.0: Direct firmware load for nvidia/550.163.01/gsp_ga10x.bin failed with error -2"));
     }
 }

@@ -48,6 +48,11 @@ pub enum Step {
 }
 
 impl Step {
+    /// Whether a line of the driver that names no GPU can be about this one: in its load and its probes it says some things without an address.
+    pub fn is_told_without_address(self) -> bool {
+        matches!(self, Self::Module | Self::Probe)
+    }
+
     pub fn as_str(self) -> &'static str {
         match self {
             Self::Module => "module",
@@ -152,6 +157,7 @@ const WORDS: &[(&str, Reason)] = &[
     ("is not supported by", Reason::UnsupportedGpu),
     ("not supported by this driver", Reason::UnsupportedGpu),
     ("pci_enable_device failed", Reason::EnableFailed),
+    ("can't enable device", Reason::EnableFailed),
     ("No NVIDIA GPU found", Reason::DriverFindsNoGpu),
     ("No NVIDIA devices probed", Reason::DriverProbedNothing),
     ("None of the NVIDIA devices were initialized", Reason::NoProbeSucceeded),
@@ -163,6 +169,8 @@ fn of_code(code: InitCode) -> Reason {
         (_, 0x81) => Reason::FabricNotReady,
         (0x22, 0x56) => Reason::CcRefused,
         (0x61, _) => Reason::FirmwareMissing,
+        // Invalid state: the firmware's protected memory is set up already. The line that says so names no GPU.
+        (0x62, 0x40) => Reason::NeedsReset,
         (0x62, _) => Reason::FirmwareBoot,
         (0x22, _) => Reason::AttachFailed,
         (0x24 | 0x25, _) => Reason::StateLoadFailed,
@@ -212,6 +220,7 @@ mod tests {
         assert_eq!(of(Step::Init, &["NVRM: GPU 0001:00:03.0: RmInitAdapter failed! (0x62:0x65:1860)"]), "firmware-boot");
         let wpr2 = "NVRM: GPU0 kgspBootstrap_GH100: unexpected WPR2 already up, cannot proceed with booting GSP";
         assert_eq!(of(Step::Init, &[wpr2, "NVRM: GPU 0001:00:03.0: RmInitAdapter failed! (0x62:0x40:1860)"]), "needs-reset");
+        assert_eq!(of(Step::Init, &["NVRM: GPU 0001:00:03.0: RmInitAdapter failed! (0x62:0x40:1860)"]), "needs-reset");
         assert_eq!(of(Step::Init, &["NVRM: GPU 0001:00:03.0: RmInitAdapter failed! (0x25:0x81:1860)"]), "fabric-not-ready");
         assert_eq!(of(Step::Init, &["NVRM: GPU 0001:00:03.0: RmInitAdapter failed! (0x22:0x56:774)"]), "cc-refused");
         assert_eq!(of(Step::Init, &["NVRM: GPU 0001:00:03.0: RmInitAdapter failed! (0x99:0x99:1)"]), "init-failed");

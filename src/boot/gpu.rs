@@ -105,7 +105,7 @@ impl Shared {
     /// Takes a GPU out of the spec for good and tells why, in the driver's words where it has some.
     pub async fn give_up(&self, gpu: PciAddress, since_ns: u64, failure: Failed) {
         let lines = match &self.words {
-            Some(words) => words.since(gpu, failure.since_ns.unwrap_or(since_ns)).await,
+            Some(words) => words.since(gpu, failure.since_ns.unwrap_or(since_ns), failure.step.is_told_without_address()).await,
             None => Vec::new(),
         };
         let (recognised, line) = reason::classify(failure.step, &lines);

@@ -107,9 +107,9 @@ pub struct DriverWords {
 }
 
 impl DriverWords {
-    /// What was said about this GPU since `from_ns` (CLOCK_BOOTTIME); if nothing was, what was said without naming any GPU. Waits until the log has
-    /// been read to its end.
-    pub async fn since(&self, gpu: PciAddress, from_ns: u64) -> Vec<String> {
+    /// What was said about this GPU since `from_ns` (CLOCK_BOOTTIME); if nothing was, and `or_unnamed`, what was said without naming any GPU. Waits
+    /// until the log has been read to its end.
+    pub async fn since(&self, gpu: PciAddress, from_ns: u64, or_unnamed: bool) -> Vec<String> {
         let (done, caught_up) = oneshot::channel();
         if self.catch_up.send(done).is_ok() {
             // Late words are no words: the reason is then told without them.
@@ -122,7 +122,7 @@ impl DriverWords {
             lines.get(&key).into_iter().flatten().filter(|(at_ns, _)| *at_ns >= from_ns).map(|(_, text)| text.clone()).collect()
         };
         let named = since(key_of(Some(gpu)));
-        if named.is_empty() { since(key_of(None)) } else { named }
+        if named.is_empty() && or_unnamed { since(key_of(None)) } else { named }
     }
 
     fn add(&self, gpu: Option<PciAddress>, at_ns: u64, text: &str) {

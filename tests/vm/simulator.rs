@@ -51,12 +51,12 @@ fn near(what: &str, is: f64, should: f64) -> Result<()> {
     Ok(())
 }
 
-const TIMES: &str = "fakepci.gpus=4 fakepci.enable_ms=60 nvidia.probe_ms=40 nvidia.s1_ms=100 nvidia.s2_ms=400 nvidia.s3_ms=150";
+const TIMES: &str = "fakepci.gpus=4 fakepci.enable_ms=150 nvidia.probe_ms=100 nvidia.s1_ms=100 nvidia.s2_ms=400 nvidia.s3_ms=150";
 const N: f64 = 4.0;
 
 fn times(context: &TestContext) -> Result<Outcome> {
     let ran = script(context, "times", TIMES, "load,serial,close,parallel,sleep:10,close,nonblock")?;
-    near("load", ran.ms("load")?, N * (60.0 + 40.0))?;
+    near("load", ran.ms("load")?, N * (150.0 + 100.0))?;
     near("serial opens", ran.ms("serial")?, N * (100.0 + 400.0 + 150.0))?;
     let at_once = N * 100.0 + 400.0 + N * 150.0;
     near("parallel opens", ran.ms("parallel")?, at_once)?;
@@ -70,7 +70,7 @@ fn times(context: &TestContext) -> Result<Outcome> {
     // Negative control: the same figures do not fit another rule.
     ensure!(near("control", ran.ms("parallel")?, N * 650.0).is_err(), "parallel opens take as long as serial ones");
     Ok(Outcome::Measured(format!(
-        "4 GPUs, ms (model): load {:.0} (400), serial {:.0} (2600), parallel {:.0} ({at_once}), non-blocking {:.0} ({at_once})",
+        "4 GPUs, ms (model): load {:.0} (1000), serial {:.0} (2600), parallel {:.0} ({at_once}), non-blocking {:.0} ({at_once})",
         ran.ms("load")?,
         ran.ms("serial")?,
         ran.ms("parallel")?,
