@@ -15,8 +15,9 @@
  * config access of any function spins behind it.
  *
  * Functions come and go: "add K" and "remove K" written to /proc/fakepci plug
- * one in, or take it away by surprise (its config space reads all ones from
- * then on).
+ * one in, or take it away by surprise: config space and registers read all ones
+ * from then on, and then the PCI core removes it. "lose K" stops before that:
+ * the function has fallen off the bus, and nobody has been told.
  *
  * With `bar0`, register spaces lie in RAM that the kernel was told to leave
  * alone (mem=), and hold the few registers from which NVIDIA's own driver knows
@@ -42,6 +43,7 @@
 #include <linux/sizes.h>
 #include <linux/slab.h>
 #include <linux/spinlock.h>
+#include <linux/string.h>
 #include <linux/uaccess.h>
 #include <linux/version.h>
 #include <linux/workqueue.h>
@@ -88,15 +90,18 @@ static const struct fakepci_bar {
 	{ PCI_BASE_ADDRESS_0, SZ_16M },
 };
 
-#define GPU_BAR0	2	/* its index in the table */
+/* Indices in the table. */
+#define GPU_BAR1	0	/* the GPU's memory; PCI's BAR 2 */
+#define GPU_BAR0	2	/* its registers */
 
 /* Registers of an H100 that NVIDIA's driver reads before it touches anything. */
 #define NV_PMC_BOOT_0		0x00000000
-#define NV_PMC_BOOT_1		0x00000004
 #define NV_PMC_BOOT_42		0x00000a00
 #define NV_FSP_BOOT_COMPLETE	0x000200bc
-#define GH100_BOOT_0		0x180000a1
 #define GH100_BOOT_42		0x180a1000
+/* PMC_BOOT_0 has architecture and implementation at the same place. */
+#define BOOT_CHIP_MASK		0x1ff00000
+#define BOOT_0_REVISION		0xa1
 #define FSP_BOOT_OK		0xff
 
 struct fakepci_gpu {
@@ -124,6 +129,12 @@ static unsigned int device_count;
 module_param_array(device, uint, &device_count, 0444);
 MODULE_PARM_DESC(device, "PCI device id, per GPU; the last value goes for the rest; default 0x2330");
 
+static unsigned int chip[FAKEPCI_MAX_GPUS];
+static unsigned int chip_count;
+module_param_array(chip, uint, &chip_count, 0444);
+MODULE_PARM_DESC(chip,
+		 "PMC_BOOT_42 per GPU, that is its chip (bar0); the last value goes for the rest; 0: none; default 0x180a1000, GH100");
+
 static unsigned long bar0;
 module_param(bar0, ulong, 0444);
 MODULE_PARM_DESC(bar0, "address of RAM that nobody uses, for 16 MiB of registers per GPU; default: no registers");
@@ -138,10 +149,11 @@ MODULE_PARM_DESC(bar0, "address of RAM that nobody uses, for 16 MiB of registers
 FAKEPCI_LIST(absent, "GPUs that are not there until they are added");
 FAKEPCI_LIST(off_bus, "GPUs whose registers read all ones (bar0)");
 FAKEPCI_LIST(fsp_dead, "GPUs whose FSP never says that it has booted (bar0)");
-FAKEPCI_LIST(unknown_chip, "GPUs whose registers name no chip (bar0)");
 FAKEPCI_LIST(no_msix, "GPUs without MSI-X, that is without any interrupt");
 FAKEPCI_LIST(bar_missing, "GPUs without a BAR 0");
 FAKEPCI_LIST(bar_conflict, "GPUs whose BAR 0 lies where that of GPU 0 is: they cannot be enabled");
+FAKEPCI_LIST(bar_unassigned,
+	     "GPUs whose BAR of 128 GiB has no address, as where the guest's window is too small");
 
 #define fakepci_listed(name, k)	fakepci_in_list(name, name##_count, k)
 
@@ -199,6 +211,8 @@ static u64 fakepci_bar_base(unsigned int gpu, unsigned int bar)
 /* Where firmware, good or bad, has put it. */
 static u64 fakepci_bar_address(unsigned int gpu, unsigned int bar)
 {
+	if (bar == GPU_BAR1 && fakepci_listed(bar_unassigned, gpu))
+		return 0;
 	if (bar == GPU_BAR0 && fakepci_listed(bar_conflict, gpu))
 		gpu = 0;
 	return fakepci_bar_base(gpu, bar);
@@ -209,6 +223,13 @@ static unsigned int fakepci_device_id(unsigned int gpu)
 	if (!device_count)
 		return GPU_DEVICE_ID;
 	return device[min(gpu, device_count - 1)];
+}
+
+static unsigned int fakepci_chip(unsigned int gpu)
+{
+	if (!chip_count)
+		return GH100_BOOT_42;
+	return chip[min(gpu, chip_count - 1)];
 }
 
 static unsigned int fakepci_enable_ms(unsigned int gpu)
@@ -353,23 +374,28 @@ static void fakepci_init_config(unsigned int k)
 	put_unaligned_le32(GPU_MSIX_PBA, config + GPU_CAP_MSIX + PCI_MSIX_PBA);
 }
 
-static int fakepci_init_registers(unsigned int k)
+/* Registers of a function: as after its power-on, or of one that is not there. */
+static int fakepci_set_registers(unsigned int k, bool there)
 {
 	size_t size = gpu_bars[GPU_BAR0].size;
+	u32 boot_42 = fakepci_chip(k);
 	void __iomem *regs;
 
+	if (!bar0)
+		return 0;
 	regs = ioremap(fakepci_bar_base(k, GPU_BAR0), size);
 	if (!regs) {
 		pr_err("bar0=%#lx: cannot be mapped; is it behind the kernel's own RAM (mem=)?\n",
 		       bar0);
 		return -ENXIO;
 	}
-	if (fakepci_listed(off_bus, k)) {
+	if (!there || fakepci_listed(off_bus, k)) {
 		memset_io(regs, 0xff, size);
-	} else if (!fakepci_listed(unknown_chip, k)) {
-		writel(GH100_BOOT_0, regs + NV_PMC_BOOT_0);
-		writel(0, regs + NV_PMC_BOOT_1);
-		writel(GH100_BOOT_42, regs + NV_PMC_BOOT_42);
+	} else {
+		memset_io(regs, 0, size);
+		writel(boot_42 ? (boot_42 & BOOT_CHIP_MASK) | BOOT_0_REVISION : 0,
+		       regs + NV_PMC_BOOT_0);
+		writel(boot_42, regs + NV_PMC_BOOT_42);
 		writel(fakepci_listed(fsp_dead, k) ? 0 : FSP_BOOT_OK,
 		       regs + NV_FSP_BOOT_COMPLETE);
 	}
@@ -388,38 +414,62 @@ static void fakepci_set_present(unsigned int k, bool present)
 	raw_spin_unlock_irqrestore(&host_lock, flags);
 }
 
-/* One "add K" or "remove K". */
+/* What happens to a function. */
+enum fakepci_event {
+	FAKEPCI_ADD,
+	FAKEPCI_REMOVE,
+	FAKEPCI_LOSE,
+};
+
+static const char * const fakepci_verbs[] = {
+	[FAKEPCI_ADD] = "add",
+	[FAKEPCI_REMOVE] = "remove",
+	[FAKEPCI_LOSE] = "lose",
+};
+
+/* One command: "add K", "remove K" or "lose K". */
 struct fakepci_plug {
 	struct work_struct work;
 	unsigned int slot;
-	bool add;
+	enum fakepci_event event;
 };
 
 static void fakepci_plug_in(unsigned int k)
 {
-	struct pci_dev *pdev;
+	struct pci_dev *pdev = pci_get_slot(fakepci_bus, PCI_DEVFN(k, 0));
 	int bar;
 
+	if (pdev) {
+		pr_err("add %u: it is there already\n", k);
+		pci_dev_put(pdev);
+		return;
+	}
+	fakepci_set_registers(k, true);
 	fakepci_set_present(k, true);
 	pdev = pci_scan_single_device(fakepci_bus, PCI_DEVFN(k, 0));
 	if (!pdev) {
 		pr_err("add %u: the scan finds nothing\n", k);
 		return;
 	}
-	/* The BARs have their addresses, as at boot. */
+	/* The BARs have their addresses, as at boot; the core says what is wrong with one. */
 	for (bar = 0; bar < PCI_STD_NUM_BARS; bar++)
-		if (pdev->resource[bar].flags && !pdev->resource[bar].parent &&
-		    pci_claim_resource(pdev, bar))
-			pr_err("add %u: BAR %d is in use\n", k, bar);
+		if (pdev->resource[bar].flags && !pdev->resource[bar].parent)
+			(void)pci_claim_resource(pdev, bar);
 	pci_bus_add_device(pdev);
+}
+
+/* First the hardware goes, then somebody notices. */
+static void fakepci_lose(unsigned int k)
+{
+	fakepci_set_present(k, false);
+	fakepci_set_registers(k, false);
 }
 
 static void fakepci_pull_out(unsigned int k)
 {
 	struct pci_dev *pdev = pci_get_slot(fakepci_bus, PCI_DEVFN(k, 0));
 
-	/* First the hardware goes, then somebody notices. */
-	fakepci_set_present(k, false);
+	fakepci_lose(k);
 	if (!pdev)
 		return;
 	pci_stop_and_remove_bus_device(pdev);
@@ -431,10 +481,17 @@ static void fakepci_plug_work(struct work_struct *work)
 	struct fakepci_plug *plug = container_of(work, struct fakepci_plug, work);
 
 	pci_lock_rescan_remove();
-	if (plug->add)
+	switch (plug->event) {
+	case FAKEPCI_ADD:
 		fakepci_plug_in(plug->slot);
-	else
+		break;
+	case FAKEPCI_REMOVE:
 		fakepci_pull_out(plug->slot);
+		break;
+	case FAKEPCI_LOSE:
+		fakepci_lose(plug->slot);
+		break;
+	}
 	pci_unlock_rescan_remove();
 	kfree(plug);
 }
@@ -446,6 +503,7 @@ static ssize_t fakepci_write_proc(struct file *file, const char __user *text,
 	struct fakepci_plug *plug;
 	char command[32], verb[8];
 	unsigned int slot;
+	int event;
 
 	if (count >= sizeof(command))
 		return -EINVAL;
@@ -454,15 +512,16 @@ static ssize_t fakepci_write_proc(struct file *file, const char __user *text,
 	command[count] = 0;
 	if (sscanf(command, "%7s %u", verb, &slot) != 2 || slot >= gpus)
 		return -EINVAL;
-	if (strcmp(verb, "add") && strcmp(verb, "remove"))
-		return -EINVAL;
+	event = match_string(fakepci_verbs, ARRAY_SIZE(fakepci_verbs), verb);
+	if (event < 0)
+		return event;
 
 	plug = kzalloc(sizeof(*plug), GFP_KERNEL);
 	if (!plug)
 		return -ENOMEM;
 	INIT_WORK(&plug->work, fakepci_plug_work);
 	plug->slot = slot;
-	plug->add = !strcmp(verb, "add");
+	plug->event = event;
 	queue_work(fakepci_plugging, &plug->work);
 	return count;
 }
@@ -616,8 +675,8 @@ static int __init fakepci_init(void)
 	err = fakepci_request_registers();
 	if (err)
 		goto release_window;
-	for (k = 0; bar0 && k < gpus; k++) {
-		err = fakepci_init_registers(k);
+	for (k = 0; k < gpus; k++) {
+		err = fakepci_set_registers(k, fakepci_gpus[k].present);
 		if (err)
 			goto release_registers;
 	}

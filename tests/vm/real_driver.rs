@@ -11,6 +11,9 @@ use kata_gpu_init::events::record::{Kind, Record};
 pub const TESTS: &[VmTest] = &[
     VmTest { name: "real_driver_every_strategy_binds_all_and_the_spec_has_its_minors", run: |c| with_driver(c, strategies) },
     VmTest { name: "real_driver_failures_have_their_reasons_and_its_words", run: |c| with_driver(c, failures) },
+    VmTest { name: "real_driver_loses_a_gpu_before_it_initialises", run: |c| with_driver(c, lost) },
+    VmTest { name: "real_driver_lets_a_gpu_go_and_takes_it_back", run: |c| with_driver(c, unplugged) },
+    VmTest { name: "real_driver_alone_makes_every_config_access", run: |c| with_driver(c, config_accesses) },
     VmTest { name: "real_driver_initialisations_overlap", run: |c| with_driver(c, overlap) },
     VmTest { name: "real_driver_survives_a_killed_worker_with_every_gpu_open", run: |c| with_driver(c, killed) },
     VmTest { name: "real_driver_and_simulator_say_the_same", run: |c| with_driver(c, same_words) },
@@ -83,53 +86,176 @@ fn failure(records: &[Record], index: u64) -> Result<Record> {
         .with_context(|| format!("GPU {index} has not failed"))
 }
 
-fn judge(booted: &Booted, wanted: &[(&str, &str, &str)]) -> Result<()> {
-    ensure!(booted.settled()? == (0, wanted.len() as u64), "{:?}", booted.settled()?);
-    let records = booted.receiver.records();
-    for (index, (step, reason, words)) in wanted.iter().enumerate() {
-        let failed = failure(&records, index as u64)?;
-        let error = failed.error.clone().unwrap_or_default();
-        ensure!(
-            failed.fields["step"] == *step && failed.fields["reason"] == *reason,
-            "GPU {index}: wanted {step}, {reason}: {:?} {error}",
-            failed.fields
-        );
-        ensure!(error.contains("the driver says: ") && error.contains(words), "GPU {index}: {words:?} is not in: {error}");
-        ensure!(!error.contains("\\x0a") && failed.fields.contains_key("cure"), "GPU {index}: {error}");
-    }
+/// What must be told of a failure. No reason: the words are judged alone.
+struct Wanted {
+    step: &'static str,
+    reason: Option<&'static str>,
+    words: &'static str,
+}
+
+fn wanted(step: &'static str, reason: &'static str, words: &'static str) -> Wanted {
+    Wanted { step, reason: Some(reason), words }
+}
+
+fn judge_one(records: &[Record], index: u64, wanted: &Wanted) -> Result<()> {
+    let failed = failure(records, index)?;
+    let error = failed.error.clone().unwrap_or_default();
+    let reason = wanted.reason.is_none_or(|reason| failed.fields["reason"] == reason);
+    ensure!(failed.fields["step"] == wanted.step && reason, "GPU {index}: wanted {}: {:?} {error}", wanted.step, failed.fields);
+    ensure!(error.contains("the driver says: ") && error.contains(wanted.words), "GPU {index}: {:?} is not in: {error}", wanted.words);
+    ensure!(!error.contains("\\x0a") && failed.fields.contains_key("cure"), "GPU {index}: {error}");
     Ok(())
 }
 
-fn failures(context: &TestContext, driver: &RealDriver) -> Result<Outcome> {
-    let faults = "fakepci.gpus=6 fakepci.off_bus=1 fakepci.bar_missing=2 fakepci.unknown_chip=3 fakepci.no_msix=4";
-    let no_firmware = ("init", "firmware-missing", "Direct firmware load for nvidia/");
-    let wanted = [
-        no_firmware,
-        ("probe", "off-the-bus", "fallen off the bus"),
-        ("probe", "bar-unassigned", "BAR0 is 0M @ 0x0"),
-        ("probe", "unsupported-gpu", "is not supported by open"),
-        ("probe", "no-interrupt", "Can't find an IRQ"),
-        no_firmware,
-    ];
-    let script = "testagent.guest=script testagent.script=pci.scan!end>config;settled>held";
-    let mut booted = Guest::new().real_driver(driver).append(&format!("{faults} {script}")).boot(context, "faults")?;
-    judge(&booted, &wanted)?;
-    // What the wait for a non-blocking open answers is in the stream.
+fn judge(booted: &Booted, wanted: &[Wanted]) -> Result<()> {
+    ensure!(booted.settled()? == (0, wanted.len() as u64), "{:?}", booted.settled()?);
     let records = booted.receiver.records();
-    let init = named(&records, Kind::End, names::GPU_INIT);
-    ensure!(init.len() == 2 && init.iter().all(|r| r.fields["rc"] == -5 && r.fields["status"] == 0x59), "{init:?}");
-    // A GPU whose initialisation failed stays open all the same: nothing of ours closes one.
-    let held = booted.agent("held", |l| l.get("process") == "gpuinit-keeper")?;
-    ensure!(held.get("nodes").split(' ').count() == 2, "{held:?}");
-    booted.still_runs()?;
+    wanted.iter().enumerate().try_for_each(|(index, wanted)| judge_one(&records, index as u64, wanted))
+}
+
+const NO_FIRMWARE: Wanted = Wanted { step: "init", reason: Some("firmware-missing"), words: "Direct firmware load for nvidia/" };
+
+fn failures(context: &TestContext, driver: &RealDriver) -> Result<Outcome> {
+    // By slot: a GPU as it should be, off the bus, without BAR 0, of no chip, without interrupts, newer than the driver.
+    let chips = "fakepci.chip=0x180a1000,0x180a1000,0x180a1000,0,0x180a1000,0x1a0a1000,0x180a1000";
+    let faults = format!("fakepci.off_bus=1 fakepci.bar_missing=2 {chips} fakepci.no_msix=4");
+    let every = || {
+        vec![
+            NO_FIRMWARE,
+            wanted("probe", "off-the-bus", "has fallen off the bus and is not responding to commands"),
+            wanted("probe", "bar-unassigned", "BAR0 is 0M @ 0x0"),
+            wanted("probe", "unsupported-gpu", "does not include the required GPU System Processor (GSP)"),
+            wanted("probe", "no-interrupt", "Can't find an IRQ"),
+            wanted("probe", "unsupported-gpu", "is not supported by the NVIDIA 550."),
+            NO_FIRMWARE,
+        ]
+    };
+    // All probed by the load, and each by its own bind.
+    for (bind, gpus) in [("insmod", 8), ("pipelined", 7)] {
+        let words = format!("fakepci.gpus={gpus} {faults} fakepci.bar_unassigned=7 gpuinit.bind={bind}");
+        let script = "testagent.guest=script testagent.script=settled>held";
+        let mut booted = Guest::new().real_driver(driver).append(&format!("{words} {script}")).boot(context, bind)?;
+        let mut every = every();
+        if bind == "insmod" {
+            // The BAR of 128 GiB has no address: the driver hears of it from the kernel.
+            every.push(Wanted { step: "probe", reason: None, words: "not assigned" });
+        }
+        judge(&booted, &every)?;
+        // What the wait for a non-blocking open answers is in the stream.
+        let records = booted.receiver.records();
+        let init = named(&records, Kind::End, names::GPU_INIT);
+        ensure!(init.len() == 2 && init.iter().all(|r| r.fields["rc"] == -5 && r.fields["status"] == 0x59), "{bind}: {init:?}");
+        // A GPU whose initialisation failed stays open all the same: nothing of ours closes one.
+        let held = booted.agent("held", |l| l.get("process") == "gpuinit-keeper")?;
+        ensure!(held.get("nodes").split(' ').count() == 2, "{bind}: {held:?}");
+        booted.still_runs()?;
+    }
     let dead = with_firmware(driver)?.append("fakepci.gpus=1 fakepci.fsp_dead=0").boot(context, "fsp")?;
-    judge(&dead, &[("init", "firmware-boot", "(0x62:0x65:")])?;
+    judge(&dead, &[wanted("init", "firmware-boot", "(0x62:0x65:")])?;
     let xid = dead.event(names::GPU_XID)?;
     ensure!(xid.fields["xid"] == 143, "{xid:?}");
     Ok(Outcome::Passed)
 }
 
-/// From the first initialisation's begin to the last one's end, in ms.
+fn lost(context: &TestContext, driver: &RealDriver) -> Result<Outcome> {
+    // GPU 1 is plugged in and bound while GPU 0 initialises, which takes seconds, and is gone when its own turn comes.
+    let script = "testagent.guest=script testagent.script=gpu.init!begin/0>plug:1;gpu.bound/1>lose:1;settled>held";
+    let words = format!("fakepci.gpus=2 fakepci.absent=1 gpuinit.init=serial {script}");
+    let booted = with_firmware(driver)?.append(&words).boot(context, "lost")?;
+    let failed = booted.record("failure of GPU 1", |r| r.name == names::GPU_FAILED && r.fields["index"] == 1)?;
+    let records = booted.receiver.records();
+    // The driver finds out when it turns interrupts on, and does not speak of the bus.
+    judge_one(&records, 1, &Wanted { step: "init", reason: None, words: "No interrupts of any type are available" })?;
+    let end = named(&records, Kind::End, names::GPU_INIT).into_iter().find(|r| r.gpu == failed.gpu).context("no end")?;
+    ensure!(end.fields["rc"] == -5 && end.fields["status"] == 0x40, "{end:?}");
+    judge_one(&records, 0, &wanted("init", "firmware-boot", "(0x62:0x65:"))?;
+    Ok(Outcome::Passed)
+}
+
+/// A report of /proc/fakepci: `(reads, writes, enables)` of each function.
+fn accesses(report: &str) -> Result<Vec<[u64; 3]>> {
+    let number = |line: &str, key: &str| -> Result<u64> {
+        let value = line.split(' ').find_map(|word| word.strip_prefix(key)).with_context(|| format!("no {key} in {line:?}"))?;
+        Ok(value.parse()?)
+    };
+    report.split("; ").map(|line| Ok([number(line, "reads=")?, number(line, "writes=")?, number(line, "enables=")?])).collect()
+}
+
+/// The reports of config accesses so far, in order.
+fn reports(booted: &Booted) -> Result<Vec<Vec<[u64; 3]>>> {
+    booted.console.agent_lines().iter().filter(|l| l.get("msg") == "config").map(|l| accesses(l.get("all"))).collect()
+}
+
+fn unplugged(context: &TestContext, driver: &RealDriver) -> Result<Outcome> {
+    // The one that goes answers with ones before the driver hears of it.
+    let script = "settled>config+unplug:1;gpu.removed>held+plug:1;gpu.failed/1>held+config+overrides";
+    let words = format!("fakepci.gpus=3 testagent.guest=script testagent.script={script}");
+    let mut booted = Guest::new().real_driver(driver).append(&words).boot(context, "unplugged")?;
+    booted.agent("script", |l| l.get("did") == "overrides")?;
+    let held: Vec<String> = booted
+        .console
+        .agent_lines()
+        .iter()
+        .filter(|l| l.get("msg") == "held" && l.get("process") == "gpuinit-keeper")
+        .map(|l| l.get("nodes").to_string())
+        .collect();
+    // The minor that has become free is the one it gets again.
+    ensure!(held == ["/dev/nvidia0 /dev/nvidia2", "/dev/nvidia0 /dev/nvidia1 /dev/nvidia2"], "the keeper has {held:?}");
+    let records = booted.receiver.records();
+    let removed = named(&records, Kind::Event, names::GPU_REMOVED);
+    ensure!(removed.len() == 1 && removed[0].gpu.is_some_and(|g| g.to_string() == "0001:00:01.0"), "{removed:?}");
+    let bound = named(&records, Kind::Event, names::GPU_BOUND);
+    let again = bound.iter().find(|r| r.seq > removed[0].seq).context("not bound again")?;
+    ensure!(bound.len() == 4 && again.fields["index"] == 1 && again.fields["minor"] == 1, "{bound:?}");
+    let reports = reports(&booted)?;
+    let (before, after) = (&reports[0], &reports[1]);
+    // The host maps the BARs of a GPU that comes once, and of the others not again.
+    ensure!(after[0] == before[0] && after[2] == before[2], "others were accessed: {before:?} {after:?}");
+    ensure!(before[1][2] == 1 && after[1][2] == 2, "enabled more than once: {before:?} {after:?}");
+    let complaint = |r: &&Record| {
+        r.kind == Kind::Kmsg && r.fields["text"].as_str().is_some_and(|t| t.contains("WARNING") || t.contains("non-zero usage"))
+    };
+    ensure!(!records.iter().any(|r| complaint(&r)), "{:?}", records.iter().find(complaint));
+    booted.still_runs().map(|()| Outcome::Passed)
+}
+
+/// The functions' config accesses when all is over, without our init (`None`) or with it.
+fn all_accesses(context: &TestContext, driver: &RealDriver, bind: Option<&str>) -> Result<Vec<Vec<[u64; 3]>>> {
+    let words = match bind {
+        // What has to be done at the least: insmod, the look at each minor, the opens.
+        None => "hardware.init=/usr/bin/kata-agent testagent.guest=script testagent.script=now>load+config+information+config+open:0+open:1+open:2+config".to_string(),
+        Some(bind) => format!("gpuinit.bind={bind} testagent.guest=script testagent.script=settled>config"),
+    };
+    let booted = Guest::new().real_driver(driver).append(&format!("fakepci.gpus=3 {words}")).boot(context, bind.unwrap_or("alone"))?;
+    let wanted = if bind.is_some() { 1 } else { 3 };
+    booted.agent("config", |_| reports(&booted).is_ok_and(|r| r.len() == wanted))?;
+    reports(&booted)
+}
+
+fn config_accesses(context: &TestContext, driver: &RealDriver) -> Result<Outcome> {
+    let alone = all_accesses(context, driver, None)?;
+    let (loaded, looked, all) = (&alone[0], &alone[1], &alone[2]);
+    // The driver walks the capabilities whenever somebody reads a GPU's information file: that much a look at the minor costs.
+    let look = looked[0][0] - loaded[0][0];
+    ensure!(look > 0 && looked[0][1..] == loaded[0][1..], "{loaded:?} {looked:?}");
+    for bind in ["insmod", "pipelined", "concurrent"] {
+        let ours = all_accesses(context, driver, Some(bind))?.pop().context("no report")?;
+        for (ours, [reads, writes, enables]) in ours.iter().zip(all) {
+            // One more look is ours: a second read of the same file.
+            let more = ours[0].checked_sub(*reads).context("fewer reads than the driver makes")?;
+            ensure!(
+                ours[1..] == [*writes, *enables] && (more == 0 || more == look),
+                "{bind}: {ours:?}, the driver alone {all:?}, a look {look}"
+            );
+        }
+    }
+    Ok(Outcome::Measured(format!(
+        "config accesses of a GPU: {} reads, {} writes; a look at its minor is {look} of them",
+        all[0][0], all[0][1]
+    )))
+}
+
+/// From the first initialisation's begin to the last one's end, in ms. All must have begun before one ends, unless the init holds them back.
 fn span(context: &TestContext, driver: &RealDriver, gpus: u64, words: &str) -> Result<u64> {
     let words = format!("fakepci.gpus={gpus} {words}");
     let booted = with_firmware(driver)?.append(&words).boot(context, &format!("{gpus}"))?;
@@ -137,6 +263,9 @@ fn span(context: &TestContext, driver: &RealDriver, gpus: u64, words: &str) -> R
     let records = booted.receiver.records();
     let begin = named(&records, Kind::Begin, names::GPU_INIT).iter().map(|r| r.boottime_ns).min().context("no initialisation")?;
     let end = named(&records, Kind::End, names::GPU_INIT).iter().map(|r| r.boottime_ns).max().context("no initialisation")?;
+    let last_begin = named(&records, Kind::Begin, names::GPU_INIT).iter().map(|r| r.boottime_ns).max().unwrap_or_default();
+    let first_end = named(&records, Kind::End, names::GPU_INIT).iter().map(|r| r.boottime_ns).min().unwrap_or_default();
+    ensure!(last_begin < first_end || words.contains("relaxed=off"), "an initialisation waited for another one to end");
     Ok((end - begin) / 1_000_000)
 }
 
@@ -156,7 +285,7 @@ fn killed(context: &TestContext, driver: &RealDriver) -> Result<Outcome> {
     // Killed while the driver initialises: the wait is left, the initialisations go on, and their outcome reaches the next worker.
     let script = "testagent.guest=script testagent.script=gpu.init!begin/1>kill;settled>held";
     let booted = with_firmware(driver)?.append(&format!("fakepci.gpus=2 {script}")).boot(context, "killed")?;
-    judge(&booted, &[("init", "firmware-boot", "(0x62:"), ("init", "firmware-boot", "(0x62:")])?;
+    judge(&booted, &[wanted("init", "firmware-boot", "(0x62:"), wanted("init", "firmware-boot", "(0x62:")])?;
     for process in ["gpuinit-keeper", "gpuinit-worker"] {
         let held = booted.agent("held", |l| l.get("process") == process)?;
         ensure!(held.get("nodes") == "/dev/nvidia0 /dev/nvidia1", "{held:?}");

@@ -9,6 +9,10 @@
 //! | `remove:K` | takes GPU K (by slot) off the bus through sysfs, which returns when the driver lets it |
 //! | `rescan` | scans the bus again |
 //! | `plug:K`, `unplug:K` | adds GPU K, or takes it away by surprise, on the hardware's side |
+//! | `lose:K` | lets GPU K fall off the bus: from then on it reads all ones, and the kernel has not noticed |
+//! | `load` | loads the module `nvidia` without options, as `insmod` would |
+//! | `information` | reads every GPU's information file once |
+//! | `open:MINOR` | makes that GPU's node if it is not there, opens it, waits for what comes of that, and keeps it open |
 //! | `storm:N` | makes the kernel send N uevents |
 //! | `sleep:MS` | does nothing for some time |
 //! | `counters` | reports the simulator's counters |
@@ -21,7 +25,10 @@
 
 use super::guest::{all_counters, connect};
 use crate::agent::log;
+use kata_gpu_init::device_nodes::DeviceNodes;
 use kata_gpu_init::events::record::{Kind, Line, Record, decode};
+use kata_gpu_init::{adapter, driver_proc};
+use nix::kmod::{ModuleInitFlags, finit_module};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 use std::collections::HashMap;
@@ -125,6 +132,15 @@ fn act(action: &str) -> Result<(), String> {
         "rescan" => write(Path::new("/sys/bus/pci/rescan"), "1"),
         "plug" => write(Path::new("/proc/fakepci"), &format!("add {}", number()?)),
         "unplug" => write(Path::new("/proc/fakepci"), &format!("remove {}", number()?)),
+        "lose" => write(Path::new("/proc/fakepci"), &format!("lose {}", number()?)),
+        "load" => load("nvidia"),
+        "information" => {
+            for gpu in std::fs::read_dir("/proc/driver/nvidia/gpus").map_err(|e| e.to_string())?.flatten() {
+                std::fs::read_to_string(gpu.path().join("information")).map_err(|e| e.to_string())?;
+            }
+            Ok(())
+        }
+        "open" => open(number()?),
         "storm" => (0..number()?).try_for_each(|_| write(Path::new("/sys/devices/virtual/mem/null/uevent"), "change")),
         "sleep" => {
             std::thread::sleep(Duration::from_millis(u64::from(number()?)));
@@ -206,4 +222,27 @@ fn process_named(name: &str) -> Result<i32, String> {
 fn signal(signal: Signal) -> Result<(), String> {
     let worker = process_named("gpuinit-worker")?;
     kill(Pid::from_raw(worker), signal).map_err(|e| format!("signal {worker}: {e}"))
+}
+
+/// Loads a module of the running kernel, with no options.
+fn load(name: &str) -> Result<(), String> {
+    let release = std::fs::read_to_string("/proc/sys/kernel/osrelease").map_err(|e| e.to_string())?;
+    let path = format!("/lib/modules/{}/{name}.ko", release.trim());
+    let file = std::fs::File::open(&path).map_err(|e| format!("open {path}: {e}"))?;
+    finit_module(&file, c"", ModuleInitFlags::empty()).map_err(|e| format!("load {path}: {e}"))
+}
+
+/// The driver's major number, which is NVIDIA's by registration.
+const NVIDIA_MAJOR: u32 = 195;
+
+/// Opens the GPU of this minor as the init does, and reports what the driver says of it.
+fn open(minor: u32) -> Result<(), String> {
+    let rules = driver_proc::node_rules(Path::new("/proc"));
+    let node = DeviceNodes::at(Path::new("/dev"), rules).gpu(NVIDIA_MAJOR, minor).map_err(|e| e.to_string())?;
+    let descriptor = adapter::start(&node).map_err(|e| e.to_string())?;
+    let said = adapter::wait(&descriptor, &node).err().map_or_else(String::new, |e| e.to_string());
+    log::info("opened", &[("path", &node.path.display().to_string()), ("said", &said)]);
+    // Open for as long as the process lives.
+    std::mem::forget(descriptor);
+    Ok(())
 }
