@@ -182,9 +182,9 @@ async fn wait_and_bring_up(shared: &Arc<Shared>, gpu: &Gpu, arrival: Arrival) ->
         None if by_load => bound_by_load(shared, gpu.address, &loaded)?,
         None => bind(shared, gpu.address, After::from(&[enabled, Some(loaded.step)][..]), &progress).await?,
     };
-    tell_bound(shared, gpu.address, by_load)?;
+    let minor = tell_bound(shared, gpu.address, by_load)?;
     drop(probing);
-    let (node, made) = make_node(gpu.address, &loaded, bound)?;
+    let (node, made) = make_node(gpu.address, minor, &loaded, bound)?;
     progress.step("initialisation");
     if shared.config.ready_when_usable {
         drop(over); // an initialisation takes seconds: nobody waits for it
@@ -241,13 +241,14 @@ fn bound_by_load(shared: &Shared, gpu: PciAddress, loaded: &Loaded) -> Result<St
     }
 }
 
-/// The GPU is bound: says so, with the minor that the driver gave it, and the time at which the kernel said so.
-fn tell_bound(shared: &Shared, gpu: PciAddress, by_load: bool) -> Result<(), Failed> {
+/// The GPU is bound: says so, with the minor that the driver gave it, and the time at which the kernel said so. The one place that reads the
+/// information file: each look at it makes the driver read config space (nine times, 550.163.01).
+fn tell_bound(shared: &Shared, gpu: PciAddress, by_load: bool) -> Result<u32, Failed> {
     let information = driver_proc::information(Path::new(PROC), gpu).map_err(|e| failed_by(Step::Probe, Reason::NoMinor)(&e))?;
     let bound_at = shared.bound_at.lock().unwrap_or_else(PoisonError::into_inner).get(&gpu).copied().filter(|_| by_load);
     let (index, at_ns) = (shared.roster.index(gpu) as u64, bound_at.unwrap_or_else(boottime_ns));
     tracing::info!(name: names::GPU_BOUND, gpu = %gpu, index, minor = information.minor, at_ns);
-    Ok(())
+    Ok(information.minor)
 }
 
 /// Binds.
@@ -291,11 +292,10 @@ async fn try_bind(shared: &Arc<Shared>, gpu: PciAddress, progress: &Arc<Progress
 }
 
 /// Makes the GPU's device node, of the minor that the driver gave it.
-fn make_node(gpu: PciAddress, loaded: &Loaded, bound: StepId) -> Result<(Node, StepId), Failed> {
-    let information = driver_proc::information(Path::new(PROC), gpu).map_err(|e| failed_by(Step::Probe, Reason::NoMinor)(&e))?;
+fn make_node(gpu: PciAddress, minor: u32, loaded: &Loaded, bound: StepId) -> Result<(Node, StepId), Failed> {
     let step = step!(names::GPU_NODES, gpu = %gpu, after = ?After(vec![bound]));
     let id = step.id();
-    let node = step.run(|| loaded.nodes.gpu(loaded.major, information.minor)).map_err(|e| failed(Step::Nodes)(&e))?;
+    let node = step.run(|| loaded.nodes.gpu(loaded.major, minor)).map_err(|e| failed(Step::Nodes)(&e))?;
     Ok((node, id))
 }
 
