@@ -2,13 +2,15 @@
 
 use crate::clock::boottime_ns;
 use crate::events::names;
-use crate::events::record::{Kind, Level, Record, SCHEMA};
+use crate::events::record::{Kind, Level, Record};
 use crate::pci::PciAddress;
 use std::collections::{BTreeMap, HashMap};
 
 /// What became of one GPU so far.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Known {
+    /// Its name was told.
+    pub found: bool,
     pub bound: bool,
     pub published: bool,
     pub usable: bool,
@@ -54,6 +56,7 @@ impl Before {
         match record.name.as_str() {
             // Found again after it was gone, or gone: nothing of what was holds any more.
             names::GPU_REMOVED => *known = Known::default(),
+            names::GPU_FOUND => known.found = true,
             names::GPU_BOUND => known.bound = true,
             names::GPU_PUBLISHED => known.published = true,
             names::GPU_USABLE => known.usable = true,
@@ -70,18 +73,13 @@ impl Before {
 /// The end of a step whose worker has died in it.
 pub fn end_of(begin: &Record) -> Record {
     Record {
-        schema: SCHEMA,
-        seq: 0, // the ring's to give
         boottime_ns: boottime_ns(),
-        kind: Kind::End,
-        name: begin.name.clone(),
         level: Level::Error,
         gpu: begin.gpu,
         span: begin.span,
         parent: begin.parent,
-        after: vec![],
         error: Some("the worker died in this step; its successor goes on".into()),
-        fields: Default::default(),
+        ..Record::new(Kind::End, &begin.name)
     }
 }
 
@@ -90,11 +88,7 @@ mod tests {
     use super::*;
 
     fn record(kind: Kind, name: &str, gpu: &str, span: Option<u64>) -> Record {
-        Record { kind, name: name.into(), gpu: gpu.parse().ok(), span, ..end_of(&blank()) }
-    }
-
-    fn blank() -> Record {
-        serde_json::from_str(r#"{"schema":1,"seq":0,"boottime_ns":0,"kind":"event","name":"x"}"#).unwrap()
+        Record { gpu: gpu.parse().ok(), span, ..Record::new(kind, name) }
     }
 
     #[test]

@@ -134,11 +134,8 @@ struct Fleet {
 impl Fleet {
     async fn new(boot: &Boot, before: Option<&Before>, gpus: &[Gpu], words: Option<DriverWords>, descriptors: Descriptors) -> Self {
         let roster = Arc::new(Roster::default());
-        if before.is_some() {
-            roster.told(gpus);
-        } else {
-            roster.add(gpus);
-        }
+        // All there were before, in the same order, or the removed ones would have been told.
+        roster.take_over(gpus, |gpu| before.is_some_and(|b| b.gpu(gpu).found));
         let (driver, state) = watch::channel(Driver::Loading);
         let sysfs = PciSysfs::at(Path::new(SYS));
         let published = before.map_or_else(Published::default, |before| published(before, &sysfs, gpus));

@@ -36,10 +36,12 @@ impl Descriptors {
         self.lock().get(&gpu).cloned()
     }
 
-    /// Gives a removed GPU up. A call that is still waiting in the driver keeps its reference until it returns.
+    /// Gives a removed GPU up; must be called inside the runtime. A call that is still waiting in the driver keeps its reference until it returns.
     pub fn release(&self, gpu: PciAddress) {
-        // The worker's copy first: the last one goes in the keeper's child, where nobody waits for it.
-        drop(self.lock().remove(&gpu));
+        // The last close takes as long as the driver likes: here it is a thread's, in the keeper a child's, and nobody waits for either.
+        if let Some(descriptor) = self.lock().remove(&gpu) {
+            tokio::task::spawn_blocking(move || drop(descriptor));
+        }
         if let Some(Err(errno)) = self.keeper.as_ref().map(|keeper| keeper.release(&gpu.to_string())) {
             tracing::warn!(name: names::GPU_REMOVED, gpu = %gpu, error = %format!("ask the keeper to release GPU {gpu}: {errno}: its removal waits"));
         }

@@ -30,10 +30,11 @@ impl Roster {
         tell(&mut present);
     }
 
-    /// Takes names over that an earlier worker has told.
-    pub fn told(&self, gpus: &[Gpu]) {
+    /// Adds all GPUs, of which an earlier worker has told some names: tells the others.
+    pub fn take_over(&self, gpus: &[Gpu], told: impl Fn(PciAddress) -> bool) {
         let mut present = self.lock();
-        present.extend(gpus.iter().enumerate().map(|(index, gpu)| (gpu.address, (gpu.device, Some(index)))));
+        present.extend(gpus.iter().enumerate().map(|(index, gpu)| (gpu.address, (gpu.device, told(gpu.address).then_some(index)))));
+        tell(&mut present);
     }
 
     /// The GPU's name. One that has just gone has the name it would have.

@@ -3,7 +3,7 @@
 //!
 //! It lies on tmpfs, where writing does not wait. The ring appends each line before it shows it to anybody; see [`super::ring`].
 
-use super::record::{Kind, Level, Line, MAX_LINE, Record, SCHEMA, decode, names, record_line};
+use super::record::{Kind, Level, Line, MAX_LINE, Record, decode, names, record_line};
 use crate::clock::boottime_ns;
 use serde_json::{Map, Value};
 use std::fs::{File, OpenOptions};
@@ -92,18 +92,12 @@ impl Journal {
 /// The record that stands for an unknown number of lost ones.
 fn gap_after(last: Option<&Record>) -> Record {
     Record {
-        schema: SCHEMA,
         seq: last.map_or(0, |r| r.seq) + UNKNOWN,
         boottime_ns: boottime_ns(),
-        kind: Kind::Event,
-        name: names::STREAM_LOST.into(),
         level: Level::Warn,
-        gpu: None,
-        span: None,
-        parent: None,
-        after: vec![],
         error: Some("boot.ndjson was full when a worker died: nobody knows which records came after its last one".into()),
         fields: Map::from_iter([("at".to_string(), Value::from("boot.ndjson"))]),
+        ..Record::new(Kind::Event, names::STREAM_LOST)
     }
 }
 
@@ -112,20 +106,7 @@ mod tests {
     use super::*;
 
     fn line(seq: u64) -> String {
-        record_line(&Record {
-            schema: SCHEMA,
-            seq,
-            boottime_ns: seq,
-            kind: Kind::Event,
-            name: "settled".into(),
-            level: Default::default(),
-            gpu: None,
-            span: None,
-            parent: None,
-            after: vec![],
-            error: None,
-            fields: Default::default(),
-        })
+        record_line(&Record { seq, boottime_ns: seq, ..Record::new(Kind::Event, "settled") })
     }
 
     fn file(name: &str) -> PathBuf {

@@ -7,13 +7,13 @@
 //! The log's clock is not CLOCK_BOOTTIME (it started at another moment); [`write_marker`] leaves a line that carries BOOTTIME, from which
 //! [`follow`] learns the difference.
 
-use super::record::{Kind, Level, Record, SCHEMA};
+use super::record::{Kind, Level, Record};
 use super::ring::Ring;
 use crate::clock::boottime_ns;
 use crate::driver_log::{self, Signal};
 use crate::pci::{PciAddress, is_gpu};
 use nix::errno::Errno;
-use serde_json::{Map, Value};
+use serde_json::Value;
 use std::collections::{HashMap, HashSet, VecDeque};
 use std::fs::OpenOptions;
 use std::io::{self, Write};
@@ -276,12 +276,9 @@ impl Follower {
             // Nobody listens only when the bring-up has ended, with the runtime.
             let _unused = self.signals.send(signal);
         }
+        let fields = [("text", Value::from(line.text.as_str())), ("kmsg_seq", line.seq.into()), ("printk_us", line.printk_us.into())];
         self.ring.push(Record {
-            schema: SCHEMA,
-            seq: 0,
             boottime_ns,
-            kind: Kind::Kmsg,
-            name: "kmsg".to_string(),
             level: match line.priority {
                 0..=3 => Level::Error,
                 4 => Level::Warn,
@@ -289,15 +286,8 @@ impl Follower {
                 _ => Level::Debug,
             },
             gpu,
-            span: None,
-            parent: None,
-            after: vec![],
-            error: None,
-            fields: Map::from_iter([
-                ("text".to_string(), Value::from(line.text.as_str())),
-                ("kmsg_seq".to_string(), Value::from(line.seq)),
-                ("printk_us".to_string(), Value::from(line.printk_us)),
-            ]),
+            fields: fields.map(|(key, value)| (key.to_string(), value)).into_iter().collect(),
+            ..Record::new(Kind::Kmsg, "kmsg")
         });
     }
 }

@@ -84,6 +84,26 @@ pub struct Record {
     pub fields: Map<String, Value>,
 }
 
+impl Record {
+    /// A record of this kind and name, of boot time 0 and with nothing else in it; `seq` is the ring's to give.
+    pub fn new(kind: Kind, name: &str) -> Self {
+        Self {
+            schema: SCHEMA,
+            seq: 0,
+            boottime_ns: 0,
+            kind,
+            name: name.to_string(),
+            level: Level::default(),
+            gpu: None,
+            span: None,
+            parent: None,
+            after: vec![],
+            error: None,
+            fields: Map::new(),
+        }
+    }
+}
+
 fn is_default(level: &Level) -> bool {
     *level == Level::default()
 }

@@ -7,7 +7,7 @@
 //! that file everything that anybody may have seen, and gives no `seq` twice.
 
 use super::journal::Journal;
-use super::record::{Kind, Level, Record, SCHEMA, names, record_line};
+use super::record::{Kind, Level, Record, names, record_line};
 use std::collections::VecDeque;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
@@ -44,18 +44,12 @@ impl Lines {
 /// The record of a journal that takes no more.
 fn stopped(seq: u64, boottime_ns: u64, error: &std::io::Error) -> Record {
     Record {
-        schema: SCHEMA,
         seq,
         boottime_ns,
-        kind: Kind::Event,
-        name: names::SINK.into(),
         level: Level::Warn,
-        gpu: None,
-        span: None,
-        parent: None,
-        after: vec![],
         error: Some(error.to_string()),
         fields: [("sink", "file"), ("state", "stopped")].map(|(key, value)| (key.to_string(), value.into())).into_iter().collect(),
+        ..Record::new(Kind::Event, names::SINK)
     }
 }
 
@@ -166,20 +160,7 @@ mod tests {
     use crate::events::record::{Line, decode};
 
     fn record(name: &str) -> Record {
-        Record {
-            schema: SCHEMA,
-            seq: 0,
-            boottime_ns: 0,
-            kind: Kind::Event,
-            name: name.into(),
-            level: Default::default(),
-            gpu: None,
-            span: None,
-            parent: None,
-            after: vec![],
-            error: None,
-            fields: Default::default(),
-        }
+        Record::new(Kind::Event, name)
     }
 
     fn seqs(batch: &Batch) -> Vec<u64> {
