@@ -11,6 +11,7 @@ pub mod boot; // the sequence: PID 1, keeper, worker, and the bring-up of all GP
 pub mod pci; // which GPUs are there
 pub mod uevents; // which come and go
 pub mod kernel_modules; // loading the driver
+pub mod elf; // what is read of ELF files
 pub mod modinfo; // what a module's file says of itself
 pub mod bind; // enable, driver_override, bind
 pub mod driver_log; // what the driver writes to the kernel's log

@@ -2,16 +2,10 @@
 //!
 //! Takes any bytes: what is not a 64-bit little-endian ELF file with such a section is an error that says so.
 
+use crate::elf;
 use std::fs::File;
 use std::io;
-use std::os::unix::fs::FileExt;
 use std::path::Path;
-
-/// Most section headers a module may have (the kernel's own files have fewer than 100; with a section per function some thousand).
-const MAX_SECTIONS: u64 = 65_536;
-/// Longest section that is read, names or modinfo.
-const MAX_SECTION: u64 = 4 * 1024 * 1024;
-const SECTION_HEADER: u64 = 64;
 
 /// The value of one key (`version`, `vermagic`); None when the file has none.
 ///
@@ -19,7 +13,8 @@ const SECTION_HEADER: u64 = 64;
 pub fn value(path: &Path, key: &str) -> io::Result<Option<String>> {
     let at = |what: &dyn std::fmt::Display| io::Error::other(format!("read modinfo of {}: {what}", path.display()));
     let file = File::open(path).map_err(|e| at(&e))?;
-    let section = section(&file, b".modinfo").map_err(|e| at(&e))?;
+    let section = elf::section(&file, b".modinfo").map_err(|e| at(&e))?;
+    let section = section.ok_or_else(|| at(&"it has no .modinfo section: not a kernel module"))?;
     Ok(find(&section, key))
 }
 
@@ -29,54 +24,6 @@ fn find(section: &[u8], key: &str) -> Option<String> {
         let text = std::str::from_utf8(entry).ok()?;
         text.strip_prefix(key)?.strip_prefix('=').map(str::to_string)
     })
-}
-
-fn section(file: &File, wanted: &[u8]) -> io::Result<Vec<u8>> {
-    let header = read(file, 0, SECTION_HEADER)?;
-    if header.get(..6) != Some(b"\x7fELF\x02\x01") {
-        return Err(io::Error::other("not a 64-bit little-endian ELF file"));
-    }
-    let (table, count, names) = (u64_at(&header, 0x28), u16_at(&header, 0x3c), u16_at(&header, 0x3e));
-    if u64::from(u16_at(&header, 0x3a)) != SECTION_HEADER || names >= count || u64::from(count) > MAX_SECTIONS {
-        return Err(io::Error::other("its section headers are of another form"));
-    }
-    let headers = read(file, table, u64::from(count) * SECTION_HEADER)?;
-    let header = |index: u16| headers.get(usize::from(index) * 64..).and_then(|rest| rest.get(..64)).unwrap_or(&[0; 64]);
-    let content = |header: &[u8]| read(file, u64_at(header, 0x18), u64_at(header, 0x20));
-    let names = content(header(names))?;
-    for index in 0..count {
-        let start = u32_at(header(index), 0) as usize;
-        let name = names.get(start..).and_then(|rest| rest.split(|b| *b == 0).next());
-        if name == Some(wanted) {
-            return content(header(index));
-        }
-    }
-    Err(io::Error::other("it has no .modinfo section: not a kernel module"))
-}
-
-fn read(file: &File, offset: u64, length: u64) -> io::Result<Vec<u8>> {
-    if length > MAX_SECTION {
-        return Err(io::Error::other(format!("a section of {length} bytes: more than any module has")));
-    }
-    let mut bytes = vec![0; length as usize];
-    file.read_exact_at(&mut bytes, offset)?;
-    Ok(bytes)
-}
-
-fn bytes_at<const N: usize>(bytes: &[u8], offset: usize) -> [u8; N] {
-    bytes.get(offset..).and_then(|rest| rest.first_chunk::<N>()).copied().unwrap_or([0; N])
-}
-
-fn u16_at(bytes: &[u8], offset: usize) -> u16 {
-    u16::from_le_bytes(bytes_at(bytes, offset))
-}
-
-fn u32_at(bytes: &[u8], offset: usize) -> u32 {
-    u32::from_le_bytes(bytes_at(bytes, offset))
-}
-
-fn u64_at(bytes: &[u8], offset: usize) -> u64 {
-    u64::from_le_bytes(bytes_at(bytes, offset))
 }
 
 #[cfg(test)]
@@ -126,10 +73,10 @@ mod tests {
             assert!(of("cut", &good[..length], "version").is_err(), "{length} bytes of a module were read");
         }
         let error = of("text", &[b'x'; 100], "version").unwrap_err().to_string();
-        assert!(error.contains("modinfo-text") && error.contains("not a 64-bit little-endian ELF"), "{error}");
+        assert!(error.contains("modinfo-text") && error.contains("not a little-endian ELF"), "{error}");
         let mut huge = good;
         let at = huge.len() - 64 + 0x20;
         huge[at..at + 8].copy_from_slice(&u64::MAX.to_le_bytes());
-        assert!(of("huge", &huge, "version").unwrap_err().to_string().contains("more than any module has"));
+        assert!(of("huge", &huge, "version").unwrap_err().to_string().contains("more than any such file has"));
     }
 }

@@ -1,0 +1,310 @@
+//! ELF files, as far as the driver's libraries, a container's libraries and kernel modules need it: read by offset, never whole, every length bounded.
+//!
+//! Takes any bytes: what is not such a file is an error that says what is wrong with it. Little-endian only, as every machine with these GPUs is.
+
+use std::fs::File;
+use std::io;
+use std::os::unix::fs::FileExt;
+
+/// Most section headers that are looked at (the kernel's own modules have fewer than 100; with a section per function some thousand).
+const MAX_SECTIONS: u64 = 65_536;
+/// Longest section that is read.
+const MAX_SECTION: u64 = 4 * 1024 * 1024;
+/// Most program headers (a library has about ten).
+const MAX_SEGMENTS: u64 = 256;
+/// Most entries of a dynamic segment (the largest of the driver's libraries have about 40).
+const MAX_DYNAMIC: u64 = 4096;
+/// Longest name in a string table.
+const MAX_NAME: u64 = 4096;
+
+const PT_LOAD: u32 = 1;
+const PT_DYNAMIC: u32 = 2;
+const DT_NULL: u64 = 0;
+const DT_NEEDED: u64 = 1;
+const DT_STRTAB: u64 = 5;
+const DT_SONAME: u64 = 14;
+
+/// `e_type` of a shared object, which a position-independent program is, too.
+pub const ET_DYN: u16 = 3;
+
+/// The width of a file's addresses.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Class {
+    Elf32,
+    Elf64,
+}
+
+/// What a library says of itself.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Library {
+    pub class: Class,
+    /// `e_type`.
+    pub kind: u16,
+    /// `e_machine` (62: x86-64, 183: AArch64).
+    pub machine: u16,
+    /// `e_flags`.
+    pub flags: u32,
+    /// DT_SONAME; none in a file without a dynamic segment, or without that entry.
+    pub soname: Option<String>,
+    /// DT_NEEDED, in their order.
+    pub needed: Vec<String>,
+}
+
+/// Reads the headers and the dynamic segment.
+///
+/// Errors say what is wrong with the file, not which file it is.
+pub fn library(file: &File) -> io::Result<Library> {
+    let elf = Elf::open(file)?;
+    let segments = elf.segments()?;
+    let (mut soname, mut needed) = (None, Vec::new());
+    if let Some(dynamic) = segments.iter().find(|s| s.kind == PT_DYNAMIC) {
+        let entries = elf.dynamic(dynamic)?;
+        let value = |tag| entries.iter().find(|(t, _)| *t == tag).map(|(_, value)| *value);
+        if let Some(table) = value(DT_STRTAB).and_then(|address| offset_of(&segments, address)) {
+            let name = |at: u64| elf.name(table.saturating_add(at));
+            soname = value(DT_SONAME).map(name).transpose()?;
+            needed = entries.iter().filter(|(tag, _)| *tag == DT_NEEDED).map(|(_, at)| name(*at)).collect::<io::Result<_>>()?;
+        }
+    }
+    Ok(Library { class: elf.class, kind: elf.u16(0x10), machine: elf.u16(0x12), flags: elf.flags(), soname, needed })
+}
+
+/// The content of the section of this name; None where there is none. 64-bit files only, which modules are.
+pub fn section(file: &File, wanted: &[u8]) -> io::Result<Option<Vec<u8>>> {
+    const HEADER: u64 = 64;
+    let elf = Elf::open(file)?;
+    if elf.class != Class::Elf64 {
+        return Err(io::Error::other("not a 64-bit ELF file"));
+    }
+    let (table, count, names) = (elf.u64(0x28), elf.u16(0x3c), elf.u16(0x3e));
+    if u64::from(elf.u16(0x3a)) != HEADER || names >= count || u64::from(count) > MAX_SECTIONS {
+        return Err(io::Error::other("its section headers are of another form"));
+    }
+    let headers = read(file, table, u64::from(count) * HEADER)?;
+    let header = |index: u16| headers.get(usize::from(index) * 64..).and_then(|rest| rest.get(..64)).unwrap_or(&[0; 64]);
+    let content = |header: &[u8]| read(file, u64_at(header, 0x18), u64_at(header, 0x20));
+    let names = content(header(names))?;
+    for index in 0..count {
+        let start = u32_at(header(index), 0) as usize;
+        let name = names.get(start..).and_then(|rest| rest.split(|b| *b == 0).next());
+        if name == Some(wanted) {
+            return content(header(index)).map(Some);
+        }
+    }
+    Ok(None)
+}
+
+/// A program header.
+struct Segment {
+    kind: u32,
+    offset: u64,
+    address: u64,
+    length: u64,
+}
+
+/// Where in the file an address is.
+fn offset_of(segments: &[Segment], address: u64) -> Option<u64> {
+    let segment = segments.iter().find(|s| s.kind == PT_LOAD && address >= s.address && address - s.address < s.length)?;
+    segment.offset.checked_add(address - segment.address)
+}
+
+struct Elf<'a> {
+    file: &'a File,
+    header: Vec<u8>,
+    class: Class,
+}
+
+impl<'a> Elf<'a> {
+    fn open(file: &'a File) -> io::Result<Self> {
+        const SHORTEST: u64 = 52;
+        let refused = || io::Error::other("not a little-endian ELF file");
+        let start = read(file, 0, SHORTEST).map_err(|_| refused())?;
+        let class = match start.get(..6) {
+            Some(b"\x7fELF\x01\x01") => Class::Elf32,
+            Some(b"\x7fELF\x02\x01") => Class::Elf64,
+            _ => return Err(refused()),
+        };
+        let header = if class == Class::Elf64 { read(file, 0, 64).map_err(|_| refused())? } else { start };
+        Ok(Self { file, header, class })
+    }
+
+    fn u16(&self, at: usize) -> u16 {
+        u16_at(&self.header, at)
+    }
+
+    fn u64(&self, at: usize) -> u64 {
+        u64_at(&self.header, at)
+    }
+
+    fn wide(&self) -> bool {
+        self.class == Class::Elf64
+    }
+
+    fn flags(&self) -> u32 {
+        u32_at(&self.header, if self.wide() { 0x30 } else { 0x24 })
+    }
+
+    fn segments(&self) -> io::Result<Vec<Segment>> {
+        let (table, size, count, entry) = if self.wide() {
+            (self.u64(0x20), self.u16(0x36), self.u16(0x38), 56)
+        } else {
+            (u32_at(&self.header, 0x1c).into(), self.u16(0x2a), self.u16(0x2c), 32)
+        };
+        if count == 0 {
+            return Ok(Vec::new());
+        }
+        if size != entry || u64::from(count) > MAX_SEGMENTS {
+            return Err(io::Error::other("its program headers are of another form"));
+        }
+        let table = read(self.file, table, u64::from(size) * u64::from(count))?;
+        let segment = |h: &[u8]| {
+            if self.wide() {
+                Segment { kind: u32_at(h, 0), offset: u64_at(h, 8), address: u64_at(h, 16), length: u64_at(h, 32) }
+            } else {
+                let wide = |at| u64::from(u32_at(h, at));
+                Segment { kind: u32_at(h, 0), offset: wide(4), address: wide(8), length: wide(16) }
+            }
+        };
+        Ok(table.chunks_exact(usize::from(entry)).map(segment).collect())
+    }
+
+    /// Tags and values up to the end mark.
+    fn dynamic(&self, segment: &Segment) -> io::Result<Vec<(u64, u64)>> {
+        let entry = if self.wide() { 16 } else { 8 };
+        if segment.length > MAX_DYNAMIC * entry {
+            return Err(io::Error::other(format!("a dynamic segment of {} bytes: more than any library has", segment.length)));
+        }
+        let bytes = read(self.file, segment.offset, segment.length)?;
+        let pair = |e: &[u8]| {
+            if self.wide() { (u64_at(e, 0), u64_at(e, 8)) } else { (u32_at(e, 0).into(), u32_at(e, 4).into()) }
+        };
+        Ok(bytes.chunks_exact(entry as usize).map(pair).take_while(|(tag, _)| *tag != DT_NULL).collect())
+    }
+
+    fn name(&self, offset: u64) -> io::Result<String> {
+        let mut bytes = vec![0; MAX_NAME as usize];
+        let mut length = 0;
+        // A string table may end the file: what is there counts.
+        while length < bytes.len() {
+            let Some(rest) = bytes.get_mut(length..) else { break };
+            match self.file.read_at(rest, offset.saturating_add(length as u64))? {
+                0 => break,
+                n => length += n,
+            }
+            if bytes.iter().take(length).any(|b| *b == 0) {
+                break;
+            }
+        }
+        let name = bytes.split(|b| *b == 0).next().unwrap_or_default();
+        if name.len() >= length {
+            return Err(io::Error::other("a name in it has no end"));
+        }
+        String::from_utf8(name.to_vec()).map_err(|_| io::Error::other("a name in it is no text"))
+    }
+}
+
+fn read(file: &File, offset: u64, length: u64) -> io::Result<Vec<u8>> {
+    if length > MAX_SECTION {
+        return Err(io::Error::other(format!("a part of {length} bytes: more than any such file has")));
+    }
+    let mut bytes = vec![0; length as usize];
+    file.read_exact_at(&mut bytes, offset)?;
+    Ok(bytes)
+}
+
+fn bytes_at<const N: usize>(bytes: &[u8], offset: usize) -> [u8; N] {
+    bytes.get(offset..).and_then(|rest| rest.first_chunk::<N>()).copied().unwrap_or([0; N])
+}
+
+fn u16_at(bytes: &[u8], offset: usize) -> u16 {
+    u16::from_le_bytes(bytes_at(bytes, offset))
+}
+
+fn u32_at(bytes: &[u8], offset: usize) -> u32 {
+    u32::from_le_bytes(bytes_at(bytes, offset))
+}
+
+fn u64_at(bytes: &[u8], offset: usize) -> u64 {
+    u64::from_le_bytes(bytes_at(bytes, offset))
+}
+
+/// For tests, those of other packages, too.
+#[cfg(any(test, feature = "host"))]
+pub mod stand_in {
+    //! The smallest files that loaders and `ldconfig` take for shared libraries.
+
+    /// A 64-bit x86 library with this SONAME, and these needed ones.
+    pub fn library(soname: Option<&str>, needed: &[&str]) -> Vec<u8> {
+        let mut strings = vec![0_u8];
+        let mut entries: Vec<(u64, u64)> = Vec::new();
+        let mut text = |tag: u64, name: &str| {
+            entries.push((tag, strings.len() as u64));
+            strings.extend_from_slice(name.as_bytes());
+            strings.push(0);
+        };
+        needed.iter().for_each(|name| text(super::DT_NEEDED, name));
+        soname.iter().for_each(|name| text(super::DT_SONAME, name));
+        let dynamic_at = 64 + 2 * 56;
+        let strings_at = dynamic_at + 16 * (entries.len() as u64 + 3);
+        entries.extend([(super::DT_STRTAB, strings_at), (10, strings.len() as u64), (super::DT_NULL, 0)]);
+        let length = strings_at + strings.len() as u64;
+        let mut file = b"\x7fELF\x02\x01\x01".to_vec();
+        file.resize(16, 0);
+        file.extend([super::ET_DYN, 62].iter().flat_map(|v| v.to_le_bytes()));
+        file.extend(1_u32.to_le_bytes());
+        file.extend([0_u64, 64, 0].iter().flat_map(|v| v.to_le_bytes()));
+        file.extend(0_u32.to_le_bytes());
+        file.extend([64_u16, 56, 2, 64, 0, 0].iter().flat_map(|v| v.to_le_bytes()));
+        let mut segment = |kind: u32, offset: u64, size: u64| {
+            file.extend([kind, 6].iter().flat_map(|v| v.to_le_bytes()));
+            file.extend([offset, offset, offset, size, size, 8].iter().flat_map(|v| v.to_le_bytes()));
+        };
+        segment(super::PT_LOAD, 0, length);
+        segment(super::PT_DYNAMIC, dynamic_at, 16 * entries.len() as u64);
+        file.extend(entries.iter().flat_map(|(tag, value)| [tag.to_le_bytes(), value.to_le_bytes()].concat()));
+        file.extend(strings);
+        file
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn of(name: &str, bytes: &[u8]) -> io::Result<Library> {
+        let path = std::env::temp_dir().join(format!("kata-gpu-init-elf-{name}-{}", std::process::id()));
+        std::fs::write(&path, bytes).unwrap();
+        let library = library(&File::open(&path).unwrap());
+        std::fs::remove_file(path).unwrap();
+        library
+    }
+
+    #[test]
+    fn a_library_tells_its_name_and_what_it_needs() {
+        let bytes = stand_in::library(Some("libcuda.so.1"), &["libc.so.6", "libm.so.6"]);
+        let read = of("named", &bytes).unwrap();
+        assert_eq!((read.class, read.kind, read.machine), (Class::Elf64, ET_DYN, 62));
+        assert_eq!((read.soname.as_deref(), read.needed), (Some("libcuda.so.1"), vec!["libc.so.6".to_string(), "libm.so.6".into()]));
+        assert_eq!(of("nameless", &stand_in::library(None, &[])).unwrap().soname, None);
+    }
+
+    #[test]
+    fn this_program_is_read_like_any_other() {
+        let library = library(&File::open("/proc/self/exe").unwrap()).unwrap();
+        assert!(library.needed.iter().any(|n| n.starts_with("libc.so")), "{library:?}");
+    }
+
+    #[test]
+    fn every_cut_and_every_flipped_byte_is_read_or_refused() {
+        let good = stand_in::library(Some("libcuda.so.1"), &["libc.so.6"]);
+        for length in 0..good.len() {
+            assert!(of("cut", &good[..length]).is_err(), "{length} bytes of {} were read", good.len());
+        }
+        for at in 0..good.len() {
+            let mut bytes = good.clone();
+            bytes[at] ^= 0xff;
+            let _any = of("flipped", &bytes);
+        }
+        assert!(of("text", &[b'x'; 100]).unwrap_err().to_string().contains("not a little-endian ELF file"));
+    }
+}
