@@ -228,11 +228,9 @@ fn u64_at(bytes: &[u8], offset: usize) -> u64 {
     u64::from_le_bytes(bytes_at(bytes, offset))
 }
 
-/// For tests, those of other packages, too.
+/// For tests, those of other packages, too: the smallest files that loaders and `ldconfig` take for shared libraries.
 #[cfg(any(test, feature = "host"))]
 pub mod stand_in {
-    //! The smallest files that loaders and `ldconfig` take for shared libraries.
-
     /// A 64-bit x86 library with this SONAME, and these needed ones.
     pub fn library(soname: Option<&str>, needed: &[&str]) -> Vec<u8> {
         let mut strings = vec![0_u8];
