@@ -65,6 +65,8 @@ pub fn explains(text: &str) -> bool {
         "taints kernel",
         "failed with error -1",
         "rm_init_adapter failed, device minor number",
+        // Parameters may name the driver's modules.
+        "ommand line:",
     ];
     // The kernel's own word where a function cannot be enabled.
     let of_the_kernel = text.contains("can't enable device");
@@ -116,6 +118,8 @@ mod tests {
     fn harmless_lines_explain_nothing() {
         assert!(!explains("NVRM: GPU 0000:01:00.0: FBHUB Interrupt detected"));
         assert!(!explains("NVRM: The NVIDIA probe routine was not called for 7 device(s)."));
+        assert!(!explains("Command line: console=ttyS0 nvidia.NVreg_RegistryDwords=x"));
+        assert!(!explains("Kernel command line: console=ttyS0 nvidia.NVreg_RegistryDwords=x"));
         assert!(explains("NVRM: GPU 0000:01:00.0: RmInitAdapter failed! (0x62:0x65:1860)"));
         assert!(explains("pci 0001:00:06.0: can't enable device: BAR 0 [mem 0x0-0xffffff 64bit pref] not claimed"));
         assert!(explains("nvidia 0000:01:00.0: Direct firmware load for nvidia/550.163.01/gsp_ga10x.bin failed with error -2"));

@@ -98,7 +98,11 @@ const TABLE: &[Entry] = &[
     (Reason::BarUnassigned, "bar-unassigned", "the guest has no room for this GPU's BARs: give the VM a larger 64-bit MMIO window"),
     (Reason::BarFirewall, "bar-firewall", "the GPU did not open its BARs within 4 s: reset it on the host"),
     (Reason::OffTheBus, "off-the-bus", "the GPU does not answer: reset it or power-cycle it on the host"),
-    (Reason::NoInterrupt, "no-interrupt", "the VMM must give this function MSI-X, MSI or an interrupt line"),
+    (
+        Reason::NoInterrupt,
+        "no-interrupt",
+        "the VMM must give this function MSI-X, MSI or an interrupt line; a GPU that has left the bus has none of them",
+    ),
     (Reason::UnsupportedGpu, "unsupported-gpu", "this driver does not know this chip: use a driver branch that does"),
     (Reason::NoMinor, "no-minor", "the driver's /proc files are missing or of another form: is this driver version supported?"),
     (Reason::NoDeviceNode, "no-device-node", "is /dev a devtmpfs, and is there room in it?"),
@@ -156,6 +160,8 @@ const WORDS: &[(&str, Reason)] = &[
     ("is 0M @ 0x0", Reason::BarUnassigned),
     ("is not supported by", Reason::UnsupportedGpu),
     ("not supported by this driver", Reason::UnsupportedGpu),
+    ("No interrupts of any type are available", Reason::NoInterrupt),
+    ("not assigned", Reason::BarUnassigned), // the kernel's, of a BAR that it cannot enable
     ("pci_enable_device failed", Reason::EnableFailed),
     ("can't enable device", Reason::EnableFailed),
     ("No NVIDIA GPU found", Reason::DriverFindsNoGpu),
@@ -226,6 +232,14 @@ mod tests {
         assert_eq!(of(Step::Init, &["NVRM: GPU 0001:00:03.0: RmInitAdapter failed! (0x99:0x99:1)"]), "init-failed");
         assert_eq!(of(Step::Probe, &["NVRM: BAR0 is 0M @ 0x0 (PCI:0001:00:03.0)"]), "bar-unassigned");
         assert_eq!(of(Step::Probe, &["NVRM: something new"]), "probe-failed");
+        assert_eq!(
+            of(Step::Enable, &["nvidia 0001:00:03.0: can't enable device: BAR 0 [mem size 0x1000000] not assigned"]),
+            "bar-unassigned"
+        );
+        assert_eq!(of(Step::Enable, &["nvidia 0001:00:03.0: can't enable device: BAR 0 [mem 0x0-0xffffff] not claimed"]), "enable-failed");
+        assert_eq!(of(Step::Init, &["NVRM: No interrupts of any type are available. Cannot use this GPU."]), "no-interrupt");
+        let joined = "NVRM: The NVIDIA GPU 0001:00:01.0 (PCI ID: 10de:ffff) installed in this system is not supported by the NVIDIA 550.163.01 driver release.";
+        assert_eq!(of(Step::Probe, &[joined]), "unsupported-gpu");
         assert_eq!(of(Step::Open, &[]), "open-failed");
     }
 

@@ -106,11 +106,17 @@ impl Script {
             }
             "eio" => self.asks_after_a_failure(),
             "power" => {
+                let gpu = gpu_addresses().into_iter().next().ok_or("power: no GPU")?;
+                let file = |name: &str| std::fs::read_to_string(format!("/proc/driver/nvidia/gpus/{gpu}/{name}"));
                 let (fd, _) = timed_open(&self.gpus[0], OFlag::O_NONBLOCK);
+                // The driver's own thread initialises; before it has begun there is nothing to wait for.
+                while !file("sim").map_err(|e| e.to_string())?.contains("adapter: initialising") {
+                    std::thread::yield_now();
+                }
                 let start = Instant::now();
-                let power = gpu_addresses().first().map(|a| std::fs::read_to_string(format!("/proc/driver/nvidia/gpus/{a}/power")));
+                let power = file("power");
                 self.open.extend(fd);
-                Ok(vec![json!({ "ms": start.elapsed().as_secs_f64() * 1e3, "read": power.is_some_and(|p| p.is_ok()) })])
+                Ok(vec![json!({ "ms": start.elapsed().as_secs_f64() * 1e3, "read": power.is_ok() })])
             }
             "sleep" => {
                 std::thread::sleep(std::time::Duration::from_millis(argument.parse().map_err(|e| format!("{step}: {e}"))?));

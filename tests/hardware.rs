@@ -1,7 +1,8 @@
 //! `/hardware`: what a Kata kernel has built in and the test kernel has as modules. The kernel starts it as PID 1 (`rdinit=/hardware`); it loads the
 //! modules of `/etc/hardware.modules` in order, with their parameters of the kernel command line, leaves no trace but a line in the kernel's
 //! log, and becomes `/init` (`hardware.init=` names another program). `hardware.file=` and `hardware.directory=` make one in the kernel's /dev, which is
-//! there before anybody mounts it: a device that only such hardware has, or something in the way.
+//! there before anybody mounts it: a device that only such hardware has, or something in the way. `hardware.override=` gives every GPU that
+//! driver_override, as somebody who wants to keep them for another driver does.
 
 use kata_gpu_init::config::module_parameters;
 use nix::kmod::{ModuleInitFlags, finit_module};
@@ -28,6 +29,12 @@ pub fn run() -> ! {
         if let Err(error) = make_device(&word, directory) {
             say(&format!("hardware: {word}: {error}"));
         }
+    }
+    let parameters = module_parameters(&command_line, "hardware");
+    if let Some(driver) = parameters.split(' ').find_map(|w| w.strip_prefix("override="))
+        && let Err(error) = override_driver(driver)
+    {
+        say(&format!("hardware: override={driver}: {error}"));
     }
     say("hardware: ready");
     let init = init(&command_line);
@@ -60,6 +67,17 @@ fn make_device(name: &str, directory: bool) -> Result<(), String> {
     let made = if directory { std::fs::create_dir(&path) } else { File::create(&path).map(drop) };
     umount2("/dev", MntFlags::empty()).map_err(|e| e.to_string())?;
     made.map_err(|e| e.to_string())
+}
+
+fn override_driver(driver: &str) -> Result<(), String> {
+    let _unused = std::fs::create_dir_all("/sys");
+    mount(Some("sysfs"), "/sys", Some("sysfs"), MsFlags::empty(), None::<&str>).map_err(|e| e.to_string())?;
+    let overridden = kata_gpu_init::pci::scan(Path::new("/sys")).map_err(|e| e.to_string()).and_then(|(gpus, _)| {
+        let file = |gpu: &kata_gpu_init::pci::Gpu| format!("/sys/bus/pci/devices/{}/driver_override", gpu.address);
+        gpus.iter().try_for_each(|gpu| std::fs::write(file(gpu), driver)).map_err(|e| e.to_string())
+    });
+    umount2("/sys", MntFlags::MNT_DETACH).map_err(|e| e.to_string())?;
+    overridden
 }
 
 fn read_command_line() -> Vec<u8> {

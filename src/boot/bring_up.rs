@@ -229,8 +229,11 @@ impl Fleet {
 
     /// Hears and acts until the kernel can no longer be heard.
     async fn follow(&mut self, config: &Config, uevents: Option<Uevents>, mut signals: Option<mpsc::UnboundedReceiver<Signal>>) {
+        let mut driver = self.driver.subscribe();
         loop {
             tokio::select! {
+                // It can end after the last GPU has failed. Never an error: the sender is here.
+                Ok(()) = driver.changed() => self.settle(config),
                 next = hear(uevents.as_ref()) => match next {
                     Ok(Next::Event(event)) => self.take(event),
                     Ok(Next::Overrun) => {
@@ -261,6 +264,10 @@ impl Fleet {
                 self.ended(gpu, usable);
             }
         }
+        if self.modules.is_none() {
+            // Never an error: the sender is here.
+            drop(self.driver.subscribe().wait_for(Driver::is_over).await);
+        }
         self.settle(config);
     }
 
@@ -278,7 +285,8 @@ impl Fleet {
 
     /// Says so when every GPU is usable or failed; the first time, nothing is loaded any more from then on.
     fn settle(&mut self, config: &Config) {
-        if self.settled || !self.tasks.is_empty() {
+        // Modules are loaded until the driver's load is over, whatever has become of the GPUs.
+        if self.settled || !self.tasks.is_empty() || self.modules.is_none() && !self.driver.borrow().is_over() {
             return;
         }
         self.settled = true;

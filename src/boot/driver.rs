@@ -37,6 +37,17 @@ pub enum Driver {
     },
 }
 
+impl Driver {
+    /// Nothing more will be loaded.
+    pub fn is_over(&self) -> bool {
+        match self {
+            Self::Loading => false,
+            Self::Loaded(loaded) => loaded.control_ready,
+            Self::Failed { .. } => true,
+        }
+    }
+}
+
 /// A loaded driver.
 #[derive(Clone)]
 pub struct Loaded {

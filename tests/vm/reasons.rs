@@ -70,7 +70,7 @@ fn of_the_driver(context: &TestContext) -> Result<Outcome> {
         ("cc", "fakepci.gpus=1 nvidia.cc=1 nvidia.cc_mixed=0", "init", "cc-refused"),
         ("no-minor", "fakepci.gpus=1 nvidia.no_minor=1", "probe", "no-minor"),
         ("blind", "fakepci.gpus=2 nvidia.blind=1", "module", "driver-finds-no-gpu"),
-        ("async", "fakepci.gpus=2 driver_async_probe=nvidia", "module", "driver-probed-nothing"),
+        ("taken", "fakepci.gpus=2 hardware.override=vfio-pci gpuinit.bind=insmod", "module", "driver-probed-nothing"),
         ("silent", "fakepci.gpus=2 nvidia.probe_silent=0,1 gpuinit.bind=insmod", "module", "no-probe-succeeded"),
     ] {
         let booted = Guest::new().append(words).boot(context, name)?;

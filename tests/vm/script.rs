@@ -4,7 +4,7 @@
 //!
 //! | action | what it does |
 //! |---|---|
-//! | `kill` | kills the init's worker (SIGKILL) |
+//! | `kill` | kills the init's worker (SIGKILL), and waits until it is gone |
 //! | `stop`, `cont` | stops the worker and lets it go on |
 //! | `remove:K` | takes GPU K (by slot) off the bus through sysfs, which returns when the driver lets it |
 //! | `rescan` | scans the bus again |
@@ -34,7 +34,7 @@ use nix::unistd::Pid;
 use std::collections::HashMap;
 use std::io::{BufRead, BufReader};
 use std::path::Path;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 pub fn run() {
     let line = std::fs::read_to_string("/proc/cmdline").unwrap_or_default();
@@ -117,7 +117,7 @@ fn act(action: &str) -> Result<(), String> {
     let (what, argument) = action.split_once(':').unwrap_or((action, ""));
     let number = || argument.parse::<u32>().map_err(|e| format!("{action}: {e}"));
     match what {
-        "kill" => signal(Signal::SIGKILL),
+        "kill" => kill_worker(),
         "stop" => signal(Signal::SIGSTOP),
         "cont" => signal(Signal::SIGCONT),
         "remove" => {
@@ -222,6 +222,27 @@ fn process_named(name: &str) -> Result<i32, String> {
 fn signal(signal: Signal) -> Result<(), String> {
     let worker = process_named("gpuinit-worker")?;
     kill(Pid::from_raw(worker), signal).map_err(|e| format!("signal {worker}: {e}"))
+}
+
+/// Kills the worker, or the one that is about to be started, and waits until it is gone: the next kill is for another one.
+fn kill_worker() -> Result<(), String> {
+    const LONGEST: Duration = Duration::from_secs(60);
+    let (start, pause) = (Instant::now(), Duration::from_millis(5));
+    let worker = loop {
+        match process_named("gpuinit-worker") {
+            Err(error) if start.elapsed() > LONGEST => return Err(error),
+            Err(_) => std::thread::sleep(pause),
+            Ok(worker) => break worker,
+        }
+    };
+    kill(Pid::from_raw(worker), Signal::SIGKILL).map_err(|e| format!("kill {worker}: {e}"))?;
+    while Path::new(&format!("/proc/{worker}")).exists() {
+        if start.elapsed() > LONGEST {
+            return Err(format!("{worker} does not end"));
+        }
+        std::thread::sleep(pause);
+    }
+    Ok(())
 }
 
 /// Loads a module of the running kernel, with no options.
