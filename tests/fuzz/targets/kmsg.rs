@@ -1,11 +1,18 @@
-//! Records of the kernel's log, and the PCI addresses in their text.
+//! Records of the kernel's log, and what the driver's lines in them mean.
 #![no_main]
 
-use kata_gpu_init::events::kmsg::{address_in, parse};
+use kata_gpu_init::driver_log::{address, explains, init_code, signal};
+use kata_gpu_init::events::kmsg::parse;
+use kata_gpu_init::reason::{Step, classify};
 
 libfuzzer_sys::fuzz_target!(|bytes: &[u8]| {
     if let Some(line) = parse(bytes) {
         assert!(line.priority < 8 && !line.text.contains('\n'));
-        let _address = address_in(&line.text);
+        let _meaning = (address(&line.text), explains(&line.text), init_code(&line.text));
+        if signal(&line.text).is_some() {
+            assert!(line.text.starts_with("NVRM: "));
+        }
+        let lines = [line.text];
+        assert!(classify(Step::Init, &lines).1.is_some());
     }
 });
