@@ -16,6 +16,7 @@ use super::descriptors::Descriptors;
 use super::driver::{self, Driver};
 use super::gpu::{self, Arrival, Shared};
 use super::lane::{self, Enabling};
+use super::lane_cpu::LaneCpu;
 use super::publication::{self, Published, Update};
 use super::roster::Roster;
 use super::strategy::{self, Facts, Strategy};
@@ -120,6 +121,8 @@ struct Fleet {
     shared: Arc<Shared>,
     /// The first GPU's enabling, where the strategy depended on it.
     first: Option<Enabling>,
+    /// Until the lane has it.
+    lane_cpu: Option<Arc<LaneCpu>>,
     /// Gone when the driver's load has been started, with the first GPU.
     modules: Option<Modules>,
     driver: watch::Sender<Driver>,
@@ -142,9 +145,10 @@ impl Fleet {
         let spec = publication::start(Arc::clone(&roster), published, boot.config.cdi_complete);
         let modules = driver::modules(boot);
         let facts = facts(&modules, gpus);
-        let mut first = None;
+        let (mut first, mut lane_cpu) = (None, None);
         if before.is_none() && strategy::depends_on_enable(&boot.config, &facts) {
-            first = gpus.first().map(|gpu| Enabling::start(&sysfs, gpu.address, &After::default()));
+            lane_cpu = LaneCpu::reserve();
+            first = gpus.first().map(|gpu| Enabling::start(&sysfs, gpu.address, &After::default(), lane_cpu.clone()));
         }
         let measured = match &mut first {
             Some(enabling) => Some(enabling.measure().await),
@@ -152,6 +156,8 @@ impl Fleet {
         };
         let strategy = strategy::choose(&boot.config, &facts, measured.is_some_and(|(_, slow)| slow));
         tell_strategy(&strategy, &facts, measured.map(|(took, _)| took));
+        // The others' enables are in the module load, or short.
+        lane_cpu = if strategy.bind == Bind::Pipelined { lane_cpu.or_else(LaneCpu::reserve) } else { None };
         let at_once = |yes: bool| if yes { Semaphore::MAX_PERMITS } else { 1 };
         let shared = Arc::new(Shared {
             sysfs,
@@ -167,10 +173,12 @@ impl Fleet {
             bound_at: Default::default(),
             bound: Default::default(),
             probing: watch::Sender::new(0),
+            lane_cpu: lane_cpu.as_ref().map(Arc::downgrade).unwrap_or_default(),
         });
         Self {
             shared,
             first,
+            lane_cpu,
             driver,
             modules: Some(modules),
             tasks: JoinSet::new(),
@@ -204,7 +212,7 @@ impl Fleet {
         let unbound: Vec<Gpu> = to_do.iter().filter(|g| !self.shared.sysfs.is_bound(g.address)).cloned().collect();
         // The load is given the first one, and holds its lock while its probe sleeps: an enable beside that would wait, and all after it.
         let in_lane = if self.shared.bind == Bind::Concurrent { unbound.get(1..).unwrap_or_default() } else { &unbound };
-        let lane = lane::start(self.shared.bind, &self.shared.sysfs, in_lane, self.first.take());
+        let lane = lane::start(self.shared.bind, &self.shared.sysfs, in_lane, self.first.take(), self.lane_cpu.take());
         let mut turns: HashMap<PciAddress, _> = in_lane.iter().map(|g| g.address).zip(lane).collect();
         for gpu in to_do {
             let turn = turns.remove(&gpu.address).flatten();

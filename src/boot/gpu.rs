@@ -11,6 +11,7 @@
 use super::descriptors::Descriptors;
 use super::driver::{Driver, Loaded};
 use super::lane::Turn;
+use super::lane_cpu::LaneCpu;
 use super::lateness::{self, Progress};
 use super::publication::{Update, Updates};
 use super::roster::Roster;
@@ -29,7 +30,7 @@ use nix::errno::Errno;
 use std::collections::HashMap;
 use std::fmt::Display;
 use std::path::Path;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError, Weak};
 use std::time::Duration;
 use tokio::sync::{Notify, Semaphore, oneshot, watch};
 
@@ -65,6 +66,8 @@ pub struct Shared {
     pub bound: Notify,
     /// GPUs that are on their way through their probe.
     pub probing: watch::Sender<usize>,
+    /// There as long as the lane runs.
+    pub lane_cpu: Weak<LaneCpu>,
 }
 
 /// Why a GPU's task ended early: the step, and what was tried with which result.
@@ -320,7 +323,12 @@ async fn initialise(shared: &Arc<Shared>, gpu: PciAddress, node: &Node, after: S
         let descriptor = match shared.descriptors.of(gpu) {
             // An earlier worker opened it; what came of that is still to be asked.
             Some(descriptor) => Ok(descriptor),
-            None => adapter::start(&node).map(|descriptor| shared.descriptors.keep(gpu, descriptor)),
+            None => {
+                if let Some(cpu) = shared.lane_cpu.upgrade() {
+                    cpu.keep_driver_off();
+                }
+                adapter::start(&node).map(|descriptor| shared.descriptors.keep(gpu, descriptor))
+            }
         };
         let result = descriptor.and_then(|descriptor| adapter::wait(&descriptor, &node));
         if let Err(InitError::Failed { rc, status, .. }) = &result {

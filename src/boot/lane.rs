@@ -1,6 +1,7 @@
 //! The enable lane: one GPU at a time, in PCI order, has its memory decoding switched on, which is when the host maps its BARs. With a plain module
 //! load there is no lane: the driver's probe enables.
 
+use super::lane_cpu::LaneCpu;
 use super::lateness::{self, Progress, Watchdog};
 use super::strategy::{SLOW_ENABLE, lane_waits};
 use crate::bind::PciSysfs;
@@ -8,6 +9,7 @@ use crate::config::Bind;
 use crate::events::{After, StepId, names};
 use crate::pci::{Gpu, PciAddress};
 use crate::step;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 use tokio::sync::oneshot;
 use tokio::task::JoinHandle;
@@ -31,13 +33,17 @@ pub struct Enabling {
 
 impl Enabling {
     /// Starts; must be called inside the runtime.
-    pub fn start(sysfs: &PciSysfs, gpu: PciAddress, after: &After) -> Self {
+    pub fn start(sysfs: &PciSysfs, gpu: PciAddress, after: &After, cpu: Option<Arc<LaneCpu>>) -> Self {
         let (step, sysfs, progress) = (step!(names::GPU_ENABLE, gpu = %gpu, after = ?after), sysfs.clone(), Progress::new("enable"));
         let id = step.id();
         let watchdog = lateness::watch(gpu, progress.clone());
         let result = tokio::task::spawn_blocking(move || {
             progress.on_this_thread();
-            step.run(|| sysfs.enable(gpu)).map(|()| id).map_err(|e| e.to_string())
+            let enable = || step.run(|| sysfs.enable(gpu)).map(|()| id).map_err(|e| e.to_string());
+            match cpu {
+                Some(cpu) => cpu.run(enable),
+                None => enable(),
+            }
         });
         Self { gpu, step: id, started: Instant::now(), result, _watchdog: watchdog }
     }
@@ -66,7 +72,7 @@ struct Waiting {
 
 /// Starts the lane; must be called inside the runtime. One turn for each GPU, in their order. `first` is the first GPU's enabling where that has been
 /// started already.
-pub fn start(bind: Bind, sysfs: &PciSysfs, gpus: &[Gpu], first: Option<Enabling>) -> Vec<Option<Turn>> {
+pub fn start(bind: Bind, sysfs: &PciSysfs, gpus: &[Gpu], first: Option<Enabling>, cpu: Option<Arc<LaneCpu>>) -> Vec<Option<Turn>> {
     if bind == Bind::Insmod {
         return gpus.iter().map(|_| None).collect();
     }
@@ -76,14 +82,15 @@ pub fn start(bind: Bind, sysfs: &PciSysfs, gpus: &[Gpu], first: Option<Enabling>
         waiting.push(Waiting { gpu: gpu.address, enabled, is_over });
         turns.push(Some(Turn { enabled: receiver, over }));
     }
-    tokio::spawn(run(bind, sysfs.clone(), waiting, first));
+    tokio::spawn(run(bind, sysfs.clone(), waiting, first, cpu));
     turns
 }
 
-async fn run(bind: Bind, sysfs: PciSysfs, waiting: Vec<Waiting>, mut first: Option<Enabling>) {
+/// Keeps the vCPU until the last one is enabled.
+async fn run(bind: Bind, sysfs: PciSysfs, waiting: Vec<Waiting>, mut first: Option<Enabling>, cpu: Option<Arc<LaneCpu>>) {
     let mut before = After::default();
     for Waiting { gpu, enabled, is_over } in waiting {
-        let enabling = first.take_if(|e| e.gpu == gpu).unwrap_or_else(|| Enabling::start(&sysfs, gpu, &before));
+        let enabling = first.take_if(|e| e.gpu == gpu).unwrap_or_else(|| Enabling::start(&sysfs, gpu, &before, cpu.clone()));
         before = After(vec![enabling.step]);
         let started = enabling.started;
         // The GPU's task is gone only when the GPU is, or the whole runtime.

@@ -13,7 +13,7 @@ use tokio::task::AbortHandle;
 const REPORTS: [Duration; 3] = [Duration::from_secs(10), Duration::from_secs(30), Duration::from_secs(60)];
 const REPORT_EVERY: Duration = Duration::from_secs(60);
 /// The driver's kernel threads that initialise adapters, as the kernel shows their names.
-const OPEN_THREAD: &str = "nv_open_q";
+pub const OPEN_THREAD: &str = "nv_open_q";
 /// Frames of a stack that are told.
 const FRAMES: usize = 8;
 

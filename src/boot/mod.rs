@@ -12,6 +12,7 @@ mod gpu; // one GPU
 mod handover; // PID 1 becomes the agent
 mod keeper;
 mod lane; // enabling, one after another
+mod lane_cpu; // and its vCPU
 mod lateness; // reports
 mod publication; // the writer of the spec
 mod roster; // which GPUs there are, and their names

@@ -19,6 +19,7 @@
 //! | `config` | reports the functions' config accesses |
 //! | `driver` | reports every file that the driver has in /proc, one line each, and its devices |
 //! | `overrides` | reports every GPU's driver_override |
+//! | `cpus` | reports on which CPUs each thread of the worker, and each of the driver's that opens, may run |
 //! | `held` | reports which GPU nodes the init's processes have open |
 //!
 //! WHEN may also be `now`, which is at once, and needs no init that tells anything.
@@ -172,6 +173,17 @@ fn act(action: &str) -> Result<(), String> {
             log::info("overrides", &[("all", &all.join("; "))]);
             Ok(())
         }
+        "cpus" => {
+            let worker = process_named("gpuinit-worker")?;
+            let mut tasks = vec![format!("/proc/{worker}/task")];
+            tasks.extend(processes_named("nv_open_q")?.iter().map(|pid| format!("/proc/{pid}/task")));
+            for task in tasks.iter().flat_map(std::fs::read_dir).flatten().flatten() {
+                let status = std::fs::read_to_string(task.path().join("status")).unwrap_or_default();
+                let of = |key: &str| status.lines().find_map(|l| l.strip_prefix(key)).unwrap_or_default().trim().to_string();
+                log::info("cpus", &[("thread", &of("Name:")), ("allowed", &of("Cpus_allowed_list:"))]);
+            }
+            Ok(())
+        }
         "held" => {
             for process in ["gpuinit-keeper", "gpuinit-worker"] {
                 let mut nodes = Vec::new();
@@ -207,15 +219,17 @@ fn log_file(path: &Path) {
     log::info("file", &[("path", &path.display().to_string()), ("text", &text)]);
 }
 
+fn processes_named(name: &str) -> Result<Vec<i32>, String> {
+    let named = |entry: std::fs::DirEntry| {
+        let pid = entry.file_name().to_str()?.parse().ok()?;
+        std::fs::read_to_string(entry.path().join("comm")).is_ok_and(|comm| comm.trim() == name).then_some(pid)
+    };
+    Ok(std::fs::read_dir("/proc").map_err(|e| e.to_string())?.flatten().filter_map(named).collect())
+}
+
 /// The process of this name.
 fn process_named(name: &str) -> Result<i32, String> {
-    for entry in std::fs::read_dir("/proc").map_err(|e| e.to_string())?.flatten() {
-        let Some(pid) = entry.file_name().to_str().and_then(|n| n.parse().ok()) else { continue };
-        if std::fs::read_to_string(entry.path().join("comm")).is_ok_and(|comm| comm.trim() == name) {
-            return Ok(pid);
-        }
-    }
-    Err(format!("there is no process {name}"))
+    processes_named(name)?.first().copied().ok_or_else(|| format!("there is no process {name}"))
 }
 
 /// Sends a signal to the init's worker.
