@@ -37,7 +37,7 @@ impl fmt::Display for VersionSource {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Given => f.write_str("as was asked for"),
-            Self::Module(path) => write!(f, "says {}", path.display()),
+            Self::Module(path) => write!(f, "from {}", path.display()),
         }
     }
 }

@@ -63,7 +63,9 @@ const X_DIRECTORIES: &[&str] = &[
 ];
 
 /// The kernel's own search path for firmware (drivers/base/firmware_loader), without what a running kernel adds to it.
-const FIRMWARE_DIRECTORIES: [&str; 2] = ["/lib/firmware/updates", "/lib/firmware"];
+const FIRMWARE_DIRECTORIES: [&str; 2] = ["/lib/firmware/updates", FIRMWARE];
+/// Where containers have it.
+const FIRMWARE: &str = "/lib/firmware";
 /// Which may have one more directory, set in this file.
 const FIRMWARE_PARAMETER: &str = "/sys/module/firmware_class/parameters/path";
 /// Most kernels in one image whose own firmware directories are looked into.
@@ -163,30 +165,30 @@ impl<'a> Named<'a> {
         }
     }
 
-    /// The first directory, in the kernel's order, that has GSP firmware of this version.
+    /// GSP firmware of this version, each file from the first directory that has it, as the kernel does.
     fn firmware(&mut self) {
-        for directory in self.firmware_directories() {
-            let directory = directory.join("nvidia").join(self.version);
-            let Some(found) = self.look(&directory).filter(|f| f.is(SFlag::S_IFDIR)) else { continue };
-            let entries = match found.entries(|name| name.starts_with(b"gsp") && name.ends_with(b".bin")) {
-                Ok(entries) => entries,
-                Err(error) => {
-                    self.problems.add(&found.path, error);
-                    continue;
-                }
-            };
-            if entries.len() > MAX_FIRMWARE {
-                self.problems.add(&found.path, format!("more than {MAX_FIRMWARE} firmware files: the rest is left out"));
+        let directories = self.firmware_directories();
+        directories.iter().for_each(|directory| self.firmware_in(directory));
+    }
+
+    fn firmware_in(&mut self, directory: &Path) {
+        let directory = directory.join("nvidia").join(self.version);
+        let Some(found) = self.look(&directory).filter(|f| f.is(SFlag::S_IFDIR)) else { return };
+        let entries = match found.entries(|name| name.starts_with(b"gsp") && name.ends_with(b".bin")) {
+            Ok(entries) => entries,
+            Err(error) => return self.problems.add(&found.path, error),
+        };
+        if entries.len() > MAX_FIRMWARE {
+            self.problems.add(&found.path, format!("more than {MAX_FIRMWARE} firmware files: the rest is left out"));
+        }
+        for entry in entries.iter().take(MAX_FIRMWARE) {
+            let Some(name) = plain_name(&entry.name) else { continue };
+            let container_path = Path::new(FIRMWARE).join("nvidia").join(self.version).join(name);
+            if self.mounts.iter().any(|m| m.container_path == container_path) {
+                continue;
             }
-            let before = self.mounts.len();
-            for entry in entries.iter().take(MAX_FIRMWARE) {
-                let Some(name) = plain_name(&entry.name) else { continue };
-                if let Some(file) = self.look(&directory.join(name)).filter(|f| f.is(SFlag::S_IFREG)) {
-                    self.mount(file, directory.join(name));
-                }
-            }
-            if self.mounts.len() > before {
-                return;
+            if let Some(file) = self.look(&directory.join(name)).filter(|f| f.is(SFlag::S_IFREG)) {
+                self.mount(file, container_path);
             }
         }
     }
