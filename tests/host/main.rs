@@ -1,9 +1,13 @@
 //! Tests that need no VM: the spec before the crate that the agent reads it with, and the budgets and promises of the product.
 
 mod budgets;
+#[cfg(feature = "host")] // for its stand-ins of libraries
+mod driver_roots;
 mod modules;
 mod oracle;
 mod publications;
+#[cfg(feature = "host")]
+mod tree;
 
 use std::path::{Path, PathBuf};
 

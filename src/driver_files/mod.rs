@@ -1,0 +1,172 @@
+//! Which files of the driver's user space a container needs: libraries, the links to them, programs, configurations, firmware, sockets.
+//!
+//! [`scan`] looks at a driver root once, each directory once, and runs nothing. [`manifest`] keeps what it found, written when an image is built,
+//! so that a boot only has to see that it is still true. What a container gets from this is for `cdi` to say.
+//!
+//! A driver without libcuda is refused where something is there that only CUDA uses (an installation by halves, and every program would fail later
+//! with less to go by); management or graphics libraries alone are taken as meant so, with [`DriverFiles::libcuda_directory`] None.
+
+mod error;
+mod libraries;
+pub mod manifest;
+mod named;
+mod tree;
+
+pub use error::{Error, VersionSource};
+pub use libraries::is_version;
+
+use serde::{Deserialize, Serialize};
+use std::fmt::Display;
+use std::path::{Path, PathBuf};
+use tree::Places;
+
+/// Says the version of the module that is loaded.
+const MODULE_VERSION: &str = "/sys/module/nvidia/version";
+/// Most problems that are kept.
+const MAX_PROBLEMS: usize = 32;
+
+/// Where things lie.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Roots {
+    /// The guest's root, as this process sees it. Nothing outside is looked at: links in it are followed as if it were `/`.
+    pub root: PathBuf,
+    /// The root that the driver's user space was installed into, as the guest sees it: `/`, `/run/kata-extensions/gpu`, `/run/nvidia/driver`.
+    pub driver_root: PathBuf,
+    /// The root with the sockets of services, as the guest sees it. The guest's own root is looked into, too.
+    pub dev_root: PathBuf,
+}
+
+impl Default for Roots {
+    /// The machine's own.
+    fn default() -> Self {
+        Self { root: "/".into(), driver_root: "/".into(), dev_root: "/".into() }
+    }
+}
+
+/// What a container needs. Paths hold no link, no `..` and nothing that a spec or a hook's argument would have to quote.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct DriverFiles {
+    /// As the module and the libraries say it. It is what the choice of CUDA's compatibility libraries in a container depends on.
+    pub version: String,
+    /// In a container.
+    pub libcuda_directory: Option<PathBuf>,
+    /// In a container: what its ld.so.cache must know. The machine's own width comes first.
+    pub library_directories: Vec<PathBuf>,
+    /// In ascending order of container path, so that parents come first.
+    pub mounts: Vec<Mount>,
+    /// In ascending order of path. None has a mount's path.
+    pub links: Vec<Link>,
+    /// What could not be looked at and was left out, in whole sentences for people; empty for a sound root.
+    #[serde(skip)]
+    pub problems: Vec<String>,
+}
+
+/// A file of the guest in a container.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Mount {
+    /// As the guest sees it, with the driver root.
+    pub host_path: PathBuf,
+    /// Without the driver root.
+    pub container_path: PathBuf,
+    pub kind: Kind,
+}
+
+/// What is mounted.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Kind {
+    /// A regular file.
+    File,
+    /// A service's socket, or the directory of the Multi-Process Service's pipes.
+    Socket,
+}
+
+/// A link that a container needs.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Link {
+    /// Its path in the container.
+    pub link: PathBuf,
+    /// What it points to, from its own directory.
+    pub target: String,
+    /// The file that this is in the end, as the guest sees it: mounted at the link's path it does as well.
+    pub file: PathBuf,
+}
+
+/// What could not be looked at.
+#[derive(Default)]
+struct Problems(Vec<String>);
+
+impl Problems {
+    fn add(&mut self, path: &Path, what: impl Display) {
+        if self.0.len() < MAX_PROBLEMS {
+            self.0.push(format!("{}: {what}", path.display().to_string().escape_debug()));
+        }
+    }
+}
+
+/// Looks for everything. `expected_version` is that of the module which is or will be loaded; without it `<root>/sys` is asked, and where that has
+/// none, the libraries tell.
+pub fn scan(roots: &Roots, expected_version: Option<&str>) -> Result<DriverFiles, Error> {
+    let places = Places::open(roots)?;
+    let mut problems = Problems::default();
+    let module = module_version(&places, expected_version)?;
+    let directories = libraries::directories(&places, &mut problems)?;
+    let version = libraries::version(&directories, module, &places.driver_root, &problems)?;
+    let libraries = libraries::collect(&places, &directories, &version, &mut problems)?;
+    let named = named::Named::collect(&places, &version, &mut problems);
+    let (mut mounts, mut links) = (libraries.mounts, libraries.links);
+    mounts.extend(named.mounts);
+    links.extend(named.links.into_iter().map(|link| (link.link.clone(), link)));
+    mounts.extend(named::sockets(&places, roots, &mut problems));
+    let mut files = DriverFiles {
+        version,
+        libcuda_directory: libraries.libcuda_directory,
+        library_directories: libraries.directories,
+        mounts,
+        links: links.into_values().collect(),
+        problems: problems.0,
+    };
+    files.order();
+    Ok(files)
+}
+
+/// The sockets that are there now. They come and go with their services, so a spec that is written later asks again.
+pub fn sockets(roots: &Roots) -> Result<Vec<Mount>, Error> {
+    Ok(named::sockets(&Places::open(roots)?, roots, &mut Problems::default()))
+}
+
+impl DriverFiles {
+    /// Puts these sockets in the place of those it has.
+    pub fn set_sockets(&mut self, sockets: Vec<Mount>) {
+        self.mounts.retain(|mount| mount.kind == Kind::File);
+        self.mounts.extend(sockets);
+        self.order();
+    }
+
+    fn order(&mut self) {
+        self.mounts.sort_by(|a, b| a.container_path.cmp(&b.container_path));
+        self.mounts.dedup_by(|b, a| a.container_path == b.container_path);
+        self.links.retain(|link| self.mounts.binary_search_by(|m| m.container_path.cmp(&link.link)).is_err());
+    }
+}
+
+/// The version to hold the libraries against, and who says so; None where no module is loaded.
+fn module_version(places: &Places, expected: Option<&str>) -> Result<Option<(String, VersionSource)>, Error> {
+    let path = PathBuf::from(MODULE_VERSION);
+    let (version, source) = match expected {
+        Some(version) => (version.to_string(), VersionSource::Given),
+        None => match places.text(&path) {
+            Ok(Some(version)) => (version, VersionSource::Module(path.clone())),
+            Ok(None) => return Ok(None),
+            Err(error) => return Err(Error::UnreadableVersion { source: path, why: error.to_string() }),
+        },
+    };
+    if is_version(&version) {
+        return Ok(Some((version, source)));
+    }
+    let source = if source == VersionSource::Given { PathBuf::from("the expected version") } else { path };
+    Err(Error::BadVersion { source, value: version.chars().take(64).collect() })
+}

@@ -1,0 +1,258 @@
+//! Looking things up below a root, as a process would whose `/` it is: links cannot lead out of it, whatever they say (openat2, RESOLVE_IN_ROOT).
+//!
+//! Paths that come back hold no link, and begin at the guest's root. Needs /proc, which tells what a descriptor's path is.
+
+use super::{Error, Roots};
+use nix::dir::{Dir, Type};
+use nix::errno::Errno;
+use nix::fcntl::{AtFlags, OFlag, OpenHow, ResolveFlag, openat, openat2, readlink, renameat};
+use nix::sys::stat::{FileStat, Mode, SFlag, fstat, fstatat, mkdirat};
+use nix::unistd::{UnlinkatFlags, unlinkat};
+use std::fs::File;
+use std::io::{self, Read, Write};
+use std::os::fd::{AsRawFd, OwnedFd};
+use std::path::{Component, Path, PathBuf};
+
+/// Lookups that the kernel gives up because something was renamed meanwhile are tried this often.
+const TRIES: usize = 8;
+/// Entries of one directory that are looked at; a distribution's library directory has some thousand.
+const MAX_ENTRIES: usize = 200_000;
+/// Longest small file (a version, a path).
+const MAX_TEXT: u64 = 4096;
+
+/// Something that is there.
+pub struct Found {
+    /// Opened with O_PATH: nothing happens to a device or a pipe.
+    fd: OwnedFd,
+    /// In the guest, without links.
+    pub path: PathBuf,
+    stat: FileStat,
+}
+
+impl Found {
+    pub fn is(&self, kind: SFlag) -> bool {
+        SFlag::from_bits_truncate(self.stat.st_mode & SFlag::S_IFMT.bits()) == kind
+    }
+
+    pub fn is_executable(&self) -> bool {
+        self.is(SFlag::S_IFREG) && self.stat.st_mode & 0o111 != 0
+    }
+
+    pub fn size(&self) -> u64 {
+        u64::try_from(self.stat.st_size).unwrap_or(0)
+    }
+
+    /// Seconds: what every archive and every file system keeps.
+    pub fn modified_s(&self) -> i64 {
+        self.stat.st_mtime
+    }
+
+    /// Opens a regular file for reading; anything else is refused, because to open it could wait or do something.
+    pub fn open(&self) -> io::Result<File> {
+        if !self.is(SFlag::S_IFREG) {
+            return Err(io::Error::other("not a regular file"));
+        }
+        File::open(format!("/proc/self/fd/{}", self.fd.as_raw_fd()))
+    }
+
+    /// A directory's entries with names that are wanted, sorted. Fails where there are more than such a directory has.
+    pub fn entries(&self, mut wanted: impl FnMut(&[u8]) -> bool) -> io::Result<Vec<Entry>> {
+        let flags = OFlag::O_RDONLY | OFlag::O_DIRECTORY | OFlag::O_CLOEXEC;
+        let mut directory = Dir::from_fd(openat(&self.fd, ".", flags, Mode::empty())?)?;
+        let mut entries = Vec::new();
+        for (count, entry) in directory.iter().enumerate() {
+            let entry = entry?;
+            if count >= MAX_ENTRIES {
+                return Err(io::Error::other(format!("more than {MAX_ENTRIES} entries")));
+            }
+            let name = entry.file_name().to_bytes();
+            if matches!(name, b"." | b"..") || !wanted(name) {
+                continue;
+            }
+            let is_link = match entry.file_type() {
+                Some(kind) => kind == Type::Symlink,
+                None => {
+                    let stat = fstatat(&self.fd, entry.file_name(), AtFlags::AT_SYMLINK_NOFOLLOW)?;
+                    stat.st_mode & SFlag::S_IFMT.bits() == SFlag::S_IFLNK.bits()
+                }
+            };
+            entries.push(Entry { name: name.to_vec(), is_link });
+        }
+        entries.sort();
+        Ok(entries)
+    }
+
+    /// Whether a directory has a link of this name.
+    pub fn has_link(&self, name: &str) -> bool {
+        // What cannot be looked at is no link: it would only make one more in the container.
+        fstatat(&self.fd, name, AtFlags::AT_SYMLINK_NOFOLLOW).is_ok_and(|stat| stat.st_mode & SFlag::S_IFMT.bits() == SFlag::S_IFLNK.bits())
+    }
+
+    /// Replaces a file in this directory by rename, so that a reader sees the old one or the new one.
+    pub fn write(&self, name: &str, bytes: &[u8]) -> io::Result<()> {
+        let temporary = format!("{name}.tmp");
+        match unlinkat(&self.fd, temporary.as_str(), UnlinkatFlags::NoRemoveDir) {
+            Ok(()) | Err(Errno::ENOENT) => {}
+            Err(errno) => return Err(errno.into()),
+        }
+        let flags = OFlag::O_WRONLY | OFlag::O_CREAT | OFlag::O_EXCL | OFlag::O_NOFOLLOW | OFlag::O_CLOEXEC;
+        let mut file = File::from(openat(&self.fd, temporary.as_str(), flags, Mode::from_bits_truncate(0o644))?);
+        file.write_all(bytes)?;
+        Ok(renameat(&self.fd, temporary.as_str(), &self.fd, name)?)
+    }
+}
+
+/// One name in a directory.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Entry {
+    pub name: Vec<u8>,
+    pub is_link: bool,
+}
+
+/// One root.
+pub struct Tree {
+    root: OwnedFd,
+    /// The path that the kernel has for the guest's root: what the paths of descriptors begin with.
+    above: PathBuf,
+}
+
+impl Tree {
+    fn open(root: &Path) -> io::Result<Self> {
+        let fd = nix::fcntl::open(root, OFlag::O_PATH | OFlag::O_DIRECTORY | OFlag::O_CLOEXEC, Mode::empty())?;
+        let above = kernel_path(&fd)?;
+        Ok(Self { root: fd, above })
+    }
+
+    /// What a path leads to; None where there is nothing.
+    pub fn find(&self, path: &Path) -> io::Result<Option<Found>> {
+        let how = OpenHow::new()
+            .flags(OFlag::O_PATH | OFlag::O_CLOEXEC)
+            .resolve(ResolveFlag::RESOLVE_IN_ROOT | ResolveFlag::RESOLVE_NO_MAGICLINKS);
+        let mut result = Err(Errno::EAGAIN);
+        for _ in 0..TRIES {
+            result = openat2(&self.root, path, how);
+            if result.as_ref().err() != Some(&Errno::EAGAIN) {
+                break;
+            }
+        }
+        let fd = match result {
+            Ok(fd) => fd,
+            Err(Errno::ENOENT | Errno::ENOTDIR) => return Ok(None),
+            Err(errno) => return Err(errno.into()),
+        };
+        let kernel_path = kernel_path(&fd)?;
+        let path = kernel_path.strip_prefix(&self.above).map_err(|_| io::Error::other("it lies outside the root"))?;
+        let stat = fstat(&fd)?;
+        Ok(Some(Found { path: Path::new("/").join(path), fd, stat }))
+    }
+}
+
+fn kernel_path(fd: &OwnedFd) -> io::Result<PathBuf> {
+    let path = format!("/proc/self/fd/{}", fd.as_raw_fd());
+    readlink(path.as_str()).map(PathBuf::from).map_err(|e| io::Error::other(format!("read {path}: {e} (is /proc mounted?)")))
+}
+
+/// The guest's root, and the driver root in it.
+pub struct Places {
+    guest: Tree,
+    driver: Tree,
+    /// As the guest sees it, without links.
+    pub driver_root: PathBuf,
+}
+
+impl Places {
+    pub fn open(roots: &Roots) -> Result<Self, Error> {
+        let no_root = |path: &Path, why: String| Error::NoRoot { path: path.into(), why };
+        let guest = Tree::open(&roots.root).map_err(|e| no_root(&roots.root, e.to_string()))?;
+        let found = guest.find(&roots.driver_root).map_err(|e| no_root(&roots.driver_root, e.to_string()))?;
+        let found = found.filter(|f| f.is(SFlag::S_IFDIR)).ok_or_else(|| no_root(&roots.driver_root, "no such directory".into()))?;
+        let driver = Tree { root: found.fd, above: guest.above.clone() };
+        Ok(Self { guest, driver, driver_root: found.path })
+    }
+
+    pub fn guest(&self) -> &Tree {
+        &self.guest
+    }
+
+    /// What a path below the driver root leads to.
+    ///
+    /// An absolute link there means that root, as for the packages that made it; where it leads to nothing, it means the guest's, as for
+    /// a driver that was installed into a directory of a running system.
+    pub fn driver(&self, path: &Path) -> io::Result<Option<Found>> {
+        match self.driver.find(path)? {
+            None if self.driver_root != Path::new("/") => self.guest.find(&below(&self.driver_root, path)),
+            found => Ok(found),
+        }
+    }
+
+    /// A directory of the driver root, made if it is not there, with those above it.
+    pub fn make_directory(&self, path: &Path) -> io::Result<Found> {
+        let missing = || io::Error::from(io::ErrorKind::NotFound);
+        let mut found = self.driver.find(Path::new("/"))?.ok_or_else(missing)?;
+        let mut at = PathBuf::from("/");
+        for name in path.components().filter(|c| matches!(c, Component::Normal(_))) {
+            at.push(name);
+            found = match self.driver.find(&at)? {
+                Some(found) => found,
+                None => {
+                    mkdirat(&found.fd, name.as_os_str(), Mode::from_bits_truncate(0o755))?;
+                    self.driver.find(&at)?.ok_or_else(missing)?
+                }
+            };
+        }
+        Ok(found)
+    }
+
+    /// The path that something of the driver root has in a container; None for what lies elsewhere.
+    pub fn in_container(&self, guest_path: &Path) -> Option<PathBuf> {
+        guest_path.strip_prefix(&self.driver_root).ok().map(|rest| Path::new("/").join(rest))
+    }
+
+    /// A small text file below the guest's root, without white space around it; None where there is none.
+    pub fn text(&self, path: &Path) -> io::Result<Option<String>> {
+        let Some(found) = self.guest.find(path)? else { return Ok(None) };
+        let mut text = String::new();
+        found.open()?.take(MAX_TEXT).read_to_string(&mut text)?;
+        Ok(Some(text.trim().to_string()))
+    }
+}
+
+/// `path`, absolute or not, below `root`.
+pub fn below(root: &Path, path: &Path) -> PathBuf {
+    root.join(path.strip_prefix("/").unwrap_or(path))
+}
+
+/// A file name that is written into specs, hook arguments and links as it is: letters, digits and `._+-`.
+pub fn plain_name(name: &[u8]) -> Option<&str> {
+    let plain = |b: &u8| b.is_ascii_alphanumeric() || b"._+-".contains(b);
+    let name = name.iter().all(plain).then(|| std::str::from_utf8(name).ok()).flatten()?;
+    (!name.is_empty() && !name.starts_with('.') && name.len() <= 255).then_some(name)
+}
+
+/// A path that can be written so: absolute, of text, without `..`, without control characters and without the colons that part lists of paths.
+pub fn plain_path(path: &Path) -> bool {
+    let plain_text = path.to_str().is_some_and(|text| text.len() <= 4095 && !text.contains(|c: char| c.is_control() || c == ':'));
+    let mut components = path.components();
+    plain_text && components.next() == Some(Component::RootDir) && components.all(|c| matches!(c, Component::Normal(_)))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_and_paths_that_could_mean_something_else_are_not_plain() {
+        for name in ["libcuda.so.1", "libstdc++.so.6", "nvidia-drm_gbm.so"] {
+            assert_eq!(plain_name(name.as_bytes()), Some(name));
+        }
+        for name in ["", ".", "..", ".hidden", "a/b", "a:b", "a b", "a\n", "\u{e4}"] {
+            assert_eq!(plain_name(name.as_bytes()), None, "{name:?}");
+        }
+        for path in ["/", "/usr/lib64", "/with space"] {
+            assert!(plain_path(Path::new(path)), "{path:?}");
+        }
+        for path in ["", "usr", "/usr/../etc", "/a:b", "/a\nb"] {
+            assert!(!plain_path(Path::new(path)), "{path:?}");
+        }
+    }
+}
