@@ -106,7 +106,10 @@ fn directory(places: &Places, candidate: &Path, found: Found, problems: &mut Pro
     if listed.len() > MAX_LIBRARIES {
         return Err(Error::TooMany { directory: found.path, most: MAX_LIBRARIES });
     }
-    if !listed.is_empty() && !(plain_path(&container_path) && plain_path(&found.path)) {
+    if listed.is_empty() {
+        return Ok(None);
+    }
+    if !plain_path(&container_path) || !plain_path(&found.path) {
         problems.add(&found.path, "a path with a colon or control characters cannot be written into a spec");
         return Ok(None);
     }
