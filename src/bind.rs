@@ -68,6 +68,11 @@ impl PciSysfs {
         }
     }
 
+    /// The error of an [`PciSysfs::enable`] that another process has tried.
+    pub fn not_enabled(&self, gpu: PciAddress, errno: Errno) -> SysfsError {
+        SysfsError { path: self.function(gpu, "enable"), value: "1".into(), error: errno.into() }
+    }
+
     /// Keeps every driver away from this GPU until [`PciSysfs::release`].
     pub fn hold_back(&self, gpu: PciAddress) -> Result<(), SysfsError> {
         write(self.function(gpu, "driver_override"), HELD_BACK)

@@ -10,16 +10,16 @@
 //! This loop spawns tasks and hears what the kernel says: a GPU that appears gets a task, one that goes leaves the spec, and one that the driver
 //! wants to remove is given up. It waits for no GPU.
 
-use super::Boot;
 use super::adopt::Before;
 use super::descriptors::Descriptors;
 use super::driver::{self, Driver};
 use super::gpu::{self, Arrival, Shared};
 use super::lane::{self, Enabling};
-use super::lane_cpu::LaneCpu;
+use super::lane_cpu::{LaneCpu, Spare};
 use super::publication::{self, Published, Update};
 use super::roster::Roster;
 use super::strategy::{self, Facts, Strategy};
+use super::{Boot, SYS};
 use crate::bind::DRIVER;
 use crate::bind::PciSysfs;
 use crate::cdi::spec::Entry;
@@ -41,7 +41,6 @@ use std::time::Duration;
 use tokio::sync::{Semaphore, mpsc, watch};
 use tokio::task::{AbortHandle, JoinSet};
 
-const SYS: &str = "/sys";
 /// The error of a GPU that has fallen off the bus: nothing more will come from it.
 const XID_OFF_THE_BUS: u32 = 79;
 
@@ -53,14 +52,14 @@ pub struct Ears {
 }
 
 /// Brings all GPUs up and follows what becomes of them. Returns only when the kernel can no longer be heard.
-pub async fn run(boot: &Boot, before: Option<&Before>, ears: Ears, descriptors: Descriptors) {
+pub async fn run(boot: &Boot, before: Option<&Before>, ears: Ears, descriptors: Descriptors, spare: Option<Spare>) {
     let Ears { uevents, words, signals } = ears;
     let uevents = uevents.map_err(|error| {
         let error = format!("subscribe to uevents: {error}: GPUs that come or go later will not be seen");
         tracing::warn!(name: names::UEVENT, error);
     });
     let gpus = scan(&boot.config);
-    let mut fleet = Fleet::new(boot, before, &gpus, words, descriptors).await;
+    let mut fleet = Fleet::new(boot, before, &gpus, words, descriptors, spare).await;
     fleet.start(&boot.config, gpus, before);
     fleet.follow(&boot.config, uevents.ok(), signals).await;
 }
@@ -135,7 +134,14 @@ struct Fleet {
 }
 
 impl Fleet {
-    async fn new(boot: &Boot, before: Option<&Before>, gpus: &[Gpu], words: Option<DriverWords>, descriptors: Descriptors) -> Self {
+    async fn new(
+        boot: &Boot,
+        before: Option<&Before>,
+        gpus: &[Gpu],
+        words: Option<DriverWords>,
+        descriptors: Descriptors,
+        mut spare: Option<Spare>,
+    ) -> Self {
         let roster = Arc::new(Roster::default());
         // All there were before, in the same order, or the removed ones would have been told.
         roster.take_over(gpus, |gpu| before.is_some_and(|b| b.gpu(gpu).found));
@@ -147,7 +153,7 @@ impl Fleet {
         let facts = facts(&modules, gpus);
         let (mut first, mut lane_cpu) = (None, None);
         if before.is_none() && strategy::depends_on_enable(&boot.config, &facts) {
-            lane_cpu = LaneCpu::reserve();
+            lane_cpu = spare.take().map(Spare::reserve);
             first = gpus.first().map(|gpu| Enabling::start(&sysfs, gpu.address, &After::default(), lane_cpu.clone()));
         }
         let measured = match &mut first {
@@ -157,7 +163,7 @@ impl Fleet {
         let strategy = strategy::choose(&boot.config, &facts, measured.is_some_and(|(_, slow)| slow));
         tell_strategy(&strategy, &facts, measured.map(|(took, _)| took));
         // The others' enables are in the module load, or short.
-        lane_cpu = if strategy.bind == Bind::Pipelined { lane_cpu.or_else(LaneCpu::reserve) } else { None };
+        lane_cpu = if strategy.bind == Bind::Pipelined { lane_cpu.or_else(|| spare.map(Spare::reserve)) } else { None };
         let at_once = |yes: bool| if yes { Semaphore::MAX_PERMITS } else { 1 };
         let shared = Arc::new(Shared {
             sysfs,

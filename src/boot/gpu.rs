@@ -10,7 +10,7 @@
 
 use super::descriptors::Descriptors;
 use super::driver::{Driver, Loaded};
-use super::lane::Turn;
+use super::lane::{Hold, Turn};
 use super::lane_cpu::LaneCpu;
 use super::lateness::{self, Progress};
 use super::publication::{Update, Updates};
@@ -32,7 +32,7 @@ use std::fmt::Display;
 use std::path::Path;
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 use std::time::Duration;
-use tokio::sync::{Notify, Semaphore, oneshot, watch};
+use tokio::sync::{Notify, Semaphore, watch};
 
 const PROC: &str = "/proc";
 /// How often a GPU that could be probed looks whether the driver has entered itself at the bus. The kernel tells nobody at that moment, and the
@@ -190,14 +190,13 @@ async fn wait_and_bring_up(shared: &Arc<Shared>, gpu: &Gpu, arrival: Arrival) ->
     let (node, made) = make_node(gpu.address, minor, &loaded, bound)?;
     progress.step("initialisation");
     if shared.config.ready_when_usable {
-        drop(over); // an initialisation takes seconds: nobody waits for it
-        let usable = initialise(shared, gpu.address, &node, made, &progress).await?;
+        let usable = initialise(shared, gpu.address, &node, made, &progress, over).await?;
         publish(shared, gpu.address, node, usable, None).await;
         Ok(())
     } else {
         // Published at once; whether it also initialises decides whether it stays.
-        let published = publish(shared, gpu.address, node.clone(), made, over);
-        tokio::join!(initialise(shared, gpu.address, &node, made, &progress), published).0.map(drop)
+        let published = publish(shared, gpu.address, node.clone(), made, over.clone());
+        tokio::join!(initialise(shared, gpu.address, &node, made, &progress, over), published).0.map(drop)
     }
 }
 
@@ -303,18 +302,27 @@ fn make_node(gpu: PciAddress, minor: u32, loaded: &Loaded, bound: StepId) -> Res
 }
 
 /// Makes the GPU resolvable as soon as the nodes that every container needs are there.
-async fn publish(shared: &Arc<Shared>, gpu: PciAddress, node: Node, after: StepId, turn: Option<oneshot::Sender<()>>) {
+async fn publish(shared: &Arc<Shared>, gpu: PciAddress, node: Node, after: StepId, turn: Option<Hold>) {
     // Fails only when the driver's task has ended, which it does not before it has said this.
     let mut driver = shared.driver.clone();
     drop(driver.wait_for(|d| matches!(d, Driver::Loaded(l) if l.control_ready)).await);
     let _unused = shared.spec.send(Update::Ready { gpu, nodes: vec![node], after: Some(after), turn });
 }
 
-/// Initialises the adapter; waits for as long as the driver takes.
-async fn initialise(shared: &Arc<Shared>, gpu: PciAddress, node: &Node, after: StepId, progress: &Arc<Progress>) -> Result<StepId, Failed> {
+/// Initialises the adapter; waits for as long as the driver takes. The next GPU is enabled when this one's threads are out of the way of that.
+async fn initialise(
+    shared: &Arc<Shared>,
+    gpu: PciAddress,
+    node: &Node,
+    after: StepId,
+    progress: &Arc<Progress>,
+    hold: Option<Hold>,
+) -> Result<StepId, Failed> {
     // The others, or the deadline.
     let mut probing = shared.probing.subscribe();
     drop(tokio::time::timeout(PROBES_FIRST, probing.wait_for(|n| *n == 0)).await);
+    // Where it waits for another GPU's initialisation, nobody waits for it.
+    let hold = hold.filter(|_| shared.initialising.available_permits() > 0);
     let turn = Arc::clone(&shared.initialising).acquire_owned().await;
     let step = step!(names::GPU_INIT, gpu = %gpu, after = ?After(vec![after]), rc = tracing::field::Empty, status = tracing::field::Empty);
     let (id, node, shared, progress) = (step.id(), node.clone(), Arc::clone(shared), Arc::clone(progress));
@@ -327,6 +335,7 @@ async fn initialise(shared: &Arc<Shared>, gpu: PciAddress, node: &Node, after: S
                 if let Some(cpu) = shared.lane_cpu.upgrade() {
                     cpu.keep_driver_off();
                 }
+                drop(hold);
                 adapter::start(&node).map(|descriptor| shared.descriptors.keep(gpu, descriptor))
             }
         };

@@ -18,9 +18,12 @@ use tokio::task::JoinHandle;
 pub struct Turn {
     /// The step in which the host mapped its BARs.
     pub enabled: oneshot::Receiver<Result<StepId, String>>,
-    /// Dropped when the GPU is published, or has failed.
-    pub over: oneshot::Sender<()>,
+    /// Dropped when the GPU is published and its initialisation has its place, or has failed.
+    pub over: Hold,
 }
+
+/// The lane waits while anybody has a copy of this.
+pub type Hold = Arc<oneshot::Sender<()>>;
 
 /// A GPU that is being enabled, on a thread of its own.
 pub struct Enabling {
@@ -38,12 +41,20 @@ impl Enabling {
         let id = step.id();
         let watchdog = lateness::watch(gpu, progress.clone());
         let result = tokio::task::spawn_blocking(move || {
-            progress.on_this_thread();
-            let enable = || step.run(|| sysfs.enable(gpu)).map(|()| id).map_err(|e| e.to_string());
-            match cpu {
-                Some(cpu) => cpu.run(enable),
-                None => enable(),
-            }
+            let enable = || match &cpu {
+                Some(cpu) => {
+                    progress.on_thread(cpu.process().pid());
+                    match cpu.process().enable(gpu) {
+                        Some(result) => result.map_err(|errno| sysfs.not_enabled(gpu, errno)),
+                        None => sysfs.enable(gpu),
+                    }
+                }
+                None => {
+                    progress.on_thread(nix::unistd::gettid());
+                    sysfs.enable(gpu)
+                }
+            };
+            step.run(enable).map(|()| id).map_err(|e| e.to_string())
         });
         Self { gpu, step: id, started: Instant::now(), result, _watchdog: watchdog }
     }
@@ -80,7 +91,7 @@ pub fn start(bind: Bind, sysfs: &PciSysfs, gpus: &[Gpu], first: Option<Enabling>
     for gpu in gpus {
         let ((enabled, receiver), (over, is_over)) = (oneshot::channel(), oneshot::channel());
         waiting.push(Waiting { gpu: gpu.address, enabled, is_over });
-        turns.push(Some(Turn { enabled: receiver, over }));
+        turns.push(Some(Turn { enabled: receiver, over: Arc::new(over) }));
     }
     tokio::spawn(run(bind, sysfs.clone(), waiting, first, cpu));
     turns

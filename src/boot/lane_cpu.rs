@@ -1,9 +1,11 @@
 //! Who runs where while the host maps BARs. The vCPU that enables a GPU is gone for as long as that takes: what is queued behind it does not run, and
-//! timers that were set on it do not fire. An initialisation that happens to sleep there takes seconds longer. So the lane has a vCPU to itself,
-//! and what initialises GPUs stays off it until the lane ends; the agent and its containers are left alone.
+//! timers that were set on it do not fire. An initialisation that happens to sleep there takes seconds longer. So the lane's process
+//! ([`LaneProcess`]) has a vCPU to itself, and what initialises GPUs stays off it until the lane ends; the agent and its containers are left alone.
 //!
 //! All of this only makes a boot faster: what cannot be set stays as it is.
 
+use super::keeper::{Held, KeeperSocket};
+use super::lane_process::LaneProcess;
 use super::lateness::OPEN_THREAD;
 use nix::sched::{CpuSet, sched_getaffinity, sched_setaffinity};
 use nix::unistd::Pid;
@@ -13,31 +15,40 @@ use std::sync::{Arc, Mutex, PoisonError};
 /// The calling thread, for the kernel.
 const SELF: Pid = Pid::from_raw(0);
 
-/// One vCPU that is kept free; given back when this is dropped.
-pub struct LaneCpu {
+/// A vCPU for the lane, and its process there; nothing is moved yet.
+pub struct Spare {
+    process: LaneProcess,
     all: CpuSet,
-    lane: CpuSet,
     others: CpuSet,
+}
+
+impl Spare {
+    /// Starts the lane's process; must be called while this process has one thread. None where there is only one vCPU, or no such process.
+    pub fn start(sysfs: &Path, keeper: Option<&KeeperSocket>, held: &[Held]) -> Option<Self> {
+        let all = sched_getaffinity(SELF).ok()?;
+        let (lane, others) = split(&all)?;
+        let process = LaneProcess::start(sysfs, &lane, keeper, held)?;
+        Some(Self { process, all, others })
+    }
+
+    /// Moves this process off the lane's vCPU.
+    pub fn reserve(self) -> Arc<LaneCpu> {
+        move_process(&self.others);
+        Arc::new(LaneCpu { spare: self, moved: Mutex::new((Vec::new(), 0)) })
+    }
+}
+
+/// A vCPU that only the lane uses; given back when this is dropped.
+pub struct LaneCpu {
+    spare: Spare,
     /// The driver's threads that were moved, and the highest process id that was looked at.
     moved: Mutex<(Vec<Pid>, i32)>,
 }
 
 impl LaneCpu {
-    /// Moves this process off one vCPU. None where there is only one.
-    pub fn reserve() -> Option<Arc<Self>> {
-        let all = sched_getaffinity(SELF).ok()?;
-        let (lane, others) = split(&all)?;
-        let reserved = Self { all, lane, others, moved: Mutex::new((Vec::new(), 0)) };
-        move_process(&reserved.others);
-        Some(Arc::new(reserved))
-    }
-
-    /// Runs this on the lane's vCPU.
-    pub fn run<R>(&self, work: impl FnOnce() -> R) -> R {
-        let _unused = sched_setaffinity(SELF, &self.lane);
-        let result = work();
-        let _unused = sched_setaffinity(SELF, &self.others);
-        result
+    /// The lane's process.
+    pub fn process(&self) -> &LaneProcess {
+        &self.spare.process
     }
 
     /// Moves the driver's threads that initialise GPUs off the lane's vCPU: those that have come since the last call. There is one for each GPU,
@@ -49,7 +60,7 @@ impl LaneCpu {
         *seen = new.iter().copied().max().unwrap_or(*seen);
         for pid in new {
             if std::fs::read_to_string(format!("/proc/{pid}/comm")).is_ok_and(|comm| comm.starts_with(OPEN_THREAD)) {
-                let _unused = sched_setaffinity(Pid::from_raw(pid), &self.others);
+                let _unused = sched_setaffinity(Pid::from_raw(pid), &self.spare.others);
                 threads.push(Pid::from_raw(pid));
             }
         }
@@ -58,9 +69,9 @@ impl LaneCpu {
 
 impl Drop for LaneCpu {
     fn drop(&mut self) {
-        move_process(&self.all);
+        move_process(&self.spare.all);
         for thread in &self.moved.get_mut().unwrap_or_else(PoisonError::into_inner).0 {
-            let _unused = sched_setaffinity(*thread, &self.all);
+            let _unused = sched_setaffinity(*thread, &self.spare.all);
         }
     }
 }

@@ -36,7 +36,12 @@ impl Progress {
 
     /// The calling thread is the one that waits for this step.
     pub fn on_this_thread(&self) {
-        self.thread.store(nix::unistd::gettid().as_raw(), Ordering::Relaxed);
+        self.on_thread(nix::unistd::gettid());
+    }
+
+    /// The thread that waits for this step, of whichever process.
+    pub fn on_thread(&self, thread: nix::unistd::Pid) {
+        self.thread.store(thread.as_raw(), Ordering::Relaxed);
     }
 }
 
@@ -71,7 +76,7 @@ async fn report(gpu: PciAddress, progress: Arc<Progress>) {
 fn stack(proc: &Path, thread: i32) -> String {
     let mut stacks = Vec::new();
     if thread != 0
-        && let Ok(text) = std::fs::read_to_string(proc.join(format!("self/task/{thread}/stack")))
+        && let Ok(text) = std::fs::read_to_string(proc.join(format!("{thread}/stack")))
     {
         stacks.extend(frames(&text));
     }

@@ -13,6 +13,7 @@ mod handover; // PID 1 becomes the agent
 mod keeper;
 mod lane; // enabling, one after another
 mod lane_cpu; // and its vCPU
+mod lane_process; // and what runs there
 mod lateness; // reports
 mod publication; // the writer of the spec
 mod roster; // which GPUs there are, and their names
@@ -22,6 +23,8 @@ mod supervise;
 mod worker;
 
 use crate::config::{Config, Note};
+
+const SYS: &str = "/sys";
 
 /// What stage 0 found out, and every later part works with.
 struct Boot {

@@ -1,5 +1,6 @@
 //! The one writer of the CDI spec. GPUs report what became of them; each report, or each group of reports that came meanwhile, is one publication.
 
+use super::lane::Hold;
 use super::roster::Roster;
 use crate::cdi::publish::{DIRECTORY, Publisher};
 use crate::cdi::spec::{Device, Entry, generate};
@@ -10,7 +11,7 @@ use crate::step;
 use std::collections::HashMap;
 use std::path::Path;
 use std::sync::Arc;
-use tokio::sync::{mpsc, oneshot};
+use tokio::sync::mpsc;
 
 /// What can change the spec.
 pub enum Update {
@@ -19,7 +20,7 @@ pub enum Update {
     /// The nodes that every container with a GPU gets.
     Common(Vec<Node>),
     /// A GPU can be used by containers; `after` is the step that made it so, and `turn` is dropped once it is published.
-    Ready { gpu: PciAddress, nodes: Vec<Node>, after: Option<StepId>, turn: Option<oneshot::Sender<()>> },
+    Ready { gpu: PciAddress, nodes: Vec<Node>, after: Option<StepId>, turn: Option<Hold> },
     /// A GPU will not come.
     Failed { gpu: PciAddress },
     /// All GPUs are usable or failed.

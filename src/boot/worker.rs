@@ -5,10 +5,11 @@ use super::adopt::{self, Before};
 use super::descriptors::Descriptors;
 use super::handover::{Handed, Observer};
 use super::keeper::{Held, KeeperSocket, Start, name_process};
+use super::lane_cpu::Spare;
 use super::stage0::What;
-use super::{Boot, bring_up};
+use super::{Boot, SYS, bring_up};
 use crate::clock::{boottime_ns, realtime_ns};
-use crate::config::{Config, ToHost};
+use crate::config::{Bind, Config, ToHost};
 use crate::events::journal::{Journal, UNKNOWN};
 use crate::events::ring::Ring;
 use crate::events::sinks::stream::Identity;
@@ -36,14 +37,17 @@ const IN_FLIGHT: Duration = Duration::from_millis(100);
 pub fn run(boot: &Boot, start: Start, keeper: Option<KeeperSocket>, held: Vec<Held>) -> ! {
     let _unused = std::fs::write("/proc/self/oom_score_adj", OOM_SCORE);
     name_process("gpuinit-worker");
+    // Before the runtime: a process with threads must not fork.
+    let spare =
+        matches!(boot.config.bind, Bind::Auto | Bind::Pipelined).then(|| Spare::start(Path::new(SYS), keeper.as_ref(), &held)).flatten();
     match tokio::runtime::Builder::new_current_thread().enable_all().thread_stack_size(STACK).build() {
-        Ok(runtime) => runtime.block_on(live(boot, start, Descriptors::new(keeper, held))),
+        Ok(runtime) => runtime.block_on(live(boot, start, Descriptors::new(keeper, held), spare)),
         Err(error) => failure::tell(&format!("worker: start the runtime: {error}: no GPU will be brought up")),
     }
     std::process::exit(1)
 }
 
-async fn live(boot: &Boot, start: Start, descriptors: Descriptors) {
+async fn live(boot: &Boot, start: Start, descriptors: Descriptors, spare: Option<Spare>) {
     let identity = Identity::read();
     let (ring, before, trouble) = stream(&start, &identity);
     if let Some(error) = trouble {
@@ -76,7 +80,7 @@ async fn live(boot: &Boot, start: Start, descriptors: Descriptors) {
         tracing::warn!(name: names::SINK, sink = "agent looks", state = "unavailable", error = %format!("watch {}: {error}", cdi::publish::DIRECTORY));
     }
     let ears = bring_up::Ears { uevents, words, signals };
-    let bring_up = bring_up::run(boot, before.as_ref(), ears, descriptors);
+    let bring_up = bring_up::run(boot, before.as_ref(), ears, descriptors, spare);
     let delivered = start_sinks(boot, &ring, &identity, before.is_some());
     if let Some(observer) = no_agent {
         // No GPU is touched in a guest that is about to end.
