@@ -78,6 +78,13 @@ pub fn wait_open_complete(gpu: &OwnedFd) -> nix::Result<WaitOpenComplete> {
     Ok(answer)
 }
 
+/// Returns when every CPU has been through the scheduler since the call (an RCU grace period): what the kernel put off until then is due.
+pub fn grace_period() -> nix::Result<()> {
+    const MEMBARRIER_CMD_GLOBAL: nix::libc::c_int = 1;
+    // SAFETY: this command takes no pointer, and changes nothing but time.
+    Errno::result(unsafe { nix::libc::syscall(nix::libc::SYS_membarrier, MEMBARRIER_CMD_GLOBAL, 0, 0) }).map(drop)
+}
+
 /// Brings the loopback interface up (SIOCSIFFLAGS, IFF_UP).
 pub fn loopback_up() -> nix::Result<()> {
     use nix::libc;

@@ -14,7 +14,7 @@ use super::adopt::Before;
 use super::descriptors::Descriptors;
 use super::driver::{self, Driver};
 use super::gpu::{self, Arrival, Shared};
-use super::lane::{self, Enabling};
+use super::lane::{self, Enabling, Hold};
 use super::lane_cpu::{LaneCpu, Spare};
 use super::publication::{self, Published, Update};
 use super::roster::Roster;
@@ -212,14 +212,15 @@ impl Fleet {
                 _ => to_do.push(gpu),
             }
         }
-        if self.shared.roster.len() > 0 {
-            self.load_driver(&to_do);
-        }
         let unbound: Vec<Gpu> = to_do.iter().filter(|g| !self.shared.sysfs.is_bound(g.address)).cloned().collect();
         // The load is given the first one, and holds its lock while its probe sleeps: an enable beside that would wait, and all after it.
         let in_lane = if self.shared.bind == Bind::Concurrent { unbound.get(1..).unwrap_or_default() } else { &unbound };
         let lane = lane::start(self.shared.bind, &self.shared.sysfs, in_lane, self.first.take(), self.lane_cpu.take());
         let mut turns: HashMap<PciAddress, _> = in_lane.iter().map(|g| g.address).zip(lane).collect();
+        if self.shared.roster.len() > 0 {
+            let first = in_lane.first().and_then(|gpu| turns.get(&gpu.address)?.as_ref());
+            self.load_driver(&to_do, first.map(|turn| Arc::clone(&turn.over)));
+        }
         for gpu in to_do {
             let turn = turns.remove(&gpu.address).flatten();
             self.spawn(gpu, if before.is_some() { Arrival::Again(turn) } else { Arrival::Boot(turn) });
@@ -228,9 +229,9 @@ impl Fleet {
     }
 
     /// Starts the driver's load, once.
-    fn load_driver(&mut self, gpus: &[Gpu]) {
+    fn load_driver(&mut self, gpus: &[Gpu], hold: Option<Hold>) {
         if let Some(modules) = self.modules.take() {
-            driver::start(modules, self.driver.clone(), self.shared.bind, &self.shared.sysfs, gpus, self.shared.spec.clone());
+            driver::start(modules, self.driver.clone(), self.shared.bind, &self.shared.sysfs, gpus, self.shared.spec.clone(), hold);
         }
     }
 
@@ -357,7 +358,7 @@ impl Fleet {
         }
         self.shared.roster.add(&new);
         let _unused = self.shared.spec.send(Update::Roster);
-        self.load_driver(&new);
+        self.load_driver(&new, None);
         // No lane for those that come later: the kernel probes them by itself, and the bind finds that done.
         new.into_iter().for_each(|gpu| self.spawn(gpu, Arrival::Later));
     }

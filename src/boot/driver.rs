@@ -4,6 +4,7 @@
 //! and fails as a whole when not one probe succeeds. If that one GPU turns out to be broken, the next one opens the way.
 
 use super::Boot;
+use super::lane::Hold;
 use super::publication::{Update, Updates};
 use super::strategy::Version;
 use crate::bind::{DRIVER, PciSysfs};
@@ -61,11 +62,27 @@ pub struct Loaded {
 }
 
 /// Starts the load on a thread of its own; must be called inside the runtime. GPUs that the strategy binds later are held back before this returns.
-pub fn start(modules: Modules, state: watch::Sender<Driver>, bind: Bind, sysfs: &PciSysfs, gpus: &[Gpu], spec: Updates) {
+/// The lane goes on to its second GPU when the load has left nothing behind that would stop at an enabling.
+pub fn start(
+    modules: Modules,
+    state: watch::Sender<Driver>,
+    bind: Bind,
+    sysfs: &PciSysfs,
+    gpus: &[Gpu],
+    spec: Updates,
+    hold: Option<Hold>,
+) {
     let addresses: Vec<PciAddress> = gpus.iter().map(|g| g.address).collect();
     let load = Load { modules, sysfs: sysfs.clone(), addresses, one_by_one: bind != Bind::Insmod };
     load.hold_back();
-    tokio::task::spawn_blocking(move || load.run(&state, &spec));
+    tokio::task::spawn_blocking(move || {
+        load.run(&state, &spec);
+        if hold.is_some() {
+            // The kernel frees the modules' start-up code after a grace period, and tells all CPUs: whichever CPU does that spins until the one
+            // that enables a GPU answers. The first of these waits for that grace period, the second one for what follows it.
+            let _unused = crate::sys::grace_period().and_then(|()| crate::sys::grace_period());
+        }
+    });
 }
 
 /// The modules of the running kernel, with what the configuration makes of the driver's options.

@@ -18,7 +18,7 @@ use tokio::task::JoinHandle;
 pub struct Turn {
     /// The step in which the host mapped its BARs.
     pub enabled: oneshot::Receiver<Result<StepId, String>>,
-    /// Dropped when the GPU is published and its initialisation has its place, or has failed.
+    /// Dropped when the GPU is published and its initialisation has its place, or has failed; the first GPU's by the driver's load, too.
     pub over: Hold,
 }
 

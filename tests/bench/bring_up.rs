@@ -1,4 +1,4 @@
-//! `bench bringup [--tenth] [HOST..]`: 1 to 16 GPUs on every kind of host, in the incumbent's serial order and in ours, against what the locks of host
+//! `bench bringup [--tenth] [HOST..] [GPUS..]`: 1 to 16 GPUs on every kind of host, in the incumbent's serial order and in ours, against what the locks of host
 //! and driver allow at best.
 
 use super::{keep, machine};
@@ -83,7 +83,9 @@ impl Times {
 
 pub fn run(root: &Path, context: &TestContext, arguments: &[String]) -> Result<()> {
     let scale = if arguments.iter().any(|a| a == "--tenth") { 10 } else { 1 };
-    let wanted: Vec<&String> = arguments.iter().filter(|a| *a != "--tenth").collect();
+    let (counts, wanted): (Vec<&String>, Vec<&String>) =
+        arguments.iter().filter(|a| *a != "--tenth").partition(|a| a.bytes().all(|b| b.is_ascii_digit()));
+    let counts: Vec<u64> = counts.iter().map(|c| c.parse()).collect::<Result<_, _>>()?;
     for name in &wanted {
         ensure!(
             HOSTS.iter().any(|h| h.name == **name),
@@ -98,7 +100,7 @@ pub fn run(root: &Path, context: &TestContext, arguments: &[String]) -> Result<(
     for host in HOSTS.iter().filter(|h| wanted.is_empty() || wanted.iter().any(|w| *w == h.name)) {
         let (times, words) = host.scaled(scale);
         let name = if scale == 1 { host.name.to_string() } else { format!("{} (1:{scale})", host.name) };
-        for gpus in GPUS {
+        for gpus in if counts.is_empty() { GPUS.to_vec() } else { counts.clone() } {
             let bound = times.bound(gpus);
             let guest = format!("{words} fakepci.gpus={gpus}");
             eprintln!("bench: {} with {gpus} GPUs ...", host.name);

@@ -16,7 +16,7 @@ use std::process::ExitStatus;
 use std::time::Duration;
 
 /// How long anything in a test may take on the host's clock, TCG and a busy machine included. Never the thing that is tested.
-pub const DEADLINE: Duration = Duration::from_secs(90);
+pub const DEADLINE: Duration = Duration::from_secs(180);
 
 /// How a test ended, if it did not fail.
 pub enum Outcome {
