@@ -1,0 +1,334 @@
+//! The whole check: files in, findings and containers out. Prints nothing.
+
+use super::container::Container;
+use super::finding::*;
+use super::input::{self, Input, SpecText};
+use super::judge::{Court, Inject, parse};
+use super::look::Look;
+use super::nodes::{NodeLook, looks};
+use super::rules::{self, Document, names};
+use super::shape::{self, Shaped, as_text};
+use crate::cdi::spec::KIND;
+use anyhow::{Result, ensure};
+use serde_json::{Value, json};
+use std::collections::BTreeSet;
+
+/// Agents keep a copy of the whole spec for each of its devices: bytes of the file times devices beyond which nothing is tried. The reference spec
+/// (8 GPUs under two names each) has 0.6 MB; eight GPUs in seven instances each, under two names each, have 6 MB with edits like its own.
+const MAX_COPIES: usize = 16 << 20;
+/// Devices that are injected one by one where none was asked for.
+const MAX_ASKED: usize = 256;
+
+/// What is to be checked, and how.
+#[derive(Debug)]
+pub struct Question {
+    pub look: Look,
+    pub agents: Agents,
+    /// Devices of one container; each one of its own where this is empty.
+    pub devices: Vec<String>,
+    pub require_resolvable: bool,
+}
+
+/// A file.
+#[derive(Debug)]
+pub struct File {
+    pub name: String,
+    pub bytes: usize,
+    pub kind: Option<String>,
+    pub declared: Option<String>,
+    pub minimum: Option<shape::Version>,
+    pub devices: usize,
+}
+
+/// What an agent makes of the files together.
+#[derive(Debug)]
+pub struct Verdict {
+    pub agent: Agent,
+    /// Why it loads none of them.
+    pub refused: Option<String>,
+}
+
+/// What becomes of a container.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Outcome {
+    Gets(Container),
+    /// The paths that it waits for.
+    Waits(Vec<String>),
+    Fails(String),
+}
+
+/// A container that asks for devices.
+#[derive(Debug)]
+pub struct Asked {
+    pub devices: Vec<String>,
+    pub outcomes: Vec<(Agent, Outcome)>,
+}
+
+#[derive(Debug)]
+pub struct Report {
+    pub files: Vec<File>,
+    pub ignored: usize,
+    pub verdicts: Vec<Verdict>,
+    pub asked: Vec<Asked>,
+    /// Devices that are listed and were not tried.
+    pub not_tried: usize,
+    pub findings: Vec<Finding>,
+    /// Device nodes whose existence was taken for given.
+    pub assumed: usize,
+}
+
+/// A file that was parsed.
+struct Parsed<'a> {
+    text: &'a SpecText,
+    value: Value,
+    nodes: Vec<NodeLook>,
+    shaped: Shaped,
+}
+
+impl Parsed<'_> {
+    fn document(&self) -> Document<'_> {
+        Document { file: &self.text.name, bytes: self.text.text.len(), value: &self.value, nodes: &self.nodes }
+    }
+}
+
+/// Checks what was read.
+pub fn check(input: Input, question: &Question) -> Result<Report> {
+    let Input { files, mut findings, ignored, .. } = input;
+    let agents: Vec<Agent> = Agent::ALL.into_iter().filter(|a| question.agents.has(*a)).collect();
+    let mut about = Vec::new();
+    let mut parsed = Vec::new();
+    // The files that the agents get to see: all but those that would take too much to try.
+    let mut tried: Vec<&SpecText> = Vec::new();
+    let mut left_out = !findings.iter().all(|f| f.rule == &NOT_READ);
+    for text in &files {
+        let mut file = File { name: text.name.clone(), bytes: text.text.len(), kind: None, declared: None, minimum: None, devices: 0 };
+        match look_into(text, &question.look, &mut findings)? {
+            Looked::TooMuch => left_out = true,
+            Looked::Unparsed => tried.push(text),
+            Looked::Parsed(document) => {
+                file.kind = document.value.get("kind").and_then(as_text);
+                file.declared = document.value.get("cdiVersion").and_then(as_text);
+                file.minimum = Some(document.shaped.minimum());
+                file.devices = names(&document.value).count();
+                tried.push(text);
+                parsed.push(document);
+            }
+        }
+        about.push(file);
+    }
+    let documents: Vec<Document> = parsed.iter().map(Parsed::document).collect();
+    findings.extend(rules::across(&documents));
+    let court = Court::new(&tried)?;
+    agree(&mut findings, &tried, &court, &agents);
+    let mut report = Report {
+        assumed: parsed.iter().flat_map(|p| &p.nodes).filter(|n| n.found == super::look::Found::Assumed).count(),
+        files: about,
+        ignored,
+        verdicts: agents.iter().map(|agent| Verdict { agent: *agent, refused: refusal(*agent, &court, left_out) }).collect(),
+        asked: Vec::new(),
+        not_tried: 0,
+        findings,
+    };
+    // An order of its own for each agent: what one refuses, the other may inject.
+    let mut injectors: Vec<(Agent, Result<Inject, String>)> = Vec::new();
+    for verdict in &report.verdicts {
+        let nodes: Vec<Vec<NodeLook>> = parsed.iter().map(|p| p.nodes.clone()).collect();
+        let injector = match &verdict.refused {
+            Some(refused) => Err(refused.clone()),
+            None => court.injector(verdict.agent, &nodes),
+        };
+        injectors.push((verdict.agent, injector));
+    }
+    let (asked, not_tried) = asked(&parsed, &question.devices)?;
+    report.not_tried = not_tried;
+    for devices in asked {
+        let waits = waits(&parsed, &devices);
+        let outcomes = injectors.iter_mut().map(|(agent, injector)| (*agent, outcome(injector, &devices, &waits))).collect();
+        report.asked.push(Asked { devices, outcomes });
+    }
+    report.judge_asked(&parsed, question);
+    report.findings.retain(|f| f.agents.and(question.agents).any());
+    let position = |f: &Finding| report.files.iter().position(|file| file.name == f.file);
+    report.findings.sort_by_cached_key(|f| (f.rule.severity, position(f), f.file.clone()));
+    Ok(report)
+}
+
+enum Looked<'a> {
+    Parsed(Parsed<'a>),
+    Unparsed,
+    TooMuch,
+}
+
+fn look_into<'a>(text: &'a SpecText, look: &Look, findings: &mut Vec<Finding>) -> Result<Looked<'a>> {
+    let file = text.name.as_str();
+    if let Some(name) = input::alias(&text.text) {
+        findings.push(Finding::new(&ALIASES, file, "").value(format!("&{name}")));
+        return Ok(Looked::TooMuch);
+    }
+    let value = match parse(&text.text) {
+        Ok(value) => value,
+        Err(error) => {
+            findings.push(Finding::new(&NOT_PARSED, file, "").value(error));
+            return Ok(Looked::Unparsed);
+        }
+    };
+    if ["cdiVersion", "kind", "devices"].iter().all(|field| value.get(field).is_none()) {
+        findings.push(Finding::new(&NOT_A_SPEC, file, ""));
+        return Ok(Looked::Unparsed);
+    }
+    let devices = value.get("devices").and_then(Value::as_array).map_or(0, Vec::len);
+    if devices.saturating_mul(text.text.len()) > MAX_COPIES {
+        findings.push(Finding::new(&TOO_MANY_DEVICES, file, "/devices").value(format!("{devices} devices in {} bytes", text.text.len())));
+        return Ok(Looked::TooMuch);
+    }
+    let mut shaped = shape::check(file, &value);
+    findings.append(&mut shaped.findings);
+    let parsed = Parsed { text, nodes: looks(&value, look)?, value, shaped };
+    findings.extend(rules::check(&parsed.document(), &parsed.shaped, look)?);
+    Ok(Looked::Parsed(parsed))
+}
+
+/// The agents' crates have the last word on whether a file is loaded.
+fn agree(findings: &mut Vec<Finding>, tried: &[&SpecText], court: &Court, agents: &[Agent]) {
+    for (index, text) in tried.iter().enumerate() {
+        let said: Vec<(Agent, Option<String>)> = agents.iter().map(|agent| (*agent, court.load(*agent, index).err())).collect();
+        let refusing = Agents::which(|agent| said.iter().any(|(a, error)| *a == agent && error.is_some()));
+        for finding in findings.iter_mut().filter(|f| f.rule.refuses && f.file == text.name) {
+            finding.agents = finding.agents.and(refusing);
+        }
+        findings.retain(|f| f.agents.any());
+        let explained = |agent| findings.iter().any(|f| f.rule.refuses && f.file == text.name && f.agents.has(agent));
+        let unexplained: Vec<(Agent, String)> =
+            said.into_iter().filter_map(|(a, e)| Some((a, e?))).filter(|(a, _)| !explained(*a)).collect();
+        let which = Agents::which(|agent| unexplained.iter().any(|(a, _)| *a == agent));
+        if let Some((_, error)) = unexplained.last() {
+            findings.push(Finding::new(&REFUSED, &text.name, "").value(error).agents(which));
+        }
+    }
+}
+
+fn refusal(agent: Agent, court: &Court, left_out: bool) -> Option<String> {
+    match court.load_all(agent) {
+        Err(error) => Some(error),
+        Ok(()) if left_out => Some("not tried: a file was left out".to_string()),
+        Ok(()) => None,
+    }
+}
+
+/// What is asked for, one container each; and how many devices were left out.
+fn asked(parsed: &[Parsed], devices: &[String]) -> Result<(Vec<Vec<String>>, usize)> {
+    let kinds: BTreeSet<String> = parsed.iter().filter_map(|p| p.value.get("kind").and_then(as_text)).collect();
+    if !devices.is_empty() {
+        // A bare name is one of the only kind, or of the kind that Kata asks for.
+        let kind = if kinds.len() == 1 { kinds.first().cloned() } else { None }.unwrap_or_else(|| KIND.to_string());
+        let qualified = |name: &String| if name.contains('=') { name.clone() } else { format!("{kind}={name}") };
+        let devices: Vec<String> = devices.iter().map(qualified).collect();
+        ensure!(devices.iter().all(|d| !d.ends_with('=')), "a device needs a name, like {KIND}=0");
+        return Ok((vec![devices], 0));
+    }
+    let mut all = Vec::new();
+    for one in parsed {
+        let kind = one.value.get("kind").and_then(as_text).unwrap_or_default();
+        for (_, name) in names(&one.value) {
+            let device = vec![format!("{kind}={name}")];
+            if !all.contains(&device) {
+                all.push(device);
+            }
+        }
+    }
+    let not_tried = all.len().saturating_sub(MAX_ASKED);
+    all.truncate(MAX_ASKED);
+    Ok((all, not_tried))
+}
+
+/// Paths without a device node that an injection of these devices looks at.
+fn waits(parsed: &[Parsed], devices: &[String]) -> Vec<String> {
+    let mut paths = BTreeSet::new();
+    for one in parsed {
+        let kind = one.value.get("kind").and_then(as_text).unwrap_or_default();
+        let own: BTreeSet<usize> =
+            names(&one.value).filter(|(_, name)| devices.contains(&format!("{kind}={name}"))).map(|(index, _)| index).collect();
+        if own.is_empty() {
+            continue;
+        }
+        let missing = one.nodes.iter().filter(|n| n.is_missing() && n.device.is_none_or(|d| own.contains(&d)));
+        paths.extend(missing.map(|n| n.path.clone()));
+    }
+    paths.into_iter().collect()
+}
+
+fn outcome(injector: &mut Result<Inject, String>, devices: &[String], waits: &[String]) -> Outcome {
+    let inject = match injector {
+        Ok(inject) => inject,
+        Err(error) => return Outcome::Fails(error.clone()),
+    };
+    match inject(devices).and_then(|oci| Container::of(&oci)) {
+        Ok(container) => Outcome::Gets(container),
+        Err(error) if waits.is_empty() || error.contains("unresolvable") => Outcome::Fails(error),
+        Err(_) => Outcome::Waits(waits.to_vec()),
+    }
+}
+
+impl Report {
+    /// Findings about the devices that are asked for.
+    fn judge_asked(&mut self, parsed: &[Parsed], question: &Question) {
+        let known: BTreeSet<String> = (parsed.iter())
+            .flat_map(|p| {
+                let kind = p.value.get("kind").and_then(as_text).unwrap_or_default();
+                names(&p.value).map(move |(_, name)| format!("{kind}={name}"))
+            })
+            .collect();
+        for device in question.devices.iter().zip(self.asked.iter().flat_map(|a| a.devices.clone()).collect::<Vec<_>>()).map(|(_, d)| d) {
+            if !known.contains(&device) && !known.is_empty() {
+                self.findings.push(Finding::new(&UNRESOLVABLE, "", "").value(&device));
+            }
+        }
+        for asked in &self.asked {
+            let devices = asked.devices.join(", ");
+            let loads = |agent| self.verdicts.iter().any(|v| v.agent == agent && v.refused.is_none());
+            let failed = |agent: Agent| asked.outcomes.iter().any(|(a, o)| *a == agent && matches!(o, Outcome::Fails(_)) && loads(agent));
+            let explained = asked.devices.iter().any(|d| !known.contains(d)) || self.findings.iter().any(|f| is_about_injection(f.rule));
+            if let Some((_, Outcome::Fails(error))) = asked.outcomes.iter().find(|(a, _)| failed(*a))
+                && !explained
+            {
+                let finding = Finding::new(&NOT_INJECTED, "", "").value(format!("{devices}: {error}"));
+                self.findings.push(finding.agents(Agents::which(failed)));
+            }
+            let waiting = asked.outcomes.iter().any(|(_, o)| matches!(o, Outcome::Waits(_)));
+            if question.require_resolvable && waiting {
+                self.findings.push(Finding::new(&NOT_RESOLVABLE, "", "").value(&devices));
+            }
+        }
+    }
+
+    /// Whether something is wrong enough for an exit status of 1.
+    pub fn has_errors(&self) -> bool {
+        self.findings.iter().any(|f| f.rule.severity == Severity::Error)
+    }
+
+    /// For programs.
+    pub fn json(&self) -> Value {
+        json!({
+            "files": self.files.iter().map(|f| json!({
+                "name": f.name, "bytes": f.bytes, "kind": f.kind, "cdiVersion": f.declared,
+                "minimumVersion": f.minimum.map(|v| v.to_string()), "devices": f.devices,
+            })).collect::<Vec<_>>(),
+            "ignored": self.ignored,
+            "agents": self.verdicts.iter().map(|v| json!({"kata": v.agent.name(), "loads": v.refused.is_none(), "error": v.refused})).collect::<Vec<_>>(),
+            "containers": self.asked.iter().map(|a| json!({
+                "devices": a.devices,
+                "outcomes": a.outcomes.iter().map(|(agent, outcome)| match outcome {
+                    Outcome::Gets(container) => json!({"kata": agent.name(), "state": "resolvable", "gets": container}),
+                    Outcome::Waits(paths) => json!({"kata": agent.name(), "state": "waiting", "for": paths}),
+                    Outcome::Fails(error) => json!({"kata": agent.name(), "state": "fails", "error": error}),
+                }).collect::<Vec<_>>(),
+            })).collect::<Vec<_>>(),
+            "notTried": self.not_tried,
+            "findings": self.findings.iter().map(Finding::json).collect::<Vec<_>>(),
+        })
+    }
+}
+
+fn is_about_injection(rule: &Rule) -> bool {
+    [&NOT_A_NODE, &NODE_TYPE_DIFFERS].contains(&rule)
+}
