@@ -146,9 +146,9 @@ rules! {
     ALIASES "yaml-aliases" Error BOTH loads,
         "a small file with aliases can take all of the agent's memory: this one is not checked",
         "write out what the aliases stand for";
-    TOO_MANY_DEVICES "too-many-devices" Error BOTH loads,
-        "the agent keeps a copy of the whole spec for each of its devices: it is not checked here",
-        "list fewer devices, and edits that all devices share once, beside `devices`";
+    TOO_MUCH "too-much" Error BOTH loads,
+        "agents take time or memory that grows with the square of this: it is not checked here",
+        "list fewer devices, and edits that all devices share once, beside `devices`; write JSON";
     NOT_PARSED "not-parsed" Error BOTH refuses,
         ALL_FAIL,
         "write a file under another ending (.tmp) and rename it when it is whole; keep what is no spec elsewhere";

@@ -10,6 +10,8 @@ use std::path::Path;
 
 /// Largest file that is read: an agent would take a third of a second for it, at every try. The reference spec of 8 GPUs has 35 kB.
 pub const MAX_FILE: u64 = 1 << 20;
+/// Largest size of all files together.
+const MAX_ALL: usize = 4 << 20;
 /// Spec files that are read.
 const MAX_FILES: usize = 64;
 /// Entries of directories that are looked at.
@@ -33,6 +35,7 @@ pub struct Input {
     /// Files that the agent passes over.
     pub ignored: usize,
     entries: usize,
+    bytes: usize,
 }
 
 /// Reads a file, or a directory with everything in it. An error: there is no such path.
@@ -107,7 +110,13 @@ impl Input {
 
     fn file(&mut self, path: &Path, name: String) {
         match read_file(path) {
-            Ok(Bounded::Whole(text)) => self.files.push(SpecText { name, text }),
+            Ok(Bounded::Whole(text)) if self.bytes + text.len() > MAX_ALL => {
+                self.findings.push(Finding::new(&TOO_LARGE, &name, "").value(format!("{} bytes in all", self.bytes + text.len())));
+            }
+            Ok(Bounded::Whole(text)) => {
+                self.bytes += text.len();
+                self.files.push(SpecText { name, text });
+            }
             Ok(Bounded::TooLarge(bytes)) => self.findings.push(Finding::new(&TOO_LARGE, &name, "").value(format!("{bytes} bytes"))),
             Ok(Bounded::NotAFile) => self.findings.push(Finding::new(&NOT_A_FILE, &name, "")),
             Err(error) if error.kind() == ErrorKind::NotFound => {

@@ -43,7 +43,8 @@ macro_rules! judge {
             use $krate::version::minimum_required_version;
 
             pub fn load(path: &PathBuf) -> Result<(), String> {
-                read_spec(path, 0).map(drop).map_err(|e| format!("{e:#}"))
+                // The cause alone: what stands around it repeats whole lists of edits.
+                read_spec(path, 0).map(drop).map_err(|e| e.root_cause().to_string())
             }
 
             pub fn refresh(dir: &str) -> Result<(), String> {

@@ -50,7 +50,7 @@ pub fn scopes(document: &Value) -> impl Iterator<Item = Scope<'_>> {
 }
 
 /// The entries of one list of edits, with their pointers.
-pub fn entries<'a>(scope: &Scope<'a>, list: &'static str) -> impl Iterator<Item = (String, &'a Value)> {
+pub fn entries<'a>(scope: &Scope<'a>, list: &str) -> impl Iterator<Item = (String, &'a Value)> + use<'a> {
     let base = format!("{}/{list}", scope.pointer);
     let all = scope.edits.get(list).and_then(Value::as_array).into_iter().flatten().enumerate();
     all.map(move |(index, entry)| (format!("{base}/{index}"), entry))

@@ -24,7 +24,7 @@ pub fn page(report: &Report, question: &Question, screen: &Screen) -> String {
     // The first that gives something, where nobody asked for one.
     let gets = |asked: &&Asked| asked.outcomes.iter().any(|(_, outcome)| matches!(outcome, Outcome::Gets(_)));
     if let Some(asked) = report.asked.iter().find(gets).or(report.asked.first().filter(|_| !question.devices.is_empty())) {
-        out.container(asked, report.assumed > 0);
+        out.container(asked, report);
     }
     out.findings(report);
     out.lines.join("\n") + "\n"
@@ -122,7 +122,7 @@ impl Page<'_> {
     }
 
     fn devices(&mut self, report: &Report) {
-        if report.asked.is_empty() {
+        if report.asked.iter().all(|asked| asked.outcomes.is_empty()) {
             return;
         }
         self.gap();
@@ -135,7 +135,7 @@ impl Page<'_> {
                 outcomes => outcomes.iter().map(|(agent, outcome)| (Some(*agent), outcome)).collect(),
             };
             for (agent, outcome) in outcomes {
-                let with = agent.filter(|_| asked.outcomes.len() > 1).map(|a| format!(" ({})", a.name())).unwrap_or_default();
+                let with = agent.filter(|_| report.verdicts.len() > 1).map(|a| format!(" ({})", a.name())).unwrap_or_default();
                 rows.push([vec![format!("{name}{with}"), state(outcome).to_string()], counts(outcome)].concat());
             }
         }
@@ -145,7 +145,10 @@ impl Page<'_> {
         }
     }
 
-    fn container(&mut self, asked: &Asked, assumed: bool) {
+    fn container(&mut self, asked: &Asked, report: &Report) {
+        if asked.outcomes.is_empty() {
+            return;
+        }
         self.gap();
         let names = asked.devices.iter().map(|d| clipped(d)).collect::<Vec<_>>().join(", ");
         let mut shown: Vec<(Vec<Agent>, &Outcome)> = Vec::new();
@@ -155,7 +158,7 @@ impl Page<'_> {
                 None => shown.push((vec![*agent], outcome)),
             }
         }
-        let several = shown.len() > 1;
+        let several = shown.len() > 1 || asked.outcomes.len() < report.verdicts.len();
         for (agents, outcome) in shown {
             let with = if several {
                 format!(" with {}", agents.iter().map(|a| a.name()).collect::<Vec<_>>().join(" and "))
@@ -166,7 +169,7 @@ impl Page<'_> {
                 Outcome::Gets(container) => {
                     self.line(Ink::Bold, &format!("A container with {names}{with} gets"));
                     self.edits(container);
-                    if assumed {
+                    if report.assumed > 0 {
                         self.line(Ink::Dim, "Device nodes were taken to exist; ? is for what only the guest's node tells (--here, --root)");
                     }
                 }

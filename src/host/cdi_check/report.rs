@@ -5,17 +5,23 @@ use super::finding::*;
 use super::input::{self, Input, SpecText};
 use super::judge::{Court, Inject, parse};
 use super::look::Look;
-use super::nodes::{NodeLook, looks};
+use super::nodes::{NodeLook, Scope, entries, looks, scopes};
 use super::rules::{self, Document, names};
 use super::shape::{self, Shaped, as_text};
 use crate::cdi::spec::KIND;
 use anyhow::{Result, ensure};
 use serde_json::{Value, json};
-use std::collections::BTreeSet;
+use std::collections::{BTreeSet, HashMap};
 
-/// Agents keep a copy of the whole spec for each of its devices: bytes of the file times devices beyond which nothing is tried. The reference spec
+/// Agents keep a copy of the whole spec for each of its devices: bytes times devices, of all files, beyond which nothing more is tried. The reference spec
 /// (8 GPUs under two names each) has 0.6 MB; eight GPUs in seven instances each, under two names each, have 6 MB with edits like its own.
-const MAX_COPIES: usize = 16 << 20;
+const MAX_COPIES: usize = 8 << 20;
+/// Opening brackets of a file that is YAML and no JSON: its parser takes time with the square of their depth, which only a parser knows.
+const MAX_BRACKETS: usize = 4000;
+/// Device nodes and mounts of all files, among which agents look for each one that they add: the reference spec has 51.
+const MAX_ENTRIES: usize = 4000;
+/// Such comparisons that are made for devices where none was asked for; one costs about 20 ns.
+const MAX_COMPARISONS: usize = 50_000_000;
 /// Devices that are injected one by one where none was asked for.
 const MAX_ASKED: usize = 256;
 
@@ -61,6 +67,7 @@ pub enum Outcome {
 #[derive(Debug)]
 pub struct Asked {
     pub devices: Vec<String>,
+    /// Of the agents that load the specs.
     pub outcomes: Vec<(Agent, Outcome)>,
 }
 
@@ -99,10 +106,11 @@ pub fn check(input: Input, question: &Question) -> Result<Report> {
     let mut parsed = Vec::new();
     // The files that the agents get to see: all but those that would take too much to try.
     let mut tried: Vec<&SpecText> = Vec::new();
+    let mut budget = Budget::default();
     let mut left_out = !findings.iter().all(|f| f.rule == &NOT_READ);
     for text in &files {
         let mut file = File { name: text.name.clone(), bytes: text.text.len(), kind: None, declared: None, minimum: None, devices: 0 };
-        match look_into(text, &question.look, &mut findings)? {
+        match look_into(text, &question.look, &mut budget, &mut findings)? {
             Looked::TooMuch => left_out = true,
             Looked::Unparsed => tried.push(text),
             Looked::Parsed(document) => {
@@ -124,21 +132,15 @@ pub fn check(input: Input, question: &Question) -> Result<Report> {
         assumed: parsed.iter().flat_map(|p| &p.nodes).filter(|n| n.found == super::look::Found::Assumed).count(),
         files: about,
         ignored,
-        verdicts: agents.iter().map(|agent| Verdict { agent: *agent, refused: refusal(*agent, &court, left_out) }).collect(),
+        verdicts: agents.iter().map(|agent| Verdict { agent: *agent, refused: refusal(*agent, &tried, &court, left_out) }).collect(),
         asked: Vec::new(),
         not_tried: 0,
         findings,
     };
-    // An order of its own for each agent: what one refuses, the other may inject.
-    let mut injectors: Vec<(Agent, Result<Inject, String>)> = Vec::new();
-    for verdict in &report.verdicts {
-        let nodes: Vec<Vec<NodeLook>> = parsed.iter().map(|p| p.nodes.clone()).collect();
-        let injector = match &verdict.refused {
-            Some(refused) => Err(refused.clone()),
-            None => court.injector(verdict.agent, &nodes),
-        };
-        injectors.push((verdict.agent, injector));
-    }
+    let nodes: Vec<Vec<NodeLook>> = parsed.iter().map(|p| p.nodes.clone()).collect();
+    // An agent that loads the files has parsed them all: one list of nodes for each.
+    let loading = report.verdicts.iter().filter(|v| v.refused.is_none()).map(|v| v.agent);
+    let mut injectors: Vec<(Agent, Result<Inject, String>)> = loading.map(|agent| (agent, court.injector(agent, &nodes))).collect();
     let (asked, not_tried) = asked(&parsed, &question.devices)?;
     report.not_tried = not_tried;
     for devices in asked {
@@ -153,16 +155,35 @@ pub fn check(input: Input, question: &Question) -> Result<Report> {
     Ok(report)
 }
 
+/// What the files take together.
+#[derive(Default)]
+struct Budget {
+    copies: usize,
+    entries: usize,
+}
+
+/// Device nodes and mounts.
+fn size(scope: &Scope) -> usize {
+    ["deviceNodes", "mounts"].iter().map(|list| entries(scope, list).count()).sum()
+}
+
 enum Looked<'a> {
     Parsed(Parsed<'a>),
     Unparsed,
     TooMuch,
 }
 
-fn look_into<'a>(text: &'a SpecText, look: &Look, findings: &mut Vec<Finding>) -> Result<Looked<'a>> {
+fn look_into<'a>(text: &'a SpecText, look: &Look, budget: &mut Budget, findings: &mut Vec<Finding>) -> Result<Looked<'a>> {
     let file = text.name.as_str();
     if let Some(name) = input::alias(&text.text) {
         findings.push(Finding::new(&ALIASES, file, "").value(format!("&{name}")));
+        return Ok(Looked::TooMuch);
+    }
+    let too_much = |pointer: &str, value: String| Finding::new(&TOO_MUCH, file, pointer).value(value);
+    let brackets = text.text.iter().filter(|b| matches!(b, b'[' | b'{')).count();
+    // JSON of any depth that is parsed at all is not deep.
+    if brackets > MAX_BRACKETS && serde_json::from_slice::<serde::de::IgnoredAny>(&text.text).is_err() {
+        findings.push(too_much("", format!("{brackets} opening brackets in what is no JSON")));
         return Ok(Looked::TooMuch);
     }
     let value = match parse(&text.text) {
@@ -177,8 +198,15 @@ fn look_into<'a>(text: &'a SpecText, look: &Look, findings: &mut Vec<Finding>) -
         return Ok(Looked::Unparsed);
     }
     let devices = value.get("devices").and_then(Value::as_array).map_or(0, Vec::len);
-    if devices.saturating_mul(text.text.len()) > MAX_COPIES {
-        findings.push(Finding::new(&TOO_MANY_DEVICES, file, "/devices").value(format!("{devices} devices in {} bytes", text.text.len())));
+    budget.copies = budget.copies.saturating_add(devices.saturating_mul(text.text.len()));
+    if budget.copies > MAX_COPIES {
+        findings.push(too_much("/devices", format!("{devices} devices in {} bytes", text.text.len())));
+        return Ok(Looked::TooMuch);
+    }
+    let entries: usize = scopes(&value).map(|scope| size(&scope)).sum();
+    budget.entries += entries;
+    if budget.entries > MAX_ENTRIES {
+        findings.push(too_much("", format!("{entries} device nodes and mounts")));
         return Ok(Looked::TooMuch);
     }
     let mut shaped = shape::check(file, &value);
@@ -207,9 +235,10 @@ fn agree(findings: &mut Vec<Finding>, tried: &[&SpecText], court: &Court, agents
     }
 }
 
-fn refusal(agent: Agent, court: &Court, left_out: bool) -> Option<String> {
+fn refusal(agent: Agent, tried: &[&SpecText], court: &Court, left_out: bool) -> Option<String> {
+    let first = tried.iter().enumerate().find_map(|(index, text)| Some(format!("{}: {}", text.name, court.load(agent, index).err()?)));
     match court.load_all(agent) {
-        Err(error) => Some(error),
+        Err(error) => Some(first.unwrap_or(error)),
         Ok(()) if left_out => Some("not tried: a file was left out".to_string()),
         Ok(()) => None,
     }
@@ -226,18 +255,24 @@ fn asked(parsed: &[Parsed], devices: &[String]) -> Result<(Vec<Vec<String>>, usi
         ensure!(devices.iter().all(|d| !d.ends_with('=')), "a device needs a name, like {KIND}=0");
         return Ok((vec![devices], 0));
     }
-    let mut all = Vec::new();
+    let mut all: Vec<Vec<String>> = Vec::new();
+    let (mut listed, mut comparisons) = (BTreeSet::new(), 0);
     for one in parsed {
         let kind = one.value.get("kind").and_then(as_text).unwrap_or_default();
-        for (_, name) in names(&one.value) {
-            let device = vec![format!("{kind}={name}")];
-            if !all.contains(&device) {
-                all.push(device);
+        let beside = scopes(&one.value).find(|s| s.device.is_none()).map_or(0, |s| size(&s));
+        let own: HashMap<usize, usize> = scopes(&one.value).filter_map(|s| Some((s.device?, size(&s)))).collect();
+        for (index, name) in names(&one.value) {
+            let device = format!("{kind}={name}");
+            if !listed.insert(device.clone()) {
+                continue;
+            }
+            comparisons += (beside + own.get(&index).copied().unwrap_or_default()).pow(2);
+            if all.is_empty() || all.len() < MAX_ASKED && comparisons <= MAX_COMPARISONS {
+                all.push(vec![device]);
             }
         }
     }
-    let not_tried = all.len().saturating_sub(MAX_ASKED);
-    all.truncate(MAX_ASKED);
+    let not_tried = listed.len() - all.len();
     Ok((all, not_tried))
 }
 
@@ -285,8 +320,7 @@ impl Report {
         }
         for asked in &self.asked {
             let devices = asked.devices.join(", ");
-            let loads = |agent| self.verdicts.iter().any(|v| v.agent == agent && v.refused.is_none());
-            let failed = |agent: Agent| asked.outcomes.iter().any(|(a, o)| *a == agent && matches!(o, Outcome::Fails(_)) && loads(agent));
+            let failed = |agent: Agent| asked.outcomes.iter().any(|(a, o)| *a == agent && matches!(o, Outcome::Fails(_)));
             let explained = asked.devices.iter().any(|d| !known.contains(d)) || self.findings.iter().any(|f| is_about_injection(f.rule));
             if let Some((_, Outcome::Fails(error))) = asked.outcomes.iter().find(|(a, _)| failed(*a))
                 && !explained

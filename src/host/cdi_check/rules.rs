@@ -264,7 +264,9 @@ impl Rules<'_> {
     }
 
     fn nodes_looked_at(&mut self) {
-        for node in self.document.nodes {
+        // A node stands in the entry of its device, in that of `all`, and perhaps under another name: said once.
+        let mut said = HashSet::new();
+        for node in self.document.nodes.iter().filter(|n| said.insert((&n.path, &n.typed))) {
             let rule = match &node.found {
                 Found::Missing if node.pending => &WAITING,
                 Found::Missing => &NODE_MISSING,
