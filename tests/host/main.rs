@@ -1,6 +1,8 @@
 //! Tests that need no VM: the spec before the crate that the agent reads it with, and the budgets and promises of the product.
 
 mod budgets;
+#[cfg(feature = "host")]
+mod cdi_check;
 mod modules;
 mod oracle;
 mod publications;

@@ -183,6 +183,7 @@ fn stand_in(document: &mut Value, nodes: &[NodeLook], agent: Agent, dir: &Path) 
             Found::Assumed => (PRESENT.to_string(), Some((UNKNOWN, UNKNOWN))),
             Found::Node { kind, .. } if typed.as_deref().is_some_and(|t| t != *kind) => (dir.display().to_string(), None),
             Found::Node { major, minor, .. } => (PRESENT.to_string(), Some((*major, *minor))),
+            Found::Fifo if typed.is_some() => (dir.display().to_string(), None),
             Found::Fifo => (PRESENT.to_string(), Some((0, 0))),
             // A directory is there and no device node.
             Found::File { .. } | Found::Other => (dir.display().to_string(), None),

@@ -8,7 +8,7 @@ pub mod input;
 pub mod judge;
 pub mod look;
 pub mod nodes;
-mod page;
+pub mod page;
 pub mod report;
 mod rules;
 pub mod shape;

@@ -272,6 +272,8 @@ impl Rules<'_> {
                 Found::Missing => &NODE_MISSING,
                 Found::File { .. } | Found::Other => &NOT_A_NODE,
                 Found::Node { kind, .. } if node.typed.as_deref().is_some_and(|t| t != *kind) => &NODE_TYPE_DIFFERS,
+                // Of a node that is said to be a fifo nobody looks at the path.
+                Found::Fifo if node.typed.is_some() => &NODE_TYPE_DIFFERS,
                 Found::Node { .. } | Found::Fifo | Found::Assumed => continue,
             };
             self.found(rule, node.pointer.clone(), &node.path);
