@@ -125,3 +125,43 @@ fn check(args: &CheckArgs) -> Result<bool> {
     print(&if args.json { page::ascii_json(&report.json())? } else { page::page(&report, &question, &screen) })?;
     Ok(!report.has_errors())
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::host::testing::{TempDir, tests_dir};
+    use clap::Parser;
+
+    #[derive(Parser)]
+    struct Cli {
+        #[command(flatten)]
+        args: Args,
+    }
+
+    fn parse(words: &[&str]) -> Result<CheckArgs, clap::Error> {
+        let Command::Check(args) = Cli::try_parse_from(["cdi", "check"].iter().chain(words))?.args.command;
+        Ok(args)
+    }
+
+    #[test]
+    fn what_contradicts_itself_is_a_question_of_usage() {
+        for words in [&["x", "0", "1"][..], &["x", "--here", "--json"], &["x", "--root", "/"], &["x", "--kata", "3"], &["--rules"]] {
+            assert!(parse(words).is_ok(), "{words:?}");
+        }
+        for words in [&[][..], &["x", "--here", "--root", "/"], &["x", "--kata", "5"], &["--rules", "x"], &["--json"]] {
+            assert_eq!(parse(words).unwrap_err().exit_code(), i32::from(USAGE), "{words:?}");
+        }
+    }
+
+    #[test]
+    fn good_wrong_and_impossible_are_told_apart() {
+        let reference = tests_dir("fixtures/cdi/kata-8gpu-550.json").display().to_string();
+        assert!(check(&parse(&[&reference, "--json"]).unwrap()).unwrap());
+        assert!(!check(&parse(&[&reference, "no-such-device", "--json"]).unwrap()).unwrap());
+        let dir = TempDir::new();
+        let missing = dir.path().join("none").display().to_string();
+        assert!(check(&parse(&[&missing]).unwrap()).is_err());
+        let error = check(&parse(&[&reference, "--root", &missing]).unwrap()).unwrap_err();
+        assert!(error.to_string().contains("open root directory"), "{error}");
+    }
+}

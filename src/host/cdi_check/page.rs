@@ -12,6 +12,8 @@ use serde_json::Value;
 const SHOWN_OF_A_RULE: usize = 3;
 /// Width of the column of heads.
 const HEAD: usize = 8;
+/// Before what belongs to the line above.
+const INDENT: &str = "    ";
 
 /// Everything.
 pub fn page(report: &Report, question: &Question, screen: &Screen) -> String {
@@ -116,7 +118,7 @@ impl Page<'_> {
         for verdict in &report.verdicts {
             match &verdict.refused {
                 None => self.line(Ink::Good, &format!("{:<12}  loads", verdict.agent.name())),
-                Some(error) => self.line(Ink::Error, &format!("{:<12}  refuses: {}", verdict.agent.name(), clipped(error))),
+                Some(error) => self.wrapped(Ink::Error, "", &format!("{:<12}  refuses: {}", verdict.agent.name(), clipped(error))),
             }
         }
     }
@@ -285,31 +287,32 @@ impl Page<'_> {
             (file, pointer) => format!(" {}#{}", clipped(file), clipped(pointer)),
         };
         let value = finding.shown_value().map(|v| format!(": {v}")).unwrap_or_default();
-        self.line(ink, &format!("{}[{}]{place}{value}", finding.rule.severity.name(), finding.rule.name));
+        self.wrapped(ink, "", &format!("{}[{}]{place}{value}", finding.rule.severity.name(), finding.rule.name));
         if first {
-            self.wrapped(&format!("{}: {}", finding.agents.names(), finding.rule.breaks));
+            self.wrapped(Ink::Plain, INDENT, &format!("{}: {}", finding.agents.names(), finding.rule.breaks));
         }
         if first || finding.cure != finding.rule.cure {
-            self.wrapped(&format!("cure: {}", printable(&finding.cure)));
+            self.wrapped(Ink::Plain, INDENT, &format!("cure: {}", printable(&finding.cure)));
         }
     }
 
-    /// Indented, and on a terminal in as many lines as it takes.
-    fn wrapped(&mut self, text: &str) {
-        const INDENT: &str = "    ";
-        let width = self.screen.width.map_or(usize::MAX, |w| w.saturating_sub(INDENT.len()).max(20));
-        let mut line = String::new();
+    /// On a terminal in as many lines as it takes, all but the first indented.
+    fn wrapped(&mut self, ink: Ink, indent: &str, text: &str) {
+        let width = self.screen.width.unwrap_or(usize::MAX);
+        let mut line = indent.to_string();
+        let mut words = 0;
         for word in text.split(' ') {
-            if !line.is_empty() && line.len() + 1 + word.len() > width {
-                self.line(Ink::Plain, &format!("{INDENT}{line}"));
-                line.clear();
+            if words > 0 && line.len() + 1 + word.len() > width {
+                self.line(ink, &line);
+                (line, words) = (INDENT.to_string(), 0);
             }
-            if !line.is_empty() {
+            if words > 0 {
                 line.push(' ');
             }
             line.push_str(word);
+            words += 1;
         }
-        self.line(Ink::Plain, &format!("{INDENT}{line}"));
+        self.line(ink, &line);
     }
 }
 
@@ -342,4 +345,89 @@ fn node_cells(node: &Node) -> Vec<String> {
         node.file_mode.map_or("the guest node's mode".to_string(), |mode| format!("{mode:04o}")),
         owner.join(" "),
     ]
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::host::cdi_check::finding::{Agents, RULES};
+    use crate::host::cdi_check::input;
+    use crate::host::cdi_check::look::Look;
+    use crate::host::cdi_check::report::check;
+    use crate::host::testing::{TempDir, golden, tests_dir};
+    use std::path::Path;
+
+    const NARROW: Screen = Screen { width: Some(100), colour: true };
+
+    fn shown(path: &Path, devices: &[&str], screen: &Screen) -> String {
+        let devices = devices.iter().map(|d| d.to_string()).collect();
+        let question = Question { look: Look::Nowhere, agents: Agents::BOTH, devices, require_resolvable: false };
+        page(&check(input::read(path).unwrap(), &question).unwrap(), &question, screen)
+    }
+
+    /// Two GPUs, one of which is not ready, as `wrong` makes it.
+    fn two_gpus(wrong: impl Fn(String) -> String) -> TempDir {
+        let dir = TempDir::new();
+        let text = concat!(
+            r#"{"cdiVersion":"0.5.0","kind":"nvidia.com/gpu","devices":["#,
+            r#"{"name":"0","containerEdits":{"deviceNodes":[{"path":"/dev/nvidia1","major":195,"minor":1,"fileMode":438}]}},"#,
+            r#"{"name":"1","containerEdits":{"deviceNodes":[{"path":"/run/kata-gpu-init/pending/0001:00:01.0"}]}}],"#,
+            r#""containerEdits":{"deviceNodes":[{"path":"/dev/nvidiactl","major":195,"minor":255,"fileMode":438},"#,
+            r#"{"path":"/dev/nvidia-uvm","major":240,"minor":0,"fileMode":438}],"#,
+            r#""hooks":[{"hookName":"createContainer","path":"/init","args":["init","hook"],"env":["A=1"]}]}}"#,
+        );
+        std::fs::write(dir.path().join("nvidia.yaml"), wrong(text.to_string())).unwrap();
+        dir
+    }
+
+    #[test]
+    fn the_page_of_the_reference_spec_is_the_golden_one() {
+        let reference = tests_dir("fixtures/cdi/kata-8gpu-550.json");
+        golden("cdi-check-reference.txt", &shown(&reference, &[], &Screen::PLAIN));
+        golden("cdi-check-reference-100-columns-colour.txt", &shown(&reference, &["0", "1"], &NARROW));
+    }
+
+    #[test]
+    fn a_gpu_that_is_not_ready_waits_and_is_no_error() {
+        let dir = two_gpus(|text| text);
+        let text = shown(dir.path(), &[], &Screen::PLAIN);
+        assert!(text.contains("0 errors, 0 warnings, 1 note; 1 of 2 devices waiting"), "{text}");
+        golden("cdi-check-waiting.txt", &text);
+        golden("cdi-check-waiting-asked.txt", &shown(dir.path(), &["1"], &Screen::PLAIN));
+    }
+
+    #[test]
+    fn what_is_wrong_is_said_with_place_agents_and_cure() {
+        let dir =
+            two_gpus(|text| text.replace(r#""major""#, r#""type":"c","major""#).replace("0.5.0", "0.4.0").replace(r#","env":["A=1"]"#, ""));
+        std::fs::write(dir.path().join("torn.json"), r#"{"cdiVersion":"#).unwrap();
+        golden("cdi-check-wrong.txt", &shown(dir.path(), &[], &Screen::PLAIN));
+        let narrow = shown(dir.path(), &[], &NARROW);
+        golden("cdi-check-wrong-100-columns-colour.txt", &narrow);
+    }
+
+    #[test]
+    fn no_line_is_wider_than_the_terminal() {
+        let dir = two_gpus(|text| text.replace("hook\"]", &format!("hook\",\"{}\"]", "x".repeat(500))));
+        for width in [40, 80, 132] {
+            let text = shown(dir.path(), &[], &Screen { width: Some(width), colour: false });
+            assert!(text.lines().all(|line| line.len() <= width), "{width}:\n{text}");
+        }
+        let wide = shown(dir.path(), &[], &Screen::PLAIN);
+        assert!(wide.contains(&"x".repeat(500)), "a pipe gets everything");
+    }
+
+    #[test]
+    fn the_list_of_rules_has_every_rule() {
+        let text = rules(RULES, &Screen::PLAIN);
+        assert_eq!(text.lines().count(), RULES.len() + 1);
+    }
+
+    #[test]
+    fn json_is_ascii_and_says_the_same() {
+        let value = serde_json::json!({"a\u{9b}": ["\u{1b}[2J", "\u{1f600}", "\u{7f}", "\u{202e}"]});
+        let text = ascii_json(&value).unwrap();
+        assert!(text.bytes().all(|b| b == b'\n' || (b' '..=b'~').contains(&b)), "{text}");
+        assert_eq!(serde_json::from_str::<Value>(&text).unwrap(), value);
+    }
 }

@@ -16,6 +16,9 @@ use std::collections::{BTreeSet, HashMap};
 /// Agents keep a copy of the whole spec for each of its devices: bytes times devices, of all files, beyond which nothing more is tried. The reference spec
 /// (8 GPUs under two names each) has 0.6 MB; eight GPUs in seven instances each, under two names each, have 6 MB with edits like its own.
 const MAX_COPIES: usize = 8 << 20;
+/// No device takes fewer bytes.
+const LEAST_DEVICE: usize = 24;
+const LEFT_OUT: &str = "not tried: a file was left out";
 /// Opening brackets of a file that is YAML and no JSON: its parser takes time with the square of their depth, which only a parser knows.
 const MAX_BRACKETS: usize = 4000;
 /// Device nodes and mounts of all files, among which agents look for each one that they add: the reference spec has 51.
@@ -106,19 +109,27 @@ pub fn check(input: Input, question: &Question) -> Result<Report> {
     let mut parsed = Vec::new();
     // The files that the agents get to see: all but those that would take too much to try.
     let mut tried: Vec<&SpecText> = Vec::new();
+    // Of each of them; none of one that we cannot parse, which an agent may yet.
+    let mut nodes: Vec<Vec<NodeLook>> = Vec::new();
     let mut budget = Budget::default();
-    let mut left_out = !findings.iter().all(|f| f.rule == &NOT_READ);
+    // What the agents would say where they do not get to see everything.
+    let mut left_out = if findings.iter().all(|f| f.rule == &NOT_READ) { None } else { Some(LEFT_OUT.to_string()) };
     for text in &files {
         let mut file = File { name: text.name.clone(), bytes: text.text.len(), kind: None, declared: None, minimum: None, devices: 0 };
         match look_into(text, &question.look, &mut budget, &mut findings)? {
-            Looked::TooMuch => left_out = true,
-            Looked::Unparsed => tried.push(text),
+            Looked::TooMuch => left_out = left_out.or(Some(LEFT_OUT.to_string())),
+            Looked::NotTried(error) => left_out = Some(format!("{}: {error}", text.name)),
+            Looked::Unparsed => {
+                tried.push(text);
+                nodes.push(Vec::new());
+            }
             Looked::Parsed(document) => {
                 file.kind = document.value.get("kind").and_then(as_text);
                 file.declared = document.value.get("cdiVersion").and_then(as_text);
                 file.minimum = Some(document.shaped.minimum());
                 file.devices = names(&document.value).count();
                 tried.push(text);
+                nodes.push(document.nodes.clone());
                 parsed.push(document);
             }
         }
@@ -132,13 +143,14 @@ pub fn check(input: Input, question: &Question) -> Result<Report> {
         assumed: parsed.iter().flat_map(|p| &p.nodes).filter(|n| n.found == super::look::Found::Assumed).count(),
         files: about,
         ignored,
-        verdicts: agents.iter().map(|agent| Verdict { agent: *agent, refused: refusal(*agent, &tried, &court, left_out) }).collect(),
+        verdicts: agents
+            .iter()
+            .map(|agent| Verdict { agent: *agent, refused: refusal(*agent, &tried, &court, left_out.as_deref()) })
+            .collect(),
         asked: Vec::new(),
         not_tried: 0,
         findings,
     };
-    let nodes: Vec<Vec<NodeLook>> = parsed.iter().map(|p| p.nodes.clone()).collect();
-    // An agent that loads the files has parsed them all: one list of nodes for each.
     let loading = report.verdicts.iter().filter(|v| v.refused.is_none()).map(|v| v.agent);
     let mut injectors: Vec<(Agent, Result<Inject, String>)> = loading.map(|agent| (agent, court.injector(agent, &nodes))).collect();
     let (asked, not_tried) = asked(&parsed, &question.devices)?;
@@ -169,7 +181,9 @@ fn size(scope: &Scope) -> usize {
 
 enum Looked<'a> {
     Parsed(Parsed<'a>),
+    /// Small enough to be tried.
     Unparsed,
+    NotTried(String),
     TooMuch,
 }
 
@@ -189,8 +203,10 @@ fn look_into<'a>(text: &'a SpecText, look: &Look, budget: &mut Budget, findings:
     let value = match parse(&text.text) {
         Ok(value) => value,
         Err(error) => {
-            findings.push(Finding::new(&NOT_PARSED, file, "").value(error));
-            return Ok(Looked::Unparsed);
+            findings.push(Finding::new(&NOT_PARSED, file, "").value(&error));
+            // An agent may parse what we do not, and find as many devices in it as there is room for.
+            budget.copies = budget.copies.saturating_add(text.text.len().saturating_mul(text.text.len() / LEAST_DEVICE));
+            return Ok(if budget.copies > MAX_COPIES { Looked::NotTried(error) } else { Looked::Unparsed });
         }
     };
     if ["cdiVersion", "kind", "devices"].iter().all(|field| value.get(field).is_none()) {
@@ -235,12 +251,11 @@ fn agree(findings: &mut Vec<Finding>, tried: &[&SpecText], court: &Court, agents
     }
 }
 
-fn refusal(agent: Agent, tried: &[&SpecText], court: &Court, left_out: bool) -> Option<String> {
+fn refusal(agent: Agent, tried: &[&SpecText], court: &Court, left_out: Option<&str>) -> Option<String> {
     let first = tried.iter().enumerate().find_map(|(index, text)| Some(format!("{}: {}", text.name, court.load(agent, index).err()?)));
     match court.load_all(agent) {
         Err(error) => Some(first.unwrap_or(error)),
-        Ok(()) if left_out => Some("not tried: a file was left out".to_string()),
-        Ok(()) => None,
+        Ok(()) => left_out.map(str::to_string),
     }
 }
 
@@ -313,10 +328,9 @@ impl Report {
                 names(&p.value).map(move |(_, name)| format!("{kind}={name}"))
             })
             .collect();
-        for device in question.devices.iter().zip(self.asked.iter().flat_map(|a| a.devices.clone()).collect::<Vec<_>>()).map(|(_, d)| d) {
-            if !known.contains(&device) && !known.is_empty() {
-                self.findings.push(Finding::new(&UNRESOLVABLE, "", "").value(&device));
-            }
+        let by_name = if question.devices.is_empty() { &[] } else { self.asked.as_slice() };
+        for device in by_name.iter().flat_map(|a| &a.devices).filter(|d| !known.is_empty() && !known.contains(*d)) {
+            self.findings.push(Finding::new(&UNRESOLVABLE, "", "").value(device));
         }
         for asked in &self.asked {
             let devices = asked.devices.join(", ");
