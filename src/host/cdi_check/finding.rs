@@ -34,7 +34,7 @@ impl Severity {
 /// The agents, by the crate that they read CDI specs with (`src/agent/Cargo.lock` of each release).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, clap::ValueEnum)]
 pub enum Agent {
-    /// container-device-interface 0.1: 3.22.0 to 3.32.0; 0.1.0 to 3.24.0, then 0.1.2, which refuses the same specs.
+    /// container-device-interface 0.1.2: 3.25.0 to 3.32.0 (3.22.0 to 3.24.0 have 0.1.0, which is not tried).
     #[value(name = "3")]
     Kata3,
     /// container-device-interface 1.1.1: 4.0.0, 4.1.0.
