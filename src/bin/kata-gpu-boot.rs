@@ -1,7 +1,7 @@
 //! kata-gpu-boot: the host's view of how GPU guests start.
 
 use clap::{Parser, Subcommand};
-use kata_gpu_init::host::{collect, demo, show};
+use kata_gpu_init::host::{cdi_check, collect, demo, show};
 use std::process::ExitCode;
 
 /// See how Kata guests with NVIDIA GPUs start: what took how long, on whose side.
@@ -17,6 +17,7 @@ Examples:
   kata-gpu-boot collect --dir boots --live     receive streams and watch
   kata-gpu-boot show --dir boots               the newest boot as a table
   kata-gpu-boot demo --kernel vmlinuz --initrd demo.cpio
+  kata-gpu-boot cdi check nvidia.yaml          what agents make of a CDI spec
 Each subcommand's --help ends with more.";
 
 #[derive(Subcommand)]
@@ -24,6 +25,7 @@ enum Command {
     Collect(collect::Args),
     Show(show::Args),
     Demo(demo::Args),
+    Cdi(cdi_check::Args),
 }
 
 fn main() -> ExitCode {
@@ -31,6 +33,8 @@ fn main() -> ExitCode {
         Command::Collect(args) => collect::run(&args),
         Command::Show(args) => show::run(&args),
         Command::Demo(args) => demo::run(&args),
+        // Its exit status says more than yes or no.
+        Command::Cdi(args) => return cdi_check::run(&args),
     };
     match done {
         Ok(()) => ExitCode::SUCCESS,

@@ -63,10 +63,8 @@ impl Edits {
 #[derive(Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "camelCase")]
 struct SpecNode {
+    /// No type beside it: agents up to 3.32 refuse every spec in which a node has one. So the agent looks at the path, which is there.
     path: String,
-    /// With type and major given, the agent does not look at the path.
-    #[serde(rename = "type", skip_serializing_if = "Option::is_none")]
-    kind: Option<&'static str>,
     #[serde(skip_serializing_if = "Option::is_none")]
     major: Option<u32>,
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -83,7 +81,6 @@ struct SpecNode {
 fn node(node: &Node) -> SpecNode {
     SpecNode {
         path: node.path.display().to_string(),
-        kind: Some("c"),
         major: Some(node.major),
         minor: Some(node.minor),
         file_mode: Some(node.mode),
@@ -92,9 +89,9 @@ fn node(node: &Node) -> SpecNode {
     }
 }
 
-/// A node that makes the agent try again: no type and no major, so that it looks at the path, and the path is not there.
+/// A node that makes the agent try again: it looks at the path, and the path is not there.
 fn pending(address: PciAddress) -> SpecNode {
-    SpecNode { path: format!("{PENDING}/{address}"), kind: None, major: None, minor: None, file_mode: None, permissions: None, gid: None }
+    SpecNode { path: format!("{PENDING}/{address}"), major: None, minor: None, file_mode: None, permissions: None, gid: None }
 }
 
 fn nodes_of(device: &Device) -> Vec<SpecNode> {

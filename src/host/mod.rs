@@ -3,6 +3,7 @@
 pub mod agent_log; // the agent's lines in the console
 pub mod boot_file; // the file of one boot: its lines, reading it
 pub mod boot_log; // writing it: once, append only, limited
+pub mod cdi_check; // the subcommand cdi check: specs before the agents' own parsers
 pub mod clock; // the guest's clock beside the host's
 pub mod collect; // the subcommand collect
 pub mod collector; // accepts guests, one connection each

@@ -3,6 +3,8 @@
 mod budgets;
 #[cfg(feature = "host")] // for its stand-ins of libraries
 mod driver_roots;
+#[cfg(feature = "host")]
+mod cdi_check;
 mod modules;
 mod oracle;
 mod publications;
