@@ -1,6 +1,9 @@
 //! Tests that need no VM: the spec before the crate that the agent reads it with, and the budgets and promises of the product.
 
 mod budgets;
+mod container;
+mod hooks;
+mod ldconfig;
 mod modules;
 mod oracle;
 mod publications;

@@ -9,6 +9,7 @@ use super::edits::Edit;
 use crate::cdi::ld_so_cache::{Entry, Hwcap, Machine, order};
 use crate::elf;
 use nix::dir::Type;
+use nix::fcntl::readlinkat;
 use std::collections::{HashMap, HashSet};
 use std::io;
 use std::path::{Path, PathBuf};
@@ -154,8 +155,35 @@ impl Searcher<'_> {
             }
         };
         let planned = self.planned.get(&directory.id).cloned().unwrap_or_default();
-        let names = names.into_iter().filter(|n| !planned.iter().any(|(name, _)| *name == n.name));
-        let names: Vec<Name> = names.chain(planned.iter().map(|(n, _)| Name { name: n.to_string(), kind: Some(Type::Symlink) })).collect();
+        let mut planned: Vec<(String, PathBuf)> =
+            planned.into_iter().map(|(name, target)| (name.to_string(), target.to_path_buf())).collect();
+        let looked = self.look(path, directory, hwcap, &names, &planned).map_err(at)?;
+        let (mut entries, links) = looked;
+        if !links.is_empty() {
+            // Links that led nowhere may lead to these.
+            planned.extend(links.iter().filter_map(|link| match link {
+                Edit::Link { path, target } => Some((path.file_name()?.to_str()?.to_string(), target.clone())),
+                Edit::File { .. } | Edit::Absent { .. } => None,
+            }));
+            entries = self.look(path, directory, hwcap, &names, &planned).map_err(at)?.0;
+            self.found.links.extend(links);
+        }
+        self.found.entries.extend(entries);
+        Ok(())
+    }
+
+    /// The entries that a directory gives with these links in it, and the links that it lacks.
+    fn look(
+        &mut self,
+        path: &str,
+        directory: &Directory,
+        hwcap: Option<&str>,
+        names: &[Name],
+        planned: &[(String, PathBuf)],
+    ) -> io::Result<(Vec<Entry>, Vec<Edit>)> {
+        let names = names.iter().filter(|n| !planned.iter().any(|(name, _)| *name == n.name)).cloned();
+        let names: Vec<Name> = names.chain(planned.iter().map(|(n, _)| Name { name: n.clone(), kind: Some(Type::Symlink) })).collect();
+        let (mut entries, mut links) = (Vec::new(), Vec::new());
         // What each name leads to, for those that count as libraries or are about to be links.
         let mut leads_to: HashMap<&str, FileId> = HashMap::new();
         let mut chosen: HashMap<String, Candidate> = HashMap::new();
@@ -165,7 +193,7 @@ impl Searcher<'_> {
             if !counts || is_unfinished(name) || !matches!(kind, None | Some(Type::File | Type::Symlink)) {
                 continue;
             }
-            let Some(candidate) = self.candidate(path, directory, name, *kind, &planned).map_err(at)? else { continue };
+            let Some(candidate) = self.candidate(path, directory, name, *kind, planned)? else { continue };
             leads_to.insert(name, candidate.id);
             if candidate.library.flags == NOT_A_LIBRARY {
                 continue;
@@ -188,7 +216,7 @@ impl Searcher<'_> {
             let file = if let Some(subdirectory) = hwcap {
                 let hwcap = Hwcap::Subdirectory { name: subdirectory.to_string(), isa_level: candidate.library.isa_level };
                 let entry = Entry { path: full(&candidate.name), name: soname, flags: candidate.library.flags, hwcap };
-                self.found.entries.push(entry);
+                entries.push(entry);
                 continue;
             } else if soname == candidate.name {
                 soname.clone()
@@ -199,7 +227,7 @@ impl Searcher<'_> {
                 let can_be_made = matches!(kind, None | Some(Some(Type::Symlink)));
                 let another = there.is_some_and(|id| id != candidate.id) && own(&candidate.name);
                 if links_wanted && !candidate.is_link && !is_planned && can_be_made && (there.is_none() || another) {
-                    self.found.links.push(Edit::Link { path: full(&soname).into(), target: PathBuf::from(&candidate.name) });
+                    links.push(Edit::Link { path: full(&soname).into(), target: PathBuf::from(&candidate.name) });
                     soname.clone()
                 } else if there.is_some() {
                     soname.clone()
@@ -207,9 +235,9 @@ impl Searcher<'_> {
                     candidate.name.clone()
                 }
             };
-            self.found.entries.push(Entry { path: full(&file), name: soname, flags: candidate.library.flags, hwcap: Hwcap::Any });
+            entries.push(Entry { path: full(&file), name: soname, flags: candidate.library.flags, hwcap: Hwcap::Any });
         }
-        Ok(())
+        Ok((entries, links))
     }
 
     /// What a name leads to. None for what is no regular file.
@@ -219,7 +247,7 @@ impl Searcher<'_> {
         directory: &Directory,
         name: &str,
         kind: Option<Type>,
-        planned: &[(&str, &Path)],
+        planned: &[(String, PathBuf)],
     ) -> io::Result<Option<Candidate>> {
         self.files += 1;
         if self.files > MAX_FILES {
@@ -229,7 +257,7 @@ impl Searcher<'_> {
             return Err(io::Error::other(format!("{} files took longer than {} s; a hook has 10", self.files, DEADLINE.as_secs())));
         }
         let root = self.what.root;
-        if !planned.iter().any(|(n, _)| *n == name) && kind != Some(Type::Symlink) {
+        if !planned.iter().any(|(n, _)| n == name) && kind != Some(Type::Symlink) {
             match root.file_in(directory, name) {
                 Ok(Some((file, id))) => {
                     let library = self.library(id, || Ok(Some(file)));
@@ -242,9 +270,7 @@ impl Searcher<'_> {
                 }
             }
         }
-        // A link: where it leads is resolved from the root.
-        let Some(target) = follow(path, name, planned) else { return Ok(None) };
-        let Some(id) = root.file_id(&target) else { return Ok(None) };
+        let Some((target, id)) = follow(root, path, directory, name, planned) else { return Ok(None) };
         let library = self.library(id, || root.file(&target));
         Ok(Some(Candidate { name: name.to_string(), id, library, is_link: true }))
     }
@@ -264,14 +290,27 @@ impl Searcher<'_> {
 /// In place of a library's flags.
 const NOT_A_LIBRARY: u32 = 0;
 
-/// Follows links that are not made yet, and gives a path for which the container's own suffice.
-fn follow(directory: &str, name: &str, planned: &[(&str, &Path)]) -> Option<PathBuf> {
-    let mut name = name;
+/// Where a link leads, resolved from the root, with links on the way that are not made yet.
+fn follow(root: &ContainerRoot, path: &str, directory: &Directory, name: &str, planned: &[(String, PathBuf)]) -> Option<(PathBuf, FileId)> {
+    let mut name = name.to_string();
     for _ in 0..MAX_LINKS {
-        let Some((_, target)) = planned.iter().find(|(n, _)| *n == name) else { return Some(Path::new(directory).join(name)) };
+        let target = match planned.iter().find(|(n, _)| *n == name) {
+            Some((_, target)) => target.clone(),
+            None => {
+                let full = Path::new(path).join(&name);
+                if let Some(id) = root.file_id(&full) {
+                    return Some((full, id));
+                }
+                // It may lead to one that is about to be.
+                Some(readlinkat(directory, name.as_str()).ok()?.into()).filter(|_| !planned.is_empty())?
+            }
+        };
         match target.to_str() {
-            Some(text) if !text.contains('/') => name = text,
-            _ => return Some(Path::new(directory).join(target)),
+            Some(text) if !text.contains('/') => name = text.to_string(),
+            _ => {
+                let full = Path::new(path).join(target);
+                return root.file_id(&full).map(|id| (full, id));
+            }
         }
     }
     None
