@@ -6,9 +6,9 @@
 
 use super::container_root::{ContainerRoot, cannot, kind, name_of};
 use nix::errno::Errno;
-use nix::fcntl::{AtFlags, OFlag, RenameFlags, ResolveFlag, readlinkat, renameat, renameat2};
+use nix::fcntl::{AtFlags, OFlag, ResolveFlag, readlinkat, renameat};
 use nix::sys::stat::{Mode, SFlag, fchmod, fstat, fstatat, mkdirat};
-use nix::unistd::{UnlinkatFlags, symlinkat, unlinkat};
+use nix::unistd::{UnlinkatFlags, linkat, symlinkat, unlinkat};
 use std::ffi::OsStr;
 use std::fs::File;
 use std::io::{self, Write};
@@ -54,17 +54,17 @@ struct Staged<'a> {
     state: State,
 }
 
-/// What is under which name.
+/// How far it has come.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum State {
-    /// The new one under the temporary name.
+    /// The new one is under the temporary name.
     Prepared,
     /// The new one is in its place, where nothing was before.
     Made,
-    /// The new one is in its place (unless it is to be absent), the old one under the temporary name.
-    Exchanged,
-    /// The new one is in its place, the old one is gone: the file system cannot exchange.
+    /// The new one is in its place (or nothing, if that is the edit); the old one has [`Staged::old_name`].
     Replaced,
+    /// The new one is in its place and the old one gone: this file system gives a file no second name.
+    Gone,
 }
 
 /// Everything done so far; undone when dropped before [`Changes::keep`].
@@ -190,9 +190,9 @@ impl<'a> Changes<'a> {
     /// The end of a success: what was there before goes.
     fn keep(mut self) {
         for staged in self.staged.drain(..) {
-            if staged.state == State::Exchanged {
+            if staged.state == State::Replaced {
                 // The edit is made; a name nobody looks for stays behind at worst.
-                let _unused = unlinkat(&staged.parent, staged.temporary.as_str(), UnlinkatFlags::NoRemoveDir);
+                let _unused = unlinkat(&staged.parent, staged.old_name().as_str(), UnlinkatFlags::NoRemoveDir);
             }
         }
         self.directories.clear();
@@ -212,49 +212,42 @@ impl Drop for Changes<'_> {
 }
 
 impl Staged<'_> {
+    fn old_name(&self) -> String {
+        format!("{}-old", self.temporary)
+    }
+
     fn put_in_place(&mut self) -> io::Result<()> {
-        let (at, temporary) = (&self.parent, self.temporary.as_str());
-        let there = there(at, self.name)?;
+        let (at, old) = (&self.parent, self.old_name());
+        let busy = |e: Errno| if e == Errno::EBUSY { io::Error::other("a mount is in its place") } else { e.into() };
         if matches!(self.edit, Edit::Absent { .. }) {
-            if there.is_some() {
-                renameat2(at, self.name, at, temporary, RenameFlags::RENAME_NOREPLACE).or_else(|e| match e {
-                    Errno::EINVAL | Errno::ENOSYS => renameat(at, self.name, at, temporary),
-                    e => Err(e),
-                })?;
-                self.state = State::Exchanged;
+            if there(at, self.name)?.is_some() {
+                renameat(at, self.name, at, old.as_str()).map_err(busy)?;
+                self.state = State::Replaced;
             }
-        } else {
-            let how = if there.is_some() { RenameFlags::RENAME_EXCHANGE } else { RenameFlags::RENAME_NOREPLACE };
-            match renameat2(at, temporary, at, self.name, how) {
-                Ok(()) => self.state = if there.is_some() { State::Exchanged } else { State::Made },
-                Err(Errno::EBUSY) => return Err(io::Error::other("a mount is in its place")),
-                // Some file systems know the plain form only. It never replaces a directory.
-                Err(Errno::EINVAL | Errno::ENOSYS) => {
-                    renameat(at, temporary, at, self.name)?;
-                    self.state = State::Replaced;
-                }
-                Err(e) => return Err(e.into()),
-            }
+            return Ok(());
         }
-        match self::there(at, temporary.as_ref()) {
-            Ok(Some(SFlag::S_IFREG | SFlag::S_IFLNK)) | Ok(None) => Ok(()),
-            Ok(Some(other)) => Err(io::Error::other(format!("{} has come into its place meanwhile", name_of(other)))),
-            Err(e) => Err(e),
+        let kept = match there(at, self.name)? {
+            None => State::Made,
+            Some(_) if linkat(at, self.name, at, old.as_str(), AtFlags::empty()).is_ok() => State::Replaced,
+            Some(_) => State::Gone,
+        };
+        // Never replaces a directory, whatever has happened since the look at it.
+        if let Err(e) = renameat(at, self.temporary.as_str(), at, self.name) {
+            let _unused = unlinkat(at, old.as_str(), UnlinkatFlags::NoRemoveDir); // there if it was made a moment ago
+            return Err(busy(e));
         }
+        self.state = kept;
+        Ok(())
     }
 
     fn undo(&self) {
         let at = &self.parent;
-        let temporary = self.temporary.as_str();
-        let absent = matches!(self.edit, Edit::Absent { .. });
         let _unused = match self.state {
-            State::Prepared if absent => Ok(()),
-            State::Exchanged if absent => renameat(at, temporary, at, self.name),
-            State::Exchanged => renameat2(at, temporary, at, self.name, RenameFlags::RENAME_EXCHANGE)
-                .and_then(|()| unlinkat(at, temporary, UnlinkatFlags::NoRemoveDir)),
-            State::Prepared => unlinkat(at, temporary, UnlinkatFlags::NoRemoveDir),
+            State::Prepared if matches!(self.edit, Edit::Absent { .. }) => Ok(()),
+            State::Prepared => unlinkat(at, self.temporary.as_str(), UnlinkatFlags::NoRemoveDir),
             State::Made => unlinkat(at, self.name, UnlinkatFlags::NoRemoveDir),
-            State::Replaced => Ok(()),
+            State::Replaced => renameat(at, self.old_name().as_str(), at, self.name),
+            State::Gone => Ok(()),
         };
     }
 }
