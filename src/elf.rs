@@ -17,6 +17,9 @@ const MAX_SEGMENTS: u64 = 256;
 const MAX_DYNAMIC: u64 = 4096;
 /// Longest name in a string table.
 const MAX_NAME: u64 = 4096;
+/// How much of a file's beginning is read at once, and of a name.
+const HEAD: usize = 1024;
+const NAME_PART: usize = 128;
 /// Longest list of properties (compilers write some ten bytes for each, and there are fewer than ten kinds).
 const MAX_PROPERTIES: u64 = 4096;
 
@@ -65,6 +68,15 @@ pub struct Library {
 ///
 /// Errors say what is wrong with the file, not which file it is.
 pub fn library(file: &File) -> io::Result<Library> {
+    describe(file, true)
+}
+
+/// The same without `needed`, which is left empty: half the reads.
+pub fn identity(file: &File) -> io::Result<Library> {
+    describe(file, false)
+}
+
+fn describe(file: &File, with_needed: bool) -> io::Result<Library> {
     let elf = Elf::open(file)?;
     let segments = elf.segments()?;
     let (mut soname, mut needed, mut loadable) = (None, Vec::new(), false);
@@ -75,7 +87,8 @@ pub fn library(file: &File) -> io::Result<Library> {
             loadable = true;
             let name = |at: u64| elf.name(table.saturating_add(at));
             soname = value(DT_SONAME).map(name).transpose()?;
-            needed = entries.iter().filter(|(tag, _)| *tag == DT_NEEDED).map(|(_, at)| name(*at)).collect::<io::Result<_>>()?;
+            let of_needed = entries.iter().filter(|(tag, _)| with_needed && *tag == DT_NEEDED);
+            needed = of_needed.map(|(_, at)| name(*at)).collect::<io::Result<_>>()?;
         }
     }
     let isa_level = segments.iter().find(|s| s.kind == PT_GNU_PROPERTY).map_or(0, |s| elf.isa_level(s));
@@ -123,30 +136,31 @@ fn offset_of(segments: &[Segment], address: u64) -> Option<u64> {
 
 struct Elf<'a> {
     file: &'a File,
-    header: Vec<u8>,
+    /// The file's beginning: the header, and where they are usual the segments, in one read.
+    head: Vec<u8>,
     class: Class,
 }
 
 impl<'a> Elf<'a> {
     fn open(file: &'a File) -> io::Result<Self> {
-        const SHORTEST: u64 = 52;
+        const SHORTEST: usize = 52;
+        const HEADER_64: usize = 64;
         let refused = || io::Error::other("not a little-endian ELF file");
-        let start = read(file, 0, SHORTEST).map_err(|_| refused())?;
-        let class = match start.get(..6) {
-            Some(b"\x7fELF\x01\x01") => Class::Elf32,
-            Some(b"\x7fELF\x02\x01") => Class::Elf64,
+        let head = some(file, 0, HEAD)?;
+        let (class, header) = match head.get(..6) {
+            Some(b"\x7fELF\x01\x01") => (Class::Elf32, SHORTEST),
+            Some(b"\x7fELF\x02\x01") => (Class::Elf64, HEADER_64),
             _ => return Err(refused()),
         };
-        let header = if class == Class::Elf64 { read(file, 0, 64).map_err(|_| refused())? } else { start };
-        Ok(Self { file, header, class })
+        if head.len() < header { Err(refused()) } else { Ok(Self { file, head, class }) }
     }
 
     fn u16(&self, at: usize) -> u16 {
-        u16_at(&self.header, at)
+        u16_at(&self.head, at)
     }
 
     fn u64(&self, at: usize) -> u64 {
-        u64_at(&self.header, at)
+        u64_at(&self.head, at)
     }
 
     fn wide(&self) -> bool {
@@ -154,14 +168,14 @@ impl<'a> Elf<'a> {
     }
 
     fn flags(&self) -> u32 {
-        u32_at(&self.header, if self.wide() { 0x30 } else { 0x24 })
+        u32_at(&self.head, if self.wide() { 0x30 } else { 0x24 })
     }
 
     fn segments(&self) -> io::Result<Vec<Segment>> {
         let (table, size, count, entry) = if self.wide() {
             (self.u64(0x20), self.u16(0x36), self.u16(0x38), 56)
         } else {
-            (u32_at(&self.header, 0x1c).into(), self.u16(0x2a), self.u16(0x2c), 32)
+            (u32_at(&self.head, 0x1c).into(), self.u16(0x2a), self.u16(0x2c), 32)
         };
         if count == 0 {
             return Ok(Vec::new());
@@ -169,7 +183,9 @@ impl<'a> Elf<'a> {
         if size != entry || u64::from(count) > MAX_SEGMENTS {
             return Err(io::Error::other("its program headers are of another form"));
         }
-        let table = read(self.file, table, u64::from(size) * u64::from(count))?;
+        let length = u64::from(size) * u64::from(count);
+        let in_head = usize::try_from(table).ok().and_then(|at| self.head.get(at..)?.get(..length as usize));
+        let table = in_head.map_or_else(|| read(self.file, table, length), |table| Ok(table.to_vec()))?;
         let segment = |h: &[u8]| {
             if self.wide() {
                 Segment { kind: u32_at(h, 0), offset: u64_at(h, 8), address: u64_at(h, 16), length: u64_at(h, 32) }
@@ -218,25 +234,36 @@ impl<'a> Elf<'a> {
     }
 
     fn name(&self, offset: u64) -> io::Result<String> {
-        let mut bytes = vec![0; MAX_NAME as usize];
-        let mut length = 0;
+        let mut bytes = Vec::new();
         // A string table may end the file: what is there counts.
-        while length < bytes.len() {
-            let Some(rest) = bytes.get_mut(length..) else { break };
-            match self.file.read_at(rest, offset.saturating_add(length as u64))? {
-                0 => break,
-                n => length += n,
-            }
-            if bytes.iter().take(length).any(|b| *b == 0) {
-                break;
+        while (bytes.len() as u64) < MAX_NAME && !bytes.contains(&0) {
+            match some(self.file, offset.saturating_add(bytes.len() as u64), NAME_PART)? {
+                part if part.is_empty() => break,
+                part => bytes.extend(part),
             }
         }
         let name = bytes.split(|b| *b == 0).next().unwrap_or_default();
-        if name.len() >= length {
+        if name.len() >= bytes.len() {
             return Err(io::Error::other("a name in it has no end"));
         }
         String::from_utf8(name.to_vec()).map_err(|_| io::Error::other("a name in it is no text"))
     }
+}
+
+/// Up to this many bytes, fewer where the file ends.
+fn some(file: &File, offset: u64, length: usize) -> io::Result<Vec<u8>> {
+    let mut bytes = vec![0; length];
+    let mut there = 0;
+    while let Some(rest) = bytes.get_mut(there..).filter(|rest| !rest.is_empty()) {
+        match file.read_at(rest, offset.saturating_add(there as u64)) {
+            Ok(0) => break,
+            Ok(n) => there += n,
+            Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
+            Err(e) => return Err(e),
+        }
+    }
+    bytes.truncate(there);
+    Ok(bytes)
 }
 
 fn read(file: &File, offset: u64, length: u64) -> io::Result<Vec<u8>> {
