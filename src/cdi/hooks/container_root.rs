@@ -39,6 +39,9 @@ const KERNELS: &[u32] = &[
 ];
 const PROC: u32 = 0x9fa0;
 
+/// How a file is opened for reading.
+const READ: OFlag = OFlag::O_RDONLY.union(OFlag::O_NONBLOCK).union(OFlag::O_NOCTTY);
+
 /// A file, whatever it is called.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct FileId {
@@ -163,8 +166,7 @@ impl ContainerRoot {
         if self.is_kernels(fd.as_fd(), status.st_dev)? {
             return Err(io::Error::other("it is a file of the kernel's (/proc, /sys or the like)"));
         }
-        let flags = OFlag::O_RDONLY | OFlag::O_NONBLOCK | OFlag::O_NOCTTY | OFlag::O_CLOEXEC;
-        let reopened = nix::fcntl::open(proc_path(fd.as_fd()).as_path(), flags, nix::sys::stat::Mode::empty())?;
+        let reopened = openat2(nix::fcntl::AT_FDCWD, &proc_path(fd.as_fd()), OpenHow::new().flags(READ | OFlag::O_CLOEXEC))?;
         Ok((File::from(reopened), status))
     }
 
@@ -179,15 +181,26 @@ impl ContainerRoot {
         Ok(Some(Directory { fd, id }))
     }
 
-    /// Opens a regular file by its name in a directory, no link followed. None for what is no regular file, or not there.
-    pub fn file_in(&self, directory: &Directory, name: &str) -> io::Result<Option<(File, FileId)>> {
-        let how = OpenHow::new().flags(OFlag::O_PATH | OFlag::O_NOFOLLOW | OFlag::O_CLOEXEC);
+    /// Opens a regular file by its name in a directory, no link followed. None for what is no regular file, or not there. Where the directory has just
+    /// said that it is a regular file, it is opened at once, in a way that does not block, and looked at then.
+    pub fn file_in(&self, directory: &Directory, name: &str, kind_told: Option<Type>) -> io::Result<Option<(File, FileId)>> {
+        let direct = kind_told == Some(Type::File) && !self.is_kernels(directory.fd.as_fd(), directory.id.device)?;
+        let flags = if direct { READ } else { OFlag::O_PATH };
+        let how = OpenHow::new().flags(flags | OFlag::O_NOFOLLOW | OFlag::O_CLOEXEC);
         let resolve = ResolveFlag::RESOLVE_NO_SYMLINKS | ResolveFlag::RESOLVE_BENEATH;
-        match retried(directory.fd.as_fd(), Path::new(name), how.resolve(resolve)) {
-            Ok(fd) if fstat(&fd).is_ok_and(|s| kind(&s) == SFlag::S_IFREG) => Ok(Some(self.reopen(&fd).map(|(f, s)| (f, FileId::of(&s)))?)),
-            Ok(_) | Err(Errno::ENOENT | Errno::ELOOP) => Ok(None),
-            Err(e) => Err(e.into()),
+        let fd = match retried(directory.fd.as_fd(), Path::new(name), how.resolve(resolve)) {
+            Ok(fd) => fd,
+            Err(Errno::ENOENT | Errno::ELOOP | Errno::ENXIO) => return Ok(None),
+            Err(e) => return Err(e.into()),
+        };
+        let status = fstat(&fd)?;
+        if kind(&status) != SFlag::S_IFREG {
+            return Ok(None);
         }
+        if direct && status.st_dev == directory.id.device {
+            return Ok(Some((File::from(fd), FileId::of(&status))));
+        }
+        self.reopen(&fd).map(|(file, status)| Some((file, FileId::of(&status))))
     }
 }
 

@@ -90,7 +90,7 @@ fn is_wanted(root: &ContainerRoot, folder: &str, host: Host, notes: &mut Vec<Str
             return Ok(false);
         }
     };
-    let Some((file, _)) = root.file_in(&directory, name).map_err(|e| io::Error::other(format!("read {folder}/{name}: {e}")))? else {
+    let Some((file, _)) = root.file_in(&directory, name, None).map_err(|e| io::Error::other(format!("read {folder}/{name}: {e}")))? else {
         return Ok(false);
     };
     let note = note_of(&file).unwrap_or_else(|e| {

@@ -258,7 +258,7 @@ impl Searcher<'_> {
         }
         let root = self.what.root;
         if !planned.iter().any(|(n, _)| n == name) && kind != Some(Type::Symlink) {
-            match root.file_in(directory, name) {
+            match root.file_in(directory, name, kind) {
                 Ok(Some((file, id))) => {
                     let library = self.library(id, || Ok(Some(file)));
                     return Ok(Some(Candidate { name: name.to_string(), id, library, is_link: false }));
@@ -279,7 +279,7 @@ impl Searcher<'_> {
         let machine = self.what.machine;
         let known = self.seen.entry(id).or_insert_with(|| {
             // What is no ELF file of this machine's (a linker script, a text) is none of the loader's, and no fault.
-            let library = open().ok().flatten().and_then(|file| elf::library(&file).ok());
+            let library = open().ok().flatten().and_then(|file| elf::identity(&file).ok());
             let library = library.filter(|l| l.kind == elf::ET_DYN && l.loadable)?;
             Some(Library { flags: machine.flags(&library)?, soname: library.soname, isa_level: library.isa_level })
         });
