@@ -114,7 +114,7 @@ impl Container {
     }
 
     pub fn hook_with_state(&self, words: &str, state: &[u8]) -> Result<Outcome, String> {
-        let path = self.dir.0.join("state.json");
+        let path = self.dir.0.join("state.json"); // beside the bundle and what is outside
         fs::write(&path, state).unwrap();
         let words: Vec<String> = words.split_whitespace().map(str::to_string).collect();
         let result = hooks::run(&words, File::open(&path).unwrap()).map_err(|e| e.to_string());
@@ -141,6 +141,7 @@ pub fn tree(directory: &Path, without: &[&str]) -> BTreeMap<PathBuf, String> {
         let kind = meta.file_type();
         let content = match () {
             () if kind.is_symlink() => format!("{:?}", fs::read_link(&path).unwrap()),
+            () if kind.is_file() && meta.len() > 64 << 20 => format!("{} bytes", meta.len()),
             () if kind.is_file() => format!("{:?}", fs::read(&path).unwrap()),
             () if kind.is_fifo() || kind.is_socket() || kind.is_char_device() => format!("{:?}", meta.rdev()),
             () => {

@@ -3,6 +3,7 @@
 mod budgets;
 mod container;
 mod hooks;
+mod hooks_attacks;
 mod ldconfig;
 mod modules;
 mod oracle;

@@ -62,19 +62,23 @@ impl Version {
 }
 
 /// Plans it: the file that puts the libraries first, or none of ours.
-pub fn plan(root: &ContainerRoot, host: Host, plan: &mut Plan) -> io::Result<()> {
+pub fn plan(root: &ContainerRoot, host: Host, plan: &mut Plan) {
     if host.driver_version.is_empty() && host.cuda_version.is_empty() {
-        return Ok(());
+        return;
     }
     let folder = host.compat.unwrap_or(COMPAT);
-    let edit = match is_wanted(root, folder, host, &mut plan.notes)? {
+    // An image whose folder cannot be read has the driver's own libraries at least.
+    let wanted = is_wanted(root, folder, host, &mut plan.notes).unwrap_or_else(|e| {
+        plan.notes.push(format!("leave {folder} alone: {e}"));
+        false
+    });
+    let edit = match wanted {
         true => Edit::File { path: COMPAT_CONF.into(), content: format!("{folder}\n").into_bytes(), mode: 0o644 },
         // Of an earlier start, with another driver.
         false => Edit::Absent { path: COMPAT_CONF.into() },
     };
     plan.edits.push(edit);
     include_all(root, plan);
-    Ok(())
 }
 
 fn is_wanted(root: &ContainerRoot, folder: &str, host: Host, notes: &mut Vec<String>) -> io::Result<bool> {

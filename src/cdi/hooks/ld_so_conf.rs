@@ -24,6 +24,12 @@ const MAX_FILE: u64 = 1024 * 1024;
 const MAX_DEPTH: usize = 16;
 /// Most different directories.
 const MAX_DIRECTORIES: usize = 4096;
+/// How much work patterns may make, in comparisons of a byte: a tenth of a second. Opening a directory and reading a name count as so many.
+const MAX_WORK: usize = 50_000_000;
+const WORK_OF_DIRECTORY: usize = 2000;
+const WORK_OF_NAME: usize = 200;
+/// Longest part of a pattern: the longest name.
+const MAX_PATTERN: usize = 255;
 /// Most notes.
 const MAX_NOTES: usize = 16;
 
@@ -38,7 +44,7 @@ pub struct Conf {
 
 /// Reads [`CONF`] with these edits made.
 pub fn read(root: &ContainerRoot, planned: &[Edit]) -> Conf {
-    let mut reader = Reader { root, planned, files: HashSet::new(), known: HashSet::new(), conf: Conf::default() };
+    let mut reader = Reader { root, planned, files: HashSet::new(), known: HashSet::new(), work: 0, conf: Conf::default() };
     reader.file(Path::new(CONF), 0);
     reader.conf
 }
@@ -68,6 +74,7 @@ struct Reader<'a> {
     /// What was read: reading it again would add no directory.
     files: HashSet<PathBuf>,
     known: HashSet<String>,
+    work: usize,
     conf: Conf,
 }
 
@@ -142,7 +149,16 @@ impl Reader<'_> {
                 Some(part) if part.contains(['*', '?', '[']) => {
                     let mut next = Vec::new();
                     for path in &paths {
-                        next.extend(self.names(path).into_iter().filter(|n| hidden_or_not(part, n)).map(|n| path.join(n)));
+                        if self.work > MAX_WORK || part.len() > MAX_PATTERN {
+                            self.note(format!(
+                                "leave out {}: it takes too long",
+                                pattern.display().to_string().chars().take(100).collect::<String>()
+                            ));
+                            break;
+                        }
+                        let names = self.names(path);
+                        self.work += names.iter().map(|n| WORK_OF_NAME + n.len() * part.len()).sum::<usize>();
+                        next.extend(names.into_iter().filter(|n| hidden_or_not(part, n)).map(|n| path.join(n)));
                         if next.len() > MAX_FILES {
                             next.sort_unstable();
                             next.truncate(MAX_FILES);
@@ -162,6 +178,7 @@ impl Reader<'_> {
 
     /// Names in a directory, with those that are about to be there.
     fn names(&mut self, path: &Path) -> Vec<String> {
+        self.work += WORK_OF_DIRECTORY;
         let there = self.root.directory(path).and_then(|d| d.map(|d| d.names()).transpose());
         let mut names: Vec<String> = match there {
             Ok(names) => names.unwrap_or_default().into_iter().map(|n| n.name).collect(),

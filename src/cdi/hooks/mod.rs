@@ -138,11 +138,11 @@ fn perform(command: Command, arguments: &Arguments, input: impl Read + AsFd) -> 
     match command {
         Command::CreateSymlinks => plan.edits.extend(links()),
         Command::UpdateLdcache => update_ldcache::plan(&root, &arguments.folders, &[], None, &mut plan)?,
-        Command::EnableCudaCompat => enable_cuda_compat::plan(&root, host(arguments), &mut plan)?,
+        Command::EnableCudaCompat => enable_cuda_compat::plan(&root, host(arguments), &mut plan),
         Command::UpdateApplicationProfile => plan.edits.extend(update_application_profile::plan(&root)?),
         Command::Prepare => {
             plan.edits.extend(links());
-            enable_cuda_compat::plan(&root, host(arguments), &mut plan)?;
+            enable_cuda_compat::plan(&root, host(arguments), &mut plan);
             let driver = Some(arguments.host_driver_version.as_str()).filter(|v| !v.is_empty());
             update_ldcache::plan(&root, &arguments.folders, &arguments.links, driver, &mut plan)?;
         }

@@ -44,7 +44,7 @@ pub struct Plan {
 /// Plans it. `plan` has the edits that are made before, which count as made; `links` are those of them that are links.
 pub fn plan(root: &ContainerRoot, folders: &[String], links: &[Link], driver: Option<&str>, plan: &mut Plan) -> io::Result<()> {
     let machine = Machine::OURS;
-    let musl = musl_loaders(root)?;
+    let musl = musl_loaders(root);
     let search = |directories: &[String]| libraries::search(&Search { root, machine, directories, folders, links, driver });
     if !musl.is_empty() {
         for architecture in &musl {
@@ -106,11 +106,11 @@ fn with(edits: &[Edit], edit: Edit) -> Vec<Edit> {
 }
 
 /// The architectures of the musl loaders of this image.
-fn musl_loaders(root: &ContainerRoot) -> io::Result<Vec<String>> {
-    let Some(lib) = root.directory(Path::new("/lib"))? else { return Ok(Vec::new()) };
-    let names = lib.names().map_err(|e| io::Error::other(format!("list /lib: {e}")))?;
+fn musl_loaders(root: &ContainerRoot) -> Vec<String> {
+    // A /lib that cannot be listed holds no loader that could be used.
+    let names = root.directory(Path::new("/lib")).ok().flatten().and_then(|lib| lib.names().ok()).unwrap_or_default();
     let architecture = |name: &str| name.strip_prefix("ld-musl-")?.strip_suffix(".so.1").map(str::to_string);
-    Ok(names.iter().filter_map(|n| architecture(&n.name)).take(4).collect())
+    names.iter().filter_map(|n| architecture(&n.name)).take(4).collect()
 }
 
 /// The path file of one loader with the folders it lacks; None if it lacks none. The image's directories keep their order and come first.
