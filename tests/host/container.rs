@@ -132,7 +132,7 @@ impl Container {
     }
 }
 
-/// Everything below a directory: kind, mode, owner, time of the last change, content or target. Without the directories named.
+/// Everything below a directory: kind, mode, owner, inode, time of the last change, a hash of the content, the target. Without the directories named.
 pub fn tree(directory: &Path, without: &[&str]) -> BTreeMap<PathBuf, String> {
     let mut all = BTreeMap::new();
     let mut todo = vec![directory.to_path_buf()];
@@ -142,7 +142,7 @@ pub fn tree(directory: &Path, without: &[&str]) -> BTreeMap<PathBuf, String> {
         let content = match () {
             () if kind.is_symlink() => format!("{:?}", fs::read_link(&path).unwrap()),
             () if kind.is_file() && meta.len() > 64 << 20 => format!("{} bytes", meta.len()),
-            () if kind.is_file() => format!("{:?}", fs::read(&path).unwrap()),
+            () if kind.is_file() => hash(&fs::read(&path).unwrap()),
             () if kind.is_fifo() || kind.is_socket() || kind.is_char_device() => format!("{:?}", meta.rdev()),
             () => {
                 let entries = fs::read_dir(&path).unwrap().map(|e| e.unwrap());
@@ -155,6 +155,13 @@ pub fn tree(directory: &Path, without: &[&str]) -> BTreeMap<PathBuf, String> {
         all.insert(path.strip_prefix(directory).unwrap().to_path_buf(), state);
     }
     all
+}
+
+fn hash(content: &[u8]) -> String {
+    use std::hash::{DefaultHasher, Hasher};
+    let mut hasher = DefaultHasher::new();
+    hasher.write(content);
+    format!("{:x}", hasher.finish())
 }
 
 /// A 64-bit library with one section.

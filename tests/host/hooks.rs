@@ -181,8 +181,8 @@ fn the_profile_names_the_gpus_whose_nodes_the_container_has() {
     c.file("/dev/nvidia3", b"no device");
     c.hook("update-application-profile").unwrap();
     let text = c.read("/etc/nvidia/nvidia-application-profiles-rc.d/10-container.conf").unwrap();
-    let wanted = r#"{"profiles":[{"name":"_container_","settings":["EGLVisibleDGPUDevices",0x1001]}],"rules":[{"pattern":[],"profile":"_container_"}]}"#;
-    assert_eq!(text, wanted);
+    let settings = r#""settings":["EGLVisibleDGPUDevices",0x1001]"#;
+    assert_eq!(text, format!(r#"{{"profiles":[{{"name":"_container_",{settings}}}],"rules":[{{"pattern":[],"profile":"_container_"}}]}}"#));
 }
 
 #[test]

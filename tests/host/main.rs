@@ -4,6 +4,7 @@ mod budgets;
 mod container;
 mod hooks;
 mod hooks_attacks;
+mod hooks_faults;
 mod ldconfig;
 mod modules;
 mod oracle;

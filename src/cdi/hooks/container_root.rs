@@ -181,8 +181,9 @@ impl ContainerRoot {
         Ok(Some(Directory { fd, id }))
     }
 
-    /// Opens a regular file by its name in a directory, no link followed. None for what is no regular file, or not there. Where the directory has just
-    /// said that it is a regular file, it is opened at once, in a way that does not block, and looked at then.
+    /// Opens a regular file by its name in a directory, no link followed. None for what is no regular file, or not there.
+    ///
+    /// Where the directory has just said that it is a regular file, it is opened at once, in a way that does not block, and looked at then.
     pub fn file_in(&self, directory: &Directory, name: &str, kind_told: Option<Type>) -> io::Result<Option<(File, FileId)>> {
         let direct = kind_told == Some(Type::File) && !self.is_kernels(directory.fd.as_fd(), directory.id.device)?;
         let flags = if direct { READ } else { OFlag::O_PATH };
