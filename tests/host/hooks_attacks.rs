@@ -5,7 +5,7 @@ use crate::container::{Container, DRIVER, LIBS, tree, with_section};
 use kata_gpu_init::cdi::hooks::Outcome;
 use kata_gpu_init::elf::stand_in;
 use nix::fcntl::{AT_FDCWD, RenameFlags, renameat2};
-use nix::mount::{MsFlags, mount};
+use nix::mount::{MntFlags, MsFlags, mount, umount2};
 use nix::sys::stat::{Mode, SFlag, makedev, mknod};
 use std::collections::BTreeMap;
 use std::fs::{self, File};
@@ -44,26 +44,26 @@ pub fn surroundings(c: &Container) -> BTreeMap<PathBuf, String> {
     all
 }
 
-/// In a thread with mounts of its own, in which the container has its /proc, as it has when the agent runs a hook.
-pub fn in_own_mounts<T: Send + 'static>(c: &Container, work: impl FnOnce() -> T + Send + 'static) -> Result<T, mpsc::RecvTimeoutError> {
-    let proc = c.path("/proc");
-    let (send, receive) = mpsc::channel();
-    std::thread::spawn(move || {
-        if nix::unistd::geteuid().is_root() {
-            nix::sched::unshare(nix::sched::CloneFlags::CLONE_NEWNS).unwrap();
-            mount(NONE, "/", NONE, MsFlags::MS_REC | MsFlags::MS_PRIVATE, NONE).unwrap();
-            if proc.is_dir() {
-                mount(Some("/proc"), &proc, NONE, MsFlags::MS_BIND, NONE).unwrap();
-            }
-        }
-        send.send(work()).unwrap();
+/// In a thread with mounts of its own.
+pub fn in_own_mounts<T: Send + 'static>(work: impl FnOnce() -> T + Send + 'static) -> T {
+    let thread = std::thread::spawn(move || {
+        nix::sched::unshare(nix::sched::CloneFlags::CLONE_NEWNS).unwrap();
+        mount(NONE, "/", NONE, MsFlags::MS_REC | MsFlags::MS_PRIVATE, NONE).unwrap();
+        work()
     });
-    receive.recv_timeout(HANG)
+    thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
 }
 
+/// Runs a hook on a container that has its /proc, as it has when the agent runs one; not longer than the agent would wait.
 fn run(c: &Arc<Container>, words: &str) -> Result<Outcome, String> {
     let (container, words) = (Arc::clone(c), words.to_string());
-    in_own_mounts(c, move || container.hook(&words)).unwrap_or_else(|e| panic!("the hook panicked, or did not end within {HANG:?}: {e}"))
+    let proc = c.path("/proc");
+    mount(Some("/proc"), &proc, NONE, MsFlags::MS_BIND, NONE).unwrap();
+    let (send, receive) = mpsc::channel();
+    std::thread::spawn(move || send.send(container.hook(&words)).unwrap());
+    let result = receive.recv_timeout(HANG);
+    umount2(&proc, MntFlags::MNT_DETACH).unwrap();
+    result.unwrap_or_else(|e| panic!("the hook panicked, or did not end within {HANG:?}: {e}"))
 }
 
 fn device(c: &Container, path: &str, minor: u64) {
@@ -74,6 +74,13 @@ fn device(c: &Container, path: &str, minor: u64) {
 fn fifo(c: &Container, path: &str) {
     fs::create_dir_all(c.path(path).parent().unwrap()).unwrap();
     nix::unistd::mkfifo(&c.path(path), Mode::S_IRUSR | Mode::S_IWUSR).unwrap();
+}
+
+/// A file with this many names.
+fn many(c: &Container, count: usize, prefix: &str, suffix: &str, content: &[u8]) {
+    let name = |n: usize| format!("{prefix}{n}{suffix}");
+    c.file(&name(0), content);
+    (1..count).for_each(|n| fs::hard_link(c.path(&name(0)), c.path(&name(n))).unwrap());
 }
 
 fn instead(c: &Container, path: &str, target: impl AsRef<Path>) {
@@ -392,7 +399,7 @@ const ATTACKS: &[Attack] = &[
     Attack {
         name: "conf-globs",
         image: |c| {
-            (0..3000).for_each(|n| c.file(&format!("/etc/ld.so.conf.d/f{n}.conf"), b"include /etc/*/*/*\ninclude /etc/l*/*f*\n/opt\n"));
+            many(c, 3000, "/etc/ld.so.conf.d/f", ".conf", b"include /etc/*/*/*\ninclude /etc/l*/*f*\n/opt\n");
         },
         words: CACHE,
         then: Contained(|_, o| says(o, "leave out")),
@@ -403,12 +410,7 @@ const ATTACKS: &[Attack] = &[
         words: CACHE,
         then: Contained(works),
     },
-    Attack {
-        name: "stray-files",
-        image: |c| (0..10_000).for_each(|n| c.file(&format!("/opt/driver/libstray{n}.so"), b"")),
-        words: CACHE,
-        then: Contained(works),
-    },
+    Attack { name: "stray-files", image: |c| many(c, 10_000, "/opt/driver/libstray", ".so", b""), words: CACHE, then: Contained(works) },
     Attack {
         name: "musl-path-fifo",
         image: |c| {
@@ -425,24 +427,26 @@ fn nothing_outside_the_root_changes_whatever_an_image_has() {
     if !nix::unistd::geteuid().is_root() {
         return eprintln!("skipped: not root, which device nodes and mounts need");
     }
-    for Attack { name, image, words, then } in ATTACKS {
-        let c = Arc::new(Container::debian(&format!("attack-{name}")));
-        c.directory("/proc");
-        image(&c);
-        let before = surroundings(&c);
-        let start = Instant::now();
-        let result = run(&c, words);
-        assert!(start.elapsed() < Duration::from_secs(3), "{name} took {:?}", start.elapsed());
-        assert_eq!(surroundings(&c), before, "{name}: something outside the root has changed");
-        match (then, result) {
-            (Refused(says), Err(error)) => assert!(error.contains(says), "{name}: {error}"),
-            (Contained(check), Ok(outcome)) => check(&c, &outcome),
-            (Refused(_), Ok(outcome)) => panic!("{name} was not refused: {outcome:?}"),
-            (Contained(_), Err(error)) => panic!("{name} was refused: {error}"),
-        }
-        let leftovers = tree(&c.path(""), &["proc"]).into_keys().filter(|p| p.to_str().unwrap().contains(".kata-gpu-init-"));
-        assert_eq!(leftovers.count(), 0, "{name}: temporary files are left");
+    in_own_mounts(|| ATTACKS.iter().for_each(attack));
+}
+
+fn attack(Attack { name, image, words, then }: &Attack) {
+    let c = Arc::new(Container::debian(&format!("attack-{name}")));
+    c.directory("/proc");
+    image(&c);
+    let before = surroundings(&c);
+    let start = Instant::now();
+    let result = run(&c, words);
+    assert!(start.elapsed() < Duration::from_secs(3), "{name} took {:?}", start.elapsed());
+    assert_eq!(surroundings(&c), before, "{name}: something outside the root has changed");
+    match (then, result) {
+        (Refused(says), Err(error)) => assert!(error.contains(says), "{name}: {error}"),
+        (Contained(check), Ok(outcome)) => check(&c, &outcome),
+        (Refused(_), Ok(outcome)) => panic!("{name} was not refused: {outcome:?}"),
+        (Contained(_), Err(error)) => panic!("{name} was refused: {error}"),
     }
+    let leftovers = tree(&c.path(""), &["proc"]).into_keys().filter(|p| p.to_str().unwrap().contains(".kata-gpu-init-"));
+    assert_eq!(leftovers.count(), 0, "{name}: temporary files are left");
 }
 
 /// What a hook that joins paths does.

@@ -44,7 +44,7 @@ fn a_hook_that_fails_leaves_the_container_as_it_was() {
     c.file("/etc/ld.so.cache", b"mounted over");
     let before = contents(&c);
     let container = Arc::clone(&c);
-    let result = in_own_mounts(&c, {
+    let result = in_own_mounts({
         let words = words.clone();
         move || {
             let cache = container.path("/etc/ld.so.cache");
@@ -52,12 +52,12 @@ fn a_hook_that_fails_leaves_the_container_as_it_was() {
             container.hook(&words)
         }
     });
-    let error = result.unwrap().unwrap_err();
+    let error = result.unwrap_err();
     assert!(error.contains("write /etc/ld.so.cache: a mount is in its place"), "{error}");
     assert_eq!(contents(&c), before);
     // Nothing is written at all on a root that cannot be.
     let container = Arc::clone(&c);
-    let result = in_own_mounts(&c, {
+    let result = in_own_mounts({
         let words = words.clone();
         move || {
             let root = container.path("");
@@ -66,7 +66,7 @@ fn a_hook_that_fails_leaves_the_container_as_it_was() {
             container.hook(&words)
         }
     });
-    assert!(result.unwrap().unwrap_err().contains("Read-only file system"));
+    assert!(result.unwrap_err().contains("Read-only file system"));
     assert_eq!(contents(&c), before);
     // Negative control: where nothing is in the way, all of it changes.
     c.hook(&words).unwrap();
