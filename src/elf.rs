@@ -1,4 +1,5 @@
-//! ELF files, as far as the driver's libraries, a container's libraries and kernel modules need it: read by offset, never whole, every length bounded.
+//! ELF files, as far as the driver's libraries, a container's libraries and kernel modules need it: read by offset, never whole, every length
+//! bounded.
 //!
 //! Takes any bytes: what is not such a file is an error that says what is wrong with it. Little-endian only, as every machine with these GPUs is.
 
@@ -16,13 +17,22 @@ const MAX_SEGMENTS: u64 = 256;
 const MAX_DYNAMIC: u64 = 4096;
 /// Longest name in a string table.
 const MAX_NAME: u64 = 4096;
+/// How much of a file's beginning is read at once, and of a name.
+const HEAD: usize = 1024;
+const NAME_PART: usize = 128;
+/// Longest list of properties (compilers write some ten bytes for each, and there are fewer than ten kinds).
+const MAX_PROPERTIES: u64 = 4096;
 
 const PT_LOAD: u32 = 1;
 const PT_DYNAMIC: u32 = 2;
+const PT_GNU_PROPERTY: u32 = 0x6474_e553;
 const DT_NULL: u64 = 0;
 const DT_NEEDED: u64 = 1;
 const DT_STRTAB: u64 = 5;
 const DT_SONAME: u64 = 14;
+const NT_GNU_PROPERTY_TYPE_0: u32 = 5;
+/// The one property that is read: which x86-64 level (a bit for each) the code needs.
+const GNU_PROPERTY_X86_ISA_1_NEEDED: u32 = 0xc000_8002;
 
 /// `e_type` of a shared object, which a position-independent program is, too.
 pub const ET_DYN: u16 = 3;
@@ -48,25 +58,41 @@ pub struct Library {
     pub soname: Option<String>,
     /// DT_NEEDED, in their order.
     pub needed: Vec<String>,
+    /// Whether a loader could use it: it has a dynamic segment with a string table. What was split off for a debugger has none.
+    pub loadable: bool,
+    /// The x86-64 level it says it needs: 1 is x86-64-v2, 2 is -v3, 3 is -v4; 0 is none, or nothing said.
+    pub isa_level: u32,
 }
 
 /// Reads the headers and the dynamic segment.
 ///
 /// Errors say what is wrong with the file, not which file it is.
 pub fn library(file: &File) -> io::Result<Library> {
+    describe(file, true)
+}
+
+/// The same without `needed`, which is left empty: half the reads.
+pub fn identity(file: &File) -> io::Result<Library> {
+    describe(file, false)
+}
+
+fn describe(file: &File, with_needed: bool) -> io::Result<Library> {
     let elf = Elf::open(file)?;
     let segments = elf.segments()?;
-    let (mut soname, mut needed) = (None, Vec::new());
+    let (mut soname, mut needed, mut loadable) = (None, Vec::new(), false);
     if let Some(dynamic) = segments.iter().find(|s| s.kind == PT_DYNAMIC) {
         let entries = elf.dynamic(dynamic)?;
         let value = |tag| entries.iter().find(|(t, _)| *t == tag).map(|(_, value)| *value);
         if let Some(table) = value(DT_STRTAB).and_then(|address| offset_of(&segments, address)) {
+            loadable = true;
             let name = |at: u64| elf.name(table.saturating_add(at));
             soname = value(DT_SONAME).map(name).transpose()?;
-            needed = entries.iter().filter(|(tag, _)| *tag == DT_NEEDED).map(|(_, at)| name(*at)).collect::<io::Result<_>>()?;
+            let of_needed = entries.iter().filter(|(tag, _)| with_needed && *tag == DT_NEEDED);
+            needed = of_needed.map(|(_, at)| name(*at)).collect::<io::Result<_>>()?;
         }
     }
-    Ok(Library { class: elf.class, kind: elf.u16(0x10), machine: elf.u16(0x12), flags: elf.flags(), soname, needed })
+    let isa_level = segments.iter().find(|s| s.kind == PT_GNU_PROPERTY).map_or(0, |s| elf.isa_level(s));
+    Ok(Library { class: elf.class, kind: elf.u16(0x10), machine: elf.u16(0x12), flags: elf.flags(), soname, needed, loadable, isa_level })
 }
 
 /// The content of the section of this name; None where there is none. 64-bit files only, which modules are.
@@ -110,30 +136,31 @@ fn offset_of(segments: &[Segment], address: u64) -> Option<u64> {
 
 struct Elf<'a> {
     file: &'a File,
-    header: Vec<u8>,
+    /// The file's beginning: the header, and where they are usual the segments, in one read.
+    head: Vec<u8>,
     class: Class,
 }
 
 impl<'a> Elf<'a> {
     fn open(file: &'a File) -> io::Result<Self> {
-        const SHORTEST: u64 = 52;
+        const SHORTEST: usize = 52;
+        const HEADER_64: usize = 64;
         let refused = || io::Error::other("not a little-endian ELF file");
-        let start = read(file, 0, SHORTEST).map_err(|_| refused())?;
-        let class = match start.get(..6) {
-            Some(b"\x7fELF\x01\x01") => Class::Elf32,
-            Some(b"\x7fELF\x02\x01") => Class::Elf64,
+        let head = some(file, 0, HEAD)?;
+        let (class, header) = match head.get(..6) {
+            Some(b"\x7fELF\x01\x01") => (Class::Elf32, SHORTEST),
+            Some(b"\x7fELF\x02\x01") => (Class::Elf64, HEADER_64),
             _ => return Err(refused()),
         };
-        let header = if class == Class::Elf64 { read(file, 0, 64).map_err(|_| refused())? } else { start };
-        Ok(Self { file, header, class })
+        if head.len() < header { Err(refused()) } else { Ok(Self { file, head, class }) }
     }
 
     fn u16(&self, at: usize) -> u16 {
-        u16_at(&self.header, at)
+        u16_at(&self.head, at)
     }
 
     fn u64(&self, at: usize) -> u64 {
-        u64_at(&self.header, at)
+        u64_at(&self.head, at)
     }
 
     fn wide(&self) -> bool {
@@ -141,14 +168,14 @@ impl<'a> Elf<'a> {
     }
 
     fn flags(&self) -> u32 {
-        u32_at(&self.header, if self.wide() { 0x30 } else { 0x24 })
+        u32_at(&self.head, if self.wide() { 0x30 } else { 0x24 })
     }
 
     fn segments(&self) -> io::Result<Vec<Segment>> {
         let (table, size, count, entry) = if self.wide() {
             (self.u64(0x20), self.u16(0x36), self.u16(0x38), 56)
         } else {
-            (u32_at(&self.header, 0x1c).into(), self.u16(0x2a), self.u16(0x2c), 32)
+            (u32_at(&self.head, 0x1c).into(), self.u16(0x2a), self.u16(0x2c), 32)
         };
         if count == 0 {
             return Ok(Vec::new());
@@ -156,7 +183,9 @@ impl<'a> Elf<'a> {
         if size != entry || u64::from(count) > MAX_SEGMENTS {
             return Err(io::Error::other("its program headers are of another form"));
         }
-        let table = read(self.file, table, u64::from(size) * u64::from(count))?;
+        let length = u64::from(size) * u64::from(count);
+        let in_head = usize::try_from(table).ok().and_then(|at| self.head.get(at..)?.get(..length as usize));
+        let table = in_head.map_or_else(|| read(self.file, table, length), |table| Ok(table.to_vec()))?;
         let segment = |h: &[u8]| {
             if self.wide() {
                 Segment { kind: u32_at(h, 0), offset: u64_at(h, 8), address: u64_at(h, 16), length: u64_at(h, 32) }
@@ -181,26 +210,60 @@ impl<'a> Elf<'a> {
         Ok(bytes.chunks_exact(entry as usize).map(pair).take_while(|(tag, _)| *tag != DT_NULL).collect())
     }
 
-    fn name(&self, offset: u64) -> io::Result<String> {
-        let mut bytes = vec![0; MAX_NAME as usize];
-        let mut length = 0;
-        // A string table may end the file: what is there counts.
-        while length < bytes.len() {
-            let Some(rest) = bytes.get_mut(length..) else { break };
-            match self.file.read_at(rest, offset.saturating_add(length as u64))? {
-                0 => break,
-                n => length += n,
+    /// 0 where the note is not as it should be: what a file says of itself beyond need is no reason to refuse it.
+    fn isa_level(&self, segment: &Segment) -> u32 {
+        if segment.length > MAX_PROPERTIES {
+            return 0;
+        }
+        let Ok(note) = read(self.file, segment.offset, segment.length) else { return 0 };
+        let (name, kind) = (u32_at(&note, 0), u32_at(&note, 8));
+        if name != 4 || kind != NT_GNU_PROPERTY_TYPE_0 || note.get(12..16) != Some(b"GNU\0".as_slice()) {
+            return 0;
+        }
+        let width = if self.wide() { 8 } else { 4 };
+        let mut rest = note.get(16..).and_then(|d| d.get(..u32_at(&note, 4) as usize)).unwrap_or_default();
+        while rest.len() >= 8 {
+            let (kind, size) = (u32_at(rest, 0), u32_at(rest, 4) as usize);
+            let Some(value) = rest.get(8..).and_then(|d| d.get(..size)) else { return 0 };
+            if kind == GNU_PROPERTY_X86_ISA_1_NEEDED {
+                return if size == 4 { u32_at(value, 0).checked_ilog2().unwrap_or(0) } else { 0 };
             }
-            if bytes.iter().take(length).any(|b| *b == 0) {
-                break;
+            rest = rest.get(8 + size.next_multiple_of(width)..).unwrap_or_default();
+        }
+        0
+    }
+
+    fn name(&self, offset: u64) -> io::Result<String> {
+        let mut bytes = Vec::new();
+        // A string table may end the file: what is there counts.
+        while (bytes.len() as u64) < MAX_NAME && !bytes.contains(&0) {
+            match some(self.file, offset.saturating_add(bytes.len() as u64), NAME_PART)? {
+                part if part.is_empty() => break,
+                part => bytes.extend(part),
             }
         }
         let name = bytes.split(|b| *b == 0).next().unwrap_or_default();
-        if name.len() >= length {
+        if name.len() >= bytes.len() {
             return Err(io::Error::other("a name in it has no end"));
         }
         String::from_utf8(name.to_vec()).map_err(|_| io::Error::other("a name in it is no text"))
     }
+}
+
+/// Up to this many bytes, fewer where the file ends.
+fn some(file: &File, offset: u64, length: usize) -> io::Result<Vec<u8>> {
+    let mut bytes = vec![0; length];
+    let mut there = 0;
+    while let Some(rest) = bytes.get_mut(there..).filter(|rest| !rest.is_empty()) {
+        match file.read_at(rest, offset.saturating_add(there as u64)) {
+            Ok(0) => break,
+            Ok(n) => there += n,
+            Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
+            Err(e) => return Err(e),
+        }
+    }
+    bytes.truncate(there);
+    Ok(bytes)
 }
 
 fn read(file: &File, offset: u64, length: u64) -> io::Result<Vec<u8>> {
@@ -283,7 +346,39 @@ mod tests {
         let read = of("named", &bytes).unwrap();
         assert_eq!((read.class, read.kind, read.machine), (Class::Elf64, ET_DYN, 62));
         assert_eq!((read.soname.as_deref(), read.needed), (Some("libcuda.so.1"), vec!["libc.so.6".to_string(), "libm.so.6".into()]));
-        assert_eq!(of("nameless", &stand_in::library(None, &[])).unwrap().soname, None);
+        let nameless = of("nameless", &stand_in::library(None, &[])).unwrap();
+        assert_eq!((nameless.soname, nameless.loadable, nameless.isa_level), (None, true, 0));
+    }
+
+    #[test]
+    fn the_level_of_the_processor_is_read_and_nonsense_is_none() {
+        let property = |kind: u32, value: &[u8]| [&kind.to_le_bytes()[..], &(value.len() as u32).to_le_bytes(), value, &[0; 4]].concat();
+        let note = |properties: Vec<u8>| {
+            let head = [4, properties.len() as u32, super::NT_GNU_PROPERTY_TYPE_0].map(u32::to_le_bytes).concat();
+            [head, b"GNU\0".to_vec(), properties].concat()
+        };
+        let features = property(0xc000_0002, &[3, 0, 0, 0]);
+        let v3 = property(super::GNU_PROPERTY_X86_ISA_1_NEEDED, &[0b111, 0, 0, 0]);
+        let cases = [
+            (note(v3.clone()), 2),
+            (note([features.clone(), v3.clone()].concat()), 2),
+            (note(features), 0),
+            (note(property(super::GNU_PROPERTY_X86_ISA_1_NEEDED, &[0; 4])), 0),
+            (note(property(super::GNU_PROPERTY_X86_ISA_1_NEEDED, &[7])), 0),
+            (note(property(1, &[0; 4]))[..20].to_vec(), 0),
+            (v3, 0),
+        ];
+        for (n, (note, level)) in cases.into_iter().enumerate() {
+            // The dynamic segment's place in the list of segments becomes the properties': the file then has no SONAME, and is not loadable.
+            let mut bytes = stand_in::library(Some("liba.so"), &[]);
+            let (at, size) = (bytes.len() as u64, note.len() as u64);
+            bytes[120..124].copy_from_slice(&super::PT_GNU_PROPERTY.to_le_bytes());
+            bytes[128..136].copy_from_slice(&at.to_le_bytes());
+            bytes[152..160].copy_from_slice(&size.to_le_bytes());
+            bytes.extend(note);
+            let read = of(&format!("property-{n}"), &bytes).unwrap();
+            assert_eq!((read.isa_level, read.loadable), (level, false), "case {n}");
+        }
     }
 
     #[test]

@@ -1,6 +1,6 @@
 //! `/init` of a GPU guest. As PID 1 it boots the guest; started by a person it explains itself.
 
-use kata_gpu_init::{boot, clock, config};
+use kata_gpu_init::{boot, cdi::hooks, clock, config};
 use std::process::ExitCode;
 
 const HELP: &str = "\
@@ -12,12 +12,16 @@ As PID 1 it mounts what a guest needs, becomes /usr/bin/kata-agent, and brings a
 usage:
   /init                       as PID 1: boot (put this file into an initrd as /init)
   kata-gpu-init parameters    the kernel parameters it takes, as a Markdown table
+  kata-gpu-init hook ..       a container hook, as nvidia-cdi-hook: `kata-gpu-init hook --help` lists them
   kata-gpu-init --version
   kata-gpu-init --help
 ";
 
 fn main() -> ExitCode {
     let started_ns = clock::boottime_ns(); // before anything else: the timeline starts here
+    if let Some(words) = hooks::invocation(std::env::args_os()) {
+        return hooks::main(words);
+    }
     if std::process::id() == 1 {
         boot::stage0::run(started_ns)
     }

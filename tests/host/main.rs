@@ -5,6 +5,11 @@ mod budgets;
 mod driver_roots;
 #[cfg(feature = "host")]
 mod cdi_check;
+mod container;
+mod hooks;
+mod hooks_attacks;
+mod hooks_faults;
+mod ldconfig;
 mod modules;
 mod oracle;
 mod publications;

@@ -1,0 +1,287 @@
+//! The only way into a container: a descriptor of its root, below which every path is resolved by the kernel (openat2 with RESOLVE_IN_ROOT and
+//! RESOLVE_NO_MAGICLINKS), so that no link in the image, absolute or relative, leads out of it, whenever it is changed.
+//!
+//! Reading only: what is written goes through [`super::edits`]. Files are regular ones of real file systems: nothing that blocks, counts readers or
+//! starts a device when it is opened, and nothing of the kernel's (/proc, /sys), where reading and making files have effects of their own.
+
+use nix::dir::{Dir, Type};
+use nix::errno::Errno;
+use nix::fcntl::{OFlag, OpenHow, ResolveFlag, openat2};
+use nix::libc;
+use nix::sys::stat::{FileStat, SFlag, fstat};
+use nix::sys::statfs::fstatfs;
+use std::cell::RefCell;
+use std::fs::File;
+use std::io::{self, Read};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
+use std::path::{Path, PathBuf};
+
+/// The kernel gives up on a path with `..` in it whenever anything is renamed meanwhile; each try is one look at the path.
+const TRIES: usize = 64;
+/// Most names of a directory: the largest library directories have some thousand.
+const MAX_NAMES: usize = 65_536;
+/// File systems that are the kernel's own (the numbers are from linux/magic.h): proc, sysfs, cgroup, cgroup2, devpts, debugfs, tracefs, securityfs,
+/// configfs, bpf, pstore, efivarfs, selinux.
+const KERNELS: &[u32] = &[
+    PROC,
+    0x6265_6572,
+    0x0027_e0eb,
+    0x6367_7270,
+    0x1cd1,
+    0x6462_6720,
+    0x7472_6163,
+    0x7363_6673,
+    0x6265_6570,
+    0xcafe_4a11,
+    0x6165_676c,
+    0xde5e_81e4,
+    0xf97c_ff8c,
+];
+const PROC: u32 = 0x9fa0;
+
+/// How a file is opened for reading.
+const READ: OFlag = OFlag::O_RDONLY.union(OFlag::O_NONBLOCK).union(OFlag::O_NOCTTY);
+
+/// A file, whatever it is called.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct FileId {
+    device: u64,
+    inode: u64,
+}
+
+impl FileId {
+    pub fn of(status: &FileStat) -> Self {
+        Self { device: status.st_dev, inode: status.st_ino }
+    }
+}
+
+/// A container's root.
+#[derive(Debug)]
+pub struct ContainerRoot {
+    root: OwnedFd,
+    path: PathBuf,
+    /// Devices that were looked at, and whether they are the kernel's own.
+    devices: RefCell<Vec<(u64, bool)>>,
+}
+
+/// A directory in a container, open for reading.
+pub struct Directory {
+    fd: OwnedFd,
+    pub id: FileId,
+}
+
+/// A name in a directory.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Name {
+    pub name: String,
+    /// None where the file system does not say.
+    pub kind: Option<Type>,
+}
+
+/// `read PATH: why`.
+pub(super) fn cannot(verb: &str, path: &Path, why: impl std::fmt::Display) -> io::Error {
+    io::Error::other(format!("{verb} {}: {why}", path.display()))
+}
+
+impl ContainerRoot {
+    /// Opens the directory that is some container's root, and not this program's.
+    pub fn open(path: &Path) -> io::Result<Self> {
+        let refuse = |why: &str| cannot("open the container's root", path, why);
+        if !path.is_absolute() {
+            return Err(refuse("it is not absolute; the runtime must give the whole path"));
+        }
+        let how = OpenHow::new().flags(OFlag::O_PATH | OFlag::O_DIRECTORY | OFlag::O_CLOEXEC).resolve(ResolveFlag::RESOLVE_NO_MAGICLINKS);
+        let open = |path: &Path| openat2(nix::fcntl::AT_FDCWD, path, how);
+        let root = open(path).map_err(|e| match e {
+            Errno::ENOSYS => refuse("this kernel has no openat2; Linux 5.6 is the oldest that has"),
+            e => refuse(e.desc()),
+        })?;
+        let id = FileId::of(&fstat(&root)?);
+        if id == FileId::of(&fstat(open(Path::new("/"))?)?) {
+            return Err(refuse("this is the root of the guest itself, which no hook changes"));
+        }
+        let root = Self { root, path: path.to_path_buf(), devices: RefCell::default() };
+        if root.is_kernels(root.root.as_fd(), id.device)? {
+            return Err(refuse("this is a file system of the kernel's"));
+        }
+        Ok(root)
+    }
+
+    /// The root's own path, for messages.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// Resolves a path of the container's.
+    pub(super) fn resolve(&self, path: &Path, flags: OFlag, more: ResolveFlag) -> nix::Result<OwnedFd> {
+        let resolve = ResolveFlag::RESOLVE_IN_ROOT | ResolveFlag::RESOLVE_NO_MAGICLINKS | more;
+        retried(self.root.as_fd(), path, OpenHow::new().flags(flags | OFlag::O_CLOEXEC).resolve(resolve))
+    }
+
+    /// Whether this is on a file system of the kernel's own. Asked once for each device.
+    pub(super) fn is_kernels(&self, fd: BorrowedFd, device: u64) -> io::Result<bool> {
+        let known = self.devices.borrow().iter().find(|(d, _)| *d == device).map(|(_, kernels)| *kernels);
+        if let Some(kernels) = known {
+            return Ok(kernels);
+        }
+        let kernels = KERNELS.contains(&kind_of_file_system(fd)?);
+        self.devices.borrow_mut().push((device, kernels));
+        Ok(kernels)
+    }
+
+    /// What kind of thing is at a path, links followed. None where nothing is, or where a link leads nowhere.
+    pub fn kind(&self, path: &Path) -> Option<SFlag> {
+        let fd = self.resolve(path, OFlag::O_PATH, ResolveFlag::empty()).ok()?;
+        fstat(fd).ok().map(|s| kind(&s))
+    }
+
+    /// Which file is at a path, links followed; None where there is no regular one.
+    pub fn file_id(&self, path: &Path) -> Option<FileId> {
+        let fd = self.resolve(path, OFlag::O_PATH, ResolveFlag::empty()).ok()?;
+        fstat(fd).ok().filter(|s| kind(s) == SFlag::S_IFREG).map(|s| FileId::of(&s))
+    }
+
+    /// Opens a regular file for reading, links followed. None where nothing is at the path.
+    pub fn file(&self, path: &Path) -> io::Result<Option<File>> {
+        match self.resolve(path, OFlag::O_PATH, ResolveFlag::empty()) {
+            Ok(fd) => self.reopen(&fd).map(|(file, _)| Some(file)).map_err(|e| cannot("read", path, e)),
+            Err(Errno::ENOENT) => Ok(None),
+            Err(e) => Err(cannot("read", path, e.desc())),
+        }
+    }
+
+    /// Reads a regular file whole. None where nothing is at the path. Errors: it is no regular file, or larger than `limit` bytes.
+    pub fn read(&self, path: &Path, limit: u64) -> io::Result<Option<Vec<u8>>> {
+        let Some(file) = self.file(path)? else { return Ok(None) };
+        read_bounded(file, limit).map(Some).map_err(|e| cannot("read", path, e))
+    }
+
+    /// From a descriptor that only names a file to one that reads it: /proc/self/fd leads to the very same file, whatever its name leads to by now.
+    /// A device, a FIFO or a socket is never opened.
+    fn reopen(&self, fd: &OwnedFd) -> io::Result<(File, FileStat)> {
+        let status = fstat(fd)?;
+        if kind(&status) != SFlag::S_IFREG {
+            return Err(io::Error::other(format!("it is {}, not a regular file", name_of(kind(&status)))));
+        }
+        if self.is_kernels(fd.as_fd(), status.st_dev)? {
+            return Err(io::Error::other("it is a file of the kernel's (/proc, /sys or the like)"));
+        }
+        let reopened = openat2(nix::fcntl::AT_FDCWD, &proc_path(fd.as_fd()), OpenHow::new().flags(READ | OFlag::O_CLOEXEC))?;
+        Ok((File::from(reopened), status))
+    }
+
+    /// Opens a directory, links followed. None where there is none.
+    pub fn directory(&self, path: &Path) -> io::Result<Option<Directory>> {
+        let fd = match self.resolve(path, OFlag::O_RDONLY | OFlag::O_DIRECTORY, ResolveFlag::empty()) {
+            Ok(fd) => fd,
+            Err(Errno::ENOENT | Errno::ENOTDIR) => return Ok(None),
+            Err(e) => return Err(cannot("open", path, e.desc())),
+        };
+        let id = FileId::of(&fstat(&fd)?);
+        Ok(Some(Directory { fd, id }))
+    }
+
+    /// Opens a regular file by its name in a directory, no link followed. None for what is no regular file, or not there.
+    ///
+    /// Where the directory has just said that it is a regular file, it is opened at once, in a way that does not block, and looked at then.
+    pub fn file_in(&self, directory: &Directory, name: &str, kind_told: Option<Type>) -> io::Result<Option<(File, FileId)>> {
+        let direct = kind_told == Some(Type::File) && !self.is_kernels(directory.fd.as_fd(), directory.id.device)?;
+        let flags = if direct { READ } else { OFlag::O_PATH };
+        let how = OpenHow::new().flags(flags | OFlag::O_NOFOLLOW | OFlag::O_CLOEXEC);
+        let resolve = ResolveFlag::RESOLVE_NO_SYMLINKS | ResolveFlag::RESOLVE_BENEATH;
+        let fd = match retried(directory.fd.as_fd(), Path::new(name), how.resolve(resolve)) {
+            Ok(fd) => fd,
+            Err(Errno::ENOENT | Errno::ELOOP | Errno::ENXIO) => return Ok(None),
+            Err(e) => return Err(e.into()),
+        };
+        let status = fstat(&fd)?;
+        if kind(&status) != SFlag::S_IFREG {
+            return Ok(None);
+        }
+        if direct && status.st_dev == directory.id.device {
+            return Ok(Some((File::from(fd), FileId::of(&status))));
+        }
+        self.reopen(&fd).map(|(file, status)| Some((file, FileId::of(&status))))
+    }
+}
+
+impl Directory {
+    /// The names in it, sorted; those that are no UTF-8 are left out. Error: more than any library directory has.
+    pub fn names(&self) -> io::Result<Vec<Name>> {
+        // A descriptor of its own: reading moves the position of the one it is done with.
+        let own = openat2(&self.fd, ".", OpenHow::new().flags(OFlag::O_RDONLY | OFlag::O_DIRECTORY | OFlag::O_CLOEXEC))?;
+        let mut names = Vec::new();
+        for (seen, entry) in Dir::from_fd(own)?.iter().enumerate() {
+            let entry = entry?;
+            if seen >= MAX_NAMES {
+                return Err(io::Error::other(format!("more than {MAX_NAMES} names are in it")));
+            }
+            match entry.file_name().to_str() {
+                Err(_) | Ok("." | "..") => {}
+                Ok(name) => names.push(Name { name: name.to_string(), kind: entry.file_type() }),
+            }
+        }
+        names.sort_unstable_by(|a, b| a.name.cmp(&b.name));
+        Ok(names)
+    }
+}
+
+impl AsFd for Directory {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.fd.as_fd()
+    }
+}
+
+/// openat2 until nothing was renamed meanwhile, or for long enough.
+fn retried(at: BorrowedFd, path: &Path, how: OpenHow) -> nix::Result<OwnedFd> {
+    let below = path.strip_prefix("/").unwrap_or(path);
+    let below = if below.as_os_str().is_empty() { Path::new(".") } else { below };
+    let mut result = Err(Errno::EAGAIN);
+    for _ in 0..TRIES {
+        result = openat2(at, below, how);
+        if !matches!(result, Err(Errno::EAGAIN | Errno::EINTR)) {
+            break;
+        }
+    }
+    result
+}
+
+/// Reads all of a file that may be growing, or no file at all.
+pub(super) fn read_bounded(file: impl Read, limit: u64) -> io::Result<Vec<u8>> {
+    let mut bytes = Vec::new();
+    file.take(limit + 1).read_to_end(&mut bytes)?;
+    if bytes.len() as u64 > limit {
+        return Err(io::Error::other(format!("it has more than {limit} bytes")));
+    }
+    Ok(bytes)
+}
+
+/// A descriptor's name in /proc, which leads to what it is open on.
+pub(super) fn proc_path(fd: BorrowedFd) -> PathBuf {
+    PathBuf::from(format!("/proc/self/fd/{}", fd.as_raw_fd()))
+}
+
+fn kind_of_file_system(fd: BorrowedFd) -> nix::Result<u32> {
+    fstatfs(fd).map(|s| s.filesystem_type().0 as u32) // 32 bits, in a type that differs between C libraries
+}
+
+/// Whether this is on a proc file system.
+pub(super) fn is_proc(fd: BorrowedFd) -> bool {
+    kind_of_file_system(fd) == Ok(PROC)
+}
+
+pub(super) fn kind(status: &FileStat) -> SFlag {
+    SFlag::from_bits_truncate(status.st_mode & libc::S_IFMT)
+}
+
+pub(super) fn name_of(kind: SFlag) -> &'static str {
+    match kind {
+        SFlag::S_IFREG => "a regular file",
+        SFlag::S_IFDIR => "a directory",
+        SFlag::S_IFLNK => "a link",
+        SFlag::S_IFIFO => "a FIFO",
+        SFlag::S_IFSOCK => "a socket",
+        SFlag::S_IFCHR | SFlag::S_IFBLK => "a device",
+        _ => "of no known kind",
+    }
+}

@@ -1,0 +1,337 @@
+//! Which libraries a container has, as `ldconfig` counts them: for each directory of its loader's, and each `glibc-hwcaps` subdirectory, one file for
+//! each SONAME. Reads only; gives entries for the cache, and the SONAME links that the driver's folders lack.
+//!
+//! Unlike `ldconfig`, the links of directories that are the image's own stay as they are: where one is missing, the cache leads to the file itself.
+
+use super::arguments::Link;
+use super::container_root::{ContainerRoot, Directory, FileId, Name};
+use super::edits::Edit;
+use crate::cdi::ld_so_cache::{Entry, Hwcap, Machine, order};
+use crate::elf;
+use nix::dir::Type;
+use nix::fcntl::readlinkat;
+use std::collections::{HashMap, HashSet};
+use std::io;
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+const HWCAPS: &str = "glibc-hwcaps";
+/// Most files that are looked into, over all directories.
+const MAX_FILES: usize = 65_536;
+/// How long that may take: the agent ends a hook after 10 s, wherever it is.
+const DEADLINE: Duration = Duration::from_secs(8);
+/// Most steps from a planned link over planned links to a file.
+const MAX_LINKS: usize = 8;
+const MAX_NOTES: usize = 16;
+
+/// What to look at.
+pub struct Search<'a> {
+    pub root: &'a ContainerRoot,
+    pub machine: Machine,
+    /// In the loader's order.
+    pub directories: &'a [String],
+    /// Those of them that the driver's libraries were mounted into; they get links.
+    pub folders: &'a [String],
+    /// Links that are about to be made.
+    pub links: &'a [Link],
+    /// The driver's version, where known: of two libraries of one name, its own is the right one in its folders.
+    pub driver: Option<&'a str>,
+}
+
+/// What was found.
+#[derive(Debug, Default)]
+pub struct Found {
+    pub entries: Vec<Entry>,
+    /// SONAME links that the driver's folders lack.
+    pub links: Vec<Edit>,
+    pub notes: Vec<String>,
+}
+
+/// What is of interest in a library.
+#[derive(Clone, Debug)]
+struct Library {
+    soname: Option<String>,
+    flags: u32,
+    isa_level: u32,
+}
+
+/// A library as one of its names in a directory has it.
+#[derive(Clone, Debug)]
+struct Candidate {
+    name: String,
+    id: FileId,
+    library: Library,
+    is_link: bool,
+}
+
+struct Searcher<'a> {
+    what: &'a Search<'a>,
+    start: Instant,
+    files: usize,
+    /// Files have several names: each is looked into once.
+    seen: HashMap<FileId, Option<Library>>,
+    folders: HashSet<FileId>,
+    /// Planned links by the directory they will be in.
+    planned: HashMap<FileId, Vec<(&'a str, &'a Path)>>,
+    found: Found,
+}
+
+/// Looks into all directories. Errors: too many files, or too slow a file system, for the time that a hook has.
+pub fn search(what: &Search) -> io::Result<Found> {
+    let id = |path: &Path| what.root.directory(path).ok().flatten().map(|d| d.id);
+    let mut planned: HashMap<FileId, Vec<(&str, &Path)>> = HashMap::new();
+    for link in what.links {
+        let name = link.path.file_name().and_then(|n| n.to_str());
+        if let (Some(name), Some(id)) = (name, link.path.parent().and_then(id)) {
+            planned.entry(id).or_default().push((name, &link.target));
+        }
+    }
+    let folders = what.folders.iter().filter_map(|f| id(Path::new(f))).collect();
+    let mut searcher = Searcher { what, start: Instant::now(), files: 0, seen: HashMap::new(), folders, planned, found: Found::default() };
+    let mut done = HashSet::new();
+    for path in what.directories {
+        let directory = match what.root.directory(Path::new(path)) {
+            Ok(Some(directory)) if done.insert(directory.id) => directory,
+            Ok(_) => continue,
+            Err(e) => {
+                searcher.note(format!("leave out: {e}"));
+                continue;
+            }
+        };
+        searcher.directory(path, &directory, None)?;
+        let hwcaps = format!("{path}/{HWCAPS}");
+        for name in searcher.subdirectories(&hwcaps) {
+            let path = format!("{hwcaps}/{name}");
+            if let Ok(Some(directory)) = what.root.directory(Path::new(&path))
+                && done.insert(directory.id)
+            {
+                searcher.directory(&path, &directory, Some(&name))?;
+            }
+        }
+    }
+    Ok(searcher.found)
+}
+
+/// What `ldconfig` takes for the name of a library.
+fn is_library(name: &str) -> bool {
+    ((name.starts_with("lib") || name.starts_with("ld-")) && name.contains(".so"))
+        || name.starts_with("ld.so.")
+        || name.starts_with("ld64.so.")
+}
+
+/// What package managers have not finished writing.
+fn is_unfinished(name: &str) -> bool {
+    let prelink = name.len().checked_sub(17).and_then(|at| name.get(at..)).is_some_and(|end| end.starts_with(".#prelink#."));
+    prelink || name.ends_with(".#prelink#") || name.contains(';') || name.ends_with(".dpkg-new") || name.ends_with(".dpkg-tmp")
+}
+
+/// Whether a SONAME is a name in a directory, which is what it is used as here.
+fn is_name(soname: &str) -> bool {
+    !matches!(soname, "" | "." | "..") && soname.len() <= 255 && !soname.contains(|c: char| c == '/' || c.is_control())
+}
+
+impl Searcher<'_> {
+    fn note(&mut self, text: String) {
+        if self.found.notes.len() < MAX_NOTES {
+            self.found.notes.push(text);
+        }
+    }
+
+    /// Names of directories for some processors; the loader takes no name with a colon.
+    fn subdirectories(&self, hwcaps: &str) -> Vec<String> {
+        let names = self.what.root.directory(Path::new(hwcaps)).ok().flatten().and_then(|d| d.names().ok()).unwrap_or_default();
+        let usable = names.into_iter().filter(|n| !n.name.starts_with('.') && !n.name.contains(':') && n.kind != Some(Type::File));
+        usable.map(|n| n.name).take(64).collect()
+    }
+
+    /// One directory; `hwcap` is its name if it is one for some processors.
+    fn directory(&mut self, path: &str, directory: &Directory, hwcap: Option<&str>) -> io::Result<()> {
+        let at = |e: io::Error| io::Error::other(format!("look for libraries in {path}: {e}"));
+        let names = match directory.names() {
+            Ok(names) => names,
+            Err(e) => {
+                self.note(format!("leave out {path}: {e}"));
+                return Ok(());
+            }
+        };
+        let planned = self.planned.get(&directory.id).cloned().unwrap_or_default();
+        let mut planned: Vec<(String, PathBuf)> =
+            planned.into_iter().map(|(name, target)| (name.to_string(), target.to_path_buf())).collect();
+        let looked = self.look(path, directory, hwcap, &names, &planned).map_err(at)?;
+        let (mut entries, links) = looked;
+        if !links.is_empty() {
+            // Links that led nowhere may lead to these.
+            planned.extend(links.iter().filter_map(|link| match link {
+                Edit::Link { path, target } => Some((path.file_name()?.to_str()?.to_string(), target.clone())),
+                Edit::File { .. } | Edit::Absent { .. } => None,
+            }));
+            entries = self.look(path, directory, hwcap, &names, &planned).map_err(at)?.0;
+            self.found.links.extend(links);
+        }
+        self.found.entries.extend(entries);
+        Ok(())
+    }
+
+    /// The entries that a directory gives with these links in it, and the links that it lacks.
+    fn look(
+        &mut self,
+        path: &str,
+        directory: &Directory,
+        hwcap: Option<&str>,
+        names: &[Name],
+        planned: &[(String, PathBuf)],
+    ) -> io::Result<(Vec<Entry>, Vec<Edit>)> {
+        let names = names.iter().filter(|n| !planned.iter().any(|(name, _)| *name == n.name)).cloned();
+        let names: Vec<Name> = names.chain(planned.iter().map(|(n, _)| Name { name: n.clone(), kind: Some(Type::Symlink) })).collect();
+        let (mut entries, mut links) = (Vec::new(), Vec::new());
+        // What each name leads to, for those that count as libraries or are about to be links.
+        let mut leads_to: HashMap<&str, FileId> = HashMap::new();
+        let mut chosen: HashMap<String, Candidate> = HashMap::new();
+        let own = |name: &str| self.what.driver.is_some_and(|v| name.strip_suffix(v).is_some_and(|n| n.ends_with(".so.")));
+        for Name { name, kind } in &names {
+            let counts = is_library(name) || (hwcap.is_some() && *kind != Some(Type::File));
+            if !counts || is_unfinished(name) || !matches!(kind, None | Some(Type::File | Type::Symlink)) {
+                continue;
+            }
+            let Some(candidate) = self.candidate(path, directory, name, *kind, planned)? else { continue };
+            leads_to.insert(name, candidate.id);
+            if candidate.library.flags == NOT_A_LIBRARY {
+                continue;
+            }
+            let (soname, candidate) = named(candidate);
+            if !is_name(&soname) {
+                self.note(format!("leave out {path}/{name}: its SONAME {:?} is no file name", soname.chars().take(64).collect::<String>()));
+                continue;
+            }
+            match chosen.get(&soname) {
+                Some(there) if !better(&candidate, there, self.what.machine, own) => {}
+                _ => _ = chosen.insert(soname, candidate),
+            }
+        }
+        let mut chosen: Vec<(String, Candidate)> = chosen.into_iter().collect();
+        chosen.sort_unstable_by(|a, b| a.0.cmp(&b.0));
+        let links_wanted = hwcap.is_none() && self.folders.contains(&directory.id);
+        for (soname, candidate) in chosen {
+            let full = |name: &str| format!("{path}/{name}");
+            let file = if let Some(subdirectory) = hwcap {
+                let hwcap = Hwcap::Subdirectory { name: subdirectory.to_string(), isa_level: candidate.library.isa_level };
+                let entry = Entry { path: full(&candidate.name), name: soname, flags: candidate.library.flags, hwcap };
+                entries.push(entry);
+                continue;
+            } else if soname == candidate.name {
+                soname.clone()
+            } else {
+                let there = leads_to.get(soname.as_str()).copied().or_else(|| self.what.root.file_id(Path::new(&full(&soname))));
+                let is_planned = planned.iter().any(|(name, _)| *name == soname);
+                let kind = names.iter().find(|n| n.name == soname).map(|n| n.kind);
+                let can_be_made = matches!(kind, None | Some(Some(Type::Symlink)));
+                let another = there.is_some_and(|id| id != candidate.id) && own(&candidate.name);
+                if links_wanted && !candidate.is_link && !is_planned && can_be_made && (there.is_none() || another) {
+                    links.push(Edit::Link { path: full(&soname).into(), target: PathBuf::from(&candidate.name) });
+                    soname.clone()
+                } else if there.is_some() {
+                    soname.clone()
+                } else {
+                    candidate.name.clone()
+                }
+            };
+            entries.push(Entry { path: full(&file), name: soname, flags: candidate.library.flags, hwcap: Hwcap::Any });
+        }
+        Ok((entries, links))
+    }
+
+    /// What a name leads to. None for what is no regular file.
+    fn candidate(
+        &mut self,
+        path: &str,
+        directory: &Directory,
+        name: &str,
+        kind: Option<Type>,
+        planned: &[(String, PathBuf)],
+    ) -> io::Result<Option<Candidate>> {
+        self.files += 1;
+        if self.files > MAX_FILES {
+            return Err(io::Error::other(format!("more than {MAX_FILES} files with names of libraries in all")));
+        }
+        if self.start.elapsed() > DEADLINE {
+            return Err(io::Error::other(format!("{} files took longer than {} s; a hook has 10", self.files, DEADLINE.as_secs())));
+        }
+        let root = self.what.root;
+        if !planned.iter().any(|(n, _)| n == name) && kind != Some(Type::Symlink) {
+            match root.file_in(directory, name, kind) {
+                Ok(Some((file, id))) => {
+                    let library = self.library(id, || Ok(Some(file)));
+                    return Ok(Some(Candidate { name: name.to_string(), id, library, is_link: false }));
+                }
+                Ok(None) => {}
+                Err(e) => {
+                    self.note(format!("leave out {path}/{name}: {e}"));
+                    return Ok(None);
+                }
+            }
+        }
+        let Some((target, id)) = follow(root, path, directory, name, planned) else { return Ok(None) };
+        let library = self.library(id, || root.file(&target));
+        Ok(Some(Candidate { name: name.to_string(), id, library, is_link: true }))
+    }
+
+    fn library(&mut self, id: FileId, open: impl FnOnce() -> io::Result<Option<std::fs::File>>) -> Library {
+        let machine = self.what.machine;
+        let known = self.seen.entry(id).or_insert_with(|| {
+            // What is no ELF file of this machine's (a linker script, a text) is none of the loader's, and no fault.
+            let library = open().ok().flatten().and_then(|file| elf::identity(&file).ok());
+            let library = library.filter(|l| l.kind == elf::ET_DYN && l.loadable)?;
+            Some(Library { flags: machine.flags(&library)?, soname: library.soname, isa_level: library.isa_level })
+        });
+        known.clone().unwrap_or(Library { soname: None, flags: NOT_A_LIBRARY, isa_level: 0 })
+    }
+}
+
+/// In place of a library's flags.
+const NOT_A_LIBRARY: u32 = 0;
+
+/// Where a link leads, resolved from the root, with links on the way that are not made yet.
+fn follow(root: &ContainerRoot, path: &str, directory: &Directory, name: &str, planned: &[(String, PathBuf)]) -> Option<(PathBuf, FileId)> {
+    let mut name = name.to_string();
+    for _ in 0..MAX_LINKS {
+        let target = match planned.iter().find(|(n, _)| *n == name) {
+            Some((_, target)) => target.clone(),
+            None => {
+                let full = Path::new(path).join(&name);
+                if let Some(id) = root.file_id(&full) {
+                    return Some((full, id));
+                }
+                // It may lead to one that is about to be.
+                Some(readlinkat(directory, name.as_str()).ok()?.into()).filter(|_| !planned.is_empty())?
+            }
+        };
+        match target.to_str() {
+            Some(text) if !text.contains('/') => name = text.to_string(),
+            _ => {
+                let full = Path::new(path).join(target);
+                return root.file_id(&full).map(|id| (full, id));
+            }
+        }
+    }
+    None
+}
+
+/// The name under which a candidate enters the cache. A link counts as the name it has itself where that is the SONAME or the `.so` beside it, which
+/// is what compilers are given; any other link counts as the file.
+fn named(mut candidate: Candidate) -> (String, Candidate) {
+    let soname = candidate.library.soname.clone().unwrap_or_else(|| candidate.name.clone());
+    if candidate.is_link {
+        let name = &candidate.name;
+        candidate.is_link = *name == soname || (name.ends_with(".so") && soname.starts_with(name.as_str()));
+        if candidate.is_link {
+            return (name.clone(), candidate);
+        }
+    }
+    (soname, candidate)
+}
+
+/// Of two with one SONAME: the driver's own, else a file before a link, else the newer one.
+fn better(a: &Candidate, b: &Candidate, machine: Machine, own: impl Fn(&str) -> bool) -> bool {
+    let rank = |c: &Candidate| (own(&c.name) && !c.is_link, !c.is_link);
+    rank(a).cmp(&rank(b)).then_with(|| order(&a.name, &b.name, machine)).is_gt()
+}

@@ -1,0 +1,161 @@
+//! Hooks of containers: this program under the name `nvidia-cdi-hook`, or with `hook` as its first word, started by kata-agent for one container.
+//!
+//! The commands and flags are those of the incumbent's hook; [`arguments`] has them. Each hook reads and decides first, then makes all its edits or
+//! none ([`edits`]), through the container's root ([`container_root`]) alone. Nothing of the image's is executed, loaded or mounted; the environment
+//! is not looked at. kata-agent logs a hook's failure and starts the container all the same: the one line on standard error is what there is to see.
+
+pub mod arguments; // the command line
+pub mod container_root; // reading in the container
+pub mod edits; // writing there
+mod disable_device_node_modification;
+pub mod enable_cuda_compat;
+mod ld_so_conf; // where its loader looks
+mod libraries; // what is there
+pub mod oci_state; // which container
+mod update_application_profile;
+mod update_ldcache;
+
+use arguments::{Arguments, Command, Meaning};
+use container_root::ContainerRoot;
+use edits::Edit;
+use std::ffi::OsString;
+use std::fmt;
+use std::io::{self, Read};
+use std::os::fd::AsFd;
+use std::path::Path;
+use std::process::ExitCode;
+use update_ldcache::Plan;
+
+pub use disable_device_node_modification::cover;
+
+/// The incumbent's name, under which specs start it.
+pub const NAME: &str = "nvidia-cdi-hook";
+/// There in a guest that this program has booted, and nowhere else.
+const GUEST: &str = "/run/kata-gpu-init";
+
+/// A hook that failed: which, at which step, with which value.
+#[derive(Debug)]
+pub struct Error(String);
+
+impl fmt::Display for Error {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.0)
+    }
+}
+
+impl std::error::Error for Error {}
+
+/// What a hook did.
+#[derive(Debug, Default)]
+pub struct Outcome {
+    /// Files and links that were made, replaced or removed.
+    pub edits: usize,
+    /// What is not as it should be, and did not stop it.
+    pub notes: Vec<String>,
+}
+
+/// The words for a hook, where this program was started as one.
+pub fn invocation(words: impl IntoIterator<Item = OsString>) -> Option<Vec<OsString>> {
+    let mut words = words.into_iter();
+    let name = words.next()?;
+    if Path::new(&name).file_name().is_some_and(|n| n == NAME) {
+        return Some(words.collect());
+    }
+    words.next().filter(|w| w == "hook").map(|_| words.collect())
+}
+
+/// Runs a hook and tells how it went.
+pub fn main(words: Vec<OsString>) -> ExitCode {
+    // What is made for a container is made with these modes, whatever the runtime's mask is.
+    nix::sys::stat::umask(nix::sys::stat::Mode::from_bits_truncate(0o022));
+    let words: Result<Vec<String>, OsString> = words.into_iter().map(OsString::into_string).collect();
+    let result = words.map_err(|w| Error(format!("{w:?} is no text"))).and_then(|words| run(&words, io::stdin().lock()));
+    match result {
+        Ok(outcome) => {
+            outcome.notes.iter().for_each(|note| tell(note));
+            ExitCode::SUCCESS
+        }
+        Err(error) => {
+            tell(&error.to_string());
+            ExitCode::FAILURE
+        }
+    }
+}
+
+/// Says a line on standard error; in our guest in the kernel's log, too, because the agent does not pass on what hooks of this kind write.
+fn tell(line: &str) {
+    let line: String = line.chars().map(|c| if c.is_control() { ' ' } else { c }).take(1000).collect();
+    eprintln!("{NAME}: {line}");
+    if Path::new(GUEST).is_dir() {
+        let _unused = crate::events::kmsg::write(4, &format!("kata-gpu-init: {NAME}: {line}")); // without /dev/kmsg there is no third place
+    }
+}
+
+/// Runs the hook that these words (those after the program's name) ask for, with the container's state on `input`.
+pub fn run(words: &[String], input: impl Read + AsFd) -> Result<Outcome, Error> {
+    match arguments::parse(words).map_err(Error)? {
+        Meaning::Help => print!(
+            "{NAME}: hooks of containers, for kata-agent to run with the container's state on standard input\n\n{}",
+            arguments::help()
+        ),
+        Meaning::Version => println!("{NAME} {}", env!("CARGO_PKG_VERSION")),
+        // As the incumbent does: a spec of a later generator must not keep containers from starting.
+        Meaning::Unsupported(None) => return Ok(Outcome { edits: 0, notes: vec!["no hook is named; --help lists them".into()] }),
+        Meaning::Unsupported(Some(name)) => {
+            return Ok(Outcome {
+                edits: 0,
+                notes: vec![format!("unsupported hook {name:?}: nothing is done; --help lists those there are")],
+            });
+        }
+        Meaning::Run(command, arguments) => {
+            let name = words.iter().find(|w| !w.starts_with('-')).map_or("", String::as_str);
+            return perform(command, &arguments, input).map_err(|e| Error(format!("{name}: {e}")));
+        }
+    }
+    Ok(Outcome::default())
+}
+
+fn perform(command: Command, arguments: &Arguments, input: impl Read + AsFd) -> io::Result<Outcome> {
+    match command {
+        Command::Noop => return Ok(Outcome::default()),
+        Command::Chmod => {
+            return Err(io::Error::other(
+                "refused: it changes the mode of whatever the image has at a path; device nodes have theirs from the spec, so take this hook out",
+            ));
+        }
+        Command::EnableCudaCompat if arguments.host_driver_version.is_empty() && arguments.host_cuda_version.is_empty() => {
+            return Ok(Outcome::default());
+        }
+        _ => {}
+    }
+    let state = match &arguments.container_spec {
+        Some(path) => oci_state::read_regular(path, oci_state::MAX_STATE)?,
+        None => oci_state::read_state(input)?,
+    };
+    let root = ContainerRoot::open(&oci_state::root_of(&state)?)?;
+    let mut plan = Plan::default();
+    let links = || arguments.links.iter().map(|l| Edit::Link { path: l.path.clone(), target: l.target.clone() });
+    match command {
+        Command::CreateSymlinks => plan.edits.extend(links()),
+        Command::UpdateLdcache => update_ldcache::plan(&root, &arguments.folders, &[], None, &mut plan)?,
+        Command::EnableCudaCompat => enable_cuda_compat::plan(&root, host(arguments), &mut plan),
+        Command::UpdateApplicationProfile => plan.edits.extend(update_application_profile::plan(&root)?),
+        Command::Prepare => {
+            plan.edits.extend(links());
+            enable_cuda_compat::plan(&root, host(arguments), &mut plan);
+            let driver = Some(arguments.host_driver_version.as_str()).filter(|v| !v.is_empty());
+            update_ldcache::plan(&root, &arguments.folders, &arguments.links, driver, &mut plan)?;
+        }
+        Command::DisableDeviceNodeModification => disable_device_node_modification::run(&root)?,
+        Command::Chmod | Command::Noop => {} // answered above
+    }
+    Ok(Outcome { edits: edits::apply(&root, &plan.edits)?, notes: plan.notes })
+}
+
+fn host(arguments: &Arguments) -> enable_cuda_compat::Host<'_> {
+    enable_cuda_compat::Host {
+        driver_version: &arguments.host_driver_version,
+        cuda_version: &arguments.host_cuda_version,
+        compat: arguments.cuda_compat_container_root.as_deref(),
+    }
+}

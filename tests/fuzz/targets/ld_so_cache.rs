@@ -1,0 +1,21 @@
+//! A loader's cache as an image has it: no bytes make the reader crash or grow; what it reads, it writes and reads as the same.
+#![no_main]
+
+use kata_gpu_init::cdi::ld_so_cache::{Hwcap, MAX_SIZE, Machine, read, write};
+
+libfuzzer_sys::fuzz_target!(|bytes: &[u8]| {
+    let Ok(mut cache) = read(bytes) else { return };
+    let size: usize = cache.entries.iter().map(|e| e.name.len() + e.path.len()).sum();
+    assert!(size <= 2 * MAX_SIZE);
+    // These are only read.
+    cache.entries.retain(|e| !matches!(e.hwcap, Hwcap::Platform(_)));
+    let generator = cache.generator.clone().unwrap_or_default();
+    for machine in [Machine::X86_64, Machine::Aarch64] {
+        let Ok(written) = write(&cache.entries, &generator, machine) else { continue };
+        let again = read(&written).unwrap_or_else(|e| panic!("what was written is not read: {e}"));
+        assert_eq!(again.entries.len(), cache.entries.len());
+        assert!(cache.entries.iter().all(|e| again.entries.contains(e)));
+        // In its own order it stays.
+        assert_eq!(read(&write(&again.entries, "", machine).unwrap()).unwrap().entries, again.entries);
+    }
+});

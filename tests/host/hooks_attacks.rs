@@ -1,0 +1,533 @@
+//! Hostile images. Whatever they have: nothing beside the container's root changes, every hook ends soon, and it ends with a
+//! clear error or with an effect inside the root. Each check is tried on a hook that does not care, too.
+
+use crate::container::{Container, DRIVER, LIBS, tree, with_section};
+use kata_gpu_init::cdi::hooks::Outcome;
+use kata_gpu_init::elf::stand_in;
+use nix::fcntl::{AT_FDCWD, RenameFlags, renameat2};
+use nix::mount::{MntFlags, MsFlags, mount, umount2};
+use nix::sys::stat::{Mode, SFlag, makedev, mknod};
+use std::collections::BTreeMap;
+use std::fs::{self, File};
+use std::os::unix::fs::symlink;
+use std::os::unix::net::UnixListener;
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, mpsc};
+use std::time::{Duration, Instant};
+
+/// What no hook may take; the agent gives it 10 s, and these machines may be busy.
+const HANG: Duration = Duration::from_secs(9);
+pub const NONE: Option<&str> = None;
+
+/// What must come of an attack.
+#[derive(Clone, Copy)]
+enum Then {
+    /// An error with these words.
+    Refused(&'static str),
+    /// Success, with the effect inside the root that the function checks.
+    Contained(fn(&Container, &Outcome)),
+}
+use Then::{Contained, Refused};
+
+struct Attack {
+    name: &'static str,
+    image: fn(&Container),
+    words: &'static str,
+    then: Then,
+}
+
+/// Everything that is not the container's root.
+pub fn surroundings(c: &Container) -> BTreeMap<PathBuf, String> {
+    let mut all = tree(&c.outside(), &[]);
+    all.extend(tree(&c.dir.0.join("bundle"), &["rootfs"]).into_iter().map(|(p, s)| (Path::new("bundle").join(p), s)));
+    all
+}
+
+/// In a thread with mounts of its own.
+pub fn in_own_mounts<T: Send + 'static>(work: impl FnOnce() -> T + Send + 'static) -> T {
+    let thread = std::thread::spawn(move || {
+        nix::sched::unshare(nix::sched::CloneFlags::CLONE_NEWNS).unwrap();
+        mount(NONE, "/", NONE, MsFlags::MS_REC | MsFlags::MS_PRIVATE, NONE).unwrap();
+        work()
+    });
+    thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
+}
+
+/// Runs a hook on a container that has its /proc, as it has when the agent runs one; not longer than the agent would wait.
+fn run(c: &Arc<Container>, words: &str) -> Result<Outcome, String> {
+    let (container, words) = (Arc::clone(c), words.to_string());
+    let proc = c.path("/proc");
+    mount(Some("/proc"), &proc, NONE, MsFlags::MS_BIND, NONE).unwrap();
+    let (send, receive) = mpsc::channel();
+    std::thread::spawn(move || send.send(container.hook(&words)).unwrap());
+    let result = receive.recv_timeout(HANG);
+    umount2(&proc, MntFlags::MNT_DETACH).unwrap();
+    result.unwrap_or_else(|e| panic!("the hook panicked, or did not end within {HANG:?}: {e}"))
+}
+
+fn device(c: &Container, path: &str, minor: u64) {
+    fs::create_dir_all(c.path(path).parent().unwrap()).unwrap();
+    mknod(&c.path(path), SFlag::S_IFCHR, Mode::S_IRUSR | Mode::S_IWUSR, makedev(1, minor)).unwrap();
+}
+
+fn fifo(c: &Container, path: &str) {
+    fs::create_dir_all(c.path(path).parent().unwrap()).unwrap();
+    nix::unistd::mkfifo(&c.path(path), Mode::S_IRUSR | Mode::S_IWUSR).unwrap();
+}
+
+/// A file with this many names.
+fn many(c: &Container, count: usize, prefix: &str, suffix: &str, content: &[u8]) {
+    let name = |n: usize| format!("{prefix}{n}{suffix}");
+    c.file(&name(0), content);
+    (1..count).for_each(|n| fs::hard_link(c.path(&name(0)), c.path(&name(n))).unwrap());
+}
+
+fn instead(c: &Container, path: &str, target: impl AsRef<Path>) {
+    let _unused = fs::remove_dir_all(c.path(path));
+    c.link(path, target);
+}
+
+/// The usual good end.
+fn works(c: &Container, _: &Outcome) {
+    assert!(c.finds("libcuda.so.1").is_some_and(|p| p.ends_with("/libcuda.so.1")), "{:?}", c.finds("libcuda.so.1"));
+}
+
+fn works_and_says(c: &Container, outcome: &Outcome, words: &str) {
+    works(c, outcome);
+    says(outcome, words);
+}
+
+fn says(outcome: &Outcome, words: &str) {
+    assert!(outcome.notes.iter().any(|n| n.contains(words)), "{words:?} is not in {:?}", outcome.notes);
+}
+
+const CACHE: &str = "update-ldcache --folder /usr/lib/x86_64-linux-gnu --folder /opt/driver";
+pub const PREPARE: &str =
+    "prepare --host-driver-version=550.163.01 --link libcuda.so.1::/usr/lib/x86_64-linux-gnu/libcuda.so --folder /usr/lib/x86_64-linux-gnu";
+
+/// A SONAME that would be a path, were it used as one.
+fn soname(c: &Container, soname: &str) {
+    c.library("/opt/driver/libevil.so.1", Some(soname));
+}
+
+/// A library with numbers of this attack's at a place of its header.
+fn patched(c: &Container, patches: &[(usize, u64)]) {
+    let mut file = stand_in::library(Some("libpatched.so.1"), &[]);
+    patches.iter().for_each(|(at, value)| file[*at..at + 8].copy_from_slice(&value.to_le_bytes()));
+    c.file("/opt/driver/libpatched.so.1", &file);
+}
+
+const ATTACKS: &[Attack] = &[
+    // Parents that are links.
+    Attack {
+        name: "etc-absolute",
+        image: |c| instead(c, "/etc", c.outside().join("etc")),
+        words: CACHE,
+        then: Refused("open /etc: No such file"),
+    },
+    Attack {
+        name: "etc-relative",
+        image: |c| instead(c, "/etc", "../../outside/etc"),
+        words: CACHE,
+        then: Refused("open /etc: No such file"),
+    },
+    Attack {
+        name: "etc-inside",
+        image: |c| {
+            instead(c, "/etc", "../../outside/etc");
+            c.directory("/outside/etc");
+        },
+        words: CACHE,
+        then: Contained(|c, _| assert!(c.path("/outside/etc/ld.so.cache").is_file())),
+    },
+    Attack {
+        name: "etc-by-proc",
+        image: |c| instead(c, "/etc", Path::new("/proc/self/root").join(c.outside().join("etc").strip_prefix("/").unwrap())),
+        words: CACHE,
+        then: Refused("symbolic links"),
+    },
+    Attack { name: "etc-by-cwd", image: |c| instead(c, "/etc", "/proc/self/cwd"), words: CACHE, then: Refused("symbolic links") },
+    Attack {
+        name: "etc-in-sys",
+        image: |c| instead(c, "/etc", "/proc/sys/kernel"),
+        words: CACHE,
+        then: Refused("file system of the kernel's"),
+    },
+    Attack { name: "etc-loop", image: |c| instead(c, "/etc", "etc"), words: CACHE, then: Refused("symbolic links") },
+    Attack {
+        name: "etc-file",
+        image: |c| {
+            let _unused = fs::remove_dir_all(c.path("/etc"));
+            c.file("/etc", b"")
+        },
+        words: CACHE,
+        then: Refused("Not a directory"),
+    },
+    Attack { name: "no-etc", image: |c| fs::remove_dir_all(c.path("/etc")).unwrap(), words: CACHE, then: Contained(works) },
+    Attack {
+        name: "conf-directory",
+        image: |c| instead(c, "/etc/ld.so.conf.d", c.outside().join("etc")),
+        words: CACHE,
+        then: Refused("open /etc/ld.so.conf.d: No such file"),
+    },
+    Attack {
+        name: "lib-loop",
+        image: |c| instead(c, "/lib", "/lib"),
+        words: CACHE,
+        then: Contained(|c, _| assert!(c.path("/etc/ld.so.cache").exists())),
+    },
+    Attack {
+        name: "libraries-outside",
+        image: |c| instead(c, LIBS, "../../../../outside"),
+        words: "create-symlinks --link a::/usr/lib/x86_64-linux-gnu/liba.so --link b::/usr/lib/x86_64-linux-gnu/gbm/libb.so",
+        then: Refused("No such file"),
+    },
+    Attack {
+        name: "parent-in-the-path",
+        image: |_| {},
+        words: "create-symlinks --link a::/usr/../../../../outside/link",
+        then: Refused("is not there, and is not made"),
+    },
+    Attack {
+        name: "profile-outside",
+        image: |c| {
+            c.link("/etc/nvidia", c.outside().join("etc"));
+            c.directory("/dev");
+            mknod(&c.path("/dev/nvidia0"), SFlag::S_IFCHR, Mode::S_IRUSR, makedev(195, 0)).unwrap();
+        },
+        words: "update-application-profile",
+        then: Refused("open /etc/nvidia: No such file"),
+    },
+    Attack { name: "compat-outside", image: |c| c.link("/usr/local/cuda", c.outside()), words: PREPARE, then: Contained(works) },
+    Attack {
+        name: "compat-loop",
+        image: |c| c.link("/usr/local/cuda", "cuda"),
+        words: PREPARE,
+        then: Contained(|c, o| works_and_says(c, o, "leave /usr/local/cuda/compat alone")),
+    },
+    // Things that are no files, where files belong.
+    Attack {
+        name: "cache-link",
+        image: |c| c.link("/etc/ld.so.cache", c.outside().join("etc/ld.so.cache")),
+        words: CACHE,
+        then: Contained(works),
+    },
+    Attack {
+        name: "cache-fifo",
+        image: |c| fifo(c, "/etc/ld.so.cache"),
+        words: CACHE,
+        then: Refused("write /etc/ld.so.cache: a FIFO is in its place"),
+    },
+    Attack { name: "cache-device", image: |c| device(c, "/etc/ld.so.cache", 3), words: CACHE, then: Refused("a device is in its place") },
+    Attack {
+        name: "cache-directory",
+        image: |c| c.directory("/etc/ld.so.cache"),
+        words: CACHE,
+        then: Refused("a directory is in its place"),
+    },
+    Attack {
+        name: "cache-socket",
+        image: |c| drop(UnixListener::bind(c.path("/etc/ld.so.cache")).unwrap()),
+        words: CACHE,
+        then: Refused("a socket is in its place"),
+    },
+    Attack {
+        name: "conf-fifo",
+        image: |c| {
+            fs::remove_file(c.path("/etc/ld.so.conf")).unwrap();
+            fifo(c, "/etc/ld.so.conf")
+        },
+        words: CACHE,
+        then: Contained(|c, o| works_and_says(c, o, "it is a FIFO, not a regular file")),
+    },
+    Attack {
+        name: "conf-zero",
+        image: |c| device(c, "/etc/ld.so.conf.d/a.conf", 5),
+        words: CACHE,
+        then: Contained(|c, o| works_and_says(c, o, "it is a device, not a regular file")),
+    },
+    Attack {
+        name: "conf-kmsg",
+        image: |c| c.link("/etc/ld.so.conf.d/a.conf", "/proc/kmsg"),
+        words: CACHE,
+        then: Contained(|c, o| works_and_says(c, o, "a file of the kernel's")),
+    },
+    Attack {
+        name: "conf-outside",
+        image: |c| c.link("/etc/ld.so.conf.d/a.conf", "../../../../outside/secret"),
+        words: CACHE,
+        then: Contained(works),
+    },
+    Attack {
+        name: "link-over-fifo",
+        image: |c| fifo(c, "/usr/lib/x86_64-linux-gnu/libcuda.so"),
+        words: PREPARE,
+        then: Refused("a FIFO is in its place"),
+    },
+    Attack {
+        name: "soname-fifo",
+        image: |c| fifo(c, "/usr/lib/x86_64-linux-gnu/libcuda.so.1"),
+        words: CACHE,
+        then: Contained(|c, _| assert!(c.finds("libcuda.so.1").unwrap().ends_with(DRIVER))),
+    },
+    // Libraries that are not what they seem.
+    Attack {
+        name: "libraries-that-block",
+        image: |c| {
+            fifo(c, "/opt/driver/libfifo.so.1");
+            c.link("/opt/driver/libtofifo.so.1", "libfifo.so.1");
+            device(c, "/opt/driver/libzero.so.1", 5);
+            c.link("/opt/driver/libtozero.so.1", "libzero.so.1");
+            c.link("/opt/driver/libtomem.so.1", "/proc/self/mem");
+            c.link("/opt/driver/libtoself.so.1", "/proc/self/exe");
+            c.link("/opt/driver/libloop.so.1", "libloop.so.1");
+        },
+        words: CACHE,
+        then: Contained(|c, o| {
+            works(c, o);
+            assert!(c.cache().entries.iter().all(|e| !e.path.starts_with("/opt/driver")), "{:?}", c.cache());
+        }),
+    },
+    Attack {
+        name: "huge-library",
+        image: |c| {
+            c.library("/opt/driver/libhuge.so.1", Some("libhuge.so.1"));
+            File::options().write(true).open(c.path("/opt/driver/libhuge.so.1")).unwrap().set_len(1 << 40).unwrap();
+        },
+        words: CACHE,
+        then: Contained(works),
+    },
+    Attack { name: "segments-everywhere", image: |c| patched(c, &[(32, u64::MAX - 8)]), words: CACHE, then: Contained(works) },
+    Attack {
+        name: "huge-segments",
+        image: |c| patched(c, &[(64 + 56 + 32, u64::MAX), (64 + 56 + 40, u64::MAX)]),
+        words: CACHE,
+        then: Contained(works),
+    },
+    Attack {
+        name: "strings-elsewhere",
+        image: |c| patched(c, &[(64 + 8, u64::MAX - 7), (64 + 16, 1)]),
+        words: CACHE,
+        then: Contained(works),
+    },
+    Attack {
+        name: "soname-path",
+        image: |c| soname(c, "../../../outside/evil"),
+        words: CACHE,
+        then: Contained(|c, o| works_and_says(c, o, "is no file name")),
+    },
+    Attack {
+        name: "soname-absolute",
+        image: |c| soname(c, "/etc/passwd"),
+        words: CACHE,
+        then: Contained(|c, o| works_and_says(c, o, "is no file name")),
+    },
+    Attack {
+        name: "soname-dots",
+        image: |c| soname(c, ".."),
+        words: CACHE,
+        then: Contained(|c, o| works_and_says(c, o, "is no file name")),
+    },
+    Attack {
+        name: "soname-empty",
+        image: |c| soname(c, ""),
+        words: CACHE,
+        then: Contained(|c, o| works_and_says(c, o, "is no file name")),
+    },
+    Attack {
+        name: "soname-lines",
+        image: |c| soname(c, "lib\nx.so"),
+        words: CACHE,
+        then: Contained(|c, o| works_and_says(c, o, "is no file name")),
+    },
+    Attack {
+        name: "soname-long",
+        image: |c| soname(c, &"x".repeat(4000)),
+        words: CACHE,
+        then: Contained(|c, o| works_and_says(c, o, "is no file name")),
+    },
+    Attack {
+        name: "huge-note",
+        image: |c| {
+            let note = [[19, u32::MAX, 0].map(u32::to_le_bytes).concat(), b"NVIDIA Corporation\0\0{}".to_vec()].concat();
+            c.file("/usr/local/cuda/compat/libcuda.so.999.1.1", &with_section(".note.cuda.fwd_compatibility", &note));
+        },
+        words: PREPARE,
+        then: Contained(|_, o| says(o, "description of 4294967295 bytes")),
+    },
+    Attack {
+        name: "huge-note-section",
+        image: |c| {
+            let mut file = with_section(".note.cuda.fwd_compatibility", b"x");
+            let at = u64::from_le_bytes(*file[40..].first_chunk().unwrap()) as usize + 64 + 32;
+            file[at..at + 8].copy_from_slice(&u64::MAX.to_le_bytes());
+            c.file("/usr/local/cuda/compat/libcuda.so.999.1.1", &file);
+        },
+        words: PREPARE,
+        then: Contained(|_, o| says(o, "more than any such file has")),
+    },
+    Attack { name: "compat-fifo", image: |c| fifo(c, "/usr/local/cuda/compat/libcuda.so.999.1.1"), words: PREPARE, then: Contained(works) },
+    // Configurations without an end.
+    Attack {
+        name: "conf-loop",
+        image: |c| c.file("/etc/ld.so.conf.d/a.conf", b"include /etc/ld.so.conf\ninclude a.conf\ninclude ../ld.so.conf.d/a.conf\n"),
+        words: CACHE,
+        then: Contained(works),
+    },
+    Attack {
+        name: "conf-long-loop",
+        image: |c| c.file("/etc/ld.so.conf.d/a.conf", b"include ./x/../a.conf\ninclude ../*.d/*.conf\n"),
+        words: CACHE,
+        then: Contained(works),
+    },
+    Attack {
+        name: "conf-lines",
+        image: |c| {
+            let lines: String = (0..100_000).map(|n| format!("/d{n}\n")).collect();
+            c.file("/etc/ld.so.conf.d/a.conf", lines.as_bytes());
+        },
+        words: CACHE,
+        then: Contained(|c, o| works_and_says(c, o, "came before it")),
+    },
+    Attack {
+        name: "conf-huge",
+        image: |c| c.file("/etc/ld.so.conf.d/a.conf", &vec![b'/'; 2_000_000]),
+        words: CACHE,
+        then: Contained(|c, o| works_and_says(c, o, "more than 1048576 bytes")),
+    },
+    Attack {
+        name: "conf-globs",
+        image: |c| {
+            many(c, 3000, "/etc/ld.so.conf.d/f", ".conf", b"include /etc/*/*/*\ninclude /etc/l*/*f*\n/opt\n");
+        },
+        words: CACHE,
+        then: Contained(|_, o| says(o, "leave out")),
+    },
+    Attack {
+        name: "conf-stars",
+        image: |c| c.file("/etc/ld.so.conf.d/a.conf", format!("include /{}\n", "*a".repeat(2000)).as_bytes()),
+        words: CACHE,
+        then: Contained(works),
+    },
+    Attack { name: "stray-files", image: |c| many(c, 10_000, "/opt/driver/libstray", ".so", b""), words: CACHE, then: Contained(works) },
+    Attack {
+        name: "musl-path-fifo",
+        image: |c| {
+            c.library("/usr/lib/ld-musl-x86_64.so.1", None);
+            fifo(c, "/etc/ld-musl-x86_64.path");
+        },
+        words: CACHE,
+        then: Refused("read /etc/ld-musl-x86_64.path: it is a FIFO"),
+    },
+];
+
+#[test]
+fn nothing_outside_the_root_changes_whatever_an_image_has() {
+    if !nix::unistd::geteuid().is_root() {
+        return eprintln!("skipped: not root, which device nodes and mounts need");
+    }
+    in_own_mounts(|| ATTACKS.iter().for_each(attack));
+}
+
+fn attack(Attack { name, image, words, then }: &Attack) {
+    let c = Arc::new(Container::debian(&format!("attack-{name}")));
+    c.directory("/proc");
+    image(&c);
+    let before = surroundings(&c);
+    let start = Instant::now();
+    let result = run(&c, words);
+    assert!(start.elapsed() < Duration::from_secs(3), "{name} took {:?}", start.elapsed());
+    assert_eq!(surroundings(&c), before, "{name}: something outside the root has changed");
+    match (then, result) {
+        (Refused(says), Err(error)) => assert!(error.contains(says), "{name}: {error}"),
+        (Contained(check), Ok(outcome)) => check(&c, &outcome),
+        (Refused(_), Ok(outcome)) => panic!("{name} was not refused: {outcome:?}"),
+        (Contained(_), Err(error)) => panic!("{name} was refused: {error}"),
+    }
+    let leftovers = tree(&c.path(""), &["proc"]).into_keys().filter(|p| p.to_str().unwrap().contains(".kata-gpu-init-"));
+    assert_eq!(leftovers.count(), 0, "{name}: temporary files are left");
+}
+
+/// What a hook that joins paths does.
+fn naive(c: &Container) -> std::io::Result<()> {
+    fs::write(c.path("/etc/ld.so.cache"), "a new cache")?;
+    let link = c.path(LIBS).join("libcuda.so");
+    symlink("libcuda.so.1", link)
+}
+
+#[test]
+fn a_hook_that_joins_paths_would_be_caught() {
+    // Negative control of the comparison: on images with links, this one changes what is outside.
+    let escapes: [fn(&Container); 4] = [
+        |c| instead(c, "/etc", c.outside().join("etc")),
+        |c| instead(c, "/etc", "../../outside/etc"),
+        |c| c.link("/etc/ld.so.cache", c.outside().join("etc/ld.so.cache")),
+        |c| instead(c, LIBS, "../../../../outside"),
+    ];
+    for (n, image) in escapes.into_iter().enumerate() {
+        let c = Container::debian(&format!("naive-{n}"));
+        image(&c);
+        let before = surroundings(&c);
+        naive(&c).unwrap();
+        assert_ne!(surroundings(&c), before, "image {n}: the escape was not seen");
+    }
+    let c = Container::debian("naive");
+    let before = surroundings(&c);
+    naive(&c).unwrap();
+    assert_eq!(surroundings(&c), before, "an honest image is no escape");
+}
+
+/// Exchanges directories for links to outside and back as fast as it can, until told to stop; gives the number of rounds.
+fn swap(c: &Container, stop: Arc<AtomicBool>) -> std::thread::JoinHandle<usize> {
+    let pairs: Vec<(PathBuf, PathBuf)> = [("/etc", "../../outside/etc"), (LIBS, "../../../../outside")]
+        .map(|(path, target)| {
+            let (path, other) = (c.path(path), c.path(&format!("{path}.other")));
+            symlink(target, &other).unwrap();
+            (path, other)
+        })
+        .into();
+    std::thread::spawn(move || {
+        let mut rounds = 0;
+        while !stop.load(Ordering::Relaxed) {
+            for (path, other) in &pairs {
+                renameat2(AT_FDCWD, path, AT_FDCWD, other, RenameFlags::RENAME_EXCHANGE).unwrap();
+            }
+            rounds += 1;
+        }
+        rounds
+    })
+}
+
+#[test]
+fn a_link_that_is_swapped_in_while_hooks_run_leads_nowhere() {
+    let run_for = Duration::from_millis(1200);
+    let c = Container::debian("swap");
+    let before = surroundings(&c);
+    let stop = Arc::new(AtomicBool::new(false));
+    let swapping = swap(&c, Arc::clone(&stop));
+    let (start, mut well, mut hooks) = (Instant::now(), 0, 0);
+    while start.elapsed() < run_for && hooks < 2000 {
+        // Anything may come of a hook in the middle of this, but nothing outside.
+        well += usize::from(c.hook(PREPARE).is_ok());
+        hooks += 1;
+    }
+    stop.store(true, Ordering::Relaxed);
+    let rounds = swapping.join().unwrap();
+    assert_eq!(surroundings(&c), before, "a swapped link led outside");
+    assert!(hooks > 5 && rounds > 100, "{hooks} hooks, {well} of them well, {rounds} rounds");
+    // Negative control: one that joins paths is caught by the same swapping.
+    let c = Container::debian("swap-naive");
+    let before = surroundings(&c);
+    let stop = Arc::new(AtomicBool::new(false));
+    let swapping = swap(&c, Arc::clone(&stop));
+    let start = Instant::now();
+    let mut caught = false;
+    while !caught && start.elapsed() < Duration::from_secs(5) {
+        let _unused = naive(&c);
+        caught = surroundings(&c) != before;
+    }
+    stop.store(true, Ordering::Relaxed);
+    swapping.join().unwrap();
+    assert!(caught, "the swapping would not show an escape");
+}

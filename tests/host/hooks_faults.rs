@@ -1,0 +1,150 @@
+//! Hooks that fail half-way, and runtimes that give them nonsense: the container stays as it was, and the error says what was wrong with what.
+
+use crate::container::{Container, LIBS, as_a_process, tree};
+use crate::hooks_attacks::{NONE, PREPARE, in_own_mounts, surroundings};
+use nix::mount::{MsFlags, mount};
+use nix::sys::stat::Mode;
+use std::collections::BTreeMap;
+use std::fs;
+use std::os::unix::fs::symlink;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+/// Names and contents, without times.
+fn contents(c: &Container) -> BTreeMap<PathBuf, (Option<PathBuf>, Option<Vec<u8>>)> {
+    let of = |p: &PathBuf| {
+        let path = c.path("").join(p);
+        let link = fs::read_link(&path).ok();
+        let content = if link.is_none() { fs::read(&path).ok() } else { None };
+        (link, content)
+    };
+    tree(&c.path(""), &["proc"]).into_keys().map(|p| (p.clone(), of(&p))).collect()
+}
+
+#[test]
+fn a_hook_that_fails_leaves_the_container_as_it_was() {
+    if !nix::unistd::geteuid().is_root() {
+        return eprintln!("skipped: not root, which mounts need");
+    }
+    let words = format!("{PREPARE} --link new::/opt/new/deep/link --link other::{LIBS}/old --folder /opt/driver");
+    // While it prepares: a directory is where the last file goes.
+    let image = |c: &Container| {
+        c.link(&format!("{LIBS}/old"), "the old target");
+        c.file("/etc/ld.so.conf.d/00-compat-kata-gpu-init.conf", b"/of/an/earlier/start\n");
+    };
+    let c = Container::debian("undo-early");
+    image(&c);
+    c.directory("/etc/ld.so.cache");
+    let before = contents(&c);
+    assert!(c.hook(&words).unwrap_err().contains("a directory is in its place"));
+    assert_eq!(contents(&c), before);
+    // While it puts things into place: the last file is a mount, which nothing replaces.
+    let c = Arc::new(Container::debian("undo-late"));
+    image(&c);
+    c.file("/etc/ld.so.cache", b"mounted over");
+    let before = contents(&c);
+    let container = Arc::clone(&c);
+    let result = in_own_mounts({
+        let words = words.clone();
+        move || {
+            let cache = container.path("/etc/ld.so.cache");
+            mount(Some(&container.outside().join("secret")), &cache, NONE, MsFlags::MS_BIND, NONE).unwrap();
+            container.hook(&words)
+        }
+    });
+    let error = result.unwrap_err();
+    assert!(error.contains("write /etc/ld.so.cache: a mount is in its place"), "{error}");
+    assert_eq!(contents(&c), before);
+    // Nothing is written at all on a root that cannot be.
+    let container = Arc::clone(&c);
+    let result = in_own_mounts({
+        let words = words.clone();
+        move || {
+            let root = container.path("");
+            mount(Some(&root), &root, NONE, MsFlags::MS_BIND, NONE).unwrap();
+            mount(NONE, &root, NONE, MsFlags::MS_BIND | MsFlags::MS_REMOUNT | MsFlags::MS_RDONLY, NONE).unwrap();
+            container.hook(&words)
+        }
+    });
+    assert!(result.unwrap_err().contains("Read-only file system"));
+    assert_eq!(contents(&c), before);
+    // Negative control: where nothing is in the way, all of it changes.
+    c.hook(&words).unwrap();
+    let after = contents(&c);
+    assert!(
+        after.contains_key(Path::new("opt/new/deep/link"))
+            && !after.contains_key(Path::new("etc/ld.so.conf.d/00-compat-kata-gpu-init.conf"))
+    );
+    assert_eq!(c.target(&format!("{LIBS}/old")).as_deref(), Some("other"));
+}
+
+#[test]
+fn bundles_and_states_that_are_not_what_they_should_be_are_refused() {
+    let root = |path: &str| serde_json::json!({ "root": { "path": path } }).to_string();
+    let cases: &[(&str, &str, &str)] = &[
+        ("the guest's root", &root("/"), "this is the root of the guest itself"),
+        ("the guest's root again", &root("/usr/.."), "this is the root of the guest itself"),
+        ("by a link of the kernel's", &root("/proc/self/root"), "symbolic links"),
+        ("a file system of the kernel's", &root("/proc"), "this is a file system of the kernel's"),
+        ("relative", &root("rootfs"), "is not absolute"),
+        ("empty", &root(""), "is not absolute"),
+        ("nowhere", &root("/nosuch/rootfs"), "No such file"),
+        ("a file", &root("/etc/hostname"), "Not a directory"),
+        ("no root", "{}", "no \"root.path\""),
+        ("garbage", "\0\u{1}garbage", "no OCI configuration"),
+        ("huge", &format!("{{\"x\":\"{}\"}}", "x".repeat(5 << 20)), "more than 4194304 bytes"),
+        ("deep", &"[".repeat(1 << 20), "no OCI configuration"),
+    ];
+    for (name, config, says) in cases {
+        let c = Container::debian("bundle");
+        c.config(config);
+        let before = (surroundings(&c), contents(&c));
+        let error = c.hook(PREPARE).unwrap_err();
+        assert!(error.contains(says), "{name}: {error}");
+        assert_eq!((surroundings(&c), contents(&c)), before, "{name}");
+    }
+    let c = Container::debian("state");
+    let config = c.dir.0.join("bundle/config.json");
+    let states: &[(&[u8], &str)] = &[
+        (b"", "no OCI state"),
+        (b"\xff\xfe", "no OCI state"),
+        (b"{}", "no \"bundle\""),
+        (br#"{"bundle":"."}"#, "not absolute"),
+        (&[b' '; 70_000], "more than 65536 bytes"),
+    ];
+    for (state, says) in states {
+        let error = c.hook_with_state(PREPARE, state).unwrap_err();
+        assert!(error.contains(says), "{error}");
+    }
+    fs::remove_file(&config).unwrap();
+    assert!(c.hook(PREPARE).unwrap_err().contains("config.json: No such file"));
+    symlink("/etc/hostname", &config).unwrap();
+    assert!(c.hook(PREPARE).unwrap_err().contains("config.json: Too many levels of symbolic links"));
+    fs::remove_file(&config).unwrap();
+    nix::unistd::mkfifo(&config, Mode::S_IRUSR).unwrap();
+    assert!(c.hook(PREPARE).unwrap_err().contains("config.json: it is not a regular file"));
+}
+
+#[test]
+fn the_environment_changes_nothing() {
+    let environment = [
+        ("LD_LIBRARY_PATH", "/tmp/evil"),
+        ("LD_AUDIT", "/tmp/evil.so"),
+        ("NVIDIA_VISIBLE_DEVICES", "all"),
+        ("NVIDIA_CTK_DEBUG", "true"),
+        ("NVIDIA_CTK_LIBCUDA_DIR", "/tmp/evil"),
+        ("PATH", "/tmp/evil"),
+        ("HOME", "/root"),
+        ("RUST_LOG", "trace"),
+        ("TMPDIR", "/tmp/evil"),
+    ];
+    let run = |test: &str, environment: &[(&str, &str)]| {
+        let c = Container::debian(test);
+        let words: Vec<&str> = PREPARE.split(' ').collect();
+        let output = as_a_process("nvidia-cdi-hook", &words, c.state().as_bytes(), environment)?;
+        assert!(output.status.success() && output.stderr.is_empty() && output.stdout.is_empty(), "{output:?}");
+        Some(contents(&c))
+    };
+    let (Some(with), Some(without)) = (run("with-environment", &environment), run("without-environment", &[])) else { return };
+    assert!(with == without && with.contains_key(Path::new("etc/ld.so.cache")));
+}
