@@ -5,6 +5,10 @@ use kata_gpu_init::cdi::devices::{OTHERS, Places};
 use kata_gpu_init::cdi::schema::{Edits, Spec};
 use kata_gpu_init::cdi::spec::{Hooks, Naming, Options, generate};
 use kata_gpu_init::driver_files::{Roots, scan};
+use kata_gpu_init::host::cdi_check::finding::Agents;
+use kata_gpu_init::host::cdi_check::input;
+use kata_gpu_init::host::cdi_check::look::Look;
+use kata_gpu_init::host::cdi_check::report::{Outcome, Question, check};
 use serde_json::Value;
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
@@ -279,4 +283,36 @@ fn the_other_modes_find_their_devices() {
     let nodes = list(&spec["devices"][0]["containerEdits"], "deviceNodes").len();
     // 8 GPUs, control, two of uvm, two capabilities, a switch's, a channel.
     assert_eq!((nodes, list(&spec["containerEdits"], "mounts").len() > 16), (8 + 1 + 2 + 2 + 1 + 1, true));
+}
+
+/// What a container gets of each device, in both agents' view: nodes, cgroup rules, mounts, variables, hooks.
+fn judged(path: &Path) -> Vec<(String, [usize; 5])> {
+    let question = Question { look: Look::Nowhere, agents: Agents::BOTH, devices: Vec::new(), require_resolvable: true };
+    let report = check(input::read(path).unwrap(), &question).unwrap();
+    assert!(!report.has_errors(), "{:#?}", report.findings);
+    let counts = report.asked.iter().map(|asked| {
+        let [(_, Outcome::Gets(a)), (_, Outcome::Gets(b))] = asked.outcomes.as_slice() else { panic!("{:?}", asked.outcomes) };
+        assert_eq!(a, b, "the agents differ on {:?}", asked.devices);
+        (asked.devices.concat(), [a.device_nodes.len(), a.cgroup_rules.len(), a.mounts.len(), a.env.len(), a.hooks.len()])
+    });
+    counts.collect()
+}
+
+#[test]
+fn both_agents_give_containers_what_the_spec_says() {
+    let (folder, root) = root("agents");
+    let file = folder.0.join("spec.json");
+    // Files and sockets, and with hooks that make no links each of the 11 links as a mount.
+    for (hooks, mounts, count) in [(Hooks::One, 16 + 11, 1), (Hooks::Compat, 16, 6), (Hooks::None, 16 + 11, 0)] {
+        let options = Options { namings: vec![Naming::Index, Naming::Uuid, Naming::TypeIndex], hooks, ..Options::default() };
+        std::fs::write(&file, ours(&root, &options).0.to_json()).unwrap();
+        let judged = judged(&file);
+        assert_eq!(judged.len(), 3 * 8 + 1);
+        for (device, counts) in judged {
+            let nodes = 3 + if device.ends_with("=all") { 8 } else { 1 };
+            assert_eq!(counts, [nodes, nodes, mounts, 2, count], "{device} with {hooks:?}");
+        }
+    }
+    std::fs::write(&file, run(&root, &["generate", "--mode", "management"]).stdout).unwrap();
+    assert_eq!(judged(&file).len(), 1);
 }
