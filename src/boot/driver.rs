@@ -8,6 +8,7 @@ use super::lane::Hold;
 use super::publication::{Common, Update, Updates};
 use super::user_space;
 use crate::bind::{DRIVER, PciSysfs};
+use crate::cdi::spec::Ready;
 use crate::config::{Bind, with_registry_key};
 use crate::device_nodes::{DeviceNodes, Node};
 use crate::driver_proc::{Majors, information, majors, node_rules};
@@ -129,10 +130,11 @@ impl Nodes {
         control.into_iter().chain(uvm.into_iter().flatten()).collect()
     }
 
-    /// That of a bound GPU.
-    pub fn gpu_now(&self, gpu: PciAddress) -> Option<Node> {
-        let minor = information(Path::new(PROC), gpu).ok()?.minor;
-        self.nodes.gpu(self.majors.nvidia?, minor).ok()
+    /// What containers get of a bound GPU.
+    pub fn gpu_now(&self, gpu: PciAddress) -> Option<Ready> {
+        let information = information(Path::new(PROC), gpu).ok()?;
+        let node = self.nodes.gpu(self.majors.nvidia?, information.minor).ok()?;
+        Some(Ready { nodes: vec![node], uuid: information.uuid, ..Ready::default() })
     }
 }
 

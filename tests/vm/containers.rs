@@ -10,6 +10,7 @@ pub const TESTS: &[VmTest] = &[
     VmTest { name: "a_container_with_gpu_0_starts_before_gpu_7_is_bound_pipelined", run: |c| early(c, "pipelined") },
     VmTest { name: "a_growing_list_makes_the_agent_fail", run: growing_list },
     VmTest { name: "names_follow_pci_order_and_paths_the_minors", run: other_minors },
+    VmTest { name: "a_gpu_has_its_uuid_as_a_name_once_the_driver_knows_it", run: by_uuid },
     VmTest { name: "ready_usable_and_cdi_complete_hold_containers_back", run: held_back },
 ];
 
@@ -101,5 +102,21 @@ fn held_back(context: &TestContext) -> Result<Outcome> {
     booted.created("all")?;
     let publications = booted.receiver.records().iter().filter(|r| r.name == names::CDI_PUBLISH && r.kind == Kind::Begin).count();
     ensure!(publications == 1, "{publications} publications with gpuinit.cdi=complete");
+    Ok(Outcome::Passed)
+}
+
+fn by_uuid(context: &TestContext) -> Result<Outcome> {
+    // The simulator makes it from the address: domain 1, slot 1. Agents up to 3.31 wait for a name that is not there yet.
+    let asked = "testagent.version=3.31.0 testagent.containers=named:GPU-00000001-51d0-5afe-9000-000000000008";
+    let booted = Guest::new().append(&format!("fakepci.gpus=3 gpuinit.cdi.names=index,uuid {asked}")).boot(context, "uuid")?;
+    let named = booted.created("named")?;
+    ensure!(
+        named.get("nodes").contains("/dev/nvidia1 ") && named.get("nodes").matches("/dev/nvidia").count() == 1 + 3,
+        "{}",
+        named.get("nodes")
+    );
+    let usable = booted.record("gpu.usable of GPU 1", |r| r.name == names::GPU_USABLE && r.fields.get("index") == Some(&1.into()))?;
+    let at = booted.boottime_ns(&named)?;
+    ensure!(at > usable.boottime_ns, "known at {at} ns, before the initialisation's end at {} ns", usable.boottime_ns);
     Ok(Outcome::Passed)
 }

@@ -1,12 +1,13 @@
-//! The driver's files: information, devices, params.
+//! The driver's files: information, devices, params, mig-minors.
 #![no_main]
 
-use kata_gpu_init::driver_proc::{parse_information, parse_majors, parse_node_rules};
+use kata_gpu_init::driver_proc::{parse_information, parse_majors, parse_mig_minors, parse_node_rules};
 
 libfuzzer_sys::fuzz_target!(|text: &str| {
     if let Some(information) = parse_information(text) {
         assert!(information.uuid.is_none_or(|u| u.len() == 40 && u.is_ascii()));
     }
     let _majors = parse_majors(text);
+    assert!(parse_mig_minors(text).len() <= text.lines().count());
     assert!(parse_node_rules(text).mode <= 0o777);
 });
