@@ -42,11 +42,6 @@ pub struct Held {
 pub struct KeeperSocket(OwnedFd);
 
 impl KeeperSocket {
-    /// For a child of the worker's, which closes its copy.
-    pub fn descriptor(&self) -> RawFd {
-        self.0.as_raw_fd()
-    }
-
     /// Hands a copy of a GPU's descriptor to the keeper; the worker's own one stays open.
     pub fn keep(&self, gpu: &str, descriptor: &OwnedFd) -> nix::Result<()> {
         let descriptors = [descriptor.as_raw_fd()];

@@ -4,7 +4,7 @@
 //!
 //! All of this only makes a boot faster: what cannot be set stays as it is.
 
-use super::keeper::{Held, KeeperSocket};
+use super::keeper::Held;
 use super::lane_process::LaneProcess;
 use super::lateness::OPEN_THREAD;
 use nix::sched::{CpuSet, sched_getaffinity, sched_setaffinity};
@@ -24,10 +24,10 @@ pub struct Spare {
 
 impl Spare {
     /// Starts the lane's process; must be called while this process has one thread. None where there is only one vCPU, or no such process.
-    pub fn start(sysfs: &Path, keeper: Option<&KeeperSocket>, held: &[Held]) -> Option<Self> {
+    pub fn start(sysfs: &Path, held: &[Held]) -> Option<Self> {
         let all = sched_getaffinity(SELF).ok()?;
         let (lane, others) = split(&all)?;
-        let process = LaneProcess::start(sysfs, &lane, keeper, held)?;
+        let process = LaneProcess::start(sysfs, &lane, held)?;
         Some(Self { process, all, others })
     }
 

@@ -2,7 +2,7 @@
 //! whoever changes the memory map of a process (a new thread's stack, memory given back) waits for all vCPUs that run this process. In the
 //! worker that would be every other GPU's way.
 
-use super::keeper::{Held, KeeperSocket, name_process};
+use super::keeper::{Held, name_process};
 use crate::bind::{PciSysfs, SysfsError};
 use crate::pci::PciAddress;
 use nix::errno::Errno;
@@ -26,17 +26,16 @@ pub struct LaneProcess {
 impl LaneProcess {
     /// Starts it, on these CPUs; must be called while this process has one thread. None where that cannot be: the worker then enables by itself.
     ///
-    /// The descriptors are those that the child must not keep: a GPU is removed only when nobody has it open any more, and the keeper sees by its
-    /// socket that the worker is gone.
-    pub fn start(sysfs: &Path, cpus: &CpuSet, keeper: Option<&KeeperSocket>, held: &[Held]) -> Option<Self> {
+    /// GPUs that are held must not be held by the child: one is removed only when nobody has it open any more. The worker's way to the keeper stays open in the
+    /// child on purpose: the keeper starts no other worker while a GPU is still being enabled, because to the kernel that one is enabled already.
+    pub fn start(sysfs: &Path, cpus: &CpuSet, held: &[Held]) -> Option<Self> {
         let (ours, theirs) = socketpair(AddressFamily::Unix, SockType::SeqPacket, None, SockFlag::SOCK_CLOEXEC).ok()?;
         match crate::sys::fork_single_threaded().ok()? {
             ForkResult::Parent { child } => Some(Self { socket: Some(ours), pid: child }),
             ForkResult::Child => {
                 drop(ours);
-                let others = held.iter().map(|h| h.descriptor).chain(keeper.map(KeeperSocket::descriptor));
-                for descriptor in others {
-                    let _unused = close(descriptor);
+                for gpu in held {
+                    let _unused = close(gpu.descriptor);
                 }
                 let _unused = sched_setaffinity(Pid::from_raw(0), cpus);
                 name_process("gpuinit-lane");

@@ -57,7 +57,11 @@ pub fn run(root: &Path, runs: usize) -> Result<()> {
     told(
         "spec of 8 GPUs from what was found",
         "",
-        timed(runs, || Ok(drop(generate(&found.gpus, &found.common, Some(&files), &options).to_json())))?,
+        timed(runs, || {
+            let text = generate(&found.gpus, &found.common, Some(&files), &options).to_json();
+            ensure!(!text.is_empty(), "no text");
+            Ok(())
+        })?,
     );
 
     let binary = root.join("target/x86_64-unknown-linux-musl/release/kata-gpu-init");

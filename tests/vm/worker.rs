@@ -26,15 +26,17 @@ pub fn all_up_once(counters: &str, gpus: usize) -> Result<()> {
 
 fn killed(context: &TestContext) -> Result<Outcome> {
     let times = "fakepci.enable_ms=30 nvidia.s1_ms=50 nvidia.s2_ms=300 nvidia.s3_ms=50";
-    // Each list is one boot; the pause before a third worker is a second, before a fourth two.
+    // Each is one boot; the pause before a third worker is a second, before a fourth two.
     let boots = [
-        "module.load!begin>kill;settled>counters",
-        "gpu.bound/1>kill;gpu.usable/3>kill;settled>counters",
-        "gpu.init!begin/4>kill;settled>kill;process.died>sleep:200+counters",
+        ("", "module.load!begin>kill;settled>counters"),
+        ("", "gpu.bound/1>kill;gpu.usable/3>kill;settled>counters"),
+        ("", "gpu.init!begin/4>kill;settled>kill;process.died>sleep:200+counters"),
+        // A GPU that is being enabled is so until it is: the next worker comes after that.
+        ("gpuinit.bind=pipelined fakepci.enable_ms=400", "gpu.enable!begin/2>kill;settled>counters"),
     ];
-    for (number, script) in boots.into_iter().enumerate() {
+    for (number, (more, script)) in boots.into_iter().enumerate() {
         let kills = script.matches("kill").count();
-        let words = format!("{times} testagent.containers=first:0;all:all testagent.guest=script testagent.script={script}");
+        let words = format!("{times} {more} testagent.containers=first:0;all:all testagent.guest=script testagent.script={script}");
         let booted = Guest::new().append(&words).boot(context, &format!("{number}"))?;
         booted.created("first")?;
         let all = booted.created("all")?;

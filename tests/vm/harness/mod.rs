@@ -76,6 +76,12 @@ pub struct Guest {
     listener: Listener,
 }
 
+impl Default for Guest {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
 impl Guest {
     pub fn new() -> Self {
         let times = "fakepci.enable_ms=3 nvidia.probe_ms=3 nvidia.s1_ms=30 nvidia.s2_ms=130 nvidia.s3_ms=50";
