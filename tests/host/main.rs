@@ -6,6 +6,8 @@ mod driver_roots;
 #[cfg(feature = "host")]
 mod cdi_check;
 mod container;
+#[cfg(feature = "host")]
+mod container_roots;
 mod hooks;
 mod hooks_attacks;
 mod hooks_faults;
