@@ -3,6 +3,7 @@
 //! [`PARAMETERS`] is the whole list; `kata-gpu-init parameters` prints it, and so does the README. A bad value never stops a boot: the default
 //! stays, and the [`Note`] says what was wrong, what is used and which values there are.
 
+use crate::cdi::spec::{Hooks, Naming};
 use crate::events::record::{DEFAULT_PORT, Level};
 use std::fmt::Write;
 
@@ -61,6 +62,9 @@ pub struct Config {
     pub ready_when_usable: bool,
     /// The spec is withheld until all GPUs are settled; false: published from the scan on.
     pub cdi_complete: bool,
+    /// By what containers can ask for a GPU; never empty.
+    pub cdi_names: Vec<Naming>,
+    pub cdi_hooks: Hooks,
     /// GPUs that must be there; None: as many as there are.
     pub expected_gpus: Option<usize>,
     pub lockdown: bool,
@@ -79,6 +83,8 @@ impl Default for Config {
             relaxed: true,
             ready_when_usable: false,
             cdi_complete: false,
+            cdi_names: vec![Naming::Index],
+            cdi_hooks: Hooks::One,
             expected_gpus: None,
             lockdown: true,
             events_to_host: ToHost::Auto,
@@ -105,6 +111,24 @@ fn one_of<T: Copy>(value: &str, choices: &[(&str, T)]) -> Option<T> {
 
 fn switch(value: &str) -> Option<bool> {
     one_of(value, &[("on", true), ("off", false), ("true", true), ("false", false), ("1", true), ("0", false)])
+}
+
+/// `index,uuid`: each once, at least one.
+pub fn namings(value: &str) -> Option<Vec<Naming>> {
+    let words = [("index", Naming::Index), ("uuid", Naming::Uuid), ("type-index", Naming::TypeIndex)];
+    let mut namings = Vec::new();
+    for word in value.split(',') {
+        let naming = one_of(word, &words)?;
+        if !namings.contains(&naming) {
+            namings.push(naming);
+        }
+    }
+    Some(namings)
+}
+
+/// How hooks are written.
+pub fn hooks(value: &str) -> Option<Hooks> {
+    one_of(value, &[("one", Hooks::One), ("compat", Hooks::Compat), ("none", Hooks::None)])
 }
 
 const LEVELS: &[(&str, Option<Level>)] = &[
@@ -162,6 +186,20 @@ pub const PARAMETERS: &[Parameter] = &[
         default: "live",
         help: "publish the CDI spec from the PCI scan on, or only once all GPUs are settled",
         set: |c, v| one_of(v, &[("live", false), ("complete", true)]).map(|s| c.cdi_complete = s),
+    },
+    Parameter {
+        name: "gpuinit.cdi.names",
+        values: "index, uuid, type-index, or several with commas",
+        default: "index",
+        help: "by what containers ask for a GPU: Kata asks by index; a uuid is known when the GPU is initialised",
+        set: |c, v| namings(v).map(|n| c.cdi_names = n),
+    },
+    Parameter {
+        name: "gpuinit.cdi.hooks",
+        values: "one, compat, none",
+        default: "one",
+        help: "links as mounts and one hook for the rest, the incumbent's six hooks, or no hook",
+        set: |c, v| hooks(v).map(|h| c.cdi_hooks = h),
     },
     Parameter {
         name: "gpuinit.gpus",

@@ -16,13 +16,14 @@ use super::driver::{self, Driver};
 use super::gpu::{self, Arrival, Shared};
 use super::lane::{self, Enabling, Hold};
 use super::lane_cpu::{LaneCpu, Spare};
-use super::publication::{self, Published, Update};
+use super::publication::{self, Common, Published, Update};
 use super::roster::Roster;
 use super::strategy::{self, Facts, Strategy};
+use super::user_space;
 use super::{Boot, SYS};
 use crate::bind::DRIVER;
 use crate::bind::PciSysfs;
-use crate::cdi::spec::Entry;
+use crate::cdi::spec::{Entry, Options, Ready};
 use crate::clock::boottime_ns;
 use crate::config::{Bind, Config, parameter_value};
 use crate::driver_log::Signal;
@@ -93,7 +94,7 @@ fn facts(modules: &Modules, gpus: &[Gpu]) -> Facts {
     Facts {
         gpus: gpus.len(),
         firewall: gpus.iter().any(|g| pci::waits_for_bar_firewall(g.device)),
-        driver: driver::version_on_disk(modules),
+        driver: driver::version_on_disk(modules).and_then(|v| v.parse().ok()),
         init_on_probe: parameter_value(&modules.options(DRIVER), "NVreg_GpuInitOnProbe").is_some_and(|v| v != "0"),
         confidential: super::worker::is_confidential(),
         vcpus: std::thread::available_parallelism().map_or(1, std::num::NonZero::get),
@@ -146,10 +147,10 @@ impl Fleet {
         // All there were before, in the same order, or the removed ones would have been told.
         roster.take_over(gpus, |gpu| before.is_some_and(|b| b.gpu(gpu).found));
         let (driver, state) = watch::channel(Driver::Loading);
-        let sysfs = PciSysfs::at(Path::new(SYS));
-        let published = before.map_or_else(Published::default, |before| published(before, &sysfs, gpus));
-        let spec = publication::start(Arc::clone(&roster), published, boot.config.cdi_complete);
         let modules = driver::modules(boot);
+        let sysfs = PciSysfs::at(Path::new(SYS));
+        let published = before.map_or_else(Published::default, |before| published(before, &sysfs, gpus, &modules));
+        let spec = publication::start(Arc::clone(&roster), published, options(&boot.config), boot.config.cdi_complete);
         let facts = facts(&modules, gpus);
         let (mut first, mut lane_cpu) = (None, None);
         if before.is_none() && strategy::depends_on_enable(&boot.config, &facts) {
@@ -413,10 +414,21 @@ async fn listen(signals: Option<&mut mpsc::UnboundedReceiver<Signal>>) -> Option
     }
 }
 
+/// How the spec is to look.
+fn options(config: &Config) -> Options {
+    // This program, where the agent finds it: the worker is a fork of PID 1, which was started from there.
+    let exe = std::fs::read_link("/proc/self/exe").map(|path| path.display().to_string());
+    let hook_path = exe.unwrap_or_else(|_| Options::default().hook_path);
+    Options { namings: config.cdi_names.clone(), hooks: config.cdi_hooks, hook_path }
+}
+
 /// What an earlier worker had published of these GPUs, as far as it is still true.
-fn published(before: &Before, sysfs: &PciSysfs, gpus: &[Gpu]) -> Published {
+fn published(before: &Before, sysfs: &PciSysfs, gpus: &[Gpu], modules: &Modules) -> Published {
     let nodes = driver::nodes_now();
-    let mut published = Published { common: nodes.as_ref().map(driver::Nodes::common_now).unwrap_or_default(), ..Published::default() };
+    let mut published = Published::default();
+    if let Some(nodes) = &nodes {
+        published.common = Common { nodes: nodes.common_now(), files: user_space::look(driver::version_on_disk(modules).as_deref()) };
+    }
     for gpu in gpus {
         let known = before.gpu(gpu.address);
         if known.failed {
@@ -425,7 +437,7 @@ fn published(before: &Before, sysfs: &PciSysfs, gpus: &[Gpu]) -> Published {
             && sysfs.is_bound(gpu.address)
             && let Some(node) = nodes.as_ref().and_then(|n| n.gpu_now(gpu.address))
         {
-            published.entries.insert(gpu.address, Entry::Ready(vec![node]));
+            published.entries.insert(gpu.address, Entry::Ready(Ready { nodes: vec![node], ..Ready::default() }));
         }
     }
     published

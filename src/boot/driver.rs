@@ -5,8 +5,8 @@
 
 use super::Boot;
 use super::lane::Hold;
-use super::publication::{Update, Updates};
-use super::strategy::Version;
+use super::publication::{Common, Update, Updates};
+use super::user_space;
 use crate::bind::{DRIVER, PciSysfs};
 use crate::config::{Bind, with_registry_key};
 use crate::device_nodes::{DeviceNodes, Node};
@@ -98,10 +98,10 @@ pub fn modules(boot: &Boot) -> Modules {
 }
 
 /// The version of the driver's module in the image, if its file says so.
-pub fn version_on_disk(modules: &Modules) -> Option<Version> {
+pub fn version_on_disk(modules: &Modules) -> Option<String> {
     // What cannot be found or read is the load's to tell.
     let (file, _) = modules.show_depends(DRIVER).ok()?.into_iter().find(|(path, _)| is_driver(path))?;
-    modinfo::value(&file, "version").ok()??.parse().ok()
+    modinfo::value(&file, "version").ok()?
 }
 
 fn is_driver(path: &Path) -> bool {
@@ -182,6 +182,9 @@ impl Load {
     }
 
     fn run(mut self, state: &watch::Sender<Driver>, spec: &Updates) {
+        // Beside the load, which takes longer.
+        let version = version_on_disk(&self.modules);
+        let looking = std::thread::spawn(move || user_space::look(version.as_deref()));
         let mut loaded = match self.load() {
             Ok(loaded) => loaded,
             Err(error) => {
@@ -192,7 +195,8 @@ impl Load {
             }
         };
         state.send_replace(Driver::Loaded(loaded.clone()));
-        let common = self.common_nodes(&loaded);
+        // A panic there would be a bug of ours; containers then have no libraries.
+        let common = Common { nodes: self.common_nodes(&loaded), files: looking.join().unwrap_or_default() };
         // Common nodes first: no GPU may be published without them. Fails only when the writer is gone, with the runtime.
         let _unused = spec.send(Update::Common(common));
         loaded.control_ready = true;

@@ -17,6 +17,7 @@ use super::publication::{Update, Updates};
 use super::roster::Roster;
 use crate::adapter::{self, InitError};
 use crate::bind::{PciSysfs, SysfsError};
+use crate::cdi::spec::Naming;
 use crate::clock::boottime_ns;
 use crate::config::{Bind, Config};
 use crate::device_nodes::Node;
@@ -325,7 +326,8 @@ async fn initialise(
     let hold = hold.filter(|_| shared.initialising.available_permits() > 0);
     let turn = Arc::clone(&shared.initialising).acquire_owned().await;
     let step = step!(names::GPU_INIT, gpu = %gpu, after = ?After(vec![after]), rc = tracing::field::Empty, status = tracing::field::Empty);
-    let (id, node, shared, progress) = (step.id(), node.clone(), Arc::clone(shared), Arc::clone(progress));
+    let (id, named) = (step.id(), Arc::clone(shared));
+    let (node, shared, progress) = (node.clone(), Arc::clone(shared), Arc::clone(progress));
     let initialising = tokio::task::spawn_blocking(move || {
         progress.on_this_thread();
         let descriptor = match shared.descriptors.of(gpu) {
@@ -348,10 +350,23 @@ async fn initialise(
         step.run(|| result)
     });
     match initialising.await {
-        Ok(Ok(())) => Ok(id),
+        Ok(Ok(())) => {
+            tell_uuid(&named, gpu);
+            Ok(id)
+        }
         Ok(Err(error @ InitError::Open { .. })) => Err(failed(Step::Open)(&error)),
         Ok(Err(error)) => Err(failed(Step::Init)(&error)),
         Err(panicked) => Err(failed_by(Step::Init, Reason::Internal)(&panicked)),
+    }
+}
+
+/// Gives the GPU its other name, where that is wanted: the driver knows it from the first initialisation on. Each look costs config accesses.
+fn tell_uuid(shared: &Shared, gpu: PciAddress) {
+    if shared.config.cdi_names.contains(&Naming::Uuid)
+        && let Ok(information) = driver_proc::information(Path::new(PROC), gpu)
+        && let Some(uuid) = information.uuid
+    {
+        let _unused = shared.spec.send(Update::Known { gpu, uuid });
     }
 }
 

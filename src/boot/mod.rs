@@ -20,6 +20,7 @@ mod roster; // which GPUs there are, and their names
 pub mod stage0;
 mod strategy;
 mod supervise;
+mod user_space; // the driver's files for containers
 mod worker;
 
 use crate::config::{Config, Note};

@@ -3,8 +3,9 @@
 use super::lane::Hold;
 use super::roster::Roster;
 use crate::cdi::publish::{DIRECTORY, Publisher};
-use crate::cdi::spec::{Device, Entry, generate};
+use crate::cdi::spec::{Device, Entry, Options, Ready, generate};
 use crate::device_nodes::Node;
+use crate::driver_files::DriverFiles;
 use crate::events::{After, StepId, names};
 use crate::pci::PciAddress;
 use crate::step;
@@ -17,10 +18,12 @@ use tokio::sync::mpsc;
 pub enum Update {
     /// GPUs came or went: the roster has them.
     Roster,
-    /// The nodes that every container with a GPU gets.
-    Common(Vec<Node>),
+    /// What every container with a GPU gets.
+    Common(Common),
     /// A GPU can be used by containers; `after` is the step that made it so, and `turn` is dropped once it is published.
     Ready { gpu: PciAddress, nodes: Vec<Node>, after: Option<StepId>, turn: Option<Hold> },
+    /// A GPU that can be used is also known by this name.
+    Known { gpu: PciAddress, uuid: String },
     /// A GPU will not come.
     Failed { gpu: PciAddress },
     /// All GPUs are usable or failed.
@@ -30,18 +33,25 @@ pub enum Update {
 /// The way to the writer. Sending fails only when the writer is gone, with the runtime.
 pub type Updates = mpsc::UnboundedSender<Update>;
 
+/// What every container with a GPU gets.
+#[derive(Default)]
+pub struct Common {
+    pub nodes: Vec<Node>,
+    pub files: Option<DriverFiles>,
+}
+
 /// What is published already, by an earlier worker.
 #[derive(Default)]
 pub struct Published {
     pub entries: HashMap<PciAddress, Entry>,
-    pub common: Vec<Node>,
+    pub common: Common,
 }
 
 /// Starts the writer; must be called inside the runtime. Unless `withheld` (until [`Update::Settled`]), the spec is there before this returns, with
 /// every GPU of the roster.
-pub fn start(roster: Arc<Roster>, published: Published, withheld: bool) -> Updates {
+pub fn start(roster: Arc<Roster>, published: Published, options: Options, withheld: bool) -> Updates {
     let (sender, mut updates) = mpsc::unbounded_channel();
-    let mut publication = Publication { roster, entries: published.entries, common: published.common, withheld };
+    let mut publication = Publication { roster, entries: published.entries, common: published.common, options, withheld };
     publication.publish(&[], &After::default());
     tokio::spawn(async move {
         let mut batch = Vec::new();
@@ -56,7 +66,8 @@ struct Publication {
     roster: Arc<Roster>,
     /// Only what is not pending.
     entries: HashMap<PciAddress, Entry>,
-    common: Vec<Node>,
+    common: Common,
+    options: Options,
     withheld: bool,
 }
 
@@ -73,13 +84,19 @@ impl Publication {
                     changed = true;
                 }
                 // Of use to nobody until a GPU is ready: no publication of its own.
-                Update::Common(nodes) => self.common = nodes,
+                Update::Common(common) => self.common = common,
                 Update::Ready { gpu, nodes, after: step, turn } => {
                     turns.extend(turn);
-                    if self.set(gpu, Entry::Ready(nodes)) {
+                    if self.set(gpu, Entry::Ready(Ready { nodes, ..Ready::default() })) {
                         changed = true;
                         ready.push(gpu);
                         after.0.extend(step);
+                    }
+                }
+                Update::Known { gpu, uuid } => {
+                    if let Some(Entry::Ready(ready)) = self.entries.get_mut(&gpu) {
+                        ready.uuid = Some(uuid);
+                        changed = true;
                     }
                 }
                 Update::Failed { gpu } => {
@@ -123,7 +140,7 @@ impl Publication {
         step.note("ready", count(|e| matches!(e, Entry::Ready(_))));
         step.note("pending", count(|e| *e == Entry::Pending));
         step.note("failed", count(|e| *e == Entry::Failed));
-        let spec = generate(&devices, &self.common);
+        let spec = generate(&devices, &self.common.nodes, self.common.files.as_ref(), &self.options);
         match publisher.and_then(|p| p.publish(&spec)) {
             Ok(bytes) => step.note("bytes", bytes as u64),
             Err(error) => {

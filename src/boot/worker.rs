@@ -36,10 +36,10 @@ const IN_FLIGHT: Duration = Duration::from_millis(100);
 /// The worker's life; ends with the guest. `held` are the descriptors that earlier workers opened.
 pub fn run(boot: &Boot, start: Start, keeper: Option<KeeperSocket>, held: Vec<Held>) -> ! {
     let _unused = std::fs::write("/proc/self/oom_score_adj", OOM_SCORE);
-    name_process("gpuinit-worker");
     // Before the runtime: a process with threads must not fork.
     let spare =
         matches!(boot.config.bind, Bind::Auto | Bind::Pipelined).then(|| Spare::start(Path::new(SYS), keeper.as_ref(), &held)).flatten();
+    name_process("gpuinit-worker");
     match tokio::runtime::Builder::new_current_thread().enable_all().thread_stack_size(STACK).build() {
         Ok(runtime) => runtime.block_on(live(boot, start, Descriptors::new(keeper, held), spare)),
         Err(error) => failure::tell(&format!("worker: start the runtime: {error}: no GPU will be brought up")),

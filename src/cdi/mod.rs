@@ -7,4 +7,5 @@
 pub mod hooks; // in containers
 pub mod ld_so_cache; // what their loaders read
 pub mod publish;
-pub mod spec;
+pub mod schema; // CDI's data
+pub mod spec; // and ours in it

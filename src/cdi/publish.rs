@@ -2,7 +2,7 @@
 //!
 //! There is one publisher in a guest. A reader sees the old text or the new one, at any moment, and never none.
 
-use super::spec::Spec;
+use super::schema::Spec;
 use std::fs::File;
 use std::io::{self, Write};
 use std::path::{Path, PathBuf};

@@ -1,8 +1,9 @@
-//! The spec as data: which GPU is in which state -> exactly the JSON the agent's CDI crate reads. No I/O.
+//! The spec of the GPUs: which GPU is in which state, and which files of the driver there are -> exactly what the agent's CDI crate reads. No I/O.
 
+use super::schema::{Device as SpecDevice, DeviceNode, Edits, Hook, Mount, Spec};
 use crate::device_nodes::Node;
+use crate::driver_files::{DriverFiles, Kind, Link};
 use crate::pci::PciAddress;
-use serde::Serialize;
 
 /// The kind under which the agent looks for GPUs.
 pub const KIND: &str = "nvidia.com/gpu";
@@ -15,9 +16,27 @@ pub enum Entry {
     /// Known, and not resolvable yet.
     Pending,
     /// Resolvable.
-    Ready(Vec<Node>),
+    Ready(Ready),
     /// Gone from the spec: whoever asks for it gets an error at once instead of waiting.
     Failed,
+}
+
+/// What a container gets of a GPU.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Ready {
+    /// The GPU's own node, and those of its display, if there are any.
+    pub nodes: Vec<Node>,
+    /// `GPU-..`, once the driver knows it.
+    pub uuid: Option<String>,
+    /// Of a GPU in MIG mode, in their order.
+    pub instances: Vec<Instance>,
+}
+
+/// A MIG instance.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Instance {
+    /// Its capabilities' nodes; the GPU's own are the GPU's.
+    pub nodes: Vec<Node>,
 }
 
 /// One GPU of the scan.
@@ -28,59 +47,47 @@ pub struct Device {
     pub entry: Entry,
 }
 
-#[derive(Debug, PartialEq, Eq, Serialize)]
-#[serde(rename_all = "camelCase")]
-pub struct Spec {
-    cdi_version: &'static str,
-    kind: &'static str,
-    devices: Vec<SpecDevice>,
-    #[serde(skip_serializing_if = "Edits::is_empty")]
-    container_edits: Edits,
+/// A way to name GPUs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Naming {
+    /// `0`, `0:1`: what Kata asks for.
+    Index,
+    /// `GPU-..`.
+    Uuid,
+    /// `gpu0`, `mig0:1`.
+    TypeIndex,
 }
 
-#[derive(Debug, PartialEq, Eq, Serialize)]
-#[serde(rename_all = "camelCase")]
-struct SpecDevice {
-    name: String,
-    container_edits: Edits,
+/// How what needs a container's root is done.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Hooks {
+    /// Links as mounts, and one hook for the rest.
+    One,
+    /// The incumbent's six.
+    Compat,
+    /// Links as mounts, and no hook: containers have to know their library path.
+    None,
 }
 
-#[derive(Debug, Default, PartialEq, Eq, Serialize)]
-#[serde(rename_all = "camelCase")]
-struct Edits {
-    #[serde(skip_serializing_if = "Vec::is_empty")]
-    env: Vec<&'static str>,
-    #[serde(skip_serializing_if = "Vec::is_empty")]
-    device_nodes: Vec<SpecNode>,
+/// What is wanted of a spec.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Options {
+    pub namings: Vec<Naming>,
+    pub hooks: Hooks,
+    /// This program, where whoever starts containers finds it.
+    pub hook_path: String,
 }
 
-impl Edits {
-    fn is_empty(&self) -> bool {
-        self.env.is_empty() && self.device_nodes.is_empty()
+impl Default for Options {
+    fn default() -> Self {
+        Self { namings: vec![Naming::Index], hooks: Hooks::One, hook_path: "/init".into() }
     }
 }
 
-#[derive(Debug, PartialEq, Eq, Serialize)]
-#[serde(rename_all = "camelCase")]
-struct SpecNode {
-    /// No type beside it: agents up to 3.32 refuse every spec in which a node has one. So the agent looks at the path, which is there.
-    path: String,
-    #[serde(skip_serializing_if = "Option::is_none")]
-    major: Option<u32>,
-    #[serde(skip_serializing_if = "Option::is_none")]
-    minor: Option<u32>,
-    /// Without it a container's node gets the guest node's mode, or 0 where there is none.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    file_mode: Option<u32>,
-    #[serde(skip_serializing_if = "Option::is_none")]
-    permissions: Option<&'static str>,
-    #[serde(skip_serializing_if = "Option::is_none")]
-    gid: Option<u32>,
-}
-
-fn node(node: &Node) -> SpecNode {
-    SpecNode {
+fn node(node: &Node) -> DeviceNode {
+    DeviceNode {
         path: node.path.display().to_string(),
+        host_path: None,
         major: Some(node.major),
         minor: Some(node.minor),
         file_mode: Some(node.mode),
@@ -89,54 +96,117 @@ fn node(node: &Node) -> SpecNode {
     }
 }
 
-/// A node that makes the agent try again: it looks at the path, and the path is not there.
-fn pending(address: PciAddress) -> SpecNode {
-    SpecNode { path: format!("{PENDING}/{address}"), major: None, minor: None, file_mode: None, permissions: None, gid: None }
+/// A node that makes the agent try again: no major, so that it looks at the path, and the path is not there.
+fn pending(address: PciAddress) -> DeviceNode {
+    DeviceNode { path: format!("{PENDING}/{address}"), ..DeviceNode::default() }
 }
 
-fn nodes_of(device: &Device) -> Vec<SpecNode> {
+/// Everything of a GPU: with MIG all its instances.
+fn nodes_of(device: &Device) -> Vec<DeviceNode> {
     match &device.entry {
         Entry::Pending => vec![pending(device.address)],
-        Entry::Ready(nodes) => nodes.iter().map(node).collect(),
+        Entry::Ready(ready) => ready.nodes.iter().chain(ready.instances.iter().flat_map(|i| &i.nodes)).map(node).collect(),
         Entry::Failed => vec![],
     }
 }
 
-/// Lowest spec version that allows device names which start with a digit; agents with the 0.1 crate know nothing above 0.7.0.
-const CDI_VERSION: &str = "0.5.0";
-
-/// The spec for these GPUs, in ascending order of address. `common` are the nodes that every container with a GPU gets.
-///
-/// Names are the indices, and `all`, which holds every GPU that has not failed: it becomes resolvable with the last of them. When every GPU has
-/// failed, the spec lists one device `none`, because a spec without devices is invalid and an absent kind makes the agent wait for it.
-pub fn generate(devices: &[Device], common: &[Node]) -> Spec {
-    let alive = || devices.iter().filter(|d| d.entry != Entry::Failed);
-    let mut list: Vec<SpecDevice> = alive()
-        .map(|d| SpecDevice { name: d.index.to_string(), container_edits: Edits { env: vec![], device_nodes: nodes_of(d) } })
-        .collect();
-    if list.is_empty() {
-        list.push(SpecDevice {
-            name: "none".into(),
-            container_edits: Edits { env: vec!["NVIDIA_VISIBLE_DEVICES=void"], device_nodes: vec![] },
-        });
-    } else {
-        let device_nodes = alive().flat_map(nodes_of).collect();
-        list.push(SpecDevice { name: "all".into(), container_edits: Edits { env: vec![], device_nodes } });
-    }
-    let container_edits = if common.is_empty() {
-        Edits::default()
-    } else {
-        // `void`: this container has its GPUs already, whatever a hook for this variable thinks.
-        Edits { env: vec!["NVIDIA_VISIBLE_DEVICES=void"], device_nodes: common.iter().map(node).collect() }
-    };
-    Spec { cdi_version: CDI_VERSION, kind: KIND, devices: list, container_edits }
+fn device(name: String, device_nodes: Vec<DeviceNode>) -> SpecDevice {
+    SpecDevice { name, container_edits: Edits { device_nodes, ..Edits::default() } }
 }
 
-impl Spec {
-    /// The file's text: JSON, which is YAML too, in as few bytes as possible, because the agent parses it again at every try.
-    pub fn to_json(&self) -> Vec<u8> {
-        // Structs of strings and numbers: cannot fail. An empty text would be refused by `publish`, not written.
-        serde_json::to_vec(self).unwrap_or_default()
+/// The devices under which this GPU can be asked for.
+fn named(gpu: &Device, naming: Naming) -> Vec<SpecDevice> {
+    let (index, ready) = (gpu.index, if let Entry::Ready(ready) = &gpu.entry { Some(ready) } else { None });
+    let whole = match naming {
+        Naming::Index => Some(index.to_string()),
+        Naming::TypeIndex => Some(format!("gpu{index}")),
+        Naming::Uuid => ready.and_then(|r| r.uuid.clone()),
+    };
+    let instances = ready.map(|r| r.instances.as_slice()).unwrap_or_default().iter().enumerate().filter_map(|(i, instance)| {
+        let name = match naming {
+            Naming::Index => format!("{index}:{i}"),
+            Naming::TypeIndex => format!("mig{index}:{i}"),
+            // Only the resource manager knows it, and it is not asked.
+            Naming::Uuid => return None,
+        };
+        let parent = ready.map(|r| r.nodes.as_slice()).unwrap_or_default();
+        Some(device(name, parent.iter().chain(&instance.nodes).map(node).collect()))
+    });
+    whole.map(|name| device(name, nodes_of(gpu))).into_iter().chain(instances).collect()
+}
+
+/// The spec for these GPUs, in ascending order of address. `common` are the nodes that every container with a GPU gets, `files` what it gets of the
+/// driver's user space.
+///
+/// Besides the names asked for there is `all`, which holds every GPU that has not failed: it becomes resolvable with the last of them. When every GPU
+/// has failed, the spec lists one device `none`, because a spec without devices is invalid and an absent kind makes the agent wait for it.
+pub fn generate(devices: &[Device], common: &[Node], files: Option<&DriverFiles>, options: &Options) -> Spec {
+    let alive = || devices.iter().filter(|d| d.entry != Entry::Failed);
+    let mut list: Vec<SpecDevice> = options.namings.iter().flat_map(|naming| alive().flat_map(|gpu| named(gpu, *naming))).collect();
+    // `void`: this container has its GPUs already, whatever a hook for this variable thinks.
+    let void = || vec!["NVIDIA_VISIBLE_DEVICES=void".to_string()];
+    if alive().next().is_none() {
+        list.push(SpecDevice { name: "none".into(), container_edits: Edits { env: void(), ..Edits::default() } });
+    } else {
+        list.push(device("all".into(), alive().flat_map(nodes_of).collect()));
+    }
+    let mut edits = Edits { device_nodes: common.iter().map(node).collect(), ..Edits::default() };
+    if !common.is_empty() || files.is_some() {
+        edits.env = void();
+    }
+    if let Some(files) = files {
+        edits.env.extend(files.libcuda_directory.as_ref().map(|d| format!("NVIDIA_CTK_LIBCUDA_DIR={}", d.display())));
+        edits.mounts = mounts(files, options.hooks);
+        edits.hooks = hooks(files, options);
+    }
+    Spec::new(KIND, list, edits)
+}
+
+const FILE: &[&str] = &["ro", "nosuid", "nodev", "rbind", "rprivate"];
+const SOCKET: &[&str] = &["nosuid", "nodev", "rbind", "rprivate", "noexec"];
+
+/// Files, parents first, then the links, each as a mount of the file that it leads to: nothing has to be made in the container's root for them.
+fn mounts(files: &DriverFiles, hooks: Hooks) -> Vec<Mount> {
+    let file = |m: &crate::driver_files::Mount| Mount {
+        host_path: m.host_path.display().to_string(),
+        container_path: m.container_path.display().to_string(),
+        options: if m.kind == Kind::Socket { SOCKET } else { FILE },
+    };
+    let link = |l: &Link| Mount { host_path: l.file.display().to_string(), container_path: l.link.display().to_string(), options: FILE };
+    let links = files.links.iter().filter(|_| hooks != Hooks::Compat).map(link);
+    files.mounts.iter().map(file).chain(links).collect()
+}
+
+/// The environment that a hook gets. Empty would mean that of whoever starts it, in some runtimes.
+const HOOK_ENV: &str = "NVIDIA_CTK_DEBUG=false";
+
+fn hooks(files: &DriverFiles, options: &Options) -> Vec<Hook> {
+    let hook = |command: &str, arguments: Vec<String>| Hook {
+        hook_name: "createContainer",
+        path: options.hook_path.clone(),
+        args: [super::hooks::NAME.to_string(), command.to_string()].into_iter().chain(arguments).collect(),
+        env: vec![HOOK_ENV.into()],
+    };
+    let folders = || files.library_directories.iter().flat_map(|d| ["--folder".to_string(), d.display().to_string()]);
+    let version = || format!("--host-driver-version={}", files.version);
+    match options.hooks {
+        Hooks::None => vec![],
+        Hooks::One => vec![hook("prepare", folders().chain([version()]).collect())],
+        Hooks::Compat => {
+            let link = |l: &&Link| ["--link".to_string(), format!("{}::{}", l.target, l.link.display())];
+            // Graphics links first, as the incumbent has them: a hook of their own.
+            let (graphics, driver): (Vec<&Link>, Vec<&Link>) =
+                files.links.iter().partition(|l| l.link.components().any(|c| c.as_os_str() == "gbm"));
+            let links = |links: &[&Link]| links.iter().flat_map(link).collect::<Vec<_>>();
+            let mut all = Vec::new();
+            all.extend((!graphics.is_empty()).then(|| hook("create-symlinks", links(&graphics))));
+            all.extend((!driver.is_empty()).then(|| hook("create-symlinks", links(&driver))));
+            all.push(hook("enable-cuda-compat", vec![version()]));
+            all.push(hook("update-ldcache", folders().collect()));
+            all.push(hook("disable-device-node-modification", vec![]));
+            all.push(hook("update-application-profile", vec![]));
+            all
+        }
     }
 }
 
@@ -152,8 +222,16 @@ mod tests {
         Node { path: format!("/dev/nvidia{minor}").into(), major: 195, minor, mode: 0o666, gid: 0 }
     }
 
+    fn ready(minor: u32) -> Entry {
+        Entry::Ready(Ready { nodes: vec![gpu_node(minor)], ..Ready::default() })
+    }
+
     fn text(devices: &[Device], common: &[Node]) -> String {
-        String::from_utf8(generate(devices, common).to_json()).unwrap()
+        String::from_utf8(generate(devices, common, None, &Options::default()).to_json()).unwrap()
+    }
+
+    fn nodes(spec: &Spec) -> Vec<(&str, Vec<&str>)> {
+        spec.devices.iter().map(|d| (d.name.as_str(), d.container_edits.device_nodes.iter().map(|n| n.path.as_str()).collect())).collect()
     }
 
     #[test]
@@ -170,18 +248,13 @@ mod tests {
 
     #[test]
     fn names_follow_pci_order_and_paths_the_minors() {
-        let spec = generate(&[device(0, Entry::Ready(vec![gpu_node(3)])), device(1, Entry::Ready(vec![gpu_node(0)]))], &[gpu_node(255)]);
-        let nodes: Vec<(&str, Vec<&str>)> = spec
-            .devices
-            .iter()
-            .map(|d| (d.name.as_str(), d.container_edits.device_nodes.iter().map(|n| n.path.as_str()).collect()))
-            .collect();
-        assert_eq!(nodes, [("0", vec!["/dev/nvidia3"]), ("1", vec!["/dev/nvidia0"]), ("all", vec!["/dev/nvidia3", "/dev/nvidia0"])]);
+        let spec = generate(&[device(0, ready(3)), device(1, ready(0))], &[gpu_node(255)], None, &Options::default());
+        assert_eq!(nodes(&spec), [("0", vec!["/dev/nvidia3"]), ("1", vec!["/dev/nvidia0"]), ("all", vec!["/dev/nvidia3", "/dev/nvidia0"])]);
     }
 
     #[test]
     fn a_failed_gpu_leaves_and_takes_nobody_with_it() {
-        let spec = text(&[device(0, Entry::Ready(vec![gpu_node(0)])), device(1, Entry::Failed), device(2, Entry::Pending)], &[]);
+        let spec = text(&[device(0, ready(0)), device(1, Entry::Failed), device(2, Entry::Pending)], &[]);
         assert!(!spec.contains("\"1\"") && !spec.contains("0001:00:01.0"), "{spec}");
         assert!(spec.contains("\"2\"") && spec.contains("0001:00:02.0"), "{spec}");
     }
@@ -190,5 +263,52 @@ mod tests {
     fn when_all_have_failed_the_kind_stays_and_no_gpu_is_in_it() {
         let spec = text(&[device(0, Entry::Failed)], &[gpu_node(255)]);
         assert!(spec.contains(r#""devices":[{"name":"none","#), "{spec}");
+    }
+
+    #[test]
+    fn a_gpu_in_mig_mode_is_listed_whole_and_by_its_instances() {
+        let cap = |minor| Node { path: format!("/dev/nvidia-caps/nvidia-cap{minor}").into(), major: 235, minor, mode: 0o444, gid: 0 };
+        let instance = |gi, ci| Instance { nodes: vec![cap(gi), cap(ci)] };
+        let entry = Entry::Ready(Ready { nodes: vec![gpu_node(0)], uuid: None, instances: vec![instance(66, 67), instance(75, 76)] });
+        let options = Options { namings: vec![Naming::Index, Naming::TypeIndex], ..Options::default() };
+        let spec = generate(&[device(0, entry)], &[], None, &options);
+        let (caps, all) = (["/dev/nvidia-caps/nvidia-cap66", "/dev/nvidia-caps/nvidia-cap67"], nodes(&spec));
+        assert_eq!(all.iter().map(|(name, _)| *name).collect::<Vec<_>>(), ["0", "0:0", "0:1", "gpu0", "mig0:0", "mig0:1", "all"]);
+        assert_eq!(all[1].1, [&["/dev/nvidia0"][..], &caps[..]].concat());
+        assert_eq!(all[0].1.len(), 5);
+    }
+
+    #[test]
+    fn a_uuid_is_a_name_once_it_is_known() {
+        let options = Options { namings: vec![Naming::Index, Naming::Uuid], ..Options::default() };
+        let uuid =
+            |uuid: Option<&str>| Entry::Ready(Ready { nodes: vec![gpu_node(0)], uuid: uuid.map(str::to_string), ..Ready::default() });
+        let spec = generate(&[device(0, uuid(Some("GPU-1"))), device(1, uuid(None)), device(2, Entry::Pending)], &[], None, &options);
+        assert_eq!(nodes(&spec).iter().map(|(name, _)| *name).collect::<Vec<_>>(), ["0", "1", "2", "GPU-1", "all"]);
+    }
+
+    #[test]
+    fn links_are_mounts_of_their_file_or_arguments_of_a_hook() {
+        let files = DriverFiles {
+            version: "550.163.01".into(),
+            libcuda_directory: Some("/usr/lib".into()),
+            library_directories: vec!["/usr/lib".into()],
+            links: vec![Link {
+                link: "/usr/lib/libcuda.so.1".into(),
+                target: "libcuda.so.550.163.01".into(),
+                file: "/usr/lib/libcuda.so.550.163.01".into(),
+            }],
+            ..DriverFiles::default()
+        };
+        let with = |hooks| generate(&[device(0, ready(0))], &[], Some(&files), &Options { hooks, ..Options::default() }).container_edits;
+        let (one, compat, none) = (with(Hooks::One), with(Hooks::Compat), with(Hooks::None));
+        assert_eq!(one.mounts.iter().map(|m| m.container_path.as_str()).collect::<Vec<_>>(), ["/usr/lib/libcuda.so.1"]);
+        assert_eq!(
+            one.hooks.iter().map(|h| h.args.join(" ")).collect::<Vec<_>>(),
+            ["nvidia-cdi-hook prepare --folder /usr/lib --host-driver-version=550.163.01"]
+        );
+        assert_eq!((compat.mounts.len(), compat.hooks.len(), none.mounts.len(), none.hooks.len()), (0, 5, 1, 0));
+        assert_eq!(compat.hooks[0].args[2..], ["--link", "libcuda.so.550.163.01::/usr/lib/libcuda.so.1"]);
+        assert!(one.env.contains(&"NVIDIA_CTK_LIBCUDA_DIR=/usr/lib".to_string()));
     }
 }

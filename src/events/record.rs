@@ -296,6 +296,9 @@ pub mod names {
     pub const GPU_NODES: &str = "gpu.nodes";
     /// (span) Adapter initialisation, from open() until the driver says how it ended. Fields at the end: rc, status.
     pub const GPU_INIT: &str = "gpu.init";
+    /// (span) Looking for the driver's user space. Fields at the end: version, mounts, links, manifest (whether that spared a scan). As an event: what
+    /// could not be looked at, or why the manifest was not used.
+    pub const DRIVER_FILES: &str = "driver.files";
     /// (span) Writing the CDI spec. Fields: ready (indices), pending, failed, bytes.
     pub const CDI_PUBLISH: &str = "cdi.publish";
     /// The GPU's CDI entry is resolvable from now on.

@@ -3,7 +3,7 @@
 
 use crate::{TempDir, project};
 use kata_gpu_init::cdi::publish::Publisher;
-use kata_gpu_init::cdi::spec::{Device, Entry, generate};
+use kata_gpu_init::cdi::spec::{Device, Entry, Options, Ready, generate};
 use kata_gpu_init::device_nodes::Node;
 use kata_gpu_init::host::cdi_check::container::Container;
 use kata_gpu_init::host::cdi_check::finding::{Agent, Agents, RULES, Severity};
@@ -444,13 +444,16 @@ fn our_own_specs_are_no_error_in_any_state() {
                 .map(|index| {
                     let entry = match state / 3usize.pow(index as u32) % 3 {
                         0 => Entry::Pending,
-                        1 => Entry::Ready(vec![node(&format!("nvidia{}", 2 - index), 195, 2 - index as u32)]),
+                        1 => Entry::Ready(Ready {
+                            nodes: vec![node(&format!("nvidia{}", 2 - index), 195, 2 - index as u32)],
+                            ..Ready::default()
+                        }),
                         _ => Entry::Failed,
                     };
                     Device { index, address: format!("0001:00:{index:02x}.0").parse().unwrap(), entry }
                 })
                 .collect();
-            publisher.publish(&generate(&devices, common)).unwrap();
+            publisher.publish(&generate(&devices, common, None, &Options::default())).unwrap();
             let report = report(&dir.0, &question());
             assert!(!report.has_errors(), "{devices:?}: {:#?}", report.findings);
             for asked in &report.asked {

@@ -4,7 +4,7 @@
 
 use crate::TempDir;
 use kata_gpu_init::cdi::publish::Publisher;
-use kata_gpu_init::cdi::spec::{Device, Entry, generate};
+use kata_gpu_init::cdi::spec::{Device, Entry, Options, Ready, generate};
 use kata_gpu_init::device_nodes::Node;
 use std::path::Path;
 
@@ -22,7 +22,7 @@ fn device(index: usize, entry: Entry) -> Device {
 }
 
 fn ready(index: usize, minor: usize) -> Device {
-    device(index, Entry::Ready(vec![node(GPUS[minor], 195, minor as u32)]))
+    device(index, Entry::Ready(Ready { nodes: vec![node(GPUS[minor], 195, minor as u32)], ..Ready::default() }))
 }
 
 /// What one agent does with a directory: the paths, numbers and modes of the container's device nodes, in the order of their paths.
@@ -73,7 +73,7 @@ fn inject_from(directory: &Path, ask: &str) -> [Injected; 2] {
 fn inject(test: &str, devices: &[Device], ask: &str) -> Result<Vec<String>, String> {
     let directory = TempDir::new(test);
     let common = [node(CONTROL, 195, 255), node(UVM, 240, 0)];
-    Publisher::new(&directory.0).unwrap().publish(&generate(devices, &common)).unwrap();
+    Publisher::new(&directory.0).unwrap().publish(&generate(devices, &common, None, &Options::default())).unwrap();
     let [kata3, kata4] = inject_from(&directory.0, ask);
     assert_eq!(kata3, kata4, "the agents differ");
     for (path, major, _, mode) in kata4.iter().flatten() {
@@ -116,7 +116,7 @@ fn a_failed_gpu_is_unresolvable_at_once_even_when_all_have_failed() {
 fn a_spec_whose_nodes_have_a_type_is_refused_by_one_agent_alone() {
     let directory = TempDir::new("typed");
     let publisher = Publisher::new(&directory.0).unwrap();
-    publisher.publish(&generate(&[ready(0, 0)], &[node(CONTROL, 195, 255)])).unwrap();
+    publisher.publish(&generate(&[ready(0, 0)], &[node(CONTROL, 195, 255)], None, &Options::default())).unwrap();
     assert!(inject_from(&directory.0, "0").iter().all(Result::is_ok));
     let file = directory.0.join(kata_gpu_init::cdi::publish::FILE);
     let text = std::fs::read_to_string(&file).unwrap();

@@ -4,7 +4,7 @@ use crate::TempDir;
 use container_device_interface::cache::{new_cache, with_auto_refresh};
 use container_device_interface::spec_dirs::with_spec_dirs;
 use kata_gpu_init::cdi::publish::{FILE, Publisher};
-use kata_gpu_init::cdi::spec::{Device, Entry, generate};
+use kata_gpu_init::cdi::spec::{Device, Entry, Options, Ready, generate};
 use kata_gpu_init::device_nodes::Node;
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -19,7 +19,7 @@ fn devices(ready: usize) -> Vec<Device> {
         .map(|index| Device {
             index,
             address: format!("0001:00:{index:02x}.0").parse().unwrap(),
-            entry: if index < ready { Entry::Ready(vec![node(index as u32)]) } else { Entry::Pending },
+            entry: if index < ready { Entry::Ready(Ready { nodes: vec![node(index as u32)], ..Ready::default() }) } else { Entry::Pending },
         })
         .collect()
 }
@@ -59,7 +59,7 @@ fn two_thousand_publications_are_never_seen_torn_missing_or_empty() {
     let directory = TempDir::new("publications");
     let publisher = Publisher::new(&directory.0).unwrap();
     let (reads, wrong) = race(&directory.0, |devices| {
-        publisher.publish(&generate(devices, &[])).unwrap();
+        publisher.publish(&generate(devices, &[], None, &Options::default())).unwrap();
         std::thread::yield_now();
     });
     assert_eq!(wrong, None, "in {reads} reads");
@@ -72,7 +72,7 @@ fn a_spec_that_is_written_in_place_is_seen_torn() {
     let directory = TempDir::new("in-place");
     let file = directory.0.join(FILE);
     let (reads, wrong) = race(&directory.0, |devices| {
-        let text = generate(devices, &[]).to_json();
+        let text = generate(devices, &[], None, &Options::default()).to_json();
         std::fs::write(&file, &text[..text.len() / 2]).unwrap();
         std::thread::yield_now();
         std::fs::write(&file, &text).unwrap();

@@ -145,11 +145,19 @@ fn perform(command: Command, arguments: &Arguments, input: impl Read + AsFd) -> 
             enable_cuda_compat::plan(&root, host(arguments), &mut plan);
             let driver = Some(arguments.host_driver_version.as_str()).filter(|v| !v.is_empty());
             update_ldcache::plan(&root, &arguments.folders, &arguments.links, driver, &mut plan)?;
+            plan.edits.extend(update_application_profile::plan(&root)?);
         }
         Command::DisableDeviceNodeModification => disable_device_node_modification::run(&root)?,
         Command::Chmod | Command::Noop => {} // answered above
     }
-    Ok(Outcome { edits: edits::apply(&root, &plan.edits)?, notes: plan.notes })
+    let edits = edits::apply(&root, &plan.edits)?;
+    // A mount is not taken back, so it comes last.
+    if command == Command::Prepare
+        && let Err(error) = disable_device_node_modification::run(&root)
+    {
+        plan.notes.push(format!("prepare: {error}: programs in the container may try to change device nodes"));
+    }
+    Ok(Outcome { edits, notes: plan.notes })
 }
 
 fn host(arguments: &Arguments) -> enable_cuda_compat::Host<'_> {
