@@ -72,10 +72,21 @@ fn run(container: &str, bundle: &Path, spec: &Spec) {
                 ("output", &ended.output),
                 ("hooks", &ended.hooks.join("; ")),
                 ("failed hooks", &ended.failed_hooks.join("; ")),
+                ("guest", &traces()),
             ],
         ),
         Err(error) => log::error("container failed", &[("container", container), ("error", &format!("{error:#}"))]),
     }
+}
+
+/// Where something of a container would be seen in the guest if it were not kept to its root: names in /etc, and mounts below the bundles.
+fn traces() -> String {
+    let names = std::fs::read_dir("/etc").into_iter().flatten().flatten().map(|e| e.file_name().to_string_lossy().into_owned());
+    let mounts = std::fs::read_to_string("/proc/mounts").unwrap_or_default();
+    let mounts = mounts.lines().filter(|l| l.contains(container_run::BUNDLES) || l.contains("/params ")).map(str::to_string);
+    let mut all: Vec<String> = names.chain(mounts).collect();
+    all.sort();
+    all.join(",")
 }
 
 /// Makes the nodes of a container under its own directory and describes them: `path major:minor mode,..`.

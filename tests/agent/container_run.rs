@@ -23,7 +23,7 @@ use std::process::Command;
 /// The roots that a guest has for containers, each in a folder of its name.
 const ROOTS: &str = "/containers";
 /// Where bundles lie, as the real agent's.
-const BUNDLES: &str = "/run/kata-containers";
+pub const BUNDLES: &str = "/run/kata-containers";
 /// What containers run, unless their spec says otherwise.
 const PROGRAM: &str = "/usr/bin/cuda-program";
 /// This program under this word is a container's process.

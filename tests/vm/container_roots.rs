@@ -54,6 +54,8 @@ impl Ended {
                 || ["/dev/nvidia-uvm ", "/dev/nvidia-uvm-tools "].iter().any(|n| node.starts_with(n) && node.ends_with(" 666"))
         };
         ensure!(nodes.len() == gpus.len() + 3 && nodes.iter().all(|n| wanted(n)), "container {}: nodes {nodes:?}", self.0.get("container"));
+        // Nothing of it is outside: the initrd has this one file in /etc.
+        ensure!(self.0.get("guest") == "hardware.modules", "container {}: in the guest: {}", self.0.get("container"), self.0.get("guest"));
         self.is("env", " NVIDIA_VISIBLE_DEVICES=void")?;
         self.is("params", "ModifyDeviceFiles: 0, write: Read-only file system")
     }
