@@ -3,7 +3,8 @@
 //! Only files that answer at once and never initialise a GPU: `power` and `numa_status` wait for a GPU that is initialising, and are not read.
 
 use crate::pci::PciAddress;
-use std::io;
+use std::collections::BTreeMap;
+use std::io::{self, Read};
 use std::path::Path;
 
 /// What is read of `/proc/driver/nvidia/gpus/<address>/information`. The file appears after everything that can fail in probe.
@@ -76,6 +77,24 @@ pub fn parse_majors(text: &str) -> Majors {
     majors
 }
 
+/// Reads a file of /proc that has at most so many bytes.
+pub fn read_bounded(path: &Path, most: u64) -> io::Result<String> {
+    let at = |error: io::Error| io::Error::new(error.kind(), format!("read {}: {error}", path.display()));
+    let mut text = String::new();
+    std::fs::File::open(path).and_then(|file| file.take(most).read_to_string(&mut text)).map_err(at)?;
+    Ok(text)
+}
+
+/// Parses `mig-minors`: lines of a capability (`gpu0/gi1/access`, `gpu0/gi1/ci0/access`, `config`, `monitor`) and the minor of its node. Lines of another form
+/// are left out.
+pub fn parse_mig_minors(text: &str) -> BTreeMap<String, u32> {
+    let pair = |line: &str| {
+        let (capability, minor) = line.split_once(' ')?;
+        Some((capability.to_string(), minor.trim().parse().ok()?))
+    };
+    text.lines().filter_map(pair).collect()
+}
+
 /// How the driver wants its nodes: owner, mode, and whether anybody but an administrator should make them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct NodeRules {
@@ -137,6 +156,17 @@ mod tests {
         assert_eq!(parse_majors(text), Majors { nvidia: Some(195), uvm: Some(235) });
         assert_eq!(parse_majors("195 nvidia-frontend\n").nvidia, Some(195));
         assert_eq!(parse_majors("195 nvidia-caps\nx nvidia\n"), Majors::default());
+    }
+
+    #[test]
+    fn capabilities_are_found_by_their_whole_name() {
+        let minors =
+            parse_mig_minors("config 1\nmonitor 2\ngpu0/gi0/access 3\ngpu0/gi0/ci0/access 4\n\ngpu0/gi1/access x\ngpu1/gi0/access 138\n");
+        assert_eq!(minors.len(), 5);
+        assert_eq!(
+            (minors.get("gpu0/gi0/ci0/access"), minors.get("gpu1/gi0/access"), minors.get("gpu0/gi1/access")),
+            (Some(&4), Some(&138), None)
+        );
     }
 
     #[test]

@@ -1,6 +1,7 @@
 //! `/init` of a GPU guest. As PID 1 it boots the guest; started by a person it explains itself.
 
-use kata_gpu_init::{boot, cdi::hooks, clock, config};
+use kata_gpu_init::cdi::{self, hooks};
+use kata_gpu_init::{boot, clock, config};
 use std::process::ExitCode;
 
 const HELP: &str = "\
@@ -11,6 +12,7 @@ As PID 1 it mounts what a guest needs, becomes /usr/bin/kata-agent, and brings a
 
 usage:
   /init                       as PID 1: boot (put this file into an initrd as /init)
+  kata-gpu-init cdi generate  a CDI spec of this machine or of a directory tree (`kata-gpu-init cdi --help`)
   kata-gpu-init parameters    the kernel parameters it takes, as a Markdown table
   kata-gpu-init hook ..       a container hook, as nvidia-cdi-hook: `kata-gpu-init hook --help` lists them
   kata-gpu-init --version
@@ -25,7 +27,9 @@ fn main() -> ExitCode {
     if std::process::id() == 1 {
         boot::stage0::run(started_ns)
     }
-    match std::env::args().nth(1).as_deref() {
+    let words: Vec<String> = std::env::args_os().skip(1).map(|word| word.to_string_lossy().into_owned()).collect();
+    match words.first().map(String::as_str) {
+        Some("cdi") => return cdi::command::main(words.get(1..).unwrap_or_default()),
         Some("parameters") => print!("{}", config::parameters_markdown()),
         Some("--version" | "-V") => println!("kata-gpu-init {}", env!("CARGO_PKG_VERSION")),
         Some("--help" | "-h") => print!("{HELP}"),

@@ -4,8 +4,11 @@
 //! whose path does not exist, on which the agent's injection fails and is tried again without having changed the container; the file is
 //! replaced by rename and never missing, empty or torn; the temporary name ends in nothing the agent reads.
 
+pub mod command; // `cdi` on the command line
+pub mod devices; // what is there
 pub mod hooks; // in containers
 pub mod ld_so_cache; // what their loaders read
 pub mod publish;
 pub mod schema; // CDI's data
 pub mod spec; // and ours in it
+mod yaml; // for people

@@ -11,8 +11,6 @@ use std::path::{Path, PathBuf};
 pub const DIRECTORY: &str = "/run/cdi";
 /// The file's name, the incumbent's, so that whoever looks for it finds it.
 pub const FILE: &str = "nvidia.yaml";
-/// The name under which it is written.
-const TEMPORARY: &str = "nvidia.yaml.tmp";
 
 /// Writes specs into one directory.
 pub struct Publisher {
@@ -33,16 +31,20 @@ impl Publisher {
 
     /// Replaces the published spec; gives its size in bytes. On an error the old one is still there.
     pub fn publish(&self, spec: &Spec) -> io::Result<usize> {
-        let temporary = self.directory.join(TEMPORARY);
-        let file = self.directory.join(FILE);
         let text = spec.to_json();
         if text.is_empty() {
             return Err(io::Error::other("the spec has no text: nothing is published"));
         }
-        let at = |path: &Path, e: io::Error| io::Error::new(e.kind(), format!("write {}: {e}", path.display()));
         // No sync: this is a tmpfs, and a guest that loses its memory has no containers to start.
-        File::create(&temporary).and_then(|mut f| f.write_all(&text)).map_err(|e| at(&temporary, e))?;
-        std::fs::rename(&temporary, &file).map_err(|e| at(&file, e))?;
+        replace(&self.directory.join(FILE), &text)?;
         Ok(text.len())
     }
+}
+
+/// Replaces a file as a whole, or leaves it as it is. The new text lies beside it meanwhile, under a name that agents do not read.
+pub fn replace(path: &Path, text: &[u8]) -> io::Result<()> {
+    let at = |e: io::Error| io::Error::new(e.kind(), format!("write {}: {e}", path.display()));
+    let mut temporary = path.as_os_str().to_owned();
+    temporary.push(".tmp");
+    File::create(&temporary).and_then(|mut f| f.write_all(text)).and_then(|()| std::fs::rename(&temporary, path)).map_err(at)
 }

@@ -88,6 +88,13 @@ impl Spec {
         Self { cdi_version, kind: kind.to_string(), devices, container_edits }
     }
 
+    /// The guest's nodes are below this root: each node names its own there.
+    pub fn set_host_root(&mut self, root: &str) {
+        let edits = self.devices.iter_mut().map(|d| &mut d.container_edits).chain([&mut self.container_edits]);
+        edits.flat_map(|e| &mut e.device_nodes).for_each(|node| node.host_path = Some(format!("{root}{}", node.path)));
+        self.cdi_version = minimum_version(&self.kind, &self.devices, &self.container_edits);
+    }
+
     /// The file's text: JSON, which is YAML too, in as few bytes as possible, because the agent parses it again at every try.
     pub fn to_json(&self) -> Vec<u8> {
         // Structs of strings and numbers: cannot fail. An empty text would be refused by `publish`, not written.

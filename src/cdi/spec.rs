@@ -84,7 +84,8 @@ impl Default for Options {
     }
 }
 
-fn node(node: &Node) -> DeviceNode {
+/// A guest's node, in containers.
+pub fn node(node: &Node) -> DeviceNode {
     DeviceNode {
         path: node.path.display().to_string(),
         host_path: None,
@@ -110,7 +111,8 @@ fn nodes_of(device: &Device) -> Vec<DeviceNode> {
     }
 }
 
-fn device(name: String, device_nodes: Vec<DeviceNode>) -> SpecDevice {
+/// A device that is some nodes.
+pub fn device(name: String, device_nodes: Vec<DeviceNode>) -> SpecDevice {
     SpecDevice { name, container_edits: Edits { device_nodes, ..Edits::default() } }
 }
 
@@ -150,19 +152,22 @@ pub fn generate(devices: &[Device], common: &[Node], files: Option<&DriverFiles>
     } else {
         list.push(device("all".into(), alive().flat_map(nodes_of).collect()));
     }
-    let mut edits = Edits { device_nodes: common.iter().map(node).collect(), ..Edits::default() };
-    if !common.is_empty() || files.is_some() {
-        edits.env = void();
-    }
-    if let Some(files) = files {
-        edits.env.extend(files.libcuda_directory.as_ref().map(|d| format!("NVIDIA_CTK_LIBCUDA_DIR={}", d.display())));
-        edits.mounts = mounts(files, options.hooks);
-        edits.hooks = hooks(files, options);
+    let mut edits = files.map(|files| edits_of(files, options)).unwrap_or_default();
+    edits.device_nodes = common.iter().map(node).collect();
+    if edits != Edits::default() {
+        edits.env.splice(0..0, void());
     }
     Spec::new(KIND, list, edits)
 }
 
-const FILE: &[&str] = &["ro", "nosuid", "nodev", "rbind", "rprivate"];
+/// What a container gets of the driver's user space.
+pub fn edits_of(files: &DriverFiles, options: &Options) -> Edits {
+    let env = files.libcuda_directory.iter().map(|d| format!("NVIDIA_CTK_LIBCUDA_DIR={}", d.display())).collect();
+    Edits { env, mounts: mounts(files, options.hooks), hooks: hooks(files, options), ..Edits::default() }
+}
+
+/// How a file is mounted.
+pub const FILE: &[&str] = &["ro", "nosuid", "nodev", "rbind", "rprivate"];
 const SOCKET: &[&str] = &["nosuid", "nodev", "rbind", "rprivate", "noexec"];
 
 /// Files, parents first, then the links, each as a mount of the file that it leads to: nothing has to be made in the container's root for them.

@@ -5,6 +5,8 @@ mod budgets;
 mod driver_roots;
 #[cfg(feature = "host")]
 mod cdi_check;
+#[cfg(feature = "host")]
+mod cdi_generate;
 mod container;
 #[cfg(feature = "host")]
 mod container_roots;

@@ -1,0 +1,282 @@
+//! `kata-gpu-init cdi generate` on trees: against the incumbent's spec for the reference root, before both agents' crates, and with what can be missing.
+
+use crate::{TempDir, project, tree};
+use kata_gpu_init::cdi::devices::{OTHERS, Places};
+use kata_gpu_init::cdi::schema::{Edits, Spec};
+use kata_gpu_init::cdi::spec::{Hooks, Naming, Options, generate};
+use kata_gpu_init::driver_files::{Roots, scan};
+use serde_json::Value;
+use std::collections::BTreeSet;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output};
+
+const REFERENCE: &str = "kata-8gpu-550";
+
+/// The reference root.
+fn root(test: &str) -> (TempDir, PathBuf) {
+    let folder = TempDir::new(&format!("cdi-generate-{test}"));
+    let root = folder.0.join("root");
+    std::fs::create_dir(&root).unwrap();
+    tree::build(&root, &tree::description(REFERENCE));
+    (folder, root)
+}
+
+fn reference() -> (Value, u64) {
+    let path = project().join("tests/fixtures/cdi").join(REFERENCE).with_extension("json");
+    let bytes = std::fs::read(path).unwrap();
+    (serde_json::from_slice(&bytes).unwrap(), bytes.len() as u64)
+}
+
+fn ours(root: &Path, options: &Options) -> (Spec, Vec<String>) {
+    let found = Places { root: root.into(), dev_root: root.into() }.gpus().unwrap();
+    let files = scan(&Roots { root: root.into(), ..Roots::default() }, None).unwrap();
+    (generate(&found.gpus, &found.common, Some(&files), options), found.problems)
+}
+
+fn value(spec: &Spec) -> Value {
+    serde_json::from_slice(&spec.to_json()).unwrap()
+}
+
+fn list<'a>(value: &'a Value, key: &str) -> Vec<&'a Value> {
+    value[key].as_array().map(|all| all.iter().collect()).unwrap_or_default()
+}
+
+/// A spec's edits, one line each; links are lines of their own, whether a hook makes them or a mount is them.
+fn lines(spec: &Value) -> BTreeSet<String> {
+    let mut lines = BTreeSet::new();
+    let mut edits = |of: &str, edits: &Value| {
+        for env in list(edits, "env") {
+            lines.insert(format!("{of}: env {}", env.as_str().unwrap()));
+        }
+        for node in list(edits, "deviceNodes") {
+            let number = |key: &str| node[key].as_u64().unwrap_or(0);
+            let (major, minor, mode) = (number("major"), number("minor"), number("fileMode"));
+            lines.insert(format!("{of}: node {} {major}:{minor} {mode:o} {}", node["path"].as_str().unwrap(), node["permissions"]));
+        }
+        for mount in list(edits, "mounts") {
+            let (host, container) = (mount["hostPath"].as_str().unwrap(), mount["containerPath"].as_str().unwrap());
+            let options: Vec<&str> = list(mount, "options").iter().map(|o| o.as_str().unwrap()).collect();
+            // Files are mounted where they are; what has another name is a link.
+            let name = |path: &str| path.rsplit('/').next().unwrap().to_string();
+            if name(host) == name(container) {
+                lines.insert(format!("{of}: mount {container} {}", options.join(",")));
+            } else {
+                lines.insert(format!("{of}: link {container}"));
+            }
+        }
+        for hook in list(edits, "hooks") {
+            let args: Vec<&str> = list(hook, "args").iter().map(|a| a.as_str().unwrap()).collect();
+            for pair in args.windows(2).filter(|pair| pair[0] == "--link") {
+                lines.insert(format!("{of}: link {}", pair[1].split("::").nth(1).unwrap()));
+            }
+            let others: Vec<&str> =
+                args.iter().skip(1).take(1).copied().chain(args.iter().copied().filter(|a| a.contains("version"))).collect();
+            lines.insert(format!("{of}: hook {} {}", hook["hookName"].as_str().unwrap(), others.join(" ")));
+        }
+    };
+    edits("every", &spec["containerEdits"]);
+    for device in list(spec, "devices") {
+        edits(device["name"].as_str().unwrap(), &device["containerEdits"]);
+    }
+    lines
+}
+
+/// What differs from the incumbent's spec for the reference root, and why.
+const DIFFERENCES: &[(&str, &str)] = &[
+    ("theirs: every: hook createContainer create-symlinks", "links are mounts of their file"),
+    ("theirs: every: hook createContainer enable-cuda-compat --host-driver-version=550.163.01", "in our one hook"),
+    ("theirs: every: hook createContainer update-ldcache", "in our one hook"),
+    ("theirs: every: hook createContainer disable-device-node-modification", "in our one hook"),
+    ("theirs: every: hook createContainer update-application-profile", "in our one hook"),
+    ("ours: every: hook createContainer prepare --host-driver-version=550.163.01", "our one hook"),
+];
+
+fn difference(ours: &BTreeSet<String>, theirs: &BTreeSet<String>) -> BTreeSet<String> {
+    let only = |name: &str, a: &BTreeSet<String>, b: &BTreeSet<String>| a.difference(b).map(|l| format!("{name}: {l}")).collect::<Vec<_>>();
+    only("ours", ours, theirs).into_iter().chain(only("theirs", theirs, ours)).collect()
+}
+
+#[test]
+fn the_reference_root_gives_the_incumbents_nodes_mounts_links_and_environment() {
+    let (_folder, root) = root("reference");
+    let options = Options { namings: vec![Naming::Index, Naming::Uuid], ..Options::default() };
+    let (spec, problems) = ours(&root, &options);
+    assert!(problems.is_empty(), "{problems:?}");
+    let expected: BTreeSet<String> = DIFFERENCES.iter().map(|(line, _)| (*line).to_string()).collect();
+    assert_eq!(difference(&lines(&value(&spec)), &lines(&reference().0)), expected);
+}
+
+#[test]
+fn the_comparison_sees_a_missing_node_mount_link_and_variable() {
+    let (_folder, root) = root("control");
+    let (spec, _) = ours(&root, &Options { namings: vec![Naming::Index, Naming::Uuid], ..Options::default() });
+    let whole = lines(&value(&spec));
+    let remove = |from: &str| {
+        let mut value = value(&spec);
+        let edits = if from == "deviceNodes" { &mut value["devices"][0]["containerEdits"] } else { &mut value["containerEdits"] };
+        edits[from].as_array_mut().unwrap().pop().unwrap();
+        whole.difference(&lines(&value)).count()
+    };
+    assert_eq!(["deviceNodes", "mounts", "env"].map(remove), [1, 1, 1]);
+}
+
+#[test]
+fn compat_writes_the_incumbents_six_hooks() {
+    let (_folder, root) = root("compat");
+    let options =
+        Options { namings: vec![Naming::Index, Naming::Uuid], hooks: Hooks::Compat, hook_path: "/usr/bin/nvidia-cdi-hook".into() };
+    let (spec, reference) = (value(&ours(&root, &options).0), reference().0);
+    assert_eq!(difference(&lines(&spec), &lines(&reference)), BTreeSet::new());
+    let sorted = |spec: &Value| -> Vec<Vec<String>> {
+        let arguments = |hook: &&Value| {
+            let mut args: Vec<String> = list(hook, "args").iter().map(|a| a.as_str().unwrap().to_string()).collect();
+            args.sort();
+            args
+        };
+        list(&spec["containerEdits"], "hooks").iter().map(arguments).collect()
+    };
+    assert_eq!(sorted(&spec), sorted(&reference));
+}
+
+#[test]
+fn the_spec_of_eight_gpus_is_at_most_half_as_long_as_the_incumbents() {
+    let (_folder, root) = root("size");
+    let (spec, _) = ours(&root, &Options { namings: vec![Naming::Index, Naming::Uuid], ..Options::default() });
+    let (ours, theirs) = (spec.to_json().len() as u64, reference().1);
+    assert!(2 * ours <= theirs, "ours has {ours} bytes, the incumbent's {theirs}");
+}
+
+/// Runs the guest's binary.
+fn run(root: &Path, words: &[&str]) -> Output {
+    let binary = project().join("target/x86_64-unknown-linux-musl/release/kata-gpu-init");
+    Command::new(binary).arg("cdi").args(words).arg("--root").arg(root).output().unwrap()
+}
+
+#[test]
+fn a_missing_node_drops_its_gpu_and_a_missing_uvm_is_said() {
+    let (_folder, root) = root("missing");
+    let whole = run(&root, &["generate"]);
+    assert_eq!((whole.status.code(), String::from_utf8_lossy(&whole.stderr).as_ref()), (Some(0), ""));
+    std::fs::remove_file(root.join("dev/nvidia3")).unwrap();
+    std::fs::remove_file(root.join("dev/nvidia-uvm")).unwrap();
+    let part = run(&root, &["generate"]);
+    let said = String::from_utf8(part.stderr).unwrap();
+    assert_eq!(part.status.code(), Some(3), "{said}");
+    assert!(
+        said.contains("GPU 3 (0000:4b:00.0) is left out: ") && said.contains("/dev/nvidia3 is missing: make it (nvidia-modprobe -c 3)"),
+        "{said}"
+    );
+    assert!(said.contains("/dev/nvidia-uvm is missing: no CUDA program will start"), "{said}");
+    let spec: Value = serde_json::from_slice(&part.stdout).unwrap();
+    let names: Vec<&str> = list(&spec, "devices").iter().map(|d| d["name"].as_str().unwrap()).collect();
+    // The others keep their names.
+    assert_eq!(names, ["0", "1", "2", "4", "5", "6", "7", "all"]);
+}
+
+#[test]
+fn without_a_driver_or_with_another_ones_libraries_there_is_no_spec_and_a_cure() {
+    let (_folder, root) = root("none");
+    let fails = |words: &[&str], with: &str| {
+        let output = run(&root, words);
+        let said = String::from_utf8(output.stderr).unwrap();
+        assert!(
+            output.status.code() == Some(1) && output.stdout.is_empty() && said.contains(with) && said.lines().count() == 1,
+            "{with}: {said}"
+        );
+    };
+    fails(&["generate", "--driver-version", "560.35.03"], "put the libraries of 560.35.03 into the image");
+    fails(&["generate", "--mode", "gdrcopy"], "load the module gdrdrv");
+    fails(&["generate", "--output", "/nonexistent/spec.json"], "/nonexistent/spec.json");
+    std::fs::remove_dir_all(root.join("proc/driver/nvidia")).unwrap();
+    fails(&["generate"], "load the driver's module nvidia first");
+    assert_eq!(run(&root, &["generate", "--mode", "all"]).status.code(), Some(2));
+}
+
+#[test]
+fn yaml_and_json_say_the_same_and_a_file_is_replaced_whole() {
+    let (folder, root) = root("yaml");
+    let file = folder.0.join("nvidia.yaml");
+    std::fs::write(&file, "old").unwrap();
+    let output = run(&root, &["generate", "--format=yaml", "--output", file.to_str().unwrap()]);
+    assert!(output.status.success() && output.stdout.is_empty(), "{output:?}");
+    assert_eq!(std::fs::read_dir(&folder.0).unwrap().count(), 2, "something was left beside the file");
+    let text = std::fs::read_to_string(&file).unwrap();
+    assert!(text.starts_with("cdiVersion: \"0.5.0\"\n") && text.contains("\n  - containerEdits:\n"), "{text}");
+    let json: Value = serde_json::from_slice(&run(&root, &["generate"]).stdout).unwrap();
+    // The crate that agents read it with is the judge of both.
+    let read = |path: &Path| container_device_interface::spec::read_spec(&path.to_path_buf(), 0).unwrap();
+    let other = folder.0.join("nvidia.json");
+    std::fs::write(&other, serde_json::to_vec(&json).unwrap()).unwrap();
+    let (yaml, json) = (read(&file), read(&other));
+    assert_eq!(serde_json::to_value(&yaml.cdi_spec).unwrap(), serde_json::to_value(&json.cdi_spec).unwrap());
+}
+
+fn character_device(root: &Path, path: &str, major: u64, minor: u64) {
+    use nix::sys::stat::{Mode, SFlag, makedev, mknod};
+    let path = root.join(path);
+    std::fs::create_dir_all(path.parent().unwrap()).unwrap();
+    mknod(&path, SFlag::S_IFCHR, Mode::from_bits_truncate(0o666), makedev(major, minor)).unwrap();
+}
+
+#[test]
+fn mig_instances_and_displays_are_found_with_their_nodes() {
+    let (_folder, root) = root("mig");
+    for path in ["gi1/ci0", "gi2/ci0", "gi2/ci1"] {
+        std::fs::create_dir_all(root.join("proc/driver/nvidia/capabilities/gpu0/mig").join(path)).unwrap();
+    }
+    std::fs::create_dir_all(root.join("proc/driver/nvidia-caps")).unwrap();
+    let minors = "config 1\nmonitor 2\ngpu0/gi1/access 12\ngpu0/gi1/ci0/access 13\ngpu0/gi2/access 21\ngpu0/gi2/ci0/access 22\ngpu0/gi2/ci1/access 23\n";
+    std::fs::write(root.join("proc/driver/nvidia-caps/mig-minors"), minors).unwrap();
+    for minor in [12, 13, 21, 22, 23] {
+        character_device(&root, &format!("dev/nvidia-caps/nvidia-cap{minor}"), 235, minor);
+    }
+    for name in ["card1", "renderD128", "by-path"] {
+        std::fs::create_dir_all(root.join("sys/bus/pci/devices/0000:1b:00.0/drm").join(name)).unwrap();
+    }
+    character_device(&root, "dev/dri/card1", 226, 1);
+    character_device(&root, "dev/dri/renderD128", 226, 128);
+    let spec = value(&ours(&root, &Options::default()).0);
+    let nodes = |name: &str| -> Vec<String> {
+        let device = list(&spec, "devices").into_iter().find(|d| d["name"] == name).unwrap_or_else(|| panic!("no device {name}"));
+        list(&device["containerEdits"], "deviceNodes").iter().map(|n| n["path"].as_str().unwrap().to_string()).collect()
+    };
+    assert_eq!(nodes("0:1"), ["/dev/nvidia0", "/dev/nvidia-caps/nvidia-cap21", "/dev/nvidia-caps/nvidia-cap22"]);
+    assert_eq!(nodes("0:2"), ["/dev/nvidia0", "/dev/nvidia-caps/nvidia-cap21", "/dev/nvidia-caps/nvidia-cap23"]);
+    assert_eq!(nodes("1"), ["/dev/nvidia1", "/dev/dri/card1", "/dev/dri/renderD128"]);
+    // One that cannot be made whole takes its GPU with it, and says why.
+    std::fs::remove_file(root.join("dev/nvidia-caps/nvidia-cap23")).unwrap();
+    let (spec, problems) = ours(&root, &Options::default());
+    assert!(
+        problems.len() == 1 && problems[0].contains("nvidia-cap23 is missing: make it (nvidia-modprobe -f gpu0/gi2/ci1/access)"),
+        "{problems:?}"
+    );
+    assert!(!list(&value(&spec), "devices").iter().any(|d| d["name"] == "0"));
+}
+
+#[test]
+fn the_other_modes_find_their_devices() {
+    let (_folder, root) = root("modes");
+    let devices = [
+        ("nvidia-fs0", "gds", "nvidia.com/gds"),
+        ("infiniband/uverbs0", "mofed", "nvidia.com/mofed"),
+        ("nvidia-nvswitchctl", "nvswitch", "nvidia.com/nvswitch"),
+        ("gdrdrv", "gdrcopy", "nvidia.com/gdrcopy"),
+        ("nvidia-caps-imex-channels/channel7", "imex", "nvidia.com/imex-channel"),
+    ];
+    let places = Places { root: root.clone(), dev_root: root.clone() };
+    for (number, (path, mode, kind)) in devices.into_iter().enumerate() {
+        let other = OTHERS.iter().find(|o| o.mode == mode).unwrap();
+        assert!(other.spec(&places, Edits::default()).is_err(), "{mode}: found before it was there");
+        character_device(&root, &format!("dev/{path}"), 240 + number as u64, 7);
+        let spec = value(&other.spec(&places, Edits::default()).unwrap());
+        let names: Vec<&str> = list(&spec, "devices").iter().map(|d| d["name"].as_str().unwrap()).collect();
+        assert_eq!((spec["kind"].as_str().unwrap(), names), (kind, if mode == "imex" { vec!["7", "all"] } else { vec!["all"] }));
+        assert_eq!(spec["devices"][0]["containerEdits"]["deviceNodes"][0]["path"], format!("/dev/{path}"));
+    }
+    let management = run(&root, &["generate", "--mode", "management"]);
+    let spec: Value = serde_json::from_slice(&management.stdout).unwrap();
+    assert_eq!(spec["kind"], "management.nvidia.com/gpu");
+    let nodes = list(&spec["devices"][0]["containerEdits"], "deviceNodes").len();
+    // 8 GPUs, control, two of uvm, two capabilities, a switch's, a channel.
+    assert_eq!((nodes, list(&spec["containerEdits"], "mounts").len() > 16), (8 + 1 + 2 + 2 + 1 + 1, true));
+}
