@@ -79,7 +79,7 @@ fn run(container: &str, bundle: &Path, spec: &Spec) {
     }
 }
 
-/// Where something of a container would be seen in the guest if it were not kept to its root: names in /etc, and mounts below the bundles.
+/// What of a container would be seen in the guest if it were not kept to its root: names in /etc, mounts below the bundles.
 fn traces() -> String {
     let names = std::fs::read_dir("/etc").into_iter().flatten().flatten().map(|e| e.file_name().to_string_lossy().into_owned());
     let mounts = std::fs::read_to_string("/proc/mounts").unwrap_or_default();

@@ -1,5 +1,5 @@
-//! A container's root, made as kata-agent 4.1.0 makes it: mounts in the order of the OCI spec, with the mount points they need, then device nodes; and
-//! the change to it.
+//! A container's root, made as kata-agent 4.1.0 makes it: mounts in the order of the OCI spec, with the mount points they need, then device nodes;
+//! and the change to it.
 //!
 //! Faithful also where it matters to what is mounted: a mount point that is there is truncated, a link at a mount point is followed within the root,
 //! nothing is mounted below /proc. Not made: cgroup mounts, masked and read-only paths, SELinux labels, user namespaces.

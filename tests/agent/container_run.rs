@@ -1,8 +1,8 @@
 //! Running a container on a root of its own: kata-agent's processes from the bundle to the program.
 //!
-//! As there, the agent starts itself again: a first process makes the PID namespace and waits, a second one, PID 1 in it, makes the root, runs the hooks,
-//! changes to the root and becomes the program. What they have to say comes back as lines of JSON on their standard input, a socket. Not made: cgroups,
-//! seccomp, capabilities, network and user namespaces; a program starts at once, without `StartContainer`.
+//! As there, the agent starts itself again: a first process makes the PID namespace and waits, a second one, PID 1 in it, makes the root, runs the
+//! hooks, changes to the root and becomes the program. What they have to say comes back as lines of JSON on their standard input, a socket. Not made:
+//! cgroups, seccomp, capabilities, users other than root, network and user namespaces; a program starts at once, without `StartContainer`.
 
 use super::container_hooks;
 use super::container_root::{self, Change};

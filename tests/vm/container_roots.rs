@@ -1,5 +1,5 @@
-//! Real containers with the driver's files: a program linked against libcuda.so.1 starts on a Debian's and an Alpine's root, its loader finds the guest's
-//! library, and it sees exactly its GPUs. The roots and the guest's driver are those of tests/containers/build.
+//! Real containers with the driver's files: a program linked against libcuda.so.1 starts on a Debian's and an Alpine's root, its loader finds the
+//! guest's library, and it sees exactly its GPUs. The roots and the guest's driver are those of tests/containers/build.
 
 use super::harness::{AgentLine, Booted, DEADLINE, Guest, Outcome, TestContext, VmTest};
 use anyhow::{Result, anyhow, ensure};
@@ -108,7 +108,7 @@ fn one_hook(context: &TestContext) -> Result<Outcome> {
     let mut booted = boot(context, "one")?;
     let (hooks, ms) = check(&booted)?;
     ensure!(hooks == 1, "{hooks} hooks have run");
-    // The negative controls. Debian's loader looks into its own directories at last, and there the link is a mount: but not where the image's libraries are.
+    // The negative controls. Debian's loader looks into its own directories at last, and there the link is a mount; the image's libraries are elsewhere.
     let bare = Ended::wait(&booted, "bare-cuda")?;
     ensure!(bare.said("searched").starts_with("path=/lib/x86_64-linux-gnu"), "a container without hooks: {:?}", bare.0);
     bare.is("version", VERSION)?;
