@@ -101,7 +101,8 @@ fn nodes(container: &str, spec: &Spec) -> Result<String, String> {
     Ok(made.join(","))
 }
 
-/// Makes one node below a root; gives its permission bits. A mode of 0 or none in the spec means that of the guest's node; without such a node it stays 0.
+/// Makes one node below a root; gives its permission bits. A mode of 0 or none in the spec means that of the guest's node; without such a node it
+/// stays 0.
 pub fn node(root: &Path, device: &LinuxDevice) -> Result<u32, String> {
     let name = device.path().display();
     let kind = match device.typ() {

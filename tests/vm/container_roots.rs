@@ -108,7 +108,7 @@ fn one_hook(context: &TestContext) -> Result<Outcome> {
     let mut booted = boot(context, "one")?;
     let (hooks, ms) = check(&booted)?;
     ensure!(hooks == 1, "{hooks} hooks have run");
-    // The negative controls. Debian's loader looks into its own directories at last, and there the link is a mount; the image's libraries are elsewhere.
+    // The negative controls. Debian's loader looks into its own directories at last, where the link is a mount; the image's libraries are elsewhere.
     let bare = Ended::wait(&booted, "bare-cuda")?;
     ensure!(bare.said("searched").starts_with("path=/lib/x86_64-linux-gnu"), "a container without hooks: {:?}", bare.0);
     bare.is("version", VERSION)?;
