@@ -13,6 +13,10 @@ pub struct Wanted {
     pub name: String,
     /// Names of devices of kind nvidia.com/gpu.
     pub devices: Vec<String>,
+    /// Which of the guest's roots it runs on; none: only its device nodes are made.
+    pub root: Option<String>,
+    /// Whether its hooks are run.
+    pub hooks: bool,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -128,6 +132,7 @@ impl Config {
             poweroff: false,
         };
         let (mut systemd_unified, mut no_v1, mut mem_agent) = (false, false, false);
+        let mut without_hooks = vec![];
         for word in command_line.split_ascii_whitespace() {
             let Some((name, value)) = word.split_once('=') else { continue };
             let bad = |what: &str| format!("{name}={value}: {what}");
@@ -152,16 +157,20 @@ impl Config {
                 }
                 "testagent.containers" => {
                     for one in value.split(';').filter(|c| !c.is_empty()) {
-                        let (name, devices) = one.split_once(':').ok_or_else(|| bad("want NAME:DEVICE[,DEVICE..][;..]"))?;
-                        config.containers.push(Wanted { name: name.into(), devices: devices.split(',').map(str::to_string).collect() });
+                        let (name, devices) = one.split_once(':').ok_or_else(|| bad("want NAME:DEVICE[,DEVICE..][@ROOT][;..]"))?;
+                        let (devices, root) = devices.split_once('@').map_or((devices, None), |(d, root)| (d, Some(root.to_string())));
+                        let devices = devices.split(',').map(str::to_string).collect();
+                        config.containers.push(Wanted { name: name.into(), devices, root, hooks: true });
                     }
                 }
+                "testagent.without_hooks" => without_hooks = value.split(',').collect(),
                 "testagent.guest" => config.guest_half = Some(value.into()),
                 "testagent.poweroff" => config.poweroff = value == "on",
                 _ => {}
             }
         }
         config.unified_cgroups = systemd_unified || no_v1;
+        config.containers.iter_mut().for_each(|c| c.hooks = !without_hooks.contains(&c.name.as_str()));
         Ok(config)
     }
 }
@@ -172,8 +181,13 @@ mod tests {
 
     #[test]
     fn containers_and_versions_are_read() {
-        let config = Config::parse("quiet testagent.containers=one:0;pair:1,2 testagent.version=3.31.0 agent.cdi_timeout=7\n").unwrap();
-        assert_eq!(config.containers[1], Wanted { name: "pair".into(), devices: vec!["1".into(), "2".into()] });
+        let words = "quiet testagent.containers=one:0@debian;pair:1,2 testagent.without_hooks=one,two testagent.version=3.31.0 agent.cdi_timeout=7\n";
+        let config = Config::parse(words).unwrap();
+        assert_eq!(
+            config.containers[0],
+            Wanted { name: "one".into(), devices: vec!["0".into()], root: Some("debian".into()), hooks: false }
+        );
+        assert_eq!(config.containers[1], Wanted { name: "pair".into(), devices: vec!["1".into(), "2".into()], root: None, hooks: true });
         assert_eq!((config.fail_fast, config.cdi_timeout_s), (false, 7));
         assert!(Config::parse("testagent.version=3.32.0").unwrap().fail_fast);
     }

@@ -1,13 +1,15 @@
-//! Creating a container: devices are injected into its OCI spec, and its device nodes are made. No GPU is ever opened.
+//! Creating a container: devices are injected into its OCI spec, and its device nodes are made, or all of it on a root of its own, where it runs its
+//! program. No GPU is ever opened.
 
 use super::cdi;
 use super::config::{Config, Wanted};
-use super::log;
+use super::container_root::Change;
+use super::{container_run, log, pid1};
 use nix::sys::stat::{Mode, SFlag, makedev, mknod};
 use oci_spec::runtime::{LinuxDevice, LinuxDeviceType, Spec};
 use std::io::ErrorKind;
 use std::os::unix::fs::PermissionsExt;
-use std::path::{Component, Path};
+use std::path::{Component, Path, PathBuf};
 
 /// A container's root is a directory of its name in here.
 const CONTAINERS: &str = "/run/test-agent";
@@ -18,27 +20,73 @@ const PERMISSIONS: u32 = 0o7777;
 pub fn create(wanted: &Wanted, config: &Config) {
     let asked: Vec<String> = wanted.devices.iter().map(|d| format!("nvidia.com/gpu={d}")).collect();
     let devices = asked.join(",");
-    let mut spec = Spec::default();
+    let fields = [("container", wanted.name.as_str()), ("devices", devices.as_str())];
+    let (mut spec, bundle) = match wanted.root.as_deref().map(|root| prepare(&wanted.name, root)) {
+        None => (Spec::default(), None),
+        Some(Ok((spec, bundle))) => (spec, Some(bundle)),
+        Some(Err(error)) => return log::error("container failed", &[&fields[..], &[("error", &format!("{error:#}"))]].concat()),
+    };
     let mut failed_try = |number: u64, error: &str| {
         log::info("cdi try failed", &[("container", &wanted.name), ("try", &number.to_string()), ("error", error)]);
     };
     let injected =
         cdi::inject(&mut spec, cdi::DIRECTORY, &asked, config.cdi_timeout_s, config.fail_fast, &std::thread::sleep, &mut failed_try);
-    let made = injected.and_then(|tries| nodes(&wanted.name, &spec).map(|nodes| (tries, nodes)).map_err(|e| (tries, e)));
-    match made {
-        Ok((tries, nodes)) => {
-            log::info(
-                "container created",
-                &[("container", &wanted.name), ("devices", &devices), ("tries", &tries.to_string()), ("nodes", &nodes)],
-            );
-        }
-        Err((tries, error)) => {
-            log::error(
-                "container failed",
-                &[("container", &wanted.name), ("devices", &devices), ("tries", &tries.to_string()), ("error", &error)],
-            );
-        }
+    let made = injected.and_then(|tries| {
+        let nodes = bundle.is_none().then(|| nodes(&wanted.name, &spec)).transpose();
+        nodes.map(|nodes| (tries, nodes)).map_err(|e| (tries, e))
+    });
+    let (tries, what, said) = match &made {
+        Ok((tries, nodes)) => (tries, "nodes", nodes.as_deref().unwrap_or_default()),
+        Err((tries, error)) => (tries, "error", error.as_str()),
+    };
+    let tries = tries.to_string();
+    let fields = [&fields[..], &[("tries", &tries), (what, said)]].concat();
+    if made.is_err() {
+        return log::error("container failed", &fields);
     }
+    log::info("container created", &fields);
+    if let Some(bundle) = bundle {
+        if !wanted.hooks {
+            spec.set_hooks(None);
+        }
+        run(&wanted.name, &bundle, &spec);
+    }
+}
+
+/// The spec and the bundle of a container with a root.
+fn prepare(container: &str, root: &str) -> anyhow::Result<(Spec, PathBuf)> {
+    let (bundle, rootfs) = container_run::bundle(container, root)?;
+    Ok((container_run::spec(&rootfs)?, bundle))
+}
+
+/// Runs it, and reports how it went.
+fn run(container: &str, bundle: &Path, spec: &Spec) {
+    let own = Path::new("/proc/self/exe");
+    let ended = pid1::root_type().map_err(anyhow::Error::msg).and_then(|root| container_run::run(own, bundle, spec, Change::of(&root)));
+    match ended {
+        Ok(ended) => log::info(
+            "container ended",
+            &[
+                ("container", container),
+                ("status", &ended.status),
+                ("output", &ended.output),
+                ("hooks", &ended.hooks.join("; ")),
+                ("failed hooks", &ended.failed_hooks.join("; ")),
+                ("guest", &traces()),
+            ],
+        ),
+        Err(error) => log::error("container failed", &[("container", container), ("error", &format!("{error:#}"))]),
+    }
+}
+
+/// What of a container would be seen in the guest if it were not kept to its root: names in /etc, mounts below the bundles.
+fn traces() -> String {
+    let names = std::fs::read_dir("/etc").into_iter().flatten().flatten().map(|e| e.file_name().to_string_lossy().into_owned());
+    let mounts = std::fs::read_to_string("/proc/mounts").unwrap_or_default();
+    let mounts = mounts.lines().filter(|l| l.contains(container_run::BUNDLES) || l.contains("/params ")).map(str::to_string);
+    let mut all: Vec<String> = names.chain(mounts).collect();
+    all.sort();
+    all.join(",")
 }
 
 /// Makes the nodes of a container under its own directory and describes them: `path major:minor mode,..`.
@@ -46,15 +94,16 @@ fn nodes(container: &str, spec: &Spec) -> Result<String, String> {
     let devices = spec.linux().as_ref().and_then(|l| l.devices().clone()).unwrap_or_default();
     let mut made = Vec::new();
     for device in devices {
-        let mode = node(container, &device)?;
+        let mode = node(&Path::new(CONTAINERS).join(container), &device)?;
         made.push(format!("{} {}:{} {mode:o}", device.path().display(), device.major(), device.minor()));
     }
     made.sort();
     Ok(made.join(","))
 }
 
-/// Makes one node; gives its permission bits. A mode of 0 or none in the spec means that of the guest's node; without such a node it stays 0.
-fn node(container: &str, device: &LinuxDevice) -> Result<u32, String> {
+/// Makes one node below a root; gives its permission bits. A mode of 0 or none in the spec means that of the guest's node; without such a node it
+/// stays 0.
+pub fn node(root: &Path, device: &LinuxDevice) -> Result<u32, String> {
     let name = device.path().display();
     let kind = match device.typ() {
         LinuxDeviceType::C => SFlag::S_IFCHR,
@@ -71,7 +120,7 @@ fn node(container: &str, device: &LinuxDevice) -> Result<u32, String> {
         },
         mode => mode,
     } & PERMISSIONS;
-    let path = Path::new(CONTAINERS).join(container).join(relative);
+    let path = root.join(relative);
     let failed = |what: &str, error: &dyn std::fmt::Display| format!("{what} {}: {error}", path.display());
     let number = |n: i64| u64::try_from(n).map_err(|e| failed("number of", &e));
     if let Some(parent) = path.parent() {

@@ -1,14 +1,19 @@
 //! Stands for kata-agent 4.1.0 in tests: does as PID 1 what it does, resolves devices with the same crate in the same loop, powers off silently
 //! where it does, and logs in its shape.
 //!
-//! It is not a ttRPC server: which containers there are is said on the kernel command line (`testagent.containers=one:0;all:all`), and a container is
-//! a directory with the device nodes it would get. Nor does it listen for uevents, which the real one logs.
+//! It is not a ttRPC server: which containers there are is said on the kernel command line (`testagent.containers=one:0;all:all@debian`). A container
+//! is a directory with the device nodes it would get, or, with one of the guest's roots, a real one that runs its program. Nor does it listen for
+//! uevents, which the real one logs.
 
 pub mod cdi;
 mod children;
 pub mod config;
 pub mod container;
+mod container_hooks;
+pub mod container_root;
+pub mod container_run;
 pub mod log;
+mod mount_options;
 mod pid1;
 
 use crate::vm::guest::GUEST_HALVES;

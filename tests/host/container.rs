@@ -184,7 +184,7 @@ pub fn with_section(name: &str, content: &[u8]) -> Vec<u8> {
 }
 
 /// The program as the tests were built, or as the guest has it, whichever is newer.
-fn program() -> Option<PathBuf> {
+pub fn program() -> Option<PathBuf> {
     let exe = std::env::current_exe().unwrap();
     let debug = exe.parent().and_then(Path::parent).unwrap().join("kata-gpu-init");
     let release = project().join("target/x86_64-unknown-linux-musl/release/kata-gpu-init");

@@ -8,6 +8,8 @@ mod cdi_check;
 #[cfg(feature = "host")]
 mod cdi_generate;
 mod container;
+#[cfg(feature = "host")]
+mod container_roots;
 mod hooks;
 mod hooks_attacks;
 mod hooks_faults;

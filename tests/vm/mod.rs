@@ -12,6 +12,8 @@ mod agent;
 #[cfg(feature = "host")]
 mod bring_up;
 #[cfg(feature = "host")]
+mod container_roots;
+#[cfg(feature = "host")]
 mod containers;
 #[cfg(feature = "host")]
 mod events;
@@ -38,6 +40,7 @@ mod worker;
 #[cfg(feature = "host")]
 pub const TESTS: &[&[harness::VmTest]] = &[
     containers::TESTS,
+    container_roots::TESTS,
     simulator::TESTS,
     bring_up::TESTS,
     faults::TESTS,

@@ -70,6 +70,7 @@ impl RealDriver {
 pub struct Guest {
     append: Vec<String>,
     files: Vec<(String, Vec<u8>)>,
+    archives: Vec<String>,
     without: Vec<&'static str>,
     vsock: bool,
     memory_mib: u32,
@@ -91,6 +92,7 @@ impl Guest {
         Self {
             append: vec![kernel.into(), times.into()],
             files: vec![],
+            archives: vec![],
             without: vec![],
             vsock: true,
             memory_mib: 1024,
@@ -107,6 +109,12 @@ impl Guest {
     /// Replaces a file of the initrd, or adds one.
     pub fn file(mut self, path: &str, text: &[u8]) -> Self {
         self.files.push((path.into(), text.to_vec()));
+        self
+    }
+
+    /// Adds an archive that tests/containers/build has made: what it has replaces what the initrd has.
+    pub fn archive(mut self, name: &str) -> Self {
+        self.archives.push(format!("containers/{name}.cpio"));
         self
     }
 
@@ -140,10 +148,15 @@ impl Guest {
         std::fs::create_dir_all(&work_dir).with_context(|| format!("make {}", work_dir.display()))?;
         let base = context.target.join("initrd.cpio");
         let mut initrd = base.clone();
-        if !self.files.is_empty() || !self.without.is_empty() {
-            let archive = std::fs::read(&base).with_context(|| format!("read {}", base.display()))?;
+        if !self.files.is_empty() || !self.archives.is_empty() || !self.without.is_empty() {
+            let read = |path: &Path| std::fs::read(path).with_context(|| format!("read {}", path.display()));
             initrd = work_dir.join("initrd.cpio");
-            std::fs::write(&initrd, cpio::change(&archive, &self.files, &self.without)?)?;
+            let mut archive = cpio::change(&read(&base)?, &self.files, &self.without)?;
+            // The kernel unpacks one archive after another.
+            for name in &self.archives {
+                archive.extend(read(&context.target.join(name))?);
+            }
+            std::fs::write(&initrd, archive)?;
         }
         let receiver = Receiver::start(&uds_path(&work_dir), self.listener)?;
         let vm = Vm::start(&VmConfig {

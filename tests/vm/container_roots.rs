@@ -1,0 +1,134 @@
+//! Real containers with the driver's files: a program linked against libcuda.so.1 starts on a Debian's and an Alpine's root, its loader finds the
+//! guest's library, and it sees exactly its GPUs. The roots and the guest's driver are those of tests/containers/build.
+
+use super::harness::{AgentLine, Booted, DEADLINE, Guest, Outcome, TestContext, VmTest};
+use anyhow::{Result, anyhow, ensure};
+
+pub const TESTS: &[VmTest] = &[
+    VmTest { name: "containers_load_the_guests_libcuda_and_see_exactly_their_gpus", run: one_hook },
+    VmTest { name: "the_incumbents_six_hooks_have_the_same_effect", run: six_hooks },
+];
+
+const LIBS: &str = "/usr/lib/x86_64-linux-gnu";
+const VERSION: &str = "550.163.01";
+/// Of the CUDA image's compatibility libraries.
+const COMPAT: &str = "560.35.03";
+/// Who asks for what, on which root. The last two are without their hooks.
+const CONTAINERS: &str = "debian:0@debian;all:all@debian;alpine:1@alpine;cuda:2@cuda;bare-cuda:2@cuda;bare-alpine:1@alpine";
+const WITHOUT_HOOKS: &str = "bare-cuda,bare-alpine";
+
+/// A container whose program has ended.
+struct Ended(AgentLine);
+
+impl Ended {
+    fn wait(booted: &Booted, container: &str) -> Result<Self> {
+        booted.created(container)?;
+        let line = booted
+            .console
+            .wait_agent_any(DEADLINE, |l| {
+                l.get("container") == container && ["container ended", "container failed"].contains(&l.get("msg"))
+            })
+            .ok_or_else(|| anyhow!("container {container} has not ended within {DEADLINE:?}"))?;
+        ensure!(line.get("msg") == "container ended", "container {container}: {}", line.get("error"));
+        Ok(Self(line))
+    }
+
+    /// The value of a key in the program's output.
+    fn said(&self, key: &str) -> &str {
+        self.0.get("output").lines().find_map(|l| l.split_once('=').filter(|(k, _)| *k == key)).map_or("", |(_, value)| value)
+    }
+
+    fn is(&self, key: &str, wanted: &str) -> Result<()> {
+        let name = self.0.get("container");
+        ensure!(self.said(key) == wanted, "container {name}: {key} is {:?}, not {wanted:?}: {:?}", self.said(key), self.0);
+        Ok(())
+    }
+
+    /// Checks everything that is the same in all containers with their hooks.
+    fn check(&self, gpus: &[u32]) -> Result<()> {
+        ensure!(self.0.get("status") == "exit status: 0" && self.0.get("failed hooks").is_empty(), "{:?}", self.0);
+        let nodes: Vec<&str> = self.said("nodes").split(',').collect();
+        let wanted = |node: &str| {
+            gpus.iter().any(|k| node == format!("/dev/nvidia{k} 195:{k} 666"))
+                || node == "/dev/nvidiactl 195:255 666"
+                || ["/dev/nvidia-uvm ", "/dev/nvidia-uvm-tools "].iter().any(|n| node.starts_with(n) && node.ends_with(" 666"))
+        };
+        ensure!(nodes.len() == gpus.len() + 3 && nodes.iter().all(|n| wanted(n)), "container {}: nodes {nodes:?}", self.0.get("container"));
+        // Nothing of it is outside: the initrd has this one file in /etc.
+        ensure!(self.0.get("guest") == "hardware.modules", "container {}: in the guest: {}", self.0.get("container"), self.0.get("guest"));
+        self.is("env", " NVIDIA_VISIBLE_DEVICES=void")?;
+        self.is("params", "ModifyDeviceFiles: 0, write: Read-only file system")
+    }
+
+    /// Checks that libcuda is the guest's, on a mount that the container cannot change.
+    fn has_the_guests_libcuda(&self) -> Result<()> {
+        let from = self.said("libcuda");
+        ensure!(
+            [format!("{LIBS}/libcuda.so.1"), format!("{LIBS}/libcuda.so.{VERSION}")].contains(&from.to_string()),
+            "libcuda from {from}"
+        );
+        self.is("version", VERSION)?;
+        self.is("flags", "ro,nosuid,nodev")
+    }
+
+    /// Milliseconds of each hook.
+    fn hook_times(&self) -> Vec<f64> {
+        let time = |hook: &str| hook.split_once(" (")?.1.split_once(" ms")?.0.parse().ok();
+        self.0.get("hooks").split("; ").filter_map(time).collect()
+    }
+}
+
+fn boot(context: &TestContext, hooks: &str) -> Result<Booted> {
+    let words =
+        format!("fakepci.gpus=3 gpuinit.cdi.hooks={hooks} testagent.containers={CONTAINERS} testagent.without_hooks={WITHOUT_HOOKS}");
+    ["driver", "debian", "cuda", "alpine"].into_iter().fold(Guest::new().append(&words), Guest::archive).boot(context, hooks)
+}
+
+/// Looks at all containers of a guest; gives the number of hooks of one, and their time in ms.
+fn check(booted: &Booted) -> Result<(usize, f64)> {
+    let ended = |container: &str| Ended::wait(booted, container);
+    let through_the_cache = "cache=/etc/ld.so.cache";
+    let (debian, all, alpine, cuda) = (ended("debian")?, ended("all")?, ended("alpine")?, ended("cuda")?);
+    for (container, gpus) in [(&debian, &[0][..]), (&all, &[0, 1, 2]), (&alpine, &[1]), (&cuda, &[2])] {
+        container.check(gpus)?;
+    }
+    for container in [&debian, &all, &alpine] {
+        container.has_the_guests_libcuda()?;
+    }
+    for container in [&debian, &all, &cuda] {
+        container.is("searched", through_the_cache)?;
+    }
+    cuda.is("version", COMPAT)?;
+    cuda.is("libcuda", &format!("/usr/local/cuda/compat/libcuda.so.{COMPAT}"))?;
+    let times = debian.hook_times();
+    Ok((times.len(), times.iter().sum()))
+}
+
+fn one_hook(context: &TestContext) -> Result<Outcome> {
+    let mut booted = boot(context, "one")?;
+    let (hooks, ms) = check(&booted)?;
+    ensure!(hooks == 1, "{hooks} hooks have run");
+    // The negative controls. Debian's loader looks into its own directories at last, where the link is a mount; the image's libraries are elsewhere.
+    let bare = Ended::wait(&booted, "bare-cuda")?;
+    ensure!(bare.said("searched").starts_with("path=/lib/x86_64-linux-gnu"), "a container without hooks: {:?}", bare.0);
+    bare.is("version", VERSION)?;
+    bare.is("params", "ModifyDeviceFiles: 1, write: done")?;
+    let bare = Ended::wait(&booted, "bare-alpine")?;
+    ensure!(bare.0.get("status") == "exit status: 127" && bare.0.get("output").contains("libcuda.so.1"), "without hooks: {:?}", bare.0);
+    booted.still_runs()?;
+    Ok(Outcome::Measured(format!("the hook of a container takes {ms:.1} ms in the guest")))
+}
+
+fn six_hooks(context: &TestContext) -> Result<Outcome> {
+    let mut booted = boot(context, "compat")?;
+    let (hooks, ms) = check(&booted)?;
+    // The first, for graphics, has nothing to do here and is not written.
+    ensure!(hooks == 5, "{hooks} hooks have run");
+    for container in ["bare-cuda", "bare-alpine"] {
+        let bare = Ended::wait(&booted, container)?;
+        // Without mounts at the links' paths there is nothing of that name.
+        ensure!(bare.0.get("status") == "exit status: 127" && bare.0.get("output").contains("libcuda.so.1"), "without hooks: {:?}", bare.0);
+    }
+    booted.still_runs()?;
+    Ok(Outcome::Measured(format!("the hooks of a container take {ms:.1} ms in the guest")))
+}
