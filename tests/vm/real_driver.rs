@@ -1,7 +1,7 @@
 //! NVIDIA's own open kernel module, on functions without a GPU behind them: the second judge, which no author of the simulator has understood wrongly.
 //!
 //! It binds, its initialisation goes as far as booting the GPU's own processor, and fails with the driver's own words; how far it comes is in the hands
-//! of a few registers (tests/simulator/fakepci.c). What cannot be seen here is a GPU that works.
+//! of a few registers (tests/simulator/fakepci-bars.c). What cannot be seen here is a GPU that works.
 
 use super::harness::{Booted, Guest, Outcome, RealDriver, TestContext, VmTest, named};
 use anyhow::{Context, Result, ensure};
