@@ -1,0 +1,130 @@
+// SPDX-License-Identifier: GPL-2.0
+/*
+ * fakepci - PCI root bus with GPU functions that have no hardware behind them
+ *
+ * Registers a root bus in a PCI domain of its own (0001) with `gpus`
+ * functions, one per slot. Everything above config space (scan, sysfs, claim,
+ * enable, bind) is the kernel's own code. This file has the bus itself; what is
+ * on it is in fakepci-config.c and fakepci-bars.c, and how functions come and go
+ * in fakepci-plug.c.
+ */
+
+#define pr_fmt(fmt) KBUILD_MODNAME ": " fmt
+
+#include <linux/ioport.h>
+#include <linux/module.h>
+
+#include "fakepci.h"
+
+#ifndef CONFIG_X86_64
+#error "fakepci needs the x86-64 struct pci_sysdata"
+#endif
+
+unsigned int fakepci_gpus = 8;
+module_param_named(gpus, fakepci_gpus, uint, 0444);
+MODULE_PARM_DESC(gpus, "number of GPU functions, 0..16");
+
+FAKEPCI_LIST(absent, "GPUs that are not there until they are added");
+
+struct pci_bus *fakepci_bus;
+
+static struct pci_sysdata fakepci_sysdata = {
+	.domain = FAKEPCI_DOMAIN,
+	.node = NUMA_NO_NODE,
+};
+
+static struct resource fakepci_busn = {
+	.name = "fakepci bus",
+	.flags = IORESOURCE_BUS,
+};
+
+static int fakepci_add_bus(void)
+{
+	LIST_HEAD(resources);
+
+	fakepci_add_bars(&resources);
+	pci_add_resource(&resources, &fakepci_busn);
+
+	pci_lock_rescan_remove();
+	fakepci_bus = pci_scan_root_bus(NULL, fakepci_busn.start, &fakepci_ops,
+					&fakepci_sysdata, &resources);
+	if (fakepci_bus) {
+		/* The BARs already have addresses, as after firmware. */
+		pci_bus_claim_resources(fakepci_bus);
+		pci_bus_add_devices(fakepci_bus);
+	}
+	pci_unlock_rescan_remove();
+
+	if (!fakepci_bus) {
+		pci_free_resource_list(&resources);
+		pr_err("no root bus in domain %04x: is the domain taken?\n",
+		       FAKEPCI_DOMAIN);
+		return -ENODEV;
+	}
+	return 0;
+}
+
+static void fakepci_remove_bus(void)
+{
+	pci_lock_rescan_remove();
+	pci_stop_root_bus(fakepci_bus);
+	pci_remove_root_bus(fakepci_bus);
+	pci_unlock_rescan_remove();
+}
+
+static int __init fakepci_init(void)
+{
+	unsigned int k;
+	int err;
+
+	if (fakepci_gpus > FAKEPCI_MAX_GPUS) {
+		pr_err("gpus=%u: want 0..%u\n", fakepci_gpus, FAKEPCI_MAX_GPUS);
+		return -EINVAL;
+	}
+	err = fakepci_config_init();
+	if (err)
+		return err;
+	err = fakepci_request_bars();
+	if (err)
+		goto exit_config;
+	for (k = 0; k < fakepci_gpus; k++) {
+		bool present = !fakepci_listed(absent, k);
+
+		fakepci_set_present(k, present);
+		err = fakepci_set_registers(k, present);
+		if (err)
+			goto release_bars;
+	}
+	err = fakepci_add_bus();
+	if (err)
+		goto release_bars;
+	/* Commands need the bus. */
+	err = fakepci_plug_init();
+	if (err)
+		goto remove_bus;
+
+	pr_info("%u GPU functions in domain %04x\n", fakepci_gpus, FAKEPCI_DOMAIN);
+	return 0;
+
+remove_bus:
+	fakepci_remove_bus();
+release_bars:
+	fakepci_release_bars();
+exit_config:
+	fakepci_config_exit();
+	return err;
+}
+
+static void __exit fakepci_exit(void)
+{
+	fakepci_plug_exit();
+	fakepci_remove_bus();
+	fakepci_release_bars();
+	fakepci_config_exit();
+}
+
+module_init(fakepci_init);
+module_exit(fakepci_exit);
+
+MODULE_DESCRIPTION("PCI root bus with simulated GPU functions");
+MODULE_LICENSE("GPL");

@@ -1,0 +1,92 @@
+/* SPDX-License-Identifier: GPL-2.0 */
+/*
+ * What the parts of fakepci share.
+ *
+ * Each part has its own parameters and state; a GPU is known by its slot
+ * everywhere, 0 <= k < fakepci_gpus.
+ */
+#ifndef FAKEPCI_H
+#define FAKEPCI_H
+
+#include <linux/minmax.h>
+#include <linux/moduleparam.h>
+#include <linux/pci.h>
+#include <linux/types.h>
+
+#define FAKEPCI_DOMAIN		1
+#define FAKEPCI_MAX_GPUS	16
+
+/* fakepci-bus.c */
+extern unsigned int fakepci_gpus;
+extern struct pci_bus *fakepci_bus;
+
+/* fakepci-config.c */
+struct fakepci_counters {
+	u64 reads;
+	u64 writes;
+	u64 enables;
+};
+
+extern struct pci_ops fakepci_ops;
+int fakepci_config_init(void);
+void fakepci_config_exit(void);
+void fakepci_set_present(unsigned int k, bool present);
+struct fakepci_counters fakepci_count(unsigned int k);
+unsigned int fakepci_enable_ms(unsigned int k);
+
+/* fakepci-bars.c */
+enum {
+	FAKEPCI_BAR_MEMORY,	/* the GPU's memory; PCI's BAR 2 */
+	FAKEPCI_BAR_OTHER,
+	FAKEPCI_BAR_REGISTERS,	/* PCI's BAR 0 */
+	FAKEPCI_BARS,
+};
+
+struct fakepci_bar {
+	unsigned int reg;	/* in config space */
+	u64 size;
+};
+
+extern const struct fakepci_bar fakepci_bars[FAKEPCI_BARS];
+bool fakepci_has_bar(unsigned int k, unsigned int bar);
+u64 fakepci_bar_address(unsigned int k, unsigned int bar);
+int fakepci_set_registers(unsigned int k, bool there);
+int fakepci_request_bars(void);
+void fakepci_release_bars(void);
+void fakepci_add_bars(struct list_head *resources);
+
+/* fakepci-plug.c */
+int fakepci_plug_init(void);
+void fakepci_plug_exit(void);
+
+/* A parameter that has a value per GPU: the last value goes for the rest. */
+static inline unsigned int fakepci_per_gpu(const unsigned int *values, unsigned int count,
+					   unsigned int k, unsigned int otherwise)
+{
+	return count ? values[min(k, count - 1)] : otherwise;
+}
+
+/* A parameter that lists GPUs by their slot. */
+static inline bool fakepci_in_list(const unsigned int *list, unsigned int count,
+				   unsigned int k)
+{
+	unsigned int i;
+
+	for (i = 0; i < count; i++)
+		if (list[i] == k)
+			return true;
+	return false;
+}
+
+/* An array parameter, with its count, as the two above want them. */
+#define FAKEPCI_LIST(name, text)					\
+	static unsigned int name[FAKEPCI_MAX_GPUS];			\
+	static unsigned int name##_count;				\
+	module_param_array(name, uint, &name##_count, 0444);		\
+	MODULE_PARM_DESC(name, text)
+
+#define fakepci_value(name, k, otherwise) \
+	fakepci_per_gpu(name, name##_count, k, otherwise)
+#define fakepci_listed(name, k)	fakepci_in_list(name, name##_count, k)
+
+#endif
