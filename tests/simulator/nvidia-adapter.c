@@ -29,6 +29,9 @@
 #define S2_MS	1300
 #define S3_MS	500
 
+/* Where GPUs without a capability for it have their mailbox in config space. */
+#define MAILBOX		0xb4
+
 NV_LIST(s1_ms, "initialisation, attach: under the RM lock, per GPU; default 300");
 NV_LIST(s2_ms, "initialisation, GSP boot: without the RM lock where relaxed, per GPU; default 1300");
 NV_LIST(s3_ms, "initialisation, state load: under the RM lock and all GPUs', per GPU; default 500");
@@ -140,10 +143,32 @@ static void nv_count_booting(int change)
 	spin_unlock(&nv_booting_lock);
 }
 
-/* The probe reads the GPU's UUID. */
+/*
+ * Before its first initialisation a GPU may tell its UUID through a mailbox in
+ * config space: a capability, or a fixed place. None here has one, so each search
+ * goes to the end of the list. That of a GPU that reads all ones has none: as with
+ * NVIDIA's driver, whoever searches it never comes back.
+ */
+static void nv_search_mailbox(struct pci_dev *pdev)
+{
+	u8 at = 0, byte;
+
+	pci_read_config_byte(pdev, PCI_CAPABILITY_LIST, &at);
+	while (at) {
+		pci_read_config_byte(pdev, at + PCI_CAP_LIST_ID, &byte);
+		pci_read_config_byte(pdev, at + PCI_CAP_LIST_NEXT, &at);
+		/* NVIDIA's keeps the CPU, too. */
+		cond_resched();
+	}
+	pci_read_config_byte(pdev, MAILBOX, &byte);
+}
+
+/* Waits for whoever initialises a GPU under A. */
 void nv_read_uuid(struct nv_gpu *gpu)
 {
 	mutex_lock(&nv_api_lock);
+	if (!gpu->seen)
+		nv_search_mailbox(gpu->pdev);
 	mutex_unlock(&nv_api_lock);
 }
 
@@ -163,14 +188,10 @@ static bool nv_find_entry(const char *list, const struct nv_gpu *gpu,
 	return false;
 }
 
-static void nv_say_xid(struct work_struct *work)
+static void nv_say_xid(const struct nv_gpu *gpu, unsigned int number)
 {
-	struct nv_gpu *gpu = container_of(to_delayed_work(work), struct nv_gpu, xid);
-	struct pci_dev *pdev = gpu->pdev;
-	unsigned int number, ms;
+	const struct pci_dev *pdev = gpu->pdev;
 
-	if (!nv_find_entry(xid, gpu, &number, &ms))
-		return;
 	pr_err("Xid (PCI:%04x:%02x:%02x): %u, pid='<unknown>', name=<unknown>, %s\n",
 	       pci_domain_nr(pdev->bus), pdev->bus->number, PCI_SLOT(pdev->devfn),
 	       number, number == 79 ? "GPU has fallen off the bus." : "simulated");
@@ -178,9 +199,18 @@ static void nv_say_xid(struct work_struct *work)
 		pr_err("GPU %s: GPU has fallen off the bus.\n", pci_name(pdev));
 }
 
+static void nv_xid_work(struct work_struct *work)
+{
+	struct nv_gpu *gpu = container_of(to_delayed_work(work), struct nv_gpu, xid);
+	unsigned int number, ms;
+
+	if (nv_find_entry(xid, gpu, &number, &ms))
+		nv_say_xid(gpu, number);
+}
+
 void nv_init_xid(struct nv_gpu *gpu)
 {
-	INIT_DELAYED_WORK(&gpu->xid, nv_say_xid);
+	INIT_DELAYED_WORK(&gpu->xid, nv_xid_work);
 }
 
 static bool nv_load_firmware(struct nv_gpu *gpu)
@@ -236,6 +266,11 @@ static struct nv_init_code nv_boot_gsp(struct nv_gpu *gpu)
 		nv_hang();
 	nv_sleep_ms(nv_time(s2_ms, gpu, S2_MS));
 	nv_count_booting(-1);
+	/* Torn out meanwhile: it was waited for in vain. */
+	if (!READ_ONCE(gpu->accepts_opens) && !pci_device_is_present(gpu->pdev)) {
+		nv_say_xid(gpu, 79);
+		return INIT_FAILED(0x62, 0x65);
+	}
 	if (nv_has(init_fail, gpu))
 		return INIT_FAILED(0x62, 0x65);
 	if (nv_find_entry(init_code, gpu, &stage, &status))

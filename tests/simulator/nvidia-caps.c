@@ -1,14 +1,14 @@
 // SPDX-License-Identifier: GPL-2.0
 /*
- * nvidia - simulated driver: capabilities
+ * nvidia - simulated driver: capabilities, and the devices of NVLink
  *
- * The character device region "nvidia-caps" and the /proc files that say which
- * minor stands for which capability. Minors are counted through: NVLink's one,
+ * The character device regions beside the GPUs' own, of which "nvidia-caps" has
+ * a minor for each capability, and the /proc files that say which. Minors are counted through: NVLink's one,
  * MIG's config and monitor, access to every instance of every possible GPU, and
  * the system's one.
  *
- * What it is not: MIG. No GPU here has instances; the devices open and do
- * nothing.
+ * What it is not: MIG, NVLink, IMEX or a switch. No GPU here has instances; the
+ * devices open and do nothing.
  */
 
 #define pr_fmt(fmt) "NVRM: " fmt
@@ -54,8 +54,20 @@ static const char * const nv_caps_dirs[] = {
 	"driver/nvidia-nvlink/capabilities",
 };
 
-static dev_t nv_caps_dev;
-static struct cdev nv_caps_cdev;
+/* In the order in which the driver registers them. */
+static struct nv_caps_region {
+	const char *name;
+	unsigned int minors;
+	dev_t first;
+	struct cdev cdev;
+} nv_caps_regions[] = {
+	{ .name = "nvidia-caps-imex-channels", .minors = 2048 },
+	{ .name = "nvidia-caps", .minors = CAPS_MINORS },
+	{ .name = "nvidia-nvlink", .minors = 1 },
+	{ .name = "nvidia-nvswitch", .minors = 256 },
+};
+
+#define NVLINK_REGION	2
 
 static const struct file_operations nv_caps_fops = {
 	.owner = THIS_MODULE,
@@ -129,18 +141,48 @@ static int nv_caps_create_proc(void)
 	return 0;
 }
 
-int nv_caps_init(void)
+static int nv_caps_add_region(struct nv_caps_region *r)
 {
 	int err;
 
-	err = alloc_chrdev_region(&nv_caps_dev, 0, CAPS_MINORS, "nvidia-caps");
+	err = alloc_chrdev_region(&r->first, 0, r->minors, r->name);
 	if (err)
 		return err;
-	cdev_init(&nv_caps_cdev, &nv_caps_fops);
-	nv_caps_cdev.owner = THIS_MODULE;
-	err = cdev_add(&nv_caps_cdev, nv_caps_dev, CAPS_MINORS);
+	cdev_init(&r->cdev, &nv_caps_fops);
+	r->cdev.owner = THIS_MODULE;
+	err = cdev_add(&r->cdev, r->first, r->minors);
 	if (err)
-		goto unregister;
+		unregister_chrdev_region(r->first, r->minors);
+	return err;
+}
+
+static void nv_caps_remove_regions(int count)
+{
+	while (count--) {
+		struct nv_caps_region *r = &nv_caps_regions[count];
+
+		cdev_del(&r->cdev);
+		unregister_chrdev_region(r->first, r->minors);
+	}
+}
+
+/* Not the resource manager's, and so without its prefix. */
+static void nv_say_nvlink(const char *what)
+{
+	printk(KERN_INFO "nvidia-nvlink: %s, major device number %u\n", what,
+	       MAJOR(nv_caps_regions[NVLINK_REGION].first));
+}
+
+int nv_caps_init(void)
+{
+	int i, err;
+
+	for (i = 0; i < ARRAY_SIZE(nv_caps_regions); i++) {
+		err = nv_caps_add_region(&nv_caps_regions[i]);
+		if (err)
+			goto remove_regions;
+	}
+	nv_say_nvlink("Nvlink Core is being initialized");
 	err = nv_caps_create_proc();
 	if (err)
 		goto remove_proc;
@@ -148,15 +190,14 @@ int nv_caps_init(void)
 
 remove_proc:
 	nv_caps_remove_proc();
-	cdev_del(&nv_caps_cdev);
-unregister:
-	unregister_chrdev_region(nv_caps_dev, CAPS_MINORS);
+remove_regions:
+	nv_caps_remove_regions(i);
 	return err;
 }
 
 void nv_caps_exit(void)
 {
 	nv_caps_remove_proc();
-	cdev_del(&nv_caps_cdev);
-	unregister_chrdev_region(nv_caps_dev, CAPS_MINORS);
+	nv_caps_remove_regions(ARRAY_SIZE(nv_caps_regions));
+	nv_say_nvlink("Unregistered Nvlink Core");
 }

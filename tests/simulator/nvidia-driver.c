@@ -8,7 +8,8 @@
  *
  * Invariants: what can fail in a probe comes before the GPU is on the list. A
  * minor is taken at the end of the probe: minors follow the order of finishing,
- * not PCI order.
+ * not PCI order. A removal ends when nobody has the GPU open: opens that are under
+ * way end first, well or not, and only files that did open it are waited for.
  *
  * The order of a probe is NVIDIA's: firewall, enable, interrupt, BARs, the GPU's
  * answer, UUID under the RM lock, minor and list, /proc.
@@ -33,6 +34,7 @@
 #define NV_DMA_BITS		52
 #define PROBE_MS		3
 #define BARFW_MS		4000
+#define REMOVE_LOOK_MS		500	/* between two looks whether a GPU is closed */
 
 char *nv_version = NV_MODULE_VERSION;
 module_param_named(version, nv_version, charp, 0444);
@@ -139,18 +141,45 @@ static int nv_publish(struct nv_gpu *gpu)
 	return err;
 }
 
-static void nv_unpublish(struct nv_gpu *gpu)
+/* With L and D held, which it drops meanwhile. */
+static void nv_wait_until_closed(struct nv_gpu *gpu)
 {
-	mutex_lock(&nv_gpus_lock);
-	list_del(&gpu->node);
-	mutex_unlock(&nv_gpus_lock);
+	if (!gpu->use_count)
+		return;
+	pr_err("Attempting to remove device %s with non-zero usage count!\n",
+	       pci_name(gpu->pdev));
+	while (gpu->use_count) {
+		mutex_unlock(&gpu->lock);
+		mutex_unlock(&nv_gpus_lock);
+		msleep(REMOVE_LOOK_MS);
+		mutex_lock(&nv_gpus_lock);
+		mutex_lock(&gpu->lock);
+	}
+	pr_err("Continuing with GPU removal for device %s\n", pci_name(gpu->pdev));
 }
 
-static void nv_free_minor(struct nv_gpu *gpu)
+/* Takes the GPU off the list and its minor back; waits, without end, until it is closed. */
+static void nv_unpublish(struct nv_gpu *gpu)
 {
+	/* Until 595.44.02 a GPU can still be found, and opened, while its removal waits. */
+	bool found = !nv_version_at_least(595, 44, 2);
+
+	nv_stop_opens(gpu);
+
 	mutex_lock(&nv_gpus_lock);
+	mutex_lock(&gpu->lock);
+	if (!found)
+		list_del(&gpu->node);
+	nv_wait_until_closed(gpu);
+	if (found)
+		list_del(&gpu->node);
 	__clear_bit(gpu->minor, nv_minors);
+	mutex_unlock(&gpu->lock);
 	mutex_unlock(&nv_gpus_lock);
+
+	/* Those who have closed it are about to let go. */
+	nv_put_gpu(gpu);
+	wait_for_completion(&gpu->unused);
 }
 
 static struct kthread_worker *nv_create_open_q(void)
@@ -175,6 +204,7 @@ static struct nv_gpu *nv_alloc_gpu(struct pci_dev *pdev)
 	}
 	gpu->pdev = pdev;
 	gpu->position = nv_count_gpus(pdev);
+	gpu->accepts_opens = true;
 	refcount_set(&gpu->users, 1);
 	init_completion(&gpu->unused);
 	mutex_init(&gpu->lock);
@@ -239,7 +269,7 @@ static bool nv_answers(struct nv_gpu *gpu)
 	nv_sleep_ms(nv_time(probe_ms, gpu, PROBE_MS));
 	if (nv_has(probe_silent, gpu))
 		return false;
-	if (nv_has(probe_fail, gpu)) {
+	if (nv_has(probe_fail, gpu) || !pci_device_is_present(pdev)) {
 		pr_err("The NVIDIA GPU %s\n"
 		       "NVRM: (PCI ID: %04x:%04x) installed in this system has\n"
 		       "NVRM: fallen off the bus and is not responding to commands.\n",
@@ -311,9 +341,6 @@ remove_proc:
 unpublish:
 	pci_set_drvdata(pdev, NULL);
 	nv_unpublish(gpu);
-	nv_put_gpu(gpu);
-	wait_for_completion(&gpu->unused);
-	nv_free_minor(gpu);
 release:
 	pci_release_regions(pdev);
 disable:
@@ -325,20 +352,12 @@ fail:
 	return -1;
 }
 
-/* Waits, without end, until nobody has the GPU open any more. */
 static void nv_remove(struct pci_dev *pdev)
 {
 	struct nv_gpu *gpu = pci_get_drvdata(pdev);
 
 	nv_unpublish(gpu);
-	if (refcount_read(&gpu->users) > 1)
-		pr_err("Attempting to remove device %s with non-zero usage count!\n",
-		       pci_name(pdev));
-	nv_put_gpu(gpu);
-	wait_for_completion(&gpu->unused);
-
 	nv_proc_remove_gpu(gpu);
-	nv_free_minor(gpu);
 	pci_release_regions(pdev);
 	pci_disable_device(pdev);
 	pci_set_drvdata(pdev, NULL);
@@ -394,9 +413,16 @@ static int nv_judge_probes(int gpus)
 	int probes = atomic_read(&nv_probes);
 	int probed = atomic_read(&nv_probed);
 
-	if (probes != gpus)
+	if (probes != gpus) {
 		pr_err("The NVIDIA probe routine was not called for %d device(s).\n",
 		       gpus - probes);
+		pr_err("This can occur when another driver was loaded and \n"
+		       "NVRM: obtained ownership of the NVIDIA device(s).\n");
+		pr_err("Try unloading the conflicting kernel module (and/or\n"
+		       "NVRM: reconfigure your kernel without the conflicting\n"
+		       "NVRM: driver(s)), then try loading the NVIDIA kernel module\n"
+		       "NVRM: again.\n");
+	}
 	if (!probes) {
 		pr_err("No NVIDIA devices probed.\n");
 		return -ENODEV;

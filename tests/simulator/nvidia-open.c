@@ -142,9 +142,23 @@ static int nv_open_gpu(struct nv_file *nvf, unsigned int minor, const struct fil
 		nv_open_done(nvf);
 		return nvf->rc;
 	}
+	if (!gpu->accepts_opens) {
+		nv_put_gpu(gpu);
+		mutex_unlock(&nv_gpus_lock);
+		return -EBUSY;
+	}
 	kthread_queue_work(gpu->open_q, &nvf->work);
 	mutex_unlock(&nv_gpus_lock);
 	return 0;
+}
+
+/* For a removal: no more non-blocking opens, and the end of those that are under way. */
+void nv_stop_opens(struct nv_gpu *gpu)
+{
+	mutex_lock(&nv_gpus_lock);
+	WRITE_ONCE(gpu->accepts_opens, false);
+	mutex_unlock(&nv_gpus_lock);
+	kthread_flush_worker(gpu->open_q);
 }
 
 static int nv_open(struct inode *inode, struct file *file)

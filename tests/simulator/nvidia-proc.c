@@ -2,9 +2,10 @@
 /*
  * nvidia - simulated driver: /proc/driver/nvidia
  *
- * version, params, and a folder per bound GPU. `information` never initialises
- * and never waits; `power` and `numa_status` wait for an initialisation that is
- * under way.
+ * version, params, and a folder per bound GPU. `information` never initialises,
+ * but reads config space and, until 590.44.01, waits for the resource manager's
+ * lock, that is for the part of any GPU's initialisation that holds it; `power`
+ * and `numa_status` wait for an initialisation of their GPU.
  *
  * What NVIDIA's driver does not have: gpus/<address>/sim, this simulator's own
  * counters, for tests.
@@ -108,18 +109,23 @@ static int nv_information_show(struct seq_file *m, void *unused)
 {
 	struct nv_gpu *gpu = m->private;
 	struct pci_dev *pdev = gpu->pdev;
-	bool seen = READ_ONCE(gpu->seen);
+	bool asks = !nv_version_at_least(590, 44, 1);
+	bool seen;
 
+	if (asks)
+		nv_read_uuid(gpu);
+	seen = READ_ONCE(gpu->seen);
 	seq_puts(m, "Model: \t\t NVIDIA H100 80GB HBM3\n");
 	seq_printf(m, "IRQ:   \t\t %u\n", pdev->irq);
 	/* Made from the address: the same in every boot, another per GPU. */
 	if (seen)
 		seq_printf(m, "GPU UUID: \t GPU-%08x-51d0-5afe-9000-%012x\n",
 			   pci_domain_nr(pdev->bus), pci_dev_id(pdev));
-	else
+	else if (asks)
 		seq_puts(m, "GPU UUID: \t GPU-????????-????-????-????-????????????\n");
 	seq_printf(m, "Video BIOS: \t %s\n", seen ? "96.00.74.00.01" : "??.??.??.??.??");
-	seq_puts(m, "Bus Type: \t PCIe\n");
+	seq_printf(m, "Bus Type: \t %s\n",
+		   pci_find_capability(pdev, PCI_CAP_ID_EXP) ? "PCIe" : "PCI");
 	seq_printf(m, "DMA Size: \t %d bits\n", fls64(pdev->dma_mask));
 	seq_printf(m, "DMA Mask: \t 0x%llx\n", pdev->dma_mask);
 	seq_printf(m, "Bus Location: \t %s\n", pci_name(pdev));

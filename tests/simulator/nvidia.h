@@ -45,6 +45,7 @@ struct nv_gpu {
 	struct completion unused;
 
 	struct kthread_worker *open_q;	/* runs the non-blocking opens */
+	bool accepts_opens;		/* it still takes some: written under L */
 	struct delayed_work xid;	/* says what the parameter wants said */
 	struct mutex lock;
 	unsigned int use_count;		/* under lock: successful opens */
@@ -78,6 +79,7 @@ const char *nv_registry_dwords(void);
 /* nvidia-open.c */
 int nv_open_init(void);
 void nv_open_exit(void);
+void nv_stop_opens(struct nv_gpu *gpu);
 
 /* nvidia-proc.c */
 int nv_proc_init(void);

@@ -13,7 +13,8 @@ pub const TESTS: &[VmTest] = &[
 ];
 
 fn removed_and_back(context: &TestContext) -> Result<Outcome> {
-    let script = "settled>remove:2;gpu.removed>sleep:500+counters+rescan;gpu.usable/2>counters";
+    // The driver looks every half second whether the GPU is closed.
+    let script = "settled>remove:2;gpu.removed>sleep:1500+counters+rescan;gpu.usable/2>counters";
     let words = format!("fakepci.gpus=4 testagent.guest=script testagent.script={script} testagent.containers=all:all");
     let booted = Guest::new().append(&words).boot(context, "back")?;
     let removed = booted.event(names::GPU_REMOVED)?;
@@ -36,6 +37,12 @@ fn removed_and_back(context: &TestContext) -> Result<Outcome> {
     }
     let records = booted.receiver.records();
     complete(&records)?;
+    for words in
+        ["Attempting to remove device 0001:00:02.0 with non-zero usage count!", "Continuing with GPU removal for device 0001:00:02.0"]
+    {
+        let said = records.iter().any(|r| r.kind == Kind::Kmsg && r.fields["text"].as_str().is_some_and(|t| t.contains(words)));
+        ensure!(said, "the driver does not say {words:?}");
+    }
     let specs: Vec<_> = named(&records, Kind::End, names::CDI_PUBLISH);
     let gone = specs.iter().find(|r| r.seq > removed.seq).context("no publication after the removal")?;
     ensure!(gone.fields["ready"] == 3 && gone.fields["pending"] == 0 && gone.fields["failed"] == 0, "{:?}", gone.fields);

@@ -3,10 +3,13 @@
 //! It binds, its initialisation goes as far as booting the GPU's own processor, and fails with the driver's own words; how far it comes is in the hands
 //! of a few registers (tests/simulator/fakepci-bars.c). What cannot be seen here is a GPU that works.
 
-use super::harness::{Booted, Guest, Outcome, RealDriver, TestContext, VmTest, named};
+use super::bring_up::{Accesses, NEEDED, needed, reports};
+use super::harness::{AgentLine, Booted, Guest, Outcome, RealDriver, TestContext, VmTest, named};
 use anyhow::{Context, Result, ensure};
 use kata_gpu_init::events::names;
 use kata_gpu_init::events::record::{Kind, Record};
+use std::collections::BTreeSet;
+use std::time::Duration;
 
 pub const TESTS: &[VmTest] = &[
     VmTest { name: "real_driver_every_strategy_binds_all_and_the_spec_has_its_minors", run: |c| with_driver(c, strategies) },
@@ -177,20 +180,6 @@ fn lost(context: &TestContext, driver: &RealDriver) -> Result<Outcome> {
     Ok(Outcome::Passed)
 }
 
-/// A report of /proc/fakepci: `(reads, writes, enables)` of each function.
-fn accesses(report: &str) -> Result<Vec<[u64; 3]>> {
-    let number = |line: &str, key: &str| -> Result<u64> {
-        let value = line.split(' ').find_map(|word| word.strip_prefix(key)).with_context(|| format!("no {key} in {line:?}"))?;
-        Ok(value.parse()?)
-    };
-    report.split("; ").map(|line| Ok([number(line, "reads=")?, number(line, "writes=")?, number(line, "enables=")?])).collect()
-}
-
-/// The reports of config accesses so far, in order.
-fn reports(booted: &Booted) -> Result<Vec<Vec<[u64; 3]>>> {
-    booted.console.agent_lines().iter().filter(|l| l.get("msg") == "config").map(|l| accesses(l.get("all"))).collect()
-}
-
 fn unplugged(context: &TestContext, driver: &RealDriver) -> Result<Outcome> {
     // The one that goes answers with ones before the driver hears of it.
     let script = "settled>config+unplug:1;gpu.removed>held+plug:1;gpu.failed/1>held+config+overrides";
@@ -212,11 +201,11 @@ fn unplugged(context: &TestContext, driver: &RealDriver) -> Result<Outcome> {
     let bound = named(&records, Kind::Event, names::GPU_BOUND);
     let again = bound.iter().find(|r| r.seq > removed[0].seq).context("not bound again")?;
     ensure!(bound.len() == 4 && again.fields["index"] == 1 && again.fields["minor"] == 1, "{bound:?}");
-    let reports = reports(&booted)?;
+    let reports = reports(&booted, 2)?;
     let (before, after) = (&reports[0], &reports[1]);
     // The host maps the BARs of a GPU that comes once, and of the others not again.
     ensure!(after[0] == before[0] && after[2] == before[2], "others were accessed: {before:?} {after:?}");
-    ensure!(before[1][2] == 1 && after[1][2] == 2, "enabled more than once: {before:?} {after:?}");
+    ensure!(before[1].enables == 1 && after[1].enables == 2, "enabled more than once: {before:?} {after:?}");
     let complaint = |r: &&Record| {
         r.kind == Kind::Kmsg && r.fields["text"].as_str().is_some_and(|t| t.contains("WARNING") || t.contains("non-zero usage"))
     };
@@ -225,33 +214,26 @@ fn unplugged(context: &TestContext, driver: &RealDriver) -> Result<Outcome> {
 }
 
 /// The functions' config accesses when all is over, without our init (`None`) or with it.
-fn all_accesses(context: &TestContext, driver: &RealDriver, bind: Option<&str>) -> Result<Vec<Vec<[u64; 3]>>> {
+fn all_accesses(context: &TestContext, driver: &RealDriver, bind: Option<&str>) -> Result<Vec<Vec<Accesses>>> {
     let words = match bind {
-        // What has to be done at the least: insmod, the look at each minor, the opens.
-        None => "hardware.init=/usr/bin/kata-agent testagent.guest=script testagent.script=now>load+config+information+config+open:0+open:1+open:2+config".to_string(),
+        None => format!("hardware.init=/usr/bin/kata-agent testagent.guest=script testagent.script=now>load+{NEEDED}"),
         Some(bind) => format!("gpuinit.bind={bind} testagent.guest=script testagent.script=settled>config"),
     };
     let booted = Guest::new().real_driver(driver).append(&format!("fakepci.gpus=3 {words}")).boot(context, bind.unwrap_or("alone"))?;
-    let wanted = if bind.is_some() { 1 } else { 3 };
-    booted.agent("config", |_| reports(&booted).is_ok_and(|r| r.len() == wanted))?;
-    reports(&booted)
+    reports(&booted, if bind.is_some() { 1 } else { 3 })
 }
 
 fn config_accesses(context: &TestContext, driver: &RealDriver) -> Result<Outcome> {
     let alone = all_accesses(context, driver, None)?;
-    let (loaded, looked, all) = (&alone[0], &alone[1], &alone[2]);
-    // The driver walks the capabilities whenever somebody reads a GPU's information file: that much a look at the minor costs.
-    let look = looked[0][0] - loaded[0][0];
-    ensure!(look > 0 && looked[0][1..] == loaded[0][1..], "{loaded:?} {looked:?}");
+    // The driver walks the capabilities whenever somebody reads a GPU's information file.
+    let (look, all) = needed(&alone)?;
     for bind in ["insmod", "pipelined", "concurrent"] {
         let ours = all_accesses(context, driver, Some(bind))?.pop().context("no report")?;
-        for (ours, [reads, writes, enables]) in ours.iter().zip(all) {
-            ensure!(ours == &[*reads, *writes, *enables], "{bind}: {ours:?}, the driver alone {all:?}, a look {look}");
-        }
+        ensure!(ours == all, "{bind}: {ours:?}, the driver alone {all:?}, of which a look at a minor is {look} reads");
     }
     Ok(Outcome::Measured(format!(
         "config accesses of a GPU: {} reads, {} writes; a look at its minor is {look} of them",
-        all[0][0], all[0][1]
+        all[0].reads, all[0].writes
     )))
 }
 
@@ -304,39 +286,74 @@ fn killed(context: &TestContext, driver: &RealDriver) -> Result<Outcome> {
     Ok(Outcome::Passed)
 }
 
-/// What one guest's driver has in /proc and says, without what differs from boot to boot.
+/// What one guest's driver has in /proc, says and does, without what differs from boot to boot.
 struct Words {
     /// Path, and the lines' keys (what stands before a colon, or the whole line).
     files: Vec<(String, Vec<String>)>,
-    devices: Vec<String>,
+    /// Names of its character devices.
+    devices: BTreeSet<String>,
     lines: Vec<String>,
+    /// Config accesses that reading the information file of each GPU makes.
+    looks: Vec<Accesses>,
+    /// From the removal of a GPU whose open has failed, and which is held open, to its end.
+    removal_ms: u64,
+}
+
+/// What the driver has written to the kernel's log.
+fn driver_lines(booted: &Booted) -> Vec<String> {
+    let text = |r: &Record| r.fields["text"].as_str().unwrap_or_default().to_string();
+    let lines = booted.receiver.records().into_iter().filter(|r| r.kind == Kind::Kmsg).map(|r| text(&r));
+    lines.filter(|t| t.starts_with("NVRM: ") || t.starts_with("nvidia-nvlink: ")).collect()
+}
+
+/// From the end of one action of the script to the end of another, or to the agent's line of that name.
+fn between(booted: &Booted, from: &str, to: &str) -> Result<u64> {
+    let done = |what: &str| booted.agent("script", |l| format!("{}>{}", l.get("when"), l.get("did")) == what);
+    let (start, end) = (done(from)?, if to.contains('>') { done(to)? } else { booted.agent(to, |_| true)? });
+    ensure!(start.get("error").is_empty() && end.get("error").is_empty(), "{start:?} {end:?}");
+    Ok(end.realtime_ns()?.saturating_sub(start.realtime_ns()?) / 1_000_000)
+}
+
+/// A removal has nobody to wait for: no file has the GPU open.
+fn removed_silently(lines: &[String]) -> Result<()> {
+    let complaint = lines.iter().find(|l| l.contains("non-zero usage count") || l.contains("Continuing with GPU removal"));
+    ensure!(complaint.is_none(), "{complaint:?}");
+    Ok(())
 }
 
 fn words_of(guest: Guest, context: &TestContext, name: &str) -> Result<Words> {
-    let script = "testagent.guest=script testagent.script=settled>driver+counters";
+    let script = "testagent.guest=script testagent.script=settled>driver+counters+config+information+config+remove:0";
     let words = format!("fakepci.gpus=4 fakepci.no_msix=2 fakepci.bar_missing=3 gpuinit.bind=pipelined {script}");
     let booted = guest.append(&words).boot(context, name)?;
-    booted.agent("script", |l| l.get("did") == "counters")?;
+    let removal_ms = between(&booted, "settled>config", "removed")?;
     let mut files = Vec::new();
-    let mut devices = Vec::new();
+    let mut devices = BTreeSet::new();
     for line in booted.console.agent_lines().iter().filter(|l| l.get("msg") == "file") {
         let (path, text) = (line.get("path").to_string(), line.get("text"));
         if path == "/proc/devices" {
-            devices =
-                text.lines().filter(|l| l.contains("nvidia")).filter_map(|l| l.split_whitespace().nth(1)).map(str::to_string).collect();
+            let names = text.lines().filter_map(|l| l.split_whitespace().nth(1)).filter(|name| name.starts_with("nvidia"));
+            devices = names.map(str::to_string).collect();
         } else if path.starts_with("/proc/driver/nvidia/") && !path.ends_with("/sim") {
             let keys = text.lines().map(|l| l.split_once(':').map_or(l, |(key, _)| key).to_string()).collect();
             files.push((path, keys));
         }
     }
-    let records = booted.receiver.records();
-    // Digits stand for digits: positions, codes' lines and versions differ.
-    let lines = records
-        .iter()
-        .filter(|r| r.kind == Kind::Kmsg && r.fields["text"].as_str().is_some_and(|t| t.starts_with("NVRM: ")))
-        .map(|r| r.fields["text"].as_str().unwrap_or_default().to_string())
-        .collect();
-    Ok(Words { files, devices, lines })
+    let reports = reports(&booted, 2)?;
+    let look = |(before, after): (&Accesses, &Accesses)| Accesses {
+        reads: after.reads - before.reads,
+        writes: after.writes - before.writes,
+        enables: after.enables - before.enables,
+    };
+    let looks = reports[0].iter().zip(&reports[1]).map(look).collect();
+    let lines = driver_lines(&booted);
+    removed_silently(&lines).with_context(|| name.to_string())?;
+    Ok(Words { files, devices, lines, looks, removal_ms })
+}
+
+/// A line without what differs from boot to boot, from one driver to the other, and from one line of its source to another: its digits.
+fn shape(line: &str) -> String {
+    let line = line.split("for x86_64").next().unwrap_or(line);
+    line.chars().filter(|c| !c.is_ascii_digit()).collect()
 }
 
 /// One script, both drivers.
@@ -355,15 +372,14 @@ fn same_words(context: &TestContext, driver: &RealDriver) -> Result<Outcome> {
     for (path, _) in &simulated.files {
         ensure!(real.files.iter().any(|(p, _)| p == path), "NVIDIA's driver has no {path}");
     }
-    for device in ["nvidia", "nvidiactl", "nvidia-caps"] {
-        ensure!(
-            real.devices.iter().any(|d| d == device) && simulated.devices.iter().any(|d| d == device),
-            "{device}: {:?} {:?}",
-            real.devices,
-            simulated.devices
-        );
-    }
+    // The unified memory module is not built with the real one.
+    let devices: BTreeSet<_> = simulated.devices.iter().filter(|name| *name != "nvidia-uvm").cloned().collect();
+    ensure!(real.devices == devices && devices.contains("nvidia-nvlink"), "NVIDIA's has {:?}, the simulator's {devices:?}", real.devices);
+    let shapes = |words: &Words| words.lines.iter().map(|l| shape(l)).collect::<BTreeSet<_>>();
+    let (said, ours) = (shapes(&real), shapes(&simulated));
+    ensure!(said == ours, "only NVIDIA's driver or only the simulator says: {:#?}", said.symmetric_difference(&ours).collect::<Vec<_>>());
     for words in [
+        "nvidia-nvlink: Nvlink Core is being initialized, major device number ",
         "NVRM: The NVIDIA probe routine was not called for 3 device(s).",
         "NVRM: loading NVIDIA UNIX Open Kernel Module for x86_64",
         "NVRM: Can't find an IRQ for your NVIDIA card!",
@@ -375,5 +391,63 @@ fn same_words(context: &TestContext, driver: &RealDriver) -> Result<Outcome> {
             ensure!(lines.iter().any(|l| l.starts_with(words)), "{whose} does not say {words:?}: {lines:#?}");
         }
     }
-    Ok(Outcome::Passed)
+    ensure!(
+        real.looks == simulated.looks && real.looks[0].reads > 0,
+        "a look: NVIDIA's {:?}, the simulator's {:?}",
+        real.looks,
+        simulated.looks
+    );
+    let real_waits = waits_of(with_firmware(driver)?, context, "real-waits")?;
+    let boots = "nvidia.init_fail=0,1,2 nvidia.s1_ms=300 nvidia.s2_ms=2000";
+    let simulated_waits = waits_of(Guest::new().append(boots), context, "simulated-waits")?;
+    never_answers(Guest::new().real_driver(driver), context, "real-lost")?;
+    never_answers(Guest::new().append("nvidia.firmware=1"), context, "simulated-lost")?;
+    Ok(Outcome::Measured(format!(
+        "NVIDIA's driver and the simulator: removal after a failed open {} and {} ms; beside an initialisation of 4 s and of 2 s a look at \
+         another GPU takes {} and {} ms, a removal of the one that is initialised {} and {} ms",
+        real.removal_ms,
+        simulated.removal_ms,
+        real_waits.look_ms,
+        simulated_waits.look_ms,
+        real_waits.removal_ms,
+        simulated_waits.removal_ms
+    )))
+}
+
+/// How long things take while a GPU is initialised under the resource manager's lock, in vain and for more than a second.
+struct Waits {
+    look_ms: u64,
+    removal_ms: u64,
+}
+
+fn waits_of(guest: Guest, context: &TestContext, name: &str) -> Result<Waits> {
+    // Either of two begins; the third comes later, and is last.
+    let script = "gpu.init!begin>sleep:300+information;gpu.failed>plug:2;gpu.init!begin/2>sleep:300+remove:2";
+    let words = format!("fakepci.gpus=3 fakepci.absent=2 gpuinit.relaxed=off testagent.guest=script testagent.script={script}");
+    let booted = guest.append(&words).boot(context, name)?;
+    // Whoever asks for any GPU's information waits for that lock.
+    let look_ms = between(&booted, "gpu.init!begin>sleep:300", "gpu.init!begin>information")?;
+    // A removal waits for the open that is under way, and when that fails for nobody else.
+    let removal_ms = between(&booted, "gpu.init!begin/2>sleep:300", "removed")?;
+    ensure!(look_ms > 1000 && removal_ms > 1000, "{name}: a look took {look_ms} ms, a removal {removal_ms} ms");
+    booted.record("removed", |r| r.name == names::GPU_REMOVED)?;
+    let lines = driver_lines(&booted);
+    removed_silently(&lines).with_context(|| name.to_string())?;
+    ensure!(lines.iter().any(|l| l.starts_with("NVRM: GPU 0001:00:02.0: RmInitAdapter failed! (0x62:0x65:")), "{name}: {lines:#?}");
+    Ok(Waits { look_ms, removal_ms })
+}
+
+/// A look at a GPU that never came up and has fallen off the bus: the driver walks its list of capabilities for ever.
+fn never_answers(guest: Guest, context: &TestContext, name: &str) -> Result<()> {
+    // The loss happens some time after it was asked for.
+    let words = "fakepci.gpus=2 testagent.guest=script testagent.script=settled>information+lose:0+sleep:500+information";
+    let booted = guest.append(words).boot(context, name)?;
+    let answered = |l: &AgentLine| l.get("did") == "information";
+    // The first look, at a GPU that is there, takes nothing like this.
+    booted.agent("script", answered)?;
+    booted.agent("script", |l| l.get("did") == "sleep:500")?;
+    std::thread::sleep(Duration::from_secs(3));
+    let answers = booted.console.agent_lines().into_iter().filter(answered).count();
+    ensure!(answers == 1, "{name}: the information of a lost GPU came");
+    Ok(())
 }
