@@ -403,7 +403,8 @@ fn same_words(context: &TestContext, driver: &RealDriver) -> Result<Outcome> {
     never_answers(Guest::new().real_driver(driver), context, "real-lost")?;
     never_answers(Guest::new().append("nvidia.firmware=1"), context, "simulated-lost")?;
     Ok(Outcome::Measured(format!(
-        "NVIDIA's driver and the simulator: removal after a failed open {} and {} ms; beside an initialisation of 4 s and of 2 s, a look at another GPU takes {} and {} ms, a removal of that GPU {} and {} ms",
+        "NVIDIA's driver and the simulator: removal after a failed open {} and {} ms; beside an initialisation of 4 s and of 2 s a look at \
+         another GPU takes {} and {} ms, a removal of the one that is initialised {} and {} ms",
         real.removal_ms,
         simulated.removal_ms,
         real_waits.look_ms,
@@ -438,12 +439,13 @@ fn waits_of(guest: Guest, context: &TestContext, name: &str) -> Result<Waits> {
 
 /// A look at a GPU that never came up and has fallen off the bus: the driver walks its list of capabilities for ever.
 fn never_answers(guest: Guest, context: &TestContext, name: &str) -> Result<()> {
-    let words = "fakepci.gpus=2 testagent.guest=script testagent.script=settled>information+lose:0+information";
+    // The loss happens some time after it was asked for.
+    let words = "fakepci.gpus=2 testagent.guest=script testagent.script=settled>information+lose:0+sleep:500+information";
     let booted = guest.append(words).boot(context, name)?;
     let answered = |l: &AgentLine| l.get("did") == "information";
     // The first look, at a GPU that is there, takes nothing like this.
     booted.agent("script", answered)?;
-    booted.agent("script", |l| l.get("did") == "lose:0")?;
+    booted.agent("script", |l| l.get("did") == "sleep:500")?;
     std::thread::sleep(Duration::from_secs(3));
     let answers = booted.console.agent_lines().into_iter().filter(answered).count();
     ensure!(answers == 1, "{name}: the information of a lost GPU came");
