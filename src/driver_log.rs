@@ -58,6 +58,8 @@ pub fn explains(text: &str) -> bool {
     const HARMLESS: &[&str] = &[
         "FBHUB",
         "probe routine was not called",
+        "This can occur when another driver was loaded",
+        "Try unloading the conflicting kernel module",
         "enabling device",
         "loading NVIDIA",
         "Loaded the UVM driver",
@@ -65,6 +67,7 @@ pub fn explains(text: &str) -> bool {
         "taints kernel",
         "failed with error -1",
         "rm_init_adapter failed, device minor number",
+        "Nvlink Core is being initialized",
         // Parameters may name the driver's modules.
         "ommand line:",
     ];

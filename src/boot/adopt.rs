@@ -7,11 +7,14 @@ use crate::pci::PciAddress;
 use std::collections::{BTreeMap, HashMap};
 
 /// What became of one GPU so far.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Known {
     /// Its name was told.
     pub found: bool,
-    pub bound: bool,
+    /// Of a bound one: that of its node.
+    pub minor: Option<u32>,
+    /// Of a usable one, where that was asked for.
+    pub uuid: Option<String>,
     pub published: bool,
     pub usable: bool,
     pub failed: bool,
@@ -57,16 +60,19 @@ impl Before {
             // Found again after it was gone, or gone: nothing of what was holds any more.
             names::GPU_REMOVED => *known = Known::default(),
             names::GPU_FOUND => known.found = true,
-            names::GPU_BOUND => known.bound = true,
+            names::GPU_BOUND => known.minor = record.fields.get("minor").and_then(|n| u32::try_from(n.as_u64()?).ok()),
             names::GPU_PUBLISHED => known.published = true,
-            names::GPU_USABLE => known.usable = true,
-            names::GPU_FAILED => *known = Known { failed: true, ..*known },
+            names::GPU_USABLE => {
+                known.usable = true;
+                known.uuid = record.fields.get("uuid").and_then(|u| u.as_str()).map(str::to_string);
+            }
+            names::GPU_FAILED => known.failed = true,
             _ => {}
         }
     }
 
     pub fn gpu(&self, gpu: PciAddress) -> Known {
-        self.gpus.get(&gpu).copied().unwrap_or_default()
+        self.gpus.get(&gpu).cloned().unwrap_or_default()
     }
 }
 
@@ -96,10 +102,12 @@ mod tests {
         const GPU: &str = "0001:00:03.0";
         let mut line = record(Kind::Kmsg, "kmsg", "", None);
         line.fields.insert("kmsg_seq".into(), 812.into());
+        let mut bound = record(Kind::Event, names::GPU_BOUND, GPU, None);
+        bound.fields.insert("minor".into(), 5.into());
         let records = [
             record(Kind::Begin, names::GPU_BIND, GPU, Some(4)),
             record(Kind::End, names::GPU_BIND, GPU, Some(4)),
-            record(Kind::Event, names::GPU_BOUND, GPU, None),
+            bound,
             record(Kind::Begin, names::GPU_INIT, GPU, Some(9)),
             line,
             record(Kind::Event, names::GPU_FAILED, "0001:00:04.0", None),
@@ -109,7 +117,7 @@ mod tests {
         let before = Before::from_records(&records);
         assert_eq!(before.open.iter().map(|r| r.span).collect::<Vec<_>>(), [Some(9)]);
         assert_eq!((before.last_step, before.last_kmsg), (9, Some(812)));
-        assert_eq!(before.gpu(GPU.parse().unwrap()), Known { bound: true, ..Known::default() });
+        assert_eq!(before.gpu(GPU.parse().unwrap()), Known { minor: Some(5), ..Known::default() });
         assert_eq!(before.gpu("0001:00:04.0".parse().unwrap()), Known { failed: true, ..Known::default() });
         assert_eq!(before.gpu("0001:00:05.0".parse().unwrap()), Known::default());
         let end = end_of(&before.open[0]);

@@ -23,7 +23,7 @@ use super::user_space;
 use super::{Boot, SYS};
 use crate::bind::DRIVER;
 use crate::bind::PciSysfs;
-use crate::cdi::spec::{Entry, Options};
+use crate::cdi::spec::{Entry, Options, Ready};
 use crate::clock::boottime_ns;
 use crate::config::{Bind, Config, parameter_value};
 use crate::driver_log::Signal;
@@ -435,8 +435,9 @@ fn published(before: &Before, sysfs: &PciSysfs, gpus: &[Gpu], modules: &Modules)
             published.entries.insert(gpu.address, Entry::Failed);
         } else if known.published
             && sysfs.is_bound(gpu.address)
-            && let Some(ready) = nodes.as_ref().and_then(|n| n.gpu_now(gpu.address))
+            && let Some(node) = nodes.as_ref().and_then(|n| n.gpu_now(known.minor?))
         {
+            let ready = Ready { nodes: vec![node], uuid: known.uuid, ..Ready::default() };
             published.entries.insert(gpu.address, Entry::Ready(ready));
         }
     }

@@ -8,10 +8,9 @@ use super::lane::Hold;
 use super::publication::{Common, Update, Updates};
 use super::user_space;
 use crate::bind::{DRIVER, PciSysfs};
-use crate::cdi::spec::Ready;
 use crate::config::{Bind, with_registry_key};
 use crate::device_nodes::{DeviceNodes, Node};
-use crate::driver_proc::{Majors, information, majors, node_rules};
+use crate::driver_proc::{Majors, majors, node_rules};
 use crate::events::{StepId, names};
 use crate::kernel_modules::{LoadError, Modules};
 use crate::modinfo;
@@ -130,11 +129,9 @@ impl Nodes {
         control.into_iter().chain(uvm.into_iter().flatten()).collect()
     }
 
-    /// What containers get of a bound GPU.
-    pub fn gpu_now(&self, gpu: PciAddress) -> Option<Ready> {
-        let information = information(Path::new(PROC), gpu).ok()?;
-        let node = self.nodes.gpu(self.majors.nvidia?, information.minor).ok()?;
-        Some(Ready { nodes: vec![node], uuid: information.uuid, ..Ready::default() })
+    /// That of a bound GPU. The driver is not asked: of a GPU that has fallen off the bus it may never answer.
+    pub fn gpu_now(&self, minor: u32) -> Option<Node> {
+        self.nodes.gpu(self.majors.nvidia?, minor).ok()
     }
 }
 

@@ -142,7 +142,8 @@ pub async fn bring_up(shared: Arc<Shared>, gpu: Gpu, arrival: Arrival) -> bool {
     let since_ns = if matches!(arrival, Arrival::Later) { boottime_ns() } else { 0 };
     match wait_and_bring_up(&shared, &gpu, arrival).await {
         Ok(()) => {
-            tracing::info!(name: names::GPU_USABLE, gpu = %gpu.address, index = shared.roster.index(gpu.address) as u64);
+            let uuid = uuid(&shared, gpu.address).await;
+            tracing::info!(name: names::GPU_USABLE, gpu = %gpu.address, index = shared.roster.index(gpu.address) as u64, uuid);
             true
         }
         // A GPU that is gone has not failed.
@@ -186,7 +187,7 @@ async fn wait_and_bring_up(shared: &Arc<Shared>, gpu: &Gpu, arrival: Arrival) ->
         None if by_load => bound_by_load(shared, gpu.address, &loaded)?,
         None => bind(shared, gpu.address, After::from(&[enabled, Some(loaded.step)][..]), &progress).await?,
     };
-    let minor = tell_bound(shared, gpu.address, by_load)?;
+    let minor = tell_bound(shared, gpu.address, by_load, &progress).await?;
     drop(probing);
     let (node, made) = make_node(gpu.address, minor, &loaded, bound)?;
     progress.step("initialisation");
@@ -245,12 +246,19 @@ fn bound_by_load(shared: &Shared, gpu: PciAddress, loaded: &Loaded) -> Result<St
 }
 
 /// The GPU is bound: says so, with the minor that the driver gave it, and the time at which the kernel said so. The one place that reads the
-/// information file: each look at it makes the driver read config space (nine times, 550.163.01).
-fn tell_bound(shared: &Shared, gpu: PciAddress, by_load: bool) -> Result<u32, Failed> {
-    let information = driver_proc::information(Path::new(PROC), gpu).map_err(|e| failed_by(Step::Probe, Reason::NoMinor)(&e))?;
+/// information file before the GPU is usable: each look at it makes the driver read config space (nine times, 550.163.01), waits for the driver's
+/// global lock (before 590.44.01), and never returns for some GPUs that are lost. So on a thread of its own.
+async fn tell_bound(shared: &Shared, gpu: PciAddress, by_load: bool, progress: &Arc<Progress>) -> Result<u32, Failed> {
     let bound_at = shared.bound_at.lock().unwrap_or_else(PoisonError::into_inner).get(&gpu).copied().filter(|_| by_load);
-    let (index, at_ns) = (shared.roster.index(gpu) as u64, bound_at.unwrap_or_else(boottime_ns));
-    tracing::info!(name: names::GPU_BOUND, gpu = %gpu, index, minor = information.minor, at_ns);
+    let at_ns = bound_at.unwrap_or_else(boottime_ns);
+    let progress = Arc::clone(progress);
+    let looking = tokio::task::spawn_blocking(move || {
+        progress.on_this_thread();
+        driver_proc::information(Path::new(PROC), gpu)
+    });
+    let information = looking.await.map_err(|panicked| failed_by(Step::Probe, Reason::Internal)(&panicked))?;
+    let information = information.map_err(|e| failed_by(Step::Probe, Reason::NoMinor)(&e))?;
+    tracing::info!(name: names::GPU_BOUND, gpu = %gpu, index = shared.roster.index(gpu) as u64, minor = information.minor, at_ns);
     Ok(information.minor)
 }
 
@@ -326,8 +334,7 @@ async fn initialise(
     let hold = hold.filter(|_| shared.initialising.available_permits() > 0);
     let turn = Arc::clone(&shared.initialising).acquire_owned().await;
     let step = step!(names::GPU_INIT, gpu = %gpu, after = ?After(vec![after]), rc = tracing::field::Empty, status = tracing::field::Empty);
-    let (id, named) = (step.id(), Arc::clone(shared));
-    let (node, shared, progress) = (node.clone(), Arc::clone(shared), Arc::clone(progress));
+    let (id, node, shared, progress) = (step.id(), node.clone(), Arc::clone(shared), Arc::clone(progress));
     let initialising = tokio::task::spawn_blocking(move || {
         progress.on_this_thread();
         let descriptor = match shared.descriptors.of(gpu) {
@@ -350,24 +357,22 @@ async fn initialise(
         step.run(|| result)
     });
     match initialising.await {
-        Ok(Ok(())) => {
-            tell_uuid(&named, gpu);
-            Ok(id)
-        }
+        Ok(Ok(())) => Ok(id),
         Ok(Err(error @ InitError::Open { .. })) => Err(failed(Step::Open)(&error)),
         Ok(Err(error)) => Err(failed(Step::Init)(&error)),
         Err(panicked) => Err(failed_by(Step::Init, Reason::Internal)(&panicked)),
     }
 }
 
-/// Gives the GPU its other name, where that is wanted: the driver knows it from the first initialisation on. Each look costs config accesses.
-fn tell_uuid(shared: &Shared, gpu: PciAddress) {
-    if shared.config.cdi_names.contains(&Naming::Uuid)
-        && let Ok(information) = driver_proc::information(Path::new(PROC), gpu)
-        && let Some(uuid) = information.uuid
-    {
-        let _unused = shared.spec.send(Update::Known { gpu, uuid });
+/// Gives a usable GPU its other name, where that is wanted: the driver knows it from the first initialisation on.
+async fn uuid(shared: &Shared, gpu: PciAddress) -> Option<String> {
+    if !shared.config.cdi_names.contains(&Naming::Uuid) {
+        return None;
     }
+    let looking = tokio::task::spawn_blocking(move || driver_proc::information(Path::new(PROC), gpu));
+    let uuid = looking.await.ok()?.ok()?.uuid?;
+    let _unused = shared.spec.send(Update::Known { gpu, uuid: uuid.clone() });
+    Some(uuid)
 }
 
 /// The failure of a GPU that was usable.

@@ -303,7 +303,7 @@ pub mod names {
     pub const CDI_PUBLISH: &str = "cdi.publish";
     /// The GPU's CDI entry is resolvable from now on.
     pub const GPU_PUBLISHED: &str = "gpu.published";
-    /// Adapter initialisation is done.
+    /// Adapter initialisation is done. Field: uuid, where that is a name of GPUs.
     pub const GPU_USABLE: &str = "gpu.usable";
     /// The GPU will not be usable, or no longer is. Fields: step, reason (see `reason`), cure; `error` is the sentence for people.
     pub const GPU_FAILED: &str = "gpu.failed";
