@@ -108,6 +108,7 @@ impl Drop for Probing<'_> {
 impl Shared {
     /// Takes a GPU out of the spec for good and tells why, in the driver's words where it has some.
     pub async fn give_up(&self, gpu: PciAddress, since_ns: u64, failure: Failed) {
+        let _unused = self.spec.send(Update::Failed { gpu });
         let lines = match &self.words {
             Some(words) => words.since(gpu, failure.since_ns.unwrap_or(since_ns), failure.step.is_told_without_address()).await,
             None => Vec::new(),
@@ -119,7 +120,6 @@ impl Shared {
         if let Some(line) = line {
             error = format!("{error}; the driver says: {line}");
         }
-        let _unused = self.spec.send(Update::Failed { gpu });
         let (step, cure) = (failure.step.as_str(), reason.cure().unwrap_or("see the driver's words"));
         tracing::error!(name: names::GPU_FAILED, gpu = %gpu, index = index as u64, step, reason = %reason, cure, error);
     }

@@ -57,7 +57,7 @@ async fn live(boot: &Boot, start: Start, descriptors: Descriptors, spare: Option
             tell_stage0(boot);
             let no_agent = tell_handover(handed);
             // From this line the difference between the log's clock and ours is known; without /dev/kmsg there are no lines to place either.
-            let _unused = kmsg::write_marker();
+            let _unused = kmsg::write_markers();
             clock_event();
             no_agent
         }

@@ -51,7 +51,9 @@ const WORDS_PER_GPU: usize = 24;
 /// By how much the times of a line and of a step may disagree.
 const SLACK_NS: u64 = 5_000_000;
 /// How long an explanation may wait for the reader to catch up with the kernel.
-const CATCH_UP: Duration = Duration::from_millis(500);
+const CATCH_UP: Duration = Duration::from_secs(2);
+/// Markers in a row. Whoever is not running between looking at the clock and the kernel's own look at it makes the difference too small: the largest counts.
+const MARKERS: usize = 3;
 
 /// Writes one line to the kernel's log. `priority` as in syslog: 3 error, 4 warning, 6 info, 7 debug.
 pub fn write(priority: u8, text: &str) -> io::Result<()> {
@@ -59,9 +61,11 @@ pub fn write(priority: u8, text: &str) -> io::Result<()> {
     OpenOptions::new().write(true).open(PATH)?.write_all(format!("<{priority}>{line}\n").as_bytes())
 }
 
-/// Leaves the line from which the difference between the log's clock and CLOCK_BOOTTIME is known.
-pub fn write_marker() -> io::Result<()> {
-    write(7, &format!("{MARKER}{}", boottime_ns()))
+/// Leaves the lines from which the difference between the log's clock and CLOCK_BOOTTIME is known.
+pub fn write_markers() -> io::Result<()> {
+    let mut log = OpenOptions::new().write(true).open(PATH)?;
+    // One write is one line.
+    (0..MARKERS).try_for_each(|_| log.write_all(format!("<7>{MARKER}{}\n", boottime_ns()).as_bytes()))
 }
 
 /// One record of /dev/kmsg.
@@ -144,6 +148,12 @@ fn without_function(address: &str) -> String {
     address.split('.').next().unwrap_or(address).to_string()
 }
 
+/// The difference of the clocks in a marker.
+fn offset_of(line: &KmsgLine) -> Option<i64> {
+    let stamp: i64 = line.text.strip_prefix(MARKER)?.parse().ok()?;
+    Some(stamp - i64::try_from(line.printk_us).ok()? * 1000)
+}
+
 /// The GPU that a line of the PCI enumeration announces: `pci 0001:00:03.0: [10de:2330] type 00 class 0x030200`.
 fn enumerated_gpu(text: &str) -> Option<PciAddress> {
     let vendor = u16::from_str_radix(text.split_once('[')?.1.get(..4)?, 16).ok()?;
@@ -165,6 +175,7 @@ pub fn follow(ring: Arc<Ring>, recorded: Option<u64>) -> io::Result<(DriverWords
         signals,
         recorded,
         offset_ns: None,
+        marker: None,
         early: Vec::new(),
         next_seq: None,
         gpus: HashSet::new(),
@@ -178,8 +189,10 @@ struct Follower {
     words: DriverWords,
     signals: mpsc::UnboundedSender<Signal>,
     recorded: Option<u64>,
-    /// CLOCK_BOOTTIME minus the log's clock, once the marker was read.
+    /// CLOCK_BOOTTIME minus the log's clock, once a marker was read.
     offset_ns: Option<i64>,
+    /// The number of the last marker: only one that follows it directly is ours, too.
+    marker: Option<u64>,
     /// Lines from before the marker.
     early: Vec<KmsgLine>,
     next_seq: Option<u64>,
@@ -222,9 +235,7 @@ impl Follower {
                 Err(Errno::EPIPE | Errno::EINTR) => {}
                 Err(_) => {
                     // End of the log. No marker by now means that it could not be written: the clocks are then taken as equal.
-                    if self.offset_ns.is_none() {
-                        self.synchronise(0);
-                    }
+                    self.synchronise(0);
                     return true;
                 }
             }
@@ -238,19 +249,22 @@ impl Follower {
             tracing::warn!(name: super::names::STREAM_LOST, lost = line.seq - expected, at = "kmsg");
         }
         self.next_seq = Some(line.seq + 1);
-        if self.offset_ns.is_none() {
-            if let Some(stamp) = line.text.strip_prefix(MARKER).and_then(|n| n.parse::<i64>().ok()) {
-                self.synchronise(stamp - i64::try_from(line.printk_us).unwrap_or(0) * 1000);
-            } else {
-                self.early.push(line);
-            }
-            return;
+        if let Some(offset) = offset_of(&line).filter(|_| self.marker.is_none_or(|marker| line.seq == marker + 1)) {
+            self.marker = Some(line.seq);
+            self.offset_ns = self.offset_ns.max(Some(offset));
+        } else if self.marker.is_none() {
+            self.early.push(line);
+        } else {
+            // The markers are over: what came before them has its time now.
+            self.synchronise(0);
+            self.record(&line);
         }
-        self.record(&line);
     }
 
-    fn synchronise(&mut self, offset_ns: i64) {
-        self.offset_ns = Some(offset_ns);
+    /// The difference is as good as it gets, or this one.
+    fn synchronise(&mut self, otherwise: i64) {
+        self.marker.get_or_insert(0);
+        self.offset_ns.get_or_insert(otherwise);
         for line in std::mem::take(&mut self.early) {
             self.record(&line);
         }

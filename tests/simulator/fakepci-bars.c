@@ -52,7 +52,6 @@ FAKEPCI_LIST(chip,
 FAKEPCI_LIST(off_bus, "GPUs whose registers read all ones (bar0)");
 FAKEPCI_LIST(fsp_dead, "GPUs whose FSP never says that it has booted (bar0)");
 FAKEPCI_LIST(bar_missing, "GPUs without a BAR 0");
-FAKEPCI_LIST(bar_conflict, "GPUs whose BAR 0 lies where that of GPU 0 is: they cannot be enabled");
 FAKEPCI_LIST(bar_unassigned,
 	     "GPUs whose BAR of 128 GiB has no address, as where the guest's window is too small");
 
@@ -91,8 +90,6 @@ u64 fakepci_bar_address(unsigned int k, unsigned int bar)
 {
 	if (bar == FAKEPCI_BAR_MEMORY && fakepci_listed(bar_unassigned, k))
 		return 0;
-	if (bar == FAKEPCI_BAR_REGISTERS && fakepci_listed(bar_conflict, k))
-		k = 0;
 	return fakepci_bar_base(k, bar);
 }
 

@@ -26,6 +26,8 @@ MODULE_PARM_DESC(gpus, "number of GPU functions, 0..16");
 
 FAKEPCI_LIST(absent, "GPUs that are not there until they are added");
 
+FAKEPCI_LIST(bar_unclaimed, "GPUs whose BAR 0 the kernel does not claim: they cannot be enabled");
+
 struct pci_bus *fakepci_bus;
 
 static struct pci_sysdata fakepci_sysdata = {
@@ -38,8 +40,20 @@ static struct resource fakepci_busn = {
 	.flags = IORESOURCE_BUS,
 };
 
+/* As where the bridge's window, which firmware has set up, has no room for it. */
+static void fakepci_unclaim(unsigned int k)
+{
+	struct pci_dev *pdev = pci_get_slot(fakepci_bus, PCI_DEVFN(k, 0));
+
+	if (pdev && pdev->resource[0].parent)
+		release_resource(&pdev->resource[0]);
+	pci_dev_put(pdev);
+}
+
 static int fakepci_add_bus(void)
 {
+	unsigned int k;
+
 	LIST_HEAD(resources);
 
 	fakepci_add_bars(&resources);
@@ -51,6 +65,9 @@ static int fakepci_add_bus(void)
 	if (fakepci_bus) {
 		/* The BARs already have addresses, as after firmware. */
 		pci_bus_claim_resources(fakepci_bus);
+		for (k = 0; k < fakepci_gpus; k++)
+			if (fakepci_listed(bar_unclaimed, k))
+				fakepci_unclaim(k);
 		pci_bus_add_devices(fakepci_bus);
 	}
 	pci_unlock_rescan_remove();

@@ -27,7 +27,7 @@ fn many(context: &TestContext) -> Result<Outcome> {
     let words = [
         format!("fakepci.gpus=16 gpuinit.bind=pipelined fakepci.device={} nvidia.minors={}", ids.join(","), minors.join(",")),
         "nvidia.probe_fail=1 nvidia.barfw_ms=10 nvidia.firewall_fail=2 nvidia.unsupported=3 fakepci.no_msix=4 fakepci.bar_missing=5".into(),
-        "fakepci.bar_conflict=6 nvidia.probe_silent=7 nvidia.init_fail=8 nvidia.wpr2=9 nvidia.fabric=10".into(),
+        "fakepci.bar_unclaimed=6 nvidia.probe_silent=7 nvidia.init_fail=8 nvidia.wpr2=9 nvidia.fabric=10".into(),
         "nvidia.init_code=11:0x22:0x65,12:0x24:0x40,13:0x99:0x1 nvidia.open_fail=14 hardware.directory=nvidia15".into(),
     ];
     let wanted = [
