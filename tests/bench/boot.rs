@@ -84,7 +84,7 @@ fn published(records: &[Record]) -> Vec<&Record> {
 
 /// Boots the yardstick; when it became the agent, in ms since its first instruction.
 fn minimal(context: &TestContext) -> Result<Value> {
-    let booted = Guest::new().append(GUEST).append("hardware.init=/minimal-init").boot(context, "minimal")?;
+    let booted = Guest::new().append(GUEST).append("hardware.init=/minimal-init loglevel=7").boot(context, "minimal")?;
     if !booted.console.wait_text(DEADLINE, "agent ready") {
         bail!("the minimal init did not reach the agent");
     }
