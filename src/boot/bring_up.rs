@@ -12,7 +12,7 @@
 
 use super::adopt::Before;
 use super::descriptors::Descriptors;
-use super::driver::{self, Driver};
+use super::driver::{self, Driver, Image};
 use super::gpu::{self, Arrival, Shared};
 use super::lane::{self, Enabling, Hold};
 use super::lane_cpu::{LaneCpu, Spare};
@@ -29,7 +29,6 @@ use crate::config::{Bind, Config, parameter_value};
 use crate::driver_log::Signal;
 use crate::events::kmsg::DriverWords;
 use crate::events::{After, names};
-use crate::kernel_modules::Modules;
 use crate::pci::{self, Gpu, PciAddress};
 use crate::reason::Reason;
 use crate::step;
@@ -90,12 +89,12 @@ fn scan(config: &Config) -> Vec<Gpu> {
 }
 
 /// What is known before the first GPU is touched.
-fn facts(modules: &Modules, gpus: &[Gpu]) -> Facts {
+fn facts(image: &Image, gpus: &[Gpu]) -> Facts {
     Facts {
         gpus: gpus.len(),
         firewall: gpus.iter().any(|g| pci::waits_for_bar_firewall(g.device)),
-        driver: driver::version_on_disk(modules).and_then(|v| v.parse().ok()),
-        init_on_probe: parameter_value(&modules.options(DRIVER), "NVreg_GpuInitOnProbe").is_some_and(|v| v != "0"),
+        driver: image.version.as_ref().and_then(|v| v.parse().ok()),
+        init_on_probe: parameter_value(&image.modules.options(DRIVER), "NVreg_GpuInitOnProbe").is_some_and(|v| v != "0"),
         confidential: super::worker::is_confidential(),
         vcpus: std::thread::available_parallelism().map_or(1, std::num::NonZero::get),
     }
@@ -124,7 +123,7 @@ struct Fleet {
     /// Until the lane has it.
     lane_cpu: Option<Arc<LaneCpu>>,
     /// Gone when the driver's load has been started, with the first GPU.
-    modules: Option<Modules>,
+    image: Option<Image>,
     driver: watch::Sender<Driver>,
     tasks: JoinSet<(PciAddress, bool)>,
     handles: HashMap<PciAddress, AbortHandle>,
@@ -147,11 +146,11 @@ impl Fleet {
         // All there were before, in the same order, or the removed ones would have been told.
         roster.take_over(gpus, |gpu| before.is_some_and(|b| b.gpu(gpu).found));
         let (driver, state) = watch::channel(Driver::Loading);
-        let modules = driver::modules(boot);
+        let image = Image::of(boot);
         let sysfs = PciSysfs::at(Path::new(SYS));
-        let published = before.map_or_else(Published::default, |before| published(before, &sysfs, gpus, &modules));
+        let published = before.map_or_else(Published::default, |before| published(before, &sysfs, gpus, &image));
         let spec = publication::start(Arc::clone(&roster), published, options(&boot.config), boot.config.cdi_complete);
-        let facts = facts(&modules, gpus);
+        let facts = facts(&image, gpus);
         let (mut first, mut lane_cpu) = (None, None);
         if before.is_none() && strategy::depends_on_enable(&boot.config, &facts) {
             lane_cpu = spare.take().map(Spare::reserve);
@@ -187,7 +186,7 @@ impl Fleet {
             first,
             lane_cpu,
             driver,
-            modules: Some(modules),
+            image: Some(image),
             tasks: JoinSet::new(),
             handles: HashMap::new(),
             usable: HashSet::new(),
@@ -231,8 +230,8 @@ impl Fleet {
 
     /// Starts the driver's load, once.
     fn load_driver(&mut self, gpus: &[Gpu], hold: Option<Hold>) {
-        if let Some(modules) = self.modules.take() {
-            driver::start(modules, self.driver.clone(), self.shared.bind, &self.shared.sysfs, gpus, self.shared.spec.clone(), hold);
+        if let Some(image) = self.image.take() {
+            driver::start(image, self.driver.clone(), self.shared.bind, &self.shared.sysfs, gpus, self.shared.spec.clone(), hold);
         }
     }
 
@@ -280,7 +279,7 @@ impl Fleet {
                 self.ended(gpu, usable);
             }
         }
-        if self.modules.is_none() {
+        if self.image.is_none() {
             // Never an error: the sender is here.
             drop(self.driver.subscribe().wait_for(Driver::is_over).await);
         }
@@ -302,7 +301,7 @@ impl Fleet {
     /// Says so when every GPU is usable or failed; the first time, nothing is loaded any more from then on.
     fn settle(&mut self, config: &Config) {
         // Modules are loaded until the driver's load is over, whatever has become of the GPUs.
-        if self.settled || !self.tasks.is_empty() || self.modules.is_none() && !self.driver.borrow().is_over() {
+        if self.settled || !self.tasks.is_empty() || self.image.is_none() && !self.driver.borrow().is_over() {
             return;
         }
         self.settled = true;
@@ -311,7 +310,7 @@ impl Fleet {
         let failed = self.shared.roster.len() - self.usable.len();
         tracing::info!(name: names::SETTLED, usable = self.usable.len() as u64, failed = failed as u64);
         // Without a GPU there is no driver yet: one that is plugged in later needs it.
-        if self.modules.is_none() && !std::mem::replace(&mut self.locked_down, true) {
+        if self.image.is_none() && !std::mem::replace(&mut self.locked_down, true) {
             lock_down(config);
         }
     }
@@ -423,11 +422,11 @@ fn options(config: &Config) -> Options {
 }
 
 /// What an earlier worker had published of these GPUs, as far as it is still true.
-fn published(before: &Before, sysfs: &PciSysfs, gpus: &[Gpu], modules: &Modules) -> Published {
+fn published(before: &Before, sysfs: &PciSysfs, gpus: &[Gpu], image: &Image) -> Published {
     let nodes = driver::nodes_now();
     let mut published = Published::default();
     if let Some(nodes) = &nodes {
-        published.common = Common { nodes: nodes.common_now(), files: user_space::look(driver::version_on_disk(modules).as_deref()) };
+        published.common = Common { nodes: nodes.common_now(), files: user_space::look(image.version.as_deref()) };
     }
     for gpu in gpus {
         let known = before.gpu(gpu.address);

@@ -63,17 +63,10 @@ pub struct Loaded {
 
 /// Starts the load on a thread of its own; must be called inside the runtime. GPUs that the strategy binds later are held back before this returns.
 /// The lane goes on to its second GPU when the load has left nothing behind that would stop at an enabling.
-pub fn start(
-    modules: Modules,
-    state: watch::Sender<Driver>,
-    bind: Bind,
-    sysfs: &PciSysfs,
-    gpus: &[Gpu],
-    spec: Updates,
-    hold: Option<Hold>,
-) {
+pub fn start(image: Image, state: watch::Sender<Driver>, bind: Bind, sysfs: &PciSysfs, gpus: &[Gpu], spec: Updates, hold: Option<Hold>) {
     let addresses: Vec<PciAddress> = gpus.iter().map(|g| g.address).collect();
-    let load = Load { modules, sysfs: sysfs.clone(), addresses, one_by_one: bind != Bind::Insmod };
+    let Image { modules, version } = image;
+    let load = Load { modules, version, sysfs: sysfs.clone(), addresses, one_by_one: bind != Bind::Insmod };
     load.hold_back();
     tokio::task::spawn_blocking(move || {
         load.run(&state, &spec);
@@ -85,8 +78,23 @@ pub fn start(
     });
 }
 
-/// The modules of the running kernel, with what the configuration makes of the driver's options.
-pub fn modules(boot: &Boot) -> Modules {
+/// What the image has of the driver, looked up once.
+pub struct Image {
+    /// Of the running kernel, with what the configuration makes of the driver's options.
+    pub modules: Modules,
+    /// The version of the driver's module, if its file says so.
+    pub version: Option<String>,
+}
+
+impl Image {
+    pub fn of(boot: &Boot) -> Self {
+        let modules = modules(boot);
+        let version = version_on_disk(&modules);
+        Self { modules, version }
+    }
+}
+
+fn modules(boot: &Boot) -> Modules {
     // Unreadable: modules.dep is then not found, which says so.
     let kernel = std::fs::read_to_string("/proc/sys/kernel/osrelease").unwrap_or_default();
     let mut modules = Modules::new(Path::new("/"), kernel.trim(), &boot.command_line);
@@ -97,8 +105,7 @@ pub fn modules(boot: &Boot) -> Modules {
     modules
 }
 
-/// The version of the driver's module in the image, if its file says so.
-pub fn version_on_disk(modules: &Modules) -> Option<String> {
+fn version_on_disk(modules: &Modules) -> Option<String> {
     // What cannot be found or read is the load's to tell.
     let (file, _) = modules.show_depends(DRIVER).ok()?.into_iter().find(|(path, _)| is_driver(path))?;
     modinfo::value(&file, "version").ok()?
@@ -162,6 +169,7 @@ fn reason_of(error: &Error) -> Option<Reason> {
 
 struct Load {
     modules: Modules,
+    version: Option<String>,
     sysfs: PciSysfs,
     addresses: Vec<PciAddress>,
     one_by_one: bool,
@@ -181,9 +189,9 @@ impl Load {
     }
 
     fn run(mut self, state: &watch::Sender<Driver>, spec: &Updates) {
-        // Beside the load, which takes longer.
-        let version = version_on_disk(&self.modules);
-        let looking = std::thread::spawn(move || user_space::look(version.as_deref()));
+        // Beside the load, which takes longer; after it where there can be no other thread.
+        let version = self.version.clone();
+        let looking = std::thread::Builder::new().spawn(move || user_space::look(version.as_deref()));
         let mut loaded = match self.load() {
             Ok(loaded) => loaded,
             Err(error) => {
@@ -194,8 +202,17 @@ impl Load {
             }
         };
         state.send_replace(Driver::Loaded(loaded.clone()));
-        // A panic there would be a bug of ours; containers then have no libraries.
-        let common = Common { nodes: self.common_nodes(&loaded), files: looking.join().unwrap_or_default() };
+        let nodes = self.common_nodes(&loaded);
+        let files = match looking.map(std::thread::JoinHandle::join) {
+            Ok(Ok(files)) => files,
+            Ok(Err(_)) => {
+                let error = "looking for the driver's files has panicked, a bug of this init: containers get their GPUs without the driver's libraries";
+                tracing::error!(name: names::DRIVER_FILES, error);
+                None
+            }
+            Err(_) => user_space::look(self.version.as_deref()),
+        };
+        let common = Common { nodes, files };
         // Common nodes first: no GPU may be published without them. Fails only when the writer is gone, with the runtime.
         let _unused = spec.send(Update::Common(common));
         loaded.control_ready = true;

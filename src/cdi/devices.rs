@@ -13,7 +13,7 @@ use std::path::{Path, PathBuf};
 
 /// Longest `mig-minors` that is read; the real one has about 60 kB.
 const MAX_MIG_MINORS: u64 = 1 << 20;
-/// Most entries of a directory that are looked at.
+/// Most entries of a directory.
 const MAX_ENTRIES: usize = 4096;
 /// Nodes that every container with a GPU gets, as far as they are there.
 const COMMON: [&str; 4] = ["nvidia-modeset", "nvidia-uvm", "nvidia-uvm-tools", "nvidiactl"];
@@ -123,7 +123,7 @@ impl Places {
         let mut nodes = vec![own];
         let drm = self.root.join("sys/bus/pci/devices").join(address.to_string()).join("drm");
         // No directory: no display driver.
-        let mut displays = names(&drm).unwrap_or_default();
+        let mut displays = names_if_there(&drm)?;
         displays.sort();
         for name in displays.iter().filter(|n| n.starts_with("card") || n.starts_with("renderD")) {
             nodes.extend(self.node(&format!("dri/{name}"))?);
@@ -147,8 +147,8 @@ impl Places {
     fn instances(&self, gpu: u32, caps: &BTreeMap<String, u32>) -> Result<Vec<Instance>, String> {
         let mig = self.root.join(format!("proc/driver/nvidia/capabilities/gpu{gpu}/mig"));
         let mut all = Vec::new();
-        for gi in numbered(&mig, "gi") {
-            for ci in numbered(&mig.join(format!("gi{gi}")), "ci") {
+        for gi in numbered(&mig, "gi")? {
+            for ci in numbered(&mig.join(format!("gi{gi}")), "ci")? {
                 let nodes = [format!("gpu{gpu}/gi{gi}/access"), format!("gpu{gpu}/gi{gi}/ci{ci}/access")].map(|capability| {
                     let cap = caps.get(&capability).ok_or_else(|| format!("mig-minors has no {capability}"))?;
                     let name = format!("nvidia-caps/nvidia-cap{cap}");
@@ -162,18 +162,29 @@ impl Places {
     }
 }
 
-/// The numbers after a beginning, among a directory's names.
-fn numbered(folder: &Path, beginning: &str) -> Vec<u32> {
-    let mut all: Vec<u32> =
-        names(folder).unwrap_or_default().iter().filter_map(|name| name.strip_prefix(beginning)?.parse().ok()).collect();
+/// The numbers after a beginning, among the names of a directory that may be missing.
+fn numbered(folder: &Path, beginning: &str) -> Result<Vec<u32>, String> {
+    let names = names_if_there(folder)?;
+    let mut all: Vec<u32> = names.iter().filter_map(|name| name.strip_prefix(beginning)?.parse().ok()).collect();
     all.sort_unstable();
-    all
+    Ok(all)
+}
+
+/// The names in a directory; none where it is not there.
+fn names_if_there(folder: &Path) -> Result<Vec<String>, String> {
+    match names(folder) {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(Vec::new()),
+        result => result.map_err(|e| format!("list {}: {e}", folder.display())),
+    }
 }
 
 /// The names in a directory, as far as they are text.
 fn names(folder: &Path) -> io::Result<Vec<String>> {
     let mut all = Vec::new();
-    for entry in std::fs::read_dir(folder)?.take(MAX_ENTRIES) {
+    for (number, entry) in std::fs::read_dir(folder)?.enumerate() {
+        if number == MAX_ENTRIES {
+            return Err(io::Error::other(format!("it has more than {MAX_ENTRIES} entries")));
+        }
         all.extend(entry?.file_name().into_string());
     }
     Ok(all)

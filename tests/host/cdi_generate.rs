@@ -255,6 +255,11 @@ fn mig_instances_and_displays_are_found_with_their_nodes() {
         "{problems:?}"
     );
     assert!(!list(&value(&spec), "devices").iter().any(|d| d["name"] == "0"));
+    // What cannot be listed is said, and is not the same as nothing.
+    let drm = root.join("sys/bus/pci/devices/0000:ca:00.0/drm");
+    std::fs::write(&drm, "").unwrap();
+    let (_, problems) = ours(&root, &Options::default());
+    assert!(problems.len() == 2 && problems[1].contains("GPU 6") && problems[1].contains(drm.to_str().unwrap()), "{problems:?}");
 }
 
 #[test]
