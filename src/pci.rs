@@ -8,6 +8,7 @@ use std::fmt;
 use std::io;
 use std::path::Path;
 use std::str::FromStr;
+use std::time::Duration;
 
 /// Address of a PCI function. Its order is the order of CDI index names.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
@@ -90,7 +91,9 @@ pub fn is_gpu(vendor: u16, class: u32) -> bool {
     vendor == NVIDIA && GPU_CLASSES.contains(&(class >> 8))
 }
 
-/// Device ids of GPUs whose probe waits for the BAR firewall, up to 4 s each (Blackwell; the driver's own ranges).
+/// The longest time for which the driver's probe of such a GPU sleeps, and what it takes where it cannot see the firewall.
+pub const BAR_FIREWALL_WAIT: Duration = Duration::from_secs(4);
+/// Device ids of GPUs whose probe waits for the BAR firewall (Blackwell; the driver's own ranges).
 const BAR_FIREWALL: [std::ops::RangeInclusive<u16>; 2] = [0x2900..=0x29ff, 0x3180..=0x327f];
 
 /// Whether this GPU's probe sleeps until its BAR firewall is down.

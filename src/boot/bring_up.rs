@@ -11,10 +11,11 @@
 //! wants to remove is given up. It waits for no GPU.
 
 use super::adopt::Before;
+use super::busy::Activity;
 use super::descriptors::Descriptors;
 use super::driver::{self, Driver, Image};
 use super::gpu::{self, Arrival, Shared};
-use super::lane::{self, Enabling, Hold};
+use super::lane::{self, Enabling};
 use super::lane_cpu::{LaneCpu, Spare};
 use super::publication::{self, Common, Published, Update};
 use super::roster::Roster;
@@ -160,15 +161,22 @@ impl Fleet {
             Some(enabling) => Some(enabling.measure().await),
             None => None,
         };
-        let strategy = strategy::choose(&boot.config, &facts, measured.is_some_and(|(_, slow)| slow));
+        let slow = measured.is_some_and(|(_, slow)| slow);
+        let strategy = strategy::choose(&boot.config, &facts, slow);
         tell_strategy(&strategy, &facts, measured.map(|(took, _)| took));
-        // The others' enables are in the module load, or short.
-        lane_cpu = if strategy.bind == Bind::Pipelined { lane_cpu.or_else(|| spare.map(Spare::reserve)) } else { None };
+        lane_cpu = match strategy.bind {
+            Bind::Pipelined => lane_cpu.or_else(|| spare.map(Spare::reserve)),
+            // Worth a vCPU only where enabling takes long.
+            Bind::Concurrent => lane_cpu.filter(|_| slow),
+            // The others' enables are in the module load.
+            Bind::Insmod | Bind::Auto => None,
+        };
         let at_once = |yes: bool| if yes { Semaphore::MAX_PERMITS } else { 1 };
         let shared = Arc::new(Shared {
             sysfs,
             config: boot.config.clone(),
             bind: strategy.bind,
+            beside_the_load: strategy.bind == Bind::Concurrent && !slow,
             roster,
             words,
             descriptors,
@@ -178,7 +186,8 @@ impl Fleet {
             initialising: Arc::new(Semaphore::new(at_once(strategy.parallel_init))),
             bound_at: Default::default(),
             bound: Default::default(),
-            probing: watch::Sender::new(0),
+            probing: Activity::default(),
+            lane_held: Arc::default(),
             lane_cpu: lane_cpu.as_ref().map(Arc::downgrade).unwrap_or_default(),
         });
         Self {
@@ -214,12 +223,17 @@ impl Fleet {
         }
         let unbound: Vec<Gpu> = to_do.iter().filter(|g| !self.shared.sysfs.is_bound(g.address)).cloned().collect();
         // The load is given the first one, and holds its lock while its probe sleeps: an enable beside that would wait, and all after it.
-        let in_lane = if self.shared.bind == Bind::Concurrent { unbound.get(1..).unwrap_or_default() } else { &unbound };
-        let lane = lane::start(self.shared.bind, &self.shared.sysfs, in_lane, self.first.take(), self.lane_cpu.take());
+        let in_lane = if self.shared.beside_the_load {
+            self.first = None;
+            unbound.get(1..).unwrap_or_default()
+        } else {
+            &unbound
+        };
+        let held = Arc::clone(&self.shared.lane_held);
+        let lane = lane::start(self.shared.bind, &self.shared.sysfs, in_lane, self.first.take(), self.lane_cpu.take(), held);
         let mut turns: HashMap<PciAddress, _> = in_lane.iter().map(|g| g.address).zip(lane).collect();
         if self.shared.roster.len() > 0 {
-            let first = in_lane.first().and_then(|gpu| turns.get(&gpu.address)?.as_ref());
-            self.load_driver(&to_do, first.map(|turn| Arc::clone(&turn.over)));
+            self.load_driver(&to_do);
         }
         for gpu in to_do {
             let turn = turns.remove(&gpu.address).flatten();
@@ -229,9 +243,9 @@ impl Fleet {
     }
 
     /// Starts the driver's load, once.
-    fn load_driver(&mut self, gpus: &[Gpu], hold: Option<Hold>) {
+    fn load_driver(&mut self, gpus: &[Gpu]) {
         if let Some(image) = self.image.take() {
-            driver::start(image, self.driver.clone(), self.shared.bind, &self.shared.sysfs, gpus, self.shared.spec.clone(), hold);
+            driver::start(image, self.driver.clone(), &self.shared, gpus);
         }
     }
 
@@ -358,7 +372,7 @@ impl Fleet {
         }
         self.shared.roster.add(&new);
         let _unused = self.shared.spec.send(Update::Roster);
-        self.load_driver(&new, None);
+        self.load_driver(&new);
         // No lane for those that come later: the kernel probes them by itself, and the bind finds that done.
         new.into_iter().for_each(|gpu| self.spawn(gpu, Arrival::Later));
     }

@@ -4,7 +4,7 @@
 //! and fails as a whole when not one probe succeeds. If that one GPU turns out to be broken, the next one opens the way.
 
 use super::Boot;
-use super::lane::Hold;
+use super::gpu::Shared;
 use super::publication::{Common, Update, Updates};
 use super::user_space;
 use crate::bind::{DRIVER, PciSysfs};
@@ -18,6 +18,7 @@ use crate::pci::{Gpu, PciAddress};
 use crate::reason::Reason;
 use nix::errno::Errno;
 use std::path::Path;
+use std::sync::Arc;
 use tokio::sync::watch;
 
 const PROC: &str = "/proc";
@@ -63,19 +64,23 @@ pub struct Loaded {
 
 /// Starts the load on a thread of its own; must be called inside the runtime. GPUs that the strategy binds later are held back before this returns.
 /// The lane goes on to its second GPU when the load has left nothing behind that would stop at an enabling.
-pub fn start(image: Image, state: watch::Sender<Driver>, bind: Bind, sysfs: &PciSysfs, gpus: &[Gpu], spec: Updates, hold: Option<Hold>) {
+pub fn start(image: Image, state: watch::Sender<Driver>, shared: &Arc<Shared>, gpus: &[Gpu]) {
     let addresses: Vec<PciAddress> = gpus.iter().map(|g| g.address).collect();
+    let first = addresses.first().copied();
     let Image { modules, version } = image;
-    let load = Load { modules, version, sysfs: sysfs.clone(), addresses, one_by_one: bind != Bind::Insmod };
+    let one_by_one = shared.bind != Bind::Insmod;
+    let load = Load { modules, version, sysfs: shared.sysfs.clone(), addresses, one_by_one };
     load.hold_back();
-    tokio::task::spawn_blocking(move || {
+    let (held, spec, shared) = (shared.lane_held.begin(), shared.spec.clone(), Arc::clone(shared));
+    let loading = tokio::task::spawn_blocking(move || {
         load.run(&state, &spec);
-        if hold.is_some() {
+        if one_by_one {
             // The kernel frees the modules' start-up code after a grace period, and tells all CPUs: whichever CPU does that spins until the one
             // that enables a GPU answers. The first of these waits for that grace period, the second one for what follows it.
             let _unused = crate::sys::grace_period().and_then(|()| crate::sys::grace_period());
         }
     });
+    tokio::spawn(async move { shared.hold_lane(held, first, loading).await });
 }
 
 /// What the image has of the driver, looked up once.

@@ -8,9 +8,10 @@
 //!
 //! A GPU that hangs in its initialisation stays as it is, for ever if need be: deadlines report.
 
+use super::busy::{Activity, Busy};
 use super::descriptors::Descriptors;
 use super::driver::{Driver, Loaded};
-use super::lane::{Hold, Turn};
+use super::lane::Turn;
 use super::lane_cpu::LaneCpu;
 use super::lateness::{self, Progress};
 use super::publication::{Update, Updates};
@@ -24,7 +25,7 @@ use crate::device_nodes::Node;
 use crate::driver_proc;
 use crate::events::kmsg::DriverWords;
 use crate::events::{After, StepId, names};
-use crate::pci::{Gpu, PciAddress};
+use crate::pci::{self, Gpu, PciAddress};
 use crate::reason::{self, Reason, Step};
 use crate::step;
 use nix::errno::Errno;
@@ -34,6 +35,7 @@ use std::path::Path;
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 use std::time::Duration;
 use tokio::sync::{Notify, Semaphore, watch};
+use tokio::task::JoinHandle;
 
 const PROC: &str = "/proc";
 /// How often a GPU that could be probed looks whether the driver has entered itself at the bus. The kernel tells nobody at that moment, and the
@@ -52,6 +54,9 @@ pub struct Shared {
     pub sysfs: PciSysfs,
     pub config: Config,
     pub bind: Bind,
+    /// Other GPUs are probed while the load is still probing its first one: worth it where all are enabled by then. The load does not end before these
+    /// probes do.
+    pub beside_the_load: bool,
     pub roster: Arc<Roster>,
     pub words: Option<DriverWords>,
     pub descriptors: Descriptors,
@@ -66,7 +71,9 @@ pub struct Shared {
     /// Wakes whenever that grows.
     pub bound: Notify,
     /// GPUs that are on their way through their probe.
-    pub probing: watch::Sender<usize>,
+    pub probing: Activity,
+    /// Who keeps the lane from enabling another GPU.
+    pub lane_held: Arc<Activity>,
     /// There as long as the lane runs.
     pub lane_cpu: Weak<LaneCpu>,
 }
@@ -89,23 +96,55 @@ fn failed_by(step: Step, reason: Reason) -> impl FnOnce(&dyn Display) -> Failed 
     move |error| Failed { step, since_ns: None, reason: Some(reason), error: error.to_string() }
 }
 
-/// A GPU on its way through its probe.
-struct Probing<'a>(&'a watch::Sender<usize>);
-
-impl<'a> Probing<'a> {
-    fn begin(probing: &'a watch::Sender<usize>) -> Self {
-        probing.send_modify(|n| *n += 1);
-        Self(probing)
-    }
-}
-
-impl Drop for Probing<'_> {
-    fn drop(&mut self) {
-        self.0.send_modify(|n| *n -= 1);
-    }
-}
-
 impl Shared {
+    /// Returns when the driver, whose load is under way, has entered itself at the bus; false when the load is over.
+    pub async fn registers(&self) -> bool {
+        let loading = || matches!(&*self.driver.borrow(), Driver::Loading);
+        while loading() && !self.sysfs.is_registered() {
+            tokio::time::sleep(REGISTRATION_LOOK).await; // see the constant
+        }
+        loading()
+    }
+
+    /// Returns when the kernel has said "bind" for this GPU.
+    async fn is_told_bound(&self, gpu: PciAddress) {
+        loop {
+            let bound = self.bound.notified();
+            if self.bound_at.lock().unwrap_or_else(PoisonError::into_inner).contains_key(&gpu) {
+                return;
+            }
+            bound.await;
+        }
+    }
+
+    /// Keeps the lane from enabling from when a probe that begins now has slept its time, or has ended: it goes on, and what follows it, when the
+    /// enabling that is under way then is over.
+    async fn hold_lane_when_due<T>(&self, probe: impl Future<Output = T>) -> (T, Busy) {
+        tokio::pin!(probe);
+        match tokio::time::timeout(pci::BAR_FIREWALL_WAIT, &mut probe).await {
+            Ok(result) => (result, self.lane_held.begin()),
+            Err(_) => {
+                let held = self.lane_held.begin();
+                (probe.await, held)
+            }
+        }
+    }
+
+    /// Keeps the lane from enabling while a load works whose first GPU this is. Where probes sleep, not while that one does.
+    pub async fn hold_lane(&self, mut held: Busy, gpu: Option<PciAddress>, mut loading: JoinHandle<()>) {
+        if let (Bind::Concurrent, Some(gpu)) = (self.bind, gpu)
+            && self.registers().await
+        {
+            drop(held);
+            tokio::select! {
+                (_, due) = self.hold_lane_when_due(self.is_told_bound(gpu)) => held = due,
+                _ = &mut loading => return,
+            }
+        }
+        // A panic there would be a bug of ours, and is told as one by the runtime.
+        let _unused = loading.await;
+        drop(held);
+    }
     /// Takes a GPU out of the spec for good and tells why, in the driver's words where it has some.
     pub async fn give_up(&self, gpu: PciAddress, since_ns: u64, failure: Failed) {
         let _unused = self.spec.send(Update::Failed { gpu });
@@ -157,19 +196,21 @@ pub async fn bring_up(shared: Arc<Shared>, gpu: Gpu, arrival: Arrival) -> bool {
 
 /// Waits for the GPU's turn to be enabled, then brings it up; from there on it can be late.
 async fn wait_and_bring_up(shared: &Arc<Shared>, gpu: &Gpu, arrival: Arrival) -> Result<(), Failed> {
-    let (mut enabled, mut over) = (None, None);
+    let (mut enabled, mut lane) = (None, None);
     let first_try = matches!(arrival, Arrival::Boot(_));
     if let Arrival::Boot(Some(turn)) | Arrival::Again(Some(turn)) = arrival {
-        over = Some(turn.over);
         // The lane answers for every GPU before it ends.
-        let result = turn.enabled.await.unwrap_or_else(|_| Err("the enable lane has ended".into()));
-        enabled = Some(result.map_err(|e| failed(Step::Enable)(&e))?);
+        let result = turn.await.unwrap_or_else(|_| Err("the enable lane has ended".into()));
+        let (step, held) = result.map_err(|e| failed(Step::Enable)(&e))?;
+        enabled = Some(step);
+        // Not for a probe that sleeps; for what comes after it.
+        lane = Some(held).filter(|_| shared.bind != Bind::Concurrent);
     }
     let progress = Progress::new("driver load");
     let _watchdog = lateness::watch(gpu.address, Arc::clone(&progress));
-    let probing = Probing::begin(&shared.probing);
+    let probing = shared.probing.begin();
     // The one GPU without a turn is the one that the load is given.
-    let beside = if enabled.is_some() && shared.bind == Bind::Concurrent {
+    let beside = if enabled.is_some() && shared.beside_the_load {
         probe_beside_the_load(shared, gpu.address, enabled, &progress).await
     } else {
         None
@@ -182,34 +223,37 @@ async fn wait_and_bring_up(shared: &Arc<Shared>, gpu: &Gpu, arrival: Arrival) ->
     };
     let by_load = first_try && loaded.tried.contains(&gpu.address);
     progress.step("probe");
-    let bound = match beside {
-        Some(step) => step,
-        None if by_load => bound_by_load(shared, gpu.address, &loaded)?,
-        None => bind(shared, gpu.address, After::from(&[enabled, Some(loaded.step)][..]), &progress).await?,
+    let binding = async {
+        match beside {
+            Some(step) => Ok(step),
+            None if by_load => bound_by_load(shared, gpu.address, &loaded),
+            None => bind(shared, gpu.address, After::from(&[enabled, Some(loaded.step)][..]), &progress).await,
+        }
     };
+    let (bound, lane) = match lane {
+        Some(held) => (binding.await, held),
+        None => shared.hold_lane_when_due(binding).await,
+    };
+    let bound = bound?;
     let minor = tell_bound(shared, gpu.address, by_load, &progress).await?;
     drop(probing);
     let (node, made) = make_node(gpu.address, minor, &loaded, bound)?;
     progress.step("initialisation");
     if shared.config.ready_when_usable {
-        let usable = initialise(shared, gpu.address, &node, made, &progress, over).await?;
+        let usable = initialise(shared, gpu.address, &node, made, &progress, lane).await?;
         publish(shared, gpu.address, node, usable, None).await;
         Ok(())
     } else {
         // Published at once; whether it also initialises decides whether it stays.
-        let published = publish(shared, gpu.address, node.clone(), made, over.clone());
-        tokio::join!(initialise(shared, gpu.address, &node, made, &progress, over), published).0.map(drop)
+        let published = publish(shared, gpu.address, node.clone(), made, Some(shared.lane_held.begin()));
+        tokio::join!(initialise(shared, gpu.address, &node, made, &progress, lane), published).0.map(drop)
     }
 }
 
 /// Probes this GPU while the module load is still probing another one, whose probe sleeps; the step, if that bound it. Whatever comes of it, the
 /// load's end is waited for after it, and a GPU that is not bound by then gets its regular bind.
 async fn probe_beside_the_load(shared: &Arc<Shared>, gpu: PciAddress, enabled: Option<StepId>, progress: &Arc<Progress>) -> Option<StepId> {
-    let loading = || matches!(&*shared.driver.borrow(), Driver::Loading);
-    while loading() && !shared.sysfs.is_registered() {
-        tokio::time::sleep(REGISTRATION_LOOK).await; // see the constant
-    }
-    if !loading() {
+    if !shared.registers().await {
         return None;
     }
     progress.step("probe");
@@ -311,11 +355,11 @@ fn make_node(gpu: PciAddress, minor: u32, loaded: &Loaded, bound: StepId) -> Res
 }
 
 /// Makes the GPU resolvable as soon as the nodes that every container needs are there.
-async fn publish(shared: &Arc<Shared>, gpu: PciAddress, node: Node, after: StepId, turn: Option<Hold>) {
+async fn publish(shared: &Arc<Shared>, gpu: PciAddress, node: Node, after: StepId, lane: Option<Busy>) {
     // Fails only when the driver's task has ended, which it does not before it has said this.
     let mut driver = shared.driver.clone();
     drop(driver.wait_for(|d| matches!(d, Driver::Loaded(l) if l.control_ready)).await);
-    let _unused = shared.spec.send(Update::Ready { gpu, nodes: vec![node], after: Some(after), turn });
+    let _unused = shared.spec.send(Update::Ready { gpu, nodes: vec![node], after: Some(after), lane });
 }
 
 /// Initialises the adapter; waits for as long as the driver takes. The next GPU is enabled when this one's threads are out of the way of that.
@@ -325,13 +369,14 @@ async fn initialise(
     node: &Node,
     after: StepId,
     progress: &Arc<Progress>,
-    hold: Option<Hold>,
+    lane: Busy,
 ) -> Result<StepId, Failed> {
-    // The others, or the deadline.
-    let mut probing = shared.probing.subscribe();
-    drop(tokio::time::timeout(PROBES_FIRST, probing.wait_for(|n| *n == 0)).await);
+    // The others, or the deadline. Where GPUs come out of the lane seconds apart, the next probe is not near.
+    if shared.lane_cpu.strong_count() == 0 {
+        let _unused = tokio::time::timeout(PROBES_FIRST, shared.probing.none()).await;
+    }
     // Where it waits for another GPU's initialisation, nobody waits for it.
-    let hold = hold.filter(|_| shared.initialising.available_permits() > 0);
+    let lane = Some(lane).filter(|_| shared.initialising.available_permits() > 0);
     let turn = Arc::clone(&shared.initialising).acquire_owned().await;
     let step = step!(names::GPU_INIT, gpu = %gpu, after = ?After(vec![after]), rc = tracing::field::Empty, status = tracing::field::Empty);
     let (id, node, shared, progress) = (step.id(), node.clone(), Arc::clone(shared), Arc::clone(progress));
@@ -344,7 +389,7 @@ async fn initialise(
                 if let Some(cpu) = shared.lane_cpu.upgrade() {
                     cpu.keep_driver_off();
                 }
-                drop(hold);
+                drop(lane);
                 adapter::start(&node).map(|descriptor| shared.descriptors.keep(gpu, descriptor))
             }
         };

@@ -1,6 +1,7 @@
 //! The enable lane: one GPU at a time, in PCI order, has its memory decoding switched on, which is when the host maps its BARs. With a plain module
 //! load there is no lane: the driver's probe enables.
 
+use super::busy::{Activity, Busy};
 use super::lane_cpu::LaneCpu;
 use super::lateness::{self, Progress, Watchdog};
 use super::strategy::{SLOW_ENABLE, lane_waits};
@@ -14,16 +15,9 @@ use std::time::{Duration, Instant};
 use tokio::sync::oneshot;
 use tokio::task::JoinHandle;
 
-/// A GPU's place in the lane.
-pub struct Turn {
-    /// The step in which the host mapped its BARs.
-    pub enabled: oneshot::Receiver<Result<StepId, String>>,
-    /// Dropped when the GPU is published and its initialisation has its place, or has failed; the first GPU's by the driver's load, too.
-    pub over: Hold,
-}
-
-/// The lane waits while anybody has a copy of this.
-pub type Hold = Arc<oneshot::Sender<()>>;
+/// A GPU's turn in the lane: the step in which the host mapped its BARs. Where that takes long, the lane waits while anybody holds it: with this, the
+/// GPU's own task does.
+pub type Turn = oneshot::Receiver<Result<(StepId, Busy), String>>;
 
 /// A GPU that is being enabled, on a thread of its own.
 pub struct Enabling {
@@ -77,38 +71,43 @@ impl Enabling {
 
 struct Waiting {
     gpu: PciAddress,
-    enabled: oneshot::Sender<Result<StepId, String>>,
-    is_over: oneshot::Receiver<()>,
+    enabled: oneshot::Sender<Result<(StepId, Busy), String>>,
 }
 
 /// Starts the lane; must be called inside the runtime. One turn for each GPU, in their order. `first` is the first GPU's enabling where that has been
-/// started already.
-pub fn start(bind: Bind, sysfs: &PciSysfs, gpus: &[Gpu], first: Option<Enabling>, cpu: Option<Arc<LaneCpu>>) -> Vec<Option<Turn>> {
+/// started already, and `held` what the lane waits for.
+pub fn start(
+    bind: Bind,
+    sysfs: &PciSysfs,
+    gpus: &[Gpu],
+    first: Option<Enabling>,
+    cpu: Option<Arc<LaneCpu>>,
+    held: Arc<Activity>,
+) -> Vec<Option<Turn>> {
     if bind == Bind::Insmod {
         return gpus.iter().map(|_| None).collect();
     }
     let (mut waiting, mut turns) = (Vec::new(), Vec::new());
     for gpu in gpus {
-        let ((enabled, receiver), (over, is_over)) = (oneshot::channel(), oneshot::channel());
-        waiting.push(Waiting { gpu: gpu.address, enabled, is_over });
-        turns.push(Some(Turn { enabled: receiver, over: Arc::new(over) }));
+        let (enabled, turn) = oneshot::channel();
+        waiting.push(Waiting { gpu: gpu.address, enabled });
+        turns.push(Some(turn));
     }
-    tokio::spawn(run(bind, sysfs.clone(), waiting, first, cpu));
+    tokio::spawn(run(sysfs.clone(), waiting, first, cpu, held));
     turns
 }
 
 /// Keeps the vCPU until the last one is enabled.
-async fn run(bind: Bind, sysfs: PciSysfs, waiting: Vec<Waiting>, mut first: Option<Enabling>, cpu: Option<Arc<LaneCpu>>) {
+async fn run(sysfs: PciSysfs, waiting: Vec<Waiting>, mut first: Option<Enabling>, cpu: Option<Arc<LaneCpu>>, held: Arc<Activity>) {
     let mut before = After::default();
-    for Waiting { gpu, enabled, is_over } in waiting {
+    for Waiting { gpu, enabled } in waiting {
         let enabling = first.take_if(|e| e.gpu == gpu).unwrap_or_else(|| Enabling::start(&sysfs, gpu, &before, cpu.clone()));
         before = After(vec![enabling.step]);
         let started = enabling.started;
         // The GPU's task is gone only when the GPU is, or the whole runtime.
-        let _unused = enabled.send(enabling.end().await);
-        if lane_waits(bind, started.elapsed()) {
-            // The sender is never used, only dropped: that is the sign.
-            let _over = is_over.await;
+        let _unused = enabled.send(enabling.end().await.map(|step| (step, held.begin())));
+        if lane_waits(started.elapsed()) {
+            held.none().await;
         }
     }
 }

@@ -6,6 +6,7 @@
 
 mod adopt; // what a worker that takes over knows
 mod bring_up; // all GPUs
+mod busy; // counts
 mod descriptors; // what holds adapters up
 mod driver; // the driver's load
 mod gpu; // one GPU

@@ -1,6 +1,6 @@
 //! The one writer of the CDI spec. GPUs report what became of them; each report, or each group of reports that came meanwhile, is one publication.
 
-use super::lane::Hold;
+use super::busy::Busy;
 use super::roster::Roster;
 use crate::cdi::publish::{DIRECTORY, Publisher};
 use crate::cdi::spec::{Device, Entry, Options, Ready, generate};
@@ -20,8 +20,8 @@ pub enum Update {
     Roster,
     /// What every container with a GPU gets.
     Common(Common),
-    /// A GPU can be used by containers; `after` is the step that made it so, and `turn` is dropped once it is published.
-    Ready { gpu: PciAddress, nodes: Vec<Node>, after: Option<StepId>, turn: Option<Hold> },
+    /// A GPU can be used by containers; `after` is the step that made it so, and `lane` is let go once it is published.
+    Ready { gpu: PciAddress, nodes: Vec<Node>, after: Option<StepId>, lane: Option<Busy> },
     /// A GPU that can be used is also known by this name.
     Known { gpu: PciAddress, uuid: String },
     /// A GPU will not come.
@@ -73,7 +73,7 @@ struct Publication {
 
 impl Publication {
     fn apply(&mut self, updates: Vec<Update>) {
-        let (mut ready, mut turns) = (Vec::new(), Vec::new());
+        let (mut ready, mut lanes) = (Vec::new(), Vec::new());
         let mut after = After::default();
         let mut changed = false;
         for update in updates {
@@ -85,8 +85,8 @@ impl Publication {
                 }
                 // Of use to nobody until a GPU is ready: no publication of its own.
                 Update::Common(common) => self.common = common,
-                Update::Ready { gpu, nodes, after: step, turn } => {
-                    turns.extend(turn);
+                Update::Ready { gpu, nodes, after: step, lane } => {
+                    lanes.extend(lane);
                     if self.set(gpu, Entry::Ready(Ready { nodes, ..Ready::default() })) {
                         changed = true;
                         ready.push(gpu);
@@ -115,7 +115,7 @@ impl Publication {
         if changed {
             self.publish(&ready, &after);
         }
-        drop(turns);
+        drop(lanes);
     }
 
     /// True when that changes something.

@@ -74,9 +74,9 @@ pub struct Strategy {
     pub reason: String,
 }
 
-/// Whether the choice needs to know how long the first GPU's enabling takes.
+/// Whether it needs to be known how long the first GPU's enabling takes.
 pub fn depends_on_enable(config: &Config, facts: &Facts) -> bool {
-    config.bind == Bind::Auto && facts.gpus > 1 && !facts.firewall && !initialises_in_probe(facts)
+    matches!(config.bind, Bind::Auto | Bind::Concurrent) && facts.gpus > 1
 }
 
 /// Chooses. `slow`: the first GPU's enabling took, or is taking, longer than [`SLOW_ENABLE`].
@@ -108,10 +108,10 @@ fn initialises_in_probe(facts: &Facts) -> bool {
     facts.init_on_probe && facts.driver.is_none_or(|version| version >= INIT_ON_PROBE)
 }
 
-/// Whether the lane waits until a GPU is published before it enables the next. While the host maps a BAR, the CPU that asked is gone with its
-/// interrupts off, and whatever needs all CPUs stalls: a publication in that time comes seconds later.
-pub fn lane_waits(bind: Bind, enable: Duration) -> bool {
-    bind == Bind::Pipelined && enable >= SLOW_ENABLE
+/// Whether the lane waits while it is held before it enables the next GPU. While the host maps a BAR, the CPU that asked is gone with its interrupts
+/// off, and whatever needs all CPUs stalls: a publication in that time comes seconds later.
+pub fn lane_waits(enable: Duration) -> bool {
+    enable >= SLOW_ENABLE
 }
 
 #[cfg(test)]
@@ -154,8 +154,10 @@ mod tests {
         let config = Config::default();
         assert!(depends_on_enable(&config, &facts()));
         assert!(!depends_on_enable(&config, &Facts { gpus: 1, ..facts() }));
-        assert!(!depends_on_enable(&config, &Facts { firewall: true, ..facts() }));
-        assert!(!depends_on_enable(&Config { bind: Bind::Concurrent, ..config }, &facts()));
+        assert!(depends_on_enable(&config, &Facts { firewall: true, ..facts() }));
+        assert!(depends_on_enable(&Config { bind: Bind::Concurrent, ..config.clone() }, &facts()));
+        assert!(!depends_on_enable(&Config { bind: Bind::Pipelined, ..config.clone() }, &facts()));
+        assert!(!depends_on_enable(&Config { bind: Bind::Insmod, ..config }, &facts()));
     }
 
     #[test]
@@ -183,8 +185,7 @@ mod tests {
 
     #[test]
     fn the_lane_waits_only_where_enabling_takes_long() {
-        assert!(lane_waits(Bind::Pipelined, Duration::from_secs(3)));
-        assert!(!lane_waits(Bind::Pipelined, Duration::from_millis(3)));
-        assert!(!lane_waits(Bind::Concurrent, Duration::from_secs(3)));
+        assert!(lane_waits(Duration::from_secs(3)));
+        assert!(!lane_waits(Duration::from_millis(3)));
     }
 }

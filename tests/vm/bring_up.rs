@@ -25,14 +25,7 @@ fn strategies(context: &TestContext) -> Result<Outcome> {
         let strategy = named(&records, Kind::Event, names::STRATEGY);
         ensure!(strategy[0].fields["bind"] == bind, "strategy: {:?}", strategy[0]);
         let enables = named(&records, Kind::End, names::GPU_ENABLE).len();
-        // Concurrent: the GPU that the load is given is enabled by its probe.
-        let in_lane = if bind == "insmod" {
-            0
-        } else if bind == "pipelined" {
-            8
-        } else {
-            7
-        };
+        let in_lane = if bind == "insmod" { 0 } else { 8 };
         ensure!(enables == in_lane, "{bind}: {enables} enables");
         let binds = named(&records, Kind::End, names::GPU_BIND);
         let bound: std::collections::HashSet<_> = binds.iter().filter_map(|r| r.gpu).collect();

@@ -6,14 +6,19 @@ use kata_gpu_init::events::names;
 use kata_gpu_init::events::record::Kind;
 
 pub const TESTS: &[VmTest] = &[
-    VmTest { name: "a_container_with_gpu_0_starts_before_gpu_7_is_bound_concurrent", run: |c| early(c, "concurrent") },
-    VmTest { name: "a_container_with_gpu_0_starts_before_gpu_7_is_bound_pipelined", run: |c| early(c, "pipelined") },
+    VmTest { name: "a_container_with_gpu_0_starts_before_gpu_7_is_bound_concurrent", run: |c| early(c, "concurrent", SLEEPING) },
+    VmTest {
+        name: "a_container_with_gpu_0_starts_before_gpu_7_is_bound_pipelined",
+        run: |c| early(c, "pipelined", "fakepci.enable_ms=600"),
+    },
     VmTest { name: "a_growing_list_makes_the_agent_fail", run: growing_list },
     VmTest { name: "names_follow_pci_order_and_paths_the_minors", run: other_minors },
     VmTest { name: "a_gpu_has_its_uuid_as_a_name_once_the_driver_knows_it", run: by_uuid },
     VmTest { name: "ready_usable_and_cdi_complete_hold_containers_back", run: held_back },
 ];
 
+/// Probes that sleep for 4 s, on a host that is slow, too: the first one has slept when five GPUs are enabled.
+const SLEEPING: &str = "fakepci.device=0x2901 fakepci.enable_ms=1000";
 /// One agent try is a second; the rest is room for a guest that computes slowly.
 const ONE_TRY_NS: u64 = 2_000_000_000;
 
@@ -21,10 +26,12 @@ fn last(booted: &Booted, name: &str) -> u64 {
     booted.receiver.records().iter().filter(|r| r.kind == Kind::Event && r.name == name).map(|r| r.boottime_ns).max().unwrap_or(0)
 }
 
-fn early(context: &TestContext, bind: &str) -> Result<Outcome> {
-    // GPU 7 comes 8 x 600 ms after the start, GPU 0 after the first 600 ms.
-    let words = format!("gpuinit.bind={bind} fakepci.enable_ms=600 nvidia.probe_ms=100 testagent.containers=first:0;all:all");
+fn early(context: &TestContext, bind: &str, host: &str) -> Result<Outcome> {
+    // GPU 7 comes eight enables after the start, GPU 0 after the first.
+    let words = format!("{host} nvidia.probe_ms=100 testagent.containers=first:0;all:all");
     let mut booted = Guest::new().append(&words).boot(context, bind)?;
+    let strategy = booted.record("strategy", |r| r.name == names::STRATEGY)?;
+    ensure!(strategy.fields["bind"] == bind, "strategy: {:?}", strategy.fields);
     let first = booted.created("first")?;
     let all = booted.created("all")?;
     ensure!(booted.settled()? == (8, 0), "settled: {:?}", booted.settled()?);
