@@ -43,6 +43,12 @@ pub fn fork_single_threaded() -> nix::Result<ForkResult> {
     unsafe { nix::unistd::fork() }
 }
 
+/// Lets the kernel collect the children of this process: nobody asks how they ended.
+pub fn forget_children() {
+    // SAFETY: SIG_IGN is no handler of ours; nothing else is installed for this signal. Fails only for a signal that cannot be ignored.
+    let _unused = unsafe { nix::sys::signal::signal(nix::sys::signal::Signal::SIGCHLD, nix::sys::signal::SigHandler::SigIgn) };
+}
+
 /// Replaces this program; returns only on failure. Undoes what Rust's runtime changed and the new program would inherit: SIGPIPE is ignored in
 /// every Rust program, and the signal mask stays across exec.
 pub fn exec(path: &CStr, arguments: &[&CStr], environment: &[std::ffi::CString]) -> Errno {

@@ -2,8 +2,12 @@
 //! because the driver's removal waits for that.
 
 use super::keeper::{Held, KeeperSocket};
+use super::opener::Opener;
+use crate::adapter::{self, InitError};
+use crate::device_nodes::Node;
 use crate::events::names;
 use crate::pci::PciAddress;
+use nix::unistd::Pid;
 use std::collections::HashMap;
 use std::os::fd::OwnedFd;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -12,23 +16,33 @@ use std::sync::{Arc, Mutex, PoisonError};
 pub struct Descriptors {
     own: Mutex<HashMap<PciAddress, Arc<OwnedFd>>>,
     keeper: Option<KeeperSocket>,
+    opener: Option<Opener>,
 }
 
 impl Descriptors {
     /// With what an earlier worker had opened: this process has inherited it.
-    pub fn new(keeper: Option<KeeperSocket>, held: Vec<Held>) -> Self {
+    pub fn new(keeper: Option<KeeperSocket>, opener: Option<Opener>, held: Vec<Held>) -> Self {
         let own = held.into_iter().filter_map(|h| Some((h.gpu.parse().ok()?, Arc::new(crate::sys::inherited(h.descriptor)?)))).collect();
-        Self { own: Mutex::new(own), keeper }
+        Self { own: Mutex::new(own), keeper, opener }
     }
 
-    /// Keeps a descriptor that was just opened, here and in the keeper.
-    pub fn keep(&self, gpu: PciAddress, descriptor: OwnedFd) -> Arc<OwnedFd> {
+    /// Opens a GPU, which starts its initialisation, and keeps its descriptor, here and in the keeper. Blocks; `opening` is told which process does it, when
+    /// that is not this one.
+    pub fn open(&self, gpu: PciAddress, node: &Node, opening: impl FnOnce(Pid)) -> Result<Arc<OwnedFd>, InitError> {
+        let name = gpu.to_string();
+        let descriptor = match self.opener.as_ref().and_then(|opener| opener.open(&name, &node.path, opening)) {
+            Some(opened) => opened.map_err(|errno| InitError::Open { path: node.path.clone(), errno })?,
+            None => {
+                let descriptor = adapter::start(node)?;
+                if let Some(Err(errno)) = self.keeper.as_ref().map(|keeper| keeper.keep(&name, &descriptor)) {
+                    tracing::warn!(name: names::GPU_INIT, gpu = %gpu, error = %format!("hand GPU {gpu} to the keeper: {errno}: the worker holds it alone"));
+                }
+                descriptor
+            }
+        };
         let descriptor = Arc::new(descriptor);
-        if let Some(Err(errno)) = self.keeper.as_ref().map(|keeper| keeper.keep(&gpu.to_string(), &descriptor)) {
-            tracing::warn!(name: names::GPU_INIT, gpu = %gpu, error = %format!("hand GPU {gpu} to the keeper: {errno}: the worker holds it alone"));
-        }
         self.lock().insert(gpu, Arc::clone(&descriptor));
-        descriptor
+        Ok(descriptor)
     }
 
     /// The descriptor of a GPU, if it has been opened.

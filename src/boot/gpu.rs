@@ -34,7 +34,8 @@ use std::fmt::Display;
 use std::path::Path;
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 use std::time::Duration;
-use tokio::sync::{Notify, Semaphore, watch};
+use tokio::runtime::Handle;
+use tokio::sync::{Notify, Semaphore, oneshot, watch};
 use tokio::task::JoinHandle;
 
 const PROC: &str = "/proc";
@@ -48,6 +49,11 @@ const TOO_EARLY: (Duration, u32) = (Duration::from_secs(1), 10);
 /// How long a bound GPU lets others be probed before it initialises. A probe takes the driver's global lock for a moment; an initialisation holds it for
 /// a good part of a second, so one that starts first keeps all others from being bound and published. Not longer: a probe can hang.
 const PROBES_FIRST: Duration = Duration::from_secs(1);
+
+/// How long an initialisation goes by itself before the next GPU is enabled. Up to the boot of the GPU's own processor the driver looks at config space
+/// again and again (550.163.01: in six groups, the last one 295 ms after the open, in an emulated guest), with its global lock held: each group would wait
+/// until an enabling is over, and every other GPU with it. Nothing tells when that part is over.
+const ATTACH: Duration = Duration::from_millis(320);
 
 /// What every GPU's task works with.
 pub struct Shared {
@@ -362,7 +368,7 @@ async fn publish(shared: &Arc<Shared>, gpu: PciAddress, node: Node, after: StepI
     let _unused = shared.spec.send(Update::Ready { gpu, nodes: vec![node], after: Some(after), lane });
 }
 
-/// Initialises the adapter; waits for as long as the driver takes. The next GPU is enabled when this one's threads are out of the way of that.
+/// Initialises the adapter; waits for as long as the driver takes. The next GPU is enabled when this one is out of the way of that.
 async fn initialise(
     shared: &Arc<Shared>,
     gpu: PciAddress,
@@ -380,6 +386,7 @@ async fn initialise(
     let turn = Arc::clone(&shared.initialising).acquire_owned().await;
     let step = step!(names::GPU_INIT, gpu = %gpu, after = ?After(vec![after]), rc = tracing::field::Empty, status = tracing::field::Empty);
     let (id, node, shared, progress) = (step.id(), node.clone(), Arc::clone(shared), Arc::clone(progress));
+    let (runtime, (over, is_over)) = (Handle::current(), oneshot::channel::<()>());
     let initialising = tokio::task::spawn_blocking(move || {
         progress.on_this_thread();
         let descriptor = match shared.descriptors.of(gpu) {
@@ -389,8 +396,13 @@ async fn initialise(
                 if let Some(cpu) = shared.lane_cpu.upgrade() {
                     cpu.keep_driver_off();
                 }
-                drop(lane);
-                adapter::start(&node).map(|descriptor| shared.descriptors.keep(gpu, descriptor))
+                let started = shared.descriptors.open(gpu, &node, |child| progress.on_thread(child));
+                progress.on_this_thread();
+                runtime.spawn(async move {
+                    let _attached = tokio::time::timeout(ATTACH, is_over).await;
+                    drop(lane);
+                });
+                started
             }
         };
         let result = descriptor.and_then(|descriptor| adapter::wait(&descriptor, &node));
@@ -398,7 +410,7 @@ async fn initialise(
             step.note("rc", i64::from(*rc));
             step.note("status", u64::from(*status));
         }
-        drop(turn);
+        drop((turn, over));
         step.run(|| result)
     });
     match initialising.await {

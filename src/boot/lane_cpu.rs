@@ -18,22 +18,32 @@ const SELF: Pid = Pid::from_raw(0);
 /// A vCPU for the lane, and its process there; nothing is moved yet.
 pub struct Spare {
     process: LaneProcess,
+    /// The process that opens GPUs.
+    opener: Option<Pid>,
     all: CpuSet,
     others: CpuSet,
 }
 
 impl Spare {
     /// Starts the lane's process; must be called while this process has one thread. None where there is only one vCPU, or no such process.
-    pub fn start(sysfs: &Path, held: &[Held]) -> Option<Self> {
+    pub fn start(sysfs: &Path, held: &[Held], opener: Option<Pid>) -> Option<Self> {
         let all = sched_getaffinity(SELF).ok()?;
         let (lane, others) = split(&all)?;
         let process = LaneProcess::start(sysfs, &lane, held)?;
-        Some(Self { process, all, others })
+        Some(Self { process, opener, all, others })
+    }
+
+    /// This process and the one that opens GPUs.
+    fn move_to(&self, cpus: &CpuSet) {
+        move_process(cpus);
+        if let Some(opener) = self.opener {
+            let _unused = sched_setaffinity(opener, cpus);
+        }
     }
 
     /// Moves this process off the lane's vCPU.
     pub fn reserve(self) -> Arc<LaneCpu> {
-        move_process(&self.others);
+        self.move_to(&self.others);
         Arc::new(LaneCpu { spare: self, moved: Mutex::new((Vec::new(), 0)) })
     }
 }
@@ -69,7 +79,7 @@ impl LaneCpu {
 
 impl Drop for LaneCpu {
     fn drop(&mut self) {
-        move_process(&self.spare.all);
+        self.spare.move_to(&self.spare.all);
         for thread in &self.moved.get_mut().unwrap_or_else(PoisonError::into_inner).0 {
             let _unused = sched_setaffinity(*thread, &self.spare.all);
         }

@@ -16,6 +16,7 @@ mod lane; // enabling, one after another
 mod lane_cpu; // and its vCPU
 mod lane_process; // and what runs there
 mod lateness; // reports
+mod opener; // opening, where a killed worker takes nothing with it
 mod publication; // the writer of the spec
 mod roster; // which GPUs there are, and their names
 pub mod stage0;

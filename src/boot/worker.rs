@@ -6,6 +6,7 @@ use super::descriptors::Descriptors;
 use super::handover::{Handed, Observer};
 use super::keeper::{Held, KeeperSocket, Start, name_process};
 use super::lane_cpu::Spare;
+use super::opener::Opener;
 use super::stage0::What;
 use super::{Boot, SYS, bring_up};
 use crate::clock::{boottime_ns, realtime_ns};
@@ -37,10 +38,12 @@ const IN_FLIGHT: Duration = Duration::from_millis(100);
 pub fn run(boot: &Boot, start: Start, keeper: Option<KeeperSocket>, held: Vec<Held>) -> ! {
     let _unused = std::fs::write("/proc/self/oom_score_adj", OOM_SCORE);
     // Before the runtime: a process with threads must not fork.
-    let spare = matches!(boot.config.bind, Bind::Auto | Bind::Pipelined).then(|| Spare::start(Path::new(SYS), &held)).flatten();
+    let opener = keeper.as_ref().and_then(|keeper| Opener::start(keeper, &held));
+    let lane = boot.config.bind != Bind::Insmod;
+    let spare = lane.then(|| Spare::start(Path::new(SYS), &held, opener.as_ref().map(Opener::pid))).flatten();
     name_process("gpuinit-worker");
     match tokio::runtime::Builder::new_current_thread().enable_all().thread_stack_size(STACK).build() {
-        Ok(runtime) => runtime.block_on(live(boot, start, Descriptors::new(keeper, held), spare)),
+        Ok(runtime) => runtime.block_on(live(boot, start, Descriptors::new(keeper, opener, held), spare)),
         Err(error) => failure::tell(&format!("worker: start the runtime: {error}: no GPU will be brought up")),
     }
     std::process::exit(1)

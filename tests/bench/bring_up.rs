@@ -71,16 +71,16 @@ struct Times {
 impl Times {
     /// What no order of doing things can be faster than, in ms, for `n` GPUs.
     ///
-    /// The host maps one GPU's BARs after another, and the last one still has to be probed and initialised. And the initialisations, which can start
-    /// when the first GPU is through its probe: S1 and S3 are under the driver's one lock; S3 also under the locks of all GPUs, so beside no S2;
-    /// the last S2 is after all S1. Without a relaxed lock all is under the one lock.
+    /// The host maps one GPU's BARs after another, and beside no S1 (it has config accesses from its beginning to its end); the last GPU still has to be
+    /// probed and initialised. And the initialisations, which can start when the first GPU is through its probe: S1 and S3 are under the driver's one
+    /// lock; S3 also under the locks of all GPUs, so beside no S2; the last S2 is after all S1. Without a relaxed lock all is under the one lock.
     fn bound(&self, n: u64) -> u64 {
         let [s1, s2, s3] = self.parts;
         let one = s1 + s2 + s3;
         let first_probed = self.enable + self.firewall + self.probe;
-        let last_enabled = (n * self.enable).max(self.firewall + self.enable);
+        let lane = n * (self.enable + s1) + self.probe + s2 + s3;
         let initialised = if self.relaxed { n * s1 + s2 + n * s3 } else { n * one };
-        (last_enabled + self.probe + one).max(first_probed + initialised)
+        lane.max(first_probed + initialised)
     }
 }
 

@@ -19,6 +19,7 @@
 
 #include <linux/firmware.h>
 #include <linux/module.h>
+#include <linux/pci.h>
 #include <linux/sched.h>
 #include <linux/string.h>
 
@@ -230,10 +231,41 @@ static bool nv_load_firmware(struct nv_gpu *gpu)
 	return true;
 }
 
+/*
+ * Config accesses of an initialisation up to the boot of the GPU's processor: when,
+ * in thousandths of S1, and how many. NVIDIA's module 550.163.01 makes these
+ * (MSI-X first, PCIe capabilities last); what comes after that boot, nobody has
+ * seen without a GPU. While the host maps another GPU's BARs each group waits.
+ */
+static const struct {
+	unsigned int at, reads, writes;
+} nv_groups[] = {
+	{ 0, 12, 3 }, { 695, 10, 0 }, { 735, 3, 0 }, { 850, 2, 0 }, { 868, 4, 0 }, { 1000, 3, 2 },
+};
+
+static void nv_access_config(struct nv_gpu *gpu, unsigned int reads, unsigned int writes)
+{
+	u16 command = 0;
+
+	while (reads--)
+		pci_read_config_word(gpu->pdev, PCI_COMMAND, &command);
+	/* As it is; all ones: gone. */
+	while (command != 0xffff && writes--)
+		pci_write_config_word(gpu->pdev, PCI_COMMAND, command);
+}
+
 /* S1, under A and G. */
 static struct nv_init_code nv_attach(struct nv_gpu *gpu)
 {
-	nv_sleep_ms(nv_time(s1_ms, gpu, S1_MS));
+	unsigned int whole = nv_time(s1_ms, gpu, S1_MS), slept = 0, i;
+
+	for (i = 0; i < ARRAY_SIZE(nv_groups); i++) {
+		unsigned int until = whole * nv_groups[i].at / 1000;
+
+		nv_sleep_ms(until - slept);
+		slept = until;
+		nv_access_config(gpu, nv_groups[i].reads, nv_groups[i].writes);
+	}
 	if (cc && (gpu->seen || nv_has(cc_mixed, gpu)))
 		return INIT_FAILED(0x22, 0x56);
 	if (!nv_load_firmware(gpu))

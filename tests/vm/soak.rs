@@ -79,6 +79,8 @@ fn plan(seed: u64) -> Plan {
                 "gpu.usable",
                 "settled",
             ]);
+            // A plain load enables in its probes.
+            let point = if point.starts_with("gpu.enable") && (bind == "insmod" || gpus == 1) { "gpu.found" } else { point };
             (format!("testagent.guest=script testagent.script={point}>kill"), 1)
         }
         _ => (String::new(), 0),

@@ -197,6 +197,13 @@ impl Booted {
         self.record(name, |r| r.kind == Kind::Event && r.name == name)
     }
 
+    /// Waits for this many events of this name; gives all there are then.
+    pub fn events(&self, name: &str, count: usize) -> Result<Vec<Record>> {
+        self.receiver
+            .wait_several(DEADLINE, count, |r| r.kind == Kind::Event && r.name == name)
+            .ok_or_else(|| anyhow!("no {count} events \"{name}\" within {DEADLINE:?}{}", self.state()))
+    }
+
     /// Waits until all GPUs are usable or failed; gives how many are which.
     pub fn settled(&self) -> Result<(u64, u64)> {
         let record = self.event(names::SETTLED)?;

@@ -95,6 +95,14 @@ impl Receiver {
         self.until(deadline, |r| r.records.values().find(|x| wanted(x)).cloned())
     }
 
+    /// Waits for this many records; gives all there are then.
+    pub fn wait_several(&self, deadline: Duration, count: usize, wanted: impl Fn(&Record) -> bool) -> Option<Vec<Record>> {
+        self.until(deadline, |r| {
+            let all: Vec<Record> = r.records.values().filter(|x| wanted(x)).cloned().collect();
+            (all.len() >= count).then_some(all)
+        })
+    }
+
     /// Waits until somebody has connected to a deaf listener.
     pub fn wait_deaf(&self, deadline: Duration) -> bool {
         self.until(deadline, |r| (!r.deaf.is_empty()).then_some(())).is_some()
@@ -125,7 +133,8 @@ impl Receiver {
         while sent < bytes.len() {
             match stream.write(&bytes[sent..]) {
                 Ok(n) => sent += n,
-                Err(e) if e.kind() == ErrorKind::WouldBlock => break,
+                // The other end may be gone, too: it takes nothing any more.
+                Err(e) if [ErrorKind::WouldBlock, ErrorKind::BrokenPipe, ErrorKind::ConnectionReset].contains(&e.kind()) => break,
                 Err(e) => return Err(e).context("write to the guest"),
             }
         }
