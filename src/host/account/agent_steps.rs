@@ -91,7 +91,8 @@ fn tell_container(telling: &mut Telling, container: &Container, at_ns: i64, look
 /// When the last device that a container asked for was published, and the publication that did it. None where it is not known what was asked for.
 fn published(telling: &Telling, container: &Container, at_ns: i64) -> (Option<i64>, Option<usize>) {
     let mut last: Option<i64> = None;
-    let asked: BTreeSet<&str> = container.devices.split([',', ' ']).filter_map(|d| d.rsplit('=').next()).filter(|d| !d.is_empty()).collect();
+    let asked: BTreeSet<&str> =
+        container.devices.split([',', ' ']).filter_map(|d| d.rsplit('=').next()).filter(|d| !d.is_empty()).collect();
     for name in asked {
         let gpus: Vec<_> = match (name, name.parse::<u64>()) {
             ("all", _) => telling.boot.gpus.iter().filter(|g| g.failed.is_none() || g.published.is_some()).collect(),

@@ -86,6 +86,9 @@ struct Sum {
     phase: &'static str,
 }
 
+/// By the steps' names.
+type Sums = BTreeMap<String, Sum>;
+
 impl Sum {
     fn add(&mut self, step: &Step, own: &[(i64, i64)]) {
         let took = own.iter().map(|(b, e)| length(*b, *e)).fold(0, u64::saturating_add);
@@ -127,8 +130,9 @@ pub fn own_times(timeline: &Timeline, window: &Window) -> Vec<Vec<(i64, i64)>> {
 /// Sums everything up.
 pub fn blame(timeline: &Timeline, window: &Window, by: By) -> Blame {
     let wall_ns = window.wall_ns();
-    let mut groups: BTreeMap<(usize, &'static str), (Sum, BTreeMap<String, Sum>)> = BTreeMap::new();
-    let mut waiting: BTreeMap<String, Sum> = BTreeMap::new();
+    // By place in the order of owners or phases.
+    let mut groups: BTreeMap<(usize, &'static str), (Sum, Sums)> = BTreeMap::new();
+    let mut waiting = Sums::new();
     for (step, own) in timeline.steps.iter().zip(own_times(timeline, window)) {
         let (begin, end) = window.clip(step.begin_ns, step.end_ns);
         // Outside of the window, and not a moment inside of it.
@@ -148,15 +152,13 @@ pub fn blame(timeline: &Timeline, window: &Window, by: By) -> Blame {
         sum.add(step, &own);
         steps.entry(title).or_default().add(step, &own);
     }
-    let rows = |sums: BTreeMap<String, Sum>| {
+    let rows = |sums: Sums| {
         let mut rows: Vec<StepRow> = sums.into_iter().map(|(name, sum)| sum.row(name, wall_ns)).collect();
         rows.sort_by(|a, b| b.time.wall_ns.cmp(&a.time.wall_ns).then_with(|| a.name.cmp(&b.name)));
         rows
     };
-    let mut groups: Vec<Group> = groups
-        .into_iter()
-        .map(|((_, name), (mut sum, steps))| Group { name, time: sum.time(wall_ns), steps: rows(steps) })
-        .collect();
+    let mut groups: Vec<Group> =
+        groups.into_iter().map(|((_, name), (mut sum, steps))| Group { name, time: sum.time(wall_ns), steps: rows(steps) }).collect();
     // Phases stay in the order of a boot.
     if by == By::Owner {
         groups.sort_by(|a, b| b.time.wall_ns.cmp(&a.time.wall_ns).then_with(|| a.name.cmp(b.name)));

@@ -4,6 +4,7 @@
 //! the difference is above zero. The gate looks at milestones and failures alone; phases and steps say where it comes from.
 
 use super::metrics::Metrics;
+use super::phase::Phase;
 use super::statistics::{Summary, difference_interval, seed_for};
 use anyhow::{Context, Result, ensure};
 use serde::Serialize;
@@ -105,7 +106,7 @@ pub struct Settings {
 pub fn compare(a: &[Metrics], b: &[Metrics], settings: &Settings) -> Result<Comparison> {
     ensure!(!a.is_empty() && !b.is_empty(), "no boots on the {} side", if a.is_empty() { "first" } else { "second" });
     let mut milestones = changes(a, b, settings, |m| m.milestones.iter().map(|(name, at)| (name.clone(), *at)).collect());
-    let phases = changes(a, b, settings, |m| m.phases.iter().map(|(name, took)| (name.to_string(), *took)).collect());
+    let mut phases = changes(a, b, settings, |m| m.phases.iter().map(|(name, took)| (name.to_string(), *took)).collect());
     let mut steps = changes(a, b, settings, |m| m.steps.iter().map(|(name, step)| (name.clone(), step.wall_ns)).collect());
     let known = milestones.iter().any(|m| m.difference_ns.is_some() && m.name != "kernel start");
     ensure!(known, "no milestone after the kernel's start that both sides have: nothing to compare");
@@ -114,6 +115,7 @@ pub fn compare(a: &[Metrics], b: &[Metrics], settings: &Settings) -> Result<Comp
         ensure!(names.contains(&gate.as_str()), "no milestone {gate}: one of {}", names.join(", "));
     }
     milestones.sort_by_key(|m| m.a.or(m.b).map(|s| s.median_ns));
+    phases.sort_by_key(|p| Phase::order(&p.name));
     steps.sort_by(|x, y| y.difference_ns.unwrap_or(0).cmp(&x.difference_ns.unwrap_or(0)).then_with(|| x.name.cmp(&y.name)));
     let failed = |set: &[Metrics]| set.iter().filter(|m| !m.failures.is_empty()).count();
     let mut comparison = Comparison {

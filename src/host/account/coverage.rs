@@ -2,6 +2,7 @@
 //!
 //! Invariant: explained and unexplained time make the window, to the nanosecond.
 
+use super::super::model::CoverageSummary;
 use super::blame::percent;
 use super::intervals::{Intervals, length};
 use super::timeline::{Timeline, Window};
@@ -20,6 +21,18 @@ pub struct Coverage {
     /// `unexplained_ns` of `wall_ns`, in percent.
     pub unexplained_share: f64,
     pub gaps: Vec<Gap>,
+}
+
+impl Coverage {
+    pub fn summary(&self) -> CoverageSummary {
+        CoverageSummary {
+            from: self.from.clone(),
+            to: self.to.clone(),
+            wall_ns: self.wall_ns,
+            unexplained_ns: self.unexplained_ns,
+            unexplained_share: self.unexplained_share,
+        }
+    }
 }
 
 /// Time that no step explains.

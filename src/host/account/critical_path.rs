@@ -4,6 +4,7 @@
 //! anew with that step's duration set to 0 and everything else as it was: another chain then sets the end, so a step of 7 s can bring half a
 //! second. Orders that are only assumed bring nothing that is promised (`gain_ns`), only what is possible (`at_most_ns`).
 
+use super::from_boot::LAST_RECORD;
 use super::graph::{Graph, step_of};
 use super::intervals::length;
 use super::timeline::{Known, Timeline, Window};
@@ -91,6 +92,8 @@ pub fn critical_path(timeline: &Timeline, window: &Window, top: usize) -> Critic
             steps.push(i);
         }
     }
+    // Where the record ends because the boot never did, nobody knows what would have come earlier.
+    let top = if window.to.name == LAST_RECORD { 0 } else { top };
     let kinds = kinds.into_iter().map(|(name, (steps, on_path))| Candidate { name, gpu: None, steps, on_path });
     let singles = singles.into_iter().filter_map(|(i, on_path)| {
         let step = timeline.steps.get(i)?;
@@ -142,6 +145,9 @@ struct Candidate {
 }
 
 fn gains(timeline: &Timeline, window: &Window, graph: &Graph, mut candidates: Vec<Candidate>, top: usize) -> Vec<Gain> {
+    if top == 0 {
+        return Vec::new();
+    }
     candidates.sort_by(|a, b| b.on_path.cmp(&a.on_path).then_with(|| a.steps.cmp(&b.steps)));
     let mut found: Vec<Gain> = Vec::new();
     for candidate in candidates.into_iter().take(MAX_TRIED) {

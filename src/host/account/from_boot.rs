@@ -153,7 +153,7 @@ fn spans(telling: &mut Telling) {
     }
 }
 
-/// What PID 1 and the keeper do between two recorded steps: each is one thread that does one thing after another.
+/// What PID 1, the keeper and the worker do between two recorded steps: each does one thing after another there.
 fn init_steps(telling: &mut Telling) {
     let times = |telling: &Telling, name: &str| {
         let step = telling.first(name).and_then(|i| telling.story.steps.get(i));
@@ -163,8 +163,12 @@ fn init_steps(telling: &mut Telling) {
     if let (Some((_, Some(stage0_end))), Some((exec_begin, _))) = (times(telling, names::STAGE0), exec) {
         telling.derive(derived::HANDOVER, stage0_end, exec_begin);
     }
-    if let (Some((_, Some(exec_end))), Some((scan_begin, _))) = (exec, times(telling, names::PCI_SCAN)) {
+    let scan = times(telling, names::PCI_SCAN);
+    if let (Some((_, Some(exec_end))), Some((scan_begin, _))) = (exec, scan) {
         telling.derive(derived::WORKER, exec_end, scan_begin);
+    }
+    if let (Some((_, Some(scan_end))), Some((load_begin, _))) = (scan, times(telling, names::MODULE_LOAD)) {
+        telling.derive(derived::PREPARE, scan_end, load_begin);
     }
 }
 

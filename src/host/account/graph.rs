@@ -16,7 +16,7 @@ pub struct Node {
     pub after: Vec<(usize, Known)>,
     /// From the last of those.
     lag_ns: i128,
-    /// The step whose time the lag is, if it came after this node in truth (see [`Graph::owner`]).
+    /// Whose time the lag is.
     owner: Owner,
 }
 
@@ -25,7 +25,7 @@ enum Owner {
     Nobody,
     /// The step that this is the end of.
     Itself(usize),
-    /// The step around this one, when its beginning is what was waited for last.
+    /// The step around this one: what it waited for last lies in that, too, because that one's beginning is among it.
     Around(usize),
 }
 
@@ -96,8 +96,7 @@ impl Graph {
     pub fn owner(&self, node: usize) -> Option<usize> {
         match self.nodes.get(node)?.owner {
             Owner::Nobody => None,
-            Owner::Itself(step) => Some(step),
-            Owner::Around(step) => self.last_of(node).filter(|(d, _)| *d == begin_of(step)).map(|_| step),
+            Owner::Itself(step) | Owner::Around(step) => Some(step),
         }
     }
 

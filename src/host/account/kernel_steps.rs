@@ -79,8 +79,7 @@ fn probes(telling: &mut Telling, lines: &[PciLine]) {
         }
     }
     for (load, begin, end) in loads {
-        let inside: Vec<&PciLine> =
-            lines.iter().filter(|l| l.by == "nvidia" && l.enabling && (begin..=end).contains(&l.at_ns)).collect();
+        let inside: Vec<&PciLine> = lines.iter().filter(|l| l.by == "nvidia" && l.enabling && (begin..=end).contains(&l.at_ns)).collect();
         for (at, line) in inside.iter().enumerate() {
             let next = inside.get(at + 1).map_or(end, |next| next.at_ns);
             let gpu = telling.gpus.get(&line.address).copied().unwrap_or_default();

@@ -24,3 +24,5 @@ pub mod compare; // which of them got worse
 pub mod stats; // many boots
 pub mod commands; // the subcommands
 mod grid; // tables
+#[cfg(test)]
+mod tests; // golden pages of recorded, hand-made and hostile boots

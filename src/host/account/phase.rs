@@ -87,6 +87,13 @@ impl Phase {
     }
 }
 
+impl Phase {
+    /// Where a phase of that name stands in a boot.
+    pub fn order(name: &str) -> Self {
+        TABLE.iter().map(|row| row.phase).find(|phase| phase.name() == name).unwrap_or(Self::Other)
+    }
+}
+
 /// Steps that no record carries by this name: worked out from others, or imported. An importer uses these names.
 pub mod derived {
     /// From the start of the VMM's process until the firmware or the kernel runs.
@@ -102,6 +109,8 @@ pub mod derived {
     pub const HANDOVER: &str = "init.handover";
     /// From the exec of the agent until the worker begins its first step.
     pub const WORKER: &str = "init.worker";
+    /// From the scan to the first module load: the modules' index, the strategy, which may wait until the first enabling is measured.
+    pub const PREPARE: &str = "init.prepare";
     /// A GPU's probe inside a module load, from the kernel's `enabling device`: the host maps its BARs, and 2 to 4 ms of probe.
     pub const GPU_MAP: &str = "gpu.map";
     /// The same for a GPU whose probe may sleep for seconds until its BAR firewall is down: the driver's.
@@ -160,9 +169,10 @@ pub const TABLE: &[Row] = &[
     row(derived::AGENT_START, Phase::AgentStart, Owner::Agent, &[names::AGENT_EXEC, derived::HANDOVER, names::STAGE0]),
     row(derived::WORKER, Phase::Init, Owner::Init, &[names::AGENT_EXEC]),
     row(names::PCI_SCAN, Phase::Init, Owner::Init, &[derived::WORKER, names::AGENT_EXEC, names::STAGE0]),
+    row(derived::PREPARE, Phase::Init, Owner::Init, &[names::PCI_SCAN]),
     row(names::DRIVER_FILES, Phase::Init, Owner::Init, &[names::PCI_SCAN]),
     // One thread enables, and modules are loaded in the order of their dependencies.
-    serial(row(names::MODULE_LOAD, Phase::ModuleLoad, Owner::Driver, &[names::PCI_SCAN])),
+    serial(row(names::MODULE_LOAD, Phase::ModuleLoad, Owner::Driver, &[derived::PREPARE, names::PCI_SCAN])),
     // The write to sysfs `enable` returns when the host has mapped the BARs.
     serial(row(names::GPU_ENABLE, Phase::BarMapping, Owner::Host, &[names::PCI_SCAN])),
     serial(row(derived::GPU_MAP, Phase::BarMapping, Owner::Host, &[])),

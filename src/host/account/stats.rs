@@ -1,6 +1,7 @@
 //! Many boots: how long phases and steps take, when milestones are reached, and what fails how often.
 
 use super::metrics::Metrics;
+use super::phase::Phase;
 use super::statistics::Summary;
 use serde::Serialize;
 use std::collections::BTreeMap;
@@ -91,8 +92,7 @@ impl Collected {
         let mut steps = rows(self.steps);
         steps.sort_by(|a, b| b.summary.median_ns.cmp(&a.summary.median_ns).then_with(|| a.name.cmp(&b.name)));
         let mut phases = rows(self.phases.into_iter().map(|(name, values)| (name.to_string(), values)).collect());
-        let order = |name: &str| super::phase::TABLE.iter().map(|r| r.phase).filter(|p| p.name() == name).min();
-        phases.sort_by_key(|r| order(&r.name).map_or((1, None), |phase| (0, Some(phase))));
+        phases.sort_by_key(|r| Phase::order(&r.name));
         let mut failures: Vec<Failures> =
             self.failures.into_iter().map(|(reason, (count, boots))| Failures { reason, count, boots }).collect();
         failures.sort_by(|a, b| (b.boots, b.count).cmp(&(a.boots, a.count)).then_with(|| a.reason.cmp(&b.reason)));

@@ -15,9 +15,8 @@ use std::collections::{BTreeMap, HashMap};
 
 /// Orders (`after`) of one boot that are used. A boot with 16 GPUs has some hundred.
 const MAX_EDGES: usize = 1_000_000;
-/// Longest name and detail, in bytes.
+/// Longest name and detail, in bytes: the format's limit for names, and what module names and container ids have.
 const MAX_NAME: usize = 64;
-const MAX_DETAIL: usize = 160;
 
 /// How it is known that a step had to wait for another.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize)]
@@ -135,7 +134,7 @@ impl Timeline {
             steps.push(Step {
                 row: classify(&name),
                 name,
-                detail: printable_start(step.detail.as_bytes(), MAX_DETAIL),
+                detail: printable_start(step.detail.as_bytes(), MAX_NAME),
                 gpu: step.gpu,
                 begin_ns: step.begin_ns,
                 end_ns,
@@ -261,8 +260,8 @@ impl<'a> Ended<'a> {
 
 /// Only steps that stand before `not` in the order, so that steps without length cannot wait for each other.
 fn last_of(ends: &[(i64, usize)], at_ns: i64, not: usize) -> Option<usize> {
-    let upto = ends.partition_point(|(end, _)| *end <= at_ns);
-    ends.get(..upto)?.iter().rev().map(|(_, i)| *i).find(|i| *i < not)
+    let upto = ends.partition_point(|end| *end < (at_ns, not));
+    ends.get(upto.checked_sub(1)?).map(|(_, i)| *i)
 }
 
 #[cfg(test)]
@@ -289,14 +288,7 @@ mod tests {
         let timeline = Timeline::new(story);
         let after: Vec<_> = timeline.steps.iter().map(|s| s.after.clone()).collect();
         let (order, assumed) = (Known::Order, Known::Assumed);
-        assert_eq!(after, [
-            vec![],
-            vec![(0, order)],
-            vec![(1, assumed)],
-            vec![(1, order)],
-            vec![(0, Known::After)],
-            vec![(4, assumed)],
-        ]);
+        assert_eq!(after, [vec![], vec![(0, order)], vec![(1, assumed)], vec![(1, order)], vec![(0, Known::After)], vec![(4, assumed)],]);
         assert_eq!(timeline.notes, [] as [String; 0]);
     }
 

@@ -4,7 +4,7 @@ use super::super::super::show::print;
 use super::super::super::text::{Ink, Screen, seconds};
 use super::super::blame::{Blame, By, StepRow, Time, blame};
 use super::super::grid::{Grid, Set, share};
-use super::{BootArgs, Loaded, boot_json, head, notes};
+use super::{BootArgs, boot_json, head, notes};
 use anyhow::Result;
 
 /// Steps that are listed of one owner.
@@ -39,19 +39,19 @@ pub struct Args {
 
 /// Runs `blame`.
 pub fn run(args: &Args) -> Result<()> {
-    let loaded = args.boot.load()?;
-    let by = if args.phases { By::Phase } else { By::Owner };
-    print(&text(&loaded, &args.boot, by, &Screen::of_stdout())?)
+    print(&text(args, &Screen::of_stdout())?)
 }
 
 /// What is printed.
-pub fn text(loaded: &Loaded, args: &BootArgs, by: By, screen: &Screen) -> Result<String> {
-    let window = args.window(loaded)?;
+pub fn text(args: &Args, screen: &Screen) -> Result<String> {
+    let loaded = args.boot.load()?;
+    let window = args.boot.window(&loaded)?;
+    let by = if args.phases { By::Phase } else { By::Owner };
     let account = blame(&loaded.timeline, &window, by);
-    if args.json {
-        return boot_json(loaded, &account);
+    if args.boot.json {
+        return boot_json(&loaded, &account);
     }
-    let mut out = vec![head(loaded, &window), String::new()];
+    let mut out = vec![head(&loaded, &window), String::new()];
     out.extend(table(&account, by).lines(screen));
     if account.groups.iter().flat_map(|g| &g.steps).chain(&account.waiting).any(|s| s.derived) {
         out.push(screen.paint(Ink::Dim, "* worked out from other records"));

@@ -63,19 +63,24 @@ pub struct Args {
 
 /// Runs `compare`.
 pub fn run(args: &Args) -> ExitCode {
-    let done = compared(args).and_then(|(text, worse)| print(&text).map(|()| worse));
-    match done {
-        Ok(false) => ExitCode::SUCCESS,
-        Ok(true) => ExitCode::from(SLOWER),
-        Err(error) => {
-            eprintln!("kata-gpu-boot: cannot compare: {}", printable(&format!("{error:#}")));
-            ExitCode::from(CANNOT)
-        }
+    let done = compared(args, &Screen::of_stdout()).and_then(|(text, worse)| print(&text).map(|()| worse));
+    if let Err(error) = &done {
+        eprintln!("kata-gpu-boot: cannot compare: {}", printable(&format!("{error:#}")));
+    }
+    ExitCode::from(status(&done))
+}
+
+/// The exit status.
+pub fn status(worse: &Result<bool>) -> u8 {
+    match worse {
+        Ok(false) => 0,
+        Ok(true) => SLOWER,
+        Err(_) => CANNOT,
     }
 }
 
 /// What is printed, and whether the gate is closed.
-pub fn compared(args: &Args) -> Result<(String, bool)> {
+pub fn compared(args: &Args, screen: &Screen) -> Result<(String, bool)> {
     let mut unread = Vec::new();
     let mut side = |path: &Path| -> Result<Vec<Metrics>> {
         if !args.runs {
@@ -92,20 +97,22 @@ pub fn compared(args: &Args) -> Result<(String, bool)> {
     let mut comparison = compare(&a, &b, &settings)?;
     comparison.notes.extend(unread.into_iter().map(|why| format!("not read: {why}")));
     let worse = !comparison.worse.is_empty();
-    let text = if args.json { plain_json(&comparison)? } else { page(&comparison, &Screen::of_stdout()) };
+    let text = if args.json { plain_json(&comparison)? } else { page(&comparison, screen) };
     Ok((text, worse))
 }
 
 /// The comparison as text.
-pub fn page(comparison: &Comparison, screen: &Screen) -> String {
+fn page(comparison: &Comparison, screen: &Screen) -> String {
     let mut out = Vec::new();
-    let boots = |n: usize, failed: usize| format!("{n} boot(s){}", if failed > 0 { format!(", {failed} with failures") } else { String::new() });
+    let boots =
+        |n: usize, failed: usize| format!("{n} boot(s){}", if failed > 0 { format!(", {failed} with failures") } else { String::new() });
     let (a, b) = (boots(comparison.boots_a, comparison.failed_a), boots(comparison.boots_b, comparison.failed_b));
-    out.push(format!("before: {a}; after: {b}"));
+    out.push(format!("before: {a}; now: {b}"));
+    let sets = comparison.boots_a + comparison.boots_b > 2;
     for (title, changes) in [("MILESTONE", &comparison.milestones), ("PHASE", &comparison.phases), ("STEP", &comparison.steps)] {
         out.push(String::new());
         let most = if title == "STEP" { MAX_STEPS } else { changes.len() };
-        out.extend(table(title, &changes.iter().take(most).collect::<Vec<_>>()).lines(screen));
+        out.extend(table(title, &changes.iter().take(most).collect::<Vec<_>>(), sets).lines(screen));
         if changes.len() > most {
             out.push(format!("and {} that grew less: --json has all", changes.len() - most));
         }
@@ -120,19 +127,22 @@ pub fn page(comparison: &Comparison, screen: &Screen) -> String {
     out.join("\n") + "\n"
 }
 
-fn table(title: &'static str, changes: &[&Change]) -> Grid {
+/// `sets`: there is more than one boot, so that medians are not all there is.
+fn table(title: &'static str, changes: &[&Change], sets: bool) -> Grid {
     let right = Set::Right;
-    let mut grid = Grid::new(&[
+    let columns = [
         (title, Set::Left),
-        ("MEDIAN", right),
+        (if sets { "MEDIAN" } else { "BEFORE" }, right),
         ("NOW", right),
         ("CHANGE", right),
         ("", right),
+        ("VERDICT", Set::Left),
         ("95 % INTERVAL", right),
         ("P95", right),
-        ("NOW", right),
-        ("VERDICT", Set::Left),
-    ]);
+        ("P95 NOW", right),
+    ];
+    let kept = if sets { columns.len() } else { columns.len() - 3 };
+    let mut grid = Grid::new(columns.get(..kept).unwrap_or(&columns));
     for change in changes {
         let of = |side: &Option<Summary>, value: fn(&Summary) -> i64| side.as_ref().map_or("-".to_string(), |s| time(value(s)));
         let part = change.difference_ns.zip(change.a).filter(|(_, a)| a.median_ns != 0);
@@ -144,17 +154,20 @@ fn table(title: &'static str, changes: &[&Change]) -> Grid {
             Verdict::Missing => (Ink::Error, "reached by fewer boots"),
             Verdict::Unknown => (Ink::Dim, "only one has it"),
         };
-        grid.row(ink, vec![
-            change.name.clone(),
-            of(&change.a, |s| s.median_ns),
-            of(&change.b, |s| s.median_ns),
-            change.difference_ns.map_or("-".to_string(), signed),
-            part.unwrap_or_default(),
-            change.interval_ns.map_or("-".to_string(), |(low, high)| format!("{} .. {}", signed(low), signed(high))),
-            of(&change.a, |s| s.p95_ns),
-            of(&change.b, |s| s.p95_ns),
-            verdict.to_string(),
-        ]);
+        grid.row(
+            ink,
+            vec![
+                change.name.clone(),
+                of(&change.a, |s| s.median_ns),
+                of(&change.b, |s| s.median_ns),
+                change.difference_ns.map_or("-".to_string(), signed),
+                part.unwrap_or_default(),
+                verdict.to_string(),
+                change.interval_ns.map_or("-".to_string(), |(low, high)| format!("{} .. {}", signed(low), signed(high))),
+                of(&change.a, |s| s.p95_ns),
+                of(&change.b, |s| s.p95_ns),
+            ],
+        );
     }
     grid
 }

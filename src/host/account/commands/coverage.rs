@@ -2,13 +2,15 @@
 
 use super::super::super::show::print;
 use super::super::super::text::{Ink, Screen, seconds};
-use super::super::coverage::{Coverage, coverage};
+use super::super::coverage::{Coverage, Gap, coverage};
 use super::super::grid::{Grid, Set, share, time};
-use super::{BootArgs, Loaded, boot_json, head, notes};
+use super::{BootArgs, boot_json, head, notes};
 use anyhow::{Result, ensure};
 
 /// Gaps that are printed, the longest; the JSON form has all.
 const MAX_GAPS: usize = 20;
+/// Shorter ones are not printed one by one: all times are printed in ms.
+const SHORT_NS: u64 = 1_000_000;
 
 const HELP: &str = "\
 Explained is time in which at least one step was running; an agent that only waits for GPUs explains nothing, its pause until the next try does. Notes \
@@ -37,31 +39,37 @@ pub struct Args {
 
 /// Runs `coverage`.
 pub fn run(args: &Args) -> Result<()> {
-    let loaded = args.boot.load()?;
-    print(&text(&loaded, &args.boot, &Screen::of_stdout())?)?;
+    let (text, unexplained_share) = text(args, &Screen::of_stdout())?;
+    print(&text)?;
     if let Some(limit) = args.at_most {
-        let found = coverage(&loaded.timeline, &args.boot.window(&loaded)?);
-        ensure!(found.unexplained_share <= limit, "{} is unexplained, allowed are {}", share(found.unexplained_share), share(limit));
+        ensure!(unexplained_share <= limit, "{unexplained_share:.2} % is unexplained, allowed are {limit} %");
     }
     Ok(())
 }
 
-/// What is printed.
-pub fn text(loaded: &Loaded, args: &BootArgs, screen: &Screen) -> Result<String> {
-    let window = args.window(loaded)?;
+/// What is printed, and which part of the window is unexplained, in percent.
+pub fn text(args: &Args, screen: &Screen) -> Result<(String, f64)> {
+    let loaded = args.boot.load()?;
+    let window = args.boot.window(&loaded)?;
     let found = coverage(&loaded.timeline, &window);
-    if args.json {
-        return boot_json(loaded, &found);
+    if args.boot.json {
+        return Ok((boot_json(&loaded, &found)?, found.unexplained_share));
     }
-    let mut out = vec![head(loaded, &window), sentence(&found), String::new()];
-    if !found.gaps.is_empty() {
-        out.extend(table(&found).lines(screen));
-        if found.gaps.len() > MAX_GAPS {
-            out.push(format!("and {} shorter ones: --json has all", found.gaps.len() - MAX_GAPS));
-        }
+    let mut out = vec![head(&loaded, &window), sentence(&found), String::new()];
+    let mut longest: Vec<&Gap> = found.gaps.iter().filter(|g| g.took_ns >= SHORT_NS).collect();
+    longest.sort_by_key(|g| std::cmp::Reverse(g.took_ns));
+    longest.truncate(MAX_GAPS);
+    if !longest.is_empty() {
+        longest.sort_by_key(|g| g.begin_ns);
+        out.extend(table(&longest).lines(screen));
+    }
+    if found.gaps.len() > longest.len() {
+        let shown = longest.iter().map(|g| g.took_ns).fold(0, u64::saturating_add);
+        let rest = seconds(found.unexplained_ns.saturating_sub(shown));
+        out.push(screen.paint(Ink::Dim, &format!("{} shorter gap(s), together {rest}: --json has all", found.gaps.len() - longest.len())));
     }
     notes(&loaded.timeline.notes, screen, &mut out);
-    Ok(out.join("\n") + "\n")
+    Ok((out.join("\n") + "\n", found.unexplained_share))
 }
 
 /// `unexplained: 0.136 s of 22.340 (0.6 %)`.
@@ -69,13 +77,9 @@ pub fn sentence(found: &Coverage) -> String {
     format!("unexplained: {} s of {} ({})", seconds(found.unexplained_ns), seconds(found.wall_ns), share(found.unexplained_share))
 }
 
-fn table(found: &Coverage) -> Grid {
+fn table(gaps: &[&Gap]) -> Grid {
     let mut grid = Grid::new(&[("TIME", Set::Right), ("TOOK", Set::Right), ("AFTER", Set::Left), ("BEFORE", Set::Left)]);
-    let mut longest: Vec<_> = found.gaps.iter().collect();
-    longest.sort_by_key(|g| std::cmp::Reverse(g.took_ns));
-    longest.truncate(MAX_GAPS);
-    longest.sort_by_key(|g| g.begin_ns);
-    for gap in longest {
+    for gap in gaps {
         grid.row(Ink::Plain, vec![time(gap.begin_ns), seconds(gap.took_ns), gap.before.clone(), gap.after.clone()]);
     }
     grid

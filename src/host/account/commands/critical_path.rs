@@ -2,20 +2,23 @@
 
 use super::super::super::show::print;
 use super::super::super::text::{Ink, Screen, seconds};
-use super::super::critical_path::{CriticalPath, Gain, critical_path};
+use super::super::critical_path::{CriticalPath, Gain, Piece, critical_path};
+use super::super::from_boot::LAST_RECORD;
 use super::super::grid::{Grid, Set, time};
-use super::{BootArgs, Loaded, boot_json, head, notes};
+use super::{BootArgs, boot_json, head, notes};
 use anyhow::Result;
 
 /// Pieces of the path that are printed; the JSON form has all.
 const MAX_PIECES: usize = 200;
+/// Shorter pieces are not printed one by one: all times are printed in ms.
+const SHORT_NS: u64 = 1_000_000;
 
 const HELP: &str = "\
 The path goes back from the last milestone (--to names another): each step to the one it waited for last. KNOWN says how that is known: after (the \
 record says so), within (it is part of what stands before), order (the program goes in this order), assumed (nobody says so; it is what ended last).
 
-Below it: when the milestone would have come had a step taken no time and everything else had stayed as it was. GAIN is what the records hold; AT MOST \
-also trusts what is only assumed. What the records cannot know is not in it: locks inside the driver, and the agent's next try, which comes once a \
+Below it: how much earlier the milestone would have come had a step taken no time and everything else had stayed as it was. GAIN is what the records \
+hold; AT MOST, shown where it is more, also trusts what is only assumed. What the records cannot know is not in it: locks inside the driver, and the agent's next try, which comes once a \
 second and would have fallen elsewhere.
 
 Examples:
@@ -39,25 +42,37 @@ pub struct Args {
 
 /// Runs `critical-path`.
 pub fn run(args: &Args) -> Result<()> {
-    print(&text(&args.boot.load()?, &args.boot, usize::from(args.top), &Screen::of_stdout())?)
+    print(&text(args, &Screen::of_stdout())?)
 }
 
 /// What is printed.
-pub fn text(loaded: &Loaded, args: &BootArgs, top: usize, screen: &Screen) -> Result<String> {
-    let window = args.window(loaded)?;
-    let found = critical_path(&loaded.timeline, &window, top);
-    if args.json {
-        return boot_json(loaded, &found);
+pub fn text(args: &Args, screen: &Screen) -> Result<String> {
+    let loaded = args.boot.load()?;
+    let window = args.boot.window(&loaded)?;
+    let found = critical_path(&loaded.timeline, &window, usize::from(args.top));
+    if args.boot.json {
+        return boot_json(&loaded, &found);
     }
-    let mut out = vec![head(loaded, &window), String::new()];
-    out.extend(path(&found).lines(screen));
-    if found.path.len() > MAX_PIECES {
-        out.push(format!("and {} more: --json has all", found.path.len() - MAX_PIECES));
+    let mut out = vec![head(&loaded, &window), String::new()];
+    let (shown, short): (Vec<&Piece>, Vec<&Piece>) = found.path.iter().partition(|p| p.took_ns >= SHORT_NS);
+    out.extend(path(shown.get(..MAX_PIECES).unwrap_or(&shown)).lines(screen));
+    if shown.len() > MAX_PIECES {
+        out.push(format!("and {} more: --json has all", shown.len() - MAX_PIECES));
+    }
+    if !short.is_empty() {
+        let together = short.iter().map(|p| p.took_ns).fold(0, u64::saturating_add);
+        out.push(screen.paint(Ink::Dim, &format!("{} piece(s) below 1 ms are not shown, together {}", short.len(), seconds(together))));
     }
     out.push(String::new());
-    let end = format!("{} comes at {}. Had these taken no time, it would come earlier by:", found.to, time(found.to_ns));
-    out.push(end);
-    out.extend(gains(&found).lines(screen));
+    if found.without_kind.is_empty() {
+        out.push(match found.to.as_str() {
+            LAST_RECORD => "the record ends there, and the boot had not: what would have made it shorter is not known".to_string(),
+            to => format!("{to} comes at {}: no step would have made it come earlier", time(found.to_ns)),
+        });
+    } else {
+        out.push(format!("{} comes at {}. Had these taken no time, it would come earlier by:", found.to, time(found.to_ns)));
+        out.extend(gains(&found).lines(screen));
+    }
     notes(&loaded.timeline.notes, screen, &mut out);
     Ok(out.join("\n") + "\n")
 }
@@ -66,11 +81,11 @@ fn gpu(index: Option<u64>) -> String {
     index.map(|i| i.to_string()).unwrap_or_default()
 }
 
-fn path(found: &CriticalPath) -> Grid {
+fn path(pieces: &[&Piece]) -> Grid {
     let left = Set::Left;
     let columns = [("TIME", Set::Right), ("TOOK", Set::Right), ("OWNER", left), ("GPU", Set::Right), ("STEP", left), ("KNOWN", left)];
     let mut grid = Grid::new(&columns);
-    for piece in found.path.iter().take(MAX_PIECES) {
+    for piece in pieces {
         let (begin, took) = (time(piece.begin_ns), seconds(piece.took_ns));
         match &piece.step {
             Some(step) => {
@@ -86,10 +101,18 @@ fn path(found: &CriticalPath) -> Grid {
 }
 
 fn gains(found: &CriticalPath) -> Grid {
-    let columns = [("GAIN", Set::Right), ("AT MOST", Set::Right), ("ON PATH", Set::Right), ("WITHOUT", Set::Left)];
-    let mut grid = Grid::new(&columns);
+    // Only where something is assumed do the two differ.
+    let assumed = found.without_kind.iter().chain(&found.without_step).any(|g| g.gain_ns != g.at_most_ns);
+    let right = Set::Right;
+    let columns = [("GAIN", right), ("AT MOST", right), ("ON PATH", right), ("WITHOUT", Set::Left)];
+    let kept: Vec<_> = columns.into_iter().filter(|(head, _)| assumed || *head != "AT MOST").collect();
+    let mut grid = Grid::new(&kept);
     let mut row = |gain: &Gain, what: String| {
-        grid.row(Ink::Plain, vec![seconds(gain.gain_ns), seconds(gain.at_most_ns), seconds(gain.on_path_ns), what]);
+        let at_most = assumed.then(|| seconds(gain.at_most_ns));
+        grid.row(
+            Ink::Plain,
+            [Some(seconds(gain.gain_ns)), at_most, Some(seconds(gain.on_path_ns)), Some(what)].into_iter().flatten().collect(),
+        );
     };
     for gain in &found.without_kind {
         row(gain, if gain.count > 1 { format!("all {} {}", gain.count, gain.step) } else { gain.step.clone() });

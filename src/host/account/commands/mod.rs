@@ -9,6 +9,7 @@ pub mod stats;
 use super::super::agent_log;
 use super::super::boot_file::BootFile;
 use super::super::cdi_check::page::ascii_json;
+use super::super::clock::Clock;
 use super::super::model::Boot;
 use super::super::show::{boots, find, read_boot};
 use super::super::text::{Ink, Screen, error_bound, printable, wall_clock};
@@ -87,11 +88,15 @@ impl BootArgs {
     }
 }
 
-/// `boot 0f7a.., kernel start 0.000 .. settled 22.340 (2026-.. +-0.9 ms): 22.340 s`, the first line of every page.
+/// `boot 0f7a..: kernel start 0.000 (2026-.. +-0.9 ms) .. settled 22.340 (..)`, the first line of every page.
 fn head(loaded: &Loaded, window: &Window) -> String {
+    let mut clock = Clock::default();
+    loaded.file.clock_samples().for_each(|sample| clock.add(sample));
     let milestone = |m: &super::timeline::Milestone| {
-        let known = loaded.boot.milestones.iter().find(|known| known.name == m.name);
-        let wall = known.and_then(|m| m.wall).map(|w| format!(" ({} {})", wall_clock(w.realtime_ns), error_bound(w.error_ns)));
+        let wall = u64::try_from(m.at_ns)
+            .ok()
+            .and_then(|at| clock.wall_at(at))
+            .map(|w| format!(" ({} {})", wall_clock(w.realtime_ns), error_bound(w.error_ns)));
         format!("{} {}{}{}", m.name, if m.approximate { "~" } else { "" }, time(m.at_ns), wall.unwrap_or_default())
     };
     let id = loaded.boot.boot_id.as_deref().map(|id| format!("boot {}: ", printable(id))).unwrap_or_default();

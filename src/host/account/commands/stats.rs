@@ -34,17 +34,16 @@ pub struct Args {
 
 /// Runs `stats`.
 pub fn run(args: &Args) -> Result<()> {
-    let (stats, unread) = collect(args)?;
-    print(&if args.json { plain_json(&WithUnread { stats: &stats, unread: &unread })? } else { page(&stats, &unread, &Screen::of_stdout()) })
+    print(&text(args, &Screen::of_stdout())?)
 }
 
-/// Reads and sums up.
-pub fn collect(args: &Args) -> Result<(Stats, Vec<String>)> {
+/// What is printed.
+pub fn text(args: &Args, screen: &Screen) -> Result<String> {
     let mut collected = Collected::default();
     let unread = each_boot(&args.dir, |boot| collected.add(&boot))?;
     let stats = collected.stats();
     ensure!(stats.boots > 0, "none of {} file(s) could be read: {}", unread.len(), unread.first().map_or("", String::as_str));
-    Ok((stats, unread))
+    if args.json { plain_json(&WithUnread { stats: &stats, unread: &unread }) } else { Ok(page(&stats, &unread, screen)) }
 }
 
 #[derive(Serialize)]
@@ -55,7 +54,7 @@ struct WithUnread<'a> {
 }
 
 /// The statistics as text.
-pub fn page(stats: &Stats, unread: &[String], screen: &Screen) -> String {
+fn page(stats: &Stats, unread: &[String], screen: &Screen) -> String {
     let mut out = vec![format!(
         "{} boot(s): {} settled, {} with failures; {} GPU(s), {} failed",
         stats.boots, stats.settled, stats.failed, stats.gpus, stats.failed_gpus
