@@ -170,7 +170,7 @@ pub const TABLE: &[Row] = &[
     row(derived::WORKER, Phase::Init, Owner::Init, &[names::AGENT_EXEC]),
     row(names::PCI_SCAN, Phase::Init, Owner::Init, &[derived::WORKER, names::AGENT_EXEC, names::STAGE0]),
     row(derived::PREPARE, Phase::Init, Owner::Init, &[names::PCI_SCAN]),
-    row(names::DRIVER_FILES, Phase::Init, Owner::Init, &[names::PCI_SCAN]),
+    row(names::DRIVER_FILES, Phase::Init, Owner::Init, &[derived::PREPARE, names::PCI_SCAN]),
     // One thread enables, and modules are loaded in the order of their dependencies.
     serial(row(names::MODULE_LOAD, Phase::ModuleLoad, Owner::Driver, &[derived::PREPARE, names::PCI_SCAN])),
     // The write to sysfs `enable` returns when the host has mapped the BARs.

@@ -68,6 +68,18 @@ fn less_than_one_percent_of_the_recorded_boots_is_unexplained() {
 }
 
 #[test]
+fn on_a_terminal_of_eighty_columns_no_line_of_a_table_is_cut() {
+    for boot in BOOTS.iter().filter(|b| **b != "hostile") {
+        let text = pages(boot, &Screen { width: Some(80), colour: false }, &[]);
+        assert!(!text.lines().any(|line| line.ends_with("...")), "{text}");
+        // The first line of a page names boot and clock, and may wrap.
+        let long =
+            text.lines().find(|l| l.len() > 80 && !l.starts_with("boot ") && !l.starts_with("note: ") && !l.starts_with("the record"));
+        assert_eq!(long, None);
+    }
+}
+
+#[test]
 fn without_the_agents_lines_the_account_says_what_it_lacks() {
     let path = path("recorded-8-gpus-slow-host");
     let text = blame_command::text(&parse(&[&path, "--console", "/dev/null"]), &Screen::PLAIN).unwrap();

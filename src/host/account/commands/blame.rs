@@ -61,52 +61,48 @@ pub fn text(args: &Args, screen: &Screen) -> Result<String> {
 }
 
 fn table(account: &Blame, by: By) -> Grid {
-    let first = if by == By::Owner { "OWNER" } else { "PHASE" };
-    let left = Set::Left;
+    let right = Set::Right;
     let mut grid = Grid::new(&[
-        (first, left),
-        ("STEP", left),
-        ("COUNT", Set::Right),
-        ("SUM", Set::Right),
-        ("LONGEST", Set::Right),
-        ("WALL", Set::Right),
-        ("SHARE", Set::Right),
+        (if by == By::Owner { "OWNER, STEP" } else { "PHASE, STEP" }, Set::Left),
+        ("COUNT", right),
+        ("SUM", right),
+        ("LONGEST", right),
+        ("WALL", right),
+        ("SHARE", right),
     ]);
     for group in &account.groups {
-        grid.row(Ink::Bold, cells(group.name.to_string(), String::new(), &group.time));
-        for step in group.steps.iter().take(MAX_STEPS) {
-            step_row(&mut grid, step);
-        }
-        if group.steps.len() > MAX_STEPS {
-            grid.row(Ink::Dim, vec![String::new(), format!("and {} more", group.steps.len() - MAX_STEPS)]);
-        }
+        grid.row(Ink::Bold, cells(group.name.to_string(), &group.time));
+        steps(&mut grid, &group.steps);
     }
     if !account.waiting.is_empty() {
-        grid.row(Ink::Bold, vec!["waiting".to_string(), "(for what stands above)".to_string()]);
-        for step in account.waiting.iter().take(MAX_STEPS) {
-            step_row(&mut grid, step);
-        }
+        grid.row(Ink::Bold, vec!["waiting for these".to_string()]);
+        steps(&mut grid, &account.waiting);
     }
     grid
 }
 
-fn step_row(grid: &mut Grid, step: &StepRow) {
-    let ink = match (step.failed, step.open) {
-        (0, 0) => Ink::Plain,
-        (0, _) => Ink::Warning,
-        _ => Ink::Error,
-    };
-    let mut name = format!("{}{}", step.name, if step.derived { " *" } else { "" });
-    if step.failed > 0 {
-        name.push_str(&format!(" ({} failed)", step.failed));
+fn steps(grid: &mut Grid, steps: &[StepRow]) {
+    for step in steps.iter().take(MAX_STEPS) {
+        let ink = match (step.failed, step.open) {
+            (0, 0) => Ink::Plain,
+            (0, _) => Ink::Warning,
+            _ => Ink::Error,
+        };
+        let mut name = format!("  {}{}", step.name, if step.derived { " *" } else { "" });
+        if step.failed > 0 {
+            name.push_str(&format!(" ({} failed)", step.failed));
+        }
+        if step.open > 0 {
+            name.push_str(&format!(" ({} still going on)", step.open));
+        }
+        grid.row(ink, cells(name, &step.time));
     }
-    if step.open > 0 {
-        name.push_str(&format!(" ({} still going on)", step.open));
+    if steps.len() > MAX_STEPS {
+        grid.row(Ink::Dim, vec![format!("  and {} more: --json has all", steps.len() - MAX_STEPS)]);
     }
-    grid.row(ink, cells(String::new(), name, &step.time));
 }
 
-fn cells(first: String, step: String, time: &Time) -> Vec<String> {
+fn cells(name: String, time: &Time) -> Vec<String> {
     let count = time.count.to_string();
-    vec![first, step, count, seconds(time.sum_ns), seconds(time.longest_ns), seconds(time.wall_ns), share(time.share)]
+    vec![name, count, seconds(time.sum_ns), seconds(time.longest_ns), seconds(time.wall_ns), share(time.share)]
 }
