@@ -6,7 +6,7 @@ use super::super::compare::{Change, Comparison, Settings, Threshold, Verdict, co
 use super::super::grid::{Grid, Set, signed, time};
 use super::super::metrics::{Metrics, metrics};
 use super::super::statistics::Summary;
-use super::{each_boot, load, notes, plain_json};
+use super::{Progress, each_boot, load, notes, plain_json};
 use anyhow::Result;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
@@ -15,6 +15,8 @@ use std::process::ExitCode;
 const SLOWER: u8 = 1;
 /// Exit status for what cannot be compared.
 const CANNOT: u8 = 2;
+/// From so many boots on, their intervals take a second or more.
+const MANY: usize = 1000;
 /// Steps that are printed, those that grew most; the JSON form has all.
 const MAX_STEPS: usize = 15;
 
@@ -94,7 +96,13 @@ pub fn compared(args: &Args, screen: &Screen) -> Result<(String, bool)> {
     };
     let (a, b) = (side(&args.a)?, side(&args.b)?);
     let settings = Settings { threshold: args.threshold, seed: args.seed, gate: args.gate.clone() };
-    let mut comparison = compare(&a, &b, &settings)?;
+    let mut progress = Progress::new();
+    if a.len() + b.len() > MANY {
+        progress.say_now(&format!("computing intervals of {} and {} boots", a.len(), b.len()));
+    }
+    let comparison = compare(&a, &b, &settings);
+    progress.clear();
+    let mut comparison = comparison?;
     comparison.notes.extend(unread.into_iter().map(|why| format!("not read: {why}")));
     let worse = !comparison.worse.is_empty();
     let text = if args.json { plain_json(&comparison)? } else { page(&comparison, screen) };

@@ -164,10 +164,17 @@ impl Progress {
     }
 
     fn say(&mut self, text: impl Fn() -> String) {
-        if self.last.elapsed() >= SILENCE && std::io::stderr().is_terminal() {
-            // Nobody misses a line of progress that could not be written.
-            let _unused = write!(std::io::stderr(), "\r{}\x1b[K", text());
+        if self.last.elapsed() >= SILENCE {
             self.last = Instant::now();
+            self.say_now(&text());
+        }
+    }
+
+    /// Before something that is known to take long.
+    fn say_now(&mut self, text: &str) {
+        if std::io::stderr().is_terminal() {
+            // Nobody misses a line of progress that could not be written.
+            let _unused = write!(std::io::stderr(), "\r{text}\x1b[K");
             self.shown = true;
         }
     }
