@@ -1,6 +1,7 @@
 //! kata-gpu-boot: the host's view of how GPU guests start.
 
 use clap::{Parser, Subcommand};
+use kata_gpu_init::host::account::commands::{blame, compare, coverage, critical_path, stats};
 use kata_gpu_init::host::{cdi_check, collect, demo, show};
 use std::process::ExitCode;
 
@@ -16,6 +17,7 @@ const EXAMPLES: &str = "\
 Examples:
   kata-gpu-boot collect --dir boots --live     receive streams and watch
   kata-gpu-boot show --dir boots               the newest boot as a table
+  kata-gpu-boot critical-path --dir boots      what would have made it shorter
   kata-gpu-boot demo --kernel vmlinuz --initrd demo.cpio
   kata-gpu-boot cdi check nvidia.yaml          what agents make of a CDI spec
 Each subcommand's --help ends with more.";
@@ -24,6 +26,11 @@ Each subcommand's --help ends with more.";
 enum Command {
     Collect(collect::Args),
     Show(show::Args),
+    Blame(blame::Args),
+    CriticalPath(critical_path::Args),
+    Coverage(coverage::Args),
+    Compare(compare::Args),
+    Stats(stats::Args),
     Demo(demo::Args),
     Cdi(cdi_check::Args),
 }
@@ -32,6 +39,12 @@ fn main() -> ExitCode {
     let done = match Cli::parse().command {
         Command::Collect(args) => collect::run(&args),
         Command::Show(args) => show::run(&args),
+        Command::Blame(args) => blame::run(&args),
+        Command::CriticalPath(args) => critical_path::run(&args),
+        Command::Coverage(args) => coverage::run(&args),
+        // Its exit status is a gate's.
+        Command::Compare(args) => return compare::run(&args),
+        Command::Stats(args) => stats::run(&args),
         Command::Demo(args) => demo::run(&args),
         // Its exit status says more than yes or no.
         Command::Cdi(args) => return cdi_check::run(&args),

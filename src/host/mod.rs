@@ -1,5 +1,6 @@
 //! The host's half: collects the streams of guests and shows their boots. Behind the feature `host`; the guest links none of it.
 
+pub mod account; // whose time a boot was: blame, critical path, coverage, comparisons
 pub mod agent_log; // the agent's lines in the console
 pub mod boot_file; // the file of one boot: its lines, reading it
 pub mod boot_log; // writing it: once, append only, limited

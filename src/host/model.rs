@@ -3,6 +3,9 @@
 //! [`Boot`] is what `show --json` prints; its field names are part of the interface (version [`MODEL`]). All times are ns on the guest's boot
 //! clock (0 = kernel start) and end in `_ns`; durations end in `took_ns`. A key without a value is left out.
 
+use super::account::coverage::coverage;
+use super::account::from_boot;
+use super::account::timeline::Timeline;
 use super::agent_log::{AgentEvent, AgentLine, ClockPoints};
 use super::boot_file::{BootFile, Damage, HostEvent};
 use super::clock::{Clock, Sample, Wall};
@@ -51,8 +54,22 @@ pub struct Boot {
     /// Why the collector stopped storing, if it did.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub capped: Option<String>,
+    /// How much of the boot the steps explain; None when fewer than two milestones are known.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub coverage: Option<CoverageSummary>,
     /// In order of their beginning.
     pub spans: Vec<Span>,
+}
+
+/// How much time no step explains, between the first and the last milestone (see [`super::account::coverage`]).
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct CoverageSummary {
+    pub from: String,
+    pub to: String,
+    pub wall_ns: u64,
+    pub unexplained_ns: u64,
+    /// In percent.
+    pub unexplained_share: f64,
 }
 
 /// A point that people compare boots by.
@@ -270,6 +287,8 @@ impl Boot {
             milestone("last container", created.last().copied()),
         ];
         boot.spans = spans;
+        let timeline = Timeline::new(from_boot::story(&boot, file, agent));
+        boot.coverage = timeline.window(None, None).ok().map(|window| coverage(&timeline, &window).summary());
         boot
     }
 

@@ -91,7 +91,7 @@ pub fn print(text: &str) -> Result<()> {
 }
 
 /// The file that somebody means.
-fn find(boot: Option<&str>, dir: &Path) -> Result<PathBuf> {
+pub fn find(boot: Option<&str>, dir: &Path) -> Result<PathBuf> {
     let Some(boot) = boot else {
         return newest(dir);
     };
@@ -112,7 +112,8 @@ fn find(boot: Option<&str>, dir: &Path) -> Result<PathBuf> {
     }
 }
 
-fn boots(dir: &Path) -> Result<Vec<PathBuf>> {
+/// The boots in a directory: files that are named by a boot id.
+pub fn boots(dir: &Path) -> Result<Vec<PathBuf>> {
     let mut found = Vec::new();
     for entry in std::fs::read_dir(dir).with_context(|| format!("read directory {}", dir.display()))? {
         let path = entry.with_context(|| format!("read directory {}", dir.display()))?.path();

@@ -35,12 +35,24 @@ pub fn summary(boot: &Boot, screen: &Screen) -> Vec<String> {
     if boot.milestones.iter().any(|m| m.approximate) {
         out.push(screen.paint(Ink::Dim, "~ approximate: the stream has no clock event to place the agent's lines by"));
     }
+    out.push(screen.paint(Ink::Dim, &coverage_line(boot)));
     let complaints = complaints(boot);
     if !complaints.is_empty() {
         out.push(String::new());
         out.extend(complaints.iter().map(|c| screen.paint(Ink::Warning, c)));
     }
     out
+}
+
+fn coverage_line(boot: &Boot) -> String {
+    match &boot.coverage {
+        None => "unexplained: not known, fewer than two milestones".to_string(),
+        Some(c) => {
+            let (unexplained, wall) = (seconds(c.unexplained_ns), seconds(c.wall_ns));
+            let share = format!("{:.1} %", c.unexplained_share);
+            format!("unexplained: {unexplained} s of {wall} from {} to {} ({share}; where: kata-gpu-boot coverage)", c.from, c.to)
+        }
+    }
 }
 
 fn approximately(time_ns: u64, approximate: bool) -> String {

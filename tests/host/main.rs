@@ -1,5 +1,7 @@
 //! Tests that need no VM: the spec before the crate that the agent reads it with, and the budgets and promises of the product.
 
+#[cfg(feature = "host")]
+mod accounting;
 mod budgets;
 #[cfg(feature = "host")] // for its stand-ins of libraries
 mod driver_roots;

@@ -1,0 +1,187 @@
+//! The subcommands `blame`, `critical-path`, `coverage`, `compare` and `stats`: which boot, which window, and how it is printed.
+
+pub mod blame;
+pub mod compare;
+pub mod coverage;
+pub mod critical_path;
+pub mod stats;
+
+use super::super::agent_log;
+use super::super::boot_file::BootFile;
+use super::super::cdi_check::page::ascii_json;
+use super::super::clock::Clock;
+use super::super::model::Boot;
+use super::super::show::{boots, find, read_boot};
+use super::super::text::{Ink, Screen, error_bound, printable, wall_clock};
+use super::from_boot;
+use super::grid::time;
+use super::metrics::{Metrics, metrics};
+use super::timeline::{Timeline, Window};
+use anyhow::{Context, Result, ensure};
+use serde::Serialize;
+use std::fs::File;
+use std::io::{IsTerminal, Write};
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+/// Version of the JSON forms of all five.
+pub const ACCOUNT: u32 = 1;
+/// How long nobody wonders what is going on.
+const SILENCE: Duration = Duration::from_secs(1);
+/// What a console log beside a boot's file ends in.
+const CONSOLE: &str = "console";
+
+/// Which boot, and which part of it.
+#[derive(clap::Args, Clone, Debug)]
+pub struct BootArgs {
+    /// A file, or a boot id (its first characters are enough); the newest boot if left away.
+    boot: Option<String>,
+    /// Where the collector wrote.
+    #[arg(long, default_value = ".")]
+    dir: PathBuf,
+    /// The guest's console log, for the agent's own lines [default: the file beside the boot's that ends in .console].
+    #[arg(long, value_name = "FILE")]
+    console: Option<PathBuf>,
+    /// Begin at this milestone instead of the first one.
+    #[arg(long, value_name = "MILESTONE")]
+    from: Option<String>,
+    /// End at this milestone instead of the last one: "last container", settled, ...
+    #[arg(long, value_name = "MILESTONE")]
+    to: Option<String>,
+    /// Print one JSON object; times in ns since kernel start.
+    #[arg(long)]
+    json: bool,
+}
+
+/// A boot that was read.
+pub struct Loaded {
+    pub file: BootFile,
+    pub boot: Boot,
+    pub timeline: Timeline,
+    pub agent_known: bool,
+}
+
+/// Reads a boot, and the console log beside it if there is one and no other was named.
+pub fn load(path: &Path, console: Option<&Path>) -> Result<Loaded> {
+    let file = read_boot(path)?;
+    let beside = path.with_extension(CONSOLE);
+    let console = console.map(Path::to_path_buf).or_else(|| beside.is_file().then_some(beside));
+    let agent = match &console {
+        None => Vec::new(),
+        Some(console) => {
+            let file = File::open(console).with_context(|| format!("open console log {}", console.display()))?;
+            agent_log::read(file).with_context(|| format!("read {}", console.display()))?
+        }
+    };
+    let boot = Boot::new(&file, &agent);
+    let timeline = Timeline::new(from_boot::story(&boot, &file, &agent));
+    Ok(Loaded { agent_known: !agent.is_empty(), file, boot, timeline })
+}
+
+impl BootArgs {
+    fn load(&self) -> Result<Loaded> {
+        load(&find(self.boot.as_deref(), &self.dir)?, self.console.as_deref())
+    }
+
+    fn window<'a>(&self, loaded: &'a Loaded) -> Result<Window<'a>> {
+        loaded.timeline.window(self.from.as_deref(), self.to.as_deref())
+    }
+}
+
+/// `boot 0f7a..: kernel start 0.000 (2026-.. +-0.9 ms) .. settled 22.340 (..)`, the first line of every page.
+fn head(loaded: &Loaded, window: &Window) -> String {
+    let mut clock = Clock::default();
+    loaded.file.clock_samples().for_each(|sample| clock.add(sample));
+    let milestone = |m: &super::timeline::Milestone| {
+        let wall = u64::try_from(m.at_ns)
+            .ok()
+            .and_then(|at| clock.wall_at(at))
+            .map(|w| format!(" ({} {})", wall_clock(w.realtime_ns), error_bound(w.error_ns)));
+        format!("{} {}{}{}", m.name, if m.approximate { "~" } else { "" }, time(m.at_ns), wall.unwrap_or_default())
+    };
+    let id = loaded.boot.boot_id.as_deref().map(|id| format!("boot {}: ", printable(id))).unwrap_or_default();
+    format!("{id}{} .. {}", milestone(window.from), milestone(window.to))
+}
+
+/// What the account lacks, below a page.
+fn notes(notes: &[String], screen: &Screen, out: &mut Vec<String>) {
+    out.extend(notes.iter().map(|note| screen.paint(Ink::Dim, &format!("note: {note}"))));
+}
+
+/// A JSON form with its version and what it lacks.
+#[derive(Serialize)]
+struct Json<'a, T: Serialize> {
+    account: u32,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    boot_id: Option<&'a str>,
+    #[serde(flatten)]
+    content: &'a T,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    notes: Option<&'a [String]>,
+}
+
+fn boot_json<T: Serialize>(loaded: &Loaded, content: &T) -> Result<String> {
+    let boot_id = loaded.boot.boot_id.as_deref();
+    json(&Json { account: ACCOUNT, boot_id, content, notes: Some(&loaded.timeline.notes) })
+}
+
+/// A JSON form of many boots.
+fn plain_json<T: Serialize>(content: &T) -> Result<String> {
+    json(&Json { account: ACCOUNT, boot_id: None, content, notes: None })
+}
+
+fn json(content: &impl Serialize) -> Result<String> {
+    ascii_json(&serde_json::to_value(content).context("write as JSON")?)
+}
+
+/// The boots of a directory as numbers, one at a time; what could not be read is named in the second value.
+fn each_boot(dir: &Path, mut take: impl FnMut(Metrics)) -> Result<Vec<String>> {
+    let mut paths = boots(dir)?;
+    paths.sort();
+    ensure!(!paths.is_empty(), "no boot in {}: name a directory that the collector wrote to", dir.display());
+    let mut progress = Progress::new();
+    let mut unread = Vec::new();
+    for (at, path) in paths.iter().enumerate() {
+        progress.say(|| format!("read {at} of {} boots", paths.len()));
+        match load(path, None) {
+            Ok(loaded) => take(metrics(&loaded.timeline, &loaded.boot, &loaded.file, loaded.agent_known)),
+            Err(error) => unread.push(printable(&format!("{error:#}"))),
+        }
+    }
+    progress.clear();
+    Ok(unread)
+}
+
+/// One line on the terminal that says how far it is; nothing in a pipe, and nothing in the first second.
+struct Progress {
+    last: Instant,
+    shown: bool,
+}
+
+impl Progress {
+    fn new() -> Self {
+        Self { last: Instant::now(), shown: false }
+    }
+
+    fn say(&mut self, text: impl Fn() -> String) {
+        if self.last.elapsed() >= SILENCE {
+            self.last = Instant::now();
+            self.say_now(&text());
+        }
+    }
+
+    /// Before something that is known to take long.
+    fn say_now(&mut self, text: &str) {
+        if std::io::stderr().is_terminal() {
+            // Nobody misses a line of progress that could not be written.
+            let _unused = write!(std::io::stderr(), "\r{text}\x1b[K");
+            self.shown = true;
+        }
+    }
+
+    fn clear(&self) {
+        if self.shown {
+            let _unused = write!(std::io::stderr(), "\r\x1b[K");
+        }
+    }
+}
