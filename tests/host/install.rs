@@ -9,7 +9,7 @@ use kata_gpu_init::host::install::{self, Said, from_words, uninstall};
 use serde_json::Value as Json;
 use std::collections::BTreeMap;
 use std::fs;
-use std::os::unix::fs::MetadataExt;
+use std::os::unix::fs::{MetadataExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
@@ -371,6 +371,13 @@ fn the_version_is_asked_of_the_shim_that_belongs_to_the_configuration() {
         );
         let known = world.plain_install(&["--initrd", &initrd, "--dry-run"]);
         assert!(done(&known).contains(&format!("Kata 3.27.0 (says {})", shim.display())), "{}", known.out);
+        // A program, or a directory on the way to it, that others can write is not run.
+        for (path, mode) in [(shim.as_path(), 0o777), (shim.parent().unwrap(), 0o775)] {
+            fs::set_permissions(path, fs::Permissions::from_mode(mode)).unwrap();
+            let said = world.plain_install(&["--initrd", &initrd, "--dry-run"]);
+            assert!(done(&said).contains("not run: others can change") && !said.out.contains("3.27.0"), "{}", said.out);
+            fs::set_permissions(path, fs::Permissions::from_mode(0o755)).unwrap();
+        }
     }
 }
 

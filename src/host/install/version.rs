@@ -1,12 +1,14 @@
 //! Which runtime reads a configuration, which of its sections, and which version it has.
 //!
 //! The runtime is told by the configuration: runtime-rs needs `runtime.hypervisor_name`, the Go runtime has no such key. Its version is told by the
-//! shim that was installed with the configuration, asked with `--version`; containerd starts the same program as root. Nothing else is run.
+//! shim that was installed with the configuration, asked with `--version`; containerd starts the same program as root. Nothing else is run, and it
+//! is not either where somebody else than root and the caller could have put it there.
 
 use super::kata_config::KataConfig;
 use super::merge::{Effective, Runtime};
 use super::refusal::Refusal;
 use std::io::Read;
+use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::sync::mpsc;
@@ -130,7 +132,25 @@ fn version_in(answer: &str) -> Result<Version, String> {
     word.ok_or("no version in its answer".to_string())?.parse()
 }
 
+/// Whether nobody but root and the caller can change what is run: the program, and each directory on the way to it.
+fn is_trusted(shim: &Path) -> Result<(), String> {
+    let shim = std::fs::canonicalize(shim).map_err(|e| e.to_string())?;
+    let caller = nix::unistd::geteuid().as_raw();
+    for path in shim.ancestors() {
+        let metadata = std::fs::symlink_metadata(path).map_err(|e| e.to_string())?;
+        let (owner, mode) = (metadata.uid(), metadata.mode());
+        let owned = owner == 0 || owner == caller;
+        // In a directory like /tmp nobody can replace what is another's.
+        let shut = mode & 0o022 == 0 || metadata.is_dir() && mode & 0o1000 != 0;
+        if !owned || !shut {
+            return Err(format!("not run: others can change {} (owner {owner}, mode {:o})", path.display(), mode & 0o7777));
+        }
+    }
+    Ok(())
+}
+
 fn answer(shim: &Path) -> Result<String, String> {
+    is_trusted(shim)?;
     let mut child = Command::new(shim)
         .arg("--version")
         .stdin(Stdio::null())
