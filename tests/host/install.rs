@@ -369,6 +369,10 @@ fn the_version_is_asked_of_the_shim_that_belongs_to_the_configuration() {
             &shim,
             &format!("#!/bin/sh\n[ \"$*\" = --version ] && echo 'Kata Containers containerd shim {words}, version: 3.27.0, commit: c'\n"),
         );
+        // Whatever this machine's umask is.
+        for dir in shim.ancestors().skip(1).take_while(|dir| dir.starts_with(world.root())) {
+            fs::set_permissions(dir, fs::Permissions::from_mode(0o755)).unwrap();
+        }
         let known = world.plain_install(&["--initrd", &initrd, "--dry-run"]);
         assert!(done(&known).contains(&format!("Kata 3.27.0 (says {})", shim.display())), "{}", known.out);
         // A program, or a directory on the way to it, that others can write is not run.
