@@ -2,7 +2,7 @@
 
 use clap::{Parser, Subcommand};
 use kata_gpu_init::host::account::commands::{blame, compare, coverage, critical_path, stats};
-use kata_gpu_init::host::{cdi_check, collect, demo, show};
+use kata_gpu_init::host::{cdi_check, collect, demo, install, show};
 use std::process::ExitCode;
 
 /// See how Kata guests with NVIDIA GPUs start: what took how long, on whose side.
@@ -20,6 +20,7 @@ Examples:
   kata-gpu-boot critical-path --dir boots      what would have made it shorter
   kata-gpu-boot demo --kernel vmlinuz --initrd demo.cpio
   kata-gpu-boot cdi check nvidia.yaml          what agents make of a CDI spec
+  kata-gpu-boot install --kata-config FILE --initrd gpu.cpio
 Each subcommand's --help ends with more.";
 
 #[derive(Subcommand)]
@@ -33,6 +34,8 @@ enum Command {
     Stats(stats::Args),
     Demo(demo::Args),
     Cdi(cdi_check::Args),
+    Install(install::Args),
+    Uninstall(install::uninstall::Args),
 }
 
 fn main() -> ExitCode {
@@ -48,6 +51,8 @@ fn main() -> ExitCode {
         Command::Demo(args) => demo::run(&args),
         // Its exit status says more than yes or no.
         Command::Cdi(args) => return cdi_check::run(&args),
+        Command::Install(args) => return install::run(&args),
+        Command::Uninstall(args) => return install::uninstall::run(&args),
     };
     match done {
         Ok(()) => ExitCode::SUCCESS,

@@ -15,6 +15,14 @@ mod container_roots;
 mod hooks;
 mod hooks_attacks;
 mod hooks_faults;
+#[cfg(feature = "host")]
+mod install;
+#[cfg(feature = "host")]
+mod install_attacks;
+#[cfg(feature = "host")]
+mod install_manifests;
+#[cfg(feature = "host")]
+mod install_refusals;
 mod ldconfig;
 mod modules;
 mod oracle;

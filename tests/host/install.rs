@@ -1,0 +1,394 @@
+//! `kata-gpu-boot install` and `uninstall` on configurations with the public keys of both runtimes: the drop-in, what becomes effective, and that
+//! uninstall leaves everything as it was. Reasons to refuse are in install_refusals.rs, hostile files in install_attacks.rs.
+
+use crate::{TempDir, project};
+use kata_gpu_init::host::install::drop_in;
+use kata_gpu_init::host::install::kata_config::KataConfig;
+use kata_gpu_init::host::install::merge::{Effective, Runtime};
+use kata_gpu_init::host::install::{self, Said, from_words, uninstall};
+use serde_json::Value as Json;
+use std::collections::BTreeMap;
+use std::fs;
+use std::os::unix::fs::{MetadataExt, PermissionsExt};
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+
+/// Below the directory of a test; where kata-deploy puts what it installs.
+const RUNTIMES: &str = "opt/kata/share/defaults/kata-containers/runtimes";
+
+/// A Kata configuration on a disk of its own.
+pub struct World {
+    pub dir: TempDir,
+    pub config: PathBuf,
+    pub initrd: PathBuf,
+}
+
+impl World {
+    /// With one of the fixtures.
+    pub fn new(test: &str, fixture: &str) -> World {
+        let dir = TempDir::new(&format!("install-{test}"));
+        // Its name is part of what is compared.
+        let root = fs::canonicalize(&dir.0).unwrap();
+        let base = fixture.strip_prefix("go-").or_else(|| fixture.strip_prefix("rust-")).unwrap();
+        let config = root.join(RUNTIMES).join(base).join(format!("configuration-{base}.toml"));
+        fs::create_dir_all(config.parent().unwrap()).unwrap();
+        fs::copy(project().join("tests/fixtures/kata").join(fixture).with_extension("toml"), &config).unwrap();
+        let world = World { dir, config, initrd: root.join("gpu.cpio") };
+        world.make_initrd(&world.initrd, 1000);
+        world
+    }
+
+    pub fn root(&self) -> PathBuf {
+        fs::canonicalize(&self.dir.0).unwrap()
+    }
+
+    /// An archive with an `init` of this size.
+    pub fn make_initrd(&self, path: &Path, size: usize) {
+        let mut out = Vec::new();
+        for (name, size) in [("bin", 0), ("init", size), ("TRAILER!!!", 0)] {
+            out.extend(b"070701");
+            for field in 0..13 {
+                let value = [(6, size), (11, name.len() + 1)].iter().find(|(at, _)| *at == field).map_or(0, |(_, value)| *value);
+                out.extend(format!("{value:08X}").bytes());
+            }
+            out.extend(name.bytes().chain([0]));
+            out.resize(out.len().next_multiple_of(4), 0);
+            out.resize((out.len() + size).next_multiple_of(4), 0);
+        }
+        fs::write(path, out).unwrap();
+    }
+
+    pub fn config_d(&self) -> PathBuf {
+        self.config.parent().unwrap().join("config.d")
+    }
+
+    pub fn ours(&self) -> PathBuf {
+        self.config_d().join(drop_in::NAME)
+    }
+
+    pub fn drop_in(&self, name: &str, text: &str) -> PathBuf {
+        fs::create_dir_all(self.config_d()).unwrap();
+        let path = self.config_d().join(name);
+        fs::write(&path, text).unwrap();
+        path
+    }
+
+    /// Changes the configuration; the text must be in it.
+    pub fn edit(&self, from: &str, to: &str) {
+        let text = fs::read_to_string(&self.config).unwrap();
+        assert!(text.contains(from), "{from}");
+        fs::write(&self.config, text.replacen(from, to, 1)).unwrap();
+    }
+
+    /// `install` with a version, so that no shim is looked for.
+    pub fn install(&self, words: &[&str]) -> Said {
+        let version = if words.contains(&"--kata-version") { &[][..] } else { &["--kata-version", "4.1.0"] };
+        self.plain_install(&[version, words].concat())
+    }
+
+    /// Nothing but these words and the configuration.
+    pub fn plain_install(&self, words: &[&str]) -> Said {
+        let config = ["--kata-config", self.config.to_str().unwrap()];
+        install::say(&from_words(&[config.as_slice(), words].concat()).unwrap())
+    }
+
+    pub fn install_initrd(&self, words: &[&str]) -> Said {
+        self.install(&[&["--initrd", self.initrd.to_str().unwrap()], words].concat())
+    }
+
+    pub fn uninstall(&self, words: &[&str]) -> Said {
+        let config = ["--kata-config", self.config.to_str().unwrap()];
+        uninstall::say(&from_words(&[config.as_slice(), words].concat()).unwrap())
+    }
+
+    /// What the runtime sees.
+    pub fn effective(&self, runtime: Runtime) -> Effective {
+        let config = KataConfig::read(&self.config).unwrap();
+        let mut all: Vec<_> = config.others.clone();
+        if let Some(text) = config.ours.text() {
+            let table = toml_of(text);
+            all.push(install::kata_config::Source { path: config.drop_in_path(), bytes: text.to_vec(), table });
+            all.sort_by(|a, b| a.path.cmp(&b.path));
+        }
+        Effective::of(runtime, &config.base, &all)
+    }
+
+    /// Every path below the directory with its kind, mode and content.
+    pub fn snapshot(&self) -> BTreeMap<PathBuf, (u32, Vec<u8>)> {
+        let mut found = BTreeMap::new();
+        let mut todo = vec![self.root()];
+        while let Some(path) = todo.pop() {
+            let metadata = fs::symlink_metadata(&path).unwrap();
+            let content = if metadata.is_dir() {
+                todo.extend(fs::read_dir(&path).unwrap().map(|entry| entry.unwrap().path()));
+                Vec::new()
+            } else if metadata.is_symlink() {
+                fs::read_link(&path).unwrap().into_os_string().into_encoded_bytes()
+            } else if metadata.is_file() {
+                fs::read(&path).unwrap()
+            } else {
+                Vec::new()
+            };
+            found.insert(path, (metadata.mode(), content));
+        }
+        found
+    }
+
+    /// Text with this test's directory as /test.
+    pub fn shown(&self, text: &str) -> String {
+        text.replace(self.root().to_str().unwrap(), "/test")
+    }
+}
+
+pub fn toml_of(text: &[u8]) -> toml::Table {
+    std::str::from_utf8(text).unwrap().parse().unwrap()
+}
+
+#[track_caller]
+pub fn done(said: &Said) -> &str {
+    assert_eq!((said.code, said.err.as_str()), (0, ""), "{}", said.out);
+    &said.out
+}
+
+#[track_caller]
+fn golden(name: &str, text: &str) {
+    let path = project().join("tests/golden/install").join(name);
+    if std::env::var_os("UPDATE_GOLDEN").is_some_and(|v| v == "1") {
+        fs::create_dir_all(path.parent().unwrap()).unwrap();
+        fs::write(&path, text).unwrap();
+        return;
+    }
+    let want = fs::read_to_string(&path).unwrap_or_else(|e| panic!("read {}: {e}: UPDATE_GOLDEN=1 writes it", path.display()));
+    assert!(want == text, "{} differs: UPDATE_GOLDEN=1 refreshes it\n--- golden\n{want}\n--- now\n{text}", path.display());
+}
+
+/// kata-deploy's own drop-in.
+const KERNEL_PARAMS: &str = "[hypervisor.qemu]\nkernel_params = \"cgroup_no_v1=all pci=realloc pci=nocrs pci=assign-busses agent.https_proxy=\\\"http://p:1 x\\\"\"\n";
+
+/// Fixture, its runtime and section, words given, other drop-ins.
+type Case = (&'static str, Runtime, &'static str, &'static [&'static str], &'static [(&'static str, &'static str)]);
+
+const CASES: &[Case] = &[
+    ("go-qemu-nvidia-gpu", Runtime::Go, "qemu", &["--param", "gpuinit.log=debug"], &[("30-kernel-params.toml", KERNEL_PARAMS)]),
+    ("rust-qemu-nvidia-gpu", Runtime::Rust, "qemu", &["--param", "gpuinit.bind=concurrent", "--param", "agent.cdi_timeout=120"], &[]),
+    ("go-clh", Runtime::Go, "clh", &[], &[]),
+    (
+        "rust-clh",
+        Runtime::Rust,
+        "cloud-hypervisor",
+        &["--param", "gpuinit.gpus=8"],
+        &[("50-mine.toml", "[runtime]\nenable_debug = true\n")],
+    ),
+];
+
+fn case(test: &str, case: &Case) -> World {
+    let world = World::new(&format!("{test}-{}", case.0), case.0);
+    for (name, text) in case.4 {
+        world.drop_in(name, text);
+    }
+    world
+}
+
+#[test]
+fn the_drop_in_and_what_is_said_are_the_golden_ones_for_both_runtimes_and_hypervisors() {
+    for one in CASES {
+        let world = case("golden", one);
+        let dry = world.install_initrd(&[one.3, &["--dry-run"]].concat());
+        assert!(!world.ours().exists(), "a dry run writes nothing");
+        let said = world.install_initrd(one.3);
+        let written = fs::read_to_string(world.ours()).unwrap();
+        let text = format!("{}\n--- dry run\n{}\n--- the file\n{written}", done(&said), done(&dry));
+        golden(&format!("{}.txt", one.0), &world.shown(&mask_checksum(&text)));
+    }
+}
+
+/// The checksum covers the test's directory, which differs from run to run.
+fn mask_checksum(text: &str) -> String {
+    let mark = "\"checksum\":\"";
+    let mut out = String::new();
+    let mut rest = text;
+    while let Some(at) = rest.find(mark) {
+        let (before, after) = rest.split_at(at + mark.len());
+        out.push_str(before);
+        out.push_str("........");
+        rest = &after[8..];
+    }
+    out + rest
+}
+
+#[test]
+fn our_keys_become_effective_and_nothing_else_changes() {
+    for one in CASES {
+        let (fixture, runtime, section, words, _) = *one;
+        let world = case("effective", one);
+        let before = world.effective(runtime);
+        done(&world.install_initrd(words));
+        let after = world.effective(runtime);
+        let get = |effective: &Effective, key: &str| effective.get(&["hypervisor", section, key]).cloned();
+        let text = |key: &str| get(&after, key).and_then(|v| v.as_str().map(str::to_string)).unwrap_or_default();
+        assert_eq!(text("image"), "", "{fixture}");
+        assert_eq!(text("initrd"), world.initrd.to_str().unwrap(), "{fixture}");
+        assert_eq!(text("kernel_verity_params"), "", "{fixture}");
+        // Every word that was there is there, unless we gave one of its name; and ours are there.
+        let old = get(&before, "kernel_params").and_then(|v| v.as_str().map(str::to_string)).unwrap();
+        let ours: Vec<&str> = words.iter().copied().filter(|word| *word != "--param").collect();
+        let name = |word: &str| word.split('=').next().unwrap_or_default().to_string();
+        let params = text("kernel_params");
+        for word in old.split(' ').filter(|word| !ours.iter().any(|own| name(own) == name(word))) {
+            assert!(params.split(' ').any(|w| w == word), "{fixture}: {word} is lost in {params}");
+        }
+        for word in &ours {
+            assert_eq!(params.split(' ').filter(|w| name(w) == name(word)).collect::<Vec<_>>(), [*word], "{fixture}: {params}");
+        }
+        // Without our keys, both are the same.
+        let without = |effective: &Effective| {
+            let mut table = effective.table.clone();
+            let section = table["hypervisor"].as_table_mut().unwrap()[section].as_table_mut().unwrap();
+            for key in ["image", "initrd", "kernel_params", "kernel_verity_params", "guest_extension_images"] {
+                section.remove(key);
+            }
+            table
+        };
+        assert_eq!(without(&after), without(&before), "{fixture}");
+        assert_ne!(after.table, before.table, "{fixture}: the negative control of the line above");
+    }
+}
+
+#[test]
+fn uninstall_leaves_every_file_directory_and_mode_as_they_were() {
+    for one in CASES {
+        let world = case("restore", one);
+        let before = world.snapshot();
+        done(&world.install_initrd(one.3));
+        assert_ne!(world.snapshot(), before, "{}", one.0);
+        let said = world.uninstall(&[]);
+        assert!(done(&said).contains("removed /"), "{}", said.out);
+        assert_eq!(world.snapshot(), before, "{}", one.0);
+        let again = world.uninstall(&[]);
+        assert!(done(&again).starts_with("nothing to remove"), "{}", again.out);
+    }
+}
+
+#[test]
+fn installing_twice_is_installing_once() {
+    for one in CASES {
+        let world = case("twice", one);
+        done(&world.install_initrd(one.3));
+        let (first, inode) = (world.snapshot(), fs::metadata(world.ours()).unwrap().ino());
+        let said = world.install_initrd(one.3);
+        assert!(done(&said).contains("nothing to do"), "{}", said.out);
+        assert_eq!(world.snapshot(), first);
+        assert_eq!(fs::metadata(world.ours()).unwrap().ino(), inode, "the file was not even written again");
+        // Nor does it matter that the arguments are left away the second time.
+        assert!(done(&world.install(&[])).contains("nothing to do"));
+    }
+}
+
+#[test]
+fn an_upgrade_is_one_command_and_keeps_the_words_that_were_given() {
+    let world = World::new("upgrade", "go-qemu-nvidia-gpu");
+    done(&world.install_initrd(&["--param", "gpuinit.log=debug", "--param", "gpuinit.gpus=8"]));
+    let newer = world.root().join("newer.cpio");
+    world.make_initrd(&newer, 2000);
+    let said = world.install(&["--initrd", newer.to_str().unwrap()]);
+    assert_eq!(
+        world.shown(done(&said)).lines().filter(|line| line.starts_with("  hyper")).collect::<Vec<_>>(),
+        ["  hypervisor.qemu.initrd: \"/test/gpu.cpio\" -> \"/test/newer.cpio\""]
+    );
+    let params =
+        |world: &World| world.effective(Runtime::Go).get(&["hypervisor", "qemu", "kernel_params"]).unwrap().as_str().unwrap().to_string();
+    assert!(params(&world).ends_with("pci=assign-busses gpuinit.log=debug gpuinit.gpus=8"), "{}", params(&world));
+    done(&world.install(&["--unset", "gpuinit.gpus", "--param", "gpuinit.log=off"]));
+    assert!(params(&world).ends_with("pci=assign-busses gpuinit.log=off"), "{}", params(&world));
+    // Without any word of ours the key is left to others again.
+    done(&world.install(&["--unset", "gpuinit.log"]));
+    assert!(!fs::read_to_string(world.ours()).unwrap().contains("kernel_params ="));
+}
+
+#[test]
+fn after_an_upgrade_of_kata_installing_again_takes_its_new_words() {
+    let world = World::new("kata-upgrade", "go-qemu-nvidia-gpu");
+    done(&world.install_initrd(&["--param", "gpuinit.log=debug"]));
+    world.edit("pci=assign-busses", "pci=assign-busses pci=hpmmiosize=1G");
+    done(&world.install(&[]));
+    let effective = world.effective(Runtime::Go);
+    let params = effective.get(&["hypervisor", "qemu", "kernel_params"]).unwrap().as_str().unwrap();
+    assert!(params.ends_with("pci=assign-busses pci=hpmmiosize=1G gpuinit.log=debug"), "{params}");
+}
+
+#[test]
+fn the_drop_in_is_read_after_kata_deploys_and_can_be_read_by_everybody() {
+    let world = World::new("order", "rust-qemu-nvidia-gpu");
+    for name in ["10-installation-prefix.toml", "20-debug.toml", "30-kernel-params.toml", "50-user-overrides.toml"] {
+        world.drop_in(name, "[hypervisor.qemu]\nimage = \"/other\"\ninitrd = \"\"\n");
+    }
+    done(&world.install_initrd(&[]));
+    assert_eq!(world.effective(Runtime::Rust).get(&["hypervisor", "qemu", "image"]).unwrap().as_str(), Some(""));
+    assert_eq!(fs::metadata(world.ours()).unwrap().mode() & 0o7777, 0o644);
+    let beside: Vec<_> = fs::read_dir(world.config.parent().unwrap()).unwrap().map(|entry| entry.unwrap().file_name()).collect();
+    assert_eq!(beside.len(), 2, "nothing is left beside the configuration: {beside:?}");
+}
+
+#[test]
+fn json_says_what_the_page_says() {
+    let world = World::new("json", "rust-qemu-nvidia-gpu");
+    let json: Json = serde_json::from_str(done(&world.install_initrd(&["--json"]))).unwrap();
+    assert_eq!(json["action"], "installed");
+    assert_eq!(json["runtime"], "rust");
+    assert_eq!(json["kataVersion"], "4.1.0");
+    assert_eq!(json["file"], world.ours().to_str().unwrap());
+    assert_eq!(json["text"], fs::read_to_string(world.ours()).unwrap());
+    let keys: Vec<&str> = json["changes"].as_array().unwrap().iter().map(|change| change["key"].as_str().unwrap()).collect();
+    let short: Vec<&str> = keys.iter().map(|key| key.strip_prefix("hypervisor.qemu.").unwrap()).collect();
+    assert_eq!(short, ["image", "initrd", "kernel_verity_params", "guest_extension_images"]);
+    let json: Json = serde_json::from_str(done(&world.install(&["--json"]))).unwrap();
+    assert_eq!(json["action"], "unchanged");
+    let json: Json = serde_json::from_str(done(&world.uninstall(&["--json", "--dry-run"]))).unwrap();
+    assert_eq!((json["action"].as_str(), world.ours().exists()), (Some("would-remove"), true));
+    assert_eq!(json["changes"][0]["before"], "");
+    let json: Json = serde_json::from_str(done(&world.uninstall(&["--json"]))).unwrap();
+    assert_eq!(json["action"], "removed");
+    let refused = world.install(&["--json"]);
+    let json: Json = serde_json::from_str(&refused.out).unwrap();
+    assert_eq!((json["action"].as_str(), refused.code), (Some("refused"), 1));
+    assert_eq!(json["refusals"][0]["place"], "--initrd");
+}
+
+#[test]
+fn the_version_is_asked_of_the_shim_that_belongs_to_the_configuration() {
+    for (fixture, shim, words) in [
+        ("go-qemu-nvidia-gpu", "opt/kata/bin", "(Golang): id: \"i\""),
+        ("rust-qemu-nvidia-gpu", "opt/kata/runtime-rs/bin", "(Rust): id: i"),
+    ] {
+        let world = World::new("shim", fixture);
+        let initrd = world.initrd.to_str().unwrap().to_string();
+        let unknown = world.plain_install(&["--initrd", &initrd, "--dry-run"]);
+        assert!(done(&unknown).contains("Kata of unknown version, it must be"), "{}", unknown.out);
+        let shim = world.root().join(shim).join("containerd-shim-kata-v2");
+        make_program(
+            &shim,
+            &format!("#!/bin/sh\n[ \"$*\" = --version ] && echo 'Kata Containers containerd shim {words}, version: 3.27.0, commit: c'\n"),
+        );
+        // Whatever this machine's umask is.
+        for dir in shim.ancestors().skip(1).take_while(|dir| dir.starts_with(world.root())) {
+            fs::set_permissions(dir, fs::Permissions::from_mode(0o755)).unwrap();
+        }
+        let known = world.plain_install(&["--initrd", &initrd, "--dry-run"]);
+        assert!(done(&known).contains(&format!("Kata 3.27.0 (says {})", shim.display())), "{}", known.out);
+        // A program, or a directory on the way to it, that others can write is not run.
+        for (path, mode) in [(shim.as_path(), 0o777), (shim.parent().unwrap(), 0o775)] {
+            fs::set_permissions(path, fs::Permissions::from_mode(mode)).unwrap();
+            let said = world.plain_install(&["--initrd", &initrd, "--dry-run"]);
+            assert!(done(&said).contains("not run: others can change") && !said.out.contains("3.27.0"), "{}", said.out);
+            fs::set_permissions(path, fs::Permissions::from_mode(0o755)).unwrap();
+        }
+    }
+}
+
+/// Writes a program by a process of its own: a descriptor open for writing here could be inherited by another test's child, and keep it from being run.
+fn make_program(path: &Path, text: &str) {
+    fs::create_dir_all(path.parent().unwrap()).unwrap();
+    let script = "printf %s \"$1\" > \"$2\" && chmod 755 \"$2\"";
+    let status = Command::new("sh").args(["-c", script, "sh", text]).arg(path).stdin(Stdio::null()).status().unwrap();
+    assert!(status.success());
+}
