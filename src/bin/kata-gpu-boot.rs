@@ -1,7 +1,7 @@
 //! kata-gpu-boot: the host's view of how GPU guests start.
 
 use clap::{Parser, Subcommand};
-use kata_gpu_init::host::{cdi_check, collect, demo, show};
+use kata_gpu_init::host::{cdi_check, collect, demo, export, show};
 use std::process::ExitCode;
 
 /// See how Kata guests with NVIDIA GPUs start: what took how long, on whose side.
@@ -16,6 +16,7 @@ const EXAMPLES: &str = "\
 Examples:
   kata-gpu-boot collect --dir boots --live     receive streams and watch
   kata-gpu-boot show --dir boots               the newest boot as a table
+  kata-gpu-boot export --html -o boot.html     the newest boot as a page
   kata-gpu-boot demo --kernel vmlinuz --initrd demo.cpio
   kata-gpu-boot cdi check nvidia.yaml          what agents make of a CDI spec
 Each subcommand's --help ends with more.";
@@ -24,6 +25,7 @@ Each subcommand's --help ends with more.";
 enum Command {
     Collect(collect::Args),
     Show(show::Args),
+    Export(export::Args),
     Demo(demo::Args),
     Cdi(cdi_check::Args),
 }
@@ -32,6 +34,7 @@ fn main() -> ExitCode {
     let done = match Cli::parse().command {
         Command::Collect(args) => collect::run(&args),
         Command::Show(args) => show::run(&args),
+        Command::Export(args) => export::run(&args),
         Command::Demo(args) => demo::run(&args),
         // Its exit status says more than yes or no.
         Command::Cdi(args) => return cdi_check::run(&args),

@@ -91,7 +91,7 @@ pub fn print(text: &str) -> Result<()> {
 }
 
 /// The file that somebody means.
-fn find(boot: Option<&str>, dir: &Path) -> Result<PathBuf> {
+pub fn find(boot: Option<&str>, dir: &Path) -> Result<PathBuf> {
     let Some(boot) = boot else {
         return newest(dir);
     };
