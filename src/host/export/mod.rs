@@ -69,7 +69,7 @@ pub struct Args {
     #[arg(long, value_name = "FILE")]
     console: Option<PathBuf>,
     /// A resource attribute for --otlp, for example k8s.node.name=n1; may be repeated.
-    #[arg(long, value_name = "KEY=VALUE", requires = "otlp")]
+    #[arg(long, value_name = "KEY=VALUE")]
     attribute: Vec<String>,
 }
 
@@ -126,6 +126,9 @@ pub fn run(args: &Args) -> Result<()> {
     let format = args.format.format();
     if format == Format::Perfetto && args.output.is_none() && io::stdout().is_terminal() {
         bail!("a Perfetto trace is binary: name a file with --output, or pipe it somewhere");
+    }
+    if format != Format::Otlp && !args.attribute.is_empty() {
+        bail!("--attribute is for --otlp: other formats have no resource");
     }
     let file = read_boot(&find(args.boot.as_deref(), &args.dir)?)?;
     let agent = match &args.console {
