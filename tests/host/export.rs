@@ -6,8 +6,10 @@ use kata_gpu_init::host::boot_file::BootFile;
 use kata_gpu_init::host::export::{Format, Resource, bytes};
 use serde_json::Value;
 use std::fs::{self, File};
+use std::io::Write;
 use std::path::{Path, PathBuf};
-use std::process::Command;
+use std::process::{Command, Stdio};
+use std::sync::Mutex;
 
 pub const RECORDED: &str = "recorded-8-gpus-fast-host";
 
@@ -97,6 +99,91 @@ pub fn within(seconds: u32, program: &Path) -> Command {
     let mut command = Command::new("timeout");
     command.args(["-k", "5", &seconds.to_string()]).arg(program);
     command
+}
+
+/// A package of PyPI, in a virtual environment of its own below target/.
+pub struct Package {
+    pub name: &'static str,
+    /// What is imported from it.
+    pub module: &'static str,
+}
+
+impl Package {
+    /// The environment's Python; None, with the reason printed, where it cannot be had.
+    pub fn python(&self) -> Option<PathBuf> {
+        // Tests of one package run at once.
+        static LOCK: Mutex<()> = Mutex::new(());
+        let _held = LOCK.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
+        let venv = project().join("target").join(format!("python-{}", self.name.replace("==", "-")));
+        let python = venv.join("bin/python");
+        let works = || Command::new(&python).args(["-c", &format!("import {}", self.module)]).output().is_ok_and(|o| o.status.success());
+        if works() {
+            return Some(python);
+        }
+        let Some(system) = program("python3") else {
+            skip("no python3");
+            return None;
+        };
+        let steps: [(&Path, Vec<&str>); 2] = [
+            (&system, vec!["-m", "venv", "--clear", venv.to_str()?]),
+            (&python, vec!["-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--retries", "1", self.name]),
+        ];
+        for (program, args) in steps {
+            let output = within(120, program).args(&args).output().unwrap();
+            if !output.status.success() {
+                let why = String::from_utf8_lossy(&output.stderr).lines().last().unwrap_or("no word").to_string();
+                skip(&format!("{} cannot be had: {} {}: {}: {why}", self.name, program.display(), args.join(" "), output.status));
+                return None;
+            }
+        }
+        assert!(works(), "{} is installed and cannot be imported", self.name);
+        Some(python)
+    }
+}
+
+/// Reads a request with the official messages; ids are hexadecimal in OTLP/JSON and base64 in what protobuf calls JSON.
+const OTLP_READER: &str = "
+import base64, json, sys
+from google.protobuf import json_format
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+def ids(node):
+    for key, value in node.items() if isinstance(node, dict) else enumerate(node):
+        if key in ('traceId', 'spanId', 'parentSpanId'):
+            node[key] = base64.b64encode(bytes.fromhex(value)).decode()
+        elif isinstance(value, (dict, list)):
+            ids(value)
+request = json.load(sys.stdin)
+ids(request)
+message = json_format.ParseDict(request, ExportTraceServiceRequest())
+spans = message.resource_spans[0].scope_spans[0].spans
+print(len(spans), sum(len(s.links) for s in spans), sum(s.status.code == 2 for s in spans), {len(s.trace_id) for s in spans}, {len(s.span_id) for s in spans})
+";
+
+#[test]
+fn opentelemetrys_own_protos_read_every_span_and_refuse_an_unknown_field() {
+    let package = Package { name: "opentelemetry-proto==1.45.2", module: "opentelemetry.proto.collector.trace.v1.trace_service_pb2" };
+    let Some(python) = package.python() else { return };
+    let read = |request: &[u8]| {
+        let mut child = within(60, &python)
+            .args(["-c", OTLP_READER])
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped())
+            .spawn()
+            .unwrap();
+        child.stdin.take().unwrap().write_all(request).unwrap();
+        child.wait_with_output().unwrap()
+    };
+    let stream = sixteen();
+    let request = export(&stream, None, Format::Otlp);
+    let csv = String::from_utf8(export(&stream, None, Format::Csv)).unwrap();
+    let edges: usize = csv.lines().skip(1).map(|line| line.split(',').nth(14).unwrap().split_whitespace().count()).sum();
+    let output = read(&request);
+    // The steps and the boot; of those, the failed GPU's initialisation and the boot have failed.
+    let want = format!("{} {edges} 2 {{16}} {{8}}\n", csv.lines().count());
+    assert_eq!(String::from_utf8_lossy(&output.stdout), want, "{output:?}");
+    let wrong = String::from_utf8(request).unwrap().replacen("startTimeUnixNano", "startTime", 1);
+    assert!(String::from_utf8_lossy(&read(wrong.as_bytes()).stderr).contains("ParseError"));
 }
 
 #[test]

@@ -1,51 +1,17 @@
 //! A Perfetto trace before Perfetto's own protos (PyPI package `perfetto`, in a virtual environment of the project's target/).
 
-use crate::export::{RECORDED, export, fixture, program, sixteen, skip, within};
-use crate::{TempDir, project};
+use crate::TempDir;
+use crate::export::{Package, RECORDED, export, fixture, sixteen, within};
 use kata_gpu_init::host::export::Format;
 use serde_json::Value;
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
-use std::path::{Path, PathBuf};
-use std::process::Command;
+use std::path::Path;
 
 /// The release that was tried.
-const PACKAGE: &str = "perfetto==0.59.1";
+const PERFETTO: Package = Package { name: "perfetto==0.59.1", module: "perfetto.protos.perfetto.trace.perfetto_trace_pb2" };
 /// Reads a trace with the official messages and writes what is in it as JSON: tracks, slices by track (matched as a stack), clocks.
 const READER: &str = include_str!("export_perfetto.py");
-
-/// Python with the package; None, with the reason printed, where it cannot be had.
-fn python() -> Option<PathBuf> {
-    let venv = project().join("target/perfetto-venv");
-    let python = venv.join("bin/python");
-    let works = || {
-        Command::new(&python)
-            .args(["-c", "import perfetto.protos.perfetto.trace.perfetto_trace_pb2"])
-            .output()
-            .is_ok_and(|o| o.status.success())
-    };
-    if works() {
-        return Some(python);
-    }
-    let Some(system) = program("python3") else {
-        skip("no python3");
-        return None;
-    };
-    let steps: [(&Path, Vec<&str>); 2] = [
-        (&system, vec!["-m", "venv", "--clear", venv.to_str()?]),
-        (&python, vec!["-m", "pip", "install", "--quiet", "--disable-pip-version-check", PACKAGE]),
-    ];
-    for (program, args) in steps {
-        let output = within(180, program).args(&args).output().unwrap();
-        if !output.status.success() {
-            let why = String::from_utf8_lossy(&output.stderr).lines().last().unwrap_or("no word").to_string();
-            skip(&format!("{PACKAGE} cannot be had: {} {}: {}: {why}", program.display(), args.join(" "), output.status));
-            return None;
-        }
-    }
-    assert!(works(), "{PACKAGE} is installed and cannot be imported");
-    Some(python)
-}
 
 fn read(python: &Path, trace: &[u8]) -> Result<Value, String> {
     let dir = TempDir::new(&format!("perfetto-{}", trace.len()));
@@ -73,7 +39,7 @@ fn steps(stream: &str) -> BTreeSet<(String, u64, Option<u64>)> {
 
 #[test]
 fn perfettos_own_protos_read_every_step_where_it_belongs() {
-    let Some(python) = python() else { return };
+    let Some(python) = PERFETTO.python() else { return };
     for (stream, gpus, open) in [(fixture(&format!("{RECORDED}.ndjson")), 8, 0), (sixteen(), 16, 1)] {
         let trace = read(&python, &export(&stream, None, Format::Perfetto)).unwrap();
         assert_eq!(trace["unknown_fields"], 0);
@@ -117,13 +83,8 @@ fn perfettos_own_protos_read_every_step_where_it_belongs() {
             slices.iter().flat_map(|s| s[key].as_array().unwrap().iter().map(|id| id.as_u64().unwrap())).collect::<BTreeSet<_>>()
         };
         assert!(ids("flows").len() > 10 && ids("flows") == ids("terminating"), "{:?} {:?}", ids("flows"), ids("terminating"));
-        let last = trace["counters"]
-            .as_array()
-            .unwrap()
-            .iter()
-            .filter(|c| tracks[&c["track"].as_u64().unwrap()]["name"] == "GPUs usable")
-            .next_back()
-            .unwrap();
+        let usable = |counter: &&Value| tracks[&counter["track"].as_u64().unwrap()]["name"] == "GPUs usable";
+        let last = trace["counters"].as_array().unwrap().iter().rfind(usable).unwrap();
         assert_eq!(last["value"], if gpus == 16 { 14 } else { 8 });
         assert_eq!(trace["instants"].as_array().unwrap().iter().filter(|i| i["name"] == "gpu.failed").count(), usize::from(gpus == 16));
     }
@@ -131,7 +92,7 @@ fn perfettos_own_protos_read_every_step_where_it_belongs() {
 
 #[test]
 fn perfettos_own_protos_refuse_half_a_trace() {
-    let Some(python) = python() else { return };
+    let Some(python) = PERFETTO.python() else { return };
     let trace = export(&fixture(&format!("{RECORDED}.ndjson")), None, Format::Perfetto);
     let error = read(&python, &trace[..trace.len() - 3]).unwrap_err();
     assert!(error.contains("DecodeError"), "{error}");

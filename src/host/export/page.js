@@ -51,11 +51,12 @@ function shape(name, attributes, text) {
 // --- the timeline
 
 const ROW = 19, BAR = 15, PAD = 5, STRIP = 9, LABEL_ROW = 14, RIGHT = 14, CHARACTER = 6.15;
+const PAPER = 860; // drawn that wide, text is readable on A4
 const MIN_VIEW = 20e3; // 20 µs
 const whole = [0, Math.max(boot.boot_end * 1.015, 1e6)];
 const furthest = Math.max(whole[1], Math.min(boot.end * 1.015, Number.MAX_SAFE_INTEGER * 4e3));
 const chart = $("chart"), tip = $("tip");
-let view = whole.slice(), width = 0, left = 0, top0 = 0, hovered = null, pinned = null, focused = null, printing = false, range = null;
+let view = whole.slice(), width = 0, left = 0, top0 = 0, labelRows = 0, hovered = null, pinned = null, focused = null, printing = false, range = null;
 let places = [];
 
 const plot = () => width - left - RIGHT;
@@ -89,10 +90,12 @@ function pace() {
 }
 
 function draw() {
-  width = printing ? 1040 : chart.clientWidth || 1040;
+  width = printing ? PAPER : chart.clientWidth || PAPER;
   left = width < 640 ? 64 : 158;
   const labels = milestoneLabels();
-  top0 = 22 + labels.rows * LABEL_ROW;
+  // It never shrinks: lanes that jump while somebody pans are hard to follow.
+  labelRows = Math.max(labelRows, labels.rows);
+  top0 = 22 + labelRows * LABEL_ROW;
   let y = top0;
   places = lanes.map((lane) => {
     const place = { y, height: PAD + lane.rows * ROW + STRIP };
@@ -394,7 +397,8 @@ for (const [id, key] of [["in", "+"], ["out", "-"], ["fit", "0"]]) $(id).addEven
 const MAX_ROWS = 1500;
 let all = false, order = "time";
 const entries = [
-  ...steps.map((step, i) => ({ at: step.begin, i, ...step, took: took(step), detail: false, what: step.label, error: step.error })),
+  // The label says one field already.
+  ...steps.map((step, i) => ({ ...step, at: step.begin, i, took: took(step), detail: false, what: step.label, fields: step.fields.filter(([, value]) => !step.label.endsWith(" " + value)) })),
   ...marks.map((mark) => ({ ...mark, i: null, took: null, what: mark.text, error: null, fields: [] })),
 ].sort((a, b) => a.at - b.at);
 
@@ -451,7 +455,7 @@ function path() {
     at += share;
   }
   $("path-parts").replaceChildren(...sorted.map((part) => element("li", {}, element("i", { class: "dot " + part.side }), element("b", {}, part.name),
-    ` ${part.count > 1 ? part.count + " × " : ""}${duration(part.total)}, ${Math.round((100 * part.total) / Math.max(sum, 1))} % (${part.side})`)));
+    ` ${duration(part.total)}${part.count > 1 ? ` in ${part.count} steps` : ""}, ${Math.round((100 * part.total) / Math.max(sum, 1))} % (${part.side})`)));
   $("path-bar").replaceChildren(bar);
   $("path-list").replaceChildren(...list.map(([step, i]) => {
     const button = element("button", { type: "button" }, `${step.label} ${gpuName(step.gpu)}`.trim());

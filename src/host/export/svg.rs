@@ -180,14 +180,17 @@ impl Picture<'_> {
             };
             let more = match (step.end_ns, step.took_ns()) {
                 (None, _) => format!("{name}, open since {}", seconds(step.begin_ns)),
-                (Some(_), Some(took)) => format!("{name} {} s", seconds(took)),
+                // As much as there is room for in most bars.
+                (Some(_), Some(took)) => format!("{name} {:.2} s", took as f64 / 1e9),
                 (Some(_), None) => name.clone(),
             };
-            let title = html(&more);
+            let exact = step.took_ns().map(|took| format!("{} {} s", step.label(), seconds(took)));
+            let title = html(exact.as_deref().unwrap_or(&more));
             self.line(format_args!(
                 "<rect class=\"{kind}\" x=\"{from:.1}\" y=\"{y}\" width=\"{long:.1}\" height=\"{BAR}\" rx=\"2\"><title>{title}</title></rect>"
             ));
-            let room = (long - 10.0) / CHARACTER;
+            // Bold is wider.
+            let room = (long - 10.0) / if step.critical { CHARACTER * 1.1 } else { CHARACTER };
             if let Some(text) = [&more, &name].into_iter().find(|text| text.len() as f64 <= room) {
                 self.text(if step.critical { "on" } else { "t" }, from + 5.0, y + BAR - 4.0, "", text);
             }

@@ -155,7 +155,7 @@ fn every_cut_of_a_boot_can_be_written() {
 }
 
 /// Texts that try to be more than text, times that no clock has, edges in circles, steps without end or beginning, hundreds of GPUs.
-pub fn hostile(records: u64) -> Vec<u8> {
+fn hostile(records: u64) -> Vec<u8> {
     let evil = r#"</script><script>pwn()</script><img src=x onerror=pwn()><!--\u2028\u202e\u001b[2J]]>\"'=cmd|' /C calc'!A0"#;
     let mut out = format!(
         "{{\"schema\":1,\"stream\":{{\"boot_id\":\"0f7a1f8e-0000-4000-8000-00000000beef\",\"version\":\"{evil}\",\"kernel\":\"{evil}\",\"first_seq\":0}}}}\n"
@@ -191,8 +191,8 @@ pub fn hostile(records: u64) -> Vec<u8> {
 
 #[test]
 fn a_hostile_boot_is_written_in_every_format_and_stays_text() {
-    let file = BootFile::read(hostile(2000).as_slice()).unwrap();
-    assert_eq!((file.records.len(), file.damaged), (2000, 0), "{:?}", file.damage);
+    let file = BootFile::read(hostile(500).as_slice()).unwrap();
+    assert_eq!((file.records.len(), file.damaged), (500, 0), "{:?}", file.damage);
     for format in FORMATS {
         let out = bytes(format, &file, &[], &Resource::new()).unwrap();
         assert!(format == Format::Perfetto || !out.contains(&0x1b), "{format:?}");
