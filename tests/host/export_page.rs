@@ -167,3 +167,62 @@ fn the_policy_stops_a_script_that_got_into_the_page() {
     assert!(title(&dom).starts_with("GPU boot ") && console.contains("Content Security Policy"), "{} {console}", title(&dom));
     assert!(state(&dom, "steps").is_some(), "the page's own script runs");
 }
+
+/// What a hand does, written down by a script beside the page's own: the range after each act, and what is told.
+const HAND: &str = r#"{
+const said = [], note = () => said.push(document.getElementById("range").textContent);
+const key = (key, shiftKey = false) => { chart.dispatchEvent(new KeyboardEvent("keydown", { key, shiftKey, cancelable: true })); note(); };
+const point = (kind, clientX, clientY, target = chart) => target.dispatchEvent(new PointerEvent(kind, { clientX, clientY, pointerId: 1, bubbles: true }));
+note();
+key("+"); key("ArrowRight", true); key("0");
+chart.dispatchEvent(new WheelEvent("wheel", { deltaY: -300, ctrlKey: true, clientX: 700, cancelable: true })); note();
+key("0"); key("ArrowRight"); key("ArrowDown"); key("Enter");
+const told = document.getElementById("said").textContent;
+key("Escape"); key("0");
+const box = chart.getBoundingClientRect();
+chart.setPointerCapture = () => {};
+point("pointerdown", box.left + 400, box.top + 5); point("pointermove", box.left + 600, box.top + 5); point("pointerup", box.left + 600, box.top + 5); note();
+const bar = chart.querySelector(".bar");
+point("pointermove", 0, 0, bar);
+const hovered = document.getElementById("tip").textContent;
+document.getElementById("filter").value = "gpu.init gpu 3";
+document.getElementById("filter").dispatchEvent(new Event("input"));
+const rows = document.getElementById("rows").children.length;
+document.documentElement.dataset.hand = JSON.stringify({ said, told, hovered, rows }).replaceAll('"', "'");
+}"#;
+
+#[test]
+fn keys_wheel_drag_and_filter_do_what_the_page_says() {
+    let Some(browser) = Browser::find("export-hand") else { return };
+    let page = String::from_utf8(export(&fixture(&format!("{RECORDED}.ndjson")), Some(RECORDED), Format::Html)).unwrap();
+    // The policy would not run a second script.
+    let start = page.find("<meta http-equiv=\"Content-Security-Policy\"").unwrap();
+    let end = start + page[start..].find('>').unwrap() + 1;
+    let page = format!("{}{}", &page[..start], page[end..].replace("</body>", &format!("<script>{HAND}</script></body>")));
+    let (dom, console) = browser.run(&browser.page("hand.html", page.as_bytes()), &["--dump-dom", "--window-size=1400,1200"]);
+    assert_eq!((console.as_str(), state(&dom, "error")), ("", None));
+    let hand: serde_json::Value = serde_json::from_str(&state(&dom, "hand").unwrap().replace('\'', "\"")).unwrap();
+    let ranges: Vec<(f64, f64)> = hand["said"]
+        .as_array()
+        .unwrap()
+        .iter()
+        .map(|text| {
+            let numbers: Vec<f64> = text.as_str().unwrap().split_whitespace().filter_map(|word| word.parse().ok()).collect();
+            (numbers[0], numbers[1])
+        })
+        .collect();
+    let [whole, zoomed, panned, back, wheeled, again, right, down, entered, escaped, reset, chosen] = ranges.as_slice() else {
+        panic!("{ranges:?}")
+    };
+    let long = |(from, to): &(f64, f64)| to - from;
+    assert!(
+        (long(whole) / long(zoomed) - 1.5).abs() < 0.01 && (long(panned) - long(zoomed)).abs() < 0.002 && panned.0 > zoomed.0,
+        "{ranges:?}"
+    );
+    assert!([back, again, right, down, reset].iter().all(|range| *range == whole), "{ranges:?}");
+    assert!(long(wheeled) < long(whole) / 2.0 && long(entered) < long(whole) && escaped == entered, "{ranges:?}");
+    assert!(chosen.0 > whole.0 && chosen.1 < whole.1, "{ranges:?}");
+    assert!(hand["told"].as_str().unwrap().contains("from"), "{hand}");
+    assert!(hand["hovered"].as_str().unwrap().contains("took"), "{hand}");
+    assert_eq!(hand["rows"], 1, "{hand}");
+}
