@@ -2,7 +2,7 @@
 
 use clap::{Parser, Subcommand};
 use kata_gpu_init::host::account::commands::{blame, compare, coverage, critical_path, stats};
-use kata_gpu_init::host::{cdi_check, collect, demo, install, show};
+use kata_gpu_init::host::{cdi_check, collect, demo, export, install, show};
 use std::process::ExitCode;
 
 /// See how Kata guests with NVIDIA GPUs start: what took how long, on whose side.
@@ -18,6 +18,7 @@ Examples:
   kata-gpu-boot collect --dir boots --live     receive streams and watch
   kata-gpu-boot show --dir boots               the newest boot as a table
   kata-gpu-boot critical-path --dir boots      what would have made it shorter
+  kata-gpu-boot export --html -o boot.html     the newest boot as a page
   kata-gpu-boot demo --kernel vmlinuz --initrd demo.cpio
   kata-gpu-boot cdi check nvidia.yaml          what agents make of a CDI spec
   kata-gpu-boot install --kata-config FILE --initrd gpu.cpio
@@ -32,6 +33,7 @@ enum Command {
     Coverage(coverage::Args),
     Compare(compare::Args),
     Stats(stats::Args),
+    Export(export::Args),
     Demo(demo::Args),
     Cdi(cdi_check::Args),
     Install(install::Args),
@@ -48,6 +50,7 @@ fn main() -> ExitCode {
         // Its exit status is a gate's.
         Command::Compare(args) => return compare::run(&args),
         Command::Stats(args) => stats::run(&args),
+        Command::Export(args) => export::run(&args),
         Command::Demo(args) => demo::run(&args),
         // Its exit status says more than yes or no.
         Command::Cdi(args) => return cdi_check::run(&args),

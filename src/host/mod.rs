@@ -10,6 +10,7 @@ pub mod collect; // the subcommand collect
 pub mod collector; // accepts guests, one connection each
 pub mod connection; // one connection, without its socket
 pub mod demo; // the subcommand demo
+pub mod export; // the subcommand export: traces, tables, a page, a picture
 pub mod framing; // bytes into lines
 pub mod install; // the subcommands install and uninstall
 pub mod listen; // AF_VSOCK and hybrid vsock sockets

@@ -12,6 +12,12 @@ mod cdi_generate;
 mod container;
 #[cfg(feature = "host")]
 mod container_roots;
+#[cfg(feature = "host")]
+mod export;
+#[cfg(feature = "host")]
+mod export_page;
+#[cfg(feature = "host")]
+mod export_perfetto;
 mod hooks;
 mod hooks_attacks;
 mod hooks_faults;

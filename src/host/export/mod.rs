@@ -1,0 +1,198 @@
+//! `kata-gpu-boot export`: one boot in the formats of other programs, and as a page or a picture for people.
+//!
+//! [`timeline`] is what all formats write; a file per format knows nothing but its format. What is written into a file is there as a whole or not
+//! at all.
+
+mod chrome;
+mod critical_path; // until the account of a boot has its own
+mod csv;
+mod html;
+mod lanes;
+mod otlp;
+mod perfetto;
+mod proto;
+mod svg;
+#[cfg(test)]
+mod tests;
+mod timeline;
+
+pub use otlp::Resource;
+
+use super::agent_log::{self, AgentLine};
+use super::boot_file::BootFile;
+use super::show::{find, read_boot};
+use anyhow::{Context, Result, bail};
+use std::fs::File;
+use std::io::{self, ErrorKind, IsTerminal, Write};
+use std::path::{Path, PathBuf};
+use timeline::Timeline;
+
+const HELP: &str = "\
+Formats:
+  --html      one page for a browser: waterfall with zoom and details, critical path, failures with the driver's words, table; needs no network
+  --svg       the waterfall as a picture, for a README or a ticket
+  --perfetto  a trace for ui.perfetto.dev and trace_processor: a track per GPU and per side, clocks, flows, counters
+  --chrome    Trace Event JSON, which many viewers read
+  --otlp      one OTLP/JSON request, for an OpenTelemetry Collector (otlpjsonfile receiver, or POST to /v1/traces)
+  --csv       one row per step, for spreadsheets and data frames
+
+Times are the guest's boot clock; wall-clock times are the host's, with their error bound, where the collector compared the two. The resource \
+attributes of --otlp are host.name (this machine), what OTEL_RESOURCE_ATTRIBUTES says, and what --attribute says.
+
+Examples:
+  # the newest boot of the collector's directory as a page
+  kata-gpu-boot export --dir /var/lib/kata-gpu-boot --html --output boot.html
+  # with the agent's lines: when was it ready, how long did containers wait
+  kata-gpu-boot export 0f7a --html --console console.log -o boot.html
+  # into Perfetto
+  kata-gpu-boot export 0f7a --perfetto -o boot.pftrace
+  # to an OpenTelemetry Collector
+  kata-gpu-boot export --otlp --attribute k8s.pod.name=trainer-0 | curl -sS --json @- http://localhost:4318/v1/traces
+  # the five longest steps
+  kata-gpu-boot export --csv | sort -t, -k9 -n -r | head -n 5";
+
+/// Write one boot in the format of another program, or as a page or picture.
+#[derive(clap::Args, Debug)]
+#[command(after_help = HELP)]
+pub struct Args {
+    /// A file, or a boot id (its first characters are enough); the newest boot if left away.
+    boot: Option<String>,
+    /// Where the collector wrote.
+    #[arg(long, default_value = ".")]
+    dir: PathBuf,
+    #[command(flatten)]
+    format: Flags,
+    /// Write to this file instead of standard output.
+    #[arg(short, long, value_name = "F")]
+    output: Option<PathBuf>,
+    /// The guest's console log: takes the agent's own lines from it.
+    #[arg(long, value_name = "FILE")]
+    console: Option<PathBuf>,
+    /// A resource attribute for --otlp, for example k8s.node.name=n1; may be repeated.
+    #[arg(long, value_name = "KEY=VALUE")]
+    attribute: Vec<String>,
+}
+
+#[derive(clap::Args, Debug)]
+#[group(required = true, multiple = false)]
+struct Flags {
+    /// One self-contained page.
+    #[arg(long)]
+    html: bool,
+    /// The waterfall as a picture.
+    #[arg(long)]
+    svg: bool,
+    /// Perfetto trace (protobuf).
+    #[arg(long)]
+    perfetto: bool,
+    /// Trace Event JSON.
+    #[arg(long)]
+    chrome: bool,
+    /// OTLP/JSON.
+    #[arg(long)]
+    otlp: bool,
+    /// One row per step.
+    #[arg(long)]
+    csv: bool,
+}
+
+impl Flags {
+    fn format(&self) -> Format {
+        match () {
+            () if self.html => Format::Html,
+            () if self.svg => Format::Svg,
+            () if self.perfetto => Format::Perfetto,
+            () if self.chrome => Format::Chrome,
+            () if self.otlp => Format::Otlp,
+            // The group has one of them.
+            () => Format::Csv,
+        }
+    }
+}
+
+/// What can be written.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Format {
+    Html,
+    Svg,
+    Perfetto,
+    Chrome,
+    Otlp,
+    Csv,
+}
+
+/// Runs `export`.
+pub fn run(args: &Args) -> Result<()> {
+    let format = args.format.format();
+    if format == Format::Perfetto && args.output.is_none() && io::stdout().is_terminal() {
+        bail!("a Perfetto trace is binary: name a file with --output, or pipe it somewhere");
+    }
+    if format != Format::Otlp && !args.attribute.is_empty() {
+        bail!("--attribute is for --otlp: other formats have no resource");
+    }
+    let file = read_boot(&find(args.boot.as_deref(), &args.dir)?)?;
+    let agent = match &args.console {
+        None => Vec::new(),
+        Some(console) => {
+            let file = File::open(console).with_context(|| format!("open console log {}", console.display()))?;
+            agent_log::read(file).with_context(|| format!("read {}", console.display()))?
+        }
+    };
+    let resource = if format == Format::Otlp { resource(&args.attribute)? } else { Resource::new() };
+    let bytes = bytes(format, &file, &agent, &resource)?;
+    match &args.output {
+        Some(path) => save(path, &bytes),
+        None => print(&bytes),
+    }
+}
+
+/// The boot in that format. `resource`: attributes for [`Format::Otlp`].
+pub fn bytes(format: Format, file: &BootFile, agent: &[AgentLine], resource: &Resource) -> Result<Vec<u8>> {
+    let timeline = Timeline::new(file, agent);
+    Ok(match format {
+        Format::Html => html::write(&timeline).into_bytes(),
+        Format::Svg => svg::write(&timeline).into_bytes(),
+        Format::Perfetto => perfetto::write(&timeline),
+        Format::Chrome => chrome::write(&timeline).into_bytes(),
+        Format::Otlp => otlp::write(&timeline, resource)?.into_bytes(),
+        Format::Csv => csv::write(&timeline).into_bytes(),
+    })
+}
+
+fn resource(asked: &[String]) -> Result<Resource> {
+    // Without it there is no host.name, which nothing depends on.
+    let host = std::fs::read_to_string("/proc/sys/kernel/hostname").ok().map(|name| name.trim().to_string());
+    let environment = match std::env::var(otlp::RESOURCE_VARIABLE) {
+        Ok(text) => Some(text),
+        Err(std::env::VarError::NotPresent) => None,
+        Err(e) => return Err(e).with_context(|| format!("read {}", otlp::RESOURCE_VARIABLE)),
+    };
+    otlp::resource(environment.as_deref(), asked, host)
+}
+
+/// Writes beside the file and renames, so that nobody ever reads half of it.
+fn save(path: &Path, bytes: &[u8]) -> Result<()> {
+    let Some(name) = path.file_name() else { bail!("write {}: not the name of a file", path.display()) };
+    // A pipe or a device is written to, not replaced.
+    if path.metadata().is_ok_and(|meta| !meta.is_file()) {
+        return std::fs::write(path, bytes).with_context(|| format!("write {}", path.display()));
+    }
+    let mut temporary = name.to_os_string();
+    temporary.push(format!(".{}.tmp", std::process::id()));
+    let temporary = path.with_file_name(temporary);
+    let done = std::fs::write(&temporary, bytes).and_then(|()| std::fs::rename(&temporary, path));
+    if done.is_err() {
+        // What is left of it helps nobody; that it cannot be removed is no news beside the error.
+        let _unused = std::fs::remove_file(&temporary);
+    }
+    done.with_context(|| format!("write {}", path.display()))
+}
+
+/// Somebody who closes standard output has seen enough: no error.
+fn print(bytes: &[u8]) -> Result<()> {
+    let mut out = io::stdout().lock();
+    match out.write_all(bytes).and_then(|()| out.flush()) {
+        Err(e) if e.kind() == ErrorKind::BrokenPipe => Ok(()),
+        done => done.context("write to standard output"),
+    }
+}
