@@ -1,7 +1,7 @@
 //! kata-gpu-boot: the host's view of how GPU guests start.
 
 use clap::{Parser, Subcommand};
-use kata_gpu_init::host::{cdi_check, collect, demo, show};
+use kata_gpu_init::host::{cdi_check, collect, demo, initrd, show};
 use std::process::ExitCode;
 
 /// See how Kata guests with NVIDIA GPUs start: what took how long, on whose side.
@@ -18,6 +18,7 @@ Examples:
   kata-gpu-boot show --dir boots               the newest boot as a table
   kata-gpu-boot demo --kernel vmlinuz --initrd demo.cpio
   kata-gpu-boot cdi check nvidia.yaml          what agents make of a CDI spec
+  kata-gpu-boot initrd verify kata.initrd      can this image boot as a GPU guest
 Each subcommand's --help ends with more.";
 
 #[derive(Subcommand)]
@@ -26,6 +27,7 @@ enum Command {
     Show(show::Args),
     Demo(demo::Args),
     Cdi(cdi_check::Args),
+    Initrd(initrd::Args),
 }
 
 fn main() -> ExitCode {
@@ -35,6 +37,7 @@ fn main() -> ExitCode {
         Command::Demo(args) => demo::run(&args),
         // Its exit status says more than yes or no.
         Command::Cdi(args) => return cdi_check::run(&args),
+        Command::Initrd(args) => return initrd::run(&args),
     };
     match done {
         Ok(()) => ExitCode::SUCCESS,

@@ -10,6 +10,7 @@ pub mod collector; // accepts guests, one connection each
 pub mod connection; // one connection, without its socket
 pub mod demo; // the subcommand demo
 pub mod framing; // bytes into lines
+pub mod initrd; // the subcommand initrd: guest images
 pub mod listen; // AF_VSOCK and hybrid vsock sockets
 pub mod live; // rows as they happen
 pub mod model; // what is known of a boot: records in, Boot out
