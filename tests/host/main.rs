@@ -13,6 +13,14 @@ mod container_roots;
 mod hooks;
 mod hooks_attacks;
 mod hooks_faults;
+#[cfg(feature = "host")]
+mod initrd;
+#[cfg(feature = "host")]
+mod initrd_hostile;
+#[cfg(feature = "host")]
+mod initrd_repack;
+#[cfg(feature = "host")]
+mod initrd_verify;
 mod ldconfig;
 mod modules;
 mod oracle;

@@ -9,7 +9,7 @@ mod kernel;
 pub mod list;
 pub mod ls;
 pub mod newc;
-mod output;
+pub mod output;
 pub mod pack;
 mod progress;
 pub mod repack;
@@ -360,4 +360,64 @@ fn diff(args: &DiffArgs) -> Result<bool> {
     let differences = diff::differences(&a, &b, args.times)?;
     print(&if args.json { ascii_json(&diff::json(&differences))? } else { diff::text(&differences, &Screen::of_stdout()) })?;
     Ok(differences.is_empty())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::elf::stand_in;
+    use crate::host::testing::TempDir;
+    use clap::Parser;
+
+    #[derive(Parser)]
+    struct Cli {
+        #[command(flatten)]
+        args: Args,
+    }
+
+    fn done(words: &[&str]) -> Result<bool> {
+        let cli = Cli::try_parse_from(["initrd"].iter().chain(words)).map_err(|e| anyhow::anyhow!("usage {}", e.exit_code()))?;
+        match &cli.args.command {
+            Command::Pack(args) => pack(args),
+            Command::Ls(args) => ls(args),
+            Command::Cat(args) => cat(args),
+            Command::Verify(args) => verify(args),
+            Command::Repack(args) => repack(args),
+            Command::Diff(args) => diff(args),
+        }
+    }
+
+    #[test]
+    fn yes_no_and_impossible_are_told_apart() {
+        let dir = TempDir::new();
+        let at = |name: &str| dir.path().join(name).display().to_string();
+        std::fs::create_dir(dir.path().join("root")).unwrap();
+        std::fs::write(at("root/file"), "text\n").unwrap();
+        std::fs::write(at("init"), stand_in::library(None, &[])).unwrap();
+        let (root, a, b) = (at("root"), at("a"), at("b"));
+        assert!(done(&["pack", &root, "-o", &a, "--json"]).unwrap());
+        assert!(done(&["pack", &root, "-o", &b, "--gzip"]).unwrap());
+        assert!(done(&["diff", &a, &b]).unwrap(), "compressed or not, a guest finds the same");
+        assert!(done(&["ls", &a, "file", "--json"]).unwrap());
+        assert!(!done(&["ls", &a, "fil"]).unwrap());
+        assert!(done(&["cat", &a, "/file"]).unwrap());
+        assert!(!done(&["cat", &a, "/none"]).unwrap());
+        assert!(done(&["cat", &a, "/"]).unwrap_err().to_string().contains("a directory, and no file"));
+        assert!(!done(&["verify", &a]).unwrap());
+        assert!(done(&["verify", "--rules"]).unwrap());
+        assert!(done(&["verify", &at("root/file")]).unwrap_err().to_string().contains("read initrd"));
+        assert!(done(&["verify", &at("none")]).unwrap_err().to_string().contains("open initrd"));
+        let (init, c) = (at("init"), at("c"));
+        assert!(!done(&["repack", &a, "--init", &init, "-o", &c]).unwrap(), "it would not boot");
+        assert!(!dir.path().join("c").exists());
+        assert!(!done(&["repack", &a, "--init", &init, "-o", &c, "--json"]).unwrap());
+        assert!(done(&["repack", &a, "--init", &init, "-o", &c, "--force"]).unwrap());
+        assert!(!done(&["diff", &a, &c]).unwrap());
+        assert!(done(&["repack", &a, "--init", &init, "-o", &a]).unwrap_err().to_string().contains("another name"));
+        for wrong in [&["repack", &a, "--init", &init, "-o", &c, "--gzip", "--plain"][..], &["verify"], &["pack", "-o", &c], &["ls"]] {
+            assert_eq!(done(wrong).unwrap_err().to_string(), "usage 2", "{wrong:?}");
+        }
+        let left: Vec<_> = std::fs::read_dir(dir.path()).unwrap().map(|e| e.unwrap().file_name()).collect();
+        assert_eq!(left.len(), 5, "nothing is left of what was not kept: {left:?}");
+    }
 }

@@ -199,7 +199,7 @@ mod tests {
 
     #[test]
     fn data_that_is_not_as_long_as_announced_is_an_error() {
-        let mut write = |data: &[u8]| write_entry(&mut Vec::new(), &Header { size: 5, ..Header::default() }, b"a", &mut &*data);
+        let write = |data: &[u8]| write_entry(&mut Vec::new(), &Header { size: 5, ..Header::default() }, b"a", &mut &*data);
         assert!(write(b"1234").unwrap_err().to_string().contains("it has 4 bytes, and had 5"));
         assert!(write(b"123456").is_ok(), "a file may grow: what was there is packed");
         let long = vec![b'a'; MAX_NAME as usize];

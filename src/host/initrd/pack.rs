@@ -11,6 +11,7 @@ use super::progress::Progress;
 use super::text::{Sizes, escaped};
 use anyhow::{Context, Result, anyhow, bail, ensure};
 use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::ffi::OsString;
 use std::fs::File;
 use std::io::{self, Read, Write};
 use std::os::unix::ffi::OsStrExt;
@@ -59,9 +60,13 @@ struct Items {
     left_out: Vec<PathBuf>,
 }
 
-/// The time of all entries.
+/// The time of all entries, as the environment has it.
 pub fn mtime() -> Result<u32> {
-    match std::env::var_os(EPOCH) {
+    mtime_of(std::env::var_os(EPOCH))
+}
+
+fn mtime_of(value: Option<OsString>) -> Result<u32> {
+    match value {
         None => Ok(0),
         Some(value) => {
             let seconds = value.to_str().and_then(|v| v.trim().parse().ok());
@@ -222,6 +227,10 @@ impl Items {
                 }
             };
             let nlink = same.map_or(1, |(_, count)| count);
+            // A file counts under its first name.
+            if let (Data::File { size, .. }, true) = (&item.data, to_come + 1 == nlink) {
+                components::count(&mut sizes, path, *size);
+            }
             let header = Header { ino, mode: item.mode, nlink, mtime, rdev: item.rdev, ..Header::default() };
             // The root is `.`, as find has it.
             let name = if path.is_empty() { b"." } else { path.as_slice() };
@@ -233,7 +242,6 @@ impl Items {
                     let file = File::open(from).with_context(|| format!("open {}", from.display()))?;
                     let header = Header { size: u32::try_from(*size).map_err(|_| anyhow!("{}: too large", from.display()))?, ..header };
                     newc::write_entry(out, &header, name, &mut Counted { file, progress: &mut progress }).with_context(at)?;
-                    components::count(&mut sizes, path, *size);
                 }
                 Data::Link(target) => {
                     let header = Header { size: target.len() as u32, ..header };
@@ -258,5 +266,19 @@ impl Read for Counted<'_> {
         let read = self.file.read(buffer)?;
         self.progress.add(read as u64);
         Ok(read)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_time_of_a_build_is_given_in_seconds() {
+        let of = |text: &str| mtime_of(Some(text.into()));
+        assert_eq!((mtime_of(None).unwrap(), of("1700000000").unwrap(), of(" 7\n").unwrap()), (0, 1_700_000_000, 7));
+        for wrong in ["", "-1", "4294967296", "yesterday"] {
+            assert!(of(wrong).unwrap_err().to_string().contains("give seconds since 1970"), "{wrong:?}");
+        }
     }
 }
