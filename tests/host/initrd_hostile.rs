@@ -201,6 +201,36 @@ fn links_in_a_circle_and_deep_ones_end() {
 }
 
 #[test]
+fn a_path_that_no_process_could_name_is_refused() {
+    // Each link leads a hundred bytes deeper than the one before.
+    let step = "s".repeat(100);
+    let mut all = vec![directory(&step), link("l0", &step)];
+    for n in 1..50 {
+        all.push(directory(&format!("l{}/{step}", n - 1)));
+        all.push(link(&format!("l{n}"), &format!("l{}/{step}", n - 1)));
+    }
+    assert!(image(&archive(&all[..60])).is_ok());
+    // The links themselves end at forty, as in the kernel: then nothing is there to go deeper.
+    assert!(error(&archive(&deeper(&step))).contains("more than 4095 bytes"));
+}
+
+/// The same with few links on each way: every link's target is a path of its own.
+fn deeper(step: &str) -> Vec<crate::initrd::Made> {
+    let mut all = Vec::new();
+    let mut base = String::new();
+    for n in 0..4 {
+        let mut path = base.clone();
+        for _ in 0..15 {
+            path = if path.is_empty() { step.to_string() } else { format!("{path}/{step}") };
+            all.push(directory(&path));
+        }
+        base = format!("b{n}");
+        all.push(link(&base, &path));
+    }
+    all
+}
+
+#[test]
 fn names_of_no_end_are_refused() {
     // 64 MB of names: each may be a page long.
     let name = "n".repeat(4000);

@@ -4,7 +4,7 @@
 //! into is left out without a word; `..` ends at the root. Nothing is written anywhere.
 
 use super::image::{Content, Image};
-use super::newc::{Header, Kind};
+use super::newc::{Header, Kind, MAX_NAME};
 use anyhow::{Result, bail};
 use std::cell::Cell;
 use std::collections::{BTreeMap, HashMap};
@@ -23,6 +23,8 @@ pub const ROOT: Id = 0;
 pub struct Node {
     parent: Id,
     name: Vec<u8>,
+    /// Bytes of its path from the root.
+    path_length: u64,
     pub what: What,
     /// Of the entry that made it, or changed it last; none for the root without one.
     pub entry: Option<usize>,
@@ -82,6 +84,8 @@ pub struct Tree {
     /// Entries whose name an earlier one had.
     pub again: Vec<usize>,
     steps: Cell<u64>,
+    /// Bytes of the longest path.
+    longest: u64,
 }
 
 /// What a path leads to.
@@ -96,8 +100,9 @@ impl Tree {
     /// Errors: no kernel would take so long.
     pub fn new(image: &Image) -> Result<Self> {
         let meta = Header { mode: Kind::Directory.bits() | 0o755, ..Header::default() };
-        let root = Node { parent: ROOT, name: Vec::new(), what: What::Directory(BTreeMap::new()), entry: None, meta };
-        let mut tree = Self { nodes: vec![root], files: Vec::new(), left_out: Vec::new(), again: Vec::new(), steps: Cell::new(0) };
+        let root = Node { parent: ROOT, name: Vec::new(), path_length: 0, what: What::Directory(BTreeMap::new()), entry: None, meta };
+        let mut tree =
+            Self { nodes: vec![root], files: Vec::new(), left_out: Vec::new(), again: Vec::new(), steps: Cell::new(0), longest: 0 };
         let mut links = HashMap::new();
         let mut archive = 0;
         for (index, entry) in image.entries.iter().enumerate() {
@@ -108,6 +113,10 @@ impl Tree {
             let made = if entry.too_long { Err(LeftOut::TooLong) } else { tree.apply(image, index, &mut links) };
             if let Err(why) = made {
                 tree.left_out.push((index, why));
+            }
+            // Links make paths that no process could name.
+            if tree.longest >= MAX_NAME {
+                bail!("entry {index} of {}: its path from the root has more than {} bytes", image.entries.len(), MAX_NAME - 1);
             }
             if tree.steps.get() > MAX_STEPS {
                 bail!("entry {index} of {}: its paths and links take more steps than any real image's", image.entries.len());
@@ -200,10 +209,12 @@ impl Tree {
 
     fn add(&mut self, parent: Id, name: Vec<u8>, what: What, entry: usize, meta: Header) {
         let id = self.nodes.len();
+        let path_length = self.nodes[parent].path_length + 1 + name.len() as u64;
+        self.longest = self.longest.max(path_length);
         if let What::Directory(names) = &mut self.nodes[parent].what {
             names.insert(name.clone(), id);
         }
-        self.nodes.push(Node { parent, name, what, entry: Some(entry), meta });
+        self.nodes.push(Node { parent, name, path_length, what, entry: Some(entry), meta });
     }
 
     fn remove(&mut self, id: Id) -> Result<(), LeftOut> {

@@ -29,6 +29,8 @@ const CACHE: &str = "/etc/ld.so.cache";
 const MAX_LIBRARIES: usize = 2000;
 /// Programs of an image that are looked into.
 const MAX_PROGRAMS: usize = 20_000;
+/// Libraries that are looked for, for all programs of an image; a distribution's thousand programs take some ten thousand.
+const MAX_LOOKUPS: usize = 500_000;
 /// What UPX writes behind the headers.
 const UPX: (&[u8], usize) = (b"UPX!", 512);
 
@@ -47,6 +49,7 @@ pub struct Programs<'a> {
     tree: &'a Tree,
     cache: HashMap<String, Vec<String>>,
     read: HashMap<Id, Option<Rc<Executable>>>,
+    lookups: usize,
 }
 
 impl<'a> Programs<'a> {
@@ -57,7 +60,7 @@ impl<'a> Programs<'a> {
         for entry in bytes.and_then(|bytes| ld_so_cache::read(&bytes).ok()).unwrap_or_default().entries {
             cache.entry(entry.name).or_default().push(entry.path);
         }
-        Self { tree, cache, read: HashMap::new() }
+        Self { tree, cache, read: HashMap::new(), lookups: 0 }
     }
 
     /// A file's headers; none for what is no ELF file.
@@ -89,6 +92,10 @@ impl<'a> Programs<'a> {
         let (mut seen, mut missing) = (HashSet::from([id]), BTreeSet::new());
         while let Some((of, library)) = own.pop() {
             for name in &library.needed {
+                self.lookups += 1;
+                if self.lookups > MAX_LOOKUPS {
+                    break;
+                }
                 match self.library(name, of, &library, (id, &program)) {
                     Some(found) if seen.len() < MAX_LIBRARIES => {
                         if seen.insert(found)
@@ -144,6 +151,11 @@ impl<'a> Programs<'a> {
         let executable = |id: &Id| self.tree.kind(*id) == Kind::File && self.tree.meta(*id).mode & 0o111 != 0;
         let all: Vec<Id> = self.tree.below(ROOT).into_iter().filter(executable).take(MAX_PROGRAMS).collect();
         for id in all {
+            if self.lookups > MAX_LOOKUPS {
+                let value = format!("this and what follows were not looked into: more than {MAX_LOOKUPS} libraries are asked for");
+                findings.push(Finding::new(&PROGRAM_BROKEN, self.tree.path(id)).value(value));
+                break;
+            }
             let Some(program) = self.executable(id) else { continue };
             if program.packed {
                 findings.push(Finding::new(&PACKED, self.tree.path(id)));
