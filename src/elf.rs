@@ -353,20 +353,12 @@ fn u64_at(bytes: &[u8], offset: usize) -> u64 {
 pub mod stand_in {
     /// A 64-bit x86 library with this SONAME, and these needed ones.
     pub fn library(soname: Option<&str>, needed: &[&str]) -> Vec<u8> {
-        object(soname, needed, None)
+        object(soname, needed, None, None)
     }
 
     /// A 64-bit x86 program with this loader, which needs these libraries and looks for them here, too.
     pub fn program(interpreter: &str, needed: &[&str], run_path: Option<&str>) -> Vec<u8> {
-        let mut file = object(None, needed, run_path);
-        let (at, length) = (file.len() as u64, interpreter.len() as u64 + 1);
-        file.extend(interpreter.bytes().chain([0]));
-        // The third of the program headers, which libraries have empty.
-        let header = 64 + 2 * 56;
-        file[header..header + 4].copy_from_slice(&super::PT_INTERP.to_le_bytes());
-        file[header + 8..header + 16].copy_from_slice(&at.to_le_bytes());
-        file[header + 32..header + 40].copy_from_slice(&length.to_le_bytes());
-        file
+        object(None, needed, run_path, Some(interpreter))
     }
 
     /// A 64-bit file with a `.modinfo` section.
@@ -390,7 +382,7 @@ pub mod stand_in {
         file
     }
 
-    fn object(soname: Option<&str>, needed: &[&str], run_path: Option<&str>) -> Vec<u8> {
+    fn object(soname: Option<&str>, needed: &[&str], run_path: Option<&str>, interpreter: Option<&str>) -> Vec<u8> {
         let mut strings = vec![0_u8];
         let mut entries: Vec<(u64, u64)> = Vec::new();
         let mut text = |tag: u64, name: &str| {
@@ -401,7 +393,8 @@ pub mod stand_in {
         needed.iter().for_each(|name| text(super::DT_NEEDED, name));
         soname.iter().for_each(|name| text(super::DT_SONAME, name));
         run_path.iter().for_each(|path| text(super::DT_RUNPATH, path));
-        let dynamic_at = 64 + 3 * 56;
+        let segments = 2 + interpreter.iter().len();
+        let dynamic_at = 64 + 56 * segments as u64;
         let strings_at = dynamic_at + 16 * (entries.len() as u64 + 3);
         entries.extend([(super::DT_STRTAB, strings_at), (10, strings.len() as u64), (super::DT_NULL, 0)]);
         let length = strings_at + strings.len() as u64;
@@ -411,16 +404,17 @@ pub mod stand_in {
         file.extend(1_u32.to_le_bytes());
         file.extend([0_u64, 64, 0].iter().flat_map(|v| v.to_le_bytes()));
         file.extend(0_u32.to_le_bytes());
-        file.extend([64_u16, 56, 3, 64, 0, 0].iter().flat_map(|v| v.to_le_bytes()));
+        file.extend([64_u16, 56, segments as u16, 64, 0, 0].iter().flat_map(|v| v.to_le_bytes()));
         let mut segment = |kind: u32, offset: u64, size: u64| {
             file.extend([kind, 6].iter().flat_map(|v| v.to_le_bytes()));
             file.extend([offset, offset, offset, size, size, 8].iter().flat_map(|v| v.to_le_bytes()));
         };
         segment(super::PT_LOAD, 0, length);
         segment(super::PT_DYNAMIC, dynamic_at, 16 * entries.len() as u64);
-        segment(0, 0, 0);
+        interpreter.iter().for_each(|name| segment(super::PT_INTERP, length, name.len() as u64 + 1));
         file.extend(entries.iter().flat_map(|(tag, value)| [tag.to_le_bytes(), value.to_le_bytes()].concat()));
         file.extend(strings);
+        interpreter.iter().for_each(|name| file.extend(name.bytes().chain([0])));
         file
     }
 }

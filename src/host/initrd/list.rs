@@ -1,18 +1,11 @@
 //! A list of what goes into an archive, one entry a line: what a directory cannot say, or not without root.
 //!
-//! Words stand between blanks; a name with a blank in it comes from a directory. Everything belongs to root. Directories above an entry that no line
+//! `pack --help` has the words. They stand between blanks; a name with a blank in it comes from a directory. Everything belongs to root. Directories above an entry that no line
 //! and no tree has are made, with mode 0755.
 
 use super::newc::Kind;
 use anyhow::{Context, Result, bail, ensure};
 use std::path::{Path, PathBuf};
-
-/// What `pack --help` says.
-pub const SYNTAX: &str = "\
-A list has one entry a line; # begins a comment; FILE and DIR are relative to the list's folder:
-  dir   PATH MODE            file PATH MODE FILE        link PATH TARGET
-  char  PATH MODE MAJOR:MINOR   block PATH MODE MAJOR:MINOR   fifo PATH MODE
-  tree  PATH DIR             everything below DIR, at PATH";
 
 /// Longest list.
 const MAX_LIST: u64 = 4 << 20;

@@ -53,6 +53,11 @@ enum Command {
 }
 
 const PACK_HELP: &str = "\
+A list has one entry a line; # begins a comment; FILE and DIR are relative to the list's folder:
+  dir  PATH MODE         file  PATH MODE FILE           link  PATH TARGET
+  fifo PATH MODE         char  PATH MODE MAJOR:MINOR    block PATH MODE MAJOR:MINOR
+  tree PATH DIR          (everything below DIR, at PATH)
+
 The archive is the same, byte for byte, for the same files: sorted, everything owned by root, times SOURCE_DATE_EPOCH or 0. Plain by default: QEMU \
 maps it then, and guests share its memory.
 
@@ -65,7 +70,7 @@ Examples:
 
 /// Make an initrd of directories and lists.
 #[derive(clap::Args, Debug)]
-#[command(before_long_help = list::SYNTAX, after_help = PACK_HELP)]
+#[command(after_help = PACK_HELP)]
 struct PackArgs {
     /// A directory, whose content becomes the guest's root, or a list of entries; several are put together.
     #[arg(value_name = "DIR|LIST", required = true)]
