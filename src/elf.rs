@@ -7,6 +7,33 @@ use std::fs::File;
 use std::io;
 use std::os::unix::fs::FileExt;
 
+/// What is read: a file, or a file within another one.
+pub trait ReadAt {
+    /// As [`FileExt::read_at`].
+    fn read_at(&self, buffer: &mut [u8], offset: u64) -> io::Result<usize>;
+}
+
+impl ReadAt for [u8] {
+    fn read_at(&self, buffer: &mut [u8], offset: u64) -> io::Result<usize> {
+        let rest = usize::try_from(offset).ok().and_then(|at| self.get(at..)).unwrap_or_default();
+        let length = rest.len().min(buffer.len());
+        buffer[..length].copy_from_slice(&rest[..length]);
+        Ok(length)
+    }
+}
+
+impl ReadAt for Vec<u8> {
+    fn read_at(&self, buffer: &mut [u8], offset: u64) -> io::Result<usize> {
+        self.as_slice().read_at(buffer, offset)
+    }
+}
+
+impl ReadAt for File {
+    fn read_at(&self, buffer: &mut [u8], offset: u64) -> io::Result<usize> {
+        FileExt::read_at(self, buffer, offset)
+    }
+}
+
 /// Most section headers that are looked at (the kernel's own modules have fewer than 100; with a section per function some thousand).
 const MAX_SECTIONS: u64 = 65_536;
 /// Longest section that is read.
@@ -25,11 +52,14 @@ const MAX_PROPERTIES: u64 = 4096;
 
 const PT_LOAD: u32 = 1;
 const PT_DYNAMIC: u32 = 2;
+const PT_INTERP: u32 = 3;
 const PT_GNU_PROPERTY: u32 = 0x6474_e553;
 const DT_NULL: u64 = 0;
 const DT_NEEDED: u64 = 1;
 const DT_STRTAB: u64 = 5;
 const DT_SONAME: u64 = 14;
+const DT_RPATH: u64 = 15;
+const DT_RUNPATH: u64 = 29;
 const NT_GNU_PROPERTY_TYPE_0: u32 = 5;
 /// The one property that is read: which x86-64 level (a bit for each) the code needs.
 const GNU_PROPERTY_X86_ISA_1_NEEDED: u32 = 0xc000_8002;
@@ -64,19 +94,28 @@ pub struct Library {
     pub isa_level: u32,
 }
 
+/// What a program says of how it is started, and a library of where its own are.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Program {
+    /// The loader that the kernel starts for it; none in what is linked statically, and in libraries.
+    pub interpreter: Option<String>,
+    /// DT_RUNPATH, else DT_RPATH: directories with colons between.
+    pub search_path: Option<String>,
+}
+
 /// Reads the headers and the dynamic segment.
 ///
 /// Errors say what is wrong with the file, not which file it is.
-pub fn library(file: &File) -> io::Result<Library> {
+pub fn library(file: &dyn ReadAt) -> io::Result<Library> {
     describe(file, true)
 }
 
 /// The same without `needed`, which is left empty: half the reads.
-pub fn identity(file: &File) -> io::Result<Library> {
+pub fn identity(file: &dyn ReadAt) -> io::Result<Library> {
     describe(file, false)
 }
 
-fn describe(file: &File, with_needed: bool) -> io::Result<Library> {
+fn describe(file: &dyn ReadAt, with_needed: bool) -> io::Result<Library> {
     let elf = Elf::open(file)?;
     let segments = elf.segments()?;
     let (mut soname, mut needed, mut loadable) = (None, Vec::new(), false);
@@ -95,8 +134,27 @@ fn describe(file: &File, with_needed: bool) -> io::Result<Library> {
     Ok(Library { class: elf.class, kind: elf.u16(0x10), machine: elf.u16(0x12), flags: elf.flags(), soname, needed, loadable, isa_level })
 }
 
+/// Reads the loader's name and the search path.
+pub fn program(file: &dyn ReadAt) -> io::Result<Program> {
+    let elf = Elf::open(file)?;
+    let segments = elf.segments()?;
+    let interpreter = match segments.iter().find(|s| s.kind == PT_INTERP) {
+        Some(segment) => Some(elf.name(segment.offset)?),
+        None => None,
+    };
+    let mut search_path = None;
+    if let Some(dynamic) = segments.iter().find(|s| s.kind == PT_DYNAMIC) {
+        let entries = elf.dynamic(dynamic)?;
+        let value = |tag| entries.iter().find(|(t, _)| *t == tag).map(|(_, value)| *value);
+        if let (Some(table), Some(at)) = (value(DT_STRTAB).and_then(|a| offset_of(&segments, a)), value(DT_RUNPATH).or(value(DT_RPATH))) {
+            search_path = Some(elf.name(table.saturating_add(at))?);
+        }
+    }
+    Ok(Program { interpreter, search_path })
+}
+
 /// The content of the section of this name; None where there is none. 64-bit files only, which modules are.
-pub fn section(file: &File, wanted: &[u8]) -> io::Result<Option<Vec<u8>>> {
+pub fn section(file: &dyn ReadAt, wanted: &[u8]) -> io::Result<Option<Vec<u8>>> {
     const HEADER: u64 = 64;
     let elf = Elf::open(file)?;
     if elf.class != Class::Elf64 {
@@ -135,14 +193,14 @@ fn offset_of(segments: &[Segment], address: u64) -> Option<u64> {
 }
 
 struct Elf<'a> {
-    file: &'a File,
+    file: &'a dyn ReadAt,
     /// The file's beginning: the header, and where they are usual the segments, in one read.
     head: Vec<u8>,
     class: Class,
 }
 
 impl<'a> Elf<'a> {
-    fn open(file: &'a File) -> io::Result<Self> {
+    fn open(file: &'a dyn ReadAt) -> io::Result<Self> {
         const SHORTEST: usize = 52;
         const HEADER_64: usize = 64;
         let refused = || io::Error::other("not a little-endian ELF file");
@@ -251,7 +309,7 @@ impl<'a> Elf<'a> {
 }
 
 /// Up to this many bytes, fewer where the file ends.
-fn some(file: &File, offset: u64, length: usize) -> io::Result<Vec<u8>> {
+fn some(file: &dyn ReadAt, offset: u64, length: usize) -> io::Result<Vec<u8>> {
     let mut bytes = vec![0; length];
     let mut there = 0;
     while let Some(rest) = bytes.get_mut(there..).filter(|rest| !rest.is_empty()) {
@@ -266,13 +324,12 @@ fn some(file: &File, offset: u64, length: usize) -> io::Result<Vec<u8>> {
     Ok(bytes)
 }
 
-fn read(file: &File, offset: u64, length: u64) -> io::Result<Vec<u8>> {
+fn read(file: &dyn ReadAt, offset: u64, length: u64) -> io::Result<Vec<u8>> {
     if length > MAX_SECTION {
         return Err(io::Error::other(format!("a part of {length} bytes: more than any such file has")));
     }
-    let mut bytes = vec![0; length as usize];
-    file.read_exact_at(&mut bytes, offset)?;
-    Ok(bytes)
+    let bytes = some(file, offset, length as usize)?;
+    if bytes.len() as u64 == length { Ok(bytes) } else { Err(io::Error::new(io::ErrorKind::UnexpectedEof, "the file ends before it")) }
 }
 
 fn bytes_at<const N: usize>(bytes: &[u8], offset: usize) -> [u8; N] {
@@ -296,6 +353,36 @@ fn u64_at(bytes: &[u8], offset: usize) -> u64 {
 pub mod stand_in {
     /// A 64-bit x86 library with this SONAME, and these needed ones.
     pub fn library(soname: Option<&str>, needed: &[&str]) -> Vec<u8> {
+        object(soname, needed, None, None)
+    }
+
+    /// A 64-bit x86 program with this loader, which needs these libraries and looks for them here, too.
+    pub fn program(interpreter: &str, needed: &[&str], run_path: Option<&str>) -> Vec<u8> {
+        object(None, needed, run_path, Some(interpreter))
+    }
+
+    /// A 64-bit file with a `.modinfo` section.
+    pub fn module(modinfo: &[u8]) -> Vec<u8> {
+        let names = b"\0.shstrtab\0.modinfo\0";
+        let (names_at, info_at) = (64_u64, 64 + names.len() as u64);
+        let table_at = info_at + modinfo.len() as u64;
+        let mut file = b"\x7fELF\x02\x01\x01".to_vec();
+        file.resize(64, 0);
+        file[0x28..0x30].copy_from_slice(&table_at.to_le_bytes());
+        file[0x3a..0x40].copy_from_slice(&[64, 0, 3, 0, 1, 0]);
+        file.extend_from_slice(names);
+        file.extend_from_slice(modinfo);
+        for (name, offset, size) in [(0_u32, 0, 0), (1, names_at, names.len() as u64), (11, info_at, modinfo.len() as u64)] {
+            let mut header = [0_u8; 64];
+            header[..4].copy_from_slice(&name.to_le_bytes());
+            header[0x18..0x20].copy_from_slice(&offset.to_le_bytes());
+            header[0x20..0x28].copy_from_slice(&size.to_le_bytes());
+            file.extend_from_slice(&header);
+        }
+        file
+    }
+
+    fn object(soname: Option<&str>, needed: &[&str], run_path: Option<&str>, interpreter: Option<&str>) -> Vec<u8> {
         let mut strings = vec![0_u8];
         let mut entries: Vec<(u64, u64)> = Vec::new();
         let mut text = |tag: u64, name: &str| {
@@ -305,7 +392,9 @@ pub mod stand_in {
         };
         needed.iter().for_each(|name| text(super::DT_NEEDED, name));
         soname.iter().for_each(|name| text(super::DT_SONAME, name));
-        let dynamic_at = 64 + 2 * 56;
+        run_path.iter().for_each(|path| text(super::DT_RUNPATH, path));
+        let segments = 2 + interpreter.iter().len();
+        let dynamic_at = 64 + 56 * segments as u64;
         let strings_at = dynamic_at + 16 * (entries.len() as u64 + 3);
         entries.extend([(super::DT_STRTAB, strings_at), (10, strings.len() as u64), (super::DT_NULL, 0)]);
         let length = strings_at + strings.len() as u64;
@@ -315,15 +404,17 @@ pub mod stand_in {
         file.extend(1_u32.to_le_bytes());
         file.extend([0_u64, 64, 0].iter().flat_map(|v| v.to_le_bytes()));
         file.extend(0_u32.to_le_bytes());
-        file.extend([64_u16, 56, 2, 64, 0, 0].iter().flat_map(|v| v.to_le_bytes()));
+        file.extend([64_u16, 56, segments as u16, 64, 0, 0].iter().flat_map(|v| v.to_le_bytes()));
         let mut segment = |kind: u32, offset: u64, size: u64| {
             file.extend([kind, 6].iter().flat_map(|v| v.to_le_bytes()));
             file.extend([offset, offset, offset, size, size, 8].iter().flat_map(|v| v.to_le_bytes()));
         };
         segment(super::PT_LOAD, 0, length);
         segment(super::PT_DYNAMIC, dynamic_at, 16 * entries.len() as u64);
+        interpreter.iter().for_each(|name| segment(super::PT_INTERP, length, name.len() as u64 + 1));
         file.extend(entries.iter().flat_map(|(tag, value)| [tag.to_le_bytes(), value.to_le_bytes()].concat()));
         file.extend(strings);
+        interpreter.iter().for_each(|name| file.extend(name.bytes().chain([0])));
         file
     }
 }
@@ -346,6 +437,9 @@ mod tests {
         let read = of("named", &bytes).unwrap();
         assert_eq!((read.class, read.kind, read.machine), (Class::Elf64, ET_DYN, 62));
         assert_eq!((read.soname.as_deref(), read.needed), (Some("libcuda.so.1"), vec!["libc.so.6".to_string(), "libm.so.6".into()]));
+        let program = program(&stand_in::program("/lib64/ld.so", &["libc.so.6"], Some("$ORIGIN:/opt"))).unwrap();
+        assert_eq!((program.interpreter.as_deref(), program.search_path.as_deref()), (Some("/lib64/ld.so"), Some("$ORIGIN:/opt")));
+        assert_eq!(super::program(&bytes).unwrap(), Program { interpreter: None, search_path: None });
         let nameless = of("nameless", &stand_in::library(None, &[])).unwrap();
         assert_eq!((nameless.soname, nameless.loadable, nameless.isa_level), (None, true, 0));
     }
@@ -383,8 +477,11 @@ mod tests {
 
     #[test]
     fn this_program_is_read_like_any_other() {
-        let library = library(&File::open("/proc/self/exe").unwrap()).unwrap();
+        let file = File::open("/proc/self/exe").unwrap();
+        let library = library(&file).unwrap();
         assert!(library.needed.iter().any(|n| n.starts_with("libc.so")), "{library:?}");
+        let program = program(&file).unwrap();
+        assert!(program.interpreter.is_some_and(|i| i.starts_with("/lib") && i.contains("ld-")));
     }
 
     #[test]

@@ -13,14 +13,17 @@ use std::path::Path;
 pub fn value(path: &Path, key: &str) -> io::Result<Option<String>> {
     let at = |what: &dyn std::fmt::Display| io::Error::other(format!("read modinfo of {}: {what}", path.display()));
     let file = File::open(path).map_err(|e| at(&e))?;
-    let section = elf::section(&file, b".modinfo").map_err(|e| at(&e))?;
-    let section = section.ok_or_else(|| at(&"it has no .modinfo section: not a kernel module"))?;
-    Ok(find(&section, key))
+    Ok(values(&section(&file).map_err(|e| at(&e))?, key).next())
 }
 
-/// The value of a key in the section's NUL-separated strings.
-fn find(section: &[u8], key: &str) -> Option<String> {
-    section.split(|b| *b == 0).find_map(|entry| {
+/// The section of a module.
+pub fn section(file: &dyn elf::ReadAt) -> io::Result<Vec<u8>> {
+    elf::section(file, b".modinfo")?.ok_or_else(|| io::Error::other("it has no .modinfo section: not a kernel module"))
+}
+
+/// The values of a key in the section's NUL-separated strings.
+pub fn values<'a>(section: &'a [u8], key: &'a str) -> impl Iterator<Item = String> + 'a {
+    section.split(|b| *b == 0).filter_map(move |entry| {
         let text = std::str::from_utf8(entry).ok()?;
         text.strip_prefix(key)?.strip_prefix('=').map(str::to_string)
     })
@@ -29,27 +32,7 @@ fn find(section: &[u8], key: &str) -> Option<String> {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    /// A file with a name table and a modinfo section.
-    fn module(modinfo: &[u8]) -> Vec<u8> {
-        let names = b"\0.shstrtab\0.modinfo\0";
-        let (names_at, info_at) = (64_u64, 64 + names.len() as u64);
-        let table_at = info_at + modinfo.len() as u64;
-        let mut file = b"\x7fELF\x02\x01\x01".to_vec();
-        file.resize(64, 0);
-        file[0x28..0x30].copy_from_slice(&table_at.to_le_bytes());
-        file[0x3a..0x40].copy_from_slice(&[64, 0, 3, 0, 1, 0]);
-        file.extend_from_slice(names);
-        file.extend_from_slice(modinfo);
-        for (name, offset, size) in [(0_u32, 0, 0), (1, names_at, names.len() as u64), (11, info_at, modinfo.len() as u64)] {
-            let mut header = [0_u8; 64];
-            header[..4].copy_from_slice(&name.to_le_bytes());
-            header[0x18..0x20].copy_from_slice(&offset.to_le_bytes());
-            header[0x20..0x28].copy_from_slice(&size.to_le_bytes());
-            file.extend_from_slice(&header);
-        }
-        file
-    }
+    use crate::elf::stand_in::module;
 
     fn of(name: &str, bytes: &[u8], key: &str) -> io::Result<Option<String>> {
         let path = std::env::temp_dir().join(format!("kata-gpu-init-modinfo-{name}-{}", std::process::id()));

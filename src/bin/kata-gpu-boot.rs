@@ -2,7 +2,7 @@
 
 use clap::{Parser, Subcommand};
 use kata_gpu_init::host::account::commands::{blame, compare, coverage, critical_path, stats};
-use kata_gpu_init::host::{cdi_check, collect, demo, export, install, show};
+use kata_gpu_init::host::{cdi_check, collect, demo, export, initrd, install, show};
 use std::process::ExitCode;
 
 /// See how Kata guests with NVIDIA GPUs start: what took how long, on whose side.
@@ -22,6 +22,7 @@ Examples:
   kata-gpu-boot demo --kernel vmlinuz --initrd demo.cpio
   kata-gpu-boot cdi check nvidia.yaml          what agents make of a CDI spec
   kata-gpu-boot install --kata-config FILE --initrd gpu.cpio
+  kata-gpu-boot initrd verify kata.initrd      can this image boot as a GPU guest
 Each subcommand's --help ends with more.";
 
 #[derive(Subcommand)]
@@ -38,6 +39,7 @@ enum Command {
     Cdi(cdi_check::Args),
     Install(install::Args),
     Uninstall(install::uninstall::Args),
+    Initrd(initrd::Args),
 }
 
 fn main() -> ExitCode {
@@ -56,6 +58,7 @@ fn main() -> ExitCode {
         Command::Cdi(args) => return cdi_check::run(&args),
         Command::Install(args) => return install::run(&args),
         Command::Uninstall(args) => return install::uninstall::run(&args),
+        Command::Initrd(args) => return initrd::run(&args),
     };
     match done {
         Ok(()) => ExitCode::SUCCESS,

@@ -13,6 +13,7 @@ pub mod demo; // the subcommand demo
 pub mod export; // the subcommand export: traces, tables, a page, a picture
 pub mod framing; // bytes into lines
 pub mod install; // the subcommands install and uninstall
+pub mod initrd; // the subcommand initrd: guest images
 pub mod listen; // AF_VSOCK and hybrid vsock sockets
 pub mod live; // rows as they happen
 pub mod model; // what is known of a boot: records in, Boot out

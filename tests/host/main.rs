@@ -29,6 +29,13 @@ mod install_attacks;
 mod install_manifests;
 #[cfg(feature = "host")]
 mod install_refusals;
+mod initrd;
+#[cfg(feature = "host")]
+mod initrd_hostile;
+#[cfg(feature = "host")]
+mod initrd_repack;
+#[cfg(feature = "host")]
+mod initrd_verify;
 mod ldconfig;
 mod modules;
 mod oracle;

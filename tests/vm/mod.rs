@@ -22,6 +22,8 @@ mod faults;
 #[cfg(feature = "host")]
 mod hot_plug;
 #[cfg(feature = "host")]
+mod initrd;
+#[cfg(feature = "host")]
 mod modules;
 #[cfg(feature = "host")]
 mod readers;
@@ -52,5 +54,6 @@ pub const TESTS: &[&[harness::VmTest]] = &[
     agent::TESTS,
     readers::TESTS,
     modules::TESTS,
+    initrd::TESTS,
     real_driver::TESTS,
 ];

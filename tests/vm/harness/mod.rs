@@ -69,6 +69,8 @@ impl RealDriver {
 /// A guest to boot. The default: 8 GPUs that take little time, a listener on the host.
 pub struct Guest {
     append: Vec<String>,
+    /// None: that of initrd/pack.
+    initrd: Option<PathBuf>,
     files: Vec<(String, Vec<u8>)>,
     archives: Vec<String>,
     without: Vec<&'static str>,
@@ -91,6 +93,7 @@ impl Guest {
         let kernel = "console=ttyS0 loglevel=4 panic=-1 no_timer_check cgroup_no_v1=all rdinit=/hardware";
         Self {
             append: vec![kernel.into(), times.into()],
+            initrd: None,
             files: vec![],
             archives: vec![],
             without: vec![],
@@ -103,6 +106,12 @@ impl Guest {
     /// Adds words to the kernel command line; later ones count.
     pub fn append(mut self, words: &str) -> Self {
         self.append.push(words.into());
+        self
+    }
+
+    /// Boots this image instead of the one that initrd/pack has made.
+    pub fn initrd(mut self, path: &Path) -> Self {
+        self.initrd = Some(path.into());
         self
     }
 
@@ -146,7 +155,7 @@ impl Guest {
         // What an earlier run left would be taken for this one's.
         let _unused = std::fs::remove_dir_all(&work_dir);
         std::fs::create_dir_all(&work_dir).with_context(|| format!("make {}", work_dir.display()))?;
-        let base = context.target.join("initrd.cpio");
+        let base = self.initrd.unwrap_or_else(|| context.target.join("initrd.cpio"));
         let mut initrd = base.clone();
         if !self.files.is_empty() || !self.archives.is_empty() || !self.without.is_empty() {
             let read = |path: &Path| std::fs::read(path).with_context(|| format!("read {}", path.display()));

@@ -1,0 +1,428 @@
+//! `kata-gpu-boot initrd`: guest images, packed, looked into, verified, and given another init. Needs no root, and no other program.
+//!
+//! Images are hostile: bounded, never unpacked outside a directory of their own, and printed as printable ASCII.
+
+pub mod components;
+pub mod diff;
+pub mod image;
+mod kernel;
+pub mod list;
+pub mod ls;
+pub mod newc;
+pub mod output;
+pub mod pack;
+mod progress;
+pub mod repack;
+mod text;
+pub mod tree;
+pub mod verify;
+mod view;
+
+use self::image::{Form, Image};
+use self::output::{Output, Written};
+use self::text::{escaped, megabytes};
+use self::tree::Tree;
+use self::verify::{INIT, Question};
+use super::cdi_check::page::ascii_json;
+use super::show::print;
+use super::text::{Ink, Screen, printable};
+use anyhow::{Result, bail, ensure};
+use clap::{ArgGroup, Subcommand};
+use serde_json::json;
+use std::path::PathBuf;
+use std::process::ExitCode;
+
+/// Exit status for what cannot be done or read at all.
+const FAILED: u8 = 2;
+
+/// Pack, look into, verify and change guest images (initrds).
+#[derive(clap::Args, Debug)]
+pub struct Args {
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Subcommand, Debug)]
+enum Command {
+    Pack(PackArgs),
+    Ls(LsArgs),
+    Cat(CatArgs),
+    Verify(VerifyArgs),
+    Repack(RepackArgs),
+    Diff(DiffArgs),
+}
+
+const PACK_HELP: &str = "\
+A list has one entry a line; # begins a comment; FILE and DIR are relative to the list's folder:
+  dir  PATH MODE         file  PATH MODE FILE           link  PATH TARGET
+  fifo PATH MODE         char  PATH MODE MAJOR:MINOR    block PATH MODE MAJOR:MINOR
+  tree PATH DIR          (everything below DIR, at PATH)
+
+The archive is the same, byte for byte, for the same files: sorted, everything owned by root, times SOURCE_DATE_EPOCH or 0. Plain by default: QEMU \
+maps it then, and guests share its memory.
+
+Examples:
+  # a directory as the guest's root
+  kata-gpu-boot initrd pack root -o guest.initrd
+  # with device nodes, which take no root in a list
+  printf 'char /dev/console 0600 5:1\\n' > nodes
+  kata-gpu-boot initrd pack root nodes -o guest.initrd";
+
+/// Make an initrd of directories and lists.
+#[derive(clap::Args, Debug)]
+#[command(after_help = PACK_HELP)]
+struct PackArgs {
+    /// A directory, whose content becomes the guest's root, or a list of entries; several are put together.
+    #[arg(value_name = "DIR|LIST", required = true)]
+    sources: Vec<PathBuf>,
+    /// The file to write; it appears when it is whole.
+    #[arg(short, long, value_name = "FILE")]
+    output: PathBuf,
+    /// Compress it.
+    #[arg(long)]
+    gzip: bool,
+    /// Print sizes as JSON.
+    #[arg(long)]
+    json: bool,
+}
+
+const LS_HELP: &str = "\
+Examples:
+  kata-gpu-boot initrd ls kata.initrd
+  kata-gpu-boot initrd ls kata.initrd lib/firmware
+  kata-gpu-boot initrd ls kata.initrd --json | jq '.entries | sort_by(-.size)[:10][] | {path, size}'";
+
+/// List an image's entries, in their order.
+#[derive(clap::Args, Debug)]
+#[command(after_help = LS_HELP)]
+struct LsArgs {
+    image: PathBuf,
+    /// Only these, and what is in them.
+    paths: Vec<String>,
+    /// Print JSON.
+    #[arg(long)]
+    json: bool,
+}
+
+/// Write a file of an image to standard output. Links are followed as in the guest. Exit status 1: there is no such path.
+#[derive(clap::Args, Debug)]
+struct CatArgs {
+    image: PathBuf,
+    path: String,
+}
+
+const VERIFY_HELP: &str = "\
+Reads: programs and their loaders and libraries, modules and what they depend on, the driver's firmware and user space, paths that the agent counts on. \
+Each finding says what breaks and the cure. What only a boot can tell is not here.
+
+Exit status: 0 nothing keeps it from booting, 1 it cannot boot as a guest with GPUs, 2 it cannot be read.
+
+Examples:
+  kata-gpu-boot initrd verify kata.initrd --kernel /opt/kata/share/kata-containers/vmlinuz-nvidia-gpu.container
+  kata-gpu-boot initrd verify kata.initrd --json | jq '.findings[] | select(.severity == \"error\")'
+  # the driver's libraries come from an extension disk, or there is no real driver
+  kata-gpu-boot initrd verify base.initrd --no-user-space
+  kata-gpu-boot initrd verify --rules";
+
+/// Check that an image can boot as a Kata guest with NVIDIA GPUs.
+#[derive(clap::Args, Debug)]
+#[command(after_help = VERIFY_HELP)]
+struct VerifyArgs {
+    #[arg(required_unless_present = "rules")]
+    image: Option<PathBuf>,
+    /// The guest's kernel (its file, or its release as `uname -r` has it): the modules must be for it.
+    #[arg(long, value_name = "FILE|RELEASE")]
+    kernel: Option<String>,
+    /// The program that the kernel starts, where rdinit= names another one.
+    #[arg(long, value_name = "PATH", default_value = INIT)]
+    rdinit: String,
+    /// The driver's libraries and firmware come from elsewhere, or are not wanted.
+    #[arg(long)]
+    no_user_space: bool,
+    /// Print JSON.
+    #[arg(long)]
+    json: bool,
+    /// Print what is looked for, and leave.
+    #[arg(long, exclusive = true)]
+    rules: bool,
+}
+
+const REPACK_HELP: &str = "\
+/init becomes the new program, and /sbin/init a link to it where it led to the old one. Every other entry stays as it is, byte for byte; the list of the \
+driver's files is added. The old init stays where it was, so that rdinit= with its path rolls back, unless --drop-old is given.
+
+The kernel starts /init of an initrd, whatever init= says: that is for disk images. A kernel parameter rdinit= overrides it: remove it from \
+kernel_params, or the old init starts.
+
+Exit status: 0 written, 1 not written because it would not boot (--force), 2 it cannot be done.
+
+Examples:
+  kata-gpu-boot initrd repack kata-nvidia.initrd --init kata-gpu-init -o kata-gpu.initrd
+  # plain, so that QEMU maps it and guests share it
+  kata-gpu-boot initrd repack kata-nvidia.initrd --init kata-gpu-init -o kata-gpu.initrd --plain";
+
+/// Give an image another init, and leave everything else as it is.
+#[derive(clap::Args, Debug)]
+#[command(after_help = REPACK_HELP, group = ArgGroup::new("form").multiple(false))]
+struct RepackArgs {
+    image: PathBuf,
+    /// The new init.
+    #[arg(long, value_name = "FILE")]
+    init: PathBuf,
+    /// The file to write; it appears when it is whole and verified.
+    #[arg(short, long, value_name = "FILE")]
+    output: PathBuf,
+    /// As for verify.
+    #[arg(long, value_name = "FILE|RELEASE")]
+    kernel: Option<String>,
+    /// Do not add the list of the driver's files.
+    #[arg(long)]
+    no_manifest: bool,
+    /// As for verify.
+    #[arg(long)]
+    no_user_space: bool,
+    /// Leave the old init out, with its signature.
+    #[arg(long)]
+    drop_old: bool,
+    /// Store it plain; as the image is stored now if neither is given.
+    #[arg(long, group = "form")]
+    plain: bool,
+    /// Compress it.
+    #[arg(long, group = "form")]
+    gzip: bool,
+    /// Write it even where it cannot boot.
+    #[arg(long)]
+    force: bool,
+    /// Print JSON.
+    #[arg(long)]
+    json: bool,
+}
+
+const DIFF_HELP: &str = "\
+Compares what a guest finds: the order of entries, how an image is stored, and inode numbers make no difference.
+
+Exit status: 0 the same, 1 different, 2 one cannot be read.
+
+Examples:
+  kata-gpu-boot initrd diff old.initrd new.initrd
+  kata-gpu-boot initrd diff old.initrd new.initrd --json | jq -r '.differences[] | select(.change == \"added\").path'";
+
+/// What a guest finds different between two images.
+#[derive(clap::Args, Debug)]
+#[command(after_help = DIFF_HELP)]
+struct DiffArgs {
+    a: PathBuf,
+    b: PathBuf,
+    /// Times count, too.
+    #[arg(long)]
+    times: bool,
+    /// Print JSON.
+    #[arg(long)]
+    json: bool,
+}
+
+/// Runs `initrd`.
+pub fn run(args: &Args) -> ExitCode {
+    let done = match &args.command {
+        Command::Pack(args) => pack(args),
+        Command::Ls(args) => ls(args),
+        Command::Cat(args) => cat(args),
+        Command::Verify(args) => verify(args),
+        Command::Repack(args) => repack(args),
+        Command::Diff(args) => diff(args),
+    };
+    match done {
+        Ok(true) => ExitCode::SUCCESS,
+        Ok(false) => ExitCode::FAILURE,
+        Err(error) => {
+            eprintln!("kata-gpu-boot: {}", printable(&format!("{error:#}")));
+            ExitCode::from(FAILED)
+        }
+    }
+}
+
+fn read(path: &std::path::Path) -> Result<(Image, Tree)> {
+    let image = Image::open(path)?;
+    let tree = Tree::new(&image)?;
+    Ok((image, tree))
+}
+
+fn written(written: &Written) -> String {
+    format!("{}: {} bytes, sha256 {}", printable(&written.path.display().to_string()), written.bytes, written.sha256)
+}
+
+fn pack(args: &PackArgs) -> Result<bool> {
+    let mut output = Output::create(&args.output, if args.gzip { Form::Gzip } else { Form::Plain })?;
+    let packed = pack::pack(&args.sources, pack::mtime()?, &mut output)?;
+    let mut done = output.end()?;
+    done.keep()?;
+    let left_out: Vec<String> = packed.left_out.iter().map(|path| printable(&path.display().to_string())).collect();
+    left_out.iter().for_each(|path| eprintln!("kata-gpu-boot: {path} is a socket, and left out: nobody listens on it in a guest"));
+    let screen = Screen::of_stdout();
+    let text = if args.json {
+        ascii_json(&json!({
+            "path": printable(&done.path.display().to_string()), "bytes": done.bytes, "sha256": done.sha256, "entries": packed.entries,
+            "components": text::sizes_json(&packed.sizes), "leftOut": left_out,
+        }))?
+    } else {
+        format!("{}{}, {} entries\n", text::sizes(&packed.sizes, &screen), written(&done), packed.entries)
+    };
+    print(&text)?;
+    Ok(true)
+}
+
+fn ls(args: &LsArgs) -> Result<bool> {
+    let image = Image::open(&args.image)?;
+    let (text, listed) = ls::text(&image, &args.paths, &Screen::of_stdout());
+    print(&if args.json { ascii_json(&ls::json(&image, &args.paths))? } else { text })?;
+    Ok(listed > 0)
+}
+
+fn cat(args: &CatArgs) -> Result<bool> {
+    let (_, tree) = read(&args.image)?;
+    let found = ls::cat(&tree, &args.path)?;
+    if !found {
+        eprintln!("kata-gpu-boot: {}: no such path in {}", escaped(args.path.as_bytes()), printable(&args.image.display().to_string()));
+    }
+    Ok(found)
+}
+
+fn question(kernel: Option<&str>, init: &str, user_space: bool) -> Result<Question> {
+    Ok(Question { release: kernel.map(kernel::release).transpose()?, init: init.to_string(), user_space })
+}
+
+fn verify(args: &VerifyArgs) -> Result<bool> {
+    let screen = Screen::of_stdout();
+    if args.rules {
+        print(&verify::page::rules(verify::finding::RULES, &screen))?;
+        return Ok(true);
+    }
+    let Some(path) = &args.image else { bail!("give an image") };
+    let question = question(args.kernel.as_deref(), &args.rdinit, !args.no_user_space)?;
+    let (image, tree) = read(path)?;
+    let report = verify::check(&image, &tree, &question);
+    print(&if args.json { ascii_json(&report.json())? } else { verify::page::page(&report, &screen) })?;
+    Ok(report.boots())
+}
+
+fn repack(args: &RepackArgs) -> Result<bool> {
+    let same =
+        |a: &std::path::Path, b: &std::path::Path| std::fs::canonicalize(a).ok().is_some_and(|a| std::fs::canonicalize(b).ok() == Some(a));
+    ensure!(
+        !same(&args.image, &args.output),
+        "{}: give the new image another name: the old one is what to roll back to",
+        args.output.display()
+    );
+    let question = question(args.kernel.as_deref(), INIT, !args.no_user_space)?;
+    let (image, tree) = read(&args.image)?;
+    let form = match (args.plain, args.gzip) {
+        (true, _) => Some(Form::Plain),
+        (_, true) => Some(Form::Gzip),
+        _ => None,
+    };
+    let wish = repack::Wish { init: args.init.clone(), manifest: !args.no_manifest, form, drop_old: args.drop_old };
+    let mut done = repack::repack(&image, &tree, &wish, &question, &args.output)?;
+    let keep = done.report.boots() || args.force;
+    if keep {
+        done.written.keep()?;
+    }
+    let screen = Screen::of_stdout();
+    if args.json {
+        print(&ascii_json(&json!({
+            "path": printable(&done.written.path.display().to_string()), "written": keep, "bytes": done.written.bytes, "sha256": done.written.sha256,
+            "kept": done.kept, "oldInit": done.old_init, "manifestFiles": done.manifest.as_ref().ok(), "noManifest": done.manifest.as_ref().err(),
+            "diff": diff::json(&done.differences), "verify": done.report.json(),
+        }))?)?;
+        return Ok(keep);
+    }
+    let mut text = diff::text(&done.differences, &screen);
+    text.push_str(&format!("{} entries stay as they are, byte for byte\n", done.kept));
+    match &done.manifest {
+        Ok(files) => text.push_str(&format!("the list of the driver's {files} files is in the image\n")),
+        Err(why) => text.push_str(&format!("no list of the driver's files: {}\n", printable(why))),
+    }
+    text.push_str(
+        "the kernel starts /init; remove rdinit= from its parameters if there is one (init= is for disk images and means nothing here)\n",
+    );
+    if let Some(old) = &done.old_init {
+        text.push_str(&format!("the old init stays: rdinit={old} starts it\n"));
+    }
+    text.push('\n');
+    text.push_str(&verify::page::page(&done.report, &screen));
+    let last = if keep {
+        written(&done.written)
+    } else {
+        format!("{} is not written (--force writes it)", printable(&args.output.display().to_string()))
+    };
+    text.push_str(&format!("{}, {}\n", screen.paint(if keep { Ink::Plain } else { Ink::Error }, &last), megabytes(done.written.bytes)));
+    print(&text)?;
+    Ok(keep)
+}
+
+fn diff(args: &DiffArgs) -> Result<bool> {
+    let (_, a) = read(&args.a)?;
+    let (_, b) = read(&args.b)?;
+    let differences = diff::differences(&a, &b, args.times)?;
+    print(&if args.json { ascii_json(&diff::json(&differences))? } else { diff::text(&differences, &Screen::of_stdout()) })?;
+    Ok(differences.is_empty())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::elf::stand_in;
+    use crate::host::testing::TempDir;
+    use clap::Parser;
+
+    #[derive(Parser)]
+    struct Cli {
+        #[command(flatten)]
+        args: Args,
+    }
+
+    fn done(words: &[&str]) -> Result<bool> {
+        let cli = Cli::try_parse_from(["initrd"].iter().chain(words)).map_err(|e| anyhow::anyhow!("usage {}", e.exit_code()))?;
+        match &cli.args.command {
+            Command::Pack(args) => pack(args),
+            Command::Ls(args) => ls(args),
+            Command::Cat(args) => cat(args),
+            Command::Verify(args) => verify(args),
+            Command::Repack(args) => repack(args),
+            Command::Diff(args) => diff(args),
+        }
+    }
+
+    #[test]
+    fn yes_no_and_impossible_are_told_apart() {
+        let dir = TempDir::new();
+        let at = |name: &str| dir.path().join(name).display().to_string();
+        std::fs::create_dir(dir.path().join("root")).unwrap();
+        std::fs::write(at("root/file"), "text\n").unwrap();
+        std::fs::write(at("init"), stand_in::library(None, &[])).unwrap();
+        let (root, a, b) = (at("root"), at("a"), at("b"));
+        assert!(done(&["pack", &root, "-o", &a, "--json"]).unwrap());
+        assert!(done(&["pack", &root, "-o", &b, "--gzip"]).unwrap());
+        assert!(done(&["diff", &a, &b]).unwrap(), "compressed or not, a guest finds the same");
+        assert!(done(&["ls", &a, "file", "--json"]).unwrap());
+        assert!(!done(&["ls", &a, "fil"]).unwrap());
+        assert!(done(&["cat", &a, "/file"]).unwrap());
+        assert!(!done(&["cat", &a, "/none"]).unwrap());
+        assert!(done(&["cat", &a, "/"]).unwrap_err().to_string().contains("a directory, and no file"));
+        assert!(!done(&["verify", &a]).unwrap());
+        assert!(done(&["verify", "--rules"]).unwrap());
+        assert!(done(&["verify", &at("root/file")]).unwrap_err().to_string().contains("read initrd"));
+        assert!(done(&["verify", &at("none")]).unwrap_err().to_string().contains("open initrd"));
+        let (init, c) = (at("init"), at("c"));
+        assert!(!done(&["repack", &a, "--init", &init, "-o", &c]).unwrap(), "it would not boot");
+        assert!(!dir.path().join("c").exists());
+        assert!(!done(&["repack", &a, "--init", &init, "-o", &c, "--json"]).unwrap());
+        assert!(done(&["repack", &a, "--init", &init, "-o", &c, "--force"]).unwrap());
+        assert!(!done(&["diff", &a, &c]).unwrap());
+        assert!(done(&["repack", &a, "--init", &init, "-o", &a]).unwrap_err().to_string().contains("another name"));
+        for wrong in [&["repack", &a, "--init", &init, "-o", &c, "--gzip", "--plain"][..], &["verify"], &["pack", "-o", &c], &["ls"]] {
+            assert_eq!(done(wrong).unwrap_err().to_string(), "usage 2", "{wrong:?}");
+        }
+        let left: Vec<_> = std::fs::read_dir(dir.path()).unwrap().map(|e| e.unwrap().file_name()).collect();
+        assert_eq!(left.len(), 5, "nothing is left of what was not kept: {left:?}");
+    }
+}

@@ -1,0 +1,320 @@
+//! `kata-gpu-boot initrd verify`: a guest with nothing wrong with it, and for each rule what breaks that rule and no other.
+
+use crate::TempDir;
+use crate::initrd::{Made, archive, directory, entries, file, gzip, image, link, made, program};
+use kata_gpu_init::elf::stand_in;
+use kata_gpu_init::host::cdi_check::finding::Severity;
+use kata_gpu_init::host::initrd::image::Image;
+use kata_gpu_init::host::initrd::repack::{Wish, repack};
+use kata_gpu_init::host::initrd::tree::Tree;
+use kata_gpu_init::host::initrd::verify::finding::RULES;
+use kata_gpu_init::host::initrd::verify::{Question, Report, check, page};
+use kata_gpu_init::host::text::Screen;
+use std::collections::BTreeSet;
+use std::sync::OnceLock;
+
+pub const VERSION: &str = "550.163.01";
+const KERNEL: &str = "6.18.5-nvidia-gpu";
+const LOADER: &str = "/lib64/ld-linux-x86-64.so.2";
+const MANIFEST: &str = "usr/share/kata-gpu-init/driver-files.json";
+
+fn module(version: Option<&str>, more: &str) -> Vec<u8> {
+    let version = version.map_or(String::new(), |v| format!("version={v}\0"));
+    stand_in::module(format!("{more}{version}vermagic={KERNEL} SMP mod_unload \0").as_bytes())
+}
+
+/// A guest with a driver, laid out as distributions do; without the list of its files.
+pub fn guest() -> Vec<Made> {
+    let firmware = format!("firmware=nvidia/{VERSION}/gsp_ga10x.bin\0firmware=nvidia/{VERSION}/gsp_tu10x.bin\0");
+    let modules = format!("usr/lib/modules/{KERNEL}");
+    let mut all: Vec<Made> =
+        [".", "dev", "proc", "sys", "run", "etc", "var", "usr", "usr/bin", "usr/lib", "usr/lib64", "usr/lib/modules"].map(directory).into();
+    all.extend([modules.as_str(), &format!("{modules}/extra"), "usr/lib/firmware", "usr/lib/firmware/nvidia"].map(directory));
+    all.extend([
+        directory(&format!("usr/lib/firmware/nvidia/{VERSION}")),
+        made("tmp", 0o041_777, ""),
+        link("lib", "usr/lib"),
+        link("lib64", "usr/lib64"),
+        link("var/run", "../run"),
+        program("init", stand_in::library(None, &[])),
+        program("usr/bin/kata-agent", stand_in::program(LOADER, &["libc.so.6"], None)),
+        program("usr/bin/nvidia-smi", stand_in::program(LOADER, &["libc.so.6", "libown.so"], Some("$ORIGIN/../own"))),
+        directory("usr/own"),
+        file("usr/own/libown.so", stand_in::library(Some("libown.so"), &["libc.so.6"])),
+        program("usr/lib64/ld-linux-x86-64.so.2", stand_in::library(Some("ld-linux-x86-64.so.2"), &[])),
+        file("usr/lib64/libc.so.6", stand_in::library(Some("libc.so.6"), &["ld-linux-x86-64.so.2"])),
+        file(&format!("usr/lib64/libcuda.so.{VERSION}"), stand_in::library(Some("libcuda.so.1"), &["libc.so.6"])),
+        file(&format!("usr/lib64/libnvidia-ml.so.{VERSION}"), stand_in::library(Some("libnvidia-ml.so.1"), &["libc.so.6"])),
+        file(&format!("usr/lib/firmware/nvidia/{VERSION}/gsp_ga10x.bin"), "firmware"),
+        file(&format!("usr/lib/firmware/nvidia/{VERSION}/gsp_tu10x.bin"), "firmware"),
+        file(
+            &format!("{modules}/modules.dep"),
+            "extra/nvidia-uvm.ko: extra/nvidia.ko extra/ecc.ko\nextra/nvidia.ko: extra/ecc.ko\nextra/ecc.ko:\nextra/other.ko:\n",
+        ),
+        file(&format!("{modules}/extra/nvidia.ko"), module(Some(VERSION), &firmware)),
+        file(&format!("{modules}/extra/nvidia-uvm.ko"), module(Some(VERSION), "")),
+        file(&format!("{modules}/extra/ecc.ko"), module(None, "")),
+        file(&format!("{modules}/extra/other.ko"), module(None, "")),
+    ]);
+    all
+}
+
+/// The same with the list, as repack writes it.
+fn listed() -> Vec<Made> {
+    static LIST: OnceLock<Vec<u8>> = OnceLock::new();
+    let list = LIST.get_or_init(|| {
+        let dir = TempDir::new("initrd-listed");
+        std::fs::write(dir.0.join("image"), archive(&guest())).unwrap();
+        std::fs::write(dir.0.join("init"), stand_in::library(None, &[])).unwrap();
+        let image = Image::open(&dir.0.join("image")).unwrap();
+        let wish = Wish { init: dir.0.join("init"), manifest: true, form: None, drop_old: false };
+        let done = repack(&image, &Tree::new(&image).unwrap(), &wish, &Question::default(), &dir.0.join("out")).unwrap();
+        let after = Image::open(done.written.temporary()).unwrap();
+        let entry = after.entries.iter().find(|e| e.name == MANIFEST.as_bytes()).unwrap();
+        entry.data.bytes(1 << 20).unwrap()
+    });
+    let more = [directory("usr/share"), directory("usr/share/kata-gpu-init"), file(MANIFEST, list)];
+    guest().into_iter().chain(more).collect()
+}
+
+fn report(bytes: &[u8], question: &Question) -> Report {
+    let (image, tree) = image(bytes).unwrap();
+    check(&image, &tree, question)
+}
+
+fn rules(report: &Report) -> BTreeSet<&'static str> {
+    report.findings.iter().map(|f| f.rule.name).collect()
+}
+
+/// A guest with one thing changed.
+struct Broken(Vec<Made>);
+
+impl Broken {
+    fn at(&mut self, name: &str) -> &mut Made {
+        self.0.iter_mut().find(|m| m.name == name.as_bytes()).unwrap_or_else(|| panic!("{name}"))
+    }
+
+    fn set(&mut self, new: Made) {
+        let name = String::from_utf8(new.name.clone()).unwrap();
+        *self.at(&name) = new;
+    }
+
+    fn remove(&mut self, name: &str) {
+        let before = self.0.len();
+        self.0.retain(|m| m.name != name.as_bytes());
+        assert_eq!(self.0.len() + 1, before, "{name}");
+    }
+
+    fn mode(&mut self, name: &str, mode: u32) {
+        self.at(name).header.mode = mode;
+    }
+}
+
+type Break = fn(&mut Broken);
+
+fn extra(name: &str) -> String {
+    format!("usr/lib/modules/{KERNEL}/extra/{name}")
+}
+
+fn firmware(name: &str) -> String {
+    format!("usr/lib/firmware/nvidia/{VERSION}/{name}")
+}
+
+/// What breaks a rule alone, in a guest without the list of files.
+const CASES: &[(&str, Break)] = &[
+    ("no-init", |g| g.remove("init")),
+    ("init-dangling", |g| g.set(link("init", "/bin/NVRC"))),
+    ("no-agent", |g| g.remove("usr/bin/kata-agent")),
+    ("no-agent", |g| g.set(link("usr/bin/kata-agent", "agent"))),
+    ("not-a-program", |g| g.mode("init", 0o100_644)),
+    ("not-a-program", |g| g.set(directory("init"))),
+    ("not-a-program", |g| g.set(program("usr/bin/kata-agent", "text"))),
+    ("loader-missing", |g| g.set(program("init", stand_in::program("/lib/ld-musl-x86_64.so.1", &[], None)))),
+    ("loader-missing", |g| g.set(program("init", "#!/bin/sh\n"))),
+    ("loader-missing", |g| {
+        g.mode("usr/lib64/ld-linux-x86-64.so.2", 0o100_644);
+        g.remove("usr/bin/nvidia-smi");
+    }),
+    ("library-missing", |g| g.set(program("usr/bin/kata-agent", stand_in::program(LOADER, &["libc.so.6", "libseccomp.so.2"], None)))),
+    ("library-missing", |g| {
+        // One that a library needs.
+        g.set(file("usr/lib64/libc.so.6", stand_in::library(Some("libc.so.6"), &["libdeep.so"])));
+        g.remove("usr/bin/nvidia-smi");
+    }),
+    ("library-missing", |g| {
+        // One of another machine's is none.
+        g.at("usr/lib64/libc.so.6").data[18] = 183;
+        g.remove("usr/bin/nvidia-smi");
+    }),
+    ("wrong-machine", |g| {
+        let mut agent = stand_in::library(None, &[]);
+        agent[18] = 183;
+        g.set(program("usr/bin/kata-agent", agent));
+    }),
+    ("program-broken", |g| g.remove("usr/own/libown.so")),
+    ("no-modules", |g| g.remove(&format!("usr/lib/modules/{KERNEL}/modules.dep"))),
+    ("several-kernels", |g| {
+        g.0.push(directory("usr/lib/modules/6.1.0"));
+        g.0.push(file("usr/lib/modules/6.1.0/modules.dep", "nvidia.ko:\nnvidia-uvm.ko:\n"));
+        for (name, version) in [("nvidia", VERSION), ("nvidia-uvm", VERSION)] {
+            let info = format!("version={version}\0vermagic=6.1.0 SMP\0firmware=nvidia/{VERSION}/gsp_ga10x.bin\0");
+            g.0.push(file(&format!("usr/lib/modules/6.1.0/{name}.ko"), stand_in::module(info.as_bytes())));
+        }
+    }),
+    ("no-driver", |g| g.set(file(&format!("usr/lib/modules/{KERNEL}/modules.dep"), "extra/nvidia.ko: extra/ecc.ko\nextra/ecc.ko:\n"))),
+    ("module-missing", |g| g.remove(&extra("ecc.ko"))),
+    ("module-missing", |g| g.remove(&extra("nvidia-uvm.ko"))),
+    ("other-module-missing", |g| g.remove(&extra("other.ko"))),
+    ("not-a-module", |g| g.set(file(&extra("ecc.ko"), "text"))),
+    ("vermagic", |g| g.set(file(&extra("ecc.ko"), stand_in::module(b"vermagic=6.1.0 SMP\0")))),
+    ("vermagic", |g| g.set(file(&extra("other.ko"), stand_in::module(b"license=GPL\0")))),
+    ("module-versions", |g| g.set(file(&extra("nvidia-uvm.ko"), module(Some("580.95.05"), "")))),
+    ("no-firmware", |g| ["gsp_ga10x.bin", "gsp_tu10x.bin"].iter().for_each(|name| g.remove(&firmware(name)))),
+    ("no-firmware", |g| {
+        // A module that does not say which it needs.
+        g.set(file(&extra("nvidia.ko"), module(Some(VERSION), "")));
+        ["gsp_ga10x.bin", "gsp_tu10x.bin"].iter().for_each(|name| g.remove(&firmware(name)));
+    }),
+    ("firmware-partial", |g| g.remove(&firmware("gsp_tu10x.bin"))),
+    ("firmware-partial", |g| g.at(&firmware("gsp_tu10x.bin")).name.extend(b".xz")),
+    ("no-libcuda", |g| g.remove(&format!("usr/lib64/libcuda.so.{VERSION}"))),
+    ("no-nvml", |g| g.remove(&format!("usr/lib64/libnvidia-ml.so.{VERSION}"))),
+    ("version-differs", |g| g.at(&format!("usr/lib64/libnvidia-ml.so.{VERSION}")).name = b"usr/lib64/libnvidia-ml.so.580.95.05".to_vec()),
+    ("var-run", |g| g.remove("var/run")),
+    ("var-run", |g| g.set(link("var/run", "/tmp"))),
+    ("var-run", |g| g.set(directory("var/run"))),
+    ("var-run-directory", |g| {
+        g.set(directory("var/run"));
+        g.0.push(directory("var/run/cdi"));
+    }),
+    ("mount-point", |g| g.set(file("proc", ""))),
+    ("mount-point", |g| g.set(link("dev", "/none"))),
+    ("ptmx", |g| g.0.push(file("dev/ptmx", ""))),
+    ("setuid", |g| g.mode("usr/bin/nvidia-smi", 0o104_755)),
+    ("writable-by-all", |g| g.mode("tmp", 0o040_777)),
+    ("left-out", |g| g.0.push(file("opt/x", ""))),
+    ("odd-name", |g| g.0.push(file("/etc/x", ""))),
+    ("odd-name", |g| g.0.push(file("etc/../x", ""))),
+    ("again", |g| g.0.extend([file("etc/x", "1"), file("etc/x", "2")])),
+    ("packed", |g| g.0.push(program("usr/bin/p", [stand_in::library(None, &[]), b"UPX!".to_vec()].concat()))),
+];
+
+#[test]
+fn a_guest_that_boots_has_no_finding() {
+    let good = report(&archive(&listed()), &Question { release: Some(KERNEL.into()), ..Question::default() });
+    assert!(good.findings.is_empty() && good.boots(), "{:#?}", good.findings);
+    assert_eq!((good.releases.as_slice(), good.modules), (&[KERNEL.to_string()][..], 4));
+    assert_eq!((good.user_space.as_deref(), good.driver.as_ref().unwrap().version.as_deref()), (Some(VERSION), Some(VERSION)));
+    assert_eq!((good.init.linked, good.agent.linked), ("static", "dynamic"));
+}
+
+#[test]
+fn every_rule_is_broken_alone_by_what_is_meant() {
+    let mut seen: BTreeSet<&str> = BTreeSet::new();
+    for (index, (rule, change)) in CASES.iter().enumerate() {
+        let mut broken = Broken(guest());
+        change(&mut broken);
+        let report = report(&archive(&broken.0), &Question::default());
+        let mut found = rules(&report);
+        assert!(found.remove("no-manifest"), "case {index}: {rule}");
+        assert_eq!(found, BTreeSet::from([*rule]), "case {index}: {:#?}", report.findings);
+        let severity = RULES.iter().find(|r| r.name == *rule).unwrap().severity;
+        assert_eq!(report.boots(), severity != Severity::Error, "{rule}");
+        seen.insert(rule);
+    }
+    // Those that are about more than one file.
+    let alone = |bytes: &[u8], question: &Question| rules(&report(bytes, question)).into_iter().collect::<Vec<_>>();
+    let asked = |release: &str| Question { release: Some(release.into()), ..Question::default() };
+    let good = archive(&listed());
+    // Without the modules, the driver's version is the libraries'.
+    assert_eq!(alone(&good, &asked("6.1.0")), ["other-kernel"]);
+    assert_eq!(alone(&gzip(&good), &Question::default()), ["compressed"]);
+    assert_eq!(alone(&entries(&listed()), &Question::default()), ["no-trailer"]);
+    assert_eq!(alone(&archive(&guest()), &Question::default()), ["no-manifest"]);
+    let mut stale = Broken(listed());
+    stale.set(file(&firmware("gsp_tu10x.bin"), "longer firmware"));
+    assert_eq!(alone(&archive(&stale.0), &Question::default()), ["manifest-stale"]);
+    stale.set(file(MANIFEST, "{}"));
+    assert_eq!(alone(&archive(&stale.0), &Question::default()), ["manifest-stale"]);
+    seen.extend(["other-kernel", "compressed", "no-trailer", "no-manifest", "manifest-stale"]);
+    let all: BTreeSet<&str> = RULES.iter().map(|r| r.name).collect();
+    assert_eq!(seen, all, "every rule has a case");
+}
+
+#[test]
+fn what_is_nearly_wrong_is_right() {
+    let rights: &[Break] = &[
+        |g| g.set(link("var/run", "/run")),
+        |g| g.remove("run"),
+        |g| g.0.push(link("dev/ptmx", "pts/ptmx")),
+        |g| {
+            let mut ptmx = made("dev/ptmx", 0o020_666, "");
+            ptmx.header.rdev = (5, 2);
+            g.0.push(ptmx);
+        },
+        // A link that other links lead to, from outside the directory.
+        |g| {
+            g.set(link("init", "/sbin/init"));
+            g.0.extend([
+                directory("sbin"),
+                link("sbin/init", "../bin/NVRC"),
+                directory("bin"),
+                program("bin/NVRC", stand_in::library(None, &[])),
+            ]);
+        },
+        // CUDA's libraries for older drivers.
+        |g| g.0.extend([directory("usr/compat"), file("usr/compat/libcuda.so.999.99.99", "")]),
+        |g| {
+            let path = format!("/{}", extra("ecc.ko"));
+            g.set(file(
+                &format!("usr/lib/modules/{KERNEL}/modules.dep"),
+                format!("extra/nvidia.ko: {path}\nextra/nvidia-uvm.ko: extra/nvidia.ko\n{path}:\n"),
+            ));
+        },
+    ];
+    for (index, change) in rights.iter().enumerate() {
+        let mut guest = Broken(guest());
+        change(&mut guest);
+        let report = report(&archive(&guest.0), &Question::default());
+        assert_eq!(rules(&report), BTreeSet::from(["no-manifest"]), "case {index}: {:#?}", report.findings);
+    }
+}
+
+#[test]
+fn another_init_and_a_driver_from_elsewhere_can_be_asked_for() {
+    let mut guest = Broken(guest());
+    guest.remove("init");
+    guest.0.extend([directory("sbin"), program("sbin/init", stand_in::library(None, &[]))]);
+    for name in [format!("usr/lib64/libcuda.so.{VERSION}"), format!("usr/lib64/libnvidia-ml.so.{VERSION}"), firmware("gsp_ga10x.bin")] {
+        guest.remove(&name);
+    }
+    let bytes = archive(&guest.0);
+    let question = Question { init: "/sbin/init".into(), user_space: false, ..Question::default() };
+    assert_eq!(rules(&report(&bytes, &question)), BTreeSet::new());
+    assert!(rules(&report(&bytes, &Question::default())).is_superset(&BTreeSet::from(["no-init", "no-libcuda", "firmware-partial"])));
+}
+
+#[test]
+fn the_page_says_what_the_report_holds_and_fits_a_terminal() {
+    let mut broken = Broken(guest());
+    broken.remove("usr/bin/kata-agent");
+    (0..9).for_each(|n| broken.0.push(made(&format!("etc/{n}"), 0o104_755, "")));
+    let report = report(&archive(&broken.0), &Question::default());
+    let text = page::page(&report, &Screen::PLAIN);
+    for part in [
+        "error   no-agent  /usr/bin/kata-agent",
+        "setuid  /etc/4: 4755",
+        "4 more of these",
+        "it cannot boot as a guest with GPUs: 1 error, 9 warnings, 1 note",
+        "agent   /usr/bin/kata-agent: missing",
+        "kernel  6.18.5-nvidia-gpu, 4 modules",
+        "driver  module 550.163.01, user space 550.163.01",
+    ] {
+        assert!(text.contains(part), "{part}:\n{text}");
+    }
+    let narrow = page::page(&report, &Screen { width: Some(80), colour: false });
+    assert!(narrow.lines().all(|line| line.len() <= 80), "{narrow}");
+    let json = report.json();
+    assert_eq!((json["boots"].as_bool(), json["findings"].as_array().unwrap().len()), (Some(false), 11));
+    assert_eq!(page::rules(RULES, &Screen::PLAIN).lines().count(), RULES.len() + 1);
+}

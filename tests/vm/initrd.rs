@@ -1,0 +1,77 @@
+//! Images that `kata-gpu-boot initrd` has written, before a real kernel: it unpacks them, and the guest brings its GPUs up and starts a container.
+
+use super::harness::{DEADLINE, Guest, Outcome, TestContext, VmTest};
+use anyhow::{Context, Result, ensure};
+use kata_gpu_init::host::initrd::image::{Form, Image};
+use kata_gpu_init::host::initrd::output::Output;
+use kata_gpu_init::host::initrd::pack::pack;
+use kata_gpu_init::host::initrd::repack::{Wish, repack};
+use kata_gpu_init::host::initrd::tree::Tree;
+use kata_gpu_init::host::initrd::verify::{self, Question};
+use std::fs::File;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+pub const TESTS: &[VmTest] = &[
+    VmTest { name: "an_image_that_was_packed_boots_to_a_container", run: packed },
+    VmTest { name: "an_image_that_was_repacked_and_compressed_boots_to_a_container", run: repacked },
+    VmTest { name: "an_image_that_verify_refuses_for_its_init_does_not_boot", run: refused },
+];
+
+fn base(context: &TestContext) -> PathBuf {
+    context.target.join("initrd.cpio")
+}
+
+fn folder(context: &TestContext) -> Result<PathBuf> {
+    let folder = context.work_dir.join("image");
+    // What an earlier run left.
+    let _unused = std::fs::remove_dir_all(&folder);
+    std::fs::create_dir_all(folder.join("root")).with_context(|| format!("make {}", folder.display()))?;
+    Ok(folder)
+}
+
+fn boots(context: &TestContext, image: &Path) -> Result<Outcome> {
+    let mut booted = Guest::new().initrd(image).append("testagent.containers=all:all").boot(context, "guest")?;
+    let all = booted.created("all")?;
+    ensure!(booted.settled()? == (8, 0), "settled: {:?}", booted.settled()?);
+    let gpus = (0..8).filter(|k| all.get("nodes").contains(&format!("/dev/nvidia{k} 195:{k} 666"))).count();
+    ensure!(gpus == 8, "nodes: {}", all.get("nodes"));
+    booted.still_runs()?;
+    Ok(Outcome::Passed)
+}
+
+/// Unpacked by cpio, packed by us.
+fn packed(context: &TestContext) -> Result<Outcome> {
+    let folder = folder(context)?;
+    let base = base(context);
+    let archive = File::open(&base).with_context(|| format!("open {}", base.display()))?;
+    let unpacked = Command::new("cpio").args(["-idmu", "--quiet"]).current_dir(folder.join("root")).stdin(archive).status();
+    ensure!(unpacked.context("run cpio (initrd/setup installs it)")?.success(), "cpio does not unpack {}", base.display());
+    let mut output = Output::create(&folder.join("packed"), Form::Plain)?;
+    pack(&[folder.join("root")], 0, &mut output)?;
+    output.end()?.keep()?;
+    boots(context, &folder.join("packed"))
+}
+
+fn repacked(context: &TestContext) -> Result<Outcome> {
+    let folder = folder(context)?;
+    let image = Image::open(&base(context))?;
+    let init = context.target.join("x86_64-unknown-linux-musl/release/kata-gpu-init");
+    let wish = Wish { init, manifest: true, form: Some(Form::Gzip), drop_old: false };
+    let question = Question { user_space: false, ..Question::default() };
+    let mut done = repack(&image, &Tree::new(&image)?, &wish, &question, &folder.join("repacked"))?;
+    ensure!(done.report.boots(), "{:?}", done.report.findings);
+    done.written.keep()?;
+    boots(context, &folder.join("repacked"))
+}
+
+/// The control of both: what we call an error is one for the kernel.
+fn refused(context: &TestContext) -> Result<Outcome> {
+    let booted = Guest::new().without("init").without_vsock().append("rdinit=/init").boot(context, "guest")?;
+    let image = Image::open(&booted.work_dir().join("initrd.cpio"))?;
+    let report = verify::check(&image, &Tree::new(&image)?, &Question { user_space: false, ..Question::default() });
+    let rules: Vec<&str> = report.findings.iter().map(|f| f.rule.name).collect();
+    ensure!(rules.contains(&"no-init") && !report.boots(), "{rules:?}");
+    ensure!(booted.console.wait_text(DEADLINE, "Unable to mount root fs"), "the kernel has not panicked");
+    Ok(Outcome::Passed)
+}
