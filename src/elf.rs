@@ -17,8 +17,8 @@ const MAX_SEGMENTS: u64 = 256;
 const MAX_DYNAMIC: u64 = 4096;
 /// Longest name in a string table.
 const MAX_NAME: u64 = 4096;
-/// How much of a file's beginning is read at once, and of a name.
-const HEAD: usize = 1024;
+/// How much of a file's beginning is read at once (a page, in which small libraries have their names, too), and of a name.
+const HEAD: usize = 4096;
 const NAME_PART: usize = 128;
 /// Longest part that is read onto the stack: the dynamic segments of most libraries have 500 to 600 bytes.
 const NEAR: usize = 1024;

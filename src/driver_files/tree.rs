@@ -9,7 +9,7 @@ use nix::fcntl::{AT_FDCWD, AtFlags, OFlag, OpenHow, ResolveFlag, openat, openat2
 use nix::sys::stat::{FileStat, Mode, SFlag, fstat, fstatat, mkdirat};
 use nix::unistd::{UnlinkatFlags, unlinkat};
 use std::cell::RefCell;
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::fs::File;
 use std::io::{self, Read, Write};
 use std::os::fd::{AsRawFd, OwnedFd};
@@ -128,26 +128,33 @@ pub struct Tree {
     path: PathBuf,
     /// The path that the kernel has for the guest's root: what the paths of descriptors begin with.
     above: PathBuf,
+    /// The first directories of paths that had a link on the way: `/lib` of most systems.
+    linked: RefCell<HashSet<PathBuf>>,
 }
 
 impl Tree {
     fn open(root: &Path) -> io::Result<Self> {
         let fd = nix::fcntl::open(root, OFlag::O_PATH | OFlag::O_DIRECTORY | OFlag::O_CLOEXEC, Mode::empty())?;
         let above = kernel_path(&fd)?;
-        Ok(Self { root: fd, path: "/".into(), above })
+        Ok(Self { root: fd, path: "/".into(), above, linked: RefCell::default() })
     }
 
     /// What a path leads to; None where there is nothing.
     pub fn find(&self, path: &Path) -> io::Result<Option<Found>> {
+        let first: PathBuf = path.components().take(2).collect();
+        let linked = self.linked.borrow().contains(&first);
         // Most paths have no link on the way, and are then the kernel's own.
-        let (fd, path) = match self.look_up(path, ResolveFlag::RESOLVE_NO_SYMLINKS) {
-            Ok(fd) if plain_path(path) => (fd, below(&self.path, path).components().collect()),
-            Ok(fd) => self.with_kernel_path(fd)?,
-            Err(Errno::ELOOP) => match self.look_up(path, ResolveFlag::empty()) {
-                Ok(fd) => self.with_kernel_path(fd)?,
-                Err(Errno::ENOENT | Errno::ENOTDIR) => return Ok(None),
-                Err(errno) => return Err(errno.into()),
-            },
+        let no_links = if linked || !plain_path(path) { Err(Errno::ELOOP) } else { self.look_up(path, ResolveFlag::RESOLVE_NO_SYMLINKS) };
+        let found = match no_links {
+            Err(Errno::ELOOP) => {
+                self.linked.borrow_mut().insert(first);
+                self.look_up(path, ResolveFlag::empty()).map(|fd| (fd, None))
+            }
+            result => result.map(|fd| (fd, Some(below(&self.path, path).components().collect()))),
+        };
+        let (fd, path) = match found {
+            Ok((fd, Some(path))) => (fd, path),
+            Ok((fd, None)) => self.with_kernel_path(fd)?,
             Err(Errno::ENOENT | Errno::ENOTDIR) => return Ok(None),
             Err(errno) => return Err(errno.into()),
         };
@@ -186,7 +193,7 @@ pub struct Places {
     driver: Tree,
     /// As the guest sees it, without links.
     pub driver_root: PathBuf,
-    /// Directories of the driver root in which something was missing, and whether they are there.
+    /// Of paths at which nothing was found, and directories above them: whether they are there. Nothing below one that is not is looked for.
     known: RefCell<HashMap<PathBuf, bool>>,
 }
 
@@ -196,7 +203,8 @@ impl Places {
         let guest = Tree::open(&roots.root).map_err(|e| no_root(&roots.root, e.to_string()))?;
         let found = guest.find(&roots.driver_root).map_err(|e| no_root(&roots.driver_root, e.to_string()))?;
         let found = found.filter(|f| f.is(SFlag::S_IFDIR)).ok_or_else(|| no_root(&roots.driver_root, "no such directory".into()))?;
-        let driver = Tree { root: found.fd, path: found.path.clone(), above: guest.above.clone() };
+        let (path, above) = (found.path.clone(), guest.above.clone());
+        let driver = Tree { root: found.fd, path, above, linked: RefCell::default() };
         Ok(Self { guest, driver, driver_root: found.path, known: RefCell::default() })
     }
 
@@ -226,8 +234,9 @@ impl Places {
         }
     }
 
-    /// Which directory on the way to something missing is the first that is missing, too: nothing else is looked for in it.
+    /// Which directory on the way to something missing is the first that is missing, too.
     fn learn(&self, path: &Path) {
+        self.known.borrow_mut().insert(path.to_path_buf(), false);
         let mut above: Vec<&Path> = path.ancestors().skip(1).collect();
         above.reverse();
         for directory in above {

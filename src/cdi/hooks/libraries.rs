@@ -137,7 +137,12 @@ struct Searcher<'a> {
     /// Planned links by the directory they will be in.
     planned: HashMap<FileId, Planned>,
     found: Found,
+    /// Never used. As long as it is there, musl keeps memory for buffers of this size, which each link is read into, instead of mapping it anew.
+    _keeps_memory: Vec<u8>,
 }
+
+/// Size of the buffer into which a link is read.
+const LINK_BUFFER: usize = 4096;
 
 /// Looks into all directories. Errors: too many files, or too slow a file system, for the time that a hook has.
 pub fn search(what: &Search) -> io::Result<Found> {
@@ -150,7 +155,16 @@ pub fn search(what: &Search) -> io::Result<Found> {
         }
     }
     let folders = what.folders.iter().filter_map(|f| id(Path::new(f))).collect();
-    let mut searcher = Searcher { what, start: Instant::now(), files: 0, seen: HashMap::new(), folders, planned, found: Found::default() };
+    let mut searcher = Searcher {
+        what,
+        start: Instant::now(),
+        files: 0,
+        seen: HashMap::new(),
+        folders,
+        planned,
+        found: Found::default(),
+        _keeps_memory: std::hint::black_box(Vec::with_capacity(LINK_BUFFER)),
+    };
     let mut done = HashSet::new();
     for path in what.directories {
         let directory = match what.root.directory(Path::new(path)) {
