@@ -13,10 +13,12 @@ mod container_roots;
 mod hooks;
 mod hooks_attacks;
 mod hooks_faults;
+mod hooks_reads;
 mod ldconfig;
 mod modules;
 mod oracle;
 mod publications;
+mod schema;
 #[cfg(feature = "host")]
 mod tree;
 
