@@ -80,7 +80,8 @@ pub fn parse_majors(text: &str) -> Majors {
 /// Reads a file of /proc that has at most so many bytes.
 pub fn read_bounded(path: &Path, most: u64) -> io::Result<String> {
     let at = |error: io::Error| io::Error::new(error.kind(), format!("read {}: {error}", path.display()));
-    let mut text = String::new();
+    // Files of /proc have no size; the longest of these, mig-minors, has some ten kB.
+    let mut text = String::with_capacity(16 * 1024);
     std::fs::File::open(path).and_then(|file| file.take(most).read_to_string(&mut text)).map_err(at)?;
     Ok(text)
 }

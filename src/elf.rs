@@ -44,9 +44,11 @@ const MAX_SEGMENTS: u64 = 256;
 const MAX_DYNAMIC: u64 = 4096;
 /// Longest name in a string table.
 const MAX_NAME: u64 = 4096;
-/// How much of a file's beginning is read at once, and of a name.
-const HEAD: usize = 1024;
+/// How much of a file's beginning is read at once (a page, in which small libraries have their names, too), and of a name.
+const HEAD: usize = 4096;
 const NAME_PART: usize = 128;
+/// Longest part that is read onto the stack: the dynamic segments of most libraries have 500 to 600 bytes.
+const NEAR: usize = 1024;
 /// Longest list of properties (compilers write some ten bytes for each, and there are fewer than ten kinds).
 const MAX_PROPERTIES: u64 = 4096;
 
@@ -117,36 +119,42 @@ pub fn identity(file: &dyn ReadAt) -> io::Result<Library> {
 
 fn describe(file: &dyn ReadAt, with_needed: bool) -> io::Result<Library> {
     let elf = Elf::open(file)?;
-    let segments = elf.segments()?;
+    let mut room = Room::new();
+    let table = elf.program_headers(&mut room)?;
+    let segments = || table.chunks_exact(elf.program_header()).map(|header| elf.segment(header));
     let (mut soname, mut needed, mut loadable) = (None, Vec::new(), false);
-    if let Some(dynamic) = segments.iter().find(|s| s.kind == PT_DYNAMIC) {
-        let entries = elf.dynamic(dynamic)?;
-        let value = |tag| entries.iter().find(|(t, _)| *t == tag).map(|(_, value)| *value);
-        if let Some(table) = value(DT_STRTAB).and_then(|address| offset_of(&segments, address)) {
+    if let Some(dynamic) = segments().find(|s| s.kind == PT_DYNAMIC) {
+        let mut room = Room::new();
+        let bytes = elf.dynamic(&dynamic, &mut room)?;
+        let entries = || elf.entries(bytes);
+        let value = |tag| entries().find(|(t, _)| *t == tag).map(|(_, value)| value);
+        if let Some(table) = value(DT_STRTAB).and_then(|address| offset_of(segments(), address)) {
             loadable = true;
             let name = |at: u64| elf.name(table.saturating_add(at));
             soname = value(DT_SONAME).map(name).transpose()?;
-            let of_needed = entries.iter().filter(|(tag, _)| with_needed && *tag == DT_NEEDED);
-            needed = of_needed.map(|(_, at)| name(*at)).collect::<io::Result<_>>()?;
+            let of_needed = entries().filter(|(tag, _)| with_needed && *tag == DT_NEEDED);
+            needed = of_needed.map(|(_, at)| name(at)).collect::<io::Result<_>>()?;
         }
     }
-    let isa_level = segments.iter().find(|s| s.kind == PT_GNU_PROPERTY).map_or(0, |s| elf.isa_level(s));
+    let isa_level = segments().find(|s| s.kind == PT_GNU_PROPERTY).map_or(0, |s| elf.isa_level(&s));
     Ok(Library { class: elf.class, kind: elf.u16(0x10), machine: elf.u16(0x12), flags: elf.flags(), soname, needed, loadable, isa_level })
 }
 
 /// Reads the loader's name and the search path.
 pub fn program(file: &dyn ReadAt) -> io::Result<Program> {
     let elf = Elf::open(file)?;
-    let segments = elf.segments()?;
-    let interpreter = match segments.iter().find(|s| s.kind == PT_INTERP) {
-        Some(segment) => Some(elf.name(segment.offset)?),
-        None => None,
-    };
+    let mut room = Room::new();
+    let table = elf.program_headers(&mut room)?;
+    let segments = || table.chunks_exact(elf.program_header()).map(|header| elf.segment(header));
+    let interpreter = segments().find(|s| s.kind == PT_INTERP).map(|s| elf.name(s.offset)).transpose()?;
     let mut search_path = None;
-    if let Some(dynamic) = segments.iter().find(|s| s.kind == PT_DYNAMIC) {
-        let entries = elf.dynamic(dynamic)?;
-        let value = |tag| entries.iter().find(|(t, _)| *t == tag).map(|(_, value)| *value);
-        if let (Some(table), Some(at)) = (value(DT_STRTAB).and_then(|a| offset_of(&segments, a)), value(DT_RUNPATH).or(value(DT_RPATH))) {
+    if let Some(dynamic) = segments().find(|s| s.kind == PT_DYNAMIC) {
+        let mut room = Room::new();
+        let bytes = elf.dynamic(&dynamic, &mut room)?;
+        let value = |tag| elf.entries(bytes).find(|(t, _)| *t == tag).map(|(_, value)| value);
+        if let (Some(table), Some(at)) =
+            (value(DT_STRTAB).and_then(|address| offset_of(segments(), address)), value(DT_RUNPATH).or(value(DT_RPATH)))
+        {
             search_path = Some(elf.name(table.saturating_add(at))?);
         }
     }
@@ -187,15 +195,41 @@ struct Segment {
 }
 
 /// Where in the file an address is.
-fn offset_of(segments: &[Segment], address: u64) -> Option<u64> {
-    let segment = segments.iter().find(|s| s.kind == PT_LOAD && address >= s.address && address - s.address < s.length)?;
+fn offset_of(mut segments: impl Iterator<Item = Segment>, address: u64) -> Option<u64> {
+    let segment = segments.find(|s| s.kind == PT_LOAD && address >= s.address && address - s.address < s.length)?;
     segment.offset.checked_add(address - segment.address)
+}
+
+/// Room for a part of a file, on the stack for what is usual: hundreds of libraries are read one after the other, and musl maps and unmaps memory for
+/// a buffer of a kilobyte.
+struct Room {
+    near: [u8; NEAR],
+    far: Vec<u8>,
+}
+
+impl Room {
+    fn new() -> Self {
+        Self { near: [0; NEAR], far: Vec::new() }
+    }
+
+    /// So many bytes of it.
+    fn of(&mut self, length: usize) -> &mut [u8] {
+        match self.near.get_mut(..length) {
+            Some(near) => near,
+            None => {
+                self.far.resize(length, 0);
+                &mut self.far
+            }
+        }
+    }
 }
 
 struct Elf<'a> {
     file: &'a dyn ReadAt,
-    /// The file's beginning: the header, and where they are usual the segments, in one read.
-    head: Vec<u8>,
+    /// The file's beginning: the header, and where they are usual the segments, in one read. Zeros where the file is shorter.
+    head: [u8; HEAD],
+    /// How much of it was read.
+    length: usize,
     class: Class,
 }
 
@@ -204,13 +238,36 @@ impl<'a> Elf<'a> {
         const SHORTEST: usize = 52;
         const HEADER_64: usize = 64;
         let refused = || io::Error::other("not a little-endian ELF file");
-        let head = some(file, 0, HEAD)?;
-        let (class, header) = match head.get(..6) {
-            Some(b"\x7fELF\x01\x01") => (Class::Elf32, SHORTEST),
-            Some(b"\x7fELF\x02\x01") => (Class::Elf64, HEADER_64),
+        let (mut head, mut length) = ([0; HEAD], 0);
+        // A read that ends early needs no second one unless the header is not whole: what else is missing is read where it is needed.
+        while length < HEADER_64 {
+            match some(file, length as u64, head.get_mut(length..).unwrap_or_default())? {
+                0 => break,
+                more => length += more,
+            }
+        }
+        let (class, header) = match head {
+            [0x7f, b'E', b'L', b'F', 1, 1, ..] => (Class::Elf32, SHORTEST),
+            [0x7f, b'E', b'L', b'F', 2, 1, ..] => (Class::Elf64, HEADER_64),
             _ => return Err(refused()),
         };
-        if head.len() < header { Err(refused()) } else { Ok(Self { file, head, class }) }
+        if length < header { Err(refused()) } else { Ok(Self { file, head, length, class }) }
+    }
+
+    /// A part of the file: from its beginning, which is there, or read into `room`.
+    fn part<'r>(&'r self, offset: u64, length: u64, room: &'r mut Room) -> io::Result<&'r [u8]> {
+        if let Some(part) = self.beginning(offset).get(..usize::try_from(length).unwrap_or(usize::MAX)) {
+            return Ok(part);
+        }
+        let part = room.of(bounded(length)?);
+        exactly(self.file, offset, part)?;
+        Ok(part)
+    }
+
+    /// What has been read of the file from this offset on.
+    fn beginning(&self, offset: u64) -> &[u8] {
+        let offset = usize::try_from(offset).unwrap_or(usize::MAX);
+        self.head.get(..self.length).and_then(|head| head.get(offset..)).unwrap_or_default()
     }
 
     fn u16(&self, at: usize) -> u16 {
@@ -229,43 +286,54 @@ impl<'a> Elf<'a> {
         u32_at(&self.head, if self.wide() { 0x30 } else { 0x24 })
     }
 
-    fn segments(&self) -> io::Result<Vec<Segment>> {
-        let (table, size, count, entry) = if self.wide() {
-            (self.u64(0x20), self.u16(0x36), self.u16(0x38), 56)
+    /// The size of a program header.
+    fn program_header(&self) -> usize {
+        if self.wide() { 56 } else { 32 }
+    }
+
+    /// All program headers.
+    fn program_headers<'r>(&'r self, room: &'r mut Room) -> io::Result<&'r [u8]> {
+        let (table, size, count) = if self.wide() {
+            (self.u64(0x20), self.u16(0x36), self.u16(0x38))
         } else {
-            (u32_at(&self.head, 0x1c).into(), self.u16(0x2a), self.u16(0x2c), 32)
+            (u32_at(&self.head, 0x1c).into(), self.u16(0x2a), self.u16(0x2c))
         };
         if count == 0 {
-            return Ok(Vec::new());
+            return Ok(&[]);
         }
-        if size != entry || u64::from(count) > MAX_SEGMENTS {
+        if usize::from(size) != self.program_header() || u64::from(count) > MAX_SEGMENTS {
             return Err(io::Error::other("its program headers are of another form"));
         }
-        let length = u64::from(size) * u64::from(count);
-        let in_head = usize::try_from(table).ok().and_then(|at| self.head.get(at..)?.get(..length as usize));
-        let table = in_head.map_or_else(|| read(self.file, table, length), |table| Ok(table.to_vec()))?;
-        let segment = |h: &[u8]| {
-            if self.wide() {
-                Segment { kind: u32_at(h, 0), offset: u64_at(h, 8), address: u64_at(h, 16), length: u64_at(h, 32) }
-            } else {
-                let wide = |at| u64::from(u32_at(h, at));
-                Segment { kind: u32_at(h, 0), offset: wide(4), address: wide(8), length: wide(16) }
-            }
-        };
-        Ok(table.chunks_exact(usize::from(entry)).map(segment).collect())
+        self.part(table, u64::from(size) * u64::from(count), room)
+    }
+
+    fn segment(&self, header: &[u8]) -> Segment {
+        if self.wide() {
+            Segment { kind: u32_at(header, 0), offset: u64_at(header, 8), address: u64_at(header, 16), length: u64_at(header, 32) }
+        } else {
+            let wide = |at| u64::from(u32_at(header, at));
+            Segment { kind: u32_at(header, 0), offset: wide(4), address: wide(8), length: wide(16) }
+        }
+    }
+
+    /// The dynamic segment's bytes.
+    fn dynamic<'r>(&'r self, segment: &Segment, room: &'r mut Room) -> io::Result<&'r [u8]> {
+        if segment.length > MAX_DYNAMIC * self.entry() as u64 {
+            return Err(io::Error::other(format!("a dynamic segment of {} bytes: more than any library has", segment.length)));
+        }
+        self.part(segment.offset, segment.length, room)
+    }
+
+    /// The size of an entry of the dynamic segment.
+    fn entry(&self) -> usize {
+        if self.wide() { 16 } else { 8 }
     }
 
     /// Tags and values up to the end mark.
-    fn dynamic(&self, segment: &Segment) -> io::Result<Vec<(u64, u64)>> {
-        let entry = if self.wide() { 16 } else { 8 };
-        if segment.length > MAX_DYNAMIC * entry {
-            return Err(io::Error::other(format!("a dynamic segment of {} bytes: more than any library has", segment.length)));
-        }
-        let bytes = read(self.file, segment.offset, segment.length)?;
-        let pair = |e: &[u8]| {
-            if self.wide() { (u64_at(e, 0), u64_at(e, 8)) } else { (u32_at(e, 0).into(), u32_at(e, 4).into()) }
-        };
-        Ok(bytes.chunks_exact(entry as usize).map(pair).take_while(|(tag, _)| *tag != DT_NULL).collect())
+    fn entries(&self, dynamic: &[u8]) -> impl Iterator<Item = (u64, u64)> {
+        let wide = self.wide();
+        let pair = move |e: &[u8]| if wide { (u64_at(e, 0), u64_at(e, 8)) } else { (u32_at(e, 0).into(), u32_at(e, 4).into()) };
+        dynamic.chunks_exact(self.entry()).map(pair).take_while(|(tag, _)| *tag != DT_NULL)
     }
 
     /// 0 where the note is not as it should be: what a file says of itself beyond need is no reason to refuse it.
@@ -273,13 +341,14 @@ impl<'a> Elf<'a> {
         if segment.length > MAX_PROPERTIES {
             return 0;
         }
-        let Ok(note) = read(self.file, segment.offset, segment.length) else { return 0 };
-        let (name, kind) = (u32_at(&note, 0), u32_at(&note, 8));
+        let mut room = Room::new();
+        let Ok(note) = self.part(segment.offset, segment.length, &mut room) else { return 0 };
+        let (name, kind) = (u32_at(note, 0), u32_at(note, 8));
         if name != 4 || kind != NT_GNU_PROPERTY_TYPE_0 || note.get(12..16) != Some(b"GNU\0".as_slice()) {
             return 0;
         }
         let width = if self.wide() { 8 } else { 4 };
-        let mut rest = note.get(16..).and_then(|d| d.get(..u32_at(&note, 4) as usize)).unwrap_or_default();
+        let mut rest = note.get(16..).and_then(|d| d.get(..u32_at(note, 4) as usize)).unwrap_or_default();
         while rest.len() >= 8 {
             let (kind, size) = (u32_at(rest, 0), u32_at(rest, 4) as usize);
             let Some(value) = rest.get(8..).and_then(|d| d.get(..size)) else { return 0 };
@@ -292,44 +361,61 @@ impl<'a> Elf<'a> {
     }
 
     fn name(&self, offset: u64) -> io::Result<String> {
-        let mut bytes = Vec::new();
+        let mut name = Vec::new();
         // A string table may end the file: what is there counts.
-        while (bytes.len() as u64) < MAX_NAME && !bytes.contains(&0) {
-            match some(self.file, offset.saturating_add(bytes.len() as u64), NAME_PART)? {
-                part if part.is_empty() => break,
-                part => bytes.extend(part),
+        while (name.len() as u64) < MAX_NAME {
+            let (at, mut read) = (offset.saturating_add(name.len() as u64), [0; NAME_PART]);
+            let part = match self.beginning(at) {
+                [] => {
+                    let length = some(self.file, at, &mut read)?;
+                    read.get(..length).unwrap_or_default()
+                }
+                there => there.get(..NAME_PART).unwrap_or(there),
+            };
+            if part.is_empty() {
+                break;
+            }
+            let end = part.iter().position(|b| *b == 0);
+            name.extend(part.iter().take(end.unwrap_or(part.len())));
+            if end.is_some() {
+                return String::from_utf8(name).map_err(|_| io::Error::other("a name in it is no text"));
             }
         }
-        let name = bytes.split(|b| *b == 0).next().unwrap_or_default();
-        if name.len() >= bytes.len() {
-            return Err(io::Error::other("a name in it has no end"));
-        }
-        String::from_utf8(name.to_vec()).map_err(|_| io::Error::other("a name in it is no text"))
+        Err(io::Error::other("a name in it has no end"))
     }
 }
 
-/// Up to this many bytes, fewer where the file ends.
-fn some(file: &dyn ReadAt, offset: u64, length: usize) -> io::Result<Vec<u8>> {
-    let mut bytes = vec![0; length];
-    let mut there = 0;
-    while let Some(rest) = bytes.get_mut(there..).filter(|rest| !rest.is_empty()) {
-        match file.read_at(rest, offset.saturating_add(there as u64)) {
-            Ok(0) => break,
-            Ok(n) => there += n,
+/// One read of up to so many bytes; 0 at the file's end.
+fn some(file: &dyn ReadAt, offset: u64, bytes: &mut [u8]) -> io::Result<usize> {
+    loop {
+        match file.read_at(bytes, offset) {
             Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
-            Err(e) => return Err(e),
+            result => return result,
         }
     }
-    bytes.truncate(there);
-    Ok(bytes)
+}
+
+/// All of it.
+fn exactly(file: &dyn ReadAt, offset: u64, bytes: &mut [u8]) -> io::Result<()> {
+    let mut length = 0;
+    while let Some(rest) = bytes.get_mut(length..).filter(|rest| !rest.is_empty()) {
+        match some(file, offset.saturating_add(length as u64), rest)? {
+            0 => return Err(io::Error::new(io::ErrorKind::UnexpectedEof, "the file ends before it")),
+            more => length += more,
+        }
+    }
+    Ok(())
 }
 
 fn read(file: &dyn ReadAt, offset: u64, length: u64) -> io::Result<Vec<u8>> {
-    if length > MAX_SECTION {
-        return Err(io::Error::other(format!("a part of {length} bytes: more than any such file has")));
-    }
-    let bytes = some(file, offset, length as usize)?;
-    if bytes.len() as u64 == length { Ok(bytes) } else { Err(io::Error::new(io::ErrorKind::UnexpectedEof, "the file ends before it")) }
+    let mut bytes = vec![0; bounded(length)?];
+    exactly(file, offset, &mut bytes)?;
+    Ok(bytes)
+}
+
+fn bounded(length: u64) -> io::Result<usize> {
+    let refused = || io::Error::other(format!("a part of {length} bytes: more than any such file has"));
+    usize::try_from(length).ok().filter(|_| length <= MAX_SECTION).ok_or_else(refused)
 }
 
 fn bytes_at<const N: usize>(bytes: &[u8], offset: usize) -> [u8; N] {

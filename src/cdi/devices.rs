@@ -7,6 +7,7 @@ use crate::device_nodes::Node;
 use crate::driver_proc::{self, information};
 use crate::pci::PciAddress;
 use nix::sys::stat::{SFlag, lstat, major, minor};
+use std::cell::OnceCell;
 use std::collections::BTreeMap;
 use std::io;
 use std::path::{Path, PathBuf};
@@ -36,6 +37,9 @@ pub struct Found {
     pub common: Vec<Node>,
     pub problems: Vec<String>,
 }
+
+/// The minors of all capabilities: about a thousand lines, read once there is a MIG instance.
+type Caps = OnceCell<Result<BTreeMap<String, u32>, String>>;
 
 impl Places {
     fn dev(&self) -> PathBuf {
@@ -90,7 +94,7 @@ impl Places {
             return Err(format!("{} is empty: the driver has bound no GPU; its words in the kernel's log say why", folder.display()));
         }
         let mut found = Found::default();
-        let caps = self.mig_minors(&mut found.problems);
+        let caps = OnceCell::new();
         for (index, address) in addresses.into_iter().enumerate() {
             match self.gpu(&proc, address, &caps) {
                 Ok(ready) => found.gpus.push(Device { index, address, entry: Entry::Ready(ready) }),
@@ -114,7 +118,7 @@ impl Places {
         Ok(found)
     }
 
-    fn gpu(&self, proc: &Path, address: PciAddress, caps: &BTreeMap<String, u32>) -> Result<Ready, String> {
+    fn gpu(&self, proc: &Path, address: PciAddress, caps: &Caps) -> Result<Ready, String> {
         let information = information(proc, address).map_err(|e| e.to_string())?;
         let name = format!("nvidia{}", information.minor);
         let own = self
@@ -131,24 +135,22 @@ impl Places {
         Ok(Ready { nodes, uuid: information.uuid, instances: self.instances(information.minor, caps)? })
     }
 
-    fn mig_minors(&self, problems: &mut Vec<String>) -> BTreeMap<String, u32> {
+    fn mig_minors(&self) -> Result<BTreeMap<String, u32>, String> {
         let path = self.root.join("proc/driver/nvidia-caps/mig-minors");
         match driver_proc::read_bounded(&path, MAX_MIG_MINORS) {
-            Ok(text) => driver_proc::parse_mig_minors(&text),
-            Err(error) if error.kind() == io::ErrorKind::NotFound => BTreeMap::new(),
-            Err(error) => {
-                problems.push(format!("{error}: MIG instances are left out"));
-                BTreeMap::new()
-            }
+            Ok(text) => Ok(driver_proc::parse_mig_minors(&text)),
+            Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(BTreeMap::new()),
+            Err(error) => Err(error.to_string()),
         }
     }
 
     /// The MIG instances of a GPU, in ascending order of GPU instance and compute instance.
-    fn instances(&self, gpu: u32, caps: &BTreeMap<String, u32>) -> Result<Vec<Instance>, String> {
+    fn instances(&self, gpu: u32, caps: &Caps) -> Result<Vec<Instance>, String> {
         let mig = self.root.join(format!("proc/driver/nvidia/capabilities/gpu{gpu}/mig"));
         let mut all = Vec::new();
         for gi in numbered(&mig, "gi")? {
             for ci in numbered(&mig.join(format!("gi{gi}")), "ci")? {
+                let caps = caps.get_or_init(|| self.mig_minors()).as_ref().map_err(String::clone)?;
                 let nodes = [format!("gpu{gpu}/gi{gi}/access"), format!("gpu{gpu}/gi{gi}/ci{ci}/access")].map(|capability| {
                     let cap = caps.get(&capability).ok_or_else(|| format!("mig-minors has no {capability}"))?;
                     let name = format!("nvidia-caps/nvidia-cap{cap}");

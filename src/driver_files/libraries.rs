@@ -200,7 +200,7 @@ pub fn collect(places: &Places, all: &[Directory], version: &str, problems: &mut
     let mut wide = false;
     for library in choose(places, all, version, problems) {
         let Library { directory, name, found } = &library;
-        let read = found.open().and_then(|file| elf::library(&file));
+        let read = found.open().and_then(|file| elf::identity(&file));
         let class = read.as_ref().ok().map(|elf| elf.class);
         let soname = match read {
             Ok(elf) => elf.soname,

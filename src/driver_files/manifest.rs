@@ -11,7 +11,7 @@ use super::{DriverFiles, Error, Kind, Problems, Roots, is_version, module_versio
 use nix::sys::stat::SFlag;
 use serde::{Deserialize, Serialize};
 use std::fmt;
-use std::io::{self, Read};
+use std::io;
 use std::path::{Path, PathBuf};
 
 /// Its directory, below the driver root.
@@ -235,8 +235,7 @@ pub fn load(roots: &Roots, expected_version: Option<&str>) -> Result<DriverFiles
     let stale = |what: String| Unusable::Stale { path: path.clone(), what };
     let found = places.driver(&Path::new(DIRECTORY).join(FILE)).map_err(|e| broken(e.to_string()))?;
     let found = found.ok_or_else(|| Unusable::Absent { path: path.clone() })?;
-    let mut bytes = Vec::new();
-    found.open().and_then(|file| file.take(MAX_BYTES as u64 + 1).read_to_end(&mut bytes)).map_err(|e| broken(e.to_string()))?;
+    let bytes = found.read(MAX_BYTES as u64 + 1).map_err(|e| broken(e.to_string()))?;
     let manifest = parse(&bytes).map_err(broken)?;
     if let Some((module, source)) = module_version(&places, expected_version).map_err(|e| stale(e.to_string()))?
         && module != manifest.files.version

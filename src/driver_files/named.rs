@@ -116,6 +116,17 @@ impl<'a> Named<'a> {
         }
     }
 
+    /// Those of these directories that are there, the same one under several names once.
+    fn there(&mut self, directories: &[&'static str]) -> Vec<&'static str> {
+        let mut seen = HashSet::new();
+        let mut there = |directory: &&'static str| match self.places.driver(Path::new(directory)) {
+            Ok(found) => found.is_some_and(|found| seen.insert(found.path)),
+            // Told where something is looked for in it.
+            Err(_) => true,
+        };
+        directories.iter().copied().filter(|directory| there(directory)).collect()
+    }
+
     /// The first of these directories' file of that name, with the path it was found at.
     fn first(&mut self, directories: &[&str], name: &str, fits: impl Fn(&Found) -> bool) -> Option<(PathBuf, Found)> {
         directories.iter().find_map(|directory| {
@@ -129,8 +140,9 @@ impl<'a> Named<'a> {
     }
 
     fn programs(&mut self) {
+        let directories = self.there(PROGRAM_DIRECTORIES);
         for name in PROGRAMS {
-            if let Some((path, found)) = self.first(PROGRAM_DIRECTORIES, name, Found::is_executable) {
+            if let Some((path, found)) = self.first(&directories, name, Found::is_executable) {
                 self.mount(found, path);
             }
         }
@@ -150,17 +162,18 @@ impl<'a> Named<'a> {
 
     fn x_modules(&mut self) {
         let regular = |f: &Found| f.is(SFlag::S_IFREG);
-        if let Some((path, found)) = self.first(X_DIRECTORIES, "nvidia_drv.so", regular) {
+        let directories = self.there(X_DIRECTORIES);
+        if let Some((path, found)) = self.first(&directories, "nvidia_drv.so", regular) {
             self.mount(found, path);
         }
         // The X server opens the bare name; Fedora's packages have no other.
         let bare = "libglxserver_nvidia.so";
         let with_version = format!("{bare}.{}", self.version);
-        if let Some((path, found)) = self.first(X_DIRECTORIES, &with_version, regular) {
+        if let Some((path, found)) = self.first(&directories, &with_version, regular) {
             let file = found.path.clone();
             self.links.push(Link { link: path.with_file_name(bare), target: with_version, file });
             self.mount(found, path);
-        } else if let Some((path, found)) = self.first(X_DIRECTORIES, bare, regular) {
+        } else if let Some((path, found)) = self.first(&directories, bare, regular) {
             self.mount(found, path);
         }
     }

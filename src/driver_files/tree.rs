@@ -5,9 +5,11 @@
 use super::{Error, Roots};
 use nix::dir::{Dir, Type};
 use nix::errno::Errno;
-use nix::fcntl::{AtFlags, OFlag, OpenHow, ResolveFlag, openat, openat2, readlink, renameat};
+use nix::fcntl::{AT_FDCWD, AtFlags, OFlag, OpenHow, ResolveFlag, openat, openat2, renameat};
 use nix::sys::stat::{FileStat, Mode, SFlag, fstat, fstatat, mkdirat};
 use nix::unistd::{UnlinkatFlags, unlinkat};
+use std::cell::RefCell;
+use std::collections::{HashMap, HashSet};
 use std::fs::File;
 use std::io::{self, Read, Write};
 use std::os::fd::{AsRawFd, OwnedFd};
@@ -52,7 +54,17 @@ impl Found {
         if !self.is(SFlag::S_IFREG) {
             return Err(io::Error::other("not a regular file"));
         }
-        File::open(format!("/proc/self/fd/{}", self.fd.as_raw_fd()))
+        let path = format!("/proc/self/fd/{}", self.fd.as_raw_fd());
+        Ok(File::from(openat(AT_FDCWD, path.as_str(), OFlag::O_RDONLY | OFlag::O_CLOEXEC, Mode::empty())?))
+    }
+
+    /// Reads a regular file, no more than so many bytes of it.
+    pub fn read(&self, most: u64) -> io::Result<Vec<u8>> {
+        /// A read that sees the end needs so much room.
+        const PROBE: u64 = 32;
+        let mut bytes = Vec::with_capacity(usize::try_from(self.size().min(most) + PROBE).unwrap_or(0));
+        self.open()?.take(most).read_to_end(&mut bytes)?;
+        Ok(bytes)
     }
 
     /// A directory's entries with names that are wanted, sorted. Fails where there are more than such a directory has.
@@ -112,22 +124,47 @@ pub struct Entry {
 /// One root.
 pub struct Tree {
     root: OwnedFd,
+    /// As the guest sees it.
+    path: PathBuf,
     /// The path that the kernel has for the guest's root: what the paths of descriptors begin with.
     above: PathBuf,
+    /// The first directories of paths that had a link on the way: `/lib` of most systems.
+    linked: RefCell<HashSet<PathBuf>>,
 }
 
 impl Tree {
     fn open(root: &Path) -> io::Result<Self> {
         let fd = nix::fcntl::open(root, OFlag::O_PATH | OFlag::O_DIRECTORY | OFlag::O_CLOEXEC, Mode::empty())?;
         let above = kernel_path(&fd)?;
-        Ok(Self { root: fd, above })
+        Ok(Self { root: fd, path: "/".into(), above, linked: RefCell::default() })
     }
 
     /// What a path leads to; None where there is nothing.
     pub fn find(&self, path: &Path) -> io::Result<Option<Found>> {
-        let how = OpenHow::new()
-            .flags(OFlag::O_PATH | OFlag::O_CLOEXEC)
-            .resolve(ResolveFlag::RESOLVE_IN_ROOT | ResolveFlag::RESOLVE_NO_MAGICLINKS);
+        let first: PathBuf = path.components().take(2).collect();
+        let linked = self.linked.borrow().contains(&first);
+        // Most paths have no link on the way, and are then the kernel's own.
+        let no_links = if linked || !plain_path(path) { Err(Errno::ELOOP) } else { self.look_up(path, ResolveFlag::RESOLVE_NO_SYMLINKS) };
+        let found = match no_links {
+            Err(Errno::ELOOP) => {
+                self.linked.borrow_mut().insert(first);
+                self.look_up(path, ResolveFlag::empty()).map(|fd| (fd, None))
+            }
+            result => result.map(|fd| (fd, Some(below(&self.path, path).components().collect()))),
+        };
+        let (fd, path) = match found {
+            Ok((fd, Some(path))) => (fd, path),
+            Ok((fd, None)) => self.with_kernel_path(fd)?,
+            Err(Errno::ENOENT | Errno::ENOTDIR) => return Ok(None),
+            Err(errno) => return Err(errno.into()),
+        };
+        let stat = fstat(&fd)?;
+        Ok(Some(Found { path, fd, stat }))
+    }
+
+    fn look_up(&self, path: &Path, more: ResolveFlag) -> nix::Result<OwnedFd> {
+        let resolve = ResolveFlag::RESOLVE_IN_ROOT | ResolveFlag::RESOLVE_NO_MAGICLINKS | more;
+        let how = OpenHow::new().flags(OFlag::O_PATH | OFlag::O_CLOEXEC).resolve(resolve);
         let mut result = Err(Errno::EAGAIN);
         for _ in 0..TRIES {
             result = openat2(&self.root, path, how);
@@ -135,21 +172,19 @@ impl Tree {
                 break;
             }
         }
-        let fd = match result {
-            Ok(fd) => fd,
-            Err(Errno::ENOENT | Errno::ENOTDIR) => return Ok(None),
-            Err(errno) => return Err(errno.into()),
-        };
+        result
+    }
+
+    fn with_kernel_path(&self, fd: OwnedFd) -> io::Result<(OwnedFd, PathBuf)> {
         let kernel_path = kernel_path(&fd)?;
         let path = kernel_path.strip_prefix(&self.above).map_err(|_| io::Error::other("it lies outside the root"))?;
-        let stat = fstat(&fd)?;
-        Ok(Some(Found { path: Path::new("/").join(path), fd, stat }))
+        Ok((fd, Path::new("/").join(path)))
     }
 }
 
 fn kernel_path(fd: &OwnedFd) -> io::Result<PathBuf> {
     let path = format!("/proc/self/fd/{}", fd.as_raw_fd());
-    readlink(path.as_str()).map(PathBuf::from).map_err(|e| io::Error::other(format!("read {path}: {e} (is /proc mounted?)")))
+    std::fs::read_link(&path).map_err(|e| io::Error::other(format!("read {path}: {e} (is /proc mounted?)")))
 }
 
 /// The guest's root, and the driver root in it.
@@ -158,6 +193,8 @@ pub struct Places {
     driver: Tree,
     /// As the guest sees it, without links.
     pub driver_root: PathBuf,
+    /// Of paths at which nothing was found, and directories above them: whether they are there. Nothing below one that is not is looked for.
+    known: RefCell<HashMap<PathBuf, bool>>,
 }
 
 impl Places {
@@ -166,8 +203,9 @@ impl Places {
         let guest = Tree::open(&roots.root).map_err(|e| no_root(&roots.root, e.to_string()))?;
         let found = guest.find(&roots.driver_root).map_err(|e| no_root(&roots.driver_root, e.to_string()))?;
         let found = found.filter(|f| f.is(SFlag::S_IFDIR)).ok_or_else(|| no_root(&roots.driver_root, "no such directory".into()))?;
-        let driver = Tree { root: found.fd, above: guest.above.clone() };
-        Ok(Self { guest, driver, driver_root: found.path })
+        let (path, above) = (found.path.clone(), guest.above.clone());
+        let driver = Tree { root: found.fd, path, above, linked: RefCell::default() };
+        Ok(Self { guest, driver, driver_root: found.path, known: RefCell::default() })
     }
 
     pub fn guest(&self) -> &Tree {
@@ -179,9 +217,36 @@ impl Places {
     /// An absolute link there means that root, as for the packages that made it; where it leads to nothing, it means the guest's, as for
     /// a driver that was installed into a directory of a running system.
     pub fn driver(&self, path: &Path) -> io::Result<Option<Found>> {
+        if path.ancestors().any(|part| self.known.borrow().get(part) == Some(&false)) {
+            return Ok(None);
+        }
+        let found = self.driver_now(path)?;
+        if found.is_none() {
+            self.learn(path);
+        }
+        Ok(found)
+    }
+
+    fn driver_now(&self, path: &Path) -> io::Result<Option<Found>> {
         match self.driver.find(path)? {
             None if self.driver_root != Path::new("/") => self.guest.find(&below(&self.driver_root, path)),
             found => Ok(found),
+        }
+    }
+
+    /// Which directory on the way to something missing is the first that is missing, too.
+    fn learn(&self, path: &Path) {
+        self.known.borrow_mut().insert(path.to_path_buf(), false);
+        let mut above: Vec<&Path> = path.ancestors().skip(1).collect();
+        above.reverse();
+        for directory in above {
+            let known = self.known.borrow().get(directory).copied();
+            // What cannot be looked at is for whoever looks at it.
+            let there = known.unwrap_or_else(|| !matches!(self.driver_now(directory), Ok(None)));
+            self.known.borrow_mut().insert(directory.to_path_buf(), there);
+            if !there {
+                return;
+            }
         }
     }
 
@@ -211,8 +276,7 @@ impl Places {
     /// A small text file below the guest's root, without white space around it; None where there is none.
     pub fn text(&self, path: &Path) -> io::Result<Option<String>> {
         let Some(found) = self.guest.find(path)? else { return Ok(None) };
-        let mut text = String::new();
-        found.open()?.take(MAX_TEXT).read_to_string(&mut text)?;
+        let text = String::from_utf8(found.read(MAX_TEXT)?).map_err(|e| io::Error::new(io::ErrorKind::InvalidData, e))?;
         Ok(Some(text.trim().to_string()))
     }
 }

@@ -453,7 +453,9 @@ fn our_own_specs_are_no_error_in_any_state() {
                     Device { index, address: format!("0001:00:{index:02x}.0").parse().unwrap(), entry }
                 })
                 .collect();
-            publisher.publish(&generate(&devices, common, None, &Options::default())).unwrap();
+            let spec = generate(&devices, common, None, &Options::default());
+            crate::schema::fits(&spec.to_json());
+            publisher.publish(&spec).unwrap();
             let report = report(&dir.0, &question());
             assert!(!report.has_errors(), "{devices:?}: {:#?}", report.findings);
             for asked in &report.asked {

@@ -38,6 +38,7 @@ fn ours(root: &Path, options: &Options) -> (Spec, Vec<String>) {
 }
 
 fn value(spec: &Spec) -> Value {
+    crate::schema::fits(&spec.to_json());
     serde_json::from_slice(&spec.to_json()).unwrap()
 }
 
@@ -207,7 +208,8 @@ fn yaml_and_json_say_the_same_and_a_file_is_replaced_whole() {
     let text = std::fs::read_to_string(&file).unwrap();
     assert!(text.starts_with("cdiVersion: \"0.5.0\"\n") && text.contains("\n  - containerEdits:\n"), "{text}");
     let json: Value = serde_json::from_slice(&run(&root, &["generate"]).stdout).unwrap();
-    // The crate that agents read it with is the judge of both.
+    // The crate that agents read it with is the judge of both, and so is the schema.
+    crate::schema::fits(text.as_bytes());
     let read = |path: &Path| container_device_interface::spec::read_spec(&path.to_path_buf(), 0).unwrap();
     let other = folder.0.join("nvidia.json");
     std::fs::write(&other, serde_json::to_vec(&json).unwrap()).unwrap();
@@ -292,6 +294,7 @@ fn the_other_modes_find_their_devices() {
 
 /// What a container gets of each device, in both agents' view: nodes, cgroup rules, mounts, variables, hooks.
 fn judged(path: &Path) -> Vec<(String, [usize; 5])> {
+    crate::schema::fits(&std::fs::read(path).unwrap());
     let question = Question { look: Look::Nowhere, agents: Agents::BOTH, devices: Vec::new(), require_resolvable: true };
     let report = check(input::read(path).unwrap(), &question).unwrap();
     assert!(!report.has_errors(), "{:#?}", report.findings);

@@ -36,10 +36,12 @@ mod initrd_hostile;
 mod initrd_repack;
 #[cfg(feature = "host")]
 mod initrd_verify;
+mod hooks_reads;
 mod ldconfig;
 mod modules;
 mod oracle;
 mod publications;
+mod schema;
 #[cfg(feature = "host")]
 mod tree;
 

@@ -73,7 +73,9 @@ fn inject_from(directory: &Path, ask: &str) -> [Injected; 2] {
 fn inject(test: &str, devices: &[Device], ask: &str) -> Result<Vec<String>, String> {
     let directory = TempDir::new(test);
     let common = [node(CONTROL, 195, 255), node(UVM, 240, 0)];
-    Publisher::new(&directory.0).unwrap().publish(&generate(devices, &common, None, &Options::default())).unwrap();
+    let spec = generate(devices, &common, None, &Options::default());
+    crate::schema::fits(&spec.to_json());
+    Publisher::new(&directory.0).unwrap().publish(&spec).unwrap();
     let [kata3, kata4] = inject_from(&directory.0, ask);
     assert_eq!(kata3, kata4, "the agents differ");
     for (path, major, _, mode) in kata4.iter().flatten() {

@@ -143,8 +143,12 @@ impl ContainerRoot {
 
     /// Opens a regular file for reading, links followed. None where nothing is at the path.
     pub fn file(&self, path: &Path) -> io::Result<Option<File>> {
+        Ok(self.opened(path)?.map(|(file, _)| file))
+    }
+
+    fn opened(&self, path: &Path) -> io::Result<Option<(File, FileStat)>> {
         match self.resolve(path, OFlag::O_PATH, ResolveFlag::empty()) {
-            Ok(fd) => self.reopen(&fd).map(|(file, _)| Some(file)).map_err(|e| cannot("read", path, e)),
+            Ok(fd) => self.reopen(&fd).map(Some).map_err(|e| cannot("read", path, e)),
             Err(Errno::ENOENT) => Ok(None),
             Err(e) => Err(cannot("read", path, e.desc())),
         }
@@ -152,8 +156,9 @@ impl ContainerRoot {
 
     /// Reads a regular file whole. None where nothing is at the path. Errors: it is no regular file, or larger than `limit` bytes.
     pub fn read(&self, path: &Path, limit: u64) -> io::Result<Option<Vec<u8>>> {
-        let Some(file) = self.file(path)? else { return Ok(None) };
-        read_bounded(file, limit).map(Some).map_err(|e| cannot("read", path, e))
+        let Some((file, status)) = self.opened(path)? else { return Ok(None) };
+        let size = u64::try_from(status.st_size).unwrap_or(0);
+        read_bounded(size, file, limit).map(Some).map_err(|e| cannot("read", path, e))
     }
 
     /// From a descriptor that only names a file to one that reads it: /proc/self/fd leads to the very same file, whatever its name leads to by now.
@@ -198,7 +203,8 @@ impl ContainerRoot {
         if kind(&status) != SFlag::S_IFREG {
             return Ok(None);
         }
-        if direct && status.st_dev == directory.id.device {
+        // A file that is mounted there has another device, and so may every file of an overlay.
+        if direct && !self.is_kernels(fd.as_fd(), status.st_dev)? {
             return Ok(Some((File::from(fd), FileId::of(&status))));
         }
         self.reopen(&fd).map(|(file, status)| Some((file, FileId::of(&status))))
@@ -246,9 +252,11 @@ fn retried(at: BorrowedFd, path: &Path, how: OpenHow) -> nix::Result<OwnedFd> {
     result
 }
 
-/// Reads all of a file that may be growing, or no file at all.
-pub(super) fn read_bounded(file: impl Read, limit: u64) -> io::Result<Vec<u8>> {
-    let mut bytes = Vec::new();
+/// Reads all of a file that may be growing, or no file at all. One that has this `size` takes one read, and one that sees its end.
+pub(super) fn read_bounded(size: u64, file: impl Read, limit: u64) -> io::Result<Vec<u8>> {
+    /// Less room than this is not read into.
+    const PROBE: u64 = 32;
+    let mut bytes = Vec::with_capacity(usize::try_from(size.min(limit) + PROBE).unwrap_or(0));
     file.take(limit + 1).read_to_end(&mut bytes)?;
     if bytes.len() as u64 > limit {
         return Err(io::Error::other(format!("it has more than {limit} bytes")));

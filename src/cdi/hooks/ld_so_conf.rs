@@ -3,7 +3,7 @@
 //! Read as `ldconfig` reads them, with what is about to be written there already counted in. However many files and lines an image has, and whatever
 //! they include, the end is reached; what goes beyond the limits is left out, and said.
 
-use super::container_root::{ContainerRoot, read_bounded};
+use super::container_root::ContainerRoot;
 use super::edits::Edit;
 use crate::cdi::ld_so_cache::Machine;
 use crate::kernel_modules::pattern;
@@ -96,10 +96,7 @@ impl Reader<'_> {
         let content = match self.planned.iter().find(|e| e.path() == path) {
             Some(Edit::File { content, .. }) => Ok(Some(content.clone())),
             Some(Edit::Absent { .. }) => Ok(None),
-            Some(Edit::Link { .. }) | None => match self.root.file(path) {
-                Ok(file) => file.map(|f| read_bounded(f, MAX_FILE)).transpose().map_err(|e| format!("leave out {}: {e}", path.display())),
-                Err(e) => Err(format!("leave out: {e}")),
-            },
+            Some(Edit::Link { .. }) | None => self.root.read(path, MAX_FILE).map_err(|e| format!("leave out: {e}")),
         };
         match content {
             Ok(None) => {}

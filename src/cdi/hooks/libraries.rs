@@ -64,6 +64,69 @@ struct Candidate {
     is_link: bool,
 }
 
+/// A directory, and what is known of its names by now.
+struct Listing<'a> {
+    path: &'a str,
+    directory: &'a Directory,
+    /// Its name, if it is one for some processors.
+    hwcap: Option<&'a str>,
+    /// Sorted.
+    names: Vec<Name>,
+    files: HashMap<String, Looked>,
+    /// Where its links lead; None for what has stopped being one.
+    targets: HashMap<String, Option<PathBuf>>,
+}
+
+/// What a name has turned out to be that was listed as a file's.
+#[derive(Clone, Copy, Debug)]
+enum Looked {
+    /// It is in [`Searcher::seen`].
+    Regular(FileId),
+    /// Something else by now, or not there.
+    Other,
+    /// It cannot be opened, which has been said.
+    Unreadable,
+}
+
+impl Listing<'_> {
+    /// None: it has no such name.
+    fn kind(&self, name: &str) -> Option<Option<Type>> {
+        let at = self.names.binary_search_by(|n| n.name.as_str().cmp(name)).ok()?;
+        self.names.get(at).map(|n| n.kind)
+    }
+
+    fn full(&self, name: &str) -> PathBuf {
+        Path::new(self.path).join(name)
+    }
+
+    /// Where the link of this name leads.
+    fn target(&mut self, name: &str) -> Option<PathBuf> {
+        let directory = self.directory;
+        let read = |name: &String| readlinkat(directory, name.as_str()).ok().map(PathBuf::from);
+        self.targets.entry(name.to_string()).or_insert_with_key(read).clone()
+    }
+}
+
+/// Links that are about to be made in one directory: their names and where they will lead, in their order; of two with one name the first counts.
+#[derive(Clone, Debug, Default)]
+struct Planned {
+    names: Vec<String>,
+    targets: HashMap<String, PathBuf>,
+}
+
+impl Planned {
+    fn add(&mut self, name: &str, target: &Path) {
+        if !self.targets.contains_key(name) {
+            self.names.push(name.to_string());
+            self.targets.insert(name.to_string(), target.to_path_buf());
+        }
+    }
+
+    fn has(&self, name: &str) -> bool {
+        self.targets.contains_key(name)
+    }
+}
+
 struct Searcher<'a> {
     what: &'a Search<'a>,
     start: Instant,
@@ -72,22 +135,36 @@ struct Searcher<'a> {
     seen: HashMap<FileId, Option<Library>>,
     folders: HashSet<FileId>,
     /// Planned links by the directory they will be in.
-    planned: HashMap<FileId, Vec<(&'a str, &'a Path)>>,
+    planned: HashMap<FileId, Planned>,
     found: Found,
+    /// Never used. As long as it is there, musl keeps memory for buffers of this size, which each link is read into, instead of mapping it anew.
+    _keeps_memory: Vec<u8>,
 }
+
+/// Size of the buffer into which a link is read.
+const LINK_BUFFER: usize = 4096;
 
 /// Looks into all directories. Errors: too many files, or too slow a file system, for the time that a hook has.
 pub fn search(what: &Search) -> io::Result<Found> {
     let id = |path: &Path| what.root.directory(path).ok().flatten().map(|d| d.id);
-    let mut planned: HashMap<FileId, Vec<(&str, &Path)>> = HashMap::new();
+    let mut planned: HashMap<FileId, Planned> = HashMap::new();
     for link in what.links {
         let name = link.path.file_name().and_then(|n| n.to_str());
         if let (Some(name), Some(id)) = (name, link.path.parent().and_then(id)) {
-            planned.entry(id).or_default().push((name, &link.target));
+            planned.entry(id).or_default().add(name, &link.target);
         }
     }
     let folders = what.folders.iter().filter_map(|f| id(Path::new(f))).collect();
-    let mut searcher = Searcher { what, start: Instant::now(), files: 0, seen: HashMap::new(), folders, planned, found: Found::default() };
+    let mut searcher = Searcher {
+        what,
+        start: Instant::now(),
+        files: 0,
+        seen: HashMap::new(),
+        folders,
+        planned,
+        found: Found::default(),
+        _keeps_memory: std::hint::black_box(Vec::with_capacity(LINK_BUFFER)),
+    };
     let mut done = HashSet::new();
     for path in what.directories {
         let directory = match what.root.directory(Path::new(path)) {
@@ -98,7 +175,9 @@ pub fn search(what: &Search) -> io::Result<Found> {
                 continue;
             }
         };
-        searcher.directory(path, &directory, None)?;
+        if !searcher.directory(path, &directory, None)? {
+            continue;
+        }
         let hwcaps = format!("{path}/{HWCAPS}");
         for name in searcher.subdirectories(&hwcaps) {
             let path = format!("{hwcaps}/{name}");
@@ -144,45 +223,40 @@ impl Searcher<'_> {
         usable.map(|n| n.name).take(64).collect()
     }
 
-    /// One directory; `hwcap` is its name if it is one for some processors.
-    fn directory(&mut self, path: &str, directory: &Directory, hwcap: Option<&str>) -> io::Result<()> {
+    /// One directory; `hwcap` is its name if it is one for some processors. Gives whether it may have directories for some processors in it.
+    fn directory(&mut self, path: &str, directory: &Directory, hwcap: Option<&str>) -> io::Result<bool> {
         let at = |e: io::Error| io::Error::other(format!("look for libraries in {path}: {e}"));
         let names = match directory.names() {
             Ok(names) => names,
             Err(e) => {
                 self.note(format!("leave out {path}: {e}"));
-                return Ok(());
+                return Ok(true);
             }
         };
-        let planned = self.planned.get(&directory.id).cloned().unwrap_or_default();
-        let mut planned: Vec<(String, PathBuf)> =
-            planned.into_iter().map(|(name, target)| (name.to_string(), target.to_path_buf())).collect();
-        let looked = self.look(path, directory, hwcap, &names, &planned).map_err(at)?;
-        let (mut entries, links) = looked;
+        let mut listing = Listing { path, directory, hwcap, names, files: HashMap::new(), targets: HashMap::new() };
+        let mut planned = self.planned.get(&directory.id).cloned().unwrap_or_default();
+        let (mut entries, links) = self.look(&mut listing, &planned).map_err(at)?;
         if !links.is_empty() {
             // Links that led nowhere may lead to these.
-            planned.extend(links.iter().filter_map(|link| match link {
-                Edit::Link { path, target } => Some((path.file_name()?.to_str()?.to_string(), target.clone())),
-                Edit::File { .. } | Edit::Absent { .. } => None,
-            }));
-            entries = self.look(path, directory, hwcap, &names, &planned).map_err(at)?.0;
+            for link in &links {
+                if let Edit::Link { path, target } = link
+                    && let Some(name) = path.file_name().and_then(|n| n.to_str())
+                {
+                    planned.add(name, target);
+                }
+            }
+            entries = self.look(&mut listing, &planned).map_err(at)?.0;
             self.found.links.extend(links);
         }
         self.found.entries.extend(entries);
-        Ok(())
+        Ok(!matches!(listing.kind(HWCAPS), None | Some(Some(Type::File))))
     }
 
     /// The entries that a directory gives with these links in it, and the links that it lacks.
-    fn look(
-        &mut self,
-        path: &str,
-        directory: &Directory,
-        hwcap: Option<&str>,
-        names: &[Name],
-        planned: &[(String, PathBuf)],
-    ) -> io::Result<(Vec<Entry>, Vec<Edit>)> {
-        let names = names.iter().filter(|n| !planned.iter().any(|(name, _)| *name == n.name)).cloned();
-        let names: Vec<Name> = names.chain(planned.iter().map(|(n, _)| Name { name: n.clone(), kind: Some(Type::Symlink) })).collect();
+    fn look(&mut self, listing: &mut Listing, planned: &Planned) -> io::Result<(Vec<Entry>, Vec<Edit>)> {
+        let (path, hwcap) = (listing.path, listing.hwcap);
+        let names = listing.names.iter().filter(|n| !planned.has(&n.name)).cloned();
+        let names: Vec<Name> = names.chain(planned.names.iter().map(|n| Name { name: n.clone(), kind: Some(Type::Symlink) })).collect();
         let (mut entries, mut links) = (Vec::new(), Vec::new());
         // What each name leads to, for those that count as libraries or are about to be links.
         let mut leads_to: HashMap<&str, FileId> = HashMap::new();
@@ -193,7 +267,7 @@ impl Searcher<'_> {
             if !counts || is_unfinished(name) || !matches!(kind, None | Some(Type::File | Type::Symlink)) {
                 continue;
             }
-            let Some(candidate) = self.candidate(path, directory, name, *kind, planned)? else { continue };
+            let Some(candidate) = self.candidate(listing, name, *kind, planned)? else { continue };
             leads_to.insert(name, candidate.id);
             if candidate.library.flags == NOT_A_LIBRARY {
                 continue;
@@ -210,7 +284,7 @@ impl Searcher<'_> {
         }
         let mut chosen: Vec<(String, Candidate)> = chosen.into_iter().collect();
         chosen.sort_unstable_by(|a, b| a.0.cmp(&b.0));
-        let links_wanted = hwcap.is_none() && self.folders.contains(&directory.id);
+        let links_wanted = hwcap.is_none() && self.folders.contains(&listing.directory.id);
         for (soname, candidate) in chosen {
             let full = |name: &str| format!("{path}/{name}");
             let file = if let Some(subdirectory) = hwcap {
@@ -221,9 +295,11 @@ impl Searcher<'_> {
             } else if soname == candidate.name {
                 soname.clone()
             } else {
-                let there = leads_to.get(soname.as_str()).copied().or_else(|| self.what.root.file_id(Path::new(&full(&soname))));
-                let is_planned = planned.iter().any(|(name, _)| *name == soname);
-                let kind = names.iter().find(|n| n.name == soname).map(|n| n.kind);
+                let is_planned = planned.has(&soname);
+                let kind = if is_planned { Some(Some(Type::Symlink)) } else { listing.kind(&soname) };
+                let there = leads_to.get(soname.as_str()).copied();
+                // Not asked for where it is known that nothing is there.
+                let there = there.or_else(|| kind.and_then(|_| self.what.root.file_id(Path::new(&full(&soname)))));
                 let can_be_made = matches!(kind, None | Some(Some(Type::Symlink)));
                 let another = there.is_some_and(|id| id != candidate.id) && own(&candidate.name);
                 if links_wanted && !candidate.is_link && !is_planned && can_be_made && (there.is_none() || another) {
@@ -241,14 +317,7 @@ impl Searcher<'_> {
     }
 
     /// What a name leads to. None for what is no regular file.
-    fn candidate(
-        &mut self,
-        path: &str,
-        directory: &Directory,
-        name: &str,
-        kind: Option<Type>,
-        planned: &[(String, PathBuf)],
-    ) -> io::Result<Option<Candidate>> {
+    fn candidate(&mut self, listing: &mut Listing, name: &str, kind: Option<Type>, planned: &Planned) -> io::Result<Option<Candidate>> {
         self.files += 1;
         if self.files > MAX_FILES {
             return Err(io::Error::other(format!("more than {MAX_FILES} files with names of libraries in all")));
@@ -256,65 +325,91 @@ impl Searcher<'_> {
         if self.start.elapsed() > DEADLINE {
             return Err(io::Error::other(format!("{} files took longer than {} s; a hook has 10", self.files, DEADLINE.as_secs())));
         }
-        let root = self.what.root;
-        if !planned.iter().any(|(n, _)| n == name) && kind != Some(Type::Symlink) {
-            match root.file_in(directory, name, kind) {
-                Ok(Some((file, id))) => {
-                    let library = self.library(id, || Ok(Some(file)));
-                    return Ok(Some(Candidate { name: name.to_string(), id, library, is_link: false }));
-                }
-                Ok(None) => {}
-                Err(e) => {
-                    self.note(format!("leave out {path}/{name}: {e}"));
-                    return Ok(None);
-                }
+        let mut is_link = false;
+        let id = match self.file(listing, name, kind, planned) {
+            Looked::Regular(id) => Some(id),
+            Looked::Other => {
+                is_link = true;
+                self.follow(listing, name, planned)
             }
-        }
-        let Some((target, id)) = follow(root, path, directory, name, planned) else { return Ok(None) };
-        let library = self.library(id, || root.file(&target));
-        Ok(Some(Candidate { name: name.to_string(), id, library, is_link: true }))
+            Looked::Unreadable => None,
+        };
+        let known = id.and_then(|id| Some((id, self.seen.get(&id)?.clone())));
+        let not_one = || Library { soname: None, flags: NOT_A_LIBRARY, isa_level: 0 };
+        Ok(known.map(|(id, library)| Candidate { name: name.to_string(), id, library: library.unwrap_or_else(not_one), is_link }))
     }
 
-    fn library(&mut self, id: FileId, open: impl FnOnce() -> io::Result<Option<std::fs::File>>) -> Library {
+    /// The regular file of a name that is not, and will not be, a link's. Looked into once.
+    fn file(&mut self, listing: &mut Listing, name: &str, kind: Option<Type>, planned: &Planned) -> Looked {
+        if planned.has(name) || kind == Some(Type::Symlink) {
+            return Looked::Other;
+        }
+        if let Some(looked) = listing.files.get(name) {
+            return *looked;
+        }
+        let looked = match self.what.root.file_in(listing.directory, name, kind) {
+            Ok(Some((file, id))) => {
+                self.look_into(id, || Ok(Some(file)));
+                Looked::Regular(id)
+            }
+            Ok(None) => Looked::Other,
+            Err(e) => {
+                self.note(format!("leave out {}/{name}: {e}", listing.path));
+                Looked::Unreadable
+            }
+        };
+        listing.files.insert(name.to_string(), looked);
+        looked
+    }
+
+    /// The file that a link leads to, over links that are not made yet, too.
+    ///
+    /// What stays in its directory, as most links do, is followed by its names; everything else is resolved by the kernel, from the root.
+    fn follow(&mut self, listing: &mut Listing, name: &str, planned: &Planned) -> Option<FileId> {
+        let mut name = name.to_string();
+        for _ in 0..MAX_LINKS {
+            let target = match (planned.targets.get(&name), listing.kind(&name)) {
+                (Some(target), _) => target.clone(),
+                (None, None) => return None,
+                (None, Some(Some(Type::Symlink))) => listing.target(&name)?,
+                (None, Some(kind)) => match self.file(listing, &name, kind, planned) {
+                    Looked::Regular(id) => return Some(id),
+                    // The file system does not say what it is, or it has changed.
+                    Looked::Other | Looked::Unreadable => match self.resolve(&listing.full(&name)) {
+                        None => listing.target(&name)?,
+                        found => return found,
+                    },
+                },
+            };
+            match target.to_str() {
+                Some(text) if !text.contains('/') => name = text.to_string(),
+                _ => return self.resolve(&Path::new(listing.path).join(target)),
+            }
+        }
+        self.resolve(&listing.full(&name))
+    }
+
+    /// The regular file at a path, links followed.
+    fn resolve(&mut self, path: &Path) -> Option<FileId> {
+        let root = self.what.root;
+        let id = root.file_id(path)?;
+        self.look_into(id, || root.file(path));
+        Some(id)
+    }
+
+    fn look_into(&mut self, id: FileId, open: impl FnOnce() -> io::Result<Option<std::fs::File>>) {
         let machine = self.what.machine;
-        let known = self.seen.entry(id).or_insert_with(|| {
+        self.seen.entry(id).or_insert_with(|| {
             // What is no ELF file of this machine's (a linker script, a text) is none of the loader's, and no fault.
             let library = open().ok().flatten().and_then(|file| elf::identity(&file).ok());
             let library = library.filter(|l| l.kind == elf::ET_DYN && l.loadable)?;
             Some(Library { flags: machine.flags(&library)?, soname: library.soname, isa_level: library.isa_level })
         });
-        known.clone().unwrap_or(Library { soname: None, flags: NOT_A_LIBRARY, isa_level: 0 })
     }
 }
 
 /// In place of a library's flags.
 const NOT_A_LIBRARY: u32 = 0;
-
-/// Where a link leads, resolved from the root, with links on the way that are not made yet.
-fn follow(root: &ContainerRoot, path: &str, directory: &Directory, name: &str, planned: &[(String, PathBuf)]) -> Option<(PathBuf, FileId)> {
-    let mut name = name.to_string();
-    for _ in 0..MAX_LINKS {
-        let target = match planned.iter().find(|(n, _)| *n == name) {
-            Some((_, target)) => target.clone(),
-            None => {
-                let full = Path::new(path).join(&name);
-                if let Some(id) = root.file_id(&full) {
-                    return Some((full, id));
-                }
-                // It may lead to one that is about to be.
-                Some(readlinkat(directory, name.as_str()).ok()?.into()).filter(|_| !planned.is_empty())?
-            }
-        };
-        match target.to_str() {
-            Some(text) if !text.contains('/') => name = text.to_string(),
-            _ => {
-                let full = Path::new(path).join(target);
-                return root.file_id(&full).map(|id| (full, id));
-            }
-        }
-    }
-    None
-}
 
 /// The name under which a candidate enters the cache. A link counts as the name it has itself where that is the SONAME or the `.so` beside it, which
 /// is what compilers are given; any other link counts as the file.

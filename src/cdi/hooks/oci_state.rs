@@ -95,7 +95,7 @@ pub fn root_of(state: &[u8]) -> io::Result<PathBuf> {
 pub fn read_regular(path: &Path, limit: u64) -> io::Result<Vec<u8>> {
     let flags = (OFlag::O_NONBLOCK | OFlag::O_NOFOLLOW | OFlag::O_NOCTTY).bits();
     let read = |file: File| match file.metadata()? {
-        meta if meta.is_file() => read_bounded(file, limit),
+        meta if meta.is_file() => read_bounded(meta.len(), file, limit),
         _ => Err(io::Error::other("it is not a regular file")),
     };
     OpenOptions::new().read(true).custom_flags(flags).open(path).and_then(read).map_err(|e| cannot("read", path, e))

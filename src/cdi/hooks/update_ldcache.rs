@@ -71,22 +71,26 @@ fn directories(root: &ContainerRoot, folders: &[String], machine: Machine, plan:
     let built_in = ld_so_conf::built_in(root, machine);
     // What the image says without us; a file of ours from an earlier start does not count.
     let without = with(&plan.edits, Edit::Absent { path: FOLDERS_CONF.into() });
-    let there: Vec<String> = ld_so_conf::read(root, &without).directories.into_iter().chain(built_in.iter().cloned()).collect();
+    let conf = ld_so_conf::read(root, &without);
+    let there: Vec<&String> = conf.directories.iter().chain(&built_in).collect();
+    let unnamed: Vec<&String> = folders.iter().filter(|f| !there.contains(f)).collect();
     let id = |folder: &str| root.directory(Path::new(folder)).ok().flatten().map(|d| d.id);
-    let ids: Vec<_> = there.iter().filter_map(|d| id(d)).collect();
+    // Under other names.
+    let ids: Vec<_> = if unnamed.is_empty() { Vec::new() } else { there.iter().filter_map(|d| id(d)).collect() };
     // Where a folder has its place already, it keeps it: before others it could give programs an older library than the image means them to have.
-    let missing = folders.iter().filter(|f| !there.contains(f) && id(f).is_none_or(|id| !ids.contains(&id)));
-    let content: String = missing.clone().map(|f| format!("{f}\n")).collect();
+    let missing: Vec<&String> = unnamed.into_iter().filter(|f| id(f).is_none_or(|id| !ids.contains(&id))).collect();
+    let content: String = missing.iter().map(|f| format!("{f}\n")).collect();
     let ours = match content.is_empty() {
         true => Edit::Absent { path: FOLDERS_CONF.into() },
         false => Edit::File { path: FOLDERS_CONF.into(), content: content.into_bytes(), mode: 0o644 },
     };
     plan.edits.push(ours);
     include_all(root, plan);
-    let conf = ld_so_conf::read(root, &plan.edits);
+    // Read again only where the edits make a difference.
+    let conf = if plan.edits == without { conf } else { ld_so_conf::read(root, &plan.edits) };
     plan.notes.extend(conf.notes);
     // An ld.so.conf of the image's may include nothing; then a later ldconfig does not know the folders, but this cache does.
-    let ahead = missing.filter(|f| !conf.directories.contains(f)).cloned();
+    let ahead = missing.into_iter().filter(|f| !conf.directories.contains(f)).cloned();
     ahead.chain(conf.directories.iter().cloned()).chain(built_in).collect()
 }
 

@@ -1,0 +1,119 @@
+//! The JSON schema of CDI: every spec that the tests generate passes it (`fits`), and what is wrong does not.
+//!
+//! Kata 4's crate has a schema and holds each file against it when it reads one, so `cdi check` does, too; Kata 3's has one that nothing calls. Neither
+//! says anything of the edits for all devices, of fields that there are not, or of what a text holds: tests/fixtures/cdi/schema.json does.
+
+use crate::project;
+use container_device_interface::schema::{compile_builtin_schema, compile_cdi_schema, validate};
+use serde_json::{Value, json};
+use std::sync::LazyLock;
+
+type Check = Box<dyn Fn(&[u8]) -> Result<(), String> + Send + Sync>;
+
+/// The project's own, strict one.
+static STRICT: LazyLock<Check> = LazyLock::new(|| {
+    let text = std::fs::read(project().join("tests/fixtures/cdi/schema.json")).unwrap();
+    // Its definitions are in the same file.
+    let schema = compile_cdi_schema(&text, &text).unwrap();
+    Box::new(move |spec| validate(&schema, spec).map_err(|e| format!("{e:#}")))
+});
+
+/// The one in the crate.
+static OF_THE_CRATE: LazyLock<Check> = LazyLock::new(|| {
+    let schema = compile_builtin_schema().unwrap();
+    Box::new(move |spec| validate(&schema, spec).map_err(|e| format!("{e:#}")))
+});
+
+/// A spec's text passes both.
+pub fn fits(spec: &[u8]) {
+    for check in [&STRICT, &OF_THE_CRATE] {
+        check(spec).unwrap_or_else(|error| panic!("{error}\n{}", String::from_utf8_lossy(spec)));
+    }
+}
+
+/// One of everything that there is.
+fn everything() -> Value {
+    json!({
+        "cdiVersion": "1.1.0",
+        "kind": "nvidia.com/imex-channel",
+        "annotations": { "a": "b" },
+        "devices": [{ "name": "0:1", "annotations": {}, "containerEdits": { "deviceNodes": [{
+            "path": "/dev/a", "hostPath": "/dev/b", "type": "c", "major": 195, "minor": 255, "fileMode": 0o666, "permissions": "rwm", "uid": 0, "gid": 44,
+        }]}}],
+        "containerEdits": {
+            "env": ["A=", "B=c=d"],
+            "mounts": [{ "hostPath": "/a", "containerPath": "/b", "options": ["ro"], "type": "bind" }],
+            "hooks": [{ "hookName": "createContainer", "path": "/init", "args": ["hook"], "env": ["A=b"], "timeout": 1 }],
+            "netDevices": [{ "hostInterfaceName": "eth0", "name": "eth1" }],
+            "intelRdt": { "closID": "a", "schemata": ["x"], "enableMonitoring": true },
+            "additionalGids": [44],
+        },
+    })
+}
+
+#[test]
+fn a_spec_with_everything_and_the_incumbents_pass() {
+    fits(everything().to_string().as_bytes());
+    fits(&std::fs::read(project().join("tests/fixtures/cdi/kata-8gpu-550.json")).unwrap());
+}
+
+/// Negative control: each of these is one wrong thing.
+#[test]
+fn what_is_wrong_anywhere_is_refused() {
+    const NODE: &str = "/devices/0/containerEdits/deviceNodes/0";
+    let cases = [
+        ("", "surprise", json!(1)),
+        ("", "cdiVersion", json!("0.5")),
+        ("", "kind", json!("gpu")),
+        ("", "kind", json!("nvidia.com/gpu/0")),
+        ("", "devices", json!([])),
+        ("", "devices", json!("none")),
+        ("/devices/0", "name", json!("a b")),
+        ("/devices/0", "mounts", json!([])),
+        (NODE, "path", json!("dev/a")),
+        (NODE, "type", json!("x")),
+        (NODE, "fileMode", json!("0666")),
+        (NODE, "permissions", json!("rx")),
+        (NODE, "minor", json!(1.5)),
+        (NODE, "uid", json!(1_u64 << 32)),
+        ("/containerEdits", "env", json!(["A"])),
+        ("/containerEdits", "additionalGids", json!([-1])),
+        ("/containerEdits/mounts/0", "options", json!("ro")),
+        ("/containerEdits/hooks/0", "hookName", json!("create-container")),
+        ("/containerEdits/hooks/0", "timeout", json!(-1)),
+        ("/containerEdits/intelRdt", "enableMonitoring", json!("yes")),
+    ];
+    let (all, mut seen_by_the_crate) = (cases.len(), 0);
+    for (pointer, name, value) in cases {
+        let mut spec = everything();
+        spec.pointer_mut(pointer).unwrap()[name] = value.clone();
+        let text = spec.to_string();
+        assert!(STRICT(text.as_bytes()).is_err(), "{pointer}/{name}: {value} passes");
+        seen_by_the_crate += usize::from(OF_THE_CRATE(text.as_bytes()).is_err());
+    }
+    assert!(seen_by_the_crate < all, "the crate's schema has become as strict: ours can go");
+    for (pointer, name) in [("", "kind"), ("/devices/0", "containerEdits"), (NODE, "path"), ("/containerEdits/mounts/0", "hostPath")] {
+        let mut spec = everything();
+        spec.pointer_mut(pointer).and_then(Value::as_object_mut).unwrap().remove(name);
+        assert!(STRICT(spec.to_string().as_bytes()).is_err(), "without {pointer}/{name} it passes");
+    }
+}
+
+#[test]
+fn the_crate_of_kata_4_holds_a_file_against_its_schema_when_it_reads_one() {
+    let directory = crate::TempDir::new("schema");
+    let path = directory.0.join("spec.json");
+    let read = |spec: &Value| {
+        std::fs::write(&path, spec.to_string()).unwrap();
+        container_device_interface::spec::read_spec(&path, 0).map(drop).map_err(|e| format!("{e:#}"))
+    };
+    assert_eq!(read(&everything()), Ok(()));
+    let mut spec = everything();
+    // Its parser takes any number; its schema looks at the edits of devices, and not at those for all of them.
+    spec["containerEdits"]["hooks"][0]["timeout"] = json!(-1);
+    assert_eq!(read(&spec), Ok(()));
+    spec["devices"][0]["containerEdits"]["hooks"] = spec["containerEdits"]["hooks"].take();
+    spec["containerEdits"]["hooks"] = json!([]);
+    let error = read(&spec).unwrap_err();
+    assert!(error.contains("schema validation failed"), "{error}");
+}
