@@ -20,6 +20,8 @@ use std::path::{Path, PathBuf};
 const TRIES: usize = 64;
 /// Most names of a directory: the largest library directories have some thousand.
 const MAX_NAMES: usize = 65_536;
+/// As many as are made room for at once.
+const USUAL_NAMES: usize = 512;
 /// File systems that are the kernel's own (the numbers are from linux/magic.h): proc, sysfs, cgroup, cgroup2, devpts, debugfs, tracefs, securityfs,
 /// configfs, bpf, pstore, efivarfs, selinux.
 const KERNELS: &[u32] = &[
@@ -216,7 +218,7 @@ impl Directory {
     pub fn names(&self) -> io::Result<Vec<Name>> {
         // A descriptor of its own: reading moves the position of the one it is done with.
         let own = openat2(&self.fd, ".", OpenHow::new().flags(OFlag::O_RDONLY | OFlag::O_DIRECTORY | OFlag::O_CLOEXEC))?;
-        let mut names = Vec::new();
+        let mut names = Vec::with_capacity(USUAL_NAMES);
         for (seen, entry) in Dir::from_fd(own)?.iter().enumerate() {
             let entry = entry?;
             if seen >= MAX_NAMES {

@@ -233,7 +233,9 @@ impl Searcher<'_> {
                 return Ok(true);
             }
         };
-        let mut listing = Listing { path, directory, hwcap, names, files: HashMap::new(), targets: HashMap::new() };
+        // In full from the start: musl maps and unmaps memory each time that a table of some hundred names grows.
+        let (files, targets) = (HashMap::with_capacity(names.len()), HashMap::with_capacity(names.len()));
+        let mut listing = Listing { path, directory, hwcap, names, files, targets };
         let mut planned = self.planned.get(&directory.id).cloned().unwrap_or_default();
         let (mut entries, links) = self.look(&mut listing, &planned).map_err(at)?;
         if !links.is_empty() {
@@ -255,12 +257,13 @@ impl Searcher<'_> {
     /// The entries that a directory gives with these links in it, and the links that it lacks.
     fn look(&mut self, listing: &mut Listing, planned: &Planned) -> io::Result<(Vec<Entry>, Vec<Edit>)> {
         let (path, hwcap) = (listing.path, listing.hwcap);
-        let names = listing.names.iter().filter(|n| !planned.has(&n.name)).cloned();
-        let names: Vec<Name> = names.chain(planned.names.iter().map(|n| Name { name: n.clone(), kind: Some(Type::Symlink) })).collect();
-        let (mut entries, mut links) = (Vec::new(), Vec::new());
+        let count = listing.names.len() + planned.names.len();
+        let mut names: Vec<Name> = Vec::with_capacity(count);
+        names.extend(listing.names.iter().filter(|n| !planned.has(&n.name)).cloned());
+        names.extend(planned.names.iter().map(|n| Name { name: n.clone(), kind: Some(Type::Symlink) }));
         // What each name leads to, for those that count as libraries or are about to be links.
-        let mut leads_to: HashMap<&str, FileId> = HashMap::new();
-        let mut chosen: HashMap<String, Candidate> = HashMap::new();
+        let mut leads_to: HashMap<&str, FileId> = HashMap::with_capacity(count);
+        let mut chosen: HashMap<String, Candidate> = HashMap::with_capacity(count);
         let own = |name: &str| self.what.driver.is_some_and(|v| name.strip_suffix(v).is_some_and(|n| n.ends_with(".so.")));
         for Name { name, kind } in &names {
             let counts = is_library(name) || (hwcap.is_some() && *kind != Some(Type::File));
@@ -284,6 +287,7 @@ impl Searcher<'_> {
         }
         let mut chosen: Vec<(String, Candidate)> = chosen.into_iter().collect();
         chosen.sort_unstable_by(|a, b| a.0.cmp(&b.0));
+        let (mut entries, mut links) = (Vec::with_capacity(chosen.len()), Vec::new());
         let links_wanted = hwcap.is_none() && self.folders.contains(&listing.directory.id);
         for (soname, candidate) in chosen {
             let full = |name: &str| format!("{path}/{name}");
