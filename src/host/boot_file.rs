@@ -51,6 +51,24 @@ pub enum HostEvent {
     Garbage { lines: u64, bytes: u64, first: String },
     /// The boot reached the collector's limit; records from here on were dropped.
     Capped { why: String },
+    /// Records that came while the file could not be written, the first and the last of them. The guest was asked to send them again.
+    Dropped { records: u64, first_seq: u64, last_seq: u64, why: String },
+    /// What Kata calls the VM, and whose pod it is.
+    Sandbox(Sandbox),
+}
+
+/// A VM in Kata's and Kubernetes' words.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Sandbox {
+    /// Kata's sandbox id, which is that of the pod's sandbox container.
+    pub id: String,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub pod: Option<String>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub namespace: Option<String>,
+    /// The pod's.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub uid: Option<String>,
 }
 
 impl HostLine {
@@ -92,33 +110,16 @@ pub struct BootFile {
 
 impl BootFile {
     /// Reads to the end. Errors are those of reading; what stands in the file is never one.
-    pub fn read(mut from: impl Read) -> io::Result<Self> {
+    pub fn read(from: impl Read) -> io::Result<Self> {
         let mut file = Self::default();
-        let mut lines = Lines::new(record::MAX_LINE);
-        let mut chunk = vec![0; 64 * 1024];
-        let mut number = 0;
-        loop {
-            let n = match from.read(&mut chunk) {
-                Ok(0) => break,
-                Ok(n) => n,
-                Err(e) if e.kind() == io::ErrorKind::Interrupted => continue,
-                Err(e) => return Err(e),
-            };
-            file.bytes += n as u64;
-            lines.push(&chunk[..n], |piece| {
-                number += 1;
-                match piece {
-                    Piece::Line(line) => file.add(number, line),
-                    Piece::TooLong(n) => file.add_damage(number, record::DecodeError::TooLong(n).to_string()),
-                }
-            });
-        }
-        file.unfinished = lines.unfinished();
+        let (bytes, unfinished) = for_each_line(from, |number, line| file.add(number, line))?;
+        file.bytes = bytes;
+        file.unfinished = unfinished;
         Ok(file)
     }
 
-    fn add(&mut self, number: u64, line: &[u8]) {
-        match decode(line) {
+    fn add(&mut self, number: u64, line: Result<FileLine, String>) {
+        match line {
             Ok(FileLine::Guest(Line::Header(header))) => match &self.header {
                 None => self.header = Some(header),
                 Some(first) if first.boot_id == header.boot_id => {}
@@ -133,7 +134,12 @@ impl BootFile {
                 }
             }
             Ok(FileLine::Guest(Line::Pong(_))) => self.add_damage(number, "a pong, which is never stored".into()),
-            Ok(FileLine::Host(line)) => self.host.push(line),
+            Ok(FileLine::Host(line)) => {
+                if let HostEvent::Dropped { last_seq, .. } = &line.event {
+                    self.seqs.expect(*last_seq);
+                }
+                self.host.push(line);
+            }
             Err(why) => self.add_damage(number, why),
         }
     }
@@ -153,6 +159,14 @@ impl BootFile {
         })
     }
 
+    /// The last that was heard of it.
+    pub fn sandbox(&self) -> Option<&Sandbox> {
+        self.host.iter().rev().find_map(|line| match &line.event {
+            HostEvent::Sandbox(sandbox) => Some(sandbox),
+            _ => None,
+        })
+    }
+
     pub fn clock_samples(&self) -> impl Iterator<Item = Sample> + '_ {
         self.host.iter().filter_map(|line| match line.event {
             HostEvent::Clock(sample) => Some(sample),
@@ -161,8 +175,32 @@ impl BootFile {
     }
 }
 
+/// Hands over every complete line with its number, from 1, in bounded memory. Gives the bytes read and those behind the last newline.
+pub fn for_each_line(mut from: impl Read, mut each: impl FnMut(u64, Result<FileLine, String>)) -> io::Result<(u64, usize)> {
+    let mut lines = Lines::new(record::MAX_LINE);
+    let mut chunk = vec![0; 64 * 1024];
+    let (mut number, mut bytes) = (0, 0);
+    loop {
+        let n = match from.read(&mut chunk) {
+            Ok(0) => return Ok((bytes, lines.unfinished())),
+            Ok(n) => n,
+            Err(e) if e.kind() == io::ErrorKind::Interrupted => continue,
+            Err(e) => return Err(e),
+        };
+        bytes += n as u64;
+        lines.push(&chunk[..n], |piece| {
+            number += 1;
+            match piece {
+                Piece::Line(line) => each(number, decode(line)),
+                Piece::TooLong(n) => each(number, Err(record::DecodeError::TooLong(n).to_string())),
+            }
+        });
+    }
+}
+
+/// One line of a boot's file.
 #[derive(Debug)]
-enum FileLine {
+pub enum FileLine {
     Guest(Line),
     Host(HostLine),
 }
@@ -184,9 +222,32 @@ fn decode(line: &[u8]) -> Result<FileLine, String> {
 pub struct SeqSet {
     /// First -> last of each range; ranges neither touch nor overlap.
     ranges: std::collections::BTreeMap<u64, u64>,
+    /// A seq that is known to exist, whether it was seen or not.
+    expected: Option<u64>,
 }
 
 impl SeqSet {
+    /// How many ranges there are; without loss there is one.
+    pub fn ranges(&self) -> u64 {
+        self.ranges.len() as u64
+    }
+
+    pub fn contains(&self, seq: u64) -> bool {
+        self.ranges.range(..=seq).next_back().is_some_and(|(_, last)| *last >= seq)
+    }
+
+    /// Neither this one nor a neighbour of it was seen: it would be a range of its own.
+    pub fn is_apart(&self, seq: u64) -> bool {
+        !self.contains(seq)
+            && !seq.checked_sub(1).is_some_and(|before| self.contains(before))
+            && !self.ranges.contains_key(&seq.saturating_add(1))
+    }
+
+    /// There is one with this number: until it is seen, it is missing.
+    pub fn expect(&mut self, seq: u64) {
+        self.expected = self.expected.max(Some(seq));
+    }
+
     /// False if it was there before.
     pub fn insert(&mut self, seq: u64) -> bool {
         let before = self.ranges.range(..=seq).next_back().map(|(first, last)| (*first, *last));
@@ -201,17 +262,20 @@ impl SeqSet {
         true
     }
 
-    /// First and last seq of each gap, from 0 to the highest one seen.
+    /// First and last seq of each gap, from 0 to the highest one that is known of.
     pub fn gaps(&self) -> impl Iterator<Item = (u64, u64)> + '_ {
         let mut next = 0u64;
-        self.ranges.iter().filter_map(move |(first, last)| {
+        let between = self.ranges.iter().filter_map(move |(first, last)| {
             let gap = (*first > next).then(|| (next, first - 1));
             next = last.saturating_add(1);
             gap
-        })
+        });
+        let end = self.ranges.last_key_value().map_or(Some(0), |(_, last)| last.checked_add(1));
+        let behind = self.expected.zip(end).filter(|(expected, end)| expected >= end).map(|(expected, end)| (end, expected));
+        between.chain(behind)
     }
 
-    /// How many between 0 and the highest one are missing.
+    /// How many between 0 and the highest one that is known of are missing.
     pub fn missing(&self) -> u64 {
         self.gaps().map(|(first, last)| (last - first).saturating_add(1)).fold(0, u64::saturating_add)
     }
@@ -241,6 +305,8 @@ mod tests {
             HostEvent::Lost { count: 2, gaps: vec![(3, 4)] },
             HostEvent::Garbage { lines: 1, bytes: 9, first: "not a record".into() },
             HostEvent::Capped { why: "64 MiB".into() },
+            HostEvent::Dropped { records: 1, first_seq: 5, last_seq: 5, why: "no space".into() },
+            HostEvent::Sandbox(Sandbox { id: "s".into(), pod: Some("p".into()), namespace: None, uid: None }),
         ];
         let lines: Vec<HostLine> = events.into_iter().map(HostLine::now).collect();
         let text: String = lines.iter().map(HostLine::to_line).collect();
@@ -313,5 +379,33 @@ mod tests {
         assert_eq!(set.gaps().collect::<Vec<_>>(), [(1, 4), (8, u64::MAX - 1)]);
         assert_eq!(set.missing(), 4 + (u64::MAX - 8));
         assert_eq!(SeqSet::default().missing(), 0);
+    }
+
+    #[test]
+    fn what_is_known_to_exist_is_missing_until_it_is_seen() {
+        let mut set = SeqSet::default();
+        set.expect(1);
+        assert_eq!(set.gaps().collect::<Vec<_>>(), [(0, 1)]);
+        set.insert(0);
+        set.expect(4);
+        set.expect(2);
+        assert_eq!(set.gaps().collect::<Vec<_>>(), [(1, 4)]);
+        for seq in 1..5 {
+            set.insert(seq);
+        }
+        assert_eq!((set.missing(), set.ranges()), (0, 1));
+        set.insert(u64::MAX);
+        set.expect(u64::MAX);
+        assert_eq!(set.gaps().collect::<Vec<_>>(), [(5, u64::MAX - 1)]);
+    }
+
+    #[test]
+    fn a_record_apart_is_told_from_one_that_joins() {
+        let mut set = SeqSet::default();
+        assert!(set.is_apart(3));
+        set.insert(3);
+        assert_eq!([0, 1, 2, 3, 4, 5].map(|seq| set.is_apart(seq)), [true, true, false, false, false, true]);
+        assert_eq!([2, 3, 4].map(|seq| set.contains(seq)), [false, true, false]);
+        assert!(set.is_apart(u64::MAX));
     }
 }

@@ -129,6 +129,11 @@ impl Pinger {
         id
     }
 
+    /// Whether a ping was ever sent.
+    pub fn sent_any(&self) -> bool {
+        self.next_id > 0
+    }
+
     /// None for the answer to a ping that nobody sent.
     pub fn receive(&mut self, pong: Pong, now: Instant) -> Option<Ponged> {
         let at = self.sent.iter().position(|(id, ..)| *id == pong.pong)?;

@@ -1,12 +1,19 @@
 //! `kata-gpu-boot collect`: the collector as a program.
 
-use super::collector::{Collector, Config, NEWS_QUEUE};
-use super::connection::News;
+use super::collector::connection::News;
+use super::collector::limits::Limits;
+use super::collector::privileges::RunAs;
+use super::collector::retention::{Keep, parse_size};
+use super::collector::sandbox::BUNDLES;
+use super::collector::vm_dirs::Pattern;
+use super::collector::{Collector, Config, NEWS_QUEUE, SANDBOXES, VM_SOCKETS, service};
 use super::live::Live;
+use super::show::print;
 use super::table::Table;
 use super::text::{Screen, printable};
 use crate::events::record::{DEFAULT_PORT, Kind, names};
 use anyhow::{Context, Result};
+use nix::sys::stat::{Mode, umask};
 use std::collections::{BTreeMap, HashSet};
 use std::io::{self, Write};
 use std::path::PathBuf;
@@ -16,35 +23,79 @@ use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::{mpsc, watch};
 
 const HELP: &str = "\
-Guests connect by themselves. Where the kernel has vsock (vhost_vsock), they reach this machine at CID 2 and nothing else is needed. With hybrid \
-vsock (Cloud Hypervisor, Firecracker, vhost-device-vsock) give the device's socket path: the collector listens on PATH_PORT beside it.
+Guests connect by themselves. Where the kernel has vsock (vhost_vsock), those of QEMU reach this machine at CID 2 and nothing else is needed. With \
+hybrid vsock (Cloud Hypervisor, Firecracker, Dragonball) the collector makes PATH_PORT beside the VMM's socket PATH as soon as that is there: it watches \
+where Kata keeps its VMs (--vm), or serves the paths of --uds.
 
-Writes DIR/<boot id>.ndjson, one file per boot: the guest's lines as they came, and the collector's own (\"kind\":\"host\"). Stops with SIGINT \
-or SIGTERM; started again, it goes on where it was.
+Writes DIR/<boot id>.ndjson, one file per boot, only ever appended to: the guest's lines as they came, each once, and the collector's own \
+(\"kind\":\"host\"): who connected, what was lost, what Kata calls the VM. `kata-gpu-boot show` and all other commands read them while they are written. \
+A record is handed to the kernel milliseconds after it came, and made durable (fdatasync) within 5 s. When the disk is full it says so, receives on, \
+counts what it has to drop, and asks the guests for it again when there is room.
+
+Stops with SIGINT or SIGTERM, and writes what has arrived. Started again, it goes on where it was, also after kill -9: guests send again what \
+they have. Started as root it gives up all that it does not need; with --user it also becomes somebody else.
 
 Examples:
-  kata-gpu-boot collect --dir /var/log/boots
+  kata-gpu-boot collect --dir /var/lib/kata-gpu-boot --user nobody
   # watch the next boot, then leave
   kata-gpu-boot collect --dir boots --live --boots 1
-  # a VM with hybrid vsock
-  kata-gpu-boot collect --dir boots --no-vsock --uds /run/vm1/vsock";
+  # a VM with hybrid vsock that is not Kata's
+  kata-gpu-boot collect --dir boots --no-vsock --no-vms --uds /run/vm1/vsock
+  # as a service
+  kata-gpu-boot collect --print-systemd-unit > /etc/systemd/system/kata-gpu-boot.service
+  kata-gpu-boot collect --print-daemonset | kubectl apply -f -";
+
+/// What stands below the options.
+fn help() -> String {
+    let mut text = format!("{HELP}\n\n{}", Limits::help());
+    text.push_str("\nWatched without --vm:\n");
+    for (pattern, whose) in VM_SOCKETS {
+        text.push_str(&format!("  {pattern:42} {whose}\n"));
+    }
+    text.push_str(&format!("  {SANDBOXES:42} Go runtime, which CID is whose\n"));
+    text
+}
 
 /// Receive the event streams of guests, one file per boot.
 #[derive(clap::Args, Debug)]
-#[command(after_help = HELP)]
+#[command(after_help = help())]
 pub struct Args {
     /// Where the files go; made if it is not there.
-    #[arg(long)]
-    dir: PathBuf,
+    #[arg(long, required_unless_present_any = ["print_systemd_unit", "print_daemonset"])]
+    dir: Option<PathBuf>,
     /// Port that guests connect to.
     #[arg(long, default_value_t = DEFAULT_PORT)]
     port: u32,
     /// Base path of a hybrid vsock device; may be given several times.
     #[arg(long, value_name = "PATH")]
     uds: Vec<PathBuf>,
+    /// Base paths of hybrid vsock devices that come and go, with * for the sandbox's id, instead of Kata's; may be given several times.
+    #[arg(long, value_name = "PATTERN", conflicts_with = "no_vms")]
+    vm: Vec<Pattern>,
+    /// Do not look for VMs of hybrid vsock.
+    #[arg(long)]
+    no_vms: bool,
+    /// Kata's files about sandboxes, with * for the id, instead of those of its Go runtime.
+    #[arg(long, value_name = "PATTERN")]
+    sandbox: Vec<Pattern>,
+    /// OCI configurations of sandbox containers, with * for the id, instead of containerd's and CRI-O's: they name the pod.
+    #[arg(long, value_name = "PATTERN")]
+    bundle: Vec<String>,
     /// Do not listen on AF_VSOCK.
     #[arg(long)]
     no_vsock: bool,
+    /// Become this user (name or number, with :GROUP) once everything is open; the files are theirs then.
+    #[arg(long, value_name = "USER", value_parser = RunAs::parse)]
+    user: Option<RunAs>,
+    /// Remove boots that nothing was written to for so many days; 0: keep them for ever. Never one in flight.
+    #[arg(long, value_name = "N", default_value_t = 30)]
+    keep_days: u64,
+    /// Remove the oldest boots when all together are larger (10G, 500M); 0: no limit. Never one in flight.
+    #[arg(long, value_name = "SIZE", default_value = "10G", value_parser = parse_size)]
+    keep_size: u64,
+    /// Change a limit (the table below); may be given several times.
+    #[arg(long, value_name = "NAME=N")]
+    limit: Vec<String>,
     /// Leave when this many boots are complete (settled or powered off, or their connection over).
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..))]
     boots: Option<u64>,
@@ -54,6 +105,12 @@ pub struct Args {
     /// With --live: details too.
     #[arg(short, long, requires = "live")]
     verbose: bool,
+    /// Print a systemd unit that runs this program, and leave.
+    #[arg(long, conflicts_with = "print_daemonset")]
+    print_systemd_unit: bool,
+    /// Print a Kubernetes DaemonSet, and leave.
+    #[arg(long)]
+    print_daemonset: bool,
 }
 
 /// After a boot said that it is complete, how long without a record means that it is: some come just behind.
@@ -63,30 +120,69 @@ const RECONNECT_GRACE: Duration = Duration::from_secs(5);
 
 /// Runs `collect`.
 pub fn run(args: &Args) -> Result<()> {
+    if args.print_systemd_unit {
+        let program = std::env::current_exe().context("find this program's path")?;
+        return print(&service::systemd_unit(&program)?);
+    }
+    if args.print_daemonset {
+        return print(&service::daemonset());
+    }
+    // Files and directories are made with their mode; sockets have to be open to VMMs of other users.
+    umask(Mode::empty());
+    // One thread: privileges are dropped in it, and inherited by those that follow.
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().context("start the runtime")?;
     runtime.block_on(collect(args))
+}
+
+fn config(args: &Args) -> Result<Config> {
+    let patterns = |given: &[Pattern], own: &mut dyn Iterator<Item = &'static str>| -> Result<Vec<Pattern>> {
+        if given.is_empty() { own.map(str::parse).collect() } else { Ok(given.to_vec()) }
+    };
+    let mut limits = Limits::default();
+    args.limit.iter().try_for_each(|limit| limits.set(limit))?;
+    Ok(Config {
+        vsock: !args.no_vsock,
+        uds: args.uds.clone(),
+        vms: if args.no_vms { Vec::new() } else { patterns(&args.vm, &mut VM_SOCKETS.iter().map(|(pattern, _)| *pattern))? },
+        // They tell whose a CID is.
+        sandboxes: if args.no_vsock && args.sandbox.is_empty() {
+            Vec::new()
+        } else {
+            patterns(&args.sandbox, &mut [SANDBOXES].into_iter())?
+        },
+        bundles: if args.bundle.is_empty() { BUNDLES.iter().map(|b| b.to_string()).collect() } else { args.bundle.clone() },
+        limits,
+        keep: Keep { age: Keep::days(args.keep_days), bytes: (args.keep_size > 0).then_some(args.keep_size) },
+        run_as: args.user,
+        watched: args.live || args.boots.is_some(),
+        drop_privileges: true,
+        ..Config::new(args.dir.clone().context("--dir is missing")?, args.port)
+    })
 }
 
 async fn collect(args: &Args) -> Result<()> {
     // Before anything that has to be closed in order.
     let mut interrupt = signal(SignalKind::interrupt()).context("catch SIGINT")?;
     let mut terminate = signal(SignalKind::terminate()).context("catch SIGTERM")?;
-    let config = Config { dir: args.dir.clone(), port: args.port, vsock: !args.no_vsock, uds: args.uds.clone() };
     let (sender, mut news) = mpsc::channel(NEWS_QUEUE);
-    let collector = Collector::bind(&config, sender)?;
+    let collector = Collector::bind(&config(args)?, sender)?;
     for note in &collector.notes {
         eprintln!("kata-gpu-boot: {note}");
     }
+    service::notify_ready()?;
     let (stop, stopped) = watch::channel(false);
     let running = tokio::spawn(collector.run(stopped));
     let mut view = args.live.then(|| View::new(Table { screen: Screen::of_stdout() }, args.verbose));
-    let mut count = Count::default();
+    let mut count = args.boots.map(|wanted| (wanted, Count::default()));
     loop {
-        let deadline = view.as_ref().and_then(View::deadline).into_iter().chain(args.boots.and(count.deadline())).min();
+        let closing = count.as_ref().and_then(|(_, count)| count.deadline());
+        let deadline = view.as_ref().and_then(View::deadline).into_iter().chain(closing).min();
         tokio::select! {
             Some(item) = news.recv() => {
                 report(&item);
-                count.take(&item, Instant::now());
+                if let Some((_, count)) = &mut count {
+                    count.take(&item, Instant::now());
+                }
                 show(&mut view, |view, out| view.take(&item, out));
             }
             () = sleep_until(deadline) => {}
@@ -94,21 +190,22 @@ async fn collect(args: &Args) -> Result<()> {
             _ = terminate.recv() => break,
         }
         show(&mut view, |view, out| view.due(out));
-        if args.boots.is_some_and(|wanted| count.complete(Instant::now()) >= wanted) {
+        if count.as_mut().is_some_and(|(wanted, count)| count.complete(Instant::now()) >= *wanted) {
             break;
         }
     }
     stop.send_replace(true);
-    let left_out = running.await.context("the collector stopped unexpectedly")?;
+    let counts = running.await.context("the collector stopped unexpectedly")??;
     // What was on its way when it was told to stop.
     while let Ok(item) = news.try_recv() {
         report(&item);
         show(&mut view, |view, out| view.take(&item, out));
     }
     show(&mut view, |view, out| view.finish(out));
-    if left_out > 0 && args.live {
-        eprintln!("kata-gpu-boot: {left_out} record(s) came too fast to be shown; they are in the files");
+    if counts.unseen > 0 && args.live {
+        eprintln!("kata-gpu-boot: {} record(s) came too fast to be shown; they are in the files", counts.unseen);
     }
+    eprintln!("kata-gpu-boot: {}", counts.line());
     Ok(())
 }
 

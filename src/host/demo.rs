@@ -5,8 +5,8 @@
 
 use super::agent_log::{self, AgentEvent, MAX_CONSOLE_LINE};
 use super::collect::{sleep_until, write_lines};
+use super::collector::connection::News;
 use super::collector::{Collector, Config, NEWS_QUEUE};
-use super::connection::News;
 use super::framing::{Lines, Piece};
 use super::live::Live;
 use super::model::Boot;
@@ -239,7 +239,7 @@ async fn watch_boot(args: &Args, config: VmConfig, events: &Path) -> Result<Path
 
     // The collector listens before the VM starts: the guest connects to a socket that has to be there.
     let (sender, mut news) = mpsc::channel(NEWS_QUEUE);
-    let collecting = Config { dir: events.to_path_buf(), port: DEFAULT_PORT, vsock: false, uds: vec![uds_path(&config.work_dir)] };
+    let collecting = Config { uds: vec![uds_path(&config.work_dir)], ..Config::new(events.to_path_buf(), DEFAULT_PORT) };
     let collector = Collector::bind(&collecting, sender)?;
     let (stop, stopped) = watch::channel(false);
     let running = tokio::spawn(collector.run(stopped));
@@ -282,7 +282,7 @@ async fn watch_boot(args: &Args, config: VmConfig, events: &Path) -> Result<Path
 
     // What was on its way still counts.
     stop.send_replace(true);
-    running.await.context("the collector stopped unexpectedly")?;
+    running.await.context("the collector stopped unexpectedly")??;
     while let Ok(item) = news.try_recv() {
         take_news(&item, &mut live, &mut progress);
     }

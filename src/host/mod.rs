@@ -3,18 +3,15 @@
 pub mod account; // whose time a boot was: blame, critical path, coverage, comparisons
 pub mod agent_log; // the agent's lines in the console
 pub mod boot_file; // the file of one boot: its lines, reading it
-pub mod boot_log; // writing it: once, append only, limited
 pub mod cdi_check; // the subcommand cdi check: specs before the agents' own parsers
 pub mod clock; // the guest's clock beside the host's
 pub mod collect; // the subcommand collect
-pub mod collector; // accepts guests, one connection each
-pub mod connection; // one connection, without its socket
+pub mod collector; // accepts guests, one connection each, and keeps what they send
 pub mod demo; // the subcommand demo
 pub mod export; // the subcommand export: traces, tables, a page, a picture
 pub mod framing; // bytes into lines
-pub mod install; // the subcommands install and uninstall
 pub mod initrd; // the subcommand initrd: guest images
-pub mod listen; // AF_VSOCK and hybrid vsock sockets
+pub mod install; // the subcommands install and uninstall
 pub mod live; // rows as they happen
 pub mod model; // what is known of a boot: records in, Boot out
 pub mod rows; // records into rows: side, what, how long

@@ -7,7 +7,7 @@ use super::account::coverage::coverage;
 use super::account::from_boot;
 use super::account::timeline::Timeline;
 use super::agent_log::{AgentEvent, AgentLine, ClockPoints};
-use super::boot_file::{BootFile, Damage, HostEvent};
+use super::boot_file::{BootFile, Damage, HostEvent, Sandbox};
 use super::clock::{Clock, Sample, Wall};
 use crate::events::record::{Kind, Record, names};
 use crate::pci::PciAddress;
@@ -32,6 +32,9 @@ pub struct Boot {
     /// `uname -r` of the guest.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub kernel: Option<String>,
+    /// The VM in Kata's words, and its pod.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub sandbox: Option<Sandbox>,
     /// All GPUs were usable or failed by then.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub settled_ns: Option<u64>,
@@ -215,6 +218,7 @@ impl Boot {
             boot_id: file.header.as_ref().map(|h| h.boot_id.clone()),
             version: file.header.as_ref().map(|h| h.version.clone()),
             kernel: file.header.as_ref().map(|h| h.kernel.clone()),
+            sandbox: file.sandbox().cloned(),
             gpus: gpus(&records, &spans),
             clock: ClockSummary { samples: clock.samples(), best: file.clock_samples().min_by_key(|s| s.error_ns) },
             lost: Lost { records: file.seqs.missing(), gaps: file.seqs.gaps().take(MAX_NAMED_GAPS).collect(), reported_by_guest: 0 },
@@ -226,7 +230,13 @@ impl Boot {
             match &line.event {
                 HostEvent::Garbage { lines, .. } => boot.garbage_lines = boot.garbage_lines.saturating_add(*lines),
                 HostEvent::Capped { why } => boot.capped = Some(why.clone()),
-                HostEvent::Connected { .. } | HostEvent::Disconnected { .. } | HostEvent::Clock(_) | HostEvent::Lost { .. } => {}
+                // What was dropped and did not come again is in `lost`.
+                HostEvent::Connected { .. }
+                | HostEvent::Disconnected { .. }
+                | HostEvent::Clock(_)
+                | HostEvent::Lost { .. }
+                | HostEvent::Dropped { .. }
+                | HostEvent::Sandbox(_) => {}
             }
         }
         for record in records.iter().filter(|r| r.kind == Kind::Event) {

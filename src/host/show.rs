@@ -1,7 +1,7 @@
 //! `kata-gpu-boot show`: the table and the summary of one boot, from its file.
 
 use super::agent_log::{self, AgentLine, ClockPoints};
-use super::boot_file::{BootFile, EXTENSION, HostEvent};
+use super::boot_file::{BootFile, EXTENSION, HostEvent, Sandbox};
 use super::clock::Clock;
 use super::model::{Boot, in_time};
 use super::rows::{Row, Side, Tracker};
@@ -144,6 +144,7 @@ fn page(file: &BootFile, agent: &[AgentLine], boot: &Boot, verbose: bool, screen
     if let Some(header) = &file.header {
         let (version, kernel) = (printable(&header.version), printable(&header.kernel));
         lines.push(format!("boot {}, kata-gpu-init {version}, kernel {kernel}", header.boot_id));
+        lines.extend(file.sandbox().map(sandbox_line));
         lines.push(String::new());
     }
     lines.push(table.head());
@@ -155,6 +156,15 @@ fn page(file: &BootFile, agent: &[AgentLine], boot: &Boot, verbose: bool, screen
     lines.push(String::new());
     lines.extend(summary(boot, &screen));
     lines.join("\n") + "\n"
+}
+
+/// Whose VM it is.
+fn sandbox_line(sandbox: &Sandbox) -> String {
+    let pod = sandbox.pod.as_ref().map(|pod| {
+        let namespace = sandbox.namespace.as_ref().map(|n| format!("{n}/")).unwrap_or_default();
+        format!("pod {}, ", printable(&format!("{namespace}{pod}")))
+    });
+    format!("{}sandbox {}", pod.unwrap_or_default(), printable(&sandbox.id))
 }
 
 /// Everything that has a time, in order.

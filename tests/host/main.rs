@@ -9,6 +9,8 @@ mod driver_roots;
 mod cdi_check;
 #[cfg(feature = "host")]
 mod cdi_generate;
+#[cfg(feature = "host")]
+mod collect;
 mod container;
 #[cfg(feature = "host")]
 mod container_roots;

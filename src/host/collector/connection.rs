@@ -4,29 +4,45 @@
 //! The other side is not trusted: every line is decoded, what does not decode is counted and dropped, and the connection goes on with
 //! the next line. Nothing is stored before a header has said, in the right form, which boot this is.
 
-use super::boot_file::HostEvent;
-use super::boot_log::{BootLog, Store, Stored, lock};
-use super::clock::{PING_INTERVAL, PING_INTERVAL_QUIET, Pinger, QUIET_AFTER, Sample};
-use super::framing::{Lines, Piece};
-use super::text;
+use super::boot_log::Stored;
+use super::disk::Attached;
+use super::limits::Limits;
+use super::stats::{Stats, add};
 use crate::events::record::{self, DecodeError, Header, Line, MAX_LINE, Record, SCHEMA};
+use crate::host::boot_file::HostEvent;
+use crate::host::clock::{PING_INTERVAL, PING_INTERVAL_QUIET, Pinger, QUIET_AFTER, Sample};
+use crate::host::framing::{Lines, Piece};
+use crate::host::text;
 use anyhow::{Result, bail};
-use std::sync::{Arc, Mutex};
-use std::time::{Duration, Instant};
+use std::sync::Arc;
+use std::time::Instant;
 
-/// How long a connection may stay without its first line.
-pub const HEADER_DEADLINE: Duration = Duration::from_secs(30);
 /// Longest text that is kept of a garbage line's reason.
 const MAX_REASON: usize = 200;
 
 /// What a connection tells those who watch.
 #[derive(Clone, Debug, PartialEq)]
 pub enum News {
-    Connected { boot: Arc<str>, peer: String, header: Header },
-    Record { boot: Arc<str>, record: Box<Record> },
-    Clock { boot: Arc<str>, sample: Sample },
-    Ended { boot: Arc<str> },
-    Problem { text: String },
+    Connected {
+        boot: Arc<str>,
+        peer: String,
+        header: Header,
+    },
+    Record {
+        boot: Arc<str>,
+        record: Box<Record>,
+    },
+    Clock {
+        boot: Arc<str>,
+        sample: Sample,
+    },
+    Ended {
+        boot: Arc<str>,
+    },
+    /// Something that the operator should know of.
+    Problem {
+        text: String,
+    },
 }
 
 /// Both clocks of this machine, read together.
@@ -44,8 +60,7 @@ impl HostNow {
 
 /// A guest that has said which boot it is.
 struct Boot {
-    id: Arc<str>,
-    log: Arc<Mutex<BootLog>>,
+    attached: Attached,
     pinger: Pinger,
     next_ping: Instant,
     last_record: Instant,
@@ -53,11 +68,25 @@ struct Boot {
     duplicates: u64,
 }
 
+/// A header that came: who the guest says it is.
+#[derive(Debug)]
+pub struct Introduction {
+    pub header: Header,
+    /// The line as it came.
+    pub raw: Vec<u8>,
+}
+
 /// The state of one connection.
 pub struct Connection {
     peer: String,
-    store: Arc<Mutex<Store>>,
+    limits: Limits,
+    /// Whether records and clock samples are news: nobody may be watching.
+    watched: bool,
+    stats: Arc<Stats>,
     lines: Lines,
+    introduction: Option<Introduction>,
+    /// Lines that came behind the header before it was dealt with; no more than one reading of the socket.
+    behind: Vec<u8>,
     boot: Option<Boot>,
     opened: Instant,
     garbage_lines: u64,
@@ -68,11 +97,15 @@ pub struct Connection {
 }
 
 impl Connection {
-    pub fn new(peer: String, store: Arc<Mutex<Store>>, now: HostNow) -> Self {
+    pub fn new(peer: String, limits: Limits, watched: bool, stats: Arc<Stats>, now: HostNow) -> Self {
         Self {
             peer,
-            store,
+            limits,
+            watched,
+            stats,
             lines: Lines::new(MAX_LINE),
+            introduction: None,
+            behind: Vec::new(),
             boot: None,
             opened: now.instant,
             garbage_lines: 0,
@@ -82,56 +115,78 @@ impl Connection {
         }
     }
 
-    /// Takes what came. An error ends the connection; everything up to it is stored.
+    /// Takes what came. An error ends the connection; everything up to it is stored. While there is an [`Introduction`] nothing more may come
+    /// before [`Connection::begin`].
     pub fn take(&mut self, bytes: &[u8], now: HostNow, news: &mut dyn FnMut(News)) -> Result<()> {
         let mut lines = std::mem::replace(&mut self.lines, Lines::new(MAX_LINE));
         let mut result = Ok(());
         lines.push(bytes, |piece| {
             if result.is_ok() {
-                result = self.take_line(piece, now, news);
+                result = self.take_piece(piece, now, news);
             }
         });
         self.lines = lines;
-        if let Some(boot) = &self.boot {
-            lock(&boot.log).flush()?;
-        }
+        self.flush();
         result
     }
 
-    fn take_line(&mut self, piece: Piece, now: HostNow, news: &mut dyn FnMut(News)) -> Result<()> {
-        let raw = match piece {
-            Piece::Line(raw) => raw,
-            Piece::TooLong(n) => {
-                self.garbage(n, DecodeError::TooLong(n));
-                return Ok(());
+    fn flush(&self) {
+        if let Some(boot) = &self.boot {
+            boot.attached.flush();
+        }
+    }
+
+    fn take_piece(&mut self, piece: Piece, now: HostNow, news: &mut dyn FnMut(News)) -> Result<()> {
+        match piece {
+            Piece::Line(raw) if self.introduction.is_some() => {
+                self.behind.extend_from_slice(raw);
+                self.behind.push(b'\n');
             }
-        };
+            Piece::Line(raw) => return self.take_line(raw, now, news),
+            Piece::TooLong(n) => self.garbage(n, DecodeError::TooLong(n)),
+        }
+        Ok(())
+    }
+
+    fn take_line(&mut self, raw: &[u8], now: HostNow, news: &mut dyn FnMut(News)) -> Result<()> {
         match (record::decode(raw), &mut self.boot) {
-            (Ok(Line::Header(header)), None) => self.begin(header, raw, now, news)?,
+            (Ok(Line::Header(header)), None) => self.introduction = Some(Introduction { header, raw: raw.to_vec() }),
             (Ok(Line::Header(header)), Some(boot)) => {
-                if header.boot_id != *boot.id {
-                    bail!("{}: speaks for boot {} and now for {}", self.peer, boot.id, header.boot_id);
+                if header.boot_id != **boot.attached.id() {
+                    bail!("{}: speaks for boot {} and now for {}", self.peer, boot.attached.id(), header.boot_id);
                 }
             }
-            (Ok(Line::Record(record)), Some(boot)) => {
-                let stored = lock(&boot.log).append(&record, raw);
-                match stored {
-                    Stored::New => {
-                        boot.records += 1;
-                        boot.last_record = now.instant;
-                        // Somebody is there again: the slow rhythm of a quiet boot ends.
-                        boot.next_ping = boot.next_ping.min(now.instant + PING_INTERVAL);
-                        news(News::Record { boot: boot.id.clone(), record });
+            (Ok(Line::Record(record)), Some(boot)) => match boot.attached.with(|log| log.append(&record, raw)) {
+                Stored::New => {
+                    add(&self.stats.records, 1);
+                    boot.records += 1;
+                    boot.last_record = now.instant;
+                    // Somebody is there again: the slow rhythm of a quiet boot ends.
+                    boot.next_ping = boot.next_ping.min(now.instant + PING_INTERVAL);
+                    if self.watched {
+                        news(News::Record { boot: boot.attached.id().clone(), record });
                     }
-                    Stored::Duplicate => boot.duplicates += 1,
-                    Stored::Capped => {}
                 }
-            }
+                Stored::Duplicate => {
+                    add(&self.stats.duplicates, 1);
+                    boot.duplicates += 1;
+                }
+                Stored::Capped => add(&self.stats.capped, 1),
+                Stored::Dropped => {
+                    add(&self.stats.dropped, 1);
+                    if self.watched {
+                        news(News::Record { boot: boot.attached.id().clone(), record });
+                    }
+                }
+                Stored::Gap => self.garbage(raw.len(), DecodeError::Invalid("too many gaps between the numbers (limit gaps)")),
+            },
             (Ok(Line::Pong(pong)), Some(boot)) => {
                 if let Some(ponged) = boot.pinger.receive(pong, now.instant) {
                     if let Some(sample) = ponged.keep {
-                        lock(&boot.log).append_host(HostEvent::Clock(sample));
-                        news(News::Clock { boot: boot.id.clone(), sample });
+                        boot.attached.with(|log| log.append_host(HostEvent::Clock(sample)));
+                        if self.watched {
+                            news(News::Clock { boot: boot.attached.id().clone(), sample });
+                        }
                     }
                     if ponged.again {
                         boot.next_ping = now.instant;
@@ -148,16 +203,38 @@ impl Connection {
         Ok(())
     }
 
-    fn begin(&mut self, header: Header, raw: &[u8], now: HostNow, news: &mut dyn FnMut(News)) -> Result<()> {
-        let log = lock(&self.store).attach(&header, raw, &self.peer)?;
-        let pinger = Pinger::new(lock(&log).best_sample());
-        let id: Arc<str> = header.boot_id.as_str().into();
-        news(News::Connected { boot: id.clone(), peer: self.peer.clone(), header });
-        self.boot = Some(Boot { id, log, pinger, next_ping: now.instant, last_record: now.instant, records: 0, duplicates: 0 });
+    /// The header that came and has to be dealt with.
+    pub fn introduction(&mut self) -> Option<Introduction> {
+        // It stays noted that there was one until `begin`: what comes behind it waits.
+        self.introduction.as_mut().map(|i| Introduction { header: i.header.clone(), raw: std::mem::take(&mut i.raw) })
+    }
+
+    /// The guest of the [`Introduction`] may speak; what it said meanwhile is taken.
+    pub fn begin(&mut self, attached: Attached, now: HostNow, news: &mut dyn FnMut(News)) -> Result<()> {
+        let Some(Introduction { header, .. }) = self.introduction.take() else { return Ok(()) };
+        let pinger = Pinger::new(attached.with(|log| log.best_sample()));
+        news(News::Connected { boot: attached.id().clone(), peer: self.peer.clone(), header });
+        self.boot = Some(Boot { attached, pinger, next_ping: now.instant, last_record: now.instant, records: 0, duplicates: 0 });
+        let behind = std::mem::take(&mut self.behind);
+        for line in behind.split_inclusive(|b| *b == b'\n') {
+            self.take_line(line.strip_suffix(b"\n").unwrap_or(line), now, news)?;
+        }
+        self.flush();
         Ok(())
     }
 
+    /// It has said who it is, and its first ping is with the kernel.
+    pub fn was_pinged(&self) -> bool {
+        self.boot.as_ref().is_some_and(|boot| boot.pinger.sent_any()) && self.out.is_empty()
+    }
+
+    /// The boot that it speaks for.
+    pub fn attached(&self) -> Option<&Attached> {
+        self.boot.as_ref().map(|boot| &boot.attached)
+    }
+
     fn garbage(&mut self, bytes: usize, why: DecodeError) {
+        add(&self.stats.garbage, 1);
         self.garbage_lines += 1;
         self.garbage_bytes += bytes as u64;
         self.first_garbage.get_or_insert_with(|| text::printable_start(why.to_string().as_bytes(), MAX_REASON));
@@ -165,7 +242,7 @@ impl Connection {
 
     /// When [`Connection::tick`] is due.
     pub fn deadline(&self) -> Instant {
-        self.boot.as_ref().map_or(self.opened + HEADER_DEADLINE, |boot| boot.next_ping)
+        self.boot.as_ref().map_or(self.opened + self.limits.header_deadline(), |boot| boot.next_ping)
     }
 
     /// Does what is due by the clock: the next ping, or giving up on a peer that says nothing.
@@ -174,7 +251,7 @@ impl Connection {
             return Ok(());
         }
         let Some(boot) = &mut self.boot else {
-            bail!("{}: no header within {} s", self.peer, HEADER_DEADLINE.as_secs());
+            bail!("{}: no header within {} s (limit header)", self.peer, self.limits.header);
         };
         let quiet = now.instant.saturating_duration_since(boot.last_record) >= QUIET_AFTER;
         boot.next_ping = now.instant + if quiet { PING_INTERVAL_QUIET } else { PING_INTERVAL };
@@ -202,19 +279,16 @@ impl Connection {
             }
             return Ok(());
         };
-        let flushed = {
-            let mut log = lock(&boot.log);
+        boot.attached.with(|log| {
             if let Some(first) = self.first_garbage {
                 log.append_host(HostEvent::Garbage { lines: self.garbage_lines, bytes: self.garbage_bytes, first });
             }
             log.append_loss();
             log.append_host(HostEvent::Disconnected { peer: self.peer.clone(), records: boot.records, duplicates: boot.duplicates });
-            log.flush()
-        };
-        drop(boot.log);
-        lock(&self.store).detach(&boot.id);
-        news(News::Ended { boot: boot.id });
-        flushed
+        });
+        boot.attached.flush();
+        news(News::Ended { boot: boot.attached.id().clone() });
+        Ok(())
     }
 }
 
@@ -222,7 +296,10 @@ impl Connection {
 mod tests {
     use super::*;
     use crate::host::boot_file::BootFile;
+    use crate::host::collector::disk::{Disk, Place};
+    use crate::host::collector::retention::Keep;
     use crate::host::testing::TempDir;
+    use std::time::Duration;
 
     const BOOT: &str = "0f7a1f8e-0000-4000-8000-00000000beef";
 
@@ -236,6 +313,8 @@ mod tests {
 
     struct Guest {
         dir: TempDir,
+        disk: Disk,
+        runtime: tokio::runtime::Runtime,
         connection: Connection,
         now: HostNow,
         news: Vec<News>,
@@ -244,13 +323,23 @@ mod tests {
     impl Guest {
         fn new() -> Self {
             let dir = TempDir::new();
-            let store = Arc::new(Mutex::new(Store::new(dir.path()).unwrap()));
+            let place = Place::take(dir.path()).unwrap();
+            let stats: Arc<Stats> = Arc::default();
+            let disk = Disk::start(place, Limits::default(), Keep::default(), stats.clone(), Arc::new(|_| ()), || ()).unwrap();
             let now = HostNow { instant: Instant::now(), realtime_ns: 1_767_323_045_000_000_000 };
-            Self { dir, connection: Connection::new("cid 5".into(), store, now), now, news: Vec::new() }
+            let connection = Connection::new("cid 5".into(), Limits::default(), true, stats, now);
+            let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
+            Self { dir, disk, runtime, connection, now, news: Vec::new() }
         }
 
         fn say(&mut self, text: impl AsRef<[u8]>) -> Result<()> {
-            self.connection.take(text.as_ref(), self.now, &mut |n| self.news.push(n))
+            let news = &mut |n| self.news.push(n);
+            self.connection.take(text.as_ref(), self.now, news)?;
+            if let Some(Introduction { header, raw }) = self.connection.introduction() {
+                let attached = self.runtime.block_on(self.disk.store.attach(&header, &raw, "cid 5", || true))?;
+                self.connection.begin(attached, self.now, news)?;
+            }
+            Ok(())
         }
 
         fn pass(&mut self, time: Duration) {
@@ -260,6 +349,7 @@ mod tests {
 
         fn end(mut self) -> (Result<()>, BootFile, Vec<News>) {
             let result = self.connection.end(&mut |n| self.news.push(n));
+            self.disk.close().unwrap();
             let file = std::fs::File::open(self.dir.path().join(format!("{BOOT}.ndjson")));
             (result, file.map_or_else(|_| BootFile::default(), |f| BootFile::read(f).unwrap()), self.news)
         }
@@ -276,6 +366,17 @@ mod tests {
         assert_eq!(news.iter().filter(|n| matches!(n, News::Record { .. })).count(), 2);
         let last = file.host.last().unwrap();
         assert_eq!(last.event, HostEvent::Disconnected { peer: "cid 5".into(), records: 2, duplicates: 1 });
+    }
+
+    #[test]
+    fn what_comes_with_the_header_is_taken_behind_it() {
+        let mut guest = Guest::new();
+        guest.say(header_line(BOOT) + &event(0) + "rubbish\n" + &event(1) + &event(2)[..30]).unwrap();
+        guest.say(&event(2)[30..]).unwrap();
+        let (result, file, _) = guest.end();
+        result.unwrap();
+        assert_eq!(file.records.iter().map(|r| r.seq).collect::<Vec<_>>(), [0, 1, 2]);
+        assert!(file.host.iter().any(|l| matches!(l.event, HostEvent::Garbage { lines: 1, .. })));
     }
 
     #[test]
@@ -327,7 +428,10 @@ mod tests {
         guest.say(header_line(BOOT)).unwrap();
         let other = BOOT.replace("beef", "dead");
         assert!(guest.say(header_line(&other)).is_err());
-        assert_eq!(std::fs::read_dir(guest.dir.path()).unwrap().count(), 1);
+        let Guest { dir, disk, connection, .. } = guest;
+        drop(connection);
+        disk.close().unwrap();
+        assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), 1);
     }
 
     #[test]
@@ -340,7 +444,7 @@ mod tests {
     #[test]
     fn a_silent_peer_is_hung_up_on() {
         let mut guest = Guest::new();
-        guest.pass(HEADER_DEADLINE - Duration::from_millis(1));
+        guest.pass(Limits::default().header_deadline() - Duration::from_millis(1));
         guest.connection.tick(guest.now).unwrap();
         guest.pass(Duration::from_millis(1));
         assert!(guest.connection.tick(guest.now).is_err());

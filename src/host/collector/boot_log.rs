@@ -1,0 +1,479 @@
+//! What is known of one boot while it is received: which records came, what waits to be written, what was lost. No I/O but reading a file back.
+//!
+//! Invariants: a record (boot id, seq) is taken once, also after the collector was started again (the file is read back); a boot belongs to
+//! the peer that connected first for it, so that one VM cannot write into the story of another; what a peer can make this machine store
+//! is limited ([`Limits`]); what is not taken is counted.
+
+use super::limits::Limits;
+use crate::events::record::{Line, Record};
+use crate::host::boot_file::{FileLine, HostEvent, HostLine, Sandbox, SeqSet, for_each_line};
+use crate::host::clock::Sample;
+use anyhow::{Context, Result, bail, ensure};
+use nix::fcntl::OFlag;
+use std::fs::OpenOptions;
+use std::io;
+use std::os::unix::fs::OpenOptionsExt;
+use std::path::Path;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+/// What the collector's own lines may take beyond a boot's bytes: a guest makes it write some by reconnecting.
+const MAX_HOST_BYTES: u64 = 4 << 20;
+/// Gaps that a `lost` line names.
+const MAX_NAMED_GAPS: usize = 32;
+
+/// What became of a record.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Stored {
+    New,
+    /// Seen before: a replay.
+    Duplicate,
+    /// Over the limit of this boot.
+    Capped,
+    /// The disk takes nothing and enough is waiting for it.
+    Dropped,
+    /// It would make one gap more than a boot may have.
+    Gap,
+}
+
+/// What waits for the disk, of all boots, and how many of them cannot be written.
+#[derive(Debug, Default)]
+pub struct Waiting {
+    pub bytes: AtomicU64,
+    pub failing: AtomicU64,
+}
+
+/// Records that were dropped since the last word about it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Dropped {
+    pub records: u64,
+    pub first: u64,
+    pub last: u64,
+}
+
+/// One boot.
+#[derive(Debug)]
+pub struct BootLog {
+    limits: Limits,
+    waiting: Arc<Waiting>,
+    owner: Option<String>,
+    has_header: bool,
+    seqs: SeqSet,
+    records: u64,
+    bytes: u64,
+    best: Option<Sample>,
+    sandbox: Option<Sandbox>,
+    capped: bool,
+    reported_missing: u64,
+    pending: Vec<u8>,
+    /// Why it cannot be written.
+    failing: Option<String>,
+    dropped: Option<Dropped>,
+}
+
+impl BootLog {
+    /// Of a boot that has no file, or of what its file says.
+    pub fn read_back(path: &Path, limits: Limits, waiting: Arc<Waiting>) -> Result<Self> {
+        let mut log = Self {
+            limits,
+            waiting,
+            owner: None,
+            has_header: false,
+            seqs: SeqSet::default(),
+            records: 0,
+            bytes: 0,
+            best: None,
+            sandbox: None,
+            capped: false,
+            reported_missing: 0,
+            pending: Vec::new(),
+            failing: None,
+            dropped: None,
+        };
+        let flags = (OFlag::O_NOFOLLOW | OFlag::O_NONBLOCK).bits();
+        let file = match OpenOptions::new().read(true).custom_flags(flags).open(path) {
+            Ok(file) => file,
+            Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(log),
+            Err(e) => return Err(e).with_context(|| format!("open {}", path.display())),
+        };
+        let meta = file.metadata().with_context(|| format!("look at {}", path.display()))?;
+        ensure!(meta.is_file(), "{} is no file: move it away", path.display());
+        let (bytes, unfinished) =
+            for_each_line(file, |_, line| log.learn(line)).with_context(|| format!("read back {}", path.display()))?;
+        log.bytes = bytes;
+        if unfinished > 0 {
+            // A writer died inside a line. Its record comes again by replay; what is there becomes a damaged line of its own.
+            log.push_raw(b"");
+        }
+        Ok(log)
+    }
+
+    fn learn(&mut self, line: Result<FileLine, String>) {
+        match line {
+            Ok(FileLine::Guest(Line::Header(_))) => self.has_header = true,
+            Ok(FileLine::Guest(Line::Record(record))) => self.records += u64::from(self.seqs.insert(record.seq)),
+            Ok(FileLine::Guest(Line::Pong(_))) | Err(_) => {}
+            Ok(FileLine::Host(line)) => match line.event {
+                HostEvent::Connected { peer, .. } => self.owner = self.owner.take().or(Some(peer)),
+                HostEvent::Clock(sample) => self.best = Some(sample),
+                HostEvent::Capped { .. } => self.capped = true,
+                HostEvent::Dropped { last_seq, .. } => self.seqs.expect(last_seq),
+                HostEvent::Sandbox(sandbox) => self.sandbox = Some(sandbox),
+                HostEvent::Lost { count, .. } => self.reported_missing = count,
+                HostEvent::Disconnected { .. } | HostEvent::Garbage { .. } => {}
+            },
+        }
+    }
+
+    /// The newest of the samples that are kept.
+    pub fn best_sample(&self) -> Option<Sample> {
+        self.best
+    }
+
+    /// Nothing was ever stored of it.
+    pub fn is_new(&self) -> bool {
+        !self.has_header
+    }
+
+    /// A connection of `peer` speaks for this boot from now on.
+    pub fn begin(&mut self, raw_header: &[u8], peer: &str, first_seq: u64) -> Result<()> {
+        match &self.owner {
+            Some(owner) if owner != peer => bail!("{peer} speaks for a boot that belongs to {owner}: refused"),
+            _ => self.owner = Some(peer.to_string()),
+        }
+        if !self.has_header {
+            self.has_header = true;
+            self.push_raw(raw_header);
+        }
+        self.append_host(HostEvent::Connected { peer: peer.to_string(), first_seq });
+        Ok(())
+    }
+
+    /// Takes a record, as it was decoded and as it came (without newline).
+    pub fn append(&mut self, record: &Record, raw: &[u8]) -> Stored {
+        if self.seqs.contains(record.seq) {
+            return Stored::Duplicate;
+        }
+        if self.capped {
+            return Stored::Capped;
+        }
+        if self.seqs.is_apart(record.seq) && self.seqs.ranges() > self.limits.gaps {
+            return Stored::Gap;
+        }
+        let why = if self.records >= self.limits.records {
+            Some(format!("{} records", self.limits.records))
+        } else if self.bytes + raw.len() as u64 > self.limits.bytes {
+            Some(format!("{} bytes", self.limits.bytes))
+        } else {
+            None
+        };
+        if let Some(why) = why {
+            self.capped = true;
+            self.append_host(HostEvent::Capped { why });
+            return Stored::Capped;
+        }
+        if self.disk_fails() && !self.below_waiting_limits() {
+            self.seqs.expect(record.seq);
+            let seq = record.seq;
+            let before = self.dropped.unwrap_or(Dropped { records: 0, first: seq, last: seq });
+            self.dropped = Some(Dropped { records: before.records + 1, first: before.first.min(seq), last: before.last.max(seq) });
+            return Stored::Dropped;
+        }
+        self.seqs.insert(record.seq);
+        self.records += 1;
+        self.push_raw(raw);
+        Stored::New
+    }
+
+    /// Adds a line of the collector's own.
+    pub fn append_host(&mut self, event: HostEvent) {
+        if let HostEvent::Clock(sample) = event {
+            self.best = Some(sample);
+        }
+        // While nothing can be written, only what waits already is kept: the next connection and its clock tell the same again.
+        if self.bytes > self.limits.bytes + MAX_HOST_BYTES || (self.disk_fails() && !self.below_waiting_limits()) {
+            return;
+        }
+        let line = HostLine::now(event).to_line();
+        self.push_raw(line.trim_end().as_bytes());
+    }
+
+    /// Notes what Kata calls the VM, if that is news.
+    pub fn append_sandbox(&mut self, sandbox: &Sandbox) {
+        if self.sandbox.as_ref() != Some(sandbox) {
+            self.sandbox = Some(sandbox.clone());
+            self.append_host(HostEvent::Sandbox(sandbox.clone()));
+        }
+    }
+
+    /// Notes the records that are missing by now, if that is news.
+    pub fn append_loss(&mut self) {
+        let count = self.seqs.missing();
+        if count != self.reported_missing {
+            self.reported_missing = count;
+            let gaps = self.seqs.gaps().take(MAX_NAMED_GAPS).collect();
+            self.append_host(HostEvent::Lost { count, gaps });
+        }
+    }
+
+    fn push_raw(&mut self, line: &[u8]) {
+        self.pending.extend_from_slice(line);
+        self.pending.push(b'\n');
+        let length = line.len() as u64 + 1;
+        self.bytes += length;
+        self.waiting.bytes.fetch_add(length, Ordering::Relaxed);
+    }
+
+    fn below_waiting_limits(&self) -> bool {
+        (self.pending.len() as u64) < self.limits.waiting_per_boot && self.waiting.bytes.load(Ordering::Relaxed) < self.limits.waiting
+    }
+
+    fn disk_fails(&self) -> bool {
+        self.failing.is_some() || self.waiting.failing.load(Ordering::Relaxed) > 0
+    }
+
+    /// Whether the guest should be read. While the disk fails it is: what cannot be kept is seen, counted, and asked for again.
+    pub fn has_room(&self) -> bool {
+        self.disk_fails() || self.below_waiting_limits()
+    }
+
+    // What the thread that writes does with it.
+
+    /// What waits to be written.
+    pub fn take_pending(&mut self) -> Vec<u8> {
+        std::mem::take(&mut self.pending)
+    }
+
+    pub fn has_pending(&self) -> bool {
+        !self.pending.is_empty()
+    }
+
+    /// Something was dropped that nothing was said of yet.
+    pub fn has_dropped(&self) -> bool {
+        self.dropped.is_some()
+    }
+
+    /// So much of what was taken was written.
+    pub fn written(&mut self, bytes: usize) {
+        self.waiting.bytes.fetch_sub(bytes as u64, Ordering::Relaxed);
+    }
+
+    /// It could not be written: `rest` waits on. True when it could be until now.
+    pub fn not_written(&mut self, mut rest: Vec<u8>, why: String) -> bool {
+        rest.append(&mut self.pending);
+        self.pending = rest;
+        let first = self.failing.is_none();
+        if first {
+            self.waiting.failing.fetch_add(1, Ordering::Relaxed);
+        }
+        self.failing = Some(why);
+        first
+    }
+
+    /// It could be written. Tells what was dropped until now; the file says it, too.
+    pub fn all_written(&mut self) -> Option<Dropped> {
+        if let Some(why) = self.failing.take() {
+            self.waiting.failing.fetch_sub(1, Ordering::Relaxed);
+            self.tell_dropped(&why)
+        } else {
+            self.tell_dropped("the disk took nothing")
+        }
+    }
+
+    fn tell_dropped(&mut self, why: &str) -> Option<Dropped> {
+        let dropped = self.dropped.take()?;
+        self.append_host(HostEvent::Dropped {
+            records: dropped.records,
+            first_seq: dropped.first,
+            last_seq: dropped.last,
+            why: why.to_string(),
+        });
+        Some(dropped)
+    }
+
+    /// Gives up what waits. How many bytes that is.
+    pub fn abandon(&mut self) -> usize {
+        let bytes = self.take_pending().len();
+        self.written(bytes);
+        if self.failing.take().is_some() {
+            self.waiting.failing.fetch_sub(1, Ordering::Relaxed);
+        }
+        bytes
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::events::record::{self, Header};
+    use crate::host::boot_file::BootFile;
+    use crate::host::testing::TempDir;
+
+    const PEER: &str = "cid 5";
+
+    fn raw(seq: u64) -> Vec<u8> {
+        // White space of its own, to see that it is kept.
+        format!(r#"{{ "schema":1,"seq":{seq},  "boottime_ns":1,"kind":"event","name":"x"}}"#).into_bytes()
+    }
+
+    fn header() -> String {
+        let boot_id = "0f7a1f8e-0000-4000-8000-00000000beef".into();
+        record::header_line(&Header { boot_id, version: "0.1.0".into(), kernel: "6.1".into(), first_seq: 0 }).trim_end().into()
+    }
+
+    fn append(log: &mut BootLog, seq: u64) -> Stored {
+        let raw = raw(seq);
+        let Ok(Line::Record(record)) = record::decode(&raw) else { panic!("test record does not decode") };
+        log.append(&record, &raw)
+    }
+
+    /// A boot and its file; writing is the test's.
+    struct Boot {
+        dir: TempDir,
+        limits: Limits,
+        waiting: Arc<Waiting>,
+    }
+
+    impl Boot {
+        fn new(limits: Limits) -> Self {
+            Self { dir: TempDir::new(), limits, waiting: Arc::default() }
+        }
+
+        fn log(&self) -> BootLog {
+            BootLog::read_back(&self.dir.path().join("x"), self.limits, self.waiting.clone()).unwrap()
+        }
+
+        fn write(&self, log: &mut BootLog) -> BootFile {
+            use std::io::Write;
+            let pending = log.take_pending();
+            let mut file = OpenOptions::new().append(true).create(true).open(self.dir.path().join("x")).unwrap();
+            file.write_all(&pending).unwrap();
+            log.written(pending.len());
+            log.all_written();
+            BootFile::read(std::fs::File::open(self.dir.path().join("x")).unwrap()).unwrap()
+        }
+    }
+
+    #[test]
+    fn records_are_stored_as_they_came_and_once_also_after_a_restart() {
+        let boot = Boot::new(Limits::default());
+        let mut log = boot.log();
+        log.begin(header().as_bytes(), PEER, 0).unwrap();
+        assert_eq!([0, 1, 1].map(|seq| append(&mut log, seq)), [Stored::New, Stored::New, Stored::Duplicate]);
+        boot.write(&mut log);
+        let first = std::fs::read(boot.dir.path().join("x")).unwrap();
+        let mut log = boot.log();
+        assert!(!log.is_new());
+        log.begin(header().as_bytes(), PEER, 0).unwrap();
+        assert_eq!([0, 1, 2].map(|seq| append(&mut log, seq)), [Stored::Duplicate, Stored::Duplicate, Stored::New]);
+        boot.write(&mut log);
+        let second = std::fs::read(boot.dir.path().join("x")).unwrap();
+        assert!(second.starts_with(&first), "what was written is never changed");
+        let texts: Vec<&[u8]> = second.split(|b| *b == b'\n').collect();
+        for seq in 0..3 {
+            assert_eq!(texts.iter().filter(|line| **line == raw(seq)).count(), 1, "seq {seq}");
+        }
+        assert_eq!(texts.iter().filter(|line| line.starts_with(br#"{"schema":1,"stream""#)).count(), 1, "one header");
+        assert_eq!(boot.waiting.bytes.load(Ordering::Relaxed), 0);
+    }
+
+    #[test]
+    fn a_line_torn_by_a_crash_is_left_alone_and_comes_again() {
+        let boot = Boot::new(Limits::default());
+        std::fs::write(boot.dir.path().join("x"), [header().as_bytes(), b"\n", &raw(0)[..25]].concat()).unwrap();
+        let mut log = boot.log();
+        assert_eq!(append(&mut log, 0), Stored::New);
+        let file = boot.write(&mut log);
+        assert_eq!((file.records.len(), file.damaged, file.damage[0].line), (1, 1, 2));
+    }
+
+    #[test]
+    fn a_boot_belongs_to_its_first_peer_also_after_a_restart() {
+        let boot = Boot::new(Limits::default());
+        for _ in 0..2 {
+            let mut log = boot.log();
+            log.begin(header().as_bytes(), PEER, 0).unwrap();
+            let refused = log.begin(header().as_bytes(), "cid 6", 0).unwrap_err().to_string();
+            assert!(refused.contains("belongs to cid 5"), "{refused}");
+            boot.write(&mut log);
+        }
+    }
+
+    #[test]
+    fn a_boot_that_never_stops_talking_is_cut_off_and_the_file_says_so() {
+        for limits in [Limits { records: 2, ..Limits::default() }, Limits { bytes: 140, ..Limits::default() }] {
+            let boot = Boot::new(limits);
+            let mut log = boot.log();
+            let stored: Vec<Stored> = (0..5).map(|seq| append(&mut log, seq)).collect();
+            assert_eq!(stored, [Stored::New, Stored::New, Stored::Capped, Stored::Capped, Stored::Capped]);
+            let file = boot.write(&mut log);
+            let capped = file.host.iter().filter(|l| matches!(l.event, HostEvent::Capped { .. })).count();
+            assert_eq!((capped, file.records.len()), (1, 2));
+            // Also after a restart, and without a second word.
+            let mut log = boot.log();
+            assert_eq!([append(&mut log, 1), append(&mut log, 7)], [Stored::Duplicate, Stored::Capped]);
+        }
+    }
+
+    #[test]
+    fn numbers_with_too_many_gaps_are_not_remembered() {
+        let boot = Boot::new(Limits { gaps: 3, ..Limits::default() });
+        let mut log = boot.log();
+        let stored: Vec<Stored> = (0..6).map(|n| append(&mut log, n * 10)).collect();
+        assert_eq!(stored, [Stored::New, Stored::New, Stored::New, Stored::New, Stored::Gap, Stored::Gap]);
+        assert_eq!(append(&mut log, 11), Stored::New, "what joins is taken");
+        assert_eq!(log.seqs.ranges(), 4);
+    }
+
+    #[test]
+    fn gaps_are_noted_when_they_change() {
+        let boot = Boot::new(Limits::default());
+        let mut log = boot.log();
+        for seq in [0, 3, 4] {
+            append(&mut log, seq);
+        }
+        log.append_loss();
+        log.append_loss();
+        append(&mut log, 1);
+        append(&mut log, 2);
+        log.append_loss();
+        let file = boot.write(&mut log);
+        let lost: Vec<_> = file.host.iter().filter(|l| matches!(l.event, HostEvent::Lost { .. })).map(|l| l.event.clone()).collect();
+        assert_eq!(lost, [HostEvent::Lost { count: 2, gaps: vec![(1, 2)] }, HostEvent::Lost { count: 0, gaps: vec![] }]);
+    }
+
+    #[test]
+    fn while_nothing_can_be_written_so_much_waits_and_the_rest_is_counted_and_can_come_again() {
+        let boot = Boot::new(Limits { waiting_per_boot: 150, ..Limits::default() });
+        let mut log = boot.log();
+        append(&mut log, 0);
+        let taken = log.take_pending();
+        log.written(10);
+        assert!(log.not_written(taken[10..].to_vec(), "full".into()));
+        let stored: Vec<Stored> = (1..6).map(|seq| append(&mut log, seq)).collect();
+        assert_eq!(stored, [Stored::New, Stored::New, Stored::Dropped, Stored::Dropped, Stored::Dropped]);
+        assert!(log.has_room(), "it is received all the same");
+        log.append_loss();
+        // There is room again. The ten bytes are in the file already.
+        std::fs::write(boot.dir.path().join("x"), &taken[..10]).unwrap();
+        boot.write(&mut log);
+        let file = boot.write(&mut log);
+        assert_eq!((file.records.len(), file.damaged, file.seqs.missing()), (3, 0, 3));
+        let dropped = HostEvent::Dropped { records: 3, first_seq: 3, last_seq: 5, why: "full".into() };
+        assert_eq!(file.host.iter().filter(|l| l.event == dropped).count(), 1);
+        assert_eq!((3..6).map(|seq| append(&mut log, seq)).collect::<Vec<_>>(), [Stored::New; 3]);
+        assert_eq!(boot.write(&mut log).seqs.missing(), 0);
+        assert_eq!((boot.waiting.bytes.load(Ordering::Relaxed), boot.waiting.failing.load(Ordering::Relaxed)), (0, 0));
+    }
+
+    #[test]
+    fn a_slow_disk_makes_a_guest_wait_and_drops_nothing() {
+        let boot = Boot::new(Limits { waiting_per_boot: 100, ..Limits::default() });
+        let mut log = boot.log();
+        assert!(log.has_room());
+        assert_eq!([0, 1, 2, 3].map(|seq| append(&mut log, seq)), [Stored::New; 4]);
+        assert!(!log.has_room());
+        boot.write(&mut log);
+        assert!(log.has_room());
+    }
+}

@@ -1,0 +1,83 @@
+//! A token bucket: so much at once, and so much a second after that. No clock of its own.
+
+use std::time::{Duration, Instant};
+
+/// Fills at `rate` a second up to `size`. What is taken may put it into debt; it gives nothing more until that is paid.
+#[derive(Clone, Copy, Debug)]
+pub struct Bucket {
+    size: f64,
+    rate: f64,
+    level: f64,
+    at: Instant,
+}
+
+impl Bucket {
+    /// A full one.
+    pub fn new(size: u64, rate_per_s: f64, now: Instant) -> Self {
+        let size = size.max(1) as f64;
+        // A rate of nothing would make every wait endless: one token a day instead.
+        Self { size, rate: rate_per_s.max(1.0 / 86_400.0), level: size, at: now }
+    }
+
+    fn fill(&mut self, now: Instant) {
+        let passed = now.saturating_duration_since(self.at).as_secs_f64();
+        self.at = self.at.max(now);
+        self.level = (self.level + passed * self.rate).min(self.size);
+    }
+
+    /// Takes one token if a whole one is there.
+    pub fn take_one(&mut self, now: Instant) -> bool {
+        self.fill(now);
+        let there = self.level >= 1.0;
+        if there {
+            self.level -= 1.0;
+        }
+        there
+    }
+
+    /// Takes as much as was used, there or not.
+    pub fn spend(&mut self, amount: usize, now: Instant) {
+        self.fill(now);
+        self.level -= amount as f64;
+    }
+
+    /// How long until it is out of debt; None where it is not in debt.
+    pub fn wait(&mut self, now: Instant) -> Option<Duration> {
+        self.fill(now);
+        (self.level <= 0.0).then(|| Duration::from_secs_f64(((1.0 - self.level) / self.rate).clamp(0.001, 3600.0)))
+    }
+
+    /// Full: as if it had never been used.
+    pub fn is_full(&mut self, now: Instant) -> bool {
+        self.fill(now);
+        self.level >= self.size
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_burst_is_free_and_the_rest_has_to_wait() {
+        let start = Instant::now();
+        let mut bucket = Bucket::new(100, 10.0, start);
+        assert_eq!(bucket.wait(start), None);
+        bucket.spend(150, start);
+        assert!(bucket.wait(start).is_some_and(|w| (5.0..5.2).contains(&w.as_secs_f64())));
+        let later = start + Duration::from_secs(6);
+        assert_eq!(bucket.wait(later), None);
+        assert!(!bucket.is_full(later));
+        assert!(bucket.is_full(later + Duration::from_secs(10)));
+    }
+
+    #[test]
+    fn single_tokens_come_back_one_by_one() {
+        let start = Instant::now();
+        let mut bucket = Bucket::new(2, 1.0, start);
+        assert_eq!([bucket.take_one(start), bucket.take_one(start), bucket.take_one(start)], [true, true, false]);
+        assert!(bucket.take_one(start + Duration::from_secs(1)));
+        assert!(!bucket.take_one(start + Duration::from_secs(1)));
+        assert!(Bucket::new(1, 0.0, start).wait(start).is_none());
+    }
+}

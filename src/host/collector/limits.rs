@@ -1,0 +1,166 @@
+//! What a guest may make this machine do: every limit by name, in one table that `--help` prints and `--limit NAME=N` changes.
+//!
+//! Behind a limit lies a loss that is counted or a guest that is read more slowly, never another guest's stream. One more limit is the
+//! format's: a line has at most [`MAX_LINE`] bytes.
+
+use crate::events::record::MAX_LINE;
+use anyhow::{Result, bail};
+use std::time::Duration;
+
+/// The limits in force.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Limits {
+    pub records: u64,
+    pub bytes: u64,
+    pub gaps: u64,
+    pub boots: u64,
+    pub connections_per_vm: u64,
+    pub connects: u64,
+    pub connections: u64,
+    pub burst: u64,
+    pub rate: u64,
+    pub header: u64,
+    pub waiting_per_boot: u64,
+    pub waiting: u64,
+    pub vms: u64,
+}
+
+struct Row {
+    name: &'static str,
+    default: u64,
+    what: &'static str,
+    field: fn(&mut Limits) -> &mut u64,
+}
+
+/// A boot with 8 GPUs has some hundred records of about 300 bytes, with a chatty kernel some thousand.
+const TABLE: &[Row] = &[
+    Row {
+        name: "records",
+        default: 200_000,
+        what: "records of a boot that are kept; more are dropped, and its file says so",
+        field: |l| &mut l.records,
+    },
+    Row { name: "bytes", default: 64 << 20, what: "bytes of a boot's file; as above", field: |l| &mut l.bytes },
+    Row {
+        name: "gaps",
+        default: 1024,
+        what: "gaps in a boot's numbering; a record that would make another is dropped as garbage",
+        field: |l| &mut l.gaps,
+    },
+    Row { name: "boots", default: 64, what: "new boots of a VM in an hour; more are refused", field: |l| &mut l.boots },
+    Row {
+        name: "connections-per-vm",
+        default: 4,
+        what: "connections of a VM at once; more are refused",
+        field: |l| &mut l.connections_per_vm,
+    },
+    Row { name: "connects", default: 60, what: "connections of a VM in a minute; more are refused", field: |l| &mut l.connects },
+    Row {
+        name: "connections",
+        default: 4096,
+        what: "connections at once; more are refused; a third of the files that may be open, where that is less",
+        field: |l| &mut l.connections,
+    },
+    Row { name: "burst", default: 16 << 20, what: "bytes of a VM that are read as fast as they come", field: |l| &mut l.burst },
+    Row {
+        name: "rate",
+        default: 64 << 10,
+        what: "bytes in a second that are read of a VM after that; it is left to wait, and nothing is dropped",
+        field: |l| &mut l.rate,
+    },
+    Row { name: "header", default: 30, what: "seconds in which a connection has to say which boot it is of", field: |l| &mut l.header },
+    Row {
+        name: "waiting-per-boot",
+        default: 64 << 10,
+        what: "bytes of a boot that wait for the disk; then it is not read, or, where the disk fails, what comes is dropped and counted",
+        field: |l| &mut l.waiting_per_boot,
+    },
+    Row { name: "waiting", default: 16 << 20, what: "bytes of all boots that wait for the disk; as above", field: |l| &mut l.waiting },
+    Row { name: "vms", default: 4096, what: "sockets below --vm at once; further VMs are not heard", field: |l| &mut l.vms },
+];
+
+impl Default for Limits {
+    fn default() -> Self {
+        let mut limits = Self {
+            records: 0,
+            bytes: 0,
+            gaps: 0,
+            boots: 0,
+            connections_per_vm: 0,
+            connects: 0,
+            connections: 0,
+            burst: 0,
+            rate: 0,
+            header: 0,
+            waiting_per_boot: 0,
+            waiting: 0,
+            vms: 0,
+        };
+        for row in TABLE {
+            *(row.field)(&mut limits) = row.default;
+        }
+        limits
+    }
+}
+
+impl Limits {
+    /// Takes one `NAME=N`.
+    pub fn set(&mut self, text: &str) -> Result<()> {
+        let (name, value) = text.split_once('=').unwrap_or((text, ""));
+        let Some(row) = TABLE.iter().find(|row| row.name == name) else {
+            let names: Vec<&str> = TABLE.iter().map(|row| row.name).collect();
+            bail!("--limit {text}: no such limit: there are {}", names.join(", "));
+        };
+        match value.parse() {
+            Ok(value) if value > 0 => *(row.field)(self) = value,
+            _ => bail!("--limit {text}: want {name}=N with N from 1 on, for example {name}={}", row.default),
+        }
+        Ok(())
+    }
+
+    pub fn header_deadline(&self) -> Duration {
+        Duration::from_secs(self.header)
+    }
+
+    /// The table for people.
+    pub fn help() -> String {
+        let mut text = String::from(
+            "Limits (--limit NAME=N): behind each lies a loss that is counted, or a slower guest, never another guest's stream.\n",
+        );
+        for row in TABLE {
+            text.push_str(&format!("  {:18} {:>9}  {}\n", row.name, row.default, row.what));
+        }
+        text.push_str(&format!(
+            "  {:18} {MAX_LINE:>9}  bytes of a line, fixed by the format; a longer one is dropped as garbage\n",
+            "(line)"
+        ));
+        text
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_limit_has_its_own_field_and_is_in_the_help() {
+        let mut limits = Limits::default();
+        for (n, row) in TABLE.iter().enumerate() {
+            limits.set(&format!("{}={}", row.name, n + 1)).unwrap();
+        }
+        for (n, row) in TABLE.iter().enumerate() {
+            assert_eq!(*(row.field)(&mut limits), n as u64 + 1, "{}", row.name);
+            assert!(Limits::help().contains(row.name) && row.default > 0);
+        }
+    }
+
+    #[test]
+    fn a_wrong_limit_is_refused_with_the_cure() {
+        for (text, cure) in
+            [("speed=3", "there are records, "), ("records=0", "from 1 on"), ("records=-1", "from 1 on"), ("records", "from 1 on")]
+        {
+            let error = Limits::default().set(text).unwrap_err().to_string();
+            assert!(error.contains(cure), "{text}: {error}");
+        }
+    }
+}

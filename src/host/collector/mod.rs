@@ -1,0 +1,470 @@
+//! Listens, accepts, and runs one [`connection::Connection`] per guest until told to stop.
+//!
+//! Three kinds of work, each on threads of its own, so that none holds up another: accepting and watching Kata's directories (the caller's
+//! runtime), reading and decoding what guests send ([`serve`]), writing and keeping it ([`disk`]). Watching never holds collecting up: news
+//! go into a bounded queue, and what does not fit is left out of the view, counted, and still in the file.
+
+pub mod boot_log; // what is known of a boot while it is received
+pub mod bucket; // so much at once, so much a second
+pub mod connection; // one connection, without its socket
+pub mod disk; // the files of all boots, and who writes which
+pub mod limits; // what a guest may make this machine do
+pub mod listen; // AF_VSOCK and hybrid vsock sockets
+pub mod peers; // who is connected, and what each has used up
+pub mod privileges; // giving up what is not needed
+pub mod retention; // which files go
+pub mod sandbox; // what Kata calls a VM
+pub mod serve; // the sockets of guests that are connected
+pub mod service; // systemd unit, DaemonSet, readiness
+pub mod stats; // counters
+pub mod vm_dirs; // Kata's directories
+mod writer; // the threads that write and keep the files
+
+use crate::host::text::printable;
+use anyhow::{Context, Result, bail};
+use connection::News;
+use disk::{Disk, Place, Tell};
+use limits::Limits;
+use listen::{Access, BACKLOG, Listener, NoVsock, Peer};
+use peers::Peers;
+use privileges::RunAs;
+use retention::Keep;
+use serve::{Shared, Streams};
+use stats::{Counts, Stats, add};
+use std::collections::HashMap;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+use tokio::sync::{mpsc, watch};
+use tokio::task::JoinSet;
+use vm_dirs::{Change, Pattern, Watcher};
+
+/// Pause after accept() failed for want of memory or descriptors: those come back by themselves, not by an event.
+const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
+/// News that may wait for whoever watches.
+pub const NEWS_QUEUE: usize = 4096;
+
+/// Where Kata's VMMs have the sockets of hybrid vsock; `*` is the sandbox's id.
+pub const VM_SOCKETS: &[(&str, &str)] = &[
+    ("/run/vc/vm/*/clh.sock", "Go runtime, Cloud Hypervisor"),
+    ("/run/vc/firecracker/*/root/kata.hvsock", "Go runtime, Firecracker"),
+    ("/run/kata/*/root/kata.hvsock", "Rust runtime, Dragonball and Firecracker"),
+    ("/run/kata/firecracker/*/root/kata.hvsock", "Rust runtime, jailed Firecracker"),
+    ("/run/kata/*/ch-vm.sock", "Rust runtime, Cloud Hypervisor"),
+    ("/run/kata/*/vsock.sock", "Rust runtime, OpenVMM"),
+];
+/// Where Kata's Go runtime says which CID a sandbox has.
+pub const SANDBOXES: &str = "/run/vc/sbs/*/persist.json";
+
+/// Where to listen and where to write.
+#[derive(Clone, Debug)]
+pub struct Config {
+    pub dir: PathBuf,
+    pub port: u32,
+    pub vsock: bool,
+    /// Base paths of hybrid vsock devices.
+    pub uds: Vec<PathBuf>,
+    /// Base paths of hybrid vsock devices that come and go.
+    pub vms: Vec<Pattern>,
+    /// Kata's files about sandboxes.
+    pub sandboxes: Vec<Pattern>,
+    /// OCI configurations of sandbox containers; `*` is the id.
+    pub bundles: Vec<String>,
+    pub limits: Limits,
+    pub keep: Keep,
+    pub run_as: Option<RunAs>,
+    /// Whether somebody watches: records and clock samples are news then.
+    pub watched: bool,
+    /// Give up what this process does not need. There must be one thread.
+    pub drop_privileges: bool,
+}
+
+impl Config {
+    /// Listens nowhere yet.
+    pub fn new(dir: PathBuf, port: u32) -> Self {
+        Self {
+            dir,
+            port,
+            vsock: false,
+            uds: Vec::new(),
+            vms: Vec::new(),
+            sandboxes: Vec::new(),
+            bundles: Vec::new(),
+            limits: Limits::default(),
+            keep: Keep::default(),
+            run_as: None,
+            watched: true,
+            drop_privileges: false,
+        }
+    }
+}
+
+/// Listening, not yet accepting.
+pub struct Collector {
+    config: Config,
+    listeners: Vec<Listener>,
+    watcher: Option<Watcher>,
+    disk: Disk,
+    streams: Streams,
+    shared: Arc<Shared>,
+    /// Lines for people about how it started.
+    pub notes: Vec<String>,
+}
+
+impl Collector {
+    /// On return the sockets are there: a VM may be started. Needs a runtime around it.
+    pub fn bind(config: &Config, news: mpsc::Sender<News>) -> Result<Self> {
+        let mut config = config.clone();
+        let mut notes = Vec::new();
+        let guests = privileges::raise_file_limit()?;
+        if guests < config.limits.connections {
+            notes.push(format!("so many files may be open that {guests} guests can be served (RLIMIT_NOFILE): raise it for more"));
+            config.limits.connections = guests;
+        }
+        let place = Place::take(&config.dir)?;
+        if let Some(run_as) = config.run_as {
+            privileges::hand_over(place.dir(), run_as)?;
+        }
+        let listeners = listeners(&config, &mut notes)?;
+        let watches = !(config.vms.is_empty() && config.sandboxes.is_empty());
+        if config.drop_privileges {
+            privileges::drop_all_but(config.run_as, watches || !config.uds.is_empty())?;
+        }
+        let watcher = if watches { Some(Watcher::new([&config.vms[..], &config.sandboxes[..]].concat())?) } else { None };
+        notes.extend(listeners.iter().map(|l| format!("listening on {}", l.place())));
+        if !config.vms.is_empty() {
+            notes.push(format!("watching {} place(s) for the sockets of VMs", config.vms.len()));
+        }
+
+        // From here on there is more than one thread.
+        let on_thread = if config.drop_privileges { privileges::drop_in_thread } else { || () };
+        let stats: Arc<Stats> = Arc::default();
+        let (unseen, teller) = (stats.clone(), news.clone());
+        let tell: Tell = Arc::new(move |text| {
+            if teller.try_send(News::Problem { text }).is_err() {
+                add(&unseen.unseen, 1);
+            }
+        });
+        let disk = Disk::start(place, config.limits, config.keep, stats.clone(), tell, on_thread)?;
+        let peers = Peers::new(config.limits);
+        let shared = Arc::new(Shared { store: disk.store.clone(), peers, news, stats, limits: config.limits, watched: config.watched });
+        let streams = Streams::start(shared.clone(), on_thread)?;
+        Ok(Self { config, listeners, watcher, disk, streams, shared, notes })
+    }
+
+    pub fn stats(&self) -> Arc<Stats> {
+        self.shared.stats.clone()
+    }
+
+    /// Serves guests until `stop` becomes true (or its sender is gone); then all connections are closed and all files complete.
+    pub async fn run(self, stop: watch::Receiver<bool>) -> Result<Counts> {
+        let Self { config, listeners, watcher, disk, streams, shared, .. } = self;
+        let mut accepting = JoinSet::new();
+        for listener in listeners {
+            accepting.spawn(accept_all(listener, shared.clone(), streams.clone(), stop.clone()));
+        }
+        if let Some(watcher) = watcher {
+            accepting.spawn(watch_vms(watcher, config, shared.clone(), streams.clone(), stop.clone()));
+        }
+        while accepting.join_next().await.is_some() {}
+        streams.stop().await?;
+        tokio::task::spawn_blocking(move || disk.close()).await.context("close the files")??;
+        Ok(shared.stats.counts())
+    }
+}
+
+fn listeners(config: &Config, notes: &mut Vec<String>) -> Result<Vec<Listener>> {
+    let mut listeners = Vec::new();
+    for base in &config.uds {
+        listeners.push(Listener::hybrid(base, config.port, Access::Group)?);
+    }
+    if config.vsock {
+        match Listener::vsock(config.port) {
+            Ok(listener) => listeners.push(listener),
+            Err(NoVsock::NotSupported) if !(listeners.is_empty() && config.vms.is_empty()) => {
+                notes.push(
+                    "this kernel has no AF_VSOCK: guests of QEMU are not heard (modprobe vhost_vsock; --no-vsock silences this)"
+                        .to_string(),
+                );
+            }
+            Err(NoVsock::NotSupported) => {
+                bail!("this kernel has no AF_VSOCK: load it (modprobe vhost_vsock), or name the socket of a hybrid vsock device with --uds")
+            }
+            Err(NoVsock::Other(e)) => return Err(e),
+        }
+    }
+    if listeners.is_empty() && config.vms.is_empty() {
+        bail!("nothing to listen on: leave --no-vsock or --no-vms away, or name the socket of a hybrid vsock device with --uds");
+    }
+    Ok(listeners)
+}
+
+async fn stopped(stop: &mut watch::Receiver<bool>) {
+    // An error means that the sender is gone: also a stop.
+    let _gone = stop.wait_for(|stop| *stop).await;
+}
+
+/// Accepts until the stop. Does nothing else: whatever guests do, the next one gets in.
+async fn accept_all(listener: Listener, shared: Arc<Shared>, streams: Streams, mut stop: watch::Receiver<bool>) {
+    let take = |socket, peer: Peer| match shared.peers.connect(&peer, Instant::now()) {
+        Ok(slot) => {
+            add(&shared.stats.connections, 1);
+            streams.take(socket, slot);
+        }
+        Err(refused) => {
+            add(&shared.stats.refused, 1);
+            shared.tell(&peer, &format!("{peer}: {refused}"));
+        }
+    };
+    loop {
+        tokio::select! {
+            () = stopped(&mut stop) => break,
+            accepted = listener.accept() => match accepted {
+                Ok((socket, peer)) => take(socket, peer),
+                Err(e) => {
+                    shared.tell_news(News::Problem { text: format!("accept on {}: {e}", listener.place()) });
+                    tokio::time::sleep(ACCEPT_PAUSE).await;
+                }
+            }
+        }
+        // A guest that connects without end takes turns with all others.
+        tokio::task::yield_now().await;
+    }
+    // Whoever connected before the stop may have sent something; no more than can wait.
+    for _ in 0..BACKLOG {
+        match listener.accept_now() {
+            Ok(Some((socket, peer))) => take(socket, peer),
+            Ok(None) | Err(_) => break,
+        }
+    }
+}
+
+/// Opens a socket beside that of every VM that comes, closes it when the VM goes, and learns what Kata calls them.
+async fn watch_vms(mut watcher: Watcher, config: Config, shared: Arc<Shared>, streams: Streams, mut stop: watch::Receiver<bool>) {
+    let mut listening = JoinSet::new();
+    let mut vms = Vms { config, shared, streams, open: HashMap::new(), cids: HashMap::new() };
+    loop {
+        let (changes, troubles) = watcher.take();
+        for text in troubles {
+            vms.shared.tell_news(News::Problem { text });
+        }
+        for change in changes {
+            vms.change(change, &mut listening);
+        }
+        tokio::select! {
+            () = stopped(&mut stop) => break,
+            Some(_) = listening.join_next() => {}
+            changed = watcher.changed() => if let Err(e) = changed {
+                vms.shared.tell_news(News::Problem { text: format!("{e:#}: new VMs are not seen any more") });
+                stopped(&mut stop).await;
+                break;
+            },
+        }
+    }
+    // Their sockets go with the listeners.
+    drop(vms);
+    while listening.join_next().await.is_some() {}
+}
+
+struct Vms {
+    config: Config,
+    shared: Arc<Shared>,
+    streams: Streams,
+    /// By the VMM's socket.
+    open: HashMap<PathBuf, (Peer, watch::Sender<bool>)>,
+    /// By Kata's file.
+    cids: HashMap<PathBuf, Peer>,
+}
+
+impl Vms {
+    fn change(&mut self, change: Change, listening: &mut JoinSet<()>) {
+        match change {
+            Change::There { pattern, id, path } if pattern < self.config.vms.len() => self.vm(&id, path, listening),
+            Change::There { id, path, .. } => self.sandbox(&id, path),
+            Change::Gone { path, .. } => {
+                // Dropping the sender ends the listener; connections end by themselves, with their VM.
+                let vm = self.open.remove(&path).map(|(peer, _stop)| peer);
+                // At once: the VMM may make its socket anew, and then ours has to be made anew, too.
+                if let Some(Peer::Socket(ours)) = &vm {
+                    let _gone_already = std::fs::remove_file(ours);
+                }
+                for peer in vm.into_iter().chain(self.cids.remove(&path)) {
+                    self.shared.peers.name(&peer, None, Instant::now());
+                }
+            }
+        }
+    }
+
+    fn vm(&mut self, id: &str, path: PathBuf, listening: &mut JoinSet<()>) {
+        use std::os::unix::fs::FileTypeExt;
+        let is_socket = path.symlink_metadata().is_ok_and(|meta| meta.file_type().is_socket());
+        if !is_socket || self.open.contains_key(&path) {
+            return;
+        }
+        if self.open.len() as u64 >= self.config.limits.vms {
+            let text = format!("VM {}: there are {} already (limit vms): it is not heard", printable(id), self.open.len());
+            return self.shared.tell_news(News::Problem { text });
+        }
+        let listener = match Listener::hybrid(&path, self.config.port, Access::Directory) {
+            Ok(listener) => listener,
+            Err(e) => return self.shared.tell_news(News::Problem { text: format!("VM {}: {e:#}", printable(id)) }),
+        };
+        let Some(peer) = listener.peer() else { return };
+        let sandbox = sandbox::look_up(id, &self.config.bundles);
+        self.shared.peers.name(&peer, Some(sandbox), Instant::now());
+        let (stop, stopped) = watch::channel(false);
+        self.open.insert(path, (peer, stop));
+        listening.spawn(accept_all(listener, self.shared.clone(), self.streams.clone(), stopped));
+    }
+
+    /// Kata wrote about a sandbox. What is half written comes again.
+    fn sandbox(&mut self, id: &str, path: PathBuf) {
+        let Some((mut sandbox, cid)) = sandbox::read(&path).and_then(|text| sandbox::from_persist(id, &text)) else { return };
+        let Some(peer) = cid.map(Peer::Cid) else { return };
+        if sandbox.pod.is_none() {
+            sandbox = sandbox::look_up(id, &self.config.bundles);
+        }
+        self.shared.peers.name(&peer, Some(sandbox), Instant::now());
+        self.cids.insert(path, peer);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::events::record::{self, DEFAULT_PORT, Header, Pong};
+    use crate::host::boot_file::{BootFile, HostEvent};
+    use crate::host::testing::TempDir;
+    use std::path::Path;
+    use tokio::io::{AsyncBufReadExt, AsyncWriteExt, BufReader};
+    use tokio::net::UnixStream;
+
+    const BOOT: &str = "0f7a1f8e-0000-4000-8000-00000000beef";
+    /// Everything here takes milliseconds.
+    const DEADLINE: Duration = Duration::from_secs(20);
+
+    struct Run {
+        dir: TempDir,
+        news: mpsc::Receiver<News>,
+        stop: watch::Sender<bool>,
+        running: tokio::task::JoinHandle<Result<Counts>>,
+    }
+
+    impl Run {
+        fn start(dir: TempDir) -> Self {
+            let (sender, news) = mpsc::channel(NEWS_QUEUE);
+            let config = Config { uds: vec![dir.path().join("v")], ..Config::new(dir.path().join("boots"), DEFAULT_PORT) };
+            let collector = Collector::bind(&config, sender).unwrap();
+            let (stop, stopped) = watch::channel(false);
+            Self { dir, news, stop, running: tokio::spawn(collector.run(stopped)) }
+        }
+
+        async fn connect(&self) -> UnixStream {
+            UnixStream::connect(self.dir.path().join(format!("v_{DEFAULT_PORT}"))).await.unwrap()
+        }
+
+        async fn until(&mut self, what: &str, mut is: impl FnMut(&News) -> bool) {
+            let found = async {
+                while let Some(news) = self.news.recv().await {
+                    if is(&news) {
+                        return;
+                    }
+                }
+                panic!("the collector ended before {what}");
+            };
+            tokio::time::timeout(DEADLINE, found).await.unwrap_or_else(|_| panic!("no {what} within {DEADLINE:?}"));
+        }
+
+        async fn stop(self) -> TempDir {
+            self.stop.send_replace(true);
+            tokio::time::timeout(DEADLINE, self.running).await.expect("the collector stops").unwrap().unwrap();
+            self.dir
+        }
+    }
+
+    fn read(dir: &Path) -> BootFile {
+        BootFile::read(std::fs::File::open(dir.join(format!("boots/{BOOT}.ndjson"))).unwrap()).unwrap()
+    }
+
+    fn header() -> String {
+        record::header_line(&Header { boot_id: BOOT.into(), version: "0.1.0".into(), kernel: "6.1".into(), first_seq: 0 })
+    }
+
+    fn event(seq: u64) -> String {
+        format!("{{\"schema\":1,\"seq\":{seq},\"boottime_ns\":1,\"kind\":\"event\",\"name\":\"x\"}}\n")
+    }
+
+    #[tokio::test]
+    async fn a_boot_survives_reconnects_and_a_restart_of_the_collector_without_a_double_record() {
+        let mut run = Run::start(TempDir::new());
+        for count in [10, 20] {
+            let mut guest = run.connect().await;
+            let text: String = (0..count).map(event).collect();
+            guest.write_all((header() + &text).as_bytes()).await.unwrap();
+            drop(guest);
+            run.until("end of the connection", |n| matches!(n, News::Ended { .. })).await;
+        }
+        let dir = run.stop().await;
+        let mut run = Run::start(dir);
+        let mut guest = run.connect().await;
+        let text: String = (0..30).map(event).collect();
+        guest.write_all((header() + &text).as_bytes()).await.unwrap();
+        run.until("record 29", |n| matches!(n, News::Record { record, .. } if record.seq == 29)).await;
+        let dir = run.stop().await;
+        let file = read(dir.path());
+        assert_eq!(file.records.iter().map(|r| r.seq).collect::<Vec<_>>(), (0..30).collect::<Vec<_>>());
+        let text = std::fs::read_to_string(dir.path().join(format!("boots/{BOOT}.ndjson"))).unwrap();
+        assert_eq!(text.lines().filter(|l| l.contains("\"seq\":")).count(), 30);
+        assert_eq!(file.damaged, 0);
+        assert!(!dir.path().join(format!("v_{DEFAULT_PORT}")).exists(), "the socket goes with the collector");
+    }
+
+    #[tokio::test]
+    async fn the_guests_clock_is_measured_through_the_stream() {
+        let mut run = Run::start(TempDir::new());
+        let guest = run.connect().await;
+        let (reader, mut writer) = guest.into_split();
+        writer.write_all(header().as_bytes()).await.unwrap();
+        let mut pings = BufReader::new(reader).lines();
+        for _ in 0..8 {
+            let line = tokio::time::timeout(DEADLINE, pings.next_line()).await.expect("a ping comes").unwrap().unwrap();
+            let pong = record::ping(line.as_bytes()).expect("it is a ping");
+            let boottime_ns = nix::time::clock_gettime(nix::time::ClockId::CLOCK_BOOTTIME).unwrap();
+            let boottime_ns = Duration::from(boottime_ns).as_nanos() as u64;
+            writer.write_all(record::pong_line(Pong { pong, boottime_ns }).as_bytes()).await.unwrap();
+        }
+        run.until("clock sample", |n| matches!(n, News::Clock { .. })).await;
+        // The guest of this test is this machine, so the true offset is known, up to the time between two readings.
+        let before = crate::host::text::realtime_ns();
+        let boottime = Duration::from(nix::time::clock_gettime(nix::time::ClockId::CLOCK_BOOTTIME).unwrap()).as_nanos() as i64;
+        let slack = crate::host::text::realtime_ns().abs_diff(before) + 1000;
+        let dir = run.stop().await;
+        let file = read(dir.path());
+        let best = file.clock_samples().min_by_key(|s| s.error_ns).unwrap();
+        let wrong_by = best.offset_ns.abs_diff(before - boottime);
+        assert!(wrong_by <= best.error_ns + slack, "{best:?} is wrong by {wrong_by} ns");
+    }
+
+    #[tokio::test]
+    async fn what_was_sent_before_the_stop_is_stored() {
+        let mut run = Run::start(TempDir::new());
+        let mut guest = run.connect().await;
+        guest.write_all(header().as_bytes()).await.unwrap();
+        run.until("connection", |n| matches!(n, News::Connected { .. })).await;
+        let text: String = (0..200).map(event).collect();
+        guest.write_all(text.as_bytes()).await.unwrap();
+        let dir = run.stop().await;
+        let file = read(dir.path());
+        assert_eq!(file.records.len(), 200);
+        assert!(matches!(file.host.last().unwrap().event, HostEvent::Disconnected { records: 200, .. }));
+    }
+
+    #[tokio::test]
+    async fn nothing_to_listen_on_is_an_error_with_the_cure() {
+        let dir = TempDir::new();
+        let (sender, _news) = mpsc::channel(1);
+        let config = Config::new(dir.path().to_path_buf(), DEFAULT_PORT);
+        let error = Collector::bind(&config, sender).err().expect("nothing to listen on").to_string();
+        assert!(error.contains("--uds"), "{error}");
+    }
+}

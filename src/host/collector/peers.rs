@@ -1,0 +1,252 @@
+//! Who is connected, and what each of them has used up. One [`Peer`] is one VM.
+//!
+//! A peer that has nothing open and has used up nothing is forgotten: VMs come and go for months.
+
+use super::bucket::Bucket;
+use super::limits::Limits;
+use super::listen::Peer;
+use super::sandbox::Sandbox;
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Instant;
+use tokio::sync::watch;
+
+/// Lines about one peer's troubles that are told at once, and seconds until there may be another: a guest must not fill the host's log.
+const TOLD_AT_ONCE: u64 = 10;
+const TOLD_EVERY_S: f64 = 60.0;
+/// Peers from which on the forgotten are looked for.
+const SWEEP_FROM: usize = 1024;
+
+/// All peers.
+#[derive(Debug)]
+pub struct Peers {
+    limits: Limits,
+    table: Mutex<Table>,
+}
+
+#[derive(Debug)]
+struct Table {
+    peers: HashMap<Peer, State>,
+    connections: u64,
+    sweep_at: usize,
+}
+
+#[derive(Debug)]
+struct State {
+    connections: u64,
+    connects: Bucket,
+    boots: Bucket,
+    bytes: Bucket,
+    told: Bucket,
+    not_told: u64,
+    sandbox: watch::Sender<Option<Arc<Sandbox>>>,
+}
+
+impl State {
+    fn new(limits: &Limits, now: Instant) -> Self {
+        Self {
+            connections: 0,
+            connects: Bucket::new(limits.connects, limits.connects as f64 / 60.0, now),
+            boots: Bucket::new(limits.boots, limits.boots as f64 / 3600.0, now),
+            bytes: Bucket::new(limits.burst, limits.rate as f64, now),
+            told: Bucket::new(TOLD_AT_ONCE, 1.0 / TOLD_EVERY_S, now),
+            not_told: 0,
+            sandbox: watch::Sender::new(None),
+        }
+    }
+
+    /// Forgetting it changes nothing.
+    fn is_blank(&mut self, now: Instant) -> bool {
+        self.connections == 0
+            && self.sandbox.borrow().is_none()
+            && [&mut self.connects, &mut self.boots, &mut self.bytes, &mut self.told].into_iter().all(|b| b.is_full(now))
+    }
+}
+
+/// Why a connection was refused.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Refused {
+    PerVm,
+    TooOften,
+    Altogether,
+}
+
+impl std::fmt::Display for Refused {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(match self {
+            Refused::PerVm => "too many connections at once (limit connections-per-vm)",
+            Refused::TooOften => "connects too often (limit connects)",
+            Refused::Altogether => "the collector has all the connections that it may have (limit connections)",
+        })
+    }
+}
+
+impl Peers {
+    pub fn new(limits: Limits) -> Arc<Self> {
+        let table = Table { peers: HashMap::new(), connections: 0, sweep_at: SWEEP_FROM };
+        Arc::new(Self { limits, table: Mutex::new(table) })
+    }
+
+    fn table(&self) -> MutexGuard<'_, Table> {
+        self.table.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn with<T>(&self, peer: &Peer, now: Instant, what: impl FnOnce(&mut State) -> T) -> T {
+        let mut table = self.table();
+        if table.peers.len() >= table.sweep_at {
+            table.peers.retain(|_, state| !state.is_blank(now));
+            table.sweep_at = (table.peers.len() * 2).max(SWEEP_FROM);
+        }
+        what(table.peers.entry(peer.clone()).or_insert_with(|| State::new(&self.limits, now)))
+    }
+
+    /// The right to one more connection of this peer.
+    pub fn connect(self: &Arc<Self>, peer: &Peer, now: Instant) -> Result<Slot, Refused> {
+        let full = self.table().connections >= self.limits.connections;
+        let sandbox = self.with(peer, now, |state| {
+            if !state.connects.take_one(now) {
+                return Err(Refused::TooOften);
+            }
+            if state.connections >= self.limits.connections_per_vm {
+                return Err(Refused::PerVm);
+            }
+            if full {
+                return Err(Refused::Altogether);
+            }
+            state.connections += 1;
+            Ok(state.sandbox.subscribe())
+        })?;
+        self.table().connections += 1;
+        Ok(Slot { peers: self.clone(), peer: peer.clone(), sandbox })
+    }
+
+    /// Whether there may be one more line about this peer, and how many there were not since the last.
+    pub fn may_tell(&self, peer: &Peer, now: Instant) -> Option<u64> {
+        self.with(peer, now, |state| {
+            if state.told.take_one(now) {
+                return Some(std::mem::take(&mut state.not_told));
+            }
+            state.not_told += 1;
+            None
+        })
+    }
+
+    /// What Kata calls this VM, or that it is gone.
+    pub fn name(&self, peer: &Peer, sandbox: Option<Sandbox>, now: Instant) {
+        self.with(peer, now, |state| {
+            state.sandbox.send_if_modified(|known| {
+                let changed = known.as_deref() != sandbox.as_ref();
+                if changed {
+                    *known = sandbox.map(Arc::new);
+                }
+                changed
+            })
+        });
+    }
+}
+
+/// The right to one connection; given back when dropped.
+pub struct Slot {
+    peers: Arc<Peers>,
+    pub peer: Peer,
+    /// What Kata calls the VM, as far as is known.
+    pub sandbox: watch::Receiver<Option<Arc<Sandbox>>>,
+}
+
+impl Slot {
+    /// So many bytes were read. Gives the time before which no more should be.
+    pub fn spend(&self, bytes: usize, now: Instant) -> Option<Instant> {
+        self.peers.with(&self.peer, now, |state| {
+            state.bytes.spend(bytes, now);
+            state.bytes.wait(now).map(|wait| now + wait)
+        })
+    }
+
+    /// Whether the peer may begin one more boot.
+    pub fn new_boot(&self, now: Instant) -> bool {
+        self.peers.with(&self.peer, now, |state| state.boots.take_one(now))
+    }
+}
+
+impl Drop for Slot {
+    fn drop(&mut self) {
+        let mut table = self.peers.table();
+        table.connections -= 1;
+        if let Some(state) = table.peers.get_mut(&self.peer) {
+            state.connections -= 1;
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::time::Duration;
+
+    fn limits() -> Limits {
+        Limits { connections_per_vm: 2, connections: 3, connects: 6, boots: 2, ..Limits::default() }
+    }
+
+    #[test]
+    fn connections_are_limited_for_each_and_for_all_and_come_back() {
+        let peers = Peers::new(limits());
+        let now = Instant::now();
+        let connect = |cid| peers.connect(&Peer::Cid(cid), now);
+        let held = [connect(5).unwrap(), connect(5).unwrap()];
+        assert_eq!(connect(5).err(), Some(Refused::PerVm));
+        let other = connect(6).unwrap();
+        assert_eq!(connect(7).err(), Some(Refused::Altogether));
+        drop(held);
+        assert!(connect(7).is_ok() && connect(5).is_ok());
+        drop(other);
+        assert_eq!(peers.table().connections, 0);
+    }
+
+    #[test]
+    fn connecting_too_often_is_refused_for_that_one_alone() {
+        let peers = Peers::new(limits());
+        let now = Instant::now();
+        for _ in 0..6 {
+            drop(peers.connect(&Peer::Cid(5), now).unwrap());
+        }
+        assert_eq!(peers.connect(&Peer::Cid(5), now).err(), Some(Refused::TooOften));
+        assert!(peers.connect(&Peer::Cid(6), now).is_ok());
+        assert!(peers.connect(&Peer::Cid(5), now + Duration::from_secs(10)).is_ok());
+    }
+
+    #[test]
+    fn troubles_are_told_so_often_and_the_rest_is_counted() {
+        let peers = Peers::new(limits());
+        let now = Instant::now();
+        let peer = Peer::Cid(5);
+        let told: Vec<_> = (0..TOLD_AT_ONCE + 5).filter_map(|_| peers.may_tell(&peer, now)).collect();
+        assert_eq!(told.len() as u64, TOLD_AT_ONCE);
+        assert_eq!(peers.may_tell(&peer, now + Duration::from_secs(61)), Some(5));
+    }
+
+    #[test]
+    fn peers_that_left_are_forgotten_and_named_ones_are_not() {
+        let peers = Peers::new(limits());
+        let now = Instant::now();
+        peers.name(&Peer::Cid(1), Some(Sandbox { id: "s".into(), ..Sandbox::default() }), now);
+        for cid in 2..SWEEP_FROM as u32 * 2 {
+            // Two hours between any two: all that the one before had used is there again.
+            let then = now + Duration::from_secs(7200) * cid;
+            drop(peers.connect(&Peer::Cid(cid), then).unwrap());
+        }
+        assert!(peers.table().peers.len() <= SWEEP_FROM + 1, "{}", peers.table().peers.len());
+        assert!(peers.table().peers.contains_key(&Peer::Cid(1)));
+    }
+
+    #[test]
+    fn a_name_reaches_the_connection_that_is_there_and_the_one_that_comes() {
+        let peers = Peers::new(limits());
+        let now = Instant::now();
+        let early = peers.connect(&Peer::Cid(5), now).unwrap();
+        assert!(early.sandbox.borrow().is_none());
+        peers.name(&Peer::Cid(5), Some(Sandbox { id: "s".into(), ..Sandbox::default() }), now);
+        assert!(early.sandbox.has_changed().unwrap());
+        let late = peers.connect(&Peer::Cid(5), now).unwrap();
+        assert_eq!(late.sandbox.borrow().as_ref().unwrap().id, "s");
+    }
+}

@@ -1,0 +1,134 @@
+//! What the collector may do, and giving up the rest.
+//!
+//! Capabilities, the bounding set and no_new_privs belong to a thread and are inherited by those it starts: so all of this happens while there
+//! is one thread. What is left: the user of `--user`, no supplementary groups, an empty bounding set, and CAP_DAC_OVERRIDE where sockets have to be
+//! made in directories of Kata's (0700, root's) by somebody else or by a root without capabilities, in the one thread that makes them.
+//! Threads that read what guests send or write files have nothing at all ([`drop_in_thread`]).
+
+use anyhow::{Context, Result, bail};
+use nix::sys::resource::{Resource, getrlimit, setrlimit};
+use nix::unistd::{Gid, Group, Uid, User, fchown, geteuid, setgid, setgroups, setuid};
+use rustix::thread::{
+    CapabilitySet, CapabilitySets, capabilities, clear_ambient_capability_set, remove_capability_from_bounding_set, set_capabilities,
+    set_keep_capabilities, set_no_new_privs,
+};
+use std::fs::File;
+use std::os::unix::fs::MetadataExt;
+
+/// Files that are open besides those of guests.
+const OWN_FILES: u64 = 64;
+/// What each guest may keep open: its socket's listener, its connection, its file.
+const FILES_PER_GUEST: u64 = 3;
+
+/// Somebody to run as.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct RunAs {
+    pub uid: Uid,
+    pub gid: Gid,
+}
+
+impl RunAs {
+    /// `NAME`, `UID`, or either with `:GROUP`.
+    pub fn parse(text: &str) -> Result<Self> {
+        let (user, group) = text.split_once(':').map_or((text, None), |(u, g)| (u, Some(g)));
+        let known = match user.parse() {
+            Ok(uid) => User::from_uid(Uid::from_raw(uid)),
+            Err(_) => User::from_name(user),
+        }
+        .with_context(|| format!("look up user {user}"))?;
+        let uid = match (&known, user.parse()) {
+            (Some(known), _) => known.uid,
+            (None, Ok(uid)) => Uid::from_raw(uid),
+            (None, Err(_)) => bail!("--user {text}: there is no user {user}: name one that exists, or give a number"),
+        };
+        let gid = match group {
+            None => known.map_or(Gid::from_raw(uid.as_raw()), |known| known.gid),
+            Some(group) => match (group.parse(), Group::from_name(group).with_context(|| format!("look up group {group}"))?) {
+                (Ok(gid), _) => Gid::from_raw(gid),
+                (Err(_), Some(known)) => known.gid,
+                (Err(_), None) => bail!("--user {text}: there is no group {group}: name one that exists, or give a number"),
+            },
+        };
+        Ok(Self { uid, gid })
+    }
+}
+
+/// Gives the directory of the boots to somebody. Files in it that are another's stay so: writing to them says so.
+pub fn hand_over(dir: &File, to: RunAs) -> Result<()> {
+    let meta = dir.metadata().context("look at --dir")?;
+    if (meta.uid(), meta.gid()) != (to.uid.as_raw(), to.gid.as_raw()) {
+        fchown(dir, Some(to.uid), Some(to.gid)).with_context(|| format!("give --dir to user {}: start as root", to.uid))?;
+    }
+    Ok(())
+}
+
+/// Drops everything but, with `make_sockets`, what it takes to make sockets in other people's directories. There must be one thread.
+pub fn drop_all_but(run_as: Option<RunAs>, make_sockets: bool) -> Result<()> {
+    let before = capabilities(None).context("read the capabilities")?.permitted;
+    let kept = if make_sockets { before & CapabilitySet::DAC_OVERRIDE } else { CapabilitySet::empty() };
+    // While CAP_SETPCAP is there; without it the set cannot be used either, because no_new_privs follows.
+    if before.contains(CapabilitySet::SETPCAP) {
+        for bit in 0..u64::BITS {
+            // One that this kernel does not know cannot be in its set.
+            let _unknown = remove_capability_from_bounding_set(CapabilitySet::from_bits_retain(1 << bit));
+        }
+    }
+    if let Some(to) = run_as
+        && (to.uid != geteuid() || before.contains(CapabilitySet::SETGID))
+    {
+        set_keep_capabilities(true).context("keep capabilities")?;
+        let cure = || format!("become user {}: start as root, or leave --user away", to.uid);
+        setgroups(&[]).with_context(cure)?;
+        setgid(to.gid).with_context(cure)?;
+        setuid(to.uid).with_context(cure)?;
+        set_keep_capabilities(false).context("keep no more capabilities")?;
+    }
+    clear_ambient_capability_set().context("clear ambient capabilities")?;
+    set(kept)?;
+    set_no_new_privs(true).context("set no_new_privs")
+}
+
+fn set(kept: CapabilitySet) -> Result<()> {
+    let sets = CapabilitySets { effective: kept, permitted: kept, inheritable: CapabilitySet::empty() };
+    set_capabilities(None, sets).context("drop capabilities")
+}
+
+/// What threads begin with that need nothing.
+pub fn drop_in_thread() {
+    if let Err(e) = set(CapabilitySet::empty()) {
+        eprintln!("kata-gpu-boot: {e:#}");
+    }
+}
+
+/// As many files as may be open. Gives the number of guests that they suffice for.
+pub fn raise_file_limit() -> Result<u64> {
+    let (_, hard) = getrlimit(Resource::RLIMIT_NOFILE).context("read RLIMIT_NOFILE")?;
+    setrlimit(Resource::RLIMIT_NOFILE, hard, hard).context("raise RLIMIT_NOFILE")?;
+    Ok((hard.saturating_sub(OWN_FILES) / FILES_PER_GUEST).max(1))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn users_are_taken_by_name_and_number() {
+        let root = RunAs { uid: Uid::from_raw(0), gid: Gid::from_raw(0) };
+        assert_eq!([RunAs::parse("root").unwrap(), RunAs::parse("0").unwrap(), RunAs::parse("root:root").unwrap()], [root; 3]);
+        let numbers = RunAs { uid: Uid::from_raw(4_000_123), gid: Gid::from_raw(7) };
+        assert_eq!(RunAs::parse("4000123:7").unwrap(), numbers);
+        assert_eq!(RunAs::parse("4000123").unwrap().gid.as_raw(), 4_000_123);
+        assert!(RunAs::parse("no-such-user-here").unwrap_err().to_string().contains("name one that exists"));
+        assert!(RunAs::parse("root:no-such-group-here").unwrap_err().to_string().contains("no group"));
+    }
+
+    #[test]
+    fn a_thread_without_privileges_has_none() {
+        let left = std::thread::spawn(|| {
+            drop_in_thread();
+            capabilities(None).unwrap()
+        });
+        let left = left.join().unwrap();
+        assert_eq!((left.effective, left.permitted), (CapabilitySet::empty(), CapabilitySet::empty()));
+    }
+}

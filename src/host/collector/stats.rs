@@ -1,0 +1,64 @@
+//! What the collector has done so far, as counters that every part adds to.
+
+use serde::Serialize;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+macro_rules! counters {
+    ($($(#[$doc:meta])* $name:ident),* $(,)?) => {
+        /// Counters since the start.
+        #[derive(Debug, Default)]
+        pub struct Stats { $($(#[$doc])* pub $name: AtomicU64),* }
+
+        /// Their values at one time.
+        #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
+        pub struct Counts { $($(#[$doc])* pub $name: u64),* }
+
+        impl Stats {
+            pub fn counts(&self) -> Counts {
+                Counts { $($name: self.$name.load(Ordering::Relaxed)),* }
+            }
+        }
+    };
+}
+
+counters! {
+    /// Connections that were taken.
+    connections,
+    /// Connections that were closed at once, over a limit.
+    refused,
+    /// Boots that a file was begun for.
+    boots,
+    /// Records that were new and are kept.
+    records,
+    /// Records that were there already.
+    duplicates,
+    /// Lines that are not of the format.
+    garbage,
+    /// Records over the limits of their boot.
+    capped,
+    /// Records that came while the disk took nothing more; a guest that still has them sends them again.
+    dropped,
+    /// Times that a file could not be written.
+    write_errors,
+    /// Calls of fdatasync.
+    synced,
+    /// Files that retention removed.
+    removed,
+    /// News that nobody took in time: shown late or never, and in the files all the same.
+    unseen,
+}
+
+/// Adds to one.
+pub fn add(counter: &AtomicU64, n: u64) {
+    counter.fetch_add(n, Ordering::Relaxed);
+}
+
+impl Counts {
+    /// One line for people.
+    pub fn line(&self) -> String {
+        format!(
+            "{} boots, {} records ({} came again), {} dropped for want of disk, {} over a limit; {} garbage lines; {} connections, {} refused",
+            self.boots, self.records, self.duplicates, self.dropped, self.capped, self.garbage, self.connections, self.refused
+        )
+    }
+}

@@ -1,0 +1,131 @@
+//! Kata's directories: VMs that come and go, and what they are called.
+
+use super::*;
+use kata_gpu_init::host::boot_file::Sandbox;
+use std::os::unix::net::UnixListener;
+
+/// Kata's directories below one of our own.
+struct Kata {
+    dir: TempDir,
+}
+
+impl Kata {
+    fn new() -> Self {
+        Self { dir: folder() }
+    }
+
+    fn words(&self) -> Vec<String> {
+        let at = |path: &str| format!("{}/{path}", self.dir.0.display());
+        let mut words = Vec::new();
+        for pattern in ["vc/vm/*/clh.sock", "k/*/root/kata.hvsock"] {
+            words.extend(["--vm".to_string(), at(pattern)]);
+        }
+        words.extend(["--bundle".to_string(), at("bundles/*/config.json"), "--sandbox".to_string(), at("vc/sbs/*/persist.json")]);
+        words
+    }
+
+    fn collector(&self, more: &[&str]) -> Collector {
+        let words = self.words();
+        Collector::start(&self.dir.0, &words.iter().map(String::as_str).chain(more.iter().copied()).collect::<Vec<_>>())
+    }
+
+    /// A VMM makes its socket.
+    fn vmm(&self, path: &str) -> UnixListener {
+        let path = self.dir.0.join(path);
+        std::fs::create_dir_all(path.parent().unwrap()).unwrap();
+        UnixListener::bind(path).unwrap()
+    }
+
+    fn socket(&self, path: &str) -> PathBuf {
+        self.dir.0.join(format!("{path}_{DEFAULT_PORT}"))
+    }
+}
+
+fn sandboxes(file: &BootFile) -> Vec<Sandbox> {
+    file.host.iter().filter_map(|l| if let HostEvent::Sandbox(s) = &l.event { Some(s.clone()) } else { None }).collect()
+}
+
+#[test]
+fn a_vms_socket_is_there_as_soon_as_the_vmms_is_and_goes_with_it() {
+    let kata = Kata::new();
+    // One that was there before the collector, in a root that is, and one in a root that is not there yet.
+    let _old = kata.vmm("vc/vm/old/clh.sock");
+    let collector = kata.collector(&[]);
+    let _new = kata.vmm("k/new/root/kata.hvsock");
+    for (boot, vmm) in [(1, "vc/vm/old/clh.sock"), (2, "k/new/root/kata.hvsock")] {
+        until("the socket of a VM", || kata.socket(vmm).exists());
+        let guest = Guest::start(boot, kata.socket(vmm));
+        guest.push(20);
+        until_stored(&kata.dir.0, boot, 20);
+        drop(guest);
+    }
+    assert_eq!(sandboxes(&read(&kata.dir.0, 1)), [Sandbox { id: "old".into(), ..Sandbox::default() }]);
+    assert_eq!(sandboxes(&read(&kata.dir.0, 2)), [Sandbox { id: "new".into(), ..Sandbox::default() }]);
+    // The VMM makes its socket anew, then Kata removes the VM.
+    std::fs::remove_file(kata.dir.0.join("vc/vm/old/clh.sock")).unwrap();
+    until("our socket goes", || !kata.socket("vc/vm/old/clh.sock").exists());
+    let _again = kata.vmm("vc/vm/old/clh.sock");
+    until("our socket comes again", || UnixStream::connect(kata.socket("vc/vm/old/clh.sock")).is_ok());
+    std::fs::remove_dir_all(kata.dir.0.join("k")).unwrap();
+    let _back = kata.vmm("k/new/root/kata.hvsock");
+    until("a root that comes again", || UnixStream::connect(kata.socket("k/new/root/kata.hvsock")).is_ok());
+    let said = collector.stop();
+    assert!(!kata.socket("vc/vm/old/clh.sock").exists());
+    assert!(said.iter().all(|l| !l.contains("remove ") && !l.contains("in use")), "{said:?}");
+}
+
+#[test]
+fn a_boot_is_named_by_its_pod_where_that_can_be_read_also_when_it_comes_late() {
+    let kata = Kata::new();
+    let bundle = |id: &str, pod: &str| {
+        let path = kata.dir.0.join(format!("bundles/{id}/config.json"));
+        std::fs::create_dir_all(path.parent().unwrap()).unwrap();
+        let annotations = serde_json::json!({"io.kubernetes.cri.sandbox-name": pod, "io.kubernetes.cri.sandbox-namespace": "ml"});
+        std::fs::write(path, serde_json::json!({"annotations": annotations}).to_string()).unwrap();
+    };
+    bundle("one", "train-0");
+    bundle("two", "\u{1b}[2Jevil");
+    let _collector = kata.collector(&[]);
+    for (boot, id) in [(1, "one"), (2, "two")] {
+        let vmm = format!("vc/vm/{id}/clh.sock");
+        let _vmm = kata.vmm(&vmm);
+        until("the socket of a VM", || kata.socket(&vmm).exists());
+        let guest = Guest::start(boot, kata.socket(&vmm));
+        guest.push(1);
+        until_stored(&kata.dir.0, boot, 1);
+    }
+    let one = Sandbox { id: "one".into(), pod: Some("train-0".into()), namespace: Some("ml".into()), uid: None };
+    assert_eq!(sandboxes(&read(&kata.dir.0, 1)), [one]);
+    let show = |n| {
+        let output = Command::new(program()).arg("show").arg(boot_path(&kata.dir.0, n)).output().unwrap();
+        String::from_utf8(output.stdout).unwrap()
+    };
+    assert!(show(1).contains("\npod ml/train-0, sandbox one\n"), "{}", show(1));
+    assert!(show(2).contains("pod ml/\\x1b[2Jevil, sandbox two"), "{}", show(2));
+}
+
+#[test]
+fn more_vms_than_are_watched_for_are_named_and_the_others_are_served() {
+    let kata = Kata::new();
+    let _one = kata.vmm("vc/vm/one/clh.sock");
+    let collector = kata.collector(&["--limit", "vms=1"]);
+    until("the socket of a VM", || kata.socket("vc/vm/one/clh.sock").exists());
+    let _two = kata.vmm("vc/vm/two/clh.sock");
+    collector.wait_for("VM two: there are 1 already (limit vms)");
+    assert!(!kata.socket("vc/vm/two/clh.sock").exists());
+    let guest = Guest::start(1, kata.socket("vc/vm/one/clh.sock"));
+    guest.push(5);
+    until_stored(&kata.dir.0, 1, 5);
+}
+
+#[test]
+fn a_socket_in_a_vms_directory_is_open_to_the_vmm_of_another_user_and_one_of_uds_is_not() {
+    use std::os::unix::fs::PermissionsExt;
+    let kata = Kata::new();
+    let _vmm = kata.vmm("vc/vm/one/clh.sock");
+    let uds = kata.dir.0.join("u");
+    let _collector = kata.collector(&["--uds", uds.to_str().unwrap()]);
+    until("the socket of a VM", || kata.socket("vc/vm/one/clh.sock").exists());
+    let mode = |path: PathBuf| std::fs::metadata(path).unwrap().permissions().mode() & 0o777;
+    assert_eq!((mode(kata.socket("vc/vm/one/clh.sock")), mode(kata.socket("u")), mode(kata.dir.0.join("boots"))), (0o666, 0o660, 0o750));
+}

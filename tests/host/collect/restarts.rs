@@ -1,0 +1,128 @@
+//! Stops, kills and restarts in the middle of boots, with the guest's own code on the other side; and reading while it runs.
+
+use super::*;
+
+#[test]
+fn kill_9_in_the_middle_of_boots_loses_nothing_that_the_guests_still_have() {
+    const GUESTS: u64 = 5;
+    const RECORDS: u64 = 3000;
+    let dir = folder();
+    let uds: Vec<String> = (0..GUESTS).flat_map(|n| ["--uds".to_string(), format!("{}/v{n}", dir.0.display())]).collect();
+    let words: Vec<&str> = uds.iter().map(String::as_str).collect();
+    let guests: Vec<Guest> = (0..GUESTS).map(|n| Guest::start(n, socket(&dir.0, &format!("v{n}")))).collect();
+    let mut torn = 0;
+    for round in 1..=3 {
+        let collector = Collector::start(&dir.0, &words);
+        guests.iter().for_each(|guest| guest.push(RECORDS / 3));
+        // In the middle: some are in the files, most are on their way.
+        until("some records are stored", || (0..GUESTS).any(|n| stored(&dir.0, n) as u64 > (round - 1) * RECORDS / 3 + 50));
+        collector.kill();
+        torn += (0..GUESTS).filter(|n| read(&dir.0, *n).unfinished > 0).count() as u64;
+    }
+    let collector = Collector::start(&dir.0, &words);
+    for n in 0..GUESTS {
+        until_stored(&dir.0, n, RECORDS as usize);
+    }
+    collector.stop();
+    for n in 0..GUESTS {
+        let file = read(&dir.0, n);
+        let mut seqs: Vec<u64> = file.records.iter().map(|r| r.seq).collect();
+        seqs.sort_unstable();
+        assert_eq!(seqs, (0..RECORDS).collect::<Vec<_>>());
+        let text = std::fs::read_to_string(boot_path(&dir.0, n)).unwrap();
+        assert_eq!(text.lines().filter(|l| l.contains("\"kind\":\"event\"")).count() as u64 - file.damaged, RECORDS, "each once");
+        assert_eq!(text.lines().filter(|l| l.contains("\"stream\"")).count(), 1, "one header");
+        assert_eq!(file.host.iter().filter(|l| matches!(l.event, HostEvent::Lost { .. })).count(), 0);
+    }
+    // A kill inside a write leaves a torn line, which is named as damage and came again.
+    assert!((0..GUESTS).map(|n| read(&dir.0, n).damaged).sum::<u64>() <= torn);
+}
+
+#[test]
+fn what_a_guest_no_longer_has_after_a_kill_is_counted_as_lost() {
+    let dir = folder();
+    let uds = dir.0.join("v");
+    let words = ["--uds", uds.to_str().unwrap()];
+    // So small that it forgets while nobody listens.
+    let guest = Guest::with_ring(1, socket(&dir.0, "v"), Ring::with_capacity(8 << 10));
+    let collector = Collector::start(&dir.0, &words);
+    guest.push(10);
+    until_stored(&dir.0, 1, 10);
+    collector.kill();
+    guest.push(1000);
+    let first = guest.ring.first_seq();
+    assert!(first > 10, "the ring forgot");
+    let collector = Collector::start(&dir.0, &words);
+    until_stored(&dir.0, 1, (10 + 1010 - first) as usize);
+    collector.stop();
+    let file = read(&dir.0, 1);
+    let lost = file
+        .host
+        .iter()
+        .rev()
+        .find_map(|l| if let HostEvent::Lost { count, gaps } = &l.event { Some((*count, gaps.clone())) } else { None });
+    assert_eq!(lost, Some((first - 10, vec![(10, first - 1)])));
+    assert_eq!(file.seqs.missing(), first - 10);
+}
+
+#[test]
+fn sigterm_takes_what_has_arrived_and_removes_the_socket() {
+    let dir = folder();
+    let uds = dir.0.join("v");
+    let collector = Collector::start(&dir.0, &["--uds", uds.to_str().unwrap()]);
+    let mut guest = Raw::connect(&socket(&dir.0, "v"));
+    let text: String = (0..1500).map(event).collect();
+    // All of it is in the kernel when this returns.
+    guest.say(header(1) + &text);
+    let said = collector.stop();
+    assert_whole(&read(&dir.0, 1), 1500);
+    assert!(matches!(read(&dir.0, 1).host.last().unwrap().event, HostEvent::Disconnected { records: 1500, .. }));
+    assert!(said.last().unwrap().contains("1 boots, 1500 records (0 came again), 0 dropped"), "{said:?}");
+    assert!(!socket(&dir.0, "v").exists());
+}
+
+#[test]
+fn boots_can_be_shown_while_they_come() {
+    let dir = folder();
+    let uds = dir.0.join("v");
+    let _collector = Collector::start(&dir.0, &["--uds", uds.to_str().unwrap()]);
+    let guest = Guest::start(1, socket(&dir.0, "v"));
+    let mut shown = Vec::new();
+    for round in 1..=20 {
+        guest.push(50);
+        let output = Command::new(program()).args(["show", "--json", "--dir"]).arg(dir.0.join("boots")).output().unwrap();
+        if output.status.success() {
+            let boot: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
+            assert_eq!((&boot["damaged_lines"], &boot["lost"]["records"]), (&0.into(), &0.into()), "{boot}");
+            shown.push(round);
+        } else {
+            // Only before the first line is there.
+            let why = String::from_utf8_lossy(&output.stderr).into_owned();
+            assert!(shown.is_empty() && (why.contains("no boot in") || why.contains("no event stream")), "{why}");
+        }
+    }
+    assert!(shown.len() >= 10, "{shown:?}");
+    until_stored(&dir.0, 1, 1000);
+}
+
+#[test]
+fn a_second_collector_is_refused_and_a_stale_socket_is_not_in_the_way() {
+    let dir = folder();
+    let uds = dir.0.join("v");
+    let words = ["--uds", uds.to_str().unwrap()];
+    let first = Collector::start(&dir.0, &words);
+    let second = Command::new(program())
+        .args(["collect", "--no-vsock", "--no-vms", "--dir"])
+        .arg(dir.0.join("boots"))
+        .args(["--uds", "/tmp/x"])
+        .output()
+        .unwrap();
+    let why = String::from_utf8_lossy(&second.stderr).into_owned();
+    assert!(!second.status.success() && why.contains("another collector"), "{why}");
+    first.kill();
+    assert!(socket(&dir.0, "v").exists(), "it could not remove it");
+    let _again = Collector::start(&dir.0, &words);
+    let guest = Guest::start(1, socket(&dir.0, "v"));
+    guest.push(3);
+    until_stored(&dir.0, 1, 3);
+}

@@ -1,0 +1,164 @@
+//! The collector as a service: what it may do once it runs, and what starts it.
+
+use super::*;
+use serde_yaml::Value;
+
+/// A field of each thread's /proc status.
+fn of_threads(pid: u32, field: &str) -> Vec<(String, String)> {
+    let mut found = Vec::new();
+    for task in std::fs::read_dir(format!("/proc/{pid}/task")).unwrap() {
+        let status = std::fs::read_to_string(task.unwrap().path().join("status")).unwrap();
+        let of = |name: &str| status.lines().find_map(|l| l.strip_prefix(name)).unwrap().trim().to_string();
+        found.push((of("Name:"), of(field)));
+    }
+    found
+}
+
+#[test]
+fn it_gives_up_what_it_does_not_need_in_every_thread() {
+    let dir = folder();
+    let uds = dir.0.join("v");
+    let root = nix::unistd::geteuid().is_root();
+    let mut words = vec!["--uds", uds.to_str().unwrap()];
+    if root {
+        // A user that is nobody else here.
+        words.extend(["--user", "64321:64322"]);
+    }
+    let collector = Collector::start(&dir.0, &words);
+    let guest = Guest::start(1, socket(&dir.0, "v"));
+    guest.push(10);
+    until_stored(&dir.0, 1, 10);
+    let pid = collector.pid();
+    for (thread, value) in of_threads(pid, "NoNewPrivs:") {
+        assert_eq!(value, "1", "{thread}");
+    }
+    for field in ["CapInh:", "CapAmb:"] {
+        for (thread, value) in of_threads(pid, field) {
+            assert_eq!(u64::from_str_radix(&value, 16).unwrap(), 0, "{thread} {field}");
+        }
+    }
+    let threads = of_threads(pid, "CapPrm:");
+    for name in ["arrivals", "streams", "boots-write", "boots-keep"] {
+        assert!(threads.iter().any(|(thread, _)| thread == name), "{name}: {threads:?}");
+    }
+    for (thread, value) in threads {
+        // The main thread's name is the program's; CAP_DAC_OVERRIDE is bit 1, and only root had it to keep.
+        let most = if thread == "kata-gpu-boot" && root { 2 } else { 0 };
+        assert_eq!(u64::from_str_radix(&value, 16).unwrap(), most, "{thread}");
+    }
+    if !root {
+        eprintln!("not tried here, where the tests do not run as root: --user, the bounding set");
+        return;
+    }
+    for (thread, value) in of_threads(pid, "CapBnd:") {
+        assert_eq!(u64::from_str_radix(&value, 16).unwrap(), 0, "{thread}");
+    }
+    for (field, id) in [("Uid:", "64321"), ("Gid:", "64322")] {
+        for (thread, value) in of_threads(pid, field) {
+            assert!(value.split_whitespace().all(|v| v == id), "{thread} {field} {value}");
+        }
+    }
+    assert!(of_threads(pid, "Groups:").iter().all(|(_, groups)| groups.is_empty()));
+    use std::os::unix::fs::MetadataExt;
+    let meta = std::fs::metadata(boot_path(&dir.0, 1)).unwrap();
+    assert_eq!((meta.uid(), meta.gid(), meta.mode() & 0o777), (64321, 64322, 0o640));
+    collector.stop();
+    assert!(!socket(&dir.0, "v").exists(), "it can still remove its socket");
+}
+
+#[test]
+fn with_the_vsock_listener_no_thread_that_reads_guests_may_do_anything() {
+    let dir = folder();
+    let mut command = Command::new(program());
+    // The vsock listener alone; on a port that no collector uses.
+    let port = (1 << 20) + std::process::id();
+    command.args(["collect", "--no-vms", "--port", &port.to_string(), "--sandbox", "/nonexistent/*/x", "--dir"]).arg(dir.0.join("boots"));
+    if !Path::new("/dev/vsock").exists() {
+        eprintln!("skipped: this kernel has no AF_VSOCK");
+        let output = command.output().unwrap();
+        assert!(String::from_utf8_lossy(&output.stderr).contains("modprobe vhost_vsock"), "{output:?}");
+        return;
+    }
+    let collector = Collector::of(&mut command);
+    collector.wait_for(&format!("listening on vsock port {port}"));
+    // A thread drops what it inherited as the first thing that it does.
+    let others = |(thread, value): &(String, String)| thread == "kata-gpu-boot" || u64::from_str_radix(value, 16) == Ok(0);
+    until("threads without capabilities", || {
+        let threads = of_threads(collector.pid(), "CapPrm:");
+        threads.len() >= 5 && threads.iter().all(others)
+    });
+    collector.stop();
+}
+
+#[test]
+fn the_systemd_unit_is_one_that_systemd_takes() {
+    let output = Command::new(program()).args(["collect", "--print-systemd-unit"]).output().unwrap();
+    let unit = String::from_utf8(output.stdout).unwrap();
+    assert!(output.status.success() && unit.contains(&format!("ExecStart={} collect --dir ", program().canonicalize().unwrap().display())));
+    for line in ["Type=notify", "Restart=always", "DynamicUser=yes", "NoNewPrivileges=yes", "CapabilityBoundingSet=CAP_DAC_OVERRIDE"] {
+        assert!(unit.lines().any(|l| l == line), "{line}");
+    }
+    if Command::new("systemd-analyze").arg("--version").output().is_err() {
+        eprintln!("skipped: there is no systemd-analyze");
+        return;
+    }
+    let dir = folder();
+    let verify = |text: &str| {
+        let path = dir.0.join("kata-gpu-boot.service");
+        std::fs::write(&path, text).unwrap();
+        let output = Command::new("systemd-analyze").arg("verify").arg(&path).output().unwrap();
+        let said = String::from_utf8_lossy(&output.stderr).into_owned();
+        (output.status.success() && !said.contains("kata-gpu-boot.service:"), said)
+    };
+    let (good, said) = verify(&unit);
+    assert!(good, "{said}");
+    // It would not pass anything.
+    assert!(!verify(&unit.replace("Type=notify", "Type=nonsense")).0);
+}
+
+#[test]
+fn the_daemonset_says_what_the_collector_needs_and_no_more() {
+    let output = Command::new(program()).args(["collect", "--print-daemonset"]).output().unwrap();
+    assert!(output.status.success());
+    let set: Value = serde_yaml::from_slice(&output.stdout).unwrap();
+    assert_eq!((set["apiVersion"].as_str(), set["kind"].as_str()), (Some("apps/v1"), Some("DaemonSet")));
+    let template = &set["spec"]["template"];
+    assert_eq!(set["spec"]["selector"]["matchLabels"], template["metadata"]["labels"]);
+    let pod = &template["spec"];
+    assert_eq!((&pod["hostNetwork"], &pod["automountServiceAccountToken"]), (&Value::Bool(true), &Value::Bool(false)));
+    let container = &pod["containers"][0];
+    let command: Vec<&str> = container["command"].as_sequence().unwrap().iter().map(|w| w.as_str().unwrap()).collect();
+    assert_eq!(command, ["/usr/bin/kata-gpu-boot", "collect", "--dir", "/var/lib/kata-gpu-boot", "--user", "65532"]);
+    let security = &container["securityContext"];
+    assert_eq!(security["capabilities"]["drop"][0].as_str(), Some("ALL"));
+    let added: Vec<&str> = security["capabilities"]["add"].as_sequence().unwrap().iter().map(|c| c.as_str().unwrap()).collect();
+    assert_eq!(added, ["CHOWN", "DAC_OVERRIDE", "SETGID", "SETPCAP", "SETUID"]);
+    assert_eq!((&security["allowPrivilegeEscalation"], &security["readOnlyRootFilesystem"]), (&Value::Bool(false), &Value::Bool(true)));
+    // Every mount has its volume, and what is written to or watched is mounted.
+    let volumes = pod["volumes"].as_sequence().unwrap();
+    let mounts = container["volumeMounts"].as_sequence().unwrap();
+    for mount in mounts {
+        let volume = volumes.iter().find(|v| v["name"] == mount["name"]).unwrap();
+        assert_eq!(volume["hostPath"]["path"], mount["mountPath"]);
+    }
+    for (pattern, _) in kata_gpu_init::host::collector::VM_SOCKETS {
+        assert!(mounts.iter().any(|m| pattern.starts_with(m["mountPath"].as_str().unwrap())), "{pattern} is not mounted");
+    }
+    let image = container["image"].as_str().unwrap();
+    assert!(image.ends_with(env!("CARGO_PKG_VERSION")), "{image}");
+}
+
+#[test]
+fn systemd_is_told_when_guests_can_connect() {
+    let dir = folder();
+    let notify = std::os::unix::net::UnixDatagram::bind(dir.0.join("notify")).unwrap();
+    notify.set_read_timeout(Some(DEADLINE)).unwrap();
+    let mut command = Command::new(program());
+    command.args(["collect", "--no-vsock", "--no-vms", "--dir"]).arg(dir.0.join("boots")).arg("--uds").arg(dir.0.join("v"));
+    let collector = Collector::of(command.env("NOTIFY_SOCKET", dir.0.join("notify")));
+    let mut text = [0; 64];
+    let n = notify.recv(&mut text).unwrap();
+    assert_eq!(&text[..n], b"READY=1");
+    Raw::connect(&socket(&dir.0, "v"));
+    collector.stop();
+}
