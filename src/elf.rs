@@ -435,7 +435,7 @@ fn u64_at(bytes: &[u8], offset: usize) -> u64 {
 }
 
 /// For tests, those of other packages, too: the smallest files that loaders and `ldconfig` take for shared libraries.
-#[cfg(any(test, feature = "host"))]
+#[cfg(any(test, feature = "host-base"))]
 pub mod stand_in {
     /// A 64-bit x86 library with this SONAME, and these needed ones.
     pub fn library(soname: Option<&str>, needed: &[&str]) -> Vec<u8> {

@@ -24,5 +24,5 @@ pub mod cdi; // the spec, and publishing it
 pub mod agent_looks; // seeing the agent wait
 pub mod events; // what everybody sees: records, their ring, the sinks
 pub mod sys; // system calls that need unsafe
-#[cfg(feature = "host")]
+#[cfg(feature = "host-base")]
 pub mod host; // the other side: the collector and kata-gpu-boot

@@ -2,7 +2,7 @@
 
 use clap::{Parser, Subcommand};
 use kata_gpu_init::host::account::commands::{blame, compare, coverage, critical_path, stats};
-use kata_gpu_init::host::{cdi_check, collect, demo, export, initrd, install, show};
+use kata_gpu_init::host::{cdi_check, collect, demo, export, import, initrd, install, show};
 use std::process::ExitCode;
 
 /// See how Kata guests with NVIDIA GPUs start: what took how long, on whose side.
@@ -23,6 +23,7 @@ Examples:
   kata-gpu-boot cdi check nvidia.yaml          what agents make of a CDI spec
   kata-gpu-boot install --kata-config FILE --initrd gpu.cpio
   kata-gpu-boot initrd verify kata.initrd      can this image boot as a GPU guest
+  kata-gpu-boot import containerd.log pod.json a boot from logs of other programs
 Each subcommand's --help ends with more.";
 
 #[derive(Subcommand)]
@@ -40,6 +41,7 @@ enum Command {
     Install(install::Args),
     Uninstall(install::uninstall::Args),
     Initrd(initrd::Args),
+    Import(import::command::Args),
 }
 
 fn main() -> ExitCode {
@@ -54,6 +56,7 @@ fn main() -> ExitCode {
         Command::Stats(args) => stats::run(&args),
         Command::Export(args) => export::run(&args),
         Command::Demo(args) => demo::run(&args),
+        Command::Import(args) => import::command::run(&args),
         // Its exit status says more than yes or no.
         Command::Cdi(args) => return cdi_check::run(&args),
         Command::Install(args) => return install::run(&args),

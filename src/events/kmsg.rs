@@ -154,8 +154,13 @@ fn offset_of(line: &KmsgLine) -> Option<i64> {
     Some(stamp - i64::try_from(line.printk_us).ok()? * 1000)
 }
 
+/// Whether a line of the log says something about the boot of a GPU guest.
+pub fn is_wanted(text: &str) -> bool {
+    WANTED.iter().any(|w| text.contains(w))
+}
+
 /// The GPU that a line of the PCI enumeration announces: `pci 0001:00:03.0: [10de:2330] type 00 class 0x030200`.
-fn enumerated_gpu(text: &str) -> Option<PciAddress> {
+pub fn enumerated_gpu(text: &str) -> Option<PciAddress> {
     let vendor = u16::from_str_radix(text.split_once('[')?.1.get(..4)?, 16).ok()?;
     let class = u32::from_str_radix(text.split_once("class 0x")?.1.get(..6)?, 16).ok()?;
     if is_gpu(vendor, class) { driver_log::address(text) } else { None }
@@ -271,7 +276,7 @@ impl Follower {
     }
 
     fn record(&mut self, line: &KmsgLine) {
-        if line.facility != 0 || !WANTED.iter().any(|w| line.text.contains(w)) {
+        if line.facility != 0 || !is_wanted(&line.text) {
             return;
         }
         if let Some(gpu) = enumerated_gpu(&line.text) {

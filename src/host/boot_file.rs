@@ -55,6 +55,8 @@ pub enum HostEvent {
     Dropped { records: u64, first_seq: u64, last_seq: u64, why: String },
     /// What Kata calls the VM, and whose pod it is.
     Sandbox(Sandbox),
+    /// Records of this file were made of logs: those that say so in `fields.import`.
+    Imported(Box<Imported>),
 }
 
 /// A VM in Kata's and Kubernetes' words.
@@ -69,6 +71,35 @@ pub struct Sandbox {
     /// The pod's.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub uid: Option<String>,
+}
+
+/// What an imported boot was made of.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Imported {
+    /// What 0 on the boot's clock is; `kernel start` as in every stream, where a log has it.
+    pub zero: String,
+    pub files: Vec<ImportedFile>,
+    pub clocks: Vec<ImportedClock>,
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub notes: Vec<String>,
+}
+
+/// One file that was read.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ImportedFile {
+    pub file: String,
+    pub format: String,
+    pub lines: u64,
+    pub recognised: u64,
+    pub skipped: u64,
+}
+
+/// How one clock of the logs was put beside the boot's.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ImportedClock {
+    pub clock: String,
+    pub by: String,
+    pub error_ns: u64,
 }
 
 impl HostLine {
@@ -163,6 +194,14 @@ impl BootFile {
     pub fn sandbox(&self) -> Option<&Sandbox> {
         self.host.iter().rev().find_map(|line| match &line.event {
             HostEvent::Sandbox(sandbox) => Some(sandbox),
+            _ => None,
+        })
+    }
+
+    /// What it was made of, if it was made of logs.
+    pub fn imported(&self) -> Option<&Imported> {
+        self.host.iter().find_map(|line| match &line.event {
+            HostEvent::Imported(imported) => Some(imported.as_ref()),
             _ => None,
         })
     }
@@ -307,6 +346,7 @@ mod tests {
             HostEvent::Capped { why: "64 MiB".into() },
             HostEvent::Dropped { records: 1, first_seq: 5, last_seq: 5, why: "no space".into() },
             HostEvent::Sandbox(Sandbox { id: "s".into(), pod: Some("p".into()), namespace: None, uid: None }),
+            HostEvent::Imported(Box::new(Imported { zero: "kernel start".into(), ..Imported::default() })),
         ];
         let lines: Vec<HostLine> = events.into_iter().map(HostLine::now).collect();
         let text: String = lines.iter().map(HostLine::to_line).collect();

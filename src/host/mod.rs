@@ -3,6 +3,7 @@
 pub mod account; // whose time a boot was: blame, critical path, coverage, comparisons
 pub mod agent_log; // the agent's lines in the console
 pub mod boot_file; // the file of one boot: its lines, reading it
+#[cfg(feature = "host")]
 pub mod cdi_check; // the subcommand cdi check: specs before the agents' own parsers
 pub mod clock; // the guest's clock beside the host's
 pub mod collect; // the subcommand collect
@@ -10,6 +11,7 @@ pub mod collector; // accepts guests, one connection each, and keeps what they s
 pub mod demo; // the subcommand demo
 pub mod export; // the subcommand export: traces, tables, a page, a picture
 pub mod framing; // bytes into lines
+pub mod import; // the subcommand import: boots from other programs' logs
 pub mod initrd; // the subcommand initrd: guest images
 pub mod install; // the subcommands install and uninstall
 pub mod live; // rows as they happen

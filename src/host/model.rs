@@ -6,9 +6,10 @@
 use super::account::coverage::coverage;
 use super::account::from_boot;
 use super::account::timeline::Timeline;
-use super::agent_log::{AgentEvent, AgentLine, ClockPoints};
-use super::boot_file::{BootFile, Damage, HostEvent, Sandbox};
+use super::agent_log::{AgentEvent, AgentLine, ClockPoints, Placed};
+use super::boot_file::{BootFile, Damage, HostEvent, Imported, Sandbox};
 use super::clock::{Clock, Sample, Wall};
+use super::import::agent as imported_agent;
 use crate::events::record::{Kind, Record, names};
 use crate::pci::PciAddress;
 use serde::Serialize;
@@ -17,6 +18,8 @@ use std::collections::BTreeMap;
 
 /// Version of the JSON form of [`Boot`].
 pub const MODEL: u32 = 1;
+/// What 0 is in every stream of a guest.
+pub const KERNEL_START: &str = "kernel start";
 /// Gaps that are named one by one.
 const MAX_NAMED_GAPS: usize = 32;
 
@@ -60,6 +63,9 @@ pub struct Boot {
     /// How much of the boot the steps explain; None when fewer than two milestones are known.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub coverage: Option<CoverageSummary>,
+    /// What it was made of, if not of a guest's stream alone.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub imported: Option<Imported>,
     /// In order of their beginning.
     pub spans: Vec<Span>,
 }
@@ -224,6 +230,7 @@ impl Boot {
             lost: Lost { records: file.seqs.missing(), gaps: file.seqs.gaps().take(MAX_NAMED_GAPS).collect(), reported_by_guest: 0 },
             damaged_lines: file.damaged,
             damage: file.damage.clone(),
+            imported: file.imported().cloned(),
             ..Boot::default()
         };
         for line in &file.host {
@@ -236,7 +243,8 @@ impl Boot {
                 | HostEvent::Clock(_)
                 | HostEvent::Lost { .. }
                 | HostEvent::Dropped { .. }
-                | HostEvent::Sandbox(_) => {}
+                | HostEvent::Sandbox(_)
+                | HostEvent::Imported(_) => {}
             }
         }
         for record in records.iter().filter(|r| r.kind == Kind::Event) {
@@ -251,33 +259,30 @@ impl Boot {
             }
         }
         let mut ready = None;
-        for line in agent {
-            let placed = points.place(line.realtime_ns, &clock);
+        let placed_lines = agent.iter().map(|line| (line.event.clone(), points.place(line.realtime_ns, &clock)));
+        let imported = records.iter().filter_map(|record| {
+            let placed = Placed { boottime_ns: record.boottime_ns, approximate: imported_agent::is_approximate(record) };
+            Some((imported_agent::of_record(record)?, Some(placed)))
+        });
+        for (event, placed) in imported.chain(placed_lines) {
             let at_ns = placed.map(|p| p.boottime_ns);
             let approximate = placed.is_some_and(|p| p.approximate);
-            match &line.event {
+            match event {
                 AgentEvent::Ready => ready = ready.or(placed),
                 AgentEvent::CdiTryFailed { .. } => {}
-                AgentEvent::ContainerCreated { container, devices, tries } => boot.containers.push(Container {
-                    name: container.clone(),
-                    devices: devices.clone(),
-                    at_ns,
-                    approximate,
-                    tries: *tries,
-                    error: None,
-                }),
-                AgentEvent::ContainerFailed { container, devices, tries, error } => boot.containers.push(Container {
-                    name: container.clone(),
-                    devices: devices.clone(),
-                    at_ns,
-                    approximate,
-                    tries: *tries,
-                    error: Some(error.clone()),
-                }),
+                AgentEvent::ContainerCreated { container: name, devices, tries } => {
+                    boot.containers.push(Container { name, devices, at_ns, approximate, tries, error: None });
+                }
+                AgentEvent::ContainerFailed { container: name, devices, tries, error } => {
+                    boot.containers.push(Container { name, devices, at_ns, approximate, tries, error: Some(error) });
+                }
             }
         }
         boot.containers.sort_by_key(|c| c.at_ns.unwrap_or(u64::MAX));
-        let event = |name: &str| records.iter().find(|r| r.kind == Kind::Event && r.name == name).map(|r| (r.boottime_ns, false));
+        let event = |name: &str| {
+            let first = records.iter().find(|r| r.kind == Kind::Event && r.name == name);
+            first.map(|r| (r.boottime_ns, imported_agent::is_approximate(r)))
+        };
         let created: Vec<(u64, bool)> =
             boot.containers.iter().filter(|c| c.error.is_none()).filter_map(|c| Some((c.at_ns?, c.approximate))).collect();
         // Its beginning: the end is when somebody saw that it was done, which on a busy guest can be after the agent is ready.
@@ -288,8 +293,9 @@ impl Boot {
             approximate: at.is_some_and(|a| a.1),
             wall: at.and_then(|a| clock.wall_at(a.0)),
         };
+        let from_kernel = boot.imported.as_ref().is_none_or(|i| i.zero == KERNEL_START);
         boot.milestones = vec![
-            milestone("kernel start", (!records.is_empty()).then_some((0, false))),
+            milestone(KERNEL_START, (!records.is_empty() && from_kernel).then_some((0, false))),
             milestone("init start", event(names::INIT_START)),
             milestone("agent exec", exec.map(|t| (t, false))),
             milestone("agent ready", ready.map(|p| (p.boottime_ns, p.approximate))),

@@ -4,6 +4,7 @@
 //! Texts in a [`Row`] are printable ASCII, whatever the guest sent.
 
 use super::agent_log::AgentEvent;
+use super::import::{self, agent};
 use super::text;
 use crate::events::record::{Kind, Level, Record, names};
 use crate::pci::PciAddress;
@@ -111,6 +112,9 @@ pub struct Tracker {
 impl Tracker {
     /// Takes the next record and gives its row.
     pub fn row(&mut self, record: &Record) -> Row {
+        if let Some(event) = agent::of_record(record) {
+            return self.agent_row(&event, record.boottime_ns, agent::is_approximate(record));
+        }
         self.learn(record);
         let begun = record.span.and_then(|id| match record.kind {
             Kind::End => self.open.remove(&id),
@@ -124,7 +128,7 @@ impl Tracker {
         let gpu = record.gpu.or(begun.as_ref().and_then(|b| b.gpu.map(|g| g.address))).map(|address| self.gpu_name(address));
         Row {
             time_ns: record.boottime_ns,
-            approximate: false,
+            approximate: agent::is_approximate(record),
             side: side(record),
             gpu,
             what: what(record, begun.as_ref().map_or("", |b| &b.fields)),
@@ -213,6 +217,11 @@ fn side(record: &Record) -> Side {
         (_, names::MODULE_LOAD | names::GPU_BIND | names::GPU_BOUND | names::GPU_INIT | names::GPU_USABLE) => Side::Driver,
         (_, names::UEVENT) => Side::Kernel,
         (_, names::AGENT_LOOK) => Side::Agent,
+        // What only logs give.
+        (_, name) if name.starts_with("agent.") && name != names::AGENT_EXEC => Side::Agent,
+        (_, name) if ["pod.", "sandbox.", "vfio."].iter().any(|of_host| name.starts_with(of_host)) => Side::Host,
+        (_, import::names::GPU_BARS) => Side::Kernel,
+        (_, import::names::GPU_INIT_MARK) => Side::Driver,
         _ => Side::Init,
     }
 }
@@ -275,7 +284,7 @@ fn what(record: &Record, begun: &str) -> String {
 fn fields_text(record: &Record) -> String {
     let mut out = String::new();
     for (key, value) in &record.fields {
-        if (key == "index" && record.gpu.is_some()) || (key == "reason" && record.error.is_some()) {
+        if key == agent::MARK || (key == "index" && record.gpu.is_some()) || (key == "reason" && record.error.is_some()) {
             continue;
         }
         let value = match value {

@@ -3,7 +3,7 @@
 use super::agent_log::{self, AgentLine, ClockPoints};
 use super::boot_file::{BootFile, EXTENSION, HostEvent, Sandbox};
 use super::clock::Clock;
-use super::model::{Boot, in_time};
+use super::model::{Boot, KERNEL_START, in_time};
 use super::rows::{Row, Side, Tracker};
 use super::summary::summary;
 use super::table::Table;
@@ -138,7 +138,7 @@ fn newest(dir: &Path) -> Result<PathBuf> {
 }
 
 /// Table and summary.
-fn page(file: &BootFile, agent: &[AgentLine], boot: &Boot, verbose: bool, screen: Screen) -> String {
+pub(crate) fn page(file: &BootFile, agent: &[AgentLine], boot: &Boot, verbose: bool, screen: Screen) -> String {
     let table = Table { screen };
     let mut lines = Vec::new();
     if let Some(header) = &file.header {
@@ -174,7 +174,8 @@ fn rows(file: &BootFile, agent: &[AgentLine]) -> Vec<Row> {
     let mut points = ClockPoints::default();
     file.records.iter().for_each(|record| points.add(record));
     let mut tracker = Tracker::default();
-    let mut rows = vec![Row::kernel_start()];
+    let zero = file.imported().map(|i| i.zero.as_str()).filter(|zero| *zero != KERNEL_START);
+    let mut rows = vec![zero.map_or_else(Row::kernel_start, |zero| Row::plain(0, Side::Host, format!("0 is {}", printable(zero))))];
     rows.extend(in_time(&file.records).into_iter().map(|record| tracker.row(record)));
     for line in agent {
         if let Some(placed) = points.place(line.realtime_ns, &clock) {

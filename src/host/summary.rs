@@ -33,7 +33,11 @@ pub fn summary(boot: &Boot, screen: &Screen) -> Vec<String> {
         out.push(format!("{:<16} {time:>9}  {wall}", milestone.name).trim_end().to_string());
     }
     if boot.milestones.iter().any(|m| m.approximate) {
-        out.push(screen.paint(Ink::Dim, "~ approximate: the stream has no clock event to place the agent's lines by"));
+        let why = match &boot.imported {
+            None => "the stream has no clock event to place the agent's lines by",
+            Some(_) => "known to a millisecond or worse, by the clocks of the logs",
+        };
+        out.push(screen.paint(Ink::Dim, &format!("~ approximate: {why}")));
     }
     out.push(screen.paint(Ink::Dim, &coverage_line(boot)));
     let complaints = complaints(boot);
@@ -132,7 +136,9 @@ pub fn complaints(boot: &Boot) -> Vec<String> {
     if let Some(reason) = &boot.power_off {
         out.push(format!("the guest powered off: {}", printable(reason)));
     }
-    if boot.settled_ns.is_none() && !boot.gpus.is_empty() {
+    if boot.settled_ns.is_none() && !boot.gpus.is_empty() && boot.imported.is_some() {
+        out.push("no log says when all GPUs were usable or failed: the driver says nothing of an initialisation that succeeds".to_string());
+    } else if boot.settled_ns.is_none() && !boot.gpus.is_empty() {
         out.push("not settled: some GPU was neither usable nor failed when the stream ended".to_string());
     }
     if boot.lost.records > 0 {
@@ -156,7 +162,9 @@ pub fn complaints(boot: &Boot) -> Vec<String> {
             out.push(format!("    and {unnamed} more"));
         }
     }
-    if boot.clock.samples == 0 {
+    if boot.clock.samples == 0 && boot.imported.is_some() {
+        out.push("wall-clock times are not known: no log relates the guest's clock to the host's".to_string());
+    } else if boot.clock.samples == 0 {
         out.push("no clock sample: wall-clock times are not known (the collector takes them while the guest runs)".to_string());
     }
     out

@@ -120,7 +120,8 @@ impl BootLog {
                 HostEvent::Dropped { last_seq, .. } => self.seqs.expect(last_seq),
                 HostEvent::Sandbox(sandbox) => self.sandbox = Some(sandbox),
                 HostEvent::Lost { count, .. } => self.reported_missing = count,
-                HostEvent::Disconnected { .. } | HostEvent::Garbage { .. } => {}
+                // A file made of logs is not a guest's.
+                HostEvent::Disconnected { .. } | HostEvent::Garbage { .. } | HostEvent::Imported(_) => {}
             },
         }
     }
