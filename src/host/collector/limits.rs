@@ -37,45 +37,30 @@ const TABLE: &[Row] = &[
     Row {
         name: "records",
         default: 200_000,
-        what: "records of a boot that are kept; more are dropped, and its file says so",
+        what: "of a boot that are kept; more are dropped, its file says so",
         field: |l| &mut l.records,
     },
-    Row { name: "bytes", default: 64 << 20, what: "bytes of a boot's file; as above", field: |l| &mut l.bytes },
-    Row {
-        name: "gaps",
-        default: 1024,
-        what: "gaps in a boot's numbering; a record that would make another is dropped as garbage",
-        field: |l| &mut l.gaps,
-    },
-    Row { name: "boots", default: 64, what: "new boots of a VM in an hour; more are refused", field: |l| &mut l.boots },
-    Row {
-        name: "connections-per-vm",
-        default: 4,
-        what: "connections of a VM at once; more are refused",
-        field: |l| &mut l.connections_per_vm,
-    },
+    Row { name: "bytes", default: 64 << 20, what: "of a boot's file; as above", field: |l| &mut l.bytes },
+    Row { name: "gaps", default: 1024, what: "in a boot's numbering; what would make one more is garbage", field: |l| &mut l.gaps },
+    Row { name: "boots", default: 64, what: "new ones of a VM in an hour; more are refused", field: |l| &mut l.boots },
+    Row { name: "connections-per-vm", default: 4, what: "of a VM at once; more are refused", field: |l| &mut l.connections_per_vm },
     Row { name: "connects", default: 60, what: "connections of a VM in a minute; more are refused", field: |l| &mut l.connects },
     Row {
         name: "connections",
         default: 4096,
-        what: "connections at once; more are refused; a third of the files that may be open, where that is less",
+        what: "at once; more are refused (a third of RLIMIT_NOFILE, if less)",
         field: |l| &mut l.connections,
     },
     Row { name: "burst", default: 16 << 20, what: "bytes of a VM that are read as fast as they come", field: |l| &mut l.burst },
-    Row {
-        name: "rate",
-        default: 64 << 10,
-        what: "bytes in a second that are read of a VM after that; it is left to wait, and nothing is dropped",
-        field: |l| &mut l.rate,
-    },
-    Row { name: "header", default: 30, what: "seconds in which a connection has to say which boot it is of", field: |l| &mut l.header },
+    Row { name: "rate", default: 64 << 10, what: "bytes/s of a VM after that; it waits, nothing is dropped", field: |l| &mut l.rate },
+    Row { name: "header", default: 30, what: "seconds until a connection has said which boot it is of", field: |l| &mut l.header },
     Row {
         name: "waiting-per-boot",
         default: 64 << 10,
-        what: "bytes of a boot that wait for the disk; then it is not read, or, where the disk fails, what comes is dropped and counted",
+        what: "bytes of it for the disk; then it is read later, or counted",
         field: |l| &mut l.waiting_per_boot,
     },
-    Row { name: "waiting", default: 16 << 20, what: "bytes of all boots that wait for the disk; as above", field: |l| &mut l.waiting },
+    Row { name: "waiting", default: 16 << 20, what: "bytes of all boots for the disk; as above", field: |l| &mut l.waiting },
     Row { name: "vms", default: 4096, what: "sockets below --vm at once; further VMs are not heard", field: |l| &mut l.vms },
 ];
 
@@ -124,16 +109,12 @@ impl Limits {
 
     /// The table for people.
     pub fn help() -> String {
-        let mut text = String::from(
-            "Limits (--limit NAME=N): behind each lies a loss that is counted, or a slower guest, never another guest's stream.\n",
-        );
+        let mut text =
+            String::from("Limits (--limit NAME=N). Behind each: a loss that is counted or a guest that waits, no other's loss.\n");
         for row in TABLE {
             text.push_str(&format!("  {:18} {:>9}  {}\n", row.name, row.default, row.what));
         }
-        text.push_str(&format!(
-            "  {:18} {MAX_LINE:>9}  bytes of a line, fixed by the format; a longer one is dropped as garbage\n",
-            "(line)"
-        ));
+        text.push_str(&format!("  {:18} {MAX_LINE:>9}  bytes of a line, fixed by the format; a longer one is garbage\n", "(line)"));
         text
     }
 }
