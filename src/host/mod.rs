@@ -17,6 +17,7 @@ pub mod install; // the subcommands install and uninstall
 pub mod live; // rows as they happen
 pub mod model; // what is known of a boot: records in, Boot out
 pub mod rows; // records into rows: side, what, how long
+pub mod severity; // how bad a finding is
 pub mod show; // the subcommand show
 pub mod summary; // what a boot came to
 pub mod table; // rows into lines

@@ -3,8 +3,13 @@
 //! Every text that comes from a guest passes [`printable`] before it reaches a terminal: what comes out is printable ASCII only, so it
 //! can neither move the cursor, reorder the line (bidirectional marks) nor be wider than its number of bytes.
 
+use anyhow::{Context, Result};
+use serde_json::Value;
 use std::io::IsTerminal;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
+
+/// Longest value that is shown of a finding, in bytes.
+const MAX_VALUE: usize = 160;
 
 /// The text with everything but printable ASCII written as an escape (`\n`, `\x1b`, `\u{202e}`).
 pub fn printable(text: &str) -> String {
@@ -20,6 +25,31 @@ pub fn printable(text: &str) -> String {
         }
     }
     out
+}
+
+/// Printable, and not longer than [`MAX_VALUE`].
+pub fn clipped(text: &str) -> String {
+    let mut end = text.len().min(MAX_VALUE);
+    while !text.is_char_boundary(end) {
+        end -= 1;
+    }
+    let more = if end < text.len() { "..." } else { "" };
+    format!("{}{more}", printable(&text[..end]))
+}
+
+/// JSON in ASCII: what does not print, in a text of a file, is an escape.
+pub fn ascii_json(value: &Value) -> Result<String> {
+    let text = serde_json::to_string_pretty(value).context("write the report as JSON")?;
+    let mut out = String::with_capacity(text.len());
+    for c in text.chars() {
+        match c {
+            '\n' | ' '..='~' => out.push(c),
+            // Stands in strings only; JSON wants UTF-16.
+            c => c.encode_utf16(&mut [0; 2]).iter().for_each(|unit| out.push_str(&format!("\\u{unit:04x}"))),
+        }
+    }
+    out.push('\n');
+    Ok(out)
 }
 
 /// The start of some bytes, at most `max` of them, as [`printable`]; bytes that are not UTF-8 become `\u{fffd}`.
@@ -117,6 +147,14 @@ pub enum Ink {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn json_is_ascii_and_says_the_same() {
+        let value = serde_json::json!({"a\u{9b}": ["\u{1b}[2J", "\u{1f600}", "\u{7f}", "\u{202e}"]});
+        let text = ascii_json(&value).unwrap();
+        assert!(text.bytes().all(|b| b == b'\n' || (b' '..=b'~').contains(&b)), "{text}");
+        assert_eq!(serde_json::from_str::<Value>(&text).unwrap(), value);
+    }
 
     #[test]
     fn nothing_that_drives_a_terminal_gets_through() {

@@ -3,33 +3,9 @@
 //! A rule that `refuses` claims that an agent does not load the file at all. The agents' own crates have the last word on that: such a finding
 //! is dropped where they load the file, and a refusal that no rule explains becomes [`REFUSED`] with the crate's words.
 
-use crate::host::text::printable;
-use serde::Serialize;
+use crate::host::severity::Severity;
+use crate::host::text::clipped;
 use std::borrow::Cow;
-
-/// Longest value that is shown of a finding, in bytes.
-const MAX_VALUE: usize = 160;
-
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize)]
-#[serde(rename_all = "lowercase")]
-pub enum Severity {
-    /// No container starts as it should.
-    Error,
-    /// Containers start, and something is not as it was meant, or will not be.
-    Warning,
-    /// Worth knowing.
-    Note,
-}
-
-impl Severity {
-    pub fn name(self) -> &'static str {
-        match self {
-            Severity::Error => "error",
-            Severity::Warning => "warning",
-            Severity::Note => "note",
-        }
-    }
-}
 
 /// The agents, by the crate that they read CDI specs with (`src/agent/Cargo.lock` of each release).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, clap::ValueEnum)]
@@ -308,16 +284,6 @@ impl Finding {
             "cure": self.cure,
         })
     }
-}
-
-/// Printable, and not longer than a line of text.
-pub fn clipped(text: &str) -> String {
-    let mut end = text.len().min(MAX_VALUE);
-    while !text.is_char_boundary(end) {
-        end -= 1;
-    }
-    let more = if end < text.len() { "..." } else { "" };
-    format!("{}{more}", printable(&text[..end]))
 }
 
 #[cfg(test)]

@@ -17,7 +17,7 @@ use self::finding::{Agent, Agents, RULES};
 use self::look::Look;
 use self::report::Question;
 use super::show::print;
-use super::text::Screen;
+use super::text::{Screen, ascii_json};
 use anyhow::Result;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
@@ -122,7 +122,7 @@ fn check(args: &CheckArgs) -> Result<bool> {
         require_resolvable: args.require_resolvable,
     };
     let report = report::check(input::read(path)?, &question)?;
-    print(&if args.json { page::ascii_json(&report.json())? } else { page::page(&report, &question, &screen) })?;
+    print(&if args.json { ascii_json(&report.json())? } else { page::page(&report, &question, &screen) })?;
     Ok(!report.has_errors())
 }
 

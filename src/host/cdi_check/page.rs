@@ -1,12 +1,11 @@
 //! The report as text: files, agents, what each device gives, what the first one or those asked for give in full, findings.
 
 use super::container::{Container, Node};
-use super::finding::{Agent, Finding, Rule, Severity, clipped};
+use super::finding::{Agent, Finding, Rule};
 use super::report::{Asked, Outcome, Question, Report};
 use super::rules::parse_ms;
-use crate::host::text::{Ink, Screen, printable};
-use anyhow::{Context, Result};
-use serde_json::Value;
+use crate::host::severity::Severity;
+use crate::host::text::{Ink, Screen, clipped, printable};
 
 /// Findings of one rule that are shown in full; the others are counted.
 const SHOWN_OF_A_RULE: usize = 3;
@@ -39,21 +38,6 @@ pub fn rules(rules: &[&Rule], screen: &Screen) -> String {
     let mut out = Page { screen, lines: Vec::new() };
     out.table(&rows, &[]);
     out.lines.join("\n") + "\n"
-}
-
-/// JSON in ASCII: what does not print, in a text of a file, is an escape.
-pub fn ascii_json(value: &Value) -> Result<String> {
-    let text = serde_json::to_string_pretty(value).context("write the report as JSON")?;
-    let mut out = String::with_capacity(text.len());
-    for c in text.chars() {
-        match c {
-            '\n' | ' '..='~' => out.push(c),
-            // Stands in strings only; JSON wants UTF-16.
-            c => c.encode_utf16(&mut [0; 2]).iter().for_each(|unit| out.push_str(&format!("\\u{unit:04x}"))),
-        }
-    }
-    out.push('\n');
-    Ok(out)
 }
 
 struct Page<'a> {
@@ -421,13 +405,5 @@ mod tests {
     fn the_list_of_rules_has_every_rule() {
         let text = rules(RULES, &Screen::PLAIN);
         assert_eq!(text.lines().count(), RULES.len() + 1);
-    }
-
-    #[test]
-    fn json_is_ascii_and_says_the_same() {
-        let value = serde_json::json!({"a\u{9b}": ["\u{1b}[2J", "\u{1f600}", "\u{7f}", "\u{202e}"]});
-        let text = ascii_json(&value).unwrap();
-        assert!(text.bytes().all(|b| b == b'\n' || (b' '..=b'~').contains(&b)), "{text}");
-        assert_eq!(serde_json::from_str::<Value>(&text).unwrap(), value);
     }
 }

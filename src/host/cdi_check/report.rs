@@ -9,6 +9,7 @@ use super::nodes::{NodeLook, Scope, entries, looks, scopes};
 use super::rules::{self, Document, names};
 use super::shape::{self, Shaped, as_text};
 use crate::cdi::spec::KIND;
+use crate::host::severity::Severity;
 use anyhow::{Result, ensure};
 use serde_json::{Value, json};
 use std::collections::{BTreeSet, HashMap};

@@ -8,10 +8,10 @@ pub mod stats;
 
 use super::super::agent_log;
 use super::super::boot_file::BootFile;
-use super::super::cdi_check::page::ascii_json;
 use super::super::clock::Clock;
 use super::super::model::Boot;
 use super::super::show::{boots, find, read_boot};
+use super::super::text::ascii_json;
 use super::super::text::{Ink, Screen, error_bound, printable, wall_clock};
 use super::from_boot;
 use super::grid::time;

@@ -1,7 +1,8 @@
 //! What can be wrong with an image: one rule a row, with what it breaks and the cure.
 
 use super::super::text::escaped;
-use crate::host::cdi_check::finding::{Severity, clipped};
+use crate::host::severity::Severity;
+use crate::host::text::clipped;
 
 /// One thing that can be wrong.
 #[derive(Debug, PartialEq, Eq)]

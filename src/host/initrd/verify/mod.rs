@@ -16,7 +16,7 @@ use super::newc::Kind;
 use super::text::{Sizes, escaped, sizes_json};
 use super::tree::{Id, Tree};
 use crate::boot::stage0::AGENT;
-use crate::host::cdi_check::finding::Severity;
+use crate::host::severity::Severity;
 use finding::*;
 pub use modules::Driver;
 use programs::Programs;

@@ -2,8 +2,8 @@
 
 use super::finding::{Finding, Rule};
 use super::{Needed, Report};
-use crate::host::cdi_check::finding::Severity;
 use crate::host::initrd::text::{megabytes, sizes, table};
+use crate::host::severity::Severity;
 use crate::host::text::{Ink, Screen, printable};
 use std::collections::HashMap;
 
