@@ -49,6 +49,9 @@ pub enum ToHost {
     Off,
 }
 
+/// Where the agent itself listens: its interface, and its debug console. It powers off when another one has its port.
+const AGENT_PORTS: [u32; 2] = [1024, 1026];
+
 /// All settings of a boot.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Config {
@@ -212,7 +215,7 @@ pub const PARAMETERS: &[Parameter] = &[
         name: "gpuinit.lockdown",
         values: "on, off",
         default: "on",
-        help: "forbid loading kernel modules once all GPUs are settled",
+        help: "forbid loading kernel modules once all GPUs are settled, or 60 s after the driver's load",
         set: |c, v| switch(v).map(|s| c.lockdown = s),
     },
     Parameter {
@@ -224,10 +227,10 @@ pub const PARAMETERS: &[Parameter] = &[
     },
     Parameter {
         name: "gpuinit.events.port",
-        values: "1 to 4294967294",
+        values: "1 to 4294967294, not 1024 or 1026",
         default: "10241",
         help: "vsock port of the collector on the host, and of the listener in the guest",
-        set: |c, v| v.parse().ok().filter(|p| (1..u32::MAX).contains(p)).map(|p| c.events_port = p),
+        set: |c, v| v.parse().ok().filter(|p| (1..u32::MAX).contains(p) && !AGENT_PORTS.contains(p)).map(|p| c.events_port = p),
     },
     Parameter {
         name: "gpuinit.log",

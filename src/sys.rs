@@ -2,11 +2,26 @@
 
 use nix::errno::Errno;
 use nix::sys::socket::SockFlag;
-use nix::unistd::ForkResult;
+use nix::unistd::{ForkResult, Pid};
 use std::ffi::CStr;
 use std::io;
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 use tokio::io::unix::AsyncFd;
+
+/// Exit status of a process of ours that panicked, as Rust's own.
+const PANICKED: i32 = 101;
+
+/// What Rust's runtime needs before it starts: it ends a process that has no descriptor 0, 1 or 2 when there is no /dev/null either, and PID 1 has none of these
+/// in a guest without a console, where /dev is as the image made it. To be called before `main`.
+pub extern "C" fn before_main() {
+    // SAFETY: system calls whose arguments are constants; nothing of the runtime, which is not there yet, is used. What fails here fails the runtime.
+    unsafe {
+        if nix::libc::getpid() == 1 && (0..=2).any(|descriptor| nix::libc::fcntl(descriptor, nix::libc::F_GETFD) < 0) {
+            nix::libc::mkdir(c"/dev".as_ptr(), 0o755);
+            nix::libc::mknod(c"/dev/null".as_ptr(), nix::libc::S_IFCHR | 0o666, nix::libc::makedev(1, 3));
+        }
+    }
+}
 
 /// Watches a descriptor in the runtime of the calling task.
 pub fn async_fd(fd: OwnedFd) -> io::Result<AsyncFd<OwnedFd>> {
@@ -33,14 +48,26 @@ pub fn inherited(raw: std::os::fd::RawFd) -> Option<OwnedFd> {
 
 /// Forks a process that has one thread, so that the child may do whatever the parent could.
 ///
-/// Refused with EDEADLK when there are more threads: a lock that one of them holds would never open in the child.
-pub fn fork_single_threaded() -> nix::Result<ForkResult> {
+/// The child lives in `child` and ends with its exit status: nothing of what follows this call is ever run by it, not even after a panic, because in
+/// PID 1 that is the agent's start. Both have `both`. Refused with EDEADLK when there are more threads: a lock that one of them holds would never open
+/// in the child.
+pub fn fork_single_threaded<T>(both: T, child: impl FnOnce(T) -> i32) -> Result<(Pid, T), (Errno, T)> {
     // A directory's link count is two plus its folders, which are the threads here: one call instead of a walk.
     if std::fs::metadata("/proc/self/task").is_ok_and(|task| std::os::unix::fs::MetadataExt::nlink(&task) != 3) {
-        return Err(Errno::EDEADLK);
+        return Err((Errno::EDEADLK, both));
     }
     // SAFETY: there is one thread, so no lock and no allocator state can be held by another one at this moment.
-    unsafe { nix::unistd::fork() }
+    match unsafe { nix::unistd::fork() } {
+        Ok(ForkResult::Parent { child }) => Ok((child, both)),
+        Ok(ForkResult::Child) => leave(std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| child(both))).unwrap_or(PANICKED)),
+        Err(errno) => Err((errno, both)),
+    }
+}
+
+/// Ends this process at once, whatever its other threads are at, and without running what was registered for an orderly end.
+pub fn leave(status: i32) -> ! {
+    // SAFETY: takes a number and does not come back.
+    unsafe { nix::libc::_exit(status) }
 }
 
 /// Lets the kernel collect the children of this process: nobody asks how they ended.
@@ -114,7 +141,7 @@ mod tests {
         // The test runner has threads of its own; this one makes sure.
         let (hold, wait) = std::sync::mpsc::channel::<()>();
         let thread = std::thread::spawn(move || wait.recv());
-        assert_eq!(fork_single_threaded().err(), Some(Errno::EDEADLK));
+        assert_eq!(fork_single_threaded((), |()| 0).err().map(|(errno, ())| errno), Some(Errno::EDEADLK));
         drop(hold);
         assert!(thread.join().unwrap().is_err());
     }

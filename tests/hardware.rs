@@ -2,7 +2,7 @@
 //! modules of `/etc/hardware.modules` in order, with their parameters of the kernel command line, leaves no trace but a line in the kernel's
 //! log, and becomes `/init` (`hardware.init=` names another program). `hardware.file=` and `hardware.directory=` make one in the kernel's /dev, which is
 //! there before anybody mounts it: a device that only such hardware has, or something in the way. `hardware.override=` gives every GPU that
-//! driver_override, as somebody who wants to keep them for another driver does.
+//! driver_override, as somebody who wants to keep them for another driver does. `hardware.descriptors=none` closes 0 to 2.
 
 use kata_gpu_init::config::module_parameters;
 use nix::kmod::{ModuleInitFlags, finit_module};
@@ -37,6 +37,12 @@ pub fn run() -> ! {
         say(&format!("hardware: override={driver}: {error}"));
     }
     say("hardware: ready");
+    if parameters.split(' ').any(|w| w == "descriptors=none") {
+        // As the kernel starts an init for which it finds no console.
+        for descriptor in 0..=2 {
+            let _unused = nix::unistd::close(descriptor);
+        }
+    }
     let init = init(&command_line);
     let error = nix::unistd::execv(&init, &[&init]).err();
     say(&format!("hardware: execute {init:?}: {error:?}"));

@@ -19,6 +19,11 @@ usage:
   kata-gpu-init --help
 ";
 
+/// Called by the C library before Rust's runtime starts.
+#[used]
+#[unsafe(link_section = ".init_array")]
+static BEFORE_MAIN: extern "C" fn() = kata_gpu_init::sys::before_main;
+
 fn main() -> ExitCode {
     let started_ns = clock::boottime_ns(); // before anything else: the timeline starts here
     if let Some(words) = hooks::invocation(std::env::args_os()) {

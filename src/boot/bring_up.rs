@@ -41,9 +41,13 @@ use std::sync::{Arc, PoisonError};
 use std::time::Duration;
 use tokio::sync::{Semaphore, mpsc, watch};
 use tokio::task::{AbortHandle, JoinSet};
+use tokio::time::Instant;
 
 /// The error of a GPU that has fallen off the bus: nothing more will come from it.
 const XID_OFF_THE_BUS: u32 = 79;
+
+/// How long after the driver's load modules can still be loaded, where a GPU does not settle: one that hangs must not leave the guest open.
+const LATEST_LOCKDOWN: Duration = Duration::from_secs(60);
 
 /// What the worker hears while it brings GPUs up.
 pub struct Ears {
@@ -259,10 +263,16 @@ impl Fleet {
     /// Hears and acts until the kernel can no longer be heard.
     async fn follow(&mut self, config: &Config, uevents: Option<Uevents>, mut signals: Option<mpsc::UnboundedReceiver<Signal>>) {
         let mut driver = self.driver.subscribe();
+        let lock_down_time =
+            |driver: &mut watch::Receiver<Driver>| driver.borrow_and_update().is_over().then(|| Instant::now() + LATEST_LOCKDOWN);
+        let mut lock_down_at = lock_down_time(&mut driver);
         loop {
             tokio::select! {
                 // It can end after the last GPU has failed. Never an error: the sender is here.
-                Ok(()) = driver.changed() => self.settle(config),
+                Ok(()) = driver.changed() => {
+                    lock_down_at = lock_down_at.or(lock_down_time(&mut driver));
+                    self.settle(config);
+                }
                 next = hear(uevents.as_ref()) => match next {
                     Ok(Next::Event(event)) => self.take(event),
                     Ok(Next::Overrun) => {
@@ -275,6 +285,7 @@ impl Fleet {
                     }
                 },
                 Some(signal) = listen(signals.as_mut()) => self.heed(signal).await,
+                () = until(lock_down_at), if !self.locked_down => self.lock_down(config),
                 Some(ended) = self.tasks.join_next() => {
                     // A task that was aborted is that of a GPU that is gone. One that panicked is a bug of ours; its GPU counts as not usable.
                     if let Ok((gpu, usable)) = ended {
@@ -324,7 +335,13 @@ impl Fleet {
         let failed = self.shared.roster.len() - self.usable.len();
         tracing::info!(name: names::SETTLED, usable = self.usable.len() as u64, failed = failed as u64);
         // Without a GPU there is no driver yet: one that is plugged in later needs it.
-        if self.image.is_none() && !std::mem::replace(&mut self.locked_down, true) {
+        if self.image.is_none() {
+            self.lock_down(config);
+        }
+    }
+
+    fn lock_down(&mut self, config: &Config) {
+        if !std::mem::replace(&mut self.locked_down, true) {
             lock_down(config);
         }
     }
@@ -423,6 +440,13 @@ async fn hear(uevents: Option<&Uevents>) -> io::Result<Next> {
 async fn listen(signals: Option<&mut mpsc::UnboundedReceiver<Signal>>) -> Option<Signal> {
     match signals {
         Some(signals) => signals.recv().await,
+        None => std::future::pending().await,
+    }
+}
+
+async fn until(at: Option<Instant>) {
+    match at {
+        Some(at) => tokio::time::sleep_until(at).await,
         None => std::future::pending().await,
     }
 }

@@ -17,8 +17,17 @@ impl Activity {
 
     /// Returns when nobody is at it.
     pub async fn none(&self) {
+        self.at_most(0).await;
+    }
+
+    /// Returns when no more than `n` are at it.
+    pub async fn at_most(&self, n: usize) {
         // Never an error: the sender is here.
-        drop(self.0.subscribe().wait_for(|n| *n == 0).await);
+        drop(self.0.subscribe().wait_for(|busy| *busy <= n).await);
+    }
+
+    pub fn count(&self) -> usize {
+        *self.0.borrow()
     }
 }
 

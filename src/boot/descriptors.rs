@@ -7,10 +7,13 @@ use crate::adapter::{self, InitError};
 use crate::device_nodes::Node;
 use crate::events::names;
 use crate::pci::PciAddress;
-use nix::unistd::Pid;
+use nix::unistd::{Pid, gettid};
 use std::collections::HashMap;
 use std::os::fd::OwnedFd;
 use std::sync::{Arc, Mutex, PoisonError};
+
+/// Stack of a thread that closes one, in bytes.
+const STACK: usize = 64 * 1024;
 
 /// All descriptors. Shared by the tasks of all GPUs.
 pub struct Descriptors {
@@ -26,13 +29,14 @@ impl Descriptors {
         Self { own: Mutex::new(own), keeper, opener }
     }
 
-    /// Opens a GPU, which starts its initialisation, and keeps its descriptor, here and in the keeper. Blocks; `opening` is told which process does it, when
-    /// that is not this one.
-    pub fn open(&self, gpu: PciAddress, node: &Node, opening: impl FnOnce(Pid)) -> Result<Arc<OwnedFd>, InitError> {
+    /// Opens a GPU, which starts its initialisation, and keeps its descriptor, here and in the keeper. Blocks; `opening` is told which thread or process is
+    /// about to do it.
+    pub fn open(&self, gpu: PciAddress, node: &Node, mut opening: impl FnMut(Pid)) -> Result<Arc<OwnedFd>, InitError> {
         let name = gpu.to_string();
-        let descriptor = match self.opener.as_ref().and_then(|opener| opener.open(&name, &node.path, opening)) {
+        let descriptor = match self.opener.as_ref().and_then(|opener| opener.open(&name, &node.path, &mut opening)) {
             Some(opened) => opened.map_err(|errno| InitError::Open { path: node.path.clone(), errno })?,
             None => {
+                opening(gettid());
                 let descriptor = adapter::start(node)?;
                 if let Some(Err(errno)) = self.keeper.as_ref().map(|keeper| keeper.keep(&name, &descriptor)) {
                     tracing::warn!(name: names::GPU_INIT, gpu = %gpu, error = %format!("hand GPU {gpu} to the keeper: {errno}: the worker holds it alone"));
@@ -50,11 +54,12 @@ impl Descriptors {
         self.lock().get(&gpu).cloned()
     }
 
-    /// Gives a removed GPU up; must be called inside the runtime. A call that is still waiting in the driver keeps its reference until it returns.
+    /// Gives a removed GPU up. A call that is still waiting in the driver keeps its reference until it returns.
     pub fn release(&self, gpu: PciAddress) {
         // The last close takes as long as the driver likes: here it is a thread's, in the keeper a child's, and nobody waits for either.
         if let Some(descriptor) = self.lock().remove(&gpu) {
-            tokio::task::spawn_blocking(move || drop(descriptor));
+            // Without a thread it is closed here: not the last close where there is a keeper.
+            let _unused = std::thread::Builder::new().stack_size(STACK).spawn(move || drop(descriptor));
         }
         if let Some(Err(errno)) = self.keeper.as_ref().map(|keeper| keeper.release(&gpu.to_string())) {
             tracing::warn!(name: names::GPU_REMOVED, gpu = %gpu, error = %format!("ask the keeper to release GPU {gpu}: {errno}: its removal waits"));

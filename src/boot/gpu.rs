@@ -55,6 +55,10 @@ const PROBES_FIRST: Duration = Duration::from_secs(1);
 /// until an enabling is over, and every other GPU with it. Nothing tells when that part is over.
 const ATTACH: Duration = Duration::from_millis(320);
 
+/// How long a GPU waits for the one that is being bound before it, where they are bound one at a time. A probe takes milliseconds, and sleeps for 4 s on some;
+/// one that hangs would keep all others unbound.
+const LONGEST_BIND: Duration = Duration::from_secs(30);
+
 /// What every GPU's task works with.
 pub struct Shared {
     pub sysfs: PciSysfs,
@@ -207,7 +211,15 @@ async fn wait_and_bring_up(shared: &Arc<Shared>, gpu: &Gpu, arrival: Arrival) ->
     if let Arrival::Boot(Some(turn)) | Arrival::Again(Some(turn)) = arrival {
         // The lane answers for every GPU before it ends.
         let result = turn.await.unwrap_or_else(|_| Err("the enable lane has ended".into()));
-        let (step, held) = result.map_err(|e| failed(Step::Enable)(&e))?;
+        let (step, held) = match result {
+            Ok(enabled) => enabled,
+            Err(error) => {
+                // The load was kept from this GPU; whoever tries by hand is not. On a thread: the device is locked while another one probes it.
+                let (sysfs, gpu) = (shared.sysfs.clone(), gpu.address);
+                let _unused = tokio::task::spawn_blocking(move || sysfs.release(gpu)).await;
+                return Err(failed(Step::Enable)(&error));
+            }
+        };
         enabled = Some(step);
         // Not for a probe that sleeps; for what comes after it.
         lane = Some(held).filter(|_| shared.bind != Bind::Concurrent);
@@ -315,7 +327,14 @@ async fn tell_bound(shared: &Shared, gpu: PciAddress, by_load: bool, progress: &
 /// Binds.
 async fn bind(shared: &Arc<Shared>, gpu: PciAddress, after: After, progress: &Arc<Progress>) -> Result<StepId, Failed> {
     // The semaphore is never closed, and it is fair: waiting GPUs go in the order in which they were enabled, which is PCI order.
-    let _turn = shared.binding.acquire().await;
+    progress.step("wait to be probed");
+    let _turn = loop {
+        match tokio::time::timeout(LONGEST_BIND, shared.binding.acquire()).await {
+            Ok(turn) => break turn,
+            Err(_) => shared.binding.add_permits(1),
+        }
+    };
+    progress.step("probe");
     let step = step!(names::GPU_BIND, gpu = %gpu, after = ?after);
     let id = step.id();
     let binding = async {
@@ -396,12 +415,23 @@ async fn initialise(
                 if let Some(cpu) = shared.lane_cpu.upgrade() {
                     cpu.keep_driver_off();
                 }
-                let started = shared.descriptors.open(gpu, &node, |child| progress.on_thread(child));
+                let mut begun = Some((lane, is_over));
+                // From here, not from when it returns: with drivers before 550.40.07 the open is the whole initialisation.
+                let opening = |thread| {
+                    progress.on_thread(thread);
+                    if let Some((lane, is_over)) = begun.take() {
+                        runtime.spawn(async move {
+                            let _attached = tokio::time::timeout(ATTACH, is_over).await;
+                            drop(lane);
+                        });
+                    }
+                };
+                let started = shared.descriptors.open(gpu, &node, opening);
                 progress.on_this_thread();
-                runtime.spawn(async move {
-                    let _attached = tokio::time::timeout(ATTACH, is_over).await;
-                    drop(lane);
-                });
+                if !shared.roster.contains(gpu) {
+                    // Removed meanwhile: the driver waits for everybody to close it, and has said so already.
+                    shared.descriptors.release(gpu);
+                }
                 started
             }
         };

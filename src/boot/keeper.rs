@@ -10,7 +10,7 @@ use crate::failure;
 use nix::cmsg_space;
 use nix::sys::socket::{AddressFamily, ControlMessage, ControlMessageOwned, MsgFlags, SockFlag, SockType, recvmsg, sendmsg, socketpair};
 use nix::sys::wait::{WaitPidFlag, WaitStatus, waitpid};
-use nix::unistd::{ForkResult, Pid, close, pause, pipe, setsid};
+use nix::unistd::{Pid, close, pause, pipe, setsid};
 use std::io::{IoSlice, IoSliceMut};
 use std::os::fd::{AsRawFd, OwnedFd, RawFd};
 use std::time::{Duration, Instant};
@@ -72,19 +72,21 @@ pub fn run(boot: Boot, observer: Observer) -> ! {
     let ending = handed.error.is_some();
     let (mut start, mut held, mut young) = (Start::First(handed), Vec::new(), 0_u32);
     loop {
-        let (ours, theirs) = match socketpair(AddressFamily::Unix, SockType::SeqPacket, None, SockFlag::SOCK_CLOEXEC) {
+        let sockets = match socketpair(AddressFamily::Unix, SockType::SeqPacket, None, SockFlag::SOCK_CLOEXEC) {
             Ok(pair) => pair,
             // Without a keeper's socket the work can still be done, in this process.
             Err(errno) => alone(&boot, start, held, &format!("socket pair: {errno}")),
         };
         let born = Instant::now();
-        match crate::sys::fork_single_threaded() {
-            Ok(ForkResult::Child) => {
-                drop(ours);
-                worker::run(&boot, start, Some(KeeperSocket(theirs)), held)
-            }
-            Ok(ForkResult::Parent { child }) => {
-                drop((theirs, start));
+        let forked = crate::sys::fork_single_threaded((sockets, start, held), |((ours, theirs), start, held)| {
+            drop(ours);
+            worker::run(&boot, start, Some(KeeperSocket(theirs)), held)
+        });
+        match forked {
+            Ok((child, ((ours, theirs), begun, still_held))) => {
+                // The worker's end: only without it is its closing seen. And what is the worker's to tell PID 1.
+                drop((theirs, begun));
+                held = still_held;
                 serve(&ours, &mut held);
                 let status = status_of(child);
                 failure::tell(&format!("the worker has ended ({status}); {} GPU descriptors stay open", held.len()));
@@ -93,7 +95,7 @@ pub fn run(boot: Boot, observer: Observer) -> ! {
                 }
                 start = Start::Again { status };
             }
-            Err(errno) => alone(&boot, start, held, &format!("fork: {errno}")),
+            Err((errno, (_, start, held))) => alone(&boot, start, held, &format!("fork: {errno}")),
         }
         young = if born.elapsed() < YOUNG { young + 1 } else { 0 };
         if young > 1 {
@@ -174,9 +176,8 @@ fn give_up(held: &mut Vec<Held>, gpu: &str) -> Option<Pid> {
     if gone.is_empty() {
         return None;
     }
-    let forked = pipe().and_then(|ends| crate::sys::fork_single_threaded().map(|forked| (forked, ends)));
-    match forked {
-        Ok((ForkResult::Child, (read_end, write_end))) => {
+    let forked = pipe().and_then(|ends| {
+        let child = crate::sys::fork_single_threaded(ends, |(read_end, write_end)| {
             drop(write_end);
             // Until the keeper has closed its copies: then these are the last. The end of the pipe says so, by its coming or by an error.
             let _unused = nix::unistd::read(&read_end, &mut [0_u8; 1]);
@@ -184,9 +185,12 @@ fn give_up(held: &mut Vec<Held>, gpu: &str) -> Option<Pid> {
             for other in held.iter().chain(&gone) {
                 let _unused = close(other.descriptor);
             }
-            std::process::exit(0)
-        }
-        Ok((ForkResult::Parent { child }, _ends)) => {
+            0
+        });
+        child.map_err(|(errno, _)| errno)
+    });
+    match forked {
+        Ok((child, _ends)) => {
             for own in &gone {
                 let _unused = close(own.descriptor);
             }

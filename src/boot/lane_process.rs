@@ -9,7 +9,7 @@ use nix::errno::Errno;
 use nix::sched::{CpuSet, sched_setaffinity};
 use nix::sys::socket::{AddressFamily, MsgFlags, SockFlag, SockType, recv, send, socketpair};
 use nix::sys::wait::waitpid;
-use nix::unistd::{ForkResult, Pid, close};
+use nix::unistd::{Pid, close};
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::path::Path;
 
@@ -30,19 +30,18 @@ impl LaneProcess {
     /// child on purpose: the keeper starts no other worker while a GPU is still being enabled, because to the kernel that one is enabled already.
     pub fn start(sysfs: &Path, cpus: &CpuSet, held: &[Held]) -> Option<Self> {
         let (ours, theirs) = socketpair(AddressFamily::Unix, SockType::SeqPacket, None, SockFlag::SOCK_CLOEXEC).ok()?;
-        match crate::sys::fork_single_threaded().ok()? {
-            ForkResult::Parent { child } => Some(Self { socket: Some(ours), pid: child }),
-            ForkResult::Child => {
-                drop(ours);
-                for gpu in held {
-                    let _unused = close(gpu.descriptor);
-                }
-                let _unused = sched_setaffinity(Pid::from_raw(0), cpus);
-                name_process("gpuinit-lane");
-                serve(&theirs, &PciSysfs::at(sysfs));
-                std::process::exit(0)
+        let forked = crate::sys::fork_single_threaded((ours, theirs), |(ours, theirs)| {
+            drop(ours);
+            for gpu in held {
+                let _unused = close(gpu.descriptor);
             }
-        }
+            let _unused = sched_setaffinity(Pid::from_raw(0), cpus);
+            name_process("gpuinit-lane");
+            serve(&theirs, &PciSysfs::at(sysfs));
+            0
+        });
+        let (pid, (ours, _theirs)) = forked.ok()?;
+        Some(Self { socket: Some(ours), pid })
     }
 
     /// Whose stack tells what an enabling waits for.

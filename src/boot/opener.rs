@@ -8,7 +8,7 @@ use nix::errno::Errno;
 use nix::fcntl::{OFlag, open};
 use nix::sys::socket::{AddressFamily, ControlMessage, ControlMessageOwned, MsgFlags, SockFlag, SockType, recvmsg, sendmsg, socketpair};
 use nix::sys::stat::Mode;
-use nix::unistd::{ForkResult, Pid, close};
+use nix::unistd::{Pid, close};
 use std::io::{IoSlice, IoSliceMut};
 use std::os::fd::{AsRawFd, OwnedFd, RawFd};
 use std::os::unix::ffi::OsStrExt;
@@ -29,19 +29,18 @@ impl Opener {
     /// GPUs that are held must not be held by the child: one is removed only when nobody has it open any more.
     pub fn start(keeper: &KeeperSocket, held: &[Held]) -> Option<Self> {
         let (ours, theirs) = socketpair(AddressFamily::Unix, SockType::SeqPacket, None, SockFlag::SOCK_CLOEXEC).ok()?;
-        match crate::sys::fork_single_threaded().ok()? {
-            ForkResult::Parent { child } => Some(Self { socket: ours, pid: child }),
-            ForkResult::Child => {
-                drop(ours);
-                for gpu in held {
-                    let _unused = close(gpu.descriptor);
-                }
-                name_process("gpuinit-opener");
-                crate::sys::forget_children();
-                serve(&theirs, keeper);
-                std::process::exit(0)
+        let forked = crate::sys::fork_single_threaded((ours, theirs), |(ours, theirs)| {
+            drop(ours);
+            for gpu in held {
+                let _unused = close(gpu.descriptor);
             }
-        }
+            name_process("gpuinit-opener");
+            crate::sys::forget_children();
+            serve(&theirs, keeper);
+            0
+        });
+        let (pid, (socket, _theirs)) = forked.ok()?;
+        Some(Self { socket, pid })
     }
 
     pub fn pid(&self) -> Pid {
@@ -96,14 +95,14 @@ fn serve(socket: &OwnedFd, keeper: &KeeperSocket) {
     while let Some((length, descriptors)) = receive(socket, &mut text) {
         let Some(reply) = descriptors.into_iter().find_map(crate::sys::inherited) else { continue };
         // Without a child nobody answers, and the worker opens by itself.
-        if let Ok(ForkResult::Child) = crate::sys::fork_single_threaded() {
+        let _unused = crate::sys::fork_single_threaded(reply, |reply| {
             let request = text.get(..length).unwrap_or_default();
             if let Some(nul) = request.iter().position(|byte| *byte == 0) {
                 let (gpu, path) = (String::from_utf8_lossy(&request[..nul]), std::ffi::OsStr::from_bytes(&request[nul + 1..]));
                 open_and_tell(&gpu, Path::new(path), &reply, keeper);
             }
-            std::process::exit(0)
-        }
+            0
+        });
     }
 }
 

@@ -11,7 +11,6 @@ use crate::failure;
 use crate::{cdi, mounts};
 use nix::fcntl::{OFlag, open};
 use nix::sys::stat::Mode;
-use nix::unistd::ForkResult;
 use std::fmt::Display;
 use std::path::Path;
 
@@ -57,6 +56,7 @@ impl Stamps {
 
 /// Runs the guest from PID 1's first instruction, which was at `started_ns` (CLOCK_BOOTTIME).
 pub fn run(started_ns: u64) -> ! {
+    std::panic::set_hook(Box::new(|panicked| failure::tell(&format!("a bug: {panicked}"))));
     // PID 1 must not die of a bug of ours: a panic before the hand-over costs the GPUs, not the guest.
     let forked = std::panic::catch_unwind(|| prepare(started_ns)).unwrap_or_else(|_| {
         failure::tell("a bug in stage 0: no GPU will be brought up, the agent starts without");
@@ -93,13 +93,13 @@ fn prepare(started_ns: u64) -> Option<(Agent, Handover)> {
         Ok(pair) => pair,
         Err(errno) => return no_worker(&format!("make a socket pair: {errno}")),
     };
-    match crate::sys::fork_single_threaded() {
-        Ok(ForkResult::Parent { .. }) => Some((agent, ours)),
-        Ok(ForkResult::Child) => {
-            drop(ours);
-            keeper::run(Boot { config, notes, command_line, stamps }, theirs)
-        }
-        Err(errno) => no_worker(&format!("fork: {errno}")),
+    let forked = crate::sys::fork_single_threaded((ours, theirs), |(ours, theirs)| {
+        drop(ours);
+        keeper::run(Boot { config, notes, command_line, stamps }, theirs)
+    });
+    match forked {
+        Ok((_keeper, (ours, _theirs))) => Some((agent, ours)),
+        Err((errno, _)) => no_worker(&format!("fork: {errno}")),
     }
 }
 

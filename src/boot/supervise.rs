@@ -4,8 +4,10 @@
 use super::handover::Handover;
 use super::stage0::AGENT;
 use crate::{failure, mounts, sys};
+use nix::errno::Errno;
+use nix::sys::signal::kill;
 use nix::sys::wait::{WaitStatus, waitpid};
-use nix::unistd::{ForkResult, Pid, setsid};
+use nix::unistd::{Pid, setsid};
 
 /// PID 1's life with the agent as its child. Never returns.
 pub fn run(handover: Handover) -> ! {
@@ -15,20 +17,20 @@ pub fn run(handover: Handover) -> ! {
     if let Err(errno) = sys::loopback_up() {
         failure::tell(&format!("bring lo up: {errno}: containers that talk to themselves will fail"));
     }
-    match sys::fork_single_threaded() {
-        Ok(ForkResult::Child) => {
-            // The agent as a child is an ordinary daemon: an own session, so that signals for it reach only it. A fresh child is no leader.
-            let _unused = setsid();
-            let error = handover.exec_or_error(AGENT);
-            handover.tell(&error);
-            std::process::exit(127)
-        }
-        Ok(ForkResult::Parent { child }) => {
+    let forked = sys::fork_single_threaded(handover, |handover| {
+        // The agent as a child is an ordinary daemon: an own session, so that signals for it reach only it. A fresh child is no leader.
+        let _unused = setsid();
+        let error = handover.exec_or_error(AGENT);
+        handover.tell(&error);
+        127
+    });
+    match forked {
+        Ok((agent, handover)) => {
             drop(handover);
-            let status = reap_until(child);
+            let status = reap_until(agent);
             failure::power_off(&format!("kata-agent has ended ({status})"))
         }
-        Err(errno) => failure::power_off(&format!("fork for kata-agent: {errno}")),
+        Err((errno, _)) => failure::power_off(&format!("fork for kata-agent: {errno}")),
     }
 }
 
@@ -39,7 +41,10 @@ fn reap_until(agent: Pid) -> String {
             Ok(WaitStatus::Exited(pid, code)) if pid == agent => return format!("exit status {code}"),
             Ok(WaitStatus::Signaled(pid, signal, _)) if pid == agent => return format!("killed by {signal}"),
             Ok(_orphan) => {}
-            Err(nix::errno::Errno::EINTR) => {}
+            Err(Errno::EINTR) => {}
+            // Somebody was reaped who died of a real-time signal, for which nix has no name. Was it the agent?
+            Err(Errno::EINVAL) if kill(agent, None).is_ok() => {}
+            Err(Errno::EINVAL) => return "killed by a real-time signal".into(),
             Err(errno) => return format!("wait: {errno}"),
         }
     }

@@ -43,10 +43,16 @@ pub fn run(boot: &Boot, start: Start, keeper: Option<KeeperSocket>, held: Vec<He
     let spare = lane.then(|| Spare::start(Path::new(SYS), &held, opener.as_ref().map(Opener::pid))).flatten();
     name_process("gpuinit-worker");
     match tokio::runtime::Builder::new_current_thread().enable_all().thread_stack_size(STACK).build() {
-        Ok(runtime) => runtime.block_on(live(boot, start, Descriptors::new(keeper, opener, held), spare)),
+        Ok(runtime) => {
+            // Never dropped: that would wait for every thread that is in the driver.
+            let runtime = std::mem::ManuallyDrop::new(runtime);
+            let life = || runtime.block_on(live(boot, start, Descriptors::new(keeper, opener, held), spare));
+            // A panic has been told; the end of this process is what the keeper waits for.
+            let _unused = std::panic::catch_unwind(std::panic::AssertUnwindSafe(life));
+        }
         Err(error) => failure::tell(&format!("worker: start the runtime: {error}: no GPU will be brought up")),
     }
-    std::process::exit(1)
+    crate::sys::leave(1)
 }
 
 async fn live(boot: &Boot, start: Start, descriptors: Descriptors, spare: Option<Spare>) {

@@ -189,6 +189,9 @@ pub fn follow(ring: Arc<Ring>, recorded: Option<u64>) -> io::Result<(DriverWords
     Ok((words, received))
 }
 
+/// Records that are read before others have their turn.
+const AT_ONCE: usize = 256;
+
 struct Follower {
     ring: Arc<Ring>,
     words: DriverWords,
@@ -213,11 +216,16 @@ impl Follower {
                     let Ok(mut guard) = ready else { return };
                     if self.drain(log.get_ref()) {
                         guard.clear_ready();
+                    } else {
+                        drop(guard);
+                        tokio::task::yield_now().await;
                     }
                 }
                 request = requests.recv() => {
                     let Some(done) = request else { return };
-                    self.drain(log.get_ref());
+                    while !self.drain(log.get_ref()) {
+                        tokio::task::yield_now().await;
+                    }
                     // The asker may have given up.
                     let _unused = done.send(());
                 }
@@ -225,10 +233,10 @@ impl Follower {
         }
     }
 
-    /// Reads all there is; true when the log is at its end.
+    /// Reads what there is, but not so much that a kernel that never stops talking keeps this thread; true when the log is at its end.
     fn drain(&mut self, log: &OwnedFd) -> bool {
         let mut buffer = [0_u8; MAX_RECORD];
-        loop {
+        for _ in 0..AT_ONCE {
             match nix::unistd::read(log, &mut buffer) {
                 Ok(0) => return true,
                 Ok(n) => {
@@ -245,6 +253,7 @@ impl Follower {
                 }
             }
         }
+        false
     }
 
     fn take(&mut self, line: KmsgLine) {

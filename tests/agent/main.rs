@@ -9,6 +9,7 @@ fn main() {
         Some("hardware") => kata_gpu_tests::hardware::run(),
         Some("driver-script") => kata_gpu_tests::driver_script::run(),
         Some("minimal-init") => kata_gpu_tests::minimal_init::run(),
+        Some("fork-panics") => fork_panics(),
         Some("trap-init") => kata_gpu_tests::trap_init::run(),
         // The real one knows this option, too.
         _ if std::env::args().nth(1).is_some_and(|a| a == "--version") => println!("kata-agent version {} (for tests)", AGENT_VERSION),
@@ -16,5 +17,16 @@ fn main() {
             container_run::process(&std::env::args().skip(2).collect::<Vec<_>>())
         }
         _ => kata_gpu_tests::agent::run(),
+    }
+}
+
+/// What PID 1 does around its fork, with a child that panics: says who goes on behind it. Of a program, because a test has threads.
+fn fork_panics() {
+    let own = std::process::id();
+    let forked = std::panic::catch_unwind(|| kata_gpu_init::sys::fork_single_threaded("both", |both| panic!("{both}")));
+    println!("behind the fork: {}", if std::process::id() == own { "the parent" } else { "the child" });
+    match forked {
+        Ok(Ok((child, both))) => println!("{both}: {:?}", nix::sys::wait::waitpid(child, None).map(|s| (s.pid() == Some(child), s))),
+        other => println!("{other:?}"),
     }
 }

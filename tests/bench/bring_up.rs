@@ -46,6 +46,8 @@ const HOSTS: &[Host] = &[
     Host { name: "slow-blackwell", enable: 3300, firewall: 4000, relaxed: true, words: "fakepci.device=0x2901", apart: true },
     Host { name: "cc", enable: 3, firewall: 0, relaxed: false, words: "nvidia.cc=1", apart: false },
     Host { name: "old-driver", enable: 3, firewall: 0, relaxed: false, words: "nvidia.version=535.230.02", apart: false },
+    // Blocking opens in a pipeline: S1 of one beside nothing, the rest of it beside the next one's enabling.
+    Host { name: "slow-old-driver", enable: 3300, firewall: 0, relaxed: false, words: "nvidia.version=535.230.02", apart: true },
     // Does it gain anything to let probes initialise? Each of these with and without.
     Host { name: "fast-595", enable: 3, firewall: 0, relaxed: true, words: "nvidia.version=595.45.04", apart: true },
     Host { name: "fast-in-probe", enable: 3, firewall: 0, relaxed: true, words: IN_PROBE, apart: true },

@@ -4,13 +4,13 @@
 use crate::TempDir;
 use crate::initrd::{archive, directory, entries, file, gzip, image, link, made};
 use kata_gpu_init::elf::stand_in;
-use kata_gpu_init::host::cdi_check::page::ascii_json;
 use kata_gpu_init::host::initrd::image::Image;
 use kata_gpu_init::host::initrd::repack::{Wish, repack};
 use kata_gpu_init::host::initrd::tree::{LeftOut, Tree};
 use kata_gpu_init::host::initrd::verify::{self, Question, page};
 use kata_gpu_init::host::initrd::{diff, ls};
 use kata_gpu_init::host::text::Screen;
+use kata_gpu_init::host::text::ascii_json;
 use std::time::{Duration, Instant};
 
 fn error(bytes: &[u8]) -> String {

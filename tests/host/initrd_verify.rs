@@ -3,12 +3,12 @@
 use crate::TempDir;
 use crate::initrd::{Made, archive, directory, entries, file, gzip, image, link, made, program};
 use kata_gpu_init::elf::stand_in;
-use kata_gpu_init::host::cdi_check::finding::Severity;
 use kata_gpu_init::host::initrd::image::Image;
 use kata_gpu_init::host::initrd::repack::{Wish, repack};
 use kata_gpu_init::host::initrd::tree::Tree;
 use kata_gpu_init::host::initrd::verify::finding::RULES;
 use kata_gpu_init::host::initrd::verify::{Question, Report, check, page};
+use kata_gpu_init::host::severity::Severity;
 use kata_gpu_init::host::text::Screen;
 use std::collections::BTreeSet;
 use std::sync::OnceLock;

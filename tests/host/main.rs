@@ -20,6 +20,7 @@ mod export;
 mod export_page;
 #[cfg(feature = "host")]
 mod export_perfetto;
+mod fork;
 mod hooks;
 mod hooks_attacks;
 mod hooks_faults;

@@ -273,7 +273,7 @@ static struct nv_init_code nv_attach(struct nv_gpu *gpu)
 	return INIT_OK;
 }
 
-static void __noreturn nv_hang(void)
+void __noreturn nv_hang(void)
 {
 	for (;;) {
 		set_current_state(TASK_UNINTERRUPTIBLE);

@@ -61,6 +61,8 @@ static const char * const nv_strings_after[] = {
 	"ExcludedGpus",
 };
 
+NV_LIST(information_hang, "GPUs whose information is never told: lost, and never up before");
+
 static bool no_minor;
 module_param(no_minor, bool, 0444);
 MODULE_PARM_DESC(no_minor, "information files do not tell the minor");
@@ -112,6 +114,8 @@ static int nv_information_show(struct seq_file *m, void *unused)
 	bool asks = !nv_version_at_least(590, 44, 1);
 	bool seen;
 
+	if (nv_has(information_hang, gpu))
+		nv_hang();
 	if (asks)
 		nv_read_uuid(gpu);
 	seen = READ_ONCE(gpu->seen);

@@ -121,4 +121,7 @@ static inline bool nv_listed(const unsigned int *list, unsigned int count,
 	nv_per_gpu(name, name##_count, (gpu)->position, otherwise)
 #define nv_has(name, gpu) nv_listed(name, name##_count, (gpu)->position)
 
+/* Never returns, and cannot be killed. */
+void __noreturn nv_hang(void);
+
 #endif

@@ -13,6 +13,8 @@ pub const TESTS: &[VmTest] = &[
         name: "a_gpu_that_fails_its_initialisation_leaves_and_the_others_stay",
         run: |c| one_fails(c, "init_fail", 3, "firmware-boot"),
     },
+    VmTest { name: "a_gpu_that_hangs_early_keeps_nobody_waiting_for_long", run: one_hangs_early },
+    VmTest { name: "without_a_console_the_guest_boots", run: no_console },
     VmTest { name: "a_gpu_that_hangs_is_reported_and_never_closed", run: one_hangs },
     VmTest { name: "no_gpu_is_no_error_unless_gpus_were_expected", run: no_gpu },
     VmTest { name: "a_missing_driver_fails_every_gpu_with_the_cure", run: no_driver },
@@ -85,6 +87,29 @@ fn one_hangs(context: &TestContext) -> Result<Outcome> {
     let closed = counters.get("all").split_whitespace().collect::<Vec<_>>().windows(2).filter(|w| w[0] == "closes:" && w[1] != "0").count();
     ensure!(closed == 0 && counters.get("all").contains("closes: 0"), "something was closed: {}", counters.get("all"));
     booted.still_runs()?;
+    Ok(Outcome::Passed)
+}
+
+/// On a slow host the next GPU's enabling waits until the one before is through its probe, but not for ever.
+fn one_hangs_early(context: &TestContext) -> Result<Outcome> {
+    let words = "nvidia.information_hang=1 fakepci.enable_ms=300 testagent.containers=good:7";
+    let booted = Guest::new().append(words).boot(context, "hang-early")?;
+    booted.created("good")?;
+    let held = booted.record("the lane's complaint", |r| r.name == names::GPU_ENABLE && r.error.is_some())?;
+    ensure!(held.error.as_deref().is_some_and(|e| e.contains("going on without waiting")), "{:?}", held.error);
+    let late = booted.record("gpu.late", |r| r.name == names::GPU_LATE)?;
+    ensure!(late.gpu == held.gpu && late.fields["step"] == "probe", "{late:?}");
+    booted.events(names::GPU_USABLE, 7)?;
+    let complaints = booted.receiver.records().iter().filter(|r| r.name == names::GPU_ENABLE && r.error.is_some()).count();
+    ensure!(complaints == 1, "the lane waited {complaints} times for one GPU");
+    Ok(Outcome::Passed)
+}
+
+/// The kernel starts an init without descriptors then, and Rust's runtime ends a program that has none and no /dev/null.
+fn no_console(context: &TestContext) -> Result<Outcome> {
+    let booted = Guest::new().append("hardware.descriptors=none testagent.containers=all:all").boot(context, "no-console")?;
+    ensure!(booted.settled()? == (8, 0), "{:?}", booted.settled()?);
+    booted.created("all")?;
     Ok(Outcome::Passed)
 }
 

@@ -8,6 +8,7 @@ use std::time::Duration;
 
 pub const TESTS: &[VmTest] = &[
     VmTest { name: "a_listener_that_hangs_up_gets_everything_at_its_next_connection", run: hangs_up },
+    VmTest { name: "a_listener_that_always_hangs_up_is_told_three_times", run: always_hangs_up },
     VmTest { name: "a_host_that_talks_nonsense_is_answered_its_pings_and_nothing_else", run: nonsense },
     VmTest { name: "a_host_that_pings_and_never_reads_is_not_read_for_ever", run: pings_unread },
     VmTest { name: "a_reader_that_stalls_delays_nothing_and_is_told_what_it_lost", run: stalls },
@@ -35,6 +36,26 @@ fn hangs_up(context: &TestContext) -> Result<Outcome> {
     ensure!(booted.receiver.garbage().is_empty(), "{:?}", booted.receiver.garbage());
     let sink = |state: &str| records.iter().filter(|r| r.name == names::SINK && r.fields.get("state") == Some(&state.into())).count();
     ensure!(sink("lost") == 2 && sink("connected") == 3, "lost {}, connected {}", sink("lost"), sink("connected"));
+    Ok(Outcome::Passed)
+}
+
+/// As a collector does that refuses us, or somebody else's service on this port.
+fn always_hangs_up(context: &TestContext) -> Result<Outcome> {
+    let booted = Guest::new().listener(Listener::HangsUp).boot(context, "always")?;
+    booted.receiver.wait_hung_up(DEADLINE, 6).context("the guest did not come again")?;
+    booted.receiver.relent();
+    let lost = booted.record("the last that is told", |r| r.error.as_deref().is_some_and(|e| e.contains("no longer told")))?;
+    ensure!(lost.name == names::SINK, "{lost:?}");
+    ensure!(booted.settled()? == (8, 0), "{:?}", booted.settled()?);
+    let records = booted.receiver.records();
+    complete(&records)?;
+    let sink = |state: &str| records.iter().filter(|r| r.name == names::SINK && r.fields.get("state") == Some(&state.into())).count();
+    ensure!(sink("lost") == 3 && sink("connected") == 3, "lost {}, connected {}", sink("lost"), sink("connected"));
+    // A connection that lasts is told, and what comes after it again.
+    booted
+        .receiver
+        .wait_several(DEADLINE, 4, |r| r.name == names::SINK && r.fields.get("state") == Some(&"connected".into()))
+        .context("a connection that lasts was not told")?;
     Ok(Outcome::Passed)
 }
 

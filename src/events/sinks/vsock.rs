@@ -18,19 +18,43 @@ pub const HOST_CID: u32 = nix::libc::VMADDR_CID_HOST;
 const CONNECT: Duration = Duration::from_millis(200);
 /// First and longest pause between two connects.
 const PAUSE: (Duration, Duration) = (Duration::from_millis(50), Duration::from_secs(1));
+/// Connections that end sooner than this are brief. After so many in a row they are no longer told, and the pause grows further: somebody else has this
+/// port, or the collector refuses us, and each try sends the whole stream.
+const LASTING: Duration = Duration::from_secs(10);
+const BRIEF: u32 = 3;
+const LONGEST_PAUSE: Duration = Duration::from_secs(64);
 
 /// Follows the ring to `HOST_CID:port` for ever; returns only when this kernel has no vsock.
 pub async fn run(ring: Arc<Ring>, identity: Identity, port: u32, delivered: Delivered) {
     let mut pause = PAUSE.0;
     // Each state is told once, not once a try: the stream must not fill with its own troubles.
-    let mut told = None;
+    let (mut told, mut brief) = (None, 0);
     loop {
         match open(port).await {
             Ok(socket) => {
-                pause = PAUSE.0;
-                tracing::info!(name: names::SINK, sink = "vsock", state = "connected");
-                if let Err(error) = serve(socket, Arc::clone(&ring), &identity, "vsock", Some(&delivered)).await {
-                    tracing::warn!(name: names::SINK, sink = "vsock", state = "lost", error = %error);
+                let serving = serve(socket, Arc::clone(&ring), &identity, "vsock", Some(&delivered));
+                tokio::pin!(serving);
+                let connected = || tracing::info!(name: names::SINK, sink = "vsock", state = "connected");
+                let mut is_told = brief < BRIEF;
+                if is_told {
+                    connected();
+                }
+                let ended = match tokio::time::timeout(LASTING, &mut serving).await {
+                    Ok(ended) => {
+                        brief += 1;
+                        ended
+                    }
+                    Err(_lasts) => {
+                        if !std::mem::replace(&mut is_told, true) {
+                            connected();
+                        }
+                        (pause, brief) = (PAUSE.0, 0);
+                        serving.await
+                    }
+                };
+                if let (true, Err(error)) = (is_told, ended) {
+                    let more = if brief == BRIEF { "; again and again: from now on this is no longer told" } else { "" };
+                    tracing::warn!(name: names::SINK, sink = "vsock", state = "lost", error = %format!("{error}{more}"));
                 }
                 told = None;
             }
@@ -47,7 +71,7 @@ pub async fn run(ring: Arc<Ring>, identity: Identity, port: u32, delivered: Deli
             }
         }
         tokio::time::sleep(pause).await; // a new try has no event to wait for: a listener's arrival on the host is invisible here
-        pause = (pause * 2).min(PAUSE.1);
+        pause = (pause * 2).min(if brief > BRIEF { LONGEST_PAUSE } else { PAUSE.1 });
     }
 }
 

@@ -17,6 +17,8 @@ pub enum Listener {
     Reads,
     /// One that accepts and does not read, until [`Receiver::wake`].
     Deaf,
+    /// One that closes what it has accepted, until [`Receiver::relent`].
+    HangsUp,
     /// Nobody, until [`Receiver::arrive`].
     Absent,
 }
@@ -32,6 +34,9 @@ struct Received {
     live: Vec<UnixStream>,
     /// Kept open, unread.
     deaf: Vec<UnixStream>,
+    /// Connections that were closed at once.
+    hung_up: usize,
+    relented: bool,
 }
 
 impl Received {
@@ -62,29 +67,32 @@ impl Receiver {
         path.push(format!("_{DEFAULT_PORT}"));
         let receiver = Self { path: path.into(), shared: Arc::default() };
         match listener {
-            Listener::Reads => receiver.listen(true)?,
-            Listener::Deaf => receiver.listen(false)?,
             Listener::Absent => {}
+            other => receiver.listen(other)?,
         }
         Ok(receiver)
     }
 
     /// Starts to listen and read now.
     pub fn arrive(&self) -> Result<()> {
-        self.listen(true)
+        self.listen(Listener::Reads)
     }
 
-    fn listen(&self, reads: bool) -> Result<()> {
+    fn listen(&self, manner: Listener) -> Result<()> {
         let listener = UnixListener::bind(&self.path).with_context(|| format!("listen on {}", self.path.display()))?;
         let shared = Arc::clone(&self.shared);
         std::thread::spawn(move || {
             for stream in listener.incoming().map_while(Result::ok) {
-                if reads {
-                    read(stream, &shared);
-                } else {
-                    shared.0.lock().unwrap_or_else(PoisonError::into_inner).deaf.push(stream);
-                    shared.1.notify_all();
+                let mut received = shared.0.lock().unwrap_or_else(PoisonError::into_inner);
+                match manner {
+                    Listener::Deaf => received.deaf.push(stream),
+                    Listener::HangsUp if !received.relented => received.hung_up += 1,
+                    _ => {
+                        drop(received);
+                        read(stream, &shared);
+                    }
                 }
+                shared.1.notify_all();
             }
         });
         Ok(())
@@ -106,6 +114,16 @@ impl Receiver {
     /// Waits until somebody has connected to a deaf listener.
     pub fn wait_deaf(&self, deadline: Duration) -> bool {
         self.until(deadline, |r| (!r.deaf.is_empty()).then_some(())).is_some()
+    }
+
+    /// Waits until so many connections have been closed at once.
+    pub fn wait_hung_up(&self, deadline: Duration, count: usize) -> Option<()> {
+        self.until(deadline, |r| (r.hung_up >= count).then_some(()))
+    }
+
+    /// Reads from now on, instead of closing what comes.
+    pub fn relent(&self) {
+        self.lock().relented = true;
     }
 
     /// Reads from now on what a deaf listener has accepted.
