@@ -35,6 +35,8 @@ mod initrd;
 #[cfg(feature = "host")]
 mod initrd_hostile;
 #[cfg(feature = "host")]
+mod initrd_manifest;
+#[cfg(feature = "host")]
 mod initrd_repack;
 #[cfg(feature = "host")]
 mod initrd_verify;
