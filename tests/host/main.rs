@@ -45,6 +45,7 @@ mod ldconfig;
 mod modules;
 mod oracle;
 mod publications;
+mod replace_init;
 mod schema;
 #[cfg(feature = "host")]
 mod tree;
