@@ -165,7 +165,7 @@ Exit status: 0 written, 1 not written because it would not boot (--force), 2 it 
 
 Examples:
   kata-gpu-boot initrd repack kata-nvidia.initrd --init kata-gpu-init -o kata-gpu.initrd
-  # plain, so that QEMU maps it and guests share it
+  # plain, so that no guest has to decompress it
   kata-gpu-boot initrd repack kata-nvidia.initrd --init kata-gpu-init -o kata-gpu.initrd --plain";
 
 /// Give an image another init, and leave everything else as it is.
