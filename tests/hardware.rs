@@ -2,29 +2,26 @@
 //! modules of `/etc/hardware.modules` in order, with their parameters of the kernel command line, leaves no trace but a line in the kernel's
 //! log, and becomes `/init` (`hardware.init=` names another program). `hardware.file=` and `hardware.directory=` make one in the kernel's /dev, which is
 //! there before anybody mounts it: a device that only such hardware has, or something in the way. `hardware.override=` gives every GPU that
-//! driver_override, as somebody who wants to keep them for another driver does. `hardware.descriptors=none` closes 0 to 2.
+//! driver_override, as somebody who wants to keep them for another driver does. `hardware.root=DEVICE:TYPE` mounts a disk read-only as the root, as a
+//! Kata kernel does with `root=` and `ro`, with the modules of `/etc/hardware.root-modules`, and becomes its `/sbin/init`. `hardware.descriptors=none` closes
+//! 0 to 2.
 
 use kata_gpu_init::config::module_parameters;
 use nix::kmod::{ModuleInitFlags, finit_module};
 use nix::mount::{MntFlags, MsFlags, mount, umount2};
-use std::ffi::CString;
+use std::ffi::{CStr, CString};
 use std::fs::{File, OpenOptions};
 use std::io::Write;
 use std::path::Path;
 
 const LIST: &str = "/etc/hardware.modules";
+const ROOT_LIST: &str = "/etc/hardware.root-modules";
+/// What a kernel tries first in a root on a disk.
+const ROOT_INIT: &CStr = c"/sbin/init";
 
 pub fn run() -> ! {
     let command_line = read_command_line();
-    let list = std::fs::read_to_string(LIST).unwrap_or_else(|e| {
-        say(&format!("hardware: read {LIST}: {e}"));
-        String::new()
-    });
-    for path in list.lines().map(str::trim).filter(|l| !l.is_empty()) {
-        if let Err(error) = load(path, &command_line) {
-            say(&format!("hardware: load {path}: {error}"));
-        }
-    }
+    load_all(LIST, &command_line);
     for (word, directory) in device_words(&command_line) {
         if let Err(error) = make_device(&word, directory) {
             say(&format!("hardware: {word}: {error}"));
@@ -36,6 +33,14 @@ pub fn run() -> ! {
     {
         say(&format!("hardware: override={driver}: {error}"));
     }
+    let mut init = init(&command_line);
+    if let Some(root) = parameters.split(' ').find_map(|w| w.strip_prefix("root=")) {
+        load_all(ROOT_LIST, &command_line);
+        match change_root(root) {
+            Ok(()) => init = ROOT_INIT.into(),
+            Err(error) => say(&format!("hardware: root={root}: {error}")),
+        }
+    }
     say("hardware: ready");
     if parameters.split(' ').any(|w| w == "descriptors=none") {
         // As the kernel starts an init for which it finds no console.
@@ -43,10 +48,39 @@ pub fn run() -> ! {
             let _unused = nix::unistd::close(descriptor);
         }
     }
-    let init = init(&command_line);
     let error = nix::unistd::execv(&init, &[&init]).err();
     say(&format!("hardware: execute {init:?}: {error:?}"));
     std::process::exit(1)
+}
+
+/// Loads the modules of a list, in its order.
+fn load_all(list: &str, command_line: &[u8]) {
+    let text = std::fs::read_to_string(list).unwrap_or_else(|e| {
+        say(&format!("hardware: read {list}: {e}"));
+        String::new()
+    });
+    for path in text.lines().map(str::trim).filter(|l| !l.is_empty()) {
+        if let Err(error) = load(path, command_line) {
+            say(&format!("hardware: load {path}: {error}"));
+        }
+    }
+}
+
+/// `DEVICE:TYPE` becomes the root. The init finds nothing mounted, as after a real kernel.
+fn change_root(root: &str) -> Result<(), String> {
+    let (device, fs) = root.split_once(':').ok_or("want DEVICE:TYPE")?;
+    let at = |what: &'static str| move |error: nix::errno::Errno| format!("{what}: {error}");
+    for directory in ["/dev", "/root"] {
+        let _unused = std::fs::create_dir_all(directory);
+    }
+    mount(Some("devtmpfs"), "/dev", Some("devtmpfs"), MsFlags::empty(), None::<&str>).map_err(at("mount /dev"))?;
+    let mounted = mount(Some(device), "/root", Some(fs), MsFlags::MS_RDONLY, None::<&str>).map_err(at("mount it"));
+    umount2("/dev", MntFlags::empty()).map_err(at("unmount /dev"))?;
+    mounted?;
+    nix::unistd::chdir("/root").map_err(at("enter it"))?;
+    mount(Some("."), "/", None::<&str>, MsFlags::MS_MOVE, None::<&str>).map_err(at("move it to /"))?;
+    nix::unistd::chroot(".").map_err(at("make it the root"))?;
+    nix::unistd::chdir("/").map_err(at("enter the root"))
 }
 
 /// The init to become: `/init`, or another one that the command line names with `hardware.init=`.

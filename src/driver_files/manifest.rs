@@ -57,6 +57,17 @@ pub enum Unusable {
     Stale { path: PathBuf, what: String },
 }
 
+impl Unusable {
+    /// Without the path and the cure.
+    pub fn reason(&self) -> &str {
+        match self {
+            Self::Absent { .. } => "there is none",
+            Self::Broken { why, .. } => why,
+            Self::Stale { what, .. } => what,
+        }
+    }
+}
+
 impl fmt::Display for Unusable {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {

@@ -120,6 +120,7 @@ async fn demo(args: &Args) -> Result<()> {
     let config = VmConfig {
         kernel: args.kernel.clone(),
         initrd: args.initrd.clone(),
+        disk: None,
         append: command_line(args),
         memory_mib: MEMORY_MIB,
         cpus: CPUS,

@@ -6,7 +6,7 @@
 //! - Nothing is polled: the socket is awaited by inotify, the end of a process through a pipe that closes.
 //! - A signal is only ever sent to a process that is not reaped yet.
 //!
-//! Not a VM manager: no network, no disk, one serial console into a file, and the host side of vsock as unix sockets:
+//! Not a VM manager: no network, at most one disk, which the guest only reads, one serial console into a file, and the host side of vsock as unix sockets:
 //! what the guest connects to at host port P arrives at `<uds>_P`, which must listen by then.
 
 use anyhow::{Context, Result, bail};
@@ -30,6 +30,8 @@ use std::time::{Duration, Instant};
 pub struct VmConfig {
     pub kernel: PathBuf,
     pub initrd: PathBuf,
+    /// A raw image, /dev/vda in the guest, read-only.
+    pub disk: Option<PathBuf>,
     /// The kernel's command line, as it is.
     pub append: String,
     pub memory_mib: u32,
@@ -67,6 +69,14 @@ pub fn uds_path(work_dir: &Path) -> PathBuf {
 }
 
 impl Vm {
+    /// QEMU's process, while it runs.
+    pub fn pid(&self) -> Option<i32> {
+        match *self.qemu.state.lock().unwrap_or_else(PoisonError::into_inner) {
+            State::Running(pid) => Some(pid.as_raw()),
+            State::Ended(_) => None,
+        }
+    }
+
     /// Starts vhost-device-vsock (if asked for), then QEMU. Fails when a file is not there, a program cannot be started, vhost-device-vsock
     /// does not listen in time, or the work directory's path is too long for a unix socket in it (about 90 bytes).
     /// That QEMU itself dislikes its command line shows as an early exit; its words are in `work_dir/qemu.log`.
@@ -182,6 +192,10 @@ fn qemu_arguments(config: &VmConfig, console: &Path, vhost_user: Option<&Path>, 
     add("-append", config.append.clone());
     add("-chardev", format!("file,id=console,path={}", console.display()));
     add("-serial", "chardev:console".into());
+    if let Some(path) = &config.disk {
+        add("-drive", format!("if=none,id=disk,format=raw,readonly=on,file={}", path.display()));
+        add("-device", "virtio-blk-pci,drive=disk".into());
+    }
     if let Some(path) = vhost_user {
         add("-chardev", format!("socket,id=vsock,path={}", path.display()));
         add("-device", "vhost-user-vsock-pci,chardev=vsock".into());
@@ -333,6 +347,7 @@ mod tests {
         VmConfig {
             kernel: "/k/vmlinuz".into(),
             initrd: "/k/initrd".into(),
+            disk: None,
             append: "console=ttyS0 a,b".into(),
             memory_mib: 1024,
             cpus: 2,

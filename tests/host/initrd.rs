@@ -6,7 +6,7 @@ use kata_gpu_init::host::initrd::image::{Form, Image};
 use kata_gpu_init::host::initrd::ls;
 use kata_gpu_init::host::initrd::newc::{Header, Kind, write_entry, write_trailer};
 use kata_gpu_init::host::initrd::output::{Output, Written};
-use kata_gpu_init::host::initrd::pack::pack;
+use kata_gpu_init::host::initrd::pack::{Packed, Wish, pack};
 use kata_gpu_init::host::initrd::tree::Tree;
 use kata_gpu_init::host::text::Screen;
 use std::io::Write;
@@ -80,12 +80,16 @@ pub fn image(bytes: &[u8]) -> anyhow::Result<(Image, Tree)> {
 }
 
 pub fn packed(sources: &[&Path], form: Form, to: &Path) -> anyhow::Result<Written> {
+    packed_as(sources, form, Wish { mtime: 0, manifest: true }, to).map(|(written, _)| written)
+}
+
+pub fn packed_as(sources: &[&Path], form: Form, wish: Wish, to: &Path) -> anyhow::Result<(Written, Packed)> {
     let sources: Vec<PathBuf> = sources.iter().map(|s| s.to_path_buf()).collect();
     let mut output = Output::create(to, form)?;
-    pack(&sources, 0, &mut output)?;
+    let packed = pack(&sources, wish, &mut output)?;
     let mut written = output.end()?;
     written.keep()?;
-    Ok(written)
+    Ok((written, packed))
 }
 
 /// A root with everything that a directory can hold without privileges.

@@ -14,7 +14,7 @@ use std::collections::BTreeSet;
 use std::sync::OnceLock;
 
 pub const VERSION: &str = "550.163.01";
-const KERNEL: &str = "6.18.5-nvidia-gpu";
+pub const KERNEL: &str = "6.18.5-nvidia-gpu";
 const LOADER: &str = "/lib64/ld-linux-x86-64.so.2";
 const MANIFEST: &str = "usr/share/kata-gpu-init/driver-files.json";
 

@@ -1,6 +1,8 @@
 //! `kata-gpu-boot install` and `uninstall` on configurations with the public keys of both runtimes: the drop-in, what becomes effective, and that
 //! uninstall leaves everything as it was. Reasons to refuse are in install_refusals.rs, hostile files in install_attacks.rs.
 
+use crate::initrd::{archive, file};
+use crate::initrd_verify::{KERNEL, guest};
 use crate::{TempDir, project};
 use kata_gpu_init::host::install::drop_in;
 use kata_gpu_init::host::install::kata_config::KataConfig;
@@ -32,7 +34,14 @@ impl World {
         let base = fixture.strip_prefix("go-").or_else(|| fixture.strip_prefix("rust-")).unwrap();
         let config = root.join(RUNTIMES).join(base).join(format!("configuration-{base}.toml"));
         fs::create_dir_all(config.parent().unwrap()).unwrap();
-        fs::copy(project().join("tests/fixtures/kata").join(fixture).with_extension("toml"), &config).unwrap();
+        let text = fs::read_to_string(project().join("tests/fixtures/kata").join(fixture).with_extension("toml")).unwrap();
+        // The kernel lies in the test's directory, and not where a Kata of this machine may have one.
+        let kernel = format!("\nkernel = \"{}/", root.display());
+        assert!(text.contains("\nkernel = \"/opt/kata/share/kata-containers/"));
+        fs::write(&config, text.replace("\nkernel = \"/opt/kata/share/kata-containers/", &kernel)).unwrap();
+        for name in ["vmlinux.container", "vmlinux-nvidia.container"] {
+            fs::write(root.join(name), format!("Linux version {KERNEL} (builder) #1")).unwrap();
+        }
         let world = World { dir, config, initrd: root.join("gpu.cpio") };
         world.make_initrd(&world.initrd, 1000);
         world
@@ -42,20 +51,10 @@ impl World {
         fs::canonicalize(&self.dir.0).unwrap()
     }
 
-    /// An archive with an `init` of this size.
+    /// A guest that boots, with a file of this size in it.
     pub fn make_initrd(&self, path: &Path, size: usize) {
-        let mut out = Vec::new();
-        for (name, size) in [("bin", 0), ("init", size), ("TRAILER!!!", 0)] {
-            out.extend(b"070701");
-            for field in 0..13 {
-                let value = [(6, size), (11, name.len() + 1)].iter().find(|(at, _)| *at == field).map_or(0, |(_, value)| *value);
-                out.extend(format!("{value:08X}").bytes());
-            }
-            out.extend(name.bytes().chain([0]));
-            out.resize(out.len().next_multiple_of(4), 0);
-            out.resize((out.len() + size).next_multiple_of(4), 0);
-        }
-        fs::write(path, out).unwrap();
+        let guest = guest().into_iter().chain([file("etc/size", vec![b'x'; size])]).collect::<Vec<_>>();
+        fs::write(path, archive(&guest)).unwrap();
     }
 
     pub fn config_d(&self) -> PathBuf {
@@ -391,4 +390,87 @@ fn make_program(path: &Path, text: &str) {
     let script = "printf %s \"$1\" > \"$2\" && chmod 755 \"$2\"";
     let status = Command::new("sh").args(["-c", script, "sh", text]).arg(path).stdin(Stdio::null()).status().unwrap();
     assert!(status.success());
+}
+
+/// A guest with some of its entries left out.
+fn guest_without(world: &World, name: &str, gone: &[&str]) -> PathBuf {
+    let before = guest().len();
+    let rest: Vec<_> = guest().into_iter().filter(|made| !gone.iter().any(|name| made.name == name.as_bytes())).collect();
+    assert_eq!(rest.len() + gone.len(), before, "{gone:?}");
+    let path = world.root().join(name);
+    fs::write(&path, archive(&rest)).unwrap();
+    path
+}
+
+#[test]
+fn an_initrd_that_cannot_boot_is_refused_with_the_verifiers_reasons() {
+    let world = World::new("cannot-boot", "go-qemu-nvidia-gpu");
+    let before = world.snapshot();
+    let broken = guest_without(&world, "broken.cpio", &["init", "usr/bin/kata-agent"]);
+    let said = world.install(&["--initrd", broken.to_str().unwrap()]);
+    let err = world.shown(&said.err);
+    let lines: Vec<&str> = err.lines().collect();
+    assert_eq!((said.code, lines.len()), (1, 3), "{err}");
+    assert!(lines[0].starts_with("refused: /test/broken.cpio: no-agent /usr/bin/kata-agent: "), "{err}");
+    assert!(lines[1].starts_with("refused: /test/broken.cpio: no-init /init: ") && lines[1].contains("; put kata-gpu-init there"), "{err}");
+    assert_eq!(lines[2], "nothing was written, for 2 reasons");
+    fs::remove_file(&broken).unwrap();
+    assert_eq!(world.snapshot(), before);
+    // Somebody who knows better is told what they passed.
+    let forced = world.install(&["--initrd", guest_without(&world, "c", &["init"]).to_str().unwrap(), "--force"]);
+    assert_eq!(forced.code, 0);
+    assert!(forced.err.starts_with("forced: ") && forced.out.contains("verified: 1 error, 0 warnings, 1 note"), "{forced:?}");
+}
+
+#[test]
+fn the_modules_are_held_against_the_kernel_of_the_configuration() {
+    let world = World::new("kernel", "rust-qemu-nvidia-gpu");
+    let kernel = world.root().join("vmlinux-nvidia.container");
+    assert!(done(&world.install_initrd(&["--dry-run"])).contains(&format!("{}, {KERNEL}", kernel.display())));
+    fs::write(&kernel, "Linux version 6.1.0 (builder) #1").unwrap();
+    let said = world.install_initrd(&[]);
+    assert!(said.code == 1 && said.err.contains("other-kernel /lib/modules: 6.1.0; there is "), "{}", said.err);
+    assert!(!world.ours().exists());
+    // One that is not there, as where a cluster's configuration is prepared elsewhere, keeps nobody.
+    fs::remove_file(&kernel).unwrap();
+    assert!(done(&world.install_initrd(&[])).contains("not there, so the modules were not held against it"));
+}
+
+#[test]
+fn a_driver_from_elsewhere_is_asked_for_by_name() {
+    let world = World::new("no-user-space", "go-qemu-nvidia-gpu");
+    let version = crate::initrd_verify::VERSION;
+    let gone = [format!("usr/lib64/libcuda.so.{version}"), format!("usr/lib64/libnvidia-ml.so.{version}")];
+    let base = guest_without(&world, "base.cpio", &gone.each_ref().map(String::as_str));
+    let words = ["--initrd", base.to_str().unwrap()];
+    let said = world.install(&words);
+    assert!(said.code == 1 && said.err.contains("no-libcuda"), "{}", said.err);
+    done(&world.install(&[&words[..], &["--no-user-space"]].concat()));
+}
+
+#[test]
+fn install_upgrade_roll_back_and_uninstall_are_one_command_each() {
+    for one in CASES {
+        let world = case("life", one);
+        let newer = world.root().join("newer.cpio");
+        world.make_initrd(&newer, 2000);
+        let before = world.snapshot();
+        let initrd = |world: &World| {
+            let effective = world.effective(one.1);
+            effective.get(&["hypervisor", one.2, "initrd"]).and_then(|v| v.as_str().map(str::to_string)).unwrap_or_default()
+        };
+        let was = initrd(&world);
+        let old = world.initrd.to_str().unwrap().to_string();
+        done(&world.install_initrd(one.3));
+        let installed = world.snapshot();
+        assert_eq!(initrd(&world), old, "{}", one.0);
+        done(&world.install(&["--initrd", newer.to_str().unwrap()]));
+        assert_eq!(initrd(&world), newer.to_str().unwrap(), "{}", one.0);
+        assert_ne!(world.snapshot(), installed, "{}", one.0);
+        // The former initrd again, and nothing is left of the upgrade.
+        done(&world.install(&["--initrd", &old]));
+        assert_eq!(world.snapshot(), installed, "{}", one.0);
+        done(&world.uninstall(&[]));
+        assert_eq!((world.snapshot(), initrd(&world)), (before, was), "{}", one.0);
+    }
 }

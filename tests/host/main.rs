@@ -36,6 +36,8 @@ mod initrd;
 #[cfg(feature = "host")]
 mod initrd_hostile;
 #[cfg(feature = "host")]
+mod initrd_manifest;
+#[cfg(feature = "host")]
 mod initrd_repack;
 #[cfg(feature = "host")]
 mod initrd_verify;
@@ -44,6 +46,7 @@ mod ldconfig;
 mod modules;
 mod oracle;
 mod publications;
+mod replace_init;
 mod schema;
 #[cfg(feature = "host")]
 mod tree;

@@ -11,6 +11,7 @@ pub const GUEST_HALVES: &[(&str, fn())] = &[
     ("listener", listener),
     ("looks", looks),
     ("rss", rss),
+    ("root", root),
     ("child", child),
     ("script", script::run),
 ];
@@ -125,6 +126,14 @@ fn rss() {
             log::info("rss", &[("process", process), ("VmRSS", &value("VmRSS:")), ("threads", &value("Threads:"))]);
         }
     }
+}
+
+/// Reports what the root is, and whether anything can be written to it.
+fn root() {
+    let mounts = std::fs::read_to_string("/proc/self/mounts").unwrap_or_default();
+    let line = mounts.lines().rfind(|line| line.split(' ').nth(1) == Some("/")).unwrap_or_default();
+    let written = std::fs::write("/written", "").map_or_else(|e| e.to_string(), |()| "yes".into());
+    log::info("root", &[("mount", line), ("written", &written)]);
 }
 
 /// Leaves the agent a dead child, and says so.

@@ -1,10 +1,12 @@
 //! Images that `kata-gpu-boot initrd` has written, before a real kernel: it unpacks them, and the guest brings its GPUs up and starts a container.
 
 use super::harness::{DEADLINE, Guest, Outcome, TestContext, VmTest};
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context, Result, bail, ensure};
+use kata_gpu_init::events::names;
+use kata_gpu_init::events::record::Kind;
 use kata_gpu_init::host::initrd::image::{Form, Image};
 use kata_gpu_init::host::initrd::output::Output;
-use kata_gpu_init::host::initrd::pack::pack;
+use kata_gpu_init::host::initrd::pack::{List, Wish as PackWish, pack};
 use kata_gpu_init::host::initrd::repack::{Wish, repack};
 use kata_gpu_init::host::initrd::tree::Tree;
 use kata_gpu_init::host::initrd::verify::{self, Question};
@@ -30,8 +32,13 @@ fn folder(context: &TestContext) -> Result<PathBuf> {
     Ok(folder)
 }
 
-fn boots(context: &TestContext, image: &Path) -> Result<Outcome> {
+/// Boots to a container. `listed`: whether the image has a list of the driver's files, which the guest then goes by.
+fn boots(context: &TestContext, image: &Path, listed: bool) -> Result<Outcome> {
     let mut booted = Guest::new().initrd(image).append("testagent.containers=all:all").boot(context, "guest")?;
+    if listed {
+        let files = booted.record("the driver's files", |r| r.kind == Kind::End && r.name == names::DRIVER_FILES)?;
+        ensure!(files.fields.get("manifest") == Some(&true.into()), "the list was not used: {:?}", files.fields);
+    }
     let all = booted.created("all")?;
     ensure!(booted.settled()? == (8, 0), "settled: {:?}", booted.settled()?);
     let gpus = (0..8).filter(|k| all.get("nodes").contains(&format!("/dev/nvidia{k} 195:{k} 666"))).count();
@@ -40,17 +47,21 @@ fn boots(context: &TestContext, image: &Path) -> Result<Outcome> {
     Ok(Outcome::Passed)
 }
 
-/// Unpacked by cpio, packed by us.
+/// Unpacked by cpio, packed by us, with the driver's stand-ins.
 fn packed(context: &TestContext) -> Result<Outcome> {
     let folder = folder(context)?;
     let base = base(context);
     let archive = File::open(&base).with_context(|| format!("open {}", base.display()))?;
     let unpacked = Command::new("cpio").args(["-idmu", "--quiet"]).current_dir(folder.join("root")).stdin(archive).status();
     ensure!(unpacked.context("run cpio (initrd/setup installs it)")?.success(), "cpio does not unpack {}", base.display());
+    let driver = context.target.join("containers/driver");
+    ensure!(driver.is_dir(), "{} is missing: make it with tests/containers/build", driver.display());
     let mut output = Output::create(&folder.join("packed"), Form::Plain)?;
-    pack(&[folder.join("root")], 0, &mut output)?;
+    let packed = pack(&[folder.join("root"), driver], PackWish { mtime: 0, manifest: true }, &mut output)?;
+    let List::Of(files) = packed.list else { bail!("no list of the driver's files: {:?}", packed.list) };
+    ensure!(files == 5, "{files} files in the list: three libraries, nvidia-smi and firmware are there");
     output.end()?.keep()?;
-    boots(context, &folder.join("packed"))
+    boots(context, &folder.join("packed"), true)
 }
 
 fn repacked(context: &TestContext) -> Result<Outcome> {
@@ -62,7 +73,7 @@ fn repacked(context: &TestContext) -> Result<Outcome> {
     let mut done = repack(&image, &Tree::new(&image)?, &wish, &question, &folder.join("repacked"))?;
     ensure!(done.report.boots(), "{:?}", done.report.findings);
     done.written.keep()?;
-    boots(context, &folder.join("repacked"))
+    boots(context, &folder.join("repacked"), false)
 }
 
 /// The control of both: what we call an error is one for the kernel.

@@ -16,6 +16,8 @@ mod container_roots;
 #[cfg(feature = "host")]
 mod containers;
 #[cfg(feature = "host")]
+mod disk_root;
+#[cfg(feature = "host")]
 mod events;
 #[cfg(feature = "host")]
 mod faults;
@@ -55,5 +57,6 @@ pub const TESTS: &[&[harness::VmTest]] = &[
     readers::TESTS,
     modules::TESTS,
     initrd::TESTS,
+    disk_root::TESTS,
     real_driver::TESTS,
 ];

@@ -93,6 +93,12 @@ impl Read for Reader<'_> {
 }
 
 impl Content {
+    /// A whole file that is no image.
+    pub fn of_file(file: File) -> io::Result<Self> {
+        let length = file.metadata()?.len();
+        Ok(Self { file: Rc::new(file), at: 0, length })
+    }
+
     pub fn reader(&self) -> Reader<'_> {
         Reader { content: self, at: 0 }
     }
@@ -379,15 +385,16 @@ fn first_byte(content: &Content) -> io::Result<Option<u8>> {
 
 /// The first byte that is not zero, or the end.
 fn skip_zeros(content: &Content, mut at: u64) -> io::Result<u64> {
-    // There are at most some hundred in what tools write.
-    let mut buffer = [0; 512];
+    // There are at most some hundred in what tools write; where there are more, larger steps.
+    let mut buffer = vec![0; 512];
     loop {
         let read = content.read_at(&mut buffer, at)?;
-        let zeros = buffer.iter().take(read).take_while(|b| **b == 0).count();
+        let zeros = buffer.iter().take(read).position(|b| *b != 0).unwrap_or(read);
         at += zeros as u64;
         if zeros < read || read == 0 {
             return Ok(at);
         }
+        buffer.resize(CHUNK, 0);
     }
 }
 

@@ -4,8 +4,9 @@
 
 pub mod components;
 pub mod diff;
+mod driver_list;
 pub mod image;
-mod kernel;
+pub mod kernel;
 pub mod list;
 pub mod ls;
 pub mod newc;
@@ -20,6 +21,7 @@ mod view;
 
 use self::image::{Form, Image};
 use self::output::{Output, Written};
+use self::pack::List;
 use self::text::{escaped, megabytes};
 use self::tree::Tree;
 use self::verify::{INIT, Question};
@@ -58,8 +60,10 @@ A list has one entry a line; # begins a comment; FILE and DIR are relative to th
   fifo PATH MODE         char  PATH MODE MAJOR:MINOR    block PATH MODE MAJOR:MINOR
   tree PATH DIR          (everything below DIR, at PATH)
 
-The archive is the same, byte for byte, for the same files: sorted, everything owned by root, times SOURCE_DATE_EPOCH or 0. Plain by default: QEMU \
-maps it then, and guests share its memory.
+The archive is the same, byte for byte, for the same files: sorted, everything owned by root, times SOURCE_DATE_EPOCH or 0.
+
+Where the sources have the driver's libraries, the list of its files (what containers get) goes into the archive, in place of one that is there: a boot \
+verifies it instead of looking for the files.
 
 Examples:
   # a directory as the guest's root
@@ -81,6 +85,9 @@ struct PackArgs {
     /// Compress it.
     #[arg(long)]
     gzip: bool,
+    /// Do not make the list of the driver's files.
+    #[arg(long)]
+    no_manifest: bool,
     /// Print sizes as JSON.
     #[arg(long)]
     json: bool,
@@ -158,7 +165,7 @@ Exit status: 0 written, 1 not written because it would not boot (--force), 2 it 
 
 Examples:
   kata-gpu-boot initrd repack kata-nvidia.initrd --init kata-gpu-init -o kata-gpu.initrd
-  # plain, so that QEMU maps it and guests share it
+  # plain, so that no guest has to decompress it
   kata-gpu-boot initrd repack kata-nvidia.initrd --init kata-gpu-init -o kata-gpu.initrd --plain";
 
 /// Give an image another init, and leave everything else as it is.
@@ -253,19 +260,32 @@ fn written(written: &Written) -> String {
 
 fn pack(args: &PackArgs) -> Result<bool> {
     let mut output = Output::create(&args.output, if args.gzip { Form::Gzip } else { Form::Plain })?;
-    let packed = pack::pack(&args.sources, pack::mtime()?, &mut output)?;
+    let wish = pack::Wish { mtime: pack::mtime()?, manifest: !args.no_manifest };
+    let packed = pack::pack(&args.sources, wish, &mut output)?;
     let mut done = output.end()?;
     done.keep()?;
     let left_out: Vec<String> = packed.left_out.iter().map(|path| printable(&path.display().to_string())).collect();
     left_out.iter().for_each(|path| eprintln!("kata-gpu-boot: {path} is a socket, and left out: nobody listens on it in a guest"));
     let screen = Screen::of_stdout();
+    let (files, stale, none) = match &packed.list {
+        List::Of(files) => (Some(files), None, None),
+        List::Replaced(files, why) => (Some(files), Some(printable(why)), None),
+        List::None(why) => (None, None, Some(printable(why))),
+    };
     let text = if args.json {
         ascii_json(&json!({
             "path": printable(&done.path.display().to_string()), "bytes": done.bytes, "sha256": done.sha256, "entries": packed.entries,
-            "components": text::sizes_json(&packed.sizes), "leftOut": left_out,
+            "components": text::sizes_json(&packed.sizes), "leftOut": left_out, "manifestFiles": files, "staleManifest": stale, "noManifest": none,
         }))?
     } else {
-        format!("{}{}, {} entries\n", text::sizes(&packed.sizes, &screen), written(&done), packed.entries)
+        let list = match (files, stale, none) {
+            (Some(files), None, _) => format!("the list of the driver's {files} files is in the image\n"),
+            (Some(files), Some(why), _) => {
+                format!("the list of the driver's {files} files is in the image, in place of a stale one: {why}\n")
+            }
+            (None, _, none) => format!("no list of the driver's files: {}\n", none.unwrap_or_default()),
+        };
+        format!("{}{list}{}, {} entries\n", text::sizes(&packed.sizes, &screen), written(&done), packed.entries)
     };
     print(&text)?;
     Ok(true)

@@ -1,14 +1,21 @@
 //! `initrd pack`: directories and lists into an archive, the same bytes for the same files.
 //!
 //! Entries are sorted by path, owned by root, with times of SOURCE_DATE_EPOCH or 0, and numbered from one; what a file system adds of its own (inode
-//! and device numbers, link counts of directories, the order of names) does not get in. Names of the same file stay names of the same file.
+//! and device numbers, link counts of directories, the order of names) does not get in. Names of the same file stay names of the same file. The list of
+//! the driver's files is made anew here, because packing is the last step of a build.
 
 use super::components;
+use super::driver_list;
+use super::image::Content;
 use super::list::{self, Line, Wanted};
 use super::newc::{self, Header, Kind, MAX_NAME};
 use super::output::Output;
 use super::progress::Progress;
 use super::text::{Sizes, escaped};
+use super::verify::modules::information;
+use super::view::{Making, View};
+use crate::driver_files::manifest;
+use crate::modinfo;
 use anyhow::{Context, Result, anyhow, bail, ensure};
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::ffi::OsString;
@@ -22,6 +29,8 @@ use std::path::{Path, PathBuf};
 const MAX_DEPTH: usize = MAX_NAME as usize / 2;
 /// The root's and that of directories nobody has asked for.
 const DIRECTORY: u32 = 0o755;
+/// Files of the driver's module, below a kernel's directory.
+const MODULES: [&[u8]; 4] = [b"/nvidia.ko", b"/nvidia.ko.gz", b"/nvidia.ko.xz", b"/nvidia.ko.zst"];
 /// In the environment: seconds since 1970 (reproducible-builds.org/specs/source-date-epoch).
 const EPOCH: &str = "SOURCE_DATE_EPOCH";
 
@@ -42,6 +51,37 @@ enum Data {
     None,
     Link(Vec<u8>),
     File { path: PathBuf, size: u64 },
+    Bytes(Vec<u8>),
+}
+
+impl Data {
+    fn size(&self) -> u64 {
+        match self {
+            Self::File { size, .. } => *size,
+            Self::Bytes(bytes) => bytes.len() as u64,
+            Self::None | Self::Link(_) => 0,
+        }
+    }
+}
+
+/// How it is to be packed.
+#[derive(Clone, Copy, Debug)]
+pub struct Wish {
+    /// Of all entries, in seconds since 1970.
+    pub mtime: u32,
+    /// Whether the list of the driver's files is made.
+    pub manifest: bool,
+}
+
+/// The list of the driver's files in what was packed.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum List {
+    /// Made now, or made before and still what a scan finds.
+    Of(usize),
+    /// Made now in place of one, and why that did not hold.
+    Replaced(usize, String),
+    /// None was made: why.
+    None(String),
 }
 
 /// What was packed.
@@ -51,6 +91,7 @@ pub struct Packed {
     pub sizes: Sizes,
     /// Sockets: nobody listens on them in a guest.
     pub left_out: Vec<PathBuf>,
+    pub list: List,
 }
 
 /// By path; the root is empty.
@@ -76,7 +117,7 @@ fn mtime_of(value: Option<OsString>) -> Result<u32> {
 }
 
 /// Writes an archive of all sources: a directory's content, or what a list says.
-pub fn pack(sources: &[PathBuf], mtime: u32, out: &mut Output) -> Result<Packed> {
+pub fn pack(sources: &[PathBuf], wish: Wish, out: &mut Output) -> Result<Packed> {
     let mut items = Items::default();
     for source in sources {
         let meta = std::fs::metadata(source).with_context(|| format!("pack {}", source.display()))?;
@@ -87,7 +128,8 @@ pub fn pack(sources: &[PathBuf], mtime: u32, out: &mut Output) -> Result<Packed>
         }
     }
     items.complete()?;
-    items.write(mtime, out)
+    let list = if wish.manifest { items.list_driver(wish.mtime)? } else { List::None("not asked for".into()) };
+    items.write(wish.mtime, list, out)
 }
 
 impl Items {
@@ -201,9 +243,78 @@ impl Items {
         Ok(())
     }
 
-    fn write(self, mtime: u32, out: &mut Output) -> Result<Packed> {
+    /// What is packed, as a directory.
+    fn view(&self, mtime: u32) -> Result<View> {
+        let mut making = Making::begin()?;
+        for (path, item) in self.all.iter().filter(|(path, _)| !path.is_empty()) {
+            match &item.data {
+                Data::Link(target) => making.link(path, target)?,
+                Data::None if Kind::of(item.mode) == Kind::Directory => making.directory(path, mtime)?,
+                Data::None => {}
+                Data::File { path: from, size } => {
+                    let copy = |out: &mut File| io::copy(&mut File::open(from)?, out).map(drop);
+                    let name = path.rsplit(|b| *b == b'/').next().unwrap_or_default();
+                    let copy: Option<&dyn Fn(&mut File) -> io::Result<()>> = if driver_list::wanted(name) { Some(&copy) } else { None };
+                    making.file(path, item.mode, *size, copy)?;
+                }
+                Data::Bytes(bytes) => making.file(path, item.mode, bytes.len() as u64, Some(&|out| out.write_all(bytes)))?,
+            }
+        }
+        making.end()
+    }
+
+    /// The driver's version as its module has it, where all modules of that name say the same.
+    fn module_version(&self) -> Option<String> {
+        let is_module = |path: &[u8]| {
+            let below = path.strip_prefix(b"usr/").unwrap_or(path).strip_prefix(b"lib/modules/");
+            below.is_some_and(|below| MODULES.iter().any(|name| below.ends_with(name)))
+        };
+        let mut unpacked = 0;
+        let mut versions = BTreeSet::new();
+        for item in self.all.iter().filter(|(path, _)| is_module(path)).map(|(_, item)| item) {
+            let Data::File { path, .. } = &item.data else { continue };
+            // One that cannot be read says nothing here; `verify` says why.
+            let section = File::open(path).and_then(Content::of_file).ok().and_then(|file| information(&file, &mut unpacked).ok());
+            versions.extend(section.and_then(|section| modinfo::values(&section, "version").next()));
+        }
+        if versions.len() == 1 { versions.pop_first() } else { None }
+    }
+
+    /// Puts the list of the driver's files in, or says why there is none.
+    fn list_driver(&mut self, mtime: u32) -> Result<List> {
+        let at = driver_list::path().trim_start_matches('/').as_bytes().to_vec();
+        for end in at.iter().enumerate().filter(|(_, b)| **b == b'/').map(|(end, _)| end) {
+            let above = at.get(..end).unwrap_or_default();
+            if let Some(other) = self.all.get(above).filter(|other| Kind::of(other.mode) != Kind::Directory) {
+                return Ok(List::None(format!("/{} is no directory ({})", escaped(above), other.from.display())));
+            }
+        }
+        let (version, view) = (self.module_version(), self.view(mtime)?);
+        let old = self.all.get(&at).is_some().then(|| {
+            let text = std::fs::read(view.path().join(driver_list::path().trim_start_matches('/'))).unwrap_or_default();
+            (text, manifest::load(&view.roots(), version.as_deref()))
+        });
+        let (text, files) = match driver_list::of(&view, version.as_deref(), &at)? {
+            Ok(found) => found,
+            Err(why) if old.is_some() => return Ok(List::None(format!("{why}; the one that was there is left as it is"))),
+            Err(why) => return Ok(List::None(why)),
+        };
+        let list = match old {
+            None => List::Of(files),
+            Some((old, _)) if old == text => List::Of(files),
+            Some((_, Ok(_))) => List::Replaced(files, "it was written for other files".into()),
+            Some((_, Err(why))) => List::Replaced(files, why.reason().into()),
+        };
+        let item =
+            Item { mode: Kind::File.bits() | 0o644, data: Data::Bytes(text), rdev: (0, 0), same: None, from: driver_list::path().into() };
+        self.all.insert(at, item);
+        self.complete()?;
+        Ok(list)
+    }
+
+    fn write(self, mtime: u32, list: List, out: &mut Output) -> Result<Packed> {
         let mut names: HashMap<(u64, u64), u32> = HashMap::new();
-        let size = |item: &Item| if let Data::File { size, .. } = item.data { size } else { 0 };
+        let size = |item: &Item| item.data.size();
         self.all.values().filter_map(|item| item.same).for_each(|same| *names.entry(same).or_default() += 1);
         let mut progress = Progress::new("packing", self.all.values().map(size).sum());
         // Of files with several names: number, and names still to come.
@@ -228,8 +339,8 @@ impl Items {
             };
             let nlink = same.map_or(1, |(_, count)| count);
             // A file counts under its first name.
-            if let (Data::File { size, .. }, true) = (&item.data, to_come + 1 == nlink) {
-                components::count(&mut sizes, path, *size);
+            if Kind::of(item.mode) == Kind::File && to_come + 1 == nlink {
+                components::count(&mut sizes, path, item.data.size());
             }
             let header = Header { ino, mode: item.mode, nlink, mtime, rdev: item.rdev, ..Header::default() };
             // The root is `.`, as find has it.
@@ -247,12 +358,17 @@ impl Items {
                     let header = Header { size: target.len() as u32, ..header };
                     newc::write_entry(out, &header, name, &mut target.as_slice()).with_context(at)?;
                 }
+                Data::Bytes(bytes) => {
+                    let header =
+                        Header { size: u32::try_from(bytes.len()).map_err(|_| anyhow!("{}: too large", escaped(path)))?, ..header };
+                    newc::write_entry(out, &header, name, &mut bytes.as_slice()).with_context(at)?;
+                }
                 Data::None => newc::write_entry(out, &header, name, &mut io::empty()).with_context(at)?,
             }
         }
         newc::write_trailer(out).context("write the archive's end")?;
         out.flush().context("write the archive")?;
-        Ok(Packed { entries: self.all.len(), sizes, left_out: self.left_out })
+        Ok(Packed { entries: self.all.len(), sizes, left_out: self.left_out, list })
     }
 }
 

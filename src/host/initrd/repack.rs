@@ -4,6 +4,7 @@
 //! its name: a difference that was not meant is an error, not a surprise at boot.
 
 use super::diff::{self, Difference};
+use super::driver_list;
 use super::image::{Content, Form, Image, Part, copy};
 use super::newc::{self, Header, Kind};
 use super::output::{Output, Written};
@@ -12,12 +13,10 @@ use super::tree::{Id, Tree, What};
 use super::verify::{self, INIT, Question, Report};
 use super::view::View;
 use crate::boot::stage0::AGENT;
-use crate::driver_files::{is_version, manifest, scan};
+use crate::driver_files::manifest;
 use anyhow::{Context, Result, bail, ensure};
 use std::collections::{BTreeMap, BTreeSet};
-use std::ffi::OsStr;
 use std::io::{self, Read, Write};
-use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 
 /// Where images have another name for the init: what Kata's image builders want to find.
@@ -179,37 +178,30 @@ fn plan_old(tree: &Tree, old: Option<Id>, drop_old: bool, plan: &mut Plan) -> Re
 fn plan_manifest(image: &Image, tree: &Tree, plan: &mut Plan) -> Result<Result<usize, String>> {
     let question = Question { user_space: false, ..Question::default() };
     let version = verify::check(image, tree, &question).driver.and_then(|driver| driver.version);
-    // SONAMEs are read of the driver's libraries alone.
-    let wanted = |name: &[u8]| std::str::from_utf8(name).is_ok_and(|n| n.split_once(".so").is_some());
-    let view = View::new(tree, wanted)?;
-    let roots = view.roots();
-    let files = match scan(&roots, version.as_deref().filter(|v| is_version(v))) {
-        Ok(files) => files,
-        Err(error) => return Ok(Err(error.to_string())),
-    };
-    if let Err(error) = manifest::write(&roots, &files) {
-        return Ok(Err(error.to_string()));
-    }
-    let (directory, mut at) = (manifest::DIRECTORY.as_bytes(), b"/".to_vec());
+    let (mut at, mut missing) = (b"/".to_vec(), Vec::new());
     // What the image links elsewhere is made where that leads.
-    for name in directory.split(|b| *b == b'/').filter(|name| !name.is_empty()) {
+    for name in manifest::DIRECTORY.as_bytes().split(|b| *b == b'/').filter(|name| !name.is_empty()) {
         if at != b"/" {
             at.push(b'/');
         }
         at.extend(name);
         match tree.find(&at) {
             Some(id) if tree.kind(id) == Kind::Directory => at = tree.path(id),
-            None if tree.find_no_follow(&at).is_none() => plan.put(tree, &at, Kind::Directory.bits() | PROGRAM, Vec::new())?,
+            None if tree.find_no_follow(&at).is_none() => missing.push(at.clone()),
             _ => return Ok(Err(format!("{} is no directory", escaped(&at)))),
         }
     }
     at.push(b'/');
     at.extend(manifest::FILE.as_bytes());
-    // The view follows its links as the tree does: the file is where the tree says.
-    let written = view.path().join(OsStr::from_bytes(at.strip_prefix(b"/").unwrap_or(&at)));
-    let bytes = std::fs::read(&written).with_context(|| format!("read {}", written.display()))?;
-    plan.put(tree, &at, Kind::File.bits() | 0o644, bytes)?;
-    Ok(Ok(files.mounts.len()))
+    let (text, files) = match driver_list::of(&View::new(tree, driver_list::wanted)?, version.as_deref(), &at)? {
+        Ok(found) => found,
+        Err(why) => return Ok(Err(why)),
+    };
+    for directory in missing {
+        plan.put(tree, &directory, Kind::Directory.bits() | PROGRAM, Vec::new())?;
+    }
+    plan.put(tree, &at, Kind::File.bits() | 0o644, text)?;
+    Ok(Ok(files))
 }
 
 fn write(image: &Image, plan: &Plan, form: Option<Form>, out: &Path) -> Result<Written> {

@@ -3,50 +3,98 @@
 //! Names come from the tree, where none has a slash or is `..`, and parents are directories made here: nothing is written elsewhere, whatever the
 //! image says. Files that nobody reads have their size and no content.
 
-use super::newc::Kind;
 use super::text::escaped;
 use super::tree::{ROOT, Tree, What};
 use crate::driver_files::Roots;
 use anyhow::{Context, Result};
 use std::ffi::OsStr;
 use std::fs::{File, OpenOptions};
+use std::io;
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::{OpenOptionsExt, symlink};
 use std::path::{Path, PathBuf};
-use std::time::{Duration, UNIX_EPOCH};
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 /// A directory with a tree in it.
 pub struct View(PathBuf);
 
-impl View {
-    /// `wanted`: which files, by name, are read.
-    pub fn new(tree: &Tree, wanted: impl Fn(&[u8]) -> bool) -> Result<Self> {
+/// A view under way: parents come before what is in them.
+pub struct Making {
+    view: View,
+    directories: Vec<(PathBuf, SystemTime)>,
+}
+
+impl Making {
+    pub fn begin() -> Result<Self> {
         let template = std::env::temp_dir().join("kata-gpu-boot-initrd-XXXXXX");
         let made =
             nix::unistd::mkdtemp(&template).with_context(|| format!("make directory {} (TMPDIR names another place)", template.display()));
-        let view = Self(made?);
-        let mut directories = Vec::new();
-        for id in tree.below(ROOT) {
-            let path = tree.path(id);
-            let to = view.0.join(OsStr::from_bytes(path.strip_prefix(b"/").unwrap_or(&path)));
-            let mtime = UNIX_EPOCH + Duration::from_secs(tree.meta(id).mtime.into());
-            let done = match &tree.node(id).what {
-                What::Directory(_) => {
-                    directories.push((to.clone(), mtime));
-                    std::fs::create_dir(&to)
-                }
-                What::Link(target) => symlink(OsStr::from_bytes(target), &to),
-                What::File(_) => file(tree, id, &to, wanted(tree.name(id))),
-                What::Special => Ok(()),
-            };
-            done.with_context(|| format!("write {} below {} (TMPDIR names another place)", escaped(&path), view.0.display()))?;
-        }
+        Ok(Self { view: View(made?), directories: Vec::new() })
+    }
+
+    /// With a slash in front or without.
+    fn at(&self, path: &[u8]) -> PathBuf {
+        self.view.0.join(OsStr::from_bytes(path.strip_prefix(b"/").unwrap_or(path)))
+    }
+
+    fn done(&self, path: &[u8], done: io::Result<()>) -> Result<()> {
+        done.with_context(|| format!("write {} below {} (TMPDIR names another place)", escaped(path), self.view.0.display()))
+    }
+
+    /// `mtime` in seconds since 1970.
+    pub fn directory(&mut self, path: &[u8], mtime: u32) -> Result<()> {
+        let to = self.at(path);
+        self.done(path, std::fs::create_dir(&to))?;
+        self.directories.push((to, UNIX_EPOCH + Duration::from_secs(mtime.into())));
+        Ok(())
+    }
+
+    pub fn link(&mut self, path: &[u8], target: &[u8]) -> Result<()> {
+        self.done(path, symlink(OsStr::from_bytes(target), self.at(path)))
+    }
+
+    /// `content` writes it; without, the file has its length and nothing else.
+    pub fn file(&mut self, path: &[u8], mode: u32, length: u64, content: Option<&dyn Fn(&mut File) -> io::Result<()>>) -> Result<()> {
+        let own = if mode & 0o111 != 0 { 0o700 } else { 0o600 };
+        let write = || -> io::Result<()> {
+            let mut out = OpenOptions::new().write(true).create_new(true).mode(own).open(self.at(path))?;
+            match content {
+                Some(content) => content(&mut out),
+                None => out.set_len(length),
+            }
+        };
+        self.done(path, write())
+    }
+
+    pub fn end(self) -> Result<View> {
         // Last: what is put into a directory changes its time.
-        for (path, mtime) in directories {
+        for (path, mtime) in self.directories {
             let set = File::open(&path).and_then(|directory| directory.set_modified(mtime));
             set.with_context(|| format!("set the time of {}", path.display()))?;
         }
-        Ok(view)
+        Ok(self.view)
+    }
+}
+
+impl View {
+    /// `wanted`: which files, by name, are read.
+    pub fn new(tree: &Tree, wanted: impl Fn(&[u8]) -> bool) -> Result<Self> {
+        let mut making = Making::begin()?;
+        for id in tree.below(ROOT) {
+            let path = tree.path(id);
+            match &tree.node(id).what {
+                What::Directory(_) => making.directory(&path, tree.meta(id).mtime)?,
+                What::Link(target) => making.link(&path, target)?,
+                What::File(_) => {
+                    let content = tree.content(id);
+                    let copy = |out: &mut File| content.map_or(Ok(()), |content| super::image::copy(content, out));
+                    let copy: Option<&dyn Fn(&mut File) -> io::Result<()>> = if wanted(tree.name(id)) { Some(&copy) } else { None };
+                    making.file(&path, tree.meta(id).mode, content.map_or(0, |c| c.length), copy)?;
+                }
+                What::Special => {}
+            }
+        }
+        making.end()
     }
 
     pub fn path(&self) -> &Path {
@@ -55,16 +103,6 @@ impl View {
 
     pub fn roots(&self) -> Roots {
         Roots { root: self.0.clone(), ..Roots::default() }
-    }
-}
-
-fn file(tree: &Tree, id: super::tree::Id, to: &Path, whole: bool) -> std::io::Result<()> {
-    let mode = if tree.kind(id) == Kind::File && tree.meta(id).mode & 0o111 != 0 { 0o700 } else { 0o600 };
-    let mut out = OpenOptions::new().write(true).create_new(true).mode(mode).open(to)?;
-    match tree.content(id) {
-        Some(content) if whole => super::image::copy(content, &mut out),
-        Some(content) => out.set_len(content.length),
-        None => Ok(()),
     }
 }
 

@@ -39,7 +39,7 @@ pub struct Facts<'a> {
     pub after: &'a Effective,
     pub plan: &'a Plan,
     pub initrd: &'a Path,
-    pub image: Initrd,
+    pub image: &'a Initrd,
     /// For kata-deploy's chart, which gives every runtime a directory of its own.
     pub for_chart: bool,
 }
@@ -54,6 +54,7 @@ pub fn check(facts: &Facts) -> Vec<Refusal> {
     refusals.extend(prepared_guests(facts));
     refusals.extend(kernel_command_line(facts));
     refusals.extend(size_and_mode(facts));
+    refusals.extend(facts.image.refusals());
     refusals.extend(overridden(facts));
     if !facts.for_chart {
         refusals.extend(own_file(&facts.config.ours, &facts.config.drop_in_path()));
@@ -235,11 +236,11 @@ pub fn default_memory(effective: &Effective, section: &str) -> i64 {
 fn size_and_mode(facts: &Facts) -> Vec<Refusal> {
     let mut refusals = Vec::new();
     let memory = u64::try_from(default_memory(facts.before, &facts.plan.section)).unwrap_or(u64::MAX).saturating_mul(MIB);
-    let size = facts.image.bytes.div_ceil(MIB);
-    if facts.image.bytes >= memory {
+    let size = facts.image.report.bytes.div_ceil(MIB);
+    if facts.image.report.bytes >= memory {
         let why = format!("the initrd's {size} MiB do not fit into the guest");
         refusals.push(facts.refuse_key("default_memory", &why).cure("raise it to at least twice the initrd's unpacked size"));
-    } else if facts.image.form == Form::Plain && facts.image.bytes > memory / 2 {
+    } else if facts.image.report.form == Form::Plain && facts.image.report.bytes > memory / 2 {
         let why = format!("the kernel unpacks the initrd's {size} MiB into a tmpfs of half the guest's memory");
         refusals.push(facts.refuse_key("default_memory", &why).cure(format!("raise it to {} or more", size * 2)).forcible());
     }

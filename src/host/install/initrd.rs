@@ -1,50 +1,47 @@
-//! Whether a file looks like an initrd that Kata's guest kernel unpacks: newc, plain or with gzip, and `/init` in it where that can be seen
-//! without unpacking everything. The one place where `install` looks into an image; what an image needs to boot is not judged here.
+//! What `install` makes of the initrd that it is given: the report of `initrd verify`, against the kernel that the configuration names. An initrd that
+//! cannot boot is refused with that report's errors.
+//!
+//! Not here: what an image needs; see [`super::super::initrd::verify`].
 
 use super::kata_config::unreadable;
 use super::refusal::Refusal;
-use std::fs::{File, OpenOptions};
-use std::io::{self, BufReader, Read, Seek, SeekFrom};
+use crate::host::cdi_check::finding::Severity;
+pub use crate::host::initrd::image::Form;
+use crate::host::initrd::image::Image;
+use crate::host::initrd::kernel;
+use crate::host::initrd::tree::Tree;
+use crate::host::initrd::verify::{self, Question, Report};
+use std::fs::OpenOptions;
+use std::io;
 use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
-/// Length of a newc header; all its fields are eight hexadecimal digits after a magic of six.
-const HEADER: usize = 110;
-const NEWC: [&[u8]; 2] = [b"070701", b"070702"];
-const GZIP: &[u8] = &[0x1f, 0x8b];
-/// Entries looked at; an image of a whole distribution has some ten thousand.
-const MAX_ENTRIES: usize = 1 << 20;
-/// Longest name that the kernel takes.
-const MAX_NAME: u64 = 4096;
+/// Refusals of one rule that are shown; the others are counted.
+const SHOWN_OF_A_RULE: usize = 3;
 
-/// Starts of files that people take for initrds, and what they are.
-const OTHERS: &[(&[u8], &str)] = &[
-    (&[0x28, 0xb5, 0x2f, 0xfd], "compressed with zstd"),
-    (&[0xfd, b'7', b'z', b'X', b'Z'], "compressed with xz"),
-    (&[0x02, 0x21, 0x4c, 0x18], "compressed with lz4"),
-    (b"BZh", "compressed with bzip2"),
-    (b"\x7fELF", "an ELF file"),
-    (b"hsqs", "a squashfs image"),
-    (b"070707", "a cpio archive of the old form"),
-];
-
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Form {
-    Plain,
-    Gzip,
+/// The kernel that boots it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Kernel {
+    /// The configuration names none.
+    Unnamed,
+    Release(PathBuf, String),
+    /// Why its release is not known.
+    Unknown(String),
 }
 
-/// A file that looks like an initrd.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+/// An initrd that could be read.
+#[derive(Debug)]
 pub struct Initrd {
-    pub bytes: u64,
-    pub form: Form,
+    pub path: PathBuf,
     /// Readable by everybody, so also by a hypervisor that does not run as root.
     pub for_everybody: bool,
+    pub kernel: Kernel,
+    pub report: Report,
 }
 
-/// Looks at the file.
-pub fn look(path: &Path) -> Result<Initrd, Refusal> {
+/// Reads and verifies it. Errors: it is no initrd at all. `user_space`: whether the driver's is to be in it.
+pub fn look(path: &Path, kernel: Option<&str>, user_space: bool) -> Result<Initrd, Refusal> {
+    // What stands for a device or a pipe must not make us wait.
     let file = OpenOptions::new().read(true).custom_flags(nix::libc::O_NONBLOCK).open(path).map_err(|e| match e.kind() {
         io::ErrorKind::NotFound => Refusal::at(path, "there is no such initrd").cure("give an absolute path with --initrd"),
         _ => unreadable(path, &e),
@@ -53,136 +50,158 @@ pub fn look(path: &Path) -> Result<Initrd, Refusal> {
     if !metadata.is_file() {
         return Err(Refusal::at(path, "is not a regular file").cure("give an initrd with --initrd"));
     }
-    let form = form_of(file)
-        .map_err(|why| Refusal::at(path, format!("is no initrd for Kata: {why}")).cure("build one as newc cpio, plain or with gzip"))?;
-    Ok(Initrd { bytes: metadata.len(), form, for_everybody: metadata.mode() & 0o004 != 0 })
+    let kernel = kernel_of(kernel);
+    let release = match &kernel {
+        Kernel::Release(_, release) => Some(release.clone()),
+        Kernel::Unnamed | Kernel::Unknown(_) => None,
+    };
+    let question = Question { release, user_space, ..Question::default() };
+    let read = || {
+        let image = Image::open(path)?;
+        let tree = Tree::new(&image)?;
+        Ok::<_, anyhow::Error>(verify::check(&image, &tree, &question))
+    };
+    let report = read().map_err(|error| {
+        // Its outermost words name the file, as a refusal does.
+        let reasons: Vec<String> = error.chain().skip(usize::from(error.chain().count() > 1)).map(ToString::to_string).collect();
+        Refusal::at(path, format!("is no initrd for Kata: {}", reasons.join(": "))).cure("build one as newc cpio, plain or with gzip")
+    })?;
+    Ok(Initrd { path: path.into(), for_everybody: metadata.mode() & 0o004 != 0, kernel, report })
 }
 
-fn form_of(file: File) -> Result<Form, String> {
-    let mut reader = BufReader::new(file);
-    let mut start = [0; 6];
-    reader.read_exact(&mut start).map_err(|_| "too short".to_string())?;
-    reader.rewind().map_err(|e| e.to_string())?;
-    if start.starts_with(GZIP) {
-        let mut inner = [0; 6];
-        flate2::read::GzDecoder::new(reader).read_exact(&mut inner).map_err(|e| format!("gzip: {e}"))?;
-        return if NEWC.contains(&inner.as_slice()) { Ok(Form::Gzip) } else { Err("gzip of something that is no newc archive".into()) };
+fn kernel_of(path: Option<&str>) -> Kernel {
+    let Some(path) = path.filter(|path| !path.is_empty()) else { return Kernel::Unnamed };
+    if !Path::new(path).exists() {
+        return Kernel::Unknown(format!("{path}: not there"));
     }
-    if NEWC.contains(&start.as_slice()) {
-        return if has_init(&mut reader)? { Ok(Form::Plain) } else { Err("it has no /init".into()) };
+    match kernel::release(path) {
+        Ok(release) => Kernel::Release(path.into(), release),
+        Err(error) => Kernel::Unknown(format!("{error:#}")),
     }
-    let known = OTHERS.iter().find(|(magic, _)| start.starts_with(magic)).map(|(_, what)| *what);
-    Err(known.unwrap_or("neither newc nor gzip").into())
 }
 
-/// Goes from header to header until it meets `init`. Archives may follow each other, with zeros between; one with gzip cannot be looked into.
-fn has_init(reader: &mut BufReader<File>) -> Result<bool, String> {
-    let mut at = 0_u64;
-    let cut = |e: io::Error| format!("the archive is cut off or damaged: {e}");
-    for _ in 0..MAX_ENTRIES {
-        let mut header = [0; HEADER];
-        loop {
-            let mut word = [0; 4];
-            match reader.read_exact(&mut word) {
-                Err(e) if e.kind() == io::ErrorKind::UnexpectedEof => return Ok(false),
-                read => read.map_err(cut)?,
+impl Initrd {
+    /// Everything that keeps it from booting as a guest with GPUs.
+    pub fn refusals(&self) -> Vec<Refusal> {
+        let errors: Vec<_> = self.report.findings.iter().filter(|f| f.rule.severity == Severity::Error).collect();
+        let mut refusals = Vec::new();
+        for (index, finding) in errors.iter().enumerate() {
+            let of_rule = errors.iter().filter(|other| other.rule == finding.rule).count();
+            let before = errors.iter().take(index).filter(|other| other.rule == finding.rule).count();
+            if before >= SHOWN_OF_A_RULE {
+                continue;
             }
-            if word != [0; 4] {
-                header[..4].copy_from_slice(&word);
-                break;
-            }
-            at += 4;
+            let value = finding.shown_value().map_or(String::new(), |value| format!(": {value}"));
+            let more = if before + 1 == SHOWN_OF_A_RULE && of_rule > SHOWN_OF_A_RULE {
+                format!(" ({} more of these: `kata-gpu-boot initrd verify` has all)", of_rule - SHOWN_OF_A_RULE)
+            } else {
+                String::new()
+            };
+            let what = format!("{} {}{value}{more}", finding.rule.name, finding.path);
+            refusals.push(Refusal { what, ..Refusal::at(&self.path, finding.rule.breaks).cure(finding.rule.cure).forcible() });
         }
-        if header.starts_with(GZIP) {
-            return Ok(true);
-        }
-        reader.read_exact(&mut header[4..]).map_err(cut)?;
-        if !NEWC.iter().any(|magic| header.starts_with(magic)) {
-            return Err(format!("no newc header at byte {at}"));
-        }
-        let field = |index: usize| -> Result<u64, String> {
-            let digits = header.get(6 + index * 8..14 + index * 8).and_then(|d| std::str::from_utf8(d).ok());
-            digits.and_then(|d| u64::from_str_radix(d, 16).ok()).ok_or(format!("no newc header at byte {at}"))
+        refusals
+    }
+
+    /// For the page: what it is, and what the verification came to.
+    pub fn shown(&self) -> String {
+        let count = |severity: Severity, word: &str| {
+            let n = self.report.findings.iter().filter(|f| f.rule.severity == severity).count();
+            format!("{n} {word}{}", if n == 1 { "" } else { "s" })
         };
-        let (size, name_size) = (field(6)?, field(11)?);
-        if name_size > MAX_NAME {
-            return Err(format!("a name of {name_size} bytes at byte {at}"));
-        }
-        let mut name = Vec::new();
-        reader.by_ref().take(name_size).read_to_end(&mut name).map_err(cut)?;
-        let name = name.strip_suffix(b"\0").unwrap_or(&name);
-        if matches!(name, b"init" | b"./init" | b"/init") {
-            return Ok(true);
-        }
-        // Names end and data end at multiples of four.
-        let data = (at + HEADER as u64 + name_size).next_multiple_of(4);
-        at = (data + size).next_multiple_of(4);
-        reader.seek(SeekFrom::Start(at)).map_err(cut)?;
+        let verdict =
+            [(Severity::Error, "error"), (Severity::Warning, "warning"), (Severity::Note, "note")].map(|(s, word)| count(s, word));
+        let mib = self.report.bytes as f64 / f64::from(1 << 20);
+        format!("{}, {mib:.1} MiB, {}, verified: {}", self.path.display(), self.report.form.name(), verdict.join(", "))
     }
-    Err(format!("more than {MAX_ENTRIES} entries"))
+
+    /// For the page: against which kernel it was held.
+    pub fn shown_kernel(&self) -> String {
+        match &self.kernel {
+            Kernel::Unnamed => "not named in the configuration, so the modules were not held against it".into(),
+            Kernel::Release(path, release) => format!("{}, {release}", path.display()),
+            Kernel::Unknown(why) => format!("{why}, so the modules were not held against it"),
+        }
+    }
 }
 
 #[cfg(test)]
-pub mod tests {
+mod tests {
     use super::*;
-    use std::io::Write;
+    use crate::elf::stand_in;
+    use crate::host::initrd::newc::{Header, write_entry, write_trailer};
+    use crate::host::testing::TempDir;
 
-    /// A newc archive of empty directories and files with some content.
-    pub fn newc(names: &[(&str, &[u8])]) -> Vec<u8> {
+    fn newc(files: &[(&str, &[u8])]) -> Vec<u8> {
         let mut out = Vec::new();
-        for (name, data) in names.iter().chain(&[("TRAILER!!!", b"".as_slice())]) {
-            let mut fields = [0_usize; 13];
-            (fields[6], fields[11]) = (data.len(), name.len() + 1);
-            out.extend(b"070701");
-            fields.iter().for_each(|field| out.extend(format!("{field:08X}").bytes()));
-            out.extend(name.bytes().chain([0]));
-            out.resize(out.len().next_multiple_of(4), 0);
-            out.extend(*data);
-            out.resize(out.len().next_multiple_of(4), 0);
+        for (name, data) in files {
+            let header = Header { mode: 0o100_755, nlink: 1, size: data.len() as u32, ..Header::default() };
+            write_entry(&mut out, &header, name.as_bytes(), &mut &**data).unwrap();
         }
+        write_trailer(&mut out).unwrap();
         out
     }
 
-    fn gzip(bytes: &[u8]) -> Vec<u8> {
-        let mut encoder = flate2::write::GzEncoder::new(Vec::new(), flate2::Compression::fast());
-        encoder.write_all(bytes).unwrap();
-        encoder.finish().unwrap()
+    #[test]
+    fn what_is_no_initrd_is_refused_and_what_is_one_is_verified() {
+        let dir = TempDir::new();
+        let path = dir.path().join("initrd");
+        let of = |bytes: &[u8]| {
+            std::fs::write(&path, bytes).unwrap();
+            look(&path, None, false)
+        };
+        let good = newc(&[("init", &stand_in::library(None, &[]))]);
+        for (name, bytes, why) in [
+            ("empty", b"".as_slice(), "it is empty"),
+            ("cut in a header", &good[..60], "cut"),
+            ("zstd", &[0x28, 0xb5, 0x2f, 0xfd, 0, 0, 0, 0], "zstd"),
+            ("ELF", b"\x7fELF\x02\x01\x01\x00", "neither a newc archive nor gzip"),
+            ("cut gzip", &[0x1f, 0x8b, 8, 0, 0, 0, 0, 0, 0, 3, 1], "gzip"),
+        ] {
+            let refusal = of(bytes).unwrap_err();
+            assert!(refusal.why.contains(why) && !refusal.why.contains("initrd\":") && !refusal.forcible, "{name}: {refusal}");
+        }
+        assert!(look(dir.path(), None, false).unwrap_err().why.contains("not a regular file"));
+        assert!(look(&dir.path().join("nothing"), None, false).unwrap_err().why.contains("no such initrd"));
+        let initrd = of(&good).unwrap();
+        assert_eq!((initrd.kernel.clone(), initrd.report.form, initrd.report.bytes), (Kernel::Unnamed, Form::Plain, good.len() as u64));
+        let refused: Vec<String> = initrd.refusals().iter().map(ToString::to_string).collect();
+        assert_eq!(refused.len(), 2, "no agent, no modules: {refused:?}");
+        assert!(refused[0].contains("initrd: no-agent /usr/bin/kata-agent: the init has nothing to hand PID 1 to"), "{refused:?}");
+        assert!(refused.iter().all(|line| line.ends_with("(or --force)")), "{refused:?}");
     }
 
     #[test]
-    fn initrds_are_told_from_what_is_none() {
-        let good = newc(&[("bin", b""), ("bin/a", b"some data"), ("init", b"#!"), ("x", b"y")]);
-        let without = newc(&[("bin", b"abc"), ("sbin/init", b"x")]);
-        let joined = [&newc(&[("kernel/x86/microcode/a", b"m")]), [0; 512].as_slice(), &good].concat();
-        let early_and_gzip = [newc(&[("kernel/x86/microcode/a", b"m")]), gzip(&good)].concat();
-        let cases: &[(&str, &[u8], Result<Form, &str>)] = &[
-            ("plain", &good, Ok(Form::Plain)),
-            ("gzip", &gzip(&good), Ok(Form::Gzip)),
-            ("two archives", &joined, Ok(Form::Plain)),
-            ("an archive and gzip", &early_and_gzip, Ok(Form::Plain)),
-            ("no init", &without, Err("it has no /init")),
-            ("empty", b"", Err("too short")),
-            ("cut in a header", &good[..60], Err("cut off")),
-            ("cut before init", &good[..116], Err("no /init")),
-            ("cut in the second header", &good[..130], Err("cut off")),
-            ("damaged", &[&good[..116], b"XXXXXXXX".as_slice(), &good[124..]].concat(), Err("no newc header")),
-            ("gzip of text", &gzip(b"hello world"), Err("no newc archive")),
-            ("cut gzip", &gzip(&good)[..8], Err("gzip: ")),
-            ("zstd", &[0x28, 0xb5, 0x2f, 0xfd, 0, 0, 0, 0], Err("zstd")),
-            ("ELF", b"\x7fELF\x02\x01\x01\x00", Err("an ELF file")),
-            ("text", b"hello world", Err("neither newc nor gzip")),
-        ];
-        let dir = crate::host::testing::TempDir::new();
-        for (name, bytes, wanted) in cases {
-            let path = dir.path().join("initrd");
-            std::fs::write(&path, bytes).unwrap();
-            match (look(&path), wanted) {
-                (Ok(found), Ok(form)) => assert_eq!((found.form, found.bytes), (*form, bytes.len() as u64), "{name}"),
-                (Err(refusal), Err(why)) => assert!(refusal.why.contains(why), "{name}: {refusal}"),
-                (found, _) => panic!("{name}: {found:?}"),
-            }
+    fn of_many_errors_of_one_rule_the_rest_is_counted() {
+        let dir = TempDir::new();
+        let path = dir.path().join("initrd");
+        let (module, names) = (stand_in::module(b"vermagic=5.0 \0"), ["a", "b", "c", "d", "e"]);
+        let files: Vec<String> = names.iter().map(|name| format!("lib/modules/6.1/{name}.ko")).collect();
+        let dep: String = names.iter().map(|name| format!("{name}.ko:\n")).collect();
+        let mut all: Vec<(&str, &[u8])> = vec![("lib/modules/6.1/modules.dep", dep.as_bytes())];
+        all.extend(files.iter().map(|file| (file.as_str(), module.as_slice())));
+        let mut archive = Vec::new();
+        for directory in ["lib", "lib/modules", "lib/modules/6.1"] {
+            let header = Header { mode: 0o040_755, nlink: 2, ..Header::default() };
+            write_entry(&mut archive, &header, directory.as_bytes(), &mut io::empty()).unwrap();
         }
-        assert!(look(dir.path()).unwrap_err().why.contains("not a regular file"));
-        assert!(look(&dir.path().join("nothing")).unwrap_err().why.contains("no such initrd"));
+        archive.extend(newc(&all));
+        std::fs::write(&path, archive).unwrap();
+        let refusals = look(&path, Some("/nowhere/vmlinux"), false).unwrap().refusals();
+        let of_rule: Vec<_> = refusals.iter().filter(|r| r.what.starts_with("vermagic")).collect();
+        assert_eq!(of_rule.len(), 3);
+        assert!(of_rule[2].what.ends_with("(2 more of these: `kata-gpu-boot initrd verify` has all)"), "{}", of_rule[2]);
+    }
+
+    #[test]
+    fn the_kernel_is_the_configurations_where_its_release_can_be_read() {
+        let dir = TempDir::new();
+        let path = dir.path().join("vmlinux");
+        std::fs::write(&path, b"...Linux version 6.18.5-nvidia-gpu (builder) #1").unwrap();
+        assert_eq!(kernel_of(path.to_str()), Kernel::Release(path.clone(), "6.18.5-nvidia-gpu".into()));
+        std::fs::write(&path, b"nothing").unwrap();
+        assert!(matches!(kernel_of(path.to_str()), Kernel::Unknown(why) if why.contains("give the release itself")));
+        assert!(matches!(kernel_of(Some("/nowhere/6.1.0")), Kernel::Unknown(why) if why == "/nowhere/6.1.0: not there"));
+        assert_eq!(kernel_of(Some("")), Kernel::Unnamed);
     }
 }

@@ -2,7 +2,7 @@
 //!
 //! Invariants: nothing but that drop-in is ever written; it is written whole or not at all; nothing is written where it would not have the effect that was
 //! asked for, which is computed with the runtime's own merge rule before the file exists. Everything that stands in the way is said at once.
-//! Not here: building or judging images.
+//! The initrd is judged by `initrd verify`. Not here: building images, and what they need.
 
 pub mod checks;
 pub mod drop_in;
@@ -19,7 +19,7 @@ pub mod write;
 
 use self::checks::Facts;
 use self::drop_in::Found;
-use self::initrd::{Form, Initrd};
+use self::initrd::Initrd;
 use self::kata_config::{KataConfig, Source};
 use self::manifests::Name;
 use self::merge::{Effective, Runtime};
@@ -40,7 +40,8 @@ Writes one file, config.d/60-kata-gpu-init.toml beside the configuration: image 
 are effective now. Both Kata runtimes read it at the start of every pod: new pods use the initrd, running ones are left alone, no service is restarted.
 
 Installing again with another --initrd is the upgrade; words given before stay. After an upgrade of Kata itself, install again: kernel_params is computed anew. \
-What cannot work is refused, each reason with file, key, value and cure, and nothing is written.
+What cannot work is refused, each reason with file, key, value and cure, and nothing is written; the initrd itself is \
+verified (`kata-gpu-boot initrd verify`) against the kernel that the configuration names. To roll back, install the former initrd again, or uninstall.
 
 Exit status: 0 installed, or all was as wanted; 1 refused, with the reasons.
 
@@ -76,6 +77,9 @@ pub struct Args {
     /// Take a word out again that an earlier --param put in.
     #[arg(long, value_name = "NAME")]
     unset: Vec<String>,
+    /// The driver's libraries and firmware are not in the initrd: they come from elsewhere, or are not wanted.
+    #[arg(long)]
+    no_user_space: bool,
     /// Kata's version, where its shim cannot be asked.
     #[arg(long, value_name = "X.Y.Z")]
     kata_version: Option<Version>,
@@ -288,7 +292,8 @@ impl Install {
         };
         let parameters = plan::parameters(&installed, &args.params, &args.unset)?;
         let initrd = initrd_path(args, &now, &section).map_err(one)?;
-        let image = initrd::look(Path::new(&initrd)).map_err(one)?;
+        let kernel = plan::text(&before, &section, "kernel");
+        let image = initrd::look(Path::new(&initrd), kernel, !args.no_user_space).map_err(one)?;
         let plan = Plan::of(&before, &section, &initrd, parameters).map_err(one)?;
         let text =
             drop_in::render(&plan, made_directory).ok_or_else(|| one(Refusal::at(&config.drop_in_path(), "cannot be written as TOML")))?;
@@ -301,7 +306,7 @@ impl Install {
             after: &after,
             plan: &plan,
             initrd: Path::new(&initrd),
-            image,
+            image: &image,
             for_chart: args.print == Some(Manifest::Helm),
         };
         let (forced, refusals): (Vec<_>, Vec<_>) = checks::check(&facts).into_iter().partition(|refusal| args.force && refusal.forcible);
@@ -359,15 +364,12 @@ impl Install {
             1 => "1 other drop-in".to_string(),
             n => format!("{n} other drop-ins"),
         };
-        let form = match self.image.form {
-            Form::Plain => "plain",
-            Form::Gzip => "gzip",
-        };
         let mut page = format!(
-            "{}\n{}\n{}\n",
+            "{}\n{}\n{}\n{}\n",
             printable(&format!("runtime  {}, hypervisor {}, {version}", self.runtime.name(), self.plan.section)),
             printable(&format!("config   {}, {drop_ins}", self.config.base.path.display())),
-            printable(&format!("initrd   {}, {:.1} MiB, {form}", self.initrd, self.image.bytes as f64 / f64::from(1 << 20))),
+            printable(&format!("initrd   {}", self.image.shown())),
+            printable(&format!("kernel   {}", self.image.shown_kernel())),
         );
         page.push_str(&changes_text(&self.changes));
         for note in self.notes() {
@@ -411,7 +413,7 @@ impl Install {
             "runtime": match self.runtime { Runtime::Go => "go", Runtime::Rust => "rust" },
             "hypervisor": self.plan.section,
             "kataVersion": self.version.version().map(|version| version.to_string()),
-            "initrd": {"path": self.initrd, "bytes": self.image.bytes},
+            "initrd": {"path": self.initrd, "bytes": self.image.report.bytes, "verify": self.image.report.json()},
             "changes": self.changes.iter().map(Change::json).collect::<Vec<_>>(),
             "forced": self.forced.iter().map(Refusal::json).collect::<Vec<_>>(),
             "notes": self.notes(),

@@ -71,6 +71,7 @@ pub struct Guest {
     append: Vec<String>,
     /// None: that of initrd/pack.
     initrd: Option<PathBuf>,
+    disk: Option<PathBuf>,
     files: Vec<(String, Vec<u8>)>,
     archives: Vec<String>,
     without: Vec<&'static str>,
@@ -94,6 +95,7 @@ impl Guest {
         Self {
             append: vec![kernel.into(), times.into()],
             initrd: None,
+            disk: None,
             files: vec![],
             archives: vec![],
             without: vec![],
@@ -113,6 +115,23 @@ impl Guest {
     pub fn initrd(mut self, path: &Path) -> Self {
         self.initrd = Some(path.into());
         self
+    }
+
+    /// Boots with this image as its root, on a disk that it only reads. `device` and `fs`: as in `root=` and `rootfstype=`. The initrd has what a Kata
+    /// kernel has built in, and no init of its own.
+    pub fn root_disk(mut self, context: &TestContext, image: &Path, device: &str, fs: &str) -> Result<Self> {
+        let read = |path: PathBuf| std::fs::read(&path).with_context(|| format!("read {} (initrd/setup makes it)", path.display()));
+        let kernel = context.target.join("kernel");
+        let (version, list) = (read(kernel.join("version"))?, read(kernel.join("modules/image-load-order"))?);
+        let (version, list) = (String::from_utf8(version)?, String::from_utf8(list)?);
+        let mut paths = String::new();
+        for name in list.lines() {
+            let path = format!("lib/modules/{}/{name}", version.trim());
+            self = self.file(&path, &read(kernel.join("modules").join(name))?);
+            paths.push_str(&format!("/{path}\n"));
+        }
+        self.disk = Some(image.into());
+        Ok(self.file("etc/hardware.root-modules", paths.as_bytes()).without("init").append(&format!("hardware.root={device}:{fs}")))
     }
 
     /// Replaces a file of the initrd, or adds one.
@@ -171,6 +190,7 @@ impl Guest {
         let vm = Vm::start(&VmConfig {
             kernel: context.target.join("kernel/vmlinuz"),
             initrd,
+            disk: self.disk,
             append: self.append.join(" "),
             memory_mib: self.memory_mib,
             cpus: 2,

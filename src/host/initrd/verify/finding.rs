@@ -123,8 +123,8 @@ rules! {
         "a program that unpacks itself (UPX) does so at every start, which takes 200 ms for a large one; which libraries it needs cannot be seen",
         "use the program as it was built";
     COMPRESSED "compressed" Note,
-        "the guest unpacks it at every boot, and guests on one host do not share its memory",
-        "store it plain: QEMU maps it then";
+        "the guest decompresses it at every boot: that costs time, and saves memory of guests that have no GPU (initrd/README.md has figures)",
+        "store it plain where the time matters";
     NO_MANIFEST "no-manifest" Note,
         "the init looks for the driver's files at every boot",
         "write the list with `kata-gpu-init cdi manifest`, or repack the image";

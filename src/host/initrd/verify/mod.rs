@@ -5,7 +5,7 @@
 
 mod driver;
 pub mod finding;
-mod modules;
+pub mod modules;
 pub mod page;
 mod paths;
 mod programs;

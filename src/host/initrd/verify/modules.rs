@@ -45,7 +45,7 @@ pub struct Modules {
 }
 
 /// What a module says of itself, or why it is none. `unpacked` grows by what came out of a compressed one.
-fn information(content: &Content, unpacked: &mut u64) -> Result<Vec<u8>, String> {
+pub fn information(content: &Content, unpacked: &mut u64) -> Result<Vec<u8>, String> {
     let mut first = [0; 6];
     let read = content.read_at(&mut first, 0).map_err(|e| e.to_string())?;
     match Format::of(first.get(..read).unwrap_or_default()) {

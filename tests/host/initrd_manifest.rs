@@ -1,0 +1,148 @@
+//! `kata-gpu-boot initrd pack` and the list of the driver's files: it is made where there is a driver, the same bytes in every folder, and one that does not
+//! hold is said and replaced. `verify` says the same of an image.
+
+use crate::TempDir;
+use crate::initrd::{Made, image, packed_as};
+use crate::initrd_verify::{VERSION, guest};
+use kata_gpu_init::elf::stand_in;
+use kata_gpu_init::host::initrd::image::Form;
+use kata_gpu_init::host::initrd::newc::Kind;
+use kata_gpu_init::host::initrd::pack::{List, Wish};
+use kata_gpu_init::host::initrd::verify::{Question, check};
+use std::fs;
+use std::os::unix::fs::{PermissionsExt, symlink};
+use std::path::{Path, PathBuf};
+
+const MANIFEST: &str = "usr/share/kata-gpu-init/driver-files.json";
+/// Two libraries, two firmware files, nvidia-smi.
+const FILES: usize = 5;
+const WITH: Wish = Wish { mtime: 0, manifest: true };
+
+/// A guest as a folder.
+fn write(guest: &[Made], root: &Path) {
+    fs::create_dir_all(root).unwrap();
+    for made in guest.iter().filter(|made| made.name != b".") {
+        let path = root.join(std::str::from_utf8(&made.name).unwrap());
+        match Kind::of(made.header.mode) {
+            Kind::Directory => fs::create_dir_all(&path).unwrap(),
+            Kind::Link => symlink(std::str::from_utf8(&made.data).unwrap(), &path).unwrap(),
+            _ => fs::write(&path, &made.data).unwrap(),
+        }
+        if Kind::of(made.header.mode) != Kind::Link {
+            fs::set_permissions(&path, fs::Permissions::from_mode(made.header.mode & 0o7777)).unwrap();
+        }
+    }
+}
+
+fn rules(path: &Path) -> Vec<&'static str> {
+    let (image, tree) = image(&fs::read(path).unwrap()).unwrap();
+    check(&image, &tree, &Question::default()).findings.iter().map(|f| f.rule.name).collect()
+}
+
+/// The list in an image.
+fn list_in(path: &Path) -> Option<Vec<u8>> {
+    let (_, tree) = image(&fs::read(path).unwrap()).unwrap();
+    Some(tree.content(tree.find(MANIFEST)?)?.bytes(1 << 20).unwrap())
+}
+
+struct Case {
+    dir: TempDir,
+    root: PathBuf,
+}
+
+impl Case {
+    fn new(test: &str) -> Self {
+        let dir = TempDir::new(&format!("initrd-list-{test}"));
+        let root = dir.0.join("root");
+        write(&guest(), &root);
+        Self { dir, root }
+    }
+
+    fn pack(&self, name: &str, wish: Wish) -> (PathBuf, List) {
+        let to = self.dir.0.join(name);
+        let (_, packed) = packed_as(&[&self.root], Form::Plain, wish, &to).unwrap();
+        (to, packed.list)
+    }
+}
+
+#[test]
+fn a_packed_driver_brings_the_list_that_verify_finds_to_hold() {
+    let case = Case::new("made");
+    let (image, list) = case.pack("image", WITH);
+    assert_eq!((list, rules(&image)), (List::Of(FILES), vec![]));
+    let text = String::from_utf8(list_in(&image).unwrap()).unwrap();
+    assert!(text.contains(&format!("\"version\":\"{VERSION}\"")) && text.contains("libnvidia-ml.so.1"), "{text}");
+    // The control: without, verify misses it.
+    let (image, list) = case.pack("without", Wish { manifest: false, ..WITH });
+    assert_eq!((list, rules(&image)), (List::None("not asked for".into()), vec!["no-manifest"]));
+}
+
+#[test]
+fn two_builds_with_a_driver_in_two_folders_give_the_same_bytes() {
+    let (a, b) = (Case::new("same-a"), Case::new("same-b"));
+    // What a build leaves of its own: other times.
+    fs::File::open(b.root.join("usr/lib64")).unwrap().set_modified(std::time::UNIX_EPOCH).unwrap();
+    for (form, name) in [(Form::Plain, "plain"), (Form::Gzip, "gzip")] {
+        let sums = [&a, &b].map(|case| packed_as(&[&case.root], form, WITH, &case.dir.0.join(name)).unwrap().0.sha256.clone());
+        assert_eq!(sums[0], sums[1], "{name}");
+        // A time of its own is one for all.
+        let later = packed_as(&[&a.root], form, Wish { mtime: 7, ..WITH }, &a.dir.0.join("later")).unwrap().0.sha256.clone();
+        assert_ne!(later, sums[0], "{name}");
+    }
+    fs::write(b.root.join(format!("usr/lib64/libnvidia-new.so.{VERSION}")), stand_in::library(Some("libnvidia-new.so.1"), &[])).unwrap();
+    let (image, list) = b.pack("other", WITH);
+    assert_eq!(list, List::Of(FILES + 1));
+    assert_ne!(list_in(&image), list_in(&a.dir.0.join("plain")));
+}
+
+#[test]
+fn a_list_that_holds_stays_and_one_that_does_not_is_said_and_replaced() {
+    let case = Case::new("stale");
+    let (image, _) = case.pack("image", WITH);
+    let good = list_in(&image).unwrap();
+    let put = |text: &[u8]| {
+        fs::create_dir_all(case.root.join(MANIFEST).parent().unwrap()).unwrap();
+        fs::write(case.root.join(MANIFEST), text).unwrap();
+    };
+    put(&good);
+    assert_eq!(case.pack("again", WITH).1, List::Of(FILES));
+    let firmware = case.root.join(format!("usr/lib/firmware/nvidia/{VERSION}/gsp_tu10x.bin"));
+    fs::write(&firmware, "longer firmware").unwrap();
+    // As it is kept without being made anew, verify says so.
+    assert_eq!(rules(&case.pack("kept", Wish { manifest: false, ..WITH }).0), ["manifest-stale"]);
+    let (image, list) = case.pack("replaced", WITH);
+    let List::Replaced(FILES, why) = list else { panic!("{list:?}") };
+    assert!(why.ends_with("gsp_tu10x.bin has 15 bytes, it had 8"), "{why}");
+    assert_eq!(rules(&image), Vec::<&str>::new());
+    put(b"{}");
+    assert!(matches!(case.pack("broken", WITH).1, List::Replaced(FILES, why) if why.contains("missing field")));
+    // A program that came later is not seen at boot, and is here.
+    put(&list_in(&image).unwrap());
+    fs::write(case.root.join("usr/bin/nvidia-debugdump"), stand_in::library(None, &[])).unwrap();
+    fs::set_permissions(case.root.join("usr/bin/nvidia-debugdump"), fs::Permissions::from_mode(0o755)).unwrap();
+    assert_eq!(case.pack("more", WITH).1, List::Replaced(FILES + 1, "it was written for other files".into()));
+}
+
+#[test]
+fn why_there_is_no_list_is_said() {
+    let case = Case::new("none");
+    for library in ["libcuda", "libnvidia-ml"] {
+        fs::remove_file(case.root.join(format!("usr/lib64/{library}.so.{VERSION}"))).unwrap();
+    }
+    let none = |list: List| match list {
+        List::None(why) => why,
+        other => panic!("{other:?}"),
+    };
+    let why = none(case.pack("no-driver", WITH).1);
+    assert!(why.contains(&format!("has libcuda.so.{VERSION}")) && !why.contains("/tmp/"), "{why}");
+    // The module says which version is meant, not the libraries.
+    let other = "580.95.05";
+    fs::write(case.root.join(format!("usr/lib64/libcuda.so.{other}")), stand_in::library(Some("libcuda.so.1"), &[])).unwrap();
+    let why = none(case.pack("other", WITH).1);
+    assert!(why.contains(VERSION) && why.contains(other), "{why}");
+    let elsewhere = Case::new("elsewhere");
+    fs::create_dir(elsewhere.root.join("usr/data")).unwrap();
+    symlink("data", elsewhere.root.join("usr/share")).unwrap();
+    let why = none(elsewhere.pack("link", WITH).1);
+    assert!(why.starts_with("/usr/share is no directory"), "{why}");
+}

@@ -1,0 +1,99 @@
+//! Guest images, as Kata boots them from a disk: an erofs or ext4 root whose init `initrd/replace-init` has replaced. The root is read-only, the init is
+//! /sbin/init, and the guest brings its GPUs up and starts a container.
+
+use super::harness::{Guest, Outcome, TestContext, VmTest};
+use anyhow::{Context, Result, ensure};
+use kata_gpu_init::events::names;
+use kata_gpu_init::events::record::Kind;
+use std::fs::File;
+use std::os::unix::fs::symlink;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+pub const TESTS: &[VmTest] = &[
+    VmTest { name: "an_erofs_image_with_another_init_boots_to_a_container_from_its_partition", run: erofs },
+    VmTest { name: "an_ext4_image_with_another_init_boots_to_a_container", run: ext4 },
+];
+
+/// Where Kata's image builder begins the root, in sectors of 512 bytes, and how large the partition is here: the new root must fit.
+const FIRST: u64 = 6144;
+const SECTORS: u64 = 64 << 11;
+
+fn done(command: &mut Command) -> Result<()> {
+    let output = command.output().with_context(|| format!("run {command:?} (initrd/setup installs it)"))?;
+    ensure!(output.status.success(), "{command:?}: {}\n{}", output.status, String::from_utf8_lossy(&output.stderr));
+    Ok(())
+}
+
+/// A guest's root as a folder: what the initrd has, the driver's stand-ins, and an init that is not ours where Kata's images have theirs.
+fn root(context: &TestContext) -> Result<PathBuf> {
+    // What an earlier run left.
+    let _unused = std::fs::remove_dir_all(&context.work_dir);
+    let root = context.work_dir.join("root");
+    std::fs::create_dir_all(&root).with_context(|| format!("make {}", root.display()))?;
+    let archive = context.target.join("initrd.cpio");
+    let archive = File::open(&archive).with_context(|| format!("open {}", archive.display()))?;
+    done(Command::new("cpio").args(["-idmu", "--quiet"]).current_dir(&root).stdin(archive))?;
+    let driver = context.target.join("containers/driver");
+    done(Command::new("cp").arg("-a").arg(format!("{}/.", driver.display())).arg(&root))?;
+    std::fs::create_dir(root.join("sbin"))?;
+    std::fs::create_dir(root.join("bin"))?;
+    std::fs::remove_file(root.join("init"))?;
+    std::fs::write(root.join("bin/NVRC"), "not our init, and no program at all")?;
+    symlink("/bin/NVRC", root.join("init"))?;
+    symlink("/bin/NVRC", root.join("sbin/init"))?;
+    Ok(root)
+}
+
+/// The image with our init.
+fn replaced(context: &TestContext, image: &Path) -> Result<PathBuf> {
+    let out = context.work_dir.join("new.image");
+    let project = Path::new(env!("CARGO_MANIFEST_DIR")).join("..");
+    let init = context.target.join("x86_64-unknown-linux-musl/release/kata-gpu-init");
+    let mut command = if nix::unistd::geteuid().is_root() { Command::new("env") } else { Command::new("fakeroot") };
+    done(command.arg(project.join("initrd/replace-init")).args([image, &init, &out]))?;
+    Ok(out)
+}
+
+fn boots(context: &TestContext, image: &Path, device: &str, fs: &str) -> Result<Outcome> {
+    let guest = Guest::new().root_disk(context, image, device, fs)?;
+    let mut booted = guest.append("testagent.containers=all:all testagent.guest=root").boot(context, "guest")?;
+    let all = booted.created("all")?;
+    ensure!(booted.settled()? == (8, 0), "settled: {:?}", booted.settled()?);
+    let root = booted.agent("root", |_| true)?;
+    ensure!(root.get("mount").starts_with(&format!("{device} / {fs} ro")), "the root is {}", root.get("mount"));
+    ensure!(root.get("written").contains("Read-only file system"), "written: {}", root.get("written"));
+    let files = booted.record("the driver's files", |r| r.kind == Kind::End && r.name == names::DRIVER_FILES)?;
+    ensure!(files.fields.get("manifest") == Some(&true.into()), "the list was not used: {:?}", files.fields);
+    let gpus = (0..8).filter(|k| all.get("nodes").contains(&format!("/dev/nvidia{k} 195:{k} 666"))).count();
+    ensure!(gpus == 8, "nodes: {}", all.get("nodes"));
+    let stage0 = booted.record("stage0", |r| r.kind == Kind::End && r.name == names::STAGE0)?;
+    ensure!(!stage0.fields.contains_key("error"), "stage 0 on a read-only root: {:?}", stage0.fields);
+    booted.still_runs()?;
+    Ok(Outcome::Passed)
+}
+
+fn erofs(context: &TestContext) -> Result<Outcome> {
+    let root = root(context)?;
+    let (fs, image) = (context.work_dir.join("root.erofs"), context.work_dir.join("old.image"));
+    done(Command::new("mkfs.erofs").args(["--quiet", "-Enoinline_data"]).args([&fs, &root]))?;
+    File::create(&image)?.set_len((FIRST + SECTORS + 2048) * 512)?;
+    let table =
+        format!("printf 'label: dos\\nstart={FIRST}, size={SECTORS}, type=83\\n' | PATH=$PATH:/usr/sbin:/sbin sfdisk --quiet \"$0\"");
+    done(Command::new("sh").args(["-c", &table]).arg(&image))?;
+    let seek = format!("seek={}", FIRST * 512);
+    done(
+        Command::new("dd")
+            .args(["status=none", "conv=notrunc", "bs=1M", "oflag=seek_bytes", &seek])
+            .args([format!("if={}", fs.display()), format!("of={}", image.display())]),
+    )?;
+    boots(context, &replaced(context, &image)?, "/dev/vda1", "erofs")
+}
+
+fn ext4(context: &TestContext) -> Result<Outcome> {
+    let root = root(context)?;
+    let image = context.work_dir.join("old.image");
+    let make = "PATH=$PATH:/usr/sbin:/sbin mkfs.ext4 -q -d \"$0\" \"$1\" 64M";
+    done(Command::new("sh").args(["-c", make]).args([&root, &image]))?;
+    boots(context, &replaced(context, &image)?, "/dev/vda", "ext4")
+}
