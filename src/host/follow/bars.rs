@@ -11,8 +11,8 @@ use std::time::{Duration, Instant};
 
 /// Between two pictures, when nothing happens: seconds are shown with one digit.
 pub const REFRESH: Duration = Duration::from_millis(100);
-/// Cells of a bar: four per step.
-const CELLS: u64 = Step::STAGES * 4;
+/// Cells of a bar: two per step. What is beside it has to fit 80 columns.
+const CELLS: u64 = Step::STAGES * 2;
 /// Longest tag of a boot.
 const TAG: usize = 8;
 
@@ -96,7 +96,7 @@ impl Bars {
                 bar.set_style(look.bar(colour));
             }
             bar.set_prefix(format!("{:width$}", name(*address, gpu.index)));
-            bar.set_position(gpu.stage * 4);
+            bar.set_position(gpu.stage * 2);
             bar.set_message(message(gpu, progress, now));
         }
     }
@@ -155,8 +155,8 @@ fn message(gpu: &Gpu, progress: &Progress, now: Instant) -> String {
         Step::Removed => format!("removed at {}", tenths(gpu.since_ns)),
         Step::Waiting | Step::Enabling | Step::Enabled | Step::Probing | Step::Bound | Step::Initialising => {
             let passed = progress.guest_ns(now).saturating_sub(gpu.since_ns);
-            let others = progress.others_ns(&gpu.step).map(|ns| format!("  (others: up to {})", tenths(ns))).unwrap_or_default();
-            format!("{:12} {:>8}{in_spec}{others}", gpu.step.name(), tenths(passed))
+            let others = progress.others_ns(&gpu.step).map(|ns| format!("  others {}", tenths(ns))).unwrap_or_default();
+            format!("{:12} {:>7}{in_spec}{others}", gpu.step.name(), tenths(passed))
         }
     }
 }

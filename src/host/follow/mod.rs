@@ -9,10 +9,10 @@ mod progress;
 use super::boot_file::FileLine;
 use super::collect::{sleep_until, write_lines};
 use super::live::Live;
-use super::rows::Tone;
+use super::rows::{Row, Side, Tone};
 use super::show;
 use super::table::Table;
-use super::text::{Screen, printable};
+use super::text::Screen;
 use anyhow::{Context, Result, bail};
 use bars::{Bars, Look, REFRESH, tag};
 use files::{Files, Which};
@@ -178,7 +178,8 @@ impl Follower {
                 continue;
             }
             self.read(&name, ago(now, age))?;
-            let over = self.boots.get(&name).is_none_or(|p| p.outcome(now).is_some());
+            // A file without a line in it is one that has just been made.
+            let over = self.boots.get(&name).is_some_and(|p| p.outcome(now).is_some());
             if over && !named {
                 self.leave(&name);
             } else if named {
@@ -211,7 +212,7 @@ impl Follower {
             match &mut self.view {
                 View::Terminal(bars) => {
                     // Bars say all that goes well.
-                    if let Some(row) = row.filter(|row| matches!(row.tone, Tone::Warning | Tone::Error)) {
+                    if let Some(row) = row.filter(is_news) {
                         let gpu = row.gpu.map(|g| format!("{}: ", progress::name(g.address, g.index))).unwrap_or_default();
                         let who = if self.all { format!("{} ", tag(&name.to_string_lossy())) } else { String::new() };
                         bars.say(&format!("{who}{:>9} {gpu}{}", super::text::seconds(row.time_ns), row.what));
@@ -278,10 +279,7 @@ impl Follower {
             match outcome {
                 Outcome::Ready { gpus, at_ns } => {
                     let seconds = super::text::seconds(*at_ns);
-                    let dir = printable(&self.dir.to_string_lossy());
-                    self.say(&format!(
-                        "boot {id}: all {gpus} GPUs ready {seconds} s after kernel start (kata-gpu-boot show {id} --dir {dir} says where the time went)"
-                    ))?;
+                    self.say(&format!("boot {id}: all {gpus} GPUs ready {seconds} s after kernel start"))?;
                 }
                 Outcome::Failed(why) => {
                     self.status = 1;
@@ -357,6 +355,12 @@ impl Follower {
             boots.remove(name);
         }
     }
+}
+
+/// Whether it is said above the bars: what goes wrong, of a GPU or in the init. The driver's general words stay in `show`.
+fn is_news(row: &Row) -> bool {
+    let somebodys = row.gpu.is_some() || !matches!(row.side, Side::Kernel | Side::Driver);
+    matches!(row.tone, Tone::Warning | Tone::Error) && !row.detail && somebodys
 }
 
 fn print_lines(name: &OsStr, lines: Vec<String>, tagged: bool) -> Result<()> {
