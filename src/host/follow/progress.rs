@@ -197,6 +197,8 @@ impl Progress {
             (Kind::Event, names::GPU_USABLE) => Step::Ready,
             (Kind::Event, names::GPU_FAILED) => {
                 let reason = record.error.as_deref().unwrap_or(text("reason"));
+                // Whose it is stands before it already.
+                let reason = reason.strip_prefix(&format!("GPU {address}: ")).unwrap_or(reason);
                 let step = printable_start(text("step").as_bytes(), MAX_REASON);
                 Step::Failed { step, reason: printable_start(reason.as_bytes(), MAX_REASON) }
             }
