@@ -13,8 +13,14 @@ pub fn realtime_ns() -> u64 {
     nanoseconds(ClockId::CLOCK_REALTIME)
 }
 
-fn nanoseconds(clock: ClockId) -> u64 {
-    // clock_gettime fails only for a clock the kernel does not know; both exist since 2.6.39. 0 is visibly wrong in a timeline and
+/// CLOCK_MONOTONIC_RAW in ns: no daemon makes it run faster or slower.
+pub fn monotonic_raw_ns() -> u64 {
+    nanoseconds(ClockId::CLOCK_MONOTONIC_RAW)
+}
+
+/// Any clock in ns; 0 for one that cannot be read.
+pub fn nanoseconds(clock: ClockId) -> u64 {
+    // clock_gettime fails only for a clock the kernel does not know; those above exist since 2.6.39. 0 is visibly wrong in a timeline and
     // better than an init that stops over it.
     clock_gettime(clock).map_or(0, |t| u64::try_from(t.tv_sec()).unwrap_or(0) * 1_000_000_000 + u64::try_from(t.tv_nsec()).unwrap_or(0))
 }

@@ -4,6 +4,8 @@
 //! [`config`] knows parameter names; only [`failure`] powers off; only [`sys`] is unsafe; code reports time through `tracing` alone.
 
 pub mod clock; // when is it
+pub mod tsc; // how long the VM was there before its kernel
+pub mod ptp_kvm; // when it is on the host, as the hypervisor says
 pub mod config; // what was asked for: the kernel command line
 pub mod mounts; // file systems, and /var/run
 pub mod failure; // what follows when something fails

@@ -88,6 +88,17 @@ pub fn exec(path: &CStr, arguments: &[&CStr], environment: &[std::ffi::CString])
     }
 }
 
+/// The CPU's time stamp counter; None where there is none of that name.
+pub fn tsc() -> Option<u64> {
+    #[cfg(target_arch = "x86_64")]
+    {
+        // SAFETY: every x86_64 CPU has the instruction, it touches no memory, and the kernel forbids it only to who asked for that (PR_SET_TSC).
+        Some(unsafe { std::arch::x86_64::_rdtsc() })
+    }
+    #[cfg(not(target_arch = "x86_64"))]
+    None
+}
+
 /// Answer of `NV_ESC_WAIT_OPEN_COMPLETE`.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default)]

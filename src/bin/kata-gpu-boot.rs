@@ -2,7 +2,7 @@
 
 use clap::{Parser, Subcommand};
 use kata_gpu_init::host::account::commands::{blame, compare, coverage, critical_path, stats};
-use kata_gpu_init::host::{cdi_check, collect, demo, export, import, initrd, install, show};
+use kata_gpu_init::host::{cdi_check, collect, demo, export, follow, import, initrd, install, show};
 use std::process::ExitCode;
 
 /// See how Kata guests with NVIDIA GPUs start: what took how long, on whose side.
@@ -16,6 +16,7 @@ struct Cli {
 const EXAMPLES: &str = "\
 Examples:
   kata-gpu-boot collect --dir boots --live     receive streams and watch
+  kata-gpu-boot follow --dir boots             a boot while it happens, a bar per GPU
   kata-gpu-boot show --dir boots               the newest boot as a table
   kata-gpu-boot critical-path --dir boots      what would have made it shorter
   kata-gpu-boot export --html -o boot.html     the newest boot as a page
@@ -29,6 +30,7 @@ Each subcommand's --help ends with more.";
 #[derive(Subcommand)]
 enum Command {
     Collect(collect::Args),
+    Follow(follow::Args),
     Show(show::Args),
     Blame(blame::Args),
     CriticalPath(critical_path::Args),
@@ -47,6 +49,8 @@ enum Command {
 fn main() -> ExitCode {
     let done = match Cli::parse().command {
         Command::Collect(args) => collect::run(&args),
+        // Its exit status tells what became of the boot.
+        Command::Follow(args) => return follow::run(&args),
         Command::Show(args) => show::run(&args),
         Command::Blame(args) => blame::run(&args),
         Command::CriticalPath(args) => critical_path::run(&args),

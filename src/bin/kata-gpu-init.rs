@@ -1,7 +1,7 @@
 //! `/init` of a GPU guest. As PID 1 it boots the guest; started by a person it explains itself.
 
 use kata_gpu_init::cdi::{self, hooks};
-use kata_gpu_init::{boot, clock, config};
+use kata_gpu_init::{boot, clock, config, tsc};
 use std::process::ExitCode;
 
 const HELP: &str = "\
@@ -26,11 +26,12 @@ static BEFORE_MAIN: extern "C" fn() = kata_gpu_init::sys::before_main;
 
 fn main() -> ExitCode {
     let started_ns = clock::boottime_ns(); // before anything else: the timeline starts here
+    let tsc = tsc::read();
     if let Some(words) = hooks::invocation(std::env::args_os()) {
         return hooks::main(words);
     }
     if std::process::id() == 1 {
-        boot::stage0::run(started_ns)
+        boot::stage0::run(started_ns, tsc)
     }
     let words: Vec<String> = std::env::args_os().skip(1).map(|word| word.to_string_lossy().into_owned()).collect();
     match words.first().map(String::as_str) {

@@ -7,8 +7,8 @@ use super::handover::{self, Handover};
 use super::{Boot, keeper, supervise};
 use crate::clock::boottime_ns;
 use crate::config::{Agent, Config};
-use crate::failure;
 use crate::{cdi, mounts};
+use crate::{failure, tsc};
 use nix::fcntl::{OFlag, open};
 use nix::sys::stat::Mode;
 use std::fmt::Display;
@@ -37,6 +37,8 @@ pub struct Stamp {
 pub struct Stamps {
     /// First instruction of PID 1.
     pub started_ns: u64,
+    /// The TSC then; None where there is none.
+    pub tsc: Option<tsc::Reading>,
     pub steps: Vec<Stamp>,
 }
 
@@ -54,11 +56,11 @@ impl Stamps {
     }
 }
 
-/// Runs the guest from PID 1's first instruction, which was at `started_ns` (CLOCK_BOOTTIME).
-pub fn run(started_ns: u64) -> ! {
+/// Runs the guest from PID 1's first instruction, which was at `started_ns` (CLOCK_BOOTTIME) and `tsc`.
+pub fn run(started_ns: u64, tsc: Option<tsc::Reading>) -> ! {
     std::panic::set_hook(Box::new(|panicked| failure::tell(&format!("a bug: {panicked}"))));
     // PID 1 must not die of a bug of ours: a panic before the hand-over costs the GPUs, not the guest.
-    let forked = std::panic::catch_unwind(|| prepare(started_ns)).unwrap_or_else(|_| {
+    let forked = std::panic::catch_unwind(|| prepare(started_ns, tsc)).unwrap_or_else(|_| {
         failure::tell("a bug in stage 0: no GPU will be brought up, the agent starts without");
         None
     });
@@ -70,8 +72,8 @@ pub fn run(started_ns: u64) -> ! {
 }
 
 /// Everything before the hand-over. None when no worker could be started.
-fn prepare(started_ns: u64) -> Option<(Agent, Handover)> {
-    let mut stamps = Stamps { started_ns, steps: Vec::with_capacity(8) };
+fn prepare(started_ns: u64, tsc: Option<tsc::Reading>) -> Option<(Agent, Handover)> {
+    let mut stamps = Stamps { started_ns, tsc, steps: Vec::with_capacity(8) };
     // /proc before the command line, /dev before the console, /run before the CDI directory. What fails here is told, and the agent, which makes
     // these mounts itself, goes on.
     stamps.step(What::Mounts, || {

@@ -17,7 +17,7 @@ use crate::events::sinks::stream::Identity;
 use crate::events::sinks::{console, listener, vsock};
 use crate::events::{self, StepId, kmsg, names};
 use crate::uevents::Uevents;
-use crate::{agent_looks, cdi, failure, step};
+use crate::{agent_looks, cdi, failure, ptp_kvm, step, tsc};
 use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
@@ -29,6 +29,8 @@ const RUN: &str = "/run/kata-gpu-init";
 const OOM_SCORE: &str = "-998";
 /// Stack of a thread that waits in a system call.
 const STACK: usize = 256 * 1024;
+/// By what the kernel tells time.
+const CLOCKSOURCE: &str = "/sys/devices/system/clocksource/clocksource0/current_clocksource";
 /// How long the reason of a power-off may take to the host.
 const LAST_WORDS: Duration = Duration::from_secs(2);
 /// What virtio still carries when send() has returned: there is no acknowledgement to wait for.
@@ -68,6 +70,7 @@ async fn live(boot: &Boot, start: Start, descriptors: Descriptors, spare: Option
             // From this line the difference between the log's clock and ours is known; without /dev/kmsg there are no lines to place either.
             let _unused = kmsg::write_markers();
             clock_event();
+            tell_before_kernel(boot);
             no_agent
         }
         Start::Again { status } => {
@@ -87,6 +90,7 @@ async fn live(boot: &Boot, start: Start, descriptors: Descriptors, spare: Option
     if let Err(error) = agent_looks::watch(Path::new(cdi::publish::DIRECTORY)) {
         tracing::warn!(name: names::SINK, sink = "agent looks", state = "unavailable", error = %format!("watch {}: {error}", cdi::publish::DIRECTORY));
     }
+    ask_host_clock();
     let ears = bring_up::Ears { uevents, words, signals };
     let bring_up = bring_up::run(boot, before.as_ref(), ears, descriptors, spare);
     let delivered = start_sinks(boot, &ring, &identity, before.is_some());
@@ -95,6 +99,8 @@ async fn live(boot: &Boot, start: Start, descriptors: Descriptors, spare: Option
         last_words(&ring, observer, delivered).await;
     } else {
         bring_up.await;
+        // Once more: two looks with some time between them tell how the clocks drift.
+        ask_host_clock();
     }
     // All is done but following: sinks, kernel log and uevents go on for as long as the guest lives.
     std::future::pending::<()>().await;
@@ -171,6 +177,30 @@ fn clock_event() {
     let realtime = realtime_ns();
     let after = boottime_ns();
     tracing::info!(name: names::CLOCK, at_ns = before + (after - before) / 2, realtime_ns = realtime);
+}
+
+/// How long the VM was there before its kernel's clock, by the TSC at the first instruction of PID 1 and now.
+fn tell_before_kernel(boot: &Boot) {
+    let Some((first, later)) = boot.stamps.tsc.zip(tsc::read()) else { return };
+    let Some(before) = tsc::before_kernel(&first, &later) else { return };
+    let (hz, before_kernel_ns, error_ns) = (before.hz, before.before_kernel_ns, before.error_ns);
+    let clocksource = std::fs::read_to_string(CLOCKSOURCE).unwrap_or_else(|e| format!("? ({e})"));
+    tracing::info!(name: names::CLOCK_TSC, at_ns = first.boottime_ns, before_kernel_ns, error_ns, hz, clocksource = clocksource.trim_end());
+}
+
+/// Asks the hypervisor for the host's wall clock, where there is a device for that, on a thread of its own: nobody waits for the answer.
+fn ask_host_clock() {
+    let ask = || {
+        let Some(device) = ptp_kvm::device_at(Path::new("/")) else { return };
+        match ptp_kvm::sample(&device) {
+            Ok(s) => tracing::info!(
+                name: names::CLOCK_HOST, at_ns = s.boottime_ns, source = "ptp_kvm", realtime_ns = s.realtime_ns, error_ns = s.error_ns
+            ),
+            Err(error) => tracing::warn!(name: names::SINK, sink = "ptp_kvm", state = "unavailable", error),
+        }
+    };
+    // No thread, no sample: the host's pings tell the same.
+    let _unused = std::thread::Builder::new().name("gpuinit-ptp".into()).stack_size(STACK).spawn(ask);
 }
 
 /// Starts every sink that is wanted; gives the progress of the one to the host. The console of a worker that takes over goes on where it was.

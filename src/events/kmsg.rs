@@ -52,6 +52,8 @@ const WORDS_PER_GPU: usize = 24;
 const SLACK_NS: u64 = 5_000_000;
 /// How long an explanation may wait for the reader to catch up with the kernel.
 const CATCH_UP: Duration = Duration::from_secs(2);
+/// The log's stamps are whole microseconds, cut off.
+const PRINTK_RESOLUTION_NS: u64 = 1000;
 /// Markers in a row. Whoever is not running between looking at the clock and the kernel's own look at it makes the difference too small: the largest counts.
 const MARKERS: usize = 3;
 
@@ -181,6 +183,8 @@ pub fn follow(ring: Arc<Ring>, recorded: Option<u64>) -> io::Result<(DriverWords
         recorded,
         offset_ns: None,
         marker: None,
+        ceiling_ns: None,
+        marked_us: None,
         early: Vec::new(),
         next_seq: None,
         gpus: HashSet::new(),
@@ -201,6 +205,10 @@ struct Follower {
     offset_ns: Option<i64>,
     /// The number of the last marker: only one that follows it directly is ours, too.
     marker: Option<u64>,
+    /// The smallest difference that the markers rule out to be exceeded: each was written before the next one's look at the clock.
+    ceiling_ns: Option<i64>,
+    /// When the last marker was in the log, by the log's clock.
+    marked_us: Option<u64>,
     /// Lines from before the marker.
     early: Vec<KmsgLine>,
     next_seq: Option<u64>,
@@ -248,6 +256,7 @@ impl Follower {
                 Err(Errno::EPIPE | Errno::EINTR) => {}
                 Err(_) => {
                     // End of the log. No marker by now means that it could not be written: the clocks are then taken as equal.
+                    self.tell_difference();
                     self.synchronise(0);
                     return true;
                 }
@@ -266,12 +275,41 @@ impl Follower {
         if let Some(offset) = offset_of(&line).filter(|_| self.marker.is_none_or(|marker| line.seq == marker + 1)) {
             self.marker = Some(line.seq);
             self.offset_ns = self.offset_ns.max(Some(offset));
+            self.bound(offset, line.printk_us);
         } else if self.marker.is_none() {
             self.early.push(line);
         } else {
             // The markers are over: what came before them has its time now.
+            self.tell_difference();
             self.synchronise(0);
             self.record(&line);
+        }
+    }
+
+    /// What this marker says about the one before it: that line was in the log when the clock was looked at for this one.
+    fn bound(&mut self, offset: i64, printk_us: u64) {
+        if let Some(before_us) = self.marked_us {
+            let passed = i64::try_from(printk_us.saturating_sub(before_us)).unwrap_or(i64::MAX).saturating_mul(1000);
+            let ceiling = offset.saturating_add(passed);
+            self.ceiling_ns = Some(self.ceiling_ns.map_or(ceiling, |c| c.min(ceiling)));
+        }
+        self.marked_us = Some(printk_us);
+    }
+
+    /// Puts the difference into the stream, once; an earlier worker has told its own.
+    fn tell_difference(&mut self) {
+        let (Some(offset_ns), Some(printk_us)) = (self.offset_ns, self.marked_us.take()) else { return };
+        if self.recorded.is_some() {
+            return;
+        }
+        let at_ns = u64::try_from(offset_ns.saturating_add_unsigned(printk_us.saturating_mul(1000))).unwrap_or(0);
+        match self.ceiling_ns {
+            // The log's clock is cut to microseconds: the true difference may be smaller by one.
+            Some(ceiling) => {
+                let error_ns = ceiling.saturating_sub(offset_ns).max(0).unsigned_abs() + PRINTK_RESOLUTION_NS;
+                tracing::info!(name: super::names::CLOCK_PRINTK, at_ns, offset_ns, error_ns);
+            }
+            None => tracing::info!(name: super::names::CLOCK_PRINTK, at_ns, offset_ns),
         }
     }
 

@@ -276,6 +276,13 @@ pub mod names {
     pub const AGENT_LOOK: &str = "agent.look";
     /// CLOCK_REALTIME beside CLOCK_BOOTTIME, to place log lines that carry wall time. Fields: realtime_ns.
     pub const CLOCK: &str = "clock";
+    /// How far the TSC was when CLOCK_BOOTTIME was 0: what VMM, firmware and the kernel's first steps took, if the TSC began with the VM. Fields:
+    /// before_kernel_ns, error_ns, hz (of the TSC), clocksource. x86_64 only.
+    pub const CLOCK_TSC: &str = "clock.tsc";
+    /// CLOCK_BOOTTIME minus the clock of the kernel's log, and how wrong that may be. Fields: offset_ns, error_ns (none: not bounded from above).
+    pub const CLOCK_PRINTK: &str = "clock.printk";
+    /// The host's CLOCK_REALTIME at this time, from the hypervisor. Fields: source, realtime_ns, error_ns.
+    pub const CLOCK_HOST: &str = "clock.host";
     /// (span) Reading the GPUs from sysfs. Fields: gpus.
     pub const PCI_SCAN: &str = "pci.scan";
     /// A GPU was found, or has another name since others came or went. Fields: index (the CDI name), device.

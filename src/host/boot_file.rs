@@ -7,8 +7,9 @@
 //!
 //! `boot.ndjson` of a guest is such a file without host lines.
 
-use super::clock::Sample;
+use super::clock::{Clock, Sample};
 use super::framing::{Lines, Piece};
+use super::guest_clocks::GuestClocks;
 use super::text;
 use crate::events::record::{self, Header, Line, Record};
 use serde::{Deserialize, Serialize};
@@ -206,6 +207,14 @@ impl BootFile {
         })
     }
 
+    /// The guest's clock beside the host's: by the collector's pings, and what of the guest's own samples does not contradict them.
+    pub fn clock(&self) -> Clock {
+        let mut clock = Clock::default();
+        self.clock_samples().for_each(|sample| clock.add(sample));
+        GuestClocks::of(&self.records).add_to(&mut clock);
+        clock
+    }
+
     pub fn clock_samples(&self) -> impl Iterator<Item = Sample> + '_ {
         self.host.iter().filter_map(|line| match line.event {
             HostEvent::Clock(sample) => Some(sample),
@@ -245,7 +254,7 @@ pub enum FileLine {
 }
 
 /// The guest's format goes first: a line that a guest could have sent is never taken for the collector's.
-fn decode(line: &[u8]) -> Result<FileLine, String> {
+pub fn decode(line: &[u8]) -> Result<FileLine, String> {
     let error = match record::decode(line) {
         Ok(line) => return Ok(FileLine::Guest(line)),
         Err(error) => error,

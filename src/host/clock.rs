@@ -2,8 +2,13 @@
 //!
 //! The guest stamps CLOCK_BOOTTIME. A ping that left at host time T and came back after `rtt` with guest time B says: B was read between
 //! T and T + rtt, so `offset = T + rtt/2 - B`, wrong by at most `rtt/2`. That bound holds at B. Away from B the two clocks may drift
-//! apart, so a sample's bound grows by [`RATE_ERROR_PPM`] of the distance; for each point in time the sample with the smallest bound
-//! there is used. A step of the host's wall clock in the middle of a boot is not seen and not corrected.
+//! apart, so a sample's bound grows by [`RATE_ERROR_PPM`] of the distance. At each point in time every sample gives an interval that the
+//! truth is in; what they have in common is the answer, and never wider than the best one alone.
+//!
+//! Samples with nothing in common contradict each other: a clock was stepped between them, or ran faster than assumed. Such samples are
+//! of different runs; a time between two runs gets a bound that spans both answers. A step too small to contradict any bound is not seen.
+//!
+//! How the clocks drifted apart from the first samples to the last is measured, not assumed: [`Clock::drift`].
 
 use crate::events::record::Pong;
 use serde::{Deserialize, Serialize};
@@ -28,7 +33,7 @@ pub struct Sample {
 impl Sample {
     /// None when the numbers are not those of a clock (a guest can answer anything).
     pub fn from_ping(sent_realtime_ns: i64, rtt: Duration, boottime_ns: u64) -> Option<Sample> {
-        let half = u64::try_from(rtt.as_nanos() / 2).ok()?;
+        let half = u64::try_from(rtt.as_nanos().div_ceil(2)).ok()?;
         let middle = sent_realtime_ns.checked_add(i64::try_from(half).ok()?)?;
         let offset_ns = middle.checked_sub(i64::try_from(boottime_ns).ok()?)?;
         Some(Sample { boottime_ns, offset_ns, error_ns: half })
@@ -36,7 +41,8 @@ impl Sample {
 
     /// The bound at another time of the guest.
     pub fn error_at(&self, boottime_ns: u64) -> u64 {
-        let drift = u128::from(self.boottime_ns.abs_diff(boottime_ns)) * u128::from(RATE_ERROR_PPM) / 1_000_000;
+        let drift = u128::from(self.boottime_ns.abs_diff(boottime_ns)) * u128::from(RATE_ERROR_PPM);
+        let drift = drift.div_ceil(1_000_000);
         self.error_ns.saturating_add(u64::try_from(drift).unwrap_or(u64::MAX))
     }
 }
@@ -49,15 +55,150 @@ pub struct Wall {
     pub error_ns: u64,
 }
 
+/// By how much the guest's boot clock ran faster than the host's wall clock, on average from one time of the guest to another.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
+pub struct Drift {
+    pub from_ns: u64,
+    pub to_ns: u64,
+    /// Negative: it ran slower. In parts per million.
+    pub ppm: f64,
+    /// `ppm` is wrong by no more than this.
+    pub error_ppm: f64,
+}
+
+/// Host minus guest, from the least to the most that it can be.
+#[derive(Clone, Copy, Debug)]
+struct Range {
+    least: i128,
+    most: i128,
+}
+
+impl Range {
+    fn of(sample: &Sample, boottime_ns: u64) -> Self {
+        let (offset, error) = (i128::from(sample.offset_ns), i128::from(sample.error_at(boottime_ns)));
+        Self { least: offset - error, most: offset + error }
+    }
+
+    fn common(self, other: Self) -> Self {
+        Self { least: self.least.max(other.least), most: self.most.min(other.most) }
+    }
+
+    fn span(self, other: Self) -> Self {
+        Self { least: self.least.min(other.least), most: self.most.max(other.most) }
+    }
+
+    fn is_empty(self) -> bool {
+        self.least > self.most
+    }
+}
+
+/// Samples of one boot that are kept: a guest's answers choose how many there are.
+const MAX_SAMPLES: usize = 1024;
+
 /// All samples of one boot.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Clock {
+    /// In order of the guest's time.
     samples: Vec<Sample>,
+    /// Where each run after the first begins.
+    breaks: Vec<usize>,
 }
 
 impl Clock {
     pub fn add(&mut self, sample: Sample) {
-        self.samples.push(sample);
+        if self.samples.len() >= MAX_SAMPLES {
+            let mut nth = 0usize;
+            self.samples.retain(|_| {
+                nth += 1;
+                nth % 2 == 1
+            });
+        }
+        let at = self.samples.partition_point(|s| s.boottime_ns <= sample.boottime_ns);
+        self.samples.insert(at, sample);
+        self.find_breaks();
+    }
+
+    /// Adds a sample that another clock gave, if it contradicts none; false: it was left out.
+    pub fn add_if_consistent(&mut self, sample: Sample) -> bool {
+        let known = self.range_at(sample.boottime_ns);
+        let fits = known.is_none_or(|known| !known.common(Range::of(&sample, sample.boottime_ns)).is_empty());
+        if fits {
+            self.add(sample);
+        }
+        fits
+    }
+
+    /// Splits the samples into runs, each without contradiction. What earlier samples of a run leave open at the last one is all that a
+    /// new one has to meet: it gets wider by the assumed rate with time, and no earlier sample says more.
+    fn find_breaks(&mut self) {
+        self.breaks.clear();
+        let mut open: Option<(Range, u64)> = None;
+        for (i, sample) in self.samples.iter().enumerate() {
+            let own = Range::of(sample, sample.boottime_ns);
+            let common = open.map(|(range, at)| {
+                let wider = Sample { boottime_ns: at, offset_ns: 0, error_ns: 0 }.error_at(sample.boottime_ns);
+                Range { least: range.least - i128::from(wider), most: range.most + i128::from(wider) }.common(own)
+            });
+            let range = common.filter(|c| !c.is_empty()).unwrap_or(own);
+            if common.is_some_and(Range::is_empty) {
+                self.breaks.push(i);
+            }
+            open = Some((range, sample.boottime_ns));
+        }
+    }
+
+    /// How often samples contradicted those before them.
+    pub fn steps(&self) -> usize {
+        self.breaks.len()
+    }
+
+    /// The runs, in order of time; none is empty.
+    fn runs(&self) -> impl DoubleEndedIterator<Item = &[Sample]> {
+        let begins = std::iter::once(0).chain(self.breaks.iter().copied());
+        let ends = self.breaks.iter().copied().chain([self.samples.len()]);
+        begins
+            .zip(ends.collect::<Vec<_>>())
+            .filter_map(|(a, b)| self.samples.get(a..b))
+            .filter(|run| !run.is_empty())
+            .collect::<Vec<_>>()
+            .into_iter()
+    }
+
+    fn range_at(&self, boottime_ns: u64) -> Option<Range> {
+        let of_run = |run: &[Sample]| {
+            let range = run.iter().map(|s| Range::of(s, boottime_ns)).reduce(Range::common)?;
+            // Rounding can leave a run without contradiction apart by a nanosecond.
+            Some(Range { least: range.least.min(range.most), most: range.least.max(range.most) })
+        };
+        let begun = |run: &&[Sample]| run.first().is_some_and(|s| s.boottime_ns <= boottime_ns);
+        let before = self.runs().rfind(begun);
+        let after = self.runs().find(|run| !begun(run));
+        match (before, after) {
+            (Some(run), _) if run.last().is_some_and(|s| boottime_ns <= s.boottime_ns) => of_run(run),
+            // Between two runs: nobody knows when the clock was stepped.
+            (Some(before), Some(after)) => Some(of_run(before)?.span(of_run(after)?)),
+            (Some(run), None) | (None, Some(run)) => of_run(run),
+            (None, None) => None,
+        }
+    }
+
+    /// Between the two samples that tell most about it, of the longest run; None with fewer than two. Both its ends are times of pings, so the
+    /// average is what it was, whatever the clocks did in between.
+    pub fn drift(&self) -> Option<Drift> {
+        let length = |run: &&[Sample]| run.last().zip(run.first()).map(|(last, first)| last.boottime_ns - first.boottime_ns);
+        let run = self.runs().max_by_key(length)?;
+        let mut best: Option<Drift> = None;
+        for (i, first) in run.iter().enumerate() {
+            for last in run.iter().skip(i + 1).filter(|s| s.boottime_ns > first.boottime_ns) {
+                let passed = (last.boottime_ns - first.boottime_ns) as f64;
+                let error_ppm = (first.error_ns as f64 + last.error_ns as f64) / passed * 1e6;
+                let ppm = (i128::from(first.offset_ns) - i128::from(last.offset_ns)) as f64 / passed * 1e6;
+                if best.is_none_or(|b| error_ppm < b.error_ppm) {
+                    best = Some(Drift { from_ns: first.boottime_ns, to_ns: last.boottime_ns, ppm, error_ppm });
+                }
+            }
+        }
+        best
     }
 
     pub fn samples(&self) -> usize {
@@ -71,16 +212,26 @@ impl Clock {
 
     /// Host wall clock at a time of the guest; None without a sample.
     pub fn wall_at(&self, boottime_ns: u64) -> Option<Wall> {
-        let best = self.best_at(boottime_ns)?;
-        let realtime_ns = best.offset_ns.checked_add(i64::try_from(boottime_ns).ok()?)?;
-        Some(Wall { realtime_ns, error_ns: best.error_at(boottime_ns) })
+        let range = self.range_at(boottime_ns)?;
+        let middle = range.least + (range.most - range.least) / 2;
+        let realtime_ns = i64::try_from(middle + i128::from(boottime_ns)).ok()?;
+        Some(Wall { realtime_ns, error_ns: u64::try_from(range.most - middle).unwrap_or(u64::MAX) })
+    }
+
+    /// The same `before_ns` before the guest's boot clock began; those ns may be wrong by `error_ns` themselves.
+    pub fn wall_before_start(&self, before_ns: u64, error_ns: u64) -> Option<Wall> {
+        let start = self.wall_at(0)?;
+        let realtime_ns = start.realtime_ns.checked_sub(i64::try_from(before_ns).ok()?)?;
+        Some(Wall { realtime_ns, error_ns: start.error_ns.saturating_add(error_ns) })
     }
 
     /// Guest boot time at a host wall-clock time, 0 for what was before the kernel; None without a sample.
     pub fn boottime_at(&self, realtime_ns: i64) -> Option<u64> {
         let guess = |s: &Sample| u64::try_from(realtime_ns.saturating_sub(s.offset_ns)).unwrap_or(0);
-        let best = self.samples.iter().min_by_key(|s| s.error_at(guess(s)))?;
-        Some(guess(best))
+        let near = guess(self.samples.iter().min_by_key(|s| s.error_at(guess(s)))?);
+        // There the offset is known: what it says is closer still.
+        let there = self.wall_at(near).and_then(|wall| wall.realtime_ns.checked_sub(i64::try_from(near).ok()?));
+        Some(there.map_or(near, |offset_ns| guess(&Sample { boottime_ns: near, offset_ns, error_ns: 0 })))
     }
 }
 
@@ -91,6 +242,8 @@ pub struct Pinger {
     sent: VecDeque<(u64, Instant, i64)>,
     answered: u32,
     best: Option<Sample>,
+    /// Guest time of the last sample that was worth keeping.
+    kept_ns: Option<u64>,
 }
 
 /// Pings that follow each other without pause after a connection came up.
@@ -100,6 +253,12 @@ pub const PING_INTERVAL: Duration = Duration::from_secs(1);
 /// Pause when the boot has been silent for [`QUIET_AFTER`]: a VM lives for weeks, and nothing new needs placing.
 pub const PING_INTERVAL_QUIET: Duration = Duration::from_secs(60);
 pub const QUIET_AFTER: Duration = Duration::from_secs(60);
+/// Guest time without a kept sample after which one is kept that tells nothing new of the offset, but how the clocks drift. An eighth of the
+/// boot's age where that is more: a VM that lives for weeks leaves a hundred lines, not thousands.
+const DRIFT_INTERVAL_NS: u64 = 10_000_000_000;
+const DRIFT_INTERVAL_OF_AGE: u64 = 8;
+/// A ping that was so many times worse than the best one tells nothing of drift either.
+const DRIFT_QUALITY: u64 = 4;
 /// Pings without an answer that are remembered: a guest that never answers costs no more.
 const MAX_OUTSTANDING: usize = 16;
 
@@ -115,7 +274,7 @@ pub struct Ponged {
 impl Pinger {
     /// A pinger that knows of earlier connections' samples.
     pub fn new(best: Option<Sample>) -> Self {
-        Self { best, ..Self::default() }
+        Self { best, kept_ns: best.map(|b| b.boottime_ns), ..Self::default() }
     }
 
     /// The id of the next ping, which leaves now.
@@ -141,9 +300,18 @@ impl Pinger {
         self.answered = self.answered.saturating_add(1);
         let sample = Sample::from_ping(realtime_ns, now.saturating_duration_since(sent), pong.boottime_ns);
         // Worth a line: a shorter round trip than ever, or half the bound that the best one still has by now.
-        let better = |s: &Sample| self.best.is_none_or(|b| s.error_ns < b.error_ns || s.error_ns <= b.error_at(s.boottime_ns) / 2);
-        let keep = sample.filter(better);
-        self.best = keep.or(self.best);
+        let better_than = |s: &Sample, b: &Sample| s.error_ns < b.error_ns || s.error_ns <= b.error_at(s.boottime_ns) / 2;
+        let better = |s: &Sample| self.best.is_none_or(|b| better_than(s, &b));
+        let due = |s: &Sample| {
+            let interval = DRIFT_INTERVAL_NS.max(s.boottime_ns / DRIFT_INTERVAL_OF_AGE);
+            self.kept_ns.is_none_or(|kept| s.boottime_ns >= kept.saturating_add(interval))
+                && self.best.is_none_or(|b| s.error_ns / DRIFT_QUALITY <= b.error_ns)
+        };
+        let keep = sample.filter(|s| better(s) || due(s));
+        if let Some(kept) = keep {
+            self.kept_ns = Some(kept.boottime_ns);
+            self.best = self.best.filter(|b| !better_than(&kept, b)).or(keep);
+        }
         Some(Ponged { keep, again: self.answered < BURST })
     }
 }
@@ -217,6 +385,145 @@ mod tests {
         assert!(!take(900 * MS));
         assert!(take(1000 * MS));
         assert!(!take(1001 * MS));
+    }
+
+    /// Numbers that look random and are the same on every machine (xorshift).
+    struct Numbers(u64);
+
+    impl Numbers {
+        fn below(&mut self, limit: u64) -> u64 {
+            self.0 ^= self.0 << 13;
+            self.0 ^= self.0 >> 7;
+            self.0 ^= self.0 << 17;
+            self.0 % limit
+        }
+    }
+
+    const TRUE_OFFSET: i64 = 1_767_323_045_000_000_000;
+
+    /// Host wall clock when a guest that runs `ppb` parts per 10^9 fast reads `boottime_ns`.
+    fn truth(boottime_ns: u64, ppb: i64) -> i64 {
+        let drifted = i128::from(boottime_ns) * i128::from(ppb) / 1_000_000_000;
+        TRUE_OFFSET + (i128::from(boottime_ns) - drifted) as i64
+    }
+
+    /// A ping that the guest reads at `boottime_ns`, after `there` ns on the way, and whose answer takes `back` ns.
+    fn ping(boottime_ns: u64, ppb: i64, there: u64, back: u64) -> Sample {
+        Sample::from_ping(truth(boottime_ns, ppb) - there as i64, Duration::from_nanos(there + back), boottime_ns).unwrap()
+    }
+
+    /// A boot's samples with ways that are as unequal as they can be, and a rate within what is assumed.
+    fn simulated(numbers: &mut Numbers) -> (i64, Vec<Sample>) {
+        let ppb = numbers.below(2 * RATE_ERROR_PPM * 1000 + 1) as i64 - (RATE_ERROR_PPM * 1000) as i64;
+        let pings = 1 + numbers.below(20);
+        let samples = (0..pings).map(|_| {
+            let at = numbers.below(600_000) * MS;
+            // Either way may take all of the time: the other one is then 0.
+            let (there, back) = (numbers.below(3) * numbers.below(20 * MS), numbers.below(3) * numbers.below(20 * MS));
+            ping(at, ppb, there, back)
+        });
+        (ppb, samples.collect())
+    }
+
+    #[test]
+    fn the_bound_holds_for_every_drift_and_every_asymmetry_and_a_smaller_one_does_not() {
+        let mut numbers = Numbers(0x5eed);
+        let (mut looks, mut broken_by_half, mut tighter, mut drifts) = (0, 0, 0, 0);
+        for round in 0..2000 {
+            let (ppb, samples) = simulated(&mut numbers);
+            let mut clock = Clock::default();
+            samples.iter().for_each(|s| clock.add(*s));
+            assert_eq!(clock.steps(), 0, "round {round}: nobody stepped a clock");
+            for _ in 0..20 {
+                let at = numbers.below(700_000) * MS;
+                let wall = clock.wall_at(at).unwrap();
+                let wrong = wall.realtime_ns.abs_diff(truth(at, ppb));
+                // Rounding of the simulated truth itself: 1 ns.
+                assert!(wrong <= wall.error_ns + 1, "round {round} at {at}: wrong by {wrong}, {wall:?}, {ppb} ppb");
+                assert!(wall.error_ns <= clock.best_at(at).unwrap().error_at(at) + 1, "round {round}: no worse than the best sample alone");
+                tighter += usize::from(wall.error_ns < clock.best_at(at).unwrap().error_at(at));
+                // Negative control: half the bound is too small, and this test would see it.
+                broken_by_half += usize::from(wrong > wall.error_ns / 2 + 1);
+                looks += 1;
+            }
+            if let Some(drift) = clock.drift() {
+                // ppm of the host's time against ppm of the guest's: their difference is below 10^-8.
+                assert!((drift.ppm - ppb as f64 / 1000.0).abs() <= drift.error_ppm + 0.02, "round {round}: {ppb} ppb: {drift:?}");
+                drifts += 1;
+            }
+        }
+        assert!(broken_by_half > looks / 20 && tighter > looks / 20 && drifts > 1500, "{broken_by_half} {tighter} {drifts} of {looks}");
+    }
+
+    #[test]
+    fn drift_is_measured_between_the_samples_that_tell_most() {
+        let mut clock = Clock::default();
+        assert_eq!(clock.drift(), None);
+        // 80 ppm fast; 0.2 ms at both ends, 60 s apart: known to 400 us / 60 s = 6.7 ppm.
+        for (at_ms, way_ns) in [(2_000, 200_000), (30_000, 9_000_000), (62_000, 200_000)] {
+            clock.add(ping(at_ms * MS, 80_000, way_ns, way_ns));
+        }
+        let drift = clock.drift().unwrap();
+        assert_eq!((drift.from_ns, drift.to_ns), (2_000 * MS, 62_000 * MS));
+        assert!((drift.ppm - 80.0).abs() < 0.1 && (drift.error_ppm - 6.67).abs() < 0.1, "{drift:?}");
+    }
+
+    #[test]
+    fn a_step_of_a_clock_is_seen_and_the_bound_around_it_spans_both_sides() {
+        let mut clock = Clock::default();
+        let step = 250 * MS as i64;
+        let stepped = |sample: Sample| Sample { offset_ns: sample.offset_ns + step, ..sample };
+        clock.add(ping(1_000 * MS, 0, MS, MS));
+        clock.add(ping(2_000 * MS, 0, MS, MS));
+        clock.add(stepped(ping(5_000 * MS, 0, MS, MS)));
+        // It comes out of order, as from a collector that was started again.
+        clock.add(stepped(ping(4_000 * MS, 0, MS, MS)));
+        assert_eq!(clock.steps(), 1);
+        for (at, offset) in [(0, 0), (1_500, 0), (2_000, 0), (4_000, step), (9_000, step)] {
+            let wall = clock.wall_at(at * MS).unwrap();
+            assert!(wall.realtime_ns.abs_diff(truth(at * MS, 0) + offset) <= wall.error_ns && wall.error_ns < 2 * MS, "at {at}: {wall:?}");
+        }
+        let between = clock.wall_at(3_000 * MS).unwrap();
+        for offset in [0, step] {
+            assert!(between.realtime_ns.abs_diff(truth(3_000 * MS, 0) + offset) <= between.error_ns, "{between:?}");
+        }
+        assert!(!clock.add_if_consistent(ping(4_500 * MS, 0, 0, 0)), "another clock's sample cannot be on the other side");
+        assert!(clock.add_if_consistent(stepped(ping(4_500 * MS, 0, 0, 0))));
+    }
+
+    #[test]
+    fn a_guest_whose_answers_never_fit_costs_no_more_memory() {
+        let mut clock = Clock::default();
+        for i in 0..3 * MAX_SAMPLES as u64 {
+            clock.add(Sample {
+                boottime_ns: i.wrapping_mul(0x9e37_79b9_7f4a_7c15),
+                offset_ns: (i as i64).wrapping_mul(i64::MAX / 7),
+                error_ns: i % 3,
+            });
+        }
+        assert!(clock.samples() <= MAX_SAMPLES && clock.steps() > 100);
+        for at in [0, 1, u64::MAX / 2, u64::MAX] {
+            // Whatever it says, it says something and does not panic.
+            let _any = (clock.wall_at(at), clock.boottime_at(at as i64));
+        }
+        assert!(clock.drift().is_some());
+    }
+
+    #[test]
+    fn a_long_boot_leaves_samples_for_its_drift_and_a_long_life_few() {
+        let mut pinger = Pinger::new(None);
+        let now = Instant::now();
+        let mut kept = Vec::new();
+        // 10 ms: it takes 100 s at the assumed rate until a new sample would be worth a line by itself. Every third ping is hopeless.
+        for second in 1..3_000u64 {
+            let id = pinger.send(now, 0);
+            let rtt = Duration::from_millis(if second % 3 == 0 { 200 } else { 20 });
+            let ponged = pinger.receive(Pong { pong: id, boottime_ns: second * 1000 * MS }, now + rtt).unwrap();
+            kept.extend(ponged.keep.map(|s| (second, s.error_ns)));
+        }
+        assert!(kept.iter().all(|(_, error_ns)| *error_ns == 10 * MS), "{kept:?}");
+        assert_eq!(kept.iter().filter(|(second, _)| *second <= 60).count(), 6, "{kept:?}");
+        assert!(kept.len() < 60, "{} samples in 50 minutes", kept.len());
     }
 
     #[test]

@@ -116,7 +116,7 @@ pub struct Args {
 /// After a boot said that it is complete, how long without a record means that it is: some come just behind.
 const LINGER: Duration = Duration::from_secs(1);
 /// How long a guest whose connection broke may take to come back before its boot counts as over.
-const RECONNECT_GRACE: Duration = Duration::from_secs(5);
+pub const RECONNECT_GRACE: Duration = Duration::from_secs(5);
 
 /// Runs `collect`.
 pub fn run(args: &Args) -> Result<()> {

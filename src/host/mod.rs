@@ -10,7 +10,9 @@ pub mod collect; // the subcommand collect
 pub mod collector; // accepts guests, one connection each, and keeps what they send
 pub mod demo; // the subcommand demo
 pub mod export; // the subcommand export: traces, tables, a page, a picture
+pub mod follow; // the subcommand follow: a boot while it happens
 pub mod framing; // bytes into lines
+pub mod guest_clocks; // what a guest measured of its own clocks
 pub mod import; // the subcommand import: boots from other programs' logs
 pub mod initrd; // the subcommand initrd: guest images
 pub mod install; // the subcommands install and uninstall

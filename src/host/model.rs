@@ -8,7 +8,8 @@ use super::account::from_boot;
 use super::account::timeline::Timeline;
 use super::agent_log::{AgentEvent, AgentLine, ClockPoints, Placed};
 use super::boot_file::{BootFile, Damage, HostEvent, Imported, Sandbox};
-use super::clock::{Clock, Sample, Wall};
+use super::clock::{Clock, Drift, Sample, Wall};
+use super::guest_clocks::{BeforeKernel, GuestClocks, Printk};
 use super::import::agent as imported_agent;
 use crate::events::record::{Kind, Record, names};
 use crate::pci::PciAddress;
@@ -161,12 +162,37 @@ pub struct Container {
 }
 
 /// How well the guest's times are known on the host's clock.
-#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
+#[derive(Clone, Debug, Default, PartialEq, Serialize)]
 pub struct ClockSummary {
+    /// The collector's pings.
     pub samples: usize,
     /// The sample with the smallest bound.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub best: Option<Sample>,
+    /// How much faster the guest's clock ran than the host's, between two samples.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub drift: Option<Drift>,
+    /// How often samples contradicted earlier ones: a clock was stepped, or ran faster than is assumed.
+    #[serde(skip_serializing_if = "is_zero")]
+    pub steps: usize,
+    /// Samples that the guest had of its hypervisor, and how many of them fit the pings.
+    #[serde(skip_serializing_if = "is_zero")]
+    pub hypervisor_samples: usize,
+    #[serde(skip_serializing_if = "is_zero")]
+    pub hypervisor_samples_used: usize,
+    /// The clock of the kernel's log.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub printk: Option<Printk>,
+    /// From the VM's first CPU until the kernel's clock began.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub before_kernel: Option<BeforeKernel>,
+    /// What was left out, and why.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub notes: Vec<String>,
+}
+
+fn is_zero(n: &usize) -> bool {
+    *n == 0
 }
 
 /// Records that are missing.
@@ -212,8 +238,7 @@ impl Span {
 impl Boot {
     /// Works everything out from a file and, if there is one, the console's agent lines.
     pub fn new(file: &BootFile, agent: &[AgentLine]) -> Self {
-        let mut clock = Clock::default();
-        file.clock_samples().for_each(|sample| clock.add(sample));
+        let clock = file.clock();
         let mut points = ClockPoints::default();
         file.records.iter().for_each(|record| points.add(record));
         let records = in_time(&file.records);
@@ -226,7 +251,7 @@ impl Boot {
             kernel: file.header.as_ref().map(|h| h.kernel.clone()),
             sandbox: file.sandbox().cloned(),
             gpus: gpus(&records, &spans),
-            clock: ClockSummary { samples: clock.samples(), best: file.clock_samples().min_by_key(|s| s.error_ns) },
+            clock: clock_summary(file, &clock),
             lost: Lost { records: file.seqs.missing(), gaps: file.seqs.gaps().take(MAX_NAMED_GAPS).collect(), reported_by_guest: 0 },
             damaged_lines: file.damaged,
             damage: file.damage.clone(),
@@ -310,6 +335,22 @@ impl Boot {
 
     pub fn failed_gpus(&self) -> impl Iterator<Item = &Gpu> {
         self.gpus.iter().filter(|g| g.failed.is_some())
+    }
+}
+
+fn clock_summary(file: &BootFile, clock: &Clock) -> ClockSummary {
+    let guest = GuestClocks::of(&file.records);
+    let samples = file.clock_samples().count();
+    ClockSummary {
+        samples,
+        best: file.clock_samples().min_by_key(|s| s.error_ns),
+        drift: clock.drift(),
+        steps: clock.steps(),
+        hypervisor_samples: guest.host.len(),
+        hypervisor_samples_used: clock.samples().saturating_sub(samples),
+        printk: guest.printk,
+        before_kernel: guest.before_kernel,
+        notes: guest.notes,
     }
 }
 

@@ -257,7 +257,17 @@ fn is_detail(record: &Record, took_ns: Option<u64>) -> bool {
             names::STAGE0_MOUNTS | names::STAGE0_CONSOLE | names::STAGE0_CONFIG | names::GPU_NODES | names::CDI_PUBLISH => !slow,
             _ => false,
         },
-        Kind::Event => matches!(record.name.as_str(), names::GPU_FOUND | names::CLOCK | names::AGENT_LOOK | names::SINK | names::UEVENT),
+        Kind::Event => matches!(
+            record.name.as_str(),
+            names::GPU_FOUND
+                | names::CLOCK
+                | names::CLOCK_TSC
+                | names::CLOCK_PRINTK
+                | names::CLOCK_HOST
+                | names::AGENT_LOOK
+                | names::SINK
+                | names::UEVENT
+        ),
     }
 }
 

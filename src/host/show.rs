@@ -2,12 +2,12 @@
 
 use super::agent_log::{self, AgentLine, ClockPoints};
 use super::boot_file::{BootFile, EXTENSION, HostEvent, Sandbox};
-use super::clock::Clock;
+use super::guest_clocks::GuestClocks;
 use super::model::{Boot, KERNEL_START, in_time};
 use super::rows::{Row, Side, Tracker};
 use super::summary::summary;
 use super::table::Table;
-use super::text::{Screen, printable};
+use super::text::{Screen, error_bound, printable};
 use crate::events::record::is_boot_id;
 use anyhow::{Context, Result, bail};
 use std::fs::File;
@@ -169,13 +169,16 @@ fn sandbox_line(sandbox: &Sandbox) -> String {
 
 /// Everything that has a time, in order.
 fn rows(file: &BootFile, agent: &[AgentLine]) -> Vec<Row> {
-    let mut clock = Clock::default();
-    file.clock_samples().for_each(|sample| clock.add(sample));
+    let clock = file.clock();
     let mut points = ClockPoints::default();
     file.records.iter().for_each(|record| points.add(record));
     let mut tracker = Tracker::default();
     let zero = file.imported().map(|i| i.zero.as_str()).filter(|zero| *zero != KERNEL_START);
     let mut rows = vec![zero.map_or_else(Row::kernel_start, |zero| Row::plain(0, Side::Host, format!("0 is {}", printable(zero))))];
+    if let Some(before) = GuestClocks::of(&file.records).before_kernel {
+        let what = format!("VMM and firmware, until the kernel's clock began ({}, by the TSC)", error_bound(before.error_ns));
+        rows.insert(0, Row { took_ns: Some(before.took_ns), ..Row::plain(0, Side::Host, what) });
+    }
     rows.extend(in_time(&file.records).into_iter().map(|record| tracker.row(record)));
     for line in agent {
         if let Some(placed) = points.place(line.realtime_ns, &clock) {

@@ -1,6 +1,7 @@
 //! What a boot came to: one line per GPU, the containers, the milestones, and everything that is wrong with the record of it.
 
-use super::model::{Boot, Failure, Gpu, OpenStep, Step};
+use super::clock::RATE_ERROR_PPM;
+use super::model::{Boot, ClockSummary, Failure, Gpu, OpenStep, Step};
 use super::text::{Ink, Screen, error_bound, printable, seconds, wall_clock};
 
 /// The summary as lines.
@@ -39,11 +40,39 @@ pub fn summary(boot: &Boot, screen: &Screen) -> Vec<String> {
         };
         out.push(screen.paint(Ink::Dim, &format!("~ approximate: {why}")));
     }
+    out.extend(clock_lines(&boot.clock).iter().map(|line| screen.paint(Ink::Dim, line)));
     out.push(screen.paint(Ink::Dim, &coverage_line(boot)));
     let complaints = complaints(boot);
     if !complaints.is_empty() {
         out.push(String::new());
         out.extend(complaints.iter().map(|c| screen.paint(Ink::Warning, c)));
+    }
+    out
+}
+
+/// How the clocks stand beside each other.
+fn clock_lines(clock: &ClockSummary) -> Vec<String> {
+    let mut out = Vec::new();
+    if let Some(best) = clock.best {
+        let drift = match clock.drift {
+            // A bound beyond what is assumed anyway says nothing.
+            Some(d) if d.error_ppm <= RATE_ERROR_PPM as f64 => {
+                format!("it ran {:+.0} ppm (+-{:.0}) against it over {} s", d.ppm, d.error_ppm.ceil(), seconds(d.to_ns - d.from_ns))
+            }
+            Some(_) | None => "too short or too noisy to measure drift".to_string(),
+        };
+        let pings = format!("clock: the guest's beside the host's by {} sample(s), {} at best", clock.samples, error_bound(best.error_ns));
+        out.push(format!("{pings}; {drift}"));
+    }
+    if clock.hypervisor_samples > 0 {
+        out.push(format!(
+            "clock: the hypervisor's (ptp_kvm) agrees in {} of {} sample(s)",
+            clock.hypervisor_samples_used, clock.hypervisor_samples
+        ));
+    }
+    if let Some(printk) = clock.printk {
+        let bound = printk.error_ns.map(|e| format!(" ({})", error_bound(e))).unwrap_or_default();
+        out.push(format!("clock: the kernel log's is {:+.3} ms off the boot clock{bound}; corrected above", printk.offset_ns as f64 / 1e6));
     }
     out
 }
@@ -162,9 +191,19 @@ pub fn complaints(boot: &Boot) -> Vec<String> {
             out.push(format!("    and {unnamed} more"));
         }
     }
-    if boot.clock.samples == 0 && boot.imported.is_some() {
+    if boot.clock.steps > 0 {
+        out.push(format!(
+            "the clocks of guest and host were stepped against each other {} time(s), or ran more than {RATE_ERROR_PPM} ppm apart: bounds there are wider",
+            boot.clock.steps
+        ));
+    }
+    out.extend(boot.clock.notes.iter().map(|note| printable(note)));
+    if boot.clock.samples + boot.clock.hypervisor_samples_used > 0 {
+        return out;
+    }
+    if boot.imported.is_some() {
         out.push("wall-clock times are not known: no log relates the guest's clock to the host's".to_string());
-    } else if boot.clock.samples == 0 {
+    } else {
         out.push("no clock sample: wall-clock times are not known (the collector takes them while the guest runs)".to_string());
     }
     out

@@ -138,7 +138,19 @@ fn vsock_listener(context: &TestContext) -> Result<Outcome> {
 }
 
 /// Fields whose values differ from boot to boot.
-const VOLATILE: &[&str] = &["realtime_ns", "kmsg_seq", "printk_us", "minor", "bytes", "pid", "first_enable_ms"];
+const VOLATILE: &[&str] = &[
+    "realtime_ns",
+    "kmsg_seq",
+    "printk_us",
+    "minor",
+    "bytes",
+    "pid",
+    "first_enable_ms",
+    "before_kernel_ns",
+    "error_ns",
+    "hz",
+    "offset_ns",
+];
 
 /// The stream in a form that is the same for every boot: times and volatile values masked, span ids by name, what runs at once in order of GPU.
 fn canonical(records: &[Record]) -> String {

@@ -12,6 +12,8 @@ mod agent;
 #[cfg(feature = "host")]
 mod bring_up;
 #[cfg(feature = "host")]
+mod clock;
+#[cfg(feature = "host")]
 mod container_roots;
 #[cfg(feature = "host")]
 mod containers;
@@ -53,6 +55,7 @@ pub const TESTS: &[&[harness::VmTest]] = &[
     hot_plug::TESTS,
     soak::TESTS,
     events::TESTS,
+    clock::TESTS,
     agent::TESTS,
     readers::TESTS,
     modules::TESTS,

@@ -14,6 +14,7 @@
 //! | `information` | reads every GPU's information file once |
 //! | `open:MINOR` | makes that GPU's node if it is not there, opens it, waits for what comes of that, and keeps it open |
 //! | `storm:N` | makes the kernel send N uevents |
+//! | `skew:S` | sets the guest's wall clock S seconds ahead, or back |
 //! | `sleep:MS` | does nothing for some time |
 //! | `counters` | reports the simulator's counters |
 //! | `config` | reports the functions' config accesses |
@@ -143,6 +144,7 @@ fn act(action: &str) -> Result<(), String> {
         }
         "open" => open(number()?),
         "storm" => (0..number()?).try_for_each(|_| write(Path::new("/sys/devices/virtual/mem/null/uevent"), "change")),
+        "skew" => skew(argument.parse().map_err(|e| format!("{action}: {e}"))?),
         "sleep" => {
             std::thread::sleep(Duration::from_millis(u64::from(number()?)));
             Ok(())
@@ -199,6 +201,13 @@ fn act(action: &str) -> Result<(), String> {
         }
         other => Err(format!("{other:?} is no action")),
     }
+}
+
+fn skew(seconds: i64) -> Result<(), String> {
+    use nix::sys::time::TimeSpec;
+    use nix::time::{ClockId, clock_gettime, clock_settime};
+    let now = clock_gettime(ClockId::CLOCK_REALTIME).map_err(|e| e.to_string())?;
+    clock_settime(ClockId::CLOCK_REALTIME, now + TimeSpec::new(seconds, 0)).map_err(|e| format!("set the clock by {seconds} s: {e}"))
 }
 
 fn write(path: &Path, value: &str) -> Result<(), String> {

@@ -5,7 +5,6 @@
 
 use super::super::agent_log::{AgentEvent, AgentLine, ClockPoints};
 use super::super::boot_file::BootFile;
-use super::super::clock::Clock;
 use super::super::model::{Boot, Gpu};
 use super::super::rows::GpuName;
 use super::phase::derived;
@@ -18,6 +17,8 @@ use std::collections::{BTreeMap, HashMap};
 
 /// The milestone that `show` does not have: all GPUs usable or failed.
 pub const SETTLED: &str = "settled";
+/// The milestone before all others, where it is known: the VM's first CPU was made.
+pub const VM_START: &str = "VM start";
 /// Where the account of a boot ends that never came to an end.
 pub const LAST_RECORD: &str = "last record";
 
@@ -84,6 +85,7 @@ pub fn story(boot: &Boot, file: &BootFile, agent: &[AgentLine]) -> Story {
     let mut telling = Telling { boot, file, tries: tries(file, agent), story: Story::default(), gpus: gpus(boot, file) };
     telling.story.last_ns = file.records.iter().map(|r| ns(r.boottime_ns)).max().unwrap_or(0);
     spans(&mut telling);
+    before_kernel(&mut telling);
     kernel_steps::tell(&mut telling);
     init_steps(&mut telling);
     chain_serial_initialisation(&mut telling);
@@ -94,8 +96,7 @@ pub fn story(boot: &Boot, file: &BootFile, agent: &[AgentLine]) -> Story {
 }
 
 fn tries(file: &BootFile, agent: &[AgentLine]) -> Vec<Try> {
-    let mut clock = Clock::default();
-    file.clock_samples().for_each(|sample| clock.add(sample));
+    let clock = file.clock();
     let mut points = ClockPoints::default();
     file.records.iter().for_each(|record| points.add(record));
     let mut tries = Vec::new();
@@ -153,6 +154,17 @@ fn spans(telling: &mut Telling) {
     }
 }
 
+/// VMM and firmware, where the TSC of the guest tells.
+fn before_kernel(telling: &mut Telling) {
+    let boot = telling.boot;
+    if let Some(before) = boot.clock.before_kernel {
+        telling.derive(derived::VMM_FIRMWARE, -ns(before.took_ns), 0);
+        let start = Milestone { name: VM_START.into(), at_ns: -ns(before.took_ns), error_ns: before.error_ns, ..Milestone::default() };
+        telling.story.milestones.push(start);
+    }
+    telling.story.missing.extend(boot.clock.notes.iter().cloned());
+}
+
 /// What PID 1, the keeper and the worker do between two recorded steps: each does one thing after another there.
 fn init_steps(telling: &mut Telling) {
     let times = |telling: &Telling, name: &str| {
@@ -208,6 +220,7 @@ fn milestones(telling: &mut Telling, created: &BTreeMap<i64, usize>) {
             at_ns,
             approximate: milestone.approximate,
             after: after.into_iter().collect(),
+            ..Milestone::default()
         });
     }
     let of_name = |telling: &Telling, wanted: fn(&Step) -> bool| -> Vec<usize> {
@@ -215,12 +228,12 @@ fn milestones(telling: &mut Telling, created: &BTreeMap<i64, usize>) {
     };
     if let Some(settled_ns) = telling.boot.settled_ns {
         let after = of_name(telling, |s| s.name == names::GPU_INIT && s.end_ns.is_some());
-        telling.story.milestones.push(Milestone { name: SETTLED.into(), at_ns: ns(settled_ns), approximate: false, after });
+        telling.story.milestones.push(Milestone { name: SETTLED.into(), at_ns: ns(settled_ns), after, ..Milestone::default() });
     } else if telling.story.steps.iter().any(|s| s.end_ns.is_none()) || !telling.boot.gpus.is_empty() {
         // It never came to an end: what it was in when the record ended is what there is to see.
         let after = of_name(telling, |s| s.end_ns.is_none());
         let at_ns = telling.story.last_ns;
-        telling.story.milestones.push(Milestone { name: LAST_RECORD.into(), at_ns, approximate: false, after });
+        telling.story.milestones.push(Milestone { name: LAST_RECORD.into(), at_ns, after, ..Milestone::default() });
     }
 }
 

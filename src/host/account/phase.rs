@@ -99,6 +99,8 @@ pub mod derived {
     /// From the start of the VMM's process until the firmware or the kernel runs.
     pub const VMM: &str = "vmm";
     pub const FIRMWARE: &str = "firmware";
+    /// Both as one, by the guest's TSC: from the VM's first CPU until the kernel's clock begins, the kernel's own first steps included.
+    pub const VMM_FIRMWARE: &str = "vmm+firmware";
     /// From the kernel's start until it starts the first program.
     pub const KERNEL: &str = "kernel";
     /// From the first to the last line of one round of PCI enumeration.
@@ -157,7 +159,8 @@ const fn waiting(row: Row) -> Row {
 pub const TABLE: &[Row] = &[
     row(derived::VMM, Phase::Vmm, Owner::Vmm, &[]),
     row(derived::FIRMWARE, Phase::Vmm, Owner::Vmm, &[derived::VMM]),
-    row(derived::KERNEL, Phase::Kernel, Owner::Kernel, &[derived::FIRMWARE, derived::VMM]),
+    row(derived::VMM_FIRMWARE, Phase::Vmm, Owner::Vmm, &[]),
+    row(derived::KERNEL, Phase::Kernel, Owner::Kernel, &[derived::VMM_FIRMWARE, derived::FIRMWARE, derived::VMM]),
     row(derived::KERNEL_PCI, Phase::PciEnumeration, Owner::Kernel, &[]),
     row(derived::KERNEL_EXEC, Phase::Kernel, Owner::Kernel, &[derived::KERNEL]),
     row(names::STAGE0, Phase::Init, Owner::Init, &[derived::KERNEL_EXEC, derived::KERNEL]),

@@ -47,6 +47,8 @@ pub struct Milestone {
     pub name: String,
     pub at_ns: i64,
     pub approximate: bool,
+    /// How wrong its place on the boot clock may be.
+    pub error_ns: u64,
     /// The steps whose end made it; empty: not known, and the last one that ended before it is assumed.
     pub after: Vec<usize>,
 }

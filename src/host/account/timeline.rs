@@ -80,6 +80,8 @@ pub struct Milestone {
     pub name: String,
     pub at_ns: i64,
     pub approximate: bool,
+    /// How wrong `at_ns` may be.
+    pub error_ns: u64,
     pub after: Vec<usize>,
 }
 
@@ -180,6 +182,7 @@ fn milestone(given: story::Milestone, place: &HashMap<usize, usize>, steps: &[St
         name: printable_start(given.name.as_bytes(), MAX_NAME),
         at_ns: given.at_ns,
         approximate: given.approximate,
+        error_ns: given.error_ns,
     }
 }
 

@@ -5,7 +5,7 @@
 
 use super::kata_config::unreadable;
 use super::refusal::Refusal;
-use crate::host::cdi_check::finding::Severity;
+use crate::host::severity::Severity;
 pub use crate::host::initrd::image::Form;
 use crate::host::initrd::image::Image;
 use crate::host::initrd::kernel;

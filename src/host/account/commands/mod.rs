@@ -8,7 +8,6 @@ pub mod stats;
 
 use super::super::agent_log;
 use super::super::boot_file::BootFile;
-use super::super::clock::Clock;
 use super::super::model::Boot;
 use super::super::show::{boots, find, read_boot};
 use super::super::text::ascii_json;
@@ -90,12 +89,10 @@ impl BootArgs {
 
 /// `boot 0f7a..: kernel start 0.000 (2026-.. +-0.9 ms) .. settled 22.340 (..)`, the first line of every page.
 fn head(loaded: &Loaded, window: &Window) -> String {
-    let mut clock = Clock::default();
-    loaded.file.clock_samples().for_each(|sample| clock.add(sample));
+    let clock = loaded.file.clock();
     let milestone = |m: &super::timeline::Milestone| {
         let wall = u64::try_from(m.at_ns)
-            .ok()
-            .and_then(|at| clock.wall_at(at))
+            .map_or_else(|_| clock.wall_before_start(m.at_ns.unsigned_abs(), m.error_ns), |at| clock.wall_at(at))
             .map(|w| format!(" ({} {})", wall_clock(w.realtime_ns), error_bound(w.error_ns)));
         format!("{} {}{}{}", m.name, if m.approximate { "~" } else { "" }, time(m.at_ns), wall.unwrap_or_default())
     };

@@ -1,0 +1,97 @@
+//! The time before the kernel's clock: the guest's TSC starts near 0 when the VM's first CPU is made, CLOCK_BOOTTIME when the kernel sets up its timekeeping.
+//! Their difference at the first instruction of PID 1 is what VMM, firmware and the kernel's own first steps (decompression, early memory) took.
+//!
+//! Only what was measured is told; whether it can be true is for the reader to judge (a VM that was migrated or restored has a TSC that began elsewhere).
+//! Invariant: the bound covers how well the TSC's frequency is known from two readings, not a TSC that differs from CPU to CPU.
+
+use crate::clock::{boottime_ns, monotonic_raw_ns};
+
+/// TSC, CLOCK_MONOTONIC_RAW and CLOCK_BOOTTIME of one moment.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Reading {
+    pub tsc: u64,
+    pub raw_ns: u64,
+    pub boottime_ns: u64,
+    /// How far apart the first and the last of the looks at the clocks were.
+    pub within_ns: u64,
+}
+
+/// Reads all three; None where there is no TSC (not x86_64).
+pub fn read() -> Option<Reading> {
+    let raw_ns = monotonic_raw_ns();
+    let tsc = crate::sys::tsc()?;
+    let boottime_ns = boottime_ns();
+    Some(Reading { tsc, raw_ns, boottime_ns, within_ns: monotonic_raw_ns().saturating_sub(raw_ns) })
+}
+
+/// What two readings tell.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Before {
+    /// Frequency of the TSC.
+    pub hz: u64,
+    /// When CLOCK_BOOTTIME was 0, the TSC had run for so long. Negative for a TSC that began later, which that of a VM cannot.
+    pub before_kernel_ns: i64,
+    pub error_ns: u64,
+}
+
+/// Works it out; None when the TSC or the clock stood still between the two, or went back.
+pub fn before_kernel(first: &Reading, later: &Reading) -> Option<Before> {
+    let ticks = u128::from(later.tsc.checked_sub(first.tsc).filter(|t| *t > 0)?);
+    let passed = u128::from(later.raw_ns.checked_sub(first.raw_ns).filter(|t| *t > 0)?);
+    let within = u128::from(first.within_ns) + u128::from(later.within_ns);
+    // 2^64 ticks times 2^63 ns fit.
+    let tsc_ns = u128::from(first.tsc) * passed / ticks;
+    let error = tsc_ns.checked_mul(within)?.div_ceil(passed) + u128::from(first.within_ns);
+    Some(Before {
+        hz: u64::try_from(ticks * 1_000_000_000 / passed).ok()?,
+        before_kernel_ns: i64::try_from(tsc_ns).ok()?.checked_sub(i64::try_from(first.boottime_ns).ok()?)?,
+        error_ns: u64::try_from(error).unwrap_or(u64::MAX),
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A VM whose TSC of 2.5 GHz began `before_ns` before BOOTTIME, looked at `late_ns` after the TSC was read.
+    fn reading(at_ns: u64, before_ns: u64, late_ns: u64) -> Reading {
+        Reading { tsc: (at_ns + before_ns) / 2 * 5, raw_ns: at_ns - late_ns, boottime_ns: at_ns + late_ns, within_ns: 2 * late_ns }
+    }
+
+    #[test]
+    fn the_time_before_the_kernel_is_within_the_bound_however_late_the_clocks_are_looked_at() {
+        const BEFORE: u64 = 960_000_000;
+        for (late_first, late_later) in [(0, 0), (40_000, 0), (0, 40_000), (300_000, 100_000)] {
+            let first = reading(2_600_000_000, BEFORE, late_first);
+            let later = reading(2_900_000_000, BEFORE, late_later);
+            let before = before_kernel(&first, &later).unwrap();
+            let wrong = before.before_kernel_ns.abs_diff(BEFORE as i64);
+            assert!(wrong <= before.error_ns, "{late_first} {late_later}: wrong by {wrong}: {before:?}");
+            assert!(before.hz.abs_diff(2_500_000_000) < 5_000_000, "{before:?}");
+            assert_eq!(before.error_ns == 0, late_first + late_later == 0);
+        }
+    }
+
+    #[test]
+    fn a_clock_that_stands_still_or_goes_back_tells_nothing() {
+        let first = reading(2_600_000_000, 0, 0);
+        assert_eq!(before_kernel(&first, &first), None);
+        assert_eq!(before_kernel(&first, &Reading { tsc: 1, ..reading(2_700_000_000, 0, 0) }), None);
+        assert_eq!(before_kernel(&first, &Reading { raw_ns: 1, ..reading(2_700_000_000, 0, 0) }), None);
+        let huge = Reading { tsc: u64::MAX - 1, raw_ns: 0, boottime_ns: u64::MAX, within_ns: u64::MAX };
+        assert_eq!(before_kernel(&huge, &Reading { tsc: u64::MAX, raw_ns: u64::MAX, ..huge }), None);
+    }
+
+    #[test]
+    #[cfg(target_arch = "x86_64")]
+    fn this_machines_tsc_runs_and_its_frequency_is_one_of_a_cpu() {
+        let first = read().unwrap();
+        let mut later = read().unwrap();
+        // 20 ms of work: long against what one look at the clocks takes.
+        while later.raw_ns - first.raw_ns < 20_000_000 {
+            later = read().unwrap();
+        }
+        let hz = before_kernel(&first, &later).map(|b| b.hz).unwrap();
+        assert!((100_000_000..10_000_000_000).contains(&hz), "{hz}");
+    }
+}

@@ -1,0 +1,280 @@
+//! `kata-gpu-boot follow` as a program: in a pipe and on a terminal, beside a file that grows as a collector's does.
+//!
+//! [`replay`] writes a boot's lines one by one with the boot's own timing, only faster. What a terminal shows is worked out by a terminal emulator from
+//! what the program writes into a pty.
+
+use crate::collect::{DEADLINE, folder, program};
+use crate::{TempDir, project};
+use kata_gpu_init::events::record::{Line, decode};
+use nix::pty::{OpenptyResult, Winsize, openpty};
+use std::fs::{File, OpenOptions};
+use std::io::{Read, Write};
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output, Stdio};
+use std::sync::mpsc;
+use std::time::{Duration, Instant};
+
+const ID: &str = "5fc5e893-0a7f-4713-801b-744ac3d76b1b";
+const OTHER: &str = "0f7a1f8e-0000-4000-8000-00000000beef";
+/// How much faster than life.
+const SPEED: u32 = 8;
+
+fn fixture(name: &str) -> Vec<String> {
+    let text = std::fs::read_to_string(project().join(format!("tests/fixtures/boots/{name}.ndjson"))).unwrap();
+    text.lines().map(|line| format!("{line}\n")).collect()
+}
+
+fn file(dir: &TempDir, id: &str) -> PathBuf {
+    dir.0.join(format!("{id}.ndjson"))
+}
+
+/// Appends the lines to a file when their time has come; until a record that `until` names, or to the end.
+fn replay(lines: &[String], path: &Path, until: impl Fn(&str) -> bool) {
+    let mut out = OpenOptions::new().create(true).append(true).open(path).unwrap();
+    let start = Instant::now();
+    let mut first_ns = None;
+    for line in lines {
+        if let Ok(Line::Record(record)) = decode(line.trim_end().as_bytes()) {
+            let since = record.boottime_ns.saturating_sub(*first_ns.get_or_insert(record.boottime_ns));
+            // Not waiting for anything: this is when it happens.
+            std::thread::sleep((Duration::from_nanos(since) / SPEED).saturating_sub(start.elapsed()));
+            if until(&record.name) {
+                return;
+            }
+        }
+        out.write_all(line.as_bytes()).unwrap();
+    }
+}
+
+fn follow(dir: &TempDir, words: &[&str]) -> Command {
+    let mut command = Command::new(program());
+    command.arg("follow").arg("--dir").arg(&dir.0).args(words).env_remove("NO_COLOR").stdin(Stdio::null());
+    command
+}
+
+/// Follows in a pipe while `write` writes.
+fn piped(dir: &TempDir, words: &[&str], write: impl FnOnce()) -> (Option<i32>, String, String) {
+    let child = follow(dir, words).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+    write();
+    let Output { status, stdout, stderr } = child.wait_with_output().unwrap();
+    (status.code(), String::from_utf8(stdout).unwrap(), String::from_utf8(stderr).unwrap())
+}
+
+#[test]
+fn in_a_pipe_a_boot_is_lines_as_they_happen_and_ends_with_its_result() {
+    let dir = folder();
+    let (code, out, err) = piped(&dir, &["--timeout", "20"], || replay(&fixture("recorded-8-gpus-fast-host"), &file(&dir, ID), |_| false));
+    assert_eq!((code, out.matches('\x1b').count()), (Some(0), 0), "{out}{err}");
+    assert!(err.contains("no boot in flight") || err.is_empty(), "{err}");
+    let lines: Vec<&str> = out.lines().collect();
+    assert!(lines[0].trim_start().starts_with("TIME") && lines[1].ends_with("kernel start"), "{out}");
+    assert_eq!(out.matches("gpu.usable").count(), 8, "{out}");
+    assert!(lines.last().unwrap().starts_with("boot 5fc5e893: all 8 GPUs ready 8.264 s after kernel start"), "{out}");
+}
+
+#[test]
+fn a_failed_gpu_is_status_1_and_its_reason() {
+    let dir = folder();
+    let path = file(&dir, ID);
+    std::fs::write(&path, fixture("made-8-gpus-one-failed").concat()).unwrap();
+    let (code, _, err) = piped(&dir, &["--boot", &ID[..4]], || {});
+    assert_eq!(code, Some(1), "{err}");
+    assert!(err.contains("boot 5fc5e893 failed: GPU 5 (0001:00:05.0) failed in init: adapter initialisation failed: rc -5"), "{err}");
+    // Negative control: the same boot without the failure is a good one.
+    let good: String = fixture("made-8-gpus-one-failed")
+        .iter()
+        .filter(|l| !l.contains("\"gpu.failed\""))
+        .map(|l| l.replace("\"failed\":1", "\"failed\":0"))
+        .collect();
+    std::fs::write(&path, good).unwrap();
+    assert_eq!(piped(&dir, &["--boot", &ID[..4]], || {}).0, Some(0));
+}
+
+#[test]
+fn a_boot_that_ends_without_a_word_is_given_up_with_what_was_seen_last() {
+    let dir = folder();
+    let lines: Vec<String> = fixture("made-8-gpus-one-hangs").into_iter().filter(|l| !l.contains("\"disconnected\"")).collect();
+    let (code, _, err) = piped(&dir, &["--timeout", "1"], || replay(&lines, &file(&dir, ID), |_| false));
+    assert_eq!(code, Some(3), "{err}");
+    assert!(err.contains("nothing new for 1 s (--timeout)") && err.contains("initialising since"), "{err}");
+    let empty = folder();
+    let (code, _, err) = piped(&empty, &["--timeout", "1"], || {});
+    assert!(code == Some(3) && err.contains("no boot has begun"), "{err}");
+}
+
+#[test]
+fn all_boots_are_followed_at_once_and_old_ones_are_not() {
+    let dir = folder();
+    std::fs::write(file(&dir, OTHER), fixture("recorded-8-gpus-fast-host").concat()).unwrap();
+    let ids = ["70dbd104-1672-403e-a607-0f86be4a0ade", "d50bb33c-6c8b-4d88-a888-9cd48cd8eaec"];
+    let (code, out, err) = piped(&dir, &["--all", "--boots", "2", "--timeout", "20"], || {
+        let lines = fixture("made-8-gpus-one-failed");
+        let bad: Vec<String> = lines.iter().filter(|l| !l.contains("\"disconnected\"")).cloned().collect();
+        std::thread::scope(|scope| {
+            scope.spawn(|| replay(&bad, &file(&dir, ids[0]), |_| false));
+            scope.spawn(|| replay(&fixture("recorded-8-gpus-fast-host"), &file(&dir, ids[1]), |_| false));
+        });
+    });
+    assert_eq!(code, Some(1), "one of them failed: {out}{err}");
+    assert!(out.contains("boot d50bb33c: all 8 GPUs ready") && err.contains("boot 70dbd104 failed: GPU "), "{out}{err}");
+    assert!(out.contains("\n70dbd104 ") && out.contains("\nd50bb33c ") && !out.contains("0f7a1f8e"), "{out}");
+}
+
+/// A terminal with a program in it.
+struct Terminal {
+    bytes: mpsc::Receiver<Vec<u8>>,
+    parser: vt100::Parser,
+    raw: Vec<u8>,
+    child: std::process::Child,
+}
+
+impl Terminal {
+    fn start(mut command: Command, rows: u16, cols: u16) -> Self {
+        let size = Winsize { ws_row: rows, ws_col: cols, ws_xpixel: 0, ws_ypixel: 0 };
+        let OpenptyResult { master, slave } = openpty(&size, None).unwrap();
+        let side = || Stdio::from(slave.try_clone().unwrap());
+        let child = command.env("TERM", "xterm-256color").env("LC_ALL", "C.UTF-8").stdout(side()).stderr(side()).spawn().unwrap();
+        // The program has the only copies now: its end is the end of the bytes.
+        drop((slave, command));
+        let (sender, bytes) = mpsc::channel();
+        std::thread::spawn(move || {
+            let mut master = File::from(master);
+            let mut chunk = [0; 4096];
+            // EIO is how the end of the other side shows.
+            while let Ok(n @ 1..) = master.read(&mut chunk) {
+                if sender.send(chunk[..n].to_vec()).is_err() {
+                    return;
+                }
+            }
+        });
+        Self { bytes, parser: vt100::Parser::new(rows, cols, 0), raw: Vec::new(), child }
+    }
+
+    fn take(&mut self, bytes: &[u8]) {
+        self.raw.extend_from_slice(bytes);
+        self.parser.process(bytes);
+    }
+
+    fn shown(&self) -> String {
+        // Row by row: a line that fills its row is not one with the next.
+        let screen = self.parser.screen();
+        let rows: Vec<String> = screen.rows(0, screen.size().1).map(|row| row.trim_end().to_string()).collect();
+        rows.join("\n")
+    }
+
+    /// Waits until the screen shows it.
+    fn until(&mut self, what: &str, is: impl Fn(&str) -> bool) -> String {
+        let deadline = Instant::now() + DEADLINE;
+        while !is(&self.shown()) {
+            let left = deadline.saturating_duration_since(Instant::now());
+            match self.bytes.recv_timeout(left) {
+                Ok(bytes) => self.take(&bytes),
+                Err(e) => panic!("{what}: {e}; the screen:\n{}", self.shown()),
+            }
+        }
+        self.shown()
+    }
+
+    /// Waits for the end; gives the last screen and the exit status.
+    fn end(mut self) -> (String, Option<i32>, Vec<u8>) {
+        while let Ok(bytes) = self.bytes.recv_timeout(DEADLINE) {
+            self.take(&bytes);
+        }
+        let code = self.child.wait().unwrap().code();
+        (self.shown(), code, std::mem::take(&mut self.raw))
+    }
+}
+
+impl Drop for Terminal {
+    fn drop(&mut self) {
+        let _unused = self.child.kill(); // it may have ended
+        let _unused = self.child.wait();
+    }
+}
+
+/// Lines of GPUs on a screen.
+fn gpu_lines(screen: &str) -> Vec<&str> {
+    screen.lines().filter(|line| line.starts_with("GPU ")).collect()
+}
+
+#[test]
+fn on_a_terminal_each_gpu_has_a_bar_that_says_what_it_is_in() {
+    let dir = folder();
+    let mut terminal = Terminal::start(follow(&dir, &["--timeout", "20"]), 30, 100);
+    let path = file(&dir, ID);
+    std::thread::scope(|scope| {
+        scope.spawn(|| replay(&fixture("recorded-8-gpus-fast-host"), &path, |_| false));
+        let screen = terminal.until("GPUs that initialise", |s| gpu_lines(s).iter().filter(|l| l.contains("initialising")).count() == 8);
+        assert!(screen.contains("boot 5fc5e893") && screen.contains("0 of 8 GPUs ready"), "{screen}");
+        assert!(gpu_lines(&screen).iter().all(|l| l.contains('━') && l.contains(" s")), "{screen}");
+    });
+    let (screen, code, _) = terminal.end();
+    assert_eq!(code, Some(0), "{screen}");
+    let gpus = gpu_lines(&screen);
+    assert_eq!(gpus.len(), 8, "{screen}");
+    for (k, line) in gpus.iter().enumerate() {
+        assert!(
+            line.starts_with(&format!("GPU {k} (0001:00:0{k}.0) ")) && line.contains("  published") && line.contains("ready at"),
+            "{screen}"
+        );
+        assert_eq!(line.matches('━').count(), 12, "a full bar: {screen}");
+    }
+    assert!(screen.contains("boot 5fc5e893  8.2 s  8 of 8 GPUs ready"), "{screen}");
+    assert!(screen.trim_end().lines().any(|l| l.starts_with("boot 5fc5e893: all 8 GPUs ready 8.264 s after kernel start")), "{screen}");
+}
+
+#[test]
+fn sixteen_gpus_fit_a_terminal_of_80_columns_and_a_failed_one_says_why() {
+    let dir = folder();
+    let mut lines = vec![format!(r#"{{"schema":1,"stream":{{"boot_id":"{ID}","version":"0.1.0","kernel":"6.1","first_seq":0}}}}"#) + "\n"];
+    let mut record = |ms: u64, rest: &str| {
+        let seq = lines.len();
+        lines.push(format!("{{\"schema\":1,\"seq\":{seq},\"boottime_ns\":{}000000,{rest}}}\n", 2000 + ms));
+    };
+    for gpu in 0..16 {
+        record(0, &format!(r#""kind":"event","name":"gpu.found","gpu":"0001:00:{gpu:02x}.0","fields":{{"index":{gpu}}}"#));
+    }
+    for gpu in 0..16 {
+        record(50 * gpu, &format!(r#""kind":"begin","name":"gpu.init","span":{},"gpu":"0001:00:{gpu:02x}.0""#, gpu + 1));
+    }
+    for gpu in (0..16).filter(|gpu| *gpu != 9) {
+        record(4000 + 100 * gpu, &format!(r#""kind":"event","name":"gpu.usable","gpu":"0001:00:{gpu:02x}.0""#));
+    }
+    let failed = r#""kind":"event","name":"gpu.failed","gpu":"0001:00:09.0","error":"RmInitAdapter failed","fields":{"step":"gpu.init"}"#;
+    record(6000, failed);
+    record(6001, r#""kind":"event","name":"settled","fields":{"usable":15,"failed":1}"#);
+    let mut terminal = Terminal::start(follow(&dir, &["--timeout", "20"]), 24, 80);
+    std::thread::scope(|scope| {
+        scope.spawn(|| replay(&lines, &file(&dir, ID), |_| false));
+        let screen = terminal.until("others' times", |s| s.contains("  others 4."));
+        assert_eq!(gpu_lines(&screen).len(), 16, "{screen}");
+    });
+    let (screen, code, _) = terminal.end();
+    assert_eq!(code, Some(1), "{screen}");
+    assert!(screen.contains("15 of 16 GPUs ready  1 failed  FAILED"), "{screen}");
+    assert!(gpu_lines(&screen).iter().any(|l| l.starts_with("GPU 9 (0001:00:09.0)") && l.contains("failed in gpu.init: Rm")), "{screen}");
+    assert!(screen.contains("kata-gpu-boot: boot 5fc5e893 failed: GPU 9 (0001:00:09.0) failed in gpu.init"), "{screen}");
+    assert!(screen.lines().all(|l| l.chars().count() <= 80), "{screen}");
+}
+
+#[test]
+fn nothing_a_guest_writes_drives_the_terminal() {
+    let dir = folder();
+    let evil = r"\u001b[2J\u001b]0;title\u0007\u202e\r";
+    let lines = [
+        format!(r#"{{"schema":1,"stream":{{"boot_id":"{ID}","version":"{evil}","kernel":"{evil}","first_seq":0}}}}"#),
+        r#"{"schema":1,"seq":0,"boottime_ns":18446744073709551615,"kind":"event","name":"gpu.found","gpu":"0001:00:00.0","fields":{"index":18446744073709551615}}"#.into(),
+        format!(r#"{{"schema":1,"seq":1,"boottime_ns":1,"kind":"begin","name":"module.load","span":1,"fields":{{"module":"{evil}"}}}}"#),
+        format!(r#"{{"schema":1,"seq":2,"boottime_ns":1,"kind":"event","name":"gpu.failed","gpu":"0001:00:00.0","error":"{evil}","fields":{{"step":"{evil}"}}}}"#),
+        format!(r#"{{"schema":1,"kind":"host","realtime_ns":1,"event":"sandbox","id":"{evil}","pod":"{evil}"}}"#),
+        r#"{"schema":1,"seq":3,"boottime_ns":2,"kind":"event","name":"settled"}"#.into(),
+    ];
+    std::fs::write(file(&dir, ID), lines.join("\n") + "\n").unwrap();
+    let (screen, code, raw) = Terminal::start(follow(&dir, &["--boot", ID]), 24, 100).end();
+    assert_eq!(code, Some(1), "{screen}");
+    assert!(screen.contains(r"\x1b[2J"), "it is shown, as text: {screen}");
+    let raw = String::from_utf8(raw).unwrap();
+    for sequence in ["\x1b[2J", "\x1b]", "\x07", "\u{202e}"] {
+        assert!(!raw.contains(sequence), "{raw:?}");
+    }
+}
