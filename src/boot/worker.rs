@@ -15,7 +15,7 @@ use crate::events::journal::{Journal, UNKNOWN};
 use crate::events::ring::Ring;
 use crate::events::sinks::stream::Identity;
 use crate::events::sinks::{console, listener, vsock};
-use crate::events::{self, StepId, kmsg, names};
+use crate::events::{self, After, StepId, kmsg, names};
 use crate::uevents::Uevents;
 use crate::{agent_looks, cdi, failure, step};
 use std::path::Path;
@@ -36,6 +36,7 @@ const IN_FLIGHT: Duration = Duration::from_millis(100);
 
 /// The worker's life; ends with the guest. `held` are the descriptors that earlier workers opened.
 pub fn run(boot: &Boot, start: Start, keeper: Option<KeeperSocket>, held: Vec<Held>) -> ! {
+    let began_ns = boottime_ns();
     let _unused = std::fs::write("/proc/self/oom_score_adj", OOM_SCORE);
     // Before the runtime: a process with threads must not fork.
     let opener = keeper.as_ref().and_then(|keeper| Opener::start(keeper, &held));
@@ -43,32 +44,33 @@ pub fn run(boot: &Boot, start: Start, keeper: Option<KeeperSocket>, held: Vec<He
     let spare = lane.then(|| Spare::start(Path::new(SYS), &held, opener.as_ref().map(Opener::pid))).flatten();
     name_process("gpuinit-worker");
     match tokio::runtime::Builder::new_current_thread().enable_all().thread_stack_size(STACK).build() {
-        Ok(runtime) => runtime.block_on(live(boot, start, Descriptors::new(keeper, opener, held), spare)),
+        Ok(runtime) => runtime.block_on(live(boot, began_ns, start, Descriptors::new(keeper, opener, held), spare)),
         Err(error) => failure::tell(&format!("worker: start the runtime: {error}: no GPU will be brought up")),
     }
     std::process::exit(1)
 }
 
-async fn live(boot: &Boot, start: Start, descriptors: Descriptors, spare: Option<Spare>) {
+async fn live(boot: &Boot, began_ns: u64, start: Start, descriptors: Descriptors, spare: Option<Spare>) {
     let identity = Identity::read();
     let (ring, before, trouble) = stream(&start, &identity);
     if let Some(error) = trouble {
         tracing::warn!(name: names::SINK, sink = "file", state = "unavailable", error);
     }
-    let no_agent = match start {
+    let (exec, no_agent) = match start {
         Start::First(handed) => {
             tell_stage0(boot);
-            let no_agent = tell_handover(handed);
+            let (exec, no_agent) = tell_handover(handed);
             // From this line the difference between the log's clock and ours is known; without /dev/kmsg there are no lines to place either.
             let _unused = kmsg::write_markers();
             clock_event();
-            no_agent
+            (Some(exec), no_agent)
         }
         Start::Again { status } => {
             tell_death(&ring, &before, &status);
-            None
+            (None, None)
         }
     };
+    let starting = step!(names::WORKER_START, at_ns = began_ns, after = ?After::from(&[exec][..]));
     // Subscribed before the scan: a GPU that appears in between is seen twice, not never.
     let uevents = Uevents::subscribe();
     let (words, signals) = match kmsg::follow(Arc::clone(&ring), before.as_ref().and_then(|b| b.last_kmsg)) {
@@ -82,13 +84,14 @@ async fn live(boot: &Boot, start: Start, descriptors: Descriptors, spare: Option
         tracing::warn!(name: names::SINK, sink = "agent looks", state = "unavailable", error = %format!("watch {}: {error}", cdi::publish::DIRECTORY));
     }
     let ears = bring_up::Ears { uevents, words, signals };
-    let bring_up = bring_up::run(boot, before.as_ref(), ears, descriptors, spare);
     let delivered = start_sinks(boot, &ring, &identity, before.is_some());
+    let started = starting.id();
+    drop(starting);
     if let Some(observer) = no_agent {
         // No GPU is touched in a guest that is about to end.
         last_words(&ring, observer, delivered).await;
     } else {
-        bring_up.await;
+        bring_up::run(boot, before.as_ref(), started, ears, descriptors, spare).await;
     }
     // All is done but following: sinks, kernel log and uevents go on for as long as the guest lives.
     std::future::pending::<()>().await;
@@ -213,14 +216,15 @@ pub fn is_confidential() -> bool {
 }
 
 /// Reports the hand-over. When it failed: whom to tell when the host knows.
-fn tell_handover(handed: Handed) -> Option<Observer> {
+fn tell_handover(handed: Handed) -> (StepId, Option<Observer>) {
     let step = step!(names::AGENT_EXEC, at_ns = handed.begin_ns);
+    let id = step.id();
     step.note("at_ns", handed.end_ns);
-    let (error, observer) = handed.error?;
+    let Some((error, observer)) = handed.error else { return (id, None) };
     step.fail(&error);
     drop(step);
     tracing::error!(name: names::POWER_OFF, error);
-    Some(observer)
+    (id, Some(observer))
 }
 
 /// Carries the reason of the power-off to the host, for a bounded time, then lets PID 1 go on.
