@@ -126,8 +126,8 @@ struct Fleet {
     lane_cpu: Option<Arc<LaneCpu>>,
     /// Gone when the driver's load has been started, with the first GPU.
     image: Option<Image>,
-    /// The step that the load had to wait for.
-    chosen: StepId,
+    /// The steps that the load had to wait for.
+    chosen: After,
     driver: watch::Sender<Driver>,
     tasks: JoinSet<(PciAddress, bool)>,
     handles: HashMap<PciAddress, AbortHandle>,
@@ -146,7 +146,8 @@ impl Fleet {
         descriptors: Descriptors,
         mut spare: Option<Spare>,
     ) -> Self {
-        let choosing = step!(names::STRATEGY_CHOOSE, after = ?After(vec![scanned]));
+        let looking = step!(names::DRIVER_LOOK, after = ?After(vec![scanned]));
+        let mut chosen = vec![looking.id()];
         let roster = Arc::new(Roster::default());
         // All there were before, in the same order, or the removed ones would have been told.
         roster.take_over(gpus, |gpu| before.is_some_and(|b| b.gpu(gpu).found));
@@ -156,10 +157,11 @@ impl Fleet {
         let published = before.map_or_else(Published::default, |before| published(before, &sysfs, gpus, &image));
         let spec = publication::start(Arc::clone(&roster), published, options(&boot.config), boot.config.cdi_complete);
         let facts = facts(&image, gpus);
+        drop(looking);
         let (mut first, mut lane_cpu) = (None, None);
         if before.is_none() && strategy::depends_on_enable(&boot.config, &facts) {
             lane_cpu = spare.take().map(Spare::reserve);
-            first = gpus.first().map(|gpu| Enabling::start(&sysfs, gpu.address, &After(vec![scanned]), lane_cpu.clone()));
+            first = gpus.first().map(|gpu| Enabling::start(&sysfs, gpu.address, &After(chosen.clone()), lane_cpu.clone()));
         }
         let measured = match &mut first {
             Some(enabling) => Some(enabling.measure().await),
@@ -168,8 +170,8 @@ impl Fleet {
         let slow = measured.is_some_and(|(_, slow)| slow);
         let strategy = strategy::choose(&boot.config, &facts, slow);
         tell_strategy(&strategy, &facts, measured.map(|(took, _)| took));
-        let chosen = choosing.id();
-        drop(choosing);
+        // A slow one goes on beside the load.
+        chosen.extend(first.as_ref().filter(|_| !slow).map(Enabling::step));
         lane_cpu = match strategy.bind {
             Bind::Pipelined => lane_cpu.or_else(|| spare.map(Spare::reserve)),
             // Worth a vCPU only where enabling takes long.
@@ -203,7 +205,7 @@ impl Fleet {
             lane_cpu,
             driver,
             image: Some(image),
-            chosen,
+            chosen: After(chosen),
             tasks: JoinSet::new(),
             handles: HashMap::new(),
             usable: HashSet::new(),
@@ -253,7 +255,7 @@ impl Fleet {
     /// Starts the driver's load, once.
     fn load_driver(&mut self, gpus: &[Gpu]) {
         if let Some(image) = self.image.take() {
-            driver::start(image, self.chosen, self.driver.clone(), &self.shared, gpus);
+            driver::start(image, std::mem::take(&mut self.chosen), self.driver.clone(), &self.shared, gpus);
         }
     }
 

@@ -66,7 +66,7 @@ pub struct Loaded {
 
 /// Starts the load, which had to wait for `chosen`, on a thread of its own; must be called inside the runtime. GPUs that the strategy binds later are held back before this returns.
 /// The lane goes on to its second GPU when the load has left nothing behind that would stop at an enabling.
-pub fn start(image: Image, chosen: StepId, state: watch::Sender<Driver>, shared: &Arc<Shared>, gpus: &[Gpu]) {
+pub fn start(image: Image, chosen: After, state: watch::Sender<Driver>, shared: &Arc<Shared>, gpus: &[Gpu]) {
     let addresses: Vec<PciAddress> = gpus.iter().map(|g| g.address).collect();
     let first = addresses.first().copied();
     let Image { mut modules, version } = image;

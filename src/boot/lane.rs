@@ -64,6 +64,10 @@ impl Enabling {
         (took, took >= SLOW_ENABLE)
     }
 
+    pub fn step(&self) -> StepId {
+        self.step
+    }
+
     async fn end(self) -> Result<StepId, String> {
         self.result.await.unwrap_or_else(|panicked| Err(panicked.to_string()))
     }
@@ -100,14 +104,17 @@ pub fn start(
 /// Keeps the vCPU until the last one is enabled.
 async fn run(sysfs: PciSysfs, waiting: Vec<Waiting>, mut first: Option<Enabling>, cpu: Option<Arc<LaneCpu>>, held: Arc<Activity>) {
     let mut before = After::default();
-    for Waiting { gpu, enabled } in waiting {
+    let mut waiting = waiting.into_iter().peekable();
+    while let Some(Waiting { gpu, enabled }) = waiting.next() {
         let enabling = first.take_if(|e| e.gpu == gpu).unwrap_or_else(|| Enabling::start(&sysfs, gpu, &before, cpu.clone()));
         before = After(vec![enabling.step]);
         let started = enabling.started;
         // The GPU's task is gone only when the GPU is, or the whole runtime.
         let _unused = enabled.send(enabling.end().await.map(|step| (step, held.begin())));
         if lane_waits(started.elapsed()) {
+            let wait = waiting.peek().map(|_| step!(names::LANE_WAIT, gpu = %gpu, after = ?before));
             held.none().await;
+            before.0.extend(wait.map(|wait| wait.id()));
         }
     }
 }

@@ -36,7 +36,7 @@ const WANTED: &[&str] = &[
     "BAR ",
     "enabling device",
     "Linux version",
-    "Unpacking initramfs",
+    "initramfs...",
     "Freeing initrd memory",
     "Run ",
     "as init process",

@@ -282,12 +282,14 @@ pub mod names {
     pub const PCI_SCAN: &str = "pci.scan";
     /// A GPU was found, or has another name since others came or went. Fields: index (the CDI name), device.
     pub const GPU_FOUND: &str = "gpu.found";
-    /// (span) Finding out what the strategy depends on: the driver in the image, how long the first GPU's enabling takes.
-    pub const STRATEGY_CHOOSE: &str = "strategy.choose";
+    /// (span) Looking for the driver in the image: its version, its options. The strategy depends on it.
+    pub const DRIVER_LOOK: &str = "driver.look";
     /// How this boot binds and initialises, and why. Fields: bind, init, reason, gpus, driver, confidential, vcpus, first_enable_ms.
     pub const STRATEGY: &str = "strategy";
     /// (span) Writing sysfs `enable`: the host maps the BARs.
     pub const GPU_ENABLE: &str = "gpu.enable";
+    /// (span) The next GPU is not enabled yet: this one is probed and goes through the first part of its initialisation undisturbed.
+    pub const LANE_WAIT: &str = "lane.wait";
     /// (span) Loading one module. Fields: module; at the end: already (the kernel had it), unpacked (the format, where the init decompressed it).
     pub const MODULE_LOAD: &str = "module.load";
     /// (span) The nodes that every container needs, from the end of the driver's load on; the load of nvidia-uvm is its child.

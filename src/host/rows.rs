@@ -257,7 +257,7 @@ fn is_detail(record: &Record, took_ns: Option<u64>) -> bool {
             // The events gpu.bound and gpu.usable say it.
             names::GPU_BIND | names::GPU_INIT => true,
             names::STAGE0_MOUNTS | names::STAGE0_CONSOLE | names::STAGE0_CONFIG | names::GPU_NODES | names::CDI_PUBLISH => !slow,
-            names::WORKER_START | names::STRATEGY_CHOOSE | names::DRIVER_NODES | names::GPU_INFORMATION => !slow,
+            names::WORKER_START | names::DRIVER_LOOK | names::LANE_WAIT | names::DRIVER_NODES | names::GPU_INFORMATION => !slow,
             _ => false,
         },
         Kind::Event => matches!(record.name.as_str(), names::GPU_FOUND | names::CLOCK | names::AGENT_LOOK | names::SINK | names::UEVENT),

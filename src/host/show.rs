@@ -2,6 +2,7 @@
 
 use super::agent_log::{self, AgentLine, ClockPoints};
 use super::boot_file::{BootFile, EXTENSION, HostEvent, Sandbox};
+use super::cdi_check::page::ascii_json;
 use super::clock::Clock;
 use super::model::{Boot, KERNEL_START, in_time};
 use super::rows::{Row, Side, Tracker};
@@ -56,11 +57,7 @@ pub fn run(args: &Args) -> Result<()> {
     let file = read_boot(&path)?;
     let agent = agent_log::of_boot(&path, args.console.as_deref())?;
     let boot = Boot::new(&file, &agent);
-    let text = if args.json {
-        serde_json::to_string_pretty(&boot).context("write the model as JSON")? + "\n"
-    } else {
-        page(&file, &agent, &boot, args.verbose, Screen::of_stdout())
-    };
+    let text = if args.json { ascii_json(&boot)? } else { page(&file, &agent, &boot, args.verbose, Screen::of_stdout()) };
     print(&text)
 }
 
@@ -229,8 +226,7 @@ mod tests {
     #[test]
     fn the_model_is_the_golden_one() {
         let (file, agent) = fixture();
-        let json = serde_json::to_string_pretty(&Boot::new(&file, &agent)).unwrap();
-        golden(&format!("{BOOT}.json"), &(json + "\n"));
+        golden(&format!("{BOOT}.json"), &ascii_json(&Boot::new(&file, &agent)).unwrap());
     }
 
     #[test]

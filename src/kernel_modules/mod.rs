@@ -43,7 +43,7 @@ pub struct Modules {
     /// What was loaded here: a dependency of the next module is not tried, and not told, again.
     loaded: HashSet<String>,
     /// What the next load comes after: loads go one by one.
-    after: Option<StepId>,
+    after: After,
 }
 
 impl Modules {
@@ -60,7 +60,7 @@ impl Modules {
             settings: OnceCell::new(),
             added: Vec::new(),
             loaded: HashSet::new(),
-            after: None,
+            after: After::default(),
         }
     }
 
@@ -69,9 +69,9 @@ impl Modules {
         self.added.push((module.replace('-', "_"), options.into()));
     }
 
-    /// Says which step the next load had to wait for.
-    pub fn follow(&mut self, step: StepId) {
-        self.after = Some(step);
+    /// Says which steps the next load had to wait for.
+    pub fn follow(&mut self, steps: After) {
+        self.after = steps;
     }
 
     /// All options that a module would be loaded with, if asked for by its own name.
@@ -107,10 +107,10 @@ impl Modules {
             if self.loaded.contains(&module.module) {
                 continue;
             }
-            let step = step!(names::MODULE_LOAD, after = ?After::from(&[self.after][..]), module = %module.module, already = Empty, unpacked = Empty);
+            let step = step!(names::MODULE_LOAD, after = ?self.after, module = %module.module, already = Empty, unpacked = Empty);
             let id = step.id();
             let result = step.run(|| self.load_one(asked, module));
-            self.follow(id);
+            self.follow(After(vec![id]));
             match result {
                 Ok(()) => {
                     self.loaded.insert(module.module.clone());

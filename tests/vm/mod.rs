@@ -22,6 +22,8 @@ mod faults;
 #[cfg(feature = "host")]
 mod hot_plug;
 #[cfg(feature = "host")]
+mod import;
+#[cfg(feature = "host")]
 mod initrd;
 #[cfg(feature = "host")]
 mod modules;
@@ -53,6 +55,7 @@ pub const TESTS: &[&[harness::VmTest]] = &[
     events::TESTS,
     agent::TESTS,
     readers::TESTS,
+    import::TESTS,
     modules::TESTS,
     initrd::TESTS,
     real_driver::TESTS,

@@ -171,9 +171,9 @@ fn init_steps(telling: &mut Telling) {
     if let (Some((_, Some(exec_end))), Some((worker_begin, _))) = (exec, worker) {
         telling.derive(derived::WORKER, exec_end, worker_begin);
     }
-    let chosen = times(telling, names::STRATEGY_CHOOSE).or(scan);
-    if let (Some((_, Some(chosen_end))), Some((load_begin, _))) = (chosen, times(telling, names::MODULE_LOAD)) {
-        telling.derive(derived::PREPARE, chosen_end, load_begin);
+    let looked = times(telling, names::DRIVER_LOOK).or(scan);
+    if let (Some((_, Some(looked_end))), Some((load_begin, _))) = (looked, times(telling, names::MODULE_LOAD)) {
+        telling.derive(derived::PREPARE, looked_end, load_begin);
     }
 }
 

@@ -44,8 +44,8 @@ pub fn tell(telling: &mut Telling) {
     let run_ns = run.map(|r| ns(r.boottime_ns)).filter(|at| before_init(*at));
 
     let kernel = run_ns.or(init_ns).and_then(|end| telling.derive(derived::KERNEL, 0, end));
-    let said = |what: &str| lines.iter().find(|r| text(r).starts_with(what)).map(|r| ns(r.boottime_ns)).filter(|at| before_init(*at));
-    if let Some((begin, end)) = said("Unpacking initramfs").zip(said("Freeing initrd memory"))
+    let said = |what: &str| lines.iter().find(|r| text(r).contains(what)).map(|r| ns(r.boottime_ns)).filter(|at| before_init(*at));
+    if let Some((begin, end)) = said("initramfs...").zip(said("Freeing initrd memory"))
         && let Some(initrd) = telling.derive(derived::KERNEL_INITRD, begin, end).and_then(|i| telling.step_mut(i))
     {
         initrd.parent = kernel;

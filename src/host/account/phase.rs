@@ -101,7 +101,7 @@ pub mod derived {
     pub const FIRMWARE: &str = "firmware";
     /// From the kernel's start until it starts the first program.
     pub const KERNEL: &str = "kernel";
-    /// From the kernel's `Unpacking initramfs` until it has freed the archive: longer for a larger image.
+    /// From the kernel's `Trying to unpack rootfs image as initramfs...` until it has freed the archive: longer for a larger image.
     pub const KERNEL_INITRD: &str = "kernel.initrd";
     /// From the first to the last line of one round of PCI enumeration.
     pub const KERNEL_PCI: &str = "kernel.pci";
@@ -111,7 +111,7 @@ pub mod derived {
     pub const HANDOVER: &str = "init.handover";
     /// From the exec of the agent until the worker begins its first step.
     pub const WORKER: &str = "init.worker";
-    /// From the scan, or the choice of the strategy, to the first module load.
+    /// From the look at the image to the first module load: the strategy, which may wait until the first enabling is measured.
     pub const PREPARE: &str = "init.prepare";
     /// From the end of the last GPU's last step until the worker has heard of it and says that all are usable or failed.
     pub const SETTLE: &str = "init.settle";
@@ -175,13 +175,14 @@ pub const TABLE: &[Row] = &[
     row(derived::WORKER, Phase::Init, Owner::Init, &[names::AGENT_EXEC]),
     row(names::WORKER_START, Phase::Init, Owner::Init, &[derived::WORKER, names::AGENT_EXEC]),
     row(names::PCI_SCAN, Phase::Init, Owner::Init, &[names::WORKER_START, derived::WORKER, names::AGENT_EXEC, names::STAGE0]),
-    row(names::STRATEGY_CHOOSE, Phase::Init, Owner::Init, &[names::PCI_SCAN]),
-    row(derived::PREPARE, Phase::Init, Owner::Init, &[names::STRATEGY_CHOOSE, names::PCI_SCAN]),
+    row(names::DRIVER_LOOK, Phase::Init, Owner::Init, &[names::PCI_SCAN]),
+    row(derived::PREPARE, Phase::Init, Owner::Init, &[names::DRIVER_LOOK, names::PCI_SCAN]),
     row(names::DRIVER_FILES, Phase::Init, Owner::Init, &[derived::PREPARE, names::PCI_SCAN]),
     // One thread enables, and modules are loaded in the order of their dependencies.
     serial(row(names::MODULE_LOAD, Phase::ModuleLoad, Owner::Driver, &[derived::PREPARE, names::PCI_SCAN])),
     // The write to sysfs `enable` returns when the host has mapped the BARs.
     serial(row(names::GPU_ENABLE, Phase::BarMapping, Owner::Host, &[names::PCI_SCAN])),
+    row(names::LANE_WAIT, Phase::Init, Owner::Init, &[names::GPU_ENABLE]),
     serial(row(derived::GPU_MAP, Phase::BarMapping, Owner::Host, &[])),
     serial(row(derived::GPU_PROBE, Phase::Probe, Owner::Driver, &[])),
     row(names::GPU_BIND, Phase::Probe, Owner::Driver, &[names::MODULE_LOAD]),

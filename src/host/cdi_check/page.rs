@@ -6,7 +6,7 @@ use super::report::{Asked, Outcome, Question, Report};
 use super::rules::parse_ms;
 use crate::host::text::{Ink, Screen, printable};
 use anyhow::{Context, Result};
-use serde_json::Value;
+use serde::Serialize;
 
 /// Findings of one rule that are shown in full; the others are counted.
 const SHOWN_OF_A_RULE: usize = 3;
@@ -42,7 +42,7 @@ pub fn rules(rules: &[&Rule], screen: &Screen) -> String {
 }
 
 /// JSON in ASCII: what does not print, in a text of a file, is an escape.
-pub fn ascii_json(value: &Value) -> Result<String> {
+pub fn ascii_json(value: &impl Serialize) -> Result<String> {
     let text = serde_json::to_string_pretty(value).context("write the report as JSON")?;
     let mut out = String::with_capacity(text.len());
     for c in text.chars() {
@@ -428,6 +428,6 @@ mod tests {
         let value = serde_json::json!({"a\u{9b}": ["\u{1b}[2J", "\u{1f600}", "\u{7f}", "\u{202e}"]});
         let text = ascii_json(&value).unwrap();
         assert!(text.bytes().all(|b| b == b'\n' || (b' '..=b'~').contains(&b)), "{text}");
-        assert_eq!(serde_json::from_str::<Value>(&text).unwrap(), value);
+        assert_eq!(serde_json::from_str::<serde_json::Value>(&text).unwrap(), value);
     }
 }

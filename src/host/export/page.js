@@ -160,15 +160,16 @@ function milestoneLabels() {
 
 function drawAxis(svg, { labels }, bottom) {
   const step = pace(), decimals = Math.max(0, Math.min(9, -Math.floor(Math.log10(step / 1e9) + 1e-9)));
-  for (let n = Math.ceil(view[0] / step); n * step <= view[1]; n += 1) {
-    const at = x(n * step);
-    svg.append(shape("line", { class: "grid", x1: at, x2: at, y1: top0 - 4, y2: bottom }));
-    svg.append(shape("text", { class: "tick", x: at, y: top0 - 8, "text-anchor": "middle" }, ((n * step) / 1e9).toFixed(decimals) + " s"));
-  }
+  // The numbers of the axis stand on the lines.
   for (const { milestone, at, begin, row } of labels) {
     const y = 10 + row * LABEL_ROW;
     svg.append(shape("line", { class: "milestone", x1: at, x2: at, y1: y - 8, y2: bottom }));
     svg.append(shape("text", { class: "milestone", x: begin + 4, y }, milestone.name));
+  }
+  for (let n = Math.ceil(view[0] / step); n * step <= view[1]; n += 1) {
+    const at = x(n * step);
+    svg.append(shape("line", { class: "grid", x1: at, x2: at, y1: top0 - 4, y2: bottom }));
+    svg.append(shape("text", { class: "tick", x: at, y: top0 - 8, "text-anchor": "middle" }, ((n * step) / 1e9).toFixed(decimals) + " s"));
   }
 }
 
