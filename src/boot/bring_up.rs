@@ -29,7 +29,7 @@ use crate::clock::boottime_ns;
 use crate::config::{Bind, Config, parameter_value};
 use crate::driver_log::Signal;
 use crate::events::kmsg::DriverWords;
-use crate::events::{After, names};
+use crate::events::{After, StepId, names};
 use crate::pci::{self, Gpu, PciAddress};
 use crate::reason::Reason;
 use crate::step;
@@ -37,7 +37,7 @@ use crate::uevents::{Action, Next, Uevent, Uevents};
 use std::collections::{HashMap, HashSet};
 use std::io;
 use std::path::Path;
-use std::sync::{Arc, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 use tokio::sync::{Semaphore, mpsc, watch};
 use tokio::task::{AbortHandle, JoinSet};
@@ -56,22 +56,23 @@ pub struct Ears {
     pub signals: Option<mpsc::UnboundedReceiver<Signal>>,
 }
 
-/// Brings all GPUs up and follows what becomes of them. Returns only when the kernel can no longer be heard.
-pub async fn run(boot: &Boot, before: Option<&Before>, ears: Ears, descriptors: Descriptors, spare: Option<Spare>) {
+/// Brings all GPUs up and follows what becomes of them, after the worker's start. Returns only when the kernel can no longer be heard.
+pub async fn run(boot: &Boot, before: Option<&Before>, started: StepId, ears: Ears, descriptors: Descriptors, spare: Option<Spare>) {
     let Ears { uevents, words, signals } = ears;
     let uevents = uevents.map_err(|error| {
         let error = format!("subscribe to uevents: {error}: GPUs that come or go later will not be seen");
         tracing::warn!(name: names::UEVENT, error);
     });
-    let gpus = scan(&boot.config);
-    let mut fleet = Fleet::new(boot, before, &gpus, words, descriptors, spare).await;
+    let (gpus, scanned) = scan(&boot.config, started);
+    let mut fleet = Fleet::new(boot, before, (&gpus, scanned), words, descriptors, spare).await;
     fleet.start(&boot.config, gpus, before);
     fleet.follow(&boot.config, uevents.ok(), signals).await;
 }
 
 /// Reads the GPUs, and says what is found and what is missing.
-fn scan(config: &Config) -> Vec<Gpu> {
-    let step = step!(names::PCI_SCAN, gpus = tracing::field::Empty);
+fn scan(config: &Config, started: StepId) -> (Vec<Gpu>, StepId) {
+    let step = step!(names::PCI_SCAN, after = ?After(vec![started]), gpus = tracing::field::Empty);
+    let id = step.id();
     let gpus = match pci::scan(Path::new(SYS)) {
         Ok((gpus, unreadable)) => {
             for error in unreadable {
@@ -90,7 +91,7 @@ fn scan(config: &Config) -> Vec<Gpu> {
         let error = format!("gpuinit.gpus={expected}, but the guest's PCI bus has {}: look at the VM's devices on the host", gpus.len());
         tracing::error!(name: names::PCI_SCAN, error);
     }
-    gpus
+    (gpus, id)
 }
 
 /// What is known before the first GPU is touched.
@@ -129,6 +130,8 @@ struct Fleet {
     lane_cpu: Option<Arc<LaneCpu>>,
     /// Gone when the driver's load has been started, with the first GPU.
     image: Option<Image>,
+    /// The steps that the load had to wait for.
+    chosen: After,
     driver: watch::Sender<Driver>,
     tasks: JoinSet<(PciAddress, bool)>,
     handles: HashMap<PciAddress, AbortHandle>,
@@ -142,11 +145,13 @@ impl Fleet {
     async fn new(
         boot: &Boot,
         before: Option<&Before>,
-        gpus: &[Gpu],
+        (gpus, scanned): (&[Gpu], StepId),
         words: Option<DriverWords>,
         descriptors: Descriptors,
         mut spare: Option<Spare>,
     ) -> Self {
+        let looking = step!(names::DRIVER_LOOK, after = ?After(vec![scanned]));
+        let mut chosen = vec![looking.id()];
         let roster = Arc::new(Roster::default());
         // All there were before, in the same order, or the removed ones would have been told.
         roster.take_over(gpus, |gpu| before.is_some_and(|b| b.gpu(gpu).found));
@@ -156,10 +161,11 @@ impl Fleet {
         let published = before.map_or_else(Published::default, |before| published(before, &sysfs, gpus, &image));
         let spec = publication::start(Arc::clone(&roster), published, options(&boot.config), boot.config.cdi_complete);
         let facts = facts(&image, gpus);
+        drop(looking);
         let (mut first, mut lane_cpu) = (None, None);
         if before.is_none() && strategy::depends_on_enable(&boot.config, &facts) {
             lane_cpu = spare.take().map(Spare::reserve);
-            first = gpus.first().map(|gpu| Enabling::start(&sysfs, gpu.address, &After::default(), lane_cpu.clone()));
+            first = gpus.first().map(|gpu| Enabling::start(&sysfs, gpu.address, &After(chosen.clone()), lane_cpu.clone()));
         }
         let measured = match &mut first {
             Some(enabling) => Some(enabling.measure().await),
@@ -168,6 +174,8 @@ impl Fleet {
         let slow = measured.is_some_and(|(_, slow)| slow);
         let strategy = strategy::choose(&boot.config, &facts, slow);
         tell_strategy(&strategy, &facts, measured.map(|(took, _)| took));
+        // A slow one goes on beside the load.
+        chosen.extend(first.as_ref().filter(|_| !slow).map(Enabling::step));
         lane_cpu = match strategy.bind {
             Bind::Pipelined => lane_cpu.or_else(|| spare.map(Spare::reserve)),
             // Worth a vCPU only where enabling takes long.
@@ -188,6 +196,7 @@ impl Fleet {
             driver: state,
             binding: Semaphore::new(at_once(strategy.bind == Bind::Concurrent)),
             initialising: Arc::new(Semaphore::new(at_once(strategy.parallel_init))),
+            initialised: (!strategy.parallel_init).then(Mutex::default),
             bound_at: Default::default(),
             bound: Default::default(),
             probing: Activity::default(),
@@ -200,6 +209,7 @@ impl Fleet {
             lane_cpu,
             driver,
             image: Some(image),
+            chosen: After(chosen),
             tasks: JoinSet::new(),
             handles: HashMap::new(),
             usable: HashSet::new(),
@@ -249,7 +259,7 @@ impl Fleet {
     /// Starts the driver's load, once.
     fn load_driver(&mut self, gpus: &[Gpu]) {
         if let Some(image) = self.image.take() {
-            driver::start(image, self.driver.clone(), &self.shared, gpus);
+            driver::start(image, std::mem::take(&mut self.chosen), self.driver.clone(), &self.shared, gpus);
         }
     }
 
@@ -334,6 +344,8 @@ impl Fleet {
         // Every GPU of the roster is in one of the two sets, unless its task has panicked.
         let failed = self.shared.roster.len() - self.usable.len();
         tracing::info!(name: names::SETTLED, usable = self.usable.len() as u64, failed = failed as u64);
+        // Once more: two looks with some time between them tell how the clocks drift.
+        super::worker::ask_host_clock();
         // Without a GPU there is no driver yet: one that is plugged in later needs it.
         if self.image.is_none() {
             self.lock_down(config);

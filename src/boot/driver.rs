@@ -11,12 +11,14 @@ use crate::bind::{DRIVER, PciSysfs};
 use crate::config::{Bind, with_registry_key};
 use crate::device_nodes::{DeviceNodes, Node};
 use crate::driver_proc::{Majors, majors, node_rules};
-use crate::events::{StepId, names};
+use crate::events::{After, Step, StepId, names};
 use crate::kernel_modules::{LoadError, Modules};
 use crate::modinfo;
 use crate::pci::{Gpu, PciAddress};
 use crate::reason::Reason;
+use crate::step;
 use nix::errno::Errno;
+use std::convert::Infallible;
 use std::path::Path;
 use std::sync::Arc;
 use tokio::sync::watch;
@@ -62,12 +64,13 @@ pub struct Loaded {
     pub control_ready: bool,
 }
 
-/// Starts the load on a thread of its own; must be called inside the runtime. GPUs that the strategy binds later are held back before this returns.
+/// Starts the load, which had to wait for `chosen`, on a thread of its own; must be called inside the runtime. GPUs that the strategy binds later are held back before this returns.
 /// The lane goes on to its second GPU when the load has left nothing behind that would stop at an enabling.
-pub fn start(image: Image, state: watch::Sender<Driver>, shared: &Arc<Shared>, gpus: &[Gpu]) {
+pub fn start(image: Image, chosen: After, state: watch::Sender<Driver>, shared: &Arc<Shared>, gpus: &[Gpu]) {
     let addresses: Vec<PciAddress> = gpus.iter().map(|g| g.address).collect();
     let first = addresses.first().copied();
-    let Image { modules, version } = image;
+    let Image { mut modules, version } = image;
+    modules.follow(chosen);
     let one_by_one = shared.bind != Bind::Insmod;
     let load = Load { modules, version, sysfs: shared.sysfs.clone(), addresses, one_by_one };
     load.hold_back();
@@ -172,6 +175,12 @@ fn reason_of(error: &Error) -> Option<Reason> {
     }
 }
 
+/// Of a driver that is loaded.
+fn major() -> Result<u32, Error> {
+    let majors = majors(Path::new(PROC)).map_err(|e| Error::Other(e.to_string()))?;
+    majors.nvidia.ok_or_else(|| Error::Other("load module nvidia: it is loaded, but /proc/devices has no \"nvidia\"".into()))
+}
+
 struct Load {
     modules: Modules,
     version: Option<String>,
@@ -197,7 +206,7 @@ impl Load {
         // Beside the load, which takes longer; after it where there can be no other thread.
         let version = self.version.clone();
         let looking = std::thread::Builder::new().spawn(move || user_space::look(version.as_deref()));
-        let mut loaded = match self.load() {
+        let (mut loaded, making) = match self.load() {
             Ok(loaded) => loaded,
             Err(error) => {
                 // No trace of ours stays in sysfs.
@@ -207,7 +216,7 @@ impl Load {
             }
         };
         state.send_replace(Driver::Loaded(loaded.clone()));
-        let nodes = self.common_nodes(&loaded);
+        let Ok(nodes) = making.run(|| Ok::<_, Infallible>(self.common_nodes(&loaded)));
         let files = match looking.map(std::thread::JoinHandle::join) {
             Ok(Ok(files)) => files,
             Ok(Err(_)) => {
@@ -224,7 +233,8 @@ impl Load {
         state.send_replace(Driver::Loaded(loaded));
     }
 
-    fn load(&mut self) -> Result<Loaded, Error> {
+    /// The loaded driver, and the step that makes the nodes every container needs, which begins here.
+    fn load(&mut self) -> Result<(Loaded, Step), Error> {
         let mut tried = Vec::new();
         let addresses = self.addresses.clone();
         let mut candidates = addresses.iter();
@@ -236,11 +246,10 @@ impl Load {
             }
             match self.modules.load(DRIVER) {
                 Ok(step) => {
-                    let major = majors(Path::new(PROC)).map_err(|e| Error::Other(e.to_string()))?.nvidia;
-                    let major = major
-                        .ok_or_else(|| Error::Other("load module nvidia: it is loaded, but /proc/devices has no \"nvidia\"".into()))?;
+                    let making = step!(names::DRIVER_NODES, after = ?After(vec![step]));
+                    let major = major().inspect_err(|error| making.fail(error))?;
                     let nodes = DeviceNodes::at(Path::new(DEV), node_rules(Path::new(PROC)));
-                    return Ok(Loaded { step, major, nodes, tried, control_ready: false });
+                    return Ok((Loaded { step, major, nodes, tried, control_ready: false }, making));
                 }
                 // The driver found no GPU it can drive among those it was shown: show it the next one.
                 Err(LoadError::Refused { errno: Errno::ENODEV, .. }) if self.one_by_one && tried.len() < self.addresses.len() => {

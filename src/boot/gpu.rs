@@ -76,6 +76,8 @@ pub struct Shared {
     pub binding: Semaphore,
     /// One initialisation at a time, or no limit.
     pub initialising: Arc<Semaphore>,
+    /// One at a time: the last one that has ended, which the next had to wait for.
+    pub initialised: Option<Mutex<Option<StepId>>>,
     /// When the kernel said "bind" for a GPU that the module load bound.
     pub bound_at: Mutex<HashMap<PciAddress, u64>>,
     /// Wakes whenever that grows.
@@ -253,9 +255,9 @@ async fn wait_and_bring_up(shared: &Arc<Shared>, gpu: &Gpu, arrival: Arrival) ->
         None => shared.hold_lane_when_due(binding).await,
     };
     let bound = bound?;
-    let minor = tell_bound(shared, gpu.address, by_load, &progress).await?;
+    let (minor, told) = tell_bound(shared, gpu.address, bound, by_load, &progress).await?;
     drop(probing);
-    let (node, made) = make_node(gpu.address, minor, &loaded, bound)?;
+    let (node, made) = make_node(gpu.address, minor, &loaded, told)?;
     progress.step("initialisation");
     if shared.config.ready_when_usable {
         let usable = initialise(shared, gpu.address, &node, made, &progress, lane).await?;
@@ -310,18 +312,25 @@ fn bound_by_load(shared: &Shared, gpu: PciAddress, loaded: &Loaded) -> Result<St
 /// The GPU is bound: says so, with the minor that the driver gave it, and the time at which the kernel said so. The one place that reads the
 /// information file before the GPU is usable: each look at it makes the driver read config space (nine times, 550.163.01), waits for the driver's
 /// global lock (before 590.44.01), and never returns for some GPUs that are lost. So on a thread of its own.
-async fn tell_bound(shared: &Shared, gpu: PciAddress, by_load: bool, progress: &Arc<Progress>) -> Result<u32, Failed> {
+async fn tell_bound(
+    shared: &Shared,
+    gpu: PciAddress,
+    bound: StepId,
+    by_load: bool,
+    progress: &Arc<Progress>,
+) -> Result<(u32, StepId), Failed> {
     let bound_at = shared.bound_at.lock().unwrap_or_else(PoisonError::into_inner).get(&gpu).copied().filter(|_| by_load);
     let at_ns = bound_at.unwrap_or_else(boottime_ns);
-    let progress = Arc::clone(progress);
+    let (step, progress) = (step!(names::GPU_INFORMATION, gpu = %gpu, after = ?After(vec![bound])), Arc::clone(progress));
+    let id = step.id();
     let looking = tokio::task::spawn_blocking(move || {
         progress.on_this_thread();
-        driver_proc::information(Path::new(PROC), gpu)
+        step.run(|| driver_proc::information(Path::new(PROC), gpu))
     });
     let information = looking.await.map_err(|panicked| failed_by(Step::Probe, Reason::Internal)(&panicked))?;
     let information = information.map_err(|e| failed_by(Step::Probe, Reason::NoMinor)(&e))?;
     tracing::info!(name: names::GPU_BOUND, gpu = %gpu, index = shared.roster.index(gpu) as u64, minor = information.minor, at_ns);
-    Ok(information.minor)
+    Ok((information.minor, id))
 }
 
 /// Binds.
@@ -372,8 +381,8 @@ async fn try_bind(shared: &Arc<Shared>, gpu: PciAddress, progress: &Arc<Progress
 }
 
 /// Makes the GPU's device node, of the minor that the driver gave it.
-fn make_node(gpu: PciAddress, minor: u32, loaded: &Loaded, bound: StepId) -> Result<(Node, StepId), Failed> {
-    let step = step!(names::GPU_NODES, gpu = %gpu, after = ?After(vec![bound]));
+fn make_node(gpu: PciAddress, minor: u32, loaded: &Loaded, told: StepId) -> Result<(Node, StepId), Failed> {
+    let step = step!(names::GPU_NODES, gpu = %gpu, after = ?After(vec![told]));
     let id = step.id();
     let node = step.run(|| loaded.nodes.gpu(loaded.major, minor)).map_err(|e| failed(Step::Nodes)(&e))?;
     Ok((node, id))
@@ -403,7 +412,8 @@ async fn initialise(
     // Where it waits for another GPU's initialisation, nobody waits for it.
     let lane = Some(lane).filter(|_| shared.initialising.available_permits() > 0);
     let turn = Arc::clone(&shared.initialising).acquire_owned().await;
-    let step = step!(names::GPU_INIT, gpu = %gpu, after = ?After(vec![after]), rc = tracing::field::Empty, status = tracing::field::Empty);
+    let before = shared.initialised.as_ref().and_then(|last| *last.lock().unwrap_or_else(PoisonError::into_inner));
+    let step = step!(names::GPU_INIT, gpu = %gpu, after = ?After::from(&[Some(after), before][..]), rc = tracing::field::Empty, status = tracing::field::Empty);
     let (id, node, shared, progress) = (step.id(), node.clone(), Arc::clone(shared), Arc::clone(progress));
     let (runtime, (over, is_over)) = (Handle::current(), oneshot::channel::<()>());
     let initialising = tokio::task::spawn_blocking(move || {
@@ -440,8 +450,13 @@ async fn initialise(
             step.note("rc", i64::from(*rc));
             step.note("status", u64::from(*status));
         }
+        let result = step.run(|| result);
+        if let Some(last) = &shared.initialised {
+            *last.lock().unwrap_or_else(PoisonError::into_inner) = Some(id);
+        }
+        // The next one begins when this one's end has been told.
         drop((turn, over));
-        step.run(|| result)
+        result
     });
     match initialising.await {
         Ok(Ok(())) => Ok(id),

@@ -64,6 +64,10 @@ impl Enabling {
         (took, took >= SLOW_ENABLE)
     }
 
+    pub fn step(&self) -> StepId {
+        self.step
+    }
+
     async fn end(self) -> Result<StepId, String> {
         self.result.await.unwrap_or_else(|panicked| Err(panicked.to_string()))
     }
@@ -103,18 +107,23 @@ const LONGEST_HOLD: Duration = Duration::from_secs(10);
 /// Keeps the vCPU until the last one is enabled.
 async fn run(sysfs: PciSysfs, waiting: Vec<Waiting>, mut first: Option<Enabling>, cpu: Option<Arc<LaneCpu>>, held: Arc<Activity>) {
     let (mut before, mut hanging) = (After::default(), 0);
-    for Waiting { gpu, enabled } in waiting {
+    let mut waiting = waiting.into_iter().peekable();
+    while let Some(Waiting { gpu, enabled }) = waiting.next() {
         let enabling = first.take_if(|e| e.gpu == gpu).unwrap_or_else(|| Enabling::start(&sysfs, gpu, &before, cpu.clone()));
         before = After(vec![enabling.step]);
         let started = enabling.started;
         // The GPU's task is gone only when the GPU is, or the whole runtime.
         let _unused = enabled.send(enabling.end().await.map(|step| (step, held.begin())));
-        if lane_waits(started.elapsed()) && tokio::time::timeout(LONGEST_HOLD, held.at_most(hanging)).await.is_err() {
-            // Waited for once, not once for each GPU that is still to be enabled.
-            hanging = held.count();
-            let error =
-                format!("a GPU before or at {gpu} has held the next one's enabling for {LONGEST_HOLD:?}: going on without waiting for it");
-            tracing::warn!(name: names::GPU_ENABLE, gpu = %gpu, error);
+        if lane_waits(started.elapsed()) {
+            let wait = waiting.peek().map(|_| step!(names::LANE_WAIT, gpu = %gpu, after = ?before));
+            if tokio::time::timeout(LONGEST_HOLD, held.at_most(hanging)).await.is_err() {
+                // Waited for once, not once for each GPU that is still to be enabled.
+                hanging = held.count();
+                let error =
+                    format!("a GPU before or at {gpu} has held the next one's enabling for {LONGEST_HOLD:?}: going on without waiting for it");
+                tracing::warn!(name: names::GPU_ENABLE, gpu = %gpu, error);
+            }
+            before.0.extend(wait.map(|wait| wait.id()));
         }
     }
 }

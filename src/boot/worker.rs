@@ -15,7 +15,7 @@ use crate::events::journal::{Journal, UNKNOWN};
 use crate::events::ring::Ring;
 use crate::events::sinks::stream::Identity;
 use crate::events::sinks::{console, listener, vsock};
-use crate::events::{self, StepId, kmsg, names};
+use crate::events::{self, After, StepId, kmsg, names};
 use crate::uevents::Uevents;
 use crate::{agent_looks, cdi, failure, ptp_kvm, step, tsc};
 use std::path::Path;
@@ -38,6 +38,7 @@ const IN_FLIGHT: Duration = Duration::from_millis(100);
 
 /// The worker's life; ends with the guest. `held` are the descriptors that earlier workers opened.
 pub fn run(boot: &Boot, start: Start, keeper: Option<KeeperSocket>, held: Vec<Held>) -> ! {
+    let began_ns = boottime_ns();
     let _unused = std::fs::write("/proc/self/oom_score_adj", OOM_SCORE);
     // Before the runtime: a process with threads must not fork.
     let opener = keeper.as_ref().and_then(|keeper| Opener::start(keeper, &held));
@@ -48,7 +49,7 @@ pub fn run(boot: &Boot, start: Start, keeper: Option<KeeperSocket>, held: Vec<He
         Ok(runtime) => {
             // Never dropped: that would wait for every thread that is in the driver.
             let runtime = std::mem::ManuallyDrop::new(runtime);
-            let life = || runtime.block_on(live(boot, start, Descriptors::new(keeper, opener, held), spare));
+            let life = || runtime.block_on(live(boot, began_ns, start, Descriptors::new(keeper, opener, held), spare));
             // A panic has been told; the end of this process is what the keeper waits for.
             let _unused = std::panic::catch_unwind(std::panic::AssertUnwindSafe(life));
         }
@@ -57,27 +58,28 @@ pub fn run(boot: &Boot, start: Start, keeper: Option<KeeperSocket>, held: Vec<He
     crate::sys::leave(1)
 }
 
-async fn live(boot: &Boot, start: Start, descriptors: Descriptors, spare: Option<Spare>) {
+async fn live(boot: &Boot, began_ns: u64, start: Start, descriptors: Descriptors, spare: Option<Spare>) {
     let identity = Identity::read();
     let (ring, before, trouble) = stream(&start, &identity);
     if let Some(error) = trouble {
         tracing::warn!(name: names::SINK, sink = "file", state = "unavailable", error);
     }
-    let no_agent = match start {
+    let (exec, no_agent) = match start {
         Start::First(handed) => {
             tell_stage0(boot);
-            let no_agent = tell_handover(handed);
+            let (exec, no_agent) = tell_handover(handed);
             // From this line the difference between the log's clock and ours is known; without /dev/kmsg there are no lines to place either.
             let _unused = kmsg::write_markers();
             clock_event();
             tell_before_kernel(boot);
-            no_agent
+            (Some(exec), no_agent)
         }
         Start::Again { status } => {
             tell_death(&ring, &before, &status);
-            None
+            (None, None)
         }
     };
+    let starting = step!(names::WORKER_START, at_ns = began_ns, after = ?After::from(&[exec][..]));
     // Subscribed before the scan: a GPU that appears in between is seen twice, not never.
     let uevents = Uevents::subscribe();
     let (words, signals) = match kmsg::follow(Arc::clone(&ring), before.as_ref().and_then(|b| b.last_kmsg)) {
@@ -92,15 +94,14 @@ async fn live(boot: &Boot, start: Start, descriptors: Descriptors, spare: Option
     }
     ask_host_clock();
     let ears = bring_up::Ears { uevents, words, signals };
-    let bring_up = bring_up::run(boot, before.as_ref(), ears, descriptors, spare);
     let delivered = start_sinks(boot, &ring, &identity, before.is_some());
+    let started = starting.id();
+    drop(starting);
     if let Some(observer) = no_agent {
         // No GPU is touched in a guest that is about to end.
         last_words(&ring, observer, delivered).await;
     } else {
-        bring_up.await;
-        // Once more: two looks with some time between them tell how the clocks drift.
-        ask_host_clock();
+        bring_up::run(boot, before.as_ref(), started, ears, descriptors, spare).await;
     }
     // All is done but following: sinks, kernel log and uevents go on for as long as the guest lives.
     std::future::pending::<()>().await;
@@ -189,7 +190,7 @@ fn tell_before_kernel(boot: &Boot) {
 }
 
 /// Asks the hypervisor for the host's wall clock, where there is a device for that, on a thread of its own: nobody waits for the answer.
-fn ask_host_clock() {
+pub fn ask_host_clock() {
     let ask = || {
         let Some(device) = ptp_kvm::device_at(Path::new("/")) else { return };
         match ptp_kvm::sample(&device) {
@@ -249,14 +250,15 @@ pub fn is_confidential() -> bool {
 }
 
 /// Reports the hand-over. When it failed: whom to tell when the host knows.
-fn tell_handover(handed: Handed) -> Option<Observer> {
+fn tell_handover(handed: Handed) -> (StepId, Option<Observer>) {
     let step = step!(names::AGENT_EXEC, at_ns = handed.begin_ns);
+    let id = step.id();
     step.note("at_ns", handed.end_ns);
-    let (error, observer) = handed.error?;
+    let Some((error, observer)) = handed.error else { return (id, None) };
     step.fail(&error);
     drop(step);
     tracing::error!(name: names::POWER_OFF, error);
-    Some(observer)
+    (id, Some(observer))
 }
 
 /// Carries the reason of the power-off to the host, for a bounded time, then lets PID 1 go on.

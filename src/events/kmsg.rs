@@ -36,6 +36,8 @@ const WANTED: &[&str] = &[
     "BAR ",
     "enabling device",
     "Linux version",
+    "initramfs...",
+    "Freeing initrd memory",
     "Run ",
     "as init process",
     "Freeing unused kernel",

@@ -283,20 +283,30 @@ pub mod names {
     pub const CLOCK_PRINTK: &str = "clock.printk";
     /// The host's CLOCK_REALTIME at this time, from the hypervisor. Fields: source, realtime_ns, error_ns.
     pub const CLOCK_HOST: &str = "clock.host";
+    /// (span) The worker, from its first instruction until it looks for GPUs: its helpers, its runtime, what it listens to.
+    pub const WORKER_START: &str = "worker.start";
     /// (span) Reading the GPUs from sysfs. Fields: gpus.
     pub const PCI_SCAN: &str = "pci.scan";
     /// A GPU was found, or has another name since others came or went. Fields: index (the CDI name), device.
     pub const GPU_FOUND: &str = "gpu.found";
+    /// (span) Looking for the driver in the image: its version, its options. The strategy depends on it.
+    pub const DRIVER_LOOK: &str = "driver.look";
     /// How this boot binds and initialises, and why. Fields: bind, init, reason, gpus, driver, confidential, vcpus, first_enable_ms.
     pub const STRATEGY: &str = "strategy";
     /// (span) Writing sysfs `enable`: the host maps the BARs.
     pub const GPU_ENABLE: &str = "gpu.enable";
+    /// (span) The next GPU is not enabled yet: this one is probed and goes through the first part of its initialisation undisturbed.
+    pub const LANE_WAIT: &str = "lane.wait";
     /// (span) Loading one module. Fields: module; at the end: already (the kernel had it), unpacked (the format, where the init decompressed it).
     pub const MODULE_LOAD: &str = "module.load";
+    /// (span) The nodes that every container needs, from the end of the driver's load on; the load of nvidia-uvm is its child.
+    pub const DRIVER_NODES: &str = "driver.nodes";
     /// A line of modprobe.d that is not followed, or a soft dependency that is left out. Fields: module, note; `error` when it may be missed.
     pub const MODULE_CONFIG: &str = "module.config";
     /// (span) From the first try to bind until the driver has it.
     pub const GPU_BIND: &str = "gpu.bind";
+    /// (span) Asking the driver for the minor of a GPU that it has bound; the driver looks at the GPU for that.
+    pub const GPU_INFORMATION: &str = "gpu.information";
     /// The driver has the GPU. Fields: minor.
     pub const GPU_BOUND: &str = "gpu.bound";
     /// (span) Making device nodes.

@@ -7,8 +7,11 @@ use super::clock::Clock;
 use super::framing::{Lines, Piece};
 use super::text;
 use crate::events::record::{Kind, Record, names};
+use anyhow::{Context, Result};
 use serde_json::{Map, Value};
+use std::fs::File;
 use std::io::{self, Read};
+use std::path::Path;
 use std::time::UNIX_EPOCH;
 
 /// Longest console line that is looked at, in bytes.
@@ -77,6 +80,17 @@ pub fn parse(line: &[u8]) -> Option<AgentLine> {
     let time = humantime::parse_rfc3339(get("ts")?).ok()?;
     let realtime_ns = i64::try_from(time.duration_since(UNIX_EPOCH).ok()?.as_nanos()).ok()?;
     Some(AgentLine { realtime_ns, event })
+}
+
+/// What a console log beside a boot's file ends in.
+const EXTENSION: &str = "console";
+
+/// The agent's lines of the boot with this file: from the console log that was named, or else from the one beside the file, if there is one.
+pub fn of_boot(boot: &Path, console: Option<&Path>) -> Result<Vec<AgentLine>> {
+    let beside = boot.with_extension(EXTENSION);
+    let Some(console) = console.or_else(|| beside.is_file().then_some(beside.as_path())) else { return Ok(Vec::new()) };
+    let file = File::open(console).with_context(|| format!("open console log {}", console.display()))?;
+    read(file).with_context(|| format!("read {}", console.display()))
 }
 
 /// All lines of the agent in a console log.

@@ -450,7 +450,8 @@ fn gpus(records: &[&Record], spans: &[Span]) -> Vec<Gpu> {
                 gpu.enabled = Some(Step { at_ns, took_ns: span.took_ns() });
             }
             // What began last is what it is in.
-            (Some(since_ns), None) if gpu.usable.is_none() && gpu.failed.is_none() => {
+            // The lane waits for the GPU, not the GPU for the lane.
+            (Some(since_ns), None) if gpu.usable.is_none() && gpu.failed.is_none() && span.name != names::LANE_WAIT => {
                 gpu.still = Some(OpenStep { step: span.name.clone(), since_ns });
             }
             _ => {}

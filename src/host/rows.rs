@@ -214,7 +214,9 @@ fn side(record: &Record) -> Side {
         (Kind::Kmsg, _) => Side::Kernel,
         // The write to sysfs `enable` returns when the host has mapped the BARs.
         (_, names::GPU_ENABLE) => Side::Host,
-        (_, names::MODULE_LOAD | names::GPU_BIND | names::GPU_BOUND | names::GPU_INIT | names::GPU_USABLE) => Side::Driver,
+        (_, names::MODULE_LOAD | names::GPU_BIND | names::GPU_INFORMATION | names::GPU_BOUND | names::GPU_INIT | names::GPU_USABLE) => {
+            Side::Driver
+        }
         (_, names::UEVENT) => Side::Kernel,
         (_, names::AGENT_LOOK) => Side::Agent,
         // What only logs give.
@@ -255,6 +257,7 @@ fn is_detail(record: &Record, took_ns: Option<u64>) -> bool {
             // The events gpu.bound and gpu.usable say it.
             names::GPU_BIND | names::GPU_INIT => true,
             names::STAGE0_MOUNTS | names::STAGE0_CONSOLE | names::STAGE0_CONFIG | names::GPU_NODES | names::CDI_PUBLISH => !slow,
+            names::WORKER_START | names::DRIVER_LOOK | names::LANE_WAIT | names::DRIVER_NODES | names::GPU_INFORMATION => !slow,
             _ => false,
         },
         Kind::Event => matches!(

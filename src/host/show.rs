@@ -7,7 +7,7 @@ use super::model::{Boot, KERNEL_START, in_time};
 use super::rows::{Row, Side, Tracker};
 use super::summary::summary;
 use super::table::Table;
-use super::text::{Screen, error_bound, printable};
+use super::text::{Screen, ascii_json, error_bound, printable};
 use crate::events::record::is_boot_id;
 use anyhow::{Context, Result, bail};
 use std::fs::File;
@@ -39,7 +39,7 @@ pub struct Args {
     /// Where the collector wrote.
     #[arg(long, default_value = ".")]
     dir: PathBuf,
-    /// The guest's console log: takes the agent's own lines from it.
+    /// The guest's console log, for the agent's own lines [default: the file beside the boot's that ends in .console].
     #[arg(long, value_name = "FILE")]
     console: Option<PathBuf>,
     /// Print everything that is known as one JSON object: gpus, containers, milestones, spans; times in ns since kernel start.
@@ -54,19 +54,9 @@ pub struct Args {
 pub fn run(args: &Args) -> Result<()> {
     let path = find(args.boot.as_deref(), &args.dir)?;
     let file = read_boot(&path)?;
-    let agent = match &args.console {
-        None => Vec::new(),
-        Some(console) => {
-            let file = File::open(console).with_context(|| format!("open console log {}", console.display()))?;
-            agent_log::read(file).with_context(|| format!("read {}", console.display()))?
-        }
-    };
+    let agent = agent_log::of_boot(&path, args.console.as_deref())?;
     let boot = Boot::new(&file, &agent);
-    let text = if args.json {
-        serde_json::to_string_pretty(&boot).context("write the model as JSON")? + "\n"
-    } else {
-        page(&file, &agent, &boot, args.verbose, Screen::of_stdout())
-    };
+    let text = if args.json { ascii_json(&boot)? } else { page(&file, &agent, &boot, args.verbose, Screen::of_stdout()) };
     print(&text)
 }
 
@@ -238,8 +228,7 @@ mod tests {
     #[test]
     fn the_model_is_the_golden_one() {
         let (file, agent) = fixture();
-        let json = serde_json::to_string_pretty(&Boot::new(&file, &agent)).unwrap();
-        golden(&format!("{BOOT}.json"), &(json + "\n"));
+        golden(&format!("{BOOT}.json"), &ascii_json(&Boot::new(&file, &agent)).unwrap());
     }
 
     #[test]

@@ -4,7 +4,7 @@
 //! can neither move the cursor, reorder the line (bidirectional marks) nor be wider than its number of bytes.
 
 use anyhow::{Context, Result};
-use serde_json::Value;
+use serde::Serialize;
 use std::io::IsTerminal;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
@@ -38,7 +38,7 @@ pub fn clipped(text: &str) -> String {
 }
 
 /// JSON in ASCII: what does not print, in a text of a file, is an escape.
-pub fn ascii_json(value: &Value) -> Result<String> {
+pub fn ascii_json(value: &impl Serialize) -> Result<String> {
     let text = serde_json::to_string_pretty(value).context("write the report as JSON")?;
     let mut out = String::with_capacity(text.len());
     for c in text.chars() {
@@ -153,7 +153,7 @@ mod tests {
         let value = serde_json::json!({"a\u{9b}": ["\u{1b}[2J", "\u{1f600}", "\u{7f}", "\u{202e}"]});
         let text = ascii_json(&value).unwrap();
         assert!(text.bytes().all(|b| b == b'\n' || (b' '..=b'~').contains(&b)), "{text}");
-        assert_eq!(serde_json::from_str::<Value>(&text).unwrap(), value);
+        assert_eq!(serde_json::from_str::<serde_json::Value>(&text).unwrap(), value);
     }
 
     #[test]

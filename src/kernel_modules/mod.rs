@@ -13,7 +13,7 @@ pub mod settings;
 
 pub use error::{Hint, LoadError, Unreadable};
 
-use crate::events::{StepId, names};
+use crate::events::{After, StepId, names};
 use crate::step;
 use file::{Fault, Format};
 use index::Index;
@@ -42,6 +42,8 @@ pub struct Modules {
     added: Vec<(String, String)>,
     /// What was loaded here: a dependency of the next module is not tried, and not told, again.
     loaded: HashSet<String>,
+    /// What the next load comes after: loads go one by one.
+    after: After,
 }
 
 impl Modules {
@@ -58,12 +60,18 @@ impl Modules {
             settings: OnceCell::new(),
             added: Vec::new(),
             loaded: HashSet::new(),
+            after: After::default(),
         }
     }
 
     /// Adds options for a module that is not loaded yet. They come after all others: where one is given twice, the kernel takes the last.
     pub fn add_options(&mut self, module: &str, options: &str) {
         self.added.push((module.replace('-', "_"), options.into()));
+    }
+
+    /// Says which steps the next load had to wait for.
+    pub fn follow(&mut self, steps: After) {
+        self.after = steps;
     }
 
     /// All options that a module would be loaded with, if asked for by its own name.
@@ -99,9 +107,11 @@ impl Modules {
             if self.loaded.contains(&module.module) {
                 continue;
             }
-            let step = step!(names::MODULE_LOAD, module = %module.module, already = Empty, unpacked = Empty);
+            let step = step!(names::MODULE_LOAD, after = ?self.after, module = %module.module, already = Empty, unpacked = Empty);
             let id = step.id();
-            match step.run(|| self.load_one(asked, module)) {
+            let result = step.run(|| self.load_one(asked, module));
+            self.follow(After(vec![id]));
+            match result {
                 Ok(()) => {
                     self.loaded.insert(module.module.clone());
                     // Soft dependencies may come after the module that was asked for, and nobody waits for them.

@@ -1,6 +1,6 @@
 //! The driver's files, found in roots of every kind: against the incumbent's choice for the reference root, and as golden files for the odd ones.
 
-use crate::{TempDir, project, tree};
+use crate::{TempDir, golden, project, tree};
 use kata_gpu_init::driver_files::manifest::{self, Unusable};
 use kata_gpu_init::driver_files::{DriverFiles, Error, Kind, Roots, scan, sockets};
 use nix::sys::inotify::{AddWatchFlags, InitFlags, Inotify};
@@ -160,17 +160,6 @@ fn shown(result: &Result<DriverFiles, Error>) -> String {
     text
 }
 
-/// Compares with `tests/golden/driver-files/<name>`, or writes it if UPDATE_GOLDEN=1 is set.
-fn golden(name: &str, text: &str) {
-    let path = project().join("tests/golden/driver-files").join(name);
-    if std::env::var_os("UPDATE_GOLDEN").is_some() {
-        std::fs::create_dir_all(path.parent().unwrap()).unwrap();
-        std::fs::write(&path, text).unwrap();
-    }
-    let want = std::fs::read_to_string(&path).unwrap_or_else(|e| panic!("{}: {e}: UPDATE_GOLDEN=1 makes it", path.display()));
-    assert!(want == text, "{} differs: UPDATE_GOLDEN=1 refreshes it\n--- golden\n{want}\n--- now\n{text}", path.display());
-}
-
 #[test]
 fn every_odd_root_gives_what_its_golden_file_says() {
     let folder = project().join("tests/fixtures/cdi/roots");
@@ -181,7 +170,7 @@ fn every_odd_root_gives_what_its_golden_file_says() {
     for name in names {
         let root = Root::odd(&name, &name);
         let first = shown(&scan(&root.roots, None));
-        golden(&name, &first);
+        golden(&format!("driver-files/{name}"), &first);
         assert_eq!(shown(&scan(&root.roots, None)), first, "{name}: two scans differ");
     }
 }
@@ -203,7 +192,7 @@ fn no_link_leads_out_of_the_root() {
     for path in ["/usr/lib64/libnvidia-up.so.550.163.01", "/usr/lib/x86_64-linux-gnu/libcuda.so.550.163.01", "/usr/bin/nvidia-smi"] {
         assert!(root.at(path).canonicalize().unwrap().starts_with(&outside), "{path} does not lead out of the root");
     }
-    golden("links-out-of-the-root", &shown(&scan(&root.roots, None)));
+    golden("driver-files/links-out-of-the-root", &shown(&scan(&root.roots, None)));
 }
 
 #[test]
@@ -216,7 +205,7 @@ fn a_directory_that_cannot_be_read_is_told_and_does_not_hide_the_others() {
         nix::unistd::setfsuid(nix::unistd::Uid::from_raw(65534));
         shown(&scan(&roots, None))
     });
-    golden("unreadable-directory", &scanned.join().unwrap());
+    golden("driver-files/unreadable-directory", &scanned.join().unwrap());
     if nix::unistd::geteuid().is_root() {
         assert_eq!(readable.library_directories.len(), 2, "negative control: whoever may read it finds both");
     }

@@ -103,8 +103,12 @@ fn the_page_draws_every_step_at_8_and_16_gpus() {
         assert_eq!(dom.matches("mark failed").count() > 1, gpus == 16, "failures, beside the legend's");
         assert!(dom.contains("Critical path") && dom.contains("critical driver") && dom.matches("<tr").count() > rows);
         match gpus {
-            8 => browser.screenshot(&page, "8-gpus-light.png", (1400, 1500), LIGHT),
+            8 => {
+                browser.screenshot(&page, "8-gpus-light.png", (1400, 1500), LIGHT);
+                browser.screenshot(&page, "8-gpus-dark.png", (1400, 1500), DARK);
+            }
             _ => {
+                browser.screenshot(&page, "16-gpus-light.png", (1400, 1700), LIGHT);
                 browser.screenshot(&page, "16-gpus-dark.png", (1400, 1700), DARK);
                 browser.screenshot(&page, "16-gpus-narrow.png", (500, 1800), LIGHT);
             }

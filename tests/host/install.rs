@@ -3,7 +3,7 @@
 
 use crate::initrd::{archive, file};
 use crate::initrd_verify::{KERNEL, guest};
-use crate::{TempDir, project};
+use crate::{TempDir, golden, project};
 use kata_gpu_init::host::install::drop_in;
 use kata_gpu_init::host::install::kata_config::KataConfig;
 use kata_gpu_init::host::install::merge::{Effective, Runtime};
@@ -149,18 +149,6 @@ pub fn done(said: &Said) -> &str {
     &said.out
 }
 
-#[track_caller]
-fn golden(name: &str, text: &str) {
-    let path = project().join("tests/golden/install").join(name);
-    if std::env::var_os("UPDATE_GOLDEN").is_some_and(|v| v == "1") {
-        fs::create_dir_all(path.parent().unwrap()).unwrap();
-        fs::write(&path, text).unwrap();
-        return;
-    }
-    let want = fs::read_to_string(&path).unwrap_or_else(|e| panic!("read {}: {e}: UPDATE_GOLDEN=1 writes it", path.display()));
-    assert!(want == text, "{} differs: UPDATE_GOLDEN=1 refreshes it\n--- golden\n{want}\n--- now\n{text}", path.display());
-}
-
 /// kata-deploy's own drop-in.
 const KERNEL_PARAMS: &str = "[hypervisor.qemu]\nkernel_params = \"cgroup_no_v1=all pci=realloc pci=nocrs pci=assign-busses agent.https_proxy=\\\"http://p:1 x\\\"\"\n";
 
@@ -197,7 +185,7 @@ fn the_drop_in_and_what_is_said_are_the_golden_ones_for_both_runtimes_and_hyperv
         let said = world.install_initrd(one.3);
         let written = fs::read_to_string(world.ours()).unwrap();
         let text = format!("{}\n--- dry run\n{}\n--- the file\n{written}", done(&said), done(&dry));
-        golden(&format!("{}.txt", one.0), &world.shown(&mask_checksum(&text)));
+        golden(&format!("install/{}.txt", one.0), &world.shown(&mask_checksum(&text)));
     }
 }
 

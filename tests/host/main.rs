@@ -23,6 +23,8 @@ mod export_perfetto;
 #[cfg(feature = "host")]
 mod follow;
 mod fork;
+#[cfg(feature = "host")]
+mod goldens;
 mod hooks;
 mod hooks_attacks;
 mod hooks_faults;
@@ -75,4 +77,17 @@ impl Drop for TempDir {
     fn drop(&mut self) {
         let _unused = std::fs::remove_dir_all(&self.0);
     }
+}
+
+/// Compares with `tests/golden/<name>`, or writes it if UPDATE_GOLDEN=1 is set.
+#[cfg(feature = "host")]
+fn golden(name: &str, text: &str) {
+    let path = project().join("tests/golden").join(name);
+    if std::env::var_os("UPDATE_GOLDEN").is_some_and(|v| v == "1") {
+        std::fs::create_dir_all(path.parent().unwrap()).unwrap();
+        std::fs::write(&path, text).unwrap();
+        return;
+    }
+    let want = std::fs::read_to_string(&path).unwrap_or_else(|e| panic!("read {}: {e}: UPDATE_GOLDEN=1 writes it", path.display()));
+    assert!(want == text, "{} differs: UPDATE_GOLDEN=1 refreshes it\n--- golden\n{want}\n--- now\n{text}", path.display());
 }

@@ -26,6 +26,8 @@ mod faults;
 #[cfg(feature = "host")]
 mod hot_plug;
 #[cfg(feature = "host")]
+mod import;
+#[cfg(feature = "host")]
 mod initrd;
 #[cfg(feature = "host")]
 mod modules;
@@ -58,6 +60,7 @@ pub const TESTS: &[&[harness::VmTest]] = &[
     clock::TESTS,
     agent::TESTS,
     readers::TESTS,
+    import::TESTS,
     modules::TESTS,
     initrd::TESTS,
     disk_root::TESTS,

@@ -7,6 +7,7 @@
 use super::super::model::Container;
 use super::from_boot::{Telling, ns};
 use super::phase::derived;
+use super::story::Step;
 use crate::events::record::{Kind, names};
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -31,7 +32,29 @@ pub fn tell(telling: &mut Telling) -> BTreeMap<i64, usize> {
             created.insert(at_ns, step);
         }
     }
+    still_waiting(telling);
     created
+}
+
+/// Containers that were tried, and neither created nor given up when the record ended.
+fn still_waiting(telling: &mut Telling) {
+    let over: BTreeSet<&str> = telling.boot.containers.iter().map(|c| c.name.as_str()).collect();
+    let mut first: BTreeMap<&str, (i64, bool)> = BTreeMap::new();
+    for try_ in telling.tries.iter().filter(|t| !over.contains(t.container.as_str())) {
+        if first.len() < MAX_CONTAINERS {
+            first.entry(&try_.container).or_insert((try_.at_ns, try_.approximate));
+        }
+    }
+    let open = |(name, (begin_ns, approximate)): (&str, (i64, bool))| Step {
+        name: derived::AGENT_WAIT.to_string(),
+        detail: name.to_string(),
+        begin_ns,
+        derived: true,
+        approximate,
+        ..Step::default()
+    };
+    let open: Vec<Step> = first.into_iter().map(open).collect();
+    telling.story.steps.extend(open);
 }
 
 /// From the exec to readiness, and from there to the first request.

@@ -33,8 +33,9 @@ pub struct Piece {
     /// It had not ended when the record did.
     #[serde(skip_serializing_if = "std::ops::Not::not")]
     pub open: bool,
+    /// The timeline's step.
     #[serde(skip)]
-    pub(super) index: Option<usize>,
+    pub index: Option<usize>,
 }
 
 /// What the boot would have been without.

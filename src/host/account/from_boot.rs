@@ -7,7 +7,7 @@ use super::super::agent_log::{AgentEvent, AgentLine, ClockPoints};
 use super::super::boot_file::BootFile;
 use super::super::model::{Boot, Gpu};
 use super::super::rows::GpuName;
-use super::phase::derived;
+use super::phase::{classify, derived};
 use super::story::{Milestone, Step, Story};
 use super::{agent_steps, kernel_steps};
 use crate::events::record::{Kind, names};
@@ -31,6 +31,7 @@ pub(super) fn ns(boottime_ns: u64) -> i64 {
 pub(super) struct Try {
     pub container: String,
     pub at_ns: i64,
+    pub approximate: bool,
 }
 
 /// What the helpers below need to know, and the story as far as it is told.
@@ -88,9 +89,10 @@ pub fn story(boot: &Boot, file: &BootFile, agent: &[AgentLine]) -> Story {
     before_kernel(&mut telling);
     kernel_steps::tell(&mut telling);
     init_steps(&mut telling);
+    let settle = settling(&mut telling);
     chain_serial_initialisation(&mut telling);
     let created = agent_steps::tell(&mut telling);
-    milestones(&mut telling, &created);
+    milestones(&mut telling, &created, settle);
     missing(&mut telling, agent);
     telling.story
 }
@@ -104,7 +106,7 @@ fn tries(file: &BootFile, agent: &[AgentLine]) -> Vec<Try> {
         if let AgentEvent::CdiTryFailed { container, .. } = &line.event
             && let Some(placed) = points.place(line.realtime_ns, &clock)
         {
-            tries.push(Try { container: container.clone(), at_ns: ns(placed.boottime_ns) });
+            tries.push(Try { container: container.clone(), at_ns: ns(placed.boottime_ns), approximate: placed.approximate });
         }
     }
     tries.sort_by_key(|t| t.at_ns);
@@ -135,6 +137,7 @@ fn spans(telling: &mut Telling) {
             _ => "",
         };
         let step = Step {
+            span: Some(span.id),
             name: span.name.clone(),
             detail: detail.to_string(),
             gpu: span.gpu.map(|address| telling.gpu_name(address)),
@@ -176,12 +179,29 @@ fn init_steps(telling: &mut Telling) {
         telling.derive(derived::HANDOVER, stage0_end, exec_begin);
     }
     let scan = times(telling, names::PCI_SCAN);
-    if let (Some((_, Some(exec_end))), Some((scan_begin, _))) = (exec, scan) {
-        telling.derive(derived::WORKER, exec_end, scan_begin);
+    let worker = times(telling, names::WORKER_START).or(scan);
+    if let (Some((_, Some(exec_end))), Some((worker_begin, _))) = (exec, worker) {
+        telling.derive(derived::WORKER, exec_end, worker_begin);
     }
-    if let (Some((_, Some(scan_end))), Some((load_begin, _))) = (scan, times(telling, names::MODULE_LOAD)) {
-        telling.derive(derived::PREPARE, scan_end, load_begin);
+    let looked = times(telling, names::DRIVER_LOOK).or(scan);
+    if let (Some((_, Some(looked_end))), Some((load_begin, _))) = (looked, times(telling, names::MODULE_LOAD)) {
+        telling.derive(derived::PREPARE, looked_end, load_begin);
     }
+}
+
+/// What the worker does between the last thing that it waited for and the moment at which it says that the boot is settled: it hears of it, and tells.
+fn settling(telling: &mut Telling) -> Option<usize> {
+    let settled_ns = ns(telling.boot.settled_ns?);
+    let ended: Vec<(usize, i64)> = {
+        let of_gpus = telling.story.steps.iter().enumerate().filter(|(_, s)| s.gpu.is_some() && !s.derived);
+        of_gpus.filter_map(|(i, s)| Some((i, s.end_ns.filter(|end| *end <= settled_ns)?))).collect()
+    };
+    let last_ns = ended.iter().map(|(_, end)| *end).max()?;
+    let settle = telling.derive(derived::SETTLE, last_ns, settled_ns)?;
+    if let Some(step) = telling.step_mut(settle) {
+        step.follows = ended.into_iter().map(|(i, _)| i).collect();
+    }
+    Some(settle)
 }
 
 /// Where the boot's strategy was to initialise one GPU after another, each had to wait for the one before.
@@ -204,7 +224,7 @@ fn chain_serial_initialisation(telling: &mut Telling) {
     }
 }
 
-fn milestones(telling: &mut Telling, created: &BTreeMap<i64, usize>) {
+fn milestones(telling: &mut Telling, created: &BTreeMap<i64, usize>, settle: Option<usize>) {
     for milestone in &telling.boot.milestones {
         let Some(at_ns) = milestone.boottime_ns.map(ns) else { continue };
         let first = |name: &str| telling.first(name);
@@ -227,11 +247,12 @@ fn milestones(telling: &mut Telling, created: &BTreeMap<i64, usize>) {
         telling.story.steps.iter().enumerate().filter(|(_, s)| wanted(s)).map(|(i, _)| i).collect()
     };
     if let Some(settled_ns) = telling.boot.settled_ns {
-        let after = of_name(telling, |s| s.name == names::GPU_INIT && s.end_ns.is_some());
+        let initialised = || of_name(telling, |s| s.name == names::GPU_INIT && s.end_ns.is_some());
+        let after = settle.map_or_else(initialised, |settle| vec![settle]);
         telling.story.milestones.push(Milestone { name: SETTLED.into(), at_ns: ns(settled_ns), after, ..Milestone::default() });
     } else if telling.story.steps.iter().any(|s| s.end_ns.is_none()) || !telling.boot.gpus.is_empty() {
-        // It never came to an end: what it was in when the record ended is what there is to see.
-        let after = of_name(telling, |s| s.end_ns.is_none());
+        // It never came to an end: what it was in when the record ended is what there is to see. Who only waits for that did not keep it.
+        let after = of_name(telling, |s| s.end_ns.is_none() && !classify(&s.name).waiting);
         let at_ns = telling.story.last_ns;
         telling.story.milestones.push(Milestone { name: LAST_RECORD.into(), at_ns, after, ..Milestone::default() });
     }

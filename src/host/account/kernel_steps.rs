@@ -44,6 +44,12 @@ pub fn tell(telling: &mut Telling) {
     let run_ns = run.map(|r| ns(r.boottime_ns)).filter(|at| before_init(*at));
 
     let kernel = run_ns.or(init_ns).and_then(|end| telling.derive(derived::KERNEL, 0, end));
+    let said = |what: &str| lines.iter().find(|r| text(r).contains(what)).map(|r| ns(r.boottime_ns)).filter(|at| before_init(*at));
+    if let Some((begin, end)) = said("initramfs...").zip(said("Freeing initrd memory"))
+        && let Some(initrd) = telling.derive(derived::KERNEL_INITRD, begin, end).and_then(|i| telling.step_mut(i))
+    {
+        initrd.parent = kernel;
+    }
     let exec = run_ns.zip(init_ns).and_then(|(run, init)| telling.derive(derived::KERNEL_EXEC, run, init));
     let pci: Vec<PciLine> = lines.iter().filter_map(|r| pci_line(r)).collect();
     let enumeration = pci.iter().filter(|l| l.by == "pci" && !l.enabling && before_init(l.at_ns)).map(|l| l.at_ns);

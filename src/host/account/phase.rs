@@ -103,6 +103,8 @@ pub mod derived {
     pub const VMM_FIRMWARE: &str = "vmm+firmware";
     /// From the kernel's start until it starts the first program.
     pub const KERNEL: &str = "kernel";
+    /// From the kernel's `Trying to unpack rootfs image as initramfs...` until it has freed the archive: longer for a larger image.
+    pub const KERNEL_INITRD: &str = "kernel.initrd";
     /// From the first to the last line of one round of PCI enumeration.
     pub const KERNEL_PCI: &str = "kernel.pci";
     /// From the kernel's `Run ... as init process` to the first instruction of the init.
@@ -111,8 +113,10 @@ pub mod derived {
     pub const HANDOVER: &str = "init.handover";
     /// From the exec of the agent until the worker begins its first step.
     pub const WORKER: &str = "init.worker";
-    /// From the scan to the first module load: the modules' index, the strategy, which may wait until the first enabling is measured.
+    /// From the look at the image to the first module load: the strategy, which may wait until the first enabling is measured.
     pub const PREPARE: &str = "init.prepare";
+    /// From the end of the last GPU's last step until the worker has heard of it and says that all are usable or failed.
+    pub const SETTLE: &str = "init.settle";
     /// A GPU's probe inside a module load, from the kernel's `enabling device`: the host maps its BARs, and 2 to 4 ms of probe.
     pub const GPU_MAP: &str = "gpu.map";
     /// The same for a GPU whose probe may sleep for seconds until its BAR firewall is down: the driver's.
@@ -161,6 +165,7 @@ pub const TABLE: &[Row] = &[
     row(derived::FIRMWARE, Phase::Vmm, Owner::Vmm, &[derived::VMM]),
     row(derived::VMM_FIRMWARE, Phase::Vmm, Owner::Vmm, &[]),
     row(derived::KERNEL, Phase::Kernel, Owner::Kernel, &[derived::VMM_FIRMWARE, derived::FIRMWARE, derived::VMM]),
+    row(derived::KERNEL_INITRD, Phase::Kernel, Owner::Kernel, &[]),
     row(derived::KERNEL_PCI, Phase::PciEnumeration, Owner::Kernel, &[]),
     row(derived::KERNEL_EXEC, Phase::Kernel, Owner::Kernel, &[derived::KERNEL]),
     row(names::STAGE0, Phase::Init, Owner::Init, &[derived::KERNEL_EXEC, derived::KERNEL]),
@@ -171,19 +176,25 @@ pub const TABLE: &[Row] = &[
     row(names::AGENT_EXEC, Phase::AgentStart, Owner::Init, &[derived::HANDOVER, names::STAGE0]),
     row(derived::AGENT_START, Phase::AgentStart, Owner::Agent, &[names::AGENT_EXEC, derived::HANDOVER, names::STAGE0]),
     row(derived::WORKER, Phase::Init, Owner::Init, &[names::AGENT_EXEC]),
-    row(names::PCI_SCAN, Phase::Init, Owner::Init, &[derived::WORKER, names::AGENT_EXEC, names::STAGE0]),
-    row(derived::PREPARE, Phase::Init, Owner::Init, &[names::PCI_SCAN]),
+    row(names::WORKER_START, Phase::Init, Owner::Init, &[derived::WORKER, names::AGENT_EXEC]),
+    row(names::PCI_SCAN, Phase::Init, Owner::Init, &[names::WORKER_START, derived::WORKER, names::AGENT_EXEC, names::STAGE0]),
+    row(names::DRIVER_LOOK, Phase::Init, Owner::Init, &[names::PCI_SCAN]),
+    row(derived::PREPARE, Phase::Init, Owner::Init, &[names::DRIVER_LOOK, names::PCI_SCAN]),
     row(names::DRIVER_FILES, Phase::Init, Owner::Init, &[derived::PREPARE, names::PCI_SCAN]),
     // One thread enables, and modules are loaded in the order of their dependencies.
     serial(row(names::MODULE_LOAD, Phase::ModuleLoad, Owner::Driver, &[derived::PREPARE, names::PCI_SCAN])),
     // The write to sysfs `enable` returns when the host has mapped the BARs.
     serial(row(names::GPU_ENABLE, Phase::BarMapping, Owner::Host, &[names::PCI_SCAN])),
+    row(names::LANE_WAIT, Phase::Init, Owner::Init, &[names::GPU_ENABLE]),
     serial(row(derived::GPU_MAP, Phase::BarMapping, Owner::Host, &[])),
     serial(row(derived::GPU_PROBE, Phase::Probe, Owner::Driver, &[])),
     row(names::GPU_BIND, Phase::Probe, Owner::Driver, &[names::MODULE_LOAD]),
+    row(names::GPU_INFORMATION, Phase::Probe, Owner::Driver, &[names::GPU_BIND, names::MODULE_LOAD]),
+    row(names::DRIVER_NODES, Phase::CdiPublication, Owner::Init, &[names::MODULE_LOAD]),
     row(names::GPU_NODES, Phase::CdiPublication, Owner::Init, &[names::MODULE_LOAD]),
     row(names::GPU_INIT, Phase::AdapterInit, Owner::Driver, &[names::MODULE_LOAD]),
     row(names::CDI_PUBLISH, Phase::CdiPublication, Owner::Init, &[names::PCI_SCAN]),
+    row(derived::SETTLE, Phase::Init, Owner::Init, &[]),
     row(derived::CONTAINER_REQUEST, Phase::Container, Owner::Runtime, &[derived::AGENT_START]),
     waiting(row(derived::AGENT_WAIT, Phase::AgentWaiting, Owner::Agent, &[])),
     row(derived::AGENT_PAUSE, Phase::AgentWaiting, Owner::Agent, &[derived::CONTAINER_REQUEST]),

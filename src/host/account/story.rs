@@ -20,6 +20,8 @@ pub struct Story {
 /// Something that took time.
 #[derive(Clone, Debug, Default)]
 pub struct Step {
+    /// The span that it is, where it is one.
+    pub span: Option<u64>,
     /// A name of the table, or any other.
     pub name: String,
     /// Which one, where a name alone does not say: a module, a container.

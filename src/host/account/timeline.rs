@@ -46,6 +46,8 @@ impl Known {
 /// One step.
 #[derive(Clone, Debug)]
 pub struct Step {
+    /// The span that it is, where it is one.
+    pub span: Option<u64>,
     pub name: String,
     pub detail: String,
     pub gpu: Option<GpuName>,
@@ -134,6 +136,7 @@ impl Timeline {
             let around = |parent: &usize| *parent < at && steps.get(*parent).is_some_and(|p: &Step| p.end_ns >= step.begin_ns);
             let name = printable_start(step.name.as_bytes(), MAX_NAME);
             steps.push(Step {
+                span: step.span,
                 row: classify(&name),
                 name,
                 detail: printable_start(step.detail.as_bytes(), MAX_NAME),

@@ -300,9 +300,13 @@ fn data(timeline: &Timeline) -> (Value, usize) {
     let clock = timeline.sample().map(|sample| {
         json!({ "offset_ms": sample.offset_ns as f64 / 1e6, "error_ns": sample.error_ns, "at_ns": sample.boottime_ns, "ppm": RATE_ERROR_PPM })
     });
+    // A step that is not on the page is time between two that are.
+    let on_page = |step: usize| (step < steps.len()).then_some(step);
+    let path: Vec<Value> =
+        timeline.path.iter().map(|p| json!({ "step": p.step.and_then(on_page), "begin": p.begin_ns, "took": p.took_ns })).collect();
     let data = json!({
         "end": timeline.end_ns, "boot_end": timeline.boot_end_ns, "clock": clock, "lanes": lanes, "gpus": gpus, "sides": used,
-        "milestones": milestones, "steps": steps, "marks": marks,
+        "milestones": milestones, "steps": steps, "path": path, "marks": marks,
     });
     (data, left_out)
 }

@@ -4,7 +4,6 @@
 //! at all.
 
 mod chrome;
-mod critical_path; // until the account of a boot has its own
 mod csv;
 mod html;
 mod lanes;
@@ -22,7 +21,6 @@ use super::agent_log::{self, AgentLine};
 use super::boot_file::BootFile;
 use super::show::{find, read_boot};
 use anyhow::{Context, Result, bail};
-use std::fs::File;
 use std::io::{self, ErrorKind, IsTerminal, Write};
 use std::path::{Path, PathBuf};
 use timeline::Timeline;
@@ -65,7 +63,7 @@ pub struct Args {
     /// Write to this file instead of standard output.
     #[arg(short, long, value_name = "F")]
     output: Option<PathBuf>,
-    /// The guest's console log: takes the agent's own lines from it.
+    /// The guest's console log, for the agent's own lines [default: the file beside the boot's that ends in .console].
     #[arg(long, value_name = "FILE")]
     console: Option<PathBuf>,
     /// A resource attribute for --otlp, for example k8s.node.name=n1; may be repeated.
@@ -130,14 +128,9 @@ pub fn run(args: &Args) -> Result<()> {
     if format != Format::Otlp && !args.attribute.is_empty() {
         bail!("--attribute is for --otlp: other formats have no resource");
     }
-    let file = read_boot(&find(args.boot.as_deref(), &args.dir)?)?;
-    let agent = match &args.console {
-        None => Vec::new(),
-        Some(console) => {
-            let file = File::open(console).with_context(|| format!("open console log {}", console.display()))?;
-            agent_log::read(file).with_context(|| format!("read {}", console.display()))?
-        }
-    };
+    let path = find(args.boot.as_deref(), &args.dir)?;
+    let file = read_boot(&path)?;
+    let agent = agent_log::of_boot(&path, args.console.as_deref())?;
     let resource = if format == Format::Otlp { resource(&args.attribute)? } else { Resource::new() };
     let bytes = bytes(format, &file, &agent, &resource)?;
     match &args.output {

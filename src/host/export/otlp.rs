@@ -68,8 +68,8 @@ pub fn write(timeline: &Timeline, resource: &Resource) -> Result<String> {
     let ids = Ids::new(timeline);
     let mut events = events(timeline, &ids, &clock);
     let mut spans = vec![root(timeline, &ids, &clock, events.remove(&ids.root).unwrap_or_default())];
-    for step in &timeline.steps {
-        let id = ids.of(step);
+    for (at, step) in timeline.steps.iter().enumerate() {
+        let id = ids.of(at, step);
         spans.push(span(timeline, step, id, &ids, &clock, events.remove(&id).unwrap_or_default()));
     }
     let boot = &timeline.boot;
@@ -115,8 +115,6 @@ impl WallClock {
 struct Ids {
     trace: String,
     root: u64,
-    /// Of the steps that the stream has no id for, by name and begin.
-    derived: HashMap<(String, u64), u64>,
     spans: HashSet<u64>,
 }
 
@@ -125,10 +123,7 @@ impl Ids {
         let trace: String = timeline.boot_id().chars().filter(char::is_ascii_hexdigit).collect();
         // 0 is no id.
         let root = trace.get(16..).and_then(|low| u64::from_str_radix(low, 16).ok()).unwrap_or(1).max(1);
-        let without_id = timeline.steps.iter().filter(|s| s.id.is_none());
-        // From the upper half of the stream's ids, which a guest that counts from 1 does not reach.
-        let derived = without_id.enumerate().map(|(i, s)| ((s.label(), s.begin_ns), root ^ (1 << 63 | (i as u64 + 1)))).collect();
-        Self { trace, root, derived, spans: timeline.boot.spans.iter().map(|s| s.id).collect() }
+        Self { trace, root, spans: timeline.boot.spans.iter().map(|s| s.id).collect() }
     }
 
     /// Different for different spans of a boot, and never the root's.
@@ -144,11 +139,10 @@ impl Ids {
         (!self.root).max(1)
     }
 
-    fn of(&self, step: &Step) -> u64 {
-        match step.id {
-            Some(id) => self.span(id),
-            None => self.derived.get(&(step.label(), step.begin_ns)).copied().unwrap_or_else(|| self.last_resort()),
-        }
+    /// Of the step with this number.
+    fn of(&self, at: usize, step: &Step) -> u64 {
+        // One that the stream has no id for gets one from the upper half, which a guest that counts from 1 does not reach.
+        self.span(step.id.unwrap_or(1 << 63 | at as u64))
     }
 
     /// The root's where there is no such span.
@@ -269,7 +263,7 @@ mod tests {
     #[test]
     fn no_id_is_zero_or_the_roots() {
         for root in [1, 2, u64::MAX, 0x8000_0000_0000_beef] {
-            let ids = Ids { trace: String::new(), root, derived: HashMap::new(), spans: HashSet::new() };
+            let ids = Ids { trace: String::new(), root, spans: HashSet::new() };
             for id in [0, 1, root, root.wrapping_sub(1), u64::MAX] {
                 assert!(![0, root].contains(&ids.span(id)), "{root:x} {id:x}");
             }

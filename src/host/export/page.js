@@ -160,15 +160,16 @@ function milestoneLabels() {
 
 function drawAxis(svg, { labels }, bottom) {
   const step = pace(), decimals = Math.max(0, Math.min(9, -Math.floor(Math.log10(step / 1e9) + 1e-9)));
-  for (let n = Math.ceil(view[0] / step); n * step <= view[1]; n += 1) {
-    const at = x(n * step);
-    svg.append(shape("line", { class: "grid", x1: at, x2: at, y1: top0 - 4, y2: bottom }));
-    svg.append(shape("text", { class: "tick", x: at, y: top0 - 8, "text-anchor": "middle" }, ((n * step) / 1e9).toFixed(decimals) + " s"));
-  }
+  // The numbers of the axis stand on the lines.
   for (const { milestone, at, begin, row } of labels) {
     const y = 10 + row * LABEL_ROW;
     svg.append(shape("line", { class: "milestone", x1: at, x2: at, y1: y - 8, y2: bottom }));
     svg.append(shape("text", { class: "milestone", x: begin + 4, y }, milestone.name));
+  }
+  for (let n = Math.ceil(view[0] / step); n * step <= view[1]; n += 1) {
+    const at = x(n * step);
+    svg.append(shape("line", { class: "grid", x1: at, x2: at, y1: top0 - 4, y2: bottom }));
+    svg.append(shape("text", { class: "tick", x: at, y: top0 - 8, "text-anchor": "middle" }, ((n * step) / 1e9).toFixed(decimals) + " s"));
   }
 }
 
@@ -225,13 +226,14 @@ function drawMarks(into) {
 
 // The path's joints always; the edges of the step that is looked at.
 function drawEdges(into) {
-  const path = steps.map((step, i) => [step, i]).filter(([step]) => step.critical).sort((a, b) => a[0].begin - b[0].begin);
+  const path = boot.path.filter((piece) => piece.step !== null);
   const middle = (step) => places[step.lane].y + PAD + step.row * ROW + BAR / 2;
-  const edge = (from, to, kind) => {
-    const a = x(stepEnd(from)), b = x(to.begin), bend = Math.max(a, b) + (a > b ? 4 : 0);
+  const edge = (from, to, kind, end = stepEnd(from), begin = to.begin) => {
+    const a = x(end), b = x(begin), bend = Math.max(a, b) + (a > b ? 4 : 0);
     into.prepend(shape("path", { class: kind, d: `M${a},${middle(from)}H${(a + bend) / 2}V${middle(to)}H${b}` }));
   };
-  for (let i = 1; i < path.length; i += 1) edge(path[i - 1][0], path[i][0], "joint");
+  for (let i = 1; i < path.length; i += 1)
+    edge(steps[path[i - 1].step], steps[path[i].step], "joint", path[i - 1].begin + path[i - 1].took, path[i].begin);
   const chosen = pinned ?? focused ?? hovered;
   if (chosen === null) return;
   steps[chosen].after.forEach((id) => byId.has(id) && edge(steps[byId.get(id)], steps[chosen], "edge"));
@@ -435,32 +437,34 @@ for (const by of ["time", "took"])
 
 // What the path is made of, the largest part first: the answer to "why does it take so long".
 function path() {
-  const list = steps.map((step, i) => [step, i]).filter(([step]) => step.critical && !step.lost).sort((a, b) => a[0].begin - b[0].begin);
+  const list = boot.path.filter((piece) => piece.step !== null), parts = new Map();
   $("path").hidden = !list.length;
   if (!list.length) return;
-  const begin = list[0][0].begin, end = stepEnd(list.at(-1)[0]), parts = new Map();
-  for (const [step] of list) {
-    const part = parts.get(step.name) ?? { name: step.name, side: step.side, count: 0, total: 0 };
-    part.count += 1;
-    part.total += stepEnd(step) - step.begin;
+  for (const piece of list) {
+    const step = steps[piece.step], part = parts.get(step.name) ?? { name: step.name, side: step.side, of: new Set(), total: 0 };
+    part.of.add(piece.step);
+    part.total += piece.took;
     parts.set(step.name, part);
   }
-  const sorted = [...parts.values()].sort((a, b) => b.total - a.total), sum = sorted.reduce((n, part) => n + part.total, 0);
-  $("path-sum").textContent = `${list.length === 1 ? "1 step" : list.length + " steps, each of which the next one waited for"}: ${duration(sum)} in steps and ${duration(Math.max(end - begin - sum, 0))} between them, after the first ${duration(begin)} of the boot.`;
-  const bar = shape("svg", { viewBox: "0 0 1000 14", preserveAspectRatio: "none", class: "parts", "aria-hidden": "true" });
+  const all = boot.path.reduce((n, piece) => n + piece.took, 0), sum = list.reduce((n, piece) => n + piece.took, 0);
+  const sorted = [...parts.values()].sort((a, b) => b.total - a.total), count = new Set(list.map((piece) => piece.step)).size;
+  const share = (ns) => (100 * ns) / Math.max(all, 1);
+  $("path-sum").textContent = `${count === 1 ? "1 step" : count + " steps, each of which the next one waited for"}: ${duration(sum)} in steps and ${duration(all - sum)} between them.`;
+  const bar = shape("svg", { viewBox: "0 0 100 14", preserveAspectRatio: "none", class: "parts", "aria-hidden": "true" });
   let at = 0;
-  for (const [step] of list) {
-    const share = (1000 * (stepEnd(step) - step.begin)) / Math.max(sum, 1);
-    bar.append(shape("rect", { class: `bar critical ${step.side}`, x: at, width: Math.max(share - 1.5, 0.8), height: 14 }));
-    at += share;
+  for (const { step, took } of boot.path) {
+    const long = share(took);
+    if (step !== null) bar.append(shape("rect", { class: `bar critical ${steps[step].side}`, x: at, width: Math.max(long - 0.15, 0.08), height: 14 }));
+    at += long;
   }
+  const percent = (ns) => (share(ns) < 1 ? "<1" : Math.round(share(ns)));
   $("path-parts").replaceChildren(...sorted.map((part) => element("li", {}, element("i", { class: "dot " + part.side }), element("b", {}, part.name),
-    ` ${duration(part.total)}${part.count > 1 ? ` in ${part.count} steps` : ""}, ${Math.round((100 * part.total) / Math.max(sum, 1))} % (${part.side})`)));
+    ` ${duration(part.total)}${part.of.size > 1 ? ` in ${part.of.size} steps` : ""}, ${percent(part.total)} % (${part.side})`)));
   $("path-bar").replaceChildren(bar);
-  $("path-list").replaceChildren(...list.map(([step, i]) => {
-    const button = element("button", { type: "button" }, `${step.label} ${gpuName(step.gpu)}`.trim());
+  $("path-list").replaceChildren(...list.map(({ step: i, begin, took }) => {
+    const step = steps[i], button = element("button", { type: "button" }, `${step.label} ${gpuName(step.gpu)}`.trim());
     button.addEventListener("click", () => choose(i, "hand"));
-    return element("li", {}, button, ` ${seconds(step.begin)} s, ${step.end === null ? "open" : duration(took(step))}`);
+    return element("li", {}, button, ` ${seconds(begin)} s, ${step.end === null ? "open" : duration(took)}`);
   }));
 }
 

@@ -278,25 +278,19 @@ fn instant(mark: &Mark, track_uuid: u64) -> Message {
         .message(event::DEBUG_ANNOTATIONS, annotation("text", &mark.text))
 }
 
-/// The steps of the critical path, one after another: one that begins before the last one ended is cut there.
+/// The pieces of the critical path, one after another.
 fn critical(timeline: &Timeline, track_uuid: u64) -> Vec<(u64, u8, Message)> {
     let mut events = Vec::new();
-    let mut free_ns = 0;
-    for step in timeline.path().filter(|step| !step.begin_lost) {
-        let begin_ns = step.begin_ns.max(free_ns);
+    for piece in &timeline.path {
+        let Some(step) = piece.step.and_then(|step| timeline.steps.get(step)) else { continue };
+        let (begin_ns, end_ns) = (piece.begin_ns, piece.begin_ns.saturating_add(piece.took_ns));
         let gpu = step.gpu.and_then(|gpu| gpu.index).map(|index| format!(" of GPU {index}")).unwrap_or_default();
         let name = format!("{}{gpu}", step.label());
         let begin = track_event(SLICE_BEGIN, track_uuid).text(event::CATEGORIES, "critical").text(event::NAME, &name);
-        match step.end_ns {
-            Some(end_ns) if end_ns > begin_ns => {
-                events.extend([(begin_ns, 1, begin), (end_ns, 0, track_event(SLICE_END, track_uuid))]);
-                free_ns = end_ns;
-            }
-            Some(_) => {}
-            None => {
-                events.push((begin_ns, 1, begin));
-                break;
-            }
+        events.push((begin_ns, 1, begin));
+        // What is open goes on.
+        if step.end_ns.is_some() {
+            events.push((end_ns, 0, track_event(SLICE_END, track_uuid)));
         }
     }
     events

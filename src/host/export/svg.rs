@@ -2,7 +2,7 @@
 
 use super::html::{headline, html, milestones, shape_of};
 use super::lanes::LaneOf;
-use super::timeline::{Mark, Step, Timeline};
+use super::timeline::{Mark, Piece, Step, Timeline};
 use crate::host::text::{error_bound, seconds};
 use std::fmt::Write;
 
@@ -200,10 +200,11 @@ impl Picture<'_> {
 
     fn joints(&mut self) {
         let timeline = self.timeline;
-        let path: Vec<&Step> = timeline.path().collect();
+        let piece = |piece: &Piece| Some((timeline.steps.get(piece.step?)?, piece.begin_ns, piece.begin_ns.saturating_add(piece.took_ns)));
+        let path: Vec<(&Step, u64, u64)> = timeline.path.iter().filter_map(piece).take(MAX_STEPS).collect();
         for pair in path.windows(2) {
-            let [from, to] = pair else { continue };
-            let (a, b) = (self.x(from.end_ns.unwrap_or(from.begin_ns)), self.x(to.begin_ns));
+            let [(from, _, end_ns), (to, begin_ns, _)] = *pair else { continue };
+            let (a, b) = (self.x(end_ns), self.x(begin_ns));
             let bend = (a + a.max(b)) / 2.0;
             let (y0, y1) = (self.step_y(from) + BAR / 2.0, self.step_y(to) + BAR / 2.0);
             self.line(format_args!("<path class=\"j\" d=\"M{a:.1},{y0}H{bend:.1}V{y1}H{b:.1}\"/>"));

@@ -1,13 +1,14 @@
 //! A boot as lanes, steps and marks: what every format of `export` writes.
 //!
 //! Times are ns on the guest's boot clock. Every text is printable ASCII and bounded, whatever the guest sent. Steps are the spans of the stream
-//! and, told apart by having no span id, three that are read from pairs of its marks: the kernel until PID 1 starts, the agent from its exec
-//! until it is ready, and a container from the first look for its devices until it is there. Wall-clock times are by one clock sample, the
-//! best of the boot, so that differences of them are those of the boot clock.
+//! and, told apart by having no span id, those that the account of the boot works out from other records; the critical path is the account's, too.
+//! Wall-clock times are by one clock sample, the best of the boot, so that differences of them are those of the boot clock.
 
-use super::critical_path::critical_path;
 use super::lanes::{self, Lane};
 use crate::events::record::{Kind, Level, Record, names};
+use crate::host::account::critical_path::critical_path;
+use crate::host::account::phase::Owner;
+use crate::host::account::{self, from_boot};
 use crate::host::agent_log::{AgentEvent, AgentLine, ClockPoints};
 use crate::host::boot_file::{BootFile, HostEvent};
 use crate::host::clock::{Clock, Sample, Wall};
@@ -22,8 +23,6 @@ use std::collections::{BTreeMap, HashMap, HashSet};
 const MAX_VALUE: usize = 400;
 /// Longest text of an error, in bytes.
 const MAX_ERROR: usize = 2000;
-/// Containers whose waiting is followed.
-const MAX_CONTAINERS: usize = 256;
 /// Lines of the driver that are kept per GPU that is not usable.
 const MAX_WORDS: usize = 8;
 /// What comes after the boot's end by less than this share of it still belongs to the picture.
@@ -49,6 +48,8 @@ pub struct Step {
     pub error: Option<String>,
     pub fields: Vec<(String, String)>,
     pub critical: bool,
+    /// The account's step that this is, where no span is.
+    account: Option<usize>,
     pub lane: usize,
     /// Where in the lane: steps in one row do not overlap.
     pub row: usize,
@@ -93,6 +94,15 @@ pub struct Why {
     pub cure: Option<String>,
 }
 
+/// A piece of the critical path.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Piece {
+    /// Of `steps`; None: time between two steps.
+    pub step: Option<usize>,
+    pub begin_ns: u64,
+    pub took_ns: u64,
+}
+
 /// Everything that is drawn or written of one boot.
 #[derive(Clone, Debug)]
 pub struct Timeline {
@@ -100,6 +110,8 @@ pub struct Timeline {
     pub lanes: Vec<Lane>,
     /// In order of their beginning.
     pub steps: Vec<Step>,
+    /// What the end of the boot waited for, in order; no piece overlaps another.
+    pub path: Vec<Piece>,
     /// In order of time.
     pub marks: Vec<Mark>,
     /// All clock samples, in order of the guest's time.
@@ -128,9 +140,13 @@ impl Timeline {
         }
         reader.agent(agent, &samples);
         reader.collector(file, &samples);
-        let Reader { sides, marks, derived, failures, .. } = reader;
+        let Reader { sides, marks, failures, .. } = reader;
 
-        let path: HashSet<u64> = critical_path(&boot).into_iter().collect();
+        let account = account::timeline::Timeline::new(from_boot::story(&boot, file, agent));
+        // Without two milestones there is nothing that a path could lead to.
+        let pieces = account.window(None, None).map_or_else(|_| Vec::new(), |window| critical_path(&account, &window, 0).path);
+        let on_path: HashSet<usize> = pieces.iter().filter_map(|piece| piece.index).collect();
+        let critical_spans: HashSet<u64> = on_path.iter().filter_map(|i| account.steps.get(*i)?.span).collect();
         let name = gpu_names(&boot);
         let mut steps: Vec<Step> = boot
             .spans
@@ -151,13 +167,15 @@ impl Timeline {
                     after: span.after.clone(),
                     error: span.error.as_deref().map(error_text),
                     fields: fields(&span.fields, span.gpu.is_some()),
-                    critical: path.contains(&span.id),
+                    critical: critical_spans.contains(&span.id),
+                    account: None,
                     lane: 0,
                     row: 0,
                 })
             })
             .collect();
-        steps.extend(derived);
+        let worked_out = account.steps.iter().enumerate().filter(|(_, step)| step.span.is_none());
+        steps.extend(worked_out.map(|(i, step)| derived(i, step, &account.steps, &boot, on_path.contains(&i))));
         steps.sort_by_key(|step| (step.begin_ns, std::cmp::Reverse(step.end_ns.unwrap_or(u64::MAX)), step.id));
         let mut marks = marks;
         marks.sort_by_key(|mark| mark.at_ns);
@@ -167,7 +185,20 @@ impl Timeline {
         let lanes = lanes::arrange(&boot, &mut steps, &mut marks);
         let words = words(&boot, &marks);
         let boot_end_ns = boot_end(&boot, &steps, end_ns);
-        Self { boot, lanes, steps, marks, samples, failures, guest_offset_ns: guest_offset(&file.records), words, end_ns, boot_end_ns }
+        let path = path(&pieces, &account.steps, &steps);
+        Self {
+            boot,
+            lanes,
+            steps,
+            path,
+            marks,
+            samples,
+            failures,
+            guest_offset_ns: guest_offset(&file.records),
+            words,
+            end_ns,
+            boot_end_ns,
+        }
     }
 
     /// The sample that all wall-clock times are by: the one with the smallest bound.
@@ -186,11 +217,6 @@ impl Timeline {
     pub fn boot_id(&self) -> &str {
         self.boot.boot_id.as_deref().unwrap_or("00000000-0000-0000-0000-000000000000")
     }
-
-    /// The steps of the critical path, in order.
-    pub fn path(&self) -> impl Iterator<Item = &Step> {
-        self.steps.iter().filter(|step| step.critical)
-    }
 }
 
 /// Names of GPUs by what the whole boot says of them.
@@ -205,27 +231,19 @@ struct Reader {
     points: ClockPoints,
     sides: HashMap<u64, Side>,
     marks: Vec<Mark>,
-    derived: Vec<Step>,
     failures: BTreeMap<PciAddress, Why>,
     gpus: HashSet<PciAddress>,
-    init_start_ns: Option<u64>,
-    exec_ns: Option<u64>,
 }
 
 impl Reader {
     fn new(boot: &Boot) -> Self {
-        let exec = boot.spans.iter().find(|s| s.name == names::AGENT_EXEC && s.error.is_none());
         Self {
             tracker: Tracker::default(),
             points: ClockPoints::default(),
             sides: HashMap::new(),
             marks: Vec::new(),
-            derived: Vec::new(),
             failures: BTreeMap::new(),
             gpus: boot.gpus.iter().map(|gpu| gpu.address).collect(),
-            init_start_ns: None,
-            // Not its end: that is when somebody saw it, which on a busy guest can be after the agent is ready.
-            exec_ns: exec.and_then(|s| s.begin_ns),
         }
     }
 
@@ -237,10 +255,6 @@ impl Reader {
                 self.sides.entry(id).or_insert(row.side);
             }
             (Kind::Event | Kind::Kmsg, _) | (_, None) => {
-                if record.name == names::INIT_START && self.init_start_ns.is_none() {
-                    self.init_start_ns = Some(record.boottime_ns);
-                    self.derived.push(derived("kernel", Side::Kernel, 0, Some(record.boottime_ns)));
-                }
                 if let (names::GPU_FAILED, Some(gpu)) = (record.name.as_str(), record.gpu) {
                     let field = |key| record.fields.get(key).and_then(Value::as_str).filter(|text| !text.is_empty()).map(error_text);
                     self.failures.insert(gpu, Why { reason: field("reason").unwrap_or_default(), cure: field("cure") });
@@ -255,7 +269,6 @@ impl Reader {
     fn agent(&mut self, agent: &[AgentLine], samples: &[Sample]) {
         let mut clock = Clock::default();
         samples.iter().for_each(|sample| clock.add(*sample));
-        let mut waiting: BTreeMap<String, Step> = BTreeMap::new();
         for line in agent {
             let Some(placed) = self.points.place(line.realtime_ns, &clock) else { continue };
             let at_ns = placed.boottime_ns;
@@ -267,38 +280,7 @@ impl Reader {
             };
             let row = self.tracker.agent_row(&line.event, at_ns, placed.approximate);
             self.marks.push(mark(name, row, None));
-            let field = |key: &str, value: &str| (key.to_string(), printable_start(value.as_bytes(), MAX_VALUE));
-            let mut end = |container: &String, more: Vec<(String, String)>, error: Option<String>| {
-                let step = waiting.remove(container).map(|mut step| {
-                    step.end_ns = Some(at_ns.max(step.begin_ns));
-                    step.fields.extend(more);
-                    step.error = error;
-                    step
-                });
-                self.derived.extend(step);
-            };
-            match &line.event {
-                AgentEvent::Ready => {
-                    if let Some(exec_ns) = self.exec_ns.take().filter(|exec_ns| *exec_ns <= at_ns) {
-                        let step = derived("agent.start", Side::Agent, exec_ns, Some(at_ns));
-                        self.derived.push(Step { approximate: placed.approximate, ..step });
-                    }
-                }
-                AgentEvent::CdiTryFailed { container, .. } => {
-                    if waiting.len() < MAX_CONTAINERS && !waiting.contains_key(container) {
-                        let mut step = derived("container", Side::Agent, at_ns, None);
-                        step.fields.push(field("container", container));
-                        step.approximate = placed.approximate;
-                        waiting.insert(container.clone(), step);
-                    }
-                }
-                AgentEvent::ContainerCreated { container, devices, .. } => end(container, vec![field("devices", devices)], None),
-                AgentEvent::ContainerFailed { container, devices, error, .. } => {
-                    end(container, vec![field("devices", devices)], Some(error_text(error)));
-                }
-            }
         }
-        self.derived.extend(waiting.into_values());
     }
 
     /// When the collector met the guest: what came before that was replayed.
@@ -321,24 +303,59 @@ fn mark(name: &str, row: Row, parent: Option<u64>) -> Mark {
     Mark { at_ns: time_ns, approximate, name: name.to_string(), text, side, gpu, tone, detail, parent, lane: 0 }
 }
 
-fn derived(name: &str, side: Side, begin_ns: u64, end_ns: Option<u64>) -> Step {
+/// A step that the account has worked out. What is known of a container stands beside its steps.
+fn derived(at: usize, step: &account::timeline::Step, all: &[account::timeline::Step], boot: &Boot, critical: bool) -> Step {
+    // Nothing that the init records lies before the kernel's start.
+    let ns = |ns: i64| u64::try_from(ns).unwrap_or(0);
+    let mut fields = Vec::new();
+    let mut error = None;
+    if !step.detail.is_empty() {
+        fields.push(("container".to_string(), step.detail.clone()));
+        if let Some(container) = boot.containers.iter().find(|c| c.name == step.detail) {
+            fields.push(("devices".to_string(), printable_start(container.devices.as_bytes(), MAX_VALUE)));
+            error = container.error.as_deref().map(error_text);
+        }
+    }
     Step {
         id: None,
-        name: name.to_string(),
-        side,
-        gpu: None,
-        begin_ns,
+        name: step.name.clone(),
+        side: match step.row.owner {
+            Owner::Host | Owner::Vmm | Owner::Runtime => Side::Host,
+            Owner::Kernel => Side::Kernel,
+            Owner::Driver => Side::Driver,
+            Owner::Agent => Side::Agent,
+            Owner::Init | Owner::Unknown => Side::Init,
+        },
+        gpu: step.gpu,
+        begin_ns: ns(step.begin_ns),
         begin_lost: false,
-        end_ns,
-        approximate: false,
-        parent: None,
+        end_ns: (!step.open).then(|| ns(step.end_ns)),
+        approximate: step.approximate,
+        parent: step.parent.and_then(|parent| all.get(parent)?.span),
         after: Vec::new(),
-        error: None,
-        fields: Vec::new(),
-        critical: false,
+        error,
+        fields,
+        critical,
+        account: Some(at),
         lane: 0,
         row: 0,
     }
+}
+
+/// The account's path in terms of `steps`.
+fn path(pieces: &[account::critical_path::Piece], account: &[account::timeline::Step], steps: &[Step]) -> Vec<Piece> {
+    let spans: HashMap<u64, usize> = steps.iter().enumerate().filter_map(|(i, s)| Some((s.id?, i))).collect();
+    let derived: HashMap<usize, usize> = steps.iter().enumerate().filter_map(|(i, s)| Some((s.account?, i))).collect();
+    let place = |index: usize| match account.get(index)?.span {
+        Some(span) => spans.get(&span).copied(),
+        None => derived.get(&index).copied(),
+    };
+    let piece = |piece: &account::critical_path::Piece| Piece {
+        step: piece.index.and_then(place),
+        begin_ns: u64::try_from(piece.begin_ns).unwrap_or(0),
+        took_ns: piece.took_ns,
+    };
+    pieces.iter().map(piece).collect()
 }
 
 fn error_text(error: &str) -> String {

@@ -6,6 +6,7 @@
 //! so in a line that no guest can send ([`super::boot_file::HostEvent::Imported`]). Logs are hostile input: bounded reads, no line can do harm.
 
 pub mod agent; // lines of the agent and of our init
+pub mod agreement; // an import beside the stream of the same boot
 pub mod bpftrace; // format: bpftrace output
 pub mod choose; // which boot of several
 pub mod clocks; // all clocks beside one

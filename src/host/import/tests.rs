@@ -4,6 +4,7 @@
 //! our init (`two-gpus`) as stream and as console.
 
 use super::agent::{mark, of_record};
+use super::agreement::agreement;
 use super::choose::Source;
 use super::command::{self, import, read};
 use super::input::Input;
@@ -69,45 +70,10 @@ fn every_format_has_its_golden_page() {
     golden("import-console-v.txt", &printed(&report, &file, true));
 }
 
-/// Where an import of the console and the stream of the same boot disagree by more than the import's own error.
+/// How many times agree, and where an import of the console and the stream of the same boot do not.
 fn disagreements(stream: &BootFile, console: &[u8], import: &BootFile) -> (usize, Vec<String>) {
-    let agent = agent_log::read(console).unwrap();
-    let (a, b) = (Boot::new(stream, &agent), Boot::new(import, &[]));
-    let (mut compared, mut out) = (0, Vec::new());
-    let mut compare = |what: String, a: Option<u64>, b: Option<u64>, error_ns: u64| match (a, b) {
-        (Some(a), Some(b)) if a.abs_diff(b) <= error_ns => compared += 1,
-        (None, None) => {}
-        (a, b) => out.push(format!("{what}: {a:?} and {b:?}, error {error_ns}")),
-    };
-    let error_of = |name: &str| import.records.iter().filter(|r| r.name == name).filter_map(|r| Some(mark(r)?.error_ns)).max().unwrap_or(0);
-    for (a, b) in a.milestones.iter().zip(&b.milestones) {
-        let error = match a.name {
-            "agent ready" => error_of(own::AGENT_READY),
-            "first container" | "last container" => error_of(own::CONTAINER_CREATED),
-            _ => 0,
-        };
-        compare(a.name.into(), a.boottime_ns, b.boottime_ns, error);
-    }
-    for (a, b) in a.gpus.iter().zip(&b.gpus) {
-        let at = |step: &Option<crate::host::model::Step>| step.map(|s| s.at_ns);
-        compare(format!("{} found", a.address), a.found_ns, b.found_ns, 0);
-        compare(format!("{} enabled", a.address), at(&a.enabled), at(&b.enabled), 0);
-        compare(format!("{} bound", a.address), at(&a.bound), at(&b.bound), 0);
-        compare(format!("{} published", a.address), at(&a.published), at(&b.published), 0);
-        compare(format!("{} usable", a.address), at(&a.usable), at(&b.usable), 0);
-    }
-    for (a, b) in a.containers.iter().zip(&b.containers) {
-        compare(format!("container {}", a.name), a.at_ns, b.at_ns, error_of(own::CONTAINER_CREATED));
-        assert_eq!((&a.name, &a.devices, a.tries), (&b.name, &b.devices, b.tries));
-    }
-    assert_eq!((a.gpus.len(), a.containers.len()), (b.gpus.len(), b.containers.len()));
-    let text = |r: &Record| r.fields.get("text").and_then(|t| t.as_str()).unwrap_or("").to_string();
-    for record in import.records.iter().filter(|r| r.kind == Kind::Kmsg) {
-        let printk = record.fields.get("printk_us");
-        let same = stream.records.iter().find(|r| r.kind == Kind::Kmsg && text(r) == text(record) && r.fields.get("printk_us") == printk);
-        compare(text(record), same.map(|r| r.boottime_ns), Some(record.boottime_ns), mark(record).unwrap().error_ns);
-    }
-    (compared, out)
+    let all = agreement(stream, &agent_log::read(console).unwrap(), import);
+    (all.agreed, all.disagreements.iter().map(ToString::to_string).collect())
 }
 
 #[test]
@@ -117,7 +83,11 @@ fn an_import_of_the_console_and_the_stream_agree_on_every_milestone_within_the_s
     let (_, import) = of_fixtures(&["two-gpus.console"]);
     let (compared, out) = disagreements(&stream, &console, &import);
     // A console has no beginnings of steps, and this one ends before the second GPU is usable.
-    let missing = ["agent exec: Some(2652741940) and None, error 0", "0001:00:00.0 usable: Some(6047963350) and None, error 0"];
+    let missing = [
+        "agent exec: Some(2652741940) and None, error 0",
+        "settled: Some(6049475390) and None, error 0",
+        "0001:00:00.0 usable: Some(6047963350) and None, error 0",
+    ];
     assert_eq!(out, missing);
     assert!(compared > 30, "{compared}");
 }

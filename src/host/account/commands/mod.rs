@@ -18,7 +18,6 @@ use super::metrics::{Metrics, metrics};
 use super::timeline::{Timeline, Window};
 use anyhow::{Context, Result, ensure};
 use serde::Serialize;
-use std::fs::File;
 use std::io::{IsTerminal, Write};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
@@ -27,8 +26,6 @@ use std::time::{Duration, Instant};
 pub const ACCOUNT: u32 = 1;
 /// How long nobody wonders what is going on.
 const SILENCE: Duration = Duration::from_secs(1);
-/// What a console log beside a boot's file ends in.
-const CONSOLE: &str = "console";
 
 /// Which boot, and which part of it.
 #[derive(clap::Args, Clone, Debug)]
@@ -63,15 +60,7 @@ pub struct Loaded {
 /// Reads a boot, and the console log beside it if there is one and no other was named.
 pub fn load(path: &Path, console: Option<&Path>) -> Result<Loaded> {
     let file = read_boot(path)?;
-    let beside = path.with_extension(CONSOLE);
-    let console = console.map(Path::to_path_buf).or_else(|| beside.is_file().then_some(beside));
-    let agent = match &console {
-        None => Vec::new(),
-        Some(console) => {
-            let file = File::open(console).with_context(|| format!("open console log {}", console.display()))?;
-            agent_log::read(file).with_context(|| format!("read {}", console.display()))?
-        }
-    };
+    let agent = agent_log::of_boot(path, console)?;
     let boot = Boot::new(&file, &agent);
     let timeline = Timeline::new(from_boot::story(&boot, &file, &agent));
     Ok(Loaded { agent_known: !agent.is_empty(), file, boot, timeline })
