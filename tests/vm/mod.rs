@@ -10,6 +10,8 @@ pub mod harness;
 #[cfg(feature = "host")]
 mod agent;
 #[cfg(feature = "host")]
+mod beside;
+#[cfg(feature = "host")]
 mod bring_up;
 #[cfg(feature = "host")]
 mod container_roots;
@@ -45,6 +47,7 @@ pub const TESTS: &[&[harness::VmTest]] = &[
     container_roots::TESTS,
     simulator::TESTS,
     bring_up::TESTS,
+    beside::TESTS,
     faults::TESTS,
     reasons::TESTS,
     worker::TESTS,
