@@ -52,6 +52,9 @@ pub enum ToHost {
 /// Where the agent itself listens: its interface, and its debug console. It powers off when another one has its port.
 const AGENT_PORTS: [u32; 2] = [1024, 1026];
 
+/// As many as the driver has unless told otherwise (its parameter ImexChannelCount).
+const MAX_IMEX_CHANNELS: u32 = 2048;
+
 /// All settings of a boot.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Config {
@@ -68,6 +71,8 @@ pub struct Config {
     /// By what containers can ask for a GPU; never empty.
     pub cdi_names: Vec<Naming>,
     pub cdi_hooks: Hooks,
+    /// IMEX channels to make.
+    pub imex_channels: u32,
     /// GPUs that must be there; None: as many as there are.
     pub expected_gpus: Option<usize>,
     pub lockdown: bool,
@@ -88,6 +93,7 @@ impl Default for Config {
             cdi_complete: false,
             cdi_names: vec![Naming::Index],
             cdi_hooks: Hooks::One,
+            imex_channels: 0,
             expected_gpus: None,
             lockdown: true,
             events_to_host: ToHost::Auto,
@@ -203,6 +209,13 @@ pub const PARAMETERS: &[Parameter] = &[
         default: "one",
         help: "links as mounts and one hook for the rest, the incumbent's six hooks, or no hook",
         set: |c, v| hooks(v).map(|h| c.cdi_hooks = h),
+    },
+    Parameter {
+        name: "gpuinit.imex",
+        values: "0 to 2048",
+        default: "0",
+        help: "IMEX channels to make, from 0 on; these, and those that the driver makes, are published as nvidia.com/imex-channel",
+        set: |c, v| v.parse().ok().filter(|n| *n <= MAX_IMEX_CHANNELS).map(|n| c.imex_channels = n),
     },
     Parameter {
         name: "gpuinit.gpus",

@@ -1,5 +1,6 @@
 //! Device nodes: the driver's modules make none, so the init does, as the driver's parameters say, with the links in /dev/char.
 
+use crate::driver_caps::Access;
 use crate::driver_proc::NodeRules;
 use nix::sys::stat::{Mode, SFlag, makedev, mknod};
 use nix::unistd::{Gid, Uid};
@@ -8,7 +9,7 @@ use std::io;
 use std::os::unix::fs::{MetadataExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 
-/// Minor of the control device.
+/// Minor of the GPUs' control device, and of the switches'.
 pub const CONTROL_MINOR: u32 = 255;
 
 /// A character device node, as it is in the guest and as containers get it.
@@ -66,11 +67,31 @@ impl DeviceNodes {
         Ok([self.make("nvidia-uvm", major, 0)?, self.make("nvidia-uvm-tools", major, 1)?])
     }
 
+    /// `/dev/nvidia-caps/nvidia-cap<minor>`, of the mode that the capability wants.
+    pub fn capability(&self, major: u32, access: Access) -> Result<Node, NodeError> {
+        let rules = NodeRules { mode: access.mode, ..self.rules };
+        Self { dev: self.dev.clone(), rules }.make(&format!("nvidia-caps/nvidia-cap{}", access.minor), major, access.minor)
+    }
+
+    /// `/dev/nvidia-caps-imex-channels/channel<n>`.
+    pub fn imex_channel(&self, major: u32, channel: u32) -> Result<Node, NodeError> {
+        self.make(&format!("nvidia-caps-imex-channels/channel{channel}"), major, channel)
+    }
+
+    /// `/dev/nvidia-nvswitchctl` and `/dev/nvidia-nvswitch<n>` for `count` switches.
+    pub fn switches(&self, major: u32, count: u32) -> Result<Vec<Node>, NodeError> {
+        let control = self.make("nvidia-nvswitchctl", major, CONTROL_MINOR);
+        [control].into_iter().chain((0..count).map(|n| self.make(&format!("nvidia-nvswitch{n}"), major, n))).collect()
+    }
+
     /// Makes one node and its link. A node of the right number is left as it is; a wrong one (a stale major) is replaced.
     fn make(&self, name: &str, major: u32, minor: u32) -> Result<Node, NodeError> {
         let path = self.dev.join(name);
         let failed = |step, error: io::Error| NodeError { path: path.clone(), step, error };
         let number = makedev(u64::from(major), u64::from(minor));
+        if let Some(directory) = path.parent() {
+            std::fs::create_dir_all(directory).map_err(|e| failed("make the directory of", e))?;
+        }
         match std::fs::symlink_metadata(&path) {
             Ok(meta) if meta.rdev() == number && meta.mode() & nix::libc::S_IFMT == nix::libc::S_IFCHR => {}
             Ok(_) => {
@@ -102,5 +123,45 @@ impl DeviceNodes {
             Err(e) if e.kind() == io::ErrorKind::AlreadyExists => Ok(()),
             result => result,
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::os::unix::fs::FileTypeExt;
+
+    #[test]
+    fn capabilities_channels_and_switches_get_their_numbers_modes_and_links() {
+        if !nix::unistd::geteuid().is_root() {
+            return eprintln!("skipped: not root, which device nodes need");
+        }
+        let dev = std::env::temp_dir().join(format!("kata-gpu-init-nodes-{}", std::process::id()));
+        let nodes = DeviceNodes::at(&dev, NodeRules { uid: 0, gid: 0, mode: 0o660 });
+        let cap = nodes.capability(235, Access { minor: 12, mode: 0o444 }).unwrap();
+        let channel = nodes.imex_channel(236, 3).unwrap();
+        let switches = nodes.switches(237, 2).unwrap();
+        for node in [&cap, &channel].into_iter().chain(&switches) {
+            let meta = std::fs::symlink_metadata(dev.join(node.path.strip_prefix("/dev").unwrap())).unwrap();
+            let number = makedev(u64::from(node.major), u64::from(node.minor));
+            assert!(meta.file_type().is_char_device() && (meta.rdev(), meta.mode() & 0o777) == (number, node.mode), "{node:?}");
+            let link = dev.join(format!("char/{}:{}", node.major, node.minor));
+            assert_eq!(std::fs::metadata(link).unwrap().rdev(), number);
+        }
+        let told: Vec<(&str, u32, u32)> =
+            [&cap, &channel].into_iter().chain(&switches).map(|n| (n.path.to_str().unwrap(), n.minor, n.mode)).collect();
+        assert_eq!(
+            told,
+            [
+                ("/dev/nvidia-caps/nvidia-cap12", 12, 0o444),
+                ("/dev/nvidia-caps-imex-channels/channel3", 3, 0o660),
+                ("/dev/nvidia-nvswitchctl", 255, 0o660),
+                ("/dev/nvidia-nvswitch0", 0, 0o660),
+                ("/dev/nvidia-nvswitch1", 1, 0o660)
+            ]
+        );
+        // A stale major is replaced.
+        assert_eq!(nodes.imex_channel(240, 3).unwrap().major, 240);
+        std::fs::remove_dir_all(dev).unwrap();
     }
 }

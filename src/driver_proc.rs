@@ -1,9 +1,8 @@
-//! What the driver says in /proc: which minor a GPU got, which majors it registered, which mode its nodes want.
+//! What the driver says in /proc: which minor a GPU got, which majors it registered, which mode its nodes want. Of capabilities and switches: `driver_caps`.
 //!
 //! Only files that answer at once and never initialise a GPU: `power` and `numa_status` wait for a GPU that is initialising, and are not read.
 
 use crate::pci::PciAddress;
-use std::collections::BTreeMap;
 use std::io::{self, Read};
 use std::path::Path;
 
@@ -22,8 +21,11 @@ fn cannot(path: &Path, why: impl std::fmt::Display) -> io::Error {
     io::Error::other(format!("read {}: {why}", path.display()))
 }
 
+/// Most bytes of a file but mig-minors; the real ones have some hundred, /proc/devices some thousand.
+const MAX_TEXT: u64 = 64 * 1024;
+
 fn read(path: &Path) -> io::Result<String> {
-    std::fs::read_to_string(path).map_err(|e| cannot(path, e))
+    read_bounded(path, MAX_TEXT)
 }
 
 /// Reads the information file of one GPU below `proc` (`/proc` in a guest).
@@ -53,6 +55,12 @@ fn is_uuid(text: &str) -> bool {
 pub struct Majors {
     pub nvidia: Option<u32>,
     pub uvm: Option<u32>,
+    /// Of `/dev/nvidia-caps/nvidia-cap<minor>`.
+    pub caps: Option<u32>,
+    /// Of `/dev/nvidia-caps-imex-channels/channel<minor>`.
+    pub imex_channels: Option<u32>,
+    /// Of `/dev/nvidia-nvswitch<minor>` and `/dev/nvidia-nvswitchctl`.
+    pub nvswitch: Option<u32>,
 }
 
 /// Reads the majors from `/proc/devices`.
@@ -71,6 +79,9 @@ pub fn parse_majors(text: &str) -> Majors {
         match name {
             "nvidia" | "nvidia-frontend" => majors.nvidia = Some(major), // -frontend: drivers up to 535
             "nvidia-uvm" => majors.uvm = Some(major),
+            "nvidia-caps" => majors.caps = Some(major),
+            "nvidia-caps-imex-channels" => majors.imex_channels = Some(major),
+            "nvidia-nvswitch" => majors.nvswitch = Some(major),
             _ => {}
         }
     }
@@ -80,20 +91,10 @@ pub fn parse_majors(text: &str) -> Majors {
 /// Reads a file of /proc that has at most so many bytes.
 pub fn read_bounded(path: &Path, most: u64) -> io::Result<String> {
     let at = |error: io::Error| io::Error::new(error.kind(), format!("read {}: {error}", path.display()));
-    // Files of /proc have no size; the longest of these, mig-minors, has some ten kB.
-    let mut text = String::with_capacity(16 * 1024);
+    // Files of /proc have no size.
+    let mut text = String::with_capacity(4 * 1024);
     std::fs::File::open(path).and_then(|file| file.take(most).read_to_string(&mut text)).map_err(at)?;
     Ok(text)
-}
-
-/// Parses `mig-minors`: lines of a capability (`gpu0/gi1/access`, `gpu0/gi1/ci0/access`, `config`, `monitor`) and the minor of its node. Lines of another form
-/// are left out.
-pub fn parse_mig_minors(text: &str) -> BTreeMap<String, u32> {
-    let pair = |line: &str| {
-        let (capability, minor) = line.split_once(' ')?;
-        Some((capability.to_string(), minor.trim().parse().ok()?))
-    };
-    text.lines().filter_map(pair).collect()
 }
 
 /// How the driver wants its nodes: owner, mode, and whether anybody but an administrator should make them.
@@ -112,7 +113,7 @@ impl Default for NodeRules {
 
 /// Reads the rules from `/proc/driver/nvidia/params`; a driver without that file has the defaults.
 pub fn node_rules(proc: &Path) -> NodeRules {
-    std::fs::read_to_string(proc.join("driver/nvidia/params")).map_or_else(|_| NodeRules::default(), |text| parse_node_rules(&text))
+    read(&proc.join("driver/nvidia/params")).map_or_else(|_| NodeRules::default(), |text| parse_node_rules(&text))
 }
 
 /// Parses `Key: value` lines of the driver's params file, values in decimal. `ModifyDeviceFiles: 0` only forbids *changing* existing nodes.
@@ -153,21 +154,11 @@ mod tests {
 
     #[test]
     fn majors_are_matched_by_whole_names_of_character_devices() {
-        let text = "Character devices:\n  1 mem\n195 nvidia\n234 nvidia-caps\n235 nvidia-uvm\n\nBlock devices:\n  8 nvidia-uvm\n";
-        assert_eq!(parse_majors(text), Majors { nvidia: Some(195), uvm: Some(235) });
+        let text = "Character devices:\n  1 mem\n195 nvidia\n233 nvidia-caps-imex-channels\n234 nvidia-caps\n235 nvidia-uvm\n236 nvidia-nvswitch\n\nBlock devices:\n  8 nvidia-uvm\n";
+        let all = Majors { nvidia: Some(195), uvm: Some(235), caps: Some(234), imex_channels: Some(233), nvswitch: Some(236) };
+        assert_eq!(parse_majors(text), all);
         assert_eq!(parse_majors("195 nvidia-frontend\n").nvidia, Some(195));
-        assert_eq!(parse_majors("195 nvidia-caps\nx nvidia\n"), Majors::default());
-    }
-
-    #[test]
-    fn capabilities_are_found_by_their_whole_name() {
-        let minors =
-            parse_mig_minors("config 1\nmonitor 2\ngpu0/gi0/access 3\ngpu0/gi0/ci0/access 4\n\ngpu0/gi1/access x\ngpu1/gi0/access 138\n");
-        assert_eq!(minors.len(), 5);
-        assert_eq!(
-            (minors.get("gpu0/gi0/ci0/access"), minors.get("gpu1/gi0/access"), minors.get("gpu0/gi1/access")),
-            (Some(&4), Some(&138), None)
-        );
+        assert_eq!(parse_majors("195 nvidia-cap\nx nvidia\n"), Majors::default());
     }
 
     #[test]

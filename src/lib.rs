@@ -19,6 +19,7 @@ pub mod bind; // enable, driver_override, bind
 pub mod driver_log; // what the driver writes to the kernel's log
 pub mod reason; // why a GPU is not usable
 pub mod driver_proc; // what the driver says: minors, majors
+pub mod driver_caps; // and: MIG instances and their capabilities, switches
 pub mod driver_files; // which files of the driver a container needs
 pub mod device_nodes; // /dev/nvidia*
 pub mod adapter; // open: adapter initialisation

@@ -1,4 +1,4 @@
-//! The kernel's uevents: GPUs that appear, disappear, get or lose their driver.
+//! The kernel's uevents: GPUs that appear, disappear, get or lose their driver; displays that they get or lose.
 //!
 //! Subscribe before the scan of sysfs: what appears in between is then seen twice instead of never. Only messages of the kernel count
 //! (netlink port 0); the agent listens on a socket of its own, and neither disturbs the other.
@@ -72,6 +72,24 @@ pub fn parse(message: &[u8]) -> Option<Uevent> {
     Some(Uevent { action: action?, address: address?, driver, vendor, class })
 }
 
+/// The PCI function whose display came or went, of a kernel's uevent about one: `..@/devices/../<address>/drm/card0\0..SUBSYSTEM=drm\0DEVNAME=dri/card0\0`.
+pub fn parse_display(message: &[u8]) -> Option<PciAddress> {
+    let mut parts = message.split(|b| *b == 0).map(String::from_utf8_lossy);
+    parts.next().filter(|head| head.contains('@'))?;
+    let (mut address, mut drm, mut node) = (None, false, false);
+    for part in parts {
+        match part.split_once('=') {
+            Some(("SUBSYSTEM", value)) => drm = value == "drm",
+            Some(("DEVNAME", value)) => node = value.starts_with("dri/"),
+            Some(("DEVPATH", path)) => {
+                address = path.split_once("/drm/").and_then(|(function, _)| function.rsplit('/').next()?.parse().ok())
+            }
+            _ => {}
+        }
+    }
+    address.filter(|_| drm && node)
+}
+
 /// A subscription; from its creation on no uevent is missed without being told.
 pub struct Uevents {
     socket: AsyncFd<OwnedFd>,
@@ -81,6 +99,8 @@ pub struct Uevents {
 #[derive(Debug, PartialEq, Eq)]
 pub enum Next {
     Event(Uevent),
+    /// A display of this function came or went.
+    Display(PciAddress),
     /// The socket overran: some uevents are lost, scan again.
     Overrun,
 }
@@ -96,7 +116,7 @@ impl Uevents {
         Ok(Self { socket: crate::sys::async_fd(socket)? })
     }
 
-    /// Waits for the next uevent of a PCI function.
+    /// Waits for the next uevent of a PCI function, or of a display.
     pub async fn next(&self) -> io::Result<Next> {
         let mut buffer = [0_u8; MAX_UEVENT];
         loop {
@@ -105,8 +125,9 @@ impl Uevents {
                 match recvfrom::<NetlinkAddr>(self.socket.as_raw_fd(), &mut buffer) {
                     // Anybody with the right capability may send to the group; only port 0 is the kernel.
                     Ok((n, Some(from))) if from.pid() == 0 => {
-                        if let Some(event) = parse(buffer.get(..n).unwrap_or_default()) {
-                            return Ok(Next::Event(event));
+                        let message = buffer.get(..n).unwrap_or_default();
+                        if let Some(next) = parse(message).map(Next::Event).or_else(|| parse_display(message).map(Next::Display)) {
+                            return Ok(next);
                         }
                     }
                     Ok(_) => {}
@@ -141,6 +162,16 @@ mod tests {
                 class: Some(0x30200),
             })
         );
+    }
+
+    #[test]
+    fn a_display_is_told_by_its_function() {
+        let card = b"add@/devices/pci0000:00/0000:00:03.0/drm/card1\0ACTION=add\0DEVPATH=/devices/pci0000:00/0000:00:03.0/drm/card1\0SUBSYSTEM=drm\0DEVNAME=dri/card1\0";
+        assert_eq!((parse(card), parse_display(card)), (None, "0000:00:03.0".parse().ok()));
+        assert_eq!(parse_display(BIND), None);
+        // A connector has no node, and a display may hang on something else.
+        assert_eq!(parse_display(b"add@/x\0DEVPATH=/devices/pci0000:00/0000:00:03.0/drm/card1/card1-HDMI-A-1\0SUBSYSTEM=drm\0"), None);
+        assert_eq!(parse_display(b"add@/x\0DEVPATH=/devices/platform/vgem/drm/card0\0SUBSYSTEM=drm\0DEVNAME=dri/card0\0"), None);
     }
 
     #[test]

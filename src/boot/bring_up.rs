@@ -11,6 +11,7 @@
 //! wants to remove is given up. It waits for no GPU.
 
 use super::adopt::Before;
+use super::beside;
 use super::busy::Activity;
 use super::descriptors::Descriptors;
 use super::driver::{self, Driver, Image};
@@ -24,7 +25,7 @@ use super::user_space;
 use super::{Boot, SYS};
 use crate::bind::DRIVER;
 use crate::bind::PciSysfs;
-use crate::cdi::spec::{Entry, Options, Ready};
+use crate::cdi::spec::{Beside, Entry, Options, Ready};
 use crate::clock::boottime_ns;
 use crate::config::{Bind, Config, parameter_value};
 use crate::driver_log::Signal;
@@ -199,6 +200,7 @@ impl Fleet {
             initialised: (!strategy.parallel_init).then(Mutex::default),
             bound_at: Default::default(),
             bound: Default::default(),
+            minors: Mutex::new(minors(before, gpus)),
             probing: Activity::default(),
             lane_held: Arc::default(),
             lane_cpu: lane_cpu.as_ref().map(Arc::downgrade).unwrap_or_default(),
@@ -285,6 +287,9 @@ impl Fleet {
                 }
                 next = hear(uevents.as_ref()) => match next {
                     Ok(Next::Event(event)) => self.take(event),
+                    // Of one that is not usable yet, all is looked for when it is.
+                    Ok(Next::Display(gpu)) if self.usable.contains(&gpu) => drop(beside::start(&self.shared, gpu)),
+                    Ok(Next::Display(_)) => {}
                     Ok(Next::Overrun) => {
                         tracing::warn!(name: names::STREAM_LOST, at = "uevents", error = "the kernel sent uevents faster than they were read: scanning again");
                         self.rescan();
@@ -391,6 +396,8 @@ impl Fleet {
             }
         }
         self.arrived(present);
+        // A display may have come or gone with the lost ones.
+        self.usable.iter().for_each(|gpu| drop(beside::start(&self.shared, *gpu)));
     }
 
     /// GPUs that are there now; those that were there before are left alone.
@@ -410,6 +417,7 @@ impl Fleet {
     fn left(&mut self, gpu: PciAddress) {
         self.shared.descriptors.release(gpu);
         self.shared.bound_at.lock().unwrap_or_else(PoisonError::into_inner).remove(&gpu);
+        self.shared.minors.lock().unwrap_or_else(PoisonError::into_inner).remove(&gpu);
         if !self.shared.roster.contains(gpu) {
             return;
         }
@@ -471,6 +479,11 @@ fn options(config: &Config) -> Options {
     Options { namings: config.cdi_names.clone(), hooks: config.cdi_hooks, hook_path }
 }
 
+/// What an earlier worker knew of the GPUs' minors.
+fn minors(before: Option<&Before>, gpus: &[Gpu]) -> HashMap<PciAddress, u32> {
+    gpus.iter().filter_map(|gpu| Some((gpu.address, before?.gpu(gpu.address).minor?))).collect()
+}
+
 /// What an earlier worker had published of these GPUs, as far as it is still true.
 fn published(before: &Before, sysfs: &PciSysfs, gpus: &[Gpu], image: &Image) -> Published {
     let nodes = driver::nodes_now();
@@ -484,9 +497,10 @@ fn published(before: &Before, sysfs: &PciSysfs, gpus: &[Gpu], image: &Image) -> 
             published.entries.insert(gpu.address, Entry::Failed);
         } else if known.published
             && sysfs.is_bound(gpu.address)
-            && let Some(node) = nodes.as_ref().and_then(|n| n.gpu_now(known.minor?))
+            && let Some((minor, node)) = nodes.as_ref().and_then(|n| Some((known.minor?, n.gpu_now(known.minor?)?)))
         {
-            let ready = Ready { nodes: vec![node], uuid: known.uuid, ..Ready::default() };
+            let beside = if known.usable { beside::look(gpu.address, minor) } else { Beside::default() };
+            let ready = Ready { nodes: vec![node], uuid: known.uuid, beside };
             published.entries.insert(gpu.address, Entry::Ready(ready));
         }
     }

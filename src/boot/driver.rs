@@ -4,6 +4,7 @@
 //! and fails as a whole when not one probe succeeds. If that one GPU turns out to be broken, the next one opens the way.
 
 use super::Boot;
+use super::beside;
 use super::gpu::Shared;
 use super::publication::{Common, Update, Updates};
 use super::user_space;
@@ -72,7 +73,8 @@ pub fn start(image: Image, chosen: After, state: watch::Sender<Driver>, shared: 
     let Image { mut modules, version } = image;
     modules.follow(chosen);
     let one_by_one = shared.bind != Bind::Insmod;
-    let load = Load { modules, version, sysfs: shared.sysfs.clone(), addresses, one_by_one };
+    let imex_channels = shared.config.imex_channels;
+    let load = Load { modules, version, sysfs: shared.sysfs.clone(), addresses, one_by_one, imex_channels };
     load.hold_back();
     let (held, spec, shared) = (shared.lane_held.begin(), shared.spec.clone(), Arc::clone(shared));
     let loading = tokio::task::spawn_blocking(move || {
@@ -187,6 +189,8 @@ struct Load {
     sysfs: PciSysfs,
     addresses: Vec<PciAddress>,
     one_by_one: bool,
+    /// IMEX channels to make.
+    imex_channels: u32,
 }
 
 impl Load {
@@ -231,6 +235,8 @@ impl Load {
         let _unused = spec.send(Update::Common(common));
         loaded.control_ready = true;
         state.send_replace(Driver::Loaded(loaded));
+        // After that: no GPU waits for it.
+        beside::others(self.imex_channels, spec);
     }
 
     /// The loaded driver, and the step that makes the nodes every container needs, which begins here.

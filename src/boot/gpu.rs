@@ -8,6 +8,7 @@
 //!
 //! A GPU that hangs in its initialisation stays as it is, for ever if need be: deadlines report.
 
+use super::beside;
 use super::busy::{Activity, Busy};
 use super::descriptors::Descriptors;
 use super::driver::{Driver, Loaded};
@@ -82,6 +83,8 @@ pub struct Shared {
     pub bound_at: Mutex<HashMap<PciAddress, u64>>,
     /// Wakes whenever that grows.
     pub bound: Notify,
+    /// Of bound GPUs.
+    pub minors: Mutex<HashMap<PciAddress, u32>>,
     /// GPUs that are on their way through their probe.
     pub probing: Activity,
     /// Who keeps the lane from enabling another GPU.
@@ -109,6 +112,10 @@ fn failed_by(step: Step, reason: Reason) -> impl FnOnce(&dyn Display) -> Failed 
 }
 
 impl Shared {
+    pub fn minor(&self, gpu: PciAddress) -> Option<u32> {
+        self.minors.lock().unwrap_or_else(PoisonError::into_inner).get(&gpu).copied()
+    }
+
     /// Returns when the driver, whose load is under way, has entered itself at the bus; false when the load is over.
     pub async fn registers(&self) -> bool {
         let loading = || matches!(&*self.driver.borrow(), Driver::Loading);
@@ -195,6 +202,8 @@ pub async fn bring_up(shared: Arc<Shared>, gpu: Gpu, arrival: Arrival) -> bool {
         Ok(()) => {
             let uuid = uuid(&shared, gpu.address).await;
             tracing::info!(name: names::GPU_USABLE, gpu = %gpu.address, index = shared.roster.index(gpu.address) as u64, uuid);
+            // A panic there is told as a bug of ours by the runtime; the GPU is usable without all that.
+            let _unused = beside::start(&shared, gpu.address).await;
             true
         }
         // A GPU that is gone has not failed.
@@ -329,6 +338,7 @@ async fn tell_bound(
     });
     let information = looking.await.map_err(|panicked| failed_by(Step::Probe, Reason::Internal)(&panicked))?;
     let information = information.map_err(|e| failed_by(Step::Probe, Reason::NoMinor)(&e))?;
+    shared.minors.lock().unwrap_or_else(PoisonError::into_inner).insert(gpu, information.minor);
     tracing::info!(name: names::GPU_BOUND, gpu = %gpu, index = shared.roster.index(gpu) as u64, minor = information.minor, at_ns);
     Ok((information.minor, id))
 }

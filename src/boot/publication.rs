@@ -1,9 +1,10 @@
-//! The one writer of the CDI spec. GPUs report what became of them; each report, or each group of reports that came meanwhile, is one publication.
+//! The one writer of the CDI specs. GPUs report what became of them; each report, or each group of reports that came meanwhile, is one publication.
 
 use super::busy::Busy;
 use super::roster::Roster;
 use crate::cdi::publish::{DIRECTORY, Publisher};
-use crate::cdi::spec::{Device, Entry, Options, Ready, generate};
+use crate::cdi::schema::Spec;
+use crate::cdi::spec::{Beside, Device, Entry, Options, Ready, generate};
 use crate::device_nodes::Node;
 use crate::driver_files::DriverFiles;
 use crate::events::{After, StepId, names};
@@ -22,6 +23,10 @@ pub enum Update {
     Common(Common),
     /// A GPU can be used by containers; `after` is the step that made it so, and `lane` is let go once it is published.
     Ready { gpu: PciAddress, nodes: Vec<Node>, after: Option<StepId>, lane: Option<Busy> },
+    /// What a GPU that can be used has besides its own node.
+    Beside { gpu: PciAddress, beside: Beside },
+    /// Devices of another kind, which has a file of its own; `mode` names it.
+    Other { mode: &'static str, spec: Spec },
     /// A GPU that can be used is also known by this name.
     Known { gpu: PciAddress, uuid: String },
     /// A GPU will not come.
@@ -51,7 +56,8 @@ pub struct Published {
 /// every GPU of the roster.
 pub fn start(roster: Arc<Roster>, published: Published, options: Options, withheld: bool) -> Updates {
     let (sender, mut updates) = mpsc::unbounded_channel();
-    let mut publication = Publication { roster, entries: published.entries, common: published.common, options, withheld };
+    let mut publication =
+        Publication { roster, entries: published.entries, common: published.common, others: Vec::new(), options, withheld };
     publication.publish(&[], &After::default());
     tokio::spawn(async move {
         let mut batch = Vec::new();
@@ -67,13 +73,15 @@ struct Publication {
     /// Only what is not pending.
     entries: HashMap<PciAddress, Entry>,
     common: Common,
+    /// Of other kinds, those that are not written yet.
+    others: Vec<(&'static str, Spec)>,
     options: Options,
     withheld: bool,
 }
 
 impl Publication {
     fn apply(&mut self, updates: Vec<Update>) {
-        let (mut ready, mut lanes) = (Vec::new(), Vec::new());
+        let (mut ready, mut lanes, mut beside) = (Vec::new(), Vec::new(), Vec::new());
         let mut after = After::default();
         let mut changed = false;
         for update in updates {
@@ -93,6 +101,17 @@ impl Publication {
                         after.0.extend(step);
                     }
                 }
+                Update::Beside { gpu, beside: found } => {
+                    // A GPU that was given up meanwhile has nothing any more.
+                    if let Some(Entry::Ready(ready)) = self.entries.get_mut(&gpu)
+                        && ready.beside != found
+                    {
+                        beside.push((gpu, found.displays.len(), found.instances.len()));
+                        ready.beside = found;
+                        changed = true;
+                    }
+                }
+                Update::Other { mode, spec } => self.others.push((mode, spec)),
                 Update::Known { gpu, uuid } => {
                     if let Some(Entry::Ready(ready)) = self.entries.get_mut(&gpu) {
                         ready.uuid = Some(uuid);
@@ -116,6 +135,13 @@ impl Publication {
             self.publish(&ready, &after);
         }
         drop(lanes);
+        for (gpu, displays, instances) in beside {
+            let index = self.roster.index(gpu) as u64;
+            tracing::info!(name: names::CDI_BESIDE, gpu = %gpu, index, displays = displays as u64, instances = instances as u64);
+        }
+        if !self.withheld {
+            std::mem::take(&mut self.others).iter().for_each(|(mode, spec)| publish_other(mode, spec));
+        }
     }
 
     /// True when that changes something.
@@ -151,6 +177,20 @@ impl Publication {
         drop(step);
         for device in devices.iter().filter(|d| newly_ready.contains(&d.address)) {
             tracing::info!(name: names::GPU_PUBLISHED, gpu = %device.address, index = device.index as u64);
+        }
+    }
+}
+
+/// Writes the spec of another kind.
+fn publish_other(mode: &str, spec: &Spec) {
+    let file = format!("nvidia-{mode}.yaml");
+    let written = Publisher::new(Path::new(DIRECTORY)).and_then(|p| p.publish_as(&file, spec));
+    let (kind, devices) = (spec.kind.as_str(), spec.devices.len() as u64);
+    match written {
+        Ok(bytes) => tracing::info!(name: names::CDI_BESIDE, kind, devices, bytes = bytes as u64),
+        Err(error) => {
+            let error = format!("{error}: containers that ask for {kind} wait for it until the agent's cdi_timeout");
+            tracing::error!(name: names::CDI_BESIDE, kind, error);
         }
     }
 }

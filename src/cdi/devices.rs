@@ -2,20 +2,18 @@
 //! and /dev below that root and opens no device: nothing here initialises a GPU.
 
 use super::schema::{Device as SpecDevice, Edits, Mount, Spec};
-use super::spec::{Device, Entry, FILE, Instance, Ready, device, node};
+use super::spec::{Beside, Device, DisplayLink, Entry, FILE, Instance, Ready, device, node};
 use crate::device_nodes::Node;
-use crate::driver_proc::{self, information};
+use crate::driver_caps::{self, names, names_if_there};
+use crate::driver_proc::information;
 use crate::pci::PciAddress;
 use nix::sys::stat::{SFlag, lstat, major, minor};
 use std::cell::OnceCell;
 use std::collections::BTreeMap;
-use std::io;
 use std::path::{Path, PathBuf};
 
-/// Longest `mig-minors` that is read; the real one has about 60 kB.
-const MAX_MIG_MINORS: u64 = 1 << 20;
-/// Most entries of a directory.
-const MAX_ENTRIES: usize = 4096;
+/// How names of displays begin, and what udev puts at the end of their links.
+const DISPLAYS: [(&str, &str); 2] = [("card", "card"), ("renderD", "render")];
 /// Nodes that every container with a GPU gets, as far as they are there.
 const COMMON: [&str; 4] = ["nvidia-modeset", "nvidia-uvm", "nvidia-uvm-tools", "nvidiactl"];
 /// Without these no CUDA program starts.
@@ -40,6 +38,13 @@ pub struct Found {
 
 /// The minors of all capabilities: about a thousand lines, read once there is a MIG instance.
 type Caps = OnceCell<Result<BTreeMap<String, u32>, String>>;
+
+impl Default for Places {
+    /// This machine's.
+    fn default() -> Self {
+        Self { root: "/".into(), dev_root: "/".into() }
+    }
+}
 
 impl Places {
     fn dev(&self) -> PathBuf {
@@ -96,7 +101,7 @@ impl Places {
         let mut found = Found::default();
         let caps = OnceCell::new();
         for (index, address) in addresses.into_iter().enumerate() {
-            match self.gpu(&proc, address, &caps) {
+            match self.gpu(&proc, address, &caps, &mut found.problems) {
                 Ok(ready) => found.gpus.push(Device { index, address, entry: Entry::Ready(ready) }),
                 Err(problem) => {
                     found.problems.push(format!("GPU {index} ({address}) is left out: {problem}"));
@@ -118,78 +123,65 @@ impl Places {
         Ok(found)
     }
 
-    fn gpu(&self, proc: &Path, address: PciAddress, caps: &Caps) -> Result<Ready, String> {
+    fn gpu(&self, proc: &Path, address: PciAddress, caps: &Caps, problems: &mut Vec<String>) -> Result<Ready, String> {
         let information = information(proc, address).map_err(|e| e.to_string())?;
         let name = format!("nvidia{}", information.minor);
         let own = self
             .node(&name)?
             .ok_or_else(|| format!("{}/{name} is missing: make it (nvidia-modprobe -c {})", self.dev().display(), information.minor))?;
-        let mut nodes = vec![own];
-        let drm = self.root.join("sys/bus/pci/devices").join(address.to_string()).join("drm");
+        let beside = self.look_beside(address, information.minor, caps, problems)?;
+        Ok(Ready { nodes: vec![own], uuid: information.uuid, beside })
+    }
+
+    /// What a GPU has besides its own node, and what is missing of that. The GPU is not asked.
+    pub fn beside(&self, address: PciAddress, gpu: u32) -> Result<(Beside, Vec<String>), String> {
+        let mut problems = Vec::new();
+        let beside = self.look_beside(address, gpu, &OnceCell::new(), &mut problems)?;
+        Ok((beside, problems))
+    }
+
+    fn look_beside(&self, address: PciAddress, gpu: u32, caps: &Caps, problems: &mut Vec<String>) -> Result<Beside, String> {
+        let mut beside = Beside { instances: self.instances(gpu, caps)?, ..Beside::default() };
         // No directory: no display driver.
-        let mut displays = names_if_there(&drm)?;
-        displays.sort();
-        for name in displays.iter().filter(|n| n.starts_with("card") || n.starts_with("renderD")) {
-            nodes.extend(self.node(&format!("dri/{name}"))?);
-        }
-        Ok(Ready { nodes, uuid: information.uuid, instances: self.instances(information.minor, caps)? })
-    }
-
-    fn mig_minors(&self) -> Result<BTreeMap<String, u32>, String> {
-        let path = self.root.join("proc/driver/nvidia-caps/mig-minors");
-        match driver_proc::read_bounded(&path, MAX_MIG_MINORS) {
-            Ok(text) => Ok(driver_proc::parse_mig_minors(&text)),
-            Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(BTreeMap::new()),
-            Err(error) => Err(error.to_string()),
-        }
-    }
-
-    /// The MIG instances of a GPU, in ascending order of GPU instance and compute instance.
-    fn instances(&self, gpu: u32, caps: &Caps) -> Result<Vec<Instance>, String> {
-        let mig = self.root.join(format!("proc/driver/nvidia/capabilities/gpu{gpu}/mig"));
-        let mut all = Vec::new();
-        for gi in numbered(&mig, "gi")? {
-            for ci in numbered(&mig.join(format!("gi{gi}")), "ci")? {
-                let caps = caps.get_or_init(|| self.mig_minors()).as_ref().map_err(String::clone)?;
-                let nodes = [format!("gpu{gpu}/gi{gi}/access"), format!("gpu{gpu}/gi{gi}/ci{ci}/access")].map(|capability| {
-                    let cap = caps.get(&capability).ok_or_else(|| format!("mig-minors has no {capability}"))?;
-                    let name = format!("nvidia-caps/nvidia-cap{cap}");
-                    self.node(&name)?
-                        .ok_or_else(|| format!("{}/{name} is missing: make it (nvidia-modprobe -f {capability})", self.dev().display()))
-                });
-                all.push(Instance { nodes: nodes.into_iter().collect::<Result<_, _>>()? });
+        let mut names = names_if_there(&self.root.join("sys/bus/pci/devices").join(address.to_string()).join("drm"))?;
+        names.sort();
+        for (beginning, kind) in DISPLAYS {
+            let numbered =
+                |name: &&String| name.strip_prefix(beginning).is_some_and(|n| !n.is_empty() && n.bytes().all(|c| c.is_ascii_digit()));
+            let mut linked = false;
+            for name in names.iter().filter(numbered) {
+                let Some(node) = self.node(&format!("dri/{name}"))? else {
+                    let (dev, problem) = (self.dev(), "the kernel lists it: containers get this GPU without it");
+                    problems.push(format!("{}/dri/{name} of GPU {address} is missing, and {problem}", dev.display()));
+                    continue;
+                };
+                beside.displays.push(node);
+                // As udev names them; a function has one of each.
+                if !std::mem::replace(&mut linked, true) {
+                    let link = format!("/dev/dri/by-path/pci-{address}-{kind}");
+                    beside.links.push(DisplayLink { link, target: format!("../{name}") });
+                }
             }
+        }
+        Ok(beside)
+    }
+
+    /// The MIG instances of a GPU.
+    fn instances(&self, gpu: u32, caps: &Caps) -> Result<Vec<Instance>, String> {
+        let proc = self.root.join("proc");
+        let mut all = Vec::new();
+        for instance in driver_caps::instances(&proc, gpu)? {
+            let caps = caps.get_or_init(|| driver_caps::mig_minors(&proc)).as_ref().map_err(String::clone)?;
+            let nodes = instance.capabilities().map(|capability| {
+                let cap = caps.get(&capability.to_string()).ok_or_else(|| format!("mig-minors has no {capability}"))?;
+                let name = format!("nvidia-caps/nvidia-cap{cap}");
+                self.node(&name)?
+                    .ok_or_else(|| format!("{}/{name} is missing: make it (nvidia-modprobe -f {capability})", self.dev().display()))
+            });
+            all.push(Instance { nodes: nodes.into_iter().collect::<Result<_, _>>()? });
         }
         Ok(all)
     }
-}
-
-/// The numbers after a beginning, among the names of a directory that may be missing.
-fn numbered(folder: &Path, beginning: &str) -> Result<Vec<u32>, String> {
-    let names = names_if_there(folder)?;
-    let mut all: Vec<u32> = names.iter().filter_map(|name| name.strip_prefix(beginning)?.parse().ok()).collect();
-    all.sort_unstable();
-    Ok(all)
-}
-
-/// The names in a directory; none where it is not there.
-fn names_if_there(folder: &Path) -> Result<Vec<String>, String> {
-    match names(folder) {
-        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(Vec::new()),
-        result => result.map_err(|e| format!("list {}: {e}", folder.display())),
-    }
-}
-
-/// The names in a directory, as far as they are text.
-fn names(folder: &Path) -> io::Result<Vec<String>> {
-    let mut all = Vec::new();
-    for (number, entry) in std::fs::read_dir(folder)?.enumerate() {
-        if number == MAX_ENTRIES {
-            return Err(io::Error::other(format!("it has more than {MAX_ENTRIES} entries")));
-        }
-        all.extend(entry?.file_name().into_string());
-    }
-    Ok(all)
 }
 
 /// A kind of devices beside GPUs.
@@ -264,10 +256,8 @@ pub const OTHERS: &[Other] = &[
 ];
 
 impl Other {
-    /// Its spec: `all`, and each device where that means something. `common` is what every container of it gets beside.
-    ///
-    /// Error: there is no such device.
-    pub fn spec(&self, places: &Places, common: Edits) -> Result<Spec, String> {
+    /// Its nodes; none where there is no such device.
+    pub fn find(&self, places: &Places) -> Result<Vec<Node>, String> {
         let mut nodes = Vec::new();
         for (directory, beginnings) in self.nodes {
             match places.nodes(directory, beginnings) {
@@ -277,19 +267,32 @@ impl Other {
                 Err(problem) => return Err(problem),
             }
         }
+        Ok(nodes)
+    }
+
+    /// Its spec: `all`, and each device where that means something. `common` is what every container of it gets beside.
+    ///
+    /// Error: there is no such device.
+    pub fn spec(&self, places: &Places, common: Edits) -> Result<Spec, String> {
+        let nodes = self.find(places)?;
         if nodes.is_empty() {
             let (directory, beginnings) = self.nodes.first().copied().unwrap_or_default();
             let folder = places.dev().join(directory);
             return Err(format!("{} has no {}*: {}", folder.display(), beginnings.first().unwrap_or(&""), self.cure));
         }
+        Ok(self.spec_of(&nodes, places, common))
+    }
+
+    /// The spec for these nodes, of which there is at least one.
+    pub fn spec_of(&self, nodes: &[Node], places: &Places, common: Edits) -> Spec {
         let mut devices: Vec<SpecDevice> = Vec::new();
         if self.each {
-            devices.extend(nodes.iter().map(|n| device(n.minor.to_string(), vec![node(n)])));
+            devices.extend(nodes.iter().map(|n| device(n.minor.to_string(), vec![node(n)], vec![])));
         }
-        devices.push(device("all".into(), nodes.iter().map(node).collect()));
+        devices.push(device("all".into(), nodes.iter().map(node).collect(), vec![]));
         let mut edits = common;
         let there = self.files.iter().filter(|path| places.root.join(path.trim_start_matches('/')).exists());
         edits.mounts.extend(there.map(|path| Mount { host_path: (*path).into(), container_path: (*path).into(), options: FILE }));
-        Ok(Spec::new(self.kind, devices, edits))
+        Spec::new(self.kind, devices, edits)
     }
 }

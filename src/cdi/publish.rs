@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 
 /// Where the agent looks, and nowhere else (through `/var/run`, which leads here).
 pub const DIRECTORY: &str = "/run/cdi";
-/// The file's name, the incumbent's, so that whoever looks for it finds it.
+/// The name of the GPUs' file, the incumbent's, so that whoever looks for it finds it.
 pub const FILE: &str = "nvidia.yaml";
 
 /// Writes specs into one directory.
@@ -31,12 +31,17 @@ impl Publisher {
 
     /// Replaces the published spec; gives its size in bytes. On an error the old one is still there.
     pub fn publish(&self, spec: &Spec) -> io::Result<usize> {
+        self.publish_as(FILE, spec)
+    }
+
+    /// As [`Publisher::publish`], for the spec of another kind, which has a file of its own.
+    pub fn publish_as(&self, file: &str, spec: &Spec) -> io::Result<usize> {
         let text = spec.to_json();
         if text.is_empty() {
             return Err(io::Error::other("the spec has no text: nothing is published"));
         }
         // No sync: this is a tmpfs, and a guest that loses its memory has no containers to start.
-        replace(&self.directory.join(FILE), &text)?;
+        replace(&self.directory.join(file), &text)?;
         Ok(text.len())
     }
 }

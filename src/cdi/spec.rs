@@ -24,12 +24,30 @@ pub enum Entry {
 /// What a container gets of a GPU.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Ready {
-    /// The GPU's own node, and those of its display, if there are any.
+    /// The GPU's own node.
     pub nodes: Vec<Node>,
     /// `GPU-..`, once the driver knows it.
     pub uuid: Option<String>,
+    /// What is known of it as soon as it has been looked for.
+    pub beside: Beside,
+}
+
+/// What a GPU has besides its own node.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Beside {
+    /// `/dev/dri/..`.
+    pub displays: Vec<Node>,
+    /// By which programs find them.
+    pub links: Vec<DisplayLink>,
     /// Of a GPU in MIG mode, in their order.
     pub instances: Vec<Instance>,
+}
+
+/// A link to a display's node, in containers.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct DisplayLink {
+    pub link: String,
+    pub target: String,
 }
 
 /// A MIG instance.
@@ -102,39 +120,63 @@ fn pending(address: PciAddress) -> DeviceNode {
     DeviceNode { path: format!("{PENDING}/{address}"), ..DeviceNode::default() }
 }
 
-/// Everything of a GPU: with MIG all its instances.
-fn nodes_of(device: &Device) -> Vec<DeviceNode> {
-    match &device.entry {
-        Entry::Pending => vec![pending(device.address)],
-        Entry::Ready(ready) => ready.nodes.iter().chain(ready.instances.iter().flat_map(|i| &i.nodes)).map(node).collect(),
-        Entry::Failed => vec![],
+impl Device {
+    fn ready(&self) -> Option<&Ready> {
+        if let Entry::Ready(ready) = &self.entry { Some(ready) } else { None }
     }
 }
 
+/// Everything of these GPUs: with MIG all instances. A node that two instances share is there once.
+fn whole(name: String, gpus: &[&Device], options: &Options) -> SpecDevice {
+    let mut nodes = Vec::new();
+    for gpu in gpus {
+        let ready = gpu.ready();
+        nodes.extend((gpu.entry == Entry::Pending).then(|| pending(gpu.address)));
+        let instances = ready.iter().flat_map(|r| &r.beside.instances).flat_map(|i| &i.nodes);
+        for one in ready.iter().flat_map(|r| r.nodes.iter().chain(&r.beside.displays)).chain(instances).map(node) {
+            if !nodes.contains(&one) {
+                nodes.push(one);
+            }
+        }
+    }
+    let links: Vec<&DisplayLink> = gpus.iter().filter_map(|gpu| gpu.ready()).flat_map(|r| &r.beside.links).collect();
+    device(name, nodes, display_hook(&links, options))
+}
+
 /// A device that is some nodes.
-pub fn device(name: String, device_nodes: Vec<DeviceNode>) -> SpecDevice {
-    SpecDevice { name, container_edits: Edits { device_nodes, ..Edits::default() } }
+pub fn device(name: String, device_nodes: Vec<DeviceNode>, hooks: Vec<Hook>) -> SpecDevice {
+    SpecDevice { name, container_edits: Edits { device_nodes, hooks, ..Edits::default() } }
+}
+
+/// What makes the links of displays in containers that get them. No mount can stand for a link to a device, so it takes a hook.
+fn display_hook(links: &[&DisplayLink], options: &Options) -> Vec<Hook> {
+    if links.is_empty() || options.hooks == Hooks::None {
+        return vec![];
+    }
+    let arguments = links.iter().flat_map(|l| ["--link".to_string(), format!("{}::{}", l.target, l.link)]);
+    vec![hook("create-symlinks", arguments.collect(), options)]
 }
 
 /// The devices under which this GPU can be asked for.
-fn named(gpu: &Device, naming: Naming) -> Vec<SpecDevice> {
-    let (index, ready) = (gpu.index, if let Entry::Ready(ready) = &gpu.entry { Some(ready) } else { None });
-    let whole = match naming {
+fn named(gpu: &Device, naming: Naming, options: &Options) -> Vec<SpecDevice> {
+    let (index, ready) = (gpu.index, gpu.ready());
+    let name = match naming {
         Naming::Index => Some(index.to_string()),
         Naming::TypeIndex => Some(format!("gpu{index}")),
         Naming::Uuid => ready.and_then(|r| r.uuid.clone()),
     };
-    let instances = ready.map(|r| r.instances.as_slice()).unwrap_or_default().iter().enumerate().filter_map(|(i, instance)| {
+    let instances = ready.into_iter().flat_map(|r| r.beside.instances.iter().map(move |i| (r, i))).enumerate();
+    let instances = instances.filter_map(|(i, (ready, instance))| {
         let name = match naming {
             Naming::Index => format!("{index}:{i}"),
             Naming::TypeIndex => format!("mig{index}:{i}"),
             // Only the resource manager knows it, and it is not asked.
             Naming::Uuid => return None,
         };
-        let parent = ready.map(|r| r.nodes.as_slice()).unwrap_or_default();
-        Some(device(name, parent.iter().chain(&instance.nodes).map(node).collect()))
+        // An instance computes: no display.
+        Some(device(name, ready.nodes.iter().chain(&instance.nodes).map(node).collect(), vec![]))
     });
-    whole.map(|name| device(name, nodes_of(gpu))).into_iter().chain(instances).collect()
+    name.map(|name| whole(name, &[gpu], options)).into_iter().chain(instances).collect()
 }
 
 /// The spec for these GPUs, in ascending order of address. `common` are the nodes that every container with a GPU gets, `files` what it gets of the
@@ -144,13 +186,14 @@ fn named(gpu: &Device, naming: Naming) -> Vec<SpecDevice> {
 /// has failed, the spec lists one device `none`, because a spec without devices is invalid and an absent kind makes the agent wait for it.
 pub fn generate(devices: &[Device], common: &[Node], files: Option<&DriverFiles>, options: &Options) -> Spec {
     let alive = || devices.iter().filter(|d| d.entry != Entry::Failed);
-    let mut list: Vec<SpecDevice> = options.namings.iter().flat_map(|naming| alive().flat_map(|gpu| named(gpu, *naming))).collect();
+    let mut list: Vec<SpecDevice> =
+        options.namings.iter().flat_map(|naming| alive().flat_map(|gpu| named(gpu, *naming, options))).collect();
     // `void`: this container has its GPUs already, whatever a hook for this variable thinks.
     let void = || vec!["NVIDIA_VISIBLE_DEVICES=void".to_string()];
     if alive().next().is_none() {
         list.push(SpecDevice { name: "none".into(), container_edits: Edits { env: void(), ..Edits::default() } });
     } else {
-        list.push(device("all".into(), alive().flat_map(nodes_of).collect()));
+        list.push(whole("all".into(), &alive().collect::<Vec<_>>(), options));
     }
     let mut edits = files.map(|files| edits_of(files, options)).unwrap_or_default();
     edits.device_nodes = common.iter().map(node).collect();
@@ -185,13 +228,17 @@ fn mounts(files: &DriverFiles, hooks: Hooks) -> Vec<Mount> {
 /// The environment that a hook gets. Empty would mean that of whoever starts it, in some runtimes.
 const HOOK_ENV: &str = "NVIDIA_CTK_DEBUG=false";
 
-fn hooks(files: &DriverFiles, options: &Options) -> Vec<Hook> {
-    let hook = |command: &str, arguments: Vec<String>| Hook {
+fn hook(command: &str, arguments: Vec<String>, options: &Options) -> Hook {
+    Hook {
         hook_name: "createContainer",
         path: options.hook_path.clone(),
         args: [super::hooks::NAME.to_string(), command.to_string()].into_iter().chain(arguments).collect(),
         env: vec![HOOK_ENV.into()],
-    };
+    }
+}
+
+fn hooks(files: &DriverFiles, options: &Options) -> Vec<Hook> {
+    let hook = |command: &str, arguments: Vec<String>| hook(command, arguments, options);
     let folders = || files.library_directories.iter().flat_map(|d| ["--folder".to_string(), d.display().to_string()]);
     let version = || format!("--host-driver-version={}", files.version);
     match options.hooks {
@@ -274,13 +321,43 @@ mod tests {
     fn a_gpu_in_mig_mode_is_listed_whole_and_by_its_instances() {
         let cap = |minor| Node { path: format!("/dev/nvidia-caps/nvidia-cap{minor}").into(), major: 235, minor, mode: 0o444, gid: 0 };
         let instance = |gi, ci| Instance { nodes: vec![cap(gi), cap(ci)] };
-        let entry = Entry::Ready(Ready { nodes: vec![gpu_node(0)], uuid: None, instances: vec![instance(66, 67), instance(75, 76)] });
+        let beside = Beside { instances: vec![instance(66, 67), instance(66, 68), instance(75, 76)], ..Beside::default() };
+        let entry = Entry::Ready(Ready { nodes: vec![gpu_node(0)], uuid: None, beside });
         let options = Options { namings: vec![Naming::Index, Naming::TypeIndex], ..Options::default() };
         let spec = generate(&[device(0, entry)], &[], None, &options);
         let (caps, all) = (["/dev/nvidia-caps/nvidia-cap66", "/dev/nvidia-caps/nvidia-cap67"], nodes(&spec));
-        assert_eq!(all.iter().map(|(name, _)| *name).collect::<Vec<_>>(), ["0", "0:0", "0:1", "gpu0", "mig0:0", "mig0:1", "all"]);
+        assert_eq!(
+            all.iter().map(|(name, _)| *name).collect::<Vec<_>>(),
+            ["0", "0:0", "0:1", "0:2", "gpu0", "mig0:0", "mig0:1", "mig0:2", "all"]
+        );
         assert_eq!(all[1].1, [&["/dev/nvidia0"][..], &caps[..]].concat());
-        assert_eq!(all[0].1.len(), 5);
+        // The GPU instance that two compute instances share is there once.
+        assert_eq!(all[0].1.len(), 1 + 5);
+    }
+
+    #[test]
+    fn displays_come_with_the_links_that_udev_would_make_and_a_hook_for_them() {
+        let display = |index: usize| {
+            let at = |name: String, minor| Node { path: format!("/dev/dri/{name}").into(), major: 226, minor, mode: 0o660, gid: 44 };
+            let link = DisplayLink { link: format!("/dev/dri/by-path/pci-0001:00:{index:02x}.0-card"), target: format!("../card{index}") };
+            let (displays, links) = (vec![at(format!("card{index}"), index as u32)], vec![link]);
+            let beside = Beside { displays, links, ..Beside::default() };
+            device(index, Entry::Ready(Ready { nodes: vec![gpu_node(index as u32)], uuid: None, beside }))
+        };
+        for (hooks, count) in [(Hooks::One, 1), (Hooks::Compat, 1), (Hooks::None, 0)] {
+            let spec = generate(&[display(0), display(1)], &[], None, &Options { hooks, ..Options::default() });
+            assert_eq!(nodes(&spec)[1].1, ["/dev/nvidia1", "/dev/dri/card1"]);
+            assert_eq!(spec.devices[1].container_edits.device_nodes[1].gid, Some(44));
+            assert!(spec.devices.iter().all(|d| d.container_edits.hooks.len() == count), "{hooks:?}");
+            let links: Vec<&str> = spec.devices[2].container_edits.hooks.iter().flat_map(|h| &h.args[2..]).map(String::as_str).collect();
+            let wanted = [
+                "--link",
+                "../card0::/dev/dri/by-path/pci-0001:00:00.0-card",
+                "--link",
+                "../card1::/dev/dri/by-path/pci-0001:00:01.0-card",
+            ];
+            assert_eq!(links, if count == 1 { &wanted[..] } else { &[] });
+        }
     }
 
     #[test]

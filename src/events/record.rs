@@ -320,6 +320,9 @@ pub mod names {
     pub const CDI_PUBLISH: &str = "cdi.publish";
     /// The GPU's CDI entry is resolvable from now on.
     pub const GPU_PUBLISHED: &str = "gpu.published";
+    /// What containers can get besides GPUs' own nodes. With a GPU: displays, instances (how many it has now). Without: kind, devices, bytes (a spec of
+    /// another kind is published). `error` when it is missing.
+    pub const CDI_BESIDE: &str = "cdi.beside";
     /// Adapter initialisation is done. Field: uuid, where that is a name of GPUs.
     pub const GPU_USABLE: &str = "gpu.usable";
     /// The GPU will not be usable, or no longer is. Fields: step, reason (see `reason`), cure; `error` is the sentence for people.

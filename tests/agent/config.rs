@@ -11,7 +11,7 @@ const CDI_TIMEOUT_S: u64 = 100;
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Wanted {
     pub name: String,
-    /// Names of devices of kind nvidia.com/gpu.
+    /// Names of devices of kind nvidia.com/gpu, or with a kind of their own.
     pub devices: Vec<String>,
     /// Which of the guest's roots it runs on; none: only its device nodes are made.
     pub root: Option<String>,
@@ -188,6 +188,8 @@ mod tests {
             Wanted { name: "one".into(), devices: vec!["0".into()], root: Some("debian".into()), hooks: false }
         );
         assert_eq!(config.containers[1], Wanted { name: "pair".into(), devices: vec!["1".into(), "2".into()], root: None, hooks: true });
+        let other = Config::parse("testagent.containers=mig:0:1;channel:nvidia.com/imex-channel=1").unwrap().containers;
+        assert_eq!((other[0].devices[0].as_str(), other[1].devices[0].as_str()), ("0:1", "nvidia.com/imex-channel=1"));
         assert_eq!((config.fail_fast, config.cdi_timeout_s), (false, 7));
         assert!(Config::parse("testagent.version=3.32.0").unwrap().fail_fast);
     }

@@ -16,9 +16,14 @@ const CONTAINERS: &str = "/run/test-agent";
 /// The bits of a mode that are not the file's type.
 const PERMISSIONS: u32 = 0o7777;
 
+/// A device's whole name; one without a kind is a GPU's.
+fn qualified(device: &str) -> String {
+    if device.contains('=') { device.to_string() } else { format!("nvidia.com/gpu={device}") }
+}
+
 /// Creates one container, and reports what it got.
 pub fn create(wanted: &Wanted, config: &Config) {
-    let asked: Vec<String> = wanted.devices.iter().map(|d| format!("nvidia.com/gpu={d}")).collect();
+    let asked: Vec<String> = wanted.devices.iter().map(String::as_str).map(qualified).collect();
     let devices = asked.join(",");
     let fields = [("container", wanted.name.as_str()), ("devices", devices.as_str())];
     let (mut spec, bundle) = match wanted.root.as_deref().map(|root| prepare(&wanted.name, root)) {

@@ -1,8 +1,8 @@
 //! `kata-gpu-init cdi generate` on trees: against the incumbent's spec for the reference root, before both agents' crates, and with what can be missing.
 
 use crate::{TempDir, project, tree};
-use kata_gpu_init::cdi::devices::{OTHERS, Places};
-use kata_gpu_init::cdi::schema::{Edits, Spec};
+use kata_gpu_init::cdi::devices::Places;
+use kata_gpu_init::cdi::schema::Spec;
 use kata_gpu_init::cdi::spec::{Hooks, Naming, Options, generate};
 use kata_gpu_init::driver_files::{Roots, scan};
 use kata_gpu_init::host::cdi_check::finding::Agents;
@@ -17,7 +17,7 @@ use std::process::{Command, Output};
 const REFERENCE: &str = "kata-8gpu-550";
 
 /// The reference root.
-fn root(test: &str) -> (TempDir, PathBuf) {
+pub fn root(test: &str) -> (TempDir, PathBuf) {
     let folder = TempDir::new(&format!("cdi-generate-{test}"));
     let root = folder.0.join("root");
     std::fs::create_dir(&root).unwrap();
@@ -31,18 +31,18 @@ fn reference() -> (Value, u64) {
     (serde_json::from_slice(&bytes).unwrap(), bytes.len() as u64)
 }
 
-fn ours(root: &Path, options: &Options) -> (Spec, Vec<String>) {
+pub fn ours(root: &Path, options: &Options) -> (Spec, Vec<String>) {
     let found = Places { root: root.into(), dev_root: root.into() }.gpus().unwrap();
     let files = scan(&Roots { root: root.into(), ..Roots::default() }, None).unwrap();
     (generate(&found.gpus, &found.common, Some(&files), options), found.problems)
 }
 
-fn value(spec: &Spec) -> Value {
+pub fn value(spec: &Spec) -> Value {
     crate::schema::fits(&spec.to_json());
     serde_json::from_slice(&spec.to_json()).unwrap()
 }
 
-fn list<'a>(value: &'a Value, key: &str) -> Vec<&'a Value> {
+pub fn list<'a>(value: &'a Value, key: &str) -> Vec<&'a Value> {
     value[key].as_array().map(|all| all.iter().collect()).unwrap_or_default()
 }
 
@@ -152,7 +152,7 @@ fn the_spec_of_eight_gpus_is_at_most_half_as_long_as_the_incumbents() {
 }
 
 /// Runs the guest's binary.
-fn run(root: &Path, words: &[&str]) -> Output {
+pub fn run(root: &Path, words: &[&str]) -> Output {
     let binary = project().join("target/x86_64-unknown-linux-musl/release/kata-gpu-init");
     Command::new(binary).arg("cdi").args(words).arg("--root").arg(root).output().unwrap()
 }
@@ -217,83 +217,15 @@ fn yaml_and_json_say_the_same_and_a_file_is_replaced_whole() {
     assert_eq!(serde_json::to_value(&yaml.cdi_spec).unwrap(), serde_json::to_value(&json.cdi_spec).unwrap());
 }
 
-fn character_device(root: &Path, path: &str, major: u64, minor: u64) {
+pub fn character_device(root: &Path, path: &str, major: u64, minor: u64) {
     use nix::sys::stat::{Mode, SFlag, makedev, mknod};
     let path = root.join(path);
     std::fs::create_dir_all(path.parent().unwrap()).unwrap();
     mknod(&path, SFlag::S_IFCHR, Mode::from_bits_truncate(0o666), makedev(major, minor)).unwrap();
 }
 
-#[test]
-fn mig_instances_and_displays_are_found_with_their_nodes() {
-    let (_folder, root) = root("mig");
-    for path in ["gi1/ci0", "gi2/ci0", "gi2/ci1"] {
-        std::fs::create_dir_all(root.join("proc/driver/nvidia/capabilities/gpu0/mig").join(path)).unwrap();
-    }
-    std::fs::create_dir_all(root.join("proc/driver/nvidia-caps")).unwrap();
-    let minors = "config 1\nmonitor 2\ngpu0/gi1/access 12\ngpu0/gi1/ci0/access 13\ngpu0/gi2/access 21\ngpu0/gi2/ci0/access 22\ngpu0/gi2/ci1/access 23\n";
-    std::fs::write(root.join("proc/driver/nvidia-caps/mig-minors"), minors).unwrap();
-    for minor in [12, 13, 21, 22, 23] {
-        character_device(&root, &format!("dev/nvidia-caps/nvidia-cap{minor}"), 235, minor);
-    }
-    for name in ["card1", "renderD128", "by-path"] {
-        std::fs::create_dir_all(root.join("sys/bus/pci/devices/0000:1b:00.0/drm").join(name)).unwrap();
-    }
-    character_device(&root, "dev/dri/card1", 226, 1);
-    character_device(&root, "dev/dri/renderD128", 226, 128);
-    let spec = value(&ours(&root, &Options::default()).0);
-    let nodes = |name: &str| -> Vec<String> {
-        let device = list(&spec, "devices").into_iter().find(|d| d["name"] == name).unwrap_or_else(|| panic!("no device {name}"));
-        list(&device["containerEdits"], "deviceNodes").iter().map(|n| n["path"].as_str().unwrap().to_string()).collect()
-    };
-    assert_eq!(nodes("0:1"), ["/dev/nvidia0", "/dev/nvidia-caps/nvidia-cap21", "/dev/nvidia-caps/nvidia-cap22"]);
-    assert_eq!(nodes("0:2"), ["/dev/nvidia0", "/dev/nvidia-caps/nvidia-cap21", "/dev/nvidia-caps/nvidia-cap23"]);
-    assert_eq!(nodes("1"), ["/dev/nvidia1", "/dev/dri/card1", "/dev/dri/renderD128"]);
-    // One that cannot be made whole takes its GPU with it, and says why.
-    std::fs::remove_file(root.join("dev/nvidia-caps/nvidia-cap23")).unwrap();
-    let (spec, problems) = ours(&root, &Options::default());
-    assert!(
-        problems.len() == 1 && problems[0].contains("nvidia-cap23 is missing: make it (nvidia-modprobe -f gpu0/gi2/ci1/access)"),
-        "{problems:?}"
-    );
-    assert!(!list(&value(&spec), "devices").iter().any(|d| d["name"] == "0"));
-    // What cannot be listed is said, and is not the same as nothing.
-    let drm = root.join("sys/bus/pci/devices/0000:ca:00.0/drm");
-    std::fs::write(&drm, "").unwrap();
-    let (_, problems) = ours(&root, &Options::default());
-    assert!(problems.len() == 2 && problems[1].contains("GPU 6") && problems[1].contains(drm.to_str().unwrap()), "{problems:?}");
-}
-
-#[test]
-fn the_other_modes_find_their_devices() {
-    let (_folder, root) = root("modes");
-    let devices = [
-        ("nvidia-fs0", "gds", "nvidia.com/gds"),
-        ("infiniband/uverbs0", "mofed", "nvidia.com/mofed"),
-        ("nvidia-nvswitchctl", "nvswitch", "nvidia.com/nvswitch"),
-        ("gdrdrv", "gdrcopy", "nvidia.com/gdrcopy"),
-        ("nvidia-caps-imex-channels/channel7", "imex", "nvidia.com/imex-channel"),
-    ];
-    let places = Places { root: root.clone(), dev_root: root.clone() };
-    for (number, (path, mode, kind)) in devices.into_iter().enumerate() {
-        let other = OTHERS.iter().find(|o| o.mode == mode).unwrap();
-        assert!(other.spec(&places, Edits::default()).is_err(), "{mode}: found before it was there");
-        character_device(&root, &format!("dev/{path}"), 240 + number as u64, 7);
-        let spec = value(&other.spec(&places, Edits::default()).unwrap());
-        let names: Vec<&str> = list(&spec, "devices").iter().map(|d| d["name"].as_str().unwrap()).collect();
-        assert_eq!((spec["kind"].as_str().unwrap(), names), (kind, if mode == "imex" { vec!["7", "all"] } else { vec!["all"] }));
-        assert_eq!(spec["devices"][0]["containerEdits"]["deviceNodes"][0]["path"], format!("/dev/{path}"));
-    }
-    let management = run(&root, &["generate", "--mode", "management"]);
-    let spec: Value = serde_json::from_slice(&management.stdout).unwrap();
-    assert_eq!(spec["kind"], "management.nvidia.com/gpu");
-    let nodes = list(&spec["devices"][0]["containerEdits"], "deviceNodes").len();
-    // 8 GPUs, control, two of uvm, two capabilities, a switch's, a channel.
-    assert_eq!((nodes, list(&spec["containerEdits"], "mounts").len() > 16), (8 + 1 + 2 + 2 + 1 + 1, true));
-}
-
 /// What a container gets of each device, in both agents' view: nodes, cgroup rules, mounts, variables, hooks.
-fn judged(path: &Path) -> Vec<(String, [usize; 5])> {
+pub fn judged(path: &Path) -> Vec<(String, [usize; 5])> {
     crate::schema::fits(&std::fs::read(path).unwrap());
     let question = Question { look: Look::Nowhere, agents: Agents::BOTH, devices: Vec::new(), require_resolvable: true };
     let report = check(input::read(path).unwrap(), &question).unwrap();

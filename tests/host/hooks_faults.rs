@@ -2,12 +2,15 @@
 
 use crate::container::{Container, LIBS, as_a_process, tree};
 use crate::hooks_attacks::{NONE, PREPARE, in_own_mounts, surroundings};
+use crate::project;
 use nix::mount::{MsFlags, mount};
 use nix::sys::stat::Mode;
 use std::collections::BTreeMap;
 use std::fs;
+use std::io::Write;
 use std::os::unix::fs::symlink;
 use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
 use std::sync::Arc;
 
 /// Names and contents, without times.
@@ -128,6 +131,7 @@ fn bundles_and_states_that_are_not_what_they_should_be_are_refused() {
 #[test]
 fn the_environment_changes_nothing() {
     let environment = [
+        ("LD_PRELOAD", "/tmp/evil.so"),
         ("LD_LIBRARY_PATH", "/tmp/evil"),
         ("LD_AUDIT", "/tmp/evil.so"),
         ("NVIDIA_VISIBLE_DEVICES", "all"),
@@ -147,4 +151,85 @@ fn the_environment_changes_nothing() {
     };
     let (Some(with), Some(without)) = (run("with-environment", &environment), run("without-environment", &[])) else { return };
     assert!(with == without && with.contains_key(Path::new("etc/ld.so.cache")));
+}
+
+/// A library that says that it was loaded by making a file; None without a compiler.
+fn telltale(folder: &Path, marker: &Path) -> Option<PathBuf> {
+    let (source, library) = (folder.join("telltale.c"), folder.join("telltale.so"));
+    let text = format!(
+        "#include <fcntl.h>\n__attribute__((constructor)) static void tell(void) {{ open({marker:?}, O_CREAT | O_WRONLY, 0600); }}\n"
+    );
+    fs::write(&source, text).unwrap();
+    match Command::new("cc").args(["-shared", "-fPIC", "-o"]).arg(&library).arg(&source).status() {
+        Ok(status) => {
+            assert!(status.success(), "cc: {status}");
+            Some(library)
+        }
+        Err(error) => {
+            eprintln!("skipped: cc: {error}");
+            None
+        }
+    }
+}
+
+/// CVE-2025-23266: a runtime that hands the image's environment on. The guest's program has no loader that would look at it.
+#[test]
+fn a_library_that_the_environment_preloads_is_not_loaded() {
+    let guests = project().join("target/x86_64-unknown-linux-musl/release/kata-gpu-init");
+    if !guests.exists() {
+        return eprintln!("skipped: the guest's program is not built");
+    }
+    let c = Container::debian("preload");
+    let marker = c.dir.0.join("loaded");
+    let Some(library) = telltale(&c.dir.0, &marker) else { return };
+    for variable in ["LD_PRELOAD", "LD_AUDIT"] {
+        let mut hook = Command::new(&guests);
+        hook.args(["hook"]).args(PREPARE.split(' ')).env_clear().env(variable, &library).stdin(Stdio::piped());
+        let mut child = hook.spawn().unwrap();
+        child.stdin.take().unwrap().write_all(c.state().as_bytes()).unwrap();
+        assert!(child.wait().unwrap().success() && c.finds("libcuda.so.1").is_some());
+        assert!(!marker.exists(), "{variable}: the library was loaded");
+    }
+    // Negative control: a program with a loader.
+    assert!(Command::new("/bin/true").env("LD_PRELOAD", &library).status().unwrap().success());
+    assert!(marker.exists(), "the library would not have said that it was loaded");
+}
+
+/// A volume of the container's, which other containers may have, too: a path may name it, and no link of the image's leads a hook into it.
+#[test]
+fn a_link_of_the_images_leads_no_hook_into_a_volume() {
+    if !nix::unistd::geteuid().is_root() {
+        return eprintln!("skipped: not root, which mounts need");
+    }
+    for (name, link, says) in
+        [("absolute", "/data", "leads into another mount"), ("relative", "../rootfs/data/.", "leads into another mount")]
+    {
+        let c = Arc::new(Container::debian(&format!("volume-{name}")));
+        fs::remove_dir_all(c.path("/etc")).unwrap();
+        c.link("/etc", link);
+        c.directory("/data");
+        c.directory("/rootfs/data");
+        let container = Arc::clone(&c);
+        let (result, before, after) = in_own_mounts(move || {
+            let volume = container.outside().join("volume");
+            fs::create_dir(&volume).unwrap();
+            for place in ["/data", "/rootfs/data"] {
+                mount(Some(&volume), &container.path(place), NONE, MsFlags::MS_BIND, NONE).unwrap();
+            }
+            let before = surroundings(&container);
+            (container.hook(PREPARE), before, surroundings(&container))
+        });
+        assert!(result.as_ref().is_err_and(|e| e.contains(says)), "{name}: {result:?}");
+        assert_eq!(before, after, "{name}: the volume has changed");
+    }
+    // What the path itself names is the container's: its /etc may be a volume.
+    let c = Arc::new(Container::debian("volume-named"));
+    let container = Arc::clone(&c);
+    let (result, there) = in_own_mounts(move || {
+        mount(Some(&container.outside().join("etc")), &container.path("/etc"), NONE, MsFlags::MS_BIND, NONE).unwrap();
+        let link = "create-symlinks --link ../card1::/etc/dri/by-path/pci-0000:1b:00.0-card";
+        (container.hook(link), container.target("/etc/dri/by-path/pci-0000:1b:00.0-card"))
+    });
+    assert!(result.is_ok(), "{result:?}");
+    assert_eq!(there.as_deref(), Some("../card1"));
 }

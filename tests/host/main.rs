@@ -6,6 +6,8 @@ mod budgets;
 #[cfg(feature = "host")] // for its stand-ins of libraries
 mod driver_roots;
 #[cfg(feature = "host")]
+mod cdi_beside;
+#[cfg(feature = "host")]
 mod cdi_check;
 #[cfg(feature = "host")]
 mod cdi_generate;

@@ -174,8 +174,8 @@ void nv_read_uuid(struct nv_gpu *gpu)
 }
 
 /* The entry of this GPU in a list K:A:B[,..]. */
-static bool nv_find_entry(const char *list, const struct nv_gpu *gpu,
-			  unsigned int *a, unsigned int *b)
+bool nv_find_entry(const char *list, const struct nv_gpu *gpu,
+		   unsigned int *a, unsigned int *b)
 {
 	unsigned int k;
 
@@ -367,6 +367,10 @@ int nv_start_adapter(struct nv_gpu *gpu)
 		WRITE_ONCE(gpu->adapter, NV_ADAPTER_FAILED);
 		atomic_inc(&gpu->init_failures);
 		return -EIO;
+	}
+	if (!gpu->seen) {
+		nv_caps_add_instances(gpu);
+		nv_displays_add(gpu);
 	}
 	WRITE_ONCE(gpu->adapter, NV_ADAPTER_UP);
 	WRITE_ONCE(gpu->seen, true);

@@ -7,8 +7,8 @@
  * MIG's config and monitor, access to every instance of every possible GPU, and
  * the system's one.
  *
- * What it is not: MIG, NVLink, IMEX or a switch. No GPU here has instances; the
- * devices open and do nothing.
+ * What it is not: MIG, NVLink, IMEX or a switch. Instances and switches are what
+ * parameters say, only in /proc; the devices open and do nothing.
  */
 
 #define pr_fmt(fmt) "NVRM: " fmt
@@ -33,6 +33,14 @@ enum {
 	CAP_FABRIC_IMEX_MGMT = CAP_MIG_GPUS + CAPS_GPUS * CAPS_GIS * (1 + CAPS_CIS),
 	CAPS_MINORS,
 };
+
+static char *mig;
+module_param(mig, charp, 0444);
+MODULE_PARM_DESC(mig, "GPUs in MIG mode: K:GIS:CIS[,..], so many compute instances in each of so many GPU instances");
+
+static unsigned int switches;
+module_param(switches, uint, 0444);
+MODULE_PARM_DESC(switches, "NVSwitches that the driver has, 0 to 16");
 
 static const struct nv_cap {
 	const char *path;
@@ -84,6 +92,15 @@ static int nv_cap_show(struct seq_file *m, void *unused)
 	return 0;
 }
 
+/* The minor is all that differs between instances. */
+static int nv_instance_show(struct seq_file *m, void *unused)
+{
+	seq_printf(m, "DeviceFileMinor: %lu\n", (unsigned long)m->private);
+	seq_printf(m, "DeviceFileMode: %u\n", 0444);
+	seq_puts(m, "DeviceFileModify: 1\n");
+	return 0;
+}
+
 static int nv_mig_minors_show(struct seq_file *m, void *unused)
 {
 	unsigned int minor = CAP_MIG_GPUS, gpu, gi, ci;
@@ -115,9 +132,29 @@ static int nv_sys_minors_show(struct seq_file *m, void *unused)
 static void nv_caps_remove_proc(void)
 {
 	/* Missing ones are passed over: fine for a half-made tree as well. */
+	if (switches)
+		remove_proc_subtree("driver/nvidia-nvswitch", NULL);
 	remove_proc_subtree("driver/nvidia-nvlink", NULL);
 	remove_proc_subtree("driver/nvidia/capabilities", NULL);
 	remove_proc_subtree("driver/nvidia-caps", NULL);
+}
+
+static int nv_switches_create_proc(void)
+{
+	char path[64];
+	unsigned int i;
+
+	if (!switches)
+		return 0;
+	if (!proc_mkdir("driver/nvidia-nvswitch", NULL) ||
+	    !proc_mkdir("driver/nvidia-nvswitch/devices", NULL))
+		return -ENOMEM;
+	for (i = 0; i < min(switches, 16U); i++) {
+		snprintf(path, sizeof(path), "driver/nvidia-nvswitch/devices/0002:00:%02x.0", i);
+		if (!proc_mkdir(path, NULL))
+			return -ENOMEM;
+	}
+	return 0;
 }
 
 static int nv_caps_create_proc(void)
@@ -138,7 +175,60 @@ static int nv_caps_create_proc(void)
 	    !proc_create_single("driver/nvidia-caps/sys-minors", 0444, NULL,
 				nv_sys_minors_show))
 		return -ENOMEM;
-	return 0;
+	return nv_switches_create_proc();
+}
+
+/* driver/nvidia/capabilities/gpuN/mig[/giG[/ciC]][/access] */
+static bool nv_add_instance_entry(unsigned int gpu, int gi, int ci, unsigned long minor)
+{
+	char path[96];
+	int n = snprintf(path, sizeof(path), "driver/nvidia/capabilities/gpu%u/mig", gpu);
+
+	if (gi >= 0)
+		n += snprintf(path + n, sizeof(path) - n, "/gi%d", gi);
+	if (ci >= 0)
+		n += snprintf(path + n, sizeof(path) - n, "/ci%d", ci);
+	if (!proc_mkdir(path, NULL))
+		return false;
+	if (gi < 0)
+		return true;
+	snprintf(path + n, sizeof(path) - n, "/access");
+	return proc_create_single_data(path, 0444, NULL, nv_instance_show, (void *)minor);
+}
+
+/* Instances of a GPU, once it is up. GPU instances count from 1, as the driver's do. */
+void nv_caps_add_instances(const struct nv_gpu *gpu)
+{
+	unsigned int gis, cis, gi, ci;
+	char path[64];
+
+	if (!nv_find_entry(mig, gpu, &gis, &cis) || gpu->minor >= CAPS_GPUS)
+		return;
+	snprintf(path, sizeof(path), "driver/nvidia/capabilities/gpu%u", gpu->minor);
+	if (!proc_mkdir(path, NULL) || !nv_add_instance_entry(gpu->minor, -1, -1, 0))
+		goto fail;
+	for (gi = 1; gi <= min_t(unsigned int, gis, CAPS_GIS - 1); gi++) {
+		unsigned int minor = CAP_MIG_GPUS +
+			(gpu->minor * CAPS_GIS + gi) * (1 + CAPS_CIS);
+
+		if (!nv_add_instance_entry(gpu->minor, gi, -1, minor))
+			goto fail;
+		for (ci = 0; ci < min_t(unsigned int, cis, CAPS_CIS); ci++)
+			if (!nv_add_instance_entry(gpu->minor, gi, ci, minor + 1 + ci))
+				goto fail;
+	}
+	return;
+
+fail:
+	pr_err("GPU %s: cannot make the /proc files of its instances\n", pci_name(gpu->pdev));
+}
+
+void nv_caps_remove_instances(const struct nv_gpu *gpu)
+{
+	char path[64];
+
+	snprintf(path, sizeof(path), "driver/nvidia/capabilities/gpu%u", gpu->minor);
+	remove_proc_subtree(path, NULL);
 }
 
 static int nv_caps_add_region(struct nv_caps_region *r)

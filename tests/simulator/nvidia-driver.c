@@ -209,6 +209,7 @@ static struct nv_gpu *nv_alloc_gpu(struct pci_dev *pdev)
 	init_completion(&gpu->unused);
 	mutex_init(&gpu->lock);
 	nv_init_xid(gpu);
+	nv_displays_prepare(gpu);
 	return gpu;
 }
 
@@ -357,6 +358,8 @@ static void nv_remove(struct pci_dev *pdev)
 	struct nv_gpu *gpu = pci_get_drvdata(pdev);
 
 	nv_unpublish(gpu);
+	nv_displays_remove(gpu);
+	nv_caps_remove_instances(gpu);
 	nv_proc_remove_gpu(gpu);
 	pci_release_regions(pdev);
 	pci_disable_device(pdev);
@@ -453,9 +456,12 @@ static int __init nv_init(void)
 	err = nv_proc_init();
 	if (err)
 		goto free_version;
-	err = nv_caps_init();
+	err = nv_displays_init();
 	if (err)
 		goto remove_proc;
+	err = nv_caps_init();
+	if (err)
+		goto remove_displays;
 
 	gpus = nv_count_gpus(NULL);
 	if (!gpus || blind) {
@@ -483,6 +489,8 @@ unregister_driver:
 	pci_unregister_driver(&nv_pci_driver);
 remove_caps:
 	nv_caps_exit();
+remove_displays:
+	nv_displays_exit();
 remove_proc:
 	nv_proc_exit();
 free_version:
@@ -495,6 +503,7 @@ static void __exit nv_exit(void)
 	nv_open_exit();
 	pci_unregister_driver(&nv_pci_driver);
 	nv_caps_exit();
+	nv_displays_exit();
 	nv_proc_exit();
 	kfree(nv_first_version);
 }

@@ -47,6 +47,7 @@ struct nv_gpu {
 	struct kthread_worker *open_q;	/* runs the non-blocking opens */
 	bool accepts_opens;		/* it still takes some: written under L */
 	struct delayed_work xid;	/* says what the parameter wants said */
+	struct delayed_work display;	/* adds its display */
 	struct mutex lock;
 	unsigned int use_count;		/* under lock: successful opens */
 	enum nv_adapter adapter;
@@ -71,6 +72,7 @@ void nv_read_uuid(struct nv_gpu *gpu);
 int nv_start_adapter(struct nv_gpu *gpu);
 void nv_stop_adapter(struct nv_gpu *gpu);
 void nv_init_xid(struct nv_gpu *gpu);
+bool nv_find_entry(const char *list, const struct nv_gpu *gpu, unsigned int *a, unsigned int *b);
 bool nv_inits_on_probe(void);
 bool nv_opens_nonblocking(void);
 unsigned int nv_most_at_once(void);
@@ -90,6 +92,15 @@ void nv_proc_remove_gpu(struct nv_gpu *gpu);
 /* nvidia-caps.c */
 int nv_caps_init(void);
 void nv_caps_exit(void);
+void nv_caps_add_instances(const struct nv_gpu *gpu);
+void nv_caps_remove_instances(const struct nv_gpu *gpu);
+
+/* nvidia-displays.c */
+int nv_displays_init(void);
+void nv_displays_exit(void);
+void nv_displays_prepare(struct nv_gpu *gpu);
+void nv_displays_add(struct nv_gpu *gpu);
+void nv_displays_remove(struct nv_gpu *gpu);
 
 /* A parameter that has a value per GPU: the last value goes for the rest. */
 static inline unsigned int nv_per_gpu(const unsigned int *values, unsigned int count,

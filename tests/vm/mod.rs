@@ -10,6 +10,8 @@ pub mod harness;
 #[cfg(feature = "host")]
 mod agent;
 #[cfg(feature = "host")]
+mod beside;
+#[cfg(feature = "host")]
 mod bring_up;
 #[cfg(feature = "host")]
 mod clock;
@@ -51,6 +53,7 @@ pub const TESTS: &[&[harness::VmTest]] = &[
     container_roots::TESTS,
     simulator::TESTS,
     bring_up::TESTS,
+    beside::TESTS,
     faults::TESTS,
     reasons::TESTS,
     worker::TESTS,

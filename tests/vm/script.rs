@@ -19,6 +19,8 @@
 //! | `counters` | reports the simulator's counters |
 //! | `config` | reports the functions' config accesses |
 //! | `driver` | reports every file that the driver has in /proc, one line each, and its devices |
+//! | `spec` | reports the text of every CDI spec |
+//! | `spec-has:TEXT` | waits until a CDI spec has this text, for at most half a minute |
 //! | `overrides` | reports every GPU's driver_override |
 //! | `cpus` | reports on which CPUs each thread of the worker, and each of the driver's that opens, may run |
 //! | `held` | reports which GPU nodes the init's processes have open |
@@ -26,7 +28,7 @@
 //! WHEN may also be `now`, which is at once, and needs no init that tells anything.
 
 use super::guest::{all_counters, connect};
-use crate::agent::log;
+use crate::agent::{cdi, log};
 use kata_gpu_init::device_nodes::DeviceNodes;
 use kata_gpu_init::events::record::{Kind, Line, Record, decode};
 use kata_gpu_init::{adapter, driver_proc};
@@ -115,6 +117,21 @@ impl Stream {
     }
 }
 
+/// How long a text in a spec is waited for.
+const SPEC_DEADLINE: Duration = Duration::from_secs(30);
+
+/// Names and texts of the CDI specs that are published.
+fn specs() -> Result<Vec<(String, String)>, String> {
+    let mut all = Vec::new();
+    for file in std::fs::read_dir(cdi::DIRECTORY).map_err(|e| e.to_string())?.flatten() {
+        let name = file.file_name().to_string_lossy().into_owned();
+        if name.ends_with(".yaml") {
+            all.push((name, std::fs::read_to_string(file.path()).map_err(|e| e.to_string())?));
+        }
+    }
+    Ok(all)
+}
+
 fn act(action: &str) -> Result<(), String> {
     let (what, argument) = action.split_once(':').unwrap_or((action, ""));
     let number = || argument.parse::<u32>().map_err(|e| format!("{action}: {e}"));
@@ -162,6 +179,20 @@ fn act(action: &str) -> Result<(), String> {
             driver_files(Path::new("/proc/driver/nvidia"));
             for file in ["/proc/devices", "/sys/module/nvidia/version"] {
                 log_file(Path::new(file));
+            }
+            Ok(())
+        }
+        "spec" => {
+            specs()?.iter().for_each(|(file, text)| log::info("spec", &[("file", file), ("text", text)]));
+            Ok(())
+        }
+        "spec-has" => {
+            let until = Instant::now() + SPEC_DEADLINE;
+            while !specs()?.iter().any(|(_, text)| text.contains(argument)) {
+                if Instant::now() > until {
+                    return Err(format!("no spec has {argument:?} after {SPEC_DEADLINE:?}"));
+                }
+                std::thread::sleep(Duration::from_millis(20));
             }
             Ok(())
         }

@@ -117,6 +117,23 @@ fn beside(path: &Path, target: &Path) -> PathBuf {
     path.parent().unwrap_or(Path::new("/")).join(target)
 }
 
+/// A directory that something is to be made in. Mounts of the container's are entered where the path itself names them (its /dev, a volume at /etc); a link
+/// of the image's does not choose one: it could lead into a volume that other containers have, too.
+fn open_directory(root: &ContainerRoot, path: &Path) -> nix::Result<OwnedFd> {
+    let flags = OFlag::O_PATH | OFlag::O_DIRECTORY;
+    match root.resolve(path, flags, ResolveFlag::RESOLVE_NO_SYMLINKS) {
+        Err(Errno::ELOOP) => root.resolve(path, flags, ResolveFlag::RESOLVE_NO_XDEV),
+        result => result,
+    }
+}
+
+fn said(error: Errno) -> io::Error {
+    match error {
+        Errno::EXDEV => io::Error::other("a link in the path leads into another mount, where nothing is made"),
+        other => io::Error::other(other.desc()),
+    }
+}
+
 /// The directory and the name.
 fn split(path: &Path) -> io::Result<(&Path, &OsStr)> {
     match (path.parent(), path.components().next_back()) {
@@ -156,10 +173,10 @@ impl<'a> Changes<'a> {
 
     /// The directory at a path, made step by step where it is missing; every step is resolved from the root.
     fn make_directories(&mut self, root: &ContainerRoot, path: &Path) -> io::Result<OwnedFd> {
-        let open = |path: &Path| root.resolve(path, OFlag::O_PATH | OFlag::O_DIRECTORY, ResolveFlag::empty());
+        let open = |path: &Path| open_directory(root, path);
         match open(path) {
             Err(Errno::ENOENT) => {}
-            result => return Ok(result?),
+            result => return result.map_err(said),
         }
         if path.components().count() > MAX_DEPTH || path.components().any(|c| c == Component::ParentDir) {
             return Err(io::Error::other(format!("{} is not there, and is not made: it is too deep or has \"..\" in it", path.display())));
@@ -179,9 +196,9 @@ impl<'a> Changes<'a> {
                         Err(Errno::EEXIST) => {} // made by somebody else, or a link to nowhere: the next line says which
                         Err(e) => return Err(cannot("make", &step, e.desc())),
                     }
-                    open(&step).map_err(|e| cannot("open", &step, e.desc()))?
+                    open(&step).map_err(|e| cannot("open", &step, said(e)))?
                 }
-                result => result.map_err(|e| cannot("open", &step, e.desc()))?,
+                result => result.map_err(|e| cannot("open", &step, said(e)))?,
             };
         }
         Ok(directory)

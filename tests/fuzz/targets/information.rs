@@ -1,7 +1,8 @@
-//! The driver's files: information, devices, params, mig-minors.
+//! The driver's files: information, devices, params, mig-minors, a capability's access.
 #![no_main]
 
-use kata_gpu_init::driver_proc::{parse_information, parse_majors, parse_mig_minors, parse_node_rules};
+use kata_gpu_init::driver_caps::{parse_access, parse_mig_minors};
+use kata_gpu_init::driver_proc::{parse_information, parse_majors, parse_node_rules};
 
 libfuzzer_sys::fuzz_target!(|text: &str| {
     if let Some(information) = parse_information(text) {
@@ -9,5 +10,6 @@ libfuzzer_sys::fuzz_target!(|text: &str| {
     }
     let _majors = parse_majors(text);
     assert!(parse_mig_minors(text).len() <= text.lines().count());
+    assert!(parse_access(text).is_none_or(|a| a.mode <= 0o777));
     assert!(parse_node_rules(text).mode <= 0o777);
 });

@@ -1,0 +1,110 @@
+//! What containers can get besides GPUs' own nodes: displays, MIG instances with their capabilities, IMEX channels, switches.
+//!
+//! A GPU is looked at when it is usable, and again whenever the kernel says that a display of it came or went; the rest when the driver is loaded. All of it
+//! is read from /proc and /sys, no device is opened, and no GPU is published later for it. Instances that are made after a GPU became usable are not seen:
+//! nothing tells when that happens.
+
+use super::gpu::Shared;
+use super::publication::{Update, Updates};
+use crate::cdi::devices::{OTHERS, Places};
+use crate::cdi::schema::Edits;
+use crate::cdi::spec::Beside;
+use crate::device_nodes::DeviceNodes;
+use crate::driver_caps::{access, instances, switches};
+use crate::driver_proc::{majors, node_rules};
+use crate::events::names;
+use crate::pci::PciAddress;
+use std::path::Path;
+use std::sync::Arc;
+use tokio::task::JoinHandle;
+
+const PROC: &str = "/proc";
+const DEV: &str = "/dev";
+/// Of the kinds there are, those that a guest publishes by itself.
+const PUBLISHED: [&str; 2] = ["imex", "nvswitch"];
+
+/// Looks at a usable GPU, and tells the writer of the spec. On a thread of its own: sysfs may wait for whoever changes the bus.
+pub fn start(shared: &Arc<Shared>, gpu: PciAddress) -> JoinHandle<()> {
+    let shared = Arc::clone(shared);
+    tokio::task::spawn_blocking(move || {
+        if let Some(minor) = shared.minor(gpu) {
+            // Fails only when the writer is gone, with the runtime.
+            let _unused = shared.spec.send(Update::Beside { gpu, beside: look(gpu, minor) });
+        }
+    })
+}
+
+/// What a GPU has besides its own node; the nodes of its capabilities are made.
+pub fn look(gpu: PciAddress, minor: u32) -> Beside {
+    let looked = make_capabilities(minor).and_then(|()| Places::default().beside(gpu, minor));
+    let (beside, problems) = looked.unwrap_or_else(|error| {
+        let error = format!("look at what GPU {gpu} has besides its node: {error}: containers get the GPU, and nothing of that");
+        (Beside::default(), vec![error])
+    });
+    for error in problems {
+        tracing::warn!(name: names::CDI_BESIDE, gpu = %gpu, error);
+    }
+    beside
+}
+
+/// The driver makes no node for a capability, only a file that says which node it would be.
+fn make_capabilities(gpu: u32) -> Result<(), String> {
+    let proc = Path::new(PROC);
+    let instances = instances(proc, gpu)?;
+    if instances.is_empty() {
+        return Ok(());
+    }
+    let major =
+        majors(proc).map_err(|e| e.to_string())?.caps.ok_or("/proc/devices has no \"nvidia-caps\", but the GPU has MIG instances")?;
+    let nodes = DeviceNodes::at(Path::new(DEV), node_rules(proc));
+    for capability in instances.into_iter().flat_map(|instance| instance.capabilities()) {
+        nodes.capability(major, access(proc, capability)?).map_err(|e| e.to_string())?;
+    }
+    Ok(())
+}
+
+/// Makes IMEX channels and the switches' nodes, once the driver is loaded, and tells the writer about the kinds there are then.
+pub fn others(imex_channels: u32, spec: &Updates) {
+    for made in [make_channels(imex_channels), make_switches()] {
+        if let Err(error) = made {
+            tracing::error!(name: names::CDI_BESIDE, error);
+        }
+    }
+    let places = Places::default();
+    for other in OTHERS.iter().filter(|o| PUBLISHED.contains(&o.mode)) {
+        match other.find(&places) {
+            Ok(nodes) if nodes.is_empty() => {}
+            Ok(nodes) => {
+                let update = Update::Other { mode: other.mode, spec: other.spec_of(&nodes, &places, Edits::default()) };
+                // Fails only when the writer is gone, with the runtime.
+                let _unused = spec.send(update);
+            }
+            Err(error) => tracing::error!(name: names::CDI_BESIDE, error),
+        }
+    }
+}
+
+fn make_channels(count: u32) -> Result<(), String> {
+    if count == 0 {
+        return Ok(());
+    }
+    let at = |why: String| format!("make {count} IMEX channels: {why}: containers that ask for one will wait for it in vain");
+    let proc = Path::new(PROC);
+    let major = majors(proc).map_err(|e| at(e.to_string()))?.imex_channels;
+    let major = major.ok_or_else(|| at("/proc/devices has no \"nvidia-caps-imex-channels\": this driver has none".into()))?;
+    let nodes = DeviceNodes::at(Path::new(DEV), node_rules(proc));
+    (0..count).try_for_each(|n| nodes.imex_channel(major, n).map(drop)).map_err(|e| at(e.to_string()))
+}
+
+fn make_switches() -> Result<(), String> {
+    let proc = Path::new(PROC);
+    let count = switches(proc)?;
+    if count == 0 {
+        return Ok(());
+    }
+    let at = |why: String| format!("make the nodes of {count} switches: {why}");
+    let major =
+        majors(proc).map_err(|e| at(e.to_string()))?.nvswitch.ok_or_else(|| at("/proc/devices has no \"nvidia-nvswitch\"".into()))?;
+    let nodes = DeviceNodes::at(Path::new(DEV), node_rules(proc));
+    nodes.switches(major, count).map(drop).map_err(|e| at(e.to_string()))
+}
