@@ -1,12 +1,12 @@
 //! `kata-gpu-boot collect`: the collector as a program.
 
 use super::collector::connection::News;
+use super::collector::fleet::Otlp;
+use super::collector::fleet::http::parse_address;
 use super::collector::limits::Limits;
 use super::collector::privileges::RunAs;
 use super::collector::retention::{Keep, parse_size};
 use super::collector::sandbox::BUNDLES;
-use super::collector::fleet::http::parse_address;
-use super::collector::fleet::Otlp;
 use super::collector::vm_dirs::Pattern;
 use super::collector::{Collector, Config, NEWS_QUEUE, SANDBOXES, VM_SOCKETS, service};
 use super::export::of_this_machine;

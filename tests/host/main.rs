@@ -20,6 +20,8 @@ mod export;
 mod export_page;
 #[cfg(feature = "host")]
 mod export_perfetto;
+#[cfg(feature = "host")]
+mod fleet;
 mod hooks;
 mod hooks_attacks;
 mod hooks_faults;

@@ -57,8 +57,12 @@ impl Ends {
         if boots.len() >= MAX_FOLLOWED && !boots.contains_key(boot) {
             return false;
         }
-        let following =
-            boots.entry(boot.clone()).or_insert(Following { connected: true, said: over, old: over, due: over.then_some(now + AFTER_GOODBYE) });
+        let following = boots.entry(boot.clone()).or_insert(Following {
+            connected: true,
+            said: over,
+            old: over,
+            due: over.then_some(now + AFTER_GOODBYE),
+        });
         following.connected = true;
         if !following.said {
             following.due = None;

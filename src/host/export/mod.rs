@@ -76,7 +76,7 @@ pub struct Args {
     #[arg(long, value_name = "KEY=VALUE")]
     attribute: Vec<String>,
     /// Send --otlp to a receiver: http://HOST:4318 (protobuf) or grpc://HOST:4317.
-    #[arg(long, value_name = "URL", requires = "otlp", conflicts_with = "output")]
+    #[arg(long, value_name = "URL", conflicts_with = "output")]
     push: Option<String>,
     /// A header for --push, for example x-tenant=gpu; may be repeated. Secrets belong into OTEL_EXPORTER_OTLP_HEADERS.
     #[arg(long, value_name = "KEY=VALUE", requires = "push")]
@@ -139,6 +139,9 @@ pub fn run(args: &Args) -> Result<()> {
     }
     if format != Format::Otlp && !args.attribute.is_empty() {
         bail!("--attribute is for --otlp: other formats have no resource");
+    }
+    if format != Format::Otlp && args.push.is_some() {
+        bail!("--push is for --otlp: other formats are files");
     }
     let file = read_boot(&find(args.boot.as_deref(), &args.dir)?)?;
     let agent = match &args.console {

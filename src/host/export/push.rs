@@ -39,7 +39,7 @@ pub fn run(target: &Target, file: &BootFile, agent: &[AgentLine], resource: &Res
                         bail!("{target}: {why}: given up after {} s", DEADLINE.as_secs());
                     }
                     eprintln!("kata-gpu-boot: {target}: {why}: trying again in {:.1} s", pause.as_secs_f64());
-                    runtime.block_on(tokio::time::sleep(pause));
+                    runtime.block_on(async { tokio::time::sleep(pause).await });
                 }
             }
         }

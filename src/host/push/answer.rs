@@ -121,7 +121,8 @@ mod tests {
 
     #[test]
     fn no_bytes_are_too_strange() {
-        let samples: [&[u8]; 6] = [b"\xff", &[0xff; 30], b"\x0a\xff\xff\xff\xff\xff\xff\xff\xff\xff\x01", b"<html>", b"\x0a\x02\x08", b"\x0b"];
+        let samples: [&[u8]; 6] =
+            [b"\xff", &[0xff; 30], b"\x0a\xff\xff\xff\xff\xff\xff\xff\xff\xff\x01", b"<html>", b"\x0a\x02\x08", b"\x0b"];
         for bytes in samples {
             assert_eq!((partial_success(bytes).0, retry_delay(bytes)), (0, None), "{bytes:?}");
             status_message(bytes);

@@ -69,7 +69,11 @@ pub fn outcome(answer: &Answer) -> Outcome {
     let http = answer.status.as_u16();
     let Some(code) = answer.field("grpc-status") else {
         let why = format!("HTTP {http} and no gRPC status: not a gRPC receiver");
-        return if UNAVAILABLE_HTTP.contains(&http) { Outcome::Later { why, answered: true, after: None } } else { Outcome::Refused { why } };
+        return if UNAVAILABLE_HTTP.contains(&http) {
+            Outcome::Later { why, answered: true, after: None }
+        } else {
+            Outcome::Refused { why }
+        };
     };
     let name = code.trim().parse().ok().and_then(|n: usize| CODES.get(n).copied()).unwrap_or("UNKNOWN");
     if name == "OK" {

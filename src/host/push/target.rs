@@ -4,8 +4,8 @@ use super::grpc;
 use crate::host::export::{encoded_pairs, environment, pair};
 use crate::host::text::printable;
 use anyhow::{Context, Result, bail, ensure};
-use hyper::header::{HeaderMap, HeaderName, HeaderValue, USER_AGENT};
 use hyper::Uri;
+use hyper::header::{HeaderMap, HeaderName, HeaderValue, USER_AGENT};
 use std::fmt;
 
 /// Where headers come from, as every OpenTelemetry SDK reads it; unlike an option it is in nobody's process list.

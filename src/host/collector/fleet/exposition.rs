@@ -80,7 +80,11 @@ fn boots(text: &mut Text, shared: &Shared) {
     text.counter("boots_begun_total", "Boots that began to be received.", counts.boots);
     let states = vec![("connected", connected), ("disconnected", gone)];
     text.labelled("boots_in_flight", "gauge", "Boots that are neither settled nor over.", ("state", states));
-    text.counter("boots_not_followed_total", "Boots that are in no other number here, because too many were in flight.", counts.not_followed);
+    text.counter(
+        "boots_not_followed_total",
+        "Boots that are in no other number here, because too many were in flight.",
+        counts.not_followed,
+    );
     let tally = shared.tally().clone();
     let outcomes = Outcome::ALL.iter().map(|o| (o.name(), tally.outcomes.get(o).copied().unwrap_or(0))).collect();
     text.labelled("boots_total", "counter", "Boots that are over, by how they ended.", ("outcome", outcomes));

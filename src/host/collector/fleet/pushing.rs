@@ -46,14 +46,7 @@ pub struct Queue {
 
 impl Queue {
     pub fn new(otlp: Otlp, capacity: u64) -> Self {
-        Self {
-            otlp,
-            capacity,
-            boots: Mutex::default(),
-            more: Notify::new(),
-            overflow: AtomicU64::new(0),
-            told_overflow: Mutex::default(),
-        }
+        Self { otlp, capacity, boots: Mutex::default(), more: Notify::new(), overflow: AtomicU64::new(0), told_overflow: Mutex::default() }
     }
 
     fn boots(&self) -> MutexGuard<'_, VecDeque<Waiting>> {
@@ -208,7 +201,9 @@ fn settle(shared: &Shared, queue: &Queue, trouble: &mut Trouble, boot: &Arc<str>
                     queue.boots().push_back(waiting);
                 } else {
                     drop_boots(stats, 1);
-                    tell(format!("push to {target}: boot {boot}: {why}: given up after {MAX_TRIES} tries; its file stays (export --otlp --push)"));
+                    tell(format!(
+                        "push to {target}: boot {boot}: {why}: given up after {MAX_TRIES} tries; its file stays (export --otlp --push)"
+                    ));
                 }
             }
             Next::Pause(after)
