@@ -217,7 +217,7 @@ fn boot_three(socket: &std::path::Path) {
 }
 
 #[test]
-fn boots_that_were_over_just_before_the_stop_are_pushed_and_those_before_the_receiver_came_too() {
+fn a_boot_that_was_over_just_before_the_stop_is_pushed() {
     let Some(otel) = OpenTelemetry::start() else { return };
     let dir = folder();
     let base = dir.0.join("v");

@@ -16,7 +16,10 @@ struct Fake {
 
 impl Fake {
     fn start(answers: &[&str]) -> Self {
-        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        Self::on(TcpListener::bind("127.0.0.1:0").unwrap(), answers)
+    }
+
+    fn on(listener: TcpListener, answers: &[&str]) -> Self {
         let fake = Self { port: listener.local_addr().unwrap().port(), asked: Arc::default() };
         let (asked, answers): (_, Vec<String>) = (fake.asked.clone(), answers.iter().map(|a| a.to_string()).collect());
         std::thread::spawn(move || {
@@ -112,11 +115,25 @@ fn a_receiver_that_is_away_costs_no_guest_anything_and_the_oldest_boots_are_let_
     assert!(text("failures_total") >= 1.0);
     assert!(collector.wait_for("(limit push-queue)").contains("their files stay"));
     // It comes back: those that wait are pushed.
-    let listener = TcpListener::bind(("127.0.0.1", port)).unwrap();
-    drop(listener);
+    let fake = Fake::on(TcpListener::bind(("127.0.0.1", port)).unwrap(), &[TAKEN]);
+    collector.wait_for("it takes boots again");
+    until("both are pushed", || text("pushed_boots_total") == 2.0);
     let said = collector.stop();
-    assert!(said.iter().any(|line| line.contains("2 boot(s) not pushed") && line.contains("before the stop")), "{said:#?}");
-    assert!(said.last().unwrap().ends_with("; 0 boots pushed, 5 not"), "{said:#?}");
+    assert!(said.last().unwrap().ends_with("; 2 boots pushed, 3 not"), "{said:#?}");
+    assert_eq!(fake.asked().len(), 2);
+}
+
+#[test]
+fn what_waits_at_the_stop_is_named() {
+    let dir = folder();
+    let url = format!("http://127.0.0.1:{}", free_port());
+    let collector = Collector::start(&dir.0, &["--uds", dir.0.join("v").to_str().unwrap(), "--otlp", &url]);
+    boot(&dir.0, RECORDED, 1);
+    collector.wait_for("connect: Connection refused");
+    let said = collector.stop();
+    let line = said.iter().find(|line| line.contains("1 boot(s) not pushed")).unwrap();
+    assert!(line.contains("before the stop") && line.contains(&crate::collect::boot_id(1)), "{line}");
+    assert!(said.last().unwrap().ends_with("; 0 boots pushed, 1 not"), "{said:#?}");
 }
 
 #[test]
