@@ -132,6 +132,11 @@ impl Reason {
         TABLE.iter().find(|(reason, ..)| *reason == self).unwrap_or(&TABLE[TABLE.len() - 1])
     }
 
+    /// All there are, as [`Reason::as_str`] says them.
+    pub fn names() -> impl Iterator<Item = &'static str> {
+        TABLE.iter().map(|(_, name, _)| *name)
+    }
+
     /// For programs: stable, lower case, with hyphens.
     pub fn as_str(self) -> &'static str {
         self.entry().1

@@ -119,8 +119,9 @@ async fn run(sysfs: PciSysfs, waiting: Vec<Waiting>, mut first: Option<Enabling>
             if tokio::time::timeout(LONGEST_HOLD, held.at_most(hanging)).await.is_err() {
                 // Waited for once, not once for each GPU that is still to be enabled.
                 hanging = held.count();
-                let error =
-                    format!("a GPU before or at {gpu} has held the next one's enabling for {LONGEST_HOLD:?}: going on without waiting for it");
+                let error = format!(
+                    "a GPU before or at {gpu} has held the next one's enabling for {LONGEST_HOLD:?}: going on without waiting for it"
+                );
                 tracing::warn!(name: names::GPU_ENABLE, gpu = %gpu, error);
             }
             before.0.extend(wait.map(|wait| wait.id()));

@@ -56,6 +56,8 @@ pub enum HostEvent {
     Dropped { records: u64, first_seq: u64, last_seq: u64, why: String },
     /// What Kata calls the VM, and whose pod it is.
     Sandbox(Sandbox),
+    /// All of its spans were taken by an OTLP receiver.
+    Exported { to: String, spans: u64 },
     /// Records of this file were made of logs: those that say so in `fields.import`.
     Imported(Box<Imported>),
 }

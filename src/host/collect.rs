@@ -1,13 +1,17 @@
 //! `kata-gpu-boot collect`: the collector as a program.
 
 use super::collector::connection::News;
+use super::collector::fleet::Otlp;
+use super::collector::fleet::http::parse_address;
 use super::collector::limits::Limits;
 use super::collector::privileges::RunAs;
 use super::collector::retention::{Keep, parse_size};
 use super::collector::sandbox::BUNDLES;
 use super::collector::vm_dirs::Pattern;
 use super::collector::{Collector, Config, NEWS_QUEUE, SANDBOXES, VM_SOCKETS, service};
+use super::export::of_this_machine;
 use super::live::Live;
+use super::push::Target;
 use super::show::print;
 use super::table::Table;
 use super::text::{Screen, printable};
@@ -16,6 +20,7 @@ use anyhow::{Context, Result};
 use nix::sys::stat::{Mode, umask};
 use std::collections::{BTreeMap, HashSet};
 use std::io::{self, Write};
+use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -32,6 +37,12 @@ Writes DIR/<boot id>.ndjson, one file per boot, only ever appended to: the guest
 A record is handed to the kernel milliseconds after it came, and made durable (fdatasync) within 5 s. When the disk is full it says so, receives on, \
 counts what it has to drop, and asks the guests for it again when there is room.
 
+A boot is over 2 s after it said that its GPUs are settled or that it powers off, or when its connection has been gone for 60 s (limit goodbye). With \
+--otlp it is pushed then, as one trace whose ids are those of the boot; a receiver that does not answer or is busy is tried again, from 1 s to \
+30 s apart, while up to 1024 boots wait (limit push-queue); what is refused or does not fit is counted and said. There is no TLS: push to the \
+OpenTelemetry Collector of the node or cluster. With --metrics Prometheus gets histograms per phase and per step, failures by reason, and \
+counters of everything that can be lost. Neither ever slows down the receiving of guests.
+
 Stops with SIGINT or SIGTERM, and writes what has arrived. Started again, it goes on where it was, also after kill -9: guests send again what \
 they have. Started as root it gives up all that it does not need; with --user it also becomes somebody else.
 
@@ -41,6 +52,8 @@ Examples:
   kata-gpu-boot collect --dir boots --live --boots 1
   # a VM with hybrid vsock that is not Kata's
   kata-gpu-boot collect --dir boots --no-vsock --no-vms --uds /run/vm1/vsock
+  # for a fleet: traces to an OpenTelemetry Collector, numbers to Prometheus
+  kata-gpu-boot collect --dir boots --otlp http://127.0.0.1:4318 --metrics 9464
   # as a service
   kata-gpu-boot collect --print-systemd-unit > /etc/systemd/system/kata-gpu-boot.service
   kata-gpu-boot collect --print-daemonset | kubectl apply -f -";
@@ -96,6 +109,18 @@ pub struct Args {
     /// Change a limit (the table below); may be given several times.
     #[arg(long, value_name = "NAME=N")]
     limit: Vec<String>,
+    /// Push every boot that is over to an OTLP receiver: http://HOST:4318 (protobuf) or grpc://HOST:4317.
+    #[arg(long, value_name = "URL")]
+    otlp: Option<String>,
+    /// A header for --otlp, for example x-tenant=gpu; may be repeated. Secrets belong into OTEL_EXPORTER_OTLP_HEADERS.
+    #[arg(long, value_name = "KEY=VALUE", requires = "otlp")]
+    otlp_header: Vec<String>,
+    /// A resource attribute for --otlp, for example k8s.node.name=n1; may be repeated. OTEL_RESOURCE_ATTRIBUTES is read, too.
+    #[arg(long, value_name = "KEY=VALUE", requires = "otlp")]
+    otlp_attribute: Vec<String>,
+    /// Answer Prometheus at http://ADDRESS/metrics; a port alone is one of 127.0.0.1.
+    #[arg(long, value_name = "[IP:]PORT", value_parser = parse_address)]
+    metrics: Option<SocketAddr>,
     /// Leave when this many boots are complete (settled or powered off, or their connection over).
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..))]
     boots: Option<u64>,
@@ -154,10 +179,16 @@ fn config(args: &Args) -> Result<Config> {
         limits,
         keep: Keep { age: Keep::days(args.keep_days), bytes: (args.keep_size > 0).then_some(args.keep_size) },
         run_as: args.user,
+        otlp: args.otlp.as_deref().map(|url| otlp(url, args)).transpose()?,
+        metrics: args.metrics,
         watched: args.live || args.boots.is_some(),
         drop_privileges: true,
         ..Config::new(args.dir.clone().context("--dir is missing")?, args.port)
     })
+}
+
+fn otlp(url: &str, args: &Args) -> Result<Otlp> {
+    Ok(Otlp { target: Target::new(url, &args.otlp_header)?, resource: of_this_machine(&args.otlp_attribute)? })
 }
 
 async fn collect(args: &Args) -> Result<()> {

@@ -18,6 +18,7 @@ pub mod initrd; // the subcommand initrd: guest images
 pub mod install; // the subcommands install and uninstall
 pub mod live; // rows as they happen
 pub mod model; // what is known of a boot: records in, Boot out
+pub mod push; // OTLP to a receiver
 pub mod rows; // records into rows: side, what, how long
 pub mod severity; // how bad a finding is
 pub mod show; // the subcommand show

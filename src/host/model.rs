@@ -269,6 +269,7 @@ impl Boot {
                 | HostEvent::Lost { .. }
                 | HostEvent::Dropped { .. }
                 | HostEvent::Sandbox(_)
+                | HostEvent::Exported { .. }
                 | HostEvent::Imported(_) => {}
             }
         }

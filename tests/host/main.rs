@@ -23,6 +23,8 @@ mod export_page;
 #[cfg(feature = "host")]
 mod export_perfetto;
 #[cfg(feature = "host")]
+mod fleet;
+#[cfg(feature = "host")]
 mod follow;
 mod fork;
 #[cfg(feature = "host")]

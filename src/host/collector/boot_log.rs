@@ -5,7 +5,7 @@
 //! is limited ([`Limits`]); what is not taken is counted.
 
 use super::limits::Limits;
-use crate::events::record::{Line, Record};
+use crate::events::record::{Kind, Line, Record, names};
 use crate::host::boot_file::{FileLine, HostEvent, HostLine, Sandbox, SeqSet, for_each_line};
 use crate::host::clock::Sample;
 use anyhow::{Context, Result, bail, ensure};
@@ -69,6 +69,22 @@ pub struct BootLog {
     /// Why it cannot be written.
     failing: Option<String>,
     dropped: Option<Dropped>,
+    end: End,
+}
+
+/// How far it is, for whoever reports boots that are over.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct End {
+    /// It said that its GPUs are settled, or that it powers off.
+    pub said: bool,
+    /// It was reported.
+    pub reported: bool,
+}
+
+impl End {
+    fn learn(&mut self, record: &Record) {
+        self.said |= record.kind == Kind::Event && matches!(record.name.as_str(), names::SETTLED | names::POWER_OFF);
+    }
 }
 
 impl BootLog {
@@ -89,6 +105,7 @@ impl BootLog {
             pending: Vec::new(),
             failing: None,
             dropped: None,
+            end: End::default(),
         };
         let flags = (OFlag::O_NOFOLLOW | OFlag::O_NONBLOCK).bits();
         let file = match OpenOptions::new().read(true).custom_flags(flags).open(path) {
@@ -111,7 +128,10 @@ impl BootLog {
     fn learn(&mut self, line: Result<FileLine, String>) {
         match line {
             Ok(FileLine::Guest(Line::Header(_))) => self.has_header = true,
-            Ok(FileLine::Guest(Line::Record(record))) => self.records += u64::from(self.seqs.insert(record.seq)),
+            Ok(FileLine::Guest(Line::Record(record))) => {
+                self.records += u64::from(self.seqs.insert(record.seq));
+                self.end.learn(&record);
+            }
             Ok(FileLine::Guest(Line::Pong(_))) | Err(_) => {}
             Ok(FileLine::Host(line)) => match line.event {
                 HostEvent::Connected { peer, .. } => self.owner = self.owner.take().or(Some(peer)),
@@ -120,10 +140,20 @@ impl BootLog {
                 HostEvent::Dropped { last_seq, .. } => self.seqs.expect(last_seq),
                 HostEvent::Sandbox(sandbox) => self.sandbox = Some(sandbox),
                 HostEvent::Lost { count, .. } => self.reported_missing = count,
+                HostEvent::Exported { .. } => self.end.reported = true,
                 // A file made of logs is not a guest's.
                 HostEvent::Disconnected { .. } | HostEvent::Garbage { .. } | HostEvent::Imported(_) => {}
             },
         }
+    }
+
+    pub fn end(&self) -> End {
+        self.end
+    }
+
+    /// It was reported, or is about to be: no second time.
+    pub fn set_reported(&mut self) {
+        self.end.reported = true;
     }
 
     /// The newest of the samples that are kept.
@@ -182,6 +212,7 @@ impl BootLog {
         }
         self.seqs.insert(record.seq);
         self.records += 1;
+        self.end.learn(record);
         self.push_raw(raw);
         Stored::New
     }

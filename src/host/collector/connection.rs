@@ -118,6 +118,7 @@ impl Connection {
     /// Takes what came. An error ends the connection; everything up to it is stored. While there is an [`Introduction`] nothing more may come
     /// before [`Connection::begin`].
     pub fn take(&mut self, bytes: &[u8], now: HostNow, news: &mut dyn FnMut(News)) -> Result<()> {
+        add(&self.stats.bytes, bytes.len() as u64);
         let mut lines = std::mem::replace(&mut self.lines, Lines::new(MAX_LINE));
         let mut result = Ok(());
         lines.push(bytes, |piece| {

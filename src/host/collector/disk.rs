@@ -6,12 +6,13 @@
 //! counted, and when it can be again the guest is asked for it (its connection is closed; it comes back and sends all that it has).
 
 use super::boot_log::{BootLog, Waiting};
+use super::ends::Ends;
 use super::limits::Limits;
 use super::retention::Keep;
 use super::stats::{Stats, add};
 use super::writer::{Writer, keep_up};
 use crate::events::record::{Header, is_boot_id};
-use crate::host::boot_file::EXTENSION;
+use crate::host::boot_file::{EXTENSION, HostEvent};
 use anyhow::{Context, Result, anyhow, bail, ensure};
 use nix::errno::Errno;
 use nix::fcntl::{Flock, FlockArg};
@@ -23,6 +24,7 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, mpsc};
 use std::thread::JoinHandle;
+use std::time::Instant;
 use tokio::sync::{Notify, OnceCell, watch};
 
 /// Boots without a connection that are remembered, so that a guest that comes back costs no reading back.
@@ -70,6 +72,8 @@ pub struct Store {
     pub written: Notify,
     pub(super) unsynced: Mutex<Vec<(Arc<Entry>, Arc<File>)>>,
     pub stats: Arc<Stats>,
+    /// Where somebody wants to know which boots are over.
+    pub ends: Option<Ends>,
 }
 
 #[derive(Debug, Default)]
@@ -128,6 +132,19 @@ pub type Tell = Arc<dyn Fn(String) + Send + Sync>;
 impl Disk {
     /// Starts the threads. `on_thread` is run first on each of them.
     pub fn start(place: Place, limits: Limits, keep: Keep, stats: Arc<Stats>, tell: Tell, on_thread: fn()) -> Result<Self> {
+        Self::start_with(place, limits, keep, stats, tell, on_thread, None)
+    }
+
+    /// The same, telling somebody which boots are over.
+    pub fn start_with(
+        place: Place,
+        limits: Limits,
+        keep: Keep,
+        stats: Arc<Stats>,
+        tell: Tell,
+        on_thread: fn(),
+        ends: Option<Ends>,
+    ) -> Result<Self> {
         let (jobs, queue) = mpsc::channel();
         let store = Arc::new(Store {
             dir: place.path,
@@ -140,6 +157,7 @@ impl Disk {
             written: Notify::new(),
             unsynced: Mutex::default(),
             stats,
+            ends,
         });
         let (stop_keeper, stopped) = mpsc::channel();
         let (for_writer, for_keeper) = ((store.clone(), tell.clone()), (store.clone(), tell));
@@ -201,8 +219,15 @@ impl Attached {
 
     /// Gets written what waits.
     pub fn flush(&self) {
-        if self.with(|log| log.has_pending() || log.has_dropped()) {
+        let (waits, end) = self.with(|log| (log.has_pending() || log.has_dropped(), log.end()));
+        if waits {
             self.hold.store.queue(&self.hold.entry);
+        }
+        if let Some(ends) = &self.hold.store.ends
+            && end.said
+            && !end.reported
+        {
+            ends.said(self.id(), Instant::now());
         }
     }
 
@@ -242,8 +267,41 @@ impl Store {
             }
             log.begin(raw_header, peer, header.first_seq)
         })?;
+        let end = attached.with(|log| log.end());
+        if let Some(ends) = &self.ends
+            && !end.reported
+            && !ends.connected(attached.id(), end.said, Instant::now())
+        {
+            add(&self.stats.not_followed, 1);
+        }
         attached.flush();
         Ok(attached)
+    }
+
+    /// The file of a boot that is over, marked as reported. None while not all of it is there: the disk takes nothing.
+    pub fn report(&self, boot_id: &str) -> Option<PathBuf> {
+        let entry = lock(&self.boots).entries.get(boot_id).cloned();
+        let pending = entry.as_ref().and_then(|entry| entry.log()).is_some_and(|mut log| {
+            log.set_reported();
+            log.has_pending() || log.has_dropped()
+        });
+        (!pending).then(|| self.path(boot_id))
+    }
+
+    fn path(&self, boot_id: &str) -> PathBuf {
+        self.dir.join(format!("{boot_id}.{EXTENSION}"))
+    }
+
+    /// Adds a line of the collector's own, if the boot is still remembered.
+    pub fn note(&self, boot_id: &str, event: HostEvent) {
+        let entry = lock(&self.boots).entries.get(boot_id).cloned();
+        if let Some(entry) = entry
+            && let Some(mut log) = entry.log()
+        {
+            log.append_host(event);
+            drop(log);
+            self.queue(&entry);
+        }
     }
 
     fn hold(self: &Arc<Self>, boot_id: &str) -> Hold {
@@ -258,7 +316,7 @@ impl Store {
         }
         let entry = boots.entries.entry(id.clone()).or_insert_with(|| {
             Arc::new(Entry {
-                path: self.dir.join(format!("{id}.{EXTENSION}")),
+                path: self.path(&id),
                 id,
                 log: OnceCell::new(),
                 file: Mutex::default(),
@@ -276,6 +334,9 @@ impl Store {
         let mut boots = lock(&self.boots);
         if entry.users.fetch_sub(1, Ordering::Relaxed) > 1 {
             return;
+        }
+        if let Some(ends) = &self.ends {
+            ends.left(&entry.id, Instant::now());
         }
         if entry.log.get().is_none() {
             boots.entries.remove(&entry.id);

@@ -23,6 +23,8 @@ pub struct Limits {
     pub waiting_per_boot: u64,
     pub waiting: u64,
     pub vms: u64,
+    pub goodbye: u64,
+    pub push_queue: u64,
 }
 
 struct Row {
@@ -62,6 +64,18 @@ const TABLE: &[Row] = &[
     },
     Row { name: "waiting", default: 16 << 20, what: "bytes of all boots for the disk; as above", field: |l| &mut l.waiting },
     Row { name: "vms", default: 4096, what: "sockets below --vm at once; further VMs are not heard", field: |l| &mut l.vms },
+    Row {
+        name: "goodbye",
+        default: 60,
+        what: "seconds after which a boot that lost its connection before it was settled counts as over (--otlp, --metrics)",
+        field: |l| &mut l.goodbye,
+    },
+    Row {
+        name: "push-queue",
+        default: 1024,
+        what: "boots that wait for the receiver of --otlp; of more the oldest are not pushed, which is counted and said",
+        field: |l| &mut l.push_queue,
+    },
 ];
 
 impl Default for Limits {
@@ -80,6 +94,8 @@ impl Default for Limits {
             waiting_per_boot: 0,
             waiting: 0,
             vms: 0,
+            goodbye: 0,
+            push_queue: 0,
         };
         for row in TABLE {
             *(row.field)(&mut limits) = row.default;

@@ -7,6 +7,8 @@
 pub mod boot_log; // what is known of a boot while it is received
 pub mod bucket; // so much at once, so much a second
 pub mod connection; // one connection, without its socket
+pub mod ends; // which boots are over
+pub mod fleet; // boots that are over, for receivers and Prometheus
 pub mod disk; // the files of all boots, and who writes which
 pub mod limits; // what a guest may make this machine do
 pub mod listen; // AF_VSOCK and hybrid vsock sockets
@@ -24,6 +26,8 @@ use crate::host::text::printable;
 use anyhow::{Context, Result, bail};
 use connection::News;
 use disk::{Disk, Place, Tell};
+use ends::Ends;
+use fleet::{Fleet, Otlp, Sources};
 use limits::Limits;
 use listen::{Access, BACKLOG, Listener, NoVsock, Peer};
 use peers::Peers;
@@ -32,6 +36,7 @@ use retention::Keep;
 use serve::{Shared, Streams};
 use stats::{Counts, Stats, add};
 use std::collections::HashMap;
+use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -75,6 +80,10 @@ pub struct Config {
     pub run_as: Option<RunAs>,
     /// Whether somebody watches: records and clock samples are news then.
     pub watched: bool,
+    /// Where boots that are over are pushed to.
+    pub otlp: Option<Otlp>,
+    /// Where Prometheus may ask.
+    pub metrics: Option<SocketAddr>,
     /// Give up what this process does not need. There must be one thread.
     pub drop_privileges: bool,
 }
@@ -94,6 +103,8 @@ impl Config {
             keep: Keep::default(),
             run_as: None,
             watched: true,
+            otlp: None,
+            metrics: None,
             drop_privileges: false,
         }
     }
@@ -107,6 +118,7 @@ pub struct Collector {
     disk: Disk,
     streams: Streams,
     shared: Arc<Shared>,
+    fleet: Option<Fleet>,
     /// Lines for people about how it started.
     pub notes: Vec<String>,
 }
@@ -126,12 +138,15 @@ impl Collector {
             privileges::hand_over(place.dir(), run_as)?;
         }
         let listeners = listeners(&config, &mut notes)?;
+        let metrics = config.metrics.map(fleet::http::bind).transpose()?;
         let watches = !(config.vms.is_empty() && config.sandboxes.is_empty());
         if config.drop_privileges {
             privileges::drop_all_but(config.run_as, watches || !config.uds.is_empty())?;
         }
         let watcher = if watches { Some(Watcher::new([&config.vms[..], &config.sandboxes[..]].concat())?) } else { None };
         notes.extend(listeners.iter().map(|l| format!("listening on {}", l.place())));
+        notes.extend(metrics.as_ref().map(|(_, address)| format!("metrics at http://{address}{}", fleet::http::PATH)));
+        notes.extend(config.otlp.as_ref().map(|otlp| format!("pushing boots that are over to {}", otlp.target)));
         if !config.vms.is_empty() {
             notes.push(format!("watching {} place(s) for the sockets of VMs", config.vms.len()));
         }
@@ -145,11 +160,19 @@ impl Collector {
                 add(&unseen.unseen, 1);
             }
         });
-        let disk = Disk::start(place, config.limits, config.keep, stats.clone(), tell, on_thread)?;
+        let reports = config.otlp.is_some() || metrics.is_some();
+        let ends = reports.then(|| Ends::new(Duration::from_secs(config.limits.goodbye)));
+        let disk = Disk::start_with(place, config.limits, config.keep, stats.clone(), tell.clone(), on_thread, ends)?;
         let peers = Peers::new(config.limits);
+        let fleet = reports
+            .then(|| {
+                let from = Sources { store: disk.store.clone(), peers: peers.clone(), stats: stats.clone(), limits: config.limits, tell };
+                Fleet::start(from, config.otlp.clone(), metrics.map(|(listener, _)| listener), on_thread)
+            })
+            .transpose()?;
         let shared = Arc::new(Shared { store: disk.store.clone(), peers, news, stats, limits: config.limits, watched: config.watched });
         let streams = Streams::start(shared.clone(), on_thread)?;
-        Ok(Self { config, listeners, watcher, disk, streams, shared, notes })
+        Ok(Self { config, listeners, watcher, disk, streams, shared, fleet, notes })
     }
 
     pub fn stats(&self) -> Arc<Stats> {
@@ -158,7 +181,7 @@ impl Collector {
 
     /// Serves guests until `stop` becomes true (or its sender is gone); then all connections are closed and all files complete.
     pub async fn run(self, stop: watch::Receiver<bool>) -> Result<Counts> {
-        let Self { config, listeners, watcher, disk, streams, shared, .. } = self;
+        let Self { config, listeners, watcher, disk, streams, shared, fleet, .. } = self;
         let mut accepting = JoinSet::new();
         for listener in listeners {
             accepting.spawn(accept_all(listener, shared.clone(), streams.clone(), stop.clone()));
@@ -168,6 +191,10 @@ impl Collector {
         }
         while accepting.join_next().await.is_some() {}
         streams.stop().await?;
+        // Before the files are closed: what is pushed is noted in them.
+        if let Some(fleet) = fleet {
+            fleet.stop().await?;
+        }
         tokio::task::spawn_blocking(move || disk.close()).await.context("close the files")??;
         Ok(shared.stats.counts())
     }

@@ -100,6 +100,11 @@ impl Peers {
         what(table.peers.entry(peer.clone()).or_insert_with(|| State::new(&self.limits, now)))
     }
 
+    /// Connections that are open.
+    pub fn open(&self) -> u64 {
+        self.table().connections
+    }
+
     /// The right to one more connection of this peer.
     pub fn connect(self: &Arc<Self>, peer: &Peer, now: Instant) -> Result<Slot, Refused> {
         let full = self.table().connections >= self.limits.connections;

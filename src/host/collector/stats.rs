@@ -26,6 +26,8 @@ counters! {
     connections,
     /// Connections that were closed at once, over a limit.
     refused,
+    /// Bytes that guests sent.
+    bytes,
     /// Boots that a file was begun for.
     boots,
     /// Records that were new and are kept.
@@ -44,6 +46,17 @@ counters! {
     synced,
     /// Files that retention removed.
     removed,
+    /// Boots whose end is not waited for, because so many are: they are neither pushed nor in the histograms.
+    not_followed,
+    /// Boots that the receiver of --otlp took.
+    pushed,
+    /// Spans of those that it took, and those that it rejected.
+    pushed_spans,
+    rejected_spans,
+    /// Tries that it did not answer, or answered with "later".
+    push_failures,
+    /// Boots that were not pushed: refused, or more than may wait.
+    push_dropped,
     /// News that nobody took in time: shown late or never, and in the files all the same.
     unseen,
 }
@@ -56,8 +69,13 @@ pub fn add(counter: &AtomicU64, n: u64) {
 impl Counts {
     /// One line for people.
     pub fn line(&self) -> String {
+        let pushes = if self.pushed + self.push_dropped + self.push_failures > 0 {
+            format!("; {} boots pushed, {} not", self.pushed, self.push_dropped)
+        } else {
+            String::new()
+        };
         format!(
-            "{} boots, {} records ({} came again), {} dropped for want of disk, {} over a limit; {} garbage lines; {} connections, {} refused",
+            "{} boots, {} records ({} came again), {} dropped for want of disk, {} over a limit; {} garbage lines; {} connections, {} refused{pushes}",
             self.boots, self.records, self.duplicates, self.dropped, self.capped, self.garbage, self.connections, self.refused
         )
     }

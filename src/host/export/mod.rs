@@ -9,16 +9,18 @@ mod html;
 mod lanes;
 mod otlp;
 mod perfetto;
-mod proto;
+pub(super) mod proto;
+pub mod push; // --otlp --push
 mod svg;
 #[cfg(test)]
 mod tests;
 mod timeline;
 
-pub use otlp::Resource;
+pub use otlp::{Request as OtlpRequest, Resource, encoded_pairs, environment, of_this_machine, pair, percent_decoded};
 
 use super::agent_log::{self, AgentLine};
 use super::boot_file::BootFile;
+use super::push::Target;
 use super::show::{find, read_boot};
 use anyhow::{Context, Result, bail};
 use std::io::{self, ErrorKind, IsTerminal, Write};
@@ -35,7 +37,8 @@ Formats:
   --csv       one row per step, for spreadsheets and data frames
 
 Times are the guest's boot clock; wall-clock times are the host's, with their error bound, where the collector compared the two. The resource \
-attributes of --otlp are host.name (this machine), what OTEL_RESOURCE_ATTRIBUTES says, and what --attribute says.
+attributes of --otlp are host.* (this machine), k8s.* (where the collector knew the pod), what OTEL_RESOURCE_ATTRIBUTES says, and what \
+--attribute says.
 
 Examples:
   # the newest boot of the collector's directory as a page
@@ -45,6 +48,7 @@ Examples:
   # into Perfetto
   kata-gpu-boot export 0f7a --perfetto -o boot.pftrace
   # to an OpenTelemetry Collector
+  kata-gpu-boot export --otlp --push http://localhost:4318
   kata-gpu-boot export --otlp --attribute k8s.pod.name=trainer-0 | curl -sS --json @- http://localhost:4318/v1/traces
   # the five longest steps
   kata-gpu-boot export --csv | sort -t, -k9 -n -r | head -n 5";
@@ -69,6 +73,12 @@ pub struct Args {
     /// A resource attribute for --otlp, for example k8s.node.name=n1; may be repeated.
     #[arg(long, value_name = "KEY=VALUE")]
     attribute: Vec<String>,
+    /// Send --otlp to a receiver: http://HOST:4318 (protobuf) or grpc://HOST:4317.
+    #[arg(long, value_name = "URL", conflicts_with = "output")]
+    push: Option<String>,
+    /// A header for --push, for example x-tenant=gpu; may be repeated. Secrets belong into OTEL_EXPORTER_OTLP_HEADERS.
+    #[arg(long, value_name = "KEY=VALUE", requires = "push")]
+    otlp_header: Vec<String>,
 }
 
 #[derive(clap::Args, Debug)]
@@ -128,15 +138,26 @@ pub fn run(args: &Args) -> Result<()> {
     if format != Format::Otlp && !args.attribute.is_empty() {
         bail!("--attribute is for --otlp: other formats have no resource");
     }
+    if format != Format::Otlp && args.push.is_some() {
+        bail!("--push is for --otlp: other formats are files");
+    }
     let path = find(args.boot.as_deref(), &args.dir)?;
     let file = read_boot(&path)?;
     let agent = agent_log::of_boot(&path, args.console.as_deref())?;
-    let resource = if format == Format::Otlp { resource(&args.attribute)? } else { Resource::new() };
+    let resource = if format == Format::Otlp { of_this_machine(&args.attribute)? } else { Resource::new() };
+    if let Some(url) = &args.push {
+        return push::run(&Target::new(url, &args.otlp_header)?, &file, &agent, &resource);
+    }
     let bytes = bytes(format, &file, &agent, &resource)?;
     match &args.output {
         Some(path) => save(path, &bytes),
         None => print(&bytes),
     }
+}
+
+/// The spans of a boot, for a receiver.
+pub fn otlp_request(file: &BootFile, agent: &[AgentLine], resource: &Resource) -> Result<otlp::Request> {
+    otlp::request(&Timeline::new(file, agent), resource)
 }
 
 /// The boot in that format. `resource`: attributes for [`Format::Otlp`].
@@ -150,17 +171,6 @@ pub fn bytes(format: Format, file: &BootFile, agent: &[AgentLine], resource: &Re
         Format::Otlp => otlp::write(&timeline, resource)?.into_bytes(),
         Format::Csv => csv::write(&timeline).into_bytes(),
     })
-}
-
-fn resource(asked: &[String]) -> Result<Resource> {
-    // Without it there is no host.name, which nothing depends on.
-    let host = std::fs::read_to_string("/proc/sys/kernel/hostname").ok().map(|name| name.trim().to_string());
-    let environment = match std::env::var(otlp::RESOURCE_VARIABLE) {
-        Ok(text) => Some(text),
-        Err(std::env::VarError::NotPresent) => None,
-        Err(e) => return Err(e).with_context(|| format!("read {}", otlp::RESOURCE_VARIABLE)),
-    };
-    otlp::resource(environment.as_deref(), asked, host)
 }
 
 /// Writes beside the file and renames, so that nobody ever reads half of it.

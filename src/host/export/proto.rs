@@ -1,4 +1,4 @@
-//! Protocol buffers, the writing half of the wire format: as much of it as [`super::perfetto`] needs.
+//! Protocol buffers, the writing half of the wire format: as much of it as [`super::perfetto`] and [`super::otlp`] need.
 
 /// A message under construction.
 #[derive(Default)]
@@ -30,11 +30,16 @@ impl Message {
         self.bytes(field, &value.0)
     }
 
+    /// In bytes.
+    pub fn len(&self) -> usize {
+        self.0.len()
+    }
+
     pub fn into_bytes(self) -> Vec<u8> {
         self.0
     }
 
-    fn bytes(mut self, field: u64, value: &[u8]) -> Self {
+    pub fn bytes(mut self, field: u64, value: &[u8]) -> Self {
         self.tag(field, LEN);
         self.varint(value.len() as u64);
         self.0.extend_from_slice(value);

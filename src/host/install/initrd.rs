@@ -5,12 +5,12 @@
 
 use super::kata_config::unreadable;
 use super::refusal::Refusal;
-use crate::host::severity::Severity;
 pub use crate::host::initrd::image::Form;
 use crate::host::initrd::image::Image;
 use crate::host::initrd::kernel;
 use crate::host::initrd::tree::Tree;
 use crate::host::initrd::verify::{self, Question, Report};
+use crate::host::severity::Severity;
 use std::fs::OpenOptions;
 use std::io;
 use std::os::unix::fs::{MetadataExt, OpenOptionsExt};

@@ -1,0 +1,186 @@
+//! Which boots are over: for whoever reports each boot once, when there is nothing more to come ([`super::fleet`]).
+//!
+//! A boot is over [`AFTER_GOODBYE`] after it said that all its GPUs are settled or that it powers off, or, where it never said so, when its
+//! connection has been gone for as long as the limit `goodbye` says. One whose GPU hangs is in flight as long as its VM lives. Every boot that
+//! begins is in here once or is counted as not followed. Nothing here waits or does I/O.
+
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+use tokio::sync::Notify;
+
+/// Some records come just behind: module lockdown, the driver's last words.
+pub const AFTER_GOODBYE: Duration = Duration::from_secs(2);
+/// Boots that are followed at once: four times as many as may be connected.
+const MAX_FOLLOWED: usize = 16_384;
+
+/// A boot that is not over yet.
+#[derive(Clone, Copy, Debug)]
+struct Following {
+    connected: bool,
+    /// It said that it is through.
+    said: bool,
+    /// It had said so before this collector was started.
+    old: bool,
+    /// When it will be over, if nothing happens.
+    due: Option<Instant>,
+}
+
+/// A boot that is over.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Over {
+    pub boot: Arc<str>,
+    /// A collector that ran before this one saw it end.
+    pub old: bool,
+}
+
+#[derive(Debug)]
+pub struct Ends {
+    goodbye: Duration,
+    boots: Mutex<HashMap<Arc<str>, Following>>,
+    /// Something has become due earlier than it was.
+    changed: Notify,
+}
+
+impl Ends {
+    pub fn new(goodbye: Duration) -> Self {
+        Self { goodbye, boots: Mutex::default(), changed: Notify::new() }
+    }
+
+    fn boots(&self) -> MutexGuard<'_, HashMap<Arc<str>, Following>> {
+        self.boots.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// A connection speaks for it. False when there are too many to follow this one.
+    pub fn connected(&self, boot: &Arc<str>, over: bool, now: Instant) -> bool {
+        let mut boots = self.boots();
+        if boots.len() >= MAX_FOLLOWED && !boots.contains_key(boot) {
+            return false;
+        }
+        let following = boots.entry(boot.clone()).or_insert(Following {
+            connected: true,
+            said: over,
+            old: over,
+            due: over.then_some(now + AFTER_GOODBYE),
+        });
+        following.connected = true;
+        if !following.said {
+            following.due = None;
+        }
+        drop(boots);
+        self.changed.notify_one();
+        true
+    }
+
+    /// It said that it is through.
+    pub fn said(&self, boot: &str, now: Instant) {
+        if let Some(following) = self.boots().get_mut(boot)
+            && !following.said
+        {
+            following.said = true;
+            following.due = Some(now + AFTER_GOODBYE);
+            self.changed.notify_one();
+        }
+    }
+
+    /// Its last connection is gone.
+    pub fn left(&self, boot: &str, now: Instant) {
+        if let Some(following) = self.boots().get_mut(boot) {
+            following.connected = false;
+            following.due = following.due.or(Some(now + self.goodbye));
+            self.changed.notify_one();
+        }
+    }
+
+    /// Those that are over by now, each once; and when the next one will be.
+    pub fn take(&self, now: Instant) -> (Vec<Over>, Option<Instant>) {
+        self.take_where(|following| following.due.is_some_and(|due| due <= now))
+    }
+
+    /// At the end of it all: those that have said so. The others' guests come again, to the next collector.
+    pub fn take_said(&self) -> Vec<Over> {
+        self.take_where(|following| following.said).0
+    }
+
+    fn take_where(&self, is: impl Fn(&Following) -> bool) -> (Vec<Over>, Option<Instant>) {
+        let mut boots = self.boots();
+        let mut over = Vec::new();
+        boots.retain(|boot, following| {
+            let is = is(following);
+            if is {
+                over.push(Over { boot: boot.clone(), old: following.old });
+            }
+            !is
+        });
+        (over, boots.values().filter_map(|following| following.due).min())
+    }
+
+    /// Boots that have not said that they are through: those with a connection, and those that lost it lately.
+    pub fn in_flight(&self) -> (u64, u64) {
+        let boots = self.boots();
+        let count = |connected| boots.values().filter(|following| !following.said && following.connected == connected).count() as u64;
+        (count(true), count(false))
+    }
+
+    /// Something may be due earlier than [`Ends::take`] said.
+    pub async fn changed(&self) {
+        self.changed.notified().await;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const GOODBYE: Duration = Duration::from_secs(60);
+
+    fn over(ends: &Ends, now: Instant) -> Vec<String> {
+        ends.take(now).0.into_iter().map(|over| format!("{}{}", over.boot, if over.old { " old" } else { "" })).collect()
+    }
+
+    #[test]
+    fn a_boot_is_over_once_and_a_little_after_it_said_so() {
+        let (ends, start) = (Ends::new(GOODBYE), Instant::now());
+        assert!(ends.connected(&"a".into(), false, start));
+        assert_eq!((over(&ends, start + 10 * GOODBYE), ends.in_flight()), (vec![], (1, 0)), "it hangs, and its VM lives");
+        ends.said("a", start);
+        ends.said("a", start + AFTER_GOODBYE);
+        assert_eq!((ends.in_flight(), ends.take(start).1), ((0, 0), Some(start + AFTER_GOODBYE)));
+        assert_eq!(over(&ends, start + AFTER_GOODBYE), ["a"]);
+        ends.left("a", start);
+        assert_eq!(over(&ends, start + 10 * GOODBYE), Vec::<String>::new());
+    }
+
+    #[test]
+    fn a_boot_without_goodbye_is_over_when_it_stays_away() {
+        let (ends, start) = (Ends::new(GOODBYE), Instant::now());
+        ends.connected(&"a".into(), false, start);
+        ends.left("a", start);
+        assert_eq!((over(&ends, start + GOODBYE / 2), ends.in_flight()), (vec![], (0, 1)));
+        ends.connected(&"a".into(), false, start + GOODBYE / 2);
+        assert_eq!(over(&ends, start + 2 * GOODBYE), Vec::<String>::new(), "it came back");
+        ends.left("a", start + 2 * GOODBYE);
+        assert_eq!(over(&ends, start + 3 * GOODBYE), ["a"]);
+    }
+
+    #[test]
+    fn what_ended_before_is_told_apart_and_at_the_end_only_those_go_that_said_so() {
+        let (ends, start) = (Ends::new(GOODBYE), Instant::now());
+        ends.connected(&"old".into(), true, start);
+        assert_eq!(over(&ends, start + AFTER_GOODBYE), ["old old"]);
+        for boot in ["hangs", "gone", "said"] {
+            ends.connected(&boot.into(), false, start);
+        }
+        ends.left("gone", start);
+        ends.said("said", start);
+        assert_eq!(ends.take_said(), [Over { boot: "said".into(), old: false }]);
+    }
+
+    #[test]
+    fn no_more_are_followed_than_fit() {
+        let (ends, now) = (Ends::new(GOODBYE), Instant::now());
+        let followed = (0..MAX_FOLLOWED + 5).filter(|n| ends.connected(&n.to_string().into(), false, now)).count();
+        assert_eq!(followed, MAX_FOLLOWED);
+        assert!(ends.connected(&"0".into(), false, now), "one that is followed goes on being so");
+    }
+}

@@ -1,0 +1,143 @@
+//! `GET /metrics` over HTTP/1.1, for Prometheus: one request per connection.
+//!
+//! Whoever can reach the port may be hostile: connections, header bytes, headers and time have limits, bodies are not read, and nothing of a request
+//! is repeated in an answer. A scrape costs one look at the counters, whoever asks.
+
+use super::{Shared, exposition};
+use anyhow::{Context, Result, anyhow};
+use bytes::Bytes;
+use http_body_util::Full;
+use hyper::body::Incoming;
+use hyper::header::{ALLOW, CONTENT_TYPE, HeaderValue};
+use hyper::server::conn::http1;
+use hyper::service::service_fn;
+use hyper::{Method, Request, Response, StatusCode};
+use hyper_util::rt::{TokioIo, TokioTimer};
+use std::convert::Infallible;
+use std::net::{IpAddr, Ipv4Addr, SocketAddr, TcpListener};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
+use tokio::net::TcpStream;
+use tokio::sync::Semaphore;
+
+/// Where they are.
+pub const PATH: &str = "/metrics";
+/// Connections at once: a few Prometheus servers, and a person with curl.
+const MAX_CONNECTIONS: usize = 16;
+/// Longest request line with all headers, in bytes; Prometheus sends some 200. No smaller buffer is possible with this parser.
+const MAX_HEAD: usize = 8192;
+const MAX_HEADERS: usize = 32;
+/// In which a request has to be there.
+const HEAD_DEADLINE: Duration = Duration::from_secs(5);
+/// In which everything has to be over: what Prometheus gives a scrape by default.
+const DEADLINE: Duration = Duration::from_secs(10);
+/// Pause after accept() failed for want of memory or descriptors: those come back by themselves, not by an event.
+const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
+
+const TEXT: HeaderValue = HeaderValue::from_static("text/plain; charset=utf-8");
+
+/// What has been asked.
+#[derive(Debug, Default)]
+pub struct Counts {
+    pub scrapes: AtomicU64,
+    /// Connections over the limit, closed at once.
+    pub refused: AtomicU64,
+    /// Connections that ended in an error or a deadline.
+    pub failed: AtomicU64,
+}
+
+/// `PORT` on this machine alone, or `IP:PORT`.
+pub fn parse_address(text: &str) -> Result<SocketAddr> {
+    if let Ok(port) = text.parse() {
+        return Ok(SocketAddr::new(IpAddr::V4(Ipv4Addr::LOCALHOST), port));
+    }
+    text.parse().map_err(|_| anyhow!("want PORT, which is one of 127.0.0.1, or IP:PORT: 9464, 0.0.0.0:9464, [::]:9464"))
+}
+
+/// Takes the port, while there are privileges to.
+pub fn bind(address: SocketAddr) -> Result<(TcpListener, SocketAddr)> {
+    let listener = TcpListener::bind(address).with_context(|| format!("listen on {address} (--metrics)"))?;
+    listener.set_nonblocking(true).with_context(|| format!("listen on {address} (--metrics)"))?;
+    let bound = listener.local_addr().context("read the address of --metrics")?;
+    Ok((listener, bound))
+}
+
+/// Answers until it is dropped.
+pub async fn serve(listener: tokio::net::TcpListener, shared: Arc<Shared>) {
+    let slots = Arc::new(Semaphore::new(MAX_CONNECTIONS));
+    let mut answering = tokio::task::JoinSet::new();
+    loop {
+        // Those that are done.
+        while answering.try_join_next().is_some() {}
+        match listener.accept().await {
+            Ok((stream, _)) => match slots.clone().try_acquire_owned() {
+                Ok(slot) => {
+                    let shared = shared.clone();
+                    answering.spawn(async move {
+                        answer(stream, &shared).await;
+                        drop(slot);
+                    });
+                }
+                Err(_) => {
+                    shared.http.refused.fetch_add(1, Ordering::Relaxed);
+                }
+            },
+            Err(_) => {
+                shared.http.failed.fetch_add(1, Ordering::Relaxed);
+                tokio::time::sleep(ACCEPT_PAUSE).await;
+            }
+        }
+    }
+}
+
+async fn answer(stream: TcpStream, shared: &Arc<Shared>) {
+    let service = service_fn(|request: Request<Incoming>| async move { Ok::<_, Infallible>(respond(&request, shared)) });
+    let serving = http1::Builder::new()
+        .timer(TokioTimer::new())
+        .header_read_timeout(HEAD_DEADLINE)
+        .max_buf_size(MAX_HEAD)
+        .max_headers(MAX_HEADERS)
+        .keep_alive(false)
+        .serve_connection(TokioIo::new(stream), service);
+    if !matches!(tokio::time::timeout(DEADLINE, serving).await, Ok(Ok(()))) {
+        shared.http.failed.fetch_add(1, Ordering::Relaxed);
+    }
+}
+
+fn respond(request: &Request<Incoming>, shared: &Shared) -> Response<Full<Bytes>> {
+    let text = |status, text: &'static str| response(status, TEXT, Bytes::from_static(text.as_bytes()));
+    match (request.method(), request.uri().path()) {
+        (&Method::GET | &Method::HEAD, PATH) => {
+            shared.http.scrapes.fetch_add(1, Ordering::Relaxed);
+            response(StatusCode::OK, exposition::CONTENT_TYPE, exposition::write(shared).into())
+        }
+        (&Method::GET | &Method::HEAD, _) => text(StatusCode::NOT_FOUND, "not found: the metrics are at /metrics\n"),
+        _ => {
+            let mut response = text(StatusCode::METHOD_NOT_ALLOWED, "only GET\n");
+            response.headers_mut().insert(ALLOW, HeaderValue::from_static("GET, HEAD"));
+            response
+        }
+    }
+}
+
+fn response(status: StatusCode, kind: HeaderValue, body: Bytes) -> Response<Full<Bytes>> {
+    let mut response = Response::new(Full::new(body));
+    *response.status_mut() = status;
+    response.headers_mut().insert(CONTENT_TYPE, kind);
+    response
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_port_alone_is_of_this_machine_alone() {
+        assert_eq!(parse_address("9464").unwrap().to_string(), "127.0.0.1:9464");
+        assert_eq!(parse_address("[::]:1").unwrap().to_string(), "[::]:1");
+        for wrong in ["", "70000", ":9464", "localhost", "-1", "0.0.0.0"] {
+            assert!(parse_address(wrong).unwrap_err().to_string().contains("want PORT"), "{wrong}");
+        }
+    }
+}

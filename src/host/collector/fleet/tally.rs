@@ -1,0 +1,207 @@
+//! What is counted of boots that are over: histograms of phases, steps and milestones, failures by reason.
+//!
+//! Labels come from this program's own tables, never from a guest: a name or reason that the tables lack is counted as [`OTHER`], so the number
+//! of series has a bound however many guests there are and whatever they say.
+
+use crate::host::account::metrics::Metrics;
+use crate::host::account::phase::{Phase, TABLE};
+use crate::reason::Reason;
+use std::collections::BTreeMap;
+
+/// What the tables lack.
+pub const OTHER: &str = "other";
+/// Upper bounds in seconds: from the milliseconds of a step of the init to the minutes of a boot that maps BARs of 256 GB.
+pub const BOUNDS: [f64; 18] = [0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 30.0, 45.0, 60.0, 120.0, 300.0, 600.0];
+/// Points that people compare boots by, as `show` names them.
+const MILESTONES: [&str; 6] = ["init start", "agent exec", "agent ready", "first container", "last container", "settled"];
+/// Reasons that are no GPU's: what stands before the colon of a failure, and its label.
+const OTHER_FAILURES: [(&str, &str); 3] = [("container", "container"), ("power-off", "power-off"), ("not settled", "not-settled")];
+
+/// How often values were not above each bound.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Histogram {
+    /// One more than bounds: the rest. Not cumulative.
+    buckets: [u64; BOUNDS.len() + 1],
+    pub sum: f64,
+}
+
+impl Histogram {
+    fn add(&mut self, ns: i64) {
+        let seconds = ns as f64 / 1e9;
+        let at = BOUNDS.iter().position(|bound| seconds <= *bound).unwrap_or(BOUNDS.len());
+        if let Some(bucket) = self.buckets.get_mut(at) {
+            *bucket += 1;
+        }
+        self.sum += seconds;
+    }
+
+    /// Each bound with how many values are not above it; the last without a bound.
+    pub fn cumulative(&self) -> impl Iterator<Item = (Option<f64>, u64)> + '_ {
+        let bounds = BOUNDS.iter().copied().map(Some).chain([None]);
+        bounds.zip(&self.buckets).scan(0, |sum, (bound, count)| {
+            *sum += count;
+            Some((bound, *sum))
+        })
+    }
+
+    pub fn count(&self) -> u64 {
+        self.buckets.iter().sum()
+    }
+}
+
+/// How a boot ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Outcome {
+    Settled,
+    PoweredOff,
+    /// Its VM went without a word.
+    Unfinished,
+    /// Its file could not be read.
+    Unread,
+}
+
+impl Outcome {
+    pub const ALL: [Self; 4] = [Self::Settled, Self::PoweredOff, Self::Unfinished, Self::Unread];
+
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Settled => "settled",
+            Self::PoweredOff => "powered-off",
+            Self::Unfinished => "unfinished",
+            Self::Unread => "unread",
+        }
+    }
+}
+
+/// What [`Metrics`] does not say.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Facts {
+    /// Records that never came.
+    pub lost: u64,
+    pub powered_off: bool,
+    pub usable_gpus: usize,
+}
+
+type Histograms = BTreeMap<&'static str, Histogram>;
+
+/// All boots that were over since the start.
+#[derive(Clone, Debug)]
+pub struct Tally {
+    pub outcomes: BTreeMap<Outcome, u64>,
+    pub milestones: Histograms,
+    pub phases: Histograms,
+    pub steps: Histograms,
+    /// Of every reason that there is, so that the first failure is seen as a change.
+    pub failures: BTreeMap<&'static str, u64>,
+    pub usable_gpus: u64,
+    pub failed_gpus: u64,
+    pub other_gpus: u64,
+    pub lost: u64,
+}
+
+impl Default for Tally {
+    fn default() -> Self {
+        let reasons = Reason::names().chain(OTHER_FAILURES.iter().map(|(_, label)| *label)).chain([OTHER]);
+        Self {
+            outcomes: Outcome::ALL.into_iter().map(|outcome| (outcome, 0)).collect(),
+            milestones: Histograms::new(),
+            phases: Histograms::new(),
+            steps: Histograms::new(),
+            failures: reasons.map(|reason| (reason, 0)).collect(),
+            usable_gpus: 0,
+            failed_gpus: 0,
+            other_gpus: 0,
+            lost: 0,
+        }
+    }
+}
+
+impl Tally {
+    pub fn add(&mut self, boot: &Metrics, facts: Facts) {
+        let outcome = match (facts.powered_off, boot.settled) {
+            (true, _) => Outcome::PoweredOff,
+            (false, true) => Outcome::Settled,
+            (false, false) => Outcome::Unfinished,
+        };
+        *self.outcomes.entry(outcome).or_default() += 1;
+        for (name, at_ns) in &boot.milestones {
+            if let Some(name) = MILESTONES.iter().find(|known| *known == name) {
+                self.milestones.entry(name).or_default().add(*at_ns);
+            }
+        }
+        for (phase, took_ns) in &boot.phases {
+            self.phases.entry(Phase::order(phase).name()).or_default().add(*took_ns);
+        }
+        for (title, step) in &boot.steps {
+            let histogram = self.steps.entry(step_label(title)).or_default();
+            step.each_ns.iter().for_each(|took_ns| histogram.add(*took_ns));
+        }
+        for failure in &boot.failures {
+            *self.failures.entry(reason_label(failure)).or_default() += 1;
+        }
+        let (all, failed) = (boot.gpus as u64, boot.failed_gpus as u64);
+        self.usable_gpus += facts.usable_gpus as u64;
+        self.failed_gpus += failed;
+        self.other_gpus += all.saturating_sub(failed).saturating_sub(facts.usable_gpus as u64);
+        self.lost = self.lost.saturating_add(facts.lost);
+    }
+
+    pub fn add_unread(&mut self) {
+        *self.outcomes.entry(Outcome::Unread).or_default() += 1;
+    }
+}
+
+/// The name of a step by the table; what tells a module from another is a guest's word.
+fn step_label(title: &str) -> &'static str {
+    let name = title.split(' ').next().unwrap_or_default();
+    TABLE.iter().map(|row| row.name).find(|known| *known == name).unwrap_or(OTHER)
+}
+
+/// `init: needs-reset` is `needs-reset`.
+fn reason_label(failure: &str) -> &'static str {
+    let (step, reason) = failure.split_once(": ").unwrap_or(("", failure));
+    let general = OTHER_FAILURES.iter().find(|(known, _)| *known == step).map(|(_, label)| *label);
+    general.or_else(|| Reason::names().find(|known| *known == reason)).unwrap_or(OTHER)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::host::account::metrics::StepMetrics;
+
+    #[test]
+    fn values_fall_into_the_bucket_of_the_first_bound_that_is_not_below_them() {
+        let mut histogram = Histogram::default();
+        for ns in [0, 5_000_000, 5_000_001, 600_000_000_000, 600_000_000_001, i64::MAX] {
+            histogram.add(ns);
+        }
+        let counts: Vec<u64> = histogram.cumulative().map(|(_, count)| count).collect();
+        assert_eq!((counts[0], counts[1], counts[BOUNDS.len() - 1], counts[BOUNDS.len()]), (2, 3, 4, 6));
+        assert_eq!(histogram.count(), 6);
+        assert!(BOUNDS.is_sorted());
+    }
+
+    #[test]
+    fn nothing_that_a_guest_says_becomes_a_label() {
+        let mut tally = Tally::default();
+        let before = tally.failures.len();
+        for n in 0..1000 {
+            let boot = Metrics {
+                milestones: [(format!("m{n}"), 1)].into(),
+                steps: [(format!("step{n} \"}}\n"), StepMetrics { wall_ns: 1, each_ns: vec![1] })].into(),
+                failures: vec![format!("init: reason{n}"), format!("x{n}"), "container: \u{1b}[2J".into(), "init: needs-reset".into()],
+                ..Metrics::default()
+            };
+            tally.add(&boot, Facts::default());
+        }
+        assert_eq!((tally.milestones.len(), tally.steps.len(), tally.failures.len()), (0, 1, before));
+        assert_eq!((tally.steps[OTHER].count(), tally.failures[OTHER]), (1000, 2000));
+        assert_eq!((tally.failures["container"], tally.failures["needs-reset"]), (1000, 1000));
+        assert_eq!(tally.outcomes[&Outcome::Unfinished], 1000);
+    }
+
+    #[test]
+    fn a_module_load_is_one_step_whatever_the_module() {
+        assert_eq!([step_label("module.load nvidia"), step_label("gpu.init"), step_label("")], ["module.load", "gpu.init", OTHER]);
+    }
+}

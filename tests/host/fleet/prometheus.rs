@@ -1,0 +1,117 @@
+//! A real Prometheus scrapes the collector, and says of its boots what `stats --json` says.
+
+use super::{ONE_FAILS, RECORDED, Running, boot, free_port, get, metrics_address, tool, value};
+use crate::collect::{Collector, folder, program, until};
+use serde_json::Value;
+use std::io::Write;
+use std::net::SocketAddr;
+use std::process::{Command, Stdio};
+
+/// The one value of a query, if there is one yet.
+fn query(server: SocketAddr, expression: &str) -> Option<f64> {
+    let encoded: String = expression.bytes().map(|b| format!("%{b:02x}")).collect();
+    let answer = get(server, &format!("/api/v1/query?query={encoded}"));
+    let body = &answer[answer.find('{')?..=answer.rfind('}')?];
+    let json: Value = serde_json::from_str(body).ok()?;
+    json["data"]["result"][0]["value"][1].as_str()?.parse().ok()
+}
+
+#[test]
+fn a_real_prometheus_scrapes_the_numbers_of_stats() {
+    let Some(prometheus) = tool("prometheus/usr/bin/prometheus") else { return };
+    let dir = folder();
+    let collector = Collector::start(&dir.0, &["--uds", dir.0.join("v").to_str().unwrap(), "--metrics", "0"]);
+    let target = metrics_address(&collector);
+    let server = SocketAddr::from(([127, 0, 0, 1], free_port()));
+    let config = format!(
+        "global: {{scrape_interval: 200ms, scrape_timeout: 200ms}}\n\
+         scrape_configs: [{{job_name: boots, static_configs: [{{targets: ['{target}']}}]}}]\n"
+    );
+    std::fs::write(dir.0.join("prometheus.yml"), config).unwrap();
+    let child = Command::new(prometheus)
+        .arg(format!("--config.file={}", dir.0.join("prometheus.yml").display()))
+        .arg(format!("--storage.tsdb.path={}", dir.0.join("data").display()))
+        .arg(format!("--web.listen-address={server}"))
+        .stdin(Stdio::null())
+        .stdout(Stdio::null())
+        .stderr(Stdio::null())
+        .spawn()
+        .unwrap();
+    let _running = Running(child);
+    until("Prometheus listens", || std::net::TcpStream::connect(server).is_ok());
+    until("it has scraped", || query(server, "up") == Some(1.0));
+    assert_eq!(query(server, "kata_gpu_boot_failures_total{reason=\"needs-reset\"}"), Some(0.0), "the first failure has to be a change");
+    assert_eq!(query(server, "kata_gpu_boot_nothing_of_that_name"), None);
+
+    boot(&dir.0, RECORDED, 1);
+    boot(&dir.0, ONE_FAILS, 2);
+    until("both boots are over", || query(server, "sum(kata_gpu_boot_boots_total)") == Some(2.0));
+    let output = Command::new(program()).args(["stats", "--json", "--dir"]).arg(dir.0.join("boots")).output().unwrap();
+    let stats: Value = serde_json::from_slice(&output.stdout).unwrap();
+    let mut compared = 0;
+    for (rows, metric, label) in [("phases", "phase_seconds", "phase"), ("milestones", "milestone_seconds", "milestone")] {
+        for row in stats[rows].as_array().unwrap() {
+            let (name, n) = (row["name"].as_str().unwrap(), row["n"].as_f64().unwrap());
+            let of = |what: &str| query(server, &format!("kata_gpu_boot_{metric}_{what}{{{label}=\"{name}\"}}"));
+            if name == "kernel start" {
+                // 0 in every boot.
+                assert_eq!(of("count"), None);
+                continue;
+            }
+            assert_eq!(of("count"), Some(n), "{metric} {name}");
+            // Of one or two values the median is their mean.
+            let sum = row["median_ns"].as_f64().unwrap() * n / 1e9;
+            assert!((of("sum").unwrap() - sum).abs() < 2e-9 + sum * 1e-9, "{metric} {name}: {:?} {sum}", of("sum"));
+            compared += 1;
+        }
+    }
+    // Module loads are told apart there by what a guest calls the module.
+    for row in stats["steps"].as_array().unwrap().iter().filter(|row| !row["name"].as_str().unwrap().contains(' ')) {
+        let name = row["name"].as_str().unwrap();
+        let count = query(server, &format!("kata_gpu_boot_step_seconds_count{{step=\"{name}\"}}"));
+        assert_eq!(count, row["n"].as_f64(), "{name}");
+        compared += 1;
+    }
+    assert!(compared > 20, "{compared}");
+    let failed = query(server, "kata_gpu_boot_gpus_total{result=\"failed\"}");
+    assert_eq!(failed, stats["failed_gpus"].as_f64());
+    assert_eq!(query(server, "sum(kata_gpu_boot_gpus_total)"), stats["gpus"].as_f64());
+    let failures: f64 = stats["failures"].as_array().unwrap().iter().map(|f| f["count"].as_f64().unwrap()).sum();
+    assert_eq!(query(server, "sum(kata_gpu_boot_failures_total)"), Some(failures));
+    assert!(failures >= 1.0 && failed == Some(1.0));
+    let quantile = "histogram_quantile(0.95, sum by (le) (kata_gpu_boot_milestone_seconds_bucket{milestone=\"settled\"}))";
+    assert!(query(server, quantile).unwrap() > 0.1);
+    assert!(query(server, "kata_gpu_boot_received_bytes_total").unwrap() > 10_000.0);
+    collector.stop();
+}
+
+#[test]
+fn promtool_has_nothing_to_say_about_the_metrics() {
+    let Some(promtool) = tool("prometheus/usr/bin/promtool") else { return };
+    let dir = folder();
+    let base = dir.0.join("v");
+    let words = ["--uds", base.to_str().unwrap(), "--metrics", "0", "--otlp", "http://127.0.0.1:1"];
+    let collector = Collector::start(&dir.0, &words);
+    let address = metrics_address(&collector);
+    boot(&dir.0, RECORDED, 1);
+    let over = "kata_gpu_boot_boots_total{outcome=\"settled\"}";
+    until("the boot is over", || value(&get(address, "/metrics"), over) == 1.0);
+    let answer = get(address, "/metrics");
+    let text = answer.split_once("\r\n\r\n").unwrap().1;
+    let check = |text: &str| {
+        let mut child = Command::new(&promtool)
+            .args(["check", "metrics"])
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped())
+            .spawn()
+            .unwrap();
+        child.stdin.take().unwrap().write_all(text.as_bytes()).unwrap();
+        let output = child.wait_with_output().unwrap();
+        (output.status.success(), String::from_utf8_lossy(&output.stdout).into_owned() + &String::from_utf8_lossy(&output.stderr))
+    };
+    assert_eq!(check(text), (true, String::new()));
+    // It would say something.
+    assert!(!check(&text.replace("# HELP kata_gpu_boot_records_total", "# HELP x")).1.is_empty());
+    collector.stop();
+}

@@ -1,0 +1,97 @@
+//! The metrics endpoint before clients that mean no good.
+
+use super::{RECORDED, ask, boot, get, metrics_address, value};
+use crate::collect::{Collector, DEADLINE, Raw, event, folder, header, read, socket, until};
+use std::io::{Read, Write};
+use std::net::TcpStream;
+
+fn start(dir: &std::path::Path) -> Collector {
+    Collector::start(dir, &["--uds", dir.join("v").to_str().unwrap(), "--metrics", "0", "--limit", "goodbye=1"])
+}
+
+#[test]
+fn it_is_of_this_machine_alone_where_a_port_is_all_that_is_given() {
+    let dir = folder();
+    assert!(metrics_address(&start(&dir.0)).ip().is_loopback());
+}
+
+#[test]
+fn only_metrics_are_answered_and_nothing_of_a_request_comes_back() {
+    let dir = folder();
+    let collector = start(&dir.0);
+    let address = metrics_address(&collector);
+    for (request, status) in [
+        ("GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n".to_string(), "200 OK"),
+        ("GET /script?script HTTP/1.1\r\nHost: x\r\n\r\n".to_string(), "404 Not Found"),
+        ("POST /metrics HTTP/1.1\r\nHost: x\r\nContent-Length: 99999999999\r\n\r\n".to_string(), "405 Method Not Allowed"),
+        (format!("GET /metrics HTTP/1.1\r\nHost: x\r\nA: {}\r\n\r\n", "a".repeat(20_000)), "431 "),
+        (format!("GET /metrics HTTP/1.1\r\nHost: x\r\n{}\r\n", "A: b\r\n".repeat(100)), "431 "),
+        ("\x16\x03\x01 no http at all\r\n\r\n".to_string(), "400 Bad Request"),
+    ] {
+        let answer = ask(address, &request);
+        assert!(answer.starts_with(&format!("HTTP/1.1 {status}")), "{:?}: {answer}", &request[..request.len().min(60)]);
+        assert!(!answer.contains("script"), "{answer}");
+    }
+    collector.stop();
+}
+
+#[test]
+fn a_crowd_that_says_nothing_is_bounded_and_hung_up_on() {
+    let dir = folder();
+    let collector = start(&dir.0);
+    let address = metrics_address(&collector);
+    let mut crowd: Vec<TcpStream> = (0..16).map(|_| TcpStream::connect(address).unwrap()).collect();
+    crowd.iter_mut().for_each(|stream| stream.write_all(b"GET /metrics HTTP/1.1\r\n").unwrap());
+    // One more than fit is closed at once, and costs guests nothing.
+    until("the limit is reached", || get(address, "/metrics").is_empty());
+    boot(&dir.0, RECORDED, 1);
+    until("the boot is stored", || read(&dir.0, 1).records.iter().any(|r| r.name == "settled"));
+    // Each is hung up on when its time is over.
+    for stream in &mut crowd {
+        stream.set_read_timeout(Some(DEADLINE)).unwrap();
+        let mut rest = Vec::new();
+        let _reset = stream.read_to_end(&mut rest);
+        assert!(!String::from_utf8_lossy(&rest).contains("kata_gpu_boot_boots"));
+    }
+    let mut text = String::new();
+    until("others are answered again", || {
+        text = get(address, "/metrics");
+        text.contains("200 OK")
+    });
+    assert!(value(&text, "kata_gpu_boot_scrapes_refused_total") >= 1.0);
+    assert!(value(&text, "kata_gpu_boot_scrapes_failed_total") >= 16.0);
+    collector.stop();
+}
+
+#[test]
+fn a_guest_that_says_anything_makes_no_more_series_and_is_counted() {
+    let dir = folder();
+    let collector = start(&dir.0);
+    let address = metrics_address(&collector);
+    let series = |text: &str| text.lines().filter(|line| line.starts_with("kata_")).count();
+    let before = series(&get(address, "/metrics"));
+    let mut guest = Raw::connect(&socket(&dir.0, "v"));
+    guest.say(header(1) + &event(0).replace("\"x\"", "\"init.start\"") + "rubbish\n");
+    let failed = r#"{"schema":1,"seq":900,"boottime_ns":900,"kind":"event","name":"gpu.failed","gpu":"0001:00:00.0","fields":{"reason":"zzq","step":"zzq"}}"#;
+    guest.say(failed.to_string() + "\n");
+    for n in 0..200 {
+        let (begin, end) = (2 * n + 1, 2 * n + 2);
+        guest.say(format!(
+            "{{\"schema\":1,\"seq\":{begin},\"boottime_ns\":{begin},\"kind\":\"begin\",\"name\":\"zzq\\\"{n}\",\"span\":{begin}}}\n\
+             {{\"schema\":1,\"seq\":{end},\"boottime_ns\":{end},\"kind\":\"end\",\"name\":\"zzq\\\"{n}\",\"span\":{begin},\"error\":\"e{n}\"}}\n"
+        ));
+    }
+    until("it is in flight", || value(&get(address, "/metrics"), "kata_gpu_boot_boots_in_flight{state=\"connected\"}") == 1.0);
+    drop(guest);
+    let unfinished = "kata_gpu_boot_boots_total{outcome=\"unfinished\"}";
+    until("it is over", || value(&get(address, "/metrics"), unfinished) == 1.0);
+    let text = get(address, "/metrics");
+    assert!(series(&text) < before + 200 && !text.contains("zzq"), "{text}");
+    assert_eq!(value(&text, "kata_gpu_boot_garbage_lines_total"), 1.0);
+    // Its 200 steps are one series, its reason is no label, and that records are missing is said.
+    assert_eq!(value(&text, "kata_gpu_boot_step_seconds_count{step=\"other\"}"), 200.0);
+    assert!(value(&text, "kata_gpu_boot_failures_total{reason=\"other\"}") >= 1.0);
+    assert_eq!(value(&text, "kata_gpu_boot_records_lost_total"), 499.0);
+    assert_eq!(value(&text, "kata_gpu_boot_boots_in_flight{state=\"connected\"}"), 0.0);
+    collector.stop();
+}
