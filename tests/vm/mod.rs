@@ -32,6 +32,8 @@ mod real_driver;
 #[cfg(feature = "host")]
 mod reasons;
 #[cfg(feature = "host")]
+mod rootfs;
+#[cfg(feature = "host")]
 mod simulator;
 #[cfg(feature = "host")]
 pub mod soak;
@@ -56,4 +58,5 @@ pub const TESTS: &[&[harness::VmTest]] = &[
     modules::TESTS,
     initrd::TESTS,
     real_driver::TESTS,
+    rootfs::TESTS,
 ];

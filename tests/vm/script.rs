@@ -21,6 +21,8 @@
 //! | `overrides` | reports every GPU's driver_override |
 //! | `cpus` | reports on which CPUs each thread of the worker, and each of the driver's that opens, may run |
 //! | `held` | reports which GPU nodes the init's processes have open |
+//! | `spec` | reports the CDI spec as it is at that moment |
+//! | `run:PROGRAM` | runs a program of the guest without arguments, and reports what it printed and how it ended |
 //!
 //! WHEN may also be `now`, which is at once, and needs no init that tells anything.
 
@@ -142,6 +144,17 @@ fn act(action: &str) -> Result<(), String> {
             Ok(())
         }
         "open" => open(number()?),
+        "spec" => {
+            log_file(Path::new(SPEC));
+            Ok(())
+        }
+        "run" => {
+            let output = std::process::Command::new(argument).output().map_err(|e| format!("run {argument}: {e}"))?;
+            let text = [output.stdout, output.stderr].concat();
+            let text = String::from_utf8_lossy(&text).into_owned();
+            log::info("ran", &[("program", argument), ("status", &output.status.to_string()), ("text", &text)]);
+            Ok(())
+        }
         "storm" => (0..number()?).try_for_each(|_| write(Path::new("/sys/devices/virtual/mem/null/uevent"), "change")),
         "sleep" => {
             std::thread::sleep(Duration::from_millis(u64::from(number()?)));
@@ -266,6 +279,9 @@ fn load(name: &str) -> Result<(), String> {
     let file = std::fs::File::open(&path).map_err(|e| format!("open {path}: {e}"))?;
     finit_module(&file, c"", ModuleInitFlags::empty()).map_err(|e| format!("load {path}: {e}"))
 }
+
+/// Where the init publishes.
+const SPEC: &str = "/var/run/cdi/nvidia.yaml";
 
 /// The driver's major number, which is NVIDIA's by registration.
 const NVIDIA_MAJOR: u32 = 195;
