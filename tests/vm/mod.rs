@@ -40,6 +40,8 @@ mod real_driver;
 #[cfg(feature = "host")]
 mod reasons;
 #[cfg(feature = "host")]
+mod rootfs;
+#[cfg(feature = "host")]
 mod simulator;
 #[cfg(feature = "host")]
 pub mod soak;
@@ -68,4 +70,5 @@ pub const TESTS: &[&[harness::VmTest]] = &[
     initrd::TESTS,
     disk_root::TESTS,
     real_driver::TESTS,
+    rootfs::TESTS,
 ];

@@ -24,6 +24,8 @@
 //! | `overrides` | reports every GPU's driver_override |
 //! | `cpus` | reports on which CPUs each thread of the worker, and each of the driver's that opens, may run |
 //! | `held` | reports which GPU nodes the init's processes have open |
+//! | `spec` | reports the CDI spec as it is at that moment |
+//! | `run:PROGRAM` | starts a program of the guest without arguments; the agent, which reaps it, reports how it ended |
 //!
 //! WHEN may also be `now`, which is at once, and needs no init that tells anything.
 
@@ -160,6 +162,16 @@ fn act(action: &str) -> Result<(), String> {
             Ok(())
         }
         "open" => open(number()?),
+        "spec" => {
+            log_file(Path::new(SPEC));
+            Ok(())
+        }
+        "run" => {
+            // PID 1 reaps every child, and tells how it ended: waiting here would find none.
+            let child = std::process::Command::new(argument).spawn().map_err(|e| format!("run {argument}: {e}"))?;
+            log::info("started", &[("program", argument), ("child-pid", &child.id().to_string())]);
+            Ok(())
+        }
         "storm" => (0..number()?).try_for_each(|_| write(Path::new("/sys/devices/virtual/mem/null/uevent"), "change")),
         "skew" => skew(argument.parse().map_err(|e| format!("{action}: {e}"))?),
         "sleep" => {
@@ -306,6 +318,9 @@ fn load(name: &str) -> Result<(), String> {
     let file = std::fs::File::open(&path).map_err(|e| format!("open {path}: {e}"))?;
     finit_module(&file, c"", ModuleInitFlags::empty()).map_err(|e| format!("load {path}: {e}"))
 }
+
+/// Where the init publishes.
+const SPEC: &str = "/var/run/cdi/nvidia.yaml";
 
 /// The driver's major number, which is NVIDIA's by registration.
 const NVIDIA_MAJOR: u32 = 195;

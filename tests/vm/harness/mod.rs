@@ -153,9 +153,14 @@ impl Guest {
     }
 
     /// With NVIDIA's own module instead of the simulated one, on functions whose registers lie in RAM that the kernel leaves alone.
-    pub fn real_driver(mut self, driver: &RealDriver) -> Self {
+    pub fn real_driver(self, driver: &RealDriver) -> Self {
+        self.registers_in_ram().file(&driver.module_path, &driver.module)
+    }
+
+    /// The functions' registers lie in RAM that the kernel leaves alone, as NVIDIA's module wants to write to them.
+    pub fn registers_in_ram(mut self) -> Self {
         self.memory_mib = 2048;
-        self.append("mem=1536M fakepci.bar0=0x60000000").file(&driver.module_path, &driver.module)
+        self.append("mem=1536M fakepci.bar0=0x60000000")
     }
 
     pub fn without_vsock(mut self) -> Self {
