@@ -61,6 +61,8 @@ pub struct Loaded {
     pub nodes: DeviceNodes,
     /// GPUs whose probe the load tried: one of these that is not bound has failed.
     pub tried: Vec<PciAddress>,
+    /// nvidia-uvm is loaded, if it can be.
+    pub uvm_over: bool,
     /// The nodes that every container needs are made, as far as they can be.
     pub control_ready: bool,
 }
@@ -221,6 +223,8 @@ impl Load {
         };
         state.send_replace(Driver::Loaded(loaded.clone()));
         let Ok(nodes) = making.run(|| Ok::<_, Infallible>(self.common_nodes(&loaded)));
+        loaded.uvm_over = true;
+        state.send_replace(Driver::Loaded(loaded.clone()));
         let files = match looking.map(std::thread::JoinHandle::join) {
             Ok(Ok(files)) => files,
             Ok(Err(_)) => {
@@ -255,7 +259,7 @@ impl Load {
                     let making = step!(names::DRIVER_NODES, after = ?After(vec![step]));
                     let major = major().inspect_err(|error| making.fail(error))?;
                     let nodes = DeviceNodes::at(Path::new(DEV), node_rules(Path::new(PROC)));
-                    return Ok((Loaded { step, major, nodes, tried, control_ready: false }, making));
+                    return Ok((Loaded { step, major, nodes, tried, uvm_over: false, control_ready: false }, making));
                 }
                 // The driver found no GPU it can drive among those it was shown: show it the next one.
                 Err(LoadError::Refused { errno: Errno::ENODEV, .. }) if self.one_by_one && tried.len() < self.addresses.len() => {

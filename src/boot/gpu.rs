@@ -51,6 +51,9 @@ const TOO_EARLY: (Duration, u32) = (Duration::from_secs(1), 10);
 /// a good part of a second, so one that starts first keeps all others from being bound and published. Not longer: a probe can hang.
 const PROBES_FIRST: Duration = Duration::from_secs(1);
 
+/// How long a bound GPU lets nvidia-uvm be loaded before it initialises, which holds the driver's global lock for long. The load takes some 10 ms.
+const UVM_FIRST: Duration = Duration::from_secs(1);
+
 /// How long an initialisation goes by itself before the next GPU is enabled. Up to the boot of the GPU's own processor the driver looks at config space
 /// again and again (550.163.01: in six groups, the last one 295 ms after the open, in an emulated guest), with its global lock held: each group would wait
 /// until an enabling is over, and every other GPU with it. Nothing tells when that part is over.
@@ -419,6 +422,9 @@ async fn initialise(
     if shared.lane_cpu.strong_count() == 0 {
         let _unused = tokio::time::timeout(PROBES_FIRST, shared.probing.none()).await;
     }
+    // The start of nvidia-uvm takes the driver's global lock, too, and nothing is published before it.
+    let uvm = async { drop(shared.driver.clone().wait_for(|d| matches!(d, Driver::Loaded(l) if l.uvm_over)).await) };
+    let _unused = tokio::time::timeout(UVM_FIRST, uvm).await;
     // Where it waits for another GPU's initialisation, nobody waits for it.
     let lane = Some(lane).filter(|_| shared.initialising.available_permits() > 0);
     let turn = Arc::clone(&shared.initialising).acquire_owned().await;

@@ -160,7 +160,7 @@ fn page_picture_trace_and_table_mark_the_path_that_critical_path_tells() {
         // The legend has one of its own.
         assert_eq!(drawn, count + 1, "{boot}");
         assert_eq!(printed(&["export", "--chrome"], &file).matches("\"critical\":true").count(), count, "{boot}");
-        assert_eq!(printed(&["export", "--csv"], &file).matches(",true,").count() >= count, true, "{boot}");
+        assert!(printed(&["export", "--csv"], &file).matches(",true,").count() >= count, "{boot}");
         // As long as the window, with what lies between steps.
         let sum: u64 = data["path"].as_array().unwrap().iter().map(|p| p["took"].as_u64().unwrap()).sum();
         let path: serde_json::Value = serde_json::from_str(&printed(&["critical-path", "--json"], &file)).unwrap();

@@ -173,6 +173,14 @@ void nv_read_uuid(struct nv_gpu *gpu)
 	mutex_unlock(&nv_api_lock);
 }
 
+/* What nvidia-uvm's start needs of the resource manager: a session, under A. */
+void nv_open_session(void)
+{
+	mutex_lock(&nv_api_lock);
+	mutex_unlock(&nv_api_lock);
+}
+EXPORT_SYMBOL_GPL(nv_open_session);
+
 /* The entry of this GPU in a list K:A:B[,..]. */
 bool nv_find_entry(const char *list, const struct nv_gpu *gpu,
 		   unsigned int *a, unsigned int *b)

@@ -27,6 +27,7 @@ static int __init uvm_init(void)
 {
 	int err;
 
+	nv_open_session();
 	err = alloc_chrdev_region(&uvm_dev, 0, UVM_MINORS, "nvidia-uvm");
 	if (err)
 		return err;

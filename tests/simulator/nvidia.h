@@ -65,6 +65,7 @@ bool nv_version_at_least(unsigned int branch, unsigned int minor, unsigned int p
 void nv_put_gpu(struct nv_gpu *gpu);
 void nv_sleep_ms(unsigned int ms);
 const char *nv_driver_version(void);	/* exported, for nvidia-uvm */
+void nv_open_session(void);		/* likewise */
 
 /* nvidia-adapter.c */
 void nv_adapter_init(void);

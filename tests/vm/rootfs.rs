@@ -72,7 +72,7 @@ fn real(context: &TestContext) -> Result<Outcome> {
     }
     let version = driver_version(&context.target.join(ROOT))?;
     // Only then: NVIDIA's nvidia-uvm is not loaded before the initialisations have let the driver's lock go, and nothing is published before it.
-    let script = "settled>spec+held+run:/usr/bin/nvidia-smi";
+    let script = "settled>spec-file+held+run:/usr/bin/nvidia-smi";
     let append = format!("fakepci.gpus=2 testagent.guest=script testagent.script={script}");
     let guest = test_hardware(context, Guest::new().initrd(&image).registers_in_ram())?;
     let mut booted = guest.append(&append).boot(context, "guest")?;

@@ -162,7 +162,7 @@ fn act(action: &str) -> Result<(), String> {
             Ok(())
         }
         "open" => open(number()?),
-        "spec" => {
+        "spec-file" => {
             log_file(Path::new(SPEC));
             Ok(())
         }

@@ -13,7 +13,7 @@ use super::output::Output;
 use super::progress::Progress;
 use super::text::{Sizes, escaped};
 use super::verify::modules::information;
-use super::view::{Making, View};
+use super::view::{Copy, Making, View};
 use crate::driver_files::manifest;
 use crate::modinfo;
 use anyhow::{Context, Result, anyhow, bail, ensure};
@@ -254,7 +254,7 @@ impl Items {
                 Data::File { path: from, size } => {
                     let copy = |out: &mut File| io::copy(&mut File::open(from)?, out).map(drop);
                     let name = path.rsplit(|b| *b == b'/').next().unwrap_or_default();
-                    let copy: Option<&dyn Fn(&mut File) -> io::Result<()>> = if driver_list::wanted(name) { Some(&copy) } else { None };
+                    let copy: Option<Copy> = if driver_list::wanted(name) { Some(&copy) } else { None };
                     making.file(path, item.mode, *size, copy)?;
                 }
                 Data::Bytes(bytes) => making.file(path, item.mode, bytes.len() as u64, Some(&|out| out.write_all(bytes)))?,
@@ -290,7 +290,7 @@ impl Items {
             }
         }
         let (version, view) = (self.module_version(), self.view(mtime)?);
-        let old = self.all.get(&at).is_some().then(|| {
+        let old = self.all.contains_key(&at).then(|| {
             let text = std::fs::read(view.path().join(driver_list::path().trim_start_matches('/'))).unwrap_or_default();
             (text, manifest::load(&view.roots(), version.as_deref()))
         });

@@ -18,6 +18,9 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 /// A directory with a tree in it.
 pub struct View(PathBuf);
 
+/// Writes a file's content.
+pub type Copy<'a> = &'a dyn Fn(&mut File) -> io::Result<()>;
+
 /// A view under way: parents come before what is in them.
 pub struct Making {
     view: View,
@@ -54,7 +57,7 @@ impl Making {
     }
 
     /// `content` writes it; without, the file has its length and nothing else.
-    pub fn file(&mut self, path: &[u8], mode: u32, length: u64, content: Option<&dyn Fn(&mut File) -> io::Result<()>>) -> Result<()> {
+    pub fn file(&mut self, path: &[u8], mode: u32, length: u64, content: Option<Copy>) -> Result<()> {
         let own = if mode & 0o111 != 0 { 0o700 } else { 0o600 };
         let write = || -> io::Result<()> {
             let mut out = OpenOptions::new().write(true).create_new(true).mode(own).open(self.at(path))?;
@@ -88,7 +91,7 @@ impl View {
                 What::File(_) => {
                     let content = tree.content(id);
                     let copy = |out: &mut File| content.map_or(Ok(()), |content| super::image::copy(content, out));
-                    let copy: Option<&dyn Fn(&mut File) -> io::Result<()>> = if wanted(tree.name(id)) { Some(&copy) } else { None };
+                    let copy: Option<Copy> = if wanted(tree.name(id)) { Some(&copy) } else { None };
                     making.file(&path, tree.meta(id).mode, content.map_or(0, |c| c.length), copy)?;
                 }
                 What::Special => {}
