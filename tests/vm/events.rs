@@ -177,7 +177,17 @@ fn canonical(records: &[Record]) -> String {
             value["fields"][*key] = Value::from("#");
         }
         // Before the GPUs and after them in the order of the stream; each GPU for itself, and what runs beside it.
-        let beside = [names::GPU_PUBLISHED, names::AGENT_EXEC, names::MODULE_LOAD].contains(&r.name.as_str());
+        let beside = [
+            names::GPU_PUBLISHED,
+            names::AGENT_EXEC,
+            names::MODULE_LOAD,
+            names::CLOCK_PRINTK,
+            names::DRIVER_LOOK,
+            names::DRIVER_NODES,
+            names::DRIVER_FILES,
+            names::LANE_WAIT,
+        ]
+        .contains(&r.name.as_str());
         let group = if beside {
             format!("{} {:?}", r.name, r.gpu)
         } else {
