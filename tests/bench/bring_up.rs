@@ -35,8 +35,8 @@ struct Host {
 const PARTS: [u64; 3] = [300, 1300, 500];
 const PROBE: u64 = 3;
 
-/// A driver that initialises in the probe, and is told to.
-const IN_PROBE: &str = "nvidia.version=595.45.04 nvidia.NVreg_GpuInitOnProbe=1";
+/// A driver that initialises in the probe, and is told to. The strategy is named, too: `auto` goes by the module's file, which says 550.
+const IN_PROBE: &str = "nvidia.version=595.45.04 nvidia.NVreg_GpuInitOnProbe=1 gpuinit.bind=concurrent";
 
 const HOSTS: &[Host] = &[
     Host { name: "slow", enable: 3300, firewall: 0, relaxed: true, words: "", apart: false },
