@@ -418,6 +418,10 @@ async fn initialise(
     progress: &Arc<Progress>,
     lane: Busy,
 ) -> Result<StepId, Failed> {
+    // Where it waits for another GPU's initialisation, nobody waits for it.
+    let lane = Some(lane).filter(|_| shared.initialising.available_permits() > 0);
+    let turn = Arc::clone(&shared.initialising).acquire_owned().await;
+    // What follows is waited for with the turn: who waits together is woken in any order.
     // The others, or the deadline. Where GPUs come out of the lane seconds apart, the next probe is not near.
     if shared.lane_cpu.strong_count() == 0 {
         let _unused = tokio::time::timeout(PROBES_FIRST, shared.probing.none()).await;
@@ -425,9 +429,6 @@ async fn initialise(
     // The start of nvidia-uvm takes the driver's global lock, too, and nothing is published before it.
     let uvm = async { drop(shared.driver.clone().wait_for(|d| matches!(d, Driver::Loaded(l) if l.uvm_over)).await) };
     let _unused = tokio::time::timeout(UVM_FIRST, uvm).await;
-    // Where it waits for another GPU's initialisation, nobody waits for it.
-    let lane = Some(lane).filter(|_| shared.initialising.available_permits() > 0);
-    let turn = Arc::clone(&shared.initialising).acquire_owned().await;
     let before = shared.initialised.as_ref().and_then(|last| *last.lock().unwrap_or_else(PoisonError::into_inner));
     let step = step!(names::GPU_INIT, gpu = %gpu, after = ?After::from(&[Some(after), before][..]), rc = tracing::field::Empty, status = tracing::field::Empty);
     let (id, node, shared, progress) = (step.id(), node.clone(), Arc::clone(shared), Arc::clone(progress));
