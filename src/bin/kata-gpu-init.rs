@@ -26,12 +26,11 @@ static BEFORE_MAIN: extern "C" fn() = kata_gpu_init::sys::before_main;
 
 fn main() -> ExitCode {
     let started_ns = clock::boottime_ns(); // before anything else: the timeline starts here
-    let tsc = tsc::read();
     if let Some(words) = hooks::invocation(std::env::args_os()) {
         return hooks::main(words);
     }
     if std::process::id() == 1 {
-        boot::stage0::run(started_ns, tsc)
+        boot::stage0::run(started_ns, tsc::read())
     }
     let words: Vec<String> = std::env::args_os().skip(1).map(|word| word.to_string_lossy().into_owned()).collect();
     match words.first().map(String::as_str) {

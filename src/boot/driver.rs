@@ -76,7 +76,7 @@ pub fn start(image: Image, chosen: After, state: watch::Sender<Driver>, shared: 
     modules.follow(chosen);
     let one_by_one = shared.bind != Bind::Insmod;
     let imex_channels = shared.config.imex_channels;
-    let load = Load { modules, version, sysfs: shared.sysfs.clone(), addresses, one_by_one, imex_channels };
+    let load = Load { modules, version, sysfs: shared.sysfs.clone(), addresses, one_by_one };
     load.hold_back();
     let (held, spec, shared) = (shared.lane_held.begin(), shared.spec.clone(), Arc::clone(shared));
     let loading = tokio::task::spawn_blocking(move || {
@@ -87,7 +87,14 @@ pub fn start(image: Image, chosen: After, state: watch::Sender<Driver>, shared: 
             let _unused = crate::sys::grace_period().and_then(|()| crate::sys::grace_period());
         }
     });
-    tokio::spawn(async move { shared.hold_lane(held, first, loading).await });
+    tokio::spawn(async move {
+        shared.hold_lane(held, first, loading).await;
+        // After all that GPUs wait for, the lane too.
+        if matches!(&*shared.driver.borrow(), Driver::Loaded(_)) {
+            let spec = shared.spec.clone();
+            tokio::task::spawn_blocking(move || beside::others(imex_channels, &spec));
+        }
+    });
 }
 
 /// What the image has of the driver, looked up once.
@@ -191,8 +198,6 @@ struct Load {
     sysfs: PciSysfs,
     addresses: Vec<PciAddress>,
     one_by_one: bool,
-    /// IMEX channels to make.
-    imex_channels: u32,
 }
 
 impl Load {
@@ -239,8 +244,6 @@ impl Load {
         let _unused = spec.send(Update::Common(common));
         loaded.control_ready = true;
         state.send_replace(Driver::Loaded(loaded));
-        // After that: no GPU waits for it.
-        beside::others(self.imex_channels, spec);
     }
 
     /// The loaded driver, and the step that makes the nodes every container needs, which begins here.

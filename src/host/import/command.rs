@@ -11,7 +11,7 @@ use super::report::{self, Report};
 use super::steps::{Steps, in_time};
 use super::write::{self, Whole};
 use super::{console, ftrace, journal, kernel, names, pod};
-use crate::events::record::{Kind, Level};
+use crate::events::record::Kind;
 use crate::host::boot_file::{BootFile, EXTENSION};
 use crate::host::model::Boot;
 use crate::host::show;
@@ -285,19 +285,7 @@ fn trace_drafts(derived: &mut Derived, traced: &Traced, clocks: &Clocks, steps: 
         let placed = Placed { error_ns: placed.error_ns.saturating_add(traced.trace.error_ns), ..placed };
         (-MAX_BEFORE_NS..=MAX_STAMP_NS).contains(&placed.at_ns).then_some(placed)
     };
-    let draft = |placed: Placed, kind, name: &str, line| Draft {
-        at_ns: placed.at_ns,
-        error_ns: placed.error_ns,
-        kind,
-        name: name.to_string(),
-        level: Level::Info,
-        gpu: None,
-        span: None,
-        error: None,
-        fields: Map::new(),
-        format,
-        line,
-    };
+    let draft = |placed, kind, name, line| Draft::new(placed, kind, name, format, line);
     let mut per_gpu: std::collections::BTreeMap<String, u64> = Default::default();
     let mut last = None;
     for region in &traced.regions {

@@ -37,6 +37,14 @@ pub struct Draft {
     pub line: u64,
 }
 
+impl Draft {
+    pub fn new(placed: Placed, kind: Kind, name: &str, format: Format, line: u64) -> Self {
+        let Placed { at_ns, error_ns } = placed;
+        let (name, fields) = (name.to_string(), Map::new());
+        Self { at_ns, error_ns, kind, name, level: Level::Info, gpu: None, span: None, error: None, fields, format, line }
+    }
+}
+
 /// Whether our init speaks in the logs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Said {
@@ -113,20 +121,8 @@ impl Maker<'_> {
 
     fn draft(&mut self, placed: Placed, item: &Item, kind: Kind, name: &str) -> &mut Draft {
         let at = self.out.drafts.len();
-        let draft = Draft {
-            at_ns: placed.at_ns,
-            error_ns: placed.error_ns.saturating_add(item.error_ns),
-            kind,
-            name: name.to_string(),
-            level: Level::Info,
-            gpu: None,
-            span: None,
-            error: None,
-            fields: Map::new(),
-            format: item.format,
-            line: item.line,
-        };
-        self.out.drafts.push(draft);
+        let placed = Placed { error_ns: placed.error_ns.saturating_add(item.error_ns), ..placed };
+        self.out.drafts.push(Draft::new(placed, kind, name, item.format, item.line));
         &mut self.out.drafts[at]
     }
 

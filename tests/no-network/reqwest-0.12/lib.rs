@@ -1,18 +1,9 @@
 //! An HTTP client that fetches nothing: what `jsonschema` wants of `reqwest` 0.12, see ../README.md.
 
-use std::fmt;
+#[path = "../error.rs"]
+mod error;
 
-/// Every request's answer.
-#[derive(Debug)]
-pub struct Error;
-
-impl fmt::Display for Error {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("nothing is fetched here: this program was built without an HTTP client")
-    }
-}
-
-impl std::error::Error for Error {}
+pub use error::Error;
 
 pub mod blocking {
     use super::Error;
