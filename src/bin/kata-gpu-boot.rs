@@ -7,7 +7,7 @@ use std::process::ExitCode;
 
 /// See how Kata guests with NVIDIA GPUs start: what took how long, on whose side.
 #[derive(Parser)]
-#[command(version, after_help = EXAMPLES)]
+#[command(name = "kata-gpu-boot", version, after_help = EXAMPLES)]
 struct Cli {
     #[command(subcommand)]
     command: Command,
@@ -16,15 +16,15 @@ struct Cli {
 const EXAMPLES: &str = "\
 Examples:
   kata-gpu-boot collect --dir boots --live     receive streams and watch
-  kata-gpu-boot follow --dir boots             a boot while it happens, a bar per GPU
+  kata-gpu-boot follow --dir boots             a boot as it happens: bars
   kata-gpu-boot show --dir boots               the newest boot as a table
   kata-gpu-boot critical-path --dir boots      what would have made it shorter
   kata-gpu-boot export --html -o boot.html     the newest boot as a page
   kata-gpu-boot demo --kernel vmlinuz --initrd demo.cpio
   kata-gpu-boot cdi check nvidia.yaml          what agents make of a CDI spec
-  kata-gpu-boot install --kata-config FILE --initrd gpu.cpio
-  kata-gpu-boot initrd verify kata.initrd      can this image boot as a GPU guest
-  kata-gpu-boot import containerd.log pod.json a boot from logs of other programs
+  kata-gpu-boot install --kata-config FILE --initrd gpu.initrd
+  kata-gpu-boot initrd verify kata.initrd      can it boot as a GPU guest
+  kata-gpu-boot import containerd.log pod.json a boot from others' logs
 Each subcommand's --help ends with more.";
 
 #[derive(Subcommand)]
@@ -73,5 +73,32 @@ fn main() -> ExitCode {
             eprintln!("kata-gpu-boot: {error:#}");
             ExitCode::FAILURE
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use clap::{Command, CommandFactory};
+
+    #[test]
+    fn the_version_is_told_with_the_programs_own_name() {
+        assert_eq!(Cli::command().render_version(), concat!("kata-gpu-boot ", env!("CARGO_PKG_VERSION"), "\n"));
+    }
+
+    /// A terminal's help is wrapped at its width: a command that is longer would be copied in two pieces.
+    #[test]
+    fn an_example_fits_into_a_line_of_80_columns() {
+        fn check(command: &Command, examples: &mut usize) {
+            let help = command.get_after_help().map(ToString::to_string).unwrap_or_default();
+            for line in help.lines().filter(|line| line.starts_with("  kata-gpu-boot ") || line.starts_with("    ")) {
+                assert!(line.chars().count() <= 80, "{}: {line}", command.get_name());
+                *examples += usize::from(line.starts_with("  kata-gpu-boot "));
+            }
+            command.get_subcommands().for_each(|command| check(command, examples));
+        }
+        let mut examples = 0;
+        check(&Cli::command(), &mut examples);
+        assert!(examples > 40, "only {examples} were looked at");
     }
 }

@@ -55,7 +55,8 @@ Examples:
   # for a fleet: traces to an OpenTelemetry Collector, numbers to Prometheus
   kata-gpu-boot collect --dir boots --otlp http://127.0.0.1:4318 --metrics 9464
   # as a service
-  kata-gpu-boot collect --print-systemd-unit > /etc/systemd/system/kata-gpu-boot.service
+  cd /etc/systemd/system
+  kata-gpu-boot collect --print-systemd-unit > kata-gpu-boot.service
   kata-gpu-boot collect --print-daemonset | kubectl apply -f -";
 
 /// What stands below the options.

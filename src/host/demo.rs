@@ -33,7 +33,7 @@ are asked for as soon as the agent is ready: one with GPU 0, one with all. Exit 
 Examples (initrd/setup and initrd/pack make kernel and initrd; initrd/demo does it all):
   kata-gpu-boot demo --kernel target/kernel/vmlinuz --initrd target/demo.cpio
   # a slow host, one GPU after another
-  kata-gpu-boot demo --kernel K --initrd I --host slow --bind insmod --init serial
+  kata-gpu-boot demo --kernel K --initrd I --host slow --init serial
   # the same host, all at once
   kata-gpu-boot demo --kernel K --initrd I --host slow
   # keep console log and events, and say where they are

@@ -94,14 +94,18 @@ fn approximately(time_ns: u64, approximate: bool) -> String {
 
 const GPU_HEAD: [&str; 7] = ["GPU", "ADDRESS", "FOUND", "ENABLED", "BOUND", "PUBLISHED", "USABLE"];
 
-/// One line per GPU, columns as wide as they must be, and what went wrong below its GPU.
+/// One line per GPU, columns as wide as they must be and the terminal lets them, and what went wrong below its GPU.
 fn gpu_table(gpus: &[Gpu], screen: &Screen) -> Vec<String> {
     let rows: Vec<[String; 7]> = gpus.iter().map(gpu_cells).collect();
     let width = |column: usize| rows.iter().map(|r| r[column].len()).chain([GPU_HEAD[column].len()]).max().unwrap_or(0);
     let widths: [usize; 7] = std::array::from_fn(width);
+    // In a narrow terminal without the time at which all GPUs were found, which is one for most, and with less between columns.
+    let whole = widths.iter().sum::<usize>() + 2 * (widths.len() - 1);
+    let narrow = screen.width.is_some_and(|width| width < whole);
     let line = |cells: [&str; 7]| {
-        let cells = cells.iter().zip(widths).map(|(cell, width)| format!("{cell:>width$}"));
-        cells.collect::<Vec<_>>().join("  ")
+        let shown = cells.iter().zip(widths).zip(GPU_HEAD).filter(|(_, head)| !narrow || *head != "FOUND");
+        let cells = shown.map(|((cell, width), _)| format!("{cell:>width$}"));
+        cells.collect::<Vec<_>>().join(if narrow { " " } else { "  " })
     };
     let mut out = vec![screen.paint(Ink::Bold, &line(GPU_HEAD))];
     for (gpu, cells) in gpus.iter().zip(&rows) {
@@ -207,4 +211,31 @@ pub fn complaints(boot: &Boot) -> Vec<String> {
         out.push("no clock sample: wall-clock times are not known (the collector takes them while the guest runs)".to_string());
     }
     out
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_line_of_a_gpu_fits_into_80_columns() {
+        let step = Some(Step { at_ns: 20_353_000_000, took_ns: Some(2_008_000_000) });
+        let gpu = Gpu {
+            address: "0001:00:07.0".parse().unwrap(),
+            index: Some(7),
+            minor: Some(7),
+            found_ns: Some(1_726_000_000),
+            enabled: step,
+            bound: step,
+            published: step,
+            usable: step,
+            failed: None,
+            still: None,
+        };
+        let lines = |width| gpu_table(std::slice::from_ref(&gpu), &Screen { width, colour: false });
+        let (narrow, wide) = (lines(Some(80)), lines(Some(120)));
+        assert!(narrow.iter().all(|line| line.len() <= 80), "{narrow:#?}");
+        assert!(narrow[0].contains("ENABLED") && !narrow[0].contains("FOUND") && narrow[1].contains("20.353 (2.008)"), "{narrow:#?}");
+        assert!(wide == lines(None) && wide[0].contains("FOUND"), "{wide:#?}");
+    }
 }

@@ -102,11 +102,16 @@ fn what_the_kernel_would_not_take_is_refused_with_the_reason() {
     named[3] |= 8;
     named.splice(10..10, *b"name\0");
     assert_eq!(image(&named).unwrap().0.entries.len(), 5, "a file name in the header is stepped over");
+    let disk = |at: usize, magic: &[u8]| [vec![0; at], magic.to_vec(), vec![0; 64]].concat();
     for (bytes, part) in [
         (Vec::new(), "it is empty"),
         (vec![0; 1000], "there is no entry"),
         (archive(&[]), "there is no entry"),
         (b"#!/bin/sh\n".to_vec(), "neither a newc archive nor gzip"),
+        (disk(1024, &[0xe2, 0xe1, 0xf5, 0xe0]), "a disk image (erofs) and no initrd: initrd/replace-init"),
+        (disk(1024 + 0x38, &[0x53, 0xef]), "a disk image (ext2, ext3 or ext4) and no initrd"),
+        (disk(510, &[0x55, 0xaa]), "a disk image (with partitions) and no initrd"),
+        (disk(512, &[0x55, 0xaa]), "byte 512: neither a newc archive nor gzip"),
         (b"\xfd7zXZ\0...".to_vec(), "xz: a Kata guest's kernel unpacks gzip and nothing else"),
         (vec![0x28, 0xb5, 0x2f, 0xfd, 0], "zstd: a Kata guest's kernel"),
         (b"070707".repeat(40), "an old cpio format"),

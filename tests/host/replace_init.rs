@@ -103,11 +103,16 @@ fn an_images_init_is_replaced_and_all_else_stays_as_it_was() {
         ("ext4", EXT4, "mkdir \"$2\"; debugfs -R \"rdump / $2\" \"$1\" 2>/dev/null"),
     ] {
         let case = Case::new(name);
+        if name == "ext4" {
+            std::fs::create_dir_all(case.at("root/usr/lib/modules/6.1")).unwrap();
+            std::fs::write(case.at("root/usr/lib/modules/6.1/nvidia.ko.xz"), "module").unwrap();
+        }
         done(&shell(make, &[&case.at("root"), &case.at("old")]));
         let old = std::fs::read(case.at("old")).unwrap();
         let said = done(&case.replace("old"));
         assert!(said.contains(&format!("{name}, ")) && said.contains("are the same before and after"), "{said}");
         assert!(said.contains("no list of the driver's files"), "{said}");
+        assert!(said.contains("warning: no nvidia.ko in the image") == (name == "erofs"), "{said}");
         assert!(std::fs::read(case.at("old")).unwrap() == old, "what to roll back to is not touched");
         done(&shell(unpack, &[&case.at("new"), &case.at("tree")]));
         let tree = case.at("tree");
@@ -173,6 +178,15 @@ fn what_cannot_be_done_is_refused_and_leaves_nothing() {
     case.refused("full", "is the file system full?");
     std::fs::write(case.at("init"), "#!/bin/sh\n").unwrap();
     case.refused("full", "not an ELF file");
+    // Programs that are no init of ours, or none that an image can start.
+    std::fs::write(case.at("init"), b"\x7fELF\x02...\0/lib64/ld-linux-x86-64.so.2\0").unwrap();
+    case.refused("full", "dynamically linked: build it with cargo build --release --target x86_64-unknown-linux-musl");
+    std::fs::copy("/bin/true", case.at("init")).unwrap();
+    case.refused("full", "INIT is the guest's program, kata-gpu-init");
+    std::fs::remove_file(case.at("init")).unwrap();
+    std::fs::write(case.at("init"), b"\x7fELF and nothing that runs").unwrap();
+    let lost = shell("\"$@\"", &[&project().join("initrd/replace-init"), &case.at("full"), &case.at("init"), &case.at("none/new")]);
+    assert!(!lost.status.success() && String::from_utf8_lossy(&lost.stderr).contains("none: no folder that can be written to"));
     // What would lead a privileged hand out of the root.
     let escape = Case::new("escape");
     let outside = escape.at("outside");

@@ -44,7 +44,8 @@ Examples:
   # an unpacked guest image, on the host
   kata-gpu-boot cdi check root/var/run/cdi --root root
   # only what matters to Kata 4; what it finds, for programs
-  kata-gpu-boot cdi check nvidia.yaml --kata 4 --json | jq '.findings[] | {severity, rule, pointer}'
+  kata-gpu-boot cdi check nvidia.yaml --kata 4 --json |
+    jq '.findings[] | {severity, rule, pointer}'
   # everything that is looked for
   kata-gpu-boot cdi check --rules";
 

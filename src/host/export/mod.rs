@@ -49,7 +49,8 @@ Examples:
   kata-gpu-boot export 0f7a --perfetto -o boot.pftrace
   # to an OpenTelemetry Collector
   kata-gpu-boot export --otlp --push http://localhost:4318
-  kata-gpu-boot export --otlp --attribute k8s.pod.name=trainer-0 | curl -sS --json @- http://localhost:4318/v1/traces
+  kata-gpu-boot export --otlp --attribute k8s.pod.name=trainer-0 |
+    curl -sS --json @- http://localhost:4318/v1/traces
   # the five longest steps
   kata-gpu-boot export --csv | sort -t, -k9 -n -r | head -n 5";
 

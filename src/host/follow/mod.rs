@@ -43,7 +43,8 @@ Examples:
   # every boot of this node
   kata-gpu-boot follow --dir boots --all
   # start a pod, wait for its GPUs, and know why if they do not come
-  kubectl apply -f pod.yaml && kata-gpu-boot follow --dir boots --timeout 600 || journalctl -u kata-gpu-boot";
+  kubectl apply -f pod.yaml && kata-gpu-boot follow --dir boots --timeout 600 ||
+    journalctl -u kata-gpu-boot";
 
 /// Watch a boot while it happens: a bar per GPU.
 #[derive(clap::Args, Debug)]

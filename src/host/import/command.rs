@@ -28,10 +28,13 @@ const BADLY_NS: u64 = 10_000_000;
 
 const HELP: &str = "\
 Formats, each found by its lines (or named with --format):
-  journal   containerd's journal or log with the Kata shim's vmconsole= lines (needs debug logs of containerd and of Kata):
-            journalctl -u containerd, the same with -o json, or the log file
-  console   a guest's console log: kernel stamps, lines of kata-agent, of NVRC, of kata-gpu-init
-  bpftrace  output of bpftrace on vfio_pin_pages_remote (--print-bpftrace prints a program)
+  journal   containerd's journal or log with the Kata shim's vmconsole= lines
+            (needs debug logs of containerd and Kata): journalctl -u containerd,
+            the same with -o json, or the log file
+  console   a guest's console log: kernel stamps, lines of kata-agent, of NVRC,
+            of kata-gpu-init
+  bpftrace  output of bpftrace on vfio_pin_pages_remote (--print-bpftrace prints
+            a program)
   ftrace    function_graph output of the same function
   pod       kubectl get pod NAME -o json
   stream    what `collect` wrote, or a guest's boot.ndjson
@@ -41,8 +44,8 @@ comes from a log carries fields.import (format, line, error_ns); ~ marks times t
 Examples:
   # see one boot from the logs of a node
   journalctl -u containerd -o json --since -10m | kata-gpu-boot import -
-  # the incumbent's boot, with what the host did and what Kubernetes saw, into a file that every other command reads
-  kata-gpu-boot import containerd.log bpftrace.txt pod.json --output incumbent.ndjson
+  # the incumbent's boot, with what host and Kubernetes saw, for all commands
+  kata-gpu-boot import containerd.log bpftrace.txt pod.json -o incumbent.ndjson
   kata-gpu-boot show incumbent.ndjson
   # a console log with several boots in it: the second
   kata-gpu-boot import console.log.gz --boot 2 --boot-dir boots";

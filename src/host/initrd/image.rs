@@ -33,6 +33,12 @@ const CHUNK: usize = 256 * 1024;
 const GZIP: [u8; 3] = [0x1f, 0x8b, 8];
 const GZIP_TEXT: u8 = 1;
 const GZIP_NAME: u8 = 8;
+/// Where disk images have their magic numbers: erofs and ext keep theirs in a superblock at 1024, a partition table in the first sector's last bytes.
+const DISK_IMAGES: &[(u64, &[u8], &str)] = &[
+    (1024, &[0xe2, 0xe1, 0xf5, 0xe0], "erofs"),
+    (1024 + 0x38, &[0x53, 0xef], "ext2, ext3 or ext4"),
+    (510, &[0x55, 0xaa], "with partitions"),
+];
 /// Beginnings of what other kernels unpack, and Kata's does not.
 const OTHERS: [(&[u8], &str); 6] = [
     (b"\xfd7zXZ", "xz"),
@@ -243,7 +249,14 @@ impl Scan<'_> {
                 self.image.parts.push(Part { raw: rest.part(0..length), content: rest.part(0..length), ..part });
                 at += length;
             } else {
-                let (content, used) = self.unpack(&rest).with_context(|| format!("byte {at}"))?;
+                let unpacked = self.unpack(&rest);
+                if unpacked.is_err()
+                    && self.image.parts.is_empty()
+                    && let Some(kind) = disk_image(&whole)?
+                {
+                    bail!("a disk image ({kind}) and no initrd: initrd/replace-init gives such an image another init");
+                }
+                let (content, used) = unpacked.with_context(|| format!("byte {at}"))?;
                 let (part, end) = self.part(Form::Gzip, rest.part(0..used), content, at)?;
                 if let End::Other(inside) = end {
                     bail!("byte {at}: byte {inside} of what is unpacked there is neither the beginning of an entry nor zero");
@@ -376,6 +389,17 @@ fn unnamed_file() -> Result<File> {
     let directory = std::env::temp_dir();
     let flags = OFlag::O_TMPFILE.bits();
     OpenOptions::new().read(true).write(true).mode(0o600).custom_flags(flags).open(&directory).with_context(|| no_room(&directory))
+}
+
+/// What a guest's image is where it is no initrd: Kata's releases call both .img.
+fn disk_image(content: &Content) -> io::Result<Option<&'static str>> {
+    for (at, magic, kind) in DISK_IMAGES {
+        let mut found = vec![0; magic.len()];
+        if content.read_at(&mut found, *at)? == magic.len() && found == *magic {
+            return Ok(Some(kind));
+        }
+    }
+    Ok(None)
 }
 
 fn first_byte(content: &Content) -> io::Result<Option<u8>> {

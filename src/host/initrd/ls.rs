@@ -23,6 +23,11 @@ fn is_wanted(entry: &Entry, paths: &[String]) -> bool {
     paths.is_empty() || paths.iter().any(|wanted| within(trimmed(wanted.as_bytes())))
 }
 
+/// What was asked for and is not there.
+pub fn missing<'a>(image: &Image, paths: &'a [String]) -> Vec<&'a String> {
+    paths.iter().filter(|path| !image.entries.iter().any(|entry| is_wanted(entry, std::slice::from_ref(*path)))).collect()
+}
+
 /// A path without slashes at its ends and without `./` in front: `.` is empty.
 fn trimmed(path: &[u8]) -> &[u8] {
     let start = path.iter().position(|b| *b != b'/').unwrap_or(path.len());

@@ -57,7 +57,8 @@ enum Command {
 const PACK_HELP: &str = "\
 A list has one entry a line; # begins a comment; FILE and DIR are relative to the list's folder:
   dir  PATH MODE         file  PATH MODE FILE           link  PATH TARGET
-  fifo PATH MODE         char  PATH MODE MAJOR:MINOR    block PATH MODE MAJOR:MINOR
+  char PATH MODE MAJOR:MINOR    block PATH MODE MAJOR:MINOR
+  fifo PATH MODE
   tree PATH DIR          (everything below DIR, at PATH)
 
 The archive is the same, byte for byte, for the same files: sorted, everything owned by root, times SOURCE_DATE_EPOCH or 0.
@@ -97,12 +98,14 @@ const LS_HELP: &str = "\
 Examples:
   kata-gpu-boot initrd ls kata.initrd
   kata-gpu-boot initrd ls kata.initrd lib/firmware
-  kata-gpu-boot initrd ls kata.initrd --json | jq '.entries | sort_by(-.size)[:10][] | {path, size}'";
+  kata-gpu-boot initrd ls kata.initrd --json |
+    jq '.entries | sort_by(-.size)[:10][] | {path, size}'";
 
 /// List an image's entries, in their order.
 #[derive(clap::Args, Debug)]
 #[command(after_help = LS_HELP)]
 struct LsArgs {
+    /// The initrd.
     image: PathBuf,
     /// Only these, and what is in them.
     paths: Vec<String>,
@@ -114,7 +117,9 @@ struct LsArgs {
 /// Write a file of an image to standard output. Links are followed as in the guest. Exit status 1: there is no such path.
 #[derive(clap::Args, Debug)]
 struct CatArgs {
+    /// The initrd.
     image: PathBuf,
+    /// The file's path in it.
     path: String,
 }
 
@@ -125,9 +130,11 @@ Each finding says what breaks and the cure. What only a boot can tell is not her
 Exit status: 0 nothing keeps it from booting, 1 it cannot boot as a guest with GPUs, 2 it cannot be read.
 
 Examples:
-  kata-gpu-boot initrd verify kata.initrd --kernel /opt/kata/share/kata-containers/vmlinuz-nvidia-gpu.container
-  kata-gpu-boot initrd verify kata.initrd --json | jq '.findings[] | select(.severity == \"error\")'
-  # the driver's libraries come from an extension disk, or there is no real driver
+  cd /opt/kata/share/kata-containers
+  kata-gpu-boot initrd verify gpu.initrd --kernel vmlinuz-nvidia-gpu.container
+  kata-gpu-boot initrd verify gpu.initrd --json |
+    jq '.findings[] | select(.severity == \"error\")'
+  # the driver's libraries come from an extension disk, or there is no driver
   kata-gpu-boot initrd verify base.initrd --no-user-space
   kata-gpu-boot initrd verify --rules";
 
@@ -135,6 +142,7 @@ Examples:
 #[derive(clap::Args, Debug)]
 #[command(after_help = VERIFY_HELP)]
 struct VerifyArgs {
+    /// The initrd.
     #[arg(required_unless_present = "rules")]
     image: Option<PathBuf>,
     /// The guest's kernel (its file, or its release as `uname -r` has it): the modules must be for it.
@@ -164,14 +172,15 @@ kernel_params, or the old init starts.
 Exit status: 0 written, 1 not written because it would not boot (--force), 2 it cannot be done.
 
 Examples:
-  kata-gpu-boot initrd repack kata-nvidia.initrd --init kata-gpu-init -o kata-gpu.initrd
+  kata-gpu-boot initrd repack kata.initrd --init kata-gpu-init -o gpu.initrd
   # plain, so that no guest has to decompress it
-  kata-gpu-boot initrd repack kata-nvidia.initrd --init kata-gpu-init -o kata-gpu.initrd --plain";
+  kata-gpu-boot initrd repack kata.initrd --init kata-gpu-init -o p --plain";
 
 /// Give an image another init, and leave everything else as it is.
 #[derive(clap::Args, Debug)]
 #[command(after_help = REPACK_HELP, group = ArgGroup::new("form").multiple(false))]
 struct RepackArgs {
+    /// The initrd; for a disk image: initrd/replace-init.
     image: PathBuf,
     /// The new init.
     #[arg(long, value_name = "FILE")]
@@ -212,13 +221,16 @@ Exit status: 0 the same, 1 different, 2 one cannot be read.
 
 Examples:
   kata-gpu-boot initrd diff old.initrd new.initrd
-  kata-gpu-boot initrd diff old.initrd new.initrd --json | jq -r '.differences[] | select(.change == \"added\").path'";
+  kata-gpu-boot initrd diff old.initrd new.initrd --json |
+    jq -r '.differences[] | select(.change == \"added\").path'";
 
 /// What a guest finds different between two images.
 #[derive(clap::Args, Debug)]
 #[command(after_help = DIFF_HELP)]
 struct DiffArgs {
+    /// An initrd.
     a: PathBuf,
+    /// The one that it is compared with.
     b: PathBuf,
     /// Times count, too.
     #[arg(long)]
@@ -295,7 +307,11 @@ fn ls(args: &LsArgs) -> Result<bool> {
     let image = Image::open(&args.image)?;
     let (text, listed) = ls::text(&image, &args.paths, &Screen::of_stdout());
     print(&if args.json { ascii_json(&ls::json(&image, &args.paths))? } else { text })?;
-    Ok(listed > 0)
+    let missing = ls::missing(&image, &args.paths);
+    for path in &missing {
+        eprintln!("kata-gpu-boot: {}: no such path in {}", escaped(path.as_bytes()), printable(&args.image.display().to_string()));
+    }
+    Ok(listed > 0 && missing.is_empty())
 }
 
 fn cat(args: &CatArgs) -> Result<bool> {
@@ -425,6 +441,7 @@ mod tests {
         assert!(done(&["diff", &a, &b]).unwrap(), "compressed or not, a guest finds the same");
         assert!(done(&["ls", &a, "file", "--json"]).unwrap());
         assert!(!done(&["ls", &a, "fil"]).unwrap());
+        assert!(!done(&["ls", &a, "file", "fil"]).unwrap(), "one of two is missing");
         assert!(done(&["cat", &a, "/file"]).unwrap());
         assert!(!done(&["cat", &a, "/none"]).unwrap());
         assert!(done(&["cat", &a, "/"]).unwrap_err().to_string().contains("a directory, and no file"));

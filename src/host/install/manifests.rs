@@ -90,7 +90,7 @@ pub fn helm(name: Option<&Name>, config: &Path, plan: &Plan, default_memory: i64
     };
     let indented = |text: &str| text.lines().map(|line| format!("        {line}\n")).collect::<String>();
     Ok(format!(
-        "# helm upgrade --install kata-deploy ... -f this-file. The initrd must be on every node, at this path.\ncustomRuntimes:\n  enabled: true\n  runtimes:\n    {name}:\n      baseConfig: \"{base}\"\n      dropIn: |\n{}      runtimeClass: |\n{}",
+        "# helm upgrade kata-deploy CHART --version VERSION -f YOUR-VALUES -f this-file: those that the release has now, and these.\n# The initrd must be on every node, at this path, before a pod asks for this runtime.\ncustomRuntimes:\n  enabled: true\n  runtimes:\n    {name}:\n      baseConfig: \"{base}\"\n      dropIn: |\n{}      runtimeClass: |\n{}",
         indented(&drop_in::toml_text(plan)),
         indented(&class(&name, &name, default_memory)),
     ))

@@ -46,17 +46,22 @@ verified (`kata-gpu-boot initrd verify`) against the kernel that the configurati
 Exit status: 0 installed, or all was as wanted; 1 refused, with the reasons.
 
 Examples:
+  cd /opt/kata/share/defaults/kata-containers
+  CONFIG=configuration-qemu-nvidia-gpu.toml
   # what would be written, and why not
-  kata-gpu-boot install --kata-config /opt/kata/share/defaults/kata-containers/configuration-qemu-nvidia-gpu.toml --initrd /opt/gpu/a.cpio --dry-run
+  kata-gpu-boot install --kata-config $CONFIG --initrd /opt/a.initrd --dry-run
   # install; upgrade to another initrd; roll back
-  kata-gpu-boot install --kata-config /etc/kata-containers/configuration.toml --initrd /opt/gpu/a.cpio
-  kata-gpu-boot install --kata-config /etc/kata-containers/configuration.toml --initrd /opt/gpu/b.cpio
-  kata-gpu-boot uninstall --kata-config /etc/kata-containers/configuration.toml
+  kata-gpu-boot install --kata-config $CONFIG --initrd /opt/a.initrd
+  kata-gpu-boot install --kata-config $CONFIG --initrd /opt/b.initrd
+  kata-gpu-boot uninstall --kata-config $CONFIG
+  # whether it is still as it was installed
+  kata-gpu-boot install --kata-config $CONFIG --dry-run
   # a parameter of the init, and away with it again
-  kata-gpu-boot install --kata-config /etc/kata-containers/configuration.toml --param gpuinit.log=debug
-  kata-gpu-boot install --kata-config /etc/kata-containers/configuration.toml --unset gpuinit.log
+  kata-gpu-boot install --kata-config $CONFIG --param gpuinit.log=debug
+  kata-gpu-boot install --kata-config $CONFIG --unset gpuinit.log
   # for a cluster
-  kata-gpu-boot install --kata-config configuration-qemu-nvidia-gpu.toml --initrd /opt/gpu/a.cpio --print helm > values.yaml";
+  kata-gpu-boot install --kata-config $CONFIG --initrd /opt/a.initrd \\
+    --print helm > values.yaml";
 
 /// Longest value that a change shows, in bytes; the drop-in itself has it whole.
 const MAX_SHOWN: usize = 120;
@@ -356,7 +361,7 @@ impl Install {
             Known::Asked(version, shim) => format!("Kata {version} (says {})", shim.display()),
             Known::Unknown(why) => {
                 let (major, minor) = self.runtime.drop_ins_since();
-                format!("Kata of unknown version, it must be {major}.{minor} or later ({why})")
+                format!("Kata of unknown version, it must be {major}.{minor} or later (--kata-version tells it; {why})")
             }
         };
         let drop_ins = match self.config.others.len() {

@@ -70,7 +70,11 @@ pub fn parameters(installed: &[String], added: &[String], unset: &[String]) -> R
     let mut refusals = Vec::new();
     for word in added {
         if let Err(why) = kernel_params::check(word) {
-            refusals.push(Refusal::of_argument("--param", why).key("word", word).cure("`kata-gpu-init parameters` lists what there is"));
+            // What a boot would do with it is not done here: it is refused.
+            let why = why.replace(", ignored: ", ": ").replace("; ignored, default: ", "; default: ");
+            let refusal = Refusal::of_argument("--param", why.clone()).key("word", word);
+            let told = why.contains("kata-gpu-init parameters");
+            refusals.push(if told { refusal } else { refusal.cure("`kata-gpu-init parameters` lists what there is") });
         }
     }
     for name in unset {
@@ -108,6 +112,14 @@ mod tests {
     fn keys(text: &str, parameters: &[&str]) -> Vec<String> {
         let plan = plan(text, parameters).unwrap();
         plan.keys.iter().map(|(key, value)| format!("{key} = {}", drop_in::inline(value))).collect()
+    }
+
+    #[test]
+    fn a_word_that_is_refused_is_not_called_ignored() {
+        let refused = |word: &str| parameters(&[], &[word.into()], &[]).unwrap_err().iter().map(ToString::to_string).collect::<String>();
+        let (value, name) = (refused("gpuinit.log=debgu"), refused("gpuinit.bnd=auto"));
+        assert!(value.ends_with("debug, trace; default: info; `kata-gpu-init parameters` lists what there is"), "{value}");
+        assert!(name.ends_with("unknown parameter: `kata-gpu-init parameters` lists them"), "{name}");
     }
 
     #[test]

@@ -20,8 +20,10 @@ and it is empty. The configuration and all other drop-ins are never touched. New
 Exit status: 0 removed, or there was nothing to remove; 1 refused, with the reason.
 
 Examples:
-  kata-gpu-boot uninstall --kata-config /opt/kata/share/defaults/kata-containers/configuration-qemu-nvidia-gpu.toml
-  kata-gpu-boot uninstall --kata-config /etc/kata-containers/configuration.toml --dry-run";
+  cd /opt/kata/share/defaults/kata-containers
+  CONFIG=configuration-qemu-nvidia-gpu.toml
+  kata-gpu-boot uninstall --kata-config $CONFIG --dry-run
+  kata-gpu-boot uninstall --kata-config $CONFIG";
 
 /// Take the initrd out of a Kata configuration again.
 #[derive(clap::Args, Clone, Debug)]

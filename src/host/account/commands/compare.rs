@@ -32,8 +32,8 @@ Examples:
   kata-gpu-boot compare before.ndjson after.ndjson
   kata-gpu-boot compare 0f7a 5fc5 --dir /var/log/boots
   # twenty boots of each version, as a gate: containers within 10 %
-  kata-gpu-boot compare --runs boots-old boots-new --gate 'last container' --threshold 10%
-  kata-gpu-boot compare --runs boots-old boots-new --json | jq '.worse'";
+  kata-gpu-boot compare --runs old/ new/ --gate 'last container' --threshold 10%
+  kata-gpu-boot compare --runs old/ new/ --json | jq '.worse'";
 
 /// Compare two boots or two sets of boots: which milestone, phase and step got slower.
 #[derive(clap::Args, Debug)]

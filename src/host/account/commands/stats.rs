@@ -18,7 +18,8 @@ Examples:
   # everything that the collector of this node wrote
   kata-gpu-boot stats --dir /var/log/boots
   # for programs: the 95th percentile of adapter initialisation
-  kata-gpu-boot stats --json | jq '.steps[] | select(.name == \"gpu.init\") | .p95_ns'";
+  kata-gpu-boot stats --json |
+    jq '.steps[] | select(.name == \"gpu.init\") | .p95_ns'";
 
 /// Show medians, percentiles and failures of all boots in a directory.
 #[derive(clap::Args, Debug)]
