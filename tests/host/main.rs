@@ -46,6 +46,8 @@ mod initrd_hostile;
 #[cfg(feature = "host")]
 mod initrd_manifest;
 #[cfg(feature = "host")]
+mod initrd_output;
+#[cfg(feature = "host")]
 mod initrd_repack;
 #[cfg(feature = "host")]
 mod initrd_verify;
