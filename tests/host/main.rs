@@ -37,6 +37,8 @@ mod install;
 #[cfg(feature = "host")]
 mod install_attacks;
 #[cfg(feature = "host")]
+mod install_image;
+#[cfg(feature = "host")]
 mod install_manifests;
 #[cfg(feature = "host")]
 mod install_refusals;

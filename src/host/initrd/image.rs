@@ -7,6 +7,7 @@
 use super::newc::{HEADER, Header, Kind, MAX_NAME, TRAILER, data_offset, padded};
 use super::progress::Progress;
 use crate::elf::ReadAt;
+use crate::host::disk;
 use anyhow::{Context, Result, bail, ensure};
 use nix::fcntl::OFlag;
 use sha2::{Digest, Sha256};
@@ -42,6 +43,11 @@ const OTHERS: [(&[u8], &str); 6] = [
     (&[0x5d, 0, 0], "lzma"),
     (&[0x89, b'L'], "lzo"),
 ];
+
+/// Of a message about a file that a guest could start from, but not as an initrd.
+pub const DISK: &str = "disk image";
+/// How much of what is unpacked must be enough to see that it is no archive. Zeros may come before one, which pad it to a page, and no more.
+const MAX_BEFORE_ARCHIVE: u64 = 1 << 20;
 
 /// How a part is stored.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -243,9 +249,19 @@ impl Scan<'_> {
                 self.image.parts.push(Part { raw: rest.part(0..length), content: rest.part(0..length), ..part });
                 at += length;
             } else {
+                if self.image.parts.is_empty()
+                    && let Some(what) = what_it_is(&whole)?
+                {
+                    bail!("it is {what}");
+                }
                 let (content, used) = self.unpack(&rest).with_context(|| format!("byte {at}"))?;
                 let (part, end) = self.part(Form::Gzip, rest.part(0..used), content, at)?;
                 if let End::Other(inside) = end {
+                    if part.trailers.is_empty()
+                        && let Some(what) = what_it_is(&part.content)?
+                    {
+                        bail!("byte {at}: what is unpacked there is {what}");
+                    }
                     bail!("byte {at}: byte {inside} of what is unpacked there is neither the beginning of an entry nor zero");
                 }
                 self.image.parts.push(part);
@@ -349,7 +365,7 @@ impl Scan<'_> {
         file.seek(SeekFrom::Start(rest.at))?;
         let mut gzip = flate2::bufread::GzDecoder::new(&mut file);
         let mut progress = Progress::new("unpacking", 0);
-        let (mut buffer, mut length) = (vec![0; CHUNK], 0_u64);
+        let (mut buffer, mut length, mut first) = (vec![0; CHUNK], 0_u64, None);
         loop {
             let read = gzip.read(&mut buffer).context("unpack gzip: the file is damaged or cut")?;
             if read == 0 {
@@ -360,11 +376,33 @@ impl Scan<'_> {
             self.unpacked += read as u64;
             ensure!(self.unpacked <= MAX_UNPACKED, "more than {MAX_UNPACKED} bytes come out: no guest has so much");
             let chunk = buffer.get(..read).unwrap_or_default();
+            first = first.or_else(|| chunk.iter().copied().find(|byte| *byte != 0));
             spool.as_ref().write_all(chunk).with_context(|| no_room(&std::env::temp_dir()))?;
+            // Else a small file could fill a disk before anybody looks at what came out.
+            if length > MAX_BEFORE_ARCHIVE && first != Some(b'0') {
+                let content = Content { file: spool, at: 0, length };
+                match (first, what_it_is(&content)?) {
+                    (_, Some(what)) => bail!("what is unpacked is {what}"),
+                    (Some(_), None) => bail!("what is unpacked is no newc archive: not an initrd"),
+                    (None, None) => bail!("what is unpacked begins with more than {MAX_BEFORE_ARCHIVE} zeros: no initrd does"),
+                }
+            }
         }
         let used = file.stream_position()? - rest.at;
         Ok((Content { file: spool, at: 0, length }, used))
     }
+}
+
+/// What begins here and is no initrd, with what to do.
+fn what_it_is(content: &Content) -> Result<Option<String>> {
+    Ok(disk::known(content)?.map(|what| match what {
+        what if what.starts_with("a disk") || what.ends_with("file system") => {
+            format!(
+                "{what}, a {DISK}: not an initrd (`kata-gpu-boot install --image` takes one, initrd/replace-init gives it another init)"
+            )
+        }
+        what => format!("{what}: not an initrd"),
+    }))
 }
 
 fn no_room(directory: &Path) -> String {

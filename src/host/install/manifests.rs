@@ -88,9 +88,10 @@ pub fn helm(name: Option<&Name>, config: &Path, plan: &Plan, default_memory: i64
         Some(name) => name.clone(),
         None => format!("kata-{base}-init").parse().map_err(|why: String| refuse(&why, "give a name with --name"))?,
     };
+    let root = if plan.image { "image" } else { "initrd" };
     let indented = |text: &str| text.lines().map(|line| format!("        {line}\n")).collect::<String>();
     Ok(format!(
-        "# helm upgrade --install kata-deploy ... -f this-file. The initrd must be on every node, at this path.\ncustomRuntimes:\n  enabled: true\n  runtimes:\n    {name}:\n      baseConfig: \"{base}\"\n      dropIn: |\n{}      runtimeClass: |\n{}",
+        "# helm upgrade --install kata-deploy ... -f this-file. The {root} must be on every node, at this path.\ncustomRuntimes:\n  enabled: true\n  runtimes:\n    {name}:\n      baseConfig: \"{base}\"\n      dropIn: |\n{}      runtimeClass: |\n{}",
         indented(&drop_in::toml_text(plan)),
         indented(&class(&name, &name, default_memory)),
     ))
