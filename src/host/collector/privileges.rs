@@ -6,6 +6,7 @@
 //! Threads that read what guests send or write files have nothing at all ([`drop_in_thread`]).
 
 use anyhow::{Context, Result, bail};
+use nix::errno::Errno;
 use nix::sys::resource::{Resource, getrlimit, setrlimit};
 use nix::unistd::{Gid, Group, Uid, User, fchown, geteuid, setgid, setgroups, setuid};
 use rustix::thread::{
@@ -31,10 +32,10 @@ impl RunAs {
     /// `NAME`, `UID`, or either with `:GROUP`.
     pub fn parse(text: &str) -> Result<Self> {
         let (user, group) = text.split_once(':').map_or((text, None), |(u, g)| (u, Some(g)));
-        let known = match user.parse() {
+        let known = nobody_where_missing(match user.parse() {
             Ok(uid) => User::from_uid(Uid::from_raw(uid)),
             Err(_) => User::from_name(user),
-        }
+        })
         .with_context(|| format!("look up user {user}"))?;
         let uid = match (&known, user.parse()) {
             (Some(known), _) => known.uid,
@@ -43,14 +44,21 @@ impl RunAs {
         };
         let gid = match group {
             None => known.map_or(Gid::from_raw(uid.as_raw()), |known| known.gid),
-            Some(group) => match (group.parse(), Group::from_name(group).with_context(|| format!("look up group {group}"))?) {
-                (Ok(gid), _) => Gid::from_raw(gid),
-                (Err(_), Some(known)) => known.gid,
-                (Err(_), None) => bail!("--user {text}: there is no group {group}: name one that exists, or give a number"),
-            },
+            Some(group) => {
+                match (group.parse(), nobody_where_missing(Group::from_name(group)).with_context(|| format!("look up group {group}"))?) {
+                    (Ok(gid), _) => Gid::from_raw(gid),
+                    (Err(_), Some(known)) => known.gid,
+                    (Err(_), None) => bail!("--user {text}: there is no group {group}: name one that exists, or give a number"),
+                }
+            }
         };
         Ok(Self { uid, gid })
     }
+}
+
+/// A database that is not there, as in an image that is nothing but this program, knows nobody: to glibc that is an answer, to musl an error.
+fn nobody_where_missing<T>(answer: nix::Result<Option<T>>) -> nix::Result<Option<T>> {
+    if matches!(answer, Err(Errno::ENOENT)) { Ok(None) } else { answer }
 }
 
 /// Gives the directory of the boots to somebody. Files in it that are another's stay so: writing to them says so.
@@ -120,6 +128,13 @@ mod tests {
         assert_eq!(RunAs::parse("4000123").unwrap().gid.as_raw(), 4_000_123);
         assert!(RunAs::parse("no-such-user-here").unwrap_err().to_string().contains("name one that exists"));
         assert!(RunAs::parse("root:no-such-group-here").unwrap_err().to_string().contains("no group"));
+    }
+
+    #[test]
+    fn a_missing_database_knows_nobody_and_an_unreadable_one_is_an_error() {
+        assert_eq!(nobody_where_missing::<u8>(Err(Errno::ENOENT)), Ok(None));
+        assert_eq!(nobody_where_missing::<u8>(Err(Errno::EACCES)), Err(Errno::EACCES));
+        assert_eq!(nobody_where_missing(Ok(Some(7))), Ok(Some(7)));
     }
 
     #[test]
