@@ -217,3 +217,46 @@ fn what_a_page_or_a_picture_leaves_out_is_said() {
     assert!(text(Format::Svg, &file, &[]).contains("16100 steps not shown"));
     assert_eq!(text(Format::Csv, &file, &[]).matches("\r\n").count(), 20_101);
 }
+
+/// A boot of these records, `"boottime_ns"` and what follows.
+fn boot_of(records: impl IntoIterator<Item = String>) -> BootFile {
+    let lines: String =
+        records.into_iter().enumerate().map(|(seq, record)| format!("{{\"schema\":1,\"seq\":{seq},\"boottime_ns\":{record}}}\n")).collect();
+    let file = BootFile::read(lines.as_bytes()).unwrap();
+    assert_eq!(file.damaged, 0, "{:?}", file.damage);
+    file
+}
+
+#[test]
+fn a_guest_that_names_many_gpus_does_not_have_each_looked_for_in_each_line() {
+    let gpus = || (0..100).map(|n| format!("{n:04x}:00:00.0"));
+    let said = gpus()
+        .map(|gpu| format!(r#"5,"kind":"kmsg","name":"kmsg","level":"error","fields":{{"text":"NVRM: GPU {gpu}: fallen off the bus"}}"#));
+    let failed = gpus().map(|gpu| format!(r#"9,"kind":"event","name":"gpu.failed","gpu":"{gpu}","error":"gone""#));
+    let timeline = Timeline::new(&boot_of(said.chain(failed)), &[]);
+    assert_eq!((timeline.boot.gpus.len(), timeline.words.len()), (100, super::lanes::MAX_GPU_LANES));
+}
+
+#[test]
+fn what_was_before_the_kernel_is_told_and_is_no_step_without_length() {
+    let file = boot_of([
+        r#"2000,"kind":"event","name":"init.start""#.to_string(),
+        r#"3000,"kind":"event","name":"clock.tsc","fields":{"before_kernel_ns":960000000,"error_ns":40000}"#.to_string(),
+        r#"9000,"kind":"event","name":"settled""#.to_string(),
+    ]);
+    let timeline = Timeline::new(&file, &[]);
+    assert!(timeline.steps.iter().all(|step| step.took_ns() != Some(0)), "{:?}", timeline.steps);
+    assert!(timeline.path.iter().all(|piece| piece.took_ns <= 9000), "what the picture cannot show: {:?}", timeline.path);
+    assert!(text(Format::Html, &file, &[]).contains("<dt>VMM and firmware</dt><dd>0.960 <small>s before kernel start</small>"));
+}
+
+#[test]
+fn an_output_that_is_a_link_is_written_through() {
+    let dir = crate::host::testing::TempDir::new();
+    let (target, link) = (dir.path().join("target"), dir.path().join("link"));
+    std::fs::write(&target, "before").unwrap();
+    std::os::unix::fs::symlink(&target, &link).unwrap();
+    super::save(&link, b"after").unwrap();
+    assert!(link.is_symlink(), "/dev/stdout would be gone");
+    assert_eq!(std::fs::read(&target).unwrap(), b"after");
+}

@@ -174,7 +174,8 @@ impl Timeline {
                 })
             })
             .collect();
-        let worked_out = account.steps.iter().enumerate().filter(|(_, step)| step.span.is_none());
+        // These formats begin with the kernel's clock: a step before it would be one that took no time.
+        let worked_out = account.steps.iter().enumerate().filter(|(_, step)| step.span.is_none() && step.begin_ns >= 0);
         steps.extend(worked_out.map(|(i, step)| derived(i, step, &account.steps, &boot, on_path.contains(&i))));
         steps.sort_by_key(|step| (step.begin_ns, std::cmp::Reverse(step.end_ns.unwrap_or(u64::MAX)), step.id));
         let mut marks = marks;
@@ -305,7 +306,6 @@ fn mark(name: &str, row: Row, parent: Option<u64>) -> Mark {
 
 /// A step that the account has worked out. What is known of a container stands beside its steps.
 fn derived(at: usize, step: &account::timeline::Step, all: &[account::timeline::Step], boot: &Boot, critical: bool) -> Step {
-    // Nothing that the init records lies before the kernel's start.
     let ns = |ns: i64| u64::try_from(ns).unwrap_or(0);
     let mut fields = Vec::new();
     let mut error = None;
@@ -355,7 +355,7 @@ fn path(pieces: &[account::critical_path::Piece], account: &[account::timeline::
         begin_ns: u64::try_from(piece.begin_ns).unwrap_or(0),
         took_ns: piece.took_ns,
     };
-    pieces.iter().map(piece).collect()
+    pieces.iter().filter(|piece| piece.begin_ns >= 0).map(piece).collect()
 }
 
 fn error_text(error: &str) -> String {
@@ -382,10 +382,13 @@ fn guest_offset(records: &[Record]) -> Option<i64> {
 /// The driver's own lines about GPUs that failed or hang: those that name their address.
 fn words(boot: &Boot, marks: &[Mark]) -> BTreeMap<PciAddress, Vec<String>> {
     let mut words = BTreeMap::new();
-    for gpu in boot.gpus.iter().filter(|gpu| gpu.failed.is_some() || gpu.still.is_some()) {
+    let of_driver: Vec<&Mark> = marks.iter().filter(|m| m.side == Side::Driver && m.name == "kmsg" && !m.detail).collect();
+    // As many as have a lane: a stream may name any number of GPUs, and each is looked for in every line.
+    let unusable = boot.gpus.iter().filter(|gpu| gpu.failed.is_some() || gpu.still.is_some()).take(lanes::MAX_GPU_LANES);
+    for gpu in unusable {
         let address = gpu.address.to_string();
-        let of_driver = marks.iter().filter(|m| m.side == Side::Driver && m.name == "kmsg" && !m.detail);
-        let lines: Vec<String> = of_driver.filter(|m| m.text.contains(&address)).map(|m| m.text.clone()).take(MAX_WORDS).collect();
+        let about = of_driver.iter().filter(|m| m.text.contains(&address));
+        let lines: Vec<String> = about.map(|m| m.text.clone()).take(MAX_WORDS).collect();
         if !lines.is_empty() {
             words.insert(gpu.address, lines);
         }
