@@ -137,6 +137,12 @@ fn entry(file: PathBuf, loaded: &Loaded) -> Entry {
     }
 }
 
+/// To the second: the rest of the line needs the room, and --json has the whole.
+fn started(realtime_ns: i64) -> String {
+    let whole = wall_clock(realtime_ns);
+    whole.split_once('.').map_or(whole.clone(), |(seconds, _)| seconds.replace('T', " "))
+}
+
 fn page(listed: &[Entry], unread: &[String], screen: &Screen) -> String {
     let right = Set::Right;
     let columns =
@@ -157,7 +163,7 @@ fn page(listed: &[Entry], unread: &[String], screen: &Screen) -> String {
         grid.row(
             ink,
             vec![
-                entry.started_realtime_ns.map_or("?".to_string(), |ns| wall_clock(ns).replace('T', " ").trim_end_matches('Z').to_string()),
+                entry.started_realtime_ns.map_or("?".to_string(), started),
                 start(&id(entry), length),
                 pod.unwrap_or("-".to_string()),
                 format!("{}/{}", entry.usable_gpus, entry.gpus),
@@ -218,6 +224,7 @@ mod tests {
         let dir = directory();
         let (lines, count) = listed(&dir, 0, None, false);
         assert_eq!((lines.len(), count), (3, 3), "{lines:?}");
+        assert!(lines[0].starts_with("2026-11-21 03:17:57  "), "{lines:?}");
         assert!(lines[0].contains("8/8") && lines[0].ends_with("8.264"), "{lines:?}");
         assert!(lines[1].contains("  ml/train\\x1b[2J  ") && lines[1].contains("7/8"), "{lines:?}");
         assert!(lines[1].ends_with("init: firmware-boot"), "{lines:?}");
