@@ -301,7 +301,7 @@ fn data(timeline: &Timeline) -> (Value, usize) {
     let sides = [Side::Kernel, Side::Host, Side::Driver, Side::Init, Side::Agent];
     let used: Vec<&str> = sides.into_iter().filter(|side| timeline.steps.iter().any(|s| s.side == *side)).map(Side::name).collect();
     let clock = timeline.sample().map(|sample| {
-        json!({ "offset_ms": sample.offset_ns as f64 / 1e6, "error_ns": sample.error_ns, "at_ns": sample.boottime_ns, "ppm": RATE_ERROR_PPM })
+        json!({ "offset_ms": sample.offset_ns as f64 / 1e6, "error_ns": timeline.clock_error_ns(), "at_ns": sample.boottime_ns, "ppm": RATE_ERROR_PPM })
     });
     // A step that is not on the page is time between two that are.
     let on_page = |step: usize| (step < steps.len()).then_some(step);

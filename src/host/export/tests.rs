@@ -3,7 +3,8 @@
 use super::timeline::Timeline;
 use super::{Format, Resource, bytes};
 use crate::host::agent_log::{self, AgentLine};
-use crate::host::boot_file::BootFile;
+use crate::host::boot_file::{BootFile, HostEvent, HostLine};
+use crate::host::clock::Sample;
 use crate::host::show::read_boot;
 use crate::host::testing::{golden, tests_dir};
 use serde_json::Value;
@@ -259,4 +260,20 @@ fn an_output_that_is_a_link_is_written_through() {
     super::save(&link, b"after").unwrap();
     assert!(link.is_symlink(), "/dev/stdout would be gone");
     assert_eq!(std::fs::read(&target).unwrap(), b"after");
+}
+
+#[test]
+fn bounds_hold_where_the_hosts_clock_was_stepped() {
+    const HOUR_NS: u64 = 3_600_000_000_000;
+    let (mut file, _) = fixture(BOOT);
+    let honest = Timeline::new(&file, &[]);
+    assert!(honest.steps.iter().all(|step| honest.wall_at(step.begin_ns).unwrap().error_ns < 10_000_000));
+    let best = file.clock_samples().min_by_key(|sample| sample.error_ns).unwrap();
+    let later = Sample { boottime_ns: 9_000_000_000, offset_ns: best.offset_ns + HOUR_NS as i64, error_ns: 2 * best.error_ns };
+    file.host.push(HostLine::now(HostEvent::Clock(later)));
+    let timeline = Timeline::new(&file, &[]);
+    assert!(timeline.steps.iter().any(|step| step.begin_ns > later.boottime_ns || step.end_ns > Some(later.boottime_ns)));
+    let bound = |at_ns| timeline.wall_at(at_ns).unwrap().error_ns;
+    assert!(bound(best.boottime_ns) < 10_000_000 && bound(later.boottime_ns) >= HOUR_NS, "{}", bound(later.boottime_ns));
+    assert!(timeline.clock_error_ns().unwrap() >= HOUR_NS, "what the page says of any of its times");
 }

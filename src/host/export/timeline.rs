@@ -2,7 +2,8 @@
 //!
 //! Times are ns on the guest's boot clock. Every text is printable ASCII and bounded, whatever the guest sent. Steps are the spans of the stream
 //! and, told apart by having no span id, those that the account of the boot works out from other records; the critical path is the account's, too.
-//! Wall-clock times are by one clock sample, the best of the boot, so that differences of them are those of the boot clock.
+//! Wall-clock times are by one clock sample, the best of the boot, so that differences of them are those of the boot clock; their bounds are by all
+//! samples, and hold where the host's clock was stepped, too.
 
 use super::lanes::{self, Lane};
 use crate::events::record::{Kind, Level, Record, names};
@@ -116,6 +117,7 @@ pub struct Timeline {
     pub marks: Vec<Mark>,
     /// All clock samples, in order of the guest's time.
     pub samples: Vec<Sample>,
+    clock: Clock,
     /// Why GPUs failed, by the reason's token.
     pub failures: BTreeMap<PciAddress, Why>,
     /// The guest's own wall clock minus its boot clock, by its first `clock` event.
@@ -138,8 +140,9 @@ impl Timeline {
         for record in in_time(&file.records) {
             reader.record(record);
         }
-        reader.agent(agent, &samples);
-        reader.collector(file, &samples);
+        let clock = file.clock();
+        reader.agent(agent, &clock);
+        reader.collector(file, &clock);
         let Reader { sides, marks, failures, .. } = reader;
 
         let account = account::timeline::Timeline::new(from_boot::story(&boot, file, agent));
@@ -194,6 +197,7 @@ impl Timeline {
             path,
             marks,
             samples,
+            clock,
             failures,
             guest_offset_ns: guest_offset(&file.records),
             words,
@@ -207,11 +211,18 @@ impl Timeline {
         self.boot.clock.best
     }
 
-    /// The host's wall clock at a time of the guest, with its bound.
+    /// The host's wall clock at a time of the guest, with its bound: as far as it may be from what all samples say together.
     pub fn wall_at(&self, boottime_ns: u64) -> Option<Wall> {
+        let realtime_ns = self.sample()?.offset_ns.checked_add(i64::try_from(boottime_ns).ok()?)?;
+        let known = self.clock.wall_at(boottime_ns)?;
+        Some(Wall { realtime_ns, error_ns: known.error_ns.saturating_add(known.realtime_ns.abs_diff(realtime_ns)) })
+    }
+
+    /// The bound of the sample at its own time; where clocks were stepped, what it is at the worst.
+    pub fn clock_error_ns(&self) -> Option<u64> {
         let sample = self.sample()?;
-        let realtime_ns = sample.offset_ns.checked_add(i64::try_from(boottime_ns).ok()?)?;
-        Some(Wall { realtime_ns, error_ns: sample.error_at(boottime_ns) })
+        let everywhere = self.samples.iter().filter(|_| self.clock.steps() > 0).filter_map(|s| Some(self.wall_at(s.boottime_ns)?.error_ns));
+        Some(everywhere.fold(sample.error_ns, u64::max))
     }
 
     /// The boot id, or what stands for one that is not known.
@@ -267,11 +278,9 @@ impl Reader {
         }
     }
 
-    fn agent(&mut self, agent: &[AgentLine], samples: &[Sample]) {
-        let mut clock = Clock::default();
-        samples.iter().for_each(|sample| clock.add(*sample));
+    fn agent(&mut self, agent: &[AgentLine], clock: &Clock) {
         for line in agent {
-            let Some(placed) = self.points.place(line.realtime_ns, &clock) else { continue };
+            let Some(placed) = self.points.place(line.realtime_ns, clock) else { continue };
             let at_ns = placed.boottime_ns;
             let name = match &line.event {
                 AgentEvent::Ready => "agent.ready",
@@ -285,11 +294,10 @@ impl Reader {
     }
 
     /// When the collector met the guest: what came before that was replayed.
-    fn collector(&mut self, file: &BootFile, samples: &[Sample]) {
-        let Some(best) = samples.iter().min_by_key(|sample| sample.error_ns) else { return };
+    fn collector(&mut self, file: &BootFile, clock: &Clock) {
         for line in &file.host {
             if let HostEvent::Connected { peer, .. } = &line.event
-                && let Ok(at_ns) = u64::try_from(line.realtime_ns.saturating_sub(best.offset_ns))
+                && let Some(at_ns) = clock.boottime_at(line.realtime_ns)
             {
                 let text = format!("collector connected to {}", printable_start(peer.as_bytes(), MAX_VALUE));
                 self.marks.push(mark("collector.connected", Row::plain(at_ns, Side::Host, text), None));
