@@ -1,7 +1,7 @@
 //! kata-gpu-boot: the host's view of how GPU guests start.
 
 use clap::{Parser, Subcommand};
-use kata_gpu_init::host::account::commands::{blame, compare, coverage, critical_path, stats};
+use kata_gpu_init::host::account::commands::{blame, compare, coverage, critical_path, list, stats};
 use kata_gpu_init::host::{cdi_check, collect, demo, export, follow, import, initrd, install, show};
 use std::process::ExitCode;
 
@@ -18,6 +18,7 @@ Examples:
   kata-gpu-boot collect --dir boots --live     receive streams and watch
   kata-gpu-boot follow --dir boots             a boot as it happens: bars
   kata-gpu-boot show --dir boots               the newest boot as a table
+  kata-gpu-boot list --dir boots --failed      which boots went wrong, and whose they were
   kata-gpu-boot critical-path --dir boots      what would have made it shorter
   kata-gpu-boot export --html -o boot.html     the newest boot as a page
   kata-gpu-boot demo --kernel vmlinuz --initrd demo.cpio
@@ -32,6 +33,7 @@ enum Command {
     Collect(collect::Args),
     Follow(follow::Args),
     Show(show::Args),
+    List(list::Args),
     Blame(blame::Args),
     CriticalPath(critical_path::Args),
     Coverage(coverage::Args),
@@ -52,6 +54,7 @@ fn main() -> ExitCode {
         // Its exit status tells what became of the boot.
         Command::Follow(args) => return follow::run(&args),
         Command::Show(args) => show::run(&args),
+        Command::List(args) => list::run(&args),
         Command::Blame(args) => blame::run(&args),
         Command::CriticalPath(args) => critical_path::run(&args),
         Command::Coverage(args) => coverage::run(&args),

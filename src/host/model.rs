@@ -21,6 +21,8 @@ use std::collections::BTreeMap;
 pub const MODEL: u32 = 1;
 /// What 0 is in every stream of a guest.
 pub const KERNEL_START: &str = "kernel start";
+/// The milestone at which all GPUs were usable or failed.
+pub const SETTLED: &str = "settled";
 /// Gaps that are named one by one.
 const MAX_NAMED_GAPS: usize = 32;
 
@@ -327,6 +329,7 @@ impl Boot {
             milestone("agent ready", ready.map(|p| (p.boottime_ns, p.approximate))),
             milestone("first container", created.first().copied()),
             milestone("last container", created.last().copied()),
+            milestone(SETTLED, boot.settled_ns.map(|t| (t, false))),
         ];
         boot.spans = spans;
         let timeline = Timeline::new(from_boot::story(&boot, file, agent));

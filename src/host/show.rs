@@ -102,13 +102,14 @@ pub fn find(boot: Option<&str>, dir: &Path) -> Result<PathBuf> {
     }
 }
 
-/// The boots in a directory: files that are named by a boot id.
+/// The boots in a directory: files that are named by a boot id. Nothing else of such a name is one: a pipe would be waited for, and /dev/zero has no end.
 pub fn boots(dir: &Path) -> Result<Vec<PathBuf>> {
     let mut found = Vec::new();
     for entry in std::fs::read_dir(dir).with_context(|| format!("read directory {}", dir.display()))? {
         let path = entry.with_context(|| format!("read directory {}", dir.display()))?.path();
         let named_by_id = path.file_stem().and_then(|s| s.to_str()).is_some_and(is_boot_id);
-        if named_by_id && path.extension().is_some_and(|e| e == EXTENSION) {
+        // A link whose target is gone is none either, nor is what the retention has removed in between.
+        if named_by_id && path.extension().is_some_and(|e| e == EXTENSION) && path.is_file() {
             found.push(path);
         }
     }
@@ -116,15 +117,25 @@ pub fn boots(dir: &Path) -> Result<Vec<PathBuf>> {
 }
 
 fn newest(dir: &Path) -> Result<PathBuf> {
+    Ok(dated(dir)?.swap_remove(0))
+}
+
+/// The boots in a directory, at least one, that which was written to last first.
+pub fn dated(dir: &Path) -> Result<Vec<PathBuf>> {
     let mut dated = Vec::new();
     for path in boots(dir)? {
-        let modified = path.metadata().and_then(|m| m.modified()).with_context(|| format!("look at {}", path.display()))?;
-        dated.push((modified, path));
+        match path.metadata().and_then(|m| m.modified()) {
+            Ok(modified) => dated.push((modified, path)),
+            // The retention was faster.
+            Err(e) if e.kind() == ErrorKind::NotFound => {}
+            Err(e) => return Err(e).with_context(|| format!("look at {}", path.display())),
+        }
     }
-    match dated.into_iter().max() {
-        Some((_, path)) => Ok(path),
-        None => bail!("no boot in {}: name the collector's directory with --dir, or give a file", dir.display()),
+    if dated.is_empty() {
+        bail!("no boot in {}: name the collector's directory with --dir, or give a file", dir.display());
     }
+    dated.sort_unstable_by(|a, b| b.cmp(a));
+    Ok(dated.into_iter().map(|(_, path)| path).collect())
 }
 
 /// Table and summary.
@@ -296,6 +307,19 @@ mod tests {
         assert!(find(Some("0f7"), dir.path()).unwrap_err().to_string().contains("2 boots"));
         assert!(find(Some("beef"), dir.path()).unwrap_err().to_string().contains("--dir"));
         assert!(find(Some("../no/such"), dir.path()).unwrap_err().to_string().contains("no such file"));
+    }
+
+    #[test]
+    fn what_is_called_like_a_boot_and_is_no_file_is_not_looked_into() {
+        let dir = TempDir::new();
+        let named = |n: u8| dir.path().join(format!("0f7a1f8e-0000-4000-8000-00000000000{n}.ndjson"));
+        std::fs::write(named(0), "").unwrap();
+        std::os::unix::fs::symlink("/nonexistent", named(1)).unwrap();
+        std::os::unix::fs::symlink("/dev/zero", named(2)).unwrap();
+        std::fs::create_dir(named(3)).unwrap();
+        nix::unistd::mkfifo(&named(4), nix::sys::stat::Mode::S_IRWXU).unwrap();
+        assert_eq!(boots(dir.path()).unwrap(), [named(0)]);
+        assert_eq!(find(None, dir.path()).unwrap(), named(0), "a link to nothing does not keep the others from being found");
     }
 
     #[test]

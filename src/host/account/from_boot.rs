@@ -5,7 +5,7 @@
 
 use super::super::agent_log::{AgentEvent, AgentLine, ClockPoints};
 use super::super::boot_file::BootFile;
-use super::super::model::{Boot, Gpu};
+use super::super::model::{Boot, Gpu, SETTLED};
 use super::super::rows::GpuName;
 use super::phase::{classify, derived};
 use super::story::{Milestone, Step, Story};
@@ -15,8 +15,6 @@ use crate::pci::PciAddress;
 use serde_json::Value;
 use std::collections::{BTreeMap, HashMap};
 
-/// The milestone that `show` does not have: all GPUs usable or failed.
-pub const SETTLED: &str = "settled";
 /// The milestone before all others, where it is known: the VM's first CPU was made.
 pub const VM_START: &str = "VM start";
 /// Where the account of a boot ends that never came to an end.
@@ -225,7 +223,7 @@ fn chain_serial_initialisation(telling: &mut Telling) {
 }
 
 fn milestones(telling: &mut Telling, created: &BTreeMap<i64, usize>, settle: Option<usize>) {
-    for milestone in &telling.boot.milestones {
+    for milestone in telling.boot.milestones.iter().filter(|m| m.name != SETTLED) {
         let Some(at_ns) = milestone.boottime_ns.map(ns) else { continue };
         let first = |name: &str| telling.first(name);
         let after: Option<usize> = match milestone.name {

@@ -479,6 +479,9 @@ mod tests {
             guest.connection.tick(guest.now).unwrap();
         }
         assert_eq!(record::ping(guest.connection.output()), Some(0));
+        // The header is on its way to the disk; its directory goes when it has arrived.
+        let (_, file, _) = guest.end();
+        assert!(file.header.is_some());
     }
 
     #[test]

@@ -9,7 +9,7 @@ use super::svg;
 use super::timeline::{Mark, Step, Timeline};
 use crate::events::record::names;
 use crate::host::clock::RATE_ERROR_PPM;
-use crate::host::model::{self, Gpu};
+use crate::host::model::{self, Gpu, SETTLED};
 use crate::host::rows::{Side, Tone};
 use crate::host::summary::complaints;
 use crate::host::text::{error_bound, printable, seconds, wall_clock};
@@ -155,8 +155,11 @@ fn tiles(timeline: &Timeline) -> String {
         format!("<div><dt>{}</dt><dd>{} <small>{}</small></dd></div>", html(name), html(&value), html(more))
     };
     let mut out = String::new();
+    // It has no place in the picture, which begins with the kernel's clock.
+    let before = timeline.boot.clock.before_kernel;
+    out.extend(before.map(|before| tile("VMM and firmware", seconds(before.took_ns), "s before kernel start")));
     let mut last = None;
-    for milestone in &timeline.boot.milestones {
+    for milestone in timeline.boot.milestones.iter().filter(|m| m.name != SETTLED) {
         // One container is the first and the last.
         let value = milestone.boottime_ns.filter(|ns| milestone.name != "kernel start" && last != Some(*ns));
         last = milestone.boottime_ns.or(last);
@@ -165,7 +168,7 @@ fn tiles(timeline: &Timeline) -> String {
     }
     let published = timeline.boot.gpus.iter().filter_map(|g| g.published.map(|p| p.at_ns)).max();
     out.extend(published.map(|ns| tile("last GPU published", seconds(ns), "s")));
-    out.extend(timeline.boot.settled_ns.map(|ns| tile("settled", seconds(ns), "s")));
+    out.extend(timeline.boot.settled_ns.map(|ns| tile(SETTLED, seconds(ns), "s")));
     out.extend(timeline.sample().map(|sample| {
         let bound = error_bound(sample.error_ns).replace("+-", "±");
         tile("clock error", bound.trim_end_matches(" ms").to_string(), "ms at best")
@@ -298,7 +301,7 @@ fn data(timeline: &Timeline) -> (Value, usize) {
     let sides = [Side::Kernel, Side::Host, Side::Driver, Side::Init, Side::Agent];
     let used: Vec<&str> = sides.into_iter().filter(|side| timeline.steps.iter().any(|s| s.side == *side)).map(Side::name).collect();
     let clock = timeline.sample().map(|sample| {
-        json!({ "offset_ms": sample.offset_ns as f64 / 1e6, "error_ns": sample.error_ns, "at_ns": sample.boottime_ns, "ppm": RATE_ERROR_PPM })
+        json!({ "offset_ms": sample.offset_ns as f64 / 1e6, "error_ns": timeline.clock_error_ns(), "at_ns": sample.boottime_ns, "ppm": RATE_ERROR_PPM })
     });
     // A step that is not on the page is time between two that are.
     let on_page = |step: usize| (step < steps.len()).then_some(step);
@@ -315,7 +318,6 @@ fn data(timeline: &Timeline) -> (Value, usize) {
 pub fn milestones(timeline: &Timeline) -> Vec<(&'static str, u64)> {
     let named = timeline.boot.milestones.iter().filter(|m| !matches!(m.name, "kernel start" | "agent exec"));
     let mut lines: Vec<(&str, u64)> = named.filter_map(|m| Some((m.name, m.boottime_ns?))).collect();
-    lines.extend(timeline.boot.settled_ns.map(|ns| ("settled", ns)));
     // One container is the first and the last.
     lines.dedup_by_key(|(_, at)| *at);
     lines.sort_by_key(|(_, at)| *at);

@@ -10,7 +10,7 @@ use std::cmp::Reverse;
 use std::collections::{BTreeSet, BinaryHeap, HashMap};
 
 /// GPUs that get a lane of their own; the marks and steps of more share one. No machine has more, but a stream can say so.
-const MAX_GPU_LANES: usize = 64;
+pub const MAX_GPU_LANES: usize = 64;
 
 /// The sides in the order in which they hand over to each other.
 const SIDES: [Side; 5] = [Side::Kernel, Side::Host, Side::Driver, Side::Init, Side::Agent];

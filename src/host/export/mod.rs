@@ -178,8 +178,8 @@ pub fn bytes(format: Format, file: &BootFile, agent: &[AgentLine], resource: &Re
 /// Writes beside the file and renames, so that nobody ever reads half of it.
 fn save(path: &Path, bytes: &[u8]) -> Result<()> {
     let Some(name) = path.file_name() else { bail!("write {}: not the name of a file", path.display()) };
-    // A pipe or a device is written to, not replaced.
-    if path.metadata().is_ok_and(|meta| !meta.is_file()) {
+    // A pipe, a device or a link is written to, not replaced: /dev/stdout is a link.
+    if path.symlink_metadata().is_ok_and(|meta| !meta.is_file()) {
         return std::fs::write(path, bytes).with_context(|| format!("write {}", path.display()));
     }
     let mut temporary = name.to_os_string();

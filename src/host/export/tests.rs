@@ -3,7 +3,8 @@
 use super::timeline::Timeline;
 use super::{Format, Resource, bytes};
 use crate::host::agent_log::{self, AgentLine};
-use crate::host::boot_file::BootFile;
+use crate::host::boot_file::{BootFile, HostEvent, HostLine};
+use crate::host::clock::Sample;
 use crate::host::show::read_boot;
 use crate::host::testing::{golden, tests_dir};
 use serde_json::Value;
@@ -216,4 +217,63 @@ fn what_a_page_or_a_picture_leaves_out_is_said() {
     assert!(text(Format::Html, &file, &[]).contains("100 steps and events are not on this page"));
     assert!(text(Format::Svg, &file, &[]).contains("16100 steps not shown"));
     assert_eq!(text(Format::Csv, &file, &[]).matches("\r\n").count(), 20_101);
+}
+
+/// A boot of these records, `"boottime_ns"` and what follows.
+fn boot_of(records: impl IntoIterator<Item = String>) -> BootFile {
+    let lines: String =
+        records.into_iter().enumerate().map(|(seq, record)| format!("{{\"schema\":1,\"seq\":{seq},\"boottime_ns\":{record}}}\n")).collect();
+    let file = BootFile::read(lines.as_bytes()).unwrap();
+    assert_eq!(file.damaged, 0, "{:?}", file.damage);
+    file
+}
+
+#[test]
+fn a_guest_that_names_many_gpus_does_not_have_each_looked_for_in_each_line() {
+    let gpus = || (0..100).map(|n| format!("{n:04x}:00:00.0"));
+    let said = gpus()
+        .map(|gpu| format!(r#"5,"kind":"kmsg","name":"kmsg","level":"error","fields":{{"text":"NVRM: GPU {gpu}: fallen off the bus"}}"#));
+    let failed = gpus().map(|gpu| format!(r#"9,"kind":"event","name":"gpu.failed","gpu":"{gpu}","error":"gone""#));
+    let timeline = Timeline::new(&boot_of(said.chain(failed)), &[]);
+    assert_eq!((timeline.boot.gpus.len(), timeline.words.len()), (100, super::lanes::MAX_GPU_LANES));
+}
+
+#[test]
+fn what_was_before_the_kernel_is_told_and_is_no_step_without_length() {
+    let file = boot_of([
+        r#"2000,"kind":"event","name":"init.start""#.to_string(),
+        r#"3000,"kind":"event","name":"clock.tsc","fields":{"before_kernel_ns":960000000,"error_ns":40000}"#.to_string(),
+        r#"9000,"kind":"event","name":"settled""#.to_string(),
+    ]);
+    let timeline = Timeline::new(&file, &[]);
+    assert!(timeline.steps.iter().all(|step| step.took_ns() != Some(0)), "{:?}", timeline.steps);
+    assert!(timeline.path.iter().all(|piece| piece.took_ns <= 9000), "what the picture cannot show: {:?}", timeline.path);
+    assert!(text(Format::Html, &file, &[]).contains("<dt>VMM and firmware</dt><dd>0.960 <small>s before kernel start</small>"));
+}
+
+#[test]
+fn an_output_that_is_a_link_is_written_through() {
+    let dir = crate::host::testing::TempDir::new();
+    let (target, link) = (dir.path().join("target"), dir.path().join("link"));
+    std::fs::write(&target, "before").unwrap();
+    std::os::unix::fs::symlink(&target, &link).unwrap();
+    super::save(&link, b"after").unwrap();
+    assert!(link.is_symlink(), "/dev/stdout would be gone");
+    assert_eq!(std::fs::read(&target).unwrap(), b"after");
+}
+
+#[test]
+fn bounds_hold_where_the_hosts_clock_was_stepped() {
+    const HOUR_NS: u64 = 3_600_000_000_000;
+    let (mut file, _) = fixture(BOOT);
+    let honest = Timeline::new(&file, &[]);
+    assert!(honest.steps.iter().all(|step| honest.wall_at(step.begin_ns).unwrap().error_ns < 10_000_000));
+    let best = file.clock_samples().min_by_key(|sample| sample.error_ns).unwrap();
+    let later = Sample { boottime_ns: 9_000_000_000, offset_ns: best.offset_ns + HOUR_NS as i64, error_ns: 2 * best.error_ns };
+    file.host.push(HostLine::now(HostEvent::Clock(later)));
+    let timeline = Timeline::new(&file, &[]);
+    assert!(timeline.steps.iter().any(|step| step.begin_ns > later.boottime_ns || step.end_ns > Some(later.boottime_ns)));
+    let bound = |at_ns| timeline.wall_at(at_ns).unwrap().error_ns;
+    assert!(bound(best.boottime_ns) < 10_000_000 && bound(later.boottime_ns) >= HOUR_NS, "{}", bound(later.boottime_ns));
+    assert!(timeline.clock_error_ns().unwrap() >= HOUR_NS, "what the page says of any of its times");
 }

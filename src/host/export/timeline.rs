@@ -2,7 +2,8 @@
 //!
 //! Times are ns on the guest's boot clock. Every text is printable ASCII and bounded, whatever the guest sent. Steps are the spans of the stream
 //! and, told apart by having no span id, those that the account of the boot works out from other records; the critical path is the account's, too.
-//! Wall-clock times are by one clock sample, the best of the boot, so that differences of them are those of the boot clock.
+//! Wall-clock times are by one clock sample, the best of the boot, so that differences of them are those of the boot clock; their bounds are by all
+//! samples, and hold where the host's clock was stepped, too.
 
 use super::lanes::{self, Lane};
 use crate::events::record::{Kind, Level, Record, names};
@@ -116,6 +117,7 @@ pub struct Timeline {
     pub marks: Vec<Mark>,
     /// All clock samples, in order of the guest's time.
     pub samples: Vec<Sample>,
+    clock: Clock,
     /// Why GPUs failed, by the reason's token.
     pub failures: BTreeMap<PciAddress, Why>,
     /// The guest's own wall clock minus its boot clock, by its first `clock` event.
@@ -138,8 +140,9 @@ impl Timeline {
         for record in in_time(&file.records) {
             reader.record(record);
         }
-        reader.agent(agent, &samples);
-        reader.collector(file, &samples);
+        let clock = file.clock();
+        reader.agent(agent, &clock);
+        reader.collector(file, &clock);
         let Reader { sides, marks, failures, .. } = reader;
 
         let account = account::timeline::Timeline::new(from_boot::story(&boot, file, agent));
@@ -174,7 +177,8 @@ impl Timeline {
                 })
             })
             .collect();
-        let worked_out = account.steps.iter().enumerate().filter(|(_, step)| step.span.is_none());
+        // These formats begin with the kernel's clock: a step before it would be one that took no time.
+        let worked_out = account.steps.iter().enumerate().filter(|(_, step)| step.span.is_none() && step.begin_ns >= 0);
         steps.extend(worked_out.map(|(i, step)| derived(i, step, &account.steps, &boot, on_path.contains(&i))));
         steps.sort_by_key(|step| (step.begin_ns, std::cmp::Reverse(step.end_ns.unwrap_or(u64::MAX)), step.id));
         let mut marks = marks;
@@ -193,6 +197,7 @@ impl Timeline {
             path,
             marks,
             samples,
+            clock,
             failures,
             guest_offset_ns: guest_offset(&file.records),
             words,
@@ -206,11 +211,18 @@ impl Timeline {
         self.boot.clock.best
     }
 
-    /// The host's wall clock at a time of the guest, with its bound.
+    /// The host's wall clock at a time of the guest, with its bound: as far as it may be from what all samples say together.
     pub fn wall_at(&self, boottime_ns: u64) -> Option<Wall> {
+        let realtime_ns = self.sample()?.offset_ns.checked_add(i64::try_from(boottime_ns).ok()?)?;
+        let known = self.clock.wall_at(boottime_ns)?;
+        Some(Wall { realtime_ns, error_ns: known.error_ns.saturating_add(known.realtime_ns.abs_diff(realtime_ns)) })
+    }
+
+    /// The bound of the sample at its own time; where clocks were stepped, what it is at the worst.
+    pub fn clock_error_ns(&self) -> Option<u64> {
         let sample = self.sample()?;
-        let realtime_ns = sample.offset_ns.checked_add(i64::try_from(boottime_ns).ok()?)?;
-        Some(Wall { realtime_ns, error_ns: sample.error_at(boottime_ns) })
+        let everywhere = self.samples.iter().filter(|_| self.clock.steps() > 0).filter_map(|s| Some(self.wall_at(s.boottime_ns)?.error_ns));
+        Some(everywhere.fold(sample.error_ns, u64::max))
     }
 
     /// The boot id, or what stands for one that is not known.
@@ -266,11 +278,9 @@ impl Reader {
         }
     }
 
-    fn agent(&mut self, agent: &[AgentLine], samples: &[Sample]) {
-        let mut clock = Clock::default();
-        samples.iter().for_each(|sample| clock.add(*sample));
+    fn agent(&mut self, agent: &[AgentLine], clock: &Clock) {
         for line in agent {
-            let Some(placed) = self.points.place(line.realtime_ns, &clock) else { continue };
+            let Some(placed) = self.points.place(line.realtime_ns, clock) else { continue };
             let at_ns = placed.boottime_ns;
             let name = match &line.event {
                 AgentEvent::Ready => "agent.ready",
@@ -284,11 +294,10 @@ impl Reader {
     }
 
     /// When the collector met the guest: what came before that was replayed.
-    fn collector(&mut self, file: &BootFile, samples: &[Sample]) {
-        let Some(best) = samples.iter().min_by_key(|sample| sample.error_ns) else { return };
+    fn collector(&mut self, file: &BootFile, clock: &Clock) {
         for line in &file.host {
             if let HostEvent::Connected { peer, .. } = &line.event
-                && let Ok(at_ns) = u64::try_from(line.realtime_ns.saturating_sub(best.offset_ns))
+                && let Some(at_ns) = clock.boottime_at(line.realtime_ns)
             {
                 let text = format!("collector connected to {}", printable_start(peer.as_bytes(), MAX_VALUE));
                 self.marks.push(mark("collector.connected", Row::plain(at_ns, Side::Host, text), None));
@@ -305,7 +314,6 @@ fn mark(name: &str, row: Row, parent: Option<u64>) -> Mark {
 
 /// A step that the account has worked out. What is known of a container stands beside its steps.
 fn derived(at: usize, step: &account::timeline::Step, all: &[account::timeline::Step], boot: &Boot, critical: bool) -> Step {
-    // Nothing that the init records lies before the kernel's start.
     let ns = |ns: i64| u64::try_from(ns).unwrap_or(0);
     let mut fields = Vec::new();
     let mut error = None;
@@ -355,7 +363,7 @@ fn path(pieces: &[account::critical_path::Piece], account: &[account::timeline::
         begin_ns: u64::try_from(piece.begin_ns).unwrap_or(0),
         took_ns: piece.took_ns,
     };
-    pieces.iter().map(piece).collect()
+    pieces.iter().filter(|piece| piece.begin_ns >= 0).map(piece).collect()
 }
 
 fn error_text(error: &str) -> String {
@@ -382,10 +390,13 @@ fn guest_offset(records: &[Record]) -> Option<i64> {
 /// The driver's own lines about GPUs that failed or hang: those that name their address.
 fn words(boot: &Boot, marks: &[Mark]) -> BTreeMap<PciAddress, Vec<String>> {
     let mut words = BTreeMap::new();
-    for gpu in boot.gpus.iter().filter(|gpu| gpu.failed.is_some() || gpu.still.is_some()) {
+    let of_driver: Vec<&Mark> = marks.iter().filter(|m| m.side == Side::Driver && m.name == "kmsg" && !m.detail).collect();
+    // As many as have a lane: a stream may name any number of GPUs, and each is looked for in every line.
+    let unusable = boot.gpus.iter().filter(|gpu| gpu.failed.is_some() || gpu.still.is_some()).take(lanes::MAX_GPU_LANES);
+    for gpu in unusable {
         let address = gpu.address.to_string();
-        let of_driver = marks.iter().filter(|m| m.side == Side::Driver && m.name == "kmsg" && !m.detail);
-        let lines: Vec<String> = of_driver.filter(|m| m.text.contains(&address)).map(|m| m.text.clone()).take(MAX_WORDS).collect();
+        let about = of_driver.iter().filter(|m| m.text.contains(&address));
+        let lines: Vec<String> = about.map(|m| m.text.clone()).take(MAX_WORDS).collect();
         if !lines.is_empty() {
             words.insert(gpu.address, lines);
         }

@@ -59,7 +59,6 @@ pub fn agreement(stream: &BootFile, agent: &[AgentLine], import: &BootFile) -> A
         let imported = b.milestones.iter().find(|m| m.name == milestone.name).and_then(|m| m.boottime_ns);
         all.compare(milestone.name.into(), milestone.boottime_ns, imported, error);
     }
-    all.compare("settled".into(), a.settled_ns, b.settled_ns, 0);
     for gpu in &a.gpus {
         let imported = b.gpus.iter().find(|g| g.address == gpu.address);
         let at = |step: Option<Step>| step.map(|s| s.at_ns);

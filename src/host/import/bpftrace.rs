@@ -140,7 +140,7 @@ impl Reader {
 
     fn histogram_line(&mut self, line: &str) -> Result<(), Skip> {
         let histograms = &mut self.trace.histograms;
-        if let Some(name) = line.strip_prefix('@').and_then(|rest| rest.strip_suffix(':')) {
+        if let Some(name) = map_name(line) {
             if histograms.len() >= MAX_HISTOGRAMS {
                 return Err(Skip::LimitReached);
             }
@@ -234,6 +234,14 @@ fn duration(text: &str) -> Option<u64> {
 
 fn took_words(text: &str) -> Option<u64> {
     [("ns", 1), ("us", 1_000), ("ms", 1_000_000)].into_iter().find_map(|(key, scale)| word::<u64>(text, key)?.checked_mul(scale))
+}
+
+/// The name in a line `@name:` or `@name[key]:`, above the buckets of a map.
+pub fn map_name(line: &str) -> Option<&str> {
+    let name = line.strip_prefix('@')?.strip_suffix(':')?;
+    let identifier = name.split('[').next().unwrap_or_default();
+    let is_name = identifier.bytes().all(|b| b.is_ascii_alphanumeric() || b == b'_') && name.bytes().all(|b| (b' '..=b'~').contains(&b));
+    is_name.then_some(name)
 }
 
 #[cfg(test)]

@@ -61,7 +61,7 @@ pub struct Args {
     #[arg(long, value_name = "DIR")]
     boot_dir: Option<PathBuf>,
     /// Write the boot to this file; - is standard output. Without this and --boot-dir the boot is shown.
-    #[arg(long, value_name = "FILE", conflicts_with = "boot_dir")]
+    #[arg(short, long, value_name = "FILE", conflicts_with = "boot_dir")]
     output: Option<PathBuf>,
     /// The format of all files; found by their lines if left away.
     #[arg(long, value_enum)]

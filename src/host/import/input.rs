@@ -216,7 +216,7 @@ fn of_line(line: &str) -> Option<Format> {
     if line.starts_with("# tracer: function_graph") {
         return Some(Format::Ftrace);
     }
-    if line.starts_with("Attaching ") && line.contains("probe") || line.starts_with('@') && line.ends_with(':') {
+    if line.starts_with("Attaching ") && line.contains("probe") || super::bpftrace::map_name(line).is_some() {
         return Some(Format::Bpftrace);
     }
     let stamped = super::console::kernel_line(line).is_some();
@@ -288,7 +288,9 @@ mod tests {
         assert_eq!(of("Attaching 2 probes...\nvfio_pin_pages_remote took 3 ms\n"), Some(Format::Bpftrace));
         assert_eq!(of("{\n  \"apiVersion\": \"v1\",\n  \"kind\": \"Pod\"\n}\n"), Some(Format::Pod));
         assert_eq!(of("hello\nworld\n"), None);
+        assert_eq!(of("@hist:\n@[tid 7]:\n"), Some(Format::Bpftrace));
         assert_eq!(detect(&[0xff, 0, 1, 2, 200]), None);
+        assert_eq!(detect(b"\n@V]Y\xff\0\x18:\n"), None, "noise that happens to begin and end like the name of a map");
         // A guest's console may hold lines of nvidia-ctk, which look like containerd's.
         assert_eq!(of("[    1.000000] time=\"2026-01-02T03:04:05Z\" level=info msg=\"x\"\n"), Some(Format::Console));
     }

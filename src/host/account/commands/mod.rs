@@ -1,9 +1,10 @@
-//! The subcommands `blame`, `critical-path`, `coverage`, `compare` and `stats`: which boot, which window, and how it is printed.
+//! The subcommands `blame`, `critical-path`, `coverage`, `compare`, `stats` and `list`: which boot, which window, and how it is printed.
 
 pub mod blame;
 pub mod compare;
 pub mod coverage;
 pub mod critical_path;
+pub mod list;
 pub mod stats;
 
 use super::super::agent_log;
@@ -22,7 +23,7 @@ use std::io::{IsTerminal, Write};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-/// Version of the JSON forms of all five.
+/// Version of the JSON forms of all six.
 pub const ACCOUNT: u32 = 1;
 /// How long nobody wonders what is going on.
 const SILENCE: Duration = Duration::from_secs(1);
