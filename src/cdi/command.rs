@@ -31,7 +31,7 @@ options:
   --hooks KIND         one (default), compat (the incumbent's six), none
   --hook-path FILE     this program, where the runtime finds it; default: its path here
   --format FORMAT      json (default) or yaml
-  --output FILE        replaces FILE when the spec is complete; default: standard output
+  --output FILE        replaces FILE when the spec is complete; default: standard output (-)
 
 exit status: 0 all is in the spec; 3 the spec is written, and something was left out (standard error says what); 1 no spec; 2 wrong usage
 
@@ -155,7 +155,7 @@ fn parse(words: &[String]) -> Result<Asked, Error> {
                     _ => return Err(usage(&format!("{value:?} is neither json nor yaml"))),
                 }
             }
-            _ => asked.output = Some(value.into()),
+            _ => asked.output = (value != "-").then(|| value.into()),
         }
     }
     Ok(asked)
@@ -251,9 +251,10 @@ mod tests {
 
     #[test]
     fn options_are_taken_with_a_space_or_an_equals_sign() {
-        let asked = asked(&["--root", "/r", "--dev-root=/d", "--names=uuid,index", "--format", "yaml"]).unwrap();
+        let asked = asked(&["--root", "/r", "--dev-root=/d", "--names=uuid,index", "--format", "yaml", "--output", "-"]).unwrap();
         assert_eq!((asked.root.as_path(), asked.places().dev_root.as_path(), asked.yaml), (Path::new("/r"), Path::new("/d"), true));
         assert_eq!(asked.options.namings.len(), 2);
+        assert_eq!(asked.output, None, "- is standard output");
     }
 
     #[test]

@@ -9,6 +9,7 @@ pub mod clock; // the guest's clock beside the host's
 pub mod collect; // the subcommand collect
 pub mod collector; // accepts guests, one connection each, and keeps what they send
 pub mod demo; // the subcommand demo
+pub mod disk; // a guest's image as a disk: where its root is
 pub mod export; // the subcommand export: traces, tables, a page, a picture
 pub mod follow; // the subcommand follow: a boot while it happens
 pub mod framing; // bytes into lines

@@ -85,6 +85,14 @@ fn no_changed_byte_does_harm() {
     assert!(read > 100 && refused > 500, "{read} read, {refused} refused");
 }
 
+/// What begins as nothing, and has a magic number somewhere.
+fn disk(at: usize, magic: &[u8]) -> Vec<u8> {
+    let mut bytes = vec![0; 4096];
+    bytes[0] = b'x';
+    bytes[at..at + magic.len()].copy_from_slice(magic);
+    bytes
+}
+
 #[test]
 fn what_the_kernel_would_not_take_is_refused_with_the_reason() {
     let good = small();
@@ -108,13 +116,17 @@ fn what_the_kernel_would_not_take_is_refused_with_the_reason() {
         (vec![0; 1000], "there is no entry"),
         (archive(&[]), "there is no entry"),
         (b"#!/bin/sh\n".to_vec(), "neither a newc archive nor gzip"),
-        (disk(1024, &[0xe2, 0xe1, 0xf5, 0xe0]), "a disk image (erofs) and no initrd: initrd/replace-init"),
-        (disk(1024 + 0x38, &[0x53, 0xef]), "a disk image (ext2, ext3 or ext4) and no initrd"),
-        (disk(510, &[0x55, 0xaa]), "a disk image (with partitions) and no initrd"),
         (disk(512, &[0x55, 0xaa]), "byte 512: neither a newc archive nor gzip"),
         (b"\xfd7zXZ\0...".to_vec(), "xz: a Kata guest's kernel unpacks gzip and nothing else"),
         (vec![0x28, 0xb5, 0x2f, 0xfd, 0], "zstd: a Kata guest's kernel"),
         (b"070707".repeat(40), "an old cpio format"),
+        (disk(1024, &[0xe2, 0xe1, 0xf5, 0xe0]), "it is an erofs file system, a disk image: not an initrd (`kata-gpu-boot install --image`"),
+        (disk(1080, &[0x53, 0xef]), "it is an ext4 file system, a disk image"),
+        (disk(257, b"ustar"), "it is a tar archive: not an initrd"),
+        (gzip(&disk(257, b"ustar")), "what is unpacked there is a tar archive"),
+        (gzip(&[disk(257, b"ustar"), vec![7; 2 << 20]].concat()), "what is unpacked is a tar archive"),
+        (gzip(&vec![7; 2 << 20]), "what is unpacked is no newc archive"),
+        (gzip(&vec![0; 2 << 20]), "begins with more than 1048576 zeros"),
         ([good.clone(), b"junk".to_vec()].concat(), "neither a newc archive nor gzip"),
         ([vec![0; 2], good.clone()].concat(), "multiple of 4"),
         (gzip(&[good.clone(), b"junk".to_vec()].concat()), "neither the beginning of an entry nor zero"),

@@ -131,6 +131,17 @@ const CASES: &[(&str, Break)] = &[
     ("not-a-program", |g| g.set(program("usr/bin/kata-agent", "text"))),
     ("loader-missing", |g| g.set(program("init", stand_in::program("/lib/ld-musl-x86_64.so.1", &[], None)))),
     ("loader-missing", |g| g.set(program("init", "#!/bin/sh\n"))),
+    // Interpreters that are there and start nothing.
+    ("loader-missing", |g| g.set(program("init", "#!/init\n"))),
+    ("loader-missing", |g| g.set(program("init", "#!/usr/bin\n"))),
+    ("loader-missing", |g| {
+        g.set(program("init", "#!/usr/bin/sh\n"));
+        g.0.push(file("usr/bin/sh", stand_in::library(None, &[])));
+    }),
+    ("loader-missing", |g| {
+        g.set(program("init", "#!/usr/bin/sh\n"));
+        g.0.push(program("usr/bin/sh", "text"));
+    }),
     ("loader-missing", |g| {
         g.mode("usr/lib64/ld-linux-x86-64.so.2", 0o100_644);
         g.remove("usr/bin/nvidia-smi");
@@ -198,6 +209,16 @@ const CASES: &[(&str, Break)] = &[
     ("again", |g| g.0.extend([file("etc/x", "1"), file("etc/x", "2")])),
     ("packed", |g| g.0.push(program("usr/bin/p", [stand_in::library(None, &[]), b"UPX!".to_vec()].concat()))),
 ];
+
+#[test]
+fn a_script_whose_interpreter_is_a_script_starts_as_the_kernel_starts_it() {
+    let mut good = Broken(guest());
+    good.set(program("init", "#!/usr/bin/1 -x\n"));
+    good.0.push(program("usr/bin/1", "#! /usr/bin/2\n"));
+    good.0.push(program("usr/bin/2", stand_in::library(None, &[])));
+    let report = report(&archive(&good.0), &Question::default());
+    assert!(report.boots() && report.init.linked == "script", "{:#?}", report.findings);
+}
 
 #[test]
 fn a_guest_that_boots_has_no_finding() {

@@ -361,6 +361,17 @@ fn rolling_back_works_when_the_configuration_is_broken_or_gone() {
 }
 
 #[test]
+fn a_directory_in_the_configuration_s_place_is_no_reason_to_say_that_nothing_is_installed() {
+    let world = World::new("given-directory", GO);
+    done(&world.install_initrd(&[]));
+    let directory = world.config.parent().unwrap();
+    let args = from_words(&["--kata-config", directory.to_str().unwrap()]).unwrap();
+    let said = uninstall::say(&args);
+    assert!(said.code == 1 && said.err.contains("is a directory: name the configuration file"), "{}{}", said.out, said.err);
+    assert!(world.ours().exists());
+}
+
+#[test]
 fn a_directory_made_for_us_stays_when_somebody_uses_it() {
     let world = World::new("directory", GO);
     done(&world.install_initrd(&[]));

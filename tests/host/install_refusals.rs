@@ -223,7 +223,7 @@ const ROWS: &[Row] = &[
         GO,
         &[Words(&["--initrd", "/proc/self/exe"])],
         false,
-        &["/proc/self/exe: is no initrd for Kata: byte 0: neither a newc archive nor gzip", "newc"],
+        &["/proc/self/exe: is no initrd for Kata: it is a program: not an initrd", "newc"],
     ),
 ];
 

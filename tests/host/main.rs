@@ -37,6 +37,8 @@ mod install;
 #[cfg(feature = "host")]
 mod install_attacks;
 #[cfg(feature = "host")]
+mod install_image;
+#[cfg(feature = "host")]
 mod install_manifests;
 #[cfg(feature = "host")]
 mod install_refusals;
@@ -45,6 +47,8 @@ mod initrd;
 mod initrd_hostile;
 #[cfg(feature = "host")]
 mod initrd_manifest;
+#[cfg(feature = "host")]
+mod initrd_output;
 #[cfg(feature = "host")]
 mod initrd_repack;
 #[cfg(feature = "host")]

@@ -165,6 +165,49 @@ fn done_out(output: &Output) -> String {
 }
 
 #[test]
+fn a_name_that_leads_out_of_the_image_is_refused_before_anything_is_unpacked() {
+    if cannot_run() {
+        return;
+    }
+    // Names of the same length, in images whose sums nobody checks: what somebody would make who wants a file elsewhere.
+    let patch = "sed -i 's#QQyWWyTTyescaped#../../../escaped#' \"$2\"";
+    let erofs = format!("{EROFS}; {patch}; printf '\\0\\0\\0\\0' | dd of=\"$2\" bs=1 seek=1032 conv=notrunc status=none");
+    let ext4 = format!("mkfs.ext4 -q -O ^metadata_csum,^dir_index -d \"$1\" \"$2\" 4M; {patch}");
+    for (name, make) in [("erofs", erofs), ("ext4", ext4)] {
+        let case = Case::new(&format!("traversal-{name}"));
+        std::fs::write(case.at("root/etc/QQyWWyTTyescaped"), "of the image").unwrap();
+        done(&shell(&make, &[&case.at("root"), &case.at("old")]));
+        let temporary = case.at("tmp");
+        std::fs::create_dir(&temporary).unwrap();
+        let script = project().join("initrd/replace-init");
+        let output =
+            shell("TMPDIR=$4 \"$1\" \"$2\" \"$3\" \"$5\"", &[&script, &case.at("old"), &case.at("init"), &temporary, &case.at("new")]);
+        let said = String::from_utf8_lossy(&output.stderr).into_owned();
+        assert!(!output.status.success() && said.contains("is not sound: nothing of it is unpacked"), "{name}: {said}");
+        assert_eq!(std::fs::read_dir(&temporary).unwrap().count(), 0, "{name}: nothing was written beside the folder of work");
+        assert!(!case.at("escaped").exists() && !case.at("new").exists(), "{name}");
+    }
+}
+
+#[test]
+fn only_a_regular_file_is_replaced_and_files_of_others_beside_it_stay() {
+    if cannot_run() {
+        return;
+    }
+    let case = Case::new("output");
+    done(&shell(EROFS, &[&case.at("root"), &case.at("old")]));
+    nix::unistd::mkfifo(&case.at("new"), nix::sys::stat::Mode::S_IRWXU).unwrap();
+    let said = String::from_utf8_lossy(&case.replace("old").stderr).into_owned();
+    assert!(said.contains("what is there is no regular file: name another"), "{said}");
+    std::fs::remove_file(case.at("new")).unwrap();
+    std::fs::write(case.at("new.new"), "somebody's").unwrap();
+    assert!(!case.replace("none").status.success());
+    done(&case.replace("old"));
+    assert_eq!(std::fs::read_to_string(case.at("new.new")).unwrap(), "somebody's");
+    assert_eq!(std::fs::metadata(case.at("new")).unwrap().permissions().mode() & 0o777, 0o644);
+}
+
+#[test]
 fn what_cannot_be_done_is_refused_and_leaves_nothing() {
     if cannot_run() {
         return;

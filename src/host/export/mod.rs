@@ -65,7 +65,7 @@ pub struct Args {
     dir: PathBuf,
     #[command(flatten)]
     format: Flags,
-    /// Write to this file instead of standard output.
+    /// Write to this file instead of standard output (-).
     #[arg(short, long, value_name = "F")]
     output: Option<PathBuf>,
     /// The guest's console log, for the agent's own lines [default: the file beside the boot's that ends in .console].
@@ -133,7 +133,8 @@ pub enum Format {
 /// Runs `export`.
 pub fn run(args: &Args) -> Result<()> {
     let format = args.format.format();
-    if format == Format::Perfetto && args.output.is_none() && io::stdout().is_terminal() {
+    let output = args.output.as_deref().filter(|path| *path != Path::new("-"));
+    if format == Format::Perfetto && output.is_none() && io::stdout().is_terminal() {
         bail!("a Perfetto trace is binary: name a file with --output, or pipe it somewhere");
     }
     if format != Format::Otlp && !args.attribute.is_empty() {
@@ -150,7 +151,7 @@ pub fn run(args: &Args) -> Result<()> {
         return push::run(&Target::new(url, &args.otlp_header)?, &file, &agent, &resource);
     }
     let bytes = bytes(format, &file, &agent, &resource)?;
-    match &args.output {
+    match output {
         Some(path) => save(path, &bytes),
         None => print(&bytes),
     }

@@ -7,6 +7,7 @@
 use super::newc::{HEADER, Header, Kind, MAX_NAME, TRAILER, data_offset, padded};
 use super::progress::Progress;
 use crate::elf::ReadAt;
+use crate::host::disk;
 use anyhow::{Context, Result, bail, ensure};
 use nix::fcntl::OFlag;
 use sha2::{Digest, Sha256};
@@ -33,12 +34,6 @@ const CHUNK: usize = 256 * 1024;
 const GZIP: [u8; 3] = [0x1f, 0x8b, 8];
 const GZIP_TEXT: u8 = 1;
 const GZIP_NAME: u8 = 8;
-/// Where disk images have their magic numbers: erofs and ext keep theirs in a superblock at 1024, a partition table in the first sector's last bytes.
-const DISK_IMAGES: &[(u64, &[u8], &str)] = &[
-    (1024, &[0xe2, 0xe1, 0xf5, 0xe0], "erofs"),
-    (1024 + 0x38, &[0x53, 0xef], "ext2, ext3 or ext4"),
-    (510, &[0x55, 0xaa], "with partitions"),
-];
 /// Beginnings of what other kernels unpack, and Kata's does not.
 const OTHERS: [(&[u8], &str); 6] = [
     (b"\xfd7zXZ", "xz"),
@@ -48,6 +43,11 @@ const OTHERS: [(&[u8], &str); 6] = [
     (&[0x5d, 0, 0], "lzma"),
     (&[0x89, b'L'], "lzo"),
 ];
+
+/// Of a message about a file that a guest could start from, but not as an initrd.
+pub const DISK: &str = "disk image";
+/// How much of what is unpacked must be enough to see that it is no archive. Zeros may come before one, which pad it to a page, and no more.
+const MAX_BEFORE_ARCHIVE: u64 = 1 << 20;
 
 /// How a part is stored.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -249,16 +249,19 @@ impl Scan<'_> {
                 self.image.parts.push(Part { raw: rest.part(0..length), content: rest.part(0..length), ..part });
                 at += length;
             } else {
-                let unpacked = self.unpack(&rest);
-                if unpacked.is_err()
-                    && self.image.parts.is_empty()
-                    && let Some(kind) = disk_image(&whole)?
+                if self.image.parts.is_empty()
+                    && let Some(what) = what_it_is(&whole)?
                 {
-                    bail!("a disk image ({kind}) and no initrd: initrd/replace-init gives such an image another init");
+                    bail!("it is {what}");
                 }
-                let (content, used) = unpacked.with_context(|| format!("byte {at}"))?;
+                let (content, used) = self.unpack(&rest).with_context(|| format!("byte {at}"))?;
                 let (part, end) = self.part(Form::Gzip, rest.part(0..used), content, at)?;
                 if let End::Other(inside) = end {
+                    if part.trailers.is_empty()
+                        && let Some(what) = what_it_is(&part.content)?
+                    {
+                        bail!("byte {at}: what is unpacked there is {what}");
+                    }
                     bail!("byte {at}: byte {inside} of what is unpacked there is neither the beginning of an entry nor zero");
                 }
                 self.image.parts.push(part);
@@ -362,7 +365,7 @@ impl Scan<'_> {
         file.seek(SeekFrom::Start(rest.at))?;
         let mut gzip = flate2::bufread::GzDecoder::new(&mut file);
         let mut progress = Progress::new("unpacking", 0);
-        let (mut buffer, mut length) = (vec![0; CHUNK], 0_u64);
+        let (mut buffer, mut length, mut first) = (vec![0; CHUNK], 0_u64, None);
         loop {
             let read = gzip.read(&mut buffer).context("unpack gzip: the file is damaged or cut")?;
             if read == 0 {
@@ -373,11 +376,33 @@ impl Scan<'_> {
             self.unpacked += read as u64;
             ensure!(self.unpacked <= MAX_UNPACKED, "more than {MAX_UNPACKED} bytes come out: no guest has so much");
             let chunk = buffer.get(..read).unwrap_or_default();
+            first = first.or_else(|| chunk.iter().copied().find(|byte| *byte != 0));
             spool.as_ref().write_all(chunk).with_context(|| no_room(&std::env::temp_dir()))?;
+            // Else a small file could fill a disk before anybody looks at what came out.
+            if length > MAX_BEFORE_ARCHIVE && first != Some(b'0') {
+                let content = Content { file: spool, at: 0, length };
+                match (first, what_it_is(&content)?) {
+                    (_, Some(what)) => bail!("what is unpacked is {what}"),
+                    (Some(_), None) => bail!("what is unpacked is no newc archive: not an initrd"),
+                    (None, None) => bail!("what is unpacked begins with more than {MAX_BEFORE_ARCHIVE} zeros: no initrd does"),
+                }
+            }
         }
         let used = file.stream_position()? - rest.at;
         Ok((Content { file: spool, at: 0, length }, used))
     }
+}
+
+/// What begins here and is no initrd, with what to do.
+fn what_it_is(content: &Content) -> Result<Option<String>> {
+    Ok(disk::known(content)?.map(|what| match what {
+        what if what.starts_with("a disk") || what.ends_with("file system") => {
+            format!(
+                "{what}, a {DISK}: not an initrd (`kata-gpu-boot install --image` takes one, initrd/replace-init gives it another init)"
+            )
+        }
+        what => format!("{what}: not an initrd"),
+    }))
 }
 
 fn no_room(directory: &Path) -> String {
@@ -389,17 +414,6 @@ fn unnamed_file() -> Result<File> {
     let directory = std::env::temp_dir();
     let flags = OFlag::O_TMPFILE.bits();
     OpenOptions::new().read(true).write(true).mode(0o600).custom_flags(flags).open(&directory).with_context(|| no_room(&directory))
-}
-
-/// What a guest's image is where it is no initrd: Kata's releases call both .img.
-fn disk_image(content: &Content) -> io::Result<Option<&'static str>> {
-    for (at, magic, kind) in DISK_IMAGES {
-        let mut found = vec![0; magic.len()];
-        if content.read_at(&mut found, *at)? == magic.len() && found == *magic {
-            return Ok(Some(kind));
-        }
-    }
-    Ok(None)
 }
 
 fn first_byte(content: &Content) -> io::Result<Option<u8>> {

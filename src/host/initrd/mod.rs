@@ -349,6 +349,7 @@ fn repack(args: &RepackArgs) -> Result<bool> {
         "{}: give the new image another name: the old one is what to roll back to",
         args.output.display()
     );
+    ensure!(!same(&args.init, &args.output), "{}: that is the new init: give the new image another name", args.output.display());
     let question = question(args.kernel.as_deref(), INIT, !args.no_user_space)?;
     let (image, tree) = read(&args.image)?;
     let form = match (args.plain, args.gzip) {

@@ -1,14 +1,19 @@
-//! The file that is written: plain or gzip, hashed on the way, and in its place only when it is whole.
+//! The file that is written: plain or gzip, hashed on the way, and in its place only when it is whole and on the disk.
+//!
+//! Until then it has a name of its own beside that place, and is locked: what a run that was killed left there is known by nobody holding it, and is
+//! replaced. Nothing but a regular file, or nothing, is ever replaced by the result: no device, no link.
 
 use super::image::Form;
 use super::text::hex;
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result, bail, ensure};
 use flate2::write::GzEncoder;
 use flate2::{Compression, GzBuilder};
+use nix::errno::Errno;
+use nix::fcntl::{Flock, FlockArg, OFlag};
 use sha2::{Digest, Sha256};
-use std::fs::{File, OpenOptions};
+use std::fs::{File, Metadata, OpenOptions};
 use std::io::{self, BufWriter, Write};
-use std::os::unix::fs::OpenOptionsExt;
+use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 
 /// gzip -6: -9 takes three times as long for one part in a hundred.
@@ -16,12 +21,17 @@ const LEVEL: Compression = Compression::new(6);
 /// Of gzip's header: who made it. 255: unknown, the same everywhere.
 const ANY_SYSTEM: u8 = 255;
 const BUFFER: usize = 256 * 1024;
+/// What the name of a file under way ends in.
+const PARTIAL: &str = ".kata-gpu-boot-partial";
+/// How often a file under way is made, where others of that name come and go.
+const TRIES: usize = 16;
 
 /// A file beside the one that is meant, until [`Output::finish`].
 pub struct Output {
     path: PathBuf,
     temporary: PathBuf,
     sink: Sink,
+    lock: Option<Lock>,
     /// No file of that name is left behind.
     kept: bool,
 }
@@ -31,6 +41,9 @@ enum Sink {
     Gzip(Box<GzEncoder<Hashed>>),
     Closed,
 }
+
+/// Held while a file under way has its name.
+type Lock = Flock<File>;
 
 struct Hashed {
     file: BufWriter<File>,
@@ -59,23 +72,28 @@ pub struct Written {
     pub bytes: u64,
     pub sha256: String,
     kept: bool,
+    _lock: Option<Lock>,
 }
 
 impl Output {
     /// Begins a file beside `path`.
     pub fn create(path: &Path, form: Form) -> Result<Self> {
-        let Some(name) = path.file_name() else { bail!("write {}: that is no name of a file", path.display()) };
-        if path.is_dir() {
-            bail!("write {}: a directory is there", path.display());
+        let shown = path.display();
+        let Some(name) = path.file_name().filter(|_| !path.as_os_str().as_encoded_bytes().ends_with(b"/")) else {
+            bail!("write {shown}: that is no name of a file")
+        };
+        // By rename it would be the device or the link itself that is replaced.
+        if let Ok(meta) = std::fs::symlink_metadata(path) {
+            ensure!(!meta.is_dir(), "write {shown}: a directory is there");
+            ensure!(!meta.is_symlink(), "write {shown}: a symbolic link is there: name the file that is meant, or remove the link");
+            ensure!(meta.is_file(), "write {shown}: what is there is no regular file: name another file");
         }
         let mut temporary = name.to_os_string();
-        temporary.push(format!(".{}.new", std::process::id()));
+        temporary.push(PARTIAL);
         let temporary = path.with_file_name(temporary);
-        // Never through a link that somebody else may have put there.
-        let file = OpenOptions::new().write(true).create_new(true).mode(0o644).open(&temporary);
-        let file = file.with_context(|| format!("make {}", temporary.display()))?;
+        let (file, lock) = create_locked(&temporary)?;
         let hashed = Hashed { file: BufWriter::with_capacity(BUFFER, file), hash: Sha256::new(), bytes: 0 };
-        let mut output = Self { path: path.into(), temporary, sink: Sink::Plain(hashed), kept: false };
+        let mut output = Self { path: path.into(), temporary, sink: Sink::Plain(hashed), lock: Some(lock), kept: false };
         output.set_form(form)?;
         Ok(output)
     }
@@ -103,16 +121,25 @@ impl Output {
         }
     }
 
+    /// Whether this is the file under way, or what it is to replace.
+    pub fn is_of(&self, meta: &Metadata) -> bool {
+        [&self.temporary, &self.path]
+            .into_iter()
+            .filter_map(|own| std::fs::symlink_metadata(own).ok())
+            .any(|own| (own.dev(), own.ino()) == (meta.dev(), meta.ino()))
+    }
+
     /// Ends the file, still under its temporary name.
     pub fn end(mut self) -> Result<Written> {
         self.set_form(Form::Plain)?;
         let Sink::Plain(mut hashed) = std::mem::replace(&mut self.sink, Sink::Closed) else {
             bail!("{} has been closed", self.temporary.display())
         };
-        hashed.flush().with_context(|| format!("write {}", self.temporary.display()))?;
+        // Its name must not be on the disk before its content is: after a loss of power, an image is the old one or the new one.
+        hashed.flush().and_then(|()| hashed.file.get_ref().sync_all()).with_context(|| format!("write {}", self.temporary.display()))?;
         self.kept = true;
-        let (path, temporary) = (self.path.clone(), self.temporary.clone());
-        Ok(Written { path, temporary, bytes: hashed.bytes, sha256: hex(&hashed.hash.finalize()), kept: false })
+        let (path, temporary, lock) = (self.path.clone(), self.temporary.clone(), self.lock.take());
+        Ok(Written { path, temporary, bytes: hashed.bytes, sha256: hex(&hashed.hash.finalize()), kept: false, _lock: lock })
     }
 }
 
@@ -127,8 +154,48 @@ impl Written {
         std::fs::rename(&self.temporary, &self.path)
             .with_context(|| format!("rename {} to {}", self.temporary.display(), self.path.display()))?;
         self.kept = true;
-        Ok(())
+        let directory = self.path.parent().filter(|directory| !directory.as_os_str().is_empty()).unwrap_or(Path::new("."));
+        File::open(directory).and_then(|directory| directory.sync_all()).with_context(|| format!("sync {}", directory.display()))
     }
+}
+
+/// Makes a file that nobody else writes, in place of what a killed run left.
+fn create_locked(path: &Path) -> Result<(File, Lock)> {
+    let shown = path.display();
+    for _ in 0..TRIES {
+        // Never through a link that somebody else may have put there.
+        let created = match OpenOptions::new().write(true).create_new(true).mode(0o644).open(path) {
+            Ok(file) => Some(file),
+            Err(e) if e.kind() == io::ErrorKind::AlreadyExists => None,
+            Err(e) => return Err(e).with_context(|| format!("make {shown}")),
+        };
+        let to_lock = match &created {
+            Some(file) => file.try_clone(),
+            None => OpenOptions::new().read(true).custom_flags((OFlag::O_NOFOLLOW | OFlag::O_NONBLOCK).bits()).open(path),
+        };
+        let to_lock = match to_lock {
+            Err(e) if e.kind() == io::ErrorKind::NotFound => continue,
+            file => file.with_context(|| format!("open {shown}, which is left of another run: remove it"))?,
+        };
+        let lock = match Flock::lock(to_lock, FlockArg::LockExclusiveNonblock) {
+            Ok(lock) => lock,
+            Err((_, Errno::EWOULDBLOCK)) => bail!("{shown}: another run is writing it: wait for its end, or name another file"),
+            Err((_, e)) => return Err(e).with_context(|| format!("lock {shown}")),
+        };
+        // Until it was locked, another run could take it for a killed one's, or give it its final name.
+        let (held, named) = (lock.metadata().with_context(|| format!("look at {shown}"))?, std::fs::symlink_metadata(path));
+        if !named.is_ok_and(|named| (named.dev(), named.ino()) == (held.dev(), held.ino())) {
+            continue;
+        }
+        match created {
+            Some(file) => return Ok((file, lock)),
+            None => {
+                ensure!(held.is_file(), "{shown}: what is there is no regular file: remove it");
+                std::fs::remove_file(path).with_context(|| format!("remove {shown}, which is left of another run"))?;
+            }
+        }
+    }
+    bail!("make {shown}: others make and remove it all the time")
 }
 
 impl Write for Output {

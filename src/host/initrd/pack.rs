@@ -17,12 +17,13 @@ use super::view::{Copy, Making, View};
 use crate::driver_files::manifest;
 use crate::modinfo;
 use anyhow::{Context, Result, anyhow, bail, ensure};
+use nix::fcntl::OFlag;
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::ffi::OsString;
-use std::fs::File;
+use std::fs::{File, Metadata, OpenOptions};
 use std::io::{self, Read, Write};
 use std::os::unix::ffi::OsStrExt;
-use std::os::unix::fs::{FileTypeExt, MetadataExt};
+use std::os::unix::fs::{FileTypeExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 
 /// Directories within directories: as many as a path has room for.
@@ -122,9 +123,10 @@ pub fn pack(sources: &[PathBuf], wish: Wish, out: &mut Output) -> Result<Packed>
     for source in sources {
         let meta = std::fs::metadata(source).with_context(|| format!("pack {}", source.display()))?;
         if meta.is_dir() {
-            items.tree(b"", source)?;
+            items.tree(b"", source, out)?;
         } else {
-            list::read(source)?.into_iter().try_for_each(|line| items.line(line, source))?;
+            not_output(&meta, source, out)?;
+            list::read(source)?.into_iter().try_for_each(|line| items.line(line, source, out))?;
         }
     }
     items.complete()?;
@@ -132,8 +134,20 @@ pub fn pack(sources: &[PathBuf], wish: Wish, out: &mut Output) -> Result<Packed>
     items.write(wish.mtime, list, out)
 }
 
+/// An image that would hold itself, or take the place of what it is made of, is not what anybody wants.
+fn not_output(meta: &Metadata, source: &Path, out: &Output) -> Result<()> {
+    ensure!(!out.is_of(meta), "{}: the new image would be, or replace, what it is made of: give --output another place", source.display());
+    Ok(())
+}
+
+/// A regular file; what has become something else since it was looked at must not make us wait.
+fn open(path: &Path) -> io::Result<File> {
+    let file = OpenOptions::new().read(true).custom_flags(OFlag::O_NONBLOCK.bits()).open(path)?;
+    if file.metadata()?.is_file() { Ok(file) } else { Err(io::Error::other("it was a file when it was looked at, and is none any more")) }
+}
+
 impl Items {
-    fn line(&mut self, line: Line, list: &Path) -> Result<()> {
+    fn line(&mut self, line: Line, list: &Path, out: &Output) -> Result<()> {
         let item = |mode, data, rdev| Item { mode, data, rdev, same: None, from: list.into() };
         match line.what {
             Wanted::Directory { mode } => self.add(line.path, item(Kind::Directory.bits() | mode, Data::None, (0, 0))),
@@ -142,11 +156,12 @@ impl Items {
             Wanted::Tree { source } => {
                 let meta = std::fs::metadata(&source).with_context(|| format!("tree {} in list {}", source.display(), list.display()))?;
                 ensure!(meta.is_dir(), "tree {} in list {}: not a directory", source.display(), list.display());
-                self.tree(&line.path, &source)
+                self.tree(&line.path, &source, out)
             }
             Wanted::File { mode, source } => {
                 let meta = std::fs::metadata(&source).with_context(|| format!("file {} in list {}", source.display(), list.display()))?;
                 ensure!(meta.is_file(), "file {} in list {}: not a regular file", source.display(), list.display());
+                not_output(&meta, &source, out)?;
                 let data = Data::File { path: source, size: meta.len() };
                 self.add(line.path, item(Kind::File.bits() | mode, data, (0, 0)))
             }
@@ -154,7 +169,7 @@ impl Items {
     }
 
     /// Everything below a directory, at a path. Its own mode is not taken: that of a temporary directory is 0700.
-    fn tree(&mut self, at: &[u8], source: &Path) -> Result<()> {
+    fn tree(&mut self, at: &[u8], source: &Path, out: &Output) -> Result<()> {
         let mut rest = vec![(source.to_path_buf(), at.to_vec(), 0)];
         while let Some((directory, path, depth)) = rest.pop() {
             let context = || format!("read directory {}", directory.display());
@@ -170,6 +185,9 @@ impl Items {
                 // Of a link itself.
                 let meta = std::fs::symlink_metadata(&from).with_context(|| format!("look at {}", from.display()))?;
                 let kind = meta.file_type();
+                if kind.is_file() {
+                    not_output(&meta, &from, out)?;
+                }
                 if kind.is_socket() {
                     self.left_out.push(from);
                     continue;
@@ -252,7 +270,7 @@ impl Items {
                 Data::None if Kind::of(item.mode) == Kind::Directory => making.directory(path, mtime)?,
                 Data::None => {}
                 Data::File { path: from, size } => {
-                    let copy = |out: &mut File| io::copy(&mut File::open(from)?, out).map(drop);
+                    let copy = |out: &mut File| io::copy(&mut open(from)?, out).map(drop);
                     let name = path.rsplit(|b| *b == b'/').next().unwrap_or_default();
                     let copy: Option<Copy> = if driver_list::wanted(name) { Some(&copy) } else { None };
                     making.file(path, item.mode, *size, copy)?;
@@ -274,7 +292,7 @@ impl Items {
         for item in self.all.iter().filter(|(path, _)| is_module(path)).map(|(_, item)| item) {
             let Data::File { path, .. } = &item.data else { continue };
             // One that cannot be read says nothing here; `verify` says why.
-            let section = File::open(path).and_then(Content::of_file).ok().and_then(|file| information(&file, &mut unpacked).ok());
+            let section = open(path).and_then(Content::of_file).ok().and_then(|file| information(&file, &mut unpacked).ok());
             versions.extend(section.and_then(|section| modinfo::values(&section, "version").next()));
         }
         if versions.len() == 1 { versions.pop_first() } else { None }
@@ -350,7 +368,7 @@ impl Items {
                 // The last name brings the data, as in cpio's archives.
                 Data::File { .. } if to_come > 0 => newc::write_entry(out, &header, name, &mut io::empty()).with_context(at)?,
                 Data::File { path: from, size } => {
-                    let file = File::open(from).with_context(|| format!("open {}", from.display()))?;
+                    let file = open(from).with_context(|| format!("open {}", from.display()))?;
                     let header = Header { size: u32::try_from(*size).map_err(|_| anyhow!("{}: too large", from.display()))?, ..header };
                     newc::write_entry(out, &header, name, &mut Counted { file, progress: &mut progress }).with_context(at)?;
                 }

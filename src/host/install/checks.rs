@@ -1,10 +1,11 @@
-//! Every reason why an initrd cannot take the image's place in a configuration. Data in, refusals out.
+//! Every reason why a configuration's guests cannot start from what is given. Data in, refusals out.
 //!
 //! Each names file, key, value, reason and cure. `--force` passes only those where somebody can know better; where the runtime itself would fail,
 //! or the result would not be what was asked for, nothing passes.
 
 use super::drop_in::{self, Found};
-use super::initrd::{Form, Initrd};
+use super::guest::Guest;
+use super::initrd::Form;
 use super::kata_config::KataConfig;
 use super::kernel_params::{self, MAX_COMMAND_LINE};
 use super::merge::{self, Effective, Runtime};
@@ -20,11 +21,14 @@ const SUPPORTED: [&[&str]; 2] = [&["qemu", "clh"], &["qemu", "clh", "cloud-hyper
 const WITHOUT_GPUS: &[&str] = &["firecracker", "dragonball", "stratovirt", "openvmm"];
 /// Keys that the Go runtime takes in a drop-in only since some release: an unknown one makes it refuse its configuration.
 const GO_KEYS_SINCE: &[(&str, Version)] = &[
+    ("rootfs_type", Version { major: 3, minor: 1, patch: 0 }),
     ("kernel_verity_params", Version { major: 3, minor: 27, patch: 0 }),
     ("guest_extension_images", Version { major: 4, minor: 0, patch: 0 }),
 ];
 /// Mapping the BARs of 8 GPUs takes up to 3.7 s each on hosts that pin them in 4 KiB pages, a Blackwell GPU's probe up to 4 s more.
 const LEAST_CDI_TIMEOUT_S: u64 = 40;
+/// Where initrd/replace-init puts the init of an image.
+const INITS_OF_IMAGES: [&str; 2] = ["/sbin/init", "/init"];
 /// What both runtimes take for `default_memory` where it is absent or 0.
 const DEFAULT_MEMORY_MIB: i64 = 2048;
 const MIB: u64 = 1 << 20;
@@ -38,8 +42,7 @@ pub struct Facts<'a> {
     pub before: &'a Effective,
     pub after: &'a Effective,
     pub plan: &'a Plan,
-    pub initrd: &'a Path,
-    pub image: &'a Initrd,
+    pub guest: &'a Guest,
     /// For kata-deploy's chart, which gives every runtime a directory of its own.
     pub for_chart: bool,
 }
@@ -54,7 +57,7 @@ pub fn check(facts: &Facts) -> Vec<Refusal> {
     refusals.extend(prepared_guests(facts));
     refusals.extend(kernel_command_line(facts));
     refusals.extend(size_and_mode(facts));
-    refusals.extend(facts.image.refusals());
+    refusals.extend(facts.guest.refusals());
     refusals.extend(overridden(facts));
     if !facts.for_chart {
         refusals.extend(own_file(&facts.config.ours, &facts.config.drop_in_path()));
@@ -152,13 +155,18 @@ fn confidential(facts: &Facts) -> Vec<Refusal> {
     for key in ["snp_id_block", "snp_id_auth"] {
         if facts.in_section(key).and_then(Value::as_str).is_some_and(|value| !value.is_empty()) {
             let why = "holds the launch digest of the present guest, so the firmware would not start another";
-            refusals.push(facts.refuse_key(key, why).cure("make ID block and ID authentication for the new initrd"));
+            refusals.push(facts.refuse_key(key, why).cure("make ID block and ID authentication for the new one"));
         }
     }
     if facts.in_section("confidential_guest").and_then(Value::as_bool) != Some(true) {
         return refusals;
     }
-    let why = "kernel and initrd are part of this guest's launch measurement, so attestation would fail";
+    let why = match facts.guest {
+        Guest::Initrd(_) => "kernel and initrd are part of this guest's launch measurement, so attestation would fail",
+        Guest::Image(_) => {
+            "the command line, with the hash of the root, is part of this guest's launch measurement, so attestation would fail"
+        }
+    };
     refusals.push(
         facts.refuse_key("confidential_guest", why).cure("register the new measurement with the attestation service first").forcible(),
     );
@@ -201,10 +209,14 @@ fn kernel_command_line(facts: &Facts) -> Vec<Refusal> {
     for word in words.iter().take(end) {
         let value = word.trim_matches('"').split_once('=').map_or("", |(_, value)| value.trim_matches('"'));
         match kernel_params::name(word).as_str() {
-            "rdinit" if value != "/init" => {
+            "rdinit" if value != "/init" && matches!(facts.guest, Guest::Initrd(_)) => {
                 refusals.push(
                     refuse(word, "the kernel would start this program of the initrd instead of /init".into()).cure("remove the word"),
                 );
+            }
+            "init" if !INITS_OF_IMAGES.contains(&value) && matches!(facts.guest, Guest::Image(_)) => {
+                let why = "the kernel would start this program of the image instead of /sbin/init, which initrd/replace-init sets";
+                refusals.push(refuse(word, why.into()).cure("remove the word").forcible());
             }
             "agent.cdi_timeout" => match value.parse::<u64>() {
                 Err(_) | Ok(0) => {
@@ -236,17 +248,19 @@ pub fn default_memory(effective: &Effective, section: &str) -> i64 {
 fn size_and_mode(facts: &Facts) -> Vec<Refusal> {
     let mut refusals = Vec::new();
     let memory = u64::try_from(default_memory(facts.before, &facts.plan.section)).unwrap_or(u64::MAX).saturating_mul(MIB);
-    let size = facts.image.report.bytes.div_ceil(MIB);
-    if facts.image.report.bytes >= memory {
-        let why = format!("the initrd's {size} MiB do not fit into the guest");
-        refusals.push(facts.refuse_key("default_memory", &why).cure("raise it to at least twice the initrd's unpacked size"));
-    } else if facts.image.report.form == Form::Plain && facts.image.report.bytes > memory / 2 {
-        let why = format!("the kernel unpacks the initrd's {size} MiB into a tmpfs of half the guest's memory");
-        refusals.push(facts.refuse_key("default_memory", &why).cure(format!("raise it to {} or more", size * 2)).forcible());
+    if let Guest::Initrd(initrd) = facts.guest {
+        let (bytes, size) = (initrd.report.bytes, initrd.report.bytes.div_ceil(MIB));
+        if bytes >= memory {
+            let why = format!("the initrd's {size} MiB do not fit into the guest");
+            refusals.push(facts.refuse_key("default_memory", &why).cure("raise it to at least twice the initrd's unpacked size"));
+        } else if initrd.report.form == Form::Plain && bytes > memory / 2 {
+            let why = format!("the kernel unpacks the initrd's {size} MiB into a tmpfs of half the guest's memory");
+            refusals.push(facts.refuse_key("default_memory", &why).cure(format!("raise it to {} or more", size * 2)).forcible());
+        }
     }
-    if facts.in_section("rootless").and_then(Value::as_bool) == Some(true) && !facts.image.for_everybody {
-        let why = "the hypervisor runs as another user, who cannot read the initrd";
-        refusals.push(facts.refuse_key("rootless", why).cure(format!("chmod a+r {}", facts.initrd.display())));
+    if facts.in_section("rootless").and_then(Value::as_bool) == Some(true) && !facts.guest.for_everybody() {
+        let why = format!("the hypervisor runs as another user, who cannot read the {}", facts.guest.key());
+        refusals.push(facts.refuse_key("rootless", &why).cure(format!("chmod a+r {}", facts.guest.path().display())));
     }
     refusals
 }

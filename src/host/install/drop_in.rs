@@ -18,7 +18,9 @@ pub const DIRECTORY: &str = "config.d";
 /// kata-deploy keeps 10 to 50 for itself and recommends 50 to 89 for others; after its own user overrides at 50, so that those are seen here.
 pub const NAME: &str = "60-kata-gpu-init.toml";
 
+/// The first line; the other one is that of an image.
 const HEAD: &str = "# kata-gpu-init: GPU guests start from its initrd. Written by `kata-gpu-boot install`, removed by `kata-gpu-boot uninstall`: do not edit.";
+const HEAD_OF_IMAGE: &str = "# kata-gpu-init: GPU guests start from its image. Written by `kata-gpu-boot install`, removed by `kata-gpu-boot uninstall`: do not edit.";
 const MARK: &str = "#: kata-gpu-boot ";
 const FORMAT: u32 = 1;
 
@@ -30,6 +32,9 @@ pub struct Record {
     pub made_directory: bool,
     /// Words of `kernel_params` that are ours.
     pub parameters: Vec<String>,
+    /// Whether guests start from an image. Absent in what was written before there were images.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub image: bool,
     checksum: String,
 }
 
@@ -98,12 +103,13 @@ fn seal(record: &Record, body: &str) -> Option<String> {
     checksum.update(serde_json::to_string(&record).ok()?.as_bytes());
     checksum.update(body.as_bytes());
     record.checksum = format!("{:08x}", checksum.sum());
-    Some(format!("{HEAD}\n{MARK}{}\n{body}", serde_json::to_string(&record).ok()?))
+    let head = if record.image { HEAD_OF_IMAGE } else { HEAD };
+    Some(format!("{head}\n{MARK}{}\n{body}", serde_json::to_string(&record).ok()?))
 }
 
 /// The drop-in's text.
 pub fn render(plan: &Plan, made_directory: bool) -> Option<String> {
-    let record = Record { format: FORMAT, made_directory, parameters: plan.parameters.clone(), checksum: String::new() };
+    let record = Record { format: FORMAT, made_directory, parameters: plan.parameters.clone(), image: plan.image, checksum: String::new() };
     seal(&record, &toml_text(plan))
 }
 
@@ -161,6 +167,7 @@ mod tests {
             section: "qemu".into(),
             keys: vec![("image", Value::String(String::new())), ("kernel_params", Value::String(params.into()))],
             parameters: vec!["gpuinit.log=debug".into()],
+            image: false,
         }
     }
 
@@ -210,6 +217,10 @@ mod tests {
             assert_ne!(changed, text);
             assert!(matches!(judge(changed.clone().into_bytes()), Found::Ours { edited: true, .. }), "{changed}");
         }
+        let of_image = render(&Plan { image: true, ..plan("a=1") }, true).unwrap();
+        assert!(matches!(judge(of_image.clone().into_bytes()), Found::Ours { edited: false, record, .. } if record.image), "{of_image}");
+        let changed = of_image.replace("its image", "its initrd");
+        assert!(matches!(judge(changed.into_bytes()), Found::Ours { edited: true, .. }));
         let appended = format!("{text}# a note\n");
         assert!(matches!(judge(appended.into_bytes()), Found::Ours { edited: true, .. }));
         assert!(matches!(judge(b"[hypervisor.qemu]\nimage = ''\n".to_vec()), Found::Foreign(_)));

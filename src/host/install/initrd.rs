@@ -6,7 +6,7 @@
 use super::kata_config::unreadable;
 use super::refusal::Refusal;
 pub use crate::host::initrd::image::Form;
-use crate::host::initrd::image::Image;
+use crate::host::initrd::image::{DISK, Image};
 use crate::host::initrd::kernel;
 use crate::host::initrd::tree::Tree;
 use crate::host::initrd::verify::{self, Question, Report};
@@ -64,7 +64,13 @@ pub fn look(path: &Path, kernel: Option<&str>, user_space: bool) -> Result<Initr
     let report = read().map_err(|error| {
         // Its outermost words name the file, as a refusal does.
         let reasons: Vec<String> = error.chain().skip(usize::from(error.chain().count() > 1)).map(ToString::to_string).collect();
-        Refusal::at(path, format!("is no initrd for Kata: {}", reasons.join(": "))).cure("build one as newc cpio, plain or with gzip")
+        Refusal::at(path, format!("is no initrd for Kata: {}", reasons.join(": "))).cure(
+            if reasons.iter().any(|reason| reason.contains(DISK)) {
+                "give it with --image"
+            } else {
+                "build one as newc cpio, plain or with gzip"
+            },
+        )
     })?;
     Ok(Initrd { path: path.into(), for_everybody: metadata.mode() & 0o004 != 0, kernel, report })
 }
@@ -155,7 +161,7 @@ mod tests {
             ("empty", b"".as_slice(), "it is empty"),
             ("cut in a header", &good[..60], "cut"),
             ("zstd", &[0x28, 0xb5, 0x2f, 0xfd, 0, 0, 0, 0], "zstd"),
-            ("ELF", b"\x7fELF\x02\x01\x01\x00", "neither a newc archive nor gzip"),
+            ("ELF", b"\x7fELF\x02\x01\x01\x00", "it is a program: not an initrd"),
             ("cut gzip", &[0x1f, 0x8b, 8, 0, 0, 0, 0, 0, 0, 3, 1], "gzip"),
         ] {
             let refusal = of(bytes).unwrap_err();

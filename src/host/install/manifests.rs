@@ -88,9 +88,10 @@ pub fn helm(name: Option<&Name>, config: &Path, plan: &Plan, default_memory: i64
         Some(name) => name.clone(),
         None => format!("kata-{base}-init").parse().map_err(|why: String| refuse(&why, "give a name with --name"))?,
     };
+    let root = if plan.image { "image" } else { "initrd" };
     let indented = |text: &str| text.lines().map(|line| format!("        {line}\n")).collect::<String>();
     Ok(format!(
-        "# helm upgrade kata-deploy CHART --version VERSION -f YOUR-VALUES -f this-file: those that the release has now, and these.\n# The initrd must be on every node, at this path, before a pod asks for this runtime.\ncustomRuntimes:\n  enabled: true\n  runtimes:\n    {name}:\n      baseConfig: \"{base}\"\n      dropIn: |\n{}      runtimeClass: |\n{}",
+        "# helm upgrade kata-deploy CHART --version VERSION -f YOUR-VALUES -f this-file: those that the release has now, and these.\n# The {root} must be on every node, at this path, before a pod asks for this runtime.\ncustomRuntimes:\n  enabled: true\n  runtimes:\n    {name}:\n      baseConfig: \"{base}\"\n      dropIn: |\n{}      runtimeClass: |\n{}",
         indented(&drop_in::toml_text(plan)),
         indented(&class(&name, &name, default_memory)),
     ))

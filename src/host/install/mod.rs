@@ -1,4 +1,4 @@
-//! `kata-gpu-boot install`: GPU guests of a Kata configuration start from our initrd, by one drop-in beside the configuration. `uninstall` takes it away.
+//! `kata-gpu-boot install`: GPU guests of a Kata configuration start from our initrd or image, by one drop-in beside the configuration. `uninstall` takes it away.
 //!
 //! Invariants: nothing but that drop-in is ever written; it is written whole or not at all; nothing is written where it would not have the effect that was
 //! asked for, which is computed with the runtime's own merge rule before the file exists. Everything that stands in the way is said at once.
@@ -6,6 +6,7 @@
 
 pub mod checks;
 pub mod drop_in;
+pub mod guest;
 pub mod initrd;
 pub mod kata_config;
 pub mod kernel_params;
@@ -19,7 +20,7 @@ pub mod write;
 
 use self::checks::Facts;
 use self::drop_in::Found;
-use self::initrd::Initrd;
+use self::guest::Guest;
 use self::kata_config::{KataConfig, Source};
 use self::manifests::Name;
 use self::merge::{Effective, Runtime};
@@ -36,12 +37,13 @@ use std::process::ExitCode;
 use toml::Value;
 
 const HELP: &str = "\
-Writes one file, config.d/60-kata-gpu-init.toml beside the configuration: image = \"\", initrd = FILE, and kernel_params with your words put into those that \
-are effective now. Both Kata runtimes read it at the start of every pod: new pods use the initrd, running ones are left alone, no service is restarted.
+Writes one file, config.d/60-kata-gpu-init.toml beside the configuration: image = \"\", initrd = FILE (or the other way round), and kernel_params with your \
+words put into those that are effective now. Both Kata runtimes read it at the start of every pod: new pods use it, running ones are left alone, no service is restarted.
 
 Installing again with another --initrd is the upgrade; words given before stay. After an upgrade of Kata itself, install again: kernel_params is computed anew. \
 What cannot work is refused, each reason with file, key, value and cure, and nothing is written; the initrd itself is \
-verified (`kata-gpu-boot initrd verify`) against the kernel that the configuration names. To roll back, install the former initrd again, or uninstall.
+verified (`kata-gpu-boot initrd verify`) against the kernel that the configuration names. Of an image only the outside is looked at: that it is a disk with erofs or ext4 in its first partition. rootfs_type follows it, and kernel_verity_params, the \
+hash of the image that was, is emptied unless --verity has the new one's. To roll back, install the former one again, or uninstall.
 
 Exit status: 0 installed, or all was as wanted; 1 refused, with the reasons.
 
@@ -54,6 +56,8 @@ Examples:
   kata-gpu-boot install --kata-config $CONFIG --initrd /opt/a.initrd
   kata-gpu-boot install --kata-config $CONFIG --initrd /opt/b.initrd
   kata-gpu-boot uninstall --kata-config $CONFIG
+  # a disk image, as initrd/replace-init makes it
+  kata-gpu-boot install --kata-config $CONFIG --image /opt/a.image
   # whether it is still as it was installed
   kata-gpu-boot install --kata-config $CONFIG --dry-run
   # a parameter of the init, and away with it again
@@ -66,7 +70,7 @@ Examples:
 /// Longest value that a change shows, in bytes; the drop-in itself has it whole.
 const MAX_SHOWN: usize = 120;
 
-/// Make GPU guests of a Kata configuration start from our initrd.
+/// Make GPU guests of a Kata configuration start from our initrd or image.
 #[derive(clap::Args, Clone, Debug)]
 #[command(after_help = HELP)]
 pub struct Args {
@@ -76,6 +80,12 @@ pub struct Args {
     /// The initrd; left away, the one that is installed stays.
     #[arg(long, value_name = "FILE")]
     initrd: Option<PathBuf>,
+    /// A disk image instead, as initrd/replace-init makes it: an erofs or ext4 root in the first partition.
+    #[arg(long, value_name = "FILE", conflicts_with = "initrd")]
+    image: Option<PathBuf>,
+    /// The image's own dm-verity parameters (root_hash=..,salt=..,data_blocks=..); without them none are used.
+    #[arg(long, value_name = "PARAMS", requires = "image", conflicts_with = "initrd")]
+    verity: Option<String>,
     /// A word for the guest kernel's command line, like gpuinit.bind=concurrent; takes the place of one with the same dotted name.
     #[arg(long = "param", value_name = "WORD")]
     params: Vec<String>,
@@ -239,7 +249,7 @@ fn changes_text(changes: &[Change]) -> String {
 
 /// What differs between two configurations, in the keys that a drop-in of ours may write.
 fn changes(section: &str, before: &Effective, after: &Effective) -> Vec<Change> {
-    let keys = ["image", "initrd", "kernel_params", "kernel_verity_params", "guest_extension_images"];
+    let keys = ["image", "initrd", "kernel_params", "kernel_verity_params", "rootfs_type", "guest_extension_images"];
     let change = |key: &str| {
         let path = ["hypervisor", section, key];
         let (before, after) = (before.get(&path).cloned(), after.get(&path).cloned());
@@ -270,8 +280,7 @@ struct Install {
     runtime: Runtime,
     version: Known,
     plan: Plan,
-    initrd: String,
-    image: Initrd,
+    guest: Guest,
     default_memory: i64,
     text: String,
     make_directory: bool,
@@ -296,10 +305,10 @@ impl Install {
             _ => (Vec::new(), !config.dir_exists),
         };
         let parameters = plan::parameters(&installed, &args.params, &args.unset)?;
-        let initrd = initrd_path(args, &now, &section).map_err(one)?;
+        let chosen = guest::choose(args.initrd.as_deref(), args.image.as_deref(), args.verity.as_deref(), &config, &now, &section);
         let kernel = plan::text(&before, &section, "kernel");
-        let image = initrd::look(Path::new(&initrd), kernel, !args.no_user_space).map_err(one)?;
-        let plan = Plan::of(&before, &section, &initrd, parameters).map_err(one)?;
+        let guest = chosen.and_then(|chosen| chosen.look(kernel, !args.no_user_space)).map_err(one)?;
+        let plan = Plan::of(&before, &section, &guest.root(), parameters).map_err(one)?;
         let text =
             drop_in::render(&plan, made_directory).ok_or_else(|| one(Refusal::at(&config.drop_in_path(), "cannot be written as TOML")))?;
         let after = with_ours(&config, runtime, Some(text.as_bytes()));
@@ -310,8 +319,7 @@ impl Install {
             before: &before,
             after: &after,
             plan: &plan,
-            initrd: Path::new(&initrd),
-            image: &image,
+            guest: &guest,
             for_chart: args.print == Some(Manifest::Helm),
         };
         let (forced, refusals): (Vec<_>, Vec<_>) = checks::check(&facts).into_iter().partition(|refusal| args.force && refusal.forcible);
@@ -320,7 +328,7 @@ impl Install {
         }
         let default_memory = checks::default_memory(&before, &section);
         let (changes, make_directory) = (changes(&section, &now, &after), !config.dir_exists);
-        Ok(Install { config, runtime, version, plan, initrd, image, default_memory, text, make_directory, changes, forced })
+        Ok(Install { config, runtime, version, plan, guest, default_memory, text, make_directory, changes, forced })
     }
 
     fn act(self, args: &Args) -> Result<Said, Vec<Refusal>> {
@@ -370,12 +378,11 @@ impl Install {
             n => format!("{n} other drop-ins"),
         };
         let mut page = format!(
-            "{}\n{}\n{}\n{}\n",
+            "{}\n{}\n",
             printable(&format!("runtime  {}, hypervisor {}, {version}", self.runtime.name(), self.plan.section)),
             printable(&format!("config   {}, {drop_ins}", self.config.base.path.display())),
-            printable(&format!("initrd   {}", self.image.shown())),
-            printable(&format!("kernel   {}", self.image.shown_kernel())),
         );
+        self.guest.shown().iter().for_each(|line| page.push_str(&format!("{}\n", printable(line))));
         page.push_str(&changes_text(&self.changes));
         for note in self.notes() {
             page.push_str(&format!("note: {}\n", printable(&note)));
@@ -386,7 +393,7 @@ impl Install {
             "would-install" => page.push_str(&self.diff(&path)),
             _ => {
                 page.push_str(&format!("wrote {}\n", printable(&path)));
-                page.push_str("New pods start from this initrd; running ones are left alone. To roll back:\n");
+                page.push_str(&format!("New pods start from this {}; running ones are left alone. To roll back:\n", self.guest.key()));
                 page.push_str(&printable(&format!("  kata-gpu-boot uninstall --kata-config {}", self.config.base.path.display())));
                 page.push('\n');
             }
@@ -402,12 +409,13 @@ impl Install {
         diff.lines().map(|line| format!("{}\n", printable(line))).collect()
     }
 
-    /// Words that are effective and that the init will not take as they are.
+    /// What is odd about the guest, and words that are effective and that the init will not take as they are.
     fn notes(&self) -> Vec<String> {
         let after = with_ours(&self.config, self.runtime, Some(self.text.as_bytes()));
-        let Some(params) = plan::text(&after, &self.plan.section, "kernel_params") else { return Vec::new() };
+        let params = plan::text(&after, &self.plan.section, "kernel_params").unwrap_or_default();
         let (_, notes) = crate::config::Config::parse(params.as_bytes());
-        notes.into_iter().filter_map(|note| Some(format!("kernel_params: {}: {}", note.parameter, note.problem?))).collect()
+        let of_word = |note: crate::config::Note| Some(format!("kernel_params: {}: {}", note.parameter, note.problem?));
+        self.guest.note().into_iter().chain(notes.into_iter().filter_map(of_word)).collect()
     }
 
     fn json(&self, action: &str) -> String {
@@ -418,27 +426,13 @@ impl Install {
             "runtime": match self.runtime { Runtime::Go => "go", Runtime::Rust => "rust" },
             "hypervisor": self.plan.section,
             "kataVersion": self.version.version().map(|version| version.to_string()),
-            "initrd": {"path": self.initrd, "bytes": self.image.report.bytes, "verify": self.image.report.json()},
+            self.guest.key(): self.guest.json(),
             "changes": self.changes.iter().map(Change::json).collect::<Vec<_>>(),
             "forced": self.forced.iter().map(Refusal::json).collect::<Vec<_>>(),
             "notes": self.notes(),
             "text": self.text,
         });
         format!("{json}\n")
-    }
-}
-
-/// The initrd that is asked for, or the one that is configured.
-fn initrd_path(args: &Args, now: &Effective, section: &str) -> Result<String, Refusal> {
-    let Some(given) = &args.initrd else {
-        return plan::text(now, section, "initrd").filter(|path| !path.is_empty()).map(str::to_string).ok_or_else(|| {
-            Refusal::of_argument("--initrd", "is needed: the configuration has no initrd yet").cure("give the initrd's path")
-        });
-    };
-    let path = std::path::absolute(given).map_err(|e| Refusal::at(given, e.to_string()))?;
-    match path.to_str() {
-        Some(text) if !text.chars().any(char::is_control) => Ok(text.to_string()),
-        _ => Err(Refusal::at(&path, "TOML and the hypervisor take only UTF-8 without control characters").cure("rename the file")),
     }
 }
 

@@ -1,19 +1,38 @@
 //! What our drop-in is to say: which section, which keys, which values. Data in, data out.
 //!
 //! `kernel_params` is written only where there are words of ours to put in: a copy of what others wrote would hide what they write later.
-//! `kernel_verity_params` is emptied where it is set: it measures the image that is not used, and Cloud Hypervisor's command line would still name it.
-//! The extension image `gpu` is left out: it holds the driver for a guest that boots a common image, and would cost a disk and some 300 bytes of the
-//! kernel's command line. Other extension images stay.
+//! `kernel_verity_params` is emptied where it is set, unless an image comes with its own: it measures the image that is not used, and Cloud
+//! Hypervisor's command line would still name it. `rootfs_type` is written where an image's root is another than what is effective.
+//! With an initrd, the extension image `gpu` is left out: it holds the driver for a guest that boots a common image, and would cost a disk and some 300
+//! bytes of the kernel's command line. Other extension images stay; with an image, which may be that common one, all do.
 
 use super::drop_in;
 use super::kernel_params::{self, OpenQuote};
 use super::merge::Effective;
 use super::refusal::Refusal;
+use crate::host::disk::FileSystem;
 use std::path::Path;
 use toml::Value;
 
 /// The name of the extension image that an initrd with the driver in it stands in for.
 const GPU_EXTENSION: &str = "gpu";
+
+/// What both runtimes take for an absent or empty `rootfs_type`.
+const DEFAULT_ROOTFS_TYPE: &str = "ext4";
+
+/// What guests are to start from.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Root {
+    Initrd {
+        path: String,
+    },
+    /// `verity`: `kernel_verity_params`, or nothing.
+    Image {
+        path: String,
+        file_system: FileSystem,
+        verity: String,
+    },
+}
 
 #[derive(Clone, Debug, PartialEq)]
 pub struct Plan {
@@ -22,6 +41,8 @@ pub struct Plan {
     pub keys: Vec<(&'static str, Value)>,
     /// Words of `kernel_params` that are ours, merged into the key's value.
     pub parameters: Vec<String>,
+    /// Whether guests start from an image.
+    pub image: bool,
 }
 
 /// A key of the section, as text.
@@ -31,9 +52,13 @@ pub fn text<'a>(effective: &'a Effective, section: &str, key: &str) -> Option<&'
 
 impl Plan {
     /// `before`: what is effective without our drop-in.
-    pub fn of(before: &Effective, section: &str, initrd: &str, parameters: Vec<String>) -> Result<Plan, Refusal> {
+    pub fn of(before: &Effective, section: &str, root: &Root, parameters: Vec<String>) -> Result<Plan, Refusal> {
         let string = |text: &str| Value::String(text.to_string());
-        let mut keys = vec![("image", string("")), ("initrd", string(initrd))];
+        let (image, initrd, verity) = match root {
+            Root::Initrd { path } => ("", path.as_str(), ""),
+            Root::Image { path, verity, .. } => (path.as_str(), "", verity.as_str()),
+        };
+        let mut keys = vec![("image", string(image)), ("initrd", string(initrd))];
         let existing = before.get(&["hypervisor", section, "kernel_params"]);
         let refuse = |why: &str| {
             let file = before.origin(&["hypervisor", section, "kernel_params"]).unwrap_or(Path::new("kernel_params"));
@@ -51,17 +76,25 @@ impl Plan {
         if !parameters.is_empty() {
             keys.push(("kernel_params", string(&merged)));
         }
-        if text(before, section, "kernel_verity_params").is_some_and(|params| !params.is_empty()) {
-            keys.push(("kernel_verity_params", string("")));
+        if !verity.is_empty() || text(before, section, "kernel_verity_params").is_some_and(|params| !params.is_empty()) {
+            keys.push(("kernel_verity_params", string(verity)));
         }
-        if let Some(extensions) = before.get(&["hypervisor", section, "guest_extension_images"]).and_then(Value::as_array) {
+        let is_image = matches!(root, Root::Image { .. });
+        if let Root::Image { file_system, .. } = root {
+            let now = text(before, section, "rootfs_type").filter(|now| !now.is_empty()).unwrap_or(DEFAULT_ROOTFS_TYPE);
+            if now != file_system.name() {
+                keys.push(("rootfs_type", string(file_system.name())));
+            }
+        }
+        let extensions = before.get(&["hypervisor", section, "guest_extension_images"]).and_then(Value::as_array);
+        if let Some(extensions) = extensions.filter(|_| !is_image) {
             let is_gpu = |image: &&Value| image.get("name").and_then(Value::as_str) == Some(GPU_EXTENSION);
             if extensions.iter().any(|image| is_gpu(&image)) {
                 let others = extensions.iter().filter(|image| !is_gpu(image)).cloned().collect();
                 keys.push(("guest_extension_images", Value::Array(others)));
             }
         }
-        Ok(Plan { section: section.into(), keys, parameters })
+        Ok(Plan { section: section.into(), keys, parameters, image: is_image })
     }
 }
 
@@ -106,7 +139,14 @@ mod tests {
     fn plan(text: &str, parameters: &[&str]) -> Result<Plan, Refusal> {
         let base = Source { path: "/c.toml".into(), bytes: Vec::new(), table: text.parse().unwrap() };
         let before = Effective::of(Runtime::Go, &base, []);
-        Plan::of(&before, "qemu", "/i", parameters.iter().map(ToString::to_string).collect())
+        Plan::of(&before, "qemu", &Root::Initrd { path: "/i".into() }, parameters.iter().map(ToString::to_string).collect())
+    }
+
+    fn image_keys(text: &str, file_system: FileSystem, verity: &str) -> Vec<String> {
+        let base = Source { path: "/c.toml".into(), bytes: Vec::new(), table: text.parse().unwrap() };
+        let root = Root::Image { path: "/d".into(), file_system, verity: verity.into() };
+        let plan = Plan::of(&Effective::of(Runtime::Go, &base, []), "qemu", &root, Vec::new()).unwrap();
+        plan.keys.iter().map(|(key, value)| format!("{key} = {}", drop_in::inline(value))).collect()
     }
 
     fn keys(text: &str, parameters: &[&str]) -> Vec<String> {
@@ -133,6 +173,24 @@ mod tests {
         let extensions = "[[hypervisor.qemu.guest_extension_images]]\nname = 'gpu'\npath = '/g'\n[[hypervisor.qemu.guest_extension_images]]\nname = 'coco'\npath = '/c'";
         assert_eq!(keys(extensions, &[])[2], "guest_extension_images = [{ name = \"coco\", path = \"/c\" }]");
         assert_eq!(keys(&extensions.replace("gpu", "devkit"), &[]), plain);
+    }
+
+    #[test]
+    fn an_image_brings_its_root_s_type_and_hash() {
+        let plain = ["image = \"/d\"", "initrd = \"\""];
+        let section = |text: &str| format!("[hypervisor.qemu]\n{text}");
+        assert_eq!(image_keys(&section(""), FileSystem::Ext4, ""), plain, "ext4 is what an absent key means");
+        assert_eq!(image_keys(&section("rootfs_type = ''"), FileSystem::Ext4, ""), plain);
+        assert_eq!(image_keys(&section("rootfs_type = 'erofs'"), FileSystem::Erofs, ""), plain);
+        assert_eq!(image_keys(&section(""), FileSystem::Erofs, "")[2..], ["rootfs_type = \"erofs\""]);
+        assert_eq!(image_keys(&section("rootfs_type = 'erofs'"), FileSystem::Ext4, "")[2..], ["rootfs_type = \"ext4\""]);
+        assert_eq!(
+            image_keys(&section("kernel_verity_params = 'root_hash=1'"), FileSystem::Ext4, "")[2..],
+            ["kernel_verity_params = \"\""]
+        );
+        assert_eq!(image_keys(&section(""), FileSystem::Ext4, "root_hash=2")[2..], ["kernel_verity_params = \"root_hash=2\""]);
+        let extension = "[[hypervisor.qemu.guest_extension_images]]\nname = 'gpu'\npath = '/g'";
+        assert_eq!(image_keys(extension, FileSystem::Ext4, ""), plain, "the image may be the one without a driver");
     }
 
     #[test]

@@ -25,7 +25,7 @@ Examples:
   kata-gpu-boot uninstall --kata-config $CONFIG --dry-run
   kata-gpu-boot uninstall --kata-config $CONFIG";
 
-/// Take the initrd out of a Kata configuration again.
+/// Take the initrd or image out of a Kata configuration again.
 #[derive(clap::Args, Clone, Debug)]
 #[command(after_help = HELP)]
 pub struct Args {
@@ -55,6 +55,8 @@ pub fn say(args: &Args) -> Said {
 
 /// The directory in which the runtime looks for `config.d`, even if the configuration itself is gone.
 fn directory(given: &Path) -> Result<PathBuf> {
+    // Beside a directory there is nothing of ours, and that would be a lie about what is in it.
+    anyhow::ensure!(!given.is_dir(), "{}: is a directory: name the configuration file", given.display());
     if let Some(dir) = std::fs::canonicalize(given).ok().as_deref().and_then(Path::parent) {
         return Ok(dir.into());
     }

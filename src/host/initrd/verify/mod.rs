@@ -24,6 +24,8 @@ use serde_json::{Value, json};
 
 /// What the kernel starts in an initrd, unless rdinit= names another program.
 pub const INIT: &str = "/init";
+/// Scripts whose interpreters are scripts: with more the kernel says ELOOP (fs/exec.c, exec_binprm).
+const MAX_INTERPRETERS: usize = 5;
 
 /// How an image is to be checked.
 #[derive(Clone, Debug)]
@@ -150,17 +152,32 @@ fn needed(
         findings.extend(programs.faults(id));
         return (needed, Some(id));
     }
-    match programs::script(content) {
-        Some(interpreter) => {
-            needed.linked = "script";
-            match tree.find(&interpreter) {
-                Some(found) => findings.extend(programs.faults(found)),
-                None => findings.push(Finding::new(&LOADER_MISSING, path).value(interpreter)),
-            }
-        }
-        None => findings.push(not_a_program("neither an ELF file nor a script".into())),
+    if programs::script(content).is_some() {
+        needed.linked = "script";
+        findings.extend(script(tree, programs, path, id));
+    } else {
+        findings.push(not_a_program("neither an ELF file nor a script".into()));
     }
     (needed, Some(id))
+}
+
+/// What keeps a script from being started: each interpreter on the way to a program must be there, executable, and in the end an ELF file.
+fn script(tree: &Tree, programs: &mut Programs, path: &str, mut id: Id) -> Vec<Finding> {
+    let broken = |value: String| vec![Finding::new(&LOADER_MISSING, path).value(value)];
+    for _ in 0..MAX_INTERPRETERS {
+        let Some(interpreter) = tree.content(id).and_then(programs::script) else {
+            return broken(format!("{} is neither an ELF file nor a script", escaped(&tree.path(id))));
+        };
+        let Some(next) = tree.find(&interpreter).filter(|next| tree.kind(*next) == Kind::File) else { return broken(interpreter) };
+        if tree.meta(next).mode & 0o111 == 0 {
+            return broken(format!("{interpreter} is not executable"));
+        }
+        if programs.executable(next).is_some() {
+            return programs.faults(next);
+        }
+        id = next;
+    }
+    broken(format!("more than {MAX_INTERPRETERS} scripts that name each other"))
 }
 
 impl Report {

@@ -14,7 +14,8 @@ const HEAD: usize = 8;
 pub fn page(report: &Report, screen: &Screen) -> String {
     let mut out = String::new();
     let mut line = |head: &str, text: String| out.push_str(&format!("{}{text}\n", screen.paint(Ink::Dim, &format!("{head:<HEAD$}"))));
-    line("image", format!("{}, {}, {} entries", megabytes(report.bytes), report.form.name(), report.entries));
+    let entries = if report.entries == 1 { "1 entry".to_string() } else { format!("{} entries", report.entries) };
+    line("image", format!("{}, {}, {entries}", megabytes(report.bytes), report.form.name()));
     line("init", needed(&report.init));
     line("agent", needed(&report.agent));
     let kernels = if report.releases.is_empty() {
@@ -51,10 +52,11 @@ pub fn page(report: &Report, screen: &Screen) -> String {
 }
 
 fn needed(needed: &Needed) -> String {
+    let linked = if needed.linked.is_empty() { "no program" } else { needed.linked };
     match &needed.file {
         None => format!("{}: missing", needed.path),
-        Some(file) if *file == needed.path => format!("{file}, {} bytes, {}", needed.bytes, needed.linked),
-        Some(file) => format!("{} -> {file}, {} bytes, {}", needed.path, needed.bytes, needed.linked),
+        Some(file) if *file == needed.path => format!("{file}, {} bytes, {linked}", needed.bytes),
+        Some(file) => format!("{} -> {file}, {} bytes, {linked}", needed.path, needed.bytes),
     }
 }
 

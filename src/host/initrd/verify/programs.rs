@@ -29,8 +29,8 @@ const CACHE: &str = "/etc/ld.so.cache";
 const MAX_LIBRARIES: usize = 2000;
 /// Programs of an image that are looked into.
 const MAX_PROGRAMS: usize = 20_000;
-/// Libraries that are looked for, for all programs of an image; a distribution's thousand programs take some ten thousand.
-const MAX_LOOKUPS: usize = 500_000;
+/// Paths at which libraries are looked for, for all programs of an image; a distribution's thousand programs take some hundred thousand.
+const MAX_LOOKUPS: usize = 2_000_000;
 /// What UPX writes behind the headers.
 const UPX: (&[u8], usize) = (b"UPX!", 512);
 
@@ -92,7 +92,6 @@ impl<'a> Programs<'a> {
         let (mut seen, mut missing) = (HashSet::from([id]), BTreeSet::new());
         while let Some((of, library)) = own.pop() {
             for name in &library.needed {
-                self.lookups += 1;
                 if self.lookups > MAX_LOOKUPS {
                     break;
                 }
@@ -139,6 +138,7 @@ impl<'a> Programs<'a> {
         }
         candidates.extend(self.cache.get(name).into_iter().flatten().map(|path| path.clone().into_bytes()));
         candidates.extend(DIRECTORIES.iter().map(|directory| format!("{directory}/{name}").into_bytes()));
+        self.lookups += candidates.len();
         candidates.into_iter().find_map(|path| {
             let id = self.tree.find(path)?;
             fits(self, id)
@@ -152,7 +152,8 @@ impl<'a> Programs<'a> {
         let all: Vec<Id> = self.tree.below(ROOT).into_iter().filter(executable).take(MAX_PROGRAMS).collect();
         for id in all {
             if self.lookups > MAX_LOOKUPS {
-                let value = format!("this and what follows were not looked into: more than {MAX_LOOKUPS} libraries are asked for");
+                let value =
+                    format!("this and what follows were not looked into: libraries are looked for at more than {MAX_LOOKUPS} paths");
                 findings.push(Finding::new(&PROGRAM_BROKEN, self.tree.path(id)).value(value));
                 break;
             }

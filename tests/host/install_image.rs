@@ -1,0 +1,154 @@
+//! `install --image`: a disk in the initrd's place. The drop-in, what becomes effective in either runtime, what is refused, and the way back.
+
+use crate::golden;
+use crate::install::{World, done};
+use kata_gpu_init::host::install::merge::Runtime;
+use kata_gpu_init::host::install::{Args, Said, from_words};
+use std::fs;
+use std::path::PathBuf;
+
+const VERITY: &str = "root_hash=00ff,salt=ab,data_blocks=2,data_block_size=4096,hash_block_size=4096";
+const EROFS: (usize, &[u8]) = (1024, &[0xe2, 0xe1, 0xf5, 0xe0]);
+const EXT4: (usize, &[u8]) = (1080, &[0x53, 0xef]);
+
+/// A disk with an MBR, and a root of 8 KiB in its first partition, of which the magic number is all that there is.
+fn disk(world: &World, name: &str, magic: (usize, &[u8]), has_second: bool) -> PathBuf {
+    let mut bytes = vec![0; 4096 + 8192];
+    let mut put = |at: usize, what: &[u8]| bytes[at..at + what.len()].copy_from_slice(what);
+    put(510, &[0x55, 0xaa]);
+    put(450, &[0x83]);
+    put(454, &8_u32.to_le_bytes());
+    put(458, &16_u32.to_le_bytes());
+    put(466, &[if has_second { 0x83 } else { 0 }]);
+    put(4096 + magic.0, magic.1);
+    let path = world.root().join(name);
+    fs::write(&path, bytes).unwrap();
+    path
+}
+
+fn install(world: &World, image: &PathBuf, words: &[&str]) -> Said {
+    world.install(&[&["--image", image.to_str().unwrap()], words].concat())
+}
+
+fn text(world: &World, runtime: Runtime, section: &str, key: &str) -> Option<String> {
+    world.effective(runtime).get(&["hypervisor", section, key]).and_then(|v| v.as_str().map(str::to_string))
+}
+
+/// Fixture, its runtime and section, and its root's type.
+const FIXTURES: &[(&str, Runtime, &str, &str)] = &[
+    ("go-qemu-nvidia-gpu", Runtime::Go, "qemu", "erofs"),
+    ("rust-qemu-nvidia-gpu", Runtime::Rust, "qemu", "erofs"),
+    ("go-clh", Runtime::Go, "clh", "ext4"),
+    ("rust-clh", Runtime::Rust, "cloud-hypervisor", "ext4"),
+];
+
+#[test]
+fn the_drop_in_and_what_is_said_are_the_golden_ones_and_uninstall_restores() {
+    for (fixture, runtime, section, _) in FIXTURES {
+        let world = World::new(&format!("image-{fixture}"), fixture);
+        // Another type of root than the configuration has, with a hash or without.
+        let is_go = *runtime == Runtime::Go;
+        let (image, words): (_, &[&str]) = if is_go {
+            (disk(&world, "gpu.image", EXT4, false), &["--param", "gpuinit.log=debug"])
+        } else {
+            (disk(&world, "gpu.image", EROFS, true), &["--verity", VERITY])
+        };
+        let before = world.snapshot();
+        let dry = install(&world, &image, &[words, &["--dry-run"]].concat());
+        assert_eq!(world.snapshot(), before, "{fixture}: a dry run writes nothing");
+        let said = install(&world, &image, words);
+        let written = fs::read_to_string(world.ours()).unwrap();
+        let at = written.find("\"checksum\":\"").unwrap() + 12;
+        let sum = &written[at..at + 8];
+        let page = format!("{}\n--- the file\n{written}", done(&said)).replace(sum, "........");
+        golden(&format!("install/image-{fixture}.txt"), &world.shown(&page));
+        assert!(done(&dry).contains("+image = "), "{}", dry.out);
+        assert_eq!(text(&world, *runtime, section, "image").as_deref(), image.to_str(), "{fixture}");
+        assert_eq!(text(&world, *runtime, section, "initrd").unwrap_or_default(), "", "{fixture}");
+        assert_eq!(text(&world, *runtime, section, "rootfs_type").unwrap(), if is_go { "ext4" } else { "erofs" }, "{fixture}");
+        let verity = text(&world, *runtime, section, "kernel_verity_params").unwrap_or_default();
+        assert_eq!(verity, if is_go { "" } else { VERITY }, "{fixture}: never the hash of the image that was");
+        assert!(done(&install(&world, &image, words)).contains("nothing to do"), "{fixture}: twice is once");
+        done(&world.uninstall(&[]));
+        assert_eq!(world.snapshot(), before, "{fixture}");
+    }
+}
+
+#[test]
+fn an_image_stays_until_another_or_an_initrd_takes_its_place() {
+    let world = World::new("image-upgrade", "go-qemu-nvidia-gpu");
+    let (one, two) = (disk(&world, "one.image", EROFS, true), disk(&world, "two.image", EXT4, false));
+    let get = |key: &str| text(&world, Runtime::Go, "qemu", key).unwrap_or_default();
+    let said = world.install(&["--param", "gpuinit.log=debug"]);
+    assert!(said.code == 1 && said.err.contains("--image"), "an image of somebody else is none to keep: {}", said.err);
+    done(&install(&world, &one, &["--verity", VERITY]));
+    done(&world.install(&["--param", "gpuinit.log=debug"]));
+    assert_eq!((get("image").as_str(), get("kernel_verity_params").as_str()), (one.to_str().unwrap(), VERITY));
+    done(&install(&world, &two, &[]));
+    let now = [get("image"), get("rootfs_type"), get("kernel_verity_params")];
+    assert_eq!(now, [two.to_str().unwrap(), "ext4", ""], "the other image's hash does not stay");
+    done(&world.install_initrd(&[]));
+    assert_eq!([get("image"), get("initrd")], ["", world.initrd.to_str().unwrap()]);
+    assert_eq!(get("rootfs_type"), "erofs", "the configuration's own again");
+    assert!(get("kernel_params").ends_with(" gpuinit.log=debug"), "{}", get("kernel_params"));
+    done(&install(&world, &one, &[]));
+    assert_eq!([get("image"), get("initrd")], [one.to_str().unwrap(), ""]);
+}
+
+#[test]
+fn a_second_partition_that_nobody_uses_is_noted() {
+    let world = World::new("image-note", "rust-qemu-nvidia-gpu");
+    let image = disk(&world, "gpu.image", EROFS, true);
+    assert!(done(&install(&world, &image, &["--dry-run"])).contains("note: the image has a second partition"));
+    assert!(!done(&install(&world, &image, &["--dry-run", "--verity", VERITY])).contains("note: "));
+}
+
+#[test]
+fn what_cannot_work_is_refused_with_the_cure() {
+    let world = World::new("image-refused", "go-qemu-nvidia-gpu");
+    let image = disk(&world, "gpu.image", EXT4, false);
+    let bare = world.root().join("bare");
+    fs::write(&bare, &fs::read(&image).unwrap()[4096..]).unwrap();
+    let old = ["--kata-version", "3.27.0"];
+    for (given, words, forcible, says) in [
+        (&world.initrd, &[][..], false, "is no image for Kata: it is an initrd, or compressed; give it with --initrd"),
+        (&bare, &[], true, "a file system without a partition table, and Kata's guests mount the first partition"),
+        (&world.config, &[], false, "is no image for Kata: it is nothing that is known, and no disk with erofs or ext4"),
+        (&world.root().join("none"), &[], false, "there is no such image"),
+        (&image, &["--verity", VERITY], false, "no second partition, where Kata expects the hash"),
+        (&image, &["--verity", "root_hash=1"], false, "salt is missing"),
+        (&image, &["--param", "init=/bin/NVRC"], true, "the kernel would start this program of the image instead of /sbin/init"),
+    ] {
+        let before = world.snapshot();
+        let said = install(&world, given, &[words, &old].concat());
+        assert!(said.code == 1 && said.err.contains(says), "{says}: {}{}", said.out, said.err);
+        assert_eq!((world.snapshot() == before, said.err.contains("(or --force)")), (true, forcible), "{says}: {}", said.err);
+    }
+    let said = world.install(&["--initrd", image.to_str().unwrap()]);
+    assert!(said.err.contains("a disk image: not an initrd") && said.err.contains("; give it with --image"), "{}", said.err);
+    // The control: the same image, with nothing wrong about it.
+    world.edit("pci=nocrs", "init=/sbin/init rdinit=/elsewhere");
+    done(&install(&world, &image, &old));
+    // A key that this Kata's runtime would fail on.
+    let world = World::new("image-old", "go-clh");
+    let said = install(&world, &disk(&world, "gpu.image", EROFS, false), &["--kata-version", "3.0.0"]);
+    assert!(said.err.contains("rootfs_type") && said.err.contains("known from 3.1.0 on"), "{}", said.err);
+}
+
+#[test]
+fn an_initrd_and_an_image_exclude_each_other_and_a_hash_needs_an_image() {
+    let words = |words: &[&str]| from_words::<Args>(&[&["--kata-config", "c"], words].concat()).map(|_| ()).unwrap_err();
+    assert!(words(&["--initrd", "a", "--image", "b"]).contains("cannot be used with"));
+    assert!(words(&["--verity", "b"]).contains("--image"));
+    assert!(words(&["--initrd", "a", "--verity", "b"]).contains("cannot be used with"));
+}
+
+#[test]
+fn a_cluster_gets_the_image_too() {
+    let world = World::new("image-helm", "rust-qemu-nvidia-gpu");
+    let image = disk(&world, "gpu.image", EXT4, false);
+    let said = install(&world, &image, &["--print", "helm"]);
+    let yaml = done(&said);
+    assert!(yaml.contains("The image must be on every node") && yaml.contains("rootfs_type = \"ext4\""), "{yaml}");
+    assert!(yaml.contains(&format!("image = \"{}\"", image.display())) && yaml.contains("initrd = \"\""), "{yaml}");
+}
