@@ -250,8 +250,14 @@ impl Drop for Guest {
 pub struct Raw(pub UnixStream);
 
 impl Raw {
+    /// Between bind() and listen() the socket is there and refuses.
     pub fn connect(socket: &Path) -> Self {
-        let stream = UnixStream::connect(socket).unwrap();
+        let mut connected = None;
+        until("somebody who listens", || {
+            connected = UnixStream::connect(socket).ok();
+            connected.is_some()
+        });
+        let stream = connected.unwrap();
         stream.set_write_timeout(Some(DEADLINE)).unwrap();
         stream.set_read_timeout(Some(DEADLINE)).unwrap();
         Self(stream)

@@ -26,8 +26,8 @@ Examples:
   kata-gpu-boot list --pod trainer-0
   # what went wrong lately
   kata-gpu-boot list --failed --last 5
-  # the newest boot that failed, as a page
-  kata-gpu-boot list --failed --last 1 --json | jq -r '.boots[0].file' | xargs -I{} kata-gpu-boot export {} --html -o failed.html";
+  # the files of all boots that failed
+  kata-gpu-boot list --failed --last 0 --json | jq -r '.boots[].file'";
 
 /// The start of a boot id that is shown, in characters; more where that does not tell the boots of the list apart.
 const SHORT_ID: usize = 8;
