@@ -85,14 +85,6 @@ fn no_changed_byte_does_harm() {
     assert!(read > 100 && refused > 500, "{read} read, {refused} refused");
 }
 
-/// What begins as nothing, and has a magic number somewhere.
-fn disk(at: usize, magic: &[u8]) -> Vec<u8> {
-    let mut bytes = vec![0; 4096];
-    bytes[0] = b'x';
-    bytes[at..at + magic.len()].copy_from_slice(magic);
-    bytes
-}
-
 #[test]
 fn what_the_kernel_would_not_take_is_refused_with_the_reason() {
     let good = small();

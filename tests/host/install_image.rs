@@ -5,7 +5,7 @@ use crate::install::{World, done};
 use kata_gpu_init::host::install::merge::Runtime;
 use kata_gpu_init::host::install::{Args, Said, from_words};
 use std::fs;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 const VERITY: &str = "root_hash=00ff,salt=ab,data_blocks=2,data_block_size=4096,hash_block_size=4096";
 const EROFS: (usize, &[u8]) = (1024, &[0xe2, 0xe1, 0xf5, 0xe0]);
@@ -26,7 +26,7 @@ fn disk(world: &World, name: &str, magic: (usize, &[u8]), has_second: bool) -> P
     path
 }
 
-fn install(world: &World, image: &PathBuf, words: &[&str]) -> Said {
+fn install(world: &World, image: &Path, words: &[&str]) -> Said {
     world.install(&[&["--image", image.to_str().unwrap()], words].concat())
 }
 
@@ -110,15 +110,17 @@ fn what_cannot_work_is_refused_with_the_cure() {
     let bare = world.root().join("bare");
     fs::write(&bare, &fs::read(&image).unwrap()[4096..]).unwrap();
     let old = ["--kata-version", "3.27.0"];
-    for (given, words, forcible, says) in [
-        (&world.initrd, &[][..], false, "is no image for Kata: it is an initrd, or compressed; give it with --initrd"),
+    let none = world.root().join("none");
+    let cases: [(&Path, &[&str], bool, &str); 7] = [
+        (&world.initrd, &[], false, "is no image for Kata: it is an initrd, or compressed; give it with --initrd"),
         (&bare, &[], true, "a file system without a partition table, and Kata's guests mount the first partition"),
         (&world.config, &[], false, "is no image for Kata: it is nothing that is known, and no disk with erofs or ext4"),
-        (&world.root().join("none"), &[], false, "there is no such image"),
+        (&none, &[], false, "there is no such image"),
         (&image, &["--verity", VERITY], false, "no second partition, where Kata expects the hash"),
         (&image, &["--verity", "root_hash=1"], false, "salt is missing"),
         (&image, &["--param", "init=/bin/NVRC"], true, "the kernel would start this program of the image instead of /sbin/init"),
-    ] {
+    ];
+    for (given, words, forcible, says) in cases {
         let before = world.snapshot();
         let said = install(&world, given, &[words, &old].concat());
         assert!(said.code == 1 && said.err.contains(says), "{says}: {}{}", said.out, said.err);

@@ -93,7 +93,7 @@ impl Output {
         let temporary = path.with_file_name(temporary);
         let (file, lock) = create_locked(&temporary)?;
         let hashed = Hashed { file: BufWriter::with_capacity(BUFFER, file), hash: Sha256::new(), bytes: 0 };
-        let mut output = Self { path: path.into(), temporary, sink: Sink::Plain(hashed), lock: Some(lock), kept: false };
+        let mut output = Self { path: path.into(), temporary, sink: Sink::Plain(hashed), lock, kept: false };
         output.set_form(form)?;
         Ok(output)
     }
@@ -160,7 +160,7 @@ impl Written {
 }
 
 /// Makes a file that nobody else writes, in place of what a killed run left.
-fn create_locked(path: &Path) -> Result<(File, Lock)> {
+fn create_locked(path: &Path) -> Result<(File, Option<Lock>)> {
     let shown = path.display();
     for _ in 0..TRIES {
         // Never through a link that somebody else may have put there.
@@ -171,7 +171,7 @@ fn create_locked(path: &Path) -> Result<(File, Lock)> {
         };
         let to_lock = match &created {
             Some(file) => file.try_clone(),
-            None => OpenOptions::new().read(true).custom_flags((OFlag::O_NOFOLLOW | OFlag::O_NONBLOCK).bits()).open(path),
+            None => OpenOptions::new().write(true).custom_flags((OFlag::O_NOFOLLOW | OFlag::O_NONBLOCK).bits()).open(path),
         };
         let to_lock = match to_lock {
             Err(e) if e.kind() == io::ErrorKind::NotFound => continue,
@@ -180,6 +180,11 @@ fn create_locked(path: &Path) -> Result<(File, Lock)> {
         let lock = match Flock::lock(to_lock, FlockArg::LockExclusiveNonblock) {
             Ok(lock) => lock,
             Err((_, Errno::EWOULDBLOCK)) => bail!("{shown}: another run is writing it: wait for its end, or name another file"),
+            // A file system without locks: what others left there cannot be told from what they write.
+            Err((_, Errno::ENOLCK | Errno::EOPNOTSUPP | Errno::ENOSYS | Errno::EINVAL)) => match created {
+                Some(file) => return Ok((file, None)),
+                None => bail!("{shown} is there, and this file system has no locks: remove it if no other run is writing it"),
+            },
             Err((_, e)) => return Err(e).with_context(|| format!("lock {shown}")),
         };
         // Until it was locked, another run could take it for a killed one's, or give it its final name.
@@ -188,7 +193,7 @@ fn create_locked(path: &Path) -> Result<(File, Lock)> {
             continue;
         }
         match created {
-            Some(file) => return Ok((file, lock)),
+            Some(file) => return Ok((file, Some(lock))),
             None => {
                 ensure!(held.is_file(), "{shown}: what is there is no regular file: remove it");
                 std::fs::remove_file(path).with_context(|| format!("remove {shown}, which is left of another run"))?;
