@@ -18,7 +18,7 @@ Examples:
   kata-gpu-boot collect --dir boots --live     receive streams and watch
   kata-gpu-boot follow --dir boots             a boot as it happens: bars
   kata-gpu-boot show --dir boots               the newest boot as a table
-  kata-gpu-boot list --dir boots --failed      which boots went wrong, and whose they were
+  kata-gpu-boot list --dir boots --failed      boots that went wrong, whose
   kata-gpu-boot critical-path --dir boots      what would have made it shorter
   kata-gpu-boot export --html -o boot.html     the newest boot as a page
   kata-gpu-boot demo --kernel vmlinuz --initrd demo.cpio

@@ -219,6 +219,10 @@ fn run(asked: &Asked) -> Result<Vec<String>, Error> {
         text.push(b'\n');
     }
     match &asked.output {
+        // A device is written to, not replaced.
+        Some(path) if path.metadata().is_ok_and(|meta| !meta.is_file()) => {
+            std::fs::write(path, &text).map_err(|e| Error::Failed(format!("write {}: {e}", path.display())))?;
+        }
         Some(path) => replace(path, &text).map_err(|e| Error::Failed(e.to_string()))?,
         None => std::io::stdout().write_all(&text).map_err(|e| Error::Failed(format!("write to standard output: {e}")))?,
     }

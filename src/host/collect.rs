@@ -78,7 +78,7 @@ pub struct Args {
     #[arg(long, required_unless_present_any = ["print_systemd_unit", "print_daemonset"])]
     dir: Option<PathBuf>,
     /// Port that guests connect to.
-    #[arg(long, default_value_t = DEFAULT_PORT)]
+    #[arg(long, default_value_t = DEFAULT_PORT, value_parser = clap::value_parser!(u32).range(1..i64::from(u32::MAX)))]
     port: u32,
     /// Base path of a hybrid vsock device; may be given several times.
     #[arg(long, value_name = "PATH")]

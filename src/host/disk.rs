@@ -1,9 +1,9 @@
 //! A guest's image as a disk: which file system its root is, and where it lies in the file. Told by a partition table's entries and by magic numbers.
 //!
-//! Nothing of what is in the file system is read: whether there is an init, and which, is not known here. Hostile: every number is held against the
-//! file's length.
+//! The file system itself is not read, only searched for bytes. Hostile: every number is held against the file's length.
 
 use crate::elf::ReadAt;
+use memchr::memmem;
 use std::io;
 
 /// Of tables that Kata's image builder writes; QEMU and Cloud Hypervisor give disks of such sectors.
@@ -17,6 +17,8 @@ const MBR_OF_GPT: u8 = 0xee;
 const GPT_MARK: &[u8; 8] = b"EFI PART";
 /// Sizes of a GPT's entry: UEFI says 128 times a power of two.
 const GPT_ENTRY: std::ops::RangeInclusive<u64> = 128..=4096;
+/// Bytes that are searched at once.
+const SEARCHED: usize = 1 << 20;
 /// Magic numbers from the beginning of a file system.
 const EROFS: (u64, [u8; 4]) = (1024, [0xe2, 0xe1, 0xf5, 0xe0]);
 const EXT: (u64, [u8; 2]) = (1024 + 0x38, [0x53, 0xef]);
@@ -107,6 +109,29 @@ pub fn known(file: &(impl ReadAt + ?Sized)) -> io::Result<Option<&'static str>> 
     Ok(None)
 }
 
+/// Whether these bytes are anywhere in the file, which is read once, from its beginning.
+pub fn contains(mut file: impl io::Read, what: &[u8]) -> io::Result<bool> {
+    let mut buffer = vec![0; SEARCHED + what.len()];
+    let mut kept = 0;
+    loop {
+        let read = match file.read(buffer.get_mut(kept..).unwrap_or_default()) {
+            Err(e) if e.kind() == io::ErrorKind::Interrupted => continue,
+            read => read?,
+        };
+        let filled = kept + read;
+        if memmem::find(buffer.get(..filled).unwrap_or_default(), what).is_some() {
+            return Ok(true);
+        }
+        if read == 0 {
+            return Ok(false);
+        }
+        // What may be the beginning of it.
+        let from = filled - filled.min(what.len());
+        buffer.copy_within(from..filled, 0);
+        kept = filled - from;
+    }
+}
+
 fn has(file: &(impl ReadAt + ?Sized), at: u64, magic: &[u8]) -> io::Result<bool> {
     let mut bytes = [0; 8];
     let Some(bytes) = bytes.get_mut(..magic.len()) else { return Ok(false) };
@@ -179,6 +204,13 @@ fn partition(file: &(impl ReadAt + ?Sized)) -> io::Result<Option<(Table, u64, u6
 #[cfg(test)]
 pub mod stand_in {
     use super::*;
+
+    /// With what it contains.
+    pub fn file_system_with(kind: FileSystem, what: &str) -> Vec<u8> {
+        let mut bytes = file_system(kind);
+        bytes[5000..5000 + what.len()].copy_from_slice(what.as_bytes());
+        bytes
+    }
 
     pub fn file_system(kind: FileSystem) -> Vec<u8> {
         let mut bytes = vec![0; 8192];
@@ -263,6 +295,20 @@ mod tests {
             bytes[at..at + 8].fill(0xff);
             assert!(of(&bytes).is_err(), "{at}");
         }
+    }
+
+    #[test]
+    fn bytes_are_found_wherever_they_are_read_in_two() {
+        let what = b"/run/something";
+        for at in [0, 1, SEARCHED - 1, SEARCHED, SEARCHED + 7, SEARCHED + what.len(), 2 * SEARCHED] {
+            let mut bytes = vec![b'/'; 2 * SEARCHED + 100];
+            assert!(!contains(bytes.as_slice(), what).unwrap());
+            bytes[at..at + what.len()].copy_from_slice(what);
+            assert!(contains(bytes.as_slice(), what).unwrap(), "{at}");
+        }
+        let ends = [vec![0; 5000], what[..what.len() - 1].to_vec()].concat();
+        assert!(!contains(ends.as_slice(), what).unwrap());
+        assert!(!contains(&b""[..], what).unwrap());
     }
 
     #[test]

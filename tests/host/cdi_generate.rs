@@ -198,6 +198,23 @@ fn without_a_driver_or_with_another_ones_libraries_there_is_no_spec_and_a_cure()
 }
 
 #[test]
+fn what_is_no_file_is_written_to_and_not_replaced() {
+    use std::io::Read;
+    use std::os::unix::fs::{FileTypeExt, OpenOptionsExt};
+    let (folder, root) = root("pipe");
+    let pipe = folder.0.join("pipe");
+    nix::unistd::mkfifo(&pipe, nix::sys::stat::Mode::from_bits_truncate(0o600)).unwrap();
+    // Open before there is a writer, so that nobody waits for nobody.
+    let mut reader = std::fs::OpenOptions::new().read(true).custom_flags(nix::libc::O_NONBLOCK).open(&pipe).unwrap();
+    let output = run(&root, &["generate", "--output", pipe.to_str().unwrap()]);
+    assert!(output.status.success(), "{output:?}");
+    assert!(pipe.symlink_metadata().unwrap().file_type().is_fifo(), "the pipe was replaced");
+    let mut text = Vec::new();
+    reader.read_to_end(&mut text).unwrap();
+    assert_eq!(text, run(&root, &["generate"]).stdout);
+}
+
+#[test]
 fn yaml_and_json_say_the_same_and_a_file_is_replaced_whole() {
     let (folder, root) = root("yaml");
     let file = folder.0.join("nvidia.yaml");

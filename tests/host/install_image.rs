@@ -11,7 +11,7 @@ const VERITY: &str = "root_hash=00ff,salt=ab,data_blocks=2,data_block_size=4096,
 const EROFS: (usize, &[u8]) = (1024, &[0xe2, 0xe1, 0xf5, 0xe0]);
 const EXT4: (usize, &[u8]) = (1080, &[0x53, 0xef]);
 
-/// A disk with an MBR, and a root of 8 KiB in its first partition, of which the magic number is all that there is.
+/// A disk with an MBR, and a root of 8 KiB in its first partition, of which the magic number and a word of the init are all that there is.
 fn disk(world: &World, name: &str, magic: (usize, &[u8]), has_second: bool) -> PathBuf {
     let mut bytes = vec![0; 4096 + 8192];
     let mut put = |at: usize, what: &[u8]| bytes[at..at + what.len()].copy_from_slice(what);
@@ -21,6 +21,7 @@ fn disk(world: &World, name: &str, magic: (usize, &[u8]), has_second: bool) -> P
     put(458, &16_u32.to_le_bytes());
     put(466, &[if has_second { 0x83 } else { 0 }]);
     put(4096 + magic.0, magic.1);
+    put(4096 + 5000, kata_gpu_init::cdi::spec::PENDING.as_bytes());
     let path = world.root().join(name);
     fs::write(&path, bytes).unwrap();
     path

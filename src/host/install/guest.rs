@@ -1,4 +1,4 @@
-//! What guests are to start from: an initrd, which is verified, or a disk image, of which only the outside is looked at. Which one was asked for, which
+//! What guests are to start from: an initrd, which is verified, or a disk image, of which only the outside is looked at, and whether our init is in it. Which one was asked for, which
 //! one stays, and what keeps it from working.
 //!
 //! Kata gives a guest its image as a disk of which the kernel mounts the first partition (/dev/vda1, or /dev/pmem0p1), as `rootfs_type`; with
@@ -44,8 +44,13 @@ pub struct Image {
     pub for_everybody: bool,
     bytes: u64,
     disk: Disk,
+    /// Whether our init is somewhere in it.
+    has_init: bool,
     verity: Option<String>,
 }
+
+/// A path that the init has in it and nothing of Kata's own.
+const INIT_MARK: &str = crate::cdi::spec::PENDING;
 
 /// What was given, or what is installed. `now`: with our drop-in.
 pub fn choose(
@@ -120,7 +125,8 @@ fn look(path: &Path, verity: Option<String>) -> Result<Image, Refusal> {
             refusal.cure("give one with erofs or ext4, like what initrd/replace-init makes of Kata's own")
         }
     })?;
-    let image = Image { path: path.into(), for_everybody: metadata.mode() & 0o004 != 0, bytes: metadata.len(), disk, verity };
+    let has_init = disk::contains(&file, INIT_MARK.as_bytes()).map_err(|e| unreadable(path, &e))?;
+    let image = Image { path: path.into(), for_everybody: metadata.mode() & 0o004 != 0, bytes: metadata.len(), disk, has_init, verity };
     image.check_verity()?;
     Ok(image)
 }
@@ -159,11 +165,18 @@ impl Image {
     }
 
     fn refusals(&self) -> Vec<Refusal> {
-        if self.disk.table != Table::None {
-            return Vec::new();
+        let mut refusals = Vec::new();
+        if self.disk.table == Table::None {
+            let why =
+                "is a file system without a partition table, and Kata's guests mount the first partition: the kernel would find no root";
+            refusals.push(Refusal::at(&self.path, why).cure("put it into a partition, as Kata's image builder does").forcible());
         }
-        let why = "is a file system without a partition table, and Kata's guests mount the first partition: the kernel would find no root";
-        vec![Refusal::at(&self.path, why).cure("put it into a partition, as Kata's image builder does").forcible()]
+        if !self.has_init {
+            let why = "there is no trace of kata-gpu-init in it: guests would start from it as before";
+            let cure = "make it with initrd/replace-init (a compressed file system hides it: that one may be passed)";
+            refusals.push(Refusal::at(&self.path, why).cure(cure).forcible());
+        }
+        refusals
     }
 
     fn shown(&self) -> String {
@@ -174,7 +187,8 @@ impl Image {
             Table::Mbr => "in the first partition, MBR",
             Table::Gpt => "in the first partition, GPT",
         };
-        format!("{}, {mib:.1} MiB, {root} {place}; what is in it was not looked at", self.path.display())
+        let init = if self.has_init { "kata-gpu-init is in it" } else { "no trace of kata-gpu-init" };
+        format!("{}, {mib:.1} MiB, {root} {place}; {init}; what else is was not looked at", self.path.display())
     }
 
     fn json(&self) -> Json {
@@ -183,7 +197,7 @@ impl Image {
             Table::Mbr => "mbr".into(),
             Table::Gpt => "gpt".into(),
         };
-        json!({"path": self.path.to_string_lossy(), "bytes": self.bytes, "fileSystem": self.disk.root.name(), "partitionTable": table, "verity": self.verity})
+        json!({"path": self.path.to_string_lossy(), "bytes": self.bytes, "fileSystem": self.disk.root.name(), "partitionTable": table, "init": self.has_init, "verity": self.verity})
     }
 }
 
@@ -258,7 +272,7 @@ impl Guest {
 mod tests {
     use super::*;
     use crate::host::disk::FileSystem;
-    use crate::host::disk::stand_in::{disk, file_system};
+    use crate::host::disk::stand_in::{disk, file_system, file_system_with};
     use crate::host::testing::TempDir;
 
     const VERITY: &str = "root_hash=00ff,salt=ab,data_blocks=2,data_block_size=4096,hash_block_size=4096";
@@ -300,8 +314,15 @@ mod tests {
         }
         assert!(look(dir.path(), None).unwrap_err().why.contains("not a regular file"));
         assert!(look(&dir.path().join("nothing"), None).unwrap_err().why.contains("no such image"));
-        std::fs::write(&path, file_system(FileSystem::Ext4)).unwrap();
-        let refusals = look(&path, None).unwrap().refusals();
-        assert!(refusals.len() == 1 && refusals[0].forcible && refusals[0].why.contains("without a partition table"), "{refusals:?}");
+        for (bytes, why) in [
+            (file_system_with(FileSystem::Ext4, INIT_MARK), "without a partition table"),
+            (disk(Table::Mbr, &file_system(FileSystem::Erofs), false), "no trace of kata-gpu-init"),
+        ] {
+            std::fs::write(&path, bytes).unwrap();
+            let refusals = look(&path, None).unwrap().refusals();
+            assert!(refusals.len() == 1 && refusals[0].forcible && refusals[0].why.contains(why), "{refusals:?}");
+        }
+        std::fs::write(&path, disk(Table::Mbr, &file_system_with(FileSystem::Erofs, INIT_MARK), false)).unwrap();
+        assert!(look(&path, None).unwrap().refusals().is_empty());
     }
 }

@@ -243,6 +243,11 @@ fn a_wrong_limit_is_an_error_that_names_the_right_ones() {
     let output = Command::new(program()).args(["collect", "--dir", "/nonexistent/x", "--limit", "speed=1"]).output().unwrap();
     let why = String::from_utf8_lossy(&output.stderr).into_owned();
     assert!(!output.status.success() && why.contains("there are records, bytes, gaps"), "{why}");
+    // Ports that no guest can name.
+    for port in ["0", "4294967295"] {
+        let output = Command::new(program()).args(["collect", "--dir", "/nonexistent/x", "--port", port]).output().unwrap();
+        assert!(String::from_utf8_lossy(&output.stderr).contains("is not in 1..4294967295"), "{output:?}");
+    }
     let help = Command::new(program()).args(["collect", "--help"]).output().unwrap();
     let help = String::from_utf8_lossy(&help.stdout).into_owned();
     for limit in
