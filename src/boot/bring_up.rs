@@ -16,7 +16,7 @@ use super::busy::Activity;
 use super::descriptors::Descriptors;
 use super::driver::{self, Driver, Image};
 use super::gpu::{self, Arrival, Shared};
-use super::lane::{self, Enabling};
+use super::lane::{self, Enabling, Traffic};
 use super::lane_cpu::{LaneCpu, Spare};
 use super::publication::{self, Common, Published, Update};
 use super::roster::Roster;
@@ -197,12 +197,14 @@ impl Fleet {
             driver: state,
             binding: Semaphore::new(at_once(strategy.bind == Bind::Concurrent)),
             initialising: Arc::new(Semaphore::new(at_once(strategy.parallel_init))),
-            initialised: (!strategy.parallel_init).then(Mutex::default),
+            batches: Arc::default(),
+            initialised: Mutex::default(),
             bound_at: Default::default(),
             bound: Default::default(),
             minors: Mutex::new(minors(before, gpus)),
             probing: Activity::default(),
             lane_held: Arc::default(),
+            enabling: Arc::default(),
             lane_cpu: lane_cpu.as_ref().map(Arc::downgrade).unwrap_or_default(),
         });
         Self {
@@ -245,8 +247,12 @@ impl Fleet {
         } else {
             &unbound
         };
-        let held = Arc::clone(&self.shared.lane_held);
-        let lane = lane::start(self.shared.bind, &self.shared.sysfs, in_lane, self.first.take(), self.lane_cpu.take(), held);
+        let traffic = Traffic {
+            held: Arc::clone(&self.shared.lane_held),
+            enabling: Arc::clone(&self.shared.enabling),
+            batches: Arc::clone(&self.shared.batches),
+        };
+        let lane = lane::start(self.shared.bind, &self.shared.sysfs, in_lane, self.first.take(), self.lane_cpu.take(), traffic);
         let mut turns: HashMap<PciAddress, _> = in_lane.iter().map(|g| g.address).zip(lane).collect();
         if self.shared.roster.len() > 0 {
             self.load_driver(&to_do);

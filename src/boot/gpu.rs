@@ -8,11 +8,12 @@
 //!
 //! A GPU that hangs in its initialisation stays as it is, for ever if need be: deadlines report.
 
+use super::batch::{Batches, LONGEST_INIT};
 use super::beside;
 use super::busy::{Activity, Busy};
 use super::descriptors::Descriptors;
 use super::driver::{Driver, Loaded};
-use super::lane::Turn;
+use super::lane::{LONGEST_HOLD, Turn};
 use super::lane_cpu::LaneCpu;
 use super::lateness::{self, Progress};
 use super::publication::{Update, Updates};
@@ -80,8 +81,10 @@ pub struct Shared {
     pub binding: Semaphore,
     /// One initialisation at a time, or no limit.
     pub initialising: Arc<Semaphore>,
-    /// One at a time: the last one that has ended, which the next had to wait for.
-    pub initialised: Option<Mutex<Option<StepId>>>,
+    /// Those that run beside each other.
+    pub batches: Arc<Batches>,
+    /// The last one that has ended, which the next may have had to wait for.
+    pub initialised: Mutex<Option<StepId>>,
     /// When the kernel said "bind" for a GPU that the module load bound.
     pub bound_at: Mutex<HashMap<PciAddress, u64>>,
     /// Wakes whenever that grows.
@@ -92,6 +95,8 @@ pub struct Shared {
     pub probing: Activity,
     /// Who keeps the lane from enabling another GPU.
     pub lane_held: Arc<Activity>,
+    /// The lane, while it enables one.
+    pub enabling: Arc<Activity>,
     /// There as long as the lane runs.
     pub lane_cpu: Weak<LaneCpu>,
 }
@@ -419,8 +424,21 @@ async fn initialise(
     lane: Busy,
 ) -> Result<StepId, Failed> {
     // Where it waits for another GPU's initialisation, nobody waits for it.
-    let lane = Some(lane).filter(|_| shared.initialising.available_permits() > 0);
+    let lane = Some(lane).filter(|_| shared.initialising.available_permits() > 0 && shared.batches.is_open());
     let turn = Arc::clone(&shared.initialising).acquire_owned().await;
+    let (attaching, running) = shared.batches.begin().await;
+    let (lane, before) = match lane {
+        Some(lane) => (lane, None),
+        // Between two enablings, as if it had just been enabled; and when the GPU that comes out of the lane has been probed and published.
+        None => {
+            let (lane, before) = (shared.lane_held.begin(), *shared.initialised.lock().unwrap_or_else(PoisonError::into_inner));
+            if shared.batches.lane_runs() {
+                let _unused = tokio::time::timeout(LONGEST_HOLD, shared.enabling.none()).await;
+                let _unused = tokio::time::timeout(PROBES_FIRST, shared.lane_held.at_most(1)).await;
+            }
+            (lane, before)
+        }
+    };
     // What follows is waited for with the turn: who waits together is woken in any order.
     // The others, or the deadline. Where GPUs come out of the lane seconds apart, the next probe is not near.
     if shared.lane_cpu.strong_count() == 0 {
@@ -429,10 +447,14 @@ async fn initialise(
     // The start of nvidia-uvm takes the driver's global lock, too, and nothing is published before it.
     let uvm = async { drop(shared.driver.clone().wait_for(|d| matches!(d, Driver::Loaded(l) if l.uvm_over)).await) };
     let _unused = tokio::time::timeout(UVM_FIRST, uvm).await;
-    let before = shared.initialised.as_ref().and_then(|last| *last.lock().unwrap_or_else(PoisonError::into_inner));
     let step = step!(names::GPU_INIT, gpu = %gpu, after = ?After::from(&[Some(after), before][..]), rc = tracing::field::Empty, status = tracing::field::Empty);
     let (id, node, shared, progress) = (step.id(), node.clone(), Arc::clone(shared), Arc::clone(progress));
     let (runtime, (over, is_over)) = (Handle::current(), oneshot::channel::<()>());
+    let (ended, has_ended) = oneshot::channel::<()>();
+    tokio::spawn(async move {
+        let _ended = tokio::time::timeout(LONGEST_INIT, has_ended).await;
+        drop(running);
+    });
     let initialising = tokio::task::spawn_blocking(move || {
         progress.on_this_thread();
         let descriptor = match shared.descriptors.of(gpu) {
@@ -442,14 +464,14 @@ async fn initialise(
                 if let Some(cpu) = shared.lane_cpu.upgrade() {
                     cpu.keep_driver_off();
                 }
-                let mut begun = Some((lane, is_over));
+                let mut begun = Some((lane, attaching, is_over));
                 // From here, not from when it returns: with drivers before 550.40.07 the open is the whole initialisation.
                 let opening = |thread| {
                     progress.on_thread(thread);
-                    if let Some((lane, is_over)) = begun.take() {
+                    if let Some((lane, attaching, is_over)) = begun.take() {
                         runtime.spawn(async move {
                             let _attached = tokio::time::timeout(ATTACH, is_over).await;
-                            drop(lane);
+                            drop((lane, attaching));
                         });
                     }
                 };
@@ -468,11 +490,9 @@ async fn initialise(
             step.note("status", u64::from(*status));
         }
         let result = step.run(|| result);
-        if let Some(last) = &shared.initialised {
-            *last.lock().unwrap_or_else(PoisonError::into_inner) = Some(id);
-        }
+        *shared.initialised.lock().unwrap_or_else(PoisonError::into_inner) = Some(id);
         // The next one begins when this one's end has been told.
-        drop((turn, over));
+        drop((turn, over, ended));
         result
     });
     match initialising.await {

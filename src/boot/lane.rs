@@ -1,6 +1,7 @@
 //! The enable lane: one GPU at a time, in PCI order, has its memory decoding switched on, which is when the host maps its BARs. With a plain module
 //! load there is no lane: the driver's probe enables.
 
+use super::batch::Batches;
 use super::busy::{Activity, Busy};
 use super::lane_cpu::LaneCpu;
 use super::lateness::{self, Progress, Watchdog};
@@ -78,15 +79,25 @@ struct Waiting {
     enabled: oneshot::Sender<Result<(StepId, Busy), String>>,
 }
 
+/// What the lane has to do with the GPUs' tasks.
+pub struct Traffic {
+    /// Who keeps it from enabling the next GPU.
+    pub held: Arc<Activity>,
+    /// It is at this while it enables one.
+    pub enabling: Arc<Activity>,
+    /// It tells them when it is over.
+    pub batches: Arc<Batches>,
+}
+
 /// Starts the lane; must be called inside the runtime. One turn for each GPU, in their order. `first` is the first GPU's enabling where that has been
-/// started already, and `held` what the lane waits for.
+/// started already.
 pub fn start(
     bind: Bind,
     sysfs: &PciSysfs,
     gpus: &[Gpu],
     first: Option<Enabling>,
     cpu: Option<Arc<LaneCpu>>,
-    held: Arc<Activity>,
+    traffic: Traffic,
 ) -> Vec<Option<Turn>> {
     if bind == Bind::Insmod {
         return gpus.iter().map(|_| None).collect();
@@ -97,34 +108,39 @@ pub fn start(
         waiting.push(Waiting { gpu: gpu.address, enabled });
         turns.push(Some(turn));
     }
-    tokio::spawn(run(sysfs.clone(), waiting, first, cpu, held));
+    traffic.batches.lane(!waiting.is_empty());
+    tokio::spawn(run(sysfs.clone(), waiting, first, cpu, traffic));
     turns
 }
 
 /// For how long the lane may be held. What holds it takes a good part of a second; a GPU that hangs, or is lost, would hold it for ever.
-const LONGEST_HOLD: Duration = Duration::from_secs(10);
+pub const LONGEST_HOLD: Duration = Duration::from_secs(10);
 
 /// Keeps the vCPU until the last one is enabled.
-async fn run(sysfs: PciSysfs, waiting: Vec<Waiting>, mut first: Option<Enabling>, cpu: Option<Arc<LaneCpu>>, held: Arc<Activity>) {
+async fn run(sysfs: PciSysfs, waiting: Vec<Waiting>, mut first: Option<Enabling>, cpu: Option<Arc<LaneCpu>>, traffic: Traffic) {
     let (mut before, mut hanging) = (After::default(), 0);
     let mut waiting = waiting.into_iter().peekable();
     while let Some(Waiting { gpu, enabled }) = waiting.next() {
+        let at_it = traffic.enabling.begin();
         let enabling = first.take_if(|e| e.gpu == gpu).unwrap_or_else(|| Enabling::start(&sysfs, gpu, &before, cpu.clone()));
         before = After(vec![enabling.step]);
         let started = enabling.started;
         // The GPU's task is gone only when the GPU is, or the whole runtime.
-        let _unused = enabled.send(enabling.end().await.map(|step| (step, held.begin())));
-        if lane_waits(started.elapsed()) {
-            let wait = waiting.peek().map(|_| step!(names::LANE_WAIT, gpu = %gpu, after = ?before));
-            if tokio::time::timeout(LONGEST_HOLD, held.at_most(hanging)).await.is_err() {
+        let _unused = enabled.send(enabling.end().await.map(|step| (step, traffic.held.begin())));
+        drop(at_it);
+        if waiting.peek().is_some() && lane_waits(started.elapsed()) {
+            let wait = step!(names::LANE_WAIT, gpu = %gpu, after = ?before);
+            if tokio::time::timeout(LONGEST_HOLD, traffic.held.at_most(hanging)).await.is_err() {
                 // Waited for once, not once for each GPU that is still to be enabled.
-                hanging = held.count();
+                hanging = traffic.held.count();
                 let error = format!(
                     "a GPU before or at {gpu} has held the next one's enabling for {LONGEST_HOLD:?}: going on without waiting for it"
                 );
                 tracing::warn!(name: names::GPU_ENABLE, gpu = %gpu, error);
             }
-            before.0.extend(wait.map(|wait| wait.id()));
+            before.0.push(wait.id());
         }
     }
+    drop(cpu);
+    traffic.batches.lane(false);
 }

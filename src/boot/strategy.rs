@@ -4,7 +4,8 @@
 //!
 //! - `insmod`: the module's init probes all in turn, and nothing can be opened before the last: N (E + W) passes first. Where E is milliseconds this
 //!   is best: a probe takes the driver's global lock for a moment, and would wait for GPUs that initialise already.
-//! - `pipelined`: the module is loaded with one GPU; the others are enabled and bound one by one. GPU k initialises while k+1 is enabled.
+//! - `pipelined`: the module is loaded with one GPU; the others are enabled and bound one by one. GPU k initialises while k+1 is enabled; where E is
+//!   the shorter, those that have to wait for their turn go together when the last one is enabled ([`super::batch`]).
 //! - `concurrent`: as pipelined, but all binds at once: for probes that sleep. Probes at once race on two unlocked counters of the driver, so this
 //!   is for where it gains something.
 //!

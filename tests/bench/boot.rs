@@ -1,15 +1,16 @@
 //! `bench boot [RUNS]`: boots the same guest serially, as the incumbent works, and concurrently, and prints medians side by side.
 
 use super::{keep, machine};
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result, bail, ensure};
 use kata_gpu_init::events::names;
-use kata_gpu_init::events::record::{Kind, Record};
+use kata_gpu_init::events::record::Kind;
 use kata_gpu_tests::vm::harness::{DEADLINE, Guest, TestContext, named};
 use serde_json::{Value, json};
 use std::path::Path;
 
-/// Eight GPUs on a host that takes 300 ms to map a GPU's BARs; initialisation in the proportions of an H100, at a third of the time.
-const GUEST: &str = "fakepci.gpus=8 fakepci.enable_ms=300 nvidia.probe_ms=3 nvidia.s1_ms=100 nvidia.s2_ms=430 nvidia.s3_ms=170 testagent.containers=first:0;all:all";
+/// Eight GPUs on a host that takes 1 s to map a GPU's BARs; initialisation as long as an H100's. Nothing is scaled down: the init
+/// waits for what a driver does in its own time.
+const GUEST: &str = "fakepci.gpus=8 fakepci.enable_ms=1000 nvidia.probe_ms=3 nvidia.s1_ms=300 nvidia.s2_ms=1300 nvidia.s3_ms=500 testagent.containers=first:0;all:all";
 /// The incumbent's order: plain module load, one initialisation after another, the spec when everything is done.
 const SERIAL: &str = "gpuinit.bind=insmod gpuinit.init=serial gpuinit.cdi=complete";
 const CONCURRENT: &str = "gpuinit.bind=pipelined gpuinit.init=parallel";
@@ -18,17 +19,18 @@ const CONCURRENT: &str = "gpuinit.bind=pipelined gpuinit.init=parallel";
 const COLUMNS: [&str; 6] = ["agent exec", "agent ready", "first publication", "last publication", "first container", "last container"];
 
 pub fn run(root: &Path, context: &TestContext, runs: usize) -> Result<()> {
-    let mut raw = Vec::new();
+    let (mut raw, mut gaps) = (Vec::new(), Vec::new());
     for run in 1..=runs {
         for (name, words) in [("serial", SERIAL), ("concurrent", CONCURRENT)] {
             eprintln!("bench: run {run} of {runs}, {name} ...");
-            raw.push(json!({ "boot": name, "run": run, "ms": boot(context, name, words)? }));
+            raw.push(json!({ "boot": name, "run": run, "ms": boot(context, name, words, &mut gaps)? }));
         }
         eprintln!("bench: run {run} of {runs}, minimal init ...");
         raw.push(json!({ "boot": "minimal", "run": run, "ms": minimal(context)? }));
     }
     let (bytes, rss) = (init_bytes(&context.target)?, rss(context)?);
-    let (gaps, longest_gap) = bind_to_publication(context)?;
+    gaps.sort_by(f64::total_cmp);
+    let (median_gap, longest_gap) = (gaps[gaps.len() / 2], gaps[gaps.len() - 1]);
     let file = keep(
         root,
         "boot",
@@ -51,13 +53,17 @@ pub fn run(root: &Path, context: &TestContext, runs: usize) -> Result<()> {
     );
     println!("init binary, stripped: {:.2} MB (target 3: {})", bytes as f64 / 1e6, verdict(bytes <= 3_000_000));
     println!("worker's resident memory with 8 GPUs: {:.1} MB (target 8: {})", rss as f64 / 1e3, verdict(rss <= 8000));
-    println!("bind to publication, GPUs 1 to 7, longest: {longest_gap:.1} ms (target 10: {})", verdict(longest_gap <= 10.0));
+    println!(
+        "bind to publication, GPUs 1 to 7: median {median_gap:.1} ms, longest {longest_gap:.1} ms (target 10: {})",
+        verdict(longest_gap <= 10.0)
+    );
     println!("raw runs: {}", file.strip_prefix(root).unwrap_or(&file).display());
     Ok(())
 }
 
-/// Boots once; the milestones in ms.
-fn boot(context: &TestContext, name: &str, words: &str) -> Result<Value> {
+/// Boots once; the milestones in ms. `gaps`: ms from bind to publication of GPUs that are published live, but of the first, whose publication also waits for
+/// nvidia-uvm.
+fn boot(context: &TestContext, name: &str, words: &str, gaps: &mut Vec<f64>) -> Result<Value> {
     let booted = Guest::new().append(GUEST).append(words).boot(context, name)?;
     let (first, all) = (booted.created("first")?, booted.created("all")?);
     booted.settled()?;
@@ -65,7 +71,15 @@ fn boot(context: &TestContext, name: &str, words: &str) -> Result<Value> {
     let records = booted.receiver.records();
     let start = named(&records, Kind::Event, names::INIT_START).first().context("no init.start")?.boottime_ns;
     let since = |ns: u64| (ns.saturating_sub(start)) as f64 / 1e6;
-    let published = published(&records);
+    let published = named(&records, Kind::Event, names::GPU_PUBLISHED);
+    if words == CONCURRENT {
+        let bound = named(&records, Kind::Event, names::GPU_BOUND);
+        for p in published.iter().filter(|p| p.fields.get("index") != Some(&0.into())) {
+            let b = bound.iter().find(|b| b.gpu == p.gpu).context("published and never bound")?;
+            gaps.push((p.boottime_ns - b.boottime_ns) as f64 / 1e6);
+        }
+        ensure!(!gaps.is_empty(), "nothing was published");
+    }
     let exec = named(&records, Kind::Begin, names::AGENT_EXEC).first().context("no agent.exec")?.boottime_ns;
     let (first_ns, all_ns) = (booted.boottime_ns(&first)?, booted.boottime_ns(&all)?);
     Ok(json!({
@@ -76,10 +90,6 @@ fn boot(context: &TestContext, name: &str, words: &str) -> Result<Value> {
         "first container": since(first_ns.min(all_ns)),
         "last container": since(first_ns.max(all_ns)),
     }))
-}
-
-fn published(records: &[Record]) -> Vec<&Record> {
-    named(records, Kind::Event, names::GPU_PUBLISHED)
 }
 
 /// Boots the yardstick; when it became the agent, in ms since its first instruction.
@@ -106,21 +116,6 @@ fn rss(context: &TestContext) -> Result<u64> {
     let booted = Guest::new().append("fakepci.gpus=8 testagent.guest=rss").boot(context, "rss")?;
     let line = booted.agent("rss", |l| l.get("process") == "worker")?;
     line.get("VmRSS").trim_end_matches(" kB").parse().with_context(|| format!("VmRSS {:?}", line.get("VmRSS")))
-}
-
-/// Per GPU but the first (whose publication also waits for nvidia-uvm): ms from bind to publication; and the longest.
-fn bind_to_publication(context: &TestContext) -> Result<(Vec<f64>, f64)> {
-    let booted = Guest::new().append("fakepci.gpus=8 gpuinit.bind=pipelined").boot(context, "gap")?;
-    booted.settled()?;
-    let records = booted.receiver.records();
-    let bound = named(&records, Kind::Event, names::GPU_BOUND);
-    let mut gaps = Vec::new();
-    for p in published(&records).iter().filter(|p| p.fields.get("index") != Some(&0.into())) {
-        let b = bound.iter().find(|b| b.gpu == p.gpu).context("published and never bound")?;
-        gaps.push((p.boottime_ns - b.boottime_ns) as f64 / 1e6);
-    }
-    let longest = gaps.iter().copied().fold(0.0, f64::max);
-    Ok((gaps, longest))
 }
 
 fn median(raw: &[Value], boot: &str, column: &str) -> f64 {
