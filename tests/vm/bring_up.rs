@@ -9,6 +9,7 @@ pub const TESTS: &[VmTest] = &[
     VmTest { name: "every_strategy_binds_all_gpus", run: strategies },
     VmTest { name: "initialisations_overlap_in_parallel_and_not_in_series", run: overlap },
     VmTest { name: "an_initialisation_is_not_held_up_by_the_vcpu_that_enables", run: own_vcpu },
+    VmTest { name: "beside_a_lane_that_is_the_faster_one_initialises_at_a_time_and_the_rest_together_behind_it", run: batches },
     VmTest { name: "one_gpu_and_sixteen_gpus_come_up", run: counts },
     VmTest { name: "auto_chooses_by_what_it_measures_and_reads_and_says_why", run: auto },
     VmTest { name: "gpuinit_relaxed_off_reaches_the_driver_beside_other_registry_keys", run: relaxed_off },
@@ -88,6 +89,27 @@ fn overlap(context: &TestContext) -> Result<Outcome> {
     ensure!(serial >= sum && serial >= 4800, "in series they take {serial} ms, each for itself {sum} ms: they overlap");
     ensure!(parallel * 2 < serial, "at once {parallel} ms, in series {serial} ms");
     Ok(Outcome::Measured(format!("8 initialisations: {parallel} ms at once, {serial} ms in series")))
+}
+
+fn batches(context: &TestContext) -> Result<Outcome> {
+    let times = "fakepci.gpus=6 fakepci.enable_ms=700 nvidia.s1_ms=100 nvidia.s2_ms=1200 nvidia.s3_ms=200";
+    let booted = Guest::new().append(&format!("{times} testagent.containers=all:all")).boot(context, "medium")?;
+    ensure!(booted.settled()? == (6, 0), "{:?}", booted.settled()?);
+    booted.created("all")?;
+    let records = booted.receiver.records();
+    let lane_over = named(&records, Kind::End, names::GPU_ENABLE).iter().map(|r| r.boottime_ns).max().context("no lane")?;
+    let ends = named(&records, Kind::End, names::GPU_INIT);
+    let mut spans = Vec::new();
+    for begin in named(&records, Kind::Begin, names::GPU_INIT) {
+        let end = ends.iter().find(|e| e.span == begin.span).context("an initialisation without end")?;
+        spans.push((begin.boottime_ns, end.boottime_ns));
+    }
+    spans.sort_unstable();
+    let beside = spans.iter().filter(|(begin, _)| *begin < lane_over).count();
+    let overlapping = || spans.windows(2).filter(|pair| pair[1].0 < pair[0].1);
+    ensure!(beside >= 2 && overlapping().count() >= 2, "{beside} beside the lane, which was over at {lane_over}: {spans:?}");
+    ensure!(overlapping().all(|pair| pair[0].0 >= lane_over), "two at once before {lane_over}: {spans:?}");
+    Ok(Outcome::Measured(format!("{beside} beside the lane, {} behind it", spans.len() - beside)))
 }
 
 fn counts(context: &TestContext) -> Result<Outcome> {
