@@ -219,8 +219,8 @@ fn run(asked: &Asked) -> Result<Vec<String>, Error> {
         text.push(b'\n');
     }
     match &asked.output {
-        // A device is written to, not replaced.
-        Some(path) if path.metadata().is_ok_and(|meta| !meta.is_file()) => {
+        // A pipe, a device or a link is written to, not replaced: /dev/stdout is a link.
+        Some(path) if path.symlink_metadata().is_ok_and(|meta| !meta.is_file()) => {
             std::fs::write(path, &text).map_err(|e| Error::Failed(format!("write {}: {e}", path.display())))?;
         }
         Some(path) => replace(path, &text).map_err(|e| Error::Failed(e.to_string()))?,

@@ -22,16 +22,16 @@ const SEARCHED: usize = 1 << 20;
 /// Magic numbers from the beginning of a file system.
 const EROFS: (u64, [u8; 4]) = (1024, [0xe2, 0xe1, 0xf5, 0xe0]);
 const EXT: (u64, [u8; 2]) = (1024 + 0x38, [0x53, 0xef]);
-/// What is neither an archive nor a disk with such a root, and by what it is known.
-const OTHERS: &[(u64, &[u8], &str)] = &[
-    (0, b"hsqs", "a squashfs file system"),
-    (0, b"XFSB", "an xfs file system"),
-    (0, b"QFI\xfb", "a qcow2 disk"),
-    (0, b"KDMV", "a vmdk disk"),
-    (257, b"ustar", "a tar archive"),
-    (0, b"PK\x03\x04", "a zip archive"),
-    (0, b"\x7fELF", "a program"),
-    (0x202, b"HdrS", "a kernel"),
+/// What is neither an archive nor a disk with such a root, by what it is known, and whether a disk could be it.
+const OTHERS: &[(u64, &[u8], &str, bool)] = &[
+    (0, b"hsqs", "a squashfs file system", true),
+    (0, b"XFSB", "an xfs file system", true),
+    (0, b"QFI\xfb", "a qcow2 disk", false),
+    (0, b"KDMV", "a vmdk disk", false),
+    (257, b"ustar", "a tar archive", false),
+    (0, b"PK\x03\x04", "a zip archive", false),
+    (0, b"\x7fELF", "a program", false),
+    (0x202, b"HdrS", "a kernel", false),
 ];
 /// Beginnings of initrds, as they are stored.
 const INITRDS: &[&[u8]] = &[b"07070", &[0x1f, 0x8b], b"\xfd7zXZ", &[0x28, 0xb5, 0x2f, 0xfd]];
@@ -85,25 +85,36 @@ pub fn look(file: &(impl ReadAt + ?Sized), length: u64) -> io::Result<Result<Dis
         let is_initrd = INITRDS.iter().try_fold(false, |found, magic| Ok::<_, io::Error>(found || has(file, 0, magic)?))?;
         return Ok(Err(match table {
             _ if is_initrd => "it is an initrd, or compressed".into(),
-            Table::None => format!("it is {}, and no disk with erofs or ext4", known(file)?.unwrap_or("nothing that is known")),
+            Table::None => {
+                format!("it is {}, and no disk with erofs or ext4", known(file)?.map_or("nothing that is known", |known| known.name))
+            }
             Table::Mbr | Table::Gpt => "its first partition is neither erofs nor ext4".into(),
         }));
     };
     Ok(Ok(Disk { table, root, root_bytes, has_second }))
 }
 
+/// A file that is no initrd.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Known {
+    pub name: &'static str,
+    /// A disk, or a file system that could be one.
+    pub is_disk: bool,
+}
+
 /// What a file is that is no initrd, for those who wanted one.
-pub fn known(file: &(impl ReadAt + ?Sized)) -> io::Result<Option<&'static str>> {
-    let is_disk = partition(file)?.is_some();
+pub fn known(file: &(impl ReadAt + ?Sized)) -> io::Result<Option<Known>> {
+    let has_partitions = partition(file)?.is_some();
+    let disk = |name| Ok(Some(Known { name, is_disk: true }));
     match file_system(file, 0)? {
-        _ if is_disk => return Ok(Some("a disk with partitions")),
-        Some(FileSystem::Erofs) => return Ok(Some("an erofs file system")),
-        Some(FileSystem::Ext4) => return Ok(Some("an ext4 file system")),
+        _ if has_partitions => return disk("a disk with partitions"),
+        Some(FileSystem::Erofs) => return disk("an erofs file system"),
+        Some(FileSystem::Ext4) => return disk("an ext4 file system"),
         None => {}
     }
-    for (at, magic, name) in OTHERS {
-        if has(file, *at, magic)? {
-            return Ok(Some(name));
+    for &(at, magic, name, is_disk) in OTHERS {
+        if has(file, at, magic)? {
+            return Ok(Some(Known { name, is_disk }));
         }
     }
     Ok(None)
@@ -314,8 +325,11 @@ mod tests {
     #[test]
     fn a_disk_is_known_to_those_who_wanted_an_initrd() {
         let root = file_system(FileSystem::Ext4);
-        assert_eq!(known(disk(Table::Mbr, &root, false).as_slice()).unwrap(), Some("a disk with partitions"));
-        assert_eq!(known(root.as_slice()).unwrap(), Some("an ext4 file system"));
+        assert_eq!(
+            known(disk(Table::Mbr, &root, false).as_slice()).unwrap(),
+            Some(Known { name: "a disk with partitions", is_disk: true })
+        );
+        assert_eq!(known(root.as_slice()).unwrap(), Some(Known { name: "an ext4 file system", is_disk: true }));
         assert_eq!(known(b"070701".as_slice()).unwrap(), None);
     }
 }

@@ -212,6 +212,11 @@ fn what_is_no_file_is_written_to_and_not_replaced() {
     let mut text = Vec::new();
     reader.read_to_end(&mut text).unwrap();
     assert_eq!(text, run(&root, &["generate"]).stdout);
+    let (target, link) = (folder.0.join("target"), folder.0.join("link"));
+    std::fs::write(&target, "before").unwrap();
+    std::os::unix::fs::symlink(&target, &link).unwrap();
+    assert!(run(&root, &["generate", "--output", link.to_str().unwrap()]).status.success());
+    assert!(link.is_symlink() && std::fs::read(&target).unwrap() == text, "/dev/stdout would be gone");
 }
 
 #[test]

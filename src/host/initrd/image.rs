@@ -395,13 +395,13 @@ impl Scan<'_> {
 
 /// What begins here and is no initrd, with what to do.
 fn what_it_is(content: &Content) -> Result<Option<String>> {
-    Ok(disk::known(content)?.map(|what| match what {
-        what if what.starts_with("a disk") || what.ends_with("file system") => {
+    Ok(disk::known(content)?.map(|disk::Known { name, is_disk }| match is_disk {
+        true => {
             format!(
-                "{what}, a {DISK}: not an initrd (`kata-gpu-boot install --image` takes one, initrd/replace-init gives it another init)"
+                "{name}, a {DISK}: not an initrd (`kata-gpu-boot install --image` takes one, initrd/replace-init gives it another init)"
             )
         }
-        what => format!("{what}: not an initrd"),
+        false => format!("{name}: not an initrd"),
     }))
 }
 

@@ -12,11 +12,10 @@ use super::plan::{self, Root};
 use super::refusal::Refusal;
 use crate::elf::ReadAt;
 use crate::host::disk::{self, Disk, Table};
-use nix::libc;
 use serde_json::{Value as Json, json};
-use std::fs::{File, OpenOptions};
+use std::fs::File;
 use std::io;
-use std::os::unix::fs::{FileExt, MetadataExt, OpenOptionsExt};
+use std::os::unix::fs::{FileExt, MetadataExt};
 use std::path::{Path, PathBuf};
 
 /// One of them, by its path.
@@ -109,14 +108,7 @@ impl ReadAt for Whole<'_> {
 }
 
 fn look(path: &Path, verity: Option<String>) -> Result<Image, Refusal> {
-    let file = OpenOptions::new().read(true).custom_flags(libc::O_NONBLOCK).open(path).map_err(|e| match e.kind() {
-        io::ErrorKind::NotFound => Refusal::at(path, "there is no such image").cure("give an absolute path with --image"),
-        _ => unreadable(path, &e),
-    })?;
-    let metadata = file.metadata().map_err(|e| unreadable(path, &e))?;
-    if !metadata.is_file() {
-        return Err(Refusal::at(path, "is not a regular file").cure("give a disk image with --image"));
-    }
+    let (file, metadata) = initrd::open(path, "image", "give a disk image with --image")?;
     let disk = disk::look(&Whole(&file), metadata.len()).map_err(|e| unreadable(path, &e))?.map_err(|why| {
         let refusal = Refusal::at(path, format!("is no image for Kata: {why}"));
         if why.contains("initrd") {

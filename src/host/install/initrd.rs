@@ -11,7 +11,7 @@ use crate::host::initrd::kernel;
 use crate::host::initrd::tree::Tree;
 use crate::host::initrd::verify::{self, Question, Report};
 use crate::host::severity::Severity;
-use std::fs::OpenOptions;
+use std::fs::{File, Metadata, OpenOptions};
 use std::io;
 use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
@@ -39,17 +39,20 @@ pub struct Initrd {
     pub report: Report,
 }
 
-/// Reads and verifies it. Errors: it is no initrd at all. `user_space`: whether the driver's is to be in it.
-pub fn look(path: &Path, kernel: Option<&str>, user_space: bool) -> Result<Initrd, Refusal> {
+/// Opens what guests are to start from. `key`: Kata's, and our option's.
+pub fn open(path: &Path, key: &str, cure: &str) -> Result<(File, Metadata), Refusal> {
     // What stands for a device or a pipe must not make us wait.
     let file = OpenOptions::new().read(true).custom_flags(nix::libc::O_NONBLOCK).open(path).map_err(|e| match e.kind() {
-        io::ErrorKind::NotFound => Refusal::at(path, "there is no such initrd").cure("give an absolute path with --initrd"),
+        io::ErrorKind::NotFound => Refusal::at(path, format!("there is no such {key}")).cure(format!("give an absolute path with --{key}")),
         _ => unreadable(path, &e),
     })?;
     let metadata = file.metadata().map_err(|e| unreadable(path, &e))?;
-    if !metadata.is_file() {
-        return Err(Refusal::at(path, "is not a regular file").cure("give an initrd with --initrd"));
-    }
+    if metadata.is_file() { Ok((file, metadata)) } else { Err(Refusal::at(path, "is not a regular file").cure(cure)) }
+}
+
+/// Reads and verifies it. Errors: it is no initrd at all. `user_space`: whether the driver's is to be in it.
+pub fn look(path: &Path, kernel: Option<&str>, user_space: bool) -> Result<Initrd, Refusal> {
+    let (_, metadata) = open(path, "initrd", "give an initrd with --initrd")?;
     let kernel = kernel_of(kernel);
     let release = match &kernel {
         Kernel::Release(_, release) => Some(release.clone()),
