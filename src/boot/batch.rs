@@ -49,9 +49,10 @@ impl Batches {
         self.counts.borrow().lane
     }
 
-    /// Whether an initialisation may begin now.
-    pub fn is_open(&self) -> bool {
-        self.counts.borrow().is_open()
+    /// Begins one, where that may be now and nobody waits for it.
+    pub fn try_begin(&self) -> Option<(Attaching, Running)> {
+        let _first = self.first.try_lock().ok()?;
+        self.count_in()
     }
 
     /// Begins one, as soon as that may be.
@@ -59,18 +60,22 @@ impl Batches {
         let _first = self.first.lock().await;
         let mut changes = self.counts.subscribe();
         loop {
-            let begun = self.counts.send_if_modified(|counts| {
-                let open = counts.is_open();
-                counts.attaching += usize::from(open);
-                counts.running += usize::from(open);
-                open
-            });
-            if begun {
-                return (Attaching(self.counts.clone()), Running(self.counts.clone()));
+            if let Some(begun) = self.count_in() {
+                return begun;
             }
             // Never an error: the sender is here.
             let _unused = changes.changed().await;
         }
+    }
+
+    fn count_in(&self) -> Option<(Attaching, Running)> {
+        let begun = self.counts.send_if_modified(|counts| {
+            let open = counts.is_open();
+            counts.attaching += usize::from(open);
+            counts.running += usize::from(open);
+            open
+        });
+        begun.then(|| (Attaching(self.counts.clone()), Running(self.counts.clone())))
     }
 }
 
@@ -107,14 +112,16 @@ mod tests {
         drop(attaching);
         let (third_attaching, third_running) = now(batches.begin()).expect("the second one attaches");
         drop((second_attaching, third_attaching, third_running));
-        assert!(now(batches.begin()).is_none() && !batches.is_open(), "all are past that");
+        assert!(now(batches.begin()).is_none() && batches.try_begin().is_none(), "all are past that");
         drop(running);
         assert!(now(batches.begin()).is_none(), "one is not over");
         let mut waiting = pin!(batches.begin());
         let mut context = Context::from_waker(Waker::noop());
         assert!(waiting.as_mut().poll(&mut context).is_pending());
         drop(second_running);
-        assert!(batches.is_open() && waiting.as_mut().poll(&mut context).is_ready());
+        assert!(batches.try_begin().is_none(), "it is the turn of the one that waits");
+        assert!(waiting.as_mut().poll(&mut context).is_ready());
+        assert!(batches.try_begin().is_some(), "nobody waits, and all are over");
     }
 
     #[test]

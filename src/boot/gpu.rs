@@ -424,19 +424,20 @@ async fn initialise(
     lane: Busy,
 ) -> Result<StepId, Failed> {
     // Where it waits for another GPU's initialisation, nobody waits for it.
-    let lane = Some(lane).filter(|_| shared.initialising.available_permits() > 0 && shared.batches.is_open());
-    let turn = Arc::clone(&shared.initialising).acquire_owned().await;
-    let (attaching, running) = shared.batches.begin().await;
-    let (lane, before) = match lane {
-        Some(lane) => (lane, None),
+    let at_once = Arc::clone(&shared.initialising).try_acquire_owned().ok().and_then(|turn| Some((turn, shared.batches.try_begin()?)));
+    let (turn, (attaching, running), lane, before) = match at_once {
+        Some((turn, begun)) => (Ok(turn), begun, lane, None),
         // Between two enablings, as if it had just been enabled; and when the GPU that comes out of the lane has been probed and published.
         None => {
+            drop(lane);
+            let turn = Arc::clone(&shared.initialising).acquire_owned().await;
+            let begun = shared.batches.begin().await;
             let (lane, before) = (shared.lane_held.begin(), *shared.initialised.lock().unwrap_or_else(PoisonError::into_inner));
             if shared.batches.lane_runs() {
                 let _unused = tokio::time::timeout(LONGEST_HOLD, shared.enabling.none()).await;
                 let _unused = tokio::time::timeout(PROBES_FIRST, shared.lane_held.at_most(1)).await;
             }
-            (lane, before)
+            (turn, begun, lane, before)
         }
     };
     // What follows is waited for with the turn: who waits together is woken in any order.

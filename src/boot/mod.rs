@@ -5,7 +5,7 @@
 //! agent is its child.
 
 mod adopt; // what a worker that takes over knows
-mod batch;
+mod batch; // which initialisations go together
 mod beside; // what there is besides GPUs' own nodes
 mod bring_up; // all GPUs
 mod busy; // counts
