@@ -58,6 +58,10 @@ impl PciSysfs {
         self.bus.join("devices").join(gpu.to_string()).join(attribute)
     }
 
+    fn driver(&self, attribute: &str) -> PathBuf {
+        self.bus.join("drivers").join(DRIVER).join(attribute)
+    }
+
     /// Turns the function's memory decoding on, which is when the host maps its BARs: milliseconds to seconds. To be called for one GPU at a
     /// time: hosts do this one after another anyway, and a guest CPU that waits for its turn spins. A function that has a driver by now was
     /// enabled by that.
@@ -71,6 +75,11 @@ impl PciSysfs {
     /// The error of an [`PciSysfs::enable`] that another process has tried.
     pub fn not_enabled(&self, gpu: PciAddress, errno: Errno) -> SysfsError {
         SysfsError { path: self.function(gpu, "enable"), value: "1".into(), error: errno.into() }
+    }
+
+    /// The error of a [`PciSysfs::bind`] that another process has tried.
+    pub fn not_bound(&self, gpu: PciAddress, errno: Errno) -> SysfsError {
+        SysfsError { path: self.driver("bind"), value: gpu.to_string(), error: errno.into() }
     }
 
     /// Keeps every driver away from this GPU until [`PciSysfs::release`].
@@ -91,7 +100,7 @@ impl PciSysfs {
 
     /// Probes this GPU with the driver now, on this thread; returns when the driver's probe has.
     pub fn bind(&self, gpu: PciAddress) -> Result<(), SysfsError> {
-        write(self.bus.join("drivers").join(DRIVER).join("bind"), &gpu.to_string())
+        write(self.driver("bind"), &gpu.to_string())
     }
 
     /// Probes this GPU with whichever loaded driver matches it, on this thread. Works while the driver's own load is still probing another GPU,

@@ -10,7 +10,7 @@ use std::fmt::Write;
 /// How GPUs get bound to the driver.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Bind {
-    /// Decided at boot from what is known; see `bring_up::strategy`.
+    /// Decided at boot from what is known; see `boot::gpus::strategy`.
     Auto,
     /// The driver probes all GPUs in its module init, one after another.
     Insmod,
@@ -29,6 +29,42 @@ impl std::fmt::Display for Bind {
             Self::Concurrent => "concurrent",
         })
     }
+}
+
+/// How adapters are initialised.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Init {
+    /// As many at once as the driver allows.
+    Parallel,
+    /// One after another.
+    Serial,
+}
+
+impl std::fmt::Display for Init {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(match self {
+            Self::Parallel => "parallel",
+            Self::Serial => "serial",
+        })
+    }
+}
+
+/// When a GPU's CDI entry becomes resolvable.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Ready {
+    /// As soon as the driver has bound it.
+    Bound,
+    /// When its adapter is initialised as well.
+    Usable,
+}
+
+/// When the CDI spec is published.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Cdi {
+    /// From the PCI scan on.
+    Live,
+    /// Once all GPUs are usable or failed.
+    Complete,
 }
 
 /// Where the agent runs.
@@ -60,14 +96,11 @@ const MAX_IMEX_CHANNELS: u32 = 2048;
 pub struct Config {
     pub agent: Agent,
     pub bind: Bind,
-    /// Adapters are initialised all at once; false: one after another.
-    pub parallel_init: bool,
+    pub init: Init,
     /// The driver may release its global lock while a GPU's own processor boots.
     pub relaxed: bool,
-    /// A GPU's CDI entry becomes resolvable when it is usable; false: as soon as it is bound.
-    pub ready_when_usable: bool,
-    /// The spec is withheld until all GPUs are settled; false: published from the scan on.
-    pub cdi_complete: bool,
+    pub ready: Ready,
+    pub cdi: Cdi,
     /// By what containers can ask for a GPU; never empty.
     pub cdi_names: Vec<Naming>,
     pub cdi_hooks: Hooks,
@@ -87,10 +120,10 @@ impl Default for Config {
         Self {
             agent: Agent::Exec,
             bind: Bind::Auto,
-            parallel_init: true,
+            init: Init::Parallel,
             relaxed: true,
-            ready_when_usable: false,
-            cdi_complete: false,
+            ready: Ready::Bound,
+            cdi: Cdi::Live,
             cdi_names: vec![Naming::Index],
             cdi_hooks: Hooks::One,
             imex_channels: 0,
@@ -173,7 +206,7 @@ pub const PARAMETERS: &[Parameter] = &[
         values: "parallel, serial",
         default: "parallel",
         help: "initialise adapters all at once, or one after another",
-        set: |c, v| one_of(v, &[("parallel", true), ("serial", false)]).map(|s| c.parallel_init = s),
+        set: |c, v| one_of(v, &[("parallel", Init::Parallel), ("serial", Init::Serial)]).map(|s| c.init = s),
     },
     Parameter {
         name: "gpuinit.relaxed",
@@ -187,14 +220,14 @@ pub const PARAMETERS: &[Parameter] = &[
         values: "bound, usable",
         default: "bound",
         help: "when a GPU becomes resolvable in the CDI spec: bound to the driver, or initialised as well",
-        set: |c, v| one_of(v, &[("bound", false), ("usable", true)]).map(|s| c.ready_when_usable = s),
+        set: |c, v| one_of(v, &[("bound", Ready::Bound), ("usable", Ready::Usable)]).map(|s| c.ready = s),
     },
     Parameter {
         name: "gpuinit.cdi",
         values: "live, complete",
         default: "live",
         help: "publish the CDI spec from the PCI scan on, or only once all GPUs are settled",
-        set: |c, v| one_of(v, &[("live", false), ("complete", true)]).map(|s| c.cdi_complete = s),
+        set: |c, v| one_of(v, &[("live", Cdi::Live), ("complete", Cdi::Complete)]).map(|s| c.cdi = s),
     },
     Parameter {
         name: "gpuinit.cdi.names",
@@ -418,13 +451,7 @@ mod tests {
             Config::parse(b"console=ttyS0 gpuinit.bind=insmod gpuinit.init=serial gpuinit.bind=concurrent gpuinit.gpus=8 nvrc.log=debug\n");
         assert_eq!(
             config,
-            Config {
-                bind: Bind::Concurrent,
-                parallel_init: false,
-                expected_gpus: Some(8),
-                console: Some(Level::Debug),
-                ..Config::default()
-            }
+            Config { bind: Bind::Concurrent, init: Init::Serial, expected_gpus: Some(8), console: Some(Level::Debug), ..Config::default() }
         );
         assert!(notes.iter().all(|n| n.problem.is_none()), "{notes:?}");
     }

@@ -6,6 +6,7 @@
 pub mod clock; // when is it
 pub mod tsc; // how long the VM was there before its kernel
 pub mod ptp_kvm; // when it is on the host, as the hypervisor says
+pub mod confidential; // whether the host is not to be trusted
 pub mod config; // what was asked for: the kernel command line
 pub mod mounts; // file systems, and /var/run
 pub mod failure; // what follows when something fails

@@ -81,6 +81,8 @@ impl From<PciAddress> for String {
     }
 }
 
+/// Where sysfs is mounted in a guest.
+pub const SYS: &str = "/sys";
 /// NVIDIA's PCI vendor id.
 pub const NVIDIA: u16 = 0x10de;
 /// PCI class (base and subclass) of GPUs: 3D controller without display, and VGA controller.

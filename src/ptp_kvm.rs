@@ -3,6 +3,7 @@
 //! A look costs one hypercall, and is made on a thread of its own: nothing waits for it. Not used to set any clock.
 
 use crate::clock::{boottime_ns, nanoseconds};
+use crate::events::names;
 use nix::time::ClockId;
 use std::fs::File;
 use std::os::fd::AsRawFd;
@@ -20,6 +21,24 @@ pub struct Sample {
     pub realtime_ns: u64,
     /// Half of what the look took.
     pub error_ns: u64,
+}
+
+/// Stack of the thread that looks, in bytes.
+const STACK: usize = 256 * 1024;
+
+/// Reports a sample where there is such a clock, on a thread of its own.
+pub fn report() {
+    let look = || {
+        let Some(device) = device_at(Path::new("/")) else { return };
+        match sample(&device) {
+            Ok(s) => tracing::info!(
+                name: names::CLOCK_HOST, at_ns = s.boottime_ns, source = "ptp_kvm", realtime_ns = s.realtime_ns, error_ns = s.error_ns
+            ),
+            Err(error) => tracing::warn!(name: names::SINK, sink = "ptp_kvm", state = "unavailable", error),
+        }
+    };
+    // No thread, no sample: the host's pings give the same.
+    let _unused = std::thread::Builder::new().name("gpuinit-ptp".into()).stack_size(STACK).spawn(look);
 }
 
 /// The device of the clock, by its name; None where the kernel has none. `root` is / but in tests.

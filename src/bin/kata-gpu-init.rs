@@ -30,7 +30,7 @@ fn main() -> ExitCode {
         return hooks::main(words);
     }
     if std::process::id() == 1 {
-        boot::stage0::run(started_ns, tsc::read())
+        boot::processes::pid1::run(started_ns, tsc::read())
     }
     let words: Vec<String> = std::env::args_os().skip(1).map(|word| word.to_string_lossy().into_owned()).collect();
     match words.first().map(String::as_str) {

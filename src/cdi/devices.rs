@@ -2,7 +2,7 @@
 //! and /dev below that root and opens no device: nothing here initialises a GPU.
 
 use super::schema::{Device as SpecDevice, Edits, Mount, Spec};
-use super::spec::{Beside, Device, DisplayLink, Entry, FILE, Instance, Ready, device, node};
+use super::spec::{Device, DisplayLink, Entry, Extras, FILE, Instance, Ready, device, node};
 use crate::device_nodes::Node;
 use crate::driver_caps::{self, names, names_if_there};
 use crate::driver_proc::information;
@@ -129,19 +129,19 @@ impl Places {
         let own = self
             .node(&name)?
             .ok_or_else(|| format!("{}/{name} is missing: make it (nvidia-modprobe -c {})", self.dev().display(), information.minor))?;
-        let beside = self.look_beside(address, information.minor, caps, problems)?;
-        Ok(Ready { nodes: vec![own], uuid: information.uuid, beside })
+        let extras = self.read_extras(address, information.minor, caps, problems)?;
+        Ok(Ready { nodes: vec![own], uuid: information.uuid, extras })
     }
 
     /// What a GPU has besides its own node, and what is missing of that. The GPU is not asked.
-    pub fn beside(&self, address: PciAddress, gpu: u32) -> Result<(Beside, Vec<String>), String> {
+    pub fn extras(&self, address: PciAddress, gpu: u32) -> Result<(Extras, Vec<String>), String> {
         let mut problems = Vec::new();
-        let beside = self.look_beside(address, gpu, &OnceCell::new(), &mut problems)?;
-        Ok((beside, problems))
+        let extras = self.read_extras(address, gpu, &OnceCell::new(), &mut problems)?;
+        Ok((extras, problems))
     }
 
-    fn look_beside(&self, address: PciAddress, gpu: u32, caps: &Caps, problems: &mut Vec<String>) -> Result<Beside, String> {
-        let mut beside = Beside { instances: self.instances(gpu, caps)?, ..Beside::default() };
+    fn read_extras(&self, address: PciAddress, gpu: u32, caps: &Caps, problems: &mut Vec<String>) -> Result<Extras, String> {
+        let mut extras = Extras { instances: self.instances(gpu, caps)?, ..Extras::default() };
         // No directory: no display driver.
         let mut names = names_if_there(&self.root.join("sys/bus/pci/devices").join(address.to_string()).join("drm"))?;
         names.sort();
@@ -155,15 +155,15 @@ impl Places {
                     problems.push(format!("{}/dri/{name} of GPU {address} is missing, and {problem}", dev.display()));
                     continue;
                 };
-                beside.displays.push(node);
+                extras.displays.push(node);
                 // As udev names them; a function has one of each.
                 if !std::mem::replace(&mut linked, true) {
                     let link = format!("/dev/dri/by-path/pci-{address}-{kind}");
-                    beside.links.push(DisplayLink { link, target: format!("../{name}") });
+                    extras.links.push(DisplayLink { link, target: format!("../{name}") });
                 }
             }
         }
-        Ok(beside)
+        Ok(extras)
     }
 
     /// The MIG instances of a GPU.
@@ -184,7 +184,7 @@ impl Places {
     }
 }
 
-/// A kind of devices beside GPUs.
+/// A kind of devices besides GPUs.
 pub struct Other {
     /// What `--mode` calls it.
     pub mode: &'static str,
@@ -270,7 +270,7 @@ impl Other {
         Ok(nodes)
     }
 
-    /// Its spec: `all`, and each device where that means something. `common` is what every container of it gets beside.
+    /// Its spec: `all`, and each device where that means something. `common` is what every container of it gets besides.
     ///
     /// Error: there is no such device.
     pub fn spec(&self, places: &Places, common: Edits) -> Result<Spec, String> {

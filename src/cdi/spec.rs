@@ -29,12 +29,12 @@ pub struct Ready {
     /// `GPU-..`, once the driver knows it.
     pub uuid: Option<String>,
     /// What is known of it as soon as it has been looked for.
-    pub beside: Beside,
+    pub extras: Extras,
 }
 
 /// What a GPU has besides its own node.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Beside {
+pub struct Extras {
     /// `/dev/dri/..`.
     pub displays: Vec<Node>,
     /// By which programs find them.
@@ -132,14 +132,14 @@ fn whole(name: String, gpus: &[&Device], options: &Options) -> SpecDevice {
     for gpu in gpus {
         let ready = gpu.ready();
         nodes.extend((gpu.entry == Entry::Pending).then(|| pending(gpu.address)));
-        let instances = ready.iter().flat_map(|r| &r.beside.instances).flat_map(|i| &i.nodes);
-        for one in ready.iter().flat_map(|r| r.nodes.iter().chain(&r.beside.displays)).chain(instances).map(node) {
+        let instances = ready.iter().flat_map(|r| &r.extras.instances).flat_map(|i| &i.nodes);
+        for one in ready.iter().flat_map(|r| r.nodes.iter().chain(&r.extras.displays)).chain(instances).map(node) {
             if !nodes.contains(&one) {
                 nodes.push(one);
             }
         }
     }
-    let links: Vec<&DisplayLink> = gpus.iter().filter_map(|gpu| gpu.ready()).flat_map(|r| &r.beside.links).collect();
+    let links: Vec<&DisplayLink> = gpus.iter().filter_map(|gpu| gpu.ready()).flat_map(|r| &r.extras.links).collect();
     device(name, nodes, display_hook(&links, options))
 }
 
@@ -165,7 +165,7 @@ fn named(gpu: &Device, naming: Naming, options: &Options) -> Vec<SpecDevice> {
         Naming::TypeIndex => Some(format!("gpu{index}")),
         Naming::Uuid => ready.and_then(|r| r.uuid.clone()),
     };
-    let instances = ready.into_iter().flat_map(|r| r.beside.instances.iter().map(move |i| (r, i))).enumerate();
+    let instances = ready.into_iter().flat_map(|r| r.extras.instances.iter().map(move |i| (r, i))).enumerate();
     let instances = instances.filter_map(|(i, (ready, instance))| {
         let name = match naming {
             Naming::Index => format!("{index}:{i}"),
@@ -321,8 +321,8 @@ mod tests {
     fn a_gpu_in_mig_mode_is_listed_whole_and_by_its_instances() {
         let cap = |minor| Node { path: format!("/dev/nvidia-caps/nvidia-cap{minor}").into(), major: 235, minor, mode: 0o444, gid: 0 };
         let instance = |gi, ci| Instance { nodes: vec![cap(gi), cap(ci)] };
-        let beside = Beside { instances: vec![instance(66, 67), instance(66, 68), instance(75, 76)], ..Beside::default() };
-        let entry = Entry::Ready(Ready { nodes: vec![gpu_node(0)], uuid: None, beside });
+        let extras = Extras { instances: vec![instance(66, 67), instance(66, 68), instance(75, 76)], ..Extras::default() };
+        let entry = Entry::Ready(Ready { nodes: vec![gpu_node(0)], uuid: None, extras });
         let options = Options { namings: vec![Naming::Index, Naming::TypeIndex], ..Options::default() };
         let spec = generate(&[device(0, entry)], &[], None, &options);
         let (caps, all) = (["/dev/nvidia-caps/nvidia-cap66", "/dev/nvidia-caps/nvidia-cap67"], nodes(&spec));
@@ -341,8 +341,8 @@ mod tests {
             let at = |name: String, minor| Node { path: format!("/dev/dri/{name}").into(), major: 226, minor, mode: 0o660, gid: 44 };
             let link = DisplayLink { link: format!("/dev/dri/by-path/pci-0001:00:{index:02x}.0-card"), target: format!("../card{index}") };
             let (displays, links) = (vec![at(format!("card{index}"), index as u32)], vec![link]);
-            let beside = Beside { displays, links, ..Beside::default() };
-            device(index, Entry::Ready(Ready { nodes: vec![gpu_node(index as u32)], uuid: None, beside }))
+            let extras = Extras { displays, links, ..Extras::default() };
+            device(index, Entry::Ready(Ready { nodes: vec![gpu_node(index as u32)], uuid: None, extras }))
         };
         for (hooks, count) in [(Hooks::One, 1), (Hooks::Compat, 1), (Hooks::None, 0)] {
             let spec = generate(&[display(0), display(1)], &[], None, &Options { hooks, ..Options::default() });

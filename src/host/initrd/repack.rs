@@ -12,7 +12,7 @@ use super::text::escaped;
 use super::tree::{Id, Tree, What};
 use super::verify::{self, INIT, Question, Report};
 use super::view::View;
-use crate::boot::stage0::AGENT;
+use crate::boot::AGENT;
 use crate::driver_files::manifest;
 use anyhow::{Context, Result, bail, ensure};
 use std::collections::{BTreeMap, BTreeSet};

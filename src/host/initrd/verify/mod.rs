@@ -15,7 +15,7 @@ use super::image::{Form, Image};
 use super::newc::Kind;
 use super::text::{Sizes, escaped, sizes_json};
 use super::tree::{Id, Tree};
-use crate::boot::stage0::AGENT;
+use crate::boot::AGENT;
 use crate::host::severity::Severity;
 use finding::*;
 pub use modules::Driver;

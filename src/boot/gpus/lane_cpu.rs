@@ -4,9 +4,9 @@
 //!
 //! All of this only makes a boot faster: what cannot be set stays as it is.
 
-use super::keeper::Held;
-use super::lane_process::LaneProcess;
-use super::lateness::OPEN_THREAD;
+use super::late::OPEN_THREAD;
+use crate::boot::wire::keeper::Held;
+use crate::boot::wire::lane_process::LaneProcess;
 use nix::sched::{CpuSet, sched_getaffinity, sched_setaffinity};
 use nix::unistd::Pid;
 use std::path::Path;

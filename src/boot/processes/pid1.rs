@@ -3,58 +3,15 @@
 //! Traps kept here: no setsid and no setpgid in PID 1 (the agent powers off silently when it finds itself a leader already); descriptors 0 to 2 lead to
 //! the console, or the agent's log is lost; every other descriptor is close-on-exec; signals are as a new program expects them.
 
-use super::handover::{self, Handover};
-use super::{Boot, keeper, supervise};
-use crate::clock::boottime_ns;
+use super::stamps::{Boot, Stamps, What};
+use super::{agent_child, keeper};
+use crate::boot::AGENT;
+use crate::boot::wire::handover::{self, Handover};
 use crate::config::{Agent, Config};
-use crate::{cdi, mounts};
-use crate::{failure, tsc};
+use crate::{cdi, failure, mounts, tsc};
 use nix::fcntl::{OFlag, open};
 use nix::sys::stat::Mode;
-use std::fmt::Display;
 use std::path::Path;
-
-/// Where the agent is in every Kata guest.
-pub const AGENT: &std::ffi::CStr = c"/usr/bin/kata-agent";
-
-/// The steps of stage 0.
-#[derive(Clone, Copy)]
-pub enum What {
-    Mounts,
-    Console,
-    Config,
-}
-
-/// One of them, for the worker to put into the stream: a recorder is more than PID 1 should set up before the agent runs.
-pub struct Stamp {
-    pub what: What,
-    pub begin_ns: u64,
-    pub end_ns: u64,
-    pub error: Option<String>,
-}
-
-/// All of stage 0, stamped as it happened.
-pub struct Stamps {
-    /// First instruction of PID 1.
-    pub started_ns: u64,
-    /// The TSC then; None where there is none.
-    pub tsc: Option<tsc::Reading>,
-    pub steps: Vec<Stamp>,
-}
-
-impl Stamps {
-    fn step<T, E: Display>(&mut self, what: What, work: impl FnOnce() -> Result<T, E>) -> Option<T> {
-        let begin_ns = boottime_ns();
-        let result = work().map_err(|e| e.to_string());
-        let end_ns = boottime_ns();
-        let (value, error) = match result {
-            Ok(value) => (Some(value), None),
-            Err(error) => (None, Some(error)),
-        };
-        self.steps.push(Stamp { what, begin_ns, end_ns, error });
-        value
-    }
-}
 
 /// Runs the guest from PID 1's first instruction, which was at `started_ns` (CLOCK_BOOTTIME) and `tsc`.
 pub fn run(started_ns: u64, tsc: Option<tsc::Reading>) -> ! {
@@ -65,7 +22,7 @@ pub fn run(started_ns: u64, tsc: Option<tsc::Reading>) -> ! {
         None
     });
     match forked {
-        Some((Agent::Child, handover)) => supervise::run(handover),
+        Some((Agent::Child, handover)) => agent_child::run(handover),
         Some((Agent::Exec, handover)) => handover.exec(AGENT),
         None => Handover::alone().exec(AGENT),
     }

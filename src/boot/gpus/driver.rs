@@ -3,30 +3,36 @@
 //! With a strategy other than insmod, all GPUs but one are held back while the module is loaded, because its init probes every free GPU in turn,
 //! and fails as a whole when not one probe succeeds. If that one GPU turns out to be broken, the next one opens the way.
 
-use super::Boot;
-use super::beside;
+use super::dispatch::Dispatch;
+use super::extras;
 use super::gpu::Shared;
+use super::libraries;
 use super::publication::{Common, Update, Updates};
-use super::user_space;
+use super::schedule::{Fact, GpuId};
 use crate::bind::{DRIVER, PciSysfs};
-use crate::config::{Bind, with_registry_key};
+use crate::config::{Config, with_registry_key};
 use crate::device_nodes::{DeviceNodes, Node};
 use crate::driver_proc::{Majors, majors, node_rules};
 use crate::events::{After, Step, StepId, names};
 use crate::kernel_modules::{LoadError, Modules};
 use crate::modinfo;
-use crate::pci::{Gpu, PciAddress};
+use crate::pci::PciAddress;
 use crate::reason::Reason;
 use crate::step;
 use nix::errno::Errno;
 use std::convert::Infallible;
 use std::path::Path;
 use std::sync::Arc;
+use std::time::Duration;
 use tokio::sync::watch;
+use tokio::task::JoinHandle;
 
 const PROC: &str = "/proc";
 const DEV: &str = "/dev";
 const UVM: &str = "nvidia-uvm";
+/// How often a guest whose first probe sleeps looks whether the driver has entered itself at the bus: from then on the others can be probed beside it.
+/// The kernel reports nothing at that moment. Only where probes sleep, only until the driver is there.
+const REGISTRATION_LOOK: Duration = Duration::from_millis(5);
 /// Makes the driver keep its global lock while a GPU's own processor boots.
 const UNRELAXED: &str = "RmRelaxedGspInitLocking=0";
 
@@ -42,17 +48,6 @@ pub enum Driver {
     },
 }
 
-impl Driver {
-    /// Nothing more will be loaded.
-    pub fn is_over(&self) -> bool {
-        match self {
-            Self::Loading => false,
-            Self::Loaded(loaded) => loaded.control_ready,
-            Self::Failed { .. } => true,
-        }
-    }
-}
-
 /// A loaded driver.
 #[derive(Clone)]
 pub struct Loaded {
@@ -61,40 +56,56 @@ pub struct Loaded {
     pub nodes: DeviceNodes,
     /// GPUs whose probe the load tried: one of these that is not bound has failed.
     pub tried: Vec<PciAddress>,
-    /// nvidia-uvm is loaded, if it can be.
-    pub uvm_over: bool,
     /// The nodes that every container needs are made, as far as they can be.
     pub control_ready: bool,
 }
 
-/// Starts the load, which had to wait for `chosen`, on a thread of its own; must be called inside the runtime. GPUs that the strategy binds later are held back before this returns.
-/// The lane goes on to its second GPU when the load has left nothing behind that would stop at an enabling.
-pub fn start(image: Image, chosen: After, state: watch::Sender<Driver>, shared: &Arc<Shared>, gpus: &[Gpu]) {
-    let addresses: Vec<PciAddress> = gpus.iter().map(|g| g.address).collect();
-    let first = addresses.first().copied();
+/// Starts the load, which comes after `chosen`, on a thread of its own; must be called inside the runtime. It may probe these GPUs: all, or
+/// `one_by_one` until one probe succeeds. Those that it is not shown first are held back before this returns.
+pub fn start(image: Image, chosen: After, state: watch::Sender<Driver>, shared: &Arc<Shared>, gpus: &[GpuId], one_by_one: bool) {
+    let addresses: Vec<PciAddress> = gpus.iter().map(|gpu| gpu.address).collect();
     let Image { mut modules, version } = image;
     modules.follow(chosen);
-    let one_by_one = shared.bind != Bind::Insmod;
-    let imex_channels = shared.config.imex_channels;
     let load = Load { modules, version, sysfs: shared.sysfs.clone(), addresses, one_by_one };
     load.hold_back();
-    let (held, spec, shared) = (shared.lane_held.begin(), shared.spec.clone(), Arc::clone(shared));
+    let (spec, loading) = (shared.spec.clone(), Arc::clone(shared));
     let loading = tokio::task::spawn_blocking(move || {
-        load.run(&state, &spec);
+        load.run(&state, &spec, &loading.dispatch);
         if one_by_one {
-            // The kernel frees the modules' start-up code after a grace period, and tells all CPUs: whichever CPU does that spins until the one
-            // that enables a GPU answers. The first of these waits for that grace period, the second one for what follows it.
+            // The kernel frees the modules' start-up code after a grace period, and interrupts all CPUs for it: whichever CPU does that spins until
+            // the one that enables a GPU answers. The first of these waits for that grace period, the second one for what follows it.
             let _unused = crate::sys::grace_period().and_then(|()| crate::sys::grace_period());
         }
     });
-    tokio::spawn(async move {
-        shared.hold_lane(held, first, loading).await;
-        // After all that GPUs wait for, the lane too.
-        if matches!(&*shared.driver.borrow(), Driver::Loaded(_)) {
-            let spec = shared.spec.clone();
-            tokio::task::spawn_blocking(move || beside::others(imex_channels, &spec));
+    tokio::spawn(follow(Arc::clone(shared), loading, one_by_one));
+}
+
+/// Reports what becomes of a load, and makes what nobody waits for when it is over.
+async fn follow(shared: Arc<Shared>, mut loading: JoinHandle<()>, one_by_one: bool) {
+    if one_by_one {
+        tokio::select! {
+            () = is_registered(&shared.sysfs) => shared.dispatch.report(Fact::Registered),
+            _ = &mut loading => return over(&shared),
         }
-    });
+    }
+    // A panic there is reported as a bug by the runtime.
+    let _unused = loading.await;
+    over(&shared);
+}
+
+fn over(shared: &Arc<Shared>) {
+    shared.dispatch.report(Fact::LoadOver);
+    if matches!(&*shared.driver.borrow(), Driver::Loaded(_)) {
+        let (spec, channels) = (shared.spec.clone(), shared.config.imex_channels);
+        tokio::task::spawn_blocking(move || extras::others(channels, &spec));
+    }
+}
+
+/// Returns when the driver has entered itself at the bus.
+async fn is_registered(sysfs: &PciSysfs) {
+    while !sysfs.is_registered() {
+        tokio::time::sleep(REGISTRATION_LOOK).await; // see the constant
+    }
 }
 
 /// What the image has of the driver, looked up once.
@@ -106,18 +117,18 @@ pub struct Image {
 }
 
 impl Image {
-    pub fn of(boot: &Boot) -> Self {
-        let modules = modules(boot);
+    pub fn of(config: &Config, command_line: &[u8]) -> Self {
+        let modules = modules(config, command_line);
         let version = version_on_disk(&modules);
         Self { modules, version }
     }
 }
 
-fn modules(boot: &Boot) -> Modules {
+fn modules(config: &Config, command_line: &[u8]) -> Modules {
     // Unreadable: modules.dep is then not found, which says so.
     let kernel = std::fs::read_to_string("/proc/sys/kernel/osrelease").unwrap_or_default();
-    let mut modules = Modules::new(Path::new("/"), kernel.trim(), &boot.command_line);
-    if !boot.config.relaxed {
+    let mut modules = Modules::new(Path::new("/"), kernel.trim(), command_line);
+    if !config.relaxed {
         let key = with_registry_key(&modules.options(DRIVER), UNRELAXED);
         modules.add_options(DRIVER, &key);
     }
@@ -125,7 +136,7 @@ fn modules(boot: &Boot) -> Modules {
 }
 
 fn version_on_disk(modules: &Modules) -> Option<String> {
-    // What cannot be found or read is the load's to tell.
+    // The load reports what cannot be found or read.
     let (file, _) = modules.show_depends(DRIVER).ok()?.into_iter().find(|(path, _)| is_driver(path))?;
     modinfo::value(&file, "version").ok()?
 }
@@ -176,7 +187,7 @@ impl std::fmt::Display for Error {
     }
 }
 
-/// What is known without the driver's words. ENODEV has three meanings, which only they tell.
+/// What is known without the driver's words. ENODEV has three meanings, which only they tell apart.
 fn reason_of(error: &Error) -> Option<Reason> {
     match error {
         Error::Load(LoadError::NoIndex { .. } | LoadError::Unknown { .. } | LoadError::NoFile { .. }) => Some(Reason::DriverMissing),
@@ -213,23 +224,24 @@ impl Load {
         }
     }
 
-    fn run(mut self, state: &watch::Sender<Driver>, spec: &Updates) {
+    fn run(mut self, state: &watch::Sender<Driver>, spec: &Updates, dispatch: &Dispatch) {
         // Beside the load, which takes longer; after it where there can be no other thread.
         let version = self.version.clone();
-        let looking = std::thread::Builder::new().spawn(move || user_space::look(version.as_deref()));
+        let looking = std::thread::Builder::new().spawn(move || libraries::find(version.as_deref()));
         let (mut loaded, making) = match self.load() {
             Ok(loaded) => loaded,
             Err(error) => {
                 // No trace of ours stays in sysfs.
                 self.addresses.iter().filter(|_| self.one_by_one).for_each(|gpu| self.release(*gpu));
                 state.send_replace(Driver::Failed { reason: reason_of(&error), error: error.to_string() });
+                dispatch.report(Fact::Loaded(false));
                 return;
             }
         };
         state.send_replace(Driver::Loaded(loaded.clone()));
+        dispatch.report(Fact::Loaded(true));
         let Ok(nodes) = making.run(|| Ok::<_, Infallible>(self.common_nodes(&loaded)));
-        loaded.uvm_over = true;
-        state.send_replace(Driver::Loaded(loaded.clone()));
+        dispatch.report(Fact::UvmLoaded);
         let files = match looking.map(std::thread::JoinHandle::join) {
             Ok(Ok(files)) => files,
             Ok(Err(_)) => {
@@ -237,7 +249,7 @@ impl Load {
                 tracing::error!(name: names::DRIVER_FILES, error);
                 None
             }
-            Err(_) => user_space::look(self.version.as_deref()),
+            Err(_) => libraries::find(self.version.as_deref()),
         };
         let common = Common { nodes, files };
         // Common nodes first: no GPU may be published without them. Fails only when the writer is gone, with the runtime.
@@ -262,7 +274,7 @@ impl Load {
                     let making = step!(names::DRIVER_NODES, after = ?After(vec![step]));
                     let major = major().inspect_err(|error| making.fail(error))?;
                     let nodes = DeviceNodes::at(Path::new(DEV), node_rules(Path::new(PROC)));
-                    return Ok((Loaded { step, major, nodes, tried, uvm_over: false, control_ready: false }, making));
+                    return Ok((Loaded { step, major, nodes, tried, control_ready: false }, making));
                 }
                 // The driver found no GPU it can drive among those it was shown: show it the next one.
                 Err(LoadError::Refused { errno: Errno::ENODEV, .. }) if self.one_by_one && tried.len() < self.addresses.len() => {

@@ -29,7 +29,7 @@ impl Descriptors {
         Self { own: Mutex::new(own), keeper, opener }
     }
 
-    /// Opens a GPU, which starts its initialisation, and keeps its descriptor, here and in the keeper. Blocks; `opening` is told which thread or process is
+    /// Opens a GPU, which starts its initialisation, and keeps its descriptor, here and in the keeper. Blocks; `opening` gets the thread or process that is
     /// about to do it.
     pub fn open(&self, gpu: PciAddress, node: &Node, mut opening: impl FnMut(Pid)) -> Result<Arc<OwnedFd>, InitError> {
         let name = gpu.to_string();

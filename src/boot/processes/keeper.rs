@@ -4,14 +4,17 @@
 //! It never blocks on a GPU: a descriptor is given up only for a GPU that is being removed, and the close that tears the adapter down happens in a
 //! process of its own.
 
-use super::handover::{Handed, Observer};
-use super::{Boot, worker};
+use super::stamps::Boot;
+use super::worker;
+use crate::boot::wire::handover::{Observer, Start};
+use crate::boot::wire::keeper::{Held, KeeperSocket, MAX_MESSAGE, RELEASE};
+use crate::boot::wire::{name_process, reply};
 use crate::failure;
 use nix::cmsg_space;
-use nix::sys::socket::{AddressFamily, ControlMessage, ControlMessageOwned, MsgFlags, SockFlag, SockType, recvmsg, sendmsg, socketpair};
+use nix::sys::socket::{ControlMessageOwned, MsgFlags, recvmsg};
 use nix::sys::wait::{WaitPidFlag, WaitStatus, waitpid};
 use nix::unistd::{Pid, close, pause, pipe, setsid};
-use std::io::{IoSlice, IoSliceMut};
+use std::io::IoSliceMut;
 use std::os::fd::{AsRawFd, OwnedFd, RawFd};
 use std::time::{Duration, Instant};
 
@@ -20,45 +23,6 @@ const OOM_SCORE: &str = "-1000";
 /// A worker that lived for less than this has died young; the pause before the next one then doubles, up to the second value.
 const YOUNG: Duration = Duration::from_secs(10);
 const LONGEST_PAUSE: Duration = Duration::from_secs(64);
-/// Longest message: a letter and an address.
-const MAX_MESSAGE: usize = 64;
-
-/// How a worker begins.
-pub enum Start {
-    /// The first one, with what became of the hand-over.
-    First(Handed),
-    /// Another one has died, and how.
-    Again { status: String },
-}
-
-/// A GPU's descriptor, by the address the worker gave. A raw number on purpose: nothing here can close one by being dropped.
-#[derive(Clone, Debug)]
-pub struct Held {
-    pub gpu: String,
-    pub descriptor: RawFd,
-}
-
-/// The worker's way to the keeper.
-pub struct KeeperSocket(OwnedFd);
-
-impl KeeperSocket {
-    /// Hands a copy of a GPU's descriptor to the keeper; the worker's own one stays open.
-    pub fn keep(&self, gpu: &str, descriptor: &OwnedFd) -> nix::Result<()> {
-        let descriptors = [descriptor.as_raw_fd()];
-        self.send(b'k', gpu, &[ControlMessage::ScmRights(&descriptors)])
-    }
-
-    /// Asks the keeper to give a GPU's descriptors up.
-    pub fn release(&self, gpu: &str) -> nix::Result<()> {
-        self.send(b'r', gpu, &[])
-    }
-
-    fn send(&self, what: u8, gpu: &str, control: &[ControlMessage<'_>]) -> nix::Result<()> {
-        let what = [what];
-        let parts = [IoSlice::new(&what), IoSlice::new(gpu.as_bytes())];
-        sendmsg::<()>(self.0.as_raw_fd(), &parts, control, MsgFlags::MSG_NOSIGNAL, None).map(drop)
-    }
-}
 
 /// The keeper's life, in the child that PID 1 forked. Never returns.
 pub fn run(boot: Boot, observer: Observer) -> ! {
@@ -72,7 +36,7 @@ pub fn run(boot: Boot, observer: Observer) -> ! {
     let ending = handed.error.is_some();
     let (mut start, mut held, mut young) = (Start::First(handed), Vec::new(), 0_u32);
     loop {
-        let sockets = match socketpair(AddressFamily::Unix, SockType::SeqPacket, None, SockFlag::SOCK_CLOEXEC) {
+        let sockets = match reply::pair() {
             Ok(pair) => pair,
             // Without a keeper's socket the work can still be done, in this process.
             Err(errno) => alone(&boot, start, held, &format!("socket pair: {errno}")),
@@ -130,12 +94,6 @@ fn status_of(child: Pid) -> String {
     }
 }
 
-/// What `ps` shows.
-pub fn name_process(name: &str) {
-    // Only for people who look.
-    let _unused = std::fs::write("/proc/self/comm", name);
-}
-
 /// Takes and gives up descriptors until the worker's end of the socket is closed.
 fn serve(socket: &OwnedFd, held: &mut Vec<Held>) {
     let mut closing = Vec::new();
@@ -160,7 +118,7 @@ fn serve(socket: &OwnedFd, held: &mut Vec<Held>) {
         // A message has at least its letter; without a byte this is the end of the worker.
         let Some((what, gpu)) = text.get(..bytes).and_then(<[u8]>::split_first) else { return };
         let gpu = String::from_utf8_lossy(gpu).into_owned();
-        if *what == b'r' {
+        if *what == RELEASE {
             closing.extend(give_up(held, &gpu));
         }
         held.extend(descriptors.into_iter().map(|descriptor| Held { gpu: gpu.clone(), descriptor }));

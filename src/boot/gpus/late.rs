@@ -1,78 +1,35 @@
-//! Reports of GPUs that take long: after 10, 30 and 60 s, then every minute, with the step and what the kernel is doing for it. Nothing is ended by
-//! a report.
+//! What the kernel is doing for a GPU that takes long: stacks, for the reports that the [`schedule`](super::schedule) orders.
 
-use crate::events::names;
-use crate::pci::PciAddress;
 use std::path::Path;
 use std::sync::atomic::{AtomicI32, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
-use std::time::Duration;
-use tokio::task::AbortHandle;
 
-/// When a GPU that is not settled is reported: after these, then every [`REPORT_EVERY`].
-const REPORTS: [Duration; 3] = [Duration::from_secs(10), Duration::from_secs(30), Duration::from_secs(60)];
-const REPORT_EVERY: Duration = Duration::from_secs(60);
 /// The driver's kernel threads that initialise adapters, as the kernel shows their names.
 pub const OPEN_THREAD: &str = "nv_open_q";
-/// Frames of a stack that are told.
+/// Frames of a stack that are reported.
 const FRAMES: usize = 8;
 
-/// Where a GPU is: the step, and the thread that is in the kernel for it.
-pub struct Progress {
-    step: Mutex<&'static str>,
-    /// 0: none of ours.
-    thread: AtomicI32,
-}
+/// The thread that is in the kernel for a GPU; 0: none of ours.
+#[derive(Default)]
+pub struct Progress(AtomicI32);
 
 impl Progress {
-    pub fn new(step: &'static str) -> Arc<Self> {
-        Arc::new(Self { step: Mutex::new(step), thread: AtomicI32::new(0) })
-    }
-
-    pub fn step(&self, step: &'static str) {
-        *self.step.lock().unwrap_or_else(PoisonError::into_inner) = step;
-        self.thread.store(0, Ordering::Relaxed);
-    }
-
-    /// The calling thread is the one that waits for this step.
+    /// The calling thread is the one that waits for this GPU.
     pub fn on_this_thread(&self) {
         self.on_thread(nix::unistd::gettid());
     }
 
-    /// The thread that waits for this step, of whichever process.
+    /// The thread that waits for this GPU, of whichever process.
     pub fn on_thread(&self, thread: nix::unistd::Pid) {
-        self.thread.store(thread.as_raw(), Ordering::Relaxed);
+        self.0.store(thread.as_raw(), Ordering::Relaxed);
+    }
+
+    /// What the kernel is doing for this GPU now; empty where the kernel does not show it. Reads other processes' files: for a thread of its own.
+    pub fn stack(&self) -> String {
+        stack(Path::new("/proc"), self.0.load(Ordering::Relaxed))
     }
 }
 
-/// Reports until it is dropped.
-pub struct Watchdog(AbortHandle);
-
-impl Drop for Watchdog {
-    fn drop(&mut self) {
-        self.0.abort();
-    }
-}
-
-/// Starts to watch; must be called inside the runtime.
-pub fn watch(gpu: PciAddress, progress: Arc<Progress>) -> Watchdog {
-    Watchdog(tokio::spawn(report(gpu, progress)).abort_handle())
-}
-
-async fn report(gpu: PciAddress, progress: Arc<Progress>) {
-    let started = tokio::time::Instant::now();
-    let mut deadline = REPORTS.into_iter();
-    let mut last = Duration::ZERO;
-    loop {
-        last = deadline.next().unwrap_or(last + REPORT_EVERY);
-        tokio::time::sleep_until(started + last).await; // a deadline, on nobody's path
-        let step = *progress.step.lock().unwrap_or_else(PoisonError::into_inner);
-        let stack = stack(Path::new("/proc"), progress.thread.load(Ordering::Relaxed));
-        tracing::warn!(name: names::GPU_LATE, gpu = %gpu, step, waited_ms = last.as_millis() as u64, stack);
-    }
-}
-
-/// What the kernel is doing: the stack of our thread, and those of the driver's threads that are initialising. Empty where the kernel does not tell.
+/// What the kernel is doing: the stack of our thread, and those of the driver's threads that are initialising. Empty where the kernel does not show them.
 fn stack(proc: &Path, thread: i32) -> String {
     let mut stacks = Vec::new();
     if thread != 0
@@ -116,7 +73,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_stack_is_told_by_its_functions_innermost_first() {
+    fn a_stack_is_its_functions_innermost_first() {
         let text = "[<0>] msleep+0x29/0x40\n[<0>] nv_probe+0xf1/0x260 [nvidia]\n[<0>] local_pci_probe+0x3e/0x80\n";
         assert_eq!(frames(text).as_deref(), Some("msleep < nv_probe < local_pci_probe"));
         assert_eq!(frames(""), None);

@@ -39,6 +39,14 @@ pub struct Handed {
     pub error: Option<(String, Observer)>,
 }
 
+/// How a worker begins.
+pub enum Start {
+    /// The first one, with what became of the hand-over.
+    First(Handed),
+    /// Another one has died, and how.
+    Again { status: String },
+}
+
 /// Makes the two ends.
 pub fn pair() -> nix::Result<(Handover, Observer)> {
     let (ours, theirs) = socketpair(AddressFamily::Unix, SockType::SeqPacket, None, SockFlag::SOCK_CLOEXEC)?;

@@ -6,9 +6,10 @@
 
 use super::gpu::Shared;
 use super::publication::{Update, Updates};
+use super::schedule::GpuId;
 use crate::cdi::devices::{OTHERS, Places};
 use crate::cdi::schema::Edits;
-use crate::cdi::spec::Beside;
+use crate::cdi::spec::Extras;
 use crate::device_nodes::DeviceNodes;
 use crate::driver_caps::{access, instances, switches};
 use crate::driver_proc::{majors, node_rules};
@@ -23,28 +24,28 @@ const DEV: &str = "/dev";
 /// Of the kinds there are, those that a guest publishes by itself.
 const PUBLISHED: [&str; 2] = ["imex", "nvswitch"];
 
-/// Looks at a usable GPU, and tells the writer of the spec. On a thread of its own: sysfs may wait for whoever changes the bus.
-pub fn start(shared: &Arc<Shared>, gpu: PciAddress) -> JoinHandle<()> {
+/// Reads what a usable GPU has besides its node, and reports it to the writer of the spec. On a thread of its own: sysfs may wait for whoever changes the bus.
+pub fn start(shared: &Arc<Shared>, gpu: GpuId) -> JoinHandle<()> {
     let shared = Arc::clone(shared);
     tokio::task::spawn_blocking(move || {
-        if let Some(minor) = shared.minor(gpu) {
+        if let Some(minor) = shared.seen.minor(gpu.address) {
             // Fails only when the writer is gone, with the runtime.
-            let _unused = shared.spec.send(Update::Beside { gpu, beside: look(gpu, minor) });
+            let _unused = shared.spec.send(Update::Extras { gpu, extras: read(gpu.address, minor) });
         }
     })
 }
 
 /// What a GPU has besides its own node; the nodes of its capabilities are made.
-pub fn look(gpu: PciAddress, minor: u32) -> Beside {
-    let looked = make_capabilities(minor).and_then(|()| Places::default().beside(gpu, minor));
-    let (beside, problems) = looked.unwrap_or_else(|error| {
+pub fn read(gpu: PciAddress, minor: u32) -> Extras {
+    let found = make_capabilities(minor).and_then(|()| Places::default().extras(gpu, minor));
+    let (extras, problems) = found.unwrap_or_else(|error| {
         let error = format!("look at what GPU {gpu} has besides its node: {error}: containers get the GPU, and nothing of that");
-        (Beside::default(), vec![error])
+        (Extras::default(), vec![error])
     });
     for error in problems {
         tracing::warn!(name: names::CDI_BESIDE, gpu = %gpu, error);
     }
-    beside
+    extras
 }
 
 /// The driver makes no node for a capability, only a file that says which node it would be.
@@ -63,7 +64,7 @@ fn make_capabilities(gpu: u32) -> Result<(), String> {
     Ok(())
 }
 
-/// Makes IMEX channels and the switches' nodes, once the driver is loaded, and tells the writer about the kinds there are then.
+/// Makes IMEX channels and the switches' nodes, once the driver is loaded, and reports the kinds there are then to the writer.
 pub fn others(imex_channels: u32, spec: &Updates) {
     for made in [make_channels(imex_channels), make_switches()] {
         if let Err(error) = made {

@@ -9,7 +9,7 @@ use std::collections::{BTreeMap, HashMap};
 /// What became of one GPU so far.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Known {
-    /// Its name was told.
+    /// Its name was reported.
     pub found: bool,
     /// Of a bound one: that of its node.
     pub minor: Option<u32>,
@@ -22,7 +22,7 @@ pub struct Known {
 
 /// The stream so far.
 #[derive(Debug, Default)]
-pub struct Before {
+pub struct Previous {
     pub gpus: HashMap<PciAddress, Known>,
     /// Steps that began and did not end: their worker died in them.
     pub open: Vec<Record>,
@@ -32,25 +32,25 @@ pub struct Before {
     pub last_kmsg: Option<u64>,
 }
 
-impl Before {
+impl Previous {
     pub fn from_records(records: &[Record]) -> Self {
-        let mut before = Self::default();
+        let mut previous = Self::default();
         let mut open = BTreeMap::new();
         for record in records {
             match (record.kind, record.span) {
                 (Kind::Begin, Some(span)) => {
-                    before.last_step = before.last_step.max(span);
+                    previous.last_step = previous.last_step.max(span);
                     open.insert(span, record.clone());
                 }
                 (Kind::End, Some(span)) => {
                     open.remove(&span);
                 }
-                (Kind::Kmsg, _) => before.last_kmsg = record.fields.get("kmsg_seq").and_then(|n| n.as_u64()).max(before.last_kmsg),
-                _ => before.take_event(record),
+                (Kind::Kmsg, _) => previous.last_kmsg = record.fields.get("kmsg_seq").and_then(|n| n.as_u64()).max(previous.last_kmsg),
+                _ => previous.take_event(record),
             }
         }
-        before.open = open.into_values().collect();
-        before
+        previous.open = open.into_values().collect();
+        previous
     }
 
     fn take_event(&mut self, record: &Record) {
@@ -114,13 +114,13 @@ mod tests {
             record(Kind::Event, names::GPU_USABLE, "0001:00:05.0", None),
             record(Kind::Event, names::GPU_REMOVED, "0001:00:05.0", None),
         ];
-        let before = Before::from_records(&records);
-        assert_eq!(before.open.iter().map(|r| r.span).collect::<Vec<_>>(), [Some(9)]);
-        assert_eq!((before.last_step, before.last_kmsg), (9, Some(812)));
-        assert_eq!(before.gpu(GPU.parse().unwrap()), Known { minor: Some(5), ..Known::default() });
-        assert_eq!(before.gpu("0001:00:04.0".parse().unwrap()), Known { failed: true, ..Known::default() });
-        assert_eq!(before.gpu("0001:00:05.0".parse().unwrap()), Known::default());
-        let end = end_of(&before.open[0]);
+        let previous = Previous::from_records(&records);
+        assert_eq!(previous.open.iter().map(|r| r.span).collect::<Vec<_>>(), [Some(9)]);
+        assert_eq!((previous.last_step, previous.last_kmsg), (9, Some(812)));
+        assert_eq!(previous.gpu(GPU.parse().unwrap()), Known { minor: Some(5), ..Known::default() });
+        assert_eq!(previous.gpu("0001:00:04.0".parse().unwrap()), Known { failed: true, ..Known::default() });
+        assert_eq!(previous.gpu("0001:00:05.0".parse().unwrap()), Known::default());
+        let end = end_of(&previous.open[0]);
         assert_eq!((end.kind, end.span, end.gpu), (Kind::End, Some(9), GPU.parse().ok()));
     }
 }

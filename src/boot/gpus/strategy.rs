@@ -5,14 +5,14 @@
 //! - `insmod`: the module's init probes all in turn, and nothing can be opened before the last: N (E + W) passes first. Where E is milliseconds this
 //!   is best: a probe takes the driver's global lock for a moment, and would wait for GPUs that initialise already.
 //! - `pipelined`: the module is loaded with one GPU; the others are enabled and bound one by one. GPU k initialises while k+1 is enabled; where E is
-//!   the shorter, those that have to wait for their turn go together when the last one is enabled ([`super::batch`]).
+//!   the shorter, those that have to wait for their turn go together (see [`super::schedule`]).
 //! - `concurrent`: as pipelined, but all binds at once: for probes that sleep. Probes at once race on two unlocked counters of the driver, so this
 //!   is for where it gains something.
 //!
 //! Where all initialisations go under the driver's one lock anyway (confidential computing, drivers before 550.40.07), opening all at once gains
 //! nothing: they are opened one after another, and each step's time is then its own.
 
-use crate::config::{Bind, Config};
+use crate::config::{Bind, Init};
 use std::fmt;
 use std::str::FromStr;
 use std::time::Duration;
@@ -67,22 +67,28 @@ pub struct Facts {
     pub vcpus: usize,
 }
 
+/// What was asked for and what is known before the first GPU is touched.
+#[derive(Clone, Debug)]
+pub struct Policy {
+    pub bind: Bind,
+    pub init: Init,
+    pub relaxed: bool,
+    pub facts: Facts,
+}
+
 /// The choice.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Strategy {
+    /// Never `Auto`.
     pub bind: Bind,
-    pub parallel_init: bool,
+    pub init: Init,
     pub reason: String,
 }
 
-/// Whether it needs to be known how long the first GPU's enabling takes.
-pub fn depends_on_enable(config: &Config, facts: &Facts) -> bool {
-    matches!(config.bind, Bind::Auto | Bind::Concurrent) && facts.gpus > 1
-}
-
-/// Chooses. `slow`: the first GPU's enabling took, or is taking, longer than [`SLOW_ENABLE`].
-pub fn choose(config: &Config, facts: &Facts, slow: bool) -> Strategy {
-    let (bind, why_bind) = match (config.bind, facts.gpus) {
+/// Chooses. `slow`: the first GPU's enabling took [`SLOW_ENABLE`] or longer.
+pub fn choose(policy: &Policy, slow: bool) -> Strategy {
+    let facts = &policy.facts;
+    let (bind, why_bind) = match (policy.bind, facts.gpus) {
         (Bind::Auto, 0 | 1) => (Bind::Insmod, "with one GPU the module load does it all"),
         (Bind::Auto, _) if facts.firewall => (Bind::Concurrent, "probes of these GPUs sleep for seconds, so all at once"),
         (Bind::Auto, _) if initialises_in_probe(facts) => (Bind::Concurrent, "the driver initialises in the probe, so all probes at once"),
@@ -90,29 +96,23 @@ pub fn choose(config: &Config, facts: &Facts, slow: bool) -> Strategy {
         (Bind::Auto, _) => (Bind::Insmod, "the host maps BARs fast, so the module load probes all before the first one initialises"),
         (asked, _) => (asked, "asked for by gpuinit.bind"),
     };
-    let (parallel_init, why_init) = if !config.parallel_init {
-        (false, "asked for by gpuinit.init")
+    let (init, why_init) = if policy.init == Init::Serial {
+        (Init::Serial, "asked for by gpuinit.init")
     } else if facts.confidential {
-        (false, "under confidential computing the driver does one at a time")
-    } else if !config.relaxed {
-        (false, "gpuinit.relaxed=off makes the driver do one at a time")
+        (Init::Serial, "under confidential computing the driver does one at a time")
+    } else if !policy.relaxed {
+        (Init::Serial, "gpuinit.relaxed=off makes the driver do one at a time")
     } else if facts.driver.is_some_and(|version| version < RELAXED) {
-        (false, "this driver does one at a time")
+        (Init::Serial, "this driver does one at a time")
     } else {
-        (true, "the driver boots several GPUs at once")
+        (Init::Parallel, "the driver boots several GPUs at once")
     };
     let reason = format!("bind: {why_bind}; init: {why_init}");
-    Strategy { bind, parallel_init, reason }
+    Strategy { bind, init, reason }
 }
 
 fn initialises_in_probe(facts: &Facts) -> bool {
     facts.init_on_probe && facts.driver.is_none_or(|version| version >= INIT_ON_PROBE)
-}
-
-/// Whether the lane waits while it is held before it enables the next GPU. While the host maps a BAR, the CPU that asked is gone with its interrupts
-/// off, and whatever needs all CPUs stalls: a publication in that time comes seconds later.
-pub fn lane_waits(enable: Duration) -> bool {
-    enable >= SLOW_ENABLE
 }
 
 #[cfg(test)]
@@ -123,10 +123,14 @@ mod tests {
         Facts { gpus: 8, firewall: false, driver: "550.163.01".parse().ok(), init_on_probe: false, confidential: false, vcpus: 2 }
     }
 
+    fn policy() -> Policy {
+        Policy { bind: Bind::Auto, init: Init::Parallel, relaxed: true, facts: facts() }
+    }
+
     /// On a slow host.
-    fn auto(facts: Facts) -> (Bind, bool) {
-        let strategy = choose(&Config::default(), &facts, true);
-        (strategy.bind, strategy.parallel_init)
+    fn auto(facts: Facts) -> (Bind, Init) {
+        let strategy = choose(&Policy { facts, ..policy() }, true);
+        (strategy.bind, strategy.init)
     }
 
     #[test]
@@ -142,29 +146,20 @@ mod tests {
 
     #[test]
     fn auto_goes_by_what_the_guest_has() {
-        assert_eq!(auto(facts()), (Bind::Pipelined, true));
-        assert_eq!(auto(Facts { gpus: 1, ..facts() }), (Bind::Insmod, true));
-        assert_eq!(auto(Facts { firewall: true, ..facts() }), (Bind::Concurrent, true));
-        assert_eq!(auto(Facts { confidential: true, ..facts() }), (Bind::Pipelined, false));
-        assert_eq!(auto(Facts { driver: None, ..facts() }), (Bind::Pipelined, true));
-        assert_eq!(choose(&Config::default(), &facts(), false).bind, Bind::Insmod);
-    }
-
-    #[test]
-    fn the_first_enable_is_waited_for_only_where_it_decides() {
-        let config = Config::default();
-        assert!(depends_on_enable(&config, &facts()));
-        assert!(!depends_on_enable(&config, &Facts { gpus: 1, ..facts() }));
-        assert!(depends_on_enable(&config, &Facts { firewall: true, ..facts() }));
-        assert!(depends_on_enable(&Config { bind: Bind::Concurrent, ..config.clone() }, &facts()));
-        assert!(!depends_on_enable(&Config { bind: Bind::Pipelined, ..config.clone() }, &facts()));
-        assert!(!depends_on_enable(&Config { bind: Bind::Insmod, ..config }, &facts()));
+        assert_eq!(auto(facts()), (Bind::Pipelined, Init::Parallel));
+        assert_eq!(auto(Facts { gpus: 1, ..facts() }), (Bind::Insmod, Init::Parallel));
+        assert_eq!(auto(Facts { firewall: true, ..facts() }), (Bind::Concurrent, Init::Parallel));
+        assert_eq!(auto(Facts { confidential: true, ..facts() }), (Bind::Pipelined, Init::Serial));
+        assert_eq!(auto(Facts { driver: None, ..facts() }), (Bind::Pipelined, Init::Parallel));
+        assert_eq!(choose(&policy(), false).bind, Bind::Insmod);
     }
 
     #[test]
     fn old_drivers_do_one_at_a_time() {
-        for (version, parallel) in [("535.230.02", false), ("550.40.06", false), ("550.40.07", true), ("595.45.04", true)] {
-            assert_eq!(auto(Facts { driver: version.parse().ok(), ..facts() }), (Bind::Pipelined, parallel), "{version}");
+        for (version, init) in
+            [("535.230.02", Init::Serial), ("550.40.06", Init::Serial), ("550.40.07", Init::Parallel), ("595.45.04", Init::Parallel)]
+        {
+            assert_eq!(auto(Facts { driver: version.parse().ok(), ..facts() }), (Bind::Pipelined, init), "{version}");
         }
     }
 
@@ -177,16 +172,10 @@ mod tests {
 
     #[test]
     fn what_was_asked_for_is_done() {
-        let config = Config { bind: Bind::Insmod, parallel_init: false, ..Config::default() };
-        let strategy = choose(&config, &Facts { firewall: true, ..facts() }, true);
-        assert_eq!((strategy.bind, strategy.parallel_init), (Bind::Insmod, false));
+        let asked = Policy { bind: Bind::Insmod, init: Init::Serial, facts: Facts { firewall: true, ..facts() }, ..policy() };
+        let strategy = choose(&asked, true);
+        assert_eq!((strategy.bind, strategy.init), (Bind::Insmod, Init::Serial));
         assert_eq!(strategy.reason, "bind: asked for by gpuinit.bind; init: asked for by gpuinit.init");
-        assert!(!choose(&Config { relaxed: false, ..Config::default() }, &facts(), true).parallel_init);
-    }
-
-    #[test]
-    fn the_lane_waits_only_where_enabling_takes_long() {
-        assert!(lane_waits(Duration::from_secs(3)));
-        assert!(!lane_waits(Duration::from_millis(3)));
+        assert_eq!(choose(&Policy { relaxed: false, ..policy() }, true).init, Init::Serial);
     }
 }

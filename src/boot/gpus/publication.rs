@@ -1,14 +1,14 @@
 //! The one writer of the CDI specs. GPUs report what became of them; each report, or each group of reports that came meanwhile, is one publication.
+//! It waits for nothing: neither for other GPUs nor for the lane.
 
-use super::busy::Busy;
 use super::roster::Roster;
+use super::schedule::GpuId;
 use crate::cdi::publish::{DIRECTORY, Publisher};
 use crate::cdi::schema::Spec;
-use crate::cdi::spec::{Beside, Device, Entry, Options, Ready, generate};
+use crate::cdi::spec::{Device, Entry, Extras, Options, Ready, generate};
 use crate::device_nodes::Node;
 use crate::driver_files::DriverFiles;
 use crate::events::{After, StepId, names};
-use crate::pci::PciAddress;
 use crate::step;
 use std::collections::HashMap;
 use std::path::Path;
@@ -21,16 +21,16 @@ pub enum Update {
     Roster,
     /// What every container with a GPU gets.
     Common(Common),
-    /// A GPU can be used by containers; `after` is the step that made it so, and `lane` is let go once it is published.
-    Ready { gpu: PciAddress, nodes: Vec<Node>, after: Option<StepId>, lane: Option<Busy> },
+    /// A GPU can be used by containers; `after` is the step that made it so.
+    Ready { gpu: GpuId, nodes: Vec<Node>, after: Option<StepId> },
     /// What a GPU that can be used has besides its own node.
-    Beside { gpu: PciAddress, beside: Beside },
+    Extras { gpu: GpuId, extras: Extras },
     /// Devices of another kind, which has a file of its own; `mode` names it.
     Other { mode: &'static str, spec: Spec },
     /// A GPU that can be used is also known by this name.
-    Known { gpu: PciAddress, uuid: String },
+    Known { gpu: GpuId, uuid: String },
     /// A GPU will not come.
-    Failed { gpu: PciAddress },
+    Failed { gpu: GpuId },
     /// All GPUs are usable or failed.
     Settled,
 }
@@ -48,13 +48,20 @@ pub struct Common {
 /// What is published already, by an earlier worker.
 #[derive(Default)]
 pub struct Published {
-    pub entries: HashMap<PciAddress, Entry>,
+    pub entries: HashMap<GpuId, Entry>,
     pub common: Common,
 }
 
 /// Starts the writer; must be called inside the runtime. Unless `withheld` (until [`Update::Settled`]), the spec is there before this returns, with
 /// every GPU of the roster.
-pub fn start(roster: Arc<Roster>, published: Published, options: Options, withheld: bool) -> Updates {
+/// Each GPU that becomes resolvable is sent to `resolvable`.
+pub fn start(
+    roster: Arc<Roster>,
+    published: Published,
+    options: Options,
+    withheld: bool,
+    resolvable: impl Fn(GpuId) + Send + 'static,
+) -> Updates {
     let (sender, mut updates) = mpsc::unbounded_channel();
     let mut publication =
         Publication { roster, entries: published.entries, common: published.common, others: Vec::new(), options, withheld };
@@ -62,7 +69,7 @@ pub fn start(roster: Arc<Roster>, published: Published, options: Options, withhe
     tokio::spawn(async move {
         let mut batch = Vec::new();
         while updates.recv_many(&mut batch, 64).await > 0 {
-            publication.apply(std::mem::take(&mut batch));
+            publication.apply(std::mem::take(&mut batch)).into_iter().for_each(&resolvable);
         }
     });
     sender
@@ -71,7 +78,7 @@ pub fn start(roster: Arc<Roster>, published: Published, options: Options, withhe
 struct Publication {
     roster: Arc<Roster>,
     /// Only what is not pending.
-    entries: HashMap<PciAddress, Entry>,
+    entries: HashMap<GpuId, Entry>,
     common: Common,
     /// Of other kinds, those that are not written yet.
     others: Vec<(&'static str, Spec)>,
@@ -80,8 +87,9 @@ struct Publication {
 }
 
 impl Publication {
-    fn apply(&mut self, updates: Vec<Update>) {
-        let (mut ready, mut lanes, mut beside) = (Vec::new(), Vec::new(), Vec::new());
+    /// Takes reports in; returns the GPUs whose report has been dealt with: published, or not to be.
+    fn apply(&mut self, updates: Vec<Update>) -> Vec<GpuId> {
+        let (mut ready, mut reported, mut with_extras) = (Vec::new(), Vec::new(), Vec::new());
         let mut after = After::default();
         let mut changed = false;
         for update in updates {
@@ -93,21 +101,21 @@ impl Publication {
                 }
                 // Of use to nobody until a GPU is ready: no publication of its own.
                 Update::Common(common) => self.common = common,
-                Update::Ready { gpu, nodes, after: step, lane } => {
-                    lanes.extend(lane);
+                Update::Ready { gpu, nodes, after: step } => {
+                    reported.push(gpu);
                     if self.set(gpu, Entry::Ready(Ready { nodes, ..Ready::default() })) {
                         changed = true;
                         ready.push(gpu);
                         after.0.extend(step);
                     }
                 }
-                Update::Beside { gpu, beside: found } => {
+                Update::Extras { gpu, extras: found } => {
                     // A GPU that was given up meanwhile has nothing any more.
                     if let Some(Entry::Ready(ready)) = self.entries.get_mut(&gpu)
-                        && ready.beside != found
+                        && ready.extras != found
                     {
-                        beside.push((gpu, found.displays.len(), found.instances.len()));
-                        ready.beside = found;
+                        with_extras.push((gpu, found.displays.len(), found.instances.len()));
+                        ready.extras = found;
                         changed = true;
                     }
                 }
@@ -134,27 +142,28 @@ impl Publication {
         if changed {
             self.publish(&ready, &after);
         }
-        drop(lanes);
-        for (gpu, displays, instances) in beside {
-            let index = self.roster.index(gpu) as u64;
-            tracing::info!(name: names::CDI_BESIDE, gpu = %gpu, index, displays = displays as u64, instances = instances as u64);
+        for (gpu, displays, instances) in with_extras {
+            let index = self.roster.index(gpu.address) as u64;
+            tracing::info!(name: names::CDI_BESIDE, gpu = %gpu.address, index, displays = displays as u64, instances = instances as u64);
         }
         if !self.withheld {
             std::mem::take(&mut self.others).iter().for_each(|(mode, spec)| publish_other(mode, spec));
         }
+        reported
     }
 
     /// True when that changes something.
-    fn set(&mut self, gpu: PciAddress, entry: Entry) -> bool {
+    fn set(&mut self, gpu: GpuId, entry: Entry) -> bool {
         // One that has gone meanwhile stays gone.
         self.roster.contains(gpu) && self.entries.insert(gpu, entry.clone()) != Some(entry)
     }
 
-    /// Writes the spec and tells which GPUs became resolvable by that.
-    fn publish(&self, newly_ready: &[PciAddress], after: &After) {
-        let devices: Vec<Device> = (self.roster.all().into_iter().enumerate())
-            .map(|(index, address)| Device { index, address, entry: self.entries.get(&address).cloned().unwrap_or(Entry::Pending) })
-            .collect();
+    /// Writes the spec and reports which GPUs became resolvable by that.
+    fn publish(&self, newly_ready: &[GpuId], after: &After) {
+        let gpus = self.roster.all();
+        let entry = |gpu: &GpuId| self.entries.get(gpu).cloned().unwrap_or(Entry::Pending);
+        let devices: Vec<Device> =
+            gpus.iter().enumerate().map(|(index, gpu)| Device { index, address: gpu.address, entry: entry(gpu) }).collect();
         let publisher = Publisher::new(Path::new(DIRECTORY));
         if self.withheld || devices.is_empty() && !publisher.as_ref().is_ok_and(Publisher::is_published) {
             // No GPU, and never one: the kind stays absent.
@@ -175,7 +184,7 @@ impl Publication {
             }
         }
         drop(step);
-        for device in devices.iter().filter(|d| newly_ready.contains(&d.address)) {
+        for (device, _) in devices.iter().zip(&gpus).filter(|(_, gpu)| newly_ready.contains(gpu)) {
             tracing::info!(name: names::GPU_PUBLISHED, gpu = %device.address, index = device.index as u64);
         }
     }

@@ -1,8 +1,8 @@
 //! `gpuinit.agent=child`: PID 1 stays the init. It makes what the agent leaves to an init when it is not PID 1 itself, starts it, reaps every
 //! orphan, and powers off in order when the agent has ended.
 
-use super::handover::Handover;
-use super::stage0::AGENT;
+use crate::boot::AGENT;
+use crate::boot::wire::handover::Handover;
 use crate::{failure, mounts, sys};
 use nix::errno::Errno;
 use nix::sys::signal::kill;

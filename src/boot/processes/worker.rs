@@ -1,14 +1,15 @@
 //! The worker: everything beside the agent. Sees first (uevents, kernel log, the agent's looks), then acts (the bring-up), and lets whoever wants to
 //! follow do so (sinks). One runtime thread; whatever blocks in the kernel has a thread of its own.
 
-use super::adopt::{self, Before};
-use super::descriptors::Descriptors;
-use super::handover::{Handed, Observer};
-use super::keeper::{Held, KeeperSocket, Start, name_process};
-use super::lane_cpu::Spare;
-use super::opener::Opener;
-use super::stage0::What;
-use super::{Boot, SYS, bring_up};
+use super::stamps::{Boot, What};
+use crate::boot::gpus::lane_cpu::Spare;
+use crate::boot::gpus::previous::{self, Previous};
+use crate::boot::gpus::{self, Sources};
+use crate::boot::wire::descriptors::Descriptors;
+use crate::boot::wire::handover::{Handed, Observer, Start};
+use crate::boot::wire::keeper::{Held, KeeperSocket};
+use crate::boot::wire::name_process;
+use crate::boot::wire::opener::Opener;
 use crate::clock::{boottime_ns, realtime_ns};
 use crate::config::{Bind, Config, ToHost};
 use crate::events::journal::{Journal, UNKNOWN};
@@ -16,8 +17,9 @@ use crate::events::ring::Ring;
 use crate::events::sinks::stream::Identity;
 use crate::events::sinks::{console, listener, vsock};
 use crate::events::{self, After, StepId, kmsg, names};
+use crate::pci::SYS;
 use crate::uevents::Uevents;
-use crate::{agent_looks, cdi, failure, ptp_kvm, step, tsc};
+use crate::{agent_looks, cdi, confidential, failure, ptp_kvm, step, tsc};
 use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
@@ -40,7 +42,7 @@ const IN_FLIGHT: Duration = Duration::from_millis(100);
 pub fn run(boot: &Boot, start: Start, keeper: Option<KeeperSocket>, held: Vec<Held>) -> ! {
     let began_ns = boottime_ns();
     let _unused = std::fs::write("/proc/self/oom_score_adj", OOM_SCORE);
-    // Before the runtime: a process with threads must not fork.
+    // Previous the runtime: a process with threads must not fork.
     let opener = keeper.as_ref().and_then(|keeper| Opener::start(keeper, &held));
     let lane = boot.config.bind != Bind::Insmod;
     let spare = lane.then(|| Spare::start(Path::new(SYS), &held, opener.as_ref().map(Opener::pid))).flatten();
@@ -60,29 +62,29 @@ pub fn run(boot: &Boot, start: Start, keeper: Option<KeeperSocket>, held: Vec<He
 
 async fn live(boot: &Boot, began_ns: u64, start: Start, descriptors: Descriptors, spare: Option<Spare>) {
     let identity = Identity::read();
-    let (ring, before, trouble) = stream(&start, &identity);
+    let (ring, previous, trouble) = stream(&start, &identity);
     if let Some(error) = trouble {
         tracing::warn!(name: names::SINK, sink = "file", state = "unavailable", error);
     }
     let (exec, no_agent) = match start {
         Start::First(handed) => {
-            tell_stage0(boot);
-            let (exec, no_agent) = tell_handover(handed);
+            report_stage0(boot);
+            let (exec, no_agent) = report_handover(handed);
             // From this line the difference between the log's clock and ours is known; without /dev/kmsg there are no lines to place either.
             let _unused = kmsg::write_markers();
             clock_event();
-            tell_before_kernel(boot);
+            report_before_kernel(boot);
             (Some(exec), no_agent)
         }
         Start::Again { status } => {
-            tell_death(&ring, &before, &status);
+            report_death(&ring, &previous, &status);
             (None, None)
         }
     };
     let starting = step!(names::WORKER_START, at_ns = began_ns, after = ?After::from(&[exec][..]));
     // Subscribed before the scan: a GPU that appears in between is seen twice, not never.
     let uevents = Uevents::subscribe();
-    let (words, signals) = match kmsg::follow(Arc::clone(&ring), before.as_ref().and_then(|b| b.last_kmsg)) {
+    let (words, signals) = match kmsg::follow(Arc::clone(&ring), previous.as_ref().and_then(|p| p.last_kmsg)) {
         Ok((words, signals)) => (Some(words), Some(signals)),
         Err(error) => {
             tracing::warn!(name: names::SINK, sink = "kmsg", state = "unavailable", error = %format!("read /dev/kmsg: {error}: failures are told without the driver's words"));
@@ -92,23 +94,23 @@ async fn live(boot: &Boot, began_ns: u64, start: Start, descriptors: Descriptors
     if let Err(error) = agent_looks::watch(Path::new(cdi::publish::DIRECTORY)) {
         tracing::warn!(name: names::SINK, sink = "agent looks", state = "unavailable", error = %format!("watch {}: {error}", cdi::publish::DIRECTORY));
     }
-    ask_host_clock();
-    let ears = bring_up::Ears { uevents, words, signals };
-    let delivered = start_sinks(boot, &ring, &identity, before.is_some());
+    ptp_kvm::report();
+    let sources = Sources { uevents, words, signals };
+    let delivered = start_sinks(boot, &ring, &identity, previous.is_some());
     let started = starting.id();
     drop(starting);
     if let Some(observer) = no_agent {
         // No GPU is touched in a guest that is about to end.
         last_words(&ring, observer, delivered).await;
     } else {
-        bring_up::run(boot, before.as_ref(), started, ears, descriptors, spare).await;
+        gpus::run(&boot.config, &boot.command_line, previous.as_ref(), started, sources, descriptors, spare).await;
     }
     // All is done but following: sinks, kernel log and uevents go on for as long as the guest lives.
     std::future::pending::<()>().await;
 }
 
 /// Starts the stream, or continues the one of an earlier worker; says what is known from it, and what the file's trouble is.
-fn stream(start: &Start, identity: &Identity) -> (Arc<Ring>, Option<Before>, Option<String>) {
+fn stream(start: &Start, identity: &Identity) -> (Arc<Ring>, Option<Previous>, Option<String>) {
     let path = Path::new(RUN).join("boot.ndjson");
     match start {
         Start::First(_) => {
@@ -120,27 +122,27 @@ fn stream(start: &Start, identity: &Identity) -> (Arc<Ring>, Option<Before>, Opt
         }
         Start::Again { .. } => match Journal::resume(&path) {
             Ok((journal, found)) => {
-                let before = Before::from_records(&found.records);
-                StepId::continue_after(before.last_step);
-                (events::install(Ring::resumed(found.lines, found.first_seq, Some(journal))), Some(before), None)
+                let previous = Previous::from_records(&found.records);
+                StepId::continue_after(previous.last_step);
+                (events::install(Ring::resumed(found.lines, found.first_seq, Some(journal))), Some(previous), None)
             }
             // Without the file nobody knows which numbers were given: the stream goes on far behind them.
-            Err(error) => (events::install(Ring::resumed([], UNKNOWN, None)), Some(Before::default()), Some(error.to_string())),
+            Err(error) => (events::install(Ring::resumed([], UNKNOWN, None)), Some(Previous::default()), Some(error.to_string())),
         },
     }
 }
 
 /// The crash as an event, and the end of the steps that it broke off.
-fn tell_death(ring: &Ring, before: &Option<Before>, status: &str) {
+fn report_death(ring: &Ring, previous: &Option<Previous>, status: &str) {
     let error = format!("the worker has ended ({status}); another one goes on, and all GPUs have stayed open");
     tracing::error!(name: names::PROCESS_DIED, process = "worker", status, error);
-    for begin in before.iter().flat_map(|b| &b.open) {
-        ring.push(adopt::end_of(begin));
+    for begin in previous.iter().flat_map(|p| &p.open) {
+        ring.push(previous::end_of(begin));
     }
 }
 
 /// Puts stage 0 into the stream, with the times at which it happened, and what became of the parameters.
-fn tell_stage0(boot: &Boot) {
+fn report_stage0(boot: &Boot) {
     let stamps = &boot.stamps;
     tracing::info!(name: names::INIT_START, at_ns = stamps.started_ns, pid = 1_u64, version = env!("CARGO_PKG_VERSION"));
     let end_ns = stamps.steps.last().map_or(stamps.started_ns, |s| s.end_ns);
@@ -181,27 +183,12 @@ fn clock_event() {
 }
 
 /// How long the VM was there before its kernel's clock, by the TSC at the first instruction of PID 1 and now.
-fn tell_before_kernel(boot: &Boot) {
+fn report_before_kernel(boot: &Boot) {
     let Some((first, later)) = boot.stamps.tsc.zip(tsc::read()) else { return };
     let Some(before) = tsc::before_kernel(&first, &later) else { return };
     let (hz, before_kernel_ns, error_ns) = (before.hz, before.before_kernel_ns, before.error_ns);
     let clocksource = std::fs::read_to_string(CLOCKSOURCE).unwrap_or_else(|e| format!("? ({e})"));
     tracing::info!(name: names::CLOCK_TSC, at_ns = first.boottime_ns, before_kernel_ns, error_ns, hz, clocksource = clocksource.trim_end());
-}
-
-/// Asks the hypervisor for the host's wall clock, where there is a device for that, on a thread of its own: nobody waits for the answer.
-pub fn ask_host_clock() {
-    let ask = || {
-        let Some(device) = ptp_kvm::device_at(Path::new("/")) else { return };
-        match ptp_kvm::sample(&device) {
-            Ok(s) => tracing::info!(
-                name: names::CLOCK_HOST, at_ns = s.boottime_ns, source = "ptp_kvm", realtime_ns = s.realtime_ns, error_ns = s.error_ns
-            ),
-            Err(error) => tracing::warn!(name: names::SINK, sink = "ptp_kvm", state = "unavailable", error),
-        }
-    };
-    // No thread, no sample: the host's pings tell the same.
-    let _unused = std::thread::Builder::new().name("gpuinit-ptp".into()).stack_size(STACK).spawn(ask);
 }
 
 /// Starts every sink that is wanted; gives the progress of the one to the host. The console of a worker that takes over goes on where it was.
@@ -233,7 +220,7 @@ fn to_host(config: &Config) -> bool {
     match config.events_to_host {
         ToHost::On => true,
         ToHost::Off => false,
-        ToHost::Auto if is_confidential() => {
+        ToHost::Auto if confidential::is_confidential() => {
             let reason = "confidential guest: its host is not trusted; gpuinit.events.vsock=on sends events all the same";
             tracing::info!(name: names::SINK, sink = "vsock", state = "off", reason);
             false
@@ -242,15 +229,8 @@ fn to_host(config: &Config) -> bool {
     }
 }
 
-/// Whether this guest's memory is hidden from its host: the kernel offers attestation devices then.
-pub fn is_confidential() -> bool {
-    ["/dev/tdx_guest", "/dev/tdx-guest", "/dev/sev-guest", "/sys/firmware/arm_cca", "/sys/devices/platform/arm-cca-dev"]
-        .iter()
-        .any(|p| Path::new(p).exists())
-}
-
 /// Reports the hand-over. When it failed: whom to tell when the host knows.
-fn tell_handover(handed: Handed) -> (StepId, Option<Observer>) {
+fn report_handover(handed: Handed) -> (StepId, Option<Observer>) {
     let step = step!(names::AGENT_EXEC, at_ns = handed.begin_ns);
     let id = step.id();
     step.note("at_ns", handed.end_ns);

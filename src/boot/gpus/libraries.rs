@@ -9,8 +9,8 @@ use std::path::Path;
 /// Where a guest that boots a common image finds what its GPUs need.
 const EXTENSION: &str = "/run/kata-extensions/gpu";
 
-/// Looks for it, and tells what is found and what is wrong. None: containers get their GPUs' nodes and nothing else.
-pub fn look(version: Option<&str>) -> Option<DriverFiles> {
+/// Looks for it, and reports what is found and what is wrong. None: containers get their GPUs' nodes and nothing else.
+pub fn find(version: Option<&str>) -> Option<DriverFiles> {
     let empty = tracing::field::Empty;
     let step = step!(names::DRIVER_FILES, version = empty, mounts = empty, links = empty, manifest = empty);
     let driver_root = if Path::new(EXTENSION).is_dir() { EXTENSION } else { "/" };

@@ -1,0 +1,113 @@
+//! Every time limit of the bring-up, in one table, each with its reason. No limit ends anything: a GPU that is still
+//! initialising is reported and left alone, and others stop waiting for it.
+
+use std::time::Duration;
+
+/// A time limit.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Limit {
+    Attach,
+    ProbesFirst,
+    UvmFirst,
+    LaneHold,
+    ProbeHangs,
+    InitHangs,
+    LaneFirst,
+    AgentFirst,
+    AgentLook,
+    LookDecides,
+    ContainerMade,
+    Lockdown,
+}
+
+/// One row of the table.
+pub struct Deadline {
+    pub limit: Limit,
+    pub after: Duration,
+    pub reason: &'static str,
+}
+
+const fn row(limit: Limit, after_ms: u64, reason: &'static str) -> Deadline {
+    Deadline { limit, after: Duration::from_millis(after_ms), reason }
+}
+
+/// All limits, in the order of the enum.
+pub const TABLE: [Deadline; 12] = [
+    row(
+        Limit::Attach,
+        320,
+        "first part of an initialisation (S1), from open: the driver looks at config space with its global lock held, the last \
+         time 295 ms after the open (550.163.01, emulated); nothing reports its end",
+    ),
+    row(
+        Limit::ProbesFirst,
+        1000,
+        "a bound GPU lets the others be probed before it initialises: a probe needs the global lock for a moment, an \
+         initialisation keeps it for a good part of a second",
+    ),
+    row(
+        Limit::UvmFirst,
+        1000,
+        "a bound GPU lets nvidia-uvm be loaded before it initialises: the load needs the global lock, and no GPU is published \
+         without it",
+    ),
+    row(
+        Limit::LaneHold,
+        10_000,
+        "a load, a probe or a publication keeps the next GPU from being enabled: each takes a good part of a second, one that \
+         hangs would stop the lane for ever",
+    ),
+    row(
+        Limit::ProbeHangs,
+        30_000,
+        "a probe keeps the next one waiting where they go one at a time: it takes milliseconds, or 4 s behind a BAR firewall",
+    ),
+    row(Limit::InitHangs, 10_000, "an initialisation keeps those that do not go beside it waiting: it takes 2 to 5 s"),
+    row(
+        Limit::LaneFirst,
+        10_000,
+        "an initialisation waits for the enabling under way, or for the lane to be over: an enabling takes up to 4 s",
+    ),
+    row(Limit::AgentFirst, 1500, "on one vCPU the first enabling waits for the agent's first container: nothing runs beside an enabling"),
+    row(
+        Limit::AgentLook,
+        1100,
+        "the lane waits for the look of a container that waits for a GPU just published: the agent looks once a second",
+    ),
+    row(
+        Limit::LookDecides,
+        300,
+        "after a look: the agent makes the bundle of a container that has all its GPUs within this time, 42 ms after a try that \
+         follows another, 268 ms after its first one ever",
+    ),
+    row(
+        Limit::ContainerMade,
+        1500,
+        "the lane waits for a container in the making until its program runs, and no longer than this: 0.3 to 0.5 s where grace \
+         periods end (kata-agent 4.1.0, emulated)",
+    ),
+    row(Limit::Lockdown, 60_000, "modules stay loadable for this long after the driver's load where a GPU does not settle"),
+];
+
+impl Limit {
+    pub const fn after(self) -> Duration {
+        TABLE[self as usize].after
+    }
+}
+
+/// Reports of a GPU that is not settled: after these times, then every [`REPORT_EVERY`].
+pub const REPORTS: [Duration; 3] = [Duration::from_secs(10), Duration::from_secs(30), Duration::from_secs(60)];
+pub const REPORT_EVERY: Duration = Duration::from_secs(60);
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_limit_finds_its_own_row() {
+        for (at, row) in TABLE.iter().enumerate() {
+            assert_eq!(row.limit as usize, at, "{:?}", row.limit);
+            assert!(row.after > Duration::ZERO && !row.reason.is_empty());
+        }
+    }
+}

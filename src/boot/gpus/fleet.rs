@@ -1,0 +1,347 @@
+//! All GPUs: those of the boot scan, and those that come and go later. Carries out what the [`schedule`](super::schedule) orders for all of them, and
+//! reports to it what the kernel says. Waits for no GPU.
+
+use super::dispatch::{self, Dispatch, Orders};
+use super::driver::{self, Driver, Image};
+use super::extras;
+use super::gpu::{self, Seen, Shared};
+use super::lane::Lane;
+use super::lane_cpu::Spare;
+use super::libraries;
+use super::previous::Previous;
+use super::publication::{self, Common, Published, Update};
+use super::roster::Roster;
+use super::schedule::{Arrival, Fact, GpuId, Order, Schedule};
+use super::strategy::{Facts, Policy, Strategy};
+use crate::bind::{DRIVER, PciSysfs};
+use crate::boot::wire::descriptors::Descriptors;
+use crate::cdi::spec::{Entry, Extras, Options, Ready};
+use crate::config::{Cdi, Config, parameter_value};
+use crate::driver_log::Signal;
+use crate::events::kmsg::DriverWords;
+use crate::events::{After, StepId, names};
+use crate::pci::{self, Gpu, PciAddress, SYS};
+use crate::reason::Reason;
+use crate::uevents::{Action, Next, Uevent, Uevents};
+use crate::{confidential, ptp_kvm, step};
+use std::collections::HashMap;
+use std::io;
+use std::path::Path;
+use std::sync::Arc;
+use std::time::Duration;
+use tokio::sync::{mpsc, watch};
+use tokio::task::{AbortHandle, JoinSet};
+
+/// The error of a GPU that has fallen off the bus: nothing more will come from it.
+const XID_OFF_THE_BUS: u32 = 79;
+
+pub struct Fleet {
+    shared: Arc<Shared>,
+    orders: Orders,
+    /// Gone when the driver's load has been started.
+    image: Option<Image>,
+    /// The step that the load comes after.
+    looked: StepId,
+    driver: watch::Sender<Driver>,
+    tasks: JoinSet<()>,
+    handles: HashMap<GpuId, AbortHandle>,
+    facts: Facts,
+}
+
+impl Fleet {
+    /// Starts with what the scan found, after the scan's step.
+    pub fn start(
+        config: &Config,
+        command_line: &[u8],
+        previous: Option<&Previous>,
+        (gpus, scanned): (&[Gpu], StepId),
+        words: Option<DriverWords>,
+        descriptors: Descriptors,
+        spare: Option<Spare>,
+    ) -> Self {
+        let looking = step!(names::DRIVER_LOOK, after = ?After(vec![scanned]));
+        let looked = looking.id();
+        let roster = Arc::new(Roster::default());
+        // All there were before, in the same order, or the removed ones would have been reported.
+        let ids = roster.add_known(gpus, |gpu| previous.is_some_and(|p| p.gpu(gpu).found));
+        let (driver, state) = watch::channel(Driver::Loading);
+        let (image, sysfs) = (Image::of(config, command_line), PciSysfs::at(Path::new(SYS)));
+        let facts = facts(&image, gpus);
+        let policy = Policy { bind: config.bind, init: config.init, relaxed: config.relaxed, facts: facts.clone() };
+        let (dispatch, orders) = Dispatch::start(Schedule::new(policy, dispatch::now()));
+        let published = previous.map_or_else(Published::default, |previous| published(previous, &sysfs, &ids, &image));
+        let resolvable = {
+            let dispatch = Arc::clone(&dispatch);
+            move |gpu| dispatch.report(Fact::Published(gpu))
+        };
+        let spec = publication::start(Arc::clone(&roster), published, options(config), config.cdi == Cdi::Complete, resolvable);
+        drop(looking);
+        let known = |gpu: &GpuId| previous.map(|p| p.gpu(gpu.address)).unwrap_or_default();
+        let minors = ids.iter().filter_map(|gpu| Some((gpu.address, known(gpu).minor?))).collect();
+        let shared = Arc::new(Shared {
+            config: config.clone(),
+            lane: Lane::new(sysfs.clone(), spare, After(vec![looked])),
+            sysfs,
+            dispatch,
+            roster,
+            driver: state,
+            descriptors,
+            spec,
+            words,
+            seen: Seen::with_minors(minors),
+        });
+        let mut fleet = Self { shared, orders, image: Some(image), looked, driver, tasks: JoinSet::new(), handles: HashMap::new(), facts };
+        let mut arrivals = Vec::new();
+        for gpu in ids {
+            // What an earlier worker has settled stays settled.
+            let known = known(&gpu);
+            if known.failed {
+                fleet.shared.dispatch.report(Fact::Found(gpu, Arrival::Failed));
+            } else if known.usable && known.published && fleet.shared.descriptors.of(gpu.address).is_some() {
+                fleet.shared.dispatch.report(Fact::Found(gpu, Arrival::Usable));
+            } else if fleet.shared.sysfs.is_bound(gpu.address) {
+                arrivals.push((gpu, Arrival::Enabled));
+            } else {
+                arrivals.push((gpu, if previous.is_some() { Arrival::Again } else { Arrival::Boot }));
+            }
+        }
+        fleet.bring_up(arrivals);
+        fleet.shared.dispatch.report(Fact::Scanned);
+        fleet
+    }
+
+    /// Starts the tasks of GPUs, and reports them as found.
+    fn bring_up(&mut self, arrivals: Vec<(GpuId, Arrival)>) {
+        for (gpu, arrival) in arrivals {
+            let (shared, orders) = (Arc::clone(&self.shared), self.shared.dispatch.orders_of(gpu));
+            self.handles.insert(gpu, self.tasks.spawn(gpu::bring_up(shared, gpu, arrival, orders)));
+            self.shared.dispatch.report(Fact::Found(gpu, arrival));
+        }
+    }
+
+    /// Hears and acts until the kernel can no longer be heard.
+    pub async fn follow(&mut self, mut uevents: Option<Uevents>, mut signals: Option<mpsc::UnboundedReceiver<Signal>>) {
+        loop {
+            tokio::select! {
+                Some(order) = self.orders.recv() => self.carry_out(order),
+                next = hear(uevents.as_ref()) => match next {
+                    Ok(Next::Event(event)) => self.take(event),
+                    Ok(Next::Display(gpu)) => self.read_extras(gpu),
+                    Ok(Next::Overrun) => {
+                        tracing::warn!(name: names::STREAM_LOST, at = "uevents", error = "the kernel sent uevents faster than they were read: scanning again");
+                        self.rescan();
+                    }
+                    Err(error) => {
+                        tracing::warn!(name: names::UEVENT, error = %format!("read uevents: {error}: GPUs that come or go from now on are not seen"));
+                        uevents = None;
+                    }
+                },
+                Some(signal) = listen(signals.as_mut()) => self.heed(signal).await,
+                // A task that was aborted is that of a GPU that is gone; one that panicked was reported as a bug by the runtime.
+                Some(_ended) = self.tasks.join_next() => {}
+            }
+        }
+    }
+
+    fn carry_out(&mut self, order: Order) {
+        match order {
+            Order::Chosen(strategy, enabled) => report_strategy(&strategy, &self.facts, enabled),
+            Order::Load { gpus, one_by_one } => {
+                if let Some(image) = self.image.take() {
+                    let after = After::from(&[Some(self.looked), self.shared.lane.last_enabling()][..]);
+                    driver::start(image, after, self.driver.clone(), &self.shared, &gpus, one_by_one);
+                }
+            }
+            Order::Wait(gpu) => self.shared.lane.wait(gpu.address),
+            Order::LaneOver => self.shared.lane.over(),
+            Order::Late(gpu, step, waited) => self.report_late(gpu, step, waited),
+            Order::Settled { usable, failed } => {
+                let _unused = self.shared.spec.send(Update::Settled);
+                tracing::info!(name: names::SETTLED, usable = usable as u64, failed = failed as u64);
+                // Once more: two looks with some time between them show how the clocks drift.
+                ptp_kvm::report();
+            }
+            Order::LockDown => lock_down(&self.shared.config),
+            Order::Enable(..) | Order::Probe(..) | Order::Initialise(_) => {}
+        }
+    }
+
+    /// Reports a GPU that takes long. On a thread of its own: the kernel shows stacks by files of other processes.
+    fn report_late(&self, gpu: GpuId, step: &'static str, waited: Duration) {
+        let progress = self.shared.seen.progress(gpu.address);
+        tokio::task::spawn_blocking(move || {
+            let stack = progress.stack();
+            tracing::warn!(name: names::GPU_LATE, gpu = %gpu.address, step, waited_ms = waited.as_millis() as u64, stack);
+        });
+    }
+
+    /// A display came or went. Of a GPU that is not usable yet, all is read when it is.
+    fn read_extras(&self, gpu: PciAddress) {
+        if let Some(gpu) = self.shared.roster.at(gpu).filter(|gpu| self.shared.dispatch.is_usable(*gpu)) {
+            drop(extras::start(&self.shared, gpu));
+        }
+    }
+
+    fn take(&mut self, event: Uevent) {
+        if !event.vendor.zip(event.class).is_some_and(|(vendor, class)| pci::is_gpu(vendor, class)) {
+            return;
+        }
+        let gpu = event.address;
+        let driver = event.driver.unwrap_or_default();
+        tracing::debug!(name: names::UEVENT, gpu = %gpu, action = ?event.action, driver);
+        match event.action {
+            Action::Bind => self.shared.seen.bound(gpu),
+            Action::Add => self.arrived(pci::read(Path::new(SYS), gpu).into_iter().collect()),
+            Action::Remove => self.left(gpu),
+            Action::Unbind | Action::Other => {}
+        }
+    }
+
+    /// After uevents were lost: what is there now counts.
+    fn rescan(&mut self) {
+        let present = match pci::scan(Path::new(SYS)) {
+            Ok((gpus, _)) => gpus,
+            Err(error) => {
+                tracing::error!(name: names::PCI_SCAN, error = %error);
+                return;
+            }
+        };
+        for gpu in self.shared.roster.all() {
+            if !present.iter().any(|g| g.address == gpu.address) {
+                self.left(gpu.address);
+            }
+        }
+        self.arrived(present);
+        // A display may have come or gone with the lost ones.
+        for gpu in self.shared.roster.all() {
+            self.read_extras(gpu.address);
+        }
+    }
+
+    /// GPUs that are there now; those that were there before are left alone.
+    fn arrived(&mut self, gpus: Vec<Gpu>) {
+        let new = self.shared.roster.add(&gpus);
+        if new.is_empty() {
+            return;
+        }
+        let _unused = self.shared.spec.send(Update::Roster);
+        // No lane for those that come later: the kernel enables and probes them by itself, and the bind finds that done.
+        self.bring_up(new.into_iter().map(|gpu| (gpu, Arrival::Enabled)).collect());
+    }
+
+    /// A GPU that is gone, or about to go: out of the spec, and out of our hands.
+    fn left(&mut self, gpu: PciAddress) {
+        self.shared.descriptors.release(gpu);
+        self.shared.seen.gone(gpu);
+        let Some(id) = self.shared.roster.at(gpu) else { return };
+        let index = self.shared.roster.index(gpu) as u64;
+        tracing::info!(name: names::GPU_REMOVED, gpu = %gpu, index);
+        self.shared.roster.remove(gpu);
+        let _unused = self.shared.spec.send(Update::Roster);
+        // What blocks in the kernel for this GPU returns on its own; nobody waits for it any more.
+        if let Some(task) = self.handles.remove(&id) {
+            task.abort();
+        }
+        self.shared.dispatch.report(Fact::Gone(id));
+    }
+
+    async fn heed(&mut self, signal: Signal) {
+        match signal {
+            // Only where sysfs says the same: the driver's link goes before its removal is called.
+            Signal::RemovalWaits(gpu) if !self.shared.sysfs.is_bound(gpu) => self.left(gpu),
+            Signal::RemovalWaits(_) => {}
+            Signal::Xid(gpu, number) => {
+                tracing::error!(name: names::GPU_XID, gpu = %gpu, xid = u64::from(number), error = %format!("the driver reports Xid {number} of GPU {gpu}"));
+                let usable = self.shared.roster.at(gpu).filter(|id| self.shared.dispatch.is_usable(*id));
+                if let (XID_OFF_THE_BUS, Some(id)) = (number, usable) {
+                    let failure = gpu::failed_later("Xid 79: it was usable, and has fallen off the bus".into(), Reason::OffTheBus);
+                    self.shared.give_up(id, 0, failure).await;
+                }
+            }
+        }
+    }
+}
+
+async fn hear(uevents: Option<&Uevents>) -> io::Result<Next> {
+    match uevents {
+        Some(uevents) => uevents.next().await,
+        None => std::future::pending().await,
+    }
+}
+
+async fn listen(signals: Option<&mut mpsc::UnboundedReceiver<Signal>>) -> Option<Signal> {
+    match signals {
+        Some(signals) => signals.recv().await,
+        None => std::future::pending().await,
+    }
+}
+
+/// What is known before the first GPU is touched.
+fn facts(image: &Image, gpus: &[Gpu]) -> Facts {
+    Facts {
+        gpus: gpus.len(),
+        firewall: gpus.iter().any(|g| pci::waits_for_bar_firewall(g.device)),
+        driver: image.version.as_ref().and_then(|v| v.parse().ok()),
+        init_on_probe: parameter_value(&image.modules.options(DRIVER), "NVreg_GpuInitOnProbe").is_some_and(|v| v != "0"),
+        confidential: confidential::is_confidential(),
+        vcpus: std::thread::available_parallelism().map_or(1, std::num::NonZero::get),
+    }
+}
+
+/// The choice and its reasons.
+fn report_strategy(strategy: &Strategy, facts: &Facts, first_enable: Option<Duration>) {
+    tracing::info!(
+        name: names::STRATEGY,
+        bind = %strategy.bind,
+        init = %strategy.init,
+        reason = %strategy.reason,
+        gpus = facts.gpus as u64,
+        driver = facts.driver.map(|v| v.to_string()),
+        confidential = facts.confidential,
+        vcpus = facts.vcpus as u64,
+        first_enable_ms = first_enable.map(|took| took.as_millis() as u64),
+    );
+}
+
+/// How the spec is to look.
+fn options(config: &Config) -> Options {
+    // This program, where the agent finds it: the worker is a fork of PID 1, which was started from there.
+    let exe = std::fs::read_link("/proc/self/exe").map(|path| path.display().to_string());
+    let hook_path = exe.unwrap_or_else(|_| Options::default().hook_path);
+    Options { namings: config.cdi_names.clone(), hooks: config.cdi_hooks, hook_path }
+}
+
+/// What an earlier worker had published of these GPUs, as far as it is still true.
+fn published(previous: &Previous, sysfs: &PciSysfs, gpus: &[GpuId], image: &Image) -> Published {
+    let nodes = driver::nodes_now();
+    let mut published = Published::default();
+    if let Some(nodes) = &nodes {
+        published.common = Common { nodes: nodes.common_now(), files: libraries::find(image.version.as_deref()) };
+    }
+    for gpu in gpus {
+        let known = previous.gpu(gpu.address);
+        if known.failed {
+            published.entries.insert(*gpu, Entry::Failed);
+        } else if known.published
+            && sysfs.is_bound(gpu.address)
+            && let Some((minor, node)) = nodes.as_ref().and_then(|n| Some((known.minor?, n.gpu_now(known.minor?)?)))
+        {
+            let extras = if known.usable { extras::read(gpu.address, minor) } else { Extras::default() };
+            published.entries.insert(*gpu, Entry::Ready(Ready { nodes: vec![node], uuid: known.uuid, extras }));
+        }
+    }
+    published
+}
+
+/// Nothing is loaded any more from here on, unless the configuration says otherwise.
+fn lock_down(config: &Config) {
+    if !config.lockdown {
+        return;
+    }
+    match std::fs::write("/proc/sys/kernel/modules_disabled", "1") {
+        Ok(()) => tracing::info!(name: names::LOCKDOWN, modules_disabled = true),
+        Err(error) => {
+            tracing::warn!(name: names::LOCKDOWN, error = %format!("write 1 to /proc/sys/kernel/modules_disabled: {error}: modules can still be loaded"))
+        }
+    }
+}

@@ -1,0 +1,424 @@
+//! One GPU's way, from the scan to the spec, top to bottom:
+//!
+//! ```text
+//! enable -> probe -> minor -> node -+-> publish
+//!                                   +-> initialise -> usable
+//! ```
+//!
+//! The [`schedule`](super::schedule) orders when each step begins; this file carries the steps out and reports how they end. A GPU that hangs in a
+//! step stays as it is, for ever if need be, and stops nobody.
+
+use super::dispatch::{Dispatch, Orders};
+use super::driver::{Driver, Loaded};
+use super::extras;
+use super::lane::Lane;
+use super::late::Progress;
+use super::publication::{Update, Updates};
+use super::roster::Roster;
+use super::schedule::{Arrival, Fact, GpuId, Held, Order, Probe};
+use crate::adapter::{self, InitError};
+use crate::bind::{PciSysfs, SysfsError};
+use crate::boot::wire::descriptors::Descriptors;
+use crate::cdi::spec::Naming;
+use crate::clock::boottime_ns;
+use crate::config::{Config, Ready};
+use crate::device_nodes::Node;
+use crate::driver_proc;
+use crate::events::kmsg::DriverWords;
+use crate::events::{After, StepId, names};
+use crate::pci::PciAddress;
+use crate::reason::{self, Reason, Step};
+use crate::step;
+use nix::errno::Errno;
+use std::collections::HashMap;
+use std::fmt::Display;
+use std::path::Path;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+use tokio::sync::{Notify, watch};
+
+const PROC: &str = "/proc";
+/// A GPU that is plugged in is announced before the kernel lets any driver have it; the moment after is announced by nothing but the bind itself. A
+/// bind that was too early waits for that event, at most for this time, and tries again, at most this often.
+const TOO_EARLY: (Duration, u32) = (Duration::from_secs(1), 10);
+
+/// What every GPU's task works with.
+pub struct Shared {
+    pub config: Config,
+    pub sysfs: PciSysfs,
+    pub dispatch: Arc<Dispatch>,
+    pub lane: Lane,
+    pub roster: Arc<Roster>,
+    pub driver: watch::Receiver<Driver>,
+    pub descriptors: Descriptors,
+    pub spec: Updates,
+    /// The driver's lines in the kernel's log.
+    pub words: Option<DriverWords>,
+    pub seen: Seen,
+}
+
+/// What was seen of GPUs, by whoever saw it.
+#[derive(Default)]
+pub struct Seen {
+    state: Mutex<State>,
+    /// Wakes whenever the kernel reports a bind.
+    bound: Notify,
+}
+
+#[derive(Default)]
+struct State {
+    /// When the kernel reported a GPU as bound.
+    bound_at: HashMap<PciAddress, u64>,
+    /// Of bound GPUs.
+    minors: HashMap<PciAddress, u32>,
+    /// Where each GPU is, for reports.
+    progress: HashMap<PciAddress, Arc<Progress>>,
+    /// The last initialisation that has ended: the next one may have waited for it.
+    initialised: Option<StepId>,
+}
+
+impl Seen {
+    pub fn with_minors(minors: HashMap<PciAddress, u32>) -> Self {
+        Self { state: Mutex::new(State { minors, ..State::default() }), bound: Notify::new() }
+    }
+
+    pub fn bound(&self, gpu: PciAddress) {
+        self.lock().bound_at.insert(gpu, boottime_ns());
+        self.bound.notify_waiters();
+    }
+
+    /// A GPU has left: nothing that was seen of it holds any more.
+    pub fn gone(&self, gpu: PciAddress) {
+        let mut state = self.lock();
+        state.bound_at.remove(&gpu);
+        state.minors.remove(&gpu);
+        state.progress.remove(&gpu);
+    }
+
+    pub fn minor(&self, gpu: PciAddress) -> Option<u32> {
+        self.lock().minors.get(&gpu).copied()
+    }
+
+    pub fn progress(&self, gpu: PciAddress) -> Arc<Progress> {
+        Arc::clone(self.lock().progress.entry(gpu).or_default())
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// Why a GPU's task ended early: the step, and what was tried with which result.
+pub struct Failed {
+    step: Step,
+    /// When that step began, where that was later than the GPU's own beginning: earlier lines of the driver are about something else.
+    since_ns: Option<u64>,
+    /// What is known without the driver's lines.
+    reason: Option<Reason>,
+    error: String,
+}
+
+fn failed(step: Step) -> impl FnOnce(&dyn Display) -> Failed {
+    move |error| Failed { step, since_ns: None, reason: None, error: error.to_string() }
+}
+
+fn failed_by(step: Step, reason: Reason) -> impl FnOnce(&dyn Display) -> Failed {
+    move |error| Failed { step, since_ns: None, reason: Some(reason), error: error.to_string() }
+}
+
+/// The failure of a GPU that was usable.
+pub fn failed_later(error: String, reason: Reason) -> Failed {
+    Failed { step: Step::Running, since_ns: None, reason: Some(reason), error }
+}
+
+impl Shared {
+    /// Takes a GPU out of the spec for good and reports why, in the driver's words where it has some.
+    pub async fn give_up(&self, gpu: GpuId, since_ns: u64, failure: Failed) {
+        let _unused = self.spec.send(Update::Failed { gpu });
+        let lines = match &self.words {
+            Some(words) => {
+                let since_ns = failure.since_ns.unwrap_or(since_ns);
+                words.since(gpu.address, since_ns, failure.step.is_told_without_address()).await
+            }
+            None => Vec::new(),
+        };
+        let (recognised, line) = reason::classify(failure.step, &lines);
+        let reason = failure.reason.unwrap_or(recognised);
+        let index = self.roster.index(gpu.address);
+        let mut error = format!("GPU {index} ({}): {}", gpu.address, failure.error);
+        if let Some(line) = line {
+            error = format!("{error}; the driver says: {line}");
+        }
+        let (step, cure) = (failure.step.as_str(), reason.cure().unwrap_or("see the driver's words"));
+        tracing::error!(name: names::GPU_FAILED, gpu = %gpu.address, index = index as u64, step, reason = %reason, cure, error);
+        self.dispatch.report(Fact::Failed(gpu));
+    }
+}
+
+/// Brings one GPU up; ends when it is usable, has failed or is gone.
+pub async fn bring_up(shared: Arc<Shared>, gpu: GpuId, arrival: Arrival, orders: Orders) {
+    // A GPU of the boot scan may have been probed before this task began.
+    let since_ns = if arrival == Arrival::Enabled { boottime_ns() } else { 0 };
+    match go(&shared, gpu, orders).await {
+        Ok(()) => {
+            let uuid = uuid(&shared, gpu).await;
+            tracing::info!(name: names::GPU_USABLE, gpu = %gpu.address, index = shared.roster.index(gpu.address) as u64, uuid);
+            // A panic there is reported as a bug by the runtime; the GPU is usable without its extras.
+            let _unused = extras::start(&shared, gpu).await;
+            shared.dispatch.report(Fact::Usable(gpu));
+        }
+        // A GPU that is gone has not failed.
+        Err(_) if !shared.roster.contains(gpu) => {}
+        Err(failure) => shared.give_up(gpu, since_ns, failure).await,
+    }
+}
+
+/// The way itself.
+async fn go(shared: &Arc<Shared>, gpu: GpuId, mut orders: Orders) -> Result<(), Failed> {
+    let mut order = next(&mut orders).await;
+    let mut enabled = None;
+    if let Order::Enable(_, holds) = &order {
+        enabled = Some(enable(shared, gpu, holds).await?);
+        order = next(&mut orders).await;
+    }
+    let Order::Probe(_, how) = order else {
+        return Err(failed_by(Step::Probe, Reason::Internal)(&format!("ordered {order:?}: want a probe")));
+    };
+    let bound = probe(shared, gpu, how, enabled).await?;
+    let (minor, looked) = read_minor(shared, gpu, bound, how == Probe::Load).await?;
+    let loaded = loaded(shared).await?;
+    let (node, made) = make_node(gpu, minor, &loaded, looked)?;
+    shared.dispatch.report(Fact::Bound(gpu));
+    match shared.config.ready {
+        // Whether it initialises as well decides whether it stays in the spec.
+        Ready::Bound => {
+            let published = publish(shared, gpu, node.clone(), made);
+            tokio::join!(initialise(shared, gpu, &node, made, &mut orders), published).0.map(drop)
+        }
+        Ready::Usable => {
+            let usable = initialise(shared, gpu, &node, made, &mut orders).await?;
+            publish(shared, gpu, node, usable).await;
+            Ok(())
+        }
+    }
+}
+
+/// The next order of this GPU. Never comes for a GPU that is gone: its task is aborted.
+async fn next(orders: &mut Orders) -> Order {
+    match orders.recv().await {
+        Some(order) => order,
+        None => std::future::pending().await,
+    }
+}
+
+/// Lets the host map its BARs.
+async fn enable(shared: &Arc<Shared>, gpu: GpuId, holds: &[Held]) -> Result<StepId, Failed> {
+    let result = shared.lane.enable(gpu.address, holds, &shared.seen.progress(gpu.address)).await;
+    match result {
+        Ok((step, took)) => {
+            shared.dispatch.report(Fact::Enabled(gpu, took));
+            Ok(step)
+        }
+        Err(error) => {
+            // The load was kept from this GPU; whoever tries by hand is not. On a thread: the device is locked while another one probes it.
+            let (sysfs, address) = (shared.sysfs.clone(), gpu.address);
+            let _unused = tokio::task::spawn_blocking(move || sysfs.release(address)).await;
+            Err(failed(Step::Enable)(&error))
+        }
+    }
+}
+
+/// The driver, once its load is over.
+async fn loaded(shared: &Shared) -> Result<Loaded, Failed> {
+    let over = shared.driver.clone().wait_for(|driver| !matches!(driver, Driver::Loading)).await.map(|driver| driver.clone());
+    match over {
+        Ok(Driver::Loaded(loaded)) => Ok(loaded),
+        Ok(Driver::Failed { reason, error }) => Err(Failed { step: Step::Module, since_ns: None, reason, error }),
+        Ok(Driver::Loading) | Err(_) => Err(failed_by(Step::Module, Reason::Internal)(&"the load's task has ended")),
+    }
+}
+
+/// Lets the driver probe the GPU; returns the step that bound it.
+async fn probe(shared: &Arc<Shared>, gpu: GpuId, how: Probe, enabled: Option<StepId>) -> Result<StepId, Failed> {
+    match how {
+        Probe::Load => {
+            let loaded = loaded(shared).await?;
+            if !loaded.tried.contains(&gpu.address) {
+                // The load was over before it came to this GPU.
+                bind(shared, gpu, After::from(&[enabled, Some(loaded.step)][..]), how).await
+            } else if shared.sysfs.is_bound(gpu.address) {
+                Ok(loaded.step)
+            } else {
+                Err(failed(Step::Probe)(&"the driver's probe failed when the module was loaded"))
+            }
+        }
+        Probe::BesideLoad => match probe_beside_load(shared, gpu, enabled).await {
+            Some(step) => Ok(step),
+            None => {
+                let loaded = loaded(shared).await?;
+                bind(shared, gpu, After::from(&[enabled, Some(loaded.step)][..]), how).await
+            }
+        },
+        Probe::Bind | Probe::BeforeEnable => {
+            let loaded = loaded(shared).await?;
+            bind(shared, gpu, After::from(&[enabled, Some(loaded.step)][..]), how).await
+        }
+    }
+}
+
+/// Probes this GPU while the module load is still probing another one, whose probe sleeps; returns the step if that bound it. Whatever comes of it,
+/// a GPU that is not bound by the load's end gets its regular bind.
+async fn probe_beside_load(shared: &Arc<Shared>, gpu: GpuId, enabled: Option<StepId>) -> Option<StepId> {
+    let step = step!(names::GPU_BIND, gpu = %gpu.address, after = ?After::from(&[enabled][..]));
+    let (id, sysfs, progress, gpu) = (step.id(), shared.sysfs.clone(), shared.seen.progress(gpu.address), gpu.address);
+    let probing = tokio::task::spawn_blocking(move || {
+        progress.on_this_thread();
+        step.run(|| {
+            // One that could not be held back is the load's, and this would wait for its probe; so not on the runtime's thread.
+            if !sysfs.is_held_back(gpu) {
+                return Ok(false);
+            }
+            sysfs.release(gpu)?;
+            sysfs.probe(gpu)?;
+            let bound = sysfs.is_bound_at_last(gpu);
+            if !bound {
+                // The load must not probe it a third time.
+                sysfs.hold_back(gpu)?;
+            }
+            Ok::<bool, SysfsError>(bound)
+        })
+    });
+    // Errors are those of the regular bind that follows.
+    matches!(probing.await, Ok(Ok(true))).then_some(id)
+}
+
+/// Binds through sysfs.
+async fn bind(shared: &Arc<Shared>, gpu: GpuId, after: After, how: Probe) -> Result<StepId, Failed> {
+    let step = step!(names::GPU_BIND, gpu = %gpu.address, after = ?after);
+    let id = step.id();
+    let binding = async {
+        let (pause, tries) = TOO_EARLY;
+        for _ in 1..tries {
+            let bound = shared.seen.bound.notified();
+            match try_bind(shared, gpu.address, how).await {
+                Err(error) if error.errno() == Some(Errno::ENODEV) && shared.sysfs.is_present(gpu.address) => {
+                    // The bind, or the deadline: either way the next try decides.
+                    let _unused = tokio::time::timeout(pause, bound).await;
+                }
+                result => return result,
+            }
+        }
+        try_bind(shared, gpu.address, how).await
+    };
+    let since_ns = Some(boottime_ns());
+    step.run_async(binding).await.map(|()| id).map_err(|e| Failed { since_ns, ..failed(Step::Probe)(&e) })
+}
+
+/// One try, on a thread of its own; one that enables as well, in the lane's process.
+async fn try_bind(shared: &Arc<Shared>, gpu: PciAddress, how: Probe) -> Result<(), SysfsError> {
+    let (shared, progress) = (Arc::clone(shared), shared.seen.progress(gpu));
+    let trying = tokio::task::spawn_blocking(move || {
+        progress.on_this_thread();
+        let sysfs = &shared.sysfs;
+        sysfs.release(gpu)?;
+        let bound = match how {
+            Probe::BeforeEnable => shared.lane.bind(gpu),
+            Probe::Load | Probe::BesideLoad | Probe::Bind => sysfs.bind(gpu),
+        };
+        match bound {
+            // Somebody else was faster.
+            Err(_) if sysfs.is_bound_at_last(gpu) => Ok(()),
+            result => result,
+        }
+    });
+    // A panic of the thread is reported as a bug by the runtime; the GPU is then as unbound as after a refusal.
+    trying.await.unwrap_or_else(|panicked| Err(SysfsError::other(&panicked)))
+}
+
+/// Reads the minor that the driver gave the GPU, and reports the bind with the time at which the kernel reported it. The one place that reads the
+/// information file before the GPU is usable: each look at it makes the driver read config space (nine times, 550.163.01), waits for the driver's
+/// global lock (before 590.44.01), and never returns for some GPUs that are lost. So on a thread of its own.
+async fn read_minor(shared: &Shared, gpu: GpuId, bound: StepId, by_load: bool) -> Result<(u32, StepId), Failed> {
+    let bound_at = shared.seen.lock().bound_at.get(&gpu.address).copied().filter(|_| by_load);
+    let at_ns = bound_at.unwrap_or_else(boottime_ns);
+    let (step, progress) =
+        (step!(names::GPU_INFORMATION, gpu = %gpu.address, after = ?After(vec![bound])), shared.seen.progress(gpu.address));
+    let id = step.id();
+    let reading = tokio::task::spawn_blocking(move || {
+        progress.on_this_thread();
+        step.run(|| driver_proc::information(Path::new(PROC), gpu.address))
+    });
+    let information = reading.await.map_err(|panicked| failed_by(Step::Probe, Reason::Internal)(&panicked))?;
+    let minor = information.map_err(|e| failed_by(Step::Probe, Reason::NoMinor)(&e))?.minor;
+    shared.seen.lock().minors.insert(gpu.address, minor);
+    tracing::info!(name: names::GPU_BOUND, gpu = %gpu.address, index = shared.roster.index(gpu.address) as u64, minor, at_ns);
+    Ok((minor, id))
+}
+
+/// Makes the GPU's device node.
+fn make_node(gpu: GpuId, minor: u32, loaded: &Loaded, looked: StepId) -> Result<(Node, StepId), Failed> {
+    let step = step!(names::GPU_NODES, gpu = %gpu.address, after = ?After(vec![looked]));
+    let id = step.id();
+    let node = step.run(|| loaded.nodes.gpu(loaded.major, minor)).map_err(|e| failed(Step::Nodes)(&e))?;
+    Ok((node, id))
+}
+
+/// Makes the GPU resolvable as soon as the nodes that every container needs are there.
+async fn publish(shared: &Arc<Shared>, gpu: GpuId, node: Node, after: StepId) {
+    shared.dispatch.report(Fact::Publishing(gpu));
+    // Fails only when the load's task has ended, which it does not before it has said this.
+    let mut driver = shared.driver.clone();
+    drop(driver.wait_for(|d| matches!(d, Driver::Loaded(l) if l.control_ready)).await);
+    let _unused = shared.spec.send(Update::Ready { gpu, nodes: vec![node], after: Some(after) });
+}
+
+/// Initialises the adapter when that is ordered; waits for as long as the driver takes.
+async fn initialise(shared: &Arc<Shared>, gpu: GpuId, node: &Node, after: StepId, orders: &mut Orders) -> Result<StepId, Failed> {
+    next(orders).await; // its last one
+    let before = shared.seen.lock().initialised;
+    let step = step!(names::GPU_INIT, gpu = %gpu.address, after = ?After::from(&[Some(after), before][..]), rc = tracing::field::Empty, status = tracing::field::Empty);
+    let (id, node, shared, progress) = (step.id(), node.clone(), Arc::clone(shared), shared.seen.progress(gpu.address));
+    let initialising = tokio::task::spawn_blocking(move || {
+        progress.on_this_thread();
+        let descriptor = match shared.descriptors.of(gpu.address) {
+            // An earlier worker opened it; what came of that is still to be asked.
+            Some(descriptor) => Ok(descriptor),
+            None => {
+                shared.lane.keep_driver_off();
+                let opened = shared.descriptors.open(gpu.address, &node, |thread| progress.on_thread(thread));
+                progress.on_this_thread();
+                if !shared.roster.contains(gpu) {
+                    // Removed meanwhile: the driver waits for everybody to close it, and has said so already.
+                    shared.descriptors.release(gpu.address);
+                }
+                opened
+            }
+        };
+        let result = descriptor.and_then(|descriptor| adapter::wait(&descriptor, &node));
+        if let Err(InitError::Failed { rc, status, .. }) = &result {
+            step.note("rc", i64::from(*rc));
+            step.note("status", u64::from(*status));
+        }
+        let result = step.run(|| result);
+        shared.seen.lock().initialised = Some(id);
+        shared.dispatch.report(Fact::Initialised(gpu));
+        result
+    });
+    match initialising.await {
+        Ok(Ok(())) => Ok(id),
+        Ok(Err(error @ InitError::Open { .. })) => Err(failed(Step::Open)(&error)),
+        Ok(Err(error)) => Err(failed(Step::Init)(&error)),
+        Err(panicked) => Err(failed_by(Step::Init, Reason::Internal)(&panicked)),
+    }
+}
+
+/// Gives a usable GPU its other name, where that is wanted: the driver knows it from the first initialisation on.
+async fn uuid(shared: &Shared, gpu: GpuId) -> Option<String> {
+    if !shared.config.cdi_names.contains(&Naming::Uuid) {
+        return None;
+    }
+    let reading = tokio::task::spawn_blocking(move || driver_proc::information(Path::new(PROC), gpu.address));
+    let uuid = reading.await.ok()?.ok()?.uuid?;
+    let _unused = shared.spec.send(Update::Known { gpu, uuid: uuid.clone() });
+    Some(uuid)
+}

@@ -1,0 +1,885 @@
+//! The order of the bring-up: facts go in, permissions and orders come out. Pure: no I/O, no runtime, no clock of its own.
+//!
+//! Invariants, each with a property test in virtual time (tests/schedule):
+//! - GPUs are enabled one at a time and probed in PCI order; at most one probe at a time unless the strategy says otherwise,
+//!   hanging ones apart.
+//! - Where enabling is slow, none begins beside a load, a probe that does not sleep, a publication or the first part of an
+//!   initialisation: each of them would wait for it, some with the driver's global lock held.
+//! - Every wait has its limit in [`deadlines`](super::deadlines); a GPU that hangs costs the others that limit, once.
+//!
+//! Not here: who carries an order out ([`dispatch`](super::dispatch), [`gpu`](super::gpu)), and publication, which waits for no
+//! other GPU.
+
+use super::deadlines::{Limit, REPORT_EVERY, REPORTS};
+use super::strategy::{self, Policy, SLOW_ENABLE, Strategy};
+use super::waves::{Choice, Costs};
+use crate::config::{Bind, Init};
+use crate::pci::{BAR_FIREWALL_WAIT, PciAddress};
+use std::collections::BTreeMap;
+use std::fmt;
+use std::time::Duration;
+
+/// Time since the guest's boot.
+pub type Time = Duration;
+
+/// Looks of the agent that are counted.
+const MOST_LOOKS: usize = 64;
+/// A container that waits looks once a second: between these times after its last look.
+const LOOK_PERIOD: (Duration, Duration) = (Duration::from_millis(900), Limit::AgentLook.after());
+/// Waits for looks in vain, one after another, after which nobody is waited for any more until a container is made.
+const MOST_IN_VAIN: u32 = 3;
+
+/// One arrival of a GPU: its address, and how many arrivals there were before it. Orders by address.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct GpuId {
+    pub address: PciAddress,
+    pub generation: u32,
+}
+
+impl fmt::Debug for GpuId {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}#{}", self.address, self.generation)
+    }
+}
+
+/// How a GPU comes in: what is left to be done for it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Arrival {
+    /// There at boot, touched by nobody.
+    Boot,
+    /// The same, but an earlier worker has died over it: no load counts as a try.
+    Again,
+    /// Bound by an earlier worker, or plugged in later, when the kernel enables and probes it by itself.
+    Enabled,
+    /// Settled by an earlier worker.
+    Usable,
+    Failed,
+}
+
+/// How a GPU is probed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Probe {
+    /// By the load of the driver.
+    Load,
+    /// Beside a load that is still probing another GPU.
+    BesideLoad,
+    /// By a write to the driver's `bind`.
+    Bind,
+    /// The same on the lane's vCPU, before it is enabled: the driver enables it when its firewall is down.
+    BeforeEnable,
+}
+
+/// What has happened.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Fact {
+    Found(GpuId, Arrival),
+    /// All GPUs of the boot scan are found.
+    Scanned,
+    /// The enabling of a GPU is over; `took`: by the clock of who did it.
+    Enabled(GpuId, Duration),
+    /// The driver has entered itself at the bus: its load is probing.
+    Registered,
+    /// The load of nvidia is over; nothing more comes of one that failed.
+    Loaded(bool),
+    /// The load of nvidia-uvm is over.
+    UvmLoaded,
+    /// Nothing of the loads is left that needs all CPUs.
+    LoadOver,
+    /// A GPU is bound, its minor is known and its node is made.
+    Bound(GpuId),
+    /// The writer of the spec has been asked to publish a GPU, and has done so.
+    Publishing(GpuId),
+    Published(GpuId),
+    /// The initialisation of a GPU is over, well or not.
+    Initialised(GpuId),
+    /// A GPU is usable, and all is known of it.
+    Usable(GpuId),
+    /// A GPU will not come.
+    Failed(GpuId),
+    /// A GPU has left the bus.
+    Gone(GpuId),
+    /// The agent has looked into the spec.
+    AgentLooked,
+    /// The agent makes a container.
+    ContainerBegins,
+    /// The program of a container runs.
+    ContainerRuns,
+}
+
+/// What keeps the next GPU from being enabled.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Hold {
+    Load,
+    Probe,
+    Publication,
+    Attach,
+    Wave,
+    AgentStart,
+    AgentLook,
+    Container,
+}
+
+impl Hold {
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Self::Load => "driver load",
+            Self::Probe => "probe",
+            Self::Publication => "publication",
+            Self::Attach => "attach",
+            Self::Wave => "initialisations",
+            Self::AgentStart => "agent start",
+            Self::AgentLook => "agent's look",
+            Self::Container => "container start",
+        }
+    }
+}
+
+/// A reason, and for how long it held the lane.
+pub type Held = (Hold, Duration);
+
+/// What is to be done now.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Order {
+    /// The strategy is chosen.
+    Chosen(Strategy, Option<Duration>),
+    /// Load the driver; it may probe these GPUs: all of them, or one by one until one probe succeeds.
+    Load {
+        gpus: Vec<GpuId>,
+        one_by_one: bool,
+    },
+    /// Begin. What kept it waiting, and for how long, comes with an enabling.
+    Enable(GpuId, Vec<Held>),
+    Probe(GpuId, Probe),
+    Initialise(GpuId),
+    /// The lane waits before it enables this GPU.
+    Wait(GpuId),
+    /// No more GPUs are to be enabled: the lane's vCPU is free.
+    LaneOver,
+    /// Report a GPU that takes long: the step it is in, and how long it has been on its way.
+    Late(GpuId, &'static str, Duration),
+    /// All GPUs are usable or failed.
+    Settled {
+        usable: usize,
+        failed: usize,
+    },
+    /// Nothing needs to be loaded any more.
+    LockDown,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Stage {
+    /// Not enabled.
+    New,
+    Enabling,
+    /// Waits for the driver, or for its turn to be probed.
+    Enabled,
+    Probing(Probe),
+    /// Waits for its turn to be initialised.
+    Bound,
+    Initialising,
+    Initialised,
+    Usable,
+    Failed,
+}
+
+#[derive(Clone, Debug)]
+struct Gpu {
+    arrival: Arrival,
+    stage: Stage,
+    /// When it came into that stage.
+    since: Time,
+    /// When its own way began: it is late from then on. None while it waits in the lane.
+    started: Option<Time>,
+    reports: u32,
+    publishing: Option<Time>,
+}
+
+impl Gpu {
+    fn enter(&mut self, stage: Stage, now: Time) {
+        (self.stage, self.since) = (stage, now);
+    }
+
+    /// Whether it came into its stage less than a limit ago.
+    fn within(&self, limit: Limit, now: Time) -> bool {
+        now < self.since + limit.after()
+    }
+
+    fn is_settled(&self) -> bool {
+        matches!(self.stage, Stage::Usable | Stage::Failed)
+    }
+
+    fn next_report(&self) -> Option<Time> {
+        let started = self.started.filter(|_| !self.is_settled())?;
+        Some(started + report_after(self.reports))
+    }
+}
+
+fn report_after(count: u32) -> Duration {
+    match REPORTS.get(count as usize) {
+        Some(after) => *after,
+        None => REPORTS[REPORTS.len() - 1] + REPORT_EVERY * (count + 1 - REPORTS.len() as u32),
+    }
+}
+
+/// The driver's load.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Load {
+    /// Not begun.
+    No,
+    /// `registered`: since when it is probing.
+    Runs {
+        since: Time,
+        registered: Option<Time>,
+    },
+    /// nvidia is loaded; `uvm` is, and `over` is what follows.
+    Loaded {
+        at: Time,
+        since: Time,
+        uvm: bool,
+        over: bool,
+    },
+    Failed,
+}
+
+/// What is seen of the agent.
+#[derive(Clone, Debug, Default)]
+struct Agent {
+    /// Looks within the last period: one for each container that waits.
+    looks: Vec<Time>,
+    /// Containers in the making, and since when the first of them.
+    making: u32,
+    since: Time,
+    /// Whether any container was seen.
+    any: bool,
+    /// The last publication for which the lane waits, and how many containers that waited then have not looked since.
+    published: Option<(Time, usize)>,
+    /// The last look that may bring a container.
+    decides: Option<Time>,
+    /// Waits for looks, one after another, that brought none: who waits, waits for more GPUs.
+    in_vain: u32,
+}
+
+/// The enable lane's bookkeeping.
+#[derive(Clone, Debug, Default)]
+struct Lane {
+    /// How long the last enabling took.
+    took: Option<Duration>,
+    /// Until when the first parts of the initialisations that run take.
+    attached: Time,
+    /// What holds it now, since when; and what has held it since the last enabling.
+    held: Option<(Hold, Time)>,
+    holds: BTreeMap<Hold, Duration>,
+    over: bool,
+}
+
+/// Initialisations that go together.
+#[derive(Clone, Copy, Debug)]
+struct Wave {
+    began: Time,
+    count: u32,
+    /// Nothing but its own locks has kept it: its time can be measured.
+    alone: bool,
+}
+
+/// The state of a bring-up.
+#[derive(Clone, Debug)]
+pub struct Schedule {
+    policy: Policy,
+    strategy: Option<Strategy>,
+    gpus: BTreeMap<GpuId, Gpu>,
+    load: Load,
+    lane: Lane,
+    wave: Option<Wave>,
+    /// How many initialisations went together once, and how long that took.
+    measured: Option<(u32, Duration)>,
+    agent: Agent,
+    started: Time,
+    /// Deadline of the lockdown.
+    lockdown: Option<Time>,
+    scanned: bool,
+    settled: bool,
+    locked_down: bool,
+}
+
+impl Schedule {
+    /// A bring-up that begins now. Nothing is ordered before [`Fact::Scanned`].
+    pub fn new(policy: Policy, now: Time) -> Self {
+        Self {
+            policy,
+            strategy: None,
+            gpus: BTreeMap::new(),
+            load: Load::No,
+            lane: Lane::default(),
+            wave: None,
+            measured: None,
+            agent: Agent::default(),
+            started: now,
+            lockdown: None,
+            scanned: false,
+            settled: false,
+            locked_down: false,
+        }
+    }
+
+    /// Takes a fact in; returns what follows from it.
+    pub fn take(&mut self, now: Time, fact: Fact) -> Vec<Order> {
+        self.note(now, fact);
+        self.wake(now)
+    }
+
+    /// Returns what is due by now: for deadlines that have passed.
+    pub fn wake(&mut self, now: Time) -> Vec<Order> {
+        let mut orders = Vec::new();
+        if !self.scanned {
+            return orders;
+        }
+        self.choose(&mut orders);
+        self.begin_load(now, &mut orders);
+        self.initialise(now, &mut orders);
+        self.probe(now, &mut orders);
+        self.enable(now, &mut orders);
+        self.report(now, &mut orders);
+        self.settle(now, &mut orders);
+        orders
+    }
+
+    /// When [`Schedule::wake`] has to be called next, unless a fact comes before.
+    pub fn deadline(&self, now: Time) -> Option<Time> {
+        let at = |since: Time, limit: Limit| since + limit.after();
+        let mut times = vec![self.lane.attached, at(self.started, Limit::AgentFirst)];
+        for gpu in self.gpus.values() {
+            times.extend(gpu.next_report());
+            times.extend(gpu.publishing.map(|since| at(since, Limit::LaneHold)));
+            match gpu.stage {
+                Stage::Probing(_) => {
+                    let wakes = self.probing_since(gpu) + BAR_FIREWALL_WAIT;
+                    times.extend([wakes, wakes - Limit::ProbesFirst.after(), wakes - self.attach(), at(wakes, Limit::ProbesFirst)]);
+                    times.push(at(gpu.since, Limit::ProbesFirst));
+                    times.extend([Limit::LaneFirst, Limit::LaneHold, Limit::ProbeHangs].map(|limit| at(gpu.since, limit)));
+                }
+                Stage::Bound => times.push(at(gpu.since, Limit::LaneFirst)),
+                Stage::Enabling => times.push(at(gpu.since, Limit::LaneFirst)),
+                Stage::Enabled => times.push(at(gpu.since, Limit::LaneHold)),
+                Stage::Initialising => times.push(at(gpu.since, Limit::InitHangs)),
+                Stage::New | Stage::Initialised | Stage::Usable | Stage::Failed => {}
+            }
+        }
+        match self.load {
+            Load::Runs { since, registered } => {
+                times.push(at(since, Limit::LaneHold));
+                times.extend(registered.into_iter().flat_map(|r| [r + BAR_FIREWALL_WAIT, at(r + BAR_FIREWALL_WAIT, Limit::LaneHold)]));
+            }
+            Load::Loaded { at: loaded, since, .. } => times.extend([at(loaded, Limit::UvmFirst), at(since, Limit::LaneHold)]),
+            Load::No | Load::Failed => {}
+        }
+        times.push(at(self.agent.since, Limit::ContainerMade));
+        times.extend(self.wave.map(|wave| wave.began + self.costs().first_is_back()));
+        times.extend(self.agent.published.map(|(published, _)| at(published, Limit::AgentLook)));
+        times.extend(self.agent.decides.map(|looked| at(looked, Limit::LookDecides)));
+        times.extend(self.lockdown.filter(|_| !self.locked_down));
+        times.into_iter().filter(|time| *time > now).min()
+    }
+
+    /// Whether a GPU is usable.
+    pub fn is_usable(&self, gpu: GpuId) -> bool {
+        self.gpus.get(&gpu).is_some_and(|gpu| gpu.stage == Stage::Usable)
+    }
+
+    fn add(&mut self, id: GpuId, arrival: Arrival, now: Time) {
+        let stage = match arrival {
+            Arrival::Boot | Arrival::Again if self.policy.bind != Bind::Insmod => Stage::New,
+            Arrival::Boot | Arrival::Again | Arrival::Enabled => Stage::Enabled,
+            Arrival::Usable => Stage::Usable,
+            Arrival::Failed => Stage::Failed,
+        };
+        let started = (stage == Stage::Enabled).then_some(now);
+        self.gpus.insert(id, Gpu { arrival, stage, since: now, started, reports: 0, publishing: None });
+        self.settled = false;
+    }
+
+    fn note(&mut self, now: Time, fact: Fact) {
+        match fact {
+            Fact::Found(id, arrival) => self.add(id, arrival, now),
+            Fact::Scanned => self.scanned = true,
+            Fact::Enabled(id, took) => {
+                self.lane.took = Some(took);
+                self.enter(id, Stage::Enabled, now);
+                if let Some(gpu) = self.gpus.get_mut(&id) {
+                    (gpu.started, gpu.reports) = (Some(now), 0);
+                }
+            }
+            Fact::Registered => {
+                if let Load::Runs { registered, .. } = &mut self.load {
+                    *registered = registered.or(Some(now));
+                }
+            }
+            Fact::Loaded(true) => {
+                // From where it was no longer asleep in a probe.
+                let since = match self.load {
+                    Load::Runs { since, registered } => self.load_busy_since(since, registered).min(now),
+                    Load::No | Load::Loaded { .. } | Load::Failed => now,
+                };
+                self.load = Load::Loaded { at: now, since, uvm: false, over: false };
+            }
+            Fact::Loaded(false) => self.load = Load::Failed,
+            Fact::UvmLoaded => {
+                if let Load::Loaded { uvm, .. } = &mut self.load {
+                    *uvm = true;
+                }
+            }
+            Fact::LoadOver => {
+                if let Load::Loaded { over, .. } = &mut self.load {
+                    *over = true;
+                }
+                self.lockdown = self.lockdown.or(Some(now + Limit::Lockdown.after()));
+            }
+            Fact::Bound(id) => self.enter(id, Stage::Bound, now),
+            Fact::Publishing(id) => {
+                if let Some(gpu) = self.gpus.get_mut(&id) {
+                    gpu.publishing = Some(now);
+                }
+            }
+            Fact::Published(id) => {
+                if let Some(gpu) = self.gpus.get_mut(&id) {
+                    gpu.publishing = None;
+                }
+                self.agent.published(now);
+            }
+            Fact::Initialised(id) => self.enter(id, Stage::Initialised, now),
+            Fact::Usable(id) => self.enter(id, Stage::Usable, now),
+            Fact::Failed(id) => self.enter(id, Stage::Failed, now),
+            Fact::Gone(id) => drop(self.gpus.remove(&id)),
+            Fact::AgentLooked => self.agent.looked(now),
+            Fact::ContainerBegins => self.agent.begins(now),
+            Fact::ContainerRuns => self.agent.runs(now),
+        }
+    }
+
+    fn enter(&mut self, id: GpuId, stage: Stage, now: Time) {
+        if let Some(gpu) = self.gpus.get_mut(&id) {
+            gpu.enter(stage, now);
+            if matches!(stage, Stage::Failed) {
+                gpu.publishing = None;
+            }
+        }
+    }
+
+    fn any(&self, wanted: impl Fn(&Gpu) -> bool) -> bool {
+        self.gpus.values().any(wanted)
+    }
+
+    fn is_slow(&self) -> bool {
+        self.lane.took.is_some_and(|took| took >= SLOW_ENABLE)
+    }
+
+    fn has_firewall(&self) -> bool {
+        self.policy.facts.firewall
+    }
+
+    /// GPUs that are still to be enabled.
+    fn waiting(&self) -> impl Iterator<Item = GpuId> {
+        self.gpus.iter().filter(|(_, gpu)| gpu.stage == Stage::New).map(|(id, _)| *id)
+    }
+
+    /// The strategy depends on how long the first GPU's enabling took, so it is chosen when one is over.
+    fn choose(&mut self, orders: &mut Vec<Order>) {
+        let measured = self.lane.took;
+        let to_measure = self.policy.bind != Bind::Insmod && self.any(|gpu| matches!(gpu.stage, Stage::New | Stage::Enabling));
+        if self.strategy.is_some() || self.gpus.is_empty() || measured.is_none() && to_measure {
+            return;
+        }
+        let strategy = strategy::choose(&self.policy, measured.is_some_and(|took| took >= SLOW_ENABLE));
+        orders.push(Order::Chosen(strategy.clone(), measured));
+        self.strategy = Some(strategy);
+    }
+
+    /// Loads the driver when no slow enabling is under way: each would wait for the other's CPUs.
+    fn begin_load(&mut self, now: Time, orders: &mut Vec<Order>) {
+        let Some(strategy) = &self.strategy else { return };
+        if self.load != Load::No || self.any(|gpu| gpu.stage == Stage::Enabling) {
+            return;
+        }
+        let one_by_one = strategy.bind != Bind::Insmod;
+        let free: Vec<GpuId> = self.gpus.iter().filter(|(_, gpu)| !gpu.is_settled()).map(|(id, _)| *id).collect();
+        self.load = Load::Runs { since: now, registered: None };
+        let count = if one_by_one { 1 } else { free.len() };
+        orders.push(Order::Load { gpus: free.clone(), one_by_one });
+        for id in free.into_iter().take(count) {
+            if let Some(gpu) = self.gpus.get_mut(&id)
+                && gpu.arrival == Arrival::Boot
+            {
+                gpu.started = gpu.started.or(Some(now));
+                gpu.enter(Stage::Probing(Probe::Load), now);
+                orders.push(Order::Probe(id, Probe::Load));
+            }
+        }
+        if !one_by_one {
+            // The load enables what it probes; what it does not probe is bound, or bound later, without the lane.
+            for gpu in self.gpus.values_mut().filter(|gpu| gpu.stage == Stage::New) {
+                gpu.started = Some(now);
+                gpu.enter(Stage::Enabled, now);
+            }
+        }
+    }
+
+    fn is_loaded(&self) -> bool {
+        matches!(self.load, Load::Loaded { .. } | Load::Failed)
+    }
+
+    /// Whether a probe sleeps behind the BAR firewall, for at least `more`.
+    fn sleeps(&self, gpu: &Gpu, more: Duration, now: Time) -> bool {
+        self.has_firewall() && matches!(gpu.stage, Stage::Probing(_)) && now + more < self.probing_since(gpu) + BAR_FIREWALL_WAIT
+    }
+
+    /// When the probe of a GPU began: that of the load with its registration.
+    fn probing_since(&self, gpu: &Gpu) -> Time {
+        match (gpu.stage, self.load) {
+            (Stage::Probing(Probe::Load), Load::Runs { registered: Some(at), .. }) => at,
+            _ => gpu.since,
+        }
+    }
+
+    /// Whether the lane is enabling a GPU, or is about to within `soon`.
+    fn lane_is_busy(&self, soon: Duration, now: Time) -> bool {
+        self.any(|gpu| match gpu.stage {
+            Stage::Enabling => gpu.within(Limit::LaneFirst, now),
+            Stage::Probing(Probe::BeforeEnable) => !self.sleeps(gpu, soon, now) && gpu.within(Limit::LaneFirst, now),
+            _ => false,
+        })
+    }
+
+    /// Whether GPUs wait that would be kept from their probe, or from being published, by an initialisation that begins now.
+    fn others_come_first(&self, now: Time) -> bool {
+        let asleep = |gpu: &Gpu| self.sleeps(gpu, Limit::ProbesFirst.after(), now);
+        let awake = |gpu: &Gpu| matches!(gpu.stage, Stage::Probing(_)) && !asleep(gpu);
+        let slept = |gpu: &Gpu| if self.has_firewall() { self.probing_since(gpu) + BAR_FIREWALL_WAIT } else { gpu.since };
+        let probed = |gpu: &Gpu| awake(gpu) && now < slept(gpu) + Limit::ProbesFirst.after();
+        let next = |gpu: &Gpu| gpu.stage == Stage::Enabled && self.is_loaded() && gpu.within(Limit::LaneHold, now);
+        let probes = self.any(probed) || self.any(next) && !self.any(awake);
+        let uvm = matches!(self.load, Load::Loaded { at, uvm: false, .. } if now < at + Limit::UvmFirst.after());
+        probes || uvm
+    }
+
+    fn is_parallel(&self) -> bool {
+        self.strategy.as_ref().is_none_or(|strategy| strategy.init == Init::Parallel)
+    }
+
+    /// What enabling and initialising cost here, as far as it is known.
+    fn costs(&self) -> Costs {
+        Costs::new(self.lane.took.unwrap_or_default(), self.is_parallel(), self.measured)
+    }
+
+    /// GPUs that are enabled and not initialising yet, and GPUs that are not enabled.
+    fn ready_and_rest(&self) -> (usize, usize) {
+        let count = |wanted: fn(Stage) -> bool| self.gpus.values().filter(|gpu| wanted(gpu.stage)).count();
+        let ready = count(|stage| matches!(stage, Stage::Enabled | Stage::Probing(_) | Stage::Bound));
+        (ready, count(|stage| matches!(stage, Stage::New | Stage::Enabling)))
+    }
+
+    /// Whether initialisations run that keep others waiting.
+    fn wave_runs(&self, now: Time) -> bool {
+        self.any(|gpu| gpu.stage == Stage::Initialising && gpu.within(Limit::InitHangs, now))
+    }
+
+    /// Lets bound GPUs initialise: all that are bound together, the next ones when these are over (see [`waves`](super::waves)).
+    fn initialise(&mut self, now: Time, orders: &mut Vec<Order>) {
+        let (parallel, runs) = (self.is_parallel(), self.wave_runs(now));
+        self.measure(now, runs);
+        let joins = parallel && now < self.lane.attached;
+        if runs && !joins || self.lane_is_busy(self.attach(), now) || self.others_come_first(now) {
+            return;
+        }
+        let (waiting, rest) = self.ready_and_rest();
+        let first = !self.any(|gpu| matches!(gpu.stage, Stage::Initialised | Stage::Usable));
+        let worth = runs || rest == 0 || self.costs().idle(waiting, rest, first) == Choice::Begin;
+        let ready: Vec<GpuId> = (self.gpus.iter())
+            .filter(|(_, gpu)| gpu.stage == Stage::Bound && (worth || !gpu.within(Limit::LaneFirst, now)))
+            .map(|(id, _)| *id)
+            .collect();
+        if ready.is_empty() {
+            return;
+        }
+        let count = if parallel { ready.len() } else { 1 };
+        if !runs {
+            self.lane.attached = now;
+        }
+        self.lane.attached += self.attach() * count as u32;
+        let began = self.wave.filter(|_| runs).map_or((now, 0), |wave| (wave.began, wave.count));
+        self.wave = Some(Wave { began: began.0, count: began.1 + count as u32, alone: !runs });
+        for id in ready.into_iter().take(count) {
+            self.enter(id, Stage::Initialising, now);
+            orders.push(Order::Initialise(id));
+        }
+    }
+
+    /// Notes the end of a wave, and how long it took where that says something of this driver.
+    fn measure(&mut self, now: Time, runs: bool) {
+        if let Some(wave) = self.wave.filter(|_| !runs) {
+            self.wave = None;
+            let well = self.any(|gpu| matches!(gpu.stage, Stage::Initialised | Stage::Usable));
+            if wave.alone && well && now < wave.began + Limit::InitHangs.after() {
+                self.measured = self.measured.or(Some((wave.count, now - wave.began)));
+            }
+        }
+    }
+
+    /// How long the first part of one initialisation is taken to last.
+    fn attach(&self) -> Duration {
+        let [s1, ..] = self.costs().parts;
+        if self.measured.is_some() { s1 + s1 / 15 } else { Limit::Attach.after() }
+    }
+
+    /// Lets GPUs be probed, in PCI order.
+    fn probe(&mut self, now: Time, orders: &mut Vec<Order>) {
+        let Some(bind) = self.strategy.as_ref().map(|s| s.bind) else { return };
+        let beside = matches!(self.load, Load::Runs { registered: Some(_), .. }) && bind == Bind::Concurrent && !self.is_slow();
+        let how = if beside { Probe::BesideLoad } else { Probe::Bind };
+        if !beside && !self.is_loaded() {
+            return;
+        }
+        let waiting: Vec<GpuId> = self.gpus.iter().filter(|(_, gpu)| gpu.stage == Stage::Enabled).map(|(id, _)| *id).collect();
+        for id in waiting {
+            let probing = |gpu: &Gpu| matches!(gpu.stage, Stage::Probing(_)) && gpu.within(Limit::ProbeHangs, now);
+            if bind != Bind::Concurrent && (self.any(probing) || self.wave_is_in_the_way(id, now)) {
+                return;
+            }
+            self.enter(id, Stage::Probing(how), now);
+            orders.push(Order::Probe(id, how));
+        }
+    }
+
+    /// Whether a probe would wait for initialisations that hold the global lock, and the lane with it.
+    fn wave_is_in_the_way(&self, id: GpuId, now: Time) -> bool {
+        let in_lane = self.is_slow() && self.waiting().next().is_some();
+        let patient = self.gpus.get(&id).is_some_and(|gpu| gpu.within(Limit::LaneHold, now));
+        let back = self.wave.is_some_and(|wave| now < self.lane.attached || now >= wave.began + self.costs().first_is_back());
+        in_lane && patient && back && self.wave_runs(now)
+    }
+
+    /// Lets the next GPU be enabled. Where that is slow, the vCPU that does it answers nobody meanwhile.
+    fn enable(&mut self, now: Time, orders: &mut Vec<Order>) {
+        let busy = self.any(|gpu| matches!(gpu.stage, Stage::Enabling | Stage::Probing(Probe::BeforeEnable)));
+        let Some(next) = self.waiting().next().filter(|_| !busy) else {
+            if !busy && !self.lane.over && self.waiting().next().is_none() && self.strategy.is_some() {
+                self.lane.over = true;
+                orders.push(Order::LaneOver);
+            }
+            return;
+        };
+        let first = self.strategy.is_none();
+        if !first && self.load == Load::No {
+            return;
+        }
+        self.count_hold(now);
+        if let Some(hold) = self.hold(now) {
+            if self.lane.held.is_none() && self.lane.holds.is_empty() {
+                orders.push(Order::Wait(next));
+            }
+            self.lane.held = Some((hold, now));
+            return;
+        }
+        self.lane.over = false;
+        let holds = std::mem::take(&mut self.lane.holds).into_iter().collect();
+        self.begin_enabling(next, now);
+        orders.push(Order::Enable(next, holds));
+        // The last one behind a firewall sleeps while the one before it is enabled, and is enabled when it wakes.
+        let mut left = self.waiting();
+        if let (Some(last), None) = (left.next(), left.next())
+            && self.has_firewall()
+            && self.is_slow()
+            && matches!(self.load, Load::Loaded { .. })
+        {
+            drop(left);
+            if let Some(gpu) = self.gpus.get_mut(&last) {
+                gpu.started = Some(now);
+                gpu.enter(Stage::Probing(Probe::BeforeEnable), now);
+            }
+            orders.push(Order::Probe(last, Probe::BeforeEnable));
+        }
+    }
+
+    fn begin_enabling(&mut self, id: GpuId, now: Time) {
+        if let Some(gpu) = self.gpus.get_mut(&id) {
+            gpu.started = Some(now);
+            gpu.enter(Stage::Enabling, now);
+        }
+    }
+
+    /// Adds the time since the last look to what held the lane.
+    fn count_hold(&mut self, now: Time) {
+        if let Some((hold, since)) = self.lane.held.take() {
+            *self.lane.holds.entry(hold).or_default() += now.saturating_sub(since);
+        }
+    }
+
+    /// What keeps the next GPU from being enabled now.
+    fn hold(&self, now: Time) -> Option<Hold> {
+        if self.strategy.is_none() {
+            let alone = self.policy.facts.vcpus < 2;
+            let waits = alone && !self.agent.any && now < self.started + Limit::AgentFirst.after();
+            return waits.then_some(Hold::AgentStart).or_else(|| self.agent.holds(now).filter(|_| alone));
+        }
+        if !self.is_slow() {
+            return None;
+        }
+        let held = |since: Time| now < since + Limit::LaneHold.after();
+        let load = match self.load {
+            // An enabling that is not over when a sleeping load wakes would hold up its end, and with it the first publication.
+            Load::Runs { since, registered } => {
+                let since = self.load_busy_since(since, registered);
+                now + self.lane.took.unwrap_or_default() >= since && held(since)
+            }
+            Load::Loaded { since, over, .. } => !over && held(since),
+            Load::No | Load::Failed => false,
+        };
+        let probe = |gpu: &Gpu| match gpu.stage {
+            Stage::Enabled => self.is_loaded() && held(gpu.since) && !self.wave_runs(now),
+            Stage::Probing(Probe::Load) => self.is_loaded() && held(gpu.since),
+            Stage::Probing(_) => !self.sleeps(gpu, Duration::ZERO, now) && held(gpu.since),
+            _ => false,
+        };
+        if load {
+            Some(Hold::Load)
+        } else if self.any(probe) {
+            Some(Hold::Probe)
+        } else if self.any(|gpu| gpu.publishing.is_some_and(held)) {
+            Some(Hold::Publication)
+        } else if now < self.lane.attached && self.any(|gpu| gpu.stage == Stage::Initialising) {
+            Some(Hold::Attach)
+        } else {
+            self.wave_holds(now).or_else(|| self.agent.holds(now))
+        }
+    }
+
+    /// Whether it is cheaper to wait for the initialisations that run, or are about to, than to enable one more GPU first.
+    fn wave_holds(&self, now: Time) -> Option<Hold> {
+        let (ready, rest) = self.ready_and_rest();
+        let patient =
+            |gpu: &Gpu| matches!(gpu.stage, Stage::Enabled | Stage::Bound | Stage::Initialising) && gpu.within(Limit::LaneHold, now);
+        let choice = match self.wave.filter(|_| self.wave_runs(now)) {
+            Some(wave) => self.costs().beside((wave.began + self.costs().wave(wave.count)).saturating_sub(now), ready, rest),
+            None => Choice::Enable,
+        };
+        (choice == Choice::Hold && !self.has_firewall() && self.any(patient)).then_some(Hold::Wave)
+    }
+
+    /// Since when a load needs all CPUs: from its begin on, but not while its first probe sleeps.
+    fn load_busy_since(&self, since: Time, registered: Option<Time>) -> Time {
+        registered.filter(|_| self.has_firewall()).map_or(since, |registered| registered + BAR_FIREWALL_WAIT)
+    }
+
+    fn report(&mut self, now: Time, orders: &mut Vec<Order>) {
+        let loaded = self.is_loaded();
+        for (id, gpu) in &mut self.gpus {
+            // Several may have passed at once, where the whole guest was gone: the last one counts.
+            let mut waited = None;
+            while gpu.next_report().is_some_and(|at| at <= now) {
+                waited = Some(report_after(gpu.reports));
+                gpu.reports += 1;
+            }
+            if let Some(waited) = waited {
+                orders.push(Order::Late(*id, step_name(gpu.stage, loaded), waited));
+            }
+        }
+    }
+
+    fn settle(&mut self, now: Time, orders: &mut Vec<Order>) {
+        let load_over = matches!(self.load, Load::No | Load::Failed | Load::Loaded { over: true, .. });
+        if !self.settled && load_over && self.gpus.values().all(Gpu::is_settled) {
+            self.settled = true;
+            let usable = self.gpus.values().filter(|gpu| gpu.stage == Stage::Usable).count();
+            orders.push(Order::Settled { usable, failed: self.gpus.len() - usable });
+            // Without a GPU there is no driver yet: one that is plugged in later needs it.
+            if self.load != Load::No {
+                self.lockdown = Some(now);
+            }
+        }
+        if !self.locked_down && self.lockdown.is_some_and(|at| at <= now) {
+            self.locked_down = true;
+            orders.push(Order::LockDown);
+        }
+    }
+}
+
+/// The step of a GPU, for people.
+fn step_name(stage: Stage, loaded: bool) -> &'static str {
+    match stage {
+        Stage::New | Stage::Enabling => "enable",
+        Stage::Enabled if loaded => "wait to be probed",
+        Stage::Enabled | Stage::Probing(Probe::Load) => "driver load",
+        Stage::Probing(_) => "probe",
+        Stage::Bound => "wait to be initialised",
+        Stage::Initialising => "initialisation",
+        Stage::Initialised => "extras",
+        Stage::Usable | Stage::Failed => "settled",
+    }
+}
+
+impl Agent {
+    fn looked(&mut self, now: Time) {
+        let repeats = |at: &Time| now >= *at + LOOK_PERIOD.0 && now < *at + LOOK_PERIOD.1;
+        let known = self.looks.iter().any(repeats);
+        self.looks.retain(|at| now < *at + LOOK_PERIOD.1);
+        // A guest that looks more often than any agent counts as one that waits.
+        if self.looks.len() < MOST_LOOKS {
+            self.looks.push(now);
+        }
+        let last = match &mut self.published {
+            Some((_, left)) => {
+                *left = left.saturating_sub(1);
+                *left == 0
+            }
+            None => false,
+        };
+        if last {
+            self.published = None;
+        }
+        // One that is not known yet may find all that it wants.
+        if last || !known && self.in_vain < MOST_IN_VAIN {
+            self.close_look(now);
+            self.decides = Some(now);
+        }
+    }
+
+    /// A look that has brought no container in its time was in vain.
+    fn close_look(&mut self, now: Time) {
+        let over = self.decides.take().is_some_and(|looked| now >= looked + Limit::LookDecides.after());
+        self.in_vain += u32::from(over);
+    }
+
+    fn begins(&mut self, now: Time) {
+        if self.making == 0 {
+            self.since = now;
+        }
+        self.making += 1;
+        (self.any, self.decides, self.in_vain) = (true, None, 0);
+    }
+
+    fn runs(&mut self, now: Time) {
+        self.making = self.making.saturating_sub(1);
+        self.since = now;
+    }
+
+    /// A wait for looks is worth its time where containers wait, and the last such waits were not in vain.
+    fn published(&mut self, now: Time) {
+        self.looks.retain(|at| now < *at + LOOK_PERIOD.1);
+        self.close_look(now);
+        self.in_vain += u32::from(self.published.take().is_some());
+        if self.in_vain == 0 && !self.looks.is_empty() {
+            self.published = Some((now, self.looks.len()));
+        }
+    }
+
+    fn holds(&self, now: Time) -> Option<Hold> {
+        let within = |since: Time, limit: Limit| now < since + limit.after();
+        if self.making > 0 && within(self.since, Limit::ContainerMade) {
+            return Some(Hold::Container);
+        }
+        let look = self.published.is_some_and(|(published, _)| within(published, Limit::AgentLook));
+        let decides = self.decides.is_some_and(|looked| within(looked, Limit::LookDecides));
+        (look || decides).then_some(Hold::AgentLook)
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,226 @@
+use super::*;
+use crate::boot::gpus::strategy::Facts;
+
+fn gpu(k: u8) -> GpuId {
+    GpuId { address: format!("0001:00:{k:02x}.0").parse().unwrap(), generation: u32::from(k) }
+}
+
+fn ms(ms: u64) -> Time {
+    Time::from_millis(ms)
+}
+
+/// A bring-up of `n` GPUs of the boot scan, and its first orders.
+fn boot(n: u8, policy: Policy) -> (Schedule, Vec<Order>) {
+    let mut schedule = Schedule::new(policy, ms(0));
+    (0..n).for_each(|k| assert_eq!(schedule.take(ms(0), Fact::Found(gpu(k), Arrival::Boot)), []));
+    let orders = schedule.take(ms(0), Fact::Scanned);
+    (schedule, orders)
+}
+
+fn policy() -> Policy {
+    let facts = Facts { gpus: 3, firewall: false, driver: None, init_on_probe: false, confidential: false, vcpus: 2 };
+    Policy { bind: Bind::Auto, init: Init::Parallel, relaxed: true, facts }
+}
+
+/// A slow host up to its first initialisation.
+fn slow(n: u8) -> Schedule {
+    let (mut schedule, orders) = boot(n, policy());
+    assert_eq!(orders, [Order::Enable(gpu(0), vec![])], "the first one is enabled by itself: nothing is known of the host yet");
+    let orders = schedule.take(ms(3000), Fact::Enabled(gpu(0), ms(3000)));
+    let lane = if n > 1 { Order::Wait(gpu(1)) } else { Order::LaneOver };
+    assert!(
+        matches!(&orders[..], [Order::Chosen(chosen, Some(took)), Order::Load { one_by_one: true, .. }, Order::Probe(first, Probe::Load), last]
+        if chosen.bind == Bind::Pipelined && *took == ms(3000) && *first == gpu(0) && *last == lane),
+        "{orders:?}"
+    );
+    assert_eq!(schedule.take(ms(3010), Fact::Loaded(true)), []);
+    assert_eq!(schedule.take(ms(3020), Fact::UvmLoaded), []);
+    assert_eq!(schedule.take(ms(3025), Fact::Bound(gpu(0))), [Order::Initialise(gpu(0))]);
+    schedule
+}
+
+#[test]
+fn on_a_slow_host_the_lane_waits_for_load_publication_and_the_first_part_of_an_initialisation() {
+    let mut schedule = slow(3);
+    assert_eq!(schedule.take(ms(3026), Fact::Publishing(gpu(0))), []);
+    assert_eq!(schedule.take(ms(3040), Fact::LoadOver), []);
+    assert_eq!(schedule.take(ms(3050), Fact::Published(gpu(0))), []);
+    assert_eq!(schedule.deadline(ms(3050)), Some(ms(3345)), "the first part is over then");
+    let held = vec![(Hold::Load, ms(40)), (Hold::Publication, ms(10)), (Hold::Attach, ms(295))];
+    assert_eq!(schedule.wake(ms(3345)), [Order::Enable(gpu(1), held)]);
+}
+
+#[test]
+fn a_publication_that_a_container_waits_for_holds_the_lane_until_its_program_runs() {
+    let mut schedule = slow(3);
+    assert_eq!(schedule.take(ms(3030), Fact::LoadOver), []);
+    assert_eq!(schedule.take(ms(3031), Fact::AgentLooked), []);
+    assert_eq!(schedule.take(ms(3050), Fact::Published(gpu(0))), []);
+    assert_eq!(schedule.wake(ms(3345)), [], "one container has looked, and will look again");
+    assert_eq!(schedule.take(ms(4031), Fact::AgentLooked), []);
+    assert_eq!(schedule.take(ms(4073), Fact::ContainerBegins), []);
+    assert_eq!(schedule.wake(ms(4400)), []);
+    let orders = schedule.take(ms(4500), Fact::ContainerRuns);
+    assert!(
+        matches!(&orders[..], [Order::Enable(second, held)] if *second == gpu(1) && held.contains(&(Hold::Container, ms(427)))),
+        "{orders:?}"
+    );
+}
+
+#[test]
+fn a_wait_for_a_look_that_brought_no_container_is_not_repeated() {
+    let mut schedule = slow(3);
+    schedule.take(ms(3030), Fact::LoadOver);
+    schedule.take(ms(3300), Fact::AgentLooked);
+    schedule.take(ms(3310), Fact::Published(gpu(0)));
+    schedule.take(ms(4300), Fact::AgentLooked);
+    assert_eq!(schedule.wake(ms(4599)), []);
+    assert!(matches!(&schedule.wake(ms(4600))[..], [Order::Enable(..)]), "it waits for more than this GPU");
+    schedule.take(ms(5125), Fact::Initialised(gpu(0)));
+    for now in [5300, 6300, 7300] {
+        schedule.take(ms(now), Fact::AgentLooked);
+    }
+    schedule.take(ms(7600), Fact::Enabled(gpu(1), ms(3000)));
+    schedule.take(ms(7610), Fact::Bound(gpu(1)));
+    schedule.take(ms(7620), Fact::Published(gpu(1)));
+    let mut now = ms(7620);
+    while schedule.wake(now).is_empty() {
+        now = schedule.deadline(now).unwrap();
+    }
+    assert!(now < ms(8200), "{now:?}");
+}
+
+#[test]
+fn on_a_medium_host_gpus_that_come_out_beside_a_wave_go_together_in_the_next_one() {
+    let (mut schedule, _) = boot(8, policy());
+    schedule.take(ms(1000), Fact::Enabled(gpu(0), ms(1000)));
+    schedule.take(ms(1010), Fact::Loaded(true));
+    schedule.take(ms(1010), Fact::UvmLoaded);
+    schedule.take(ms(1010), Fact::LoadOver);
+    assert_eq!(schedule.take(ms(1020), Fact::Bound(gpu(0))), [Order::Initialise(gpu(0))]);
+    assert!(matches!(&schedule.wake(ms(1340))[..], [Order::Enable(second, _)] if *second == gpu(1)));
+    let orders = schedule.take(ms(2340), Fact::Enabled(gpu(1), ms(1000)));
+    assert!(orders.contains(&Order::Probe(gpu(1), Probe::Bind)), "the global lock is free while the first one boots: {orders:?}");
+    let orders = schedule.take(ms(2350), Fact::Bound(gpu(1)));
+    assert!(matches!(&orders[..], [Order::Enable(third, _)] if *third == gpu(2)), "{orders:?}");
+    assert_eq!(schedule.take(ms(3120), Fact::Initialised(gpu(0))), [], "one is being enabled");
+    let orders = schedule.take(ms(3350), Fact::Enabled(gpu(2), ms(1000)));
+    assert!(orders.contains(&Order::Probe(gpu(2), Probe::Bind)), "{orders:?}");
+    let orders = schedule.take(ms(3355), Fact::Bound(gpu(2)));
+    let begins = [Order::Initialise(gpu(1)), Order::Initialise(gpu(2))];
+    assert!(orders.starts_with(&begins) || matches!(&orders[..], [Order::Enable(..)]), "{orders:?}");
+}
+
+#[test]
+fn on_a_fast_host_the_load_probes_all_and_all_initialise_together() {
+    let (mut schedule, _) = boot(3, policy());
+    let orders = schedule.take(ms(3), Fact::Enabled(gpu(0), ms(3)));
+    assert!(
+        matches!(&orders[..], [Order::Chosen(chosen, _), Order::Load { gpus, one_by_one: false }, ..] if chosen.bind == Bind::Insmod && gpus.len() == 3),
+        "{orders:?}"
+    );
+    assert!((0..3).all(|k| orders.contains(&Order::Probe(gpu(k), Probe::Load))) && orders.contains(&Order::LaneOver));
+    schedule.take(ms(20), Fact::Loaded(true));
+    schedule.take(ms(22), Fact::UvmLoaded);
+    assert_eq!(schedule.take(ms(23), Fact::Bound(gpu(0))), []);
+    assert_eq!(schedule.take(ms(24), Fact::Bound(gpu(1))), []);
+    assert_eq!(schedule.take(ms(25), Fact::Bound(gpu(2))), (0..3).map(|k| Order::Initialise(gpu(k))).collect::<Vec<_>>());
+}
+
+#[test]
+fn behind_a_probe_that_hangs_one_more_goes_after_30_s_and_never_two() {
+    let (mut schedule, _) = boot(4, Policy { bind: Bind::Pipelined, ..policy() });
+    let orders = schedule.take(ms(3), Fact::Enabled(gpu(0), ms(3)));
+    assert!(orders.contains(&Order::Probe(gpu(0), Probe::Load)));
+    schedule.take(ms(10), Fact::Loaded(true));
+    schedule.take(ms(11), Fact::Bound(gpu(0)));
+    let orders = schedule.take(ms(20), Fact::Enabled(gpu(1), ms(3)));
+    assert!(orders.contains(&Order::Probe(gpu(1), Probe::Bind)));
+    schedule.take(ms(30), Fact::Enabled(gpu(2), ms(3)));
+    schedule.take(ms(40), Fact::Enabled(gpu(3), ms(3)));
+    let probes = |orders: Vec<Order>| orders.into_iter().filter(|order| matches!(order, Order::Probe(..))).collect::<Vec<_>>();
+    assert_eq!(probes(schedule.wake(ms(30_019))), []);
+    assert_eq!(probes(schedule.wake(ms(30_020))), [Order::Probe(gpu(2), Probe::Bind)]);
+    assert_eq!(probes(schedule.wake(ms(30_021))), []);
+    assert_eq!(probes(schedule.take(ms(30_030), Fact::Bound(gpu(2)))), [Order::Probe(gpu(3), Probe::Bind)]);
+}
+
+#[test]
+fn a_gpu_that_is_not_settled_is_reported_after_10_30_60_s_and_every_minute() {
+    let mut schedule = slow(1);
+    let late = |orders: Vec<Order>| orders.iter().any(|order| matches!(order, Order::Late(..)));
+    let mut reported = Vec::new();
+    let mut now = ms(3030);
+    while now < ms(250_000) {
+        if late(schedule.wake(now)) {
+            reported.push(now.as_secs());
+        }
+        now += ms(1000);
+    }
+    assert_eq!(reported, [13, 33, 63, 123, 183, 243]);
+}
+
+#[test]
+fn modules_stay_loadable_until_all_is_settled_or_60_s_after_the_load() {
+    let mut schedule = slow(1);
+    schedule.take(ms(3030), Fact::LoadOver);
+    assert!(!schedule.wake(ms(63_029)).contains(&Order::LockDown));
+    assert!(schedule.wake(ms(63_030)).contains(&Order::LockDown));
+    schedule.take(ms(64_000), Fact::Initialised(gpu(0)));
+    assert_eq!(schedule.take(ms(64_001), Fact::Usable(gpu(0))), [Order::Settled { usable: 1, failed: 0 }]);
+    let mut quick = slow(1);
+    quick.take(ms(3030), Fact::LoadOver);
+    quick.take(ms(5000), Fact::Initialised(gpu(0)));
+    assert_eq!(quick.take(ms(5001), Fact::Usable(gpu(0))), [Order::Settled { usable: 1, failed: 0 }, Order::LockDown]);
+}
+
+#[test]
+fn on_one_vcpu_the_first_enabling_waits_for_the_agent() {
+    let policy = policy();
+    let facts = Facts { vcpus: 1, ..policy.facts.clone() };
+    let (mut schedule, orders) = boot(2, Policy { facts, ..policy });
+    assert_eq!(orders, [Order::Wait(gpu(0))]);
+    schedule.take(ms(500), Fact::ContainerBegins);
+    assert_eq!(schedule.wake(ms(1600)), []);
+    assert!(matches!(&schedule.take(ms(1700), Fact::ContainerRuns)[..], [Order::Enable(..)]));
+}
+
+#[test]
+fn the_last_one_behind_a_firewall_sleeps_while_the_one_before_it_is_enabled() {
+    let policy = policy();
+    let facts = Facts { firewall: true, ..policy.facts.clone() };
+    let (mut schedule, _) = boot(3, Policy { facts, ..policy });
+    let orders = schedule.take(ms(3000), Fact::Enabled(gpu(0), ms(3000)));
+    assert!(orders.contains(&Order::Probe(gpu(0), Probe::Load)) && !orders.iter().any(|o| matches!(o, Order::Enable(..))), "{orders:?}");
+    let orders = schedule.take(ms(3010), Fact::Registered);
+    assert!(matches!(&orders[..], [Order::Enable(second, _)] if *second == gpu(1)), "the load's probe sleeps: {orders:?}");
+    // The load is due at 7010: one more enabling would not be over by then.
+    assert_eq!(schedule.take(ms(6010), Fact::Enabled(gpu(1), ms(3000))), [Order::Wait(gpu(2))]);
+    schedule.take(ms(7012), Fact::Loaded(true));
+    schedule.take(ms(7013), Fact::UvmLoaded);
+    assert_eq!(schedule.take(ms(7015), Fact::Bound(gpu(0))), [Order::Initialise(gpu(0))]);
+    schedule.take(ms(7020), Fact::LoadOver);
+    let orders = schedule.wake(ms(7335));
+    assert!(matches!(&orders[..], [Order::Enable(third, _)] if *third == gpu(2)), "{orders:?}");
+    let (mut schedule, _) = boot(3, Policy { facts: Facts { firewall: true, ..policy.facts }, bind: Bind::Concurrent, ..policy });
+    schedule.take(ms(3000), Fact::Enabled(gpu(0), ms(3000)));
+    schedule.take(ms(3010), Fact::Loaded(true));
+    schedule.take(ms(3010), Fact::UvmLoaded);
+    assert_eq!(schedule.take(ms(3010), Fact::Bound(gpu(0))), [Order::Initialise(gpu(0))]);
+    assert_eq!(schedule.take(ms(3010), Fact::LoadOver), []);
+    let orders = schedule.wake(ms(3330));
+    assert!(
+        matches!(&orders[..], [Order::Enable(second, _), Order::Probe(last, Probe::BeforeEnable)] if *second == gpu(1) && *last == gpu(2)),
+        "{orders:?}"
+    );
+}
+
+#[test]
+fn a_gpu_that_comes_back_at_an_address_is_another_one() {
+    let mut schedule = slow(1);
+    let back = GpuId { generation: 9, ..gpu(0) };
+    schedule.take(ms(4000), Fact::Gone(gpu(0)));
+    assert_eq!(schedule.take(ms(4001), Fact::Found(back, Arrival::Enabled)), [Order::Probe(back, Probe::Bind)]);
+    schedule.take(ms(4002), Fact::Usable(gpu(0)));
+    assert!(!schedule.is_usable(back) && !schedule.is_usable(gpu(0)));
+}

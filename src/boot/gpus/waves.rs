@@ -1,0 +1,171 @@
+//! Which initialisations go together: the cheapest way from here to the last usable GPU, by what the locks cost.
+//!
+//! A wave of n initialisations takes n S1 + S2 + n S3: S1 and S3 are under the driver's global lock, S3 under every GPU's own as well, so one that
+//! joins late keeps all others waiting. No GPU is enabled beside an S1; beside S2 and S3 the lane goes on. So the question at each boundary is whether
+//! to begin a wave with what is ready or to enable one more GPU first. The recursion answers it within 1 % of the best order that a search finds
+//! (`tests/bench/run schedule`).
+
+use std::collections::HashMap;
+use std::time::Duration;
+
+/// Parts of an initialisation: an H100's, until one has been measured.
+const PARTS: [Duration; 3] = [Duration::from_millis(300), Duration::from_millis(1300), Duration::from_millis(500)];
+
+/// By how much the whole may be later so that the first GPU is usable sooner: one part in this many.
+const FIRST_SOONER: u64 = 32;
+
+/// What things cost.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Costs {
+    /// Enabling one GPU.
+    pub enable: Duration,
+    /// The three parts of one initialisation.
+    pub parts: [Duration; 3],
+    /// Several can go together; else all of each is under the driver's global lock.
+    pub parallel: bool,
+}
+
+/// What to do at a boundary.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Choice {
+    /// Initialise what is ready.
+    Begin,
+    /// Enable the next GPU.
+    Enable,
+    /// Wait until the wave that runs is over.
+    Hold,
+}
+
+impl Costs {
+    /// Costs with parts scaled to a wave of `count` that took `took`, if one was measured.
+    pub fn new(enable: Duration, parallel: bool, measured: Option<(u32, Duration)>) -> Self {
+        let reference = Self { enable, parts: PARTS, parallel };
+        let Some((count, took)) = measured else { return reference };
+        let (whole, took) = (reference.wave(count).as_micros().max(1), took.as_micros());
+        let scaled = |part: Duration| Duration::from_micros(u64::try_from(part.as_micros() * took / whole).unwrap_or(u64::MAX));
+        Self { parts: PARTS.map(scaled), ..reference }
+    }
+
+    /// What a wave takes.
+    pub fn wave(&self, count: u32) -> Duration {
+        let [s1, s2, s3] = self.parts;
+        if self.parallel { s1 * count + s2 + s3 * count } else { (s1 + s2 + s3) * count }
+    }
+
+    /// When in a wave the first one is through its second part, and takes the global lock.
+    pub fn first_is_back(&self) -> Duration {
+        self.parts[0] + self.parts[1]
+    }
+
+    /// What to do when no wave runs. `first`: no GPU is usable yet.
+    pub fn idle(&self, ready: usize, rest: usize, first: bool) -> Choice {
+        let mut ways = Ways::new(self);
+        match (ways.begin(ready, rest), ways.enable(ready, rest)) {
+            (None, None) => Choice::Hold,
+            (None, Some(_)) => Choice::Enable,
+            (Some(_), None) => Choice::Begin,
+            (Some(begin), Some(enable)) if first && begin <= enable + enable / FIRST_SOONER => Choice::Begin,
+            (Some(begin), Some(enable)) => {
+                if begin <= enable {
+                    Choice::Begin
+                } else {
+                    Choice::Enable
+                }
+            }
+        }
+    }
+
+    /// What to do beside a wave that goes on for `over`.
+    pub fn beside(&self, over: Duration, ready: usize, rest: usize) -> Choice {
+        match Ways::new(self).beside(us(over), ready, rest) {
+            (_, 0) => Choice::Hold,
+            _ => Choice::Enable,
+        }
+    }
+}
+
+fn us(duration: Duration) -> u64 {
+    u64::try_from(duration.as_micros()).unwrap_or(u64::MAX)
+}
+
+/// The cheapest ways on, in µs.
+struct Ways {
+    enable: u64,
+    parts: [u64; 3],
+    parallel: bool,
+    /// By GPUs that are ready and GPUs that are not enabled.
+    known: HashMap<(usize, usize), u64>,
+}
+
+impl Ways {
+    fn new(costs: &Costs) -> Self {
+        Self { enable: us(costs.enable).max(1), parts: costs.parts.map(us), parallel: costs.parallel, known: HashMap::new() }
+    }
+
+    fn idle(&mut self, ready: usize, rest: usize) -> u64 {
+        if let Some(known) = self.known.get(&(ready, rest)) {
+            return *known;
+        }
+        let ways = [self.begin(ready, rest), self.enable(ready, rest)];
+        let best = ways.into_iter().flatten().min().unwrap_or(0);
+        self.known.insert((ready, rest), best);
+        best
+    }
+
+    fn begin(&mut self, ready: usize, rest: usize) -> Option<u64> {
+        let wave = if self.parallel { ready } else { ready.min(1) };
+        let ([s1, s2, s3], count) = (self.parts, wave as u64);
+        (ready > 0).then(|| count * s1 + self.beside(s2 + count * s3, ready - wave, rest).0)
+    }
+
+    fn enable(&mut self, ready: usize, rest: usize) -> Option<u64> {
+        (rest > 0).then(|| self.enable + self.idle(ready + 1, rest - 1))
+    }
+
+    /// The cost, and how many GPUs are enabled beside the wave for it.
+    fn beside(&mut self, over: u64, ready: usize, rest: usize) -> (u64, usize) {
+        let fit = usize::try_from(over / self.enable).unwrap_or(usize::MAX).min(rest);
+        let costs = [fit, (fit + 1).min(rest)].map(|m| (over.max(m as u64 * self.enable) + self.idle(ready + m, rest - m), m));
+        costs.into_iter().min().unwrap_or((over, 0))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn costs(enable_ms: u64) -> Costs {
+        Costs::new(Duration::from_millis(enable_ms), true, None)
+    }
+
+    #[test]
+    fn one_goes_beside_each_enabling_that_takes_longer_and_all_together_behind_short_ones() {
+        assert_eq!(costs(3300).idle(1, 7, false), Choice::Begin);
+        assert_eq!(costs(3300).beside(Duration::from_millis(1800), 0, 7), Choice::Enable);
+        assert_eq!(costs(3).idle(1, 7, true), Choice::Enable);
+        assert_eq!(costs(3).idle(8, 0, false), Choice::Begin);
+        assert_eq!(costs(1000).idle(1, 7, false), Choice::Enable, "two together cost less");
+        assert_eq!(costs(1000).idle(1, 7, true), Choice::Begin, "but hardly less, and the first one is wanted");
+        assert_eq!(costs(1000).idle(0, 0, false), Choice::Hold);
+    }
+
+    #[test]
+    fn a_wave_that_is_about_to_end_is_waited_for_where_its_successor_is_ready() {
+        assert_eq!(costs(3300).beside(Duration::from_millis(10), 3, 1), Choice::Hold);
+        assert_eq!(costs(3300).beside(Duration::from_millis(1800), 1, 0), Choice::Hold);
+    }
+
+    #[test]
+    fn parts_are_scaled_to_what_was_measured() {
+        let costs = Costs::new(Duration::from_millis(1), true, Some((1, Duration::from_millis(4200))));
+        assert_eq!(costs.parts, PARTS.map(|part| part * 2));
+        assert_eq!(costs.wave(2), Duration::from_millis(2 * 600 + 2600 + 2 * 1000));
+        let serial = Costs::new(Duration::from_millis(1), false, None);
+        assert_eq!(serial.wave(2), Duration::from_millis(4200));
+    }
+
+    #[test]
+    fn sixteen_gpus_are_no_work() {
+        assert_eq!(costs(500).idle(1, 15, false), Choice::Enable);
+    }
+}

@@ -1,0 +1,41 @@
+//! The worker's way to the keeper: descriptors that are to outlive the worker, and the wish to give one up.
+
+use nix::sys::socket::{ControlMessage, MsgFlags, sendmsg};
+use std::io::IoSlice;
+use std::os::fd::{AsRawFd, OwnedFd, RawFd};
+
+/// Longest message: a letter and an address.
+pub const MAX_MESSAGE: usize = 64;
+/// The letter of a descriptor that is handed over.
+const KEEP: u8 = b'k';
+/// The letter of a GPU whose descriptors are to be closed.
+pub const RELEASE: u8 = b'r';
+
+/// A GPU's descriptor, by the address the worker gave. A raw number on purpose: nothing here can close one by being dropped.
+#[derive(Clone, Debug)]
+pub struct Held {
+    pub gpu: String,
+    pub descriptor: RawFd,
+}
+
+/// The worker's way to the keeper.
+pub struct KeeperSocket(pub OwnedFd);
+
+impl KeeperSocket {
+    /// Hands a copy of a GPU's descriptor to the keeper; the worker's own one stays open.
+    pub fn keep(&self, gpu: &str, descriptor: &OwnedFd) -> nix::Result<()> {
+        let descriptors = [descriptor.as_raw_fd()];
+        self.send(KEEP, gpu, &[ControlMessage::ScmRights(&descriptors)])
+    }
+
+    /// Asks the keeper to give a GPU's descriptors up.
+    pub fn release(&self, gpu: &str) -> nix::Result<()> {
+        self.send(RELEASE, gpu, &[])
+    }
+
+    fn send(&self, what: u8, gpu: &str, control: &[ControlMessage<'_>]) -> nix::Result<()> {
+        let what = [what];
+        let parts = [IoSlice::new(&what), IoSlice::new(gpu.as_bytes())];
+        sendmsg::<()>(self.0.as_raw_fd(), &parts, control, MsgFlags::MSG_NOSIGNAL, None).map(drop)
+    }
+}

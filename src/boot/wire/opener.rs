@@ -1,0 +1,90 @@
+//! Opens GPUs where the death of the worker closes nothing: each in a child of a process of its own, which hands the descriptor to the keeper before
+//! the worker has it. The worker's way to the keeper stays open in these processes on purpose: the keeper starts no other worker before it has been
+//! given everything that was opened.
+
+use super::keeper::{Held, KeeperSocket};
+use super::{name_process, reply};
+use nix::errno::Errno;
+use nix::fcntl::{OFlag, open};
+use nix::sys::stat::Mode;
+use nix::unistd::{Pid, close};
+use std::ffi::OsStr;
+use std::os::fd::OwnedFd;
+use std::os::unix::ffi::OsStrExt;
+use std::path::Path;
+
+/// Longest request: an address, a NUL, a path.
+const MAX_REQUEST: usize = 256;
+
+/// The worker's end; the process ends when this is dropped.
+pub struct Opener {
+    socket: OwnedFd,
+    pid: Pid,
+}
+
+impl Opener {
+    /// Starts it; must be called while this process has one thread. None where that cannot be: the worker then opens by itself.
+    ///
+    /// GPUs that are held must not be held by the child: one is removed only when nobody has it open any more.
+    pub fn start(keeper: &KeeperSocket, held: &[Held]) -> Option<Self> {
+        let forked = crate::sys::fork_single_threaded(reply::pair().ok()?, |(ours, theirs)| {
+            drop(ours);
+            for gpu in held {
+                let _unused = close(gpu.descriptor);
+            }
+            name_process("gpuinit-opener");
+            crate::sys::forget_children();
+            serve(&theirs, keeper);
+            0
+        });
+        let (pid, (socket, _theirs)) = forked.ok()?;
+        Some(Self { socket, pid })
+    }
+
+    pub fn pid(&self) -> Pid {
+        self.pid
+    }
+
+    /// Opens a GPU's node without blocking, which starts its initialisation; with drivers before 550.40.07 this returns when that is over. `opening`
+    /// gets the process that is in the driver meanwhile. None when it could not be tried.
+    pub fn open(&self, gpu: &str, path: &Path, opening: impl FnOnce(Pid)) -> Option<Result<OwnedFd, Errno>> {
+        let answers = reply::ask(&self.socket, &[gpu.as_bytes(), b"\0", path.as_os_str().as_bytes()])?;
+        let (child, _) = reply::answered(&answers)?;
+        opening(Pid::from_raw(i32::try_from(child).ok()?));
+        match reply::answered(&answers)? {
+            (0, Some(descriptor)) => Some(Ok(descriptor)),
+            (0, None) => None,
+            (errno, _) => Some(Err(Errno::from_raw(i32::try_from(errno).ok()?))),
+        }
+    }
+}
+
+/// Opens what is asked for, each in a child, until nobody can ask any more.
+fn serve(socket: &OwnedFd, keeper: &KeeperSocket) {
+    let mut text = [0; MAX_REQUEST];
+    while let Some((length, answers)) = reply::asked(socket, &mut text) {
+        let Some(answers) = answers else { continue };
+        // Without a child nobody answers, and the worker opens by itself.
+        let _unused = crate::sys::fork_single_threaded(answers, |answers| {
+            let request = text.get(..length).unwrap_or_default();
+            let mut parts = request.splitn(2, |byte| *byte == 0);
+            if let (Some(gpu), Some(path)) = (parts.next(), parts.next()) {
+                open_and_hand_over(&String::from_utf8_lossy(gpu), Path::new(OsStr::from_bytes(path)), &answers, keeper);
+            }
+            0
+        });
+    }
+}
+
+/// Hands over to the keeper first: from then on nothing is lost. An answer that nobody takes any more is the next worker's to ask for.
+fn open_and_hand_over(gpu: &str, path: &Path, answers: &OwnedFd, keeper: &KeeperSocket) {
+    reply::answer(answers, nix::unistd::getpid().as_raw().into(), None);
+    match open(path, OFlag::O_RDWR | OFlag::O_NONBLOCK | OFlag::O_CLOEXEC, Mode::empty()) {
+        Ok(descriptor) => {
+            // Without the keeper the worker holds it alone, as it would have.
+            let _unused = keeper.keep(gpu, &descriptor);
+            reply::answer(answers, 0, Some(&descriptor));
+        }
+        Err(errno) => reply::answer(answers, errno as i64, None),
+    }
+}
