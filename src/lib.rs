@@ -25,6 +25,7 @@ pub mod device_nodes; // /dev/nvidia*
 pub mod adapter; // open: adapter initialisation
 pub mod cdi; // the spec, and publishing it
 pub mod interrupts; // keeping them off the vCPU that enables
+pub mod kernel_console; // keeping the kernel quiet meanwhile
 pub mod agent_looks; // seeing the agent wait
 pub mod events; // what everybody sees: records, their ring, the sinks
 pub mod sys; // system calls that need unsafe
