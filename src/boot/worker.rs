@@ -218,7 +218,7 @@ fn start_sinks(boot: &Boot, ring: &Arc<Ring>, identity: &Identity, again: bool) 
         }
     }
     if let Some(level) = boot.config.console
-        && let Err(error) = console::start(ring(), level, again)
+        && let Err(error) = console::start(ring(), level, again, console::Gate::default())
     {
         unavailable("console", &format!("open /dev/console: {error}"));
     }
