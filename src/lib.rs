@@ -26,7 +26,7 @@ pub mod adapter; // open: adapter initialisation
 pub mod cdi; // the spec, and publishing it
 pub mod interrupts; // keeping them off the vCPU that enables
 pub mod kernel_console; // keeping the kernel quiet meanwhile
-pub mod agent_looks; // seeing the agent wait
+pub mod agent_watch; // seeing the agent wait, make containers and run hooks
 pub mod events; // what everybody sees: records, their ring, the sinks
 pub mod sys; // system calls that need unsafe
 #[cfg(feature = "host-base")]

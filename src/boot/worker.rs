@@ -17,7 +17,7 @@ use crate::events::sinks::stream::Identity;
 use crate::events::sinks::{console, listener, vsock};
 use crate::events::{self, After, StepId, kmsg, names};
 use crate::uevents::Uevents;
-use crate::{agent_looks, cdi, failure, ptp_kvm, step, tsc};
+use crate::{agent_watch, cdi, failure, ptp_kvm, step, tsc};
 use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
@@ -89,7 +89,9 @@ async fn live(boot: &Boot, began_ns: u64, start: Start, descriptors: Descriptors
             (None, None)
         }
     };
-    if let Err(error) = agent_looks::watch(Path::new(cdi::publish::DIRECTORY)) {
+    if let Err(error) =
+        agent_watch::start(agent_watch::Places::of_guest(std::env::current_exe().ok()), tokio::sync::mpsc::unbounded_channel().0)
+    {
         tracing::warn!(name: names::SINK, sink = "agent looks", state = "unavailable", error = %format!("watch {}: {error}", cdi::publish::DIRECTORY));
     }
     ask_host_clock();

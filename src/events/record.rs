@@ -274,6 +274,10 @@ pub mod names {
     pub const AGENT_EXEC: &str = "agent.exec";
     /// The agent opened the CDI spec (or its directory). Fields: what.
     pub const AGENT_LOOK: &str = "agent.look";
+    /// A container's cgroup was made or removed, or got its first process or lost its last. Fields: cgroup (path below the mount), what.
+    pub const AGENT_CONTAINER: &str = "agent.container";
+    /// A CDI hook of the init was started by the agent, or has ended. Fields: what. Hooks at once may be one event.
+    pub const AGENT_HOOK: &str = "agent.hook";
     /// CLOCK_REALTIME beside CLOCK_BOOTTIME, to place log lines that carry wall time. Fields: realtime_ns.
     pub const CLOCK: &str = "clock";
     /// How far the TSC was when CLOCK_BOOTTIME was 0: what VMM, firmware and the kernel's first steps took, if the TSC began with the VM. Fields:
