@@ -1,22 +1,35 @@
 //! Traces that the agent leaves while it waits for GPUs and makes containers, seen without touching it: its looks at the CDI spec, the
-//! cgroups that it makes, the hooks of ours that it starts. One inotify instance, each trace as an event and as a value ([`Seen`]).
+//! directories and cgroups of its containers, its own executable, the hooks of ours that it starts. One inotify instance, each trace as an
+//! event and as a value ([`Seen`]).
+//!
+//! In the order in which kata-agent 4.1.0 leaves them, with ms on a quiet guest of 2 CPUs, for a container with a GPU:
+//!
+//! | ms | trace |
+//! |---|---|
+//! | 15 | [`Seen::Look`], and again at 241 the first time (the agent builds the validator of specs between the two) |
+//! | 283 | [`Seen::Container`] made: the injection has succeeded |
+//! | 324 | [`Seen::Cgroup`] made |
+//! | 342 | [`Seen::InitBegan`]: the agent starts its executable again, as what becomes the container |
+//! | 546 | [`Seen::Cgroup`] populated, after a grace period of RCU |
+//! | 640 | [`Seen::HookBegan`], [`Seen::HookEnded`] |
+//! | 727 | [`Seen::ProgramBegan`]: that process has replaced the agent's executable by the container's program, or has died |
 //!
 //! inotify names what was touched, not who did it:
 //! - A look is any open of the spec. Nothing else in a guest opens it; this init never reads it back.
+//! - An exec opens the file, and the kernel keeps it open for as long as the program is mapped, so the file is closed when the process
+//!   ends or becomes another program (seen with 6.1 and 6.18). The init's own processes are forks without exec: they are no hooks.
 //! - A cgroup is any directory below the mounted cgroup tree. Only the agent makes such directories; this init makes none.
-//! - A hook is a run of the init's own executable. An exec opens the file, and the kernel keeps it open for as long as the program is
-//!   mapped, so the file is closed when the process ends. The init's own processes are forks without exec: they do not count.
 //!
 //! Invariants:
-//! - Nothing is polled. /sys/fs/cgroup may be mounted after the watch began, by the agent as PID 1: a change of the mounts is an event of
-//!   /proc/self/mounts.
+//! - Nothing is polled. /run/kata-containers is removed and made again by the agent: /run is watched for it. /sys/fs/cgroup may be mounted
+//!   after the watch began, by the agent as PID 1: a change of the mounts is an event of /proc/self/mounts.
 //! - Equal events that follow each other directly are one: two hooks started at once may be one `HookBegan`. Events are signs, not counts.
 //! - Watches are bounded ([`MAX_CGROUPS`]), and a removed cgroup leaves nothing behind: kernfs sends no IN_DELETE_SELF, and a watch would
 //!   keep the inode, so the watch goes with the IN_DELETE that the parent reports.
 //! - cgroup v2: the tree at /sys/fs/cgroup, population from each `cgroup.events`. v1: the tree of one controller ([`V1`]), population from
-//!   writes to `cgroup.procs` and `tasks`; nothing tells there that a cgroup is empty.
+//!   writes to `cgroup.procs` and `tasks`; nothing reports there that a cgroup is empty.
 //!
-//! Watching cgroups ends with [`AgentWatch::stop_cgroups`]; looks and hooks are seen for as long as the guest lives.
+//! Watching cgroups ends with [`AgentWatch::stop_cgroups`]; all else is seen for as long as the guest lives.
 
 use crate::cdi::publish::FILE;
 use crate::events::names;
@@ -38,6 +51,8 @@ use tokio::sync::mpsc::UnboundedSender;
 const MAX_CGROUPS: usize = 200;
 /// v1 controllers whose tree is watched, the first that is mounted.
 const V1: &[&str] = &["memory", "pids", "devices", "cpuset", "cpu", "freezer", "blkio"];
+/// Directories among those of containers that belong to the sandbox.
+const OF_SANDBOX: &[&str] = &["shared", "sandbox", "image"];
 /// Longest text that is read of /proc/self/mounts.
 const MAX_MOUNTS: u64 = 1024 * 1024;
 /// Longest text that is read of a `cgroup.events`: two lines.
@@ -48,6 +63,12 @@ const MAX_POPULATION: u64 = 4096;
 pub enum Seen {
     /// The agent looked for GPUs.
     Look(Look),
+    /// The directory of a container was made, which is its first trace, or removed.
+    Container { id: String, change: Change },
+    /// The agent's executable was started at least once, as a container's first process. Also PID 1's own start, for a watch that began before.
+    InitBegan,
+    /// At least one such process has become its container's program, or has died.
+    ProgramBegan,
     /// A cgroup changed; its path is relative to the tree, e.g. `kubepods/pod1/c0ffee`.
     Cgroup { path: String, change: Change },
     /// At least one hook of the init was started. The program runs a little later.
@@ -64,7 +85,7 @@ pub enum Look {
     Directory,
 }
 
-/// What became of a cgroup.
+/// What became of a container or cgroup; containers are only made and removed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Change {
     Made,
@@ -102,17 +123,27 @@ pub struct Places {
     pub specs: PathBuf,
     /// The executable that the spec names for hooks. None: hooks are not watched.
     pub hook: Option<PathBuf>,
-    /// Where cgroups are mounted, or will be.
-    pub cgroups: PathBuf,
+    /// The agent's executable. None: the processes of containers are not watched.
+    pub agent: Option<PathBuf>,
+    /// The directory of containers, which may come and go; the one that it is in must be there.
+    pub containers: PathBuf,
+    /// Where cgroups are mounted, or will be. None: they are not watched.
+    pub cgroups: Option<PathBuf>,
     /// The mounts as the kernel lists them, pollable.
     pub mounts: PathBuf,
 }
 
 impl Places {
     /// Those of a guest.
-    pub fn of_guest(hook: Option<PathBuf>) -> Self {
-        let [specs, cgroups, mounts] = [crate::cdi::publish::DIRECTORY, "/sys/fs/cgroup", "/proc/self/mounts"].map(PathBuf::from);
-        Self { specs, hook, cgroups, mounts }
+    pub fn of_guest(agent: &Path, hook: Option<PathBuf>) -> Self {
+        Self {
+            specs: crate::cdi::publish::DIRECTORY.into(),
+            hook,
+            agent: Some(agent.into()),
+            containers: "/run/kata-containers".into(),
+            cgroups: Some("/sys/fs/cgroup".into()),
+            mounts: "/proc/self/mounts".into(),
+        }
     }
 }
 
@@ -133,22 +164,30 @@ impl AgentWatch {
 /// cannot be watched; what else cannot is an event.
 pub fn start(places: Places, seen: UnboundedSender<Seen>) -> io::Result<AgentWatch> {
     let inotify = Inotify::init(InitFlags::IN_CLOEXEC | InitFlags::IN_NONBLOCK)?;
-    let mut watch = Watch { inotify, places: HashMap::new(), groups: BTreeMap::new(), tree: None, spec: places.specs.join(FILE), seen };
-    let specs = watch.inotify.add_watch(&places.specs, AddWatchFlags::IN_OPEN)?;
-    watch.places.insert(specs, Place::Specs);
-    if let Some(hook) = &places.hook {
-        match watch.inotify.add_watch(hook, AddWatchFlags::IN_OPEN | AddWatchFlags::IN_CLOSE_NOWRITE) {
-            Ok(descriptor) => drop(watch.places.insert(descriptor, Place::Hook)),
-            Err(errno) => unavailable(&format!("watch {}: {errno}: hooks are not seen", hook.display())),
+    let mut watch = Watch { inotify, watched: HashMap::new(), groups: BTreeMap::new(), tree: None, places, seen };
+    let specs = watch.inotify.add_watch(&watch.places.specs, AddWatchFlags::IN_OPEN)?;
+    watch.watched.insert(specs, Place::Specs);
+    let program = AddWatchFlags::IN_OPEN | AddWatchFlags::IN_CLOSE_NOWRITE;
+    let around = watch.places.containers.parent().map(Path::to_path_buf);
+    for (file, mask, place) in [
+        (watch.places.hook.clone(), program, Place::Hook),
+        (watch.places.agent.clone(), program, Place::Agent),
+        (around, AddWatchFlags::IN_CREATE | AddWatchFlags::IN_ONLYDIR, Place::Run),
+    ] {
+        let Some(file) = file else { continue };
+        match watch.inotify.add_watch(&file, mask) {
+            Ok(descriptor) => drop(watch.watched.insert(descriptor, place)),
+            Err(errno) => unavailable(&format!("watch {}: {errno}: the agent's work there is not seen", file.display())),
         }
     }
+    watch.find_containers(Report::No);
     // Opened before the first look at it: a mount in between is an event then.
-    let mounts = File::open(&places.mounts).and_then(|file| crate::sys::async_fd(file.into()));
-    let mounts = mounts.map_err(|e| unavailable(&format!("watch {}: {e}: later mounts are not seen", places.mounts.display()))).ok();
+    let mounts = File::open(&watch.places.mounts).and_then(|file| crate::sys::async_fd(file.into()));
+    let mounts = mounts.map_err(|e| unavailable(&format!("watch {}: {e}: later mounts are not seen", watch.places.mounts.display()))).ok();
     let readiness: OwnedFd = watch.inotify.as_fd().try_clone_to_owned()?;
     let readiness = crate::sys::async_fd(readiness)?;
     let stop_cgroups = Arc::new(Notify::new());
-    tokio::spawn(run(watch, readiness, mounts, places, Arc::clone(&stop_cgroups)));
+    tokio::spawn(run(watch, readiness, mounts, Arc::clone(&stop_cgroups)));
     Ok(AgentWatch { stop_cgroups })
 }
 
@@ -156,10 +195,10 @@ fn unavailable(error: &str) {
     tracing::warn!(name: names::SINK, sink = "agent watch", state = "unavailable", error);
 }
 
-async fn run(mut watch: Watch, events: AsyncFd<OwnedFd>, mounts: Option<AsyncFd<OwnedFd>>, places: Places, stop: Arc<Notify>) {
+async fn run(mut watch: Watch, events: AsyncFd<OwnedFd>, mounts: Option<AsyncFd<OwnedFd>>, stop: Arc<Notify>) {
     // Those that are there already are an earlier worker's.
-    watch.find_tree(&places, Report::No);
-    let mut mounts = mounts.filter(|_| watch.tree.is_none());
+    watch.find_tree(Report::No);
+    let mut mounts = mounts.filter(|_| watch.tree.is_none() && watch.places.cgroups.is_some());
     let mut stopped = false;
     loop {
         tokio::select! {
@@ -174,7 +213,7 @@ async fn run(mut watch: Watch, events: AsyncFd<OwnedFd>, mounts: Option<AsyncFd<
             }
             ready = changed(mounts.as_ref()) => {
                 if ready.is_ok() {
-                    watch.find_tree(&places, Report::Yes);
+                    watch.find_tree(Report::Yes);
                 }
                 if ready.is_err() || watch.tree.is_some() {
                     mounts = None;
@@ -229,6 +268,10 @@ fn tree_in(mounts: &str, at: &Path) -> Option<Tree> {
 enum Place {
     Specs,
     Hook,
+    Agent,
+    /// Where the directory of containers is made.
+    Run,
+    Containers,
     Group(String),
     /// `cgroup.events` of that cgroup.
     Population(String),
@@ -241,6 +284,8 @@ enum Meaning {
     Seen(Seen),
     /// Read `cgroup.events` of this cgroup: its population may be another one.
     Population(String),
+    /// The directory of containers may be there now.
+    Containers,
     /// The kernel has given up a watch.
     Gone,
 }
@@ -258,7 +303,16 @@ fn meaning(place: &Place, mask: AddWatchFlags, name: Option<&str>, published: bo
         (Place::Specs, _) => Meaning::Nothing,
         (Place::Hook, _) if mask.contains(AddWatchFlags::IN_OPEN) => Meaning::Seen(Seen::HookBegan),
         (Place::Hook, _) if mask.contains(AddWatchFlags::IN_CLOSE_NOWRITE) => Meaning::Seen(Seen::HookEnded),
-        (Place::Hook, _) => Meaning::Nothing,
+        (Place::Agent, _) if mask.contains(AddWatchFlags::IN_OPEN) => Meaning::Seen(Seen::InitBegan),
+        (Place::Agent, _) if mask.contains(AddWatchFlags::IN_CLOSE_NOWRITE) => Meaning::Seen(Seen::ProgramBegan),
+        (Place::Hook | Place::Agent, _) => Meaning::Nothing,
+        (Place::Run, _) if directory => Meaning::Containers,
+        (Place::Run, _) => Meaning::Nothing,
+        (Place::Containers, Some(name)) if directory && !OF_SANDBOX.contains(&name) => {
+            let change = if mask.contains(AddWatchFlags::IN_CREATE) { Change::Made } else { Change::Removed };
+            Meaning::Seen(Seen::Container { id: name.into(), change })
+        }
+        (Place::Containers, _) => Meaning::Nothing,
         (Place::Group(parent), Some(name)) => {
             let change = if directory && mask.contains(AddWatchFlags::IN_CREATE) {
                 Change::Made
@@ -286,6 +340,12 @@ fn populated(text: &str) -> Option<bool> {
     text.lines().find_map(|line| line.strip_prefix("populated ")).map(|value| value.trim() == "1")
 }
 
+/// Names of the directories in a directory.
+fn folders(directory: &Path) -> impl Iterator<Item = String> + use<> {
+    let entries = std::fs::read_dir(directory).into_iter().flatten().flatten();
+    entries.filter(|e| e.file_type().is_ok_and(|t| t.is_dir())).map(|e| e.file_name().to_string_lossy().into_owned())
+}
+
 /// A cgroup that is watched.
 struct Group {
     directory: WatchDescriptor,
@@ -302,10 +362,10 @@ enum Report {
 
 struct Watch {
     inotify: Inotify,
-    places: HashMap<WatchDescriptor, Place>,
+    watched: HashMap<WatchDescriptor, Place>,
     groups: BTreeMap<String, Group>,
     tree: Option<Tree>,
-    spec: PathBuf,
+    places: Places,
     seen: UnboundedSender<Seen>,
 }
 
@@ -316,14 +376,15 @@ impl Watch {
             return;
         }
         // Events of a watch that was given up are still in the queue.
-        let Some(place) = self.places.get(&event.wd) else { return };
+        let Some(place) = self.watched.get(&event.wd) else { return };
         let name = event.name.as_deref().map(|n| n.to_string_lossy());
-        match meaning(place, event.mask, name.as_deref(), self.spec.exists()) {
+        match meaning(place, event.mask, name.as_deref(), self.places.specs.join(FILE).exists()) {
             Meaning::Nothing => {}
-            Meaning::Gone => match self.places.remove(&event.wd) {
+            Meaning::Gone => match self.watched.remove(&event.wd) {
                 Some(Place::Group(path)) => self.forget(&path),
-                Some(Place::Specs | Place::Hook | Place::Population(_)) | None => {}
+                Some(Place::Specs | Place::Hook | Place::Agent | Place::Run | Place::Containers | Place::Population(_)) | None => {}
             },
+            Meaning::Containers => self.find_containers(Report::Yes),
             Meaning::Population(path) => self.look_at_population(&path, Report::Yes),
             Meaning::Seen(Seen::Cgroup { path, change: Change::Made }) => self.add(path, Report::Yes),
             Meaning::Seen(Seen::Cgroup { path, change: Change::Removed }) => {
@@ -337,9 +398,9 @@ impl Watch {
     fn report(&self, seen: Seen) {
         match &seen {
             Seen::Look(what) => tracing::info!(name: names::AGENT_LOOK, what = %what),
-            Seen::Cgroup { path, change: change @ Change::Made } => {
-                tracing::info!(name: names::AGENT_CONTAINER, cgroup = path.as_str(), what = %change);
-            }
+            Seen::Container { id, change } => tracing::info!(name: names::AGENT_CONTAINER, container = id.as_str(), what = %change),
+            Seen::InitBegan => tracing::info!(name: names::AGENT_CONTAINER, what = "init began"),
+            Seen::ProgramBegan => tracing::info!(name: names::AGENT_CONTAINER, what = "program began"),
             Seen::Cgroup { path, change } => tracing::debug!(name: names::AGENT_CONTAINER, cgroup = path.as_str(), what = %change),
             Seen::HookBegan => tracing::info!(name: names::AGENT_HOOK, what = "began"),
             Seen::HookEnded => tracing::info!(name: names::AGENT_HOOK, what = "ended"),
@@ -348,13 +409,27 @@ impl Watch {
         let _unused = self.seen.send(seen);
     }
 
+    /// Watches the directory of containers if it is there.
+    fn find_containers(&mut self, report: Report) {
+        let mask = AddWatchFlags::IN_CREATE | AddWatchFlags::IN_DELETE | AddWatchFlags::IN_ONLYDIR;
+        let Ok(descriptor) = self.inotify.add_watch(&self.places.containers, mask) else { return };
+        // The same directory has the same descriptor: nothing is new then.
+        if self.watched.insert(descriptor, Place::Containers).is_some() || report == Report::No {
+            return;
+        }
+        for id in folders(&self.places.containers).filter(|id| !OF_SANDBOX.contains(&id.as_str())) {
+            self.report(Seen::Container { id, change: Change::Made });
+        }
+    }
+
     /// Looks whether the tree is mounted, and watches it.
-    fn find_tree(&mut self, places: &Places, report: Report) {
+    fn find_tree(&mut self, report: Report) {
+        let Some(cgroups) = &self.places.cgroups else { return };
         let mut text = Vec::new();
-        if File::open(&places.mounts).and_then(|f| f.take(MAX_MOUNTS).read_to_end(&mut text)).is_err() {
+        if File::open(&self.places.mounts).and_then(|f| f.take(MAX_MOUNTS).read_to_end(&mut text)).is_err() {
             return; // there is no tree then either, and the next change brings us back
         }
-        self.tree = tree_in(&String::from_utf8_lossy(&text), &places.cgroups);
+        self.tree = tree_in(&String::from_utf8_lossy(&text), cgroups);
         if self.tree.is_some() {
             self.add(String::new(), report);
         }
@@ -381,17 +456,15 @@ impl Watch {
             }
             // Removed again already, or no watch left: it is not followed.
             let Ok(descriptor) = self.inotify.add_watch(&directory, mask) else { continue };
-            self.places.insert(descriptor, Place::Group(path.clone()));
+            self.watched.insert(descriptor, Place::Group(path.clone()));
             // The root has none, and v1 has none at all.
             let events = self.inotify.add_watch(&directory.join("cgroup.events"), AddWatchFlags::IN_MODIFY).ok();
             if let Some(events) = events {
-                self.places.insert(events, Place::Population(path.clone()));
+                self.watched.insert(events, Place::Population(path.clone()));
             }
             self.groups.insert(path.clone(), Group { directory: descriptor, events, populated: false });
             self.look_at_population(&path, report);
-            let entries = std::fs::read_dir(&directory).into_iter().flatten().flatten();
-            let folders = entries.filter(|e| e.file_type().is_ok_and(|t| t.is_dir()));
-            found.extend(folders.map(|e| below(&path, &e.file_name().to_string_lossy())));
+            found.extend(folders(&directory).map(|name| below(&path, &name)));
         }
     }
 
@@ -420,7 +493,7 @@ impl Watch {
         for path in gone {
             let Some(Group { directory, events, .. }) = self.groups.remove(&path) else { continue };
             for descriptor in [Some(directory), events].into_iter().flatten() {
-                self.places.remove(&descriptor);
+                self.watched.remove(&descriptor);
                 // The kernel may have given it up before.
                 let _unused = self.inotify.rm_watch(descriptor);
             }
@@ -435,6 +508,7 @@ impl Watch {
     /// The queue ran over: what was removed meanwhile is forgotten, what was made is found.
     fn resume(&mut self) {
         tracing::warn!(name: names::SINK, sink = "agent watch", state = "overrun");
+        self.find_containers(Report::Yes);
         let Some(tree) = self.tree.clone() else { return };
         let known: Vec<String> = self.groups.keys().cloned().collect();
         for path in known {
@@ -447,15 +521,8 @@ impl Watch {
         }
         let known: Vec<String> = self.groups.keys().cloned().collect();
         for path in known {
-            let entries = std::fs::read_dir(tree.root.join(&path)).into_iter().flatten().flatten();
-            let folders: Vec<String> = entries
-                .filter(|e| e.file_type().is_ok_and(|t| t.is_dir()))
-                .map(|e| below(&path, &e.file_name().to_string_lossy()))
-                .filter(|path| !self.groups.contains_key(path))
-                .collect();
-            for path in folders {
-                self.add(path, Report::Yes);
-            }
+            // Those that are known are passed over there.
+            folders(&tree.root.join(&path)).for_each(|name| self.add(below(&path, &name), Report::Yes));
         }
     }
 }
@@ -504,6 +571,20 @@ mod tests {
     }
 
     #[test]
+    fn a_container_is_a_directory_among_the_agents_and_its_process_an_open_of_the_agent() {
+        let container = |mask, name| meaning(&Place::Containers, mask, name, true);
+        let seen = |change| Meaning::Seen(Seen::Container { id: "c0ffee".into(), change });
+        assert_eq!(container(CREATE | DIRECTORY, Some("c0ffee")), seen(Change::Made));
+        assert_eq!(container(AddWatchFlags::IN_DELETE | DIRECTORY, Some("c0ffee")), seen(Change::Removed));
+        assert_eq!(container(CREATE, Some("file")), Meaning::Nothing);
+        assert_eq!(container(CREATE | DIRECTORY, Some("shared")), Meaning::Nothing);
+        assert_eq!(meaning(&Place::Run, CREATE | DIRECTORY, Some("kata-containers"), true), Meaning::Containers);
+        assert_eq!(meaning(&Place::Run, CREATE, Some("x"), true), Meaning::Nothing);
+        assert_eq!(meaning(&Place::Agent, OPEN, None, true), Meaning::Seen(Seen::InitBegan));
+        assert_eq!(meaning(&Place::Agent, AddWatchFlags::IN_CLOSE_NOWRITE, None, true), Meaning::Seen(Seen::ProgramBegan));
+    }
+
+    #[test]
     fn the_tree_is_the_unified_one_or_one_controllers() {
         let tree = |mounts: &str| tree_in(mounts, Path::new("/sys/fs/cgroup")).map(|t| (t.root.display().to_string(), t.unified));
         let before = "proc /proc proc rw 0 0\nsysfs /sys sysfs rw 0 0\n";
@@ -540,16 +621,16 @@ mod tests {
         fn start(name: &str) -> Self {
             let root = std::env::temp_dir().join(format!("kata-gpu-init-watch-{name}-{}", std::process::id()));
             let _unused = fs::remove_dir_all(&root);
-            let places = Places {
-                specs: root.join("cdi"),
-                hook: Some(root.join("init")),
-                cgroups: root.join("cgroup"),
-                mounts: root.join("mounts"),
-            };
-            fs::create_dir_all(&places.specs).unwrap();
-            fs::create_dir_all(places.cgroups.join("old")).unwrap();
-            fs::write(root.join("init"), "").unwrap();
-            fs::write(&places.mounts, format!("cgroup2 {} cgroup2 rw 0 0\n", places.cgroups.display())).unwrap();
+            let [specs, hook, agent, containers, cgroups, mounts] =
+                ["cdi", "init", "agent", "run/containers", "cgroup", "mounts"].map(|name| root.join(name));
+            for directory in [&specs, &root.join("run"), &cgroups.join("old")] {
+                fs::create_dir_all(directory).unwrap();
+            }
+            for file in [&hook, &agent] {
+                fs::write(file, "").unwrap();
+            }
+            fs::write(&mounts, format!("cgroup2 {} cgroup2 rw 0 0\n", cgroups.display())).unwrap();
+            let places = Places { specs, hook: Some(hook), agent: Some(agent), containers, cgroups: Some(cgroups), mounts };
             let (sender, seen) = unbounded_channel();
             let watch = start(places, sender).unwrap();
             Self { root, watch, seen }
@@ -599,6 +680,20 @@ mod tests {
         guest.make("pod");
         guest.make("pod/c1");
         assert_eq!([guest.next().await, guest.next().await], [cgroup("pod", Change::Made), cgroup("pod/c1", Change::Made)]);
+        let made = |id: &str| Seen::Container { id: id.into(), change: Change::Made };
+        // The directory of containers comes with its first one, goes, and comes again.
+        for id in ["pause", "work"] {
+            fs::create_dir_all(guest.root.join("run/containers").join(id)).unwrap();
+            assert_eq!(guest.next().await, made(id));
+            fs::create_dir(guest.root.join("run/containers/second")).unwrap();
+            assert_eq!(guest.next().await, made("second"));
+            fs::remove_dir_all(guest.root.join("run/containers")).unwrap();
+            for _ in 0..2 {
+                assert!(matches!(guest.next().await, Seen::Container { change: Change::Removed, .. }));
+            }
+        }
+        drop(File::open(guest.root.join("agent")).unwrap());
+        assert_eq!([guest.next().await, guest.next().await], [Seen::InitBegan, Seen::ProgramBegan]);
         guest.watch.stop_cgroups();
         drop(File::open(&spec).unwrap());
         assert_eq!(guest.next().await, Seen::Look(Look::Spec));
@@ -612,7 +707,8 @@ mod tests {
         let inotify = Inotify::init(InitFlags::IN_CLOEXEC | InitFlags::IN_NONBLOCK).unwrap();
         let (seen, receiver) = unbounded_channel();
         let tree = Some(Tree { root: root.into(), unified: true });
-        let mut watch = Watch { inotify, places: HashMap::new(), groups: BTreeMap::new(), tree, spec: root.join("none"), seen };
+        let places = Places::of_guest(root, None);
+        let mut watch = Watch { inotify, watched: HashMap::new(), groups: BTreeMap::new(), tree, places, seen };
         watch.add(String::new(), Report::No);
         (watch, receiver)
     }
@@ -635,12 +731,12 @@ mod tests {
             fs::remove_dir_all(root.join(format!("pod{n}"))).unwrap();
             drain(&mut watch);
         }
-        assert_eq!((watch.groups.len(), watch.places.len()), (1, 1));
+        assert_eq!((watch.groups.len(), watch.watched.len()), (1, 1));
         for n in 0..MAX_CGROUPS + 50 {
             fs::create_dir(root.join(format!("many{n}"))).unwrap();
             drain(&mut watch);
         }
-        assert_eq!((watch.groups.len(), watch.places.len()), (MAX_CGROUPS, MAX_CGROUPS));
+        assert_eq!((watch.groups.len(), watch.watched.len()), (MAX_CGROUPS, MAX_CGROUPS));
         let mut made = 0;
         while let Ok(seen) = seen.try_recv() {
             made += usize::from(matches!(seen, Seen::Cgroup { change: Change::Made, .. }));
@@ -648,7 +744,7 @@ mod tests {
         assert_eq!(made, 2000 * 2 + MAX_CGROUPS + 50);
         watch.forget_tree();
         drain(&mut watch);
-        assert_eq!((watch.groups.len(), watch.places.len()), (0, 0));
+        assert_eq!((watch.groups.len(), watch.watched.len()), (0, 0));
         fs::remove_dir_all(root).unwrap();
     }
 

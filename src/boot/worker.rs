@@ -89,9 +89,10 @@ async fn live(boot: &Boot, began_ns: u64, start: Start, descriptors: Descriptors
             (None, None)
         }
     };
-    if let Err(error) =
-        agent_watch::start(agent_watch::Places::of_guest(std::env::current_exe().ok()), tokio::sync::mpsc::unbounded_channel().0)
-    {
+    if let Err(error) = agent_watch::start(
+        agent_watch::Places::of_guest(Path::new(super::stage0::AGENT.to_str().unwrap_or_default()), std::env::current_exe().ok()),
+        tokio::sync::mpsc::unbounded_channel().0,
+    ) {
         tracing::warn!(name: names::SINK, sink = "agent looks", state = "unavailable", error = %format!("watch {}: {error}", cdi::publish::DIRECTORY));
     }
     ask_host_clock();
