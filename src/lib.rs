@@ -25,7 +25,9 @@ pub mod driver_files; // which files of the driver a container needs
 pub mod device_nodes; // /dev/nvidia*
 pub mod adapter; // open: adapter initialisation
 pub mod cdi; // the spec, and publishing it
-pub mod agent_looks; // seeing the agent wait
+pub mod interrupts; // keeping them off the vCPU that enables
+pub mod kernel_console; // keeping the kernel quiet meanwhile
+pub mod agent_watch; // seeing the agent wait, make containers and run hooks
 pub mod events; // what everybody sees: records, their ring, the sinks
 pub mod sys; // system calls that need unsafe
 #[cfg(feature = "host-base")]

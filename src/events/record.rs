@@ -274,6 +274,11 @@ pub mod names {
     pub const AGENT_EXEC: &str = "agent.exec";
     /// The agent opened the CDI spec (or its directory). Fields: what.
     pub const AGENT_LOOK: &str = "agent.look";
+    /// A trace of the agent making or removing a container. Fields: what (made, init began, program began, removed; of a cgroup also populated,
+    /// emptied); container (its id) or cgroup (its path below the mount), where the trace names one.
+    pub const AGENT_CONTAINER: &str = "agent.container";
+    /// A CDI hook of the init was started by the agent, or has ended. Fields: what. Hooks at once may be one event.
+    pub const AGENT_HOOK: &str = "agent.hook";
     /// CLOCK_REALTIME beside CLOCK_BOOTTIME, to place log lines that carry wall time. Fields: realtime_ns.
     pub const CLOCK: &str = "clock";
     /// How far the TSC was when CLOCK_BOOTTIME was 0: what VMM, firmware and the kernel's first steps took, if the TSC began with the VM. Fields:
@@ -297,6 +302,8 @@ pub mod names {
     pub const GPU_ENABLE: &str = "gpu.enable";
     /// (span) The next GPU is not enabled yet: this one is probed and goes through the first part of its initialisation undisturbed.
     pub const LANE_WAIT: &str = "lane.wait";
+    /// The enable lane has a vCPU to itself. Fields: cpu, and interrupts: moved off it, late (moved when they arrive the next time), stay.
+    pub const LANE_CPU: &str = "lane.cpu";
     /// (span) Loading one module. Fields: module; at the end: already (the kernel had it), unpacked (the format, where the init decompressed it).
     pub const MODULE_LOAD: &str = "module.load";
     /// (span) The nodes that every container needs, from the end of the driver's load on; the load of nvidia-uvm is its child.

@@ -218,7 +218,7 @@ fn side(record: &Record) -> Side {
             Side::Driver
         }
         (_, names::UEVENT) => Side::Kernel,
-        (_, names::AGENT_LOOK) => Side::Agent,
+        (_, names::AGENT_LOOK | names::AGENT_CONTAINER | names::AGENT_HOOK) => Side::Agent,
         // What only logs give.
         (_, name) if name.starts_with("agent.") && name != names::AGENT_EXEC => Side::Agent,
         (_, name) if ["pod.", "sandbox.", "vfio."].iter().any(|of_host| name.starts_with(of_host)) => Side::Host,
@@ -268,6 +268,8 @@ fn is_detail(record: &Record, took_ns: Option<u64>) -> bool {
                 | names::CLOCK_PRINTK
                 | names::CLOCK_HOST
                 | names::AGENT_LOOK
+                | names::AGENT_CONTAINER
+                | names::AGENT_HOOK
                 | names::SINK
                 | names::UEVENT
         ),

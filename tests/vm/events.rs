@@ -157,8 +157,9 @@ fn canonical(records: &[Record]) -> String {
     let names_of: HashMap<u64, &str> = records.iter().filter_map(|r| Some((r.span?, r.name.as_str()))).collect();
     let mut lines: Vec<(String, String)> = Vec::new();
     for r in records {
-        // How often the agent looked, which sink was when ready, uevents and publications in between depend on the machine's speed.
-        if matches!(r.kind, Kind::Kmsg) || [names::AGENT_LOOK, names::SINK, names::UEVENT, names::CDI_PUBLISH].contains(&r.name.as_str()) {
+        // How often the agent looked, what it did meanwhile, which sink was when ready, uevents and publications in between depend on the machine's speed.
+        let by_speed = [names::AGENT_LOOK, names::AGENT_CONTAINER, names::AGENT_HOOK, names::SINK, names::UEVENT, names::CDI_PUBLISH];
+        if matches!(r.kind, Kind::Kmsg) || by_speed.contains(&r.name.as_str()) {
             continue;
         }
         let mut value = serde_json::to_value(r).unwrap_or_default();

@@ -10,6 +10,7 @@ pub enum Limit {
     ProbesFirst,
     UvmFirst,
     LaneHold,
+    ConsoleQuiet,
     ProbeHangs,
     InitHangs,
     LaneFirst,
@@ -32,7 +33,7 @@ const fn row(limit: Limit, after_ms: u64, reason: &'static str) -> Deadline {
 }
 
 /// All limits, in the order of the enum.
-pub const TABLE: [Deadline; 12] = [
+pub const TABLE: [Deadline; 13] = [
     row(
         Limit::Attach,
         320,
@@ -56,6 +57,12 @@ pub const TABLE: [Deadline; 12] = [
         10_000,
         "a load, a probe or a publication keeps the next GPU from being enabled: each takes a good part of a second, one that \
          hangs would stop the lane for ever",
+    ),
+    row(
+        Limit::ConsoleQuiet,
+        10_000,
+        "the console is quiet while a GPU is enabled: an enabling takes up to 4 s, and whoever reads a console wants to see one that \
+         hangs",
     ),
     row(
         Limit::ProbeHangs,

@@ -1,18 +1,19 @@
 //! All GPUs: those of the boot scan, and those that come and go later. Carries out what the [`schedule`](super::schedule) orders for all of them, and
 //! reports to it what the kernel says. Waits for no GPU.
 
+use super::Machine;
 use super::dispatch::{self, Dispatch, Orders};
 use super::driver::{self, Driver, Image};
 use super::extras;
 use super::gpu::{self, Seen, Shared};
 use super::lane::Lane;
-use super::lane_cpu::Spare;
 use super::libraries;
 use super::previous::Previous;
 use super::publication::{self, Common, Published, Update};
 use super::roster::Roster;
 use super::schedule::{Arrival, Fact, GpuId, Order, Schedule};
 use super::strategy::{Facts, Policy, Strategy};
+use crate::agent_watch::{self, Change};
 use crate::bind::{DRIVER, PciSysfs};
 use crate::boot::wire::descriptors::Descriptors;
 use crate::cdi::spec::{Entry, Extras, Options, Ready};
@@ -57,7 +58,7 @@ impl Fleet {
         (gpus, scanned): (&[Gpu], StepId),
         words: Option<DriverWords>,
         descriptors: Descriptors,
-        spare: Option<Spare>,
+        machine: Machine,
     ) -> Self {
         let looking = step!(names::DRIVER_LOOK, after = ?After(vec![scanned]));
         let looked = looking.id();
@@ -80,7 +81,7 @@ impl Fleet {
         let minors = ids.iter().filter_map(|gpu| Some((gpu.address, known(gpu).minor?))).collect();
         let shared = Arc::new(Shared {
             config: config.clone(),
-            lane: Lane::new(sysfs.clone(), spare, After(vec![looked])),
+            lane: Arc::new(Lane::new(sysfs.clone(), machine, After(vec![looked]))),
             sysfs,
             dispatch,
             roster,
@@ -120,7 +121,12 @@ impl Fleet {
     }
 
     /// Hears and acts until the kernel can no longer be heard.
-    pub async fn follow(&mut self, mut uevents: Option<Uevents>, mut signals: Option<mpsc::UnboundedReceiver<Signal>>) {
+    pub async fn follow(
+        &mut self,
+        mut uevents: Option<Uevents>,
+        mut signals: Option<mpsc::UnboundedReceiver<Signal>>,
+        mut agent: mpsc::UnboundedReceiver<agent_watch::Seen>,
+    ) {
         loop {
             tokio::select! {
                 Some(order) = self.orders.recv() => self.carry_out(order),
@@ -136,6 +142,7 @@ impl Fleet {
                         uevents = None;
                     }
                 },
+                Some(seen) = agent.recv() => self.see(&seen),
                 Some(signal) = listen(signals.as_mut()) => self.heed(signal).await,
                 // A task that was aborted is that of a GPU that is gone; one that panicked was reported as a bug by the runtime.
                 Some(_ended) = self.tasks.join_next() => {}
@@ -164,6 +171,21 @@ impl Fleet {
             Order::LockDown => lock_down(&self.shared.config),
             Order::Enable(..) | Order::Probe(..) | Order::Initialise(_) => {}
         }
+    }
+
+    /// What the agent does decides how long the lane waits for it.
+    fn see(&self, seen: &agent_watch::Seen) {
+        let fact = match seen {
+            agent_watch::Seen::Look(_) => Fact::AgentLooked,
+            agent_watch::Seen::Container { change: Change::Made, .. } => Fact::ContainerBegins,
+            agent_watch::Seen::ProgramBegan => Fact::ContainerRuns,
+            agent_watch::Seen::Container { .. }
+            | agent_watch::Seen::InitBegan
+            | agent_watch::Seen::Cgroup { .. }
+            | agent_watch::Seen::HookBegan
+            | agent_watch::Seen::HookEnded => return,
+        };
+        self.shared.dispatch.report(fact);
     }
 
     /// Reports a GPU that takes long. On a thread of its own: the kernel shows stacks by files of other processes.

@@ -47,7 +47,7 @@ pub struct Shared {
     pub config: Config,
     pub sysfs: PciSysfs,
     pub dispatch: Arc<Dispatch>,
-    pub lane: Lane,
+    pub lane: Arc<Lane>,
     pub roster: Arc<Roster>,
     pub driver: watch::Receiver<Driver>,
     pub descriptors: Descriptors,

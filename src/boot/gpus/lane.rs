@@ -1,20 +1,26 @@
 //! The enable lane: turns on one GPU's memory decoding at a time, which is when the host maps its BARs. Who is next is the schedule's.
 
+use super::Machine;
+use super::deadlines::Limit;
 use super::lane_cpu::{LaneCpu, Spare};
 use super::late::Progress;
 use super::schedule::Held;
 use crate::bind::{PciSysfs, SysfsError};
 use crate::clock::boottime_ns;
+use crate::events::sinks::console::Gate;
 use crate::events::{After, Step, StepId, names};
-use crate::pci::PciAddress;
+use crate::kernel_console::{self, Quiet};
+use crate::pci::{PciAddress, SYS};
 use crate::step;
 use nix::errno::Errno;
+use std::path::Path;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 /// The lane, shared by all GPUs' tasks.
 pub struct Lane {
     sysfs: PciSysfs,
+    gate: Gate,
     state: Mutex<State>,
 }
 
@@ -29,20 +35,32 @@ struct State {
 }
 
 impl Lane {
-    /// A lane whose first enabling comes after these steps. `spare`: a vCPU for it, where there is one.
-    pub fn new(sysfs: PciSysfs, spare: Option<Spare>, after: After) -> Self {
-        Self { sysfs, state: Mutex::new(State { spare, cpu: None, after, wait: None }) }
+    /// A lane whose first enabling comes after these steps.
+    pub fn new(sysfs: PciSysfs, machine: Machine, after: After) -> Self {
+        let Machine { spare, gate } = machine;
+        Self { sysfs, gate, state: Mutex::new(State { spare, cpu: None, after, wait: None }) }
     }
 
     /// Enables a GPU; returns its step and how long that took. `holds`: what kept it waiting.
-    pub async fn enable(&self, gpu: PciAddress, holds: &[Held], progress: &Arc<Progress>) -> Result<(StepId, Duration), String> {
-        let cpu = self.begin(holds);
-        let step = step!(names::GPU_ENABLE, gpu = %gpu, after = ?self.lock().after);
-        let (id, sysfs, progress) = (step.id(), self.sysfs.clone(), Arc::clone(progress));
-        let enabling = tokio::task::spawn_blocking(move || step.run(|| enable(&sysfs, gpu, cpu.as_deref(), &progress)));
-        let result = enabling.await.map_err(|panicked| panicked.to_string()).and_then(|result| result.map_err(|e| e.to_string()));
-        self.lock().after = After(vec![id]);
-        result.map(|took| (id, took))
+    pub async fn enable(self: &Arc<Self>, gpu: PciAddress, holds: &[Held], progress: &Arc<Progress>) -> Result<(StepId, Duration), String> {
+        self.end_wait(holds);
+        let (lane, progress) = (Arc::clone(self), Arc::clone(progress));
+        let mut enabling = tokio::task::spawn_blocking(move || {
+            let cpu = lane.reserve();
+            let step = step!(names::GPU_ENABLE, gpu = %gpu, after = ?lane.lock().after);
+            lane.lock().after = After(vec![step.id()]);
+            (step.id(), step.run(|| enable(&lane.sysfs, gpu, cpu.as_deref(), &progress)).map_err(|e| e.to_string()))
+        });
+        // A line on the console would spin another vCPU until the host is free again. Bounded: an enabling may hang.
+        let quiet = ConsoleQuiet::new(&self.gate);
+        let over = tokio::time::timeout(Limit::ConsoleQuiet.after(), &mut enabling).await;
+        drop(quiet);
+        let result = match over {
+            Ok(result) => result,
+            Err(_) => enabling.await,
+        };
+        let (step, result) = result.map_err(|panicked| panicked.to_string())?;
+        result.map(|took| (step, took))
     }
 
     /// The lane waits before it enables this GPU.
@@ -81,21 +99,50 @@ impl Lane {
         }
     }
 
-    /// Ends the wait and reserves the vCPU, once.
-    fn begin(&self, holds: &[Held]) -> Option<Arc<LaneCpu>> {
-        let mut state = self.lock();
-        if let Some(wait) = state.wait.take() {
+    fn end_wait(&self, holds: &[Held]) {
+        if let Some(wait) = self.lock().wait.take() {
             let parts: Vec<String> = holds.iter().map(|(hold, took)| format!("{} {} ms", hold.as_str(), took.as_millis())).collect();
             wait.note("held_by", parts.join(", ").as_str());
         }
-        if let Some(spare) = state.spare.take() {
-            state.cpu = Some(spare.reserve());
+    }
+
+    /// The lane's vCPU, reserved the first time; blocks for some milliseconds then.
+    fn reserve(&self) -> Option<Arc<LaneCpu>> {
+        // Without the lock: others may ask meanwhile.
+        let spare = self.lock().spare.take();
+        let reserved = spare.map(|spare| spare.reserve(Path::new(SYS)));
+        let first = reserved.is_some();
+        let cpu = {
+            let mut state = self.lock();
+            state.cpu = reserved.or(state.cpu.take());
+            state.cpu.clone()
+        };
+        if let Some(cpu) = cpu.as_ref().filter(|_| !first) {
+            cpu.keep_interrupts_off();
         }
-        state.cpu.clone()
+        cpu
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// The console writes nothing while this is there: the kernel's lines stay in its log, the init's come afterwards.
+struct ConsoleQuiet<'a>(&'a Gate, Option<Quiet>);
+
+impl<'a> ConsoleQuiet<'a> {
+    fn new(gate: &'a Gate) -> Self {
+        gate.hold();
+        // A level that cannot be set is a line more on the console.
+        Self(gate, kernel_console::quiet(Path::new("/proc")).ok().flatten())
+    }
+}
+
+impl Drop for ConsoleQuiet<'_> {
+    fn drop(&mut self) {
+        drop(self.1.take());
+        self.0.release();
     }
 }
 

@@ -1,16 +1,25 @@
-//! Who runs where while the host maps BARs. The vCPU that enables a GPU is gone for as long as that takes: what is queued behind it does not run, and
-//! timers that were set on it do not fire. An initialisation that happens to sleep there takes seconds longer. So the lane's process
-//! ([`LaneProcess`]) has a vCPU to itself, and what initialises GPUs stays off it until the lane ends; the agent and its containers are left alone.
+//! A vCPU for the lane. While the host maps BARs, the vCPU that enables is gone: what is queued behind it does not run, timers that were set on it
+//! do not fire, interrupts that are routed to it wait. An initialisation that happens to sleep there takes seconds longer. So the lane's process
+//! ([`LaneProcess`]) has a vCPU to itself, and until the lane ends, what initialises GPUs stays off it, and so do all interrupts that can be moved.
+//! The agent and its containers are left alone: with two vCPUs they would have one less.
 //!
 //! All of this only makes a boot faster: what cannot be set stays as it is.
 
 use super::late::OPEN_THREAD;
 use crate::boot::wire::keeper::Held;
 use crate::boot::wire::lane_process::LaneProcess;
+use crate::events::names;
+use crate::interrupts::{self, MovedInterrupts};
 use nix::sched::{CpuSet, sched_getaffinity, sched_setaffinity};
 use nix::unistd::Pid;
 use std::path::Path;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+/// Where procfs is mounted.
+const PROC: &str = "/proc";
+/// How long virtio-vsock's interrupts are given to arrive once, which moves them: a completion takes well below this.
+const STIR: Duration = Duration::from_millis(20);
 
 /// The calling thread, for the kernel.
 const SELF: Pid = Pid::from_raw(0);
@@ -20,6 +29,7 @@ pub struct Spare {
     process: LaneProcess,
     /// The process that opens GPUs.
     opener: Option<Pid>,
+    cpu: usize,
     all: CpuSet,
     others: CpuSet,
 }
@@ -28,9 +38,11 @@ impl Spare {
     /// Starts the lane's process; must be called while this process has one thread. None where there is only one vCPU, or no such process.
     pub fn start(sysfs: &Path, held: &[Held], opener: Option<Pid>) -> Option<Self> {
         let all = sched_getaffinity(SELF).ok()?;
-        let (lane, others) = split(&all)?;
+        let (cpu, others) = split(&all)?;
+        let mut lane = CpuSet::new();
+        lane.set(cpu).ok()?;
         let process = LaneProcess::start(sysfs, &lane, held)?;
-        Some(Self { process, opener, all, others })
+        Some(Self { process, opener, cpu, all, others })
     }
 
     /// This process and the one that opens GPUs.
@@ -41,18 +53,37 @@ impl Spare {
         }
     }
 
-    /// Moves this process off the lane's vCPU.
-    pub fn reserve(self) -> Arc<LaneCpu> {
+    /// Moves this process and the interrupts off the lane's vCPU. Blocks for some milliseconds.
+    pub fn reserve(self, sysfs: &Path) -> Arc<LaneCpu> {
         self.move_to(&self.others);
-        Arc::new(LaneCpu { spare: self, moved: Mutex::new((Vec::new(), 0)) })
+        let online: Vec<usize> = cpus(&self.all).collect();
+        let interrupts = interrupts::keep_off(Path::new(PROC), self.cpu, &online);
+        // A written mask moves an interrupt when it arrives the next time.
+        if interrupts.vsock_waits(sysfs) {
+            let _unused = interrupts::stir_vsock(STIR);
+        }
+        let list = |of: &[_]| interrupts::list(of);
+        let (moved, late): (Vec<_>, _) = (interrupts.moved().cloned().collect(), interrupts.waiting());
+        let stay: Vec<_> = interrupts.stays().iter().map(|(interrupt, _)| interrupt.clone()).collect();
+        tracing::info!(name: names::LANE_CPU, cpu = self.cpu as u64, moved = list(&moved), late = list(&late), stay = list(&stay));
+        Arc::new(LaneCpu { spare: self, moved: Mutex::new(Moved { interrupts, threads: Vec::new(), seen: 0 }) })
     }
 }
 
 /// A vCPU that only the lane uses; given back when this is dropped.
 pub struct LaneCpu {
     spare: Spare,
-    /// The driver's threads that were moved, and the highest process id that was looked at.
-    moved: Mutex<(Vec<Pid>, i32)>,
+    moved: Mutex<Moved>,
+}
+
+/// What was moved off it.
+struct Moved {
+    /// Given back when dropped.
+    interrupts: MovedInterrupts,
+    /// The driver's threads.
+    threads: Vec<Pid>,
+    /// The highest process id that was looked at.
+    seen: i32,
 }
 
 impl LaneCpu {
@@ -61,26 +92,34 @@ impl LaneCpu {
         &self.spare.process
     }
 
+    /// Moves the interrupts that were requested since the last call.
+    pub fn keep_interrupts_off(&self) {
+        self.lock().interrupts.again();
+    }
+
     /// Moves the driver's threads that initialise GPUs off the lane's vCPU: those that have come since the last call. There is one for each GPU,
     /// made in its probe.
     pub fn keep_driver_off(&self) {
-        let mut moved = self.moved.lock().unwrap_or_else(PoisonError::into_inner);
-        let (threads, seen) = &mut *moved;
-        let new = numbers(Path::new("/proc")).filter(|pid| *pid > *seen).collect::<Vec<_>>();
-        *seen = new.iter().copied().max().unwrap_or(*seen);
+        let mut moved = self.lock();
+        let new = numbers(Path::new(PROC)).filter(|pid| *pid > moved.seen).collect::<Vec<_>>();
+        moved.seen = new.iter().copied().max().unwrap_or(moved.seen);
         for pid in new {
             if std::fs::read_to_string(format!("/proc/{pid}/comm")).is_ok_and(|comm| comm.starts_with(OPEN_THREAD)) {
                 let _unused = sched_setaffinity(Pid::from_raw(pid), &self.spare.others);
-                threads.push(Pid::from_raw(pid));
+                moved.threads.push(Pid::from_raw(pid));
             }
         }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Moved> {
+        self.moved.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
 impl Drop for LaneCpu {
     fn drop(&mut self) {
         self.spare.move_to(&self.spare.all);
-        for thread in &self.moved.get_mut().unwrap_or_else(PoisonError::into_inner).0 {
+        for thread in &self.moved.get_mut().unwrap_or_else(PoisonError::into_inner).threads {
             let _unused = sched_setaffinity(*thread, &self.spare.all);
         }
     }
@@ -98,34 +137,32 @@ fn numbers(directory: &Path) -> impl Iterator<Item = i32> {
     std::fs::read_dir(directory).into_iter().flatten().flatten().filter_map(|e| e.file_name().to_str()?.parse().ok())
 }
 
-/// The last one of these, which has the least to do beside, and the others.
-fn split(all: &CpuSet) -> Option<(CpuSet, CpuSet)> {
-    let has = |cpu: &usize| all.is_set(*cpu).unwrap_or(false);
-    let last = (0..CpuSet::count()).rev().find(has)?;
-    let (mut lane, mut others) = (CpuSet::new(), *all);
-    lane.set(last).ok()?;
+fn cpus(set: &CpuSet) -> impl DoubleEndedIterator<Item = usize> {
+    (0..CpuSet::count()).filter(|cpu| set.is_set(*cpu).unwrap_or(false))
+}
+
+/// The last one of these, which has the least to do beside, and the others. None where there are no others.
+fn split(all: &CpuSet) -> Option<(usize, CpuSet)> {
+    let last = cpus(all).next_back()?;
+    let mut others = *all;
     others.unset(last).ok()?;
-    (0..last).any(|cpu| has(&cpu)).then_some((lane, others))
+    cpus(&others).next().map(|_| (last, others))
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    fn cpus(set: &CpuSet) -> Vec<usize> {
-        (0..CpuSet::count()).filter(|cpu| set.is_set(*cpu).unwrap()).collect()
-    }
-
-    fn of(list: &[usize]) -> Option<(Vec<usize>, Vec<usize>)> {
+    fn of(list: &[usize]) -> Option<(usize, Vec<usize>)> {
         let mut all = CpuSet::new();
         list.iter().for_each(|cpu| all.set(*cpu).unwrap());
-        split(&all).map(|(lane, others)| (cpus(&lane), cpus(&others)))
+        split(&all).map(|(lane, others)| (lane, cpus(&others).collect()))
     }
 
     #[test]
     fn the_lane_gets_the_last_of_several_and_none_of_one() {
-        assert_eq!(of(&[0, 1, 2, 3]), Some((vec![3], vec![0, 1, 2])));
-        assert_eq!(of(&[5, 7]), Some((vec![7], vec![5])));
+        assert_eq!(of(&[0, 1, 2, 3]), Some((3, vec![0, 1, 2])));
+        assert_eq!(of(&[5, 7]), Some((7, vec![5])));
         assert_eq!(of(&[0]), None);
         assert_eq!(of(&[]), None);
     }

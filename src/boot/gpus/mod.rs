@@ -25,10 +25,12 @@ mod driver; // the driver's load
 mod gpu; // one GPU's way
 mod fleet; // all GPUs, those that come and go among them
 
+use crate::agent_watch::Seen;
 use crate::boot::wire::descriptors::Descriptors;
 use crate::config::Config;
 use crate::driver_log::Signal;
 use crate::events::kmsg::DriverWords;
+use crate::events::sinks::console::Gate;
 use crate::events::{After, StepId, names};
 use crate::pci::{self, Gpu, SYS};
 use crate::step;
@@ -45,6 +47,16 @@ pub struct Sources {
     pub uevents: io::Result<Uevents>,
     pub words: Option<DriverWords>,
     pub signals: Option<mpsc::UnboundedReceiver<Signal>>,
+    /// What the agent does.
+    pub agent: mpsc::UnboundedReceiver<Seen>,
+}
+
+/// What of the machine is set apart for a while.
+pub struct Machine {
+    /// A vCPU for the lane, where there is one.
+    pub spare: Option<Spare>,
+    /// The console's lines.
+    pub gate: Gate,
 }
 
 /// Brings all GPUs up and follows what becomes of them, after the worker's start. Returns only when the kernel can no longer be heard.
@@ -55,17 +67,17 @@ pub async fn run(
     started: StepId,
     sources: Sources,
     descriptors: Descriptors,
-    spare: Option<Spare>,
+    machine: Machine,
 ) {
-    let Sources { uevents, words, signals } = sources;
+    let Sources { uevents, words, signals, agent } = sources;
     let uevents = uevents.map_err(|error| {
         let error = format!("subscribe to uevents: {error}: GPUs that come or go later will not be seen");
         tracing::warn!(name: names::UEVENT, error);
     });
     // Uevents were subscribed to before this: a GPU that appears meanwhile is seen twice, not never.
     let (gpus, scanned) = scan(config, started);
-    let mut fleet = Fleet::start(config, command_line, previous, (&gpus, scanned), words, descriptors, spare);
-    fleet.follow(uevents.ok(), signals).await;
+    let mut fleet = Fleet::start(config, command_line, previous, (&gpus, scanned), words, descriptors, machine);
+    fleet.follow(uevents.ok(), signals, agent).await;
 }
 
 /// Reads the GPUs, and reports what is found and what is missing.

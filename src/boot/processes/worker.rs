@@ -2,9 +2,10 @@
 //! follow do so (sinks). One runtime thread; whatever blocks in the kernel has a thread of its own.
 
 use super::stamps::{Boot, What};
+use crate::boot::AGENT;
 use crate::boot::gpus::lane_cpu::Spare;
 use crate::boot::gpus::previous::{self, Previous};
-use crate::boot::gpus::{self, Sources};
+use crate::boot::gpus::{self, Machine, Sources};
 use crate::boot::wire::descriptors::Descriptors;
 use crate::boot::wire::handover::{Handed, Observer, Start};
 use crate::boot::wire::keeper::{Held, KeeperSocket};
@@ -19,11 +20,13 @@ use crate::events::sinks::{console, listener, vsock};
 use crate::events::{self, After, StepId, kmsg, names};
 use crate::pci::SYS;
 use crate::uevents::Uevents;
-use crate::{agent_looks, cdi, confidential, failure, ptp_kvm, step, tsc};
+use crate::{agent_watch, cdi, confidential, failure, ptp_kvm, step, tsc};
+use std::ffi::OsStr;
+use std::os::unix::ffi::OsStrExt;
 use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
-use tokio::sync::watch;
+use tokio::sync::{mpsc, watch};
 
 /// Runtime files of the init, readable by whoever is in the guest.
 const RUN: &str = "/run/kata-gpu-init";
@@ -91,19 +94,23 @@ async fn live(boot: &Boot, began_ns: u64, start: Start, descriptors: Descriptors
             (None, None)
         }
     };
-    if let Err(error) = agent_looks::watch(Path::new(cdi::publish::DIRECTORY)) {
-        tracing::warn!(name: names::SINK, sink = "agent looks", state = "unavailable", error = %format!("watch {}: {error}", cdi::publish::DIRECTORY));
+    let (seen, agent) = mpsc::unbounded_channel();
+    let places = agent_watch::Places::of_guest(Path::new(OsStr::from_bytes(AGENT.to_bytes())), std::env::current_exe().ok());
+    if let Err(error) = agent_watch::start(places, seen) {
+        let error = format!("watch {}: {error}: what the agent waits for is not seen", cdi::publish::DIRECTORY);
+        tracing::warn!(name: names::SINK, sink = "agent watch", state = "unavailable", error);
     }
     ptp_kvm::report();
-    let sources = Sources { uevents, words, signals };
-    let delivered = start_sinks(boot, &ring, &identity, previous.is_some());
+    let gate = console::Gate::default();
+    let sources = Sources { uevents, words, signals, agent };
+    let delivered = start_sinks(boot, &ring, &identity, previous.is_some(), gate.clone());
     let started = starting.id();
     drop(starting);
     if let Some(observer) = no_agent {
         // No GPU is touched in a guest that is about to end.
         last_words(&ring, observer, delivered).await;
     } else {
-        gpus::run(&boot.config, &boot.command_line, previous.as_ref(), started, sources, descriptors, spare).await;
+        gpus::run(&boot.config, &boot.command_line, previous.as_ref(), started, sources, descriptors, Machine { spare, gate }).await;
     }
     // All is done but following: sinks, kernel log and uevents go on for as long as the guest lives.
     std::future::pending::<()>().await;
@@ -192,7 +199,7 @@ fn report_before_kernel(boot: &Boot) {
 }
 
 /// Starts every sink that is wanted; gives the progress of the one to the host. The console of a worker that takes over goes on where it was.
-fn start_sinks(boot: &Boot, ring: &Arc<Ring>, identity: &Identity, again: bool) -> watch::Receiver<u64> {
+fn start_sinks(boot: &Boot, ring: &Arc<Ring>, identity: &Identity, again: bool, gate: console::Gate) -> watch::Receiver<u64> {
     let (delivered, progress) = watch::channel(0);
     let ring = || Arc::clone(ring);
     let unavailable = |sink: &str, error: &dyn std::fmt::Display| {
@@ -205,7 +212,7 @@ fn start_sinks(boot: &Boot, ring: &Arc<Ring>, identity: &Identity, again: bool) 
         }
     }
     if let Some(level) = boot.config.console
-        && let Err(error) = console::start(ring(), level, again)
+        && let Err(error) = console::start(ring(), level, again, gate)
     {
         unavailable("console", &format!("open /dev/console: {error}"));
     }

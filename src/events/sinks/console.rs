@@ -3,6 +3,11 @@
 //!
 //! A console can be slow (a serial port is, and QEMU can stop reading it), so this is a thread of its own that nobody waits for. Kernel lines
 //! are not repeated: the kernel has printed them already.
+//!
+//! While a GPU is enabled on a real host, a line on the console spins a vCPU until the VMM is free again. So the thread stops in front of a
+//! [`Gate`] before each line. Invariants of the gate: nothing is lost by it (lines wait in the ring, which counts what it had to drop), the
+//! order stays, no line waits longer than [`LONGEST_HOLD`] for whoever forgets to release it, and no other writer of the console knows it
+//! ([`failure::tell`](crate::failure::tell), the kernel, the agent). A line that is being written when the gate closes is written to its end.
 
 use crate::clock::{boottime_ns, realtime_ns};
 use crate::events::names;
@@ -11,38 +16,97 @@ use crate::events::ring::Ring;
 use serde_json::{Map, Value};
 use std::fs::OpenOptions;
 use std::io::{self, Write};
-use std::sync::Arc;
-use std::time::{Duration, UNIX_EPOCH};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant, UNIX_EPOCH};
 
 const CONSOLE: &str = "/dev/console";
 /// The thread looks at its ring at least this often; it is woken by every record anyway.
 const WAKE: Duration = Duration::from_secs(3600);
 
-/// Starts the thread. Records above `level` (less urgent) are left out, and, `only_new`, those that are there already.
-pub fn start(ring: Arc<Ring>, level: Level, only_new: bool) -> io::Result<()> {
-    let mut console = OpenOptions::new().write(true).open(CONSOLE)?;
-    std::thread::Builder::new().name("console".into()).stack_size(128 * 1024).spawn(move || {
-        let mut next = if only_new { ring.next_seq() } else { ring.first_seq() };
-        loop {
-            let batch = ring.read(&mut next, 16);
-            if batch.lost > 0 {
-                tracing::warn!(name: names::STREAM_LOST, lost = batch.lost, at = "console");
-            }
-            if batch.lines.is_empty() {
-                ring.wait_blocking(next, WAKE);
-                continue;
-            }
-            for line in &batch.lines {
-                let Ok(Line::Record(record)) = decode(line.as_bytes()) else { continue };
-                if let Some(text) = log_line(&record, level, realtime_ns().saturating_sub(boottime_ns()))
-                    && console.write_all(text.as_bytes()).is_err()
-                {
-                    return; // a console that refuses writes will not come back, and there is nobody to tell but the other sinks
-                }
+/// For how long lines may wait at the gate. Three enablings of the slowest kind known (3.3 s).
+pub const LONGEST_HOLD: Duration = Duration::from_secs(10);
+
+/// Keeps the thread from writing for a while. Clones are handles of one gate.
+#[derive(Clone, Debug)]
+pub struct Gate {
+    closed: Arc<(Mutex<bool>, Condvar)>,
+    longest: Duration,
+}
+
+impl Default for Gate {
+    fn default() -> Self {
+        Self { closed: Arc::default(), longest: LONGEST_HOLD }
+    }
+}
+
+impl Gate {
+    /// Closes the gate. Returns at once; a line that is being written goes on.
+    pub fn hold(&self) {
+        *self.lock() = true;
+    }
+
+    /// Opens the gate.
+    pub fn release(&self) {
+        *self.lock() = false;
+        self.closed.1.notify_all();
+    }
+
+    /// Blocks the thread until the gate is open. `since` is when the thread was first stopped with what it has to write, over several holds; after
+    /// the longest hold from then on, the gate is opened here.
+    fn pass(&self, since: &mut Option<Instant>) {
+        let mut closed = self.lock();
+        while *closed {
+            let left = self.longest.saturating_sub(since.get_or_insert_with(Instant::now).elapsed());
+            if left.is_zero() {
+                *closed = false;
+            } else {
+                closed = self.closed.1.wait_timeout(closed, left).unwrap_or_else(PoisonError::into_inner).0;
             }
         }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, bool> {
+        // A plain flag: a poisoned lock is as good as a sound one.
+        self.closed.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// Starts the thread. Records above `level` (less urgent) are left out, and, `only_new`, those that are there already. No line is written while
+/// the gate is held.
+pub fn start(ring: Arc<Ring>, level: Level, only_new: bool, gate: Gate) -> io::Result<()> {
+    let console = OpenOptions::new().write(true).open(CONSOLE)?;
+    std::thread::Builder::new().name("console".into()).stack_size(128 * 1024).spawn(move || {
+        let next = if only_new { ring.next_seq() } else { ring.first_seq() };
+        follow(&ring, next, level, &gate, console);
     })?;
     Ok(())
+}
+
+/// Writes every record from `next` on, for ever. A console that refuses writes will not come back, and there is nobody to tell but the other sinks:
+/// this then returns.
+fn follow(ring: &Ring, mut next: u64, level: Level, gate: &Gate, mut console: impl Write) {
+    let mut stopped = None;
+    loop {
+        // Before reading: lines wait in the ring, where they are counted, not here.
+        gate.pass(&mut stopped);
+        let batch = ring.read(&mut next, 16);
+        if batch.lost > 0 {
+            tracing::warn!(name: names::STREAM_LOST, lost = batch.lost, at = "console");
+        }
+        if batch.lines.is_empty() {
+            stopped = None;
+            ring.wait_blocking(next, WAKE);
+            continue;
+        }
+        for line in &batch.lines {
+            let Ok(Line::Record(record)) = decode(line.as_bytes()) else { continue };
+            let Some(text) = log_line(&record, level, realtime_ns().saturating_sub(boottime_ns())) else { continue };
+            gate.pass(&mut stopped);
+            if console.write_all(text.as_bytes()).is_err() {
+                return;
+            }
+        }
+    }
 }
 
 /// One line as the agent would write it, or None for what does not go to the console. `offset_ns` is REALTIME minus BOOTTIME.
@@ -95,6 +159,132 @@ pub fn log_line(record: &Record, level: Level, offset_ns: u64) -> Option<String>
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::sync::mpsc::{Receiver, Sender, channel};
+
+    /// A console whose every line comes out of a channel.
+    struct Lines(Sender<String>);
+
+    impl Write for Lines {
+        fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+            self.0.send(String::from_utf8_lossy(bytes).into_owned()).map_err(|_| io::Error::from(io::ErrorKind::BrokenPipe))?;
+            Ok(bytes.len())
+        }
+
+        fn flush(&mut self) -> io::Result<()> {
+            Ok(())
+        }
+    }
+
+    struct Sink {
+        ring: Arc<Ring>,
+        gate: Gate,
+        lines: Receiver<String>,
+    }
+
+    /// Longer than anything here takes, on any machine.
+    const LONG: Duration = Duration::from_secs(60);
+    /// So short that nothing which is held back is seen by chance.
+    const SHORT: Duration = Duration::from_millis(150);
+
+    impl Sink {
+        fn start(ring: Ring, gate: Gate) -> Self {
+            let (ring, (console, lines)) = (Arc::new(ring), channel());
+            let (of_thread, its_gate) = (Arc::clone(&ring), gate.clone());
+            // Ends with the channel: the thread then writes in vain.
+            std::thread::spawn(move || {
+                let recorder = crate::events::layer::RecordLayer::new(Arc::clone(&of_thread));
+                let subscriber = tracing_subscriber::layer::SubscriberExt::with(tracing_subscriber::registry(), recorder);
+                tracing::subscriber::with_default(subscriber, || follow(&of_thread, 0, Level::Info, &its_gate, Lines(console)));
+            });
+            Self { ring, gate, lines }
+        }
+
+        fn push(&self, from: u32, to: u32) {
+            for number in from..to {
+                let fields = Map::from_iter([("number".to_string(), Value::from(number))]);
+                self.ring.push(Record { fields, ..Record::new(Kind::Event, names::SETTLED) });
+            }
+        }
+
+        /// The number in the next line; of any other line its name.
+        fn next(&self) -> String {
+            let line: Value = serde_json::from_str(&self.lines.recv_timeout(LONG).expect("no line")).unwrap();
+            line["number"].as_str().or(line["msg"].as_str()).unwrap().to_string()
+        }
+
+        fn is_silent(&self) -> bool {
+            self.lines.recv_timeout(SHORT).is_err()
+        }
+    }
+
+    #[test]
+    fn a_held_gate_lets_no_line_through_and_then_all_in_order() {
+        let sink = Sink::start(Ring::default(), Gate::default());
+        sink.push(0, 1);
+        assert_eq!(sink.next(), "0");
+        sink.gate.clone().hold();
+        sink.push(1, 100);
+        assert!(sink.is_silent());
+        sink.gate.release();
+        assert_eq!((1..100).map(|_| sink.next()).collect::<Vec<_>>(), (1..100).map(|n| n.to_string()).collect::<Vec<_>>());
+        // Released twice, held again.
+        sink.gate.release();
+        sink.gate.hold();
+        sink.push(100, 101);
+        assert!(sink.is_silent());
+        sink.gate.release();
+        assert_eq!(sink.next(), "100");
+    }
+
+    #[test]
+    fn a_gate_that_nobody_releases_opens_by_itself() {
+        let gate = Gate { longest: Duration::from_millis(400), ..Gate::default() };
+        gate.hold();
+        let sink = Sink::start(Ring::default(), gate);
+        sink.push(0, 3);
+        assert!(sink.is_silent());
+        assert_eq!([sink.next(), sink.next(), sink.next()], ["0", "1", "2"]);
+        // The next hold is a new one.
+        sink.gate.hold();
+        sink.push(3, 4);
+        assert!(sink.is_silent());
+        assert_eq!(sink.next(), "3");
+    }
+
+    #[test]
+    fn holds_without_a_gap_are_one_hold() {
+        let (start, longest) = (Instant::now(), Duration::from_millis(300));
+        let gate = Gate { longest, ..Gate::default() };
+        gate.hold();
+        let sink = Sink::start(Ring::default(), gate);
+        sink.push(0, 1);
+        // Each hold is short; the line waits no longer than one hold may last, and what the loop below takes.
+        while let Err(_nothing) = sink.lines.recv_timeout(Duration::from_millis(20)) {
+            sink.gate.release();
+            sink.gate.hold();
+            assert!(start.elapsed() < LONG, "the line never comes");
+        }
+        sink.gate.release();
+    }
+
+    #[test]
+    fn what_the_ring_drops_meanwhile_is_counted_in_a_line() {
+        let gate = Gate::default();
+        gate.hold();
+        // Room for a few lines only.
+        let sink = Sink::start(Ring::with_capacity(600), gate);
+        sink.push(0, 50);
+        assert!(sink.is_silent());
+        sink.gate.release();
+        let mut lines = Vec::new();
+        while lines.last().is_none_or(|line| line != names::STREAM_LOST) {
+            lines.push(sink.next());
+        }
+        // The last ones, in order, then what became of the others.
+        let kept = lines.len() - 1;
+        assert!((1..20).contains(&kept), "{lines:?}");
+        assert_eq!(lines[..kept], (50 - kept..50).map(|n| n.to_string()).collect::<Vec<_>>());
+    }
 
     #[test]
     fn a_line_has_the_agents_shape_and_only_strings() {

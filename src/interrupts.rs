@@ -1,0 +1,539 @@
+//! Interrupts of one CPU, moved to the others for a while and given back.
+//!
+//! While the host maps a GPU's BARs, the enabling vCPU takes no interrupt for seconds. An interrupt that is routed there waits as
+//! long, and so does its device: without this, virtio-vsock's is among them, and the agent answers the host 3.3 s late.
+//!
+//! Invariants:
+//! - Nothing here fails as a whole. An interrupt that cannot be moved (managed by its driver, or per CPU: EIO) stays, and the report
+//!   names it.
+//! - An interrupt keeps at least one CPU that is online: one whose mask has no other CPU is not touched.
+//! - An interrupt without a handler is not touched: it follows `default_smp_affinity`, which is changed for the time.
+//! - Only a mask that is still the one written here is given back. Whoever changed it meanwhile wins.
+//!
+//! A written mask is not a moved interrupt. On x86 without interrupt remapping (no vIOMMU, Kata's default) the kernel only notes the
+//! new CPU of an MSI or IO-APIC interrupt and changes it when that interrupt arrives the next time, on the old CPU
+//! (`irq_set_affinity_locked` in kernel/irq/manage.c: IRQCHIP_MOVE_DEFERRED since 6.15, before that no IRQD_MOVE_PCNTXT).
+//! `smp_affinity` shows the new mask at once, `effective_affinity` the truth. So [`MovedInterrupts::waiting`] names those that still
+//! are where they were; each needs one more arrival, before the CPU is gone. Seen with kernel 6.1, vsock's interrupt on the CPU that is
+//! gone for 2 s: a ping to the host that is sent 0.3 s later takes 1.70 s with nothing moved, 1.70 s with the mask written, 5 ms with
+//! the mask written and one arrival in between. One connection attempt to the host is such an arrival ([`stir_vsock`]), and so is
+//! whatever a stream to the host sends or gets. Interrupts of other devices move with their own next arrival.
+//!
+//! Work of virtio-vsock follows its interrupt and its senders, not a mask. Its workqueue is per CPU (`alloc_workqueue("virtio_vsock",
+//! 0, 0)`, WQ_PERCPU since 6.18), `queue_work` on such a queue takes the CPU of the caller, and the callers are the interrupt handlers
+//! (rx_work, tx_work, event_work) and senders that find the queue busy (send_pkt_work; `queue_work` in kernel/workqueue.c,
+//! `virtio_vsock_rx_done` in net/vmw_vsock/virtio_transport.c). With the interrupts on other CPUs, no received packet is queued on the
+//! lane's CPU. A packet that a process sends *from* the lane's CPU can be left there, for a sender that was preempted by the enabling
+//! within microseconds; from 6.1 on most packets skip the queue. `/sys/devices/virtual/workqueue/cpumask` covers unbound workqueues
+//! only, which virtio-vsock does not use, and rewriting it rebuilds every unbound queue of the kernel: this module leaves it alone.
+//! A worker of an unbound queue is an ordinary task and leaves a CPU that is gone by load balancing, as other tasks do.
+//!
+//! A worker that dies in between leaves the masks as they are: the guest works on with one CPU that serves fewer interrupts.
+
+use nix::errno::Errno;
+use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
+use nix::sys::socket::{AddressFamily, SockFlag, SockType, VsockAddr, connect, socket};
+use std::collections::{BTreeMap, BTreeSet};
+use std::fmt;
+use std::fs::OpenOptions;
+use std::io::{self, Write};
+use std::os::fd::{AsFd, AsRawFd};
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+/// Interrupts that are looked at. 16 GPUs with 9 vectors each and 64 CPUs' virtio queues are some 400.
+const MAX_INTERRUPTS: usize = 4096;
+/// Longest mask file: 8192 CPUs (the kernel's limit) in groups of 32.
+const MAX_MASK_BYTES: usize = 4096;
+/// The host, for vsock.
+const HOST_CID: u32 = 2;
+/// Nobody listens at it: the number of the discard service elsewhere.
+const DISCARD_PORT: u32 = 9;
+/// Virtio devices of this driver are virtio-vsock.
+const VSOCK_DRIVER: &str = "bus/virtio/drivers/vmw_vsock_virtio_transport";
+
+/// A set of CPUs, as /proc/irq writes it: hexadecimal words of 32 bits, highest first, with commas between them.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct CpuMask {
+    /// Lowest first; the last one is not 0.
+    words: Vec<u32>,
+}
+
+impl CpuMask {
+    /// None for what is no mask.
+    pub fn parse(text: &str) -> Option<Self> {
+        let text = text.trim();
+        if text.len() > MAX_MASK_BYTES {
+            return None;
+        }
+        let word = |word: &str| (1..=8).contains(&word.len()).then(|| u32::from_str_radix(word, 16).ok()).flatten();
+        // from_str_radix takes a sign.
+        let words = text.rsplit(',').map(|w| word(w).filter(|_| w.bytes().all(|b| b.is_ascii_hexdigit())));
+        Some(Self { words: words.collect::<Option<Vec<u32>>>()? }.trimmed())
+    }
+
+    pub fn of(cpus: &[usize]) -> Self {
+        let mut mask = Self::default();
+        for cpu in cpus {
+            if mask.words.len() <= cpu / 32 {
+                mask.words.resize(cpu / 32 + 1, 0);
+            }
+            if let Some(word) = mask.words.get_mut(cpu / 32) {
+                *word |= 1 << (cpu % 32);
+            }
+        }
+        mask
+    }
+
+    pub fn has(&self, cpu: usize) -> bool {
+        self.words.get(cpu / 32).is_some_and(|word| word >> (cpu % 32) & 1 == 1)
+    }
+
+    /// The same without one CPU.
+    fn without(&self, cpu: usize) -> Self {
+        let mut mask = self.clone();
+        if let Some(word) = mask.words.get_mut(cpu / 32) {
+            *word &= !(1 << (cpu % 32));
+        }
+        mask.trimmed()
+    }
+
+    fn meets(&self, other: &Self) -> bool {
+        self.words.iter().zip(&other.words).any(|(a, b)| a & b != 0)
+    }
+
+    fn trimmed(mut self) -> Self {
+        while self.words.last() == Some(&0) {
+            self.words.pop();
+        }
+        self
+    }
+}
+
+impl fmt::Display for CpuMask {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let mut words = self.words.iter().rev();
+        write!(f, "{:x}", words.next().unwrap_or(&0))?;
+        words.try_for_each(|word| write!(f, ",{word:08x}"))
+    }
+}
+
+/// An interrupt that has a handler.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Interrupt {
+    /// The kernel's number.
+    pub irq: u32,
+    /// Names of the handlers, joined by `+`, e.g. `virtio1-virtqueues`.
+    pub name: String,
+}
+
+impl fmt::Display for Interrupt {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} {}", self.irq, self.name)
+    }
+}
+
+/// Several in one field of an event.
+pub fn list<'a>(interrupts: impl IntoIterator<Item = &'a Interrupt>) -> String {
+    interrupts.into_iter().map(Interrupt::to_string).collect::<Vec<_>>().join(", ")
+}
+
+/// Why an interrupt that may come to the CPU was not moved off it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Stays {
+    /// No other CPU that is online is in its mask.
+    OnlyThere,
+    /// The kernel refuses a new mask: EIO for managed and for per-CPU interrupts, ENOSPC where no vector is free.
+    Refused(Errno),
+}
+
+/// What became of the masks when they were given back.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct GivenBack {
+    /// Interrupts with their former mask again, those gone meanwhile not counted.
+    pub restored: usize,
+    /// Interrupts whose mask somebody else has changed: they keep that one.
+    pub changed: Vec<Interrupt>,
+    /// Interrupts whose mask the kernel refused to take back.
+    pub failed: Vec<(Interrupt, Errno)>,
+}
+
+/// A mask that was changed.
+struct Moved {
+    interrupt: Interrupt,
+    former: CpuMask,
+    ours: CpuMask,
+}
+
+/// Interrupts kept off one CPU until this is given back or dropped.
+pub struct MovedInterrupts {
+    folder: PathBuf,
+    cpu: usize,
+    online: CpuMask,
+    moved: BTreeMap<u32, Moved>,
+    stays: Vec<(Interrupt, Stays)>,
+    /// Numbers that had a handler when they were looked at: later ones were requested under our default.
+    known: BTreeSet<u32>,
+    /// The default mask before and with this.
+    default: Option<(CpuMask, CpuMask)>,
+}
+
+/// Moves every interrupt off `cpu` that can be moved, and the default for new ones. `proc` is where procfs is mounted; `online` are the
+/// CPUs that there are. Takes some ten microseconds for each interrupt.
+pub fn keep_off(proc: &Path, cpu: usize, online: &[usize]) -> MovedInterrupts {
+    let folder = proc.join("irq");
+    let default = move_mask(&folder.join("default_smp_affinity"), cpu, &CpuMask::of(online)).ok().flatten();
+    let mut moved = MovedInterrupts {
+        folder,
+        cpu,
+        online: CpuMask::of(online),
+        moved: BTreeMap::new(),
+        stays: Vec::new(),
+        known: BTreeSet::new(),
+        default,
+    };
+    moved.again();
+    moved
+}
+
+impl MovedInterrupts {
+    /// Interrupts with another mask than before.
+    pub fn moved(&self) -> impl Iterator<Item = &Interrupt> {
+        self.moved.values().map(|m| &m.interrupt)
+    }
+
+    /// Interrupts that may still come to the CPU, and why.
+    pub fn stays(&self) -> &[(Interrupt, Stays)] {
+        &self.stays
+    }
+
+    /// Moves what was requested since; gives those interrupts. What was looked at before is not touched again.
+    pub fn again(&mut self) -> Vec<Interrupt> {
+        let mut new = Vec::new();
+        for interrupt in interrupts(&self.folder) {
+            if !self.known.insert(interrupt.irq) {
+                continue;
+            }
+            match move_mask(&mask_file(&self.folder, interrupt.irq), self.cpu, &self.online) {
+                Ok(Some((former, ours))) => {
+                    new.push(interrupt.clone());
+                    self.moved.insert(interrupt.irq, Moved { interrupt, former, ours });
+                }
+                Ok(None) => {}
+                Err(why) => self.stays.push((interrupt, why)),
+            }
+        }
+        new
+    }
+
+    /// Moved interrupts that nevertheless arrive at the CPU the next time, once: the kernel moves them then.
+    pub fn waiting(&self) -> Vec<Interrupt> {
+        let there = |m: &&Moved| arrives_at(&self.folder, m.interrupt.irq, self.cpu);
+        self.moved.values().filter(there).map(|m| m.interrupt.clone()).collect()
+    }
+
+    /// Whether an interrupt of virtio-vsock is among the waiting. `sysfs` is where that is mounted.
+    pub fn vsock_waits(&self, sysfs: &Path) -> bool {
+        let entries = std::fs::read_dir(sysfs.join(VSOCK_DRIVER)).into_iter().flatten().flatten();
+        // Handlers are `virtio3-virtqueues`, or one per queue; a change of the configuration is nothing to wait for.
+        let devices = entries.filter_map(|e| e.file_name().to_str().filter(|n| n.starts_with("virtio")).map(|n| format!("{n}-")));
+        let devices: Vec<String> = devices.collect();
+        let of_vsock = |name: &str| devices.iter().any(|d| name.strip_prefix(d.as_str()).is_some_and(|queue| queue != "config"));
+        self.waiting().iter().any(|interrupt| interrupt.name.split('+').any(of_vsock))
+    }
+
+    /// Restores every mask that is still ours.
+    pub fn give_back(mut self) -> GivenBack {
+        self.restore()
+    }
+
+    fn restore(&mut self) -> GivenBack {
+        let mut result = GivenBack::default();
+        if let Some((former, ours)) = self.default.take() {
+            // A default that cannot be read or written is nobody's loss: new interrupts go to the other CPUs then.
+            let _unused = restore(&self.folder.join("default_smp_affinity"), &ours, &former);
+            // Requested under our default, for nobody else's reason.
+            for interrupt in interrupts(&self.folder).filter(|i| !self.known.contains(&i.irq)) {
+                let _unused = restore(&mask_file(&self.folder, interrupt.irq), &ours, &former);
+            }
+        }
+        for Moved { interrupt, former, ours } in std::mem::take(&mut self.moved).into_values() {
+            match restore(&mask_file(&self.folder, interrupt.irq), &ours, &former) {
+                Ok(true) => result.restored += 1,
+                Ok(false) => result.changed.push(interrupt),
+                Err(Errno::ENOENT) => {} // freed meanwhile
+                Err(errno) => result.failed.push((interrupt, errno)),
+            }
+        }
+        result
+    }
+}
+
+impl Drop for MovedInterrupts {
+    fn drop(&mut self) {
+        self.restore();
+    }
+}
+
+/// Interrupts that arrive at `cpu` as things are: to choose a CPU by. Where the kernel does not say where one arrives, its mask counts.
+pub fn arriving_at(proc: &Path, cpu: usize) -> Vec<Interrupt> {
+    let folder = proc.join("irq");
+    interrupts(&folder).filter(|i| arrives_at(&folder, i.irq, cpu)).collect()
+}
+
+/// Makes virtio-vsock's interrupts arrive once each, so that they move: one connection attempt to a port of the host that nobody listens at. The
+/// request's completion and the host's refusal are the arrivals. Blocks until the host has refused, or the patience is over; gives whether it has. A
+/// vhost-user device may not answer, but its completion arrives all the same.
+pub fn stir_vsock(patience: Duration) -> nix::Result<bool> {
+    let attempt = socket(AddressFamily::Vsock, SockType::Stream, SockFlag::SOCK_CLOEXEC | SockFlag::SOCK_NONBLOCK, None)?;
+    match connect(attempt.as_raw_fd(), &VsockAddr::new(HOST_CID, DISCARD_PORT)) {
+        Ok(()) | Err(Errno::ECONNRESET | Errno::ECONNREFUSED) => return Ok(true),
+        Err(Errno::EINPROGRESS) => {}
+        Err(errno) => return Err(errno),
+    }
+    let patience = PollTimeout::try_from(patience).unwrap_or(PollTimeout::MAX);
+    Ok(poll(&mut [PollFd::new(attempt.as_fd(), PollFlags::POLLOUT)], patience)? > 0)
+}
+
+/// Every interrupt that has a handler, in the order of their numbers.
+fn interrupts(folder: &Path) -> impl Iterator<Item = Interrupt> + use<> {
+    let entries = std::fs::read_dir(folder).into_iter().flatten().flatten().take(MAX_INTERRUPTS);
+    let mut numbers: Vec<u32> = entries.filter_map(|e| e.file_name().to_str()?.parse().ok()).collect();
+    numbers.sort_unstable();
+    let folder = folder.to_path_buf();
+    numbers.into_iter().filter_map(move |irq| Some(Interrupt { irq, name: handlers(&folder.join(irq.to_string()))? }))
+}
+
+/// The kernel makes a directory for each handler.
+fn handlers(folder: &Path) -> Option<String> {
+    let entries = std::fs::read_dir(folder).ok()?.flatten().filter(|e| e.file_type().is_ok_and(|t| t.is_dir()));
+    let mut names: Vec<String> = entries.map(|e| e.file_name().to_string_lossy().into_owned()).collect();
+    names.sort_unstable();
+    (!names.is_empty()).then(|| names.join("+"))
+}
+
+fn mask_file(folder: &Path, irq: u32) -> PathBuf {
+    folder.join(irq.to_string()).join("smp_affinity")
+}
+
+fn arrives_at(folder: &Path, irq: u32, cpu: usize) -> bool {
+    let files = ["effective_affinity", "smp_affinity"].map(|file| folder.join(irq.to_string()).join(file));
+    files.iter().find_map(|file| read(file).ok()).is_some_and(|mask| mask.has(cpu))
+}
+
+/// The mask before and after; None where it does not have the CPU, or is gone.
+fn move_mask(file: &Path, cpu: usize, online: &CpuMask) -> Result<Option<(CpuMask, CpuMask)>, Stays> {
+    let former = match read(file) {
+        Ok(mask) if mask.has(cpu) => mask,
+        Ok(_) | Err(Errno::ENOENT) => return Ok(None),
+        Err(errno) => return Err(Stays::Refused(errno)),
+    };
+    let ours = former.without(cpu);
+    if !ours.meets(online) {
+        return Err(Stays::OnlyThere);
+    }
+    match write(file, &ours) {
+        Ok(()) => Ok(Some((former, ours))),
+        Err(Errno::ENOENT) => Ok(None),
+        Err(errno) => Err(Stays::Refused(errno)),
+    }
+}
+
+/// False where the mask is no longer ours.
+fn restore(file: &Path, ours: &CpuMask, former: &CpuMask) -> nix::Result<bool> {
+    if read(file)? != *ours {
+        return Ok(false);
+    }
+    write(file, former).map(|()| true)
+}
+
+fn read(file: &Path) -> nix::Result<CpuMask> {
+    let text = std::fs::read_to_string(file).map_err(|e| errno(&e))?;
+    CpuMask::parse(&text).ok_or(Errno::EBADMSG)
+}
+
+fn write(file: &Path, mask: &CpuMask) -> nix::Result<()> {
+    // One write: the kernel takes each as a whole mask.
+    let text = format!("{mask}\n");
+    OpenOptions::new().write(true).truncate(true).open(file).and_then(|mut f| f.write_all(text.as_bytes())).map_err(|e| errno(&e))
+}
+
+fn errno(error: &io::Error) -> Errno {
+    error.raw_os_error().map_or(Errno::EIO, Errno::from_raw)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::fs;
+
+    /// A /proc with these interrupts: number, handler (empty: none), mask.
+    struct Proc(PathBuf);
+
+    impl Proc {
+        fn new(name: &str, default: &str, interrupts: &[(u32, &str, &str)]) -> Self {
+            let root = std::env::temp_dir().join(format!("kata-gpu-init-interrupts-{name}-{}", std::process::id()));
+            let _unused = fs::remove_dir_all(&root);
+            fs::create_dir_all(root.join("irq")).unwrap();
+            fs::write(root.join("irq/default_smp_affinity"), format!("{default}\n")).unwrap();
+            let proc = Self(root);
+            interrupts.iter().for_each(|(irq, handler, mask)| proc.request(*irq, handler, mask));
+            proc
+        }
+
+        fn request(&self, irq: u32, handler: &str, mask: &str) {
+            let folder = self.0.join("irq").join(irq.to_string());
+            fs::create_dir_all(&folder).unwrap();
+            if !handler.is_empty() {
+                fs::create_dir(folder.join(handler)).unwrap();
+            }
+            fs::write(folder.join("smp_affinity"), format!("{mask}\n")).unwrap();
+        }
+
+        /// The kernel refuses to write to it, root or not. Its text, "65536", has CPUs 1, 2, 4, 5 and more.
+        fn refuse(&self, irq: u32) {
+            let file = mask_file(&self.0.join("irq"), irq);
+            fs::remove_file(&file).unwrap();
+            std::os::unix::fs::symlink("/proc/sys/kernel/ngroups_max", file).unwrap();
+        }
+
+        fn effective(&self, irq: u32, mask: &str) {
+            fs::write(self.0.join("irq").join(irq.to_string()).join("effective_affinity"), format!("{mask}\n")).unwrap();
+        }
+
+        fn set(&self, irq: u32, mask: &str) {
+            fs::write(mask_file(&self.0.join("irq"), irq), format!("{mask}\n")).unwrap();
+        }
+
+        fn mask(&self, irq: u32) -> String {
+            fs::read_to_string(mask_file(&self.0.join("irq"), irq)).unwrap().trim().to_string()
+        }
+
+        fn default(&self) -> String {
+            fs::read_to_string(self.0.join("irq/default_smp_affinity")).unwrap().trim().to_string()
+        }
+    }
+
+    impl Drop for Proc {
+        fn drop(&mut self) {
+            let _unused = fs::remove_dir_all(&self.0);
+        }
+    }
+
+    fn numbers<'a>(interrupts: impl IntoIterator<Item = &'a Interrupt>) -> Vec<u32> {
+        interrupts.into_iter().map(|i| i.irq).collect()
+    }
+
+    #[test]
+    fn masks_of_any_size_are_read_and_written_as_the_kernel_does() {
+        for (text, cpus, written) in [
+            ("3\n", vec![0, 1], "3"),
+            ("00000000,00000002", vec![1], "2"),
+            ("ffffffff,ffffffff", (0..64).collect(), "ffffffff,ffffffff"),
+            ("1,00000000,80000000\n", vec![31, 64], "1,00000000,80000000"),
+            ("0", vec![], "0"),
+        ] {
+            let mask = CpuMask::parse(text).unwrap();
+            assert_eq!((0..200).filter(|cpu| mask.has(*cpu)).collect::<Vec<_>>(), cpus, "{text}");
+            assert_eq!(mask, CpuMask::of(&cpus), "{text}");
+            assert_eq!(mask.to_string(), written);
+        }
+        for text in ["", ",", "x", "+3", "3,", "1ffffffff", "f f", "-1", "0x3"] {
+            assert_eq!(CpuMask::parse(text), None, "{text:?}");
+        }
+        assert_eq!(CpuMask::parse("ffffffff,ffffffff").unwrap().without(63).to_string(), "7fffffff,ffffffff");
+        assert_eq!(CpuMask::parse("1,00000001").unwrap().without(32).to_string(), "1");
+    }
+
+    #[test]
+    fn interrupts_leave_the_cpu_and_come_back() {
+        let proc = Proc::new("move", "3", &[(4, "ttyS0", "1"), (9, "", "3"), (24, "virtio0-config", "3"), (25, "virtio0-virtqueues", "2")]);
+        let moved = keep_off(&proc.0, 1, &[0, 1]);
+        assert_eq!((numbers(moved.moved()), list(moved.moved())), (vec![24], "24 virtio0-config".into()));
+        assert_eq!(moved.stays(), [(Interrupt { irq: 25, name: "virtio0-virtqueues".into() }, Stays::OnlyThere)]);
+        // One without a handler keeps its mask; so does one that never came there.
+        assert_eq!([4, 9, 24, 25].map(|irq| proc.mask(irq)), ["1", "3", "1", "2"]);
+        assert_eq!(proc.default(), "1");
+        assert_eq!(moved.give_back(), GivenBack { restored: 1, ..GivenBack::default() });
+        assert_eq!([4, 9, 24, 25].map(|irq| proc.mask(irq)), ["1", "3", "3", "2"]);
+        assert_eq!(proc.default(), "3");
+    }
+
+    #[test]
+    fn an_interrupt_that_the_kernel_does_not_move_is_named_and_stays() {
+        let proc = Proc::new("refused", "7", &[(24, "virtio0-req.0", "7"), (25, "virtio1-rx", "7")]);
+        proc.refuse(24);
+        let moved = keep_off(&proc.0, 1, &[0, 1, 2]);
+        assert_eq!(numbers(moved.moved()), [25]);
+        let [(interrupt, Stays::Refused(errno))] = moved.stays() else { panic!("{:?}", moved.stays()) };
+        assert_eq!((interrupt.to_string().as_str(), *errno), ("24 virtio0-req.0", Errno::EACCES));
+        assert_eq!(proc.mask(25), "5");
+    }
+
+    #[test]
+    fn what_is_requested_later_is_moved_later_and_gets_the_former_default_back() {
+        let proc = Proc::new("again", "f", &[(24, "virtio0-rx", "f")]);
+        let mut moved = keep_off(&proc.0, 3, &[0, 1, 2, 3]);
+        // One with a mask of its own, one under the default that is ours now.
+        proc.request(30, "nvidia", "c");
+        assert_eq!(numbers(&moved.again()), [30]);
+        assert_eq!(moved.again(), []);
+        proc.request(31, "nvidia", "7");
+        assert_eq!([24, 30, 31].map(|irq| proc.mask(irq)), ["7", "4", "7"]);
+        assert_eq!(moved.give_back().restored, 2);
+        assert_eq!([24, 30, 31].map(|irq| proc.mask(irq)), ["f", "c", "f"]);
+    }
+
+    #[test]
+    fn a_mask_that_somebody_else_has_changed_is_left_alone() {
+        let proc = Proc::new("changed", "3", &[(24, "virtio0-rx", "3"), (25, "virtio1-rx", "3"), (26, "virtio2-rx", "3")]);
+        let moved = keep_off(&proc.0, 1, &[0, 1]);
+        proc.set(24, "2");
+        fs::remove_dir_all(proc.0.join("irq/26")).unwrap();
+        fs::write(proc.0.join("irq/default_smp_affinity"), "2\n").unwrap();
+        let given = moved.give_back();
+        assert_eq!((given.restored, numbers(&given.changed), given.failed.len()), (1, vec![24], 0));
+        assert_eq!((proc.mask(24), proc.mask(25), proc.default()), ("2".into(), "3".into(), "2".into()));
+    }
+
+    #[test]
+    fn a_written_mask_is_not_a_moved_interrupt() {
+        let proc = Proc::new("pending", "3", &[(24, "virtio0-rx", "3"), (25, "virtio1-rx", "3")]);
+        proc.effective(24, "2");
+        proc.effective(25, "1");
+        assert_eq!(numbers(&arriving_at(&proc.0, 1)), [24]);
+        let moved = keep_off(&proc.0, 1, &[0, 1]);
+        assert_eq!(numbers(&moved.waiting()), [24]);
+        proc.effective(24, "1");
+        assert_eq!(moved.waiting(), []);
+    }
+
+    #[test]
+    fn vsocks_interrupts_are_told_from_others_by_the_driver_of_their_device() {
+        let proc = Proc::new("vsock", "3", &[(24, "virtio0-input", "3"), (25, "virtio1-config", "3"), (26, "virtio1-virtqueues", "3")]);
+        for irq in [24, 25, 26] {
+            proc.effective(irq, "2");
+        }
+        let moved = keep_off(&proc.0, 1, &[0, 1]);
+        assert!(!moved.vsock_waits(&proc.0));
+        for entry in ["bind", "module", "virtio1"] {
+            fs::create_dir_all(proc.0.join(VSOCK_DRIVER).join(entry)).unwrap();
+        }
+        assert!(moved.vsock_waits(&proc.0));
+        proc.effective(26, "1");
+        assert_eq!((moved.vsock_waits(&proc.0), numbers(&moved.waiting())), (false, vec![24, 25]));
+    }
+
+    #[test]
+    fn dropping_gives_back_and_the_only_cpu_keeps_everything() {
+        let proc = Proc::new("drop", "1", &[(24, "virtio0-rx", "1")]);
+        let moved = keep_off(&proc.0, 0, &[0]);
+        assert_eq!((moved.moved().count(), moved.stays().len(), proc.default()), (0, 1, "1".into()));
+        drop(moved);
+        proc.set(24, "3");
+        drop(keep_off(&proc.0, 0, &[0, 1]));
+        assert_eq!(proc.mask(24), "3");
+        // No /proc at all.
+        assert_eq!(keep_off(&proc.0.join("missing"), 1, &[0, 1]).give_back(), GivenBack::default());
+    }
+}

@@ -1,0 +1,118 @@
+//! The kernel's console, quiet for a while.
+//!
+//! On a real host an enabling vCPU holds QEMU's global lock for seconds, and a character that the kernel prints spins another vCPU until
+//! that lock is free. So the kernel's console level is lowered for the time of an enabling, to [`LEVEL`]: emergencies and alerts (0, 1)
+//! still pass, and a panic or an oops raises the level by itself (`console_verbose`).
+//!
+//! Invariants: only the console is spared. Every line stays in the kernel's log, /dev/kmsg has it, and so has the init's stream; lines of
+//! this time do not appear on the console afterwards. The former level is restored only where the level is still the one written here.
+//!
+//! The init's own lines on the console are the console sink's ([`events::sinks::console`](crate::events::sinks::console)). A worker that
+//! dies in between leaves the level low; its successor finds [`LEVEL`] and takes it for the guest's own.
+
+use std::fs::OpenOptions;
+use std::io::{self, Write};
+use std::path::{Path, PathBuf};
+
+/// The kernel prints messages *below* this level: 0, the system is unusable, and 1, somebody must act.
+pub const LEVEL: u32 = 2;
+
+/// The console is quiet until this is given back or dropped.
+#[derive(Debug)]
+pub struct Quiet {
+    file: PathBuf,
+    former: u32,
+}
+
+/// Lowers the level; None where it is not higher. `proc` is where procfs is mounted.
+pub fn quiet(proc: &Path) -> io::Result<Option<Quiet>> {
+    let file = proc.join("sys/kernel/printk");
+    let former = level(&file)?;
+    if former <= LEVEL {
+        return Ok(None);
+    }
+    set(&file, LEVEL)?;
+    Ok(Some(Quiet { file, former }))
+}
+
+impl Quiet {
+    /// The level before.
+    pub fn former(&self) -> u32 {
+        self.former
+    }
+
+    /// Restores the level.
+    pub fn give_back(self) {
+        drop(self);
+    }
+}
+
+impl Drop for Quiet {
+    fn drop(&mut self) {
+        if level(&self.file).is_ok_and(|now| now == LEVEL) {
+            // A level that was written a moment ago can be written again; if not, the console stays quiet and nothing is lost.
+            let _unused = set(&self.file, self.former);
+        }
+    }
+}
+
+/// The first of four numbers: console_loglevel.
+fn level(file: &Path) -> io::Result<u32> {
+    let text = std::fs::read_to_string(file).map_err(|e| io::Error::new(e.kind(), format!("read {}: {e}", file.display())))?;
+    let first = text.split_ascii_whitespace().next().and_then(|word| word.parse().ok());
+    first.ok_or_else(|| io::Error::other(format!("read {}: {text:?} does not begin with a level", file.display())))
+}
+
+/// The kernel takes fewer than four numbers and leaves the others as they are.
+fn set(file: &Path, level: u32) -> io::Result<()> {
+    let written = OpenOptions::new().write(true).truncate(true).open(file).and_then(|mut f| f.write_all(format!("{level}\n").as_bytes()));
+    written.map_err(|e| io::Error::new(e.kind(), format!("write {level} to {}: {e}", file.display())))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::fs;
+
+    fn proc(name: &str, text: &str) -> PathBuf {
+        let root = std::env::temp_dir().join(format!("kata-gpu-init-kernel-console-{name}-{}", std::process::id()));
+        fs::create_dir_all(root.join("sys/kernel")).unwrap();
+        fs::write(root.join("sys/kernel/printk"), text).unwrap();
+        root
+    }
+
+    fn now(root: &Path) -> u32 {
+        level(&root.join("sys/kernel/printk")).unwrap()
+    }
+
+    #[test]
+    fn the_console_is_quiet_for_the_time_and_as_before_afterwards() {
+        let root = proc("quiet", "7\t4\t1\t7\n");
+        let quiet = quiet(&root).unwrap().unwrap();
+        assert_eq!((now(&root), quiet.former()), (LEVEL, 7));
+        quiet.give_back();
+        assert_eq!(now(&root), 7);
+        fs::remove_dir_all(root).unwrap();
+    }
+
+    #[test]
+    fn a_level_that_somebody_else_has_set_meanwhile_stays() {
+        let root = proc("changed", "4\t4\t1\t7\n");
+        let quiet = quiet(&root).unwrap().unwrap();
+        fs::write(root.join("sys/kernel/printk"), "8\t4\t1\t7\n").unwrap();
+        drop(quiet);
+        assert_eq!(now(&root), 8);
+        fs::remove_dir_all(root).unwrap();
+    }
+
+    #[test]
+    fn a_console_that_is_quiet_already_is_not_touched() {
+        let root = proc("low", "1\t4\t1\t7\n");
+        assert!(quiet(&root).unwrap().is_none());
+        assert_eq!(fs::read_to_string(root.join("sys/kernel/printk")).unwrap(), "1\t4\t1\t7\n");
+        fs::write(root.join("sys/kernel/printk"), "loud\n").unwrap();
+        assert!(quiet(&root).unwrap_err().to_string().contains("does not begin with a level"));
+        assert!(quiet(&root.join("missing")).unwrap_err().to_string().starts_with("read "));
+        fs::remove_dir_all(root).unwrap();
+    }
+}
