@@ -36,9 +36,10 @@ const fn row(limit: Limit, after_ms: u64, reason: &'static str) -> Deadline {
 pub const TABLE: [Deadline; 13] = [
     row(
         Limit::Attach,
-        320,
-        "first part of an initialisation (S1), from open: the driver looks at config space with its global lock held, the last \
-         time 295 ms after the open (550.163.01, emulated); nothing reports its end",
+        350,
+        "first part of an initialisation (S1) of an H100, from open: the driver looks at config space with its global lock held, the \
+         last time 295 ms after the open (550.163.01, emulated); nothing reports its end, and an enabling that begins before it \
+         keeps that lock for as long as it takes",
     ),
     row(
         Limit::ProbesFirst,

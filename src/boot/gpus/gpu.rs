@@ -385,7 +385,12 @@ async fn initialise(shared: &Arc<Shared>, gpu: GpuId, node: &Node, after: StepId
             Some(descriptor) => Ok(descriptor),
             None => {
                 shared.lane.keep_driver_off();
-                let opened = shared.descriptors.open(gpu.address, &node, |thread| progress.on_thread(thread));
+                // From here, not from when it returns: with drivers before 550.40.07 the open is the whole initialisation.
+                let opening = |thread| {
+                    progress.on_thread(thread);
+                    shared.dispatch.report(Fact::Opening(gpu));
+                };
+                let opened = shared.descriptors.open(gpu.address, &node, opening);
                 progress.on_this_thread();
                 if !shared.roster.contains(gpu) {
                     // Removed meanwhile: the driver waits for everybody to close it, and has said so already.

@@ -12,7 +12,7 @@
 
 use super::deadlines::{Limit, REPORT_EVERY, REPORTS};
 use super::strategy::{self, Policy, SLOW_ENABLE, Strategy};
-use super::waves::{Choice, Costs};
+use super::waves::{Choice, Costs, H100, LONGEST};
 use crate::config::{Bind, Init};
 use crate::pci::{BAR_FIREWALL_WAIT, PciAddress};
 use std::collections::BTreeMap;
@@ -90,6 +90,8 @@ pub enum Fact {
     /// The writer of the spec has been asked to publish a GPU, and has done so.
     Publishing(GpuId),
     Published(GpuId),
+    /// A GPU is about to be opened: its initialisation begins.
+    Opening(GpuId),
     /// The initialisation of a GPU is over, well or not.
     Initialised(GpuId),
     /// A GPU is usable, and all is known of it.
@@ -279,6 +281,7 @@ struct Wave {
     count: u32,
     /// Nothing but its own locks has kept it: its time can be measured.
     alone: bool,
+    opened: bool,
 }
 
 /// The state of a bring-up.
@@ -290,8 +293,8 @@ pub struct Schedule {
     load: Load,
     lane: Lane,
     wave: Option<Wave>,
-    /// How many initialisations went together once, and how long that took.
-    measured: Option<(u32, Duration)>,
+    /// The scale of the quickest wave so far: a stalled one says nothing of the driver.
+    scale: Option<u32>,
     agent: Agent,
     started: Time,
     /// Deadline of the lockdown.
@@ -311,7 +314,7 @@ impl Schedule {
             load: Load::No,
             lane: Lane::default(),
             wave: None,
-            measured: None,
+            scale: None,
             agent: Agent::default(),
             started: now,
             lockdown: None,
@@ -445,6 +448,7 @@ impl Schedule {
                 }
                 self.agent.published(now);
             }
+            Fact::Opening(id) => self.opening(id, now),
             Fact::Initialised(id) => self.enter(id, Stage::Initialised, now),
             Fact::Usable(id) => self.enter(id, Stage::Usable, now),
             Fact::Failed(id) => self.enter(id, Stage::Failed, now),
@@ -566,7 +570,7 @@ impl Schedule {
 
     /// What enabling and initialising cost here, as far as it is known.
     fn costs(&self) -> Costs {
-        Costs::new(self.lane.took.unwrap_or_default(), self.is_parallel(), self.measured)
+        Costs::new(self.lane.took.unwrap_or_default(), self.is_parallel(), self.scale.unwrap_or(H100))
     }
 
     /// GPUs that are enabled and not initialising yet, and GPUs that are not enabled.
@@ -605,10 +609,19 @@ impl Schedule {
         }
         self.lane.attached += self.attach() * count as u32;
         let began = self.wave.filter(|_| runs).map_or((now, 0), |wave| (wave.began, wave.count));
-        self.wave = Some(Wave { began: began.0, count: began.1 + count as u32, alone: !runs });
+        self.wave = Some(Wave { began: began.0, count: began.1 + count as u32, alone: !runs, opened: runs });
         for id in ready.into_iter().take(count) {
             self.enter(id, Stage::Initialising, now);
             orders.push(Order::Initialise(id));
+        }
+    }
+
+    /// The first one of a wave that is opened: the first parts begin now, not when they were ordered.
+    fn opening(&mut self, id: GpuId, now: Time) {
+        let ordered = self.gpus.get(&id).filter(|gpu| gpu.stage == Stage::Initialising).map(|gpu| gpu.since);
+        if let (Some(ordered), Some(wave)) = (ordered, self.wave.as_mut().filter(|wave| !wave.opened)) {
+            wave.opened = true;
+            self.lane.attached += now.saturating_sub(ordered);
         }
     }
 
@@ -618,15 +631,16 @@ impl Schedule {
             self.wave = None;
             let well = self.any(|gpu| matches!(gpu.stage, Stage::Initialised | Stage::Usable));
             if wave.alone && well && now < wave.began + Limit::InitHangs.after() {
-                self.measured = self.measured.or(Some((wave.count, now - wave.began)));
+                let scale = Costs::scale_of(wave.count, now - wave.began, self.is_parallel()).min(LONGEST);
+                self.scale = Some(self.scale.map_or(scale, |quickest| quickest.min(scale)));
             }
         }
     }
 
     /// How long the first part of one initialisation is taken to last.
     fn attach(&self) -> Duration {
-        let [s1, ..] = self.costs().parts;
-        if self.measured.is_some() { s1 + s1 / 15 } else { Limit::Attach.after() }
+        let assumed = Limit::Attach.after();
+        self.scale.map_or(assumed, |scale| assumed * scale / H100)
     }
 
     /// Lets GPUs be probed, in PCI order.

@@ -8,7 +8,11 @@
 use std::collections::HashMap;
 use std::time::Duration;
 
-/// Parts of an initialisation: an H100's, until one has been measured.
+/// Scale of an H100, in thousandths: what is assumed until an initialisation has been measured.
+pub const H100: u32 = 1000;
+/// Longest initialisations that are reckoned with, as a scale: 42 s.
+pub const LONGEST: u32 = 20 * H100;
+/// Parts of an initialisation of an H100.
 const PARTS: [Duration; 3] = [Duration::from_millis(300), Duration::from_millis(1300), Duration::from_millis(500)];
 
 /// By how much the whole may be later so that the first GPU is usable sooner: one part in this many.
@@ -37,13 +41,15 @@ pub enum Choice {
 }
 
 impl Costs {
-    /// Costs with parts scaled to a wave of `count` that took `took`, if one was measured.
-    pub fn new(enable: Duration, parallel: bool, measured: Option<(u32, Duration)>) -> Self {
-        let reference = Self { enable, parts: PARTS, parallel };
-        let Some((count, took)) = measured else { return reference };
-        let (whole, took) = (reference.wave(count).as_micros().max(1), took.as_micros());
-        let scaled = |part: Duration| Duration::from_micros(u64::try_from(part.as_micros() * took / whole).unwrap_or(u64::MAX));
-        Self { parts: PARTS.map(scaled), ..reference }
+    /// Costs where initialisations take `scale` thousandths of an H100's.
+    pub fn new(enable: Duration, parallel: bool, scale: u32) -> Self {
+        Self { enable, parts: PARTS.map(|part| part * scale / H100), parallel }
+    }
+
+    /// The scale of a driver with which a wave of `count` took `took`.
+    pub fn scale_of(count: u32, took: Duration, parallel: bool) -> u32 {
+        let whole = Self::new(Duration::ZERO, parallel, H100).wave(count).as_micros().max(1);
+        u32::try_from(took.as_micros() * u128::from(H100) / whole).unwrap_or(u32::MAX)
     }
 
     /// What a wave takes.
@@ -135,7 +141,7 @@ mod tests {
     use super::*;
 
     fn costs(enable_ms: u64) -> Costs {
-        Costs::new(Duration::from_millis(enable_ms), true, None)
+        Costs::new(Duration::from_millis(enable_ms), true, H100)
     }
 
     #[test]
@@ -157,10 +163,10 @@ mod tests {
 
     #[test]
     fn parts_are_scaled_to_what_was_measured() {
-        let costs = Costs::new(Duration::from_millis(1), true, Some((1, Duration::from_millis(4200))));
+        let costs = Costs::new(Duration::from_millis(1), true, Costs::scale_of(1, Duration::from_millis(4200), true));
         assert_eq!(costs.parts, PARTS.map(|part| part * 2));
         assert_eq!(costs.wave(2), Duration::from_millis(2 * 600 + 2600 + 2 * 1000));
-        let serial = Costs::new(Duration::from_millis(1), false, None);
+        let serial = Costs::new(Duration::from_millis(1), false, H100);
         assert_eq!(serial.wave(2), Duration::from_millis(4200));
     }
 

@@ -45,9 +45,9 @@ fn on_a_slow_host_the_lane_waits_for_load_publication_and_the_first_part_of_an_i
     assert_eq!(schedule.take(ms(3026), Fact::Publishing(gpu(0))), []);
     assert_eq!(schedule.take(ms(3040), Fact::LoadOver), []);
     assert_eq!(schedule.take(ms(3050), Fact::Published(gpu(0))), []);
-    assert_eq!(schedule.deadline(ms(3050)), Some(ms(3345)), "the first part is over then");
-    let held = vec![(Hold::Load, ms(40)), (Hold::Publication, ms(10)), (Hold::Attach, ms(295))];
-    assert_eq!(schedule.wake(ms(3345)), [Order::Enable(gpu(1), held)]);
+    assert_eq!(schedule.deadline(ms(3050)), Some(ms(3375)), "the first part is over then");
+    let held = vec![(Hold::Load, ms(40)), (Hold::Publication, ms(10)), (Hold::Attach, ms(325))];
+    assert_eq!(schedule.wake(ms(3375)), [Order::Enable(gpu(1), held)]);
 }
 
 #[test]
@@ -56,7 +56,7 @@ fn a_publication_that_a_container_waits_for_holds_the_lane_until_its_program_run
     assert_eq!(schedule.take(ms(3030), Fact::LoadOver), []);
     assert_eq!(schedule.take(ms(3031), Fact::AgentLooked), []);
     assert_eq!(schedule.take(ms(3050), Fact::Published(gpu(0))), []);
-    assert_eq!(schedule.wake(ms(3345)), [], "one container has looked, and will look again");
+    assert_eq!(schedule.wake(ms(3375)), [], "one container has looked, and will look again");
     assert_eq!(schedule.take(ms(4031), Fact::AgentLooked), []);
     assert_eq!(schedule.take(ms(4073), Fact::ContainerBegins), []);
     assert_eq!(schedule.wake(ms(4400)), []);
@@ -98,7 +98,7 @@ fn on_a_medium_host_gpus_that_come_out_beside_a_wave_go_together_in_the_next_one
     schedule.take(ms(1010), Fact::UvmLoaded);
     schedule.take(ms(1010), Fact::LoadOver);
     assert_eq!(schedule.take(ms(1020), Fact::Bound(gpu(0))), [Order::Initialise(gpu(0))]);
-    assert!(matches!(&schedule.wake(ms(1340))[..], [Order::Enable(second, _)] if *second == gpu(1)));
+    assert!(matches!(&schedule.wake(ms(1370))[..], [Order::Enable(second, _)] if *second == gpu(1)));
     let orders = schedule.take(ms(2340), Fact::Enabled(gpu(1), ms(1000)));
     assert!(orders.contains(&Order::Probe(gpu(1), Probe::Bind)), "the global lock is free while the first one boots: {orders:?}");
     let orders = schedule.take(ms(2350), Fact::Bound(gpu(1)));
@@ -200,7 +200,7 @@ fn the_last_one_behind_a_firewall_sleeps_while_the_one_before_it_is_enabled() {
     schedule.take(ms(7013), Fact::UvmLoaded);
     assert_eq!(schedule.take(ms(7015), Fact::Bound(gpu(0))), [Order::Initialise(gpu(0))]);
     schedule.take(ms(7020), Fact::LoadOver);
-    let orders = schedule.wake(ms(7335));
+    let orders = schedule.wake(ms(7365));
     assert!(matches!(&orders[..], [Order::Enable(third, _)] if *third == gpu(2)), "{orders:?}");
     let (mut schedule, _) = boot(3, Policy { facts: Facts { firewall: true, ..policy.facts }, bind: Bind::Concurrent, ..policy });
     schedule.take(ms(3000), Fact::Enabled(gpu(0), ms(3000)));
@@ -208,7 +208,7 @@ fn the_last_one_behind_a_firewall_sleeps_while_the_one_before_it_is_enabled() {
     schedule.take(ms(3010), Fact::UvmLoaded);
     assert_eq!(schedule.take(ms(3010), Fact::Bound(gpu(0))), [Order::Initialise(gpu(0))]);
     assert_eq!(schedule.take(ms(3010), Fact::LoadOver), []);
-    let orders = schedule.wake(ms(3330));
+    let orders = schedule.wake(ms(3360));
     assert!(
         matches!(&orders[..], [Order::Enable(second, _), Order::Probe(last, Probe::BeforeEnable)] if *second == gpu(1) && *last == gpu(2)),
         "{orders:?}"
