@@ -396,14 +396,18 @@ impl Watch {
     }
 
     fn report(&self, seen: Seen) {
+        // What is done once for a container, and what it waits for; the rest is detail.
         match &seen {
             Seen::Look(what) => tracing::info!(name: names::AGENT_LOOK, what = %what),
-            Seen::Container { id, change } => tracing::info!(name: names::AGENT_CONTAINER, container = id.as_str(), what = %change),
-            Seen::InitBegan => tracing::info!(name: names::AGENT_CONTAINER, what = "init began"),
-            Seen::ProgramBegan => tracing::info!(name: names::AGENT_CONTAINER, what = "program began"),
+            Seen::Container { id, change: change @ Change::Made } => {
+                tracing::info!(name: names::AGENT_CONTAINER, container = id.as_str(), what = %change);
+            }
+            Seen::Container { id, change } => tracing::debug!(name: names::AGENT_CONTAINER, container = id.as_str(), what = %change),
+            Seen::InitBegan => tracing::debug!(name: names::AGENT_CONTAINER, what = "init began"),
+            Seen::ProgramBegan => tracing::debug!(name: names::AGENT_CONTAINER, what = "program began"),
             Seen::Cgroup { path, change } => tracing::debug!(name: names::AGENT_CONTAINER, cgroup = path.as_str(), what = %change),
-            Seen::HookBegan => tracing::info!(name: names::AGENT_HOOK, what = "began"),
-            Seen::HookEnded => tracing::info!(name: names::AGENT_HOOK, what = "ended"),
+            Seen::HookBegan => tracing::debug!(name: names::AGENT_HOOK, what = "began"),
+            Seen::HookEnded => tracing::debug!(name: names::AGENT_HOOK, what = "ended"),
         }
         // Nobody listens any more: the events are enough.
         let _unused = self.seen.send(seen);
