@@ -5,13 +5,14 @@
 //! lowered for the time of an enabling, to [`LEVEL`]: emergencies and alerts (0, 1) still pass, and
 //! a panic or an oops raises the level by itself (`console_verbose`).
 //!
-//! Invariants: only the console is spared. Every line stays in the kernel's log, /dev/kmsg has it,
-//! and so has the init's stream; lines of this time do not appear on the console afterwards. The
-//! former level is restored only where the level is still the one written here.
+//! Invariants: only the console is spared. Every line stays in the kernel's log, where /dev/kmsg
+//! has it and the init's stream finds what it wants; lines of this time do not appear on the
+//! console afterwards. The former level is restored only where the level is still the one written
+//! here.
 //!
-//! The init's own lines on the console are the console sink's
-//! ([`events::sinks::console`](crate::events::sinks::console)). A worker that dies in between
-//! leaves the level low; its successor finds [`LEVEL`] and takes it for the guest's own.
+//! The init's own lines on the console are another matter (the console sink's gate). A worker that
+//! dies in between leaves the level low; its successor finds [`LEVEL`] and takes it for the guest's
+//! own.
 
 use std::fs::OpenOptions;
 use std::io::{self, Write};
