@@ -1,8 +1,10 @@
-//! Traces that the agent leaves while it waits for GPUs and makes containers, seen without touching it: its looks at the CDI spec, the
-//! directories and cgroups of its containers, its own executable, the hooks of ours that it starts. One inotify instance, each trace as an
-//! event and as a value ([`Seen`]).
+//! Traces that the agent leaves while it waits for GPUs and makes containers, seen without touching
+//! it: its looks at the CDI spec, the directories and cgroups of its containers, its own
+//! executable, the hooks of ours that it starts. One inotify instance, each trace as an event and
+//! as a value ([`Seen`]).
 //!
-//! In the order in which kata-agent 4.1.0 leaves them, with ms on a quiet guest of 2 CPUs, for a container with a GPU:
+//! In the order in which kata-agent 4.1.0 leaves them, with ms on a quiet guest of 2 CPUs, for a
+//! container with a GPU:
 //!
 //! | ms | trace |
 //! |---|---|
@@ -15,21 +17,29 @@
 //! | 727 | [`Seen::ProgramBegan`]: that process has replaced the agent's executable by the container's program, or has died |
 //!
 //! inotify names what was touched, not who did it:
-//! - A look is any open of the spec. Nothing else in a guest opens it; this init never reads it back.
-//! - An exec opens the file, and the kernel keeps it open for as long as the program is mapped, so the file is closed when the process
-//!   ends or becomes another program (seen with 6.1 and 6.18). The init's own processes are forks without exec: they are no hooks.
-//! - A cgroup is any directory below the mounted cgroup tree. Only the agent makes such directories; this init makes none.
+//! - A look is any open of the spec. Nothing else in a guest opens it; this init never reads it
+//!   back.
+//! - An exec opens the file, and the kernel keeps it open for as long as the program is mapped, so
+//!   the file is closed when the process ends or becomes another program (seen with 6.1 and 6.18).
+//!   The init's own processes are forks without exec: they are no hooks.
+//! - A cgroup is any directory below the mounted cgroup tree. Only the agent makes such
+//!   directories; this init makes none.
 //!
 //! Invariants:
-//! - Nothing is polled. /run/kata-containers is removed and made again by the agent: /run is watched for it. /sys/fs/cgroup may be mounted
-//!   after the watch began, by the agent as PID 1: a change of the mounts is an event of /proc/self/mounts.
-//! - Equal events that follow each other directly are one: two hooks started at once may be one `HookBegan`. Events are signs, not counts.
-//! - Watches are bounded ([`MAX_CGROUPS`]), and a removed cgroup leaves nothing behind: kernfs sends no IN_DELETE_SELF, and a watch would
-//!   keep the inode, so the watch goes with the IN_DELETE that the parent reports.
-//! - cgroup v2: the tree at /sys/fs/cgroup, population from each `cgroup.events`. v1: the tree of one controller ([`V1`]), population from
-//!   writes to `cgroup.procs` and `tasks`; nothing reports there that a cgroup is empty.
+//! - Nothing is polled. /run/kata-containers is removed and made again by the agent: /run is
+//!   watched for it. /sys/fs/cgroup may be mounted after the watch began, by the agent as PID 1: a
+//!   change of the mounts is an event of /proc/self/mounts.
+//! - Equal events that follow each other directly are one: two hooks started at once may be one
+//!   `HookBegan`. Events are signs, not counts.
+//! - Watches are bounded ([`MAX_CGROUPS`]), and a removed cgroup leaves nothing behind: kernfs
+//!   sends no IN_DELETE_SELF, and a watch would keep the inode, so the watch goes with the
+//!   IN_DELETE that the parent reports.
+//! - cgroup v2: the tree at /sys/fs/cgroup, population from each `cgroup.events`. v1: the tree of
+//!   one controller ([`V1`]), population from writes to `cgroup.procs` and `tasks`; nothing reports
+//!   there that a cgroup is empty.
 //!
-//! Watching cgroups ends with [`AgentWatch::stop_cgroups`]; all else is seen for as long as the guest lives.
+//! Watching cgroups ends with [`AgentWatch::stop_cgroups`]; all else is seen for as long as the
+//! guest lives.
 
 use crate::cdi::publish::FILE;
 use crate::events::names;
@@ -46,8 +56,8 @@ use tokio::io::unix::AsyncFd;
 use tokio::sync::Notify;
 use tokio::sync::mpsc::UnboundedSender;
 
-/// cgroups that are watched at once, two watches each. A pod of some ten containers has some twenty. Those above are reported when they are made and
-/// removed, but not what happens in them.
+/// cgroups that are watched at once, two watches each. A pod of some ten containers has some
+/// twenty. Those above are reported when they are made and removed, but not what happens in them.
 const MAX_CGROUPS: usize = 200;
 /// v1 controllers whose tree is watched, the first that is mounted.
 const V1: &[&str] = &["memory", "pids", "devices", "cpuset", "cpu", "freezer", "blkio"];
@@ -65,7 +75,8 @@ pub enum Seen {
     Look(Look),
     /// The directory of a container was made, which is its first trace, or removed.
     Container { id: String, change: Change },
-    /// The agent's executable was started at least once, as a container's first process. Also PID 1's own start, for a watch that began before.
+    /// The agent's executable was started at least once, as a container's first process. Also PID
+    /// 1's own start, for a watch that began before.
     InitBegan,
     /// At least one such process has become its container's program, or has died.
     ProgramBegan,
@@ -160,8 +171,9 @@ impl AgentWatch {
     }
 }
 
-/// Starts to watch, for ever; must be called inside the runtime. Whoever holds the receiver of `seen` must read it or drop it. Fails where the specs
-/// cannot be watched; what else cannot is an event.
+/// Starts to watch, for ever; must be called inside the runtime. Whoever holds the receiver of
+/// `seen` must read it or drop it. Fails where the specs cannot be watched; what else cannot is an
+/// event.
 pub fn start(places: Places, seen: UnboundedSender<Seen>) -> io::Result<AgentWatch> {
     let inotify = Inotify::init(InitFlags::IN_CLOEXEC | InitFlags::IN_NONBLOCK)?;
     let mut watch = Watch { inotify, watched: HashMap::new(), groups: BTreeMap::new(), tree: None, places, seen };
@@ -243,7 +255,8 @@ struct Tree {
     unified: bool,
 }
 
-/// The tree that the agent uses: v2 where that is mounted at `at` itself, else the first of [`V1`] below it.
+/// The tree that the agent uses: v2 where that is mounted at `at` itself, else the first of [`V1`]
+/// below it.
 fn tree_in(mounts: &str, at: &Path) -> Option<Tree> {
     let mounts: Vec<[&str; 3]> = mounts
         .lines()
@@ -396,14 +409,18 @@ impl Watch {
     }
 
     fn report(&self, seen: Seen) {
+        // What is done once for a container, and what it waits for; the rest is detail.
         match &seen {
             Seen::Look(what) => tracing::info!(name: names::AGENT_LOOK, what = %what),
-            Seen::Container { id, change } => tracing::info!(name: names::AGENT_CONTAINER, container = id.as_str(), what = %change),
-            Seen::InitBegan => tracing::info!(name: names::AGENT_CONTAINER, what = "init began"),
-            Seen::ProgramBegan => tracing::info!(name: names::AGENT_CONTAINER, what = "program began"),
+            Seen::Container { id, change: change @ Change::Made } => {
+                tracing::info!(name: names::AGENT_CONTAINER, container = id.as_str(), what = %change);
+            }
+            Seen::Container { id, change } => tracing::debug!(name: names::AGENT_CONTAINER, container = id.as_str(), what = %change),
+            Seen::InitBegan => tracing::debug!(name: names::AGENT_CONTAINER, what = "init began"),
+            Seen::ProgramBegan => tracing::debug!(name: names::AGENT_CONTAINER, what = "program began"),
             Seen::Cgroup { path, change } => tracing::debug!(name: names::AGENT_CONTAINER, cgroup = path.as_str(), what = %change),
-            Seen::HookBegan => tracing::info!(name: names::AGENT_HOOK, what = "began"),
-            Seen::HookEnded => tracing::info!(name: names::AGENT_HOOK, what = "ended"),
+            Seen::HookBegan => tracing::debug!(name: names::AGENT_HOOK, what = "began"),
+            Seen::HookEnded => tracing::debug!(name: names::AGENT_HOOK, what = "ended"),
         }
         // Nobody listens any more: the events are enough.
         let _unused = self.seen.send(seen);
@@ -435,7 +452,8 @@ impl Watch {
         }
     }
 
-    /// Watches a cgroup and those below it. One that is made while this looks is found by the watch, or by the look, or by both: reported once.
+    /// Watches a cgroup and those below it. One that is made while this looks is found by the
+    /// watch, or by the look, or by both: reported once.
     fn add(&mut self, path: String, report: Report) {
         let Some(tree) = self.tree.clone() else { return };
         let mut found = vec![path];
@@ -757,7 +775,8 @@ mod tests {
         fs::remove_dir(root.join("gone")).unwrap();
         fs::create_dir_all(root.join("new/c")).unwrap();
         watch.resume();
-        // What was in the queue before says the same again, and is not reported again but for the removal.
+        // What was in the queue before says the same again, and is not reported again but for the
+        // removal.
         drain(&mut watch);
         let mut all = Vec::new();
         while let Ok(seen) = seen.try_recv() {

@@ -1,34 +1,45 @@
 //! Interrupts of one CPU, moved to the others for a while and given back.
 //!
-//! While the host maps a GPU's BARs, the enabling vCPU takes no interrupt for seconds. An interrupt that is routed there waits as
-//! long, and so does its device: without this, virtio-vsock's is among them, and the agent answers the host 3.3 s late.
+//! While the host maps a GPU's BARs, the enabling vCPU takes no interrupt for seconds. An interrupt
+//! that is routed there waits as long, and so does its device: without this, virtio-vsock's is
+//! among them, and the agent answers the host 3.3 s late.
 //!
 //! Invariants:
-//! - Nothing here fails as a whole. An interrupt that cannot be moved (managed by its driver, or per CPU: EIO) stays, and the report
-//!   names it.
-//! - An interrupt keeps at least one CPU that is online: one whose mask has no other CPU is not touched.
-//! - An interrupt without a handler is not touched: it follows `default_smp_affinity`, which is changed for the time.
-//! - Only a mask that is still the one written here is given back. Whoever changed it meanwhile wins.
+//! - Nothing here fails as a whole. An interrupt that cannot be moved (managed by its driver, or
+//!   per CPU: EIO) stays, and the report names it.
+//! - An interrupt keeps at least one CPU that is online: one whose mask has no other CPU is not
+//!   touched.
+//! - An interrupt without a handler is not touched: it follows `default_smp_affinity`, which is
+//!   changed for the time.
+//! - Only a mask that is still the one written here is given back. Whoever changed it meanwhile
+//!   wins.
 //!
-//! A written mask is not a moved interrupt. On x86 without interrupt remapping (no vIOMMU, Kata's default) the kernel only notes the
-//! new CPU of an MSI or IO-APIC interrupt and changes it when that interrupt arrives the next time, on the old CPU
-//! (`irq_set_affinity_locked` in kernel/irq/manage.c: IRQCHIP_MOVE_DEFERRED since 6.15, before that no IRQD_MOVE_PCNTXT).
-//! `smp_affinity` shows the new mask at once, `effective_affinity` the truth. So [`MovedInterrupts::waiting`] names those that still
-//! are where they were; each needs one more arrival, before the CPU is gone. Seen with kernel 6.1, vsock's interrupt on the CPU that is
-//! gone for 2 s: a ping to the host that is sent 0.3 s later takes 1.70 s with nothing moved, 1.70 s with the mask written, 5 ms with
-//! the mask written and one arrival in between. One connection attempt to the host is such an arrival ([`stir_vsock`]), and so is
-//! whatever a stream to the host sends or gets. Interrupts of other devices move with their own next arrival.
+//! A written mask is not a moved interrupt. On x86 without interrupt remapping (no vIOMMU, Kata's
+//! default) the kernel only notes the new CPU of an MSI or IO-APIC interrupt and changes it when
+//! that interrupt arrives the next time, on the old CPU (`irq_set_affinity_locked` in
+//! kernel/irq/manage.c: IRQCHIP_MOVE_DEFERRED, in older kernels the absence of IRQD_MOVE_PCNTXT).
+//! `smp_affinity` shows the new mask at once, `effective_affinity` the truth. So
+//! [`MovedInterrupts::waiting`] names those that still are where they were; each needs one more
+//! arrival, before the CPU is gone. Seen with kernel 6.1, vsock's interrupt on the CPU that is gone
+//! for 2 s: a ping to the host that is sent 0.3 s later takes 1.70 s with nothing moved, 1.70 s
+//! with the mask written, 5 ms with the mask written and one arrival in between. One connection
+//! attempt to the host is such an arrival ([`stir_vsock`]), and so is whatever a stream to the host
+//! sends or gets. Interrupts of other devices move with their own next arrival.
 //!
-//! Work of virtio-vsock follows its interrupt and its senders, not a mask. Its workqueue is per CPU (`alloc_workqueue("virtio_vsock",
-//! 0, 0)`, WQ_PERCPU since 6.18), `queue_work` on such a queue takes the CPU of the caller, and the callers are the interrupt handlers
-//! (rx_work, tx_work, event_work) and senders that find the queue busy (send_pkt_work; `queue_work` in kernel/workqueue.c,
-//! `virtio_vsock_rx_done` in net/vmw_vsock/virtio_transport.c). With the interrupts on other CPUs, no received packet is queued on the
-//! lane's CPU. A packet that a process sends *from* the lane's CPU can be left there, for a sender that was preempted by the enabling
-//! within microseconds; from 6.1 on most packets skip the queue. `/sys/devices/virtual/workqueue/cpumask` covers unbound workqueues
-//! only, which virtio-vsock does not use, and rewriting it rebuilds every unbound queue of the kernel: this module leaves it alone.
-//! A worker of an unbound queue is an ordinary task and leaves a CPU that is gone by load balancing, as other tasks do.
+//! Work of virtio-vsock follows its interrupts and its senders, not a mask. Its workqueue is per
+//! CPU (`alloc_workqueue("virtio_vsock", 0, 0)`, now WQ_PERCPU; net/vmw_vsock/virtio_transport.c),
+//! and `queue_work` on such a queue takes the CPU of its caller. Callers are the interrupt handlers
+//! (rx_work, tx_work, event_work) and senders (send_pkt_work). With the interrupts elsewhere, no
+//! received packet is queued on the lane's CPU. A packet that a process sends from the lane's CPU
+//! is queued there, and left there if the enabling begins before the queue's worker has run; newer
+//! kernels spare most packets the queue (`virtio_transport_send_skb_fast_path`).
+//! `/sys/devices/virtual/workqueue/cpumask` covers unbound workqueues only, which virtio-vsock does
+//! not use, and writing it rebuilds every unbound queue of the kernel: this module leaves it alone.
+//! Workers of unbound queues are ordinary tasks, and idle CPUs pull waiting tasks off the queue of
+//! a CPU that is gone.
 //!
-//! A worker that dies in between leaves the masks as they are: the guest works on with one CPU that serves fewer interrupts.
+//! A worker that dies in between leaves the masks as they are: the guest works on with one CPU that
+//! serves fewer interrupts.
 
 use nix::errno::Errno;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
@@ -41,7 +52,8 @@ use std::os::fd::{AsFd, AsRawFd};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-/// Interrupts that are looked at. 16 GPUs with 9 vectors each and 64 CPUs' virtio queues are some 400.
+/// Interrupts that are looked at. 16 GPUs with 9 vectors each and 64 CPUs' virtio queues are some
+/// 400.
 const MAX_INTERRUPTS: usize = 4096;
 /// Longest mask file: 8192 CPUs (the kernel's limit) in groups of 32.
 const MAX_MASK_BYTES: usize = 4096;
@@ -52,7 +64,8 @@ const DISCARD_PORT: u32 = 9;
 /// Virtio devices of this driver are virtio-vsock.
 const VSOCK_DRIVER: &str = "bus/virtio/drivers/vmw_vsock_virtio_transport";
 
-/// A set of CPUs, as /proc/irq writes it: hexadecimal words of 32 bits, highest first, with commas between them.
+/// A set of CPUs, as /proc/irq writes it: hexadecimal words of 32 bits, highest first, with commas
+/// between them.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct CpuMask {
     /// Lowest first; the last one is not 0.
@@ -143,7 +156,8 @@ pub fn list<'a>(interrupts: impl IntoIterator<Item = &'a Interrupt>) -> String {
 pub enum Stays {
     /// No other CPU that is online is in its mask.
     OnlyThere,
-    /// The kernel refuses a new mask: EIO for managed and for per-CPU interrupts, ENOSPC where no vector is free.
+    /// The kernel refuses a new mask: EIO for managed and for per-CPU interrupts, ENOSPC where no
+    /// vector is free.
     Refused(Errno),
 }
 
@@ -172,14 +186,16 @@ pub struct MovedInterrupts {
     online: CpuMask,
     moved: BTreeMap<u32, Moved>,
     stays: Vec<(Interrupt, Stays)>,
-    /// Numbers that had a handler when they were looked at: later ones were requested under our default.
+    /// Numbers that had a handler when they were looked at: later ones were requested under our
+    /// default.
     known: BTreeSet<u32>,
     /// The default mask before and with this.
     default: Option<(CpuMask, CpuMask)>,
 }
 
-/// Moves every interrupt off `cpu` that can be moved, and the default for new ones. `proc` is where procfs is mounted; `online` are the
-/// CPUs that there are. Takes some ten microseconds for each interrupt.
+/// Moves every interrupt off `cpu` that can be moved, and the default for new ones. `proc` is where
+/// procfs is mounted; `online` are the CPUs that there are. Takes some ten microseconds for each
+/// interrupt.
 pub fn keep_off(proc: &Path, cpu: usize, online: &[usize]) -> MovedInterrupts {
     let folder = proc.join("irq");
     let default = move_mask(&folder.join("default_smp_affinity"), cpu, &CpuMask::of(online)).ok().flatten();
@@ -207,7 +223,8 @@ impl MovedInterrupts {
         &self.stays
     }
 
-    /// Moves what was requested since; gives those interrupts. What was looked at before is not touched again.
+    /// Moves what was requested since; gives those interrupts. What was looked at before is not
+    /// touched again.
     pub fn again(&mut self) -> Vec<Interrupt> {
         let mut new = Vec::new();
         for interrupt in interrupts(&self.folder) {
@@ -226,7 +243,8 @@ impl MovedInterrupts {
         new
     }
 
-    /// Moved interrupts that nevertheless arrive at the CPU the next time, once: the kernel moves them then.
+    /// Moved interrupts that nevertheless arrive at the CPU the next time, once: the kernel moves
+    /// them then.
     pub fn waiting(&self) -> Vec<Interrupt> {
         let there = |m: &&Moved| arrives_at(&self.folder, m.interrupt.irq, self.cpu);
         self.moved.values().filter(there).map(|m| m.interrupt.clone()).collect()
@@ -235,7 +253,8 @@ impl MovedInterrupts {
     /// Whether an interrupt of virtio-vsock is among the waiting. `sysfs` is where that is mounted.
     pub fn vsock_waits(&self, sysfs: &Path) -> bool {
         let entries = std::fs::read_dir(sysfs.join(VSOCK_DRIVER)).into_iter().flatten().flatten();
-        // Handlers are `virtio3-virtqueues`, or one per queue; a change of the configuration is nothing to wait for.
+        // Handlers are `virtio3-virtqueues`, or one per queue; a change of the configuration is
+        // nothing to wait for.
         let devices = entries.filter_map(|e| e.file_name().to_str().filter(|n| n.starts_with("virtio")).map(|n| format!("{n}-")));
         let devices: Vec<String> = devices.collect();
         let of_vsock = |name: &str| devices.iter().any(|d| name.strip_prefix(d.as_str()).is_some_and(|queue| queue != "config"));
@@ -250,7 +269,8 @@ impl MovedInterrupts {
     fn restore(&mut self) -> GivenBack {
         let mut result = GivenBack::default();
         if let Some((former, ours)) = self.default.take() {
-            // A default that cannot be read or written is nobody's loss: new interrupts go to the other CPUs then.
+            // A default that cannot be read or written is nobody's loss: new interrupts go to the
+            // other CPUs then.
             let _unused = restore(&self.folder.join("default_smp_affinity"), &ours, &former);
             // Requested under our default, for nobody else's reason.
             for interrupt in interrupts(&self.folder).filter(|i| !self.known.contains(&i.irq)) {
@@ -275,14 +295,16 @@ impl Drop for MovedInterrupts {
     }
 }
 
-/// Interrupts that arrive at `cpu` as things are: to choose a CPU by. Where the kernel does not say where one arrives, its mask counts.
+/// Interrupts that arrive at `cpu` as things are: to choose a CPU by. Where the kernel does not say
+/// where one arrives, its mask counts.
 pub fn arriving_at(proc: &Path, cpu: usize) -> Vec<Interrupt> {
     let folder = proc.join("irq");
     interrupts(&folder).filter(|i| arrives_at(&folder, i.irq, cpu)).collect()
 }
 
-/// Makes virtio-vsock's interrupts arrive once each, so that they move: one connection attempt to a port of the host that nobody listens at. The
-/// request's completion and the host's refusal are the arrivals. Blocks until the host has refused, or the patience is over; gives whether it has. A
+/// Makes virtio-vsock's interrupts arrive once each, so that they move: one connection attempt to a
+/// port of the host that nobody listens at. The request's completion and the host's refusal are the
+/// arrivals. Blocks until the host has refused, or the patience is over; gives whether it has. A
 /// vhost-user device may not answer, but its completion arrives all the same.
 pub fn stir_vsock(patience: Duration) -> nix::Result<bool> {
     let attempt = socket(AddressFamily::Vsock, SockType::Stream, SockFlag::SOCK_CLOEXEC | SockFlag::SOCK_NONBLOCK, None)?;
@@ -390,7 +412,8 @@ mod tests {
             fs::write(folder.join("smp_affinity"), format!("{mask}\n")).unwrap();
         }
 
-        /// The kernel refuses to write to it, root or not. Its text, "65536", has CPUs 1, 2, 4, 5 and more.
+        /// The kernel refuses to write to it, root or not. Its text, "65536", has CPUs 1, 2, 4, 5
+        /// and more.
         fn refuse(&self, irq: u32) {
             let file = mask_file(&self.0.join("irq"), irq);
             fs::remove_file(&file).unwrap();

@@ -1,20 +1,25 @@
 //! The kernel's console, quiet for a while.
 //!
-//! On a real host an enabling vCPU holds QEMU's global lock for seconds, and a character that the kernel prints spins another vCPU until
-//! that lock is free. So the kernel's console level is lowered for the time of an enabling, to [`LEVEL`]: emergencies and alerts (0, 1)
-//! still pass, and a panic or an oops raises the level by itself (`console_verbose`).
+//! On a real host an enabling vCPU holds QEMU's global lock for seconds, and a character that the
+//! kernel prints spins another vCPU until that lock is free. So the kernel's console level is
+//! lowered for the time of an enabling, to [`LEVEL`]: emergencies and alerts (0, 1) still pass, and
+//! a panic or an oops raises the level by itself (`console_verbose`).
 //!
-//! Invariants: only the console is spared. Every line stays in the kernel's log, /dev/kmsg has it, and so has the init's stream; lines of
-//! this time do not appear on the console afterwards. The former level is restored only where the level is still the one written here.
+//! Invariants: only the console is spared. Every line stays in the kernel's log, where /dev/kmsg
+//! has it and the init's stream finds what it wants; lines of this time do not appear on the
+//! console afterwards. The former level is restored only where the level is still the one written
+//! here.
 //!
-//! The init's own lines on the console are the console sink's ([`events::sinks::console`](crate::events::sinks::console)). A worker that
-//! dies in between leaves the level low; its successor finds [`LEVEL`] and takes it for the guest's own.
+//! The init's own lines on the console are another matter (the console sink's gate). A worker that
+//! dies in between leaves the level low; its successor finds [`LEVEL`] and takes it for the guest's
+//! own.
 
 use std::fs::OpenOptions;
 use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 
-/// The kernel prints messages *below* this level: 0, the system is unusable, and 1, somebody must act.
+/// The kernel prints messages *below* this level: 0, the system is unusable, and 1, somebody must
+/// act.
 pub const LEVEL: u32 = 2;
 
 /// The console is quiet until this is given back or dropped.
@@ -50,7 +55,8 @@ impl Quiet {
 impl Drop for Quiet {
     fn drop(&mut self) {
         if level(&self.file).is_ok_and(|now| now == LEVEL) {
-            // A level that was written a moment ago can be written again; if not, the console stays quiet and nothing is lost.
+            // A level that was written a moment ago can be written again; if not, the console stays
+            // quiet and nothing is lost.
             let _unused = set(&self.file, self.former);
         }
     }

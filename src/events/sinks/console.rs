@@ -1,13 +1,17 @@
-//! The console sink: the stream's events as lines in kata-agent's own log shape (slog JSON, all values strings), so that whatever already
-//! collects the agent's lines (containerd's `vmconsole=`, kata-log-parser) carries ours with nothing installed.
+//! The console sink: the stream's events as lines in kata-agent's own log shape (slog JSON, all
+//! values strings), so that whatever already collects the agent's lines (containerd's `vmconsole=`,
+//! kata-log-parser) carries ours with nothing installed.
 //!
-//! A console can be slow (a serial port is, and QEMU can stop reading it), so this is a thread of its own that nobody waits for. Kernel lines
-//! are not repeated: the kernel has printed them already.
+//! A console can be slow (a serial port is, and QEMU can stop reading it), so this is a thread of
+//! its own that nobody waits for. Kernel lines are not repeated: the kernel has printed them
+//! already.
 //!
-//! While a GPU is enabled on a real host, a line on the console spins a vCPU until the VMM is free again. So the thread stops in front of a
-//! [`Gate`] before each line. Invariants of the gate: nothing is lost by it (lines wait in the ring, which counts what it had to drop), the
-//! order stays, no line waits longer than [`LONGEST_HOLD`] for whoever forgets to release it, and no other writer of the console knows it
-//! ([`failure::tell`](crate::failure::tell), the kernel, the agent). A line that is being written when the gate closes is written to its end.
+//! While a GPU is enabled on a real host, a line on the console spins a vCPU until the VMM is free
+//! again. So the thread stops in front of a [`Gate`] before each line. Invariants of the gate:
+//! nothing is lost by it (lines wait in the ring, which counts what it had to drop), the order
+//! stays, no line waits longer than [`LONGEST_HOLD`] for whoever forgets to release it, and no
+//! other writer of the console knows it ([`failure::tell`](crate::failure::tell), the kernel, the
+//! agent). A line that is being written when the gate closes is written to its end.
 
 use crate::clock::{boottime_ns, realtime_ns};
 use crate::events::names;
@@ -51,8 +55,9 @@ impl Gate {
         self.closed.1.notify_all();
     }
 
-    /// Blocks the thread until the gate is open. `since` is when the thread was first stopped with what it has to write, over several holds; after
-    /// the longest hold from then on, the gate is opened here.
+    /// Blocks the thread until the gate is open. `since` is when the thread was first stopped with
+    /// what it has to write, over several holds; after the longest hold from then on, the gate is
+    /// opened here.
     fn pass(&self, since: &mut Option<Instant>) {
         let mut closed = self.lock();
         while *closed {
@@ -71,8 +76,8 @@ impl Gate {
     }
 }
 
-/// Starts the thread. Records above `level` (less urgent) are left out, and, `only_new`, those that are there already. No line is written while
-/// the gate is held.
+/// Starts the thread. Records above `level` (less urgent) are left out, and, `only_new`, those that
+/// are there already. No line is written while the gate is held.
 pub fn start(ring: Arc<Ring>, level: Level, only_new: bool, gate: Gate) -> io::Result<()> {
     let console = OpenOptions::new().write(true).open(CONSOLE)?;
     std::thread::Builder::new().name("console".into()).stack_size(128 * 1024).spawn(move || {
@@ -82,8 +87,8 @@ pub fn start(ring: Arc<Ring>, level: Level, only_new: bool, gate: Gate) -> io::R
     Ok(())
 }
 
-/// Writes every record from `next` on, for ever. A console that refuses writes will not come back, and there is nobody to tell but the other sinks:
-/// this then returns.
+/// Writes every record from `next` on, for ever. A console that refuses writes will not come back,
+/// and there is nobody to tell but the other sinks: this then returns.
 fn follow(ring: &Ring, mut next: u64, level: Level, gate: &Gate, mut console: impl Write) {
     let mut stopped = None;
     loop {
@@ -109,9 +114,11 @@ fn follow(ring: &Ring, mut next: u64, level: Level, gate: &Gate, mut console: im
     }
 }
 
-/// One line as the agent would write it, or None for what does not go to the console. `offset_ns` is REALTIME minus BOOTTIME.
+/// One line as the agent would write it, or None for what does not go to the console. `offset_ns`
+/// is REALTIME minus BOOTTIME.
 pub fn log_line(record: &Record, level: Level, offset_ns: u64) -> Option<String> {
-    // Begins matter to somebody who waits for a step that hangs, not on a console that is read afterwards.
+    // Begins matter to somebody who waits for a step that hangs, not on a console that is read
+    // afterwards.
     let own_level = if record.kind == Kind::Begin { record.level.max(Level::Debug) } else { record.level };
     if record.kind == Kind::Kmsg || own_level > level {
         return None;
@@ -258,7 +265,8 @@ mod tests {
         gate.hold();
         let sink = Sink::start(Ring::default(), gate);
         sink.push(0, 1);
-        // Each hold is short; the line waits no longer than one hold may last, and what the loop below takes.
+        // Each hold is short; the line waits no longer than one hold may last, and what the loop
+        // below takes.
         while let Err(_nothing) = sink.lines.recv_timeout(Duration::from_millis(20)) {
             sink.gate.release();
             sink.gate.hold();
