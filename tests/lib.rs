@@ -5,6 +5,8 @@ pub mod agent;
 pub mod driver_script;
 pub mod hardware;
 pub mod minimal_init;
+pub mod protobuf;
 pub mod serial_init;
 pub mod trap_init;
+pub mod ttrpc;
 pub mod vm;
