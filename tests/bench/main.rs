@@ -2,11 +2,13 @@
 //!
 //! Figures are for comparison within one run only: the guest is emulated, and the machine may be busy. Every raw run goes to `tests/bench/runs/`.
 
+mod agent;
 mod boot;
 mod bring_up;
 mod cdi;
 mod collector;
 mod initrd;
+mod real_agent;
 mod soak;
 
 use anyhow::{Context, Result, bail};
@@ -15,7 +17,7 @@ use serde_json::{Value, json};
 use std::io::Write;
 use std::path::{Path, PathBuf};
 
-const USAGE: &str = "want: bench boot [RUNS] | bench bringup [--tenth] [HOST..] | bench cdi [RUNS] | bench collector [VMS] [RECORDS] | bench initrd [RUNS] | bench soak [BOOTS] [SEED]";
+const USAGE: &str = "want: bench agent [RUNS] | bench boot [RUNS] | bench bringup [--tenth] [HOST..] | bench cdi [RUNS] | bench collector [VMS] [RECORDS] | bench initrd [RUNS] | bench soak [BOOTS] [SEED]";
 
 fn main() -> Result<()> {
     let arguments: Vec<String> = std::env::args().skip(1).collect();
@@ -23,6 +25,7 @@ fn main() -> Result<()> {
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("..").canonicalize()?;
     let context = TestContext { target: root.join("target"), work_dir: root.join("target/vm/bench") };
     match arguments.first().map(String::as_str) {
+        Some("agent") => agent::run(&root, &context, number(1, 3)? as usize),
         Some("boot") => boot::run(&root, &context, number(1, 3)? as usize),
         Some("bringup") => bring_up::run(&root, &context, &arguments[1..]),
         Some("cdi") => cdi::run(&root, number(1, 50)? as usize),
