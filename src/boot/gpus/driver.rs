@@ -5,15 +5,15 @@
 
 use super::dispatch::Dispatch;
 use super::extras;
-use super::gpu::Shared;
 use super::libraries;
+use super::messages::{Fact, GpuId};
 use super::publication::{Common, Update, Updates};
-use super::schedule::{Fact, GpuId};
+use super::shared::{Driver, Loaded, Shared};
 use crate::bind::{DRIVER, PciSysfs};
 use crate::config::{Config, with_registry_key};
 use crate::device_nodes::{DeviceNodes, Node};
 use crate::driver_proc::{Majors, majors, node_rules};
-use crate::events::{After, Step, StepId, names};
+use crate::events::{After, Step, names};
 use crate::kernel_modules::{LoadError, Modules};
 use crate::modinfo;
 use crate::pci::PciAddress;
@@ -35,30 +35,6 @@ const UVM: &str = "nvidia-uvm";
 const REGISTRATION_LOOK: Duration = Duration::from_millis(5);
 /// Makes the driver keep its global lock while a GPU's own processor boots.
 const UNRELAXED: &str = "RmRelaxedGspInitLocking=0";
-
-/// Where the load is.
-#[derive(Clone)]
-pub enum Driver {
-    Loading,
-    Loaded(Loaded),
-    /// The module is not there, and why.
-    Failed {
-        reason: Option<Reason>,
-        error: String,
-    },
-}
-
-/// A loaded driver.
-#[derive(Clone)]
-pub struct Loaded {
-    pub step: StepId,
-    pub major: u32,
-    pub nodes: DeviceNodes,
-    /// GPUs whose probe the load tried: one of these that is not bound has failed.
-    pub tried: Vec<PciAddress>,
-    /// The nodes that every container needs are made, as far as they can be.
-    pub control_ready: bool,
-}
 
 /// Starts the load, which comes after `chosen`, on a thread of its own; must be called inside the runtime. It may probe these GPUs: all, or
 /// `one_by_one` until one probe succeeds. Those that it is not shown first are held back before this returns.

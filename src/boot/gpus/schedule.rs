@@ -10,163 +10,15 @@
 //! Not here: who carries an order out ([`dispatch`](super::dispatch), [`gpu`](super::gpu)), and publication, which waits for no
 //! other GPU.
 
+use super::agent::Agent;
 use super::deadlines::{Limit, REPORT_EVERY, REPORTS};
+use super::messages::{Arrival, Fact, GpuId, Hold, Order, Probe, Time};
 use super::strategy::{self, Policy, SLOW_ENABLE, Strategy};
 use super::waves::{Choice, Costs, H100, LONGEST};
 use crate::config::{Bind, Init};
-use crate::pci::{BAR_FIREWALL_WAIT, PciAddress};
+use crate::pci::BAR_FIREWALL_WAIT;
 use std::collections::BTreeMap;
-use std::fmt;
 use std::time::Duration;
-
-/// Time since the guest's boot.
-pub type Time = Duration;
-
-/// Looks of the agent that are counted.
-const MOST_LOOKS: usize = 64;
-/// A container that waits looks once a second: between these times after its last look.
-const LOOK_PERIOD: (Duration, Duration) = (Duration::from_millis(900), Limit::AgentLook.after());
-/// Waits for looks in vain, one after another, after which nobody is waited for any more until a container is made.
-const MOST_IN_VAIN: u32 = 3;
-
-/// One arrival of a GPU: its address, and how many arrivals there were before it. Orders by address.
-#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub struct GpuId {
-    pub address: PciAddress,
-    pub generation: u32,
-}
-
-impl fmt::Debug for GpuId {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{}#{}", self.address, self.generation)
-    }
-}
-
-/// How a GPU comes in: what is left to be done for it.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Arrival {
-    /// There at boot, touched by nobody.
-    Boot,
-    /// The same, but an earlier worker has died over it: no load counts as a try.
-    Again,
-    /// Bound by an earlier worker, or plugged in later, when the kernel enables and probes it by itself.
-    Enabled,
-    /// Settled by an earlier worker.
-    Usable,
-    Failed,
-}
-
-/// How a GPU is probed.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Probe {
-    /// By the load of the driver.
-    Load,
-    /// Beside a load that is still probing another GPU.
-    BesideLoad,
-    /// By a write to the driver's `bind`.
-    Bind,
-    /// The same on the lane's vCPU, before it is enabled: the driver enables it when its firewall is down.
-    BeforeEnable,
-}
-
-/// What has happened.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Fact {
-    Found(GpuId, Arrival),
-    /// All GPUs of the boot scan are found.
-    Scanned,
-    /// The enabling of a GPU is over; `took`: by the clock of who did it.
-    Enabled(GpuId, Duration),
-    /// The driver has entered itself at the bus: its load is probing.
-    Registered,
-    /// The load of nvidia is over; nothing more comes of one that failed.
-    Loaded(bool),
-    /// The load of nvidia-uvm is over.
-    UvmLoaded,
-    /// Nothing of the loads is left that needs all CPUs.
-    LoadOver,
-    /// A GPU is bound, its minor is known and its node is made.
-    Bound(GpuId),
-    /// The writer of the spec has been asked to publish a GPU, and has done so.
-    Publishing(GpuId),
-    Published(GpuId),
-    /// A GPU is about to be opened: its initialisation begins.
-    Opening(GpuId),
-    /// The initialisation of a GPU is over, well or not.
-    Initialised(GpuId),
-    /// A GPU is usable, and all is known of it.
-    Usable(GpuId),
-    /// A GPU will not come.
-    Failed(GpuId),
-    /// A GPU has left the bus.
-    Gone(GpuId),
-    /// The agent has looked into the spec.
-    AgentLooked,
-    /// The agent makes a container.
-    ContainerBegins,
-    /// The program of a container runs.
-    ContainerRuns,
-}
-
-/// What keeps the next GPU from being enabled.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub enum Hold {
-    Load,
-    Probe,
-    Publication,
-    Attach,
-    Wave,
-    AgentStart,
-    AgentLook,
-    Container,
-}
-
-impl Hold {
-    pub fn as_str(self) -> &'static str {
-        match self {
-            Self::Load => "driver load",
-            Self::Probe => "probe",
-            Self::Publication => "publication",
-            Self::Attach => "attach",
-            Self::Wave => "initialisations",
-            Self::AgentStart => "agent start",
-            Self::AgentLook => "agent's look",
-            Self::Container => "container start",
-        }
-    }
-}
-
-/// A reason, and for how long it held the lane.
-pub type Held = (Hold, Duration);
-
-/// What is to be done now.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Order {
-    /// The strategy is chosen.
-    Chosen(Strategy, Option<Duration>),
-    /// Load the driver; it may probe these GPUs: all of them, or one by one until one probe succeeds.
-    Load {
-        gpus: Vec<GpuId>,
-        one_by_one: bool,
-    },
-    /// Begin. What kept it waiting, and for how long, comes with an enabling.
-    Enable(GpuId, Vec<Held>),
-    Probe(GpuId, Probe),
-    Initialise(GpuId),
-    /// The lane waits before it enables this GPU.
-    Wait(GpuId),
-    /// No more GPUs are to be enabled: the lane's vCPU is free.
-    LaneOver,
-    /// Report a GPU that takes long: the step it is in, and how long it has been on its way.
-    Late(GpuId, &'static str, Duration),
-    /// All GPUs are usable or failed.
-    Settled {
-        usable: usize,
-        failed: usize,
-    },
-    /// Nothing needs to be loaded any more.
-    LockDown,
-}
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Stage {
@@ -241,24 +93,6 @@ enum Load {
         over: bool,
     },
     Failed,
-}
-
-/// What is seen of the agent.
-#[derive(Clone, Debug, Default)]
-struct Agent {
-    /// Looks within the last period: one for each container that waits.
-    looks: Vec<Time>,
-    /// Containers in the making, and since when the first of them.
-    making: u32,
-    since: Time,
-    /// Whether any container was seen.
-    any: bool,
-    /// The last publication for which the lane waits, and how many containers that waited then have not looked since.
-    published: Option<(Time, usize)>,
-    /// The last look that may bring a container.
-    decides: Option<Time>,
-    /// Waits for looks, one after another, that brought none: who waits, waits for more GPUs.
-    in_vain: u32,
 }
 
 /// The enable lane's bookkeeping.
@@ -375,10 +209,8 @@ impl Schedule {
             Load::Loaded { at: loaded, since, .. } => times.extend([at(loaded, Limit::UvmFirst), at(since, Limit::LaneHold)]),
             Load::No | Load::Failed => {}
         }
-        times.push(at(self.agent.since, Limit::ContainerMade));
+        times.extend(self.agent.deadlines().into_iter().flatten());
         times.extend(self.wave.map(|wave| wave.began + self.costs().first_is_back()));
-        times.extend(self.agent.published.map(|(published, _)| at(published, Limit::AgentLook)));
-        times.extend(self.agent.decides.map(|looked| at(looked, Limit::LookDecides)));
         times.extend(self.lockdown.filter(|_| !self.locked_down));
         times.into_iter().filter(|time| *time > now).min()
     }
@@ -826,72 +658,6 @@ fn step_name(stage: Stage, loaded: bool) -> &'static str {
         Stage::Initialising => "initialisation",
         Stage::Initialised => "extras",
         Stage::Usable | Stage::Failed => "settled",
-    }
-}
-
-impl Agent {
-    fn looked(&mut self, now: Time) {
-        let repeats = |at: &Time| now >= *at + LOOK_PERIOD.0 && now < *at + LOOK_PERIOD.1;
-        let known = self.looks.iter().any(repeats);
-        self.looks.retain(|at| now < *at + LOOK_PERIOD.1);
-        // A guest that looks more often than any agent counts as one that waits.
-        if self.looks.len() < MOST_LOOKS {
-            self.looks.push(now);
-        }
-        let last = match &mut self.published {
-            Some((_, left)) => {
-                *left = left.saturating_sub(1);
-                *left == 0
-            }
-            None => false,
-        };
-        if last {
-            self.published = None;
-        }
-        // One that is not known yet may find all that it wants.
-        if last || !known && self.in_vain < MOST_IN_VAIN {
-            self.close_look(now);
-            self.decides = Some(now);
-        }
-    }
-
-    /// A look that has brought no container in its time was in vain.
-    fn close_look(&mut self, now: Time) {
-        let over = self.decides.take().is_some_and(|looked| now >= looked + Limit::LookDecides.after());
-        self.in_vain += u32::from(over);
-    }
-
-    fn begins(&mut self, now: Time) {
-        if self.making == 0 {
-            self.since = now;
-        }
-        self.making += 1;
-        (self.any, self.decides, self.in_vain) = (true, None, 0);
-    }
-
-    fn runs(&mut self, now: Time) {
-        self.making = self.making.saturating_sub(1);
-        self.since = now;
-    }
-
-    /// A wait for looks is worth its time where containers wait, and the last such waits were not in vain.
-    fn published(&mut self, now: Time) {
-        self.looks.retain(|at| now < *at + LOOK_PERIOD.1);
-        self.close_look(now);
-        self.in_vain += u32::from(self.published.take().is_some());
-        if self.in_vain == 0 && !self.looks.is_empty() {
-            self.published = Some((now, self.looks.len()));
-        }
-    }
-
-    fn holds(&self, now: Time) -> Option<Hold> {
-        let within = |since: Time, limit: Limit| now < since + limit.after();
-        if self.making > 0 && within(self.since, Limit::ContainerMade) {
-            return Some(Hold::Container);
-        }
-        let look = self.published.is_some_and(|(published, _)| within(published, Limit::AgentLook));
-        let decides = self.decides.is_some_and(|looked| within(looked, Limit::LookDecides));
-        (look || decides).then_some(Hold::AgentLook)
     }
 }
 
