@@ -2,7 +2,7 @@
 //! reports to it what the kernel says. Waits for no GPU.
 
 use super::dispatch::{self, Dispatch, Orders};
-use super::driver::{self, Image};
+use super::driver::{self, Image, Way};
 use super::extras;
 use super::failed::failed_later;
 use super::gpu;
@@ -220,10 +220,10 @@ impl Fleet {
     fn carry_out(&mut self, order: Order) {
         match order {
             Order::Chosen(strategy, enabled) => report_strategy(&strategy, &self.facts, enabled),
-            Order::Load { gpus, one_by_one } => {
+            Order::Load { gpus, one_by_one, enables } => {
                 if let Some(image) = self.image.take() {
                     let after = After::from(&[Some(self.looked), self.shared.lane.last_enabling()][..]);
-                    driver::start(image, after, self.driver.clone(), &self.shared, &gpus, one_by_one);
+                    driver::start(image, after, self.driver.clone(), &self.shared, &gpus, Way { one_by_one, enables });
                 }
             }
             Order::Wait(gpu) => self.shared.lane.wait(gpu.address),

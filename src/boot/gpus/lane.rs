@@ -79,6 +79,14 @@ impl Lane {
         }
     }
 
+    /// Runs work that enables a GPU by itself: on the lane's vCPU, on the calling thread.
+    pub fn run_there<T>(&self, work: impl FnOnce() -> T) -> T {
+        match self.reserve() {
+            Some(cpu) => cpu.run_there(work),
+            None => work(),
+        }
+    }
+
     /// The step of the last enabling.
     pub fn last_enabling(&self) -> Option<StepId> {
         self.lock().after.0.first().copied()

@@ -123,10 +123,11 @@ pub type Held = (Hold, Duration);
 pub enum Order {
     /// The strategy is chosen.
     Chosen(Strategy, Option<Duration>),
-    /// Load the driver; it may probe these GPUs: all of them, or one by one until one probe succeeds.
+    /// Load the driver; it may probe these GPUs: all of them, or one by one until one probe succeeds. `enables`: its probes enable them as well.
     Load {
         gpus: Vec<GpuId>,
         one_by_one: bool,
+        enables: bool,
     },
     /// Begin. What kept it waiting, and for how long, comes with an enabling.
     Enable(GpuId, Vec<Held>),

@@ -28,6 +28,8 @@ enum Stage {
     /// Waits for the driver, or for its turn to be probed.
     Enabled,
     Probing(Probe),
+    /// The load that probed it is over; its minor is read.
+    Probed,
     /// Waits for its turn to be initialised.
     Bound,
     Initialising,
@@ -108,13 +110,16 @@ struct Lane {
     over: bool,
 }
 
+/// How long after its registration a load's own probe sleeps on while others are enabled one after another on a fast host.
+const SOON: Duration = Duration::from_millis(500);
+
 /// Initialisations that go together.
 #[derive(Clone, Copy, Debug)]
 struct Wave {
     began: Time,
     count: u32,
-    /// Nothing but its own locks has kept it: its time can be measured.
-    alone: bool,
+    /// All began together and none has failed: its time can be measured.
+    well: bool,
     opened: bool,
 }
 
@@ -194,6 +199,7 @@ impl Schedule {
                     times.push(at(gpu.since, Limit::ProbesFirst));
                     times.extend([Limit::LaneFirst, Limit::LaneHold, Limit::ProbeHangs].map(|limit| at(gpu.since, limit)));
                 }
+                Stage::Probed => times.extend([Limit::ProbesFirst, Limit::LaneHold].map(|limit| at(gpu.since, limit))),
                 Stage::Bound => times.push(at(gpu.since, Limit::LaneFirst)),
                 Stage::Enabling => times.push(at(gpu.since, Limit::LaneFirst)),
                 Stage::Enabled => times.push(at(gpu.since, Limit::LaneHold)),
@@ -255,6 +261,9 @@ impl Schedule {
                     Load::No | Load::Loaded { .. } | Load::Failed => now,
                 };
                 self.load = Load::Loaded { at: now, since, uvm: false, over: false };
+                for gpu in self.gpus.values_mut().filter(|gpu| gpu.stage == Stage::Probing(Probe::Load)) {
+                    gpu.enter(Stage::Probed, now);
+                }
             }
             Fact::Loaded(false) => self.load = Load::Failed,
             Fact::UvmLoaded => {
@@ -293,9 +302,12 @@ impl Schedule {
 
     fn enter(&mut self, id: GpuId, stage: Stage, now: Time) {
         if let Some(gpu) = self.gpus.get_mut(&id) {
+            let initialised = matches!(gpu.stage, Stage::Initialising | Stage::Initialised);
             gpu.enter(stage, now);
-            if matches!(stage, Stage::Failed) {
+            if stage == Stage::Failed {
                 gpu.publishing = None;
+                // A failed initialisation is a short one.
+                self.wave = self.wave.map(|wave| Wave { well: wave.well && !initialised, ..wave });
             }
         }
     }
@@ -317,10 +329,15 @@ impl Schedule {
         self.gpus.iter().filter(|(_, gpu)| gpu.stage == Stage::New).map(|(id, _)| *id)
     }
 
-    /// The strategy depends on how long the first GPU's enabling took, so it is chosen when one is over.
+    /// The strategy depends on how long the first GPU's enabling took, so it is chosen when one is over; not where probes sleep.
     fn choose(&mut self, orders: &mut Vec<Order>) {
         let measured = self.lane.took;
-        let to_measure = self.policy.bind != Bind::Insmod && self.any(|gpu| matches!(gpu.stage, Stage::New | Stage::Enabling));
+        let depends = match self.policy.bind {
+            Bind::Auto | Bind::Concurrent => !self.has_firewall(),
+            Bind::Pipelined => true,
+            Bind::Insmod => false,
+        };
+        let to_measure = depends && self.any(|gpu| matches!(gpu.stage, Stage::New | Stage::Enabling));
         if self.strategy.is_some() || self.gpus.is_empty() || measured.is_none() && to_measure {
             return;
         }
@@ -332,14 +349,14 @@ impl Schedule {
     /// Loads the driver when no slow enabling is under way: each would wait for the other's CPUs.
     fn begin_load(&mut self, now: Time, orders: &mut Vec<Order>) {
         let Some(strategy) = &self.strategy else { return };
-        if self.load != Load::No || self.any(|gpu| gpu.stage == Stage::Enabling) {
+        if self.load != Load::No || self.any(|gpu| gpu.stage == Stage::Enabling) || self.agent_first(now).is_some() {
             return;
         }
         let one_by_one = strategy.bind != Bind::Insmod;
         let free: Vec<GpuId> = self.gpus.iter().filter(|(_, gpu)| !gpu.is_settled()).map(|(id, _)| *id).collect();
         self.load = Load::Runs { since: now, registered: None };
         let count = if one_by_one { 1 } else { free.len() };
-        orders.push(Order::Load { gpus: free.clone(), one_by_one });
+        orders.push(Order::Load { gpus: free.clone(), one_by_one, enables: self.lane.took.is_none() });
         for id in free.into_iter().take(count) {
             if let Some(gpu) = self.gpus.get_mut(&id)
                 && gpu.arrival == Arrival::Boot
@@ -391,7 +408,8 @@ impl Schedule {
         let slept = |gpu: &Gpu| if self.has_firewall() { self.probing_since(gpu) + BAR_FIREWALL_WAIT } else { gpu.since };
         let probed = |gpu: &Gpu| awake(gpu) && now < slept(gpu) + Limit::ProbesFirst.after();
         let next = |gpu: &Gpu| gpu.stage == Stage::Enabled && self.is_loaded() && gpu.within(Limit::LaneHold, now);
-        let probes = self.any(probed) || self.any(next) && !self.any(awake);
+        let read = |gpu: &Gpu| gpu.stage == Stage::Probed && gpu.within(Limit::ProbesFirst, now);
+        let probes = self.any(probed) || self.any(read) || self.any(next) && !self.any(awake);
         let uvm = matches!(self.load, Load::Loaded { at, uvm: false, .. } if now < at + Limit::UvmFirst.after());
         probes || uvm
     }
@@ -408,7 +426,7 @@ impl Schedule {
     /// GPUs that are enabled and not initialising yet, and GPUs that are not enabled.
     fn ready_and_rest(&self) -> (usize, usize) {
         let count = |wanted: fn(Stage) -> bool| self.gpus.values().filter(|gpu| wanted(gpu.stage)).count();
-        let ready = count(|stage| matches!(stage, Stage::Enabled | Stage::Probing(_) | Stage::Bound));
+        let ready = count(|stage| matches!(stage, Stage::Enabled | Stage::Probing(_) | Stage::Probed | Stage::Bound));
         (ready, count(|stage| matches!(stage, Stage::New | Stage::Enabling)))
     }
 
@@ -441,7 +459,7 @@ impl Schedule {
         }
         self.lane.attached += self.attach() * count as u32;
         let began = self.wave.filter(|_| runs).map_or((now, 0), |wave| (wave.began, wave.count));
-        self.wave = Some(Wave { began: began.0, count: began.1 + count as u32, alone: !runs, opened: runs });
+        self.wave = Some(Wave { began: began.0, count: began.1 + count as u32, well: !runs, opened: runs });
         for id in ready.into_iter().take(count) {
             self.enter(id, Stage::Initialising, now);
             orders.push(Order::Initialise(id));
@@ -461,8 +479,7 @@ impl Schedule {
     fn measure(&mut self, now: Time, runs: bool) {
         if let Some(wave) = self.wave.filter(|_| !runs) {
             self.wave = None;
-            let well = self.any(|gpu| matches!(gpu.stage, Stage::Initialised | Stage::Usable));
-            if wave.alone && well && now < wave.began + Limit::InitHangs.after() {
+            if wave.well && now < wave.began + Limit::InitHangs.after() {
                 let scale = Costs::scale_of(wave.count, now - wave.began, self.is_parallel()).min(LONGEST);
                 self.scale = Some(self.scale.map_or(scale, |quickest| quickest.min(scale)));
             }
@@ -471,14 +488,15 @@ impl Schedule {
 
     /// How long the first part of one initialisation is taken to last.
     fn attach(&self) -> Duration {
-        let assumed = Limit::Attach.after();
-        self.scale.map_or(assumed, |scale| assumed * scale / H100)
+        let [s1, ..] = self.costs().parts;
+        let measured = self.scale.map(|_| (s1 * 17 / 15).max(Limit::AttachLeast.after()));
+        measured.unwrap_or(Limit::Attach.after())
     }
 
     /// Lets GPUs be probed, in PCI order.
     fn probe(&mut self, now: Time, orders: &mut Vec<Order>) {
         let Some(bind) = self.strategy.as_ref().map(|s| s.bind) else { return };
-        let beside = matches!(self.load, Load::Runs { registered: Some(_), .. }) && bind == Bind::Concurrent && !self.is_slow();
+        let beside = bind == Bind::Concurrent && self.load_waits_for_probe(now);
         let how = if beside { Probe::BesideLoad } else { Probe::Bind };
         if !beside && !self.is_loaded() {
             return;
@@ -492,6 +510,13 @@ impl Schedule {
             self.enter(id, Stage::Probing(how), now);
             orders.push(Order::Probe(id, how));
         }
+    }
+
+    /// Whether a probe that begins now is over when the load's own probe is: the load does not end before those beside it do. One that hangs there
+    /// keeps the load from ending.
+    fn load_waits_for_probe(&self, now: Time) -> bool {
+        let enables = self.lane.took.unwrap_or_default().max(SOON);
+        matches!(self.load, Load::Runs { registered: Some(registered), .. } if now <= registered + enables)
     }
 
     /// Whether a probe would wait for initialisations that hold the global lock, and the lane with it.
@@ -531,6 +556,7 @@ impl Schedule {
         // The last one behind a firewall sleeps while the one before it is enabled, and is enabled when it wakes.
         let mut left = self.waiting();
         if let (Some(last), None) = (left.next(), left.next())
+            && self.strategy.as_ref().is_some_and(|strategy| strategy.bind == Bind::Concurrent)
             && self.has_firewall()
             && self.is_slow()
             && matches!(self.load, Load::Loaded { .. })
@@ -560,15 +586,14 @@ impl Schedule {
 
     /// What keeps the next GPU from being enabled now.
     fn hold(&self, now: Time) -> Option<Hold> {
-        if self.strategy.is_none() {
-            let alone = self.policy.facts.vcpus < 2;
-            let waits = alone && !self.agent.any && now < self.started + Limit::AgentFirst.after();
-            return waits.then_some(Hold::AgentStart).or_else(|| self.agent.holds(now).filter(|_| alone));
-        }
-        if !self.is_slow() {
-            return None;
-        }
         let held = |since: Time| now < since + Limit::LaneHold.after();
+        match self.load {
+            _ if self.strategy.is_none() => return self.agent_first(now),
+            // Nothing is known of the host yet.
+            Load::Runs { since, registered: None } if self.has_firewall() && held(since) => return Some(Hold::Load),
+            _ if !self.is_slow() => return None,
+            _ => {}
+        }
         let load = match self.load {
             // An enabling that is not over when a sleeping load wakes would hold up its end, and with it the first publication.
             Load::Runs { since, registered } => {
@@ -580,7 +605,8 @@ impl Schedule {
         };
         let probe = |gpu: &Gpu| match gpu.stage {
             Stage::Enabled => self.is_loaded() && held(gpu.since) && !self.wave_runs(now),
-            Stage::Probing(Probe::Load) => self.is_loaded() && held(gpu.since),
+            Stage::Probed => held(gpu.since),
+            Stage::Probing(Probe::Load) => false,
             Stage::Probing(_) => !self.sleeps(gpu, Duration::ZERO, now) && held(gpu.since),
             _ => false,
         };
@@ -607,6 +633,15 @@ impl Schedule {
             None => Choice::Enable,
         };
         (choice == Choice::Hold && !self.has_firewall() && self.any(patient)).then_some(Hold::Wave)
+    }
+
+    /// What of the agent the first enabling waits for: on one vCPU nothing runs beside it.
+    fn agent_first(&self, now: Time) -> Option<Hold> {
+        if self.policy.facts.vcpus > 1 || self.lane.took.is_some() {
+            return None;
+        }
+        let waits = !self.agent.any && now < self.started + Limit::AgentFirst.after();
+        waits.then_some(Hold::AgentStart).or_else(|| self.agent.holds(now))
     }
 
     /// Since when a load needs all CPUs: from its begin on, but not while its first probe sleeps.
@@ -653,7 +688,7 @@ fn step_name(stage: Stage, loaded: bool) -> &'static str {
         Stage::New | Stage::Enabling => "enable",
         Stage::Enabled if loaded => "wait to be probed",
         Stage::Enabled | Stage::Probing(Probe::Load) => "driver load",
-        Stage::Probing(_) => "probe",
+        Stage::Probing(_) | Stage::Probed => "probe",
         Stage::Bound => "wait to be initialised",
         Stage::Initialising => "initialisation",
         Stage::Initialised => "extras",
