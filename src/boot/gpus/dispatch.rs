@@ -1,6 +1,7 @@
 //! Carries facts to the [`Schedule`] and its orders to those who wait for them: each GPU's task gets its own, the fleet the rest.
 
-use super::schedule::{Fact, GpuId, Order, Schedule, Time};
+use super::messages::{Fact, GpuId, Order, Time};
+use super::schedule::Schedule;
 use crate::clock::boottime_ns;
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};

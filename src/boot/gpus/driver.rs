@@ -5,15 +5,16 @@
 
 use super::dispatch::Dispatch;
 use super::extras;
-use super::gpu::Shared;
+use super::lane::Lane;
 use super::libraries;
+use super::messages::{Fact, GpuId};
 use super::publication::{Common, Update, Updates};
-use super::schedule::{Fact, GpuId};
+use super::shared::{Driver, Loaded, Shared};
 use crate::bind::{DRIVER, PciSysfs};
 use crate::config::{Config, with_registry_key};
 use crate::device_nodes::{DeviceNodes, Node};
 use crate::driver_proc::{Majors, majors, node_rules};
-use crate::events::{After, Step, StepId, names};
+use crate::events::{After, Step, names};
 use crate::kernel_modules::{LoadError, Modules};
 use crate::modinfo;
 use crate::pci::PciAddress;
@@ -36,37 +37,23 @@ const REGISTRATION_LOOK: Duration = Duration::from_millis(5);
 /// Makes the driver keep its global lock while a GPU's own processor boots.
 const UNRELAXED: &str = "RmRelaxedGspInitLocking=0";
 
-/// Where the load is.
-#[derive(Clone)]
-pub enum Driver {
-    Loading,
-    Loaded(Loaded),
-    /// The module is not there, and why.
-    Failed {
-        reason: Option<Reason>,
-        error: String,
-    },
+/// How the driver is loaded.
+#[derive(Clone, Copy)]
+pub struct Way {
+    /// The load is shown one GPU after another until one probe succeeds; else all.
+    pub one_by_one: bool,
+    /// Its probes enable what they probe.
+    pub enables: bool,
 }
 
-/// A loaded driver.
-#[derive(Clone)]
-pub struct Loaded {
-    pub step: StepId,
-    pub major: u32,
-    pub nodes: DeviceNodes,
-    /// GPUs whose probe the load tried: one of these that is not bound has failed.
-    pub tried: Vec<PciAddress>,
-    /// The nodes that every container needs are made, as far as they can be.
-    pub control_ready: bool,
-}
-
-/// Starts the load, which comes after `chosen`, on a thread of its own; must be called inside the runtime. It may probe these GPUs: all, or
-/// `one_by_one` until one probe succeeds. Those that it is not shown first are held back before this returns.
-pub fn start(image: Image, chosen: After, state: watch::Sender<Driver>, shared: &Arc<Shared>, gpus: &[GpuId], one_by_one: bool) {
+/// Starts the load, which comes after `chosen`, on a thread of its own; must be called inside the runtime. It may probe these GPUs. Those that it is
+/// not shown first are held back before this returns.
+pub fn start(image: Image, chosen: After, state: watch::Sender<Driver>, shared: &Arc<Shared>, gpus: &[GpuId], way: Way) {
     let addresses: Vec<PciAddress> = gpus.iter().map(|gpu| gpu.address).collect();
     let Image { mut modules, version } = image;
     modules.follow(chosen);
-    let load = Load { modules, version, sysfs: shared.sysfs.clone(), addresses, one_by_one };
+    let one_by_one = way.one_by_one;
+    let load = Load { modules, version, sysfs: shared.sysfs.clone(), addresses, way, lane: Arc::clone(&shared.lane) };
     load.hold_back();
     let (spec, loading) = (shared.spec.clone(), Arc::clone(shared));
     let loading = tokio::task::spawn_blocking(move || {
@@ -208,13 +195,14 @@ struct Load {
     version: Option<String>,
     sysfs: PciSysfs,
     addresses: Vec<PciAddress>,
-    one_by_one: bool,
+    way: Way,
+    lane: Arc<Lane>,
 }
 
 impl Load {
     /// Holds all GPUs but the first back.
     fn hold_back(&self) {
-        if self.one_by_one {
+        if self.way.one_by_one {
             for gpu in self.addresses.iter().skip(1).filter(|gpu| !self.sysfs.is_bound(**gpu)) {
                 // A GPU that cannot be held back is probed by the load, and found bound then.
                 if let Err(error) = self.sysfs.hold_back(*gpu) {
@@ -232,7 +220,7 @@ impl Load {
             Ok(loaded) => loaded,
             Err(error) => {
                 // No trace of ours stays in sysfs.
-                self.addresses.iter().filter(|_| self.one_by_one).for_each(|gpu| self.release(*gpu));
+                self.addresses.iter().filter(|_| self.way.one_by_one).for_each(|gpu| self.release(*gpu));
                 state.send_replace(Driver::Failed { reason: reason_of(&error), error: error.to_string() });
                 dispatch.report(Fact::Loaded(false));
                 return;
@@ -265,11 +253,15 @@ impl Load {
         let mut candidates = addresses.iter();
         loop {
             let candidate = candidates.next();
-            match (self.one_by_one, candidate) {
+            match (self.way.one_by_one, candidate) {
                 (true, Some(gpu)) => tried.push(*gpu),
                 _ => tried.clone_from(&self.addresses),
             }
-            match self.modules.load(DRIVER) {
+            let loaded = match self.way.enables {
+                true => self.lane.run_there(|| self.modules.load(DRIVER)),
+                false => self.modules.load(DRIVER),
+            };
+            match loaded {
                 Ok(step) => {
                     let making = step!(names::DRIVER_NODES, after = ?After(vec![step]));
                     let major = major().inspect_err(|error| making.fail(error))?;
@@ -277,7 +269,7 @@ impl Load {
                     return Ok((Loaded { step, major, nodes, tried, control_ready: false }, making));
                 }
                 // The driver found no GPU it can drive among those it was shown: show it the next one.
-                Err(LoadError::Refused { errno: Errno::ENODEV, .. }) if self.one_by_one && tried.len() < self.addresses.len() => {
+                Err(LoadError::Refused { errno: Errno::ENODEV, .. }) if self.way.one_by_one && tried.len() < self.addresses.len() => {
                     if let Some(gpu) = candidate
                         && let Err(error) = self.sysfs.hold_back(*gpu)
                     {
@@ -317,7 +309,7 @@ impl Load {
             }
         }
         // GPUs that failed the load stay released: somebody may want to try them by hand.
-        for gpu in loaded.tried.iter().filter(|g| self.one_by_one && !self.sysfs.is_bound(**g)) {
+        for gpu in loaded.tried.iter().filter(|g| self.way.one_by_one && !self.sysfs.is_bound(**g)) {
             self.release(*gpu);
         }
         common

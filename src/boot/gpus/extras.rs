@@ -4,9 +4,9 @@
 //! is read from /proc and /sys, no device is opened, and no GPU is published later for it. Instances that are made after a GPU became usable are not seen:
 //! nothing tells when that happens.
 
-use super::gpu::Shared;
+use super::messages::GpuId;
 use super::publication::{Update, Updates};
-use super::schedule::GpuId;
+use super::shared::Shared;
 use crate::cdi::devices::{OTHERS, Places};
 use crate::cdi::schema::Edits;
 use crate::cdi::spec::Extras;

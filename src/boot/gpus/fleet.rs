@@ -1,17 +1,20 @@
 //! All GPUs: those of the boot scan, and those that come and go later. Carries out what the [`schedule`](super::schedule) orders for all of them, and
 //! reports to it what the kernel says. Waits for no GPU.
 
-use super::Machine;
 use super::dispatch::{self, Dispatch, Orders};
-use super::driver::{self, Driver, Image};
+use super::driver::{self, Image, Way};
 use super::extras;
-use super::gpu::{self, Seen, Shared};
+use super::failed::failed_later;
+use super::gpu;
 use super::lane::Lane;
+use super::lane_cpu::Spare;
 use super::libraries;
+use super::messages::{Arrival, Fact, GpuId, Order};
 use super::previous::Previous;
 use super::publication::{self, Common, Published, Update};
 use super::roster::Roster;
-use super::schedule::{Arrival, Fact, GpuId, Order, Schedule};
+use super::schedule::Schedule;
+use super::shared::{Driver, Seen, Shared};
 use super::strategy::{Facts, Policy, Strategy};
 use crate::agent_watch::{self, Change};
 use crate::bind::{DRIVER, PciSysfs};
@@ -20,6 +23,7 @@ use crate::cdi::spec::{Entry, Extras, Options, Ready};
 use crate::config::{Cdi, Config, parameter_value};
 use crate::driver_log::Signal;
 use crate::events::kmsg::DriverWords;
+use crate::events::sinks::console::Gate;
 use crate::events::{After, StepId, names};
 use crate::pci::{self, Gpu, PciAddress, SYS};
 use crate::reason::Reason;
@@ -32,6 +36,69 @@ use std::sync::Arc;
 use std::time::Duration;
 use tokio::sync::{mpsc, watch};
 use tokio::task::{AbortHandle, JoinSet};
+
+/// What the worker hears while it brings GPUs up.
+pub struct Sources {
+    pub uevents: io::Result<Uevents>,
+    pub words: Option<DriverWords>,
+    pub signals: Option<mpsc::UnboundedReceiver<Signal>>,
+    /// What the agent does.
+    pub agent: mpsc::UnboundedReceiver<agent_watch::Seen>,
+}
+
+/// What of the machine is set apart for a while.
+pub struct Machine {
+    /// A vCPU for the lane, where there is one.
+    pub spare: Option<Spare>,
+    /// The console's lines.
+    pub gate: Gate,
+}
+
+/// Brings all GPUs up and follows what becomes of them, after the worker's start. Returns only when the kernel can no longer be heard.
+pub async fn run(
+    config: &Config,
+    command_line: &[u8],
+    previous: Option<&Previous>,
+    started: StepId,
+    sources: Sources,
+    descriptors: Descriptors,
+    machine: Machine,
+) {
+    let Sources { uevents, words, signals, agent } = sources;
+    let uevents = uevents.map_err(|error| {
+        let error = format!("subscribe to uevents: {error}: GPUs that come or go later will not be seen");
+        tracing::warn!(name: names::UEVENT, error);
+    });
+    // Uevents were subscribed to before this: a GPU that appears meanwhile is seen twice, not never.
+    let (gpus, scanned) = scan(config, started);
+    let mut fleet = Fleet::start(config, command_line, previous, (&gpus, scanned), words, descriptors, machine);
+    fleet.follow(uevents.ok(), signals, agent).await;
+}
+
+/// Reads the GPUs, and reports what is found and what is missing.
+fn scan(config: &Config, started: StepId) -> (Vec<Gpu>, StepId) {
+    let step = step!(names::PCI_SCAN, after = ?After(vec![started]), gpus = tracing::field::Empty);
+    let id = step.id();
+    let gpus = match pci::scan(Path::new(SYS)) {
+        Ok((gpus, unreadable)) => {
+            for error in unreadable {
+                tracing::warn!(name: names::PCI_SCAN, error);
+            }
+            gpus
+        }
+        Err(error) => {
+            step.fail(&error);
+            Vec::new()
+        }
+    };
+    step.note("gpus", gpus.len() as u64);
+    drop(step);
+    if let Some(expected) = config.expected_gpus.filter(|e| *e > gpus.len()) {
+        let error = format!("gpuinit.gpus={expected}, but the guest's PCI bus has {}: look at the VM's devices on the host", gpus.len());
+        tracing::error!(name: names::PCI_SCAN, error);
+    }
+    (gpus, id)
+}
 
 /// The error of a GPU that has fallen off the bus: nothing more will come from it.
 const XID_OFF_THE_BUS: u32 = 79;
@@ -81,7 +148,7 @@ impl Fleet {
         let minors = ids.iter().filter_map(|gpu| Some((gpu.address, known(gpu).minor?))).collect();
         let shared = Arc::new(Shared {
             config: config.clone(),
-            lane: Arc::new(Lane::new(sysfs.clone(), machine, After(vec![looked]))),
+            lane: Arc::new(Lane::new(sysfs.clone(), machine.spare, machine.gate, After(vec![looked]))),
             sysfs,
             dispatch,
             roster,
@@ -153,10 +220,10 @@ impl Fleet {
     fn carry_out(&mut self, order: Order) {
         match order {
             Order::Chosen(strategy, enabled) => report_strategy(&strategy, &self.facts, enabled),
-            Order::Load { gpus, one_by_one } => {
+            Order::Load { gpus, one_by_one, enables } => {
                 if let Some(image) = self.image.take() {
                     let after = After::from(&[Some(self.looked), self.shared.lane.last_enabling()][..]);
-                    driver::start(image, after, self.driver.clone(), &self.shared, &gpus, one_by_one);
+                    driver::start(image, after, self.driver.clone(), &self.shared, &gpus, Way { one_by_one, enables });
                 }
             }
             Order::Wait(gpu) => self.shared.lane.wait(gpu.address),
@@ -275,7 +342,7 @@ impl Fleet {
                 tracing::error!(name: names::GPU_XID, gpu = %gpu, xid = u64::from(number), error = %format!("the driver reports Xid {number} of GPU {gpu}"));
                 let usable = self.shared.roster.at(gpu).filter(|id| self.shared.dispatch.is_usable(*id));
                 if let (XID_OFF_THE_BUS, Some(id)) = (number, usable) {
-                    let failure = gpu::failed_later("Xid 79: it was usable, and has fallen off the bus".into(), Reason::OffTheBus);
+                    let failure = failed_later("Xid 79: it was usable, and has fallen off the bus".into(), Reason::OffTheBus);
                     self.shared.give_up(id, 0, failure).await;
                 }
             }

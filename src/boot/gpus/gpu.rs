@@ -8,152 +8,32 @@
 //! The [`schedule`](super::schedule) orders when each step begins; this file carries the steps out and reports how they end. A GPU that hangs in a
 //! step stays as it is, for ever if need be, and stops nobody.
 
-use super::dispatch::{Dispatch, Orders};
-use super::driver::{Driver, Loaded};
+use super::dispatch::Orders;
 use super::extras;
-use super::lane::Lane;
-use super::late::Progress;
-use super::publication::{Update, Updates};
-use super::roster::Roster;
-use super::schedule::{Arrival, Fact, GpuId, Held, Order, Probe};
+use super::failed::{Failed, failed, failed_by};
+use super::messages::{Arrival, Fact, GpuId, Held, Order, Probe};
+use super::publication::Update;
+use super::shared::{Driver, Loaded, Shared};
 use crate::adapter::{self, InitError};
-use crate::bind::{PciSysfs, SysfsError};
-use crate::boot::wire::descriptors::Descriptors;
+use crate::bind::SysfsError;
 use crate::cdi::spec::Naming;
 use crate::clock::boottime_ns;
-use crate::config::{Config, Ready};
+use crate::config::Ready;
 use crate::device_nodes::Node;
 use crate::driver_proc;
-use crate::events::kmsg::DriverWords;
 use crate::events::{After, StepId, names};
 use crate::pci::PciAddress;
-use crate::reason::{self, Reason, Step};
+use crate::reason::{Reason, Step};
 use crate::step;
 use nix::errno::Errno;
-use std::collections::HashMap;
-use std::fmt::Display;
 use std::path::Path;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 use std::time::Duration;
-use tokio::sync::{Notify, watch};
 
 const PROC: &str = "/proc";
 /// A GPU that is plugged in is announced before the kernel lets any driver have it; the moment after is announced by nothing but the bind itself. A
 /// bind that was too early waits for that event, at most for this time, and tries again, at most this often.
 const TOO_EARLY: (Duration, u32) = (Duration::from_secs(1), 10);
-
-/// What every GPU's task works with.
-pub struct Shared {
-    pub config: Config,
-    pub sysfs: PciSysfs,
-    pub dispatch: Arc<Dispatch>,
-    pub lane: Arc<Lane>,
-    pub roster: Arc<Roster>,
-    pub driver: watch::Receiver<Driver>,
-    pub descriptors: Descriptors,
-    pub spec: Updates,
-    /// The driver's lines in the kernel's log.
-    pub words: Option<DriverWords>,
-    pub seen: Seen,
-}
-
-/// What was seen of GPUs, by whoever saw it.
-#[derive(Default)]
-pub struct Seen {
-    state: Mutex<State>,
-    /// Wakes whenever the kernel reports a bind.
-    bound: Notify,
-}
-
-#[derive(Default)]
-struct State {
-    /// When the kernel reported a GPU as bound.
-    bound_at: HashMap<PciAddress, u64>,
-    /// Of bound GPUs.
-    minors: HashMap<PciAddress, u32>,
-    /// Where each GPU is, for reports.
-    progress: HashMap<PciAddress, Arc<Progress>>,
-    /// The last initialisation that has ended: the next one may have waited for it.
-    initialised: Option<StepId>,
-}
-
-impl Seen {
-    pub fn with_minors(minors: HashMap<PciAddress, u32>) -> Self {
-        Self { state: Mutex::new(State { minors, ..State::default() }), bound: Notify::new() }
-    }
-
-    pub fn bound(&self, gpu: PciAddress) {
-        self.lock().bound_at.insert(gpu, boottime_ns());
-        self.bound.notify_waiters();
-    }
-
-    /// A GPU has left: nothing that was seen of it holds any more.
-    pub fn gone(&self, gpu: PciAddress) {
-        let mut state = self.lock();
-        state.bound_at.remove(&gpu);
-        state.minors.remove(&gpu);
-        state.progress.remove(&gpu);
-    }
-
-    pub fn minor(&self, gpu: PciAddress) -> Option<u32> {
-        self.lock().minors.get(&gpu).copied()
-    }
-
-    pub fn progress(&self, gpu: PciAddress) -> Arc<Progress> {
-        Arc::clone(self.lock().progress.entry(gpu).or_default())
-    }
-
-    fn lock(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-}
-
-/// Why a GPU's task ended early: the step, and what was tried with which result.
-pub struct Failed {
-    step: Step,
-    /// When that step began, where that was later than the GPU's own beginning: earlier lines of the driver are about something else.
-    since_ns: Option<u64>,
-    /// What is known without the driver's lines.
-    reason: Option<Reason>,
-    error: String,
-}
-
-fn failed(step: Step) -> impl FnOnce(&dyn Display) -> Failed {
-    move |error| Failed { step, since_ns: None, reason: None, error: error.to_string() }
-}
-
-fn failed_by(step: Step, reason: Reason) -> impl FnOnce(&dyn Display) -> Failed {
-    move |error| Failed { step, since_ns: None, reason: Some(reason), error: error.to_string() }
-}
-
-/// The failure of a GPU that was usable.
-pub fn failed_later(error: String, reason: Reason) -> Failed {
-    Failed { step: Step::Running, since_ns: None, reason: Some(reason), error }
-}
-
-impl Shared {
-    /// Takes a GPU out of the spec for good and reports why, in the driver's words where it has some.
-    pub async fn give_up(&self, gpu: GpuId, since_ns: u64, failure: Failed) {
-        let _unused = self.spec.send(Update::Failed { gpu });
-        let lines = match &self.words {
-            Some(words) => {
-                let since_ns = failure.since_ns.unwrap_or(since_ns);
-                words.since(gpu.address, since_ns, failure.step.is_told_without_address()).await
-            }
-            None => Vec::new(),
-        };
-        let (recognised, line) = reason::classify(failure.step, &lines);
-        let reason = failure.reason.unwrap_or(recognised);
-        let index = self.roster.index(gpu.address);
-        let mut error = format!("GPU {index} ({}): {}", gpu.address, failure.error);
-        if let Some(line) = line {
-            error = format!("{error}; the driver says: {line}");
-        }
-        let (step, cure) = (failure.step.as_str(), reason.cure().unwrap_or("see the driver's words"));
-        tracing::error!(name: names::GPU_FAILED, gpu = %gpu.address, index = index as u64, step, reason = %reason, cure, error);
-        self.dispatch.report(Fact::Failed(gpu));
-    }
-}
 
 /// Brings one GPU up; ends when it is usable, has failed or is gone.
 pub async fn bring_up(shared: Arc<Shared>, gpu: GpuId, arrival: Arrival, orders: Orders) {
@@ -299,7 +179,7 @@ async fn bind(shared: &Arc<Shared>, gpu: GpuId, after: After, how: Probe) -> Res
     let binding = async {
         let (pause, tries) = TOO_EARLY;
         for _ in 1..tries {
-            let bound = shared.seen.bound.notified();
+            let bound = shared.seen.next_bound();
             match try_bind(shared, gpu.address, how).await {
                 Err(error) if error.errno() == Some(Errno::ENODEV) && shared.sysfs.is_present(gpu.address) => {
                     // The bind, or the deadline: either way the next try decides.
@@ -339,7 +219,7 @@ async fn try_bind(shared: &Arc<Shared>, gpu: PciAddress, how: Probe) -> Result<(
 /// information file before the GPU is usable: each look at it makes the driver read config space (nine times, 550.163.01), waits for the driver's
 /// global lock (before 590.44.01), and never returns for some GPUs that are lost. So on a thread of its own.
 async fn read_minor(shared: &Shared, gpu: GpuId, bound: StepId, by_load: bool) -> Result<(u32, StepId), Failed> {
-    let bound_at = shared.seen.lock().bound_at.get(&gpu.address).copied().filter(|_| by_load);
+    let bound_at = shared.seen.bound_at(gpu.address).filter(|_| by_load);
     let at_ns = bound_at.unwrap_or_else(boottime_ns);
     let (step, progress) =
         (step!(names::GPU_INFORMATION, gpu = %gpu.address, after = ?After(vec![bound])), shared.seen.progress(gpu.address));
@@ -350,7 +230,7 @@ async fn read_minor(shared: &Shared, gpu: GpuId, bound: StepId, by_load: bool) -
     });
     let information = reading.await.map_err(|panicked| failed_by(Step::Probe, Reason::Internal)(&panicked))?;
     let minor = information.map_err(|e| failed_by(Step::Probe, Reason::NoMinor)(&e))?.minor;
-    shared.seen.lock().minors.insert(gpu.address, minor);
+    shared.seen.set_minor(gpu.address, minor);
     tracing::info!(name: names::GPU_BOUND, gpu = %gpu.address, index = shared.roster.index(gpu.address) as u64, minor, at_ns);
     Ok((minor, id))
 }
@@ -375,7 +255,7 @@ async fn publish(shared: &Arc<Shared>, gpu: GpuId, node: Node, after: StepId) {
 /// Initialises the adapter when that is ordered; waits for as long as the driver takes.
 async fn initialise(shared: &Arc<Shared>, gpu: GpuId, node: &Node, after: StepId, orders: &mut Orders) -> Result<StepId, Failed> {
     next(orders).await; // its last one
-    let before = shared.seen.lock().initialised;
+    let before = shared.seen.initialised();
     let step = step!(names::GPU_INIT, gpu = %gpu.address, after = ?After::from(&[Some(after), before][..]), rc = tracing::field::Empty, status = tracing::field::Empty);
     let (id, node, shared, progress) = (step.id(), node.clone(), Arc::clone(shared), shared.seen.progress(gpu.address));
     let initialising = tokio::task::spawn_blocking(move || {
@@ -405,7 +285,7 @@ async fn initialise(shared: &Arc<Shared>, gpu: GpuId, node: &Node, after: StepId
             step.note("status", u64::from(*status));
         }
         let result = step.run(|| result);
-        shared.seen.lock().initialised = Some(id);
+        shared.seen.set_initialised(id);
         shared.dispatch.report(Fact::Initialised(gpu));
         result
     });

@@ -1,10 +1,9 @@
 //! The enable lane: turns on one GPU's memory decoding at a time, which is when the host maps its BARs. Who is next is the schedule's.
 
-use super::Machine;
 use super::deadlines::Limit;
 use super::lane_cpu::{LaneCpu, Spare};
 use super::late::Progress;
-use super::schedule::Held;
+use super::messages::Held;
 use crate::bind::{PciSysfs, SysfsError};
 use crate::clock::boottime_ns;
 use crate::events::sinks::console::Gate;
@@ -36,8 +35,7 @@ struct State {
 
 impl Lane {
     /// A lane whose first enabling comes after these steps.
-    pub fn new(sysfs: PciSysfs, machine: Machine, after: After) -> Self {
-        let Machine { spare, gate } = machine;
+    pub fn new(sysfs: PciSysfs, spare: Option<Spare>, gate: Gate, after: After) -> Self {
         Self { sysfs, gate, state: Mutex::new(State { spare, cpu: None, after, wait: None }) }
     }
 
@@ -78,6 +76,14 @@ impl Lane {
         match cpu.and_then(|cpu| cpu.process().bind(gpu)) {
             Some(result) => result.map_err(|errno| self.sysfs.not_bound(gpu, errno)),
             None => self.sysfs.bind(gpu),
+        }
+    }
+
+    /// Runs work that enables a GPU by itself: on the lane's vCPU, on the calling thread.
+    pub fn run_there<T>(&self, work: impl FnOnce() -> T) -> T {
+        match self.reserve() {
+            Some(cpu) => cpu.run_there(work),
+            None => work(),
         }
     }
 

@@ -92,6 +92,17 @@ impl LaneCpu {
         &self.spare.process
     }
 
+    /// Runs work on the lane's vCPU, on the calling thread.
+    pub fn run_there<T>(&self, work: impl FnOnce() -> T) -> T {
+        let mut lane = CpuSet::new();
+        let there = lane.set(self.spare.cpu).and_then(|()| sched_setaffinity(SELF, &lane));
+        let result = work();
+        if there.is_ok() {
+            let _unused = sched_setaffinity(SELF, &self.spare.others);
+        }
+        result
+    }
+
     /// Moves the interrupts that were requested since the last call.
     pub fn keep_interrupts_off(&self) {
         self.lock().interrupts.again();

@@ -1,8 +1,8 @@
 //! The one writer of the CDI specs. GPUs report what became of them; each report, or each group of reports that came meanwhile, is one publication.
 //! It waits for nothing: neither for other GPUs nor for the lane.
 
+use super::messages::GpuId;
 use super::roster::Roster;
-use super::schedule::GpuId;
 use crate::cdi::publish::{DIRECTORY, Publisher};
 use crate::cdi::schema::Spec;
 use crate::cdi::spec::{Device, Entry, Extras, Options, Ready, generate};

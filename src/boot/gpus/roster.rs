@@ -3,7 +3,7 @@
 //! A failed GPU keeps its name; a GPU that comes or goes moves those behind it, because the runtimes, too, count what there is. A GPU that comes
 //! back at an address is another one: it has a generation of its own.
 
-use super::schedule::GpuId;
+use super::messages::GpuId;
 use crate::events::names;
 use crate::pci::{Gpu, NVIDIA, PciAddress};
 use std::collections::BTreeMap;

@@ -10,163 +10,15 @@
 //! Not here: who carries an order out ([`dispatch`](super::dispatch), [`gpu`](super::gpu)), and publication, which waits for no
 //! other GPU.
 
+use super::agent::Agent;
 use super::deadlines::{Limit, REPORT_EVERY, REPORTS};
+use super::messages::{Arrival, Fact, GpuId, Hold, Order, Probe, Time};
 use super::strategy::{self, Policy, SLOW_ENABLE, Strategy};
 use super::waves::{Choice, Costs, H100, LONGEST};
 use crate::config::{Bind, Init};
-use crate::pci::{BAR_FIREWALL_WAIT, PciAddress};
+use crate::pci::BAR_FIREWALL_WAIT;
 use std::collections::BTreeMap;
-use std::fmt;
 use std::time::Duration;
-
-/// Time since the guest's boot.
-pub type Time = Duration;
-
-/// Looks of the agent that are counted.
-const MOST_LOOKS: usize = 64;
-/// A container that waits looks once a second: between these times after its last look.
-const LOOK_PERIOD: (Duration, Duration) = (Duration::from_millis(900), Limit::AgentLook.after());
-/// Waits for looks in vain, one after another, after which nobody is waited for any more until a container is made.
-const MOST_IN_VAIN: u32 = 3;
-
-/// One arrival of a GPU: its address, and how many arrivals there were before it. Orders by address.
-#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub struct GpuId {
-    pub address: PciAddress,
-    pub generation: u32,
-}
-
-impl fmt::Debug for GpuId {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{}#{}", self.address, self.generation)
-    }
-}
-
-/// How a GPU comes in: what is left to be done for it.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Arrival {
-    /// There at boot, touched by nobody.
-    Boot,
-    /// The same, but an earlier worker has died over it: no load counts as a try.
-    Again,
-    /// Bound by an earlier worker, or plugged in later, when the kernel enables and probes it by itself.
-    Enabled,
-    /// Settled by an earlier worker.
-    Usable,
-    Failed,
-}
-
-/// How a GPU is probed.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Probe {
-    /// By the load of the driver.
-    Load,
-    /// Beside a load that is still probing another GPU.
-    BesideLoad,
-    /// By a write to the driver's `bind`.
-    Bind,
-    /// The same on the lane's vCPU, before it is enabled: the driver enables it when its firewall is down.
-    BeforeEnable,
-}
-
-/// What has happened.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Fact {
-    Found(GpuId, Arrival),
-    /// All GPUs of the boot scan are found.
-    Scanned,
-    /// The enabling of a GPU is over; `took`: by the clock of who did it.
-    Enabled(GpuId, Duration),
-    /// The driver has entered itself at the bus: its load is probing.
-    Registered,
-    /// The load of nvidia is over; nothing more comes of one that failed.
-    Loaded(bool),
-    /// The load of nvidia-uvm is over.
-    UvmLoaded,
-    /// Nothing of the loads is left that needs all CPUs.
-    LoadOver,
-    /// A GPU is bound, its minor is known and its node is made.
-    Bound(GpuId),
-    /// The writer of the spec has been asked to publish a GPU, and has done so.
-    Publishing(GpuId),
-    Published(GpuId),
-    /// A GPU is about to be opened: its initialisation begins.
-    Opening(GpuId),
-    /// The initialisation of a GPU is over, well or not.
-    Initialised(GpuId),
-    /// A GPU is usable, and all is known of it.
-    Usable(GpuId),
-    /// A GPU will not come.
-    Failed(GpuId),
-    /// A GPU has left the bus.
-    Gone(GpuId),
-    /// The agent has looked into the spec.
-    AgentLooked,
-    /// The agent makes a container.
-    ContainerBegins,
-    /// The program of a container runs.
-    ContainerRuns,
-}
-
-/// What keeps the next GPU from being enabled.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub enum Hold {
-    Load,
-    Probe,
-    Publication,
-    Attach,
-    Wave,
-    AgentStart,
-    AgentLook,
-    Container,
-}
-
-impl Hold {
-    pub fn as_str(self) -> &'static str {
-        match self {
-            Self::Load => "driver load",
-            Self::Probe => "probe",
-            Self::Publication => "publication",
-            Self::Attach => "attach",
-            Self::Wave => "initialisations",
-            Self::AgentStart => "agent start",
-            Self::AgentLook => "agent's look",
-            Self::Container => "container start",
-        }
-    }
-}
-
-/// A reason, and for how long it held the lane.
-pub type Held = (Hold, Duration);
-
-/// What is to be done now.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Order {
-    /// The strategy is chosen.
-    Chosen(Strategy, Option<Duration>),
-    /// Load the driver; it may probe these GPUs: all of them, or one by one until one probe succeeds.
-    Load {
-        gpus: Vec<GpuId>,
-        one_by_one: bool,
-    },
-    /// Begin. What kept it waiting, and for how long, comes with an enabling.
-    Enable(GpuId, Vec<Held>),
-    Probe(GpuId, Probe),
-    Initialise(GpuId),
-    /// The lane waits before it enables this GPU.
-    Wait(GpuId),
-    /// No more GPUs are to be enabled: the lane's vCPU is free.
-    LaneOver,
-    /// Report a GPU that takes long: the step it is in, and how long it has been on its way.
-    Late(GpuId, &'static str, Duration),
-    /// All GPUs are usable or failed.
-    Settled {
-        usable: usize,
-        failed: usize,
-    },
-    /// Nothing needs to be loaded any more.
-    LockDown,
-}
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Stage {
@@ -176,6 +28,8 @@ enum Stage {
     /// Waits for the driver, or for its turn to be probed.
     Enabled,
     Probing(Probe),
+    /// The load that probed it is over; its minor is read.
+    Probed,
     /// Waits for its turn to be initialised.
     Bound,
     Initialising,
@@ -243,24 +97,6 @@ enum Load {
     Failed,
 }
 
-/// What is seen of the agent.
-#[derive(Clone, Debug, Default)]
-struct Agent {
-    /// Looks within the last period: one for each container that waits.
-    looks: Vec<Time>,
-    /// Containers in the making, and since when the first of them.
-    making: u32,
-    since: Time,
-    /// Whether any container was seen.
-    any: bool,
-    /// The last publication for which the lane waits, and how many containers that waited then have not looked since.
-    published: Option<(Time, usize)>,
-    /// The last look that may bring a container.
-    decides: Option<Time>,
-    /// Waits for looks, one after another, that brought none: who waits, waits for more GPUs.
-    in_vain: u32,
-}
-
 /// The enable lane's bookkeeping.
 #[derive(Clone, Debug, Default)]
 struct Lane {
@@ -274,13 +110,16 @@ struct Lane {
     over: bool,
 }
 
+/// How long after its registration a load's own probe sleeps on while others are enabled one after another on a fast host.
+const SOON: Duration = Duration::from_millis(500);
+
 /// Initialisations that go together.
 #[derive(Clone, Copy, Debug)]
 struct Wave {
     began: Time,
     count: u32,
-    /// Nothing but its own locks has kept it: its time can be measured.
-    alone: bool,
+    /// All began together and none has failed: its time can be measured.
+    well: bool,
     opened: bool,
 }
 
@@ -360,6 +199,7 @@ impl Schedule {
                     times.push(at(gpu.since, Limit::ProbesFirst));
                     times.extend([Limit::LaneFirst, Limit::LaneHold, Limit::ProbeHangs].map(|limit| at(gpu.since, limit)));
                 }
+                Stage::Probed => times.extend([Limit::ProbesFirst, Limit::LaneHold].map(|limit| at(gpu.since, limit))),
                 Stage::Bound => times.push(at(gpu.since, Limit::LaneFirst)),
                 Stage::Enabling => times.push(at(gpu.since, Limit::LaneFirst)),
                 Stage::Enabled => times.push(at(gpu.since, Limit::LaneHold)),
@@ -375,10 +215,8 @@ impl Schedule {
             Load::Loaded { at: loaded, since, .. } => times.extend([at(loaded, Limit::UvmFirst), at(since, Limit::LaneHold)]),
             Load::No | Load::Failed => {}
         }
-        times.push(at(self.agent.since, Limit::ContainerMade));
+        times.extend(self.agent.deadlines().into_iter().flatten());
         times.extend(self.wave.map(|wave| wave.began + self.costs().first_is_back()));
-        times.extend(self.agent.published.map(|(published, _)| at(published, Limit::AgentLook)));
-        times.extend(self.agent.decides.map(|looked| at(looked, Limit::LookDecides)));
         times.extend(self.lockdown.filter(|_| !self.locked_down));
         times.into_iter().filter(|time| *time > now).min()
     }
@@ -423,6 +261,9 @@ impl Schedule {
                     Load::No | Load::Loaded { .. } | Load::Failed => now,
                 };
                 self.load = Load::Loaded { at: now, since, uvm: false, over: false };
+                for gpu in self.gpus.values_mut().filter(|gpu| gpu.stage == Stage::Probing(Probe::Load)) {
+                    gpu.enter(Stage::Probed, now);
+                }
             }
             Fact::Loaded(false) => self.load = Load::Failed,
             Fact::UvmLoaded => {
@@ -461,9 +302,12 @@ impl Schedule {
 
     fn enter(&mut self, id: GpuId, stage: Stage, now: Time) {
         if let Some(gpu) = self.gpus.get_mut(&id) {
+            let initialised = matches!(gpu.stage, Stage::Initialising | Stage::Initialised);
             gpu.enter(stage, now);
-            if matches!(stage, Stage::Failed) {
+            if stage == Stage::Failed {
                 gpu.publishing = None;
+                // A failed initialisation is a short one.
+                self.wave = self.wave.map(|wave| Wave { well: wave.well && !initialised, ..wave });
             }
         }
     }
@@ -485,10 +329,15 @@ impl Schedule {
         self.gpus.iter().filter(|(_, gpu)| gpu.stage == Stage::New).map(|(id, _)| *id)
     }
 
-    /// The strategy depends on how long the first GPU's enabling took, so it is chosen when one is over.
+    /// The strategy depends on how long the first GPU's enabling took, so it is chosen when one is over; not where probes sleep.
     fn choose(&mut self, orders: &mut Vec<Order>) {
         let measured = self.lane.took;
-        let to_measure = self.policy.bind != Bind::Insmod && self.any(|gpu| matches!(gpu.stage, Stage::New | Stage::Enabling));
+        let depends = match self.policy.bind {
+            Bind::Auto | Bind::Concurrent => !self.has_firewall(),
+            Bind::Pipelined => true,
+            Bind::Insmod => false,
+        };
+        let to_measure = depends && self.any(|gpu| matches!(gpu.stage, Stage::New | Stage::Enabling));
         if self.strategy.is_some() || self.gpus.is_empty() || measured.is_none() && to_measure {
             return;
         }
@@ -500,14 +349,14 @@ impl Schedule {
     /// Loads the driver when no slow enabling is under way: each would wait for the other's CPUs.
     fn begin_load(&mut self, now: Time, orders: &mut Vec<Order>) {
         let Some(strategy) = &self.strategy else { return };
-        if self.load != Load::No || self.any(|gpu| gpu.stage == Stage::Enabling) {
+        if self.load != Load::No || self.any(|gpu| gpu.stage == Stage::Enabling) || self.agent_first(now).is_some() {
             return;
         }
         let one_by_one = strategy.bind != Bind::Insmod;
         let free: Vec<GpuId> = self.gpus.iter().filter(|(_, gpu)| !gpu.is_settled()).map(|(id, _)| *id).collect();
         self.load = Load::Runs { since: now, registered: None };
         let count = if one_by_one { 1 } else { free.len() };
-        orders.push(Order::Load { gpus: free.clone(), one_by_one });
+        orders.push(Order::Load { gpus: free.clone(), one_by_one, enables: self.lane.took.is_none() });
         for id in free.into_iter().take(count) {
             if let Some(gpu) = self.gpus.get_mut(&id)
                 && gpu.arrival == Arrival::Boot
@@ -559,7 +408,8 @@ impl Schedule {
         let slept = |gpu: &Gpu| if self.has_firewall() { self.probing_since(gpu) + BAR_FIREWALL_WAIT } else { gpu.since };
         let probed = |gpu: &Gpu| awake(gpu) && now < slept(gpu) + Limit::ProbesFirst.after();
         let next = |gpu: &Gpu| gpu.stage == Stage::Enabled && self.is_loaded() && gpu.within(Limit::LaneHold, now);
-        let probes = self.any(probed) || self.any(next) && !self.any(awake);
+        let read = |gpu: &Gpu| gpu.stage == Stage::Probed && gpu.within(Limit::ProbesFirst, now);
+        let probes = self.any(probed) || self.any(read) || self.any(next) && !self.any(awake);
         let uvm = matches!(self.load, Load::Loaded { at, uvm: false, .. } if now < at + Limit::UvmFirst.after());
         probes || uvm
     }
@@ -576,7 +426,7 @@ impl Schedule {
     /// GPUs that are enabled and not initialising yet, and GPUs that are not enabled.
     fn ready_and_rest(&self) -> (usize, usize) {
         let count = |wanted: fn(Stage) -> bool| self.gpus.values().filter(|gpu| wanted(gpu.stage)).count();
-        let ready = count(|stage| matches!(stage, Stage::Enabled | Stage::Probing(_) | Stage::Bound));
+        let ready = count(|stage| matches!(stage, Stage::Enabled | Stage::Probing(_) | Stage::Probed | Stage::Bound));
         (ready, count(|stage| matches!(stage, Stage::New | Stage::Enabling)))
     }
 
@@ -609,7 +459,7 @@ impl Schedule {
         }
         self.lane.attached += self.attach() * count as u32;
         let began = self.wave.filter(|_| runs).map_or((now, 0), |wave| (wave.began, wave.count));
-        self.wave = Some(Wave { began: began.0, count: began.1 + count as u32, alone: !runs, opened: runs });
+        self.wave = Some(Wave { began: began.0, count: began.1 + count as u32, well: !runs, opened: runs });
         for id in ready.into_iter().take(count) {
             self.enter(id, Stage::Initialising, now);
             orders.push(Order::Initialise(id));
@@ -629,8 +479,7 @@ impl Schedule {
     fn measure(&mut self, now: Time, runs: bool) {
         if let Some(wave) = self.wave.filter(|_| !runs) {
             self.wave = None;
-            let well = self.any(|gpu| matches!(gpu.stage, Stage::Initialised | Stage::Usable));
-            if wave.alone && well && now < wave.began + Limit::InitHangs.after() {
+            if wave.well && now < wave.began + Limit::InitHangs.after() {
                 let scale = Costs::scale_of(wave.count, now - wave.began, self.is_parallel()).min(LONGEST);
                 self.scale = Some(self.scale.map_or(scale, |quickest| quickest.min(scale)));
             }
@@ -639,14 +488,15 @@ impl Schedule {
 
     /// How long the first part of one initialisation is taken to last.
     fn attach(&self) -> Duration {
-        let assumed = Limit::Attach.after();
-        self.scale.map_or(assumed, |scale| assumed * scale / H100)
+        let [s1, ..] = self.costs().parts;
+        let measured = self.scale.map(|_| (s1 * 17 / 15).max(Limit::AttachLeast.after()));
+        measured.unwrap_or(Limit::Attach.after())
     }
 
     /// Lets GPUs be probed, in PCI order.
     fn probe(&mut self, now: Time, orders: &mut Vec<Order>) {
         let Some(bind) = self.strategy.as_ref().map(|s| s.bind) else { return };
-        let beside = matches!(self.load, Load::Runs { registered: Some(_), .. }) && bind == Bind::Concurrent && !self.is_slow();
+        let beside = bind == Bind::Concurrent && self.load_waits_for_probe(now);
         let how = if beside { Probe::BesideLoad } else { Probe::Bind };
         if !beside && !self.is_loaded() {
             return;
@@ -660,6 +510,13 @@ impl Schedule {
             self.enter(id, Stage::Probing(how), now);
             orders.push(Order::Probe(id, how));
         }
+    }
+
+    /// Whether a probe that begins now is over when the load's own probe is: the load does not end before those beside it do. One that hangs there
+    /// keeps the load from ending.
+    fn load_waits_for_probe(&self, now: Time) -> bool {
+        let enables = self.lane.took.unwrap_or_default().max(SOON);
+        matches!(self.load, Load::Runs { registered: Some(registered), .. } if now <= registered + enables)
     }
 
     /// Whether a probe would wait for initialisations that hold the global lock, and the lane with it.
@@ -699,6 +556,7 @@ impl Schedule {
         // The last one behind a firewall sleeps while the one before it is enabled, and is enabled when it wakes.
         let mut left = self.waiting();
         if let (Some(last), None) = (left.next(), left.next())
+            && self.strategy.as_ref().is_some_and(|strategy| strategy.bind == Bind::Concurrent)
             && self.has_firewall()
             && self.is_slow()
             && matches!(self.load, Load::Loaded { .. })
@@ -728,15 +586,14 @@ impl Schedule {
 
     /// What keeps the next GPU from being enabled now.
     fn hold(&self, now: Time) -> Option<Hold> {
-        if self.strategy.is_none() {
-            let alone = self.policy.facts.vcpus < 2;
-            let waits = alone && !self.agent.any && now < self.started + Limit::AgentFirst.after();
-            return waits.then_some(Hold::AgentStart).or_else(|| self.agent.holds(now).filter(|_| alone));
-        }
-        if !self.is_slow() {
-            return None;
-        }
         let held = |since: Time| now < since + Limit::LaneHold.after();
+        match self.load {
+            _ if self.strategy.is_none() => return self.agent_first(now),
+            // Nothing is known of the host yet.
+            Load::Runs { since, registered: None } if self.has_firewall() && held(since) => return Some(Hold::Load),
+            _ if !self.is_slow() => return None,
+            _ => {}
+        }
         let load = match self.load {
             // An enabling that is not over when a sleeping load wakes would hold up its end, and with it the first publication.
             Load::Runs { since, registered } => {
@@ -748,7 +605,8 @@ impl Schedule {
         };
         let probe = |gpu: &Gpu| match gpu.stage {
             Stage::Enabled => self.is_loaded() && held(gpu.since) && !self.wave_runs(now),
-            Stage::Probing(Probe::Load) => self.is_loaded() && held(gpu.since),
+            Stage::Probed => held(gpu.since),
+            Stage::Probing(Probe::Load) => false,
             Stage::Probing(_) => !self.sleeps(gpu, Duration::ZERO, now) && held(gpu.since),
             _ => false,
         };
@@ -775,6 +633,15 @@ impl Schedule {
             None => Choice::Enable,
         };
         (choice == Choice::Hold && !self.has_firewall() && self.any(patient)).then_some(Hold::Wave)
+    }
+
+    /// What of the agent the first enabling waits for: on one vCPU nothing runs beside it.
+    fn agent_first(&self, now: Time) -> Option<Hold> {
+        if self.policy.facts.vcpus > 1 || self.lane.took.is_some() {
+            return None;
+        }
+        let waits = !self.agent.any && now < self.started + Limit::AgentFirst.after();
+        waits.then_some(Hold::AgentStart).or_else(|| self.agent.holds(now))
     }
 
     /// Since when a load needs all CPUs: from its begin on, but not while its first probe sleeps.
@@ -821,77 +688,11 @@ fn step_name(stage: Stage, loaded: bool) -> &'static str {
         Stage::New | Stage::Enabling => "enable",
         Stage::Enabled if loaded => "wait to be probed",
         Stage::Enabled | Stage::Probing(Probe::Load) => "driver load",
-        Stage::Probing(_) => "probe",
+        Stage::Probing(_) | Stage::Probed => "probe",
         Stage::Bound => "wait to be initialised",
         Stage::Initialising => "initialisation",
         Stage::Initialised => "extras",
         Stage::Usable | Stage::Failed => "settled",
-    }
-}
-
-impl Agent {
-    fn looked(&mut self, now: Time) {
-        let repeats = |at: &Time| now >= *at + LOOK_PERIOD.0 && now < *at + LOOK_PERIOD.1;
-        let known = self.looks.iter().any(repeats);
-        self.looks.retain(|at| now < *at + LOOK_PERIOD.1);
-        // A guest that looks more often than any agent counts as one that waits.
-        if self.looks.len() < MOST_LOOKS {
-            self.looks.push(now);
-        }
-        let last = match &mut self.published {
-            Some((_, left)) => {
-                *left = left.saturating_sub(1);
-                *left == 0
-            }
-            None => false,
-        };
-        if last {
-            self.published = None;
-        }
-        // One that is not known yet may find all that it wants.
-        if last || !known && self.in_vain < MOST_IN_VAIN {
-            self.close_look(now);
-            self.decides = Some(now);
-        }
-    }
-
-    /// A look that has brought no container in its time was in vain.
-    fn close_look(&mut self, now: Time) {
-        let over = self.decides.take().is_some_and(|looked| now >= looked + Limit::LookDecides.after());
-        self.in_vain += u32::from(over);
-    }
-
-    fn begins(&mut self, now: Time) {
-        if self.making == 0 {
-            self.since = now;
-        }
-        self.making += 1;
-        (self.any, self.decides, self.in_vain) = (true, None, 0);
-    }
-
-    fn runs(&mut self, now: Time) {
-        self.making = self.making.saturating_sub(1);
-        self.since = now;
-    }
-
-    /// A wait for looks is worth its time where containers wait, and the last such waits were not in vain.
-    fn published(&mut self, now: Time) {
-        self.looks.retain(|at| now < *at + LOOK_PERIOD.1);
-        self.close_look(now);
-        self.in_vain += u32::from(self.published.take().is_some());
-        if self.in_vain == 0 && !self.looks.is_empty() {
-            self.published = Some((now, self.looks.len()));
-        }
-    }
-
-    fn holds(&self, now: Time) -> Option<Hold> {
-        let within = |since: Time, limit: Limit| now < since + limit.after();
-        if self.making > 0 && within(self.since, Limit::ContainerMade) {
-            return Some(Hold::Container);
-        }
-        let look = self.published.is_some_and(|(published, _)| within(published, Limit::AgentLook));
-        let decides = self.decides.is_some_and(|looked| within(looked, Limit::LookDecides));
-        (look || decides).then_some(Hold::AgentLook)
     }
 }
 

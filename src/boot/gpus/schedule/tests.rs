@@ -29,7 +29,7 @@ fn slow(n: u8) -> Schedule {
     let orders = schedule.take(ms(3000), Fact::Enabled(gpu(0), ms(3000)));
     let lane = if n > 1 { Order::Wait(gpu(1)) } else { Order::LaneOver };
     assert!(
-        matches!(&orders[..], [Order::Chosen(chosen, Some(took)), Order::Load { one_by_one: true, .. }, Order::Probe(first, Probe::Load), last]
+        matches!(&orders[..], [Order::Chosen(chosen, Some(took)), Order::Load { one_by_one: true, enables: false, .. }, Order::Probe(first, Probe::Load), last]
         if chosen.bind == Bind::Pipelined && *took == ms(3000) && *first == gpu(0) && *last == lane),
         "{orders:?}"
     );
@@ -45,9 +45,9 @@ fn on_a_slow_host_the_lane_waits_for_load_publication_and_the_first_part_of_an_i
     assert_eq!(schedule.take(ms(3026), Fact::Publishing(gpu(0))), []);
     assert_eq!(schedule.take(ms(3040), Fact::LoadOver), []);
     assert_eq!(schedule.take(ms(3050), Fact::Published(gpu(0))), []);
-    assert_eq!(schedule.deadline(ms(3050)), Some(ms(3375)), "the first part is over then");
-    let held = vec![(Hold::Load, ms(40)), (Hold::Publication, ms(10)), (Hold::Attach, ms(325))];
-    assert_eq!(schedule.wake(ms(3375)), [Order::Enable(gpu(1), held)]);
+    assert_eq!(schedule.deadline(ms(3050)), Some(ms(3445)), "the first part is over then");
+    let held = vec![(Hold::Load, ms(40)), (Hold::Publication, ms(10)), (Hold::Attach, ms(395))];
+    assert_eq!(schedule.wake(ms(3445)), [Order::Enable(gpu(1), held)]);
 }
 
 #[test]
@@ -56,7 +56,7 @@ fn a_publication_that_a_container_waits_for_holds_the_lane_until_its_program_run
     assert_eq!(schedule.take(ms(3030), Fact::LoadOver), []);
     assert_eq!(schedule.take(ms(3031), Fact::AgentLooked), []);
     assert_eq!(schedule.take(ms(3050), Fact::Published(gpu(0))), []);
-    assert_eq!(schedule.wake(ms(3375)), [], "one container has looked, and will look again");
+    assert_eq!(schedule.wake(ms(3445)), [], "one container has looked, and will look again");
     assert_eq!(schedule.take(ms(4031), Fact::AgentLooked), []);
     assert_eq!(schedule.take(ms(4073), Fact::ContainerBegins), []);
     assert_eq!(schedule.wake(ms(4400)), []);
@@ -98,10 +98,10 @@ fn on_a_medium_host_gpus_that_come_out_beside_a_wave_go_together_in_the_next_one
     schedule.take(ms(1010), Fact::UvmLoaded);
     schedule.take(ms(1010), Fact::LoadOver);
     assert_eq!(schedule.take(ms(1020), Fact::Bound(gpu(0))), [Order::Initialise(gpu(0))]);
-    assert!(matches!(&schedule.wake(ms(1370))[..], [Order::Enable(second, _)] if *second == gpu(1)));
-    let orders = schedule.take(ms(2340), Fact::Enabled(gpu(1), ms(1000)));
+    assert!(matches!(&schedule.wake(ms(1440))[..], [Order::Enable(second, _)] if *second == gpu(1)));
+    let orders = schedule.take(ms(2440), Fact::Enabled(gpu(1), ms(1000)));
     assert!(orders.contains(&Order::Probe(gpu(1), Probe::Bind)), "the global lock is free while the first one boots: {orders:?}");
-    let orders = schedule.take(ms(2350), Fact::Bound(gpu(1)));
+    let orders = schedule.take(ms(2450), Fact::Bound(gpu(1)));
     assert!(matches!(&orders[..], [Order::Enable(third, _)] if *third == gpu(2)), "{orders:?}");
     assert_eq!(schedule.take(ms(3120), Fact::Initialised(gpu(0))), [], "one is being enabled");
     let orders = schedule.take(ms(3350), Fact::Enabled(gpu(2), ms(1000)));
@@ -116,7 +116,7 @@ fn on_a_fast_host_the_load_probes_all_and_all_initialise_together() {
     let (mut schedule, _) = boot(3, policy());
     let orders = schedule.take(ms(3), Fact::Enabled(gpu(0), ms(3)));
     assert!(
-        matches!(&orders[..], [Order::Chosen(chosen, _), Order::Load { gpus, one_by_one: false }, ..] if chosen.bind == Bind::Insmod && gpus.len() == 3),
+        matches!(&orders[..], [Order::Chosen(chosen, _), Order::Load { gpus, one_by_one: false, .. }, ..] if chosen.bind == Bind::Insmod && gpus.len() == 3),
         "{orders:?}"
     );
     assert!((0..3).all(|k| orders.contains(&Order::Probe(gpu(k), Probe::Load))) && orders.contains(&Order::LaneOver));
@@ -186,31 +186,30 @@ fn on_one_vcpu_the_first_enabling_waits_for_the_agent() {
 }
 
 #[test]
-fn the_last_one_behind_a_firewall_sleeps_while_the_one_before_it_is_enabled() {
+fn behind_firewalls_the_load_comes_first_and_the_lane_goes_on_while_its_probe_sleeps() {
     let policy = policy();
     let facts = Facts { firewall: true, ..policy.facts.clone() };
-    let (mut schedule, _) = boot(3, Policy { facts, ..policy });
-    let orders = schedule.take(ms(3000), Fact::Enabled(gpu(0), ms(3000)));
-    assert!(orders.contains(&Order::Probe(gpu(0), Probe::Load)) && !orders.iter().any(|o| matches!(o, Order::Enable(..))), "{orders:?}");
-    let orders = schedule.take(ms(3010), Fact::Registered);
-    assert!(matches!(&orders[..], [Order::Enable(second, _)] if *second == gpu(1)), "the load's probe sleeps: {orders:?}");
-    // The load is due at 7010: one more enabling would not be over by then.
-    assert_eq!(schedule.take(ms(6010), Fact::Enabled(gpu(1), ms(3000))), [Order::Wait(gpu(2))]);
+    let (mut schedule, orders) = boot(4, Policy { facts, ..policy });
+    assert!(
+        matches!(&orders[..], [Order::Chosen(chosen, None), Order::Load { enables: true, .. }, Order::Probe(first, Probe::Load), Order::Wait(_)]
+            if chosen.bind == Bind::Concurrent && *first == gpu(0)),
+        "{orders:?}"
+    );
+    let orders = schedule.take(ms(10), Fact::Registered);
+    assert!(matches!(&orders[..], [Order::Enable(second, _)] if *second == gpu(1)), "{orders:?}");
+    // The load's probe wakes at 4010 and enables its GPU: one more enabling would not be over by then. This GPU's probe would be.
+    let orders = schedule.take(ms(3010), Fact::Enabled(gpu(1), ms(3000)));
+    assert_eq!(orders, [Order::Probe(gpu(1), Probe::BesideLoad), Order::Wait(gpu(2))]);
     schedule.take(ms(7012), Fact::Loaded(true));
     schedule.take(ms(7013), Fact::UvmLoaded);
-    assert_eq!(schedule.take(ms(7015), Fact::Bound(gpu(0))), [Order::Initialise(gpu(0))]);
+    assert_eq!(schedule.take(ms(7015), Fact::Bound(gpu(1))), []);
+    let both = [Order::Initialise(gpu(0)), Order::Initialise(gpu(1))];
+    assert_eq!(schedule.take(ms(7016), Fact::Bound(gpu(0))), both);
     schedule.take(ms(7020), Fact::LoadOver);
-    let orders = schedule.wake(ms(7365));
-    assert!(matches!(&orders[..], [Order::Enable(third, _)] if *third == gpu(2)), "{orders:?}");
-    let (mut schedule, _) = boot(3, Policy { facts: Facts { firewall: true, ..policy.facts }, bind: Bind::Concurrent, ..policy });
-    schedule.take(ms(3000), Fact::Enabled(gpu(0), ms(3000)));
-    schedule.take(ms(3010), Fact::Loaded(true));
-    schedule.take(ms(3010), Fact::UvmLoaded);
-    assert_eq!(schedule.take(ms(3010), Fact::Bound(gpu(0))), [Order::Initialise(gpu(0))]);
-    assert_eq!(schedule.take(ms(3010), Fact::LoadOver), []);
-    let orders = schedule.wake(ms(3360));
+    // The last one sleeps while the one before it is enabled.
+    let orders = schedule.wake(ms(7856));
     assert!(
-        matches!(&orders[..], [Order::Enable(second, _), Order::Probe(last, Probe::BeforeEnable)] if *second == gpu(1) && *last == gpu(2)),
+        matches!(&orders[..], [Order::Enable(third, _), Order::Probe(last, Probe::BeforeEnable)] if *third == gpu(2) && *last == gpu(3)),
         "{orders:?}"
     );
 }

@@ -1,0 +1,55 @@
+//! A GPU that fails: why, and what follows.
+
+use super::messages::{Fact, GpuId};
+use super::publication::Update;
+use super::shared::Shared;
+use crate::events::names;
+use crate::reason::{self, Reason, Step};
+use std::fmt::Display;
+
+/// Why a GPU's task ended early: the step, and what was tried with which result.
+pub struct Failed {
+    pub step: Step,
+    /// When that step began, where that was later than the GPU's own beginning: earlier lines of the driver are about something else.
+    pub since_ns: Option<u64>,
+    /// What is known without the driver's lines.
+    pub reason: Option<Reason>,
+    pub error: String,
+}
+
+pub fn failed(step: Step) -> impl FnOnce(&dyn Display) -> Failed {
+    move |error| Failed { step, since_ns: None, reason: None, error: error.to_string() }
+}
+
+pub fn failed_by(step: Step, reason: Reason) -> impl FnOnce(&dyn Display) -> Failed {
+    move |error| Failed { step, since_ns: None, reason: Some(reason), error: error.to_string() }
+}
+
+/// The failure of a GPU that was usable.
+pub fn failed_later(error: String, reason: Reason) -> Failed {
+    Failed { step: Step::Running, since_ns: None, reason: Some(reason), error }
+}
+
+impl Shared {
+    /// Takes a GPU out of the spec for good and reports why, in the driver's words where it has some.
+    pub async fn give_up(&self, gpu: GpuId, since_ns: u64, failure: Failed) {
+        let _unused = self.spec.send(Update::Failed { gpu });
+        let lines = match &self.words {
+            Some(words) => {
+                let since_ns = failure.since_ns.unwrap_or(since_ns);
+                words.since(gpu.address, since_ns, failure.step.is_told_without_address()).await
+            }
+            None => Vec::new(),
+        };
+        let (recognised, line) = reason::classify(failure.step, &lines);
+        let reason = failure.reason.unwrap_or(recognised);
+        let index = self.roster.index(gpu.address);
+        let mut error = format!("GPU {index} ({}): {}", gpu.address, failure.error);
+        if let Some(line) = line {
+            error = format!("{error}; the driver says: {line}");
+        }
+        let (step, cure) = (failure.step.as_str(), reason.cure().unwrap_or("see the driver's words"));
+        tracing::error!(name: names::GPU_FAILED, gpu = %gpu.address, index = index as u64, step, reason = %reason, cure, error);
+        self.dispatch.report(Fact::Failed(gpu));
+    }
+}

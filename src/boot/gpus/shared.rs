@@ -1,0 +1,133 @@
+//! What the tasks of all GPUs work with, and what was seen of each GPU.
+
+use super::dispatch::Dispatch;
+use super::lane::Lane;
+use super::late::Progress;
+use super::publication::Updates;
+use super::roster::Roster;
+use crate::bind::PciSysfs;
+use crate::boot::wire::descriptors::Descriptors;
+use crate::clock::boottime_ns;
+use crate::config::Config;
+use crate::device_nodes::DeviceNodes;
+use crate::events::StepId;
+use crate::events::kmsg::DriverWords;
+use crate::pci::PciAddress;
+use crate::reason::Reason;
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use tokio::sync::futures::Notified;
+use tokio::sync::{Notify, watch};
+
+/// What every GPU's task works with.
+pub struct Shared {
+    pub config: Config,
+    pub sysfs: PciSysfs,
+    pub dispatch: Arc<Dispatch>,
+    pub lane: Arc<Lane>,
+    pub roster: Arc<Roster>,
+    pub driver: watch::Receiver<Driver>,
+    pub descriptors: Descriptors,
+    pub spec: Updates,
+    /// The driver's lines in the kernel's log.
+    pub words: Option<DriverWords>,
+    pub seen: Seen,
+}
+
+/// What was seen of GPUs, by whoever saw it.
+#[derive(Default)]
+pub struct Seen {
+    state: Mutex<State>,
+    /// Wakes whenever the kernel reports a bind.
+    bound: Notify,
+}
+
+#[derive(Default)]
+struct State {
+    /// When the kernel reported a GPU as bound.
+    bound_at: HashMap<PciAddress, u64>,
+    /// Of bound GPUs.
+    minors: HashMap<PciAddress, u32>,
+    /// Where each GPU is, for reports.
+    progress: HashMap<PciAddress, Arc<Progress>>,
+    /// The last initialisation that has ended: the next one may have waited for it.
+    initialised: Option<StepId>,
+}
+
+impl Seen {
+    pub fn with_minors(minors: HashMap<PciAddress, u32>) -> Self {
+        Self { state: Mutex::new(State { minors, ..State::default() }), bound: Notify::new() }
+    }
+
+    pub fn bound(&self, gpu: PciAddress) {
+        self.lock().bound_at.insert(gpu, boottime_ns());
+        self.bound.notify_waiters();
+    }
+
+    /// A GPU has left: nothing that was seen of it holds any more.
+    pub fn gone(&self, gpu: PciAddress) {
+        let mut state = self.lock();
+        state.bound_at.remove(&gpu);
+        state.minors.remove(&gpu);
+        state.progress.remove(&gpu);
+    }
+
+    pub fn minor(&self, gpu: PciAddress) -> Option<u32> {
+        self.lock().minors.get(&gpu).copied()
+    }
+
+    pub fn progress(&self, gpu: PciAddress) -> Arc<Progress> {
+        Arc::clone(self.lock().progress.entry(gpu).or_default())
+    }
+
+    /// When the kernel reported this GPU as bound.
+    pub fn bound_at(&self, gpu: PciAddress) -> Option<u64> {
+        self.lock().bound_at.get(&gpu).copied()
+    }
+
+    /// Wakes at the next bind that the kernel reports.
+    pub fn next_bound(&self) -> Notified<'_> {
+        self.bound.notified()
+    }
+
+    pub fn set_minor(&self, gpu: PciAddress, minor: u32) {
+        self.lock().minors.insert(gpu, minor);
+    }
+
+    /// The last initialisation that has ended: the next one may have waited for it.
+    pub fn initialised(&self) -> Option<StepId> {
+        self.lock().initialised
+    }
+
+    pub fn set_initialised(&self, step: StepId) {
+        self.lock().initialised = Some(step);
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// Where the load is.
+#[derive(Clone)]
+pub enum Driver {
+    Loading,
+    Loaded(Loaded),
+    /// The module is not there, and why.
+    Failed {
+        reason: Option<Reason>,
+        error: String,
+    },
+}
+
+/// A loaded driver.
+#[derive(Clone)]
+pub struct Loaded {
+    pub step: StepId,
+    pub major: u32,
+    pub nodes: DeviceNodes,
+    /// GPUs whose probe the load tried: one of these that is not bound has failed.
+    pub tried: Vec<PciAddress>,
+    /// The nodes that every container needs are made, as far as they can be.
+    pub control_ready: bool,
+}
