@@ -5,5 +5,6 @@ pub mod agent;
 pub mod driver_script;
 pub mod hardware;
 pub mod minimal_init;
+pub mod schedule;
 pub mod trap_init;
 pub mod vm;

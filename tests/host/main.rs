@@ -58,6 +58,7 @@ mod ldconfig;
 mod modules;
 mod oracle;
 mod publications;
+mod schedule_model;
 mod replace_init;
 mod schema;
 #[cfg(feature = "host")]
