@@ -59,6 +59,7 @@ mod modules;
 mod oracle;
 mod publications;
 mod schedule_model;
+mod schedule_optimum;
 mod replace_init;
 mod schema;
 #[cfg(feature = "host")]

@@ -1,5 +1,7 @@
-//! The schedule before its judge: the locks of host and driver in virtual time. No I/O, no floating
-//! point, no clock.
+//! The schedule before its judge: the locks of host and driver in virtual time, and the best order
+//! that a search can find. No I/O, no floating point, no clock.
 
 pub mod locks;
+pub mod optimum;
 pub mod policies;
+pub mod random;
