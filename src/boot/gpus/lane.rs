@@ -12,6 +12,7 @@ use crate::kernel_console::{self, Quiet};
 use crate::pci::{PciAddress, SYS};
 use crate::step;
 use nix::errno::Errno;
+use nix::unistd::Pid;
 use std::path::Path;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
@@ -70,12 +71,10 @@ impl Lane {
         state.wait = Some(wait);
     }
 
-    /// Binds a GPU that is not enabled, on the lane's vCPU; blocks until the driver's probe is over.
-    pub fn bind(&self, gpu: PciAddress) -> Result<(), SysfsError> {
-        let cpu = self.lock().cpu.clone();
-        match cpu.and_then(|cpu| cpu.process().bind(gpu)) {
-            Some(result) => result.map_err(|errno| self.sysfs.not_bound(gpu, errno)),
-            None => self.sysfs.bind(gpu),
+    /// Moves a process that will enable a GPU to the lane's vCPU: two vCPUs that want the host at once would both be gone.
+    pub fn move_here(&self, process: Pid) {
+        if let Some(cpu) = &self.lock().cpu {
+            cpu.move_here(process);
         }
     }
 
