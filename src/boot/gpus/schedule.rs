@@ -557,8 +557,8 @@ impl Schedule {
         let (ends, step) = (self.lane_ends(now), self.attach() + self.lane.took.unwrap_or_default());
         let first = u32::from(ends == now);
         let left = self.waiting().count() as u32;
-        let wakes = (first..=left).map(|n| ends + step * n).find(|end| *end >= now + BAR_FIREWALL_WAIT);
-        wakes.map_or(now, |wakes| wakes - BAR_FIREWALL_WAIT)
+        let wakes = (first..=left).map(|n| ends + step * n).find(|end| *end + DUE >= now + BAR_FIREWALL_WAIT);
+        wakes.map_or(now, |wakes| wakes.saturating_sub(BAR_FIREWALL_WAIT))
     }
 
     /// The last GPU behind a firewall sleeps while those before it are enabled, and is enabled by the driver when it wakes.
@@ -572,7 +572,8 @@ impl Schedule {
     /// The last GPU, and when its sleep has to begin so that it wakes when the lane is free.
     fn last_sleeps_at(&self, now: Time) -> Option<(GpuId, Time)> {
         let waiting: Vec<GpuId> = self.waiting().collect();
-        let last = waiting.last().filter(|_| self.sleeps_beside_lane() && self.gpus.len() > 1)?;
+        let one = |gpu: &Gpu| gpu.stage == Stage::Probing(Probe::BeforeEnable);
+        let last = waiting.last().filter(|_| self.sleeps_beside_lane() && self.gpus.len() > 1 && !self.any(one))?;
         let step = self.attach() + self.lane.took.unwrap_or_default();
         let free = self.lane_ends(now) + step * (waiting.len() as u32 - 1) + self.attach();
         Some((*last, free.saturating_sub(BAR_FIREWALL_WAIT)))
