@@ -300,7 +300,7 @@ impl<'h> Guest<'h> {
     }
 
     fn report(&mut self, fact: schedule::Fact) {
-        if self.broken == Broken::Forgets && matches!(fact, schedule::Fact::Initialised(_) | schedule::Fact::Usable(_)) {
+        if self.broken == Broken::Forgets && matches!(fact, schedule::Fact::Initialised(..) | schedule::Fact::Usable(_)) {
             return;
         }
         self.run.reports.push((self.world.now(), fact));
@@ -344,7 +344,7 @@ impl<'h> Guest<'h> {
                 if well {
                     self.run.usable[k] = Some(self.world.now());
                 }
-                self.soon(Action::Report(schedule::Fact::Initialised(gpu)));
+                self.soon(Action::Report(schedule::Fact::Initialised(gpu, well)));
                 let end = if well { schedule::Fact::Usable(gpu) } else { schedule::Fact::Failed(gpu) };
                 self.at(self.world.now() + self.overhead.report, Action::Report(end));
             }
