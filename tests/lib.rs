@@ -6,6 +6,7 @@ pub mod driver_script;
 pub mod hardware;
 pub mod minimal_init;
 pub mod protobuf;
+pub mod schedule;
 pub mod serial_init;
 pub mod trap_init;
 pub mod ttrpc;

@@ -1,4 +1,4 @@
-//! `bench boot|bringup|cdi|collector|initrd|soak ..`: what is compared is measured in one run.
+//! `bench boot|bringup|cdi|collector|initrd|schedule|soak ..`: what is compared is measured in one run.
 //!
 //! Figures are for comparison within one run only: the guest is emulated, and the machine may be busy. Every raw run goes to `tests/bench/runs/`.
 
@@ -9,6 +9,7 @@ mod cdi;
 mod collector;
 mod initrd;
 mod real_agent;
+mod schedule;
 mod soak;
 
 use anyhow::{Context, Result, bail};
@@ -17,7 +18,7 @@ use serde_json::{Value, json};
 use std::io::Write;
 use std::path::{Path, PathBuf};
 
-const USAGE: &str = "want: bench agent [RUNS] | bench boot [RUNS] | bench bringup [--tenth] [HOST..] | bench cdi [RUNS] | bench collector [VMS] [RECORDS] | bench initrd [RUNS] | bench soak [BOOTS] [SEED]";
+const USAGE: &str = "want: bench agent [RUNS] | bench boot [RUNS] | bench bringup [--tenth] [HOST..] | bench cdi [RUNS] | bench collector [VMS] [RECORDS] | bench initrd [RUNS] | bench schedule | bench soak [BOOTS] [SEED]";
 
 fn main() -> Result<()> {
     let arguments: Vec<String> = std::env::args().skip(1).collect();
@@ -31,6 +32,7 @@ fn main() -> Result<()> {
         Some("cdi") => cdi::run(&root, number(1, 50)? as usize),
         Some("collector") => collector::run(&root, number(1, 1000)? as usize, number(2, 2000)?),
         Some("initrd") => initrd::run(&root, &context, number(1, 3)? as usize),
+        Some("schedule") => schedule::run(&root),
         Some("soak") => soak::run(&root, &context, number(1, 200)?, number(2, 1)?),
         _ => bail!(USAGE),
     }

@@ -59,6 +59,9 @@ mod ldconfig;
 mod modules;
 mod oracle;
 mod publications;
+mod schedule_model;
+mod schedule_optimum;
+mod schedule_properties;
 mod replace_init;
 mod schema;
 #[cfg(feature = "host")]

@@ -34,6 +34,7 @@ use std::io;
 use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
+use tokio::runtime::Handle;
 use tokio::sync::{mpsc, watch};
 use tokio::task::{AbortHandle, JoinSet};
 
@@ -154,6 +155,7 @@ impl Fleet {
             roster,
             driver: state,
             descriptors,
+            runtime: Handle::current(),
             spec,
             words,
             seen: Seen::with_minors(minors),

@@ -11,6 +11,7 @@
 use super::dispatch::Orders;
 use super::extras;
 use super::failed::{Failed, failed, failed_by};
+use super::late::Progress;
 use super::messages::{Arrival, Fact, GpuId, Held, Order, Probe};
 use super::publication::Update;
 use super::shared::{Driver, Loaded, Shared};
@@ -34,6 +35,9 @@ const PROC: &str = "/proc";
 /// A GPU that is plugged in is announced before the kernel lets any driver have it; the moment after is announced by nothing but the bind itself. A
 /// bind that was too early waits for that event, at most for this time, and tries again, at most this often.
 const TOO_EARLY: (Duration, u32) = (Duration::from_secs(1), 10);
+
+/// A probe behind a firewall sleeps after this time, and for 4 s: when it is moved to the lane's vCPU.
+const ASLEEP: Duration = Duration::from_millis(500);
 
 /// Brings one GPU up; ends when it is usable, has failed or is gone.
 pub async fn bring_up(shared: Arc<Shared>, gpu: GpuId, arrival: Arrival, orders: Orders) {
@@ -202,7 +206,7 @@ async fn try_bind(shared: &Arc<Shared>, gpu: PciAddress, how: Probe) -> Result<(
         let sysfs = &shared.sysfs;
         sysfs.release(gpu)?;
         let bound = match how {
-            Probe::BeforeEnable => shared.lane.bind(gpu),
+            Probe::BeforeEnable => bind_in_lane(&shared, gpu, &progress),
             Probe::Load | Probe::BesideLoad | Probe::Bind => sysfs.bind(gpu),
         };
         match bound {
@@ -213,6 +217,23 @@ async fn try_bind(shared: &Arc<Shared>, gpu: PciAddress, how: Probe) -> Result<(
     });
     // A panic of the thread is reported as a bug by the runtime; the GPU is then as unbound as after a refusal.
     trying.await.unwrap_or_else(|panicked| Err(SysfsError::other(&panicked)))
+}
+
+/// Binds a GPU that the driver enables when its firewall is down: in a process that is on the lane's vCPU by then. On a thread of its own.
+fn bind_in_lane(shared: &Arc<Shared>, gpu: PciAddress, progress: &Progress) -> Result<(), SysfsError> {
+    let binding = |process| {
+        progress.on_thread(process);
+        let lane = Arc::clone(&shared.lane);
+        shared.runtime.spawn(async move {
+            // It begins its sleep elsewhere: the lane's vCPU may be gone for as long as that takes.
+            tokio::time::sleep(ASLEEP).await;
+            lane.move_here(process);
+        });
+    };
+    match shared.descriptors.bind(gpu, binding) {
+        Some(result) => result.map_err(|errno| shared.sysfs.not_bound(gpu, errno)),
+        None => shared.sysfs.bind(gpu),
+    }
 }
 
 /// Reads the minor that the driver gave the GPU, and reports the bind with the time at which the kernel reported it. The one place that reads the
@@ -286,7 +307,7 @@ async fn initialise(shared: &Arc<Shared>, gpu: GpuId, node: &Node, after: StepId
         }
         let result = step.run(|| result);
         shared.seen.set_initialised(id);
-        shared.dispatch.report(Fact::Initialised(gpu));
+        shared.dispatch.report(Fact::Initialised(gpu, result.is_ok()));
         result
     });
     match initialising.await {

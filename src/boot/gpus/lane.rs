@@ -12,6 +12,7 @@ use crate::kernel_console::{self, Quiet};
 use crate::pci::{PciAddress, SYS};
 use crate::step;
 use nix::errno::Errno;
+use nix::unistd::Pid;
 use std::path::Path;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
@@ -31,17 +32,19 @@ struct State {
     /// What the next enabling comes after.
     after: After,
     wait: Option<Step>,
+    /// The GPU that was enabled last.
+    last: Option<PciAddress>,
 }
 
 impl Lane {
     /// A lane whose first enabling comes after these steps.
     pub fn new(sysfs: PciSysfs, spare: Option<Spare>, gate: Gate, after: After) -> Self {
-        Self { sysfs, gate, state: Mutex::new(State { spare, cpu: None, after, wait: None }) }
+        Self { sysfs, gate, state: Mutex::new(State { spare, cpu: None, after, wait: None, last: None }) }
     }
 
     /// Enables a GPU; returns its step and how long that took. `holds`: what kept it waiting.
     pub async fn enable(self: &Arc<Self>, gpu: PciAddress, holds: &[Held], progress: &Arc<Progress>) -> Result<(StepId, Duration), String> {
-        self.end_wait(holds);
+        self.end_wait(gpu, holds);
         let (lane, progress) = (Arc::clone(self), Arc::clone(progress));
         let mut enabling = tokio::task::spawn_blocking(move || {
             let cpu = lane.reserve();
@@ -70,12 +73,10 @@ impl Lane {
         state.wait = Some(wait);
     }
 
-    /// Binds a GPU that is not enabled, on the lane's vCPU; blocks until the driver's probe is over.
-    pub fn bind(&self, gpu: PciAddress) -> Result<(), SysfsError> {
-        let cpu = self.lock().cpu.clone();
-        match cpu.and_then(|cpu| cpu.process().bind(gpu)) {
-            Some(result) => result.map_err(|errno| self.sysfs.not_bound(gpu, errno)),
-            None => self.sysfs.bind(gpu),
+    /// Moves a process that will enable a GPU to the lane's vCPU: two vCPUs that want the host at once would both be gone.
+    pub fn move_here(&self, process: Pid) {
+        if let Some(cpu) = &self.lock().cpu {
+            cpu.move_here(process);
         }
     }
 
@@ -105,10 +106,24 @@ impl Lane {
         }
     }
 
-    fn end_wait(&self, holds: &[Held]) {
-        if let Some(wait) = self.lock().wait.take() {
+    /// Ends the wait for this GPU's turn, and reports what held the lane for as long as anything may.
+    fn end_wait(&self, gpu: PciAddress, holds: &[Held]) {
+        let (wait, last) = {
+            let mut state = self.lock();
+            (state.wait.take(), state.last.replace(gpu))
+        };
+        if let Some(wait) = wait {
             let parts: Vec<String> = holds.iter().map(|(hold, took)| format!("{} {} ms", hold.as_str(), took.as_millis())).collect();
             wait.note("held_by", parts.join(", ").as_str());
+        }
+        let longest = Limit::LaneHold.after();
+        for (hold, _) in holds.iter().filter(|(_, took)| *took >= longest) {
+            let gpu = last.unwrap_or(gpu);
+            let error = format!(
+                "a {} of a GPU before or at {gpu} has held the next one's enabling for {longest:?}: going on without waiting for it",
+                hold.as_str()
+            );
+            tracing::warn!(name: names::GPU_ENABLE, gpu = %gpu, error);
         }
     }
 

@@ -92,6 +92,12 @@ impl LaneCpu {
         &self.spare.process
     }
 
+    /// Moves a process to the lane's vCPU.
+    pub fn move_here(&self, process: Pid) {
+        let mut lane = CpuSet::new();
+        let _unused = lane.set(self.spare.cpu).and_then(|()| sched_setaffinity(process, &lane));
+    }
+
     /// Runs work on the lane's vCPU, on the calling thread.
     pub fn run_there<T>(&self, work: impl FnOnce() -> T) -> T {
         let mut lane = CpuSet::new();

@@ -71,8 +71,8 @@ pub enum Fact {
     Published(GpuId),
     /// A GPU is about to be opened: its initialisation begins.
     Opening(GpuId),
-    /// The initialisation of a GPU is over, well or not.
-    Initialised(GpuId),
+    /// The initialisation of a GPU is over: whether it went well.
+    Initialised(GpuId, bool),
     /// A GPU is usable, and all is known of it.
     Usable(GpuId),
     /// A GPU will not come.

@@ -110,6 +110,8 @@ struct Lane {
     over: bool,
 }
 
+/// A probe that wakes within this time is waited for.
+const DUE: Duration = Duration::from_millis(200);
 /// How long after its registration a load's own probe sleeps on while others are enabled one after another on a fast host.
 const SOON: Duration = Duration::from_millis(500);
 
@@ -195,7 +197,13 @@ impl Schedule {
             match gpu.stage {
                 Stage::Probing(_) => {
                     let wakes = self.probing_since(gpu) + BAR_FIREWALL_WAIT;
-                    times.extend([wakes, wakes - Limit::ProbesFirst.after(), wakes - self.attach(), at(wakes, Limit::ProbesFirst)]);
+                    times.extend([
+                        wakes,
+                        wakes - Limit::ProbesFirst.after(),
+                        wakes - self.attach(),
+                        wakes.saturating_sub(DUE),
+                        at(wakes, Limit::ProbesFirst),
+                    ]);
                     times.push(at(gpu.since, Limit::ProbesFirst));
                     times.extend([Limit::LaneFirst, Limit::LaneHold, Limit::ProbeHangs].map(|limit| at(gpu.since, limit)));
                 }
@@ -217,6 +225,8 @@ impl Schedule {
         }
         times.extend(self.agent.deadlines().into_iter().flatten());
         times.extend(self.wave.map(|wave| wave.began + self.costs().first_is_back()));
+        times.push(self.probe_at(now));
+        times.extend(self.last_sleeps_at(now).map(|(_, at)| at));
         times.extend(self.lockdown.filter(|_| !self.locked_down));
         times.into_iter().filter(|time| *time > now).min()
     }
@@ -290,7 +300,11 @@ impl Schedule {
                 self.agent.published(now);
             }
             Fact::Opening(id) => self.opening(id, now),
-            Fact::Initialised(id) => self.enter(id, Stage::Initialised, now),
+            Fact::Initialised(id, well) => {
+                self.enter(id, Stage::Initialised, now);
+                // A failed initialisation is a short one.
+                self.wave = self.wave.map(|wave| Wave { well: wave.well && well, ..wave });
+            }
             Fact::Usable(id) => self.enter(id, Stage::Usable, now),
             Fact::Failed(id) => self.enter(id, Stage::Failed, now),
             Fact::Gone(id) => drop(self.gpus.remove(&id)),
@@ -302,12 +316,10 @@ impl Schedule {
 
     fn enter(&mut self, id: GpuId, stage: Stage, now: Time) {
         if let Some(gpu) = self.gpus.get_mut(&id) {
-            let initialised = matches!(gpu.stage, Stage::Initialising | Stage::Initialised);
             gpu.enter(stage, now);
+            gpu.started = gpu.started.or(Some(now));
             if stage == Stage::Failed {
                 gpu.publishing = None;
-                // A failed initialisation is a short one.
-                self.wave = self.wave.map(|wave| Wave { well: wave.well && !initialised, ..wave });
             }
         }
     }
@@ -354,6 +366,10 @@ impl Schedule {
         }
         let one_by_one = strategy.bind != Bind::Insmod;
         let free: Vec<GpuId> = self.gpus.iter().filter(|(_, gpu)| !gpu.is_settled()).map(|(id, _)| *id).collect();
+        // Without a GPU that it can probe the load fails; a GPU that is plugged in later needs it then.
+        if free.is_empty() && !self.any(|gpu| gpu.arrival == Arrival::Usable) {
+            return;
+        }
         self.load = Load::Runs { since: now, registered: None };
         let count = if one_by_one { 1 } else { free.len() };
         orders.push(Order::Load { gpus: free.clone(), one_by_one, enables: self.lane.took.is_none() });
@@ -403,11 +419,14 @@ impl Schedule {
 
     /// Whether GPUs wait that would be kept from their probe, or from being published, by an initialisation that begins now.
     fn others_come_first(&self, now: Time) -> bool {
-        let asleep = |gpu: &Gpu| self.sleeps(gpu, Limit::ProbesFirst.after(), now);
+        // Where GPUs come out of the lane seconds apart, a probe that sleeps is not near.
+        let near = if self.is_slow() { DUE } else { Limit::ProbesFirst.after() };
+        let asleep = |gpu: &Gpu| self.sleeps(gpu, near, now);
         let awake = |gpu: &Gpu| matches!(gpu.stage, Stage::Probing(_)) && !asleep(gpu);
         let slept = |gpu: &Gpu| if self.has_firewall() { self.probing_since(gpu) + BAR_FIREWALL_WAIT } else { gpu.since };
         let probed = |gpu: &Gpu| awake(gpu) && now < slept(gpu) + Limit::ProbesFirst.after();
-        let next = |gpu: &Gpu| gpu.stage == Stage::Enabled && self.is_loaded() && gpu.within(Limit::LaneHold, now);
+        let next =
+            |gpu: &Gpu| gpu.stage == Stage::Enabled && self.is_loaded() && gpu.within(Limit::LaneHold, now) && self.probe_at(now) <= now;
         let read = |gpu: &Gpu| gpu.stage == Stage::Probed && gpu.within(Limit::ProbesFirst, now);
         let probes = self.any(probed) || self.any(read) || self.any(next) && !self.any(awake);
         let uvm = matches!(self.load, Load::Loaded { at, uvm: false, .. } if now < at + Limit::UvmFirst.after());
@@ -507,15 +526,63 @@ impl Schedule {
             if bind != Bind::Concurrent && (self.any(probing) || self.wave_is_in_the_way(id, now)) {
                 return;
             }
+            if self.probe_at(now) > now {
+                break;
+            }
             self.enter(id, Stage::Probing(how), now);
             orders.push(Order::Probe(id, how));
         }
+        self.probe_before_enabling(now, orders);
+    }
+
+    /// Whether probes sleep beside a lane that is slow.
+    fn sleeps_beside_lane(&self) -> bool {
+        let concurrent = self.strategy.as_ref().is_some_and(|strategy| strategy.bind == Bind::Concurrent);
+        concurrent && self.has_firewall() && self.is_slow() && self.is_loaded()
+    }
+
+    /// When the enabling under way is expected to be over: now, if there is none.
+    fn lane_ends(&self, now: Time) -> Time {
+        let took = self.lane.took.unwrap_or_default();
+        let ends = |gpu: &Gpu| (gpu.stage == Stage::Enabling).then(|| gpu.since + took);
+        self.gpus.values().find_map(ends).map_or(now, |ends| ends.max(now))
+    }
+
+    /// When the next GPU may be probed. A probe that wakes beside an enabling spins until that is over, with the driver's global lock held: so where the
+    /// lane is slow, it begins when it will wake at the end of one.
+    fn probe_at(&self, now: Time) -> Time {
+        if !self.sleeps_beside_lane() {
+            return now;
+        }
+        let (ends, step) = (self.lane_ends(now), self.attach() + self.lane.took.unwrap_or_default());
+        let first = u32::from(ends == now);
+        let left = self.waiting().count() as u32;
+        let wakes = (first..=left).map(|n| ends + step * n).find(|end| *end + DUE >= now + BAR_FIREWALL_WAIT);
+        wakes.map_or(now, |wakes| wakes.saturating_sub(BAR_FIREWALL_WAIT))
+    }
+
+    /// The last GPU behind a firewall sleeps while those before it are enabled, and is enabled by the driver when it wakes.
+    fn probe_before_enabling(&mut self, now: Time, orders: &mut Vec<Order>) {
+        if let Some((last, _)) = self.last_sleeps_at(now).filter(|(_, at)| *at <= now) {
+            self.begin(last, Stage::Probing(Probe::BeforeEnable), now);
+            orders.push(Order::Probe(last, Probe::BeforeEnable));
+        }
+    }
+
+    /// The last GPU, and when its sleep has to begin so that it wakes when the lane is free.
+    fn last_sleeps_at(&self, now: Time) -> Option<(GpuId, Time)> {
+        let waiting: Vec<GpuId> = self.waiting().collect();
+        let one = |gpu: &Gpu| gpu.stage == Stage::Probing(Probe::BeforeEnable);
+        let last = waiting.last().filter(|_| self.sleeps_beside_lane() && self.gpus.len() > 1 && !self.any(one))?;
+        let step = self.attach() + self.lane.took.unwrap_or_default();
+        let free = self.lane_ends(now) + step * (waiting.len() as u32 - 1) + self.attach();
+        Some((*last, free.saturating_sub(BAR_FIREWALL_WAIT)))
     }
 
     /// Whether a probe that begins now is over when the load's own probe is: the load does not end before those beside it do. One that hangs there
     /// keeps the load from ending.
     fn load_waits_for_probe(&self, now: Time) -> bool {
-        let enables = self.lane.took.unwrap_or_default().max(SOON);
+        let enables = self.lane.took.unwrap_or_default() + SOON;
         matches!(self.load, Load::Runs { registered: Some(registered), .. } if now <= registered + enables)
     }
 
@@ -529,7 +596,7 @@ impl Schedule {
 
     /// Lets the next GPU be enabled. Where that is slow, the vCPU that does it answers nobody meanwhile.
     fn enable(&mut self, now: Time, orders: &mut Vec<Order>) {
-        let busy = self.any(|gpu| matches!(gpu.stage, Stage::Enabling | Stage::Probing(Probe::BeforeEnable)));
+        let busy = self.any(|gpu| gpu.stage == Stage::Enabling) || self.lane_is_busy(DUE, now);
         let Some(next) = self.waiting().next().filter(|_| !busy) else {
             if !busy && !self.lane.over && self.waiting().next().is_none() && self.strategy.is_some() {
                 self.lane.over = true;
@@ -551,29 +618,15 @@ impl Schedule {
         }
         self.lane.over = false;
         let holds = std::mem::take(&mut self.lane.holds).into_iter().collect();
-        self.begin_enabling(next, now);
+        self.begin(next, Stage::Enabling, now);
         orders.push(Order::Enable(next, holds));
-        // The last one behind a firewall sleeps while the one before it is enabled, and is enabled when it wakes.
-        let mut left = self.waiting();
-        if let (Some(last), None) = (left.next(), left.next())
-            && self.strategy.as_ref().is_some_and(|strategy| strategy.bind == Bind::Concurrent)
-            && self.has_firewall()
-            && self.is_slow()
-            && matches!(self.load, Load::Loaded { .. })
-        {
-            drop(left);
-            if let Some(gpu) = self.gpus.get_mut(&last) {
-                gpu.started = Some(now);
-                gpu.enter(Stage::Probing(Probe::BeforeEnable), now);
-            }
-            orders.push(Order::Probe(last, Probe::BeforeEnable));
-        }
     }
 
-    fn begin_enabling(&mut self, id: GpuId, now: Time) {
+    /// A GPU leaves those that wait.
+    fn begin(&mut self, id: GpuId, stage: Stage, now: Time) {
         if let Some(gpu) = self.gpus.get_mut(&id) {
             gpu.started = Some(now);
-            gpu.enter(Stage::Enabling, now);
+            gpu.enter(stage, now);
         }
     }
 
@@ -604,10 +657,10 @@ impl Schedule {
             Load::No | Load::Failed => false,
         };
         let probe = |gpu: &Gpu| match gpu.stage {
-            Stage::Enabled => self.is_loaded() && held(gpu.since) && !self.wave_runs(now),
+            Stage::Enabled => self.is_loaded() && held(gpu.since) && !self.wave_runs(now) && self.probe_at(now) <= now,
             Stage::Probed => held(gpu.since),
             Stage::Probing(Probe::Load) => false,
-            Stage::Probing(_) => !self.sleeps(gpu, Duration::ZERO, now) && held(gpu.since),
+            Stage::Probing(_) => !self.sleeps(gpu, DUE, now) && held(gpu.since),
             _ => false,
         };
         if load {
@@ -616,7 +669,7 @@ impl Schedule {
             Some(Hold::Probe)
         } else if self.any(|gpu| gpu.publishing.is_some_and(held)) {
             Some(Hold::Publication)
-        } else if now < self.lane.attached && self.any(|gpu| gpu.stage == Stage::Initialising) {
+        } else if now < self.lane.attached {
             Some(Hold::Attach)
         } else {
             self.wave_holds(now).or_else(|| self.agent.holds(now))

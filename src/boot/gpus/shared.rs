@@ -16,6 +16,7 @@ use crate::pci::PciAddress;
 use crate::reason::Reason;
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use tokio::runtime::Handle;
 use tokio::sync::futures::Notified;
 use tokio::sync::{Notify, watch};
 
@@ -28,6 +29,8 @@ pub struct Shared {
     pub roster: Arc<Roster>,
     pub driver: watch::Receiver<Driver>,
     pub descriptors: Descriptors,
+    /// For threads that start tasks.
+    pub runtime: Handle,
     pub spec: Updates,
     /// The driver's lines in the kernel's log.
     pub words: Option<DriverWords>,

@@ -7,6 +7,7 @@ use crate::adapter::{self, InitError};
 use crate::device_nodes::Node;
 use crate::events::names;
 use crate::pci::PciAddress;
+use nix::errno::Errno;
 use nix::unistd::{Pid, gettid};
 use std::collections::HashMap;
 use std::os::fd::OwnedFd;
@@ -47,6 +48,11 @@ impl Descriptors {
         let descriptor = Arc::new(descriptor);
         self.lock().insert(gpu, Arc::clone(&descriptor));
         Ok(descriptor)
+    }
+
+    /// Binds a GPU to the driver in a process of its own; `binding` gets that process. None when it could not be tried there.
+    pub fn bind(&self, gpu: PciAddress, binding: impl FnOnce(Pid)) -> Option<Result<(), Errno>> {
+        self.opener.as_ref()?.bind(gpu, binding)
     }
 
     /// The descriptor of a GPU, if it has been opened.

@@ -1,8 +1,6 @@
 //! The process that enables GPUs, one at a time, on a vCPU of its own. A process and not a thread: while the host maps BARs, its vCPU answers nobody, and
 //! whoever changes the memory map of a process (a new thread's stack, memory given back) waits for all vCPUs that run this process. In the
 //! worker that would be every other GPU's way.
-//!
-//! A bind that enables as well runs in a child on the same vCPU: two that want the host at once would cost two vCPUs.
 
 use super::keeper::Held;
 use super::{name_process, reply};
@@ -17,10 +15,8 @@ use std::os::fd::OwnedFd;
 use std::path::Path;
 use std::time::Duration;
 
-/// Longest request: a letter and an address.
+/// Longest request: an address.
 const MAX_REQUEST: usize = 64;
-const ENABLE: u8 = b'e';
-const BIND: u8 = b'b';
 
 /// The worker's end.
 pub struct LaneProcess {
@@ -42,7 +38,6 @@ impl LaneProcess {
             }
             let _unused = sched_setaffinity(Pid::from_raw(0), cpus);
             name_process("gpuinit-lane");
-            crate::sys::forget_children();
             serve(&theirs, &PciSysfs::at(sysfs));
             0
         });
@@ -57,21 +52,12 @@ impl LaneProcess {
 
     /// Enables this GPU there, and returns how long that took by that process's own clock; blocks meanwhile. None when that process is gone.
     pub fn enable(&self, gpu: PciAddress) -> Option<(Result<(), Errno>, Duration)> {
-        let (errno, took_ns) = self.ask(ENABLE, gpu)?;
-        Some((errno, Duration::from_nanos(took_ns)))
-    }
-
-    /// Binds this GPU there, beside an enabling; blocks until the driver's probe is over. None when that process is gone.
-    pub fn bind(&self, gpu: PciAddress) -> Option<Result<(), Errno>> {
-        self.ask(BIND, gpu).map(|(errno, _)| errno)
-    }
-
-    fn ask(&self, what: u8, gpu: PciAddress) -> Option<(Result<(), Errno>, u64)> {
-        let answers = reply::ask(self.socket.as_ref()?, &[&[what], gpu.to_string().as_bytes()])?;
+        let answers = reply::ask(self.socket.as_ref()?, &[gpu.to_string().as_bytes()])?;
         let (errno, _) = reply::answered(&answers)?;
         let (took_ns, _) = reply::answered(&answers)?;
         let errno = i32::try_from(errno).ok()?;
-        Some((if errno == 0 { Ok(()) } else { Err(Errno::from_raw(errno)) }, u64::try_from(took_ns).ok()?))
+        let result = if errno == 0 { Ok(()) } else { Err(Errno::from_raw(errno)) };
+        Some((result, Duration::from_nanos(u64::try_from(took_ns).ok()?)))
     }
 }
 
@@ -83,30 +69,16 @@ impl Drop for LaneProcess {
     }
 }
 
-/// Does what is asked for until nobody can ask any more.
+/// Enables what is asked for until nobody can ask any more. Answers with the error's number, or 0, and the time it took in ns.
 fn serve(socket: &OwnedFd, sysfs: &PciSysfs) {
     let mut request = [0; MAX_REQUEST];
     while let Some((length, answers)) = reply::asked(socket, &mut request) {
-        let Some((what, gpu)) = request.get(..length).and_then(<[u8]>::split_first) else { return };
-        let gpu: Option<PciAddress> = std::str::from_utf8(gpu).ok().and_then(|text| text.parse().ok());
+        let gpu: Option<PciAddress> = request.get(..length).and_then(|text| std::str::from_utf8(text).ok()?.parse().ok());
         let (Some(gpu), Some(answers)) = (gpu, answers) else { return };
-        if *what == BIND {
-            // Without a child nobody answers, and the worker binds by itself.
-            let _unused = crate::sys::fork_single_threaded(answers, |answers| {
-                work(&answers, || sysfs.bind(gpu));
-                0
-            });
-        } else {
-            work(&answers, || sysfs.enable(gpu));
-        }
+        let began_ns = boottime_ns();
+        let errno = sysfs.enable(gpu).map_or_else(|e: SysfsError| e.errno().unwrap_or(Errno::EIO) as i64, |()| 0);
+        let took_ns = boottime_ns().saturating_sub(began_ns);
+        reply::answer(&answers, errno, None);
+        reply::answer(&answers, i64::try_from(took_ns).unwrap_or(i64::MAX), None);
     }
-}
-
-/// Answers with the error, or 0, and the time it took in ns.
-fn work(answers: &OwnedFd, work: impl FnOnce() -> Result<(), SysfsError>) {
-    let began_ns = boottime_ns();
-    let errno = work().map_or_else(|e| e.errno().unwrap_or(Errno::EIO) as i64, |()| 0);
-    let took_ns = boottime_ns().saturating_sub(began_ns);
-    reply::answer(answers, errno, None);
-    reply::answer(answers, i64::try_from(took_ns).unwrap_or(i64::MAX), None);
 }

@@ -1,9 +1,11 @@
-//! Opens GPUs where the death of the worker closes nothing: each in a child of a process of its own, which hands the descriptor to the keeper before
+//! Opens GPUs, and binds those that are enabled by it, where the death of the worker closes nothing: each in a child of a process of its own, which hands the descriptor to the keeper before
 //! the worker has it. The worker's way to the keeper stays open in these processes on purpose: the keeper starts no other worker before it has been
 //! given everything that was opened.
 
 use super::keeper::{Held, KeeperSocket};
 use super::{name_process, reply};
+use crate::bind::PciSysfs;
+use crate::pci::{PciAddress, SYS};
 use nix::errno::Errno;
 use nix::fcntl::{OFlag, open};
 use nix::sys::stat::Mode;
@@ -13,7 +15,7 @@ use std::os::fd::OwnedFd;
 use std::os::unix::ffi::OsStrExt;
 use std::path::Path;
 
-/// Longest request: an address, a NUL, a path.
+/// Longest request: an address, a NUL, a path; no path: bind.
 const MAX_REQUEST: usize = 256;
 
 /// The worker's end; the process ends when this is dropped.
@@ -57,6 +59,18 @@ impl Opener {
             (errno, _) => Some(Err(Errno::from_raw(i32::try_from(errno).ok()?))),
         }
     }
+
+    /// Binds a GPU to the driver; blocks until its probe is over. `binding` gets the process that is in the driver meanwhile. None when it could not be
+    /// tried.
+    pub fn bind(&self, gpu: PciAddress, binding: impl FnOnce(Pid)) -> Option<Result<(), Errno>> {
+        let answers = reply::ask(&self.socket, &[gpu.to_string().as_bytes(), b"\0"])?;
+        let (child, _) = reply::answered(&answers)?;
+        binding(Pid::from_raw(i32::try_from(child).ok()?));
+        match reply::answered(&answers)?.0 {
+            0 => Some(Ok(())),
+            errno => Some(Err(Errno::from_raw(i32::try_from(errno).ok()?))),
+        }
+    }
 }
 
 /// Opens what is asked for, each in a child, until nobody can ask any more.
@@ -69,16 +83,25 @@ fn serve(socket: &OwnedFd, keeper: &KeeperSocket) {
             let request = text.get(..length).unwrap_or_default();
             let mut parts = request.splitn(2, |byte| *byte == 0);
             if let (Some(gpu), Some(path)) = (parts.next(), parts.next()) {
-                open_and_hand_over(&String::from_utf8_lossy(gpu), Path::new(OsStr::from_bytes(path)), &answers, keeper);
+                let gpu = String::from_utf8_lossy(gpu);
+                reply::answer(&answers, nix::unistd::getpid().as_raw().into(), None);
+                match gpu.parse() {
+                    Ok(gpu) if path.is_empty() => reply::answer(&answers, bind(gpu), None),
+                    _ => open_and_hand_over(&gpu, Path::new(OsStr::from_bytes(path)), &answers, keeper),
+                }
             }
             0
         });
     }
 }
 
+/// The error's number, or 0.
+fn bind(gpu: PciAddress) -> i64 {
+    PciSysfs::at(Path::new(SYS)).bind(gpu).map_or_else(|e| e.errno().unwrap_or(Errno::EIO) as i64, |()| 0)
+}
+
 /// Hands over to the keeper first: from then on nothing is lost. An answer that nobody takes any more is the next worker's to ask for.
 fn open_and_hand_over(gpu: &str, path: &Path, answers: &OwnedFd, keeper: &KeeperSocket) {
-    reply::answer(answers, nix::unistd::getpid().as_raw().into(), None);
     match open(path, OFlag::O_RDWR | OFlag::O_NONBLOCK | OFlag::O_CLOEXEC, Mode::empty()) {
         Ok(descriptor) => {
             // Without the keeper the worker holds it alone, as it would have.

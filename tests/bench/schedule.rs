@@ -1,0 +1,155 @@
+//! `bench schedule`: the order in which the schedule brings GPUs up, in virtual time, against the best
+//! order that a search finds in the same locks. No VM, no clock.
+
+use super::{keep, machine};
+use anyhow::{Result, bail};
+use kata_gpu_init::boot::gpus::strategy::{Facts, Policy};
+use kata_gpu_init::config::{Bind, Init};
+use kata_gpu_tests::schedule::drive::{Overhead, drive};
+use kata_gpu_tests::schedule::locks::{Host, Micros, Times};
+use kata_gpu_tests::schedule::optimum::{Rule, search};
+use kata_gpu_tests::schedule::policies::{OneBesideTheLane, run as run_policy};
+use serde_json::json;
+use std::path::Path;
+
+const MS: Micros = 1000;
+/// Mapping a GPU's BARs, ms.
+const ENABLE: [Micros; 11] = [3, 100, 200, 300, 500, 700, 1000, 1500, 2000, 3300, 4000];
+/// Parts of an initialisation, ms: an H100's, and around them.
+const PARTS: [[Micros; 3]; 3] = [[300, 1300, 500], [150, 900, 300], [400, 2000, 700]];
+const GPUS: [usize; 3] = [2, 4, 8];
+/// Behind a firewall, where the search is large.
+const FIREWALL: Micros = 4000;
+const FIREWALL_ENABLE: [Micros; 4] = [3, 300, 1000, 3300];
+const FIREWALL_GPUS: [usize; 3] = [2, 4, 6];
+/// Worlds that a search visits at most.
+const MOST: usize = 6_000_000;
+/// How far from the best order is near enough, in percent.
+const NEAR: Micros = 5;
+/// Up to so many GPUs the search is repeated without any rule.
+const FREE: usize = 2;
+
+struct Kind {
+    name: &'static str,
+    relaxed: bool,
+    confidential: bool,
+    firewall: Micros,
+    driver: &'static str,
+}
+
+const KINDS: [Kind; 4] = [
+    Kind { name: "relaxed", relaxed: true, confidential: false, firewall: 0, driver: "550.163.01" },
+    Kind { name: "old-driver", relaxed: false, confidential: false, firewall: 0, driver: "535.230.02" },
+    Kind { name: "cc", relaxed: false, confidential: true, firewall: 0, driver: "550.163.01" },
+    Kind { name: "firewall", relaxed: true, confidential: false, firewall: FIREWALL, driver: "570.124.06" },
+];
+
+pub fn run(root: &Path) -> Result<()> {
+    let mut raw = Vec::new();
+    let mut missed = 0;
+    println!("ms to the last usable GPU; best: of all orders in which nothing spins beside an enabling; free: of all orders");
+    println!(
+        "{:<11} {:>14} {:>6} {:>4} {:>7} {:>7} {:>7} {:>7} {:>5}  {:>9}",
+        "host", "S1/S2/S3", "enable", "GPUs", "before", "ours", "best", "free", "ratio", "published"
+    );
+    for kind in &KINDS {
+        let (enables, counts): (&[Micros], &[usize]) =
+            if kind.firewall > 0 { (&FIREWALL_ENABLE, &FIREWALL_GPUS) } else { (&ENABLE, &GPUS) };
+        for parts in PARTS.iter().take(if kind.firewall > 0 || kind.confidential { 1 } else { 3 }) {
+            for enable in enables {
+                for gpus in counts {
+                    let row = Row::of(kind, *parts, *enable, *gpus);
+                    let near = row.ours * 100 <= row.bound * (100 + NEAR);
+                    missed += u32::from(!near);
+                    println!("{}{}", row.text(), if near { "" } else { "  far from the best" });
+                    raw.push(row.json());
+                }
+            }
+        }
+    }
+    let file = keep(root, "schedule", &json!({ "command": "tests/bench/run schedule", "machine": machine(), "rows": raw }))?;
+    println!("raw rows: {}", file.strip_prefix(root).unwrap_or(&file).display());
+    if missed > 0 {
+        bail!("{missed} rows are more than {NEAR} % from the best order");
+    }
+    println!("all within {NEAR} % of the best order");
+    Ok(())
+}
+
+/// Times in µs.
+struct Row {
+    kind: &'static str,
+    parts: [Micros; 3],
+    enable: Micros,
+    gpus: usize,
+    before: Option<Micros>,
+    ours: Micros,
+    published: Micros,
+    /// The best order found, and what no order beats: the same where the search was complete.
+    best: Micros,
+    bound: Micros,
+    free: Option<Micros>,
+}
+
+impl Row {
+    fn of(kind: &Kind, parts: [Micros; 3], enable: Micros, gpus: usize) -> Self {
+        let [s1, s2, s3] = parts.map(|part| part * MS);
+        let times = Times { enable: enable * MS, firewall: kind.firewall * MS, probe: 3 * MS, s1, s2, s3 };
+        let host = Host { relaxed: kind.relaxed, vcpus: 2, ..Host::of(gpus, times) };
+        let loading = Host { load: Some([0, 0]), grace: 0, ..host.clone() };
+        let facts = Facts {
+            gpus,
+            firewall: kind.firewall > 0,
+            driver: kind.driver.parse().ok(),
+            init_on_probe: false,
+            confidential: kind.confidential,
+            vcpus: host.vcpus,
+        };
+        let policy = Policy { bind: Bind::Auto, init: Init::Parallel, relaxed: true, facts };
+        let ours = drive(&loading, policy, &[], Overhead::default(), 0).outcome;
+        let before = (kind.firewall == 0).then(|| run_policy(&host, &mut OneBesideTheLane)).flatten().map(|outcome| outcome.usable);
+        // Where probes sleep, the load is one of them.
+        let searched = if kind.firewall > 0 { &loading } else { &host };
+        let known = ours.usable.max(before.unwrap_or(0));
+        let found = search(searched, Rule::NothingSpins, known, MOST);
+        let free = (gpus <= FREE).then(|| search(searched, Rule::None, known, MOST)).filter(|free| free.bound == free.usable);
+        Self {
+            kind: kind.name,
+            parts,
+            enable,
+            gpus,
+            before,
+            ours: ours.usable,
+            published: ours.published,
+            best: found.usable.min(known),
+            bound: found.bound.min(known),
+            free: free.map(|free| free.usable),
+        }
+    }
+
+    fn text(&self) -> String {
+        let ms = |time: Option<Micros>| time.map_or("-".into(), |time| (time / MS).to_string());
+        let [s1, s2, s3] = self.parts;
+        let bound = if self.bound < self.best { format!(" (no order beats {})", self.bound / MS) } else { String::new() };
+        format!(
+            "{:<11} {:>14} {:>6} {:>4} {:>7} {:>7} {:>7} {:>7} {:>5}  {:>9}{bound}",
+            self.kind,
+            format!("{s1}/{s2}/{s3}"),
+            self.enable,
+            self.gpus,
+            ms(self.before),
+            ms(Some(self.ours)),
+            ms(Some(self.best)),
+            ms(self.free),
+            format!("{}.{:02}", self.ours / self.best, self.ours * 100 / self.best % 100),
+            self.published / MS,
+        )
+    }
+
+    fn json(&self) -> serde_json::Value {
+        json!({
+            "host": self.kind, "parts_ms": self.parts, "enable_ms": self.enable, "gpus": self.gpus, "before_us": self.before,
+            "ours_us": self.ours, "published_us": self.published, "best_us": self.best, "bound_us": self.bound, "free_us": self.free,
+        })
+    }
+}

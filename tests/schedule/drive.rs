@@ -1,0 +1,550 @@
+//! Carries the orders of the product's schedule out in a world of locks, and reports what happens
+//! to it: what `boot::gpus::{fleet, gpu, driver, lane}` do in a guest, with a virtual clock.
+//!
+//! Whoever reports or begins something needs a vCPU: while all are gone, that waits.
+
+use super::locks::{At, Fact, Host, Micros, Order, World};
+use super::policies::{Outcome, probes};
+use super::random::Random;
+use kata_gpu_init::boot::gpus::deadlines::Limit;
+use kata_gpu_init::boot::gpus::messages::{self as schedule, Arrival, GpuId, Probe};
+use kata_gpu_init::boot::gpus::schedule::Schedule;
+use kata_gpu_init::boot::gpus::strategy::Policy;
+use kata_gpu_init::pci::PciAddress;
+use std::time::Duration;
+
+/// Grace periods that the end of a load waits for.
+const AFTER_LOAD: u8 = 2;
+/// Who waits for them.
+const LOAD: u8 = u8::MAX;
+/// Generations of GPUs that were plugged in, and from where an enabling is slow.
+const PLUGGED: u32 = 100;
+const SLOW: Micros = 100_000;
+/// A run is given up then.
+const HORIZON: Micros = 400_000_000;
+
+/// What the guest's own steps take.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Overhead {
+    /// At most, from something that happens to its report; at random.
+    pub report: Micros,
+    /// Publishing a GPU.
+    pub publish: Micros,
+    /// The driver's files, behind the load.
+    pub files: Micros,
+}
+
+/// A container that the agent makes when all of these GPUs are published.
+#[derive(Clone, Debug)]
+pub struct Container {
+    /// Asked for at this time; the agent looks from then on, once a second.
+    pub at: Micros,
+    pub gpus: Vec<usize>,
+    /// Grace periods of its creation.
+    pub graces: u8,
+}
+
+/// How often the agent looks.
+const LOOK: Micros = 1_000_000;
+/// From its last look to what can be seen of its container; and from the last grace period to its
+/// program.
+const BEGINS: Micros = 40_000;
+const RUNS: Micros = 60_000;
+
+/// What a run came to.
+#[derive(Clone, Debug, Default)]
+pub struct Run {
+    /// Times of GPUs; orders and facts of the world.
+    pub outcome: Outcome,
+    /// What the schedule was told, and what it ordered.
+    pub reports: Vec<(Micros, schedule::Fact)>,
+    pub orders: Vec<(Micros, schedule::Order)>,
+    /// When all was settled, if ever: usable and failed GPUs.
+    pub settled: Option<(Micros, usize, usize)>,
+    /// Of each GPU: bound, published, usable.
+    pub bound: Vec<Option<Micros>>,
+    pub published: Vec<Option<Micros>>,
+    pub usable: Vec<Option<Micros>>,
+    /// Of each GPU: reports of being late.
+    pub late: Vec<usize>,
+    pub containers: Vec<Option<Micros>>,
+    /// Where each GPU was at the end.
+    pub at: Vec<At>,
+    /// An enabling of the lane that began beside an S1, an unsleeping probe, or a load that needs
+    /// all CPUs.
+    pub trespasses: Vec<(Micros, String)>,
+}
+
+/// What a broken schedule does wrong, for controls.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Broken {
+    #[default]
+    No,
+    /// Takes every host for a fast one: no enabling waits for anything.
+    ThinksFast,
+    /// Forgets that initialisations end.
+    Forgets,
+    /// Probes the next GPU although one is being probed.
+    ProbesTwo,
+    /// Enables the last GPU first.
+    LastFirst,
+}
+
+#[derive(Clone, Debug)]
+enum Action {
+    Report(schedule::Fact),
+    Begin(Order),
+    Open(GpuId),
+    /// A probe is over, and its GPU's task looks at `information`, once the driver is loaded.
+    Look(GpuId),
+    Bound(GpuId),
+    Publish(GpuId),
+    Published(GpuId),
+    FilesKnown,
+    AgentLooks(usize),
+    ContainerMade(usize),
+    ContainerRuns(usize),
+}
+
+struct Gpu {
+    id: GpuId,
+    gone: bool,
+    /// Its probe, when.
+    ordered: Option<Micros>,
+    enabling: Micros,
+}
+
+/// The guest around a schedule.
+pub struct Guest<'h> {
+    world: World<'h>,
+    schedule: Schedule,
+    gpus: Vec<Gpu>,
+    pending: Vec<(Micros, u64, Action)>,
+    count: u64,
+    random: Random,
+    overhead: Overhead,
+    /// GPUs that a load may still try, one after another.
+    candidates: Vec<usize>,
+    control_ready: bool,
+    /// Waiting for the load, or for the files.
+    looks: Vec<GpuId>,
+    binds: Vec<GpuId>,
+    publications: Vec<GpuId>,
+    load_failed: bool,
+    load_ordered: Option<Micros>,
+    registered: bool,
+    containers: Vec<Container>,
+    broken: Broken,
+    run: Run,
+}
+
+fn time(at: Micros) -> Duration {
+    Duration::from_micros(at)
+}
+
+/// Rounded up: a deadline has passed then.
+fn micros(at: Duration) -> Micros {
+    u64::try_from(at.as_nanos().div_ceil(1000)).unwrap_or(u64::MAX)
+}
+
+/// The address of a GPU in the world.
+pub fn address(gpu: usize) -> PciAddress {
+    format!("0001:00:{gpu:02x}.0").parse().unwrap_or_else(|error| panic!("address of GPU {gpu}: {error}"))
+}
+
+fn id(gpu: usize, generation: u32) -> GpuId {
+    GpuId { address: address(gpu), generation }
+}
+
+/// Runs a schedule of this policy on this host, until all is settled and made, or for long.
+pub fn drive(host: &Host, policy: Policy, containers: &[Container], overhead: Overhead, seed: u64) -> Run {
+    Guest::new(host, policy, containers, overhead, seed).run()
+}
+
+/// The same with a schedule that is broken.
+pub fn drive_broken(host: &Host, policy: Policy, overhead: Overhead, seed: u64, broken: Broken) -> Run {
+    Guest { broken, ..Guest::new(host, policy, &[], overhead, seed) }.run()
+}
+
+impl<'h> Guest<'h> {
+    fn new(host: &'h Host, policy: Policy, containers: &[Container], overhead: Overhead, seed: u64) -> Self {
+        let count = host.gpus.len();
+        let gpus = (0..count).map(|k| Gpu { id: id(k, k as u32), gone: false, ordered: None, enabling: 0 });
+        let run = Run {
+            bound: vec![None; count],
+            published: vec![None; count],
+            usable: vec![None; count],
+            late: vec![0; count],
+            containers: vec![None; containers.len()],
+            ..Run::default()
+        };
+        Self {
+            world: World::new(host).recording(),
+            schedule: Schedule::new(policy, Duration::ZERO),
+            gpus: gpus.collect(),
+            pending: Vec::new(),
+            count: 0,
+            random: Random::new(seed),
+            overhead,
+            candidates: Vec::new(),
+            control_ready: false,
+            looks: Vec::new(),
+            binds: Vec::new(),
+            publications: Vec::new(),
+            load_failed: false,
+            load_ordered: None,
+            registered: false,
+            containers: containers.to_vec(),
+            broken: Broken::No,
+            run,
+        }
+    }
+
+    fn run(mut self) -> Run {
+        for k in 0..self.gpus.len() {
+            if self.world.at(k) == At::Present {
+                self.report(schedule::Fact::Found(self.gpus[k].id, Arrival::Boot));
+            }
+        }
+        self.report(schedule::Fact::Scanned);
+        for at in 0..self.containers.len() {
+            self.at(self.containers[at].at, Action::AgentLooks(at));
+        }
+        self.listen();
+        while self.world.now() < HORIZON && !self.is_over() {
+            let frozen = self.world.is_frozen();
+            let due = self.pending.iter().map(|(at, ..)| *at).min();
+            let deadline = self.schedule.deadline(time(self.world.now())).map(micros);
+            let limit = due.into_iter().chain(deadline).min().map(|at| at.max(self.world.now()));
+            if limit.is_none_or(|at| frozen || at > self.world.now()) {
+                let limit = limit.filter(|_| !frozen);
+                if !self.world.advance(limit) {
+                    break;
+                }
+            }
+            self.listen();
+            if !self.world.is_frozen() {
+                self.act();
+            }
+        }
+        self.run.outcome.spun = self.world.spun();
+        self.run.at = (0..self.gpus.len()).map(|k| self.world.at(k)).collect();
+        self.run.outcome = self.run.outcome.summed_up();
+        self.run
+    }
+
+    fn is_over(&self) -> bool {
+        let made = self.containers.iter().zip(&self.run.containers).all(|(wanted, made)| made.is_some() || !self.can_be_made(wanted));
+        self.run.settled.is_some()
+            && self.pending.iter().all(|(_, _, action)| matches!(action, Action::AgentLooks(_)))
+            && made
+            && !self.more_to_come()
+    }
+
+    fn can_be_made(&self, container: &Container) -> bool {
+        container.gpus.iter().all(|k| self.run.published[*k].is_some())
+    }
+
+    /// GPUs that will be plugged in or torn out.
+    fn more_to_come(&self) -> bool {
+        let functions = self.world.host().gpus.iter();
+        functions.flat_map(|f| [f.plugged_at, f.removed_at]).flatten().any(|at| at > self.world.now())
+    }
+
+    fn at(&mut self, at: Micros, action: Action) {
+        self.count += 1;
+        self.pending.push((at, self.count, action));
+    }
+
+    fn soon(&mut self, action: Action) {
+        let later = self.random.below(self.overhead.report + 1);
+        self.at(self.world.now() + later, action);
+    }
+
+    /// Hears all that has happened.
+    fn listen(&mut self) {
+        for (at, fact) in self.world.facts() {
+            self.run.outcome.facts.push((at, fact));
+            self.hear(fact);
+        }
+        if self.world.registered() && !self.registered {
+            self.registered = true;
+            self.soon(Action::Report(schedule::Fact::Registered));
+        }
+    }
+
+    /// What is due, one after another: each may order something, and may be over in the same
+    /// moment.
+    fn act(&mut self) {
+        let mut woken = false;
+        loop {
+            self.listen();
+            let now = self.world.now();
+            let next = self.pending.iter().enumerate().filter(|(_, (at, ..))| *at <= now).min_by_key(|(_, (at, count, _))| (*at, *count));
+            match next {
+                Some((next, _)) => {
+                    let (_, _, action) = self.pending.swap_remove(next);
+                    self.take(action);
+                }
+                None if woken => return,
+                None => {
+                    let orders = self.schedule.wake(time(now));
+                    self.carry_out(orders);
+                    woken = true;
+                }
+            }
+            if self.world.is_frozen() {
+                return;
+            }
+        }
+    }
+
+    fn report(&mut self, fact: schedule::Fact) {
+        if self.broken == Broken::Forgets && matches!(fact, schedule::Fact::Initialised(..) | schedule::Fact::Usable(_)) {
+            return;
+        }
+        self.run.reports.push((self.world.now(), fact));
+        let orders = self.schedule.take(time(self.world.now()), fact);
+        self.carry_out(orders);
+    }
+
+    fn index(&self, id: GpuId) -> Option<usize> {
+        self.gpus.iter().position(|gpu| gpu.id == id && !gpu.gone)
+    }
+
+    /// Something happened in the world.
+    fn hear(&mut self, fact: Fact) {
+        let id = |guest: &Self, k: usize| guest.gpus[k].id;
+        match fact {
+            Fact::Plugged(k) => {
+                let generation = self.gpus[k].id.generation + PLUGGED;
+                self.gpus[k] = Gpu { id: id_of(self.gpus[k].id, generation), gone: false, ordered: None, enabling: 0 };
+                self.run.settled = None;
+                self.soon(Action::Report(schedule::Fact::Found(id(self, k), Arrival::Enabled)));
+                // The kernel lets a driver that is there have it.
+                if self.world.registered() {
+                    self.soon(Action::Begin(Order::Probe(k)));
+                }
+            }
+            Fact::Removed(k) => {
+                let gone = id(self, k);
+                self.gpus[k].gone = true;
+                self.soon(Action::Report(schedule::Fact::Gone(gone)));
+            }
+            Fact::Enabled(k, true) => {
+                let took = if self.broken == Broken::ThinksFast { 0 } else { self.world.now() - self.gpus[k].enabling };
+                self.soon(Action::Report(schedule::Fact::Enabled(id(self, k), time(took))));
+            }
+            Fact::Enabled(k, false) | Fact::Probed(k, false) => self.soon(Action::Report(schedule::Fact::Failed(id(self, k)))),
+            Fact::Probed(k, true) => self.soon(Action::Look(id(self, k))),
+            Fact::Looked(k) => self.soon(Action::Bound(id(self, k))),
+            Fact::Attached(_) => {}
+            Fact::Initialised(k, well) => {
+                let gpu = id(self, k);
+                if well {
+                    self.run.usable[k] = Some(self.world.now());
+                }
+                self.soon(Action::Report(schedule::Fact::Initialised(gpu, well)));
+                let end = if well { schedule::Fact::Usable(gpu) } else { schedule::Fact::Failed(gpu) };
+                self.at(self.world.now() + self.overhead.report, Action::Report(end));
+            }
+            Fact::Loaded(true) => {
+                self.soon(Action::Report(schedule::Fact::Loaded(true)));
+                for gpu in std::mem::take(&mut self.looks) {
+                    self.soon(Action::Look(gpu));
+                }
+                for gpu in std::mem::take(&mut self.binds) {
+                    if let Some(k) = self.index(gpu) {
+                        self.soon(Action::Begin(Order::Probe(k)));
+                    }
+                }
+            }
+            Fact::Loaded(false) => match self.candidates.pop() {
+                Some(next) => self.soon(Action::Begin(Order::Load(next))),
+                None => {
+                    self.load_failed = true;
+                    for gpu in std::mem::take(&mut self.binds) {
+                        self.soon(Action::Report(schedule::Fact::Failed(gpu)));
+                    }
+                    self.soon(Action::Report(schedule::Fact::Loaded(false)));
+                    self.soon(Action::Report(schedule::Fact::LoadOver));
+                }
+            },
+            Fact::UvmLoaded => {
+                self.soon(Action::Report(schedule::Fact::UvmLoaded));
+                self.at(self.world.now() + self.overhead.files, Action::FilesKnown);
+                self.soon(Action::Begin(Order::Wait(LOAD, AFTER_LOAD)));
+            }
+            Fact::Waited(LOAD) => self.soon(Action::Report(schedule::Fact::LoadOver)),
+            Fact::Waited(container) => self.at(self.world.now() + RUNS, Action::ContainerRuns(usize::from(container))),
+        }
+    }
+
+    /// Somebody in the guest does something.
+    fn take(&mut self, action: Action) {
+        match action {
+            Action::Report(fact) => self.report(fact),
+            Action::Begin(order) => self.begin(order),
+            Action::Open(gpu) => {
+                if let Some(k) = self.index(gpu) {
+                    self.report(schedule::Fact::Opening(gpu));
+                    self.begin(Order::Open(k));
+                }
+            }
+            Action::Look(gpu) if !self.world.loaded() => self.looks.push(gpu),
+            Action::Look(gpu) => {
+                if let Some(k) = self.index(gpu).filter(|k| self.world.at(*k) == At::Bound) {
+                    self.begin(Order::Look(k));
+                }
+            }
+            Action::Bound(gpu) => {
+                if let Some(k) = self.index(gpu) {
+                    self.run.bound[k] = Some(self.world.now());
+                    self.report(schedule::Fact::Bound(gpu));
+                    self.report(schedule::Fact::Publishing(gpu));
+                    self.take(Action::Publish(gpu));
+                }
+            }
+            Action::Publish(gpu) if !self.control_ready => self.publications.push(gpu),
+            Action::Publish(gpu) => self.at(self.world.now() + self.overhead.publish, Action::Published(gpu)),
+            Action::Published(gpu) => {
+                if let Some(k) = self.index(gpu) {
+                    self.run.published[k] = self.run.published[k].or(Some(self.world.now()));
+                }
+                self.report(schedule::Fact::Published(gpu));
+            }
+            Action::FilesKnown => {
+                self.control_ready = true;
+                for gpu in std::mem::take(&mut self.publications) {
+                    self.take(Action::Publish(gpu));
+                }
+            }
+            Action::AgentLooks(container) => {
+                let ready = self.can_be_made(&self.containers[container]);
+                self.report(schedule::Fact::AgentLooked);
+                let (after, next) = if ready { (BEGINS, Action::ContainerMade(container)) } else { (LOOK, Action::AgentLooks(container)) };
+                self.at(self.world.now() + after, next);
+            }
+            Action::ContainerMade(container) => {
+                self.report(schedule::Fact::ContainerBegins);
+                let graces = self.containers[container].graces;
+                self.begin(Order::Wait(container as u8, graces));
+            }
+            Action::ContainerRuns(container) => {
+                self.run.containers[container] = Some(self.world.now());
+                self.report(schedule::Fact::ContainerRuns);
+            }
+        }
+    }
+
+    fn begin(&mut self, order: Order) {
+        self.run.outcome.orders.push((self.world.now(), order));
+        match order {
+            // Gone, or in the kernel's hands already.
+            Order::Probe(k) | Order::Enable(k) if !matches!(self.world.at(k), At::Present | At::Enabled) => {}
+            Order::Probe(k) if !self.world.registered() => {
+                // Beside a load that has failed: its turn comes when another load is over.
+                if self.gpus[k].ordered.is_some() {
+                    self.binds.push(self.gpus[k].id);
+                }
+            }
+            Order::Open(k) if self.world.at(k) != At::Known => {}
+            order => self.world.order(order),
+        }
+    }
+
+    fn carry_out(&mut self, orders: Vec<schedule::Order>) {
+        for order in orders {
+            let order = self.broken_order(order);
+            self.run.orders.push((self.world.now(), order.clone()));
+            match order {
+                schedule::Order::Enable(gpu, _) => {
+                    if let Some(k) = self.index(gpu) {
+                        self.gpus[k].enabling = self.world.now();
+                        self.watch(k);
+                        self.begin(Order::Enable(k));
+                    }
+                }
+                schedule::Order::Load { gpus, one_by_one, .. } => {
+                    self.load_ordered = Some(self.world.now());
+                    let gpus: Vec<usize> = gpus.into_iter().filter_map(|gpu| self.index(gpu)).collect();
+                    self.candidates = if one_by_one { gpus.iter().skip(1).rev().copied().collect() } else { Vec::new() };
+                    match gpus.first() {
+                        Some(first) if one_by_one => self.begin(Order::Load(*first)),
+                        _ => self.begin(Order::LoadAll),
+                    }
+                }
+                schedule::Order::Probe(gpu, how) => {
+                    if let Some(k) = self.index(gpu) {
+                        self.gpus[k].ordered = Some(self.world.now());
+                        self.begin_probe(k, how);
+                    }
+                }
+                schedule::Order::Initialise(gpu) => self.soon(Action::Open(gpu)),
+                schedule::Order::Late(gpu, ..) => {
+                    if let Some(k) = self.index(gpu) {
+                        self.run.late[k] += 1;
+                    }
+                }
+                schedule::Order::Settled { usable, failed } => self.run.settled = Some((self.world.now(), usable, failed)),
+                schedule::Order::Chosen(..) | schedule::Order::Wait(_) | schedule::Order::LaneOver | schedule::Order::LockDown => {}
+            }
+        }
+    }
+
+    fn broken_order(&mut self, order: schedule::Order) -> schedule::Order {
+        match (self.broken, order) {
+            (Broken::LastFirst, schedule::Order::Enable(gpu, holds)) => {
+                let last = (0..self.gpus.len()).rev().find(|k| self.world.at(*k) == At::Present);
+                schedule::Order::Enable(last.map_or(gpu, |k| self.gpus[k].id), holds)
+            }
+            (Broken::ProbesTwo, schedule::Order::Probe(gpu, Probe::Bind)) => {
+                let other = (0..self.gpus.len()).find(|k| self.world.at(*k) == At::Enabled && self.gpus[*k].id != gpu);
+                if let Some(other) = other {
+                    self.run.orders.push((self.world.now(), schedule::Order::Probe(self.gpus[other].id, Probe::Bind)));
+                    self.begin(Order::Probe(other));
+                }
+                schedule::Order::Probe(gpu, Probe::Bind)
+            }
+            (_, order) => order,
+        }
+    }
+
+    fn begin_probe(&mut self, k: usize, how: Probe) {
+        match how {
+            Probe::Load => {}
+            Probe::Bind | Probe::BesideLoad | Probe::BeforeEnable if self.load_failed => {
+                let gpu = self.gpus[k].id;
+                self.soon(Action::Report(schedule::Fact::Failed(gpu)));
+            }
+            Probe::Bind | Probe::BesideLoad | Probe::BeforeEnable => self.begin(Order::Probe(k)),
+        }
+    }
+
+    /// An enabling of the lane begins: whom does it stall? Not counted: what the schedule has
+    /// waited for as long as the table says, and what the kernel does by itself with a GPU that was
+    /// plugged in.
+    fn watch(&mut self, k: usize) {
+        let now = self.world.now();
+        let limit = micros(Limit::LaneHold.after());
+        let within = |since: Option<Micros>| since.is_some_and(|since| now < since + limit);
+        let probing = |k: &usize| self.gpus[*k].id.generation < PLUGGED && within(self.gpus[*k].ordered) && probes(&self.world, *k);
+        let probing: Vec<usize> = (0..self.gpus.len()).filter(probing).collect();
+        let attaching = self.world.attaching();
+        let loading = self.world.load_begun() && !self.world.uvm_loaded() && !self.load_sleeps() && within(self.load_ordered);
+        let slow = self.world.host().gpus[k].times.enable >= SLOW;
+        if slow && (attaching || !probing.is_empty() || loading) {
+            let what = format!("GPU {k}: attaching {attaching}, probing {probing:?}, loading {loading}");
+            self.run.trespasses.push((now, what));
+        }
+    }
+
+    /// The load's own probe sleeps behind a firewall.
+    fn load_sleeps(&self) -> bool {
+        self.world.registered() && !self.world.loaded() && self.world.counts(|at| at == At::Sleep) > 0
+    }
+}
+
+fn id_of(id: GpuId, generation: u32) -> GpuId {
+    GpuId { generation, ..id }
+}

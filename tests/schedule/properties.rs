@@ -1,0 +1,280 @@
+//! What holds for every bring-up: hosts, durations, failures, hangs, removals and plugs at random,
+//! each from a seed that the complaint names.
+
+use super::drive::{Broken, Container, Overhead, Run, drive, drive_broken};
+use super::locks::{At, Fact, Fault, Function, Host, Micros, Times};
+use super::random::Random;
+use kata_gpu_init::boot::gpus::deadlines::Limit;
+use kata_gpu_init::boot::gpus::messages::{Fact as Report, GpuId, Order, Probe};
+use kata_gpu_init::boot::gpus::strategy::{Facts, Policy};
+use kata_gpu_init::config::{Bind, Init};
+
+const MS: Micros = 1000;
+
+/// What can go wrong in a case.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Trouble {
+    None,
+    /// GPUs that fail somewhere.
+    Failures,
+    /// One that hangs in its probe, and is not the first one.
+    Hang,
+    /// Removals and plugs.
+    Traffic,
+    /// All of these, and GPUs that hang anywhere.
+    Any,
+}
+
+/// One bring-up.
+#[derive(Clone, Debug)]
+pub struct Case {
+    pub seed: u64,
+    pub host: Host,
+    pub policy: Policy,
+    pub containers: Vec<Container>,
+    pub overhead: Overhead,
+    pub trouble: Trouble,
+}
+
+impl Case {
+    /// The case of a seed.
+    pub fn random(seed: u64, trouble: Trouble) -> Self {
+        let mut random = Random::new(seed);
+        let count = random.between(1, 16) as usize;
+        let vcpus = random.one_of(&[1, 2, 4, 8]);
+        let relaxed = random.percent(70);
+        let enable = random.one_of(&[1, 3, 30, 200, 300, 1000, 3300]) * MS;
+        let firewall = if random.percent(20) { 4000 * MS } else { 0 };
+        // An initialisation is taken to be an H100's, faster or slower as a whole.
+        let scale = random.between(60, 110);
+        let parts = [300, 1300, 500].map(|part| part * MS * scale / 100);
+        let mut gpu = || {
+            let mut vary = |time: Micros, most: u64| time * random.between(most - 20, most) / 100;
+            let [s1, s2, s3] = parts;
+            let times = Times {
+                enable: vary(enable, 110),
+                firewall,
+                probe: vary(4 * MS, 120),
+                s1: vary(s1, 100),
+                s2: vary(s2, 110),
+                s3: vary(s3, 110),
+            };
+            Function { times, fault: Fault::None, plugged_at: None, removed_at: None }
+        };
+        let mut gpus: Vec<Function> = (0..count).map(|_| gpu()).collect();
+        trouble.befall(&mut gpus, &mut random);
+        let host = Host {
+            vcpus,
+            relaxed,
+            load: Some([random.between(5, 60) * MS, random.between(2, 30) * MS]),
+            grace: random.between(1, 15) * MS,
+            gpus,
+        };
+        let bind = if random.percent(80) { Bind::Auto } else { random.one_of(&[Bind::Insmod, Bind::Pipelined, Bind::Concurrent]) };
+        let init = if random.percent(90) { Init::Parallel } else { Init::Serial };
+        let driver = if relaxed { "550.163.01" } else { "535.230.02" };
+        let there = host.gpus.iter().filter(|gpu| gpu.plugged_at.is_none()).count();
+        let facts = Facts {
+            gpus: there,
+            firewall: firewall > 0,
+            driver: driver.parse().ok(),
+            init_on_probe: false,
+            confidential: !relaxed && random.percent(50),
+            vcpus,
+        };
+        let containers = (0..random.below(4)).map(|_| Container {
+            at: random.below(6000) * MS,
+            gpus: (0..count).filter(|_| random.percent(30)).collect(),
+            graces: random.between(1, 4) as u8,
+        });
+        let containers = containers.collect();
+        let overhead = Overhead { report: random.below(3) * MS, publish: random.below(20) * MS, files: random.below(60) * MS };
+        Self { seed, host, policy: Policy { bind, init, relaxed: true, facts }, containers, overhead, trouble }
+    }
+
+    pub fn run(&self) -> Run {
+        drive(&self.host, self.policy.clone(), &self.containers, self.overhead, self.seed)
+    }
+
+    pub fn run_broken(&self, broken: Broken) -> Run {
+        drive_broken(&self.host, self.policy.clone(), self.overhead, self.seed, broken)
+    }
+
+    /// All that is wrong with a run of this case.
+    pub fn complaints(&self, run: &Run) -> Vec<String> {
+        let checks = [
+            Self::ends,
+            Self::hangs_cost_what_the_table_says,
+            Self::probes_go_one_at_a_time,
+            Self::order_is_pci,
+            Self::nobody_is_trespassed,
+            Self::publication_waits_for_no_lane,
+        ];
+        let complaints = checks.iter().filter_map(|check| check(self, run).err());
+        complaints.map(|complaint| format!("seed {}, {:?}: {complaint}", self.seed, self.trouble)).collect()
+    }
+
+    fn hangs(&self) -> usize {
+        self.host.gpus.iter().filter(|gpu| matches!(gpu.fault, Fault::ProbeHangs | Fault::InitHangs)).count()
+    }
+
+    /// All settle, well where nothing is wrong with them; or hang, and are reported.
+    fn ends(&self, run: &Run) -> Result<(), String> {
+        if self.hangs() == 0 && run.settled.is_none() {
+            return Err(format!("does not end: GPUs are {:?}", run.at));
+        }
+        for (k, gpu) in self.host.gpus.iter().enumerate() {
+            let well = gpu.fault == Fault::None && gpu.removed_at.is_none();
+            if well && self.hangs() == 0 && run.usable[k].is_none() {
+                return Err(format!("GPU {k} is not usable: {:?}", run.at[k]));
+            }
+            let stuck = !matches!(run.at[k], At::Absent | At::Usable | At::Failed);
+            // One that still waits in the lane is not on its way.
+            let on_its_way = !matches!(run.at[k], At::Present) && gpu.removed_at.is_none();
+            if stuck && on_its_way && run.late[k] == 0 {
+                return Err(format!("GPU {k} hangs and is not reported: {:?}", run.at[k]));
+            }
+        }
+        Ok(())
+    }
+
+    /// A GPU that hangs in its probe costs the others one limit of the table, once.
+    fn hangs_cost_what_the_table_says(&self, run: &Run) -> Result<(), String> {
+        // A load waits for whoever is being probed meanwhile, the driver core for the device's
+        // lock.
+        let beside_load = run.orders.iter().any(|(_, order)| matches!(order, Order::Probe(_, Probe::BesideLoad)));
+        if self.trouble != Trouble::Hang || !self.is_probed_one_by_one(run) || beside_load {
+            return Ok(());
+        }
+        let mut well = self.clone();
+        well.host.gpus.iter_mut().for_each(|gpu| gpu.fault = Fault::None);
+        let well = well.run();
+        let limits = (Limit::ProbeHangs.after() + Limit::LaneHold.after()).as_micros() as Micros;
+        for (k, gpu) in self.host.gpus.iter().enumerate().filter(|(_, gpu)| gpu.fault == Fault::None) {
+            let slack = 2 * gpu.times.enable + 2000 * MS;
+            match (run.usable[k], well.usable[k]) {
+                (Some(with), Some(without)) if with <= without + limits + slack => {}
+                (with, without) => return Err(format!("GPU {k} is usable at {with:?}, and without a hang at {without:?}")),
+            }
+        }
+        Ok(())
+    }
+
+    /// The load probes only the first one.
+    fn is_probed_one_by_one(&self, run: &Run) -> bool {
+        run.orders.iter().any(|(_, order)| matches!(order, Order::Load { one_by_one: true, .. }))
+    }
+
+    fn is_concurrent(&self, run: &Run) -> bool {
+        run.orders.iter().any(|(_, order)| matches!(order, Order::Chosen(strategy, _) if strategy.bind == Bind::Concurrent))
+    }
+
+    /// No probe is ordered while another one runs, unless that hangs or the strategy has them go at
+    /// once.
+    fn probes_go_one_at_a_time(&self, run: &Run) -> Result<(), String> {
+        let limit = Limit::ProbeHangs.after().as_micros() as Micros;
+        let mut running: Vec<(Micros, GpuId)> = Vec::new();
+        for (at, order) in &run.orders {
+            if let Order::Probe(id, how) = order
+                && *how != Probe::Load
+            {
+                running.retain(|(since, id)| !self.probe_is_over(run, *id, *since, *at) && *at < since + limit);
+                if let Some((since, other)) = running.first().filter(|_| !self.is_concurrent(run)) {
+                    return Err(format!("probe of {id:?} at {at} beside that of {other:?} since {since}"));
+                }
+                running.push((*at, *id));
+            }
+        }
+        Ok(())
+    }
+
+    /// A probe that was ordered at `since` is known to be over.
+    fn probe_is_over(&self, run: &Run, id: GpuId, since: Micros, now: Micros) -> bool {
+        run.reports.iter().any(|(at, fact)| {
+            let ends = matches!(fact, Report::Bound(gpu) | Report::Failed(gpu) | Report::Gone(gpu) if *gpu == id);
+            ends && (since..=now).contains(at)
+        })
+    }
+
+    fn order_is_pci(&self, run: &Run) -> Result<(), String> {
+        // GPUs of the boot scan: the others have their own time.
+        let boot = |id: &GpuId| (id.generation as usize) < self.host.gpus.len();
+        let enabled = run.orders.iter().filter_map(|(_, order)| if let Order::Enable(id, _) = order { Some(*id) } else { None });
+        let probed = run.orders.iter().filter_map(|(_, order)| match order {
+            Order::Probe(id, Probe::Bind) if !self.is_concurrent(run) => Some(*id),
+            _ => None,
+        });
+        for (what, ids) in [("enabled", enabled.filter(boot).collect::<Vec<_>>()), ("probed", probed.filter(boot).collect())] {
+            if !ids.is_sorted() {
+                return Err(format!("{what} in the order {ids:?}"));
+            }
+        }
+        Ok(())
+    }
+
+    /// No slow enabling begins beside an S1, a load or a probe, hanging ones apart.
+    fn nobody_is_trespassed(&self, run: &Run) -> Result<(), String> {
+        match run.trespasses.first().filter(|_| self.hangs() == 0) {
+            Some((at, what)) => Err(format!("an enabling begins at {at}, {what}")),
+            None => Ok(()),
+        }
+    }
+
+    /// A bound GPU is published as soon as the common nodes are there, whatever is enabled; on few
+    /// vCPUs when that is over.
+    fn publication_waits_for_no_lane(&self, run: &Run) -> Result<(), String> {
+        let common = run.outcome.facts.iter().find(|(_, fact)| *fact == Fact::UvmLoaded).map(|(at, _)| at + self.overhead.files);
+        let slowest = self.host.gpus.iter().map(|gpu| gpu.times.enable).max().unwrap_or(0);
+        // An enabling and whoever spins beside it can take every vCPU: each step then waits for
+        // that.
+        let spare = self.host.vcpus > 2 && !self.policy.facts.firewall && self.trouble == Trouble::None;
+        let frozen = if spare { 0 } else { 4 * slowest };
+        for k in 0..self.host.gpus.len() {
+            if let (Some(bound), Some(published), Some(common)) = (run.bound[k], run.published[k], common)
+                && published > bound.max(common) + self.overhead.publish + frozen
+            {
+                return Err(format!("GPU {k} is bound at {bound} and published at {published}, common nodes at {common}"));
+            }
+        }
+        Ok(())
+    }
+}
+
+impl Trouble {
+    fn befall(self, gpus: &mut [Function], random: &mut Random) {
+        let count = gpus.len();
+        let failures = [Fault::EnableFails, Fault::ProbeFails, Fault::InitFails];
+        match self {
+            Self::None => {}
+            Self::Failures => {
+                for gpu in gpus {
+                    if random.percent(25) {
+                        gpu.fault = random.one_of(&failures);
+                    }
+                }
+            }
+            Self::Hang if count > 1 => gpus[random.between(1, count as u64 - 1) as usize].fault = Fault::ProbeHangs,
+            Self::Hang => {}
+            Self::Traffic => {
+                for gpu in gpus {
+                    let (first, second) = (random.below(20_000) * MS, random.between(1, 20_000) * MS);
+                    match random.below(8) {
+                        0 => gpu.removed_at = Some(first + 1),
+                        1 => gpu.plugged_at = Some(first + 1),
+                        2 => (gpu.removed_at, gpu.plugged_at) = (Some(first + 1), Some(first + 1 + second)),
+                        _ => {}
+                    }
+                }
+            }
+            Self::Any => {
+                Self::Traffic.befall(gpus, random);
+                for gpu in gpus {
+                    if random.percent(20) {
+                        gpu.fault =
+                            random.one_of(&[Fault::EnableFails, Fault::ProbeFails, Fault::InitFails, Fault::ProbeHangs, Fault::InitHangs]);
+                    }
+                }
+            }
+        }
+    }
+}
