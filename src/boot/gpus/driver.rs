@@ -1,7 +1,9 @@
-//! The driver's load: nvidia, then the control node, then nvidia-uvm, whose nodes every container needs.
+//! The driver's load: nvidia, then the control node, then nvidia-uvm, whose nodes every container
+//! needs.
 //!
-//! With a strategy other than insmod, all GPUs but one are held back while the module is loaded, because its init probes every free GPU in turn,
-//! and fails as a whole when not one probe succeeds. If that one GPU turns out to be broken, the next one opens the way.
+//! With a strategy other than insmod, all GPUs but one are held back while the module is loaded,
+//! because the module's init probes every free GPU in turn, and fails as a whole when not one probe
+//! succeeds. If that one GPU turns out to be broken, the next one takes its place.
 
 use super::dispatch::Dispatch;
 use super::extras;
@@ -31,8 +33,9 @@ use tokio::task::JoinHandle;
 const PROC: &str = "/proc";
 const DEV: &str = "/dev";
 const UVM: &str = "nvidia-uvm";
-/// How often a guest whose first probe sleeps looks whether the driver has entered itself at the bus: from then on the others can be probed beside it.
-/// The kernel reports nothing at that moment. Only where probes sleep, only until the driver is there.
+/// How often a guest whose first probe sleeps looks whether the driver has entered itself at the
+/// bus: from then on the others can be probed beside it. The kernel reports nothing at that moment.
+/// Only where probes sleep, only until the driver is there.
 const REGISTRATION_LOOK: Duration = Duration::from_millis(5);
 /// Makes the driver keep its global lock while a GPU's own processor boots.
 const UNRELAXED: &str = "RmRelaxedGspInitLocking=0";
@@ -40,14 +43,15 @@ const UNRELAXED: &str = "RmRelaxedGspInitLocking=0";
 /// How the driver is loaded.
 #[derive(Clone, Copy)]
 pub struct Way {
-    /// The load is shown one GPU after another until one probe succeeds; else all.
+    /// Whether the load is shown one GPU after another until one probe succeeds; else all at once.
     pub one_by_one: bool,
     /// Its probes enable what they probe.
     pub enables: bool,
 }
 
-/// Starts the load, which comes after `chosen`, on a thread of its own; must be called inside the runtime. It may probe these GPUs. Those that it is
-/// not shown first are held back before this returns.
+/// Starts the load, which comes after `chosen`, on a thread of its own; must be called inside the
+/// runtime. It may probe these GPUs. Those that it is not shown first are held back before this
+/// returns.
 pub fn start(image: Image, chosen: After, state: watch::Sender<Driver>, shared: &Arc<Shared>, gpus: &[GpuId], way: Way) {
     let addresses: Vec<PciAddress> = gpus.iter().map(|gpu| gpu.address).collect();
     let Image { mut modules, version } = image;
@@ -59,8 +63,9 @@ pub fn start(image: Image, chosen: After, state: watch::Sender<Driver>, shared: 
     let loading = tokio::task::spawn_blocking(move || {
         load.run(&state, &spec, &loading.dispatch);
         if one_by_one {
-            // The kernel frees the modules' start-up code after a grace period, and interrupts all CPUs for it: whichever CPU does that spins until
-            // the one that enables a GPU answers. The first of these waits for that grace period, the second one for what follows it.
+            // The kernel frees the modules' start-up code after a grace period, and interrupts all
+            // CPUs for it: whichever CPU does that spins until the one that enables a GPU answers.
+            // The first of these waits for that grace period, the second one for what follows it.
             let _unused = crate::sys::grace_period().and_then(|()| crate::sys::grace_period());
         }
     });
@@ -97,9 +102,9 @@ async fn is_registered(sysfs: &PciSysfs) {
 
 /// What the image has of the driver, looked up once.
 pub struct Image {
-    /// Of the running kernel, with what the configuration makes of the driver's options.
+    /// Modules of the running kernel, with the driver's options as the configuration has them.
     pub modules: Modules,
-    /// The version of the driver's module, if its file says so.
+    /// The version of the driver's module, where its file has one.
     pub version: Option<String>,
 }
 
@@ -112,7 +117,7 @@ impl Image {
 }
 
 fn modules(config: &Config, command_line: &[u8]) -> Modules {
-    // Unreadable: modules.dep is then not found, which says so.
+    // Unreadable: modules.dep is then not found, which is reported.
     let kernel = std::fs::read_to_string("/proc/sys/kernel/osrelease").unwrap_or_default();
     let mut modules = Modules::new(Path::new("/"), kernel.trim(), command_line);
     if !config.relaxed {
@@ -146,14 +151,15 @@ pub fn nodes_now() -> Option<Nodes> {
 }
 
 impl Nodes {
-    /// Those that every container gets, as far as they are there.
+    /// Nodes that every container gets, as far as they are there.
     pub fn common_now(&self) -> Vec<Node> {
         let control = self.majors.nvidia.and_then(|major| self.nodes.control(major).ok());
         let uvm = self.majors.uvm.and_then(|major| self.nodes.uvm(major).ok());
         control.into_iter().chain(uvm.into_iter().flatten()).collect()
     }
 
-    /// That of a bound GPU. The driver is not asked: of a GPU that has fallen off the bus it may never answer.
+    /// Node of a bound GPU. The driver is not asked: for a GPU that has fallen off the bus, it may
+    /// never answer.
     pub fn gpu_now(&self, minor: u32) -> Option<Node> {
         self.nodes.gpu(self.majors.nvidia?, minor).ok()
     }
@@ -174,7 +180,8 @@ impl std::fmt::Display for Error {
     }
 }
 
-/// What is known without the driver's words. ENODEV has three meanings, which only they tell apart.
+/// The reason as far as it is known without the driver's words. ENODEV has three meanings, which
+/// only those words distinguish.
 fn reason_of(error: &Error) -> Option<Reason> {
     match error {
         Error::Load(LoadError::NoIndex { .. } | LoadError::Unknown { .. } | LoadError::NoFile { .. }) => Some(Reason::DriverMissing),
@@ -184,7 +191,7 @@ fn reason_of(error: &Error) -> Option<Reason> {
     }
 }
 
-/// Of a driver that is loaded.
+/// Major numbers of a driver that is loaded.
 fn major() -> Result<u32, Error> {
     let majors = majors(Path::new(PROC)).map_err(|e| Error::Other(e.to_string()))?;
     majors.nvidia.ok_or_else(|| Error::Other("load module nvidia: it is loaded, but /proc/devices has no \"nvidia\"".into()))
@@ -213,13 +220,13 @@ impl Load {
     }
 
     fn run(mut self, state: &watch::Sender<Driver>, spec: &Updates, dispatch: &Dispatch) {
-        // Beside the load, which takes longer; after it where there can be no other thread.
+        // During the load, which takes longer; after it where there can be no other thread.
         let version = self.version.clone();
         let looking = std::thread::Builder::new().spawn(move || libraries::find(version.as_deref()));
         let (mut loaded, making) = match self.load() {
             Ok(loaded) => loaded,
             Err(error) => {
-                // No trace of ours stays in sysfs.
+                // Leave no trace in sysfs.
                 self.addresses.iter().filter(|_| self.way.one_by_one).for_each(|gpu| self.release(*gpu));
                 state.send_replace(Driver::Failed { reason: reason_of(&error), error: error.to_string() });
                 dispatch.report(Fact::Loaded(false));
@@ -240,13 +247,15 @@ impl Load {
             Err(_) => libraries::find(self.version.as_deref()),
         };
         let common = Common { nodes, files };
-        // Common nodes first: no GPU may be published without them. Fails only when the writer is gone, with the runtime.
+        // Common nodes first: no GPU may be published without them. Fails only when the writer is
+        // gone, with the runtime.
         let _unused = spec.send(Update::Common(common));
         loaded.control_ready = true;
         state.send_replace(Driver::Loaded(loaded));
     }
 
-    /// The loaded driver, and the step that makes the nodes every container needs, which begins here.
+    /// The loaded driver, and the step that makes the nodes every container needs, which begins
+    /// here.
     fn load(&mut self) -> Result<(Loaded, Step), Error> {
         let mut tried = Vec::new();
         let addresses = self.addresses.clone();
@@ -268,7 +277,7 @@ impl Load {
                     let nodes = DeviceNodes::at(Path::new(DEV), node_rules(Path::new(PROC)));
                     return Ok((Loaded { step, major, nodes, tried, control_ready: false }, making));
                 }
-                // The driver found no GPU it can drive among those it was shown: show it the next one.
+                // The driver can drive none of the GPUs that it was shown: show it the next one.
                 Err(LoadError::Refused { errno: Errno::ENODEV, .. }) if self.way.one_by_one && tried.len() < self.addresses.len() => {
                     if let Some(gpu) = candidate
                         && let Err(error) = self.sysfs.hold_back(*gpu)
@@ -290,7 +299,8 @@ impl Load {
         }
     }
 
-    /// Makes the control node, loads nvidia-uvm (which would wait for a load of nvidia that is still under way) and makes its nodes.
+    /// Makes the control node, loads nvidia-uvm (which would wait for a load of nvidia that is
+    /// still under way) and makes its nodes.
     fn common_nodes(&mut self, loaded: &Loaded) -> Vec<Node> {
         let mut common = Vec::new();
         match loaded.nodes.control(loaded.major) {

@@ -1,8 +1,10 @@
-//! What containers can get besides GPUs' own nodes: displays, MIG instances with their capabilities, IMEX channels, switches.
+//! Devices for containers besides GPUs' own nodes: displays, MIG instances with their capabilities,
+//! IMEX channels, switches.
 //!
-//! A GPU is looked at when it is usable, and again whenever the kernel says that a display of it came or went; the rest when the driver is loaded. All of it
-//! is read from /proc and /sys, no device is opened, and no GPU is published later for it. Instances that are made after a GPU became usable are not seen:
-//! nothing tells when that happens.
+//! A GPU is looked at when it is usable, and again whenever the kernel reports that a display of it
+//! came or went; the rest when the driver is loaded. All is read from /proc and /sys, no device is
+//! opened, and no GPU is published later for it. Instances that are made after a GPU became usable
+//! are not seen: no event reports them.
 
 use super::messages::GpuId;
 use super::publication::{Update, Updates};
@@ -21,10 +23,11 @@ use tokio::task::JoinHandle;
 
 const PROC: &str = "/proc";
 const DEV: &str = "/dev";
-/// Of the kinds there are, those that a guest publishes by itself.
+/// Kinds that a guest publishes by itself.
 const PUBLISHED: [&str; 2] = ["imex", "nvswitch"];
 
-/// Reads what a usable GPU has besides its node, and reports it to the writer of the spec. On a thread of its own: sysfs may wait for whoever changes the bus.
+/// Reads what a usable GPU has besides its node, and reports it to the writer of the spec. On a
+/// thread of its own: sysfs may wait for a change of the bus.
 pub fn start(shared: &Arc<Shared>, gpu: GpuId) -> JoinHandle<()> {
     let shared = Arc::clone(shared);
     tokio::task::spawn_blocking(move || {
@@ -35,7 +38,7 @@ pub fn start(shared: &Arc<Shared>, gpu: GpuId) -> JoinHandle<()> {
     })
 }
 
-/// What a GPU has besides its own node; the nodes of its capabilities are made.
+/// Reads what a GPU has besides its own node; makes the nodes of its capabilities.
 pub fn read(gpu: PciAddress, minor: u32) -> Extras {
     let found = make_capabilities(minor).and_then(|()| Places::default().extras(gpu, minor));
     let (extras, problems) = found.unwrap_or_else(|error| {
@@ -48,7 +51,7 @@ pub fn read(gpu: PciAddress, minor: u32) -> Extras {
     extras
 }
 
-/// The driver makes no node for a capability, only a file that says which node it would be.
+/// Makes a capability's node: the driver only makes a file with that node's number.
 fn make_capabilities(gpu: u32) -> Result<(), String> {
     let proc = Path::new(PROC);
     let instances = instances(proc, gpu)?;
@@ -64,7 +67,8 @@ fn make_capabilities(gpu: u32) -> Result<(), String> {
     Ok(())
 }
 
-/// Makes IMEX channels and the switches' nodes, once the driver is loaded, and reports the kinds there are then to the writer.
+/// Makes IMEX channels and the switches' nodes, once the driver is loaded, and reports the kinds
+/// there are then to the writer.
 pub fn others(imex_channels: u32, spec: &Updates) {
     for made in [make_channels(imex_channels), make_switches()] {
         if let Err(error) = made {

@@ -1,9 +1,11 @@
-//! A vCPU for the lane. While the host maps BARs, the vCPU that enables is gone: what is queued behind it does not run, timers that were set on it
-//! do not fire, interrupts that are routed to it wait. An initialisation that happens to sleep there takes seconds longer. So the lane's process
-//! ([`LaneProcess`]) has a vCPU to itself, and until the lane ends, what initialises GPUs stays off it, and so do all interrupts that can be moved.
-//! The agent and its containers are left alone: with two vCPUs they would have one less.
+//! A vCPU for the lane. While the host maps BARs, the vCPU that enables is gone: tasks queued there
+//! do not run, timers set there do not fire, interrupts routed there wait. An initialisation that
+//! happens to sleep there takes seconds longer. So the lane's process ([`LaneProcess`]) has a vCPU
+//! to itself, and until the lane ends, every thread that initialises GPUs stays off it, and so does
+//! every interrupt that can be moved. The agent and its containers may still run there: with two
+//! vCPUs they would otherwise have one less.
 //!
-//! All of this only makes a boot faster: what cannot be set stays as it is.
+//! All of this only makes a boot faster: a mask that cannot be set stays as it is.
 
 use super::late::OPEN_THREAD;
 use crate::boot::wire::keeper::Held;
@@ -18,7 +20,8 @@ use std::time::Duration;
 
 /// Where procfs is mounted.
 const PROC: &str = "/proc";
-/// How long virtio-vsock's interrupts are given to arrive once, which moves them: a completion takes well below this.
+/// How long virtio-vsock's interrupts are given to arrive once, which moves them: a completion
+/// takes well below this.
 const STIR: Duration = Duration::from_millis(20);
 
 /// The calling thread, for the kernel.
@@ -35,7 +38,8 @@ pub struct Spare {
 }
 
 impl Spare {
-    /// Starts the lane's process; must be called while this process has one thread. None where there is only one vCPU, or no such process.
+    /// Starts the lane's process; must be called while this process has one thread. None where
+    /// there is only one vCPU, or no such process.
     pub fn start(sysfs: &Path, held: &[Held], opener: Option<Pid>) -> Option<Self> {
         let all = sched_getaffinity(SELF).ok()?;
         let (cpu, others) = split(&all)?;
@@ -45,7 +49,7 @@ impl Spare {
         Some(Self { process, opener, cpu, all, others })
     }
 
-    /// This process and the one that opens GPUs.
+    /// Moves this process and the one that opens GPUs.
     fn move_to(&self, cpus: &CpuSet) {
         move_process(cpus);
         if let Some(opener) = self.opener {
@@ -76,7 +80,7 @@ pub struct LaneCpu {
     moved: Mutex<Moved>,
 }
 
-/// What was moved off it.
+/// Interrupts and threads that were moved off the vCPU.
 struct Moved {
     /// Given back when dropped.
     interrupts: MovedInterrupts,
@@ -114,8 +118,8 @@ impl LaneCpu {
         self.lock().interrupts.again();
     }
 
-    /// Moves the driver's threads that initialise GPUs off the lane's vCPU: those that have come since the last call. There is one for each GPU,
-    /// made in its probe.
+    /// Moves the driver's threads that initialise GPUs off the lane's vCPU: those that have come
+    /// since the last call. There is one for each GPU, made in its probe.
     pub fn keep_driver_off(&self) {
         let mut moved = self.lock();
         let new = numbers(Path::new(PROC)).filter(|pid| *pid > moved.seen).collect::<Vec<_>>();
@@ -142,7 +146,7 @@ impl Drop for LaneCpu {
     }
 }
 
-/// Every thread of this process; those that are made later inherit it from one of these.
+/// Moves every thread of this process; later threads inherit the mask from one of these.
 fn move_process(to: &CpuSet) {
     for thread in numbers(Path::new("/proc/self/task")) {
         let _unused = sched_setaffinity(Pid::from_raw(thread), to);
@@ -158,7 +162,8 @@ fn cpus(set: &CpuSet) -> impl DoubleEndedIterator<Item = usize> {
     (0..CpuSet::count()).filter(|cpu| set.is_set(*cpu).unwrap_or(false))
 }
 
-/// The last one of these, which has the least to do beside, and the others. None where there are no others.
+/// Splits CPUs into the last one, which has the least other work, and the others. None where there
+/// are no others.
 fn split(all: &CpuSet) -> Option<(usize, CpuSet)> {
     let last = cpus(all).next_back()?;
     let mut others = *all;

@@ -1,4 +1,5 @@
-//! What the kernel is doing for a GPU that takes long: stacks, for the reports that the [`schedule`](super::schedule) orders.
+//! Kernel stacks for a GPU that takes long, for the reports that the [`schedule`](super::schedule)
+//! orders.
 
 use std::path::Path;
 use std::sync::atomic::{AtomicI32, Ordering};
@@ -8,28 +9,30 @@ pub const OPEN_THREAD: &str = "nv_open_q";
 /// Frames of a stack that are reported.
 const FRAMES: usize = 8;
 
-/// The thread that is in the kernel for a GPU; 0: none of ours.
+/// Id of the thread that is in the kernel for a GPU; 0: none of ours.
 #[derive(Default)]
 pub struct Progress(AtomicI32);
 
 impl Progress {
-    /// The calling thread is the one that waits for this GPU.
+    /// Notes that the calling thread waits for this GPU.
     pub fn on_this_thread(&self) {
         self.on_thread(nix::unistd::gettid());
     }
 
-    /// The thread that waits for this GPU, of whichever process.
+    /// Notes the thread that waits for this GPU, of whichever process.
     pub fn on_thread(&self, thread: nix::unistd::Pid) {
         self.0.store(thread.as_raw(), Ordering::Relaxed);
     }
 
-    /// What the kernel is doing for this GPU now; empty where the kernel does not show it. Reads other processes' files: for a thread of its own.
+    /// Stacks of what the kernel is doing for this GPU now; empty where the kernel does not show
+    /// them. Reads other processes' files: call on a thread of its own.
     pub fn stack(&self) -> String {
         stack(Path::new("/proc"), self.0.load(Ordering::Relaxed))
     }
 }
 
-/// What the kernel is doing: the stack of our thread, and those of the driver's threads that are initialising. Empty where the kernel does not show them.
+/// Stack of our thread, and stacks of the driver's threads that are initialising. Empty where the
+/// kernel does not show them.
 fn stack(proc: &Path, thread: i32) -> String {
     let mut stacks = Vec::new();
     if thread != 0
@@ -41,7 +44,7 @@ fn stack(proc: &Path, thread: i32) -> String {
         let process = entry.path();
         let is_open_thread = std::fs::read_to_string(process.join("comm")).is_ok_and(|comm| comm.starts_with(OPEN_THREAD));
         if is_open_thread && let Some(frames) = std::fs::read_to_string(process.join("stack")).ok().as_deref().and_then(frames) {
-            // One that waits for work initialises nothing.
+            // A thread that waits for work initialises nothing.
             if !is_idle(&frames) {
                 stacks.push(format!("{OPEN_THREAD}: {frames}"));
             }

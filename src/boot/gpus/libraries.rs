@@ -6,10 +6,11 @@ use crate::events::names;
 use crate::step;
 use std::path::Path;
 
-/// Where a guest that boots a common image finds what its GPUs need.
+/// Where a guest that boots a common image finds the files that its GPUs need.
 const EXTENSION: &str = "/run/kata-extensions/gpu";
 
-/// Looks for it, and reports what is found and what is wrong. None: containers get their GPUs' nodes and nothing else.
+/// Looks for the driver's files; reports what is found and what is wrong. None: containers get
+/// their GPUs' nodes and nothing else.
 pub fn find(version: Option<&str>) -> Option<DriverFiles> {
     let empty = tracing::field::Empty;
     let step = step!(names::DRIVER_FILES, version = empty, mounts = empty, links = empty, manifest = empty);

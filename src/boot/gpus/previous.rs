@@ -1,4 +1,4 @@
-//! What a worker that takes over learns from the records of the one that died: pure, from the stream's own lines.
+//! Facts that a worker which takes over reads from the records of the one that died. Pure.
 
 use crate::clock::boottime_ns;
 use crate::events::names;
@@ -6,14 +6,14 @@ use crate::events::record::{Kind, Level, Record};
 use crate::pci::PciAddress;
 use std::collections::{BTreeMap, HashMap};
 
-/// What became of one GPU so far.
+/// State of one GPU so far.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Known {
     /// Its name was reported.
     pub found: bool,
-    /// Of a bound one: that of its node.
+    /// Device minor; set once bound.
     pub minor: Option<u32>,
-    /// Of a usable one, where that was asked for.
+    /// Set once usable, where names by UUID were asked for.
     pub uuid: Option<String>,
     pub published: bool,
     pub usable: bool,
@@ -57,7 +57,7 @@ impl Previous {
         let Some(gpu) = record.gpu else { return };
         let known = self.gpus.entry(gpu).or_default();
         match record.name.as_str() {
-            // Found again after it was gone, or gone: nothing of what was holds any more.
+            // Found again after a removal, or removed: no earlier fact holds any more.
             names::GPU_REMOVED => *known = Known::default(),
             names::GPU_FOUND => known.found = true,
             names::GPU_BOUND => known.minor = record.fields.get("minor").and_then(|n| u32::try_from(n.as_u64()?).ok()),

@@ -1,5 +1,6 @@
-//! The one writer of the CDI specs. GPUs report what became of them; each report, or each group of reports that came meanwhile, is one publication.
-//! It waits for nothing: neither for other GPUs nor for the lane.
+//! The one writer of the CDI specs. Tasks of GPUs send reports; each report, or each group of
+//! reports that came meanwhile, is one publication. The writer waits for nothing: neither for other
+//! GPUs nor for the lane.
 
 use super::messages::GpuId;
 use super::roster::Roster;
@@ -19,17 +20,17 @@ use tokio::sync::mpsc;
 pub enum Update {
     /// GPUs came or went: the roster has them.
     Roster,
-    /// What every container with a GPU gets.
+    /// Nodes and files that every container with a GPU gets.
     Common(Common),
     /// A GPU can be used by containers; `after` is the step that made it so.
     Ready { gpu: GpuId, nodes: Vec<Node>, after: Option<StepId> },
-    /// What a GPU that can be used has besides its own node.
+    /// Devices that a usable GPU has besides its own node.
     Extras { gpu: GpuId, extras: Extras },
     /// Devices of another kind, which has a file of its own; `mode` names it.
     Other { mode: &'static str, spec: Spec },
-    /// A GPU that can be used is also known by this name.
+    /// A usable GPU is also known by this name.
     Known { gpu: GpuId, uuid: String },
-    /// A GPU will not come.
+    /// A GPU has failed.
     Failed { gpu: GpuId },
     /// All GPUs are usable or failed.
     Settled,
@@ -45,16 +46,16 @@ pub struct Common {
     pub files: Option<DriverFiles>,
 }
 
-/// What is published already, by an earlier worker.
+/// Entries that an earlier worker has published.
 #[derive(Default)]
 pub struct Published {
     pub entries: HashMap<GpuId, Entry>,
     pub common: Common,
 }
 
-/// Starts the writer; must be called inside the runtime. Unless `withheld` (until [`Update::Settled`]), the spec is there before this returns, with
-/// every GPU of the roster.
-/// Each GPU that becomes resolvable is sent to `resolvable`.
+/// Starts the writer; must be called inside the runtime. Unless `withheld` (until
+/// [`Update::Settled`]), the spec is there before this returns, with every GPU of the roster. Each
+/// GPU that becomes resolvable is sent to `resolvable`.
 pub fn start(
     roster: Arc<Roster>,
     published: Published,
@@ -77,17 +78,17 @@ pub fn start(
 
 struct Publication {
     roster: Arc<Roster>,
-    /// Only what is not pending.
+    /// Entries that are not pending.
     entries: HashMap<GpuId, Entry>,
     common: Common,
-    /// Of other kinds, those that are not written yet.
+    /// Specs of other kinds that are not written yet.
     others: Vec<(&'static str, Spec)>,
     options: Options,
     withheld: bool,
 }
 
 impl Publication {
-    /// Takes reports in; returns the GPUs whose report has been dealt with: published, or not to be.
+    /// Takes reports in; returns the GPUs whose report needs no further publication.
     fn apply(&mut self, updates: Vec<Update>) -> Vec<GpuId> {
         let (mut ready, mut reported, mut with_extras) = (Vec::new(), Vec::new(), Vec::new());
         let mut after = After::default();
@@ -99,7 +100,7 @@ impl Publication {
                     self.entries.retain(|gpu, _| roster.contains(*gpu));
                     changed = true;
                 }
-                // Of use to nobody until a GPU is ready: no publication of its own.
+                // No use before a GPU is ready: no publication of its own.
                 Update::Common(common) => self.common = common,
                 Update::Ready { gpu, nodes, after: step } => {
                     reported.push(gpu);
@@ -110,7 +111,7 @@ impl Publication {
                     }
                 }
                 Update::Extras { gpu, extras: found } => {
-                    // A GPU that was given up meanwhile has nothing any more.
+                    // A GPU that was given up meanwhile has no extras any more.
                     if let Some(Entry::Ready(ready)) = self.entries.get_mut(&gpu)
                         && ready.extras != found
                     {
@@ -152,7 +153,7 @@ impl Publication {
         reported
     }
 
-    /// True when that changes something.
+    /// Whether the entry changes anything.
     fn set(&mut self, gpu: GpuId, entry: Entry) -> bool {
         // One that has gone meanwhile stays gone.
         self.roster.contains(gpu) && self.entries.insert(gpu, entry.clone()) != Some(entry)

@@ -1,7 +1,9 @@
-//! The GPUs that are on the bus, and the names they have in the CDI spec: the k-th in ascending PCI address is `k`, as the runtimes count.
+//! The GPUs that are on the bus, and the names they have in the CDI spec: the k-th in ascending PCI
+//! address is `k`, as the runtimes count.
 //!
-//! A failed GPU keeps its name; a GPU that comes or goes moves those behind it, because the runtimes, too, count what there is. A GPU that comes
-//! back at an address is another one: it has a generation of its own.
+//! A failed GPU keeps its name. A GPU that comes or goes renames those behind it, because the
+//! runtimes, too, count the GPUs that are there. A GPU that comes back at an address is another
+//! one, with a generation of its own.
 
 use super::messages::GpuId;
 use crate::events::names;
@@ -27,7 +29,7 @@ struct Entry {
 }
 
 impl Roster {
-    /// Adds GPUs that are not there yet; reports every name that is new or another one.
+    /// Adds GPUs that are not there yet; reports every name that is new or has changed.
     pub fn add(&self, gpus: &[Gpu]) -> Vec<GpuId> {
         self.add_known(gpus, |_| false)
     }
@@ -54,7 +56,7 @@ impl Roster {
         report_names(&mut present.gpus);
     }
 
-    /// The name of the GPU at an address. One that has just gone has the name it would have.
+    /// The name of the GPU at an address. A GPU that has just gone has the name that it would have.
     pub fn index(&self, gpu: PciAddress) -> usize {
         self.lock().gpus.range(..gpu).count()
     }

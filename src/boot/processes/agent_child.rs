@@ -1,5 +1,6 @@
-//! `gpuinit.agent=child`: PID 1 stays the init. It makes what the agent leaves to an init when it is not PID 1 itself, starts it, reaps every
-//! orphan, and powers off in order when the agent has ended.
+//! `gpuinit.agent=child`: PID 1 stays the init. PID 1 makes the mounts and links that an agent
+//! which is not PID 1 leaves to its init, starts the agent, reaps every orphan, and powers off in
+//! order when the agent has ended.
 
 use crate::boot::AGENT;
 use crate::boot::wire::handover::Handover;
@@ -18,7 +19,8 @@ pub fn run(handover: Handover) -> ! {
         failure::tell(&format!("bring lo up: {errno}: containers that talk to themselves will fail"));
     }
     let forked = sys::fork_single_threaded(handover, |handover| {
-        // The agent as a child is an ordinary daemon: an own session, so that signals for it reach only it. A fresh child is no leader.
+        // A session of its own, so that signals for the agent reach only the agent. A fresh child
+        // is no leader, so this does not fail.
         let _unused = setsid();
         let error = handover.exec_or_error(AGENT);
         handover.tell(&error);
@@ -34,7 +36,7 @@ pub fn run(handover: Handover) -> ! {
     }
 }
 
-/// Reaps children until `agent` is among them; says how it ended.
+/// Reaps children until `agent` is among them; returns how the agent ended.
 fn reap_until(agent: Pid) -> String {
     loop {
         match waitpid(None, None) {
@@ -42,7 +44,7 @@ fn reap_until(agent: Pid) -> String {
             Ok(WaitStatus::Signaled(pid, signal, _)) if pid == agent => return format!("killed by {signal}"),
             Ok(_orphan) => {}
             Err(Errno::EINTR) => {}
-            // Somebody was reaped who died of a real-time signal, for which nix has no name. Was it the agent?
+            // A child that died of a real-time signal, for which nix has no name. Was it the agent?
             Err(Errno::EINVAL) if kill(agent, None).is_ok() => {}
             Err(Errno::EINVAL) => return "killed by a real-time signal".into(),
             Err(errno) => return format!("wait: {errno}"),

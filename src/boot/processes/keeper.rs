@@ -1,8 +1,10 @@
-//! The keeper: a process so small that nothing in it can fail. It starts the worker, holds a copy of every GPU descriptor the worker hands over, and
-//! starts the worker again when that has died. So adapters stay initialised whatever becomes of the worker. It is never chosen by the OOM killer.
+//! The keeper: a process so small that nothing in it can fail. The keeper starts the worker, holds
+//! a copy of every GPU descriptor that the worker hands over, and starts the worker again when that
+//! has died. So adapters stay initialised whatever becomes of the worker. The OOM killer never
+//! chooses the keeper.
 //!
-//! It never blocks on a GPU: a descriptor is given up only for a GPU that is being removed, and the close that tears the adapter down happens in a
-//! process of its own.
+//! The keeper never blocks on a GPU: a descriptor is given up only for a GPU that is being removed,
+//! and the close that tears the adapter down happens in a process of its own.
 
 use super::stamps::Boot;
 use super::worker;
@@ -18,27 +20,30 @@ use std::io::IoSliceMut;
 use std::os::fd::{AsRawFd, OwnedFd, RawFd};
 use std::time::{Duration, Instant};
 
-/// Never chosen by the OOM killer: whoever holds the adapters outlives everybody.
+/// Never chosen by the OOM killer: the holder of the adapters outlives every other process.
 const OOM_SCORE: &str = "-1000";
-/// A worker that lived for less than this has died young; the pause before the next one then doubles, up to the second value.
+/// A worker that lived for less than this has died young; the pause before the next one then
+/// doubles, up to the second value.
 const YOUNG: Duration = Duration::from_secs(10);
 const LONGEST_PAUSE: Duration = Duration::from_secs(64);
 
 /// The keeper's life, in the child that PID 1 forked. Never returns.
 pub fn run(boot: Boot, observer: Observer) -> ! {
-    // The agent first: on a small guest two processes that start at once take longer than one after the other, and GPUs take seconds.
+    // The agent first: on a small guest two processes that start at once take longer than one after
+    // the other, and GPUs take seconds.
     let handed = observer.wait();
-    // An own session: what happens to the agent's console does not signal us. Fails only for a group leader, which a fresh child is not.
+    // A session of its own: events of the agent's console do not signal the keeper. Fails only for
+    // a group leader, which a fresh child is not.
     let _unused = setsid();
     let _unused = std::fs::write("/proc/self/oom_score_adj", OOM_SCORE);
     name_process("gpuinit-keeper");
-    // Without an agent the guest is about to power off: nobody comes after the first worker.
+    // Without an agent the guest is about to power off: no worker follows the first one.
     let ending = handed.error.is_some();
     let (mut start, mut held, mut young) = (Start::First(handed), Vec::new(), 0_u32);
     loop {
         let sockets = match reply::pair() {
             Ok(pair) => pair,
-            // Without a keeper's socket the work can still be done, in this process.
+            // Without a keeper's socket, this process does the work.
             Err(errno) => alone(&boot, start, held, &format!("socket pair: {errno}")),
         };
         let born = Instant::now();
@@ -48,7 +53,8 @@ pub fn run(boot: Boot, observer: Observer) -> ! {
         });
         match forked {
             Ok((child, ((ours, theirs), begun, still_held))) => {
-                // The worker's end: only without it is its closing seen. And what is the worker's to tell PID 1.
+                // Close the worker's ends: of the socket, whose closing is seen only without this
+                // copy, and of what the worker reports to PID 1.
                 drop((theirs, begun));
                 held = still_held;
                 serve(&ours, &mut held);
@@ -63,7 +69,8 @@ pub fn run(boot: Boot, observer: Observer) -> ! {
         }
         young = if born.elapsed() < YOUNG { young + 1 } else { 0 };
         if young > 1 {
-            // Not on the boot path: a worker that dies again and again must not take the guest's CPUs with it.
+            // Not on the boot path: a worker that dies again and again must not use up the guest's
+            // CPUs.
             std::thread::sleep(Duration::from_secs(1 << (young - 2).min(16)).min(LONGEST_PAUSE));
         }
     }
@@ -75,7 +82,7 @@ fn alone(boot: &Boot, start: Start, held: Vec<Held>, why: &str) -> ! {
     worker::run(boot, start, None, held)
 }
 
-/// Holds what it holds, for ever.
+/// Holds its descriptors for ever.
 fn rest() -> ! {
     loop {
         pause();
@@ -122,12 +129,13 @@ fn serve(socket: &OwnedFd, held: &mut Vec<Held>) {
             closing.extend(give_up(held, &gpu));
         }
         held.extend(descriptors.into_iter().map(|descriptor| Held { gpu: gpu.clone(), descriptor }));
-        // Those that have ended are collected; the others another time.
+        // Collect the children that have ended; the others another time.
         closing.retain(|child| waitpid(*child, Some(WaitPidFlag::WNOHANG)) == Ok(WaitStatus::StillAlive));
     }
 }
 
-/// Closes the descriptors of one GPU. The last close tears the adapter down, which may take as long as it likes: a child does that, and this is it.
+/// Closes the descriptors of one GPU. The last close tears the adapter down, for as long as that
+/// takes: a child does it, and this is the child.
 fn give_up(held: &mut Vec<Held>, gpu: &str) -> Option<Pid> {
     let (gone, stay): (Vec<Held>, Vec<Held>) = std::mem::take(held).into_iter().partition(|h| h.gpu == gpu);
     *held = stay;
@@ -137,9 +145,10 @@ fn give_up(held: &mut Vec<Held>, gpu: &str) -> Option<Pid> {
     let forked = pipe().and_then(|ends| {
         let child = crate::sys::fork_single_threaded(ends, |(read_end, write_end)| {
             drop(write_end);
-            // Until the keeper has closed its copies: then these are the last. The end of the pipe says so, by its coming or by an error.
+            // Wait until the keeper has closed its copies, then these are the last: the end of the
+            // pipe, or an error, shows it.
             let _unused = nix::unistd::read(&read_end, &mut [0_u8; 1]);
-            // Copies of other GPUs first: should this process hang below, it must not keep them open.
+            // Close copies of other GPUs first: a hang below must not keep them open.
             for other in held.iter().chain(&gone) {
                 let _unused = close(other.descriptor);
             }

@@ -1,5 +1,6 @@
-//! The processes of the init, in the order in which they start: PID 1 forks the keeper and becomes the agent (or its parent), the keeper forks the
-//! worker, again if need be. The worker's own helpers are in [`wire`](super::wire), beside the sockets that lead to them.
+//! The processes of the init, in the order in which they start: PID 1 forks the keeper and becomes
+//! the agent (or its parent), the keeper forks the worker, again if need be. The worker's own
+//! helpers are in [`wire`](super::wire), with the sockets that lead to them.
 
 pub mod pid1; // until it is the agent
 mod agent_child; // PID 1's life with the agent as its child

@@ -1,4 +1,5 @@
-//! What stage 0 found out, for the processes that come after it: a recorder is more than PID 1 should set up before the agent runs.
+//! Findings of stage 0, for the processes that come after it: a recorder is more than PID 1 should
+//! set up before the agent runs.
 
 use crate::clock::boottime_ns;
 use crate::config::{Config, Note};

@@ -1,5 +1,6 @@
-//! The worker: everything beside the agent. Sees first (uevents, kernel log, the agent's looks), then acts (the bring-up), and lets whoever wants to
-//! follow do so (sinks). One runtime thread; whatever blocks in the kernel has a thread of its own.
+//! The worker: everything that runs while the agent does. Listens first (uevents, kernel log, the
+//! agent's traces), then acts (the bring-up), and serves every reader of the events (sinks). One
+//! runtime thread; each call that blocks in the kernel has a thread of its own.
 
 use super::stamps::{Boot, What};
 use crate::boot::AGENT;
@@ -34,18 +35,18 @@ const RUN: &str = "/run/kata-gpu-init";
 const OOM_SCORE: &str = "-998";
 /// Stack of a thread that waits in a system call.
 const STACK: usize = 256 * 1024;
-/// By what the kernel tells time.
+/// The kernel's clock source.
 const CLOCKSOURCE: &str = "/sys/devices/system/clocksource/clocksource0/current_clocksource";
 /// How long the reason of a power-off may take to the host.
 const LAST_WORDS: Duration = Duration::from_secs(2);
-/// What virtio still carries when send() has returned: there is no acknowledgement to wait for.
+/// Time for what virtio still carries when send() has returned: no acknowledgement comes.
 const IN_FLIGHT: Duration = Duration::from_millis(100);
 
 /// The worker's life; ends with the guest. `held` are the descriptors that earlier workers opened.
 pub fn run(boot: &Boot, start: Start, keeper: Option<KeeperSocket>, held: Vec<Held>) -> ! {
     let began_ns = boottime_ns();
     let _unused = std::fs::write("/proc/self/oom_score_adj", OOM_SCORE);
-    // Previous the runtime: a process with threads must not fork.
+    // Before the runtime: a process with threads must not fork.
     let opener = keeper.as_ref().and_then(|keeper| Opener::start(keeper, &held));
     let lane = boot.config.bind != Bind::Insmod;
     let spare = lane.then(|| Spare::start(Path::new(SYS), &held, opener.as_ref().map(Opener::pid))).flatten();
@@ -55,7 +56,7 @@ pub fn run(boot: &Boot, start: Start, keeper: Option<KeeperSocket>, held: Vec<He
             // Never dropped: that would wait for every thread that is in the driver.
             let runtime = std::mem::ManuallyDrop::new(runtime);
             let life = || runtime.block_on(live(boot, began_ns, start, Descriptors::new(keeper, opener, held), spare));
-            // A panic has been told; the end of this process is what the keeper waits for.
+            // The panic has been reported; the keeper waits for the end of this process.
             let _unused = std::panic::catch_unwind(std::panic::AssertUnwindSafe(life));
         }
         Err(error) => failure::tell(&format!("worker: start the runtime: {error}: no GPU will be brought up")),
@@ -73,7 +74,8 @@ async fn live(boot: &Boot, began_ns: u64, start: Start, descriptors: Descriptors
         Start::First(handed) => {
             report_stage0(boot);
             let (exec, no_agent) = report_handover(handed);
-            // From this line the difference between the log's clock and ours is known; without /dev/kmsg there are no lines to place either.
+            // These markers show the difference between the log's clock and ours; without /dev/kmsg
+            // there are no lines to place either.
             let _unused = kmsg::write_markers();
             clock_event();
             report_before_kernel(boot);
@@ -112,11 +114,12 @@ async fn live(boot: &Boot, began_ns: u64, start: Start, descriptors: Descriptors
     } else {
         gpus::run(&boot.config, &boot.command_line, previous.as_ref(), started, sources, descriptors, Machine { spare, gate }).await;
     }
-    // All is done but following: sinks, kernel log and uevents go on for as long as the guest lives.
+    // Sinks, kernel log and uevents go on for as long as the guest lives.
     std::future::pending::<()>().await;
 }
 
-/// Starts the stream, or continues the one of an earlier worker; says what is known from it, and what the file's trouble is.
+/// Starts the stream, or continues that of an earlier worker; returns what is known from it, and
+/// what is wrong with the file.
 fn stream(start: &Start, identity: &Identity) -> (Arc<Ring>, Option<Previous>, Option<String>) {
     let path = Path::new(RUN).join("boot.ndjson");
     match start {
@@ -133,13 +136,14 @@ fn stream(start: &Start, identity: &Identity) -> (Arc<Ring>, Option<Previous>, O
                 StepId::continue_after(previous.last_step);
                 (events::install(Ring::resumed(found.lines, found.first_seq, Some(journal))), Some(previous), None)
             }
-            // Without the file nobody knows which numbers were given: the stream goes on far behind them.
+            // Without the file the numbers already given are unknown: the stream goes on far behind
+            // them.
             Err(error) => (events::install(Ring::resumed([], UNKNOWN, None)), Some(Previous::default()), Some(error.to_string())),
         },
     }
 }
 
-/// The crash as an event, and the end of the steps that it broke off.
+/// Reports the crash, and ends the steps that it broke off.
 fn report_death(ring: &Ring, previous: &Option<Previous>, status: &str) {
     let error = format!("the worker has ended ({status}); another one goes on, and all GPUs have stayed open");
     tracing::error!(name: names::PROCESS_DIED, process = "worker", status, error);
@@ -148,7 +152,7 @@ fn report_death(ring: &Ring, previous: &Option<Previous>, status: &str) {
     }
 }
 
-/// Puts stage 0 into the stream, with the times at which it happened, and what became of the parameters.
+/// Puts stage 0 into the stream, with the times of its steps, and what became of the parameters.
 fn report_stage0(boot: &Boot) {
     let stamps = &boot.stamps;
     tracing::info!(name: names::INIT_START, at_ns = stamps.started_ns, pid = 1_u64, version = env!("CARGO_PKG_VERSION"));
@@ -189,7 +193,8 @@ fn clock_event() {
     tracing::info!(name: names::CLOCK, at_ns = before + (after - before) / 2, realtime_ns = realtime);
 }
 
-/// How long the VM was there before its kernel's clock, by the TSC at the first instruction of PID 1 and now.
+/// How long the VM was there before its kernel's clock, by the TSC at the first instruction of PID
+/// 1 and now.
 fn report_before_kernel(boot: &Boot) {
     let Some((first, later)) = boot.stamps.tsc.zip(tsc::read()) else { return };
     let Some(before) = tsc::before_kernel(&first, &later) else { return };
@@ -198,7 +203,8 @@ fn report_before_kernel(boot: &Boot) {
     tracing::info!(name: names::CLOCK_TSC, at_ns = first.boottime_ns, before_kernel_ns, error_ns, hz, clocksource = clocksource.trim_end());
 }
 
-/// Starts every sink that is wanted; gives the progress of the one to the host. The console of a worker that takes over goes on where it was.
+/// Starts every sink that is asked for; returns the progress of the one to the host. The console of
+/// a worker that takes over goes on where it was.
 fn start_sinks(boot: &Boot, ring: &Arc<Ring>, identity: &Identity, again: bool, gate: console::Gate) -> watch::Receiver<u64> {
     let (delivered, progress) = watch::channel(0);
     let ring = || Arc::clone(ring);
@@ -236,7 +242,7 @@ fn to_host(config: &Config) -> bool {
     }
 }
 
-/// Reports the hand-over. When it failed: whom to tell when the host knows.
+/// Reports the hand-over. When that failed, returns whom to notify when the host knows.
 fn report_handover(handed: Handed) -> (StepId, Option<Observer>) {
     let step = step!(names::AGENT_EXEC, at_ns = handed.begin_ns);
     let id = step.id();

@@ -1,5 +1,5 @@
-//! The descriptors of opened GPUs: the worker's own copies, and the keeper's. Never closed while a GPU is there; given up when it is being removed,
-//! because the driver's removal waits for that.
+//! Descriptors of opened GPUs: the worker's own copies, and the keeper's. Never closed while a GPU
+//! is there; given up when a GPU is being removed, because the driver's removal waits for that.
 
 use super::keeper::{Held, KeeperSocket};
 use super::opener::Opener;
@@ -24,14 +24,14 @@ pub struct Descriptors {
 }
 
 impl Descriptors {
-    /// With what an earlier worker had opened: this process has inherited it.
+    /// Includes descriptors that an earlier worker has opened and this process has inherited.
     pub fn new(keeper: Option<KeeperSocket>, opener: Option<Opener>, held: Vec<Held>) -> Self {
         let own = held.into_iter().filter_map(|h| Some((h.gpu.parse().ok()?, Arc::new(crate::sys::inherited(h.descriptor)?)))).collect();
         Self { own: Mutex::new(own), keeper, opener }
     }
 
-    /// Opens a GPU, which starts its initialisation, and keeps its descriptor, here and in the keeper. Blocks; `opening` gets the thread or process that is
-    /// about to do it.
+    /// Opens a GPU, which starts its initialisation, and keeps its descriptor, here and in the
+    /// keeper. Blocks; `opening` gets the thread or process that is about to open it.
     pub fn open(&self, gpu: PciAddress, node: &Node, mut opening: impl FnMut(Pid)) -> Result<Arc<OwnedFd>, InitError> {
         let name = gpu.to_string();
         let descriptor = match self.opener.as_ref().and_then(|opener| opener.open(&name, &node.path, &mut opening)) {
@@ -50,7 +50,8 @@ impl Descriptors {
         Ok(descriptor)
     }
 
-    /// Binds a GPU to the driver in a process of its own; `binding` gets that process. None when it could not be tried there.
+    /// Binds a GPU to the driver in a process of its own; `binding` gets that process. None when
+    /// the bind could not be tried there.
     pub fn bind(&self, gpu: PciAddress, binding: impl FnOnce(Pid)) -> Option<Result<(), Errno>> {
         self.opener.as_ref()?.bind(gpu, binding)
     }
@@ -60,11 +61,13 @@ impl Descriptors {
         self.lock().get(&gpu).cloned()
     }
 
-    /// Gives a removed GPU up. A call that is still waiting in the driver keeps its reference until it returns.
+    /// Gives a removed GPU up. A call that is still waiting in the driver keeps its reference until
+    /// it returns.
     pub fn release(&self, gpu: PciAddress) {
-        // The last close takes as long as the driver likes: here it is a thread's, in the keeper a child's, and nobody waits for either.
+        // The last close takes as long as the driver likes. A thread does it here, a child in the
+        // keeper; nothing waits for either.
         if let Some(descriptor) = self.lock().remove(&gpu) {
-            // Without a thread it is closed here: not the last close where there is a keeper.
+            // Without a thread, this drop closes: not the last close where there is a keeper.
             let _unused = std::thread::Builder::new().stack_size(STACK).spawn(move || drop(descriptor));
         }
         if let Some(Err(errno)) = self.keeper.as_ref().map(|keeper| keeper.release(&gpu.to_string())) {

@@ -1,8 +1,9 @@
-//! PID 1 becomes the agent, and the others learn of it.
+//! Hand-over of PID 1 to the agent, and how the other processes learn of it.
 //!
-//! A socket pair, close-on-exec, connects the two. PID 1 writes the time just before execve; when execve succeeds, the kernel closes PID 1's end
-//! and the keeper, which waits for that before it starts the worker, reads the end of the file: the agent has started. When it fails, PID 1 writes the reason, waits a bounded time for the
-//! worker to carry it to the host, and powers off.
+//! A socket pair, close-on-exec, connects the two. PID 1 writes the time just before execve; when
+//! execve succeeds, the kernel closes PID 1's end and the keeper, which waits for that before it
+//! starts the worker, reads the end of the file: the agent has started. When it fails, PID 1 writes
+//! the reason, waits a bounded time for the worker to carry it to the host, and powers off.
 
 use crate::clock::boottime_ns;
 use crate::{failure, sys};
@@ -13,13 +14,13 @@ use std::os::fd::{AsRawFd, OwnedFd};
 use std::path::Path;
 use std::time::Duration;
 
-/// How long PID 1 waits for the worker to tell the host why the guest powers off.
+/// How long PID 1 waits for the worker to report to the host why the guest powers off.
 const LAST_WORDS: Duration = Duration::from_secs(3);
 /// The agent's limit of open files, as it has it under the incumbent.
 const OPEN_FILES: u64 = 1_048_576;
-/// The agent's OOM score, likewise: it goes after every container.
+/// The agent's OOM score, as under the incumbent: every container is chosen before it.
 const OOM_SCORE: &str = "-997";
-/// Mount of the GPU extension image; the agent's attester wants to know of it.
+/// Mount of the GPU extension image, which the agent's attester needs to know.
 const GPU_EXTENSION: &str = "/run/kata-extensions/gpu";
 
 /// PID 1's end.
@@ -35,15 +36,15 @@ pub struct Handed {
     /// Just before execve.
     pub begin_ns: u64,
     pub end_ns: u64,
-    /// Why PID 1 could not become the agent; [`Observer::done`] lets it go on, to the power-off.
+    /// Why PID 1 could not become the agent; [`Observer::done`] lets PID 1 go on to the power-off.
     pub error: Option<(String, Observer)>,
 }
 
 /// How a worker begins.
 pub enum Start {
-    /// The first one, with what became of the hand-over.
+    /// First worker, with what became of the hand-over.
     First(Handed),
-    /// Another one has died, and how.
+    /// Successor of a worker that has died, and how that one died.
     Again { status: String },
 }
 
@@ -59,7 +60,8 @@ impl Handover {
         Self { worker: None }
     }
 
-    /// Becomes the agent. Returns to nobody: when the agent cannot be executed, the guest ends with the reason.
+    /// Becomes the agent. Returns to nobody: when the agent cannot be executed, the guest ends with
+    /// the reason.
     pub fn exec(self, agent: &CStr) -> ! {
         let error = self.exec_or_error(agent);
         self.tell(&error);
@@ -83,7 +85,7 @@ impl Handover {
         format!("execute {path}: {errno} ({cure})")
     }
 
-    /// Lets the worker tell the host, for a bounded time.
+    /// Lets the worker report to the host, for a bounded time.
     pub fn tell(&self, error: &str) {
         failure::tell(error);
         self.send(format!("!{error}").as_bytes());
@@ -96,7 +98,8 @@ impl Handover {
 
     fn send(&self, message: &[u8]) {
         if let Some(worker) = &self.worker {
-            // A worker that is gone learns nothing more; PID 1 does not wait for it and does not die of SIGPIPE.
+            // A worker that is gone reads nothing more; PID 1 does not wait for it and does not die
+            // of SIGPIPE.
             let _unused = send(worker.as_raw_fd(), message, MsgFlags::MSG_NOSIGNAL | MsgFlags::MSG_DONTWAIT);
         }
     }
@@ -108,12 +111,13 @@ fn timeval(duration: Duration) -> nix::sys::time::TimeVal {
 
 /// Limits and OOM score of this process as the agent expects them.
 fn prepare_process() {
-    // Not permitted to raise the limit: the agent runs with the one it has.
+    // Without permission to raise the limit, the agent runs with the limit that it has.
     let _unused = setrlimit(Resource::RLIMIT_NOFILE, OPEN_FILES, OPEN_FILES);
     let _unused = std::fs::write("/proc/self/oom_score_adj", OOM_SCORE);
 }
 
-/// The agent's environment: what the kernel gave PID 1, and the attester's variant where the GPU extension is mounted.
+/// The agent's environment: that of PID 1, and the attester's variant where the GPU extension is
+/// mounted.
 fn environment() -> Vec<CString> {
     use std::os::unix::ffi::OsStrExt;
     let mut list: Vec<CString> =
@@ -125,7 +129,8 @@ fn environment() -> Vec<CString> {
 }
 
 impl Observer {
-    /// Blocks until PID 1 has become the agent, or has told why not: a step of some milliseconds at most, in which the machine is PID 1's alone.
+    /// Blocks until PID 1 has become the agent, or has reported why not: some milliseconds at most,
+    /// in which the machine is PID 1's alone.
     pub fn wait(self) -> Handed {
         let mut begin_ns = boottime_ns();
         let mut buffer = [0_u8; 1024];
@@ -140,13 +145,13 @@ impl Observer {
                     }
                 }
                 Err(nix::errno::Errno::EINTR) => {}
-                // Not readable: as good as the end of the file, and nothing to be done about it.
+                // An unreadable socket is as good as the end of the file.
                 Err(_) => return Handed { begin_ns, end_ns: boottime_ns(), error: None },
             }
         }
     }
 
-    /// Tells PID 1 that everything that could be told has been.
+    /// Reports to PID 1 that everything that could be reported has been.
     pub fn done(self) {
         // PID 1 waits with a deadline of its own.
         let _unused = send(self.0.as_raw_fd(), b".", MsgFlags::MSG_NOSIGNAL | MsgFlags::MSG_DONTWAIT);

@@ -1,4 +1,5 @@
-//! The worker's way to the keeper: descriptors that are to outlive the worker, and the wish to give one up.
+//! The worker's way to the keeper: descriptors that are to outlive the worker, and requests to give
+//! one up.
 
 use nix::sys::socket::{ControlMessage, MsgFlags, sendmsg};
 use std::io::IoSlice;
@@ -11,7 +12,8 @@ const KEEP: u8 = b'k';
 /// The letter of a GPU whose descriptors are to be closed.
 pub const RELEASE: u8 = b'r';
 
-/// A GPU's descriptor, by the address the worker gave. A raw number on purpose: nothing here can close one by being dropped.
+/// A GPU's descriptor, by the address that the worker gave. A raw number on purpose: no drop closes
+/// it.
 #[derive(Clone, Debug)]
 pub struct Held {
     pub gpu: String,

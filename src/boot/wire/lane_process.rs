@@ -1,6 +1,7 @@
-//! The process that enables GPUs, one at a time, on a vCPU of its own. A process and not a thread: while the host maps BARs, its vCPU answers nobody, and
-//! whoever changes the memory map of a process (a new thread's stack, memory given back) waits for all vCPUs that run this process. In the
-//! worker that would be every other GPU's way.
+//! The process that enables GPUs, one at a time, on a vCPU of its own. A process and not a thread:
+//! while the host maps BARs, its vCPU answers nobody, and a change of a process's memory map (a new
+//! thread's stack, memory given back) waits for all vCPUs that run that process. In the worker,
+//! every other GPU would wait.
 
 use super::keeper::Held;
 use super::{name_process, reply};
@@ -26,10 +27,13 @@ pub struct LaneProcess {
 }
 
 impl LaneProcess {
-    /// Starts it, on these CPUs; must be called while this process has one thread. None where that cannot be: the worker then enables by itself.
+    /// Starts the process on these CPUs; must be called while this process has one thread. None
+    /// where that fails: the worker then enables by itself.
     ///
-    /// GPUs that are held must not be held by the child: one is removed only when nobody has it open any more. The worker's way to the keeper stays open
-    /// in the child on purpose: the keeper starts no other worker while a GPU is still being enabled, because to the kernel that one is enabled already.
+    /// Closes held GPUs in the child: a GPU is removed only when nothing has it open any more.
+    /// Leaves the worker's way to the keeper open in the child on purpose: the keeper starts no
+    /// other worker while a GPU is still being enabled, because the kernel already counts that GPU
+    /// as enabled.
     pub fn start(sysfs: &Path, cpus: &CpuSet, held: &[Held]) -> Option<Self> {
         let forked = crate::sys::fork_single_threaded(reply::pair().ok()?, |(ours, theirs)| {
             drop(ours);
@@ -45,12 +49,13 @@ impl LaneProcess {
         Some(Self { socket: Some(ours), pid })
     }
 
-    /// Whose stack shows what an enabling waits for.
+    /// The process whose stack shows what an enabling waits for.
     pub fn pid(&self) -> Pid {
         self.pid
     }
 
-    /// Enables this GPU there, and returns how long that took by that process's own clock; blocks meanwhile. None when that process is gone.
+    /// Enables this GPU there; returns how long that took by that process's own clock. Blocks
+    /// meanwhile. None when that process is gone.
     pub fn enable(&self, gpu: PciAddress) -> Option<(Result<(), Errno>, Duration)> {
         let answers = reply::ask(self.socket.as_ref()?, &[gpu.to_string().as_bytes()])?;
         let (errno, _) = reply::answered(&answers)?;
@@ -63,13 +68,14 @@ impl LaneProcess {
 
 impl Drop for LaneProcess {
     fn drop(&mut self) {
-        // It ends with its socket. An enabling is never under way here: whoever waits for one holds this.
+        // The process ends with its socket. No enabling is under way here: its caller holds this.
         drop(self.socket.take());
         let _unused = waitpid(self.pid, None);
     }
 }
 
-/// Enables what is asked for until nobody can ask any more. Answers with the error's number, or 0, and the time it took in ns.
+/// Enables each GPU that is asked for until nobody can ask any more. Answers with the error's
+/// number, or 0, and the time taken in ns.
 fn serve(socket: &OwnedFd, sysfs: &PciSysfs) {
     let mut request = [0; MAX_REQUEST];
     while let Some((length, answers)) = reply::asked(socket, &mut request) {

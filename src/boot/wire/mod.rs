@@ -1,5 +1,6 @@
-//! What connects the processes of the init: sockets, the descriptors that travel over them, and the hand-over to the agent. Each file holds both
-//! ends of one connection. Nothing here knows when anything is to be done.
+//! Connections between the processes of the init: sockets, the descriptors that travel over them,
+//! and the hand-over to the agent. Each file holds both ends of one connection. Nothing here knows
+//! when anything is to be done.
 
 pub mod handover; // PID 1 becomes the agent
 pub mod keeper; // the worker and the keeper: descriptors that outlive the worker
@@ -10,6 +11,6 @@ pub mod descriptors; // the worker's view of all opened GPUs
 
 /// Sets the name of this process that `ps` shows.
 pub fn name_process(name: &str) {
-    // Only for people who look.
+    // A process without its name works as well.
     let _unused = std::fs::write("/proc/self/comm", name);
 }

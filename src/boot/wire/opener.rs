@@ -1,6 +1,7 @@
-//! Opens GPUs, and binds those that are enabled by it, where the death of the worker closes nothing: each in a child of a process of its own, which hands the descriptor to the keeper before
-//! the worker has it. The worker's way to the keeper stays open in these processes on purpose: the keeper starts no other worker before it has been
-//! given everything that was opened.
+//! Opens GPUs, and binds those that are enabled by the bind, where the death of the worker closes
+//! nothing: each in a child of a process of its own, which hands the descriptor to the keeper
+//! before the worker has it. The worker's way to the keeper stays open in these processes on
+//! purpose: the keeper starts no other worker before it has been given everything that was opened.
 
 use super::keeper::{Held, KeeperSocket};
 use super::{name_process, reply};
@@ -25,9 +26,10 @@ pub struct Opener {
 }
 
 impl Opener {
-    /// Starts it; must be called while this process has one thread. None where that cannot be: the worker then opens by itself.
+    /// Starts the process; must be called while this process has one thread. None where that fails:
+    /// the worker then opens by itself.
     ///
-    /// GPUs that are held must not be held by the child: one is removed only when nobody has it open any more.
+    /// Closes held GPUs in the child: a GPU is removed only when nothing has it open any more.
     pub fn start(keeper: &KeeperSocket, held: &[Held]) -> Option<Self> {
         let forked = crate::sys::fork_single_threaded(reply::pair().ok()?, |(ours, theirs)| {
             drop(ours);
@@ -47,8 +49,9 @@ impl Opener {
         self.pid
     }
 
-    /// Opens a GPU's node without blocking, which starts its initialisation; with drivers before 550.40.07 this returns when that is over. `opening`
-    /// gets the process that is in the driver meanwhile. None when it could not be tried.
+    /// Opens a GPU's node without blocking, which starts its initialisation; with drivers before
+    /// 550.40.07 this returns when that is over. `opening` gets the process that is in the driver
+    /// meanwhile. None when it could not be tried.
     pub fn open(&self, gpu: &str, path: &Path, opening: impl FnOnce(Pid)) -> Option<Result<OwnedFd, Errno>> {
         let answers = reply::ask(&self.socket, &[gpu.as_bytes(), b"\0", path.as_os_str().as_bytes()])?;
         let (child, _) = reply::answered(&answers)?;
@@ -60,8 +63,8 @@ impl Opener {
         }
     }
 
-    /// Binds a GPU to the driver; blocks until its probe is over. `binding` gets the process that is in the driver meanwhile. None when it could not be
-    /// tried.
+    /// Binds a GPU to the driver; blocks until its probe is over. `binding` gets the process that
+    /// is in the driver meanwhile. None when it could not be tried.
     pub fn bind(&self, gpu: PciAddress, binding: impl FnOnce(Pid)) -> Option<Result<(), Errno>> {
         let answers = reply::ask(&self.socket, &[gpu.to_string().as_bytes(), b"\0"])?;
         let (child, _) = reply::answered(&answers)?;
@@ -73,12 +76,12 @@ impl Opener {
     }
 }
 
-/// Opens what is asked for, each in a child, until nobody can ask any more.
+/// Opens each GPU that is asked for in a child of its own, until nobody can ask any more.
 fn serve(socket: &OwnedFd, keeper: &KeeperSocket) {
     let mut text = [0; MAX_REQUEST];
     while let Some((length, answers)) = reply::asked(socket, &mut text) {
         let Some(answers) = answers else { continue };
-        // Without a child nobody answers, and the worker opens by itself.
+        // Without a child no answer comes, and the worker opens by itself.
         let _unused = crate::sys::fork_single_threaded(answers, |answers| {
             let request = text.get(..length).unwrap_or_default();
             let mut parts = request.splitn(2, |byte| *byte == 0);
@@ -100,11 +103,12 @@ fn bind(gpu: PciAddress) -> i64 {
     PciSysfs::at(Path::new(SYS)).bind(gpu).map_or_else(|e| e.errno().unwrap_or(Errno::EIO) as i64, |()| 0)
 }
 
-/// Hands over to the keeper first: from then on nothing is lost. An answer that nobody takes any more is the next worker's to ask for.
+/// Hands over to the keeper first: from then on nothing is lost. An answer that nobody takes any
+/// more is the next worker's to ask for.
 fn open_and_hand_over(gpu: &str, path: &Path, answers: &OwnedFd, keeper: &KeeperSocket) {
     match open(path, OFlag::O_RDWR | OFlag::O_NONBLOCK | OFlag::O_CLOEXEC, Mode::empty()) {
         Ok(descriptor) => {
-            // Without the keeper the worker holds it alone, as it would have.
+            // Without the keeper, the worker holds the descriptor alone.
             let _unused = keeper.keep(gpu, &descriptor);
             reply::answer(answers, 0, Some(&descriptor));
         }

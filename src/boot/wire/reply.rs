@@ -1,5 +1,5 @@
-//! Requests to a process of the init, each with a socket for its answers: several can be under way at once, and who asks learns of the end of
-//! whoever answers.
+//! Requests to a process of the init, each with a socket for its answers: several can be under way
+//! at once, and the asking process learns when the answering one ends.
 
 use nix::cmsg_space;
 use nix::errno::Errno;
@@ -18,7 +18,7 @@ pub fn ask(socket: &OwnedFd, request: &[&[u8]]) -> Option<OwnedFd> {
     let parts: Vec<IoSlice<'_>> = request.iter().map(|part| IoSlice::new(part)).collect();
     let reply = [theirs.as_raw_fd()];
     sendmsg::<()>(socket.as_raw_fd(), &parts, &[ControlMessage::ScmRights(&reply)], MsgFlags::MSG_NOSIGNAL, None).ok()?;
-    // The last one of these is closed by who answers: then no more answers come.
+    // The answering process closes the last copy: then no more answers come.
     drop(theirs);
     Some(ours)
 }
@@ -29,7 +29,8 @@ pub fn asked(socket: &OwnedFd, text: &mut [u8]) -> Option<(usize, Option<OwnedFd
     Some((length, descriptors.into_iter().find_map(crate::sys::inherited)))
 }
 
-/// Answers with a number, and a descriptor where there is one. An answer that nobody takes any more is lost.
+/// Answers with a number, and a descriptor where there is one. An answer that nobody takes any more
+/// is lost.
 pub fn answer(reply: &OwnedFd, number: i64, descriptor: Option<&OwnedFd>) {
     let rights: Vec<RawFd> = descriptor.iter().map(|d| d.as_raw_fd()).collect();
     let rights = [ControlMessage::ScmRights(&rights)];
@@ -37,7 +38,7 @@ pub fn answer(reply: &OwnedFd, number: i64, descriptor: Option<&OwnedFd>) {
     let _unused = sendmsg::<()>(reply.as_raw_fd(), &[IoSlice::new(&number.to_ne_bytes())], control, MsgFlags::MSG_NOSIGNAL, None);
 }
 
-/// The next answer. None when who was to answer has ended.
+/// The next answer. None when the process that was to answer has ended.
 pub fn answered(reply: &OwnedFd) -> Option<(i64, Option<OwnedFd>)> {
     let mut number = [0; size_of::<i64>()];
     let (length, descriptors) = receive(reply, &mut number)?;
