@@ -4,7 +4,7 @@
 use super::real_agent::{self, Order, requests::Container};
 use super::{keep, machine};
 use anyhow::{Context, Result};
-use kata_gpu_tests::vm::harness::{DEADLINE, Guest, TestContext};
+use kata_gpu_tests::vm::harness::{Guest, TestContext};
 use serde_json::{Value, json};
 use std::path::Path;
 
@@ -65,7 +65,7 @@ fn measure(context: &TestContext, program: Option<&[u8]>, cpus: u32) -> Result<V
     }
     let booted = guest.boot(context, "agent")?;
     let wanted = [Container::new("app", "pause", &[]), Container::new("gpu", "cuda", &["0"])];
-    let times = real_agent::run(booted.vm.uds(), &wanted, Order::InTurn, DEADLINE)?;
+    let times = real_agent::run(&booted, "serial-init: exec ", &wanted, Order::InTurn)?;
     let exec = booted.console.number_after("serial-init: exec ").context("no exec of the agent")?;
     let ms = |from: u64, to: u64| (to as f64 - from as f64) / 1e6;
     let mut values = json!({

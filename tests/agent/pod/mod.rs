@@ -126,6 +126,7 @@ impl Pod {
             let (seconds, fail_fast) = (self.config.cdi_timeout_s, self.config.fail_fast);
             tries = cdi::inject(&mut spec, cdi::DIRECTORY, &asked.devices, seconds, fail_fast, &std::thread::sleep, &mut failed_try)
                 .map_err(|(tries, error)| anyhow!("{error} (try {tries})"))?;
+            work::spend(work::DEVICES);
         }
         if !asked.hooks {
             spec.set_hooks(None);
@@ -180,6 +181,7 @@ impl Pod {
             Ok(serde_json::from_str(&line)?)
         };
         let Report::Pid(pid) = next()? else { bail!("the container's process reports no pid") };
+        work::spend(work::HAND_OVER);
         cgroups.attach(&path, pid)?;
         cgroups.set(&path)?;
         cgroups.allow(&[pod, &path], spec)?;
