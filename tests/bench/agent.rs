@@ -1,5 +1,6 @@
-//! `bench agent [RUNS] [--cgroup-v1]`: what an agent costs in a guest with nothing else to do: until it answers, a pause container, a container without a GPU and one
-//! with. The test agent (`testagent.cost=real`), beside the real one where `KATA_AGENT=FILE` names it; with 1 and 2 vCPUs.
+//! `bench agent [RUNS] [--cgroup-v1]`: an agent's cost in an idle guest: until it answers, a pause
+//! container, a container without a GPU and one with. Compares the test agent
+//! (`testagent.cost=real`) with the real one where `KATA_AGENT=FILE` names it; with 1 and 2 vCPUs.
 
 use super::real_agent::{self, Order, requests::Container};
 use super::{keep, machine};

@@ -1,8 +1,10 @@
-//! `bench boot [RUNS] [HOST..] [--cpus N] [--busy]`: a whole boot with eight GPUs and a pod, up to the first answer of the applications in it: the
-//! incumbent's order, which starts the agent last, against ours with `gpuinit.ready=bound` and `=usable`.
+//! `bench boot [RUNS] [HOST..] [--cpus N] [--busy]`: a whole boot with eight GPUs and a pod, up to
+//! the first answer of the applications in it: the incumbent's order, which starts the agent last,
+//! against ours with `gpuinit.ready=bound` and `=usable`.
 //!
-//! The pod has a pause container, a container `first` with GPU 0 whose program opens control, uvm and its GPU, as CUDA does, and a container `all`
-//! whose program opens all GPUs one after another, as NVML does. Both are asked for when the pause container runs, as a host asks that has several
+//! The pod has a pause container, a container `first` with GPU 0 whose program opens control, uvm
+//! and its GPU, as CUDA does, and a container `all` whose program opens all GPUs one after another,
+//! as NVML does. Both are asked for when the pause container runs, as a host asks that has several
 //! containers to start. `KATA_AGENT=FILE` puts that agent in the test agent's place.
 
 use super::real_agent::{self, Order, requests::Container};
@@ -17,7 +19,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::JoinHandle;
 
-/// Initialisation as long as an H100's. Nothing is scaled down: the init waits for what a driver does in its own time.
+/// Initialisation as long as an H100's. Nothing is scaled down: the init waits for what a driver
+/// does in its own time.
 const GUEST: &str = "fakepci.gpus=8 nvidia.probe_ms=3 nvidia.s1_ms=300 nvidia.s2_ms=1300 nvidia.s3_ms=500 testagent.cost=real";
 /// Kinds of host, by the ms that one takes to map a GPU's BARs.
 const HOSTS: [(&str, u32); 3] = [("fast", 3), ("medium", 1000), ("slow", 3300)];
@@ -27,7 +30,7 @@ const ROWS: [(&str, &str); 3] =
 const SERIAL: &str = "serial";
 const BOUND: &str = "bound";
 
-/// What is measured, in ms since the init's first instruction.
+/// Milestones, in ms since the init's first instruction.
 const COLUMNS: [&str; 9] = [
     "agent exec",
     "agent answers",
@@ -128,8 +131,9 @@ pub fn run(root: &Path, context: &TestContext, arguments: &[String]) -> Result<(
     Ok(())
 }
 
-/// Boots once; the milestones in ms, and what else is worth keeping. `gaps`: ms from bind to publication of GPUs that are published live, but of the
-/// first, whose publication also waits for nvidia-uvm.
+/// Boots once; the milestones in ms, and what else is worth keeping. `gaps`: ms from bind to
+/// publication of GPUs that are published live, but of the first, whose publication also waits for
+/// nvidia-uvm.
 fn boot(context: &TestContext, row: &str, words: &str, cpus: u32, agent: Option<&[u8]>, gaps: &mut Vec<f64>) -> Result<(Value, Value)> {
     let mut guest = real_agent::with_roots(Guest::new().cpus(cpus).append(GUEST).append(words), context, &["first", "all"])?;
     if let Some(agent) = agent {
@@ -162,7 +166,7 @@ fn boot(context: &TestContext, row: &str, words: &str, cpus: u32, agent: Option<
     ))
 }
 
-/// What an init did, in ns of CLOCK_BOOTTIME.
+/// An init's milestones, in ns of CLOCK_BOOTTIME.
 struct Milestones {
     start_ns: u64,
     exec_ns: u64,
@@ -170,7 +174,7 @@ struct Milestones {
     last_publication_ns: u64,
 }
 
-/// Of the incumbent's order: it writes them to the console.
+/// Milestones of the incumbent's order, from the console.
 fn serial_milestones(booted: &Booted) -> Result<Milestones> {
     let stamp =
         |what: &str| booted.console.number_after(&format!("serial-init: {what} ")).with_context(|| format!("serial-init: no {what}"));
@@ -178,7 +182,7 @@ fn serial_milestones(booted: &Booted) -> Result<Milestones> {
     Ok(Milestones { start_ns: stamp("start")?, exec_ns: stamp("exec")?, first_publication_ns: published, last_publication_ns: published })
 }
 
-/// Of our init: they are in its stream.
+/// Milestones of our init, from its stream.
 fn own_milestones(booted: &Booted, gaps: Option<&mut Vec<f64>>) -> Result<Milestones> {
     booted.settled()?;
     let records = booted.receiver.records();
@@ -199,7 +203,7 @@ fn own_milestones(booted: &Booted, gaps: Option<&mut Vec<f64>>) -> Result<Milest
     })
 }
 
-/// Four loops beside the VM, until dropped.
+/// Four busy loops on the host, until dropped.
 struct Busy {
     stop: Arc<AtomicBool>,
     threads: Vec<JoinHandle<()>>,
@@ -253,7 +257,7 @@ fn rss(context: &TestContext) -> Result<u64> {
     line.get("VmRSS").trim_end_matches(" kB").parse().with_context(|| format!("VmRSS {:?}", line.get("VmRSS")))
 }
 
-/// Of one host, or of all.
+/// Median of one host's runs, or of all.
 fn median(raw: &[Value], host: Option<&str>, boot: &str, column: &str) -> f64 {
     let of = raw.iter().filter(|r| r["boot"] == boot && host.is_none_or(|h| r["host"] == h));
     let mut values: Vec<f64> = of.filter_map(|r| r["ms"][column].as_f64()).collect();

@@ -1,8 +1,10 @@
-//! What the real agent computes beside its steps of the kernel: loading its 25 MB, printing each spec into its log, serialising it for its children.
-//! Here it is rounds of parsing and printing JSON, which slow down with the machine as the real ones do.
+//! Computing of the real agent between its system calls: loading its 25 MB, printing each spec into
+//! its log, serialising it for its children. Here it is rounds of parsing and printing JSON, which
+//! slow down with the machine as the real ones do.
 //!
-//! Numbers of rounds bring this agent's times to within a third of those of kata-agent 4.1.0 on an idle guest with 1 and 2 vCPUs, most to within a
-//! sixth: `bench agent` measures both, and `tests/bench/runs/agent-2026-11-22T042415Z.json` has the runs.
+//! Numbers of rounds bring this agent's times to within a third of those of kata-agent 4.1.0 on an
+//! idle guest with 1 and 2 vCPUs, most to within a sixth: `bench agent` measures both, and
+//! `tests/bench/runs/agent-2026-11-22T042415Z.json` has the runs.
 
 use serde_json::Value;
 use std::hint::black_box;
