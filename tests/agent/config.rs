@@ -29,6 +29,8 @@ pub struct Config {
     pub unified_cgroups: bool,
     pub guest_half: Option<String>,
     pub poweroff: bool,
+    /// Whether everything costs what it costs the real agent, and containers of the command line are made in a pod.
+    pub real_cost: bool,
 }
 
 /// What the value of a parameter must be for the agent to start.
@@ -130,6 +132,7 @@ impl Config {
             unified_cgroups: false,
             guest_half: None,
             poweroff: false,
+            real_cost: false,
         };
         let (mut systemd_unified, mut no_v1, mut mem_agent) = (false, false, false);
         let mut without_hooks = vec![];
@@ -164,6 +167,7 @@ impl Config {
                     }
                 }
                 "testagent.without_hooks" => without_hooks = value.split(',').collect(),
+                "testagent.cost" => config.real_cost = value == "real",
                 "testagent.guest" => config.guest_half = Some(value.into()),
                 "testagent.poweroff" => config.poweroff = value == "on",
                 _ => {}

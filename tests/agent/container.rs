@@ -4,12 +4,15 @@
 use super::cdi;
 use super::config::{Config, Wanted};
 use super::container_root::Change;
+use super::pod::{Asked, Pod};
 use super::{container_run, log, pid1};
 use nix::sys::stat::{Mode, SFlag, makedev, mknod};
 use oci_spec::runtime::{LinuxDevice, LinuxDeviceType, Spec};
 use std::io::ErrorKind;
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Component, Path, PathBuf};
+use std::sync::Arc;
+use std::thread::JoinHandle;
 
 /// A container's root is a directory of its name in here.
 const CONTAINERS: &str = "/run/test-agent";
@@ -56,6 +59,60 @@ pub fn create(wanted: &Wanted, config: &Config) {
         }
         run(&wanted.name, &bundle, &spec);
     }
+}
+
+/// Creates containers in a pod, which is made first; each on a thread of its own.
+pub fn create_in_pod(wanted: &[Wanted], pod: &Arc<Pod>) -> Vec<JoinHandle<()>> {
+    if let Err(error) = pod.begin() {
+        log::error("no pod", &[("error", &format!("{error:#}"))]);
+    }
+    let each = wanted.iter().cloned().map(|wanted| {
+        let pod = Arc::clone(pod);
+        std::thread::spawn(move || create_one_in_pod(&wanted, &pod))
+    });
+    each.collect()
+}
+
+fn create_one_in_pod(wanted: &Wanted, pod: &Pod) {
+    let name = wanted.name.as_str();
+    let asked = Asked {
+        id: name.into(),
+        root: wanted.root.as_ref().map(|root| Path::new(container_run::ROOTS).join(root)),
+        arguments: wanted.root.iter().map(|_| container_run::PROGRAM.to_string()).collect(),
+        devices: wanted.devices.iter().map(String::as_str).map(qualified).collect(),
+        hooks: wanted.hooks,
+        cgroup: None,
+    };
+    let devices = asked.devices.join(",");
+    let failed = |error: &anyhow::Error| {
+        log::error("container failed", &[("container", name), ("devices", &devices), ("error", &format!("{error:#}"))]);
+    };
+    match pod.create(&asked) {
+        Ok(outcome) => log::info(
+            "container created",
+            &[("container", name), ("devices", &devices), ("tries", &outcome.tries.to_string()), ("nodes", &listed(&outcome.spec))],
+        ),
+        Err(error) => return failed(&error),
+    }
+    if let Err(error) = pod.start(name) {
+        return failed(&error);
+    }
+    log::info("container started", &[("container", name)]);
+    let mut output = Vec::new();
+    while let Ok(more) = pod.read(name, 4096) {
+        output.extend(more);
+    }
+    log::info("container ended", &[("container", name), ("output", &String::from_utf8_lossy(&output))]);
+}
+
+/// The device nodes of a spec, as [`nodes`] describes them.
+fn listed(spec: &Spec) -> String {
+    let devices = spec.linux().as_ref().and_then(|l| l.devices().clone()).unwrap_or_default();
+    let one =
+        |d: &LinuxDevice| format!("{} {}:{} {:o}", d.path().display(), d.major(), d.minor(), d.file_mode().unwrap_or(0) & PERMISSIONS);
+    let mut all: Vec<String> = devices.iter().map(one).collect();
+    all.sort();
+    all.join(",")
 }
 
 /// The spec and the bundle of a container with a root.

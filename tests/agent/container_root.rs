@@ -2,7 +2,7 @@
 //! and the change to it.
 //!
 //! Faithful also where it matters to what is mounted: a mount point that is there is truncated, a link at a mount point is followed within the root,
-//! nothing is mounted below /proc. Not made: cgroup mounts, masked and read-only paths, SELinux labels, user namespaces.
+//! nothing is mounted below /proc. Not made: SELinux labels, user namespaces.
 
 use super::container;
 use super::mount_options::Options;
@@ -42,7 +42,18 @@ pub enum Change {
     Move,
 }
 
+const CHANGES: [(&str, Change); 2] = [("pivot", Change::PivotRoot), ("move", Change::Move)];
+
 impl Change {
+    /// Its word on a command line.
+    pub fn word(self) -> &'static str {
+        CHANGES.iter().find(|(_, change)| *change == self).map_or("", |(word, _)| word)
+    }
+
+    pub fn from_word(word: &str) -> Option<Self> {
+        CHANGES.iter().find(|(known, _)| *known == word).map(|(_, change)| *change)
+    }
+
     /// By the type of the file system on `/`.
     pub fn of(root_type: &str) -> Self {
         if root_type == "rootfs" { Self::Move } else { Self::PivotRoot }
@@ -74,7 +85,7 @@ fn make_mount(root: &Path, m: &Mount) -> Result<bool> {
     let mut options = Options::parse(m.options().iter().flatten().map(String::as_str));
     let kind = match m.typ().as_deref() {
         None | Some("none") if options.is_bind() => "bind",
-        Some("cgroup") => bail!("the test agent makes no cgroup mounts"),
+        Some("cgroup") => return make_cgroup_mount(&inside(root, destination)?, options.flags).map(|()| false),
         kind => kind.unwrap_or_default(),
     };
     let source = m.source().as_ref().context("it has no source")?;
@@ -100,6 +111,28 @@ fn make_mount(root: &Path, m: &Mount) -> Result<bool> {
         mount(NONE, &target, NONE, options.propagation, NONE).context("its propagation")?;
     }
     Ok(destination == "/dev" && kind == "bind")
+}
+
+/// Binds a directory or file to another.
+pub fn bind(source: &Path, target: &Path) -> Result<()> {
+    mount(Some(source), target, NONE, MsFlags::MS_BIND, NONE).with_context(|| format!("bind {} to {}", source.display(), target.display()))
+}
+
+/// What the guest has at /sys/fs/cgroup: the file system of version 2, or a tmpfs with a hierarchy per controller.
+fn make_cgroup_mount(target: &Path, flags: MsFlags) -> Result<()> {
+    const CGROUPS: &str = "/sys/fs/cgroup";
+    let _unused = fs::create_dir_all(target); // the mount reports what is wrong with it
+    if Path::new(CGROUPS).join("cgroup.controllers").exists() {
+        mount(Some("cgroup2"), target, Some("cgroup2"), flags & !MsFlags::MS_RDONLY, NONE).context("version 2")?;
+    } else {
+        mount(Some("tmpfs"), target, Some("tmpfs"), flags & !MsFlags::MS_RDONLY, Some("mode=755")).context("version 1")?;
+        for entry in fs::read_dir(CGROUPS)?.flatten().filter(|e| e.path().join("cgroup.procs").exists()) {
+            let own = target.join(entry.file_name());
+            fs::create_dir_all(&own)?;
+            bind(&entry.path(), &own)?;
+        }
+    }
+    mount(Some(target), target, NONE, flags | MsFlags::MS_REMOUNT | MsFlags::MS_BIND, NONE).context("its flags")
 }
 
 /// A file or directory to mount this source over. A file that is there loses its content.
@@ -237,10 +270,30 @@ pub fn finish(spec: &Spec) -> Result<()> {
             read_only("/dev", options.flags)?;
         }
     }
+    if let Some(linux) = spec.linux() {
+        for path in linux.masked_paths().iter().flatten() {
+            match bind(Path::new("/dev/null"), Path::new(path)) {
+                Err(error) if !is_of_no_use(&error) => return Err(error),
+                _ => {}
+            }
+        }
+        for path in linux.readonly_paths().iter().flatten() {
+            match mount(Some(path.as_str()), path.as_str(), NONE, MsFlags::MS_BIND | MsFlags::MS_REC, NONE) {
+                Err(Errno::ENOENT) => continue,
+                other => other.with_context(|| format!("bind {path}"))?,
+            }
+            read_only(path, MsFlags::MS_BIND | MsFlags::MS_REC)?;
+        }
+    }
     if spec.root().as_ref().and_then(|r| r.readonly()).unwrap_or_default() {
         read_only("/", MsFlags::MS_BIND | MsFlags::MS_NODEV)?;
     }
     Ok(())
+}
+
+/// A masked path that is not there, or is a directory: the real agent passes over both.
+fn is_of_no_use(error: &anyhow::Error) -> bool {
+    matches!(error.downcast_ref::<Errno>(), Some(Errno::ENOENT | Errno::ENOTDIR))
 }
 
 #[cfg(test)]

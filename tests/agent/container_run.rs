@@ -6,6 +6,7 @@
 
 use super::container_hooks;
 use super::container_root::{self, Change};
+use super::pod;
 use anyhow::{Context, Result, anyhow, bail, ensure};
 use nix::fcntl::OFlag;
 use nix::sched::{CloneFlags, unshare};
@@ -21,11 +22,11 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 /// The roots that a guest has for containers, each in a folder of its name.
-const ROOTS: &str = "/containers";
+pub const ROOTS: &str = "/containers";
 /// Where bundles lie, as the real agent's.
 pub const BUNDLES: &str = "/run/kata-containers";
 /// What containers run, unless their spec says otherwise.
-const PROGRAM: &str = "/usr/bin/cuda-program";
+pub const PROGRAM: &str = "/usr/bin/cuda-program";
 /// This program under this word is a container's process.
 pub const WORD: &str = "init";
 /// And with this one after it, the second of the two.
@@ -129,7 +130,7 @@ pub fn run(program: &Path, bundle: &Path, spec: &Spec, change: Change) -> Result
     let (ours, theirs) = UnixStream::pair()?;
     let (output, writer) = nix::unistd::pipe2(OFlag::O_CLOEXEC)?;
     let mut first = Command::new(program);
-    first.args([WORD, word_of(change)]).arg(bundle);
+    first.args([WORD, change.word()]).arg(bundle);
     first.stdin(OwnedFd::from(theirs)).stdout(writer.try_clone()?).stderr(writer);
     let mut child = first.spawn().with_context(|| format!("start {}", program.display()))?;
     drop(first); // with it the descriptors that keep both ends open
@@ -148,14 +149,13 @@ pub fn run(program: &Path, bundle: &Path, spec: &Spec, change: Change) -> Result
     Ok(ended)
 }
 
-const CHANGES: [(&str, Change); 2] = [("pivot", Change::PivotRoot), ("move", Change::Move)];
-
-fn word_of(change: Change) -> &'static str {
-    CHANGES.iter().find(|(_, c)| *c == change).map_or("", |(word, _)| word)
-}
-
 /// The life of a container's process: `init pivot|move [root] BUNDLE`.
 pub fn process(words: &[String]) -> ! {
+    if let [word, words @ ..] = words
+        && word == pod::process::WORD
+    {
+        pod::process::run(words);
+    }
     let Ok(report) = std::io::stdin().as_fd().try_clone_to_owned().map(UnixStream::from) else { std::process::exit(1) };
     let result = match words {
         [change, bundle] => first(change, bundle, &report),
@@ -184,7 +184,7 @@ fn first(change: &str, bundle: &str, report: &UnixStream) -> Result<()> {
 
 /// Returns only with an error.
 fn become_program(change: &str, bundle: &Path, report: &UnixStream) -> Result<()> {
-    let change = CHANGES.iter().find(|(word, _)| *word == change).context("no such change of root")?.1;
+    let change = Change::from_word(change).context("no such change of root")?;
     nix::unistd::dup2_stdin(File::open("/dev/null").context("open /dev/null")?)?;
     let spec = Spec::load(bundle.join("config.json")).context("read config.json")?;
     unshare(CloneFlags::CLONE_NEWNS | CloneFlags::CLONE_NEWIPC | CloneFlags::CLONE_NEWUTS).context("make namespaces")?;

@@ -9,6 +9,9 @@ fn main() {
         Some("hardware") => kata_gpu_tests::hardware::run(),
         Some("driver-script") => kata_gpu_tests::driver_script::run(),
         Some("minimal-init") => kata_gpu_tests::minimal_init::run(),
+        Some("serial-init") => kata_gpu_tests::serial_init::run(),
+        Some(kata_gpu_tests::serial_init::HOLDER) => kata_gpu_tests::serial_init::hold(),
+        Some(kata_gpu_tests::agent::pod::process::PARKED) => kata_gpu_tests::agent::pod::process::park(),
         Some("fork-panics") => fork_panics(),
         Some("trap-init") => kata_gpu_tests::trap_init::run(),
         // The real one knows this option, too.

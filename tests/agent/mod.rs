@@ -1,9 +1,10 @@
 //! Stands for kata-agent 4.1.0 in tests: does as PID 1 what it does, resolves devices with the same crate in the same loop, powers off silently
 //! where it does, and logs in its shape.
 //!
-//! It is not a ttRPC server: which containers there are is said on the kernel command line (`testagent.containers=one:0;all:all@debian`). A container
-//! is a directory with the device nodes it would get, or, with one of the guest's roots, a real one that runs its program. Nor does it listen for
-//! uevents, which the real one logs.
+//! Containers come from the kernel command line (`testagent.containers=one:0;all:all@debian`) or from a host's ttRPC requests. One of the command line
+//! is a directory with the device nodes it would get, or, with one of the guest's roots, a real one that runs its program. One of a request is made as
+//! the real agent makes it ([`pod`]); so are all with `testagent.cost=real`, where starting costs what it costs the real one, too. It does not listen
+//! for uevents, which the real one logs.
 
 pub mod cdi;
 mod children;
@@ -15,15 +16,14 @@ pub mod container_run;
 pub mod log;
 mod mount_options;
 mod pid1;
+pub mod pod;
+mod server;
 
 use crate::vm::guest::GUEST_HALVES;
 use config::Config;
-use nix::sys::socket::{AddressFamily, Backlog, SockFlag, SockType, VsockAddr, bind, listen, socket};
-use std::os::fd::{AsRawFd, OwnedFd};
+use pod::Pod;
+use std::sync::Arc;
 use std::thread;
-
-/// The port of the real agent's ttRPC server.
-const SERVER_PORT: u32 = 1024;
 
 /// The agent's life.
 pub fn run() -> ! {
@@ -44,13 +44,25 @@ pub fn run() -> ! {
         pid1::give_up(as_pid1, &errno);
     }
     let children = children::listen().unwrap_or_else(|errno| pid1::give_up(as_pid1, &errno));
-    let server = serve();
+    if config.real_cost {
+        pod::start_up();
+    }
+    let server = server::listen_on_vsock();
     log::info("agent ready", &[("server", if server.is_some() { "vsock" } else { "none" })]);
+    let pod = Arc::new(Pod::new(config.clone()));
+    if let Some(listener) = server {
+        let pod = Arc::clone(&pod);
+        thread::spawn(move || server::serve(&listener, &pod));
+    }
 
     let mut threads = Vec::new();
-    for wanted in config.containers.clone() {
-        let config = config.clone();
-        threads.push(thread::spawn(move || container::create(&wanted, &config)));
+    if config.real_cost && !config.containers.is_empty() {
+        threads.extend(container::create_in_pod(&config.containers, &pod));
+    } else {
+        for wanted in config.containers.clone() {
+            let config = config.clone();
+            threads.push(thread::spawn(move || container::create(&wanted, &config)));
+        }
     }
     if let Some(name) = &config.guest_half {
         match GUEST_HALVES.iter().find(|(n, _)| n == name) {
@@ -70,15 +82,4 @@ pub fn run() -> ! {
         }
     });
     children.reap()
-}
-
-/// Listens where the real agent listens. The real one fails without vsock; this one goes on, because tests take vsock away on purpose.
-fn serve() -> Option<OwnedFd> {
-    let listening = || -> nix::Result<OwnedFd> {
-        let fd = socket(AddressFamily::Vsock, SockType::Stream, SockFlag::SOCK_CLOEXEC, None)?;
-        bind(fd.as_raw_fd(), &VsockAddr::new(nix::libc::VMADDR_CID_ANY, SERVER_PORT))?;
-        listen(&fd, Backlog::new(16)?)?;
-        Ok(fd)
-    };
-    listening().inspect_err(|errno| log::error("no server", &[("error", &format!("listen on vsock port {SERVER_PORT}: {errno}"))])).ok()
 }

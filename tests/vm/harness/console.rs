@@ -44,6 +44,11 @@ impl Console {
         std::fs::read(&self.path).map(|b| String::from_utf8_lossy(&b).into_owned()).unwrap_or_default()
     }
 
+    /// The number that follows this text.
+    pub fn number_after(&self, text: &str) -> Option<u64> {
+        self.text().split_once(text)?.1.split(|c: char| !c.is_ascii_digit()).next()?.parse().ok()
+    }
+
     /// All of the agent's lines so far.
     pub fn agent_lines(&self) -> Vec<AgentLine> {
         self.text().lines().filter_map(AgentLine::parse).collect()

@@ -77,6 +77,7 @@ pub struct Guest {
     without: Vec<&'static str>,
     vsock: bool,
     memory_mib: u32,
+    cpus: u32,
     listener: Listener,
 }
 
@@ -101,6 +102,7 @@ impl Guest {
             without: vec![],
             vsock: true,
             memory_mib: 1024,
+            cpus: 2,
             listener: Listener::Reads,
         }
     }
@@ -163,6 +165,23 @@ impl Guest {
         self.append("mem=1536M fakepci.bar0=0x60000000")
     }
 
+    /// Number of vCPUs instead of 2.
+    pub fn cpus(mut self, cpus: u32) -> Self {
+        self.cpus = cpus;
+        self
+    }
+
+    /// With the controllers of version 1, as Kata's configurations without GPUs have them.
+    pub fn cgroup_v1(mut self) -> Self {
+        self.append.iter_mut().for_each(|words| *words = words.replace(" cgroup_no_v1=all", ""));
+        self
+    }
+
+    /// Replaces the test agent. The guest's other test programs stay.
+    pub fn agent(self, program: &[u8]) -> Self {
+        self.file("usr/bin/kata-agent", program)
+    }
+
     pub fn without_vsock(mut self) -> Self {
         self.vsock = false;
         self
@@ -198,7 +217,7 @@ impl Guest {
             disk: self.disk,
             append: self.append.join(" "),
             memory_mib: self.memory_mib,
-            cpus: 2,
+            cpus: self.cpus,
             work_dir: work_dir.clone(),
             vhost_device_vsock: self.vsock.then(|| context.target.join("tools/bin/vhost-device-vsock")),
         })?;

@@ -1,0 +1,90 @@
+/*
+ * A static program for containers of the benchmarks: writes the guest's
+ * CLOCK_BOOTTIME, in ns, at its milestones, as KEY=NS lines, and then lives on
+ * with its descriptors open. Its first word says what it is:
+ *
+ *   pause   opens nothing
+ *   cuda    opens nvidiactl, nvidia-uvm, then its GPUs, as CUDA does
+ *   nvml    opens nvidiactl, then its GPUs, as NVML does: without nvidia-uvm
+ *
+ * GPUs are those whose nodes it has, by number, one after another, blocking.
+ * start comes first, answer when everything is open; failed=NODE: CAUSE where
+ * something is not. For each line that comes in, a line now=NS goes out.
+ */
+#include <dirent.h>
+#include <errno.h>
+#include <fcntl.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <time.h>
+#include <unistd.h>
+
+#define MOST 64
+
+static void stamp(const char *key)
+{
+	struct timespec now;
+
+	clock_gettime(CLOCK_BOOTTIME, &now);
+	printf("%s=%lld\n", key, now.tv_sec * 1000000000LL + now.tv_nsec);
+	fflush(stdout);
+}
+
+static int by_number(const void *a, const void *b)
+{
+	return *(const int *)a - *(const int *)b;
+}
+
+static int opened(const char *node)
+{
+	if (open(node, O_RDWR | O_CLOEXEC) >= 0)
+		return 1;
+	printf("failed=%s: %s\n", node, strerror(errno));
+	return 0;
+}
+
+/* Opens the driver's nodes; says whether all could be opened. */
+static int all_opened(int with_uvm)
+{
+	int numbers[MOST], count = 0, good = opened("/dev/nvidiactl");
+	DIR *directory = opendir("/dev");
+	struct dirent *entry;
+
+	if (with_uvm)
+		good &= opened("/dev/nvidia-uvm");
+	while (directory && (entry = readdir(directory))) {
+		char *end;
+		long number;
+
+		if (strncmp(entry->d_name, "nvidia", 6))
+			continue;
+		number = strtol(entry->d_name + 6, &end, 10);
+		if (end != entry->d_name + 6 && !*end && count < MOST)
+			numbers[count++] = number;
+	}
+	qsort(numbers, count, sizeof(*numbers), by_number);
+	for (int i = 0; i < count; i++) {
+		char node[32];
+
+		snprintf(node, sizeof(node), "/dev/nvidia%d", numbers[i]);
+		good &= opened(node);
+	}
+	printf("gpus=%d\n", count);
+	return good && count;
+}
+
+int main(int argc, char **argv)
+{
+	char line[64];
+	const char *what = argc > 1 ? argv[1] : "pause";
+
+	stamp("start");
+	if (strcmp(what, "pause") && all_opened(!strcmp(what, "cuda")))
+		stamp("answer");
+	fflush(stdout);
+	while (fgets(line, sizeof(line), stdin))
+		stamp("now");
+	for (;;)
+		pause();
+}
