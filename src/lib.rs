@@ -1,7 +1,15 @@
 //! kata-gpu-init: starts a Kata Containers guest with NVIDIA GPUs. This page is the map, in boot order.
 //!
-//! Invariants: hardware and CDI modules never import sinks, the boot sequence or each other's internals; only [`boot`] knows order; only
-//! [`config`] knows parameter names; only [`failure`] powers off; only [`sys`] is unsafe; code reports time through `tracing` alone.
+//! Invariants, which tests/host/layers.rs reads from the sources:
+//! - Only [`boot`] knows order: nothing but the programs imports it, and `host` only the agent's
+//!   path.
+//! - Hardware and CDI modules (every module here but `boot`, `events` and `host`) import neither
+//!   `boot` nor `host` nor [`events::sinks`].
+//! - Only [`config`] knows parameter names; texts for people that name one are listed there.
+//! - Only [`failure`] powers off; its callers are listed there.
+//! - Only [`sys`] is unsafe in the guest, apart from the attribute that puts a function before main.
+//!
+//! Read by people alone: code reports time through `tracing`.
 
 pub mod clock; // when is it
 pub mod tsc; // how long the VM was there before its kernel

@@ -274,8 +274,8 @@ pub mod names {
     pub const AGENT_EXEC: &str = "agent.exec";
     /// The agent opened the CDI spec (or its directory). Fields: what.
     pub const AGENT_LOOK: &str = "agent.look";
-    /// A trace of the agent making or removing a container. Fields: what (made, init began, program began, removed; of a cgroup also populated,
-    /// emptied); container (its id) or cgroup (its path below the mount), where the trace names one.
+    /// A trace of the agent making or removing a container. Fields: what (made, init began, program
+    /// began, removed), container (its id, with made and removed).
     pub const AGENT_CONTAINER: &str = "agent.container";
     /// A CDI hook of the init was started by the agent, or has ended. Fields: what. Hooks at once may be one event.
     pub const AGENT_HOOK: &str = "agent.hook";

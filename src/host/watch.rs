@@ -1,4 +1,4 @@
-//! Waiting for a file descriptor with tokio. The only `unsafe` of the host's half.
+//! Waiting for a file descriptor with tokio.
 
 use std::io;
 use std::os::fd::OwnedFd;

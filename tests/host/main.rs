@@ -54,6 +54,7 @@ mod initrd_repack;
 #[cfg(feature = "host")]
 mod initrd_verify;
 mod hooks_reads;
+mod layers;
 mod ldconfig;
 mod modules;
 mod oracle;

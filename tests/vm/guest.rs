@@ -2,7 +2,10 @@
 
 use super::script;
 use crate::agent::{cdi, log};
+use kata_gpu_init::clock::boottime_ns;
 use std::path::Path;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 /// Name and program of each guest half.
 pub const GUEST_HALVES: &[(&str, fn())] = &[
@@ -14,6 +17,7 @@ pub const GUEST_HALVES: &[(&str, fn())] = &[
     ("root", root),
     ("child", child),
     ("script", script::run),
+    ("samples", samples),
 ];
 
 /// Publishes as a naive generator would: only what is ready so far. The agent must fail on it, which is why nothing else here does so.
@@ -148,4 +152,65 @@ fn child() {
         Ok((pid, text)) => log::info("child has ended", &[("child-pid", &pid.to_string()), ("output", text.trim())]),
         Err(error) => log::error("child", &[("error", &error.to_string())]),
     }
+}
+
+/// Where the kernel shows interrupts.
+const INTERRUPTS: &str = "/proc/irq";
+
+/// Until all GPUs are settled, and once more then: writes the console's level and the interrupts'
+/// masks to the console, with the times before and after the look. Each sample also opens the init's
+/// executable, as a hook does, so that the init has a record to write.
+///
+/// Stays on the first CPU: a sleep that began on the lane's would end with the enabling.
+fn samples() {
+    let mut first = nix::sched::CpuSet::new();
+    let pinned = first.set(0).and_then(|()| nix::sched::sched_setaffinity(nix::unistd::Pid::from_raw(0), &first));
+    if let Err(errno) = pinned {
+        log::error("samples", &[("error", &format!("stay on CPU 0: {errno}"))]);
+    }
+    let settled = Arc::new(AtomicBool::new(false));
+    let seen = Arc::clone(&settled);
+    std::thread::spawn(move || {
+        use std::io::{BufRead, BufReader};
+        let Some(stream) = connect() else { return };
+        if BufReader::new(stream).lines().map_while(Result::ok).any(|line| line.contains("\"name\":\"settled\"")) {
+            seen.store(true, Ordering::Release);
+        }
+    });
+    let mut last = String::new();
+    loop {
+        let over = settled.load(Ordering::Acquire);
+        let _unused = std::fs::File::open("/init");
+        let from_ns = boottime_ns();
+        let printk = std::fs::read_to_string("/proc/sys/kernel/printk").unwrap_or_default();
+        let masks = masks();
+        let to_ns = boottime_ns();
+        let times = [("from_ns", from_ns.to_string()), ("to_ns", to_ns.to_string()), ("when", if over { "settled" } else { "" }.into())];
+        let [from, to, when] = &times;
+        let shown = if masks == last && !over { "same" } else { &masks };
+        let frame = [(from.0, from.1.as_str()), (to.0, &to.1), (when.0, &when.1), ("printk", printk.trim()), ("masks", shown)];
+        log::info("sample", &frame);
+        if over {
+            return;
+        }
+        last = masks;
+        std::thread::sleep(std::time::Duration::from_millis(50));
+    }
+}
+
+/// Name and mask of every interrupt that has a handler, and the default of new ones: `NAME=MASK;..`.
+fn masks() -> String {
+    let mask = |file: std::path::PathBuf| std::fs::read_to_string(file).unwrap_or_default().trim().to_string();
+    let mut all = vec![format!("default={}", mask(Path::new(INTERRUPTS).join("default_smp_affinity")))];
+    for entry in std::fs::read_dir(INTERRUPTS).into_iter().flatten().flatten() {
+        let handlers = std::fs::read_dir(entry.path()).into_iter().flatten().flatten().filter(|e| e.path().is_dir());
+        let mut names: Vec<String> = handlers.map(|e| e.file_name().to_string_lossy().into_owned()).collect();
+        names.sort();
+        if !names.is_empty() {
+            let number = entry.file_name().to_string_lossy().into_owned();
+            all.push(format!("{number} {}={}", names.join("+"), mask(entry.path().join("smp_affinity"))));
+        }
+    }
+    all.sort();
+    all.join(";")
 }

@@ -26,6 +26,8 @@ mod events;
 #[cfg(feature = "host")]
 mod faults;
 #[cfg(feature = "host")]
+mod guest_lives;
+#[cfg(feature = "host")]
 mod hot_plug;
 #[cfg(feature = "host")]
 mod import;
@@ -55,6 +57,7 @@ pub const TESTS: &[&[harness::VmTest]] = &[
     container_roots::TESTS,
     simulator::TESTS,
     bring_up::TESTS,
+    guest_lives::TESTS,
     beside::TESTS,
     faults::TESTS,
     reasons::TESTS,

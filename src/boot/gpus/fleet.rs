@@ -250,7 +250,6 @@ impl Fleet {
             agent_watch::Seen::ProgramBegan => Fact::ContainerRuns,
             agent_watch::Seen::Container { .. }
             | agent_watch::Seen::InitBegan
-            | agent_watch::Seen::Cgroup { .. }
             | agent_watch::Seen::HookBegan
             | agent_watch::Seen::HookEnded => return,
         };

@@ -13,7 +13,8 @@ use std::time::{Duration, Instant, UNIX_EPOCH};
 pub struct AgentLine(BTreeMap<String, String>);
 
 impl AgentLine {
-    fn parse(line: &str) -> Option<Self> {
+    /// None for what is no line of the agent.
+    pub fn parse(line: &str) -> Option<Self> {
         // Two writers share a serial line: a kernel message may stand before the JSON.
         let map: BTreeMap<String, String> = serde_json::from_str(line.get(line.find("{\"")?..)?).ok()?;
         (map.get("source").map(String::as_str) == Some("agent")).then_some(Self(map))

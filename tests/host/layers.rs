@@ -1,0 +1,361 @@
+//! The structure that src/lib.rs and src/boot/mod.rs promise, read from the text of src/: who
+//! imports whom, and who alone may do what. Each rule has a negative control.
+
+mod source;
+
+use crate::project;
+use kata_gpu_init::config::parameters_markdown;
+use source::{Kind, Source};
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::LazyLock;
+
+/// The folders of src/boot, lowest first: each may import itself and those before it.
+const LAYERS: &[&str] = &["wire", "gpus", "processes"];
+/// Files of src/boot/gpus that compute and do nothing else.
+const PURE: &[&str] = &["schedule", "messages", "agent", "waves", "strategy", "deadlines"];
+/// What no pure file imports.
+const IMPURE: &[&str] = &[
+    "tokio",
+    "tracing",
+    "nix",
+    "std::fs",
+    "std::thread",
+    "std::time::Instant",
+    "std::time::SystemTime",
+    "crate::events",
+    "crate::clock",
+    "crate::step",
+];
+/// `unsafe` outside src/sys.rs: where, how often, and why.
+const UNSAFE: &[(&str, usize, &str)] = &[
+    ("src/bin/kata-gpu-init.rs", 1, "#[unsafe(link_section)]: a function that the C library calls before main"),
+    ("src/host/vm.rs", 1, "pre_exec: a VMM dies with its test"),
+    ("src/host/watch.rs", 1, "registering a descriptor with tokio"),
+];
+/// Parameters that texts outside src/config.rs name: the cure of an error, or the reason of a
+/// choice, for a person to read.
+const NAMED: &[(&str, &[&str])] = &[
+    ("src/boot/gpus/fleet.rs", &["gpuinit.gpus"]),
+    ("src/boot/gpus/strategy.rs", &["gpuinit.bind", "gpuinit.init", "gpuinit.relaxed"]),
+    ("src/boot/processes/worker.rs", &["gpuinit.events.vsock"]),
+    ("src/events/sinks/vsock.rs", &["gpuinit.events.vsock"]),
+    // The host's half writes command lines for guests, and shows how.
+    ("src/host/demo.rs", &["gpuinit.bind", "gpuinit.init"]),
+    ("src/host/install/mod.rs", &["gpuinit.log"]),
+];
+/// Callers of `failure::power_off`: where PID 1 can do nothing else.
+const POWERED_OFF_BY: &[&str] = &["src/boot/processes/agent_child.rs", "src/boot/wire/handover.rs"];
+/// Modules of lib.rs that are no hardware and no CDI: who imports what is ruled for each of them.
+const OTHERS: &[&str] = &["boot", "host", "events"];
+
+/// The project's own, read once.
+fn source() -> &'static [Source] {
+    static ALL: LazyLock<Vec<Source>> = LazyLock::new(|| source::read(&project(), "src"));
+    &ALL
+}
+
+/// Made-up files, for negative controls.
+fn made_up(files: &[(&str, &str)]) -> Vec<Source> {
+    source::of(&files.iter().map(|(file, text)| (file.to_string(), text.to_string())).collect::<Vec<_>>())
+}
+
+/// Whether a path is this one, or inside it.
+fn is_in(path: &str, outer: &str) -> bool {
+    path.strip_prefix(outer).is_some_and(|rest| rest.is_empty() || rest.starts_with("::"))
+}
+
+/// Which files each file imports, of the same sources.
+fn imports(all: &[Source]) -> BTreeMap<&str, BTreeSet<&str>> {
+    let files: BTreeMap<String, &str> =
+        all.iter().map(|s| ([vec!["crate".into()], s.module.clone()].concat().join("::"), s.file.as_str())).collect();
+    let target = |path: &str| {
+        let mut path = path;
+        loop {
+            if let Some(file) = files.get(path) {
+                return Some(*file);
+            }
+            path = path.rsplit_once("::")?.0;
+        }
+    };
+    let of = |source: &Source| -> BTreeSet<&str> { source.paths.iter().filter_map(|named| target(&named.path)).collect() };
+    all.iter().map(|s| (s.file.as_str(), of(s).into_iter().filter(|file| *file != s.file).collect())).collect()
+}
+
+fn layer(file: &str) -> Option<usize> {
+    LAYERS.iter().position(|layer| file.starts_with(&format!("src/boot/{layer}/")))
+}
+
+/// Imports of src/boot that go up.
+fn upward(all: &[Source]) -> Vec<String> {
+    let mut found = Vec::new();
+    for (file, imported) in imports(all) {
+        let rank = if file == "src/boot/mod.rs" { None } else { layer(file) };
+        if !file.starts_with("src/boot/") {
+            continue;
+        }
+        let up = imported.into_iter().filter(|to| layer(to).is_some_and(|to| rank.is_none_or(|from| to > from)));
+        found.extend(up.map(|to| format!("{file} imports {to}")));
+    }
+    found
+}
+
+/// Circles of files within one folder of src/boot, each once, by its first file.
+fn circles(all: &[Source]) -> Vec<String> {
+    let imports = imports(all);
+    let mut found = Vec::new();
+    for start in imports.keys().filter(|file| layer(file).is_some()) {
+        let mut waiting = vec![vec![*start]];
+        let mut seen = BTreeSet::new();
+        while let Some(way) = waiting.pop() {
+            for to in &imports[way[way.len() - 1]] {
+                if to == start && way.iter().min() == Some(start) {
+                    found.push(format!("{} -> {start}", way.join(" -> ")));
+                    waiting.clear();
+                    break;
+                }
+                if layer(to) == layer(start) && seen.insert(*to) {
+                    waiting.push([way.clone(), vec![*to]].concat());
+                }
+            }
+        }
+    }
+    found
+}
+
+/// Imports of the boot sequence from where nobody knows order.
+fn boot_imported(all: &[Source]) -> Vec<String> {
+    let mut found = Vec::new();
+    for source in all.iter().filter(|s| !s.file.starts_with("src/boot/") && !s.file.starts_with("src/bin/")) {
+        let of_host = |path: &str| source.file.starts_with("src/host/") && path == "crate::boot::AGENT";
+        let offending = source.paths.iter().filter(|named| is_in(&named.path, "crate::boot") && !of_host(&named.path));
+        found.extend(offending.map(|named| format!("{}:{}: {}", source.file, named.line, named.path)));
+    }
+    found
+}
+
+/// What the pure files import and must not.
+fn impure(all: &[Source]) -> Vec<String> {
+    let mut found = Vec::new();
+    for source in all.iter().filter(|s| PURE.iter().any(|name| s.file == format!("src/boot/gpus/{name}.rs"))) {
+        let offending = source.paths.iter().filter(|named| IMPURE.iter().any(|outer| is_in(&named.path, outer)));
+        found.extend(offending.map(|named| format!("{}:{}: {}", source.file, named.line, named.path)));
+    }
+    found
+}
+
+/// Files, src/sys.rs apart, with another count of `unsafe` than listed.
+fn unsafes(all: &[Source], listed: &[(&str, usize, &str)]) -> Vec<String> {
+    let mut found = Vec::new();
+    for source in all.iter().filter(|s| s.file != "src/sys.rs") {
+        let lines: Vec<usize> = source.tokens.iter().filter(|t| t.kind == Kind::Word("unsafe".into())).map(|t| t.line).collect();
+        let allowed = listed.iter().find(|(file, ..)| *file == source.file).map_or(0, |(_, count, _)| *count);
+        if lines.len() != allowed {
+            found.push(format!("{}: unsafe in lines {lines:?}, {allowed} allowed", source.file));
+        }
+    }
+    found
+}
+
+/// Names of parameters in a text.
+fn parameters(text: &str) -> impl Iterator<Item = &str> {
+    text.match_indices("gpuinit.").map(|(at, _)| {
+        let rest = &text[at..];
+        let end = rest.find(|c: char| !(c.is_ascii_alphanumeric() || c == '.' || c == '_')).unwrap_or(rest.len());
+        rest[..end].trim_end_matches('.')
+    })
+}
+
+/// Parameter names outside src/config.rs that are not listed, and listed ones that are not there.
+fn parameters_named(all: &[Source], listed: &[(&str, &[&str])]) -> Vec<String> {
+    let mut found = Vec::new();
+    for source in all.iter().filter(|s| s.file != "src/config.rs") {
+        let allowed = listed.iter().find(|(file, _)| *file == source.file).map_or(&[][..], |(_, names)| *names);
+        let mut named = BTreeSet::new();
+        for (text, line) in source.texts() {
+            for name in parameters(text) {
+                named.insert(name);
+                if !allowed.contains(&name) {
+                    found.push(format!("{}:{line}: {name}", source.file));
+                }
+            }
+        }
+        found.extend(
+            allowed.iter().filter(|name| !named.contains(*name)).map(|name| format!("{}: {name} is not named any more", source.file)),
+        );
+    }
+    found
+}
+
+/// Calls that power off where they must not.
+fn power_offs(all: &[Source]) -> Vec<String> {
+    let mut found = Vec::new();
+    for source in all.iter().filter(|s| s.file != "src/failure.rs") {
+        for (at, token) in source.tokens.iter().enumerate() {
+            let called = |name: &str| source.word(at) == Some(name) && source.is_sign(at + 1, '(');
+            let raw = called("reboot") || source.word(at).is_some_and(|word| word.starts_with("RB_") || word == "RebootMode");
+            let asked = called("power_off") && !POWERED_OFF_BY.contains(&source.file.as_str());
+            let by_file = matches!(&token.kind, Kind::Text(text) if text.contains("sysrq"));
+            if raw || asked || by_file {
+                found.push(format!("{}:{}", source.file, token.line));
+            }
+        }
+    }
+    found
+}
+
+/// Modules that lib.rs lists.
+fn modules(lib: &Source) -> Vec<String> {
+    let is_mod = |at: &usize| lib.word(*at) == Some("mod") && lib.is_sign(at + 2, ';');
+    (0..lib.tokens.len()).filter(is_mod).filter_map(|at| lib.word(at + 1).map(str::to_string)).collect()
+}
+
+/// What hardware and CDI modules import and must not.
+fn hardware_imports(all: &[Source]) -> Vec<String> {
+    let lib = all.iter().find(|s| s.file == "src/lib.rs").expect("no src/lib.rs");
+    let hardware: BTreeSet<String> = modules(lib).into_iter().filter(|m| !OTHERS.contains(&m.as_str())).collect();
+    let mut found = Vec::new();
+    for source in all.iter().filter(|s| s.module.first().is_some_and(|first| hardware.contains(first))) {
+        let barred = |path: &str| ["crate::boot", "crate::host", "crate::events::sinks"].iter().any(|outer| is_in(path, outer));
+        found.extend(source.paths.iter().filter(|n| barred(&n.path)).map(|n| format!("{}:{}: {}", source.file, n.line, n.path)));
+    }
+    found
+}
+
+const NONE: &[&str] = &[];
+
+#[test]
+fn imports_in_boot_go_from_processes_to_gpus_to_wire_and_never_back() {
+    assert_eq!(upward(source()), NONE);
+    let offending = made_up(&[
+        ("src/boot/mod.rs", "pub mod processes; pub mod gpus; pub mod wire; use wire::reply;"),
+        ("src/boot/wire/mod.rs", "pub mod reply;"),
+        ("src/boot/wire/reply.rs", "fn f() { crate::boot::gpus::lane::f() }"),
+        ("src/boot/gpus/mod.rs", "pub mod lane; use super::processes::{keeper};"),
+        ("src/boot/gpus/lane.rs", "use crate::boot::wire::reply; #[cfg(test)] mod tests { use crate::boot::processes::keeper; }"),
+        ("src/boot/processes/mod.rs", "pub mod keeper; mod worker;"),
+        ("src/boot/processes/keeper.rs", "use super::worker; use crate::boot::{gpus::lane, wire};"),
+        ("src/boot/processes/worker.rs", "// use crate::boot::nothing;"),
+    ]);
+    assert_eq!(
+        upward(&offending),
+        [
+            "src/boot/gpus/mod.rs imports src/boot/processes/keeper.rs",
+            "src/boot/mod.rs imports src/boot/wire/reply.rs",
+            "src/boot/wire/reply.rs imports src/boot/gpus/lane.rs",
+        ]
+    );
+}
+
+#[test]
+fn no_circle_of_files_is_inside_a_folder_of_boot() {
+    assert_eq!(circles(source()), NONE);
+    let offending = made_up(&[
+        ("src/boot/gpus/mod.rs", "mod a; mod b; mod c; mod d; pub use d::D;"),
+        ("src/boot/gpus/a.rs", "use super::b::B;"),
+        ("src/boot/gpus/b.rs", "fn f() -> super::c::C { super::c::C }"),
+        ("src/boot/gpus/c.rs", "use crate::boot::gpus::{a, b};"),
+        // Through what the folder passes on.
+        ("src/boot/gpus/d.rs", "use super::D;"),
+    ]);
+    let found = circles(&offending);
+    let [first, second, third] = found.as_slice() else { panic!("{found:?}") };
+    assert!(first.starts_with("src/boot/gpus/a.rs -> src/boot/gpus/b.rs"), "{first}");
+    assert!(second.starts_with("src/boot/gpus/b.rs -> src/boot/gpus/c.rs"), "{second}");
+    assert_eq!(third, "src/boot/gpus/d.rs -> src/boot/gpus/mod.rs -> src/boot/gpus/d.rs");
+}
+
+#[test]
+fn nothing_outside_imports_the_boot_sequence_but_programs_and_the_agents_path() {
+    assert_eq!(boot_imported(source()), NONE);
+    let offending = made_up(&[
+        ("src/boot/mod.rs", "pub mod gpus; pub const AGENT: u8 = 0;"),
+        ("src/boot/gpus.rs", "use super::AGENT;"),
+        ("src/bin/init.rs", "use crate::boot::gpus;"),
+        ("src/host/mod.rs", "use crate::boot::AGENT; fn f() { crate::boot::gpus::g() }"),
+        ("src/pci.rs", "use crate::{boot::{self, AGENT}, clock};"),
+    ]);
+    let found = ["src/host/mod.rs:1: crate::boot::gpus::g", "src/pci.rs:1: crate::boot", "src/pci.rs:1: crate::boot::AGENT"];
+    assert_eq!(boot_imported(&offending), found);
+}
+
+#[test]
+fn pure_files_import_no_runtime_no_files_and_no_clock() {
+    let all = source();
+    assert_eq!(impure(all), NONE);
+    for name in PURE {
+        assert!(all.iter().any(|s| s.file == format!("src/boot/gpus/{name}.rs")), "{name}.rs is not there any more");
+    }
+    let text = "use std::time::{self, Duration, Instant as Now};\nuse crate::events::After;\nuse crate::pci;\nfn f() { tracing::info!(\"\");\n\
+                time::SystemTime::now(); std::thread::sleep(Duration::ZERO); pci::clock::now(); }\n#[cfg(test)] mod tests { use tokio::sync; }";
+    let found =
+        ["1: std::time::Instant", "2: crate::events::After", "4: tracing::info", "5: std::time::SystemTime::now", "5: std::thread::sleep"];
+    let found = found.map(|line| format!("src/boot/gpus/waves.rs:{line}"));
+    assert_eq!(impure(&made_up(&[("src/boot/gpus/waves.rs", text), ("src/boot/gpus/gpu.rs", text)])), found);
+}
+
+#[test]
+fn only_sys_is_unsafe_but_for_what_is_listed() {
+    assert_eq!(unsafes(source(), UNSAFE), NONE);
+    let text = "// unsafe\n/* unsafe /* */ unsafe */ #![deny(unsafe_op_in_unsafe_fn)]\nconst A: &str = \"unsafe\";\nfn f<'a>(c: char) { if c == '\"' { unsafe { g() } } }";
+    let files =
+        [("src/sys.rs", text), ("src/pci.rs", text), ("src/bin/init.rs", "#[unsafe(no_mangle)]\nfn f() {}"), ("src/host/vm.rs", "")];
+    let listed = [("src/bin/init.rs", 1, ""), ("src/host/vm.rs", 1, "")];
+    assert_eq!(
+        unsafes(&made_up(&files), &listed),
+        ["src/pci.rs: unsafe in lines [4], 0 allowed", "src/host/vm.rs: unsafe in lines [], 1 allowed"]
+    );
+}
+
+#[test]
+fn only_config_knows_parameter_names_but_for_texts_that_are_listed() {
+    let all = source();
+    assert_eq!(parameters_named(all, NAMED), NONE);
+    let there = parameters_markdown();
+    for name in NAMED.iter().flat_map(|(_, names)| *names) {
+        assert!(there.contains(&format!("`{name}")), "{name} is named outside src/config.rs, and no parameter");
+    }
+    let text = "//! gpuinit.bind\nconst A: &str = r#\"set gpuinit.cdi.names=a, or \"gpuinit.log.\"\"#;\n#[cfg(test)]\nmod tests { const B: &str = \"gpuinit.x\"; }";
+    let found = ["src/pci.rs:2: gpuinit.cdi.names", "src/pci.rs: gpuinit.bind is not named any more"];
+    assert_eq!(
+        parameters_named(&made_up(&[("src/pci.rs", text), ("src/config.rs", text)]), &[("src/pci.rs", &["gpuinit.log", "gpuinit.bind"])]),
+        found
+    );
+}
+
+#[test]
+fn only_failure_powers_off_and_only_where_pid_1_can_do_nothing_else() {
+    let all = source();
+    assert_eq!(power_offs(all), NONE);
+    let calls = |s: &Source| (0..s.tokens.len()).any(|at| s.word(at) == Some("power_off") && s.is_sign(at + 1, '('));
+    for file in POWERED_OFF_BY {
+        assert!(all.iter().any(|s| s.file == *file && calls(s)), "{file} does not call failure::power_off any more");
+    }
+    let text = "fn f(power_off: bool) { use nix::sys::reboot::reboot;\nreboot(RB_POWER_OFF);\nfailure::power_off(\"\");\nwrite(\"/proc/sysrq-trigger\") }";
+    let files = [("src/failure.rs", text), ("src/boot/wire/handover.rs", "fn f() { failure::power_off(\"\") }"), ("src/pci.rs", text)];
+    assert_eq!(power_offs(&made_up(&files)), ["src/pci.rs:2", "src/pci.rs:2", "src/pci.rs:3", "src/pci.rs:4"]);
+}
+
+#[test]
+fn hardware_and_cdi_modules_know_neither_the_boot_nor_the_host_nor_the_sinks() {
+    let all = source();
+    assert_eq!(hardware_imports(all), NONE);
+    let lib = "pub mod pci; pub mod cdi;\n#[cfg(feature = \"host-base\")]\npub mod host; pub mod events; pub mod boot;";
+    let files = [
+        ("src/lib.rs", lib),
+        ("src/pci.rs", "use crate::events::{names, sinks::console};"),
+        ("src/cdi/mod.rs", "mod spec;"),
+        ("src/cdi/spec.rs", "use super::super::host; fn f() { crate::boot::run(); crate::events::names::A }"),
+        ("src/events/sinks.rs", "use crate::events::sinks;"),
+        ("src/boot/mod.rs", "use crate::events::sinks;"),
+    ];
+    let found = ["src/pci.rs:1: crate::events::sinks::console", "src/cdi/spec.rs:1: crate::host", "src/cdi/spec.rs:1: crate::boot::run"];
+    assert_eq!(hardware_imports(&made_up(&files)), found);
+}
+
+#[test]
+fn the_map_in_lib_rs_lists_every_module() {
+    let all = source();
+    let listed: BTreeSet<String> = modules(all.iter().find(|s| s.file == "src/lib.rs").unwrap()).into_iter().collect();
+    let there: BTreeSet<String> = all.iter().filter_map(|s| s.module.first().cloned()).filter(|m| m != "bin").collect();
+    assert_eq!(listed, there);
+}

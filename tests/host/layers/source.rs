@@ -1,0 +1,357 @@
+//! Rust files as a test of the structure reads them: words, string literals and paths, without
+//! comments and without what is built for tests alone. Not a parser: it knows `use`, `mod` and
+//! paths, and no types.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::path::Path;
+
+/// A file, read.
+pub struct Source {
+    /// Below the project's folder, e.g. `src/boot/mod.rs`.
+    pub file: String,
+    /// Module path below the crate, e.g. `["boot", "gpus"]`.
+    pub module: Vec<String>,
+    pub tokens: Vec<Token>,
+    /// Paths that the code names, from the crate or from another one: `crate::boot::AGENT`.
+    pub paths: Vec<Named>,
+}
+
+/// A path, and the line that it stands in.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Named {
+    pub path: String,
+    pub line: usize,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Token {
+    pub kind: Kind,
+    pub line: usize,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Kind {
+    Word(String),
+    /// A string literal, without its quotes.
+    Text(String),
+    /// `::`
+    Colons,
+    Sign(char),
+}
+
+impl Source {
+    pub fn word(&self, at: usize) -> Option<&str> {
+        word(&self.tokens, at)
+    }
+
+    pub fn is_sign(&self, at: usize, sign: char) -> bool {
+        is_sign(&self.tokens, at, sign)
+    }
+
+    pub fn texts(&self) -> impl Iterator<Item = (&str, usize)> {
+        self.tokens.iter().filter_map(|token| match &token.kind {
+            Kind::Text(text) => Some((text.as_str(), token.line)),
+            _ => None,
+        })
+    }
+}
+
+/// Reads every file below a folder, `src` of the project.
+pub fn read(project: &Path, folder: &str) -> Vec<Source> {
+    let mut files = Vec::new();
+    collect(&project.join(folder), folder, &mut files);
+    files.sort();
+    of(&files)
+}
+
+fn collect(folder: &Path, name: &str, files: &mut Vec<(String, String)>) {
+    for entry in std::fs::read_dir(folder).unwrap_or_else(|e| panic!("{}: {e}", folder.display())) {
+        let path = entry.unwrap().path();
+        let name = format!("{name}/{}", path.file_name().unwrap().to_string_lossy());
+        if path.is_dir() {
+            collect(&path, &name, files);
+        } else if name.ends_with(".rs") {
+            files.push((name, std::fs::read_to_string(&path).unwrap_or_else(|e| panic!("{}: {e}", path.display()))));
+        }
+    }
+}
+
+/// Files by name and text. Omits modules that are built for tests alone.
+pub fn of(files: &[(String, String)]) -> Vec<Source> {
+    let mut for_tests = BTreeSet::new();
+    let mut read: Vec<(String, Vec<String>, Vec<Token>)> = Vec::new();
+    for (file, text) in files {
+        let module = module_of(file);
+        let (tokens, omitted) = without_tests(tokens(text));
+        for_tests.extend(omitted.into_iter().map(|name| [module.clone(), vec![name]].concat()));
+        read.push((file.clone(), module, tokens));
+    }
+    read.retain(|(_, module, _)| !(1..=module.len()).any(|end| for_tests.contains(&module[..end])));
+    let modules: BTreeSet<Vec<String>> = read.iter().map(|(_, module, _)| module.clone()).collect();
+    let source = |(file, module, tokens): (String, Vec<String>, Vec<Token>)| {
+        let paths = paths(&module, &tokens, &modules);
+        Source { file, module, tokens, paths }
+    };
+    read.into_iter().map(source).collect()
+}
+
+fn module_of(file: &str) -> Vec<String> {
+    let stem = file.strip_prefix("src/").and_then(|f| f.strip_suffix(".rs")).unwrap_or(file);
+    let stem = stem.strip_suffix("/mod").unwrap_or(stem);
+    if stem == "lib" { vec![] } else { stem.split('/').map(str::to_string).collect() }
+}
+
+fn word(tokens: &[Token], at: usize) -> Option<&str> {
+    match &tokens.get(at)?.kind {
+        Kind::Word(word) => Some(word),
+        _ => None,
+    }
+}
+
+fn is_sign(tokens: &[Token], at: usize, sign: char) -> bool {
+    tokens.get(at).is_some_and(|token| token.kind == Kind::Sign(sign))
+}
+
+/// Takes a text apart; comments are gone.
+fn tokens(text: &str) -> Vec<Token> {
+    let chars: Vec<char> = text.chars().collect();
+    let at = |i: usize| chars.get(i).copied().unwrap_or('\0');
+    let (mut tokens, mut i, mut line) = (Vec::new(), 0, 1);
+    while i < chars.len() {
+        let (start, begun) = (i, line);
+        let mut push = |kind| tokens.push(Token { kind, line: begun });
+        match at(i) {
+            '/' if at(i + 1) == '/' => {
+                while i < chars.len() && at(i) != '\n' {
+                    i += 1;
+                }
+            }
+            '/' if at(i + 1) == '*' => {
+                let mut depth = 0;
+                loop {
+                    match (at(i), at(i + 1)) {
+                        ('/', '*') => (depth, i) = (depth + 1, i + 2),
+                        ('*', '/') => (depth, i) = (depth - 1, i + 2),
+                        _ => i += 1,
+                    }
+                    if depth == 0 || i >= chars.len() {
+                        break;
+                    }
+                }
+            }
+            '"' => {
+                i += 1;
+                while i < chars.len() && at(i) != '"' {
+                    i += if at(i) == '\\' { 2 } else { 1 };
+                }
+                push(Kind::Text(chars[start + 1..i.min(chars.len())].iter().collect()));
+                i += 1;
+            }
+            // A character, or a lifetime, whose name is a word of its own.
+            '\'' if at(i + 1) == '\\' => {
+                i += 3;
+                while i < chars.len() && at(i) != '\'' {
+                    i += 1;
+                }
+                i += 1;
+            }
+            '\'' => i += if at(i + 2) == '\'' { 3 } else { 1 },
+            ':' if at(i + 1) == ':' => {
+                push(Kind::Colons);
+                i += 2;
+            }
+            c if c.is_alphanumeric() || c == '_' => {
+                while at(i).is_alphanumeric() || at(i) == '_' {
+                    i += 1;
+                }
+                let word: String = chars[start..i].iter().collect();
+                let hashes = (i..).take_while(|j| at(*j) == '#').count();
+                if ["r", "br", "cr"].contains(&word.as_str()) && at(i + hashes) == '"' {
+                    i += hashes + 1;
+                    let from = i;
+                    while i < chars.len() && !(at(i) == '"' && (1..=hashes).all(|n| at(i + n) == '#')) {
+                        i += 1;
+                    }
+                    push(Kind::Text(chars[from..i.min(chars.len())].iter().collect()));
+                    i += 1 + hashes;
+                } else if !(["b", "c"].contains(&word.as_str()) && at(i) == '"') {
+                    push(Kind::Word(word));
+                }
+            }
+            c => {
+                if !c.is_whitespace() {
+                    push(Kind::Sign(c));
+                }
+                i += 1;
+            }
+        }
+        line += chars[start..i.min(chars.len())].iter().filter(|c| **c == '\n').count();
+    }
+    tokens
+}
+
+/// Removes every item behind `#[cfg(test)]`; returns the names of modules that are files among them.
+fn without_tests(tokens: Vec<Token>) -> (Vec<Token>, Vec<String>) {
+    let wanted = [Kind::Sign('#'), Kind::Sign('['), Kind::Word("cfg".into()), Kind::Sign('('), Kind::Word("test".into())];
+    let (mut kept, mut files, mut i) = (Vec::new(), Vec::new(), 0);
+    while i < tokens.len() {
+        let begins = tokens[i..].iter().take(wanted.len()).map(|t| &t.kind).eq(&wanted) && is_sign(&tokens, i + 5, ')');
+        if !begins {
+            kept.push(tokens[i].clone());
+            i += 1;
+            continue;
+        }
+        while is_sign(&tokens, i, '#') {
+            i = closing(&tokens, i + 1) + 1;
+        }
+        let mut item = i;
+        while i < tokens.len() && !is_sign(&tokens, i, ';') && !is_sign(&tokens, i, '{') {
+            i = closing(&tokens, i) + 1;
+        }
+        while word(&tokens, item).is_some_and(|w| w != "mod") {
+            item += 1;
+        }
+        if is_sign(&tokens, i, ';') && item + 2 == i {
+            files.extend(word(&tokens, item + 1).map(str::to_string));
+        }
+        i = closing(&tokens, i) + 1;
+    }
+    (kept, files)
+}
+
+/// Where the bracket that opens here is closed; the same place where none opens.
+fn closing(tokens: &[Token], at: usize) -> usize {
+    let mut depth = 0;
+    for (i, token) in tokens.iter().enumerate().skip(at) {
+        match token.kind {
+            Kind::Sign('(' | '[' | '{') => depth += 1,
+            Kind::Sign(')' | ']' | '}') => depth -= 1,
+            _ => {}
+        }
+        if depth <= 0 {
+            return i;
+        }
+    }
+    tokens.len()
+}
+
+/// All paths, those of `use` and those in code, resolved.
+fn paths(module: &[String], tokens: &[Token], modules: &BTreeSet<Vec<String>>) -> Vec<Named> {
+    let mut imported: BTreeMap<String, String> = BTreeMap::new();
+    let (mut found, mut written) = (Vec::new(), Vec::new());
+    // Modules within the file, and the depth of braces that each of them is at.
+    let (mut inside, mut depth): (Vec<(String, usize)>, usize) = (Vec::new(), 0);
+    let mut i = 0;
+    while i < tokens.len() {
+        let here: Vec<String> = module.iter().cloned().chain(inside.iter().map(|(name, _)| name.clone())).collect();
+        match (word(tokens, i), word(tokens, i + 1)) {
+            // Not `impl Trait + use<>`.
+            (Some("use"), _) if word(tokens, i + 1).is_some() => {
+                let mut all = Vec::new();
+                let line = tokens[i].line;
+                i = tree(tokens, i + 1, &[], &mut all);
+                for (path, name) in all {
+                    let path = resolve(&here, &path, modules);
+                    imported.insert(name, path.clone());
+                    found.push(Named { path, line });
+                }
+            }
+            (Some("mod"), Some(name)) if is_sign(tokens, i + 2, '{') => {
+                depth += 1;
+                inside.push((name.into(), depth));
+                i += 3;
+            }
+            (Some(first), _) if tokens.get(i + 1).is_some_and(|t| t.kind == Kind::Colons) => {
+                let mut path = vec![first.to_string()];
+                let line = tokens[i].line;
+                while let (Some(Kind::Colons), Some(next)) = (tokens.get(i + 1).map(|t| &t.kind), word(tokens, i + 2)) {
+                    path.push(next.into());
+                    i += 2;
+                }
+                written.push((here, path, line));
+                i += 1;
+            }
+            _ => {
+                match tokens[i].kind {
+                    Kind::Sign('{') => depth += 1,
+                    Kind::Sign('}') => {
+                        inside.retain(|(_, at)| *at != depth);
+                        depth = depth.saturating_sub(1);
+                    }
+                    _ => {}
+                }
+                i += 1;
+            }
+        }
+    }
+    for (here, path, line) in written {
+        let path = match imported.get(&path[0]) {
+            Some(import) => [vec![import.clone()], path[1..].to_vec()].concat().join("::"),
+            None => resolve(&here, &path, modules),
+        };
+        found.push(Named { path, line });
+    }
+    found
+}
+
+/// The tree of a `use` that begins here: each path, and the name that it gets. Returns where it ends.
+fn tree(tokens: &[Token], mut i: usize, before: &[String], all: &mut Vec<(Vec<String>, String)>) -> usize {
+    let mut path = before.to_vec();
+    loop {
+        match tokens.get(i).map(|t| &t.kind) {
+            Some(Kind::Word(word)) if word == "as" => {
+                all.push((path.clone(), self::word(tokens, i + 1).unwrap_or_default().into()));
+                return i + 2;
+            }
+            Some(Kind::Word(word)) => {
+                if word != "self" || path.is_empty() {
+                    path.push(word.clone());
+                }
+                i += 1;
+            }
+            Some(Kind::Colons) => i += 1,
+            Some(Kind::Sign('{')) => {
+                let end = closing(tokens, i);
+                i += 1;
+                while i < end {
+                    i = if is_sign(tokens, i, ',') { i + 1 } else { tree(tokens, i, &path, all) };
+                }
+                return end + 1;
+            }
+            // All of a module: no name.
+            Some(Kind::Sign('*')) => {
+                all.push((path, "*".into()));
+                return i + 1;
+            }
+            _ => {
+                let name = path.last().cloned().unwrap_or_default();
+                all.push((path, name));
+                return i;
+            }
+        }
+    }
+}
+
+/// A path from the crate or from another one.
+fn resolve(here: &[String], path: &[String], modules: &BTreeSet<Vec<String>>) -> String {
+    let mut base: Vec<String> = here.to_vec();
+    let mut rest = path;
+    match path[0].as_str() {
+        "crate" => (base, rest) = (vec![], &path[1..]),
+        "self" => rest = &path[1..],
+        "super" => {
+            while rest.first().is_some_and(|word| word == "super") {
+                base.pop();
+                rest = &rest[1..];
+            }
+        }
+        first => {
+            let child: Vec<String> = here.iter().cloned().chain([first.to_string()]).collect();
+            if !modules.contains(&child) {
+                return path.join("::");
+            }
+        }
+    }
+    let all: Vec<String> = ["crate".to_string()].into_iter().chain(base).chain(rest.iter().cloned()).collect();
+    all.join("::")
+}

@@ -1,0 +1,320 @@
+//! The guest lives while the host maps a GPU's BARs: its interrupts are served, its console holds
+//! nobody up, containers are made, and on one vCPU the agent comes first.
+//!
+//! All is judged by the guest's own clock or by the order of lines, never by how fast this machine
+//! is. The guest half `samples` looks at masks and level every 50 ms ([`super::guest`]).
+
+use super::harness::{AgentLine, Booted, DEADLINE, Guest, Outcome, TestContext, VmTest, named};
+use anyhow::{Context, Result, bail, ensure};
+use kata_gpu_init::boot::gpus::deadlines::Limit;
+use kata_gpu_init::events::names;
+use kata_gpu_init::events::record::{Kind, Level, Pong, Record, ping_line};
+use kata_gpu_init::events::sinks::console::log_line;
+use kata_gpu_init::interrupts::CpuMask;
+use kata_gpu_init::kernel_console;
+use serde_json::Value;
+use std::collections::BTreeMap;
+use std::time::Duration;
+
+pub const TESTS: &[VmTest] = &[
+    VmTest { name: "the_lanes_vcpu_takes_no_interrupts_while_gpus_are_enabled_and_gets_them_back", run: interrupts },
+    VmTest { name: "the_console_is_quiet_while_a_gpu_is_enabled_and_nothing_is_lost", run: console },
+    VmTest { name: "a_container_that_can_start_holds_the_lane_and_the_stream_says_for_how_long", run: container },
+    VmTest { name: "a_kernel_with_one_vcpu_brings_all_gpus_up_and_lets_the_agent_first", run: one_vcpu },
+];
+
+/// Three GPUs whose BARs take the host 2 s each; the rest takes little time.
+const SLOW: &str = "fakepci.gpus=3 fakepci.enable_ms=2000 gpuinit.bind=pipelined nvidia.s1_ms=30 nvidia.s2_ms=100 nvidia.s3_ms=30";
+
+/// An enabling, in ns of the guest's boot clock.
+#[derive(Clone, Copy, Debug)]
+struct Span {
+    begin: u64,
+    end: u64,
+}
+
+impl Span {
+    fn has(self, from: u64, to: u64) -> bool {
+        self.begin < from && from <= to && to < self.end
+    }
+}
+
+fn enablings(records: &[Record]) -> Result<Vec<Span>> {
+    let ends = named(records, Kind::End, names::GPU_ENABLE);
+    let span = |begin: &Record| {
+        let end = ends.iter().find(|end| end.span == begin.span).context("an enabling without end")?;
+        Ok(Span { begin: begin.boottime_ns, end: end.boottime_ns })
+    };
+    named(records, Kind::Begin, names::GPU_ENABLE).into_iter().map(span).collect()
+}
+
+/// One look of the guest half.
+struct Sample {
+    from: u64,
+    to: u64,
+    /// All four numbers of /proc/sys/kernel/printk.
+    printk: String,
+    /// By number and names of the interrupt, and `default`.
+    masks: BTreeMap<String, CpuMask>,
+}
+
+impl Sample {
+    /// `before`: the one before this, which has the masks where these are the same.
+    fn read(line: &AgentLine, before: Option<&Self>) -> Result<Self> {
+        let masks = match (line.get("masks"), before) {
+            ("same", Some(before)) => before.masks.clone(),
+            (text, _) => text.split(';').map(mask).collect::<Result<_>>()?,
+        };
+        Ok(Self { from: line.get("from_ns").parse()?, to: line.get("to_ns").parse()?, printk: line.get("printk").into(), masks })
+    }
+
+    fn level(&self) -> Result<u32> {
+        let first = self.printk.split_ascii_whitespace().next().context("no level")?;
+        Ok(first.parse()?)
+    }
+}
+
+fn mask(text: &str) -> Result<(String, CpuMask)> {
+    let (name, mask) = text.rsplit_once('=').with_context(|| format!("no mask in {text:?}"))?;
+    Ok((name.into(), CpuMask::parse(mask).with_context(|| format!("no mask: {text:?}"))?))
+}
+
+/// All samples of a guest whose GPUs are settled; the last one is from after that.
+fn samples(booted: &Booted) -> Result<Vec<Sample>> {
+    booted.agent("sample", |line| line.get("when") == "settled")?;
+    let mut all: Vec<Sample> = Vec::new();
+    for line in booted.console.agent_lines().iter().filter(|line| line.get("msg") == "sample") {
+        all.push(Sample::read(line, all.last())?);
+    }
+    Ok(all)
+}
+
+/// Pings the guest until all its GPUs are settled, each ping when the one before it is answered.
+fn ping_until_settled(booted: &Booted) -> Result<Vec<Pong>> {
+    booted.event(names::INIT_START)?;
+    for id in 0.. {
+        booted.receiver.say(ping_line(id).as_bytes(), DEADLINE)?;
+        let pongs = booted.receiver.wait_pongs(DEADLINE, usize::try_from(id)? + 1).with_context(|| format!("ping {id} is not answered"))?;
+        if booted.receiver.records().iter().any(|r| r.name == names::SETTLED) {
+            return Ok(pongs);
+        }
+        std::thread::sleep(Duration::from_millis(100));
+    }
+    bail!("no more pings")
+}
+
+fn interrupts(context: &TestContext) -> Result<Outcome> {
+    // The yardstick: the same guest where the driver's load enables, and there is no lane.
+    let half = "testagent.guest=samples";
+    let plain = Guest::new().append(&format!("{SLOW} fakepci.enable_ms=3 gpuinit.bind=insmod {half}")).boot(context, "plain")?;
+    let untouched = samples(&plain)?.pop().context("no sample")?;
+    drop(plain);
+    let booted = Guest::new().append(&format!("{SLOW} {half}")).boot(context, "lane")?;
+    let pongs = ping_until_settled(&booted)?;
+    ensure!(booted.settled()? == (3, 0), "{:?}", booted.settled()?);
+    let samples = samples(&booted)?;
+    let records = booted.receiver.records();
+    let lane = booted.event(names::LANE_CPU)?;
+    let cpu = usize::try_from(lane.fields["cpu"].as_u64().context("no cpu")?)?;
+    ensure!(cpu == 1, "the lane's vCPU is {cpu}, not the last one");
+    ensure!(untouched.masks.values().any(|mask| mask.has(cpu)), "no interrupt may come to vCPU {cpu} anyway: {:?}", untouched.masks);
+    // Interrupts that the kernel or their driver keeps where they are.
+    let stay: Vec<&str> = lane.fields["stay"].as_str().unwrap_or_default().split(", ").collect();
+    let enablings = enablings(&records)?;
+    ensure!(enablings.len() == 3, "{enablings:?}");
+    let mut meanwhile = 0;
+    for sample in &samples {
+        if !enablings.iter().any(|span| span.has(sample.from, sample.to)) {
+            continue;
+        }
+        meanwhile += 1;
+        let there: Vec<&String> =
+            sample.masks.iter().filter(|(name, mask)| mask.has(cpu) && !stay.contains(&name.as_str())).map(|(name, _)| name).collect();
+        ensure!(there.is_empty(), "at {} ns, in an enabling, these may come to vCPU {cpu}: {there:?}; stay: {stay:?}", sample.from);
+    }
+    ensure!(meanwhile > 0, "no sample lies in {enablings:?}");
+    let last = samples.last().context("no sample")?;
+    ensure!(last.masks == untouched.masks, "afterwards {:?}, without a lane {:?}", last.masks, untouched.masks);
+    // Two answers in one enabling: the second one's ping was sent after the first answer, and so in it, too.
+    const LONG_BEFORE_ITS_END: u64 = 500_000_000;
+    for span in &enablings[1..] {
+        let inside = pongs.iter().filter(|pong| span.has(pong.boottime_ns, pong.boottime_ns + LONG_BEFORE_ITS_END)).count();
+        ensure!(inside >= 2, "{inside} pings were answered in {span:?}: {pongs:?}");
+    }
+    let answered = pongs.iter().filter(|pong| enablings.iter().any(|span| span.has(pong.boottime_ns, pong.boottime_ns))).count();
+    Ok(Outcome::Measured(format!("in 3 enablings: {meanwhile} samples, {answered} pings answered; stay: {}", stay.join(", "))))
+}
+
+/// A line on the console, in order.
+enum Item {
+    Sample(Sample),
+    /// Of the init: what the record says.
+    Init(u64, String),
+}
+
+/// Lines of the init and of the guest half.
+fn console_items(text: &str) -> Result<Vec<Item>> {
+    let mut items = Vec::new();
+    for line in text.lines() {
+        // A kernel message may stand before the JSON.
+        let Some(json) = line.find("{\"").map(|at| &line[at..]) else { continue };
+        if json.contains("\"msg\":\"sample\"") {
+            let before = items.iter().rev().find_map(|item| match item {
+                Item::Sample(sample) => Some(sample),
+                Item::Init(..) => None,
+            });
+            items.push(Item::Sample(Sample::read(&AgentLine::parse(json).with_context(|| format!("sample {json:?}"))?, before)?));
+        } else if json.contains("\"source\":\"kata-gpu-init\"") {
+            items.push(of_init(json)?);
+        }
+    }
+    Ok(items)
+}
+
+fn of_init(json: &str) -> Result<Item> {
+    let line: Value = serde_json::from_str(json).with_context(|| format!("line {json:?}"))?;
+    let text = |key: &str| line[key].as_str().with_context(|| format!("no {key} in {json}"));
+    Ok(Item::Init(text("boottime_ns")?.parse()?, text("msg")?.into()))
+}
+
+fn console(context: &TestContext) -> Result<Outcome> {
+    let booted = Guest::new().append(&format!("{SLOW} gpuinit.log=debug testagent.guest=samples")).boot(context, "console")?;
+    ensure!(booted.settled()? == (3, 0), "{:?}", booted.settled()?);
+    booted.agent("sample", |line| line.get("when") == "settled")?;
+    ensure!(booted.console.wait_text(DEADLINE, "\"msg\":\"settled\""), "the init's lines end before `settled`");
+    let (items, records) = (console_items(&booted.console.text())?, booted.receiver.records());
+    let enablings = enablings(&records)?;
+
+    // Every record, in order.
+    let settled = records.iter().find(|r| r.name == names::SETTLED).context("no settled")?.seq;
+    let expected: Vec<(u64, String)> = records
+        .iter()
+        .filter(|r| r.seq <= settled)
+        .filter_map(|r| log_line(r, Level::Debug, 0))
+        .map(|line| match of_init(&line) {
+            Ok(Item::Init(at, msg)) => Ok((at, msg)),
+            Ok(Item::Sample(_)) => bail!("not a line of the init"),
+            Err(error) => Err(error),
+        })
+        .collect::<Result<_>>()?;
+    let written: Vec<(u64, String)> = items
+        .iter()
+        .filter_map(|item| match item {
+            Item::Init(at, msg) => Some((*at, msg.clone())),
+            Item::Sample(_) => None,
+        })
+        .collect();
+    for (number, (is, wanted)) in written.iter().zip(&expected).enumerate() {
+        ensure!(is == wanted, "line {number} on the console is {is:?}, the record {wanted:?}");
+    }
+    ensure!(written.len() >= expected.len(), "{} lines on the console, {} records", written.len(), expected.len());
+
+    // The kernel's level: lower in each enabling until its end, once it is; as before afterwards.
+    let samples: Vec<&Sample> = items
+        .iter()
+        .filter_map(|item| match item {
+            Item::Sample(sample) => Some(sample),
+            Item::Init(..) => None,
+        })
+        .collect();
+    let last = samples.last().context("no sample")?;
+    ensure!(last.printk.starts_with("4\t"), "afterwards {:?}, on the command line loglevel=4", last.printk);
+    let mut quiet = Vec::new();
+    for span in &enablings {
+        let levels: Vec<u32> = samples.iter().filter(|s| span.has(s.from, s.to)).map(|s| s.level()).collect::<Result<_>>()?;
+        let loud = levels.iter().take_while(|level| **level == 4).count();
+        ensure!(levels[loud..].iter().all(|level| *level == kernel_console::LEVEL), "levels in {span:?}: {levels:?}");
+        quiet.push(levels.len() - loud);
+    }
+    ensure!(quiet.iter().all(|count| *count > 0), "samples with a lower level in each enabling: {quiet:?}");
+
+    // A line between two samples was written after the first one and before the third: once the
+    // level is low, the gate is closed, and only a line on its way may still come.
+    let (mut judged, mut late) = (0, BTreeMap::new());
+    let places: Vec<usize> = (0..items.len()).filter(|i| matches!(items[*i], Item::Sample(_))).collect();
+    for ((first, second), third) in places.windows(2).map(|w| (w[0], w[1])).zip(samples.iter().skip(2)) {
+        let Item::Sample(sample) = &items[first] else { continue };
+        let Some(span) = enablings.iter().find(|span| span.has(sample.from, third.from)) else { continue };
+        if sample.level()? == kernel_console::LEVEL {
+            judged += 1;
+            *late.entry(span.begin).or_insert(0) += second - first - 1;
+        }
+    }
+    ensure!(judged >= 3, "{judged} pairs of samples lie in enablings, too few to judge by");
+    ensure!(late.values().all(|lines| *lines <= 1), "lines that the init wrote in the enablings that began at these times: {late:?}");
+    // Else nothing would have had to be held back.
+    let held = expected.iter().filter(|(at, _)| enablings.iter().any(|span| span.has(*at, *at))).count();
+    ensure!(held >= 5, "{held} records fall into enablings");
+    Ok(Outcome::Measured(format!("{held} of {} lines held back, judged by {judged} pairs of samples", written.len())))
+}
+
+/// The agent's traces of this kind; `what` as in the event.
+fn traces<'a>(records: &'a [Record], what: &str) -> Vec<&'a Record> {
+    named(records, Kind::Event, names::AGENT_CONTAINER).into_iter().filter(|r| r.fields.get("what") == Some(&what.into())).collect()
+}
+
+/// A reason's part of `held_by`, in ms.
+fn held_ms(wait: &Record, reason: &str) -> Option<u64> {
+    let parts = wait.fields.get("held_by")?.as_str()?.split(", ");
+    parts.filter_map(|part| part.strip_prefix(reason)?.trim().strip_suffix(" ms")?.parse().ok()).next()
+}
+
+fn container(context: &TestContext) -> Result<Outcome> {
+    // A container for each publication that an enabling follows. One that is made too late to hold
+    // the next enabling, on a machine that is busy, shows nothing; the others do.
+    let gpus = "fakepci.gpus=4 fakepci.enable_ms=1500 testagent.cost=real testagent.containers=first:0;second:1;third:2";
+    let booted = Guest::new().append(&format!("{SLOW} {gpus}")).boot(context, "container")?;
+    ensure!(booted.settled()? == (4, 0), "{:?}", booted.settled()?);
+    for container in ["first", "second", "third"] {
+        booted.created(container)?;
+    }
+    let records = booted.receiver.records();
+    let begins = named(&records, Kind::Begin, names::GPU_ENABLE);
+    let waits = named(&records, Kind::End, names::LANE_WAIT);
+    let mut measured = Vec::new();
+    for made in traces(&records, "made") {
+        let container = made.fields["container"].as_str().unwrap_or_default();
+        let Some(next) = begins.iter().find(|begin| begin.seq > made.seq) else { continue };
+        // A wait that was there when the container came, and the last record before the enabling.
+        let Some(wait) = waits.iter().rfind(|end| end.seq > made.seq && end.seq < next.seq) else { continue };
+        let begin = named(&records, Kind::Begin, names::LANE_WAIT).into_iter().find(|r| r.span == wait.span).context("no begin")?;
+        if begin.seq > made.seq || begin.gpu != next.gpu {
+            continue;
+        }
+        let waited_ms = (wait.boottime_ns - begin.boottime_ns) / 1_000_000;
+        let held = held_ms(wait, "container start").with_context(|| format!("{container}: held by {:?}", wait.fields))?;
+        ensure!(held <= waited_ms, "{container}: held for {held} ms in a wait of {waited_ms} ms");
+        let runs = traces(&records, "program began").into_iter().any(|r| r.seq > made.seq && r.seq < next.seq);
+        let longest = u64::try_from(Limit::ContainerMade.after().as_millis())?;
+        ensure!(runs || held >= longest, "{container}: the next GPU was enabled before its program began, after {held} ms");
+        measured.push(format!("{container} {held} ms"));
+    }
+    ensure!(
+        !measured.is_empty(),
+        "no container was made while an enabling could be held: {:?}",
+        waits.iter().map(|w| &w.fields).collect::<Vec<_>>()
+    );
+    Ok(Outcome::Measured(format!("held by the starts of: {}", measured.join(", "))))
+}
+
+fn one_vcpu(context: &TestContext) -> Result<Outcome> {
+    let words = format!("{SLOW} fakepci.enable_ms=700 testagent.cost=real testagent.containers=first:0;all:all");
+    let booted = Guest::new().cpus(1).append(&words).boot(context, "one")?;
+    ensure!(booted.settled()? == (3, 0), "{:?}", booted.settled()?);
+    booted.created("first")?;
+    booted.created("all")?;
+    let records = booted.receiver.records();
+    ensure!(named(&records, Kind::Event, names::LANE_CPU).is_empty(), "there is no vCPU for a lane");
+    ensure!(booted.event(names::STRATEGY)?.fields["vcpus"] == 1, "not one vCPU");
+    let first = named(&records, Kind::Begin, names::GPU_ENABLE).first().context("no enabling")?.boottime_ns;
+    let ready = booted.boottime_ns(&booted.agent("agent ready", |_| true)?)?;
+    let pause = traces(&records, "made").into_iter().find(|r| r.fields.get("container") == Some(&"pause".into())).context("no pause")?;
+    ensure!(
+        ready < first && pause.boottime_ns < first,
+        "the first enabling began at {first} ns, the agent was ready at {ready} ns, its first container made at {} ns",
+        pause.boottime_ns
+    );
+    let wait = named(&records, Kind::End, names::LANE_WAIT).first().and_then(|r| r.fields["held_by"].as_str()).context("no wait")?;
+    ensure!(wait.contains("agent start"), "held by {wait}");
+    Ok(Outcome::Measured(format!("agent ready {} ms before the first enabling; held by {wait}", (first - ready) / 1_000_000)))
+}
