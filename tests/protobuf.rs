@@ -1,4 +1,5 @@
-//! Protocol buffers, as far as the requests of kata-agent need them: writing fields by number, and finding fields in a message.
+//! Protocol buffers, as far as the requests of kata-agent need them: writing fields by number, and
+//! finding fields in a message.
 
 use anyhow::{Context, Result, bail};
 

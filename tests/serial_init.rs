@@ -1,10 +1,13 @@
-//! The incumbent's order, for the benchmarks: an init that brings everything up, one thing after another, and becomes the agent last.
+//! The incumbent's order, for the benchmarks: an init that brings everything up, one thing after
+//! another, and becomes the agent last.
 //!
-//! Mounts; nvidia and nvidia-uvm; device nodes; a process that opens every GPU, one after another and blocking, and keeps it open (what
-//! nvidia-persistenced does); the spec, generated once everything is up; the agent. Each step begins when the one before has ended.
+//! Mounts; nvidia and nvidia-uvm; device nodes; a process that opens every GPU, one after another
+//! and blocking, and keeps it open (what nvidia-persistenced does); the spec, generated once
+//! everything is up; the agent. Each step begins when the one before has ended.
 //!
-//! Faster than NVRC v0.1.5 where they differ, so that a comparison flatters the incumbent: no modprobe and no nvidia-smi processes, no waits that are
-//! rounded up to 0.5 s, no lockdown, a generator of 10 ms instead of nvidia-ctk's 250 ms.
+//! Faster than NVRC v0.1.5 where they differ, so that a comparison flatters the incumbent: no
+//! modprobe and no nvidia-smi processes, no waits that are rounded up to 0.5 s, no lockdown, a
+//! generator of 10 ms instead of nvidia-ctk's 250 ms.
 
 use crate::minimal_init::{become_agent, reopen_console};
 use kata_gpu_init::config::module_parameters;
@@ -80,7 +83,8 @@ fn make_nodes() -> Result<Vec<PathBuf>> {
     gpus.iter().map(|gpu| Ok(nodes.gpu(major, information(proc, gpu.address)?.minor)?.path)).collect()
 }
 
-/// The process that opens the GPUs whose nodes are its words, in their order, and holds them for ever.
+/// The process that opens the GPUs whose nodes are its words, in their order, and holds them for
+/// ever.
 pub fn hold() -> ! {
     let mut held = Vec::new();
     for node in std::env::args().skip(1) {

@@ -1,7 +1,7 @@
 //! ttRPC's frames, for the benchmarks' client and the test agent's server.
 //!
-//! A frame is length, stream, type and flags (u32, u32, u8, u8; big endian), then the message. A request is stream 1, 3, 5, ..; its response has the
-//! same number.
+//! A frame is length, stream, type and flags (u32, u32, u8, u8; big endian), then the message. A
+//! request is stream 1, 3, 5, ..; its response has the same number.
 
 use anyhow::{Result, ensure};
 use std::io::Read;
@@ -10,7 +10,7 @@ use std::io::Read;
 pub const PORT: u32 = 1024;
 pub const REQUEST: u8 = 1;
 pub const RESPONSE: u8 = 2;
-/// What the protocol allows in one message.
+/// The protocol's limit of one message.
 const LONGEST: usize = 4 << 20;
 
 pub struct Frame {

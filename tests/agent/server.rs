@@ -1,5 +1,6 @@
-//! The agent's ttRPC server, as far as a pod needs it: health check, sandbox, containers, their standard input and output. A thread a connection, and
-//! one a request: who waits for devices holds nobody up.
+//! The agent's ttRPC server, as far as a pod needs it: health check, sandbox, containers, their
+//! standard input and output. A thread a connection, and one a request: a container that waits for
+//! devices holds no other request up.
 
 use super::log;
 use super::pod::{Asked, Pod};
@@ -16,7 +17,8 @@ use std::sync::{Arc, Mutex, PoisonError};
 const UNIMPLEMENTED: u64 = 12;
 const INTERNAL: u64 = 13;
 
-/// Listens where the real agent listens. The real one fails without vsock; this one goes on, because tests take vsock away on purpose.
+/// Listens where the real agent listens. The real one fails without vsock; this one goes on,
+/// because tests take vsock away on purpose.
 pub fn listen_on_vsock() -> Option<OwnedFd> {
     let listening = || -> nix::Result<OwnedFd> {
         let fd = socket(AddressFamily::Vsock, SockType::Stream, SockFlag::SOCK_CLOEXEC, None)?;
@@ -91,7 +93,7 @@ fn answer(method: &str, payload: &[u8], pod: &Pod) -> Result<Option<Message>> {
     Ok(Some(message))
 }
 
-/// What of a CreateContainer request counts here: id, root, program, CDI devices, cgroup.
+/// Parts of a CreateContainer request that count here: id, root, program, CDI devices, cgroup.
 fn asked(request: &[u8]) -> Result<Asked> {
     let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
     let texts = |message: &[u8], field: u32| -> Result<Vec<String>> {

@@ -1,10 +1,11 @@
-//! `bench agent [RUNS]`: what an agent costs in a guest with nothing else to do: until it answers, a pause container, a container without a GPU and one
-//! with. The test agent (`testagent.cost=real`), beside the real one where `KATA_AGENT=FILE` names it; with 1 and 2 vCPUs.
+//! `bench agent [RUNS] [--cgroup-v1]`: an agent's cost in an idle guest: until it answers, a pause
+//! container, a container without a GPU and one with. Compares the test agent
+//! (`testagent.cost=real`) with the real one where `KATA_AGENT=FILE` names it; with 1 and 2 vCPUs.
 
 use super::real_agent::{self, Order, requests::Container};
 use super::{keep, machine};
 use anyhow::{Context, Result};
-use kata_gpu_tests::vm::harness::{DEADLINE, Guest, TestContext};
+use kata_gpu_tests::vm::harness::{Guest, TestContext};
 use serde_json::{Value, json};
 use std::path::Path;
 
@@ -24,7 +25,14 @@ const COLUMNS: [&str; 8] = [
     "GPU container program runs",
 ];
 
-pub fn run(root: &Path, context: &TestContext, runs: usize) -> Result<()> {
+pub fn run(root: &Path, context: &TestContext, arguments: &[String]) -> Result<()> {
+    let (mut runs, mut v1) = (3, false);
+    for word in arguments {
+        match word.as_str() {
+            "--cgroup-v1" => v1 = true,
+            number => runs = number.parse().with_context(|| format!("bench agent: {number:?} is no number of runs"))?,
+        }
+    }
     let real = real_agent::file()?;
     let mut raw = Vec::new();
     let mut version = String::new();
@@ -35,7 +43,7 @@ pub fn run(root: &Path, context: &TestContext, runs: usize) -> Result<()> {
                     continue;
                 }
                 eprintln!("bench: {cpus} vCPUs, run {run} of {runs}, {agent} ...");
-                let ms = measure(context, program, cpus)?;
+                let ms = measure(context, program, cpus, v1)?;
                 raw.push(json!({ "agent": agent, "cpus": cpus, "run": run, "ms": ms }));
             }
         }
@@ -46,7 +54,7 @@ pub fn run(root: &Path, context: &TestContext, runs: usize) -> Result<()> {
     let file = keep(
         root,
         "agent",
-        &json!({ "command": "tests/bench/run agent", "guest": GUEST, "real": version, "machine": machine(), "runs": raw }),
+        &json!({ "command": format!("tests/bench/run agent {}", arguments.join(" ")), "guest": GUEST, "real": version, "machine": machine(), "runs": raw }),
     )?;
     println!("ms, median of {runs} runs {version}");
     println!("{:<28} {:>12} {:>12}   {:>12} {:>12}", "", "1 vCPU real", "test", "2 vCPUs real", "test");
@@ -58,14 +66,15 @@ pub fn run(root: &Path, context: &TestContext, runs: usize) -> Result<()> {
     Ok(())
 }
 
-fn measure(context: &TestContext, program: Option<&[u8]>, cpus: u32) -> Result<Value> {
-    let mut guest = real_agent::with_roots(Guest::new().cpus(cpus).append(GUEST), context, &["app", "gpu"])?;
+fn measure(context: &TestContext, program: Option<&[u8]>, cpus: u32, v1: bool) -> Result<Value> {
+    let guest = if v1 { Guest::new().cgroup_v1() } else { Guest::new() };
+    let mut guest = real_agent::with_roots(guest.cpus(cpus).append(GUEST), context, &["app", "gpu"])?;
     if let Some(program) = program {
         guest = guest.agent(program);
     }
     let booted = guest.boot(context, "agent")?;
     let wanted = [Container::new("app", "pause", &[]), Container::new("gpu", "cuda", &["0"])];
-    let times = real_agent::run(booted.vm.uds(), &wanted, Order::InTurn, DEADLINE)?;
+    let times = real_agent::run(&booted, "serial-init: exec ", &wanted, Order::InTurn)?;
     let exec = booted.console.number_after("serial-init: exec ").context("no exec of the agent")?;
     let ms = |from: u64, to: u64| (to as f64 - from as f64) / 1e6;
     let mut values = json!({

@@ -1,49 +1,119 @@
-//! `bench boot [RUNS]`: boots the same guest serially, as the incumbent works, and concurrently, and prints medians side by side.
+//! `bench boot [RUNS] [HOST..] [--cpus N] [--busy]`: a whole boot with eight GPUs and a pod, up to
+//! the first answer of the applications in it: the incumbent's order, which starts the agent last,
+//! against ours with `gpuinit.ready=bound` and `=usable`.
+//!
+//! The pod has a pause container, a container `first` with GPU 0 whose program opens control, uvm
+//! and its GPU, as CUDA does, and a container `all` whose program opens all GPUs one after another,
+//! as NVML does. Both are asked for when the pause container runs, as a host asks that has several
+//! containers to start. `KATA_AGENT=FILE` puts that agent in the test agent's place.
 
+use super::real_agent::{self, Order, requests::Container};
 use super::{keep, machine};
 use anyhow::{Context, Result, bail, ensure};
 use kata_gpu_init::events::names;
 use kata_gpu_init::events::record::Kind;
-use kata_gpu_tests::vm::harness::{DEADLINE, Guest, TestContext, named};
+use kata_gpu_tests::vm::harness::{Booted, DEADLINE, Guest, TestContext, named};
 use serde_json::{Value, json};
 use std::path::Path;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread::JoinHandle;
 
-/// Eight GPUs on a host that takes 1 s to map a GPU's BARs; initialisation as long as an H100's. Nothing is scaled down: the init
-/// waits for what a driver does in its own time.
-const GUEST: &str = "fakepci.gpus=8 fakepci.enable_ms=1000 nvidia.probe_ms=3 nvidia.s1_ms=300 nvidia.s2_ms=1300 nvidia.s3_ms=500 testagent.containers=first:0;all:all";
-/// The incumbent's order: plain module load, one initialisation after another, the spec when everything is done.
-const SERIAL: &str = "gpuinit.bind=insmod gpuinit.init=serial gpuinit.cdi=complete";
-const CONCURRENT: &str = "gpuinit.bind=pipelined gpuinit.init=parallel";
+/// Initialisation as long as an H100's. Nothing is scaled down: the init waits for what a driver
+/// does in its own time.
+const GUEST: &str = "fakepci.gpus=8 nvidia.probe_ms=3 nvidia.s1_ms=300 nvidia.s2_ms=1300 nvidia.s3_ms=500 testagent.cost=real";
+/// Kinds of host, by the ms that one takes to map a GPU's BARs.
+const HOSTS: [(&str, u32); 3] = [("fast", 3), ("medium", 1000), ("slow", 3300)];
+/// Name and command line of each row.
+const ROWS: [(&str, &str); 3] =
+    [(SERIAL, "hardware.init=/serial-init"), (BOUND, "gpuinit.ready=bound"), ("usable", "gpuinit.ready=usable")];
+const SERIAL: &str = "serial";
+const BOUND: &str = "bound";
 
-/// What is measured, in ms since the init's first instruction.
-const COLUMNS: [&str; 6] = ["agent exec", "agent ready", "first publication", "last publication", "first container", "last container"];
+/// Milestones, in ms since the init's first instruction.
+const COLUMNS: [&str; 9] = [
+    "agent exec",
+    "agent answers",
+    "pause container runs",
+    "first publication",
+    "last publication",
+    "container with GPU 0 runs",
+    "container with all runs",
+    "application on GPU 0 has its answer",
+    "application on all has its answer",
+];
 
-pub fn run(root: &Path, context: &TestContext, runs: usize) -> Result<()> {
-    let (mut raw, mut gaps) = (Vec::new(), Vec::new());
-    for run in 1..=runs {
-        for (name, words) in [("serial", SERIAL), ("concurrent", CONCURRENT)] {
-            eprintln!("bench: run {run} of {runs}, {name} ...");
-            raw.push(json!({ "boot": name, "run": run, "ms": boot(context, name, words, &mut gaps)? }));
+struct Asked {
+    runs: usize,
+    hosts: Vec<(&'static str, u32)>,
+    cpus: u32,
+    busy: bool,
+}
+
+fn parse(arguments: &[String]) -> Result<Asked> {
+    let mut asked = Asked { runs: 1, hosts: vec![], cpus: 2, busy: false };
+    let mut words = arguments.iter();
+    while let Some(word) = words.next() {
+        match word.as_str() {
+            "--busy" => asked.busy = true,
+            "--cpus" => asked.cpus = words.next().context("--cpus wants a number")?.parse().context("--cpus")?,
+            word => match (word.parse(), HOSTS.iter().find(|(name, _)| *name == word)) {
+                (Ok(runs), _) => asked.runs = runs,
+                (Err(_), Some(host)) => asked.hosts.push(*host),
+                (Err(_), None) => bail!("bench boot: {word:?} is no host: there are {}", HOSTS.map(|(name, _)| name).join(", ")),
+            },
         }
-        eprintln!("bench: run {run} of {runs}, minimal init ...");
-        raw.push(json!({ "boot": "minimal", "run": run, "ms": minimal(context)? }));
     }
+    ensure!(asked.runs > 0, "bench boot: at least one run");
+    if asked.hosts.is_empty() {
+        asked.hosts = HOSTS.to_vec();
+    }
+    Ok(asked)
+}
+
+pub fn run(root: &Path, context: &TestContext, arguments: &[String]) -> Result<()> {
+    let asked = parse(arguments)?;
+    let agent = real_agent::file()?;
+    let version = if agent.is_some() { real_agent::version()? } else { "test agent".into() };
+    let (mut raw, mut gaps) = (Vec::new(), Vec::new());
+    let busy = asked.busy.then(Busy::start);
+    for run in 1..=asked.runs {
+        for (host, enable_ms) in &asked.hosts {
+            for (row, words) in ROWS {
+                eprintln!("bench: run {run} of {}, {host}, {row} ...", asked.runs);
+                let words = format!("{words} fakepci.enable_ms={enable_ms}");
+                let (ms, details) = boot(context, row, &words, asked.cpus, agent.as_deref(), &mut gaps)?;
+                raw.push(json!({ "host": host, "boot": row, "run": run, "ms": ms, "details": details }));
+            }
+        }
+        eprintln!("bench: run {run} of {}, minimal init ...", asked.runs);
+        raw.push(json!({ "boot": "minimal", "run": run, "ms": minimal(context, asked.cpus)? }));
+    }
+    drop(busy);
     let (bytes, rss) = (init_bytes(&context.target)?, rss(context)?);
     gaps.sort_by(f64::total_cmp);
     let (median_gap, longest_gap) = (gaps[gaps.len() / 2], gaps[gaps.len() - 1]);
     let file = keep(
         root,
         "boot",
-        &json!({ "command": "tests/bench/run boot", "guest": GUEST, "serial": SERIAL, "concurrent": CONCURRENT,
-        "machine": machine(), "init_bytes": bytes, "worker_rss_kb": rss, "bind_to_publication_ms": gaps, "runs": raw }),
+        &json!({ "command": format!("tests/bench/run boot {}", arguments.join(" ")), "agent": version, "guest": GUEST, "rows": ROWS.map(|(name, words)| json!({ "name": name, "words": words })),
+        "cpus": asked.cpus, "busy": asked.busy, "machine": machine(), "init_bytes": bytes, "worker_rss_kb": rss, "bind_to_publication_ms": gaps, "runs": raw }),
     )?;
 
-    println!("ms since the init's first instruction, median of {runs} runs      serial  concurrent   ratio");
-    for column in COLUMNS {
-        let (serial, concurrent) = (median(&raw, "serial", column), median(&raw, "concurrent", column));
-        println!("{column:<58} {serial:>11.0} {concurrent:>11.0} {:>7.2}", serial / concurrent);
+    let (runs, cpus) = (asked.runs, asked.cpus);
+    println!(
+        "ms since the init's first instruction, median of {runs}; {cpus} vCPUs{}; {version}",
+        if asked.busy { ", four busy loops" } else { "" }
+    );
+    for (host, enable_ms) in &asked.hosts {
+        println!();
+        println!("{:<40} {:>9} {:>9} {:>9}", format!("{host} (a GPU's BARs take {enable_ms} ms)"), SERIAL, BOUND, "usable");
+        for column in COLUMNS {
+            let [serial, bound, usable] = ROWS.map(|(row, _)| median(&raw, Some(host), row, column));
+            println!("{column:<40} {serial:>9.0} {bound:>9.0} {usable:>9.0}");
+        }
     }
-    let (exec, minimal) = (median(&raw, "concurrent", "agent exec"), median(&raw, "minimal", "agent exec"));
+    let (exec, minimal) = (median(&raw, None, BOUND, "agent exec"), median(&raw, None, "minimal", "agent exec"));
     println!();
     let verdict = |good: bool| if good { "met" } else { "MISSED" };
     println!(
@@ -61,18 +131,63 @@ pub fn run(root: &Path, context: &TestContext, runs: usize) -> Result<()> {
     Ok(())
 }
 
-/// Boots once; the milestones in ms. `gaps`: ms from bind to publication of GPUs that are published live, but of the first, whose publication also waits for
+/// Boots once; the milestones in ms, and what else is worth keeping. `gaps`: ms from bind to
+/// publication of GPUs that are published live, but of the first, whose publication also waits for
 /// nvidia-uvm.
-fn boot(context: &TestContext, name: &str, words: &str, gaps: &mut Vec<f64>) -> Result<Value> {
-    let booted = Guest::new().append(GUEST).append(words).boot(context, name)?;
-    let (first, all) = (booted.created("first")?, booted.created("all")?);
+fn boot(context: &TestContext, row: &str, words: &str, cpus: u32, agent: Option<&[u8]>, gaps: &mut Vec<f64>) -> Result<(Value, Value)> {
+    let mut guest = real_agent::with_roots(Guest::new().cpus(cpus).append(GUEST).append(words), context, &["first", "all"])?;
+    if let Some(agent) = agent {
+        guest = guest.agent(agent);
+    }
+    let booted = guest.boot(context, row)?;
+    let wanted = [Container::new("first", "cuda", &["0"]), Container::new("all", "nvml", &["all"])];
+    let from = if row == SERIAL { "serial-init: exec " } else { "hardware: ready" };
+    let pod = real_agent::run(&booted, from, &wanted, Order::AtOnce)?;
+    let [first, all] = pod.containers.as_slice() else { bail!("two containers were asked for") };
+    let init = if row == SERIAL { serial_milestones(&booted)? } else { own_milestones(&booted, (row == BOUND).then_some(gaps))? };
+    let since = |ns: u64| ns.saturating_sub(init.start_ns) as f64 / 1e6;
+    let answer = |c: &real_agent::ContainerTimes| c.answer_ns.with_context(|| format!("application in {} has no answer", c.id));
+    let times = [
+        init.exec_ns,
+        pod.answer_ns,
+        pod.pause.program_ns,
+        init.first_publication_ns,
+        init.last_publication_ns,
+        first.program_ns,
+        all.program_ns,
+        answer(first)?,
+        answer(all)?,
+    ];
+    let ms: serde_json::Map<String, Value> = COLUMNS.iter().zip(times).map(|(c, ns)| ((*c).to_string(), since(ns).into())).collect();
+    let details = |c: &real_agent::ContainerTimes| json!({ "asked": since(c.create_begin_ns), "created": since(c.created_ns), "started": since(c.started_ns) });
+    Ok((
+        ms.into(),
+        json!({ "clock_error_ms": pod.clock_error_ns as f64 / 1e6, "pause": details(&pod.pause), "first": details(first), "all": details(all) }),
+    ))
+}
+
+/// An init's milestones, in ns of CLOCK_BOOTTIME.
+struct Milestones {
+    start_ns: u64,
+    exec_ns: u64,
+    first_publication_ns: u64,
+    last_publication_ns: u64,
+}
+
+/// Milestones of the incumbent's order, from the console.
+fn serial_milestones(booted: &Booted) -> Result<Milestones> {
+    let stamp =
+        |what: &str| booted.console.number_after(&format!("serial-init: {what} ")).with_context(|| format!("serial-init: no {what}"));
+    let published = stamp("published")?;
+    Ok(Milestones { start_ns: stamp("start")?, exec_ns: stamp("exec")?, first_publication_ns: published, last_publication_ns: published })
+}
+
+/// Milestones of our init, from its stream.
+fn own_milestones(booted: &Booted, gaps: Option<&mut Vec<f64>>) -> Result<Milestones> {
     booted.settled()?;
-    let ready = booted.agent("agent ready", |_| true)?;
     let records = booted.receiver.records();
-    let start = named(&records, Kind::Event, names::INIT_START).first().context("no init.start")?.boottime_ns;
-    let since = |ns: u64| (ns.saturating_sub(start)) as f64 / 1e6;
     let published = named(&records, Kind::Event, names::GPU_PUBLISHED);
-    if words == CONCURRENT {
+    if let Some(gaps) = gaps {
         let bound = named(&records, Kind::Event, names::GPU_BOUND);
         for p in published.iter().filter(|p| p.fields.get("index") != Some(&0.into())) {
             let b = bound.iter().find(|b| b.gpu == p.gpu).context("published and never bound")?;
@@ -80,30 +195,54 @@ fn boot(context: &TestContext, name: &str, words: &str, gaps: &mut Vec<f64>) -> 
         }
         ensure!(!gaps.is_empty(), "nothing was published");
     }
-    let exec = named(&records, Kind::Begin, names::AGENT_EXEC).first().context("no agent.exec")?.boottime_ns;
-    let (first_ns, all_ns) = (booted.boottime_ns(&first)?, booted.boottime_ns(&all)?);
-    Ok(json!({
-        "agent exec": since(exec),
-        "agent ready": since(booted.boottime_ns(&ready)?),
-        "first publication": since(published.first().context("nothing was published")?.boottime_ns),
-        "last publication": since(published.last().context("nothing was published")?.boottime_ns),
-        "first container": since(first_ns.min(all_ns)),
-        "last container": since(first_ns.max(all_ns)),
-    }))
+    Ok(Milestones {
+        start_ns: named(&records, Kind::Event, names::INIT_START).first().context("no init.start")?.boottime_ns,
+        exec_ns: named(&records, Kind::Begin, names::AGENT_EXEC).first().context("no agent.exec")?.boottime_ns,
+        first_publication_ns: published.first().context("nothing was published")?.boottime_ns,
+        last_publication_ns: published.last().context("nothing was published")?.boottime_ns,
+    })
+}
+
+/// Four busy loops on the host, until dropped.
+struct Busy {
+    stop: Arc<AtomicBool>,
+    threads: Vec<JoinHandle<()>>,
+}
+
+impl Busy {
+    fn start() -> Self {
+        let stop: Arc<AtomicBool> = Arc::default();
+        let spin = |stop: Arc<AtomicBool>| {
+            move || {
+                while !stop.load(Ordering::Relaxed) {
+                    std::hint::spin_loop();
+                }
+            }
+        };
+        let threads = (0..4).map(|_| std::thread::spawn(spin(Arc::clone(&stop)))).collect();
+        Self { stop, threads }
+    }
+}
+
+impl Drop for Busy {
+    fn drop(&mut self) {
+        self.stop.store(true, Ordering::Relaxed);
+        for thread in self.threads.drain(..) {
+            let _unused = thread.join(); // a loop does not panic
+        }
+    }
 }
 
 /// Boots the yardstick; when it became the agent, in ms since its first instruction.
-fn minimal(context: &TestContext) -> Result<Value> {
-    let booted = Guest::new().append(GUEST).append("hardware.init=/minimal-init loglevel=7").boot(context, "minimal")?;
+fn minimal(context: &TestContext, cpus: u32) -> Result<Value> {
+    let words = "hardware.init=/minimal-init loglevel=7";
+    let booted = Guest::new().cpus(cpus).append(GUEST).append(words).boot(context, "minimal")?;
     if !booted.console.wait_text(DEADLINE, "agent ready") {
         bail!("the minimal init did not reach the agent");
     }
-    let text = booted.console.text();
-    let stamp = |what: &str| -> Result<f64> {
-        let at = text.split(what).nth(1).with_context(|| format!("no line {what:?}"))?;
-        Ok(at.split_whitespace().next().unwrap_or("").parse::<f64>()? / 1e6)
-    };
-    Ok(json!({ "agent exec": stamp("minimal-init: exec ")? - stamp("minimal-init: start ")? }))
+    let stamp =
+        |what: &str| booted.console.number_after(&format!("minimal-init: {what} ")).with_context(|| format!("minimal-init: no {what}"));
+    Ok(json!({ "agent exec": stamp("exec")?.saturating_sub(stamp("start")?) as f64 / 1e6 }))
 }
 
 fn init_bytes(target: &Path) -> Result<u64> {
@@ -118,8 +257,10 @@ fn rss(context: &TestContext) -> Result<u64> {
     line.get("VmRSS").trim_end_matches(" kB").parse().with_context(|| format!("VmRSS {:?}", line.get("VmRSS")))
 }
 
-fn median(raw: &[Value], boot: &str, column: &str) -> f64 {
-    let mut values: Vec<f64> = raw.iter().filter(|r| r["boot"] == boot).filter_map(|r| r["ms"][column].as_f64()).collect();
+/// Median of one host's runs, or of all.
+fn median(raw: &[Value], host: Option<&str>, boot: &str, column: &str) -> f64 {
+    let of = raw.iter().filter(|r| r["boot"] == boot && host.is_none_or(|h| r["host"] == h));
+    let mut values: Vec<f64> = of.filter_map(|r| r["ms"][column].as_f64()).collect();
     values.sort_by(f64::total_cmp);
     values.get(values.len() / 2).copied().unwrap_or(f64::NAN)
 }

@@ -1,4 +1,4 @@
-//! `bench boot|bringup|cdi|collector|initrd|schedule|soak ..`: what is compared is measured in one run.
+//! `bench agent|boot|bringup|cdi|collector|initrd|schedule|soak ..`: what is compared is measured in one run.
 //!
 //! Figures are for comparison within one run only: the guest is emulated, and the machine may be busy. Every raw run goes to `tests/bench/runs/`.
 
@@ -18,7 +18,7 @@ use serde_json::{Value, json};
 use std::io::Write;
 use std::path::{Path, PathBuf};
 
-const USAGE: &str = "want: bench agent [RUNS] | bench boot [RUNS] | bench bringup [--tenth] [HOST..] | bench cdi [RUNS] | bench collector [VMS] [RECORDS] | bench initrd [RUNS] | bench schedule | bench soak [BOOTS] [SEED]";
+const USAGE: &str = "want: bench agent [RUNS] [--cgroup-v1] | bench boot [RUNS] [HOST..] [--cpus N] [--busy] | bench bringup [--tenth] [HOST..] | bench cdi [RUNS] | bench collector [VMS] [RECORDS] | bench initrd [RUNS] | bench schedule | bench soak [BOOTS] [SEED]";
 
 fn main() -> Result<()> {
     let arguments: Vec<String> = std::env::args().skip(1).collect();
@@ -26,8 +26,8 @@ fn main() -> Result<()> {
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("..").canonicalize()?;
     let context = TestContext { target: root.join("target"), work_dir: root.join("target/vm/bench") };
     match arguments.first().map(String::as_str) {
-        Some("agent") => agent::run(&root, &context, number(1, 3)? as usize),
-        Some("boot") => boot::run(&root, &context, number(1, 3)? as usize),
+        Some("agent") => agent::run(&root, &context, &arguments[1..]),
+        Some("boot") => boot::run(&root, &context, &arguments[1..]),
         Some("bringup") => bring_up::run(&root, &context, &arguments[1..]),
         Some("cdi") => cdi::run(&root, number(1, 50)? as usize),
         Some("collector") => collector::run(&root, number(1, 1000)? as usize, number(2, 2000)?),

@@ -110,10 +110,12 @@ struct Lane {
     over: bool,
 }
 
+/// GPUs behind firewalls that are probed before they are enabled: the last ones.
+const BEFORE_ENABLING: usize = 2;
 /// A probe that wakes within this time is waited for.
 const DUE: Duration = Duration::from_millis(200);
 /// How long after its registration a load's own probe sleeps on while others are enabled one after another on a fast host.
-const SOON: Duration = Duration::from_millis(500);
+const SOON: Duration = Duration::from_millis(1000);
 
 /// Initialisations that go together.
 #[derive(Clone, Copy, Debug)]
@@ -226,7 +228,7 @@ impl Schedule {
         times.extend(self.agent.deadlines().into_iter().flatten());
         times.extend(self.wave.map(|wave| wave.began + self.costs().first_is_back()));
         times.push(self.probe_at(now));
-        times.extend(self.last_sleeps_at(now).map(|(_, at)| at));
+        times.extend(self.sleeps_at(now).map(|(_, at)| at));
         times.extend(self.lockdown.filter(|_| !self.locked_down));
         times.into_iter().filter(|time| *time > now).min()
     }
@@ -508,7 +510,7 @@ impl Schedule {
     /// How long the first part of one initialisation is taken to last.
     fn attach(&self) -> Duration {
         let [s1, ..] = self.costs().parts;
-        let measured = self.scale.map(|_| (s1 * 17 / 15).max(Limit::AttachLeast.after()));
+        let measured = self.scale.map(|_| (s1 * 11 / 10).max(Limit::AttachLeast.after()));
         measured.unwrap_or(Limit::Attach.after())
     }
 
@@ -541,11 +543,15 @@ impl Schedule {
         concurrent && self.has_firewall() && self.is_slow() && self.is_loaded()
     }
 
-    /// When the enabling under way is expected to be over: now, if there is none.
+    /// When the enablings under way, and those that sleeping probes will do, are expected to be over: now, if there is none.
     fn lane_ends(&self, now: Time) -> Time {
         let took = self.lane.took.unwrap_or_default();
-        let ends = |gpu: &Gpu| (gpu.stage == Stage::Enabling).then(|| gpu.since + took);
-        self.gpus.values().find_map(ends).map_or(now, |ends| ends.max(now))
+        let ends = |gpu: &Gpu| match gpu.stage {
+            Stage::Enabling => Some(gpu.since + took),
+            Stage::Probing(Probe::BeforeEnable) => Some(gpu.since + BAR_FIREWALL_WAIT + took),
+            _ => None,
+        };
+        self.gpus.values().filter_map(ends).fold(now, Time::max)
     }
 
     /// When the next GPU may be probed. A probe that wakes beside an enabling spins until that is over, with the driver's global lock held: so where the
@@ -561,22 +567,21 @@ impl Schedule {
         wakes.map_or(now, |wakes| wakes.saturating_sub(BAR_FIREWALL_WAIT))
     }
 
-    /// The last GPU behind a firewall sleeps while those before it are enabled, and is enabled by the driver when it wakes.
+    /// The last GPUs behind firewalls sleep while those before them are enabled, and the driver enables them when they wake. Not more of them: what
+    /// sleeps cannot be kept from being enabled.
     fn probe_before_enabling(&mut self, now: Time, orders: &mut Vec<Order>) {
-        if let Some((last, _)) = self.last_sleeps_at(now).filter(|(_, at)| *at <= now) {
-            self.begin(last, Stage::Probing(Probe::BeforeEnable), now);
-            orders.push(Order::Probe(last, Probe::BeforeEnable));
+        if let Some((next, _)) = self.sleeps_at(now).filter(|(_, at)| *at <= now) {
+            self.begin(next, Stage::Probing(Probe::BeforeEnable), now);
+            orders.push(Order::Probe(next, Probe::BeforeEnable));
         }
     }
 
-    /// The last GPU, and when its sleep has to begin so that it wakes when the lane is free.
-    fn last_sleeps_at(&self, now: Time) -> Option<(GpuId, Time)> {
-        let waiting: Vec<GpuId> = self.waiting().collect();
-        let one = |gpu: &Gpu| gpu.stage == Stage::Probing(Probe::BeforeEnable);
-        let last = waiting.last().filter(|_| self.sleeps_beside_lane() && self.gpus.len() > 1 && !self.any(one))?;
-        let step = self.attach() + self.lane.took.unwrap_or_default();
-        let free = self.lane_ends(now) + step * (waiting.len() as u32 - 1) + self.attach();
-        Some((*last, free.saturating_sub(BAR_FIREWALL_WAIT)))
+    /// The next one of these, and when its sleep has to begin so that it wakes when the lane is free.
+    fn sleeps_at(&self, now: Time) -> Option<(GpuId, Time)> {
+        let next = self.waiting().next().filter(|_| self.sleeps_beside_lane())?;
+        let asleep = self.gpus.values().filter(|gpu| gpu.stage == Stage::Probing(Probe::BeforeEnable)).count();
+        let last = self.waiting().count() + asleep <= BEFORE_ENABLING && self.gpus.len() > BEFORE_ENABLING;
+        last.then(|| (next, (self.lane_ends(now) + self.attach()).saturating_sub(BAR_FIREWALL_WAIT)))
     }
 
     /// Whether a probe that begins now is over when the load's own probe is: the load does not end before those beside it do. One that hangs there
@@ -596,7 +601,13 @@ impl Schedule {
 
     /// Lets the next GPU be enabled. Where that is slow, the vCPU that does it answers nobody meanwhile.
     fn enable(&mut self, now: Time, orders: &mut Vec<Order>) {
-        let busy = self.any(|gpu| gpu.stage == Stage::Enabling) || self.lane_is_busy(DUE, now);
+        let enables = |gpu: &Gpu| match gpu.stage {
+            Stage::Enabling => true,
+            // The next one in PCI order comes after it.
+            Stage::Probing(Probe::BeforeEnable) => gpu.within(Limit::LaneHold, now),
+            _ => false,
+        };
+        let busy = self.any(enables);
         let Some(next) = self.waiting().next().filter(|_| !busy) else {
             if !busy && !self.lane.over && self.waiting().next().is_none() && self.strategy.is_some() {
                 self.lane.over = true;

@@ -1,4 +1,5 @@
-//! A container's cgroups, made as the real agent makes them (crate cgroups-rs 0.5): every level anew for each container.
+//! A container's cgroups, made as the real agent makes them (crate cgroups-rs 0.5): every level
+//! anew for each container.
 
 use anyhow::{Context, Result};
 use oci_spec::runtime::{LinuxDeviceType, Spec};
@@ -6,7 +7,8 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 const ROOT: &str = "/sys/fs/cgroup";
-/// Rules of every container in version 1, after everything was denied: default nodes, making nodes of any kind, terminals.
+/// Rules of every container in version 1, after everything was denied: default nodes, making nodes
+/// of any kind, terminals.
 const ALLOWED: [&str; 11] = [
     "c 1:3 rwm",
     "c 1:5 rwm",
@@ -57,7 +59,7 @@ impl Cgroups {
         Ok(())
     }
 
-    /// What kubelet sets for a pod without limits.
+    /// Sets what kubelet sets for a pod without limits.
     pub fn set(&self, path: &str) -> Result<()> {
         match self {
             Self::Unified => {
@@ -101,7 +103,7 @@ fn at(base: &Path, path: &str) -> PathBuf {
     base.join(path.trim_start_matches('/'))
 }
 
-/// Each level, from the root on, has its controllers switched on, again for each container.
+/// Switches the controllers of each level on, from the root down, again for each container.
 fn create_unified(path: &str) -> Result<()> {
     let controllers = fs::read_to_string(Path::new(ROOT).join("cgroup.controllers"))?;
     let mut level = PathBuf::from(ROOT);

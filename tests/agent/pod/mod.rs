@@ -1,8 +1,12 @@
-//! A pod at the real agent's cost: the same steps of the kernel, in the same order, as kata-agent 4.1.0 takes them for a sandbox and its containers,
-//! and about as much work beside them ([`work`]). Asked for over ttRPC ([`super::server`]), or on the command line with `testagent.cost=real`.
+//! A pod at the real agent's cost: the same steps of the kernel, in the same order, as kata-agent
+//! 4.1.0 takes them for a sandbox and its containers, and about as much computing between them
+//! ([`work`]). Requests come over ttRPC ([`super::server`]), or on the command line with
+//! `testagent.cost=real`.
 //!
-//! As there: CDI devices are resolved before the pod's one lock is taken, everything from the bundle to the running child is under it; a container's
-//! first process waits at `exec.fifo` from its creation to its start. Not made: seccomp, capabilities, users other than root, storages, network.
+//! As there: CDI devices are resolved before the pod's one lock is taken, everything from the
+//! bundle to the running child is under it; a container's first process waits at `exec.fifo` from
+//! its creation to its start. Not made: seccomp, capabilities, users other than root, storages,
+//! network.
 
 mod cgroups;
 pub mod process;
@@ -28,7 +32,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-/// Where the pod's namespaces are kept.
+/// Directory of the pod's namespaces.
 const NAMESPACES: &str = "/run/sandbox-ns";
 /// The pod's cgroup, where a container names none.
 const CGROUP: &str = "/kubepods/besteffort/pod";
@@ -47,7 +51,7 @@ const MASKED: [&str; 9] = [
 ];
 const READ_ONLY: [&str; 5] = ["/proc/bus", "/proc/fs", "/proc/irq", "/proc/sys", "/proc/sysrq-trigger"];
 
-/// What a container is asked to be.
+/// A container to create.
 #[derive(Clone, Debug, Default)]
 pub struct Asked {
     pub id: String,
@@ -126,6 +130,7 @@ impl Pod {
             let (seconds, fail_fast) = (self.config.cdi_timeout_s, self.config.fail_fast);
             tries = cdi::inject(&mut spec, cdi::DIRECTORY, &asked.devices, seconds, fail_fast, &std::thread::sleep, &mut failed_try)
                 .map_err(|(tries, error)| anyhow!("{error} (try {tries})"))?;
+            work::spend(work::DEVICES);
         }
         if !asked.hooks {
             spec.set_hooks(None);
@@ -180,6 +185,7 @@ impl Pod {
             Ok(serde_json::from_str(&line)?)
         };
         let Report::Pid(pid) = next()? else { bail!("the container's process reports no pid") };
+        work::spend(work::HAND_OVER);
         cgroups.attach(&path, pid)?;
         cgroups.set(&path)?;
         cgroups.allow(&[pod, &path], spec)?;
@@ -205,7 +211,8 @@ impl Pod {
         Ok(())
     }
 
-    /// What a container's program writes next, at most so many bytes. Waits for it.
+    /// Reads the next output of a container's program, at most so many bytes. Blocks until there is
+    /// some.
     pub fn read(&self, id: &str, most: usize) -> Result<Vec<u8>> {
         let stdout = Arc::clone(&self.lock().containers.get(id).with_context(|| format!("no container {id}"))?.stdout);
         let mut bytes = vec![0; most];
@@ -228,7 +235,7 @@ impl Pod {
     }
 }
 
-/// What the real agent does from its start to its first answer, beside what this one does, too.
+/// Costs the real agent's computing between exec and its first answer.
 pub fn start_up() {
     work::spend(work::START_UP);
 }

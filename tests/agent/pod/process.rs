@@ -1,7 +1,9 @@
-//! A container's processes, as the real agent starts them: `init pod CHANGE BUNDLE CGROUPS`. The first makes the PID namespace, forks the second and
-//! ends; the second waits until it is in its cgroup, makes its root, runs the hooks, changes to the root and waits at `exec.fifo`.
+//! A container's processes, as the real agent starts them: `init pod CHANGE BUNDLE CGROUPS`. The
+//! first makes the PID namespace, forks the second and ends; the second waits until it is in its
+//! cgroup, makes its root, runs the hooks, changes to the root and waits at `exec.fifo`.
 //!
-//! Reports are lines of JSON on standard input, a socket. One line comes back: the process is in its cgroup.
+//! Reports are lines of JSON on standard input, a socket. One line comes back: the process is in
+//! its cgroup.
 
 use super::super::container_hooks;
 use super::super::container_root::{self, Change};
@@ -30,7 +32,7 @@ pub const PARKED: &str = "parked";
 #[derive(Debug, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Report {
-    /// Of the second process, as the agent sees it.
+    /// PID of the second process, as the agent sees it.
     Pid(i32),
     Hook(String),
     HookFailed(String),

@@ -1,15 +1,16 @@
-//! A pod as Kata's runtime makes it, asked of a kata-agent in a guest from the host: health check, sandbox, pause container, then the workload's
-//! containers, all at once.
+//! A pod as Kata's runtime makes it, asked of a kata-agent in a guest from the host: health check,
+//! sandbox, pause container, then the workload's containers, all at once.
 //!
-//! Times are the guest's CLOCK_BOOTTIME in ns. What a program in a container stamps is exact; what the host sees is converted by pings through the
-//! pause container, with the error that [`PodTimes::clock_error_ns`] gives.
+//! Times are the guest's CLOCK_BOOTTIME in ns. What a program in a container stamps is exact; what
+//! the host sees is converted by pings through the pause container, with the error that
+//! [`PodTimes::clock_error_ns`] gives.
 
 pub mod requests;
 mod ttrpc;
 
 use anyhow::{Context, Result, bail, ensure};
 use kata_gpu_tests::protobuf::{Message, bytes_of};
-use kata_gpu_tests::vm::harness::{Guest, TestContext};
+use kata_gpu_tests::vm::harness::{Booted, DEADLINE, Guest, TestContext};
 use requests::Container;
 use std::path::Path;
 use std::time::{Duration, Instant};
@@ -19,6 +20,9 @@ const AGENT: &str = "grpc.AgentService";
 /// The pod's name, and its pause container's.
 const SANDBOX: &str = "bench-sandbox";
 const PINGS: usize = 16;
+/// For the answer to a health check on one connection; the slowest host keeps the agent from
+/// answering for 4 s.
+const PATIENCE: Duration = Duration::from_secs(10);
 /// Bytes that a container's program writes at most.
 const OUTPUT: u64 = 4096;
 
@@ -29,7 +33,7 @@ pub enum Order {
     InTurn,
 }
 
-/// What a container's program wrote.
+/// Output of a container's program.
 #[derive(Clone, Debug, Default)]
 pub struct Output(String);
 
@@ -39,7 +43,7 @@ impl Output {
         self.0.lines().rev().find_map(|l| l.strip_prefix(key)?.strip_prefix('=')?.parse().ok())
     }
 
-    /// What could not be opened.
+    /// Nodes that could not be opened.
     fn failures(&self) -> Vec<&str> {
         self.0.lines().filter_map(|l| l.strip_prefix("failed=")).collect()
     }
@@ -76,7 +80,7 @@ pub struct PodTimes {
     pub clock_error_ns: u64,
 }
 
-/// Where the host's clock stands against the guest's.
+/// Offset between the host's clock and the guest's.
 struct Clock {
     at: Instant,
     boottime_ns: u64,
@@ -99,10 +103,13 @@ struct Made {
     output: Output,
 }
 
-/// Makes a pod. `uds` is the unix socket that stands for the guest's vsock. Returns when every container's program has everything open.
-pub fn run(uds: &Path, wanted: &[Container], order: Order, deadline: Duration) -> Result<PodTimes> {
-    let client = Client::connect(uds, deadline)?;
-    client.call("grpc.Health", "Check", Message::new(), deadline)?;
+/// Makes a pod, and returns when every container's program has everything open. The first attempt
+/// to connect is made when the console has `from`: the transport must be there, and the emulated
+/// one does not bear thousands of refused connections.
+pub fn run(booted: &Booted, from: &str, wanted: &[Container], order: Order) -> Result<PodTimes> {
+    let (uds, deadline) = (booted.vm.uds(), DEADLINE);
+    ensure!(booted.console.wait_text(deadline, from), "no {from:?} on the console");
+    let client = first_answer(uds, deadline)?;
     let answer = Instant::now();
     let call = |method: &str, message: Message| -> Result<Span> {
         let begin = Instant::now();
@@ -146,6 +153,20 @@ pub fn run(uds: &Path, wanted: &[Container], order: Order, deadline: Duration) -
     })
 }
 
+/// A connection over which a health check was answered. A connection that was made while the
+/// guest's transport came up may stay silent: after [`PATIENCE`] another one is tried.
+fn first_answer(uds: &Path, deadline: Duration) -> Result<Client> {
+    let end = Instant::now() + deadline;
+    loop {
+        let client = Client::connect(uds, end.saturating_duration_since(Instant::now()))?;
+        match client.call("grpc.Health", "Check", Message::new(), PATIENCE) {
+            Ok(_) => return Ok(client),
+            Err(error) if Instant::now() >= end => return Err(error),
+            Err(error) => eprintln!("bench: {error:#}: once more"),
+        }
+    }
+}
+
 fn at_once(wanted: &[Container], make: impl Fn(&Container) -> Result<Made> + Sync) -> Vec<Result<Made>> {
     let make = &make;
     std::thread::scope(|scope| {
@@ -154,8 +175,8 @@ fn at_once(wanted: &[Container], make: impl Fn(&Container) -> Result<Made> + Syn
     })
 }
 
-/// A guest's files for containers of these names, and for the pause container: a root each, with the application; and the driver's user space, without
-/// which the incumbent's order has no spec.
+/// A guest's files for containers of these names, and for the pause container: a root each, with
+/// the application; and the driver's user space, without which the incumbent's order has no spec.
 pub fn with_roots(mut guest: Guest, context: &TestContext, names: &[&str]) -> Result<Guest> {
     let path = context.target.join("containers/application");
     let application = std::fs::read(&path).with_context(|| format!("read {} (tests/containers/build makes it)", path.display()))?;
@@ -171,7 +192,8 @@ pub fn file() -> Result<Option<Vec<u8>>> {
     Ok(Some(std::fs::read(&path).with_context(|| format!("KATA_AGENT: read {}", Path::new(&path).display()))?))
 }
 
-/// Reads what a container writes until it has a stamp of this name, or has failed to open something.
+/// Reads what a container writes until it has a stamp of this name, or has failed to open
+/// something.
 fn read_until(client: &Client, id: &str, mut output: Output, key: &str, deadline: Duration) -> Result<Output> {
     while output.stamp(key).is_none() && (key == "now" || output.failures().is_empty()) {
         let answer = client.call(AGENT, "ReadStdout", requests::read_stdout(id, OUTPUT), deadline)?;
@@ -200,7 +222,7 @@ fn clock(client: &Client, deadline: Duration) -> Result<Clock> {
     best.context("no ping")
 }
 
-/// What the real agent says of its version.
+/// Version that the real agent prints.
 pub fn version() -> Result<String> {
     let path = std::env::var_os("KATA_AGENT").context("KATA_AGENT is not set")?;
     let output = std::process::Command::new(&path).arg("--version").output().context("KATA_AGENT: execute it")?;

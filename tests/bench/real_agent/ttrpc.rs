@@ -31,7 +31,8 @@ struct Shared {
 }
 
 impl Client {
-    /// Connects as soon as somebody listens in the guest. `uds` is the unix socket that stands for the guest's vsock.
+    /// Connects as soon as somebody listens in the guest. `uds` is the unix socket that stands for
+    /// the guest's vsock.
     pub fn connect(uds: &Path, deadline: Duration) -> Result<Self> {
         let end = Instant::now() + deadline;
         let stream = loop {

@@ -171,6 +171,12 @@ impl Guest {
         self
     }
 
+    /// With the controllers of version 1, as Kata's configurations without GPUs have them.
+    pub fn cgroup_v1(mut self) -> Self {
+        self.append.iter_mut().for_each(|words| *words = words.replace(" cgroup_no_v1=all", ""));
+        self
+    }
+
     /// Replaces the test agent. The guest's other test programs stay.
     pub fn agent(self, program: &[u8]) -> Self {
         self.file("usr/bin/kata-agent", program)
