@@ -221,7 +221,50 @@ fn hardware_imports(all: &[Source]) -> Vec<String> {
     found
 }
 
+/// Words that name nothing in src/boot: they need a glossary.
+const VAGUE: &[&str] = &["beside", "busy", "batch", "lateness", "adopt", "user_space", "agent_looks"];
+/// Names that still have one. To be renamed, then removed here.
+const STILL_VAGUE: &[&str] =
+    &["BesideLoad", "beside", "probe_beside_load", "sleeps_beside_lane", "busy", "lane_is_busy", "load_busy_since", "batch"];
+
+/// Names with vague words in src/boot, but for the events' own, which are constants.
+fn vague(all: &[Source], known: &[&str]) -> BTreeSet<String> {
+    let mut found = BTreeSet::new();
+    for source in all.iter().filter(|s| s.file.starts_with("src/boot/")) {
+        let names = source.tokens.iter().filter_map(|token| match &token.kind {
+            Kind::Word(word) => Some(word.as_str()),
+            _ => None,
+        });
+        for name in names.chain(source.module.iter().map(String::as_str)) {
+            // BesideLoad is beside_load.
+            let mut parts = String::from("_");
+            for c in name.chars() {
+                parts.extend(c.is_ascii_uppercase().then_some('_'));
+                parts.push(c.to_ascii_lowercase());
+            }
+            parts.push('_');
+            let constant = name.chars().all(|c| !c.is_ascii_lowercase());
+            if !constant && !known.contains(&name) && VAGUE.iter().any(|word| parts.contains(&format!("_{word}_"))) {
+                found.insert(format!("{}: {name}", source.file));
+            }
+        }
+    }
+    found
+}
+
 const NONE: &[&str] = &[];
+
+#[test]
+fn names_in_boot_say_what_a_thing_is() {
+    assert_eq!(vague(source(), STILL_VAGUE), BTreeSet::new());
+    let files = [
+        ("src/boot/gpus/user_space.rs", "use crate::x::CDI_BESIDE; // busy"),
+        ("src/boot/gpus/lane.rs", "enum Probe { BesideLoad } fn lane_is_busy(batch: u8, besides: u8) {}"),
+        ("src/host/mod.rs", "fn adopt() {}"),
+    ];
+    let found = ["lane.rs: BesideLoad", "lane.rs: lane_is_busy", "user_space.rs: user_space"].map(|f| format!("src/boot/gpus/{f}"));
+    assert_eq!(vague(&made_up(&files), &["batch"]), BTreeSet::from(found));
+}
 
 #[test]
 fn imports_in_boot_go_from_processes_to_gpus_to_wire_and_never_back() {
