@@ -150,6 +150,10 @@ const VOLATILE: &[&str] = &[
     "error_ns",
     "hz",
     "offset_ns",
+    "late",
+    "moved",
+    "stay",
+    "held_by",
 ];
 
 /// The stream in a form that is the same for every boot: times and volatile values masked, span ids by name, what runs at once in order of GPU.
