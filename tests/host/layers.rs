@@ -223,10 +223,6 @@ fn hardware_imports(all: &[Source]) -> Vec<String> {
 
 /// Words that name nothing in src/boot: they need a glossary.
 const VAGUE: &[&str] = &["beside", "busy", "batch", "lateness", "adopt", "user_space", "agent_looks"];
-/// Names that still have one. To be renamed, then removed here.
-const STILL_VAGUE: &[&str] =
-    &["BesideLoad", "beside", "probe_beside_load", "sleeps_beside_lane", "busy", "lane_is_busy", "load_busy_since", "batch"];
-
 /// Names with vague words in src/boot, but for the events' own, which are constants.
 fn vague(all: &[Source], known: &[&str]) -> BTreeSet<String> {
     let mut found = BTreeSet::new();
@@ -256,7 +252,7 @@ const NONE: &[&str] = &[];
 
 #[test]
 fn names_in_boot_say_what_a_thing_is() {
-    assert_eq!(vague(source(), STILL_VAGUE), BTreeSet::new());
+    assert_eq!(vague(source(), &[]), BTreeSet::new());
     let files = [
         ("src/boot/gpus/user_space.rs", "use crate::x::CDI_BESIDE; // busy"),
         ("src/boot/gpus/lane.rs", "enum Probe { BesideLoad } fn lane_is_busy(batch: u8, besides: u8) {}"),

@@ -513,11 +513,11 @@ impl<'h> Guest<'h> {
     fn begin_probe(&mut self, k: usize, how: Probe) {
         match how {
             Probe::Load => {}
-            Probe::Bind | Probe::BesideLoad | Probe::BeforeEnable if self.load_failed => {
+            Probe::Bind | Probe::DuringLoad | Probe::BeforeEnable if self.load_failed => {
                 let gpu = self.gpus[k].id;
                 self.soon(Action::Report(schedule::Fact::Failed(gpu)));
             }
-            Probe::Bind | Probe::BesideLoad | Probe::BeforeEnable => self.begin(Order::Probe(k)),
+            Probe::Bind | Probe::DuringLoad | Probe::BeforeEnable => self.begin(Order::Probe(k)),
         }
     }
 

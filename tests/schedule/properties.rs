@@ -142,7 +142,7 @@ impl Case {
     fn hangs_cost_what_the_table_says(&self, run: &Run) -> Result<(), String> {
         // A load waits for whoever is being probed meanwhile, the driver core for the device's
         // lock.
-        let beside_load = run.orders.iter().any(|(_, order)| matches!(order, Order::Probe(_, Probe::BesideLoad)));
+        let beside_load = run.orders.iter().any(|(_, order)| matches!(order, Order::Probe(_, Probe::DuringLoad)));
         if self.trouble != Trouble::Hang || !self.is_probed_one_by_one(run) || beside_load {
             return Ok(());
         }

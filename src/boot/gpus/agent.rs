@@ -20,6 +20,7 @@ const MOST_IN_VAIN: u32 = 3;
 pub struct Agent {
     /// Looks within the last period: one for each container that waits.
     looks: Vec<Time>,
+    any_published: bool,
     /// Containers in the making, and since when the first of them.
     making: u32,
     since: Time,
@@ -60,10 +61,11 @@ impl Agent {
         }
     }
 
-    /// A look that has brought no container in its time was in vain.
+    /// A look that has brought no container in its time was in vain: not one before the first
+    /// publication, when there was nothing to be found.
     fn close_look(&mut self, now: Time) {
         let over = self.decides.take().is_some_and(|looked| now >= looked + Limit::LookDecides.after());
-        self.in_vain += u32::from(over);
+        self.in_vain += u32::from(over && self.any_published);
     }
 
     /// A container is being made.
@@ -85,6 +87,7 @@ impl Agent {
     pub fn published(&mut self, now: Time) {
         self.looks.retain(|at| now < *at + LOOK_PERIOD.1);
         self.close_look(now);
+        self.any_published = true;
         self.in_vain += u32::from(self.published.take().is_some());
         if self.in_vain == 0 && !self.looks.is_empty() {
             self.published = Some((now, self.looks.len()));

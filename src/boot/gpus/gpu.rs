@@ -136,7 +136,7 @@ async fn probe(shared: &Arc<Shared>, gpu: GpuId, how: Probe, enabled: Option<Ste
                 Err(failed(Step::Probe)(&"the driver's probe failed when the module was loaded"))
             }
         }
-        Probe::BesideLoad => match probe_beside_load(shared, gpu, enabled).await {
+        Probe::DuringLoad => match probe_during_load(shared, gpu, enabled).await {
             Some(step) => Ok(step),
             None => {
                 let loaded = loaded(shared).await?;
@@ -152,7 +152,7 @@ async fn probe(shared: &Arc<Shared>, gpu: GpuId, how: Probe, enabled: Option<Ste
 
 /// Probes this GPU while the module load is still probing another one, whose probe sleeps; returns the step if that bound it. Whatever comes of it,
 /// a GPU that is not bound by the load's end gets its regular bind.
-async fn probe_beside_load(shared: &Arc<Shared>, gpu: GpuId, enabled: Option<StepId>) -> Option<StepId> {
+async fn probe_during_load(shared: &Arc<Shared>, gpu: GpuId, enabled: Option<StepId>) -> Option<StepId> {
     let step = step!(names::GPU_BIND, gpu = %gpu.address, after = ?After::from(&[enabled][..]));
     let (id, sysfs, progress, gpu) = (step.id(), shared.sysfs.clone(), shared.seen.progress(gpu.address), gpu.address);
     let probing = tokio::task::spawn_blocking(move || {
@@ -207,7 +207,7 @@ async fn try_bind(shared: &Arc<Shared>, gpu: PciAddress, how: Probe) -> Result<(
         sysfs.release(gpu)?;
         let bound = match how {
             Probe::BeforeEnable => bind_in_lane(&shared, gpu, &progress),
-            Probe::Load | Probe::BesideLoad | Probe::Bind => sysfs.bind(gpu),
+            Probe::Load | Probe::DuringLoad | Probe::Bind => sysfs.bind(gpu),
         };
         match bound {
             // Somebody else was faster.

@@ -41,7 +41,7 @@ pub enum Probe {
     /// By the load of the driver.
     Load,
     /// Beside a load that is still probing another GPU.
-    BesideLoad,
+    DuringLoad,
     /// By a write to the driver's `bind`.
     Bind,
     /// The same on the lane's vCPU, before it is enabled: the driver enables it when its firewall is down.

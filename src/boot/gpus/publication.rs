@@ -68,9 +68,9 @@ pub fn start(
         Publication { roster, entries: published.entries, common: published.common, others: Vec::new(), options, withheld };
     publication.publish(&[], &After::default());
     tokio::spawn(async move {
-        let mut batch = Vec::new();
-        while updates.recv_many(&mut batch, 64).await > 0 {
-            publication.apply(std::mem::take(&mut batch)).into_iter().for_each(&resolvable);
+        let mut updates_now = Vec::new();
+        while updates.recv_many(&mut updates_now, 64).await > 0 {
+            publication.apply(std::mem::take(&mut updates_now)).into_iter().for_each(&resolvable);
         }
     });
     sender

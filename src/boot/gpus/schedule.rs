@@ -110,8 +110,6 @@ struct Lane {
     over: bool,
 }
 
-/// GPUs behind firewalls that are probed before they are enabled: the last ones.
-const BEFORE_ENABLING: usize = 2;
 /// A probe that wakes within this time is waited for.
 const DUE: Duration = Duration::from_millis(200);
 /// How long after its registration a load's own probe sleeps on while others are enabled one after another on a fast host.
@@ -269,7 +267,7 @@ impl Schedule {
             Fact::Loaded(true) => {
                 // From where it was no longer asleep in a probe.
                 let since = match self.load {
-                    Load::Runs { since, registered } => self.load_busy_since(since, registered).min(now),
+                    Load::Runs { since, registered } => self.load_needs_cpus_since(since, registered).min(now),
                     Load::No | Load::Loaded { .. } | Load::Failed => now,
                 };
                 self.load = Load::Loaded { at: now, since, uvm: false, over: false };
@@ -411,7 +409,7 @@ impl Schedule {
     }
 
     /// Whether the lane is enabling a GPU, or is about to within `soon`.
-    fn lane_is_busy(&self, soon: Duration, now: Time) -> bool {
+    fn lane_enables(&self, soon: Duration, now: Time) -> bool {
         self.any(|gpu| match gpu.stage {
             Stage::Enabling => gpu.within(Limit::LaneFirst, now),
             Stage::Probing(Probe::BeforeEnable) => !self.sleeps(gpu, soon, now) && gpu.within(Limit::LaneFirst, now),
@@ -461,7 +459,7 @@ impl Schedule {
         let (parallel, runs) = (self.is_parallel(), self.wave_runs(now));
         self.measure(now, runs);
         let joins = parallel && now < self.lane.attached;
-        if runs && !joins || self.lane_is_busy(self.attach(), now) || self.others_come_first(now) {
+        if runs && !joins || self.lane_enables(self.attach(), now) || self.others_come_first(now) {
             return;
         }
         let (waiting, rest) = self.ready_and_rest();
@@ -517,9 +515,9 @@ impl Schedule {
     /// Lets GPUs be probed, in PCI order.
     fn probe(&mut self, now: Time, orders: &mut Vec<Order>) {
         let Some(bind) = self.strategy.as_ref().map(|s| s.bind) else { return };
-        let beside = bind == Bind::Concurrent && self.load_waits_for_probe(now);
-        let how = if beside { Probe::BesideLoad } else { Probe::Bind };
-        if !beside && !self.is_loaded() {
+        let during = bind == Bind::Concurrent && self.load_waits_for_probe(now);
+        let how = if during { Probe::DuringLoad } else { Probe::Bind };
+        if !during && !self.is_loaded() {
             return;
         }
         let waiting: Vec<GpuId> = self.gpus.iter().filter(|(_, gpu)| gpu.stage == Stage::Enabled).map(|(id, _)| *id).collect();
@@ -538,7 +536,7 @@ impl Schedule {
     }
 
     /// Whether probes sleep beside a lane that is slow.
-    fn sleeps_beside_lane(&self) -> bool {
+    fn sleeps_while_enabling(&self) -> bool {
         let concurrent = self.strategy.as_ref().is_some_and(|strategy| strategy.bind == Bind::Concurrent);
         concurrent && self.has_firewall() && self.is_slow() && self.is_loaded()
     }
@@ -557,7 +555,7 @@ impl Schedule {
     /// When the next GPU may be probed. A probe that wakes beside an enabling spins until that is over, with the driver's global lock held: so where the
     /// lane is slow, it begins when it will wake at the end of one.
     fn probe_at(&self, now: Time) -> Time {
-        if !self.sleeps_beside_lane() {
+        if !self.sleeps_while_enabling() {
             return now;
         }
         let (ends, step) = (self.lane_ends(now), self.attach() + self.lane.took.unwrap_or_default());
@@ -567,21 +565,22 @@ impl Schedule {
         wakes.map_or(now, |wakes| wakes.saturating_sub(BAR_FIREWALL_WAIT))
     }
 
-    /// The last GPUs behind firewalls sleep while those before them are enabled, and the driver enables them when they wake. Not more of them: what
-    /// sleeps cannot be kept from being enabled.
+    /// The last GPU behind a firewall sleeps while the one before it is enabled, and the driver
+    /// enables it when it wakes. Only the last one: what sleeps cannot be kept from being enabled.
     fn probe_before_enabling(&mut self, now: Time, orders: &mut Vec<Order>) {
-        if let Some((next, _)) = self.sleeps_at(now).filter(|(_, at)| *at <= now) {
-            self.begin(next, Stage::Probing(Probe::BeforeEnable), now);
-            orders.push(Order::Probe(next, Probe::BeforeEnable));
+        if let Some((last, _)) = self.sleeps_at(now).filter(|(_, at)| *at <= now) {
+            self.begin(last, Stage::Probing(Probe::BeforeEnable), now);
+            orders.push(Order::Probe(last, Probe::BeforeEnable));
         }
     }
 
-    /// The next one of these, and when its sleep has to begin so that it wakes when the lane is free.
+    /// That GPU, and when its sleep has to begin so that it wakes when the lane is free.
     fn sleeps_at(&self, now: Time) -> Option<(GpuId, Time)> {
-        let next = self.waiting().next().filter(|_| self.sleeps_beside_lane())?;
-        let asleep = self.gpus.values().filter(|gpu| gpu.stage == Stage::Probing(Probe::BeforeEnable)).count();
-        let last = self.waiting().count() + asleep <= BEFORE_ENABLING && self.gpus.len() > BEFORE_ENABLING;
-        last.then(|| (next, (self.lane_ends(now) + self.attach()).saturating_sub(BAR_FIREWALL_WAIT)))
+        let mut waiting = self.waiting();
+        let (Some(last), None) = (waiting.next(), waiting.next()) else { return None };
+        let asleep = self.any(|gpu| gpu.stage == Stage::Probing(Probe::BeforeEnable));
+        let wakes = self.lane_ends(now) + self.attach();
+        (self.sleeps_while_enabling() && !asleep && self.gpus.len() > 1).then(|| (last, wakes.saturating_sub(BAR_FIREWALL_WAIT)))
     }
 
     /// Whether a probe that begins now is over when the load's own probe is: the load does not end before those beside it do. One that hangs there
@@ -607,9 +606,9 @@ impl Schedule {
             Stage::Probing(Probe::BeforeEnable) => gpu.within(Limit::LaneHold, now),
             _ => false,
         };
-        let busy = self.any(enables);
-        let Some(next) = self.waiting().next().filter(|_| !busy) else {
-            if !busy && !self.lane.over && self.waiting().next().is_none() && self.strategy.is_some() {
+        let enabling = self.any(enables);
+        let Some(next) = self.waiting().next().filter(|_| !enabling) else {
+            if !enabling && !self.lane.over && self.waiting().next().is_none() && self.strategy.is_some() {
                 self.lane.over = true;
                 orders.push(Order::LaneOver);
             }
@@ -661,7 +660,7 @@ impl Schedule {
         let load = match self.load {
             // An enabling that is not over when a sleeping load wakes would hold up its end, and with it the first publication.
             Load::Runs { since, registered } => {
-                let since = self.load_busy_since(since, registered);
+                let since = self.load_needs_cpus_since(since, registered);
                 now + self.lane.took.unwrap_or_default() >= since && held(since)
             }
             Load::Loaded { since, over, .. } => !over && held(since),
@@ -693,7 +692,7 @@ impl Schedule {
         let patient =
             |gpu: &Gpu| matches!(gpu.stage, Stage::Enabled | Stage::Bound | Stage::Initialising) && gpu.within(Limit::LaneHold, now);
         let choice = match self.wave.filter(|_| self.wave_runs(now)) {
-            Some(wave) => self.costs().beside((wave.began + self.costs().wave(wave.count)).saturating_sub(now), ready, rest),
+            Some(wave) => self.costs().during_wave((wave.began + self.costs().wave(wave.count)).saturating_sub(now), ready, rest),
             None => Choice::Enable,
         };
         (choice == Choice::Hold && !self.has_firewall() && self.any(patient)).then_some(Hold::Wave)
@@ -709,7 +708,7 @@ impl Schedule {
     }
 
     /// Since when a load needs all CPUs: from its begin on, but not while its first probe sleeps.
-    fn load_busy_since(&self, since: Time, registered: Option<Time>) -> Time {
+    fn load_needs_cpus_since(&self, since: Time, registered: Option<Time>) -> Time {
         registered.filter(|_| self.has_firewall()).map_or(since, |registered| registered + BAR_FIREWALL_WAIT)
     }
 

@@ -82,8 +82,8 @@ impl Costs {
     }
 
     /// What to do beside a wave that goes on for `over`.
-    pub fn beside(&self, over: Duration, ready: usize, rest: usize) -> Choice {
-        match Ways::new(self).beside(us(over), ready, rest) {
+    pub fn during_wave(&self, over: Duration, ready: usize, rest: usize) -> Choice {
+        match Ways::new(self).during_wave(us(over), ready, rest) {
             (_, 0) => Choice::Hold,
             _ => Choice::Enable,
         }
@@ -121,7 +121,7 @@ impl Ways {
     fn begin(&mut self, ready: usize, rest: usize) -> Option<u64> {
         let wave = if self.parallel { ready } else { ready.min(1) };
         let ([s1, s2, s3], count) = (self.parts, wave as u64);
-        (ready > 0).then(|| count * s1 + self.beside(s2 + count * s3, ready - wave, rest).0)
+        (ready > 0).then(|| count * s1 + self.during_wave(s2 + count * s3, ready - wave, rest).0)
     }
 
     fn enable(&mut self, ready: usize, rest: usize) -> Option<u64> {
@@ -129,7 +129,7 @@ impl Ways {
     }
 
     /// The cost, and how many GPUs are enabled beside the wave for it.
-    fn beside(&mut self, over: u64, ready: usize, rest: usize) -> (u64, usize) {
+    fn during_wave(&mut self, over: u64, ready: usize, rest: usize) -> (u64, usize) {
         let fit = usize::try_from(over / self.enable).unwrap_or(usize::MAX).min(rest);
         let costs = [fit, (fit + 1).min(rest)].map(|m| (over.max(m as u64 * self.enable) + self.idle(ready + m, rest - m), m));
         costs.into_iter().min().unwrap_or((over, 0))
@@ -147,7 +147,7 @@ mod tests {
     #[test]
     fn one_goes_beside_each_enabling_that_takes_longer_and_all_together_behind_short_ones() {
         assert_eq!(costs(3300).idle(1, 7, false), Choice::Begin);
-        assert_eq!(costs(3300).beside(Duration::from_millis(1800), 0, 7), Choice::Enable);
+        assert_eq!(costs(3300).during_wave(Duration::from_millis(1800), 0, 7), Choice::Enable);
         assert_eq!(costs(3).idle(1, 7, true), Choice::Enable);
         assert_eq!(costs(3).idle(8, 0, false), Choice::Begin);
         assert_eq!(costs(1000).idle(1, 7, false), Choice::Enable, "two together cost less");
@@ -157,8 +157,8 @@ mod tests {
 
     #[test]
     fn a_wave_that_is_about_to_end_is_waited_for_where_its_successor_is_ready() {
-        assert_eq!(costs(3300).beside(Duration::from_millis(10), 3, 1), Choice::Hold);
-        assert_eq!(costs(3300).beside(Duration::from_millis(1800), 1, 0), Choice::Hold);
+        assert_eq!(costs(3300).during_wave(Duration::from_millis(10), 3, 1), Choice::Hold);
+        assert_eq!(costs(3300).during_wave(Duration::from_millis(1800), 1, 0), Choice::Hold);
     }
 
     #[test]
