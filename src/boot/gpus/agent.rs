@@ -13,7 +13,7 @@ const MOST_LOOKS: usize = 64;
 /// A container that waits looks once a second: between these times after its last look.
 const LOOK_PERIOD: (Duration, Duration) = (Duration::from_millis(900), Limit::AgentLook.after());
 /// Waits for looks in vain, one after another, after which nobody is waited for any more until a container is made.
-const MOST_IN_VAIN: u32 = 3;
+const MOST_IN_VAIN: u32 = 2;
 
 /// What is seen of the agent.
 #[derive(Clone, Debug, Default)]
@@ -29,7 +29,7 @@ pub struct Agent {
     /// The last publication for which the lane waits, and how many containers that waited then have not looked since.
     published: Option<(Time, usize)>,
     /// The last look that may bring a container.
-    decides: Option<Time>,
+    decides: Option<(Time, Limit)>,
     /// Waits for looks, one after another, that brought none: who waits, waits for more GPUs.
     in_vain: u32,
 }
@@ -57,14 +57,14 @@ impl Agent {
         // One that is not known yet may find all that it wants.
         if last || !known && self.in_vain < MOST_IN_VAIN {
             self.close_look(now);
-            self.decides = Some(now);
+            self.decides = Some((now, if known { Limit::LookAgain } else { Limit::LookFirst }));
         }
     }
 
     /// A look that has brought no container in its time was in vain: not one before the first
     /// publication, when there was nothing to be found.
     fn close_look(&mut self, now: Time) {
-        let over = self.decides.take().is_some_and(|looked| now >= looked + Limit::LookDecides.after());
+        let over = self.decides.take().is_some_and(|(looked, limit)| now >= looked + limit.after());
         self.in_vain += u32::from(over && self.any_published);
     }
 
@@ -98,7 +98,7 @@ impl Agent {
     pub fn deadlines(&self) -> [Option<Time>; 3] {
         let making = (self.making > 0).then(|| self.since + Limit::ContainerMade.after());
         let published = self.published.map(|(published, _)| published + Limit::AgentLook.after());
-        [making, published, self.decides.map(|looked| looked + Limit::LookDecides.after())]
+        [making, published, self.decides.map(|(looked, limit)| looked + limit.after())]
     }
 
     /// What of it keeps the lane waiting.
@@ -108,7 +108,7 @@ impl Agent {
             return Some(Hold::Container);
         }
         let look = self.published.is_some_and(|(published, _)| within(published, Limit::AgentLook));
-        let decides = self.decides.is_some_and(|looked| within(looked, Limit::LookDecides));
+        let decides = self.decides.is_some_and(|(looked, limit)| within(looked, limit));
         (look || decides).then_some(Hold::AgentLook)
     }
 }
