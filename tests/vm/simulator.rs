@@ -45,9 +45,10 @@ fn script(context: &TestContext, name: &str, words: &str, script: &str) -> Resul
     Ok(Ran { steps, console })
 }
 
-/// Within 10 % and 25 ms, which is what a tick and an emulated CPU cost.
+/// Never sooner than the locks allow. Later by what a tick, an emulated CPU and a busy machine cost: still
+/// far from another order of the same locks.
 fn near(what: &str, is: f64, should: f64) -> Result<()> {
-    ensure!((is - should).abs() <= should * 0.1 + 25.0, "{what}: {is:.0} ms, the locks say {should:.0} ms");
+    ensure!(is >= should * 0.98 - 5.0 && is <= should * 1.35 + 150.0, "{what}: {is:.0} ms, the locks say {should:.0} ms");
     Ok(())
 }
 

@@ -1,8 +1,9 @@
-//! What is seen of the agent, and when the enable lane waits for it: container creation needs grace periods of RCU, and none ends while a vCPU is
-//! gone for an enabling. Pure.
+//! What is seen of the agent, and when the enable lane waits for it: container creation needs grace
+//! periods of RCU, and none ends while a vCPU is gone for an enabling. Pure.
 //!
-//! The lane waits while a container is being made; after a publication, for the looks of the containers that wait; after the look of a container that
-//! was not known, because it may find all that it wants. It does not wait again for those who found nothing.
+//! The lane waits while a container is being made; after a publication, for the looks of the
+//! containers that wait; after the look of a container that was not known, because it may find all
+//! that it wants. It does not wait again for those who found nothing.
 
 use super::deadlines::Limit;
 use super::messages::{Hold, Time};
@@ -12,7 +13,8 @@ use std::time::Duration;
 const MOST_LOOKS: usize = 64;
 /// A container that waits looks once a second: between these times after its last look.
 const LOOK_PERIOD: (Duration, Duration) = (Duration::from_millis(900), Limit::AgentLook.after());
-/// Waits for looks in vain, one after another, after which nobody is waited for any more until a container is made.
+/// Waits for looks in vain, one after another, after which nobody is waited for any more until a
+/// container is made.
 const MOST_IN_VAIN: u32 = 2;
 
 /// What is seen of the agent.
@@ -26,7 +28,8 @@ pub struct Agent {
     since: Time,
     /// Whether any container was seen.
     pub any: bool,
-    /// The last publication for which the lane waits, and how many containers that waited then have not looked since.
+    /// The last publication for which the lane waits, and how many containers that waited then have
+    /// not looked since.
     published: Option<(Time, usize)>,
     /// The last look that may bring a container.
     decides: Option<(Time, Limit)>,
@@ -83,7 +86,8 @@ impl Agent {
         self.since = now;
     }
 
-    /// A wait for looks is worth its time where containers wait, and the last such waits were not in vain.
+    /// A wait for looks is worth its time where containers wait, and the last such waits were not
+    /// in vain.
     pub fn published(&mut self, now: Time) {
         self.looks.retain(|at| now < *at + LOOK_PERIOD.1);
         self.close_look(now);

@@ -1,5 +1,5 @@
-//! Every time limit of the bring-up, in one table, each with its reason. No limit ends anything: a GPU that is still
-//! initialising is reported and left alone, and others stop waiting for it.
+//! Every time limit of the bring-up, in one table, each with its reason. No limit ends anything: a
+//! GPU that is still initialising is reported and left alone, and others stop waiting for it.
 
 use std::time::Duration;
 

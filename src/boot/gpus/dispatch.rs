@@ -1,4 +1,5 @@
-//! Carries facts to the [`Schedule`] and its orders to those who wait for them: each GPU's task gets its own, the fleet the rest.
+//! Carries facts to the [`Schedule`] and its orders to those who wait for them: each GPU's task
+//! gets its own, the fleet the rest.
 
 use super::messages::{Fact, GpuId, Order, Time};
 use super::schedule::Schedule;
@@ -30,7 +31,8 @@ pub fn now() -> Time {
 }
 
 impl Dispatch {
-    /// Makes the dispatch and its timer; returns the fleet's orders as well. Must be called inside the runtime.
+    /// Makes the dispatch and its timer; returns the fleet's orders as well. Must be called inside
+    /// the runtime.
     pub fn start(schedule: Schedule) -> (Arc<Self>, Orders) {
         let (fleet, orders) = mpsc::unbounded_channel();
         let state = Mutex::new(State { schedule, gpus: HashMap::new(), fleet });

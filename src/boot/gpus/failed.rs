@@ -10,7 +10,8 @@ use std::fmt::Display;
 /// Why a GPU's task ended early: the step, and what was tried with which result.
 pub struct Failed {
     pub step: Step,
-    /// When that step began, where that was later than the GPU's own beginning: earlier lines of the driver are about something else.
+    /// When that step began, where that was later than the GPU's own beginning: earlier lines of
+    /// the driver are about something else.
     pub since_ns: Option<u64>,
     /// What is known without the driver's lines.
     pub reason: Option<Reason>,
@@ -31,7 +32,8 @@ pub fn failed_later(error: String, reason: Reason) -> Failed {
 }
 
 impl Shared {
-    /// Takes a GPU out of the spec for good and reports why, in the driver's words where it has some.
+    /// Takes a GPU out of the spec for good and reports why, in the driver's words where it has
+    /// some.
     pub async fn give_up(&self, gpu: GpuId, since_ns: u64, failure: Failed) {
         let _unused = self.spec.send(Update::Failed { gpu });
         let lines = match &self.words {

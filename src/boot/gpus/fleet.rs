@@ -1,5 +1,6 @@
-//! All GPUs: those of the boot scan, and those that come and go later. Carries out what the [`schedule`](super::schedule) orders for all of them, and
-//! reports to it what the kernel says. Waits for no GPU.
+//! All GPUs: those of the boot scan, and those that come and go later. Carries out what the
+//! [`schedule`](super::schedule) orders for all of them, and reports to it what the kernel says.
+//! Waits for no GPU.
 
 use super::dispatch::{self, Dispatch, Orders};
 use super::driver::{self, Image, Way};
@@ -55,7 +56,8 @@ pub struct Machine {
     pub gate: Gate,
 }
 
-/// Brings all GPUs up and follows what becomes of them, after the worker's start. Returns only when the kernel can no longer be heard.
+/// Brings all GPUs up and follows what becomes of them, after the worker's start. Returns only when
+/// the kernel can no longer be heard.
 pub async fn run(
     config: &Config,
     command_line: &[u8],
@@ -70,7 +72,8 @@ pub async fn run(
         let error = format!("subscribe to uevents: {error}: GPUs that come or go later will not be seen");
         tracing::warn!(name: names::UEVENT, error);
     });
-    // Uevents were subscribed to before this: a GPU that appears meanwhile is seen twice, not never.
+    // Uevents were subscribed to before this: a GPU that appears meanwhile is seen twice, not
+    // never.
     let (gpus, scanned) = scan(config, started);
     let mut fleet = Fleet::start(config, command_line, previous, (&gpus, scanned), words, descriptors, machine);
     fleet.follow(uevents.ok(), signals, agent).await;
@@ -213,7 +216,8 @@ impl Fleet {
                 },
                 Some(seen) = agent.recv() => self.see(&seen),
                 Some(signal) = listen(signals.as_mut()) => self.heed(signal).await,
-                // A task that was aborted is that of a GPU that is gone; one that panicked was reported as a bug by the runtime.
+                // A task that was aborted is that of a GPU that is gone; one that panicked was
+                // reported as a bug by the runtime.
                 Some(_ended) = self.tasks.join_next() => {}
             }
         }
@@ -256,7 +260,8 @@ impl Fleet {
         self.shared.dispatch.report(fact);
     }
 
-    /// Reports a GPU that takes long. On a thread of its own: the kernel shows stacks by files of other processes.
+    /// Reports a GPU that takes long. On a thread of its own: the kernel shows stacks by files of
+    /// other processes.
     fn report_late(&self, gpu: GpuId, step: &'static str, waited: Duration) {
         let progress = self.shared.seen.progress(gpu.address);
         tokio::task::spawn_blocking(move || {
@@ -315,7 +320,8 @@ impl Fleet {
             return;
         }
         let _unused = self.shared.spec.send(Update::Roster);
-        // No lane for those that come later: the kernel enables and probes them by itself, and the bind finds that done.
+        // No lane for those that come later: the kernel enables and probes them by itself, and the
+        // bind finds that done.
         self.bring_up(new.into_iter().map(|gpu| (gpu, Arrival::Enabled)).collect());
     }
 
@@ -395,7 +401,8 @@ fn report_strategy(strategy: &Strategy, facts: &Facts, first_enable: Option<Dura
 
 /// How the spec is to look.
 fn options(config: &Config) -> Options {
-    // This program, where the agent finds it: the worker is a fork of PID 1, which was started from there.
+    // This program, where the agent finds it: the worker is a fork of PID 1, which was started from
+    // there.
     let exe = std::fs::read_link("/proc/self/exe").map(|path| path.display().to_string());
     let hook_path = exe.unwrap_or_else(|_| Options::default().hook_path);
     Options { namings: config.cdi_names.clone(), hooks: config.cdi_hooks, hook_path }

@@ -5,8 +5,9 @@
 //!                                   +-> initialise -> usable
 //! ```
 //!
-//! The [`schedule`](super::schedule) orders when each step begins; this file carries the steps out and reports how they end. A GPU that hangs in a
-//! step stays as it is, for ever if need be, and stops nobody.
+//! The [`schedule`](super::schedule) orders when each step begins; this file carries the steps out
+//! and reports how they end. A GPU that hangs in a step stays as it is, for ever if need be, and
+//! stops nobody.
 
 use super::dispatch::Orders;
 use super::extras;
@@ -32,11 +33,13 @@ use std::sync::Arc;
 use std::time::Duration;
 
 const PROC: &str = "/proc";
-/// A GPU that is plugged in is announced before the kernel lets any driver have it; the moment after is announced by nothing but the bind itself. A
-/// bind that was too early waits for that event, at most for this time, and tries again, at most this often.
+/// A GPU that is plugged in is announced before the kernel lets any driver have it; the moment
+/// after is announced by nothing but the bind itself. A bind that was too early waits for that
+/// event, at most for this time, and tries again, at most this often.
 const TOO_EARLY: (Duration, u32) = (Duration::from_secs(1), 10);
 
-/// A probe behind a firewall sleeps after this time, and for 4 s: when it is moved to the lane's vCPU.
+/// A probe behind a firewall sleeps after this time, and for 4 s: when it is moved to the lane's
+/// vCPU.
 const ASLEEP: Duration = Duration::from_millis(500);
 
 /// Brings one GPU up; ends when it is usable, has failed or is gone.
@@ -47,7 +50,8 @@ pub async fn bring_up(shared: Arc<Shared>, gpu: GpuId, arrival: Arrival, orders:
         Ok(()) => {
             let uuid = uuid(&shared, gpu).await;
             tracing::info!(name: names::GPU_USABLE, gpu = %gpu.address, index = shared.roster.index(gpu.address) as u64, uuid);
-            // A panic there is reported as a bug by the runtime; the GPU is usable without its extras.
+            // A panic there is reported as a bug by the runtime; the GPU is usable without its
+            // extras.
             let _unused = extras::start(&shared, gpu).await;
             shared.dispatch.report(Fact::Usable(gpu));
         }
@@ -104,7 +108,8 @@ async fn enable(shared: &Arc<Shared>, gpu: GpuId, holds: &[Held]) -> Result<Step
             Ok(step)
         }
         Err(error) => {
-            // The load was kept from this GPU; whoever tries by hand is not. On a thread: the device is locked while another one probes it.
+            // The load was kept from this GPU; whoever tries by hand is not. On a thread: the
+            // device is locked while another one probes it.
             let (sysfs, address) = (shared.sysfs.clone(), gpu.address);
             let _unused = tokio::task::spawn_blocking(move || sysfs.release(address)).await;
             Err(failed(Step::Enable)(&error))
@@ -150,15 +155,17 @@ async fn probe(shared: &Arc<Shared>, gpu: GpuId, how: Probe, enabled: Option<Ste
     }
 }
 
-/// Probes this GPU while the module load is still probing another one, whose probe sleeps; returns the step if that bound it. Whatever comes of it,
-/// a GPU that is not bound by the load's end gets its regular bind.
+/// Probes this GPU while the module load is still probing another one, whose probe sleeps; returns
+/// the step if that bound it. Whatever comes of it, a GPU that is not bound by the load's end gets
+/// its regular bind.
 async fn probe_during_load(shared: &Arc<Shared>, gpu: GpuId, enabled: Option<StepId>) -> Option<StepId> {
     let step = step!(names::GPU_BIND, gpu = %gpu.address, after = ?After::from(&[enabled][..]));
     let (id, sysfs, progress, gpu) = (step.id(), shared.sysfs.clone(), shared.seen.progress(gpu.address), gpu.address);
     let probing = tokio::task::spawn_blocking(move || {
         progress.on_this_thread();
         step.run(|| {
-            // One that could not be held back is the load's, and this would wait for its probe; so not on the runtime's thread.
+            // One that could not be held back is the load's, and this would wait for its probe; so
+            // not on the runtime's thread.
             if !sysfs.is_held_back(gpu) {
                 return Ok(false);
             }
@@ -215,11 +222,13 @@ async fn try_bind(shared: &Arc<Shared>, gpu: PciAddress, how: Probe) -> Result<(
             result => result,
         }
     });
-    // A panic of the thread is reported as a bug by the runtime; the GPU is then as unbound as after a refusal.
+    // A panic of the thread is reported as a bug by the runtime; the GPU is then as unbound as
+    // after a refusal.
     trying.await.unwrap_or_else(|panicked| Err(SysfsError::other(&panicked)))
 }
 
-/// Binds a GPU that the driver enables when its firewall is down: in a process that is on the lane's vCPU by then. On a thread of its own.
+/// Binds a GPU that the driver enables when its firewall is down: in a process that is on the
+/// lane's vCPU by then. On a thread of its own.
 fn bind_in_lane(shared: &Arc<Shared>, gpu: PciAddress, progress: &Progress) -> Result<(), SysfsError> {
     let binding = |process| {
         progress.on_thread(process);
@@ -236,9 +245,11 @@ fn bind_in_lane(shared: &Arc<Shared>, gpu: PciAddress, progress: &Progress) -> R
     }
 }
 
-/// Reads the minor that the driver gave the GPU, and reports the bind with the time at which the kernel reported it. The one place that reads the
-/// information file before the GPU is usable: each look at it makes the driver read config space (nine times, 550.163.01), waits for the driver's
-/// global lock (before 590.44.01), and never returns for some GPUs that are lost. So on a thread of its own.
+/// Reads the minor that the driver gave the GPU, and reports the bind with the time at which the
+/// kernel reported it. The one place that reads the information file before the GPU is usable: each
+/// look at it makes the driver read config space (nine times, 550.163.01), waits for the driver's
+/// global lock (before 590.44.01), and never returns for some GPUs that are lost. So on a thread of
+/// its own.
 async fn read_minor(shared: &Shared, gpu: GpuId, bound: StepId, by_load: bool) -> Result<(u32, StepId), Failed> {
     let bound_at = shared.seen.bound_at(gpu.address).filter(|_| by_load);
     let at_ns = bound_at.unwrap_or_else(boottime_ns);
@@ -286,7 +297,8 @@ async fn initialise(shared: &Arc<Shared>, gpu: GpuId, node: &Node, after: StepId
             Some(descriptor) => Ok(descriptor),
             None => {
                 shared.lane.keep_driver_off();
-                // From here, not from when it returns: with drivers before 550.40.07 the open is the whole initialisation.
+                // From here, not from when it returns: with drivers before 550.40.07 the open is
+                // the whole initialisation.
                 let opening = |thread| {
                     progress.on_thread(thread);
                     shared.dispatch.report(Fact::Opening(gpu));
@@ -294,7 +306,8 @@ async fn initialise(shared: &Arc<Shared>, gpu: GpuId, node: &Node, after: StepId
                 let opened = shared.descriptors.open(gpu.address, &node, opening);
                 progress.on_this_thread();
                 if !shared.roster.contains(gpu) {
-                    // Removed meanwhile: the driver waits for everybody to close it, and has said so already.
+                    // Removed meanwhile: the driver waits for everybody to close it, and has said
+                    // so already.
                     shared.descriptors.release(gpu.address);
                 }
                 opened
@@ -318,7 +331,8 @@ async fn initialise(shared: &Arc<Shared>, gpu: GpuId, node: &Node, after: StepId
     }
 }
 
-/// Gives a usable GPU its other name, where that is wanted: the driver knows it from the first initialisation on.
+/// Gives a usable GPU its other name, where that is wanted: the driver knows it from the first
+/// initialisation on.
 async fn uuid(shared: &Shared, gpu: GpuId) -> Option<String> {
     if !shared.config.cdi_names.contains(&Naming::Uuid) {
         return None;

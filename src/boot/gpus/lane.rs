@@ -1,4 +1,5 @@
-//! The enable lane: turns on one GPU's memory decoding at a time, which is when the host maps its BARs. Who is next is the schedule's.
+//! The enable lane: turns on one GPU's memory decoding at a time, which is when the host maps its
+//! BARs. Who is next is the schedule's.
 
 use super::deadlines::Limit;
 use super::lane_cpu::{LaneCpu, Spare};
@@ -52,7 +53,8 @@ impl Lane {
             lane.lock().after = After(vec![step.id()]);
             (step.id(), step.run(|| enable(&lane.sysfs, gpu, cpu.as_deref(), &progress)).map_err(|e| e.to_string()))
         });
-        // A line on the console would spin another vCPU until the host is free again. Bounded: an enabling may hang.
+        // A line on the console would spin another vCPU until the host is free again. Bounded: an
+        // enabling may hang.
         let quiet = ConsoleQuiet::new(&self.gate);
         let over = tokio::time::timeout(Limit::ConsoleQuiet.after(), &mut enabling).await;
         drop(quiet);
@@ -73,7 +75,8 @@ impl Lane {
         state.wait = Some(wait);
     }
 
-    /// Moves a process that will enable a GPU to the lane's vCPU: two vCPUs that want the host at once would both be gone.
+    /// Moves a process that will enable a GPU to the lane's vCPU: two vCPUs that want the host at
+    /// once would both be gone.
     pub fn move_here(&self, process: Pid) {
         if let Some(cpu) = &self.lock().cpu {
             cpu.move_here(process);
@@ -106,7 +109,8 @@ impl Lane {
         }
     }
 
-    /// Ends the wait for this GPU's turn, and reports what held the lane for as long as anything may.
+    /// Ends the wait for this GPU's turn, and reports what held the lane for as long as anything
+    /// may.
     fn end_wait(&self, gpu: PciAddress, holds: &[Held]) {
         let (wait, last) = {
             let mut state = self.lock();
@@ -149,7 +153,8 @@ impl Lane {
     }
 }
 
-/// The console writes nothing while this is there: the kernel's lines stay in its log, the init's come afterwards.
+/// The console writes nothing while this is there: the kernel's lines stay in its log, the init's
+/// come afterwards.
 struct ConsoleQuiet<'a>(&'a Gate, Option<Quiet>);
 
 impl<'a> ConsoleQuiet<'a> {

@@ -8,7 +8,8 @@ use std::time::Duration;
 /// Time since the guest's boot.
 pub type Time = Duration;
 
-/// One arrival of a GPU: its address, and how many arrivals there were before it. Orders by address.
+/// One arrival of a GPU: its address, and how many arrivals there were before it. Orders by
+/// address.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct GpuId {
     pub address: PciAddress,
@@ -28,7 +29,8 @@ pub enum Arrival {
     Boot,
     /// The same, but an earlier worker has died over it: no load counts as a try.
     Again,
-    /// Bound by an earlier worker, or plugged in later, when the kernel enables and probes it by itself.
+    /// Bound by an earlier worker, or plugged in later, when the kernel enables and probes it by
+    /// itself.
     Enabled,
     /// Settled by an earlier worker.
     Usable,
@@ -44,7 +46,8 @@ pub enum Probe {
     DuringLoad,
     /// By a write to the driver's `bind`.
     Bind,
-    /// The same on the lane's vCPU, before it is enabled: the driver enables it when its firewall is down.
+    /// The same on the lane's vCPU, before it is enabled: the driver enables it when its firewall
+    /// is down.
     BeforeEnable,
 }
 
@@ -123,7 +126,8 @@ pub type Held = (Hold, Duration);
 pub enum Order {
     /// The strategy is chosen.
     Chosen(Strategy, Option<Duration>),
-    /// Load the driver; it may probe these GPUs: all of them, or one by one until one probe succeeds. `enables`: its probes enable them as well.
+    /// Load the driver; it may probe these GPUs: all of them, or one by one until one probe
+    /// succeeds. `enables`: its probes enable them as well.
     Load {
         gpus: Vec<GpuId>,
         one_by_one: bool,

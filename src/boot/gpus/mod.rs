@@ -6,7 +6,8 @@
 //!                        orders -> enable (lane) -> load, probe -> publish -> initialise
 //! ```
 //!
-//! [`schedule`] alone knows the order, [`strategy`] and [`waves`] what it depends on, [`deadlines`] every time limit. All of these are pure.
+//! [`schedule`] alone knows the order, [`strategy`] and [`waves`] what it depends on, [`deadlines`]
+//! every time limit. All of these are pure.
 
 pub mod deadlines; // every time limit, with its reason
 pub mod strategy; // how this boot binds and initialises

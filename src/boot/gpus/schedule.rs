@@ -1,4 +1,5 @@
-//! The order of the bring-up: facts go in, permissions and orders come out. Pure: no I/O, no runtime, no clock of its own.
+//! The order of the bring-up: facts go in, permissions and orders come out. Pure: no I/O, no
+//! runtime, no clock of its own.
 //!
 //! Invariants, each with a property test in virtual time (tests/schedule):
 //! - GPUs are enabled one at a time and probed in PCI order; at most one probe at a time unless the strategy says otherwise,
@@ -7,10 +8,15 @@
 //!   initialisation: each of them would wait for it, some with the driver's global lock held.
 //! - Every wait has its limit in [`deadlines`](super::deadlines); a GPU that hangs costs the others that limit, once.
 //!
-//! Not here: who carries an order out ([`dispatch`](super::dispatch), [`gpu`](super::gpu)), and publication, which waits for no
-//! other GPU.
+//! Not here: who carries an order out ([`dispatch`](super::dispatch), [`gpu`](super::gpu)), and
+//! publication, which waits for no other GPU.
 
 use super::agent::Agent;
+mod firewalls; // probes that sleep
+mod holds; // what keeps the lane waiting
+#[cfg(test)]
+mod tests;
+
 use super::deadlines::{Limit, REPORT_EVERY, REPORTS};
 use super::messages::{Arrival, Fact, GpuId, Hold, Order, Probe, Time};
 use super::strategy::{self, Policy, SLOW_ENABLE, Strategy};
@@ -112,8 +118,6 @@ struct Lane {
 
 /// A probe that wakes within this time is waited for.
 const DUE: Duration = Duration::from_millis(200);
-/// How long after its registration a load's own probe sleeps on while others are enabled one after another on a fast host.
-const SOON: Duration = Duration::from_millis(1000);
 
 /// Initialisations that go together.
 #[derive(Clone, Copy, Debug)]
@@ -341,7 +345,8 @@ impl Schedule {
         self.gpus.iter().filter(|(_, gpu)| gpu.stage == Stage::New).map(|(id, _)| *id)
     }
 
-    /// The strategy depends on how long the first GPU's enabling took, so it is chosen when one is over; not where probes sleep.
+    /// The strategy depends on how long the first GPU's enabling took, so it is chosen when one is
+    /// over; not where probes sleep.
     fn choose(&mut self, orders: &mut Vec<Order>) {
         let measured = self.lane.took;
         let depends = match self.policy.bind {
@@ -366,7 +371,8 @@ impl Schedule {
         }
         let one_by_one = strategy.bind != Bind::Insmod;
         let free: Vec<GpuId> = self.gpus.iter().filter(|(_, gpu)| !gpu.is_settled()).map(|(id, _)| *id).collect();
-        // Without a GPU that it can probe the load fails; a GPU that is plugged in later needs it then.
+        // Without a GPU that it can probe the load fails; a GPU that is plugged in later needs it
+        // then.
         if free.is_empty() && !self.any(|gpu| gpu.arrival == Arrival::Usable) {
             return;
         }
@@ -383,7 +389,8 @@ impl Schedule {
             }
         }
         if !one_by_one {
-            // The load enables what it probes; what it does not probe is bound, or bound later, without the lane.
+            // The load enables what it probes; what it does not probe is bound, or bound later,
+            // without the lane.
             for gpu in self.gpus.values_mut().filter(|gpu| gpu.stage == Stage::New) {
                 gpu.started = Some(now);
                 gpu.enter(Stage::Enabled, now);
@@ -395,19 +402,6 @@ impl Schedule {
         matches!(self.load, Load::Loaded { .. } | Load::Failed)
     }
 
-    /// Whether a probe sleeps behind the BAR firewall, for at least `more`.
-    fn sleeps(&self, gpu: &Gpu, more: Duration, now: Time) -> bool {
-        self.has_firewall() && matches!(gpu.stage, Stage::Probing(_)) && now + more < self.probing_since(gpu) + BAR_FIREWALL_WAIT
-    }
-
-    /// When the probe of a GPU began: that of the load with its registration.
-    fn probing_since(&self, gpu: &Gpu) -> Time {
-        match (gpu.stage, self.load) {
-            (Stage::Probing(Probe::Load), Load::Runs { registered: Some(at), .. }) => at,
-            _ => gpu.since,
-        }
-    }
-
     /// Whether the lane is enabling a GPU, or is about to within `soon`.
     fn lane_enables(&self, soon: Duration, now: Time) -> bool {
         self.any(|gpu| match gpu.stage {
@@ -417,7 +411,8 @@ impl Schedule {
         })
     }
 
-    /// Whether GPUs wait that would be kept from their probe, or from being published, by an initialisation that begins now.
+    /// Whether GPUs wait that would be kept from their probe, or from being published, by an
+    /// initialisation that begins now.
     fn others_come_first(&self, now: Time) -> bool {
         // Where GPUs come out of the lane seconds apart, a probe that sleeps is not near.
         let near = if self.is_slow() { DUE } else { Limit::ProbesFirst.after() };
@@ -454,7 +449,8 @@ impl Schedule {
         self.any(|gpu| gpu.stage == Stage::Initialising && gpu.within(Limit::InitHangs, now))
     }
 
-    /// Lets bound GPUs initialise: all that are bound together, the next ones when these are over (see [`waves`](super::waves)).
+    /// Lets bound GPUs initialise: all that are bound together, the next ones when these are over
+    /// (see [`waves`](super::waves)).
     fn initialise(&mut self, now: Time, orders: &mut Vec<Order>) {
         let (parallel, runs) = (self.is_parallel(), self.wave_runs(now));
         self.measure(now, runs);
@@ -485,7 +481,8 @@ impl Schedule {
         }
     }
 
-    /// The first one of a wave that is opened: the first parts begin now, not when they were ordered.
+    /// The first one of a wave that is opened: the first parts begin now, not when they were
+    /// ordered.
     fn opening(&mut self, id: GpuId, now: Time) {
         let ordered = self.gpus.get(&id).filter(|gpu| gpu.stage == Stage::Initialising).map(|gpu| gpu.since);
         if let (Some(ordered), Some(wave)) = (ordered, self.wave.as_mut().filter(|wave| !wave.opened)) {
@@ -508,7 +505,7 @@ impl Schedule {
     /// How long the first part of one initialisation is taken to last.
     fn attach(&self) -> Duration {
         let [s1, ..] = self.costs().parts;
-        let measured = self.scale.map(|_| (s1 * 11 / 10).max(Limit::AttachLeast.after()));
+        let measured = self.scale.map(|_| (s1 * 17 / 15).max(Limit::AttachLeast.after()));
         measured.unwrap_or(Limit::Attach.after())
     }
 
@@ -535,62 +532,8 @@ impl Schedule {
         self.probe_before_enabling(now, orders);
     }
 
-    /// Whether probes sleep beside a lane that is slow.
-    fn sleeps_while_enabling(&self) -> bool {
-        let concurrent = self.strategy.as_ref().is_some_and(|strategy| strategy.bind == Bind::Concurrent);
-        concurrent && self.has_firewall() && self.is_slow() && self.is_loaded()
-    }
-
-    /// When the enablings under way, and those that sleeping probes will do, are expected to be over: now, if there is none.
-    fn lane_ends(&self, now: Time) -> Time {
-        let took = self.lane.took.unwrap_or_default();
-        let ends = |gpu: &Gpu| match gpu.stage {
-            Stage::Enabling => Some(gpu.since + took),
-            Stage::Probing(Probe::BeforeEnable) => Some(gpu.since + BAR_FIREWALL_WAIT + took),
-            _ => None,
-        };
-        self.gpus.values().filter_map(ends).fold(now, Time::max)
-    }
-
-    /// When the next GPU may be probed. A probe that wakes beside an enabling spins until that is over, with the driver's global lock held: so where the
-    /// lane is slow, it begins when it will wake at the end of one.
-    fn probe_at(&self, now: Time) -> Time {
-        if !self.sleeps_while_enabling() {
-            return now;
-        }
-        let (ends, step) = (self.lane_ends(now), self.attach() + self.lane.took.unwrap_or_default());
-        let first = u32::from(ends == now);
-        let left = self.waiting().count() as u32;
-        let wakes = (first..=left).map(|n| ends + step * n).find(|end| *end + DUE >= now + BAR_FIREWALL_WAIT);
-        wakes.map_or(now, |wakes| wakes.saturating_sub(BAR_FIREWALL_WAIT))
-    }
-
-    /// The last GPU behind a firewall sleeps while the one before it is enabled, and the driver
-    /// enables it when it wakes. Only the last one: what sleeps cannot be kept from being enabled.
-    fn probe_before_enabling(&mut self, now: Time, orders: &mut Vec<Order>) {
-        if let Some((last, _)) = self.sleeps_at(now).filter(|(_, at)| *at <= now) {
-            self.begin(last, Stage::Probing(Probe::BeforeEnable), now);
-            orders.push(Order::Probe(last, Probe::BeforeEnable));
-        }
-    }
-
-    /// That GPU, and when its sleep has to begin so that it wakes when the lane is free.
-    fn sleeps_at(&self, now: Time) -> Option<(GpuId, Time)> {
-        let mut waiting = self.waiting();
-        let (Some(last), None) = (waiting.next(), waiting.next()) else { return None };
-        let asleep = self.any(|gpu| gpu.stage == Stage::Probing(Probe::BeforeEnable));
-        let wakes = self.lane_ends(now) + self.attach();
-        (self.sleeps_while_enabling() && !asleep && self.gpus.len() > 1).then(|| (last, wakes.saturating_sub(BAR_FIREWALL_WAIT)))
-    }
-
-    /// Whether a probe that begins now is over when the load's own probe is: the load does not end before those beside it do. One that hangs there
-    /// keeps the load from ending.
-    fn load_waits_for_probe(&self, now: Time) -> bool {
-        let enables = self.lane.took.unwrap_or_default() + SOON;
-        matches!(self.load, Load::Runs { registered: Some(registered), .. } if now <= registered + enables)
-    }
-
-    /// Whether a probe would wait for initialisations that hold the global lock, and the lane with it.
+    /// Whether a probe would wait for initialisations that hold the global lock, and the lane with
+    /// it.
     fn wave_is_in_the_way(&self, id: GpuId, now: Time) -> bool {
         let in_lane = self.is_slow() && self.waiting().next().is_some();
         let patient = self.gpus.get(&id).is_some_and(|gpu| gpu.within(Limit::LaneHold, now));
@@ -598,7 +541,8 @@ impl Schedule {
         in_lane && patient && back && self.wave_runs(now)
     }
 
-    /// Lets the next GPU be enabled. Where that is slow, the vCPU that does it answers nobody meanwhile.
+    /// Lets the next GPU be enabled. Where that is slow, the vCPU that does it answers nobody
+    /// meanwhile.
     fn enable(&mut self, now: Time, orders: &mut Vec<Order>) {
         let enables = |gpu: &Gpu| match gpu.stage {
             Stage::Enabling => true,
@@ -638,78 +582,6 @@ impl Schedule {
             gpu.started = Some(now);
             gpu.enter(stage, now);
         }
-    }
-
-    /// Adds the time since the last look to what held the lane.
-    fn count_hold(&mut self, now: Time) {
-        if let Some((hold, since)) = self.lane.held.take() {
-            *self.lane.holds.entry(hold).or_default() += now.saturating_sub(since);
-        }
-    }
-
-    /// What keeps the next GPU from being enabled now.
-    fn hold(&self, now: Time) -> Option<Hold> {
-        let held = |since: Time| now < since + Limit::LaneHold.after();
-        match self.load {
-            _ if self.strategy.is_none() => return self.agent_first(now),
-            // Nothing is known of the host yet.
-            Load::Runs { since, registered: None } if self.has_firewall() && held(since) => return Some(Hold::Load),
-            _ if !self.is_slow() => return None,
-            _ => {}
-        }
-        let load = match self.load {
-            // An enabling that is not over when a sleeping load wakes would hold up its end, and with it the first publication.
-            Load::Runs { since, registered } => {
-                let since = self.load_needs_cpus_since(since, registered);
-                now + self.lane.took.unwrap_or_default() >= since && held(since)
-            }
-            Load::Loaded { since, over, .. } => !over && held(since),
-            Load::No | Load::Failed => false,
-        };
-        let probe = |gpu: &Gpu| match gpu.stage {
-            Stage::Enabled => self.is_loaded() && held(gpu.since) && !self.wave_runs(now) && self.probe_at(now) <= now,
-            Stage::Probed => held(gpu.since),
-            Stage::Probing(Probe::Load) => false,
-            Stage::Probing(_) => !self.sleeps(gpu, DUE, now) && held(gpu.since),
-            _ => false,
-        };
-        if load {
-            Some(Hold::Load)
-        } else if self.any(probe) {
-            Some(Hold::Probe)
-        } else if self.any(|gpu| gpu.publishing.is_some_and(held)) {
-            Some(Hold::Publication)
-        } else if now < self.lane.attached {
-            Some(Hold::Attach)
-        } else {
-            self.wave_holds(now).or_else(|| self.agent.holds(now))
-        }
-    }
-
-    /// Whether it is cheaper to wait for the initialisations that run, or are about to, than to enable one more GPU first.
-    fn wave_holds(&self, now: Time) -> Option<Hold> {
-        let (ready, rest) = self.ready_and_rest();
-        let patient =
-            |gpu: &Gpu| matches!(gpu.stage, Stage::Enabled | Stage::Bound | Stage::Initialising) && gpu.within(Limit::LaneHold, now);
-        let choice = match self.wave.filter(|_| self.wave_runs(now)) {
-            Some(wave) => self.costs().during_wave((wave.began + self.costs().wave(wave.count)).saturating_sub(now), ready, rest),
-            None => Choice::Enable,
-        };
-        (choice == Choice::Hold && !self.has_firewall() && self.any(patient)).then_some(Hold::Wave)
-    }
-
-    /// What of the agent the first enabling waits for: on one vCPU nothing runs beside it.
-    fn agent_first(&self, now: Time) -> Option<Hold> {
-        if self.policy.facts.vcpus > 1 || self.lane.took.is_some() {
-            return None;
-        }
-        let waits = !self.agent.any && now < self.started + Limit::AgentFirst.after();
-        waits.then_some(Hold::AgentStart).or_else(|| self.agent.holds(now))
-    }
-
-    /// Since when a load needs all CPUs: from its begin on, but not while its first probe sleeps.
-    fn load_needs_cpus_since(&self, since: Time, registered: Option<Time>) -> Time {
-        registered.filter(|_| self.has_firewall()).map_or(since, |registered| registered + BAR_FIREWALL_WAIT)
     }
 
     fn report(&mut self, now: Time, orders: &mut Vec<Order>) {
@@ -758,6 +630,3 @@ fn step_name(stage: Stage, loaded: bool) -> &'static str {
         Stage::Usable | Stage::Failed => "settled",
     }
 }
-
-#[cfg(test)]
-mod tests;

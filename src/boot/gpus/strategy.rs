@@ -1,6 +1,8 @@
-//! How a boot binds and initialises its GPUs: chosen from what was asked for, read and measured; pure.
+//! How a boot binds and initialises its GPUs: chosen from what was asked for, read and measured;
+//! pure.
 //!
-//! What there is to choose between, and what it costs (N GPUs, each E to enable, W of firewall wait, S1 + S2 + S3 to initialise):
+//! What there is to choose between, and what it costs (N GPUs, each E to enable, W of firewall
+//! wait, S1 + S2 + S3 to initialise):
 //!
 //! - `insmod`: the module's init probes all in turn, and nothing can be opened before the last: N (E + W) passes first. Where E is milliseconds this
 //!   is best: a probe takes the driver's global lock for a moment, and would wait for GPUs that initialise already.
@@ -9,18 +11,20 @@
 //! - `concurrent`: as pipelined, but all binds at once: for probes that sleep. Probes at once race on two unlocked counters of the driver, so this
 //!   is for where it gains something.
 //!
-//! Where all initialisations go under the driver's one lock anyway (confidential computing, drivers before 550.40.07), opening all at once gains
-//! nothing: they are opened one after another, and each step's time is then its own.
+//! Where all initialisations go under the driver's one lock anyway (confidential computing, drivers
+//! before 550.40.07), opening all at once gains nothing: they are opened one after another, and
+//! each step's time is then its own.
 
 use crate::config::{Bind, Init};
 use std::fmt;
 use std::str::FromStr;
 use std::time::Duration;
 
-/// A host that takes longer than this to map the first GPU's BARs is slow. (An H100 takes milliseconds on a host with huge pfnmaps, and seconds on one
-/// that pins 4 KiB pages.)
+/// A host that takes longer than this to map the first GPU's BARs is slow. (An H100 takes
+/// milliseconds on a host with huge pfnmaps, and seconds on one that pins 4 KiB pages.)
 pub const SLOW_ENABLE: Duration = Duration::from_millis(100);
-/// From here on GSP boots with the driver's global lock released: first on Hopper and Ada, since 550.142 and 555 on every generation.
+/// From here on GSP boots with the driver's global lock released: first on Hopper and Ada, since
+/// 550.142 and 555 on every generation.
 const RELAXED: Version = Version([550, 40, 7]);
 /// From here on NVreg_GpuInitOnProbe initialises in the probe.
 const INIT_ON_PROBE: Version = Version([595, 44, 2]);

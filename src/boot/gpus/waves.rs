@@ -1,21 +1,25 @@
-//! Which initialisations go together: the cheapest way from here to the last usable GPU, by what the locks cost.
+//! Which initialisations go together: the cheapest way from here to the last usable GPU, by what
+//! the locks cost.
 //!
-//! A wave of n initialisations takes n S1 + S2 + n S3: S1 and S3 are under the driver's global lock, S3 under every GPU's own as well, so one that
-//! joins late keeps all others waiting. No GPU is enabled beside an S1; beside S2 and S3 the lane goes on. So the question at each boundary is whether
-//! to begin a wave with what is ready or to enable one more GPU first. The recursion answers it within 1 % of the best order that a search finds
-//! (`tests/bench/run schedule`).
+//! A wave of n initialisations takes n S1 + S2 + n S3: S1 and S3 are under the driver's global
+//! lock, S3 under every GPU's own as well, so one that joins late keeps all others waiting. No GPU
+//! is enabled beside an S1; beside S2 and S3 the lane goes on. So the question at each boundary is
+//! whether to begin a wave with what is ready or to enable one more GPU first. The recursion
+//! answers it within 1 % of the best order that a search finds (`tests/bench/run schedule`).
 
 use std::collections::HashMap;
 use std::time::Duration;
 
 /// Scale of an H100, in thousandths: what is assumed until an initialisation has been measured.
 pub const H100: u32 = 1000;
-/// Longest initialisations that are reckoned with, as a scale: 6.3 s. One that was stalled by an enabling took longer.
+/// Longest initialisations that are reckoned with, as a scale: 6.3 s. One that was stalled by an
+/// enabling took longer.
 pub const LONGEST: u32 = 3 * H100;
 /// Parts of an initialisation of an H100.
 const PARTS: [Duration; 3] = [Duration::from_millis(300), Duration::from_millis(1300), Duration::from_millis(500)];
 
-/// By how much the whole may be later so that the first GPU is usable sooner: one part in this many.
+/// By how much the whole may be later so that the first GPU is usable sooner: one part in this
+/// many.
 const FIRST_SOONER: u64 = 32;
 
 /// What things cost.

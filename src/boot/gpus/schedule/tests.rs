@@ -197,7 +197,8 @@ fn behind_firewalls_the_load_comes_first_and_the_lane_goes_on_while_its_probe_sl
     );
     let orders = schedule.take(ms(10), Fact::Registered);
     assert!(matches!(&orders[..], [Order::Enable(second, _)] if *second == gpu(1)), "{orders:?}");
-    // The load's probe wakes at 4010 and enables its GPU: one more enabling would not be over by then. This GPU's probe would be.
+    // The load's probe wakes at 4010 and enables its GPU: one more enabling would not be over by
+    // then. This GPU's probe would be.
     let orders = schedule.take(ms(3010), Fact::Enabled(gpu(1), ms(3000)));
     assert_eq!(orders, [Order::Probe(gpu(1), Probe::DuringLoad), Order::Wait(gpu(2))]);
     schedule.take(ms(7012), Fact::Loaded(true));
@@ -206,7 +207,8 @@ fn behind_firewalls_the_load_comes_first_and_the_lane_goes_on_while_its_probe_sl
     let both = [Order::Initialise(gpu(0)), Order::Initialise(gpu(1))];
     assert_eq!(schedule.take(ms(7016), Fact::Bound(gpu(0))), both);
     schedule.take(ms(7020), Fact::LoadOver);
-    // The last one begins its sleep so that it wakes when the one before it is enabled, and the driver enables it then.
+    // The last one begins its sleep so that it wakes when the one before it is enabled, and the
+    // driver enables it then.
     let orders = schedule.wake(ms(7856));
     assert!(
         matches!(&orders[..], [Order::Enable(third, _), Order::Probe(last, Probe::BeforeEnable)] if *third == gpu(2) && *last == gpu(3))

@@ -1,0 +1,85 @@
+//! What keeps the next GPU from being enabled. Where enabling is slow, whatever needs all CPUs, the
+//! host or a grace period waits until it is over, so the lane lets it go first: for a bounded time
+//! each.
+
+use super::{DUE, Gpu, Load, Schedule, Stage};
+use crate::boot::gpus::deadlines::Limit;
+use crate::boot::gpus::messages::{Hold, Probe, Time};
+use crate::boot::gpus::waves::Choice;
+use crate::pci::BAR_FIREWALL_WAIT;
+
+impl Schedule {
+    /// Adds the time since the last look to what held the lane.
+    pub(super) fn count_hold(&mut self, now: Time) {
+        if let Some((hold, since)) = self.lane.held.take() {
+            *self.lane.holds.entry(hold).or_default() += now.saturating_sub(since);
+        }
+    }
+
+    /// What keeps the next GPU from being enabled now.
+    pub(super) fn hold(&self, now: Time) -> Option<Hold> {
+        let held = |since: Time| now < since + Limit::LaneHold.after();
+        match self.load {
+            _ if self.strategy.is_none() => return self.agent_first(now),
+            // Nothing is known of the host yet.
+            Load::Runs { since, registered: None } if self.has_firewall() && held(since) => return Some(Hold::Load),
+            _ if !self.is_slow() => return None,
+            _ => {}
+        }
+        let load = match self.load {
+            // An enabling that is not over when a sleeping load wakes would hold up its end, and
+            // with it the first publication.
+            Load::Runs { since, registered } => {
+                let since = self.load_needs_cpus_since(since, registered);
+                now + self.lane.took.unwrap_or_default() >= since && held(since)
+            }
+            Load::Loaded { since, over, .. } => !over && held(since),
+            Load::No | Load::Failed => false,
+        };
+        let probe = |gpu: &Gpu| match gpu.stage {
+            Stage::Enabled => self.is_loaded() && held(gpu.since) && !self.wave_runs(now) && self.probe_at(now) <= now,
+            Stage::Probed => held(gpu.since),
+            Stage::Probing(Probe::Load) => false,
+            Stage::Probing(_) => !self.sleeps(gpu, DUE, now) && held(gpu.since),
+            _ => false,
+        };
+        if load {
+            Some(Hold::Load)
+        } else if self.any(probe) {
+            Some(Hold::Probe)
+        } else if self.any(|gpu| gpu.publishing.is_some_and(held)) {
+            Some(Hold::Publication)
+        } else if now < self.lane.attached {
+            Some(Hold::Attach)
+        } else {
+            self.wave_holds(now).or_else(|| self.agent.holds(now))
+        }
+    }
+
+    /// Whether it is cheaper to wait for the initialisations that run, or are about to, than to
+    /// enable one more GPU first.
+    pub(super) fn wave_holds(&self, now: Time) -> Option<Hold> {
+        let (ready, rest) = self.ready_and_rest();
+        let patient =
+            |gpu: &Gpu| matches!(gpu.stage, Stage::Enabled | Stage::Bound | Stage::Initialising) && gpu.within(Limit::LaneHold, now);
+        let choice = match self.wave.filter(|_| self.wave_runs(now)) {
+            Some(wave) => self.costs().during_wave((wave.began + self.costs().wave(wave.count)).saturating_sub(now), ready, rest),
+            None => Choice::Enable,
+        };
+        (choice == Choice::Hold && !self.has_firewall() && self.any(patient)).then_some(Hold::Wave)
+    }
+
+    /// What of the agent the first enabling waits for: on one vCPU nothing runs beside it.
+    pub(super) fn agent_first(&self, now: Time) -> Option<Hold> {
+        if self.policy.facts.vcpus > 1 || self.lane.took.is_some() {
+            return None;
+        }
+        let waits = !self.agent.any && now < self.started + Limit::AgentFirst.after();
+        waits.then_some(Hold::AgentStart).or_else(|| self.agent.holds(now))
+    }
+
+    /// Since when a load needs all CPUs: from its begin on, but not while its first probe sleeps.
+    pub(super) fn load_needs_cpus_since(&self, since: Time, registered: Option<Time>) -> Time {
+        registered.filter(|_| self.has_firewall()).map_or(since, |registered| registered + BAR_FIREWALL_WAIT)
+    }
+}
