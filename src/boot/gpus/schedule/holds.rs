@@ -36,8 +36,10 @@ impl Schedule {
             Load::Loaded { since, over, .. } => !over && held(since),
             Load::No | Load::Failed => false,
         };
+        // Behind a probe that hangs the next one waits for longer than the lane does.
+        let hangs = self.any(|gpu| matches!(gpu.stage, Stage::Probing(_)) && !held(gpu.since) && !self.sleeps(gpu, DUE, now));
         let probe = |gpu: &Gpu| match gpu.stage {
-            Stage::Enabled => self.is_loaded() && held(gpu.since) && !self.wave_runs(now) && self.probe_at(now) <= now,
+            Stage::Enabled => self.is_loaded() && held(gpu.since) && !hangs && !self.wave_runs(now) && self.probe_at(now) <= now,
             Stage::Probed => held(gpu.since),
             Stage::Probing(Probe::Load) => false,
             Stage::Probing(_) => !self.sleeps(gpu, DUE, now) && held(gpu.since),
