@@ -11,12 +11,12 @@
 //! Not here: who carries an order out ([`dispatch`](super::dispatch), [`gpu`](super::gpu)), and
 //! publication, which waits for no other GPU.
 
-use super::agent::Agent;
 mod firewalls; // probes that sleep
 mod holds; // what keeps the lane waiting
 #[cfg(test)]
 mod tests;
 
+use super::agent::Agent;
 use super::deadlines::{Limit, REPORT_EVERY, REPORTS};
 use super::messages::{Arrival, Fact, GpuId, Hold, Order, Probe, Time};
 use super::strategy::{self, Policy, SLOW_ENABLE, Strategy};
@@ -186,6 +186,7 @@ impl Schedule {
         self.initialise(now, &mut orders);
         self.probe(now, &mut orders);
         self.enable(now, &mut orders);
+        self.probe_before_enabling(now, &mut orders);
         self.report(now, &mut orders);
         self.settle(now, &mut orders);
         orders
@@ -203,8 +204,8 @@ impl Schedule {
                     let wakes = self.probing_since(gpu) + BAR_FIREWALL_WAIT;
                     times.extend([
                         wakes,
-                        wakes - Limit::ProbesFirst.after(),
-                        wakes - self.attach(),
+                        wakes.saturating_sub(Limit::ProbesFirst.after()),
+                        wakes.saturating_sub(self.attach()),
                         wakes.saturating_sub(DUE),
                         at(wakes, Limit::ProbesFirst),
                     ]);
@@ -529,7 +530,6 @@ impl Schedule {
             self.enter(id, Stage::Probing(how), now);
             orders.push(Order::Probe(id, how));
         }
-        self.probe_before_enabling(now, orders);
     }
 
     /// Whether a probe would wait for initialisations that hold the global lock, and the lane with
