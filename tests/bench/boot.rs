@@ -186,18 +186,7 @@ fn serial_milestones(booted: &Booted) -> Result<Milestones> {
 fn own_milestones(booted: &Booted, gaps: Option<&mut Vec<f64>>) -> Result<Milestones> {
     booted.settled()?;
     let records = booted.receiver.records();
-    if std::env::var_os("BENCH_TRACE").is_some() {
-        for r in &records {
-            eprintln!(
-                "{:9.1} {:?} {} {} {:?}",
-                r.boottime_ns as f64 / 1e6,
-                r.kind,
-                r.name,
-                r.gpu.map(|g| g.to_string()).unwrap_or_default(),
-                r.fields
-            );
-        }
-    }
+    super::trace(&records);
     let published = named(&records, Kind::Event, names::GPU_PUBLISHED);
     if let Some(gaps) = gaps {
         let bound = named(&records, Kind::Event, names::GPU_BOUND);

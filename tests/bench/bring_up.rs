@@ -187,18 +187,7 @@ fn boot(context: &TestContext, words: &str, gpus: u64) -> Result<Run> {
         bail!("{words}: usable and failed GPUs: {settled:?}");
     }
     let records = booted.receiver.records();
-    if std::env::var_os("BENCH_TRACE").is_some() {
-        for r in &records {
-            eprintln!(
-                "{:9.1} {:?} {} {} {:?}",
-                r.boottime_ns as f64 / 1e6,
-                r.kind,
-                r.name,
-                r.gpu.map(|g| g.to_string()).unwrap_or_default(),
-                r.fields
-            );
-        }
-    }
+    super::trace(&records);
     let scan = named(&records, Kind::End, names::PCI_SCAN).first().context("no scan")?.boottime_ns;
     let since = |r: &Record| r.boottime_ns.saturating_sub(scan) as f64 / 1e6;
     let each: Vec<f64> = named(&records, Kind::Event, names::GPU_USABLE).into_iter().map(since).collect();

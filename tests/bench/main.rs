@@ -13,6 +13,7 @@ mod schedule;
 mod soak;
 
 use anyhow::{Context, Result, bail};
+use kata_gpu_init::events::record::Record;
 use kata_gpu_tests::vm::harness::TestContext;
 use serde_json::{Value, json};
 use std::io::Write;
@@ -41,6 +42,16 @@ fn main() -> Result<()> {
 /// The project's folder.
 pub fn project() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("..")
+}
+
+/// Prints a boot's records where `BENCH_TRACE` is set.
+pub fn trace(records: &[Record]) {
+    if std::env::var_os("BENCH_TRACE").is_some() {
+        for r in records {
+            let gpu = r.gpu.map(|g| g.to_string()).unwrap_or_default();
+            eprintln!("{:9.1} {:?} {} {gpu} {:?}", r.boottime_ns as f64 / 1e6, r.kind, r.name, r.fields);
+        }
+    }
 }
 
 /// What the figures were taken on.
