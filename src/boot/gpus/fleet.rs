@@ -56,8 +56,7 @@ pub struct Machine {
     pub gate: Gate,
 }
 
-/// Brings all GPUs up and follows what becomes of them, after the worker's start. Returns only when
-/// the kernel can no longer be heard.
+/// Brings all GPUs up and follows what becomes of them, after the worker's start. Never returns.
 pub async fn run(
     config: &Config,
     command_line: &[u8],
@@ -192,7 +191,7 @@ impl Fleet {
         }
     }
 
-    /// Hears and acts until the kernel can no longer be heard.
+    /// Carries out orders and takes in what the kernel and the agent do, for as long as the guest lives.
     pub async fn follow(
         &mut self,
         mut uevents: Option<Uevents>,

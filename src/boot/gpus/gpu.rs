@@ -129,27 +129,19 @@ async fn loaded(shared: &Shared) -> Result<Loaded, Failed> {
 
 /// Lets the driver probe the GPU; returns the step that bound it.
 async fn probe(shared: &Arc<Shared>, gpu: GpuId, how: Probe, enabled: Option<StepId>) -> Result<StepId, Failed> {
+    if how == Probe::DuringLoad
+        && let Some(step) = probe_during_load(shared, gpu, enabled).await
+    {
+        return Ok(step);
+    }
+    let loaded = loaded(shared).await?;
     match how {
-        Probe::Load => {
-            let loaded = loaded(shared).await?;
-            if !loaded.tried.contains(&gpu.address) {
-                // The load was over before it came to this GPU.
-                bind(shared, gpu, After::from(&[enabled, Some(loaded.step)][..]), how).await
-            } else if shared.sysfs.is_bound(gpu.address) {
-                Ok(loaded.step)
-            } else {
-                Err(failed(Step::Probe)(&"the driver's probe failed when the module was loaded"))
-            }
+        // A GPU that the load did not come to is bound as the others are.
+        Probe::Load if loaded.tried.contains(&gpu.address) => {
+            let bound = shared.sysfs.is_bound(gpu.address).then_some(loaded.step);
+            bound.ok_or_else(|| failed(Step::Probe)(&"the driver's probe failed when the module was loaded"))
         }
-        Probe::DuringLoad => match probe_during_load(shared, gpu, enabled).await {
-            Some(step) => Ok(step),
-            None => {
-                let loaded = loaded(shared).await?;
-                bind(shared, gpu, After::from(&[enabled, Some(loaded.step)][..]), how).await
-            }
-        },
-        Probe::Bind | Probe::BeforeEnable => {
-            let loaded = loaded(shared).await?;
+        Probe::Load | Probe::DuringLoad | Probe::Bind | Probe::BeforeEnable => {
             bind(shared, gpu, After::from(&[enabled, Some(loaded.step)][..]), how).await
         }
     }

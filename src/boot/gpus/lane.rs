@@ -91,9 +91,10 @@ impl Lane {
         }
     }
 
-    /// The step of the last enabling.
+    /// The step of the last enabling, if there was one.
     pub fn last_enabling(&self) -> Option<StepId> {
-        self.lock().after.0.first().copied()
+        let state = self.lock();
+        state.last.and_then(|_| state.after.0.first().copied())
     }
 
     /// Gives the vCPU back: no GPU is to be enabled any more.
