@@ -1,9 +1,10 @@
-//! What is seen of the agent, and when the enable lane waits for it: container creation needs grace
-//! periods of RCU, and none ends while a vCPU is gone for an enabling. Pure.
+//! The agent's looks at the CDI spec and its containers, and when the enable lane waits for them:
+//! container creation needs grace periods of RCU, and none ends while a vCPU is gone for an
+//! enabling. Pure.
 //!
 //! The lane waits while a container is being made; after a publication, for the looks of the
 //! containers that wait; after the look of a container that was not known, because it may find all
-//! that it wants. It does not wait again for those who found nothing.
+//! that it wants. Containers that found nothing are not waited for again.
 
 use super::deadlines::Limit;
 use super::messages::{Hold, Time};
@@ -11,28 +12,31 @@ use std::time::Duration;
 
 /// Looks of the agent that are counted.
 const MOST_LOOKS: usize = 64;
-/// A container that waits looks once a second: between these times after its last look.
-const LOOK_PERIOD: (Duration, Duration) = (Duration::from_millis(900), Limit::AgentLook.after());
+/// A container that waits looks again between these times after its last look: it sleeps one
+/// second, and its timer may be late by most of an enabling.
+const LOOK_PERIOD: (Duration, Duration) = (Duration::from_millis(900), Duration::from_millis(2000));
 /// Waits for looks in vain, one after another, after which nobody is waited for any more until a
 /// container is made.
 const MOST_IN_VAIN: u32 = 2;
 
-/// What is seen of the agent.
+/// The agent's state, as far as the lane depends on it.
 #[derive(Clone, Debug, Default)]
 pub struct Agent {
     /// Looks within the last period: one for each container that waits.
     looks: Vec<Time>,
+    first_look: Option<Time>,
     any_published: bool,
-    /// Containers in the making, and since when the first of them.
+    /// Containers in the making.
     making: u32,
+    /// When the first of those in the making began, or when the last program of one did.
     since: Time,
-    /// Whether any container was seen.
+    /// Whether any container was made.
     pub any: bool,
     /// The last publication for which the lane waits, and how many containers that waited then have
     /// not looked since.
     published: Option<(Time, usize)>,
-    /// The last look that may bring a container.
-    decides: Option<(Time, Limit)>,
+    /// Until when the last look may bring a container.
+    decides: Option<Time>,
     /// Waits for looks, one after another, that brought none: who waits, waits for more GPUs.
     in_vain: u32,
 }
@@ -57,17 +61,19 @@ impl Agent {
         if last {
             self.published = None;
         }
-        // One that is not known yet may find all that it wants.
-        if last || !known && self.in_vain < MOST_IN_VAIN {
+        let first = *self.first_look.get_or_insert(now);
+        // A container that is not known yet may find all that it wants.
+        if last || !known && self.any_published && self.in_vain < MOST_IN_VAIN {
             self.close_look(now);
-            self.decides = Some((now, if known { Limit::LookAgain } else { Limit::LookFirst }));
+            let slow = first + Limit::LookFirst.after();
+            self.decides = Some(slow.max(now + Limit::LookAgain.after()));
         }
     }
 
     /// A look that has brought no container in its time was in vain: not one before the first
     /// publication, when there was nothing to be found.
     fn close_look(&mut self, now: Time) {
-        let over = self.decides.take().is_some_and(|(looked, limit)| now >= looked + limit.after());
+        let over = self.decides.take().is_some_and(|until| now >= until);
         self.in_vain += u32::from(over && self.any_published);
     }
 
@@ -77,6 +83,8 @@ impl Agent {
             self.since = now;
         }
         self.making += 1;
+        // The container that looked last waits no more.
+        self.looks.pop();
         (self.any, self.decides, self.in_vain) = (true, None, 0);
     }
 
@@ -102,17 +110,17 @@ impl Agent {
     pub fn deadlines(&self) -> [Option<Time>; 3] {
         let making = (self.making > 0).then(|| self.since + Limit::ContainerMade.after());
         let published = self.published.map(|(published, _)| published + Limit::AgentLook.after());
-        [making, published, self.decides.map(|(looked, limit)| looked + limit.after())]
+        [making, published, self.decides]
     }
 
-    /// What of it keeps the lane waiting.
+    /// The reason why the lane waits for the agent now.
     pub fn holds(&self, now: Time) -> Option<Hold> {
         let within = |since: Time, limit: Limit| now < since + limit.after();
         if self.making > 0 && within(self.since, Limit::ContainerMade) {
             return Some(Hold::Container);
         }
         let look = self.published.is_some_and(|(published, _)| within(published, Limit::AgentLook));
-        let decides = self.decides.is_some_and(|(looked, limit)| within(looked, limit));
+        let decides = self.decides.is_some_and(|until| now < until);
         (look || decides).then_some(Hold::AgentLook)
     }
 }

@@ -20,6 +20,8 @@ pub enum Limit {
     LookFirst,
     LookAgain,
     ContainerMade,
+    WakesSoon,
+    LoadSleeps,
     Lockdown,
 }
 
@@ -35,7 +37,7 @@ const fn row(limit: Limit, after_ms: u64, reason: &'static str) -> Deadline {
 }
 
 /// All limits, in the order of the enum.
-pub const TABLE: [Deadline; 15] = [
+pub const TABLE: [Deadline; 17] = [
     row(
         Limit::Attach,
         420,
@@ -88,15 +90,26 @@ pub const TABLE: [Deadline; 15] = [
     row(
         Limit::LookFirst,
         600,
-        "after the first look of a container: the agent makes the bundle of one that has all its GPUs within this time, \
-         268 to 540 ms after its first look ever, for which it builds a validator (kata-agent 4.1.0, emulated)",
+        "after the agent's first look ever, for which it builds a validator: it makes the bundle of a container that has all its \
+         GPUs within this time, 268 to 540 ms after that look (kata-agent 4.1.0, emulated)",
     ),
-    row(Limit::LookAgain, 250, "after a later look of a container that waits: 42 ms after it where the guest is quiet"),
+    row(Limit::LookAgain, 250, "after a later look: 42 ms after it where the guest is quiet"),
     row(
         Limit::ContainerMade,
         1500,
         "the lane waits for a container in the making until its program runs, and no longer than this: 0.3 to 0.5 s where grace \
          periods end (kata-agent 4.1.0, emulated)",
+    ),
+    row(
+        Limit::WakesSoon,
+        200,
+        "a probe behind a BAR firewall that wakes within this time counts as awake: what begins now would be under way when it wakes",
+    ),
+    row(
+        Limit::LoadSleeps,
+        1000,
+        "after the first probe of a load began to sleep behind a BAR firewall, other probes join it for one enabling and this time: \
+         the load does not end before they do",
     ),
     row(Limit::Lockdown, 60_000, "modules stay loadable for this long after the driver's load where a GPU does not settle"),
 ];

@@ -116,9 +116,6 @@ struct Lane {
     over: bool,
 }
 
-/// A probe that wakes within this time is waited for.
-const DUE: Duration = Duration::from_millis(200);
-
 /// Initialisations that go together.
 #[derive(Clone, Copy, Debug)]
 struct Wave {
@@ -206,7 +203,7 @@ impl Schedule {
                         wakes,
                         wakes.saturating_sub(Limit::ProbesFirst.after()),
                         wakes.saturating_sub(self.attach()),
-                        wakes.saturating_sub(DUE),
+                        wakes.saturating_sub(Limit::WakesSoon.after()),
                         at(wakes, Limit::ProbesFirst),
                     ]);
                     times.push(at(gpu.since, Limit::ProbesFirst));
@@ -416,7 +413,7 @@ impl Schedule {
     /// initialisation that begins now.
     fn others_come_first(&self, now: Time) -> bool {
         // Where GPUs come out of the lane seconds apart, a probe that sleeps is not near.
-        let near = if self.is_slow() { DUE } else { Limit::ProbesFirst.after() };
+        let near = if self.is_slow() { Limit::WakesSoon } else { Limit::ProbesFirst }.after();
         let asleep = |gpu: &Gpu| self.sleeps(gpu, near, now);
         let awake = |gpu: &Gpu| matches!(gpu.stage, Stage::Probing(_)) && !asleep(gpu);
         let slept = |gpu: &Gpu| if self.has_firewall() { self.probing_since(gpu) + BAR_FIREWALL_WAIT } else { gpu.since };
@@ -533,9 +530,9 @@ impl Schedule {
     }
 
     /// Whether a probe would wait for initialisations that hold the global lock, and the lane with
-    /// it.
+    /// it: the enabling under way, too, which a probe that began beside it waits for.
     fn wave_is_in_the_way(&self, id: GpuId, now: Time) -> bool {
-        let in_lane = self.is_slow() && self.waiting().next().is_some();
+        let in_lane = self.is_slow() && self.any(|gpu| matches!(gpu.stage, Stage::New | Stage::Enabling));
         let patient = self.gpus.get(&id).is_some_and(|gpu| gpu.within(Limit::LaneHold, now));
         let back = self.wave.is_some_and(|wave| now < self.lane.attached || now >= wave.began + self.costs().first_is_back());
         in_lane && patient && back && self.wave_runs(now)

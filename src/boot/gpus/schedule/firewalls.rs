@@ -2,15 +2,12 @@
 //! probe begins, so that it does not wake beside an enabling. It would spin there until that is
 //! over, with the driver's global lock held.
 
-use super::{DUE, Gpu, Load, Schedule, Stage};
+use super::{Gpu, Load, Schedule, Stage};
+use crate::boot::gpus::deadlines::Limit;
 use crate::boot::gpus::messages::{GpuId, Order, Probe, Time};
 use crate::config::Bind;
 use crate::pci::BAR_FIREWALL_WAIT;
 use std::time::Duration;
-
-/// How long after its registration a load's own probe sleeps on while others are enabled one after
-/// another on a fast host.
-const SOON: Duration = Duration::from_millis(1000);
 
 impl Schedule {
     /// Whether a probe sleeps behind the BAR firewall, for at least `more`.
@@ -54,7 +51,7 @@ impl Schedule {
         let (ends, step) = (self.lane_ends(now), self.attach() + self.lane.took.unwrap_or_default());
         let first = u32::from(ends == now);
         let left = self.waiting().count() as u32;
-        let wakes = (first..=left).map(|n| ends + step * n).find(|end| *end + DUE >= now + BAR_FIREWALL_WAIT);
+        let wakes = (first..=left).map(|n| ends + step * n).find(|end| *end + Limit::WakesSoon.after() >= now + BAR_FIREWALL_WAIT);
         wakes.map_or(now, |wakes| wakes.saturating_sub(BAR_FIREWALL_WAIT))
     }
 
@@ -79,7 +76,7 @@ impl Schedule {
     /// Whether a probe that begins now is over when the load's own probe is: the load does not end
     /// before those beside it do. One that hangs there keeps the load from ending.
     pub(super) fn load_waits_for_probe(&self, now: Time) -> bool {
-        let enables = self.lane.took.unwrap_or_default() + SOON;
+        let enables = self.lane.took.unwrap_or_default() + Limit::LoadSleeps.after();
         matches!(self.load, Load::Runs { registered: Some(registered), .. } if now <= registered + enables)
     }
 }

@@ -2,7 +2,7 @@
 //! host or a grace period waits until it is over, so the lane lets it go first: for a bounded time
 //! each.
 
-use super::{DUE, Gpu, Load, Schedule, Stage};
+use super::{Gpu, Load, Schedule, Stage};
 use crate::boot::gpus::deadlines::Limit;
 use crate::boot::gpus::messages::{Hold, Probe, Time};
 use crate::boot::gpus::waves::Choice;
@@ -37,12 +37,13 @@ impl Schedule {
             Load::No | Load::Failed => false,
         };
         // Behind a probe that hangs the next one waits for longer than the lane does.
-        let hangs = self.any(|gpu| matches!(gpu.stage, Stage::Probing(_)) && !held(gpu.since) && !self.sleeps(gpu, DUE, now));
+        let hangs =
+            self.any(|gpu| matches!(gpu.stage, Stage::Probing(_)) && !held(gpu.since) && !self.sleeps(gpu, Limit::WakesSoon.after(), now));
         let probe = |gpu: &Gpu| match gpu.stage {
             Stage::Enabled => self.is_loaded() && held(gpu.since) && !hangs && !self.wave_runs(now) && self.probe_at(now) <= now,
             Stage::Probed => held(gpu.since),
             Stage::Probing(Probe::Load) => false,
-            Stage::Probing(_) => !self.sleeps(gpu, DUE, now) && held(gpu.since),
+            Stage::Probing(_) => !self.sleeps(gpu, Limit::WakesSoon.after(), now) && held(gpu.since),
             _ => false,
         };
         if load {
