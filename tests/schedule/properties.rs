@@ -89,7 +89,7 @@ impl Case {
         });
         let containers = containers.collect();
         let overhead = Overhead { report: random.below(3) * MS, publish: random.below(20) * MS, files: random.below(60) * MS };
-        Self { seed, host, policy: Policy { bind, init, relaxed: true, facts }, containers, overhead, trouble }
+        Self { seed, host, policy: Policy { bind, init, relaxed: true, no_gpus: false, facts }, containers, overhead, trouble }
     }
 
     pub fn run(&self) -> Run {

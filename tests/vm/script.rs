@@ -7,6 +7,10 @@
 //! | `kill` | kills the init's worker (SIGKILL), and waits until it is gone |
 //! | `stop`, `cont` | stops the worker and lets it go on |
 //! | `remove:K` | takes GPU K (by slot) off the bus through sysfs, which returns when the driver lets it |
+//! | `unbind:K`, `bind:K` | takes GPU K from the driver, which returns when that lets it, or gives it back |
+//! | `ask:K:ACTION` | asks the kernel for a uevent of GPU K of this action, with nothing behind it |
+//! | `minors` | reports each bound GPU's minor: `ADDRESS=MINOR ..` |
+//! | `fill`, `empty` | fills /run up, and makes room again |
 //! | `rescan` | scans the bus again |
 //! | `plug:K`, `unplug:K` | adds GPU K, or takes it away by surprise, on the hardware's side |
 //! | `lose:K` | lets GPU K fall off the bus: from then on it reads all ones, and the kernel has not noticed |
@@ -142,7 +146,7 @@ fn act(action: &str) -> Result<(), String> {
         "stop" => signal(Signal::SIGSTOP),
         "cont" => signal(Signal::SIGCONT),
         "remove" => {
-            let path = format!("/sys/bus/pci/devices/0001:00:{:02x}.0/remove", number()?);
+            let path = format!("/sys/bus/pci/devices/{}/remove", gpu_in_slot(number()?));
             // It returns when nobody has the GPU open any more.
             std::thread::spawn(move || {
                 let result = write(Path::new(&path), "1");
@@ -150,6 +154,26 @@ fn act(action: &str) -> Result<(), String> {
             });
             Ok(())
         }
+        "unbind" | "bind" => {
+            let (path, gpu) = (format!("/sys/bus/pci/drivers/nvidia/{what}"), gpu_in_slot(number()?));
+            let what = what.to_string();
+            std::thread::spawn(move || {
+                let result = write(Path::new(&path), &gpu);
+                log::info(&what, &[("gpu", &gpu), ("error", &result.err().unwrap_or_default())]);
+            });
+            Ok(())
+        }
+        "ask" => {
+            let (gpu, action) = argument.split_once(':').ok_or("ask:K:ACTION")?;
+            let gpu = gpu_in_slot(gpu.parse().map_err(|e| format!("{gpu}: {e}"))?);
+            write(&Path::new("/sys/bus/pci/devices").join(gpu).join("uevent"), action)
+        }
+        "minors" => {
+            log::info("minors", &[("all", &minors()?.join(" "))]);
+            Ok(())
+        }
+        "fill" => fill(),
+        "empty" => std::fs::remove_file(FILLING).map_err(|e| e.to_string()),
         "rescan" => write(Path::new("/sys/bus/pci/rescan"), "1"),
         "plug" => write(Path::new("/proc/fakepci"), &format!("add {}", number()?)),
         "unplug" => write(Path::new("/proc/fakepci"), &format!("remove {}", number()?)),
@@ -244,6 +268,37 @@ fn act(action: &str) -> Result<(), String> {
         }
         other => Err(format!("{other:?} is no action")),
     }
+}
+
+/// What fills /run up.
+const FILLING: &str = "/run/filling";
+
+/// Writes a file until there is no more room.
+fn fill() -> Result<(), String> {
+    use std::io::Write;
+    let mut file = std::fs::File::create(FILLING).map_err(|e| e.to_string())?;
+    // Small pieces at the end: not even one page is left.
+    for piece in [1 << 20, 4096, 1] {
+        let zeroes = vec![0; piece];
+        while file.write_all(&zeroes).is_ok() {}
+    }
+    Ok(())
+}
+
+fn gpu_in_slot(slot: u32) -> String {
+    format!("0001:00:{slot:02x}.0")
+}
+
+/// `ADDRESS=MINOR` of every bound GPU, by what the driver says.
+fn minors() -> Result<Vec<String>, String> {
+    let mut all = Vec::new();
+    for gpu in std::fs::read_dir("/proc/driver/nvidia/gpus").map_err(|e| e.to_string())?.flatten() {
+        let address = gpu.file_name().to_string_lossy().into_owned();
+        let information = driver_proc::information(Path::new("/proc"), address.parse().map_err(|_| address.clone())?);
+        all.push(format!("{address}={}", information.map_err(|e| e.to_string())?.minor));
+    }
+    all.sort();
+    Ok(all)
 }
 
 fn skew(seconds: i64) -> Result<(), String> {

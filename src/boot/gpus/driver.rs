@@ -28,7 +28,7 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 use tokio::sync::watch;
-use tokio::task::JoinHandle;
+use tokio::task::{JoinError, JoinHandle};
 
 const PROC: &str = "/proc";
 const DEV: &str = "/dev";
@@ -53,12 +53,14 @@ pub struct Way {
 /// runtime. It may probe these GPUs. Those that it is not shown first are held back before this
 /// returns.
 pub fn start(image: Image, chosen: After, state: watch::Sender<Driver>, shared: &Arc<Shared>, gpus: &[GpuId], way: Way) {
-    let addresses: Vec<PciAddress> = gpus.iter().map(|gpu| gpu.address).collect();
     let Image { mut modules, version } = image;
     modules.follow(chosen);
     let one_by_one = way.one_by_one;
-    let load = Load { modules, version, sysfs: shared.sysfs.clone(), addresses, way, lane: Arc::clone(&shared.lane) };
+    let load = Load { modules, version, sysfs: shared.sysfs.clone(), gpus: gpus.to_vec(), way, lane: Arc::clone(&shared.lane) };
     load.hold_back();
+    // One that comes after a failed load is a chance of its own.
+    state.send_replace(Driver::Loading);
+    let outcome = state.clone();
     let (spec, loading) = (shared.spec.clone(), Arc::clone(shared));
     let loading = tokio::task::spawn_blocking(move || {
         load.run(&state, &spec, &loading.dispatch);
@@ -69,25 +71,48 @@ pub fn start(image: Image, chosen: After, state: watch::Sender<Driver>, shared: 
             let _unused = crate::sys::grace_period().and_then(|()| crate::sys::grace_period());
         }
     });
-    tokio::spawn(follow(Arc::clone(shared), loading, one_by_one));
+    tokio::spawn(follow(Arc::clone(shared), loading, one_by_one, outcome));
 }
 
 /// Reports what becomes of a load, and makes what nobody waits for when it is over.
-async fn follow(shared: Arc<Shared>, mut loading: JoinHandle<()>, one_by_one: bool) {
-    if one_by_one {
-        tokio::select! {
-            () = is_registered(&shared.sysfs) => shared.dispatch.report(Fact::Registered),
-            _ = &mut loading => return over(&shared),
+async fn follow(shared: Arc<Shared>, mut loading: JoinHandle<()>, one_by_one: bool, outcome: watch::Sender<Driver>) {
+    let registered = async {
+        match one_by_one {
+            true => is_registered(&shared.sysfs).await,
+            false => std::future::pending().await,
         }
+    };
+    let mut ended = tokio::select! {
+        () = registered => None,
+        ended = &mut loading => Some(ended),
+    };
+    if ended.is_none() {
+        shared.dispatch.report(Fact::Registered);
+        ended = Some(loading.await);
     }
-    // A panic there is reported as a bug by the runtime.
-    let _unused = loading.await;
+    if let Some(Err(error)) = ended {
+        panicked(&outcome, &shared.dispatch, &error);
+    }
     over(&shared);
+}
+
+/// A load that has panicked fails as any other does, unless all that GPUs wait for is done.
+fn panicked(outcome: &watch::Sender<Driver>, dispatch: &Dispatch, error: &JoinError) {
+    let error = format!("load module nvidia: the load's task has panicked, a bug of this init: {error}");
+    tracing::error!(name: names::MODULE_LOAD, error);
+    if !matches!(&*outcome.borrow(), Driver::Loaded(loaded) if loaded.control_ready) {
+        outcome.send_replace(Driver::Failed { reason: Some(Reason::Internal), error });
+        dispatch.report(Fact::Loaded(false));
+    }
+}
+
+fn is_loaded(driver: &Driver) -> bool {
+    matches!(driver, Driver::Loaded(_))
 }
 
 fn over(shared: &Arc<Shared>) {
     shared.dispatch.report(Fact::LoadOver);
-    if matches!(&*shared.driver.borrow(), Driver::Loaded(_)) {
+    if is_loaded(&shared.driver.borrow()) {
         let (spec, channels) = (shared.spec.clone(), shared.config.imex_channels);
         tokio::task::spawn_blocking(move || extras::others(channels, &spec));
     }
@@ -201,7 +226,7 @@ struct Load {
     modules: Modules,
     version: Option<String>,
     sysfs: PciSysfs,
-    addresses: Vec<PciAddress>,
+    gpus: Vec<GpuId>,
     way: Way,
     lane: Arc<Lane>,
 }
@@ -210,9 +235,9 @@ impl Load {
     /// Holds all GPUs but the first back.
     fn hold_back(&self) {
         if self.way.one_by_one {
-            for gpu in self.addresses.iter().skip(1).filter(|gpu| !self.sysfs.is_bound(**gpu)) {
+            for gpu in self.gpus.iter().map(|gpu| gpu.address).skip(1).filter(|gpu| !self.sysfs.is_bound(*gpu)) {
                 // A GPU that cannot be held back is probed by the load, and found bound then.
-                if let Err(error) = self.sysfs.hold_back(*gpu) {
+                if let Err(error) = self.sysfs.hold_back(gpu) {
                     tracing::warn!(name: names::GPU_BIND, gpu = %gpu, error = %error);
                 }
             }
@@ -227,7 +252,7 @@ impl Load {
             Ok(loaded) => loaded,
             Err(error) => {
                 // Leave no trace in sysfs.
-                self.addresses.iter().filter(|_| self.way.one_by_one).for_each(|gpu| self.release(*gpu));
+                self.gpus.iter().filter(|_| self.way.one_by_one).for_each(|gpu| self.release(gpu.address));
                 state.send_replace(Driver::Failed { reason: reason_of(&error), error: error.to_string() });
                 dispatch.report(Fact::Loaded(false));
                 return;
@@ -258,13 +283,13 @@ impl Load {
     /// here.
     fn load(&mut self) -> Result<(Loaded, Step), Error> {
         let mut tried = Vec::new();
-        let addresses = self.addresses.clone();
-        let mut candidates = addresses.iter();
+        let gpus = self.gpus.clone();
+        let mut candidates = gpus.iter();
         loop {
             let candidate = candidates.next();
             match (self.way.one_by_one, candidate) {
                 (true, Some(gpu)) => tried.push(*gpu),
-                _ => tried.clone_from(&self.addresses),
+                _ => tried.clone_from(&self.gpus),
             }
             let loaded = match self.way.enables {
                 true => self.lane.run_there(|| self.modules.load(DRIVER)),
@@ -278,14 +303,14 @@ impl Load {
                     return Ok((Loaded { step, major, nodes, tried, control_ready: false }, making));
                 }
                 // The driver can drive none of the GPUs that it was shown: show it the next one.
-                Err(LoadError::Refused { errno: Errno::ENODEV, .. }) if self.way.one_by_one && tried.len() < self.addresses.len() => {
+                Err(LoadError::Refused { errno: Errno::ENODEV, .. }) if self.way.one_by_one && tried.len() < self.gpus.len() => {
                     if let Some(gpu) = candidate
-                        && let Err(error) = self.sysfs.hold_back(*gpu)
+                        && let Err(error) = self.sysfs.hold_back(gpu.address)
                     {
-                        tracing::warn!(name: names::GPU_BIND, gpu = %gpu, error = %error);
+                        tracing::warn!(name: names::GPU_BIND, gpu = %gpu.address, error = %error);
                     }
-                    if let Some(next) = self.addresses.get(tried.len()) {
-                        self.release(*next);
+                    if let Some(next) = self.gpus.get(tried.len()) {
+                        self.release(next.address);
                     }
                 }
                 Err(error) => return Err(Error::Load(error)),
@@ -319,9 +344,39 @@ impl Load {
             }
         }
         // GPUs that failed the load stay released: somebody may want to try them by hand.
-        for gpu in loaded.tried.iter().filter(|g| self.way.one_by_one && !self.sysfs.is_bound(**g)) {
-            self.release(*gpu);
+        for gpu in loaded.tried.iter().filter(|g| self.way.one_by_one && !self.sysfs.is_bound(g.address)) {
+            self.release(gpu.address);
         }
         common
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::boot::gpus::dispatch;
+    use crate::boot::gpus::schedule::Schedule;
+    use crate::boot::gpus::strategy::{Facts, Policy};
+    use crate::config::{Bind, Init};
+
+    #[test]
+    fn a_load_that_panics_leaves_nobody_waiting() {
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+        runtime.block_on(async {
+            let facts = Facts { gpus: 1, firewall: false, driver: None, init_on_probe: false, confidential: false, vcpus: 2 };
+            let policy = Policy { bind: Bind::Auto, init: Init::Parallel, relaxed: true, no_gpus: false, facts };
+            let (dispatch, _orders) = Dispatch::start(Schedule::new(policy, dispatch::now()));
+            let (outcome, mut state) = watch::channel(Driver::Loading);
+            let error = tokio::spawn(async { panic!("on purpose") }).await.unwrap_err();
+            panicked(&outcome, &dispatch, &error);
+            let failed = state.wait_for(|driver| !matches!(driver, Driver::Loading)).await.unwrap().clone();
+            assert!(matches!(failed, Driver::Failed { reason: Some(Reason::Internal), error } if error.contains("panicked")));
+            // Of a load that had made all that GPUs wait for, they are kept.
+            let nodes = DeviceNodes::at(Path::new(DEV), node_rules(Path::new(PROC)));
+            let loaded = Loaded { step: crate::events::StepId::next(), major: 195, nodes, tried: Vec::new(), control_ready: true };
+            outcome.send_replace(Driver::Loaded(loaded));
+            panicked(&outcome, &dispatch, &error);
+            assert!(is_loaded(&state.borrow()));
+        });
     }
 }

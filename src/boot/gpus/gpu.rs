@@ -15,9 +15,10 @@ use super::failed::{Failed, failed, failed_by};
 use super::late::Progress;
 use super::messages::{Arrival, Fact, GpuId, Held, Order, Probe};
 use super::publication::Update;
+use super::roster::Roster;
 use super::shared::{Driver, Loaded, Shared};
 use crate::adapter::{self, InitError};
-use crate::bind::SysfsError;
+use crate::bind::{Bound, PciSysfs, SysfsError};
 use crate::cdi::spec::Naming;
 use crate::clock::boottime_ns;
 use crate::config::Ready;
@@ -49,7 +50,7 @@ pub async fn bring_up(shared: Arc<Shared>, gpu: GpuId, arrival: Arrival, orders:
     match go(&shared, gpu, orders).await {
         Ok(()) => {
             let uuid = uuid(&shared, gpu).await;
-            tracing::info!(name: names::GPU_USABLE, gpu = %gpu.address, index = shared.roster.index(gpu.address) as u64, uuid);
+            tracing::info!(name: names::GPU_USABLE, gpu = %gpu.address, index = shared.roster.index(gpu.address) as u64, uuid, generation = gpu.again());
             // A panic there is reported as a bug by the runtime; the GPU is usable without its
             // extras.
             let _unused = extras::start(&shared, gpu).await;
@@ -72,8 +73,8 @@ async fn go(shared: &Arc<Shared>, gpu: GpuId, mut orders: Orders) -> Result<(), 
     let Order::Probe(_, how) = order else {
         return Err(failed_by(Step::Probe, Reason::Internal)(&format!("ordered {order:?}: want a probe")));
     };
-    let bound = probe(shared, gpu, how, enabled).await?;
-    let (minor, looked) = read_minor(shared, gpu, bound, how == Probe::Load).await?;
+    let probed = probe(shared, gpu, how, enabled).await?;
+    let (bound, minor, looked) = read_minor(shared, gpu, probed, how == Probe::Load).await?;
     let loaded = loaded(shared).await?;
     let (node, made) = make_node(gpu, minor, &loaded, looked)?;
     shared.dispatch.report(Fact::Bound(gpu));
@@ -81,12 +82,12 @@ async fn go(shared: &Arc<Shared>, gpu: GpuId, mut orders: Orders) -> Result<(), 
         // Whether it initialises as well decides whether it stays in the spec.
         Ready::Bound => {
             let published = publish(shared, gpu, node.clone(), made);
-            tokio::join!(initialise(shared, gpu, &node, made, &mut orders), published).0.map(drop)
+            let (initialised, published) = tokio::join!(initialise(shared, bound, gpu, &node, made, &mut orders), published);
+            initialised.and(published)
         }
         Ready::Usable => {
-            let usable = initialise(shared, gpu, &node, made, &mut orders).await?;
-            publish(shared, gpu, node, usable).await;
-            Ok(())
+            let usable = initialise(shared, bound, gpu, &node, made, &mut orders).await?;
+            publish(shared, gpu, node, usable).await
         }
     }
 }
@@ -101,7 +102,7 @@ async fn next(orders: &mut Orders) -> Order {
 
 /// Lets the host map its BARs.
 async fn enable(shared: &Arc<Shared>, gpu: GpuId, holds: &[Held]) -> Result<StepId, Failed> {
-    let result = shared.lane.enable(gpu.address, holds, &shared.seen.progress(gpu.address)).await;
+    let result = shared.lane.enable(gpu.address, holds, &shared.seen.progress(gpu)).await;
     match result {
         Ok((step, took)) => {
             shared.dispatch.report(Fact::Enabled(gpu, took));
@@ -137,7 +138,7 @@ async fn probe(shared: &Arc<Shared>, gpu: GpuId, how: Probe, enabled: Option<Ste
     let loaded = loaded(shared).await?;
     match how {
         // A GPU that the load did not come to is bound as the others are.
-        Probe::Load if loaded.tried.contains(&gpu.address) => {
+        Probe::Load if loaded.tried.contains(&gpu) => {
             let bound = shared.sysfs.is_bound(gpu.address).then_some(loaded.step);
             bound.ok_or_else(|| failed(Step::Probe)(&"the driver's probe failed when the module was loaded"))
         }
@@ -152,7 +153,7 @@ async fn probe(shared: &Arc<Shared>, gpu: GpuId, how: Probe, enabled: Option<Ste
 /// its regular bind.
 async fn probe_during_load(shared: &Arc<Shared>, gpu: GpuId, enabled: Option<StepId>) -> Option<StepId> {
     let step = step!(names::GPU_BIND, gpu = %gpu.address, after = ?After::from(&[enabled][..]));
-    let (id, sysfs, progress, gpu) = (step.id(), shared.sysfs.clone(), shared.seen.progress(gpu.address), gpu.address);
+    let (id, sysfs, progress, gpu) = (step.id(), shared.sysfs.clone(), shared.seen.progress(gpu), gpu.address);
     let probing = tokio::task::spawn_blocking(move || {
         progress.on_this_thread();
         step.run(|| {
@@ -183,7 +184,7 @@ async fn bind(shared: &Arc<Shared>, gpu: GpuId, after: After, how: Probe) -> Res
         let (pause, tries) = TOO_EARLY;
         for _ in 1..tries {
             let bound = shared.seen.next_bound();
-            match try_bind(shared, gpu.address, how).await {
+            match try_bind(shared, gpu, how).await {
                 Err(error) if error.errno() == Some(Errno::ENODEV) && shared.sysfs.is_present(gpu.address) => {
                     // The bind, or the deadline: either way the next try decides.
                     let _unused = tokio::time::timeout(pause, bound).await;
@@ -191,15 +192,15 @@ async fn bind(shared: &Arc<Shared>, gpu: GpuId, after: After, how: Probe) -> Res
                 result => return result,
             }
         }
-        try_bind(shared, gpu.address, how).await
+        try_bind(shared, gpu, how).await
     };
     let since_ns = Some(boottime_ns());
     step.run_async(binding).await.map(|()| id).map_err(|e| Failed { since_ns, ..failed(Step::Probe)(&e) })
 }
 
 /// One try, on a thread of its own; one that enables as well, in the lane's process.
-async fn try_bind(shared: &Arc<Shared>, gpu: PciAddress, how: Probe) -> Result<(), SysfsError> {
-    let (shared, progress) = (Arc::clone(shared), shared.seen.progress(gpu));
+async fn try_bind(shared: &Arc<Shared>, gpu: GpuId, how: Probe) -> Result<(), SysfsError> {
+    let (shared, progress, gpu) = (Arc::clone(shared), shared.seen.progress(gpu), gpu.address);
     let trying = tokio::task::spawn_blocking(move || {
         progress.on_this_thread();
         let sysfs = &shared.sysfs;
@@ -242,21 +243,33 @@ fn bind_in_lane(shared: &Arc<Shared>, gpu: PciAddress, progress: &Progress) -> R
 /// look at it makes the driver read config space (nine times, 550.163.01), waits for the driver's
 /// global lock (before 590.44.01), and never returns for some GPUs that are lost. So on a thread of
 /// its own.
-async fn read_minor(shared: &Shared, gpu: GpuId, bound: StepId, by_load: bool) -> Result<(u32, StepId), Failed> {
-    let bound_at = shared.seen.bound_at(gpu.address).filter(|_| by_load);
+async fn read_minor(shared: &Shared, gpu: GpuId, probed: StepId, by_load: bool) -> Result<(Bound, u32, StepId), Failed> {
+    let bound_at = shared.seen.bound_at(gpu).filter(|_| by_load);
     let at_ns = bound_at.unwrap_or_else(boottime_ns);
-    let (step, progress) =
-        (step!(names::GPU_INFORMATION, gpu = %gpu.address, after = ?After(vec![bound])), shared.seen.progress(gpu.address));
-    let id = step.id();
+    let (step, progress) = (step!(names::GPU_INFORMATION, gpu = %gpu.address, after = ?After(vec![probed])), shared.seen.progress(gpu));
+    let (id, sysfs, roster) = (step.id(), shared.sysfs.clone(), Arc::clone(&shared.roster));
     let reading = tokio::task::spawn_blocking(move || {
         progress.on_this_thread();
-        step.run(|| driver_proc::information(Path::new(PROC), gpu.address))
+        step.run(|| information(&sysfs, &roster, gpu))
     });
-    let information = reading.await.map_err(|panicked| failed_by(Step::Probe, Reason::Internal)(&panicked))?;
-    let minor = information.map_err(|e| failed_by(Step::Probe, Reason::NoMinor)(&e))?.minor;
-    shared.seen.set_minor(gpu.address, minor);
-    tracing::info!(name: names::GPU_BOUND, gpu = %gpu.address, index = shared.roster.index(gpu.address) as u64, minor, at_ns);
-    Ok((minor, id))
+    let read = reading.await.map_err(|panicked| failed_by(Step::Probe, Reason::Internal)(&panicked))?;
+    let (bound, minor) = read.map_err(|e| failed_by(Step::Probe, Reason::NoMinor)(&e))?;
+    shared.seen.set_minor(gpu, minor);
+    let index = shared.roster.index(gpu.address) as u64;
+    tracing::info!(name: names::GPU_BOUND, gpu = %gpu.address, index, minor, bind_inode = bound.bind, generation = gpu.again(), at_ns);
+    Ok((bound, minor, id))
+}
+
+/// Notes the bind that is there, and reads the minor that belongs to it.
+fn information(sysfs: &PciSysfs, roster: &Roster, gpu: GpuId) -> Result<(Bound, u32), String> {
+    let look = || sysfs.sight(gpu.address).map(|seen| seen.bound(gpu.address)).map_err(|e| e.to_string());
+    let before = look()?;
+    let own = before.filter(|bound| roster.bound(gpu, *bound));
+    let minor = driver_proc::information(Path::new(PROC), gpu.address).map_err(|e| e.to_string())?.minor;
+    match own {
+        Some(bound) if look()? == before => Ok((bound, minor)),
+        _ => Err(format!("read the minor of GPU {}: it was bound, unbound or replaced meanwhile", gpu.address)),
+    }
 }
 
 /// Makes the GPU's device node.
@@ -268,23 +281,40 @@ fn make_node(gpu: GpuId, minor: u32, loaded: &Loaded, looked: StepId) -> Result<
 }
 
 /// Makes the GPU resolvable as soon as the nodes that every container needs are there.
-async fn publish(shared: &Arc<Shared>, gpu: GpuId, node: Node, after: StepId) {
+async fn publish(shared: &Arc<Shared>, gpu: GpuId, node: Node, after: StepId) -> Result<(), Failed> {
     shared.dispatch.report(Fact::Publishing(gpu));
-    // Fails only when the load's task has ended, which it does not before it has said this.
     let mut driver = shared.driver.clone();
-    drop(driver.wait_for(|d| matches!(d, Driver::Loaded(l) if l.control_ready)).await);
+    let over =
+        |driver: &Driver| matches!(driver, Driver::Loaded(loaded) if loaded.control_ready) || matches!(driver, Driver::Failed { .. });
+    // An error: the load's task has ended without a word.
+    let error = match driver.wait_for(over).await.as_deref() {
+        Ok(Driver::Failed { error, .. }) => Some(error.clone()),
+        Ok(_) => None,
+        Err(ended) => Some(ended.to_string()),
+    };
+    if let Some(error) = error {
+        return Err(failed_by(Step::Nodes, Reason::Internal)(&error));
+    }
     let _unused = shared.spec.send(Update::Ready { gpu, nodes: vec![node], after: Some(after) });
+    Ok(())
 }
 
 /// Initialises the adapter when that is ordered; waits for as long as the driver takes.
-async fn initialise(shared: &Arc<Shared>, gpu: GpuId, node: &Node, after: StepId, orders: &mut Orders) -> Result<StepId, Failed> {
+async fn initialise(
+    shared: &Arc<Shared>,
+    bound: Bound,
+    gpu: GpuId,
+    node: &Node,
+    after: StepId,
+    orders: &mut Orders,
+) -> Result<StepId, Failed> {
     next(orders).await; // its last one
     let before = shared.seen.initialised();
     let step = step!(names::GPU_INIT, gpu = %gpu.address, after = ?After::from(&[Some(after), before][..]), rc = tracing::field::Empty, status = tracing::field::Empty);
-    let (id, node, shared, progress) = (step.id(), node.clone(), Arc::clone(shared), shared.seen.progress(gpu.address));
+    let (id, node, shared, progress) = (step.id(), node.clone(), Arc::clone(shared), shared.seen.progress(gpu));
     let initialising = tokio::task::spawn_blocking(move || {
         progress.on_this_thread();
-        let descriptor = match shared.descriptors.of(gpu.address) {
+        let descriptor = match shared.descriptors.of(&bound) {
             // An earlier worker opened it; what came of that is still to be asked.
             Some(descriptor) => Ok(descriptor),
             None => {
@@ -295,12 +325,12 @@ async fn initialise(shared: &Arc<Shared>, gpu: GpuId, node: &Node, after: StepId
                     progress.on_thread(thread);
                     shared.dispatch.report(Fact::Opening(gpu));
                 };
-                let opened = shared.descriptors.open(gpu.address, &node, opening);
+                let opened = shared.descriptors.open(bound, &node, opening);
                 progress.on_this_thread();
-                if !shared.roster.contains(gpu) {
-                    // Removed meanwhile: the driver waits for everybody to close it, and has said
-                    // so already.
-                    shared.descriptors.release(gpu.address);
+                if shared.sysfs.sight(gpu.address).is_ok_and(|seen| seen.bound(gpu.address) != Some(bound)) {
+                    // Removed or unbound meanwhile: the driver waits for everybody to close it, and
+                    // has reported so already. Or another GPU has the minor by now.
+                    shared.descriptors.release(&bound);
                 }
                 opened
             }

@@ -6,7 +6,7 @@
 //!                        orders -> enable (lane) -> load, probe -> publish -> initialise
 //! ```
 //!
-//! [`schedule`] alone knows the order, [`strategy`] and [`waves`] what it depends on, [`deadlines`]
+//! [`schedule`] alone knows the order, [`slots`] which GPU is where, [`strategy`] and [`waves`] what it depends on, [`deadlines`]
 //! every time limit. All of these are pure.
 
 pub mod deadlines; // every time limit, with its reason
@@ -16,7 +16,8 @@ pub mod messages; // facts and orders
 pub mod agent; // when the lane waits for the agent
 pub mod schedule; // facts in, permissions and orders out
 mod dispatch; // carries both
-mod roster; // which GPUs there are, and their names
+mod slots; // which GPU is where, under which name
+mod roster; // the same, shared and reported
 pub mod previous; // what an earlier worker has done
 mod late; // what the kernel does for a GPU that takes long
 pub mod lane_cpu; // a vCPU for the lane
@@ -26,6 +27,7 @@ mod publication; // the writer of the spec
 mod shared; // what the tasks of all GPUs work with
 mod extras; // what containers get besides GPUs' nodes
 mod driver; // the driver's load
+mod stock; // what is on the bus, and what was
 mod failed; // a GPU that fails
 mod gpu; // one GPU's way
 mod fleet; // all GPUs, those that come and go among them

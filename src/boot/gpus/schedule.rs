@@ -89,18 +89,11 @@ enum Load {
     /// Not begun.
     No,
     /// `registered`: since when it is probing.
-    Runs {
-        since: Time,
-        registered: Option<Time>,
-    },
+    Runs { since: Time, registered: Option<Time> },
     /// nvidia is loaded; `uvm` is, and `over` is what follows.
-    Loaded {
-        at: Time,
-        since: Time,
-        uvm: bool,
-        over: bool,
-    },
-    Failed,
+    Loaded { at: Time, since: Time, uvm: bool, over: bool },
+    /// `again`: a GPU came since that needs another load, which begins when this one is over.
+    Failed { again: bool },
 }
 
 /// The enable lane's bookkeeping.
@@ -144,6 +137,8 @@ pub struct Schedule {
     scanned: bool,
     settled: bool,
     locked_down: bool,
+    /// Nothing comes of the last load any more.
+    load_over: bool,
 }
 
 impl Schedule {
@@ -163,6 +158,7 @@ impl Schedule {
             scanned: false,
             settled: false,
             locked_down: false,
+            load_over: false,
         }
     }
 
@@ -223,7 +219,7 @@ impl Schedule {
                 times.extend(registered.into_iter().flat_map(|r| [r + BAR_FIREWALL_WAIT, at(r + BAR_FIREWALL_WAIT, Limit::LaneHold)]));
             }
             Load::Loaded { at: loaded, since, .. } => times.extend([at(loaded, Limit::UvmFirst), at(since, Limit::LaneHold)]),
-            Load::No | Load::Failed => {}
+            Load::No | Load::Failed { .. } => {}
         }
         times.extend(self.agent.deadlines().into_iter().flatten());
         times.extend(self.wave.map(|wave| wave.began + self.costs().first_is_back()));
@@ -245,9 +241,21 @@ impl Schedule {
             Arrival::Usable => Stage::Usable,
             Arrival::Failed => Stage::Failed,
         };
+        // What has failed one load need not fail the next one.
+        if let (Load::Failed { again }, Stage::New | Stage::Enabled) = (&mut self.load, stage) {
+            *again = true;
+            self.reload();
+        }
         let started = (stage == Stage::Enabled).then_some(now);
         self.gpus.insert(id, Gpu { arrival, stage, since: now, started, reports: 0, publishing: None });
         self.settled = false;
+    }
+
+    /// Forgets a failed load that is over, where another one is needed.
+    fn reload(&mut self) {
+        if self.load_over && self.load == (Load::Failed { again: true }) {
+            (self.load, self.load_over) = (Load::No, false);
+        }
     }
 
     fn note(&mut self, now: Time, fact: Fact) {
@@ -270,14 +278,14 @@ impl Schedule {
                 // From where it was no longer asleep in a probe.
                 let since = match self.load {
                     Load::Runs { since, registered } => self.load_needs_cpus_since(since, registered).min(now),
-                    Load::No | Load::Loaded { .. } | Load::Failed => now,
+                    Load::No | Load::Loaded { .. } | Load::Failed { .. } => now,
                 };
                 self.load = Load::Loaded { at: now, since, uvm: false, over: false };
                 for gpu in self.gpus.values_mut().filter(|gpu| gpu.stage == Stage::Probing(Probe::Load)) {
                     gpu.enter(Stage::Probed, now);
                 }
             }
-            Fact::Loaded(false) => self.load = Load::Failed,
+            Fact::Loaded(false) => self.load = Load::Failed { again: false },
             Fact::UvmLoaded => {
                 if let Load::Loaded { uvm, .. } = &mut self.load {
                     *uvm = true;
@@ -288,6 +296,8 @@ impl Schedule {
                     *over = true;
                 }
                 self.lockdown = self.lockdown.or(Some(now + Limit::Lockdown.after()));
+                self.load_over = true;
+                self.reload();
             }
             Fact::Bound(id) => self.enter(id, Stage::Bound, now),
             Fact::Publishing(id) => {
@@ -375,6 +385,8 @@ impl Schedule {
             return;
         }
         self.load = Load::Runs { since: now, registered: None };
+        // Not before the end of this one: what belongs to it has to be loadable.
+        self.lockdown = None;
         let count = if one_by_one { 1 } else { free.len() };
         orders.push(Order::Load { gpus: free.clone(), one_by_one, enables: self.lane.took.is_none() });
         for id in free.into_iter().take(count) {
@@ -397,7 +409,7 @@ impl Schedule {
     }
 
     fn is_loaded(&self) -> bool {
-        matches!(self.load, Load::Loaded { .. } | Load::Failed)
+        matches!(self.load, Load::Loaded { .. } | Load::Failed { again: false })
     }
 
     /// Whether the lane is enabling a GPU, or is about to within `soon`.
@@ -597,14 +609,18 @@ impl Schedule {
     }
 
     fn settle(&mut self, now: Time, orders: &mut Vec<Order>) {
-        let load_over = matches!(self.load, Load::No | Load::Failed | Load::Loaded { over: true, .. });
+        let load_over = matches!(self.load, Load::No | Load::Failed { .. } | Load::Loaded { over: true, .. });
         if !self.settled && load_over && self.gpus.values().all(Gpu::is_settled) {
             self.settled = true;
             let usable = self.gpus.values().filter(|gpu| gpu.stage == Stage::Usable).count();
             orders.push(Order::Settled { usable, failed: self.gpus.len() - usable });
-            // Without a GPU there is no driver yet: one that is plugged in later needs it.
-            if self.load != Load::No {
-                self.lockdown = Some(now);
+            match self.load {
+                Load::Runs { .. } | Load::Loaded { .. } => self.lockdown = Some(now),
+                // A GPU that is plugged in later needs the driver: until the deadline after a
+                // failed load, and for as long as the guest lives where none was tried; but not
+                // where no GPU is to come.
+                Load::No if self.policy.no_gpus && self.gpus.is_empty() => self.lockdown = Some(now),
+                Load::No | Load::Failed { .. } => {}
             }
         }
         if !self.locked_down && self.lockdown.is_some_and(|at| at <= now) {
