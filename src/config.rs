@@ -254,7 +254,7 @@ pub const PARAMETERS: &[Parameter] = &[
         name: "gpuinit.gpus",
         values: "0 to 1024",
         default: "any",
-        help: "GPUs that must be there; fewer is an error event",
+        help: "GPUs that must be there; fewer is an error event; 0: none will come, so the loading of modules is forbidden at once",
         set: |c, v| v.parse().ok().filter(|n| *n <= 1024).map(|n| c.expected_gpus = Some(n)),
     },
     Parameter {

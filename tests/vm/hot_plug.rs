@@ -95,7 +95,7 @@ fn plugged(context: &TestContext) -> Result<Outcome> {
 fn overrun(context: &TestContext) -> Result<Outcome> {
     // The worker sleeps while more uevents come than its socket holds, and among the lost ones is the removal of a GPU nobody has open.
     let script = "settled>stop+storm:6000+remove:1+sleep:500+cont;gpu.removed>counters";
-    let words = format!("fakepci.gpus=3 nvidia.init_fail=1 testagent.guest=script testagent.script={script}");
+    let words = format!("fakepci.gpus=3 nvidia.probe_fail=1 testagent.guest=script testagent.script={script}");
     let booted = Guest::new().append(&words).boot(context, "overrun")?;
     let lost = booted.record("overrun", |r| r.name == names::STREAM_LOST && r.fields.get("at").is_some_and(|at| at == "uevents"))?;
     let removed = booted.event(names::GPU_REMOVED)?;
