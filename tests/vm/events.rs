@@ -144,6 +144,8 @@ const VOLATILE: &[&str] = &[
     "printk_us",
     "minor",
     "bytes",
+    "inode",
+    "bind_inode",
     "pid",
     "first_enable_ms",
     "before_kernel_ns",

@@ -209,6 +209,7 @@ fn full_run(context: &TestContext) -> Result<Outcome> {
     ensure!(all.get("nodes").matches("/dev/nvidia").count() == 4 + 3, "{}", all.get("nodes"));
     ensure!(booted.settled()? == (4, 0), "{:?}", booted.settled()?);
     let records = booted.receiver.records();
+    booted.agent("script", |l| l.get("did") == "fill" && l.get("error").is_empty())?;
     let failed = named(&records, Kind::End, names::CDI_PUBLISH).into_iter().filter(|r| r.error.is_some()).count();
     ensure!(failed == 1, "{failed} failures were reported, not the first of the series alone");
     ensure!(named(&records, Kind::Event, names::GPU_PUBLISHED).len() == 4, "not all were reported as published");

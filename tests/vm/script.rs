@@ -10,7 +10,7 @@
 //! | `unbind:K`, `bind:K` | takes GPU K from the driver, which returns when that lets it, or gives it back |
 //! | `ask:K:ACTION` | asks the kernel for a uevent of GPU K of this action, with nothing behind it |
 //! | `minors` | reports each bound GPU's minor: `ADDRESS=MINOR ..` |
-//! | `fill`, `empty` | fills /run up, and makes room again |
+//! | `fill`, `empty` | leaves no room in /run, and makes room again |
 //! | `rescan` | scans the bus again |
 //! | `plug:K`, `unplug:K` | adds GPU K, or takes it away by surprise, on the hardware's side |
 //! | `lose:K` | lets GPU K fall off the bus: from then on it reads all ones, and the kernel has not noticed |
@@ -172,8 +172,8 @@ fn act(action: &str) -> Result<(), String> {
             log::info("minors", &[("all", &minors()?.join(" "))]);
             Ok(())
         }
-        "fill" => fill(),
-        "empty" => std::fs::remove_file(FILLING).map_err(|e| e.to_string()),
+        "fill" => resize_run(true),
+        "empty" => resize_run(false),
         "rescan" => write(Path::new("/sys/bus/pci/rescan"), "1"),
         "plug" => write(Path::new("/proc/fakepci"), &format!("add {}", number()?)),
         "unplug" => write(Path::new("/proc/fakepci"), &format!("remove {}", number()?)),
@@ -270,19 +270,14 @@ fn act(action: &str) -> Result<(), String> {
     }
 }
 
-/// What fills /run up.
-const FILLING: &str = "/run/filling";
-
-/// Writes a file until there is no more room.
-fn fill() -> Result<(), String> {
-    use std::io::Write;
-    let mut file = std::fs::File::create(FILLING).map_err(|e| e.to_string())?;
-    // Small pieces at the end: not even one page is left.
-    for piece in [1 << 20, 4096, 1] {
-        let zeroes = vec![0; piece];
-        while file.write_all(&zeroes).is_ok() {}
-    }
-    Ok(())
+/// Gives /run as much room as is in use, or its own again: filling it takes seconds.
+fn resize_run(full: bool) -> Result<(), String> {
+    use nix::mount::{MsFlags, mount};
+    let run = nix::sys::statvfs::statvfs("/run").map_err(|e| format!("look at /run: {e}"))?;
+    let used = (run.blocks() - run.blocks_free()) * run.fragment_size();
+    let size = if full { format!("size={used}") } else { "size=50%".into() };
+    let flags = MsFlags::MS_REMOUNT | MsFlags::MS_NOSUID | MsFlags::MS_NODEV;
+    mount(None::<&str>, "/run", None::<&str>, flags, Some(size.as_str())).map_err(|e| format!("remount /run with {size}: {e}"))
 }
 
 fn gpu_in_slot(slot: u32) -> String {
