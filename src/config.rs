@@ -261,7 +261,7 @@ pub const PARAMETERS: &[Parameter] = &[
         name: "gpuinit.lockdown",
         values: "on, off",
         default: "on",
-        help: "forbid loading kernel modules once all GPUs are settled, or 60 s after the driver's load",
+        help: "forbid loading kernel modules once the driver is loaded and all GPUs are settled, or 60 s after the load; without a load, only where no GPU will come",
         set: |c, v| switch(v).map(|s| c.lockdown = s),
     },
     Parameter {
