@@ -69,19 +69,25 @@ pub fn start(image: Image, chosen: After, state: watch::Sender<Driver>, shared: 
             let _unused = crate::sys::grace_period().and_then(|()| crate::sys::grace_period());
         }
     });
-    tokio::spawn(follow(Arc::clone(shared), loading, one_by_one));
+    tokio::spawn(follow(Arc::clone(shared), loading, way));
 }
 
-/// Reports what becomes of a load, and makes what nobody waits for when it is over.
-async fn follow(shared: Arc<Shared>, mut loading: JoinHandle<()>, one_by_one: bool) {
-    if one_by_one {
-        tokio::select! {
-            () = is_registered(&shared.sysfs) => shared.dispatch.report(Fact::Registered),
-            _ = &mut loading => return over(&shared),
+/// Reports the load's steps, and makes at its end what nobody waits for.
+async fn follow(shared: Arc<Shared>, mut loading: JoinHandle<()>, way: Way) {
+    let ended = async {
+        if way.one_by_one {
+            tokio::select! {
+                () = is_registered(&shared.sysfs) => shared.dispatch.report(Fact::Registered),
+                _ = &mut loading => return,
+            }
         }
+        // A panic there is reported as a bug by the runtime.
+        let _unused = loading.await;
+    };
+    match way.enables {
+        true => shared.lane.quiet_while(ended).await,
+        false => ended.await,
     }
-    // A panic there is reported as a bug by the runtime.
-    let _unused = loading.await;
     over(&shared);
 }
 

@@ -194,7 +194,11 @@ async fn bind(shared: &Arc<Shared>, gpu: GpuId, after: After, how: Probe) -> Res
         try_bind(shared, gpu.address, how).await
     };
     let since_ns = Some(boottime_ns());
-    step.run_async(binding).await.map(|()| id).map_err(|e| Failed { since_ns, ..failed(Step::Probe)(&e) })
+    let result = match how {
+        Probe::BeforeEnable => shared.lane.quiet_while(step.run_async(binding)).await,
+        Probe::Load | Probe::DuringLoad | Probe::Bind => step.run_async(binding).await,
+    };
+    result.map(|()| id).map_err(|e| Failed { since_ns, ..failed(Step::Probe)(&e) })
 }
 
 /// One try, on a thread of its own; one that enables as well, in the lane's process.

@@ -15,6 +15,7 @@ use crate::step;
 use nix::errno::Errno;
 use nix::unistd::Pid;
 use std::path::Path;
+use std::pin::pin;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
@@ -35,35 +36,42 @@ struct State {
     wait: Option<Step>,
     /// The GPU that was enabled last.
     last: Option<PciAddress>,
+    /// Work under way that keeps the console quiet, and the kernel's level to restore.
+    enabling: u32,
+    quiet: Option<Quiet>,
 }
 
 impl Lane {
     /// A lane whose first enabling comes after these steps.
     pub fn new(sysfs: PciSysfs, spare: Option<Spare>, gate: Gate, after: After) -> Self {
-        Self { sysfs, gate, state: Mutex::new(State { spare, cpu: None, after, wait: None, last: None }) }
+        Self { sysfs, gate, state: Mutex::new(State { spare, cpu: None, after, wait: None, last: None, enabling: 0, quiet: None }) }
     }
 
     /// Enables a GPU; returns its step and how long that took. `holds`: what kept it waiting.
     pub async fn enable(self: &Arc<Self>, gpu: PciAddress, holds: &[Held], progress: &Arc<Progress>) -> Result<(StepId, Duration), String> {
         self.end_wait(gpu, holds);
         let (lane, progress) = (Arc::clone(self), Arc::clone(progress));
-        let mut enabling = tokio::task::spawn_blocking(move || {
+        let enabling = tokio::task::spawn_blocking(move || {
             let cpu = lane.reserve();
             let step = step!(names::GPU_ENABLE, gpu = %gpu, after = ?lane.lock().after);
             lane.lock().after = After(vec![step.id()]);
             (step.id(), step.run(|| enable(&lane.sysfs, gpu, cpu.as_deref(), &progress)).map_err(|e| e.to_string()))
         });
-        // A line on the console would spin another vCPU until the host is free again. Bounded: an
-        // enabling may hang.
-        let quiet = ConsoleQuiet::new(&self.gate);
-        let over = tokio::time::timeout(Limit::ConsoleQuiet.after(), &mut enabling).await;
-        drop(quiet);
-        let result = match over {
-            Ok(result) => result,
-            Err(_) => enabling.await,
-        };
-        let (step, result) = result.map_err(|panicked| panicked.to_string())?;
+        let (step, result) = self.quiet_while(enabling).await.map_err(|panicked| panicked.to_string())?;
         result.map(|took| (step, took))
+    }
+
+    /// Keeps the console quiet during work that enables a GPU: a line on it would spin another vCPU
+    /// until the host is free again. Bounded: an enabling may hang.
+    pub async fn quiet_while<F: Future>(&self, work: F) -> F::Output {
+        let quiet = ConsoleQuiet::new(self);
+        let mut work = pin!(work);
+        let over = tokio::time::timeout(Limit::ConsoleQuiet.after(), &mut work).await;
+        drop(quiet);
+        match over {
+            Ok(result) => result,
+            Err(_) => work.await,
+        }
     }
 
     /// The lane waits before it enables this GPU.
@@ -154,22 +162,30 @@ impl Lane {
     }
 }
 
-/// The console writes nothing while this is there: the kernel's lines stay in its log, the init's
-/// come afterwards.
-struct ConsoleQuiet<'a>(&'a Gate, Option<Quiet>);
+/// Guard of a quiet console: the kernel's lines stay in its log, the init's come afterwards.
+struct ConsoleQuiet<'a>(&'a Lane);
 
 impl<'a> ConsoleQuiet<'a> {
-    fn new(gate: &'a Gate) -> Self {
-        gate.hold();
-        // A level that cannot be set is a line more on the console.
-        Self(gate, kernel_console::quiet(Path::new("/proc")).ok().flatten())
+    fn new(lane: &'a Lane) -> Self {
+        let mut state = lane.lock();
+        state.enabling += 1;
+        if state.enabling == 1 {
+            lane.gate.hold();
+            // A level that cannot be set is a line more on the console.
+            state.quiet = kernel_console::quiet(Path::new("/proc")).ok().flatten();
+        }
+        Self(lane)
     }
 }
 
 impl Drop for ConsoleQuiet<'_> {
     fn drop(&mut self) {
-        drop(self.1.take());
-        self.0.release();
+        let mut state = self.0.lock();
+        state.enabling -= 1;
+        if state.enabling == 0 {
+            drop(state.quiet.take());
+            self.0.gate.release();
+        }
     }
 }
 
