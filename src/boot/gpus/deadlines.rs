@@ -107,7 +107,7 @@ pub const TABLE: [Deadline; 17] = [
     ),
     row(
         Limit::LoadSleeps,
-        1000,
+        1500,
         "after the first probe of a load began to sleep behind a BAR firewall, other probes join it for one enabling and this time: \
          the load does not end before they do",
     ),
