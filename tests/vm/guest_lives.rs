@@ -19,6 +19,7 @@ use std::time::Duration;
 pub const TESTS: &[VmTest] = &[
     VmTest { name: "the_lanes_vcpu_takes_no_interrupts_while_gpus_are_enabled_and_gets_them_back", run: interrupts },
     VmTest { name: "the_console_is_quiet_while_a_gpu_is_enabled_and_nothing_is_lost", run: console },
+    VmTest { name: "the_console_is_quiet_during_a_load_that_enables_by_itself", run: console_of_a_load },
     VmTest { name: "a_container_that_can_start_holds_the_lane_and_the_stream_says_for_how_long", run: container },
     VmTest { name: "a_kernel_with_one_vcpu_brings_all_gpus_up_and_lets_the_agent_first", run: one_vcpu },
 ];
@@ -40,12 +41,17 @@ impl Span {
 }
 
 fn enablings(records: &[Record]) -> Result<Vec<Span>> {
-    let ends = named(records, Kind::End, names::GPU_ENABLE);
+    spans(records, names::GPU_ENABLE)
+}
+
+/// Steps of this name, in order.
+fn spans(records: &[Record], name: &str) -> Result<Vec<Span>> {
+    let ends = named(records, Kind::End, name);
     let span = |begin: &Record| {
-        let end = ends.iter().find(|end| end.span == begin.span).context("an enabling without end")?;
+        let end = ends.iter().find(|end| end.span == begin.span).with_context(|| format!("{name} without end"))?;
         Ok(Span { begin: begin.boottime_ns, end: end.boottime_ns })
     };
-    named(records, Kind::Begin, names::GPU_ENABLE).into_iter().map(span).collect()
+    named(records, Kind::Begin, name).into_iter().map(span).collect()
 }
 
 /// One look of the guest half.
@@ -251,6 +257,23 @@ fn console(context: &TestContext) -> Result<Outcome> {
     let held = expected.iter().filter(|(at, _)| enablings.iter().any(|span| span.has(*at, *at))).count();
     ensure!(held >= 5, "{held} records fall into enablings");
     Ok(Outcome::Measured(format!("{held} of {} lines held back, judged by {judged} pairs of samples", written.len())))
+}
+
+fn console_of_a_load(context: &TestContext) -> Result<Outcome> {
+    let words = format!("fakepci.gpus=2 fakepci.enable_ms=1500 gpuinit.bind=insmod {LOUD} testagent.guest=samples");
+    let booted = Guest::new().append(&words).boot(context, "load")?;
+    ensure!(booted.settled()? == (2, 0), "{:?}", booted.settled()?);
+    booted.agent("sample", |line| line.get("when") == "settled")?;
+    let (items, records) = (console_items(&booted.console.text())?, booted.receiver.records());
+    ensure!(enablings(&records)?.is_empty(), "the lane has enabled: this shows nothing of the load");
+    let load = *spans(&records, names::MODULE_LOAD)?.first().context("no load")?;
+    let samples = items.iter().filter_map(|item| if let Item::Sample(sample) = item { Some(sample) } else { None });
+    let (during, others): (Vec<&Sample>, Vec<&Sample>) = samples.partition(|sample| load.has(sample.from, sample.to));
+    let levels: Vec<u32> = during.iter().map(|sample| sample.level()).collect::<Result<_>>()?;
+    let loud = levels.iter().take_while(|level| **level == 3).count();
+    ensure!(loud < levels.len() && levels[loud..].iter().all(|level| *level == kernel_console::LEVEL), "{load:?}: {levels:?}");
+    ensure!(others.last().context("no sample")?.printk.starts_with("3\t"), "the level is not restored");
+    Ok(Outcome::Measured(format!("{} of {} samples in the load have the lower level", levels.len() - loud, levels.len())))
 }
 
 /// The agent's traces of this kind; `what` as in the event.
