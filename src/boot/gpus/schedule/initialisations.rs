@@ -10,7 +10,7 @@ use crate::pci::BAR_FIREWALL_WAIT;
 use std::time::Duration;
 
 impl Schedule {
-    /// Whether the lane is enabling a GPU, or is about to within `soon`.
+    /// Whether the lane is enabling a GPU, or will begin to within `soon`.
     fn lane_enables(&self, soon: Duration, now: Time) -> bool {
         self.any(|gpu| match gpu.stage {
             Stage::Enabling => gpu.within(Limit::LaneFirst, now),
@@ -19,10 +19,10 @@ impl Schedule {
         })
     }
 
-    /// Whether GPUs wait that would be kept from their probe, or from being published, by an
-    /// initialisation that begins now.
+    /// Whether an initialisation that begins now would delay the probe or publication of a GPU that
+    /// waits.
     fn others_come_first(&self, now: Time) -> bool {
-        // Where GPUs come out of the lane seconds apart, a probe that sleeps is not near.
+        // On a slow lane GPUs are enabled seconds apart, so a sleeping probe is far from its end.
         let near = if self.is_slow() { Limit::WakesSoon } else { Limit::ProbesFirst }.after();
         let asleep = |gpu: &Gpu| self.sleeps(gpu, near, now);
         let awake = |gpu: &Gpu| matches!(gpu.stage, Stage::Probing(_)) && !asleep(gpu);
@@ -40,12 +40,12 @@ impl Schedule {
         self.strategy.as_ref().is_none_or(|strategy| strategy.init == Init::Parallel)
     }
 
-    /// What enabling and initialising cost here, as far as it is known.
+    /// Costs of enabling and initialising in this boot, as far as known.
     pub(super) fn costs(&self) -> Costs {
         Costs::new(self.lane.took.unwrap_or_default(), self.is_parallel(), self.scale.unwrap_or(H100))
     }
 
-    /// GPUs that are enabled and not initialising yet, and GPUs that are not enabled.
+    /// Counts of GPUs that are enabled and not initialising yet, and of GPUs that are not enabled.
     pub(super) fn ready_and_rest(&self) -> (usize, usize) {
         let count = |wanted: fn(Stage) -> bool| self.gpus.values().filter(|gpu| wanted(gpu.stage)).count();
         let ready = count(|stage| matches!(stage, Stage::Enabled | Stage::Probing(_) | Stage::Probed | Stage::Bound));
@@ -57,8 +57,7 @@ impl Schedule {
         self.any(|gpu| gpu.stage == Stage::Initialising && gpu.within(Limit::InitHangs, now))
     }
 
-    /// Lets bound GPUs initialise: all that are bound together, the next ones when these are over
-    /// (see [`waves`](super::waves)).
+    /// Lets bound GPUs initialise: all that are bound in one wave, the next ones after that wave.
     pub(super) fn initialise(&mut self, now: Time, orders: &mut Vec<Order>) {
         let (parallel, runs) = (self.is_parallel(), self.wave_runs(now));
         self.measure(now, runs);
@@ -89,8 +88,7 @@ impl Schedule {
         }
     }
 
-    /// The first one of a wave that is opened: the first parts begin now, not when they were
-    /// ordered.
+    /// Notes the first opening of a wave: the first parts begin now, not at the order.
     pub(super) fn opening(&mut self, id: GpuId, now: Time) {
         let ordered = self.gpus.get(&id).filter(|gpu| gpu.stage == Stage::Initialising).map(|gpu| gpu.since);
         if let (Some(ordered), Some(wave)) = (ordered, self.wave.as_mut().filter(|wave| !wave.opened)) {
@@ -99,7 +97,7 @@ impl Schedule {
         }
     }
 
-    /// Notes the end of a wave, and how long it took where that says something of this driver.
+    /// Notes the end of a wave, and its duration where that is a measure of this driver.
     fn measure(&mut self, now: Time, runs: bool) {
         if let Some(wave) = self.wave.filter(|_| !runs) {
             self.wave = None;
@@ -110,7 +108,7 @@ impl Schedule {
         }
     }
 
-    /// How long the first part of one initialisation is taken to last.
+    /// Assumed duration of the first part of one initialisation.
     pub(super) fn attach(&self) -> Duration {
         let [s1, ..] = self.costs().parts;
         let measured = self.scale.map(|_| (s1 * 17 / 15).max(Limit::AttachLeast.after()));
