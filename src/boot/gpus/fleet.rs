@@ -1,6 +1,5 @@
-//! All GPUs: those of the boot scan, and those that come and go later. Carries out what the
-//! [`schedule`](super::schedule) orders for all of them, and reports to it what the kernel says.
-//! Waits for no GPU.
+//! All GPUs, of the boot scan and hot-plugged. Carries out the [`schedule`](super::schedule)'s
+//! orders for all of them, and reports the kernel's events to it. Waits for no GPU.
 
 use super::dispatch::{self, Dispatch, Orders};
 use super::driver::{self, Image, Way};
@@ -39,24 +38,24 @@ use tokio::runtime::Handle;
 use tokio::sync::{mpsc, watch};
 use tokio::task::{AbortHandle, JoinSet};
 
-/// What the worker hears while it brings GPUs up.
+/// Events that arrive during the bring-up.
 pub struct Sources {
     pub uevents: io::Result<Uevents>,
     pub words: Option<DriverWords>,
     pub signals: Option<mpsc::UnboundedReceiver<Signal>>,
-    /// What the agent does.
+    /// Traces of the agent.
     pub agent: mpsc::UnboundedReceiver<agent_watch::Seen>,
 }
 
-/// What of the machine is set apart for a while.
+/// Machine resources reserved for the bring-up.
 pub struct Machine {
-    /// A vCPU for the lane, where there is one.
+    /// vCPU and process for the lane, where there are two vCPUs or more.
     pub spare: Option<Spare>,
-    /// The console's lines.
+    /// Gate of the console sink.
     pub gate: Gate,
 }
 
-/// Brings all GPUs up and follows what becomes of them, after the worker's start. Never returns.
+/// Brings all GPUs up and follows their changes, after the worker's start. Never returns.
 pub async fn run(
     config: &Config,
     command_line: &[u8],
@@ -71,14 +70,14 @@ pub async fn run(
         let error = format!("subscribe to uevents: {error}: GPUs that come or go later will not be seen");
         tracing::warn!(name: names::UEVENT, error);
     });
-    // Uevents were subscribed to before this: a GPU that appears meanwhile is seen twice, not
+    // Scan after the subscription to uevents: a GPU that appears meanwhile is seen twice, not
     // never.
     let (gpus, scanned) = scan(config, started);
     let mut fleet = Fleet::start(config, command_line, previous, (&gpus, scanned), words, descriptors, machine);
     fleet.follow(uevents.ok(), signals, agent).await;
 }
 
-/// Reads the GPUs, and reports what is found and what is missing.
+/// Scans for GPUs, and reports their number and missing ones.
 fn scan(config: &Config, started: StepId) -> (Vec<Gpu>, StepId) {
     let step = step!(names::PCI_SCAN, after = ?After(vec![started]), gpus = tracing::field::Empty);
     let id = step.id();
@@ -103,15 +102,15 @@ fn scan(config: &Config, started: StepId) -> (Vec<Gpu>, StepId) {
     (gpus, id)
 }
 
-/// The error of a GPU that has fallen off the bus: nothing more will come from it.
+/// Xid of a GPU that has fallen off the bus and is lost until a reset.
 const XID_OFF_THE_BUS: u32 = 79;
 
 pub struct Fleet {
     shared: Arc<Shared>,
     orders: Orders,
-    /// Gone when the driver's load has been started.
+    /// None once the driver's load has been started.
     image: Option<Image>,
-    /// The step that the load comes after.
+    /// Step that precedes the load.
     looked: StepId,
     driver: watch::Sender<Driver>,
     tasks: JoinSet<()>,
@@ -120,7 +119,7 @@ pub struct Fleet {
 }
 
 impl Fleet {
-    /// Starts with what the scan found, after the scan's step.
+    /// Starts with the GPUs of the scan, after the scan's step.
     pub fn start(
         config: &Config,
         command_line: &[u8],
@@ -133,7 +132,7 @@ impl Fleet {
         let looking = step!(names::DRIVER_LOOK, after = ?After(vec![scanned]));
         let looked = looking.id();
         let roster = Arc::new(Roster::default());
-        // All there were before, in the same order, or the removed ones would have been reported.
+        // Names equal those of the earlier worker: a removal would have been reported.
         let ids = roster.add_known(gpus, |gpu| previous.is_some_and(|p| p.gpu(gpu).found));
         let (driver, state) = watch::channel(Driver::Loading);
         let (image, sysfs) = (Image::of(config, command_line), PciSysfs::at(Path::new(SYS)));
@@ -165,7 +164,7 @@ impl Fleet {
         let mut fleet = Self { shared, orders, image: Some(image), looked, driver, tasks: JoinSet::new(), handles: HashMap::new(), facts };
         let mut arrivals = Vec::new();
         for gpu in ids {
-            // What an earlier worker has settled stays settled.
+            // GPUs that an earlier worker has settled stay settled.
             let known = known(&gpu);
             if known.failed {
                 fleet.shared.dispatch.report(Fact::Found(gpu, Arrival::Failed));
@@ -191,7 +190,8 @@ impl Fleet {
         }
     }
 
-    /// Carries out orders and takes in what the kernel and the agent do, for as long as the guest lives.
+    /// Carries out orders and takes events of the kernel and the agent, for as long as the guest
+    /// lives.
     pub async fn follow(
         &mut self,
         mut uevents: Option<Uevents>,
@@ -215,8 +215,8 @@ impl Fleet {
                 },
                 Some(seen) = agent.recv() => self.see(&seen),
                 Some(signal) = listen(signals.as_mut()) => self.heed(signal).await,
-                // A task that was aborted is that of a GPU that is gone; one that panicked was
-                // reported as a bug by the runtime.
+                // An aborted task belonged to a GPU that is gone; the runtime has reported a
+                // panicked one as a bug.
                 Some(_ended) = self.tasks.join_next() => {}
             }
         }
@@ -237,7 +237,7 @@ impl Fleet {
             Order::Settled { usable, failed } => {
                 let _unused = self.shared.spec.send(Update::Settled);
                 tracing::info!(name: names::SETTLED, usable = usable as u64, failed = failed as u64);
-                // Once more: two looks with some time between them show how the clocks drift.
+                // Second reading of the host's clock: two readings show the drift.
                 ptp_kvm::report();
             }
             Order::LockDown => lock_down(&self.shared.config),
@@ -245,7 +245,7 @@ impl Fleet {
         }
     }
 
-    /// What the agent does decides how long the lane waits for it.
+    /// Reports a trace of the agent that can make the lane wait or go on.
     fn see(&self, seen: &agent_watch::Seen) {
         let fact = match seen {
             agent_watch::Seen::Look(_) => Fact::AgentLooked,
@@ -259,8 +259,7 @@ impl Fleet {
         self.shared.dispatch.report(fact);
     }
 
-    /// Reports a GPU that takes long. On a thread of its own: the kernel shows stacks by files of
-    /// other processes.
+    /// Reports a GPU that takes long, on a thread of its own: stacks are files of other processes.
     fn report_late(&self, gpu: GpuId, step: &'static str, waited: Duration) {
         let progress = self.shared.seen.progress(gpu.address);
         tokio::task::spawn_blocking(move || {
@@ -269,7 +268,8 @@ impl Fleet {
         });
     }
 
-    /// A display came or went. Of a GPU that is not usable yet, all is read when it is.
+    /// Reads a GPU's extras again after a display came or went. For a GPU that is not usable yet,
+    /// they are read once it is.
     fn read_extras(&self, gpu: PciAddress) {
         if let Some(gpu) = self.shared.roster.at(gpu).filter(|gpu| self.shared.dispatch.is_usable(*gpu)) {
             drop(extras::start(&self.shared, gpu));
@@ -291,7 +291,7 @@ impl Fleet {
         }
     }
 
-    /// After uevents were lost: what is there now counts.
+    /// Scans again after uevents were lost.
     fn rescan(&mut self) {
         let present = match pci::scan(Path::new(SYS)) {
             Ok((gpus, _)) => gpus,
@@ -306,25 +306,25 @@ impl Fleet {
             }
         }
         self.arrived(present);
-        // A display may have come or gone with the lost ones.
+        // A lost uevent may have been that of a display.
         for gpu in self.shared.roster.all() {
             self.read_extras(gpu.address);
         }
     }
 
-    /// GPUs that are there now; those that were there before are left alone.
+    /// Brings up the GPUs that are not in the roster yet.
     fn arrived(&mut self, gpus: Vec<Gpu>) {
         let new = self.shared.roster.add(&gpus);
         if new.is_empty() {
             return;
         }
         let _unused = self.shared.spec.send(Update::Roster);
-        // No lane for those that come later: the kernel enables and probes them by itself, and the
-        // bind finds that done.
+        // Hot-plugged GPUs skip the lane: the kernel enables and probes them by itself, before the
+        // bind here.
         self.bring_up(new.into_iter().map(|gpu| (gpu, Arrival::Enabled)).collect());
     }
 
-    /// A GPU that is gone, or about to go: out of the spec, and out of our hands.
+    /// Releases a GPU that is gone or about to go, and removes it from the spec.
     fn left(&mut self, gpu: PciAddress) {
         self.shared.descriptors.release(gpu);
         self.shared.seen.gone(gpu);
@@ -333,7 +333,8 @@ impl Fleet {
         tracing::info!(name: names::GPU_REMOVED, gpu = %gpu, index);
         self.shared.roster.remove(gpu);
         let _unused = self.shared.spec.send(Update::Roster);
-        // What blocks in the kernel for this GPU returns on its own; nobody waits for it any more.
+        // Threads that block in the kernel for this GPU return on their own; no task waits for
+        // them.
         if let Some(task) = self.handles.remove(&id) {
             task.abort();
         }
@@ -342,7 +343,8 @@ impl Fleet {
 
     async fn heed(&mut self, signal: Signal) {
         match signal {
-            // Only where sysfs says the same: the driver's link goes before its removal is called.
+            // The line counts only where sysfs agrees: the kernel removes the driver's link before
+            // it calls the driver's removal.
             Signal::RemovalWaits(gpu) if !self.shared.sysfs.is_bound(gpu) => self.left(gpu),
             Signal::RemovalWaits(_) => {}
             Signal::Xid(gpu, number) => {
@@ -371,7 +373,7 @@ async fn listen(signals: Option<&mut mpsc::UnboundedReceiver<Signal>>) -> Option
     }
 }
 
-/// What is known before the first GPU is touched.
+/// Collects the facts known before the first GPU is enabled.
 fn facts(image: &Image, gpus: &[Gpu]) -> Facts {
     Facts {
         gpus: gpus.len(),
@@ -383,7 +385,7 @@ fn facts(image: &Image, gpus: &[Gpu]) -> Facts {
     }
 }
 
-/// The choice and its reasons.
+/// Reports the chosen strategy and its reasons.
 fn report_strategy(strategy: &Strategy, facts: &Facts, first_enable: Option<Duration>) {
     tracing::info!(
         name: names::STRATEGY,
@@ -398,16 +400,16 @@ fn report_strategy(strategy: &Strategy, facts: &Facts, first_enable: Option<Dura
     );
 }
 
-/// How the spec is to look.
+/// Options of the spec.
 fn options(config: &Config) -> Options {
-    // This program, where the agent finds it: the worker is a fork of PID 1, which was started from
-    // there.
+    // Hook path: this program as PID 1 was started, where the agent finds it. The worker is a fork
+    // of PID 1.
     let exe = std::fs::read_link("/proc/self/exe").map(|path| path.display().to_string());
     let hook_path = exe.unwrap_or_else(|_| Options::default().hook_path);
     Options { namings: config.cdi_names.clone(), hooks: config.cdi_hooks, hook_path }
 }
 
-/// What an earlier worker had published of these GPUs, as far as it is still true.
+/// Entries of these GPUs published by an earlier worker, as far as still valid.
 fn published(previous: &Previous, sysfs: &PciSysfs, gpus: &[GpuId], image: &Image) -> Published {
     let nodes = driver::nodes_now();
     let mut published = Published::default();
@@ -429,7 +431,7 @@ fn published(previous: &Previous, sysfs: &PciSysfs, gpus: &[GpuId], image: &Imag
     published
 }
 
-/// Nothing is loaded any more from here on, unless the configuration says otherwise.
+/// Disables module loading, where configured.
 fn lock_down(config: &Config) {
     if !config.lockdown {
         return;

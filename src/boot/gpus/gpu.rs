@@ -1,13 +1,13 @@
-//! One GPU's way, from the scan to the spec, top to bottom:
+//! Steps of one GPU, from the scan to the spec:
 //!
 //! ```text
 //! enable -> probe -> minor -> node -+-> publish
 //!                                   +-> initialise -> usable
 //! ```
 //!
-//! The [`schedule`](super::schedule) orders when each step begins; this file carries the steps out
-//! and reports how they end. A GPU that hangs in a step stays as it is, for ever if need be, and
-//! stops nobody.
+//! The [`schedule`](super::schedule) orders the begin of each step; this file carries the steps out
+//! and reports their results. A GPU that hangs in a step is left as it is, for ever if need be, and
+//! stops no other GPU.
 
 use super::dispatch::Orders;
 use super::extras;
@@ -33,13 +33,13 @@ use std::sync::Arc;
 use std::time::Duration;
 
 const PROC: &str = "/proc";
-/// A GPU that is plugged in is announced before the kernel lets any driver have it; the moment
-/// after is announced by nothing but the bind itself. A bind that was too early waits for that
-/// event, at most for this time, and tries again, at most this often.
+/// Longest wait before the next try of a bind that came too early, and most tries. The kernel
+/// reports a plugged-in GPU before it lets any driver bind; the moment after has no event but the
+/// bind itself, for which the next try waits.
 const TOO_EARLY: (Duration, u32) = (Duration::from_secs(1), 10);
 
-/// A probe behind a firewall sleeps after this time, and for 4 s: when it is moved to the lane's
-/// vCPU.
+/// Time after which a probe behind a firewall sleeps, for 4 s; its process is moved to the lane's
+/// vCPU then.
 const ASLEEP: Duration = Duration::from_millis(500);
 
 /// Brings one GPU up; ends when it is usable, has failed or is gone.
@@ -50,8 +50,7 @@ pub async fn bring_up(shared: Arc<Shared>, gpu: GpuId, arrival: Arrival, orders:
         Ok(()) => {
             let uuid = uuid(&shared, gpu).await;
             tracing::info!(name: names::GPU_USABLE, gpu = %gpu.address, index = shared.roster.index(gpu.address) as u64, uuid);
-            // A panic there is reported as a bug by the runtime; the GPU is usable without its
-            // extras.
+            // The runtime reports a panic of the task as a bug; the GPU is usable without extras.
             let _unused = extras::start(&shared, gpu).await;
             shared.dispatch.report(Fact::Usable(gpu));
         }
@@ -61,7 +60,7 @@ pub async fn bring_up(shared: Arc<Shared>, gpu: GpuId, arrival: Arrival, orders:
     }
 }
 
-/// The way itself.
+/// Runs the steps in order.
 async fn go(shared: &Arc<Shared>, gpu: GpuId, mut orders: Orders) -> Result<(), Failed> {
     let mut order = next(&mut orders).await;
     let mut enabled = None;
@@ -78,7 +77,7 @@ async fn go(shared: &Arc<Shared>, gpu: GpuId, mut orders: Orders) -> Result<(), 
     let (node, made) = make_node(gpu, minor, &loaded, looked)?;
     shared.dispatch.report(Fact::Bound(gpu));
     match shared.config.ready {
-        // Whether it initialises as well decides whether it stays in the spec.
+        // A failed initialisation removes the GPU from the spec again.
         Ready::Bound => {
             let published = publish(shared, gpu, node.clone(), made);
             tokio::join!(initialise(shared, gpu, &node, made, &mut orders), published).0.map(drop)
@@ -91,7 +90,7 @@ async fn go(shared: &Arc<Shared>, gpu: GpuId, mut orders: Orders) -> Result<(), 
     }
 }
 
-/// The next order of this GPU. Never comes for a GPU that is gone: its task is aborted.
+/// Next order of this GPU. Pending for ever for a GPU that is gone: its task is aborted.
 async fn next(orders: &mut Orders) -> Order {
     match orders.recv().await {
         Some(order) => order,
@@ -99,7 +98,7 @@ async fn next(orders: &mut Orders) -> Order {
     }
 }
 
-/// Lets the host map its BARs.
+/// Enables the GPU, which makes the host map its BARs.
 async fn enable(shared: &Arc<Shared>, gpu: GpuId, holds: &[Held]) -> Result<StepId, Failed> {
     let result = shared.lane.enable(gpu.address, holds, &shared.seen.progress(gpu.address)).await;
     match result {
@@ -108,8 +107,8 @@ async fn enable(shared: &Arc<Shared>, gpu: GpuId, holds: &[Held]) -> Result<Step
             Ok(step)
         }
         Err(error) => {
-            // The load was kept from this GPU; whoever tries by hand is not. On a thread: the
-            // device is locked while another one probes it.
+            // Release the GPU, which was held back for the load, so that it can be bound by hand.
+            // On a thread: the device is locked during a probe.
             let (sysfs, address) = (shared.sysfs.clone(), gpu.address);
             let _unused = tokio::task::spawn_blocking(move || sysfs.release(address)).await;
             Err(failed(Step::Enable)(&error))
@@ -136,7 +135,7 @@ async fn probe(shared: &Arc<Shared>, gpu: GpuId, how: Probe, enabled: Option<Ste
     }
     let loaded = loaded(shared).await?;
     match how {
-        // A GPU that the load did not come to is bound as the others are.
+        // A GPU that the load did not try gets a regular bind.
         Probe::Load if loaded.tried.contains(&gpu.address) => {
             let bound = shared.sysfs.is_bound(gpu.address).then_some(loaded.step);
             bound.ok_or_else(|| failed(Step::Probe)(&"the driver's probe failed when the module was loaded"))
@@ -147,17 +146,16 @@ async fn probe(shared: &Arc<Shared>, gpu: GpuId, how: Probe, enabled: Option<Ste
     }
 }
 
-/// Probes this GPU while the module load is still probing another one, whose probe sleeps; returns
-/// the step if that bound it. Whatever comes of it, a GPU that is not bound by the load's end gets
-/// its regular bind.
+/// Probes this GPU while the module load still probes another one, whose probe sleeps. Returns the
+/// step if that bound the GPU; a GPU that is not bound by the load's end gets a regular bind.
 async fn probe_during_load(shared: &Arc<Shared>, gpu: GpuId, enabled: Option<StepId>) -> Option<StepId> {
     let step = step!(names::GPU_BIND, gpu = %gpu.address, after = ?After::from(&[enabled][..]));
     let (id, sysfs, progress, gpu) = (step.id(), shared.sysfs.clone(), shared.seen.progress(gpu.address), gpu.address);
     let probing = tokio::task::spawn_blocking(move || {
         progress.on_this_thread();
         step.run(|| {
-            // One that could not be held back is the load's, and this would wait for its probe; so
-            // not on the runtime's thread.
+            // A GPU that could not be held back is probed by the load, and this call would wait for
+            // that probe; hence the thread.
             if !sysfs.is_held_back(gpu) {
                 return Ok(false);
             }
@@ -165,13 +163,13 @@ async fn probe_during_load(shared: &Arc<Shared>, gpu: GpuId, enabled: Option<Ste
             sysfs.probe(gpu)?;
             let bound = sysfs.is_bound_at_last(gpu);
             if !bound {
-                // The load must not probe it a third time.
+                // The load must not probe the GPU a third time.
                 sysfs.hold_back(gpu)?;
             }
             Ok::<bool, SysfsError>(bound)
         })
     });
-    // Errors are those of the regular bind that follows.
+    // Errors are ignored: the regular bind that follows reports its own.
     matches!(probing.await, Ok(Ok(true))).then_some(id)
 }
 
@@ -185,7 +183,7 @@ async fn bind(shared: &Arc<Shared>, gpu: GpuId, after: After, how: Probe) -> Res
             let bound = shared.seen.next_bound();
             match try_bind(shared, gpu.address, how).await {
                 Err(error) if error.errno() == Some(Errno::ENODEV) && shared.sysfs.is_present(gpu.address) => {
-                    // The bind, or the deadline: either way the next try decides.
+                    // The wait ends with a bind or its deadline; the next try decides.
                     let _unused = tokio::time::timeout(pause, bound).await;
                 }
                 result => return result,
@@ -201,7 +199,7 @@ async fn bind(shared: &Arc<Shared>, gpu: GpuId, after: After, how: Probe) -> Res
     result.map(|()| id).map_err(|e| Failed { since_ns, ..failed(Step::Probe)(&e) })
 }
 
-/// One try, on a thread of its own; one that enables as well, in the lane's process.
+/// Tries to bind once, on a thread of its own; a bind that also enables runs in the lane's process.
 async fn try_bind(shared: &Arc<Shared>, gpu: PciAddress, how: Probe) -> Result<(), SysfsError> {
     let (shared, progress) = (Arc::clone(shared), shared.seen.progress(gpu));
     let trying = tokio::task::spawn_blocking(move || {
@@ -213,24 +211,23 @@ async fn try_bind(shared: &Arc<Shared>, gpu: PciAddress, how: Probe) -> Result<(
             Probe::Load | Probe::DuringLoad | Probe::Bind => sysfs.bind(gpu),
         };
         match bound {
-            // Somebody else was faster.
+            // Another bind came first.
             Err(_) if sysfs.is_bound_at_last(gpu) => Ok(()),
             result => result,
         }
     });
-    // A panic of the thread is reported as a bug by the runtime; the GPU is then as unbound as
-    // after a refusal.
+    // The runtime reports a panic of the thread as a bug; the GPU is unbound, as after a refusal.
     trying.await.unwrap_or_else(|panicked| Err(SysfsError::other(&panicked)))
 }
 
-/// Binds a GPU that the driver enables when its firewall is down: in a process that is on the
-/// lane's vCPU by then. On a thread of its own.
+/// Binds a GPU that the driver enables when its firewall is down, in a process that is on the
+/// lane's vCPU by then. Blocks; call on a thread of its own.
 fn bind_in_lane(shared: &Arc<Shared>, gpu: PciAddress, progress: &Progress) -> Result<(), SysfsError> {
     let binding = |process| {
         progress.on_thread(process);
         let lane = Arc::clone(&shared.lane);
         shared.runtime.spawn(async move {
-            // It begins its sleep elsewhere: the lane's vCPU may be gone for as long as that takes.
+            // The sleep begins on another vCPU: the lane's may be gone for an enabling until then.
             tokio::time::sleep(ASLEEP).await;
             lane.move_here(process);
         });
@@ -242,10 +239,10 @@ fn bind_in_lane(shared: &Arc<Shared>, gpu: PciAddress, progress: &Progress) -> R
 }
 
 /// Reads the minor that the driver gave the GPU, and reports the bind with the time at which the
-/// kernel reported it. The one place that reads the information file before the GPU is usable: each
-/// look at it makes the driver read config space (nine times, 550.163.01), waits for the driver's
-/// global lock (before 590.44.01), and never returns for some GPUs that are lost. So on a thread of
-/// its own.
+/// kernel reported it. Only place that reads the information file before the GPU is usable. Each
+/// read makes the driver read config space (nine times, 550.163.01), waits for the driver's global
+/// lock (before 590.44.01), and never returns for some GPUs that are lost; hence a thread of its
+/// own.
 async fn read_minor(shared: &Shared, gpu: GpuId, bound: StepId, by_load: bool) -> Result<(u32, StepId), Failed> {
     let bound_at = shared.seen.bound_at(gpu.address).filter(|_| by_load);
     let at_ns = bound_at.unwrap_or_else(boottime_ns);
@@ -271,30 +268,30 @@ fn make_node(gpu: GpuId, minor: u32, loaded: &Loaded, looked: StepId) -> Result<
     Ok((node, id))
 }
 
-/// Makes the GPU resolvable as soon as the nodes that every container needs are there.
+/// Makes the GPU resolvable as soon as the nodes that every container needs exist.
 async fn publish(shared: &Arc<Shared>, gpu: GpuId, node: Node, after: StepId) {
     shared.dispatch.report(Fact::Publishing(gpu));
-    // Fails only when the load's task has ended, which it does not before it has said this.
+    // The wait fails only when the load's task has ended, which sets `control_ready` before.
     let mut driver = shared.driver.clone();
     drop(driver.wait_for(|d| matches!(d, Driver::Loaded(l) if l.control_ready)).await);
     let _unused = shared.spec.send(Update::Ready { gpu, nodes: vec![node], after: Some(after) });
 }
 
-/// Initialises the adapter when that is ordered; waits for as long as the driver takes.
+/// Initialises the adapter on order; waits for as long as the driver takes.
 async fn initialise(shared: &Arc<Shared>, gpu: GpuId, node: &Node, after: StepId, orders: &mut Orders) -> Result<StepId, Failed> {
-    next(orders).await; // its last one
+    next(orders).await; // the last order of a GPU
     let before = shared.seen.initialised();
     let step = step!(names::GPU_INIT, gpu = %gpu.address, after = ?After::from(&[Some(after), before][..]), rc = tracing::field::Empty, status = tracing::field::Empty);
     let (id, node, shared, progress) = (step.id(), node.clone(), Arc::clone(shared), shared.seen.progress(gpu.address));
     let initialising = tokio::task::spawn_blocking(move || {
         progress.on_this_thread();
         let descriptor = match shared.descriptors.of(gpu.address) {
-            // An earlier worker opened it; what came of that is still to be asked.
+            // An earlier worker opened the GPU; the result is queried below.
             Some(descriptor) => Ok(descriptor),
             None => {
                 shared.lane.keep_driver_off();
-                // From here, not from when it returns: with drivers before 550.40.07 the open is
-                // the whole initialisation.
+                // The initialisation begins here, not when the open returns: with drivers before
+                // 550.40.07 the open is the whole initialisation.
                 let opening = |thread| {
                     progress.on_thread(thread);
                     shared.dispatch.report(Fact::Opening(gpu));
@@ -302,8 +299,8 @@ async fn initialise(shared: &Arc<Shared>, gpu: GpuId, node: &Node, after: StepId
                 let opened = shared.descriptors.open(gpu.address, &node, opening);
                 progress.on_this_thread();
                 if !shared.roster.contains(gpu) {
-                    // Removed meanwhile: the driver waits for everybody to close it, and has said
-                    // so already.
+                    // The GPU was removed meanwhile: the driver waits until all its descriptors are
+                    // closed, and has already logged that.
                     shared.descriptors.release(gpu.address);
                 }
                 opened
@@ -327,7 +324,7 @@ async fn initialise(shared: &Arc<Shared>, gpu: GpuId, node: &Node, after: StepId
     }
 }
 
-/// Gives a usable GPU its other name, where that is wanted: the driver knows it from the first
+/// Adds a usable GPU's name by UUID, where configured; the driver knows the UUID from the first
 /// initialisation on.
 async fn uuid(shared: &Shared, gpu: GpuId) -> Option<String> {
     if !shared.config.cdi_names.contains(&Naming::Uuid) {

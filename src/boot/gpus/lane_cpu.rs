@@ -1,11 +1,11 @@
 //! A vCPU for the lane. While the host maps BARs, the vCPU that enables is gone: tasks queued there
 //! do not run, timers set there do not fire, interrupts routed there wait. An initialisation that
 //! happens to sleep there takes seconds longer. So the lane's process ([`LaneProcess`]) has a vCPU
-//! to itself, and until the lane ends, every thread that initialises GPUs stays off it, and so does
-//! every interrupt that can be moved. The agent and its containers may still run there: with two
-//! vCPUs they would otherwise have one less.
+//! to itself. Until the lane ends, every thread that initialises GPUs stays off that vCPU, and so
+//! does every interrupt that can be moved. The agent and its containers may still run there: on a
+//! guest of two vCPUs they would otherwise have one less.
 //!
-//! All of this only makes a boot faster: a mask that cannot be set stays as it is.
+//! A boot works without all of this, only slower: a mask that cannot be set stays as it is.
 
 use super::late::OPEN_THREAD;
 use crate::boot::wire::keeper::Held;
@@ -18,19 +18,19 @@ use std::path::Path;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-/// Where procfs is mounted.
+/// Mount point of procfs.
 const PROC: &str = "/proc";
-/// How long virtio-vsock's interrupts are given to arrive once, which moves them: a completion
-/// takes well below this.
+/// Longest wait for one arrival of virtio-vsock's interrupts, which moves them; a completion takes
+/// well below this.
 const STIR: Duration = Duration::from_millis(20);
 
-/// The calling thread, for the kernel.
+/// Calling thread, as a system call argument.
 const SELF: Pid = Pid::from_raw(0);
 
-/// A vCPU for the lane, and its process there; nothing is moved yet.
+/// A vCPU for the lane, with the lane's process on it; threads and interrupts are not moved yet.
 pub struct Spare {
     process: LaneProcess,
-    /// The process that opens GPUs.
+    /// Process that opens GPUs.
     opener: Option<Pid>,
     cpu: usize,
     all: CpuSet,
@@ -49,7 +49,7 @@ impl Spare {
         Some(Self { process, opener, cpu, all, others })
     }
 
-    /// Moves this process and the one that opens GPUs.
+    /// Moves this process and the process that opens GPUs.
     fn move_to(&self, cpus: &CpuSet) {
         move_process(cpus);
         if let Some(opener) = self.opener {
@@ -62,7 +62,7 @@ impl Spare {
         self.move_to(&self.others);
         let online: Vec<usize> = cpus(&self.all).collect();
         let interrupts = interrupts::keep_off(Path::new(PROC), self.cpu, &online);
-        // A written mask moves an interrupt when it arrives the next time.
+        // A written mask moves an interrupt at its next arrival.
         if interrupts.vsock_waits(sysfs) {
             let _unused = interrupts::stir_vsock(STIR);
         }
@@ -74,7 +74,7 @@ impl Spare {
     }
 }
 
-/// A vCPU that only the lane uses; given back when this is dropped.
+/// A vCPU reserved for the lane until this is dropped.
 pub struct LaneCpu {
     spare: Spare,
     moved: Mutex<Moved>,
@@ -82,11 +82,11 @@ pub struct LaneCpu {
 
 /// Interrupts and threads that were moved off the vCPU.
 struct Moved {
-    /// Given back when dropped.
+    /// Restored when dropped.
     interrupts: MovedInterrupts,
     /// The driver's threads.
     threads: Vec<Pid>,
-    /// The highest process id that was looked at.
+    /// Highest process id that was examined.
     seen: i32,
 }
 
@@ -118,8 +118,8 @@ impl LaneCpu {
         self.lock().interrupts.again();
     }
 
-    /// Moves the driver's threads that initialise GPUs off the lane's vCPU: those that have come
-    /// since the last call. There is one for each GPU, made in its probe.
+    /// Moves the driver's threads that initialise GPUs off the lane's vCPU, if started since the
+    /// last call. The driver starts one for each GPU, in its probe.
     pub fn keep_driver_off(&self) {
         let mut moved = self.lock();
         let new = numbers(Path::new(PROC)).filter(|pid| *pid > moved.seen).collect::<Vec<_>>();
@@ -153,7 +153,7 @@ fn move_process(to: &CpuSet) {
     }
 }
 
-/// The numbers among the names in a directory: process or thread ids.
+/// Process or thread ids: the numeric names in a directory.
 fn numbers(directory: &Path) -> impl Iterator<Item = i32> {
     std::fs::read_dir(directory).into_iter().flatten().flatten().filter_map(|e| e.file_name().to_str()?.parse().ok())
 }
@@ -162,8 +162,8 @@ fn cpus(set: &CpuSet) -> impl DoubleEndedIterator<Item = usize> {
     (0..CpuSet::count()).filter(|cpu| set.is_set(*cpu).unwrap_or(false))
 }
 
-/// Splits CPUs into the last one, which has the least other work, and the others. None where there
-/// are no others.
+/// Splits CPUs into the last one, which has the least other work, and the others. None for fewer
+/// than two CPUs.
 fn split(all: &CpuSet) -> Option<(usize, CpuSet)> {
     let last = cpus(all).next_back()?;
     let mut others = *all;

@@ -9,7 +9,7 @@ pub const OPEN_THREAD: &str = "nv_open_q";
 /// Frames of a stack that are reported.
 const FRAMES: usize = 8;
 
-/// Id of the thread that is in the kernel for a GPU; 0: none of ours.
+/// Id of this init's thread that is in the kernel for a GPU; 0: none.
 #[derive(Default)]
 pub struct Progress(AtomicI32);
 
@@ -19,19 +19,19 @@ impl Progress {
         self.on_thread(nix::unistd::gettid());
     }
 
-    /// Notes the thread that waits for this GPU, of whichever process.
+    /// Notes the thread, of any process, that waits for this GPU.
     pub fn on_thread(&self, thread: nix::unistd::Pid) {
         self.0.store(thread.as_raw(), Ordering::Relaxed);
     }
 
-    /// Stacks of what the kernel is doing for this GPU now; empty where the kernel does not show
-    /// them. Reads other processes' files: call on a thread of its own.
+    /// Kernel stacks of the threads that work for this GPU now; empty where the kernel does not
+    /// show them. Reads other processes' files: call on a thread of its own.
     pub fn stack(&self) -> String {
         stack(Path::new("/proc"), self.0.load(Ordering::Relaxed))
     }
 }
 
-/// Stack of our thread, and stacks of the driver's threads that are initialising. Empty where the
+/// Stack of `thread`, and stacks of the driver's threads that are initialising. Empty where the
 /// kernel does not show them.
 fn stack(proc: &Path, thread: i32) -> String {
     let mut stacks = Vec::new();

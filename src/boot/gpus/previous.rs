@@ -9,26 +9,26 @@ use std::collections::{BTreeMap, HashMap};
 /// State of one GPU so far.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Known {
-    /// Its name was reported.
+    /// Set once its name was reported.
     pub found: bool,
     /// Device minor; set once bound.
     pub minor: Option<u32>,
-    /// Set once usable, where names by UUID were asked for.
+    /// Set once usable, where names by UUID are configured.
     pub uuid: Option<String>,
     pub published: bool,
     pub usable: bool,
     pub failed: bool,
 }
 
-/// The stream so far.
+/// State read from the stream of earlier workers.
 #[derive(Debug, Default)]
 pub struct Previous {
     pub gpus: HashMap<PciAddress, Known>,
     /// Steps that began and did not end: their worker died in them.
     pub open: Vec<Record>,
-    /// The greatest id of a step.
+    /// Greatest id of a step.
     pub last_step: u64,
-    /// The kernel's number of the last line of its log that is in the stream.
+    /// Sequence number of the last line of the kernel's log in the stream.
     pub last_kmsg: Option<u64>,
 }
 
@@ -57,7 +57,7 @@ impl Previous {
         let Some(gpu) = record.gpu else { return };
         let known = self.gpus.entry(gpu).or_default();
         match record.name.as_str() {
-            // Found again after a removal, or removed: no earlier fact holds any more.
+            // After a removal, no earlier fact holds.
             names::GPU_REMOVED => *known = Known::default(),
             names::GPU_FOUND => known.found = true,
             names::GPU_BOUND => known.minor = record.fields.get("minor").and_then(|n| u32::try_from(n.as_u64()?).ok()),
@@ -76,7 +76,7 @@ impl Previous {
     }
 }
 
-/// The end of a step whose worker has died in it.
+/// End record of a step whose worker has died in it.
 pub fn end_of(begin: &Record) -> Record {
     Record {
         boottime_ns: boottime_ns(),

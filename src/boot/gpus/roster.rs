@@ -1,8 +1,8 @@
-//! The GPUs that are on the bus, and the names they have in the CDI spec: the k-th in ascending PCI
-//! address is `k`, as the runtimes count.
+//! GPUs on the bus, and their names in the CDI spec: the k-th in ascending PCI address is `k`, as
+//! the runtimes count.
 //!
-//! A failed GPU keeps its name. A GPU that comes or goes renames those behind it, because the
-//! runtimes, too, count the GPUs that are there. A GPU that comes back at an address is another
+//! A failed GPU keeps its name. A GPU that comes or goes renames the GPUs behind it, because the
+//! runtimes, too, count the GPUs that are present. A GPU that comes back at an address is a new
 //! one, with a generation of its own.
 
 use super::messages::GpuId;
@@ -24,17 +24,17 @@ struct Entry {
     generation: u32,
     /// PCI device id.
     device: u16,
-    /// The name that was reported last.
+    /// Name that was reported last.
     reported: Option<usize>,
 }
 
 impl Roster {
-    /// Adds GPUs that are not there yet; reports every name that is new or has changed.
+    /// Adds GPUs that are not in the roster yet; reports every name that is new or has changed.
     pub fn add(&self, gpus: &[Gpu]) -> Vec<GpuId> {
         self.add_known(gpus, |_| false)
     }
 
-    /// The same, where an earlier worker has reported the names of some.
+    /// Adds GPUs as [`Roster::add`]. `reported`: whether an earlier worker has reported the name.
     pub fn add_known(&self, gpus: &[Gpu], reported: impl Fn(PciAddress) -> bool) -> Vec<GpuId> {
         let mut present = self.lock();
         let mut added = Vec::new();
@@ -49,24 +49,24 @@ impl Roster {
         added
     }
 
-    /// Removes the GPU at an address; those behind it move up.
+    /// Removes the GPU at an address; the GPUs behind it move up.
     pub fn remove(&self, gpu: PciAddress) {
         let mut present = self.lock();
         present.gpus.remove(&gpu);
         report_names(&mut present.gpus);
     }
 
-    /// The name of the GPU at an address. A GPU that has just gone has the name that it would have.
+    /// Name of the GPU at an address; for an absent GPU, the name that it would have.
     pub fn index(&self, gpu: PciAddress) -> usize {
         self.lock().gpus.range(..gpu).count()
     }
 
-    /// The GPU that is at an address now.
+    /// GPU that is at an address now.
     pub fn at(&self, address: PciAddress) -> Option<GpuId> {
         self.lock().gpus.get(&address).map(|entry| GpuId { address, generation: entry.generation })
     }
 
-    /// Whether this very GPU is there.
+    /// Whether this GPU, of this generation, is present.
     pub fn contains(&self, gpu: GpuId) -> bool {
         self.at(gpu.address) == Some(gpu)
     }

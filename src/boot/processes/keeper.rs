@@ -1,9 +1,8 @@
-//! The keeper: a process so small that nothing in it can fail. The keeper starts the worker, holds
-//! a copy of every GPU descriptor that the worker hands over, and starts the worker again when that
-//! has died. So adapters stay initialised whatever becomes of the worker. The OOM killer never
-//! chooses the keeper.
+//! The keeper: a process small enough not to fail. The keeper starts the worker, holds a copy of
+//! every GPU descriptor that the worker hands over, and starts the worker again when that has died.
+//! So adapters stay initialised when the worker dies. The OOM killer never chooses the keeper.
 //!
-//! The keeper never blocks on a GPU: a descriptor is given up only for a GPU that is being removed,
+//! The keeper never blocks on a GPU: a descriptor is released only for a GPU that is being removed,
 //! and the close that tears the adapter down happens in a process of its own.
 
 use super::stamps::Boot;
@@ -20,19 +19,19 @@ use std::io::IoSliceMut;
 use std::os::fd::{AsRawFd, OwnedFd, RawFd};
 use std::time::{Duration, Instant};
 
-/// Never chosen by the OOM killer: the holder of the adapters outlives every other process.
+/// OOM score that the OOM killer never chooses: the keeper outlives every other process.
 const OOM_SCORE: &str = "-1000";
-/// A worker that lived for less than this has died young; the pause before the next one then
-/// doubles, up to the second value.
+/// Lifetime below which a worker has died young, and the pause before the next one doubles.
 const YOUNG: Duration = Duration::from_secs(10);
+/// Longest pause before the next worker.
 const LONGEST_PAUSE: Duration = Duration::from_secs(64);
 
-/// The keeper's life, in the child that PID 1 forked. Never returns.
+/// Runs the keeper, in the child that PID 1 forked. Never returns.
 pub fn run(boot: Boot, observer: Observer) -> ! {
-    // The agent first: on a small guest two processes that start at once take longer than one after
-    // the other, and GPUs take seconds.
+    // The agent starts first: on a small guest, two processes started at once take longer than one
+    // after the other, and GPUs take seconds.
     let handed = observer.wait();
-    // A session of its own: events of the agent's console do not signal the keeper. Fails only for
+    // A session of its own keeps the signals of the agent's console from the keeper. Fails only for
     // a group leader, which a fresh child is not.
     let _unused = setsid();
     let _unused = std::fs::write("/proc/self/oom_score_adj", OOM_SCORE);
@@ -43,7 +42,7 @@ pub fn run(boot: Boot, observer: Observer) -> ! {
     loop {
         let sockets = match reply::pair() {
             Ok(pair) => pair,
-            // Without a keeper's socket, this process does the work.
+            // Without a socket to a worker, this process does the work.
             Err(errno) => alone(&boot, start, held, &format!("socket pair: {errno}")),
         };
         let born = Instant::now();
@@ -53,8 +52,8 @@ pub fn run(boot: Boot, observer: Observer) -> ! {
         });
         match forked {
             Ok((child, ((ours, theirs), begun, still_held))) => {
-                // Close the worker's ends: of the socket, whose closing is seen only without this
-                // copy, and of what the worker reports to PID 1.
+                // Close the worker's ends of the socket and of the hand-over: their closing by the
+                // worker is seen only without these copies.
                 drop((theirs, begun));
                 held = still_held;
                 serve(&ours, &mut held);
@@ -69,27 +68,26 @@ pub fn run(boot: Boot, observer: Observer) -> ! {
         }
         young = if born.elapsed() < YOUNG { young + 1 } else { 0 };
         if young > 1 {
-            // Not on the boot path: a worker that dies again and again must not use up the guest's
-            // CPUs.
+            // Not on the boot path. A worker that dies repeatedly must not use up the guest's CPUs.
             std::thread::sleep(Duration::from_secs(1 << (young - 2).min(16)).min(LONGEST_PAUSE));
         }
     }
 }
 
-/// The worker's work in the keeper's own process, when there can be no other one.
+/// Does the worker's work in the keeper's process, where no other process can be started.
 fn alone(boot: &Boot, start: Start, held: Vec<Held>, why: &str) -> ! {
     failure::tell(&format!("keeper: {why}: GPUs are held by the worker alone"));
     worker::run(boot, start, None, held)
 }
 
-/// Holds its descriptors for ever.
+/// Holds the descriptors for ever.
 fn rest() -> ! {
     loop {
         pause();
     }
 }
 
-/// How a child has ended; blocks until it has.
+/// Waits for the end of a child; returns its status as text.
 fn status_of(child: Pid) -> String {
     loop {
         match waitpid(child, None) {
@@ -101,7 +99,7 @@ fn status_of(child: Pid) -> String {
     }
 }
 
-/// Takes and gives up descriptors until the worker's end of the socket is closed.
+/// Takes and releases descriptors until the worker's end of the socket is closed.
 fn serve(socket: &OwnedFd, held: &mut Vec<Held>) {
     let mut closing = Vec::new();
     let mut text = [0_u8; MAX_MESSAGE];
@@ -122,20 +120,20 @@ fn serve(socket: &OwnedFd, held: &mut Vec<Held>) {
             Err(nix::errno::Errno::EINTR) => continue,
             Err(_) => return,
         };
-        // A message has at least its letter; without a byte this is the end of the worker.
+        // A message has at least its letter; an empty read is the end of the worker.
         let Some((what, gpu)) = text.get(..bytes).and_then(<[u8]>::split_first) else { return };
         let gpu = String::from_utf8_lossy(gpu).into_owned();
         if *what == RELEASE {
             closing.extend(give_up(held, &gpu));
         }
         held.extend(descriptors.into_iter().map(|descriptor| Held { gpu: gpu.clone(), descriptor }));
-        // Collect the children that have ended; the others another time.
+        // Collect the children that have ended; leave the others to a later message.
         closing.retain(|child| waitpid(*child, Some(WaitPidFlag::WNOHANG)) == Ok(WaitStatus::StillAlive));
     }
 }
 
-/// Closes the descriptors of one GPU. The last close tears the adapter down, for as long as that
-/// takes: a child does it, and this is the child.
+/// Closes the descriptors of one GPU; returns the child that does the last close, which tears the
+/// adapter down and may take long.
 fn give_up(held: &mut Vec<Held>, gpu: &str) -> Option<Pid> {
     let (gone, stay): (Vec<Held>, Vec<Held>) = std::mem::take(held).into_iter().partition(|h| h.gpu == gpu);
     *held = stay;
@@ -145,8 +143,8 @@ fn give_up(held: &mut Vec<Held>, gpu: &str) -> Option<Pid> {
     let forked = pipe().and_then(|ends| {
         let child = crate::sys::fork_single_threaded(ends, |(read_end, write_end)| {
             drop(write_end);
-            // Wait until the keeper has closed its copies, then these are the last: the end of the
-            // pipe, or an error, shows it.
+            // Wait until the keeper has closed its copies, which the end of the pipe or an error
+            // shows: the copies here are the last ones then.
             let _unused = nix::unistd::read(&read_end, &mut [0_u8; 1]);
             // Close copies of other GPUs first: a hang below must not keep them open.
             for other in held.iter().chain(&gone) {

@@ -38,7 +38,8 @@ const NAMESPACES: &str = "/run/sandbox-ns";
 const CGROUP: &str = "/kubepods/besteffort/pod";
 /// The pause container that `testagent.cost=real` makes by itself.
 const PAUSE: &str = "pause";
-const MASKED: [&str; 9] = [
+/// Paths of /proc and /sys that containerd masks in a container.
+pub const MASKED: [&str; 9] = [
     "/proc/asound",
     "/proc/acpi",
     "/proc/kcore",
@@ -49,7 +50,8 @@ const MASKED: [&str; 9] = [
     "/proc/sched_debug",
     "/sys/firmware",
 ];
-const READ_ONLY: [&str; 5] = ["/proc/bus", "/proc/fs", "/proc/irq", "/proc/sys", "/proc/sysrq-trigger"];
+/// Paths of /proc that containerd makes read-only in a container.
+pub const READ_ONLY: [&str; 5] = ["/proc/bus", "/proc/fs", "/proc/irq", "/proc/sys", "/proc/sysrq-trigger"];
 
 /// A container to create.
 #[derive(Clone, Debug, Default)]

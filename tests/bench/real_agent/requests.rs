@@ -5,6 +5,7 @@
 //! `cdi.k8s.io/vfio<N>`. Not sent: storages and shared file systems (a root is a directory of the
 //! guest), network interfaces, the PCI devices to wait for.
 
+use kata_gpu_tests::agent::pod::{MASKED, READ_ONLY};
 use kata_gpu_tests::protobuf::Message;
 
 /// Capabilities that containerd gives every container.
@@ -24,18 +25,6 @@ const CAPABILITIES: [&str; 14] = [
     "CAP_KILL",
     "CAP_AUDIT_WRITE",
 ];
-const MASKED: [&str; 9] = [
-    "/proc/asound",
-    "/proc/acpi",
-    "/proc/kcore",
-    "/proc/keys",
-    "/proc/latency_stats",
-    "/proc/timer_list",
-    "/proc/timer_stats",
-    "/proc/sched_debug",
-    "/sys/firmware",
-];
-const READ_ONLY: [&str; 5] = ["/proc/bus", "/proc/fs", "/proc/irq", "/proc/sys", "/proc/sysrq-trigger"];
 /// Destination, type, source and options of a container's mounts.
 const MOUNTS: &[(&str, &str, &str, &[&str])] = &[
     ("/proc", "proc", "proc", &["nosuid", "noexec", "nodev"]),
