@@ -16,15 +16,15 @@ use std::time::Duration;
 /// Limit of counted looks.
 const MOST_LOOKS: usize = 64;
 /// Interval between two looks of a waiting container, shortest and longest: the agent sleeps one
-/// second, and its timer may be late by most of an enabling.
-const LOOK_PERIOD: (Duration, Duration) = (Duration::from_millis(900), Duration::from_millis(2000));
-/// Consecutive waits in vain after which the lane waits for no look until a container is made.
-const MOST_IN_VAIN: u32 = 2;
+/// second, and its timer may be late by an enabling.
+const LOOK_PERIOD: (Duration, Duration) = (Duration::from_millis(900), Duration::from_millis(5500));
+/// New containers since the last one made for whose first look the lane waits.
+const MOST_NEW: u32 = 2;
 
 /// The agent's state, as far as the lane depends on it.
 #[derive(Clone, Debug, Default)]
 pub struct Agent {
-    /// Looks within the last period, one for each waiting container.
+    /// Last look of each waiting container.
     looks: Vec<Time>,
     first_look: Option<Time>,
     any_published: bool,
@@ -39,19 +39,30 @@ pub struct Agent {
     published: Option<(Time, usize)>,
     /// Time until which the last look may bring a container.
     decides: Option<Time>,
-    /// Consecutive waits for looks that brought no container: the containers wait for more GPUs.
-    in_vain: u32,
+    /// Containers that have looked for the first time since the last one was made.
+    new: u32,
+    /// Whether the lane has waited after a publication since the last container was made. A second
+    /// wait would be in vain, too: the containers wait for more GPUs.
+    waited: bool,
 }
 
 impl Agent {
-    /// Notes a look at the spec.
+    /// Notes a look at the spec. The agent opens the spec twice in its first try for a container,
+    /// and once a second from then on.
     pub fn looked(&mut self, now: Time) {
-        let repeats = |at: &Time| now >= *at + LOOK_PERIOD.0 && now < *at + LOOK_PERIOD.1;
-        let known = self.looks.iter().any(repeats);
         self.looks.retain(|at| now < *at + LOOK_PERIOD.1);
+        let first = *self.first_look.get_or_insert(now);
         // Looks beyond the limit are not counted: no agent looks that often.
-        if self.looks.len() < MOST_LOOKS {
-            self.looks.push(now);
+        let new = self.looks.len() < MOST_LOOKS && self.looks.iter().all(|at| now >= *at + Limit::LookFirst.after());
+        let repeated = self.looks.iter_mut().filter(|at| now >= **at + LOOK_PERIOD.0).min();
+        let known = repeated.is_some();
+        match repeated {
+            Some(look) => *look = now,
+            None if new => {
+                self.looks.push(now);
+                self.new += 1;
+            }
+            None => {}
         }
         let last = match &mut self.published {
             Some((_, left)) => {
@@ -63,20 +74,11 @@ impl Agent {
         if last {
             self.published = None;
         }
-        let first = *self.first_look.get_or_insert(now);
-        // An unknown container may find all its GPUs.
-        if last || !known && self.any_published && self.in_vain < MOST_IN_VAIN {
-            self.close_look(now);
+        // A new container may find all its GPUs.
+        if last || !known && self.any_published && self.new <= MOST_NEW {
             let slow = first + Limit::LookFirst.after();
             self.decides = Some(slow.max(now + Limit::LookAgain.after()));
         }
-    }
-
-    /// Counts a look that has brought no container in its time as in vain. A look before the first
-    /// publication does not count: it could find nothing.
-    fn close_look(&mut self, now: Time) {
-        let over = self.decides.take().is_some_and(|until| now >= until);
-        self.in_vain += u32::from(over && self.any_published);
     }
 
     /// Notes the begin of a container's creation.
@@ -86,8 +88,10 @@ impl Agent {
         }
         self.making += 1;
         // The container that looked last no longer waits.
-        self.looks.pop();
-        (self.any, self.decides, self.in_vain) = (true, None, 0);
+        if let Some(last) = self.looks.iter().enumerate().max_by_key(|(_, at)| **at).map(|(place, _)| place) {
+            self.looks.swap_remove(last);
+        }
+        (self.any, self.decides, self.new, self.waited) = (true, None, 0, false);
     }
 
     /// Notes the start of a container's program.
@@ -96,15 +100,12 @@ impl Agent {
         self.since = now;
     }
 
-    /// Notes a publication. The lane waits for looks where containers wait and the last waits were
-    /// not in vain.
+    /// Notes a publication. The lane waits for the next looks of the containers that wait.
     pub fn published(&mut self, now: Time) {
         self.looks.retain(|at| now < *at + LOOK_PERIOD.1);
-        self.close_look(now);
         self.any_published = true;
-        self.in_vain += u32::from(self.published.take().is_some());
-        if self.in_vain == 0 && !self.looks.is_empty() {
-            self.published = Some((now, self.looks.len()));
+        if !self.waited && !self.looks.is_empty() {
+            (self.published, self.waited) = (Some((now, self.looks.len())), true);
         }
     }
 
@@ -124,5 +125,69 @@ impl Agent {
         let look = self.published.is_some_and(|(published, _)| within(published, Limit::AgentLook));
         let decides = self.decides.is_some_and(|until| now < until);
         (look || decides).then_some(Hold::AgentLook)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn ms(ms: u64) -> Time {
+        Time::from_millis(ms)
+    }
+
+    /// An agent after the looks of one container at these times, with a GPU published at 100 ms.
+    fn looked(at: &[u64]) -> Agent {
+        let mut agent = Agent::default();
+        agent.published(ms(100));
+        at.iter().for_each(|at| agent.looked(ms(*at)));
+        agent
+    }
+
+    #[test]
+    fn a_look_before_the_first_publication_can_find_nothing_and_holds_nothing() {
+        let mut agent = Agent::default();
+        agent.looked(ms(50));
+        assert_eq!(agent.holds(ms(51)), None);
+        agent.published(ms(100));
+        assert_eq!(agent.holds(ms(101)), Some(Hold::AgentLook), "the container will look again");
+    }
+
+    #[test]
+    fn both_openings_of_a_first_try_are_one_container() {
+        let mut agent = looked(&[1000, 1400]);
+        agent.published(ms(2000));
+        agent.looked(ms(2400));
+        assert_eq!(agent.holds(ms(2649)), Some(Hold::AgentLook), "the only one that waits has looked, and may have found its GPU");
+        assert_eq!(agent.holds(ms(2650)), None);
+    }
+
+    #[test]
+    fn a_wait_in_vain_is_not_repeated_until_a_container_was_made() {
+        let mut agent = looked(&[1000]);
+        agent.published(ms(1500));
+        agent.looked(ms(2000));
+        assert_eq!(agent.holds(ms(2250)), None);
+        // Late by an enabling, and still the same container.
+        agent.published(ms(5500));
+        assert_eq!(agent.holds(ms(5501)), None);
+        agent.looked(ms(6200));
+        assert_eq!(agent.holds(ms(6201)), None);
+        agent.begins(ms(6300));
+        agent.runs(ms(6500));
+        agent.looked(ms(6600));
+        assert_eq!(agent.holds(ms(6601)), Some(Hold::AgentLook), "a new container");
+        agent.published(ms(7000));
+        assert_eq!(agent.holds(ms(7599)), Some(Hold::AgentLook));
+    }
+
+    #[test]
+    fn containers_that_never_find_anything_are_not_waited_for_one_after_another() {
+        let mut agent = looked(&[1000]);
+        for second in 2..20 {
+            // A stranger each time: the former ones have given up.
+            agent.looked(ms(second * 6000));
+        }
+        assert_eq!(agent.holds(ms(19 * 6000 + 1)), None);
     }
 }
