@@ -73,7 +73,8 @@ pub async fn run(
     // Scan after the subscription to uevents: a GPU that appears meanwhile is seen twice, not
     // never.
     let (gpus, scanned) = scan(config, started);
-    let mut fleet = Fleet::start(config, command_line, previous, (&gpus, scanned), words, descriptors, machine);
+    let found = (&gpus[..], scanned);
+    let mut fleet = Fleet::start(config, command_line, previous, found, words, descriptors, machine);
     fleet.follow(uevents.ok(), signals, agent).await;
 }
 
@@ -96,7 +97,11 @@ fn scan(config: &Config, started: StepId) -> (Vec<Gpu>, StepId) {
     step.note("gpus", gpus.len() as u64);
     drop(step);
     if let Some(expected) = config.expected_gpus.filter(|e| *e > gpus.len()) {
-        let error = format!("gpuinit.gpus={expected}, but the guest's PCI bus has {}: look at the VM's devices on the host", gpus.len());
+        let found = gpus.len();
+        let error = format!(
+            "gpuinit.gpus={expected}, but the guest's PCI bus has {found}: \
+             look at the VM's devices on the host"
+        );
         tracing::error!(name: names::PCI_SCAN, error);
     }
     (gpus, id)
@@ -137,14 +142,16 @@ impl Fleet {
         let (driver, state) = watch::channel(Driver::Loading);
         let (image, sysfs) = (Image::of(config, command_line), PciSysfs::at(Path::new(SYS)));
         let facts = facts(&image, gpus);
-        let policy = Policy { bind: config.bind, init: config.init, relaxed: config.relaxed, facts: facts.clone() };
+        let (bind, init, relaxed) = (config.bind, config.init, config.relaxed);
+        let policy = Policy { bind, init, relaxed, facts: facts.clone() };
         let (dispatch, orders) = Dispatch::start(Schedule::new(policy, dispatch::now()));
-        let published = previous.map_or_else(Published::default, |previous| published(previous, &sysfs, &ids, &image));
+        let published = previous.map(|p| published(p, &sysfs, &ids, &image)).unwrap_or_default();
         let resolvable = {
             let dispatch = Arc::clone(&dispatch);
             move |gpu| dispatch.report(Fact::Published(gpu))
         };
-        let spec = publication::start(Arc::clone(&roster), published, options(config), config.cdi == Cdi::Complete, resolvable);
+        let withheld = config.cdi == Cdi::Complete;
+        let spec = publication::start(Arc::clone(&roster), published, options(config), withheld, resolvable);
         drop(looking);
         let known = |gpu: &GpuId| previous.map(|p| p.gpu(gpu.address)).unwrap_or_default();
         let minors = ids.iter().filter_map(|gpu| Some((gpu.address, known(gpu).minor?))).collect();
@@ -161,7 +168,8 @@ impl Fleet {
             words,
             seen: Seen::with_minors(minors),
         });
-        let mut fleet = Self { shared, orders, image: Some(image), looked, driver, tasks: JoinSet::new(), handles: HashMap::new(), facts };
+        let (image, tasks, handles) = (Some(image), JoinSet::new(), HashMap::new());
+        let mut fleet = Self { shared, orders, image, looked, driver, tasks, handles, facts };
         let mut arrivals = Vec::new();
         for gpu in ids {
             // GPUs that an earlier worker has settled stay settled.
@@ -205,11 +213,14 @@ impl Fleet {
                     Ok(Next::Event(event)) => self.take(event),
                     Ok(Next::Display(gpu)) => self.read_extras(gpu),
                     Ok(Next::Overrun) => {
-                        tracing::warn!(name: names::STREAM_LOST, at = "uevents", error = "the kernel sent uevents faster than they were read: scanning again");
+                        let error = "the kernel sent uevents faster than they were read: scanning again";
+                        tracing::warn!(name: names::STREAM_LOST, at = "uevents", error);
                         self.rescan();
                     }
                     Err(error) => {
-                        tracing::warn!(name: names::UEVENT, error = %format!("read uevents: {error}: GPUs that come or go from now on are not seen"));
+                        let error =
+                            format!("read uevents: {error}: GPUs that come or go from now on are not seen");
+                        tracing::warn!(name: names::UEVENT, error);
                         uevents = None;
                     }
                 },
@@ -228,7 +239,8 @@ impl Fleet {
             Order::Load { gpus, one_by_one, enables } => {
                 if let Some(image) = self.image.take() {
                     let after = After::from(&[Some(self.looked), self.shared.lane.last_enabling()][..]);
-                    driver::start(image, after, self.driver.clone(), &self.shared, &gpus, Way { one_by_one, enables });
+                    let way = Way { one_by_one, enables };
+                    driver::start(image, after, self.driver.clone(), &self.shared, &gpus, way);
                 }
             }
             Order::Wait(gpu) => self.shared.lane.wait(gpu.address),
@@ -264,7 +276,8 @@ impl Fleet {
         let progress = self.shared.seen.progress(gpu.address);
         tokio::task::spawn_blocking(move || {
             let stack = progress.stack();
-            tracing::warn!(name: names::GPU_LATE, gpu = %gpu.address, step, waited_ms = waited.as_millis() as u64, stack);
+            let waited_ms = waited.as_millis() as u64;
+            tracing::warn!(name: names::GPU_LATE, gpu = %gpu.address, step, waited_ms, stack);
         });
     }
 
@@ -348,10 +361,12 @@ impl Fleet {
             Signal::RemovalWaits(gpu) if !self.shared.sysfs.is_bound(gpu) => self.left(gpu),
             Signal::RemovalWaits(_) => {}
             Signal::Xid(gpu, number) => {
-                tracing::error!(name: names::GPU_XID, gpu = %gpu, xid = u64::from(number), error = %format!("the driver reports Xid {number} of GPU {gpu}"));
+                let error = format!("the driver reports Xid {number} of GPU {gpu}");
+                tracing::error!(name: names::GPU_XID, gpu = %gpu, xid = u64::from(number), error);
                 let usable = self.shared.roster.at(gpu).filter(|id| self.shared.dispatch.is_usable(*id));
                 if let (XID_OFF_THE_BUS, Some(id)) = (number, usable) {
-                    let failure = failed_later("Xid 79: it was usable, and has fallen off the bus".into(), Reason::OffTheBus);
+                    let error = "Xid 79: it was usable, and has fallen off the bus".into();
+                    let failure = failed_later(error, Reason::OffTheBus);
                     self.shared.give_up(id, 0, failure).await;
                 }
             }
@@ -375,11 +390,12 @@ async fn listen(signals: Option<&mut mpsc::UnboundedReceiver<Signal>>) -> Option
 
 /// Collects the facts known before the first GPU is enabled.
 fn facts(image: &Image, gpus: &[Gpu]) -> Facts {
+    let init_on_probe = parameter_value(&image.modules.options(DRIVER), "NVreg_GpuInitOnProbe");
     Facts {
         gpus: gpus.len(),
         firewall: gpus.iter().any(|g| pci::waits_for_bar_firewall(g.device)),
         driver: image.version.as_ref().and_then(|v| v.parse().ok()),
-        init_on_probe: parameter_value(&image.modules.options(DRIVER), "NVreg_GpuInitOnProbe").is_some_and(|v| v != "0"),
+        init_on_probe: init_on_probe.is_some_and(|v| v != "0"),
         confidential: confidential::is_confidential(),
         vcpus: std::thread::available_parallelism().map_or(1, std::num::NonZero::get),
     }
@@ -414,18 +430,21 @@ fn published(previous: &Previous, sysfs: &PciSysfs, gpus: &[GpuId], image: &Imag
     let nodes = driver::nodes_now();
     let mut published = Published::default();
     if let Some(nodes) = &nodes {
-        published.common = Common { nodes: nodes.common_now(), files: libraries::find(image.version.as_deref()) };
+        let files = libraries::find(image.version.as_deref());
+        published.common = Common { nodes: nodes.common_now(), files };
     }
     for gpu in gpus {
         let known = previous.gpu(gpu.address);
+        let ready = || known.minor.and_then(|minor| Some((minor, nodes.as_ref()?.gpu_now(minor)?)));
         if known.failed {
             published.entries.insert(*gpu, Entry::Failed);
         } else if known.published
             && sysfs.is_bound(gpu.address)
-            && let Some((minor, node)) = nodes.as_ref().and_then(|n| Some((known.minor?, n.gpu_now(known.minor?)?)))
+            && let Some((minor, node)) = ready()
         {
             let extras = if known.usable { extras::read(gpu.address, minor) } else { Extras::default() };
-            published.entries.insert(*gpu, Entry::Ready(Ready { nodes: vec![node], uuid: known.uuid, extras }));
+            let ready = Ready { nodes: vec![node], uuid: known.uuid, extras };
+            published.entries.insert(*gpu, Entry::Ready(ready));
         }
     }
     published
@@ -439,7 +458,11 @@ fn lock_down(config: &Config) {
     match std::fs::write("/proc/sys/kernel/modules_disabled", "1") {
         Ok(()) => tracing::info!(name: names::LOCKDOWN, modules_disabled = true),
         Err(error) => {
-            tracing::warn!(name: names::LOCKDOWN, error = %format!("write 1 to /proc/sys/kernel/modules_disabled: {error}: modules can still be loaded"))
+            let error = format!(
+                "write 1 to /proc/sys/kernel/modules_disabled: {error}: \
+                 modules can still be loaded"
+            );
+            tracing::warn!(name: names::LOCKDOWN, error);
         }
     }
 }

@@ -212,9 +212,13 @@ impl Schedule {
                         at(wakes, Limit::ProbesFirst),
                     ]);
                     times.push(at(gpu.since, Limit::ProbesFirst));
-                    times.extend([Limit::LaneFirst, Limit::LaneHold, Limit::ProbeHangs].map(|limit| at(gpu.since, limit)));
+                    let limits = [Limit::LaneFirst, Limit::LaneHold, Limit::ProbeHangs];
+                    times.extend(limits.map(|limit| at(gpu.since, limit)));
                 }
-                Stage::Probed => times.extend([Limit::ProbesFirst, Limit::LaneHold].map(|limit| at(gpu.since, limit))),
+                Stage::Probed => {
+                    let limits = [Limit::ProbesFirst, Limit::LaneHold];
+                    times.extend(limits.map(|limit| at(gpu.since, limit)));
+                }
                 Stage::Bound => times.push(at(gpu.since, Limit::LaneFirst)),
                 Stage::Enabling => times.push(at(gpu.since, Limit::LaneFirst)),
                 Stage::Enabled => times.push(at(gpu.since, Limit::LaneHold)),
@@ -225,9 +229,12 @@ impl Schedule {
         match self.load {
             Load::Runs { since, registered } => {
                 times.push(at(since, Limit::LaneHold));
-                times.extend(registered.into_iter().flat_map(|r| [r + BAR_FIREWALL_WAIT, at(r + BAR_FIREWALL_WAIT, Limit::LaneHold)]));
+                let wakes = registered.map(|registered| registered + BAR_FIREWALL_WAIT);
+                times.extend(wakes.into_iter().flat_map(|wakes| [wakes, at(wakes, Limit::LaneHold)]));
             }
-            Load::Loaded { at: loaded, since, .. } => times.extend([at(loaded, Limit::UvmFirst), at(since, Limit::LaneHold)]),
+            Load::Loaded { at: loaded, since, .. } => {
+                times.extend([at(loaded, Limit::UvmFirst), at(since, Limit::LaneHold)]);
+            }
             Load::No | Load::Failed => {}
         }
         times.extend(self.agent.deadlines().into_iter().flatten());
@@ -274,7 +281,10 @@ impl Schedule {
             Fact::Loaded(true) => {
                 // End of the sleep in the load's probe.
                 let since = match self.load {
-                    Load::Runs { since, registered } => self.load_needs_cpus_since(since, registered).min(now),
+                    Load::Runs { since, registered } => {
+                        let since = self.load_needs_cpus_since(since, registered);
+                        since.min(now)
+                    }
                     Load::No | Load::Loaded { .. } | Load::Failed => now,
                 };
                 self.load = Load::Loaded { at: now, since, uvm: false, over: false };
@@ -335,6 +345,10 @@ impl Schedule {
         self.gpus.values().any(wanted)
     }
 
+    fn ids(&self, wanted: impl Fn(&Gpu) -> bool) -> Vec<GpuId> {
+        self.gpus.iter().filter(|(_, gpu)| wanted(gpu)).map(|(id, _)| *id).collect()
+    }
+
     fn is_slow(&self) -> bool {
         self.lane.took.is_some_and(|took| took >= SLOW_ENABLE)
     }
@@ -369,11 +383,12 @@ impl Schedule {
     /// Loads the driver when no enabling is under way: each would wait for the other's CPUs.
     fn begin_load(&mut self, now: Time, orders: &mut Vec<Order>) {
         let Some(strategy) = &self.strategy else { return };
-        if self.load != Load::No || self.any(|gpu| gpu.stage == Stage::Enabling) || self.agent_first(now).is_some() {
+        let enabling = self.any(|gpu| gpu.stage == Stage::Enabling);
+        if self.load != Load::No || enabling || self.agent_first(now).is_some() {
             return;
         }
         let one_by_one = strategy.bind != Bind::Insmod;
-        let free: Vec<GpuId> = self.gpus.iter().filter(|(_, gpu)| !gpu.is_settled()).map(|(id, _)| *id).collect();
+        let free = self.ids(|gpu| !gpu.is_settled());
         // A load without a GPU to probe fails; it is left to a GPU that is plugged in later.
         if free.is_empty() && !self.any(|gpu| gpu.arrival == Arrival::Usable) {
             return;
@@ -412,10 +427,10 @@ impl Schedule {
         if !during && !self.is_loaded() {
             return;
         }
-        let waiting: Vec<GpuId> = self.gpus.iter().filter(|(_, gpu)| gpu.stage == Stage::Enabled).map(|(id, _)| *id).collect();
-        for id in waiting {
-            let probing = |gpu: &Gpu| matches!(gpu.stage, Stage::Probing(_)) && gpu.within(Limit::ProbeHangs, now);
-            if bind != Bind::Concurrent && (self.any(probing) || self.wave_is_in_the_way(id, now)) {
+        for id in self.ids(|gpu| gpu.stage == Stage::Enabled) {
+            let probes = |gpu: &Gpu| matches!(gpu.stage, Stage::Probing(_));
+            let probing = self.any(|gpu| probes(gpu) && gpu.within(Limit::ProbeHangs, now));
+            if bind != Bind::Concurrent && (probing || self.wave_is_in_the_way(id, now)) {
                 return;
             }
             if self.probe_at(now) > now {
@@ -432,7 +447,8 @@ impl Schedule {
     fn wave_is_in_the_way(&self, id: GpuId, now: Time) -> bool {
         let in_lane = self.is_slow() && self.any(|gpu| matches!(gpu.stage, Stage::New | Stage::Enabling));
         let patient = self.gpus.get(&id).is_some_and(|gpu| gpu.within(Limit::LaneHold, now));
-        let back = self.wave.is_some_and(|wave| now < self.lane.attached || now >= wave.began + self.costs().first_is_back());
+        let is_back = |wave: Wave| now >= wave.began + self.costs().first_is_back();
+        let back = self.wave.is_some_and(|wave| now < self.lane.attached || is_back(wave));
         in_lane && patient && back && self.wave_runs(now)
     }
 

@@ -12,11 +12,12 @@ use std::time::Duration;
 impl Schedule {
     /// Whether the lane is enabling a GPU, or will begin to within `soon`.
     fn lane_enables(&self, soon: Duration, now: Time) -> bool {
-        self.any(|gpu| match gpu.stage {
-            Stage::Enabling => gpu.within(Limit::LaneFirst, now),
-            Stage::Probing(Probe::BeforeEnable) => !self.sleeps(gpu, soon, now) && gpu.within(Limit::LaneFirst, now),
+        let enables = |gpu: &Gpu| match gpu.stage {
+            Stage::Enabling => true,
+            Stage::Probing(Probe::BeforeEnable) => !self.sleeps(gpu, soon, now),
             _ => false,
-        })
+        };
+        self.any(|gpu| enables(gpu) && gpu.within(Limit::LaneFirst, now))
     }
 
     /// Whether an initialisation that begins now would delay the probe or publication of a GPU that
@@ -26,13 +27,17 @@ impl Schedule {
         let near = if self.is_slow() { Limit::WakesSoon } else { Limit::ProbesFirst }.after();
         let asleep = |gpu: &Gpu| self.sleeps(gpu, near, now);
         let awake = |gpu: &Gpu| matches!(gpu.stage, Stage::Probing(_)) && !asleep(gpu);
-        let slept = |gpu: &Gpu| if self.has_firewall() { self.probing_since(gpu) + BAR_FIREWALL_WAIT } else { gpu.since };
+        let slept = |gpu: &Gpu| match self.has_firewall() {
+            true => self.probing_since(gpu) + BAR_FIREWALL_WAIT,
+            false => gpu.since,
+        };
         let probed = |gpu: &Gpu| awake(gpu) && now < slept(gpu) + Limit::ProbesFirst.after();
-        let next =
-            |gpu: &Gpu| gpu.stage == Stage::Enabled && self.is_loaded() && gpu.within(Limit::LaneHold, now) && self.probe_at(now) <= now;
+        let may_probe = self.is_loaded() && self.probe_at(now) <= now;
+        let next = |gpu: &Gpu| may_probe && gpu.stage == Stage::Enabled && gpu.within(Limit::LaneHold, now);
         let read = |gpu: &Gpu| gpu.stage == Stage::Probed && gpu.within(Limit::ProbesFirst, now);
         let probes = self.any(probed) || self.any(read) || self.any(next) && !self.any(awake);
-        let uvm = matches!(self.load, Load::Loaded { at, uvm: false, .. } if now < at + Limit::UvmFirst.after());
+        let until = |at: Time| at + Limit::UvmFirst.after();
+        let uvm = matches!(self.load, Load::Loaded { at, uvm: false, .. } if now < until(at));
         probes || uvm
     }
 
@@ -47,9 +52,13 @@ impl Schedule {
 
     /// Counts of GPUs that are enabled and not initialising yet, and of GPUs that are not enabled.
     pub(super) fn ready_and_rest(&self) -> (usize, usize) {
+        let is_ready = |stage| match stage {
+            Stage::Enabled | Stage::Probing(_) | Stage::Probed | Stage::Bound => true,
+            Stage::New | Stage::Enabling => false,
+            Stage::Initialising | Stage::Initialised | Stage::Usable | Stage::Failed => false,
+        };
         let count = |wanted: fn(Stage) -> bool| self.gpus.values().filter(|gpu| wanted(gpu.stage)).count();
-        let ready = count(|stage| matches!(stage, Stage::Enabled | Stage::Probing(_) | Stage::Probed | Stage::Bound));
-        (ready, count(|stage| matches!(stage, Stage::New | Stage::Enabling)))
+        (count(is_ready), count(|stage| matches!(stage, Stage::New | Stage::Enabling)))
     }
 
     /// Whether initialisations run that keep others waiting.
@@ -68,10 +77,8 @@ impl Schedule {
         let (waiting, rest) = self.ready_and_rest();
         let first = !self.any(|gpu| matches!(gpu.stage, Stage::Initialised | Stage::Usable));
         let worth = runs || rest == 0 || self.costs().idle(waiting, rest, first) == Choice::Begin;
-        let ready: Vec<GpuId> = (self.gpus.iter())
-            .filter(|(_, gpu)| gpu.stage == Stage::Bound && (worth || !gpu.within(Limit::LaneFirst, now)))
-            .map(|(id, _)| *id)
-            .collect();
+        let begins = |gpu: &Gpu| worth || !gpu.within(Limit::LaneFirst, now);
+        let ready = self.ids(|gpu| gpu.stage == Stage::Bound && begins(gpu));
         if ready.is_empty() {
             return;
         }
