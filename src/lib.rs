@@ -37,6 +37,7 @@ pub mod interrupts; // keeping them off the vCPU that enables
 pub mod kernel_console; // keeping the kernel quiet meanwhile
 pub mod agent_watch; // seeing the agent wait, make containers and run hooks
 pub mod events; // what everybody sees: records, their ring, the sinks
+pub mod threads; // threads for calls that block, whenever the kernel has one
 pub mod sys; // system calls that need unsafe
 #[cfg(feature = "host-base")]
 pub mod host; // the other side: the collector and kata-gpu-boot

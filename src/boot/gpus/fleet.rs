@@ -29,7 +29,7 @@ use crate::events::{After, StepId, names};
 use crate::pci::{self, Gpu, PciAddress, SYS};
 use crate::reason::Reason;
 use crate::uevents::{Action, Next, Uevent, Uevents};
-use crate::{confidential, ptp_kvm, step};
+use crate::{confidential, ptp_kvm, step, threads};
 use std::collections::HashMap;
 use std::io;
 use std::path::Path;
@@ -263,7 +263,7 @@ impl Fleet {
     /// other processes.
     fn report_late(&self, gpu: GpuId, step: &'static str, waited: Duration) {
         let progress = self.shared.seen.progress(gpu.address);
-        tokio::task::spawn_blocking(move || {
+        threads::detach(move || {
             let stack = progress.stack();
             tracing::warn!(name: names::GPU_LATE, gpu = %gpu.address, step, waited_ms = waited.as_millis() as u64, stack);
         });

@@ -2,16 +2,19 @@
 //! BARs. Who is next is the schedule's.
 
 use super::deadlines::Limit;
+use super::failed::{Failed, failed, failed_by};
 use super::lane_cpu::{LaneCpu, Spare};
 use super::late::Progress;
 use super::messages::Held;
 use crate::bind::{PciSysfs, SysfsError};
 use crate::clock::boottime_ns;
 use crate::events::sinks::console::Gate;
-use crate::events::{After, Step, StepId, names};
+use crate::events::{self, After, StepId, names};
 use crate::kernel_console::{self, Quiet};
 use crate::pci::{PciAddress, SYS};
+use crate::reason::{Reason, Step};
 use crate::step;
+use crate::threads;
 use nix::errno::Errno;
 use nix::unistd::Pid;
 use std::path::Path;
@@ -32,7 +35,7 @@ struct State {
     cpu: Option<Arc<LaneCpu>>,
     /// What the next enabling comes after.
     after: After,
-    wait: Option<Step>,
+    wait: Option<events::Step>,
     /// The GPU that was enabled last.
     last: Option<PciAddress>,
 }
@@ -44,14 +47,14 @@ impl Lane {
     }
 
     /// Enables a GPU; returns its step and how long that took. `holds`: what kept it waiting.
-    pub async fn enable(self: &Arc<Self>, gpu: PciAddress, holds: &[Held], progress: &Arc<Progress>) -> Result<(StepId, Duration), String> {
+    pub async fn enable(self: &Arc<Self>, gpu: PciAddress, holds: &[Held], progress: &Arc<Progress>) -> Result<(StepId, Duration), Failed> {
         self.end_wait(gpu, holds);
         let (lane, progress) = (Arc::clone(self), Arc::clone(progress));
-        let mut enabling = tokio::task::spawn_blocking(move || {
+        let mut enabling = threads::run(move || {
             let cpu = lane.reserve();
             let step = step!(names::GPU_ENABLE, gpu = %gpu, after = ?lane.lock().after);
             lane.lock().after = After(vec![step.id()]);
-            (step.id(), step.run(|| enable(&lane.sysfs, gpu, cpu.as_deref(), &progress)).map_err(|e| e.to_string()))
+            (step.id(), step.run(|| enable(&lane.sysfs, gpu, cpu.as_deref(), &progress)))
         });
         // A line on the console would spin another vCPU until the host is free again. Bounded: an
         // enabling may hang.
@@ -62,8 +65,8 @@ impl Lane {
             Ok(result) => result,
             Err(_) => enabling.await,
         };
-        let (step, result) = result.map_err(|panicked| panicked.to_string())?;
-        result.map(|took| (step, took))
+        let (step, result) = result.map_err(|panicked| failed_by(Step::Enable, Reason::Internal)(&panicked))?;
+        result.map(|took| (step, took)).map_err(|error| failed(Step::Enable)(&error))
     }
 
     /// The lane waits before it enables this GPU.
