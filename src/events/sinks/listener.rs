@@ -9,10 +9,13 @@ use std::io;
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::path::Path;
 use std::sync::Arc;
+use std::time::Duration;
 use tokio::sync::Semaphore;
 
 /// Readers at once, over both sockets; more wait in the backlog.
 const READERS: usize = 8;
+/// Pause after an accept that failed: no event reports that descriptors or memory are there again.
+const ACCEPT_PAUSE: Duration = Duration::from_secs(1);
 
 /// Listens on a unix socket. Errors name the path.
 pub fn unix(path: &Path, ring: Arc<Ring>, identity: Identity) -> io::Result<()> {
@@ -40,12 +43,14 @@ fn start(fd: OwnedFd, ring: Arc<Ring>, identity: Identity, sink: &'static str) -
     let listener = sys::async_fd(fd)?;
     tokio::spawn(async move {
         let places = Arc::new(Semaphore::new(READERS));
+        let mut refused = None;
         loop {
             // The semaphore is never closed; the listener's readiness fails only when the runtime ends.
             let Ok(place) = Arc::clone(&places).acquire_owned().await else { return };
             let Ok(mut guard) = listener.readable().await else { return };
             match sys::accept(listener.get_ref()) {
                 Ok(socket) => {
+                    refused = None;
                     let (ring, identity) = (Arc::clone(&ring), identity.clone());
                     tokio::spawn(async move {
                         let gone = serve(socket, ring, &identity, sink, None).await;
@@ -56,7 +61,14 @@ fn start(fd: OwnedFd, ring: Arc<Ring>, identity: Identity, sink: &'static str) -
                     });
                 }
                 Err(nix::errno::Errno::EAGAIN) => guard.clear_ready(),
-                Err(error) => tracing::warn!(name: names::SINK, sink, state = "accept failed", error = %error),
+                Err(error) => {
+                    // Each error once: a shortage that lasts must not fill the stream.
+                    if refused.replace(error) != Some(error) {
+                        tracing::warn!(name: names::SINK, sink, state = "accept failed", error = %format!("accept on the {sink}: {error}: trying again every {ACCEPT_PAUSE:?}"));
+                    }
+                    // The connection is still in the backlog, so the listener stays readable.
+                    tokio::time::sleep(ACCEPT_PAUSE).await;
+                }
             }
         }
     });
