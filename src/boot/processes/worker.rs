@@ -22,7 +22,10 @@ use crate::events::{self, After, StepId, kmsg, names};
 use crate::pci::SYS;
 use crate::uevents::Uevents;
 use crate::{agent_watch, cdi, confidential, failure, ptp_kvm, step, tsc};
+use nix::errno::Errno;
+use nix::sys::socket::{MsgFlags, recv};
 use std::ffi::OsStr;
+use std::os::fd::{AsRawFd, OwnedFd};
 use std::os::unix::ffi::OsStrExt;
 use std::path::Path;
 use std::sync::Arc;
@@ -43,11 +46,11 @@ const LAST_WORDS: Duration = Duration::from_secs(2);
 const IN_FLIGHT: Duration = Duration::from_millis(100);
 
 /// The worker's life; ends with the guest. `held` are the descriptors that earlier workers opened.
-pub fn run(boot: &Boot, start: Start, keeper: Option<KeeperSocket>, held: Vec<Held>) -> ! {
+pub fn run(boot: &Boot, start: Start, keeper: KeeperSocket, held: Vec<Held>) -> ! {
     let began_ns = boottime_ns();
     let _unused = std::fs::write("/proc/self/oom_score_adj", OOM_SCORE);
     // Before the runtime: a process with threads must not fork.
-    let opener = keeper.as_ref().and_then(|keeper| Opener::start(keeper, &held));
+    let opener = Opener::start(&keeper, &held);
     let lane = boot.config.bind != Bind::Insmod;
     let spare = lane.then(|| Spare::start(Path::new(SYS), &held, opener.as_ref().map(Opener::pid))).flatten();
     name_process("gpuinit-worker");
@@ -55,7 +58,9 @@ pub fn run(boot: &Boot, start: Start, keeper: Option<KeeperSocket>, held: Vec<He
         Ok(runtime) => {
             // Never dropped: that would wait for every thread that is in the driver.
             let runtime = std::mem::ManuallyDrop::new(runtime);
-            let life = || runtime.block_on(live(boot, began_ns, start, Descriptors::new(keeper, opener, held), spare));
+            let keeper_ends = keeper.0.try_clone();
+            let descriptors = Descriptors::new(Some(keeper), opener, held);
+            let life = || runtime.block_on(live(boot, began_ns, start, descriptors, keeper_ends, spare));
             // The panic has been reported; the keeper waits for the end of this process.
             let _unused = std::panic::catch_unwind(std::panic::AssertUnwindSafe(life));
         }
@@ -64,7 +69,7 @@ pub fn run(boot: &Boot, start: Start, keeper: Option<KeeperSocket>, held: Vec<He
     crate::sys::leave(1)
 }
 
-async fn live(boot: &Boot, began_ns: u64, start: Start, descriptors: Descriptors, spare: Option<Spare>) {
+async fn live(boot: &Boot, began_ns: u64, start: Start, descriptors: Descriptors, keeper: std::io::Result<OwnedFd>, spare: Option<Spare>) {
     let identity = Identity::read();
     let (ring, previous, trouble) = stream(&start, &identity);
     if let Some(error) = trouble {
@@ -87,6 +92,7 @@ async fn live(boot: &Boot, began_ns: u64, start: Start, descriptors: Descriptors
         }
     };
     let starting = step!(names::WORKER_START, at_ns = began_ns, after = ?After::from(&[exec][..]));
+    tokio::spawn(report_end_of_keeper(keeper));
     // Subscribed before the scan: a GPU that appears in between is seen twice, not never.
     let uevents = Uevents::subscribe();
     let (words, signals) = match kmsg::follow(Arc::clone(&ring), previous.as_ref().and_then(|p| p.last_kmsg)) {
@@ -156,6 +162,31 @@ fn report_death(ring: &Ring, previous: &Option<Previous>, status: &str) {
 fn report_stage0(boot: &Boot) {
     let stamps = &boot.stamps;
     tracing::info!(name: names::INIT_START, at_ns = stamps.started_ns, pid = 1_u64, version = env!("CARGO_PKG_VERSION"));
+/// Reports the keeper's end at once: the socket to it is closed then. Nobody else can: its parent
+/// is the agent.
+async fn report_end_of_keeper(socket: std::io::Result<OwnedFd>) {
+    let ended = async {
+        let socket = crate::sys::async_fd(socket?)?;
+        loop {
+            let mut ready = socket.readable().await?;
+            match recv(socket.as_raw_fd(), &mut [0_u8; 1], MsgFlags::MSG_DONTWAIT) {
+                Err(Errno::EAGAIN) => ready.clear_ready(),
+                // The keeper sends nothing.
+                Ok(_) | Err(_) => return Ok::<(), std::io::Error>(()),
+            }
+        }
+    };
+    match ended.await {
+        Ok(()) => {
+            let error = "the keeper has ended: this worker alone holds the GPUs from here on, and its end would close them; restart the guest when its containers can be moved";
+            tracing::error!(name: names::PROCESS_DIED, process = "keeper", error);
+        }
+        Err(error) => {
+            tracing::warn!(name: names::SINK, sink = "keeper", state = "unavailable", error = %format!("watch the keeper's socket: {error}: its end will not be seen"));
+        }
+    }
+}
+
     let end_ns = stamps.steps.last().map_or(stamps.started_ns, |s| s.end_ns);
     let stage0 = step!(names::STAGE0, at_ns = stamps.started_ns);
     stage0.note("at_ns", end_ns);
