@@ -139,12 +139,16 @@ fn stream(start: &Start, identity: &Identity) -> (Arc<Ring>, Option<Previous>, O
         Start::Again { .. } => match Journal::resume(&path) {
             Ok((journal, found)) => {
                 let previous = Previous::from_records(&found.records);
-                StepId::continue_after(previous.last_step);
+                // Each missing record may be the begin of a step.
+                StepId::continue_after(previous.last_step.saturating_add(found.missing));
                 (events::install(Ring::resumed(found.lines, found.first_seq, Some(journal))), Some(previous), None)
             }
             // Without the file the numbers already given are unknown: the stream goes on far behind
             // them.
-            Err(error) => (events::install(Ring::resumed([], UNKNOWN, None)), Some(Previous::default()), Some(error.to_string())),
+            Err(error) => {
+                StepId::continue_after(UNKNOWN);
+                (events::install(Ring::resumed([], UNKNOWN, None)), Some(Previous::default()), Some(error.to_string()))
+            }
         },
     }
 }
