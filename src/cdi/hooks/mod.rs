@@ -54,14 +54,15 @@ pub struct Outcome {
     pub notes: Vec<String>,
 }
 
-/// The words for a hook, where this program was started as one.
-pub fn invocation(words: impl IntoIterator<Item = OsString>) -> Option<Vec<OsString>> {
+/// The words for a hook, where this program was started as one. PID 1 is a hook by its name alone: its words are those of the kernel command line
+/// that the kernel does not know.
+pub fn invocation(words: impl IntoIterator<Item = OsString>, is_init: bool) -> Option<Vec<OsString>> {
     let mut words = words.into_iter();
     let name = words.next()?;
     if Path::new(&name).file_name().is_some_and(|n| n == NAME) {
         return Some(words.collect());
     }
-    words.next().filter(|w| w == "hook").map(|_| words.collect())
+    words.next().filter(|w| w == "hook" && !is_init).map(|_| words.collect())
 }
 
 /// Runs a hook and tells how it went.
@@ -165,5 +166,21 @@ fn host(arguments: &Arguments) -> enable_cuda_compat::Host<'_> {
         driver_version: &arguments.host_driver_version,
         cuda_version: &arguments.host_cuda_version,
         compat: arguments.cuda_compat_container_root.as_deref(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn words_of_the_kernel_command_line_make_no_hook_of_pid_1() {
+        let of = |words: &[&str], is_init| invocation(words.iter().map(OsString::from), is_init).map(|words| words.len());
+        assert_eq!(of(&["/init", "hook", "prepare"], true), None);
+        assert_eq!(of(&["/init", "hook", "prepare"], false), Some(1));
+        // As a spec of ours starts it, whose PID namespace may be new.
+        assert_eq!(of(&["nvidia-cdi-hook", "prepare"], true), Some(1));
+        assert_eq!(of(&["/usr/bin/nvidia-cdi-hook", "prepare"], false), Some(1));
+        assert_eq!(of(&["/init"], false), None);
     }
 }
