@@ -424,6 +424,25 @@ const ATTACKS: &[Attack] = &[
         words: CACHE,
         then: Contained(works),
     },
+    Attack {
+        name: "conf-long-lines",
+        image: |c| {
+            let mut line = vec![b'x'; 1_000_000];
+            line[0] = b'/';
+            many(c, 1000, "/etc/ld.so.conf.d/long", ".conf", &line);
+        },
+        words: CACHE,
+        then: Contained(|c, o| {
+            works_and_says(c, o, "a line of /etc/ld.so.conf.d/long0.conf: it has more than 4096 bytes");
+            says(o, "4194304 bytes or 2 s are over");
+        }),
+    },
+    Attack {
+        name: "conf-many-includes",
+        image: |c| many(c, 1000, "/etc/ld.so.conf.d/many", ".conf", format!("include{}\n", " a".repeat(2000)).repeat(200).as_bytes()),
+        words: CACHE,
+        then: Contained(|c, o| works_and_says(c, o, "includes: it takes too long")),
+    },
     Attack { name: "stray-files", image: |c| many(c, 10_000, "/opt/driver/libstray", ".so", b""), words: CACHE, then: Contained(works) },
     Attack {
         name: "musl-path-fifo",
