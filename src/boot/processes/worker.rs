@@ -162,10 +162,6 @@ fn report_death(ring: &Ring, previous: &Option<Previous>, status: &str) {
     }
 }
 
-/// Puts stage 0 into the stream, with the times of its steps, and what became of the parameters.
-fn report_stage0(boot: &Boot) {
-    let stamps = &boot.stamps;
-    tracing::info!(name: names::INIT_START, at_ns = stamps.started_ns, pid = 1_u64, version = env!("CARGO_PKG_VERSION"));
 /// Reports the keeper's end at once: the socket to it is closed then. Nobody else can: its parent
 /// is the agent.
 async fn report_end_of_keeper(socket: std::io::Result<OwnedFd>) {
@@ -191,6 +187,10 @@ async fn report_end_of_keeper(socket: std::io::Result<OwnedFd>) {
     }
 }
 
+/// Puts stage 0 into the stream, with the times of its steps, and what became of the parameters.
+fn report_stage0(boot: &Boot) {
+    let stamps = &boot.stamps;
+    tracing::info!(name: names::INIT_START, at_ns = stamps.started_ns, pid = 1_u64, version = env!("CARGO_PKG_VERSION"));
     let end_ns = stamps.steps.last().map_or(stamps.started_ns, |s| s.end_ns);
     let stage0 = step!(names::STAGE0, at_ns = stamps.started_ns);
     stage0.note("at_ns", end_ns);
@@ -252,7 +252,7 @@ fn start_sinks(boot: &Boot, ring: &Arc<Ring>, identity: &Identity, again: bool, 
             unavailable("vsock listener", &error);
         }
     }
-    if let Some(level) = boot.config.console
+    if let Some(level) = boot.config.console.level(confidential::is_confidential)
         && let Err(error) = console::start(ring(), level, again, gate)
     {
         unavailable("console", &format!("open /dev/console: {error}"));
