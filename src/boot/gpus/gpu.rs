@@ -103,20 +103,19 @@ async fn next(orders: &mut Orders) -> Order {
 
 /// Lets the host map its BARs.
 async fn enable(shared: &Arc<Shared>, gpu: GpuId, holds: &[Held]) -> Result<StepId, Failed> {
-    let result = shared.lane.enable(gpu.address, holds, &shared.seen.progress(gpu.address)).await;
-    match result {
-        Ok((step, took)) => {
+    let failure = match shared.lane.enable(gpu.address, holds, &shared.seen.progress(gpu.address)).await {
+        Ok(Ok((step, took))) => {
             shared.dispatch.report(Fact::Enabled(gpu, took));
-            Ok(step)
+            return Ok(step);
         }
-        Err(failure) => {
-            // The load was kept from this GPU; whoever tries by hand is not. On a thread: the
-            // device is locked while another one probes it.
-            let (sysfs, address) = (shared.sysfs.clone(), gpu.address);
-            let _unused = threads::run(move || sysfs.release(address)).await;
-            Err(failure)
-        }
-    }
+        Ok(Err(error)) => failed(Step::Enable)(&error),
+        Err(panicked) => failed_by(Step::Enable, Reason::Internal)(&panicked),
+    };
+    // The load was kept from this GPU; whoever tries by hand is not. On a thread: the device is
+    // locked while another one probes it.
+    let (sysfs, address) = (shared.sysfs.clone(), gpu.address);
+    let _unused = threads::run(move || sysfs.release(address)).await;
+    Err(failure)
 }
 
 /// The driver, once its load is over.

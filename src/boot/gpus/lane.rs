@@ -2,19 +2,17 @@
 //! BARs. Who is next is the schedule's.
 
 use super::deadlines::Limit;
-use super::failed::{Failed, failed, failed_by};
 use super::lane_cpu::{LaneCpu, Spare};
 use super::late::Progress;
 use super::messages::Held;
 use crate::bind::{PciSysfs, SysfsError};
 use crate::clock::boottime_ns;
 use crate::events::sinks::console::Gate;
-use crate::events::{self, After, StepId, names};
+use crate::events::{After, Step, StepId, names};
 use crate::kernel_console::{self, Quiet};
 use crate::pci::{PciAddress, SYS};
-use crate::reason::{Reason, Step};
 use crate::step;
-use crate::threads;
+use crate::threads::{self, Panicked};
 use nix::errno::Errno;
 use nix::unistd::Pid;
 use std::path::Path;
@@ -35,7 +33,7 @@ struct State {
     cpu: Option<Arc<LaneCpu>>,
     /// What the next enabling comes after.
     after: After,
-    wait: Option<events::Step>,
+    wait: Option<Step>,
     /// The GPU that was enabled last.
     last: Option<PciAddress>,
 }
@@ -46,8 +44,13 @@ impl Lane {
         Self { sysfs, gate, state: Mutex::new(State { spare, cpu: None, after, wait: None, last: None }) }
     }
 
-    /// Enables a GPU; returns its step and how long that took. `holds`: what kept it waiting.
-    pub async fn enable(self: &Arc<Self>, gpu: PciAddress, holds: &[Held], progress: &Arc<Progress>) -> Result<(StepId, Duration), Failed> {
+    /// Enables a GPU; returns its step and how long that took, or the kernel's refusal. `holds`: what kept it waiting.
+    pub async fn enable(
+        self: &Arc<Self>,
+        gpu: PciAddress,
+        holds: &[Held],
+        progress: &Arc<Progress>,
+    ) -> Result<Result<(StepId, Duration), SysfsError>, Panicked> {
         self.end_wait(gpu, holds);
         let (lane, progress) = (Arc::clone(self), Arc::clone(progress));
         let mut enabling = threads::run(move || {
@@ -65,8 +68,8 @@ impl Lane {
             Ok(result) => result,
             Err(_) => enabling.await,
         };
-        let (step, result) = result.map_err(|panicked| failed_by(Step::Enable, Reason::Internal)(&panicked))?;
-        result.map(|took| (step, took)).map_err(|error| failed(Step::Enable)(&error))
+        let (step, result) = result?;
+        Ok(result.map(|took| (step, took)))
     }
 
     /// The lane waits before it enables this GPU.
