@@ -160,7 +160,7 @@ const ATTACKS: &[Attack] = &[
         name: "path-in-sys",
         image: |_| {},
         words: "create-symlinks --link a::/proc/sys/kernel/evil",
-        then: Refused("file system of the kernel's"),
+        then: Refused("leads into another mount"),
     },
     Attack {
         name: "path-by-proc",

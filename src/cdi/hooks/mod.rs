@@ -142,34 +142,34 @@ fn perform(command: Command, arguments: &Arguments, input: impl Read + AsFd) -> 
     let mut jobs = Jobs { root: &root, edits: 0, notes: Vec::new(), errors: Vec::new() };
     let links = || arguments.links.iter().map(|l| Edit::Link { path: l.path.clone(), target: l.target.clone() }).collect();
     match command {
-        Command::CreateSymlinks => _ = jobs.run("links", |plan| set(plan, links())),
-        Command::UpdateLdcache => _ = jobs.run("cache", |plan| update_ldcache::plan(&root, &arguments.folders, &[], None, plan)),
+        Command::CreateSymlinks => _ = jobs.run(|plan| set(plan, links())),
+        Command::UpdateLdcache => _ = jobs.run(|plan| update_ldcache::plan(&root, &arguments.folders, &[], None, plan)),
         Command::EnableCudaCompat => {
-            _ = jobs.run("compat", |plan| {
+            _ = jobs.run(|plan| {
                 enable_cuda_compat::plan(&root, host(arguments), plan);
                 Ok(())
             })
         }
-        Command::UpdateApplicationProfile => _ = jobs.run("profile", |plan| set(plan, update_application_profile::plan(&root)?)),
+        Command::UpdateApplicationProfile => _ = jobs.run(|plan| set(plan, update_application_profile::plan(&root)?)),
         Command::DisableDeviceNodeModification => disable_device_node_modification::run(&root)?,
         Command::Prepare => {
             // First, before anything of the image is read: whatever becomes of the rest, the container changes no device node.
             if let Err(error) = disable_device_node_modification::run(&root) {
                 jobs.notes.push(format!("prepare: {error}: programs in the container may try to change device nodes"));
             }
-            let linked = jobs.run("links", |plan| set(plan, links()));
-            let compat = jobs.run("compat", |plan| {
+            let linked = jobs.run(|plan| set(plan, links()));
+            let compat = jobs.run(|plan| {
                 enable_cuda_compat::plan(&root, host(arguments), plan);
                 Ok(())
             });
             let driver = Some(arguments.host_driver_version.as_str()).filter(|v| !v.is_empty());
             let links = if linked.is_some() { &arguments.links[..] } else { &[] };
-            jobs.run("cache", |plan| {
+            jobs.run(|plan| {
                 // Made already, and so not made again.
                 plan.edits = compat.unwrap_or_default();
                 update_ldcache::plan(&root, &arguments.folders, links, driver, plan)
             });
-            jobs.run("profile", |plan| set(plan, update_application_profile::plan(&root)?));
+            jobs.run(|plan| set(plan, update_application_profile::plan(&root)?));
         }
         Command::Chmod | Command::Noop => {} // answered above
     }
@@ -191,7 +191,7 @@ struct Jobs<'a> {
 
 impl Jobs<'_> {
     /// Plans one job and makes its edits, all or none; returns them. A failure is kept for the end.
-    fn run(&mut self, what: &str, plan: impl FnOnce(&mut Plan) -> io::Result<()>) -> Option<Vec<Edit>> {
+    fn run(&mut self, plan: impl FnOnce(&mut Plan) -> io::Result<()>) -> Option<Vec<Edit>> {
         let mut planned = Plan::default();
         let made = plan(&mut planned).and_then(|()| edits::apply(self.root, &planned.edits));
         self.notes.append(&mut planned.notes);
@@ -201,7 +201,7 @@ impl Jobs<'_> {
                 Some(planned.edits)
             }
             Err(error) => {
-                self.errors.push(format!("{what}: {error}"));
+                self.errors.push(error.to_string());
                 None
             }
         }
