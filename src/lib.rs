@@ -38,6 +38,7 @@ pub mod interrupts; // interrupts kept off the vCPU that enables
 pub mod kernel_console; // console level of the kernel during an enabling
 pub mod agent_watch; // traces of the agent: looks for GPUs, containers, hooks
 pub mod events; // records, their ring, the sinks
+pub mod threads; // threads for calls that block; a shortage of threads is waited out
 pub mod sys; // system calls that need unsafe
 #[cfg(feature = "host-base")]
 pub mod host; // the host's half: the collector and kata-gpu-boot

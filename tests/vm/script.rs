@@ -13,6 +13,11 @@
 //! | `load` | loads the module `nvidia` without options, as `insmod` would |
 //! | `information` | reads every GPU's information file once |
 //! | `open:MINOR` | makes that GPU's node if it is not there, opens it, waits for what comes of that, and keeps it open |
+//! | `kill-keeper` | kills the init's keeper |
+//! | `threads:N` | lets the kernel have at most N threads; 20, its least, is less than there are |
+//! | `fill`, `empty` | fills /run to its last byte, and gives that back |
+//! | `looks:N` | opens the CDI spec and its directory N times |
+//! | `file:PATH` | reports the text of a file |
 //! | `storm:N` | makes the kernel send N uevents |
 //! | `skew:S` | sets the guest's wall clock S seconds ahead, or back |
 //! | `sleep:MS` | does nothing for some time |
@@ -139,6 +144,13 @@ fn act(action: &str) -> Result<(), String> {
     let number = || argument.parse::<u32>().map_err(|e| format!("{action}: {e}"));
     match what {
         "kill" => kill_worker(),
+        "kill-keeper" => {
+            let keeper = process_named("gpuinit-keeper")?;
+            kill(Pid::from_raw(keeper), Signal::SIGKILL).map_err(|e| format!("kill {keeper}: {e}"))
+        }
+        "threads" => write(Path::new("/proc/sys/kernel/threads-max"), argument),
+        "fill" => fill(),
+        "empty" => std::fs::remove_file(FILLER).map_err(|e| format!("remove {FILLER}: {e}")),
         "stop" => signal(Signal::SIGSTOP),
         "cont" => signal(Signal::SIGCONT),
         "remove" => {
@@ -162,6 +174,19 @@ fn act(action: &str) -> Result<(), String> {
             Ok(())
         }
         "open" => open(number()?),
+        "looks" => {
+            for _ in 0..number()? {
+                // inotify merges an event with the one before it if they are the same: another one goes in between.
+                for path in [SPEC, cdi::DIRECTORY] {
+                    std::fs::File::open(path).map_err(|e| format!("open {path}: {e}"))?;
+                }
+            }
+            Ok(())
+        }
+        "file" => {
+            log_file(Path::new(argument));
+            Ok(())
+        }
         "spec-file" => {
             log_file(Path::new(SPEC));
             Ok(())
@@ -307,6 +332,24 @@ fn kill_worker() -> Result<(), String> {
             return Err(format!("{worker} does not end"));
         }
         std::thread::sleep(pause);
+    }
+    Ok(())
+}
+
+/// What fills /run.
+const FILLER: &str = "/run/filler";
+
+/// Makes /run small, then fills it to its last byte.
+fn fill() -> Result<(), String> {
+    use nix::mount::{MsFlags, mount};
+    use std::io::Write;
+    let none = None::<&str>;
+    let flags = MsFlags::MS_REMOUNT | MsFlags::MS_NOSUID | MsFlags::MS_NODEV;
+    mount(none, "/run", none, flags, Some("size=16m")).map_err(|e| format!("make /run small: {e}"))?;
+    let mut file = std::fs::OpenOptions::new().create(true).append(true).open(FILLER).map_err(|e| format!("open {FILLER}: {e}"))?;
+    for size in [1 << 20, 4096, 1] {
+        let part = vec![b'x'; size];
+        while file.write_all(&part).is_ok() {}
     }
     Ok(())
 }

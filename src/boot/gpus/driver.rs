@@ -22,13 +22,13 @@ use crate::modinfo;
 use crate::pci::PciAddress;
 use crate::reason::Reason;
 use crate::step;
+use crate::threads::{self, Running};
 use nix::errno::Errno;
 use std::convert::Infallible;
 use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 use tokio::sync::watch;
-use tokio::task::JoinHandle;
 
 const PROC: &str = "/proc";
 const DEV: &str = "/dev";
@@ -60,7 +60,7 @@ pub fn start(image: Image, chosen: After, state: watch::Sender<Driver>, shared: 
     let load = Load { modules, version, sysfs: shared.sysfs.clone(), addresses, way, lane: Arc::clone(&shared.lane) };
     load.hold_back();
     let (spec, loading) = (shared.spec.clone(), Arc::clone(shared));
-    let loading = tokio::task::spawn_blocking(move || {
+    let loading = threads::run(move || {
         load.run(&state, &spec, &loading.dispatch);
         if one_by_one {
             // The kernel frees the modules' start-up code after a grace period, and interrupts all
@@ -73,7 +73,7 @@ pub fn start(image: Image, chosen: After, state: watch::Sender<Driver>, shared: 
 }
 
 /// Reports the progress of a load. After the load, makes the devices that no GPU waits for.
-async fn follow(shared: Arc<Shared>, mut loading: JoinHandle<()>, way: Way) {
+async fn follow(shared: Arc<Shared>, mut loading: Running<()>, way: Way) {
     let ended = async {
         if way.one_by_one {
             tokio::select! {
@@ -81,7 +81,7 @@ async fn follow(shared: Arc<Shared>, mut loading: JoinHandle<()>, way: Way) {
                 _ = &mut loading => return,
             }
         }
-        // A panic there is reported as a bug by the runtime.
+        // The panic hook reports a panic of the load.
         let _unused = loading.await;
     };
     match way.enables {
@@ -95,7 +95,7 @@ fn over(shared: &Arc<Shared>) {
     shared.dispatch.report(Fact::LoadOver);
     if matches!(&*shared.driver.borrow(), Driver::Loaded(_)) {
         let (spec, channels) = (shared.spec.clone(), shared.config.imex_channels);
-        tokio::task::spawn_blocking(move || extras::others(channels, &spec));
+        threads::detach(move || extras::others(channels, &spec));
     }
 }
 

@@ -17,9 +17,9 @@ use crate::driver_caps::{access, instances, switches};
 use crate::driver_proc::{majors, node_rules};
 use crate::events::names;
 use crate::pci::PciAddress;
+use crate::threads::{self, Running};
 use std::path::Path;
 use std::sync::Arc;
-use tokio::task::JoinHandle;
 
 const PROC: &str = "/proc";
 const DEV: &str = "/dev";
@@ -28,9 +28,9 @@ const PUBLISHED: [&str; 2] = ["imex", "nvswitch"];
 
 /// Reads the extras of a usable GPU and reports them to the writer of the spec. Runs on a thread of
 /// its own: sysfs may wait for a change of the bus.
-pub fn start(shared: &Arc<Shared>, gpu: GpuId) -> JoinHandle<()> {
+pub fn start(shared: &Arc<Shared>, gpu: GpuId) -> Running<()> {
     let shared = Arc::clone(shared);
-    tokio::task::spawn_blocking(move || {
+    threads::run(move || {
         if let Some(minor) = shared.seen.minor(gpu.address) {
             // Sending fails only when the writer is gone, with the runtime.
             let _unused = shared.spec.send(Update::Extras { gpu, extras: read(gpu.address, minor) });

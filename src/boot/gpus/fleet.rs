@@ -28,7 +28,7 @@ use crate::events::{After, StepId, names};
 use crate::pci::{self, Gpu, PciAddress, SYS};
 use crate::reason::Reason;
 use crate::uevents::{Action, Next, Uevent, Uevents};
-use crate::{confidential, ptp_kvm, step};
+use crate::{confidential, ptp_kvm, step, threads};
 use std::collections::HashMap;
 use std::io;
 use std::path::Path;
@@ -274,7 +274,7 @@ impl Fleet {
     /// Reports a GPU that takes long, on a thread of its own: stacks are files of other processes.
     fn report_late(&self, gpu: GpuId, step: &'static str, waited: Duration) {
         let progress = self.shared.seen.progress(gpu.address);
-        tokio::task::spawn_blocking(move || {
+        threads::detach(move || {
             let stack = progress.stack();
             let waited_ms = waited.as_millis() as u64;
             tracing::warn!(name: names::GPU_LATE, gpu = %gpu.address, step, waited_ms, stack);

@@ -27,7 +27,9 @@ use crate::events::{After, StepId, names};
 use crate::pci::PciAddress;
 use crate::reason::{Reason, Step};
 use crate::step;
+use crate::threads::{self, Panicked};
 use nix::errno::Errno;
+use std::fmt::{self, Display};
 use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
@@ -46,11 +48,12 @@ const ASLEEP: Duration = Duration::from_millis(500);
 pub async fn bring_up(shared: Arc<Shared>, gpu: GpuId, arrival: Arrival, orders: Orders) {
     // A GPU of the boot scan may have been probed before this task began.
     let since_ns = if arrival == Arrival::Enabled { boottime_ns() } else { 0 };
-    match go(&shared, gpu, orders).await {
+    let ended = threads::caught(go(&shared, gpu, orders)).await;
+    match ended.unwrap_or_else(|panicked| Err(failed_by(Step::Init, Reason::Internal)(&panicked))) {
         Ok(()) => {
             let uuid = uuid(&shared, gpu).await;
             tracing::info!(name: names::GPU_USABLE, gpu = %gpu.address, index = shared.roster.index(gpu.address) as u64, uuid);
-            // The runtime reports a panic of the task as a bug; the GPU is usable without extras.
+            // The panic hook reports a panic there; the GPU is usable without extras.
             let _unused = extras::start(&shared, gpu).await;
             shared.dispatch.report(Fact::Usable(gpu));
         }
@@ -100,20 +103,19 @@ async fn next(orders: &mut Orders) -> Order {
 
 /// Enables the GPU, which makes the host map its BARs.
 async fn enable(shared: &Arc<Shared>, gpu: GpuId, holds: &[Held]) -> Result<StepId, Failed> {
-    let result = shared.lane.enable(gpu.address, holds, &shared.seen.progress(gpu.address)).await;
-    match result {
-        Ok((step, took)) => {
+    let failure = match shared.lane.enable(gpu.address, holds, &shared.seen.progress(gpu.address)).await {
+        Ok(Ok((step, took))) => {
             shared.dispatch.report(Fact::Enabled(gpu, took));
-            Ok(step)
+            return Ok(step);
         }
-        Err(error) => {
-            // Release the GPU, which was held back for the load, so that it can be bound by hand.
-            // On a thread: the device is locked during a probe.
-            let (sysfs, address) = (shared.sysfs.clone(), gpu.address);
-            let _unused = tokio::task::spawn_blocking(move || sysfs.release(address)).await;
-            Err(failed(Step::Enable)(&error))
-        }
-    }
+        Ok(Err(error)) => failed(Step::Enable)(&error),
+        Err(panicked) => failed_by(Step::Enable, Reason::Internal)(&panicked),
+    };
+    // Release the GPU, which was held back for the load, so that it can be bound by hand. On a
+    // thread: the device is locked during a probe.
+    let (sysfs, address) = (shared.sysfs.clone(), gpu.address);
+    let _unused = threads::run(move || sysfs.release(address)).await;
+    Err(failure)
 }
 
 /// The driver, once its load is over.
@@ -151,7 +153,7 @@ async fn probe(shared: &Arc<Shared>, gpu: GpuId, how: Probe, enabled: Option<Ste
 async fn probe_during_load(shared: &Arc<Shared>, gpu: GpuId, enabled: Option<StepId>) -> Option<StepId> {
     let step = step!(names::GPU_BIND, gpu = %gpu.address, after = ?After::from(&[enabled][..]));
     let (id, sysfs, progress, gpu) = (step.id(), shared.sysfs.clone(), shared.seen.progress(gpu.address), gpu.address);
-    let probing = tokio::task::spawn_blocking(move || {
+    let probing = threads::run(move || {
         progress.on_this_thread();
         step.run(|| {
             // A GPU that could not be held back is probed by the load, and this call would wait for
@@ -182,7 +184,7 @@ async fn bind(shared: &Arc<Shared>, gpu: GpuId, after: After, how: Probe) -> Res
         for _ in 1..tries {
             let bound = shared.seen.next_bound();
             match try_bind(shared, gpu.address, how).await {
-                Err(error) if error.errno() == Some(Errno::ENODEV) && shared.sysfs.is_present(gpu.address) => {
+                Err(BindError::Refused(error)) if error.errno() == Some(Errno::ENODEV) && shared.sysfs.is_present(gpu.address) => {
                     // The wait ends with a bind or its deadline; the next try decides.
                     let _unused = tokio::time::timeout(pause, bound).await;
                 }
@@ -196,13 +198,16 @@ async fn bind(shared: &Arc<Shared>, gpu: GpuId, after: After, how: Probe) -> Res
         Probe::BeforeEnable => shared.lane.quiet_while(step.run_async(binding)).await,
         Probe::Load | Probe::DuringLoad | Probe::Bind => step.run_async(binding).await,
     };
-    result.map(|()| id).map_err(|e| Failed { since_ns, ..failed(Step::Probe)(&e) })
+    result.map(|()| id).map_err(|error| match error {
+        BindError::Refused(error) => Failed { since_ns, ..failed(Step::Probe)(&error) },
+        BindError::Panicked(panicked) => failed_by(Step::Probe, Reason::Internal)(&panicked),
+    })
 }
 
 /// Tries to bind once, on a thread of its own; a bind that also enables runs in the lane's process.
-async fn try_bind(shared: &Arc<Shared>, gpu: PciAddress, how: Probe) -> Result<(), SysfsError> {
+async fn try_bind(shared: &Arc<Shared>, gpu: PciAddress, how: Probe) -> Result<(), BindError> {
     let (shared, progress) = (Arc::clone(shared), shared.seen.progress(gpu));
-    let trying = tokio::task::spawn_blocking(move || {
+    let trying = threads::run(move || {
         progress.on_this_thread();
         let sysfs = &shared.sysfs;
         sysfs.release(gpu)?;
@@ -216,8 +221,22 @@ async fn try_bind(shared: &Arc<Shared>, gpu: PciAddress, how: Probe) -> Result<(
             result => result,
         }
     });
-    // The runtime reports a panic of the thread as a bug; the GPU is unbound, as after a refusal.
-    trying.await.unwrap_or_else(|panicked| Err(SysfsError::other(&panicked)))
+    trying.await.map_err(BindError::Panicked)?.map_err(BindError::Refused)
+}
+
+/// Why a bind came to nothing.
+enum BindError {
+    Refused(SysfsError),
+    Panicked(Panicked),
+}
+
+impl Display for BindError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Refused(error) => error.fmt(f),
+            Self::Panicked(panicked) => panicked.fmt(f),
+        }
+    }
 }
 
 /// Binds a GPU that the driver enables when its firewall is down, in a process that is on the
@@ -249,7 +268,7 @@ async fn read_minor(shared: &Shared, gpu: GpuId, bound: StepId, by_load: bool) -
     let (step, progress) =
         (step!(names::GPU_INFORMATION, gpu = %gpu.address, after = ?After(vec![bound])), shared.seen.progress(gpu.address));
     let id = step.id();
-    let reading = tokio::task::spawn_blocking(move || {
+    let reading = threads::run(move || {
         progress.on_this_thread();
         step.run(|| driver_proc::information(Path::new(PROC), gpu.address))
     });
@@ -283,7 +302,7 @@ async fn initialise(shared: &Arc<Shared>, gpu: GpuId, node: &Node, after: StepId
     let before = shared.seen.initialised();
     let step = step!(names::GPU_INIT, gpu = %gpu.address, after = ?After::from(&[Some(after), before][..]), rc = tracing::field::Empty, status = tracing::field::Empty);
     let (id, node, shared, progress) = (step.id(), node.clone(), Arc::clone(shared), shared.seen.progress(gpu.address));
-    let initialising = tokio::task::spawn_blocking(move || {
+    let initialising = threads::run(move || {
         progress.on_this_thread();
         let descriptor = match shared.descriptors.of(gpu.address) {
             // An earlier worker opened the GPU; the result is queried below.
@@ -330,7 +349,7 @@ async fn uuid(shared: &Shared, gpu: GpuId) -> Option<String> {
     if !shared.config.cdi_names.contains(&Naming::Uuid) {
         return None;
     }
-    let reading = tokio::task::spawn_blocking(move || driver_proc::information(Path::new(PROC), gpu.address));
+    let reading = threads::run(move || driver_proc::information(Path::new(PROC), gpu.address));
     let uuid = reading.await.ok()?.ok()?.uuid?;
     let _unused = shared.spec.send(Update::Known { gpu, uuid: uuid.clone() });
     Some(uuid)

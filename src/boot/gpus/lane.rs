@@ -12,6 +12,7 @@ use crate::events::{After, Step, StepId, names};
 use crate::kernel_console::{self, Quiet};
 use crate::pci::{PciAddress, SYS};
 use crate::step;
+use crate::threads::{self, Panicked};
 use nix::errno::Errno;
 use nix::unistd::Pid;
 use std::path::Path;
@@ -47,18 +48,24 @@ impl Lane {
         Self { sysfs, gate, state: Mutex::new(State { spare, cpu: None, after, wait: None, last: None, enabling: 0, quiet: None }) }
     }
 
-    /// Enables a GPU; returns the step and its duration. `holds`: the reasons of the wait before.
-    pub async fn enable(self: &Arc<Self>, gpu: PciAddress, holds: &[Held], progress: &Arc<Progress>) -> Result<(StepId, Duration), String> {
+    /// Enables a GPU; returns the step and its duration, or the kernel's refusal. `holds`: the
+    /// reasons of the wait before.
+    pub async fn enable(
+        self: &Arc<Self>,
+        gpu: PciAddress,
+        holds: &[Held],
+        progress: &Arc<Progress>,
+    ) -> Result<Result<(StepId, Duration), SysfsError>, Panicked> {
         self.end_wait(gpu, holds);
         let (lane, progress) = (Arc::clone(self), Arc::clone(progress));
-        let enabling = tokio::task::spawn_blocking(move || {
+        let enabling = threads::run(move || {
             let cpu = lane.reserve();
             let step = step!(names::GPU_ENABLE, gpu = %gpu, after = ?lane.lock().after);
             lane.lock().after = After(vec![step.id()]);
-            (step.id(), step.run(|| enable(&lane.sysfs, gpu, cpu.as_deref(), &progress)).map_err(|e| e.to_string()))
+            (step.id(), step.run(|| enable(&lane.sysfs, gpu, cpu.as_deref(), &progress)))
         });
-        let (step, result) = self.quiet_while(enabling).await.map_err(|panicked| panicked.to_string())?;
-        result.map(|took| (step, took))
+        let (step, result) = self.quiet_while(enabling).await?;
+        Ok(result.map(|took| (step, took)))
     }
 
     /// Keeps the console quiet during work that enables a GPU: a line on it would spin another vCPU

@@ -7,21 +7,23 @@
 //!
 //! A boot works without all of this, only slower: a mask that cannot be set stays as it is.
 
-use super::late::OPEN_THREAD;
+use super::late::is_open_thread;
 use crate::boot::wire::keeper::Held;
 use crate::boot::wire::lane_process::LaneProcess;
 use crate::events::names;
 use crate::interrupts::{self, MovedInterrupts};
 use nix::sched::{CpuSet, sched_getaffinity, sched_setaffinity};
 use nix::unistd::Pid;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 /// Mount point of procfs.
 const PROC: &str = "/proc";
-/// Longest wait for one arrival of virtio-vsock's interrupts, which moves them; a completion takes
-/// well below this.
+/// CPUs that are online, in sysfs.
+const ONLINE: &str = "devices/system/cpu/online";
+/// How long virtio-vsock's interrupts are given to arrive once, which moves them: a completion
+/// takes well below this.
 const STIR: Duration = Duration::from_millis(20);
 
 /// Calling thread, as a system call argument.
@@ -35,6 +37,8 @@ pub struct Spare {
     cpu: usize,
     all: CpuSet,
     others: CpuSet,
+    /// What threads may use afterwards.
+    afterwards: CpuSet,
 }
 
 impl Spare {
@@ -46,7 +50,8 @@ impl Spare {
         let mut lane = CpuSet::new();
         lane.set(cpu).ok()?;
         let process = LaneProcess::start(sysfs, &lane, held)?;
-        Some(Self { process, opener, cpu, all, others })
+        let online = std::fs::read_to_string(sysfs.join(ONLINE)).unwrap_or_default();
+        Some(Self { process, opener, cpu, all, others, afterwards: afterwards(&all, online.trim()) })
     }
 
     /// Moves this process and the process that opens GPUs.
@@ -125,7 +130,7 @@ impl LaneCpu {
         let new = numbers(Path::new(PROC)).filter(|pid| *pid > moved.seen).collect::<Vec<_>>();
         moved.seen = new.iter().copied().max().unwrap_or(moved.seen);
         for pid in new {
-            if std::fs::read_to_string(format!("/proc/{pid}/comm")).is_ok_and(|comm| comm.starts_with(OPEN_THREAD)) {
+            if is_open_thread(&PathBuf::from(format!("{PROC}/{pid}"))) {
                 let _unused = sched_setaffinity(Pid::from_raw(pid), &self.spare.others);
                 moved.threads.push(Pid::from_raw(pid));
             }
@@ -139,9 +144,9 @@ impl LaneCpu {
 
 impl Drop for LaneCpu {
     fn drop(&mut self) {
-        self.spare.move_to(&self.spare.all);
+        self.spare.move_to(&self.spare.afterwards);
         for thread in &self.moved.get_mut().unwrap_or_else(PoisonError::into_inner).threads {
-            let _unused = sched_setaffinity(*thread, &self.spare.all);
+            let _unused = sched_setaffinity(*thread, &self.spare.afterwards);
         }
     }
 }
@@ -162,8 +167,32 @@ fn cpus(set: &CpuSet) -> impl DoubleEndedIterator<Item = usize> {
     (0..CpuSet::count()).filter(|cpu| set.is_set(*cpu).unwrap_or(false))
 }
 
-/// Splits CPUs into the last one, which has the least other work, and the others. None for fewer
-/// than two CPUs.
+/// The mask to give back: every CPU that there will ever be, unless the guest was given less than
+/// the CPUs `online` (as `0-3,5`): then as it was.
+fn afterwards(all: &CpuSet, online: &str) -> CpuSet {
+    if listed(online).is_some_and(|online| cpus(all).eq(online)) {
+        let mut every = CpuSet::new();
+        for cpu in 0..CpuSet::count() {
+            let _unused = every.set(cpu); // fails only beyond the count
+        }
+        every
+    } else {
+        *all
+    }
+}
+
+/// The numbers in a list as `0-3,5`. None for anything else.
+fn listed(text: &str) -> Option<Vec<usize>> {
+    let range = |part: &str| {
+        let (from, to) = part.split_once('-').unwrap_or((part, part));
+        Some(from.parse().ok()?..=to.parse().ok().filter(|to: &usize| *to < CpuSet::count())?)
+    };
+    let ranges: Option<Vec<_>> = text.split(',').map(range).collect();
+    Some(ranges?.into_iter().flatten().collect())
+}
+
+/// Splits CPUs into the last one, which has the least other work, and the others. None where there
+/// are no others.
 fn split(all: &CpuSet) -> Option<(usize, CpuSet)> {
     let last = cpus(all).next_back()?;
     let mut others = *all;
@@ -179,6 +208,20 @@ mod tests {
         let mut all = CpuSet::new();
         list.iter().for_each(|cpu| all.set(*cpu).unwrap());
         split(&all).map(|(lane, others)| (lane, cpus(&others).collect()))
+    }
+
+    #[test]
+    fn what_is_given_back_has_cpus_that_come_later_and_none_that_were_kept_from_the_guest() {
+        let of = |list: &[usize], online: &str| {
+            let mut all = CpuSet::new();
+            list.iter().for_each(|cpu| all.set(*cpu).unwrap());
+            cpus(&afterwards(&all, online)).collect::<Vec<_>>()
+        };
+        assert_eq!(of(&[0, 1, 2, 5], "0-2,5").len(), CpuSet::count());
+        assert_eq!(of(&[0, 1], "0-3"), [0, 1]);
+        for odd in ["", "0-", "x", "0-999999999999"] {
+            assert_eq!(of(&[0, 1], odd), [0, 1], "{odd:?}");
+        }
     }
 
     #[test]

@@ -12,7 +12,8 @@ use nix::unistd::{Pid, setsid};
 
 /// Runs PID 1 with the agent as its child. Never returns.
 pub fn run(handover: Handover) -> ! {
-    for error in mounts::make(mounts::FOR_AGENT_AS_CHILD) {
+    let command_line = std::fs::read_to_string("/proc/cmdline").unwrap_or_default();
+    for error in mounts::make(mounts::FOR_AGENT_AS_CHILD).into_iter().chain(mounts::make_cgroups(&command_line)) {
         failure::tell(&format!("{error}: the agent will miss it"));
     }
     if let Err(errno) = sys::loopback_up() {

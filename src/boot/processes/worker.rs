@@ -22,7 +22,10 @@ use crate::events::{self, After, StepId, kmsg, names};
 use crate::pci::SYS;
 use crate::uevents::Uevents;
 use crate::{agent_watch, cdi, confidential, failure, ptp_kvm, step, tsc};
+use nix::errno::Errno;
+use nix::sys::socket::{MsgFlags, recv};
 use std::ffi::OsStr;
+use std::os::fd::{AsRawFd, OwnedFd};
 use std::os::unix::ffi::OsStrExt;
 use std::path::Path;
 use std::sync::Arc;
@@ -42,12 +45,12 @@ const LAST_WORDS: Duration = Duration::from_secs(2);
 /// Time for data that virtio still carries when send() has returned: no acknowledgement comes.
 const IN_FLIGHT: Duration = Duration::from_millis(100);
 
-/// Runs the worker until the guest ends. `held`: descriptors that earlier workers opened.
-pub fn run(boot: &Boot, start: Start, keeper: Option<KeeperSocket>, held: Vec<Held>) -> ! {
+/// The worker's life; ends with the guest. `held` are the descriptors that earlier workers opened.
+pub fn run(boot: &Boot, start: Start, keeper: KeeperSocket, held: Vec<Held>) -> ! {
     let began_ns = boottime_ns();
     let _unused = std::fs::write("/proc/self/oom_score_adj", OOM_SCORE);
-    // Fork before the runtime starts: a process with threads must not fork.
-    let opener = keeper.as_ref().and_then(|keeper| Opener::start(keeper, &held));
+    // Before the runtime: a process with threads must not fork.
+    let opener = Opener::start(&keeper, &held);
     let lane = boot.config.bind != Bind::Insmod;
     let spare = lane.then(|| Spare::start(Path::new(SYS), &held, opener.as_ref().map(Opener::pid))).flatten();
     name_process("gpuinit-worker");
@@ -55,7 +58,9 @@ pub fn run(boot: &Boot, start: Start, keeper: Option<KeeperSocket>, held: Vec<He
         Ok(runtime) => {
             // Never drop the runtime: a drop would wait for every thread that is in the driver.
             let runtime = std::mem::ManuallyDrop::new(runtime);
-            let life = || runtime.block_on(live(boot, began_ns, start, Descriptors::new(keeper, opener, held), spare));
+            let keeper_ends = keeper.0.try_clone();
+            let descriptors = Descriptors::new(Some(keeper), opener, held);
+            let life = || runtime.block_on(live(boot, began_ns, start, descriptors, keeper_ends, spare));
             // The panic has been reported; the keeper waits for the end of this process.
             let _unused = std::panic::catch_unwind(std::panic::AssertUnwindSafe(life));
         }
@@ -64,7 +69,7 @@ pub fn run(boot: &Boot, start: Start, keeper: Option<KeeperSocket>, held: Vec<He
     crate::sys::leave(1)
 }
 
-async fn live(boot: &Boot, began_ns: u64, start: Start, descriptors: Descriptors, spare: Option<Spare>) {
+async fn live(boot: &Boot, began_ns: u64, start: Start, descriptors: Descriptors, keeper: std::io::Result<OwnedFd>, spare: Option<Spare>) {
     let identity = Identity::read();
     let (ring, previous, trouble) = stream(&start, &identity);
     if let Some(error) = trouble {
@@ -87,7 +92,8 @@ async fn live(boot: &Boot, began_ns: u64, start: Start, descriptors: Descriptors
         }
     };
     let starting = step!(names::WORKER_START, at_ns = began_ns, after = ?After::from(&[exec][..]));
-    // Subscribe before the scan: a GPU that appears in between is seen twice, not never.
+    tokio::spawn(report_end_of_keeper(keeper));
+    // Subscribed before the scan: a GPU that appears in between is seen twice, not never.
     let uevents = Uevents::subscribe();
     let (words, signals) = match kmsg::follow(Arc::clone(&ring), previous.as_ref().and_then(|p| p.last_kmsg)) {
         Ok((words, signals)) => (Some(words), Some(signals)),
@@ -133,12 +139,16 @@ fn stream(start: &Start, identity: &Identity) -> (Arc<Ring>, Option<Previous>, O
         Start::Again { .. } => match Journal::resume(&path) {
             Ok((journal, found)) => {
                 let previous = Previous::from_records(&found.records);
-                StepId::continue_after(previous.last_step);
+                // Each missing record may be the begin of a step.
+                StepId::continue_after(previous.last_step.saturating_add(found.missing));
                 (events::install(Ring::resumed(found.lines, found.first_seq, Some(journal))), Some(previous), None)
             }
-            // Without the file, the sequence numbers in use are unknown: the stream goes on far
-            // behind them.
-            Err(error) => (events::install(Ring::resumed([], UNKNOWN, None)), Some(Previous::default()), Some(error.to_string())),
+            // Without the file the numbers already given are unknown: the stream goes on far behind
+            // them.
+            Err(error) => {
+                StepId::continue_after(UNKNOWN);
+                (events::install(Ring::resumed([], UNKNOWN, None)), Some(Previous::default()), Some(error.to_string()))
+            }
         },
     }
 }
@@ -152,7 +162,32 @@ fn report_death(ring: &Ring, previous: &Option<Previous>, status: &str) {
     }
 }
 
-/// Puts stage 0 into the stream, with the times of its steps and the parsed parameters.
+/// Reports the keeper's end at once: the socket to it is closed then. Nobody else can: its parent
+/// is the agent.
+async fn report_end_of_keeper(socket: std::io::Result<OwnedFd>) {
+    let ended = async {
+        let socket = crate::sys::async_fd(socket?)?;
+        loop {
+            let mut ready = socket.readable().await?;
+            match recv(socket.as_raw_fd(), &mut [0_u8; 1], MsgFlags::MSG_DONTWAIT) {
+                Err(Errno::EAGAIN) => ready.clear_ready(),
+                // The keeper sends nothing.
+                Ok(_) | Err(_) => return Ok::<(), std::io::Error>(()),
+            }
+        }
+    };
+    match ended.await {
+        Ok(()) => {
+            let error = "the keeper has ended: this worker alone holds the GPUs from here on, and its end would close them; restart the guest when its containers can be moved";
+            tracing::error!(name: names::PROCESS_DIED, process = "keeper", error);
+        }
+        Err(error) => {
+            tracing::warn!(name: names::SINK, sink = "keeper", state = "unavailable", error = %format!("watch the keeper's socket: {error}: its end will not be seen"));
+        }
+    }
+}
+
+/// Puts stage 0 into the stream, with the times of its steps, and what became of the parameters.
 fn report_stage0(boot: &Boot) {
     let stamps = &boot.stamps;
     tracing::info!(name: names::INIT_START, at_ns = stamps.started_ns, pid = 1_u64, version = env!("CARGO_PKG_VERSION"));
@@ -217,7 +252,7 @@ fn start_sinks(boot: &Boot, ring: &Arc<Ring>, identity: &Identity, again: bool, 
             unavailable("vsock listener", &error);
         }
     }
-    if let Some(level) = boot.config.console
+    if let Some(level) = boot.config.console.level(confidential::is_confidential)
         && let Err(error) = console::start(ring(), level, again, gate)
     {
         unavailable("console", &format!("open /dev/console: {error}"));
