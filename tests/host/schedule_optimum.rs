@@ -69,7 +69,7 @@ fn no_order_at_random_beats_the_best_one() {
             let best = search(&host, Rule::NoneInsideS1, 60_000 * MS, 1_000_000);
             assert_eq!(best.bound, best.usable);
             let near = (0..500).filter_map(|_| {
-                let seed = random.next();
+                let seed = random.draw();
                 let outcome = run(&host, &mut AtRandom(Random::new(seed)))?;
                 let usable = outcome.usable;
                 assert!(usable >= best.usable, "E {enable} ms, seed {seed}: {outcome:?} against {best:?}");
