@@ -24,6 +24,8 @@ const MOST_NEW: u32 = 2;
 /// The agent's state, as far as the lane depends on it.
 #[derive(Clone, Debug, Default)]
 pub struct Agent {
+    /// Whether the guest has a single vCPU.
+    alone: bool,
     /// Last look of each waiting container.
     looks: Vec<Time>,
     first_look: Option<Time>,
@@ -47,6 +49,17 @@ pub struct Agent {
 }
 
 impl Agent {
+    /// An agent that has not done anything yet, in a guest of so many vCPUs.
+    pub fn new(vcpus: usize) -> Self {
+        Self { alone: vcpus <= 1, ..Self::default() }
+    }
+
+    /// Time from a look that finds all GPUs to the begin of the container.
+    fn after_look(&self) -> Duration {
+        // A single vCPU has the init's and the driver's work to do as well.
+        if self.alone { Limit::LookFirst } else { Limit::LookAgain }.after()
+    }
+
     /// Notes a look at the spec. The agent opens the spec twice in its first try for a container,
     /// and once a second from then on.
     pub fn looked(&mut self, now: Time) {
@@ -77,7 +90,7 @@ impl Agent {
         // A new container may find all its GPUs.
         if last || !known && self.any_published && self.new <= MOST_NEW {
             let slow = first + Limit::LookFirst.after();
-            self.decides = Some(slow.max(now + Limit::LookAgain.after()));
+            self.decides = Some(slow.max(now + self.after_look()));
         }
     }
 
@@ -160,6 +173,17 @@ mod tests {
         agent.looked(ms(2400));
         assert_eq!(agent.holds(ms(2649)), Some(Hold::AgentLook), "the only one that waits has looked, and may have found its GPU");
         assert_eq!(agent.holds(ms(2650)), None);
+    }
+
+    #[test]
+    fn on_one_vcpu_a_look_has_more_time_to_bring_a_container() {
+        let after = |vcpus| {
+            let mut agent = Agent::new(vcpus);
+            agent.published(ms(100));
+            agent.looked(ms(2000));
+            agent.decides
+        };
+        assert!(after(1) > after(2), "{:?} {:?}", after(1), after(2));
     }
 
     #[test]

@@ -111,7 +111,7 @@ pub const TABLE: [Deadline; 17] = [
     row(Limit::LookAgain, 250, "wait after a later look: the bundle follows in 42 ms in a quiet guest"),
     row(
         Limit::ContainerMade,
-        1500,
+        3000,
         "the lane waits for a container in the making until its program runs: 0.3 to 0.5 s where \
          grace periods end (kata-agent 4.1.0, emulated)",
     ),

@@ -154,6 +154,7 @@ pub struct Schedule {
 impl Schedule {
     /// A bring-up that begins now. Nothing is ordered before [`Fact::Scanned`].
     pub fn new(policy: Policy, now: Time) -> Self {
+        let agent = Agent::new(policy.facts.vcpus);
         Self {
             policy,
             strategy: None,
@@ -162,7 +163,7 @@ impl Schedule {
             lane: Lane::default(),
             wave: None,
             scale: None,
-            agent: Agent::default(),
+            agent,
             started: now,
             lockdown: None,
             scanned: false,
