@@ -283,7 +283,7 @@ pub const PARAMETERS: &[Parameter] = &[
         name: "gpuinit.lockdown",
         values: "on, off",
         default: "on",
-        help: "forbid loading kernel modules once all GPUs are settled, or 60 s after the driver's load",
+        help: "forbid loading kernel modules once the driver is loaded and all GPUs are settled, or 60 s after the load; not while no GPU can be driven",
         set: |c, v| switch(v).map(|s| c.lockdown = s),
     },
     Parameter {
