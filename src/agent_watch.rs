@@ -1,32 +1,34 @@
-//! Traces that the agent leaves while it waits for GPUs and makes containers, seen without touching
-//! it: its looks at the CDI spec, the directories of its containers, its own executable, the hooks
-//! of ours that it starts. One inotify instance; each trace is an event and a value ([`Seen`]).
+//! Traces of the agent while it waits for GPUs and makes containers: its looks at the CDI spec, the
+//! directories of its containers, its own executable, and this init's hooks that the agent starts.
+//! A single inotify instance is used; the agent is not modified. Each trace is an event and a value
+//! ([`Seen`]).
 //!
-//! In the order in which kata-agent 4.1.0 leaves them, with ms on a quiet guest of 2 CPUs, for a
-//! container with a GPU:
+//! Traces of kata-agent 4.1.0 for a container with a GPU, in order, in ms on a quiet guest of 2
+//! CPUs:
 //!
 //! | ms | trace |
 //! |---|---|
-//! | 15 | [`Seen::Look`], and again at 241 the first time (the agent builds the validator of specs between the two) |
+//! | 15 | [`Seen::Look`]; the first time again at 241, after building the validator of specs |
 //! | 283 | [`Seen::Container`] made: the injection has succeeded |
-//! | 342 | [`Seen::InitBegan`]: the agent starts its executable again, as what becomes the container |
+//! | 342 | [`Seen::InitBegan`]: the agent starts its executable again, as the container's process |
 //! | 640 | [`Seen::HookBegan`], [`Seen::HookEnded`] |
-//! | 727 | [`Seen::ProgramBegan`]: that process has replaced the agent's executable by the container's program, or has died |
+//! | 727 | [`Seen::ProgramBegan`]: that process runs the container's program, or has died |
 //!
-//! inotify names what was touched, not who did it:
-//! - A look is any open of the spec. Nothing else in a guest opens it; this init never reads it
-//!   back.
-//! - An exec opens the file, and the kernel keeps it open for as long as the program is mapped, so
-//!   the file is closed when the process ends or becomes another program (seen with 6.1 and 6.18).
-//!   The init's own processes are forks without exec: they are no hooks.
+//! inotify reports the file, not the process that opened it:
+//! - A look is any open of the spec. Only the agent opens the spec in a guest; this init never
+//!   reads it back.
+//! - An exec opens the file, and the kernel keeps the file open for as long as the program is
+//!   mapped. So the file is closed when the process ends or becomes another program (seen with 6.1
+//!   and 6.18). The init's own processes are forks without exec, so they do not count as hooks.
 //!
 //! Invariants:
-//! - Nothing is polled. The agent removes and remakes /run/kata-containers: /run is watched for it.
-//! - Equal events that follow each other directly are one: two hooks started at once may be one
-//!   `HookBegan`. Events are signs, not counts.
+//! - Nothing is polled. The agent removes and remakes /run/kata-containers, so /run is watched,
+//!   too.
+//! - The kernel merges equal events that follow each other directly: two hooks started at once may
+//!   be one `HookBegan`. Events are no counts.
 //! - The number of watches is fixed: five.
-//! - Traces that an overrun of the kernel's queue has dropped stay lost, with an event that says
-//!   so: every wait for a trace has a deadline of its own.
+//! - Traces dropped by an overrun of the kernel's queue stay lost, and an event reports the
+//!   overrun. Every wait for a trace has a deadline of its own.
 
 use crate::cdi::publish::FILE;
 use crate::events::names;
@@ -40,7 +42,7 @@ use std::path::{Path, PathBuf};
 use tokio::io::unix::AsyncFd;
 use tokio::sync::mpsc::UnboundedSender;
 
-/// Directories among those of containers that belong to the sandbox.
+/// Directories next to those of containers that belong to the sandbox.
 const OF_SANDBOX: &[&str] = &["shared", "sandbox", "image"];
 
 /// One trace of the agent.
@@ -48,10 +50,10 @@ const OF_SANDBOX: &[&str] = &["shared", "sandbox", "image"];
 pub enum Seen {
     /// The agent looked for GPUs.
     Look(Look),
-    /// The directory of a container was made, which is its first trace, or removed.
+    /// The directory of a container was made, which is the container's first trace, or removed.
     Container { id: String, change: Change },
-    /// The agent's executable was started at least once, as a container's first process. Also PID
-    /// 1's own start, for a watch that began before.
+    /// The agent's executable was started at least once, as a container's first process. For a
+    /// watch that began before PID 1 became the agent, also PID 1's own start.
     InitBegan,
     /// At least one such process has become its container's program, or has died.
     ProgramBegan,
@@ -61,15 +63,15 @@ pub enum Seen {
     HookEnded,
 }
 
-/// What the agent looked at.
+/// File or directory that the agent looked at.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Look {
     Spec,
-    /// While there is no spec, the directory is all there is to see.
+    /// The spec's directory, while there is no spec.
     Directory,
 }
 
-/// What became of a container's directory.
+/// Change of a container's directory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Change {
     Made,
@@ -94,29 +96,29 @@ impl fmt::Display for Change {
     }
 }
 
-/// What is watched.
+/// Paths to watch.
 #[derive(Clone, Debug)]
 pub struct Places {
-    /// The directory of CDI specs, which must be there.
+    /// Directory of CDI specs, which must exist.
     pub specs: PathBuf,
-    /// The executable that the spec names for hooks. None: hooks are not watched.
+    /// Executable that the spec names for hooks. None: hooks are not watched.
     pub hook: Option<PathBuf>,
     /// The agent's executable. None: the processes of containers are not watched.
     pub agent: Option<PathBuf>,
-    /// The directory of containers, which may come and go; its parent must be there.
+    /// Directory of containers, which may come and go; its parent must exist.
     pub containers: PathBuf,
 }
 
 impl Places {
-    /// Those of a guest.
+    /// Paths of a guest.
     pub fn of_guest(agent: &Path, hook: Option<PathBuf>) -> Self {
         Self { specs: crate::cdi::publish::DIRECTORY.into(), hook, agent: Some(agent.into()), containers: "/run/kata-containers".into() }
     }
 }
 
-/// Watches for as long as the runtime lives; must be called inside it. The receiver of `seen` must
-/// be read or dropped. Fails where the specs cannot be watched; any other place that cannot be
-/// watched is an event.
+/// Watches for as long as the runtime lives; must be called inside the runtime. The receiver of
+/// `seen` must be read or dropped. Fails where the specs cannot be watched; any other path that
+/// cannot be watched is reported by an event.
 pub fn start(places: Places, seen: UnboundedSender<Seen>) -> io::Result<()> {
     let inotify = Inotify::init(InitFlags::IN_CLOEXEC | InitFlags::IN_NONBLOCK)?;
     let specs = inotify.add_watch(&places.specs, AddWatchFlags::IN_OPEN)?;
@@ -140,7 +142,7 @@ pub fn start(places: Places, seen: UnboundedSender<Seen>) -> io::Result<()> {
     let readiness: OwnedFd = inotify.as_fd().try_clone_to_owned()?;
     let readiness = crate::sys::async_fd(readiness)?;
     let mut watch = Watch { inotify, watched, places, seen };
-    // Containers that are there already are an earlier worker's.
+    // Containers that exist already were reported by an earlier worker.
     watch.find_containers(Report::No);
     tokio::spawn(run(watch, readiness));
     Ok(())
@@ -158,29 +160,29 @@ async fn run(mut watch: Watch, events: AsyncFd<OwnedFd>) {
     }
 }
 
-/// What a watch is for.
+/// Purpose of a watch.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Place {
     Specs,
     Hook,
     Agent,
-    /// Where the directory of containers is made.
+    /// Parent of the directory of containers.
     Run,
     Containers,
 }
 
-/// What an event of a place means.
+/// Meaning of an event of a place.
 #[derive(Clone, Debug, PartialEq, Eq)]
 enum Meaning {
     Nothing,
     Seen(Seen),
-    /// The directory of containers may be there now.
+    /// The directory of containers may exist now.
     Containers,
-    /// The kernel has given up a watch.
+    /// The kernel has removed a watch.
     Gone,
 }
 
-/// `published`: whether there is a spec.
+/// Interprets an event. `published`: whether there is a spec.
 fn meaning(place: Place, mask: AddWatchFlags, name: Option<&str>, published: bool) -> Meaning {
     let directory = mask.contains(AddWatchFlags::IN_ISDIR);
     if mask.contains(AddWatchFlags::IN_IGNORED) {
@@ -189,7 +191,7 @@ fn meaning(place: Place, mask: AddWatchFlags, name: Option<&str>, published: boo
     match (place, name) {
         (Place::Specs, Some(FILE)) => Meaning::Seen(Seen::Look(Look::Spec)),
         (Place::Specs, None) if directory && !published => Meaning::Seen(Seen::Look(Look::Directory)),
-        // Our own temporary file, and the directory on the way to a spec that is there.
+        // This init's temporary file, and the directory on the way to an existing spec.
         (Place::Specs, _) => Meaning::Nothing,
         (Place::Hook, _) if mask.contains(AddWatchFlags::IN_OPEN) => Meaning::Seen(Seen::HookBegan),
         (Place::Hook, _) if mask.contains(AddWatchFlags::IN_CLOSE_NOWRITE) => Meaning::Seen(Seen::HookEnded),
@@ -212,7 +214,7 @@ fn folders(directory: &Path) -> impl Iterator<Item = String> + use<> {
     entries.filter(|e| e.file_type().is_ok_and(|t| t.is_dir())).map(|e| e.file_name().to_string_lossy().into_owned())
 }
 
-/// Whether containers that are found are news.
+/// Whether found containers are reported.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Report {
     Yes,
@@ -234,7 +236,7 @@ impl Watch {
             self.find_containers(Report::Yes);
             return;
         }
-        // Events of a watch that was given up are still in the queue.
+        // The queue may still hold events of a removed watch.
         let Some(place) = self.watched.get(&event.wd) else { return };
         let name = event.name.as_deref().map(|n| n.to_string_lossy());
         match meaning(*place, event.mask, name.as_deref(), self.places.specs.join(FILE).exists()) {
@@ -246,7 +248,7 @@ impl Watch {
     }
 
     fn report(&self, seen: Seen) {
-        // Info is what happens once for a container, and what it waits for; the rest is detail.
+        // Level info: looks, and the one trace that each container has. Level debug: the rest.
         match &seen {
             Seen::Look(what) => tracing::info!(name: names::AGENT_LOOK, what = %what),
             Seen::Container { id, change: change @ Change::Made } => {
@@ -260,15 +262,15 @@ impl Watch {
             Seen::HookBegan => tracing::debug!(name: names::AGENT_HOOK, what = "began"),
             Seen::HookEnded => tracing::debug!(name: names::AGENT_HOOK, what = "ended"),
         }
-        // Without a receiver, the events are enough.
+        // Without a receiver, the events above remain.
         let _unused = self.seen.send(seen);
     }
 
-    /// Watches the directory of containers if it is there.
+    /// Watches the directory of containers if it exists.
     fn find_containers(&mut self, report: Report) {
         let mask = AddWatchFlags::IN_CREATE | AddWatchFlags::IN_DELETE | AddWatchFlags::IN_ONLYDIR;
         let Ok(descriptor) = self.inotify.add_watch(&self.places.containers, mask) else { return };
-        // The same directory has the same descriptor: nothing is new then.
+        // A directory that is already watched has the same descriptor: its containers are known.
         if self.watched.insert(descriptor, Place::Containers).is_some() || report == Report::No {
             return;
         }
@@ -363,7 +365,7 @@ mod tests {
         drop(File::open(guest.root.join("init")).unwrap());
         assert_eq!([guest.next().await, guest.next().await], [Seen::HookBegan, Seen::HookEnded]);
         let made = |id: &str| Seen::Container { id: id.into(), change: Change::Made };
-        // The directory of containers comes with its first one, goes, and comes again.
+        // The directory of containers is made with the first container, removed, and made again.
         for id in ["pause", "work"] {
             fs::create_dir_all(guest.root.join("run/containers").join(id)).unwrap();
             assert_eq!(guest.next().await, made(id));

@@ -75,11 +75,6 @@ impl SysfsError {
     pub fn errno(&self) -> Option<Errno> {
         self.error.raw_os_error().map(Errno::from_raw)
     }
-
-    /// One that did not come from the kernel.
-    pub fn other(what: &dyn fmt::Display) -> Self {
-        Self { path: PathBuf::new(), value: String::new(), error: io::Error::other(what.to_string()) }
-    }
 }
 
 impl fmt::Display for SysfsError {

@@ -85,6 +85,28 @@ pub enum ToHost {
     Off,
 }
 
+/// Which records go to the console.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ToConsole {
+    /// Up to info, except in a confidential guest, whose host reads the console: errors alone.
+    Auto,
+    /// Up to this level.
+    UpTo(Level),
+    Off,
+}
+
+impl ToConsole {
+    /// The least urgent level that goes there.
+    pub fn level(self, confidential: impl FnOnce() -> bool) -> Option<Level> {
+        match self {
+            Self::Auto if confidential() => Some(Level::Error),
+            Self::Auto => Some(Level::Info),
+            Self::UpTo(level) => Some(level),
+            Self::Off => None,
+        }
+    }
+}
+
 /// Where the agent itself listens: its interface, and its debug console. It powers off when another one has its port.
 const AGENT_PORTS: [u32; 2] = [1024, 1026];
 
@@ -111,8 +133,7 @@ pub struct Config {
     pub lockdown: bool,
     pub events_to_host: ToHost,
     pub events_port: u32,
-    /// Records up to this level go to the console; None: none.
-    pub console: Option<Level>,
+    pub console: ToConsole,
 }
 
 impl Default for Config {
@@ -131,7 +152,7 @@ impl Default for Config {
             lockdown: true,
             events_to_host: ToHost::Auto,
             events_port: DEFAULT_PORT,
-            console: Some(Level::Info),
+            console: ToConsole::Auto,
         }
     }
 }
@@ -173,13 +194,14 @@ pub fn hooks(value: &str) -> Option<Hooks> {
     one_of(value, &[("one", Hooks::One), ("compat", Hooks::Compat), ("none", Hooks::None)])
 }
 
-const LEVELS: &[(&str, Option<Level>)] = &[
-    ("off", None),
-    ("error", Some(Level::Error)),
-    ("warn", Some(Level::Warn)),
-    ("info", Some(Level::Info)),
-    ("debug", Some(Level::Debug)),
-    ("trace", Some(Level::Trace)),
+const LEVELS: &[(&str, ToConsole)] = &[
+    ("auto", ToConsole::Auto),
+    ("off", ToConsole::Off),
+    ("error", ToConsole::UpTo(Level::Error)),
+    ("warn", ToConsole::UpTo(Level::Warn)),
+    ("info", ToConsole::UpTo(Level::Info)),
+    ("debug", ToConsole::UpTo(Level::Debug)),
+    ("trace", ToConsole::UpTo(Level::Trace)),
 ];
 
 /// Every parameter there is.
@@ -280,9 +302,9 @@ pub const PARAMETERS: &[Parameter] = &[
     },
     Parameter {
         name: "gpuinit.log",
-        values: "off, error, warn, info, debug, trace",
-        default: "info",
-        help: "which events go to the console, in the agent's log format",
+        values: "auto, off, error, warn, info, debug, trace",
+        default: "auto",
+        help: "which events go to the console, in the agent's log format; auto: info, in a confidential guest error",
         set: |c, v| one_of(v, LEVELS).map(|s| c.console = s),
     },
 ];
@@ -446,12 +468,27 @@ mod tests {
     }
 
     #[test]
+    fn the_console_of_a_confidential_guest_gets_errors_unless_more_is_asked_for() {
+        let level = |line: &[u8], confidential| Config::parse(line).0.console.level(|| confidential);
+        assert_eq!(level(b"", true), Some(Level::Error));
+        assert_eq!(level(b"", false), Some(Level::Info));
+        assert_eq!(level(b"gpuinit.log=debug", true), Some(Level::Debug));
+        assert_eq!(level(b"gpuinit.log=off", false), None);
+    }
+
+    #[test]
     fn good_values_are_taken_and_the_last_one_counts() {
         let (config, notes) =
             Config::parse(b"console=ttyS0 gpuinit.bind=insmod gpuinit.init=serial gpuinit.bind=concurrent gpuinit.gpus=8 nvrc.log=debug\n");
         assert_eq!(
             config,
-            Config { bind: Bind::Concurrent, init: Init::Serial, expected_gpus: Some(8), console: Some(Level::Debug), ..Config::default() }
+            Config {
+                bind: Bind::Concurrent,
+                init: Init::Serial,
+                expected_gpus: Some(8),
+                console: ToConsole::UpTo(Level::Debug),
+                ..Config::default()
+            }
         );
         assert!(notes.iter().all(|n| n.problem.is_none()), "{notes:?}");
     }
@@ -468,7 +505,7 @@ mod tests {
                 "takes 0 to 1024; ignored, default: any",
                 "unknown parameter, ignored: `kata-gpu-init parameters` lists them",
                 "not supported yet: DCGM is not started",
-                "takes off, error, warn, info, debug, trace; ignored, default: info",
+                "takes auto, off, error, warn, info, debug, trace; ignored, default: auto",
             ]
         );
     }

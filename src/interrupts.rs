@@ -1,44 +1,44 @@
-//! Interrupts of one CPU, moved to the others for a while and given back.
+//! Interrupts of one CPU, moved to the other CPUs for a time, with the former masks restored after.
 //!
 //! While the host maps a GPU's BARs, the enabling vCPU takes no interrupt for seconds. An interrupt
-//! that is routed there waits as long, and so does its device: without this, virtio-vsock's is
-//! among them, and the agent answers the host 3.3 s late.
+//! that is routed there waits as long, and so does its device. Without this module, virtio-vsock's
+//! interrupts wait, and the agent answers the host 3.3 s late.
 //!
 //! Invariants:
-//! - Nothing here fails as a whole. An interrupt that cannot be moved (managed by its driver, or
-//!   per CPU: EIO) stays, and the report names it.
-//! - An interrupt keeps at least one CPU that is online: one whose mask has no other CPU is not
-//!   touched.
-//! - An interrupt without a handler is not touched: it follows `default_smp_affinity`, which is
-//!   changed for the time.
-//! - Only a mask that is still the one written here is given back. Whoever changed it meanwhile
-//!   wins.
+//! - No failure is fatal. An interrupt that cannot be moved (managed by its driver, or per CPU:
+//!   EIO) stays, and the report names it.
+//! - An interrupt keeps at least one online CPU: a mask without another online CPU is not changed.
+//! - The mask of an interrupt without a handler is not changed: the interrupt follows
+//!   `default_smp_affinity`, which is changed for the time.
+//! - A mask is restored only if it is still the one written here: a change by another process wins.
 //!
 //! A written mask is not a moved interrupt. On x86 without interrupt remapping (no vIOMMU, Kata's
-//! default) the kernel only notes the new CPU of an MSI or IO-APIC interrupt and changes it when
-//! that interrupt arrives the next time, on the old CPU (`irq_set_affinity_locked` in
-//! kernel/irq/manage.c: IRQCHIP_MOVE_DEFERRED, in older kernels the absence of IRQD_MOVE_PCNTXT).
-//! `smp_affinity` shows the new mask at once, `effective_affinity` the truth. So
-//! [`MovedInterrupts::waiting`] names those that still are where they were; each needs one more
-//! arrival, before the CPU is gone. Seen with kernel 6.1, vsock's interrupt on the CPU that is gone
-//! for 2 s: a ping to the host that is sent 0.3 s later takes 1.70 s with nothing moved, 1.70 s
-//! with the mask written, 5 ms with the mask written and one arrival in between. One connection
-//! attempt to the host is such an arrival ([`stir_vsock`]), and so is whatever a stream to the host
-//! sends or gets. Interrupts of other devices move with their own next arrival.
+//! default) the kernel only notes the new CPU of an MSI or IO-APIC interrupt, and moves the
+//! interrupt at its next arrival on the old CPU (`irq_set_affinity_locked` in kernel/irq/manage.c:
+//! IRQCHIP_MOVE_DEFERRED, in older kernels the absence of IRQD_MOVE_PCNTXT). `smp_affinity` shows
+//! the new mask at once, `effective_affinity` the current CPU. So [`MovedInterrupts::waiting`]
+//! names the interrupts that are not moved yet; each needs one more arrival before the CPU is gone.
+//!
+//! Measured with kernel 6.1, vsock's interrupt on the CPU that is gone for 2 s: a ping to the host
+//! that is sent 0.3 s later takes 1.70 s with nothing moved, 1.70 s with the mask written, 5 ms
+//! with the mask written and one arrival in between. One connection attempt to the host is such an
+//! arrival ([`stir_vsock`]), and so is any data that a stream to the host sends or gets. Interrupts
+//! of other devices move with their own next arrival.
 //!
 //! Work of virtio-vsock follows its interrupts and its senders, not a mask. Its workqueue is per
 //! CPU (`alloc_workqueue("virtio_vsock", 0, 0)`, now WQ_PERCPU; net/vmw_vsock/virtio_transport.c),
 //! and `queue_work` on such a queue takes the CPU of its caller. Callers are the interrupt handlers
 //! (rx_work, tx_work, event_work) and senders (send_pkt_work). With the interrupts elsewhere, no
 //! received packet is queued on the lane's CPU. A packet that a process sends from the lane's CPU
-//! is queued there, and left there if the enabling begins before the queue's worker has run; newer
-//! kernels spare most packets the queue (`virtio_transport_send_skb_fast_path`).
-//! `/sys/devices/virtual/workqueue/cpumask` covers unbound workqueues only, which virtio-vsock does
-//! not use, and writing it rebuilds every unbound queue of the kernel: this module leaves it alone.
-//! Workers of unbound queues are ordinary tasks, and idle CPUs pull waiting tasks off the queue of
-//! a CPU that is gone.
+//! is queued there, and stays there if the enabling begins before the queue's worker has run. In
+//! newer kernels most packets bypass the queue (`virtio_transport_send_skb_fast_path`).
 //!
-//! A worker that dies in between leaves the masks as they are: the guest works on with one CPU that
+//! This module does not write `/sys/devices/virtual/workqueue/cpumask`: that mask covers only
+//! unbound workqueues, which virtio-vsock does not use, and a write rebuilds every unbound queue of
+//! the kernel. Workers of unbound queues are ordinary tasks, and idle CPUs pull waiting tasks off
+//! the queue of a CPU that is gone.
+//!
+//! A process that dies in between leaves the masks as they are: the guest goes on with one CPU that
 //! serves fewer interrupts.
 
 use nix::errno::Errno;
@@ -52,20 +52,20 @@ use std::os::fd::{AsFd, AsRawFd};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-/// Interrupts that are looked at. 16 GPUs with 9 vectors each and 64 CPUs' virtio queues are some
-/// 400.
+/// Most interrupts that are examined. 16 GPUs with 9 vectors each and 64 CPUs' virtio queues are
+/// some 400.
 const MAX_INTERRUPTS: usize = 4096;
 /// Longest mask file: 8192 CPUs (the kernel's limit) in groups of 32.
 const MAX_MASK_BYTES: usize = 4096;
-/// The host, for vsock.
+/// The host's vsock address.
 const HOST_CID: u32 = 2;
-/// Nobody listens at it: the number of the discard service elsewhere.
+/// Vsock port without a listener: the number of the discard service elsewhere.
 const DISCARD_PORT: u32 = 9;
-/// Virtio devices of this driver are virtio-vsock.
+/// Driver of virtio-vsock devices, below sysfs.
 const VSOCK_DRIVER: &str = "bus/virtio/drivers/vmw_vsock_virtio_transport";
 
-/// A set of CPUs, as /proc/irq writes it: hexadecimal words of 32 bits, highest first, with commas
-/// between them.
+/// A set of CPUs, in the format of /proc/irq: hexadecimal words of 32 bits, highest first, with
+/// commas between them.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct CpuMask {
     /// Lowest first; the last one is not 0.
@@ -73,14 +73,14 @@ pub struct CpuMask {
 }
 
 impl CpuMask {
-    /// None for what is no mask.
+    /// Parses a mask; None for any other text.
     pub fn parse(text: &str) -> Option<Self> {
         let text = text.trim();
         if text.len() > MAX_MASK_BYTES {
             return None;
         }
         let word = |word: &str| (1..=8).contains(&word.len()).then(|| u32::from_str_radix(word, 16).ok()).flatten();
-        // from_str_radix takes a sign.
+        // from_str_radix accepts a sign.
         let words = text.rsplit(',').map(|w| word(w).filter(|_| w.bytes().all(|b| b.is_ascii_hexdigit())));
         Some(Self { words: words.collect::<Option<Vec<u32>>>()? }.trimmed())
     }
@@ -102,7 +102,7 @@ impl CpuMask {
         self.words.get(cpu / 32).is_some_and(|word| word >> (cpu % 32) & 1 == 1)
     }
 
-    /// The same without one CPU.
+    /// Returns the mask without one CPU.
     fn without(&self, cpu: usize) -> Self {
         let mut mask = self.clone();
         if let Some(word) = mask.words.get_mut(cpu / 32) {
@@ -134,7 +134,7 @@ impl fmt::Display for CpuMask {
 /// An interrupt that has a handler.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Interrupt {
-    /// The kernel's number.
+    /// Number in the kernel.
     pub irq: u32,
     /// Names of the handlers, joined by `+`, e.g. `virtio1-virtqueues`.
     pub name: String,
@@ -146,29 +146,29 @@ impl fmt::Display for Interrupt {
     }
 }
 
-/// Several in one field of an event.
+/// Joins interrupts for one field of an event.
 pub fn list<'a>(interrupts: impl IntoIterator<Item = &'a Interrupt>) -> String {
     interrupts.into_iter().map(Interrupt::to_string).collect::<Vec<_>>().join(", ")
 }
 
-/// Why an interrupt that may come to the CPU was not moved off it.
+/// Reason why an interrupt was not moved off the CPU.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Stays {
-    /// No other CPU that is online is in its mask.
+    /// The mask has no other online CPU.
     OnlyThere,
     /// The kernel refuses a new mask: EIO for managed and for per-CPU interrupts, ENOSPC where no
     /// vector is free.
     Refused(Errno),
 }
 
-/// What became of the masks when they were given back.
+/// Result of restoring the masks.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct GivenBack {
-    /// Interrupts with their former mask again, those gone meanwhile not counted.
+    /// Number of interrupts with their former mask, without those freed meanwhile.
     pub restored: usize,
-    /// Interrupts whose mask somebody else has changed: they keep that one.
+    /// Interrupts whose mask another process has changed; that mask stays.
     pub changed: Vec<Interrupt>,
-    /// Interrupts whose mask the kernel refused to take back.
+    /// Interrupts whose former mask the kernel refused.
     pub failed: Vec<(Interrupt, Errno)>,
 }
 
@@ -179,23 +179,22 @@ struct Moved {
     ours: CpuMask,
 }
 
-/// Interrupts kept off one CPU until this is given back or dropped.
+/// Interrupts kept off one CPU until [`MovedInterrupts::give_back`] or drop.
 pub struct MovedInterrupts {
     folder: PathBuf,
     cpu: usize,
     online: CpuMask,
     moved: BTreeMap<u32, Moved>,
     stays: Vec<(Interrupt, Stays)>,
-    /// Numbers that had a handler when they were looked at: later ones were requested under our
+    /// Interrupts that were examined with a handler; later ones were requested under the changed
     /// default.
     known: BTreeSet<u32>,
-    /// The default mask before and with this.
+    /// The default mask, former and changed.
     default: Option<(CpuMask, CpuMask)>,
 }
 
-/// Moves every interrupt off `cpu` that can be moved, and the default for new ones. `proc` is where
-/// procfs is mounted; `online` are the CPUs that there are. Takes some ten microseconds for each
-/// interrupt.
+/// Moves every interrupt off `cpu` that can be moved, and the default for new ones. `proc`: mount
+/// point of procfs. `online`: all online CPUs. Takes some ten microseconds for each interrupt.
 pub fn keep_off(proc: &Path, cpu: usize, online: &[usize]) -> MovedInterrupts {
     let folder = proc.join("irq");
     let default = move_mask(&folder.join("default_smp_affinity"), cpu, &CpuMask::of(online)).ok().flatten();
@@ -213,18 +212,18 @@ pub fn keep_off(proc: &Path, cpu: usize, online: &[usize]) -> MovedInterrupts {
 }
 
 impl MovedInterrupts {
-    /// Interrupts with another mask than before.
+    /// Interrupts with a changed mask.
     pub fn moved(&self) -> impl Iterator<Item = &Interrupt> {
         self.moved.values().map(|m| &m.interrupt)
     }
 
-    /// Interrupts that may still come to the CPU, and why.
+    /// Interrupts that may still arrive at the CPU, with the reason.
     pub fn stays(&self) -> &[(Interrupt, Stays)] {
         &self.stays
     }
 
-    /// Moves what was requested since; gives those interrupts. What was looked at before is not
-    /// touched again.
+    /// Moves the interrupts that were requested since the last call, and returns them. Interrupts
+    /// that were examined before are left as they are.
     pub fn again(&mut self) -> Vec<Interrupt> {
         let mut new = Vec::new();
         for interrupt in interrupts(&self.folder) {
@@ -243,25 +242,25 @@ impl MovedInterrupts {
         new
     }
 
-    /// Moved interrupts that nevertheless arrive at the CPU the next time, once: the kernel moves
-    /// them then.
+    /// Interrupts with a changed mask whose next arrival is still at the CPU; the kernel moves them
+    /// then.
     pub fn waiting(&self) -> Vec<Interrupt> {
         let there = |m: &&Moved| arrives_at(&self.folder, m.interrupt.irq, self.cpu);
         self.moved.values().filter(there).map(|m| m.interrupt.clone()).collect()
     }
 
-    /// Whether an interrupt of virtio-vsock is among the waiting. `sysfs` is where that is mounted.
+    /// Whether an interrupt of virtio-vsock is among the waiting. `sysfs`: mount point of sysfs.
     pub fn vsock_waits(&self, sysfs: &Path) -> bool {
         let entries = std::fs::read_dir(sysfs.join(VSOCK_DRIVER)).into_iter().flatten().flatten();
-        // Handlers are `virtio3-virtqueues`, or one per queue; a change of the configuration is
-        // nothing to wait for.
+        // Handlers are `virtio3-virtqueues`, or one per queue. `config` interrupts do not count:
+        // they report changes of the configuration.
         let devices = entries.filter_map(|e| e.file_name().to_str().filter(|n| n.starts_with("virtio")).map(|n| format!("{n}-")));
         let devices: Vec<String> = devices.collect();
         let of_vsock = |name: &str| devices.iter().any(|d| name.strip_prefix(d.as_str()).is_some_and(|queue| queue != "config"));
         self.waiting().iter().any(|interrupt| interrupt.name.split('+').any(of_vsock))
     }
 
-    /// Restores every mask that is still ours.
+    /// Restores every mask that is still the one written here.
     pub fn give_back(mut self) -> GivenBack {
         self.restore()
     }
@@ -269,10 +268,9 @@ impl MovedInterrupts {
     fn restore(&mut self) -> GivenBack {
         let mut result = GivenBack::default();
         if let Some((former, ours)) = self.default.take() {
-            // A default that cannot be read or written is nobody's loss: new interrupts go to the
-            // other CPUs then.
+            // If the default cannot be restored, new interrupts keep going to the other CPUs.
             let _unused = restore(&self.folder.join("default_smp_affinity"), &ours, &former);
-            // Requested under our default, for nobody else's reason.
+            // Interrupts requested under the changed default get the former one.
             for interrupt in interrupts(&self.folder).filter(|i| !self.known.contains(&i.irq)) {
                 let _unused = restore(&mask_file(&self.folder, interrupt.irq), &ours, &former);
             }
@@ -295,17 +293,17 @@ impl Drop for MovedInterrupts {
     }
 }
 
-/// Interrupts that arrive at `cpu` as things are: to choose a CPU by. Where the kernel does not say
-/// where one arrives, its mask counts.
+/// Interrupts that currently arrive at `cpu`, for the choice of a CPU. Where the kernel has no
+/// effective mask of an interrupt, its mask counts.
 pub fn arriving_at(proc: &Path, cpu: usize) -> Vec<Interrupt> {
     let folder = proc.join("irq");
     interrupts(&folder).filter(|i| arrives_at(&folder, i.irq, cpu)).collect()
 }
 
-/// Makes virtio-vsock's interrupts arrive once each, so that they move: one connection attempt to a
-/// port of the host that nobody listens at. The request's completion and the host's refusal are the
-/// arrivals. Blocks until the host has refused, or the patience is over; gives whether it has. A
-/// vhost-user device may not answer, but its completion arrives all the same.
+/// Makes virtio-vsock's interrupts arrive once each, so that they move, by one connection attempt
+/// to a port of the host without a listener. The request's completion and the host's refusal are
+/// the arrivals. Blocks until the host has refused, or `patience` is over; returns whether the host
+/// has refused. A vhost-user device may not refuse, but its completion arrives all the same.
 pub fn stir_vsock(patience: Duration) -> nix::Result<bool> {
     let attempt = socket(AddressFamily::Vsock, SockType::Stream, SockFlag::SOCK_CLOEXEC | SockFlag::SOCK_NONBLOCK, None)?;
     match connect(attempt.as_raw_fd(), &VsockAddr::new(HOST_CID, DISCARD_PORT)) {
@@ -317,7 +315,7 @@ pub fn stir_vsock(patience: Duration) -> nix::Result<bool> {
     Ok(poll(&mut [PollFd::new(attempt.as_fd(), PollFlags::POLLOUT)], patience)? > 0)
 }
 
-/// Every interrupt that has a handler, in the order of their numbers.
+/// Interrupts that have a handler, by ascending number.
 fn interrupts(folder: &Path) -> impl Iterator<Item = Interrupt> + use<> {
     let entries = std::fs::read_dir(folder).into_iter().flatten().flatten().take(MAX_INTERRUPTS);
     let mut numbers: Vec<u32> = entries.filter_map(|e| e.file_name().to_str()?.parse().ok()).collect();
@@ -326,7 +324,7 @@ fn interrupts(folder: &Path) -> impl Iterator<Item = Interrupt> + use<> {
     numbers.into_iter().filter_map(move |irq| Some(Interrupt { irq, name: handlers(&folder.join(irq.to_string()))? }))
 }
 
-/// The kernel makes a directory for each handler.
+/// Names of an interrupt's handlers, for each of which the kernel makes a directory.
 fn handlers(folder: &Path) -> Option<String> {
     let entries = std::fs::read_dir(folder).ok()?.flatten().filter(|e| e.file_type().is_ok_and(|t| t.is_dir()));
     let mut names: Vec<String> = entries.map(|e| e.file_name().to_string_lossy().into_owned()).collect();
@@ -343,7 +341,8 @@ fn arrives_at(folder: &Path, irq: u32, cpu: usize) -> bool {
     files.iter().find_map(|file| read(file).ok()).is_some_and(|mask| mask.has(cpu))
 }
 
-/// The mask before and after; None where it does not have the CPU, or is gone.
+/// Removes the CPU from a mask; returns the mask before and after. None where the mask does not
+/// have the CPU, or is gone.
 fn move_mask(file: &Path, cpu: usize, online: &CpuMask) -> Result<Option<(CpuMask, CpuMask)>, Stays> {
     let former = match read(file) {
         Ok(mask) if mask.has(cpu) => mask,
@@ -361,7 +360,7 @@ fn move_mask(file: &Path, cpu: usize, online: &CpuMask) -> Result<Option<(CpuMas
     }
 }
 
-/// False where the mask is no longer ours.
+/// Restores a mask; false where the mask is no longer the one written here.
 fn restore(file: &Path, ours: &CpuMask, former: &CpuMask) -> nix::Result<bool> {
     if read(file)? != *ours {
         return Ok(false);
@@ -375,7 +374,7 @@ fn read(file: &Path) -> nix::Result<CpuMask> {
 }
 
 fn write(file: &Path, mask: &CpuMask) -> nix::Result<()> {
-    // One write: the kernel takes each as a whole mask.
+    // The kernel takes each write as a whole mask.
     let text = format!("{mask}\n");
     OpenOptions::new().write(true).truncate(true).open(file).and_then(|mut f| f.write_all(text.as_bytes())).map_err(|e| errno(&e))
 }
@@ -389,7 +388,7 @@ mod tests {
     use super::*;
     use std::fs;
 
-    /// A /proc with these interrupts: number, handler (empty: none), mask.
+    /// A made-up /proc with interrupts: number, handler (empty: none), mask.
     struct Proc(PathBuf);
 
     impl Proc {
@@ -412,8 +411,8 @@ mod tests {
             fs::write(folder.join("smp_affinity"), format!("{mask}\n")).unwrap();
         }
 
-        /// The kernel refuses to write to it, root or not. Its text, "65536", has CPUs 1, 2, 4, 5
-        /// and more.
+        /// Replaces a mask by a file that the kernel refuses to write, root or not. The file's
+        /// text, "65536", has CPUs 1, 2, 4, 5 and more.
         fn refuse(&self, irq: u32) {
             let file = mask_file(&self.0.join("irq"), irq);
             fs::remove_file(&file).unwrap();
@@ -474,7 +473,7 @@ mod tests {
         let moved = keep_off(&proc.0, 1, &[0, 1]);
         assert_eq!((numbers(moved.moved()), list(moved.moved())), (vec![24], "24 virtio0-config".into()));
         assert_eq!(moved.stays(), [(Interrupt { irq: 25, name: "virtio0-virtqueues".into() }, Stays::OnlyThere)]);
-        // One without a handler keeps its mask; so does one that never came there.
+        // Interrupts without a handler, or without the CPU in their mask, keep their mask.
         assert_eq!([4, 9, 24, 25].map(|irq| proc.mask(irq)), ["1", "3", "1", "2"]);
         assert_eq!(proc.default(), "1");
         assert_eq!(moved.give_back(), GivenBack { restored: 1, ..GivenBack::default() });
@@ -497,7 +496,7 @@ mod tests {
     fn what_is_requested_later_is_moved_later_and_gets_the_former_default_back() {
         let proc = Proc::new("again", "f", &[(24, "virtio0-rx", "f")]);
         let mut moved = keep_off(&proc.0, 3, &[0, 1, 2, 3]);
-        // One with a mask of its own, one under the default that is ours now.
+        // Interrupt 30 has a mask of its own, 31 the changed default.
         proc.request(30, "nvidia", "c");
         assert_eq!(numbers(&moved.again()), [30]);
         assert_eq!(moved.again(), []);

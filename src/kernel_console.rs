@@ -1,35 +1,34 @@
-//! The kernel's console, quiet for a while.
+//! Console level of the kernel, lowered during an enabling.
 //!
 //! On a real host an enabling vCPU holds QEMU's global lock for seconds, and a character that the
 //! kernel prints spins another vCPU until that lock is free. So the kernel's console level is
-//! lowered for the time of an enabling, to [`LEVEL`]: emergencies and alerts (0, 1) still pass, and
-//! a panic or an oops raises the level by itself (`console_verbose`).
+//! lowered to [`LEVEL`] during an enabling. Emergencies and alerts (0, 1) still pass, and a panic
+//! or an oops raises the level by itself (`console_verbose`).
 //!
-//! Invariants: only the console is spared. Every line stays in the kernel's log, where /dev/kmsg
-//! has it and the init's stream finds what it wants; lines of this time do not appear on the
-//! console afterwards. The former level is restored only where the level is still the one written
-//! here.
+//! Invariants:
+//! - Every line stays in the kernel's log, from which /dev/kmsg and the init's stream read it.
+//!   Lines of this time do not appear on the console afterwards.
+//! - The former level is restored only where the level is still the one written here.
 //!
-//! The init's own lines on the console are another matter (the console sink's gate). A worker that
-//! dies in between leaves the level low; its successor finds [`LEVEL`] and takes it for the guest's
-//! own.
+//! Not here: the init's own lines on the console (the console sink's gate). A worker that dies in
+//! between leaves the level low; its successor takes [`LEVEL`] for the guest's own.
 
 use std::fs::OpenOptions;
 use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 
-/// The kernel prints messages *below* this level: 0, the system is unusable, and 1, somebody must
-/// act.
+/// Console level during an enabling. The kernel prints messages *below* this level: emergencies (0)
+/// and alerts (1).
 pub const LEVEL: u32 = 2;
 
-/// The console is quiet until this is given back or dropped.
+/// Lowered console level, restored by [`Quiet::give_back`] or on drop.
 #[derive(Debug)]
 pub struct Quiet {
     file: PathBuf,
     former: u32,
 }
 
-/// Lowers the level; None where it is not higher. `proc` is where procfs is mounted.
+/// Lowers the level; None where it is not above [`LEVEL`]. `proc`: mount point of procfs.
 pub fn quiet(proc: &Path) -> io::Result<Option<Quiet>> {
     let file = proc.join("sys/kernel/printk");
     let former = level(&file)?;
@@ -55,21 +54,20 @@ impl Quiet {
 impl Drop for Quiet {
     fn drop(&mut self) {
         if level(&self.file).is_ok_and(|now| now == LEVEL) {
-            // A level that was written a moment ago can be written again; if not, the console stays
-            // quiet and nothing is lost.
+            // If the level cannot be written again, the console stays quiet and no line is lost.
             let _unused = set(&self.file, self.former);
         }
     }
 }
 
-/// The first of four numbers: console_loglevel.
+/// Reads console_loglevel, the first of four numbers.
 fn level(file: &Path) -> io::Result<u32> {
     let text = std::fs::read_to_string(file).map_err(|e| io::Error::new(e.kind(), format!("read {}: {e}", file.display())))?;
     let first = text.split_ascii_whitespace().next().and_then(|word| word.parse().ok());
     first.ok_or_else(|| io::Error::other(format!("read {}: {text:?} does not begin with a level", file.display())))
 }
 
-/// The kernel takes fewer than four numbers and leaves the others as they are.
+/// Writes console_loglevel; the kernel accepts fewer than four numbers and keeps the others.
 fn set(file: &Path, level: u32) -> io::Result<()> {
     let written = OpenOptions::new().write(true).truncate(true).open(file).and_then(|mut f| f.write_all(format!("{level}\n").as_bytes()));
     written.map_err(|e| io::Error::new(e.kind(), format!("write {level} to {}: {e}", file.display())))

@@ -1,42 +1,44 @@
-//! kata-gpu-init: starts a Kata Containers guest with NVIDIA GPUs. This page is the map, in boot order.
+//! kata-gpu-init: starts a Kata Containers guest with NVIDIA GPUs. Module map, in boot order.
 //!
-//! Invariants, which tests/host/layers.rs reads from the sources:
+//! Invariants, checked against the sources by tests/host/layers.rs:
 //! - Only [`boot`] knows order: nothing but the programs imports it, and `host` only the agent's
 //!   path.
 //! - Hardware and CDI modules (every module here but `boot`, `events` and `host`) import neither
 //!   `boot` nor `host` nor [`events::sinks`].
-//! - Only [`config`] knows parameter names; texts for people that name one are listed there.
-//! - Only [`failure`] powers off; its callers are listed there.
-//! - Only [`sys`] is unsafe in the guest, apart from the attribute that puts a function before main.
+//! - Only [`config`] knows parameter names; the check lists the texts that name one for a reader.
+//! - Only [`failure`] powers off; the check lists its callers.
+//! - Only [`sys`] is unsafe in the guest, except for the attribute that places a function before
+//!   main.
 //!
-//! Read by people alone: code reports time through `tracing`.
+//! Invariant without a check: code reports times through `tracing`.
 
-pub mod clock; // when is it
-pub mod tsc; // how long the VM was there before its kernel
-pub mod ptp_kvm; // when it is on the host, as the hypervisor says
-pub mod confidential; // whether the host is not to be trusted
-pub mod config; // what was asked for: the kernel command line
+pub mod clock; // clock readings
+pub mod tsc; // time between the VM's start and the kernel's clock
+pub mod ptp_kvm; // the host's clock, by way of the hypervisor
+pub mod confidential; // detection of confidential guests
+pub mod config; // kernel command line parameters
 pub mod mounts; // file systems, and /var/run
-pub mod failure; // what follows when something fails
+pub mod failure; // messages without a stream, and power-off
 pub mod boot; // the sequence: PID 1, keeper, worker, and the bring-up of all GPUs
-pub mod pci; // which GPUs are there
-pub mod uevents; // which come and go
+pub mod pci; // scan for GPUs
+pub mod uevents; // GPUs that come and go
 pub mod kernel_modules; // loading the driver
-pub mod elf; // what is read of ELF files
-pub mod modinfo; // what a module's file says of itself
+pub mod elf; // ELF parser
+pub mod modinfo; // metadata of a module's file
 pub mod bind; // enable, driver_override, bind
-pub mod driver_log; // what the driver writes to the kernel's log
-pub mod reason; // why a GPU is not usable
-pub mod driver_proc; // what the driver says: minors, majors
-pub mod driver_caps; // and: MIG instances and their capabilities, switches
-pub mod driver_files; // which files of the driver a container needs
+pub mod driver_log; // the driver's lines in the kernel's log
+pub mod reason; // reasons why a GPU is not usable
+pub mod driver_proc; // the driver's /proc files: minors, majors
+pub mod driver_caps; // the driver's /proc files: MIG instances, their capabilities, switches
+pub mod driver_files; // files of the driver for containers
 pub mod device_nodes; // /dev/nvidia*
 pub mod adapter; // open: adapter initialisation
 pub mod cdi; // the spec, and publishing it
-pub mod interrupts; // keeping them off the vCPU that enables
-pub mod kernel_console; // keeping the kernel quiet meanwhile
-pub mod agent_watch; // seeing the agent wait, make containers and run hooks
-pub mod events; // what everybody sees: records, their ring, the sinks
+pub mod interrupts; // interrupts kept off the vCPU that enables
+pub mod kernel_console; // console level of the kernel during an enabling
+pub mod agent_watch; // traces of the agent: looks for GPUs, containers, hooks
+pub mod events; // records, their ring, the sinks
+pub mod threads; // threads for calls that block; a shortage of threads is waited out
 pub mod sys; // system calls that need unsafe
 #[cfg(feature = "host-base")]
-pub mod host; // the other side: the collector and kata-gpu-boot
+pub mod host; // the host's half: the collector and kata-gpu-boot

@@ -30,8 +30,14 @@ pub const EARLY: &[Mount] = &[
 pub const FOR_AGENT_AS_CHILD: &[Mount] = &[
     Mount { fs: "tmpfs", target: "/dev/shm", flags: MsFlags::MS_NOSUID.union(MsFlags::MS_NODEV), data: "mode=1777" },
     Mount { fs: "devpts", target: "/dev/pts", flags: MsFlags::MS_NOSUID.union(MsFlags::MS_NOEXEC), data: "mode=0620,ptmxmode=0666" },
-    Mount { fs: "cgroup2", target: "/sys/fs/cgroup", flags: NO_EXEC, data: "nsdelegate" },
 ];
+
+const CGROUP2: Mount = Mount { fs: "cgroup2", target: CGROUPS, flags: NO_EXEC, data: "nsdelegate" };
+/// Where both versions are mounted.
+const CGROUPS: &str = "/sys/fs/cgroup";
+/// Controllers of version 1 that the agent mounts (kata-agent 4.1.0), where the kernel has them.
+const CONTROLLERS: [&str; 13] =
+    ["cpu", "cpuacct", "blkio", "cpuset", "memory", "devices", "freezer", "net_cls", "perf_event", "net_prio", "hugetlb", "pids", "rdma"];
 
 /// A mount that could not be made.
 #[derive(Debug)]
@@ -57,6 +63,55 @@ impl std::error::Error for MountError {}
 /// Makes all mounts of a table that are not there yet. A mount that fails does not stop the others; the errors are returned.
 pub fn make(table: &[Mount]) -> Vec<MountError> {
     table.iter().filter_map(|m| make_one(m).err()).collect()
+}
+
+/// Mounts the version of cgroups that the agent would mount as PID 1 (`gpuinit.agent=child`): 2 where the kernel command line asks for it, else 1,
+/// each controller by itself, in a tmpfs that is read-only afterwards.
+pub fn make_cgroups(command_line: &str) -> Vec<MountError> {
+    if is_unified(command_line) {
+        return make(&[CGROUP2]);
+    }
+    // Without the list there is no controller, which the agent reports.
+    let controllers = controllers(&std::fs::read_to_string("/proc/cgroups").unwrap_or_default());
+    let tmpfs = |flags: MsFlags| mount(Some("tmpfs"), CGROUPS, Some("tmpfs"), NO_EXEC | flags, Some("mode=755"));
+    let failed = |errno| vec![MountError { fs: "tmpfs", target: CGROUPS, errno }];
+    if !is_mounted("tmpfs", CGROUPS)
+        && let Err(errno) = tmpfs(MsFlags::empty())
+    {
+        return failed(errno);
+    }
+    let mut errors = Vec::new();
+    for name in controllers {
+        let target = Path::new(CGROUPS).join(name);
+        let made = std::fs::create_dir_all(&target).map_err(|e| Errno::from_raw(e.raw_os_error().unwrap_or(nix::libc::EIO)));
+        match made.and_then(|()| mount(Some("cgroup"), &target, Some("cgroup"), NO_EXEC, Some(name))) {
+            Ok(()) | Err(Errno::EBUSY) => {}
+            Err(errno) => errors.push(MountError { fs: "cgroup", target: name, errno }),
+        }
+    }
+    // Memory of a container's children counts as its own; kernels from 5.11 on know nothing else.
+    let _unused = std::fs::write(Path::new(CGROUPS).join("memory/memory.use_hierarchy"), "1");
+    if let Err(errno) = tmpfs(MsFlags::MS_REMOUNT | MsFlags::MS_RDONLY) {
+        errors.extend(failed(errno));
+    }
+    errors
+}
+
+/// Whether the agent takes version 2, by the words it looks for.
+fn is_unified(command_line: &str) -> bool {
+    let words = || command_line.split_ascii_whitespace();
+    let systemd = words().filter_map(|w| w.strip_prefix("systemd.unified_cgroup_hierarchy=")).next_back();
+    words().any(|w| w == "cgroup_no_v1=all") || systemd.is_some_and(|v| v == "true" || v.parse::<u64>().is_ok_and(|n| n != 0))
+}
+
+/// The controllers in the text of /proc/cgroups that are enabled: name, hierarchy, number of cgroups, enabled.
+fn controllers(text: &str) -> Vec<&'static str> {
+    let enabled = |line: &str| {
+        let fields: Vec<&str> = line.split_ascii_whitespace().collect();
+        let [name, _, _, "1"] = fields[..] else { return None };
+        CONTROLLERS.into_iter().find(|c| *c == name)
+    };
+    text.lines().filter_map(enabled).collect()
 }
 
 fn make_one(m: &Mount) -> Result<(), MountError> {
@@ -138,16 +193,24 @@ mod tests {
         let table: Vec<(&str, &str)> = EARLY.iter().chain(FOR_AGENT_AS_CHILD).map(|m| (m.fs, m.target)).collect();
         assert_eq!(
             table,
-            [
-                ("proc", "/proc"),
-                ("sysfs", "/sys"),
-                ("devtmpfs", "/dev"),
-                ("tmpfs", "/run"),
-                ("tmpfs", "/dev/shm"),
-                ("devpts", "/dev/pts"),
-                ("cgroup2", "/sys/fs/cgroup"),
-            ]
+            [("proc", "/proc"), ("sysfs", "/sys"), ("devtmpfs", "/dev"), ("tmpfs", "/run"), ("tmpfs", "/dev/shm"), ("devpts", "/dev/pts"),]
         );
+    }
+
+    #[test]
+    fn cgroups_have_the_version_that_the_agent_takes() {
+        for (words, unified) in [
+            ("console=ttyS0", false),
+            ("console=ttyS0 cgroup_no_v1=all quiet\n", true),
+            ("cgroup_no_v1=memory", false),
+            ("systemd.unified_cgroup_hierarchy=1", true),
+            ("systemd.unified_cgroup_hierarchy=1 systemd.unified_cgroup_hierarchy=0", false),
+        ] {
+            assert_eq!(is_unified(words), unified, "{words}");
+        }
+        let text =
+            "#subsys_name\thierarchy\tnum_cgroups\tenabled\ncpu\t0\t70\t1\nmemory\t0\t70\t0\ndevices\t0\t70\t1\nmisc\t0\t1\t1\ncut\t0\n";
+        assert_eq!(controllers(text), ["cpu", "devices"]);
     }
 
     #[test]

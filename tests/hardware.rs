@@ -48,7 +48,10 @@ pub fn run() -> ! {
             let _unused = nix::unistd::close(descriptor);
         }
     }
-    let error = nix::unistd::execv(&init, &[&init]).err();
+    // With the words that the kernel has left for its init.
+    let words = std::env::args_os().skip(1).filter_map(|word| CString::new(word.into_encoded_bytes()).ok());
+    let arguments: Vec<CString> = [init.clone()].into_iter().chain(words).collect();
+    let error = nix::unistd::execv(&init, &arguments).err();
     say(&format!("hardware: execute {init:?}: {error:?}"));
     std::process::exit(1)
 }

@@ -68,7 +68,8 @@ fn bring_up() -> Result<()> {
 fn load(module: &str, release: &str, command_line: &[u8]) -> Result<()> {
     let path = format!("/lib/modules/{release}/{module}.ko");
     let parameters = CString::new(module_parameters(command_line, module))?;
-    finit_module(File::open(&path)?, &parameters, ModuleInitFlags::empty()).map_err(|errno| format!("load {path}: {errno}").into())
+    let loaded = finit_module(File::open(&path)?, &parameters, ModuleInitFlags::empty());
+    loaded.map_err(|errno| format!("load {path}: {errno}").into())
 }
 
 /// All nodes; gives the GPUs', in PCI order.

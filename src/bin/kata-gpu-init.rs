@@ -26,10 +26,11 @@ static BEFORE_MAIN: extern "C" fn() = kata_gpu_init::sys::before_main;
 
 fn main() -> ExitCode {
     let started_ns = clock::boottime_ns(); // before anything else: the timeline starts here
-    if let Some(words) = hooks::invocation(std::env::args_os()) {
+    let is_init = std::process::id() == 1;
+    if let Some(words) = hooks::invocation(std::env::args_os(), is_init) {
         return hooks::main(words);
     }
-    if std::process::id() == 1 {
+    if is_init {
         boot::processes::pid1::run(started_ns, tsc::read())
     }
     let words: Vec<String> = std::env::args_os().skip(1).map(|word| word.to_string_lossy().into_owned()).collect();

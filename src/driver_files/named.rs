@@ -15,6 +15,7 @@ const PROGRAMS: &[&str] = &[
     "nvidia-cuda-mps-server",
     "nvidia-imex",
     "nvidia-imex-ctl",
+    "nvidia-xconfig",
 ];
 /// Where programs are looked for; the first that has one is taken.
 const PROGRAM_DIRECTORIES: &[&str] = &["/usr/local/sbin", "/usr/local/bin", "/usr/sbin", "/usr/bin", "/sbin", "/bin"];

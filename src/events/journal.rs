@@ -2,44 +2,64 @@
 //! worker that takes over when one has died.
 //!
 //! It lies on tmpfs, where writing does not wait. The ring appends each line before it shows it to anybody; see [`super::ring`].
+//!
+//! Lines that find no room (a container can fill /run) are tried again with every later one. Until they are written, the `next_seq` in the header
+//! is one more than the highest number given: a field of fixed size in space that the file has had from its beginning. So no number is given twice
+//! by the worker that takes over, however many records the file lacks.
 
-use super::record::{Kind, Level, Line, MAX_LINE, Record, decode, names, record_line};
+use super::record::{Kind, Level, Line, MAX_LINE, Record, SCHEMA, decode, names, record_line};
 use crate::clock::boottime_ns;
 use serde_json::{Map, Value};
+use std::collections::VecDeque;
 use std::fs::{File, OpenOptions};
-use std::io::{self, Read, Seek, SeekFrom, Write};
+use std::io::{self, Read};
+use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 /// Bytes after which the file is left as it is (it lies in memory): about forty boots' worth.
 const MAX_BYTES: u64 = 8 * 1024 * 1024;
 /// Beyond this nothing is appended: room for one more line.
 const LIMIT: u64 = MAX_BYTES - MAX_LINE as u64;
-/// How far `seq` jumps when the file was full, so that nobody knows how many records came after its last one. Readers count the gap as loss.
+/// How far `seq` jumps when the file cannot be read, so that nobody knows which numbers were given. Readers count the gap as loss.
 pub const UNKNOWN: u64 = 1 << 32;
+/// How the file begins: the name of the field that is written in place, and its width.
+const MARK: &str = "{\"schema\":1,\"next_seq\":";
+const WIDTH: usize = 20;
 
-/// The file, open for appending.
+const _: () = assert!(SCHEMA == 1, "the beginning above is that of schema 1");
+
+/// The file, open for writing.
 pub struct Journal {
     path: PathBuf,
     file: File,
+    /// Length of its whole lines.
     bytes: u64,
+    /// `seq` of the first record that is not in it.
+    next_seq: u64,
+    limit: u64,
 }
 
 /// What an earlier worker of this boot left.
 pub struct Found {
-    /// Record lines, each with its newline, in order of `seq`.
+    /// The last lines of the stream, each with its newline, without a gap in `seq`.
     pub lines: Vec<String>,
-    pub records: Vec<Record>,
     /// `seq` of the first of them.
     pub first_seq: u64,
+    /// All records of the file.
+    pub records: Vec<Record>,
+    /// Records after the last one of the file, which nobody will read again.
+    pub missing: u64,
 }
 
 impl Journal {
     /// Starts the file with its header line; one that is there is replaced.
     pub fn create(path: &Path, header: &str) -> io::Result<Self> {
         let at = |e: io::Error| io::Error::new(e.kind(), format!("write {}: {e}", path.display()));
-        let mut file = OpenOptions::new().create(true).write(true).truncate(true).open(path).map_err(at)?;
-        file.write_all(header.as_bytes()).map_err(at)?;
-        Ok(Self { path: path.to_path_buf(), file, bytes: header.len() as u64 })
+        let file = OpenOptions::new().create(true).write(true).truncate(true).open(path).map_err(at)?;
+        let header = format!("{MARK}{:WIDTH$},{}", 0, header.strip_prefix("{\"schema\":1,").unwrap_or(header));
+        file.write_all_at(header.as_bytes(), 0).map_err(at)?;
+        Ok(Self { path: path.to_path_buf(), file, bytes: header.len() as u64, next_seq: 0, limit: LIMIT })
     }
 
     /// Reads what is there and goes on behind its last whole line: a writer that was killed may have left half a one.
@@ -48,55 +68,80 @@ impl Journal {
         let mut file = OpenOptions::new().read(true).write(true).open(path).map_err(at)?;
         let mut bytes = Vec::new();
         Read::by_ref(&mut file).take(MAX_BYTES + MAX_LINE as u64).read_to_end(&mut bytes).map_err(at)?;
+        let marked = marked(&bytes).ok_or_else(|| at(io::Error::other("its first line is not the header of a journal")))?;
         let whole = bytes.iter().rposition(|b| *b == b'\n').map_or(0, |newline| newline + 1);
         file.set_len(whole as u64).map_err(at)?;
-        file.seek(SeekFrom::Start(whole as u64)).map_err(at)?;
-        let mut found = Found { lines: Vec::new(), records: Vec::new(), first_seq: 0 };
+        let mut found = Found { lines: Vec::new(), first_seq: 0, records: Vec::new(), missing: 0 };
         for line in bytes.get(..whole).unwrap_or_default().split_inclusive(|b| *b == b'\n') {
             let Ok(Line::Record(record)) = decode(line) else { continue };
             // Without a gap: the ring counts by position.
             if found.records.last().is_some_and(|last: &Record| record.seq != last.seq + 1) {
                 found.lines.clear();
-                found.records.clear();
+            }
+            if found.lines.is_empty() {
+                found.first_seq = record.seq;
             }
             found.lines.push(String::from_utf8_lossy(line).into_owned());
             found.records.push(*record);
         }
-        found.first_seq = found.records.first().map_or(0, |r| r.seq);
-        let mut bytes = whole as u64;
-        if bytes > LIMIT {
-            // The one record past the limit: the next worker after this one continues behind it.
-            let gap = gap_after(found.records.last());
-            let line = record_line(&gap);
-            file.write_all(line.as_bytes()).map_err(at)?;
-            bytes += line.len() as u64;
-            (found.first_seq, found.lines) = (gap.seq, vec![line]);
+        let mut next_seq = found.records.last().map_or(0, |last| last.seq + 1);
+        if marked > next_seq {
+            found.missing = marked - next_seq;
+            (found.first_seq, found.lines) = (marked, vec![record_line(&gap(next_seq, marked))]);
+            next_seq = marked;
         }
-        Ok((Self { path: path.to_path_buf(), file, bytes }, found))
+        Ok((Self { path: path.to_path_buf(), file, bytes: whole as u64, next_seq, limit: LIMIT }, found))
     }
 
-    /// Appends one line. After an error the file is not to be used any more.
-    pub fn append(&mut self, line: &[u8]) -> io::Result<()> {
-        if self.bytes > LIMIT {
+    /// Writes those of the ring's lines that the file lacks; `first_seq` is the number of the first of them. After an error, the header has the
+    /// number of the next record.
+    pub fn write(&mut self, first_seq: u64, lines: &VecDeque<Arc<str>>) -> io::Result<()> {
+        let end = first_seq + lines.len() as u64;
+        // What has left the ring unwritten is a gap.
+        self.next_seq = self.next_seq.max(first_seq);
+        let skip = usize::try_from(self.next_seq - first_seq).unwrap_or(usize::MAX);
+        let written = lines.iter().skip(skip).try_for_each(|line| self.append(line.as_bytes()));
+        written.map_err(|error| {
+            let text = format!("{end:WIDTH$}");
+            let path = self.path.display();
+            match self.file.write_all_at(text.as_bytes(), MARK.len() as u64) {
+                Ok(()) => error,
+                Err(e) => io::Error::new(error.kind(), format!("{error}; write the next number into {path}: {e}")),
+            }
+        })
+    }
+
+    /// Appends one line. One that does not fit is overwritten by the next try.
+    fn append(&mut self, line: &[u8]) -> io::Result<()> {
+        if self.bytes > self.limit {
             return Err(io::Error::other(format!(
                 "{} has reached its limit of {MAX_BYTES} bytes; later records are on the other sinks",
                 self.path.display()
             )));
         }
-        self.file.write_all(line).map_err(|e| io::Error::new(e.kind(), format!("write {}: {e}", self.path.display())))?;
+        let refused =
+            |e: io::Error| io::Error::new(e.kind(), format!("write {}: {e}; records are written when there is room", self.path.display()));
+        self.file.write_all_at(line, self.bytes).map_err(refused)?;
         self.bytes += line.len() as u64;
+        self.next_seq += 1;
         Ok(())
     }
 }
 
-/// The record that stands for an unknown number of lost ones.
-fn gap_after(last: Option<&Record>) -> Record {
+/// The number in the header. None for a file that is no journal.
+fn marked(bytes: &[u8]) -> Option<u64> {
+    let number = bytes.strip_prefix(MARK.as_bytes())?.get(..WIDTH)?;
+    std::str::from_utf8(number).ok()?.trim_start().parse().ok()
+}
+
+/// The record that stands for lost ones.
+fn gap(from: u64, to: u64) -> Record {
     Record {
-        seq: last.map_or(0, |r| r.seq) + UNKNOWN,
+        seq: to,
         boottime_ns: boottime_ns(),
         level: Level::Warn,
-        error: Some("boot.ndjson was full when a worker died: nobody knows which records came after its last one".into()),
-        fields: Map::from_iter([("at".to_string(), Value::from("boot.ndjson"))]),
+        error: Some(format!("a worker died while boot.ndjson took no more: its records {from} to {} are lost to late readers", to - 1)),
+        fields: Map::from_iter([("at".to_string(), Value::from("boot.ndjson")), ("lost".to_string(), Value::from(to - from))]),
         ..Record::new(Kind::Event, names::STREAM_LOST)
     }
 }
@@ -104,42 +149,89 @@ fn gap_after(last: Option<&Record>) -> Record {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::events::ring::Ring;
+
+    const HEADER: &str = "{\"schema\":1,\"stream\":{}}\n";
 
     fn line(seq: u64) -> String {
         record_line(&Record { seq, boottime_ns: seq, ..Record::new(Kind::Event, "settled") })
+    }
+
+    fn lines(from: u64, to: u64) -> VecDeque<Arc<str>> {
+        (from..to).map(|seq| line(seq).into()).collect()
     }
 
     fn file(name: &str) -> PathBuf {
         std::env::temp_dir().join(format!("kata-gpu-init-journal-{name}-{}", std::process::id()))
     }
 
+    fn seqs(records: &[Record]) -> Vec<u64> {
+        records.iter().map(|r| r.seq).collect()
+    }
+
     #[test]
     fn what_was_written_is_found_and_continued_behind_half_a_line() {
         let path = file("half");
-        let mut journal = Journal::create(&path, "{\"schema\":1,\"stream\":{}}\n").unwrap();
-        (0..3).for_each(|seq| journal.append(line(seq).as_bytes()).unwrap());
-        journal.append(&line(3).as_bytes()[..20]).unwrap();
+        let mut journal = Journal::create(&path, HEADER).unwrap();
+        journal.write(0, &lines(0, 3)).unwrap();
+        journal.file.write_all_at(&line(3).as_bytes()[..20], journal.bytes).unwrap();
         drop(journal);
         let (mut journal, found) = Journal::resume(&path).unwrap();
-        assert_eq!((found.first_seq, found.records.len(), &found.lines[2]), (0, 3, &line(2)));
-        journal.append(line(3).as_bytes()).unwrap();
+        assert_eq!((found.first_seq, found.records.len(), &found.lines[2], found.missing), (0, 3, &line(2), 0));
+        journal.write(0, &lines(0, 4)).unwrap();
         drop(journal);
-        let (_, found) = Journal::resume(&path).unwrap();
-        assert_eq!(found.records.iter().map(|r| r.seq).collect::<Vec<_>>(), [0, 1, 2, 3]);
+        assert_eq!(seqs(&Journal::resume(&path).unwrap().1.records), [0, 1, 2, 3]);
         std::fs::remove_file(path).unwrap();
     }
 
     #[test]
-    fn a_full_file_stops_growing_and_costs_a_gap() {
+    fn a_file_that_takes_no_more_costs_records_and_never_a_number_twice() {
         let path = file("full");
-        let mut journal = Journal::create(&path, "").unwrap();
-        let long = line(7);
-        let refused = (0..MAX_BYTES).find_map(|_| journal.append(long.as_bytes()).err());
-        assert!(refused.is_some_and(|e| e.to_string().contains("has reached its limit")));
-        assert!(std::fs::metadata(&path).unwrap().len() <= MAX_BYTES);
-        for times in 1..3 {
-            let (_, found) = Journal::resume(&path).unwrap();
-            assert_eq!((found.first_seq, found.lines.len()), (7 + times * UNKNOWN, 1));
+        let mut journal = Journal::create(&path, HEADER).unwrap();
+        journal.write(0, &lines(0, 115)).unwrap();
+        journal.limit = 0;
+        for end in 116..188 {
+            assert!(journal.write(0, &lines(0, end)).unwrap_err().to_string().contains("has reached its limit"));
+        }
+        drop(journal);
+        let (mut journal, found) = Journal::resume(&path).unwrap();
+        assert_eq!((found.first_seq, found.lines.len(), found.records.len(), found.missing), (187, 1, 115, 72));
+        assert!(found.lines[0].contains("its records 115 to 186 are lost"), "{}", found.lines[0]);
+        // The same again, still without room; then with room.
+        journal.limit = 0;
+        let ring = Ring::resumed(found.lines, found.first_seq, Some(journal));
+        ring.push(Record::new(Kind::Event, "settled"));
+        let given = ring.next_seq();
+        drop(ring);
+        let (journal, found) = Journal::resume(&path).unwrap();
+        assert_eq!((found.first_seq, found.records.len()), (given, 115));
+        drop(Ring::resumed(found.lines, found.first_seq, Some(journal)));
+        let (_, found) = Journal::resume(&path).unwrap();
+        assert_eq!((found.records.len(), found.first_seq, found.lines.len()), (116, given, 1));
+        std::fs::remove_file(path).unwrap();
+    }
+
+    #[test]
+    fn what_found_no_room_for_a_while_is_in_the_file_afterwards() {
+        let path = file("moment");
+        let mut journal = Journal::create(&path, HEADER).unwrap();
+        journal.write(0, &lines(0, 2)).unwrap();
+        journal.limit = 0;
+        journal.write(0, &lines(0, 5)).unwrap_err();
+        journal.limit = LIMIT;
+        journal.write(0, &lines(0, 6)).unwrap();
+        drop(journal);
+        let (_, found) = Journal::resume(&path).unwrap();
+        assert_eq!((seqs(&found.records), found.first_seq, found.missing), ((0..6).collect(), 0, 0));
+        std::fs::remove_file(path).unwrap();
+    }
+
+    #[test]
+    fn a_file_without_its_header_is_no_journal() {
+        let path = file("torn");
+        for text in ["", MARK, "{\"schema\":1,\"next_seq\":                   x,", HEADER] {
+            std::fs::write(&path, text).unwrap();
+            assert!(Journal::resume(&path).err().is_some_and(|e| e.to_string().contains("not the header of a journal")), "{text}");
         }
         std::fs::remove_file(path).unwrap();
     }

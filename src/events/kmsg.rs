@@ -19,12 +19,12 @@ use std::fs::OpenOptions;
 use std::io::{self, Write};
 use std::os::fd::OwnedFd;
 use std::os::unix::fs::OpenOptionsExt;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 use tokio::io::unix::AsyncFd;
 use tokio::sync::{mpsc, oneshot};
 
-const PATH: &str = "/dev/kmsg";
+pub const PATH: &str = "/dev/kmsg";
 /// The kernel's limit for one record of the log as a reader sees it (CONSOLE_EXT_LOG_MAX).
 const MAX_RECORD: usize = 8192;
 /// What a line must contain to enter the stream.
@@ -56,6 +56,11 @@ const SLACK_NS: u64 = 5_000_000;
 const CATCH_UP: Duration = Duration::from_secs(2);
 /// The log's stamps are whole microseconds, cut off.
 const PRINTK_RESOLUTION_NS: u64 = 1000;
+/// How often the difference of the clocks is measured again: they drift apart by a third of a microsecond a second (measured), which is a quarter of the
+/// slack in this time.
+const MEASURE_EVERY: Duration = Duration::from_secs(3600);
+/// A difference that was measured longer ago is measured again before lines are looked up: the guest may have been suspended.
+const FRESH_NS: u64 = 60_000_000_000;
 /// Markers in a row. Whoever is not running between looking at the clock and the kernel's own look at it makes the difference too small: the largest counts.
 const MARKERS: usize = 3;
 
@@ -65,11 +70,15 @@ pub fn write(priority: u8, text: &str) -> io::Result<()> {
     OpenOptions::new().write(true).open(PATH)?.write_all(format!("<{priority}>{line}\n").as_bytes())
 }
 
-/// Leaves the lines from which the difference between the log's clock and CLOCK_BOOTTIME is known.
-pub fn write_markers() -> io::Result<()> {
+/// Leaves the lines from which the difference between the log's clock and CLOCK_BOOTTIME is known; returns their stamps.
+pub fn write_markers() -> io::Result<Vec<u64>> {
     let mut log = OpenOptions::new().write(true).open(PATH)?;
-    // One write is one line.
-    (0..MARKERS).try_for_each(|_| log.write_all(format!("<7>{MARKER}{}\n", boottime_ns()).as_bytes()))
+    let mut marker = |_| {
+        let stamp = boottime_ns();
+        // One write is one line.
+        log.write_all(format!("<7>{MARKER}{stamp}\n").as_bytes()).map(|()| stamp)
+    };
+    (0..MARKERS).map(&mut marker).collect()
 }
 
 /// One record of /dev/kmsg.
@@ -95,8 +104,32 @@ pub fn parse(bytes: &[u8]) -> Option<KmsgLine> {
     Some(KmsgLine { priority: (prefix & 7) as u8, facility: prefix >> 3, seq, printk_us, text })
 }
 
-/// Lines with their CLOCK_BOOTTIME in ns.
+/// Lines with the log's time in microseconds.
 type Lines = VecDeque<(u64, String)>;
+
+/// All that the driver said.
+#[derive(Default)]
+struct Words {
+    lines: HashMap<String, Lines>,
+    /// CLOCK_BOOTTIME minus the log's clock, as it is now: what is asked for has just been said.
+    offset_ns: i64,
+}
+
+impl Words {
+    /// What was said about this GPU, or about none, since `from_ns` (CLOCK_BOOTTIME).
+    fn since(&self, gpu: Option<PciAddress>, from_ns: u64) -> Vec<String> {
+        // printk's clock is known to a microsecond, and its difference from ours to a little more.
+        let from_ns = from_ns.saturating_sub(SLACK_NS);
+        let lines = self.lines.get(&key_of(gpu)).into_iter().flatten();
+        lines.filter(|(at_us, _)| boottime_of(*at_us, self.offset_ns) >= from_ns).map(|(_, text)| text.clone()).collect()
+    }
+}
+
+/// CLOCK_BOOTTIME in ns at a time of the log's.
+fn boottime_of(printk_us: u64, offset_ns: i64) -> u64 {
+    let printk_ns = i64::try_from(printk_us).unwrap_or(0).saturating_mul(1000);
+    u64::try_from(printk_ns.saturating_add(offset_ns)).unwrap_or(0)
+}
 
 /// A message over several lines as one: the log shows a newline in it as `\x0a`, and the driver starts each line with its prefix.
 fn joined(body: &str) -> String {
@@ -107,10 +140,10 @@ fn joined(body: &str) -> String {
     }
 }
 
-/// What the driver said, by GPU, with the time of each line, most recent last. Written by [`follow`], asked when something failed.
+/// What the driver said, by GPU, most recent last. Written by [`follow`], asked when something failed.
 #[derive(Clone)]
 pub struct DriverWords {
-    lines: Arc<Mutex<HashMap<String, Lines>>>,
+    words: Arc<Mutex<Words>>,
     catch_up: mpsc::UnboundedSender<oneshot::Sender<()>>,
 }
 
@@ -123,20 +156,19 @@ impl DriverWords {
             // Late words are no words: the reason is then told without them.
             let _unused = tokio::time::timeout(CATCH_UP, caught_up).await;
         }
-        // printk's clock is known to a microsecond, and its difference from ours to a little more.
-        let from_ns = from_ns.saturating_sub(SLACK_NS);
-        let lines = self.lines.lock().unwrap_or_else(PoisonError::into_inner);
-        let since = |key: String| -> Vec<String> {
-            lines.get(&key).into_iter().flatten().filter(|(at_ns, _)| *at_ns >= from_ns).map(|(_, text)| text.clone()).collect()
-        };
-        let named = since(key_of(Some(gpu)));
-        if named.is_empty() && or_unnamed { since(key_of(None)) } else { named }
+        let words = self.lock();
+        let named = words.since(Some(gpu), from_ns);
+        if named.is_empty() && or_unnamed { words.since(None, from_ns) } else { named }
     }
 
-    fn add(&self, gpu: Option<PciAddress>, at_ns: u64, text: &str) {
-        let mut lines = self.lines.lock().unwrap_or_else(PoisonError::into_inner);
-        let list = lines.entry(key_of(gpu)).or_default();
-        list.push_back((at_ns, text.to_string()));
+    fn lock(&self) -> MutexGuard<'_, Words> {
+        self.words.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn add(&self, gpu: Option<PciAddress>, at_us: u64, text: &str) {
+        let mut words = self.lock();
+        let list = words.lines.entry(key_of(gpu)).or_default();
+        list.push_back((at_us, text.to_string()));
         if list.len() > WORDS_PER_GPU {
             list.pop_front();
         }
@@ -152,10 +184,10 @@ fn without_function(address: &str) -> String {
     address.split('.').next().unwrap_or(address).to_string()
 }
 
-/// The difference of the clocks in a marker.
-fn offset_of(line: &KmsgLine) -> Option<i64> {
-    let stamp: i64 = line.text.strip_prefix(MARKER)?.parse().ok()?;
-    Some(stamp - i64::try_from(line.printk_us).ok()? * 1000)
+/// The stamp of a marker, and the difference of the clocks by it.
+fn offset_of(line: &KmsgLine) -> Option<(u64, i64)> {
+    let stamp: u64 = line.text.strip_prefix(MARKER)?.parse().ok()?;
+    Some((stamp, i64::try_from(stamp).ok()?.checked_sub(i64::try_from(line.printk_us).ok()?.checked_mul(1000)?)?))
 }
 
 /// Whether a line of the log says something about the boot of a GPU guest.
@@ -176,21 +208,9 @@ pub fn follow(ring: Arc<Ring>, recorded: Option<u64>) -> io::Result<(DriverWords
     let file = OpenOptions::new().read(true).custom_flags(nix::libc::O_NONBLOCK | nix::libc::O_CLOEXEC).open(PATH)?;
     let log = crate::sys::async_fd(file.into())?;
     let (catch_up, requests) = mpsc::unbounded_channel();
-    let words = DriverWords { lines: Arc::default(), catch_up };
+    let words = DriverWords { words: Arc::default(), catch_up };
     let (signals, received) = mpsc::unbounded_channel();
-    let follower = Follower {
-        ring,
-        words: words.clone(),
-        signals,
-        recorded,
-        offset_ns: None,
-        marker: None,
-        ceiling_ns: None,
-        marked_us: None,
-        early: Vec::new(),
-        next_seq: None,
-        gpus: HashSet::new(),
-    };
+    let follower = Follower::new(ring, words.clone(), signals, recorded);
     tokio::spawn(follower.run(log, requests));
     Ok((words, received))
 }
@@ -203,10 +223,15 @@ struct Follower {
     words: DriverWords,
     signals: mpsc::UnboundedSender<Signal>,
     recorded: Option<u64>,
+    /// The difference is in the stream.
+    told: bool,
     /// CLOCK_BOOTTIME minus the log's clock, once a marker was read.
     offset_ns: Option<i64>,
-    /// The number of the last marker: only one that follows it directly is ours, too.
+    /// The number of the last of the boot's markers: only one that follows it directly is one of them, too.
     marker: Option<u64>,
+    /// Stamps of the markers that this process has written, and when: whoever else writes such lines changes nothing.
+    stamps: Vec<u64>,
+    measured_ns: u64,
     /// The smallest difference that the markers rule out to be exceeded: each was written before the next one's look at the clock.
     ceiling_ns: Option<i64>,
     /// When the last marker was in the log, by the log's clock.
@@ -219,9 +244,41 @@ struct Follower {
 }
 
 impl Follower {
+    fn new(ring: Arc<Ring>, words: DriverWords, signals: mpsc::UnboundedSender<Signal>, recorded: Option<u64>) -> Self {
+        Self {
+            ring,
+            words,
+            signals,
+            recorded,
+            told: recorded.is_some(),
+            offset_ns: None,
+            marker: None,
+            stamps: Vec::new(),
+            measured_ns: 0,
+            ceiling_ns: None,
+            marked_us: None,
+            early: Vec::new(),
+            next_seq: None,
+            gpus: HashSet::new(),
+        }
+    }
+
+    /// Measures the difference of the clocks again: it is in the log from here on.
+    fn measure(&mut self) {
+        // Without the lines it stays as it was.
+        if let Ok(stamps) = write_markers() {
+            self.stamps = stamps;
+            self.measured_ns = boottime_ns();
+        }
+    }
+
     async fn run(mut self, log: AsyncFd<OwnedFd>, mut requests: mpsc::UnboundedReceiver<oneshot::Sender<()>>) {
+        // The markers of a guest whose worker has died may be old.
+        let first = if self.recorded.is_some() { Duration::ZERO } else { MEASURE_EVERY };
+        let mut hourly = tokio::time::interval_at(tokio::time::Instant::now() + first, MEASURE_EVERY);
         loop {
             tokio::select! {
+                _ = hourly.tick(), if self.marker.is_some() => self.measure(),
                 ready = log.readable() => {
                     let Ok(mut guard) = ready else { return };
                     if self.drain(log.get_ref()) {
@@ -233,6 +290,9 @@ impl Follower {
                 }
                 request = requests.recv() => {
                     let Some(done) = request else { return };
+                    if boottime_ns().saturating_sub(self.measured_ns) > FRESH_NS {
+                        self.measure();
+                    }
                     while !self.drain(log.get_ref()) {
                         tokio::task::yield_now().await;
                     }
@@ -274,9 +334,17 @@ impl Follower {
             tracing::warn!(name: super::names::STREAM_LOST, lost = line.seq - expected, at = "kmsg");
         }
         self.next_seq = Some(line.seq + 1);
-        if let Some(offset) = offset_of(&line).filter(|_| self.marker.is_none_or(|marker| line.seq == marker + 1)) {
-            self.marker = Some(line.seq);
+        let is_boots = self.marker.is_none_or(|marker| line.seq == marker + 1);
+        if let Some((stamp, offset)) = offset_of(&line).filter(|(stamp, _)| is_boots || self.stamps.contains(stamp)) {
+            if self.stamps.first() == Some(&stamp) {
+                // Measured again: what was known before is old.
+                (self.offset_ns, self.ceiling_ns, self.marked_us) = (None, None, None);
+            }
+            if is_boots {
+                self.marker = Some(line.seq);
+            }
             self.offset_ns = self.offset_ns.max(Some(offset));
+            self.words.lock().offset_ns = self.offset_ns.unwrap_or(offset);
             self.bound(offset, line.printk_us);
         } else if self.marker.is_none() {
             self.early.push(line);
@@ -301,7 +369,7 @@ impl Follower {
     /// Puts the difference into the stream, once; an earlier worker has told its own.
     fn tell_difference(&mut self) {
         let (Some(offset_ns), Some(printk_us)) = (self.offset_ns, self.marked_us.take()) else { return };
-        if self.recorded.is_some() {
+        if std::mem::replace(&mut self.told, true) {
             return;
         }
         let at_ns = u64::try_from(offset_ns.saturating_add_unsigned(printk_us.saturating_mul(1000))).unwrap_or(0);
@@ -332,10 +400,9 @@ impl Follower {
             self.gpus.insert(gpu);
         }
         let gpu = driver_log::address(&line.text).filter(|address| self.gpus.contains(address));
-        let printk_ns = i64::try_from(line.printk_us).unwrap_or(0).saturating_mul(1000);
-        let boottime_ns = u64::try_from(printk_ns.saturating_add(self.offset_ns.unwrap_or(0))).unwrap_or(0);
+        let boottime_ns = boottime_of(line.printk_us, self.offset_ns.unwrap_or(0));
         if driver_log::explains(&line.text) {
-            self.words.add(gpu, boottime_ns, &line.text);
+            self.words.add(gpu, line.printk_us, &line.text);
         }
         if self.recorded.is_some_and(|last| line.seq <= last) {
             return;
@@ -369,6 +436,62 @@ mod tests {
         let line = parse(b"4,1034,5023417,-;nvidia 0001:00:03.0: probe with driver nvidia failed with error -1\n SUBSYSTEM=pci\n").unwrap();
         assert_eq!((line.priority, line.facility, line.seq, line.printk_us), (4, 0, 1034, 5_023_417));
         assert_eq!(line.text, "nvidia 0001:00:03.0: probe with driver nvidia failed with error -1");
+    }
+
+    /// A guest whose log's clock runs slow, as seconds of CLOCK_BOOTTIME pass.
+    struct Drifting {
+        follower: Follower,
+        seq: u64,
+        ppm: f64,
+    }
+
+    impl Drifting {
+        /// As many lines as there are texts, a microsecond apart.
+        fn log(&mut self, boottime_ns: u64, facility: u32, texts: &[String]) {
+            for text in texts {
+                self.seq += 1;
+                let printk_us = (boottime_ns as f64 * (1.0 - self.ppm / 1e6) / 1000.0) as u64;
+                self.follower.take(KmsgLine { priority: 3, facility, seq: self.seq, printk_us, text: text.clone() });
+            }
+        }
+
+        fn markers(&mut self, at_ns: u64) -> Vec<u64> {
+            let stamps = vec![at_ns; MARKERS];
+            self.log(at_ns, 1, &stamps.iter().map(|stamp| format!("{MARKER}{stamp}")).collect::<Vec<_>>());
+            stamps
+        }
+    }
+
+    #[test]
+    fn words_are_found_by_a_clock_that_has_drifted_for_days() {
+        const S: u64 = 1_000_000_000;
+        let gpu: PciAddress = "0001:00:03.0".parse().unwrap();
+        let line = "NVRM: GPU 0001:00:03.0: RmInitAdapter failed! (0x62:0x65:1860)".to_string();
+        for ppm in [0.33, -0.33, 5.0] {
+            let (catch_up, _requests) = mpsc::unbounded_channel();
+            let words = DriverWords { words: Arc::default(), catch_up };
+            let (signals, _received) = mpsc::unbounded_channel();
+            let follower = Follower::new(Arc::new(Ring::default()), words.clone(), signals, None);
+            let mut guest = Drifting { follower, seq: 0, ppm };
+            guest.markers(2 * S);
+            guest.log(2 * S, 0, &["pci 0001:00:03.0: [10de:2330] type 00 class 0x030200".into()]);
+            // A hot-plugged GPU fails after three days; its step began a moment before. What was said hours ago is about something else.
+            let failed = 72 * 3600 * S;
+            guest.log(failed - 3600 * S, 0, std::slice::from_ref(&line));
+            guest.log(failed, 0, std::slice::from_ref(&line));
+            let found = |words: &DriverWords| words.lock().since(Some(gpu), failed - S / 1000).len();
+            assert_eq!(found(&words), if ppm > 0.0 { 0 } else { 1 }, "{ppm}: negative control: by the boot's measurement");
+            // Somebody else's markers change nothing.
+            guest.markers(failed + 3600 * S);
+            let before = words.lock().offset_ns;
+            assert!(before.unsigned_abs() < S / 10_000, "{before}");
+            // Ours do, before the lines are looked up.
+            guest.follower.stamps = vec![failed + S; MARKERS];
+            guest.markers(failed + S);
+            assert_eq!(found(&words), 1, "{ppm}");
+            let drift = (failed as f64 * ppm / 1e6) as i64;
+            assert!((words.lock().offset_ns - drift).unsigned_abs() < 50_000, "{ppm}: {} for {drift}", words.lock().offset_ns);
+        }
     }
 
     #[test]

@@ -354,6 +354,8 @@ pub mod names {
     pub const SINK: &str = "sink";
     /// The machine is about to power off; `error` says why.
     pub const POWER_OFF: &str = "power-off";
+    /// The kernel gave no thread; it is asked again until it does.
+    pub const THREAD_LATE: &str = "thread.late";
     /// A process of the init died. Fields: process, status.
     pub const PROCESS_DIED: &str = "process.died";
 }

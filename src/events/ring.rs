@@ -3,8 +3,8 @@
 //! Invariants: `seq` is given here, under the lock, without gaps; pushing never waits for a reader and never fails; when the ring is full the
 //! oldest records go, and each reader learns how many it lost. Lines are stored as they go over the wire.
 //!
-//! With a [`Journal`], a line is in the journal's file before any reader can see it. So whoever continues this boot's stream after a crash finds in
-//! that file everything that anybody may have seen, and gives no `seq` twice.
+//! With a [`Journal`], a line is in the journal's file before any reader can see it; where there is no room for it, its number is. So whoever
+//! continues this boot's stream after a crash finds in that file what anybody may have seen, and gives no `seq` twice.
 
 use super::journal::Journal;
 use super::record::{Kind, Level, Record, names, record_line};
@@ -22,11 +22,18 @@ struct Lines {
     first_seq: u64,
     bytes: usize,
     journal: Option<Journal>,
+    /// The journal takes no more at the moment, which has been reported.
+    stopped: bool,
 }
 
 impl Lines {
     fn next_seq(&self) -> u64 {
         self.first_seq + self.lines.len() as u64
+    }
+
+    /// Writes what the journal lacks. After an error, no number up to now is given again.
+    fn write(&mut self) -> std::io::Result<()> {
+        self.journal.as_mut().map_or(Ok(()), |journal| journal.write(self.first_seq, &self.lines))
     }
 
     fn keep(&mut self, line: Arc<str>, capacity_bytes: usize) {
@@ -41,14 +48,15 @@ impl Lines {
     }
 }
 
-/// The record of a journal that takes no more.
-fn stopped(seq: u64, boottime_ns: u64, error: &std::io::Error) -> Record {
+/// The record of a journal that takes no more, or takes records again.
+fn changed(seq: u64, boottime_ns: u64, error: Option<&std::io::Error>) -> Record {
+    let (level, state) = if error.is_some() { (Level::Warn, "stopped") } else { (Level::Info, "goes on") };
     Record {
         seq,
         boottime_ns,
-        level: Level::Warn,
-        error: Some(error.to_string()),
-        fields: [("sink", "file"), ("state", "stopped")].map(|(key, value)| (key.to_string(), value.into())).into_iter().collect(),
+        level,
+        error: error.map(ToString::to_string),
+        fields: [("sink", "file"), ("state", state)].map(|(key, value)| (key.to_string(), value.into())).into_iter().collect(),
         ..Record::new(Kind::Event, names::SINK)
     }
 }
@@ -76,7 +84,7 @@ impl Default for Ring {
 impl Ring {
     pub fn with_capacity(capacity_bytes: usize) -> Self {
         Self {
-            lines: Mutex::new(Lines { lines: VecDeque::new(), first_seq: 0, bytes: 0, journal: None }),
+            lines: Mutex::new(Lines { lines: VecDeque::new(), first_seq: 0, bytes: 0, journal: None, stopped: false }),
             capacity_bytes,
             grown: Condvar::new(),
             watch: watch::Sender::new(0),
@@ -92,6 +100,8 @@ impl Ring {
         for line in lines {
             inner.keep(line.into(), ring.capacity_bytes);
         }
+        // An error comes again with the next record, and is reported then.
+        let _unused = inner.write();
         ring.watch.send_replace(inner.next_seq());
         drop(inner);
         ring
@@ -107,12 +117,15 @@ impl Ring {
         let mut ring = self.lock();
         record.seq = ring.next_seq();
         let line: Arc<str> = record_line(&record).into();
-        let trouble = ring.journal.as_mut().and_then(|journal| journal.append(line.as_bytes()).err());
+        // Seen by nobody before it is written: the lock is held.
         ring.keep(line, self.capacity_bytes);
-        if let Some(error) = trouble {
-            ring.journal = None;
-            let told = stopped(ring.next_seq(), record.boottime_ns, &error);
+        let result = ring.write();
+        if result.is_err() != ring.stopped {
+            ring.stopped = result.is_err();
+            let told = changed(ring.next_seq(), record.boottime_ns, result.as_ref().err());
             ring.keep(record_line(&told).into(), self.capacity_bytes);
+            // As the write before.
+            let _unused = ring.write();
         }
         let next = ring.next_seq();
         drop(ring);

@@ -164,7 +164,8 @@ fn command_line(args: &Args) -> String {
     let containers: Vec<String> = CONTAINERS.iter().map(|(name, devices)| format!("{name}:{devices}")).collect();
     format!(
         "console=ttyS0 rdinit=/hardware panic=-1 cgroup_no_v1=all fakepci.gpus={} fakepci.enable_ms={enable_ms} nvidia.probe_ms=3 \
-         nvidia.s1_ms=300 nvidia.s2_ms=1300 nvidia.s3_ms=500 gpuinit.bind={bind} gpuinit.init={init} testagent.containers={}",
+         nvidia.s1_ms=300 nvidia.s2_ms=1300 nvidia.s3_ms=500 gpuinit.bind={bind} gpuinit.init={init} \
+         testagent.cost=real testagent.containers={}",
         args.gpus,
         containers.join(";")
     )

@@ -30,7 +30,10 @@ pub fn run(root: &Path, context: &TestContext, arguments: &[String]) -> Result<(
     for word in arguments {
         match word.as_str() {
             "--cgroup-v1" => v1 = true,
-            number => runs = number.parse().with_context(|| format!("bench agent: {number:?} is no number of runs"))?,
+            number => {
+                let parsed = number.parse();
+                runs = parsed.with_context(|| format!("bench agent: {number:?} is no number of runs"))?;
+            }
         }
     }
     let real = real_agent::file()?;
@@ -51,15 +54,15 @@ pub fn run(root: &Path, context: &TestContext, arguments: &[String]) -> Result<(
     if real.is_some() {
         version = real_agent::version()?;
     }
-    let file = keep(
-        root,
-        "agent",
-        &json!({ "command": format!("tests/bench/run agent {}", arguments.join(" ")), "guest": GUEST, "real": version, "machine": machine(), "runs": raw }),
-    )?;
+    let command = format!("tests/bench/run agent {}", arguments.join(" "));
+    let machine = machine();
+    let all = json!({ "command": command, "guest": GUEST, "real": version, "machine": machine, "runs": raw });
+    let file = keep(root, "agent", &all)?;
     println!("ms, median of {runs} runs {version}");
     println!("{:<28} {:>12} {:>12}   {:>12} {:>12}", "", "1 vCPU real", "test", "2 vCPUs real", "test");
     for column in COLUMNS {
-        let [a, b, c, d] = [(1, REAL), (1, TEST), (2, REAL), (2, TEST)].map(|(cpus, agent)| median(&raw, agent, cpus, column));
+        let guests = [(1, REAL), (1, TEST), (2, REAL), (2, TEST)];
+        let [a, b, c, d] = guests.map(|(cpus, agent)| median(&raw, agent, cpus, column));
         println!("{column:<28} {a:>12.0} {b:>12.0}   {c:>12.0} {d:>12.0}");
     }
     println!("raw runs: {}", file.strip_prefix(root).unwrap_or(&file).display());
@@ -82,7 +85,8 @@ fn measure(context: &TestContext, program: Option<&[u8]>, cpus: u32, v1: bool) -
         "sandbox": ms(times.sandbox_begin_ns, times.sandbox_ns),
         "clock error": ms(0, times.clock_error_ns),
     });
-    for (name, c) in ["pause", "container", "GPU container"].iter().zip([&times.pause].into_iter().chain(&times.containers)) {
+    let containers = [&times.pause].into_iter().chain(&times.containers);
+    for (name, c) in ["pause", "container", "GPU container"].iter().zip(containers) {
         values[format!("{name} created")] = ms(c.create_begin_ns, c.created_ns).into();
         values[format!("{name} program runs")] = ms(c.create_begin_ns, c.program_ns).into();
     }

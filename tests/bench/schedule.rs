@@ -17,7 +17,8 @@ const MS: Micros = 1000;
 const ENABLE: [Micros; 11] = [3, 100, 200, 300, 500, 700, 1000, 1500, 2000, 3300, 4000];
 /// Parts of an initialisation, ms: an H100's, and a fifth shorter and longer.
 const PARTS: [[Micros; 3]; 3] = [[300, 1300, 500], [240, 1040, 400], [360, 1560, 600]];
-/// Others, that are shown and not judged: nothing reports the end of a first part, and the longer the assumed one is off, the more is lost.
+/// Other parts, printed and not judged: no event reports the end of a first part, and the farther
+/// the assumed one is off, the more time is lost.
 const FAR_PARTS: [[Micros; 3]; 2] = [[150, 900, 300], [400, 2000, 700]];
 const GPUS: [usize; 3] = [2, 4, 8];
 /// Behind a firewall, where the search is large.
@@ -49,7 +50,10 @@ const KINDS: [Kind; 4] = [
 pub fn run(root: &Path) -> Result<()> {
     let mut raw = Vec::new();
     let mut missed = 0;
-    println!("ms to the last usable GPU; best: of all orders in which nothing spins beside an enabling; free: of all orders");
+    println!(
+        "ms to the last usable GPU; best: of all orders in which nothing spins beside an enabling; \
+         free: of all orders"
+    );
     println!(
         "{:<11} {:>14} {:>6} {:>4} {:>7} {:>7} {:>7} {:>7} {:>5}  {:>9}",
         "host", "S1/S2/S3", "enable", "GPUs", "before", "ours", "best", "free", "ratio", "published"
@@ -76,9 +80,11 @@ pub fn run(root: &Path) -> Result<()> {
             }
         }
     }
-    let file = keep(root, "schedule", &json!({ "command": "tests/bench/run schedule", "machine": machine(), "rows": raw }))?;
+    let all = json!({ "command": "tests/bench/run schedule", "machine": machine(), "rows": raw });
+    let file = keep(root, "schedule", &all)?;
     println!("raw rows: {}", file.strip_prefix(root).unwrap_or(&file).display());
-    println!("within {NEAR} % of the best order: {}", if missed == 0 { "all".into() } else { format!("all but {missed}") });
+    let near = if missed == 0 { "all".into() } else { format!("all but {missed}") };
+    println!("within {NEAR} % of the best order: {near}");
     Ok(())
 }
 
@@ -113,12 +119,14 @@ impl Row {
         };
         let policy = Policy { bind: Bind::Auto, init: Init::Parallel, relaxed: true, no_gpus: false, facts };
         let ours = drive(&loading, policy, &[], Overhead::default(), 0).outcome;
-        let before = (kind.firewall == 0).then(|| run_policy(&host, &mut OneBesideTheLane)).flatten().map(|outcome| outcome.usable);
+        let before = (kind.firewall == 0).then(|| run_policy(&host, &mut OneBesideTheLane)).flatten();
+        let before = before.map(|outcome| outcome.usable);
         // Where probes sleep, the load is one of them.
         let searched = if kind.firewall > 0 { &loading } else { &host };
         let known = ours.usable.max(before.unwrap_or(0));
         let found = search(searched, Rule::NothingSpins, known, MOST);
-        let free = (gpus <= FREE).then(|| search(searched, Rule::None, known, MOST)).filter(|free| free.bound == free.usable);
+        let free = (gpus <= FREE).then(|| search(searched, Rule::None, known, MOST));
+        let free = free.filter(|free| free.bound == free.usable);
         Self {
             kind: kind.name,
             parts,
@@ -136,7 +144,10 @@ impl Row {
     fn text(&self) -> String {
         let ms = |time: Option<Micros>| time.map_or("-".into(), |time| (time / MS).to_string());
         let [s1, s2, s3] = self.parts;
-        let bound = if self.bound < self.best { format!(" (no order beats {})", self.bound / MS) } else { String::new() };
+        let bound = match self.bound < self.best {
+            true => format!(" (no order beats {})", self.bound / MS),
+            false => String::new(),
+        };
         format!(
             "{:<11} {:>14} {:>6} {:>4} {:>7} {:>7} {:>7} {:>7} {:>5}  {:>9}{bound}",
             self.kind,
@@ -154,8 +165,9 @@ impl Row {
 
     fn json(&self) -> serde_json::Value {
         json!({
-            "host": self.kind, "parts_ms": self.parts, "enable_ms": self.enable, "gpus": self.gpus, "before_us": self.before,
-            "ours_us": self.ours, "published_us": self.published, "best_us": self.best, "bound_us": self.bound, "free_us": self.free,
+            "host": self.kind, "parts_ms": self.parts, "enable_ms": self.enable, "gpus": self.gpus,
+            "before_us": self.before, "ours_us": self.ours, "published_us": self.published,
+            "best_us": self.best, "bound_us": self.bound, "free_us": self.free,
         })
     }
 }

@@ -160,7 +160,7 @@ const ATTACKS: &[Attack] = &[
         name: "path-in-sys",
         image: |_| {},
         words: "create-symlinks --link a::/proc/sys/kernel/evil",
-        then: Refused("file system of the kernel's"),
+        then: Refused("leads into another mount"),
     },
     Attack {
         name: "path-by-proc",
@@ -423,6 +423,25 @@ const ATTACKS: &[Attack] = &[
         image: |c| c.file("/etc/ld.so.conf.d/a.conf", format!("include /{}\n", "*a".repeat(2000)).as_bytes()),
         words: CACHE,
         then: Contained(works),
+    },
+    Attack {
+        name: "conf-long-lines",
+        image: |c| {
+            let mut line = vec![b'x'; 1_000_000];
+            line[0] = b'/';
+            many(c, 1000, "/etc/ld.so.conf.d/long", ".conf", &line);
+        },
+        words: CACHE,
+        then: Contained(|c, o| {
+            works_and_says(c, o, "a line of /etc/ld.so.conf.d/long0.conf: it has more than 4096 bytes");
+            says(o, "4194304 bytes or 2 s are over");
+        }),
+    },
+    Attack {
+        name: "conf-many-includes",
+        image: |c| many(c, 1000, "/etc/ld.so.conf.d/many", ".conf", format!("include{}\n", " a".repeat(2000)).repeat(200).as_bytes()),
+        words: CACHE,
+        then: Contained(|c, o| works_and_says(c, o, "includes: it takes too long")),
     },
     Attack { name: "stray-files", image: |c| many(c, 10_000, "/opt/driver/libstray", ".so", b""), words: CACHE, then: Contained(works) },
     Attack {

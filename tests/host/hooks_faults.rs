@@ -12,6 +12,7 @@ use std::os::unix::fs::symlink;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::sync::Arc;
+use std::time::{Duration, Instant};
 
 /// Names and contents, without times.
 fn contents(c: &Container) -> BTreeMap<PathBuf, (Option<PathBuf>, Option<Vec<u8>>)> {
@@ -29,11 +30,10 @@ fn a_hook_that_fails_leaves_the_container_as_it_was() {
     if !nix::unistd::geteuid().is_root() {
         return eprintln!("skipped: not root, which mounts need");
     }
-    let words = format!("{PREPARE} --link new::/opt/new/deep/link --link other::{LIBS}/old --folder /opt/driver");
+    let words = format!("update-ldcache --folder {LIBS} --folder /opt/driver");
     // While it prepares: a directory is where the last file goes.
     let image = |c: &Container| {
-        c.link(&format!("{LIBS}/old"), "the old target");
-        c.file("/etc/ld.so.conf.d/00-compat-kata-gpu-init.conf", b"/of/an/earlier/start\n");
+        c.file("/etc/ld.so.conf.d/00-nvcr-kata-gpu-init.conf", b"/of/an/earlier/start\n");
     };
     let c = Container::debian("undo-early");
     image(&c);
@@ -73,12 +73,27 @@ fn a_hook_that_fails_leaves_the_container_as_it_was() {
     assert_eq!(contents(&c), before);
     // Negative control: where nothing is in the way, all of it changes.
     c.hook(&words).unwrap();
-    let after = contents(&c);
-    assert!(
-        after.contains_key(Path::new("opt/new/deep/link"))
-            && !after.contains_key(Path::new("etc/ld.so.conf.d/00-compat-kata-gpu-init.conf"))
-    );
-    assert_eq!(c.target(&format!("{LIBS}/old")).as_deref(), Some("other"));
+    assert_eq!(c.read("/etc/ld.so.conf.d/00-nvcr-kata-gpu-init.conf").as_deref(), Some("/opt/driver\n"));
+    assert!(c.target(&format!("{LIBS}/libcuda.so.1")).is_some() && c.finds("libcuda.so.1").is_some());
+}
+
+#[test]
+fn a_job_of_prepare_that_fails_keeps_no_other_from_being_done() {
+    let conf = "/etc/ld.so.conf.d/00-compat-kata-gpu-init.conf";
+    let link = format!("{LIBS}/libcuda.so");
+    for (name, spoil, says) in [
+        ("cache", (|c| c.directory("/etc/ld.so.cache")) as fn(&Container), "write /etc/ld.so.cache: a directory is in its place"),
+        ("links", |c| c.directory(&format!("{LIBS}/libcuda.so")), "link /usr/lib/x86_64-linux-gnu/libcuda.so: a directory"),
+    ] {
+        let c = Container::debian(&format!("jobs-{name}"));
+        c.file(conf, b"/of/an/earlier/start\n");
+        spoil(&c);
+        let error = c.hook(PREPARE).unwrap_err();
+        assert!(error.contains(says), "{name}: {error}");
+        assert_eq!(c.read(conf), None, "{name}: the compat job");
+        assert_eq!(c.target(&link).is_some(), name != "links", "{name}: the job of the links");
+        assert!(name == "cache" || c.finds("libcuda.so.1").is_some(), "{name}: the cache's job");
+    }
 }
 
 #[test]
@@ -195,9 +210,27 @@ fn a_library_that_the_environment_preloads_is_not_loaded() {
     assert!(marker.exists(), "the library would not have said that it was loaded");
 }
 
-/// A volume of the container's, which other containers may have, too: a path may name it, and no link of the image's leads a hook into it.
 #[test]
-fn a_link_of_the_images_leads_no_hook_into_a_volume() {
+fn a_hook_goes_first_where_memory_is_short() {
+    let guests = project().join("target/x86_64-unknown-linux-musl/release/kata-gpu-init");
+    if !guests.exists() {
+        return eprintln!("skipped: the guest's program is not built");
+    }
+    // A hook that waits for its state.
+    let mut child = Command::new(&guests).args(["hook", "prepare"]).stdin(Stdio::piped()).stderr(Stdio::null()).spawn().unwrap();
+    let score = PathBuf::from(format!("/proc/{}/oom_score_adj", child.id()));
+    let until = Instant::now() + Duration::from_secs(60);
+    while fs::read_to_string(&score).unwrap().trim() != "1000" {
+        assert!(Instant::now() < until, "{:?}", fs::read_to_string(&score));
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    drop(child.stdin.take());
+    child.wait().unwrap();
+}
+
+/// A volume of the container's, which other containers and the host may have, too.
+#[test]
+fn no_hook_writes_into_a_volume_wherever_it_is_mounted() {
     if !nix::unistd::geteuid().is_root() {
         return eprintln!("skipped: not root, which mounts need");
     }
@@ -222,14 +255,23 @@ fn a_link_of_the_images_leads_no_hook_into_a_volume() {
         assert!(result.as_ref().is_err_and(|e| e.contains(says)), "{name}: {result:?}");
         assert_eq!(before, after, "{name}: the volume has changed");
     }
-    // What the path itself names is the container's: its /etc may be a volume.
+    // A volume that the path itself names, as a hostPath at /etc; only the tmpfs at /dev is the container's own.
     let c = Arc::new(Container::debian("volume-named"));
     let container = Arc::clone(&c);
-    let (result, there) = in_own_mounts(move || {
+    let (results, there, before, after) = in_own_mounts(move || {
         mount(Some(&container.outside().join("etc")), &container.path("/etc"), NONE, MsFlags::MS_BIND, NONE).unwrap();
-        let link = "create-symlinks --link ../card1::/etc/dri/by-path/pci-0000:1b:00.0-card";
-        (container.hook(link), container.target("/etc/dri/by-path/pci-0000:1b:00.0-card"))
+        fs::create_dir_all(container.path("/dev")).unwrap();
+        mount(Some("tmpfs"), &container.path("/dev"), Some("tmpfs"), MsFlags::empty(), NONE).unwrap();
+        let before = surroundings(&container);
+        let link = |at: &str| container.hook(&format!("create-symlinks --link ../card1::{at}/dri/by-path/card"));
+        let results = [container.hook(PREPARE), link("/etc"), link("/dev")].map(|result| result.map(drop));
+        (results, container.target("/dev/dri/by-path/card"), before, surroundings(&container))
     });
-    assert!(result.is_ok(), "{result:?}");
-    assert_eq!(there.as_deref(), Some("../card1"));
+    assert_eq!(before, after, "the volume has changed");
+    let [prepared, in_etc, in_dev] = results;
+    assert!(prepared.as_ref().is_err_and(|e| e.contains("write /etc/ld.so.c") && e.contains("leads into another mount")), "{prepared:?}");
+    assert!(in_etc.as_ref().is_err_and(|e| e.contains("leads into another mount")), "{in_etc:?}");
+    assert_eq!((in_dev, there.as_deref()), (Ok(()), Some("../card1")));
+    // The link that prepare makes is no part of the volume.
+    assert!(c.target(&format!("{LIBS}/libcuda.so")).is_some());
 }

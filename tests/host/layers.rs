@@ -11,7 +11,7 @@ use std::sync::LazyLock;
 
 /// The folders of src/boot, lowest first: each may import itself and those before it.
 const LAYERS: &[&str] = &["wire", "gpus", "processes"];
-/// Files of src/boot/gpus that compute and do nothing else.
+/// Files of src/boot/gpus, with their submodules, that compute and do nothing else.
 const PURE: &[&str] = &["schedule", "messages", "agent", "waves", "strategy", "deadlines", "slots"];
 /// What no pure file imports.
 const IMPURE: &[&str] = &[
@@ -28,7 +28,7 @@ const IMPURE: &[&str] = &[
 ];
 /// `unsafe` outside src/sys.rs: where, how often, and why.
 const UNSAFE: &[(&str, usize, &str)] = &[
-    ("src/bin/kata-gpu-init.rs", 1, "#[unsafe(link_section)]: a function that the C library calls before main"),
+    ("src/bin/kata-gpu-init.rs", 1, "#[unsafe(link_section)]: function that libc calls before main"),
     ("src/host/vm.rs", 1, "pre_exec: a VMM dies with its test"),
     ("src/host/watch.rs", 1, "registering a descriptor with tokio"),
 ];
@@ -66,8 +66,8 @@ fn is_in(path: &str, outer: &str) -> bool {
 
 /// Which files each file imports, of the same sources.
 fn imports(all: &[Source]) -> BTreeMap<&str, BTreeSet<&str>> {
-    let files: BTreeMap<String, &str> =
-        all.iter().map(|s| ([vec!["crate".into()], s.module.clone()].concat().join("::"), s.file.as_str())).collect();
+    let path = |source: &Source| [vec!["crate".into()], source.module.clone()].concat().join("::");
+    let files: BTreeMap<String, &str> = all.iter().map(|s| (path(s), s.file.as_str())).collect();
     let target = |path: &str| {
         let mut path = path;
         loop {
@@ -77,8 +77,11 @@ fn imports(all: &[Source]) -> BTreeMap<&str, BTreeSet<&str>> {
             path = path.rsplit_once("::")?.0;
         }
     };
-    let of = |source: &Source| -> BTreeSet<&str> { source.paths.iter().filter_map(|named| target(&named.path)).collect() };
-    all.iter().map(|s| (s.file.as_str(), of(s).into_iter().filter(|file| *file != s.file).collect())).collect()
+    let of = |source: &Source| -> BTreeSet<&str> {
+        let targets = source.paths.iter().filter_map(|named| target(&named.path));
+        targets.filter(|file| *file != source.file).collect()
+    };
+    all.iter().map(|s| (s.file.as_str(), of(s))).collect()
 }
 
 fn layer(file: &str) -> Option<usize> {
@@ -93,7 +96,8 @@ fn upward(all: &[Source]) -> Vec<String> {
         if !file.starts_with("src/boot/") {
             continue;
         }
-        let up = imported.into_iter().filter(|to| layer(to).is_some_and(|to| rank.is_none_or(|from| to > from)));
+        let is_up = |to: usize| rank.is_none_or(|from| to > from);
+        let up = imported.into_iter().filter(|to| layer(to).is_some_and(is_up));
         found.extend(up.map(|to| format!("{file} imports {to}")));
     }
     found
@@ -127,7 +131,8 @@ fn boot_imported(all: &[Source]) -> Vec<String> {
     let mut found = Vec::new();
     for source in all.iter().filter(|s| !s.file.starts_with("src/boot/") && !s.file.starts_with("src/bin/")) {
         let of_host = |path: &str| source.file.starts_with("src/host/") && path == "crate::boot::AGENT";
-        let offending = source.paths.iter().filter(|named| is_in(&named.path, "crate::boot") && !of_host(&named.path));
+        let barred = |path: &str| is_in(path, "crate::boot") && !of_host(path);
+        let offending = source.paths.iter().filter(|named| barred(&named.path));
         found.extend(offending.map(|named| format!("{}:{}: {}", source.file, named.line, named.path)));
     }
     found
@@ -136,8 +141,13 @@ fn boot_imported(all: &[Source]) -> Vec<String> {
 /// What the pure files import and must not.
 fn impure(all: &[Source]) -> Vec<String> {
     let mut found = Vec::new();
-    for source in all.iter().filter(|s| PURE.iter().any(|name| s.file == format!("src/boot/gpus/{name}.rs"))) {
-        let offending = source.paths.iter().filter(|named| IMPURE.iter().any(|outer| is_in(&named.path, outer)));
+    let is_pure = |module: &[String]| match module {
+        [boot, gpus, name, ..] => boot == "boot" && gpus == "gpus" && PURE.contains(&name.as_str()),
+        _ => false,
+    };
+    for source in all.iter().filter(|s| is_pure(&s.module)) {
+        let barred = |path: &str| IMPURE.iter().any(|outer| is_in(path, outer));
+        let offending = source.paths.iter().filter(|named| barred(&named.path));
         found.extend(offending.map(|named| format!("{}:{}: {}", source.file, named.line, named.path)));
     }
     found
@@ -147,7 +157,8 @@ fn impure(all: &[Source]) -> Vec<String> {
 fn unsafes(all: &[Source], listed: &[(&str, usize, &str)]) -> Vec<String> {
     let mut found = Vec::new();
     for source in all.iter().filter(|s| s.file != "src/sys.rs") {
-        let lines: Vec<usize> = source.tokens.iter().filter(|t| t.kind == Kind::Word("unsafe".into())).map(|t| t.line).collect();
+        let words = source.tokens.iter().filter(|token| token.kind == Kind::Word("unsafe".into()));
+        let lines: Vec<usize> = words.map(|token| token.line).collect();
         let allowed = listed.iter().find(|(file, ..)| *file == source.file).map_or(0, |(_, count, _)| *count);
         if lines.len() != allowed {
             found.push(format!("{}: unsafe in lines {lines:?}, {allowed} allowed", source.file));
@@ -160,7 +171,8 @@ fn unsafes(all: &[Source], listed: &[(&str, usize, &str)]) -> Vec<String> {
 fn parameters(text: &str) -> impl Iterator<Item = &str> {
     text.match_indices("gpuinit.").map(|(at, _)| {
         let rest = &text[at..];
-        let end = rest.find(|c: char| !(c.is_ascii_alphanumeric() || c == '.' || c == '_')).unwrap_or(rest.len());
+        let is_name = |c: char| c.is_ascii_alphanumeric() || c == '.' || c == '_';
+        let end = rest.find(|c| !is_name(c)).unwrap_or(rest.len());
         rest[..end].trim_end_matches('.')
     })
 }
@@ -169,7 +181,8 @@ fn parameters(text: &str) -> impl Iterator<Item = &str> {
 fn parameters_named(all: &[Source], listed: &[(&str, &[&str])]) -> Vec<String> {
     let mut found = Vec::new();
     for source in all.iter().filter(|s| s.file != "src/config.rs") {
-        let allowed = listed.iter().find(|(file, _)| *file == source.file).map_or(&[][..], |(_, names)| *names);
+        let allowed = listed.iter().find(|(file, _)| *file == source.file);
+        let allowed = allowed.map_or(&[][..], |(_, names)| *names);
         let mut named = BTreeSet::new();
         for (text, line) in source.texts() {
             for name in parameters(text) {
@@ -179,9 +192,8 @@ fn parameters_named(all: &[Source], listed: &[(&str, &[&str])]) -> Vec<String> {
                 }
             }
         }
-        found.extend(
-            allowed.iter().filter(|name| !named.contains(*name)).map(|name| format!("{}: {name} is not named any more", source.file)),
-        );
+        let unnamed = allowed.iter().filter(|name| !named.contains(*name));
+        found.extend(unnamed.map(|name| format!("{}: {name} is not named any more", source.file)));
     }
     found
 }
@@ -192,7 +204,8 @@ fn power_offs(all: &[Source]) -> Vec<String> {
     for source in all.iter().filter(|s| s.file != "src/failure.rs") {
         for (at, token) in source.tokens.iter().enumerate() {
             let called = |name: &str| source.word(at) == Some(name) && source.is_sign(at + 1, '(');
-            let raw = called("reboot") || source.word(at).is_some_and(|word| word.starts_with("RB_") || word == "RebootMode");
+            let names_mode = |word: &str| word.starts_with("RB_") || word == "RebootMode";
+            let raw = called("reboot") || source.word(at).is_some_and(names_mode);
             let asked = called("power_off") && !POWERED_OFF_BY.contains(&source.file.as_str());
             let by_file = matches!(&token.kind, Kind::Text(text) if text.contains("sysrq"));
             if raw || asked || by_file {
@@ -212,11 +225,14 @@ fn modules(lib: &Source) -> Vec<String> {
 /// What hardware and CDI modules import and must not.
 fn hardware_imports(all: &[Source]) -> Vec<String> {
     let lib = all.iter().find(|s| s.file == "src/lib.rs").expect("no src/lib.rs");
-    let hardware: BTreeSet<String> = modules(lib).into_iter().filter(|m| !OTHERS.contains(&m.as_str())).collect();
+    let mut hardware = modules(lib);
+    hardware.retain(|module| !OTHERS.contains(&module.as_str()));
     let mut found = Vec::new();
     for source in all.iter().filter(|s| s.module.first().is_some_and(|first| hardware.contains(first))) {
-        let barred = |path: &str| ["crate::boot", "crate::host", "crate::events::sinks"].iter().any(|outer| is_in(path, outer));
-        found.extend(source.paths.iter().filter(|n| barred(&n.path)).map(|n| format!("{}:{}: {}", source.file, n.line, n.path)));
+        const BARRED: [&str; 3] = ["crate::boot", "crate::host", "crate::events::sinks"];
+        let barred = |path: &str| BARRED.iter().any(|outer| is_in(path, outer));
+        let offending = source.paths.iter().filter(|named| barred(&named.path));
+        found.extend(offending.map(|named| format!("{}:{}: {}", source.file, named.line, named.path)));
     }
     found
 }
@@ -240,7 +256,8 @@ fn vague(all: &[Source], known: &[&str]) -> BTreeSet<String> {
             }
             parts.push('_');
             let constant = name.chars().all(|c| !c.is_ascii_lowercase());
-            if !constant && !known.contains(&name) && VAGUE.iter().any(|word| parts.contains(&format!("_{word}_"))) {
+            let vague = VAGUE.iter().any(|word| parts.contains(&format!("_{word}_")));
+            if vague && !constant && !known.contains(&name) {
                 found.insert(format!("{}: {name}", source.file));
             }
         }
@@ -258,7 +275,8 @@ fn names_in_boot_say_what_a_thing_is() {
         ("src/boot/gpus/lane.rs", "enum Probe { BesideLoad } fn lane_is_busy(batch: u8, besides: u8) {}"),
         ("src/host/mod.rs", "fn adopt() {}"),
     ];
-    let found = ["lane.rs: BesideLoad", "lane.rs: lane_is_busy", "user_space.rs: user_space"].map(|f| format!("src/boot/gpus/{f}"));
+    let found = ["lane.rs: BesideLoad", "lane.rs: lane_is_busy", "user_space.rs: user_space"];
+    let found = found.map(|name| format!("src/boot/gpus/{name}"));
     assert_eq!(vague(&made_up(&files), &["batch"]), BTreeSet::from(found));
 }
 
@@ -270,7 +288,11 @@ fn imports_in_boot_go_from_processes_to_gpus_to_wire_and_never_back() {
         ("src/boot/wire/mod.rs", "pub mod reply;"),
         ("src/boot/wire/reply.rs", "fn f() { crate::boot::gpus::lane::f() }"),
         ("src/boot/gpus/mod.rs", "pub mod lane; use super::processes::{keeper};"),
-        ("src/boot/gpus/lane.rs", "use crate::boot::wire::reply; #[cfg(test)] mod tests { use crate::boot::processes::keeper; }"),
+        (
+            "src/boot/gpus/lane.rs",
+            "use crate::boot::wire::reply;\
+             #[cfg(test)] mod tests { use crate::boot::processes::keeper; }",
+        ),
         ("src/boot/processes/mod.rs", "pub mod keeper; mod worker;"),
         ("src/boot/processes/keeper.rs", "use super::worker; use crate::boot::{gpus::lane, wire};"),
         ("src/boot/processes/worker.rs", "// use crate::boot::nothing;"),
@@ -313,7 +335,8 @@ fn nothing_outside_imports_the_boot_sequence_but_programs_and_the_agents_path() 
         ("src/host/mod.rs", "use crate::boot::AGENT; fn f() { crate::boot::gpus::g() }"),
         ("src/pci.rs", "use crate::{boot::{self, AGENT}, clock};"),
     ]);
-    let found = ["src/host/mod.rs:1: crate::boot::gpus::g", "src/pci.rs:1: crate::boot", "src/pci.rs:1: crate::boot::AGENT"];
+    let found = [("host/mod", "::gpus::g"), ("pci", ""), ("pci", "::AGENT")];
+    let found = found.map(|(file, path)| format!("src/{file}.rs:1: crate::boot{path}"));
     assert_eq!(boot_imported(&offending), found);
 }
 
@@ -322,22 +345,34 @@ fn pure_files_import_no_runtime_no_files_and_no_clock() {
     let all = source();
     assert_eq!(impure(all), NONE);
     for name in PURE {
-        assert!(all.iter().any(|s| s.file == format!("src/boot/gpus/{name}.rs")), "{name}.rs is not there any more");
+        let file = format!("src/boot/gpus/{name}.rs");
+        assert!(all.iter().any(|s| s.file == file), "{file} is not there any more");
     }
-    let text = "use std::time::{self, Duration, Instant as Now};\nuse crate::events::After;\nuse crate::pci;\nfn f() { tracing::info!(\"\");\n\
-                time::SystemTime::now(); std::thread::sleep(Duration::ZERO); pci::clock::now(); }\n#[cfg(test)] mod tests { use tokio::sync; }";
-    let found =
-        ["1: std::time::Instant", "2: crate::events::After", "4: tracing::info", "5: std::time::SystemTime::now", "5: std::thread::sleep"];
+    let text = "use std::time::{self, Duration, Instant as Now};\nuse crate::events::After;\n\
+                use crate::pci;\nfn f() { tracing::info!(\"\");\n\
+                time::SystemTime::now(); std::thread::sleep(Duration::ZERO); pci::clock::now(); }\n\
+                #[cfg(test)] mod tests { use tokio::sync; }";
+    let found = [
+        "1: std::time::Instant",
+        "2: crate::events::After",
+        "4: tracing::info", // a macro is a path as well
+        "5: std::time::SystemTime::now",
+        "5: std::thread::sleep",
+    ];
     let found = found.map(|line| format!("src/boot/gpus/waves.rs:{line}"));
-    assert_eq!(impure(&made_up(&[("src/boot/gpus/waves.rs", text), ("src/boot/gpus/gpu.rs", text)])), found);
+    let files = ["src/boot/gpus/waves.rs", "src/boot/gpus/gpu.rs"].map(|file| (file, text));
+    assert_eq!(impure(&made_up(&files)), found);
+    let submodule = "src/boot/gpus/schedule/holds.rs";
+    assert_eq!(impure(&made_up(&[(submodule, "use tokio::sync;")])), [format!("{submodule}:1: tokio::sync")]);
 }
 
 #[test]
 fn only_sys_is_unsafe_but_for_what_is_listed() {
     assert_eq!(unsafes(source(), UNSAFE), NONE);
-    let text = "// unsafe\n/* unsafe /* */ unsafe */ #![deny(unsafe_op_in_unsafe_fn)]\nconst A: &str = \"unsafe\";\nfn f<'a>(c: char) { if c == '\"' { unsafe { g() } } }";
-    let files =
-        [("src/sys.rs", text), ("src/pci.rs", text), ("src/bin/init.rs", "#[unsafe(no_mangle)]\nfn f() {}"), ("src/host/vm.rs", "")];
+    let text = "// unsafe\n/* unsafe /* */ unsafe */ #![deny(unsafe_op_in_unsafe_fn)]\n\
+                const A: &str = \"unsafe\";\nfn f<'a>(c: char) { if c == '\"' { unsafe { g() } } }";
+    let init = ("src/bin/init.rs", "#[unsafe(no_mangle)]\nfn f() {}");
+    let files = [("src/sys.rs", text), ("src/pci.rs", text), init, ("src/host/vm.rs", "")];
     let listed = [("src/bin/init.rs", 1, ""), ("src/host/vm.rs", 1, "")];
     assert_eq!(
         unsafes(&made_up(&files), &listed),
@@ -351,34 +386,40 @@ fn only_config_knows_parameter_names_but_for_texts_that_are_listed() {
     assert_eq!(parameters_named(all, NAMED), NONE);
     let there = parameters_markdown();
     for name in NAMED.iter().flat_map(|(_, names)| *names) {
-        assert!(there.contains(&format!("`{name}")), "{name} is named outside src/config.rs, and no parameter");
+        let is_parameter = there.contains(&format!("`{name}"));
+        assert!(is_parameter, "{name} is named outside src/config.rs, and no parameter");
     }
-    let text = "//! gpuinit.bind\nconst A: &str = r#\"set gpuinit.cdi.names=a, or \"gpuinit.log.\"\"#;\n#[cfg(test)]\nmod tests { const B: &str = \"gpuinit.x\"; }";
+    let text = "//! gpuinit.bind\n\
+                const A: &str = r#\"set gpuinit.cdi.names=a, or \"gpuinit.log.\"\"#;\n\
+                #[cfg(test)]\nmod tests { const B: &str = \"gpuinit.x\"; }";
     let found = ["src/pci.rs:2: gpuinit.cdi.names", "src/pci.rs: gpuinit.bind is not named any more"];
-    assert_eq!(
-        parameters_named(&made_up(&[("src/pci.rs", text), ("src/config.rs", text)]), &[("src/pci.rs", &["gpuinit.log", "gpuinit.bind"])]),
-        found
-    );
+    let files = made_up(&[("src/pci.rs", text), ("src/config.rs", text)]);
+    assert_eq!(parameters_named(&files, &[("src/pci.rs", &["gpuinit.log", "gpuinit.bind"])]), found);
 }
 
 #[test]
 fn only_failure_powers_off_and_only_where_pid_1_can_do_nothing_else() {
     let all = source();
     assert_eq!(power_offs(all), NONE);
-    let calls = |s: &Source| (0..s.tokens.len()).any(|at| s.word(at) == Some("power_off") && s.is_sign(at + 1, '('));
+    let is_call = |s: &Source, at| s.word(at) == Some("power_off") && s.is_sign(at + 1, '(');
+    let calls = |s: &Source| (0..s.tokens.len()).any(|at| is_call(s, at));
     for file in POWERED_OFF_BY {
-        assert!(all.iter().any(|s| s.file == *file && calls(s)), "{file} does not call failure::power_off any more");
+        let called = all.iter().any(|s| s.file == *file && calls(s));
+        assert!(called, "{file} does not call failure::power_off any more");
     }
-    let text = "fn f(power_off: bool) { use nix::sys::reboot::reboot;\nreboot(RB_POWER_OFF);\nfailure::power_off(\"\");\nwrite(\"/proc/sysrq-trigger\") }";
-    let files = [("src/failure.rs", text), ("src/boot/wire/handover.rs", "fn f() { failure::power_off(\"\") }"), ("src/pci.rs", text)];
-    assert_eq!(power_offs(&made_up(&files)), ["src/pci.rs:2", "src/pci.rs:2", "src/pci.rs:3", "src/pci.rs:4"]);
+    let text = "fn f(power_off: bool) { use nix::sys::reboot::reboot;\nreboot(RB_POWER_OFF);\n\
+                failure::power_off(\"\");\nwrite(\"/proc/sysrq-trigger\") }";
+    let allowed = ("src/boot/wire/handover.rs", "fn f() { failure::power_off(\"\") }");
+    let files = [("src/failure.rs", text), allowed, ("src/pci.rs", text)];
+    assert_eq!(power_offs(&made_up(&files)), [2, 2, 3, 4].map(|line| format!("src/pci.rs:{line}")));
 }
 
 #[test]
 fn hardware_and_cdi_modules_know_neither_the_boot_nor_the_host_nor_the_sinks() {
     let all = source();
     assert_eq!(hardware_imports(all), NONE);
-    let lib = "pub mod pci; pub mod cdi;\n#[cfg(feature = \"host-base\")]\npub mod host; pub mod events; pub mod boot;";
+    let lib = "pub mod pci; pub mod cdi;\n\
+               #[cfg(feature = \"host-base\")]\npub mod host; pub mod events; pub mod boot;";
     let files = [
         ("src/lib.rs", lib),
         ("src/pci.rs", "use crate::events::{names, sinks::console};"),
@@ -387,14 +428,19 @@ fn hardware_and_cdi_modules_know_neither_the_boot_nor_the_host_nor_the_sinks() {
         ("src/events/sinks.rs", "use crate::events::sinks;"),
         ("src/boot/mod.rs", "use crate::events::sinks;"),
     ];
-    let found = ["src/pci.rs:1: crate::events::sinks::console", "src/cdi/spec.rs:1: crate::host", "src/cdi/spec.rs:1: crate::boot::run"];
+    let found = [
+        "src/pci.rs:1: crate::events::sinks::console", // one of two names in braces
+        "src/cdi/spec.rs:1: crate::host",
+        "src/cdi/spec.rs:1: crate::boot::run",
+    ];
     assert_eq!(hardware_imports(&made_up(&files)), found);
 }
 
 #[test]
 fn the_map_in_lib_rs_lists_every_module() {
     let all = source();
-    let listed: BTreeSet<String> = modules(all.iter().find(|s| s.file == "src/lib.rs").unwrap()).into_iter().collect();
-    let there: BTreeSet<String> = all.iter().filter_map(|s| s.module.first().cloned()).filter(|m| m != "bin").collect();
-    assert_eq!(listed, there);
+    let lib = all.iter().find(|s| s.file == "src/lib.rs").unwrap();
+    let listed: BTreeSet<String> = modules(lib).into_iter().collect();
+    let there = all.iter().filter_map(|s| s.module.first().cloned());
+    assert_eq!(listed, there.filter(|module| module != "bin").collect());
 }

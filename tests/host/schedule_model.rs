@@ -3,8 +3,12 @@
 use kata_gpu_tests::schedule::locks::{At, Fact, Fault, Host, Micros, Order, Times, World};
 
 const MS: Micros = 1000;
+/// Parts of an H100's initialisation.
+const S1: Micros = 300 * MS;
+const S2: Micros = 1300 * MS;
+const S3: Micros = 500 * MS;
 /// An H100 on a host that maps its BARs in a second.
-const MEDIUM: Times = Times { enable: 1000 * MS, firewall: 0, probe: 3 * MS, s1: 300 * MS, s2: 1300 * MS, s3: 500 * MS };
+const MEDIUM: Times = Times { enable: 1000 * MS, firewall: 0, probe: 3 * MS, s1: S1, s2: S2, s3: S3 };
 
 fn host(gpus: usize, times: Times) -> Host {
     Host::of(gpus, times)
@@ -120,7 +124,8 @@ fn a_probe_behind_a_firewall_sleeps_and_then_enables() {
     world.order(Order::Probe(0));
     world.order(Order::Probe(1));
     let facts = to_the_end(world);
-    assert_eq!(time_of(&facts, Fact::Probed(0, true)), 6000 * MS, "its config accesses wait for the other's enabling");
+    let probed = time_of(&facts, Fact::Probed(0, true));
+    assert_eq!(probed, 6000 * MS, "config accesses of GPU 0 wait for the other's enabling");
     assert_eq!(time_of(&facts, Fact::Probed(1, true)), 6003 * MS);
 }
 

@@ -8,7 +8,8 @@ const CASES: u64 = 500;
 
 fn holds(trouble: Trouble) {
     let mut complaints = Vec::new();
-    let cases = std::env::var("SCHEDULE_CASES").map_or(CASES, |cases| cases.parse().expect("SCHEDULE_CASES: want a number"));
+    let number = |cases: String| cases.parse().expect("SCHEDULE_CASES: want a number");
+    let cases = std::env::var("SCHEDULE_CASES").map_or(CASES, number);
     for seed in 0..cases {
         let case = Case::random(seed, trouble);
         complaints.extend(case.complaints(&case.run()));

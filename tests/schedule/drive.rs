@@ -234,7 +234,8 @@ impl<'h> Guest<'h> {
     }
 
     fn is_over(&self) -> bool {
-        let made = self.containers.iter().zip(&self.run.containers).all(|(wanted, made)| made.is_some() || !self.can_be_made(wanted));
+        let mut containers = self.containers.iter().zip(&self.run.containers);
+        let made = containers.all(|(wanted, made)| made.is_some() || !self.can_be_made(wanted));
         self.run.settled.is_some()
             && self.pending.iter().all(|(_, _, action)| matches!(action, Action::AgentLooks(_)))
             && made
@@ -280,7 +281,8 @@ impl<'h> Guest<'h> {
         loop {
             self.listen();
             let now = self.world.now();
-            let next = self.pending.iter().enumerate().filter(|(_, (at, ..))| *at <= now).min_by_key(|(_, (at, count, _))| (*at, *count));
+            let due = self.pending.iter().enumerate().filter(|(_, (at, ..))| *at <= now);
+            let next = due.min_by_key(|(_, (at, count, _))| (*at, *count));
             match next {
                 Some((next, _)) => {
                     let (_, _, action) = self.pending.swap_remove(next);
@@ -300,7 +302,8 @@ impl<'h> Guest<'h> {
     }
 
     fn report(&mut self, fact: schedule::Fact) {
-        if self.broken == Broken::Forgets && matches!(fact, schedule::Fact::Initialised(..) | schedule::Fact::Usable(_)) {
+        let ends = matches!(fact, schedule::Fact::Initialised(..) | schedule::Fact::Usable(_));
+        if self.broken == Broken::Forgets && ends {
             return;
         }
         self.run.reports.push((self.world.now(), fact));
@@ -318,7 +321,8 @@ impl<'h> Guest<'h> {
         match fact {
             Fact::Plugged(k) => {
                 let generation = self.gpus[k].id.generation + PLUGGED;
-                self.gpus[k] = Gpu { id: id_of(self.gpus[k].id, generation), gone: false, ordered: None, enabling: 0 };
+                let id_now = id_of(self.gpus[k].id, generation);
+                self.gpus[k] = Gpu { id: id_now, gone: false, ordered: None, enabling: 0 };
                 self.run.settled = None;
                 self.soon(Action::Report(schedule::Fact::Found(id(self, k), Arrival::Enabled)));
                 // The kernel lets a driver that is there have it.
@@ -332,10 +336,13 @@ impl<'h> Guest<'h> {
                 self.soon(Action::Report(schedule::Fact::Gone(gone)));
             }
             Fact::Enabled(k, true) => {
-                let took = if self.broken == Broken::ThinksFast { 0 } else { self.world.now() - self.gpus[k].enabling };
+                let took = self.world.now() - self.gpus[k].enabling;
+                let took = if self.broken == Broken::ThinksFast { 0 } else { took };
                 self.soon(Action::Report(schedule::Fact::Enabled(id(self, k), time(took))));
             }
-            Fact::Enabled(k, false) | Fact::Probed(k, false) => self.soon(Action::Report(schedule::Fact::Failed(id(self, k)))),
+            Fact::Enabled(k, false) | Fact::Probed(k, false) => {
+                self.soon(Action::Report(schedule::Fact::Failed(id(self, k))));
+            }
             Fact::Probed(k, true) => self.soon(Action::Look(id(self, k))),
             Fact::Looked(k) => self.soon(Action::Bound(id(self, k))),
             Fact::Attached(_) => {}
@@ -376,7 +383,10 @@ impl<'h> Guest<'h> {
                 self.soon(Action::Begin(Order::Wait(LOAD, AFTER_LOAD)));
             }
             Fact::Waited(LOAD) => self.soon(Action::Report(schedule::Fact::LoadOver)),
-            Fact::Waited(container) => self.at(self.world.now() + RUNS, Action::ContainerRuns(usize::from(container))),
+            Fact::Waited(container) => {
+                let runs = Action::ContainerRuns(usize::from(container));
+                self.at(self.world.now() + RUNS, runs);
+            }
         }
     }
 
@@ -422,7 +432,10 @@ impl<'h> Guest<'h> {
             Action::AgentLooks(container) => {
                 let ready = self.can_be_made(&self.containers[container]);
                 self.report(schedule::Fact::AgentLooked);
-                let (after, next) = if ready { (BEGINS, Action::ContainerMade(container)) } else { (LOOK, Action::AgentLooks(container)) };
+                let (after, next) = match ready {
+                    true => (BEGINS, Action::ContainerMade(container)),
+                    false => (LOOK, Action::AgentLooks(container)),
+                };
                 self.at(self.world.now() + after, next);
             }
             Action::ContainerMade(container) => {
@@ -468,7 +481,8 @@ impl<'h> Guest<'h> {
                 schedule::Order::Load { gpus, one_by_one, .. } => {
                     self.load_ordered = Some(self.world.now());
                     let gpus: Vec<usize> = gpus.into_iter().filter_map(|gpu| self.index(gpu)).collect();
-                    self.candidates = if one_by_one { gpus.iter().skip(1).rev().copied().collect() } else { Vec::new() };
+                    let later = gpus.iter().skip(1).filter(|_| one_by_one);
+                    self.candidates = later.rev().copied().collect();
                     match gpus.first() {
                         Some(first) if one_by_one => self.begin(Order::Load(*first)),
                         _ => self.begin(Order::LoadAll),
@@ -486,8 +500,11 @@ impl<'h> Guest<'h> {
                         self.run.late[k] += 1;
                     }
                 }
-                schedule::Order::Settled { usable, failed } => self.run.settled = Some((self.world.now(), usable, failed)),
-                schedule::Order::Chosen(..) | schedule::Order::Wait(_) | schedule::Order::LaneOver | schedule::Order::LockDown => {}
+                schedule::Order::Settled { usable, failed } => {
+                    self.run.settled = Some((self.world.now(), usable, failed));
+                }
+                schedule::Order::Chosen(..) | schedule::Order::Wait(_) => {}
+                schedule::Order::LaneOver | schedule::Order::LockDown => {}
             }
         }
     }
@@ -499,9 +516,11 @@ impl<'h> Guest<'h> {
                 schedule::Order::Enable(last.map_or(gpu, |k| self.gpus[k].id), holds)
             }
             (Broken::ProbesTwo, schedule::Order::Probe(gpu, Probe::Bind)) => {
-                let other = (0..self.gpus.len()).find(|k| self.world.at(*k) == At::Enabled && self.gpus[*k].id != gpu);
+                let enabled = |k: &usize| self.world.at(*k) == At::Enabled;
+                let other = (0..self.gpus.len()).find(|k| enabled(k) && self.gpus[*k].id != gpu);
                 if let Some(other) = other {
-                    self.run.orders.push((self.world.now(), schedule::Order::Probe(self.gpus[other].id, Probe::Bind)));
+                    let probe = schedule::Order::Probe(self.gpus[other].id, Probe::Bind);
+                    self.run.orders.push((self.world.now(), probe));
                     self.begin(Order::Probe(other));
                 }
                 schedule::Order::Probe(gpu, Probe::Bind)
@@ -528,10 +547,12 @@ impl<'h> Guest<'h> {
         let now = self.world.now();
         let limit = micros(Limit::LaneHold.after());
         let within = |since: Option<Micros>| since.is_some_and(|since| now < since + limit);
-        let probing = |k: &usize| self.gpus[*k].id.generation < PLUGGED && within(self.gpus[*k].ordered) && probes(&self.world, *k);
+        let ordered = |gpu: &Gpu| gpu.id.generation < PLUGGED && within(gpu.ordered);
+        let probing = |k: &usize| ordered(&self.gpus[*k]) && probes(&self.world, *k);
         let probing: Vec<usize> = (0..self.gpus.len()).filter(probing).collect();
         let attaching = self.world.attaching();
-        let loading = self.world.load_begun() && !self.world.uvm_loaded() && !self.load_sleeps() && within(self.load_ordered);
+        let loading = self.world.load_begun() && !self.world.uvm_loaded();
+        let loading = loading && !self.load_sleeps() && within(self.load_ordered);
         let slow = self.world.host().gpus[k].times.enable >= SLOW;
         if slow && (attaching || !probing.is_empty() || loading) {
             let what = format!("GPU {k}: attaching {attaching}, probing {probing:?}, loading {loading}");

@@ -252,8 +252,9 @@ impl<'h> World<'h> {
         let absent = Gpu { at: At::Absent, wait: Wait::Nothing, enabled: false, removed: false };
         let mut gpus = [absent; MOST];
         for (gpu, function) in gpus.iter_mut().zip(&host.gpus) {
-            // Whoever goes and comes back was there.
-            if function.plugged_at.is_none_or(|plugged| function.removed_at.is_some_and(|removed| removed < plugged)) {
+            // A GPU that is removed before it is plugged in was present.
+            let removed_before = |plugged| function.removed_at.is_some_and(|removed| removed < plugged);
+            if function.plugged_at.is_none_or(removed_before) {
                 gpu.at = At::Present;
             }
         }
@@ -410,7 +411,8 @@ impl<'h> World<'h> {
                 self.wait_for_host(gpu);
             }
             Order::Probe(gpu) => {
-                assert!(matches!(self.at(gpu), At::Present | At::Enabled), "probe GPU {gpu}: {:?} at {}", self.at(gpu), self.now);
+                let at = self.at(gpu);
+                assert!(matches!(at, At::Present | At::Enabled), "probe GPU {gpu}: {at:?} at {}", self.now);
                 assert!(self.registered(), "probe GPU {gpu}: no driver");
                 self.begin_probe(gpu);
             }
@@ -420,12 +422,16 @@ impl<'h> World<'h> {
                 self.wait_for_driver(gpu);
             }
             Order::Open(gpu) => {
-                assert!(matches!(self.at(gpu), At::Bound | At::Known), "open GPU {gpu}: {:?} at {}", self.at(gpu), self.now);
+                let at = self.at(gpu);
+                assert!(matches!(at, At::Bound | At::Known), "open GPU {gpu}: {at:?} at {}", self.now);
                 assert!(self.loaded(), "open GPU {gpu}: no character device");
                 self.gpus[gpu].at = At::Attach(0);
                 self.wait_for_driver(gpu);
             }
-            Order::Wait(who, left) => self.waiters.push(Waiter { who, left, grace_ends: self.now + self.host.grace }),
+            Order::Wait(who, left) => {
+                let grace_ends = self.now + self.host.grace;
+                self.waiters.push(Waiter { who, left, grace_ends });
+            }
         }
         self.settle();
     }

@@ -79,10 +79,11 @@ struct Search {
 pub fn search(host: &Host, rule: Rule, known: Micros, most: usize) -> Found {
     let world = World::new(host);
     let bound = least(&world, rule);
-    let mut search = Search { best: known + 1, orders: Vec::new(), path: Vec::new(), seen: HashMap::default(), rule, visited: 0, most };
+    let (orders, path, seen) = (Vec::new(), Vec::new(), HashMap::default());
+    let mut search = Search { best: known + 1, orders, path, seen, rule, visited: 0, most };
     search.visit(world, Turn::Opens);
-    let complete = search.visited < most;
-    Found { usable: search.best, orders: search.orders, bound: if complete { search.best } else { bound }, visited: search.visited }
+    let bound = if search.visited < most { search.best } else { bound };
+    Found { usable: search.best, orders: search.orders, bound, visited: search.visited }
 }
 
 impl Search {
@@ -192,6 +193,10 @@ fn looks(world: &World) -> Option<Micros> {
     let gpu = world.mapping()?;
     let Wait::Until(end) = world.waits(gpu) else { return None };
     let times = world.host().gpus[gpu].times;
-    let due = |enablings: Micros, s1: Micros| (end + enablings * times.enable + s1 * times.s1).checked_sub(times.firewall);
-    [due(0, 0), due(0, 1), due(1, 0), due(1, 1), due(1, 2)].into_iter().flatten().filter(|at| *at > world.now()).min()
+    let due = |(enablings, s1): (Micros, Micros)| {
+        let wakes = end + enablings * times.enable + s1 * times.s1;
+        wakes.checked_sub(times.firewall)
+    };
+    let ways = [(0, 0), (0, 1), (1, 0), (1, 1), (1, 2)];
+    ways.into_iter().filter_map(due).filter(|at| *at > world.now()).min()
 }

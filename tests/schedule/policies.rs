@@ -49,7 +49,8 @@ pub fn run(host: &Host, policy: &mut dyn Policy) -> Option<Outcome> {
 impl Outcome {
     /// Fills in the times from the facts.
     pub fn summed_up(mut self) -> Self {
-        let times = |is: fn(&Fact) -> bool| self.facts.iter().filter(move |(_, fact)| is(fact)).map(|(at, _)| *at);
+        let facts = &self.facts;
+        let times = |is: fn(&Fact) -> bool| facts.iter().filter(move |(_, fact)| is(fact)).map(|(at, _)| *at);
         let usable = |fact: &Fact| matches!(fact, Fact::Initialised(_, true));
         let last_usable = times(usable).max().unwrap_or(0);
         let first_usable = times(usable).min().unwrap_or(0);
@@ -71,7 +72,8 @@ pub fn probing(world: &World) -> bool {
 }
 
 fn any_probe(world: &World) -> bool {
-    world.counts(|at| matches!(at, At::Sleep | At::ProbeEnable | At::Probe | At::Uuid | At::Look | At::Bound)) > 0
+    let probes = |at| matches!(at, At::Sleep | At::ProbeEnable | At::Probe | At::Uuid);
+    world.counts(|at| probes(at) || matches!(at, At::Look | At::Bound)) > 0
 }
 
 fn initialising(world: &World) -> usize {

@@ -70,7 +70,10 @@ impl Case {
             grace: random.between(1, 15) * MS,
             gpus,
         };
-        let bind = if random.percent(80) { Bind::Auto } else { random.one_of(&[Bind::Insmod, Bind::Pipelined, Bind::Concurrent]) };
+        let bind = match random.percent(80) {
+            true => Bind::Auto,
+            false => random.one_of(&[Bind::Insmod, Bind::Pipelined, Bind::Concurrent]),
+        };
         let init = if random.percent(90) { Init::Parallel } else { Init::Serial };
         let driver = if relaxed { "550.163.01" } else { "535.230.02" };
         let there = host.gpus.iter().filter(|gpu| gpu.plugged_at.is_none()).count();
@@ -88,8 +91,10 @@ impl Case {
             graces: random.between(1, 4) as u8,
         });
         let containers = containers.collect();
-        let overhead = Overhead { report: random.below(3) * MS, publish: random.below(20) * MS, files: random.below(60) * MS };
-        Self { seed, host, policy: Policy { bind, init, relaxed: true, no_gpus: false, facts }, containers, overhead, trouble }
+        let (report, publish, files) = (random.below(3) * MS, random.below(20) * MS, random.below(60) * MS);
+        let overhead = Overhead { report, publish, files };
+        let policy = Policy { bind, init, relaxed: true, no_gpus: false, facts };
+        Self { seed, host, policy, containers, overhead, trouble }
     }
 
     pub fn run(&self) -> Run {
@@ -140,10 +145,10 @@ impl Case {
 
     /// A GPU that hangs in its probe costs the others one limit of the table, once.
     fn hangs_cost_what_the_table_says(&self, run: &Run) -> Result<(), String> {
-        // A load waits for whoever is being probed meanwhile, the driver core for the device's
-        // lock.
-        let beside_load = run.orders.iter().any(|(_, order)| matches!(order, Order::Probe(_, Probe::DuringLoad)));
-        if self.trouble != Trouble::Hang || !self.is_probed_one_by_one(run) || beside_load {
+        // A load waits for the probes that run meanwhile, the driver core for the device's lock.
+        let is_during_load = |order: &Order| matches!(order, Order::Probe(_, Probe::DuringLoad));
+        let during_load = run.orders.iter().any(|(_, order)| is_during_load(order));
+        if self.trouble != Trouble::Hang || !self.is_probed_one_by_one(run) || during_load {
             return Ok(());
         }
         let mut well = self.clone();
@@ -154,7 +159,10 @@ impl Case {
             let slack = 2 * gpu.times.enable + 2000 * MS;
             match (run.usable[k], well.usable[k]) {
                 (Some(with), Some(without)) if with <= without + limits + slack => {}
-                (with, without) => return Err(format!("GPU {k} is usable at {with:?}, and without a hang at {without:?}")),
+                (with, without) => {
+                    let error = format!("GPU {k} is usable at {with:?}, and without a hang at {without:?}");
+                    return Err(error);
+                }
             }
         }
         Ok(())
@@ -166,7 +174,10 @@ impl Case {
     }
 
     fn is_concurrent(&self, run: &Run) -> bool {
-        run.orders.iter().any(|(_, order)| matches!(order, Order::Chosen(strategy, _) if strategy.bind == Bind::Concurrent))
+        run.orders.iter().any(|(_, order)| match order {
+            Order::Chosen(strategy, _) => strategy.bind == Bind::Concurrent,
+            _ => false,
+        })
     }
 
     /// No probe is ordered while another one runs, unless that hangs or the strategy has them go at
@@ -178,7 +189,8 @@ impl Case {
             if let Order::Probe(id, how) = order
                 && *how != Probe::Load
             {
-                running.retain(|(since, id)| !self.probe_is_over(run, *id, *since, *at) && *at < since + limit);
+                let over = |since: Micros, id| self.probe_is_over(run, id, since, *at);
+                running.retain(|(since, id)| !over(*since, *id) && *at < since + limit);
                 if let Some((since, other)) = running.first().filter(|_| !self.is_concurrent(run)) {
                     return Err(format!("probe of {id:?} at {at} beside that of {other:?} since {since}"));
                 }
@@ -191,20 +203,27 @@ impl Case {
     /// A probe that was ordered at `since` is known to be over.
     fn probe_is_over(&self, run: &Run, id: GpuId, since: Micros, now: Micros) -> bool {
         run.reports.iter().any(|(at, fact)| {
-            let ends = matches!(fact, Report::Bound(gpu) | Report::Failed(gpu) | Report::Gone(gpu) if *gpu == id);
-            ends && (since..=now).contains(at)
+            let ended = match fact {
+                Report::Bound(gpu) | Report::Failed(gpu) | Report::Gone(gpu) => Some(*gpu),
+                _ => None,
+            };
+            ended == Some(id) && (since..=now).contains(at)
         })
     }
 
     fn order_is_pci(&self, run: &Run) -> Result<(), String> {
         // GPUs of the boot scan: the others have their own time.
         let boot = |id: &GpuId| (id.generation as usize) < self.host.gpus.len();
-        let enabled = run.orders.iter().filter_map(|(_, order)| if let Order::Enable(id, _) = order { Some(*id) } else { None });
+        let enabled = run.orders.iter().filter_map(|(_, order)| match order {
+            Order::Enable(id, _) => Some(*id),
+            _ => None,
+        });
         let probed = run.orders.iter().filter_map(|(_, order)| match order {
             Order::Probe(id, Probe::Bind) if !self.is_concurrent(run) => Some(*id),
             _ => None,
         });
-        for (what, ids) in [("enabled", enabled.filter(boot).collect::<Vec<_>>()), ("probed", probed.filter(boot).collect())] {
+        let enabled: Vec<GpuId> = enabled.filter(boot).collect();
+        for (what, ids) in [("enabled", enabled), ("probed", probed.filter(boot).collect())] {
             if !ids.is_sorted() {
                 return Err(format!("{what} in the order {ids:?}"));
             }
@@ -223,7 +242,8 @@ impl Case {
     /// A bound GPU is published as soon as the common nodes are there, whatever is enabled; on few
     /// vCPUs when that is over.
     fn publication_waits_for_no_lane(&self, run: &Run) -> Result<(), String> {
-        let common = run.outcome.facts.iter().find(|(_, fact)| *fact == Fact::UvmLoaded).map(|(at, _)| at + self.overhead.files);
+        let uvm = run.outcome.facts.iter().find(|(_, fact)| *fact == Fact::UvmLoaded);
+        let common = uvm.map(|(at, _)| at + self.overhead.files);
         let slowest = self.host.gpus.iter().map(|gpu| gpu.times.enable).max().unwrap_or(0);
         // An enabling and whoever spins beside it can take every vCPU: each step then waits for
         // that.
@@ -233,7 +253,10 @@ impl Case {
             if let (Some(bound), Some(published), Some(common)) = (run.bound[k], run.published[k], common)
                 && published > bound.max(common) + self.overhead.publish + frozen
             {
-                return Err(format!("GPU {k} is bound at {bound} and published at {published}, common nodes at {common}"));
+                return Err(format!(
+                    "GPU {k} is bound at {bound} and published at {published}, common nodes \
+                     at {common}"
+                ));
             }
         }
         Ok(())
@@ -253,7 +276,10 @@ impl Trouble {
                     }
                 }
             }
-            Self::Hang if count > 1 => gpus[random.between(1, count as u64 - 1) as usize].fault = Fault::ProbeHangs,
+            Self::Hang if count > 1 => {
+                let hanging = random.between(1, count as u64 - 1) as usize;
+                gpus[hanging].fault = Fault::ProbeHangs;
+            }
             Self::Hang => {}
             Self::Traffic => {
                 for gpu in gpus {
@@ -270,8 +296,9 @@ impl Trouble {
                 Self::Traffic.befall(gpus, random);
                 for gpu in gpus {
                     if random.percent(20) {
-                        gpu.fault =
-                            random.one_of(&[Fault::EnableFails, Fault::ProbeFails, Fault::InitFails, Fault::ProbeHangs, Fault::InitHangs]);
+                        const FAILS: [Fault; 3] = [Fault::EnableFails, Fault::ProbeFails, Fault::InitFails];
+                        const HANGS: [Fault; 2] = [Fault::ProbeHangs, Fault::InitHangs];
+                        gpu.fault = random.one_of(&[&FAILS[..], &HANGS[..]].concat());
                     }
                 }
             }

@@ -259,6 +259,14 @@ fn child(context: &TestContext) -> Result<Outcome> {
     ensure!(ready.get("pid") != "1", "the agent is PID 1");
     booted.created("all")?;
     booted.exit()?;
+    // Cgroups of version 1, where the kernel command line does not ask for the other.
+    let words = "gpuinit.agent=child testagent.guest=script testagent.script=settled>file:/proc/self/mounts";
+    let v1 = Guest::new().cgroup_v1().append(words).boot(context, "v1")?;
+    let mounts = v1.agent("file", |l| l.get("path") == "/proc/self/mounts")?;
+    for mount in ["tmpfs /sys/fs/cgroup tmpfs ro,", "cgroup /sys/fs/cgroup/devices cgroup ", "cgroup /sys/fs/cgroup/cpu cgroup "] {
+        ensure!(mounts.get("text").contains(mount), "{mount:?} is not in {}", mounts.get("text"));
+    }
+    ensure!(!mounts.get("text").contains("cgroup2"), "{}", mounts.get("text"));
     ensure!(
         booted.console.wait_text(std::time::Duration::from_secs(5), "kata-agent has ended"),
         "the console does not say why the guest powered off"

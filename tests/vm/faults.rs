@@ -26,6 +26,7 @@ pub const TESTS: &[VmTest] = &[
     VmTest { name: "without_vsock_the_guest_boots_all_the_same", run: no_vsock },
     VmTest { name: "a_missing_agent_powers_off_and_says_so_everywhere", run: no_agent },
     VmTest { name: "bad_parameters_are_told_and_change_nothing", run: bad_parameters },
+    VmTest { name: "a_bare_word_on_the_kernel_command_line_makes_no_hook_of_pid_1", run: bare_word },
 ];
 
 /// The failure of a GPU: its sentence has the GPU, what failed, and the driver's words.
@@ -264,6 +265,14 @@ fn no_agent(context: &TestContext) -> Result<Outcome> {
         "the kernel's log does not say it"
     );
     ensure!(console.contains("Power down") || console.contains("Power off"), "the guest did not power off");
+    Ok(Outcome::Passed)
+}
+
+fn bare_word(context: &TestContext) -> Result<Outcome> {
+    // The kernel gives its init the words that it does not know itself.
+    let mut booted = Guest::new().append("hook prepare").boot(context, "hook")?;
+    ensure!(booted.settled()? == (8, 0), "{:?}", booted.settled()?);
+    booted.still_runs()?;
     Ok(Outcome::Passed)
 }
 

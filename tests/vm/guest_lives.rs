@@ -19,12 +19,14 @@ use std::time::Duration;
 pub const TESTS: &[VmTest] = &[
     VmTest { name: "the_lanes_vcpu_takes_no_interrupts_while_gpus_are_enabled_and_gets_them_back", run: interrupts },
     VmTest { name: "the_console_is_quiet_while_a_gpu_is_enabled_and_nothing_is_lost", run: console },
+    VmTest { name: "the_console_is_quiet_during_a_load_that_enables_by_itself", run: console_of_a_load },
     VmTest { name: "a_container_that_can_start_holds_the_lane_and_the_stream_says_for_how_long", run: container },
     VmTest { name: "a_kernel_with_one_vcpu_brings_all_gpus_up_and_lets_the_agent_first", run: one_vcpu },
 ];
 
 /// Three GPUs whose BARs take the host 2 s each; the rest takes little time.
-const SLOW: &str = "fakepci.gpus=3 fakepci.enable_ms=2000 gpuinit.bind=pipelined nvidia.s1_ms=30 nvidia.s2_ms=100 nvidia.s3_ms=30";
+const SLOW: &str = "fakepci.gpus=3 fakepci.enable_ms=2000 gpuinit.bind=pipelined \
+                    nvidia.s1_ms=30 nvidia.s2_ms=100 nvidia.s3_ms=30";
 
 /// An enabling, in ns of the guest's boot clock.
 #[derive(Clone, Copy, Debug)]
@@ -40,12 +42,17 @@ impl Span {
 }
 
 fn enablings(records: &[Record]) -> Result<Vec<Span>> {
-    let ends = named(records, Kind::End, names::GPU_ENABLE);
+    spans(records, names::GPU_ENABLE)
+}
+
+/// Steps of this name, in order.
+fn spans(records: &[Record], name: &str) -> Result<Vec<Span>> {
+    let ends = named(records, Kind::End, name);
     let span = |begin: &Record| {
-        let end = ends.iter().find(|end| end.span == begin.span).context("an enabling without end")?;
+        let end = ends.iter().find(|end| end.span == begin.span).with_context(|| format!("{name} without end"))?;
         Ok(Span { begin: begin.boottime_ns, end: end.boottime_ns })
     };
-    named(records, Kind::Begin, names::GPU_ENABLE).into_iter().map(span).collect()
+    named(records, Kind::Begin, name).into_iter().map(span).collect()
 }
 
 /// One look of the guest half.
@@ -65,7 +72,8 @@ impl Sample {
             ("same", Some(before)) => before.masks.clone(),
             (text, _) => text.split(';').map(mask).collect::<Result<_>>()?,
         };
-        Ok(Self { from: line.get("from_ns").parse()?, to: line.get("to_ns").parse()?, printk: line.get("printk").into(), masks })
+        let (from, to) = (line.get("from_ns").parse()?, line.get("to_ns").parse()?);
+        Ok(Self { from, to, printk: line.get("printk").into(), masks })
     }
 
     fn level(&self) -> Result<u32> {
@@ -94,7 +102,8 @@ fn ping_until_settled(booted: &Booted) -> Result<Vec<Pong>> {
     booted.event(names::INIT_START)?;
     for id in 0.. {
         booted.receiver.say(ping_line(id).as_bytes(), DEADLINE)?;
-        let pongs = booted.receiver.wait_pongs(DEADLINE, usize::try_from(id)? + 1).with_context(|| format!("ping {id} is not answered"))?;
+        let pongs = booted.receiver.wait_pongs(DEADLINE, usize::try_from(id)? + 1);
+        let pongs = pongs.with_context(|| format!("ping {id} is not answered"))?;
         if booted.receiver.records().iter().any(|r| r.name == names::SETTLED) {
             return Ok(pongs);
         }
@@ -106,7 +115,8 @@ fn ping_until_settled(booted: &Booted) -> Result<Vec<Pong>> {
 fn interrupts(context: &TestContext) -> Result<Outcome> {
     // The yardstick: the same guest where the driver's load enables, and there is no lane.
     let half = "testagent.guest=samples";
-    let plain = Guest::new().append(&format!("{SLOW} fakepci.enable_ms=3 gpuinit.bind=insmod {half}")).boot(context, "plain")?;
+    let parameters = format!("{SLOW} fakepci.enable_ms=3 gpuinit.bind=insmod {half}");
+    let plain = Guest::new().append(&parameters).boot(context, "plain")?;
     let untouched = samples(&plain)?.pop().context("no sample")?;
     drop(plain);
     let booted = Guest::new().append(&format!("{SLOW} {half}")).boot(context, "lane")?;
@@ -117,7 +127,9 @@ fn interrupts(context: &TestContext) -> Result<Outcome> {
     let lane = booted.event(names::LANE_CPU)?;
     let cpu = usize::try_from(lane.fields["cpu"].as_u64().context("no cpu")?)?;
     ensure!(cpu == 1, "the lane's vCPU is {cpu}, not the last one");
-    ensure!(untouched.masks.values().any(|mask| mask.has(cpu)), "no interrupt may come to vCPU {cpu} anyway: {:?}", untouched.masks);
+    let masks = &untouched.masks;
+    let used = masks.values().any(|mask| mask.has(cpu));
+    ensure!(used, "no interrupt may come to vCPU {cpu} anyway: {masks:?}");
     // Interrupts that the kernel or their driver keeps where they are.
     let stay: Vec<&str> = lane.fields["stay"].as_str().unwrap_or_default().split(", ").collect();
     let enablings = enablings(&records)?;
@@ -128,21 +140,26 @@ fn interrupts(context: &TestContext) -> Result<Outcome> {
             continue;
         }
         meanwhile += 1;
-        let there: Vec<&String> =
-            sample.masks.iter().filter(|(name, mask)| mask.has(cpu) && !stay.contains(&name.as_str())).map(|(name, _)| name).collect();
-        ensure!(there.is_empty(), "at {} ns, in an enabling, these may come to vCPU {cpu}: {there:?}; stay: {stay:?}", sample.from);
+        let on_cpu = sample.masks.iter().filter(|(_, mask)| mask.has(cpu)).map(|(name, _)| name);
+        let there: Vec<&String> = on_cpu.filter(|name| !stay.contains(&name.as_str())).collect();
+        let at = sample.from;
+        ensure!(there.is_empty(), "on vCPU {cpu} in an enabling at {at} ns: {there:?}; stay: {stay:?}");
     }
     ensure!(meanwhile > 0, "no sample lies in {enablings:?}");
     let last = samples.last().context("no sample")?;
-    ensure!(last.masks == untouched.masks, "afterwards {:?}, without a lane {:?}", last.masks, untouched.masks);
+    ensure!(last.masks == *masks, "afterwards {:?}, without a lane {masks:?}", last.masks);
     // Two answers in one enabling: the second one's ping was sent after the first answer, and so in it, too.
     const LONG_BEFORE_ITS_END: u64 = 500_000_000;
     for span in &enablings[1..] {
-        let inside = pongs.iter().filter(|pong| span.has(pong.boottime_ns, pong.boottime_ns + LONG_BEFORE_ITS_END)).count();
+        let is_inside = |at: u64| span.has(at, at + LONG_BEFORE_ITS_END);
+        let inside = pongs.iter().filter(|pong| is_inside(pong.boottime_ns)).count();
         ensure!(inside >= 2, "{inside} pings were answered in {span:?}: {pongs:?}");
     }
-    let answered = pongs.iter().filter(|pong| enablings.iter().any(|span| span.has(pong.boottime_ns, pong.boottime_ns))).count();
-    Ok(Outcome::Measured(format!("in 3 enablings: {meanwhile} samples, {answered} pings answered; stay: {}", stay.join(", "))))
+    let in_enabling = |at: u64| enablings.iter().any(|span| span.has(at, at));
+    let answered = pongs.iter().filter(|pong| in_enabling(pong.boottime_ns)).count();
+    let stay = stay.join(", ");
+    let measured = format!("in 3 enablings: {meanwhile} samples, {answered} pings answered; stay: {stay}");
+    Ok(Outcome::Measured(measured))
 }
 
 /// A line on the console, in order.
@@ -163,7 +180,8 @@ fn console_items(text: &str) -> Result<Vec<Item>> {
                 Item::Sample(sample) => Some(sample),
                 Item::Init(..) => None,
             });
-            items.push(Item::Sample(Sample::read(&AgentLine::parse(json).with_context(|| format!("sample {json:?}"))?, before)?));
+            let line = AgentLine::parse(json).with_context(|| format!("sample {json:?}"))?;
+            items.push(Item::Sample(Sample::read(&line, before)?));
         } else if json.contains("\"source\":\"kata-gpu-init\"") {
             items.push(of_init(json)?);
         }
@@ -183,10 +201,12 @@ fn of_init(json: &str) -> Result<Item> {
 const LOUD: &str = "loglevel=3";
 
 fn console(context: &TestContext) -> Result<Outcome> {
-    let booted = Guest::new().append(&format!("{SLOW} {LOUD} gpuinit.log=debug testagent.guest=samples")).boot(context, "console")?;
+    let parameters = format!("{SLOW} {LOUD} gpuinit.log=debug testagent.guest=samples");
+    let booted = Guest::new().append(&parameters).boot(context, "console")?;
     ensure!(booted.settled()? == (3, 0), "{:?}", booted.settled()?);
     booted.agent("sample", |line| line.get("when") == "settled")?;
-    ensure!(booted.console.wait_text(DEADLINE, "\"msg\":\"settled\""), "the init's lines end before `settled`");
+    let settled = booted.console.wait_text(DEADLINE, "\"msg\":\"settled\"");
+    ensure!(settled, "the init's lines end before `settled`");
     let (items, records) = (console_items(&booted.console.text())?, booted.receiver.records());
     let enablings = enablings(&records)?;
 
@@ -212,7 +232,8 @@ fn console(context: &TestContext) -> Result<Outcome> {
     for (number, (is, wanted)) in written.iter().zip(&expected).enumerate() {
         ensure!(is == wanted, "line {number} on the console is {is:?}, the record {wanted:?}");
     }
-    ensure!(written.len() >= expected.len(), "{} lines on the console, {} records", written.len(), expected.len());
+    let (lines, wanted) = (written.len(), expected.len());
+    ensure!(lines >= wanted, "{lines} lines on the console, {wanted} records");
 
     // The kernel's level: lower in each enabling until its end, once it is; as before afterwards.
     let samples: Vec<&Sample> = items
@@ -226,9 +247,11 @@ fn console(context: &TestContext) -> Result<Outcome> {
     ensure!(last.printk.starts_with("3\t"), "afterwards {:?}, on the command line {LOUD}", last.printk);
     let mut quiet = Vec::new();
     for span in &enablings {
-        let levels: Vec<u32> = samples.iter().filter(|s| span.has(s.from, s.to)).map(|s| s.level()).collect::<Result<_>>()?;
+        let inside = samples.iter().filter(|s| span.has(s.from, s.to));
+        let levels: Vec<u32> = inside.map(|s| s.level()).collect::<Result<_>>()?;
         let loud = levels.iter().take_while(|level| **level == 3).count();
-        ensure!(levels[loud..].iter().all(|level| *level == kernel_console::LEVEL), "levels in {span:?}: {levels:?}");
+        let lowered = levels[loud..].iter().all(|level| *level == kernel_console::LEVEL);
+        ensure!(lowered, "levels in {span:?}: {levels:?}");
         quiet.push(levels.len() - loud);
     }
     ensure!(quiet.iter().all(|count| *count > 0), "samples with a lower level in each enabling: {quiet:?}");
@@ -246,16 +269,35 @@ fn console(context: &TestContext) -> Result<Outcome> {
         }
     }
     ensure!(judged >= 3, "{judged} pairs of samples lie in enablings, too few to judge by");
-    ensure!(late.values().all(|lines| *lines <= 1), "lines that the init wrote in the enablings that began at these times: {late:?}");
+    let on_time = late.values().all(|lines| *lines <= 1);
+    ensure!(on_time, "lines that the init wrote in the enablings that began at these times: {late:?}");
     // Else nothing would have had to be held back.
     let held = expected.iter().filter(|(at, _)| enablings.iter().any(|span| span.has(*at, *at))).count();
     ensure!(held >= 5, "{held} records fall into enablings");
-    Ok(Outcome::Measured(format!("{held} of {} lines held back, judged by {judged} pairs of samples", written.len())))
+    Ok(Outcome::Measured(format!("{held} of {lines} lines held back, judged by {judged} pairs of samples")))
+}
+
+fn console_of_a_load(context: &TestContext) -> Result<Outcome> {
+    let words = format!("fakepci.gpus=2 fakepci.enable_ms=1500 gpuinit.bind=insmod {LOUD} testagent.guest=samples");
+    let booted = Guest::new().append(&words).boot(context, "load")?;
+    ensure!(booted.settled()? == (2, 0), "{:?}", booted.settled()?);
+    booted.agent("sample", |line| line.get("when") == "settled")?;
+    let (items, records) = (console_items(&booted.console.text())?, booted.receiver.records());
+    ensure!(enablings(&records)?.is_empty(), "the lane has enabled: this shows nothing of the load");
+    let load = *spans(&records, names::MODULE_LOAD)?.first().context("no load")?;
+    let samples = items.iter().filter_map(|item| if let Item::Sample(sample) = item { Some(sample) } else { None });
+    let (during, others): (Vec<&Sample>, Vec<&Sample>) = samples.partition(|sample| load.has(sample.from, sample.to));
+    let levels: Vec<u32> = during.iter().map(|sample| sample.level()).collect::<Result<_>>()?;
+    let loud = levels.iter().take_while(|level| **level == 3).count();
+    ensure!(loud < levels.len() && levels[loud..].iter().all(|level| *level == kernel_console::LEVEL), "{load:?}: {levels:?}");
+    ensure!(others.last().context("no sample")?.printk.starts_with("3\t"), "the level is not restored");
+    Ok(Outcome::Measured(format!("{} of {} samples in the load have the lower level", levels.len() - loud, levels.len())))
 }
 
 /// The agent's traces of this kind; `what` as in the event.
 fn traces<'a>(records: &'a [Record], what: &str) -> Vec<&'a Record> {
-    named(records, Kind::Event, names::AGENT_CONTAINER).into_iter().filter(|r| r.fields.get("what") == Some(&what.into())).collect()
+    let all = named(records, Kind::Event, names::AGENT_CONTAINER).into_iter();
+    all.filter(|record| record.fields.get("what") == Some(&what.into())).collect()
 }
 
 /// A reason's part of `held_by`, in ms.
@@ -267,7 +309,8 @@ fn held_ms(wait: &Record, reason: &str) -> Option<u64> {
 fn container(context: &TestContext) -> Result<Outcome> {
     // A container for each publication that an enabling follows. One that is made too late to hold
     // the next enabling, on a machine that is busy, shows nothing; the others do.
-    let gpus = "fakepci.gpus=4 fakepci.enable_ms=1500 testagent.cost=real testagent.containers=first:0;second:1;third:2";
+    let gpus = "fakepci.gpus=4 fakepci.enable_ms=1500 testagent.cost=real \
+                testagent.containers=first:0;second:1;third:2";
     let booted = Guest::new().append(&format!("{SLOW} {gpus}")).boot(context, "container")?;
     ensure!(booted.settled()? == (4, 0), "{:?}", booted.settled()?);
     for container in ["first", "second", "third"] {
@@ -282,16 +325,20 @@ fn container(context: &TestContext) -> Result<Outcome> {
         let Some(next) = begins.iter().find(|begin| begin.seq > made.seq) else { continue };
         // A wait that was there when the container came, and the last record before the enabling.
         let Some(wait) = waits.iter().rfind(|end| end.seq > made.seq && end.seq < next.seq) else { continue };
-        let begin = named(&records, Kind::Begin, names::LANE_WAIT).into_iter().find(|r| r.span == wait.span).context("no begin")?;
+        let mut begins = named(&records, Kind::Begin, names::LANE_WAIT).into_iter();
+        let begin = begins.find(|r| r.span == wait.span).context("no begin")?;
         if begin.seq > made.seq || begin.gpu != next.gpu {
             continue;
         }
         let waited_ms = (wait.boottime_ns - begin.boottime_ns) / 1_000_000;
-        let held = held_ms(wait, "container start").with_context(|| format!("{container}: held by {:?}", wait.fields))?;
+        let held = held_ms(wait, "container start");
+        let held = held.with_context(|| format!("{container}: held by {:?}", wait.fields))?;
         ensure!(held <= waited_ms, "{container}: held for {held} ms in a wait of {waited_ms} ms");
-        let runs = traces(&records, "program began").into_iter().any(|r| r.seq > made.seq && r.seq < next.seq);
+        let between = |r: &Record| r.seq > made.seq && r.seq < next.seq;
+        let runs = traces(&records, "program began").into_iter().any(between);
         let longest = u64::try_from(Limit::ContainerMade.after().as_millis())?;
-        ensure!(runs || held >= longest, "{container}: the next GPU was enabled before its program began, after {held} ms");
+        let waited = runs || held >= longest;
+        ensure!(waited, "{container}: next GPU enabled before its program began, after {held} ms");
         measured.push(format!("{container} {held} ms"));
     }
     ensure!(
@@ -303,8 +350,9 @@ fn container(context: &TestContext) -> Result<Outcome> {
 }
 
 fn one_vcpu(context: &TestContext) -> Result<Outcome> {
-    let words = format!("{SLOW} fakepci.enable_ms=700 testagent.cost=real testagent.containers=first:0;all:all");
-    let booted = Guest::new().cpus(1).append(&words).boot(context, "one")?;
+    let agent = "testagent.cost=real testagent.containers=first:0;all:all";
+    let parameters = format!("{SLOW} fakepci.enable_ms=700 {agent}");
+    let booted = Guest::new().cpus(1).append(&parameters).boot(context, "one")?;
     ensure!(booted.settled()? == (3, 0), "{:?}", booted.settled()?);
     booted.created("first")?;
     booted.created("all")?;
@@ -313,13 +361,17 @@ fn one_vcpu(context: &TestContext) -> Result<Outcome> {
     ensure!(booted.event(names::STRATEGY)?.fields["vcpus"] == 1, "not one vCPU");
     let first = named(&records, Kind::Begin, names::GPU_ENABLE).first().context("no enabling")?.boottime_ns;
     let ready = booted.boottime_ns(&booted.agent("agent ready", |_| true)?)?;
-    let pause = traces(&records, "made").into_iter().find(|r| r.fields.get("container") == Some(&"pause".into())).context("no pause")?;
+    let is_pause = |r: &&Record| r.fields.get("container") == Some(&"pause".into());
+    let pause = traces(&records, "made").into_iter().find(is_pause).context("no pause")?;
     ensure!(
         ready < first && pause.boottime_ns < first,
-        "the first enabling began at {first} ns, the agent was ready at {ready} ns, its first container made at {} ns",
+        "the first enabling began at {first} ns, the agent was ready at {ready} ns, \
+         its first container made at {} ns",
         pause.boottime_ns
     );
-    let wait = named(&records, Kind::End, names::LANE_WAIT).first().and_then(|r| r.fields["held_by"].as_str()).context("no wait")?;
+    let waits = named(&records, Kind::End, names::LANE_WAIT);
+    let wait = waits.first().and_then(|r| r.fields["held_by"].as_str()).context("no wait")?;
     ensure!(wait.contains("agent start"), "held by {wait}");
-    Ok(Outcome::Measured(format!("agent ready {} ms before the first enabling; held by {wait}", (first - ready) / 1_000_000)))
+    let sooner = (first - ready) / 1_000_000;
+    Ok(Outcome::Measured(format!("agent ready {sooner} ms before the first enabling; held by {wait}")))
 }

@@ -1,10 +1,12 @@
-//! `vm-tests [NAME..] [--list]`: runs the VM tests whose name contains one of the words, one after another (each guest has two CPUs, and so has the machine).
+//! `vm-tests [NAME..] [--list]`: runs the VM tests whose name contains one of the words, two at a
+//! time: a test waits for simulated hardware half of its time, and passes beside other load.
 
 use kata_gpu_tests::vm::TESTS;
 use kata_gpu_tests::vm::harness::{Outcome, TestContext, VmTest};
-use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Mutex, PoisonError};
 use std::time::Instant;
 
 fn main() -> ExitCode {
@@ -20,33 +22,57 @@ fn main() -> ExitCode {
         std::env::var_os("CARGO_TARGET_DIR").map_or_else(|| Path::new(env!("CARGO_MANIFEST_DIR")).join("../target"), PathBuf::from);
     // Short and free of "..": unix sockets lie below it.
     let target = target.canonicalize().unwrap_or(target);
-    let (mut passed, mut failed, mut skipped) = (0, 0, 0);
-    for test in tests {
-        let context = TestContext { target: target.clone(), work_dir: target.join("vm").join(short(test.name)) };
-        print!("vm {} ... ", test.name);
-        let _unused = std::io::stdout().flush(); // only a line that comes late
-        let start = Instant::now();
-        let result = std::panic::catch_unwind(|| (test.run)(&context)).unwrap_or_else(|_| Err(anyhow::anyhow!("the test panicked")));
-        let seconds = start.elapsed().as_secs_f64();
-        match result {
-            Ok(Outcome::Passed) => println!("ok ({seconds:.1} s)"),
-            Ok(Outcome::Measured(what)) => println!("ok ({seconds:.1} s): {what}"),
-            Ok(Outcome::Skipped(reason)) => {
-                println!("skipped: {reason}");
-                skipped += 1;
-                continue;
-            }
-            Err(error) => {
-                println!("FAILED ({seconds:.1} s)\n  {error:#}\n  logs: {}", context.work_dir.display());
-                console_tail(&context.work_dir);
-                failed += 1;
-                continue;
-            }
+    let next = AtomicUsize::new(0);
+    let sum = Mutex::new(Sum::default());
+    std::thread::scope(|scope| {
+        for _ in 0..AT_ONCE {
+            scope.spawn(|| {
+                while let Some(test) = tests.get(next.fetch_add(1, Ordering::Relaxed)) {
+                    let context = TestContext { target: target.clone(), work_dir: target.join("vm").join(short(test.name)) };
+                    let start = Instant::now();
+                    let result =
+                        std::panic::catch_unwind(|| (test.run)(&context)).unwrap_or_else(|_| Err(anyhow::anyhow!("the test panicked")));
+                    let mut sum = sum.lock().unwrap_or_else(PoisonError::into_inner);
+                    sum.report(test.name, &context.work_dir, start.elapsed().as_secs_f64(), result);
+                }
+            });
         }
-        passed += 1;
-    }
+    });
+    let Sum { passed, failed, skipped } = sum.into_inner().unwrap_or_else(PoisonError::into_inner);
     println!("{passed} passed, {failed} failed{}", if skipped > 0 { format!(", {skipped} skipped") } else { String::new() });
     if failed == 0 && passed > 0 { ExitCode::SUCCESS } else { ExitCode::FAILURE }
+}
+
+/// Tests that run at the same time.
+const AT_ONCE: usize = 2;
+
+#[derive(Default)]
+struct Sum {
+    passed: u32,
+    failed: u32,
+    skipped: u32,
+}
+
+impl Sum {
+    /// Counts a result and prints it, in one piece.
+    fn report(&mut self, name: &str, work_dir: &Path, seconds: f64, result: anyhow::Result<Outcome>) {
+        match result {
+            Ok(Outcome::Passed) => println!("vm {name} ... ok ({seconds:.1} s)"),
+            Ok(Outcome::Measured(what)) => println!("vm {name} ... ok ({seconds:.1} s): {what}"),
+            Ok(Outcome::Skipped(reason)) => {
+                println!("vm {name} ... skipped: {reason}");
+                self.skipped += 1;
+                return;
+            }
+            Err(error) => {
+                println!("vm {name} ... FAILED ({seconds:.1} s)\n  {error:#}\n  logs: {}", work_dir.display());
+                console_tail(work_dir);
+                self.failed += 1;
+                return;
+            }
+        }
+        self.passed += 1;
+    }
 }
 
 /// A folder name that leaves room for a socket's path (108 bytes in all), and is unique by the hash at its end.

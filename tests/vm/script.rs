@@ -10,13 +10,17 @@
 //! | `unbind:K`, `bind:K` | takes GPU K from the driver, which returns when that lets it, or gives it back |
 //! | `ask:K:ACTION` | asks the kernel for a uevent of GPU K of this action, with nothing behind it |
 //! | `minors` | reports each bound GPU's minor: `ADDRESS=MINOR ..` |
-//! | `fill`, `empty` | leaves no room in /run, and makes room again |
 //! | `rescan` | scans the bus again |
 //! | `plug:K`, `unplug:K` | adds GPU K, or takes it away by surprise, on the hardware's side |
 //! | `lose:K` | lets GPU K fall off the bus: from then on it reads all ones, and the kernel has not noticed |
 //! | `load` | loads the module `nvidia` without options, as `insmod` would |
 //! | `information` | reads every GPU's information file once |
 //! | `open:MINOR` | makes that GPU's node if it is not there, opens it, waits for what comes of that, and keeps it open |
+//! | `kill-keeper` | kills the init's keeper |
+//! | `threads:N` | lets the kernel have at most N threads; 20, its least, is less than there are |
+//! | `fill`, `empty` | fills /run to its last byte, and gives that back |
+//! | `looks:N` | opens the CDI spec and its directory N times |
+//! | `file:PATH` | reports the text of a file |
 //! | `storm:N` | makes the kernel send N uevents |
 //! | `skew:S` | sets the guest's wall clock S seconds ahead, or back |
 //! | `sleep:MS` | does nothing for some time |
@@ -143,6 +147,13 @@ fn act(action: &str) -> Result<(), String> {
     let number = || argument.parse::<u32>().map_err(|e| format!("{action}: {e}"));
     match what {
         "kill" => kill_worker(),
+        "kill-keeper" => {
+            let keeper = process_named("gpuinit-keeper")?;
+            kill(Pid::from_raw(keeper), Signal::SIGKILL).map_err(|e| format!("kill {keeper}: {e}"))
+        }
+        "threads" => write(Path::new("/proc/sys/kernel/threads-max"), argument),
+        "fill" => fill(),
+        "empty" => std::fs::remove_file(FILLER).map_err(|e| format!("remove {FILLER}: {e}")),
         "stop" => signal(Signal::SIGSTOP),
         "cont" => signal(Signal::SIGCONT),
         "remove" => {
@@ -172,8 +183,6 @@ fn act(action: &str) -> Result<(), String> {
             log::info("minors", &[("all", &minors()?.join(" "))]);
             Ok(())
         }
-        "fill" => resize_run(true),
-        "empty" => resize_run(false),
         "rescan" => write(Path::new("/sys/bus/pci/rescan"), "1"),
         "plug" => write(Path::new("/proc/fakepci"), &format!("add {}", number()?)),
         "unplug" => write(Path::new("/proc/fakepci"), &format!("remove {}", number()?)),
@@ -186,6 +195,19 @@ fn act(action: &str) -> Result<(), String> {
             Ok(())
         }
         "open" => open(number()?),
+        "looks" => {
+            for _ in 0..number()? {
+                // inotify merges an event with the one before it if they are the same: another one goes in between.
+                for path in [SPEC, cdi::DIRECTORY] {
+                    std::fs::File::open(path).map_err(|e| format!("open {path}: {e}"))?;
+                }
+            }
+            Ok(())
+        }
+        "file" => {
+            log_file(Path::new(argument));
+            Ok(())
+        }
         "spec-file" => {
             log_file(Path::new(SPEC));
             Ok(())
@@ -270,16 +292,6 @@ fn act(action: &str) -> Result<(), String> {
     }
 }
 
-/// Gives /run as much room as is in use, or its own again: filling it takes seconds.
-fn resize_run(full: bool) -> Result<(), String> {
-    use nix::mount::{MsFlags, mount};
-    let run = nix::sys::statvfs::statvfs("/run").map_err(|e| format!("look at /run: {e}"))?;
-    let used = (run.blocks() - run.blocks_free()) * run.fragment_size();
-    let size = if full { format!("size={used}") } else { "size=50%".into() };
-    let flags = MsFlags::MS_REMOUNT | MsFlags::MS_NOSUID | MsFlags::MS_NODEV;
-    mount(None::<&str>, "/run", None::<&str>, flags, Some(size.as_str())).map_err(|e| format!("remount /run with {size}: {e}"))
-}
-
 fn gpu_in_slot(slot: u32) -> String {
     format!("0001:00:{slot:02x}.0")
 }
@@ -357,6 +369,24 @@ fn kill_worker() -> Result<(), String> {
             return Err(format!("{worker} does not end"));
         }
         std::thread::sleep(pause);
+    }
+    Ok(())
+}
+
+/// What fills /run.
+const FILLER: &str = "/run/filler";
+
+/// Makes /run small, then fills it to its last byte.
+fn fill() -> Result<(), String> {
+    use nix::mount::{MsFlags, mount};
+    use std::io::Write;
+    let none = None::<&str>;
+    let flags = MsFlags::MS_REMOUNT | MsFlags::MS_NOSUID | MsFlags::MS_NODEV;
+    mount(none, "/run", none, flags, Some("size=16m")).map_err(|e| format!("make /run small: {e}"))?;
+    let mut file = std::fs::OpenOptions::new().create(true).append(true).open(FILLER).map_err(|e| format!("open {FILLER}: {e}"))?;
+    for size in [1 << 20, 4096, 1] {
+        let part = vec![b'x'; size];
+        while file.write_all(&part).is_ok() {}
     }
     Ok(())
 }

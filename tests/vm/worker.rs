@@ -3,11 +3,15 @@
 use super::harness::{Booted, Guest, Outcome, TestContext, VmTest, complete, named};
 use anyhow::{Context, Result, ensure};
 use kata_gpu_init::events::names;
-use kata_gpu_init::events::record::Kind;
+use kata_gpu_init::events::record::{Kind, Level};
 
 pub const TESTS: &[VmTest] = &[
     VmTest { name: "a_worker_killed_at_any_point_loses_no_gpu_no_record_and_no_container", run: killed },
     VmTest { name: "a_worker_killed_after_the_boot_leaves_the_spec_as_it_was", run: killed_later },
+    VmTest { name: "a_worker_killed_while_no_process_can_be_made_gets_a_successor_and_no_gpu_is_closed", run: no_process },
+    VmTest { name: "gpus_come_up_after_a_moment_without_threads", run: no_thread },
+    VmTest { name: "the_end_of_the_keeper_is_an_error_event_at_once", run: keeper_killed },
+    VmTest { name: "a_worker_killed_while_run_is_full_leaves_its_numbers_to_nobody", run: run_full },
 ];
 
 /// The simulator's counters in the last report.
@@ -90,5 +94,79 @@ fn killed_later(context: &TestContext) -> Result<Outcome> {
     );
     let counters = counters(&booted)?;
     ensure!(counters.matches("opens: 1 ").count() == 8 && counters.matches("closes: 0 ").count() == 8, "{counters}");
+    Ok(Outcome::Passed)
+}
+
+/// Less than there are.
+const NO_THREADS: &str = "threads:20";
+const THREADS: &str = "threads:5000";
+
+/// Every GPU was initialised once and is up, and the keeper has all of them open.
+fn all_held(booted: &Booted, gpus: usize) -> Result<()> {
+    booted.agent("script", |l| l.get("did") == "counters")?;
+    for line in booted.console.agent_lines().iter().filter(|l| l.get("msg") == "script") {
+        ensure!(line.get("error").is_empty(), "{line:?}");
+    }
+    all_up_once(&counters(booted)?, gpus)?;
+    let held = booted.agent("held", |l| l.get("process") == "gpuinit-keeper")?;
+    ensure!(held.get("nodes").matches("/dev/nvidia").count() == gpus, "the keeper has {:?}", held.get("nodes"));
+    Ok(())
+}
+
+fn no_process(context: &TestContext) -> Result<Outcome> {
+    let script = format!("settled>sleep:300+{NO_THREADS}+sleep:100+kill+sleep:3000+{THREADS};process.died>sleep:500+held+counters");
+    let words = format!("testagent.guest=script testagent.script={script}");
+    let booted = Guest::new().append(&words).boot(context, "fork")?;
+    all_held(&booted, 8)?;
+    let died = booted.event(names::PROCESS_DIED)?;
+    ensure!(died.fields["status"] == "killed by SIGKILL", "{died:?}");
+    complete(&booted.receiver.records())?;
+    ensure!(booted.console.text().contains("keeper: fork the worker: EAGAIN"), "the keeper does not report the fork that failed");
+    ensure!(booted.events(names::GPU_FAILED, 0)?.is_empty(), "a GPU has failed");
+    Ok(Outcome::Passed)
+}
+
+fn no_thread(context: &TestContext) -> Result<Outcome> {
+    // One initialisation after another: those of the last GPUs begin while there are no threads.
+    let times = "gpuinit.bind=insmod gpuinit.init=serial nvidia.s1_ms=50 nvidia.s2_ms=300 nvidia.s3_ms=50";
+    let script = format!("gpu.usable/0>{NO_THREADS}+sleep:3000+{THREADS};settled>held+counters");
+    let words = format!("{times} testagent.guest=script testagent.script={script}");
+    let booted = Guest::new().append(&words).boot(context, "thread")?;
+    all_held(&booted, 8)?;
+    ensure!(booted.settled()? == (8, 0), "{:?}", booted.settled()?);
+    let records = booted.receiver.records();
+    complete(&records)?;
+    ensure!(records.iter().any(|r| r.name == names::THREAD_LATE), "no thread was late: nothing was tried here");
+    ensure!(records.iter().all(|r| r.name != names::PROCESS_DIED), "the worker has died");
+    Ok(Outcome::Passed)
+}
+
+fn keeper_killed(context: &TestContext) -> Result<Outcome> {
+    let words = "testagent.guest=script testagent.script=settled>sleep:300+kill-keeper;process.died>counters";
+    let booted = Guest::new().append(words).boot(context, "keeper")?;
+    booted.agent("script", |l| l.get("did") == "counters")?;
+    let died = booted.event(names::PROCESS_DIED)?;
+    ensure!(died.fields["process"] == "keeper" && died.level == Level::Error && died.error.is_some(), "{died:?}");
+    // The worker has them open still.
+    all_up_once(&counters(&booted)?, 8)?;
+    Ok(Outcome::Passed)
+}
+
+fn run_full(context: &TestContext) -> Result<Outcome> {
+    // Looks at the spec make records; the first of them still find room in the file's last page.
+    let script = "settled>sleep:300+fill+looks:200+sleep:500+kill;process.died>sleep:300+empty+counters";
+    let words = format!("testagent.guest=script testagent.script={script}");
+    let booted = Guest::new().append(&words).boot(context, "full")?;
+    booted.agent("script", |l| l.get("did") == "counters")?;
+    for line in booted.console.agent_lines().iter().filter(|l| l.get("msg") == "script") {
+        ensure!(line.get("error").is_empty(), "{line:?}");
+    }
+    // A collector drops what has a number that it knows.
+    let died = booted.event(names::PROCESS_DIED)?;
+    let records = booted.receiver.records();
+    let stopped = records.iter().find(|r| r.name == names::SINK && r.fields.get("state").is_some_and(|s| s == "stopped"));
+    let stopped = stopped.context("the journal did not stop: nothing was tried here")?;
+    ensure!(died.seq > stopped.seq, "{died:?}");
+    ensure!(booted.receiver.garbage().is_empty(), "a number was given twice: {:?}", booted.receiver.garbage());
     Ok(Outcome::Passed)
 }

@@ -1,55 +1,81 @@
-//! The agent's looks at the CDI spec and its containers, and when the enable lane waits for them:
-//! container creation needs grace periods of RCU, and none ends while a vCPU is gone for an
-//! enabling. Pure.
+//! The agent's looks at the CDI spec, its containers, and the waits of the enable lane for both.
+//! Container creation needs RCU grace periods, and none ends while a vCPU is gone for an enabling.
+//! Pure.
 //!
-//! The lane waits while a container is being made; after a publication, for the looks of the
-//! containers that wait; after the look of a container that was not known, because it may find all
-//! that it wants. Containers that found nothing are not waited for again.
+//! The lane waits:
+//! - while a container is being made;
+//! - after a publication, for the looks of the containers that wait;
+//! - after the look of an unknown container, which may find all its GPUs.
+//!
+//! Containers that found nothing are not waited for again.
 
 use super::deadlines::Limit;
 use super::messages::{Hold, Time};
 use std::time::Duration;
 
-/// Looks of the agent that are counted.
+/// Limit of counted looks.
 const MOST_LOOKS: usize = 64;
-/// A container that waits looks again between these times after its last look: it sleeps one
-/// second, and its timer may be late by most of an enabling.
-const LOOK_PERIOD: (Duration, Duration) = (Duration::from_millis(900), Duration::from_millis(2000));
-/// Waits for looks in vain, one after another, after which nobody is waited for any more until a
-/// container is made.
-const MOST_IN_VAIN: u32 = 2;
+/// Interval between two looks of a waiting container, shortest and longest: the agent sleeps one
+/// second, and its timer may be late by an enabling.
+const LOOK_PERIOD: (Duration, Duration) = (Duration::from_millis(900), Duration::from_millis(5500));
+/// New containers since the last one made for whose first look the lane waits.
+const MOST_NEW: u32 = 2;
 
 /// The agent's state, as far as the lane depends on it.
 #[derive(Clone, Debug, Default)]
 pub struct Agent {
-    /// Looks within the last period: one for each container that waits.
+    /// Whether the guest has a single vCPU.
+    alone: bool,
+    /// Last look of each waiting container.
     looks: Vec<Time>,
     first_look: Option<Time>,
     any_published: bool,
-    /// Containers in the making.
+    /// Number of containers in the making.
     making: u32,
-    /// When the first of those in the making began, or when the last program of one did.
+    /// Begin of the first container in the making, or of the last container's program.
     since: Time,
     /// Whether any container was made.
     pub any: bool,
-    /// The last publication for which the lane waits, and how many containers that waited then have
-    /// not looked since.
+    /// Last publication that the lane waits for, and the number of containers that waited at that
+    /// time and have not looked since.
     published: Option<(Time, usize)>,
-    /// Until when the last look may bring a container.
+    /// Time until which the last look may bring a container.
     decides: Option<Time>,
-    /// Waits for looks, one after another, that brought none: who waits, waits for more GPUs.
-    in_vain: u32,
+    /// Containers that have looked for the first time since the last one was made.
+    new: u32,
+    /// Whether the lane has waited after a publication since the last container was made. A second
+    /// wait would be in vain, too: the containers wait for more GPUs.
+    waited: bool,
 }
 
 impl Agent {
-    /// A look at the spec.
+    /// An agent that has not done anything yet, in a guest of so many vCPUs.
+    pub fn new(vcpus: usize) -> Self {
+        Self { alone: vcpus <= 1, ..Self::default() }
+    }
+
+    /// Time from a look that finds all GPUs to the begin of the container.
+    fn after_look(&self) -> Duration {
+        // A single vCPU has the init's and the driver's work to do as well.
+        if self.alone { Limit::LookFirst } else { Limit::LookAgain }.after()
+    }
+
+    /// Notes a look at the spec. The agent opens the spec twice in its first try for a container,
+    /// and once a second from then on.
     pub fn looked(&mut self, now: Time) {
-        let repeats = |at: &Time| now >= *at + LOOK_PERIOD.0 && now < *at + LOOK_PERIOD.1;
-        let known = self.looks.iter().any(repeats);
         self.looks.retain(|at| now < *at + LOOK_PERIOD.1);
-        // A guest that looks more often than any agent counts as one that waits.
-        if self.looks.len() < MOST_LOOKS {
-            self.looks.push(now);
+        let first = *self.first_look.get_or_insert(now);
+        // Looks beyond the limit are not counted: no agent looks that often.
+        let new = self.looks.len() < MOST_LOOKS && self.looks.iter().all(|at| now >= *at + Limit::LookFirst.after());
+        let repeated = self.looks.iter_mut().filter(|at| now >= **at + LOOK_PERIOD.0).min();
+        let known = repeated.is_some();
+        match repeated {
+            Some(look) => *look = now,
+            None if new => {
+                self.looks.push(now);
+                self.new += 1;
+            }
+            None => {}
         }
         let last = match &mut self.published {
             Some((_, left)) => {
@@ -61,59 +87,49 @@ impl Agent {
         if last {
             self.published = None;
         }
-        let first = *self.first_look.get_or_insert(now);
-        // A container that is not known yet may find all that it wants.
-        if last || !known && self.any_published && self.in_vain < MOST_IN_VAIN {
-            self.close_look(now);
+        // A new container may find all its GPUs.
+        if last || !known && self.any_published && self.new <= MOST_NEW {
             let slow = first + Limit::LookFirst.after();
-            self.decides = Some(slow.max(now + Limit::LookAgain.after()));
+            self.decides = Some(slow.max(now + self.after_look()));
         }
     }
 
-    /// A look that has brought no container in its time was in vain: not one before the first
-    /// publication, when there was nothing to be found.
-    fn close_look(&mut self, now: Time) {
-        let over = self.decides.take().is_some_and(|until| now >= until);
-        self.in_vain += u32::from(over && self.any_published);
-    }
-
-    /// A container is being made.
+    /// Notes the begin of a container's creation.
     pub fn begins(&mut self, now: Time) {
         if self.making == 0 {
             self.since = now;
         }
         self.making += 1;
-        // The container that looked last waits no more.
-        self.looks.pop();
-        (self.any, self.decides, self.in_vain) = (true, None, 0);
+        // The container that looked last no longer waits.
+        if let Some(last) = self.looks.iter().enumerate().max_by_key(|(_, at)| **at).map(|(place, _)| place) {
+            self.looks.swap_remove(last);
+        }
+        (self.any, self.decides, self.new, self.waited) = (true, None, 0, false);
     }
 
-    /// The program of a container runs.
+    /// Notes the start of a container's program.
     pub fn runs(&mut self, now: Time) {
         self.making = self.making.saturating_sub(1);
         self.since = now;
     }
 
-    /// A wait for looks is worth its time where containers wait, and the last such waits were not
-    /// in vain.
+    /// Notes a publication. The lane waits for the next looks of the containers that wait.
     pub fn published(&mut self, now: Time) {
         self.looks.retain(|at| now < *at + LOOK_PERIOD.1);
-        self.close_look(now);
         self.any_published = true;
-        self.in_vain += u32::from(self.published.take().is_some());
-        if self.in_vain == 0 && !self.looks.is_empty() {
-            self.published = Some((now, self.looks.len()));
+        if !self.waited && !self.looks.is_empty() {
+            (self.published, self.waited) = (Some((now, self.looks.len())), true);
         }
     }
 
-    /// When [`Agent::holds`] may change by itself.
+    /// Times at which [`Agent::holds`] may change without a new fact.
     pub fn deadlines(&self) -> [Option<Time>; 3] {
         let making = (self.making > 0).then(|| self.since + Limit::ContainerMade.after());
         let published = self.published.map(|(published, _)| published + Limit::AgentLook.after());
         [making, published, self.decides]
     }
 
-    /// The reason why the lane waits for the agent now.
+    /// Reason for the lane to wait for the agent now.
     pub fn holds(&self, now: Time) -> Option<Hold> {
         let within = |since: Time, limit: Limit| now < since + limit.after();
         if self.making > 0 && within(self.since, Limit::ContainerMade) {
@@ -122,5 +138,80 @@ impl Agent {
         let look = self.published.is_some_and(|(published, _)| within(published, Limit::AgentLook));
         let decides = self.decides.is_some_and(|until| now < until);
         (look || decides).then_some(Hold::AgentLook)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn ms(ms: u64) -> Time {
+        Time::from_millis(ms)
+    }
+
+    /// An agent after the looks of one container at these times, with a GPU published at 100 ms.
+    fn looked(at: &[u64]) -> Agent {
+        let mut agent = Agent::default();
+        agent.published(ms(100));
+        at.iter().for_each(|at| agent.looked(ms(*at)));
+        agent
+    }
+
+    #[test]
+    fn a_look_before_the_first_publication_can_find_nothing_and_holds_nothing() {
+        let mut agent = Agent::default();
+        agent.looked(ms(50));
+        assert_eq!(agent.holds(ms(51)), None);
+        agent.published(ms(100));
+        assert_eq!(agent.holds(ms(101)), Some(Hold::AgentLook), "the container will look again");
+    }
+
+    #[test]
+    fn both_openings_of_a_first_try_are_one_container() {
+        let mut agent = looked(&[1000, 1400]);
+        agent.published(ms(2000));
+        agent.looked(ms(2400));
+        assert_eq!(agent.holds(ms(2649)), Some(Hold::AgentLook), "the only one that waits has looked, and may have found its GPU");
+        assert_eq!(agent.holds(ms(2650)), None);
+    }
+
+    #[test]
+    fn on_one_vcpu_a_look_has_more_time_to_bring_a_container() {
+        let after = |vcpus| {
+            let mut agent = Agent::new(vcpus);
+            agent.published(ms(100));
+            agent.looked(ms(2000));
+            agent.decides
+        };
+        assert!(after(1) > after(2), "{:?} {:?}", after(1), after(2));
+    }
+
+    #[test]
+    fn a_wait_in_vain_is_not_repeated_until_a_container_was_made() {
+        let mut agent = looked(&[1000]);
+        agent.published(ms(1500));
+        agent.looked(ms(2000));
+        assert_eq!(agent.holds(ms(2250)), None);
+        // Late by an enabling, and still the same container.
+        agent.published(ms(5500));
+        assert_eq!(agent.holds(ms(5501)), None);
+        agent.looked(ms(6200));
+        assert_eq!(agent.holds(ms(6201)), None);
+        agent.begins(ms(6300));
+        agent.runs(ms(6500));
+        agent.looked(ms(6600));
+        assert_eq!(agent.holds(ms(6601)), Some(Hold::AgentLook), "a new container");
+        agent.published(ms(7000));
+        assert_eq!(agent.holds(ms(7599)), Some(Hold::AgentLook));
+    }
+
+    #[test]
+    fn containers_that_never_find_anything_are_not_waited_for_one_after_another() {
+        let mut agent = looked(&[1000]);
+        for second in 2..20 {
+            // A stranger each time: the former ones have given up.
+            agent.looked(ms(second * 6000));
+        }
+        assert_eq!(agent.holds(ms(19 * 6000 + 1)), None);
     }
 }

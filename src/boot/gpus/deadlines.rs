@@ -1,4 +1,4 @@
-//! Every time limit of the bring-up, in one table, each with its reason. No limit ends anything: a
+//! Time limits of the bring-up, in one table, each with its reason. No limit ends an operation: a
 //! GPU that is still initialising is reported and left alone, and others stop waiting for it.
 
 use std::time::Duration;
@@ -41,77 +41,93 @@ pub const TABLE: [Deadline; 17] = [
     row(
         Limit::Attach,
         420,
-        "first part of the first initialisation (S1), from open: the driver looks at config space with its global lock held, and an \
-         enabling that begins before the last look keeps that lock for as long as it takes; nothing reports that look. Later \
-         ones: in proportion to what initialisations take here",
+        "first part of the first initialisation (S1), from open: the driver reads config space \
+         with its global lock held, and an enabling that begins before the last read keeps that \
+         lock for its whole time; no event reports that read. Later initialisations: in \
+         proportion to the measured ones",
     ),
-    row(Limit::AttachLeast, 300, "but never less than where the last look was seen: 295 ms after the open (550.163.01, emulated)"),
+    row(
+        Limit::AttachLeast,
+        300,
+        "shortest assumed first part: the last read was seen 295 ms after the open (550.163.01, \
+         emulated)",
+    ),
     row(
         Limit::ProbesFirst,
         1000,
-        "a bound GPU lets the others be probed before it initialises: a probe needs the global lock for a moment, an \
-         initialisation keeps it for a good part of a second",
+        "a bound GPU lets the others be probed before it initialises: a probe needs the global \
+         lock for a moment, an initialisation keeps it for a good part of a second",
     ),
     row(
         Limit::UvmFirst,
         1000,
-        "a bound GPU lets nvidia-uvm be loaded before it initialises: the load needs the global lock, and no GPU is published \
-         without it",
+        "a bound GPU lets nvidia-uvm be loaded before it initialises: the load needs the global \
+         lock, and no GPU is published without nvidia-uvm",
     ),
     row(
         Limit::LaneHold,
         10_000,
-        "a load, a probe or a publication keeps the next GPU from being enabled: each takes a good part of a second, one that \
-         hangs would stop the lane for ever",
+        "a load, a probe or a publication keeps the next GPU from being enabled: each takes a \
+         good part of a second, one that hangs would stop the lane for ever",
     ),
     row(
         Limit::ConsoleQuiet,
         10_000,
-        "the console is quiet while a GPU is enabled: an enabling takes up to 4 s, and whoever reads a console wants to see one that \
-         hangs",
+        "the console is quiet while a GPU is enabled: an enabling takes up to 4 s, and one that \
+         hangs must show on the console",
     ),
     row(
         Limit::ProbeHangs,
         30_000,
-        "a probe keeps the next one waiting where they go one at a time: it takes milliseconds, or 4 s behind a BAR firewall",
+        "a probe keeps the next one waiting where probes run one at a time: a probe takes \
+         milliseconds, or 4 s behind a BAR firewall",
     ),
-    row(Limit::InitHangs, 10_000, "an initialisation keeps those that do not go beside it waiting: it takes 2 to 5 s"),
+    row(Limit::InitHangs, 10_000, "an initialisation keeps the next wave waiting: it takes 2 to 5 s"),
     row(
         Limit::LaneFirst,
         10_000,
-        "an initialisation waits for the enabling under way, or for the lane to be over: an enabling takes up to 4 s",
+        "an initialisation waits for the enabling under way, or for the end of the lane: an \
+         enabling takes up to 4 s",
     ),
-    row(Limit::AgentFirst, 1500, "on one vCPU the first enabling waits for the agent's first container: nothing runs beside an enabling"),
+    row(
+        Limit::AgentFirst,
+        1500,
+        "on one vCPU the first enabling waits for the agent's first container: no process runs \
+         during an enabling",
+    ),
     row(
         Limit::AgentLook,
         1100,
-        "the lane waits for the look of a container that waits for a GPU just published: the agent looks once a second",
+        "the lane waits for the look of a container that waits for a GPU just published: the \
+         agent looks once a second",
     ),
     row(
         Limit::LookFirst,
         600,
-        "after the agent's first look ever, for which it builds a validator: it makes the bundle of a container that has all its \
-         GPUs within this time, 268 to 540 ms after that look (kata-agent 4.1.0, emulated)",
+        "wait after the agent's first look ever, for which the agent builds a validator: the \
+         bundle of a container that has all its GPUs is made 268 to 540 ms after that look \
+         (kata-agent 4.1.0, emulated)",
     ),
-    row(Limit::LookAgain, 250, "after a later look: 42 ms after it where the guest is quiet"),
+    row(Limit::LookAgain, 250, "wait after a later look: the bundle follows in 42 ms in a quiet guest"),
     row(
         Limit::ContainerMade,
-        1500,
-        "the lane waits for a container in the making until its program runs, and no longer than this: 0.3 to 0.5 s where grace \
-         periods end (kata-agent 4.1.0, emulated)",
+        3000,
+        "the lane waits for a container in the making until its program runs: 0.3 to 0.5 s where \
+         grace periods end (kata-agent 4.1.0, emulated)",
     ),
     row(
         Limit::WakesSoon,
         200,
-        "a probe behind a BAR firewall that wakes within this time counts as awake: what begins now would be under way when it wakes",
+        "a probe behind a BAR firewall that wakes within this time counts as awake: work that \
+         begins now would be under way at the wake-up",
     ),
     row(
         Limit::LoadSleeps,
-        1000,
-        "after the first probe of a load began to sleep behind a BAR firewall, other probes join it for one enabling and this time: \
-         the load does not end before they do",
+        1500,
+        "after the first probe of a load began to sleep behind a BAR firewall, other probes join \
+         it for one enabling and this time: the load does not end before they do",
     ),
-    row(Limit::Lockdown, 60_000, "modules stay loadable for this long after the driver's load where a GPU does not settle"),
+    row(Limit::Lockdown, 60_000, "limit after the load where a GPU does not settle: modules stay loadable"),
 ];
 
 impl Limit {
@@ -120,9 +136,13 @@ impl Limit {
     }
 }
 
-/// Reports of a GPU that is not settled: after these times, then every [`REPORT_EVERY`].
-pub const REPORTS: [Duration; 3] = [Duration::from_secs(10), Duration::from_secs(30), Duration::from_secs(60)];
-pub const REPORT_EVERY: Duration = Duration::from_secs(60);
+/// Times after which a GPU that is not settled is reported; later, every [`REPORT_EVERY`].
+pub const REPORTS: [Duration; 3] = [seconds(10), seconds(30), seconds(60)];
+pub const REPORT_EVERY: Duration = seconds(60);
+
+const fn seconds(count: u64) -> Duration {
+    Duration::from_secs(count)
+}
 
 #[cfg(test)]
 mod tests {

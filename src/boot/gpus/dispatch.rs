@@ -1,5 +1,5 @@
-//! Carries facts to the [`Schedule`] and its orders to those who wait for them: each GPU's task
-//! gets its own, the fleet the rest.
+//! Transport of facts to the [`Schedule`] and of its orders to their receivers: each GPU's task
+//! gets the orders of its GPU, the fleet all others.
 
 use super::messages::{Fact, GpuId, Order, Time};
 use super::schedule::Schedule;
@@ -9,7 +9,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 use tokio::sync::{Notify, mpsc};
 
-/// The orders of one GPU, in the order in which its steps come.
+/// Orders of one GPU, in the sequence of its steps.
 pub type Orders = mpsc::UnboundedReceiver<Order>;
 
 /// The schedule, shared by all tasks.
@@ -25,7 +25,7 @@ struct State {
     fleet: mpsc::UnboundedSender<Order>,
 }
 
-/// Time since the boot, as the schedule counts.
+/// Time since the boot, the schedule's clock.
 pub fn now() -> Time {
     Duration::from_nanos(boottime_ns())
 }
@@ -48,7 +48,7 @@ impl Dispatch {
         orders
     }
 
-    /// Reports a fact; what follows from it is ordered before this returns.
+    /// Reports a fact. Orders that follow from the fact are sent before this returns.
     pub fn report(&self, fact: Fact) {
         let mut state = self.lock();
         let orders = state.schedule.take(now(), fact);
@@ -76,7 +76,8 @@ impl Dispatch {
             };
             let passed = async {
                 match deadline {
-                    Some(at) => tokio::time::sleep(at.saturating_sub(now())).await, // a deadline of the table
+                    // A deadline of the table.
+                    Some(at) => tokio::time::sleep(at.saturating_sub(now())).await,
                     None => std::future::pending().await,
                 }
             };
@@ -105,7 +106,7 @@ impl State {
                 | Order::Settled { .. }
                 | Order::LockDown => Some(&self.fleet),
             };
-            // Nobody receives for a GPU whose task has ended, nor for a fleet that has.
+            // Sending fails where the receiving task has ended.
             let _unused = receiver.map(|receiver| receiver.send(order));
         }
     }

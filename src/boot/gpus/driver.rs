@@ -1,9 +1,9 @@
-//! The driver's load: nvidia, then the control node, then nvidia-uvm, whose nodes every container
+//! Load of the driver: nvidia, then the control node, then nvidia-uvm, whose nodes every container
 //! needs.
 //!
-//! With a strategy other than insmod, all GPUs but one are held back while the module is loaded,
-//! because the module's init probes every free GPU in turn, and fails as a whole when not one probe
-//! succeeds. If that one GPU turns out to be broken, the next one takes its place.
+//! With a strategy other than insmod, all GPUs but one are held back while the module is loaded:
+//! the module's init probes every free GPU in turn, and fails as a whole when no probe succeeds. If
+//! the GPU of the load is broken, the next one takes its place.
 
 use super::dispatch::Dispatch;
 use super::extras;
@@ -22,83 +22,82 @@ use crate::modinfo;
 use crate::pci::PciAddress;
 use crate::reason::Reason;
 use crate::step;
+use crate::threads::{self, Panicked, Running};
 use nix::errno::Errno;
 use std::convert::Infallible;
 use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 use tokio::sync::watch;
-use tokio::task::{JoinError, JoinHandle};
 
 const PROC: &str = "/proc";
 const DEV: &str = "/dev";
 const UVM: &str = "nvidia-uvm";
-/// How often a guest whose first probe sleeps looks whether the driver has entered itself at the
-/// bus: from then on the others can be probed beside it. The kernel reports nothing at that moment.
-/// Only where probes sleep, only until the driver is there.
+/// Interval of the checks for the driver's registration at the bus, from which on other GPUs can be
+/// probed during the load. The kernel reports no event for it. Used where probes sleep, until the
+/// driver is registered.
 const REGISTRATION_LOOK: Duration = Duration::from_millis(5);
 /// Makes the driver keep its global lock while a GPU's own processor boots.
 const UNRELAXED: &str = "RmRelaxedGspInitLocking=0";
 
-/// How the driver is loaded.
+/// Mode of the driver's load.
 #[derive(Clone, Copy)]
 pub struct Way {
-    /// Whether the load is shown one GPU after another until one probe succeeds; else all at once.
+    /// Whether the load gets one GPU after another until one probe succeeds; else all at once.
     pub one_by_one: bool,
-    /// Its probes enable what they probe.
+    /// Whether the load's probes also enable the GPUs.
     pub enables: bool,
 }
 
 /// Starts the load, which comes after `chosen`, on a thread of its own; must be called inside the
-/// runtime. It may probe these GPUs. Those that it is not shown first are held back before this
-/// returns.
+/// runtime. The load may probe `gpus`. With `one_by_one`, all but the first of them are held back
+/// before this returns.
 pub fn start(image: Image, chosen: After, state: watch::Sender<Driver>, shared: &Arc<Shared>, gpus: &[GpuId], way: Way) {
     let Image { mut modules, version } = image;
     modules.follow(chosen);
     let one_by_one = way.one_by_one;
     let load = Load { modules, version, sysfs: shared.sysfs.clone(), gpus: gpus.to_vec(), way, lane: Arc::clone(&shared.lane) };
     load.hold_back();
-    // One that comes after a failed load is a chance of its own.
+    // A load after a failed one starts afresh.
     state.send_replace(Driver::Loading);
     let outcome = state.clone();
     let (spec, loading) = (shared.spec.clone(), Arc::clone(shared));
-    let loading = tokio::task::spawn_blocking(move || {
+    let loading = threads::run(move || {
         load.run(&state, &spec, &loading.dispatch);
         if one_by_one {
             // The kernel frees the modules' start-up code after a grace period, and interrupts all
-            // CPUs for it: whichever CPU does that spins until the one that enables a GPU answers.
-            // The first of these waits for that grace period, the second one for what follows it.
+            // CPUs for it. The CPU that sends these interrupts spins until the enabling CPU
+            // responds. The first call waits for that grace period, the second one for the free.
             let _unused = crate::sys::grace_period().and_then(|()| crate::sys::grace_period());
         }
     });
-    tokio::spawn(follow(Arc::clone(shared), loading, one_by_one, outcome));
+    tokio::spawn(follow(Arc::clone(shared), loading, way, outcome));
 }
 
-/// Reports what becomes of a load, and makes what nobody waits for when it is over.
-async fn follow(shared: Arc<Shared>, mut loading: JoinHandle<()>, one_by_one: bool, outcome: watch::Sender<Driver>) {
-    let registered = async {
-        match one_by_one {
-            true => is_registered(&shared.sysfs).await,
-            false => std::future::pending().await,
+/// Reports the progress of a load. After the load, makes the devices that no GPU waits for.
+async fn follow(shared: Arc<Shared>, mut loading: Running<()>, way: Way, outcome: watch::Sender<Driver>) {
+    let ended = async {
+        if way.one_by_one {
+            tokio::select! {
+                () = is_registered(&shared.sysfs) => shared.dispatch.report(Fact::Registered),
+                ended = &mut loading => return ended,
+            }
         }
+        loading.await
     };
-    let mut ended = tokio::select! {
-        () = registered => None,
-        ended = &mut loading => Some(ended),
+    let ended = match way.enables {
+        true => shared.lane.quiet_while(ended).await,
+        false => ended.await,
     };
-    if ended.is_none() {
-        shared.dispatch.report(Fact::Registered);
-        ended = Some(loading.await);
-    }
-    if let Some(Err(error)) = ended {
+    if let Err(error) = ended {
         panicked(&outcome, &shared.dispatch, &error);
     }
     over(&shared);
 }
 
-/// A load that has panicked fails as any other does, unless all that GPUs wait for is done.
-fn panicked(outcome: &watch::Sender<Driver>, dispatch: &Dispatch, error: &JoinError) {
-    let error = format!("load module nvidia: the load's task has panicked, a bug of this init: {error}");
+/// Fails a load that has panicked, unless the common nodes are made: GPUs wait for nothing else.
+fn panicked(outcome: &watch::Sender<Driver>, dispatch: &Dispatch, panicked: &Panicked) {
+    let error = format!("load module nvidia: the load has panicked: {panicked}");
     tracing::error!(name: names::MODULE_LOAD, error);
     if !matches!(&*outcome.borrow(), Driver::Loaded(loaded) if loaded.control_ready) {
         outcome.send_replace(Driver::Failed { reason: Some(Reason::Internal), error });
@@ -114,20 +113,20 @@ fn over(shared: &Arc<Shared>) {
     shared.dispatch.report(Fact::LoadOver);
     if is_loaded(&shared.driver.borrow()) {
         let (spec, channels) = (shared.spec.clone(), shared.config.imex_channels);
-        tokio::task::spawn_blocking(move || extras::others(channels, &spec));
+        threads::detach(move || extras::others(channels, &spec));
     }
 }
 
-/// Returns when the driver has entered itself at the bus.
+/// Returns when the driver is registered at the bus.
 async fn is_registered(sysfs: &PciSysfs) {
     while !sysfs.is_registered() {
         tokio::time::sleep(REGISTRATION_LOOK).await; // see the constant
     }
 }
 
-/// What the image has of the driver, looked up once.
+/// The image's driver files, looked up once.
 pub struct Image {
-    /// Modules of the running kernel, with the driver's options as the configuration has them.
+    /// Modules of the running kernel, with the driver's options from the configuration.
     pub modules: Modules,
     /// The version of the driver's module, where its file has one.
     pub version: Option<String>,
@@ -142,7 +141,7 @@ impl Image {
 }
 
 fn modules(config: &Config, command_line: &[u8]) -> Modules {
-    // Unreadable: modules.dep is then not found, which is reported.
+    // Without the kernel's release, modules.dep is not found, which is reported.
     let kernel = std::fs::read_to_string("/proc/sys/kernel/osrelease").unwrap_or_default();
     let mut modules = Modules::new(Path::new("/"), kernel.trim(), command_line);
     if !config.relaxed {
@@ -153,7 +152,7 @@ fn modules(config: &Config, command_line: &[u8]) -> Modules {
 }
 
 fn version_on_disk(modules: &Modules) -> Option<String> {
-    // The load reports what cannot be found or read.
+    // The load reports files that cannot be found or read.
     let (file, _) = modules.show_depends(DRIVER).ok()?.into_iter().find(|(path, _)| is_driver(path))?;
     modinfo::value(&file, "version").ok()?
 }
@@ -162,7 +161,7 @@ fn is_driver(path: &Path) -> bool {
     path.file_name().is_some_and(|name| name.to_string_lossy().split('.').next() == Some(DRIVER))
 }
 
-/// The nodes of a driver that is loaded already: what an earlier worker made.
+/// Nodes of a driver that is loaded already, made by an earlier worker.
 pub struct Nodes {
     nodes: DeviceNodes,
     majors: Majors,
@@ -176,21 +175,21 @@ pub fn nodes_now() -> Option<Nodes> {
 }
 
 impl Nodes {
-    /// Nodes that every container gets, as far as they are there.
+    /// Nodes that every container gets, as far as they exist.
     pub fn common_now(&self) -> Vec<Node> {
         let control = self.majors.nvidia.and_then(|major| self.nodes.control(major).ok());
         let uvm = self.majors.uvm.and_then(|major| self.nodes.uvm(major).ok());
         control.into_iter().chain(uvm.into_iter().flatten()).collect()
     }
 
-    /// Node of a bound GPU. The driver is not asked: for a GPU that has fallen off the bus, it may
-    /// never answer.
+    /// Node of a bound GPU. The driver is not queried: for a GPU that has fallen off the bus, the
+    /// query may never return.
     pub fn gpu_now(&self, minor: u32) -> Option<Node> {
         self.nodes.gpu(self.majors.nvidia?, minor).ok()
     }
 }
 
-/// Why there is no driver.
+/// Reason why no driver is loaded.
 enum Error {
     Load(LoadError),
     Other(String),
@@ -205,8 +204,8 @@ impl std::fmt::Display for Error {
     }
 }
 
-/// The reason as far as it is known without the driver's words. ENODEV has three meanings, which
-/// only those words distinguish.
+/// Reason as far as it is known without the driver's log lines. ENODEV has three meanings, which
+/// only those lines distinguish.
 fn reason_of(error: &Error) -> Option<Reason> {
     match error {
         Error::Load(LoadError::NoIndex { .. } | LoadError::Unknown { .. } | LoadError::NoFile { .. }) => Some(Reason::DriverMissing),
@@ -236,7 +235,7 @@ impl Load {
     fn hold_back(&self) {
         if self.way.one_by_one {
             for gpu in self.gpus.iter().map(|gpu| gpu.address).skip(1).filter(|gpu| !self.sysfs.is_bound(*gpu)) {
-                // A GPU that cannot be held back is probed by the load, and found bound then.
+                // The load probes a GPU that cannot be held back; the GPU is bound afterwards.
                 if let Err(error) = self.sysfs.hold_back(gpu) {
                     tracing::warn!(name: names::GPU_BIND, gpu = %gpu, error = %error);
                 }
@@ -245,7 +244,8 @@ impl Load {
     }
 
     fn run(mut self, state: &watch::Sender<Driver>, spec: &Updates, dispatch: &Dispatch) {
-        // During the load, which takes longer; after it where there can be no other thread.
+        // The search runs during the load, which takes longer; after the load where no thread can
+        // be started.
         let version = self.version.clone();
         let looking = std::thread::Builder::new().spawn(move || libraries::find(version.as_deref()));
         let (mut loaded, making) = match self.load() {
@@ -272,15 +272,15 @@ impl Load {
             Err(_) => libraries::find(self.version.as_deref()),
         };
         let common = Common { nodes, files };
-        // Common nodes first: no GPU may be published without them. Fails only when the writer is
-        // gone, with the runtime.
+        // Common nodes go first: no GPU may be published without them. Sending fails only when the
+        // writer is gone, with the runtime.
         let _unused = spec.send(Update::Common(common));
         loaded.control_ready = true;
         state.send_replace(Driver::Loaded(loaded));
     }
 
-    /// The loaded driver, and the step that makes the nodes every container needs, which begins
-    /// here.
+    /// Loads the driver. Returns it and the step, begun here, that makes the nodes every container
+    /// needs.
     fn load(&mut self) -> Result<(Loaded, Step), Error> {
         let mut tried = Vec::new();
         let gpus = self.gpus.clone();
@@ -302,7 +302,7 @@ impl Load {
                     let nodes = DeviceNodes::at(Path::new(DEV), node_rules(Path::new(PROC)));
                     return Ok((Loaded { step, major, nodes, tried, control_ready: false }, making));
                 }
-                // The driver can drive none of the GPUs that it was shown: show it the next one.
+                // No probe of the tried GPUs succeeded: offer the next one to the driver.
                 Err(LoadError::Refused { errno: Errno::ENODEV, .. }) if self.way.one_by_one && tried.len() < self.gpus.len() => {
                     if let Some(gpu) = candidate
                         && let Err(error) = self.sysfs.hold_back(gpu.address)
@@ -324,8 +324,8 @@ impl Load {
         }
     }
 
-    /// Makes the control node, loads nvidia-uvm (which would wait for a load of nvidia that is
-    /// still under way) and makes its nodes.
+    /// Makes the control node, loads nvidia-uvm and makes its nodes. A load of nvidia-uvm waits for
+    /// a load of nvidia that is still under way.
     fn common_nodes(&mut self, loaded: &Loaded) -> Vec<Node> {
         let mut common = Vec::new();
         match loaded.nodes.control(loaded.major) {
@@ -343,7 +343,7 @@ impl Load {
                 tracing::error!(name: names::MODULE_LOAD, module = UVM, error = %format!("{error}: containers get their GPUs without /dev/nvidia-uvm, and CUDA will not start in them"))
             }
         }
-        // GPUs that failed the load stay released: somebody may want to try them by hand.
+        // GPUs that failed the load stay released, so that they can be bound by hand.
         for gpu in loaded.tried.iter().filter(|g| self.way.one_by_one && !self.sysfs.is_bound(g.address)) {
             self.release(gpu.address);
         }
@@ -367,11 +367,11 @@ mod tests {
             let policy = Policy { bind: Bind::Auto, init: Init::Parallel, relaxed: true, no_gpus: false, facts };
             let (dispatch, _orders) = Dispatch::start(Schedule::new(policy, dispatch::now()));
             let (outcome, mut state) = watch::channel(Driver::Loading);
-            let error = tokio::spawn(async { panic!("on purpose") }).await.unwrap_err();
+            let error = threads::run(|| -> () { panic!("on purpose") }).await.unwrap_err();
             panicked(&outcome, &dispatch, &error);
             let failed = state.wait_for(|driver| !matches!(driver, Driver::Loading)).await.unwrap().clone();
-            assert!(matches!(failed, Driver::Failed { reason: Some(Reason::Internal), error } if error.contains("panicked")));
-            // Of a load that had made all that GPUs wait for, they are kept.
+            assert!(matches!(failed, Driver::Failed { reason: Some(Reason::Internal), error } if error.contains("on purpose")));
+            // A load that had made all that GPUs wait for stays loaded.
             let nodes = DeviceNodes::at(Path::new(DEV), node_rules(Path::new(PROC)));
             let loaded = Loaded { step: crate::events::StepId::next(), major: 195, nodes, tried: Vec::new(), control_ready: true };
             outcome.send_replace(Driver::Loaded(loaded));

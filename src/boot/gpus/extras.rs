@@ -1,10 +1,10 @@
 //! Devices for containers besides GPUs' own nodes: displays, MIG instances with their capabilities,
 //! IMEX channels, switches.
 //!
-//! A GPU is looked at when it is usable, and again whenever the kernel reports that a display of it
-//! came or went; the rest when the driver is loaded. All is read from /proc and /sys, no device is
-//! opened, and no GPU is published later for it. Instances that are made after a GPU became usable
-//! are not seen: no event reports them.
+//! A GPU's extras are read when the GPU is usable, and again whenever the kernel reports that one
+//! of its displays came or went. Channels and switches are read when the driver is loaded. All is
+//! read from /proc and /sys; no device is opened, and no publication of a GPU waits for extras.
+//! Instances made after a GPU became usable are not seen: no event reports them.
 
 use super::messages::GpuId;
 use super::publication::{Update, Updates};
@@ -17,28 +17,28 @@ use crate::driver_caps::{access, instances, switches};
 use crate::driver_proc::{majors, node_rules};
 use crate::events::names;
 use crate::pci::PciAddress;
+use crate::threads::{self, Running};
 use std::path::Path;
 use std::sync::Arc;
-use tokio::task::JoinHandle;
 
 const PROC: &str = "/proc";
 const DEV: &str = "/dev";
-/// Kinds that a guest publishes by itself.
+/// Kinds of devices that a guest publishes besides GPUs.
 const PUBLISHED: [&str; 2] = ["imex", "nvswitch"];
 
-/// Reads what a usable GPU has besides its node, and reports it to the writer of the spec. On a
-/// thread of its own: sysfs may wait for a change of the bus.
-pub fn start(shared: &Arc<Shared>, gpu: GpuId) -> JoinHandle<()> {
+/// Reads the extras of a usable GPU and reports them to the writer of the spec. Runs on a thread of
+/// its own: sysfs may wait for a change of the bus.
+pub fn start(shared: &Arc<Shared>, gpu: GpuId) -> Running<()> {
     let shared = Arc::clone(shared);
-    tokio::task::spawn_blocking(move || {
+    threads::run(move || {
         if let Some(minor) = shared.seen.minor(gpu) {
-            // Fails only when the writer is gone, with the runtime.
+            // Sending fails only when the writer is gone, with the runtime.
             let _unused = shared.spec.send(Update::Extras { gpu, extras: read(gpu.address, minor) });
         }
     })
 }
 
-/// Reads what a GPU has besides its own node; makes the nodes of its capabilities.
+/// Reads a GPU's devices besides its own node; makes the nodes of its capabilities.
 pub fn read(gpu: PciAddress, minor: u32) -> Extras {
     let found = make_capabilities(minor).and_then(|()| Places::default().extras(gpu, minor));
     let (extras, problems) = found.unwrap_or_else(|error| {
@@ -51,7 +51,7 @@ pub fn read(gpu: PciAddress, minor: u32) -> Extras {
     extras
 }
 
-/// Makes a capability's node: the driver only makes a file with that node's number.
+/// Makes the nodes of a GPU's capabilities; the driver only makes files with their numbers.
 fn make_capabilities(gpu: u32) -> Result<(), String> {
     let proc = Path::new(PROC);
     let instances = instances(proc, gpu)?;
@@ -67,8 +67,8 @@ fn make_capabilities(gpu: u32) -> Result<(), String> {
     Ok(())
 }
 
-/// Makes IMEX channels and the switches' nodes, once the driver is loaded, and reports the kinds
-/// there are then to the writer.
+/// Makes IMEX channels and the switches' nodes once the driver is loaded; reports the kinds found
+/// to the writer.
 pub fn others(imex_channels: u32, spec: &Updates) {
     for made in [make_channels(imex_channels), make_switches()] {
         if let Err(error) = made {
@@ -81,7 +81,7 @@ pub fn others(imex_channels: u32, spec: &Updates) {
             Ok(nodes) if nodes.is_empty() => {}
             Ok(nodes) => {
                 let update = Update::Other { mode: other.mode, spec: other.spec_of(&nodes, &places, Edits::default()) };
-                // Fails only when the writer is gone, with the runtime.
+                // Sending fails only when the writer is gone, with the runtime.
                 let _unused = spec.send(update);
             }
             Err(error) => tracing::error!(name: names::CDI_BESIDE, error),

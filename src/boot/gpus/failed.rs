@@ -1,4 +1,4 @@
-//! A GPU that fails: why, and what follows.
+//! Failure of a GPU: its reason, and its consequences.
 
 use super::messages::{Fact, GpuId};
 use super::publication::Update;
@@ -7,13 +7,13 @@ use crate::events::names;
 use crate::reason::{self, Reason, Step};
 use std::fmt::Display;
 
-/// Why a GPU's task ended early: the step, and what was tried with which result.
+/// Failure that ended a GPU's task: the step, and the operation with its result.
 pub struct Failed {
     pub step: Step,
-    /// When that step began, where that was later than the GPU's own beginning: earlier lines of
-    /// the driver are about something else.
+    /// Begin of that step, where later than the GPU's own begin: earlier lines of the driver belong
+    /// to other steps.
     pub since_ns: Option<u64>,
-    /// What is known without the driver's lines.
+    /// Reason, where it is known without the driver's lines.
     pub reason: Option<Reason>,
     pub error: String,
 }
@@ -32,8 +32,8 @@ pub fn failed_later(error: String, reason: Reason) -> Failed {
 }
 
 impl Shared {
-    /// Takes a GPU out of the spec for good and reports why, in the driver's words where it has
-    /// some.
+    /// Removes a GPU from the spec for good and reports the reason, with the driver's log line
+    /// where there is one.
     pub async fn give_up(&self, gpu: GpuId, since_ns: u64, failure: Failed) {
         // A GPU that has left meanwhile has not failed, and the one at its address even less.
         if !self.roster.contains(gpu) {

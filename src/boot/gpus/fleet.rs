@@ -1,17 +1,16 @@
-//! All GPUs: those of the boot scan, and those that come and go later. Carries out what the
-//! [`schedule`](super::schedule) orders for all of them, and reports to it what the kernel says.
-//! Waits for no GPU.
+//! All GPUs, of the boot scan and hot-plugged. Carries out the [`schedule`](super::schedule)'s
+//! orders for all of them, and reports the kernel's events to it. Waits for no GPU.
 
 use super::dispatch::{self, Dispatch, Orders};
 use super::driver::{self, Image, Way};
 use super::extras;
-use super::failed::{failed_by, failed_later};
+use super::failed::failed_later;
 use super::gpu;
 use super::lane::Lane;
 use super::lane_cpu::Spare;
 use super::messages::{Arrival, Fact, GpuId, Order};
 use super::previous::Previous;
-use super::publication::{self, Published, Update};
+use super::publication::{self, Update};
 use super::roster::Roster;
 use super::schedule::Schedule;
 use super::shared::{Driver, Seen, Shared};
@@ -28,9 +27,9 @@ use crate::events::kmsg::DriverWords;
 use crate::events::sinks::console::Gate;
 use crate::events::{After, StepId, names};
 use crate::pci::{self, Gpu, PciAddress, SYS};
-use crate::reason::{Reason, Step};
+use crate::reason::Reason;
 use crate::uevents::{Action, Next, Uevent, Uevents};
-use crate::{confidential, ptp_kvm, step};
+use crate::{confidential, ptp_kvm, step, threads};
 use std::collections::{BTreeSet, HashMap};
 use std::fmt::Display;
 use std::io;
@@ -39,27 +38,27 @@ use std::sync::Arc;
 use std::time::Duration;
 use tokio::runtime::Handle;
 use tokio::sync::{mpsc, watch};
-use tokio::task::{AbortHandle, JoinError, JoinSet};
+use tokio::task::{AbortHandle, JoinSet};
 use tokio::time::{Instant, MissedTickBehavior};
 
-/// What the worker hears while it brings GPUs up.
+/// Events that arrive during the bring-up.
 pub struct Sources {
     pub uevents: io::Result<Uevents>,
     pub words: Option<DriverWords>,
     pub signals: Option<mpsc::UnboundedReceiver<Signal>>,
-    /// What the agent does.
+    /// Traces of the agent.
     pub agent: mpsc::UnboundedReceiver<agent_watch::Seen>,
 }
 
-/// What of the machine is set apart for a while.
+/// Machine resources reserved for the bring-up.
 pub struct Machine {
-    /// A vCPU for the lane, where there is one.
+    /// vCPU and process for the lane, where there are two vCPUs or more.
     pub spare: Option<Spare>,
-    /// The console's lines.
+    /// Gate of the console sink.
     pub gate: Gate,
 }
 
-/// Brings all GPUs up and follows what becomes of them, after the worker's start. Never returns.
+/// Brings all GPUs up and follows their changes, after the worker's start. Never returns.
 pub async fn run(
     config: &Config,
     command_line: &[u8],
@@ -70,14 +69,15 @@ pub async fn run(
     machine: Machine,
 ) {
     let Sources { uevents, words, signals, agent } = sources;
-    // Uevents were subscribed to before this: a GPU that appears meanwhile is seen twice, not
+    // Scan after the subscription to uevents: a GPU that appears meanwhile is seen twice, not
     // never.
     let (gpus, scanned) = scan(config, started);
-    let mut fleet = Fleet::start(config, command_line, previous, (&gpus, scanned), words, descriptors, machine);
+    let found = (&gpus[..], scanned);
+    let mut fleet = Fleet::start(config, command_line, previous, found, words, descriptors, machine);
     fleet.follow(uevents, signals, agent).await;
 }
 
-/// Reads the GPUs, and reports what is found and what is missing.
+/// Scans for GPUs, and reports their number and missing ones.
 fn scan(config: &Config, started: StepId) -> (Vec<Gpu>, StepId) {
     let step = step!(names::PCI_SCAN, after = ?After(vec![started]), gpus = tracing::field::Empty);
     let id = step.id();
@@ -96,13 +96,17 @@ fn scan(config: &Config, started: StepId) -> (Vec<Gpu>, StepId) {
     step.note("gpus", gpus.len() as u64);
     drop(step);
     if let Some(expected) = config.expected_gpus.filter(|e| *e > gpus.len()) {
-        let error = format!("gpuinit.gpus={expected}, but the guest's PCI bus has {}: look at the VM's devices on the host", gpus.len());
+        let found = gpus.len();
+        let error = format!(
+            "gpuinit.gpus={expected}, but the guest's PCI bus has {found}: \
+             look at the VM's devices on the host"
+        );
         tracing::error!(name: names::PCI_SCAN, error);
     }
     (gpus, id)
 }
 
-/// The error of a GPU that has fallen off the bus: nothing more will come from it.
+/// Xid of a GPU that has fallen off the bus and is lost until a reset.
 const XID_OFF_THE_BUS: u32 = 79;
 /// From the loss of uevents to the scan that makes up for them: a flood that overruns the socket
 /// again and again costs one scan in this time.
@@ -119,10 +123,10 @@ const REMOVAL_LOOK: Duration = Duration::from_secs(1);
 pub struct Fleet {
     shared: Arc<Shared>,
     orders: Orders,
-    /// What the first load takes; later ones look again.
+    /// Files for the first load; a later load looks them up again.
     image: Option<Image>,
     command_line: Vec<u8>,
-    /// The step that the load comes after.
+    /// Step that precedes the load.
     looked: StepId,
     driver: watch::Sender<Driver>,
     tasks: JoinSet<()>,
@@ -135,7 +139,7 @@ pub struct Fleet {
 }
 
 impl Fleet {
-    /// Starts with what the scan found, after the scan's step.
+    /// Starts with the GPUs of the scan, after the scan's step.
     pub fn start(
         config: &Config,
         command_line: &[u8],
@@ -155,20 +159,17 @@ impl Fleet {
         let (driver, state) = watch::channel(Driver::Loading);
         let image = Image::of(config, command_line);
         let facts = facts(&image, gpus);
-        let policy = Policy {
-            bind: config.bind,
-            init: config.init,
-            relaxed: config.relaxed,
-            no_gpus: config.expected_gpus == Some(0),
-            facts: facts.clone(),
-        };
+        let (bind, init, relaxed) = (config.bind, config.init, config.relaxed);
+        let no_gpus = config.expected_gpus == Some(0);
+        let policy = Policy { bind, init, relaxed, no_gpus, facts: facts.clone() };
         let (dispatch, orders) = Dispatch::start(Schedule::new(policy, dispatch::now()));
-        let published = previous.map_or_else(Published::default, |previous| published(previous, &roster, &ids, &image));
+        let published = previous.map(|p| published(p, &roster, &ids, &image)).unwrap_or_default();
         let resolvable = {
             let dispatch = Arc::clone(&dispatch);
             move |gpu| dispatch.report(Fact::Published(gpu))
         };
-        let spec = publication::start(Arc::clone(&roster), published, options(config), config.cdi == Cdi::Complete, resolvable);
+        let withheld = config.cdi == Cdi::Complete;
+        let spec = publication::start(Arc::clone(&roster), published, options(config), withheld, resolvable);
         drop(looking);
         let known = |gpu: &GpuId| previous.map(|p| p.gpu(*gpu)).unwrap_or_default();
         let minors = ids.iter().filter_map(|gpu| Some((*gpu, known(gpu).minor?))).collect();
@@ -200,7 +201,7 @@ impl Fleet {
         };
         let mut arrivals = Vec::new();
         for gpu in ids {
-            // What an earlier worker has settled stays settled.
+            // GPUs that an earlier worker has settled stay settled.
             let known = known(&gpu);
             let opened = fleet.shared.roster.bind_of(gpu).is_some_and(|bound| fleet.shared.descriptors.of(&bound).is_some());
             if known.slot.failed {
@@ -236,7 +237,8 @@ impl Fleet {
         }
     }
 
-    /// Carries out orders and takes in what the kernel and the agent do, for as long as the guest lives.
+    /// Carries out orders and takes events of the kernel and the agent, for as long as the guest
+    /// lives.
     pub async fn follow(
         &mut self,
         uevents: io::Result<Uevents>,
@@ -259,7 +261,8 @@ impl Fleet {
                     Ok(Next::Event(event)) => self.take(&event),
                     Ok(Next::Display(gpu)) => self.read_extras(gpu),
                     Ok(Next::Overrun) => {
-                        self.lost("read uevents", &"the kernel sent them faster than they were read", RESCAN_AFTER);
+                        let error = "the kernel sent them faster than they were read";
+                        self.lost("read uevents", &error, RESCAN_AFTER);
                     }
                     Err(error) => {
                         self.lost("read uevents", &error, RESCAN_AFTER);
@@ -281,7 +284,8 @@ impl Fleet {
                 _ = removals.tick(), if self.looks => self.look_for_removals(),
                 Some(seen) = agent.recv() => self.see(&seen),
                 Some(signal) = listen(signals.as_mut()) => self.heed(signal).await,
-                Some(ended) = self.tasks.join_next() => self.ended(ended).await,
+                // An aborted task belonged to a GPU that has left. A task reports its own panic.
+                Some(_ended) = self.tasks.join_next() => {}
             }
         }
     }
@@ -296,25 +300,14 @@ impl Fleet {
         }
     }
 
-    /// A task has ended. One that was aborted is that of a GPU that has left; a panic is a bug of
-    /// this init, and must not leave a GPU pending.
-    async fn ended(&mut self, ended: Result<(), JoinError>) {
-        let Err(error) = ended else { return };
-        let gpu = self.handles.iter().find(|(_, task)| task.id() == error.id()).map(|(gpu, _)| *gpu);
-        if let Some(gpu) = gpu.filter(|_| error.is_panic()) {
-            self.handles.remove(&gpu);
-            let failure = failed_by(Step::Task, Reason::Internal)(&format!("the GPU's task has panicked, a bug of this init: {error}"));
-            self.shared.give_up(gpu, 0, failure).await;
-        }
-    }
-
     fn carry_out(&mut self, order: Order) {
         match order {
             Order::Chosen(strategy, enabled) => report_strategy(&strategy, &self.facts, enabled),
             Order::Load { gpus, one_by_one, enables } => {
                 let image = self.image.take().unwrap_or_else(|| Image::of(&self.shared.config, &self.command_line));
                 let after = After::from(&[Some(self.looked), self.shared.lane.last_enabling()][..]);
-                driver::start(image, after, self.driver.clone(), &self.shared, &gpus, Way { one_by_one, enables });
+                let way = Way { one_by_one, enables };
+                driver::start(image, after, self.driver.clone(), &self.shared, &gpus, way);
             }
             Order::Wait(gpu) => self.shared.lane.wait(gpu.address),
             Order::LaneOver => self.shared.lane.over(),
@@ -326,7 +319,7 @@ impl Fleet {
                 self.looks = true;
                 let _unused = self.shared.spec.send(Update::Settled);
                 tracing::info!(name: names::SETTLED, usable = usable as u64, failed = failed as u64);
-                // Once more: two looks with some time between them show how the clocks drift.
+                // Second reading of the host's clock: two readings show the drift.
                 ptp_kvm::report();
             }
             Order::LockDown => lock_down(&self.shared.config),
@@ -334,7 +327,7 @@ impl Fleet {
         }
     }
 
-    /// What the agent does decides how long the lane waits for it.
+    /// Reports a trace of the agent that can make the lane wait or go on.
     fn see(&self, seen: &agent_watch::Seen) {
         let fact = match seen {
             agent_watch::Seen::Look(_) => Fact::AgentLooked,
@@ -348,17 +341,18 @@ impl Fleet {
         self.shared.dispatch.report(fact);
     }
 
-    /// Reports a GPU that takes long. On a thread of its own: the kernel shows stacks by files of
-    /// other processes.
+    /// Reports a GPU that takes long, on a thread of its own: stacks are files of other processes.
     fn report_late(&self, gpu: GpuId, step: &'static str, waited: Duration) {
         let progress = self.shared.seen.progress(gpu);
-        tokio::task::spawn_blocking(move || {
+        threads::detach(move || {
             let stack = progress.stack();
-            tracing::warn!(name: names::GPU_LATE, gpu = %gpu.address, step, waited_ms = waited.as_millis() as u64, stack);
+            let waited_ms = waited.as_millis() as u64;
+            tracing::warn!(name: names::GPU_LATE, gpu = %gpu.address, step, waited_ms, stack);
         });
     }
 
-    /// A display came or went. Of a GPU that is not usable yet, all is read when it is.
+    /// Reads a GPU's extras again after a display came or went. For a GPU that is not usable yet,
+    /// they are read once it is.
     fn read_extras(&self, gpu: PciAddress) {
         if let Some(gpu) = self.shared.roster.at(gpu).filter(|gpu| self.shared.dispatch.is_usable(*gpu)) {
             drop(extras::start(&self.shared, gpu));
@@ -385,7 +379,7 @@ impl Fleet {
         }
     }
 
-    /// After uevents were lost: what is there now counts.
+    /// Scans again after uevents were lost.
     fn rescan(&mut self) {
         let present = match pci::scan(Path::new(SYS)) {
             Ok((gpus, _)) => gpus,
@@ -396,13 +390,13 @@ impl Fleet {
         for address in addresses {
             self.look(address);
         }
-        // A display may have come or gone with the lost ones.
+        // A lost uevent may have been that of a display.
         for slot in self.shared.roster.all() {
             self.read_extras(slot.gpu.address);
         }
     }
 
-    /// Looks at every bind whose descriptor is held: a removal waits for that.
+    /// Looks at every bind whose descriptor is held: a removal waits for the descriptor.
     fn look_for_removals(&mut self) {
         let is_stale = |bound: &Bound| self.shared.sysfs.sight(bound.address).is_ok_and(|seen| seen.bound(bound.address) != Some(*bound));
         let stale: Vec<Bound> = self.shared.descriptors.held().into_iter().filter(is_stale).collect();
@@ -411,7 +405,7 @@ impl Fleet {
         }
     }
 
-    /// Compares what is at an address with what was there.
+    /// Compares the device at an address with the one that was there, and follows each change.
     fn look(&mut self, address: PciAddress) {
         let (shared, sysfs) = (&self.shared, &self.shared.sysfs);
         let changes = match sysfs.sight(address) {
@@ -442,11 +436,13 @@ impl Fleet {
         self.bring_up(arrivals);
     }
 
-    /// A GPU has left, or is about to: it is out of the spec, and out of our hands.
+    /// Follows the departure of a GPU that is gone or about to go. Its descriptors are released
+    /// already.
     fn left(&mut self, gpu: GpuId, index: usize) {
         report_left(gpu, index);
         self.shared.seen.gone(gpu);
-        // What blocks in the kernel for this GPU returns on its own; nobody waits for it any more.
+        // Threads that block in the kernel for this GPU return on their own; no task waits for
+        // them.
         if let Some(task) = self.handles.remove(&gpu) {
             task.abort();
         }
@@ -455,13 +451,16 @@ impl Fleet {
 
     async fn heed(&mut self, signal: Signal) {
         match signal {
-            // Only where sysfs says the same: the driver's link goes before its removal is called.
+            // The line counts only where sysfs agrees: the kernel removes the driver's link before
+            // it calls the driver's removal.
             Signal::RemovalWaits(gpu) => self.look(gpu),
             Signal::Xid(gpu, number) => {
-                tracing::error!(name: names::GPU_XID, gpu = %gpu, xid = u64::from(number), error = %format!("the driver reports Xid {number} of GPU {gpu}"));
+                let error = format!("the driver reports Xid {number} of GPU {gpu}");
+                tracing::error!(name: names::GPU_XID, gpu = %gpu, xid = u64::from(number), error);
                 let usable = self.shared.roster.at(gpu).filter(|id| self.shared.dispatch.is_usable(*id));
                 if let (XID_OFF_THE_BUS, Some(id)) = (number, usable) {
-                    let failure = failed_later("Xid 79: it was usable, and has fallen off the bus".into(), Reason::OffTheBus);
+                    let error = "Xid 79: it was usable, and has fallen off the bus".into();
+                    let failure = failed_later(error, Reason::OffTheBus);
                     self.shared.give_up(id, 0, failure).await;
                 }
             }
@@ -491,19 +490,20 @@ async fn listen(signals: Option<&mut mpsc::UnboundedReceiver<Signal>>) -> Option
     }
 }
 
-/// What is known before the first GPU is touched.
+/// Collects the facts known before the first GPU is enabled.
 fn facts(image: &Image, gpus: &[Gpu]) -> Facts {
+    let init_on_probe = parameter_value(&image.modules.options(DRIVER), "NVreg_GpuInitOnProbe");
     Facts {
         gpus: gpus.len(),
         firewall: gpus.iter().any(|g| pci::waits_for_bar_firewall(g.device)),
         driver: image.version.as_ref().and_then(|v| v.parse().ok()),
-        init_on_probe: parameter_value(&image.modules.options(DRIVER), "NVreg_GpuInitOnProbe").is_some_and(|v| v != "0"),
+        init_on_probe: init_on_probe.is_some_and(|v| v != "0"),
         confidential: confidential::is_confidential(),
         vcpus: std::thread::available_parallelism().map_or(1, std::num::NonZero::get),
     }
 }
 
-/// The choice and its reasons.
+/// Reports the chosen strategy and its reasons.
 fn report_strategy(strategy: &Strategy, facts: &Facts, first_enable: Option<Duration>) {
     tracing::info!(
         name: names::STRATEGY,
@@ -518,16 +518,16 @@ fn report_strategy(strategy: &Strategy, facts: &Facts, first_enable: Option<Dura
     );
 }
 
-/// How the spec is to look.
+/// Options of the spec.
 fn options(config: &Config) -> Options {
-    // This program, where the agent finds it: the worker is a fork of PID 1, which was started from
-    // there.
+    // Hook path: this program as PID 1 was started, where the agent finds it. The worker is a fork
+    // of PID 1.
     let exe = std::fs::read_link("/proc/self/exe").map(|path| path.display().to_string());
     let hook_path = exe.unwrap_or_else(|_| Options::default().hook_path);
     Options { namings: config.cdi_names.clone(), hooks: config.cdi_hooks, hook_path }
 }
 
-/// Nothing is loaded any more from here on, unless the configuration says otherwise.
+/// Disables module loading, where configured.
 fn lock_down(config: &Config) {
     if !config.lockdown {
         return;
@@ -535,7 +535,11 @@ fn lock_down(config: &Config) {
     match std::fs::write("/proc/sys/kernel/modules_disabled", "1") {
         Ok(()) => tracing::info!(name: names::LOCKDOWN, modules_disabled = true),
         Err(error) => {
-            tracing::warn!(name: names::LOCKDOWN, error = %format!("write 1 to /proc/sys/kernel/modules_disabled: {error}: modules can still be loaded"))
+            let error = format!(
+                "write 1 to /proc/sys/kernel/modules_disabled: {error}: \
+                 modules can still be loaded"
+            );
+            tracing::warn!(name: names::LOCKDOWN, error);
         }
     }
 }

@@ -1,13 +1,13 @@
-//! One GPU's way, from the scan to the spec, top to bottom:
+//! Steps of one GPU, from the scan to the spec:
 //!
 //! ```text
 //! enable -> probe -> minor -> node -+-> publish
 //!                                   +-> initialise -> usable
 //! ```
 //!
-//! The [`schedule`](super::schedule) orders when each step begins; this file carries the steps out
-//! and reports how they end. A GPU that hangs in a step stays as it is, for ever if need be, and
-//! stops nobody.
+//! The [`schedule`](super::schedule) orders the begin of each step; this file carries the steps out
+//! and reports their results. A GPU that hangs in a step is left as it is, for ever if need be, and
+//! stops no other GPU.
 
 use super::dispatch::Orders;
 use super::extras;
@@ -28,32 +28,40 @@ use crate::events::{After, StepId, names};
 use crate::pci::PciAddress;
 use crate::reason::{Reason, Step};
 use crate::step;
+use crate::threads::{self, Panicked};
 use nix::errno::Errno;
+use std::fmt::{self, Display};
 use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
 const PROC: &str = "/proc";
-/// A GPU that is plugged in is announced before the kernel lets any driver have it; the moment
-/// after is announced by nothing but the bind itself. A bind that was too early waits for that
-/// event, at most for this time, and tries again, at most this often.
+/// Longest wait before the next try of a bind that came too early, and most tries. The kernel
+/// reports a plugged-in GPU before it lets any driver bind; the moment after has no event but the
+/// bind itself, for which the next try waits.
 const TOO_EARLY: (Duration, u32) = (Duration::from_secs(1), 10);
 
-/// A probe behind a firewall sleeps after this time, and for 4 s: when it is moved to the lane's
-/// vCPU.
+/// Time after which a probe behind a firewall sleeps, for 4 s; its process is moved to the lane's
+/// vCPU then.
 const ASLEEP: Duration = Duration::from_millis(500);
 
-/// Brings one GPU up; ends when it is usable, has failed or is gone.
+/// Brings one GPU up; ends when it is usable, has failed or is gone. A panic fails the GPU.
 pub async fn bring_up(shared: Arc<Shared>, gpu: GpuId, arrival: Arrival, orders: Orders) {
     // A GPU of the boot scan may have been probed before this task began.
     let since_ns = if arrival == Arrival::Enabled { boottime_ns() } else { 0 };
-    match go(&shared, gpu, orders).await {
+    if let Err(panicked) = threads::caught(settle(&shared, gpu, since_ns, orders)).await {
+        shared.give_up(gpu, since_ns, failed_by(Step::Task, Reason::Internal)(&panicked)).await;
+    }
+}
+
+/// Runs the steps and reports their end.
+async fn settle(shared: &Arc<Shared>, gpu: GpuId, since_ns: u64, orders: Orders) {
+    match go(shared, gpu, orders).await {
         Ok(()) => {
-            let uuid = uuid(&shared, gpu).await;
+            let uuid = uuid(shared, gpu).await;
             tracing::info!(name: names::GPU_USABLE, gpu = %gpu.address, index = shared.roster.index(gpu.address) as u64, uuid, generation = gpu.again());
-            // A panic there is reported as a bug by the runtime; the GPU is usable without its
-            // extras.
-            let _unused = extras::start(&shared, gpu).await;
+            // The panic hook reports a panic there; the GPU is usable without extras.
+            let _unused = extras::start(shared, gpu).await;
             shared.dispatch.report(Fact::Usable(gpu));
         }
         // A GPU that is gone has not failed.
@@ -62,7 +70,7 @@ pub async fn bring_up(shared: Arc<Shared>, gpu: GpuId, arrival: Arrival, orders:
     }
 }
 
-/// The way itself.
+/// Runs the steps in order.
 async fn go(shared: &Arc<Shared>, gpu: GpuId, mut orders: Orders) -> Result<(), Failed> {
     let mut order = next(&mut orders).await;
     let mut enabled = None;
@@ -79,7 +87,7 @@ async fn go(shared: &Arc<Shared>, gpu: GpuId, mut orders: Orders) -> Result<(), 
     let (node, made) = make_node(gpu, minor, &loaded, looked)?;
     shared.dispatch.report(Fact::Bound(gpu));
     match shared.config.ready {
-        // Whether it initialises as well decides whether it stays in the spec.
+        // A failed initialisation removes the GPU from the spec again.
         Ready::Bound => {
             let published = publish(shared, gpu, node.clone(), made);
             let (initialised, published) = tokio::join!(initialise(shared, bound, gpu, &node, made, &mut orders), published);
@@ -92,7 +100,7 @@ async fn go(shared: &Arc<Shared>, gpu: GpuId, mut orders: Orders) -> Result<(), 
     }
 }
 
-/// The next order of this GPU. Never comes for a GPU that is gone: its task is aborted.
+/// Next order of this GPU. Pending for ever for a GPU that is gone: its task is aborted.
 async fn next(orders: &mut Orders) -> Order {
     match orders.recv().await {
         Some(order) => order,
@@ -100,22 +108,21 @@ async fn next(orders: &mut Orders) -> Order {
     }
 }
 
-/// Lets the host map its BARs.
+/// Enables the GPU, which makes the host map its BARs.
 async fn enable(shared: &Arc<Shared>, gpu: GpuId, holds: &[Held]) -> Result<StepId, Failed> {
-    let result = shared.lane.enable(gpu.address, holds, &shared.seen.progress(gpu)).await;
-    match result {
-        Ok((step, took)) => {
+    let failure = match shared.lane.enable(gpu.address, holds, &shared.seen.progress(gpu)).await {
+        Ok(Ok((step, took))) => {
             shared.dispatch.report(Fact::Enabled(gpu, took));
-            Ok(step)
+            return Ok(step);
         }
-        Err(error) => {
-            // The load was kept from this GPU; whoever tries by hand is not. On a thread: the
-            // device is locked while another one probes it.
-            let (sysfs, address) = (shared.sysfs.clone(), gpu.address);
-            let _unused = tokio::task::spawn_blocking(move || sysfs.release(address)).await;
-            Err(failed(Step::Enable)(&error))
-        }
-    }
+        Ok(Err(error)) => failed(Step::Enable)(&error),
+        Err(panicked) => failed_by(Step::Enable, Reason::Internal)(&panicked),
+    };
+    // Release the GPU, which was held back for the load, so that it can be bound by hand. On a
+    // thread: the device is locked during a probe.
+    let (sysfs, address) = (shared.sysfs.clone(), gpu.address);
+    let _unused = threads::run(move || sysfs.release(address)).await;
+    Err(failure)
 }
 
 /// The driver, once its load is over.
@@ -137,7 +144,7 @@ async fn probe(shared: &Arc<Shared>, gpu: GpuId, how: Probe, enabled: Option<Ste
     }
     let loaded = loaded(shared).await?;
     match how {
-        // A GPU that the load did not come to is bound as the others are.
+        // A GPU that the load did not try gets a regular bind.
         Probe::Load if loaded.tried.contains(&gpu) => {
             let bound = shared.sysfs.is_bound(gpu.address).then_some(loaded.step);
             bound.ok_or_else(|| failed(Step::Probe)(&"the driver's probe failed when the module was loaded"))
@@ -148,17 +155,16 @@ async fn probe(shared: &Arc<Shared>, gpu: GpuId, how: Probe, enabled: Option<Ste
     }
 }
 
-/// Probes this GPU while the module load is still probing another one, whose probe sleeps; returns
-/// the step if that bound it. Whatever comes of it, a GPU that is not bound by the load's end gets
-/// its regular bind.
+/// Probes this GPU while the module load still probes another one, whose probe sleeps. Returns the
+/// step if that bound the GPU; a GPU that is not bound by the load's end gets a regular bind.
 async fn probe_during_load(shared: &Arc<Shared>, gpu: GpuId, enabled: Option<StepId>) -> Option<StepId> {
     let step = step!(names::GPU_BIND, gpu = %gpu.address, after = ?After::from(&[enabled][..]));
     let (id, sysfs, progress, gpu) = (step.id(), shared.sysfs.clone(), shared.seen.progress(gpu), gpu.address);
-    let probing = tokio::task::spawn_blocking(move || {
+    let probing = threads::run(move || {
         progress.on_this_thread();
         step.run(|| {
-            // One that could not be held back is the load's, and this would wait for its probe; so
-            // not on the runtime's thread.
+            // A GPU that could not be held back is probed by the load, and this call would wait for
+            // that probe; hence the thread.
             if !sysfs.is_held_back(gpu) {
                 return Ok(false);
             }
@@ -166,13 +172,13 @@ async fn probe_during_load(shared: &Arc<Shared>, gpu: GpuId, enabled: Option<Ste
             sysfs.probe(gpu)?;
             let bound = sysfs.is_bound_at_last(gpu);
             if !bound {
-                // The load must not probe it a third time.
+                // The load must not probe the GPU a third time.
                 sysfs.hold_back(gpu)?;
             }
             Ok::<bool, SysfsError>(bound)
         })
     });
-    // Errors are those of the regular bind that follows.
+    // Errors are ignored: the regular bind that follows reports its own.
     matches!(probing.await, Ok(Ok(true))).then_some(id)
 }
 
@@ -185,8 +191,8 @@ async fn bind(shared: &Arc<Shared>, gpu: GpuId, after: After, how: Probe) -> Res
         for _ in 1..tries {
             let bound = shared.seen.next_bound();
             match try_bind(shared, gpu, how).await {
-                Err(error) if error.errno() == Some(Errno::ENODEV) && shared.sysfs.is_present(gpu.address) => {
-                    // The bind, or the deadline: either way the next try decides.
+                Err(BindError::Refused(error)) if error.errno() == Some(Errno::ENODEV) && shared.sysfs.is_present(gpu.address) => {
+                    // The wait ends with a bind or its deadline; the next try decides.
                     let _unused = tokio::time::timeout(pause, bound).await;
                 }
                 result => return result,
@@ -195,13 +201,20 @@ async fn bind(shared: &Arc<Shared>, gpu: GpuId, after: After, how: Probe) -> Res
         try_bind(shared, gpu, how).await
     };
     let since_ns = Some(boottime_ns());
-    step.run_async(binding).await.map(|()| id).map_err(|e| Failed { since_ns, ..failed(Step::Probe)(&e) })
+    let result = match how {
+        Probe::BeforeEnable => shared.lane.quiet_while(step.run_async(binding)).await,
+        Probe::Load | Probe::DuringLoad | Probe::Bind => step.run_async(binding).await,
+    };
+    result.map(|()| id).map_err(|error| match error {
+        BindError::Refused(error) => Failed { since_ns, ..failed(Step::Probe)(&error) },
+        BindError::Panicked(panicked) => failed_by(Step::Probe, Reason::Internal)(&panicked),
+    })
 }
 
-/// One try, on a thread of its own; one that enables as well, in the lane's process.
-async fn try_bind(shared: &Arc<Shared>, gpu: GpuId, how: Probe) -> Result<(), SysfsError> {
+/// Tries to bind once, on a thread of its own; a bind that also enables runs in the lane's process.
+async fn try_bind(shared: &Arc<Shared>, gpu: GpuId, how: Probe) -> Result<(), BindError> {
     let (shared, progress, gpu) = (Arc::clone(shared), shared.seen.progress(gpu), gpu.address);
-    let trying = tokio::task::spawn_blocking(move || {
+    let trying = threads::run(move || {
         progress.on_this_thread();
         let sysfs = &shared.sysfs;
         sysfs.release(gpu)?;
@@ -210,24 +223,37 @@ async fn try_bind(shared: &Arc<Shared>, gpu: GpuId, how: Probe) -> Result<(), Sy
             Probe::Load | Probe::DuringLoad | Probe::Bind => sysfs.bind(gpu),
         };
         match bound {
-            // Somebody else was faster.
+            // Another bind came first.
             Err(_) if sysfs.is_bound_at_last(gpu) => Ok(()),
             result => result,
         }
     });
-    // A panic of the thread is reported as a bug by the runtime; the GPU is then as unbound as
-    // after a refusal.
-    trying.await.unwrap_or_else(|panicked| Err(SysfsError::other(&panicked)))
+    trying.await.map_err(BindError::Panicked)?.map_err(BindError::Refused)
 }
 
-/// Binds a GPU that the driver enables when its firewall is down: in a process that is on the
-/// lane's vCPU by then. On a thread of its own.
+/// Why a bind came to nothing.
+enum BindError {
+    Refused(SysfsError),
+    Panicked(Panicked),
+}
+
+impl Display for BindError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Refused(error) => error.fmt(f),
+            Self::Panicked(panicked) => panicked.fmt(f),
+        }
+    }
+}
+
+/// Binds a GPU that the driver enables when its firewall is down, in a process that is on the
+/// lane's vCPU by then. Blocks; call on a thread of its own.
 fn bind_in_lane(shared: &Arc<Shared>, gpu: PciAddress, progress: &Progress) -> Result<(), SysfsError> {
     let binding = |process| {
         progress.on_thread(process);
         let lane = Arc::clone(&shared.lane);
         shared.runtime.spawn(async move {
-            // It begins its sleep elsewhere: the lane's vCPU may be gone for as long as that takes.
+            // The sleep begins on another vCPU: the lane's may be gone for an enabling until then.
             tokio::time::sleep(ASLEEP).await;
             lane.move_here(process);
         });
@@ -239,16 +265,16 @@ fn bind_in_lane(shared: &Arc<Shared>, gpu: PciAddress, progress: &Progress) -> R
 }
 
 /// Reads the minor that the driver gave the GPU, and reports the bind with the time at which the
-/// kernel reported it. The one place that reads the information file before the GPU is usable: each
-/// look at it makes the driver read config space (nine times, 550.163.01), waits for the driver's
-/// global lock (before 590.44.01), and never returns for some GPUs that are lost. So on a thread of
-/// its own.
+/// kernel reported it. Only place that reads the information file before the GPU is usable. Each
+/// read makes the driver read config space (nine times, 550.163.01), waits for the driver's global
+/// lock (before 590.44.01), and never returns for some GPUs that are lost; hence a thread of its
+/// own.
 async fn read_minor(shared: &Shared, gpu: GpuId, probed: StepId, by_load: bool) -> Result<(Bound, u32, StepId), Failed> {
     let bound_at = shared.seen.bound_at(gpu).filter(|_| by_load);
     let at_ns = bound_at.unwrap_or_else(boottime_ns);
     let (step, progress) = (step!(names::GPU_INFORMATION, gpu = %gpu.address, after = ?After(vec![probed])), shared.seen.progress(gpu));
     let (id, sysfs, roster) = (step.id(), shared.sysfs.clone(), Arc::clone(&shared.roster));
-    let reading = tokio::task::spawn_blocking(move || {
+    let reading = threads::run(move || {
         progress.on_this_thread();
         step.run(|| information(&sysfs, &roster, gpu))
     });
@@ -280,13 +306,13 @@ fn make_node(gpu: GpuId, minor: u32, loaded: &Loaded, looked: StepId) -> Result<
     Ok((node, id))
 }
 
-/// Makes the GPU resolvable as soon as the nodes that every container needs are there.
+/// Makes the GPU resolvable as soon as the nodes that every container needs exist.
 async fn publish(shared: &Arc<Shared>, gpu: GpuId, node: Node, after: StepId) -> Result<(), Failed> {
     shared.dispatch.report(Fact::Publishing(gpu));
     let mut driver = shared.driver.clone();
     let over =
         |driver: &Driver| matches!(driver, Driver::Loaded(loaded) if loaded.control_ready) || matches!(driver, Driver::Failed { .. });
-    // An error: the load's task has ended without a word.
+    // The wait fails only when the load's task has ended without a result.
     let error = match driver.wait_for(over).await.as_deref() {
         Ok(Driver::Failed { error, .. }) => Some(error.clone()),
         Ok(_) => None,
@@ -299,7 +325,7 @@ async fn publish(shared: &Arc<Shared>, gpu: GpuId, node: Node, after: StepId) ->
     Ok(())
 }
 
-/// Initialises the adapter when that is ordered; waits for as long as the driver takes.
+/// Initialises the adapter on order; waits for as long as the driver takes.
 async fn initialise(
     shared: &Arc<Shared>,
     bound: Bound,
@@ -308,19 +334,19 @@ async fn initialise(
     after: StepId,
     orders: &mut Orders,
 ) -> Result<StepId, Failed> {
-    next(orders).await; // its last one
+    next(orders).await; // the last order of a GPU
     let before = shared.seen.initialised();
     let step = step!(names::GPU_INIT, gpu = %gpu.address, after = ?After::from(&[Some(after), before][..]), rc = tracing::field::Empty, status = tracing::field::Empty);
     let (id, node, shared, progress) = (step.id(), node.clone(), Arc::clone(shared), shared.seen.progress(gpu));
-    let initialising = tokio::task::spawn_blocking(move || {
+    let initialising = threads::run(move || {
         progress.on_this_thread();
         let descriptor = match shared.descriptors.of(&bound) {
-            // An earlier worker opened it; what came of that is still to be asked.
+            // An earlier worker opened the GPU; the result is queried below.
             Some(descriptor) => Ok(descriptor),
             None => {
                 shared.lane.keep_driver_off();
-                // From here, not from when it returns: with drivers before 550.40.07 the open is
-                // the whole initialisation.
+                // The initialisation begins here, not when the open returns: with drivers before
+                // 550.40.07 the open is the whole initialisation.
                 let opening = |thread| {
                     progress.on_thread(thread);
                     shared.dispatch.report(Fact::Opening(gpu));
@@ -328,8 +354,9 @@ async fn initialise(
                 let opened = shared.descriptors.open(bound, &node, opening);
                 progress.on_this_thread();
                 if shared.sysfs.sight(gpu.address).is_ok_and(|seen| seen.bound(gpu.address) != Some(bound)) {
-                    // Removed or unbound meanwhile: the driver waits for everybody to close it, and
-                    // has reported so already. Or another GPU has the minor by now.
+                    // The GPU was removed or unbound meanwhile: the driver waits until all its
+                    // descriptors are closed, and has already logged that. Or another GPU has the
+                    // minor now.
                     shared.descriptors.release(&bound);
                 }
                 opened
@@ -353,13 +380,13 @@ async fn initialise(
     }
 }
 
-/// Gives a usable GPU its other name, where that is wanted: the driver knows it from the first
+/// Adds a usable GPU's name by UUID, where configured; the driver knows the UUID from the first
 /// initialisation on.
 async fn uuid(shared: &Shared, gpu: GpuId) -> Option<String> {
     if !shared.config.cdi_names.contains(&Naming::Uuid) {
         return None;
     }
-    let reading = tokio::task::spawn_blocking(move || driver_proc::information(Path::new(PROC), gpu.address));
+    let reading = threads::run(move || driver_proc::information(Path::new(PROC), gpu.address));
     let uuid = reading.await.ok()?.ok()?.uuid?;
     let _unused = shared.spec.send(Update::Known { gpu, uuid: uuid.clone() });
     Some(uuid)

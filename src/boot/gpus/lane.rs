@@ -1,5 +1,5 @@
-//! The enable lane: turns on one GPU's memory decoding at a time, which is when the host maps its
-//! BARs. Who is next is the schedule's.
+//! The enable lane: turns on one GPU's memory decoding at a time, upon which the host maps the
+//! GPU's BARs. The schedule decides the order.
 
 use super::deadlines::Limit;
 use super::lane_cpu::{LaneCpu, Spare};
@@ -12,9 +12,11 @@ use crate::events::{After, Step, StepId, names};
 use crate::kernel_console::{self, Quiet};
 use crate::pci::{PciAddress, SYS};
 use crate::step;
+use crate::threads::{self, Panicked};
 use nix::errno::Errno;
 use nix::unistd::Pid;
 use std::path::Path;
+use std::pin::pin;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
@@ -26,47 +28,60 @@ pub struct Lane {
 }
 
 struct State {
-    /// Until the first enabling.
+    /// vCPU and process for the lane, until the first enabling.
     spare: Option<Spare>,
-    /// While GPUs are being enabled.
+    /// The lane's vCPU, from the first enabling to the last.
     cpu: Option<Arc<LaneCpu>>,
-    /// What the next enabling comes after.
+    /// Steps that precede the next enabling.
     after: After,
     wait: Option<Step>,
-    /// The GPU that was enabled last.
+    /// GPU that was enabled last.
     last: Option<PciAddress>,
+    /// Count of works under way that keep the console quiet, and the kernel's level to restore.
+    enabling: u32,
+    quiet: Option<Quiet>,
 }
 
 impl Lane {
     /// A lane whose first enabling comes after these steps.
     pub fn new(sysfs: PciSysfs, spare: Option<Spare>, gate: Gate, after: After) -> Self {
-        Self { sysfs, gate, state: Mutex::new(State { spare, cpu: None, after, wait: None, last: None }) }
+        Self { sysfs, gate, state: Mutex::new(State { spare, cpu: None, after, wait: None, last: None, enabling: 0, quiet: None }) }
     }
 
-    /// Enables a GPU; returns its step and how long that took. `holds`: what kept it waiting.
-    pub async fn enable(self: &Arc<Self>, gpu: PciAddress, holds: &[Held], progress: &Arc<Progress>) -> Result<(StepId, Duration), String> {
+    /// Enables a GPU; returns the step and its duration, or the kernel's refusal. `holds`: the
+    /// reasons of the wait before.
+    pub async fn enable(
+        self: &Arc<Self>,
+        gpu: PciAddress,
+        holds: &[Held],
+        progress: &Arc<Progress>,
+    ) -> Result<Result<(StepId, Duration), SysfsError>, Panicked> {
         self.end_wait(gpu, holds);
         let (lane, progress) = (Arc::clone(self), Arc::clone(progress));
-        let mut enabling = tokio::task::spawn_blocking(move || {
+        let enabling = threads::run(move || {
             let cpu = lane.reserve();
             let step = step!(names::GPU_ENABLE, gpu = %gpu, after = ?lane.lock().after);
             lane.lock().after = After(vec![step.id()]);
-            (step.id(), step.run(|| enable(&lane.sysfs, gpu, cpu.as_deref(), &progress)).map_err(|e| e.to_string()))
+            (step.id(), step.run(|| enable(&lane.sysfs, gpu, cpu.as_deref(), &progress)))
         });
-        // A line on the console would spin another vCPU until the host is free again. Bounded: an
-        // enabling may hang.
-        let quiet = ConsoleQuiet::new(&self.gate);
-        let over = tokio::time::timeout(Limit::ConsoleQuiet.after(), &mut enabling).await;
-        drop(quiet);
-        let result = match over {
-            Ok(result) => result,
-            Err(_) => enabling.await,
-        };
-        let (step, result) = result.map_err(|panicked| panicked.to_string())?;
-        result.map(|took| (step, took))
+        let (step, result) = self.quiet_while(enabling).await?;
+        Ok(result.map(|took| (step, took)))
     }
 
-    /// The lane waits before it enables this GPU.
+    /// Keeps the console quiet during work that enables a GPU: a line on it would spin another vCPU
+    /// until the host is free again. Bounded: an enabling may hang.
+    pub async fn quiet_while<F: Future>(&self, work: F) -> F::Output {
+        let quiet = ConsoleQuiet::new(self);
+        let mut work = pin!(work);
+        let over = tokio::time::timeout(Limit::ConsoleQuiet.after(), &mut work).await;
+        drop(quiet);
+        match over {
+            Ok(result) => result,
+            Err(_) => work.await,
+        }
+    }
+
+    /// Begins the step of the wait before this GPU's enabling.
     pub fn wait(&self, gpu: PciAddress) {
         let mut state = self.lock();
         let empty = tracing::field::Empty;
@@ -75,15 +90,15 @@ impl Lane {
         state.wait = Some(wait);
     }
 
-    /// Moves a process that will enable a GPU to the lane's vCPU: two vCPUs that want the host at
-    /// once would both be gone.
+    /// Moves a process that will enable a GPU to the lane's vCPU: of two vCPUs that need the host
+    /// at once, both would be gone.
     pub fn move_here(&self, process: Pid) {
         if let Some(cpu) = &self.lock().cpu {
             cpu.move_here(process);
         }
     }
 
-    /// Runs work that enables a GPU by itself: on the lane's vCPU, on the calling thread.
+    /// Runs work that enables a GPU by itself, on the lane's vCPU and the calling thread.
     pub fn run_there<T>(&self, work: impl FnOnce() -> T) -> T {
         match self.reserve() {
             Some(cpu) => cpu.run_there(work),
@@ -91,13 +106,13 @@ impl Lane {
         }
     }
 
-    /// The step of the last enabling, if there was one.
+    /// Step of the last enabling, if there was one.
     pub fn last_enabling(&self) -> Option<StepId> {
         let state = self.lock();
         state.last.and_then(|_| state.after.0.first().copied())
     }
 
-    /// Gives the vCPU back: no GPU is to be enabled any more.
+    /// Releases the vCPU after the last enabling.
     pub fn over(&self) {
         let mut state = self.lock();
         drop((state.spare.take(), state.cpu.take()));
@@ -110,8 +125,7 @@ impl Lane {
         }
     }
 
-    /// Ends the wait for this GPU's turn, and reports what held the lane for as long as anything
-    /// may.
+    /// Ends the step of the wait for this GPU, and reports holds that reached the limit.
     fn end_wait(&self, gpu: PciAddress, holds: &[Held]) {
         let (wait, last) = {
             let mut state = self.lock();
@@ -132,9 +146,9 @@ impl Lane {
         }
     }
 
-    /// The lane's vCPU, reserved the first time; blocks for some milliseconds then.
+    /// Returns the lane's vCPU. The first call reserves it and blocks for some milliseconds.
     fn reserve(&self) -> Option<Arc<LaneCpu>> {
-        // Without the lock: others may ask meanwhile.
+        // Reserve without the lock: other tasks may need it meanwhile.
         let spare = self.lock().spare.take();
         let reserved = spare.map(|spare| spare.reserve(Path::new(SYS)));
         let first = reserved.is_some();
@@ -154,26 +168,35 @@ impl Lane {
     }
 }
 
-/// The console writes nothing while this is there: the kernel's lines stay in its log, the init's
-/// come afterwards.
-struct ConsoleQuiet<'a>(&'a Gate, Option<Quiet>);
+/// Keeps the console silent until dropped: the kernel's lines stay in its log, the init's come
+/// afterwards.
+struct ConsoleQuiet<'a>(&'a Lane);
 
 impl<'a> ConsoleQuiet<'a> {
-    fn new(gate: &'a Gate) -> Self {
-        gate.hold();
-        // A level that cannot be set is a line more on the console.
-        Self(gate, kernel_console::quiet(Path::new("/proc")).ok().flatten())
+    fn new(lane: &'a Lane) -> Self {
+        let mut state = lane.lock();
+        state.enabling += 1;
+        if state.enabling == 1 {
+            lane.gate.hold();
+            // A level that cannot be set costs a line on the console.
+            state.quiet = kernel_console::quiet(Path::new("/proc")).ok().flatten();
+        }
+        Self(lane)
     }
 }
 
 impl Drop for ConsoleQuiet<'_> {
     fn drop(&mut self) {
-        drop(self.1.take());
-        self.0.release();
+        let mut state = self.0.lock();
+        state.enabling -= 1;
+        if state.enabling == 0 {
+            drop(state.quiet.take());
+            self.0.gate.release();
+        }
     }
 }
 
-/// Enables in the lane's process, or in this one where there is none.
+/// Enables in the lane's process, or in this one where there is no such process.
 fn enable(sysfs: &PciSysfs, gpu: PciAddress, cpu: Option<&LaneCpu>, progress: &Progress) -> Result<Duration, SysfsError> {
     if let Some(process) = cpu.map(LaneCpu::process) {
         progress.on_thread(process.pid());

@@ -1,40 +1,44 @@
 //! A vCPU for the lane. While the host maps BARs, the vCPU that enables is gone: tasks queued there
 //! do not run, timers set there do not fire, interrupts routed there wait. An initialisation that
 //! happens to sleep there takes seconds longer. So the lane's process ([`LaneProcess`]) has a vCPU
-//! to itself, and until the lane ends, every thread that initialises GPUs stays off it, and so does
-//! every interrupt that can be moved. The agent and its containers may still run there: with two
-//! vCPUs they would otherwise have one less.
+//! to itself. Until the lane ends, every thread that initialises GPUs stays off that vCPU, and so
+//! does every interrupt that can be moved. The agent and its containers may still run there: on a
+//! guest of two vCPUs they would otherwise have one less.
 //!
-//! All of this only makes a boot faster: a mask that cannot be set stays as it is.
+//! A boot works without all of this, only slower: a mask that cannot be set stays as it is.
 
-use super::late::OPEN_THREAD;
+use super::late::is_open_thread;
 use crate::boot::wire::keeper::Held;
 use crate::boot::wire::lane_process::LaneProcess;
 use crate::events::names;
 use crate::interrupts::{self, MovedInterrupts};
 use nix::sched::{CpuSet, sched_getaffinity, sched_setaffinity};
 use nix::unistd::Pid;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-/// Where procfs is mounted.
+/// Mount point of procfs.
 const PROC: &str = "/proc";
+/// CPUs that are online, in sysfs.
+const ONLINE: &str = "devices/system/cpu/online";
 /// How long virtio-vsock's interrupts are given to arrive once, which moves them: a completion
 /// takes well below this.
 const STIR: Duration = Duration::from_millis(20);
 
-/// The calling thread, for the kernel.
+/// Calling thread, as a system call argument.
 const SELF: Pid = Pid::from_raw(0);
 
-/// A vCPU for the lane, and its process there; nothing is moved yet.
+/// A vCPU for the lane, with the lane's process on it; threads and interrupts are not moved yet.
 pub struct Spare {
     process: LaneProcess,
-    /// The process that opens GPUs.
+    /// Process that opens GPUs.
     opener: Option<Pid>,
     cpu: usize,
     all: CpuSet,
     others: CpuSet,
+    /// What threads may use afterwards.
+    afterwards: CpuSet,
 }
 
 impl Spare {
@@ -46,10 +50,11 @@ impl Spare {
         let mut lane = CpuSet::new();
         lane.set(cpu).ok()?;
         let process = LaneProcess::start(sysfs, &lane, held)?;
-        Some(Self { process, opener, cpu, all, others })
+        let online = std::fs::read_to_string(sysfs.join(ONLINE)).unwrap_or_default();
+        Some(Self { process, opener, cpu, all, others, afterwards: afterwards(&all, online.trim()) })
     }
 
-    /// Moves this process and the one that opens GPUs.
+    /// Moves this process and the process that opens GPUs.
     fn move_to(&self, cpus: &CpuSet) {
         move_process(cpus);
         if let Some(opener) = self.opener {
@@ -62,7 +67,7 @@ impl Spare {
         self.move_to(&self.others);
         let online: Vec<usize> = cpus(&self.all).collect();
         let interrupts = interrupts::keep_off(Path::new(PROC), self.cpu, &online);
-        // A written mask moves an interrupt when it arrives the next time.
+        // A written mask moves an interrupt at its next arrival.
         if interrupts.vsock_waits(sysfs) {
             let _unused = interrupts::stir_vsock(STIR);
         }
@@ -74,7 +79,7 @@ impl Spare {
     }
 }
 
-/// A vCPU that only the lane uses; given back when this is dropped.
+/// A vCPU reserved for the lane until this is dropped.
 pub struct LaneCpu {
     spare: Spare,
     moved: Mutex<Moved>,
@@ -82,11 +87,11 @@ pub struct LaneCpu {
 
 /// Interrupts and threads that were moved off the vCPU.
 struct Moved {
-    /// Given back when dropped.
+    /// Restored when dropped.
     interrupts: MovedInterrupts,
     /// The driver's threads.
     threads: Vec<Pid>,
-    /// The highest process id that was looked at.
+    /// Highest process id that was examined.
     seen: i32,
 }
 
@@ -118,14 +123,14 @@ impl LaneCpu {
         self.lock().interrupts.again();
     }
 
-    /// Moves the driver's threads that initialise GPUs off the lane's vCPU: those that have come
-    /// since the last call. There is one for each GPU, made in its probe.
+    /// Moves the driver's threads that initialise GPUs off the lane's vCPU, if started since the
+    /// last call. The driver starts one for each GPU, in its probe.
     pub fn keep_driver_off(&self) {
         let mut moved = self.lock();
         let new = numbers(Path::new(PROC)).filter(|pid| *pid > moved.seen).collect::<Vec<_>>();
         moved.seen = new.iter().copied().max().unwrap_or(moved.seen);
         for pid in new {
-            if std::fs::read_to_string(format!("/proc/{pid}/comm")).is_ok_and(|comm| comm.starts_with(OPEN_THREAD)) {
+            if is_open_thread(&PathBuf::from(format!("{PROC}/{pid}"))) {
                 let _unused = sched_setaffinity(Pid::from_raw(pid), &self.spare.others);
                 moved.threads.push(Pid::from_raw(pid));
             }
@@ -139,9 +144,9 @@ impl LaneCpu {
 
 impl Drop for LaneCpu {
     fn drop(&mut self) {
-        self.spare.move_to(&self.spare.all);
+        self.spare.move_to(&self.spare.afterwards);
         for thread in &self.moved.get_mut().unwrap_or_else(PoisonError::into_inner).threads {
-            let _unused = sched_setaffinity(*thread, &self.spare.all);
+            let _unused = sched_setaffinity(*thread, &self.spare.afterwards);
         }
     }
 }
@@ -153,13 +158,37 @@ fn move_process(to: &CpuSet) {
     }
 }
 
-/// The numbers among the names in a directory: process or thread ids.
+/// Process or thread ids: the numeric names in a directory.
 fn numbers(directory: &Path) -> impl Iterator<Item = i32> {
     std::fs::read_dir(directory).into_iter().flatten().flatten().filter_map(|e| e.file_name().to_str()?.parse().ok())
 }
 
 fn cpus(set: &CpuSet) -> impl DoubleEndedIterator<Item = usize> {
     (0..CpuSet::count()).filter(|cpu| set.is_set(*cpu).unwrap_or(false))
+}
+
+/// The mask to give back: every CPU that there will ever be, unless the guest was given less than
+/// the CPUs `online` (as `0-3,5`): then as it was.
+fn afterwards(all: &CpuSet, online: &str) -> CpuSet {
+    if listed(online).is_some_and(|online| cpus(all).eq(online)) {
+        let mut every = CpuSet::new();
+        for cpu in 0..CpuSet::count() {
+            let _unused = every.set(cpu); // fails only beyond the count
+        }
+        every
+    } else {
+        *all
+    }
+}
+
+/// The numbers in a list as `0-3,5`. None for anything else.
+fn listed(text: &str) -> Option<Vec<usize>> {
+    let range = |part: &str| {
+        let (from, to) = part.split_once('-').unwrap_or((part, part));
+        Some(from.parse().ok()?..=to.parse().ok().filter(|to: &usize| *to < CpuSet::count())?)
+    };
+    let ranges: Option<Vec<_>> = text.split(',').map(range).collect();
+    Some(ranges?.into_iter().flatten().collect())
 }
 
 /// Splits CPUs into the last one, which has the least other work, and the others. None where there
@@ -179,6 +208,20 @@ mod tests {
         let mut all = CpuSet::new();
         list.iter().for_each(|cpu| all.set(*cpu).unwrap());
         split(&all).map(|(lane, others)| (lane, cpus(&others).collect()))
+    }
+
+    #[test]
+    fn what_is_given_back_has_cpus_that_come_later_and_none_that_were_kept_from_the_guest() {
+        let of = |list: &[usize], online: &str| {
+            let mut all = CpuSet::new();
+            list.iter().for_each(|cpu| all.set(*cpu).unwrap());
+            cpus(&afterwards(&all, online)).collect::<Vec<_>>()
+        };
+        assert_eq!(of(&[0, 1, 2, 5], "0-2,5").len(), CpuSet::count());
+        assert_eq!(of(&[0, 1], "0-3"), [0, 1]);
+        for odd in ["", "0-", "x", "0-999999999999"] {
+            assert_eq!(of(&[0, 1], odd), [0, 1], "{odd:?}");
+        }
     }
 
     #[test]

@@ -5,11 +5,11 @@ use std::path::Path;
 use std::sync::atomic::{AtomicI32, Ordering};
 
 /// The driver's kernel threads that initialise adapters, as the kernel shows their names.
-pub const OPEN_THREAD: &str = "nv_open_q";
+const OPEN_THREAD: &str = "nv_open_q";
 /// Frames of a stack that are reported.
 const FRAMES: usize = 8;
 
-/// Id of the thread that is in the kernel for a GPU; 0: none of ours.
+/// Id of this init's thread that is in the kernel for a GPU; 0: none.
 #[derive(Default)]
 pub struct Progress(AtomicI32);
 
@@ -19,19 +19,19 @@ impl Progress {
         self.on_thread(nix::unistd::gettid());
     }
 
-    /// Notes the thread that waits for this GPU, of whichever process.
+    /// Notes the thread, of any process, that waits for this GPU.
     pub fn on_thread(&self, thread: nix::unistd::Pid) {
         self.0.store(thread.as_raw(), Ordering::Relaxed);
     }
 
-    /// Stacks of what the kernel is doing for this GPU now; empty where the kernel does not show
-    /// them. Reads other processes' files: call on a thread of its own.
+    /// Kernel stacks of the threads that work for this GPU now; empty where the kernel does not
+    /// show them. Reads other processes' files: call on a thread of its own.
     pub fn stack(&self) -> String {
         stack(Path::new("/proc"), self.0.load(Ordering::Relaxed))
     }
 }
 
-/// Stack of our thread, and stacks of the driver's threads that are initialising. Empty where the
+/// Stack of `thread`, and stacks of the driver's threads that are initialising. Empty where the
 /// kernel does not show them.
 fn stack(proc: &Path, thread: i32) -> String {
     let mut stacks = Vec::new();
@@ -42,8 +42,9 @@ fn stack(proc: &Path, thread: i32) -> String {
     }
     for entry in std::fs::read_dir(proc).into_iter().flatten().flatten() {
         let process = entry.path();
-        let is_open_thread = std::fs::read_to_string(process.join("comm")).is_ok_and(|comm| comm.starts_with(OPEN_THREAD));
-        if is_open_thread && let Some(frames) = std::fs::read_to_string(process.join("stack")).ok().as_deref().and_then(frames) {
+        if is_open_thread(&process)
+            && let Some(frames) = std::fs::read_to_string(process.join("stack")).ok().as_deref().and_then(frames)
+        {
             // A thread that waits for work initialises nothing.
             if !is_idle(&frames) {
                 stacks.push(format!("{OPEN_THREAD}: {frames}"));
@@ -51,6 +52,22 @@ fn stack(proc: &Path, thread: i32) -> String {
         }
     }
     stacks.join("; ")
+}
+
+/// Whether a process (its directory in /proc) is one of the driver's threads. A program may have
+/// the same name: only the kernel makes kernel threads.
+pub fn is_open_thread(process: &Path) -> bool {
+    let read = |file: &str| std::fs::read_to_string(process.join(file)).unwrap_or_default();
+    read("comm").starts_with(OPEN_THREAD) && is_kernel_thread(&read("stat"))
+}
+
+/// Whether this is the `stat` of a kernel thread: PF_KTHREAD in its flags, the seventh field after
+/// the name.
+fn is_kernel_thread(stat: &str) -> bool {
+    const PF_KTHREAD: u64 = 0x0020_0000;
+    // A name may have brackets and spaces in it.
+    let flags = stat.rsplit_once(')').and_then(|(_, fields)| fields.split_ascii_whitespace().nth(6)?.parse::<u64>().ok());
+    flags.is_some_and(|flags| flags & PF_KTHREAD != 0)
 }
 
 /// Whether a kernel thread is in its own loop and nowhere else.
@@ -74,6 +91,23 @@ fn frames(text: &str) -> Option<String> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_program_with_the_name_of_a_kernel_thread_is_none() {
+        // As a kernel shows them: `kthreadd`, and a shell that has named itself.
+        assert!(is_kernel_thread("2 (kthreadd) S 0 0 0 0 -1 2129984 0 0 0 0"));
+        assert!(!is_kernel_thread("77 (nv_open_q) x) S 1 77 77 0 -1 4194304 0 0 0 0"));
+        assert!(!is_kernel_thread("77 (a) S 1 2 3 4 5 2129984) S 1 77 77 0 -1 4194304 0"));
+        assert!(!is_kernel_thread(""));
+        let process = std::env::temp_dir().join(format!("kata-gpu-init-thread-{}", std::process::id()));
+        std::fs::create_dir_all(&process).unwrap();
+        for (flags, is) in [("4194304", false), ("2129984", true)] {
+            std::fs::write(process.join("comm"), "nv_open_q\n").unwrap();
+            std::fs::write(process.join("stat"), format!("9 (nv_open_q) S 2 0 0 0 -1 {flags} 0")).unwrap();
+            assert_eq!(is_open_thread(&process), is);
+        }
+        std::fs::remove_dir_all(process).unwrap();
+    }
 
     #[test]
     fn a_stack_is_its_functions_innermost_first() {

@@ -1,4 +1,4 @@
-//! The driver's user space in this guest: which of its files containers get.
+//! The driver's user space in this guest: files that containers get.
 
 use crate::driver_files::manifest::{self, Unusable};
 use crate::driver_files::{DriverFiles, Roots};
@@ -6,11 +6,11 @@ use crate::events::names;
 use crate::step;
 use std::path::Path;
 
-/// Where a guest that boots a common image finds the files that its GPUs need.
+/// Mount of the GPU extension image in a guest that boots a common image.
 const EXTENSION: &str = "/run/kata-extensions/gpu";
 
-/// Looks for the driver's files; reports what is found and what is wrong. None: containers get
-/// their GPUs' nodes and nothing else.
+/// Searches the driver's files; reports counts and problems. None: containers get their GPUs' nodes
+/// and nothing else.
 pub fn find(version: Option<&str>) -> Option<DriverFiles> {
     let empty = tracing::field::Empty;
     let step = step!(names::DRIVER_FILES, version = empty, mounts = empty, links = empty, manifest = empty);

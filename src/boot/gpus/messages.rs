@@ -1,4 +1,4 @@
-//! What goes into the [`schedule`](super::schedule) and what comes out of it.
+//! Facts that go into the [`schedule`](super::schedule), and orders that come out.
 
 use super::strategy::Strategy;
 use crate::pci::PciAddress;
@@ -8,8 +8,8 @@ use std::time::Duration;
 /// Time since the guest's boot.
 pub type Time = Duration;
 
-/// One arrival of a GPU: its address, and how many arrivals there were at that address before it. A
-/// bind after an unbind is an arrival, too. Orders by address.
+/// One arrival of a GPU: its address, and the number of arrivals before it at that address. A bind
+/// after an unbind is an arrival, too. Sorts by address.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct GpuId {
     pub address: PciAddress,
@@ -29,67 +29,70 @@ impl fmt::Debug for GpuId {
     }
 }
 
-/// How a GPU comes in: what is left to be done for it.
+/// State of a GPU at its arrival, which decides the steps that are left.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Arrival {
-    /// There at boot, touched by nobody.
+    /// Present at boot, no step done.
     Boot,
-    /// The same, but an earlier worker has died over it: no load counts as a try.
+    /// Present at boot, left unbound by an earlier worker that died: the load does not count as its
+    /// probe.
     Again,
-    /// Bound by an earlier worker, or plugged in later, when the kernel enables and probes it by
-    /// itself.
+    /// Bound by an earlier worker, or plugged in later: the kernel then enables and probes the GPU
+    /// by itself.
     Enabled,
     /// Settled by an earlier worker.
     Usable,
     Failed,
 }
 
-/// How a GPU is probed.
+/// Kind of a probe.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Probe {
     /// By the load of the driver.
     Load,
-    /// Beside a load that is still probing another GPU.
+    /// During a load that is still probing another GPU.
     DuringLoad,
     /// By a write to the driver's `bind`.
     Bind,
-    /// The same on the lane's vCPU, before it is enabled: the driver enables it when its firewall
-    /// is down.
+    /// By a write to `bind` on the lane's vCPU, before the GPU is enabled: the driver enables it
+    /// when its firewall is down.
     BeforeEnable,
 }
 
-/// What has happened.
+/// An event of the bring-up.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Fact {
     Found(GpuId, Arrival),
     /// All GPUs of the boot scan are found.
     Scanned,
-    /// The enabling of a GPU is over; `took`: by the clock of who did it.
+    /// The enabling of a GPU is over; its duration is measured by the process that enabled.
     Enabled(GpuId, Duration),
-    /// The driver has entered itself at the bus: its load is probing.
+    /// The driver is registered at the bus: its load is probing.
     Registered,
-    /// The load of nvidia is over; nothing more comes of one that failed.
+    /// The load of nvidia is over; whether it succeeded. No fact of a failed load follows but
+    /// `LoadOver`.
     Loaded(bool),
     /// The load of nvidia-uvm is over.
     UvmLoaded,
-    /// Nothing of the loads is left that needs all CPUs.
+    /// No work of the loads is left that needs all CPUs.
     LoadOver,
     /// A GPU is bound, its minor is known and its node is made.
     Bound(GpuId),
-    /// The writer of the spec has been asked to publish a GPU, and has done so.
+    /// The publication of a GPU is requested from the writer of the spec.
     Publishing(GpuId),
+    /// The publication of a GPU is done.
     Published(GpuId),
     /// A GPU is about to be opened: its initialisation begins.
     Opening(GpuId),
-    /// The initialisation of a GPU is over: whether it went well.
+    /// The initialisation of a GPU is over; whether it succeeded.
     Initialised(GpuId, bool),
-    /// A GPU is usable, and all is known of it.
+    /// A GPU is usable, and its extras are read.
     Usable(GpuId),
-    /// A GPU will not come.
+    /// A GPU is given up.
     Failed(GpuId),
     /// A GPU has left the bus.
     Gone(GpuId),
-    /// The agent has looked into the spec.
+    /// The agent has opened the spec.
     AgentLooked,
     /// The agent makes a container.
     ContainerBegins,
@@ -97,7 +100,7 @@ pub enum Fact {
     ContainerRuns,
 }
 
-/// What keeps the next GPU from being enabled.
+/// Reason that keeps the next GPU from being enabled.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Hold {
     Load,
@@ -125,36 +128,36 @@ impl Hold {
     }
 }
 
-/// A reason, and for how long it held the lane.
+/// A reason, and the time for which it held the lane.
 pub type Held = (Hold, Duration);
 
-/// What is to be done now.
+/// An action that is due now.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Order {
     /// The strategy is chosen.
     Chosen(Strategy, Option<Duration>),
-    /// Load the driver; it may probe these GPUs: all of them, or one by one until one probe
-    /// succeeds. `enables`: its probes enable them as well.
+    /// Load the driver, which may probe these GPUs: all of them, or one by one until one probe
+    /// succeeds. `enables`: the load's probes also enable the GPUs.
     Load {
         gpus: Vec<GpuId>,
         one_by_one: bool,
         enables: bool,
     },
-    /// Begin. What kept it waiting, and for how long, comes with an enabling.
+    /// Enable a GPU; with the reasons of the lane's wait before.
     Enable(GpuId, Vec<Held>),
     Probe(GpuId, Probe),
     Initialise(GpuId),
-    /// The lane waits before it enables this GPU.
+    /// Report that the lane waits before it enables this GPU.
     Wait(GpuId),
-    /// No more GPUs are to be enabled: the lane's vCPU is free.
+    /// Free the lane's vCPU: no GPU is left to enable.
     LaneOver,
-    /// Report a GPU that takes long: the step it is in, and how long it has been on its way.
+    /// Report a GPU that takes long: its current step, and the time since its first.
     Late(GpuId, &'static str, Duration),
-    /// All GPUs are usable or failed.
+    /// Report that all GPUs are usable or failed.
     Settled {
         usable: usize,
         failed: usize,
     },
-    /// Nothing needs to be loaded any more.
+    /// Disable module loading: no module is left to load.
     LockDown,
 }

@@ -6,30 +6,31 @@
 //!                        orders -> enable (lane) -> load, probe -> publish -> initialise
 //! ```
 //!
-//! [`schedule`] alone knows the order, [`slots`] which GPU is where, [`strategy`] and [`waves`] what it depends on, [`deadlines`]
-//! every time limit. All of these are pure.
+//! Only [`schedule`] decides the order. [`slots`] knows the GPU at each address, [`strategy`] and
+//! [`waves`] compute the schedule's inputs, [`deadlines`] lists every time limit. All of these are
+//! pure.
 
 pub mod deadlines; // every time limit, with its reason
-pub mod strategy; // how this boot binds and initialises
-pub mod waves; // which initialisations go together
+pub mod strategy; // choice of bind and initialisation for this boot
+pub mod waves; // costs of initialisations that run together
 pub mod messages; // facts and orders
-pub mod agent; // when the lane waits for the agent
+pub mod agent; // waits of the lane for the agent
 pub mod schedule; // facts in, permissions and orders out
-mod dispatch; // carries both
-mod slots; // which GPU is where, under which name
-mod roster; // the same, shared and reported
-pub mod previous; // what an earlier worker has done
-mod late; // what the kernel does for a GPU that takes long
+mod dispatch; // transport of facts and orders
+mod slots; // GPUs by PCI address, and their names
+mod roster; // the slots, shared by all tasks, and the reports of names
+pub mod previous; // facts from an earlier worker
+mod late; // kernel stacks for a GPU that takes long
 pub mod lane_cpu; // a vCPU for the lane
 mod lane; // enabling
 mod libraries; // the driver's files for containers
 mod publication; // the writer of the spec
-mod shared; // what the tasks of all GPUs work with
-mod extras; // what containers get besides GPUs' nodes
+mod shared; // state shared by the tasks of all GPUs
+mod extras; // devices for containers besides GPUs' nodes
 mod driver; // the driver's load
-mod stock; // what is on the bus, and what was
-mod failed; // a GPU that fails
-mod gpu; // one GPU's way
-mod fleet; // all GPUs, those that come and go among them
+mod stock; // comparison of the bus with the slots
+mod failed; // failure of a GPU
+mod gpu; // steps of one GPU
+mod fleet; // all GPUs, including hot-plugged ones
 
 pub use fleet::{Machine, Sources, run};

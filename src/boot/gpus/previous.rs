@@ -11,17 +11,17 @@ use std::collections::{BTreeMap, HashMap};
 /// State of one GPU so far.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Known {
-    /// Which GPU it is.
+    /// Identity and name; see [`slots`].
     pub slot: slots::Known,
     /// Device minor; set once bound.
     pub minor: Option<u32>,
-    /// Set once usable, where names by UUID were asked for.
+    /// Set once usable, where names by UUID are configured.
     pub uuid: Option<String>,
     pub published: bool,
     pub usable: bool,
 }
 
-/// The stream so far.
+/// State read from the stream of earlier workers.
 #[derive(Debug, Default)]
 pub struct Previous {
     pub gpus: HashMap<PciAddress, Known>,
@@ -29,9 +29,9 @@ pub struct Previous {
     pub scanned: Option<usize>,
     /// Steps that began and did not end: their worker died in them.
     pub open: Vec<Record>,
-    /// The greatest id of a step.
+    /// Greatest id of a step.
     pub last_step: u64,
-    /// The kernel's number of the last line of its log that is in the stream.
+    /// Sequence number of the last line of the kernel's log in the stream.
     pub last_kmsg: Option<u64>,
 }
 
@@ -77,11 +77,12 @@ impl Previous {
             return;
         }
         match record.name.as_str() {
+            // After a removal, no earlier fact holds.
             names::GPU_REMOVED => {
                 let slot = slots::Known { left: true, bind: None, failed: false, ..known.slot.clone() };
                 *known = Known { slot, ..Known::default() };
             }
-            // Once left, nothing but another arrival brings one back.
+            // After that, only another arrival counts.
             _ if known.slot.left => {}
             names::GPU_BOUND => {
                 known.minor = number(record, "minor").and_then(|n| u32::try_from(n).ok());
@@ -117,7 +118,7 @@ fn number(record: &Record, field: &str) -> Option<u64> {
     record.fields.get(field)?.as_u64()
 }
 
-/// The end of a step whose worker has died in it.
+/// End record of a step whose worker has died in it.
 pub fn end_of(begin: &Record) -> Record {
     Record {
         boottime_ns: boottime_ns(),

@@ -1,6 +1,6 @@
-//! The one writer of the CDI specs. Tasks of GPUs send reports; each report, or each group of
-//! reports that came meanwhile, is one publication. The writer waits for nothing: neither for other
-//! GPUs nor for the lane.
+//! The only writer of the CDI specs. Tasks of GPUs send reports; each report, or each group of
+//! reports that came meanwhile, is one publication. The writer waits neither for other GPUs nor for
+//! the lane.
 
 use super::messages::GpuId;
 use super::roster::Roster;
@@ -18,20 +18,20 @@ use std::sync::Arc;
 use std::time::Duration;
 use tokio::sync::mpsc;
 
-/// From a publication that failed to the next try.
+/// Pause between a publication that failed and the next try.
 const RETRY_AFTER: Duration = Duration::from_millis(500);
 
-/// What can change the spec.
+/// A change of the spec.
 pub enum Update {
-    /// GPUs came or went: the roster has them.
+    /// GPUs came or went; the roster lists the present ones.
     Roster,
     /// Nodes and files that every container with a GPU gets.
     Common(Common),
-    /// A GPU can be used by containers; `after` is the step that made it so.
+    /// A GPU can be given to containers; `after` is the step that made it ready.
     Ready { gpu: GpuId, nodes: Vec<Node>, after: Option<StepId> },
-    /// Devices that a usable GPU has besides its own node.
+    /// Devices of a usable GPU besides its own node.
     Extras { gpu: GpuId, extras: Extras },
-    /// Devices of another kind, which has a file of its own; `mode` names it.
+    /// Devices of another kind, with a file of its own named after `mode`.
     Other { mode: &'static str, spec: Spec },
     /// A usable GPU is also known by this name.
     Known { gpu: GpuId, uuid: String },
@@ -41,26 +41,26 @@ pub enum Update {
     Settled,
 }
 
-/// The way to the writer. Sending fails only when the writer is gone, with the runtime.
+/// Channel to the writer. Sending fails only when the writer is gone, with the runtime.
 pub type Updates = mpsc::UnboundedSender<Update>;
 
-/// What every container with a GPU gets.
+/// Nodes and files that every container with a GPU gets, as far as they exist.
 #[derive(Default)]
 pub struct Common {
     pub nodes: Vec<Node>,
     pub files: Option<DriverFiles>,
 }
 
-/// Entries that an earlier worker has published.
+/// Entries published by an earlier worker.
 #[derive(Default)]
 pub struct Published {
     pub entries: HashMap<GpuId, Entry>,
     pub common: Common,
 }
 
-/// Starts the writer; must be called inside the runtime. Unless `withheld` (until
-/// [`Update::Settled`]), the spec is there before this returns, with every GPU of the roster. Each
-/// GPU that becomes resolvable is sent to `resolvable`.
+/// Starts the writer; must be called inside the runtime. Before this returns, the spec with every
+/// GPU of the roster is written, unless `withheld` until [`Update::Settled`]. Each GPU that becomes
+/// resolvable is passed to `resolvable`.
 pub fn start(
     roster: Arc<Roster>,
     published: Published,
@@ -160,7 +160,7 @@ impl Publication {
                     self.entries.retain(|gpu, _| roster.contains(*gpu));
                     changed = true;
                 }
-                // No use before a GPU is ready: no publication of its own.
+                // Common nodes are of no use before a GPU is ready: no publication of their own.
                 Update::Common(common) => self.common = common,
                 Update::Ready { gpu, nodes, after: step } => {
                     self.unwritten.reported.push(gpu);
@@ -171,7 +171,7 @@ impl Publication {
                     }
                 }
                 Update::Extras { gpu, extras: found } => {
-                    // A GPU that was given up meanwhile has no extras any more.
+                    // A GPU that was given up meanwhile has no extras.
                     if let Some(Entry::Ready(ready)) = self.entries.get_mut(&gpu)
                         && ready.extras != found
                     {
@@ -215,16 +215,16 @@ impl Publication {
         self.reported()
     }
 
-    /// Whether the entry changes anything.
+    /// Sets the entry of a GPU; returns whether that changes the spec.
     fn set(&mut self, gpu: GpuId, entry: Entry) -> bool {
-        // One that has gone meanwhile stays gone.
+        // A GPU that was removed meanwhile stays removed.
         self.roster.contains(gpu) && self.entries.insert(gpu, entry.clone()) != Some(entry)
     }
 
-    /// Writes the spec and reports which GPUs became resolvable by that.
+    /// Writes the spec and reports the GPUs that became resolvable by that.
     fn publish(&mut self) {
         let slots = self.roster.all();
-        // A name that waits for another GPU at its address stands for none meanwhile.
+        // A name whose GPU has left resolves to nothing until a GPU comes to that address.
         let entry = |slot: &Listed| match slot.here {
             true => self.entries.get(&slot.gpu).cloned().unwrap_or(Entry::Pending),
             false => Entry::Failed,
@@ -233,7 +233,7 @@ impl Publication {
             slots.iter().map(|slot| Device { index: slot.index, address: slot.gpu.address, entry: entry(slot) }).collect();
         let publisher = Publisher::new(&self.directory);
         if self.withheld || devices.is_empty() && !publisher.as_ref().is_ok_and(Publisher::is_published) {
-            // No GPU, and never one: the kind stays absent.
+            // A guest that never had a GPU does not publish the kind.
             return;
         }
         let count = |wanted: fn(&Entry) -> bool| devices.iter().filter(|d| wanted(&d.entry)).count() as u64;

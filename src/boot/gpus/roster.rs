@@ -1,4 +1,4 @@
-//! The GPUs of the guest, shared by all tasks: the [`Slots`], and the reports of their names.
+//! GPUs of the guest, shared by all tasks: the [`Slots`], and the reports of their names.
 
 use super::messages::GpuId;
 use super::previous::Previous;
@@ -83,12 +83,12 @@ impl Roster {
         self.lock().slots.index(address)
     }
 
-    /// The GPU that is at an address now.
+    /// GPU that is at an address now.
     pub fn at(&self, address: PciAddress) -> Option<GpuId> {
         self.lock().slots.at(address)
     }
 
-    /// Whether this very GPU is there.
+    /// Whether this GPU, of this generation, is present.
     pub fn contains(&self, gpu: GpuId) -> bool {
         self.lock().slots.contains(gpu)
     }

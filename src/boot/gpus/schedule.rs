@@ -1,18 +1,21 @@
-//! The order of the bring-up: facts go in, permissions and orders come out. Pure: no I/O, no
-//! runtime, no clock of its own.
+//! Order of the bring-up: facts go in, permissions and orders come out. Pure: no I/O, no runtime,
+//! no clock of its own.
 //!
 //! Invariants, each with a property test in virtual time (tests/schedule):
-//! - GPUs are enabled one at a time and probed in PCI order; at most one probe at a time unless the strategy says otherwise,
-//!   hanging ones apart.
-//! - Where enabling is slow, none begins beside a load, a probe that does not sleep, a publication or the first part of an
-//!   initialisation: each of them would wait for it, some with the driver's global lock held.
-//! - Every wait has its limit in [`deadlines`](super::deadlines); a GPU that hangs costs the others that limit, once.
+//! - GPUs are enabled one at a time and probed in PCI order. At most one probe runs at a time,
+//!   except under the strategy `concurrent`; probes that hang do not count.
+//! - Where enabling is slow, no enabling begins during a load, a probe that does not sleep, a
+//!   publication or the first part of an initialisation. Each of these would wait for the enabling,
+//!   some with the driver's global lock held.
+//! - Every wait has its limit in [`deadlines`](super::deadlines). A GPU that hangs costs the others
+//!   that limit, once.
 //!
-//! Not here: who carries an order out ([`dispatch`](super::dispatch), [`gpu`](super::gpu)), and
+//! Not here: execution of orders ([`dispatch`](super::dispatch), [`gpu`](super::gpu)), and
 //! publication, which waits for no other GPU.
 
 mod firewalls; // probes that sleep
-mod holds; // what keeps the lane waiting
+mod holds; // reasons for the lane to wait
+mod initialisations; // waves of initialisations
 #[cfg(test)]
 mod tests;
 
@@ -20,8 +23,7 @@ use super::agent::Agent;
 use super::deadlines::{Limit, REPORT_EVERY, REPORTS};
 use super::messages::{Arrival, Fact, GpuId, Hold, Order, Probe, Time};
 use super::strategy::{self, Policy, SLOW_ENABLE, Strategy};
-use super::waves::{Choice, Costs, H100, LONGEST};
-use crate::config::{Bind, Init};
+use crate::config::Bind;
 use crate::pci::BAR_FIREWALL_WAIT;
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -31,12 +33,12 @@ enum Stage {
     /// Not enabled.
     New,
     Enabling,
-    /// Waits for the driver, or for its turn to be probed.
+    /// Waiting for the driver, or for the turn to be probed.
     Enabled,
     Probing(Probe),
-    /// The load that probed it is over; its minor is read.
+    /// Probed by a load that is over; the minor is being read.
     Probed,
-    /// Waits for its turn to be initialised.
+    /// Waiting for the turn to be initialised.
     Bound,
     Initialising,
     Initialised,
@@ -48,9 +50,9 @@ enum Stage {
 struct Gpu {
     arrival: Arrival,
     stage: Stage,
-    /// When it came into that stage.
+    /// Begin of that stage.
     since: Time,
-    /// When its own way began: it is late from then on. None while it waits in the lane.
+    /// Begin of the GPU's own steps, from which lateness counts. None while waiting in the lane.
     started: Option<Time>,
     reports: u32,
     publishing: Option<Time>,
@@ -61,7 +63,7 @@ impl Gpu {
         (self.stage, self.since) = (stage, now);
     }
 
-    /// Whether it came into its stage less than a limit ago.
+    /// Whether the GPU's stage began less than a limit ago.
     fn within(&self, limit: Limit, now: Time) -> bool {
         now < self.since + limit.after()
     }
@@ -88,34 +90,37 @@ fn report_after(count: u32) -> Duration {
 enum Load {
     /// Not begun.
     No,
-    /// `registered`: since when it is probing.
+    /// `registered`: registration of the driver, from which the load probes.
     Runs { since: Time, registered: Option<Time> },
-    /// nvidia is loaded; `uvm` is, and `over` is what follows.
+    /// nvidia is loaded. `since`: begin of the load's need for all CPUs. `uvm`: nvidia-uvm is
+    /// loaded, too. `over`: no work of the loads is left.
     Loaded { at: Time, since: Time, uvm: bool, over: bool },
-    /// `again`: a GPU came since that needs another load, which begins when this one is over.
+    /// `again`: a GPU that came since needs another load, which begins when this one is over.
     Failed { again: bool },
 }
 
-/// The enable lane's bookkeeping.
+/// State of the enable lane.
 #[derive(Clone, Debug, Default)]
 struct Lane {
-    /// How long the last enabling took.
+    /// Duration of the last enabling.
     took: Option<Duration>,
-    /// Until when the first parts of the initialisations that run take.
+    /// Expected end of the first parts of the running initialisations.
     attached: Time,
-    /// What holds it now, since when; and what has held it since the last enabling.
+    /// Current hold of the lane, and its begin.
     held: Option<(Hold, Time)>,
+    /// Holds since the last enabling.
     holds: BTreeMap<Hold, Duration>,
     over: bool,
 }
 
-/// Initialisations that go together.
+/// Initialisations that run together.
 #[derive(Clone, Copy, Debug)]
 struct Wave {
     began: Time,
     count: u32,
-    /// All began together and none has failed: its time can be measured.
+    /// Whether all began together and none has failed: only then is the wave's time measured.
     well: bool,
+    /// Whether a GPU of the wave has been opened.
     opened: bool,
 }
 
@@ -128,7 +133,7 @@ pub struct Schedule {
     load: Load,
     lane: Lane,
     wave: Option<Wave>,
-    /// The scale of the quickest wave so far: a stalled one says nothing of the driver.
+    /// Scale of the quickest wave so far; a stalled wave is no measure of the driver.
     scale: Option<u32>,
     agent: Agent,
     started: Time,
@@ -144,6 +149,7 @@ pub struct Schedule {
 impl Schedule {
     /// A bring-up that begins now. Nothing is ordered before [`Fact::Scanned`].
     pub fn new(policy: Policy, now: Time) -> Self {
+        let agent = Agent::new(policy.facts.vcpus);
         Self {
             policy,
             strategy: None,
@@ -152,7 +158,7 @@ impl Schedule {
             lane: Lane::default(),
             wave: None,
             scale: None,
-            agent: Agent::default(),
+            agent,
             started: now,
             lockdown: None,
             scanned: false,
@@ -162,13 +168,13 @@ impl Schedule {
         }
     }
 
-    /// Takes a fact in; returns what follows from it.
+    /// Takes a fact in; returns the orders that follow from it.
     pub fn take(&mut self, now: Time, fact: Fact) -> Vec<Order> {
         self.note(now, fact);
         self.wake(now)
     }
 
-    /// Returns what is due by now: for deadlines that have passed.
+    /// Returns the orders that are due now, after deadlines have passed.
     pub fn wake(&mut self, now: Time) -> Vec<Order> {
         let mut orders = Vec::new();
         if !self.scanned {
@@ -185,7 +191,7 @@ impl Schedule {
         orders
     }
 
-    /// When [`Schedule::wake`] has to be called next, unless a fact comes before.
+    /// Time at which [`Schedule::wake`] must be called next, unless a fact comes before.
     pub fn deadline(&self, now: Time) -> Option<Time> {
         let at = |since: Time, limit: Limit| since + limit.after();
         let mut times = vec![self.lane.attached, at(self.started, Limit::AgentFirst)];
@@ -203,9 +209,13 @@ impl Schedule {
                         at(wakes, Limit::ProbesFirst),
                     ]);
                     times.push(at(gpu.since, Limit::ProbesFirst));
-                    times.extend([Limit::LaneFirst, Limit::LaneHold, Limit::ProbeHangs].map(|limit| at(gpu.since, limit)));
+                    let limits = [Limit::LaneFirst, Limit::LaneHold, Limit::ProbeHangs];
+                    times.extend(limits.map(|limit| at(gpu.since, limit)));
                 }
-                Stage::Probed => times.extend([Limit::ProbesFirst, Limit::LaneHold].map(|limit| at(gpu.since, limit))),
+                Stage::Probed => {
+                    let limits = [Limit::ProbesFirst, Limit::LaneHold];
+                    times.extend(limits.map(|limit| at(gpu.since, limit)));
+                }
                 Stage::Bound => times.push(at(gpu.since, Limit::LaneFirst)),
                 Stage::Enabling => times.push(at(gpu.since, Limit::LaneFirst)),
                 Stage::Enabled => times.push(at(gpu.since, Limit::LaneHold)),
@@ -216,9 +226,12 @@ impl Schedule {
         match self.load {
             Load::Runs { since, registered } => {
                 times.push(at(since, Limit::LaneHold));
-                times.extend(registered.into_iter().flat_map(|r| [r + BAR_FIREWALL_WAIT, at(r + BAR_FIREWALL_WAIT, Limit::LaneHold)]));
+                let wakes = registered.map(|registered| registered + BAR_FIREWALL_WAIT);
+                times.extend(wakes.into_iter().flat_map(|wakes| [wakes, at(wakes, Limit::LaneHold)]));
             }
-            Load::Loaded { at: loaded, since, .. } => times.extend([at(loaded, Limit::UvmFirst), at(since, Limit::LaneHold)]),
+            Load::Loaded { at: loaded, since, .. } => {
+                times.extend([at(loaded, Limit::UvmFirst), at(since, Limit::LaneHold)]);
+            }
             Load::No | Load::Failed { .. } => {}
         }
         times.extend(self.agent.deadlines().into_iter().flatten());
@@ -275,9 +288,12 @@ impl Schedule {
                 }
             }
             Fact::Loaded(true) => {
-                // From where it was no longer asleep in a probe.
+                // End of the sleep in the load's probe.
                 let since = match self.load {
-                    Load::Runs { since, registered } => self.load_needs_cpus_since(since, registered).min(now),
+                    Load::Runs { since, registered } => {
+                        let since = self.load_needs_cpus_since(since, registered);
+                        since.min(now)
+                    }
                     Load::No | Load::Loaded { .. } | Load::Failed { .. } => now,
                 };
                 self.load = Load::Loaded { at: now, since, uvm: false, over: false };
@@ -314,7 +330,7 @@ impl Schedule {
             Fact::Opening(id) => self.opening(id, now),
             Fact::Initialised(id, well) => {
                 self.enter(id, Stage::Initialised, now);
-                // A failed initialisation is a short one.
+                // A failed initialisation is short, so the wave's time is no measure.
                 self.wave = self.wave.map(|wave| Wave { well: wave.well && well, ..wave });
             }
             Fact::Usable(id) => self.enter(id, Stage::Usable, now),
@@ -340,6 +356,10 @@ impl Schedule {
         self.gpus.values().any(wanted)
     }
 
+    fn ids(&self, wanted: impl Fn(&Gpu) -> bool) -> Vec<GpuId> {
+        self.gpus.iter().filter(|(_, gpu)| wanted(gpu)).map(|(id, _)| *id).collect()
+    }
+
     fn is_slow(&self) -> bool {
         self.lane.took.is_some_and(|took| took >= SLOW_ENABLE)
     }
@@ -353,8 +373,8 @@ impl Schedule {
         self.gpus.iter().filter(|(_, gpu)| gpu.stage == Stage::New).map(|(id, _)| *id)
     }
 
-    /// The strategy depends on how long the first GPU's enabling took, so it is chosen when one is
-    /// over; not where probes sleep.
+    /// Chooses the strategy. The choice depends on the duration of the first enabling, so it waits
+    /// for one enabling, except where probes sleep.
     fn choose(&mut self, orders: &mut Vec<Order>) {
         let measured = self.lane.took;
         let depends = match self.policy.bind {
@@ -371,16 +391,16 @@ impl Schedule {
         self.strategy = Some(strategy);
     }
 
-    /// Loads the driver when no slow enabling is under way: each would wait for the other's CPUs.
+    /// Loads the driver when no enabling is under way: each would wait for the other's CPUs.
     fn begin_load(&mut self, now: Time, orders: &mut Vec<Order>) {
         let Some(strategy) = &self.strategy else { return };
-        if self.load != Load::No || self.any(|gpu| gpu.stage == Stage::Enabling) || self.agent_first(now).is_some() {
+        let enabling = self.any(|gpu| gpu.stage == Stage::Enabling);
+        if self.load != Load::No || enabling || self.agent_first(now).is_some() {
             return;
         }
         let one_by_one = strategy.bind != Bind::Insmod;
-        let free: Vec<GpuId> = self.gpus.iter().filter(|(_, gpu)| !gpu.is_settled()).map(|(id, _)| *id).collect();
-        // Without a GPU that it can probe the load fails; a GPU that is plugged in later needs it
-        // then.
+        let free = self.ids(|gpu| !gpu.is_settled());
+        // A load without a GPU to probe fails; it is left to a GPU that is plugged in later.
         if free.is_empty() && !self.any(|gpu| gpu.arrival == Arrival::Usable) {
             return;
         }
@@ -399,8 +419,8 @@ impl Schedule {
             }
         }
         if !one_by_one {
-            // The load enables what it probes; what it does not probe is bound, or bound later,
-            // without the lane.
+            // The load enables the GPUs that it probes. The others are bound already, or are bound
+            // later without the lane.
             for gpu in self.gpus.values_mut().filter(|gpu| gpu.stage == Stage::New) {
                 gpu.started = Some(now);
                 gpu.enter(Stage::Enabled, now);
@@ -412,113 +432,6 @@ impl Schedule {
         matches!(self.load, Load::Loaded { .. } | Load::Failed { again: false })
     }
 
-    /// Whether the lane is enabling a GPU, or is about to within `soon`.
-    fn lane_enables(&self, soon: Duration, now: Time) -> bool {
-        self.any(|gpu| match gpu.stage {
-            Stage::Enabling => gpu.within(Limit::LaneFirst, now),
-            Stage::Probing(Probe::BeforeEnable) => !self.sleeps(gpu, soon, now) && gpu.within(Limit::LaneFirst, now),
-            _ => false,
-        })
-    }
-
-    /// Whether GPUs wait that would be kept from their probe, or from being published, by an
-    /// initialisation that begins now.
-    fn others_come_first(&self, now: Time) -> bool {
-        // Where GPUs come out of the lane seconds apart, a probe that sleeps is not near.
-        let near = if self.is_slow() { Limit::WakesSoon } else { Limit::ProbesFirst }.after();
-        let asleep = |gpu: &Gpu| self.sleeps(gpu, near, now);
-        let awake = |gpu: &Gpu| matches!(gpu.stage, Stage::Probing(_)) && !asleep(gpu);
-        let slept = |gpu: &Gpu| if self.has_firewall() { self.probing_since(gpu) + BAR_FIREWALL_WAIT } else { gpu.since };
-        let probed = |gpu: &Gpu| awake(gpu) && now < slept(gpu) + Limit::ProbesFirst.after();
-        let next =
-            |gpu: &Gpu| gpu.stage == Stage::Enabled && self.is_loaded() && gpu.within(Limit::LaneHold, now) && self.probe_at(now) <= now;
-        let read = |gpu: &Gpu| gpu.stage == Stage::Probed && gpu.within(Limit::ProbesFirst, now);
-        let probes = self.any(probed) || self.any(read) || self.any(next) && !self.any(awake);
-        let uvm = matches!(self.load, Load::Loaded { at, uvm: false, .. } if now < at + Limit::UvmFirst.after());
-        probes || uvm
-    }
-
-    fn is_parallel(&self) -> bool {
-        self.strategy.as_ref().is_none_or(|strategy| strategy.init == Init::Parallel)
-    }
-
-    /// What enabling and initialising cost here, as far as it is known.
-    fn costs(&self) -> Costs {
-        Costs::new(self.lane.took.unwrap_or_default(), self.is_parallel(), self.scale.unwrap_or(H100))
-    }
-
-    /// GPUs that are enabled and not initialising yet, and GPUs that are not enabled.
-    fn ready_and_rest(&self) -> (usize, usize) {
-        let count = |wanted: fn(Stage) -> bool| self.gpus.values().filter(|gpu| wanted(gpu.stage)).count();
-        let ready = count(|stage| matches!(stage, Stage::Enabled | Stage::Probing(_) | Stage::Probed | Stage::Bound));
-        (ready, count(|stage| matches!(stage, Stage::New | Stage::Enabling)))
-    }
-
-    /// Whether initialisations run that keep others waiting.
-    fn wave_runs(&self, now: Time) -> bool {
-        self.any(|gpu| gpu.stage == Stage::Initialising && gpu.within(Limit::InitHangs, now))
-    }
-
-    /// Lets bound GPUs initialise: all that are bound together, the next ones when these are over
-    /// (see [`waves`](super::waves)).
-    fn initialise(&mut self, now: Time, orders: &mut Vec<Order>) {
-        let (parallel, runs) = (self.is_parallel(), self.wave_runs(now));
-        self.measure(now, runs);
-        let joins = parallel && now < self.lane.attached;
-        if runs && !joins || self.lane_enables(self.attach(), now) || self.others_come_first(now) {
-            return;
-        }
-        let (waiting, rest) = self.ready_and_rest();
-        let first = !self.any(|gpu| matches!(gpu.stage, Stage::Initialised | Stage::Usable));
-        let worth = runs || rest == 0 || self.costs().idle(waiting, rest, first) == Choice::Begin;
-        let ready: Vec<GpuId> = (self.gpus.iter())
-            .filter(|(_, gpu)| gpu.stage == Stage::Bound && (worth || !gpu.within(Limit::LaneFirst, now)))
-            .map(|(id, _)| *id)
-            .collect();
-        if ready.is_empty() {
-            return;
-        }
-        let count = if parallel { ready.len() } else { 1 };
-        if !runs {
-            self.lane.attached = now;
-        }
-        self.lane.attached += self.attach() * count as u32;
-        let began = self.wave.filter(|_| runs).map_or((now, 0), |wave| (wave.began, wave.count));
-        self.wave = Some(Wave { began: began.0, count: began.1 + count as u32, well: !runs, opened: runs });
-        for id in ready.into_iter().take(count) {
-            self.enter(id, Stage::Initialising, now);
-            orders.push(Order::Initialise(id));
-        }
-    }
-
-    /// The first one of a wave that is opened: the first parts begin now, not when they were
-    /// ordered.
-    fn opening(&mut self, id: GpuId, now: Time) {
-        let ordered = self.gpus.get(&id).filter(|gpu| gpu.stage == Stage::Initialising).map(|gpu| gpu.since);
-        if let (Some(ordered), Some(wave)) = (ordered, self.wave.as_mut().filter(|wave| !wave.opened)) {
-            wave.opened = true;
-            self.lane.attached += now.saturating_sub(ordered);
-        }
-    }
-
-    /// Notes the end of a wave, and how long it took where that says something of this driver.
-    fn measure(&mut self, now: Time, runs: bool) {
-        if let Some(wave) = self.wave.filter(|_| !runs) {
-            self.wave = None;
-            if wave.well && now < wave.began + Limit::InitHangs.after() {
-                let scale = Costs::scale_of(wave.count, now - wave.began, self.is_parallel()).min(LONGEST);
-                self.scale = Some(self.scale.map_or(scale, |quickest| quickest.min(scale)));
-            }
-        }
-    }
-
-    /// How long the first part of one initialisation is taken to last.
-    fn attach(&self) -> Duration {
-        let [s1, ..] = self.costs().parts;
-        let measured = self.scale.map(|_| (s1 * 17 / 15).max(Limit::AttachLeast.after()));
-        measured.unwrap_or(Limit::Attach.after())
-    }
-
     /// Lets GPUs be probed, in PCI order.
     fn probe(&mut self, now: Time, orders: &mut Vec<Order>) {
         let Some(bind) = self.strategy.as_ref().map(|s| s.bind) else { return };
@@ -527,10 +440,10 @@ impl Schedule {
         if !during && !self.is_loaded() {
             return;
         }
-        let waiting: Vec<GpuId> = self.gpus.iter().filter(|(_, gpu)| gpu.stage == Stage::Enabled).map(|(id, _)| *id).collect();
-        for id in waiting {
-            let probing = |gpu: &Gpu| matches!(gpu.stage, Stage::Probing(_)) && gpu.within(Limit::ProbeHangs, now);
-            if bind != Bind::Concurrent && (self.any(probing) || self.wave_is_in_the_way(id, now)) {
+        for id in self.ids(|gpu| gpu.stage == Stage::Enabled) {
+            let probes = |gpu: &Gpu| matches!(gpu.stage, Stage::Probing(_));
+            let probing = self.any(|gpu| probes(gpu) && gpu.within(Limit::ProbeHangs, now));
+            if bind != Bind::Concurrent && (probing || self.wave_is_in_the_way(id, now)) {
                 return;
             }
             if self.probe_at(now) > now {
@@ -541,21 +454,22 @@ impl Schedule {
         }
     }
 
-    /// Whether a probe would wait for initialisations that hold the global lock, and the lane with
-    /// it: the enabling under way, too, which a probe that began beside it waits for.
+    /// Whether a probe would wait for initialisations that hold the global lock, and the lane would
+    /// wait for that probe. The enabling under way counts as well: a probe that begins during an
+    /// enabling waits for it.
     fn wave_is_in_the_way(&self, id: GpuId, now: Time) -> bool {
         let in_lane = self.is_slow() && self.any(|gpu| matches!(gpu.stage, Stage::New | Stage::Enabling));
         let patient = self.gpus.get(&id).is_some_and(|gpu| gpu.within(Limit::LaneHold, now));
-        let back = self.wave.is_some_and(|wave| now < self.lane.attached || now >= wave.began + self.costs().first_is_back());
+        let is_back = |wave: Wave| now >= wave.began + self.costs().first_is_back();
+        let back = self.wave.is_some_and(|wave| now < self.lane.attached || is_back(wave));
         in_lane && patient && back && self.wave_runs(now)
     }
 
-    /// Lets the next GPU be enabled. Where that is slow, the vCPU that does it answers nobody
-    /// meanwhile.
+    /// Lets the next GPU be enabled. During a slow enabling, its vCPU responds to nothing.
     fn enable(&mut self, now: Time, orders: &mut Vec<Order>) {
         let enables = |gpu: &Gpu| match gpu.stage {
             Stage::Enabling => true,
-            // The next one in PCI order comes after it.
+            // The driver enables this GPU when its sleep ends; the next in PCI order comes after.
             Stage::Probing(Probe::BeforeEnable) => gpu.within(Limit::LaneHold, now),
             _ => false,
         };
@@ -585,7 +499,7 @@ impl Schedule {
         orders.push(Order::Enable(next, holds));
     }
 
-    /// A GPU leaves those that wait.
+    /// Begins the steps of a GPU that waited in the lane.
     fn begin(&mut self, id: GpuId, stage: Stage, now: Time) {
         if let Some(gpu) = self.gpus.get_mut(&id) {
             gpu.started = Some(now);
@@ -596,7 +510,8 @@ impl Schedule {
     fn report(&mut self, now: Time, orders: &mut Vec<Order>) {
         let loaded = self.is_loaded();
         for (id, gpu) in &mut self.gpus {
-            // Several may have passed at once, where the whole guest was gone: the last one counts.
+            // Several report times may have passed at once, after a stall of the whole guest: the
+            // last one counts.
             let mut waited = None;
             while gpu.next_report().is_some_and(|at| at <= now) {
                 waited = Some(report_after(gpu.reports));
@@ -614,11 +529,10 @@ impl Schedule {
             self.settled = true;
             let usable = self.gpus.values().filter(|gpu| gpu.stage == Stage::Usable).count();
             orders.push(Order::Settled { usable, failed: self.gpus.len() - usable });
+            // Modules stay loadable for a GPU plugged in later, which needs the driver: until the
+            // deadline after a failed load; for ever without a load, unless no GPU is expected.
             match self.load {
                 Load::Runs { .. } | Load::Loaded { .. } => self.lockdown = Some(now),
-                // A GPU that is plugged in later needs the driver: until the deadline after a
-                // failed load, and for as long as the guest lives where none was tried; but not
-                // where no GPU is to come.
                 Load::No if self.policy.no_gpus && self.gpus.is_empty() => self.lockdown = Some(now),
                 Load::No | Load::Failed { .. } => {}
             }
@@ -630,7 +544,7 @@ impl Schedule {
     }
 }
 
-/// The step of a GPU, for people.
+/// Name of a GPU's step in reports.
 fn step_name(stage: Stage, loaded: bool) -> &'static str {
     match stage {
         Stage::New | Stage::Enabling => "enable",

@@ -1,4 +1,4 @@
-//! What the tasks of all GPUs work with, and what was seen of each GPU.
+//! State shared by the tasks of all GPUs, and observations of each GPU.
 
 use super::dispatch::Dispatch;
 use super::lane::Lane;
@@ -20,7 +20,7 @@ use tokio::runtime::Handle;
 use tokio::sync::futures::Notified;
 use tokio::sync::{Notify, watch};
 
-/// What every GPU's task works with.
+/// Handles that every GPU's task uses.
 pub struct Shared {
     pub config: Config,
     pub sysfs: PciSysfs,
@@ -29,7 +29,7 @@ pub struct Shared {
     pub roster: Arc<Roster>,
     pub driver: watch::Receiver<Driver>,
     pub descriptors: Descriptors,
-    /// For threads that start tasks.
+    /// Runtime for threads that start tasks.
     pub runtime: Handle,
     pub spec: Updates,
     /// The driver's lines in the kernel's log.
@@ -37,7 +37,7 @@ pub struct Shared {
     pub seen: Seen,
 }
 
-/// What was seen of GPUs, by whoever saw it.
+/// Observations of GPUs, noted by any task.
 #[derive(Default)]
 pub struct Seen {
     state: Mutex<State>,
@@ -47,13 +47,13 @@ pub struct Seen {
 
 #[derive(Default)]
 struct State {
-    /// When the kernel reported a GPU as bound.
+    /// Time in ns at which the kernel reported a GPU as bound.
     bound_at: HashMap<GpuId, u64>,
-    /// Of bound GPUs.
+    /// Device minors; set once bound.
     minors: HashMap<GpuId, u32>,
-    /// Where each GPU is, for reports.
+    /// Thread that is in the kernel for each GPU, for reports.
     progress: HashMap<GpuId, Arc<Progress>>,
-    /// The last initialisation that has ended: the next one may have waited for it.
+    /// Last initialisation that has ended; the next one may have waited for it.
     initialised: Option<StepId>,
 }
 
@@ -67,7 +67,7 @@ impl Seen {
         self.bound.notify_waiters();
     }
 
-    /// A GPU has left: nothing that was seen of it holds any more.
+    /// Removes all observations of a GPU that has left.
     pub fn gone(&self, gpu: GpuId) {
         let mut state = self.lock();
         state.bound_at.remove(&gpu);
@@ -83,7 +83,7 @@ impl Seen {
         Arc::clone(self.lock().progress.entry(gpu).or_default())
     }
 
-    /// When the kernel reported this GPU as bound.
+    /// Time in ns at which the kernel reported this GPU as bound.
     pub fn bound_at(&self, gpu: GpuId) -> Option<u64> {
         self.lock().bound_at.get(&gpu).copied()
     }
@@ -97,7 +97,7 @@ impl Seen {
         self.lock().minors.insert(gpu, minor);
     }
 
-    /// The last initialisation that has ended: the next one may have waited for it.
+    /// Last initialisation that has ended; the next one may have waited for it.
     pub fn initialised(&self) -> Option<StepId> {
         self.lock().initialised
     }
@@ -111,12 +111,12 @@ impl Seen {
     }
 }
 
-/// Where the load is.
+/// State of the driver's load.
 #[derive(Clone)]
 pub enum Driver {
     Loading,
     Loaded(Loaded),
-    /// The module is not there, and why.
+    /// The module is not loaded, with the reason.
     Failed {
         reason: Option<Reason>,
         error: String,
@@ -129,8 +129,8 @@ pub struct Loaded {
     pub step: StepId,
     pub major: u32,
     pub nodes: DeviceNodes,
-    /// GPUs whose probe the load tried: one of these that is not bound has failed.
+    /// GPUs whose probe the load tried; a GPU of these that is not bound has failed.
     pub tried: Vec<GpuId>,
-    /// The nodes that every container needs are made, as far as they can be.
+    /// Whether the nodes that every container needs are made, as far as possible.
     pub control_ready: bool,
 }

@@ -1,32 +1,34 @@
-//! How a boot binds and initialises its GPUs: chosen from what was asked for, read and measured;
-//! pure.
+//! Strategy of a boot to bind and initialise its GPUs, chosen from the configuration, the hardware
+//! and the first measurement. Pure.
 //!
-//! What there is to choose between, and what it costs (N GPUs, each E to enable, W of firewall
-//! wait, S1 + S2 + S3 to initialise):
+//! Strategies and their costs, for N GPUs, each with E to enable, W of firewall wait, and
+//! S1 + S2 + S3 to initialise:
 //!
-//! - `insmod`: the module's init probes all in turn, and nothing can be opened before the last: N (E + W) passes first. Where E is milliseconds this
-//!   is best: a probe takes the driver's global lock for a moment, and would wait for GPUs that initialise already.
-//! - `pipelined`: the module is loaded with one GPU; the others are enabled and bound one by one. GPU k initialises while k+1 is enabled; where E is
-//!   the shorter, those that have to wait for their turn go together (see [`super::schedule`]).
-//! - `concurrent`: as pipelined, but all binds at once: for probes that sleep. Probes at once race on two unlocked counters of the driver, so this
-//!   is for where it gains something.
+//! - `insmod`: the module's init probes all GPUs in turn, and no GPU can be opened before the last
+//!   probe: N (E + W) passes first. Best where E is milliseconds: a probe takes the driver's global
+//!   lock for a moment, and would wait for GPUs that initialise already.
+//! - `pipelined`: the module is loaded with one GPU; the others are enabled and bound one by one.
+//!   GPU k initialises while k+1 is enabled. Where E is shorter than an initialisation, GPUs that
+//!   wait for their turn initialise together (see [`super::schedule`]).
+//! - `concurrent`: as pipelined, but with all binds at once, for probes that sleep. Probes at once
+//!   race on two unlocked counters of the driver, so this is used only where it saves time.
 //!
-//! Where all initialisations go under the driver's one lock anyway (confidential computing, drivers
-//! before 550.40.07), opening all at once gains nothing: they are opened one after another, and
-//! each step's time is then its own.
+//! If all initialisations take the driver's one lock anyway (confidential computing, drivers
+//! before 550.40.07), opening all GPUs at once gains nothing. There, GPUs are opened one after
+//! another, so that each step's time is its own.
 
 use crate::config::{Bind, Init};
 use std::fmt;
 use std::str::FromStr;
 use std::time::Duration;
 
-/// A host that takes longer than this to map the first GPU's BARs is slow. (An H100 takes
-/// milliseconds on a host with huge pfnmaps, and seconds on one that pins 4 KiB pages.)
+/// Time to map the first GPU's BARs from which on a host is slow. (An H100 takes milliseconds on a
+/// host with huge pfnmaps, and seconds on one that pins 4 KiB pages.)
 pub const SLOW_ENABLE: Duration = Duration::from_millis(100);
-/// From here on GSP boots with the driver's global lock released: first on Hopper and Ada, since
-/// 550.142 and 555 on every generation.
+/// First version that boots GSP with the driver's global lock released: on Hopper and Ada; on every
+/// generation since 550.142 and 555.
 const RELAXED: Version = Version([550, 40, 7]);
-/// From here on NVreg_GpuInitOnProbe initialises in the probe.
+/// First version in which NVreg_GpuInitOnProbe initialises in the probe.
 const INIT_ON_PROBE: Version = Version([595, 44, 2]);
 
 /// A driver version: `550.163.01`.
@@ -56,22 +58,22 @@ impl fmt::Display for Version {
     }
 }
 
-/// What is known before the first GPU is touched.
+/// Facts known before the first GPU is enabled.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Facts {
     pub gpus: usize,
-    /// One of them waits in its probe until its BAR firewall is down.
+    /// Whether a GPU waits in its probe until its BAR firewall is down.
     pub firewall: bool,
-    /// The version of the module that will be loaded, if its file says so.
+    /// Version of the module that will be loaded, if its file contains one.
     pub driver: Option<Version>,
-    /// NVreg_GpuInitOnProbe=1 was asked for.
+    /// Whether the module's options have NVreg_GpuInitOnProbe=1.
     pub init_on_probe: bool,
-    /// The guest's memory is hidden from its host.
+    /// Whether the guest's memory is hidden from its host.
     pub confidential: bool,
     pub vcpus: usize,
 }
 
-/// What was asked for and what is known before the first GPU is touched.
+/// Configuration, and facts known before the first GPU is enabled.
 #[derive(Clone, Debug)]
 pub struct Policy {
     pub bind: Bind,
@@ -82,7 +84,7 @@ pub struct Policy {
     pub facts: Facts,
 }
 
-/// The choice.
+/// A chosen strategy.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Strategy {
     /// Never `Auto`.
@@ -91,7 +93,7 @@ pub struct Strategy {
     pub reason: String,
 }
 
-/// Chooses. `slow`: the first GPU's enabling took [`SLOW_ENABLE`] or longer.
+/// Chooses the strategy. `slow`: the first GPU's enabling took [`SLOW_ENABLE`] or longer.
 pub fn choose(policy: &Policy, slow: bool) -> Strategy {
     let facts = &policy.facts;
     let (bind, why_bind) = match (policy.bind, facts.gpus) {

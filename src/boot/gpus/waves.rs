@@ -1,42 +1,41 @@
-//! Which initialisations go together: the cheapest way from here to the last usable GPU, by what
-//! the locks cost.
+//! Choice of the initialisations that run together: the cheapest order from the current state to
+//! the last usable GPU, by the costs of the driver's locks.
 //!
-//! A wave of n initialisations takes n S1 + S2 + n S3: S1 and S3 are under the driver's global
-//! lock, S3 under every GPU's own as well, so one that joins late keeps all others waiting. No GPU
-//! is enabled beside an S1; beside S2 and S3 the lane goes on. So the question at each boundary is
-//! whether to begin a wave with what is ready or to enable one more GPU first. The recursion
-//! answers it within 1 % of the best order that a search finds (`tests/bench/run schedule`).
+//! A wave of n initialisations takes n S1 + S2 + n S3. S1 and S3 are under the driver's global
+//! lock, S3 also under every GPU's own, so an initialisation that joins late keeps all others
+//! waiting. No GPU is enabled during an S1; during S2 and S3 the lane goes on. The choice at each
+//! boundary is whether to begin a wave with the ready GPUs or to enable one more GPU first. The
+//! recursion is within 1 % of the best order that a search finds (`tests/bench/run schedule`).
 
 use std::collections::HashMap;
 use std::time::Duration;
 
-/// Scale of an H100, in thousandths: what is assumed until an initialisation has been measured.
+/// Scale of an H100, in thousandths: assumed until an initialisation has been measured.
 pub const H100: u32 = 1000;
-/// Longest initialisations that are reckoned with, as a scale: 6.3 s. One that was stalled by an
-/// enabling took longer.
+/// Longest initialisation that is assumed, as a scale: 6.3 s. An initialisation that was stalled by
+/// an enabling takes longer.
 pub const LONGEST: u32 = 3 * H100;
 /// Parts of an initialisation of an H100.
 const PARTS: [Duration; 3] = [Duration::from_millis(300), Duration::from_millis(1300), Duration::from_millis(500)];
 
-/// By how much the whole may be later so that the first GPU is usable sooner: one part in this
-/// many.
+/// Accepted delay of the last usable GPU for an earlier first one: one part in this many.
 const FIRST_SOONER: u64 = 32;
 
-/// What things cost.
+/// Durations of the steps.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Costs {
     /// Enabling one GPU.
     pub enable: Duration,
     /// The three parts of one initialisation.
     pub parts: [Duration; 3],
-    /// Several can go together; else all of each is under the driver's global lock.
+    /// Whether initialisations run in parallel; else all parts are under the driver's global lock.
     pub parallel: bool,
 }
 
-/// What to do at a boundary.
+/// Choice at a boundary.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Choice {
-    /// Initialise what is ready.
+    /// Initialise the ready GPUs.
     Begin,
     /// Enable the next GPU.
     Enable,
@@ -50,24 +49,25 @@ impl Costs {
         Self { enable, parts: PARTS.map(|part| part * scale / H100), parallel }
     }
 
-    /// The scale of a driver with which a wave of `count` took `took`.
+    /// Scale of a driver with which a wave of `count` initialisations took `took`.
     pub fn scale_of(count: u32, took: Duration, parallel: bool) -> u32 {
         let whole = Self::new(Duration::ZERO, parallel, H100).wave(count).as_micros().max(1);
         u32::try_from(took.as_micros() * u128::from(H100) / whole).unwrap_or(u32::MAX)
     }
 
-    /// What a wave takes.
+    /// Duration of a wave of `count` initialisations.
     pub fn wave(&self, count: u32) -> Duration {
         let [s1, s2, s3] = self.parts;
         if self.parallel { s1 * count + s2 + s3 * count } else { (s1 + s2 + s3) * count }
     }
 
-    /// When in a wave the first one is through its second part, and takes the global lock.
+    /// Time from a wave's begin until its first initialisation ends its second part and takes the
+    /// global lock.
     pub fn first_is_back(&self) -> Duration {
         self.parts[0] + self.parts[1]
     }
 
-    /// What to do when no wave runs. `first`: no GPU is usable yet.
+    /// Choice while no wave runs. `first`: no GPU is usable yet.
     pub fn idle(&self, ready: usize, rest: usize, first: bool) -> Choice {
         let mut ways = Ways::new(self);
         match (ways.begin(ready, rest), ways.enable(ready, rest)) {
@@ -85,7 +85,7 @@ impl Costs {
         }
     }
 
-    /// What to do beside a wave that goes on for `over`.
+    /// Choice during a wave that goes on for `over`.
     pub fn during_wave(&self, over: Duration, ready: usize, rest: usize) -> Choice {
         match Ways::new(self).during_wave(us(over), ready, rest) {
             (_, 0) => Choice::Hold,
@@ -98,12 +98,12 @@ fn us(duration: Duration) -> u64 {
     u64::try_from(duration.as_micros()).unwrap_or(u64::MAX)
 }
 
-/// The cheapest ways on, in µs.
+/// Costs of the cheapest orders from a state, in µs.
 struct Ways {
     enable: u64,
     parts: [u64; 3],
     parallel: bool,
-    /// By GPUs that are ready and GPUs that are not enabled.
+    /// Results by number of ready GPUs and number of GPUs that are not enabled.
     known: HashMap<(usize, usize), u64>,
 }
 
@@ -132,7 +132,7 @@ impl Ways {
         (rest > 0).then(|| self.enable + self.idle(ready + 1, rest - 1))
     }
 
-    /// The cost, and how many GPUs are enabled beside the wave for it.
+    /// Cost, and the number of GPUs enabled during the wave for it.
     fn during_wave(&mut self, over: u64, ready: usize, rest: usize) -> (u64, usize) {
         let fit = usize::try_from(over / self.enable).unwrap_or(usize::MAX).min(rest);
         let costs = [fit, (fit + 1).min(rest)].map(|m| (over.max(m as u64 * self.enable) + self.idle(ready + m, rest - m), m));

@@ -10,17 +10,18 @@ use nix::sys::signal::kill;
 use nix::sys::wait::{WaitStatus, waitpid};
 use nix::unistd::{Pid, setsid};
 
-/// PID 1's life with the agent as its child. Never returns.
+/// Runs PID 1 with the agent as its child. Never returns.
 pub fn run(handover: Handover) -> ! {
-    for error in mounts::make(mounts::FOR_AGENT_AS_CHILD) {
+    let command_line = std::fs::read_to_string("/proc/cmdline").unwrap_or_default();
+    for error in mounts::make(mounts::FOR_AGENT_AS_CHILD).into_iter().chain(mounts::make_cgroups(&command_line)) {
         failure::tell(&format!("{error}: the agent will miss it"));
     }
     if let Err(errno) = sys::loopback_up() {
         failure::tell(&format!("bring lo up: {errno}: containers that talk to themselves will fail"));
     }
     let forked = sys::fork_single_threaded(handover, |handover| {
-        // A session of its own, so that signals for the agent reach only the agent. A fresh child
-        // is no leader, so this does not fail.
+        // A session of its own keeps signals for the agent from other processes. A fresh child is
+        // no leader, so this does not fail.
         let _unused = setsid();
         let error = handover.exec_or_error(AGENT);
         handover.tell(&error);
@@ -44,7 +45,8 @@ fn reap_until(agent: Pid) -> String {
             Ok(WaitStatus::Signaled(pid, signal, _)) if pid == agent => return format!("killed by {signal}"),
             Ok(_orphan) => {}
             Err(Errno::EINTR) => {}
-            // A child that died of a real-time signal, for which nix has no name. Was it the agent?
+            // A child died of a real-time signal, for which nix has no name; the agent still
+            // exists.
             Err(Errno::EINVAL) if kill(agent, None).is_ok() => {}
             Err(Errno::EINVAL) => return "killed by a real-time signal".into(),
             Err(errno) => return format!("wait: {errno}"),

@@ -1,7 +1,8 @@
-//! The keeper: a process so small that nothing in it can fail. The keeper starts the worker, holds
-//! a copy of every GPU descriptor that the worker hands over, and starts the worker again when that
-//! has died. So adapters stay initialised whatever becomes of the worker. The OOM killer never
-//! chooses the keeper.
+//! The keeper: a process small enough not to fail. The keeper starts the worker, holds a copy of
+//! every GPU descriptor that the worker hands over, and starts the worker again when that has died.
+//! So adapters stay initialised when the worker dies. The OOM killer never chooses the keeper.
+//!
+//! The keeper never becomes the worker: a fork that fails is tried again for as long as it takes.
 //!
 //! The keeper never blocks on a GPU: a descriptor is given up only for a GPU that is being removed,
 //! and the close that tears the adapter down happens in a process of its own.
@@ -13,160 +14,222 @@ use crate::boot::wire::keeper::{Held, KeeperSocket, MAX_MESSAGE, RELEASE};
 use crate::boot::wire::{name_process, reply};
 use crate::failure;
 use nix::cmsg_space;
+use nix::errno::Errno;
+use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::socket::{ControlMessageOwned, MsgFlags, recvmsg};
 use nix::sys::wait::{WaitPidFlag, WaitStatus, waitpid};
 use nix::unistd::{Pid, close, pause, pipe, setsid};
 use std::io::IoSliceMut;
-use std::os::fd::{AsRawFd, OwnedFd, RawFd};
+use std::os::fd::{AsFd, AsRawFd, OwnedFd, RawFd};
 use std::time::{Duration, Instant};
 
-/// Never chosen by the OOM killer: the holder of the adapters outlives every other process.
+/// OOM score that the OOM killer never chooses: the keeper outlives every other process.
 const OOM_SCORE: &str = "-1000";
-/// A worker that lived for less than this has died young; the pause before the next one then
-/// doubles, up to the second value.
+/// Lifetime below which a worker has died young, and the pause before the next one doubles.
 const YOUNG: Duration = Duration::from_secs(10);
+/// Longest pause before the next worker.
 const LONGEST_PAUSE: Duration = Duration::from_secs(64);
+/// Pause after a fork that failed: no event reports that processes can be made again.
+const FORK_PAUSE: Duration = Duration::from_millis(200);
 
-/// The keeper's life, in the child that PID 1 forked. Never returns.
+/// Descriptors of one GPU that is being removed.
+type GivenUp = Vec<Held>;
+
+/// What the keeper holds.
+#[derive(Default)]
+struct Holdings {
+    held: Vec<Held>,
+    /// To be closed by a child that could not be forked yet.
+    waiting: Vec<GivenUp>,
+    /// Children that close descriptors.
+    closing: Vec<Pid>,
+}
+
+/// Runs the keeper, in the child that PID 1 forked. Never returns.
 pub fn run(boot: Boot, observer: Observer) -> ! {
-    // The agent first: on a small guest two processes that start at once take longer than one after
-    // the other, and GPUs take seconds.
+    // The agent starts first: on a small guest, two processes started at once take longer than one
+    // after the other, and GPUs take seconds.
     let handed = observer.wait();
-    // A session of its own: events of the agent's console do not signal the keeper. Fails only for
+    // A session of its own keeps the signals of the agent's console from the keeper. Fails only for
     // a group leader, which a fresh child is not.
     let _unused = setsid();
     let _unused = std::fs::write("/proc/self/oom_score_adj", OOM_SCORE);
     name_process("gpuinit-keeper");
     // Without an agent the guest is about to power off: no worker follows the first one.
     let ending = handed.error.is_some();
-    let (mut start, mut held, mut young) = (Start::First(handed), Vec::new(), 0_u32);
+    let (mut start, mut holdings, mut young) = (Start::First(handed), Holdings::default(), 0_u32);
     loop {
-        let sockets = match reply::pair() {
-            Ok(pair) => pair,
-            // Without a keeper's socket, this process does the work.
-            Err(errno) => alone(&boot, start, held, &format!("socket pair: {errno}")),
-        };
+        let (child, socket) = start_worker(&boot, start, &mut holdings);
         let born = Instant::now();
-        let forked = crate::sys::fork_single_threaded((sockets, start, held), |((ours, theirs), start, held)| {
-            drop(ours);
-            worker::run(&boot, start, Some(KeeperSocket(theirs)), held)
-        });
-        match forked {
-            Ok((child, ((ours, theirs), begun, still_held))) => {
-                // Close the worker's ends: of the socket, whose closing is seen only without this
-                // copy, and of what the worker reports to PID 1.
-                drop((theirs, begun));
-                held = still_held;
-                serve(&ours, &mut held);
-                let status = status_of(child);
-                failure::tell(&format!("the worker has ended ({status}); {} GPU descriptors stay open", held.len()));
-                if ending {
-                    rest()
-                }
-                start = Start::Again { status };
-            }
-            Err((errno, (_, start, held))) => alone(&boot, start, held, &format!("fork: {errno}")),
+        holdings.serve(&socket);
+        drop(socket);
+        let status = status_of(child);
+        failure::tell(&format!("the worker has ended ({status}); {} GPU descriptors stay open", holdings.held.len()));
+        if ending {
+            rest()
         }
+        start = Start::Again { status };
         young = if born.elapsed() < YOUNG { young + 1 } else { 0 };
         if young > 1 {
-            // Not on the boot path: a worker that dies again and again must not use up the guest's
-            // CPUs.
+            // Not on the boot path. A worker that dies repeatedly must not use up the guest's CPUs.
             std::thread::sleep(Duration::from_secs(1 << (young - 2).min(16)).min(LONGEST_PAUSE));
         }
     }
 }
 
-/// The worker's work in the keeper's own process, when there can be no other one.
-fn alone(boot: &Boot, start: Start, held: Vec<Held>, why: &str) -> ! {
-    failure::tell(&format!("keeper: {why}: GPUs are held by the worker alone"));
-    worker::run(boot, start, None, held)
+/// Forks the worker; returns that process and the keeper's end of the socket to it. Tries until
+/// there is a process for it.
+fn start_worker(boot: &Boot, mut start: Start, holdings: &mut Holdings) -> (Pid, OwnedFd) {
+    let mut refused = None;
+    loop {
+        let waiting: Vec<RawFd> = holdings.waiting.iter().flatten().map(|given_up| given_up.descriptor).collect();
+        let held = std::mem::take(&mut holdings.held);
+        let failed = match reply::pair() {
+            Ok(sockets) => {
+                let forked = crate::sys::fork_single_threaded((sockets, start, held), |((ours, theirs), start, held)| {
+                    drop(ours);
+                    for descriptor in waiting {
+                        let _unused = close(descriptor);
+                    }
+                    worker::run(boot, start, KeeperSocket(theirs), held)
+                });
+                match forked {
+                    Ok((child, ((ours, theirs), begun, held))) => {
+                        // Close the worker's ends: of the socket, whose closing is seen only
+                        // without this copy, and of what the worker reports to PID 1.
+                        drop((theirs, begun));
+                        holdings.held = held;
+                        return (child, ours);
+                    }
+                    Err((errno, (_, unused, held))) => {
+                        (start, holdings.held) = (unused, held);
+                        ("fork the worker", errno)
+                    }
+                }
+            }
+            Err(errno) => {
+                holdings.held = held;
+                ("make a socket pair for the worker", errno)
+            }
+        };
+        // Each error once: the kernel's log has better uses for its room.
+        if refused.replace(failed) != Some(failed) {
+            let (what, errno) = failed;
+            failure::tell(&format!("keeper: {what}: {errno}: trying again every {FORK_PAUSE:?}; the GPUs stay open meanwhile"));
+        }
+        std::thread::sleep(FORK_PAUSE); // see the constant
+        holdings.retry(None);
+    }
 }
 
-/// Holds its descriptors for ever.
+/// Holds the descriptors for ever.
 fn rest() -> ! {
     loop {
         pause();
     }
 }
 
-/// How a child has ended; blocks until it has.
+/// Waits for the end of a child; returns its status as text.
 fn status_of(child: Pid) -> String {
     loop {
         match waitpid(child, None) {
             Ok(WaitStatus::Exited(_, code)) => return format!("exit status {code}"),
             Ok(WaitStatus::Signaled(_, signal, _)) => return format!("killed by {signal}"),
-            Ok(_) | Err(nix::errno::Errno::EINTR) => {}
+            Ok(_) | Err(Errno::EINTR) => {}
             Err(errno) => return format!("wait: {errno}"),
         }
     }
 }
 
-/// Takes and gives up descriptors until the worker's end of the socket is closed.
-fn serve(socket: &OwnedFd, held: &mut Vec<Held>) {
-    let mut closing = Vec::new();
-    let mut text = [0_u8; MAX_MESSAGE];
-    let mut space = cmsg_space!([RawFd; 8]);
-    loop {
-        let mut parts = [IoSliceMut::new(&mut text)];
-        let received = recvmsg::<()>(socket.as_raw_fd(), &mut parts, Some(&mut space), MsgFlags::MSG_CMSG_CLOEXEC);
-        let (bytes, descriptors) = match received {
-            Ok(message) => {
-                let mut descriptors = Vec::new();
-                for part in message.cmsgs().into_iter().flatten() {
-                    if let ControlMessageOwned::ScmRights(some) = part {
-                        descriptors.extend(some);
-                    }
+impl Holdings {
+    /// Takes and gives up descriptors until the worker's end of the socket is closed.
+    fn serve(&mut self, socket: &OwnedFd) {
+        let mut text = [0_u8; MAX_MESSAGE];
+        let mut space = cmsg_space!([RawFd; 8]);
+        loop {
+            if !self.waiting.is_empty() {
+                let pause = PollTimeout::try_from(FORK_PAUSE).unwrap_or(PollTimeout::ZERO);
+                if poll(&mut [PollFd::new(socket.as_fd(), PollFlags::POLLIN)], pause) == Ok(0) {
+                    self.retry(Some(socket));
+                    continue;
                 }
-                (message.bytes, descriptors)
             }
-            Err(nix::errno::Errno::EINTR) => continue,
-            Err(_) => return,
-        };
-        // A message has at least its letter; without a byte this is the end of the worker.
-        let Some((what, gpu)) = text.get(..bytes).and_then(<[u8]>::split_first) else { return };
-        let gpu = String::from_utf8_lossy(gpu).into_owned();
-        if *what == RELEASE {
-            closing.extend(give_up(held, &gpu));
+            let mut parts = [IoSliceMut::new(&mut text)];
+            let received = recvmsg::<()>(socket.as_raw_fd(), &mut parts, Some(&mut space), MsgFlags::MSG_CMSG_CLOEXEC);
+            let (bytes, descriptors) = match received {
+                Ok(message) => {
+                    let mut descriptors = Vec::new();
+                    for part in message.cmsgs().into_iter().flatten() {
+                        if let ControlMessageOwned::ScmRights(some) = part {
+                            descriptors.extend(some);
+                        }
+                    }
+                    (message.bytes, descriptors)
+                }
+                Err(Errno::EINTR) => continue,
+                Err(_) => return,
+            };
+            // A message has at least its letter; without a byte this is the end of the worker.
+            let Some((what, gpu)) = text.get(..bytes).and_then(<[u8]>::split_first) else { return };
+            let gpu = String::from_utf8_lossy(gpu).into_owned();
+            if *what == RELEASE {
+                let (gone, stay) = std::mem::take(&mut self.held).into_iter().partition(|held| held.gpu == gpu);
+                self.held = stay;
+                if let Err(errno) = self.give_up(gone, Some(socket)) {
+                    failure::tell(&format!("keeper: give GPU {gpu} up: {errno}: trying again every {FORK_PAUSE:?}; its removal waits"));
+                }
+            }
+            self.held.extend(descriptors.into_iter().map(|descriptor| Held { gpu: gpu.clone(), descriptor }));
+            // Collect the children that have ended; the others another time.
+            self.closing.retain(|child| waitpid(*child, Some(WaitPidFlag::WNOHANG)) == Ok(WaitStatus::StillAlive));
         }
-        held.extend(descriptors.into_iter().map(|descriptor| Held { gpu: gpu.clone(), descriptor }));
-        // Collect the children that have ended; the others another time.
-        closing.retain(|child| waitpid(*child, Some(WaitPidFlag::WNOHANG)) == Ok(WaitStatus::StillAlive));
     }
-}
 
-/// Closes the descriptors of one GPU. The last close tears the adapter down, for as long as that
-/// takes: a child does it, and this is the child.
-fn give_up(held: &mut Vec<Held>, gpu: &str) -> Option<Pid> {
-    let (gone, stay): (Vec<Held>, Vec<Held>) = std::mem::take(held).into_iter().partition(|h| h.gpu == gpu);
-    *held = stay;
-    if gone.is_empty() {
-        return None;
-    }
-    let forked = pipe().and_then(|ends| {
-        let child = crate::sys::fork_single_threaded(ends, |(read_end, write_end)| {
-            drop(write_end);
-            // Wait until the keeper has closed its copies, then these are the last: the end of the
-            // pipe, or an error, shows it.
-            let _unused = nix::unistd::read(&read_end, &mut [0_u8; 1]);
-            // Close copies of other GPUs first: a hang below must not keep them open.
-            for other in held.iter().chain(&gone) {
-                let _unused = close(other.descriptor);
-            }
-            0
-        });
-        child.map_err(|(errno, _)| errno)
-    });
-    match forked {
-        Ok((child, _ends)) => {
-            for own in &gone {
-                let _unused = close(own.descriptor);
-            }
-            Some(child)
+    /// Gives up what no process could be forked for, as far as that is possible now.
+    fn retry(&mut self, socket: Option<&OwnedFd>) {
+        for gone in std::mem::take(&mut self.waiting) {
+            // Reported at the first try.
+            let _unused = self.give_up(gone, socket);
         }
-        Err(errno) => {
-            failure::tell(&format!("keeper: give GPU {gpu} up: {errno}: it stays open, and its removal waits"));
-            held.extend(gone);
-            None
+    }
+
+    /// Closes the descriptors of one GPU. The last close tears the adapter down, for as long as
+    /// that takes: a child does it, and this is the child. Without a child they wait for the next
+    /// try.
+    fn give_up(&mut self, gone: GivenUp, socket: Option<&OwnedFd>) -> nix::Result<()> {
+        if gone.is_empty() {
+            return Ok(());
+        }
+        let forked = pipe().and_then(|ends| {
+            let child = crate::sys::fork_single_threaded(ends, |(read_end, write_end)| {
+                drop(write_end);
+                // The worker takes the end of its socket for the end of the keeper.
+                if let Some(socket) = socket {
+                    let _unused = close(socket.as_raw_fd());
+                }
+                // Wait until the keeper has closed its copies, then these are the last: the end of
+                // the pipe, or an error, shows it.
+                let _unused = nix::unistd::read(&read_end, &mut [0_u8; 1]);
+                // Close copies of other GPUs first: a hang below must not keep them open.
+                for other in self.held.iter().chain(self.waiting.iter().flatten()).chain(&gone) {
+                    let _unused = close(other.descriptor);
+                }
+                0
+            });
+            child.map_err(|(errno, _)| errno)
+        });
+        match forked {
+            Ok((child, _ends)) => {
+                for own in &gone {
+                    let _unused = close(own.descriptor);
+                }
+                self.closing.push(child);
+                Ok(())
+            }
+            Err(errno) => {
+                self.waiting.push(gone);
+                Err(errno)
+            }
         }
     }
 }

@@ -1,8 +1,10 @@
 //! Stage 0: PID 1 from its first instruction until it becomes the agent. One thread, no waiting.
 //!
-//! Traps avoided here: no setsid and no setpgid in PID 1 (the agent powers off silently when it is
-//! a leader already); descriptors 0 to 2 lead to the console, or the agent's log is lost; every
-//! other descriptor is close-on-exec; signals are as a new program expects them.
+//! Requirements of the agent:
+//! - no setsid and no setpgid in PID 1: the agent powers off silently when it is a leader already;
+//! - descriptors 0 to 2 on the console, or the agent's log is lost;
+//! - every other descriptor close-on-exec;
+//! - signals as a new program expects them.
 
 use super::stamps::{Boot, Stamps, What};
 use super::{agent_child, keeper};
@@ -18,8 +20,7 @@ use std::path::Path;
 /// `tsc`.
 pub fn run(started_ns: u64, tsc: Option<tsc::Reading>) -> ! {
     std::panic::set_hook(Box::new(|panicked| failure::tell(&format!("a bug: {panicked}"))));
-    // PID 1 must not die of a bug of ours: a panic before the hand-over costs the GPUs, not the
-    // guest.
+    // PID 1 must not die of a panic: a panic before the hand-over costs the GPUs, not the guest.
     let forked = std::panic::catch_unwind(|| prepare(started_ns, tsc)).unwrap_or_else(|_| {
         failure::tell("a bug in stage 0: no GPU will be brought up, the agent starts without");
         None
@@ -31,15 +32,15 @@ pub fn run(started_ns: u64, tsc: Option<tsc::Reading>) -> ! {
     }
 }
 
-/// Everything before the hand-over. None when no worker could be started.
+/// Prepares the hand-over and starts the keeper. None when no worker could be started.
 fn prepare(started_ns: u64, tsc: Option<tsc::Reading>) -> Option<(Agent, Handover)> {
     let mut stamps = Stamps { started_ns, tsc, steps: Vec::with_capacity(8) };
-    // /proc before the command line, /dev before the console, /run before the CDI directory. A
-    // failure here is reported, and the agent, which makes these mounts itself, goes on.
+    // Order: /proc before the command line, /dev before the console, /run before the CDI directory.
+    // A failure is reported, and the boot goes on: the agent makes these mounts itself.
     stamps.step(What::Mounts, || {
         let mut errors: Vec<String> = mounts::make(mounts::EARLY).iter().map(ToString::to_string).collect();
         errors.extend(mounts::link_var_run(Path::new("/")).err());
-        // A directory that cannot be made: the publisher reports that.
+        // The publisher reports a directory that cannot be made.
         let _unused = std::fs::create_dir(cdi::publish::DIRECTORY);
         if errors.is_empty() { Ok(()) } else { Err(errors.join("; ")) }
     });
@@ -50,7 +51,7 @@ fn prepare(started_ns: u64, tsc: Option<tsc::Reading>) -> Option<(Agent, Handove
     let command_line = command_line.unwrap_or_default();
     let (config, notes) = Config::parse(&command_line);
     let agent = config.agent;
-    // The worker gets the socket's other end, and learns from it when PID 1 has become the agent.
+    // The keeper gets the socket's other end, whose end of file shows that PID 1 is the agent.
     let (ours, theirs) = match handover::pair() {
         Ok(pair) => pair,
         Err(errno) => return no_worker(&format!("make a socket pair: {errno}")),
@@ -70,14 +71,14 @@ fn no_worker(error: &str) -> Option<(Agent, Handover)> {
     None
 }
 
-/// Points descriptors 0 to 2 at the console: in an initrd the kernel opened them before there was a
-/// /dev.
+/// Points descriptors 0 to 2 at the console: in an initrd the kernel opened them before /dev was
+/// mounted.
 fn console() -> Result<(), String> {
     let at = |path: &str| open(path, OFlag::O_RDWR | OFlag::O_NOCTTY | OFlag::O_CLOEXEC, Mode::empty());
     let (console, result) = match at("/dev/console") {
         Ok(console) => (console, Ok(())),
-        // Descriptors that lead nowhere are better than closed ones, whose numbers the agent's
-        // first files would get.
+        // /dev/null is better than closed descriptors, whose numbers the agent's first files would
+        // get.
         Err(errno) => match at("/dev/null") {
             Ok(null) => (
                 null,

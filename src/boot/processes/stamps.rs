@@ -1,17 +1,17 @@
-//! Findings of stage 0, for the processes that come after it: a recorder is more than PID 1 should
-//! set up before the agent runs.
+//! Results of stage 0 for the later processes. PID 1 only stamps its steps: setting up a recorder
+//! would delay the agent.
 
 use crate::clock::boottime_ns;
 use crate::config::{Config, Note};
 use crate::tsc;
 use std::fmt::Display;
 
-/// All that PID 1 leaves to the keeper and its workers.
+/// Data that PID 1 leaves to the keeper and its workers.
 pub struct Boot {
     pub config: Config,
-    /// What became of every word of the command line that is ours.
+    /// Results of parsing this init's parameters on the command line.
     pub notes: Vec<Note>,
-    /// The kernel command line as the kernel gave it.
+    /// Kernel command line, unparsed.
     pub command_line: Vec<u8>,
     pub stamps: Stamps,
 }
@@ -24,7 +24,7 @@ pub enum What {
     Config,
 }
 
-/// One of them, for the worker to put into the stream.
+/// A step of stage 0, for the worker to put into the stream.
 pub struct Stamp {
     pub what: What,
     pub begin_ns: u64,
@@ -32,11 +32,11 @@ pub struct Stamp {
     pub error: Option<String>,
 }
 
-/// All of stage 0, stamped as it happened.
+/// All steps of stage 0, with their times.
 pub struct Stamps {
     /// First instruction of PID 1.
     pub started_ns: u64,
-    /// The TSC then; None where there is none.
+    /// TSC at that time; None without a TSC.
     pub tsc: Option<tsc::Reading>,
     pub steps: Vec<Stamp>,
 }

@@ -1,5 +1,5 @@
-//! The worker: everything that runs while the agent does. Listens first (uevents, kernel log, the
-//! agent's traces), then acts (the bring-up), and serves every reader of the events (sinks). One
+//! The worker: all work of the init while the agent runs. Subscribes first (uevents, kernel log,
+//! the agent's traces), then brings GPUs up, and serves every reader of the events (sinks). One
 //! runtime thread; each call that blocks in the kernel has a thread of its own.
 
 use super::stamps::{Boot, What};
@@ -22,40 +22,45 @@ use crate::events::{self, After, StepId, kmsg, names};
 use crate::pci::SYS;
 use crate::uevents::Uevents;
 use crate::{agent_watch, cdi, confidential, failure, ptp_kvm, step, tsc};
+use nix::errno::Errno;
+use nix::sys::socket::{MsgFlags, recv};
 use std::ffi::OsStr;
+use std::os::fd::{AsRawFd, OwnedFd};
 use std::os::unix::ffi::OsStrExt;
 use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 use tokio::sync::{mpsc, watch};
 
-/// Runtime files of the init, readable by whoever is in the guest.
+/// Directory of the init's runtime files, readable by every process of the guest.
 const RUN: &str = "/run/kata-gpu-init";
-/// Between agent (-997) and keeper (-1000).
+/// OOM score between agent (-997) and keeper (-1000).
 const OOM_SCORE: &str = "-998";
 /// Stack of a thread that waits in a system call.
 const STACK: usize = 256 * 1024;
 /// The kernel's clock source.
 const CLOCKSOURCE: &str = "/sys/devices/system/clocksource/clocksource0/current_clocksource";
-/// How long the reason of a power-off may take to the host.
+/// Longest wait for the delivery of a power-off's reason to the host.
 const LAST_WORDS: Duration = Duration::from_secs(2);
-/// Time for what virtio still carries when send() has returned: no acknowledgement comes.
+/// Time for data that virtio still carries when send() has returned: no acknowledgement comes.
 const IN_FLIGHT: Duration = Duration::from_millis(100);
 
 /// The worker's life; ends with the guest. `held` are the descriptors that earlier workers opened.
-pub fn run(boot: &Boot, start: Start, keeper: Option<KeeperSocket>, held: Vec<Held>) -> ! {
+pub fn run(boot: &Boot, start: Start, keeper: KeeperSocket, held: Vec<Held>) -> ! {
     let began_ns = boottime_ns();
     let _unused = std::fs::write("/proc/self/oom_score_adj", OOM_SCORE);
     // Before the runtime: a process with threads must not fork.
-    let opener = keeper.as_ref().and_then(|keeper| Opener::start(keeper, &held));
+    let opener = Opener::start(&keeper, &held);
     let lane = boot.config.bind != Bind::Insmod;
     let spare = lane.then(|| Spare::start(Path::new(SYS), &held, opener.as_ref().map(Opener::pid))).flatten();
     name_process("gpuinit-worker");
     match tokio::runtime::Builder::new_current_thread().enable_all().thread_stack_size(STACK).build() {
         Ok(runtime) => {
-            // Never dropped: that would wait for every thread that is in the driver.
+            // Never drop the runtime: a drop would wait for every thread that is in the driver.
             let runtime = std::mem::ManuallyDrop::new(runtime);
-            let life = || runtime.block_on(live(boot, began_ns, start, Descriptors::new(keeper, opener, held), spare));
+            let keeper_ends = keeper.0.try_clone();
+            let descriptors = Descriptors::new(Some(keeper), opener, held);
+            let life = || runtime.block_on(live(boot, began_ns, start, descriptors, keeper_ends, spare));
             // The panic has been reported; the keeper waits for the end of this process.
             let _unused = std::panic::catch_unwind(std::panic::AssertUnwindSafe(life));
         }
@@ -64,7 +69,7 @@ pub fn run(boot: &Boot, start: Start, keeper: Option<KeeperSocket>, held: Vec<He
     crate::sys::leave(1)
 }
 
-async fn live(boot: &Boot, began_ns: u64, start: Start, descriptors: Descriptors, spare: Option<Spare>) {
+async fn live(boot: &Boot, began_ns: u64, start: Start, descriptors: Descriptors, keeper: std::io::Result<OwnedFd>, spare: Option<Spare>) {
     let identity = Identity::read();
     let (ring, previous, trouble) = stream(&start, &identity);
     if let Some(error) = trouble {
@@ -74,8 +79,8 @@ async fn live(boot: &Boot, began_ns: u64, start: Start, descriptors: Descriptors
         Start::First(handed) => {
             report_stage0(boot);
             let (exec, no_agent) = report_handover(handed);
-            // These markers show the difference between the log's clock and ours; without /dev/kmsg
-            // there are no lines to place either.
+            // Markers show the difference between the kernel log's clock and this one. Without
+            // /dev/kmsg there are no lines to correct either.
             let _unused = kmsg::write_markers();
             clock_event();
             report_before_kernel(boot);
@@ -87,6 +92,7 @@ async fn live(boot: &Boot, began_ns: u64, start: Start, descriptors: Descriptors
         }
     };
     let starting = step!(names::WORKER_START, at_ns = began_ns, after = ?After::from(&[exec][..]));
+    tokio::spawn(report_end_of_keeper(keeper));
     // Subscribed before the scan: a GPU that appears in between is seen twice, not never.
     let uevents = Uevents::subscribe();
     let (words, signals) = match kmsg::follow(Arc::clone(&ring), previous.as_ref().and_then(|p| p.last_kmsg)) {
@@ -109,7 +115,7 @@ async fn live(boot: &Boot, began_ns: u64, start: Start, descriptors: Descriptors
     let started = starting.id();
     drop(starting);
     if let Some(observer) = no_agent {
-        // No GPU is touched in a guest that is about to end.
+        // Leave the GPUs alone in a guest that is about to end.
         last_words(&ring, observer, delivered).await;
     } else {
         gpus::run(&boot.config, &boot.command_line, previous.as_ref(), started, sources, descriptors, Machine { spare, gate }).await;
@@ -118,8 +124,8 @@ async fn live(boot: &Boot, began_ns: u64, start: Start, descriptors: Descriptors
     std::future::pending::<()>().await;
 }
 
-/// Starts the stream, or continues that of an earlier worker; returns what is known from it, and
-/// what is wrong with the file.
+/// Starts the stream, or continues that of an earlier worker. Returns the ring, the state read from
+/// the stream, and the error of its file.
 fn stream(start: &Start, identity: &Identity) -> (Arc<Ring>, Option<Previous>, Option<String>) {
     let path = Path::new(RUN).join("boot.ndjson");
     match start {
@@ -133,22 +139,51 @@ fn stream(start: &Start, identity: &Identity) -> (Arc<Ring>, Option<Previous>, O
         Start::Again { .. } => match Journal::resume(&path) {
             Ok((journal, found)) => {
                 let previous = Previous::from_records(&found.records);
-                StepId::continue_after(previous.last_step);
+                // Each missing record may be the begin of a step.
+                StepId::continue_after(previous.last_step.saturating_add(found.missing));
                 (events::install(Ring::resumed(found.lines, found.first_seq, Some(journal))), Some(previous), None)
             }
             // Without the file the numbers already given are unknown: the stream goes on far behind
             // them.
-            Err(error) => (events::install(Ring::resumed([], UNKNOWN, None)), Some(Previous::default()), Some(error.to_string())),
+            Err(error) => {
+                StepId::continue_after(UNKNOWN);
+                (events::install(Ring::resumed([], UNKNOWN, None)), Some(Previous::default()), Some(error.to_string()))
+            }
         },
     }
 }
 
-/// Reports the crash, and ends the steps that it broke off.
+/// Reports the worker's death, and ends the steps that were open.
 fn report_death(ring: &Ring, previous: &Option<Previous>, status: &str) {
     let error = format!("the worker has ended ({status}); another one goes on, and all GPUs have stayed open");
     tracing::error!(name: names::PROCESS_DIED, process = "worker", status, error);
     for begin in previous.iter().flat_map(|p| &p.open) {
         ring.push(previous::end_of(begin));
+    }
+}
+
+/// Reports the keeper's end at once: the socket to it is closed then. Nobody else can: its parent
+/// is the agent.
+async fn report_end_of_keeper(socket: std::io::Result<OwnedFd>) {
+    let ended = async {
+        let socket = crate::sys::async_fd(socket?)?;
+        loop {
+            let mut ready = socket.readable().await?;
+            match recv(socket.as_raw_fd(), &mut [0_u8; 1], MsgFlags::MSG_DONTWAIT) {
+                Err(Errno::EAGAIN) => ready.clear_ready(),
+                // The keeper sends nothing.
+                Ok(_) | Err(_) => return Ok::<(), std::io::Error>(()),
+            }
+        }
+    };
+    match ended.await {
+        Ok(()) => {
+            let error = "the keeper has ended: this worker alone holds the GPUs from here on, and its end would close them; restart the guest when its containers can be moved";
+            tracing::error!(name: names::PROCESS_DIED, process = "keeper", error);
+        }
+        Err(error) => {
+            tracing::warn!(name: names::SINK, sink = "keeper", state = "unavailable", error = %format!("watch the keeper's socket: {error}: its end will not be seen"));
+        }
     }
 }
 
@@ -185,7 +220,7 @@ fn report_stage0(boot: &Boot) {
     }
 }
 
-/// Where CLOCK_REALTIME is now, for log lines that carry it.
+/// Reports CLOCK_REALTIME against CLOCK_BOOTTIME, for log lines that carry the former.
 fn clock_event() {
     let before = boottime_ns();
     let realtime = realtime_ns();
@@ -193,8 +228,8 @@ fn clock_event() {
     tracing::info!(name: names::CLOCK, at_ns = before + (after - before) / 2, realtime_ns = realtime);
 }
 
-/// How long the VM was there before its kernel's clock, by the TSC at the first instruction of PID
-/// 1 and now.
+/// Reports the time between the VM's start and its kernel's clock, by the TSC at the first
+/// instruction of PID 1 and now.
 fn report_before_kernel(boot: &Boot) {
     let Some((first, later)) = boot.stamps.tsc.zip(tsc::read()) else { return };
     let Some(before) = tsc::before_kernel(&first, &later) else { return };
@@ -203,8 +238,8 @@ fn report_before_kernel(boot: &Boot) {
     tracing::info!(name: names::CLOCK_TSC, at_ns = first.boottime_ns, before_kernel_ns, error_ns, hz, clocksource = clocksource.trim_end());
 }
 
-/// Starts every sink that is asked for; returns the progress of the one to the host. The console of
-/// a worker that takes over goes on where it was.
+/// Starts every configured sink; returns the progress of the sink to the host. With `again`, the
+/// console continues after the last line of the earlier worker.
 fn start_sinks(boot: &Boot, ring: &Arc<Ring>, identity: &Identity, again: bool, gate: console::Gate) -> watch::Receiver<u64> {
     let (delivered, progress) = watch::channel(0);
     let ring = || Arc::clone(ring);
@@ -217,7 +252,7 @@ fn start_sinks(boot: &Boot, ring: &Arc<Ring>, identity: &Identity, again: bool, 
             unavailable("vsock listener", &error);
         }
     }
-    if let Some(level) = boot.config.console
+    if let Some(level) = boot.config.console.level(confidential::is_confidential)
         && let Err(error) = console::start(ring(), level, again, gate)
     {
         unavailable("console", &format!("open /dev/console: {error}"));
@@ -242,7 +277,8 @@ fn to_host(config: &Config) -> bool {
     }
 }
 
-/// Reports the hand-over. When that failed, returns whom to notify when the host knows.
+/// Reports the hand-over. When that failed, returns the observer to notify after the delivery to
+/// the host.
 fn report_handover(handed: Handed) -> (StepId, Option<Observer>) {
     let step = step!(names::AGENT_EXEC, at_ns = handed.begin_ns);
     let id = step.id();
@@ -254,10 +290,10 @@ fn report_handover(handed: Handed) -> (StepId, Option<Observer>) {
     (id, Some(observer))
 }
 
-/// Carries the reason of the power-off to the host, for a bounded time, then lets PID 1 go on.
+/// Delivers the reason of the power-off to the host, for a bounded time, then lets PID 1 go on.
 async fn last_words(ring: &Ring, observer: Observer, mut delivered: watch::Receiver<u64>) {
     let all = ring.next_seq();
-    // No listener, or a slow one: the guest powers off all the same.
+    // Without a listener, or with a slow one, the guest powers off all the same.
     if let Ok(Ok(_)) = tokio::time::timeout(LAST_WORDS, delivered.wait_for(|seq| *seq >= all)).await.map(|r| r.map(drop)) {
         tokio::time::sleep(IN_FLIGHT).await; // not on the boot path: this guest is about to end
     }

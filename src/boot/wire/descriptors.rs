@@ -1,8 +1,8 @@
-//! Descriptors of opened GPUs: the worker's own copies, and the keeper's. Never closed while a GPU
-//! is there; given up when a GPU is being removed, because the driver's removal waits for that.
+//! Descriptors of opened GPUs: the worker's own copies, and the keeper's. Kept open while a GPU is
+//! present; released when a GPU is being removed, because the driver's removal waits for that.
 //!
-//! A descriptor belongs to one bind of one device: that is its name in the keeper, too, so that a
-//! worker which takes over can compare it with what is there now.
+//! A descriptor belongs to one bind of one device. The bind is its name in the keeper, too: a worker
+//! that takes over compares it with the bind that is there.
 
 use super::keeper::{Held, KeeperSocket};
 use super::opener::Opener;
@@ -17,7 +17,7 @@ use std::collections::HashMap;
 use std::os::fd::OwnedFd;
 use std::sync::{Arc, Mutex, PoisonError};
 
-/// Stack of a thread that closes one, in bytes.
+/// Stack of a thread that closes a descriptor, in bytes.
 const STACK: usize = 64 * 1024;
 
 /// All descriptors. Shared by the tasks of all GPUs.
@@ -28,7 +28,7 @@ pub struct Descriptors {
 }
 
 impl Descriptors {
-    /// Includes descriptors that an earlier worker has opened and this process has inherited.
+    /// Takes over `held`, descriptors that an earlier worker opened and this process inherited.
     pub fn new(keeper: Option<KeeperSocket>, opener: Option<Opener>, held: Vec<Held>) -> Self {
         let own = held.into_iter().filter_map(|h| Some((h.gpu.parse().ok()?, Arc::new(crate::sys::inherited(h.descriptor)?)))).collect();
         Self { own: Mutex::new(own), keeper, opener }
@@ -65,18 +65,19 @@ impl Descriptors {
         self.lock().keys().copied().collect()
     }
 
-    /// The descriptor of a GPU, if it has been opened in this bind.
+    /// Descriptor of a GPU, if the GPU has been opened in this bind.
     pub fn of(&self, gpu: &Bound) -> Option<Arc<OwnedFd>> {
         self.lock().get(gpu).cloned()
     }
 
-    /// Gives a removed GPU up. A call that is still waiting in the driver keeps its reference until
-    /// it returns.
+    /// Releases a removed GPU. A call that still waits in the driver keeps its reference until it
+    /// returns.
     pub fn release(&self, gpu: &Bound) {
-        // The last close takes as long as the driver likes. A thread does it here, a child in the
-        // keeper; nothing waits for either.
+        // The last close may take long in the driver. A thread does it here, a child in the keeper;
+        // nothing waits for either.
         if let Some(descriptor) = self.lock().remove(gpu) {
-            // Without a thread, this drop closes: not the last close where there is a keeper.
+            // If no thread can be started, the descriptor is closed here; with a keeper, that is
+            // not the last close.
             let _unused = std::thread::Builder::new().stack_size(STACK).spawn(move || drop(descriptor));
         }
         if let Some(Err(errno)) = self.keeper.as_ref().map(|keeper| keeper.release(&gpu.to_string())) {

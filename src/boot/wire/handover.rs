@@ -1,9 +1,10 @@
-//! Hand-over of PID 1 to the agent, and how the other processes learn of it.
+//! Hand-over of PID 1 to the agent, and its report to the other processes.
 //!
-//! A socket pair, close-on-exec, connects the two. PID 1 writes the time just before execve; when
-//! execve succeeds, the kernel closes PID 1's end and the keeper, which waits for that before it
-//! starts the worker, reads the end of the file: the agent has started. When it fails, PID 1 writes
-//! the reason, waits a bounded time for the worker to carry it to the host, and powers off.
+//! A close-on-exec socket pair connects PID 1 and the keeper. PID 1 writes the time just before
+//! execve. When execve succeeds, the kernel closes PID 1's end, and the keeper reads the end of the
+//! file: the agent has started. The keeper waits for that before it starts the worker. When execve
+//! fails, PID 1 writes the reason, waits a bounded time for the worker to deliver it to the host,
+//! and powers off.
 
 use crate::clock::boottime_ns;
 use crate::{failure, sys};
@@ -14,13 +15,13 @@ use std::os::fd::{AsRawFd, OwnedFd};
 use std::path::Path;
 use std::time::Duration;
 
-/// How long PID 1 waits for the worker to report to the host why the guest powers off.
+/// Longest wait of PID 1 until the worker has reported the reason of the power-off to the host.
 const LAST_WORDS: Duration = Duration::from_secs(3);
-/// The agent's limit of open files, as it has it under the incumbent.
+/// The agent's limit of open files, as under the incumbent.
 const OPEN_FILES: u64 = 1_048_576;
-/// The agent's OOM score, as under the incumbent: every container is chosen before it.
+/// The agent's OOM score, as under the incumbent: every container is chosen before the agent.
 const OOM_SCORE: &str = "-997";
-/// Mount of the GPU extension image, which the agent's attester needs to know.
+/// Mount of the GPU extension image, for which the agent's attester has a variant.
 const GPU_EXTENSION: &str = "/run/kata-extensions/gpu";
 
 /// PID 1's end.
@@ -28,23 +29,23 @@ pub struct Handover {
     worker: Option<OwnedFd>,
 }
 
-/// The worker's end.
+/// The keeper's end, passed on to the worker when the hand-over failed.
 pub struct Observer(OwnedFd);
 
-/// The hand-over, as the other processes saw it.
+/// The hand-over, as observed by the keeper.
 pub struct Handed {
-    /// Just before execve.
+    /// Time just before execve.
     pub begin_ns: u64,
     pub end_ns: u64,
-    /// Why PID 1 could not become the agent; [`Observer::done`] lets PID 1 go on to the power-off.
+    /// Error of execve; [`Observer::done`] lets PID 1 go on to the power-off.
     pub error: Option<(String, Observer)>,
 }
 
-/// How a worker begins.
+/// Kind of a worker's start.
 pub enum Start {
-    /// First worker, with what became of the hand-over.
+    /// First worker, with the result of the hand-over.
     First(Handed),
-    /// Successor of a worker that has died, and how that one died.
+    /// Successor of a worker that has died, with the exit status of that worker.
     Again { status: String },
 }
 
@@ -55,20 +56,20 @@ pub fn pair() -> nix::Result<(Handover, Observer)> {
 }
 
 impl Handover {
-    /// A hand-over that nobody observes.
+    /// Makes a hand-over without an observer.
     pub fn alone() -> Self {
         Self { worker: None }
     }
 
-    /// Becomes the agent. Returns to nobody: when the agent cannot be executed, the guest ends with
-    /// the reason.
+    /// Becomes the agent. Never returns: when the agent cannot be executed, powers off with the
+    /// reason.
     pub fn exec(self, agent: &CStr) -> ! {
         let error = self.exec_or_error(agent);
         self.tell(&error);
         failure::power_off(&error)
     }
 
-    /// Becomes the agent; returns why that failed.
+    /// Becomes the agent; returns only the error of a failed execve.
     pub fn exec_or_error(&self, agent: &CStr) -> String {
         prepare_process();
         self.send(boottime_ns().to_string().as_bytes());
@@ -90,7 +91,8 @@ impl Handover {
         failure::tell(error);
         self.send(format!("!{error}").as_bytes());
         if let Some(worker) = &self.worker {
-            // The worker's answer, or its end, or the deadline: the guest powers off in any case.
+            // Wait for the worker's response, its end or the deadline; the guest powers off in any
+            // case.
             let _unused = nix::sys::socket::setsockopt(worker, nix::sys::socket::sockopt::ReceiveTimeout, &timeval(LAST_WORDS));
             let _unused = nix::unistd::read(worker, &mut [0_u8; 1]);
         }
@@ -98,8 +100,7 @@ impl Handover {
 
     fn send(&self, message: &[u8]) {
         if let Some(worker) = &self.worker {
-            // A worker that is gone reads nothing more; PID 1 does not wait for it and does not die
-            // of SIGPIPE.
+            // PID 1 neither waits for a worker that is gone nor dies of SIGPIPE.
             let _unused = send(worker.as_raw_fd(), message, MsgFlags::MSG_NOSIGNAL | MsgFlags::MSG_DONTWAIT);
         }
     }
@@ -111,13 +112,13 @@ fn timeval(duration: Duration) -> nix::sys::time::TimeVal {
 
 /// Limits and OOM score of this process as the agent expects them.
 fn prepare_process() {
-    // Without permission to raise the limit, the agent runs with the limit that it has.
+    // Without permission to raise the limit, the agent runs with the current one.
     let _unused = setrlimit(Resource::RLIMIT_NOFILE, OPEN_FILES, OPEN_FILES);
     let _unused = std::fs::write("/proc/self/oom_score_adj", OOM_SCORE);
 }
 
-/// The agent's environment: that of PID 1, and the attester's variant where the GPU extension is
-/// mounted.
+/// The agent's environment: PID 1's environment, plus the attester's variant where the GPU
+/// extension is mounted.
 fn environment() -> Vec<CString> {
     use std::os::unix::ffi::OsStrExt;
     let mut list: Vec<CString> =
@@ -129,8 +130,8 @@ fn environment() -> Vec<CString> {
 }
 
 impl Observer {
-    /// Blocks until PID 1 has become the agent, or has reported why not: some milliseconds at most,
-    /// in which the machine is PID 1's alone.
+    /// Blocks until PID 1 has become the agent, or has reported the error: some milliseconds at
+    /// most, in which PID 1 has the machine to itself.
     pub fn wait(self) -> Handed {
         let mut begin_ns = boottime_ns();
         let mut buffer = [0_u8; 1024];
@@ -145,13 +146,13 @@ impl Observer {
                     }
                 }
                 Err(nix::errno::Errno::EINTR) => {}
-                // An unreadable socket is as good as the end of the file.
+                // An unreadable socket counts as the end of the file.
                 Err(_) => return Handed { begin_ns, end_ns: boottime_ns(), error: None },
             }
         }
     }
 
-    /// Reports to PID 1 that everything that could be reported has been.
+    /// Reports to PID 1 that the delivery to the host is over.
     pub fn done(self) {
         // PID 1 waits with a deadline of its own.
         let _unused = send(self.0.as_raw_fd(), b".", MsgFlags::MSG_NOSIGNAL | MsgFlags::MSG_DONTWAIT);

@@ -1,5 +1,5 @@
-//! The worker's way to the keeper: descriptors that are to outlive the worker, and requests to give
-//! one up.
+//! Connection from the worker to the keeper: descriptors that are to outlive the worker, and
+//! requests to release them.
 
 use nix::sys::socket::{ControlMessage, MsgFlags, sendmsg};
 use std::io::IoSlice;
@@ -7,30 +7,30 @@ use std::os::fd::{AsRawFd, OwnedFd, RawFd};
 
 /// Longest message: a letter and an address.
 pub const MAX_MESSAGE: usize = 64;
-/// The letter of a descriptor that is handed over.
+/// Letter of a message with a descriptor to hold.
 const KEEP: u8 = b'k';
-/// The letter of a GPU whose descriptors are to be closed.
+/// Letter of a message with a GPU whose descriptors are to be closed.
 pub const RELEASE: u8 = b'r';
 
-/// A GPU's descriptor, by the address that the worker gave. A raw number on purpose: no drop closes
-/// it.
+/// A GPU's descriptor, with the address that the worker gave. A raw number on purpose: no drop
+/// closes the descriptor.
 #[derive(Clone, Debug)]
 pub struct Held {
     pub gpu: String,
     pub descriptor: RawFd,
 }
 
-/// The worker's way to the keeper.
+/// The worker's end.
 pub struct KeeperSocket(pub OwnedFd);
 
 impl KeeperSocket {
-    /// Hands a copy of a GPU's descriptor to the keeper; the worker's own one stays open.
+    /// Sends a copy of a GPU's descriptor to the keeper; the worker's own one stays open.
     pub fn keep(&self, gpu: &str, descriptor: &OwnedFd) -> nix::Result<()> {
         let descriptors = [descriptor.as_raw_fd()];
         self.send(KEEP, gpu, &[ControlMessage::ScmRights(&descriptors)])
     }
 
-    /// Asks the keeper to give a GPU's descriptors up.
+    /// Requests that the keeper close a GPU's descriptors.
     pub fn release(&self, gpu: &str) -> nix::Result<()> {
         self.send(RELEASE, gpu, &[])
     }

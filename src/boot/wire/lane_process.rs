@@ -1,7 +1,7 @@
 //! The process that enables GPUs, one at a time, on a vCPU of its own. A process and not a thread:
-//! while the host maps BARs, its vCPU answers nobody, and a change of a process's memory map (a new
-//! thread's stack, memory given back) waits for all vCPUs that run that process. In the worker,
-//! every other GPU would wait.
+//! while the host maps BARs, the vCPU responds to nothing, and a change of a process's memory map
+//! (a new thread's stack, memory given back) waits for all vCPUs that run that process. With a
+//! thread of the worker, every other GPU would wait.
 
 use super::keeper::Held;
 use super::{name_process, reply};
@@ -30,8 +30,8 @@ impl LaneProcess {
     /// Starts the process on these CPUs; must be called while this process has one thread. None
     /// where that fails: the worker then enables by itself.
     ///
-    /// Closes held GPUs in the child: a GPU is removed only when nothing has it open any more.
-    /// Leaves the worker's way to the keeper open in the child on purpose: the keeper starts no
+    /// Closes held GPUs in the child: a GPU is removed only when no process has it open. Leaves the
+    /// worker's connection to the keeper open in the child on purpose: the keeper must start no
     /// other worker while a GPU is still being enabled, because the kernel already counts that GPU
     /// as enabled.
     pub fn start(sysfs: &Path, cpus: &CpuSet, held: &[Held]) -> Option<Self> {
@@ -49,13 +49,13 @@ impl LaneProcess {
         Some(Self { socket: Some(ours), pid })
     }
 
-    /// The process whose stack shows what an enabling waits for.
+    /// Process whose stack shows what an enabling waits for.
     pub fn pid(&self) -> Pid {
         self.pid
     }
 
-    /// Enables this GPU there; returns how long that took by that process's own clock. Blocks
-    /// meanwhile. None when that process is gone.
+    /// Enables this GPU in the process; returns the result and the duration measured there. Blocks.
+    /// None when that process is gone.
     pub fn enable(&self, gpu: PciAddress) -> Option<(Result<(), Errno>, Duration)> {
         let answers = reply::ask(self.socket.as_ref()?, &[gpu.to_string().as_bytes()])?;
         let (errno, _) = reply::answered(&answers)?;
@@ -68,14 +68,14 @@ impl LaneProcess {
 
 impl Drop for LaneProcess {
     fn drop(&mut self) {
-        // The process ends with its socket. No enabling is under way here: its caller holds this.
+        // The process ends with its socket. No enabling is under way: its caller would hold `self`.
         drop(self.socket.take());
         let _unused = waitpid(self.pid, None);
     }
 }
 
-/// Enables each GPU that is asked for until nobody can ask any more. Answers with the error's
-/// number, or 0, and the time taken in ns.
+/// Enables each requested GPU until the last requester is gone. Answers with the error's number, or
+/// 0, and the duration in ns.
 fn serve(socket: &OwnedFd, sysfs: &PciSysfs) {
     let mut request = [0; MAX_REQUEST];
     while let Some((length, answers)) = reply::asked(socket, &mut request) {

@@ -1,7 +1,7 @@
 //! Opens GPUs, and binds those that are enabled by the bind, where the death of the worker closes
-//! nothing: each in a child of a process of its own, which hands the descriptor to the keeper
-//! before the worker has it. The worker's way to the keeper stays open in these processes on
-//! purpose: the keeper starts no other worker before it has been given everything that was opened.
+//! no descriptor: each in a child of a process of its own, which hands the descriptor to the keeper
+//! before the worker gets it. The worker's connection to the keeper stays open in these processes
+//! on purpose: the keeper must start no other worker before it has every opened descriptor.
 
 use super::keeper::{Held, KeeperSocket};
 use super::{name_process, reply};
@@ -19,7 +19,7 @@ use std::path::Path;
 /// Longest request: an address, a NUL, a path; no path: bind.
 const MAX_REQUEST: usize = 256;
 
-/// The worker's end; the process ends when this is dropped.
+/// The worker's end; the process ends on drop.
 pub struct Opener {
     socket: OwnedFd,
     pid: Pid,
@@ -29,7 +29,7 @@ impl Opener {
     /// Starts the process; must be called while this process has one thread. None where that fails:
     /// the worker then opens by itself.
     ///
-    /// Closes held GPUs in the child: a GPU is removed only when nothing has it open any more.
+    /// Closes held GPUs in the child: a GPU is removed only when no process has it open.
     pub fn start(keeper: &KeeperSocket, held: &[Held]) -> Option<Self> {
         let forked = crate::sys::fork_single_threaded(reply::pair().ok()?, |(ours, theirs)| {
             drop(ours);
@@ -49,9 +49,9 @@ impl Opener {
         self.pid
     }
 
-    /// Opens a GPU's node without blocking, which starts its initialisation; with drivers before
-    /// 550.40.07 this returns when that is over. `opening` gets the process that is in the driver
-    /// meanwhile. None when it could not be tried.
+    /// Opens a GPU's node with O_NONBLOCK, which starts its initialisation; with drivers before
+    /// 550.40.07 this returns when the initialisation is over. `opening` gets the process that is
+    /// in the driver meanwhile. None when the open could not be tried.
     pub fn open(&self, gpu: &str, path: &Path, opening: impl FnOnce(Pid)) -> Option<Result<OwnedFd, Errno>> {
         let answers = reply::ask(&self.socket, &[gpu.as_bytes(), b"\0", path.as_os_str().as_bytes()])?;
         let (child, _) = reply::answered(&answers)?;
@@ -64,7 +64,7 @@ impl Opener {
     }
 
     /// Binds a GPU to the driver; blocks until its probe is over. `binding` gets the process that
-    /// is in the driver meanwhile. None when it could not be tried.
+    /// is in the driver meanwhile. None when the bind could not be tried.
     pub fn bind(&self, gpu: PciAddress, binding: impl FnOnce(Pid)) -> Option<Result<(), Errno>> {
         let answers = reply::ask(&self.socket, &[gpu.to_string().as_bytes(), b"\0"])?;
         let (child, _) = reply::answered(&answers)?;
@@ -76,12 +76,12 @@ impl Opener {
     }
 }
 
-/// Opens each GPU that is asked for in a child of its own, until nobody can ask any more.
+/// Opens or binds each requested GPU in a child of its own, until the last requester is gone.
 fn serve(socket: &OwnedFd, keeper: &KeeperSocket) {
     let mut text = [0; MAX_REQUEST];
     while let Some((length, answers)) = reply::asked(socket, &mut text) {
         let Some(answers) = answers else { continue };
-        // Without a child no answer comes, and the worker opens by itself.
+        // Without a child no answer comes, and the worker does the work by itself.
         let _unused = crate::sys::fork_single_threaded(answers, |answers| {
             let request = text.get(..length).unwrap_or_default();
             let mut parts = request.splitn(2, |byte| *byte == 0);
@@ -98,13 +98,13 @@ fn serve(socket: &OwnedFd, keeper: &KeeperSocket) {
     }
 }
 
-/// The error's number, or 0.
+/// Binds a GPU; returns the error's number, or 0.
 fn bind(gpu: PciAddress) -> i64 {
     PciSysfs::at(Path::new(SYS)).bind(gpu).map_or_else(|e| e.errno().unwrap_or(Errno::EIO) as i64, |()| 0)
 }
 
-/// Hands over to the keeper first: from then on nothing is lost. An answer that nobody takes any
-/// more is the next worker's to ask for.
+/// Opens a GPU and hands the descriptor to the keeper first, so that no death loses it. If the
+/// worker is gone before the answer, the next worker gets the descriptor from the keeper.
 fn open_and_hand_over(gpu: &str, path: &Path, answers: &OwnedFd, keeper: &KeeperSocket) {
     match open(path, OFlag::O_RDWR | OFlag::O_NONBLOCK | OFlag::O_CLOEXEC, Mode::empty()) {
         Ok(descriptor) => {

@@ -1,5 +1,5 @@
-//! Requests to a process of the init, each with a socket for its answers: several can be under way
-//! at once, and the asking process learns when the answering one ends.
+//! Requests to a process of the init, each with a socket for its answers. Several can be under way
+//! at once, and the requester sees the end of the answering process.
 
 use nix::cmsg_space;
 use nix::errno::Errno;
@@ -7,30 +7,30 @@ use nix::sys::socket::{AddressFamily, ControlMessage, ControlMessageOwned, MsgFl
 use std::io::{IoSlice, IoSliceMut};
 use std::os::fd::{AsRawFd, OwnedFd, RawFd};
 
-/// A pair of connected sockets, message by message.
+/// Makes a pair of connected sockets that keep message boundaries.
 pub fn pair() -> nix::Result<(OwnedFd, OwnedFd)> {
     socketpair(AddressFamily::Unix, SockType::SeqPacket, None, SockFlag::SOCK_CLOEXEC)
 }
 
-/// Sends a request; returns the socket on which its answers come. None when nobody takes it.
+/// Sends a request; returns the socket for its answers. None when the receiver is gone.
 pub fn ask(socket: &OwnedFd, request: &[&[u8]]) -> Option<OwnedFd> {
     let (ours, theirs) = pair().ok()?;
     let parts: Vec<IoSlice<'_>> = request.iter().map(|part| IoSlice::new(part)).collect();
     let reply = [theirs.as_raw_fd()];
     sendmsg::<()>(socket.as_raw_fd(), &parts, &[ControlMessage::ScmRights(&reply)], MsgFlags::MSG_NOSIGNAL, None).ok()?;
-    // The answering process closes the last copy: then no more answers come.
+    // Drop this copy, so that the answering process holds the last one and its close is seen.
     drop(theirs);
     Some(ours)
 }
 
-/// The next request and the socket for its answers. None when nobody can ask any more.
+/// Receives the next request and the socket for its answers. None when the last requester is gone.
 pub fn asked(socket: &OwnedFd, text: &mut [u8]) -> Option<(usize, Option<OwnedFd>)> {
     let (length, descriptors) = receive(socket, text)?;
     Some((length, descriptors.into_iter().find_map(crate::sys::inherited)))
 }
 
-/// Answers with a number, and a descriptor where there is one. An answer that nobody takes any more
-/// is lost.
+/// Answers with a number, and a descriptor where there is one. An answer to a requester that is
+/// gone is lost.
 pub fn answer(reply: &OwnedFd, number: i64, descriptor: Option<&OwnedFd>) {
     let rights: Vec<RawFd> = descriptor.iter().map(|d| d.as_raw_fd()).collect();
     let rights = [ControlMessage::ScmRights(&rights)];
@@ -38,14 +38,14 @@ pub fn answer(reply: &OwnedFd, number: i64, descriptor: Option<&OwnedFd>) {
     let _unused = sendmsg::<()>(reply.as_raw_fd(), &[IoSlice::new(&number.to_ne_bytes())], control, MsgFlags::MSG_NOSIGNAL, None);
 }
 
-/// The next answer. None when the process that was to answer has ended.
+/// Receives the next answer. None when the answering process has ended.
 pub fn answered(reply: &OwnedFd) -> Option<(i64, Option<OwnedFd>)> {
     let mut number = [0; size_of::<i64>()];
     let (length, descriptors) = receive(reply, &mut number)?;
     (length == number.len()).then(|| (i64::from_ne_bytes(number), descriptors.into_iter().find_map(crate::sys::inherited)))
 }
 
-/// One message and its descriptors. None at the end.
+/// Receives one message and its descriptors. None at the end.
 fn receive(socket: &OwnedFd, text: &mut [u8]) -> Option<(usize, Vec<RawFd>)> {
     let mut space = cmsg_space!([RawFd; 1]);
     loop {

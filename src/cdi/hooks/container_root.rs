@@ -15,6 +15,7 @@ use std::fs::File;
 use std::io::{self, Read};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
 
 /// The kernel gives up on a path with `..` in it whenever anything is renamed meanwhile; each try is one look at the path.
 const TRIES: usize = 64;
@@ -40,6 +41,7 @@ const KERNELS: &[u32] = &[
     0xf97c_ff8c,
 ];
 const PROC: u32 = 0x9fa0;
+const TMPFS: u32 = 0x0102_1994;
 
 /// How a file is opened for reading.
 const READ: OFlag = OFlag::O_RDONLY.union(OFlag::O_NONBLOCK).union(OFlag::O_NOCTTY);
@@ -62,6 +64,7 @@ impl FileId {
 pub struct ContainerRoot {
     root: OwnedFd,
     path: PathBuf,
+    opened: Instant,
     /// Devices that were looked at, and whether they are the kernel's own.
     devices: RefCell<Vec<(u64, bool)>>,
 }
@@ -102,7 +105,7 @@ impl ContainerRoot {
         if id == FileId::of(&fstat(open(Path::new("/"))?)?) {
             return Err(refuse("this is the root of the guest itself, which no hook changes"));
         }
-        let root = Self { root, path: path.to_path_buf(), devices: RefCell::default() };
+        let root = Self { root, path: path.to_path_buf(), opened: Instant::now(), devices: RefCell::default() };
         if root.is_kernels(root.root.as_fd(), id.device)? {
             return Err(refuse("this is a file system of the kernel's"));
         }
@@ -114,10 +117,31 @@ impl ContainerRoot {
         &self.path
     }
 
+    /// Time since the root was opened, which a hook does first.
+    pub fn elapsed(&self) -> Duration {
+        self.opened.elapsed()
+    }
+
     /// Resolves a path of the container's.
     pub(super) fn resolve(&self, path: &Path, flags: OFlag, more: ResolveFlag) -> nix::Result<OwnedFd> {
         let resolve = ResolveFlag::RESOLVE_IN_ROOT | ResolveFlag::RESOLVE_NO_MAGICLINKS | more;
         retried(self.root.as_fd(), path, OpenHow::new().flags(flags | OFlag::O_CLOEXEC).resolve(resolve))
+    }
+
+    /// Opens a directory to make something in. Never on a volume, whose content other containers may have, too: it is on the root's own mount, or
+    /// below the tmpfs that every container has at /dev.
+    pub(super) fn writable_directory(&self, path: &Path) -> nix::Result<OwnedFd> {
+        let flags = OFlag::O_PATH | OFlag::O_DIRECTORY | OFlag::O_CLOEXEC;
+        let below = match (self.resolve(path, flags, ResolveFlag::RESOLVE_NO_XDEV), path.strip_prefix("/dev")) {
+            (Err(Errno::EXDEV), Ok(below)) => below,
+            (result, _) => return result,
+        };
+        let dev = self.resolve(Path::new("/dev"), flags, ResolveFlag::RESOLVE_NO_SYMLINKS)?;
+        if kind_of_file_system(dev.as_fd())? != TMPFS {
+            return Err(Errno::EXDEV);
+        }
+        let resolve = ResolveFlag::RESOLVE_IN_ROOT | ResolveFlag::RESOLVE_NO_SYMLINKS | ResolveFlag::RESOLVE_NO_XDEV;
+        retried(dev.as_fd(), below, OpenHow::new().flags(flags).resolve(resolve))
     }
 
     /// Whether this is on a file system of the kernel's own. Asked once for each device.

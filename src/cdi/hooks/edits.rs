@@ -117,19 +117,11 @@ fn beside(path: &Path, target: &Path) -> PathBuf {
     path.parent().unwrap_or(Path::new("/")).join(target)
 }
 
-/// A directory that something is to be made in. Mounts of the container's are entered where the path itself names them (its /dev, a volume at /etc); a link
-/// of the image's does not choose one: it could lead into a volume that other containers have, too.
-fn open_directory(root: &ContainerRoot, path: &Path) -> nix::Result<OwnedFd> {
-    let flags = OFlag::O_PATH | OFlag::O_DIRECTORY;
-    match root.resolve(path, flags, ResolveFlag::RESOLVE_NO_SYMLINKS) {
-        Err(Errno::ELOOP) => root.resolve(path, flags, ResolveFlag::RESOLVE_NO_XDEV),
-        result => result,
-    }
-}
-
 fn said(error: Errno) -> io::Error {
     match error {
-        Errno::EXDEV => io::Error::other("a link in the path leads into another mount, where nothing is made"),
+        Errno::EXDEV => {
+            io::Error::other("the path leads into another mount, which may be a volume of other containers, too: nothing is made there")
+        }
         other => io::Error::other(other.desc()),
     }
 }
@@ -173,7 +165,7 @@ impl<'a> Changes<'a> {
 
     /// The directory at a path, made step by step where it is missing; every step is resolved from the root.
     fn make_directories(&mut self, root: &ContainerRoot, path: &Path) -> io::Result<OwnedFd> {
-        let open = |path: &Path| open_directory(root, path);
+        let open = |path: &Path| root.writable_directory(path);
         match open(path) {
             Err(Errno::ENOENT) => {}
             result => return result.map_err(said),

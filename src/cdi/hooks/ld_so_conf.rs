@@ -10,6 +10,7 @@ use crate::kernel_modules::pattern;
 use nix::sys::stat::SFlag;
 use std::collections::HashSet;
 use std::path::{Component, Path, PathBuf};
+use std::time::{Duration, Instant};
 
 pub const CONF: &str = "/etc/ld.so.conf";
 pub const CONF_DIRECTORY: &str = "/etc/ld.so.conf.d";
@@ -20,6 +21,12 @@ pub const INCLUDE_ALL: &str = "include /etc/ld.so.conf.d/*.conf\n";
 const MAX_FILES: usize = 1024;
 /// Most of each, in bytes.
 const MAX_FILE: u64 = 1024 * 1024;
+/// Most of all of them, in bytes: a distribution's have some hundred.
+const MAX_BYTES: u64 = 4 * MAX_FILE;
+/// Longest line: a path of the kernel's longest kind.
+const MAX_LINE: usize = 4096;
+/// How long reading them may take: the whole hook has 10 s.
+const DEADLINE: Duration = Duration::from_secs(2);
 /// How deep includes go.
 const MAX_DEPTH: usize = 16;
 /// Most different directories.
@@ -28,6 +35,7 @@ const MAX_DIRECTORIES: usize = 4096;
 const MAX_WORK: usize = 50_000_000;
 const WORK_OF_DIRECTORY: usize = 2000;
 const WORK_OF_NAME: usize = 200;
+const WORK_OF_INCLUDE: usize = 2000;
 /// Longest part of a pattern: the longest name.
 const MAX_PATTERN: usize = 255;
 /// Most notes.
@@ -44,7 +52,16 @@ pub struct Conf {
 
 /// Reads [`CONF`] with these edits made.
 pub fn read(root: &ContainerRoot, planned: &[Edit]) -> Conf {
-    let mut reader = Reader { root, planned, files: HashSet::new(), known: HashSet::new(), work: 0, conf: Conf::default() };
+    let mut reader = Reader {
+        root,
+        planned,
+        files: HashSet::new(),
+        known: HashSet::new(),
+        bytes: 0,
+        work: 0,
+        start: Instant::now(),
+        conf: Conf::default(),
+    };
     reader.file(Path::new(CONF), 0);
     reader.conf
 }
@@ -74,7 +91,10 @@ struct Reader<'a> {
     /// What was read: reading it again would add no directory.
     files: HashSet<PathBuf>,
     known: HashSet<String>,
+    /// Read so far.
+    bytes: u64,
     work: usize,
+    start: Instant,
     conf: Conf,
 }
 
@@ -93,6 +113,9 @@ impl Reader<'_> {
         if !self.files.insert(path.to_path_buf()) {
             return;
         }
+        if self.bytes >= MAX_BYTES || self.is_late() {
+            return self.note(format!("leave out {}: {MAX_BYTES} bytes or {} s are over", path.display(), DEADLINE.as_secs()));
+        }
         let content = match self.planned.iter().find(|e| e.path() == path) {
             Some(Edit::File { content, .. }) => Ok(Some(content.clone())),
             Some(Edit::Absent { .. }) => Ok(None),
@@ -101,7 +124,16 @@ impl Reader<'_> {
         match content {
             Ok(None) => {}
             Ok(Some(bytes)) => {
-                bytes.split(|b| *b == b'\n').filter_map(|l| std::str::from_utf8(l).ok()).for_each(|l| self.line(path, l, depth))
+                self.bytes += bytes.len() as u64;
+                for line in bytes.split(|b| *b == b'\n') {
+                    match std::str::from_utf8(line) {
+                        Ok(_) if line.len() > MAX_LINE => {
+                            self.note(format!("leave out a line of {}: it has more than {MAX_LINE} bytes", path.display()));
+                        }
+                        Ok(line) => self.line(path, line, depth),
+                        Err(_) => {}
+                    }
+                }
             }
             Err(note) => self.note(note),
         }
@@ -112,10 +144,20 @@ impl Reader<'_> {
         let word = |name: &str| line.get(..name.len()).filter(|w| w.eq_ignore_ascii_case(name)).and_then(|_| line.get(name.len()..));
         let argument = |name: &str| word(name).filter(|rest| rest.starts_with([' ', '\t']));
         if let Some(patterns) = argument("include").filter(|_| line.starts_with("include")) {
-            patterns.split_ascii_whitespace().for_each(|pattern| self.include(from, pattern, depth));
+            for pattern in patterns.split_ascii_whitespace() {
+                self.work += WORK_OF_INCLUDE;
+                if self.work > MAX_WORK || self.is_late() {
+                    return self.note(format!("leave out what {} includes: it takes too long", from.display()));
+                }
+                self.include(from, pattern, depth);
+            }
         } else if argument("hwcap").is_none() {
             self.directory(line);
         }
+    }
+
+    fn is_late(&self) -> bool {
+        self.start.elapsed() > DEADLINE
     }
 
     /// Relative ones would be searched from wherever a program is started.
@@ -146,7 +188,7 @@ impl Reader<'_> {
                 Some(part) if part.contains(['*', '?', '[']) => {
                     let mut next = Vec::new();
                     for path in &paths {
-                        if self.work > MAX_WORK || part.len() > MAX_PATTERN {
+                        if self.work > MAX_WORK || part.len() > MAX_PATTERN || self.is_late() {
                             self.note(format!(
                                 "leave out {}: it takes too long",
                                 pattern.display().to_string().chars().take(100).collect::<String>()

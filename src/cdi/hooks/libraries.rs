@@ -13,12 +13,12 @@ use nix::fcntl::readlinkat;
 use std::collections::{HashMap, HashSet};
 use std::io;
 use std::path::{Path, PathBuf};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 const HWCAPS: &str = "glibc-hwcaps";
 /// Most files that are looked into, over all directories.
 const MAX_FILES: usize = 65_536;
-/// How long that may take: the agent ends a hook after 10 s, wherever it is.
+/// How long the hook may have taken by then: the agent ends a hook after 10 s, wherever it is.
 const DEADLINE: Duration = Duration::from_secs(8);
 /// Most steps from a planned link over planned links to a file.
 const MAX_LINKS: usize = 8;
@@ -129,7 +129,6 @@ impl Planned {
 
 struct Searcher<'a> {
     what: &'a Search<'a>,
-    start: Instant,
     files: usize,
     /// Files have several names: each is looked into once.
     seen: HashMap<FileId, Option<Library>>,
@@ -157,7 +156,6 @@ pub fn search(what: &Search) -> io::Result<Found> {
     let folders = what.folders.iter().filter_map(|f| id(Path::new(f))).collect();
     let mut searcher = Searcher {
         what,
-        start: Instant::now(),
         files: 0,
         seen: HashMap::new(),
         folders,
@@ -223,9 +221,18 @@ impl Searcher<'_> {
         usable.map(|n| n.name).take(64).collect()
     }
 
+    fn in_time(&self) -> io::Result<()> {
+        match self.what.root.elapsed() {
+            passed if passed <= DEADLINE => Ok(()),
+            _ => Err(io::Error::other(format!("{} files took longer than {} s; a hook has 10", self.files, DEADLINE.as_secs()))),
+        }
+    }
+
     /// One directory; `hwcap` is its name if it is one for some processors. Gives whether it may have directories for some processors in it.
     fn directory(&mut self, path: &str, directory: &Directory, hwcap: Option<&str>) -> io::Result<bool> {
         let at = |e: io::Error| io::Error::other(format!("look for libraries in {path}: {e}"));
+        // One with many names of no library costs time, too.
+        self.in_time().map_err(at)?;
         let names = match directory.names() {
             Ok(names) => names,
             Err(e) => {
@@ -326,9 +333,7 @@ impl Searcher<'_> {
         if self.files > MAX_FILES {
             return Err(io::Error::other(format!("more than {MAX_FILES} files with names of libraries in all")));
         }
-        if self.start.elapsed() > DEADLINE {
-            return Err(io::Error::other(format!("{} files took longer than {} s; a hook has 10", self.files, DEADLINE.as_secs())));
-        }
+        self.in_time()?;
         let mut is_link = false;
         let id = match self.file(listing, name, kind, planned) {
             Looked::Regular(id) => Some(id),

@@ -1,7 +1,8 @@
 //! Hooks of containers: this program under the name `nvidia-cdi-hook`, or with `hook` as its first word, started by kata-agent for one container.
 //!
-//! The commands and flags are those of the incumbent's hook; [`arguments`] has them. Each hook reads and decides first, then makes all its edits or
-//! none ([`edits`]), through the container's root ([`container_root`]) alone. Nothing of the image's is executed, loaded or mounted; the environment
+//! The commands and flags are those of the incumbent's hook; [`arguments`] has them. Each job of a hook reads and decides first, then makes all its
+//! edits or none ([`edits`]), through the container's root ([`container_root`]) alone; a job that fails keeps no other from being done. What is read
+//! of an image is bounded in size and in time. Nothing of the image's is executed, loaded or mounted; the environment
 //! is not looked at. kata-agent logs a hook's failure and starts the container all the same: the one line on standard error is what there is to see.
 
 pub mod arguments; // the command line
@@ -30,6 +31,8 @@ pub use disable_device_node_modification::cover;
 
 /// The incumbent's name, under which specs start it.
 pub const NAME: &str = "nvidia-cdi-hook";
+/// Chosen first by the OOM killer.
+const OOM_SCORE: &str = "1000";
 /// There in a guest that this program has booted, and nowhere else.
 const GUEST: &str = "/run/kata-gpu-init";
 
@@ -54,20 +57,23 @@ pub struct Outcome {
     pub notes: Vec<String>,
 }
 
-/// The words for a hook, where this program was started as one.
-pub fn invocation(words: impl IntoIterator<Item = OsString>) -> Option<Vec<OsString>> {
+/// The words for a hook, where this program was started as one. PID 1 is a hook by its name alone: its words are those of the kernel command line
+/// that the kernel does not know.
+pub fn invocation(words: impl IntoIterator<Item = OsString>, is_init: bool) -> Option<Vec<OsString>> {
     let mut words = words.into_iter();
     let name = words.next()?;
     if Path::new(&name).file_name().is_some_and(|n| n == NAME) {
         return Some(words.collect());
     }
-    words.next().filter(|w| w == "hook").map(|_| words.collect())
+    words.next().filter(|w| w == "hook" && !is_init).map(|_| words.collect())
 }
 
 /// Runs a hook and tells how it went.
 pub fn main(words: Vec<OsString>) -> ExitCode {
     // What is made for a container is made with these modes, whatever the runtime's mask is.
     nix::sys::stat::umask(nix::sys::stat::Mode::from_bits_truncate(0o022));
+    // The image decides what a hook reads: where memory is short, the hook goes, and neither the agent nor the init. Without /proc, as it was.
+    let _unused = std::fs::write("/proc/self/oom_score_adj", OOM_SCORE);
     let words: Result<Vec<String>, OsString> = words.into_iter().map(OsString::into_string).collect();
     let result = words.map_err(|w| Error(format!("{w:?} is no text"))).and_then(|words| run(&words, io::stdin().lock()));
     match result {
@@ -133,31 +139,82 @@ fn perform(command: Command, arguments: &Arguments, input: impl Read + AsFd) -> 
         None => oci_state::read_state(input)?,
     };
     let root = ContainerRoot::open(&oci_state::root_of(&state)?)?;
-    let mut plan = Plan::default();
-    let links = || arguments.links.iter().map(|l| Edit::Link { path: l.path.clone(), target: l.target.clone() });
+    let mut jobs = Jobs { root: &root, edits: 0, notes: Vec::new(), errors: Vec::new() };
+    let links = || arguments.links.iter().map(|l| Edit::Link { path: l.path.clone(), target: l.target.clone() }).collect();
     match command {
-        Command::CreateSymlinks => plan.edits.extend(links()),
-        Command::UpdateLdcache => update_ldcache::plan(&root, &arguments.folders, &[], None, &mut plan)?,
-        Command::EnableCudaCompat => enable_cuda_compat::plan(&root, host(arguments), &mut plan),
-        Command::UpdateApplicationProfile => plan.edits.extend(update_application_profile::plan(&root)?),
-        Command::Prepare => {
-            plan.edits.extend(links());
-            enable_cuda_compat::plan(&root, host(arguments), &mut plan);
-            let driver = Some(arguments.host_driver_version.as_str()).filter(|v| !v.is_empty());
-            update_ldcache::plan(&root, &arguments.folders, &arguments.links, driver, &mut plan)?;
-            plan.edits.extend(update_application_profile::plan(&root)?);
+        Command::CreateSymlinks => _ = jobs.run(|plan| set(plan, links())),
+        Command::UpdateLdcache => _ = jobs.run(|plan| update_ldcache::plan(&root, &arguments.folders, &[], None, plan)),
+        Command::EnableCudaCompat => {
+            _ = jobs.run(|plan| {
+                enable_cuda_compat::plan(&root, host(arguments), plan);
+                Ok(())
+            })
         }
+        Command::UpdateApplicationProfile => _ = jobs.run(|plan| set(plan, update_application_profile::plan(&root)?)),
         Command::DisableDeviceNodeModification => disable_device_node_modification::run(&root)?,
+        Command::Prepare => {
+            // First, before anything of the image is read: whatever becomes of the rest, the container changes no device node.
+            if let Err(error) = disable_device_node_modification::run(&root) {
+                jobs.notes.push(format!("prepare: {error}: programs in the container may try to change device nodes"));
+            }
+            let linked = jobs.run(|plan| set(plan, links()));
+            let compat = jobs.run(|plan| {
+                enable_cuda_compat::plan(&root, host(arguments), plan);
+                Ok(())
+            });
+            let driver = Some(arguments.host_driver_version.as_str()).filter(|v| !v.is_empty());
+            let links = if linked.is_some() { &arguments.links[..] } else { &[] };
+            jobs.run(|plan| {
+                // Made already, and so not made again.
+                plan.edits = compat.unwrap_or_default();
+                update_ldcache::plan(&root, &arguments.folders, links, driver, plan)
+            });
+            jobs.run(|plan| set(plan, update_application_profile::plan(&root)?));
+        }
         Command::Chmod | Command::Noop => {} // answered above
     }
-    let edits = edits::apply(&root, &plan.edits)?;
-    // A mount is not taken back, so it comes last.
-    if command == Command::Prepare
-        && let Err(error) = disable_device_node_modification::run(&root)
-    {
-        plan.notes.push(format!("prepare: {error}: programs in the container may try to change device nodes"));
+    jobs.end()
+}
+
+fn set(plan: &mut Plan, edits: Vec<Edit>) -> io::Result<()> {
+    plan.edits = edits;
+    Ok(())
+}
+
+/// The jobs of one hook.
+struct Jobs<'a> {
+    root: &'a ContainerRoot,
+    edits: usize,
+    notes: Vec<String>,
+    errors: Vec<String>,
+}
+
+impl Jobs<'_> {
+    /// Plans one job and makes its edits, all or none; returns them. A failure is kept for the end.
+    fn run(&mut self, plan: impl FnOnce(&mut Plan) -> io::Result<()>) -> Option<Vec<Edit>> {
+        let mut planned = Plan::default();
+        let made = plan(&mut planned).and_then(|()| edits::apply(self.root, &planned.edits));
+        self.notes.append(&mut planned.notes);
+        match made {
+            Ok(count) => {
+                self.edits += count;
+                Some(planned.edits)
+            }
+            Err(error) => {
+                self.errors.push(error.to_string());
+                None
+            }
+        }
     }
-    Ok(Outcome { edits, notes: plan.notes })
+
+    /// Error: every job that has failed, and the notes of all.
+    fn end(mut self) -> io::Result<Outcome> {
+        if self.errors.is_empty() {
+            return Ok(Outcome { edits: self.edits, notes: self.notes });
+        }
+        self.errors.append(&mut self.notes);
+        Err(io::Error::other(self.errors.join("; ")))
+    }
 }
 
 fn host(arguments: &Arguments) -> enable_cuda_compat::Host<'_> {
@@ -165,5 +222,21 @@ fn host(arguments: &Arguments) -> enable_cuda_compat::Host<'_> {
         driver_version: &arguments.host_driver_version,
         cuda_version: &arguments.host_cuda_version,
         compat: arguments.cuda_compat_container_root.as_deref(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn words_of_the_kernel_command_line_make_no_hook_of_pid_1() {
+        let of = |words: &[&str], is_init| invocation(words.iter().map(OsString::from), is_init).map(|words| words.len());
+        assert_eq!(of(&["/init", "hook", "prepare"], true), None);
+        assert_eq!(of(&["/init", "hook", "prepare"], false), Some(1));
+        // As a spec of ours starts it, whose PID namespace may be new.
+        assert_eq!(of(&["nvidia-cdi-hook", "prepare"], true), Some(1));
+        assert_eq!(of(&["/usr/bin/nvidia-cdi-hook", "prepare"], false), Some(1));
+        assert_eq!(of(&["/init"], false), None);
     }
 }

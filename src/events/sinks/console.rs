@@ -17,6 +17,7 @@ use crate::clock::{boottime_ns, realtime_ns};
 use crate::events::names;
 use crate::events::record::{Kind, Level, Line, Record, decode};
 use crate::events::ring::Ring;
+use crate::threads;
 use serde_json::{Map, Value};
 use std::fs::OpenOptions;
 use std::io::{self, Write};
@@ -76,14 +77,14 @@ impl Gate {
     }
 }
 
-/// Starts the thread. Records above `level` (less urgent) are left out, and, `only_new`, those that
+/// Starts the thread; must be called inside the runtime. Records above `level` (less urgent) are left out, and, `only_new`, those that
 /// are there already. No line is written while the gate is held.
 pub fn start(ring: Arc<Ring>, level: Level, only_new: bool, gate: Gate) -> io::Result<()> {
     let console = OpenOptions::new().write(true).open(CONSOLE)?;
-    std::thread::Builder::new().name("console".into()).stack_size(128 * 1024).spawn(move || {
+    threads::detach(move || {
         let next = if only_new { ring.next_seq() } else { ring.first_seq() };
         follow(&ring, next, level, &gate, console);
-    })?;
+    });
     Ok(())
 }
 

@@ -158,7 +158,7 @@ mod tests {
     fn a_word_that_is_refused_is_not_called_ignored() {
         let refused = |word: &str| parameters(&[], &[word.into()], &[]).unwrap_err().iter().map(ToString::to_string).collect::<String>();
         let (value, name) = (refused("gpuinit.log=debgu"), refused("gpuinit.bnd=auto"));
-        assert!(value.ends_with("debug, trace; default: info; `kata-gpu-init parameters` lists what there is"), "{value}");
+        assert!(value.ends_with("debug, trace; default: auto; `kata-gpu-init parameters` lists what there is"), "{value}");
         assert!(name.ends_with("unknown parameter: `kata-gpu-init parameters` lists them"), "{name}");
     }
 

@@ -48,7 +48,7 @@ impl Cgroups {
     pub fn create(&self, path: &str) -> Result<()> {
         match self {
             Self::Unified => create_unified(path),
-            Self::Controllers(hierarchies) => hierarchies.iter().try_for_each(|hierarchy| create_in(hierarchy, path)),
+            Self::Controllers(all) => all.iter().try_for_each(|hierarchy| create_in(hierarchy, path)),
         }
     }
 

@@ -38,7 +38,8 @@ const NAMESPACES: &str = "/run/sandbox-ns";
 const CGROUP: &str = "/kubepods/besteffort/pod";
 /// The pause container that `testagent.cost=real` makes by itself.
 const PAUSE: &str = "pause";
-const MASKED: [&str; 9] = [
+/// Paths of /proc and /sys that containerd masks in a container.
+pub const MASKED: [&str; 9] = [
     "/proc/asound",
     "/proc/acpi",
     "/proc/kcore",
@@ -49,7 +50,8 @@ const MASKED: [&str; 9] = [
     "/proc/sched_debug",
     "/sys/firmware",
 ];
-const READ_ONLY: [&str; 5] = ["/proc/bus", "/proc/fs", "/proc/irq", "/proc/sys", "/proc/sysrq-trigger"];
+/// Paths of /proc that containerd makes read-only in a container.
+pub const READ_ONLY: [&str; 5] = ["/proc/bus", "/proc/fs", "/proc/irq", "/proc/sys", "/proc/sysrq-trigger"];
 
 /// A container to create.
 #[derive(Clone, Debug, Default)]
@@ -110,9 +112,11 @@ impl Pod {
             File::create(&path)?;
             let keep = move || -> Result<()> {
                 unshare(flag)?;
-                container_root::bind(Path::new(&format!("/proc/self/task/{}/ns/{name}", nix::unistd::gettid())), &path)
+                let namespace = format!("/proc/self/task/{}/ns/{name}", nix::unistd::gettid());
+                container_root::bind(Path::new(&namespace), &path)
             };
-            std::thread::spawn(keep).join().map_err(|_| anyhow!("the thread has panicked"))?.with_context(|| format!("keep {name}"))?;
+            let kept = std::thread::spawn(keep).join().map_err(|_| anyhow!("the thread has panicked"))?;
+            kept.with_context(|| format!("keep {name}"))?;
         }
         Ok(())
     }
@@ -125,11 +129,14 @@ impl Pod {
         let mut tries = 0;
         if !asked.devices.is_empty() {
             let mut failed_try = |number: u64, error: &str| {
-                log::info("cdi try failed", &[("container", &asked.id), ("try", &number.to_string()), ("error", error)]);
+                let number = number.to_string();
+                log::info("cdi try failed", &[("container", &asked.id), ("try", &number), ("error", error)]);
             };
             let (seconds, fail_fast) = (self.config.cdi_timeout_s, self.config.fail_fast);
-            tries = cdi::inject(&mut spec, cdi::DIRECTORY, &asked.devices, seconds, fail_fast, &std::thread::sleep, &mut failed_try)
-                .map_err(|(tries, error)| anyhow!("{error} (try {tries})"))?;
+            let (devices, sleep) = (&asked.devices, &std::thread::sleep);
+            let failed = &mut failed_try;
+            let injected = cdi::inject(&mut spec, cdi::DIRECTORY, devices, seconds, fail_fast, sleep, failed);
+            tries = injected.map_err(|(tries, error)| anyhow!("{error} (try {tries})"))?;
             work::spend(work::DEVICES);
         }
         if !asked.hooks {
@@ -150,7 +157,8 @@ impl Pod {
             container_root::bind(root, &rootfs).with_context(|| format!("bind {}", root.display()))?;
         }
         if asked.arguments.is_empty() && !Path::new(process::PARKED_PROGRAM).exists() {
-            fs::copy("/proc/self/exe", process::PARKED_PROGRAM).context("copy the program of containers without one")?;
+            let copied = fs::copy("/proc/self/exe", process::PARKED_PROGRAM);
+            copied.context("copy the program of containers without one")?;
         }
         spec.save(bundle.join("config.json")).context("write config.json")?;
         std::os::unix::fs::chown(bundle, Some(0), Some(0))?;
@@ -173,7 +181,8 @@ impl Pod {
         let (ours, theirs) = UnixStream::pair()?;
         let root_type = pid1::root_type().map_err(anyhow::Error::msg)?;
         let mut child = Command::new("/proc/self/exe");
-        child.args([container_run::WORD, process::WORD, container_root::Change::of(&root_type).word()]).arg(bundle);
+        let change = container_root::Change::of(&root_type);
+        child.args([container_run::WORD, process::WORD, change.word()]).arg(bundle);
         child.arg(if self.config.unified_cgroups { "v2" } else { "v1" });
         child.stdin(OwnedFd::from(theirs)).stdout(writer.try_clone()?).stderr(writer);
         // Reaped with all others.
@@ -193,7 +202,9 @@ impl Pod {
         loop {
             match next()? {
                 Report::Hook(text) => log::info("hook", &[("container", &asked.id), ("ran", &text)]),
-                Report::HookFailed(text) => log::error("hook failed", &[("container", &asked.id), ("ran", &text)]),
+                Report::HookFailed(text) => {
+                    log::error("hook failed", &[("container", &asked.id), ("ran", &text)]);
+                }
                 Report::Ready => break,
                 Report::Failed(error) => bail!("{error}"),
                 Report::Pid(_) => bail!("the container's process reports its pid twice"),
@@ -211,10 +222,14 @@ impl Pod {
         Ok(())
     }
 
+    fn of_created<T>(&self, id: &str, get: impl FnOnce(&Created) -> T) -> Result<T> {
+        self.lock().containers.get(id).map(get).with_context(|| format!("no container {id}"))
+    }
+
     /// Reads the next output of a container's program, at most so many bytes. Blocks until there is
     /// some.
     pub fn read(&self, id: &str, most: usize) -> Result<Vec<u8>> {
-        let stdout = Arc::clone(&self.lock().containers.get(id).with_context(|| format!("no container {id}"))?.stdout);
+        let stdout = self.of_created(id, |created| Arc::clone(&created.stdout))?;
         let mut bytes = vec![0; most];
         let length = stdout.as_ref().read(&mut bytes)?;
         ensure!(length > 0, "container {id} writes nothing any more");
@@ -223,7 +238,7 @@ impl Pod {
     }
 
     pub fn write(&self, id: &str, bytes: &[u8]) -> Result<()> {
-        let stdin = Arc::clone(&self.lock().containers.get(id).with_context(|| format!("no container {id}"))?.stdin);
+        let stdin = self.of_created(id, |created| Arc::clone(&created.stdin))?;
         Ok(stdin.as_ref().write_all(bytes)?)
     }
 
@@ -245,12 +260,13 @@ fn spec(asked: &Asked, rootfs: &Path) -> Result<Spec> {
     let mut spec = serde_json::to_value(container_run::spec(rootfs)?)?;
     spec["process"]["args"] = json!(asked.arguments);
     spec["process"]["env"] = json!(["PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"]);
-    let flags = ["nosuid", "noexec", "nodev"];
+    let flags = ["nosuid", "noexec", "nodev", "relatime", "ro"];
     let mounts = spec["mounts"].as_array_mut().context("a spec without mounts")?;
-    mounts.push(json!({ "destination": "/dev/mqueue", "type": "mqueue", "source": "mqueue", "options": flags }));
-    mounts.push(
-        json!({ "destination": "/sys/fs/cgroup", "type": "cgroup", "source": "cgroup", "options": ["nosuid", "noexec", "nodev", "relatime", "ro"] }),
-    );
+    let added = [("/dev/mqueue", "mqueue", &flags[..3]), ("/sys/fs/cgroup", "cgroup", &flags)];
+    for (destination, kind, options) in added {
+        let mount = json!({ "destination": destination, "type": kind, "source": kind, "options": options });
+        mounts.push(mount);
+    }
     spec["linux"] = json!({ "maskedPaths": MASKED, "readonlyPaths": READ_ONLY });
     serde_json::from_value(spec).context("the pod's own spec")
 }

@@ -48,7 +48,8 @@ fn report(mut to: &UnixStream, what: &Report) {
 
 /// The life of both processes.
 pub fn run(words: &[String]) -> ! {
-    let Ok(socket) = std::io::stdin().as_fd().try_clone_to_owned().map(UnixStream::from) else { std::process::exit(1) };
+    let socket = std::io::stdin().as_fd().try_clone_to_owned().map(UnixStream::from);
+    let Ok(socket) = socket else { std::process::exit(1) };
     if let Err(error) = first(words, &socket) {
         report(&socket, &Report::Failed(format!("{error:#}")));
         std::process::exit(1);
@@ -79,7 +80,8 @@ fn become_program(change: Change, bundle: &Path, unified: bool, mut socket: &Uni
     let mut go = [0];
     socket.read_exact(&mut go).context("wait for the cgroup")?;
     for (name, flag) in [("ipc", CloneFlags::CLONE_NEWIPC), ("uts", CloneFlags::CLONE_NEWUTS)] {
-        let file = File::open(Path::new(NAMESPACES).join(name)).with_context(|| format!("open the pod's {name} namespace"))?;
+        let file = File::open(Path::new(NAMESPACES).join(name));
+        let file = file.with_context(|| format!("open the pod's {name} namespace"))?;
         setns(file, flag).with_context(|| format!("join the pod's {name} namespace"))?;
     }
     unshare(CloneFlags::CLONE_NEWNS).context("make a mount namespace")?;
@@ -115,7 +117,8 @@ fn become_program(change: Change, bundle: &Path, unified: bool, mut socket: &Uni
 /// Blocks until the agent has opened the other end and written.
 fn wait_for_start(fifo: &OwnedFd) -> Result<()> {
     let mut byte = [0];
-    File::open(format!("/proc/self/fd/{}", fifo.as_raw_fd())).context("open exec.fifo")?.read_exact(&mut byte)?;
+    let mut file = File::open(format!("/proc/self/fd/{}", fifo.as_raw_fd())).context("open exec.fifo")?;
+    file.read_exact(&mut byte)?;
     Ok(())
 }
 
@@ -124,11 +127,14 @@ pub const PARKED_PROGRAM: &str = "/run/kata-containers.parked";
 
 fn become_last(spec: &Spec, parked: Option<File>) -> Result<()> {
     let process = spec.process().as_ref().context("the spec has no process")?;
-    let variables: Vec<(&str, &str)> = process.env().iter().flatten().filter_map(|v| v.split_once('=')).collect();
+    let variables = process.env().iter().flatten().filter_map(|v| v.split_once('='));
     let error = match process.args().as_deref().and_then(<[String]>::split_first) {
         Some((program, words)) => Command::new(program).args(words).env_clear().envs(variables).exec(),
         None => match parked {
-            Some(file) => Command::new(format!("/proc/self/fd/{}", file.as_raw_fd())).arg0(PARKED).env_clear().exec(),
+            Some(file) => {
+                let path = format!("/proc/self/fd/{}", file.as_raw_fd());
+                Command::new(path).arg0(PARKED).env_clear().exec()
+            }
             None => loop {
                 std::thread::park();
             },

@@ -127,15 +127,19 @@ pub fn run(booted: &Booted, from: &str, wanted: &[Container], order: Order) -> R
     };
     let pause = Container { id: SANDBOX.into(), sandbox: true, ..Container::new("pause", "pause", &[]) };
     let made_pause = make(&pause)?;
-    let made: Vec<Result<Made>> = if order == Order::InTurn { wanted.iter().map(make).collect() } else { at_once(wanted, make) };
+    let made: Vec<Result<Made>> = match order {
+        Order::InTurn => wanted.iter().map(make).collect(),
+        Order::AtOnce => at_once(wanted, make),
+    };
     let clock = clock(&client, deadline)?;
     let times = |container: &Container, made: Made| -> Result<ContainerTimes> {
+        let program_ns = made.output.stamp("start");
         Ok(ContainerTimes {
             id: container.id.clone(),
             create_begin_ns: clock.boottime_ns(made.create.begin),
             created_ns: clock.boottime_ns(made.create.end),
             started_ns: clock.boottime_ns(made.start.end),
-            program_ns: made.output.stamp("start").with_context(|| format!("container {} has no stamp", container.id))?,
+            program_ns: program_ns.with_context(|| format!("container {} has no stamp", container.id))?,
             answer_ns: made.output.stamp("answer"),
         })
     };
@@ -171,7 +175,8 @@ fn at_once(wanted: &[Container], make: impl Fn(&Container) -> Result<Made> + Syn
     let make = &make;
     std::thread::scope(|scope| {
         let threads: Vec<_> = wanted.iter().map(|container| scope.spawn(move || make(container))).collect();
-        threads.into_iter().map(|t| t.join().unwrap_or_else(|_| bail!("a container's thread has panicked"))).collect()
+        let joined = threads.into_iter().map(|thread| thread.join());
+        joined.map(|made| made.unwrap_or_else(|_| bail!("a container's thread has panicked"))).collect()
     })
 }
 
@@ -179,7 +184,9 @@ fn at_once(wanted: &[Container], make: impl Fn(&Container) -> Result<Made> + Syn
 /// the application; and the driver's user space, without which the incumbent's order has no spec.
 pub fn with_roots(mut guest: Guest, context: &TestContext, names: &[&str]) -> Result<Guest> {
     let path = context.target.join("containers/application");
-    let application = std::fs::read(&path).with_context(|| format!("read {} (tests/containers/build makes it)", path.display()))?;
+    let application = std::fs::read(&path);
+    let cure = "run tests/containers/build first";
+    let application = application.with_context(|| format!("read {}: {cure}", path.display()))?;
     for name in ["pause"].iter().chain(names) {
         guest = guest.file(&format!("containers/{name}/application"), &application);
     }
@@ -189,12 +196,14 @@ pub fn with_roots(mut guest: Guest, context: &TestContext, names: &[&str]) -> Re
 /// The file of a real agent that takes the test agent's place: `KATA_AGENT=FILE`.
 pub fn file() -> Result<Option<Vec<u8>>> {
     let Some(path) = std::env::var_os("KATA_AGENT") else { return Ok(None) };
-    Ok(Some(std::fs::read(&path).with_context(|| format!("KATA_AGENT: read {}", Path::new(&path).display()))?))
+    let file = std::fs::read(&path);
+    file.map(Some).with_context(|| format!("KATA_AGENT: read {}", Path::new(&path).display()))
 }
 
 /// Reads what a container writes until it has a stamp of this name, or has failed to open
 /// something.
-fn read_until(client: &Client, id: &str, mut output: Output, key: &str, deadline: Duration) -> Result<Output> {
+fn read_until(client: &Client, id: &str, output: Output, key: &str, deadline: Duration) -> Result<Output> {
+    let mut output = output;
     while output.stamp(key).is_none() && (key == "now" || output.failures().is_empty()) {
         let answer = client.call(AGENT, "ReadStdout", requests::read_stdout(id, OUTPUT), deadline)?;
         output.0.push_str(&String::from_utf8_lossy(bytes_of(&answer, 1)?));
@@ -225,6 +234,7 @@ fn clock(client: &Client, deadline: Duration) -> Result<Clock> {
 /// Version that the real agent prints.
 pub fn version() -> Result<String> {
     let path = std::env::var_os("KATA_AGENT").context("KATA_AGENT is not set")?;
-    let output = std::process::Command::new(&path).arg("--version").output().context("KATA_AGENT: execute it")?;
+    let output = std::process::Command::new(&path).arg("--version").output();
+    let output = output.context("KATA_AGENT: execute it")?;
     Ok(String::from_utf8_lossy(&output.stdout).trim().to_string())
 }

@@ -5,6 +5,7 @@
 //! `cdi.k8s.io/vfio<N>`. Not sent: storages and shared file systems (a root is a directory of the
 //! guest), network interfaces, the PCI devices to wait for.
 
+use kata_gpu_tests::agent::pod::{MASKED, READ_ONLY};
 use kata_gpu_tests::protobuf::Message;
 
 /// Capabilities that containerd gives every container.
@@ -24,23 +25,13 @@ const CAPABILITIES: [&str; 14] = [
     "CAP_KILL",
     "CAP_AUDIT_WRITE",
 ];
-const MASKED: [&str; 9] = [
-    "/proc/asound",
-    "/proc/acpi",
-    "/proc/kcore",
-    "/proc/keys",
-    "/proc/latency_stats",
-    "/proc/timer_list",
-    "/proc/timer_stats",
-    "/proc/sched_debug",
-    "/sys/firmware",
-];
-const READ_ONLY: [&str; 5] = ["/proc/bus", "/proc/fs", "/proc/irq", "/proc/sys", "/proc/sysrq-trigger"];
+/// Options of a container's /dev/pts.
+const PTS: &[&str] = &["nosuid", "noexec", "newinstance", "ptmxmode=0666", "mode=0620", "gid=5"];
 /// Destination, type, source and options of a container's mounts.
 const MOUNTS: &[(&str, &str, &str, &[&str])] = &[
     ("/proc", "proc", "proc", &["nosuid", "noexec", "nodev"]),
     ("/dev", "tmpfs", "tmpfs", &["nosuid", "strictatime", "mode=755", "size=65536k"]),
-    ("/dev/pts", "devpts", "devpts", &["nosuid", "noexec", "newinstance", "ptmxmode=0666", "mode=0620", "gid=5"]),
+    ("/dev/pts", "devpts", "devpts", PTS),
     ("/dev/mqueue", "mqueue", "mqueue", &["nosuid", "noexec", "nodev"]),
     ("/sys", "sysfs", "sysfs", &["nosuid", "noexec", "nodev", "ro"]),
     ("/sys/fs/cgroup", "cgroup", "cgroup", &["nosuid", "noexec", "nodev", "relatime", "ro"]),
@@ -109,9 +100,11 @@ fn spec(container: &Container, sandbox: &str) -> Message {
         .text(6, "/")
         .message(7, capabilities)
         .message(8, limit);
-    let mut spec = Message::new().text(1, "1.2.0").message(2, process).message(3, Message::new().text(1, &container.root)).text(4, "bench");
+    let root = Message::new().text(1, &container.root);
+    let mut spec = Message::new().text(1, "1.2.0").message(2, process).message(3, root).text(4, "bench");
     for (destination, kind, source, options) in MOUNTS {
-        spec = spec.message(5, Message::new().text(1, destination).text(2, source).text(3, kind).texts(4, *options));
+        let mount = Message::new().text(1, destination).text(2, source).text(3, kind).texts(4, *options);
+        spec = spec.message(5, mount);
     }
     for (name, value) in annotations(container, sandbox) {
         spec = spec.message(7, Message::new().text(1, &name).text(2, &value));
@@ -132,6 +125,7 @@ fn annotations(container: &Container, sandbox: &str) -> Vec<(String, String)> {
         ("io.kubernetes.cri.sandbox-id".to_string(), sandbox.to_string()),
         ("io.kubernetes.cri.sandbox-name".to_string(), "bench".to_string()),
     ];
-    all.extend(container.gpus.iter().enumerate().map(|(k, gpu)| (format!("cdi.k8s.io/vfio{k}"), format!("nvidia.com/gpu={gpu}"))));
+    let named = |(k, gpu)| (format!("cdi.k8s.io/vfio{k}"), format!("nvidia.com/gpu={gpu}"));
+    all.extend(container.gpus.iter().enumerate().map(named));
     all
 }

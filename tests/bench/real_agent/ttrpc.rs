@@ -75,7 +75,8 @@ impl Client {
                 .write_all(&Frame { stream, kind: REQUEST, message: request }.to_bytes()?)
                 .with_context(|| format!("{method}: send"))?;
         }
-        let response = answer.recv_timeout(timeout).map_err(|e| anyhow!("{method}: no answer within {timeout:?}: {e}"))?;
+        let response = answer.recv_timeout(timeout);
+        let response = response.map_err(|e| anyhow!("{method}: no answer within {timeout:?}: {e}"))?;
         let status = bytes_of(&response, 1)?;
         let code = number_of(status, 1)?;
         ensure!(code == 0, "{method}: code {code}: {}", String::from_utf8_lossy(bytes_of(status, 2)?));

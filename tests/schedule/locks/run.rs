@@ -15,7 +15,7 @@ impl World<'_> {
             Load::Begins(_, at) | Load::Uvm(at) => Some(at),
             _ => None,
         };
-        gpus.chain(load).chain(functions.chain(waiters).filter(|at| *at > self.now)).filter(|at| *at > self.now).min()
+        gpus.chain(load).chain(functions).chain(waiters).filter(|at| *at > self.now).min()
     }
 
     /// Goes on to the next event, or to `limit` where that is earlier. False: nothing will ever
@@ -64,11 +64,16 @@ impl World<'_> {
 
     /// All that happens at this moment.
     pub(super) fn settle(&mut self) {
-        while self.ends_mapping() || (!self.is_frozen() && (self.ends_any() || self.load_goes_on() || self.ends_grace())) {}
+        while self.ends_mapping() || (!self.is_frozen() && self.ends_other()) {}
+    }
+
+    fn ends_other(&mut self) -> bool {
+        self.ends_any() || self.load_goes_on() || self.ends_grace()
     }
 
     fn ends_mapping(&mut self) -> bool {
-        let Some(gpu) = self.mapping.filter(|gpu| self.timer(*gpu).is_some_and(|at| at <= self.now)) else { return false };
+        let over = |gpu: &usize| self.timer(*gpu).is_some_and(|at| at <= self.now);
+        let Some(gpu) = self.mapping.filter(over) else { return false };
         self.mapping = None;
         self.gpus[gpu].enabled = true;
         // Whoever waited for this comes before the next enabling.
@@ -106,8 +111,9 @@ impl World<'_> {
 
     /// A GPU that was torn out goes as soon as no thread of the kernel is at it.
     fn rest(&mut self, gpu: usize) {
-        let at_rest = matches!(self.gpus[gpu].at, At::Present | At::Enabled | At::Bound | At::Known | At::Usable | At::Failed);
-        if at_rest && self.gpus[gpu].removed {
+        let before_bind = matches!(self.gpus[gpu].at, At::Present | At::Enabled);
+        let after_bind = matches!(self.gpus[gpu].at, At::Bound | At::Known | At::Usable | At::Failed);
+        if (before_bind || after_bind) && self.gpus[gpu].removed {
             self.gpus[gpu].at = At::Absent;
         }
     }
@@ -129,7 +135,8 @@ impl World<'_> {
             }
             At::Uuid => {
                 self.release_driver();
-                self.end_probe(gpu, self.host.gpus[gpu].fault != Fault::ProbeFails && !self.gpus[gpu].removed);
+                let bound = self.host.gpus[gpu].fault != Fault::ProbeFails && !self.gpus[gpu].removed;
+                self.end_probe(gpu, bound);
             }
             At::Look => {
                 self.release_driver();
@@ -284,7 +291,8 @@ impl World<'_> {
             Load::Begins(first, at) if free && at <= self.now => self.load = Load::Registers(first, 0),
             Load::Registers(first, step) => {
                 let gpu = if step == 0 { first } else { step - 1 };
-                if self.load_probes & 1 << gpu != 0 && matches!(self.gpus[gpu].at, At::Present | At::Enabled) {
+                let free = matches!(self.gpus[gpu].at, At::Present | At::Enabled);
+                if self.load_probes & 1 << gpu != 0 && free {
                     self.load_probes &= !(1 << gpu);
                     self.begin_probe(gpu);
                 }

@@ -86,7 +86,8 @@ impl Left {
                 return;
             }
             At::Boot => {
-                (self.s2, self.s3, self.longest_s2) = (self.s2 + timer, self.s3 + s3, self.longest_s2.max(timer));
+                (self.s2, self.s3) = (self.s2 + timer, self.s3 + s3);
+                self.longest_s2 = self.longest_s2.max(timer);
                 (self.way, self.begun) = (self.way.max(timer + s3), true);
                 return;
             }

@@ -1,6 +1,6 @@
-//! GPUs whose probe sleeps for up to 4 s until their BAR firewall is down (Blackwell): when such a
-//! probe begins, so that it does not wake beside an enabling. It would spin there until that is
-//! over, with the driver's global lock held.
+//! Begin of probes that sleep for up to 4 s until the GPU's BAR firewall is down (Blackwell). Such
+//! a probe must not wake during an enabling: it would spin until the enabling is over, with the
+//! driver's global lock held.
 
 use super::{Gpu, Load, Schedule, Stage};
 use crate::boot::gpus::deadlines::Limit;
@@ -15,7 +15,7 @@ impl Schedule {
         self.has_firewall() && matches!(gpu.stage, Stage::Probing(_)) && now + more < self.probing_since(gpu) + BAR_FIREWALL_WAIT
     }
 
-    /// When the probe of a GPU began: that of the load with its registration.
+    /// Begin of a GPU's probe; for the load's probe, the registration of the driver.
     pub(super) fn probing_since(&self, gpu: &Gpu) -> Time {
         match (gpu.stage, self.load) {
             (Stage::Probing(Probe::Load), Load::Runs { registered: Some(at), .. }) => at,
@@ -23,14 +23,14 @@ impl Schedule {
         }
     }
 
-    /// Whether probes sleep beside a lane that is slow.
+    /// Whether probes sleep while a slow lane enables.
     pub(super) fn sleeps_while_enabling(&self) -> bool {
         let concurrent = self.strategy.as_ref().is_some_and(|strategy| strategy.bind == Bind::Concurrent);
         concurrent && self.has_firewall() && self.is_slow() && self.is_loaded()
     }
 
-    /// When the enablings under way, and those that sleeping probes will do, are expected to be
-    /// over: now, if there is none.
+    /// Expected end of the enablings under way and of those that sleeping probes will do; `now` if
+    /// there is none.
     pub(super) fn lane_ends(&self, now: Time) -> Time {
         let took = self.lane.took.unwrap_or_default();
         let ends = |gpu: &Gpu| match gpu.stage {
@@ -41,9 +41,9 @@ impl Schedule {
         self.gpus.values().filter_map(ends).fold(now, Time::max)
     }
 
-    /// When the next GPU may be probed. A probe that wakes beside an enabling spins until that is
-    /// over, with the driver's global lock held: so where the lane is slow, it begins when it will
-    /// wake at the end of one.
+    /// Time at which the next GPU may be probed. On a slow lane, a probe begins so that it wakes at
+    /// the end of an enabling: a probe that wakes during one spins until the enabling is over, with
+    /// the driver's global lock held.
     pub(super) fn probe_at(&self, now: Time) -> Time {
         if !self.sleeps_while_enabling() {
             return now;
@@ -55,8 +55,9 @@ impl Schedule {
         wakes.map_or(now, |wakes| wakes.saturating_sub(BAR_FIREWALL_WAIT))
     }
 
-    /// The last GPU behind a firewall sleeps while the one before it is enabled, and the driver
-    /// enables it when it wakes. Only the last one: what sleeps cannot be kept from being enabled.
+    /// Probes the last GPU behind a firewall before it is enabled. The probe sleeps while the GPU
+    /// before it is enabled; the driver enables the last GPU when the probe wakes. Limited to the
+    /// last GPU: a sleeping probe cannot be kept from enabling.
     pub(super) fn probe_before_enabling(&mut self, now: Time, orders: &mut Vec<Order>) {
         if let Some((last, _)) = self.sleeps_at(now).filter(|(_, at)| *at <= now) {
             self.begin(last, Stage::Probing(Probe::BeforeEnable), now);
@@ -64,7 +65,7 @@ impl Schedule {
         }
     }
 
-    /// That GPU, and when its sleep has to begin so that it wakes when the lane is free.
+    /// The last GPU, and the time at which its probe must begin to wake when the lane is free.
     pub(super) fn sleeps_at(&self, now: Time) -> Option<(GpuId, Time)> {
         let mut waiting = self.waiting();
         let (Some(last), None) = (waiting.next(), waiting.next()) else { return None };
@@ -73,8 +74,8 @@ impl Schedule {
         (self.sleeps_while_enabling() && !asleep && self.gpus.len() > 1).then(|| (last, wakes.saturating_sub(BAR_FIREWALL_WAIT)))
     }
 
-    /// Whether a probe that begins now is over when the load's own probe is: the load does not end
-    /// before those beside it do. One that hangs there keeps the load from ending.
+    /// Whether a probe that begins now is expected to end with the load's own probe. The load does
+    /// not end before the probes that run with it; a probe that hangs keeps the load from ending.
     pub(super) fn load_waits_for_probe(&self, now: Time) -> bool {
         let enables = self.lane.took.unwrap_or_default() + Limit::LoadSleeps.after();
         matches!(self.load, Load::Runs { registered: Some(registered), .. } if now <= registered + enables)

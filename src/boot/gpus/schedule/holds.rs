@@ -1,6 +1,6 @@
-//! What keeps the next GPU from being enabled. Where enabling is slow, whatever needs all CPUs, the
-//! host or a grace period waits until it is over, so the lane lets it go first: for a bounded time
-//! each.
+//! Reasons that keep the next GPU from being enabled. Work that needs all CPUs, the host or a grace
+//! period waits until a slow enabling is over. So the lane lets such work go first, for a bounded
+//! time each.
 
 use super::{Gpu, Load, Schedule, Stage};
 use crate::boot::gpus::deadlines::Limit;
@@ -9,26 +9,26 @@ use crate::boot::gpus::waves::Choice;
 use crate::pci::BAR_FIREWALL_WAIT;
 
 impl Schedule {
-    /// Adds the time since the last look to what held the lane.
+    /// Adds the time since the last call to the current hold of the lane.
     pub(super) fn count_hold(&mut self, now: Time) {
         if let Some((hold, since)) = self.lane.held.take() {
             *self.lane.holds.entry(hold).or_default() += now.saturating_sub(since);
         }
     }
 
-    /// What keeps the next GPU from being enabled now.
+    /// Reason that keeps the next GPU from being enabled now.
     pub(super) fn hold(&self, now: Time) -> Option<Hold> {
         let held = |since: Time| now < since + Limit::LaneHold.after();
         match self.load {
             _ if self.strategy.is_none() => return self.agent_first(now),
-            // Nothing is known of the host yet.
+            // The host's speed is not known yet.
             Load::Runs { since, registered: None } if self.has_firewall() && held(since) => return Some(Hold::Load),
             _ if !self.is_slow() => return None,
             _ => {}
         }
         let load = match self.load {
-            // An enabling that is not over when a sleeping load wakes would hold up its end, and
-            // with it the first publication.
+            // An enabling that is not over when a sleeping load wakes would delay the load's end,
+            // and with it the first publication.
             Load::Runs { since, registered } => {
                 let since = self.load_needs_cpus_since(since, registered);
                 now + self.lane.took.unwrap_or_default() >= since && held(since)
@@ -36,7 +36,7 @@ impl Schedule {
             Load::Loaded { since, over, .. } => !over && held(since),
             Load::No | Load::Failed { .. } => false,
         };
-        // Behind a probe that hangs the next one waits for longer than the lane does.
+        // Behind a probe that hangs, the next probe waits longer than the lane.
         let hangs =
             self.any(|gpu| matches!(gpu.stage, Stage::Probing(_)) && !held(gpu.since) && !self.sleeps(gpu, Limit::WakesSoon.after(), now));
         let probe = |gpu: &Gpu| match gpu.stage {
@@ -59,8 +59,8 @@ impl Schedule {
         }
     }
 
-    /// Whether it is cheaper to wait for the initialisations that run, or are about to, than to
-    /// enable one more GPU first.
+    /// Whether waiting for the running or coming initialisations is cheaper than enabling one more
+    /// GPU first.
     pub(super) fn wave_holds(&self, now: Time) -> Option<Hold> {
         let (ready, rest) = self.ready_and_rest();
         let patient =
@@ -72,7 +72,7 @@ impl Schedule {
         (choice == Choice::Hold && !self.has_firewall() && self.any(patient)).then_some(Hold::Wave)
     }
 
-    /// What of the agent the first enabling waits for: on one vCPU nothing runs beside it.
+    /// Agent state that the first enabling waits for. On one vCPU nothing runs during an enabling.
     pub(super) fn agent_first(&self, now: Time) -> Option<Hold> {
         if self.policy.facts.vcpus > 1 || self.lane.took.is_some() {
             return None;
@@ -81,7 +81,7 @@ impl Schedule {
         waits.then_some(Hold::AgentStart).or_else(|| self.agent.holds(now))
     }
 
-    /// Since when a load needs all CPUs: from its begin on, but not while its first probe sleeps.
+    /// Time from which a load needs all CPUs: its begin, or the end of its first probe's sleep.
     pub(super) fn load_needs_cpus_since(&self, since: Time, registered: Option<Time>) -> Time {
         registered.filter(|_| self.has_firewall()).map_or(since, |registered| registered + BAR_FIREWALL_WAIT)
     }

@@ -1,5 +1,6 @@
 use super::*;
 use crate::boot::gpus::strategy::Facts;
+use crate::config::Init;
 
 fn gpu(k: u8) -> GpuId {
     GpuId { address: format!("0001:00:{k:02x}.0").parse().unwrap(), generation: u32::from(k) }
