@@ -171,8 +171,8 @@ mod tests {
         let mut agent = looked(&[1000, 1400]);
         agent.published(ms(2000));
         agent.looked(ms(2400));
-        assert_eq!(agent.holds(ms(2649)), Some(Hold::AgentLook), "the only one that waits has looked, and may have found its GPU");
-        assert_eq!(agent.holds(ms(2650)), None);
+        assert_eq!(agent.holds(ms(2799)), Some(Hold::AgentLook), "the only one that waits has looked, and may have found its GPU");
+        assert_eq!(agent.holds(ms(2800)), None);
     }
 
     #[test]
@@ -180,6 +180,9 @@ mod tests {
         let after = |vcpus| {
             let mut agent = Agent::new(vcpus);
             agent.published(ms(100));
+            // Not the first look ever, which has more time anyway.
+            agent.looked(ms(200));
+            agent.begins(ms(300));
             agent.looked(ms(2000));
             agent.decides
         };
@@ -191,7 +194,7 @@ mod tests {
         let mut agent = looked(&[1000]);
         agent.published(ms(1500));
         agent.looked(ms(2000));
-        assert_eq!(agent.holds(ms(2250)), None);
+        assert_eq!(agent.holds(ms(2400)), None);
         // Late by an enabling, and still the same container.
         agent.published(ms(5500));
         assert_eq!(agent.holds(ms(5501)), None);

@@ -108,7 +108,7 @@ pub const TABLE: [Deadline; 17] = [
          bundle of a container that has all its GPUs is made 268 to 540 ms after that look \
          (kata-agent 4.1.0, emulated)",
     ),
-    row(Limit::LookAgain, 250, "wait after a later look: the bundle follows in 42 ms in a quiet guest"),
+    row(Limit::LookAgain, 400, "wait after a later look: the bundle follows in 42 ms in a quiet guest, and later in a busy one"),
     row(
         Limit::ContainerMade,
         3000,

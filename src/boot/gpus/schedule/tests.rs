@@ -75,8 +75,8 @@ fn a_wait_for_a_look_that_brought_no_container_is_not_repeated() {
     schedule.take(ms(3300), Fact::AgentLooked);
     schedule.take(ms(3310), Fact::Published(gpu(0)));
     schedule.take(ms(4300), Fact::AgentLooked);
-    assert_eq!(schedule.wake(ms(4549)), []);
-    assert!(matches!(&schedule.wake(ms(4550))[..], [Order::Enable(..)]), "it waits for more than this GPU");
+    assert_eq!(schedule.wake(ms(4699)), []);
+    assert!(matches!(&schedule.wake(ms(4700))[..], [Order::Enable(..)]), "it waits for more than this GPU");
     schedule.take(ms(5125), Fact::Initialised(gpu(0), true));
     for now in [5300, 6300, 7300] {
         schedule.take(ms(now), Fact::AgentLooked);
