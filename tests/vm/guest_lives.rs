@@ -278,9 +278,9 @@ fn console(context: &TestContext) -> Result<Outcome> {
 }
 
 fn console_of_a_load(context: &TestContext) -> Result<Outcome> {
-    let words = format!("fakepci.gpus=2 fakepci.enable_ms=1500 gpuinit.bind=insmod {LOUD} testagent.guest=samples");
+    let words = format!("fakepci.gpus=6 fakepci.enable_ms=700 gpuinit.bind=insmod {LOUD} testagent.guest=samples");
     let booted = Guest::new().append(&words).boot(context, "load")?;
-    ensure!(booted.settled()? == (2, 0), "{:?}", booted.settled()?);
+    ensure!(booted.settled()? == (6, 0), "{:?}", booted.settled()?);
     booted.agent("sample", |line| line.get("when") == "settled")?;
     let (items, records) = (console_items(&booted.console.text())?, booted.receiver.records());
     ensure!(enablings(&records)?.is_empty(), "the lane has enabled: this shows nothing of the load");
