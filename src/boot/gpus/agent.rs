@@ -68,14 +68,12 @@ impl Agent {
         // Looks beyond the limit are not counted: no agent looks that often.
         let new = self.looks.len() < MOST_LOOKS && self.looks.iter().all(|at| now >= *at + Limit::LookFirst.after());
         let repeated = self.looks.iter_mut().filter(|at| now >= **at + LOOK_PERIOD.0).min();
-        let known = repeated.is_some();
-        match repeated {
-            Some(look) => *look = now,
-            None if new => {
-                self.looks.push(now);
-                self.new += 1;
-            }
-            None => {}
+        let unknown = repeated.is_none() && new;
+        if let Some(look) = repeated {
+            *look = now;
+        } else if unknown {
+            self.looks.push(now);
+            self.new += 1;
         }
         let last = match &mut self.published {
             Some((_, left)) => {
@@ -87,9 +85,11 @@ impl Agent {
         if last {
             self.published = None;
         }
-        // A new container may find all its GPUs.
-        if last || !known && self.any_published && self.new <= MOST_NEW {
-            let slow = first + Limit::LookFirst.after();
+        // A new container may find all its GPUs. The second opening of the agent's first try ever
+        // comes late: behind the making of the validator.
+        let slow = first + Limit::LookFirst.after();
+        let may_find = self.any_published && (unknown && self.new <= MOST_NEW || now < slow);
+        if last || may_find {
             self.decides = Some(slow.max(now + self.after_look()));
         }
     }
@@ -206,6 +206,16 @@ mod tests {
         assert_eq!(agent.holds(ms(6601)), Some(Hold::AgentLook), "a new container");
         agent.published(ms(7000));
         assert_eq!(agent.holds(ms(7599)), Some(Hold::AgentLook));
+    }
+
+    #[test]
+    fn looks_of_several_containers_hold_the_lane_for_a_bounded_time() {
+        let mut agent = Agent::new(1);
+        agent.published(ms(100));
+        for second in 1..10 {
+            [235, 645, 680].iter().for_each(|at| agent.looked(ms(second * 1000 + at)));
+        }
+        assert_eq!(agent.holds(ms(9681)), None);
     }
 
     #[test]
