@@ -1,6 +1,7 @@
 //! What goes wrong: each fault costs what it must and nothing else, and says why.
 
 use super::harness::{Booted, Guest, Outcome, TestContext, VmTest, named};
+use super::hot_plug::leads;
 use anyhow::{Context, Result, ensure};
 use kata_gpu_init::events::names;
 use kata_gpu_init::events::record::{Kind, Record};
@@ -168,13 +169,14 @@ fn load_fails(context: &TestContext) -> Result<Outcome> {
 }
 
 fn all_fail_early(context: &TestContext) -> Result<Outcome> {
-    let script = "testagent.guest=script testagent.script=settled>plug:2 testagent.containers=last:2";
+    let script = "testagent.guest=script testagent.script=settled>plug:2;gpu.usable/2>spec";
     let faults = "fakepci.gpus=3 fakepci.bar_unassigned=0,1 fakepci.absent=2 gpuinit.bind=pipelined";
     let mut booted = Guest::new().append(&format!("{faults} {script}")).boot(context, "early")?;
     ensure!(booted.settled()? == (0, 2), "{:?}", booted.settled()?);
     failure(&booted, 0, "bar-unassigned")?;
     failure(&booted, 1, "bar-unassigned")?;
-    booted.created("last")?;
+    let spec = booted.agent("spec", |l| l.get("file") == "nvidia.yaml")?;
+    ensure!(leads(spec.get("text"))? == [(2, 0)], "{spec:?}");
     let again = booted.record("settled again", |r| r.name == names::SETTLED && r.fields["usable"] == 1)?;
     ensure!(again.fields["failed"] == 2, "{again:?}");
     let locked = booted.event(names::LOCKDOWN)?;

@@ -107,7 +107,7 @@ fn overrun(context: &TestContext) -> Result<Outcome> {
 }
 
 /// The spec's names and the minors that they lead to, `all` left out.
-fn leads(spec: &str) -> Result<Vec<(usize, u32)>> {
+pub fn leads(spec: &str) -> Result<Vec<(usize, u32)>> {
     let spec: serde_json::Value = serde_json::from_str(spec)?;
     let mut all = Vec::new();
     for device in spec["devices"].as_array().context("no devices")? {

@@ -131,7 +131,7 @@ impl Stream {
 const SPEC_DEADLINE: Duration = Duration::from_secs(30);
 
 /// Names and texts of the CDI specs that are published.
-fn specs() -> Result<Vec<(String, String)>, String> {
+pub(super) fn specs() -> Result<Vec<(String, String)>, String> {
     let mut all = Vec::new();
     for file in std::fs::read_dir(cdi::DIRECTORY).map_err(|e| e.to_string())?.flatten() {
         let name = file.file_name().to_string_lossy().into_owned();
@@ -142,7 +142,7 @@ fn specs() -> Result<Vec<(String, String)>, String> {
     Ok(all)
 }
 
-fn act(action: &str) -> Result<(), String> {
+pub(super) fn act(action: &str) -> Result<(), String> {
     let (what, argument) = action.split_once(':').unwrap_or((action, ""));
     let number = || argument.parse::<u32>().map_err(|e| format!("{action}: {e}"));
     match what {
@@ -292,12 +292,12 @@ fn act(action: &str) -> Result<(), String> {
     }
 }
 
-fn gpu_in_slot(slot: u32) -> String {
+pub(super) fn gpu_in_slot(slot: u32) -> String {
     format!("0001:00:{slot:02x}.0")
 }
 
 /// `ADDRESS=MINOR` of every bound GPU, by what the driver says.
-fn minors() -> Result<Vec<String>, String> {
+pub(super) fn minors() -> Result<Vec<String>, String> {
     let mut all = Vec::new();
     for gpu in std::fs::read_dir("/proc/driver/nvidia/gpus").map_err(|e| e.to_string())?.flatten() {
         let address = gpu.file_name().to_string_lossy().into_owned();
@@ -342,7 +342,7 @@ fn processes_named(name: &str) -> Result<Vec<i32>, String> {
 }
 
 /// The process of this name.
-fn process_named(name: &str) -> Result<i32, String> {
+pub(super) fn process_named(name: &str) -> Result<i32, String> {
     processes_named(name)?.first().copied().ok_or_else(|| format!("there is no process {name}"))
 }
 
@@ -400,7 +400,7 @@ fn load(name: &str) -> Result<(), String> {
 }
 
 /// Where the init publishes.
-const SPEC: &str = "/var/run/cdi/nvidia.yaml";
+pub(super) const SPEC: &str = "/var/run/cdi/nvidia.yaml";
 
 /// The driver's major number, which is NVIDIA's by registration.
 const NVIDIA_MAJOR: u32 = 195;
