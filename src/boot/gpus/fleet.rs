@@ -429,6 +429,7 @@ impl Fleet {
                 // No lane for those that come later: the kernel enables and probes them by itself,
                 // and the bind finds that done.
                 slots::Change::Arrived(gpu) => arrivals.push((gpu, Arrival::Enabled)),
+                slots::Change::Freed => {}
             }
         }
         self.shared.roster.report_names();

@@ -49,7 +49,11 @@ const ASLEEP: Duration = Duration::from_millis(500);
 pub async fn bring_up(shared: Arc<Shared>, gpu: GpuId, arrival: Arrival, orders: Orders) {
     // A GPU of the boot scan may have been probed before this task began.
     let since_ns = if arrival == Arrival::Enabled { boottime_ns() } else { 0 };
-    if let Err(panicked) = threads::caught(settle(&shared, gpu, since_ns, orders)).await {
+    fail_on_panic(&shared, gpu, since_ns, settle(&shared, gpu, since_ns, orders)).await;
+}
+
+async fn fail_on_panic(shared: &Shared, gpu: GpuId, since_ns: u64, work: impl Future<Output = ()>) {
+    if let Err(panicked) = threads::caught(work).await {
         shared.give_up(gpu, since_ns, failed_by(Step::Task, Reason::Internal)(&panicked)).await;
     }
 }
@@ -390,4 +394,50 @@ async fn uuid(shared: &Shared, gpu: GpuId) -> Option<String> {
     let uuid = reading.await.ok()?.ok()?.uuid?;
     let _unused = shared.spec.send(Update::Known { gpu, uuid: uuid.clone() });
     Some(uuid)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::bind::Sight;
+    use crate::boot::gpus::dispatch::{self, Dispatch};
+    use crate::boot::gpus::lane::Lane;
+    use crate::boot::gpus::schedule::Schedule;
+    use crate::boot::gpus::shared::Seen;
+    use crate::boot::gpus::strategy::{Facts, Policy};
+    use crate::boot::wire::descriptors::Descriptors;
+    use crate::config::Config;
+    use crate::events::sinks::console::Gate;
+    use tokio::sync::{mpsc, watch};
+
+    #[tokio::test]
+    async fn a_panic_of_a_gpus_task_fails_that_gpu() {
+        let config = Config::default();
+        let facts = Facts { gpus: 1, firewall: false, driver: None, init_on_probe: false, confidential: false, vcpus: 2 };
+        let policy = Policy { bind: config.bind, init: config.init, relaxed: config.relaxed, no_gpus: false, facts };
+        let (dispatch, mut orders) = Dispatch::start(Schedule::new(policy, dispatch::now()));
+        let (spec, mut updates) = mpsc::unbounded_channel();
+        let sysfs = PciSysfs::at(Path::new("/nonexistent"));
+        let shared = Shared {
+            config,
+            lane: Arc::new(Lane::new(sysfs.clone(), None, Gate::default(), After::default())),
+            sysfs,
+            dispatch,
+            roster: Arc::new(Roster::default()),
+            driver: watch::channel(Driver::Loading).1,
+            descriptors: Descriptors::new(None, None, Vec::new()),
+            runtime: tokio::runtime::Handle::current(),
+            spec,
+            words: None,
+            seen: Seen::default(),
+        };
+        let gpu = GpuId { address: "0001:00:03.0".parse().unwrap(), generation: 0 };
+        shared.roster.observe(gpu.address, Sight { device: Some(7), bind: None }, Some(0x2330));
+        shared.dispatch.report(Fact::Found(gpu, Arrival::Boot));
+        shared.dispatch.report(Fact::Scanned);
+        fail_on_panic(&shared, gpu, 0, async { panic!("no such thing") }).await;
+        assert!(matches!(updates.try_recv(), Ok(Update::Failed { gpu: failed }) if failed == gpu));
+        let settled = std::iter::from_fn(|| orders.try_recv().ok()).find(|order| matches!(order, Order::Settled { .. }));
+        assert!(matches!(settled, Some(Order::Settled { usable: 0, failed: 1 })), "{settled:?}");
+    }
 }

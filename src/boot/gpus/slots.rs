@@ -17,6 +17,8 @@ pub enum Change {
     /// A GPU has left, which had this name.
     Left(GpuId, usize),
     Arrived(GpuId),
+    /// A GPU that had left is gone from the bus, and its name with it: those after it have moved up.
+    Freed,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -124,6 +126,9 @@ impl Slots {
             changes.push(self.arrive(address, sight));
         } else if sight.device.is_none() && self.slots.get(&address).is_some_and(|slot| slot.boot.is_none()) {
             self.slots.remove(&address);
+            if !leaves {
+                changes.push(Change::Freed);
+            }
         } else if let Some(slot) = self.slots.get_mut(&address).filter(|_| leaves) {
             (slot.state, slot.bind) = (State::Left, None);
         }

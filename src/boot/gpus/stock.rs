@@ -44,6 +44,7 @@ pub fn take_stock(roster: &Roster, sysfs: &PciSysfs, gpus: &[Gpu]) -> Vec<GpuId>
             match change {
                 Change::Left(gpu, index) => report_left(gpu, index),
                 Change::Arrived(gpu) => arrived.push(gpu),
+                Change::Freed => {}
             }
         }
     }
