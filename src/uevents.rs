@@ -109,8 +109,6 @@ pub enum Next {
     Event(Uevent),
     /// A display of this function came or went.
     Display(PciAddress),
-    /// The socket overran: some uevents are lost, scan again.
-    Overrun,
 }
 
 impl Uevents {
@@ -125,6 +123,9 @@ impl Uevents {
     }
 
     /// Waits for the next uevent of a PCI function, or of a display.
+    ///
+    /// Errors: uevents are lost; subscribe again, then scan. A socket that has overrun is of no more use: until it has been read to its end the kernel
+    /// drops what comes next, and reports that only once.
     pub async fn next(&self) -> io::Result<Next> {
         let mut buffer = [0_u8; MAX_UEVENT];
         loop {
@@ -144,7 +145,7 @@ impl Uevents {
                         break;
                     }
                     Err(Errno::EINTR) => {}
-                    Err(Errno::ENOBUFS) => return Ok(Next::Overrun),
+                    Err(Errno::ENOBUFS) => return Err(io::Error::other("the kernel sent them faster than they were read")),
                     Err(errno) => return Err(errno.into()),
                 }
             }

@@ -46,7 +46,8 @@ pub struct Said {
 pub fn hot_plugs(context: &TestContext, actions: u64, seed: u64, how: &str) -> Result<Said> {
     let times = "fakepci.enable_ms=5 nvidia.s1_ms=20 nvidia.s2_ms=100,30,200 nvidia.s3_ms=20";
     let soak = format!("testagent.guest=hot-plug-soak testagent.soak={actions}:{seed}{how}");
-    let mut booted = Guest::new().append(&format!("fakepci.gpus=8 fakepci.absent=6,7 {times} {soak}")).boot(context, "hot-plug")?;
+    let mut booted =
+        Guest::new().append(&format!("fakepci.gpus=8 fakepci.absent=6,7 {times} {soak}")).boot(context, &format!("hot-plug-{seed}"))?;
     booted.settled()?;
     let deadline = super::harness::DEADLINE + std::time::Duration::from_secs(2 * actions);
     let ended = booted.console.wait_agent_any(deadline, |l| l.get("msg") == "soak ended").context("the soak does not end")?;

@@ -260,10 +260,6 @@ impl Fleet {
                 next = hear(uevents.as_ref()) => match next {
                     Ok(Next::Event(event)) => self.take(&event),
                     Ok(Next::Display(gpu)) => self.read_extras(gpu),
-                    Ok(Next::Overrun) => {
-                        let error = "the kernel sent them faster than they were read";
-                        self.lost("read uevents", &error, RESCAN_AFTER);
-                    }
                     Err(error) => {
                         self.lost("read uevents", &error, RESCAN_AFTER);
                         uevents = None;
@@ -359,7 +355,7 @@ impl Fleet {
         }
     }
 
-    /// An event only tells where to look: by now, something else may be there.
+    /// An event only shows where to look: by now, something else may be there.
     fn take(&mut self, event: &Uevent) {
         if !event.vendor.zip(event.class).is_some_and(|(vendor, class)| pci::is_gpu(vendor, class)) {
             return;
