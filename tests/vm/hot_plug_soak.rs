@@ -26,8 +26,8 @@ const DEADLINE: Duration = Duration::from_secs(90);
 const LOOK_EVERY: Duration = Duration::from_millis(20);
 /// Between two deaths of the worker: one that dies young lets the next one wait longer and longer.
 const BETWEEN_KILLS: Duration = Duration::from_secs(11);
-/// A worker that has begun has seen what is bound. Before that, it takes an unbound GPU for one that was never bound, and binds it.
-const AFTER_A_KILL: Duration = Duration::from_secs(5);
+/// A worker that begins takes a GPU that nobody has seen bound for one that was never bound, and binds it: as long after a death, an unbind may be undone.
+const AFTER_A_KILL: Duration = Duration::from_secs(60);
 /// How long the fault is waited for that must be there.
 const FAULT_DEADLINE: Duration = Duration::from_secs(3);
 /// Actions between two reports.
@@ -84,6 +84,12 @@ enum Trouble {
 struct Waiting {
     slot: u32,
     answer: JoinHandle<Result<(), Fault>>,
+}
+
+/// A removal under way.
+struct Removal {
+    slot: u32,
+    unbind: Option<JoinHandle<Result<(), Fault>>>,
 }
 
 struct Soak {
@@ -158,7 +164,7 @@ impl Soak {
         }
         for slot in &slots {
             self.answered(*slot)?;
-            reached(*slot, self.slots[*slot as usize])?;
+            self.reached(*slot)?;
             self.ask(*slot);
         }
         self.begin(trouble)?;
@@ -169,8 +175,11 @@ impl Soak {
             removals.extend(self.change(*slot, trouble)?);
         }
         self.end(trouble)?;
-        for (slot, wanted) in removals {
-            reached(slot, wanted)?;
+        for removal in removals {
+            if let Some(unbind) = removal.unbind {
+                unbind.join().map_err(|_| "an unbind panicked".to_string())??;
+            }
+            self.reached(removal.slot)?;
         }
         if swap {
             for slot in slots.into_iter().rev() {
@@ -184,22 +193,29 @@ impl Soak {
     }
 
     /// One hardware action; returns what is to be waited for.
-    fn change(&mut self, slot: u32, trouble: Trouble) -> Result<Option<(u32, Slot)>, Fault> {
+    fn change(&mut self, slot: u32, trouble: Trouble) -> Result<Option<Removal>, Fault> {
         let (action, wanted) = match (self.slots[slot as usize], self.random.below(4)) {
             (Slot::Empty, _) => ("plug", Slot::Bound),
             // The others have threads of the soak's own.
             (Slot::Unbound | Slot::Bound, _) if trouble == Trouble::NoThreads => ("unplug", Slot::Empty),
             (Slot::Unbound, 0) => ("unplug", Slot::Empty),
             (Slot::Unbound, _) => ("bind", Slot::Bound),
-            (Slot::Bound, 0) if self.settled && self.killed.elapsed() > AFTER_A_KILL => ("unbind", Slot::Unbound),
+            (Slot::Bound, 0) if self.settled => ("unbind", Slot::Unbound),
             (Slot::Bound, 1) => ("remove", Slot::Empty),
             (Slot::Bound, _) => ("unplug", Slot::Empty),
         };
         self.note(action, Some(slot));
-        act(&format!("{action}:{slot}"))?;
         // What was removed through sysfs is still in its slot: `plug` finds it there.
         self.slots[slot as usize] = wanted;
-        Ok((wanted != Slot::Bound).then_some((slot, wanted)))
+        let mut unbind = None;
+        if action == "unbind" {
+            unbind = Some(std::thread::spawn(move || {
+                std::fs::write("/sys/bus/pci/drivers/nvidia/unbind", gpu_in_slot(slot)).map_err(|e| format!("unbind {slot}: {e}"))
+            }));
+        } else {
+            act(&format!("{action}:{slot}"))?;
+        }
+        Ok((wanted != Slot::Bound).then_some(Removal { slot, unbind }))
     }
 
     fn begin(&mut self, trouble: Trouble) -> Result<(), Fault> {
@@ -279,9 +295,42 @@ impl Soak {
         Ok(())
     }
 
+    /// Waits until the GPU in a slot has come to where it must be.
+    fn reached(&mut self, slot: u32) -> Result<(), Fault> {
+        let device = Path::new("/sys/bus/pci/devices").join(gpu_in_slot(slot));
+        let deadline = Instant::now() + DEADLINE;
+        loop {
+            let is = match (device.exists(), device.join("driver").exists()) {
+                (false, _) => Slot::Empty,
+                (true, false) => Slot::Unbound,
+                (true, true) => Slot::Bound,
+            };
+            if is == Slot::Bound {
+                self.rebound(slot);
+            }
+            let wanted = self.slots[slot as usize];
+            if is == wanted {
+                return Ok(());
+            }
+            if Instant::now() > deadline {
+                return Err(format!("GPU {slot} is {is:?} after {DEADLINE:?}, and should be {wanted:?}"));
+            }
+            std::thread::sleep(LOOK_EVERY);
+        }
+    }
+
+    /// A GPU that was unbound is bound.
+    fn rebound(&mut self, slot: u32) {
+        let state = &mut self.slots[slot as usize];
+        if *state == Slot::Unbound && self.killed.elapsed() < AFTER_A_KILL {
+            *state = Slot::Bound;
+        }
+    }
+
     /// Compares the spec with the simulator, and both with what was done.
-    fn compare(&self) -> Result<(), Fault> {
+    fn compare(&mut self) -> Result<(), Fault> {
         let mut minors = minors()?;
+        minors.keys().for_each(|slot| self.rebound(*slot));
         let bound: Vec<u32> = (0..SLOTS).filter(|slot| self.slots[*slot as usize] == Slot::Bound).collect();
         let has: Vec<u32> = minors.keys().copied().collect();
         if has != bound {
@@ -337,26 +386,6 @@ fn container(slot: u32) -> Result<(), Fault> {
         }
     };
     if got == is && got.is_some() { Ok(()) } else { Err(format!("a container asked for {slot}, minor {is:?}, and got minor {got:?}")) }
-}
-
-/// Waits until the GPU in a slot has come to this.
-fn reached(slot: u32, wanted: Slot) -> Result<(), Fault> {
-    let device = Path::new("/sys/bus/pci/devices").join(gpu_in_slot(slot));
-    let deadline = Instant::now() + DEADLINE;
-    loop {
-        let is = match (device.exists(), device.join("driver").exists()) {
-            (false, _) => Slot::Empty,
-            (true, false) => Slot::Unbound,
-            (true, true) => Slot::Bound,
-        };
-        if is == wanted {
-            return Ok(());
-        }
-        if Instant::now() > deadline {
-            return Err(format!("GPU {slot} is {is:?} after {DEADLINE:?}, and should be {wanted:?}"));
-        }
-        std::thread::sleep(LOOK_EVERY);
-    }
 }
 
 fn minor_of(path: &str) -> Option<u32> {

@@ -1,10 +1,12 @@
 //! Which GPU is at which PCI address, and under which name of the CDI spec. Pure: looks at sysfs go
 //! in, arrivals and departures come out.
 //!
-//! - An event only says where to look: what is there counts, by the identity that sysfs gives to a device and to its bind.
-//! - Each arrival has a generation. A device that is replaced, or bound again after an unbind, is another arrival.
-//! - A name of the boot scan (the k-th address is `k`) never moves: a GPU that has left keeps its name for the next one at its
-//!   address. GPUs that were plugged in later have the names after these, in PCI order, and move up when one of them is gone.
+//! - An event is a reason to look. What sysfs shows counts: the identity of a device and of its bind.
+//! - Each arrival has a generation. A replaced device, or one bound again after an unbind, is another
+//!   arrival.
+//! - A name of the boot scan (the k-th address is `k`) never moves: a GPU that has left keeps it for
+//!   the next GPU at its address. GPUs plugged in later have the names after these, in PCI order, and
+//!   move up when one of them is gone.
 
 use super::messages::GpuId;
 use crate::bind::{Bound, Sight};
@@ -17,7 +19,7 @@ pub enum Change {
     /// A GPU has left, which had this name.
     Left(GpuId, usize),
     Arrived(GpuId),
-    /// A GPU that had left is gone from the bus, and its name with it: those after it have moved up.
+    /// A GPU that had left is gone from the bus, with its name: the names after it have moved up.
     Freed,
 }
 
@@ -162,7 +164,8 @@ impl Slots {
         })
     }
 
-    /// A GPU has failed in the bind that its task has seen, if any: another bind is another arrival.
+    /// Notes that a GPU has failed, in the bind that its task has seen. Another bind is another
+    /// arrival.
     pub fn failed(&mut self, gpu: GpuId) {
         if let Some(slot) = self.slots.get_mut(&gpu.address).filter(|slot| slot.generation == gpu.generation && slot.state == State::Here) {
             slot.state = State::Failed;
