@@ -8,12 +8,59 @@ use crate::pci::PciAddress;
 use nix::errno::Errno;
 use std::fmt;
 use std::io;
+use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
 /// The driver's name in sysfs.
 pub const DRIVER: &str = "nvidia";
 /// A driver that does not exist: a function with this override matches nothing.
 const HELD_BACK: &str = "kata-gpu-init-held-back";
+/// Looks at a device that is replaced again and again, after which the last one counts: each
+/// replacement is announced by an event of its own.
+const MOST_LOOKS: usize = 3;
+
+/// What sysfs has at a PCI address. Inode numbers of sysfs are not given twice: one that is another
+/// one than before belongs to another device, or to another bind of the same one.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Sight {
+    /// Inode of the device's directory; none: nothing is there.
+    pub device: Option<u64>,
+    /// Inode of the device's link to the driver; none: not bound, nor being probed.
+    pub bind: Option<u64>,
+}
+
+/// One bind of a device: what a minor and a descriptor belong to. As text, `ADDRESS/DEVICE/BIND`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Bound {
+    pub address: PciAddress,
+    /// As in [`Sight`].
+    pub device: u64,
+    pub bind: u64,
+}
+
+impl Sight {
+    /// The bind that is there, if there is one.
+    pub fn bound(self, address: PciAddress) -> Option<Bound> {
+        Some(Bound { address, device: self.device?, bind: self.bind? })
+    }
+}
+
+impl fmt::Display for Bound {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}/{}/{}", self.address, self.device, self.bind)
+    }
+}
+
+impl std::str::FromStr for Bound {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let mut parts = text.split('/');
+        let mut parse =
+            || Some(Self { address: parts.next()?.parse().ok()?, device: parts.next()?.parse().ok()?, bind: parts.next()?.parse().ok()? });
+        parse().ok_or_else(|| format!("{text:?} is not ADDRESS/DEVICE/BIND"))
+    }
+}
 
 /// A write to sysfs that failed.
 #[derive(Debug)]
@@ -120,9 +167,50 @@ impl PciSysfs {
         self.is_bound(gpu) && self.release(gpu).is_ok() && self.is_bound(gpu)
     }
 
+    /// Looks at what is at this address now.
+    ///
+    /// Errors: sysfs cannot be read, which does not mean that nothing is there.
+    pub fn sight(&self, gpu: PciAddress) -> io::Result<Sight> {
+        let look = || Ok::<Sight, io::Error>(Sight { device: self.inode(gpu)?, bind: self.bind_inode(gpu)? });
+        let mut seen = look()?;
+        // A device that came between the two looks gets others.
+        for _ in 0..MOST_LOOKS {
+            if self.inode(gpu)? == seen.device {
+                break;
+            }
+            seen = look()?;
+        }
+        Ok(seen)
+    }
+
+    /// Through the bus's link, which goes before the removal is announced and comes before the
+    /// device is: the directory itself outlives the announcement.
+    fn inode(&self, gpu: PciAddress) -> io::Result<Option<u64>> {
+        let path = self.bus.join("devices").join(gpu.to_string());
+        there(std::fs::metadata(&path), &path).map(|there| there.map(|directory| directory.ino()))
+    }
+
+    fn bind_inode(&self, gpu: PciAddress) -> io::Result<Option<u64>> {
+        let path = self.function(gpu, "driver");
+        let inode = || there(std::fs::symlink_metadata(&path), &path).map(|there| there.map(|link| link.ino()));
+        let before = inode()?;
+        let driver = there(std::fs::read_link(&path), &path)?;
+        let ours = driver.is_some_and(|link| link.file_name().is_some_and(|name| name == DRIVER));
+        Ok(before.filter(|_| ours && inode().is_ok_and(|after| after == before)))
+    }
+
     /// Whether the driver has this GPU, or is probing it.
     pub fn is_bound(&self, gpu: PciAddress) -> bool {
         std::fs::read_link(self.function(gpu, "driver")).is_ok_and(|link| link.file_name().is_some_and(|name| name == DRIVER))
+    }
+}
+
+/// What is absent is no error.
+fn there<T>(result: io::Result<T>, path: &Path) -> io::Result<Option<T>> {
+    match result {
+        Ok(there) => Ok(Some(there)),
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
+        Err(error) => Err(io::Error::new(error.kind(), format!("look at {}: {error}", path.display()))),
     }
 }
 
@@ -133,6 +221,29 @@ fn write(path: PathBuf, value: &str) -> Result<(), SysfsError> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_device_that_is_made_again_and_one_that_is_bound_again_are_other_ones() {
+        let sysfs = std::env::temp_dir().join(format!("kata-gpu-init-sight-{}", std::process::id()));
+        let (function, driver) = (sysfs.join("bus/pci/devices/0001:00:03.0"), sysfs.join("bus/pci/drivers/nvidia"));
+        let (pci, gpu) = (PciSysfs::at(&sysfs), "0001:00:03.0".parse().unwrap());
+        let look = || pci.sight(gpu).unwrap();
+        assert_eq!(look(), Sight::default());
+        std::fs::create_dir_all(&function).unwrap();
+        std::fs::create_dir_all(&driver).unwrap();
+        let free = look();
+        assert!(free.device.is_some() && free.bind.is_none() && free.bound(gpu).is_none());
+        std::os::unix::fs::symlink(&driver, function.join("driver")).unwrap();
+        let bound = look().bound(gpu).unwrap();
+        assert_eq!((Some(bound.device), bound.to_string().parse()), (free.device, Ok(bound)));
+        // An unbind and another bind; something else takes the old link's inode meanwhile.
+        std::fs::rename(function.join("driver"), sysfs.join("old")).unwrap();
+        assert_eq!(look(), free);
+        std::os::unix::fs::symlink(&driver, function.join("driver")).unwrap();
+        assert_ne!(look().bound(gpu), Some(bound));
+        std::fs::remove_dir_all(&sysfs).unwrap();
+        assert!("0001:00:03.0".parse::<Bound>().is_err() && "0001:00:03.0/1/x".parse::<Bound>().is_err());
+    }
 
     #[test]
     fn a_refused_write_names_path_and_value() {

@@ -276,14 +276,14 @@ pub const PARAMETERS: &[Parameter] = &[
         name: "gpuinit.gpus",
         values: "0 to 1024",
         default: "any",
-        help: "GPUs that must be there; fewer is an error event",
+        help: "GPUs that must be there; fewer is an error event; 0: none will come, so the loading of modules is forbidden at once",
         set: |c, v| v.parse().ok().filter(|n| *n <= 1024).map(|n| c.expected_gpus = Some(n)),
     },
     Parameter {
         name: "gpuinit.lockdown",
         values: "on, off",
         default: "on",
-        help: "forbid loading kernel modules once the driver is loaded and all GPUs are settled, or 60 s after the load; not while no GPU can be driven",
+        help: "forbid loading kernel modules once the driver is loaded and all GPUs are settled, or 60 s after the load; without a load, only where no GPU will come",
         set: |c, v| switch(v).map(|s| c.lockdown = s),
     },
     Parameter {

@@ -45,6 +45,8 @@ pub enum Step {
     Init,
     /// After it was usable.
     Running,
+    /// Of the init itself, wherever it was.
+    Task,
 }
 
 impl Step {
@@ -62,6 +64,7 @@ impl Step {
             Self::Open => "open",
             Self::Init => "init",
             Self::Running => "running",
+            Self::Task => "task",
         }
     }
 
@@ -75,6 +78,7 @@ impl Step {
             Self::Open => Reason::OpenFailed,
             Self::Init => Reason::InitFailed,
             Self::Running => Reason::OffTheBus,
+            Self::Task => Reason::Internal,
         }
     }
 }

@@ -17,6 +17,11 @@ const MAX_UEVENT: usize = 8192;
 /// Room for a burst: 16 GPUs and everything else that appears at boot.
 const RECEIVE_BUFFER: usize = 1024 * 1024;
 
+/// What the kernel adds to an event that user space has asked it for (since 4.13).
+const SYNTHETIC: &str = "SYNTH_UUID";
+/// Messages that are read before others get their turn.
+const BURST: usize = 64;
+
 /// What a uevent says about a PCI function.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Action {
@@ -41,7 +46,8 @@ pub struct Uevent {
     pub class: Option<u32>,
 }
 
-/// Parses a uevent of the kernel: `action@devpath\0KEY=value\0..`. None for other subsystems and for what is no uevent.
+/// Parses a uevent of the kernel: `action@devpath\0KEY=value\0..`. None for other subsystems, for what is no uevent, and for what somebody wrote to
+/// a device's `uevent`: nothing has happened then.
 pub fn parse(message: &[u8]) -> Option<Uevent> {
     let mut parts = message.split(|b| *b == 0).map(String::from_utf8_lossy);
     parts.next().filter(|head| head.contains('@'))?;
@@ -59,6 +65,7 @@ pub fn parse(message: &[u8]) -> Option<Uevent> {
                 });
             }
             "SUBSYSTEM" => pci = value == "pci",
+            SYNTHETIC => return None,
             "PCI_SLOT_NAME" => address = value.parse().ok(),
             "PCI_CLASS" => class = u32::from_str_radix(value, 16).ok(),
             "PCI_ID" => vendor = value.split(':').next().and_then(|v| u16::from_str_radix(v, 16).ok()),
@@ -79,6 +86,7 @@ pub fn parse_display(message: &[u8]) -> Option<PciAddress> {
     let (mut address, mut drm, mut node) = (None, false, false);
     for part in parts {
         match part.split_once('=') {
+            Some((SYNTHETIC, _)) => return None,
             Some(("SUBSYSTEM", value)) => drm = value == "drm",
             Some(("DEVNAME", value)) => node = value.starts_with("dri/"),
             Some(("DEVPATH", path)) => {
@@ -101,8 +109,6 @@ pub enum Next {
     Event(Uevent),
     /// A display of this function came or went.
     Display(PciAddress),
-    /// The socket overran: some uevents are lost, scan again.
-    Overrun,
 }
 
 impl Uevents {
@@ -117,11 +123,14 @@ impl Uevents {
     }
 
     /// Waits for the next uevent of a PCI function, or of a display.
+    ///
+    /// Errors: uevents are lost; subscribe again, then scan. A socket that has overrun is of no more use: until it has been read to its end the kernel
+    /// drops what comes next, and reports that only once.
     pub async fn next(&self) -> io::Result<Next> {
         let mut buffer = [0_u8; MAX_UEVENT];
         loop {
             let mut guard = self.socket.readable().await?;
-            loop {
+            for _ in 0..BURST {
                 match recvfrom::<NetlinkAddr>(self.socket.as_raw_fd(), &mut buffer) {
                     // Anybody with the right capability may send to the group; only port 0 is the kernel.
                     Ok((n, Some(from))) if from.pid() == 0 => {
@@ -136,10 +145,13 @@ impl Uevents {
                         break;
                     }
                     Err(Errno::EINTR) => {}
-                    Err(Errno::ENOBUFS) => return Ok(Next::Overrun),
+                    Err(Errno::ENOBUFS) => return Err(io::Error::other("the kernel sent them faster than they were read")),
                     Err(errno) => return Err(errno.into()),
                 }
             }
+            drop(guard);
+            // A flood of other subsystems' events must not keep the runtime.
+            tokio::task::yield_now().await;
         }
     }
 }
@@ -172,6 +184,14 @@ mod tests {
         // A connector has no node, and a display may hang on something else.
         assert_eq!(parse_display(b"add@/x\0DEVPATH=/devices/pci0000:00/0000:00:03.0/drm/card1/card1-HDMI-A-1\0SUBSYSTEM=drm\0"), None);
         assert_eq!(parse_display(b"add@/x\0DEVPATH=/devices/platform/vgem/drm/card0\0SUBSYSTEM=drm\0DEVNAME=dri/card0\0"), None);
+    }
+
+    #[test]
+    fn an_event_that_somebody_asked_for_is_nothing() {
+        let asked = |event: &[u8]| [event, b"SYNTH_UUID=0\0"].concat();
+        assert!(parse(BIND).is_some() && parse(&asked(BIND)).is_none());
+        let card = b"remove@/x\0DEVPATH=/devices/pci0000:00/0000:00:03.0/drm/card1\0SUBSYSTEM=drm\0DEVNAME=dri/card1\0";
+        assert!(parse_display(card).is_some() && parse_display(&asked(card)).is_none());
     }
 
     #[test]

@@ -292,7 +292,9 @@ pub mod names {
     pub const WORKER_START: &str = "worker.start";
     /// (span) Reading the GPUs from sysfs. Fields: gpus.
     pub const PCI_SCAN: &str = "pci.scan";
-    /// A GPU was found, or has another name since others came or went. Fields: index (the CDI name), device.
+    /// A GPU was found, or has another name since others came or went. Fields: index (the CDI name), device, inode (of its directory in sysfs),
+    /// hot_plugged (where it was not in the boot scan), generation: of this and the next records of a GPU, how many times one came to this address
+    /// before (none: never).
     pub const GPU_FOUND: &str = "gpu.found";
     /// (span) Looking for the driver in the image: its version, its options. The strategy depends on it.
     pub const DRIVER_LOOK: &str = "driver.look";
@@ -314,7 +316,7 @@ pub mod names {
     pub const GPU_BIND: &str = "gpu.bind";
     /// (span) Asking the driver for the minor of a GPU that it has bound; the driver looks at the GPU for that.
     pub const GPU_INFORMATION: &str = "gpu.information";
-    /// The driver has the GPU. Fields: minor.
+    /// The driver has the GPU. Fields: minor, bind_inode (of its link to the driver in sysfs).
     pub const GPU_BOUND: &str = "gpu.bound";
     /// (span) Making device nodes.
     pub const GPU_NODES: &str = "gpu.nodes";
@@ -332,9 +334,9 @@ pub mod names {
     pub const CDI_BESIDE: &str = "cdi.beside";
     /// Adapter initialisation is done. Field: uuid, where that is a name of GPUs.
     pub const GPU_USABLE: &str = "gpu.usable";
-    /// The GPU will not be usable, or no longer is. Fields: step, reason (see `reason`), cure; `error` is the sentence for people.
+    /// The GPU will not be usable, or no longer is. Fields: step, reason (see `reason`), cure, bind_inode (where the driver has it); `error` is the sentence for people.
     pub const GPU_FAILED: &str = "gpu.failed";
-    /// The GPU has left the bus, or is about to: it is no longer in the spec, and its descriptors are given up.
+    /// The GPU has left the bus or its driver, or is about to: it is no longer in the spec, and its descriptors are given up.
     pub const GPU_REMOVED: &str = "gpu.removed";
     /// The driver reported an error of a GPU. Fields: xid.
     pub const GPU_XID: &str = "gpu.xid";

@@ -295,11 +295,14 @@ fn what(record: &Record, begun: &str) -> String {
     what
 }
 
+/// Fields of a GPU's records that its columns show, or that mean something only to the init.
+const OF_GPUS: [&str; 3] = ["index", "inode", "bind_inode"];
+
 /// ` key=value key="two words"`, as far as the columns and the error do not say it.
 fn fields_text(record: &Record) -> String {
     let mut out = String::new();
     for (key, value) in &record.fields {
-        if key == agent::MARK || (key == "index" && record.gpu.is_some()) || (key == "reason" && record.error.is_some()) {
+        if key == agent::MARK || (OF_GPUS.contains(&key.as_str()) && record.gpu.is_some()) || (key == "reason" && record.error.is_some()) {
             continue;
         }
         let value = match value {

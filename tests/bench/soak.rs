@@ -1,7 +1,8 @@
 //! `bench soak [BOOTS] [SEED]`: boots with random delays, orders and faults, one after another; ends with an error at the first that ends badly.
+//! `bench hot-plug [ACTIONS] [SEED]`: GPUs that come and go in one guest.
 
 use super::{keep, machine};
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, ensure};
 use kata_gpu_tests::vm::harness::TestContext;
 use kata_gpu_tests::vm::soak;
 use serde_json::json;
@@ -24,5 +25,15 @@ pub fn run(root: &Path, context: &TestContext, boots: u64, first_seed: u64) -> R
     let runs = json!({ "command": format!("tests/bench/run soak {boots} {first_seed}"), "machine": machine(), "seconds": seconds });
     let file = keep(root, "soak", &runs)?;
     println!("raw runs: {}", file.strip_prefix(root).unwrap_or(&file).display());
+    Ok(())
+}
+
+pub fn hot_plug(context: &TestContext, actions: u64, seed: u64) -> Result<()> {
+    let start = Instant::now();
+    let said = soak::hot_plugs(context, actions, seed, "")?;
+    ensure!(said.fault.is_empty(), "seed {seed}: {said:?}; logs: {}", context.work_dir.display());
+    let seconds = start.elapsed().as_secs();
+    println!("{actions} actions, seed {seed}, {seconds} s: no GPU lost, no name led to another one");
+    println!("{} containers waited for a GPU and got it, {} comparisons of all names; {}", said.containers, said.checks, said.kinds);
     Ok(())
 }

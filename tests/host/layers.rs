@@ -12,7 +12,7 @@ use std::sync::LazyLock;
 /// The folders of src/boot, lowest first: each may import itself and those before it.
 const LAYERS: &[&str] = &["wire", "gpus", "processes"];
 /// Files of src/boot/gpus, with their submodules, that compute and do nothing else.
-const PURE: &[&str] = &["schedule", "messages", "agent", "waves", "strategy", "deadlines"];
+const PURE: &[&str] = &["schedule", "messages", "agent", "waves", "strategy", "deadlines", "slots"];
 /// What no pure file imports.
 const IMPURE: &[&str] = &[
     "tokio",

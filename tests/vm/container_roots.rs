@@ -7,6 +7,7 @@ use anyhow::{Result, anyhow, ensure};
 pub const TESTS: &[VmTest] = &[
     VmTest { name: "containers_load_the_guests_libcuda_and_see_exactly_their_gpus", run: one_hook },
     VmTest { name: "the_incumbents_six_hooks_have_the_same_effect", run: six_hooks },
+    VmTest { name: "a_container_whose_image_makes_its_hook_fail_changes_no_device_node_either", run: failing_hook },
 ];
 
 const LIBS: &str = "/usr/lib/x86_64-linux-gnu";
@@ -131,4 +132,16 @@ fn six_hooks(context: &TestContext) -> Result<Outcome> {
     }
     booted.still_runs()?;
     Ok(Outcome::Measured(format!("the hooks of a container take {ms:.1} ms in the guest")))
+}
+
+fn failing_hook(context: &TestContext) -> Result<Outcome> {
+    // A directory where the hook's own configuration of the loader belongs.
+    let in_the_way = "etc/ld.so.conf.d/00-nvcr-kata-gpu-init.conf";
+    let guest = Guest::new().append("fakepci.gpus=1 testagent.containers=odd:0@debian").archive("driver").archive("debian");
+    let booted = guest.file(&format!("containers/debian/{in_the_way}/x"), b"").boot(context, "failing")?;
+    let odd = Ended::wait(&booted, "odd")?;
+    let failed = odd.0.get("failed hooks");
+    ensure!(!failed.is_empty(), "the hook does not fail: {:?}", odd.0);
+    odd.is("params", "ModifyDeviceFiles: 0, write: Read-only file system")?;
+    Ok(Outcome::Passed)
 }

@@ -45,8 +45,10 @@ fn milestones(records: &[Record]) -> Result<(u64, u64)> {
 }
 
 fn never_delays(context: &TestContext) -> Result<Outcome> {
-    // 1 s: far more than a step takes in this guest, far less than a blocking connect to nobody (2 s each).
+    // 1 s: far more than a step takes in this guest, far less than a blocking connect to nobody (2 s each). A busy machine makes a boot slower, never
+    // faster: one of some boots that is in time shows that the listener costs nothing.
     const ROOM_NS: u64 = 1_000_000_000;
+    const BOOTS: usize = 4;
     let words = "testagent.containers=all:all fakepci.enable_ms=50";
     let with = Guest::new().append(words).boot(context, "with")?;
     with.settled()?;
@@ -58,17 +60,20 @@ fn never_delays(context: &TestContext) -> Result<Outcome> {
         published / 1_000_000
     );
     for (name, listener) in [("no listener", Listener::Absent), ("a deaf listener", Listener::Deaf)] {
-        let booted = Guest::new().listener(listener).append(words).boot(context, &name.replace(' ', "-"))?;
-        booted.agent("container created", |_| true)?;
-        if matches!(listener, Listener::Deaf) {
-            ensure!(booted.receiver.wait_deaf(Duration::from_secs(30)), "the guest never connected");
+        let mut boots = Vec::new();
+        while boots.len() < BOOTS && boots.last().is_none_or(|(e, p)| *e > exec + ROOM_NS || *p > published + ROOM_NS) {
+            let booted = Guest::new().listener(listener).append(words).boot(context, &name.replace(' ', "-"))?;
+            booted.agent("container created", |_| true)?;
+            if matches!(listener, Listener::Deaf) {
+                ensure!(booted.receiver.wait_deaf(Duration::from_secs(30)), "the guest never connected");
+            }
+            // What the host does not get, the console has.
+            boots.push(milestones(&settled_on_console(&booted)?)?);
         }
-        // What the host does not get, the console has.
-        let records = settled_on_console(&booted)?;
-        let (e, p) = milestones(&records)?;
+        let (e, p) = *boots.last().context("no boot")?;
         ensure!(
             e <= exec + ROOM_NS && p <= published + ROOM_NS,
-            "{name}: agent exec {e} ns (with a listener {exec}), last publication {p} ns ({published})"
+            "{name}: agent exec and last publication after {boots:?} ns, with a listener after {exec} and {published}"
         );
         write!(measured, ", with {name} {} / {} ms", e / 1_000_000, p / 1_000_000)?;
     }
@@ -144,6 +149,8 @@ const VOLATILE: &[&str] = &[
     "printk_us",
     "minor",
     "bytes",
+    "inode",
+    "bind_inode",
     "pid",
     "first_enable_ms",
     "before_kernel_ns",

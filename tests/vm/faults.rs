@@ -1,6 +1,7 @@
 //! What goes wrong: each fault costs what it must and nothing else, and says why.
 
 use super::harness::{Booted, Guest, Outcome, TestContext, VmTest, named};
+use super::hot_plug::leads;
 use anyhow::{Context, Result, ensure};
 use kata_gpu_init::events::names;
 use kata_gpu_init::events::record::{Kind, Record};
@@ -20,6 +21,8 @@ pub const TESTS: &[VmTest] = &[
     VmTest { name: "a_missing_driver_fails_every_gpu_with_the_cure", run: no_driver },
     VmTest { name: "a_refused_load_fails_every_gpu_with_the_reason", run: load_fails },
     VmTest { name: "gpus_that_all_fail_before_the_load_leave_it_to_one_that_comes_later", run: all_fail_early },
+    VmTest { name: "a_gpu_plugged_in_after_a_failed_load_gets_a_load_of_its_own", run: load_again },
+    VmTest { name: "a_full_run_delays_the_spec_and_loses_no_gpu", run: full_run },
     VmTest { name: "a_missing_uvm_is_an_error_event_not_silence", run: no_uvm },
     VmTest { name: "without_vsock_the_guest_boots_all_the_same", run: no_vsock },
     VmTest { name: "a_missing_agent_powers_off_and_says_so_everywhere", run: no_agent },
@@ -122,6 +125,9 @@ fn no_gpu(context: &TestContext) -> Result<Outcome> {
     let records = booted.receiver.records();
     ensure!(!records.iter().any(|r| r.error.is_some()), "an error without a fault: {:?}", records.iter().find(|r| r.error.is_some()));
     ensure!(named(&records, Kind::Begin, names::MODULE_LOAD).is_empty(), "the driver was loaded for no GPU");
+    ensure!(named(&records, Kind::Event, names::LOCKDOWN).is_empty(), "one that comes later needs the driver");
+    let booted = Guest::new().append("fakepci.gpus=0 gpuinit.gpus=0").boot(context, "never")?;
+    booted.event(names::LOCKDOWN)?;
     let booted = Guest::new().append("fakepci.gpus=2 gpuinit.gpus=8").boot(context, "expected")?;
     let missing = booted.record("pci.scan error", |r| r.name == names::PCI_SCAN && r.error.is_some())?;
     ensure!(missing.error.as_deref().is_some_and(|e| e.contains("gpuinit.gpus=8") && e.contains("has 2")), "{:?}", missing.error);
@@ -163,13 +169,14 @@ fn load_fails(context: &TestContext) -> Result<Outcome> {
 }
 
 fn all_fail_early(context: &TestContext) -> Result<Outcome> {
-    let script = "testagent.guest=script testagent.script=settled>plug:2 testagent.containers=last:2";
+    let script = "testagent.guest=script testagent.script=settled>plug:2;gpu.usable/2>spec";
     let faults = "fakepci.gpus=3 fakepci.bar_unassigned=0,1 fakepci.absent=2 gpuinit.bind=pipelined";
     let mut booted = Guest::new().append(&format!("{faults} {script}")).boot(context, "early")?;
     ensure!(booted.settled()? == (0, 2), "{:?}", booted.settled()?);
     failure(&booted, 0, "bar-unassigned")?;
     failure(&booted, 1, "bar-unassigned")?;
-    booted.created("last")?;
+    let spec = booted.agent("spec", |l| l.get("file") == "nvidia.yaml")?;
+    ensure!(leads(spec.get("text"))? == [(2, 0)], "{spec:?}");
     let again = booted.record("settled again", |r| r.name == names::SETTLED && r.fields["usable"] == 1)?;
     ensure!(again.fields["failed"] == 2, "{again:?}");
     let locked = booted.event(names::LOCKDOWN)?;
@@ -179,6 +186,36 @@ fn all_fail_early(context: &TestContext) -> Result<Outcome> {
     // A load that finds no GPU to probe fails, and locked out it could not be repeated.
     ensure!(!loads.is_empty() && loads.iter().all(|l| settled.seq < l.seq && l.seq < locked.seq && l.error.is_none()), "{loads:?}");
     booted.still_runs()?;
+    Ok(Outcome::Passed)
+}
+
+fn load_again(context: &TestContext) -> Result<Outcome> {
+    // The only GPU of the boot fails the load: another one comes, and the first one's failure is not its own.
+    let script = "testagent.guest=script testagent.script=settled>plug:1 testagent.containers=later:1";
+    let booted = Guest::new().append(&format!("fakepci.gpus=2 fakepci.absent=1 nvidia.probe_fail=0 {script}")).boot(context, "again")?;
+    ensure!(booted.settled()? == (0, 1), "{:?}", booted.settled()?);
+    booted.created("later")?;
+    let again = booted.record("settled again", |r| r.name == names::SETTLED && r.fields["usable"] == 1)?;
+    ensure!(again.fields["failed"] == 1, "{again:?}");
+    let locked = booted.event(names::LOCKDOWN)?;
+    ensure!(locked.seq > again.seq, "{locked:?}");
+    Ok(Outcome::Passed)
+}
+
+fn full_run(context: &TestContext) -> Result<Outcome> {
+    // Full before the first GPU is bound, until after all are.
+    let script = "gpu.found/3>fill;gpu.usable/3>sleep:800+empty;settled>sleep:1000+spec";
+    let words =
+        format!("fakepci.gpus=4 fakepci.enable_ms=200 testagent.guest=script testagent.script={script} testagent.containers=all:all");
+    let booted = Guest::new().append(&words).boot(context, "full")?;
+    let all = booted.created("all")?;
+    ensure!(all.get("nodes").matches("/dev/nvidia").count() == 4 + 3, "{}", all.get("nodes"));
+    ensure!(booted.settled()? == (4, 0), "{:?}", booted.settled()?);
+    let records = booted.receiver.records();
+    booted.agent("script", |l| l.get("did") == "fill" && l.get("error").is_empty())?;
+    let failed = named(&records, Kind::End, names::CDI_PUBLISH).into_iter().filter(|r| r.error.is_some()).count();
+    ensure!(failed == 1, "{failed} failures were reported, not the first of the series alone");
+    ensure!(named(&records, Kind::Event, names::GPU_PUBLISHED).len() == 4, "not all were reported as published");
     Ok(Outcome::Passed)
 }
 

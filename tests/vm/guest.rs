@@ -1,6 +1,6 @@
 //! Guest halves of VM tests: run by the test agent for `testagent.guest=NAME`, in the guest.
 
-use super::script;
+use super::{hot_plug_soak, script};
 use crate::agent::{cdi, log};
 use kata_gpu_init::clock::boottime_ns;
 use std::path::Path;
@@ -17,6 +17,7 @@ pub const GUEST_HALVES: &[(&str, fn())] = &[
     ("root", root),
     ("child", child),
     ("script", script::run),
+    ("hot-plug-soak", hot_plug_soak::run),
     ("samples", samples),
 ];
 

@@ -2,6 +2,8 @@
 //! there are any, their guest halves; [`guest`] lists those, [`TESTS`] all tests.
 
 pub mod guest;
+mod hot_plug_soak;
+mod random;
 mod script;
 
 #[cfg(feature = "host")]

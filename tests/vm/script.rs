@@ -7,6 +7,9 @@
 //! | `kill` | kills the init's worker (SIGKILL), and waits until it is gone |
 //! | `stop`, `cont` | stops the worker and lets it go on |
 //! | `remove:K` | takes GPU K (by slot) off the bus through sysfs, which returns when the driver lets it |
+//! | `unbind:K`, `bind:K` | takes GPU K from the driver, which returns when that lets it, or gives it back |
+//! | `ask:K:ACTION` | asks the kernel for a uevent of GPU K of this action, with nothing behind it |
+//! | `minors` | reports each bound GPU's minor: `ADDRESS=MINOR ..` |
 //! | `rescan` | scans the bus again |
 //! | `plug:K`, `unplug:K` | adds GPU K, or takes it away by surprise, on the hardware's side |
 //! | `lose:K` | lets GPU K fall off the bus: from then on it reads all ones, and the kernel has not noticed |
@@ -128,7 +131,7 @@ impl Stream {
 const SPEC_DEADLINE: Duration = Duration::from_secs(30);
 
 /// Names and texts of the CDI specs that are published.
-fn specs() -> Result<Vec<(String, String)>, String> {
+pub(super) fn specs() -> Result<Vec<(String, String)>, String> {
     let mut all = Vec::new();
     for file in std::fs::read_dir(cdi::DIRECTORY).map_err(|e| e.to_string())?.flatten() {
         let name = file.file_name().to_string_lossy().into_owned();
@@ -139,7 +142,7 @@ fn specs() -> Result<Vec<(String, String)>, String> {
     Ok(all)
 }
 
-fn act(action: &str) -> Result<(), String> {
+pub(super) fn act(action: &str) -> Result<(), String> {
     let (what, argument) = action.split_once(':').unwrap_or((action, ""));
     let number = || argument.parse::<u32>().map_err(|e| format!("{action}: {e}"));
     match what {
@@ -154,12 +157,30 @@ fn act(action: &str) -> Result<(), String> {
         "stop" => signal(Signal::SIGSTOP),
         "cont" => signal(Signal::SIGCONT),
         "remove" => {
-            let path = format!("/sys/bus/pci/devices/0001:00:{:02x}.0/remove", number()?);
+            let path = format!("/sys/bus/pci/devices/{}/remove", gpu_in_slot(number()?));
             // It returns when nobody has the GPU open any more.
             std::thread::spawn(move || {
                 let result = write(Path::new(&path), "1");
                 log::info("removed", &[("path", &path), ("error", &result.err().unwrap_or_default())]);
             });
+            Ok(())
+        }
+        "unbind" | "bind" => {
+            let (path, gpu) = (format!("/sys/bus/pci/drivers/nvidia/{what}"), gpu_in_slot(number()?));
+            let what = what.to_string();
+            std::thread::spawn(move || {
+                let result = write(Path::new(&path), &gpu);
+                log::info(&what, &[("gpu", &gpu), ("error", &result.err().unwrap_or_default())]);
+            });
+            Ok(())
+        }
+        "ask" => {
+            let (gpu, action) = argument.split_once(':').ok_or("ask:K:ACTION")?;
+            let gpu = gpu_in_slot(gpu.parse().map_err(|e| format!("{gpu}: {e}"))?);
+            write(&Path::new("/sys/bus/pci/devices").join(gpu).join("uevent"), action)
+        }
+        "minors" => {
+            log::info("minors", &[("all", &minors()?.join(" "))]);
             Ok(())
         }
         "rescan" => write(Path::new("/sys/bus/pci/rescan"), "1"),
@@ -271,6 +292,22 @@ fn act(action: &str) -> Result<(), String> {
     }
 }
 
+pub(super) fn gpu_in_slot(slot: u32) -> String {
+    format!("0001:00:{slot:02x}.0")
+}
+
+/// `ADDRESS=MINOR` of every bound GPU, by what the driver says.
+pub(super) fn minors() -> Result<Vec<String>, String> {
+    let mut all = Vec::new();
+    for gpu in std::fs::read_dir("/proc/driver/nvidia/gpus").map_err(|e| e.to_string())?.flatten() {
+        let address = gpu.file_name().to_string_lossy().into_owned();
+        let information = driver_proc::information(Path::new("/proc"), address.parse().map_err(|_| address.clone())?);
+        all.push(format!("{address}={}", information.map_err(|e| e.to_string())?.minor));
+    }
+    all.sort();
+    Ok(all)
+}
+
 fn skew(seconds: i64) -> Result<(), String> {
     use nix::sys::time::TimeSpec;
     use nix::time::{ClockId, clock_gettime, clock_settime};
@@ -305,7 +342,7 @@ fn processes_named(name: &str) -> Result<Vec<i32>, String> {
 }
 
 /// The process of this name.
-fn process_named(name: &str) -> Result<i32, String> {
+pub(super) fn process_named(name: &str) -> Result<i32, String> {
     processes_named(name)?.first().copied().ok_or_else(|| format!("there is no process {name}"))
 }
 
@@ -363,7 +400,7 @@ fn load(name: &str) -> Result<(), String> {
 }
 
 /// Where the init publishes.
-const SPEC: &str = "/var/run/cdi/nvidia.yaml";
+pub(super) const SPEC: &str = "/var/run/cdi/nvidia.yaml";
 
 /// The driver's major number, which is NVIDIA's by registration.
 const NVIDIA_MAJOR: u32 = 195;

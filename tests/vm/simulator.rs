@@ -66,8 +66,8 @@ fn times(context: &TestContext) -> Result<Outcome> {
     for k in 0..4 {
         near("each of the serial opens", ran.gpu("serial", k)?["ms"].as_f64().context("no time")?, 650.0)?;
     }
-    // A non-blocking open returns at once.
-    ensure!(ran.gpu("nonblock", 0)?["open_ms"].as_f64().is_some_and(|ms| ms < 50.0), "{:?}", ran.gpu("nonblock", 0)?);
+    // A non-blocking open does not wait for its initialisation, of 650 ms and more.
+    ensure!(ran.gpu("nonblock", 0)?["open_ms"].as_f64().is_some_and(|ms| ms < 300.0), "{:?}", ran.gpu("nonblock", 0)?);
     // Negative control: the same figures do not fit another rule.
     ensure!(near("control", ran.ms("parallel")?, N * 650.0).is_err(), "parallel opens take as long as serial ones");
     Ok(Outcome::Measured(format!(
@@ -114,7 +114,11 @@ fn opens(context: &TestContext) -> Result<Outcome> {
     // With the driver that initialises in its probe an open has nothing left to do, and nothing is taken down.
     let probed = "nvidia.version=595.45.04 nvidia.NVreg_GpuInitOnProbe=1";
     let ran = script(context, "probe", &format!("{words} {probed}"), "load,serial,close,sleep:10,parallel")?;
-    ensure!(ran.ms("load")? > 900.0 && ran.ms("serial")? < 100.0 && ran.ms("parallel")? < 100.0, "{:?}", ran.steps);
+    ensure!(ran.ms("load")? > 900.0, "{:?}", ran.steps);
+    for (step, k) in [("serial", 0), ("serial", 1), ("parallel", 0), ("parallel", 1)] {
+        // An initialisation takes 500 ms.
+        ensure!(ran.gpu(step, k)?["ms"].as_f64().is_some_and(|ms| ms < 400.0), "{step} {k}: {:?}", ran.steps);
+    }
     Ok(Outcome::Passed)
 }
 

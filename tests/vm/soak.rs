@@ -2,12 +2,64 @@
 //! for or a clear error, and nothing hangs.
 
 use super::harness::{Booted, Guest, Outcome, TestContext, VmTest, complete, named};
+use super::random::Random;
 use anyhow::{Context, Result, ensure};
 use kata_gpu_init::events::names;
 use kata_gpu_init::events::record::Kind;
 use std::collections::BTreeSet;
 
-pub const TESTS: &[VmTest] = &[VmTest { name: "ten_random_boots_end_with_every_gpu_usable_or_explained", run: ten }];
+pub const TESTS: &[VmTest] = &[
+    VmTest { name: "ten_random_boots_end_with_every_gpu_usable_or_explained", run: ten },
+    VmTest { name: "hot_plugs_at_random_lose_no_gpu_and_lead_no_name_to_another", run: hot_plug },
+    VmTest { name: "a_name_that_leads_to_another_gpu_is_found_by_the_soak", run: exchanged },
+];
+
+/// Actions of the hot-plug soak that belong to a run of all tests; `tests/bench/run hot-plug` does 500.
+const HOT_PLUGS: u64 = 150;
+
+fn hot_plug(context: &TestContext) -> Result<Outcome> {
+    let said = hot_plugs(context, HOT_PLUGS, 1, "")?;
+    ensure!(said.fault.is_empty(), "{said:?}");
+    ensure!(said.containers > 5 && said.checks > 20, "nothing was looked at: {said:?}");
+    Ok(Outcome::Passed)
+}
+
+fn exchanged(context: &TestContext) -> Result<Outcome> {
+    let said = hot_plugs(context, 1, 1, ":exchanged")?;
+    ensure!(said.fault.contains("names lead to the minors"), "{said:?}");
+    Ok(Outcome::Passed)
+}
+
+/// What a hot-plug soak said at its end.
+#[derive(Debug)]
+pub struct Said {
+    /// With the actions before it; empty: none.
+    pub fault: String,
+    /// Hardware actions and troubles of the init, by kind.
+    pub kinds: String,
+    pub containers: u64,
+    /// How often every name was compared with the simulator.
+    pub checks: u64,
+}
+
+/// Lets the guest half `hot-plug-soak` do its actions in one guest.
+pub fn hot_plugs(context: &TestContext, actions: u64, seed: u64, how: &str) -> Result<Said> {
+    let times = "fakepci.enable_ms=5 nvidia.s1_ms=20 nvidia.s2_ms=100,30,200 nvidia.s3_ms=20";
+    let soak = format!("testagent.guest=hot-plug-soak testagent.soak={actions}:{seed}{how}");
+    let mut booted =
+        Guest::new().append(&format!("fakepci.gpus=8 fakepci.absent=6,7 {times} {soak}")).boot(context, &format!("hot-plug-{seed}"))?;
+    booted.settled()?;
+    let deadline = super::harness::DEADLINE + std::time::Duration::from_secs(2 * actions);
+    let ended = booted.console.wait_agent_any(deadline, |l| l.get("msg") == "soak ended").context("the soak does not end")?;
+    booted.still_runs()?;
+    let fault = ended.get("fault");
+    Ok(Said {
+        fault: if fault.is_empty() { String::new() } else { format!("{fault}, after {}", ended.get("history")) },
+        kinds: ended.get("kinds").into(),
+        containers: ended.get("containers").parse()?,
+        checks: ended.get("checks").parse()?,
+    })
+}
 
 fn ten(context: &TestContext) -> Result<Outcome> {
     for seed in 1..=10 {
@@ -16,32 +68,16 @@ fn ten(context: &TestContext) -> Result<Outcome> {
     Ok(Outcome::Passed)
 }
 
-/// xorshift64*: the same boots for the same seed.
-struct Random(u64);
+/// A list parameter: a value for each GPU.
+fn times(random: &mut Random, name: &str, gpus: u64, below: u64) -> String {
+    let values: Vec<String> = (0..gpus).map(|_| random.below(below).to_string()).collect();
+    format!("{name}={}", values.join(","))
+}
 
-impl Random {
-    fn below(&mut self, n: u64) -> u64 {
-        self.0 ^= self.0 >> 12;
-        self.0 ^= self.0 << 25;
-        self.0 ^= self.0 >> 27;
-        (self.0.wrapping_mul(0x2545_f491_4f6c_dd1d) >> 33) % n
-    }
-
-    fn one_of<'a>(&mut self, list: &[&'a str]) -> &'a str {
-        list[self.below(list.len() as u64) as usize]
-    }
-
-    /// A list parameter: a value for each GPU.
-    fn times(&mut self, name: &str, gpus: u64, below: u64) -> String {
-        let values: Vec<String> = (0..gpus).map(|_| self.below(below).to_string()).collect();
-        format!("{name}={}", values.join(","))
-    }
-
-    /// Some of the GPUs that have no fault yet.
-    fn some(&mut self, gpus: u64, taken: &mut BTreeSet<u64>) -> Vec<u64> {
-        let count = if self.below(3) == 0 { self.below(gpus.min(3)) + 1 } else { 0 };
-        (0..count).map(|_| self.below(gpus)).filter(|gpu| taken.insert(*gpu)).collect()
-    }
+/// Some of the GPUs that have no fault yet.
+fn some(random: &mut Random, gpus: u64, taken: &mut BTreeSet<u64>) -> Vec<u64> {
+    let count = if random.below(3) == 0 { random.below(gpus.min(3)) + 1 } else { 0 };
+    (0..count).map(|_| random.below(gpus)).filter(|gpu| taken.insert(*gpu)).collect()
 }
 
 /// What one boot is made of, and what must come of it.
@@ -54,10 +90,10 @@ struct Plan {
 }
 
 fn plan(seed: u64) -> Plan {
-    let mut random = Random(seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1);
+    let mut random = Random::new(seed);
     let gpus = random.below(16) + 1;
     let mut taken = BTreeSet::new();
-    let (probe_fails, init_fails) = (random.some(gpus, &mut taken), random.some(gpus, &mut taken));
+    let (probe_fails, init_fails) = (some(&mut random, gpus, &mut taken), some(&mut random, gpus, &mut taken));
     let list = |name: &str, gpus: &[u64]| {
         if gpus.is_empty() {
             String::new()
@@ -90,11 +126,11 @@ fn plan(seed: u64) -> Plan {
     };
     let words = [
         format!("fakepci.gpus={gpus} gpuinit.bind={bind} gpuinit.init={init} gpuinit.ready={ready} agent.cdi_timeout=60"),
-        random.times("fakepci.enable_ms", gpus, 40),
-        random.times("nvidia.probe_ms", gpus, 20),
-        random.times("nvidia.s1_ms", gpus, 30),
-        random.times("nvidia.s2_ms", gpus, 150),
-        random.times("nvidia.s3_ms", gpus, 30),
+        times(&mut random, "fakepci.enable_ms", gpus, 40),
+        times(&mut random, "nvidia.probe_ms", gpus, 20),
+        times(&mut random, "nvidia.s1_ms", gpus, 30),
+        times(&mut random, "nvidia.s2_ms", gpus, 150),
+        times(&mut random, "nvidia.s3_ms", gpus, 30),
         list("probe_fail", &probe_fails),
         list("init_fail", &init_fails),
         format!("testagent.containers=all:all;one:{};beyond:{gpus}", random.below(gpus)),

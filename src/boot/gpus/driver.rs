@@ -22,7 +22,7 @@ use crate::modinfo;
 use crate::pci::PciAddress;
 use crate::reason::Reason;
 use crate::step;
-use crate::threads::{self, Running};
+use crate::threads::{self, Panicked, Running};
 use nix::errno::Errno;
 use std::convert::Infallible;
 use std::path::Path;
@@ -53,12 +53,14 @@ pub struct Way {
 /// runtime. The load may probe `gpus`. With `one_by_one`, all but the first of them are held back
 /// before this returns.
 pub fn start(image: Image, chosen: After, state: watch::Sender<Driver>, shared: &Arc<Shared>, gpus: &[GpuId], way: Way) {
-    let addresses: Vec<PciAddress> = gpus.iter().map(|gpu| gpu.address).collect();
     let Image { mut modules, version } = image;
     modules.follow(chosen);
     let one_by_one = way.one_by_one;
-    let load = Load { modules, version, sysfs: shared.sysfs.clone(), addresses, way, lane: Arc::clone(&shared.lane) };
+    let load = Load { modules, version, sysfs: shared.sysfs.clone(), gpus: gpus.to_vec(), way, lane: Arc::clone(&shared.lane) };
     load.hold_back();
+    // A load after a failed one starts afresh.
+    state.send_replace(Driver::Loading);
+    let outcome = state.clone();
     let (spec, loading) = (shared.spec.clone(), Arc::clone(shared));
     let loading = threads::run(move || {
         load.run(&state, &spec, &loading.dispatch);
@@ -69,31 +71,47 @@ pub fn start(image: Image, chosen: After, state: watch::Sender<Driver>, shared: 
             let _unused = crate::sys::grace_period().and_then(|()| crate::sys::grace_period());
         }
     });
-    tokio::spawn(follow(Arc::clone(shared), loading, way));
+    tokio::spawn(follow(Arc::clone(shared), loading, way, outcome));
 }
 
 /// Reports the progress of a load. After the load, makes the devices that no GPU waits for.
-async fn follow(shared: Arc<Shared>, mut loading: Running<()>, way: Way) {
+async fn follow(shared: Arc<Shared>, mut loading: Running<()>, way: Way, outcome: watch::Sender<Driver>) {
     let ended = async {
         if way.one_by_one {
             tokio::select! {
                 () = is_registered(&shared.sysfs) => shared.dispatch.report(Fact::Registered),
-                _ = &mut loading => return,
+                ended = &mut loading => return ended,
             }
         }
-        // The panic hook reports a panic of the load.
-        let _unused = loading.await;
+        loading.await
     };
-    match way.enables {
+    let ended = match way.enables {
         true => shared.lane.quiet_while(ended).await,
         false => ended.await,
+    };
+    if let Err(error) = ended {
+        panicked(&outcome, &shared.dispatch, &error);
     }
     over(&shared);
 }
 
+/// Fails a load that has panicked, unless the common nodes are made: GPUs wait for nothing else.
+fn panicked(outcome: &watch::Sender<Driver>, dispatch: &Dispatch, panicked: &Panicked) {
+    let error = format!("load module nvidia: the load has panicked: {panicked}");
+    tracing::error!(name: names::MODULE_LOAD, error);
+    if !matches!(&*outcome.borrow(), Driver::Loaded(loaded) if loaded.control_ready) {
+        outcome.send_replace(Driver::Failed { reason: Some(Reason::Internal), error });
+        dispatch.report(Fact::Loaded(false));
+    }
+}
+
+fn is_loaded(driver: &Driver) -> bool {
+    matches!(driver, Driver::Loaded(_))
+}
+
 fn over(shared: &Arc<Shared>) {
     shared.dispatch.report(Fact::LoadOver);
-    if matches!(&*shared.driver.borrow(), Driver::Loaded(_)) {
+    if is_loaded(&shared.driver.borrow()) {
         let (spec, channels) = (shared.spec.clone(), shared.config.imex_channels);
         threads::detach(move || extras::others(channels, &spec));
     }
@@ -207,7 +225,7 @@ struct Load {
     modules: Modules,
     version: Option<String>,
     sysfs: PciSysfs,
-    addresses: Vec<PciAddress>,
+    gpus: Vec<GpuId>,
     way: Way,
     lane: Arc<Lane>,
 }
@@ -216,9 +234,9 @@ impl Load {
     /// Holds all GPUs but the first back.
     fn hold_back(&self) {
         if self.way.one_by_one {
-            for gpu in self.addresses.iter().skip(1).filter(|gpu| !self.sysfs.is_bound(**gpu)) {
+            for gpu in self.gpus.iter().map(|gpu| gpu.address).skip(1).filter(|gpu| !self.sysfs.is_bound(*gpu)) {
                 // The load probes a GPU that cannot be held back; the GPU is bound afterwards.
-                if let Err(error) = self.sysfs.hold_back(*gpu) {
+                if let Err(error) = self.sysfs.hold_back(gpu) {
                     tracing::warn!(name: names::GPU_BIND, gpu = %gpu, error = %error);
                 }
             }
@@ -234,7 +252,7 @@ impl Load {
             Ok(loaded) => loaded,
             Err(error) => {
                 // Leave no trace in sysfs.
-                self.addresses.iter().filter(|_| self.way.one_by_one).for_each(|gpu| self.release(*gpu));
+                self.gpus.iter().filter(|_| self.way.one_by_one).for_each(|gpu| self.release(gpu.address));
                 state.send_replace(Driver::Failed { reason: reason_of(&error), error: error.to_string() });
                 dispatch.report(Fact::Loaded(false));
                 return;
@@ -265,13 +283,13 @@ impl Load {
     /// needs.
     fn load(&mut self) -> Result<(Loaded, Step), Error> {
         let mut tried = Vec::new();
-        let addresses = self.addresses.clone();
-        let mut candidates = addresses.iter();
+        let gpus = self.gpus.clone();
+        let mut candidates = gpus.iter();
         loop {
             let candidate = candidates.next();
             match (self.way.one_by_one, candidate) {
                 (true, Some(gpu)) => tried.push(*gpu),
-                _ => tried.clone_from(&self.addresses),
+                _ => tried.clone_from(&self.gpus),
             }
             let loaded = match self.way.enables {
                 true => self.lane.run_there(|| self.modules.load(DRIVER)),
@@ -285,14 +303,14 @@ impl Load {
                     return Ok((Loaded { step, major, nodes, tried, control_ready: false }, making));
                 }
                 // No probe of the tried GPUs succeeded: offer the next one to the driver.
-                Err(LoadError::Refused { errno: Errno::ENODEV, .. }) if self.way.one_by_one && tried.len() < self.addresses.len() => {
+                Err(LoadError::Refused { errno: Errno::ENODEV, .. }) if self.way.one_by_one && tried.len() < self.gpus.len() => {
                     if let Some(gpu) = candidate
-                        && let Err(error) = self.sysfs.hold_back(*gpu)
+                        && let Err(error) = self.sysfs.hold_back(gpu.address)
                     {
-                        tracing::warn!(name: names::GPU_BIND, gpu = %gpu, error = %error);
+                        tracing::warn!(name: names::GPU_BIND, gpu = %gpu.address, error = %error);
                     }
-                    if let Some(next) = self.addresses.get(tried.len()) {
-                        self.release(*next);
+                    if let Some(next) = self.gpus.get(tried.len()) {
+                        self.release(next.address);
                     }
                 }
                 Err(error) => return Err(Error::Load(error)),
@@ -326,9 +344,39 @@ impl Load {
             }
         }
         // GPUs that failed the load stay released, so that they can be bound by hand.
-        for gpu in loaded.tried.iter().filter(|g| self.way.one_by_one && !self.sysfs.is_bound(**g)) {
-            self.release(*gpu);
+        for gpu in loaded.tried.iter().filter(|g| self.way.one_by_one && !self.sysfs.is_bound(g.address)) {
+            self.release(gpu.address);
         }
         common
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::boot::gpus::dispatch;
+    use crate::boot::gpus::schedule::Schedule;
+    use crate::boot::gpus::strategy::{Facts, Policy};
+    use crate::config::{Bind, Init};
+
+    #[test]
+    fn a_load_that_panics_leaves_nobody_waiting() {
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+        runtime.block_on(async {
+            let facts = Facts { gpus: 1, firewall: false, driver: None, init_on_probe: false, confidential: false, vcpus: 2 };
+            let policy = Policy { bind: Bind::Auto, init: Init::Parallel, relaxed: true, no_gpus: false, facts };
+            let (dispatch, _orders) = Dispatch::start(Schedule::new(policy, dispatch::now()));
+            let (outcome, mut state) = watch::channel(Driver::Loading);
+            let error = threads::run(|| -> () { panic!("on purpose") }).await.unwrap_err();
+            panicked(&outcome, &dispatch, &error);
+            let failed = state.wait_for(|driver| !matches!(driver, Driver::Loading)).await.unwrap().clone();
+            assert!(matches!(failed, Driver::Failed { reason: Some(Reason::Internal), error } if error.contains("on purpose")));
+            // A load that had made all that GPUs wait for stays loaded.
+            let nodes = DeviceNodes::at(Path::new(DEV), node_rules(Path::new(PROC)));
+            let loaded = Loaded { step: crate::events::StepId::next(), major: 195, nodes, tried: Vec::new(), control_ready: true };
+            outcome.send_replace(Driver::Loaded(loaded));
+            panicked(&outcome, &dispatch, &error);
+            assert!(is_loaded(&state.borrow()));
+        });
     }
 }

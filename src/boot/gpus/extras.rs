@@ -31,7 +31,7 @@ const PUBLISHED: [&str; 2] = ["imex", "nvswitch"];
 pub fn start(shared: &Arc<Shared>, gpu: GpuId) -> Running<()> {
     let shared = Arc::clone(shared);
     threads::run(move || {
-        if let Some(minor) = shared.seen.minor(gpu.address) {
+        if let Some(minor) = shared.seen.minor(gpu) {
             // Sending fails only when the writer is gone, with the runtime.
             let _unused = shared.spec.send(Update::Extras { gpu, extras: read(gpu.address, minor) });
         }

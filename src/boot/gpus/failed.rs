@@ -35,6 +35,12 @@ impl Shared {
     /// Removes a GPU from the spec for good and reports the reason, with the driver's log line
     /// where there is one.
     pub async fn give_up(&self, gpu: GpuId, since_ns: u64, failure: Failed) {
+        // A GPU that has left meanwhile has not failed, and the one at its address even less.
+        if !self.roster.contains(gpu) {
+            return;
+        }
+        let bind_inode = self.roster.bind_of(gpu).map(|bound| bound.bind);
+        self.roster.failed(gpu);
         let _unused = self.spec.send(Update::Failed { gpu });
         let lines = match &self.words {
             Some(words) => {
@@ -51,7 +57,7 @@ impl Shared {
             error = format!("{error}; the driver says: {line}");
         }
         let (step, cure) = (failure.step.as_str(), reason.cure().unwrap_or("see the driver's words"));
-        tracing::error!(name: names::GPU_FAILED, gpu = %gpu.address, index = index as u64, step, reason = %reason, cure, error);
+        tracing::error!(name: names::GPU_FAILED, gpu = %gpu.address, index = index as u64, step, reason = %reason, cure, error, bind_inode, generation = gpu.again());
         self.dispatch.report(Fact::Failed(gpu));
     }
 }

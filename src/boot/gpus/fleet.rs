@@ -8,18 +8,19 @@ use super::failed::failed_later;
 use super::gpu;
 use super::lane::Lane;
 use super::lane_cpu::Spare;
-use super::libraries;
 use super::messages::{Arrival, Fact, GpuId, Order};
 use super::previous::Previous;
-use super::publication::{self, Common, Published, Update};
+use super::publication::{self, Update};
 use super::roster::Roster;
 use super::schedule::Schedule;
 use super::shared::{Driver, Seen, Shared};
+use super::slots;
+use super::stock::{observe, published, release_stale, report_left, take_stock};
 use super::strategy::{Facts, Policy, Strategy};
 use crate::agent_watch::{self, Change};
-use crate::bind::{DRIVER, PciSysfs};
+use crate::bind::{Bound, DRIVER, PciSysfs};
 use crate::boot::wire::descriptors::Descriptors;
-use crate::cdi::spec::{Entry, Extras, Options, Ready};
+use crate::cdi::spec::Options;
 use crate::config::{Cdi, Config, parameter_value};
 use crate::driver_log::Signal;
 use crate::events::kmsg::DriverWords;
@@ -29,7 +30,8 @@ use crate::pci::{self, Gpu, PciAddress, SYS};
 use crate::reason::Reason;
 use crate::uevents::{Action, Next, Uevent, Uevents};
 use crate::{confidential, ptp_kvm, step, threads};
-use std::collections::HashMap;
+use std::collections::{BTreeSet, HashMap};
+use std::fmt::Display;
 use std::io;
 use std::path::Path;
 use std::sync::Arc;
@@ -37,6 +39,7 @@ use std::time::Duration;
 use tokio::runtime::Handle;
 use tokio::sync::{mpsc, watch};
 use tokio::task::{AbortHandle, JoinSet};
+use tokio::time::{Instant, MissedTickBehavior};
 
 /// Events that arrive during the bring-up.
 pub struct Sources {
@@ -66,16 +69,12 @@ pub async fn run(
     machine: Machine,
 ) {
     let Sources { uevents, words, signals, agent } = sources;
-    let uevents = uevents.map_err(|error| {
-        let error = format!("subscribe to uevents: {error}: GPUs that come or go later will not be seen");
-        tracing::warn!(name: names::UEVENT, error);
-    });
     // Scan after the subscription to uevents: a GPU that appears meanwhile is seen twice, not
     // never.
     let (gpus, scanned) = scan(config, started);
     let found = (&gpus[..], scanned);
     let mut fleet = Fleet::start(config, command_line, previous, found, words, descriptors, machine);
-    fleet.follow(uevents.ok(), signals, agent).await;
+    fleet.follow(uevents, signals, agent).await;
 }
 
 /// Scans for GPUs, and reports their number and missing ones.
@@ -109,18 +108,34 @@ fn scan(config: &Config, started: StepId) -> (Vec<Gpu>, StepId) {
 
 /// Xid of a GPU that has fallen off the bus and is lost until a reset.
 const XID_OFF_THE_BUS: u32 = 79;
+/// From the loss of uevents to the scan that makes up for them: a flood that overruns the socket
+/// again and again costs one scan in this time.
+const RESCAN_AFTER: Duration = Duration::from_millis(100);
+/// Between two tries to subscribe to uevents, or to read sysfs.
+const RETRY_AFTER: Duration = Duration::from_secs(1);
+/// How often the binds of held descriptors are looked at. The driver's link in sysfs goes when a
+/// removal begins, which then waits for the descriptor; no event reports that moment (a uevent comes
+/// when the removal is over, inotify reports nothing in sysfs), and the driver's words about it may
+/// be unreadable (`printk.devkmsg=off`) or be other ones. Not on the boot path: once all is settled,
+/// or a GPU is late.
+const REMOVAL_LOOK: Duration = Duration::from_secs(1);
 
 pub struct Fleet {
     shared: Arc<Shared>,
     orders: Orders,
-    /// None once the driver's load has been started.
+    /// Files for the first load; a later load looks them up again.
     image: Option<Image>,
+    command_line: Vec<u8>,
     /// Step that precedes the load.
     looked: StepId,
     driver: watch::Sender<Driver>,
     tasks: JoinSet<()>,
     handles: HashMap<GpuId, AbortHandle>,
     facts: Facts,
+    /// When sysfs is to be scanned again.
+    rescan_at: Option<Instant>,
+    /// Whether removals are looked for.
+    looks: bool,
 }
 
 impl Fleet {
@@ -136,16 +151,19 @@ impl Fleet {
     ) -> Self {
         let looking = step!(names::DRIVER_LOOK, after = ?After(vec![scanned]));
         let looked = looking.id();
-        let roster = Arc::new(Roster::default());
-        // Names equal those of the earlier worker: a removal would have been reported.
-        let ids = roster.add_known(gpus, |gpu| previous.is_some_and(|p| p.gpu(gpu).found));
+        let sysfs = PciSysfs::at(Path::new(SYS));
+        let roster = Arc::new(previous.map_or_else(Roster::default, Roster::restored));
+        release_stale(&descriptors, &sysfs);
+        let arrived = take_stock(&roster, &sysfs, gpus);
+        let ids: Vec<GpuId> = roster.all().into_iter().filter(|slot| slot.here).map(|slot| slot.gpu).collect();
         let (driver, state) = watch::channel(Driver::Loading);
-        let (image, sysfs) = (Image::of(config, command_line), PciSysfs::at(Path::new(SYS)));
+        let image = Image::of(config, command_line);
         let facts = facts(&image, gpus);
         let (bind, init, relaxed) = (config.bind, config.init, config.relaxed);
-        let policy = Policy { bind, init, relaxed, facts: facts.clone() };
+        let no_gpus = config.expected_gpus == Some(0);
+        let policy = Policy { bind, init, relaxed, no_gpus, facts: facts.clone() };
         let (dispatch, orders) = Dispatch::start(Schedule::new(policy, dispatch::now()));
-        let published = previous.map(|p| published(p, &sysfs, &ids, &image)).unwrap_or_default();
+        let published = previous.map(|p| published(p, &roster, &ids, &image)).unwrap_or_default();
         let resolvable = {
             let dispatch = Arc::clone(&dispatch);
             move |gpu| dispatch.report(Fact::Published(gpu))
@@ -153,8 +171,8 @@ impl Fleet {
         let withheld = config.cdi == Cdi::Complete;
         let spec = publication::start(Arc::clone(&roster), published, options(config), withheld, resolvable);
         drop(looking);
-        let known = |gpu: &GpuId| previous.map(|p| p.gpu(gpu.address)).unwrap_or_default();
-        let minors = ids.iter().filter_map(|gpu| Some((gpu.address, known(gpu).minor?))).collect();
+        let known = |gpu: &GpuId| previous.map(|p| p.gpu(*gpu)).unwrap_or_default();
+        let minors = ids.iter().filter_map(|gpu| Some((*gpu, known(gpu).minor?))).collect();
         let shared = Arc::new(Shared {
             config: config.clone(),
             lane: Arc::new(Lane::new(sysfs.clone(), machine.spare, machine.gate, After(vec![looked]))),
@@ -168,20 +186,41 @@ impl Fleet {
             words,
             seen: Seen::with_minors(minors),
         });
-        let (image, tasks, handles) = (Some(image), JoinSet::new(), HashMap::new());
-        let mut fleet = Self { shared, orders, image, looked, driver, tasks, handles, facts };
+        let mut fleet = Self {
+            shared,
+            orders,
+            image: Some(image),
+            command_line: command_line.to_vec(),
+            looked,
+            driver,
+            tasks: JoinSet::new(),
+            handles: HashMap::new(),
+            facts,
+            rescan_at: None,
+            looks: false,
+        };
         let mut arrivals = Vec::new();
         for gpu in ids {
             // GPUs that an earlier worker has settled stay settled.
             let known = known(&gpu);
-            if known.failed {
+            let opened = fleet.shared.roster.bind_of(gpu).is_some_and(|bound| fleet.shared.descriptors.of(&bound).is_some());
+            if known.slot.failed {
                 fleet.shared.dispatch.report(Fact::Found(gpu, Arrival::Failed));
-            } else if known.usable && known.published && fleet.shared.descriptors.of(gpu.address).is_some() {
+            } else if known.usable && known.published && opened {
                 fleet.shared.dispatch.report(Fact::Found(gpu, Arrival::Usable));
             } else if fleet.shared.sysfs.is_bound(gpu.address) {
                 arrivals.push((gpu, Arrival::Enabled));
             } else {
-                arrivals.push((gpu, if previous.is_some() { Arrival::Again } else { Arrival::Boot }));
+                // The kernel has probed by itself what came while there was no worker.
+                let replaced = previous.is_some_and(Previous::is_scanned) && arrived.contains(&gpu);
+                let arrival = if replaced {
+                    Arrival::Enabled
+                } else if previous.is_some() {
+                    Arrival::Again
+                } else {
+                    Arrival::Boot
+                };
+                arrivals.push((gpu, arrival));
             }
         }
         fleet.bring_up(arrivals);
@@ -202,34 +241,58 @@ impl Fleet {
     /// lives.
     pub async fn follow(
         &mut self,
-        mut uevents: Option<Uevents>,
+        uevents: io::Result<Uevents>,
         mut signals: Option<mpsc::UnboundedReceiver<Signal>>,
         mut agent: mpsc::UnboundedReceiver<agent_watch::Seen>,
     ) {
+        let mut uevents = match uevents {
+            Ok(uevents) => Some(uevents),
+            Err(error) => {
+                self.lost("subscribe to uevents", &error, RETRY_AFTER);
+                None
+            }
+        };
+        let mut removals = tokio::time::interval(REMOVAL_LOOK); // a look at sysfs, not on the boot path
+        removals.set_missed_tick_behavior(MissedTickBehavior::Delay);
         loop {
             tokio::select! {
                 Some(order) = self.orders.recv() => self.carry_out(order),
                 next = hear(uevents.as_ref()) => match next {
-                    Ok(Next::Event(event)) => self.take(event),
+                    Ok(Next::Event(event)) => self.take(&event),
                     Ok(Next::Display(gpu)) => self.read_extras(gpu),
-                    Ok(Next::Overrun) => {
-                        let error = "the kernel sent uevents faster than they were read: scanning again";
-                        tracing::warn!(name: names::STREAM_LOST, at = "uevents", error);
-                        self.rescan();
-                    }
                     Err(error) => {
-                        let error =
-                            format!("read uevents: {error}: GPUs that come or go from now on are not seen");
-                        tracing::warn!(name: names::UEVENT, error);
+                        self.lost("read uevents", &error, RESCAN_AFTER);
                         uevents = None;
                     }
                 },
+                () = until(self.rescan_at) => {
+                    self.rescan_at = None;
+                    if uevents.is_none() {
+                        // Subscribed before the scan: what comes in between is seen twice, not
+                        // never.
+                        match Uevents::subscribe() {
+                            Ok(again) => uevents = Some(again),
+                            Err(error) => self.lost("subscribe to uevents", &error, RETRY_AFTER),
+                        }
+                    }
+                    self.rescan();
+                }
+                _ = removals.tick(), if self.looks => self.look_for_removals(),
                 Some(seen) = agent.recv() => self.see(&seen),
                 Some(signal) = listen(signals.as_mut()) => self.heed(signal).await,
-                // An aborted task belonged to a GPU that is gone; the runtime has reported a
-                // panicked one as a bug.
+                // An aborted task belonged to a GPU that has left. A task reports its own panic.
                 Some(_ended) = self.tasks.join_next() => {}
             }
+        }
+    }
+
+    /// Uevents are lost: what is there counts, once and soon. One report and one scan stand for all
+    /// losses until then.
+    fn lost(&mut self, what: &str, error: &dyn Display, after: Duration) {
+        if self.rescan_at.is_none() {
+            let error = format!("{what}: {error}: scanning again in {after:?}");
+            tracing::warn!(name: names::STREAM_LOST, at = "uevents", error);
+            self.rescan_at = Some(Instant::now() + after);
         }
     }
 
@@ -237,16 +300,19 @@ impl Fleet {
         match order {
             Order::Chosen(strategy, enabled) => report_strategy(&strategy, &self.facts, enabled),
             Order::Load { gpus, one_by_one, enables } => {
-                if let Some(image) = self.image.take() {
-                    let after = After::from(&[Some(self.looked), self.shared.lane.last_enabling()][..]);
-                    let way = Way { one_by_one, enables };
-                    driver::start(image, after, self.driver.clone(), &self.shared, &gpus, way);
-                }
+                let image = self.image.take().unwrap_or_else(|| Image::of(&self.shared.config, &self.command_line));
+                let after = After::from(&[Some(self.looked), self.shared.lane.last_enabling()][..]);
+                let way = Way { one_by_one, enables };
+                driver::start(image, after, self.driver.clone(), &self.shared, &gpus, way);
             }
             Order::Wait(gpu) => self.shared.lane.wait(gpu.address),
             Order::LaneOver => self.shared.lane.over(),
-            Order::Late(gpu, step, waited) => self.report_late(gpu, step, waited),
+            Order::Late(gpu, step, waited) => {
+                self.looks = true;
+                self.report_late(gpu, step, waited);
+            }
             Order::Settled { usable, failed } => {
+                self.looks = true;
                 let _unused = self.shared.spec.send(Update::Settled);
                 tracing::info!(name: names::SETTLED, usable = usable as u64, failed = failed as u64);
                 // Second reading of the host's clock: two readings show the drift.
@@ -273,7 +339,7 @@ impl Fleet {
 
     /// Reports a GPU that takes long, on a thread of its own: stacks are files of other processes.
     fn report_late(&self, gpu: GpuId, step: &'static str, waited: Duration) {
-        let progress = self.shared.seen.progress(gpu.address);
+        let progress = self.shared.seen.progress(gpu);
         threads::detach(move || {
             let stack = progress.stack();
             let waited_ms = waited.as_millis() as u64;
@@ -289,18 +355,23 @@ impl Fleet {
         }
     }
 
-    fn take(&mut self, event: Uevent) {
+    /// An event only shows where to look: by now, something else may be there.
+    fn take(&mut self, event: &Uevent) {
         if !event.vendor.zip(event.class).is_some_and(|(vendor, class)| pci::is_gpu(vendor, class)) {
             return;
         }
         let gpu = event.address;
-        let driver = event.driver.unwrap_or_default();
+        let driver = event.driver.as_deref().unwrap_or_default();
         tracing::debug!(name: names::UEVENT, gpu = %gpu, action = ?event.action, driver);
         match event.action {
-            Action::Bind => self.shared.seen.bound(gpu),
-            Action::Add => self.arrived(pci::read(Path::new(SYS), gpu).into_iter().collect()),
-            Action::Remove => self.left(gpu),
-            Action::Unbind | Action::Other => {}
+            Action::Bind => {
+                self.look(gpu);
+                if let Some(gpu) = self.shared.roster.at(gpu) {
+                    self.shared.seen.bound(gpu);
+                }
+            }
+            Action::Add | Action::Remove | Action::Unbind => self.look(gpu),
+            Action::Other => {}
         }
     }
 
@@ -308,58 +379,78 @@ impl Fleet {
     fn rescan(&mut self) {
         let present = match pci::scan(Path::new(SYS)) {
             Ok((gpus, _)) => gpus,
-            Err(error) => {
-                tracing::error!(name: names::PCI_SCAN, error = %error);
-                return;
-            }
+            Err(error) => return self.lost("scan the PCI bus", &error, RETRY_AFTER),
         };
-        for gpu in self.shared.roster.all() {
-            if !present.iter().any(|g| g.address == gpu.address) {
-                self.left(gpu.address);
-            }
+        let known = self.shared.roster.all().into_iter().map(|slot| slot.gpu.address);
+        let addresses: BTreeSet<PciAddress> = known.chain(present.iter().map(|gpu| gpu.address)).collect();
+        for address in addresses {
+            self.look(address);
         }
-        self.arrived(present);
         // A lost uevent may have been that of a display.
-        for gpu in self.shared.roster.all() {
-            self.read_extras(gpu.address);
+        for slot in self.shared.roster.all() {
+            self.read_extras(slot.gpu.address);
         }
     }
 
-    /// Brings up the GPUs that are not in the roster yet.
-    fn arrived(&mut self, gpus: Vec<Gpu>) {
-        let new = self.shared.roster.add(&gpus);
-        if new.is_empty() {
+    /// Looks at every bind whose descriptor is held: a removal waits for the descriptor.
+    fn look_for_removals(&mut self) {
+        let is_stale = |bound: &Bound| self.shared.sysfs.sight(bound.address).is_ok_and(|seen| seen.bound(bound.address) != Some(*bound));
+        let stale: Vec<Bound> = self.shared.descriptors.held().into_iter().filter(is_stale).collect();
+        for bound in stale {
+            self.look(bound.address);
+        }
+    }
+
+    /// Compares the device at an address with the one that was there, and follows each change.
+    fn look(&mut self, address: PciAddress) {
+        let (shared, sysfs) = (&self.shared, &self.shared.sysfs);
+        let changes = match sysfs.sight(address) {
+            Ok(seen) => {
+                for bound in shared.descriptors.held().iter().filter(|held| held.address == address && seen.bound(address) != Some(**held))
+                {
+                    shared.descriptors.release(bound);
+                }
+                observe(&shared.roster, address, seen)
+            }
+            // Unreadable is not absent.
+            Err(error) => return self.lost("look at a GPU", &error, RETRY_AFTER),
+        };
+        if changes.is_empty() {
             return;
         }
+        let mut arrivals = Vec::new();
+        for change in changes {
+            match change {
+                slots::Change::Left(gpu, index) => self.left(gpu, index),
+                // No lane for those that come later: the kernel enables and probes them by itself,
+                // and the bind finds that done.
+                slots::Change::Arrived(gpu) => arrivals.push((gpu, Arrival::Enabled)),
+                slots::Change::Freed => {}
+            }
+        }
+        self.shared.roster.report_names();
         let _unused = self.shared.spec.send(Update::Roster);
-        // Hot-plugged GPUs skip the lane: the kernel enables and probes them by itself, before the
-        // bind here.
-        self.bring_up(new.into_iter().map(|gpu| (gpu, Arrival::Enabled)).collect());
+        self.bring_up(arrivals);
     }
 
-    /// Releases a GPU that is gone or about to go, and removes it from the spec.
-    fn left(&mut self, gpu: PciAddress) {
-        self.shared.descriptors.release(gpu);
+    /// Follows the departure of a GPU that is gone or about to go. Its descriptors are released
+    /// already.
+    fn left(&mut self, gpu: GpuId, index: usize) {
+        report_left(gpu, index);
         self.shared.seen.gone(gpu);
-        let Some(id) = self.shared.roster.at(gpu) else { return };
-        let index = self.shared.roster.index(gpu) as u64;
-        tracing::info!(name: names::GPU_REMOVED, gpu = %gpu, index);
-        self.shared.roster.remove(gpu);
-        let _unused = self.shared.spec.send(Update::Roster);
         // Threads that block in the kernel for this GPU return on their own; no task waits for
         // them.
-        if let Some(task) = self.handles.remove(&id) {
+        if let Some(task) = self.handles.remove(&gpu) {
             task.abort();
         }
-        self.shared.dispatch.report(Fact::Gone(id));
+        self.shared.dispatch.report(Fact::Gone(gpu));
     }
 
     async fn heed(&mut self, signal: Signal) {
         match signal {
             // The line counts only where sysfs agrees: the kernel removes the driver's link before
             // it calls the driver's removal.
-            Signal::RemovalWaits(gpu) if !self.shared.sysfs.is_bound(gpu) => self.left(gpu),
-            Signal::RemovalWaits(_) => {}
+            Signal::RemovalWaits(gpu) => self.look(gpu),
             Signal::Xid(gpu, number) => {
                 let error = format!("the driver reports Xid {number} of GPU {gpu}");
                 tracing::error!(name: names::GPU_XID, gpu = %gpu, xid = u64::from(number), error);
@@ -371,6 +462,14 @@ impl Fleet {
                 }
             }
         }
+    }
+}
+
+/// Returns at that time; without one, never.
+async fn until(at: Option<Instant>) {
+    match at {
+        Some(at) => tokio::time::sleep_until(at).await, // see RESCAN_AFTER
+        None => std::future::pending().await,
     }
 }
 
@@ -423,31 +522,6 @@ fn options(config: &Config) -> Options {
     let exe = std::fs::read_link("/proc/self/exe").map(|path| path.display().to_string());
     let hook_path = exe.unwrap_or_else(|_| Options::default().hook_path);
     Options { namings: config.cdi_names.clone(), hooks: config.cdi_hooks, hook_path }
-}
-
-/// Entries of these GPUs published by an earlier worker, as far as still valid.
-fn published(previous: &Previous, sysfs: &PciSysfs, gpus: &[GpuId], image: &Image) -> Published {
-    let nodes = driver::nodes_now();
-    let mut published = Published::default();
-    if let Some(nodes) = &nodes {
-        let files = libraries::find(image.version.as_deref());
-        published.common = Common { nodes: nodes.common_now(), files };
-    }
-    for gpu in gpus {
-        let known = previous.gpu(gpu.address);
-        let ready = || known.minor.and_then(|minor| Some((minor, nodes.as_ref()?.gpu_now(minor)?)));
-        if known.failed {
-            published.entries.insert(*gpu, Entry::Failed);
-        } else if known.published
-            && sysfs.is_bound(gpu.address)
-            && let Some((minor, node)) = ready()
-        {
-            let extras = if known.usable { extras::read(gpu.address, minor) } else { Extras::default() };
-            let ready = Ready { nodes: vec![node], uuid: known.uuid, extras };
-            published.entries.insert(*gpu, Entry::Ready(ready));
-        }
-    }
-    published
 }
 
 /// Disables module loading, where configured.

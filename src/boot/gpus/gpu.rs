@@ -15,9 +15,10 @@ use super::failed::{Failed, failed, failed_by};
 use super::late::Progress;
 use super::messages::{Arrival, Fact, GpuId, Held, Order, Probe};
 use super::publication::Update;
+use super::roster::Roster;
 use super::shared::{Driver, Loaded, Shared};
 use crate::adapter::{self, InitError};
-use crate::bind::SysfsError;
+use crate::bind::{Bound, PciSysfs, SysfsError};
 use crate::cdi::spec::Naming;
 use crate::clock::boottime_ns;
 use crate::config::Ready;
@@ -44,17 +45,27 @@ const TOO_EARLY: (Duration, u32) = (Duration::from_secs(1), 10);
 /// vCPU then.
 const ASLEEP: Duration = Duration::from_millis(500);
 
-/// Brings one GPU up; ends when it is usable, has failed or is gone.
+/// Brings one GPU up; ends when it is usable, has failed or is gone. A panic fails the GPU.
 pub async fn bring_up(shared: Arc<Shared>, gpu: GpuId, arrival: Arrival, orders: Orders) {
     // A GPU of the boot scan may have been probed before this task began.
     let since_ns = if arrival == Arrival::Enabled { boottime_ns() } else { 0 };
-    let ended = threads::caught(go(&shared, gpu, orders)).await;
-    match ended.unwrap_or_else(|panicked| Err(failed_by(Step::Init, Reason::Internal)(&panicked))) {
+    fail_on_panic(&shared, gpu, since_ns, settle(&shared, gpu, since_ns, orders)).await;
+}
+
+async fn fail_on_panic(shared: &Shared, gpu: GpuId, since_ns: u64, work: impl Future<Output = ()>) {
+    if let Err(panicked) = threads::caught(work).await {
+        shared.give_up(gpu, since_ns, failed_by(Step::Task, Reason::Internal)(&panicked)).await;
+    }
+}
+
+/// Runs the steps and reports their end.
+async fn settle(shared: &Arc<Shared>, gpu: GpuId, since_ns: u64, orders: Orders) {
+    match go(shared, gpu, orders).await {
         Ok(()) => {
-            let uuid = uuid(&shared, gpu).await;
-            tracing::info!(name: names::GPU_USABLE, gpu = %gpu.address, index = shared.roster.index(gpu.address) as u64, uuid);
+            let uuid = uuid(shared, gpu).await;
+            tracing::info!(name: names::GPU_USABLE, gpu = %gpu.address, index = shared.roster.index(gpu.address) as u64, uuid, generation = gpu.again());
             // The panic hook reports a panic there; the GPU is usable without extras.
-            let _unused = extras::start(&shared, gpu).await;
+            let _unused = extras::start(shared, gpu).await;
             shared.dispatch.report(Fact::Usable(gpu));
         }
         // A GPU that is gone has not failed.
@@ -74,8 +85,8 @@ async fn go(shared: &Arc<Shared>, gpu: GpuId, mut orders: Orders) -> Result<(), 
     let Order::Probe(_, how) = order else {
         return Err(failed_by(Step::Probe, Reason::Internal)(&format!("ordered {order:?}: want a probe")));
     };
-    let bound = probe(shared, gpu, how, enabled).await?;
-    let (minor, looked) = read_minor(shared, gpu, bound, how == Probe::Load).await?;
+    let probed = probe(shared, gpu, how, enabled).await?;
+    let (bound, minor, looked) = read_minor(shared, gpu, probed, how == Probe::Load).await?;
     let loaded = loaded(shared).await?;
     let (node, made) = make_node(gpu, minor, &loaded, looked)?;
     shared.dispatch.report(Fact::Bound(gpu));
@@ -83,12 +94,12 @@ async fn go(shared: &Arc<Shared>, gpu: GpuId, mut orders: Orders) -> Result<(), 
         // A failed initialisation removes the GPU from the spec again.
         Ready::Bound => {
             let published = publish(shared, gpu, node.clone(), made);
-            tokio::join!(initialise(shared, gpu, &node, made, &mut orders), published).0.map(drop)
+            let (initialised, published) = tokio::join!(initialise(shared, bound, gpu, &node, made, &mut orders), published);
+            initialised.and(published)
         }
         Ready::Usable => {
-            let usable = initialise(shared, gpu, &node, made, &mut orders).await?;
-            publish(shared, gpu, node, usable).await;
-            Ok(())
+            let usable = initialise(shared, bound, gpu, &node, made, &mut orders).await?;
+            publish(shared, gpu, node, usable).await
         }
     }
 }
@@ -103,7 +114,7 @@ async fn next(orders: &mut Orders) -> Order {
 
 /// Enables the GPU, which makes the host map its BARs.
 async fn enable(shared: &Arc<Shared>, gpu: GpuId, holds: &[Held]) -> Result<StepId, Failed> {
-    let failure = match shared.lane.enable(gpu.address, holds, &shared.seen.progress(gpu.address)).await {
+    let failure = match shared.lane.enable(gpu.address, holds, &shared.seen.progress(gpu)).await {
         Ok(Ok((step, took))) => {
             shared.dispatch.report(Fact::Enabled(gpu, took));
             return Ok(step);
@@ -138,7 +149,7 @@ async fn probe(shared: &Arc<Shared>, gpu: GpuId, how: Probe, enabled: Option<Ste
     let loaded = loaded(shared).await?;
     match how {
         // A GPU that the load did not try gets a regular bind.
-        Probe::Load if loaded.tried.contains(&gpu.address) => {
+        Probe::Load if loaded.tried.contains(&gpu) => {
             let bound = shared.sysfs.is_bound(gpu.address).then_some(loaded.step);
             bound.ok_or_else(|| failed(Step::Probe)(&"the driver's probe failed when the module was loaded"))
         }
@@ -152,7 +163,7 @@ async fn probe(shared: &Arc<Shared>, gpu: GpuId, how: Probe, enabled: Option<Ste
 /// step if that bound the GPU; a GPU that is not bound by the load's end gets a regular bind.
 async fn probe_during_load(shared: &Arc<Shared>, gpu: GpuId, enabled: Option<StepId>) -> Option<StepId> {
     let step = step!(names::GPU_BIND, gpu = %gpu.address, after = ?After::from(&[enabled][..]));
-    let (id, sysfs, progress, gpu) = (step.id(), shared.sysfs.clone(), shared.seen.progress(gpu.address), gpu.address);
+    let (id, sysfs, progress, gpu) = (step.id(), shared.sysfs.clone(), shared.seen.progress(gpu), gpu.address);
     let probing = threads::run(move || {
         progress.on_this_thread();
         step.run(|| {
@@ -183,7 +194,7 @@ async fn bind(shared: &Arc<Shared>, gpu: GpuId, after: After, how: Probe) -> Res
         let (pause, tries) = TOO_EARLY;
         for _ in 1..tries {
             let bound = shared.seen.next_bound();
-            match try_bind(shared, gpu.address, how).await {
+            match try_bind(shared, gpu, how).await {
                 Err(BindError::Refused(error)) if error.errno() == Some(Errno::ENODEV) && shared.sysfs.is_present(gpu.address) => {
                     // The wait ends with a bind or its deadline; the next try decides.
                     let _unused = tokio::time::timeout(pause, bound).await;
@@ -191,7 +202,7 @@ async fn bind(shared: &Arc<Shared>, gpu: GpuId, after: After, how: Probe) -> Res
                 result => return result,
             }
         }
-        try_bind(shared, gpu.address, how).await
+        try_bind(shared, gpu, how).await
     };
     let since_ns = Some(boottime_ns());
     let result = match how {
@@ -205,8 +216,8 @@ async fn bind(shared: &Arc<Shared>, gpu: GpuId, after: After, how: Probe) -> Res
 }
 
 /// Tries to bind once, on a thread of its own; a bind that also enables runs in the lane's process.
-async fn try_bind(shared: &Arc<Shared>, gpu: PciAddress, how: Probe) -> Result<(), BindError> {
-    let (shared, progress) = (Arc::clone(shared), shared.seen.progress(gpu));
+async fn try_bind(shared: &Arc<Shared>, gpu: GpuId, how: Probe) -> Result<(), BindError> {
+    let (shared, progress, gpu) = (Arc::clone(shared), shared.seen.progress(gpu), gpu.address);
     let trying = threads::run(move || {
         progress.on_this_thread();
         let sysfs = &shared.sysfs;
@@ -262,21 +273,33 @@ fn bind_in_lane(shared: &Arc<Shared>, gpu: PciAddress, progress: &Progress) -> R
 /// read makes the driver read config space (nine times, 550.163.01), waits for the driver's global
 /// lock (before 590.44.01), and never returns for some GPUs that are lost; hence a thread of its
 /// own.
-async fn read_minor(shared: &Shared, gpu: GpuId, bound: StepId, by_load: bool) -> Result<(u32, StepId), Failed> {
-    let bound_at = shared.seen.bound_at(gpu.address).filter(|_| by_load);
+async fn read_minor(shared: &Shared, gpu: GpuId, probed: StepId, by_load: bool) -> Result<(Bound, u32, StepId), Failed> {
+    let bound_at = shared.seen.bound_at(gpu).filter(|_| by_load);
     let at_ns = bound_at.unwrap_or_else(boottime_ns);
-    let (step, progress) =
-        (step!(names::GPU_INFORMATION, gpu = %gpu.address, after = ?After(vec![bound])), shared.seen.progress(gpu.address));
-    let id = step.id();
+    let (step, progress) = (step!(names::GPU_INFORMATION, gpu = %gpu.address, after = ?After(vec![probed])), shared.seen.progress(gpu));
+    let (id, sysfs, roster) = (step.id(), shared.sysfs.clone(), Arc::clone(&shared.roster));
     let reading = threads::run(move || {
         progress.on_this_thread();
-        step.run(|| driver_proc::information(Path::new(PROC), gpu.address))
+        step.run(|| information(&sysfs, &roster, gpu))
     });
-    let information = reading.await.map_err(|panicked| failed_by(Step::Probe, Reason::Internal)(&panicked))?;
-    let minor = information.map_err(|e| failed_by(Step::Probe, Reason::NoMinor)(&e))?.minor;
-    shared.seen.set_minor(gpu.address, minor);
-    tracing::info!(name: names::GPU_BOUND, gpu = %gpu.address, index = shared.roster.index(gpu.address) as u64, minor, at_ns);
-    Ok((minor, id))
+    let read = reading.await.map_err(|panicked| failed_by(Step::Probe, Reason::Internal)(&panicked))?;
+    let (bound, minor) = read.map_err(|e| failed_by(Step::Probe, Reason::NoMinor)(&e))?;
+    shared.seen.set_minor(gpu, minor);
+    let index = shared.roster.index(gpu.address) as u64;
+    tracing::info!(name: names::GPU_BOUND, gpu = %gpu.address, index, minor, bind_inode = bound.bind, generation = gpu.again(), at_ns);
+    Ok((bound, minor, id))
+}
+
+/// Notes the bind that is there, and reads the minor that belongs to it.
+fn information(sysfs: &PciSysfs, roster: &Roster, gpu: GpuId) -> Result<(Bound, u32), String> {
+    let look = || sysfs.sight(gpu.address).map(|seen| seen.bound(gpu.address)).map_err(|e| e.to_string());
+    let before = look()?;
+    let own = before.filter(|bound| roster.bound(gpu, *bound));
+    let minor = driver_proc::information(Path::new(PROC), gpu.address).map_err(|e| e.to_string())?.minor;
+    match own {
+        Some(bound) if look()? == before => Ok((bound, minor)),
+        _ => Err(format!("read the minor of GPU {}: it was bound, unbound or replaced meanwhile", gpu.address)),
+    }
 }
 
 /// Makes the GPU's device node.
@@ -288,23 +311,40 @@ fn make_node(gpu: GpuId, minor: u32, loaded: &Loaded, looked: StepId) -> Result<
 }
 
 /// Makes the GPU resolvable as soon as the nodes that every container needs exist.
-async fn publish(shared: &Arc<Shared>, gpu: GpuId, node: Node, after: StepId) {
+async fn publish(shared: &Arc<Shared>, gpu: GpuId, node: Node, after: StepId) -> Result<(), Failed> {
     shared.dispatch.report(Fact::Publishing(gpu));
-    // The wait fails only when the load's task has ended, which sets `control_ready` before.
     let mut driver = shared.driver.clone();
-    drop(driver.wait_for(|d| matches!(d, Driver::Loaded(l) if l.control_ready)).await);
+    let over =
+        |driver: &Driver| matches!(driver, Driver::Loaded(loaded) if loaded.control_ready) || matches!(driver, Driver::Failed { .. });
+    // The wait fails only when the load's task has ended without a result.
+    let error = match driver.wait_for(over).await.as_deref() {
+        Ok(Driver::Failed { error, .. }) => Some(error.clone()),
+        Ok(_) => None,
+        Err(ended) => Some(ended.to_string()),
+    };
+    if let Some(error) = error {
+        return Err(failed_by(Step::Nodes, Reason::Internal)(&error));
+    }
     let _unused = shared.spec.send(Update::Ready { gpu, nodes: vec![node], after: Some(after) });
+    Ok(())
 }
 
 /// Initialises the adapter on order; waits for as long as the driver takes.
-async fn initialise(shared: &Arc<Shared>, gpu: GpuId, node: &Node, after: StepId, orders: &mut Orders) -> Result<StepId, Failed> {
+async fn initialise(
+    shared: &Arc<Shared>,
+    bound: Bound,
+    gpu: GpuId,
+    node: &Node,
+    after: StepId,
+    orders: &mut Orders,
+) -> Result<StepId, Failed> {
     next(orders).await; // the last order of a GPU
     let before = shared.seen.initialised();
     let step = step!(names::GPU_INIT, gpu = %gpu.address, after = ?After::from(&[Some(after), before][..]), rc = tracing::field::Empty, status = tracing::field::Empty);
-    let (id, node, shared, progress) = (step.id(), node.clone(), Arc::clone(shared), shared.seen.progress(gpu.address));
+    let (id, node, shared, progress) = (step.id(), node.clone(), Arc::clone(shared), shared.seen.progress(gpu));
     let initialising = threads::run(move || {
         progress.on_this_thread();
-        let descriptor = match shared.descriptors.of(gpu.address) {
+        let descriptor = match shared.descriptors.of(&bound) {
             // An earlier worker opened the GPU; the result is queried below.
             Some(descriptor) => Ok(descriptor),
             None => {
@@ -315,12 +355,13 @@ async fn initialise(shared: &Arc<Shared>, gpu: GpuId, node: &Node, after: StepId
                     progress.on_thread(thread);
                     shared.dispatch.report(Fact::Opening(gpu));
                 };
-                let opened = shared.descriptors.open(gpu.address, &node, opening);
+                let opened = shared.descriptors.open(bound, &node, opening);
                 progress.on_this_thread();
-                if !shared.roster.contains(gpu) {
-                    // The GPU was removed meanwhile: the driver waits until all its descriptors are
-                    // closed, and has already logged that.
-                    shared.descriptors.release(gpu.address);
+                if shared.sysfs.sight(gpu.address).is_ok_and(|seen| seen.bound(gpu.address) != Some(bound)) {
+                    // The GPU was removed or unbound meanwhile: the driver waits until all its
+                    // descriptors are closed, and has already logged that. Or another GPU has the
+                    // minor now.
+                    shared.descriptors.release(&bound);
                 }
                 opened
             }
@@ -353,4 +394,50 @@ async fn uuid(shared: &Shared, gpu: GpuId) -> Option<String> {
     let uuid = reading.await.ok()?.ok()?.uuid?;
     let _unused = shared.spec.send(Update::Known { gpu, uuid: uuid.clone() });
     Some(uuid)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::bind::Sight;
+    use crate::boot::gpus::dispatch::{self, Dispatch};
+    use crate::boot::gpus::lane::Lane;
+    use crate::boot::gpus::schedule::Schedule;
+    use crate::boot::gpus::shared::Seen;
+    use crate::boot::gpus::strategy::{Facts, Policy};
+    use crate::boot::wire::descriptors::Descriptors;
+    use crate::config::Config;
+    use crate::events::sinks::console::Gate;
+    use tokio::sync::{mpsc, watch};
+
+    #[tokio::test]
+    async fn a_panic_of_a_gpus_task_fails_that_gpu() {
+        let config = Config::default();
+        let facts = Facts { gpus: 1, firewall: false, driver: None, init_on_probe: false, confidential: false, vcpus: 2 };
+        let policy = Policy { bind: config.bind, init: config.init, relaxed: config.relaxed, no_gpus: false, facts };
+        let (dispatch, mut orders) = Dispatch::start(Schedule::new(policy, dispatch::now()));
+        let (spec, mut updates) = mpsc::unbounded_channel();
+        let sysfs = PciSysfs::at(Path::new("/nonexistent"));
+        let shared = Shared {
+            config,
+            lane: Arc::new(Lane::new(sysfs.clone(), None, Gate::default(), After::default())),
+            sysfs,
+            dispatch,
+            roster: Arc::new(Roster::default()),
+            driver: watch::channel(Driver::Loading).1,
+            descriptors: Descriptors::new(None, None, Vec::new()),
+            runtime: tokio::runtime::Handle::current(),
+            spec,
+            words: None,
+            seen: Seen::default(),
+        };
+        let gpu = GpuId { address: "0001:00:03.0".parse().unwrap(), generation: 0 };
+        shared.roster.observe(gpu.address, Sight { device: Some(7), bind: None }, Some(0x2330));
+        shared.dispatch.report(Fact::Found(gpu, Arrival::Boot));
+        shared.dispatch.report(Fact::Scanned);
+        fail_on_panic(&shared, gpu, 0, async { panic!("no such thing") }).await;
+        assert!(matches!(updates.try_recv(), Ok(Update::Failed { gpu: failed }) if failed == gpu));
+        let settled = std::iter::from_fn(|| orders.try_recv().ok()).find(|order| matches!(order, Order::Settled { .. }));
+        assert!(matches!(settled, Some(Order::Settled { usable: 0, failed: 1 })), "{settled:?}");
+    }
 }

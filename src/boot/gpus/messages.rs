@@ -8,11 +8,19 @@ use std::time::Duration;
 /// Time since the guest's boot.
 pub type Time = Duration;
 
-/// One arrival of a GPU: its address, and the number of arrivals before it. Sorts by address.
+/// One arrival of a GPU: its address, and the number of arrivals before it at that address. A bind
+/// after an unbind is an arrival, too. Sorts by address.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct GpuId {
     pub address: PciAddress,
     pub generation: u32,
+}
+
+impl GpuId {
+    /// The generation as records have it: none in the first one.
+    pub fn again(self) -> Option<u64> {
+        (self.generation > 0).then_some(u64::from(self.generation))
+    }
 }
 
 impl fmt::Debug for GpuId {

@@ -6,8 +6,9 @@
 //!                        orders -> enable (lane) -> load, probe -> publish -> initialise
 //! ```
 //!
-//! Only [`schedule`] decides the order. [`strategy`] and [`waves`] compute its inputs,
-//! [`deadlines`] lists every time limit. All of these are pure.
+//! Only [`schedule`] decides the order. [`slots`] knows the GPU at each address, [`strategy`] and
+//! [`waves`] compute the schedule's inputs, [`deadlines`] lists every time limit. All of these are
+//! pure.
 
 pub mod deadlines; // every time limit, with its reason
 pub mod strategy; // choice of bind and initialisation for this boot
@@ -16,7 +17,8 @@ pub mod messages; // facts and orders
 pub mod agent; // waits of the lane for the agent
 pub mod schedule; // facts in, permissions and orders out
 mod dispatch; // transport of facts and orders
-mod roster; // GPUs on the bus, and their names
+mod slots; // GPUs by PCI address, and their names
+mod roster; // the slots, shared by all tasks, and the reports of names
 pub mod previous; // facts from an earlier worker
 mod late; // kernel stacks for a GPU that takes long
 pub mod lane_cpu; // a vCPU for the lane
@@ -26,6 +28,7 @@ mod publication; // the writer of the spec
 mod shared; // state shared by the tasks of all GPUs
 mod extras; // devices for containers besides GPUs' nodes
 mod driver; // the driver's load
+mod stock; // comparison of the bus with the slots
 mod failed; // failure of a GPU
 mod gpu; // steps of one GPU
 mod fleet; // all GPUs, including hot-plugged ones

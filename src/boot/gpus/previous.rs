@@ -1,5 +1,7 @@
 //! Facts that a worker which takes over reads from the records of the one that died. Pure.
 
+use super::messages::GpuId;
+use super::slots;
 use crate::clock::boottime_ns;
 use crate::events::names;
 use crate::events::record::{Kind, Level, Record};
@@ -9,21 +11,22 @@ use std::collections::{BTreeMap, HashMap};
 /// State of one GPU so far.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Known {
-    /// Set once its name was reported.
-    pub found: bool,
+    /// Identity and name; see [`slots`].
+    pub slot: slots::Known,
     /// Device minor; set once bound.
     pub minor: Option<u32>,
     /// Set once usable, where names by UUID are configured.
     pub uuid: Option<String>,
     pub published: bool,
     pub usable: bool,
-    pub failed: bool,
 }
 
 /// State read from the stream of earlier workers.
 #[derive(Debug, Default)]
 pub struct Previous {
     pub gpus: HashMap<PciAddress, Known>,
+    /// GPUs of the boot scan, once it was over.
+    pub scanned: Option<usize>,
     /// Steps that began and did not end: their worker died in them.
     pub open: Vec<Record>,
     /// Greatest id of a step.
@@ -44,6 +47,10 @@ impl Previous {
                 }
                 (Kind::End, Some(span)) => {
                     open.remove(&span);
+                    if record.name == names::PCI_SCAN {
+                        let gpus = number(record, "gpus").and_then(|n| usize::try_from(n).ok());
+                        previous.scanned = previous.scanned.or(gpus);
+                    }
                 }
                 (Kind::Kmsg, _) => previous.last_kmsg = record.fields.get("kmsg_seq").and_then(|n| n.as_u64()).max(previous.last_kmsg),
                 _ => previous.take_event(record),
@@ -55,25 +62,60 @@ impl Previous {
 
     fn take_event(&mut self, record: &Record) {
         let Some(gpu) = record.gpu else { return };
+        let generation = number(record, "generation").and_then(|n| u32::try_from(n).ok()).unwrap_or(0);
         let known = self.gpus.entry(gpu).or_default();
+        if record.name == names::GPU_FOUND {
+            if !known.slot.found || known.slot.generation != generation {
+                let slot = slots::Known { found: true, generation, device: number(record, "inode"), ..slots::Known::default() };
+                *known = Known { slot, ..Known::default() };
+            }
+            known.slot.index = number(record, "index").and_then(|n| usize::try_from(n).ok()).unwrap_or(0);
+            known.slot.hot_plugged = record.fields.contains_key("hot_plugged");
+        }
+        // A task of an arrival that has ended may have had the last word.
+        if known.slot.generation != generation {
+            return;
+        }
         match record.name.as_str() {
             // After a removal, no earlier fact holds.
-            names::GPU_REMOVED => *known = Known::default(),
-            names::GPU_FOUND => known.found = true,
-            names::GPU_BOUND => known.minor = record.fields.get("minor").and_then(|n| u32::try_from(n.as_u64()?).ok()),
+            names::GPU_REMOVED => {
+                let slot = slots::Known { left: true, bind: None, failed: false, ..known.slot.clone() };
+                *known = Known { slot, ..Known::default() };
+            }
+            // After that, only another arrival counts.
+            _ if known.slot.left => {}
+            names::GPU_BOUND => {
+                known.minor = number(record, "minor").and_then(|n| u32::try_from(n).ok());
+                known.slot.bind = number(record, "bind_inode");
+            }
             names::GPU_PUBLISHED => known.published = true,
             names::GPU_USABLE => {
                 known.usable = true;
                 known.uuid = record.fields.get("uuid").and_then(|u| u.as_str()).map(str::to_string);
             }
-            names::GPU_FAILED => known.failed = true,
+            names::GPU_FAILED => {
+                known.slot.failed = true;
+                known.slot.bind = number(record, "bind_inode").or(known.slot.bind);
+            }
             _ => {}
         }
     }
 
-    pub fn gpu(&self, gpu: PciAddress) -> Known {
-        self.gpus.get(&gpu).cloned().unwrap_or_default()
+    /// What is known of this very GPU.
+    pub fn gpu(&self, gpu: GpuId) -> Known {
+        let known = self.gpus.get(&gpu.address).filter(|known| known.slot.found && known.slot.generation == gpu.generation);
+        known.cloned().unwrap_or_default()
     }
+
+    /// Whether all GPUs of the boot scan are known: any other one was plugged in later.
+    pub fn is_scanned(&self) -> bool {
+        let of_boot = self.gpus.values().filter(|known| known.slot.found && !known.slot.hot_plugged).count();
+        self.scanned.is_some_and(|scanned| of_boot >= scanned)
+    }
+}
+
+fn number(record: &Record, field: &str) -> Option<u64> {
+    record.fields.get(field)?.as_u64()
 }
 
 /// End record of a step whose worker has died in it.
@@ -117,10 +159,37 @@ mod tests {
         let previous = Previous::from_records(&records);
         assert_eq!(previous.open.iter().map(|r| r.span).collect::<Vec<_>>(), [Some(9)]);
         assert_eq!((previous.last_step, previous.last_kmsg), (9, Some(812)));
-        assert_eq!(previous.gpu(GPU.parse().unwrap()), Known { minor: Some(5), ..Known::default() });
-        assert_eq!(previous.gpu("0001:00:04.0".parse().unwrap()), Known { failed: true, ..Known::default() });
-        assert_eq!(previous.gpu("0001:00:05.0".parse().unwrap()), Known::default());
+        let known = |gpu: &str| previous.gpus[&gpu.parse().unwrap()].clone();
+        assert_eq!(known(GPU).minor, Some(5));
+        assert!(known("0001:00:04.0").slot.failed);
+        assert!(known("0001:00:05.0").slot.left && !known("0001:00:05.0").usable);
         let end = end_of(&previous.open[0]);
         assert_eq!((end.kind, end.span, end.gpu), (Kind::End, Some(9), GPU.parse().ok()));
+    }
+
+    #[test]
+    fn the_last_word_of_an_arrival_that_has_ended_says_nothing_of_the_next_one() {
+        const GPU: &str = "0001:00:03.0";
+        let with = |name: &str, fields: &[(&str, u64)]| {
+            let mut record = record(Kind::Event, name, GPU, None);
+            record.fields.extend(fields.iter().map(|(key, value)| ((*key).to_string(), (*value).into())));
+            record
+        };
+        let again = [("index", 1), ("inode", 71), ("generation", 1)];
+        let records = [
+            with(names::GPU_FOUND, &[("index", 1), ("inode", 70)]),
+            with(names::GPU_BOUND, &[("minor", 4), ("bind_inode", 90)]),
+            with(names::GPU_REMOVED, &[]),
+            with(names::GPU_FOUND, &again),
+            with(names::GPU_FAILED, &[]),
+            with(names::GPU_USABLE, &[]),
+            with(names::GPU_BOUND, &[("minor", 2), ("bind_inode", 95), ("generation", 1)]),
+        ];
+        let previous = Previous::from_records(&records);
+        let gpu = |generation| previous.gpu(GpuId { address: GPU.parse().unwrap(), generation });
+        assert_eq!(gpu(0), Known::default());
+        let slot = slots::Known { found: true, generation: 1, index: 1, device: Some(71), bind: Some(95), ..slots::Known::default() };
+        assert_eq!(gpu(1), Known { slot, minor: Some(2), ..Known::default() });
+        assert!(!previous.is_scanned());
     }
 }

@@ -4,6 +4,7 @@
 
 use super::messages::GpuId;
 use super::roster::Roster;
+use super::slots::Listed;
 use crate::cdi::publish::{DIRECTORY, Publisher};
 use crate::cdi::schema::Spec;
 use crate::cdi::spec::{Device, Entry, Extras, Options, Ready, generate};
@@ -12,9 +13,13 @@ use crate::driver_files::DriverFiles;
 use crate::events::{After, StepId, names};
 use crate::step;
 use std::collections::HashMap;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::time::Duration;
 use tokio::sync::mpsc;
+
+/// Pause between a publication that failed and the next try.
+const RETRY_AFTER: Duration = Duration::from_millis(500);
 
 /// A change of the spec.
 pub enum Update {
@@ -64,13 +69,34 @@ pub fn start(
     resolvable: impl Fn(GpuId) + Send + 'static,
 ) -> Updates {
     let (sender, mut updates) = mpsc::unbounded_channel();
-    let mut publication =
-        Publication { roster, entries: published.entries, common: published.common, others: Vec::new(), options, withheld };
-    publication.publish(&[], &After::default());
+    let directory = PathBuf::from(DIRECTORY);
+    let mut publication = Publication {
+        roster,
+        entries: published.entries,
+        common: published.common,
+        others: Vec::new(),
+        options,
+        withheld,
+        directory,
+        unwritten: Unwritten::default(),
+    };
+    publication.publish();
     tokio::spawn(async move {
         let mut updates_now = Vec::new();
-        while updates.recv_many(&mut updates_now, 64).await > 0 {
-            publication.apply(std::mem::take(&mut updates_now)).into_iter().for_each(&resolvable);
+        loop {
+            let retry = async {
+                match publication.is_written() {
+                    true => std::future::pending().await,
+                    false => tokio::time::sleep(RETRY_AFTER).await, // not on the boot path: after a failure
+                }
+            };
+            tokio::select! {
+                count = updates.recv_many(&mut updates_now, 64) => match count {
+                    0 => return,
+                    _ => publication.apply(std::mem::take(&mut updates_now)).into_iter().for_each(&resolvable),
+                },
+                () = retry => publication.retry().into_iter().for_each(&resolvable),
+            }
         }
     });
     sender
@@ -85,13 +111,47 @@ struct Publication {
     others: Vec<(&'static str, Spec)>,
     options: Options,
     withheld: bool,
+    directory: PathBuf,
+    unwritten: Unwritten,
+}
+
+/// What a publication that failed was to bring.
+#[derive(Default)]
+struct Unwritten {
+    /// The spec is not what it should be.
+    spec: bool,
+    /// GPUs that it makes resolvable, and steps that it comes after.
+    ready: Vec<GpuId>,
+    after: After,
+    /// GPUs whose report waits for it.
+    reported: Vec<GpuId>,
+    /// The error was reported.
+    told: bool,
 }
 
 impl Publication {
+    /// Whether nothing is left to be written.
+    fn is_written(&self) -> bool {
+        !self.unwritten.spec && (self.withheld || self.others.is_empty())
+    }
+
+    /// Tries what has failed again; returns the GPUs whose report that was.
+    fn retry(&mut self) -> Vec<GpuId> {
+        if self.unwritten.spec {
+            self.publish();
+        }
+        self.publish_others();
+        self.reported()
+    }
+
+    /// GPUs whose report is done.
+    fn reported(&mut self) -> Vec<GpuId> {
+        if self.unwritten.spec { Vec::new() } else { std::mem::take(&mut self.unwritten.reported) }
+    }
+
     /// Takes reports in; returns the GPUs whose report needs no further publication.
     fn apply(&mut self, updates: Vec<Update>) -> Vec<GpuId> {
-        let (mut ready, mut reported, mut with_extras) = (Vec::new(), Vec::new(), Vec::new());
-        let mut after = After::default();
+        let (mut ready, mut with_extras) = (std::mem::take(&mut self.unwritten.ready), Vec::new());
         let mut changed = false;
         for update in updates {
             match update {
@@ -103,11 +163,11 @@ impl Publication {
                 // Common nodes are of no use before a GPU is ready: no publication of their own.
                 Update::Common(common) => self.common = common,
                 Update::Ready { gpu, nodes, after: step } => {
-                    reported.push(gpu);
+                    self.unwritten.reported.push(gpu);
                     if self.set(gpu, Entry::Ready(Ready { nodes, ..Ready::default() })) {
                         changed = true;
                         ready.push(gpu);
-                        after.0.extend(step);
+                        self.unwritten.after.0.extend(step);
                     }
                 }
                 Update::Extras { gpu, extras: found } => {
@@ -120,7 +180,10 @@ impl Publication {
                         changed = true;
                     }
                 }
-                Update::Other { mode, spec } => self.others.push((mode, spec)),
+                Update::Other { mode, spec } => {
+                    self.others.retain(|(other, _)| *other != mode);
+                    self.others.push((mode, spec));
+                }
                 Update::Known { gpu, uuid } => {
                     if let Some(Entry::Ready(ready)) = self.entries.get_mut(&gpu) {
                         ready.uuid = Some(uuid);
@@ -140,17 +203,16 @@ impl Publication {
                 Update::Settled => {}
             }
         }
+        self.unwritten.ready = ready;
         if changed {
-            self.publish(&ready, &after);
+            self.publish();
         }
         for (gpu, displays, instances) in with_extras {
             let index = self.roster.index(gpu.address) as u64;
             tracing::info!(name: names::CDI_BESIDE, gpu = %gpu.address, index, displays = displays as u64, instances = instances as u64);
         }
-        if !self.withheld {
-            std::mem::take(&mut self.others).iter().for_each(|(mode, spec)| publish_other(mode, spec));
-        }
-        reported
+        self.publish_others();
+        self.reported()
     }
 
     /// Sets the entry of a GPU; returns whether that changes the spec.
@@ -160,47 +222,133 @@ impl Publication {
     }
 
     /// Writes the spec and reports the GPUs that became resolvable by that.
-    fn publish(&self, newly_ready: &[GpuId], after: &After) {
-        let gpus = self.roster.all();
-        let entry = |gpu: &GpuId| self.entries.get(gpu).cloned().unwrap_or(Entry::Pending);
+    fn publish(&mut self) {
+        let slots = self.roster.all();
+        // A name whose GPU has left resolves to nothing until a GPU comes to that address.
+        let entry = |slot: &Listed| match slot.here {
+            true => self.entries.get(&slot.gpu).cloned().unwrap_or(Entry::Pending),
+            false => Entry::Failed,
+        };
         let devices: Vec<Device> =
-            gpus.iter().enumerate().map(|(index, gpu)| Device { index, address: gpu.address, entry: entry(gpu) }).collect();
-        let publisher = Publisher::new(Path::new(DIRECTORY));
+            slots.iter().map(|slot| Device { index: slot.index, address: slot.gpu.address, entry: entry(slot) }).collect();
+        let publisher = Publisher::new(&self.directory);
         if self.withheld || devices.is_empty() && !publisher.as_ref().is_ok_and(Publisher::is_published) {
             // A guest that never had a GPU does not publish the kind.
             return;
         }
         let count = |wanted: fn(&Entry) -> bool| devices.iter().filter(|d| wanted(&d.entry)).count() as u64;
         let empty = tracing::field::Empty;
+        let spec = generate(&devices, &self.common.nodes, self.common.files.as_ref(), &self.options);
+        let write = || publisher.as_ref().map_err(ToString::to_string)?.publish(&spec).map_err(|error| error.to_string());
+        // A failure is reported once, and the publication that ends it.
+        let again = self.unwritten.spec.then(write);
+        if matches!(again, Some(Err(_))) {
+            return;
+        }
+        let after = std::mem::take(&mut self.unwritten.after);
         let step = step!(names::CDI_PUBLISH, after = ?after, ready = empty, pending = empty, failed = empty, bytes = empty);
         step.note("ready", count(|e| matches!(e, Entry::Ready(_))));
         step.note("pending", count(|e| *e == Entry::Pending));
         step.note("failed", count(|e| *e == Entry::Failed));
-        let spec = generate(&devices, &self.common.nodes, self.common.files.as_ref(), &self.options);
-        match publisher.and_then(|p| p.publish(&spec)) {
+        match again.unwrap_or_else(write) {
             Ok(bytes) => step.note("bytes", bytes as u64),
             Err(error) => {
-                step.fail(&format!("{error}: containers wait for the GPUs until the agent's cdi_timeout"));
+                step.fail(&format!(
+                    "{error}: trying again every {RETRY_AFTER:?}; containers wait meanwhile, until the agent's cdi_timeout"
+                ));
+                (self.unwritten.spec, self.unwritten.after) = (true, after);
                 return;
             }
         }
         drop(step);
-        for (device, _) in devices.iter().zip(&gpus).filter(|(_, gpu)| newly_ready.contains(gpu)) {
-            tracing::info!(name: names::GPU_PUBLISHED, gpu = %device.address, index = device.index as u64);
+        self.unwritten.spec = false;
+        let newly_ready = std::mem::take(&mut self.unwritten.ready);
+        for Listed { gpu, index, .. } in slots.into_iter().filter(|slot| newly_ready.contains(&slot.gpu)) {
+            tracing::info!(name: names::GPU_PUBLISHED, gpu = %gpu.address, index = index as u64, generation = gpu.again());
+        }
+    }
+
+    /// Writes the specs of other kinds; those that cannot be written stay for another try.
+    fn publish_others(&mut self) {
+        if !self.withheld {
+            let told = self.unwritten.told;
+            let failed =
+                std::mem::take(&mut self.others).into_iter().filter(|(mode, spec)| !publish_other(&self.directory, mode, spec, told));
+            self.others = failed.collect();
+            self.unwritten.told = !self.others.is_empty();
         }
     }
 }
 
-/// Writes the spec of another kind.
-fn publish_other(mode: &str, spec: &Spec) {
+/// Writes the spec of another kind; returns whether that went well.
+fn publish_other(directory: &Path, mode: &str, spec: &Spec, told: bool) -> bool {
     let file = format!("nvidia-{mode}.yaml");
-    let written = Publisher::new(Path::new(DIRECTORY)).and_then(|p| p.publish_as(&file, spec));
+    let written = Publisher::new(directory).and_then(|p| p.publish_as(&file, spec));
     let (kind, devices) = (spec.kind.as_str(), spec.devices.len() as u64);
-    match written {
-        Ok(bytes) => tracing::info!(name: names::CDI_BESIDE, kind, devices, bytes = bytes as u64),
-        Err(error) => {
-            let error = format!("{error}: containers that ask for {kind} wait for it until the agent's cdi_timeout");
+    match &written {
+        Ok(bytes) => tracing::info!(name: names::CDI_BESIDE, kind, devices, bytes = *bytes as u64),
+        Err(error) if !told => {
+            let error = format!(
+                "{error}: trying again every {RETRY_AFTER:?}; containers that ask for {kind} wait meanwhile, until the agent's cdi_timeout"
+            );
             tracing::error!(name: names::CDI_BESIDE, kind, error);
         }
+        Err(_) => {}
+    }
+    written.is_ok()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::bind::Sight;
+    use crate::cdi::schema::Edits;
+
+    fn publication(directory: &Path) -> (Publication, GpuId) {
+        let (roster, address) = (Roster::default(), "0001:00:03.0".parse().unwrap());
+        roster.observe(address, Sight { device: Some(7), bind: None }, Some(0x2330));
+        let gpu = GpuId { address, generation: 0 };
+        let (entries, common, options) = (HashMap::new(), Common::default(), Options::default());
+        let (directory, unwritten, roster) = (directory.to_path_buf(), Unwritten::default(), Arc::new(roster));
+        (Publication { roster, entries, common, others: Vec::new(), options, withheld: false, directory, unwritten }, gpu)
+    }
+
+    fn ready(gpu: GpuId, minor: u32) -> Update {
+        let node = Node { path: format!("/dev/nvidia{minor}").into(), major: 195, minor, mode: 0o666, gid: 0 };
+        Update::Ready { gpu, nodes: vec![node], after: None }
+    }
+
+    #[test]
+    fn what_cannot_be_written_is_written_later_and_reported_then() {
+        let base = std::env::temp_dir().join(format!("kata-gpu-init-publication-{}", std::process::id()));
+        std::fs::create_dir_all(&base).unwrap();
+        // A file is in the directory's place.
+        let directory = base.join("cdi");
+        std::fs::write(&directory, "").unwrap();
+        let (mut publication, gpu) = publication(&directory);
+        let other = Update::Other { mode: "imex", spec: Spec::new("nvidia.com/imex-channel", Vec::new(), Edits::default()) };
+        assert_eq!(publication.apply(vec![ready(gpu, 3), other]), [], "not published yet");
+        assert!(!publication.is_written());
+        assert_eq!(publication.apply(vec![Update::Settled]), []);
+        assert_eq!(publication.retry(), []);
+        std::fs::remove_file(&directory).unwrap();
+        assert_eq!(publication.retry(), [gpu]);
+        assert!(publication.is_written() && publication.unwritten.ready.is_empty());
+        assert!(std::fs::read_to_string(directory.join("nvidia.yaml")).unwrap().contains("/dev/nvidia3"));
+        assert!(directory.join("nvidia-imex.yaml").exists());
+        std::fs::remove_dir_all(&base).unwrap();
+    }
+
+    #[test]
+    fn an_arrival_that_has_ended_changes_nothing_of_the_next_one() {
+        let base = std::env::temp_dir().join(format!("kata-gpu-init-arrivals-{}", std::process::id()));
+        let (mut publication, old) = publication(&base);
+        publication.apply(vec![ready(old, 3)]);
+        publication.roster.observe(old.address, Sight { device: Some(8), bind: None }, Some(0x2330));
+        let new = GpuId { generation: 1, ..old };
+        publication.apply(vec![Update::Roster, ready(new, 5), ready(old, 3), Update::Failed { gpu: old }]);
+        let spec = std::fs::read_to_string(base.join("nvidia.yaml")).unwrap();
+        assert!(spec.contains("/dev/nvidia5") && !spec.contains("/dev/nvidia3"), "{spec}");
+        std::fs::remove_dir_all(&base).unwrap();
     }
 }

@@ -91,19 +91,12 @@ enum Load {
     /// Not begun.
     No,
     /// `registered`: registration of the driver, from which the load probes.
-    Runs {
-        since: Time,
-        registered: Option<Time>,
-    },
+    Runs { since: Time, registered: Option<Time> },
     /// nvidia is loaded. `since`: begin of the load's need for all CPUs. `uvm`: nvidia-uvm is
     /// loaded, too. `over`: no work of the loads is left.
-    Loaded {
-        at: Time,
-        since: Time,
-        uvm: bool,
-        over: bool,
-    },
-    Failed,
+    Loaded { at: Time, since: Time, uvm: bool, over: bool },
+    /// `again`: a GPU that came since needs another load, which begins when this one is over.
+    Failed { again: bool },
 }
 
 /// State of the enable lane.
@@ -149,6 +142,8 @@ pub struct Schedule {
     scanned: bool,
     settled: bool,
     locked_down: bool,
+    /// Nothing comes of the last load any more.
+    load_over: bool,
 }
 
 impl Schedule {
@@ -169,6 +164,7 @@ impl Schedule {
             scanned: false,
             settled: false,
             locked_down: false,
+            load_over: false,
         }
     }
 
@@ -236,7 +232,7 @@ impl Schedule {
             Load::Loaded { at: loaded, since, .. } => {
                 times.extend([at(loaded, Limit::UvmFirst), at(since, Limit::LaneHold)]);
             }
-            Load::No | Load::Failed => {}
+            Load::No | Load::Failed { .. } => {}
         }
         times.extend(self.agent.deadlines().into_iter().flatten());
         times.extend(self.wave.map(|wave| wave.began + self.costs().first_is_back()));
@@ -258,9 +254,21 @@ impl Schedule {
             Arrival::Usable => Stage::Usable,
             Arrival::Failed => Stage::Failed,
         };
+        // What has failed one load need not fail the next one.
+        if let (Load::Failed { again }, Stage::New | Stage::Enabled) = (&mut self.load, stage) {
+            *again = true;
+            self.reload();
+        }
         let started = (stage == Stage::Enabled).then_some(now);
         self.gpus.insert(id, Gpu { arrival, stage, since: now, started, reports: 0, publishing: None });
         self.settled = false;
+    }
+
+    /// Forgets a failed load that is over, where another one is needed.
+    fn reload(&mut self) {
+        if self.load_over && self.load == (Load::Failed { again: true }) {
+            (self.load, self.load_over) = (Load::No, false);
+        }
     }
 
     fn note(&mut self, now: Time, fact: Fact) {
@@ -286,14 +294,14 @@ impl Schedule {
                         let since = self.load_needs_cpus_since(since, registered);
                         since.min(now)
                     }
-                    Load::No | Load::Loaded { .. } | Load::Failed => now,
+                    Load::No | Load::Loaded { .. } | Load::Failed { .. } => now,
                 };
                 self.load = Load::Loaded { at: now, since, uvm: false, over: false };
                 for gpu in self.gpus.values_mut().filter(|gpu| gpu.stage == Stage::Probing(Probe::Load)) {
                     gpu.enter(Stage::Probed, now);
                 }
             }
-            Fact::Loaded(false) => self.load = Load::Failed,
+            Fact::Loaded(false) => self.load = Load::Failed { again: false },
             Fact::UvmLoaded => {
                 if let Load::Loaded { uvm, .. } = &mut self.load {
                     *uvm = true;
@@ -304,6 +312,8 @@ impl Schedule {
                     *over = true;
                 }
                 self.lockdown = self.lockdown.or(Some(now + Limit::Lockdown.after()));
+                self.load_over = true;
+                self.reload();
             }
             Fact::Bound(id) => self.enter(id, Stage::Bound, now),
             Fact::Publishing(id) => {
@@ -395,6 +405,8 @@ impl Schedule {
             return;
         }
         self.load = Load::Runs { since: now, registered: None };
+        // Not before the end of this one: what belongs to it has to be loadable.
+        self.lockdown = None;
         let count = if one_by_one { 1 } else { free.len() };
         orders.push(Order::Load { gpus: free.clone(), one_by_one, enables: self.lane.took.is_none() });
         for id in free.into_iter().take(count) {
@@ -417,7 +429,7 @@ impl Schedule {
     }
 
     fn is_loaded(&self) -> bool {
-        matches!(self.load, Load::Loaded { .. } | Load::Failed)
+        matches!(self.load, Load::Loaded { .. } | Load::Failed { again: false })
     }
 
     /// Lets GPUs be probed, in PCI order.
@@ -512,14 +524,17 @@ impl Schedule {
     }
 
     fn settle(&mut self, now: Time, orders: &mut Vec<Order>) {
-        let load_over = matches!(self.load, Load::No | Load::Failed | Load::Loaded { over: true, .. });
+        let load_over = matches!(self.load, Load::No | Load::Failed { .. } | Load::Loaded { over: true, .. });
         if !self.settled && load_over && self.gpus.values().all(Gpu::is_settled) {
             self.settled = true;
             let usable = self.gpus.values().filter(|gpu| gpu.stage == Stage::Usable).count();
             orders.push(Order::Settled { usable, failed: self.gpus.len() - usable });
-            // Without a load, modules stay loadable: a GPU plugged in later needs the driver.
-            if self.load != Load::No {
-                self.lockdown = Some(now);
+            // Modules stay loadable for a GPU plugged in later, which needs the driver: until the
+            // deadline after a failed load; for ever without a load, unless no GPU is expected.
+            match self.load {
+                Load::Runs { .. } | Load::Loaded { .. } => self.lockdown = Some(now),
+                Load::No if self.policy.no_gpus && self.gpus.is_empty() => self.lockdown = Some(now),
+                Load::No | Load::Failed { .. } => {}
             }
         }
         if !self.locked_down && self.lockdown.is_some_and(|at| at <= now) {

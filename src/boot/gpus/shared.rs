@@ -3,6 +3,7 @@
 use super::dispatch::Dispatch;
 use super::lane::Lane;
 use super::late::Progress;
+use super::messages::GpuId;
 use super::publication::Updates;
 use super::roster::Roster;
 use crate::bind::PciSysfs;
@@ -12,7 +13,6 @@ use crate::config::Config;
 use crate::device_nodes::DeviceNodes;
 use crate::events::StepId;
 use crate::events::kmsg::DriverWords;
-use crate::pci::PciAddress;
 use crate::reason::Reason;
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -48,43 +48,43 @@ pub struct Seen {
 #[derive(Default)]
 struct State {
     /// Time in ns at which the kernel reported a GPU as bound.
-    bound_at: HashMap<PciAddress, u64>,
+    bound_at: HashMap<GpuId, u64>,
     /// Device minors; set once bound.
-    minors: HashMap<PciAddress, u32>,
+    minors: HashMap<GpuId, u32>,
     /// Thread that is in the kernel for each GPU, for reports.
-    progress: HashMap<PciAddress, Arc<Progress>>,
+    progress: HashMap<GpuId, Arc<Progress>>,
     /// Last initialisation that has ended; the next one may have waited for it.
     initialised: Option<StepId>,
 }
 
 impl Seen {
-    pub fn with_minors(minors: HashMap<PciAddress, u32>) -> Self {
+    pub fn with_minors(minors: HashMap<GpuId, u32>) -> Self {
         Self { state: Mutex::new(State { minors, ..State::default() }), bound: Notify::new() }
     }
 
-    pub fn bound(&self, gpu: PciAddress) {
+    pub fn bound(&self, gpu: GpuId) {
         self.lock().bound_at.insert(gpu, boottime_ns());
         self.bound.notify_waiters();
     }
 
     /// Removes all observations of a GPU that has left.
-    pub fn gone(&self, gpu: PciAddress) {
+    pub fn gone(&self, gpu: GpuId) {
         let mut state = self.lock();
         state.bound_at.remove(&gpu);
         state.minors.remove(&gpu);
         state.progress.remove(&gpu);
     }
 
-    pub fn minor(&self, gpu: PciAddress) -> Option<u32> {
+    pub fn minor(&self, gpu: GpuId) -> Option<u32> {
         self.lock().minors.get(&gpu).copied()
     }
 
-    pub fn progress(&self, gpu: PciAddress) -> Arc<Progress> {
+    pub fn progress(&self, gpu: GpuId) -> Arc<Progress> {
         Arc::clone(self.lock().progress.entry(gpu).or_default())
     }
 
     /// Time in ns at which the kernel reported this GPU as bound.
-    pub fn bound_at(&self, gpu: PciAddress) -> Option<u64> {
+    pub fn bound_at(&self, gpu: GpuId) -> Option<u64> {
         self.lock().bound_at.get(&gpu).copied()
     }
 
@@ -93,7 +93,7 @@ impl Seen {
         self.bound.notified()
     }
 
-    pub fn set_minor(&self, gpu: PciAddress, minor: u32) {
+    pub fn set_minor(&self, gpu: GpuId, minor: u32) {
         self.lock().minors.insert(gpu, minor);
     }
 
@@ -130,7 +130,7 @@ pub struct Loaded {
     pub major: u32,
     pub nodes: DeviceNodes,
     /// GPUs whose probe the load tried; a GPU of these that is not bound has failed.
-    pub tried: Vec<PciAddress>,
+    pub tried: Vec<GpuId>,
     /// Whether the nodes that every container needs are made, as far as possible.
     pub control_ready: bool,
 }

@@ -79,6 +79,8 @@ pub struct Policy {
     pub bind: Bind,
     pub init: Init,
     pub relaxed: bool,
+    /// No GPU is expected, now or later.
+    pub no_gpus: bool,
     pub facts: Facts,
 }
 
@@ -130,7 +132,7 @@ mod tests {
     }
 
     fn policy() -> Policy {
-        Policy { bind: Bind::Auto, init: Init::Parallel, relaxed: true, facts: facts() }
+        Policy { bind: Bind::Auto, init: Init::Parallel, relaxed: true, no_gpus: false, facts: facts() }
     }
 
     /// On a slow host.

@@ -1,9 +1,13 @@
 //! Descriptors of opened GPUs: the worker's own copies, and the keeper's. Kept open while a GPU is
 //! present; released when a GPU is being removed, because the driver's removal waits for that.
+//!
+//! A descriptor belongs to one bind of one device. The bind is its name in the keeper, too: a worker
+//! that takes over compares it with the bind that is there.
 
 use super::keeper::{Held, KeeperSocket};
 use super::opener::Opener;
 use crate::adapter::{self, InitError};
+use crate::bind::Bound;
 use crate::device_nodes::Node;
 use crate::events::names;
 use crate::pci::PciAddress;
@@ -18,7 +22,7 @@ const STACK: usize = 64 * 1024;
 
 /// All descriptors. Shared by the tasks of all GPUs.
 pub struct Descriptors {
-    own: Mutex<HashMap<PciAddress, Arc<OwnedFd>>>,
+    own: Mutex<HashMap<Bound, Arc<OwnedFd>>>,
     keeper: Option<KeeperSocket>,
     opener: Option<Opener>,
 }
@@ -32,7 +36,7 @@ impl Descriptors {
 
     /// Opens a GPU, which starts its initialisation, and keeps its descriptor, here and in the
     /// keeper. Blocks; `opening` gets the thread or process that is about to open it.
-    pub fn open(&self, gpu: PciAddress, node: &Node, mut opening: impl FnMut(Pid)) -> Result<Arc<OwnedFd>, InitError> {
+    pub fn open(&self, gpu: Bound, node: &Node, mut opening: impl FnMut(Pid)) -> Result<Arc<OwnedFd>, InitError> {
         let name = gpu.to_string();
         let descriptor = match self.opener.as_ref().and_then(|opener| opener.open(&name, &node.path, &mut opening)) {
             Some(opened) => opened.map_err(|errno| InitError::Open { path: node.path.clone(), errno })?,
@@ -40,7 +44,7 @@ impl Descriptors {
                 opening(gettid());
                 let descriptor = adapter::start(node)?;
                 if let Some(Err(errno)) = self.keeper.as_ref().map(|keeper| keeper.keep(&name, &descriptor)) {
-                    tracing::warn!(name: names::GPU_INIT, gpu = %gpu, error = %format!("hand GPU {gpu} to the keeper: {errno}: the worker holds it alone"));
+                    tracing::warn!(name: names::GPU_INIT, gpu = %gpu.address, error = %format!("hand GPU {gpu} to the keeper: {errno}: the worker holds it alone"));
                 }
                 descriptor
             }
@@ -56,27 +60,32 @@ impl Descriptors {
         self.opener.as_ref()?.bind(gpu, binding)
     }
 
-    /// Descriptor of a GPU, if the GPU has been opened.
-    pub fn of(&self, gpu: PciAddress) -> Option<Arc<OwnedFd>> {
-        self.lock().get(&gpu).cloned()
+    /// All binds whose descriptor is held.
+    pub fn held(&self) -> Vec<Bound> {
+        self.lock().keys().copied().collect()
+    }
+
+    /// Descriptor of a GPU, if the GPU has been opened in this bind.
+    pub fn of(&self, gpu: &Bound) -> Option<Arc<OwnedFd>> {
+        self.lock().get(gpu).cloned()
     }
 
     /// Releases a removed GPU. A call that still waits in the driver keeps its reference until it
     /// returns.
-    pub fn release(&self, gpu: PciAddress) {
+    pub fn release(&self, gpu: &Bound) {
         // The last close may take long in the driver. A thread does it here, a child in the keeper;
         // nothing waits for either.
-        if let Some(descriptor) = self.lock().remove(&gpu) {
+        if let Some(descriptor) = self.lock().remove(gpu) {
             // If no thread can be started, the descriptor is closed here; with a keeper, that is
             // not the last close.
             let _unused = std::thread::Builder::new().stack_size(STACK).spawn(move || drop(descriptor));
         }
         if let Some(Err(errno)) = self.keeper.as_ref().map(|keeper| keeper.release(&gpu.to_string())) {
-            tracing::warn!(name: names::GPU_REMOVED, gpu = %gpu, error = %format!("ask the keeper to release GPU {gpu}: {errno}: its removal waits"));
+            tracing::warn!(name: names::GPU_REMOVED, gpu = %gpu.address, error = %format!("ask the keeper to release GPU {gpu}: {errno}: its removal waits"));
         }
     }
 
-    fn lock(&self) -> std::sync::MutexGuard<'_, HashMap<PciAddress, Arc<OwnedFd>>> {
+    fn lock(&self) -> std::sync::MutexGuard<'_, HashMap<Bound, Arc<OwnedFd>>> {
         self.own.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }

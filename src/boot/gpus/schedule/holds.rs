@@ -34,7 +34,7 @@ impl Schedule {
                 now + self.lane.took.unwrap_or_default() >= since && held(since)
             }
             Load::Loaded { since, over, .. } => !over && held(since),
-            Load::No | Load::Failed => false,
+            Load::No | Load::Failed { .. } => false,
         };
         // Behind a probe that hangs, the next probe waits longer than the lane.
         let hangs =

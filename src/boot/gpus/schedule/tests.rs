@@ -20,7 +20,7 @@ fn boot(n: u8, policy: Policy) -> (Schedule, Vec<Order>) {
 
 fn policy() -> Policy {
     let facts = Facts { gpus: 3, firewall: false, driver: None, init_on_probe: false, confidential: false, vcpus: 2 };
-    Policy { bind: Bind::Auto, init: Init::Parallel, relaxed: true, facts }
+    Policy { bind: Bind::Auto, init: Init::Parallel, relaxed: true, no_gpus: false, facts }
 }
 
 /// A slow host up to its first initialisation.
@@ -225,4 +225,53 @@ fn a_gpu_that_comes_back_at_an_address_is_another_one() {
     assert_eq!(schedule.take(ms(4001), Fact::Found(back, Arrival::Enabled)), [Order::Probe(back, Probe::Bind)]);
     schedule.take(ms(4002), Fact::Usable(gpu(0)));
     assert!(!schedule.is_usable(back) && !schedule.is_usable(gpu(0)));
+}
+
+/// A bring-up whose load has failed, with its two GPUs.
+fn failed_load() -> Schedule {
+    let (mut schedule, _) = boot(2, policy());
+    let orders = schedule.take(ms(3), Fact::Enabled(gpu(0), ms(3)));
+    assert!(orders.iter().any(|order| matches!(order, Order::Load { .. })), "{orders:?}");
+    schedule.take(ms(10), Fact::Loaded(false));
+    (0..2).for_each(|k| drop(schedule.take(ms(11), Fact::Failed(gpu(k)))));
+    schedule
+}
+
+#[test]
+fn a_gpu_that_comes_after_a_failed_load_gets_a_load_of_its_own() {
+    let mut schedule = failed_load();
+    assert_eq!(schedule.take(ms(12), Fact::LoadOver), [], "settled before, and not locked down");
+    let orders = schedule.take(ms(50_000), Fact::Found(gpu(7), Arrival::Enabled));
+    assert_eq!(orders, [Order::Load { gpus: vec![gpu(7)], one_by_one: false, enables: false }]);
+    assert!(!schedule.wake(ms(60_500)).contains(&Order::LockDown), "a load is under way");
+    assert_eq!(schedule.take(ms(61_000), Fact::Loaded(true)), [Order::Probe(gpu(7), Probe::Bind)]);
+    schedule.take(ms(61_010), Fact::UvmLoaded);
+    schedule.take(ms(61_020), Fact::LoadOver);
+    assert_eq!(schedule.take(ms(61_030), Fact::Bound(gpu(7))), [Order::Initialise(gpu(7))]);
+    let orders = schedule.take(ms(63_000), Fact::Usable(gpu(7)));
+    assert_eq!(orders, [Order::Settled { usable: 1, failed: 2 }, Order::LockDown]);
+}
+
+#[test]
+fn a_gpu_that_comes_while_a_load_fails_waits_for_the_next_one() {
+    let mut schedule = failed_load();
+    assert_eq!(schedule.take(ms(12), Fact::Found(gpu(7), Arrival::Enabled)), [], "the failed one is not over");
+    let orders = schedule.take(ms(13), Fact::LoadOver);
+    assert_eq!(orders, [Order::Load { gpus: vec![gpu(7)], one_by_one: false, enables: false }]);
+}
+
+#[test]
+fn after_a_failed_load_modules_stay_loadable_until_the_deadline() {
+    let mut schedule = failed_load();
+    schedule.take(ms(12), Fact::LoadOver);
+    assert_eq!(schedule.wake(ms(60_011)), []);
+    assert_eq!(schedule.deadline(ms(60_011)), Some(ms(60_012)));
+    assert_eq!(schedule.wake(ms(60_012)), [Order::LockDown]);
+}
+
+#[test]
+fn a_guest_that_never_gets_a_gpu_locks_down_at_once() {
+    let settled = Order::Settled { usable: 0, failed: 0 };
+    assert_eq!(boot(0, Policy { no_gpus: true, ..policy() }).1, [settled.clone(), Order::LockDown]);
+    assert_eq!(boot(0, policy()).1, [settled], "one may be plugged in");
 }

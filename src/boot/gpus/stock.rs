@@ -1,0 +1,89 @@
+//! Comparing what is on the bus with what is known: when a worker begins, and whenever something may
+//! have changed.
+
+use super::driver::{self, Image};
+use super::extras;
+use super::libraries;
+use super::messages::GpuId;
+use super::previous::Previous;
+use super::publication::{Common, Published};
+use super::roster::Roster;
+use super::slots::Change;
+use crate::bind::{PciSysfs, Sight};
+use crate::boot::wire::descriptors::Descriptors;
+use crate::cdi::spec::{Entry, Extras, Ready};
+use crate::events::names;
+use crate::pci::{self, Gpu, PciAddress, SYS};
+use std::collections::BTreeSet;
+use std::path::Path;
+
+/// Gives the descriptors up that belong to other binds than those that are there: what an earlier
+/// worker was asked for, and has not done.
+pub fn release_stale(descriptors: &Descriptors, sysfs: &PciSysfs) {
+    for bound in descriptors.held() {
+        if sysfs.sight(bound.address).is_ok_and(|seen| seen.bound(bound.address) != Some(bound)) {
+            descriptors.release(&bound);
+        }
+    }
+}
+
+/// Compares the scan with what an earlier worker knew; returns the GPUs that it did not know.
+pub fn take_stock(roster: &Roster, sysfs: &PciSysfs, gpus: &[Gpu]) -> Vec<GpuId> {
+    let known = roster.all().into_iter().map(|slot| slot.gpu.address);
+    let addresses: BTreeSet<PciAddress> = known.chain(gpus.iter().map(|gpu| gpu.address)).collect();
+    let mut arrived = Vec::new();
+    for address in addresses {
+        let changes = match sysfs.sight(address) {
+            Ok(seen) => observe(roster, address, seen),
+            Err(error) => {
+                tracing::error!(name: names::PCI_SCAN, gpu = %address, error = %error);
+                continue;
+            }
+        };
+        for change in changes {
+            match change {
+                Change::Left(gpu, index) => report_left(gpu, index),
+                Change::Arrived(gpu) => arrived.push(gpu),
+                Change::Freed => {}
+            }
+        }
+    }
+    roster.scanned();
+    roster.report_names();
+    arrived
+}
+
+/// Takes a look at an address into the roster.
+pub fn observe(roster: &Roster, address: PciAddress, seen: Sight) -> Vec<Change> {
+    let device = pci::read(Path::new(SYS), address).map(|gpu| gpu.device);
+    // Another device than the known one, and no GPU: as good as none.
+    let foreign = device.is_none() && seen.device != roster.device(address);
+    roster.observe(address, if foreign { Sight::default() } else { seen }, device)
+}
+
+pub fn report_left(gpu: GpuId, index: usize) {
+    tracing::info!(name: names::GPU_REMOVED, gpu = %gpu.address, index = index as u64, generation = gpu.again());
+}
+
+/// What an earlier worker had published of these GPUs, as far as it is still true.
+pub fn published(previous: &Previous, roster: &Roster, gpus: &[GpuId], image: &Image) -> Published {
+    let nodes = driver::nodes_now();
+    let mut published = Published::default();
+    if let Some(nodes) = &nodes {
+        published.common = Common { nodes: nodes.common_now(), files: libraries::find(image.version.as_deref()) };
+    }
+    for gpu in gpus {
+        let known = previous.gpu(*gpu);
+        if known.slot.failed {
+            published.entries.insert(*gpu, Entry::Failed);
+        } else if known.published
+            // The bind that is there is the one whose minor was reported, or it would have left.
+            && roster.bind_of(*gpu).is_some()
+            && let Some((minor, node)) = nodes.as_ref().and_then(|n| Some((known.minor?, n.gpu_now(known.minor?)?)))
+        {
+            let extras = if known.usable { extras::read(gpu.address, minor) } else { Extras::default() };
+            published.entries.insert(*gpu, Entry::Ready(Ready { nodes: vec![node], uuid: known.uuid, extras }));
+        }
+    }
+    published
+}
