@@ -19,8 +19,8 @@ const HELD_BACK: &str = "kata-gpu-init-held-back";
 /// replacement is announced by an event of its own.
 const MOST_LOOKS: usize = 3;
 
-/// What sysfs has at a PCI address. Inode numbers of sysfs are not given twice: one that is another
-/// one than before belongs to another device, or to another bind of the same one.
+/// Identity of the device at a PCI address. Sysfs gives no inode number twice: a changed number is
+/// another device, or another bind of the same one.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Sight {
     /// Inode of the device's directory; none: nothing is there.
@@ -205,7 +205,7 @@ impl PciSysfs {
     }
 }
 
-/// What is absent is no error.
+/// Returns none for an absent file.
 fn there<T>(result: io::Result<T>, path: &Path) -> io::Result<Option<T>> {
     match result {
         Ok(there) => Ok(Some(there)),

@@ -131,7 +131,7 @@ impl Stream {
 const SPEC_DEADLINE: Duration = Duration::from_secs(30);
 
 /// Names and texts of the CDI specs that are published.
-pub(super) fn specs() -> Result<Vec<(String, String)>, String> {
+fn specs() -> Result<Vec<(String, String)>, String> {
     let mut all = Vec::new();
     for file in std::fs::read_dir(cdi::DIRECTORY).map_err(|e| e.to_string())?.flatten() {
         let name = file.file_name().to_string_lossy().into_owned();

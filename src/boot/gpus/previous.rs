@@ -101,7 +101,7 @@ impl Previous {
         }
     }
 
-    /// What is known of this very GPU.
+    /// State of this GPU in this generation.
     pub fn gpu(&self, gpu: GpuId) -> Known {
         let known = self.gpus.get(&gpu.address).filter(|known| known.slot.found && known.slot.generation == gpu.generation);
         known.cloned().unwrap_or_default()

@@ -115,7 +115,7 @@ struct Publication {
     unwritten: Unwritten,
 }
 
-/// What a publication that failed was to bring.
+/// Contents of a publication that failed, kept for the next try.
 #[derive(Default)]
 struct Unwritten {
     /// The spec is not what it should be.

@@ -13,7 +13,7 @@ use crate::bind::{Bound, Sight};
 use crate::pci::PciAddress;
 use std::collections::{BTreeMap, HashMap};
 
-/// What a look has shown.
+/// Result of a look.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Change {
     /// A GPU has left, which had this name.
@@ -149,7 +149,7 @@ impl Slots {
                 Some(self.named - 1)
             }
         };
-        // What it is bound to is for its task to see.
+        // The GPU's task reads the bind.
         self.slots.insert(address, Slot { generation, device: sight.device, bind: None, state: State::Here, boot });
         Change::Arrived(GpuId { address, generation })
     }

@@ -65,7 +65,7 @@ pub fn report_left(gpu: GpuId, index: usize) {
     tracing::info!(name: names::GPU_REMOVED, gpu = %gpu.address, index = index as u64, generation = gpu.again());
 }
 
-/// What an earlier worker had published of these GPUs, as far as it is still true.
+/// Entries that an earlier worker had published for these GPUs, as far as they still hold.
 pub fn published(previous: &Previous, roster: &Roster, gpus: &[GpuId], image: &Image) -> Published {
     let nodes = driver::nodes_now();
     let mut published = Published::default();
