@@ -41,8 +41,9 @@ impl Console {
         Self { path: path.to_path_buf() }
     }
 
+    /// Everything so far, with no line torn by a line of the kernel.
     pub fn text(&self) -> String {
-        std::fs::read(&self.path).map(|b| String::from_utf8_lossy(&b).into_owned()).unwrap_or_default()
+        whole_lines(&std::fs::read(&self.path).map(|b| String::from_utf8_lossy(&b).into_owned()).unwrap_or_default())
     }
 
     /// The number that follows this text.
@@ -81,5 +82,60 @@ impl Console {
             poll(&mut [PollFd::new(inotify.as_fd(), PollFlags::POLLIN)], PollTimeout::try_from(left).ok()?).ok()?;
             let _unused = inotify.read_events(); // only the wake-up counts
         }
+    }
+}
+
+/// The same lines, each whole: two writers share a serial line, and the kernel writes lines of its own in the middle of a process's one, be it between its
+/// `\r` and its `\n`. The kernel's come first then.
+fn whole_lines(text: &str) -> String {
+    let mut whole = String::with_capacity(text.len());
+    // What a process has written of its line so far.
+    let mut begun = String::new();
+    for line in text.split_inclusive('\n') {
+        let quoted = line.find("{\"").is_some_and(|json| serde_json::from_str::<serde_json::Value>(&line[json..]).is_ok());
+        match kernel_stamp(line) {
+            Some(at) if !quoted => {
+                begun.push_str(&line[..at]);
+                whole.push_str(&line[at..]);
+            }
+            _ => {
+                whole.push_str(&begun);
+                whole.push_str(line);
+                begun.clear();
+            }
+        }
+    }
+    whole + &begun
+}
+
+/// Where a line of the kernel begins: `[    9.020341] `.
+fn kernel_stamp(line: &str) -> Option<usize> {
+    line.match_indices('[').map(|(at, _)| at).find(|at| {
+        let stamp = line[at + 1..].trim_start_matches(' ');
+        let seconds = stamp.bytes().take_while(u8::is_ascii_digit).count();
+        let fraction = stamp[seconds..].strip_prefix('.').unwrap_or("");
+        seconds > 0 && fraction.bytes().take_while(u8::is_ascii_digit).count() == 6 && fraction[6..].starts_with("] ")
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_line_that_the_kernel_has_torn_is_whole_again() {
+        let agent = "{\"source\":\"agent\",\"msg\":\"container created\"}";
+        let kernel = "[    9.020341] NVRM: failed\r\n[   10.000001] NVRM: again\r\n";
+        for tear in 0..agent.len() + 2 {
+            let line = format!("{agent}\r\n");
+            let text = format!("first\r\n{}{kernel}{}last\r\n", &line[..tear], &line[tear..]);
+            assert_eq!(whole_lines(&text), format!("first\r\n{kernel}{line}last\r\n"), "torn at {tear}");
+        }
+    }
+
+    #[test]
+    fn a_line_that_quotes_the_kernel_is_left_alone() {
+        let text = "{\"line\":\"[    9.020341] NVRM: failed\"}\r\n[1.2] no stamp\r\nunended";
+        assert_eq!(whole_lines(text), text);
     }
 }
