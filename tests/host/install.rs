@@ -462,3 +462,15 @@ fn install_upgrade_roll_back_and_uninstall_are_one_command_each() {
         assert_eq!((world.snapshot(), initrd(&world)), (before, was), "{}", one.0);
     }
 }
+
+/// The program itself, as a umask is a process's.
+#[test]
+fn a_umask_that_keeps_others_out_does_not_keep_runtimes_from_the_drop_in() {
+    let world = World::new("umask", "go-qemu-nvidia-gpu");
+    let script = "umask 077; exec \"$0\" install --kata-version 4.1.0 --kata-config \"$1\" --initrd \"$2\"";
+    let mut command = std::process::Command::new("sh");
+    let output = command.args(["-ec", script]).arg(crate::collect::program()).args([&world.config, &world.initrd]).output().unwrap();
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    let mode = |path: PathBuf| fs::metadata(path).unwrap().permissions().mode() & 0o7777;
+    assert_eq!((mode(world.config_d()), mode(world.ours())), (0o755, 0o644));
+}

@@ -12,8 +12,9 @@ use std::io::{ErrorKind, Write};
 use std::os::unix::fs::{OpenOptionsExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 
-/// Readable by runtimes that do not run as root.
+/// Readable by runtimes that do not run as root, whatever the umask.
 const MODE: u32 = 0o644;
+const DIRECTORY_MODE: u32 = 0o755;
 
 /// Held while a configuration's directory is looked at and changed by us.
 pub struct Lock {
@@ -57,7 +58,8 @@ pub fn put(drop_in_dir: &Path, make_directory: bool, text: &str) -> Result<()> {
             .and_then(|()| file.sync_all());
         written.with_context(|| format!("write {}", temporary.display()))?;
         if make_directory {
-            fs::create_dir(drop_in_dir).map_err(|e| anyhow::anyhow!("make {}: {e}{}", drop_in_dir.display(), hint(&e)))?;
+            let made = fs::create_dir(drop_in_dir).and_then(|()| fs::set_permissions(drop_in_dir, Permissions::from_mode(DIRECTORY_MODE)));
+            made.map_err(|e| anyhow::anyhow!("make {}: {e}{}", drop_in_dir.display(), hint(&e)))?;
         }
         let target = drop_in_dir.join(NAME);
         let renamed = fs::rename(&temporary, &target)
