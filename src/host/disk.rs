@@ -66,6 +66,8 @@ pub enum Table {
 pub struct Disk {
     pub table: Table,
     pub root: FileSystem,
+    /// First byte of the root's file system.
+    pub root_at: u64,
     /// Bytes of the partition that the root is in, or of the file.
     pub root_bytes: u64,
     /// Whether there is another partition, where Kata has a dm-verity hash.
@@ -91,7 +93,7 @@ pub fn look(file: &(impl ReadAt + ?Sized), length: u64) -> io::Result<Result<Dis
             Table::Mbr | Table::Gpt => "its first partition is neither erofs nor ext4".into(),
         }));
     };
-    Ok(Ok(Disk { table, root, root_bytes, has_second }))
+    Ok(Ok(Disk { table, root, root_at: start, root_bytes, has_second }))
 }
 
 /// A file that is no initrd.
@@ -277,7 +279,8 @@ mod tests {
             for root in [FileSystem::Erofs, FileSystem::Ext4] {
                 for has_second in [false, true].into_iter().filter(|second| table != Table::None || !second) {
                     let found = of(&disk(table, &file_system(root), has_second));
-                    assert_eq!(found, Ok(Disk { table, root, root_bytes: 8192, has_second }), "{table:?} {root:?}");
+                    let root_at = if table == Table::None { 0 } else { 4096 };
+                    assert_eq!(found, Ok(Disk { table, root, root_at, root_bytes: 8192, has_second }), "{table:?} {root:?}");
                 }
             }
         }

@@ -1,6 +1,14 @@
-//! `initrd/replace-init` on images with a file system: what it changes, what it leaves, and what it refuses. VM tests boot what comes out.
+//! `initrd replace-init` on images with a file system: what it changes, what it leaves, and what it refuses. VM tests boot what comes out.
 
-use crate::{TempDir, project};
+use crate::TempDir;
+use crate::collect::program;
+use crate::initrd::gzip;
+use kata_gpu_init::cdi::spec::PENDING;
+use kata_gpu_init::elf::stand_in;
+use kata_gpu_init::host::disk::FileSystem;
+use kata_gpu_init::host::initrd::disk_image::{read_all, sandbox, wanted};
+use kata_gpu_init::host::initrd::image::{Content, Image};
+use std::fs;
 use std::os::unix::fs::{MetadataExt, PermissionsExt, symlink};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
@@ -8,29 +16,26 @@ use std::process::{Command, Output};
 /// Whether it can run here: its tools are there where initrd/setup has run.
 fn cannot_run() -> bool {
     let there = |name: &str| ["/usr/bin", "/bin", "/usr/sbin", "/sbin"].iter().any(|directory| Path::new(directory).join(name).exists());
-    let root = nix::unistd::geteuid().is_root();
-    let needed = ["mkfs.erofs", "fsck.erofs", "mkfs.ext4", "debugfs", "sfdisk", if root { "env" } else { "fakeroot" }];
-    let missing: Vec<&str> = needed.into_iter().filter(|name| !there(name)).collect();
-    assert!(
-        missing.is_empty() || std::env::var_os("KATA_GPU_BUILT").is_none() || missing == ["fakeroot"],
-        "{missing:?}: initrd/setup installs them"
-    );
+    let missing: Vec<&str> =
+        ["mkfs.erofs", "fsck.erofs", "mkfs.ext4", "debugfs", "sfdisk"].into_iter().filter(|name| !there(name)).collect();
+    assert!(missing.is_empty() || std::env::var_os("KATA_GPU_BUILT").is_none(), "{missing:?}: initrd/setup installs them");
     if !missing.is_empty() {
         eprintln!("skipped: no {} here (initrd/setup installs them)", missing.join(", "));
     }
     !missing.is_empty()
 }
 
+/// Makes and looks into images; they need no owners but this user.
 fn shell(script: &str, arguments: &[&Path]) -> Output {
-    let runner = if nix::unistd::geteuid().is_root() { "env" } else { "fakeroot" };
-    let mut command = Command::new(runner);
-    command.args(["sh", "-ec", &format!("PATH=$PATH:/usr/sbin:/sbin; {script}"), "sh"]).args(arguments);
+    let mut command = Command::new("sh");
+    command.args(["-ec", &format!("PATH=$PATH:/usr/sbin:/sbin; {script}"), "sh"]).args(arguments);
     command.output().unwrap()
 }
 
+/// What was printed, errors and all.
 #[track_caller]
 fn done(output: &Output) -> String {
-    let said = String::from_utf8_lossy(&output.stderr).into_owned();
+    let said = String::from_utf8_lossy(&[output.stdout.as_slice(), &output.stderr].concat()).into_owned();
     assert!(output.status.success(), "{said}");
     said
 }
@@ -39,13 +44,18 @@ struct Case {
     dir: TempDir,
 }
 
+/// A program that is taken for the init; nobody runs it.
+fn init(more: &[u8]) -> Vec<u8> {
+    [b"\x7fELF and nothing that runs ", PENDING.as_bytes(), more].concat()
+}
+
 impl Case {
-    /// A guest's root, and an ELF file that stands for the init: it fails when it is run, as one of another machine would.
+    /// A guest's root, and an ELF file that stands for the init.
     fn new(test: &str) -> Self {
         let dir = TempDir::new(&format!("replace-init-{test}"));
         let root = dir.0.join("root");
         for directory in ["dev", "proc", "sys", "run", "etc", "bin", "usr/bin", "usr/sbin", "var"] {
-            std::fs::create_dir_all(root.join(directory)).unwrap();
+            fs::create_dir_all(root.join(directory)).unwrap();
         }
         for (name, text, mode) in [
             ("usr/bin/kata-agent", "agent", 0o755),
@@ -53,14 +63,26 @@ impl Case {
             ("etc/shadow", "secret", 0o640),
             ("usr/bin/su", "s", 0o4755),
         ] {
-            std::fs::write(root.join(name), text).unwrap();
-            std::fs::set_permissions(root.join(name), std::fs::Permissions::from_mode(mode)).unwrap();
+            fs::write(root.join(name), text).unwrap();
+            fs::set_permissions(root.join(name), fs::Permissions::from_mode(mode)).unwrap();
         }
         for (name, target) in [("init", "/bin/NVRC"), ("sbin", "usr/sbin"), ("usr/sbin/init", "/bin/NVRC"), ("var/run", "../run")] {
             symlink(target, root.join(name)).unwrap();
         }
-        std::fs::write(dir.0.join("init"), b"\x7fELF and nothing that runs").unwrap();
+        fs::write(dir.0.join("init"), init(b"")).unwrap();
         Self { dir }
+    }
+
+    /// With the driver's user space, of which the list is made.
+    fn with_driver(test: &str) -> Self {
+        let case = Self::new(test);
+        fs::create_dir_all(case.at("root/usr/lib64")).unwrap();
+        for name in ["libcuda.so", "libnvidia-ml.so"] {
+            // Long enough to be compressed where files are.
+            let library = [stand_in::library(Some(&format!("{name}.1")), &[]), vec![0; 20_000]].concat();
+            fs::write(case.at("root/usr/lib64").join(format!("{name}.550.163.01")), library).unwrap();
+        }
+        case
     }
 
     fn at(&self, name: &str) -> PathBuf {
@@ -69,8 +91,18 @@ impl Case {
 
     /// Replaces the init of `image`.
     fn replace(&self, image: &str) -> Output {
-        let script = project().join("initrd/replace-init");
-        shell("\"$@\"", &[&script, &self.at(image), &self.at("init"), &self.at("new")])
+        self.replace_to(image, "new")
+    }
+
+    fn replace_to(&self, image: &str, new: &str) -> Output {
+        let mut command = Command::new(program());
+        command.args(["initrd", "replace-init"]).arg(self.at(image)).arg("--init").arg(self.at("init")).arg("-o").arg(self.at(new));
+        command.output().unwrap()
+    }
+
+    /// What the readers make of it.
+    fn read(&self, image: &str, kind: FileSystem) -> Image {
+        read_all(kind, Content::of_file(fs::File::open(self.at(image)).unwrap()).unwrap()).unwrap().0
     }
 
     /// Refused, and nothing of it is left.
@@ -79,16 +111,13 @@ impl Case {
         let output = self.replace(image);
         let said = String::from_utf8_lossy(&output.stderr).into_owned();
         assert!(!output.status.success() && said.contains(why), "{said}");
-        let left: Vec<_> = std::fs::read_dir(&self.dir.0)
-            .unwrap()
-            .map(|e| e.unwrap().file_name())
-            .filter(|n| n.to_string_lossy().starts_with("new"))
-            .collect();
+        let left: Vec<_> =
+            fs::read_dir(&self.dir.0).unwrap().map(|e| e.unwrap().file_name()).filter(|n| n.to_string_lossy().starts_with("new")).collect();
         assert!(left.is_empty(), "{left:?}");
     }
 }
 
-const EROFS: &str = "chown 0:42 \"$1/etc/shadow\"; mkfs.erofs --quiet \"$2\" \"$1\"";
+const EROFS: &str = "mkfs.erofs --quiet \"$2\" \"$1\"";
 /// The mode in an inode of an erofs image.
 const SETUID: &str = "nid=$(dump.erofs --path=/usr/bin/su \"$1\" | sed -nE 's/^NID: ([0-9]+) .*/\\1/p'); od -An -to2 -j $(($(od -An -tu4 -j 1064 -N4 \"$1\") * 4096 + nid * 32 + 4)) -N2 \"$1\"";
 const EXT4: &str = "mkfs.ext4 -q -d \"$1\" \"$2\" 4M";
@@ -104,28 +133,32 @@ fn an_images_init_is_replaced_and_all_else_stays_as_it_was() {
     ] {
         let case = Case::new(name);
         if name == "ext4" {
-            std::fs::create_dir_all(case.at("root/usr/lib/modules/6.1")).unwrap();
-            std::fs::write(case.at("root/usr/lib/modules/6.1/nvidia.ko.xz"), "module").unwrap();
+            fs::create_dir_all(case.at("root/usr/lib/modules/6.1")).unwrap();
+            fs::write(case.at("root/usr/lib/modules/6.1/nvidia.ko.xz"), "module").unwrap();
         }
         done(&shell(make, &[&case.at("root"), &case.at("old")]));
-        let old = std::fs::read(case.at("old")).unwrap();
+        let old = fs::read(case.at("old")).unwrap();
         let said = done(&case.replace("old"));
-        assert!(said.contains(&format!("{name}, ")) && said.contains("are the same before and after"), "{said}");
+        assert!(
+            said.contains(&format!("{name}, "))
+                && said.contains("names stay with owners, modes, times, links, contents and extended attributes"),
+            "{said}"
+        );
         assert!(said.contains("no list of the driver's files"), "{said}");
         assert!(said.contains("warning: no nvidia.ko in the image") == (name == "erofs"), "{said}");
-        assert!(std::fs::read(case.at("old")).unwrap() == old, "what to roll back to is not touched");
+        assert!(fs::read(case.at("old")).unwrap() == old, "what to roll back to is not touched");
         done(&shell(unpack, &[&case.at("new"), &case.at("tree")]));
         let tree = case.at("tree");
-        assert_eq!(std::fs::read(tree.join("init")).unwrap(), std::fs::read(case.at("init")).unwrap(), "{name}");
-        assert_eq!(std::fs::metadata(tree.join("init")).unwrap().permissions().mode() & 0o7777, 0o755, "{name}");
-        assert_eq!(std::fs::read_link(tree.join("usr/sbin/init")).unwrap(), Path::new("/init"), "{name}");
-        assert_eq!(std::fs::read(tree.join("bin/NVRC")).unwrap(), b"old", "{name}: it stays, to roll back to with init=");
+        assert_eq!(fs::read(tree.join("init")).unwrap(), fs::read(case.at("init")).unwrap(), "{name}");
+        assert_eq!(fs::metadata(tree.join("init")).unwrap().permissions().mode() & 0o7777, 0o755, "{name}");
+        assert_eq!(fs::read_link(tree.join("usr/sbin/init")).unwrap(), Path::new("/init"), "{name}");
+        assert_eq!(fs::read(tree.join("bin/NVRC")).unwrap(), b"old", "{name}: it stays, to roll back to with init=");
         // Both unpackers take the setuid bit away: the image itself has to say.
         let (ask, wanted) = if name == "erofs" { (SETUID, "104755") } else { ("debugfs -R 'stat /usr/bin/su' \"$1\"", "Mode:  04755") };
         let told = done_out(&shell(ask, &[&case.at("new")]));
         assert!(told.contains(wanted), "{name}: {told}");
         for path in ["bin/NVRC", "etc/shadow"] {
-            let of = |root: &str| std::fs::metadata(case.at(root).join(path)).unwrap();
+            let of = |root: &str| fs::metadata(case.at(root).join(path)).unwrap();
             assert_eq!((of("tree").mode(), of("tree").mtime()), (of("root").mode(), of("root").mtime()), "{name}: {path}");
         }
     }
@@ -138,7 +171,7 @@ fn a_table_stays_where_the_root_fits_into_its_partition_and_grows_with_it_where_
     }
     for (label, sectors, grows) in [("dos", 8192, false), ("gpt", 8192, false), ("dos", 96, true), ("gpt", 96, true)] {
         let case = Case::new(&format!("{label}-{sectors}"));
-        std::fs::write(case.at("init"), [b"\x7fELF".as_slice(), &vec![7; 200_000]].concat()).unwrap();
+        fs::write(case.at("init"), init(&[7; 200_000])).unwrap();
         done(&shell(EROFS, &[&case.at("root"), &case.at("fs")]));
         let disk = format!(
             "truncate -s 8M \"$2\"; printf 'label: {label}\\nstart=2048, size={sectors}\\n' | sfdisk -q \"$2\"; dd status=none conv=notrunc bs=512 seek=2048 if=\"$1\" of=\"$2\""
@@ -152,7 +185,7 @@ fn a_table_stays_where_the_root_fits_into_its_partition_and_grows_with_it_where_
         let found = done_out(&shell("blkid -p -O 1048576 -o value -s TYPE \"$1\"", &[&case.at("new")]));
         assert_eq!(found, "erofs\n", "{label} {sectors}");
         if !grows {
-            let (old, new) = (std::fs::read(case.at("old")).unwrap(), std::fs::read(case.at("new")).unwrap());
+            let (old, new) = (fs::read(case.at("old")).unwrap(), fs::read(case.at("new")).unwrap());
             assert!(old[..1 << 20] == new[..1 << 20] && old.len() == new.len(), "{label}: what is before the partition stays");
         }
     }
@@ -165,7 +198,7 @@ fn done_out(output: &Output) -> String {
 }
 
 #[test]
-fn a_name_that_leads_out_of_the_image_is_refused_before_anything_is_unpacked() {
+fn a_name_that_leads_out_of_the_image_is_refused_and_nothing_is_left() {
     if cannot_run() {
         return;
     }
@@ -175,16 +208,16 @@ fn a_name_that_leads_out_of_the_image_is_refused_before_anything_is_unpacked() {
     let ext4 = format!("mkfs.ext4 -q -O ^metadata_csum,^dir_index -d \"$1\" \"$2\" 4M; {patch}");
     for (name, make) in [("erofs", erofs), ("ext4", ext4)] {
         let case = Case::new(&format!("traversal-{name}"));
-        std::fs::write(case.at("root/etc/QQyWWyTTyescaped"), "of the image").unwrap();
+        fs::write(case.at("root/etc/QQyWWyTTyescaped"), "of the image").unwrap();
         done(&shell(&make, &[&case.at("root"), &case.at("old")]));
         let temporary = case.at("tmp");
-        std::fs::create_dir(&temporary).unwrap();
-        let script = project().join("initrd/replace-init");
-        let output =
-            shell("TMPDIR=$4 \"$1\" \"$2\" \"$3\" \"$5\"", &[&script, &case.at("old"), &case.at("init"), &temporary, &case.at("new")]);
+        fs::create_dir(&temporary).unwrap();
+        let mut command = Command::new(program());
+        command.args(["initrd", "replace-init"]).arg(case.at("old")).arg("--init").arg(case.at("init")).arg("-o").arg(case.at("new"));
+        let output = command.env("TMPDIR", &temporary).output().unwrap();
         let said = String::from_utf8_lossy(&output.stderr).into_owned();
-        assert!(!output.status.success() && said.contains("is not sound: nothing of it is unpacked"), "{name}: {said}");
-        assert_eq!(std::fs::read_dir(&temporary).unwrap().count(), 0, "{name}: nothing was written beside the folder of work");
+        assert!(!output.status.success() && said.contains("is not sound, and nothing of it is used"), "{name}: {said}");
+        assert_eq!(fs::read_dir(&temporary).unwrap().count(), 0, "{name}: nothing was written beside the folder of work");
         assert!(!case.at("escaped").exists() && !case.at("new").exists(), "{name}");
     }
 }
@@ -198,13 +231,14 @@ fn only_a_regular_file_is_replaced_and_files_of_others_beside_it_stay() {
     done(&shell(EROFS, &[&case.at("root"), &case.at("old")]));
     nix::unistd::mkfifo(&case.at("new"), nix::sys::stat::Mode::S_IRWXU).unwrap();
     let said = String::from_utf8_lossy(&case.replace("old").stderr).into_owned();
-    assert!(said.contains("what is there is no regular file: name another"), "{said}");
-    std::fs::remove_file(case.at("new")).unwrap();
-    std::fs::write(case.at("new.new"), "somebody's").unwrap();
+    assert!(said.contains("what is there is no regular file: name another file"), "{said}");
+    fs::remove_file(case.at("new")).unwrap();
+    fs::write(case.at("new.new"), "somebody's").unwrap();
     assert!(!case.replace("none").status.success());
-    done(&case.replace("old"));
-    assert_eq!(std::fs::read_to_string(case.at("new.new")).unwrap(), "somebody's");
-    assert_eq!(std::fs::metadata(case.at("new")).unwrap().permissions().mode() & 0o777, 0o644);
+    let words = "umask 077; exec \"$1\" initrd replace-init \"$2\" --init \"$3\" -o \"$4\"";
+    done(&shell(words, &[&program(), &case.at("old"), &case.at("init"), &case.at("new")]));
+    assert_eq!(fs::read_to_string(case.at("new.new")).unwrap(), "somebody's");
+    assert_eq!(fs::metadata(case.at("new")).unwrap().permissions().mode() & 0o777, 0o644, "whatever the umask");
 }
 
 #[test]
@@ -213,36 +247,263 @@ fn what_cannot_be_done_is_refused_and_leaves_nothing() {
         return;
     }
     let case = Case::new("refused");
-    case.refused("none", "no such file");
-    std::fs::write(case.at("text"), "text").unwrap();
+    case.refused("none", "No such file");
+    fs::write(case.at("text"), "text").unwrap();
     case.refused("text", "this takes erofs and ext4");
-    std::fs::write(case.at("init"), [b"\x7fELF".as_slice(), &vec![7; 5 << 20]].concat()).unwrap();
+    fs::write(case.at("init"), init(&vec![7; 5 << 20])).unwrap();
     done(&shell(EXT4, &[&case.at("root"), &case.at("full")]));
     case.refused("full", "is the file system full?");
-    std::fs::write(case.at("init"), "#!/bin/sh\n").unwrap();
+    fs::write(case.at("init"), "#!/bin/sh\n").unwrap();
     case.refused("full", "not an ELF file");
     // Programs that are no init of ours, or none that an image can start.
-    std::fs::write(case.at("init"), b"\x7fELF\x02...\0/lib64/ld-linux-x86-64.so.2\0").unwrap();
-    case.refused("full", "dynamically linked: build it with cargo build --release --target x86_64-unknown-linux-musl");
-    std::fs::copy("/bin/true", case.at("init")).unwrap();
-    case.refused("full", "INIT is the guest's program, kata-gpu-init");
-    std::fs::remove_file(case.at("init")).unwrap();
-    std::fs::write(case.at("init"), b"\x7fELF and nothing that runs").unwrap();
-    let lost = shell("\"$@\"", &[&project().join("initrd/replace-init"), &case.at("full"), &case.at("init"), &case.at("none/new")]);
-    assert!(!lost.status.success() && String::from_utf8_lossy(&lost.stderr).contains("none: no folder that can be written to"));
+    fs::write(case.at("init"), b"\x7fELF\x02...\0/lib64/ld-linux-x86-64.so.2\0").unwrap();
+    case.refused("full", "dynamically linked, or another program");
+    for program in [b"\x7fELF of another program".to_vec(), fs::read("/bin/true").unwrap()] {
+        fs::write(case.at("init"), program).unwrap();
+        case.refused("full", "INIT is the guest's program, kata-gpu-init");
+    }
+    fs::write(case.at("init"), init(b"")).unwrap();
+    let lost = case.replace_to("full", "none/new");
+    assert!(!lost.status.success() && String::from_utf8_lossy(&lost.stderr).contains("none/new"));
     // What would lead a privileged hand out of the root.
     let escape = Case::new("escape");
     let outside = escape.at("outside");
-    std::fs::create_dir(&outside).unwrap();
-    std::fs::write(outside.join("init"), "the host's own").unwrap();
-    std::fs::remove_file(escape.at("root/sbin")).unwrap();
+    fs::create_dir(&outside).unwrap();
+    fs::write(outside.join("init"), "the host's own").unwrap();
+    fs::remove_file(escape.at("root/sbin")).unwrap();
     symlink(&outside, escape.at("root/sbin")).unwrap();
     done(&shell(EROFS, &[&escape.at("root"), &escape.at("old")]));
     escape.refused("old", "a link out of the root");
-    assert_eq!(std::fs::read_to_string(outside.join("init")).unwrap(), "the host's own");
+    assert_eq!(fs::read_to_string(outside.join("init")).unwrap(), "the host's own");
     let other = Case::new("no-guest");
-    std::fs::remove_file(other.at("root/usr/bin/kata-agent")).unwrap();
+    fs::remove_file(other.at("root/usr/bin/kata-agent")).unwrap();
     done(&shell(EROFS, &[&other.at("root"), &other.at("old")]));
     other.refused("old", "no guest root");
-    assert!(!nix::unistd::geteuid().is_root() || other.at("old").exists());
+}
+
+/// An attribute that a guest's files have, as far as this user may set it, on `usr/bin/su`.
+fn set_attribute(case: &Case) -> &'static str {
+    let (name, value): (_, &[u8]) = match nix::unistd::geteuid().is_root() {
+        true => ("security.capability", &[1, 0, 0, 2, 0, 32, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0]),
+        false => ("user.capability", b"of the test"),
+    };
+    rustix::fs::setxattr(case.at("root/usr/bin/su"), name, value, rustix::fs::XattrFlags::empty()).unwrap();
+    name
+}
+
+#[test]
+fn ten_upgrades_in_place_leave_a_sound_image_that_has_not_grown_with_all_extended_attributes() {
+    if cannot_run() {
+        return;
+    }
+    for (name, kind, make) in [
+        ("erofs", FileSystem::Erofs, "mkfs.erofs --quiet \"$2\" \"$1\""),
+        ("erofs-lz4", FileSystem::Erofs, "mkfs.erofs --quiet -zlz4 \"$2\" \"$1\""),
+        ("ext4", FileSystem::Ext4, "mkfs.ext4 -q -d \"$1\" \"$2\" 4M"),
+    ] {
+        let case = Case::with_driver(&format!("ten-{name}"));
+        fs::write(case.at("root/etc/large"), vec![b'x'; 200_000]).unwrap();
+        let attribute = set_attribute(&case);
+        done(&shell(make, &[&case.at("root"), &case.at("0")]));
+        let show = match kind {
+            FileSystem::Erofs => "dump.erofs --path=/usr/bin/su \"$1\" | grep 'Xattr size'".to_string(),
+            FileSystem::Ext4 => format!("debugfs -R 'ea_get -x /usr/bin/su {attribute}' \"$1\" 2>/dev/null"),
+        };
+        let before = done_out(&shell(&show, &[&case.at("0")]));
+        assert!(before.contains("Xattr size: ") && !before.contains("Xattr size: 0") || before.contains(attribute), "{name}: {before}");
+        for round in 0..10 {
+            // Larger and smaller ones.
+            fs::write(case.at("init"), init(&vec![b'0' + round; 10_000 * (1 + usize::from(round) % 3)])).unwrap();
+            let said = done(&case.replace_to(&round.to_string(), &(round + 1).to_string()));
+            let listed =
+                if name == "erofs-lz4" { "the file system is compressed" } else { "the list of the driver's 2 files is in the image" };
+            assert!(said.contains(listed), "{name} {round}: {said}");
+            assert_eq!(done_out(&shell(&show, &[&case.at(&(round + 1).to_string())])), before, "{name} {round}");
+        }
+        let check = if kind == FileSystem::Ext4 { "e2fsck -fn \"$1\"" } else { "fsck.erofs --extract=\"$1.tree\" \"$1\" 2>&1" };
+        let said = done(&shell(check, &[&case.at("10")]));
+        assert!(!said.contains("<E>"), "{name}: {said}");
+        // The init of the first and of the last are as large.
+        assert_eq!(fs::metadata(case.at("10")).unwrap().len(), fs::metadata(case.at("1")).unwrap().len(), "{name}");
+        let image = case.read("10", kind);
+        let entry = |path: &str| image.entries.iter().find(|entry| entry.name == path.as_bytes()).unwrap();
+        assert_eq!(entry("init").data.bytes(1 << 20).unwrap(), fs::read(case.at("init")).unwrap(), "{name}");
+        if kind == FileSystem::Erofs {
+            let large = fs::read(case.at("10.tree/etc/large")).unwrap();
+            assert_eq!(large, vec![b'x'; 200_000], "{name}: what is compressed stays so");
+        }
+        let names = |image: &Image| image.entries.iter().map(|entry| entry.name.clone()).collect::<Vec<_>>();
+        assert_eq!(names(&case.read("1", kind)), names(&image), "{name}");
+    }
+}
+
+#[test]
+fn the_target_of_a_link_never_becomes_a_command() {
+    if cannot_run() {
+        return;
+    }
+    let case = Case::new("commands");
+    fs::remove_file(case.at("root/sbin")).unwrap();
+    fs::write(case.at("root/payload"), "of the image").unwrap();
+    let written = case.at("written");
+    // What debugfs would take for three commands, and a directory of that name, so that the link leads somewhere.
+    let target = format!("usr/sbin\ndump /payload {}\ncd /", written.display());
+    fs::create_dir_all(case.at("root").join(&target)).unwrap();
+    symlink(&target, case.at("root/sbin")).unwrap();
+    for make in [EXT4, EROFS] {
+        done(&shell(make, &[&case.at("root"), &case.at("old")]));
+        case.refused("old", "this takes /sbin, /usr/sbin, /usr/bin, /bin");
+        assert!(!written.exists(), "a file of the host was written");
+        fs::remove_file(case.at("old")).unwrap();
+    }
+}
+
+#[test]
+fn a_list_or_a_directory_above_it_that_is_a_link_is_refused() {
+    if cannot_run() {
+        return;
+    }
+    for (at, target) in
+        [("usr/share/kata-gpu-init/driver-files.json", "/etc/hostname"), ("usr/share/kata-gpu-init", "../../etc"), ("usr/share", "/etc")]
+    {
+        let case = Case::with_driver("list-link");
+        let link = case.at("root").join(at);
+        fs::create_dir_all(link.parent().unwrap()).unwrap();
+        symlink(target, &link).unwrap();
+        for make in [EXT4, EROFS] {
+            done(&shell(make, &[&case.at("root"), &case.at("old")]));
+            case.refused("old", "is not written through links: remove it from the image");
+            fs::remove_file(case.at("old")).unwrap();
+        }
+    }
+}
+
+/// A directory as the sandbox wants it, with these commands for debugfs.
+fn for_sandbox(case: &Case, commands: &str) -> PathBuf {
+    let directory = case.at("sandbox");
+    fs::create_dir_all(directory.join("root")).unwrap();
+    done(&shell(EXT4, &[&case.at("root"), &directory.join("root.img")]));
+    fs::write(directory.join("commands"), commands).unwrap();
+    if nix::unistd::geteuid().is_root() {
+        done(&shell("chown -R 65534:65534 \"$1\"", &[&directory]));
+    }
+    directory
+}
+
+#[test]
+fn a_program_in_the_sandbox_reaches_no_file_of_the_host() {
+    if cannot_run() {
+        return;
+    }
+    let case = Case::new("sandbox");
+    fs::set_permissions(&case.dir.0, fs::Permissions::from_mode(0o777)).unwrap();
+    let (secret, written) = (case.at("secret"), case.at("written"));
+    fs::write(&secret, "of the host").unwrap();
+    let commands = format!(
+        "write {} got\nwrite /etc/passwd passwd\nwrite /proc/self/status status\ndump /etc/shadow {}\ndump /bin/NVRC /work/seen\n",
+        secret.display(),
+        written.display()
+    );
+    let directory = for_sandbox(&case, &commands);
+    let output = Command::new(program()).args(["initrd", "in-sandbox", "change-ext4"]).arg(&directory).output().unwrap();
+    let said = done(&output);
+    assert!(!written.exists() && said.matches("No such file or directory").count() >= 4, "{said}");
+    assert_eq!(fs::read_to_string(directory.join("seen")).unwrap(), "old", "input and output are there: {said}");
+    let names: Vec<_> = case_names(&directory.join("root.img"));
+    assert!(["got", "passwd", "status"].iter().all(|name| !names.contains(&name.to_string())), "{names:?}");
+    assert_eq!(
+        fs::metadata(directory.join("seen")).unwrap().uid(),
+        if nix::unistd::geteuid().is_root() { 65534 } else { nix::unistd::getuid().as_raw() }
+    );
+}
+
+fn case_names(image: &Path) -> Vec<String> {
+    let image = read_all(FileSystem::Ext4, Content::of_file(fs::File::open(image).unwrap()).unwrap()).unwrap().0;
+    image.entries.iter().map(|entry| String::from_utf8_lossy(&entry.name).into_owned()).collect()
+}
+
+#[test]
+fn where_namespaces_are_not_allowed_the_cure_is_named_and_nothing_is_written() {
+    if cannot_run() {
+        return;
+    }
+    let case = Case::new("namespaces");
+    done(&shell(EXT4, &[&case.at("root"), &case.at("old")]));
+    let script = "unshare -Ur true || exit 9; unshare -Ur sh -ec 'echo 0 >/proc/sys/user/max_user_namespaces; exec \"$@\"' sh \"$1\" initrd replace-init \"$2\" --init \"$3\" -o \"$4\"";
+    let output = shell(script, &[&program(), &case.at("old"), &case.at("init"), &case.at("new")]);
+    if output.status.code() == Some(9) {
+        eprintln!("skipped: no user namespaces here");
+        return;
+    }
+    let said = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert!(!output.status.success() && said.contains("sysctl user.max_user_namespaces above 0"), "{said}");
+    assert!(!case.at("new").exists());
+}
+
+#[test]
+fn every_command_for_debugfs_is_of_a_closed_list() {
+    use kata_gpu_init::host::initrd::disk_image::debugfs::commands;
+    if cannot_run() {
+        return;
+    }
+    let case = Case::with_driver("closed");
+    fs::write(case.at("root/etc/$(id)\nrm x"), "").unwrap();
+    done(&shell(EXT4, &[&case.at("root"), &case.at("old")]));
+    let (_, tree) = read_all(FileSystem::Ext4, Content::of_file(fs::File::open(case.at("old")).unwrap()).unwrap()).unwrap();
+    let wanted = wanted::Wanted { init: b"", sbin: wanted::sbin(&tree).unwrap(), list: Some(b"") };
+    let text = commands(&tree, &wanted);
+    let known = [
+        "cd",
+        "/",
+        "rm",
+        "init",
+        "write",
+        sandbox::INIT,
+        "set_inode_field",
+        "mode",
+        "0100755",
+        "uid",
+        "gid",
+        "0",
+        "/usr/sbin",
+        "symlink",
+        "/init",
+        "mkdir",
+        "share",
+        "kata-gpu-init",
+        "/usr",
+        "/usr/share",
+        "/usr/share/kata-gpu-init",
+        sandbox::LIST,
+        wanted::LIST_NAME,
+        "0100644",
+    ];
+    assert!(text.split_whitespace().all(|word| known.contains(&word)), "{text}");
+    assert!(!text.contains("mkdir usr"), "what is there is not made again: {text}");
+}
+
+#[test]
+fn gzip_that_grows_without_bounds_is_refused_with_the_cure() {
+    let dir = TempDir::new("gzip-bomb");
+    let path = dir.0.join("bomb");
+    // 200 MB of one file, of which 200 KB remain.
+    let size = 200 << 20;
+    let header = format!("070701{:08x}{:08x}{:024x}{:08x}{:08x}{:08x}{:032x}{:08x}{:08x}", 1, 0o100_644, 0, 1, 0, size, 0, 2, 0);
+    fs::write(&path, gzip(&[header.as_bytes(), b"x\0", &vec![0; size]].concat())).unwrap();
+    let before = fs::metadata(&path).unwrap().len();
+    assert!(before < 1 << 20, "{before}");
+    let said = format!("{:#}", Image::open(&path).unwrap_err());
+    assert!(said.contains("compressed bytes grow to more than") && said.contains("unpack it with gzip -d"), "{said}");
+}
+
+#[test]
+fn files_that_claim_more_than_the_image_could_hold_are_refused_with_the_cure() {
+    if cannot_run() {
+        return;
+    }
+    let case = Case::with_driver("sparse");
+    let sparse = fs::File::create(case.at("root/usr/lib64/libnvidia-large.so.550.163.01")).unwrap();
+    sparse.set_len(3 << 30).unwrap();
+    done(&shell(EXT4, &[&case.at("root"), &case.at("old")]));
+    case.refused("old", "make it without sparse files");
 }

@@ -1,4 +1,4 @@
-//! Guest images, as Kata boots them from a disk: an erofs or ext4 root whose init `initrd/replace-init` has replaced. The root is read-only, the init is
+//! Guest images, as Kata boots them from a disk: an erofs or ext4 root whose init `initrd replace-init` has replaced. The root is read-only, the init is
 //! /sbin/init, and the guest brings its GPUs up and starts a container.
 
 use super::harness::{Guest, Outcome, TestContext, VmTest};
@@ -48,10 +48,9 @@ fn root(context: &TestContext) -> Result<PathBuf> {
 /// The image with our init.
 fn replaced(context: &TestContext, image: &Path) -> Result<PathBuf> {
     let out = context.work_dir.join("new.image");
-    let project = Path::new(env!("CARGO_MANIFEST_DIR")).join("..");
     let init = context.target.join("x86_64-unknown-linux-musl/release/kata-gpu-init");
-    let mut command = if nix::unistd::geteuid().is_root() { Command::new("env") } else { Command::new("fakeroot") };
-    done(command.arg(project.join("initrd/replace-init")).args([image, &init, &out]))?;
+    let program = std::env::var_os("KATA_GPU_BOOT").map_or_else(|| context.target.join("release/kata-gpu-boot"), PathBuf::from);
+    done(Command::new(program).args(["initrd", "replace-init"]).arg(image).arg("--init").arg(init).arg("-o").arg(&out))?;
     Ok(out)
 }
 

@@ -106,6 +106,9 @@ fn changes(a: (&Tree, Id), b: (&Tree, Id), with_times: bool, progress: &mut Prog
 
 /// Byte by byte: most files are the same, and that is faster than two hashes.
 fn is_same(a: &Content, b: &Content, progress: &mut Progress) -> std::io::Result<bool> {
+    if a.is_same_range(b) {
+        return Ok(true);
+    }
     if a.length != b.length {
         return Ok(false);
     }

@@ -11,15 +11,20 @@ use crate::host::disk;
 use anyhow::{Context, Result, bail, ensure};
 use nix::fcntl::OFlag;
 use sha2::{Digest, Sha256};
+use std::fmt;
 use std::fs::{File, OpenOptions};
-use std::io::{self, BufReader, Read, Seek, SeekFrom, Write};
+use std::io::{self, BufReader, Read, Write};
 use std::ops::Range;
-use std::os::unix::fs::{FileExt, OpenOptionsExt};
+use std::os::unix::fs::OpenOptionsExt;
 use std::path::Path;
 use std::rc::Rc;
 
-/// What comes out of compressed parts. A guest with everything NVIDIA has is about 1.5 GB, and has to fit into the guest's memory.
-const MAX_UNPACKED: u64 = 8 << 30;
+/// Largest sum of unpacked parts. A guest with everything NVIDIA has is about 1.5 GB, and has to fit into the guest's memory.
+const MAX_UNPACKED: u64 = 4 << 30;
+/// Largest growth of a compressed part, beyond [`FREE_UNPACKED`]: initrds grow to 2 to 5 times their size, deflate allows 1032.
+const MAX_RATIO: u64 = 32;
+/// Unpacked bytes that no ratio limits: padding and empty files make small archives grow more.
+const FREE_UNPACKED: u64 = 64 << 20;
 /// Entries; a whole distribution has some ten thousand.
 const MAX_ENTRIES: usize = 300_000;
 /// Bytes of all names and targets of links together.
@@ -65,19 +70,25 @@ impl Form {
     }
 }
 
-/// A part of a file.
-#[derive(Clone, Debug)]
+/// A range of a file, or of anything else that can be read by offset.
+#[derive(Clone)]
 pub struct Content {
-    file: Rc<File>,
+    source: Rc<dyn ReadAt>,
     at: u64,
     pub length: u64,
+}
+
+impl fmt::Debug for Content {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Content({}..+{})", self.at, self.length)
+    }
 }
 
 impl ReadAt for Content {
     fn read_at(&self, buffer: &mut [u8], offset: u64) -> io::Result<usize> {
         let left = self.length.saturating_sub(offset);
         let length = usize::try_from(left).unwrap_or(usize::MAX).min(buffer.len());
-        FileExt::read_at(self.file.as_ref(), buffer.get_mut(..length).unwrap_or_default(), self.at.saturating_add(offset))
+        self.source.read_at(buffer.get_mut(..length).unwrap_or_default(), self.at.saturating_add(offset))
     }
 }
 
@@ -102,7 +113,17 @@ impl Content {
     /// A whole file that is no image.
     pub fn of_file(file: File) -> io::Result<Self> {
         let length = file.metadata()?.len();
-        Ok(Self { file: Rc::new(file), at: 0, length })
+        Ok(Self::of(Rc::new(file), length))
+    }
+
+    /// The first `length` bytes of a source.
+    pub fn of(source: Rc<dyn ReadAt>, length: u64) -> Self {
+        Self { source, at: 0, length }
+    }
+
+    /// Whether both are the same range of the same source: then nothing has to be read to compare them.
+    pub fn is_same_range(&self, other: &Self) -> bool {
+        Rc::ptr_eq(&self.source, &other.source) && (self.at, self.length) == (other.at, other.length)
     }
 
     pub fn reader(&self) -> Reader<'_> {
@@ -111,7 +132,7 @@ impl Content {
 
     pub fn part(&self, range: Range<u64>) -> Content {
         let at = range.start.min(self.length);
-        Content { file: self.file.clone(), at: self.at + at, length: range.end.clamp(at, self.length) - at }
+        Content { source: self.source.clone(), at: self.at + at, length: range.end.clamp(at, self.length) - at }
     }
 
     /// All of it, if it is no longer than this.
@@ -226,7 +247,7 @@ enum End {
 
 impl Scan<'_> {
     fn run(&mut self) -> Result<()> {
-        let whole = Content { file: self.file.clone(), at: 0, length: self.image.bytes };
+        let whole = Content::of(self.file.clone(), self.image.bytes);
         let mut at = 0;
         loop {
             ensure!(self.image.parts.len() < MAX_PARTS, "byte {at}: more than {MAX_PARTS} parts: no initrd has so many");
@@ -361,8 +382,9 @@ impl Scan<'_> {
             "a gzip header with flags {flags:#x}: the kernel steps over a file name alone; compress it with gzip -n"
         );
         let spool = Rc::new(unnamed_file()?);
-        let mut file = BufReader::with_capacity(CHUNK, rest.file.try_clone().context("open it again")?);
-        file.seek(SeekFrom::Start(rest.at))?;
+        let mut file = BufReader::with_capacity(CHUNK, rest.reader());
+        // Other parts may follow: the ratio is that of all that is left of the file.
+        let most = FREE_UNPACKED.max(rest.length.saturating_mul(MAX_RATIO));
         let mut gzip = flate2::bufread::GzDecoder::new(&mut file);
         let mut progress = Progress::new("unpacking", 0);
         let (mut buffer, mut length, mut first) = (vec![0; CHUNK], 0_u64, None);
@@ -374,13 +396,15 @@ impl Scan<'_> {
             length += read as u64;
             progress.add(read as u64);
             self.unpacked += read as u64;
-            ensure!(self.unpacked <= MAX_UNPACKED, "more than {MAX_UNPACKED} bytes come out: no guest has so much");
+            let cure = "nothing more of it is unpacked; if it is to be trusted, unpack it with gzip -d and give the plain archive";
+            ensure!(self.unpacked <= MAX_UNPACKED, "more than {MAX_UNPACKED} bytes come out: no guest has so much; {cure}");
+            ensure!(length <= most, "{} compressed bytes grow to more than {most}, {MAX_RATIO} times: no initrd does; {cure}", rest.length);
             let chunk = buffer.get(..read).unwrap_or_default();
             first = first.or_else(|| chunk.iter().copied().find(|byte| *byte != 0));
             spool.as_ref().write_all(chunk).with_context(|| no_room(&std::env::temp_dir()))?;
             // Else a small file could fill a disk before anybody looks at what came out.
             if length > MAX_BEFORE_ARCHIVE && first != Some(b'0') {
-                let content = Content { file: spool, at: 0, length };
+                let content = Content::of(spool, length);
                 match (first, what_it_is(&content)?) {
                     (_, Some(what)) => bail!("what is unpacked is {what}"),
                     (Some(_), None) => bail!("what is unpacked is no newc archive: not an initrd"),
@@ -388,8 +412,8 @@ impl Scan<'_> {
                 }
             }
         }
-        let used = file.stream_position()? - rest.at;
-        Ok((Content { file: spool, at: 0, length }, used))
+        let used = file.get_ref().at - file.buffer().len() as u64;
+        Ok((Content::of(spool, length), used))
     }
 }
 
@@ -398,7 +422,7 @@ fn what_it_is(content: &Content) -> Result<Option<String>> {
     Ok(disk::known(content)?.map(|disk::Known { name, is_disk }| match is_disk {
         true => {
             format!(
-                "{name}, a {DISK}: not an initrd (`kata-gpu-boot install --image` takes one, initrd/replace-init gives it another init)"
+                "{name}, a {DISK}: not an initrd (`kata-gpu-boot install --image` takes one, `kata-gpu-boot initrd replace-init` gives it another init)"
             )
         }
         false => format!("{name}: not an initrd"),

@@ -1,9 +1,10 @@
-//! `kata-gpu-boot initrd`: guest images, packed, looked into, verified, and given another init. Needs no root, and no other program.
+//! `kata-gpu-boot initrd`: guest images, packed, looked into, verified, and given another init. Needs no root, and no other program but for disk images.
 //!
 //! Images are hostile: bounded, never unpacked outside a directory of their own, and printed as printable ASCII.
 
 pub mod components;
 pub mod diff;
+pub mod disk_image;
 mod driver_list;
 pub mod image;
 pub mod kernel;
@@ -25,13 +26,14 @@ use self::pack::List;
 use self::text::{escaped, megabytes};
 use self::tree::Tree;
 use self::verify::{INIT, Question};
+use super::disk::Table;
 use super::show::print;
 use super::text::ascii_json;
 use super::text::{Ink, Screen, printable};
 use anyhow::{Result, bail, ensure};
 use clap::{ArgGroup, Subcommand};
 use serde_json::json;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
 /// Exit status for what cannot be done or read at all.
@@ -52,6 +54,9 @@ enum Command {
     Verify(VerifyArgs),
     Repack(RepackArgs),
     Diff(DiffArgs),
+    ReplaceInit(ReplaceInitArgs),
+    #[command(hide = true)]
+    InSandbox(InSandboxArgs),
 }
 
 const PACK_HELP: &str = "\
@@ -180,7 +185,7 @@ Examples:
 #[derive(clap::Args, Debug)]
 #[command(after_help = REPACK_HELP, group = ArgGroup::new("form").multiple(false))]
 struct RepackArgs {
-    /// The initrd; for a disk image: initrd/replace-init.
+    /// The initrd; for a disk image: initrd replace-init.
     image: PathBuf,
     /// The new init.
     #[arg(long, value_name = "FILE")]
@@ -240,6 +245,46 @@ struct DiffArgs {
     json: bool,
 }
 
+const REPLACE_INIT_HELP: &str = "\
+/init becomes the program and /sbin/init, which a kernel starts first from a disk, a link to it; the old init stays where those links led. The list of the \
+driver's files is added where there is a driver. Owners, modes, times, links, contents and extended attributes of everything else stay as they are.
+
+The image is a bare file system, or a disk whose first partition it is, as Kata's image builder makes them; the partition grows where it must. A dm-verity \
+hash in a second partition is of the old root: `kata-gpu-boot install --image` empties kernel_verity_params.
+
+Needs no root, but user namespaces, and the packages e2fsprogs for ext4, erofs-utils for erofs.
+
+Examples:
+  kata-gpu-boot initrd replace-init kata.image --init kata-gpu-init -o g.image
+  kata-gpu-boot install --kata-config FILE --image $PWD/g.image";
+
+/// Give a disk image (erofs or ext4) another init, and leave everything else as it is.
+#[derive(clap::Args, Debug)]
+#[command(after_help = REPLACE_INIT_HELP)]
+struct ReplaceInitArgs {
+    /// The image that Kata boots now.
+    image: PathBuf,
+    /// The new init, the program kata-gpu-init.
+    #[arg(long, value_name = "FILE")]
+    init: PathBuf,
+    /// The file to write; it appears when it is whole and compared.
+    #[arg(short, long, value_name = "FILE")]
+    output: PathBuf,
+    /// Do not add the list of the driver's files.
+    #[arg(long)]
+    no_manifest: bool,
+    /// Print JSON.
+    #[arg(long)]
+    json: bool,
+}
+
+/// Run one of a few programs where it can harm nothing.
+#[derive(clap::Args, Debug)]
+struct InSandboxArgs {
+    tool: disk_image::sandbox::Tool,
+    directory: PathBuf,
+}
+
 /// Runs `initrd`.
 pub fn run(args: &Args) -> ExitCode {
     let done = match &args.command {
@@ -249,6 +294,8 @@ pub fn run(args: &Args) -> ExitCode {
         Command::Verify(args) => verify(args),
         Command::Repack(args) => repack(args),
         Command::Diff(args) => diff(args),
+        Command::ReplaceInit(args) => replace_init(args),
+        Command::InSandbox(args) => return disk_image::sandbox::run_inside(args.tool, &args.directory),
     };
     match done {
         Ok(true) => ExitCode::SUCCESS,
@@ -341,15 +388,54 @@ fn verify(args: &VerifyArgs) -> Result<bool> {
     Ok(report.boots())
 }
 
+/// The output is neither the image nor the init.
+fn check_output(image: &Path, init: &Path, output: &Path) -> Result<()> {
+    let same = |a: &Path| std::fs::canonicalize(a).ok().is_some_and(|a| std::fs::canonicalize(output).ok() == Some(a));
+    ensure!(!same(image), "{}: give the new image another name: the old one is what to roll back to", output.display());
+    ensure!(!same(init), "{}: that is the new init: give the new image another name", output.display());
+    Ok(())
+}
+
+fn replace_init(args: &ReplaceInitArgs) -> Result<bool> {
+    check_output(&args.image, &args.init, &args.output)?;
+    let (image, init, output) = (args.image.clone(), args.init.clone(), args.output.clone());
+    let mut done = disk_image::replace(&disk_image::Wish { image, init, output, manifest: !args.no_manifest })?;
+    done.written.keep()?;
+    if !done.has_module {
+        let why = "no GPU will come up in its guests (a base image, whose driver is in an extension image?)";
+        eprintln!("kata-gpu-boot: warning: no nvidia.ko in the image: {why}");
+    }
+    let disk = &done.disk;
+    if args.json {
+        print(&ascii_json(&json!({
+            "path": printable(&done.written.path.display().to_string()), "bytes": done.written.bytes, "sha256": done.written.sha256,
+            "fileSystem": disk.root.name(), "kept": done.kept, "grownPartition": done.grown, "manifestFiles": done.manifest.as_ref().ok(),
+            "noManifest": done.manifest.as_ref().err(), "diff": diff::json(&done.differences),
+        }))?)?;
+        return Ok(true);
+    }
+    let place = if disk.table == Table::None { "" } else { "first partition, " };
+    let mut text =
+        format!("{}: {place}{}, {}\n", printable(&args.image.display().to_string()), disk.root.name(), megabytes(disk.root_bytes));
+    text.push_str(&diff::text(&done.differences, &Screen::of_stdout()));
+    text.push_str(&format!("{} names stay with owners, modes, times, links, contents and extended attributes\n", done.kept));
+    match &done.manifest {
+        Ok(files) => text.push_str(&format!("the list of the driver's {files} files is in the image\n")),
+        Err(why) => text.push_str(&format!("no list of the driver's files: {}\n", printable(why))),
+    }
+    if let Some(bytes) = done.grown {
+        text.push_str(&format!("the partition has grown to {} MiB\n", bytes >> 20));
+    }
+    if disk.has_second {
+        text.push_str("a second partition, as one with a dm-verity hash, is the old root's: set kernel_verity_params = \"\"\n");
+    }
+    text.push_str(&format!("{}, {}\n", written(&done.written), megabytes(done.written.bytes)));
+    print(&text)?;
+    Ok(true)
+}
+
 fn repack(args: &RepackArgs) -> Result<bool> {
-    let same =
-        |a: &std::path::Path, b: &std::path::Path| std::fs::canonicalize(a).ok().is_some_and(|a| std::fs::canonicalize(b).ok() == Some(a));
-    ensure!(
-        !same(&args.image, &args.output),
-        "{}: give the new image another name: the old one is what to roll back to",
-        args.output.display()
-    );
-    ensure!(!same(&args.init, &args.output), "{}: that is the new init: give the new image another name", args.output.display());
+    check_output(&args.image, &args.init, &args.output)?;
     let question = question(args.kernel.as_deref(), INIT, !args.no_user_space)?;
     let (image, tree) = read(&args.image)?;
     let form = match (args.plain, args.gzip) {
@@ -426,6 +512,8 @@ mod tests {
             Command::Verify(args) => verify(args),
             Command::Repack(args) => repack(args),
             Command::Diff(args) => diff(args),
+            Command::ReplaceInit(args) => replace_init(args),
+            Command::InSandbox(args) => unreachable!("{args:?} is for this program itself"),
         }
     }
 

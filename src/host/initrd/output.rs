@@ -11,9 +11,9 @@ use flate2::{Compression, GzBuilder};
 use nix::errno::Errno;
 use nix::fcntl::{Flock, FlockArg, OFlag};
 use sha2::{Digest, Sha256};
-use std::fs::{File, Metadata, OpenOptions};
+use std::fs::{File, Metadata, OpenOptions, Permissions};
 use std::io::{self, BufWriter, Write};
-use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
+use std::os::unix::fs::{MetadataExt, OpenOptionsExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 
 /// gzip -6: -9 takes three times as long for one part in a hundred.
@@ -21,6 +21,8 @@ const LEVEL: Compression = Compression::new(6);
 /// Of gzip's header: who made it. 255: unknown, the same everywhere.
 const ANY_SYSTEM: u8 = 255;
 const BUFFER: usize = 256 * 1024;
+/// Mode of the file, whatever the umask: hypervisors need not run as root.
+const MODE: u32 = 0o644;
 /// What the name of a file under way ends in.
 const PARTIAL: &str = ".kata-gpu-boot-partial";
 /// How often a file under way is made, where others of that name come and go.
@@ -136,7 +138,13 @@ impl Output {
             bail!("{} has been closed", self.temporary.display())
         };
         // Its name must not be on the disk before its content is: after a loss of power, an image is the old one or the new one.
-        hashed.flush().and_then(|()| hashed.file.get_ref().sync_all()).with_context(|| format!("write {}", self.temporary.display()))?;
+        let file = hashed.file.get_ref().try_clone().with_context(|| format!("write {}", self.temporary.display()))?;
+        let mode = || file.set_permissions(Permissions::from_mode(MODE));
+        hashed
+            .flush()
+            .and_then(|()| mode())
+            .and_then(|()| file.sync_all())
+            .with_context(|| format!("write {}", self.temporary.display()))?;
         self.kept = true;
         let (path, temporary, lock) = (self.path.clone(), self.temporary.clone(), self.lock.take());
         Ok(Written { path, temporary, bytes: hashed.bytes, sha256: hex(&hashed.hash.finalize()), kept: false, _lock: lock })
@@ -164,7 +172,7 @@ fn create_locked(path: &Path) -> Result<(File, Option<Lock>)> {
     let shown = path.display();
     for _ in 0..TRIES {
         // Never through a link that somebody else may have put there.
-        let created = match OpenOptions::new().write(true).create_new(true).mode(0o644).open(path) {
+        let created = match OpenOptions::new().write(true).create_new(true).mode(MODE).open(path) {
             Ok(file) => Some(file),
             Err(e) if e.kind() == io::ErrorKind::AlreadyExists => None,
             Err(e) => return Err(e).with_context(|| format!("make {shown}")),

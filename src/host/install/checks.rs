@@ -27,7 +27,7 @@ const GO_KEYS_SINCE: &[(&str, Version)] = &[
 ];
 /// Mapping the BARs of 8 GPUs takes up to 3.7 s each on hosts that pin them in 4 KiB pages, a Blackwell GPU's probe up to 4 s more.
 const LEAST_CDI_TIMEOUT_S: u64 = 40;
-/// Where initrd/replace-init puts the init of an image.
+/// Where kata-gpu-boot initrd replace-init puts the init of an image.
 const INITS_OF_IMAGES: [&str; 2] = ["/sbin/init", "/init"];
 /// What both runtimes take for `default_memory` where it is absent or 0.
 const DEFAULT_MEMORY_MIB: i64 = 2048;
@@ -215,7 +215,8 @@ fn kernel_command_line(facts: &Facts) -> Vec<Refusal> {
                 );
             }
             "init" if !INITS_OF_IMAGES.contains(&value) && matches!(facts.guest, Guest::Image(_)) => {
-                let why = "the kernel would start this program of the image instead of /sbin/init, which initrd/replace-init sets";
+                let why =
+                    "the kernel would start this program of the image instead of /sbin/init, which kata-gpu-boot initrd replace-init sets";
                 refusals.push(refuse(word, why.into()).cure("remove the word").forcible());
             }
             "agent.cdi_timeout" => match value.parse::<u64>() {

@@ -114,7 +114,7 @@ fn look(path: &Path, verity: Option<String>) -> Result<Image, Refusal> {
         if why.contains("initrd") {
             refusal.cure("give it with --initrd")
         } else {
-            refusal.cure("give one with erofs or ext4, like what initrd/replace-init makes of Kata's own")
+            refusal.cure("give one with erofs or ext4, like what kata-gpu-boot initrd replace-init makes of Kata's own")
         }
     })?;
     let has_init = disk::contains(&file, INIT_MARK.as_bytes()).map_err(|e| unreadable(path, &e))?;
@@ -165,7 +165,7 @@ impl Image {
         }
         if !self.has_init {
             let why = "there is no trace of kata-gpu-init in it: guests would start from it as before";
-            let cure = "make it with initrd/replace-init (a compressed file system hides it: that one may be passed)";
+            let cure = "make it with kata-gpu-boot initrd replace-init (a compressed file system hides it: that one may be passed)";
             refusals.push(Refusal::at(&self.path, why).cure(cure).forcible());
         }
         refusals
@@ -297,8 +297,8 @@ mod tests {
         let path = dir.path().join("image");
         for (bytes, why, cure) in [
             (b"07070100000".to_vec(), "it is an initrd", "--initrd"),
-            (vec![0; 5000], "nothing that is known", "initrd/replace-init"),
-            (disk(Table::Mbr, &[0; 4096], false), "first partition is neither erofs nor ext4", "initrd/replace-init"),
+            (vec![0; 5000], "nothing that is known", "kata-gpu-boot initrd replace-init"),
+            (disk(Table::Mbr, &[0; 4096], false), "first partition is neither erofs nor ext4", "kata-gpu-boot initrd replace-init"),
         ] {
             std::fs::write(&path, bytes).unwrap();
             let refusal = look(&path, None).unwrap_err();

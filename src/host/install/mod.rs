@@ -56,7 +56,7 @@ Examples:
   kata-gpu-boot install --kata-config $CONFIG --initrd /opt/a.initrd
   kata-gpu-boot install --kata-config $CONFIG --initrd /opt/b.initrd
   kata-gpu-boot uninstall --kata-config $CONFIG
-  # a disk image, as initrd/replace-init makes it
+  # a disk image, as kata-gpu-boot initrd replace-init makes it
   kata-gpu-boot install --kata-config $CONFIG --image /opt/a.image
   # whether it is still as it was installed
   kata-gpu-boot install --kata-config $CONFIG --dry-run
@@ -80,7 +80,7 @@ pub struct Args {
     /// The initrd; left away, the one that is installed stays.
     #[arg(long, value_name = "FILE")]
     initrd: Option<PathBuf>,
-    /// A disk image instead, as initrd/replace-init makes it: an erofs or ext4 root in the first partition.
+    /// A disk image instead, as kata-gpu-boot initrd replace-init makes it: an erofs or ext4 root in the first partition.
     #[arg(long, value_name = "FILE", conflicts_with = "initrd")]
     image: Option<PathBuf>,
     /// The image's own dm-verity parameters (root_hash=..,salt=..,data_blocks=..); without them none are used.
