@@ -3,12 +3,15 @@
 //! They carry the guest's wall-clock time and have no part in the event stream; [`ClockPoints`] places them on the guest's boot clock. The
 //! console is as untrusted as the rest of the guest: lines are bounded, and every text is made printable before it leaves here.
 
+use super::budget::{MAX_AGENT_LINES, MAX_AGENT_TEXT};
 use super::clock::Clock;
 use super::framing::{Lines, Piece};
+use super::record::{Field, Record};
 use super::text;
-use crate::events::record::{Kind, Record, names};
+use crate::events::record::{Kind, names};
 use anyhow::{Context, Result};
 use serde_json::{Map, Value};
+use std::collections::BTreeMap;
 use std::fs::File;
 use std::io::{self, Read};
 use std::path::Path;
@@ -18,6 +21,8 @@ use std::time::UNIX_EPOCH;
 pub const MAX_CONSOLE_LINE: usize = 64 * 1024;
 /// Longest text kept of one value.
 const MAX_VALUE: usize = 600;
+/// `clock` events that are kept: the init sends one at its start and one for each step of the clock.
+const MAX_POINTS: usize = 4096;
 
 /// What a line says about the boot.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -93,17 +98,39 @@ pub fn of_boot(boot: &Path, console: Option<&Path>) -> Result<Vec<AgentLine>> {
     read(file).with_context(|| format!("read {}", console.display()))
 }
 
-/// All lines of the agent in a console log.
+impl AgentEvent {
+    fn text_bytes(&self) -> usize {
+        match self {
+            Self::Ready => 0,
+            Self::CdiTryFailed { container, error, .. } => container.len() + error.len(),
+            Self::ContainerCreated { container, devices, .. } => container.len() + devices.len(),
+            Self::ContainerFailed { container, devices, error, .. } => container.len() + devices.len() + error.len(),
+        }
+    }
+}
+
+/// Whether there may be more lines than were kept.
+pub fn is_full(lines: &[AgentLine]) -> bool {
+    lines.len() >= MAX_AGENT_LINES || lines.iter().map(|line| line.event.text_bytes()).sum::<usize>() >= MAX_AGENT_TEXT
+}
+
+/// The lines of the agent in a console log, as many as fit.
 pub fn read(mut from: impl Read) -> io::Result<Vec<AgentLine>> {
     let mut lines = Lines::new(MAX_CONSOLE_LINE);
-    let mut found = Vec::new();
+    let mut found: Vec<AgentLine> = Vec::new();
+    let mut text = 0;
     let mut chunk = vec![0; 64 * 1024];
     loop {
         match from.read(&mut chunk) {
             Ok(0) => return Ok(found),
             Ok(n) => lines.push(&chunk[..n], |piece| {
-                if let Piece::Line(line) = piece {
-                    found.extend(parse(line));
+                if let Piece::Line(line) = piece
+                    && found.len() < MAX_AGENT_LINES
+                    && text < MAX_AGENT_TEXT
+                    && let Some(line) = parse(line)
+                {
+                    text += line.event.text_bytes();
+                    found.push(line);
                 }
             }),
             Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
@@ -123,8 +150,8 @@ pub struct Placed {
 /// Where the guest's wall clock stood beside its boot clock: its `clock` events.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct ClockPoints {
-    /// (CLOCK_REALTIME, CLOCK_BOOTTIME) in ns.
-    points: Vec<(i64, u64)>,
+    /// (CLOCK_REALTIME, CLOCK_BOOTTIME) in ns, by the first.
+    points: BTreeMap<i64, u64>,
 }
 
 impl ClockPoints {
@@ -132,9 +159,10 @@ impl ClockPoints {
     pub fn add(&mut self, record: &Record) {
         if record.kind == Kind::Event
             && record.name == names::CLOCK
-            && let Some(realtime_ns) = record.fields.get("realtime_ns").and_then(Value::as_i64)
+            && let Some(realtime_ns) = record.fields.get("realtime_ns").and_then(Field::as_i64)
+            && (self.points.len() < MAX_POINTS || self.points.contains_key(&realtime_ns))
         {
-            self.points.push((realtime_ns, record.boottime_ns));
+            self.points.entry(realtime_ns).or_insert(record.boottime_ns);
         }
     }
 
@@ -145,7 +173,10 @@ impl ClockPoints {
     /// By the nearest `clock` event (the guest's wall clock may be stepped between two). Without one: as if the guest's wall clock were the
     /// host's, which is approximate. None without either.
     pub fn place(&self, realtime_ns: i64, host: &Clock) -> Option<Placed> {
-        if let Some((realtime, boottime)) = self.points.iter().min_by_key(|(realtime, _)| realtime.abs_diff(realtime_ns)) {
+        let before = self.points.range(..=realtime_ns).next_back();
+        let after = self.points.range(realtime_ns..).next();
+        let nearest = before.into_iter().chain(after).min_by_key(|(realtime, _)| realtime.abs_diff(realtime_ns));
+        if let Some((realtime, boottime)) = nearest {
             let at = i128::from(*boottime) + i128::from(realtime_ns) - i128::from(*realtime);
             return Some(Placed { boottime_ns: u64::try_from(at.max(0)).ok()?, approximate: false });
         }
@@ -156,6 +187,7 @@ impl ClockPoints {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::events::record;
     use crate::host::clock::Sample;
 
     fn line(msg: &str, more: &str) -> String {
@@ -198,19 +230,9 @@ mod tests {
 
     #[test]
     fn lines_are_placed_by_the_nearest_clock_event_and_approximately_without_one() {
-        let clock_event = |boottime_ns, realtime_ns: i64| Record {
-            schema: 1,
-            seq: 0,
-            boottime_ns,
-            kind: Kind::Event,
-            name: names::CLOCK.into(),
-            level: Default::default(),
-            gpu: None,
-            span: None,
-            parent: None,
-            after: vec![],
-            error: None,
-            fields: Map::from_iter([("realtime_ns".to_string(), realtime_ns.into())]),
+        let clock_event = |boottime_ns, realtime_ns: i64| {
+            let fields = Map::from_iter([("realtime_ns".to_string(), realtime_ns.into())]);
+            Record::from(record::Record { boottime_ns, fields, ..record::Record::new(Kind::Event, names::CLOCK) })
         };
         let mut points = ClockPoints::default();
         let mut host = Clock::default();

@@ -7,11 +7,13 @@
 //!
 //! `boot.ndjson` of a guest is such a file without host lines.
 
+use super::budget::{MAX_GAPS, MAX_HOST_LINES, MAX_HOST_TEXT, MAX_LAST_WORDS, MAX_ORDERS, MAX_RECORDS, MAX_TEXT, TooLarge};
 use super::clock::{Clock, Sample};
 use super::framing::{Lines, Piece};
 use super::guest_clocks::GuestClocks;
+use super::record::{Names, Record};
 use super::text;
-use crate::events::record::{self, Header, Line, Record};
+use crate::events::record::{self, Header, Kind, Line, names};
 use serde::{Deserialize, Serialize};
 use std::io::{self, Read};
 
@@ -140,21 +142,34 @@ pub struct BootFile {
     pub bytes: u64,
     /// Bytes behind the last newline.
     pub unfinished: usize,
+    /// What is over the limits of [`super::budget`].
+    pub too_large: TooLarge,
+    kept: Kept,
+}
+
+/// How much of the budget is used.
+#[derive(Clone, Copy, Debug, Default)]
+struct Kept {
+    text: usize,
+    orders: usize,
+    last_words: usize,
+    host_text: usize,
 }
 
 impl BootFile {
     /// Reads to the end. Errors are those of reading; what stands in the file is never one.
     pub fn read(from: impl Read) -> io::Result<Self> {
         let mut file = Self::default();
-        let (bytes, unfinished) = for_each_line(from, |number, line| file.add(number, line))?;
+        let (bytes, unfinished) = for_each_line(from, |number, length, line| file.add(number, length, line))?;
         file.bytes = bytes;
         file.unfinished = unfinished;
+        file.records.shrink_to_fit();
         Ok(file)
     }
 
-    fn add(&mut self, number: u64, line: Result<FileLine, String>) {
+    fn add(&mut self, number: u64, length: usize, line: Result<FileLine, String>) {
         match line {
-            Ok(FileLine::Guest(Line::Header(header))) => match &self.header {
+            Ok(FileLine::Header(header)) => match &self.header {
                 None => self.header = Some(header),
                 Some(first) if first.boot_id == header.boot_id => {}
                 Some(first) => {
@@ -162,19 +177,55 @@ impl BootFile {
                     self.add_damage(number, why);
                 }
             },
-            Ok(FileLine::Guest(Line::Record(record))) => {
-                if self.seqs.insert(record.seq) {
-                    self.records.push(*record);
-                }
-            }
-            Ok(FileLine::Guest(Line::Pong(_))) => self.add_damage(number, "a pong, which is never stored".into()),
+            Ok(FileLine::Record(record)) => self.add_record(record),
+            Ok(FileLine::Pong) => self.add_damage(number, "a pong, which is never stored".into()),
             Ok(FileLine::Host(line)) => {
                 if let HostEvent::Dropped { last_seq, .. } = &line.event {
                     self.seqs.expect(*last_seq);
                 }
-                self.host.push(line);
+                self.add_host(line, length);
             }
             Err(why) => self.add_damage(number, why),
+        }
+    }
+
+    fn add_record(&mut self, record: Record) {
+        if self.seqs.ranges() > MAX_GAPS && self.seqs.is_apart(record.seq) {
+            self.too_large.records += 1;
+            return;
+        }
+        if !self.seqs.insert(record.seq) {
+            return;
+        }
+        let (text, orders) = (self.kept.text + record.text_bytes(), self.kept.orders + record.after().len());
+        if self.records.len() >= MAX_RECORDS || text > MAX_TEXT || orders > MAX_ORDERS {
+            // How a boot ended is worth more than what it said before.
+            let last_words = record.kind == Kind::Event && matches!(record.name.as_str(), names::SETTLED | names::POWER_OFF);
+            if !last_words || self.kept.last_words >= MAX_LAST_WORDS {
+                self.too_large.records += 1;
+                return;
+            }
+            self.kept.last_words += 1;
+        }
+        self.too_large.cut_records += u64::from(record.cut);
+        (self.kept.text, self.kept.orders) = (text, orders);
+        self.records.push(record);
+    }
+
+    /// The last sandbox is known however many lines there are.
+    fn add_host(&mut self, line: HostLine, length: usize) {
+        let is_sandbox = |line: &HostLine| matches!(line.event, HostEvent::Sandbox(_));
+        if self.host.len() < MAX_HOST_LINES && self.kept.host_text + length <= MAX_HOST_TEXT {
+            self.kept.host_text += length;
+            self.host.push(line);
+            return;
+        }
+        self.too_large.host_lines += 1;
+        if is_sandbox(&line) {
+            match self.host.iter_mut().rev().find(|known| is_sandbox(known)) {
+                Some(known) => *known = line,
+                None => self.host.push(line),
+            }
         }
     }
 
@@ -211,8 +262,7 @@ impl BootFile {
 
     /// The guest's clock beside the host's: by the collector's pings, and what of the guest's own samples does not contradict them.
     pub fn clock(&self) -> Clock {
-        let mut clock = Clock::default();
-        self.clock_samples().for_each(|sample| clock.add(sample));
+        let mut clock = Clock::of(self.clock_samples());
         GuestClocks::of(&self.records).add_to(&mut clock);
         clock
     }
@@ -225,9 +275,10 @@ impl BootFile {
     }
 }
 
-/// Hands over every complete line with its number, from 1, in bounded memory. Gives the bytes read and those behind the last newline.
-pub fn for_each_line(mut from: impl Read, mut each: impl FnMut(u64, Result<FileLine, String>)) -> io::Result<(u64, usize)> {
+/// Hands over every complete line with its number, from 1, and its length in bytes, in bounded memory. Gives the bytes read and those behind the last newline.
+pub fn for_each_line(mut from: impl Read, mut each: impl FnMut(u64, usize, Result<FileLine, String>)) -> io::Result<(u64, usize)> {
     let mut lines = Lines::new(record::MAX_LINE);
+    let mut names = Names::default();
     let mut chunk = vec![0; 64 * 1024];
     let (mut number, mut bytes) = (0, 0);
     loop {
@@ -241,8 +292,8 @@ pub fn for_each_line(mut from: impl Read, mut each: impl FnMut(u64, Result<FileL
         lines.push(&chunk[..n], |piece| {
             number += 1;
             match piece {
-                Piece::Line(line) => each(number, decode(line)),
-                Piece::TooLong(n) => each(number, Err(record::DecodeError::TooLong(n).to_string())),
+                Piece::Line(line) => each(number, line.len(), decode(line, &mut names)),
+                Piece::TooLong(n) => each(number, n, Err(record::DecodeError::TooLong(n).to_string())),
             }
         });
     }
@@ -251,14 +302,19 @@ pub fn for_each_line(mut from: impl Read, mut each: impl FnMut(u64, Result<FileL
 /// One line of a boot's file.
 #[derive(Debug)]
 pub enum FileLine {
-    Guest(Line),
+    Header(Header),
+    Record(Record),
+    /// Never stored by the collector.
+    Pong,
     Host(HostLine),
 }
 
 /// The guest's format goes first: a line that a guest could have sent is never taken for the collector's.
-pub fn decode(line: &[u8]) -> Result<FileLine, String> {
+pub fn decode(line: &[u8], names: &mut Names) -> Result<FileLine, String> {
     let error = match record::decode(line) {
-        Ok(line) => return Ok(FileLine::Guest(line)),
+        Ok(Line::Header(header)) => return Ok(FileLine::Header(header)),
+        Ok(Line::Record(record)) => return Ok(FileLine::Record(Record::new(*record, names))),
+        Ok(Line::Pong(_)) => return Ok(FileLine::Pong),
         Err(error) => error,
     };
     match serde_json::from_slice::<HostLine>(line) {

@@ -105,7 +105,20 @@ pub struct Clock {
 }
 
 impl Clock {
+    /// Of all these, in whatever order; each is looked at once.
+    pub fn of(samples: impl Iterator<Item = Sample>) -> Self {
+        let mut clock = Self::default();
+        samples.for_each(|sample| clock.insert(sample));
+        clock.find_breaks();
+        clock
+    }
+
     pub fn add(&mut self, sample: Sample) {
+        self.insert(sample);
+        self.find_breaks();
+    }
+
+    fn insert(&mut self, sample: Sample) {
         if self.samples.len() >= MAX_SAMPLES {
             let mut nth = 0usize;
             self.samples.retain(|_| {
@@ -115,7 +128,6 @@ impl Clock {
         }
         let at = self.samples.partition_point(|s| s.boottime_ns <= sample.boottime_ns);
         self.samples.insert(at, sample);
-        self.find_breaks();
     }
 
     /// Adds a sample that another clock gave, if it contradicts none; false: it was left out.

@@ -439,15 +439,8 @@ mod tests {
         let boot = Boot::new(&file, &agent);
         assert_eq!(judge(&boot, &state, &Ended::Complete, 3, b""), [""; 0]);
         assert_eq!(judge(&boot, &state, &Ended::Complete, 8, b""), ["asked for 8 GPUs, the guest found 3"]);
-        let gap = BootFile {
-            seqs: {
-                let mut s = file.seqs.clone();
-                s.insert(1000);
-                s
-            },
-            ..file
-        };
-        assert!(judge(&Boot::new(&gap, &agent), &state, &Ended::Complete, 3, b"")[0].ends_with("record(s) lost"));
+        file.seqs.insert(1000);
+        assert!(judge(&Boot::new(&file, &agent), &state, &Ended::Complete, 3, b"")[0].ends_with("record(s) lost"));
     }
 
     #[test]

@@ -28,7 +28,7 @@ impl Lines {
 
     /// Takes the next bytes and hands over every line that they complete, in order.
     pub fn push(&mut self, mut bytes: &[u8], mut each: impl FnMut(Piece)) {
-        while let Some(end) = bytes.iter().position(|b| *b == b'\n') {
+        while let Some(end) = memchr::memchr(b'\n', bytes) {
             let (head, rest) = bytes.split_at(end + 1);
             bytes = rest;
             let length = self.dropped.unwrap_or(self.partial.len()) + head.len();

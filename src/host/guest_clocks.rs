@@ -3,10 +3,10 @@
 //! Invariant: what cannot be true is left out and said, never shown. Nothing here moves a time that the collector's own pings vouch for.
 
 use super::clock::{Clock, Sample};
+use super::record::{Field, Record};
 use super::text::seconds;
-use crate::events::record::{Kind, Record, names};
+use crate::events::record::{Kind, names};
 use serde::Serialize;
-use serde_json::Value;
 
 /// The longest preparation of a VM that anybody reported took half an hour (1.2 TB of guest memory in 4 KiB pages). A TSC that is further along than this
 /// did not begin with the VM.
@@ -45,8 +45,8 @@ impl GuestClocks {
     pub fn of(records: &[Record]) -> Self {
         let mut clocks = Self::default();
         for record in records.iter().filter(|r| r.kind == Kind::Event) {
-            let unsigned = |key: &str| record.fields.get(key).and_then(Value::as_u64);
-            let signed = |key: &str| record.fields.get(key).and_then(Value::as_i64);
+            let unsigned = |key: &str| record.fields.get(key).and_then(Field::as_u64);
+            let signed = |key: &str| record.fields.get(key).and_then(Field::as_i64);
             match record.name.as_str() {
                 names::CLOCK_TSC if clocks.before_kernel.is_none() && clocks.notes.is_empty() => {
                     if let (Some(before_ns), Some(error_ns)) = (signed("before_kernel_ns"), unsigned("error_ns")) {
@@ -97,10 +97,11 @@ impl GuestClocks {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::events::record;
 
     fn event(name: &str, boottime_ns: u64, fields: &[(&str, i64)]) -> Record {
-        let fields = fields.iter().map(|(key, value)| (key.to_string(), Value::from(*value))).collect();
-        Record { boottime_ns, fields, ..Record::new(Kind::Event, name) }
+        let fields = fields.iter().map(|(key, value)| (key.to_string(), (*value).into())).collect();
+        record::Record { boottime_ns, fields, ..record::Record::new(Kind::Event, name) }.into()
     }
 
     fn tsc(before_ns: i64, error_ns: i64) -> GuestClocks {

@@ -6,15 +6,18 @@
 
 use super::agent_log::{AgentLine, ClockPoints};
 use super::clock::{Clock, Sample};
+use super::record::Record;
 use super::rows::{GpuName, Row, Tracker};
 use super::table::Table;
 use super::text::{Ink, seconds};
-use crate::events::record::{Kind, Record, names};
+use crate::events::record::{Kind, names};
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
 /// How long a row waits for an older one to arrive.
 const HOLD: Duration = Duration::from_millis(200);
+/// Rows that are held at once.
+const MAX_HELD: usize = 1024;
 /// Silence after which people wonder.
 const SILENCE: Duration = Duration::from_secs(1);
 /// How long an agent line waits for the `clock` event that places it.
@@ -146,6 +149,18 @@ impl Live {
         lines
     }
 
+    /// The older half of the rows where more are held than a boot ever has at once: a file that is read from its beginning.
+    pub fn spill(&mut self) -> Vec<String> {
+        let mut lines = Vec::new();
+        if self.held.len() >= MAX_HELD {
+            self.held.sort_by_key(|(_, row)| row.time_ns);
+            for (_, row) in self.held.drain(..MAX_HELD / 2).collect::<Vec<_>>() {
+                self.print(&row, &mut lines);
+            }
+        }
+        lines
+    }
+
     /// Everything that is left, at the end.
     pub fn finish(&mut self, now: Instant) -> Vec<String> {
         // Nothing is waited for any more.
@@ -232,7 +247,7 @@ mod tests {
             self.seq += 1;
             let line = format!(r#"{{"schema":1,"seq":{},"boottime_ns":{guest_ms}000000,{rest}}}"#, self.seq);
             let Ok(Line::Record(record)) = record::decode(line.as_bytes()) else { panic!("{line} does not decode") };
-            self.live.record(&record, self.at(ms));
+            self.live.record(&(*record).into(), self.at(ms));
         }
 
         /// What is printed at `ms`: the lines without their columns' padding.

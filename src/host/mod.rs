@@ -3,6 +3,7 @@
 pub mod account; // whose time a boot was: blame, critical path, coverage, comparisons
 pub mod agent_log; // the agent's lines in the console
 pub mod boot_file; // the file of one boot: its lines, reading it
+pub mod budget; // how much of a boot a reader keeps
 #[cfg(feature = "host")]
 pub mod cdi_check; // the subcommand cdi check: specs before the agents' own parsers
 pub mod clock; // the guest's clock beside the host's
@@ -20,6 +21,7 @@ pub mod install; // the subcommands install and uninstall
 pub mod live; // rows as they happen
 pub mod model; // what is known of a boot: records in, Boot out
 pub mod push; // OTLP to a receiver
+pub mod record; // a record as readers keep it: bounded, compact
 pub mod rows; // records into rows: side, what, how long
 pub mod severity; // how bad a finding is
 pub mod show; // the subcommand show

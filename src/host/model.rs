@@ -6,16 +6,17 @@
 use super::account::coverage::coverage;
 use super::account::from_boot;
 use super::account::timeline::Timeline;
-use super::agent_log::{AgentEvent, AgentLine, ClockPoints, Placed};
+use super::agent_log::{self, AgentEvent, AgentLine, ClockPoints, Placed};
 use super::boot_file::{BootFile, Damage, HostEvent, Imported, Sandbox};
+use super::budget::{MAX_CONTAINERS, MAX_GPUS, MAX_SPANS, TooLarge};
 use super::clock::{Clock, Drift, Sample, Wall};
 use super::guest_clocks::{BeforeKernel, GuestClocks, Printk};
 use super::import::agent as imported_agent;
-use crate::events::record::{Kind, Record, names};
+use super::record::{Field, Record, SpanFields, Text};
+use crate::events::record::{Kind, names};
 use crate::pci::PciAddress;
 use serde::Serialize;
-use serde_json::{Map, Value};
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashMap};
 
 /// Version of the JSON form of [`Boot`].
 pub const MODEL: u32 = 1;
@@ -25,6 +26,8 @@ pub const KERNEL_START: &str = "kernel start";
 pub const SETTLED: &str = "settled";
 /// Gaps that are named one by one.
 const MAX_NAMED_GAPS: usize = 32;
+/// Longest text about a failure, in bytes.
+const MAX_REASON: usize = 2000;
 
 /// One boot.
 #[derive(Clone, Debug, Default, Serialize)]
@@ -66,6 +69,9 @@ pub struct Boot {
     /// How much of the boot the steps explain; None when fewer than two milestones are known.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub coverage: Option<CoverageSummary>,
+    /// What is over the limits of [`super::budget`] and left out.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub too_large: Option<TooLarge>,
     /// What it was made of, if not of a guest's stream alone.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub imported: Option<Imported>,
@@ -212,7 +218,7 @@ pub struct Lost {
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Span {
     pub id: u64,
-    pub name: String,
+    pub name: Text,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub gpu: Option<PciAddress>,
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -226,9 +232,9 @@ pub struct Span {
     #[serde(skip_serializing_if = "Option::is_none")]
     pub end_ns: Option<u64>,
     #[serde(skip_serializing_if = "Option::is_none")]
-    pub error: Option<String>,
-    #[serde(skip_serializing_if = "Map::is_empty")]
-    pub fields: Map<String, Value>,
+    pub error: Option<Text>,
+    #[serde(skip_serializing_if = "SpanFields::is_empty")]
+    pub fields: SpanFields,
 }
 
 impl Span {
@@ -244,7 +250,9 @@ impl Boot {
         let mut points = ClockPoints::default();
         file.records.iter().for_each(|record| points.add(record));
         let records = in_time(&file.records);
-        let spans = spans(&records);
+        let mut too_large = file.too_large;
+        too_large.agent_lines = agent_log::is_full(agent);
+        let spans = spans(&records, &mut too_large);
 
         let mut boot = Boot {
             model: MODEL,
@@ -252,7 +260,7 @@ impl Boot {
             version: file.header.as_ref().map(|h| h.version.clone()),
             kernel: file.header.as_ref().map(|h| h.kernel.clone()),
             sandbox: file.sandbox().cloned(),
-            gpus: gpus(&records, &spans),
+            gpus: gpus(&records, &spans, &mut too_large),
             clock: clock_summary(file, &clock),
             lost: Lost { records: file.seqs.missing(), gaps: file.seqs.gaps().take(MAX_NAMED_GAPS).collect(), reported_by_guest: 0 },
             damaged_lines: file.damaged,
@@ -278,9 +286,9 @@ impl Boot {
         for record in records.iter().filter(|r| r.kind == Kind::Event) {
             match record.name.as_str() {
                 names::SETTLED => boot.settled_ns = Some(record.boottime_ns),
-                names::POWER_OFF => boot.power_off = Some(record.error.clone().unwrap_or_default()),
+                names::POWER_OFF => boot.power_off = Some(record.error.as_deref().unwrap_or_default().to_string()),
                 names::STREAM_LOST => {
-                    let lost = record.fields.get("lost").and_then(Value::as_u64).unwrap_or(0);
+                    let lost = record.fields.get("lost").and_then(Field::as_u64).unwrap_or(0);
                     boot.lost.reported_by_guest = boot.lost.reported_by_guest.saturating_add(lost);
                 }
                 _ => {}
@@ -296,6 +304,9 @@ impl Boot {
             let at_ns = placed.map(|p| p.boottime_ns);
             let approximate = placed.is_some_and(|p| p.approximate);
             match event {
+                AgentEvent::ContainerCreated { .. } | AgentEvent::ContainerFailed { .. } if boot.containers.len() >= MAX_CONTAINERS => {
+                    too_large.containers += 1;
+                }
                 AgentEvent::Ready => ready = ready.or(placed),
                 AgentEvent::CdiTryFailed { .. } => {}
                 AgentEvent::ContainerCreated { container: name, devices, tries } => {
@@ -306,9 +317,10 @@ impl Boot {
                 }
             }
         }
+        boot.too_large = too_large.some();
         boot.containers.sort_by_key(|c| c.at_ns.unwrap_or(u64::MAX));
         let event = |name: &str| {
-            let first = records.iter().find(|r| r.kind == Kind::Event && r.name == name);
+            let first = records.iter().find(|r| r.kind == Kind::Event && r.name == *name);
             first.map(|r| (r.boottime_ns, imported_agent::is_approximate(r)))
         };
         let created: Vec<(u64, bool)> =
@@ -365,44 +377,96 @@ pub fn in_time(records: &[Record]) -> Vec<&Record> {
     sorted
 }
 
-fn spans(records: &[&Record]) -> Vec<Span> {
-    let mut order = Vec::new();
-    let mut by_id: BTreeMap<u64, Span> = BTreeMap::new();
+fn spans(records: &[&Record], too_large: &mut TooLarge) -> Vec<Span> {
+    let mut spans: Vec<Span> = Vec::new();
+    let mut by_id: HashMap<u64, usize> = HashMap::new();
     for record in records {
         let Some(id) = record.span else { continue };
-        let span = by_id.entry(id).or_insert_with(|| {
-            order.push(id);
-            Span {
-                id,
-                name: record.name.clone(),
-                gpu: record.gpu,
-                parent: record.parent,
-                after: record.after.clone(),
-                begin_ns: None,
-                end_ns: None,
-                error: None,
-                fields: Map::new(),
+        let at = match by_id.get(&id) {
+            Some(at) => *at,
+            None if spans.len() >= MAX_SPANS => {
+                // Both its records: which one is the second would take memory to know.
+                too_large.spans += 1;
+                continue;
             }
-        });
+            None => {
+                by_id.insert(id, spans.len());
+                spans.push(Span {
+                    id,
+                    name: record.name.clone(),
+                    gpu: record.gpu,
+                    parent: record.parent,
+                    after: record.after().to_vec(),
+                    begin_ns: None,
+                    end_ns: None,
+                    error: None,
+                    fields: SpanFields::default(),
+                });
+                spans.len() - 1
+            }
+        };
+        let Some(span) = spans.get_mut(at) else { continue };
         match record.kind {
-            Kind::Begin => span.begin_ns = Some(record.boottime_ns),
+            Kind::Begin => {
+                span.begin_ns = Some(record.boottime_ns);
+                span.fields.begin = record.fields.clone();
+            }
             Kind::End => {
                 span.end_ns = Some(record.boottime_ns);
                 span.error.clone_from(&record.error);
+                span.fields.end = record.fields.clone();
             }
             Kind::Event | Kind::Kmsg => {}
         }
         span.gpu = span.gpu.or(record.gpu);
-        span.fields.extend(record.fields.clone());
     }
-    order.into_iter().filter_map(|id| by_id.remove(&id)).collect()
+    spans
 }
 
-fn gpus(records: &[&Record], spans: &[Span]) -> Vec<Gpu> {
+/// The start of a text, at most [`MAX_REASON`] bytes.
+fn start(text: &str) -> String {
+    let mut end = text.len().min(MAX_REASON);
+    while !text.is_char_boundary(end) {
+        end -= 1;
+    }
+    text.get(..end).unwrap_or_default().to_string()
+}
+
+/// When the steps of GPUs began, by step and GPU.
+struct Beginnings(HashMap<(&'static str, PciAddress), Vec<u64>>);
+
+impl Beginnings {
+    /// `spans`: in order of their beginning.
+    fn of(spans: &[Span], wanted: &[&'static str]) -> Self {
+        let mut all: HashMap<_, Vec<u64>> = HashMap::new();
+        for span in spans {
+            if let (Some(name), Some(gpu), Some(begin_ns)) = (wanted.iter().find(|w| span.name == **w), span.gpu, span.begin_ns) {
+                all.entry((*name, gpu)).or_default().push(begin_ns);
+            }
+        }
+        // A span whose records are not in order of time stands where its first one is.
+        all.values_mut().for_each(|times| times.sort_unstable());
+        Self(all)
+    }
+
+    /// How long the last one that had begun by then had lasted.
+    fn took_ns(&self, name: &'static str, gpu: PciAddress, at_ns: u64) -> Option<u64> {
+        let times = self.0.get(&(name, gpu))?;
+        let last = times.get(times.partition_point(|begin| *begin <= at_ns).checked_sub(1)?)?;
+        at_ns.checked_sub(*last)
+    }
+}
+
+fn gpus(records: &[&Record], spans: &[Span], too_large: &mut TooLarge) -> Vec<Gpu> {
     let mut gpus: BTreeMap<PciAddress, Gpu> = BTreeMap::new();
+    let beginnings = Beginnings::of(spans, &[names::GPU_BIND, names::GPU_INIT]);
     for record in records {
         // The kernel's lines name every PCI function there is.
         let Some(address) = record.gpu.filter(|_| record.kind != Kind::Kmsg) else { continue };
+        if gpus.len() >= MAX_GPUS && !gpus.contains_key(&address) {
+            too_large.gpu_records += 1;
+            continue;
+        }
         let gpu = gpus.entry(address).or_insert_with(|| Gpu {
             address,
             index: None,
@@ -419,12 +483,8 @@ fn gpus(records: &[&Record], spans: &[Span]) -> Vec<Gpu> {
             continue;
         }
         let at_ns = record.boottime_ns;
-        let number = |key: &str| record.fields.get(key).and_then(Value::as_u64);
-        // The last successful span of that name that has to do with this event.
-        let took = |name: &str| {
-            let of_gpu = spans.iter().rev().find(|s| s.name == name && s.gpu == Some(address) && s.begin_ns.is_some_and(|b| b <= at_ns));
-            of_gpu.and_then(|s| at_ns.checked_sub(s.begin_ns?))
-        };
+        let number = |key: &str| record.fields.get(key).and_then(Field::as_u64);
+        let took = |name| beginnings.took_ns(name, address, at_ns);
         match record.name.as_str() {
             names::GPU_FOUND => {
                 gpu.found_ns = gpu.found_ns.or(Some(at_ns));
@@ -440,9 +500,9 @@ fn gpus(records: &[&Record], spans: &[Span]) -> Vec<Gpu> {
             }
             names::GPU_USABLE => gpu.usable = Some(Step { at_ns, took_ns: took(names::GPU_INIT) }),
             names::GPU_FAILED => {
-                let field = |key: &str| record.fields.get(key).and_then(Value::as_str).unwrap_or("?").to_string();
-                let reason = record.error.clone().unwrap_or_else(|| field("reason"));
-                gpu.failed = Some(Failure { at_ns, step: field("step"), reason });
+                let field = |key: &str| record.fields.get(key).and_then(Field::as_str).unwrap_or("?");
+                let reason = start(record.error.as_deref().unwrap_or_else(|| field("reason")));
+                gpu.failed = Some(Failure { at_ns, step: start(field("step")), reason });
             }
             _ => {}
         }
@@ -456,7 +516,7 @@ fn gpus(records: &[&Record], spans: &[Span]) -> Vec<Gpu> {
             // What began last is what it is in.
             // The lane waits for the GPU, not the GPU for the lane.
             (Some(since_ns), None) if gpu.usable.is_none() && gpu.failed.is_none() && span.name != names::LANE_WAIT => {
-                gpu.still = Some(OpenStep { step: span.name.clone(), since_ns });
+                gpu.still = Some(OpenStep { step: span.name.to_string(), since_ns });
             }
             _ => {}
         }

@@ -5,10 +5,10 @@
 
 use super::agent_log::AgentEvent;
 use super::import::{self, agent};
+use super::record::{Field, Record};
 use super::text;
-use crate::events::record::{Kind, Level, Record, names};
+use crate::events::record::{Kind, Level, names};
 use crate::pci::PciAddress;
-use serde_json::Value;
 use std::collections::{BTreeMap, HashMap, HashSet};
 
 /// Open spans that are remembered. A boot has some dozen; a guest that opens them without end gets no duration for the rest.
@@ -148,19 +148,19 @@ impl Tracker {
             let gpu = record.gpu.map(|address| self.gpu_name(address));
             let mut fields = fields_text(record);
             fields.truncate(MAX_BEGIN_TEXT);
-            let open = Open { name: record.name.clone(), gpu, begin_ns: record.boottime_ns, parent: record.parent, fields };
+            let open = Open { name: record.name.to_string(), gpu, begin_ns: record.boottime_ns, parent: record.parent, fields };
             self.open.insert(id, open);
         }
     }
 
     fn learn_gpu(&mut self, address: PciAddress, record: &Record) {
-        if let Some(index) = record.fields.get("index").and_then(Value::as_u64)
+        if let Some(index) = record.fields.get("index").and_then(Field::as_u64)
             && (self.index.len() < MAX_GPUS || self.index.contains_key(&address))
         {
             self.index.insert(address, index);
         }
         let remembered = [(Kind::Begin, names::GPU_BIND), (Kind::Begin, names::GPU_INIT), (Kind::Event, names::GPU_BOUND)];
-        if let Some((_, name)) = remembered.into_iter().find(|(kind, name)| *kind == record.kind && *name == record.name)
+        if let Some((_, name)) = remembered.into_iter().find(|(kind, name)| *kind == record.kind && record.name == *name)
             && self.times.len() < MAX_GPUS * remembered.len()
         {
             self.times.insert((address, name), record.boottime_ns);
@@ -229,7 +229,7 @@ fn side(record: &Record) -> Side {
 }
 
 fn kmsg_text(record: &Record) -> &str {
-    record.fields.get("text").and_then(Value::as_str).unwrap_or("")
+    record.fields.get("text").and_then(Field::as_str).unwrap_or("")
 }
 
 fn tone(record: &Record) -> Tone {
@@ -238,7 +238,7 @@ fn tone(record: &Record) -> Tone {
         (_, names::GPU_FAILED | names::POWER_OFF) => Tone::Error,
         _ if record.kind == Kind::End && record.error.is_some() => Tone::Error,
         (Level::Warn, _) | (_, names::GPU_LATE | names::STREAM_LOST) => Tone::Warning,
-        (_, names::SETTLED) if record.fields.get("failed").and_then(Value::as_u64).unwrap_or(0) > 0 => Tone::Warning,
+        (_, names::SETTLED) if record.fields.get("failed").and_then(Field::as_u64).unwrap_or(0) > 0 => Tone::Warning,
         (_, names::GPU_USABLE | names::SETTLED) => Tone::Good,
         (Level::Info | Level::Debug | Level::Trace, _) => Tone::Plain,
     }
@@ -302,15 +302,11 @@ const OF_GPUS: [&str; 3] = ["index", "inode", "bind_inode"];
 fn fields_text(record: &Record) -> String {
     let mut out = String::new();
     for (key, value) in &record.fields {
-        if key == agent::MARK || (OF_GPUS.contains(&key.as_str()) && record.gpu.is_some()) || (key == "reason" && record.error.is_some()) {
+        if key == agent::MARK || (OF_GPUS.contains(&key) && record.gpu.is_some()) || (key == "reason" && record.error.is_some()) {
             continue;
         }
-        let value = match value {
-            Value::String(text) => text.clone(),
-            Value::Null | Value::Bool(_) | Value::Number(_) | Value::Array(_) | Value::Object(_) => value.to_string(),
-        };
         let key = text::printable_start(key.as_bytes(), MAX_VALUE);
-        let value = text::printable_start(value.as_bytes(), MAX_VALUE);
+        let value = text::printable_start(value.shown().as_bytes(), MAX_VALUE);
         let quote = if value.contains(' ') { "\"" } else { "" };
         out.push_str(&format!(" {key}={quote}{value}{quote}"));
     }
@@ -329,7 +325,7 @@ mod tests {
             let Ok(Line::Record(record)) = record::decode(line.as_bytes()) else { panic!("{line} does not decode") };
             record
         };
-        lines.iter().enumerate().map(decode).map(|record| tracker.row(&record)).collect()
+        lines.iter().enumerate().map(decode).map(|record| tracker.row(&(*record).into())).collect()
     }
 
     #[test]
@@ -389,7 +385,7 @@ mod tests {
                 "x".repeat(9000)
             );
             let Ok(Line::Record(record)) = record::decode(line.as_bytes()) else { panic!("does not decode") };
-            tracker.row(&record);
+            tracker.row(&(*record).into());
         }
         assert_eq!(tracker.open.len(), MAX_OPEN);
         assert!(tracker.open.values().all(|o| o.fields.len() <= MAX_BEGIN_TEXT));

@@ -1,17 +1,18 @@
 //! `kata-gpu-boot show`: the table and the summary of one boot, from its file.
 
-use super::agent_log::{self, AgentLine, ClockPoints};
+use super::agent_log::{self, AgentLine, ClockPoints, Placed};
 use super::boot_file::{BootFile, EXTENSION, HostEvent, Sandbox};
 use super::guest_clocks::GuestClocks;
 use super::model::{Boot, KERNEL_START, in_time};
+use super::record::Record;
 use super::rows::{Row, Side, Tracker};
 use super::summary::summary;
 use super::table::Table;
-use super::text::{Screen, ascii_json, error_bound, printable};
+use super::text::{Screen, error_bound, printable, write_ascii_json};
 use crate::events::record::is_boot_id;
 use anyhow::{Context, Result, bail};
 use std::fs::File;
-use std::io::{self, ErrorKind, Write};
+use std::io::{self, BufWriter, ErrorKind, Write};
 use std::path::{Path, PathBuf};
 
 const HELP: &str = "\
@@ -56,8 +57,10 @@ pub fn run(args: &Args) -> Result<()> {
     let file = read_boot(&path)?;
     let agent = agent_log::of_boot(&path, args.console.as_deref())?;
     let boot = Boot::new(&file, &agent);
-    let text = if args.json { ascii_json(&boot)? } else { page(&file, &agent, &boot, args.verbose, Screen::of_stdout()) };
-    print(&text)
+    print_with(|out| match args.json {
+        true => write_ascii_json(out, &boot),
+        false => write_page(out, &file, &agent, &boot, args.verbose, Screen::of_stdout()),
+    })
 }
 
 /// Reads a boot's file. A file with nothing of ours in it is an error; damage in one that has is not.
@@ -71,10 +74,15 @@ pub fn read_boot(path: &Path) -> Result<BootFile> {
     Ok(boot)
 }
 
-/// Writes to standard output. Somebody who closes it (head, a pager) has seen enough: no error.
+/// Writes a text to standard output.
 pub fn print(text: &str) -> Result<()> {
-    let mut out = io::stdout().lock();
-    match out.write_all(text.as_bytes()).and_then(|()| out.flush()) {
+    print_with(|out| out.write_all(text.as_bytes()))
+}
+
+/// Writes to standard output, part by part. Somebody who closes it (head, a pager) has seen enough: no error.
+pub fn print_with(write: impl FnOnce(&mut dyn Write) -> io::Result<()>) -> Result<()> {
+    let mut out = BufWriter::new(io::stdout().lock());
+    match write(&mut out).and_then(|()| out.flush()) {
         Err(e) if e.kind() == ErrorKind::BrokenPipe => Ok(()),
         done => done.context("write to standard output"),
     }
@@ -139,24 +147,37 @@ pub fn dated(dir: &Path) -> Result<Vec<PathBuf>> {
 }
 
 /// Table and summary.
-pub(crate) fn page(file: &BootFile, agent: &[AgentLine], boot: &Boot, verbose: bool, screen: Screen) -> String {
+pub(crate) fn page(file: &BootFile, agent: &[AgentLine], boot: &Boot, verbose: bool, screen: Screen) -> Result<String> {
+    let mut out = Vec::new();
+    write_page(&mut out, file, agent, boot, verbose, screen)?;
+    String::from_utf8(out).context("a page is ASCII")
+}
+
+/// The same row by row: a boot can have as many as a reader keeps records, each of several thousand characters.
+fn write_page(out: &mut dyn Write, file: &BootFile, agent: &[AgentLine], boot: &Boot, verbose: bool, screen: Screen) -> io::Result<()> {
     let table = Table { screen };
-    let mut lines = Vec::new();
     if let Some(header) = &file.header {
         let (version, kernel) = (printable(&header.version), printable(&header.kernel));
-        lines.push(format!("boot {}, kata-gpu-init {version}, kernel {kernel}", header.boot_id));
-        lines.extend(file.sandbox().map(sandbox_line));
-        lines.push(String::new());
+        writeln!(out, "boot {}, kata-gpu-init {version}, kernel {kernel}", header.boot_id)?;
+        if let Some(sandbox) = file.sandbox() {
+            writeln!(out, "{}", sandbox_line(sandbox))?;
+        }
+        writeln!(out)?;
     }
-    lines.push(table.head());
+    writeln!(out, "{}", table.head())?;
     let mut last = None;
-    for row in rows(file, agent).iter().filter(|row| verbose || !row.detail) {
-        lines.extend(table.lines(row, last));
-        last = Some(row.time_ns);
+    let mut tracker = Tracker::default();
+    for (_, moment) in moments(file, agent) {
+        let row = moment.row(&mut tracker);
+        if verbose || !row.detail {
+            for line in table.lines(&row, last) {
+                writeln!(out, "{line}")?;
+            }
+            last = Some(row.time_ns);
+        }
     }
-    lines.push(String::new());
-    lines.extend(summary(boot, &screen));
-    lines.join("\n") + "\n"
+    writeln!(out)?;
+    summary(boot, &screen).iter().try_for_each(|line| writeln!(out, "{line}"))
 }
 
 /// Whose VM it is.
@@ -168,39 +189,59 @@ fn sandbox_line(sandbox: &Sandbox) -> String {
     format!("{}sandbox {}", pod.unwrap_or_default(), printable(&sandbox.id))
 }
 
+/// What becomes a row.
+enum Moment<'a> {
+    Fixed(Box<Row>),
+    Record(&'a Record),
+    Agent(&'a AgentLine, Placed),
+    Connected { peer: &'a str, at_ns: u64 },
+}
+
+impl Moment<'_> {
+    fn row(self, tracker: &mut Tracker) -> Row {
+        match self {
+            Self::Fixed(row) => *row,
+            Self::Record(record) => tracker.row(record),
+            Self::Agent(line, placed) => tracker.agent_row(&line.event, placed.boottime_ns, placed.approximate),
+            Self::Connected { peer, at_ns } => Row::plain(at_ns, Side::Host, format!("collector connected to {}", printable(peer))),
+        }
+    }
+}
+
 /// Everything that has a time, in order.
-fn rows(file: &BootFile, agent: &[AgentLine]) -> Vec<Row> {
+fn moments<'a>(file: &'a BootFile, agent: &'a [AgentLine]) -> Vec<(u64, Moment<'a>)> {
     let clock = file.clock();
     let mut points = ClockPoints::default();
     file.records.iter().for_each(|record| points.add(record));
-    let mut tracker = Tracker::default();
-    let zero = file.imported().map(|i| i.zero.as_str()).filter(|zero| *zero != KERNEL_START);
-    let mut rows = vec![zero.map_or_else(Row::kernel_start, |zero| Row::plain(0, Side::Host, format!("0 is {}", printable(zero))))];
+    let mut moments = Vec::new();
+    let mut fixed = |row: Row| moments.push((row.time_ns, Moment::Fixed(Box::new(row))));
     if let Some(before) = GuestClocks::of(&file.records).before_kernel {
         let what = format!("VMM and firmware, until the kernel's clock began ({}, by the TSC)", error_bound(before.error_ns));
-        rows.insert(0, Row { took_ns: Some(before.took_ns), ..Row::plain(0, Side::Host, what) });
+        fixed(Row { took_ns: Some(before.took_ns), ..Row::plain(0, Side::Host, what) });
     }
-    rows.extend(in_time(&file.records).into_iter().map(|record| tracker.row(record)));
+    let zero = file.imported().map(|i| i.zero.as_str()).filter(|zero| *zero != KERNEL_START);
+    fixed(zero.map_or_else(Row::kernel_start, |zero| Row::plain(0, Side::Host, format!("0 is {}", printable(zero)))));
+    moments.extend(in_time(&file.records).into_iter().map(|record| (record.boottime_ns, Moment::Record(record))));
     for line in agent {
-        if let Some(placed) = points.place(line.realtime_ns, &clock) {
-            rows.push(tracker.agent_row(&line.event, placed.boottime_ns, placed.approximate));
-        }
+        let placed = points.place(line.realtime_ns, &clock);
+        moments.extend(placed.map(|placed| (placed.boottime_ns, Moment::Agent(line, placed))));
     }
     for line in &file.host {
         if let HostEvent::Connected { peer, .. } = &line.event
-            && let Some(time_ns) = clock.boottime_at(line.realtime_ns)
+            && let Some(at_ns) = clock.boottime_at(line.realtime_ns)
         {
-            rows.push(Row::plain(time_ns, Side::Host, format!("collector connected to {}", printable(peer))));
+            moments.push((at_ns, Moment::Connected { peer, at_ns }));
         }
     }
-    rows.sort_by_key(|row| row.time_ns);
-    rows
+    moments.sort_by_key(|(at_ns, _)| *at_ns);
+    moments
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
     use crate::host::testing::{TempDir, golden, tests_dir};
+    use crate::host::text::ascii_json;
 
     const BOOT: &str = "hand-made-3-gpus-one-fails";
     /// A boot of the simulator guest in QEMU without KVM, as the collector wrote it; of its console, the agent's lines.
@@ -221,12 +262,12 @@ mod tests {
         let (file, agent) = fixture_of(RECORDED);
         let boot = Boot::new(&file, &agent);
         assert_eq!((boot.gpus.len(), boot.containers.len(), boot.lost.records, boot.damaged_lines), (8, 2, 0, 0));
-        golden(&format!("{RECORDED}.show"), &page(&file, &agent, &boot, false, Screen::PLAIN));
+        golden(&format!("{RECORDED}.show"), &page(&file, &agent, &boot, false, Screen::PLAIN).unwrap());
     }
 
     fn shown(verbose: bool, screen: Screen) -> String {
         let (file, agent) = fixture();
-        page(&file, &agent, &Boot::new(&file, &agent), verbose, screen)
+        page(&file, &agent, &Boot::new(&file, &agent), verbose, screen).unwrap()
     }
 
     #[test]
@@ -248,7 +289,7 @@ mod tests {
         file.records.retain(|r| r.name != crate::events::record::names::CLOCK);
         let boot = Boot::new(&file, &agent);
         assert!(boot.milestones.iter().any(|m| m.name == "agent ready" && m.approximate));
-        assert!(page(&file, &agent, &boot, false, Screen::PLAIN).contains("~ approximate"));
+        assert!(page(&file, &agent, &boot, false, Screen::PLAIN).unwrap().contains("~ approximate"));
         file.host.clear();
         let boot = Boot::new(&file, &agent);
         assert!(boot.milestones.iter().all(|m| m.wall.is_none()));
@@ -263,7 +304,7 @@ mod tests {
             let file = BootFile::read(&whole[..end]).unwrap();
             let boot = Boot::new(&file, &[]);
             assert_eq!(boot.damaged_lines, 0, "a half-written line is not damage");
-            assert!(page(&file, &[], &boot, true, Screen::PLAIN).contains("MILESTONE"));
+            assert!(page(&file, &[], &boot, true, Screen::PLAIN).unwrap().contains("MILESTONE"));
         }
     }
 
@@ -287,7 +328,7 @@ mod tests {
         assert_eq!((file.records.len(), file.damaged), (3, 1), "{:?}", file.damage);
         let boot = Boot::new(&file, &[]);
         for width in [None, Some(80)] {
-            let text = page(&file, &[], &boot, true, Screen { width, colour: false });
+            let text = page(&file, &[], &boot, true, Screen { width, colour: false }).unwrap();
             assert!(text.bytes().all(|b| b == b'\n' || (b' '..=b'~').contains(&b)), "{text:?}");
         }
     }

@@ -187,6 +187,7 @@ pub fn complaints(boot: &Boot) -> Vec<String> {
     if let Some(why) = &boot.capped {
         out.push(format!("the collector stopped storing this boot at {}", printable(why)));
     }
+    out.extend(boot.too_large.map(|too_large| too_large.sentence()));
     if boot.damaged_lines > 0 {
         out.push(format!("{} damaged line(s) in the file:", boot.damaged_lines));
         out.extend(boot.damage.iter().map(|d| format!("    line {}: {}", d.line, d.why)));

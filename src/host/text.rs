@@ -5,7 +5,7 @@
 
 use anyhow::{Context, Result};
 use serde::Serialize;
-use std::io::IsTerminal;
+use std::io::{self, IsTerminal, Write};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 /// Longest value that is shown of a finding, in bytes.
@@ -39,17 +39,38 @@ pub fn clipped(text: &str) -> String {
 
 /// JSON in ASCII: what does not print, in a text of a file, is an escape.
 pub fn ascii_json(value: &impl Serialize) -> Result<String> {
-    let text = serde_json::to_string_pretty(value).context("write the report as JSON")?;
-    let mut out = String::with_capacity(text.len());
-    for c in text.chars() {
-        match c {
-            '\n' | ' '..='~' => out.push(c),
+    let mut out = Vec::new();
+    write_ascii_json(&mut out, value).context("write the report as JSON")?;
+    String::from_utf8(out).context("write the report as JSON")
+}
+
+/// The same into a file or pipe, without a copy in memory.
+pub fn write_ascii_json(out: &mut dyn Write, value: &impl Serialize) -> io::Result<()> {
+    serde_json::to_writer_pretty(AsciiJson(&mut *out), value)?;
+    out.write_all(b"\n")
+}
+
+/// Writes JSON on, with escapes for what is not ASCII.
+struct AsciiJson<'a>(&'a mut dyn Write);
+
+impl Write for AsciiJson<'_> {
+    /// serde_json hands over whole characters.
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        let text = std::str::from_utf8(bytes).map_err(|e| io::Error::new(io::ErrorKind::InvalidData, e))?;
+        for part in text.split_inclusive(|c| !matches!(c, '\n' | ' '..='~')) {
+            let foreign = part.chars().next_back().filter(|c| !matches!(c, '\n' | ' '..='~'));
+            self.0.write_all(part.get(..part.len() - foreign.map_or(0, char::len_utf8)).unwrap_or_default().as_bytes())?;
             // Stands in strings only; JSON wants UTF-16.
-            c => c.encode_utf16(&mut [0; 2]).iter().for_each(|unit| out.push_str(&format!("\\u{unit:04x}"))),
+            for unit in foreign.into_iter().flat_map(|c| c.encode_utf16(&mut [0; 2]).to_vec()) {
+                write!(self.0, "\\u{unit:04x}")?;
+            }
         }
+        Ok(bytes.len())
     }
-    out.push('\n');
-    Ok(out)
+
+    fn flush(&mut self) -> io::Result<()> {
+        self.0.flush()
+    }
 }
 
 /// The start of some bytes, at most `max` of them, as [`printable`]; bytes that are not UTF-8 become `\u{fffd}`.

@@ -274,15 +274,14 @@ fn status(pid: u32, field: &str) -> Result<u64> {
 
 /// Counts what stands in the files: records, each once, and those that are missing without the file's saying so.
 fn stored(boots: &Path, vms: usize, records: u64) -> Result<(u64, u64)> {
-    use kata_gpu_init::events::record::Line;
     use kata_gpu_init::host::boot_file::HostEvent;
     let (mut stored, mut missing) = (0, 0);
     for n in 0..vms {
         let path = boots.join(format!("{}.ndjson", boot_id(n)));
         let file = std::fs::File::open(&path).with_context(|| format!("open {}", path.display()))?;
         let (mut seqs, mut here, mut counted) = (SeqSet::default(), 0, 0);
-        for_each_line(file, |_, line| match line {
-            Ok(FileLine::Guest(Line::Record(record))) => here += u64::from(seqs.insert(record.seq)),
+        for_each_line(file, |_, _, line| match line {
+            Ok(FileLine::Record(record)) => here += u64::from(seqs.insert(record.seq)),
             Ok(FileLine::Host(line)) => {
                 if let HostEvent::Lost { count, .. } = line.event {
                     counted = count;

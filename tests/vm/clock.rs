@@ -138,7 +138,8 @@ fn bound_holds(context: &TestContext) -> Result<Outcome> {
 
 /// What the guest says of its log's clock and of the time before its kernel, against what the host knows: the VM's TSC cannot be older than the VM.
 fn guests_own_clocks(records: &[Record], clock: &Clock, started_ns: i64) -> Result<String> {
-    let guest = GuestClocks::of(records);
+    let records: Vec<_> = records.iter().cloned().map(Into::into).collect();
+    let guest = GuestClocks::of(&records);
     let printk = guest.printk.context("no clock.printk")?;
     let error_ns = printk.error_ns.context("the difference of the kernel's log has no bound")?;
     ensure!(printk.offset_ns.unsigned_abs() < 1_000_000_000 && error_ns < 100_000_000, "{printk:?}");

@@ -6,13 +6,13 @@
 use super::super::agent_log::{AgentEvent, AgentLine, ClockPoints};
 use super::super::boot_file::BootFile;
 use super::super::model::{Boot, Gpu, SETTLED};
+use super::super::record::Field;
 use super::super::rows::GpuName;
 use super::phase::{classify, derived};
 use super::story::{Milestone, Step, Story};
 use super::{agent_steps, kernel_steps};
 use crate::events::record::{Kind, names};
 use crate::pci::PciAddress;
-use serde_json::Value;
 use std::collections::{BTreeMap, HashMap};
 
 /// The milestone before all others, where it is known: the VM's first CPU was made.
@@ -116,7 +116,7 @@ fn gpus(boot: &Boot, file: &BootFile) -> HashMap<PciAddress, GpuFacts> {
     let mut gpus: HashMap<PciAddress, GpuFacts> = boot.gpus.iter().map(|g| (g.address, facts(g))).collect();
     for record in file.records.iter().filter(|r| r.name == names::GPU_FOUND) {
         // `10de:2330`, in earlier versions `0x2330`.
-        let id = record.fields.get("device").and_then(Value::as_str).and_then(|d| d.rsplit([':', 'x']).next());
+        let id = record.fields.get("device").and_then(Field::as_str).and_then(|d| d.rsplit([':', 'x']).next());
         if let Some(gpu) = record.gpu.and_then(|address| gpus.get_mut(&address)) {
             gpu.device = id.and_then(|id| u16::from_str_radix(id, 16).ok());
         }
@@ -131,12 +131,12 @@ fn spans(telling: &mut Telling) {
     let index: HashMap<u64, usize> = kept().enumerate().map(|(i, span)| (span.id, i)).collect();
     for span in kept() {
         let detail = match span.name.as_str() {
-            names::MODULE_LOAD => span.fields.get("module").and_then(Value::as_str).unwrap_or(""),
+            names::MODULE_LOAD => span.fields.get("module").and_then(Field::as_str).unwrap_or(""),
             _ => "",
         };
         let step = Step {
             span: Some(span.id),
-            name: span.name.clone(),
+            name: span.name.to_string(),
             detail: detail.to_string(),
             gpu: span.gpu.map(|address| telling.gpu_name(address)),
             begin_ns: ns(span.begin_ns.unwrap_or(0)),
@@ -205,7 +205,7 @@ fn settling(telling: &mut Telling) -> Option<usize> {
 /// Where the boot's strategy was to initialise one GPU after another, each had to wait for the one before.
 fn chain_serial_initialisation(telling: &mut Telling) {
     let strategy = telling.file.records.iter().find(|r| r.kind == Kind::Event && r.name == names::STRATEGY);
-    if strategy.and_then(|r| r.fields.get("init")).and_then(Value::as_str) != Some("serial") {
+    if strategy.and_then(|r| r.fields.get("init")).and_then(Field::as_str) != Some("serial") {
         return;
     }
     let mut inits: Vec<(i64, usize)> = Vec::new();

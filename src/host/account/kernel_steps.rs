@@ -3,9 +3,9 @@
 use super::from_boot::{Telling, ns};
 use super::phase::derived;
 use super::story::Step;
-use crate::events::record::{Kind, Record, names};
+use crate::events::record::{Kind, names};
+use crate::host::record::{Field, Record};
 use crate::pci::{PciAddress, waits_for_bar_firewall};
-use serde_json::Value;
 
 /// Lines of PCI enumeration that are further apart belong to two rounds: a function takes some ms even where each access leaves the VM.
 const ROUND_PAUSE_NS: i64 = 100_000_000;
@@ -22,7 +22,7 @@ struct PciLine<'a> {
 }
 
 fn text(record: &Record) -> &str {
-    record.fields.get("text").and_then(Value::as_str).unwrap_or("")
+    record.fields.get("text").and_then(Field::as_str).unwrap_or("")
 }
 
 /// `pci 0001:00:00.0: BAR 0 [mem ..]`, `nvidia 0001:00:01.0: enabling device (0000 -> 0002)`.
@@ -108,13 +108,14 @@ fn probes(telling: &mut Telling, lines: &[PciLine]) {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::events::record;
 
     #[test]
     fn lines_about_functions_are_told_from_others() {
         let line = |text: &str| {
-            let mut record = Record::new(Kind::Kmsg, "kmsg");
+            let mut record = record::Record::new(Kind::Kmsg, "kmsg");
             record.fields.insert("text".into(), text.into());
-            pci_line(&record).map(|l| (l.by.to_string(), l.address.to_string(), l.enabling))
+            pci_line(&record.into()).map(|l| (l.by.to_string(), l.address.to_string(), l.enabling))
         };
         let of = |by: &str, enabling| Some((by.to_string(), "0001:00:02.0".to_string(), enabling));
         assert_eq!(line("pci 0001:00:02.0: BAR 0 [mem 0x120022000000-0x120022ffffff 64bit pref]"), of("pci", false));

@@ -2,12 +2,12 @@
 
 use super::super::boot_file::BootFile;
 use super::super::model::Boot;
+use super::super::record::Field;
 use super::super::text::{printable, printable_start};
 use super::blame::{By, blame};
 use super::coverage::coverage;
 use super::timeline::Timeline;
 use crate::events::record::names;
-use serde_json::Value;
 use std::collections::BTreeMap;
 
 /// Different step names of one boot that are told apart; the rest is one. The format has some twenty.
@@ -94,15 +94,16 @@ fn bounded(steps: &BTreeMap<String, StepMetrics>, name: String) -> String {
 fn failures(boot: &Boot, file: &BootFile, timeline: &Timeline) -> Vec<String> {
     let text = |text: &str| printable_start(text.as_bytes(), MAX_REASON);
     let mut out = Vec::new();
-    for record in file.records.iter().filter(|r| r.name == names::GPU_FAILED) {
-        let field = |key: &str| record.fields.get(key).and_then(Value::as_str);
+    for record in file.records.iter().filter(|r| r.name == names::GPU_FAILED).take(MAX_FAILURES) {
+        let field = |key: &str| record.fields.get(key).and_then(Field::as_str);
         let reason = field("reason").or(record.error.as_deref()).unwrap_or("no reason given");
         out.push(format!("{}: {}", text(field("step").unwrap_or("?")), text(reason)));
     }
-    for container in &boot.containers {
+    for container in boot.containers.iter().take(MAX_FAILURES) {
         out.extend(container.error.as_ref().map(|error| format!("container: {}", text(error))));
     }
     out.extend(boot.power_off.as_ref().map(|why| format!("power-off: {}", text(why))));
+    out.extend(boot.too_large.map(|_| "too large: not all of it was looked at".to_string()));
     if boot.settled_ns.is_none() && !boot.gpus.is_empty() {
         // What it hangs in is the innermost step that has not ended.
         let open = timeline.steps.iter().rev().find(|s| s.open && !s.row.waiting);

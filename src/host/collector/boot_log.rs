@@ -5,7 +5,7 @@
 //! is limited ([`Limits`]); what is not taken is counted.
 
 use super::limits::Limits;
-use crate::events::record::{Kind, Line, Record, names};
+use crate::events::record::{Kind, Record, names};
 use crate::host::boot_file::{FileLine, HostEvent, HostLine, Sandbox, SeqSet, for_each_line};
 use crate::host::clock::Sample;
 use anyhow::{Context, Result, bail, ensure};
@@ -82,8 +82,8 @@ pub struct End {
 }
 
 impl End {
-    fn learn(&mut self, record: &Record) {
-        self.said |= record.kind == Kind::Event && matches!(record.name.as_str(), names::SETTLED | names::POWER_OFF);
+    fn learn(&mut self, kind: Kind, name: &str) {
+        self.said |= kind == Kind::Event && matches!(name, names::SETTLED | names::POWER_OFF);
     }
 }
 
@@ -116,7 +116,7 @@ impl BootLog {
         let meta = file.metadata().with_context(|| format!("look at {}", path.display()))?;
         ensure!(meta.is_file(), "{} is no file: move it away", path.display());
         let (bytes, unfinished) =
-            for_each_line(file, |_, line| log.learn(line)).with_context(|| format!("read back {}", path.display()))?;
+            for_each_line(file, |_, _, line| log.learn(line)).with_context(|| format!("read back {}", path.display()))?;
         log.bytes = bytes;
         if unfinished > 0 {
             // A writer died inside a line. Its record comes again by replay; what is there becomes a damaged line of its own.
@@ -127,12 +127,12 @@ impl BootLog {
 
     fn learn(&mut self, line: Result<FileLine, String>) {
         match line {
-            Ok(FileLine::Guest(Line::Header(_))) => self.has_header = true,
-            Ok(FileLine::Guest(Line::Record(record))) => {
+            Ok(FileLine::Header(_)) => self.has_header = true,
+            Ok(FileLine::Record(record)) => {
                 self.records += u64::from(self.seqs.insert(record.seq));
-                self.end.learn(&record);
+                self.end.learn(record.kind, &record.name);
             }
-            Ok(FileLine::Guest(Line::Pong(_))) | Err(_) => {}
+            Ok(FileLine::Pong) | Err(_) => {}
             Ok(FileLine::Host(line)) => match line.event {
                 HostEvent::Connected { peer, .. } => self.owner = self.owner.take().or(Some(peer)),
                 HostEvent::Clock(sample) => self.best = Some(sample),
@@ -212,7 +212,7 @@ impl BootLog {
         }
         self.seqs.insert(record.seq);
         self.records += 1;
-        self.end.learn(record);
+        self.end.learn(record.kind, &record.name);
         self.push_raw(raw);
         Stored::New
     }
@@ -337,7 +337,7 @@ impl BootLog {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::events::record::{self, Header};
+    use crate::events::record::{self, Header, Line};
     use crate::host::boot_file::BootFile;
     use crate::host::testing::TempDir;
 

@@ -8,10 +8,11 @@ use super::boot_log::Stored;
 use super::disk::Attached;
 use super::limits::Limits;
 use super::stats::{Stats, add};
-use crate::events::record::{self, DecodeError, Header, Line, MAX_LINE, Record, SCHEMA};
+use crate::events::record::{self, DecodeError, Header, Line, MAX_LINE, SCHEMA};
 use crate::host::boot_file::HostEvent;
 use crate::host::clock::{PING_INTERVAL, PING_INTERVAL_QUIET, Pinger, QUIET_AFTER, Sample};
 use crate::host::framing::{Lines, Piece};
+use crate::host::record::Record;
 use crate::host::text;
 use anyhow::{Result, bail};
 use std::sync::Arc;
@@ -165,7 +166,7 @@ impl Connection {
                     // Somebody is there again: the slow rhythm of a quiet boot ends.
                     boot.next_ping = boot.next_ping.min(now.instant + PING_INTERVAL);
                     if self.watched {
-                        news(News::Record { boot: boot.attached.id().clone(), record });
+                        news(News::Record { boot: boot.attached.id().clone(), record: Box::new((*record).into()) });
                     }
                 }
                 Stored::Duplicate => {
@@ -176,7 +177,7 @@ impl Connection {
                 Stored::Dropped => {
                     add(&self.stats.dropped, 1);
                     if self.watched {
-                        news(News::Record { boot: boot.attached.id().clone(), record });
+                        news(News::Record { boot: boot.attached.id().clone(), record: Box::new((*record).into()) });
                     }
                 }
                 Stored::Gap => self.garbage(raw.len(), DecodeError::Invalid("too many gaps between the numbers (limit gaps)")),

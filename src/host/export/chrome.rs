@@ -6,6 +6,7 @@
 use super::timeline::{Mark, Step, Timeline, level};
 use crate::host::rows::Tone;
 use serde_json::{Map, Value, json};
+use std::io::{self, Write};
 
 /// The one process: the guest.
 const PID: u64 = 1;
@@ -13,11 +14,7 @@ const PID: u64 = 1;
 const LANE_THREADS: usize = 1000;
 
 /// The whole file.
-pub fn write(timeline: &Timeline) -> String {
-    let mut events = names(timeline);
-    events.extend(timeline.steps.iter().map(step));
-    events.extend(timeline.marks.iter().map(mark));
-    events.extend(flows(timeline));
+pub fn write(timeline: &Timeline, out: &mut dyn Write) -> io::Result<()> {
     let mut other = Map::new();
     let mut say = |key: &str, value: Option<Value>| value.map(|value| other.insert(key.to_string(), value));
     say("boot_id", timeline.boot.boot_id.clone().map(Value::from));
@@ -26,9 +23,19 @@ pub fn write(timeline: &Timeline) -> String {
     if let Some(sample) = timeline.sample() {
         say("clock", Some(json!({ "offset_ns": sample.offset_ns, "error_ns": sample.error_ns, "boottime_ns": sample.boottime_ns })));
     }
-    // One event per line: this file is looked at with grep, too.
-    let events: Vec<String> = events.iter().map(Value::to_string).collect();
-    format!("{{\"displayTimeUnit\":\"ms\",\"otherData\":{},\"traceEvents\":[\n{}\n]}}\n", Value::Object(other), events.join(",\n"))
+    write!(out, "{{\"displayTimeUnit\":\"ms\",\"otherData\":{},\"traceEvents\":[\n", Value::Object(other))?;
+    // One event per line: this file is looked at with grep, too. Each is written before the next is made.
+    let mut separator = "";
+    let mut event = |event: Value| {
+        let written = write!(out, "{separator}{event}");
+        separator = ",\n";
+        written
+    };
+    names(timeline).into_iter().try_for_each(&mut event)?;
+    timeline.steps.iter().map(step).try_for_each(&mut event)?;
+    timeline.marks.iter().map(mark).try_for_each(&mut event)?;
+    flows(timeline, &mut event)?;
+    out.write_all(b"\n]}\n")
 }
 
 fn thread(lane: usize, row: usize) -> usize {
@@ -93,9 +100,8 @@ fn mark(mark: &Mark) -> Value {
 }
 
 /// An arrow per `after` edge, from the end of the one to the beginning of the other.
-fn flows(timeline: &Timeline) -> Vec<Value> {
+fn flows(timeline: &Timeline, event: &mut impl FnMut(Value) -> io::Result<()>) -> io::Result<()> {
     let by_id: std::collections::HashMap<u64, &Step> = timeline.steps.iter().filter_map(|s| Some((s.id?, s))).collect();
-    let mut events = Vec::new();
     for to in &timeline.steps {
         for from in to.after.iter().filter_map(|id| by_id.get(id)) {
             let Some(end_ns) = from.end_ns else { continue };
@@ -104,9 +110,9 @@ fn flows(timeline: &Timeline) -> Vec<Value> {
                 json!({ "name": "after", "cat": "after", "ph": ph, "bp": "e", "id": id, "pid": PID,
                         "tid": thread(step.lane, step.row), "ts": microseconds(ts) })
             };
-            events.push(point("s", from, end_ns));
-            events.push(point("f", to, to.begin_ns));
+            event(point("s", from, end_ns))?;
+            event(point("f", to, to.begin_ns))?;
         }
     }
-    events
+    Ok(())
 }

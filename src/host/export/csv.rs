@@ -4,6 +4,7 @@
 
 use super::timeline::{Step, Timeline};
 use crate::host::text::wall_clock;
+use std::io::{self, Write};
 
 const HEAD: [&str; 18] = [
     "boot_id",
@@ -27,14 +28,12 @@ const HEAD: [&str; 18] = [
 ];
 
 /// The whole file.
-pub fn write(timeline: &Timeline) -> String {
-    let mut out = HEAD.join(",") + "\r\n";
+pub fn write(timeline: &Timeline, out: &mut dyn Write) -> io::Result<()> {
+    write!(out, "{}\r\n", HEAD.join(","))?;
     for step in &timeline.steps {
-        let cells = cells(timeline, step).map(|cell| quoted(&cell));
-        out.push_str(&cells.join(","));
-        out.push_str("\r\n");
+        write!(out, "{}\r\n", cells(timeline, step).map(|cell| quoted(&cell)).join(","))?;
     }
-    out
+    Ok(())
 }
 
 fn cells(timeline: &Timeline, step: &Step) -> [String; HEAD.len()] {

@@ -19,6 +19,7 @@ use base64::engine::general_purpose::STANDARD;
 use serde_json::{Value, json};
 use sha2::{Digest, Sha256};
 use std::collections::HashMap;
+use std::io::{self, Write};
 
 const PAGE: &str = include_str!("page.html");
 const STYLE: &str = include_str!("page.css");
@@ -30,16 +31,17 @@ const MAX_SHOWN: usize = 20_000;
 const MAX_ROWS: usize = 40;
 
 /// The whole page.
-pub fn write(timeline: &Timeline) -> String {
+pub fn write(timeline: &Timeline, out: &mut dyn Write) -> io::Result<()> {
     let boot = &timeline.boot;
-    let (data, left_out) = data(timeline);
+    let shown = Shown::of(timeline);
+    let left_out = shown.left_out(timeline);
     let policy = format!(
         "default-src 'none'; script-src {}; style-src {} {}; base-uri 'none'; form-action 'none'",
         hash(SCRIPT),
         hash(STYLE),
         hash(svg::STYLE)
     );
-    fill(&[
+    let values = [
         ("policy", policy),
         ("title", html(&format!("GPU boot {}", short_id(timeline)))),
         ("style", STYLE.to_string()),
@@ -50,22 +52,26 @@ pub fn write(timeline: &Timeline) -> String {
         ("picture", svg::write(timeline)),
         ("gpus", gpu_table(&boot.gpus)),
         ("footer", footer(timeline)),
-        ("data", for_script(&data)),
         ("script", SCRIPT.to_string()),
-    ])
+    ];
+    fill(out, &values, |out| data(timeline, &shown, out))
 }
 
-/// Puts values into the page's `{name}` places. Values are not looked at again: no text of a guest is ever taken for a place.
-fn fill(values: &[(&str, String)]) -> String {
-    let mut out = String::with_capacity(PAGE.len() + values.iter().map(|(_, value)| value.len()).sum::<usize>());
+/// Puts values into the page's `{name}` places, and what `data` writes into that of this name. Values are not looked at again: no text of a guest is
+/// ever taken for a place.
+fn fill(out: &mut dyn Write, values: &[(&str, String)], data: impl Fn(&mut dyn Write) -> io::Result<()>) -> io::Result<()> {
     let mut rest = PAGE;
     while let Some((before, after)) = rest.split_once('{') {
-        out.push_str(before);
+        out.write_all(before.as_bytes())?;
         let (name, after) = after.split_once('}').unwrap_or((after, ""));
-        out.push_str(values.iter().find(|(key, _)| *key == name).map_or("", |(_, value)| value));
+        match values.iter().find(|(key, _)| *key == name) {
+            _ if name == "data" => data(out)?,
+            Some((_, value)) => out.write_all(value.as_bytes())?,
+            None => {}
+        }
         rest = after;
     }
-    out + rest
+    out.write_all(rest.as_bytes())
 }
 
 /// A text as HTML, in elements and in quoted attributes.
@@ -263,14 +269,28 @@ fn footer(timeline: &Timeline) -> String {
     format!("{} {}", html(&clock), html(made))
 }
 
-/// What page.js draws, and how many steps and marks were left out of it.
-fn data(timeline: &Timeline) -> (Value, usize) {
+/// What of a boot is on the page.
+struct Shown<'a> {
+    steps: &'a [Step],
+    marks: Vec<&'a Mark>,
+}
+
+impl<'a> Shown<'a> {
+    fn of(timeline: &'a Timeline) -> Self {
+        let some_only = timeline.marks.len() > MAX_SHOWN;
+        let marks = timeline.marks.iter().filter(|mark| !(some_only && mark.detail)).take(MAX_SHOWN).collect();
+        Self { steps: timeline.steps.get(..MAX_SHOWN).unwrap_or(&timeline.steps), marks }
+    }
+
+    /// How many steps and marks are not.
+    fn left_out(&self, timeline: &Timeline) -> usize {
+        timeline.steps.len() - self.steps.len() + timeline.marks.len() - self.marks.len()
+    }
+}
+
+/// What page.js draws; steps and marks one by one.
+fn data(timeline: &Timeline, shown: &Shown, out: &mut dyn Write) -> io::Result<()> {
     let gpu_numbers: HashMap<PciAddress, usize> = timeline.boot.gpus.iter().enumerate().map(|(i, gpu)| (gpu.address, i)).collect();
-    let steps: Vec<Value> = timeline.steps.iter().take(MAX_SHOWN).map(|s| step(s, &gpu_numbers)).collect();
-    let some_only = timeline.marks.len() > MAX_SHOWN;
-    let chosen = timeline.marks.iter().filter(|mark| !(some_only && mark.detail)).take(MAX_SHOWN);
-    let marks: Vec<Value> = chosen.map(|m| mark(m, &gpu_numbers)).collect();
-    let left_out = timeline.steps.len() - steps.len() + timeline.marks.len() - marks.len();
     let lanes: Vec<Value> = timeline
         .lanes
         .iter()
@@ -304,14 +324,27 @@ fn data(timeline: &Timeline) -> (Value, usize) {
         json!({ "offset_ms": sample.offset_ns as f64 / 1e6, "error_ns": timeline.clock_error_ns(), "at_ns": sample.boottime_ns, "ppm": RATE_ERROR_PPM })
     });
     // A step that is not on the page is time between two that are.
-    let on_page = |step: usize| (step < steps.len()).then_some(step);
-    let path: Vec<Value> =
-        timeline.path.iter().map(|p| json!({ "step": p.step.and_then(on_page), "begin": p.begin_ns, "took": p.took_ns })).collect();
+    let on_page = |step: usize| (step < shown.steps.len()).then_some(step);
+    let path = timeline.path.iter().map(|p| json!({ "step": p.step.and_then(on_page), "begin": p.begin_ns, "took": p.took_ns }));
     let data = json!({
         "end": timeline.end_ns, "boot_end": timeline.boot_end_ns, "clock": clock, "lanes": lanes, "gpus": gpus, "sides": used,
-        "milestones": milestones, "steps": steps, "path": path, "marks": marks,
+        "milestones": milestones,
     });
-    (data, left_out)
+    // Open until the lists are in it.
+    out.write_all(for_script(&data).strip_suffix('}').unwrap_or_default().as_bytes())?;
+    list(out, "steps", shown.steps.iter().map(|s| step(s, &gpu_numbers)))?;
+    list(out, "marks", shown.marks.iter().map(|m| mark(m, &gpu_numbers)))?;
+    list(out, "path", path)?;
+    out.write_all(b"}")
+}
+
+/// One more member of an object: a list.
+fn list(out: &mut dyn Write, name: &str, of: impl Iterator<Item = Value>) -> io::Result<()> {
+    write!(out, ",\"{name}\":[")?;
+    for (nth, value) in of.enumerate() {
+        write!(out, "{}{}", if nth > 0 { "," } else { "" }, for_script(&value))?;
+    }
+    out.write_all(b"]")
 }
 
 /// Lines across the picture.
@@ -373,7 +406,9 @@ mod tests {
 
     #[test]
     fn a_value_that_looks_like_a_place_is_left_alone() {
-        let page = fill(&[("title", "{data}".to_string()), ("data", "secret".to_string())]);
+        let mut page = Vec::new();
+        fill(&mut page, &[("title", "{data}".to_string())], |out| out.write_all(b"secret")).unwrap();
+        let page = String::from_utf8(page).unwrap();
         assert!(page.contains("<title>{data}</title>"), "{page}");
         assert_eq!(page.matches("secret").count(), 1);
     }

@@ -23,7 +23,8 @@ use super::boot_file::BootFile;
 use super::push::Target;
 use super::show::{find, read_boot};
 use anyhow::{Context, Result, bail};
-use std::io::{self, ErrorKind, IsTerminal, Write};
+use std::fs::File;
+use std::io::{self, BufWriter, ErrorKind, IsTerminal, Write};
 use std::path::{Path, PathBuf};
 use timeline::Timeline;
 
@@ -150,10 +151,12 @@ pub fn run(args: &Args) -> Result<()> {
     if let Some(url) = &args.push {
         return push::run(&Target::new(url, &args.otlp_header)?, &file, &agent, &resource);
     }
-    let bytes = bytes(format, &file, &agent, &resource)?;
+    let timeline = Timeline::new(&file, &agent);
+    // The picture has all that it needs.
+    drop((file, agent));
     match output {
-        Some(path) => save(path, &bytes),
-        None => print(&bytes),
+        Some(path) => save(path, |out| write(format, &timeline, &resource, out)),
+        None => print(|out| write(format, &timeline, &resource, out)),
     }
 }
 
@@ -164,28 +167,40 @@ pub fn otlp_request(file: &BootFile, agent: &[AgentLine], resource: &Resource) -
 
 /// The boot in that format. `resource`: attributes for [`Format::Otlp`].
 pub fn bytes(format: Format, file: &BootFile, agent: &[AgentLine], resource: &Resource) -> Result<Vec<u8>> {
-    let timeline = Timeline::new(file, agent);
-    Ok(match format {
-        Format::Html => html::write(&timeline).into_bytes(),
-        Format::Svg => svg::write(&timeline).into_bytes(),
-        Format::Perfetto => perfetto::write(&timeline),
-        Format::Chrome => chrome::write(&timeline).into_bytes(),
-        Format::Otlp => otlp::write(&timeline, resource)?.into_bytes(),
-        Format::Csv => csv::write(&timeline).into_bytes(),
-    })
+    let mut out = Vec::new();
+    write(format, &Timeline::new(file, agent), resource, &mut out)?;
+    Ok(out)
+}
+
+/// The same, part by part: a format can be many times as long as the file.
+fn write(format: Format, timeline: &Timeline, resource: &Resource, out: &mut dyn Write) -> Result<()> {
+    match format {
+        Format::Html => html::write(timeline, out)?,
+        Format::Svg => out.write_all(svg::write(timeline).as_bytes())?,
+        Format::Perfetto => perfetto::write(timeline, out)?,
+        Format::Chrome => chrome::write(timeline, out)?,
+        Format::Otlp => otlp::write(timeline, resource, out)?,
+        Format::Csv => csv::write(timeline, out)?,
+    }
+    Ok(())
 }
 
 /// Writes beside the file and renames, so that nobody ever reads half of it.
-fn save(path: &Path, bytes: &[u8]) -> Result<()> {
+fn save(path: &Path, write: impl FnOnce(&mut dyn Write) -> Result<()>) -> Result<()> {
+    let to = |path: &Path| {
+        let mut out = BufWriter::new(File::create(path)?);
+        write(&mut out)?;
+        Ok::<_, anyhow::Error>(out.flush()?)
+    };
     let Some(name) = path.file_name() else { bail!("write {}: not the name of a file", path.display()) };
     // A pipe, a device or a link is written to, not replaced: /dev/stdout is a link.
     if path.symlink_metadata().is_ok_and(|meta| !meta.is_file()) {
-        return std::fs::write(path, bytes).with_context(|| format!("write {}", path.display()));
+        return to(path).with_context(|| format!("write {}", path.display()));
     }
     let mut temporary = name.to_os_string();
     temporary.push(format!(".{}.tmp", std::process::id()));
     let temporary = path.with_file_name(temporary);
-    let done = std::fs::write(&temporary, bytes).and_then(|()| std::fs::rename(&temporary, path));
+    let done = to(&temporary).and_then(|()| Ok(std::fs::rename(&temporary, path)?));
     if done.is_err() {
         // What is left of it helps nobody; that it cannot be removed is no news beside the error.
         let _unused = std::fs::remove_file(&temporary);
@@ -194,10 +209,11 @@ fn save(path: &Path, bytes: &[u8]) -> Result<()> {
 }
 
 /// Somebody who closes standard output has seen enough: no error.
-fn print(bytes: &[u8]) -> Result<()> {
-    let mut out = io::stdout().lock();
-    match out.write_all(bytes).and_then(|()| out.flush()) {
-        Err(e) if e.kind() == ErrorKind::BrokenPipe => Ok(()),
+fn print(write: impl FnOnce(&mut dyn Write) -> Result<()>) -> Result<()> {
+    let mut out = BufWriter::new(io::stdout().lock());
+    let closed = |e: &anyhow::Error| e.downcast_ref::<io::Error>().is_some_and(|e| e.kind() == ErrorKind::BrokenPipe);
+    match write(&mut out).and_then(|()| Ok(out.flush()?)) {
+        Err(e) if closed(&e) => Ok(()),
         done => done.context("write to standard output"),
     }
 }

@@ -11,6 +11,7 @@ use super::proto::Message;
 use super::timeline::{Mark, Step, Timeline, level};
 use crate::events::record::names;
 use std::collections::HashMap;
+use std::io::{self, Write};
 
 mod field {
     //! Numbers of the fields that are written, by message.
@@ -85,34 +86,53 @@ const LANES: u64 = 0x1_0000;
 const MAX_ROWS: usize = 0x1000;
 
 /// The whole file.
-pub fn write(timeline: &Timeline) -> Vec<u8> {
-    let mut trace = Trace { bytes: Vec::new(), id: track_base(timeline) };
+pub fn write(timeline: &Timeline, out: &mut dyn Write) -> io::Result<()> {
+    let mut trace = Trace { out, done: Ok(()), id: track_base(timeline) };
     trace.clocks(timeline);
     trace.tracks(timeline);
     // (time, what ends before what begins, order): readers want a track's events nested, whatever has the same time.
-    let mut events: Vec<(u64, u8, Message)> = Vec::new();
+    let mut events: Vec<(u64, u8, Event)> = Vec::new();
     let flows = flows(timeline);
     for (i, step) in timeline.steps.iter().enumerate() {
-        let lane = trace.lane(step.lane, step.row);
-        let (begin, end) = slice(step, lane, flows.get(&i));
         let (begin_ns, end_ns) = (step.begin_ns, step.end_ns.filter(|_| !step.begin_lost));
         match end_ns {
             // Of no length or of a lost beginning: an instant, since its end would come before its beginning.
-            Some(end_ns) if end_ns > begin_ns => events.extend([(begin_ns, 1, begin), (end_ns, 0, end)]),
-            None if !step.begin_lost => events.push((begin_ns, 1, begin)),
-            _ => events.push((begin_ns, 1, slice_as_instant(step, lane))),
+            Some(end_ns) if end_ns > begin_ns => events.extend([(begin_ns, 1, Event::Begin(i)), (end_ns, 0, Event::End(i))]),
+            None if !step.begin_lost => events.push((begin_ns, 1, Event::Begin(i))),
+            _ => events.push((begin_ns, 1, Event::Instant(i))),
         }
     }
-    events.extend(timeline.marks.iter().map(|mark| (mark.at_ns, 2, instant(mark, trace.lane(mark.lane, 0)))));
-    events.extend(critical(timeline, trace.id | CRITICAL));
+    events.extend(timeline.marks.iter().map(|mark| (mark.at_ns, 2, Event::Mark(mark))));
+    let made = |(at_ns, order, message)| (at_ns, order, Event::Made(message));
+    events.extend(critical(timeline, trace.id | CRITICAL).into_iter().map(made));
     for (counter, name) in [(PUBLISHED, names::GPU_PUBLISHED), (USABLE, names::GPU_USABLE)] {
-        events.extend(count(timeline, name, trace.id | counter));
+        events.extend(count(timeline, name, trace.id | counter).into_iter().map(made));
     }
     events.sort_by_key(|(at_ns, order, _)| (*at_ns, *order));
     for (at_ns, _, event) in events {
-        trace.event(at_ns, event);
+        let of_step = |i: usize, make: &dyn Fn(&Step, u64) -> Message| {
+            timeline.steps.get(i).map(|step| make(step, trace.lane(step.lane, step.row))).unwrap_or_default()
+        };
+        let message = match event {
+            Event::Begin(i) => of_step(i, &|step, lane| slice(step, lane, flows.get(&i))),
+            Event::End(i) => of_step(i, &|_, lane| track_event(SLICE_END, lane)),
+            Event::Instant(i) => of_step(i, &slice_as_instant),
+            Event::Mark(mark) => instant(mark, trace.lane(mark.lane, 0)),
+            Event::Made(message) => message,
+        };
+        trace.event(at_ns, message);
     }
-    trace.bytes
+    trace.done
+}
+
+/// What an event is made of when its turn comes: texts of all of them at once are many times the boot's file.
+enum Event<'a> {
+    /// Of the step with this number.
+    Begin(usize),
+    End(usize),
+    Instant(usize),
+    Mark(&'a Mark),
+    Made(Message),
 }
 
 /// Tracks of several boots can be put into one trace: their ids are the boot's.
@@ -121,15 +141,19 @@ fn track_base(timeline: &Timeline) -> u64 {
     u64::from_str_radix(&digits, 16).unwrap_or(0) << 32
 }
 
-struct Trace {
-    bytes: Vec<u8>,
+struct Trace<'a> {
+    out: &'a mut dyn Write,
+    /// The first error; nothing is written after it.
+    done: io::Result<()>,
     id: u64,
 }
 
-impl Trace {
+impl Trace<'_> {
     fn packet(&mut self, packet: Message) {
         let packet = packet.uint(packet::SEQUENCE_ID, SEQUENCE);
-        self.bytes.extend(Message::default().message(field::TRACE_PACKET, packet).into_bytes());
+        if self.done.is_ok() {
+            self.done = self.out.write_all(&Message::default().message(field::TRACE_PACKET, packet).into_bytes());
+        }
     }
 
     fn event(&mut self, at_ns: u64, event: Message) {
@@ -244,7 +268,7 @@ fn flows(timeline: &Timeline) -> HashMap<usize, Flows> {
     flows
 }
 
-fn slice(step: &Step, track_uuid: u64, flows: Option<&Flows>) -> (Message, Message) {
+fn slice(step: &Step, track_uuid: u64, flows: Option<&Flows>) -> Message {
     let begin = track_event(SLICE_BEGIN, track_uuid).text(event::CATEGORIES, step.side.name());
     let begin = if step.error.is_some() { begin.text(event::CATEGORIES, "failed") } else { begin };
     let mut begin = annotated(step, begin.text(event::NAME, &step.label()));
@@ -256,7 +280,7 @@ fn slice(step: &Step, track_uuid: u64, flows: Option<&Flows>) -> (Message, Messa
             begin = begin.fixed64(event::TERMINATING_FLOW_IDS, *id);
         }
     }
-    (begin, track_event(SLICE_END, track_uuid))
+    begin
 }
 
 fn slice_as_instant(step: &Step, track_uuid: u64) -> Message {

@@ -3,7 +3,7 @@
 use super::html::{headline, html, milestones, shape_of};
 use super::lanes::LaneOf;
 use super::timeline::{Mark, Piece, Step, Timeline};
-use crate::host::text::{error_bound, seconds};
+use crate::host::text::{error_bound, printable_start, seconds};
 use std::fmt::Write;
 
 const WIDTH: f64 = 1200.0;
@@ -22,6 +22,8 @@ const CHARACTER: f64 = 6.15;
 /// Rows of one lane, and steps, that are drawn: a picture with more says nothing.
 const MAX_ROWS: usize = 12;
 const MAX_STEPS: usize = 4000;
+/// Longest text of a mark, in bytes.
+const MAX_TITLE: usize = 400;
 
 /// The style of the picture.
 pub const STYLE: &str = "\
@@ -224,7 +226,7 @@ impl Picture<'_> {
                 _ => "M0,-4.5L4.5,3.5L-4.5,3.5Z",
             };
             let (x, y) = (self.x(mark.at_ns), self.top(mark.lane + 1) - 6.0);
-            let title = html(&format!("{} s: {}", seconds(mark.at_ns), mark.text));
+            let title = html(&format!("{} s: {}", seconds(mark.at_ns), printable_start(mark.text.as_bytes(), MAX_TITLE)));
             self.line(format_args!(
                 "<path class=\"{kind}\" transform=\"translate({x:.1},{y:.1})\" d=\"{path}\"><title>{title}</title></path>"
             ));

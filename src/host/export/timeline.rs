@@ -6,7 +6,7 @@
 //! samples, and hold where the host's clock was stepped, too.
 
 use super::lanes::{self, Lane};
-use crate::events::record::{Kind, Level, Record, names};
+use crate::events::record::{Kind, Level, names};
 use crate::host::account::critical_path::critical_path;
 use crate::host::account::phase::Owner;
 use crate::host::account::{self, from_boot};
@@ -14,10 +14,10 @@ use crate::host::agent_log::{AgentEvent, AgentLine, ClockPoints};
 use crate::host::boot_file::{BootFile, HostEvent};
 use crate::host::clock::{Clock, Sample, Wall};
 use crate::host::model::{Boot, in_time};
+use crate::host::record::{Field, Record, SpanFields};
 use crate::host::rows::{GpuName, Row, Side, Tone, Tracker};
 use crate::host::text::{printable, printable_start};
 use crate::pci::PciAddress;
-use serde_json::{Map, Value};
 use std::collections::{BTreeMap, HashMap, HashSet};
 
 /// Longest text of one field, in bytes.
@@ -268,7 +268,7 @@ impl Reader {
             }
             (Kind::Event | Kind::Kmsg, _) | (_, None) => {
                 if let (names::GPU_FAILED, Some(gpu)) = (record.name.as_str(), record.gpu) {
-                    let field = |key| record.fields.get(key).and_then(Value::as_str).filter(|text| !text.is_empty()).map(error_text);
+                    let field = |key| record.fields.get(key).and_then(Field::as_str).filter(|text| !text.is_empty()).map(error_text);
                     self.failures.insert(gpu, Why { reason: field("reason").unwrap_or_default(), cure: field("cure") });
                 }
                 // The kernel's lines name every PCI function there is.
@@ -371,15 +371,10 @@ fn error_text(error: &str) -> String {
 }
 
 /// Fields as texts, but for what the step's GPU says already.
-fn fields(map: &Map<String, Value>, has_gpu: bool) -> Vec<(String, String)> {
-    let text = |value: &Value| match value {
-        Value::String(text) => printable_start(text.as_bytes(), MAX_VALUE),
-        Value::Null | Value::Bool(_) | Value::Number(_) | Value::Array(_) | Value::Object(_) => {
-            printable_start(value.to_string().as_bytes(), MAX_VALUE)
-        }
-    };
+fn fields(fields: &SpanFields, has_gpu: bool) -> Vec<(String, String)> {
+    let text = |text: &str| printable_start(text.as_bytes(), MAX_VALUE);
     let said = |key: &str| key == "index" && has_gpu;
-    map.iter().filter(|(key, _)| !said(key)).map(|(key, value)| (printable_start(key.as_bytes(), MAX_VALUE), text(value))).collect()
+    fields.iter().filter(|(key, _)| !said(key)).map(|(key, field)| (text(key), text(field.shown()))).collect()
 }
 
 fn guest_offset(records: &[Record]) -> Option<i64> {
@@ -396,7 +391,7 @@ fn words(boot: &Boot, marks: &[Mark]) -> BTreeMap<PciAddress, Vec<String>> {
     for gpu in unusable {
         let address = gpu.address.to_string();
         let about = of_driver.iter().filter(|m| m.text.contains(&address));
-        let lines: Vec<String> = about.map(|m| m.text.clone()).take(MAX_WORDS).collect();
+        let lines: Vec<String> = about.map(|m| printable_start(m.text.as_bytes(), MAX_VALUE)).take(MAX_WORDS).collect();
         if !lines.is_empty() {
             words.insert(gpu.address, lines);
         }

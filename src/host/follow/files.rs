@@ -3,6 +3,7 @@
 use crate::events::record::{self, is_boot_id};
 use crate::host::boot_file::{EXTENSION, FileLine, decode};
 use crate::host::framing::{Lines, Piece};
+use crate::host::record::Names;
 use crate::host::watch::watch;
 use anyhow::{Context, Result};
 use nix::errno::Errno;
@@ -128,6 +129,7 @@ impl Files {
         };
         let place = self.places.entry(name.to_os_string()).or_insert_with(|| Place { offset: 0, lines: Lines::new(record::MAX_LINE) });
         file.seek(SeekFrom::Start(place.offset)).with_context(at)?;
+        let mut names = Names::default();
         let mut chunk = vec![0; CHUNK];
         loop {
             let n = match file.read(&mut chunk) {
@@ -139,7 +141,7 @@ impl Files {
             place.lines.push(chunk.get(..n).unwrap_or_default(), |piece| {
                 // Damage is `show`'s to tell.
                 if let Piece::Line(line) = piece
-                    && let Ok(line) = decode(line)
+                    && let Ok(line) = decode(line, &mut names)
                 {
                     each(line);
                 }

@@ -202,47 +202,16 @@ impl Follower {
         if self.over.contains(name) || !(known || self.all || self.boots.is_empty()) {
             return Ok(false);
         }
-        let mut lines = Vec::new();
-        self.files.read(name, |line| lines.push(line))?;
-        if lines.is_empty() {
-            return Ok(false);
-        }
-        let progress = self.boots.entry(name.to_os_string()).or_default();
-        for line in &lines {
-            let row = progress.take(line, at);
-            match &mut self.view {
-                View::Terminal(bars) => {
-                    // Bars say all that goes well.
-                    if let Some(row) = row.filter(is_news) {
-                        let gpu = row.gpu.map(|g| format!("{}: ", progress::name(g.address, g.index))).unwrap_or_default();
-                        let who = if self.all { format!("{} ", tag(&name.to_string_lossy())) } else { String::new() };
-                        bars.say(&format!("{who}{:>9} {gpu}{}", super::text::seconds(row.time_ns), row.what));
-                    }
-                }
-                View::Plain { table, verbose, boots, tagged } => {
-                    let live = match boots.get_mut(name) {
-                        Some(live) => live,
-                        None => {
-                            if boots.is_empty() {
-                                let head = if *tagged { format!("{:8} {}", "BOOT", table.head()) } else { table.head() };
-                                write_lines(&[head]).context("write to standard output")?;
-                            }
-                            boots.entry(name.to_os_string()).or_insert_with(|| Live::new(*table, *verbose, at))
-                        }
-                    };
-                    match line {
-                        FileLine::Guest(crate::events::record::Line::Record(record)) => live.record(record, at),
-                        FileLine::Host(line) => {
-                            if let super::boot_file::HostEvent::Clock(sample) = line.event {
-                                live.clock(sample);
-                            }
-                        }
-                        FileLine::Guest(_) => {}
-                    }
-                }
+        let Self { files, boots, view, all, .. } = self;
+        let (mut heard, mut shown) = (false, Ok(()));
+        files.read(name, |line| {
+            heard = true;
+            let progress = boots.entry(name.to_os_string()).or_default();
+            if shown.is_ok() {
+                shown = show_line(view, *all, name, progress, &line, at);
             }
-        }
-        Ok(true)
+        })?;
+        shown.map(|()| heard)
     }
 
     fn draw(&mut self, now: Instant) -> Result<()> {
@@ -356,6 +325,47 @@ impl Follower {
             boots.remove(name);
         }
     }
+}
+
+/// Takes a line into a boot and shows what is to be seen of it.
+fn show_line(view: &mut View, all: bool, name: &OsStr, progress: &mut Progress, line: &FileLine, at: Instant) -> Result<()> {
+    let row = progress.take(line, at);
+    match view {
+        View::Terminal(bars) => {
+            // Bars say all that goes well.
+            if let Some(row) = row.filter(is_news) {
+                let gpu = row.gpu.map(|g| format!("{}: ", progress::name(g.address, g.index))).unwrap_or_default();
+                let who = if all { format!("{} ", tag(&name.to_string_lossy())) } else { String::new() };
+                bars.say(&format!("{who}{:>9} {gpu}{}", super::text::seconds(row.time_ns), row.what));
+            }
+        }
+        View::Plain { table, verbose, boots, tagged } => {
+            let live = match boots.get_mut(name) {
+                Some(live) => live,
+                None => {
+                    if boots.is_empty() {
+                        let head = if *tagged { format!("{:8} {}", "BOOT", table.head()) } else { table.head() };
+                        write_lines(&[head]).context("write to standard output")?;
+                    }
+                    boots.entry(name.to_os_string()).or_insert_with(|| Live::new(*table, *verbose, at))
+                }
+            };
+            match line {
+                FileLine::Record(record) => live.record(record, at),
+                FileLine::Host(line) => {
+                    if let super::boot_file::HostEvent::Clock(sample) = line.event {
+                        live.clock(sample);
+                    }
+                }
+                FileLine::Header(_) | FileLine::Pong => {}
+            }
+            let lines = live.spill();
+            if !lines.is_empty() {
+                print_lines(name, lines, *tagged)?;
+            }
+        }
+    }
+    Ok(())
 }
 
 /// Whether it is said above the bars: what goes wrong, of a GPU or in the init. The driver's general words stay in `show`.

@@ -5,13 +5,13 @@
 //!
 //! A guest chooses how much it says: GPUs and texts are bounded, and every text is printable ASCII.
 
-use crate::events::record::{Kind, Line, Record, names};
+use crate::events::record::{Kind, names};
 use crate::host::boot_file::{FileLine, HostEvent};
 use crate::host::collect::RECONNECT_GRACE;
+use crate::host::record::{Field, Record};
 use crate::host::rows::{Row, Tracker};
 use crate::host::text::{printable_start, seconds};
 use crate::pci::PciAddress;
-use serde_json::Value;
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
@@ -121,13 +121,13 @@ impl Progress {
     /// Takes a line that came at `at`; gives its row, if it is a record.
     pub fn take(&mut self, line: &FileLine, at: Instant) -> Option<Row> {
         match line {
-            FileLine::Guest(Line::Record(record)) => {
+            FileLine::Record(record) => {
                 self.gone = None;
                 self.now(record.boottime_ns, at);
                 self.record(record);
                 return Some(self.tracker.row(record));
             }
-            FileLine::Guest(Line::Header(_) | Line::Pong(_)) => {}
+            FileLine::Header(_) | FileLine::Pong => {}
             FileLine::Host(line) => match &line.event {
                 HostEvent::Connected { .. } => self.gone = None,
                 HostEvent::Disconnected { .. } => self.gone = Some(at),
@@ -167,7 +167,7 @@ impl Progress {
     fn record(&mut self, record: &Record) {
         match (record.kind, record.name.as_str()) {
             (Kind::Event, names::SETTLED) => {
-                let failed = record.fields.get("failed").and_then(Value::as_u64).unwrap_or(0);
+                let failed = record.fields.get("failed").and_then(Field::as_u64).unwrap_or(0);
                 self.settled.get_or_insert((record.boottime_ns, failed));
             }
             (Kind::Event, names::POWER_OFF) => {
@@ -183,8 +183,8 @@ impl Progress {
             self.gpus.insert(address, gpu);
         }
         let Some(gpu) = self.gpus.get_mut(&address) else { return };
-        gpu.index = record.fields.get("index").and_then(Value::as_u64).or(gpu.index);
-        let text = |key: &str| record.fields.get(key).and_then(Value::as_str).unwrap_or("");
+        gpu.index = record.fields.get("index").and_then(Field::as_u64).or(gpu.index);
+        let text = |key: &str| record.fields.get(key).and_then(Field::as_str).unwrap_or("");
         let next = match (record.kind, record.name.as_str()) {
             // Once more, where others came or went, or after it had left.
             (Kind::Event, names::GPU_FOUND) if matches!(gpu.step, Step::Removed | Step::Failed { .. }) => Step::Waiting,
@@ -307,6 +307,7 @@ pub fn ago(now: Instant, age: Duration) -> Instant {
 mod tests {
     use super::*;
     use crate::host::boot_file::decode;
+    use crate::host::record::Names;
 
     struct Boot {
         progress: Progress,
@@ -320,7 +321,7 @@ mod tests {
         }
 
         fn line(&mut self, line: &str, ms: u64) {
-            let line = decode(line.as_bytes()).unwrap_or_else(|e| panic!("{line}: {e}"));
+            let line = decode(line.as_bytes(), &mut Names::default()).unwrap_or_else(|e| panic!("{line}: {e}"));
             self.progress.take(&line, self.start + Duration::from_millis(ms));
         }
 

@@ -5,8 +5,9 @@
 
 use super::item::{AgentFact, Fact, Format, InitLine, Skip, Stamp};
 use super::names;
-use crate::events::record::{Kind, Level, Record};
+use crate::events::record::{Kind, Level};
 use crate::host::agent_log::{self, AgentEvent};
+use crate::host::record::{Field, Record};
 use crate::host::text;
 use crate::pci::PciAddress;
 use serde::{Deserialize, Serialize};
@@ -170,8 +171,8 @@ pub fn fingerprint(fact: &Fact) -> String {
 /// What a record that was made of the agent's lines says, for what shows and sums boots up.
 pub fn of_record(record: &Record) -> Option<AgentEvent> {
     mark(record)?;
-    let text = |key: &str| record.fields.get(key).and_then(Value::as_str).unwrap_or("?").to_string();
-    let number = |key: &str| record.fields.get(key).and_then(Value::as_u64);
+    let text = |key: &str| record.fields.get(key).and_then(Field::as_str).unwrap_or("?").to_string();
+    let number = |key: &str| record.fields.get(key).and_then(Field::as_u64);
     let error = || text::printable(record.error.as_deref().unwrap_or("?"));
     let (container, devices) = (text::printable(&text("container")), text::printable(&text("devices")));
     Some(match (record.kind, record.name.as_str()) {
@@ -198,7 +199,7 @@ pub struct Mark {
 
 /// The mark of a record that came from a log.
 pub fn mark(record: &Record) -> Option<Mark> {
-    record.fields.get(MARK).and_then(|value| serde_json::from_value(value.clone()).ok())
+    record.fields.get(MARK).and_then(|value| serde_json::from_str(value.json()?).ok())
 }
 
 /// Times that are known worse than they are shown are shown as approximate.

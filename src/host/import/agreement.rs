@@ -4,11 +4,11 @@
 
 use super::agent::mark;
 use super::names as own;
-use crate::events::record::{Kind, Record};
+use crate::events::record::Kind;
 use crate::host::agent_log::AgentLine;
 use crate::host::boot_file::BootFile;
 use crate::host::model::{Boot, Step};
-use serde_json::Value;
+use crate::host::record::{Field, Record};
 use std::fmt;
 
 /// One time about which they disagree.
@@ -49,7 +49,8 @@ impl Agreement {
 pub fn agreement(stream: &BootFile, agent: &[AgentLine], import: &BootFile) -> Agreement {
     let (a, b) = (Boot::new(stream, agent), Boot::new(import, &[]));
     let mut all = Agreement::default();
-    let error_of = |name: &str| import.records.iter().filter(|r| r.name == name).filter_map(|r| Some(mark(r)?.error_ns)).max().unwrap_or(0);
+    let error_of =
+        |name: &str| import.records.iter().filter(|r| r.name == *name).filter_map(|r| Some(mark(r)?.error_ns)).max().unwrap_or(0);
     for milestone in &a.milestones {
         let error = match milestone.name {
             "agent ready" => error_of(own::AGENT_READY),
@@ -75,7 +76,7 @@ pub fn agreement(stream: &BootFile, agent: &[AgentLine], import: &BootFile) -> A
         let same = b.containers.iter().find(|c| (&c.name, &c.devices, c.tries) == (&container.name, &container.devices, container.tries));
         all.compare(format!("container {}", container.name), container.at_ns, same.and_then(|c| c.at_ns), error_of(own::CONTAINER_CREATED));
     }
-    let text = |r: &Record| r.fields.get("text").and_then(Value::as_str).unwrap_or("").to_string();
+    let text = |r: &Record| r.fields.get("text").and_then(Field::as_str).unwrap_or("").to_string();
     for record in import.records.iter().filter(|r| r.kind == Kind::Kmsg) {
         let printk = record.fields.get("printk_us");
         let same = stream.records.iter().find(|r| r.kind == Kind::Kmsg && text(r) == text(record) && r.fields.get("printk_us") == printk);

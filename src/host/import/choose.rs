@@ -6,6 +6,7 @@ use super::item::{Count, Fact, Format, Item, Log, Skip, Stamp};
 use super::kernel::{self, Meaning};
 use super::names;
 use crate::host::boot_file::BootFile;
+use crate::host::record::Field;
 use crate::host::text::{printable, wall_clock};
 use anyhow::{Result, bail};
 use serde_json::Value;
@@ -141,8 +142,8 @@ pub fn without_repetition(sources: &mut [Source]) {
         .filter_map(|s| s.stream.as_ref())
         .flat_map(|s| &s.records)
         .filter_map(|r| {
-            let us = r.fields.get("printk_us").and_then(Value::as_i64)?;
-            Some((us.checked_mul(1000)?, r.fields.get("text").and_then(Value::as_str)?.to_string()))
+            let us = r.fields.get("printk_us").and_then(Field::as_i64)?;
+            Some((us.checked_mul(1000)?, r.fields.get("text").and_then(Field::as_str)?.to_string()))
         })
         .collect();
     let mut seen = std::collections::HashSet::new();

@@ -12,9 +12,10 @@
 
 use super::item::{Fact, Item, Stamp};
 use super::kernel::{self, Meaning};
-use crate::events::record::{Kind, Record, names};
+use crate::events::record::{Kind, names};
 use crate::host::boot_file::BootFile;
 use crate::host::clock::{Clock, Sample};
+use crate::host::record::{Field, Record};
 use crate::pci::PciAddress;
 use serde_json::Value;
 use std::collections::HashMap;
@@ -147,7 +148,7 @@ impl Clocks {
 
     fn kernel_beside_boot(&mut self, items: &[&Item], stream: Option<&BootFile>) {
         let both = |record: &Record| {
-            let printk_us = record.fields.get("printk_us").and_then(Value::as_i64).filter(|_| record.kind == Kind::Kmsg)?;
+            let printk_us = record.fields.get("printk_us").and_then(Field::as_i64).filter(|_| record.kind == Kind::Kmsg)?;
             i64::try_from(record.boottime_ns).ok()?.checked_sub(printk_us.checked_mul(1000)?)
         };
         if let Some(ns) = stream.and_then(|s| s.records.iter().find_map(both)) {
@@ -168,7 +169,7 @@ impl Clocks {
         let mut events: Vec<(i64, i64)> = Vec::new();
         let mut pairs: Vec<(i64, i64)> = Vec::new();
         for record in stream.iter().flat_map(|s| &s.records).filter(|r| r.kind == Kind::Event && r.name == names::CLOCK) {
-            events.extend(record.fields.get("realtime_ns").and_then(Value::as_i64).zip(i64::try_from(record.boottime_ns).ok()));
+            events.extend(record.fields.get("realtime_ns").and_then(Field::as_i64).zip(i64::try_from(record.boottime_ns).ok()));
         }
         for item in items {
             let (Stamp::Boot(at), Fact::Init(line)) = (item.stamp, &item.fact) else { continue };

@@ -110,7 +110,7 @@ pub fn run(args: &Args) -> Result<()> {
     }
     let file = BootFile::read(text.as_bytes()).context("read what was made")?;
     let boot = Boot::new(&file, &[]);
-    show::print(&format!("{told}\n{}", show::page(&file, &[], &boot, args.verbose, screen)))
+    show::print(&format!("{told}\n{}", show::page(&file, &[], &boot, args.verbose, screen)?))
 }
 
 fn open(path: &Path, format: Option<Format>) -> Result<Source> {

@@ -37,7 +37,7 @@ pub fn text(whole: &Whole) -> (String, String) {
     text.push_str(&HostLine::now(HostEvent::Imported(Box::new(whole.imported.clone()))).to_line());
     if let Some(stream) = whole.stream {
         stream.host.iter().for_each(|line| text.push_str(&line.to_line()));
-        stream.records.iter().for_each(|record| text.push_str(&record_line(record)));
+        stream.records.iter().for_each(|record| text.push_str(&record_line(&record.to_wire())));
     }
     if let Some(sample) = whole.sample {
         text.push_str(&HostLine::now(HostEvent::Clock(sample)).to_line());

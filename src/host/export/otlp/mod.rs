@@ -13,17 +13,20 @@ pub use resource::{Resource, encoded_pairs, environment, of_this_machine, pair, 
 
 use super::timeline::{Mark, Step, Timeline, level};
 use crate::host::text::printable;
-use anyhow::{Result, bail};
+use anyhow::{Context, Result, bail};
 use request::{Attribute, Event, Link, Span, flag, integer, text};
 use std::collections::{HashMap, HashSet};
+use std::io::Write;
 
 const SCOPE: &str = "kata-gpu-boot";
 /// Events of one span that are told; a guest can send any number of marks.
 const MAX_EVENTS: usize = 1024;
+/// Events of all spans that are told.
+const MAX_ALL_EVENTS: usize = 8192;
 
 /// One line of OTLP/JSON: the file receiver takes one request per line.
-pub fn write(timeline: &Timeline, resource: &Resource) -> Result<String> {
-    Ok(request(timeline, resource)?.json().to_string() + "\n")
+pub fn write(timeline: &Timeline, resource: &Resource, out: &mut dyn Write) -> Result<()> {
+    request(timeline, resource)?.write_json(out).context("write")
 }
 
 /// All spans of a boot. An error where nothing places the boot on a wall clock: OTLP knows no other times.
@@ -133,10 +136,12 @@ impl Ids {
 /// By span: those that are told, and how many more there are.
 fn events(timeline: &Timeline, ids: &Ids, clock: &WallClock) -> HashMap<u64, (Vec<Event>, u32)> {
     let mut events: HashMap<u64, (Vec<Event>, u32)> = HashMap::new();
+    let mut all = 0;
     // Details are for somebody who looks at this one boot, with the file at hand.
     for mark in timeline.marks.iter().filter(|mark| !mark.detail) {
         let (told, dropped) = events.entry(ids.parent(mark.parent)).or_default();
-        if told.len() < MAX_EVENTS {
+        if told.len() < MAX_EVENTS && all < MAX_ALL_EVENTS {
+            all += 1;
             told.push(event(mark, clock));
         } else {
             *dropped = dropped.saturating_add(1);
@@ -165,6 +170,7 @@ fn root(timeline: &Timeline, ids: &Ids, clock: &WallClock) -> Span {
         integer("boot.records_lost", boot.lost.records),
         flag("boot.open", boot.settled_ns.is_none()),
     ];
+    attributes.extend(boot.too_large.map(|too_large| text("boot.too_large", &too_large.sentence())));
     attributes.extend(error_bound(timeline, 0));
     let failed = boot.failed_gpus().count();
     let error = boot.power_off.as_deref().map(printable).or_else(|| (failed > 0).then(|| format!("{failed} GPU(s) failed")));

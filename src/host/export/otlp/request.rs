@@ -2,6 +2,7 @@
 
 use super::super::proto::Message;
 use serde_json::{Value, json};
+use std::io::{self, Write};
 
 /// SpanKind.INTERNAL and StatusCode.ERROR are enumerations, which OTLP/JSON writes as numbers.
 const KIND_INTERNAL: u32 = 1;
@@ -79,13 +80,16 @@ pub struct Request {
 
 impl Request {
     /// OTLP/JSON: ids in hexadecimal, 64-bit integers as texts.
-    pub fn json(&self) -> Value {
+    /// One line, span by span.
+    pub fn write_json(&self, out: &mut dyn Write) -> io::Result<()> {
         let trace = hex(&self.trace);
-        let spans: Vec<Value> = self.spans.iter().map(|span| span_json(span, &trace)).collect();
-        json!({ "resourceSpans": [{
-            "resource": { "attributes": attributes_json(&self.resource) },
-            "scopeSpans": [{ "scope": { "name": self.scope.0, "version": self.scope.1 }, "spans": spans }],
-        }] })
+        let resource = json!({ "attributes": attributes_json(&self.resource) });
+        let scope = json!({ "name": self.scope.0, "version": self.scope.1 });
+        write!(out, "{{\"resourceSpans\":[{{\"resource\":{resource},\"scopeSpans\":[{{\"scope\":{scope},\"spans\":[")?;
+        for (nth, span) in self.spans.iter().enumerate() {
+            write!(out, "{}{}", if nth > 0 { "," } else { "" }, span_json(span, &trace))?;
+        }
+        out.write_all(b"]}]}]}\n")
     }
 
     /// Protobuf, in as many requests as it takes for none to be much longer than `bytes`: receivers have limits (gRPC's is 4 MiB).
