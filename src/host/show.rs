@@ -154,7 +154,7 @@ pub(crate) fn page(file: &BootFile, agent: &[AgentLine], boot: &Boot, verbose: b
 }
 
 /// The same row by row: a boot can have as many as a reader keeps records, each of several thousand characters.
-fn write_page(out: &mut dyn Write, file: &BootFile, agent: &[AgentLine], boot: &Boot, verbose: bool, screen: Screen) -> io::Result<()> {
+pub fn write_page(out: &mut dyn Write, file: &BootFile, agent: &[AgentLine], boot: &Boot, verbose: bool, screen: Screen) -> io::Result<()> {
     let table = Table { screen };
     if let Some(header) = &file.header {
         let (version, kernel) = (printable(&header.version), printable(&header.kernel));

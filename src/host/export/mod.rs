@@ -26,7 +26,7 @@ use anyhow::{Context, Result, bail};
 use std::fs::File;
 use std::io::{self, BufWriter, ErrorKind, IsTerminal, Write};
 use std::path::{Path, PathBuf};
-use timeline::Timeline;
+pub use timeline::Timeline;
 
 const HELP: &str = "\
 Formats:
@@ -173,7 +173,7 @@ pub fn bytes(format: Format, file: &BootFile, agent: &[AgentLine], resource: &Re
 }
 
 /// The same, part by part: a format can be many times as long as the file.
-fn write(format: Format, timeline: &Timeline, resource: &Resource, out: &mut dyn Write) -> Result<()> {
+pub fn write(format: Format, timeline: &Timeline, resource: &Resource, out: &mut dyn Write) -> Result<()> {
     match format {
         Format::Html => html::write(timeline, out)?,
         Format::Svg => out.write_all(svg::write(timeline).as_bytes())?,

@@ -177,6 +177,7 @@ fn look_at(path: &Path) -> Result<(crate::host::account::metrics::Metrics, tally
         lost: boot.lost.records.saturating_add(boot.lost.reported_by_guest),
         powered_off: boot.power_off.is_some(),
         usable_gpus: boot.gpus.iter().filter(|gpu| gpu.usable.is_some() && gpu.failed.is_none()).count(),
+        too_large: boot.too_large.is_some(),
     };
     Ok((metrics(&loaded.timeline, boot, &loaded.file, loaded.agent_known), facts))
 }

@@ -1,7 +1,8 @@
 //! What is counted of boots that are over: histograms of phases, steps and milestones, failures by reason.
 //!
 //! Labels come from this program's own tables, never from a guest: a name or reason that the tables lack is counted as [`OTHER`], so the number
-//! of series has a bound however many guests there are and whatever they say.
+//! of series has a bound however many guests there are and whatever they say. A boot with a number that no machine can have ([`implausible`])
+//! counts as [`Outcome::Implausible`] and in nothing else: one such number would be all that a sum says until the next restart.
 
 use crate::host::account::metrics::Metrics;
 use crate::host::account::phase::{Phase, TABLE};
@@ -14,8 +15,22 @@ pub const OTHER: &str = "other";
 pub const BOUNDS: [f64; 18] = [0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 30.0, 45.0, 60.0, 120.0, 300.0, 600.0];
 /// Points that people compare boots by, as `show` names them.
 const MILESTONES: [&str; 6] = ["init start", "agent exec", "agent ready", "first container", "last container", "settled"];
+/// Longest time of a milestone, a phase or a step: a week. The slowest boots that are known take ten minutes; one that hangs lasts until
+/// somebody ends its VM.
+const MAX_NS: i64 = 7 * 86_400_000_000_000;
+/// GPUs of a guest: four times as many as the largest machines have.
+const MAX_GPUS: usize = 64;
+/// Records that were lost: the collector stores fifty times fewer of a boot.
+const MAX_LOST: u64 = 10_000_000;
 /// Reasons that are no GPU's: what stands before the colon of a failure, and its label.
 const OTHER_FAILURES: [(&str, &str); 3] = [("container", "container"), ("power-off", "power-off"), ("not settled", "not-settled")];
+
+/// Whether a number of a boot is one that no boot has, or so much of it is left out that its numbers say nothing.
+fn implausible(boot: &Metrics, facts: Facts) -> bool {
+    let of_boot = |ns: &i64| (-MAX_NS..=MAX_NS).contains(ns);
+    let times = boot.milestones.values().chain(boot.phases.values()).chain(boot.steps.values().flat_map(|step| &step.each_ns));
+    facts.too_large || facts.lost > MAX_LOST || boot.gpus > MAX_GPUS || !times.into_iter().all(of_boot)
+}
 
 /// How often values were not above each bound.
 #[derive(Clone, Debug, Default, PartialEq)]
@@ -30,7 +45,7 @@ impl Histogram {
         let seconds = ns as f64 / 1e9;
         let at = BOUNDS.iter().position(|bound| seconds <= *bound).unwrap_or(BOUNDS.len());
         if let Some(bucket) = self.buckets.get_mut(at) {
-            *bucket += 1;
+            *bucket = bucket.saturating_add(1);
         }
         self.sum += seconds;
     }
@@ -39,13 +54,13 @@ impl Histogram {
     pub fn cumulative(&self) -> impl Iterator<Item = (Option<f64>, u64)> + '_ {
         let bounds = BOUNDS.iter().copied().map(Some).chain([None]);
         bounds.zip(&self.buckets).scan(0, |sum, (bound, count)| {
-            *sum += count;
+            *sum = u64::saturating_add(*sum, *count);
             Some((bound, *sum))
         })
     }
 
     pub fn count(&self) -> u64 {
-        self.buckets.iter().sum()
+        self.buckets.iter().copied().fold(0, u64::saturating_add)
     }
 }
 
@@ -56,18 +71,21 @@ pub enum Outcome {
     PoweredOff,
     /// Its VM went without a word.
     Unfinished,
+    /// It says what no boot can be; nothing else of it is counted.
+    Implausible,
     /// Its file could not be read.
     Unread,
 }
 
 impl Outcome {
-    pub const ALL: [Self; 4] = [Self::Settled, Self::PoweredOff, Self::Unfinished, Self::Unread];
+    pub const ALL: [Self; 5] = [Self::Settled, Self::PoweredOff, Self::Unfinished, Self::Implausible, Self::Unread];
 
     pub fn name(self) -> &'static str {
         match self {
             Self::Settled => "settled",
             Self::PoweredOff => "powered-off",
             Self::Unfinished => "unfinished",
+            Self::Implausible => "implausible",
             Self::Unread => "unread",
         }
     }
@@ -80,6 +98,8 @@ pub struct Facts {
     pub lost: u64,
     pub powered_off: bool,
     pub usable_gpus: usize,
+    /// Not all of it was looked at.
+    pub too_large: bool,
 }
 
 type Histograms = BTreeMap<&'static str, Histogram>;
@@ -118,12 +138,15 @@ impl Default for Tally {
 
 impl Tally {
     pub fn add(&mut self, boot: &Metrics, facts: Facts) {
+        if implausible(boot, facts) {
+            return self.count(Outcome::Implausible);
+        }
         let outcome = match (facts.powered_off, boot.settled) {
             (true, _) => Outcome::PoweredOff,
             (false, true) => Outcome::Settled,
             (false, false) => Outcome::Unfinished,
         };
-        *self.outcomes.entry(outcome).or_default() += 1;
+        self.count(outcome);
         for (name, at_ns) in &boot.milestones {
             if let Some(name) = MILESTONES.iter().find(|known| *known == name) {
                 self.milestones.entry(name).or_default().add(*at_ns);
@@ -137,17 +160,24 @@ impl Tally {
             step.each_ns.iter().for_each(|took_ns| histogram.add(*took_ns));
         }
         for failure in &boot.failures {
-            *self.failures.entry(reason_label(failure)).or_default() += 1;
+            let count = self.failures.entry(reason_label(failure)).or_default();
+            *count = count.saturating_add(1);
         }
         let (all, failed) = (boot.gpus as u64, boot.failed_gpus as u64);
-        self.usable_gpus += facts.usable_gpus as u64;
-        self.failed_gpus += failed;
-        self.other_gpus += all.saturating_sub(failed).saturating_sub(facts.usable_gpus as u64);
+        let other = all.saturating_sub(failed).saturating_sub(facts.usable_gpus as u64);
+        self.usable_gpus = self.usable_gpus.saturating_add(facts.usable_gpus as u64);
+        self.failed_gpus = self.failed_gpus.saturating_add(failed);
+        self.other_gpus = self.other_gpus.saturating_add(other);
         self.lost = self.lost.saturating_add(facts.lost);
     }
 
     pub fn add_unread(&mut self) {
-        *self.outcomes.entry(Outcome::Unread).or_default() += 1;
+        self.count(Outcome::Unread);
+    }
+
+    fn count(&mut self, outcome: Outcome) {
+        let count = self.outcomes.entry(outcome).or_default();
+        *count = count.saturating_add(1);
     }
 }
 
@@ -198,6 +228,36 @@ mod tests {
         assert_eq!((tally.steps[OTHER].count(), tally.failures[OTHER]), (1000, 2000));
         assert_eq!((tally.failures["container"], tally.failures["needs-reset"]), (1000, 1000));
         assert_eq!(tally.outcomes[&Outcome::Unfinished], 1000);
+    }
+
+    #[test]
+    fn a_boot_that_no_machine_has_counts_as_implausible_and_moves_no_other_number() {
+        let step = |ns| ("gpu.init".to_string(), StepMetrics { wall_ns: 1, each_ns: vec![1, ns] });
+        let plain = || Metrics { settled: true, ..Metrics::default() };
+        let boots = [
+            (Metrics { milestones: [("settled".into(), i64::MAX)].into(), ..plain() }, Facts::default()),
+            (Metrics { milestones: [("settled".into(), i64::MIN)].into(), ..plain() }, Facts::default()),
+            (Metrics { phases: [("probe", MAX_NS + 1)].into(), ..plain() }, Facts::default()),
+            (Metrics { steps: [step(MAX_NS + 1)].into(), ..plain() }, Facts::default()),
+            (Metrics { gpus: 20_000, failed_gpus: 20_000, failures: vec!["init: needs-reset".into(); 64], ..plain() }, Facts::default()),
+            (plain(), Facts { lost: u64::MAX, ..Facts::default() }),
+            (plain(), Facts { too_large: true, ..Facts::default() }),
+        ];
+        let mut tally = Tally::default();
+        boots.iter().for_each(|(boot, facts)| tally.add(boot, *facts));
+        let untouched = Tally { outcomes: tally.outcomes.clone(), ..Tally::default() };
+        assert_eq!(format!("{tally:?}"), format!("{untouched:?}"));
+        assert_eq!(tally.outcomes[&Outcome::Implausible], boots.len() as u64);
+        tally.add(&Metrics { gpus: MAX_GPUS, milestones: [("settled".into(), MAX_NS)].into(), ..plain() }, Facts::default());
+        assert_eq!((tally.outcomes[&Outcome::Settled], tally.other_gpus), (1, MAX_GPUS as u64), "the limits themselves are plausible");
+    }
+
+    #[test]
+    fn counters_stay_at_their_end() {
+        let mut tally = Tally { failed_gpus: u64::MAX, lost: u64::MAX, ..Tally::default() };
+        tally.outcomes.insert(Outcome::Settled, u64::MAX);
+        tally.add(&Metrics { settled: true, gpus: 1, failed_gpus: 1, ..Metrics::default() }, Facts { lost: 1, ..Facts::default() });
+        assert_eq!((tally.failed_gpus, tally.lost, tally.outcomes[&Outcome::Settled]), (u64::MAX, u64::MAX, u64::MAX));
     }
 
     #[test]
