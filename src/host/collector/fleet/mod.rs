@@ -1,7 +1,8 @@
 //! Boots that are over, for engines that watch a fleet: spans pushed to an OTLP receiver, numbers for Prometheus.
 //!
 //! On a thread of its own that nobody waits for: it takes from [`Ends`](super::ends::Ends) which boots are over, reads their files like any
-//! reader command, and keeps only ids in its queue. Receiving, writing and keeping never wait for it; what it cannot do is counted and said.
+//! reader command, and keeps only ids in its queue. Receiving, writing and keeping never wait for it, and have the processor before it
+//! ([`give_way`]); what it cannot do is counted and said.
 
 pub mod exposition; // the text that Prometheus reads
 pub mod http; // who may ask for it
@@ -30,10 +31,12 @@ use tokio::sync::{oneshot, watch};
 use tokio::task::{JoinSet, spawn_blocking};
 
 /// Longest file of a boot that is read here, several times what one with 16 GPUs and a chatty kernel has; a hostile one may have
-/// much more, and would take memory that guests need.
+/// much more, and would take time that other boots need.
 const MAX_FILE: u64 = 8 << 20;
 /// Pause before a boot is looked at again whose file is not complete: nothing tells when a disk has room.
 const NOT_WRITTEN_PAUSE: Duration = Duration::from_secs(1);
+/// How nice these threads are; those that receive are 0.
+const NICE: i32 = 10;
 /// One thread reads boots, one looks up names.
 const BLOCKING: usize = 2;
 
@@ -78,7 +81,10 @@ impl Fleet {
         let runtime = tokio::runtime::Builder::new_current_thread()
             .enable_all()
             .max_blocking_threads(BLOCKING)
-            .on_thread_start(on_thread)
+            .on_thread_start(move || {
+                on_thread();
+                give_way();
+            })
             .build()
             .context("start a runtime for boots that are over")?;
         let listener = {
@@ -92,6 +98,7 @@ impl Fleet {
         let stopped = stop.subscribe();
         let run = move || {
             on_thread();
+            give_way();
             runtime.block_on(work(shared, listener, stopped));
             let _nobody_waits = end.send(());
         };
@@ -104,6 +111,13 @@ impl Fleet {
         self.stop.send_replace(true);
         self.ended.await.context("the thread of boots that are over panicked")
     }
+}
+
+/// Makes the calling thread one that others go before. Reading a boot of the largest size takes seconds of a processor, and guests are heard on the
+/// same ones. A kernel that refuses costs nothing but that.
+fn give_way() {
+    // On Linux of the thread, not of the process: setpriority(2), "C library/kernel differences".
+    let _refused = rustix::process::setpriority_process(None, NICE);
 }
 
 async fn work(shared: Arc<Shared>, listener: Option<tokio::net::TcpListener>, stop: watch::Receiver<bool>) {
@@ -192,4 +206,20 @@ fn check_size(path: &Path) -> Result<()> {
 /// Counts boots that a queue lets go.
 fn drop_boots(stats: &Stats, n: u64) {
     add(&stats.push_dropped, n);
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_thread_that_gives_way_is_alone_in_that() {
+        let nice = || rustix::process::getpriority_process(None).unwrap();
+        let before = nice();
+        let other = std::thread::spawn(move || {
+            give_way();
+            nice()
+        });
+        assert_eq!((other.join().unwrap(), nice()), (NICE.max(before), before));
+    }
 }
