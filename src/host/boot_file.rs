@@ -7,7 +7,7 @@
 //!
 //! `boot.ndjson` of a guest is such a file without host lines.
 
-use super::budget::{MAX_GAPS, MAX_HOST_LINES, MAX_HOST_TEXT, MAX_LAST_WORDS, MAX_ORDERS, MAX_RECORDS, MAX_TEXT, TooLarge};
+use super::budget::{MAX_ALL_FIELDS, MAX_GAPS, MAX_HOST_LINES, MAX_HOST_TEXT, MAX_LAST_WORDS, MAX_ORDERS, MAX_RECORDS, MAX_TEXT, TooLarge};
 use super::clock::{Clock, Sample};
 use super::framing::{Lines, Piece};
 use super::guest_clocks::GuestClocks;
@@ -19,6 +19,8 @@ use std::io::{self, Read};
 
 /// What the file of a boot is called after its id.
 pub const EXTENSION: &str = "ndjson";
+/// Bytes of the shortest line that means something.
+const SHORTEST: usize = r#"{"schema":1,"pong":0,"boottime_ns":0}"#.len();
 /// Damaged lines that are named one by one; the rest is only counted.
 pub const MAX_NAMED_DAMAGE: usize = 20;
 
@@ -151,6 +153,7 @@ pub struct BootFile {
 #[derive(Clone, Copy, Debug, Default)]
 struct Kept {
     text: usize,
+    fields: usize,
     orders: usize,
     last_words: usize,
     host_text: usize,
@@ -198,7 +201,8 @@ impl BootFile {
             return;
         }
         let (text, orders) = (self.kept.text + record.text_bytes(), self.kept.orders + record.after().len());
-        if self.records.len() >= MAX_RECORDS || text > MAX_TEXT || orders > MAX_ORDERS {
+        let fields = self.kept.fields + record.fields.iter().count();
+        if self.records.len() >= MAX_RECORDS || text > MAX_TEXT || fields > MAX_ALL_FIELDS || orders > MAX_ORDERS {
             // How a boot ended is worth more than what it said before.
             let last_words = record.kind == Kind::Event && matches!(record.name.as_str(), names::SETTLED | names::POWER_OFF);
             if !last_words || self.kept.last_words >= MAX_LAST_WORDS {
@@ -208,7 +212,7 @@ impl BootFile {
             self.kept.last_words += 1;
         }
         self.too_large.cut_records += u64::from(record.cut);
-        (self.kept.text, self.kept.orders) = (text, orders);
+        (self.kept.text, self.kept.fields, self.kept.orders) = (text, fields, orders);
         self.records.push(record);
     }
 
@@ -280,7 +284,7 @@ pub fn for_each_line(mut from: impl Read, mut each: impl FnMut(u64, usize, Resul
     let mut lines = Lines::new(record::MAX_LINE);
     let mut names = Names::default();
     let mut chunk = vec![0; 64 * 1024];
-    let (mut number, mut bytes) = (0, 0);
+    let (mut number, mut bytes, mut short) = (0, 0, 0);
     loop {
         let n = match from.read(&mut chunk) {
             Ok(0) => return Ok((bytes, lines.unfinished())),
@@ -292,7 +296,12 @@ pub fn for_each_line(mut from: impl Read, mut each: impl FnMut(u64, usize, Resul
         lines.push(&chunk[..n], |piece| {
             number += 1;
             match piece {
-                Piece::Line(line) => each(number, line.len(), decode(line, &mut names)),
+                // Why is asked of the first ones only: a file of nothing but newlines has millions.
+                Piece::Line(line) if line.len() < SHORTEST && short >= MAX_NAMED_DAMAGE => each(number, line.len(), Err(String::new())),
+                Piece::Line(line) => {
+                    short += usize::from(line.len() < SHORTEST);
+                    each(number, line.len(), decode(line, &mut names));
+                }
                 Piece::TooLong(n) => each(number, n, Err(record::DecodeError::TooLong(n).to_string())),
             }
         });
@@ -514,5 +523,42 @@ mod tests {
         assert_eq!([0, 1, 2, 3, 4, 5].map(|seq| set.is_apart(seq)), [true, true, false, false, false, true]);
         assert_eq!([2, 3, 4].map(|seq| set.contains(seq)), [false, true, false]);
         assert!(set.is_apart(u64::MAX));
+    }
+
+    #[test]
+    fn what_is_kept_of_a_file_has_a_limit_in_every_direction() {
+        let record = |seq: usize, rest: &str| format!(r#"{{"schema":1,"seq":{seq},"boottime_ns":1,"kind":"event","name":"x",{rest}}}"#);
+        let all = |n: usize, rest: &str| {
+            let text: String = (0..n).map(|seq| record(seq, rest) + "\n").collect();
+            BootFile::read(text.as_bytes()).unwrap()
+        };
+        let long = format!(r#""error":"{}""#, "e".repeat(16_000));
+        let fields = (0..40).map(|n| format!("\"{n}\":0")).collect::<Vec<_>>().join(",");
+        let orders = vec!["1"; super::super::record::MAX_AFTER].join(",");
+        for (n, rest, kept) in [
+            (300, long, MAX_TEXT / 16_000),
+            (2000, format!(r#""fields":{{{fields}}}"#), MAX_ALL_FIELDS / 40),
+            (200, format!(r#""after":[{orders}]"#), MAX_ORDERS / super::super::record::MAX_AFTER),
+        ] {
+            let file = all(n, &rest);
+            assert_eq!((file.records.len(), file.too_large.records as usize), (kept, n - kept), "{}", &rest[..20]);
+            assert_eq!((file.seqs.missing(), file.damaged), (0, 0), "what is left out is neither lost nor damage");
+        }
+        let file = all(1, &format!(r#""fields":{{{}}}"#, (0..100).map(|n| format!("\"{n}\":0")).collect::<Vec<_>>().join(",")));
+        assert_eq!((file.records[0].fields.iter().count(), file.too_large.cut_records), (super::super::record::MAX_FIELDS, 1));
+        let apart: String = (0..MAX_GAPS as usize + 50).map(|n| record(2 * n, r#""level":"info""#) + "\n").collect();
+        let file = BootFile::read(apart.as_bytes()).unwrap();
+        assert!(file.seqs.ranges() <= MAX_GAPS + 1 && file.too_large.records > 0, "{}", file.seqs.ranges());
+    }
+
+    #[test]
+    fn the_last_sandbox_is_known_behind_any_number_of_lines() {
+        let line = |event| HostLine::now(event).to_line();
+        let sandbox = |id: &str| line(HostEvent::Sandbox(Sandbox { id: id.into(), ..Sandbox::default() }));
+        let connected = line(HostEvent::Connected { peer: "p".into(), first_seq: 0 });
+        let text = sandbox("first") + &connected.repeat(MAX_HOST_LINES + 10) + &sandbox("last");
+        let file = BootFile::read(text.as_bytes()).unwrap();
+        assert_eq!(file.sandbox().map(|s| s.id.as_str()), Some("last"));
+        assert_eq!((file.host.len() as u64 + file.too_large.host_lines, file.host.len()), (MAX_HOST_LINES as u64 + 12, MAX_HOST_LINES));
     }
 }

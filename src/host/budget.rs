@@ -9,6 +9,8 @@ use serde::Serialize;
 pub const MAX_RECORDS: usize = 32_768;
 /// Bytes of errors, fields and orders of all records: some hundred thousand in a chatty boot.
 pub const MAX_TEXT: usize = 4 << 20;
+/// Fields of all records: a view may make two texts of each.
+pub const MAX_ALL_FIELDS: usize = 65_536;
 /// Records of the end of a boot (settled, powered off) that are kept beyond the other limits.
 pub const MAX_LAST_WORDS: usize = 16;
 /// Orders between spans (`after`); a boot with 16 GPUs has some hundred.

@@ -452,7 +452,12 @@ impl Beginnings {
     /// How long the last one that had begun by then had lasted.
     fn took_ns(&self, name: &'static str, gpu: PciAddress, at_ns: u64) -> Option<u64> {
         let times = self.0.get(&(name, gpu))?;
-        let last = times.get(times.partition_point(|begin| *begin <= at_ns).checked_sub(1)?)?;
+        let begun = |begin: &u64| {
+            #[cfg(test)]
+            tests::LOOKED_AT.with(|n| n.set(n.get() + 1));
+            *begin <= at_ns
+        };
+        let last = times.get(times.partition_point(begun).checked_sub(1)?)?;
         at_ns.checked_sub(*last)
     }
 }
@@ -522,4 +527,65 @@ fn gpus(records: &[&Record], spans: &[Span], too_large: &mut TooLarge) -> Vec<Gp
         }
     }
     gpus.into_values().collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::cell::Cell;
+
+    thread_local! {
+        /// Beginnings of steps that were looked at to say how long they took.
+        pub static LOOKED_AT: Cell<u64> = const { Cell::new(0) };
+    }
+
+    fn read(lines: impl IntoIterator<Item = String>) -> BootFile {
+        let line = |(seq, line): (usize, String)| format!("{{\"schema\":1,\"seq\":{seq},\"boottime_ns\":{seq},{line}}}\n");
+        let text: String = lines.into_iter().enumerate().map(line).collect();
+        let file = BootFile::read(text.as_bytes()).unwrap();
+        assert_eq!(file.damaged, 0, "{:?}", file.damage);
+        file
+    }
+
+    #[test]
+    fn twice_as_many_spans_and_events_cost_about_twice_as_much() {
+        let looked_at = |n: usize| {
+            let span = |id: usize| format!(r#""kind":"begin","name":"gpu.init","span":{id},"gpu":"0000:01:00.0""#);
+            let event = |gpu: usize| format!(r#""kind":"event","name":"gpu.usable","gpu":"0000:{gpu:02x}:00.0""#);
+            let file = read((0..n).map(span).chain((0..n).map(|i| event(i % 2 + 1))));
+            LOOKED_AT.with(|n| n.set(0));
+            let boot = Boot::new(&file, &[]);
+            assert_eq!((boot.gpus.len(), boot.spans.len(), boot.too_large), (2, n, None));
+            LOOKED_AT.with(Cell::get)
+        };
+        let (some, twice) = (looked_at(2000), looked_at(4000));
+        assert!(some > 0 && twice < some * 5 / 2, "{some} and {twice}");
+    }
+
+    #[test]
+    fn a_boot_over_the_limits_is_known_as_far_as_they_go_and_says_what_is_left_out() {
+        let gpu = |n: usize| format!(r#""kind":"event","name":"gpu.found","gpu":"{:04x}:{:02x}:00.0""#, n / 256, n % 256);
+        let boot = Boot::new(&read((0..MAX_GPUS + 7).map(gpu)), &[]);
+        assert_eq!((boot.gpus.len(), boot.too_large.map(|t| t.gpu_records)), (MAX_GPUS, Some(7)));
+        let span = |n: usize| format!(r#""kind":"begin","name":"x","span":{n}"#);
+        let boot = Boot::new(&read((0..MAX_SPANS + 5).map(span)), &[]);
+        assert_eq!((boot.spans.len(), boot.too_large.map(|t| t.spans)), (MAX_SPANS, Some(5)));
+        assert!(crate::host::summary::complaints(&boot).iter().any(|c| c.starts_with("too large: 5 span(s) left out")));
+        let created = |n: usize| {
+            format!(
+                r#""kind":"event","name":"container.created","fields":{{"container":"c{n}","import":{{"format":"console","line":1,"error_ns":1}}}}"#
+            )
+        };
+        let boot = Boot::new(&read((0..MAX_CONTAINERS + 3).map(created)), &[]);
+        assert_eq!((boot.containers.len(), boot.too_large.map(|t| t.containers)), (MAX_CONTAINERS, Some(3)));
+    }
+
+    #[test]
+    fn how_a_large_boot_ended_is_known() {
+        let event = |name: &str| format!(r#""kind":"event","name":"{name}""#);
+        let many = std::iter::repeat_n(event("x"), crate::host::budget::MAX_RECORDS + 10);
+        let boot = Boot::new(&read(many.chain([event("settled"), event("gpu.xid")])), &[]);
+        assert_eq!((boot.settled_ns.is_some(), boot.too_large.map(|t| t.records)), (true, Some(11)));
+        assert_eq!(boot.lost.records, 0, "what is left out was not lost");
+    }
 }

@@ -161,8 +161,8 @@ pub fn run(args: &Args) -> Result<()> {
 }
 
 /// The spans of a boot, for a receiver.
-pub fn otlp_request(file: &BootFile, agent: &[AgentLine], resource: &Resource) -> Result<otlp::Request> {
-    otlp::request(&Timeline::new(file, agent), resource)
+pub fn otlp_request(file: &BootFile, agent: &[AgentLine], resource: &Resource) -> Result<otlp::Request<'static>> {
+    otlp::request(Timeline::new(file, agent), resource)
 }
 
 /// The boot in that format. `resource`: attributes for [`Format::Otlp`].

@@ -250,7 +250,7 @@ async fn push(shared: &Arc<Shared>, queue: &Queue, boot: &str) -> Pushed {
     Pushed::Yes { spans, rejected, why }
 }
 
-fn request(path: &Path, resource: &Resource) -> Result<OtlpRequest> {
+fn request(path: &Path, resource: &Resource) -> Result<OtlpRequest<'static>> {
     check_size(path)?;
     otlp_request(&read_boot(path)?, &[], resource)
 }

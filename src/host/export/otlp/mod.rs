@@ -15,14 +15,13 @@ use super::timeline::{Mark, Step, Timeline, level};
 use crate::host::text::printable;
 use anyhow::{Context, Result, bail};
 use request::{Attribute, Event, Link, Span, flag, integer, text};
+use std::borrow::Borrow;
 use std::collections::{HashMap, HashSet};
 use std::io::Write;
 
 const SCOPE: &str = "kata-gpu-boot";
 /// Events of one span that are told; a guest can send any number of marks.
 const MAX_EVENTS: usize = 1024;
-/// Events of all spans that are told.
-const MAX_ALL_EVENTS: usize = 8192;
 
 /// One line of OTLP/JSON: the file receiver takes one request per line.
 pub fn write(timeline: &Timeline, resource: &Resource, out: &mut dyn Write) -> Result<()> {
@@ -30,7 +29,8 @@ pub fn write(timeline: &Timeline, resource: &Resource, out: &mut dyn Write) -> R
 }
 
 /// All spans of a boot. An error where nothing places the boot on a wall clock: OTLP knows no other times.
-pub fn request(timeline: &Timeline, resource: &Resource) -> Result<Request> {
+pub fn request<'a>(of: impl Borrow<Timeline> + Send + 'a, resource: &Resource) -> Result<Request<'a>> {
+    let timeline = of.borrow();
     let Some(clock) = WallClock::of(timeline) else {
         bail!(
             "boot {}: no clock sample and no clock event, so its wall-clock time is not known, which OTLP needs: \
@@ -39,15 +39,23 @@ pub fn request(timeline: &Timeline, resource: &Resource) -> Result<Request> {
         );
     };
     let ids = Ids::new(timeline);
-    let mut events = events(timeline, &ids, &clock);
-    let mut spans = vec![root(timeline, &ids, &clock)];
-    spans.extend(timeline.steps.iter().enumerate().map(|(at, step)| span(timeline, step, ids.of(at, step), &ids, &clock)));
-    for span in &mut spans {
+    let mut events = events(timeline, &ids);
+    let (trace, resource, scope) = (ids.trace, attributes(timeline, resource, &clock), (SCOPE, env!("CARGO_PKG_VERSION")));
+    let mut next = 0usize;
+    // The root, and then the steps: each is made when its turn comes.
+    let spans = std::iter::from_fn(move || {
+        let timeline = of.borrow();
+        let mut span = match next.checked_sub(1) {
+            None => root(timeline, &ids, &clock),
+            Some(at) => timeline.steps.get(at).map(|step| span(timeline, step, ids.of(at, step), &ids, &clock))?,
+        };
+        next += 1;
         let (told, dropped) = events.remove(&span.id).unwrap_or_default();
-        (span.events, span.dropped_events) = (told, dropped);
-    }
-    let scope = (SCOPE, env!("CARGO_PKG_VERSION"));
-    Ok(Request { trace: ids.trace, resource: attributes(timeline, resource, &clock), scope, spans })
+        span.events = told.into_iter().filter_map(|mark| timeline.marks.get(mark)).map(|mark| event(mark, &clock)).collect();
+        span.dropped_events = dropped;
+        Some(span)
+    });
+    Ok(Request { trace, resource, scope, spans: Box::new(spans) })
 }
 
 /// Of the resource: the guest, whose it is by what the host knows, and what was given, which wins.
@@ -133,16 +141,14 @@ impl Ids {
     }
 }
 
-/// By span: those that are told, and how many more there are.
-fn events(timeline: &Timeline, ids: &Ids, clock: &WallClock) -> HashMap<u64, (Vec<Event>, u32)> {
-    let mut events: HashMap<u64, (Vec<Event>, u32)> = HashMap::new();
-    let mut all = 0;
+/// By span: the marks that are told, and how many more there are.
+fn events(timeline: &Timeline, ids: &Ids) -> HashMap<u64, (Vec<usize>, u32)> {
+    let mut events: HashMap<u64, (Vec<usize>, u32)> = HashMap::new();
     // Details are for somebody who looks at this one boot, with the file at hand.
-    for mark in timeline.marks.iter().filter(|mark| !mark.detail) {
+    for (at, mark) in timeline.marks.iter().enumerate().filter(|(_, mark)| !mark.detail) {
         let (told, dropped) = events.entry(ids.parent(mark.parent)).or_default();
-        if told.len() < MAX_EVENTS && all < MAX_ALL_EVENTS {
-            all += 1;
-            told.push(event(mark, clock));
+        if told.len() < MAX_EVENTS {
+            told.push(at);
         } else {
             *dropped = dropped.saturating_add(1);
         }

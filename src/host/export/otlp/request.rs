@@ -70,53 +70,45 @@ pub struct Span {
 }
 
 /// One resource, one scope, one trace.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Request {
+pub struct Request<'a> {
     pub trace: [u8; 16],
     pub resource: Vec<Attribute>,
     pub scope: (&'static str, &'static str),
-    pub spans: Vec<Span>,
+    /// Each in memory while it is written: all of them are many times the boot's file.
+    pub spans: Box<dyn Iterator<Item = Span> + Send + 'a>,
 }
 
-impl Request {
+impl Request<'_> {
     /// OTLP/JSON: ids in hexadecimal, 64-bit integers as texts.
     /// One line, span by span.
-    pub fn write_json(&self, out: &mut dyn Write) -> io::Result<()> {
+    pub fn write_json(self, out: &mut dyn Write) -> io::Result<()> {
         let trace = hex(&self.trace);
         let resource = json!({ "attributes": attributes_json(&self.resource) });
         let scope = json!({ "name": self.scope.0, "version": self.scope.1 });
         write!(out, "{{\"resourceSpans\":[{{\"resource\":{resource},\"scopeSpans\":[{{\"scope\":{scope},\"spans\":[")?;
-        for (nth, span) in self.spans.iter().enumerate() {
-            write!(out, "{}{}", if nth > 0 { "," } else { "" }, span_json(span, &trace))?;
+        for (nth, span) in self.spans.enumerate() {
+            write!(out, "{}{}", if nth > 0 { "," } else { "" }, span_json(&span, &trace))?;
         }
         out.write_all(b"]}]}]}\n")
     }
 
     /// Protobuf, in as many requests as it takes for none to be much longer than `bytes`: receivers have limits (gRPC's is 4 MiB).
-    pub fn protobufs(&self, bytes: usize) -> Vec<Part> {
-        let resource = || self.resource.iter().fold(Message::default(), |m, a| m.message(1, attribute(a)));
-        let mut parts = Vec::new();
-        let mut spans: Vec<Message> = Vec::new();
-        let mut length = 0;
-        let mut part = |spans: &mut Vec<Message>| {
-            let count = spans.len() as u64;
-            let scope = Message::default().text(1, self.scope.0).text(2, self.scope.1);
-            let scope_spans = spans.drain(..).fold(Message::default().message(1, scope), |m, span| m.message(2, span));
-            let resource_spans = Message::default().message(1, resource()).message(2, scope_spans);
-            parts.push(Part { spans: count, bytes: Message::default().message(1, resource_spans).into_bytes() });
-        };
-        for span in self.spans.iter().map(|span| span_message(span, &self.trace)) {
-            if length + span.len() > bytes && !spans.is_empty() {
-                part(&mut spans);
-                length = 0;
+    pub fn protobufs(self, bytes: usize) -> impl Iterator<Item = Part> {
+        let Self { trace, resource, scope, spans } = self;
+        let resource = move || resource.iter().fold(Message::default(), |m, a| m.message(1, attribute(a)));
+        let mut rest = spans.map(move |span| span_message(&span, &trace)).peekable();
+        std::iter::from_fn(move || {
+            let scope = Message::default().text(1, scope.0).text(2, scope.1);
+            let mut scope_spans = Message::default().message(1, scope);
+            let (mut spans, mut length) = (0, 0);
+            while let Some(span) = rest.next_if(|span| spans == 0 || length + span.len() <= bytes) {
+                length += span.len();
+                scope_spans = scope_spans.message(2, span);
+                spans += 1;
             }
-            length += span.len();
-            spans.push(span);
-        }
-        if !spans.is_empty() {
-            part(&mut spans);
-        }
-        parts
+            let resource_spans = Message::default().message(1, resource()).message(2, scope_spans);
+            (spans > 0).then(|| Part { spans, bytes: Message::default().message(1, resource_spans).into_bytes() })
+        })
     }
 }
 
@@ -203,17 +195,17 @@ fn span_message(span: &Span, trace: &[u8; 16]) -> Message {
 mod tests {
     use super::*;
 
-    fn request(spans: u64) -> Request {
+    fn request(spans: u64) -> Request<'static> {
         let span = |id| Span { id, name: "x".repeat(100), ..Span::default() };
-        Request { trace: [7; 16], resource: vec![text("a", "b")], scope: ("s", "1"), spans: (1..=spans).map(span).collect() }
+        Request { trace: [7; 16], resource: vec![text("a", "b")], scope: ("s", "1"), spans: Box::new((1..=spans).map(span)) }
     }
 
     #[test]
     fn no_part_is_longer_than_asked_by_more_than_a_span_and_none_is_lost() {
-        let parts = request(1000).protobufs(10_000);
+        let parts: Vec<Part> = request(1000).protobufs(10_000).collect();
         assert_eq!(parts.iter().map(|p| p.spans).sum::<u64>(), 1000);
         assert!(parts.len() > 10 && parts.iter().all(|p| p.bytes.len() < 11_000), "{}", parts.len());
-        assert_eq!(request(3).protobufs(1).len(), 3);
-        assert!(request(0).protobufs(1).is_empty());
+        assert_eq!(request(3).protobufs(1).count(), 3);
+        assert_eq!(request(0).protobufs(1).count(), 0);
     }
 }
