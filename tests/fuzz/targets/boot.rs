@@ -1,0 +1,112 @@
+//! The whole reader takes any bytes: a boot's file, the agent's console beside it, the model, and every view of it, in bounded memory.
+//!
+//! The first byte says how often the lines that follow are repeated: what costs too much does so only when there is much of it. Each `#` in them
+//! becomes the number of the repetition, so that records, spans and GPUs differ. tests/fuzz/run limits the time of an input.
+#![no_main]
+
+use kata_gpu_init::host::account::blame::{By, blame};
+use kata_gpu_init::host::account::compare::{Settings, Threshold, compare};
+use kata_gpu_init::host::account::coverage::coverage;
+use kata_gpu_init::host::account::critical_path::critical_path;
+use kata_gpu_init::host::account::from_boot;
+use kata_gpu_init::host::account::metrics::metrics;
+use kata_gpu_init::host::account::stats::Collected;
+use kata_gpu_init::host::account::timeline::Timeline;
+use kata_gpu_init::host::agent_log;
+use kata_gpu_init::host::boot_file::BootFile;
+use kata_gpu_init::host::collector::fleet::tally::{Facts, Tally};
+use kata_gpu_init::host::export::{self, Format, Resource};
+use kata_gpu_init::host::model::Boot;
+use kata_gpu_init::host::show::write_page;
+use kata_gpu_init::host::text::{Screen, write_ascii_json};
+use std::alloc::{GlobalAlloc, Layout, System};
+use std::io::sink;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+/// Bytes that repetitions stop at.
+const MAX_BYTES: usize = 64 << 10;
+/// Bytes of memory a byte of the input. In files too large for that the limits of the reader hold, which tests/host proves.
+const PER_BYTE: usize = 48;
+/// Bytes of memory beside that.
+const AT_LEAST: usize = 2 << 20;
+
+/// Counts what is allocated, and the most that was.
+struct Counting;
+
+static NOW: AtomicUsize = AtomicUsize::new(0);
+static MOST: AtomicUsize = AtomicUsize::new(0);
+
+// SAFETY: every call is handed on as it came; the counters touch no memory that is allocated here.
+unsafe impl GlobalAlloc for Counting {
+    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
+        let now = NOW.fetch_add(layout.size(), Ordering::Relaxed) + layout.size();
+        MOST.fetch_max(now, Ordering::Relaxed);
+        unsafe { System.alloc(layout) }
+    }
+
+    unsafe fn dealloc(&self, memory: *mut u8, layout: Layout) {
+        NOW.fetch_sub(layout.size(), Ordering::Relaxed);
+        unsafe { System.dealloc(memory, layout) }
+    }
+}
+
+#[global_allocator]
+static ALLOCATOR: Counting = Counting;
+
+/// The lines, repeated.
+fn repeated(times: u8, lines: &[u8]) -> Vec<u8> {
+    let mut out = Vec::new();
+    for n in 0..=usize::from(times) * 8 {
+        if n > 0 && out.len() + lines.len() > MAX_BYTES {
+            break;
+        }
+        for byte in lines {
+            match byte {
+                b'#' => out.extend_from_slice(n.to_string().as_bytes()),
+                byte => out.push(*byte),
+            }
+        }
+        out.push(b'\n');
+    }
+    out
+}
+
+fn views(bytes: &[u8]) {
+    let Ok(file) = BootFile::read(bytes) else { return };
+    let Ok(agent) = agent_log::read(bytes) else { return };
+    let boot = Boot::new(&file, &agent);
+    write_page(&mut sink(), &file, &agent, &boot, true, Screen { width: Some(80), colour: true }).expect("nothing to go wrong");
+    write_ascii_json(&mut sink(), &boot).expect("a model is JSON");
+    let timeline = Timeline::new(from_boot::story(&boot, &file, &agent));
+    if let Ok(window) = timeline.window(None, None) {
+        let covered = coverage(&timeline, &window);
+        assert_eq!(covered.explained_ns.checked_add(covered.unexplained_ns), Some(covered.wall_ns));
+        blame(&timeline, &window, By::Owner);
+        critical_path(&timeline, &window, 5);
+    }
+    let numbers = metrics(&timeline, &boot, &file, !agent.is_empty());
+    let mut tally = Tally::default();
+    tally.add(&numbers, Facts::default());
+    let mut all = Collected::default();
+    all.add(&numbers);
+    all.stats();
+    let settings = Settings { threshold: Threshold::Percent(5.0), seed: 1, gate: vec![] };
+    let numbers = [numbers];
+    let _nothing_to_compare = compare(&numbers, &numbers, &settings);
+    for format in [Format::Html, Format::Svg, Format::Perfetto, Format::Chrome, Format::Otlp, Format::Csv] {
+        let _no_clock = export::write(format, &export::Timeline::new(&file, &agent), &Resource::new(), &mut sink());
+    }
+    if let Ok(request) = export::otlp_request(&file, &agent, &Resource::new()) {
+        request.protobufs(1 << 20).for_each(drop);
+    }
+}
+
+libfuzzer_sys::fuzz_target!(|bytes: &[u8]| {
+    let Some((times, lines)) = bytes.split_first() else { return };
+    let bytes = repeated(*times, lines);
+    let before = NOW.load(Ordering::Relaxed);
+    MOST.store(before, Ordering::Relaxed);
+    views(&bytes);
+    let most = MOST.load(Ordering::Relaxed) - before;
+    assert!(most <= AT_LEAST + PER_BYTE * bytes.len(), "{most} bytes of memory for a file of {}", bytes.len());
+});
