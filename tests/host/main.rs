@@ -66,6 +66,8 @@ mod replace_init;
 mod schema;
 #[cfg(feature = "host")]
 mod tree;
+#[cfg(feature = "host")]
+mod worst_boots;
 
 use std::path::{Path, PathBuf};
 

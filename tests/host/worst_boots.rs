@@ -1,0 +1,137 @@
+//! The worst files that are known, before every reader and the collector, each with a limit on its memory that no file moves.
+//!
+//! The limit is RLIMIT_DATA, which counts what a process has for itself and needs no privileges. Negative control: a limit below what the program
+//! needs for nothing ends it.
+
+use crate::collect::{Collector, Raw, boot_id, folder, program, socket, until};
+use crate::fleet::{get, metrics_address, value};
+use kata_gpu_init::events::record::{Header, header_line};
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output};
+
+/// What a reader may have: 4 bytes a byte of a file of 8 MB, and 32 MB.
+const MEMORY: u64 = 64 << 20;
+/// Longest file of a boot that the collector's metrics read.
+const LARGE: usize = 8_000_000;
+
+/// Lines up to a size.
+fn boot(size: usize, line: impl Fn(usize) -> String) -> String {
+    let header = Header { boot_id: boot_id(1), version: "0.1.0".into(), kernel: "6.1".into(), first_seq: 0 };
+    let clock =
+        r#"{"schema":1,"kind":"host","realtime_ns":4,"event":"clock","boottime_ns":1,"offset_ns":1700000000000000000,"error_ns":3}"#;
+    let mut text = header_line(&header) + clock + "\n";
+    for seq in 0.. {
+        let line = format!("{{\"schema\":1,\"seq\":{seq},\"boottime_ns\":{seq},{}}}\n", line(seq));
+        if text.len() + line.len() > size {
+            break;
+        }
+        text.push_str(&line);
+    }
+    text
+}
+
+/// Trees of values in every field: 189 bytes of memory a byte, where they were kept.
+fn trees(seq: usize) -> String {
+    format!(r#""kind":"begin","name":"x","span":{seq},"fields":{{"a":[{}]}}"#, vec![r#"{"":0}"#; 2300].join(","))
+}
+
+/// Spans, orders, fields, errors, GPUs and events, each up to its limit.
+fn everything(seq: usize) -> String {
+    let text = "\u{7f}".repeat(100);
+    let gpu = format!("{:04x}:00:00.0", seq / 4 % 256);
+    match seq % 4 {
+        0 => {
+            let fields: Vec<String> = (0..8).map(|n| format!("\"{n}\":0")).collect();
+            let after = [4, 8, 12].map(|n| seq.saturating_sub(n).to_string()).join(",");
+            format!(r#""kind":"begin","name":"gpu.init","span":{seq},"gpu":"{gpu}","after":[{after}],"fields":{{{}}}"#, fields.join(","))
+        }
+        1 => format!(r#""kind":"end","name":"gpu.init","span":{},"level":"error","error":"{text}""#, seq - 1),
+        2 => format!(r#""kind":"event","name":"x","parent":{},"level":"error","error":"{text}""#, seq - 2),
+        _ => format!(
+            r#""kind":"event","name":"gpu.failed","gpu":"{gpu}","error":"{text}","fields":{{"step":"init","reason":"needs-reset"}}"#
+        ),
+    }
+}
+
+/// The program with that much memory.
+fn limited(bytes: u64) -> Command {
+    let mut command = Command::new("sh");
+    command.args(["-c", &format!("ulimit -d {} && exec \"$0\" \"$@\"", bytes >> 10)]).arg(program());
+    command
+}
+
+fn run(bytes: u64, words: &[&str], path: &Path) -> Output {
+    limited(bytes).args(words).arg(path).output().unwrap()
+}
+
+fn write(dir: &Path, text: &str) -> PathBuf {
+    let path = dir.join(format!("{}.ndjson", boot_id(1)));
+    std::fs::write(&path, text).unwrap();
+    path
+}
+
+#[test]
+fn every_reader_reads_the_worst_boots_in_64_mib() {
+    let dir = folder();
+    for (name, text) in [("everything", boot(LARGE, everything)), ("trees", boot(LARGE, trees))] {
+        let path = write(&dir.0, &text);
+        let of_directory = [&["list", "--dir"][..], &["stats", "--dir"]];
+        let of_file = [
+            &["show", "-v"][..],
+            &["show", "--json"],
+            &["blame"],
+            &["critical-path", "--json"],
+            &["coverage", "--json"],
+            &["export", "--html"],
+            &["export", "--svg"],
+            &["export", "--perfetto"],
+            &["export", "--chrome"],
+            &["export", "--otlp"],
+            &["export", "--csv"],
+            &["follow", "--timeout", "1", "--boot"],
+            &["import", "-o", "-"],
+        ];
+        // One of the two has no milestones, which is told and no lack of memory.
+        let told = ["no milestone", "nothing to account for", "nothing new for", "no time passes"];
+        let files = of_file.into_iter().map(|words| (words, path.as_path()));
+        for (words, path) in of_directory.into_iter().map(|words| (words, dir.0.as_path())).chain(files) {
+            let Output { status, stderr, .. } = run(MEMORY, words, path);
+            let why = String::from_utf8_lossy(&stderr);
+            let fine = status.success() || (status.code().is_some() && told.iter().any(|t| why.to_lowercase().contains(t)));
+            assert!(fine, "{words:?} of {name}: {status}: {why}");
+        }
+        let shown = String::from_utf8(run(MEMORY, &["show", "--json"], &path).stdout).unwrap();
+        assert!(shown.contains("\"too_large\""), "{name} is no worst boot");
+    }
+}
+
+#[test]
+fn too_little_memory_ends_the_program() {
+    let dir = folder();
+    let path = write(&dir.0, &boot(100_000, everything));
+    let output = run(1 << 20, &["show", "--json"], &path);
+    assert!(!output.status.success(), "the limit is none");
+}
+
+#[test]
+fn the_collector_takes_the_worst_boots_into_its_metrics_in_64_mib() {
+    let dir = folder();
+    let mut command = limited(MEMORY);
+    command.args(["collect", "--no-vsock", "--no-vms", "--metrics", "0", "--limit", "goodbye=1", "--dir"]).arg(dir.0.join("boots"));
+    let collector = Collector::of(command.arg("--uds").arg(dir.0.join("v")));
+    let address = metrics_address(&collector);
+    let count = |outcome: &str| value(&get(address, "/metrics"), &format!("kata_gpu_boot_boots_total{{outcome=\"{outcome}\"}}"));
+    for (n, line) in [(1, trees as fn(usize) -> String), (2, everything)] {
+        let guest = boot(LARGE - 1000, line).replace(&boot_id(1), &boot_id(n));
+        let mut raw = Raw::connect(&socket(&dir.0, "v"));
+        // Its third line on: the second is the collector's own.
+        let (header, rest) = guest.split_once('\n').unwrap();
+        raw.say(format!("{header}\n{}", rest.split_once('\n').unwrap().1));
+        drop(raw);
+        until("it is over and counted", || count("implausible") + count("unfinished") == n as f64);
+    }
+    assert_eq!(count("implausible"), 2.0);
+    let text = get(address, "/metrics");
+    assert!(value(&text, "kata_gpu_boot_gpus_total{result=\"failed\"}") == 0.0 && !text.contains("phase_seconds_sum{"), "{text}");
+    collector.stop();
+}
