@@ -206,7 +206,8 @@ pub fn import(mut sources: Vec<Source>, boot: Option<usize>) -> Result<(Report, 
     let steps = Steps::new(&placed, named);
     let mut derived = derive::derive(&placed, &steps, said);
 
-    let mut notes: Vec<String> = Vec::new();
+    let too_large = |stream: &BootFile| stream.too_large.some().map(|too_large| too_large.sentence());
+    let mut notes: Vec<String> = stream.iter().filter_map(too_large).collect();
     let mut traced = traced;
     for traced in &mut traced {
         notes.extend(traced.trace.notes.iter().cloned());
