@@ -23,7 +23,7 @@ pub fn write(timeline: &Timeline, out: &mut dyn Write) -> io::Result<()> {
     if let Some(sample) = timeline.sample() {
         say("clock", Some(json!({ "offset_ns": sample.offset_ns, "error_ns": sample.error_ns, "boottime_ns": sample.boottime_ns })));
     }
-    write!(out, "{{\"displayTimeUnit\":\"ms\",\"otherData\":{},\"traceEvents\":[\n", Value::Object(other))?;
+    writeln!(out, "{{\"displayTimeUnit\":\"ms\",\"otherData\":{},\"traceEvents\":[", Value::Object(other))?;
     // One event per line: this file is looked at with grep, too. Each is written before the next is made.
     let mut separator = "";
     let mut event = |event: Value| {
