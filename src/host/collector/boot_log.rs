@@ -51,6 +51,16 @@ pub struct Dropped {
     pub last: u64,
 }
 
+/// What is to be written at once.
+#[derive(Debug, Default)]
+pub struct Pending {
+    pub bytes: Vec<u8>,
+    /// Not only lines of the collector's own.
+    pub has_records: bool,
+    /// Bytes that are in the file already.
+    pub after: u64,
+}
+
 /// One boot.
 #[derive(Debug)]
 pub struct BootLog {
@@ -58,6 +68,10 @@ pub struct BootLog {
     waiting: Arc<Waiting>,
     owner: Option<String>,
     has_header: bool,
+    /// Its file was removed: nothing is taken until its guest comes again, with a header and everything.
+    asked_again: bool,
+    /// Records wait to be written, not only lines of the collector's own.
+    pending_records: bool,
     seqs: SeqSet,
     records: u64,
     bytes: u64,
@@ -88,13 +102,14 @@ impl End {
 }
 
 impl BootLog {
-    /// Of a boot that has no file, or of what its file says.
-    pub fn read_back(path: &Path, limits: Limits, waiting: Arc<Waiting>) -> Result<Self> {
-        let mut log = Self {
+    fn new(limits: Limits, waiting: Arc<Waiting>) -> Self {
+        Self {
             limits,
             waiting,
             owner: None,
             has_header: false,
+            asked_again: false,
+            pending_records: false,
             seqs: SeqSet::default(),
             records: 0,
             bytes: 0,
@@ -106,7 +121,12 @@ impl BootLog {
             failing: None,
             dropped: None,
             end: End::default(),
-        };
+        }
+    }
+
+    /// Of a boot that has no file, or of what its file says.
+    pub fn read_back(path: &Path, limits: Limits, waiting: Arc<Waiting>) -> Result<Self> {
+        let mut log = Self::new(limits, waiting);
         let flags = (OFlag::O_NOFOLLOW | OFlag::O_NONBLOCK).bits();
         let file = match OpenOptions::new().read(true).custom_flags(flags).open(path) {
             Ok(file) => file,
@@ -172,6 +192,7 @@ impl BootLog {
             Some(owner) if owner != peer => bail!("{peer} speaks for a boot that belongs to {owner}: refused"),
             _ => self.owner = Some(peer.to_string()),
         }
+        self.asked_again = false;
         if !self.has_header {
             self.has_header = true;
             self.push_raw(raw_header);
@@ -187,6 +208,9 @@ impl BootLog {
         }
         if self.capped {
             return Stored::Capped;
+        }
+        if self.asked_again {
+            return Stored::Dropped;
         }
         if self.seqs.is_apart(record.seq) && self.seqs.ranges() > self.limits.gaps {
             return Stored::Gap;
@@ -214,6 +238,7 @@ impl BootLog {
         self.records += 1;
         self.end.learn(record.kind, &record.name);
         self.push_raw(raw);
+        self.pending_records = true;
         Stored::New
     }
 
@@ -223,7 +248,7 @@ impl BootLog {
             self.best = Some(sample);
         }
         // While nothing can be written, only what waits already is kept: the next connection and its clock tell the same again.
-        if self.bytes > self.limits.bytes + MAX_HOST_BYTES || (self.disk_fails() && !self.below_waiting_limits()) {
+        if self.asked_again || self.bytes > self.limits.bytes + MAX_HOST_BYTES || (self.disk_fails() && !self.below_waiting_limits()) {
             return;
         }
         let line = HostLine::now(event).to_line();
@@ -272,8 +297,12 @@ impl BootLog {
     // What the thread that writes does with it.
 
     /// What waits to be written.
-    pub fn take_pending(&mut self) -> Vec<u8> {
-        std::mem::take(&mut self.pending)
+    pub fn take_pending(&mut self) -> Pending {
+        Pending {
+            after: self.bytes - self.pending.len() as u64,
+            has_records: std::mem::take(&mut self.pending_records),
+            bytes: std::mem::take(&mut self.pending),
+        }
     }
 
     pub fn has_pending(&self) -> bool {
@@ -291,9 +320,10 @@ impl BootLog {
     }
 
     /// It could not be written: `rest` waits on. True when it could be until now.
-    pub fn not_written(&mut self, mut rest: Vec<u8>, why: String) -> bool {
-        rest.append(&mut self.pending);
-        self.pending = rest;
+    pub fn not_written(&mut self, mut rest: Pending, why: String) -> bool {
+        rest.bytes.append(&mut self.pending);
+        self.pending = rest.bytes;
+        self.pending_records |= rest.has_records;
         let first = self.failing.is_none();
         if first {
             self.waiting.failing.fetch_add(1, Ordering::Relaxed);
@@ -323,9 +353,18 @@ impl BootLog {
         Some(dropped)
     }
 
+    /// The file is gone, with all that was in it: nothing counts as stored, and the next connection begins a new file. Its owner stays the same.
+    pub fn begin_anew(&mut self) {
+        self.abandon();
+        let new = Self::new(self.limits, self.waiting.clone());
+        let owner = self.owner.take();
+        let end = End { said: false, reported: self.end.reported };
+        *self = Self { owner, end, asked_again: true, ..new };
+    }
+
     /// Gives up what waits. How many bytes that is.
     pub fn abandon(&mut self) -> usize {
-        let bytes = self.take_pending().len();
+        let bytes = self.take_pending().bytes.len();
         self.written(bytes);
         if self.failing.take().is_some() {
             self.waiting.failing.fetch_sub(1, Ordering::Relaxed);
@@ -379,8 +418,8 @@ mod tests {
             use std::io::Write;
             let pending = log.take_pending();
             let mut file = OpenOptions::new().append(true).create(true).open(self.dir.path().join("x")).unwrap();
-            file.write_all(&pending).unwrap();
-            log.written(pending.len());
+            file.write_all(&pending.bytes).unwrap();
+            log.written(pending.bytes.len());
             log.all_written();
             BootFile::read(std::fs::File::open(self.dir.path().join("x")).unwrap()).unwrap()
         }
@@ -481,13 +520,15 @@ mod tests {
         append(&mut log, 0);
         let taken = log.take_pending();
         log.written(10);
-        assert!(log.not_written(taken[10..].to_vec(), "full".into()));
+        let (written, rest) = taken.bytes.split_at(10);
+        let rest = Pending { bytes: rest.to_vec(), ..Pending::default() };
+        assert!(log.not_written(rest, "full".into()));
         let stored: Vec<Stored> = (1..6).map(|seq| append(&mut log, seq)).collect();
         assert_eq!(stored, [Stored::New, Stored::New, Stored::Dropped, Stored::Dropped, Stored::Dropped]);
         assert!(log.has_room(), "it is received all the same");
         log.append_loss();
         // There is room again. The ten bytes are in the file already.
-        std::fs::write(boot.dir.path().join("x"), &taken[..10]).unwrap();
+        std::fs::write(boot.dir.path().join("x"), written).unwrap();
         boot.write(&mut log);
         let file = boot.write(&mut log);
         assert_eq!((file.records.len(), file.damaged, file.seqs.missing()), (3, 0, 3));

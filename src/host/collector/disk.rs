@@ -30,7 +30,7 @@ use tokio::sync::{Notify, OnceCell, watch};
 /// Boots without a connection that are remembered, so that a guest that comes back costs no reading back.
 pub(super) const REMEMBERED: usize = if cfg!(test) { 16 } else { 1024 };
 /// Who may read the boots: the collector's user and its group.
-const DIR_MODE: u32 = 0o750;
+pub(super) const DIR_MODE: u32 = 0o750;
 
 /// One boot's file and what waits for it.
 #[derive(Debug)]
@@ -470,6 +470,72 @@ mod tests {
         disk.close().unwrap();
         let file = BootFile::read(File::open(&path).unwrap()).unwrap();
         assert_eq!((file.records.len(), file.header.is_some()), (1, true));
+    }
+
+    #[tokio::test]
+    async fn a_file_or_directory_that_is_removed_under_the_collector_is_asked_for_again() {
+        for with_directory in [false, true] {
+            let dir = TempDir::new();
+            let place = dir.path().join("boots");
+            let told: Arc<Mutex<Vec<String>>> = Arc::default();
+            let sink = told.clone();
+            let tell: Tell = Arc::new(move |text| sink.lock().unwrap().push(text));
+            let disk = Disk::start(Place::take(&place).unwrap(), Limits::default(), Keep::default(), Arc::default(), tell, || ()).unwrap();
+            let path = place.join(format!("{BOOT}.ndjson"));
+            let mut attached = attach(&disk, BOOT, "cid 5").await.unwrap();
+            append(&attached, 0);
+            until(|| std::fs::read_to_string(&path).is_ok_and(|text| text.contains(&event(0)))).await;
+            if with_directory {
+                std::fs::remove_dir_all(&place).unwrap();
+            } else {
+                std::fs::remove_file(&path).unwrap();
+            }
+            append(&attached, 1);
+            tokio::time::timeout(Duration::from_secs(10), attached.again.changed()).await.expect("it is not asked again").unwrap();
+            // What it still says on this connection begins no file without a header.
+            append(&attached, 2);
+            assert!(attach(&disk, BOOT, "cid 6").await.is_err(), "it still belongs to its guest");
+            drop(std::mem::replace(&mut attached, attach(&disk, BOOT, "cid 5").await.unwrap()));
+            (0..4).for_each(|seq| append(&attached, seq));
+            drop(attached);
+            let stats = disk.store.stats.clone();
+            disk.close().unwrap();
+            let file = BootFile::read(File::open(&path).unwrap()).unwrap();
+            assert_eq!((file.records.len(), file.header.is_some(), file.damaged), (4, true, 0));
+            assert_eq!(stats.counts().files_lost, 1);
+            assert!(told.lock().unwrap().iter().any(|t| t.contains("was removed while its boot was received")), "{told:?}");
+        }
+    }
+
+    #[tokio::test]
+    async fn the_time_of_a_file_is_that_of_its_last_record() {
+        let dir = TempDir::new();
+        let disk = start(dir.path());
+        let path = dir.path().join(format!("{BOOT}.ndjson"));
+        let written = || std::fs::metadata(&path).and_then(|m| m.modified()).unwrap();
+        let read = || std::fs::read_to_string(&path).unwrap_or_default();
+        append(&attach(&disk, BOOT, "cid 5").await.unwrap(), 0);
+        until(|| read().contains(&event(0))).await;
+        let old = std::time::SystemTime::UNIX_EPOCH + Duration::from_secs(1_000_000_000);
+        File::options().write(true).open(&path).unwrap().set_modified(old).unwrap();
+        for times in 2..5 {
+            drop(attach(&disk, BOOT, "cid 5").await.unwrap());
+            until(|| read().matches("\"connected\"").count() == times).await;
+        }
+        let attached = attach(&disk, BOOT, "cid 5").await.unwrap();
+        until(|| read().matches("\"connected\"").count() == 5 && written() == old).await;
+        append(&attached, 1);
+        until(|| written() > old).await;
+        drop(attached);
+        disk.close().unwrap();
+    }
+
+    async fn until(mut done: impl FnMut() -> bool) {
+        let deadline = Instant::now() + Duration::from_secs(20);
+        while !done() {
+            assert!(Instant::now() < deadline, "not so within 20 s");
+            tokio::time::sleep(Duration::from_millis(1)).await;
+        }
     }
 
     #[tokio::test]

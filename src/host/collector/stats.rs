@@ -42,6 +42,8 @@ counters! {
     dropped,
     /// Times that a file could not be written.
     write_errors,
+    /// Files that somebody removed while their boot was received; their guests are asked for everything again.
+    files_lost,
     /// Calls of fdatasync.
     synced,
     /// Files that retention removed.

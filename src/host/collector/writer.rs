@@ -1,12 +1,13 @@
 //! The two threads behind a [`Store`]: one writes, one makes durable and removes old files. Only they touch files of boots.
 
-use super::disk::{Entry, Job, REMEMBERED, Store, Tell, lock};
+use super::disk::{DIR_MODE, Entry, Job, REMEMBERED, Store, Tell, lock};
 use super::retention::Retention;
 use super::stats::add;
 use nix::fcntl::OFlag;
-use std::fs::{File, OpenOptions};
+use std::fs::{DirBuilder, File, Metadata, OpenOptions};
 use std::io::{self, Write};
-use std::os::unix::fs::OpenOptionsExt;
+use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt};
+use std::path::Path;
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, mpsc};
 use std::time::{Duration, Instant};
@@ -31,11 +32,13 @@ pub(super) struct Writer {
     told: Option<Instant>,
     /// Records that were dropped since the trouble began.
     dropped: u64,
+    /// When it was last said that a file was removed.
+    told_lost: Option<Instant>,
 }
 
 impl Writer {
     pub(super) fn new(store: Arc<Store>, tell: Tell) -> Self {
-        Self { store, tell, failed: Vec::new(), told: None, dropped: 0 }
+        Self { store, tell, failed: Vec::new(), told: None, dropped: 0, told_lost: None }
     }
 
     /// Until it is told to stop, and has written what there is.
@@ -91,14 +94,23 @@ impl Writer {
     fn write(&mut self, entry: Arc<Entry>) {
         entry.queued.store(false, Ordering::Release);
         let Some(mut pending) = entry.log().map(|mut log| log.take_pending()) else { return };
-        let (done, result) = if pending.is_empty() {
+        let (done, result) = if pending.bytes.is_empty() {
             (0, Ok(()))
         } else {
-            match open(&entry) {
-                Ok(file) => {
+            match open(&entry, pending.after) {
+                Ok(Some((file, meta))) => {
                     self.note_unsynced(&entry, &file);
-                    write_all(&file, &pending)
+                    let (done, result) = write_all(&file, &pending.bytes);
+                    // The file's time is that of its last record: a guest keeps its boots no longer by connecting again and again.
+                    if pending.after > 0
+                        && !pending.has_records
+                        && let Ok(modified) = meta.modified()
+                    {
+                        let _then_it_is_kept_longer = file.set_modified(modified);
+                    }
+                    (done, result)
                 }
+                Ok(None) => return self.begin_anew(&entry, pending.bytes.len()),
                 Err(e) => (0, Err(e)),
             }
         };
@@ -128,7 +140,7 @@ impl Writer {
                 }
             }
             Err(e) => {
-                pending.drain(..done);
+                pending.bytes.drain(..done);
                 log.not_written(pending, e.to_string());
                 drop(log);
                 add(&self.store.stats.write_errors, 1);
@@ -148,6 +160,26 @@ impl Writer {
         self.store.written.notify_waiters();
     }
 
+    /// Somebody removed the file, or all of them: what was in it is asked for again.
+    fn begin_anew(&mut self, entry: &Arc<Entry>, pending: usize) {
+        *lock(&entry.file) = None;
+        if let Some(mut log) = entry.log() {
+            log.written(pending);
+            log.begin_anew();
+        }
+        entry.again.send_modify(|times| *times += 1);
+        add(&self.store.stats.files_lost, 1);
+        if self.told_lost.is_none_or(|told| told.elapsed() >= TELL_AGAIN) {
+            self.told_lost = Some(Instant::now());
+            (self.tell)(format!(
+                "{} was removed while its boot was received: its guest is asked to send everything again ({} such file(s) so far)",
+                entry.path.display(),
+                self.store.stats.counts().files_lost
+            ));
+        }
+        self.store.written.notify_waiters();
+    }
+
     fn note_unsynced(&self, entry: &Arc<Entry>, file: &Arc<File>) {
         if !entry.unsynced.swap(true, Ordering::AcqRel) {
             lock(&self.store.unsynced).push((entry.clone(), file.clone()));
@@ -155,15 +187,36 @@ impl Writer {
     }
 }
 
-fn open(entry: &Entry) -> io::Result<Arc<File>> {
-    let mut file = lock(&entry.file);
-    if let Some(file) = &*file {
-        return Ok(file.clone());
+/// The file to append to, and how it was before; None where bytes that were written to it are gone.
+fn open(entry: &Entry, written: u64) -> io::Result<Option<(Arc<File>, Metadata)>> {
+    let mut slot = lock(&entry.file);
+    let file = match &*slot {
+        Some(file) => file.clone(),
+        None => match open_by_name(&entry.path, written == 0) {
+            Ok(file) => Arc::new(file),
+            Err(e) if written > 0 && e.kind() == io::ErrorKind::NotFound => return Ok(None),
+            Err(e) => return Err(e),
+        },
+    };
+    let meta = file.metadata()?;
+    if written > 0 && (meta.nlink() == 0 || meta.len() == 0) {
+        return Ok(None);
     }
+    *slot = Some(file.clone());
+    Ok(Some((file, meta)))
+}
+
+fn open_by_name(path: &Path, create: bool) -> io::Result<File> {
     let flags = (OFlag::O_NOFOLLOW | OFlag::O_NONBLOCK).bits();
-    let opened = Arc::new(OpenOptions::new().create(true).append(true).mode(FILE_MODE).custom_flags(flags).open(&entry.path)?);
-    *file = Some(opened.clone());
-    Ok(opened)
+    let open = || OpenOptions::new().create(create).append(true).mode(FILE_MODE).custom_flags(flags).open(path);
+    match (open(), path.parent()) {
+        // The whole directory was removed.
+        (Err(e), Some(dir)) if create && e.kind() == io::ErrorKind::NotFound => {
+            DirBuilder::new().mode(DIR_MODE).create(dir)?;
+            open()
+        }
+        (result, _) => result,
+    }
 }
 
 /// Writes as much as can be. A line that is cut off is continued by the next try.

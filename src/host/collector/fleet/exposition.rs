@@ -113,6 +113,7 @@ fn streams(text: &mut Text, shared: &Shared) {
         ("garbage_lines_total", "Lines that are not of the format.", counts.garbage),
         ("write_errors_total", "Times that a file could not be written.", counts.write_errors),
         ("files_removed_total", "Files that retention removed.", counts.removed),
+        ("files_lost_total", "Files that somebody removed while their boot was received.", counts.files_lost),
         ("scrapes_total", "Answers like this one.", shared.http.scrapes.load(Ordering::Relaxed)),
         ("scrapes_refused_total", "Connections to this endpoint over its limit.", shared.http.refused.load(Ordering::Relaxed)),
         ("scrapes_failed_total", "Connections to this endpoint that broke or took too long.", shared.http.failed.load(Ordering::Relaxed)),
