@@ -1,17 +1,35 @@
-//! Which boots' files go: those that nobody has written to for so many days, then the oldest until all together are small enough.
+//! Which boots' files go: those whose last record is older than so many days, then, until all together are small enough, the oldest of peers that
+//! have more than their share, then the oldest.
 //!
-//! A boot in flight never goes: one that has a connection, or that was written to within [`GRACE`] (its guest may be coming back, or the
-//! collector was started again). Nothing but files named by a boot id is ever looked at.
+//! A boot in flight never goes: one that has a connection, or whose last record came within [`GRACE`] (its guest may be coming back, or the
+//! collector was started again); the latter holds for peers within their share. Nothing but files named by a boot id is ever looked at. A host
+//! whose clock was set makes no boot old ([`Steady`]).
 
 use super::disk::{Store, Tell};
-use crate::events::record::is_boot_id;
-use crate::host::boot_file::EXTENSION;
-use anyhow::{Result, bail};
-use std::path::PathBuf;
+use crate::events::record::{MAX_LINE, is_boot_id};
+use crate::host::boot_file::{EXTENSION, FileLine, HostEvent, for_each_line};
+use anyhow::{Context, Result, bail};
+use nix::fcntl::OFlag;
+use nix::time::{ClockId, clock_gettime};
+use std::collections::HashMap;
+use std::fs::OpenOptions;
+use std::io::Read;
+use std::os::unix::fs::OpenOptionsExt;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
-/// How long after its last line a boot counts as in flight.
+/// How long after its last record a boot counts as in flight.
 pub const GRACE: Duration = Duration::from_secs(600);
+/// One peer's share of [`Keep::bytes`]: what goes first, of more than that. A node has no more than some ten VMs with GPUs at once.
+const SHARES: u64 = 8;
+/// The collector's line about who connected stands in the first bytes of a file, behind the guest's header.
+const HEAD: u64 = 2 * MAX_LINE as u64;
+/// A clock that goes so far from what it was is one that was set.
+const MAX_DRIFT: Duration = Duration::from_secs(60);
+/// How long after that, and after the machine's start, no boot counts as old: until somebody, or NTP, has set it right.
+const DISTRUST: Duration = Duration::from_secs(24 * 3600);
+const AFTER_START: Duration = Duration::from_secs(3600);
 const DAY: Duration = Duration::from_secs(86_400);
 
 /// How much is kept.
@@ -51,55 +69,160 @@ pub fn parse_size(text: &str) -> Result<u64> {
 /// One boot's file.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 struct Candidate {
+    /// When its last record came.
     written: SystemTime,
     boot_id: String,
     bytes: u64,
     path: PathBuf,
 }
 
+/// Both clocks of this machine.
+#[derive(Clone, Copy, Debug)]
+pub struct Now {
+    pub real: SystemTime,
+    /// Since the machine's start; nobody can set it.
+    pub boot: Duration,
+}
+
+impl Now {
+    pub fn read() -> Result<Self> {
+        let boot = clock_gettime(ClockId::CLOCK_BOOTTIME).context("read CLOCK_BOOTTIME")?;
+        Ok(Self { real: SystemTime::now(), boot: boot.into() })
+    }
+}
+
+/// Whether the host's clock may be asked how old a file is.
+#[derive(Debug, Default)]
+struct Steady {
+    /// What the clock shows at the machine's start, by its last look.
+    start: Option<SystemTime>,
+    /// On the machine's own clock.
+    distrusted_until: Duration,
+}
+
+impl Steady {
+    /// Gives a line for people where the clock was set since the last look.
+    fn look(&mut self, now: Now) -> Option<String> {
+        let start = now.real.checked_sub(now.boot)?;
+        let before = self.start.replace(start)?;
+        let moved = start.duration_since(before).unwrap_or_else(|back| back.duration());
+        if moved <= MAX_DRIFT {
+            return None;
+        }
+        self.distrusted_until = now.boot + DISTRUST;
+        Some(format!("this machine's clock was set by {} s: for a day no boot is removed for its age", moved.as_secs()))
+    }
+
+    fn is_trusted(&self, now: Now) -> bool {
+        now.boot >= self.distrusted_until.max(AFTER_START)
+    }
+}
+
 /// Applies a [`Keep`], again and again.
 pub struct Retention {
     keep: Keep,
+    steady: Steady,
+    /// Whose boot it is, by its id: read once of a file.
+    owners: HashMap<String, Option<Arc<str>>>,
     /// It was said that more is there than may be, and that nothing can go.
     told: bool,
 }
 
 impl Retention {
     pub fn new(keep: Keep) -> Self {
-        Self { keep, told: false }
+        Self { keep, steady: Steady::default(), owners: HashMap::new(), told: false }
     }
 
     /// Removes what is too old or too much.
-    pub fn apply(&mut self, store: &Store, tell: &Tell) {
+    pub fn apply(&mut self, store: &Store, tell: &Tell, now: Now) {
         if self.keep == Keep::default() {
             return;
+        }
+        if let Some(set) = self.steady.look(now) {
+            tell(set);
         }
         let all = match candidates(store) {
             Ok(all) => all,
             Err(e) => return tell(format!("look for old boots: {e:#}")),
         };
-        let total: u64 = all.iter().map(|c| c.bytes).sum();
-        let mut left = total;
-        for candidate in to_remove(&all, self.keep, SystemTime::now()) {
-            // One that is in flight stays, and the next oldest goes in its place.
-            if self.keep.bytes.is_none_or(|most| left <= most) && !is_old(candidate, self.keep, SystemTime::now()) {
-                break;
+        let mut left: u64 = all.iter().map(|c| c.bytes).sum();
+        let mut go = |candidate: &Candidate, left: &mut u64| match store.remove(&candidate.boot_id, &candidate.path) {
+            Ok(true) => {
+                *left -= candidate.bytes;
+                true
             }
-            match store.remove(&candidate.boot_id, &candidate.path) {
-                Ok(true) => left -= candidate.bytes,
-                Ok(false) => {}
-                Err(e) => tell(format!("remove {}: {e}", candidate.path.display())),
+            // It is in flight.
+            Ok(false) => false,
+            Err(e) => {
+                tell(format!("remove {}: {e}", candidate.path.display()));
+                false
+            }
+        };
+        let (old, mut rest): (Vec<_>, Vec<_>) = all.into_iter().partition(|c| self.is_old(c, now));
+        for candidate in old {
+            if !go(&candidate, &mut left) {
+                rest.push(candidate);
             }
         }
-        let over = self.keep.bytes.is_some_and(|most| left > most);
-        if over && !self.told {
+        let Some(most) = self.keep.bytes else { return };
+        if left > most {
+            rest.sort();
+            let mut over = self.over_their_share(&rest, most / SHARES);
+            rest.retain(|c| !over.contains(c));
+            // Of those within their share none that its guest may come back for.
+            over.extend(rest.into_iter().filter(|c| age(c, now) > GRACE));
+            for candidate in &over {
+                if left <= most {
+                    break;
+                }
+                go(candidate, &mut left);
+            }
+        }
+        if left > most && !self.told {
             tell(format!(
                 "boots take {left} bytes in {}, more than --keep-size, and all that are left are in flight",
                 store.dir().display()
             ));
         }
-        self.told = over;
+        self.told = left > most;
     }
+
+    fn is_old(&self, candidate: &Candidate, now: Now) -> bool {
+        self.steady.is_trusted(now) && self.keep.age.is_some_and(|most| age(candidate, now) > most.max(GRACE))
+    }
+
+    /// The oldest of each peer, as far as it has more than its share: all but the newest that fit into it.
+    fn over_their_share(&mut self, all: &[Candidate], share: u64) -> Vec<Candidate> {
+        self.owners.retain(|id, _| all.iter().any(|c| c.boot_id == *id));
+        let mut used: HashMap<Arc<str>, u64> = HashMap::new();
+        let mut over = Vec::new();
+        for candidate in all.iter().rev() {
+            let owner = self.owners.entry(candidate.boot_id.clone()).or_insert_with(|| owner_of(&candidate.path));
+            let Some(owner) = owner else { continue };
+            let used = used.entry(owner.clone()).or_default();
+            *used += candidate.bytes;
+            if *used > share {
+                over.push(candidate.clone());
+            }
+        }
+        over.reverse();
+        over
+    }
+}
+
+/// The peer that a boot's first connection was of; None for a file that no connection made.
+fn owner_of(path: &Path) -> Option<Arc<str>> {
+    let flags = (OFlag::O_NOFOLLOW | OFlag::O_NONBLOCK).bits();
+    let file = OpenOptions::new().read(true).custom_flags(flags).open(path).ok()?;
+    let mut owner = None;
+    let read = for_each_line(file.take(HEAD), |_, _, line| {
+        if let (None, Ok(FileLine::Host(line))) = (&owner, line)
+            && let HostEvent::Connected { peer, .. } = line.event
+        {
+            owner = Some(peer.into());
+        }
+    });
+    read.ok().and(owner)
 }
 
 fn candidates(store: &Store) -> Result<Vec<Candidate>> {
@@ -121,18 +244,8 @@ fn candidates(store: &Store) -> Result<Vec<Candidate>> {
     Ok(found)
 }
 
-fn age(candidate: &Candidate, now: SystemTime) -> Duration {
-    now.duration_since(candidate.written).unwrap_or_default()
-}
-
-fn is_old(candidate: &Candidate, keep: Keep, now: SystemTime) -> bool {
-    keep.age.is_some_and(|most| age(candidate, now) > most)
-}
-
-/// Those that may have to go, oldest first: the old, and as far as all together are too large any that is not in flight.
-fn to_remove(all: &[Candidate], keep: Keep, now: SystemTime) -> impl Iterator<Item = &Candidate> {
-    let too_large = keep.bytes.is_some_and(|most| all.iter().map(|c| c.bytes).sum::<u64>() > most);
-    all.iter().filter(move |c| age(c, now) > GRACE && (too_large || is_old(c, keep, now)))
+fn age(candidate: &Candidate, now: Now) -> Duration {
+    now.real.duration_since(candidate.written).unwrap_or_default()
 }
 
 #[cfg(test)]
@@ -141,6 +254,7 @@ mod tests {
     use super::super::limits::Limits;
     use super::*;
     use crate::events::record::{Header, header_line};
+    use crate::host::boot_file::HostLine;
     use crate::host::testing::TempDir;
     use std::fs::File;
     use std::sync::{Arc, Mutex};
@@ -168,9 +282,14 @@ mod tests {
         let tell: Tell = Arc::new(move |text| sink.lock().unwrap().push(text));
         let disk =
             Disk::start(Place::take(dir.path()).unwrap(), Limits::default(), Keep::default(), Arc::default(), tell.clone(), || ()).unwrap();
-        Retention::new(keep).apply(&disk.store, &tell);
+        Retention::new(keep).apply(&disk.store, &tell, now());
         disk.close().unwrap();
         told.lock().unwrap().clone()
+    }
+
+    /// Long after the machine's start.
+    fn now() -> Now {
+        Now { real: SystemTime::now(), boot: 100 * DAY }
     }
 
     #[test]
@@ -189,6 +308,77 @@ mod tests {
             assert_eq!(left(&dir), want, "{keep:?}");
             assert_eq!(told.iter().any(|t| t.contains("in flight")), keep.bytes == Some(1), "{told:?}");
         }
+    }
+
+    /// File n of a peer, with the bytes and the age in hours.
+    fn file_of(dir: &TempDir, n: usize, peer: &str, bytes: u64, hours: u64) {
+        let header = Header { boot_id: id(n), version: String::new(), kernel: String::new(), first_seq: 0 };
+        let connected = HostLine::now(HostEvent::Connected { peer: peer.into(), first_seq: 0 });
+        let path = dir.path().join(format!("{}.ndjson", id(n)));
+        std::fs::write(&path, header_line(&header) + &connected.to_line()).unwrap();
+        let file = File::options().write(true).open(path).unwrap();
+        file.set_len(bytes).unwrap();
+        file.set_modified(SystemTime::now() - Duration::from_secs(hours * 3600)).unwrap();
+    }
+
+    #[test]
+    fn a_peer_with_more_than_its_share_pushes_out_its_own_boots_and_no_others() {
+        let dir = TempDir::new();
+        // Four old boots of honest guests; one guest with five large ones that are as new as can be.
+        (0..4).for_each(|n| file_of(&dir, n, &format!("cid {}", 10 + n), 1000, 200));
+        (4..9).for_each(|n| file_of(&dir, n, "cid 3", 10_000, 0));
+        let keep = Keep { age: None, bytes: Some(40_000) };
+        assert_eq!(apply(&dir, keep), [] as [String; 0]);
+        assert_eq!(left(&dir), [0, 1, 2, 3, 6, 7, 8], "its oldest go, as many as have to");
+        // Within their shares the oldest go.
+        let keep = Keep { age: None, bytes: Some(25_000) };
+        apply(&dir, keep);
+        assert_eq!(left(&dir), [0, 1, 2, 3, 7, 8]);
+    }
+
+    #[test]
+    fn a_clock_that_is_set_makes_no_boot_old() {
+        let dir = TempDir::new();
+        files(&dir, &[1]);
+        let told: Arc<Mutex<Vec<String>>> = Arc::default();
+        let sink = told.clone();
+        let tell: Tell = Arc::new(move |text| sink.lock().unwrap().push(text));
+        let disk =
+            Disk::start(Place::take(dir.path()).unwrap(), Limits::default(), Keep::default(), Arc::default(), tell.clone(), || ()).unwrap();
+        let mut retention = Retention::new(Keep { age: Keep::days(30), bytes: None });
+        let start = now();
+        let mut at = |real: Duration, boot: Duration| {
+            retention.apply(&disk.store, &tell, Now { real: start.real + real, boot: start.boot + boot });
+            left(&dir)
+        };
+        assert_eq!(at(Duration::ZERO, Duration::ZERO), [0]);
+        let minute = Duration::from_secs(60);
+        // A year into the future, and back.
+        assert_eq!(at(365 * DAY, minute), [0]);
+        assert_eq!(at(365 * DAY + 23 * 60 * minute, 23 * 60 * minute), [0]);
+        assert_eq!(at(24 * 60 * minute, 24 * 60 * minute), [0]);
+        assert_eq!(told.lock().unwrap().iter().filter(|t| t.contains("clock was set by 315")).count(), 2, "{told:?}");
+        // Time that passes makes it old.
+        assert_eq!(at(29 * DAY, 29 * DAY), [0]);
+        assert_eq!(at(31 * DAY, 31 * DAY), [0; 0]);
+        disk.close().unwrap();
+    }
+
+    #[test]
+    fn shortly_after_the_machines_start_no_boot_is_old() {
+        let dir = TempDir::new();
+        files(&dir, &[1000]);
+        let tell: Tell = Arc::new(|_| ());
+        let disk =
+            Disk::start(Place::take(dir.path()).unwrap(), Limits::default(), Keep::default(), Arc::default(), tell.clone(), || ()).unwrap();
+        let mut retention = Retention::new(Keep { age: Keep::days(30), bytes: None });
+        let mut at = |boot: Duration| {
+            retention.apply(&disk.store, &tell, Now { real: SystemTime::now() + boot, boot });
+            left(&dir)
+        };
+        assert_eq!(at(Duration::from_secs(60)), [0]);
+        assert_eq!(at(AFTER_START), [0; 0]);
+        disk.close().unwrap();
     }
 
     #[test]
@@ -221,7 +411,7 @@ mod tests {
         }
         File::options().write(true).open(&path).unwrap().set_modified(SystemTime::UNIX_EPOCH).unwrap();
         let keep = Keep { age: Keep::days(1), bytes: Some(1) };
-        Retention::new(keep).apply(&disk.store, &tell);
+        Retention::new(keep).apply(&disk.store, &tell, now());
         assert_eq!(left(&dir), [0]);
         drop(attached);
         disk.close().unwrap();

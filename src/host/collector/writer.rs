@@ -1,7 +1,7 @@
 //! The two threads behind a [`Store`]: one writes, one makes durable and removes old files. Only they touch files of boots.
 
 use super::disk::{DIR_MODE, Entry, Job, REMEMBERED, Store, Tell, lock};
-use super::retention::Retention;
+use super::retention::{Now, Retention};
 use super::stats::add;
 use nix::fcntl::OFlag;
 use std::fs::{DirBuilder, File, Metadata, OpenOptions};
@@ -239,7 +239,10 @@ pub(super) fn keep_up(store: &Store, tell: &Tell, stopped: &mpsc::Receiver<()>) 
     let mut look_at = Instant::now();
     loop {
         if Instant::now() >= look_at {
-            retention.apply(store, tell);
+            match Now::read() {
+                Ok(now) => retention.apply(store, tell, now),
+                Err(e) => tell(format!("look for old boots: {e:#}")),
+            }
             look_at = Instant::now() + RETENTION_INTERVAL;
         }
         let stop = !matches!(stopped.recv_timeout(SYNC_INTERVAL), Err(mpsc::RecvTimeoutError::Timeout));
