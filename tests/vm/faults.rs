@@ -191,10 +191,11 @@ fn all_fail_early(context: &TestContext) -> Result<Outcome> {
 
 fn load_again(context: &TestContext) -> Result<Outcome> {
     // The only GPU of the boot fails the load: another one comes, and the first one's failure is not its own.
-    let script = "testagent.guest=script testagent.script=settled>plug:1 testagent.containers=later:1";
+    let script = "testagent.guest=script testagent.script=settled>plug:1;gpu.usable/1>spec";
     let booted = Guest::new().append(&format!("fakepci.gpus=2 fakepci.absent=1 nvidia.probe_fail=0 {script}")).boot(context, "again")?;
     ensure!(booted.settled()? == (0, 1), "{:?}", booted.settled()?);
-    booted.created("later")?;
+    let spec = booted.agent("spec", |l| l.get("file") == "nvidia.yaml")?;
+    ensure!(leads(spec.get("text"))?.iter().map(|(gpu, _)| *gpu).eq([1]), "{spec:?}");
     let again = booted.record("settled again", |r| r.name == names::SETTLED && r.fields["usable"] == 1)?;
     ensure!(again.fields["failed"] == 1, "{again:?}");
     let locked = booted.event(names::LOCKDOWN)?;

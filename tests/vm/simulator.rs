@@ -6,9 +6,9 @@ use serde_json::Value;
 use std::collections::HashMap;
 
 pub const TESTS: &[VmTest] = &[
-    VmTest { name: "simulator_loads_and_opens_take_the_time_that_its_locks_say", run: times },
-    VmTest { name: "simulator_without_relaxation_everything_is_serial", run: serial_only },
-    VmTest { name: "simulator_opens_behave_as_the_drivers", run: opens },
+    VmTest { name: "simulator_loads_and_opens_take_the_time_that_its_locks_say", run: |context| in_time(|| times(context)) },
+    VmTest { name: "simulator_without_relaxation_everything_is_serial", run: |context| in_time(|| serial_only(context)) },
+    VmTest { name: "simulator_opens_behave_as_the_drivers", run: |context| in_time(|| opens(context)) },
     VmTest { name: "simulator_faults_have_the_drivers_words", run: faults },
     VmTest { name: "simulator_refuses_asynchronous_probing_by_version", run: asynchronous },
 ];
@@ -45,11 +45,53 @@ fn script(context: &TestContext, name: &str, words: &str, script: &str) -> Resul
     Ok(Ran { steps, console })
 }
 
-/// Never sooner than the locks allow. Later by what a tick, an emulated CPU and a busy machine cost: still
-/// far from another order of the same locks.
+/// Never sooner than the locks allow. Later by what a tick and an emulated CPU cost: still far from another
+/// order of the same locks.
 fn near(what: &str, is: f64, should: f64) -> Result<()> {
-    ensure!(is >= should * 0.98 - 5.0 && is <= should * 1.35 + 150.0, "{what}: {is:.0} ms, the locks say {should:.0} ms");
+    ensure!(is >= should * 0.98 - 5.0, "{what}: {is:.0} ms, sooner than the locks allow ({should:.0} ms)");
+    ensure!(is <= should * 1.35 + 150.0, Late(format!("{what}: {is:.0} ms, the locks say {should:.0} ms")));
     Ok(())
+}
+
+/// Not as long as what it does not wait for.
+fn soon(what: &str, is: Option<f64>, below: f64) -> Result<()> {
+    let is = is.with_context(|| format!("{what} has no time"))?;
+    ensure!(is < below, Late(format!("{what}: {is:.0} ms, not below {below:.0} ms")));
+    Ok(())
+}
+
+/// Later than the locks say: wrong locks, or a machine that does more than it can.
+#[derive(Debug)]
+struct Late(String);
+
+impl std::fmt::Display for Late {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(&self.0)
+    }
+}
+
+/// Boots that a machine with other work may take to be in time once.
+const TRIES: u32 = 3;
+
+/// Wrong locks are late each time. A machine on which twice as much wants to run as can proves nothing: then
+/// it is said what was not proved.
+fn in_time(test: impl Fn() -> Result<Outcome>) -> Result<Outcome> {
+    for _ in 1..TRIES {
+        match test() {
+            Err(e) if e.is::<Late>() => {}
+            result => return result,
+        }
+    }
+    match test() {
+        Err(e) if e.is::<Late>() && busy()? => Ok(Outcome::Skipped(format!("this machine is too busy: {e}"))),
+        result => result,
+    }
+}
+
+fn busy() -> Result<bool> {
+    let load = std::fs::read_to_string("/proc/loadavg").context("/proc/loadavg")?;
+    let load: f64 = load.split(' ').next().and_then(|l| l.parse().ok()).with_context(|| format!("/proc/loadavg: {load:?}"))?;
+    Ok(load > 2.0 * std::thread::available_parallelism()?.get() as f64)
 }
 
 const TIMES: &str = "fakepci.gpus=4 fakepci.enable_ms=150 nvidia.probe_ms=100 nvidia.s1_ms=100 nvidia.s2_ms=400 nvidia.s3_ms=150";
@@ -67,7 +109,7 @@ fn times(context: &TestContext) -> Result<Outcome> {
         near("each of the serial opens", ran.gpu("serial", k)?["ms"].as_f64().context("no time")?, 650.0)?;
     }
     // A non-blocking open does not wait for its initialisation, of 650 ms and more.
-    ensure!(ran.gpu("nonblock", 0)?["open_ms"].as_f64().is_some_and(|ms| ms < 300.0), "{:?}", ran.gpu("nonblock", 0)?);
+    soon("a non-blocking open", ran.gpu("nonblock", 0)?["open_ms"].as_f64(), 300.0)?;
     // Negative control: the same figures do not fit another rule.
     ensure!(near("control", ran.ms("parallel")?, N * 650.0).is_err(), "parallel opens take as long as serial ones");
     Ok(Outcome::Measured(format!(
@@ -117,7 +159,7 @@ fn opens(context: &TestContext) -> Result<Outcome> {
     ensure!(ran.ms("load")? > 900.0, "{:?}", ran.steps);
     for (step, k) in [("serial", 0), ("serial", 1), ("parallel", 0), ("parallel", 1)] {
         // An initialisation takes 500 ms.
-        ensure!(ran.gpu(step, k)?["ms"].as_f64().is_some_and(|ms| ms < 400.0), "{step} {k}: {:?}", ran.steps);
+        soon(&format!("{step} open {k}"), ran.gpu(step, k)?["ms"].as_f64(), 400.0)?;
     }
     Ok(Outcome::Passed)
 }
