@@ -273,12 +273,8 @@ pub fn write_lines(lines: &[String]) -> io::Result<()> {
 /// What the operator should know of, on standard error.
 fn report(news: &News) {
     match news {
-        News::Connected { boot, peer, header } => {
-            eprintln!("kata-gpu-boot: boot {boot} connected from {peer}, kata-gpu-init {}", printable(&header.version));
-        }
-        News::Ended { boot } => eprintln!("kata-gpu-boot: boot {boot} disconnected"),
-        News::Problem { text } => eprintln!("kata-gpu-boot: {}", printable(text)),
-        News::Record { .. } | News::Clock { .. } => {}
+        News::Line { text } | News::Problem { text } => eprintln!("kata-gpu-boot: {}", printable(text)),
+        News::Connected { .. } | News::Ended { .. } | News::Record { .. } | News::Clock { .. } => {}
     }
 }
 
@@ -302,7 +298,7 @@ impl View {
     fn take(&mut self, news: &News, out: &mut Vec<String>) {
         let now = Instant::now();
         match news {
-            News::Connected { boot, .. } => {
+            News::Connected { boot } => {
                 if !self.headed {
                     self.headed = true;
                     out.push(format!("{:TAG$} {}", "BOOT", self.table.head()));
@@ -324,7 +320,7 @@ impl View {
                     out.extend(tagged(boot, live.finish(now)));
                 }
             }
-            News::Problem { .. } => {}
+            News::Line { .. } | News::Problem { .. } => {}
         }
     }
 
@@ -371,14 +367,14 @@ impl Count {
                     self.closing.insert(boot.clone(), now + LINGER);
                 }
             }
-            News::Connected { boot, .. } => {
+            News::Connected { boot } => {
                 self.closing.remove(boot);
             }
             News::Ended { boot } => {
                 let grace = if self.done.contains(boot) { Duration::ZERO } else { RECONNECT_GRACE };
                 self.closing.insert(boot.clone(), now + grace);
             }
-            News::Clock { .. } | News::Problem { .. } => {}
+            News::Clock { .. } | News::Line { .. } | News::Problem { .. } => {}
         }
     }
 

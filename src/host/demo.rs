@@ -210,11 +210,11 @@ impl Progress {
 
     fn news(&mut self, news: &News) {
         match news {
-            News::Connected { boot, .. } => {
+            News::Connected { boot } => {
                 self.boot.get_or_insert_with(|| boot.clone());
             }
             News::Record { record, .. } => self.settled |= record.kind == Kind::Event && record.name == names::SETTLED,
-            News::Clock { .. } | News::Ended { .. } | News::Problem { .. } => {}
+            News::Clock { .. } | News::Ended { .. } | News::Line { .. } | News::Problem { .. } => {}
         }
     }
 
@@ -311,7 +311,7 @@ fn take_news(news: &News, live: &mut Live, progress: &mut Progress) {
         News::Record { record, .. } => live.record(record, Instant::now()),
         News::Clock { sample, .. } => live.clock(*sample),
         News::Problem { text } => eprintln!("kata-gpu-boot: {}", printable(text)),
-        News::Connected { .. } | News::Ended { .. } => {}
+        News::Connected { .. } | News::Ended { .. } | News::Line { .. } => {}
     }
 }
 

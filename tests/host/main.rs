@@ -29,6 +29,8 @@ mod follow;
 mod fork;
 #[cfg(feature = "host")]
 mod goldens;
+#[cfg(feature = "host")]
+mod hostile_soak;
 mod hooks;
 mod hooks_attacks;
 mod hooks_faults;
@@ -64,6 +66,7 @@ mod schedule_optimum;
 mod schedule_properties;
 mod replace_init;
 mod schema;
+mod threats;
 #[cfg(feature = "host")]
 mod tree;
 #[cfg(feature = "host")]

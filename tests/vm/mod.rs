@@ -3,7 +3,7 @@
 
 pub mod guest;
 mod hot_plug_soak;
-mod random;
+pub mod random;
 mod script;
 
 #[cfg(feature = "host")]

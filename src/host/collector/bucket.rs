@@ -54,6 +54,36 @@ impl Bucket {
     }
 }
 
+/// Lines for people about one thing: so many at once, so many a second, and how many there were not. A log must not fill, whoever causes them.
+#[derive(Clone, Copy, Debug)]
+pub struct Lines {
+    bucket: Bucket,
+    not_told: u64,
+}
+
+impl Lines {
+    pub fn new(at_once: u64, rate_per_s: f64, now: Instant) -> Self {
+        Self { bucket: Bucket::new(at_once, rate_per_s, now), not_told: 0 }
+    }
+
+    /// The line as it may be told now, with how many before it were not; None if it may not.
+    pub fn told(&mut self, text: &str, now: Instant) -> Option<String> {
+        if !self.bucket.take_one(now) {
+            self.not_told += 1;
+            return None;
+        }
+        Some(match std::mem::take(&mut self.not_told) {
+            0 => text.to_string(),
+            more => format!("{text} ({more} more line(s) before it were not shown)"),
+        })
+    }
+
+    /// As if nothing had ever been told.
+    pub fn is_blank(&mut self, now: Instant) -> bool {
+        self.not_told == 0 && self.bucket.is_full(now)
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -69,6 +99,20 @@ mod tests {
         assert_eq!(bucket.wait(later), None);
         assert!(!bucket.is_full(later));
         assert!(bucket.is_full(later + Duration::from_secs(10)));
+    }
+
+    #[test]
+    fn lines_are_told_so_often_and_the_rest_is_counted() {
+        let start = Instant::now();
+        let mut lines = Lines::new(2, 1.0, start);
+        let told: Vec<String> = (0..5).filter_map(|n| lines.told(&format!("line {n}"), start)).collect();
+        assert_eq!(told, ["line 0", "line 1"]);
+        assert!(!lines.is_blank(start + Duration::from_secs(10)), "three are still to be told of");
+        assert_eq!(
+            lines.told("line 5", start + Duration::from_secs(1)).as_deref(),
+            Some("line 5 (3 more line(s) before it were not shown)")
+        );
+        assert!(lines.is_blank(start + Duration::from_secs(10)));
     }
 
     #[test]

@@ -26,8 +26,6 @@ const MAX_REASON: usize = 200;
 pub enum News {
     Connected {
         boot: Arc<str>,
-        peer: String,
-        header: Header,
     },
     Record {
         boot: Arc<str>,
@@ -39,6 +37,10 @@ pub enum News {
     },
     Ended {
         boot: Arc<str>,
+    },
+    /// A line for people that says nothing of a trouble.
+    Line {
+        text: String,
     },
     /// Something that the operator should know of.
     Problem {
@@ -213,9 +215,11 @@ impl Connection {
 
     /// The guest of the [`Introduction`] may speak; what it said meanwhile is taken.
     pub fn begin(&mut self, attached: Attached, now: HostNow, news: &mut dyn FnMut(News)) -> Result<()> {
-        let Some(Introduction { header, .. }) = self.introduction.take() else { return Ok(()) };
+        if self.introduction.take().is_none() {
+            return Ok(());
+        }
         let pinger = Pinger::new(attached.with(|log| log.best_sample()));
-        news(News::Connected { boot: attached.id().clone(), peer: self.peer.clone(), header });
+        news(News::Connected { boot: attached.id().clone() });
         self.boot = Some(Boot { attached, pinger, next_ping: now.instant, last_record: now.instant, records: 0, duplicates: 0 });
         let behind = std::mem::take(&mut self.behind);
         for line in behind.split_inclusive(|b| *b == b'\n') {

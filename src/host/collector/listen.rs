@@ -53,6 +53,17 @@ pub enum Peer {
     Socket(PathBuf),
 }
 
+impl Peer {
+    /// Who connects at a port through a hybrid vsock device with this base path.
+    pub fn of_vm(base: &Path, port: u32) -> Self {
+        let mut name = base.as_os_str().to_owned();
+        name.push(format!("_{port}"));
+        let path = PathBuf::from(name);
+        // A name that stays the same however it was written: the boots of a peer are found by it.
+        Peer::Socket(std::path::absolute(&path).unwrap_or(path))
+    }
+}
+
 impl std::fmt::Display for Peer {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         match self {

@@ -24,6 +24,7 @@ mod writer; // the threads that write and keep the files
 
 use crate::host::text::printable;
 use anyhow::{Context, Result, bail};
+use bucket::Lines;
 use connection::News;
 use disk::{Disk, Place, Tell};
 use ends::Ends;
@@ -38,7 +39,7 @@ use stats::{Counts, Stats, add};
 use std::collections::HashMap;
 use std::net::SocketAddr;
 use std::path::PathBuf;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 use tokio::sync::{mpsc, watch};
 use tokio::task::JoinSet;
@@ -46,6 +47,9 @@ use vm_dirs::{Change, Pattern, Watcher};
 
 /// Pause after accept() failed for want of memory or descriptors: those come back by themselves, not by an event.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
+/// Lines about this machine's own troubles, a file that cannot be removed or a socket that takes nobody, that are told at once, and a second.
+const TOLD_AT_ONCE: u64 = 100;
+const TOLD_PER_S: f64 = 0.1;
 /// News that may wait for whoever watches.
 pub const NEWS_QUEUE: usize = 4096;
 
@@ -154,23 +158,25 @@ impl Collector {
         // From here on there is more than one thread.
         let on_thread = if config.drop_privileges { privileges::drop_in_thread } else { || () };
         let stats: Arc<Stats> = Arc::default();
-        let (unseen, teller) = (stats.clone(), news.clone());
-        let tell: Tell = Arc::new(move |text| {
-            if teller.try_send(News::Problem { text }).is_err() {
-                add(&unseen.unseen, 1);
-            }
-        });
+        let tell = own_lines(news.clone(), stats.clone());
         let reports = config.otlp.is_some() || metrics.is_some();
         let ends = reports.then(|| Ends::new(Duration::from_secs(config.limits.goodbye)));
         let disk = Disk::start_with(place, config.limits, config.keep, stats.clone(), tell.clone(), on_thread, ends)?;
         let peers = Peers::new(config.limits);
         let fleet = reports
             .then(|| {
-                let from = Sources { store: disk.store.clone(), peers: peers.clone(), stats: stats.clone(), limits: config.limits, tell };
+                let from = Sources {
+                    store: disk.store.clone(),
+                    peers: peers.clone(),
+                    stats: stats.clone(),
+                    limits: config.limits,
+                    tell: tell.clone(),
+                };
                 Fleet::start(from, config.otlp.clone(), metrics.map(|(listener, _)| listener), on_thread)
             })
             .transpose()?;
-        let shared = Arc::new(Shared { store: disk.store.clone(), peers, news, stats, limits: config.limits, watched: config.watched });
+        let (store, limits, watched) = (disk.store.clone(), config.limits, config.watched);
+        let shared = Arc::new(Shared { store, peers, news, stats, limits, watched, tell_own: tell });
         let streams = Streams::start(shared.clone(), on_thread)?;
         Ok(Self { config, listeners, watcher, disk, streams, shared, fleet, notes })
     }
@@ -198,6 +204,19 @@ impl Collector {
         tokio::task::spawn_blocking(move || disk.close()).await.context("close the files")??;
         Ok(shared.stats.counts())
     }
+}
+
+/// Lines about what no peer has to do with, so many at once and so many a second.
+fn own_lines(news: mpsc::Sender<News>, stats: Arc<Stats>) -> Tell {
+    let lines = Mutex::new(Lines::new(TOLD_AT_ONCE, TOLD_PER_S, Instant::now()));
+    Arc::new(move |text| {
+        let told = lines.lock().unwrap_or_else(PoisonError::into_inner).told(&text, Instant::now());
+        if let Some(text) = told
+            && news.try_send(News::Problem { text }).is_err()
+        {
+            add(&stats.unseen, 1);
+        }
+    })
 }
 
 fn listeners(config: &Config, notes: &mut Vec<String>) -> Result<Vec<Listener>> {
@@ -249,7 +268,7 @@ async fn accept_all(listener: Listener, shared: Arc<Shared>, streams: Streams, m
             accepted = listener.accept() => match accepted {
                 Ok((socket, peer)) => take(socket, peer),
                 Err(e) => {
-                    shared.tell_news(News::Problem { text: format!("accept on {}: {e}", listener.place()) });
+                    (shared.tell_own)(format!("accept on {}: {e}", listener.place()));
                     tokio::time::sleep(ACCEPT_PAUSE).await;
                 }
             }
@@ -273,7 +292,7 @@ async fn watch_vms(mut watcher: Watcher, config: Config, shared: Arc<Shared>, st
     loop {
         let (changes, troubles) = watcher.take();
         for text in troubles {
-            vms.shared.tell_news(News::Problem { text });
+            (vms.shared.tell_own)(text);
         }
         for change in changes {
             vms.change(change, &mut listening);
@@ -282,7 +301,7 @@ async fn watch_vms(mut watcher: Watcher, config: Config, shared: Arc<Shared>, st
             () = stopped(&mut stop) => break,
             Some(_) = listening.join_next() => {}
             changed = watcher.changed() => if let Err(e) = changed {
-                vms.shared.tell_news(News::Problem { text: format!("{e:#}: new VMs are not seen any more") });
+                (vms.shared.tell_own)(format!("{e:#}: new VMs are not seen any more"));
                 stopped(&mut stop).await;
                 break;
             },
@@ -328,15 +347,16 @@ impl Vms {
         if !is_socket || self.open.contains_key(&path) {
             return;
         }
+        // Whoever owns the VM's directory causes these lines, as often as there is a socket anew.
+        let peer = Peer::of_vm(&path, self.config.port);
         if self.open.len() as u64 >= self.config.limits.vms {
             let text = format!("VM {}: there are {} already (limit vms): it is not heard", printable(id), self.open.len());
-            return self.shared.tell_news(News::Problem { text });
+            return self.shared.tell(&peer, &text);
         }
         let listener = match Listener::hybrid(&path, self.config.port, Access::Directory) {
             Ok(listener) => listener,
-            Err(e) => return self.shared.tell_news(News::Problem { text: format!("VM {}: {e:#}", printable(id)) }),
+            Err(e) => return self.shared.tell(&peer, &format!("VM {}: {e:#}", printable(id))),
         };
-        let Some(peer) = listener.peer() else { return };
         let sandbox = sandbox::look_up(id, &self.config.bundles);
         self.shared.peers.name(&peer, Some(sandbox), Instant::now());
         let (stop, stopped) = watch::channel(false);

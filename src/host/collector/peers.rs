@@ -2,7 +2,7 @@
 //!
 //! A peer that has nothing open and has used up nothing is forgotten: VMs come and go for months.
 
-use super::bucket::Bucket;
+use super::bucket::{Bucket, Lines};
 use super::limits::Limits;
 use super::listen::Peer;
 use super::sandbox::Sandbox;
@@ -11,7 +11,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 use tokio::sync::watch;
 
-/// Lines about one peer's troubles that are told at once, and seconds until there may be another: a guest must not fill the host's log.
+/// Lines about one peer that are told at once, and seconds until there may be another: a guest must not fill the host's log.
 const TOLD_AT_ONCE: u64 = 10;
 const TOLD_EVERY_S: f64 = 60.0;
 /// Peers from which on the forgotten are looked for.
@@ -37,8 +37,7 @@ struct State {
     connects: Bucket,
     boots: Bucket,
     bytes: Bucket,
-    told: Bucket,
-    not_told: u64,
+    lines: Lines,
     sandbox: watch::Sender<Option<Arc<Sandbox>>>,
 }
 
@@ -49,8 +48,7 @@ impl State {
             connects: Bucket::new(limits.connects, limits.connects as f64 / 60.0, now),
             boots: Bucket::new(limits.boots, limits.boots as f64 / 3600.0, now),
             bytes: Bucket::new(limits.burst, limits.rate as f64, now),
-            told: Bucket::new(TOLD_AT_ONCE, 1.0 / TOLD_EVERY_S, now),
-            not_told: 0,
+            lines: Lines::new(TOLD_AT_ONCE, 1.0 / TOLD_EVERY_S, now),
             sandbox: watch::Sender::new(None),
         }
     }
@@ -59,7 +57,8 @@ impl State {
     fn is_blank(&mut self, now: Instant) -> bool {
         self.connections == 0
             && self.sandbox.borrow().is_none()
-            && [&mut self.connects, &mut self.boots, &mut self.bytes, &mut self.told].into_iter().all(|b| b.is_full(now))
+            && self.lines.is_blank(now)
+            && [&mut self.connects, &mut self.boots, &mut self.bytes].into_iter().all(|b| b.is_full(now))
     }
 }
 
@@ -125,15 +124,9 @@ impl Peers {
         Ok(Slot { peers: self.clone(), peer: peer.clone(), sandbox })
     }
 
-    /// Whether there may be one more line about this peer, and how many there were not since the last.
-    pub fn may_tell(&self, peer: &Peer, now: Instant) -> Option<u64> {
-        self.with(peer, now, |state| {
-            if state.told.take_one(now) {
-                return Some(std::mem::take(&mut state.not_told));
-            }
-            state.not_told += 1;
-            None
-        })
+    /// A line about this peer as it may be told now; None if there were too many.
+    pub fn told(&self, peer: &Peer, text: &str, now: Instant) -> Option<String> {
+        self.with(peer, now, |state| state.lines.told(text, now))
     }
 
     /// What Kata calls this VM, or that it is gone.
@@ -224,9 +217,11 @@ mod tests {
         let peers = Peers::new(limits());
         let now = Instant::now();
         let peer = Peer::Cid(5);
-        let told: Vec<_> = (0..TOLD_AT_ONCE + 5).filter_map(|_| peers.may_tell(&peer, now)).collect();
+        let told: Vec<_> = (0..TOLD_AT_ONCE + 5).filter_map(|_| peers.told(&peer, "x", now)).collect();
         assert_eq!(told.len() as u64, TOLD_AT_ONCE);
-        assert_eq!(peers.may_tell(&peer, now + Duration::from_secs(61)), Some(5));
+        assert!(peers.told(&Peer::Cid(6), "x", now).is_some(), "of others, too");
+        let next = peers.told(&peer, "x", now + Duration::from_secs(61));
+        assert!(next.as_ref().is_some_and(|text| text.contains("5 more")), "{next:?}");
     }
 
     #[test]

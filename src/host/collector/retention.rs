@@ -146,7 +146,7 @@ impl Retention {
             Err(e) => return tell(format!("look for old boots: {e:#}")),
         };
         let mut left: u64 = all.iter().map(|c| c.bytes).sum();
-        let mut go = |candidate: &Candidate, left: &mut u64| match store.remove(&candidate.boot_id, &candidate.path) {
+        let go = |candidate: &Candidate, left: &mut u64| match store.remove(&candidate.boot_id, &candidate.path) {
             Ok(true) => {
                 *left -= candidate.bytes;
                 true

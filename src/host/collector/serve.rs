@@ -5,12 +5,13 @@
 //! boot has more waiting for the disk than it may. Nothing here blocks.
 
 use super::connection::{Connection, HostNow, Introduction, News};
-use super::disk::Store;
+use super::disk::{Store, Tell};
 use super::limits::Limits;
 use super::listen::Peer;
 use super::peers::{Peers, Slot};
 use super::stats::{Stats, add};
 use super::stopped;
+use crate::host::text::printable;
 use crate::host::watch::watch as watch_fd;
 use anyhow::{Context, Result};
 use std::io::{self, ErrorKind};
@@ -38,6 +39,8 @@ pub struct Shared {
     pub stats: Arc<Stats>,
     pub limits: Limits,
     pub watched: bool,
+    /// Tells people of what no peer has to do with.
+    pub tell_own: Tell,
 }
 
 impl Shared {
@@ -50,9 +53,15 @@ impl Shared {
 
     /// Tells of a peer's trouble, but not so often that the host's log fills.
     pub fn tell(&self, peer: &Peer, text: &str) {
-        if let Some(not_told) = self.peers.may_tell(peer, Instant::now()) {
-            let more = if not_told > 0 { format!(" ({not_told} more about it were not shown)") } else { String::new() };
-            self.tell_news(News::Problem { text: format!("{text}{more}") });
+        if let Some(text) = self.peers.told(peer, text, Instant::now()) {
+            self.tell_news(News::Problem { text });
+        }
+    }
+
+    /// Tells what a peer does that is no trouble. Both share what may be told of it.
+    fn tell_of(&self, peer: &Peer, text: &str) {
+        if let Some(text) = self.peers.told(peer, text, Instant::now()) {
+            self.tell_news(News::Line { text });
         }
     }
 }
@@ -168,7 +177,11 @@ async fn serve(guest: Guest, shared: Arc<Shared>, onward: Option<mpsc::Unbounded
         Ok(_) => tokio::time::timeout(DRAIN_DEADLINE, drain(&socket, &mut connection, &slot, &shared)).await.unwrap_or(Ok(())),
         Err(e) => Err(e),
     };
+    let boot = connection.attached().map(|attached| attached.id().clone());
     let ended = connection.end(&mut |news| shared.tell_news(news));
+    if let Some(boot) = boot {
+        shared.tell_of(&slot.peer, &format!("boot {boot} disconnected"));
+    }
     for error in [result.err(), ended.err()].into_iter().flatten() {
         shared.tell(&slot.peer, &format!("{error:#}"));
     }
@@ -275,6 +288,8 @@ async fn introduce(connection: &mut Connection, slot: &Slot, shared: &Arc<Shared
     let Some(Introduction { header, raw }) = connection.introduction() else { return Ok(()) };
     let may_begin = || slot.new_boot(Instant::now());
     let attached = shared.store.attach(&header, &raw, &slot.peer.to_string(), may_begin).await?;
+    let text = format!("boot {} connected from {}, kata-gpu-init {}", attached.id(), slot.peer, printable(&header.version));
+    shared.tell_of(&slot.peer, &text);
     connection.begin(attached, HostNow::read(), &mut |news| shared.tell_news(news))?;
     name(connection, slot);
     Ok(())

@@ -129,3 +129,35 @@ fn a_socket_in_a_vms_directory_is_open_to_the_vmm_of_another_user_and_one_of_uds
     let mode = |path: PathBuf| std::fs::metadata(path).unwrap().permissions().mode() & 0o777;
     assert_eq!((mode(kata.socket("vc/vm/one/clh.sock")), mode(kata.socket("u")), mode(kata.dir.0.join("boots"))), (0o666, 0o660, 0o750));
 }
+
+#[test]
+fn a_peer_that_makes_trouble_without_end_fills_no_log_and_hides_nobody_elses_line() {
+    let kata = Kata::new();
+    let collector = kata.collector(&["--limit", "connects=100000"]);
+    // What is in the way of the collector's socket is none: a line each time that the VMM makes its own.
+    let blocked = |path: &str| {
+        std::fs::create_dir_all(kata.dir.0.join(path).parent().unwrap()).unwrap();
+        std::fs::write(kata.socket(path), "").unwrap();
+    };
+    blocked("vc/vm/loud/clh.sock");
+    for _ in 0..200 {
+        let vmm = kata.vmm("vc/vm/loud/clh.sock");
+        std::thread::sleep(LOOK);
+        drop(vmm);
+        std::fs::remove_file(kata.dir.0.join("vc/vm/loud/clh.sock")).unwrap();
+    }
+    // A guest that connects and leaves, connects and leaves.
+    let _vmm = kata.vmm("vc/vm/busy/clh.sock");
+    for _ in 0..200 {
+        Raw::connect(&kata.socket("vc/vm/busy/clh.sock")).say(header(1));
+    }
+    blocked("vc/vm/other/clh.sock");
+    let _other = kata.vmm("vc/vm/other/clh.sock");
+    collector.wait_for("VM other: ");
+    let said = collector.stop();
+    let lines = |text: &str| said.iter().filter(|l| l.contains(text)).count();
+    // Ten at once and one a minute, of each.
+    assert!((10..13).contains(&lines("VM loud: ")), "{said:#?}");
+    let busy = lines(&boot_id(1));
+    assert!((10..13).contains(&busy), "{busy}");
+}

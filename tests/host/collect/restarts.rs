@@ -126,3 +126,20 @@ fn a_second_collector_is_refused_and_a_stale_socket_is_not_in_the_way() {
     guest.push(3);
     until_stored(&dir.0, 1, 3);
 }
+
+#[test]
+fn a_directory_that_is_removed_and_made_again_gets_every_record_again() {
+    let dir = folder();
+    let collector = Collector::start(&dir.0, &["--uds", dir.0.join("v").to_str().unwrap()]);
+    let guest = Guest::start(1, socket(&dir.0, "v"));
+    guest.push(100);
+    until_stored(&dir.0, 1, 100);
+    std::fs::remove_dir_all(dir.0.join("boots")).unwrap();
+    std::fs::create_dir(dir.0.join("boots")).unwrap();
+    guest.push(50);
+    until_stored(&dir.0, 1, 150);
+    drop(guest);
+    let said = collector.stop();
+    assert_whole(&read(&dir.0, 1), 150);
+    assert!(said.iter().any(|l| l.contains("was removed while its boot was received")), "{said:?}");
+}

@@ -115,7 +115,11 @@ fn streams(text: &mut Text, shared: &Shared) {
         ("files_removed_total", "Files that retention removed.", counts.removed),
         ("files_lost_total", "Files that somebody removed while their boot was received.", counts.files_lost),
         ("scrapes_total", "Answers like this one.", shared.http.scrapes.load(Ordering::Relaxed)),
-        ("scrapes_refused_total", "Connections to this endpoint over its limit.", shared.http.refused.load(Ordering::Relaxed)),
+        (
+            "scrapes_refused_total",
+            "Connections to this endpoint that gave way to newer ones, over its limit.",
+            shared.http.refused.load(Ordering::Relaxed),
+        ),
         ("scrapes_failed_total", "Connections to this endpoint that broke or took too long.", shared.http.failed.load(Ordering::Relaxed)),
     ] {
         text.counter(name, help, value);

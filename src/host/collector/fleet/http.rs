@@ -1,7 +1,8 @@
 //! `GET /metrics` over HTTP/1.1, for Prometheus: one request per connection.
 //!
 //! Whoever can reach the port may be hostile: connections, header bytes, headers and time have limits, bodies are not read, and nothing of a request
-//! is repeated in an answer. A scrape costs one look at the counters, whoever asks.
+//! is repeated in an answer. A scrape costs one look at the counters, whoever asks. Where the connections are used up a new one takes the place of the one
+//! that has been without a request the longest: slow clients lock nobody out.
 
 use super::{Shared, exposition};
 use anyhow::{Context, Result, anyhow};
@@ -16,15 +17,15 @@ use hyper_util::rt::{TokioIo, TokioTimer};
 use std::convert::Infallible;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr, TcpListener};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
 use tokio::net::TcpStream;
-use tokio::sync::Semaphore;
+use tokio::task::{AbortHandle, JoinSet};
 
 /// Where they are.
 pub const PATH: &str = "/metrics";
-/// Connections at once: a few Prometheus servers, and a person with curl.
-const MAX_CONNECTIONS: usize = 16;
+/// Connections at once: a few Prometheus servers, and a person with curl; and so many that a crowd cannot push out a request on its way.
+const MAX_CONNECTIONS: usize = 64;
 /// Longest request line with all headers, in bytes; Prometheus sends some 200. No smaller buffer is possible with this parser.
 const MAX_HEAD: usize = 8192;
 const MAX_HEADERS: usize = 32;
@@ -41,7 +42,7 @@ const TEXT: HeaderValue = HeaderValue::from_static("text/plain; charset=utf-8");
 #[derive(Debug, Default)]
 pub struct Counts {
     pub scrapes: AtomicU64,
-    /// Connections over the limit, closed at once.
+    /// Connections that had to give way to a newer one.
     pub refused: AtomicU64,
     /// Connections that ended in an error or a deadline.
     pub failed: AtomicU64,
@@ -65,24 +66,25 @@ pub fn bind(address: SocketAddr) -> Result<(TcpListener, SocketAddr)> {
 
 /// Answers until it is dropped.
 pub async fn serve(listener: tokio::net::TcpListener, shared: Arc<Shared>) {
-    let slots = Arc::new(Semaphore::new(MAX_CONNECTIONS));
-    let mut answering = tokio::task::JoinSet::new();
+    // They end with this.
+    let mut answering = JoinSet::new();
+    let mut open: Vec<Open> = Vec::new();
     loop {
-        // Those that are done.
-        while answering.try_join_next().is_some() {}
         match listener.accept().await {
-            Ok((stream, _)) => match slots.clone().try_acquire_owned() {
-                Ok(slot) => {
-                    let shared = shared.clone();
-                    answering.spawn(async move {
-                        answer(stream, &shared).await;
-                        drop(slot);
-                    });
-                }
-                Err(_) => {
+            Ok((stream, _)) => {
+                while answering.try_join_next().is_some() {}
+                open.retain(|one| !one.task.is_finished());
+                if open.len() >= MAX_CONNECTIONS {
+                    let first_idle = open.iter().position(|one| !one.asked.load(Ordering::Relaxed));
+                    open.remove(first_idle.unwrap_or(0)).task.abort();
                     shared.http.refused.fetch_add(1, Ordering::Relaxed);
                 }
-            },
+                let (shared, asked) = (shared.clone(), Arc::new(AtomicBool::new(false)));
+                let noted = asked.clone();
+                open.push(Open { asked, task: answering.spawn(async move { answer(stream, &shared, &noted).await }) });
+                // Its request is there in most cases: it is looked at before a crowd can push it out.
+                tokio::task::yield_now().await;
+            }
             Err(_) => {
                 shared.http.failed.fetch_add(1, Ordering::Relaxed);
                 tokio::time::sleep(ACCEPT_PAUSE).await;
@@ -91,8 +93,18 @@ pub async fn serve(listener: tokio::net::TcpListener, shared: Arc<Shared>) {
     }
 }
 
-async fn answer(stream: TcpStream, shared: &Arc<Shared>) {
-    let service = service_fn(|request: Request<Incoming>| async move { Ok::<_, Infallible>(respond(&request, shared)) });
+/// A connection, in the order in which they came.
+struct Open {
+    /// Its request is there.
+    asked: Arc<AtomicBool>,
+    task: AbortHandle,
+}
+
+async fn answer(stream: TcpStream, shared: &Arc<Shared>, asked: &AtomicBool) {
+    let service = service_fn(|request: Request<Incoming>| async move {
+        asked.store(true, Ordering::Relaxed);
+        Ok::<_, Infallible>(respond(&request, shared))
+    });
     let serving = http1::Builder::new()
         .timer(TokioTimer::new())
         .header_read_timeout(HEAD_DEADLINE)
