@@ -74,7 +74,7 @@ pub struct Config {
     /// Kata's files about sandboxes.
     pub sandboxes: Vec<Pattern>,
     /// OCI configurations of sandbox containers; `*` is the id.
-    pub bundles: Vec<String>,
+    pub bundles: Vec<Pattern>,
     pub limits: Limits,
     pub keep: Keep,
     pub run_as: Option<RunAs>,
@@ -307,7 +307,7 @@ impl Vms {
     fn change(&mut self, change: Change, listening: &mut JoinSet<()>) {
         match change {
             Change::There { pattern, id, path } if pattern < self.config.vms.len() => self.vm(&id, path, listening),
-            Change::There { id, path, .. } => self.sandbox(&id, path),
+            Change::There { pattern, id, path } => self.sandbox(pattern - self.config.vms.len(), &id, path),
             Change::Gone { path, .. } => {
                 // Dropping the sender ends the listener; connections end by themselves, with their VM.
                 let vm = self.open.remove(&path).map(|(peer, _stop)| peer);
@@ -345,8 +345,9 @@ impl Vms {
     }
 
     /// Kata wrote about a sandbox. What is half written comes again.
-    fn sandbox(&mut self, id: &str, path: PathBuf) {
-        let Some((mut sandbox, cid)) = sandbox::read(&path).and_then(|text| sandbox::from_persist(id, &text)) else { return };
+    fn sandbox(&mut self, pattern: usize, id: &str, path: PathBuf) {
+        let pattern = &self.config.sandboxes[pattern];
+        let Some((mut sandbox, cid)) = sandbox::read(pattern, &path).and_then(|text| sandbox::from_persist(id, &text)) else { return };
         let Some(peer) = cid.map(Peer::Cid) else { return };
         if sandbox.pod.is_none() {
             sandbox = sandbox::look_up(id, &self.config.bundles);
