@@ -30,7 +30,8 @@ use tokio::sync::{mpsc, watch};
 const HELP: &str = "\
 Guests connect by themselves. Where the kernel has vsock (vhost_vsock), those of QEMU reach this machine at CID 2 and nothing else is needed. With \
 hybrid vsock (Cloud Hypervisor, Firecracker, Dragonball) the collector makes PATH_PORT beside the VMM's socket PATH as soon as that is there: it watches \
-where Kata keeps its VMs (--vm), or serves the paths of --uds.
+where Kata keeps its VMs (--vm), and hears there the user whose socket PATH is, and root; or it serves the paths of --uds, whose mode (0660) says who may \
+connect.
 
 Writes DIR/<boot id>.ndjson, one file per boot, only ever appended to: the guest's lines as they came, each once, and the collector's own \
 (\"kind\":\"host\"): who connected, what was lost, what Kata calls the VM. `kata-gpu-boot show` and all other commands read them while they are written. \
