@@ -16,6 +16,7 @@ use super::text;
 use crate::events::record::{self, Header, Kind, Line, names};
 use serde::{Deserialize, Serialize};
 use std::io::{self, Read};
+use std::num::NonZeroU128;
 
 /// What the file of a boot is called after its id.
 pub const EXTENSION: &str = "ndjson";
@@ -60,6 +61,8 @@ pub enum HostEvent {
     Dropped { records: u64, first_seq: u64, last_seq: u64, why: String },
     /// What Kata calls the VM, and whose pod it is.
     Sandbox(Sandbox),
+    /// The id of the boot's OTLP trace, drawn when the file was begun.
+    Trace { id: TraceId },
     /// All of its spans were taken by an OTLP receiver.
     Exported { to: String, spans: u64 },
     /// Records of this file were made of logs: those that say so in `fields.import`.
@@ -78,6 +81,45 @@ pub struct Sandbox {
     /// The pod's.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub uid: Option<String>,
+}
+
+/// An OTLP trace id, 32 hexadecimal digits in the file. Random, so that no guest and no other node can push spans into the trace; kept in
+/// the boot's file, so that every export of the boot has the same. 0 is no id.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(try_from = "String", into = "String")]
+pub struct TraceId(NonZeroU128);
+
+impl TraceId {
+    pub fn random() -> io::Result<Self> {
+        let mut bytes = [0; 16];
+        loop {
+            // Sixteen bytes come at once or not at all: getrandom(2).
+            rustix::rand::getrandom(&mut bytes, rustix::rand::GetRandomFlags::empty())?;
+            if let Some(id) = NonZeroU128::new(u128::from_be_bytes(bytes)) {
+                return Ok(Self(id));
+            }
+        }
+    }
+
+    pub fn get(self) -> u128 {
+        self.0.get()
+    }
+}
+
+impl From<TraceId> for String {
+    fn from(id: TraceId) -> Self {
+        format!("{:032x}", id.get())
+    }
+}
+
+impl TryFrom<String> for TraceId {
+    type Error = &'static str;
+
+    fn try_from(text: String) -> Result<Self, Self::Error> {
+        let digits = text.len() == 32 && text.bytes().all(|b| b.is_ascii_hexdigit());
+        let id = digits.then(|| u128::from_str_radix(&text, 16).ok()).flatten();
+        id.and_then(NonZeroU128::new).map(Self).ok_or("a trace id has 32 hexadecimal digits and is not 0")
+    }
 }
 
 /// What an imported boot was made of.
@@ -252,6 +294,14 @@ impl BootFile {
     pub fn sandbox(&self) -> Option<&Sandbox> {
         self.host.iter().rev().find_map(|line| match &line.event {
             HostEvent::Sandbox(sandbox) => Some(sandbox),
+            _ => None,
+        })
+    }
+
+    /// The first that stands there; None in a file of logs, or that no collector began.
+    pub fn trace(&self) -> Option<TraceId> {
+        self.host.iter().find_map(|line| match line.event {
+            HostEvent::Trace { id } => Some(id),
             _ => None,
         })
     }

@@ -30,7 +30,8 @@ use tokio::sync::{mpsc, watch};
 const HELP: &str = "\
 Guests connect by themselves. Where the kernel has vsock (vhost_vsock), those of QEMU reach this machine at CID 2 and nothing else is needed. With \
 hybrid vsock (Cloud Hypervisor, Firecracker, Dragonball) the collector makes PATH_PORT beside the VMM's socket PATH as soon as that is there: it watches \
-where Kata keeps its VMs (--vm), or serves the paths of --uds.
+where Kata keeps its VMs (--vm), and hears there the user whose socket PATH is, and root; or it serves the paths of --uds, whose mode (0660) says who may \
+connect.
 
 Writes DIR/<boot id>.ndjson, one file per boot, only ever appended to: the guest's lines as they came, each once, and the collector's own \
 (\"kind\":\"host\"): who connected, what was lost, what Kata calls the VM. `kata-gpu-boot show` and all other commands read them while they are written. \
@@ -38,7 +39,7 @@ A record is handed to the kernel milliseconds after it came, and made durable (f
 counts what it has to drop, and asks the guests for it again when there is room.
 
 A boot is over 2 s after it said that its GPUs are settled or that it powers off, or when its connection has been gone for 60 s (limit goodbye). With \
---otlp it is pushed then, as one trace whose ids are those of the boot; a receiver that does not answer or is busy is tried again, from 1 s to \
+--otlp it is pushed then, as one trace with an id of its own, which stands in the file; a receiver that does not answer or is busy is tried again, from 1 s to \
 30 s apart, while up to 1024 boots wait (limit push-queue); what is refused or does not fit is counted and said. There is no TLS: push to the \
 OpenTelemetry Collector of the node or cluster. With --metrics Prometheus gets histograms per phase and per step, failures by reason, and \
 counters of everything that can be lost. Neither ever slows down the receiving of guests.
@@ -92,9 +93,10 @@ pub struct Args {
     /// Kata's files about sandboxes, with * for the id, instead of those of its Go runtime.
     #[arg(long, value_name = "PATTERN")]
     sandbox: Vec<Pattern>,
-    /// OCI configurations of sandbox containers, with * for the id, instead of containerd's and CRI-O's: they name the pod.
+    /// OCI configurations of sandbox containers, with * for the id, instead of containerd's and CRI-O's: they name the pod. One in a directory
+    /// `userdata` is CRI-O's, every other one containerd's.
     #[arg(long, value_name = "PATTERN")]
-    bundle: Vec<String>,
+    bundle: Vec<Pattern>,
     /// Do not listen on AF_VSOCK.
     #[arg(long)]
     no_vsock: bool,
@@ -176,7 +178,7 @@ fn config(args: &Args) -> Result<Config> {
         } else {
             patterns(&args.sandbox, &mut [SANDBOXES].into_iter())?
         },
-        bundles: if args.bundle.is_empty() { BUNDLES.iter().map(|b| b.to_string()).collect() } else { args.bundle.clone() },
+        bundles: patterns(&args.bundle, &mut BUNDLES.iter().copied())?,
         limits,
         keep: Keep { age: Keep::days(args.keep_days), bytes: (args.keep_size > 0).then_some(args.keep_size) },
         run_as: args.user,

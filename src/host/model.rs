@@ -279,6 +279,7 @@ impl Boot {
                 | HostEvent::Lost { .. }
                 | HostEvent::Dropped { .. }
                 | HostEvent::Sandbox(_)
+                | HostEvent::Trace { .. }
                 | HostEvent::Exported { .. }
                 | HostEvent::Imported(_) => {}
             }

@@ -149,7 +149,8 @@ fn a_hostile_boot_runs_nothing_and_is_drawn() {
     assert_eq!((title(&dom), console.as_str(), state(&dom, "error")), ("GPU boot 0f7a1f8e", "", None));
     assert!(!dom.contains("<img") && dom.matches("<script").count() == 2, "something of the boot became an element");
     let drawn: usize = state(&dom, "steps").unwrap().parse().unwrap();
-    assert!(drawn > 1000, "{drawn} steps");
+    // As many as fit into the budget of texts that a reader keeps of one boot.
+    assert!(drawn > 500, "{drawn} steps");
 }
 
 #[test]

@@ -6,7 +6,7 @@
 
 use super::limits::Limits;
 use crate::events::record::{Kind, Record, names};
-use crate::host::boot_file::{FileLine, HostEvent, HostLine, Sandbox, SeqSet, for_each_line};
+use crate::host::boot_file::{FileLine, HostEvent, HostLine, Sandbox, SeqSet, TraceId, for_each_line};
 use crate::host::clock::Sample;
 use anyhow::{Context, Result, bail, ensure};
 use nix::fcntl::OFlag;
@@ -162,7 +162,7 @@ impl BootLog {
                 HostEvent::Lost { count, .. } => self.reported_missing = count,
                 HostEvent::Exported { .. } => self.end.reported = true,
                 // A file made of logs is not a guest's.
-                HostEvent::Disconnected { .. } | HostEvent::Garbage { .. } | HostEvent::Imported(_) => {}
+                HostEvent::Disconnected { .. } | HostEvent::Garbage { .. } | HostEvent::Trace { .. } | HostEvent::Imported(_) => {}
             },
         }
     }
@@ -196,6 +196,8 @@ impl BootLog {
         if !self.has_header {
             self.has_header = true;
             self.push_raw(raw_header);
+            let trace = HostLine::now(HostEvent::Trace { id: TraceId::random().context("draw a trace id")? }).to_line();
+            self.push_raw(trace.trim_end().as_bytes());
         }
         self.append_host(HostEvent::Connected { peer: peer.to_string(), first_seq });
         Ok(())
@@ -468,6 +470,21 @@ mod tests {
             assert!(refused.contains("belongs to cid 5"), "{refused}");
             boot.write(&mut log);
         }
+    }
+
+    #[test]
+    fn a_boots_trace_id_is_not_to_be_known_from_its_boot_id_and_stays_the_same() {
+        let [one, other] = [(); 2].map(|()| Boot::new(Limits::default()));
+        let traces = [&one, &one, &other].map(|boot| {
+            let mut log = boot.log();
+            log.begin(header().as_bytes(), PEER, 0).unwrap();
+            let file = boot.write(&mut log);
+            assert_eq!(file.host.iter().filter(|l| matches!(l.event, HostEvent::Trace { .. })).count(), 1);
+            file.trace().unwrap()
+        });
+        assert_eq!(traces[0], traces[1], "after a restart");
+        assert_ne!(traces[0], traces[2], "the same boot id at another collector");
+        assert_ne!(traces[0].get(), 0x0f7a_1f8e_0000_4000_8000_0000_0000_beef);
     }
 
     #[test]

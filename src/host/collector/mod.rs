@@ -20,6 +20,7 @@ pub mod serve; // the sockets of guests that are connected
 pub mod service; // systemd unit, DaemonSet, readiness
 pub mod stats; // counters
 pub mod vm_dirs; // Kata's directories
+pub mod vmm; // a VMM's socket, and whose it is
 mod writer; // the threads that write and keep the files
 
 use crate::host::text::printable;
@@ -30,7 +31,7 @@ use disk::{Disk, Place, Tell};
 use ends::Ends;
 use fleet::{Fleet, Otlp, Sources};
 use limits::Limits;
-use listen::{Access, BACKLOG, Listener, NoVsock, Peer};
+use listen::{Arrival, BACKLOG, Listener, NoVsock, Peer, SocketFile};
 use peers::Peers;
 use privileges::RunAs;
 use retention::Keep;
@@ -44,6 +45,7 @@ use std::time::{Duration, Instant};
 use tokio::sync::{mpsc, watch};
 use tokio::task::JoinSet;
 use vm_dirs::{Change, Pattern, Watcher};
+use vmm::Vmm;
 
 /// Pause after accept() failed for want of memory or descriptors: those come back by themselves, not by an event.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
@@ -78,7 +80,7 @@ pub struct Config {
     /// Kata's files about sandboxes.
     pub sandboxes: Vec<Pattern>,
     /// OCI configurations of sandbox containers; `*` is the id.
-    pub bundles: Vec<String>,
+    pub bundles: Vec<Pattern>,
     pub limits: Limits,
     pub keep: Keep,
     pub run_as: Option<RunAs>,
@@ -222,7 +224,7 @@ fn own_lines(news: mpsc::Sender<News>, stats: Arc<Stats>) -> Tell {
 fn listeners(config: &Config, notes: &mut Vec<String>) -> Result<Vec<Listener>> {
     let mut listeners = Vec::new();
     for base in &config.uds {
-        listeners.push(Listener::hybrid(base, config.port, Access::Group)?);
+        listeners.push(Listener::hybrid(base, config.port)?);
     }
     if config.vsock {
         match Listener::vsock(config.port) {
@@ -252,21 +254,31 @@ async fn stopped(stop: &mut watch::Receiver<bool>) {
 
 /// Accepts until the stop. Does nothing else: whatever guests do, the next one gets in.
 async fn accept_all(listener: Listener, shared: Arc<Shared>, streams: Streams, mut stop: watch::Receiver<bool>) {
-    let take = |socket, peer: Peer| match shared.peers.connect(&peer, Instant::now()) {
-        Ok(slot) => {
-            add(&shared.stats.connections, 1);
-            streams.take(socket, slot);
-        }
-        Err(refused) => {
-            add(&shared.stats.refused, 1);
-            shared.tell(&peer, &format!("{peer}: {refused}"));
+    let take = |arrival: Arrival| {
+        let (socket, peer) = match arrival {
+            Ok(guest) => guest,
+            // Hung up on before it is counted anywhere: it takes no slot of a guest's, and none of its lines.
+            Err(stranger) => {
+                add(&shared.stats.strangers, 1);
+                return shared.tell(&stranger.peer(), &stranger.to_string());
+            }
+        };
+        match shared.peers.connect(&peer, Instant::now()) {
+            Ok(slot) => {
+                add(&shared.stats.connections, 1);
+                streams.take(socket, slot);
+            }
+            Err(refused) => {
+                add(&shared.stats.refused, 1);
+                shared.tell(&peer, &format!("{peer}: {refused}"));
+            }
         }
     };
     loop {
         tokio::select! {
             () = stopped(&mut stop) => break,
             accepted = listener.accept() => match accepted {
-                Ok((socket, peer)) => take(socket, peer),
+                Ok(arrival) => take(arrival),
                 Err(e) => {
                     (shared.tell_own)(format!("accept on {}: {e}", listener.place()));
                     tokio::time::sleep(ACCEPT_PAUSE).await;
@@ -279,7 +291,7 @@ async fn accept_all(listener: Listener, shared: Arc<Shared>, streams: Streams, m
     // Whoever connected before the stop may have sent something; no more than can wait.
     for _ in 0..BACKLOG {
         match listener.accept_now() {
-            Ok(Some((socket, peer))) => take(socket, peer),
+            Ok(Some(arrival)) => take(arrival),
             Ok(None) | Err(_) => break,
         }
     }
@@ -317,56 +329,81 @@ struct Vms {
     shared: Arc<Shared>,
     streams: Streams,
     /// By the VMM's socket.
-    open: HashMap<PathBuf, (Peer, watch::Sender<bool>)>,
+    open: HashMap<PathBuf, Vm>,
     /// By Kata's file.
     cids: HashMap<PathBuf, Peer>,
+}
+
+/// A VM that is listened for.
+struct Vm {
+    vmm: Arc<Vmm>,
+    peer: Peer,
+    /// Beside the VMM's.
+    file: Option<Arc<SocketFile>>,
+    /// Dropped, it ends the listener; connections end by themselves, with their VM.
+    _stop: watch::Sender<bool>,
 }
 
 impl Vms {
     fn change(&mut self, change: Change, listening: &mut JoinSet<()>) {
         match change {
-            Change::There { pattern, id, path } if pattern < self.config.vms.len() => self.vm(&id, path, listening),
-            Change::There { id, path, .. } => self.sandbox(&id, path),
+            Change::There { pattern, id, path } => match pattern.checked_sub(self.config.vms.len()) {
+                None => self.vm(pattern, &id, path, listening),
+                Some(pattern) => self.sandbox(pattern, &id, path),
+            },
             Change::Gone { path, .. } => {
-                // Dropping the sender ends the listener; connections end by themselves, with their VM.
-                let vm = self.open.remove(&path).map(|(peer, _stop)| peer);
-                // At once: the VMM may make its socket anew, and then ours has to be made anew, too.
-                if let Some(Peer::Socket(ours)) = &vm {
-                    let _gone_already = std::fs::remove_file(ours);
-                }
-                for peer in vm.into_iter().chain(self.cids.remove(&path)) {
+                self.close(&path);
+                if let Some(peer) = self.cids.remove(&path) {
                     self.shared.peers.name(&peer, None, Instant::now());
                 }
             }
         }
     }
 
-    fn vm(&mut self, id: &str, path: PathBuf, listening: &mut JoinSet<()>) {
-        use std::os::unix::fs::FileTypeExt;
-        let is_socket = path.symlink_metadata().is_ok_and(|meta| meta.file_type().is_socket());
-        if !is_socket || self.open.contains_key(&path) {
-            return;
+    /// Listens for a VM no more, which has no name from then on.
+    fn close(&mut self, path: &PathBuf) {
+        let Some(vm) = self.open.remove(path) else { return };
+        // At once: the VMM may make its socket anew, and then ours has to be made anew, too.
+        if let Some(file) = vm.file {
+            file.remove();
         }
+        self.shared.peers.name(&vm.peer, None, Instant::now());
+    }
+
+    fn vm(&mut self, pattern: usize, id: &str, path: PathBuf, listening: &mut JoinSet<()>) {
         // Whoever owns the VM's directory causes these lines, as often as there is a socket anew.
         let peer = Peer::of_vm(&path, self.config.port);
-        if self.open.len() as u64 >= self.config.limits.vms {
-            let text = format!("VM {}: there are {} already (limit vms): it is not heard", printable(id), self.open.len());
-            return self.shared.tell(&peer, &text);
+        let problem = |text: String| format!("VM {}: {text}", printable(id));
+        let vmm = match Vmm::find(&self.config.vms[pattern], &path) {
+            Ok(Some(vmm)) => Arc::new(vmm),
+            Ok(None) => return,
+            Err(e) => return self.shared.tell(&peer, &problem(format!("{e:#}: it is not heard"))),
+        };
+        match self.open.get(&path) {
+            Some(known) if known.vmm.is(&vmm) => return,
+            // Another one has its name.
+            Some(_) => self.close(&path),
+            None => {}
         }
-        let listener = match Listener::hybrid(&path, self.config.port, Access::Directory) {
+        if self.open.len() as u64 >= self.config.limits.vms {
+            let text = format!("there are {} already (limit vms): it is not heard", self.open.len());
+            return self.shared.tell(&peer, &problem(text));
+        }
+        let listener = match Listener::of_vmm(&vmm, self.config.port) {
             Ok(listener) => listener,
-            Err(e) => return self.shared.tell(&peer, &format!("VM {}: {e:#}", printable(id))),
+            Err(e) => return self.shared.tell(&peer, &problem(format!("{e:#}"))),
         };
         let sandbox = sandbox::look_up(id, &self.config.bundles);
         self.shared.peers.name(&peer, Some(sandbox), Instant::now());
         let (stop, stopped) = watch::channel(false);
-        self.open.insert(path, (peer, stop));
+        self.open.insert(path, Vm { vmm, peer, file: listener.file().cloned(), _stop: stop });
         listening.spawn(accept_all(listener, self.shared.clone(), self.streams.clone(), stopped));
     }
 
     /// Kata wrote about a sandbox. What is half written comes again.
-    fn sandbox(&mut self, id: &str, path: PathBuf) {
-        let Some((mut sandbox, cid)) = sandbox::read(&path).and_then(|text| sandbox::from_persist(id, &text)) else { return };
+    fn sandbox(&mut self, pattern: usize, id: &str, path: PathBuf) {
+        let pattern = &self.config.sandboxes[pattern];
+        let Some((mut sandbox, cid)) = sandbox::read(pattern, &path).and_then(|text| sandbox::from_persist(id, &text)) else { return };
         let Some(peer) = cid.map(Peer::Cid) else { return };
         if sandbox.pod.is_none() {
             sandbox = sandbox::look_up(id, &self.config.bundles);
@@ -382,8 +419,11 @@ mod tests {
     use crate::events::record::{self, DEFAULT_PORT, Header, Pong};
     use crate::host::boot_file::{BootFile, HostEvent};
     use crate::host::testing::TempDir;
+    use std::io::Read;
+    use std::os::unix::fs::PermissionsExt;
+    use std::os::unix::net::UnixListener;
     use std::path::Path;
-    use tokio::io::{AsyncBufReadExt, AsyncWriteExt, BufReader};
+    use tokio::io::{AsyncBufReadExt, AsyncReadExt, AsyncWriteExt, BufReader};
     use tokio::net::UnixStream;
 
     const BOOT: &str = "0f7a1f8e-0000-4000-8000-00000000beef";
@@ -399,8 +439,22 @@ mod tests {
 
     impl Run {
         fn start(dir: TempDir) -> Self {
-            let (sender, news) = mpsc::channel(NEWS_QUEUE);
             let config = Config { uds: vec![dir.path().join("v")], ..Config::new(dir.path().join("boots"), DEFAULT_PORT) };
+            Self::of(dir, config)
+        }
+
+        /// For the VMs in `vm/`.
+        fn of_vms(limits: Limits) -> Self {
+            let dir = TempDir::new();
+            // As Kata's Rust runtime leaves it.
+            std::fs::set_permissions(dir.path(), std::fs::Permissions::from_mode(0o755)).unwrap();
+            let vms = vec![format!("{}/vm/*/clh.sock", dir.path().display()).parse().unwrap()];
+            let config = Config { vms, limits, ..Config::new(dir.path().join("boots"), DEFAULT_PORT) };
+            Self::of(dir, config)
+        }
+
+        fn of(dir: TempDir, config: Config) -> Self {
+            let (sender, news) = mpsc::channel(NEWS_QUEUE);
             let collector = Collector::bind(&config, sender).unwrap();
             let (stop, stopped) = watch::channel(false);
             Self { dir, news, stop, running: tokio::spawn(collector.run(stopped)) }
@@ -423,9 +477,35 @@ mod tests {
         }
 
         async fn stop(self) -> TempDir {
+            self.stop_and_count().await.0
+        }
+
+        async fn stop_and_count(self) -> (TempDir, Counts) {
             self.stop.send_replace(true);
-            tokio::time::timeout(DEADLINE, self.running).await.expect("the collector stops").unwrap().unwrap();
-            self.dir
+            let counts = tokio::time::timeout(DEADLINE, self.running).await.expect("the collector stops").unwrap().unwrap();
+            (self.dir, counts)
+        }
+
+        /// A VMM's socket, and ours once it is there.
+        async fn vmm(&self, id: &str) -> (UnixListener, PathBuf) {
+            let at = self.dir.path().join("vm").join(id);
+            std::fs::create_dir_all(&at).unwrap();
+            let vmm = UnixListener::bind(at.join("clh.sock")).unwrap();
+            (vmm, self.socket(id).await)
+        }
+
+        /// Our socket of a VM, once somebody listens there.
+        async fn socket(&self, id: &str) -> PathBuf {
+            let socket = self.dir.path().join(format!("vm/{id}/clh.sock_{DEFAULT_PORT}"));
+            let listens = async {
+                while !socket.exists() {
+                    tokio::time::sleep(Duration::from_millis(1)).await;
+                }
+            };
+            tokio::time::timeout(DEADLINE, listens).await.unwrap_or_else(|_| panic!("no {} within {DEADLINE:?}", socket.display()));
+            // The umask took it away from others; `collect` has none.
+            std::fs::set_permissions(&socket, std::fs::Permissions::from_mode(0o666)).unwrap();
+            socket
         }
     }
 
@@ -504,6 +584,79 @@ mod tests {
         let file = read(dir.path());
         assert_eq!(file.records.len(), 200);
         assert!(matches!(file.host.last().unwrap().event, HostEvent::Disconnected { records: 200, .. }));
+    }
+
+    /// Connects as a user of this machine, so many times, and gives the connections that were not hung up on. Needs root.
+    async fn connect_as(uid: u32, socket: &Path, times: usize) -> usize {
+        use rustix::process::Uid;
+        let socket = socket.to_path_buf();
+        // A thread of its own, because it does not become root again.
+        let connect = move || {
+            let uid = Uid::from_raw(uid);
+            rustix::thread::set_thread_res_uid(uid, uid, uid).unwrap();
+            let held: Vec<_> = (0..times).map(|_| std::os::unix::net::UnixStream::connect(&socket).unwrap()).collect();
+            let hung_up = |mut stream: &std::os::unix::net::UnixStream| {
+                // One that is served is asked for its clock only when it has said who it is.
+                stream.set_read_timeout(Some(Duration::from_millis(500))).unwrap();
+                matches!(stream.read(&mut [0]), Ok(0))
+            };
+            held.iter().filter(|stream| !hung_up(stream)).count()
+        };
+        tokio::task::spawn_blocking(|| std::thread::spawn(connect).join().unwrap()).await.unwrap()
+    }
+
+    #[tokio::test]
+    async fn another_user_of_the_machine_cannot_speak_for_a_vm_nor_take_its_connections() {
+        if !nix::unistd::geteuid().is_root() {
+            eprintln!("skipped: only root can connect as somebody else");
+            return;
+        }
+        let (vmms, strangers) = (4242, 65_534);
+        let mut run = Run::of_vms(Limits { connections_per_vm: 1, connects: 2, ..Limits::default() });
+        let (_vmm, socket) = run.vmm("one").await;
+        assert_eq!(connect_as(strangers, &socket, 20).await, 0);
+        let why = format!("refused a process of user {strangers}: its VMM is user 0's");
+        run.until("a line about it", |n| matches!(n, News::Problem { text } if text.contains(&why))).await;
+        // The guest has its connection, and all of its tries, and its own lines.
+        let mut guest = UnixStream::connect(&socket).await.unwrap();
+        guest.write_all((header() + &event(0)).as_bytes()).await.unwrap();
+        run.until("its record", |n| matches!(n, News::Record { .. })).await;
+        let second = UnixStream::connect(&socket).await.unwrap();
+        run.until("its own limit", |n| matches!(n, News::Problem { text } if text.contains("limit connections-per-vm"))).await;
+        drop((guest, second));
+        // A VMM that runs as somebody else.
+        let (_vmm, socket) = run.vmm("two").await;
+        std::os::unix::fs::chown(run.dir.path().join("vm/two/clh.sock"), Some(vmms), None).unwrap();
+        assert_eq!([connect_as(strangers, &socket, 1).await, connect_as(vmms, &socket, 1).await], [0, 1]);
+        let (_dir, counts) = run.stop_and_count().await;
+        assert_eq!((counts.strangers, counts.connections, counts.refused), (21, 2, 1));
+    }
+
+    #[tokio::test]
+    async fn a_vm_whose_directory_is_renamed_has_the_name_of_where_it_is_now() {
+        let mut run = Run::of_vms(Limits::default());
+        let (_vmm, _socket) = run.vmm("one").await;
+        std::fs::rename(run.dir.path().join("vm/one"), run.dir.path().join("vm/two")).unwrap();
+        // What was there goes with it until it has been seen; it is made anew then, and somebody listens.
+        let socket = run.dir.path().join(format!("vm/two/clh.sock_{DEFAULT_PORT}"));
+        let named = async {
+            loop {
+                if let Ok(mut guest) = UnixStream::connect(&socket).await {
+                    let _refused = guest.write_all((header() + &event(0)).as_bytes()).await;
+                    if tokio::time::timeout(Duration::from_millis(200), guest.read_u8()).await.is_ok_and(|read| read.is_ok()) {
+                        return guest;
+                    }
+                }
+                tokio::time::sleep(Duration::from_millis(1)).await;
+            }
+        };
+        let guest = tokio::time::timeout(DEADLINE, named).await.expect("the VM is heard under its new name");
+        run.until("its record", |n| matches!(n, News::Record { .. })).await;
+        drop(guest);
+        let dir = run.stop().await;
+        assert_eq!(read(dir.path()).sandbox().map(|s| s.id.clone()), Some("two".into()));
+        assert_eq!(read(dir.path()).owner(), Some(format!("socket {}", socket.display()).as_str()));
+        assert!(!socket.exists());
     }
 
     #[tokio::test]

@@ -26,6 +26,8 @@ counters! {
     connections,
     /// Connections that were closed at once, over a limit.
     refused,
+    /// Connections of nobody's guest, which were closed at once.
+    strangers,
     /// Bytes that guests sent.
     bytes,
     /// Boots that a file was begun for.
@@ -76,8 +78,9 @@ impl Counts {
         } else {
             String::new()
         };
+        let strangers = if self.strangers > 0 { format!(" and {} no guest's", self.strangers) } else { String::new() };
         format!(
-            "{} boots, {} records ({} came again), {} dropped for want of disk, {} over a limit; {} garbage lines; {} connections, {} refused{pushes}",
+            "{} boots, {} records ({} came again), {} dropped for want of disk, {} over a limit; {} garbage lines; {} connections, {} refused{strangers}{pushes}",
             self.boots, self.records, self.duplicates, self.dropped, self.capped, self.garbage, self.connections, self.refused
         )
     }

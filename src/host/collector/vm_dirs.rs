@@ -2,12 +2,15 @@
 //!
 //! Woken by inotify, from the first directory of the pattern on, so that nothing has to be there when it starts. A watch is set before its
 //! directory is read: what comes between the two is seen twice, never missed; and when the kernel lost events everything is looked at
-//! again. Names below the `*` are not followed where they are links: a jailed VMM may write there.
+//! again. Names below the `*` are not followed where they are links: a jailed VMM may write there. A directory that is moved loses its watch
+//! with its old name, so that nothing of it is ever told under that.
 
 use crate::host::watch::watch;
 use anyhow::{Context, Result, bail};
 use nix::errno::Errno;
+use nix::fcntl::{OFlag, OpenHow, ResolveFlag, open, openat2};
 use nix::sys::inotify::{AddWatchFlags, InitFlags, Inotify, WatchDescriptor};
+use nix::sys::stat::Mode;
 use std::collections::{BTreeSet, HashMap};
 use std::ffi::{OsStr, OsString};
 use std::io;
@@ -49,6 +52,22 @@ impl Pattern {
     /// The name that stands where the `*` is.
     fn id(&self, path: &Path) -> String {
         path.iter().nth(self.star + 1).unwrap_or_default().to_string_lossy().into_owned()
+    }
+
+    /// The path of this id.
+    pub fn path(&self, id: &str) -> PathBuf {
+        let parts = self.parts.iter().enumerate().map(|(depth, part)| if depth == self.star { OsStr::new(id) } else { part });
+        Path::new("/").join(parts.collect::<PathBuf>())
+    }
+
+    /// Opens a path of this pattern, or one on the way to it. Links are followed above the `*`, where they are the administrator's (/var/run),
+    /// and nowhere below.
+    pub fn open(&self, path: &Path, flags: OFlag) -> nix::Result<OwnedFd> {
+        let mut parts = path.components();
+        let above: PathBuf = parts.by_ref().take(self.star + 1).collect();
+        let above = open(&above, OFlag::O_PATH | OFlag::O_DIRECTORY | OFlag::O_CLOEXEC, Mode::empty())?;
+        let how = OpenHow::new().flags(flags | OFlag::O_CLOEXEC).resolve(ResolveFlag::RESOLVE_BENEATH | ResolveFlag::RESOLVE_NO_SYMLINKS);
+        openat2(&above, parts.as_path(), how)
     }
 
     /// How deep a directory lies on the way to what matches; None where it does not.
@@ -152,15 +171,26 @@ impl Watcher {
         let (Some(dir), Some(name)) = (self.dirs.get(&wd).cloned(), name) else { return };
         let path = dir.join(name);
         if mask.intersects(AddWatchFlags::IN_DELETE | AddWatchFlags::IN_MOVED_FROM) {
+            self.forget_below(&path);
             self.gone_below(&path);
-        } else {
-            for pattern in 0..self.patterns.len() {
-                if let Some(depth) = self.patterns[pattern].depth(&dir)
-                    && self.patterns[pattern].matches(depth, name)
-                {
-                    self.candidate(pattern, depth, &path);
-                }
+        }
+        // Also of what is gone: two directories that were exchanged are both there, each under the other's name.
+        for pattern in 0..self.patterns.len() {
+            if let Some(depth) = self.patterns[pattern].depth(&dir)
+                && self.patterns[pattern].matches(depth, name)
+            {
+                self.candidate(pattern, depth, &path);
             }
+        }
+    }
+
+    /// Gives up the watches of a directory and of those below it: a watch stays with its directory wherever that goes.
+    fn forget_below(&mut self, path: &Path) {
+        let moved: Vec<WatchDescriptor> = self.dirs.iter().filter(|(_, dir)| dir.starts_with(path)).map(|(wd, _)| *wd).collect();
+        for wd in moved {
+            self.dirs.remove(&wd);
+            // The kernel gave it up already where the directory was removed.
+            let _gone = self.inotify.rm_watch(wd);
         }
     }
 
@@ -171,6 +201,8 @@ impl Watcher {
                 self.gone_below(&path);
             }
         }
+        // What was moved meanwhile is not known: every name is looked up anew.
+        self.forget_below(Path::new("/"));
         self.visit(Path::new("/"));
     }
 
@@ -360,6 +392,33 @@ mod tests {
         std::os::unix::fs::symlink(w.dir.path().join("kata/evil"), w.dir.path().join("kata/worse")).unwrap();
         w.make("kata/good/root/kata.hvsock");
         assert_eq!(w.until("+0 good").await, ["+0 good"]);
+    }
+
+    #[tokio::test]
+    async fn what_is_moved_is_seen_under_its_new_name_and_heard_of_under_that_alone() {
+        let mut w = Watched::new(&["kata/*/root/kata.hvsock"]);
+        w.make("kata/one/root/kata.hvsock");
+        assert_eq!(w.until("+0 one").await, ["+0 one"]);
+        let [one, two, three, away] = ["kata/one", "kata/two", "kata/three", "away"].map(|path| w.dir.path().join(path));
+        fs::rename(&one, &two).unwrap();
+        assert_eq!(w.until("+0 two").await, ["-0 one", "+0 two"]);
+        // Moved out of sight, where it goes on; another one takes its name.
+        fs::rename(&two, &away).unwrap();
+        assert_eq!(w.until("-0 two").await, ["-0 two"]);
+        w.make("kata/two/root/kata.hvsock");
+        assert_eq!(w.until("+0 two").await, ["+0 two"]);
+        fs::remove_file(away.join("root/kata.hvsock")).unwrap();
+        w.make("kata/three/root/kata.hvsock");
+        assert_eq!(w.until("+0 three").await, ["+0 three"], "what goes out of sight takes no name away");
+        // Exchanged: both are there, and both names are told again.
+        nix::fcntl::renameat2(nix::fcntl::AT_FDCWD, &two, nix::fcntl::AT_FDCWD, &three, nix::fcntl::RenameFlags::RENAME_EXCHANGE).unwrap();
+        w.make("kata/last/root/kata.hvsock");
+        let seen = w.until("+0 last").await;
+        for id in ["two", "three"] {
+            let (gone, there) = (format!("-0 {id}"), format!("+0 {id}"));
+            let last = |what: &str| seen.iter().rposition(|s| s == what).unwrap_or_else(|| panic!("no {what}: {seen:?}"));
+            assert!(last(&gone) < last(&there), "{seen:?}");
+        }
     }
 
     #[tokio::test]

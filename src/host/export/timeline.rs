@@ -11,7 +11,7 @@ use crate::host::account::critical_path::critical_path;
 use crate::host::account::phase::Owner;
 use crate::host::account::{self, from_boot};
 use crate::host::agent_log::{AgentEvent, AgentLine, ClockPoints};
-use crate::host::boot_file::{BootFile, HostEvent};
+use crate::host::boot_file::{BootFile, HostEvent, TraceId};
 use crate::host::clock::{Clock, Sample, Wall};
 use crate::host::model::{Boot, in_time};
 use crate::host::record::{Field, Record, SpanFields};
@@ -108,6 +108,8 @@ pub struct Piece {
 #[derive(Clone, Debug)]
 pub struct Timeline {
     pub boot: Boot,
+    /// The id that the collector drew for the boot's OTLP trace.
+    pub trace: Option<TraceId>,
     pub lanes: Vec<Lane>,
     /// In order of their beginning.
     pub steps: Vec<Step>,
@@ -192,6 +194,7 @@ impl Timeline {
         let path = path(&pieces, &account.steps, &steps);
         Self {
             boot,
+            trace: file.trace(),
             lanes,
             steps,
             path,

@@ -140,6 +140,7 @@ impl Progress {
                 | HostEvent::Garbage { .. }
                 | HostEvent::Capped { .. }
                 | HostEvent::Dropped { .. }
+                | HostEvent::Trace { .. }
                 | HostEvent::Exported { .. }
                 | HostEvent::Imported(_) => {}
             },

@@ -20,7 +20,10 @@ impl Kata {
         for pattern in ["vc/vm/*/clh.sock", "k/*/root/kata.hvsock"] {
             words.extend(["--vm".to_string(), at(pattern)]);
         }
-        words.extend(["--bundle".to_string(), at("bundles/*/config.json"), "--sandbox".to_string(), at("vc/sbs/*/persist.json")]);
+        for pattern in ["bundles/*/config.json", "crio/*/userdata/config.json"] {
+            words.extend(["--bundle".to_string(), at(pattern)]);
+        }
+        words.extend(["--sandbox".to_string(), at("vc/sbs/*/persist.json")]);
         words
     }
 
@@ -102,6 +105,36 @@ fn a_boot_is_named_by_its_pod_where_that_can_be_read_also_when_it_comes_late() {
     };
     assert!(show(1).contains("\npod ml/train-0, sandbox one\n"), "{}", show(1));
     assert!(show(2).contains("pod ml/\\x1b[2Jevil, sandbox two"), "{}", show(2));
+}
+
+#[test]
+fn a_pods_own_annotations_name_no_other_pod_in_a_file_or_a_trace() {
+    let kata = Kata::new();
+    // As CRI-O writes it for tenant-b/evil-pod: its own, the pod's over them, the kubelet's labels over those.
+    let annotations = serde_json::json!({
+        "io.kubernetes.cri-o.KubeName": "payroll-db-0", "io.kubernetes.cri-o.Namespace": "finance",
+        "io.kubernetes.cri.sandbox-name": "payroll-db-0", "io.kubernetes.cri.sandbox-namespace": "finance", "io.kubernetes.cri.sandbox-uid": "6666",
+        "io.kubernetes.pod.name": "evil-pod", "io.kubernetes.pod.namespace": "tenant-b", "io.kubernetes.pod.uid": "8b5e",
+    });
+    let bundle = kata.dir.0.join("crio/one/userdata");
+    std::fs::create_dir_all(&bundle).unwrap();
+    std::fs::write(bundle.join("config.json"), serde_json::json!({ "annotations": annotations }).to_string()).unwrap();
+    let _collector = kata.collector(&[]);
+    let _vmm = kata.vmm("k/one/root/kata.hvsock");
+    let socket = kata.socket("k/one/root/kata.hvsock");
+    until("the socket of a VM", || socket.exists());
+    let recorded = crate::fleet::recorded(crate::fleet::RECORDED, 1);
+    Raw::connect(&socket).say(recorded);
+    until("the boot is stored", || read(&kata.dir.0, 1).records.iter().any(|r| r.name == "settled"));
+    let names = [("pod", "evil-pod"), ("namespace", "tenant-b"), ("uid", "8b5e")];
+    let [pod, namespace, uid] = names.map(|(_, name)| Some(name.to_string()));
+    assert_eq!(sandboxes(&read(&kata.dir.0, 1)), [Sandbox { id: "one".into(), pod, namespace, uid }]);
+    let exported = Command::new(program()).arg("export").arg(boot_path(&kata.dir.0, 1)).arg("--otlp").output().unwrap();
+    let exported = String::from_utf8(exported.stdout).unwrap();
+    for (_, name) in names {
+        assert!(exported.contains(&format!("\"{name}\"")), "{name}");
+    }
+    assert!(!exported.contains("payroll") && !exported.contains("finance"));
 }
 
 #[test]

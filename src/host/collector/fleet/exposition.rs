@@ -105,6 +105,7 @@ fn streams(text: &mut Text, shared: &Shared) {
     for (name, help, value) in [
         ("connections_total", "Connections of guests that were taken.", counts.connections),
         ("connections_refused_total", "Connections of guests that were over a limit.", counts.refused),
+        ("connections_of_strangers_total", "Connections that were refused because they are no guest's.", counts.strangers),
         ("received_bytes_total", "Bytes that guests sent.", counts.bytes),
         ("records_total", "Records that were new and are kept.", counts.records),
         ("records_duplicate_total", "Records that came again.", counts.duplicates),

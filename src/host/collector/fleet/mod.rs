@@ -33,6 +33,8 @@ use tokio::task::{JoinSet, spawn_blocking};
 /// Longest file of a boot that is read here, several times what one with 16 GPUs and a chatty kernel has; a hostile one may have
 /// much more, and would take time that other boots need.
 const MAX_FILE: u64 = 8 << 20;
+/// How long boots that were over before the stop are looked at after it.
+const REPORT_DEADLINE: Duration = Duration::from_secs(5);
 /// Pause before a boot is looked at again whose file is not complete: nothing tells when a disk has room.
 const NOT_WRITTEN_PAUSE: Duration = Duration::from_secs(1);
 /// How nice these threads are; those that receive are 0.
@@ -145,7 +147,8 @@ async fn follow(shared: &Arc<Shared>, mut stop: watch::Receiver<bool>) {
         let (over, next) = ends.take(Instant::now());
         let tried = std::mem::take(&mut waiting);
         for over in tried.into_iter().chain(over) {
-            if !report(shared, &over).await {
+            // So many may be over that all of them take longer than a stop may.
+            if *stop.borrow() || !report(shared, &over).await {
                 waiting.push(over);
             }
         }
@@ -156,10 +159,17 @@ async fn follow(shared: &Arc<Shared>, mut stop: watch::Receiver<bool>) {
             () = sleep_until(next.into_iter().chain(again).min()) => {}
         }
     }
+    let deadline = Instant::now() + REPORT_DEADLINE;
+    let mut left = 0;
     for over in waiting.into_iter().chain(ends.take_said()) {
-        if !report(shared, &over).await {
+        if Instant::now() >= deadline {
+            left += 1;
+        } else if !report(shared, &over).await {
             (shared.from.tell)(format!("boot {}: not all of it could be written: it is not reported", over.boot));
         }
+    }
+    if left > 0 {
+        (shared.from.tell)(format!("{left} boot(s) were over at the stop and are not reported; their files stay (export --otlp --push)"));
     }
 }
 

@@ -1,6 +1,7 @@
 //! `--otlp`: one ExportTraceServiceRequest, as OpenTelemetry's receivers take it; [`super::super::push`] sends it.
 //!
-//! One trace per boot, whose ids are those of the boot id and so the same in every export. Its root is the boot; a span of the stream without
+//! One trace per boot, whose id the collector drew and keeps in the boot's file, and so the same in every export. A boot id would not do: a
+//! guest says it, and with another's boot id it would get its spans into the other's trace. Its root is the boot; a span of the stream without
 //! a parent is the root's child. `after` edges are links; marks are events of the step they happened in. A step that never ended ends where
 //! the stream does and has `boot.open`. Times are the host's wall clock, by one clock sample for the whole boot; `boot.clock_error_ns` says how
 //! wrong they may be.
@@ -12,6 +13,7 @@ pub use request::Request;
 pub use resource::{Resource, encoded_pairs, environment, of_this_machine, pair, percent_decoded};
 
 use super::timeline::{Mark, Step, Timeline, level};
+use crate::host::boot_file::TraceId;
 use crate::host::text::printable;
 use anyhow::{Context, Result, bail};
 use request::{Attribute, Event, Link, Span, flag, integer, text};
@@ -107,9 +109,12 @@ struct Ids {
 
 impl Ids {
     fn new(timeline: &Timeline) -> Self {
-        let digits: String = timeline.boot_id().chars().filter(char::is_ascii_hexdigit).collect();
-        // A boot id is a UUID: as many digits as a trace id has.
-        let trace = u128::from_str_radix(&digits, 16).unwrap_or_default();
+        // No collector began the file: somebody exports it by hand, and knows where it is from. A boot id has as many digits as a trace id.
+        let by_boot = || {
+            let digits: String = timeline.boot_id().chars().filter(char::is_ascii_hexdigit).collect();
+            u128::from_str_radix(&digits, 16).unwrap_or_default()
+        };
+        let trace = timeline.trace.map_or_else(by_boot, TraceId::get);
         // 0 is no id.
         let root = (trace as u64).max(1);
         let trace = trace.to_be_bytes();
@@ -221,6 +226,28 @@ fn span(timeline: &Timeline, step: &Step, id: u64, ids: &Ids, clock: &WallClock)
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::host::boot_file::{BootFile, HostEvent, HostLine};
+    use crate::host::testing::tests_dir;
+
+    #[test]
+    fn the_trace_id_is_the_collectors_and_the_boot_id_only_where_no_collector_began_the_file() {
+        let text = std::fs::read_to_string(tests_dir("fixtures/boots/hand-made-3-gpus-one-fails.ndjson")).unwrap();
+        let trace = |text: &str| {
+            let timeline = Timeline::new(&BootFile::read(text.as_bytes()).unwrap(), &[]);
+            let boot_id = timeline.boot_id().replace('-', "");
+            (format!("{:032x}", u128::from_be_bytes(request(timeline, &Resource::new()).unwrap().trace)), boot_id)
+        };
+        let (by_hand, boot_id) = trace(&text);
+        assert_eq!(by_hand, boot_id);
+        let id = TraceId::random().unwrap();
+        let (header, rest) = text.split_once('\n').unwrap();
+        let (collected, boot_id) = trace(&format!("{header}\n{}{rest}", HostLine::now(HostEvent::Trace { id }).to_line()));
+        assert_eq!(collected, String::from(id));
+        assert_ne!(collected, boot_id);
+        for wrong in ["", "0", &"0".repeat(32), &"+".repeat(32), &"f".repeat(33)] {
+            assert!(TraceId::try_from(wrong.to_string()).is_err(), "{wrong}");
+        }
+    }
 
     #[test]
     fn no_id_is_zero_or_the_roots() {
