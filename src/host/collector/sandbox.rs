@@ -44,9 +44,8 @@ enum Runtime {
     /// Passes the annotations that its configuration names (`pod_annotations`), then writes its own over them: `sandboxContainerSpec`,
     /// internal/cri/server/podsandbox/sandbox_run_linux.go, and `DefaultCRIAnnotations` (2.x; 1.x has the same order).
     Containerd,
-    /// Writes its own (`io.kubernetes.cri-o.*`), over them all annotations of the pod, and over those the pod's labels: server/sandbox_run_linux.go
-    ///. So only labels are sure, and of those the three that the kubelet sets over the
-    /// pod's own: `newPodLabels`, pkg/kubelet/kuberuntime/labels.go.
+    /// Writes its own (`io.kubernetes.cri-o.*`), over them all annotations of the pod, and over those the pod's labels: server/sandbox_run_linux.go.
+    /// So only labels are sure, and of those the three that the kubelet sets over the pod's own: `newPodLabels`, pkg/kubelet/kuberuntime/labels.go.
     Crio,
 }
 
