@@ -470,7 +470,8 @@ fn attack(Attack { name, image, words, then }: &Attack) {
     let before = surroundings(&c);
     let start = Instant::now();
     let result = run(&c, words);
-    assert!(start.elapsed() < Duration::from_secs(3), "{name} took {:?}", start.elapsed());
+    // Far from what an image without bounds would take, and from what a busy machine makes of half a second.
+    assert!(start.elapsed() < Duration::from_secs(30), "{name} took {:?}", start.elapsed());
     assert_eq!(surroundings(&c), before, "{name}: something outside the root has changed");
     match (then, result) {
         (Refused(says), Err(error)) => assert!(error.contains(says), "{name}: {error}"),
