@@ -103,10 +103,12 @@ pub struct Args {
     /// Become this user (name or number, with :GROUP) once everything is open; the files are theirs then.
     #[arg(long, value_name = "USER", value_parser = RunAs::parse)]
     user: Option<RunAs>,
-    /// Remove boots that nothing was written to for so many days; 0: keep them for ever. Never one in flight.
+    /// Remove boots whose last record came so many days ago; 0: keep them for ever. Never one in flight, and none for a day after this machine's
+    /// clock was set.
     #[arg(long, value_name = "N", default_value_t = 30)]
     keep_days: u64,
-    /// Remove the oldest boots when all together are larger (10G, 500M); 0: no limit. Never one in flight.
+    /// Remove boots when all together are larger (10G, 500M): first the oldest of VMs that have more than an eighth of it, then the oldest; 0: no
+    /// limit. Never one in flight.
     #[arg(long, value_name = "SIZE", default_value = "10G", value_parser = parse_size)]
     keep_size: u64,
     /// Change a limit (the table below); may be given several times.
