@@ -4,15 +4,14 @@
 //! the peer that connected first for it, so that one VM cannot write into the story of another; what a peer can make this machine store
 //! is limited ([`Limits`]); what is not taken is counted.
 
+use super::disk;
 use super::limits::Limits;
 use crate::events::record::{Kind, Record, names};
 use crate::host::boot_file::{FileLine, HostEvent, HostLine, Sandbox, SeqSet, TraceId, for_each_line};
 use crate::host::clock::Sample;
 use anyhow::{Context, Result, bail, ensure};
-use nix::fcntl::OFlag;
 use std::fs::OpenOptions;
 use std::io;
-use std::os::unix::fs::OpenOptionsExt;
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -51,7 +50,7 @@ pub struct Dropped {
     pub last: u64,
 }
 
-/// What is to be written at once.
+/// Bytes that are to be written at once.
 #[derive(Debug, Default)]
 pub struct Pending {
     pub bytes: Vec<u8>,
@@ -124,11 +123,10 @@ impl BootLog {
         }
     }
 
-    /// Of a boot that has no file, or of what its file says.
+    /// The log of a boot as its file has it; an empty one where there is no file.
     pub fn read_back(path: &Path, limits: Limits, waiting: Arc<Waiting>) -> Result<Self> {
         let mut log = Self::new(limits, waiting);
-        let flags = (OFlag::O_NOFOLLOW | OFlag::O_NONBLOCK).bits();
-        let file = match OpenOptions::new().read(true).custom_flags(flags).open(path) {
+        let file = match disk::open(path, OpenOptions::new().read(true)) {
             Ok(file) => file,
             Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(log),
             Err(e) => return Err(e).with_context(|| format!("open {}", path.display())),

@@ -15,11 +15,11 @@ use crate::events::record::{Header, is_boot_id};
 use crate::host::boot_file::{EXTENSION, HostEvent};
 use anyhow::{Context, Result, anyhow, bail, ensure};
 use nix::errno::Errno;
-use nix::fcntl::{Flock, FlockArg};
+use nix::fcntl::{Flock, FlockArg, OFlag};
 use std::collections::{HashMap, VecDeque};
-use std::fs::{DirBuilder, File};
+use std::fs::{DirBuilder, File, OpenOptions};
 use std::io;
-use std::os::unix::fs::DirBuilderExt;
+use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, mpsc};
@@ -183,6 +183,11 @@ impl Disk {
 
 fn thread(name: &str, run: impl FnOnce() + Send + 'static) -> Result<JoinHandle<()>> {
     std::thread::Builder::new().name(name.into()).spawn(run).with_context(|| format!("start thread {name}"))
+}
+
+/// Opens the file of a boot: no link is followed, and a pipe that somebody put there holds nobody up.
+pub(super) fn open(path: &Path, options: &mut OpenOptions) -> io::Result<File> {
+    options.custom_flags((OFlag::O_NOFOLLOW | OFlag::O_NONBLOCK).bits()).open(path)
 }
 
 /// While there is one the boot is in flight.
@@ -492,7 +497,7 @@ mod tests {
             }
             append(&attached, 1);
             tokio::time::timeout(Duration::from_secs(10), attached.again.changed()).await.expect("it is not asked again").unwrap();
-            // What it still says on this connection begins no file without a header.
+            // Records that still come on this connection begin no file without a header.
             append(&attached, 2);
             assert!(attach(&disk, BOOT, "cid 6").await.is_err(), "it still belongs to its guest");
             drop(std::mem::replace(&mut attached, attach(&disk, BOOT, "cid 5").await.unwrap()));

@@ -5,16 +5,14 @@
 //! collector was started again); the latter holds for peers within their share. Nothing but files named by a boot id is ever looked at. A host
 //! whose clock was set makes no boot old ([`Steady`]).
 
-use super::disk::{Store, Tell};
+use super::disk::{self, Store, Tell};
 use crate::events::record::{MAX_LINE, is_boot_id};
 use crate::host::boot_file::{EXTENSION, FileLine, HostEvent, for_each_line};
 use anyhow::{Context, Result, bail};
-use nix::fcntl::OFlag;
 use nix::time::{ClockId, clock_gettime};
 use std::collections::HashMap;
 use std::fs::OpenOptions;
 use std::io::Read;
-use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, SystemTime};
@@ -212,8 +210,7 @@ impl Retention {
 
 /// The peer that a boot's first connection was of; None for a file that no connection made.
 fn owner_of(path: &Path) -> Option<Arc<str>> {
-    let flags = (OFlag::O_NOFOLLOW | OFlag::O_NONBLOCK).bits();
-    let file = OpenOptions::new().read(true).custom_flags(flags).open(path).ok()?;
+    let file = disk::open(path, OpenOptions::new().read(true)).ok()?;
     let mut owner = None;
     let read = for_each_line(file.take(HEAD), |_, _, line| {
         if let (None, Ok(FileLine::Host(line))) = (&owner, line)

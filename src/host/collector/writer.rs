@@ -1,9 +1,8 @@
 //! The two threads behind a [`Store`]: one writes, one makes durable and removes old files. Only they touch files of boots.
 
-use super::disk::{DIR_MODE, Entry, Job, REMEMBERED, Store, Tell, lock};
+use super::disk::{self, DIR_MODE, Entry, Job, REMEMBERED, Store, Tell, lock};
 use super::retention::{Now, Retention};
 use super::stats::add;
-use nix::fcntl::OFlag;
 use std::fs::{DirBuilder, File, Metadata, OpenOptions};
 use std::io::{self, Write};
 use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt};
@@ -207,8 +206,7 @@ fn open(entry: &Entry, written: u64) -> io::Result<Option<(Arc<File>, Metadata)>
 }
 
 fn open_by_name(path: &Path, create: bool) -> io::Result<File> {
-    let flags = (OFlag::O_NOFOLLOW | OFlag::O_NONBLOCK).bits();
-    let open = || OpenOptions::new().create(create).append(true).mode(FILE_MODE).custom_flags(flags).open(path);
+    let open = || disk::open(path, OpenOptions::new().create(create).append(true).mode(FILE_MODE));
     match (open(), path.parent()) {
         // The whole directory was removed.
         (Err(e), Some(dir)) if create && e.kind() == io::ErrorKind::NotFound => {
