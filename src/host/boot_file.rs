@@ -186,7 +186,7 @@ pub struct BootFile {
     pub bytes: u64,
     /// Bytes behind the last newline.
     pub unfinished: usize,
-    /// What is over the limits of [`super::budget`].
+    /// Counts of records and lines over the limits of [`super::budget`], which were left out.
     pub too_large: TooLarge,
     kept: Kept,
 }

@@ -1,6 +1,6 @@
 //! How much of one boot a reader keeps: many times what the largest boots have, and a bound on what a hostile one costs.
 //!
-//! What is over is left out and counted in [`TooLarge`], the rest is shown as it is. Every limit is on what a reader holds, so that memory has
+//! Records and lines over a limit are left out and counted in [`TooLarge`], the rest is shown as it is. Every limit is on what a reader holds, so that memory has
 //! a bound that no file moves; tests/host reads the worst files with that much memory and no more.
 
 use serde::Serialize;
@@ -32,7 +32,7 @@ pub const MAX_AGENT_LINES: usize = 8192;
 /// Bytes of their texts.
 pub const MAX_AGENT_TEXT: usize = 2 << 20;
 
-/// What of a boot is over the limits, and left out.
+/// Counts of what was left out of a boot, over the limits.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct TooLarge {
     /// Records that are not looked at.

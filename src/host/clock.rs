@@ -105,7 +105,7 @@ pub struct Clock {
 }
 
 impl Clock {
-    /// Of all these, in whatever order; each is looked at once.
+    /// Takes all these samples, in whatever order; each is looked at once.
     pub fn of(samples: impl Iterator<Item = Sample>) -> Self {
         let mut clock = Self::default();
         samples.for_each(|sample| clock.insert(sample));

@@ -69,7 +69,7 @@ pub struct Boot {
     /// How much of the boot the steps explain; None when fewer than two milestones are known.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub coverage: Option<CoverageSummary>,
-    /// What is over the limits of [`super::budget`] and left out.
+    /// Counts of what was left out, over the limits of [`super::budget`].
     #[serde(skip_serializing_if = "Option::is_none")]
     pub too_large: Option<TooLarge>,
     /// What it was made of, if not of a guest's stream alone.

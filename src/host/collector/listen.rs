@@ -27,7 +27,7 @@ use tokio::io::unix::AsyncFd;
 /// vsock listener, and one that connects without end must not fill it.
 pub const BACKLOG: i32 = 4096;
 
-/// Who may connect to a socket of --uds, by its file's mode: the collector's user and group.
+/// Mode of a socket of --uds, which says who may connect: the collector's user and group.
 const UDS_MODE: Mode = Mode::from_bits_truncate(0o660);
 /// The same beside a VMM's socket: everybody, because a VMM may run as another user (Kata's rootless mode); who it is is seen at the connection.
 const VM_MODE: Mode = Mode::from_bits_truncate(0o666);
@@ -43,12 +43,12 @@ pub enum NoVsock {
     Other(anyhow::Error),
 }
 
-/// Who a connection is from. The kernel vouches for a CID and a user; a unix socket's path stands for the VM whose device uses it.
+/// The source of a connection. The kernel vouches for a CID and a user; a unix socket's path stands for the VM whose device uses it.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub enum Peer {
     Cid(u32),
     Socket(PathBuf),
-    /// Of this machine, and no VMM.
+    /// A user of this machine who is no VMM's.
     User(u32),
 }
 

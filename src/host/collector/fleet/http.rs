@@ -66,7 +66,7 @@ pub fn bind(address: SocketAddr) -> Result<(TcpListener, SocketAddr)> {
 
 /// Answers until it is dropped.
 pub async fn serve(listener: tokio::net::TcpListener, shared: Arc<Shared>) {
-    // They end with this.
+    // Dropping the set ends its tasks.
     let mut answering = JoinSet::new();
     let mut open: Vec<Open> = Vec::new();
     loop {

@@ -71,7 +71,7 @@ pub enum Outcome {
     PoweredOff,
     /// Its VM went without a word.
     Unfinished,
-    /// It says what no boot can be; nothing else of it is counted.
+    /// A number in its file is one that no boot has; nothing else of it is counted.
     Implausible,
     /// Its file could not be read.
     Unread,
