@@ -145,6 +145,24 @@ impl PciSysfs {
         write(self.driver("bind"), &gpu.to_string())
     }
 
+    /// Takes this GPU away from the driver; waits until nobody has it open.
+    pub fn unbind(&self, gpu: PciAddress) -> Result<(), SysfsError> {
+        write(self.driver("unbind"), &gpu.to_string())
+    }
+
+    /// Ways in which the kernel can reset this function, by their names; None: it does not say.
+    pub fn reset_methods(&self, gpu: PciAddress) -> Option<String> {
+        std::fs::read_to_string(self.function(gpu, "reset_method")).ok()
+    }
+
+    /// Resets this function in one of the ways that the kernel offers. Blocks until the function answers again, for up to a minute. The ways
+    /// are the kernel's own choice again afterwards.
+    pub fn reset(&self, gpu: PciAddress, method: &str) -> Result<(), SysfsError> {
+        write(self.function(gpu, "reset_method"), method)?;
+        let reset = write(self.function(gpu, "reset"), "1");
+        reset.and(write(self.function(gpu, "reset_method"), "default"))
+    }
+
     /// Probes this GPU with whichever loaded driver matches it, on this thread. Works while the driver's own load is still probing another GPU,
     /// when there is no `bind` to write to yet. Says nothing about the outcome: see [`PciSysfs::is_bound`].
     pub fn probe(&self, gpu: PciAddress) -> Result<(), SysfsError> {

@@ -5,6 +5,8 @@
 
 use crate::cdi::spec::{Hooks, Naming};
 use crate::events::record::{DEFAULT_PORT, Level};
+use crate::extensions::{Extension, Name, Verity};
+use crate::topology::{NvLink, Topology};
 use std::fmt::Write;
 
 /// How GPUs get bound to the driver.
@@ -49,13 +51,36 @@ impl std::fmt::Display for Init {
     }
 }
 
-/// When a GPU's CDI entry becomes resolvable.
+/// Reset of a GPU that was left half initialised.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Reset {
+    /// Once, except in a confidential guest.
+    Auto,
+    /// Once.
+    On,
+    Off,
+}
+
+/// Condition for a GPU's CDI entry to become resolvable.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Ready {
+    /// As soon as the driver has bound it; in a topology with a fabric, when the fabric is complete.
+    Auto,
     /// As soon as the driver has bound it.
     Bound,
     /// When its adapter is initialised as well.
     Usable,
+}
+
+/// Setter of the ready state of confidential GPUs. CUDA fails on them until it is on.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ReadyState {
+    /// Whoever attests them, maybe in the container that asks for the GPU.
+    Leave,
+    /// As with `Leave`, and no container gets a GPU before.
+    Wait,
+    /// The init, once all GPUs are settled; no container gets a GPU before.
+    Boot,
 }
 
 /// When the CDI spec is published.
@@ -83,6 +108,37 @@ pub enum ToHost {
     Auto,
     On,
     Off,
+}
+
+/// Whether something is on; `Auto` leaves the choice to what is found at boot.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Wish {
+    #[default]
+    Auto,
+    On,
+    Off,
+}
+
+/// Order in which fabric manager gives NVLink rails to partitions (`PARTITION_RAIL_POLICY`).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum RailPolicy {
+    Greedy,
+    Symmetric,
+}
+
+/// Choices about NVIDIA's services.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Services {
+    pub nvlsm: Wish,
+    pub fabric_manager: Wish,
+    pub persistenced: Wish,
+    /// Start of persistenced with `--uvm-persistence-mode`.
+    pub uvm_persistence: Wish,
+    pub host_engine: Wish,
+    pub dcgm_exporter: Wish,
+    pub imex_daemon: Wish,
+    /// None: as the package's configuration has it, `symmetric` where NVIDIA requires that.
+    pub rail_policy: Option<RailPolicy>,
 }
 
 /// Which records go to the console.
@@ -122,6 +178,9 @@ pub struct Config {
     /// The driver may release its global lock while a GPU's own processor boots.
     pub relaxed: bool,
     pub ready: Ready,
+    /// Whether a GPU without a good fabric is kept from containers.
+    pub fabric_required: Wish,
+    pub ready_state: ReadyState,
     pub cdi: Cdi,
     /// By what containers can ask for a GPU; never empty.
     pub cdi_names: Vec<Naming>,
@@ -130,10 +189,30 @@ pub struct Config {
     pub imex_channels: u32,
     /// GPUs that must be there; None: as many as there are.
     pub expected_gpus: Option<usize>,
+    /// None: decided from what is there.
+    pub topology: Option<Topology>,
+    pub nvlink: NvLink,
+    pub reset: Reset,
     pub lockdown: bool,
     pub events_to_host: ToHost,
     pub events_port: u32,
     pub console: ToConsole,
+    /// Extension disks; error: why the guest must not go on.
+    pub extensions: Result<Vec<Extension>, String>,
+    pub services: Services,
+    /// Range of all GPUs' graphics clocks, in MHz; None: the driver's.
+    pub graphics_mhz: Option<Range>,
+    /// Range of all GPUs' memory clocks, in MHz; None: the driver's.
+    pub memory_mhz: Option<Range>,
+    /// Power limit of each GPU, in W; None: the driver's.
+    pub power_w: Option<u32>,
+}
+
+/// A range of frequencies, both ends in it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Range {
+    pub min: u32,
+    pub max: u32,
 }
 
 impl Default for Config {
@@ -143,16 +222,26 @@ impl Default for Config {
             bind: Bind::Auto,
             init: Init::Parallel,
             relaxed: true,
-            ready: Ready::Bound,
+            ready: Ready::Auto,
+            fabric_required: Wish::Auto,
+            ready_state: ReadyState::Leave,
             cdi: Cdi::Live,
             cdi_names: vec![Naming::Index],
             cdi_hooks: Hooks::One,
             imex_channels: 0,
             expected_gpus: None,
+            topology: None,
+            nvlink: NvLink::Auto,
+            reset: Reset::Auto,
             lockdown: true,
             events_to_host: ToHost::Auto,
             events_port: DEFAULT_PORT,
             console: ToConsole::Auto,
+            extensions: Ok(Vec::new()),
+            services: Services::default(),
+            graphics_mhz: None,
+            memory_mhz: None,
+            power_w: None,
         }
     }
 }
@@ -176,6 +265,21 @@ fn switch(value: &str) -> Option<bool> {
     one_of(value, &[("on", true), ("off", false), ("true", true), ("false", false), ("1", true), ("0", false)])
 }
 
+const WISHES: &str = "auto, on, off";
+
+fn wish(value: &str) -> Option<Wish> {
+    one_of(value, &[("auto", Wish::Auto), ("on", Wish::On), ("off", Wish::Off)])
+}
+
+fn rail_policy(value: &str) -> Option<Option<RailPolicy>> {
+    one_of(value, &[("auto", None), ("greedy", Some(RailPolicy::Greedy)), ("symmetric", Some(RailPolicy::Symmetric))])
+}
+
+/// A switch of the incumbent's, as a wish.
+fn switched(value: &str) -> Option<Wish> {
+    switch(value).map(|on| if on { Wish::On } else { Wish::Off })
+}
+
 /// `index,uuid`: each once, at least one.
 pub fn namings(value: &str) -> Option<Vec<Naming>> {
     let words = [("index", Naming::Index), ("uuid", Naming::Uuid), ("type-index", Naming::TypeIndex)];
@@ -187,6 +291,18 @@ pub fn namings(value: &str) -> Option<Vec<Naming>> {
         }
     }
     Some(namings)
+}
+
+/// `auto`: none.
+fn topology(value: &str) -> Option<Option<Topology>> {
+    if value == "auto" { Some(None) } else { Topology::named(value).map(Some) }
+}
+
+/// `210,1980`, or one number for both ends.
+fn range(value: &str) -> Option<Range> {
+    let (min, max) = value.split_once(',').unwrap_or((value, value));
+    let range = Range { min: min.parse().ok()?, max: max.parse().ok()? };
+    (range.min <= range.max && range.max > 0).then_some(range)
 }
 
 /// How hooks are written.
@@ -239,10 +355,27 @@ pub const PARAMETERS: &[Parameter] = &[
     },
     Parameter {
         name: "gpuinit.ready",
-        values: "bound, usable",
-        default: "bound",
-        help: "when a GPU becomes resolvable in the CDI spec: bound to the driver, or initialised as well",
-        set: |c, v| one_of(v, &[("bound", Ready::Bound), ("usable", Ready::Usable)]).map(|s| c.ready = s),
+        values: "auto, bound, usable",
+        default: "auto",
+        help: "when a GPU becomes resolvable in the CDI spec: bound to the driver, or initialised as well; auto: bound, and where there is a fabric, when the fabric is complete",
+        set: |c, v| one_of(v, &[("auto", Ready::Auto), ("bound", Ready::Bound), ("usable", Ready::Usable)]).map(|s| c.ready = s),
+    },
+    Parameter {
+        name: "gpuinit.fabric.required",
+        values: WISHES,
+        default: "auto",
+        help: "whether containers are kept from a GPU whose fabric is not complete 60 s after all GPUs are settled; off: they get it then; on: also from one whose fabric is complete with an error; auto: see [NVLink fabrics](#nvlink-fabrics-and-confidential-gpus)",
+        set: |c, v| wish(v).map(|w| c.fabric_required = w),
+    },
+    Parameter {
+        name: "gpuinit.cc.ready",
+        values: "leave, wait, boot",
+        default: "leave",
+        help: "ready state of confidential GPUs, without which CUDA fails: leave it to whoever attests; wait: the same, and containers get no GPU before; boot: set it once all GPUs are settled, before containers get one",
+        set: |c, v| {
+            let words = [("leave", ReadyState::Leave), ("wait", ReadyState::Wait), ("boot", ReadyState::Boot)];
+            one_of(v, &words).map(|s| c.ready_state = s)
+        },
     },
     Parameter {
         name: "gpuinit.cdi",
@@ -255,7 +388,7 @@ pub const PARAMETERS: &[Parameter] = &[
         name: "gpuinit.cdi.names",
         values: "index, uuid, type-index, or several with commas",
         default: "index",
-        help: "by what containers ask for a GPU: Kata asks by index; a uuid is known when the GPU is initialised",
+        help: "by what containers ask for a GPU: Kata asks by index; a uuid is known when the GPU is initialised, an instance's when NVML was asked",
         set: |c, v| namings(v).map(|n| c.cdi_names = n),
     },
     Parameter {
@@ -278,6 +411,49 @@ pub const PARAMETERS: &[Parameter] = &[
         default: "any",
         help: "GPUs that must be there; fewer is an error event; 0: none will come, so the loading of modules is forbidden at once",
         set: |c, v| v.parse().ok().filter(|n| *n <= 1024).map(|n| c.expected_gpus = Some(n)),
+    },
+    Parameter {
+        name: "gpuinit.topology",
+        values: "auto, none, gpus, hopper-fabric, protected-pcie, blackwell-fabric, service-vm, shared-fabric",
+        default: "auto",
+        help: "kind of guest, which decides what is started; auto: by its GPUs, NVSwitches and the network functions that manage NVSwitches",
+        set: |c, v| topology(v).map(|t| c.topology = t),
+    },
+    Parameter {
+        name: "gpuinit.nvlink",
+        values: "auto, on, off",
+        default: "auto",
+        help: "off: the driver is loaded with NVreg_NvLinkDisable=1; auto: so for one GPU alone, unless the driver's options set it; on: never",
+        set: |c, v| one_of(v, &[("auto", NvLink::Auto), ("on", NvLink::On), ("off", NvLink::Off)]).map(|s| c.nvlink = s),
+    },
+    Parameter {
+        name: "gpuinit.reset",
+        values: "auto, on, off",
+        default: "auto",
+        help: "reset a GPU once whose initialisation fails because an earlier guest left it half initialised; auto: not in a confidential guest",
+        set: |c, v| one_of(v, &[("auto", Reset::Auto), ("on", Reset::On), ("off", Reset::Off)]).map(|s| c.reset = s),
+    },
+    Parameter {
+        name: "gpuinit.gpu.graphics-clock",
+        values: "MHz, or MIN,MAX",
+        default: "any",
+        help: "lock all GPUs' graphics clocks once all are settled, as nvidia-smi -lgc does",
+        set: |c, v| range(v).map(|r| c.graphics_mhz = Some(r)),
+    },
+    Parameter {
+        name: "gpuinit.gpu.memory-clock",
+        values: "MHz, or MIN,MAX",
+        default: "any",
+        help: "lock all GPUs' memory clocks once all are settled, as nvidia-smi -lmc does",
+        set: |c, v| range(v).map(|r| c.memory_mhz = Some(r)),
+    },
+    Parameter {
+        name: "gpuinit.gpu.power",
+        values: "1 to 4294967 W",
+        default: "any",
+        help: "each GPU's power limit, set once all are settled, as nvidia-smi -pl does",
+        // NVML takes milliwatts.
+        set: |c, v| v.parse().ok().filter(|w| (1..=u32::MAX / 1000).contains(w)).map(|w| c.power_w = Some(w)),
     },
     Parameter {
         name: "gpuinit.lockdown",
@@ -307,23 +483,113 @@ pub const PARAMETERS: &[Parameter] = &[
         help: "which events go to the console, in the agent's log format; auto: info, in a confidential guest error",
         set: |c, v| one_of(v, LEVELS).map(|s| c.console = s),
     },
+    Parameter {
+        name: "gpuinit.nvlsm",
+        values: WISHES,
+        default: "auto",
+        help: "start the subnet manager of the NVLink switches; auto: see [Services](#services)",
+        set: |c, v| wish(v).map(|w| c.services.nvlsm = w),
+    },
+    Parameter {
+        name: "gpuinit.fabricmanager",
+        values: WISHES,
+        default: "auto",
+        help: "start fabric manager; auto: see [Services](#services)",
+        set: |c, v| wish(v).map(|w| c.services.fabric_manager = w),
+    },
+    Parameter {
+        name: "gpuinit.fabricmanager.rail",
+        values: "auto, greedy, symmetric",
+        default: "auto",
+        help: "fabric manager's PARTITION_RAIL_POLICY; auto: as in the package's configuration, symmetric in a confidential guest with a Blackwell fabric",
+        set: |c, v| rail_policy(v).map(|p| c.services.rail_policy = p),
+    },
+    Parameter {
+        name: "gpuinit.persistenced",
+        values: WISHES,
+        default: "auto",
+        help: "start nvidia-persistenced; auto: see [Services](#services)",
+        set: |c, v| wish(v).map(|w| c.services.persistenced = w),
+    },
+    Parameter {
+        name: "gpuinit.persistenced.uvm",
+        values: WISHES,
+        default: "auto",
+        help: "persistenced's --uvm-persistence-mode; auto: without a fabric, and once the fabric is complete; on: the same, and persistenced starts; off: never",
+        set: |c, v| wish(v).map(|w| c.services.uvm_persistence = w),
+    },
+    Parameter {
+        name: "gpuinit.hostengine",
+        values: WISHES,
+        default: "auto",
+        help: "start DCGM's nv-hostengine; auto: see [Services](#services)",
+        set: |c, v| wish(v).map(|w| c.services.host_engine = w),
+    },
+    Parameter {
+        name: "gpuinit.dcgm-exporter",
+        values: WISHES,
+        default: "auto",
+        help: "start dcgm-exporter; auto: see [Services](#services)",
+        set: |c, v| wish(v).map(|w| c.services.dcgm_exporter = w),
+    },
+    Parameter {
+        name: "gpuinit.imex-daemon",
+        values: WISHES,
+        default: "auto",
+        help: "start nvidia-imex, which connects the IMEX channels of several machines; auto: see [Services](#services)",
+        set: |c, v| wish(v).map(|w| c.services.imex_daemon = w),
+    },
+];
+
+/// Parameters of the incumbent's that are more than another name of one of ours.
+const INCUMBENTS: &[Parameter] = &[
+    Parameter {
+        name: "nvrc.dcgm",
+        values: "on, off",
+        default: "off",
+        help: "gpuinit.hostengine and gpuinit.dcgm-exporter",
+        set: |c, v| switched(v).map(|w| (c.services.host_engine, c.services.dcgm_exporter) = (w, w)),
+    },
+    Parameter {
+        name: "nvrc.uvm.persistence.mode",
+        values: "on, off",
+        default: "on",
+        help: "gpuinit.persistenced.uvm",
+        set: |c, v| switched(v).map(|w| c.services.uvm_persistence = w),
+    },
+    Parameter {
+        name: "nvrc.smi.srs",
+        values: "0, 1",
+        default: "0",
+        help: "gpuinit.cc.ready=boot",
+        set: |c, v| switch(v).map(|on| c.ready_state = if on { ReadyState::Boot } else { ReadyState::Leave }),
+    },
+    Parameter {
+        name: "nvrc.fm.rail.policy",
+        values: "greedy, symmetric",
+        default: "greedy",
+        help: "gpuinit.fabricmanager.rail",
+        set: |c, v| rail_policy(v).filter(Option::is_some).map(|p| c.services.rail_policy = p),
+    },
 ];
 
 /// Names of the incumbent's that still mean something, and ours for them.
-const ALIASES: &[(&str, &str)] = &[("nvrc.log", "gpuinit.log")];
+const ALIASES: &[(&str, &str)] = &[
+    ("nvrc.log", "gpuinit.log"),
+    ("nvrc.smi.lgc", "gpuinit.gpu.graphics-clock"),
+    ("nvrc.smi.lmc", "gpuinit.gpu.memory-clock"),
+    ("nvrc.smi.pl", "gpuinit.gpu.power"),
+];
 
 /// Names of the incumbent's that need nothing here or are not built yet, with what to know.
 const FOREIGN: &[(&str, &str)] = &[
-    ("nvrc.uvm.persistence.mode", "not needed: this init holds every GPU open, which is what keeps adapters initialised"),
-    ("nvrc.mode", "not needed: what to start follows from the PCI scan"),
-    ("nvrc.fm.mode", "not supported yet: fabric manager is not started"),
-    ("nvrc.fm.rail.policy", "not supported yet: fabric manager is not started"),
-    ("nvrc.dcgm", "not supported yet: DCGM is not started"),
-    ("nvrc.smi.srs", "not supported yet: confidential-computing ready state is not set"),
-    ("nvrc.smi.lgc", "not supported yet: clocks are not set"),
-    ("nvrc.smi.lmc", "not supported yet: clocks are not set"),
-    ("nvrc.smi.pl", "not supported yet: power limits are not set"),
+    ("nvrc.mode", "ignored: what to start follows from the topology; gpuinit.topology= overrides it"),
+    ("nvrc.fm.mode", "ignored: fabric manager's mode follows from the topology; gpuinit.topology= overrides it"),
 ];
+
+/// Kata's parameter for an extension disk, around the extension's name.
+const EXTENSION: &str = "kata.extension.";
+const VERITY_PARAMS: &str = ".verity_params";
 
 /// Notes kept; a command line has at most 4 kB, so more are noise.
 const MAX_NOTES: usize = 32;
@@ -378,10 +644,12 @@ impl Config {
         let mut left_out = 0_usize;
         for word in words(command_line) {
             let (name, value) = word.split_once('=').unwrap_or((&word, ""));
-            if !name.starts_with("gpuinit.") && !name.starts_with("nvrc.") {
-                continue;
-            }
-            let problem = config.take(name, value);
+            let extension = name.strip_prefix(EXTENSION).and_then(|rest| rest.strip_suffix(VERITY_PARAMS));
+            let problem = match extension {
+                Some(extension) => config.declare(extension, value).err(),
+                None if name.starts_with("gpuinit.") || name.starts_with("nvrc.") => config.take(name, value),
+                None => continue,
+            };
             if notes.len() < MAX_NOTES {
                 notes.push(Note { parameter: printable(name), value: printable(value), problem });
             } else {
@@ -395,13 +663,37 @@ impl Config {
         (config, notes)
     }
 
+    /// Adds an extension. Unlike other parameters, a bad one counts: without its check the guest
+    /// would run what nobody vouches for.
+    fn declare(&mut self, name: &str, parameters: &str) -> Result<(), String> {
+        let declared = Name::parse(name).and_then(|name| match &self.extensions {
+            Ok(all) if all.iter().any(|known| known.name == name) => Err("declared twice: declare each extension once".into()),
+            _ if parameters.is_empty() => {
+                Err("no verity parameters: give those of the image's build; an extension without them is not mounted".into())
+            }
+            _ => Ok(Extension { name, verity: Verity::parse(parameters)? }),
+        });
+        match (declared, &mut self.extensions) {
+            (Ok(extension), Ok(all)) => all.push(extension),
+            (Err(problem), all) => {
+                // The first error stays.
+                if all.is_ok() {
+                    *all = Err(format!("{EXTENSION}{}{VERITY_PARAMS}: {problem}", printable(name)));
+                }
+                return Err(format!("{problem}; the guest powers off"));
+            }
+            (Ok(_), Err(_)) => {}
+        }
+        Ok(())
+    }
+
     /// Applies one parameter; gives what is wrong with it.
     fn take(&mut self, name: &str, value: &str) -> Option<String> {
         if let Some((_, hint)) = FOREIGN.iter().find(|(n, _)| *n == name) {
             return Some((*hint).to_string());
         }
         let own = ALIASES.iter().find(|(n, _)| *n == name).map_or(name, |(_, own)| own);
-        let Some(parameter) = PARAMETERS.iter().find(|p| p.name == own) else {
+        let Some(parameter) = PARAMETERS.iter().chain(INCUMBENTS).find(|p| p.name == own) else {
             return Some("unknown parameter, ignored: `kata-gpu-init parameters` lists them".into());
         };
         (parameter.set)(self, value).is_none().then(|| format!("takes {}; ignored, default: {}", parameter.values, parameter.default))
@@ -494,8 +786,19 @@ mod tests {
     }
 
     #[test]
+    fn every_topology_can_be_asked_for() {
+        let parameter = PARAMETERS.iter().find(|p| p.name == "gpuinit.topology").unwrap();
+        let words: Vec<&str> = parameter.values.split(", ").collect();
+        let all: Vec<String> = ["auto".to_string()].into_iter().chain(Topology::ALL.map(|t| t.to_string())).collect();
+        assert_eq!(words, all);
+        let (config, _) = Config::parse(b"gpuinit.topology=shared-fabric gpuinit.nvlink=off");
+        assert_eq!((config.topology, config.nvlink), (Some(Topology::SharedFabric), NvLink::Off));
+    }
+
+    #[test]
     fn bad_values_leave_the_default_and_say_what_to_write() {
-        let (config, notes) = Config::parse(b"gpuinit.bind=fast gpuinit.gpus=-1 gpuinit.nosuch=1 nvrc.dcgm=on gpuinit.log");
+        let (config, notes) =
+            Config::parse(b"gpuinit.bind=fast gpuinit.gpus=-1 gpuinit.nosuch=1 nvrc.fm.mode=1 nvrc.dcgm=maybe gpuinit.log");
         assert_eq!(config, Config::default());
         let problems: Vec<&str> = notes.iter().map(|n| n.problem.as_deref().unwrap_or("none")).collect();
         assert_eq!(
@@ -504,10 +807,58 @@ mod tests {
                 "takes auto, insmod, pipelined, concurrent; ignored, default: auto",
                 "takes 0 to 1024; ignored, default: any",
                 "unknown parameter, ignored: `kata-gpu-init parameters` lists them",
-                "not supported yet: DCGM is not started",
+                "ignored: fabric manager's mode follows from the topology; gpuinit.topology= overrides it",
+                "takes on, off; ignored, default: off",
                 "takes auto, off, error, warn, info, debug, trace; ignored, default: auto",
             ]
         );
+    }
+
+    #[test]
+    fn extensions_are_taken_in_their_order_and_one_bad_one_refuses_the_guest() {
+        let verity = |root: char| {
+            let root = root.to_string().repeat(64);
+            format!("root_hash={root},salt=-,data_blocks=8,data_block_size=4096,hash_block_size=4096")
+        };
+        let parse = |line: &str| Config::parse(line.as_bytes());
+        let (coco, gpu) = (verity('a'), verity('b'));
+        let both =
+            format!("quiet kata.extension.coco.verity_params={coco} kata.extension.gpu.verity_params={gpu} kata.extension.gpu.other=1");
+        let (config, notes) = parse(&both);
+        let declared: Vec<(String, String)> =
+            config.extensions.unwrap().into_iter().map(|e| (e.name.to_string(), e.verity.root_hash)).collect();
+        assert_eq!(declared, [("coco".into(), "a".repeat(64)), ("gpu".into(), "b".repeat(64))]);
+        assert!(notes.len() == 2 && notes.iter().all(|note| note.problem.is_none()), "{notes:?}");
+
+        for (line, wanted) in [
+            (format!("{both} kata.extension.gpu.verity_params={coco}"), "kata.extension.gpu.verity_params: declared twice"),
+            ("kata.extension.gpu.verity_params".into(), "kata.extension.gpu.verity_params: no verity parameters: give"),
+            ("kata.extension.gpu.verity_params=".into(), "kata.extension.gpu.verity_params: no verity parameters: give"),
+            (format!("kata.extension.../x.verity_params={gpu}"), "kata.extension.../x.verity_params: \"../x\" is no name"),
+            (format!("kata.extension..verity_params={gpu}"), "kata.extension..verity_params: \"\" is no name"),
+            (
+                "kata.extension.a.verity_params=x kata.extension.b.verity_params=y".into(),
+                "kata.extension.a.verity_params: root_hash is missing",
+            ),
+        ] {
+            let (config, notes) = parse(&line);
+            let error = config.extensions.unwrap_err();
+            assert!(error.starts_with(wanted), "{line}: {error}");
+            assert!(notes.last().unwrap().problem.as_ref().is_some_and(|problem| problem.ends_with("; the guest powers off")), "{notes:?}");
+        }
+        assert_eq!(parse("kata.extensionist.gpu.verity_params=x kata.extension.gpu=1").0.extensions, Ok(Vec::new()));
+    }
+
+    #[test]
+    fn the_incumbents_words_for_services_mean_what_they_mean_there() {
+        let services = |line: &[u8]| Config::parse(line).0.services;
+        let asked = services(b"nvrc.dcgm=true nvrc.uvm.persistence.mode=off nvrc.fm.rail.policy=symmetric");
+        assert_eq!((asked.host_engine, asked.dcgm_exporter), (Wish::On, Wish::On));
+        assert_eq!((asked.uvm_persistence, asked.rail_policy), (Wish::Off, Some(RailPolicy::Symmetric)));
+        assert_eq!(services(b"nvrc.mode=gpu nvrc.fm.mode=1 nvrc.fm.rail.policy=auto"), Services::default());
+        let last = services(b"nvrc.dcgm=on gpuinit.hostengine=off");
+        assert_eq!((last.host_engine, last.dcgm_exporter), (Wish::Off, Wish::On));
+        assert_eq!(Config::parse(b"gpuinit.topology=hopper-fabric").0.topology, Some(Topology::HopperFabric));
     }
 
     #[test]

@@ -1,7 +1,7 @@
 //! Device nodes: the driver's modules make none, so the init does, as the driver's parameters say, with the links in /dev/char.
 
-use crate::driver_caps::Access;
-use crate::driver_proc::NodeRules;
+use crate::driver_caps::{self, Access};
+use crate::driver_proc::{NodeRules, majors, node_rules};
 use nix::sys::stat::{Mode, SFlag, makedev, mknod};
 use nix::unistd::{Gid, Uid};
 use std::fmt;
@@ -84,6 +84,11 @@ impl DeviceNodes {
         [control].into_iter().chain((0..count).map(|n| self.make(&format!("nvidia-nvswitch{n}"), major, n))).collect()
     }
 
+    /// `/dev/nvidia-nvlink`.
+    pub fn nvlink(&self, major: u32) -> Result<Node, NodeError> {
+        self.make("nvidia-nvlink", major, 0)
+    }
+
     /// Makes one node and its link. A node of the right number is left as it is; a wrong one (a stale major) is replaced.
     fn make(&self, name: &str, major: u32, minor: u32) -> Result<Node, NodeError> {
         let path = self.dev.join(name);
@@ -124,6 +129,22 @@ impl DeviceNodes {
             result => result,
         }
     }
+}
+
+/// Makes the nodes that fabric manager opens besides those of GPUs, where the driver has switches:
+/// theirs, NVLink's and the control device's.
+pub fn make_for_switches(proc: &Path, dev: &Path) -> Result<(), String> {
+    let count = driver_caps::switches(proc)?;
+    if count == 0 {
+        return Ok(());
+    }
+    let at = |why: String| format!("make the nodes of {count} switches: {why}");
+    let majors = majors(proc).map_err(|e| at(e.to_string()))?;
+    let switch = majors.nvswitch.ok_or_else(|| at("/proc/devices has no \"nvidia-nvswitch\"".into()))?;
+    let nodes = DeviceNodes::at(dev, node_rules(proc));
+    let others = [majors.nvidia.map(|major| nodes.control(major)), majors.nvlink.map(|major| nodes.nvlink(major))];
+    let others: Result<Vec<Node>, NodeError> = others.into_iter().flatten().collect();
+    others.and_then(|_| nodes.switches(switch, count)).map(drop).map_err(|e| at(e.to_string()))
 }
 
 #[cfg(test)]

@@ -40,14 +40,14 @@ pub fn parse_information(text: &str) -> Option<Information> {
     let value = |key: &str| text.lines().filter_map(|l| l.split_once(':')).find(|(k, _)| k.trim() == key).map(|(_, v)| v.trim());
     Some(Information {
         minor: value("Device Minor")?.parse().ok()?,
-        uuid: value("GPU UUID").filter(|u| is_uuid(u)).map(str::to_string),
+        uuid: value("GPU UUID").filter(|u| is_uuid("GPU-", u)).map(str::to_string),
         model: value("Model").filter(|m| !m.is_empty()).map(str::to_string),
     })
 }
 
-/// A UUID that is known: the driver prints question marks before it is.
-fn is_uuid(text: &str) -> bool {
-    text.strip_prefix("GPU-").is_some_and(|hex| hex.len() == 36 && hex.bytes().all(|b| b.is_ascii_hexdigit() || b == b'-'))
+/// A UUID that is known, with this beginning: the driver prints question marks before it is. CDI takes it as a name.
+pub fn is_uuid(beginning: &str, text: &str) -> bool {
+    text.strip_prefix(beginning).is_some_and(|hex| hex.len() == 36 && hex.bytes().all(|b| b.is_ascii_hexdigit() || b == b'-'))
 }
 
 /// Majors of the driver's character devices.
@@ -61,6 +61,8 @@ pub struct Majors {
     pub imex_channels: Option<u32>,
     /// Of `/dev/nvidia-nvswitch<minor>` and `/dev/nvidia-nvswitchctl`.
     pub nvswitch: Option<u32>,
+    /// Of `/dev/nvidia-nvlink`.
+    pub nvlink: Option<u32>,
 }
 
 /// Reads the majors from `/proc/devices`.
@@ -82,6 +84,7 @@ pub fn parse_majors(text: &str) -> Majors {
             "nvidia-caps" => majors.caps = Some(major),
             "nvidia-caps-imex-channels" => majors.imex_channels = Some(major),
             "nvidia-nvswitch" => majors.nvswitch = Some(major),
+            "nvidia-nvlink" => majors.nvlink = Some(major),
             _ => {}
         }
     }
@@ -154,8 +157,9 @@ mod tests {
 
     #[test]
     fn majors_are_matched_by_whole_names_of_character_devices() {
-        let text = "Character devices:\n  1 mem\n195 nvidia\n233 nvidia-caps-imex-channels\n234 nvidia-caps\n235 nvidia-uvm\n236 nvidia-nvswitch\n\nBlock devices:\n  8 nvidia-uvm\n";
-        let all = Majors { nvidia: Some(195), uvm: Some(235), caps: Some(234), imex_channels: Some(233), nvswitch: Some(236) };
+        let text = "Character devices:\n  1 mem\n195 nvidia\n233 nvidia-caps-imex-channels\n234 nvidia-caps\n235 nvidia-uvm\n236 nvidia-nvswitch\n237 nvidia-nvlink\n\nBlock devices:\n  8 nvidia-uvm\n";
+        let all =
+            Majors { nvidia: Some(195), uvm: Some(235), caps: Some(234), imex_channels: Some(233), nvswitch: Some(236), nvlink: Some(237) };
         assert_eq!(parse_majors(text), all);
         assert_eq!(parse_majors("195 nvidia-frontend\n").nvidia, Some(195));
         assert_eq!(parse_majors("195 nvidia-cap\nx nvidia\n"), Majors::default());

@@ -18,9 +18,12 @@ pub mod ptp_kvm; // the host's clock, by way of the hypervisor
 pub mod confidential; // detection of confidential guests
 pub mod config; // kernel command line parameters
 pub mod mounts; // file systems, and /var/run
+pub mod extensions; // extension disks of Kata 4: dm-verity, EROFS
 pub mod failure; // messages without a stream, and power-off
 pub mod boot; // the sequence: PID 1, keeper, worker, and the bring-up of all GPUs
-pub mod pci; // scan for GPUs
+pub mod pci; // scan for GPUs, switches and network functions
+pub mod vpd; // which network functions manage switches
+pub mod topology; // kind of guest, by its GPUs, switches and management functions
 pub mod uevents; // GPUs that come and go
 pub mod kernel_modules; // loading the driver
 pub mod elf; // ELF parser
@@ -34,6 +37,8 @@ pub mod driver_files; // files of the driver for containers
 pub mod device_nodes; // /dev/nvidia*
 pub mod adapter; // open: adapter initialisation
 pub mod cdi; // the spec, and publishing it
+pub mod services; // NVIDIA's daemons: which, when, and what becomes of them
+pub mod nvml; // what only NVML knows, asked by a helper process
 pub mod interrupts; // interrupts kept off the vCPU that enables
 pub mod kernel_console; // console level of the kernel during an enabling
 pub mod agent_watch; // traces of the agent: looks for GPUs, containers, hooks

@@ -122,11 +122,60 @@ pub fn wait_open_complete(gpu: &OwnedFd) -> nix::Result<WaitOpenComplete> {
     Ok(answer)
 }
 
+/// Commands of the device mapper (DM_DEV_CREATE and so on in dm-ioctl.h).
+#[derive(Clone, Copy, Debug)]
+pub enum DeviceMapper {
+    Create = 3,
+    Remove = 4,
+    /// Without the suspend flag: resume, which puts the loaded table into use.
+    Suspend = 6,
+    LoadTable = 9,
+    Status = 12,
+}
+
+/// Asks the device mapper; `request` is a `struct dm_ioctl` with what follows it, and gets the reply.
+pub fn device_mapper(control: &OwnedFd, command: DeviceMapper, request: &mut [u8]) -> nix::Result<()> {
+    const MAGIC: u8 = 0xfd;
+    // Size of struct dm_ioctl, which is part of the number of each request.
+    const HEADER: usize = 312;
+    const DATA_SIZE: std::ops::Range<usize> = 12..16;
+    let size = u32::try_from(request.len()).ok().filter(|_| request.len() >= HEADER).ok_or(Errno::EINVAL)?;
+    request.get_mut(DATA_SIZE).ok_or(Errno::EINVAL)?.copy_from_slice(&size.to_ne_bytes());
+    // SAFETY: the kernel reads and writes at most `data_size` bytes, which was set to the length of
+    // this buffer; the buffer outlives the call and needs no alignment (copy_from_user).
+    let result = unsafe {
+        nix::libc::ioctl(control.as_raw_fd(), nix::request_code_readwrite!(MAGIC, command as u8, HEADER) as _, request.as_mut_ptr())
+    };
+    Errno::result(result).map(drop)
+}
+
 /// Returns when every CPU has been through the scheduler since the call (an RCU grace period): what the kernel put off until then is due.
 pub fn grace_period() -> nix::Result<()> {
     const MEMBARRIER_CMD_GLOBAL: nix::libc::c_int = 1;
     // SAFETY: this command takes no pointer, and changes nothing but time.
     Errno::result(unsafe { nix::libc::syscall(nix::libc::SYS_membarrier, MEMBARRIER_CMD_GLOBAL, 0, 0) }).map(drop)
+}
+
+/// A descriptor of a process that becomes readable when the process has ended; close-on-exec.
+pub fn pidfd_open(pid: Pid) -> nix::Result<OwnedFd> {
+    // SAFETY: takes two numbers.
+    let raw = Errno::result(unsafe { nix::libc::syscall(nix::libc::SYS_pidfd_open, pid.as_raw(), 0) })?;
+    let raw = std::os::fd::RawFd::try_from(raw).map_err(|_| Errno::EBADF)?;
+    // SAFETY: pidfd_open has just made this descriptor, and nobody else knows its number.
+    Ok(unsafe { OwnedFd::from_raw_fd(raw) })
+}
+
+/// Takes every capability but these out of the bounding set of the calling thread: a program that it becomes as root has no others.
+pub fn keep_capabilities(kept: &[u32]) -> nix::Result<()> {
+    for capability in (0..64).filter(|number| !kept.contains(number)) {
+        // SAFETY: takes two numbers, and changes this thread alone.
+        match Errno::result(unsafe { nix::libc::prctl(nix::libc::PR_CAPBSET_DROP, nix::libc::c_ulong::from(capability), 0, 0, 0) }) {
+            // Beyond the last capability of this kernel.
+            Err(Errno::EINVAL) => break,
+            other => other.map(drop)?,
+        }
+    }
+    Ok(())
 }
 
 /// Brings the loopback interface up (SIOCSIFFLAGS, IFF_UP).

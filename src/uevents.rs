@@ -5,9 +5,11 @@
 
 use crate::pci::PciAddress;
 use nix::errno::Errno;
+use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::socket::{AddressFamily, NetlinkAddr, SockFlag, SockProtocol, SockType, bind, recvfrom, setsockopt, socket, sockopt};
 use std::io;
-use std::os::fd::{AsRawFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
+use std::time::Duration;
 use tokio::io::unix::AsyncFd;
 
 /// Multicast group of the kernel's own uevents; group 2 is udev's.
@@ -114,12 +116,7 @@ pub enum Next {
 impl Uevents {
     /// Subscribes; must be called inside the runtime.
     pub fn subscribe() -> io::Result<Self> {
-        let flags = SockFlag::SOCK_CLOEXEC | SockFlag::SOCK_NONBLOCK;
-        let socket = socket(AddressFamily::Netlink, SockType::Datagram, flags, SockProtocol::NetlinkKObjectUEvent)?;
-        // FORCE needs CAP_NET_ADMIN, which PID 1's children have; without it the default size holds a few hundred uevents.
-        let _unused = setsockopt(&socket, sockopt::RcvBufForce, &RECEIVE_BUFFER);
-        bind(socket.as_raw_fd(), &NetlinkAddr::new(0, KERNEL_GROUP))?;
-        Ok(Self { socket: crate::sys::async_fd(socket)? })
+        Ok(Self { socket: crate::sys::async_fd(open()?)? })
     }
 
     /// Waits for the next uevent of a PCI function, or of a display.
@@ -156,9 +153,88 @@ impl Uevents {
     }
 }
 
+/// Opens a socket that gets the kernel's uevents.
+fn open() -> io::Result<OwnedFd> {
+    let flags = SockFlag::SOCK_CLOEXEC | SockFlag::SOCK_NONBLOCK;
+    let socket = socket(AddressFamily::Netlink, SockType::Datagram, flags, SockProtocol::NetlinkKObjectUEvent)?;
+    // FORCE needs CAP_NET_ADMIN, which PID 1's children have; without it the default size holds a few hundred uevents.
+    let _unused = setsockopt(&socket, sockopt::RcvBufForce, &RECEIVE_BUFFER);
+    bind(socket.as_raw_fd(), &NetlinkAddr::new(0, KERNEL_GROUP))?;
+    Ok(socket)
+}
+
+/// A subscription for readers that only need a reason to look again: uevents of any subsystem, and their loss.
+pub struct Any(OwnedFd);
+
+impl Any {
+    /// Subscribes.
+    pub fn subscribe() -> io::Result<Self> {
+        Ok(Self(open()?))
+    }
+
+    /// Blocks until a uevent has come, or the time is over. Reads all there are.
+    pub fn wait(&self, timeout: Duration) -> io::Result<()> {
+        // Rounded up: a timeout below a millisecond is no reason to look again at once.
+        let milliseconds = i32::try_from(timeout.as_nanos().div_ceil(1_000_000)).unwrap_or(i32::MAX);
+        let timeout = PollTimeout::try_from(milliseconds).unwrap_or(PollTimeout::MAX);
+        match poll(&mut [PollFd::new(self.0.as_fd(), PollFlags::POLLIN)], timeout) {
+            Ok(_) | Err(Errno::EINTR) => {}
+            Err(errno) => return Err(errno.into()),
+        }
+        let mut buffer = [0_u8; MAX_UEVENT];
+        // ENOBUFS is a reason to look as well.
+        while !matches!(recvfrom::<NetlinkAddr>(self.0.as_raw_fd(), &mut buffer), Err(Errno::EAGAIN)) {}
+        Ok(())
+    }
+
+    /// The same subscription for the runtime of the calling task.
+    pub fn into_async(self) -> io::Result<DeviceMapperUevents> {
+        Ok(DeviceMapperUevents(crate::sys::async_fd(self.0)?))
+    }
+}
+
+/// Uevents of the device mapper's block devices.
+pub struct DeviceMapperUevents(AsyncFd<OwnedFd>);
+
+impl DeviceMapperUevents {
+    /// Waits for the next one. Error: uevents are lost; subscribe again, then look.
+    pub async fn next(&self) -> io::Result<()> {
+        let mut buffer = [0_u8; MAX_UEVENT];
+        loop {
+            let mut guard = self.0.readable().await?;
+            for _ in 0..BURST {
+                match recvfrom::<NetlinkAddr>(self.0.as_raw_fd(), &mut buffer) {
+                    Ok((n, Some(from))) if from.pid() == 0 && is_of_device_mapper(buffer.get(..n).unwrap_or_default()) => return Ok(()),
+                    Ok(_) | Err(Errno::EINTR) => {}
+                    Err(Errno::EAGAIN) => {
+                        guard.clear_ready();
+                        break;
+                    }
+                    Err(errno) => return Err(errno.into()),
+                }
+            }
+            drop(guard);
+            tokio::task::yield_now().await;
+        }
+    }
+}
+
+/// `change@/devices/virtual/block/dm-0\0..`: what dm-verity sends for a block that fails its check.
+fn is_of_device_mapper(message: &[u8]) -> bool {
+    let head = message.split(|b| *b == 0).next().map(String::from_utf8_lossy).unwrap_or_default();
+    head.rsplit_once('/').is_some_and(|(path, name)| path.ends_with("/block") && name.starts_with("dm-"))
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn uevents_of_the_device_mapper_are_told_from_others() {
+        assert!(is_of_device_mapper(b"change@/devices/virtual/block/dm-0\0ACTION=change\0DM_VERITY_ERR_BLOCK_NR=0,5\0"));
+        assert!(!is_of_device_mapper(b"add@/devices/pci0000:00/0000:00:04.0/virtio1/block/vda\0ACTION=add\0"));
+        assert!(!is_of_device_mapper(BIND) && !is_of_device_mapper(b"") && !is_of_device_mapper(b"dm-0"));
+    }
 
     const BIND: &[u8] = b"bind@/devices/pci0001:00/0001:00:03.0\0ACTION=bind\0DEVPATH=/devices/pci0001:00/0001:00:03.0\0SUBSYSTEM=pci\0DRIVER=nvidia\0PCI_CLASS=30200\0PCI_ID=10DE:2330\0PCI_SUBSYS_ID=10DE:16C1\0PCI_SLOT_NAME=0001:00:03.0\0SEQNUM=1201\0";
 

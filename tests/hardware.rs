@@ -115,9 +115,9 @@ fn make_device(name: &str, directory: bool) -> Result<(), String> {
 fn override_driver(driver: &str) -> Result<(), String> {
     let _unused = std::fs::create_dir_all("/sys");
     mount(Some("sysfs"), "/sys", Some("sysfs"), MsFlags::empty(), None::<&str>).map_err(|e| e.to_string())?;
-    let overridden = kata_gpu_init::pci::scan(Path::new("/sys")).map_err(|e| e.to_string()).and_then(|(gpus, _)| {
+    let overridden = kata_gpu_init::pci::scan(Path::new("/sys")).map_err(|e| e.to_string()).and_then(|scan| {
         let file = |gpu: &kata_gpu_init::pci::Gpu| format!("/sys/bus/pci/devices/{}/driver_override", gpu.address);
-        gpus.iter().try_for_each(|gpu| std::fs::write(file(gpu), driver)).map_err(|e| e.to_string())
+        scan.gpus.iter().try_for_each(|gpu| std::fs::write(file(gpu), driver)).map_err(|e| e.to_string())
     });
     umount2("/sys", MntFlags::MNT_DETACH).map_err(|e| e.to_string())?;
     overridden
@@ -141,9 +141,9 @@ fn load(path: &str, command_line: &[u8]) -> Result<(), String> {
     finit_module(&file, &parameters, ModuleInitFlags::empty()).map_err(|errno| errno.to_string())
 }
 
-/// To the console the kernel gave PID 1, and to its log where there is one already.
+/// To the console the kernel gave PID 1, which may refuse it, and to its log where there is one already.
 fn say(text: &str) {
-    println!("{text}");
+    let _unused = writeln!(std::io::stdout(), "{text}");
     kmsg(text);
 }
 

@@ -7,6 +7,8 @@ pub mod hardware;
 pub mod minimal_init;
 pub mod protobuf;
 pub mod serial_init;
+pub mod serial_services;
+pub mod services;
 pub mod schedule;
 pub mod trap_init;
 pub mod ttrpc;

@@ -7,9 +7,11 @@
 //!
 //! Faster than NVRC v0.1.5 where they differ, so that a comparison flatters the incumbent: no
 //! modprobe and no nvidia-smi processes, no waits that are rounded up to 0.5 s, no lockdown, a
-//! generator of 10 ms instead of nvidia-ctk's 250 ms.
+//! generator of 10 ms instead of nvidia-ctk's 250 ms. An image with nvidia-persistenced has the waits:
+//! there the incumbent's services take the holder's place (serial_services.rs).
 
 use crate::minimal_init::{become_agent, reopen_console};
+use crate::serial_services::Services;
 use kata_gpu_init::config::module_parameters;
 use kata_gpu_init::device_nodes::DeviceNodes;
 use kata_gpu_init::driver_proc::{information, majors, node_rules};
@@ -51,17 +53,28 @@ fn bring_up() -> Result<()> {
     for module in ["nvidia", "nvidia-uvm"] {
         load(module, release.trim(), &command_line)?;
     }
-    let nodes = make_nodes()?;
-    let mut holder = Command::new("/proc/self/exe").arg0(HOLDER).args(&nodes).stdout(Stdio::piped()).spawn()?;
+    let scan = pci::scan(Path::new("/sys"))?;
+    let nodes = make_nodes(&scan)?;
+    let services = Services::find(&command_line)?;
+    match &services {
+        Some(services) => services.start(&scan)?,
+        None => hold_all(&nodes)?,
+    }
+    fs::create_dir_all("/run/cdi")?;
+    let status = Command::new("/init").args(["cdi", "generate", "--output", SPEC]).status()?;
+    println!("serial-init: published {} {status}", clock::boottime_ns());
+    services.map_or(Ok(()), |services| services.set_ready())
+}
+
+/// Starts the process that opens the GPUs, and waits until it has.
+fn hold_all(nodes: &[PathBuf]) -> Result<()> {
+    let mut holder = Command::new("/proc/self/exe").arg0(HOLDER).args(nodes).stdout(Stdio::piped()).spawn()?;
     // The holder closes its standard output once everything is open. The process stays.
     let mut failures = String::new();
     holder.stdout.take().ok_or("no pipe")?.read_to_string(&mut failures)?;
     if !failures.is_empty() {
         println!("serial-init: {}", failures.trim());
     }
-    fs::create_dir_all("/run/cdi")?;
-    let status = Command::new("/init").args(["cdi", "generate", "--output", SPEC]).status()?;
-    println!("serial-init: published {} {status}", clock::boottime_ns());
     Ok(())
 }
 
@@ -73,15 +86,14 @@ fn load(module: &str, release: &str, command_line: &[u8]) -> Result<()> {
 }
 
 /// All nodes; gives the GPUs', in PCI order.
-fn make_nodes() -> Result<Vec<PathBuf>> {
+fn make_nodes(scan: &pci::Scan) -> Result<Vec<PathBuf>> {
     let proc = Path::new(PROC);
     let majors = majors(proc)?;
     let nodes = DeviceNodes::at(Path::new("/dev"), node_rules(proc));
     let major = majors.nvidia.ok_or("no major of nvidia")?;
     nodes.control(major)?;
     nodes.uvm(majors.uvm.ok_or("no major of nvidia-uvm")?)?;
-    let (gpus, _) = pci::scan(Path::new("/sys"))?;
-    gpus.iter().map(|gpu| Ok(nodes.gpu(major, information(proc, gpu.address)?.minor)?.path)).collect()
+    scan.gpus.iter().map(|gpu| Ok(nodes.gpu(major, information(proc, gpu.address)?.minor)?.path)).collect()
 }
 
 /// The process that opens the GPUs whose nodes are its words, in their order, and holds them for

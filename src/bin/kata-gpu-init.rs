@@ -1,6 +1,7 @@
 //! `/init` of a GPU guest. As PID 1 it boots the guest; started by a person it explains itself.
 
 use kata_gpu_init::cdi::{self, hooks};
+use kata_gpu_init::services::{launch, table};
 use kata_gpu_init::{boot, clock, config, tsc};
 use std::process::ExitCode;
 
@@ -14,6 +15,7 @@ usage:
   /init                       as PID 1: boot (put this file into an initrd as /init)
   kata-gpu-init cdi generate  a CDI spec of this machine or of a directory tree (`kata-gpu-init cdi --help`)
   kata-gpu-init parameters    the kernel parameters it takes, as a Markdown table
+  kata-gpu-init services      the services it starts, as a Markdown table
   kata-gpu-init hook ..       a container hook, as nvidia-cdi-hook: `kata-gpu-init hook --help` lists them
   kata-gpu-init --version
   kata-gpu-init --help
@@ -33,10 +35,14 @@ fn main() -> ExitCode {
     if is_init {
         boot::processes::pid1::run(started_ns, tsc::read())
     }
+    if std::env::args_os().nth(1).is_some_and(|word| word == launch::WORD) {
+        return ExitCode::from(launch::main(std::env::args_os().skip(2)));
+    }
     let words: Vec<String> = std::env::args_os().skip(1).map(|word| word.to_string_lossy().into_owned()).collect();
     match words.first().map(String::as_str) {
         Some("cdi") => return cdi::command::main(words.get(1..).unwrap_or_default()),
         Some("parameters") => print!("{}", config::parameters_markdown()),
+        Some("services") => print!("{}", table::services_markdown()),
         Some("--version" | "-V") => println!("kata-gpu-init {}", env!("CARGO_PKG_VERSION")),
         Some("--help" | "-h") => print!("{HELP}"),
         None => {

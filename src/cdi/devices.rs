@@ -130,7 +130,7 @@ impl Places {
             .node(&name)?
             .ok_or_else(|| format!("{}/{name} is missing: make it (nvidia-modprobe -c {})", self.dev().display(), information.minor))?;
         let extras = self.read_extras(address, information.minor, caps, problems)?;
-        Ok(Ready { nodes: vec![own], uuid: information.uuid, extras })
+        Ok(Ready { nodes: vec![own], uuid: information.uuid, extras, ..Ready::default() })
     }
 
     /// What a GPU has besides its own node, and what is missing of that. The GPU is not asked.
@@ -178,7 +178,7 @@ impl Places {
                 self.node(&name)?
                     .ok_or_else(|| format!("{}/{name} is missing: make it (nvidia-modprobe -f {capability})", self.dev().display()))
             });
-            all.push(Instance { nodes: nodes.into_iter().collect::<Result<_, _>>()? });
+            all.push(Instance { id: instance, nodes: nodes.into_iter().collect::<Result<_, _>>()? });
         }
         Ok(all)
     }

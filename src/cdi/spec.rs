@@ -2,8 +2,10 @@
 
 use super::schema::{Device as SpecDevice, DeviceNode, Edits, Hook, Mount, Spec};
 use crate::device_nodes::Node;
+use crate::driver_caps::MigInstance;
 use crate::driver_files::{DriverFiles, Kind, Link};
 use crate::pci::PciAddress;
+use std::collections::BTreeMap;
 
 /// The kind under which the agent looks for GPUs.
 pub const KIND: &str = "nvidia.com/gpu";
@@ -30,6 +32,8 @@ pub struct Ready {
     pub uuid: Option<String>,
     /// What is known of it as soon as it has been looked for.
     pub extras: Extras,
+    /// `MIG-..` of its instances, once NVML was asked.
+    pub instance_uuids: BTreeMap<MigInstance, String>,
 }
 
 /// What a GPU has besides its own node.
@@ -53,6 +57,7 @@ pub struct DisplayLink {
 /// A MIG instance.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Instance {
+    pub id: MigInstance,
     /// Its capabilities' nodes; the GPU's own are the GPU's.
     pub nodes: Vec<Node>,
 }
@@ -70,7 +75,7 @@ pub struct Device {
 pub enum Naming {
     /// `0`, `0:1`: what Kata asks for.
     Index,
-    /// `GPU-..`.
+    /// `GPU-..`, `MIG-..`.
     Uuid,
     /// `gpu0`, `mig0:1`.
     TypeIndex,
@@ -170,8 +175,7 @@ fn named(gpu: &Device, naming: Naming, options: &Options) -> Vec<SpecDevice> {
         let name = match naming {
             Naming::Index => format!("{index}:{i}"),
             Naming::TypeIndex => format!("mig{index}:{i}"),
-            // Only the resource manager knows it, and it is not asked.
-            Naming::Uuid => return None,
+            Naming::Uuid => ready.instance_uuids.get(&instance.id)?.clone(),
         };
         // An instance computes: no display.
         Some(device(name, ready.nodes.iter().chain(&instance.nodes).map(node).collect(), vec![]))
@@ -320,9 +324,9 @@ mod tests {
     #[test]
     fn a_gpu_in_mig_mode_is_listed_whole_and_by_its_instances() {
         let cap = |minor| Node { path: format!("/dev/nvidia-caps/nvidia-cap{minor}").into(), major: 235, minor, mode: 0o444, gid: 0 };
-        let instance = |gi, ci| Instance { nodes: vec![cap(gi), cap(ci)] };
+        let instance = |gi, ci| Instance { id: MigInstance { gpu: 0, gi, ci }, nodes: vec![cap(gi), cap(ci)] };
         let extras = Extras { instances: vec![instance(66, 67), instance(66, 68), instance(75, 76)], ..Extras::default() };
-        let entry = Entry::Ready(Ready { nodes: vec![gpu_node(0)], uuid: None, extras });
+        let entry = Entry::Ready(Ready { nodes: vec![gpu_node(0)], extras, ..Ready::default() });
         let options = Options { namings: vec![Naming::Index, Naming::TypeIndex], ..Options::default() };
         let spec = generate(&[device(0, entry)], &[], None, &options);
         let (caps, all) = (["/dev/nvidia-caps/nvidia-cap66", "/dev/nvidia-caps/nvidia-cap67"], nodes(&spec));
@@ -336,13 +340,33 @@ mod tests {
     }
 
     #[test]
+    fn an_instances_uuid_is_a_name_of_the_same_nodes_once_it_is_known() {
+        let cap = |minor| Node { path: format!("/dev/nvidia-caps/nvidia-cap{minor}").into(), major: 235, minor, mode: 0o444, gid: 0 };
+        let id = |gi| MigInstance { gpu: 0, gi, ci: 0 };
+        let extras = Extras { instances: [7, 9].map(|gi| Instance { id: id(gi), nodes: vec![cap(gi)] }).to_vec(), ..Extras::default() };
+        let options = Options { namings: vec![Naming::Index, Naming::Uuid], ..Options::default() };
+        let spec = |uuids: &[(u32, &str)]| {
+            let instance_uuids = uuids.iter().map(|(gi, uuid)| (id(*gi), uuid.to_string())).collect();
+            let ready = Ready { nodes: vec![gpu_node(0)], extras: extras.clone(), instance_uuids, ..Ready::default() };
+            generate(&[device(0, Entry::Ready(ready))], &[], None, &options)
+        };
+        // One that the driver's files do not list has no nodes.
+        let spec_of_two = spec(&[(9, "MIG-9"), (3, "MIG-3")]);
+        let all = nodes(&spec_of_two);
+        assert_eq!(all.iter().map(|(name, _)| *name).collect::<Vec<_>>(), ["0", "0:0", "0:1", "MIG-9", "all"]);
+        assert_eq!(all[3].1, all[2].1);
+        assert_eq!(all[3].1, ["/dev/nvidia0", "/dev/nvidia-caps/nvidia-cap9"]);
+        assert_eq!(nodes(&spec(&[])).len(), 4);
+    }
+
+    #[test]
     fn displays_come_with_the_links_that_udev_would_make_and_a_hook_for_them() {
         let display = |index: usize| {
             let at = |name: String, minor| Node { path: format!("/dev/dri/{name}").into(), major: 226, minor, mode: 0o660, gid: 44 };
             let link = DisplayLink { link: format!("/dev/dri/by-path/pci-0001:00:{index:02x}.0-card"), target: format!("../card{index}") };
             let (displays, links) = (vec![at(format!("card{index}"), index as u32)], vec![link]);
             let extras = Extras { displays, links, ..Extras::default() };
-            device(index, Entry::Ready(Ready { nodes: vec![gpu_node(index as u32)], uuid: None, extras }))
+            device(index, Entry::Ready(Ready { nodes: vec![gpu_node(index as u32)], extras, ..Ready::default() }))
         };
         for (hooks, count) in [(Hooks::One, 1), (Hooks::Compat, 1), (Hooks::None, 0)] {
             let spec = generate(&[display(0), display(1)], &[], None, &Options { hooks, ..Options::default() });

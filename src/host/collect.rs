@@ -8,7 +8,7 @@ use super::collector::privileges::RunAs;
 use super::collector::retention::{Keep, parse_size};
 use super::collector::sandbox::BUNDLES;
 use super::collector::vm_dirs::Pattern;
-use super::collector::{Collector, Config, NEWS_QUEUE, SANDBOXES, VM_SOCKETS, service};
+use super::collector::{Collector, Config, NEWS_QUEUE, SANDBOXES, VM_SOCKETS, check, service};
 use super::export::of_this_machine;
 use super::live::Live;
 use super::push::Target;
@@ -135,6 +135,9 @@ pub struct Args {
     /// With --live: details too.
     #[arg(short, long, requires = "live")]
     verbose: bool,
+    /// Ask the collector of this --dir whether it receives, and leave (exit status 0: it does).
+    #[arg(long, requires = "dir")]
+    check: bool,
     /// Print a systemd unit that runs this program, and leave.
     #[arg(long, conflicts_with = "print_daemonset")]
     print_systemd_unit: bool,
@@ -156,6 +159,9 @@ pub fn run(args: &Args) -> Result<()> {
     }
     if args.print_daemonset {
         return print(&service::daemonset());
+    }
+    if let (true, Some(dir)) = (args.check, &args.dir) {
+        return check::ask(dir);
     }
     // Files and directories are made with their mode; sockets have to be open to VMMs of other users.
     umask(Mode::empty());

@@ -121,6 +121,7 @@ async fn demo(args: &Args) -> Result<()> {
         kernel: args.kernel.clone(),
         initrd: args.initrd.clone(),
         disk: None,
+        serial_disks: vec![],
         append: command_line(args),
         memory_mib: MEMORY_MIB,
         cpus: CPUS,

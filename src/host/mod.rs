@@ -15,6 +15,7 @@ pub mod export; // the subcommand export: traces, tables, a page, a picture
 pub mod follow; // the subcommand follow: a boot while it happens
 pub mod framing; // bytes into lines
 pub mod guest_clocks; // what a guest measured of its own clocks
+pub mod health; // what NVML says of the GPUs: model and columns
 pub mod import; // the subcommand import: boots from other programs' logs
 pub mod initrd; // the subcommand initrd: guest images
 pub mod install; // the subcommands install and uninstall

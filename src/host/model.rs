@@ -11,8 +11,10 @@ use super::boot_file::{BootFile, Damage, HostEvent, Imported, Sandbox};
 use super::budget::{MAX_CONTAINERS, MAX_GPUS, MAX_SPANS, TooLarge};
 use super::clock::{Clock, Drift, Sample, Wall};
 use super::guest_clocks::{BeforeKernel, GuestClocks, Printk};
+use super::health::{GuestHealth, Health};
 use super::import::agent as imported_agent;
 use super::record::{Field, Record, SpanFields, Text};
+use super::text::start;
 use crate::events::record::{Kind, names};
 use crate::pci::PciAddress;
 use serde::Serialize;
@@ -53,6 +55,9 @@ pub struct Boot {
     pub milestones: Vec<Milestone>,
     /// In PCI order.
     pub gpus: Vec<Gpu>,
+    /// NVML's own state, and that of the confidential guest.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub health: Option<Box<GuestHealth>>,
     /// In the order in which the agent was done with them.
     pub containers: Vec<Container>,
     /// Guest clock beside host clock.
@@ -151,6 +156,9 @@ pub struct Gpu {
     /// What it is still in, if nothing else is known about its end.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub still: Option<OpenStep>,
+    /// What NVML says of it.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub health: Option<Box<Health>>,
 }
 
 /// A container that the agent was asked for.
@@ -261,6 +269,7 @@ impl Boot {
             kernel: file.header.as_ref().map(|h| h.kernel.clone()),
             sandbox: file.sandbox().cloned(),
             gpus: gpus(&records, &spans, &mut too_large),
+            health: GuestHealth::of(records.iter().copied()),
             clock: clock_summary(file, &clock),
             lost: Lost { records: file.seqs.missing(), gaps: file.seqs.gaps().take(MAX_NAMED_GAPS).collect(), reported_by_guest: 0 },
             damaged_lines: file.damaged,
@@ -424,13 +433,9 @@ fn spans(records: &[&Record], too_large: &mut TooLarge) -> Vec<Span> {
     spans
 }
 
-/// The start of a text, at most [`MAX_REASON`] bytes.
-fn start(text: &str) -> String {
-    let mut end = text.len().min(MAX_REASON);
-    while !text.is_char_boundary(end) {
-        end -= 1;
-    }
-    text.get(..end).unwrap_or_default().to_string()
+/// A reason as it is kept.
+fn reason_text(text: &str) -> String {
+    start(text, MAX_REASON).to_string()
 }
 
 /// When the steps of GPUs began, by step and GPU.
@@ -484,10 +489,12 @@ fn gpus(records: &[&Record], spans: &[Span], too_large: &mut TooLarge) -> Vec<Gp
             usable: None,
             failed: None,
             still: None,
+            health: None,
         });
         if record.kind != Kind::Event {
             continue;
         }
+        Health::take(&mut gpu.health, record);
         let at_ns = record.boottime_ns;
         let number = |key: &str| record.fields.get(key).and_then(Field::as_u64);
         let took = |name| beginnings.took_ns(name, address, at_ns);
@@ -507,8 +514,8 @@ fn gpus(records: &[&Record], spans: &[Span], too_large: &mut TooLarge) -> Vec<Gp
             names::GPU_USABLE => gpu.usable = Some(Step { at_ns, took_ns: took(names::GPU_INIT) }),
             names::GPU_FAILED => {
                 let field = |key: &str| record.fields.get(key).and_then(Field::as_str).unwrap_or("?");
-                let reason = start(record.error.as_deref().unwrap_or_else(|| field("reason")));
-                gpu.failed = Some(Failure { at_ns, step: start(field("step")), reason });
+                let reason = reason_text(record.error.as_deref().unwrap_or_else(|| field("reason")));
+                gpu.failed = Some(Failure { at_ns, step: reason_text(field("step")), reason });
             }
             _ => {}
         }

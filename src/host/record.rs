@@ -194,7 +194,7 @@ impl<'a> Field<'a> {
 ///
 /// One block: for each field the length of the key and of the value, two bytes each, the key, and the value, whose first byte is its kind. A line
 /// has at most [`record::MAX_LINE`] bytes, so that two bytes hold every length.
-#[derive(Clone, Default, PartialEq)]
+#[derive(Clone, Default, PartialEq, Eq)]
 pub struct Fields(Option<Arc<[u8]>>);
 
 const TEXT: u8 = b't';

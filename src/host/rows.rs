@@ -257,12 +257,19 @@ fn is_detail(record: &Record, took_ns: Option<u64>) -> bool {
             // The events gpu.bound and gpu.usable say it.
             names::GPU_BIND | names::GPU_INIT => true,
             names::STAGE0_MOUNTS | names::STAGE0_CONSOLE | names::STAGE0_CONFIG | names::GPU_NODES | names::CDI_PUBLISH => !slow,
+            names::EXTENSION_DISKS
+            | names::EXTENSION_VERITY
+            | names::EXTENSION_MOUNT
+            | names::EXTENSION_FIRMWARE
+            | names::EXTENSION_LIBRARIES => !slow,
             names::WORKER_START | names::DRIVER_LOOK | names::LANE_WAIT | names::DRIVER_NODES | names::GPU_INFORMATION => !slow,
             _ => false,
         },
         Kind::Event => matches!(
             record.name.as_str(),
+            // The summary's table has all GPUs beside each other.
             names::GPU_FOUND
+                | names::GPU_HEALTH
                 | names::CLOCK
                 | names::CLOCK_TSC
                 | names::CLOCK_PRINTK
@@ -286,6 +293,9 @@ fn what(record: &Record, begun: &str) -> String {
     if record.kind == Kind::Kmsg {
         return text::printable(kmsg_text(record));
     }
+    if record.name == names::GPU_HEALTH && record.error.is_none() {
+        return format!("{}{}", names::GPU_HEALTH, health_text(record));
+    }
     let begin = if record.kind == Kind::Begin { "begin " } else { "" };
     let mut what = format!("{begin}{}{begun}{}", text::printable(&record.name), fields_text(record));
     if let Some(error) = &record.error {
@@ -295,14 +305,47 @@ fn what(record: &Record, begun: &str) -> String {
     what
 }
 
+/// The state of a GPU in few words, the same ones in the same order for each GPU; exports have every field.
+fn health_text(record: &Record) -> String {
+    let number = |name: &str| record.fields.get(name).and_then(Field::as_u64);
+    let shown = |name: &str| record.fields.get(name).map(|value| text::printable_start(value.shown().as_bytes(), MAX_VALUE));
+    let is = |name: &str| shown(name).is_some_and(|value| value == "true");
+    let watts = |milliwatts: u64| milliwatts / 1000;
+    let mut parts = Vec::new();
+    parts.extend(number("graphics_mhz").map(|mhz| format!("{mhz} MHz")));
+    parts.extend(number("memory_mhz").map(|mhz| format!("memory {mhz} MHz")));
+    parts.extend(number("power_mw").map(|power| match number("power_limit_mw") {
+        Some(limit) => format!("{} of {} W", watts(power), watts(limit)),
+        None => format!("{} W", watts(power)),
+    }));
+    parts.extend(shown("ecc").map(|ecc| format!("ECC {}", if ecc == "true" { "on" } else { "off" })));
+    parts.extend(number("ecc_uncorrected").filter(|errors| *errors > 0).map(|errors| format!("{errors} uncorrected errors")));
+    parts.extend(number("rows_remapped").filter(|rows| *rows > 0).map(|rows| format!("{rows} rows remapped")));
+    parts.extend(is("remap_pending").then(|| "a remap waits for a reset".to_string()));
+    parts.extend(number("nvlinks").map(|links| format!("NVLinks {} of {links}", number("nvlinks_active").unwrap_or(0))));
+    parts.extend(shown("fabric").filter(|state| state != "not supported").map(|state| format!("fabric {state}")));
+    parts.extend(shown("throttle").filter(|reasons| reasons != "gpu_idle").map(|reasons| format!("clocks held by {reasons}")));
+    parts.extend(shown("mig").map(|instances| format!("MIG {instances}")));
+    if parts.is_empty() { String::new() } else { format!(" {}", parts.join(", ")) }
+}
+
 /// Fields of a GPU's records that its columns show, or that mean something only to the init.
 const OF_GPUS: [&str; 3] = ["index", "inode", "bind_inode"];
 
-/// ` key=value key="two words"`, as far as the columns and the error do not say it.
+/// ` key=value key="two words"`, as far as the columns and the error do not say it. A field that has the record's name comes first, as
+/// ` value`.
 fn fields_text(record: &Record) -> String {
     let mut out = String::new();
+    if let Some(value) = record.fields.get(&record.name) {
+        out.push(' ');
+        out.push_str(&text::printable_start(value.shown().as_bytes(), MAX_VALUE));
+    }
     for (key, value) in &record.fields {
-        if key == agent::MARK || (OF_GPUS.contains(&key) && record.gpu.is_some()) || (key == "reason" && record.error.is_some()) {
+        if record.name == *key
+            || key == agent::MARK
+            || (OF_GPUS.contains(&key) && record.gpu.is_some())
+            || (key == "reason" && record.error.is_some())
+        {
             continue;
         }
         let key = text::printable_start(key.as_bytes(), MAX_VALUE);
@@ -338,6 +381,30 @@ mod tests {
         assert!(rows[0].detail && !rows[1].detail);
         assert_eq!((rows[1].what.as_str(), rows[1].took_ns, rows[1].side), ("module.load module=nvidia x=1", Some(4000), Side::Driver));
         assert_eq!(rows[2].took_ns, None, "its beginning was lost");
+    }
+
+    #[test]
+    fn a_topology_comes_before_what_it_was_decided_from() {
+        let fields = r#"{"decided_by":"scan","gpus":8,"reason":"8 GPUs found","topology":"gpus"}"#;
+        let rows = rows(&[&format!(r#""boottime_ns":1000,"kind":"event","name":"topology","fields":{fields}"#)]);
+        assert_eq!(rows[0].what, "topology gpus decided_by=scan gpus=8 reason=\"8 GPUs found\"");
+        assert!(!rows[0].detail);
+    }
+
+    #[test]
+    fn the_health_of_a_gpu_is_one_short_row_and_what_is_wrong_another() {
+        let gpu = r#""gpu":"0000:01:00.0""#;
+        let fields = r#"{"graphics_mhz":1200,"power_mw":71000,"power_limit_mw":500000,"ecc":true,"ecc_uncorrected":0,"rows_remapped":2,"remap_pending":false,
+            "nvlinks":18,"nvlinks_active":17,"fabric":"completed","throttle":"gpu_idle","uuid":"GPU-x","cluster":"0"}"#
+            .replace('\n', "");
+        let rows = rows(&[
+            &format!(r#""boottime_ns":10,"kind":"event","name":"gpu.health",{gpu},"fields":{fields}"#),
+            &format!(r#""boottime_ns":11,"kind":"event","name":"gpu.health","level":"error",{gpu},"error":"GPU 0000:01:00.0 is gone""#),
+            &format!(r#""boottime_ns":12,"kind":"event","name":"gpu.health",{gpu},"fields":{{"ecc":"\u001b[31m","mig":7}}"#),
+        ]);
+        assert_eq!(rows[0].what, "gpu.health 1200 MHz, 71 of 500 W, ECC on, 2 rows remapped, NVLinks 17 of 18, fabric completed");
+        assert_eq!((rows[1].what.as_str(), rows[1].tone), ("gpu.health: GPU 0000:01:00.0 is gone", Tone::Error));
+        assert_eq!(rows[2].what, "gpu.health ECC off, MIG 7", "a guest's values drive no terminal");
     }
 
     #[test]

@@ -1,6 +1,7 @@
 //! What a boot came to: one line per GPU, the containers, the milestones, and everything that is wrong with the record of it.
 
 use super::clock::RATE_ERROR_PPM;
+use super::health::HealthTable;
 use super::model::{Boot, ClockSummary, Failure, Gpu, OpenStep, Step};
 use super::text::{Ink, Screen, error_bound, printable, seconds, wall_clock};
 
@@ -13,6 +14,10 @@ pub fn summary(boot: &Boot, screen: &Screen) -> Vec<String> {
     } else {
         out.extend(gpu_table(&boot.gpus, screen));
         out.push(screen.paint(Ink::Dim, "seconds since kernel start (and how long the step took; published: since bound)"));
+    }
+    if let Some(table) = HealthTable::of(boot) {
+        out.push(String::new());
+        out.extend(health_lines(&table, screen));
     }
     if !boot.containers.is_empty() {
         out.push(String::new());
@@ -125,6 +130,29 @@ fn gpu_table(gpus: &[Gpu], screen: &Screen) -> Vec<String> {
     out
 }
 
+/// Health of the GPUs, in as many tables below each other as the terminal needs, then what is wrong.
+fn health_lines(table: &HealthTable, screen: &Screen) -> Vec<String> {
+    let mut out = Vec::new();
+    for group in table.groups(screen.width, HEALTH_GAP.len()) {
+        let line = |text: &dyn Fn(usize) -> Option<String>| {
+            let cells = group.iter().map(|(column, width)| {
+                let (text, right) = (text(*column).unwrap_or_default(), table.heads.get(*column).is_some_and(|(_, right)| *right));
+                if right { format!("{text:>width$}") } else { format!("{text:<width$}") }
+            });
+            cells.collect::<Vec<_>>().join(HEALTH_GAP).trim_end().to_string()
+        };
+        out.push(screen.paint(Ink::Bold, &line(&|column| table.heads.get(column).map(|(head, _)| head.to_uppercase()))));
+        for (wrong, cells) in &table.rows {
+            out.push(screen.paint(if *wrong { Ink::Error } else { Ink::Plain }, &line(&|column| cells.get(column).cloned())));
+        }
+    }
+    out.extend(table.source.iter().map(|source| screen.paint(Ink::Dim, source)));
+    out.extend(table.sentences.iter().map(|sentence| screen.paint(Ink::Error, sentence)));
+    out
+}
+
+const HEALTH_GAP: &str = "  ";
+
 enum State<'a> {
     Usable,
     Failed(&'a Failure),
@@ -232,6 +260,7 @@ mod tests {
             usable: step,
             failed: None,
             still: None,
+            health: None,
         };
         let lines = |width| gpu_table(std::slice::from_ref(&gpu), &Screen { width, colour: false });
         let (narrow, wide) = (lines(Some(80)), lines(Some(120)));

@@ -29,12 +29,17 @@ pub fn printable(text: &str) -> String {
 
 /// Printable, and not longer than [`MAX_VALUE`].
 pub fn clipped(text: &str) -> String {
-    let mut end = text.len().min(MAX_VALUE);
+    let start = start(text, MAX_VALUE);
+    format!("{}{}", printable(start), if start.len() < text.len() { "..." } else { "" })
+}
+
+/// The start of a text, at most `max` bytes.
+pub fn start(text: &str, max: usize) -> &str {
+    let mut end = text.len().min(max);
     while !text.is_char_boundary(end) {
         end -= 1;
     }
-    let more = if end < text.len() { "..." } else { "" };
-    format!("{}{more}", printable(&text[..end]))
+    text.get(..end).unwrap_or_default()
 }
 
 /// JSON in ASCII: what does not print, in a text of a file, is an escape.

@@ -6,7 +6,7 @@
 //! - Nothing is polled: the socket is awaited by inotify, the end of a process through a pipe that closes.
 //! - A signal is only ever sent to a process that is not reaped yet.
 //!
-//! Not a VM manager: no network, at most one disk, which the guest only reads, one serial console into a file, and the host side of vsock as unix sockets:
+//! Not a VM manager: no network, disks only for reading, one serial console into a file, and the host side of vsock as unix sockets:
 //! what the guest connects to at host port P arrives at `<uds>_P`, which must listen by then.
 
 use anyhow::{Context, Result, bail};
@@ -32,6 +32,8 @@ pub struct VmConfig {
     pub initrd: PathBuf,
     /// A raw image, /dev/vda in the guest, read-only.
     pub disk: Option<PathBuf>,
+    /// More raw images, read-only, each with the serial that the guest sees.
+    pub serial_disks: Vec<(String, PathBuf)>,
     /// The kernel's command line, as it is.
     pub append: String,
     pub memory_mib: u32,
@@ -196,6 +198,10 @@ fn qemu_arguments(config: &VmConfig, console: &Path, vhost_user: Option<&Path>, 
         add("-drive", format!("if=none,id=disk,format=raw,readonly=on,file={}", path.display()));
         add("-device", "virtio-blk-pci,drive=disk".into());
     }
+    for (at, (serial, path)) in config.serial_disks.iter().enumerate() {
+        add("-drive", format!("if=none,id=serial{at},format=raw,readonly=on,file={}", path.display()));
+        add("-device", format!("virtio-blk-pci,drive=serial{at},serial={serial}"));
+    }
     if let Some(path) = vhost_user {
         add("-chardev", format!("socket,id=vsock,path={}", path.display()));
         add("-device", "vhost-user-vsock-pci,chardev=vsock".into());
@@ -233,7 +239,7 @@ impl FileWatch {
 }
 
 /// A child process with a thread of its own; killed and reaped when dropped.
-struct Process {
+pub struct Process {
     state: Arc<Mutex<State>>,
     /// Nothing is ever written to it: it reaches its end when the process is reaped.
     ended: OwnedFd,
@@ -247,7 +253,8 @@ enum State {
 }
 
 impl Process {
-    fn start(name: &'static str, mut command: Command, log: &Path) -> Result<Process> {
+    /// Starts it, with its output in a file.
+    pub fn start(name: &'static str, mut command: Command, log: &Path) -> Result<Process> {
         let output = File::create(log).with_context(|| format!("create {}", log.display()))?;
         command.stdin(Stdio::null()).stdout(output.try_clone()?).stderr(output);
         let parent = getpid();
@@ -280,7 +287,8 @@ impl Process {
         Ok(Process { state, ended, thread: Some(thread) })
     }
 
-    fn wait(&self, timeout: Duration) -> Result<Option<ExitStatus>> {
+    /// How it ended; None where it still runs after `timeout`.
+    pub fn wait(&self, timeout: Duration) -> Result<Option<ExitStatus>> {
         let deadline = Instant::now() + timeout;
         loop {
             if let State::Ended(status) = *self.state.lock().unwrap_or_else(PoisonError::into_inner) {
@@ -348,6 +356,7 @@ mod tests {
             kernel: "/k/vmlinuz".into(),
             initrd: "/k/initrd".into(),
             disk: None,
+            serial_disks: vec![],
             append: "console=ttyS0 a,b".into(),
             memory_mib: 1024,
             cpus: 2,

@@ -49,7 +49,12 @@ pub struct Modules {
 impl Modules {
     /// Modules of `kernel` (`uname -r`) below `root`, with parameters from a kernel command line.
     pub fn new(root: &Path, kernel: &str, command_line: &[u8]) -> Self {
-        let directories = DIRECTORIES.map(|d| root.join(d).join(kernel));
+        Self::in_tree(root, root, kernel, command_line)
+    }
+
+    /// The same with the files of modules below another root, as `modprobe --dirname`: modprobe.d stays that of `root`.
+    pub fn in_tree(root: &Path, tree: &Path, kernel: &str, command_line: &[u8]) -> Self {
+        let directories = DIRECTORIES.map(|d| tree.join(d).join(kernel));
         let directory = directories.iter().find(|d| d.join("modules.dep").exists()).unwrap_or(&directories[0]);
         Self {
             root: root.into(),

@@ -3,6 +3,12 @@
 use kata_gpu_tests::agent::config::AGENT_VERSION;
 use kata_gpu_tests::agent::container_run;
 
+/// Called by the C library before Rust's runtime starts, which needs descriptors: a kernel without a
+/// console gives its init none.
+#[used]
+#[unsafe(link_section = ".init_array")]
+static BEFORE_MAIN: extern "C" fn() = kata_gpu_init::sys::before_main;
+
 fn main() {
     let name = std::env::args().next().unwrap_or_default();
     match name.rsplit('/').next() {
@@ -13,6 +19,11 @@ fn main() {
         Some(kata_gpu_tests::serial_init::HOLDER) => kata_gpu_tests::serial_init::hold(),
         Some(kata_gpu_tests::agent::pod::process::PARKED) => kata_gpu_tests::agent::pod::process::park(),
         Some("fork-panics") => fork_panics(),
+        Some(kata_gpu_tests::vm::vmm::NAME) => kata_gpu_tests::vm::vmm::run(),
+        // The interpreter of a script, whose path comes first.
+        Some("test-programs") if std::env::args().nth(1).is_some_and(|script| script.starts_with('/')) => {
+            kata_gpu_tests::services::run(&std::env::args().skip(1).collect::<Vec<_>>())
+        }
         Some("trap-init") => kata_gpu_tests::trap_init::run(),
         // The real one knows this option, too.
         _ if std::env::args().nth(1).is_some_and(|a| a == "--version") => println!("kata-agent version {} (for tests)", AGENT_VERSION),

@@ -167,15 +167,15 @@ fn boot(context: &TestContext, row: &str, words: &str, cpus: u32, agent: Option<
 }
 
 /// An init's milestones, in ns of CLOCK_BOOTTIME.
-struct Milestones {
-    start_ns: u64,
-    exec_ns: u64,
-    first_publication_ns: u64,
-    last_publication_ns: u64,
+pub struct Milestones {
+    pub start_ns: u64,
+    pub exec_ns: u64,
+    pub first_publication_ns: u64,
+    pub last_publication_ns: u64,
 }
 
 /// Milestones of the incumbent's order, from the console.
-fn serial_milestones(booted: &Booted) -> Result<Milestones> {
+pub fn serial_milestones(booted: &Booted) -> Result<Milestones> {
     let stamp =
         |what: &str| booted.console.number_after(&format!("serial-init: {what} ")).with_context(|| format!("serial-init: no {what}"));
     let published = stamp("published")?;
@@ -183,7 +183,7 @@ fn serial_milestones(booted: &Booted) -> Result<Milestones> {
 }
 
 /// Milestones of our init, from its stream.
-fn own_milestones(booted: &Booted, gaps: Option<&mut Vec<f64>>) -> Result<Milestones> {
+pub fn own_milestones(booted: &Booted, gaps: Option<&mut Vec<f64>>) -> Result<Milestones> {
     booted.settled()?;
     let records = booted.receiver.records();
     super::trace(&records);

@@ -9,7 +9,12 @@
  *
  * GPUs are those whose nodes it has, by number, one after another, blocking.
  * start comes first, answer when everything is open; failed=NODE: CAUSE where
- * something is not. For each line that comes in, a line now=NS goes out.
+ * something is not. CUDA would fail then with error 802, and not wait, where the
+ * fabric of a GPU is not complete or confidential GPUs are not ready:
+ * error802=CAUSE says so, then waits=NS each second, and works=NS when it would
+ * not any more. A container's
+ * sysfs shows the simulated driver's state. For each line that comes in, a line
+ * now=NS goes out.
  */
 #include <dirent.h>
 #include <errno.h>
@@ -74,14 +79,59 @@ static int all_opened(int with_uvm)
 	return good && count;
 }
 
+/* First line of a parameter of the simulated driver; empty where there is none. */
+static const char *parameter(const char *name)
+{
+	static char text[256];
+	char path[100];
+	FILE *file;
+
+	snprintf(path, sizeof(path), "/sys/module/nvidia/parameters/%s", name);
+	file = fopen(path, "r");
+	if (!file || !fgets(text, sizeof(text), file))
+		text[0] = 0;
+	if (file)
+		fclose(file);
+	return text;
+}
+
+/* Why CUDA would fail with 802 now; NULL: it would not. */
+static const char *not_usable(void)
+{
+	for (const char *at = parameter("fabric_state"); at; at = strchr(at, ',') ? strchr(at, ',') + 1 : NULL)
+		if (*at == '1' || *at == '2')
+			return "the fabric is not complete";
+	if (*parameter("cc") == 'Y' && *parameter("cc_ready") != 'Y')
+		return "the ready state is off";
+	return NULL;
+}
+
+static void wait_until_usable(void)
+{
+	const struct timespec pause = { .tv_nsec = 10 * 1000 * 1000 };
+	const char *why = not_usable();
+
+	if (why)
+		printf("error802=%s\n", why);
+	fflush(stdout);
+	for (unsigned looks = 0; not_usable(); looks++) {
+		if (looks % 100 == 99)
+			stamp("waits");
+		nanosleep(&pause, NULL);
+	}
+	stamp("works");
+}
+
 int main(int argc, char **argv)
 {
 	char line[64];
 	const char *what = argc > 1 ? argv[1] : "pause";
 
 	stamp("start");
-	if (strcmp(what, "pause") && all_opened(!strcmp(what, "cuda")))
+	if (strcmp(what, "pause") && all_opened(!strcmp(what, "cuda"))) {
 		stamp("answer");
+		wait_until_usable();
+	}
 	fflush(stdout);
 	while (fgets(line, sizeof(line), stdin))
 		stamp("now");

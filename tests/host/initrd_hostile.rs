@@ -4,6 +4,7 @@
 use crate::TempDir;
 use crate::initrd::{archive, directory, entries, file, gzip, image, link, made};
 use kata_gpu_init::elf::stand_in;
+use kata_gpu_init::host::initrd::helper::Helper;
 use kata_gpu_init::host::initrd::image::Image;
 use kata_gpu_init::host::initrd::repack::{Wish, repack};
 use kata_gpu_init::host::initrd::tree::{LeftOut, Tree};
@@ -306,7 +307,7 @@ fn nothing_is_written_outside() {
     std::fs::write(dir.0.join("init"), stand_in::library(None, &[])).unwrap();
     let image = Image::open(&dir.0.join("image")).unwrap();
     let tree = Tree::new(&image).unwrap();
-    let wish = Wish { init: dir.0.join("init"), manifest: true, form: None, drop_old: false };
+    let wish = Wish { init: dir.0.join("init"), helper: Helper::None, manifest: true, form: None, drop_old: false };
     let done = repack(&image, &tree, &wish, &Question::default(), &dir.0.join("out")).unwrap();
     assert_eq!(done.manifest, Ok(1));
     let guest = |name: &str| diff_paths(&done.differences).contains(&format!("/{outside_name}/{name}"));

@@ -5,6 +5,7 @@ use crate::initrd::{Made, archive, directory, entries, file, gzip, link, program
 use crate::initrd_verify::guest;
 use kata_gpu_init::elf::stand_in;
 use kata_gpu_init::host::initrd::diff::Change;
+use kata_gpu_init::host::initrd::helper::Helper;
 use kata_gpu_init::host::initrd::image::{Entry, Form, Image};
 use kata_gpu_init::host::initrd::repack::{Repacked, Wish, repack};
 use kata_gpu_init::host::initrd::tree::Tree;
@@ -44,7 +45,7 @@ impl Case {
     }
 
     fn wish(&self) -> Wish {
-        Wish { init: self.dir.0.join("init"), manifest: true, form: None, drop_old: false }
+        Wish { init: self.dir.0.join("init"), helper: Helper::None, manifest: true, form: None, drop_old: false }
     }
 
     fn repack(&self, change: impl Fn(&mut Wish)) -> anyhow::Result<(Repacked, Image, Tree)> {
@@ -119,6 +120,32 @@ fn every_other_entry_stays_byte_for_byte_in_its_order() {
         let (other, _) = Case::new(&format!("{name}-control"), &archive(&other)).before();
         assert!(kept != others(&other, &changed), "{name}");
     }
+}
+
+#[test]
+fn the_helper_for_nvml_comes_along_where_it_is_given_or_found() {
+    const HELPER: &str = "/usr/bin/kata-gpu-nvml";
+    let program_with = |loader: &str| [stand_in::program(loader, &[], None), b"kata-gpu-nvml".to_vec()].concat();
+    let case = Case::new("helper", &archive(&kata()));
+    let path = case.dir.0.join("kata-gpu-nvml");
+    std::fs::write(&path, program_with("/lib64/ld-linux-x86-64.so.2")).unwrap();
+    for helper in [Helper::Given(path.clone()), Helper::Found(path.clone())] {
+        let (done, _, tree) = case.repack(|wish| wish.helper = helper.clone()).unwrap();
+        assert_eq!(content(&tree, HELPER), Some(std::fs::read(&path).unwrap()));
+        assert_eq!(tree.meta(tree.find(HELPER).unwrap()).mode & 0o7777, 0o755);
+        assert_eq!((&done.helper, done.helper_lacks.len()), (&Ok(path.clone()), 0), "{:?}", done.helper_lacks);
+        assert_eq!(differences(&done).get(HELPER), Some(&"added"));
+    }
+    // An image that does not have its loader gets it, and that is reported.
+    std::fs::write(&path, program_with("/lib64/ld-other.so.1")).unwrap();
+    let lacks = case.repack(|wish| wish.helper = Helper::Found(path.clone())).unwrap().0.helper_lacks;
+    assert!(lacks.iter().any(|lack| lack.contains("ld-other.so.1")), "{lacks:?}");
+    // Another program is refused where it is given, and left out where it was found.
+    std::fs::write(&path, new_init()).unwrap();
+    let error = case.repack(|wish| wish.helper = Helper::Given(path.clone())).unwrap_err().to_string();
+    assert!(error.contains("another program"), "{error}");
+    let (done, _, tree) = case.repack(|wish| wish.helper = Helper::Found(path.clone())).unwrap();
+    assert!(done.helper.is_err_and(|why| why.contains("another program")) && content(&tree, HELPER).is_none());
 }
 
 #[test]

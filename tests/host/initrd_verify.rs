@@ -3,6 +3,7 @@
 use crate::TempDir;
 use crate::initrd::{Made, archive, directory, entries, file, gzip, image, link, made, program};
 use kata_gpu_init::elf::stand_in;
+use kata_gpu_init::host::initrd::helper::Helper;
 use kata_gpu_init::host::initrd::image::Image;
 use kata_gpu_init::host::initrd::repack::{Wish, repack};
 use kata_gpu_init::host::initrd::tree::Tree;
@@ -10,6 +11,9 @@ use kata_gpu_init::host::initrd::verify::finding::RULES;
 use kata_gpu_init::host::initrd::verify::{Question, Report, check, page};
 use kata_gpu_init::host::severity::Severity;
 use kata_gpu_init::host::text::Screen;
+use kata_gpu_init::services::configuration::package;
+use kata_gpu_init::services::table::{Name, SERVICES};
+use kata_gpu_init::topology::Topology;
 use std::collections::BTreeSet;
 use std::sync::OnceLock;
 
@@ -67,7 +71,7 @@ fn listed() -> Vec<Made> {
         std::fs::write(dir.0.join("image"), archive(&guest())).unwrap();
         std::fs::write(dir.0.join("init"), stand_in::library(None, &[])).unwrap();
         let image = Image::open(&dir.0.join("image")).unwrap();
-        let wish = Wish { init: dir.0.join("init"), manifest: true, form: None, drop_old: false };
+        let wish = Wish { init: dir.0.join("init"), helper: Helper::None, manifest: true, form: None, drop_old: false };
         let done = repack(&image, &Tree::new(&image).unwrap(), &wish, &Question::default(), &dir.0.join("out")).unwrap();
         let after = Image::open(done.written.temporary()).unwrap();
         let entry = after.entries.iter().find(|e| e.name == MANIFEST.as_bytes()).unwrap();
@@ -191,6 +195,12 @@ const CASES: &[(&str, Break)] = &[
     ("no-libcuda", |g| g.remove(&format!("usr/lib64/libcuda.so.{VERSION}"))),
     ("no-nvml", |g| g.remove(&format!("usr/lib64/libnvidia-ml.so.{VERSION}"))),
     ("version-differs", |g| g.at(&format!("usr/lib64/libnvidia-ml.so.{VERSION}")).name = b"usr/lib64/libnvidia-ml.so.580.95.05".to_vec()),
+    ("service-broken", |g| g.0.push(program("usr/bin/nv-fabricmanager", stand_in::program(LOADER, &["libc.so.6"], None)))),
+    ("service-differs", |g| {
+        g.0.push(program("usr/bin/nvidia-persistenced", stand_in::program(LOADER, &["libc.so.6"], None)));
+        g.0.push(file("etc/netconfig", ""));
+        g.0.push(file("usr/lib64/libnvidia-cfg.so.1", stand_in::library(Some("libnvidia-cfg.so.1"), &[])));
+    }),
     ("var-run", |g| g.remove("var/run")),
     ("var-run", |g| g.set(link("var/run", "/tmp"))),
     ("var-run", |g| g.set(directory("var/run"))),
@@ -257,9 +267,153 @@ fn every_rule_is_broken_alone_by_what_is_meant() {
     assert_eq!(alone(&archive(&stale.0), &Question::default()), ["manifest-stale"]);
     stale.set(file(MANIFEST, "{}"));
     assert_eq!(alone(&archive(&stale.0), &Question::default()), ["manifest-stale"]);
+    let of = |topology, confidential| Question { topologies: vec![topology], confidential, ..Question::default() };
+    assert_eq!(alone(&good, &of(Topology::HopperFabric, false)), ["service-missing"]);
+    assert_eq!(alone(&good, &of(Topology::Gpus, true)), ["service-wanted"]);
+    assert_eq!(alone(&archive(&without_driver().0), &Question::default()), ["driver-elsewhere"]);
     seen.extend(["other-kernel", "compressed", "no-trailer", "no-manifest", "manifest-stale"]);
+    seen.extend(["service-missing", "service-wanted", "driver-elsewhere"]);
     let all: BTreeSet<&str> = RULES.iter().map(|r| r.name).collect();
     assert_eq!(seen, all, "every rule has a case");
+}
+
+/// A base image of Kata 4: a guest whose driver comes on a disk of its own.
+fn without_driver() -> Broken {
+    let mut base = Broken(guest());
+    base.0.retain(|made| {
+        !["modules/", "firmware/", "libcuda", "libnvidia"].iter().any(|part| made.name.windows(part.len()).any(|w| w == part.as_bytes()))
+    });
+    base
+}
+
+#[test]
+fn an_image_without_any_part_of_the_driver_boots_and_says_where_the_driver_comes_from() {
+    let base = without_driver();
+    let told = report(&archive(&base.0), &Question::default());
+    assert!(told.boots() && told.driver_elsewhere && told.services.is_none(), "{:#?}", told.findings);
+    let text = page::page(&told, &Screen::PLAIN);
+    assert!(text.contains("driver  none: it comes on the extension disk `gpu`") && text.contains("0 errors, 0 warnings, 1 note"), "{text}");
+    // Any part of it, alone, is a driver that is not whole.
+    for (index, part) in
+        [file("usr/lib64/libcuda.so.1", ""), file(&format!("usr/lib64/libnvidia-ml.so.{VERSION}"), ""), file("usr/lib/nvidia.ko.xz", "")]
+            .into_iter()
+            .enumerate()
+    {
+        let mut broken = Broken(base.0.clone());
+        broken.0.push(part);
+        let told = report(&archive(&broken.0), &Question::default());
+        assert!(!told.boots() && !told.driver_elsewhere, "case {index}: {:#?}", told.findings);
+    }
+    // Its services cannot be vouched for.
+    let asked = Question { topologies: vec![Topology::Gpus], ..Question::default() };
+    let told = report(&archive(&base.0), &asked);
+    assert_eq!(rules(&told), BTreeSet::from(["driver-elsewhere", "service-missing"]));
+}
+
+/// A guest whose image has every service of the table, whole.
+fn serviced() -> Broken {
+    let mut made = guest();
+    let mut put = |path: &str, bytes: Vec<u8>, mode: u32| {
+        for (at, _) in path.match_indices('/') {
+            if made.iter().all(|m| m.name != path.as_bytes()[..at]) {
+                made.push(directory(&path[..at]));
+            }
+        }
+        made.push(self::made(path, mode, bytes));
+    };
+    let mut accounts = String::new();
+    for service in &SERVICES {
+        put(service.programs[0], stand_in::program(LOADER, &["libc.so.6"], None), 0o100_755);
+        service.opens.iter().for_each(|library| put(&format!("usr/lib64/{library}"), stand_in::library(Some(library), &[]), 0o100_644));
+        service.files.iter().for_each(|path| put(path, Vec::new(), 0o100_644));
+        package(service.name).iter().for_each(|path| put(path, b"KEY=VALUE\n".to_vec(), 0o100_644));
+        service.accounts().iter().for_each(|account| accounts += &format!("{account}:x:143:143::/:/bin/false\n"));
+    }
+    put("etc/passwd", accounts.into_bytes(), 0o100_644);
+    let builtin = SERVICES.iter().flat_map(|service| service.modules).map(|module| format!("kernel/{module}.ko\n")).collect::<String>();
+    put(&format!("usr/lib/modules/{KERNEL}/modules.builtin"), builtin.into_bytes(), 0o100_644);
+    Broken(made)
+}
+
+#[test]
+fn verify_tells_topology_by_topology_which_services_start_and_what_each_lacks() {
+    let whole = report(&archive(&serviced().0), &Question::default());
+    let services = whole.services.as_ref().unwrap();
+    assert_eq!((rules(&whole), services.lacking()), (BTreeSet::from(["no-manifest"]), vec![]), "{:#?}", whole.findings);
+    let text = page::page(&whole, &Screen::PLAIN);
+    let rows: BTreeSet<String> = text.lines().map(|line| line.split_whitespace().collect::<Vec<_>>().join(" ")).collect();
+    for row in [
+        "none none are started",
+        "gpus, confidential starts persistenced",
+        "hopper-fabric starts fabricmanager",
+        "hopper-fabric, confidential starts fabricmanager, persistenced",
+        "blackwell-fabric starts nvlsm, fabricmanager",
+        "service-vm, with a management port starts nvlsm, fabricmanager",
+    ] {
+        assert!(rows.contains(row), "{row}:\n{text}");
+    }
+    // Each thing in turn; the topologies that need the service lack it, and the others do not.
+    type Cut = fn(&mut Broken);
+    let cuts: &[(Cut, Name, &str)] = &[
+        (|g| g.remove("usr/bin/nv-fabricmanager"), Name::FabricManager, "no /usr/bin/nv-fabricmanager"),
+        (
+            |g| g.remove("usr/share/nvidia/nvswitch/fabricmanager.cfg"),
+            Name::FabricManager,
+            "no configuration /usr/share/nvidia/nvswitch/fabricmanager.cfg",
+        ),
+        (
+            |g| g.set(file("usr/share/nvidia/nvswitch/fabricmanager.cfg", "#!/bin/sh\nexec\n")),
+            Name::FabricManager,
+            "line 2: neither KEY=VALUE",
+        ),
+        (|g| g.mode("usr/bin/nv-fabricmanager", 0o100_644), Name::FabricManager, "not executable, mode 0644"),
+        (
+            |g| g.set(program("usr/bin/nv-fabricmanager", stand_in::program(LOADER, &["libgone.so.1"], None))),
+            Name::FabricManager,
+            "library-missing: libgone.so.1",
+        ),
+        (|g| g.remove("usr/lib64/libnvidia-cfg.so.1"), Name::Persistenced, "library libnvidia-cfg.so.1, which it opens when it runs"),
+        (|g| g.remove("etc/netconfig"), Name::Persistenced, "no /etc/netconfig, without which it fails"),
+        (|g| g.remove("opt/nvidia/nvlsm/sbin/nvlsm"), Name::Nvlsm, "no /opt/nvidia/nvlsm/sbin/nvlsm, /usr/bin/nvlsm"),
+        (
+            |g| g.set(file(&format!("usr/lib/modules/{KERNEL}/modules.builtin"), "kernel/mlx5_ib.ko\n")),
+            Name::Nvlsm,
+            "kernel modules ib_umad are neither in the image nor built in",
+        ),
+    ];
+    for (index, (cut, name, why)) in cuts.iter().enumerate() {
+        let mut broken = serviced();
+        cut(&mut broken);
+        let bytes = archive(&broken.0);
+        let told = report(&bytes, &Question::default());
+        assert!(told.boots(), "case {index}: a topology that nobody asked for failed the image: {:#?}", told.findings);
+        let services = told.services.as_ref().unwrap();
+        let lacking = services.lacking();
+        assert!(lacking.len() == 1 && lacking[0].0 == *name && lacking[0].1.contains(why), "case {index}: {lacking:?}");
+        for case in &services.cases {
+            let wanted = case.services.iter().any(|wanted| wanted.name == *name);
+            let (_, lacks) = services.split(case);
+            assert_eq!(lacks, if wanted { vec![*name] } else { vec![] }, "case {index}, {}", case.title());
+            // What --topology asks for.
+            let asked = Question { topologies: vec![case.topology], confidential: case.confidential, ..Question::default() };
+            let needed = !case.managed && case.services.iter().any(|wanted| wanted.name == *name && wanted.needed);
+            assert_eq!(
+                report(&bytes, &asked).boots(),
+                !(needed || case.managed && *name == Name::FabricManager),
+                "case {index}, {}",
+                case.title()
+            );
+        }
+    }
+    // Accounts: the service starts all the same, as root.
+    let mut broken = serviced();
+    broken.set(file("etc/passwd", "root:x:0:0::/:/bin/sh\n"));
+    let told = report(&archive(&broken.0), &Question::default());
+    assert_eq!(rules(&told), BTreeSet::from(["no-manifest", "service-differs"]));
+    assert!(told.findings.iter().any(|f| f.value.as_deref() == Some("runs as root: no account nvidia-persistenced in /etc/passwd")));
+    let json = told.json();
+    assert_eq!(json["services"]["programs"].as_array().unwrap().len(), SERVICES.len());
+    assert_eq!(json["services"]["topologies"][0]["topology"], "none");
 }
 
 #[test]

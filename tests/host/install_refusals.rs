@@ -332,9 +332,9 @@ fn all_reasons_are_said_at_once() {
 #[test]
 fn words_for_the_incumbent_that_have_no_effect_are_noted() {
     let world = World::new("notes", GO);
-    world.edit("pci=nocrs", "nvrc.dcgm=on gpuinit.bind=nonsense");
+    world.edit("pci=nocrs", "nvrc.fm.mode=1 gpuinit.bind=nonsense");
     let said = world.install_initrd(&[]);
     let notes: Vec<&str> = done(&said).lines().filter(|line| line.starts_with("note: ")).collect();
     assert_eq!(notes.len(), 2, "{}", said.out);
-    assert!(notes[0].contains("nvrc.dcgm: not supported yet") && notes[1].contains("gpuinit.bind: takes auto"), "{notes:?}");
+    assert!(notes[0].contains("nvrc.fm.mode: ignored") && notes[1].contains("gpuinit.bind: takes auto"), "{notes:?}");
 }

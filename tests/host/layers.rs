@@ -29,22 +29,28 @@ const IMPURE: &[&str] = &[
 /// `unsafe` outside src/sys.rs: where, how often, and why.
 const UNSAFE: &[(&str, usize, &str)] = &[
     ("src/bin/kata-gpu-init.rs", 1, "#[unsafe(link_section)]: function that libc calls before main"),
+    ("src/nvml/library.rs", 12, "functions of NVML that nvml-wrapper lacks"),
     ("src/host/vm.rs", 1, "pre_exec: a VMM dies with its test"),
     ("src/host/watch.rs", 1, "registering a descriptor with tokio"),
 ];
 /// Parameters that texts outside src/config.rs name: the cure of an error, or the reason of a
 /// choice, for a person to read.
 const NAMED: &[(&str, &[&str])] = &[
-    ("src/boot/gpus/fleet.rs", &["gpuinit.gpus"]),
+    ("src/boot/gpus/readiness.rs", &["gpuinit.cc.ready", "gpuinit.fabric.required", "gpuinit.ready"]),
+    ("src/boot/gpus/reset.rs", &["gpuinit.reset"]),
+    ("src/boot/gpus/scan.rs", &["gpuinit.gpus", "gpuinit.topology"]),
     ("src/boot/gpus/strategy.rs", &["gpuinit.bind", "gpuinit.init", "gpuinit.relaxed"]),
     ("src/boot/processes/worker.rs", &["gpuinit.events.vsock"]),
     ("src/events/sinks/vsock.rs", &["gpuinit.events.vsock"]),
+    ("src/topology.rs", &["gpuinit.gpus", "gpuinit.nvlink", "gpuinit.topology"]),
     // The host's half writes command lines for guests, and shows how.
     ("src/host/demo.rs", &["gpuinit.bind", "gpuinit.init"]),
     ("src/host/install/mod.rs", &["gpuinit.log"]),
 ];
-/// Callers of `failure::power_off`: where PID 1 can do nothing else.
-const POWERED_OFF_BY: &[&str] = &["src/boot/processes/agent_child.rs", "src/boot/wire/handover.rs"];
+/// Callers of `failure::power_off`, where PID 1 can do nothing else, and of its heir's, where the
+/// worker finds an image that nobody vouches for.
+const POWERED_OFF_BY: &[&str] =
+    &["src/boot/processes/agent_child.rs", "src/boot/processes/images.rs", "src/boot/processes/pid1.rs", "src/boot/wire/handover.rs"];
 /// Modules of lib.rs that are no hardware and no CDI: who imports what is ruled for each of them.
 const OTHERS: &[&str] = &["boot", "host", "events"];
 

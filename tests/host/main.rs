@@ -59,6 +59,7 @@ mod hooks_reads;
 mod layers;
 mod ldconfig;
 mod modules;
+mod nvml;
 mod oracle;
 mod publications;
 mod schedule_model;

@@ -4,8 +4,9 @@
 
 use crate::TempDir;
 use kata_gpu_init::cdi::publish::Publisher;
-use kata_gpu_init::cdi::spec::{Device, Entry, Options, Ready, generate};
+use kata_gpu_init::cdi::spec::{Device, Entry, Extras, Instance, Naming, Options, Ready, generate};
 use kata_gpu_init::device_nodes::Node;
+use kata_gpu_init::driver_caps::MigInstance;
 use std::path::Path;
 
 /// For minors 0 to 3 of the GPUs.
@@ -73,7 +74,8 @@ fn inject_from(directory: &Path, ask: &str) -> [Injected; 2] {
 fn inject(test: &str, devices: &[Device], ask: &str) -> Result<Vec<String>, String> {
     let directory = TempDir::new(test);
     let common = [node(CONTROL, 195, 255), node(UVM, 240, 0)];
-    let spec = generate(devices, &common, None, &Options::default());
+    let options = Options { namings: vec![Naming::Index, Naming::Uuid], ..Options::default() };
+    let spec = generate(devices, &common, None, &options);
     crate::schema::fits(&spec.to_json());
     Publisher::new(&directory.0).unwrap().publish(&spec).unwrap();
     let [kata3, kata4] = inject_from(&directory.0, ask);
@@ -111,6 +113,22 @@ fn a_failed_gpu_is_unresolvable_at_once_even_when_all_have_failed() {
         let error = inject(&format!("failed-{}", devices[0].entry == Entry::Failed), &devices, "1").unwrap_err();
         assert!(error.contains("unresolvable CDI devices nvidia.com/gpu=1"), "{error}");
     }
+}
+
+#[test]
+fn an_instance_is_injected_by_its_uuid_as_by_its_index() {
+    const UUID: &str = "MIG-01234567-89ab-cdef-0123-456789abcdef";
+    let id = |ci| MigInstance { gpu: 0, gi: 1, ci };
+    let instances = [0, 1].map(|ci| Instance { id: id(ci), nodes: vec![node(GPUS[1 + ci as usize], 195, 1 + ci)] });
+    let extras = Extras { instances: instances.to_vec(), ..Extras::default() };
+    let instance_uuids = [(id(1), UUID.to_string())].into();
+    let gpu = Entry::Ready(Ready { nodes: vec![node(GPUS[0], 195, 0)], extras, instance_uuids, ..Ready::default() });
+    let devices = [device(0, gpu), device(1, Entry::Pending)];
+    let by_uuid = inject("mig-uuid", &devices, UUID).unwrap();
+    assert_eq!(by_uuid, inject("mig-index", &devices, "0:1").unwrap());
+    assert_eq!(by_uuid, [GPUS[2], GPUS[0], UVM, CONTROL]);
+    let error = inject("mig-unknown", &devices, "MIG-01234567-89ab-cdef-0123-456789abcdee").unwrap_err();
+    assert!(error.contains("unresolvable CDI devices"), "{error}");
 }
 
 /// Negative control: one field more in our own spec, and one of the two agents refuses it.

@@ -97,6 +97,7 @@ impl Case {
     fn replace_to(&self, image: &str, new: &str) -> Output {
         let mut command = Command::new(program());
         command.args(["initrd", "replace-init"]).arg(self.at(image)).arg("--init").arg(self.at("init")).arg("-o").arg(self.at(new));
+        command.arg("--no-nvml");
         command.output().unwrap()
     }
 
@@ -145,7 +146,7 @@ fn an_images_init_is_replaced_and_all_else_stays_as_it_was() {
             "{said}"
         );
         assert!(said.contains("no list of the driver's files"), "{said}");
-        assert!(said.contains("warning: no nvidia.ko in the image") == (name == "erofs"), "{said}");
+        assert!(said.contains("note: no nvidia.ko in the image") == (name == "erofs"), "{said}");
         assert!(fs::read(case.at("old")).unwrap() == old, "what to roll back to is not touched");
         done(&shell(unpack, &[&case.at("new"), &case.at("tree")]));
         let tree = case.at("tree");
@@ -214,6 +215,7 @@ fn a_name_that_leads_out_of_the_image_is_refused_and_nothing_is_left() {
         fs::create_dir(&temporary).unwrap();
         let mut command = Command::new(program());
         command.args(["initrd", "replace-init"]).arg(case.at("old")).arg("--init").arg(case.at("init")).arg("-o").arg(case.at("new"));
+        command.arg("--no-nvml");
         let output = command.env("TMPDIR", &temporary).output().unwrap();
         let said = String::from_utf8_lossy(&output.stderr).into_owned();
         assert!(!output.status.success() && said.contains("is not sound, and nothing of it is used"), "{name}: {said}");
@@ -235,7 +237,7 @@ fn only_a_regular_file_is_replaced_and_files_of_others_beside_it_stay() {
     fs::remove_file(case.at("new")).unwrap();
     fs::write(case.at("new.new"), "somebody's").unwrap();
     assert!(!case.replace("none").status.success());
-    let words = "umask 077; exec \"$1\" initrd replace-init \"$2\" --init \"$3\" -o \"$4\"";
+    let words = "umask 077; exec \"$1\" initrd replace-init --no-nvml \"$2\" --init \"$3\" -o \"$4\"";
     done(&shell(words, &[&program(), &case.at("old"), &case.at("init"), &case.at("new")]));
     assert_eq!(fs::read_to_string(case.at("new.new")).unwrap(), "somebody's");
     assert_eq!(fs::metadata(case.at("new")).unwrap().permissions().mode() & 0o777, 0o644, "whatever the umask");
@@ -429,7 +431,7 @@ fn where_namespaces_are_not_allowed_the_cure_is_named_and_nothing_is_written() {
     }
     let case = Case::new("namespaces");
     done(&shell(EXT4, &[&case.at("root"), &case.at("old")]));
-    let script = "unshare -Ur true || exit 9; unshare -Ur sh -ec 'echo 0 >/proc/sys/user/max_user_namespaces; exec \"$@\"' sh \"$1\" initrd replace-init \"$2\" --init \"$3\" -o \"$4\"";
+    let script = "unshare -Ur true || exit 9; unshare -Ur sh -ec 'echo 0 >/proc/sys/user/max_user_namespaces; exec \"$@\"' sh \"$1\" initrd replace-init --no-nvml \"$2\" --init \"$3\" -o \"$4\"";
     let output = shell(script, &[&program(), &case.at("old"), &case.at("init"), &case.at("new")]);
     if output.status.code() == Some(9) {
         eprintln!("skipped: no user namespaces here");
@@ -438,6 +440,60 @@ fn where_namespaces_are_not_allowed_the_cure_is_named_and_nothing_is_written() {
     let said = String::from_utf8_lossy(&output.stderr).into_owned();
     assert!(!output.status.success() && said.contains("sysctl user.max_user_namespaces above 0"), "{said}");
     assert!(!case.at("new").exists());
+}
+
+#[test]
+fn the_helper_for_nvml_comes_along_where_it_is_given_or_lies_beside_the_init() {
+    if cannot_run() {
+        return;
+    }
+    let helper: &[u8] = b"\x7fELF with the loader /lib64/ld-linux-x86-64.so.2, for kata-gpu-nvml";
+    for (name, make, kind) in [("helper-erofs", EROFS, FileSystem::Erofs), ("helper-ext4", EXT4, FileSystem::Ext4)] {
+        let case = Case::with_driver(name);
+        done(&shell(make, &[&case.at("root"), &case.at("old")]));
+        fs::write(case.at("kata-gpu-nvml"), helper).unwrap();
+        let run = |image: &str, new: &str, more: &[&str]| {
+            let mut command = Command::new(program());
+            command.args(["initrd", "replace-init"]).arg(case.at(image)).arg("--init").arg(case.at("init")).arg("-o").arg(case.at(new));
+            command.args(more).output().unwrap()
+        };
+        let said = done(&run("old", "new", &[]));
+        assert!(said.contains("added    /usr/bin/kata-gpu-nvml") && said.contains("kata-gpu-nvml is /"), "{said}");
+        let entry_of = |image: &str| {
+            let image = case.read(image, kind);
+            let entry = image.entries.iter().find(|entry| entry.name.ends_with(b"usr/bin/kata-gpu-nvml"))?;
+            Some((entry.header.mode, (entry.header.uid, entry.header.gid), entry.data.bytes(1 << 20).unwrap()))
+        };
+        assert_eq!(entry_of("new"), Some((0o100_755, (0, 0), helper.to_vec())));
+        // An upgrade takes the place of what the last one added.
+        let newer = [helper, b" of a later version"].concat();
+        fs::write(case.at("later"), &newer).unwrap();
+        let later = case.at("later").display().to_string();
+        done(&run("new", "newer", &["--nvml", &later]));
+        assert_eq!(entry_of("newer").unwrap().2, newer);
+        assert_eq!(fs::metadata(case.at("newer")).unwrap().len(), fs::metadata(case.at("new")).unwrap().len());
+        done(&run("old", "without", &["--no-nvml"]));
+        assert_eq!(entry_of("without"), None);
+        // Another program, given, is refused; found, it is left out, and that is said.
+        let init = case.at("init").display().to_string();
+        let refused = run("old", "none", &["--nvml", &init]);
+        let why = String::from_utf8_lossy(&refused.stderr).into_owned();
+        assert!(!refused.status.success() && why.contains("another program") && !case.at("none").exists(), "{why}");
+        fs::write(case.at("kata-gpu-nvml"), "text").unwrap();
+        let said = done(&run("old", "other", &[]));
+        assert!(said.contains("no kata-gpu-nvml was added: helper ") && entry_of("other").is_none(), "{said}");
+    }
+    // Links lead elsewhere.
+    let case = Case::new("helper-link");
+    fs::rename(case.at("root/usr/bin"), case.at("root/usr/programs")).unwrap();
+    symlink("programs", case.at("root/usr/bin")).unwrap();
+    done(&shell(EROFS, &[&case.at("root"), &case.at("old")]));
+    fs::write(case.at("kata-gpu-nvml"), helper).unwrap();
+    let mut command = Command::new(program());
+    command.args(["initrd", "replace-init"]).arg(case.at("old")).arg("--init").arg(case.at("init")).arg("-o").arg(case.at("new"));
+    let output = command.arg("--nvml").arg(case.at("kata-gpu-nvml")).output().unwrap();
+    let why = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert!(!output.status.success() && why.contains("not written through links: /usr/bin"), "{why}");
 }
 
 #[test]
@@ -450,7 +506,7 @@ fn every_command_for_debugfs_is_of_a_closed_list() {
     fs::write(case.at("root/etc/$(id)\nrm x"), "").unwrap();
     done(&shell(EXT4, &[&case.at("root"), &case.at("old")]));
     let (_, tree) = read_all(FileSystem::Ext4, Content::of_file(fs::File::open(case.at("old")).unwrap()).unwrap()).unwrap();
-    let wanted = wanted::Wanted { init: b"", sbin: wanted::sbin(&tree).unwrap(), list: Some(b"") };
+    let wanted = wanted::Wanted { init: b"", sbin: wanted::sbin(&tree).unwrap(), helper: Some(b""), list: Some(b"") };
     let text = commands(&tree, &wanted);
     let known = [
         "cd",
@@ -474,6 +530,9 @@ fn every_command_for_debugfs_is_of_a_closed_list() {
         "/usr",
         "/usr/share",
         "/usr/share/kata-gpu-init",
+        "/usr/bin",
+        "kata-gpu-nvml",
+        sandbox::HELPER,
         sandbox::LIST,
         wanted::LIST_NAME,
         "0100644",

@@ -3,7 +3,7 @@
  * fakepci - PCI root bus with GPU functions that have no hardware behind them
  *
  * Registers a root bus in a PCI domain of its own (0001) with `gpus`
- * functions, one per slot. Everything above config space (scan, sysfs, claim,
+ * functions, one per slot, and on demand NVSwitches and Mellanox functions. Everything above config space (scan, sysfs, claim,
  * enable, bind) is the kernel's own code. This file has the bus itself; what is
  * on it is in fakepci-config.c and fakepci-bars.c, and how functions come and go
  * in fakepci-plug.c.
@@ -23,6 +23,14 @@
 unsigned int fakepci_gpus = 8;
 module_param_named(gpus, fakepci_gpus, uint, 0444);
 MODULE_PARM_DESC(gpus, "number of GPU functions, 0..16");
+
+unsigned int fakepci_switches;
+module_param_named(switches, fakepci_switches, uint, 0444);
+MODULE_PARM_DESC(switches, "number of NVSwitch functions, 0..8");
+
+unsigned int fakepci_cx7;
+module_param_named(cx7, fakepci_cx7, uint, 0444);
+MODULE_PARM_DESC(cx7, "number of Mellanox functions (ConnectX-7), 0..8");
 
 FAKEPCI_LIST(absent, "GPUs that are not there until they are added");
 
@@ -98,6 +106,11 @@ static int __init fakepci_init(void)
 		pr_err("gpus=%u: want 0..%u\n", fakepci_gpus, FAKEPCI_MAX_GPUS);
 		return -EINVAL;
 	}
+	if (fakepci_switches > FAKEPCI_MAX_OTHERS || fakepci_cx7 > FAKEPCI_MAX_OTHERS) {
+		pr_err("switches=%u cx7=%u: want 0..%u\n", fakepci_switches, fakepci_cx7,
+		       FAKEPCI_MAX_OTHERS);
+		return -EINVAL;
+	}
 	err = fakepci_config_init();
 	if (err)
 		return err;
@@ -112,6 +125,8 @@ static int __init fakepci_init(void)
 		if (err)
 			goto release_bars;
 	}
+	for (k = FAKEPCI_FIRST_SWITCH; k < FAKEPCI_FUNCTIONS; k++)
+		fakepci_set_present(k, fakepci_is_there(k));
 	err = fakepci_add_bus();
 	if (err)
 		goto release_bars;
@@ -120,7 +135,8 @@ static int __init fakepci_init(void)
 	if (err)
 		goto remove_bus;
 
-	pr_info("%u GPU functions in domain %04x\n", fakepci_gpus, FAKEPCI_DOMAIN);
+	pr_info("%u GPU functions, %u switches, %u Mellanox functions in domain %04x\n",
+		fakepci_gpus, fakepci_switches, fakepci_cx7, FAKEPCI_DOMAIN);
 	return 0;
 
 remove_bus:

@@ -5,6 +5,9 @@
  * To the PCI core they are NVIDIA H100s as firmware leaves them: identity, BARs
  * with addresses, PCIe and MSI-X capability, memory decoding off.
  *
+ * NVSwitches and Mellanox functions have an identity and no BARs; the latter have
+ * vital product data (VPD), whose bytes are there at once.
+ *
  * What costs time: the config write that turns memory decoding on. Under QEMU
  * the host maps the BARs inside that exit, with its global lock held and the
  * guest's CPU gone; the guest's own config lock is held around it. So the write
@@ -45,17 +48,40 @@
 #define GPU_MSIX_TABLE		0x00b90000	/* offset in BAR0 */
 #define GPU_MSIX_PBA		0x00ba0000
 
+#define SWITCH_DEVICE_ID	0x22a3
+#define CX7_DEVICE_ID		0x1021
+#define CX7_CAP_VPD		0x48
+
+/* A large resource: its tag, and its length in two bytes. */
+#define VPD_LARGE(tag, length)	tag, (length) & 0xff, (length) >> 8
+#define VPD_NAME_TAG		0x82
+#define VPD_READ_ONLY_TAG	0x90
+#define VPD_END			0x78
+
+/* As NVIDIA's boards have it, shortened. The second one is that of an ordinary function. */
+static const char cx7_name[] = "ConnectX-7";
+static const char cx7_manages[] = "MLX:MN=MLNX:CSKU=V2:UUID=V3:PCI=V0:MODL=CX7:SMDL=SW_MNG";
+static const char cx7_ordinary[] = "MLX:MN=MLNX:CSKU=V2:UUID=V3:PCI=V0:MODL=CX75310A";
+
+static void fakepci_init_config(unsigned int k);
+
 struct fakepci_gpu {
 	u8 config[PCI_CFG_SPACE_EXP_SIZE];
 	/* Bits of the first 256 bytes that a write changes; the rest is fixed. */
 	u8 writable[PCI_CFG_SPACE_SIZE];
 	bool present;
 	struct fakepci_counters count;
+	u8 vpd[128];
+	unsigned int vpd_size;
 };
 
 FAKEPCI_LIST(enable_ms,
 	     "what turning memory decoding on costs, per GPU; the last value goes for the rest");
 FAKEPCI_LIST(device, "PCI device id, per GPU; the last value goes for the rest; default 0x2330");
+FAKEPCI_LIST(flr, "GPUs that can be reset: function-level reset, counted at 0xfc of config space");
+FAKEPCI_LIST(flr_hang, "GPUs that read all ones for ever after a function-level reset");
+FAKEPCI_LIST(cx7_plain, "Mellanox functions, from 0, that are ordinary ones");
+FAKEPCI_LIST(cx7_silent, "Mellanox functions, from 0, whose VPD never comes");
 FAKEPCI_LIST(no_msix, "GPUs without MSI-X, that is without any interrupt");
 
 static struct fakepci_gpu *gpus;
@@ -66,10 +92,19 @@ unsigned int fakepci_enable_ms(unsigned int k)
 	return fakepci_value(enable_ms, k, 0);
 }
 
+bool fakepci_is_there(unsigned int slot)
+{
+	if (slot < FAKEPCI_FIRST_SWITCH)
+		return slot < fakepci_gpus;
+	if (slot < FAKEPCI_FIRST_CX7)
+		return slot - FAKEPCI_FIRST_SWITCH < fakepci_switches;
+	return slot < FAKEPCI_FUNCTIONS && slot - FAKEPCI_FIRST_CX7 < fakepci_cx7;
+}
+
 static struct fakepci_gpu *fakepci_find(struct pci_bus *bus, unsigned int devfn,
 					int where, int size)
 {
-	if (bus->number || PCI_FUNC(devfn) || PCI_SLOT(devfn) >= fakepci_gpus)
+	if (bus->number || PCI_FUNC(devfn) || !fakepci_is_there(PCI_SLOT(devfn)))
 		return NULL;
 	if (where < 0 || where + size > PCI_CFG_SPACE_EXP_SIZE)
 		return NULL;
@@ -108,6 +143,38 @@ static void fakepci_map_bars(unsigned int ms)
 		cpu_relax();
 }
 
+/* Four bytes of VPD, once their address was written; the flag says that they are there. */
+static void fakepci_read_vpd(struct fakepci_gpu *function, unsigned int slot)
+{
+	u8 *cap = function->config + CX7_CAP_VPD;
+	u16 at = get_unaligned_le16(cap + PCI_VPD_ADDR);
+	unsigned int i;
+
+	if (at & PCI_VPD_ADDR_F)
+		return;
+	function->count.vpd++;
+	if (fakepci_listed(cx7_silent, slot - FAKEPCI_FIRST_CX7))
+		return;
+	for (i = 0; i < 4; i++)
+		cap[PCI_VPD_DATA + i] = at + i < function->vpd_size ? function->vpd[at + i] : 0;
+	put_unaligned_le16(at | PCI_VPD_ADDR_F, cap + PCI_VPD_ADDR);
+}
+
+/*
+ * A function-level reset: config space is as after power-on, addresses of BARs
+ * included, which the core restores anyway. The count stays, for the driver.
+ */
+static void fakepci_reset(struct fakepci_gpu *gpu, unsigned int k)
+{
+	u8 count = gpu->config[FAKEPCI_RESETS] + 1;
+
+	fakepci_init_config(k);
+	gpu->config[FAKEPCI_RESETS] = count;
+	gpu->count.resets++;
+	if (fakepci_listed(flr_hang, k))
+		gpu->present = false;
+}
+
 static int fakepci_write(struct pci_bus *bus, unsigned int devfn, int where,
 			 int size, u32 val)
 {
@@ -133,6 +200,12 @@ static int fakepci_write(struct pci_bus *bus, unsigned int devfn, int where,
 		gpu->count.enables++;
 		fakepci_map_bars(fakepci_enable_ms(PCI_SLOT(devfn)));
 	}
+	if (where == GPU_CAP_PCIE + PCI_EXP_DEVCTL && val & PCI_EXP_DEVCTL_BCR_FLR &&
+	    fakepci_listed(flr, PCI_SLOT(devfn)))
+		fakepci_reset(gpu, PCI_SLOT(devfn));
+	if (gpu->vpd_size && where <= CX7_CAP_VPD + PCI_VPD_ADDR + 1 &&
+	    where + size > CX7_CAP_VPD + PCI_VPD_ADDR)
+		fakepci_read_vpd(gpu, PCI_SLOT(devfn));
 	raw_spin_unlock_irqrestore(&host_lock, flags);
 	return PCIBIOS_SUCCESSFUL;
 }
@@ -188,7 +261,8 @@ static void fakepci_init_config(unsigned int k)
 		fakepci_listed(no_msix, k) ? 0 : GPU_CAP_MSIX;
 	put_unaligned_le16(PCI_EXP_TYPE_RC_END << 4 | 2,
 			   config + GPU_CAP_PCIE + PCI_EXP_FLAGS);
-	put_unaligned_le32(PCI_EXP_DEVCAP_RBER,
+	put_unaligned_le32(PCI_EXP_DEVCAP_RBER |
+			   (fakepci_listed(flr, k) ? PCI_EXP_DEVCAP_FLR : 0),
 			   config + GPU_CAP_PCIE + PCI_EXP_DEVCAP);
 	put_unaligned_le16(0x7fff, writable + GPU_CAP_PCIE + PCI_EXP_DEVCTL);
 
@@ -201,13 +275,73 @@ static void fakepci_init_config(unsigned int k)
 	put_unaligned_le32(GPU_MSIX_PBA, config + GPU_CAP_MSIX + PCI_MSIX_PBA);
 }
 
+/* Identity, and a PCIe capability as the GPUs have it. */
+static void fakepci_init_other(unsigned int k, u16 vendor, u16 device, u32 class, u8 next)
+{
+	u8 *config = gpus[k].config;
+	u8 *writable = gpus[k].writable;
+
+	memset(config, 0, sizeof(gpus[k].config));
+	memset(writable, 0, sizeof(gpus[k].writable));
+	put_unaligned_le16(vendor, config + PCI_VENDOR_ID);
+	put_unaligned_le16(device, config + PCI_DEVICE_ID);
+	put_unaligned_le16(PCI_STATUS_CAP_LIST, config + PCI_STATUS);
+	put_unaligned_le32(class << 8, config + PCI_CLASS_REVISION);
+	put_unaligned_le16(vendor, config + PCI_SUBSYSTEM_VENDOR_ID);
+	put_unaligned_le16(PCI_COMMAND_MASTER | PCI_COMMAND_INTX_DISABLE, writable + PCI_COMMAND);
+	config[PCI_CAPABILITY_LIST] = GPU_CAP_PCIE;
+	config[GPU_CAP_PCIE + PCI_CAP_LIST_ID] = PCI_CAP_ID_EXP;
+	config[GPU_CAP_PCIE + PCI_CAP_LIST_NEXT] = next;
+	put_unaligned_le16(PCI_EXP_TYPE_RC_END << 4 | 2, config + GPU_CAP_PCIE + PCI_EXP_FLAGS);
+	put_unaligned_le32(PCI_EXP_DEVCAP_RBER, config + GPU_CAP_PCIE + PCI_EXP_DEVCAP);
+}
+
+static u8 *fakepci_put(u8 *to, const void *from, unsigned int size)
+{
+	memcpy(to, from, size);
+	return to + size;
+}
+
+static void fakepci_init_cx7(unsigned int k)
+{
+	bool plain = fakepci_listed(cx7_plain, k - FAKEPCI_FIRST_CX7);
+	const char *parameters = plain ? cx7_ordinary : cx7_manages;
+	unsigned int length = strlen(parameters), name = strlen(cx7_name);
+	const u8 head[] = { VPD_LARGE(VPD_NAME_TAG, name) };
+	const u8 fields[] = { VPD_LARGE(VPD_READ_ONLY_TAG, 3 + length), 'V', 'A', length };
+	const u8 end = VPD_END;
+	u8 *vpd = gpus[k].vpd;
+
+	fakepci_init_other(k, PCI_VENDOR_ID_MELLANOX, CX7_DEVICE_ID,
+			   plain ? PCI_CLASS_NETWORK_ETHERNET << 8 : 0x020700, CX7_CAP_VPD);
+	gpus[k].config[CX7_CAP_VPD + PCI_CAP_LIST_ID] = PCI_CAP_ID_VPD;
+	put_unaligned_le16(0xffff, gpus[k].writable + CX7_CAP_VPD + PCI_VPD_ADDR);
+	vpd = fakepci_put(vpd, head, sizeof(head));
+	vpd = fakepci_put(vpd, cx7_name, name);
+	vpd = fakepci_put(vpd, fields, sizeof(fields));
+	vpd = fakepci_put(vpd, parameters, length);
+	vpd = fakepci_put(vpd, &end, sizeof(end));
+	gpus[k].vpd_size = vpd - gpus[k].vpd;
+}
+
+static void fakepci_init_function(unsigned int k)
+{
+	if (k < FAKEPCI_FIRST_SWITCH)
+		fakepci_init_config(k);
+	else if (k < FAKEPCI_FIRST_CX7)
+		fakepci_init_other(k, PCI_VENDOR_ID_NVIDIA, SWITCH_DEVICE_ID,
+				   PCI_CLASS_BRIDGE_OTHER << 8, 0);
+	else
+		fakepci_init_cx7(k);
+}
+
 void fakepci_set_present(unsigned int k, bool present)
 {
 	unsigned long flags;
 
 	raw_spin_lock_irqsave(&host_lock, flags);
 	if (present && !gpus[k].present)
-		fakepci_init_config(k);
+		fakepci_init_function(k);
 	gpus[k].present = present;
 	raw_spin_unlock_irqrestore(&host_lock, flags);
 }
@@ -234,7 +368,7 @@ int fakepci_config_init(void)
 			return -EINVAL;
 		}
 	}
-	gpus = kvcalloc(FAKEPCI_MAX_GPUS, sizeof(*gpus), GFP_KERNEL);
+	gpus = kvcalloc(FAKEPCI_FUNCTIONS, sizeof(*gpus), GFP_KERNEL);
 	return gpus ? 0 : -ENOMEM;
 }
 

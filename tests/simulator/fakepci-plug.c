@@ -142,12 +142,19 @@ static int fakepci_show(struct seq_file *m, void *unused)
 {
 	unsigned int k;
 
-	for (k = 0; k < fakepci_gpus; k++) {
+	for (k = 0; k < FAKEPCI_FUNCTIONS; k++) {
 		struct fakepci_counters count = fakepci_count(k);
 
-		seq_printf(m, "%04x:00:%02x.0 reads=%llu writes=%llu enables=%llu enable_ms=%u\n",
+		if (!fakepci_is_there(k))
+			continue;
+		if (k >= FAKEPCI_FIRST_SWITCH) {
+			seq_printf(m, "%04x:00:%02x.0 reads=%llu writes=%llu vpd=%llu\n",
+				   FAKEPCI_DOMAIN, k, count.reads, count.writes, count.vpd);
+			continue;
+		}
+		seq_printf(m, "%04x:00:%02x.0 reads=%llu writes=%llu enables=%llu enable_ms=%u resets=%llu\n",
 			   FAKEPCI_DOMAIN, k, count.reads, count.writes, count.enables,
-			   fakepci_enable_ms(k));
+			   fakepci_enable_ms(k), count.resets);
 	}
 	return 0;
 }

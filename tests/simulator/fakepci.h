@@ -3,7 +3,8 @@
  * What the parts of fakepci share.
  *
  * Each part has its own parameters and state; a GPU is known by its slot
- * everywhere, 0 <= k < fakepci_gpus.
+ * everywhere, 0 <= k < fakepci_gpus. NVSwitches and Mellanox functions have the
+ * slots after those that GPUs can have; they never come or go.
  */
 #ifndef FAKEPCI_H
 #define FAKEPCI_H
@@ -14,10 +15,20 @@
 #include <linux/types.h>
 
 #define FAKEPCI_DOMAIN		1
+/* Byte of a GPU's config space that counts its resets; the simulated driver reads it, too. */
+#define FAKEPCI_RESETS		0xfc
 #define FAKEPCI_MAX_GPUS	16
+
+/* After the GPUs, in the same order: switches, then Mellanox functions. */
+#define FAKEPCI_MAX_OTHERS	8
+#define FAKEPCI_FIRST_SWITCH	FAKEPCI_MAX_GPUS
+#define FAKEPCI_FIRST_CX7	(FAKEPCI_FIRST_SWITCH + FAKEPCI_MAX_OTHERS)
+#define FAKEPCI_FUNCTIONS	(FAKEPCI_FIRST_CX7 + FAKEPCI_MAX_OTHERS)
 
 /* fakepci-bus.c */
 extern unsigned int fakepci_gpus;
+extern unsigned int fakepci_switches;
+extern unsigned int fakepci_cx7;
 extern struct pci_bus *fakepci_bus;
 
 /* fakepci-config.c */
@@ -25,12 +36,15 @@ struct fakepci_counters {
 	u64 reads;
 	u64 writes;
 	u64 enables;
+	u64 resets;
+	u64 vpd;	/* reads of four bytes of it */
 };
 
 extern struct pci_ops fakepci_ops;
 int fakepci_config_init(void);
 void fakepci_config_exit(void);
 void fakepci_set_present(unsigned int k, bool present);
+bool fakepci_is_there(unsigned int slot);
 struct fakepci_counters fakepci_count(unsigned int k);
 unsigned int fakepci_enable_ms(unsigned int k);
 

@@ -32,6 +32,8 @@
 
 /* Where GPUs without a capability for it have their mailbox in config space. */
 #define MAILBOX		0xb4
+/* Where fakepci counts a GPU's resets in its config space (FAKEPCI_RESETS). */
+#define RESETS		0xfc
 
 NV_LIST(s1_ms, "initialisation, attach: under the RM lock, per GPU; default 300");
 NV_LIST(s2_ms, "initialisation, GSP boot: without the RM lock where relaxed, per GPU; default 1300");
@@ -39,7 +41,8 @@ NV_LIST(s3_ms, "initialisation, state load: under the RM lock and all GPUs', per
 NV_LIST(fw_ms, "copying the firmware, within S1, per GPU");
 NV_LIST(init_fail, "GPUs whose firmware does not boot: (0x62:0x65)");
 NV_LIST(init_hang, "GPUs whose initialisation never ends");
-NV_LIST(wpr2, "GPUs that need a reset: unexpected WPR2, (0x62:0x40)");
+NV_LIST(wpr2, "GPUs that need a reset: unexpected WPR2, (0x62:0x40); a reset (fakepci.flr) cures that");
+NV_LIST(wpr2_stuck, "GPUs with the same fault that no reset cures");
 NV_LIST(fabric, "GPUs whose NVLink fabric is not ready: status 0x81");
 NV_LIST(cc_mixed, "GPUs whose confidential-computing mode is another than the others': (0x22:0x56)");
 
@@ -289,12 +292,25 @@ void __noreturn nv_hang(void)
 	}
 }
 
+/* Left half initialised by the last guest, unless it was reset since. */
+static bool nv_is_dirty(const struct nv_gpu *gpu)
+{
+	u8 resets = 0;
+
+	if (nv_has(wpr2_stuck, gpu))
+		return true;
+	if (!nv_has(wpr2, gpu))
+		return false;
+	pci_read_config_byte(gpu->pdev, RESETS, &resets);
+	return !resets;
+}
+
 /* S2, under G. */
 static struct nv_init_code nv_boot_gsp(struct nv_gpu *gpu)
 {
 	unsigned int stage, status;
 
-	if (nv_has(wpr2, gpu)) {
+	if (nv_is_dirty(gpu)) {
 		pr_err("GPU%u kgspBootstrap: unexpected WPR2 already up, cannot proceed with booting GSP\n",
 		       gpu->position);
 		pr_err("GPU%u kgspBootstrap: (the GPU is likely in a bad state and may need to be reset)\n",

@@ -42,6 +42,11 @@ static unsigned int switches;
 module_param(switches, uint, 0444);
 MODULE_PARM_DESC(switches, "NVSwitches that the driver has, 0 to 16");
 
+bool nv_has_switches(void)
+{
+	return switches;
+}
+
 static const struct nv_cap {
 	const char *path;
 	unsigned int minor;

@@ -426,6 +426,9 @@ static int nv_judge_probes(int gpus)
 		       "NVRM: driver(s)), then try loading the NVIDIA kernel module\n"
 		       "NVRM: again.\n");
 	}
+	/* NVSwitches alone are enough for the driver. */
+	if (!probes && nv_has_switches())
+		return 0;
 	if (!probes) {
 		pr_err("No NVIDIA devices probed.\n");
 		return -ENODEV;
@@ -464,7 +467,7 @@ static int __init nv_init(void)
 		goto remove_displays;
 
 	gpus = nv_count_gpus(NULL);
-	if (!gpus || blind) {
+	if (blind || (!gpus && !nv_has_switches())) {
 		pr_err("No NVIDIA GPU found.\n");
 		err = -ENODEV;
 		goto remove_caps;

@@ -22,6 +22,8 @@
 
 static unsigned int modify_device_files = 1;
 module_param_named(NVreg_ModifyDeviceFiles, modify_device_files, uint, 0444);
+static unsigned int nvlink_disable;
+module_param_named(NVreg_NvLinkDisable, nvlink_disable, uint, 0444);
 static unsigned int device_file_uid;
 module_param_named(NVreg_DeviceFileUID, device_file_uid, uint, 0444);
 static unsigned int device_file_gid;
@@ -43,7 +45,8 @@ static const struct nv_default {
 	{ "EnableMSI", 1 }, { "EnablePCIeGen3", 0 }, { "MemoryPoolSize", 0 },
 	{ "KMallocHeapMaxSize", 0 }, { "VMallocHeapMaxSize", 0 },
 	{ "IgnoreMMIOCheck", 0 }, { "TCEBypassMode", 0 }, { "EnableStreamMemOPs", 0 },
-	{ "EnableUserNUMAManagement", 1 }, { "NvLinkDisable", 0 },
+	{ "EnableUserNUMAManagement", 1 },
+}, nv_after_nvlink[] = {
 	{ "RmProfilingAdminOnly", 1 }, { "PreserveVideoMemoryAllocations", 0 },
 	{ "EnableS0ixPowerManagement", 0 },
 	{ "S0ixPowerManagementVideoMemoryThreshold", 256 },
@@ -95,6 +98,8 @@ static int nv_params_show(struct seq_file *m, void *unused)
 	seq_printf(m, "DeviceFileGID: %u\n", device_file_gid);
 	seq_printf(m, "DeviceFileMode: %u\n", device_file_mode);
 	nv_show_defaults(m, nv_after_files, ARRAY_SIZE(nv_after_files));
+	seq_printf(m, "NvLinkDisable: %u\n", nvlink_disable);
+	nv_show_defaults(m, nv_after_nvlink, ARRAY_SIZE(nv_after_nvlink));
 	seq_printf(m, "RegistryDwords: \"%s\"\n", nv_registry_dwords());
 	for (i = 0; i < ARRAY_SIZE(nv_strings_after); i++)
 		seq_printf(m, "%s: \"\"\n", nv_strings_after[i]);

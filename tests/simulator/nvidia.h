@@ -91,6 +91,7 @@ int nv_proc_add_gpu(struct nv_gpu *gpu);
 void nv_proc_remove_gpu(struct nv_gpu *gpu);
 
 /* nvidia-caps.c */
+bool nv_has_switches(void);
 int nv_caps_init(void);
 void nv_caps_exit(void);
 void nv_caps_add_instances(const struct nv_gpu *gpu);

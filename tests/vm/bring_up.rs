@@ -1,6 +1,6 @@
 //! The bring-up: every strategy brings every GPU up, and initialisations overlap where they may.
 
-use super::harness::{Booted, Guest, Outcome, TestContext, VmTest, named};
+use super::harness::{Booted, CONFIDENTIAL, Guest, Outcome, TestContext, VmTest, named};
 use anyhow::{Context, Result, ensure};
 use kata_gpu_init::events::names;
 use kata_gpu_init::events::record::{Kind, Record};
@@ -140,13 +140,7 @@ fn auto(context: &TestContext) -> Result<Outcome> {
         ("one", "fakepci.gpus=1", "insmod", "parallel", "with one GPU"),
         ("blackwell", "fakepci.device=0x2901 nvidia.barfw_ms=200", "concurrent", "parallel", "probes of these GPUs sleep"),
         ("old", "fakepci.enable_ms=250 fakepci.gpus=2", "pipelined", "parallel", "the driver boots several GPUs at once"),
-        (
-            "confidential",
-            "fakepci.enable_ms=250 hardware.file=tdx_guest gpuinit.events.vsock=on",
-            "pipelined",
-            "serial",
-            "under confidential computing",
-        ),
+        ("confidential", &format!("fakepci.enable_ms=250 {CONFIDENTIAL}"), "pipelined", "serial", "under confidential computing"),
         ("probe-init", "nvidia.NVreg_GpuInitOnProbe=1 fakepci.enable_ms=250", "pipelined", "parallel", "slowly"),
     ] {
         let booted = Guest::new().append("fakepci.gpus=3").append(words).boot(context, name)?;

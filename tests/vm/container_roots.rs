@@ -19,10 +19,10 @@ const CONTAINERS: &str = "debian:0@debian;all:all@debian;alpine:1@alpine;cuda:2@
 const WITHOUT_HOOKS: &str = "bare-cuda,bare-alpine";
 
 /// A container whose program has ended.
-struct Ended(AgentLine);
+pub(super) struct Ended(AgentLine);
 
 impl Ended {
-    fn wait(booted: &Booted, container: &str) -> Result<Self> {
+    pub(super) fn wait(booted: &Booted, container: &str) -> Result<Self> {
         booted.created(container)?;
         let line = booted
             .console
@@ -62,7 +62,7 @@ impl Ended {
     }
 
     /// Checks that libcuda is the guest's, on a mount that the container cannot change.
-    fn has_the_guests_libcuda(&self) -> Result<()> {
+    pub(super) fn has_the_guests_libcuda(&self) -> Result<()> {
         let from = self.said("libcuda");
         ensure!(
             [format!("{LIBS}/libcuda.so.1"), format!("{LIBS}/libcuda.so.{VERSION}")].contains(&from.to_string()),

@@ -1,6 +1,6 @@
 //! The stream: complete, replayed, never in the way; and its whole shape as a golden file.
 
-use super::harness::{Booted, Guest, Listener, Outcome, TestContext, VmTest, complete, named};
+use super::harness::{Booted, CONFIDENTIAL, Guest, Listener, Outcome, TestContext, VmTest, complete, named};
 use anyhow::{Context, Result, ensure};
 use kata_gpu_init::events::names;
 use kata_gpu_init::events::record::{Kind, Record};
@@ -16,6 +16,7 @@ pub const TESTS: &[VmTest] = &[
     VmTest { name: "readers_in_the_guest_get_the_stream", run: guest_reader },
     VmTest { name: "a_host_can_read_the_stream_from_the_guests_vsock_port", run: vsock_listener },
     VmTest { name: "the_stream_of_a_full_boot_has_its_golden_shape", run: golden },
+    VmTest { name: "the_stream_of_each_topology_has_its_golden_shape", run: topologies },
 ];
 
 fn late_listener(context: &TestContext) -> Result<Outcome> {
@@ -161,15 +162,27 @@ const VOLATILE: &[&str] = &[
     "moved",
     "stay",
     "held_by",
+    "main_pid",
 ];
 
 /// The stream in a form that is the same for every boot: times and volatile values masked, span ids by name, what runs at once in order of GPU.
 fn canonical(records: &[Record]) -> String {
     let names_of: HashMap<u64, &str> = records.iter().filter_map(|r| Some((r.span?, r.name.as_str()))).collect();
+    let of_service = |r: &Record| r.span.zip(r.fields.get("service").cloned());
+    let services: HashMap<u64, Value> = records.iter().filter_map(of_service).collect();
     let mut lines: Vec<(String, String)> = Vec::new();
     for r in records {
         // How often the agent looked, what it did meanwhile, which sink was when ready, uevents and publications in between depend on the machine's speed.
-        let by_speed = [names::AGENT_LOOK, names::AGENT_CONTAINER, names::AGENT_HOOK, names::SINK, names::UEVENT, names::CDI_PUBLISH];
+        // So does how a service's lines are joined to records.
+        let by_speed = [
+            names::AGENT_LOOK,
+            names::AGENT_CONTAINER,
+            names::AGENT_HOOK,
+            names::SINK,
+            names::UEVENT,
+            names::CDI_PUBLISH,
+            names::SERVICE_LOG,
+        ];
         if matches!(r.kind, Kind::Kmsg) || by_speed.contains(&r.name.as_str()) {
             continue;
         }
@@ -200,7 +213,11 @@ fn canonical(records: &[Record]) -> String {
             names::LANE_WAIT,
         ]
         .contains(&r.name.as_str());
-        let group = if beside {
+        // An end has no field that names its service: the step of its begin has.
+        let service = r.span.and_then(|span| services.get(&span)).or(r.fields.get("service"));
+        let group = if let Some(service) = service {
+            format!("service {service}")
+        } else if beside {
             format!("{} {:?}", r.name, r.gpu)
         } else {
             r.gpu.map_or_else(|| format!("{:?}", r.name == names::SETTLED || r.name == names::LOCKDOWN), |g| format!("gpu {g}"))
@@ -221,14 +238,10 @@ fn canonical(records: &[Record]) -> String {
 }
 
 fn golden(context: &TestContext) -> Result<Outcome> {
-    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("golden/boot-2-gpus.ndjson");
-    // One after another, so that the order within the driver's part is the same every time.
-    let words = "fakepci.gpus=2 gpuinit.bind=pipelined gpuinit.init=serial testagent.containers=all:all";
-    let booted = Guest::new().append(words).boot(context, "golden")?;
+    let booted = Guest::new().append(IN_ORDER).append("fakepci.gpus=2 testagent.containers=all:all").boot(context, "golden")?;
     booted.created("all")?;
     booted.event(names::LOCKDOWN)?;
     let records = booted.receiver.records();
-    complete(&records)?;
     let is = canonical(&records);
     // Nothing of the shape is lost by masking: another order of one GPU's steps must show.
     let mut swapped = records.clone();
@@ -236,6 +249,59 @@ fn golden(context: &TestContext) -> Result<Outcome> {
         r.name = names::GPU_USABLE.into();
     }
     ensure!(canonical(&swapped) != is, "the golden form does not see a changed step");
+    compare_with_golden("boot-2-gpus", &records)?;
+    Ok(Outcome::Passed)
+}
+
+/// One GPU after another, so that the order within the driver's part is the same every time.
+const IN_ORDER: &str = "gpuinit.bind=pipelined gpuinit.init=serial";
+
+/// Name and words of each topology; services that start there.
+const TOPOLOGIES: [(&str, &str, usize); 6] = [
+    ("none", "fakepci.gpus=0", 0),
+    ("hopper-fabric", "fakepci.gpus=2 fakepci.switches=2 nvidia.switches=2 nvidia.fabric_state=2", 1),
+    ("protected-pcie", "fakepci.gpus=2 fakepci.switches=2 nvidia.switches=2 nvidia.fabric_state=2 nvidia.cc=1 nvrc.smi.srs=1", 2),
+    ("blackwell-fabric", "fakepci.gpus=2 fakepci.device=0x2901 nvidia.barfw_ms=50 fakepci.cx7=2 nvidia.fabric_state=2", 2),
+    ("service-vm", "fakepci.gpus=0 fakepci.switches=2 nvidia.switches=2", 1),
+    // The fabric, which NVML alone knows of, is complete after the GPUs were taken back.
+    ("shared-fabric", "fakepci.gpus=2 nvidia.fabric_state=2 testagent.guest=script testagent.script=gpu.held!begin/1>fabric:3", 0),
+];
+
+fn topologies(context: &TestContext) -> Result<Outcome> {
+    for (topology, words, services) in TOPOLOGIES {
+        let guest = super::services::with_services(Guest::new()).append(IN_ORDER).append(words);
+        let guest = match topology {
+            "none" | "service-vm" => guest,
+            "protected-pcie" => guest.nvml().append(CONFIDENTIAL),
+            _ => guest.nvml(),
+        };
+        let booted = guest.boot(context, topology)?;
+        booted.settled().with_context(|| topology.to_string())?;
+        booted.events(names::SERVICE_PLAN, kata_gpu_init::services::table::SERVICES.len())?;
+        // Without a GPU the lockdown waits for one that may come.
+        if !words.contains("fakepci.gpus=0") {
+            booted.event(names::LOCKDOWN)?;
+            booted.events(names::GPU_PUBLISHED, if topology == "shared-fabric" { 4 } else { 2 })?;
+        }
+        // Of both GPUs, before and after the fabric is complete.
+        if words.contains("nvidia.fabric_state") {
+            booted.events(names::GPU_HEALTH, 4)?;
+        }
+        let starts = |r: &Record| r.kind == Kind::Begin && r.name == names::SERVICE_START;
+        let begins = booted.receiver.wait_several(super::harness::DEADLINE, services, starts).context("a service was not started")?;
+        for begin in begins {
+            booted.record("the end of a start", |r| r.kind == Kind::End && r.span == begin.span)?;
+        }
+        compare_with_golden(&format!("boot-{topology}"), &booted.receiver.records()).with_context(|| topology.to_string())?;
+    }
+    Ok(Outcome::Passed)
+}
+
+/// Compares a stream with its golden file, or writes that file.
+fn compare_with_golden(name: &str, records: &[Record]) -> Result<()> {
+    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join(format!("golden/{name}.ndjson"));
+    complete(records)?;
+    let is = canonical(records);
     if std::env::var_os("UPDATE_GOLDEN").is_some() {
         std::fs::create_dir_all(path.parent().context("no folder")?)?;
         std::fs::write(&path, &is)?;
@@ -251,5 +317,5 @@ fn golden(context: &TestContext) -> Result<Outcome> {
             should.lines().nth(at).unwrap_or("(end)")
         );
     }
-    Ok(Outcome::Passed)
+    Ok(())
 }

@@ -114,6 +114,10 @@ fn no_console(context: &TestContext) -> Result<Outcome> {
     let booted = Guest::new().append("hardware.descriptors=none testagent.containers=all:all").boot(context, "no-console")?;
     ensure!(booted.settled()? == (8, 0), "{:?}", booted.settled()?);
     booted.created("all")?;
+    let booted = Guest::new().without_console().append("fakepci.gpus=2").boot(context, "no-port")?;
+    ensure!(booted.settled()? == (2, 0), "{:?}", booted.settled()?);
+    let console = booted.console.text();
+    ensure!(console.is_empty(), "a console is there: {console:?}");
     Ok(Outcome::Passed)
 }
 
@@ -280,7 +284,7 @@ fn bare_word(context: &TestContext) -> Result<Outcome> {
 }
 
 fn bad_parameters(context: &TestContext) -> Result<Outcome> {
-    let junk = "gpuinit.bind=fast gpuinit.gpus=-1 gpuinit.\u{1}\u{7f}=\u{2} nvrc.dcgm=on";
+    let junk = "gpuinit.bind=fast gpuinit.gpus=-1 gpuinit.\u{1}\u{7f}=\u{2} nvrc.fm.mode=1";
     // x86 takes 2047 bytes (COMMAND_LINE_SIZE), and a longer line does not boot at all; 4 kB are a unit test of `config`.
     let many = "gpuinit.nosuch=1 ".repeat(1700 / 17);
     for (name, words) in [("few", junk.to_string()), ("many", format!("{junk} {many}"))] {
@@ -292,7 +296,7 @@ fn bad_parameters(context: &TestContext) -> Result<Outcome> {
             |parameter: &str| told.iter().find(|r| r.fields["parameter"] == parameter).and_then(|r| r.error.clone()).unwrap_or_default();
         ensure!(problem("gpuinit.bind").contains("takes auto, insmod, pipelined, concurrent; ignored, default: auto"), "{name}: {told:?}");
         ensure!(problem("gpuinit.gpus").contains("takes 0 to 1024"), "{name}: {told:?}");
-        ensure!(problem("nvrc.dcgm").contains("not supported yet"), "{name}: {told:?}");
+        ensure!(problem("nvrc.fm.mode").contains("ignored"), "{name}: {told:?}");
         ensure!(told.len() <= 33, "{name}: {} events", told.len());
         let reason = named(&records, Kind::Event, names::STRATEGY)[0].fields["reason"].clone();
         ensure!(reason.as_str().is_some_and(|r| r.starts_with("bind: the host maps BARs")), "{name}: the default is not used: {reason}");

@@ -1,6 +1,6 @@
 //! Guest halves of VM tests: run by the test agent for `testagent.guest=NAME`, in the guest.
 
-use super::{hot_plug_soak, script};
+use super::{extensions, hot_plug_soak, script};
 use crate::agent::{cdi, log};
 use kata_gpu_init::clock::boottime_ns;
 use std::path::Path;
@@ -19,6 +19,8 @@ pub const GUEST_HALVES: &[(&str, fn())] = &[
     ("script", script::run),
     ("hot-plug-soak", hot_plug_soak::run),
     ("samples", samples),
+    ("extensions", extensions::report),
+    ("late-disks", extensions::late_disks),
 ];
 
 /// Publishes as a naive generator would: only what is ready so far. The agent must fail on it, which is why nothing else here does so.
@@ -86,6 +88,22 @@ pub fn connect() -> Option<std::os::unix::net::UnixStream> {
         }
         std::thread::sleep(std::time::Duration::from_millis(50));
     }
+}
+
+/// Waits until the init's stream has an event of this name.
+pub fn wait_for(name: &str) {
+    wait_for_line(&format!("\"kind\":\"event\",\"name\":\"{name}\""));
+}
+
+/// Waits until a step of this name has begun.
+pub fn wait_for_begin(name: &str) {
+    wait_for_line(&format!("\"kind\":\"begin\",\"name\":\"{name}\""));
+}
+
+fn wait_for_line(wanted: &str) {
+    use std::io::{BufRead, BufReader};
+    let Some(stream) = connect() else { return };
+    let _seen = BufReader::new(stream).lines().map_while(Result::ok).any(|line| line.contains(wanted));
 }
 
 /// The init's unix listener.

@@ -4,6 +4,7 @@ use super::harness::{DEADLINE, Guest, Outcome, TestContext, VmTest};
 use anyhow::{Context, Result, bail, ensure};
 use kata_gpu_init::events::names;
 use kata_gpu_init::events::record::Kind;
+use kata_gpu_init::host::initrd::helper::Helper;
 use kata_gpu_init::host::initrd::image::{Form, Image};
 use kata_gpu_init::host::initrd::output::Output;
 use kata_gpu_init::host::initrd::pack::{List, Wish as PackWish, pack};
@@ -68,7 +69,7 @@ fn repacked(context: &TestContext) -> Result<Outcome> {
     let folder = folder(context)?;
     let image = Image::open(&base(context))?;
     let init = context.target.join("x86_64-unknown-linux-musl/release/kata-gpu-init");
-    let wish = Wish { init, manifest: true, form: Some(Form::Gzip), drop_old: false };
+    let wish = Wish { init, helper: Helper::None, manifest: true, form: Some(Form::Gzip), drop_old: false };
     let question = Question { user_space: false, ..Question::default() };
     let mut done = repack(&image, &Tree::new(&image)?, &wish, &question, &folder.join("repacked"))?;
     ensure!(done.report.boots(), "{:?}", done.report.findings);

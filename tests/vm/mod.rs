@@ -5,6 +5,7 @@ pub mod guest;
 mod hot_plug_soak;
 pub mod random;
 mod script;
+pub mod vmm;
 
 #[cfg(feature = "host")]
 pub mod harness;
@@ -25,6 +26,9 @@ mod containers;
 mod disk_root;
 #[cfg(feature = "host")]
 mod events;
+mod extensions;
+#[cfg(feature = "host")]
+mod fabric;
 #[cfg(feature = "host")]
 mod faults;
 #[cfg(feature = "host")]
@@ -38,17 +42,29 @@ mod initrd;
 #[cfg(feature = "host")]
 mod modules;
 #[cfg(feature = "host")]
+mod nvml;
+#[cfg(feature = "host")]
 mod readers;
 #[cfg(feature = "host")]
 mod real_driver;
 #[cfg(feature = "host")]
 mod reasons;
 #[cfg(feature = "host")]
+mod resets;
+#[cfg(feature = "host")]
 mod rootfs;
+#[cfg(feature = "host")]
+mod service;
+#[cfg(feature = "host")]
+pub mod services;
 #[cfg(feature = "host")]
 mod simulator;
 #[cfg(feature = "host")]
+mod readiness;
+#[cfg(feature = "host")]
 pub mod soak;
+#[cfg(feature = "host")]
+mod topology;
 #[cfg(feature = "host")]
 mod worker;
 
@@ -61,9 +77,13 @@ pub const TESTS: &[&[harness::VmTest]] = &[
     bring_up::TESTS,
     guest_lives::TESTS,
     beside::TESTS,
+    topology::TESTS,
+    fabric::TESTS,
     faults::TESTS,
     reasons::TESTS,
+    resets::TESTS,
     worker::TESTS,
+    services::TESTS,
     hot_plug::TESTS,
     soak::TESTS,
     events::TESTS,
@@ -73,7 +93,11 @@ pub const TESTS: &[&[harness::VmTest]] = &[
     import::TESTS,
     modules::TESTS,
     initrd::TESTS,
+    nvml::TESTS,
+    readiness::TESTS,
     disk_root::TESTS,
+    extensions::TESTS,
     real_driver::TESTS,
     rootfs::TESTS,
+    service::TESTS,
 ];

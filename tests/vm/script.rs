@@ -27,12 +27,17 @@
 //! | `counters` | reports the simulator's counters |
 //! | `config` | reports the functions' config accesses |
 //! | `driver` | reports every file that the driver has in /proc, one line each, and its devices |
+//! | `nodes` | reports the names of the driver's nodes in /dev |
 //! | `spec` | reports the text of every CDI spec |
 //! | `spec-has:TEXT` | waits until a CDI spec has this text, for at most half a minute |
 //! | `overrides` | reports every GPU's driver_override |
 //! | `cpus` | reports on which CPUs each thread of the worker, and each of the driver's that opens, may run |
 //! | `held` | reports which GPU nodes the init's processes have open |
 //! | `spec` | reports the CDI spec as it is at that moment |
+//! | `services` | reports the processes of NVIDIA's services: `NAME=PID ..` |
+//! | `kill-service:NAME` | kills the processes of a service |
+//! | `fabric:STATES` | gives the fabric of the simulated driver these states, as a manager elsewhere would: NVML's numbers, one for all or with commas |
+//! | `nvml:REQUEST` | asks NVML's helper, with `_` for blanks, and reports its answer |
 //! | `run:PROGRAM` | starts a program of the guest without arguments; the agent, which reaps it, reports how it ended |
 //!
 //! WHEN may also be `now`, which is at once, and needs no init that tells anything.
@@ -41,6 +46,7 @@ use super::guest::{all_counters, connect};
 use crate::agent::{cdi, log};
 use kata_gpu_init::device_nodes::DeviceNodes;
 use kata_gpu_init::events::record::{Kind, Line, Record, decode};
+use kata_gpu_init::services::processes::mark_of;
 use kata_gpu_init::{adapter, driver_proc};
 use nix::kmod::{ModuleInitFlags, finit_module};
 use nix::sys::signal::{Signal, kill};
@@ -218,6 +224,12 @@ pub(super) fn act(action: &str) -> Result<(), String> {
             log::info("started", &[("program", argument), ("child-pid", &child.id().to_string())]);
             Ok(())
         }
+        "fabric" => write(Path::new("/sys/module/nvidia/parameters/fabric_state"), argument),
+        "nvml" => {
+            let answer = ask_nvml(&argument.replace('_', " ")).map_err(|e| format!("{action}: {e}"))?;
+            log::info("nvml", &[("request", argument), ("answer", answer.trim())]);
+            Ok(())
+        }
         "storm" => (0..number()?).try_for_each(|_| write(Path::new("/sys/devices/virtual/mem/null/uevent"), "change")),
         "skew" => skew(argument.parse().map_err(|e| format!("{action}: {e}"))?),
         "sleep" => {
@@ -238,6 +250,13 @@ pub(super) fn act(action: &str) -> Result<(), String> {
             for file in ["/proc/devices", "/sys/module/nvidia/version"] {
                 log_file(Path::new(file));
             }
+            Ok(())
+        }
+        "nodes" => {
+            let names = std::fs::read_dir("/dev").map_err(|e| e.to_string())?.flatten().map(|entry| entry.file_name());
+            let mut names: Vec<String> = names.map(|n| n.to_string_lossy().into_owned()).filter(|n| n.starts_with("nvidia")).collect();
+            names.sort();
+            log::info("nodes", &[("names", &names.join(" "))]);
             Ok(())
         }
         "spec" => {
@@ -274,6 +293,16 @@ pub(super) fn act(action: &str) -> Result<(), String> {
                 log::info("cpus", &[("thread", &of("Name:")), ("allowed", &of("Cpus_allowed_list:"))]);
             }
             Ok(())
+        }
+        "services" => {
+            let mut all: Vec<String> = service_processes()?.into_iter().map(|(pid, name)| format!("{name}={pid}")).collect();
+            all.sort();
+            log::info("services", &[("all", &all.join(" "))]);
+            Ok(())
+        }
+        "kill-service" => {
+            let of_service = service_processes()?.into_iter().filter(|(_, name)| name == argument);
+            of_service.map(|(pid, _)| pid).try_for_each(|pid| kill(Pid::from_raw(pid), Signal::SIGKILL).map_err(|e| e.to_string()))
         }
         "held" => {
             for process in ["gpuinit-keeper", "gpuinit-worker"] {
@@ -341,6 +370,15 @@ fn processes_named(name: &str) -> Result<Vec<i32>, String> {
     Ok(std::fs::read_dir("/proc").map_err(|e| e.to_string())?.flatten().filter_map(named).collect())
 }
 
+/// Processes of NVIDIA's services.
+fn service_processes() -> Result<Vec<(i32, String)>, String> {
+    let of = |entry: std::fs::DirEntry| {
+        let pid = entry.file_name().to_str()?.parse().ok()?;
+        Some((pid, mark_of(Path::new("/proc"), pid)?))
+    };
+    Ok(std::fs::read_dir("/proc").map_err(|e| e.to_string())?.flatten().filter_map(of).collect())
+}
+
 /// The process of this name.
 pub(super) fn process_named(name: &str) -> Result<i32, String> {
     processes_named(name)?.first().copied().ok_or_else(|| format!("there is no process {name}"))
@@ -389,6 +427,19 @@ fn fill() -> Result<(), String> {
         while file.write_all(&part).is_ok() {}
     }
     Ok(())
+}
+
+/// One request to NVML's helper, and its answer. PID 1 reaps the helper.
+fn ask_nvml(request: &str) -> Result<String, String> {
+    use std::io::{Read, Write};
+    use std::process::{Command, Stdio};
+    let program = kata_gpu_init::nvml::find(Path::new("/")).ok_or("no helper in the image")?;
+    let mut helper = Command::new(program).stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().map_err(|e| e.to_string())?;
+    let mut answer = String::new();
+    // The helper ends with its input.
+    helper.stdin.take().map_or(Ok(()), |mut input| writeln!(input, "{request}")).map_err(|e| e.to_string())?;
+    helper.stdout.take().map_or(Ok(0), |mut output| output.read_to_string(&mut answer)).map_err(|e| e.to_string())?;
+    Ok(answer)
 }
 
 /// Loads a module of the running kernel, with no options.

@@ -23,6 +23,8 @@ pub enum Limit {
     WakesSoon,
     LoadSleeps,
     Lockdown,
+    NvmlFirst,
+    FabricLate,
 }
 
 /// One row of the table.
@@ -37,7 +39,7 @@ const fn row(limit: Limit, after_ms: u64, reason: &'static str) -> Deadline {
 }
 
 /// All limits, in the order of the enum.
-pub const TABLE: [Deadline; 17] = [
+pub const TABLE: [Deadline; 19] = [
     row(
         Limit::Attach,
         420,
@@ -128,6 +130,19 @@ pub const TABLE: [Deadline; 17] = [
          it for one enabling and this time: the load does not end before they do",
     ),
     row(Limit::Lockdown, 60_000, "limit after the load where a GPU does not settle: modules stay loadable"),
+    row(
+        Limit::NvmlFirst,
+        60_000,
+        "NVML is asked for the fabric of those usable although a GPU does not settle: what it asks \
+         disturbs one that initialises, but a GPU that hangs must not keep the others from \
+         containers; eight confidential GPUs take 35 s one after another",
+    ),
+    row(
+        Limit::FabricLate,
+        60_000,
+        "a fabric that is not complete is an error after that: fabric manager takes seconds once \
+         all GPUs are initialised, and an agent gives up its container after 100 s by default",
+    ),
 ];
 
 impl Limit {

@@ -65,6 +65,11 @@ impl Dispatch {
         self.lock().schedule.is_usable(gpu)
     }
 
+    /// Whether all GPUs are usable or failed.
+    pub fn is_settled(&self) -> bool {
+        self.lock().schedule.is_settled()
+    }
+
     /// Calls the schedule whenever one of its deadlines passes.
     async fn keep_time(self: Arc<Self>) {
         loop {

@@ -13,13 +13,14 @@ use super::messages::{Fact, GpuId};
 use super::publication::{Common, Update, Updates};
 use super::shared::{Driver, Loaded, Shared};
 use crate::bind::{DRIVER, PciSysfs};
-use crate::config::{Config, with_registry_key};
+use crate::config::{Config, parameter_value, with_registry_key};
 use crate::device_nodes::{DeviceNodes, Node};
 use crate::driver_proc::{Majors, majors, node_rules};
 use crate::events::{After, Step, names};
+use crate::extensions;
 use crate::kernel_modules::{LoadError, Modules};
 use crate::modinfo;
-use crate::pci::PciAddress;
+use crate::pci::{PciAddress, SYS};
 use crate::reason::Reason;
 use crate::step;
 use crate::threads::{self, Panicked, Running};
@@ -37,6 +38,8 @@ const UVM: &str = "nvidia-uvm";
 /// probed during the load. The kernel reports no event for it. Used where probes sleep, until the
 /// driver is registered.
 const REGISTRATION_LOOK: Duration = Duration::from_millis(5);
+/// Keeps the driver from using NVLink.
+const NVLINK_DISABLE: &str = "NVreg_NvLinkDisable";
 /// Makes the driver keep its global lock while a GPU's own processor boots.
 const UNRELAXED: &str = "RmRelaxedGspInitLocking=0";
 
@@ -113,7 +116,13 @@ fn over(shared: &Arc<Shared>) {
     shared.dispatch.report(Fact::LoadOver);
     if is_loaded(&shared.driver.borrow()) {
         let (spec, channels) = (shared.spec.clone(), shared.config.imex_channels);
-        threads::detach(move || extras::others(channels, &spec));
+        let others = threads::run(move || extras::others(channels, &spec));
+        let shared = Arc::clone(shared);
+        tokio::spawn(async move {
+            // A panic has been reported by the panic hook. Services open the nodes made there.
+            let _unused = others.await;
+            shared.milestones.send_modify(|reached| reached.loaded = true);
+        });
     }
 }
 
@@ -138,12 +147,27 @@ impl Image {
         let version = version_on_disk(&modules);
         Self { modules, version }
     }
+
+    /// Value of the option that disables NVLink, from modprobe.d or the command line.
+    pub fn nvlink_option(&self) -> Option<String> {
+        parameter_value(&self.modules.options(DRIVER), NVLINK_DISABLE)
+    }
+
+    /// Loads the driver with NVLink disabled.
+    pub fn disable_nvlink(&mut self) {
+        self.modules.add_options(DRIVER, &format!("{NVLINK_DISABLE}=1"));
+    }
+}
+
+/// Whether the kernel has the driver, or is loading it.
+pub fn is_in_kernel() -> bool {
+    Path::new(SYS).join("module").join(DRIVER).exists()
 }
 
 fn modules(config: &Config, command_line: &[u8]) -> Modules {
     // Without the kernel's release, modules.dep is not found, which is reported.
     let kernel = std::fs::read_to_string("/proc/sys/kernel/osrelease").unwrap_or_default();
-    let mut modules = Modules::new(Path::new("/"), kernel.trim(), command_line);
+    let mut modules = Modules::in_tree(Path::new("/"), extensions::driver_root(), kernel.trim(), command_line);
     if !config.relaxed {
         let key = with_registry_key(&modules.options(DRIVER), UNRELAXED);
         modules.add_options(DRIVER, &key);

@@ -12,8 +12,8 @@ use super::shared::Shared;
 use crate::cdi::devices::{OTHERS, Places};
 use crate::cdi::schema::Edits;
 use crate::cdi::spec::Extras;
-use crate::device_nodes::DeviceNodes;
-use crate::driver_caps::{access, instances, switches};
+use crate::device_nodes::{DeviceNodes, make_for_switches};
+use crate::driver_caps::{access, instances};
 use crate::driver_proc::{majors, node_rules};
 use crate::events::names;
 use crate::pci::PciAddress;
@@ -70,7 +70,7 @@ fn make_capabilities(gpu: u32) -> Result<(), String> {
 /// Makes IMEX channels and the switches' nodes once the driver is loaded; reports the kinds found
 /// to the writer.
 pub fn others(imex_channels: u32, spec: &Updates) {
-    for made in [make_channels(imex_channels), make_switches()] {
+    for made in [make_channels(imex_channels), make_for_switches(Path::new(PROC), Path::new(DEV))] {
         if let Err(error) = made {
             tracing::error!(name: names::CDI_BESIDE, error);
         }
@@ -99,17 +99,4 @@ fn make_channels(count: u32) -> Result<(), String> {
     let major = major.ok_or_else(|| at("/proc/devices has no \"nvidia-caps-imex-channels\": this driver has none".into()))?;
     let nodes = DeviceNodes::at(Path::new(DEV), node_rules(proc));
     (0..count).try_for_each(|n| nodes.imex_channel(major, n).map(drop)).map_err(|e| at(e.to_string()))
-}
-
-fn make_switches() -> Result<(), String> {
-    let proc = Path::new(PROC);
-    let count = switches(proc)?;
-    if count == 0 {
-        return Ok(());
-    }
-    let at = |why: String| format!("make the nodes of {count} switches: {why}");
-    let major =
-        majors(proc).map_err(|e| at(e.to_string()))?.nvswitch.ok_or_else(|| at("/proc/devices has no \"nvidia-nvswitch\"".into()))?;
-    let nodes = DeviceNodes::at(Path::new(DEV), node_rules(proc));
-    nodes.switches(major, count).map(drop).map_err(|e| at(e.to_string()))
 }

@@ -42,15 +42,7 @@ impl Shared {
         let bind_inode = self.roster.bind_of(gpu).map(|bound| bound.bind);
         self.roster.failed(gpu);
         let _unused = self.spec.send(Update::Failed { gpu });
-        let lines = match &self.words {
-            Some(words) => {
-                let since_ns = failure.since_ns.unwrap_or(since_ns);
-                words.since(gpu.address, since_ns, failure.step.is_told_without_address()).await
-            }
-            None => Vec::new(),
-        };
-        let (recognised, line) = reason::classify(failure.step, &lines);
-        let reason = failure.reason.unwrap_or(recognised);
+        let (reason, line) = self.recognise(gpu, since_ns, &failure).await;
         let index = self.roster.index(gpu.address);
         let mut error = format!("GPU {index} ({}): {}", gpu.address, failure.error);
         if let Some(line) = line {
@@ -59,5 +51,18 @@ impl Shared {
         let (step, cure) = (failure.step.as_str(), reason.cure().unwrap_or("see the driver's words"));
         tracing::error!(name: names::GPU_FAILED, gpu = %gpu.address, index = index as u64, step, reason = %reason, cure, error, bind_inode, generation = gpu.again());
         self.dispatch.report(Fact::Failed(gpu));
+    }
+
+    /// Reason of a failure, and the driver's line that shows it.
+    pub async fn recognise(&self, gpu: GpuId, since_ns: u64, failure: &Failed) -> (Reason, Option<String>) {
+        let lines = match &self.words {
+            Some(words) => {
+                let since_ns = failure.since_ns.unwrap_or(since_ns);
+                words.since(gpu.address, since_ns, failure.step.is_told_without_address()).await
+            }
+            None => Vec::new(),
+        };
+        let (recognised, line) = reason::classify(failure.step, &lines);
+        (failure.reason.unwrap_or(recognised), line.map(str::to_string))
     }
 }

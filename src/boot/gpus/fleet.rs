@@ -11,16 +11,19 @@ use super::lane_cpu::Spare;
 use super::messages::{Arrival, Fact, GpuId, Order};
 use super::previous::Previous;
 use super::publication::{self, Update};
+use super::readiness;
+use super::reset;
 use super::roster::Roster;
+use super::scan::{self, Found};
 use super::schedule::Schedule;
-use super::shared::{Driver, Seen, Shared};
+use super::shared::{Driver, Occasions, Seen, Shared};
 use super::slots;
 use super::stock::{observe, published, release_stale, report_left, take_stock};
 use super::strategy::{Facts, Policy, Strategy};
 use crate::agent_watch::{self, Change};
 use crate::bind::{Bound, DRIVER, PciSysfs};
 use crate::boot::wire::descriptors::Descriptors;
-use crate::cdi::spec::Options;
+use crate::cdi::spec::{Entry, Options};
 use crate::config::{Cdi, Config, parameter_value};
 use crate::driver_log::Signal;
 use crate::events::kmsg::DriverWords;
@@ -28,6 +31,8 @@ use crate::events::sinks::console::Gate;
 use crate::events::{After, StepId, names};
 use crate::pci::{self, Gpu, PciAddress, SYS};
 use crate::reason::Reason;
+use crate::services::{Fabric, Milestones};
+use crate::topology::Functions;
 use crate::uevents::{Action, Next, Uevent, Uevents};
 use crate::{confidential, ptp_kvm, step, threads};
 use std::collections::{BTreeSet, HashMap};
@@ -37,7 +42,7 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 use tokio::runtime::Handle;
-use tokio::sync::{mpsc, watch};
+use tokio::sync::{mpsc, oneshot, watch};
 use tokio::task::{AbortHandle, JoinSet};
 use tokio::time::{Instant, MissedTickBehavior};
 
@@ -56,6 +61,17 @@ pub struct Machine {
     pub spare: Option<Spare>,
     /// Gate of the console sink.
     pub gate: Gate,
+    /// Received when the driver's files are there, with the step that they come after. None: they
+    /// are. The sender is dropped in a guest that is about to end.
+    pub image: Option<oneshot::Receiver<Option<StepId>>>,
+    /// Set when all GPUs are settled.
+    pub settled: watch::Sender<bool>,
+    /// Progress of the bring-up, for the services.
+    pub milestones: watch::Sender<Milestones>,
+    /// State of the fabric, for the services.
+    pub fabric: watch::Sender<Fabric>,
+    /// Whether the services' modules are loaded: the lockdown waits for that.
+    pub modules_loaded: watch::Receiver<bool>,
 }
 
 /// Brings all GPUs up and follows their changes, after the worker's start. Never returns.
@@ -66,44 +82,23 @@ pub async fn run(
     started: StepId,
     sources: Sources,
     descriptors: Descriptors,
-    machine: Machine,
+    mut machine: Machine,
 ) {
     let Sources { uevents, words, signals, agent } = sources;
     // Scan after the subscription to uevents: a GPU that appears meanwhile is seen twice, not
     // never.
-    let (gpus, scanned) = scan(config, started);
-    let found = (&gpus[..], scanned);
+    let found = scan::run(config, previous, started).await;
+    let image = match machine.image.take() {
+        None => None,
+        Some(image) => match image.await {
+            Ok(step) => step,
+            Err(_) => std::future::pending().await,
+        },
+    };
+    let after = After::from(&[Some(found.step), image][..]);
+    let found = (found, after);
     let mut fleet = Fleet::start(config, command_line, previous, found, words, descriptors, machine);
     fleet.follow(uevents, signals, agent).await;
-}
-
-/// Scans for GPUs, and reports their number and missing ones.
-fn scan(config: &Config, started: StepId) -> (Vec<Gpu>, StepId) {
-    let step = step!(names::PCI_SCAN, after = ?After(vec![started]), gpus = tracing::field::Empty);
-    let id = step.id();
-    let gpus = match pci::scan(Path::new(SYS)) {
-        Ok((gpus, unreadable)) => {
-            for error in unreadable {
-                tracing::warn!(name: names::PCI_SCAN, error);
-            }
-            gpus
-        }
-        Err(error) => {
-            step.fail(&error);
-            Vec::new()
-        }
-    };
-    step.note("gpus", gpus.len() as u64);
-    drop(step);
-    if let Some(expected) = config.expected_gpus.filter(|e| *e > gpus.len()) {
-        let found = gpus.len();
-        let error = format!(
-            "gpuinit.gpus={expected}, but the guest's PCI bus has {found}: \
-             look at the VM's devices on the host"
-        );
-        tracing::error!(name: names::PCI_SCAN, error);
-    }
-    (gpus, id)
 }
 
 /// Xid of a GPU that has fallen off the bus and is lost until a reset.
@@ -120,6 +115,9 @@ const RETRY_AFTER: Duration = Duration::from_secs(1);
 /// or a GPU is late.
 const REMOVAL_LOOK: Duration = Duration::from_secs(1);
 
+/// Longest wait of the lockdown for modules of services.
+const MODULES_FIRST: Duration = Duration::from_secs(60);
+
 pub struct Fleet {
     shared: Arc<Shared>,
     orders: Orders,
@@ -132,44 +130,58 @@ pub struct Fleet {
     tasks: JoinSet<()>,
     handles: HashMap<GpuId, AbortHandle>,
     facts: Facts,
+    /// Whether the services' modules are loaded.
+    modules_loaded: watch::Receiver<bool>,
     /// When sysfs is to be scanned again.
     rescan_at: Option<Instant>,
     /// Whether removals are looked for.
     looks: bool,
+    /// The driver's options are fixed.
+    load_ordered: bool,
+    settled: watch::Sender<bool>,
 }
 
 impl Fleet {
-    /// Starts with the GPUs of the scan, after the scan's step.
+    /// Starts with the GPUs of the scan, after the steps of the scan and the driver's files.
     pub fn start(
         config: &Config,
         command_line: &[u8],
         previous: Option<&Previous>,
-        (gpus, scanned): (&[Gpu], StepId),
+        (found, after): (Found, After),
         words: Option<DriverWords>,
         descriptors: Descriptors,
         machine: Machine,
     ) -> Self {
-        let looking = step!(names::DRIVER_LOOK, after = ?After(vec![scanned]));
+        let looking = step!(names::DRIVER_LOOK, after = ?after);
         let looked = looking.id();
         let sysfs = PciSysfs::at(Path::new(SYS));
         let roster = Arc::new(previous.map_or_else(Roster::default, Roster::restored));
         release_stale(&descriptors, &sysfs);
-        let arrived = take_stock(&roster, &sysfs, gpus);
+        let arrived = take_stock(&roster, &sysfs, &found.gpus);
         let ids: Vec<GpuId> = roster.all().into_iter().filter(|slot| slot.here).map(|slot| slot.gpu).collect();
         let (driver, state) = watch::channel(Driver::Loading);
         let image = Image::of(config, command_line);
-        let facts = facts(&image, gpus);
+        let facts = facts(&image, &found.gpus);
+        let decision = match previous.and_then(|previous| previous.topology.clone()) {
+            Some(decision) => decision,
+            None => scan::decide(config, &image, found.functions()),
+        };
         let (bind, init, relaxed) = (config.bind, config.init, config.relaxed);
         let no_gpus = config.expected_gpus == Some(0);
         let policy = Policy { bind, init, relaxed, no_gpus, facts: facts.clone() };
         let (dispatch, orders) = Dispatch::start(Schedule::new(policy, dispatch::now()));
         let published = previous.map(|p| published(p, &roster, &ids, &image)).unwrap_or_default();
-        let resolvable = {
+        let earlier = readiness::Earlier {
+            given: published.entries.iter().filter(|(_, entry)| matches!(entry, Entry::Ready(_))).map(|(gpu, _)| *gpu).collect(),
+            degraded: previous.is_some_and(|previous| previous.degraded),
+        };
+        let done = {
             let dispatch = Arc::clone(&dispatch);
-            move |gpu| dispatch.report(Fact::Published(gpu))
+            move |gpu, held| dispatch.report(if held { Fact::Declared(gpu) } else { Fact::Published(gpu) })
         };
         let withheld = config.cdi == Cdi::Complete;
-        let spec = publication::start(Arc::clone(&roster), published, options(config), withheld, resolvable);
+        let needs = readiness::choose(config, &decision);
+        let spec = publication::start(Arc::clone(&roster), published, options(config), withheld, needs.holds_back(), done);
         drop(looking);
         let known = |gpu: &GpuId| previous.map(|p| p.gpu(*gpu)).unwrap_or_default();
         let minors = ids.iter().filter_map(|gpu| Some((*gpu, known(gpu).minor?))).collect();
@@ -180,11 +192,16 @@ impl Fleet {
             dispatch,
             roster,
             driver: state,
+            topology: watch::channel(decision).0,
             descriptors,
             runtime: Handle::current(),
             spec,
             words,
             seen: Seen::with_minors(minors),
+            milestones: machine.milestones,
+            fabric: machine.fabric,
+            occasions: watch::channel(Occasions::default()).0,
+            resets: previous.map(|p| p.resets.clone()).unwrap_or_default().into(),
         });
         let mut fleet = Self {
             shared,
@@ -196,9 +213,13 @@ impl Fleet {
             tasks: JoinSet::new(),
             handles: HashMap::new(),
             facts,
+            modules_loaded: machine.modules_loaded,
             rescan_at: None,
             looks: false,
+            load_ordered: driver::is_in_kernel(),
+            settled: machine.settled,
         };
+        tokio::spawn(readiness::follow(Arc::clone(&fleet.shared), earlier));
         let mut arrivals = Vec::new();
         for gpu in ids {
             // GPUs that an earlier worker has settled stay settled.
@@ -223,9 +244,23 @@ impl Fleet {
                 arrivals.push((gpu, arrival));
             }
         }
+        if let Some(previous) = previous {
+            reset::resume(previous, &fleet.shared.sysfs);
+        }
         fleet.bring_up(arrivals);
         fleet.shared.dispatch.report(Fact::Scanned);
+        fleet.report_topology();
         fleet
+    }
+
+    /// Lets the services know what was decided.
+    fn report_topology(&self) {
+        let decision = self.shared.topology.borrow();
+        self.shared.milestones.send_modify(|reached| {
+            reached.topology = Some(decision.topology);
+            reached.switches = decision.functions.switches;
+            reached.management = decision.functions.management.clone();
+        });
     }
 
     /// Starts the tasks of GPUs, and reports them as found.
@@ -300,7 +335,8 @@ impl Fleet {
         match order {
             Order::Chosen(strategy, enabled) => report_strategy(&strategy, &self.facts, enabled),
             Order::Load { gpus, one_by_one, enables } => {
-                let image = self.image.take().unwrap_or_else(|| Image::of(&self.shared.config, &self.command_line));
+                let mut image = self.image.take().unwrap_or_else(|| Image::of(&self.shared.config, &self.command_line));
+                self.follow_topology(&mut image);
                 let after = After::from(&[Some(self.looked), self.shared.lane.last_enabling()][..]);
                 let way = Way { one_by_one, enables };
                 driver::start(image, after, self.driver.clone(), &self.shared, &gpus, way);
@@ -313,13 +349,53 @@ impl Fleet {
             }
             Order::Settled { usable, failed } => {
                 self.looks = true;
-                let _unused = self.shared.spec.send(Update::Settled);
+                self.settled.send_replace(true);
+                if !readiness::needs(&self.shared).holds_back() {
+                    let _unused = self.shared.spec.send(Update::Settled);
+                }
                 tracing::info!(name: names::SETTLED, usable = usable as u64, failed = failed as u64);
+                self.shared.milestones.send_modify(|reached| reached.settled = true);
+                self.shared.occasions.send_modify(|seen| seen.settled += 1);
                 // Second reading of the host's clock: two readings show the drift.
                 ptp_kvm::report();
             }
-            Order::LockDown => lock_down(&self.shared.config),
+            Order::LockDown => {
+                let (config, mut modules_loaded) = (self.shared.config.clone(), self.modules_loaded.clone());
+                tokio::spawn(async move {
+                    // A load that hangs must not leave the kernel open for ever.
+                    drop(tokio::time::timeout(MODULES_FIRST, modules_loaded.wait_for(|loaded| *loaded)).await);
+                    lock_down(&config);
+                });
+            }
             Order::Enable(..) | Order::Probe(..) | Order::Initialise(_) => {}
+        }
+    }
+
+    /// Adds the driver's option that follows from the topology, which is decided again where GPUs
+    /// came or left since: the first load fixes it.
+    fn follow_topology(&mut self, image: &mut Image) {
+        let decided = self.shared.topology.borrow().clone();
+        let gpus = self.shared.roster.present().len();
+        if decided.functions.gpus != gpus && !driver::is_in_kernel() {
+            let functions = Functions { gpus, ..decided.functions };
+            let decision = scan::decide(&self.shared.config, image, functions);
+            let needs = readiness::choose(&self.shared.config, &decision);
+            self.shared.topology.send_replace(decision);
+            let _unused = self.shared.spec.send(Update::HeldByDefault(needs.holds_back()));
+        }
+        if self.shared.topology.borrow().nvlink_disable {
+            image.disable_nvlink();
+        }
+        self.load_ordered = true;
+    }
+
+    /// Reports GPUs that came too late for the driver's options.
+    fn report_outgrown(&self) {
+        let gpus = self.shared.roster.present().len();
+        if self.load_ordered
+            && let Some(error) = self.shared.topology.borrow().outgrown_by(gpus)
+        {
+            tracing::warn!(name: names::TOPOLOGY_OUTGROWN, gpus = gpus as u64, error);
         }
     }
 
@@ -378,7 +454,7 @@ impl Fleet {
     /// Scans again after uevents were lost.
     fn rescan(&mut self) {
         let present = match pci::scan(Path::new(SYS)) {
-            Ok((gpus, _)) => gpus,
+            Ok(scan) => scan.gpus,
             Err(error) => return self.lost("scan the PCI bus", &error, RETRY_AFTER),
         };
         let known = self.shared.roster.all().into_iter().map(|slot| slot.gpu.address);
@@ -430,6 +506,9 @@ impl Fleet {
         }
         self.shared.roster.report_names();
         let _unused = self.shared.spec.send(Update::Roster);
+        if !arrivals.is_empty() {
+            self.report_outgrown();
+        }
         self.bring_up(arrivals);
     }
 

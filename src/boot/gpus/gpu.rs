@@ -15,6 +15,7 @@ use super::failed::{Failed, failed, failed_by};
 use super::late::Progress;
 use super::messages::{Arrival, Fact, GpuId, Held, Order, Probe};
 use super::publication::Update;
+use super::reset;
 use super::roster::Roster;
 use super::shared::{Driver, Loaded, Shared};
 use crate::adapter::{self, InitError};
@@ -67,10 +68,15 @@ async fn settle(shared: &Arc<Shared>, gpu: GpuId, since_ns: u64, orders: Orders)
             // The panic hook reports a panic there; the GPU is usable without extras.
             let _unused = extras::start(shared, gpu).await;
             shared.dispatch.report(Fact::Usable(gpu));
+            shared.occasions.send_modify(|seen| seen.usable += 1);
         }
         // A GPU that is gone has not failed.
         Err(_) if !shared.roster.contains(gpu) => {}
-        Err(failure) => shared.give_up(gpu, since_ns, failure).await,
+        Err(failure) => {
+            if let Some(failure) = reset::instead_of(failure, shared, gpu, since_ns).await {
+                shared.give_up(gpu, since_ns, failure).await;
+            }
+        }
     }
 }
 
@@ -91,8 +97,9 @@ async fn go(shared: &Arc<Shared>, gpu: GpuId, mut orders: Orders) -> Result<(), 
     let (node, made) = make_node(gpu, minor, &loaded, looked)?;
     shared.dispatch.report(Fact::Bound(gpu));
     match shared.config.ready {
-        // A failed initialisation removes the GPU from the spec again.
-        Ready::Bound => {
+        // A failed initialisation removes the GPU from the spec again. Whether it is held back there
+        // is for `readiness` to say.
+        Ready::Auto | Ready::Bound => {
             let published = publish(shared, gpu, node.clone(), made);
             let (initialised, published) = tokio::join!(initialise(shared, bound, gpu, &node, made, &mut orders), published);
             initialised.and(published)
@@ -408,6 +415,7 @@ mod tests {
     use crate::boot::wire::descriptors::Descriptors;
     use crate::config::Config;
     use crate::events::sinks::console::Gate;
+    use crate::topology;
     use tokio::sync::{mpsc, watch};
 
     #[tokio::test]
@@ -418,6 +426,16 @@ mod tests {
         let (dispatch, mut orders) = Dispatch::start(Schedule::new(policy, dispatch::now()));
         let (spec, mut updates) = mpsc::unbounded_channel();
         let sysfs = PciSysfs::at(Path::new("/nonexistent"));
+        let functions = topology::Functions { gpus: 1, ..topology::Functions::default() };
+        let lone = topology::Facts {
+            functions,
+            expected_gpus: None,
+            confidential: false,
+            asked: None,
+            nvlink: config.nvlink,
+            option: None,
+            loaded: false,
+        };
         let shared = Shared {
             config,
             lane: Arc::new(Lane::new(sysfs.clone(), None, Gate::default(), After::default())),
@@ -425,11 +443,16 @@ mod tests {
             dispatch,
             roster: Arc::new(Roster::default()),
             driver: watch::channel(Driver::Loading).1,
+            topology: watch::channel(topology::decide(lone)).0,
             descriptors: Descriptors::new(None, None, Vec::new()),
             runtime: tokio::runtime::Handle::current(),
             spec,
             words: None,
             seen: Seen::default(),
+            milestones: watch::channel(crate::services::Milestones::default()).0,
+            fabric: watch::channel(crate::services::Fabric::default()).0,
+            occasions: watch::channel(crate::boot::gpus::shared::Occasions::default()).0,
+            resets: std::sync::Mutex::default(),
         };
         let gpu = GpuId { address: "0001:00:03.0".parse().unwrap(), generation: 0 };
         shared.roster.observe(gpu.address, Sight { device: Some(7), bind: None }, Some(0x2330));

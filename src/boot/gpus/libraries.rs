@@ -3,19 +3,15 @@
 use crate::driver_files::manifest::{self, Unusable};
 use crate::driver_files::{DriverFiles, Roots};
 use crate::events::names;
+use crate::extensions;
 use crate::step;
-use std::path::Path;
-
-/// Mount of the GPU extension image in a guest that boots a common image.
-const EXTENSION: &str = "/run/kata-extensions/gpu";
 
 /// Searches the driver's files; reports counts and problems. None: containers get their GPUs' nodes
 /// and nothing else.
 pub fn find(version: Option<&str>) -> Option<DriverFiles> {
     let empty = tracing::field::Empty;
     let step = step!(names::DRIVER_FILES, version = empty, mounts = empty, links = empty, manifest = empty);
-    let driver_root = if Path::new(EXTENSION).is_dir() { EXTENSION } else { "/" };
-    let roots = Roots { driver_root: driver_root.into(), ..Roots::default() };
+    let roots = Roots { driver_root: extensions::driver_root().into(), ..Roots::default() };
     let (files, unused) = match manifest::load_or_scan(&roots, version) {
         Ok(found) => found,
         Err(error) => {

@@ -82,6 +82,8 @@ pub enum Fact {
     Publishing(GpuId),
     /// The publication of a GPU is done.
     Published(GpuId),
+    /// The same, of a GPU that is held back: no container finds it yet.
+    Declared(GpuId),
     /// A GPU is about to be opened: its initialisation begins.
     Opening(GpuId),
     /// The initialisation of a GPU is over; whether it succeeded.

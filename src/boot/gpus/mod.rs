@@ -28,9 +28,13 @@ mod publication; // the writer of the spec
 mod shared; // state shared by the tasks of all GPUs
 mod extras; // devices for containers besides GPUs' nodes
 mod driver; // the driver's load
+mod scan; // functions of the bus, and the topology that follows
 mod stock; // comparison of the bus with the slots
 mod failed; // failure of a GPU
+mod reset; // one reset of a GPU that was left half initialised
 mod gpu; // steps of one GPU
+mod readiness; // conditions for a container besides the bind
+mod health; // what NVML says of usable GPUs, and settings
 mod fleet; // all GPUs, including hot-plugged ones
 
 pub use fleet::{Machine, Sources, run};

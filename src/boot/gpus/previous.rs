@@ -3,10 +3,13 @@
 use super::messages::GpuId;
 use super::slots;
 use crate::clock::boottime_ns;
+use crate::driver_caps::MigInstance;
 use crate::events::names;
 use crate::events::record::{Kind, Level, Record};
+use crate::nvml::{self, MigDevice};
 use crate::pci::PciAddress;
-use std::collections::{BTreeMap, HashMap};
+use crate::topology::{Decision, Functions, NVLINK_DISABLED, Source, Topology};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 
 /// State of one GPU so far.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -17,6 +20,8 @@ pub struct Known {
     pub minor: Option<u32>,
     /// Set once usable, where names by UUID are configured.
     pub uuid: Option<String>,
+    /// By NVML's newest report.
+    pub instance_uuids: BTreeMap<MigInstance, String>,
     pub published: bool,
     pub usable: bool,
 }
@@ -29,13 +34,26 @@ pub struct Previous {
     pub scanned: Option<usize>,
     /// Steps that began and did not end: their worker died in them.
     pub open: Vec<Record>,
+    /// Services that were started.
+    pub services: BTreeSet<String>,
     /// Greatest id of a step.
     pub last_step: u64,
     /// Sequence number of the last line of the kernel's log in the stream.
     pub last_kmsg: Option<u64>,
+    /// GPUs whose reset was begun.
+    pub resets: BTreeSet<PciAddress>,
+    /// A GPU was given to containers although it does not work as it should.
+    pub degraded: bool,
+    /// The last decision about the topology.
+    pub topology: Option<Decision>,
 }
 
 impl Previous {
+    /// Whether every GPU of the boot was usable or had failed.
+    pub fn is_settled(&self) -> bool {
+        self.is_scanned() && self.gpus.values().all(|known| known.usable || known.slot.failed)
+    }
+
     pub fn from_records(records: &[Record]) -> Self {
         let mut previous = Self::default();
         let mut open = BTreeMap::new();
@@ -43,7 +61,13 @@ impl Previous {
             match (record.kind, record.span) {
                 (Kind::Begin, Some(span)) => {
                     previous.last_step = previous.last_step.max(span);
+                    if record.name == names::SERVICE_START {
+                        previous.services.extend(record.fields.get("service").and_then(|name| name.as_str()).map(str::to_string));
+                    }
                     open.insert(span, record.clone());
+                    if record.name == names::GPU_RESET {
+                        previous.resets.extend(record.gpu);
+                    }
                 }
                 (Kind::End, Some(span)) => {
                     open.remove(&span);
@@ -61,6 +85,9 @@ impl Previous {
     }
 
     fn take_event(&mut self, record: &Record) {
+        if record.name == names::TOPOLOGY {
+            self.topology = decision(record).or(self.topology.take());
+        }
         let Some(gpu) = record.gpu else { return };
         let generation = number(record, "generation").and_then(|n| u32::try_from(n).ok()).unwrap_or(0);
         let known = self.gpus.entry(gpu).or_default();
@@ -89,6 +116,13 @@ impl Previous {
                 known.slot.bind = number(record, "bind_inode");
             }
             names::GPU_PUBLISHED => known.published = true,
+            names::GPU_WITHHELD => known.published = false,
+            names::GPU_DEGRADED => self.degraded = true,
+            names::GPU_HEALTH => {
+                let listed = record.fields.get("mig").and_then(|list| list.as_str()).unwrap_or_default();
+                let instances: Vec<MigDevice> = listed.split(nvml::LIST).filter_map(|text| text.parse().ok()).collect();
+                known.instance_uuids.extend(known.minor.into_iter().flat_map(|minor| nvml::instance_uuids(minor, &instances).0));
+            }
             names::GPU_USABLE => {
                 known.usable = true;
                 known.uuid = record.fields.get("uuid").and_then(|u| u.as_str()).map(str::to_string);
@@ -112,6 +146,21 @@ impl Previous {
         let of_boot = self.gpus.values().filter(|known| known.slot.found && !known.slot.hot_plugged).count();
         self.scanned.is_some_and(|scanned| of_boot >= scanned)
     }
+}
+
+/// The decision that a record reports.
+fn decision(record: &Record) -> Option<Decision> {
+    let text = |field: &str| record.fields.get(field)?.as_str().map(str::to_string);
+    let count = |field: &str| number(record, field).and_then(|n| usize::try_from(n).ok());
+    let management = text("functions").unwrap_or_default().split_whitespace().filter_map(|address| address.parse().ok()).collect();
+    Some(Decision {
+        topology: Topology::named(&text("topology")?)?,
+        source: Source::named(&text("decided_by")?)?,
+        reason: text("reason")?,
+        functions: Functions { gpus: count("gpus")?, switches: count("switches")?, management },
+        nvlink_disable: text("nvlink")? == NVLINK_DISABLED,
+        nvlink_reason: text("nvlink_reason")?,
+    })
 }
 
 fn number(record: &Record, field: &str) -> Option<u64> {
@@ -146,10 +195,20 @@ mod tests {
         line.fields.insert("kmsg_seq".into(), 812.into());
         let mut bound = record(Kind::Event, names::GPU_BOUND, GPU, None);
         bound.fields.insert("minor".into(), 5.into());
+        let mut health = record(Kind::Event, names::GPU_HEALTH, GPU, None);
+        const MIG: &str = "MIG-01234567-89ab-cdef-0123-456789abcdef";
+        health.fields.insert("mig".into(), format!("1/0={MIG}, 2/0=no-name, 3").into());
+        let mut service = record(Kind::Begin, names::SERVICE_START, "", Some(2));
+        service.fields.insert("service".into(), "fabricmanager".into());
         let records = [
+            service,
+            record(Kind::End, names::SERVICE_START, "", Some(2)),
             record(Kind::Begin, names::GPU_BIND, GPU, Some(4)),
             record(Kind::End, names::GPU_BIND, GPU, Some(4)),
             bound,
+            health,
+            record(Kind::Begin, names::GPU_RESET, "0001:00:06.0", Some(7)),
+            record(Kind::End, names::GPU_RESET, "0001:00:06.0", Some(7)),
             record(Kind::Begin, names::GPU_INIT, GPU, Some(9)),
             line,
             record(Kind::Event, names::GPU_FAILED, "0001:00:04.0", None),
@@ -157,14 +216,48 @@ mod tests {
             record(Kind::Event, names::GPU_REMOVED, "0001:00:05.0", None),
         ];
         let previous = Previous::from_records(&records);
+        assert_eq!(previous.services, BTreeSet::from(["fabricmanager".to_string()]));
         assert_eq!(previous.open.iter().map(|r| r.span).collect::<Vec<_>>(), [Some(9)]);
         assert_eq!((previous.last_step, previous.last_kmsg), (9, Some(812)));
+        assert_eq!(previous.resets.into_iter().collect::<Vec<_>>(), ["0001:00:06.0".parse().unwrap()]);
         let known = |gpu: &str| previous.gpus[&gpu.parse().unwrap()].clone();
         assert_eq!(known(GPU).minor, Some(5));
+        assert_eq!(known(GPU).instance_uuids, BTreeMap::from([(MigInstance { gpu: 5, gi: 1, ci: 0 }, MIG.to_string())]));
         assert!(known("0001:00:04.0").slot.failed);
         assert!(known("0001:00:05.0").slot.left && !known("0001:00:05.0").usable);
         let end = end_of(&previous.open[0]);
         assert_eq!((end.kind, end.span, end.gpu), (Kind::End, Some(9), GPU.parse().ok()));
+    }
+
+    #[test]
+    fn the_last_decision_about_the_topology_is_found() {
+        let event = |topology: &str, gpus: u64, nvlink: &str| {
+            let mut record = record(Kind::Event, names::TOPOLOGY, "", None);
+            let texts = [
+                ("topology", topology),
+                ("functions", "0000:40:00.0 0000:40:00.1"),
+                ("reason", "r"),
+                ("decided_by", "scan"),
+                ("nvlink", nvlink),
+                ("nvlink_reason", "n"),
+            ];
+            record.fields.extend(texts.map(|(key, value)| (key.to_string(), value.into())));
+            record.fields.extend([("gpus", gpus), ("switches", 0), ("management", 2)].map(|(key, value)| (key.to_string(), value.into())));
+            record
+        };
+        let management = ["0000:40:00.0", "0000:40:00.1"].map(|address| address.parse().unwrap()).to_vec();
+        let wanted = Decision {
+            topology: Topology::BlackwellFabric,
+            source: Source::Scan,
+            reason: "r".into(),
+            functions: Functions { gpus: 8, switches: 0, management },
+            nvlink_disable: true,
+            nvlink_reason: "n".into(),
+        };
+        let records =
+            [event("gpus", 1, "unchanged"), event("blackwell-fabric", 8, NVLINK_DISABLED), event("of-the-future", 8, "unchanged")];
+        assert_eq!(Previous::from_records(&records).topology, Some(wanted));
+        assert_eq!(Previous::from_records(&[]).topology, None);
     }
 
     #[test]

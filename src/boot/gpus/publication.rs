@@ -9,10 +9,11 @@ use crate::cdi::publish::{DIRECTORY, Publisher};
 use crate::cdi::schema::Spec;
 use crate::cdi::spec::{Device, Entry, Extras, Options, Ready, generate};
 use crate::device_nodes::Node;
+use crate::driver_caps::MigInstance;
 use crate::driver_files::DriverFiles;
 use crate::events::{After, StepId, names};
 use crate::step;
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
@@ -27,14 +28,21 @@ pub enum Update {
     Roster,
     /// Nodes and files that every container with a GPU gets.
     Common(Common),
-    /// A GPU can be given to containers; `after` is the step that made it ready.
+    /// The node of a GPU is there, which can be given to containers unless it is held back; `after`
+    /// is the step that made it ready.
     Ready { gpu: GpuId, nodes: Vec<Node>, after: Option<StepId> },
+    /// Whether a GPU is held back: it stays declared, whatever it is; `after` is the wait before.
+    HeldBack { gpu: GpuId, held: bool, after: Option<StepId> },
+    /// Whether GPUs without a node of their own so far are held back.
+    HeldByDefault(bool),
     /// Devices of a usable GPU besides its own node.
     Extras { gpu: GpuId, extras: Extras },
     /// Devices of another kind, with a file of its own named after `mode`.
     Other { mode: &'static str, spec: Spec },
     /// A usable GPU is also known by this name.
     Known { gpu: GpuId, uuid: String },
+    /// MIG instances of a usable GPU are also known by these names.
+    KnownInstances { gpu: GpuId, uuids: BTreeMap<MigInstance, String> },
     /// A GPU has failed.
     Failed { gpu: GpuId },
     /// All GPUs are usable or failed.
@@ -59,19 +67,23 @@ pub struct Published {
 }
 
 /// Starts the writer; must be called inside the runtime. Before this returns, the spec with every
-/// GPU of the roster is written, unless `withheld` until [`Update::Settled`]. Each GPU that becomes
-/// resolvable is passed to `resolvable`.
+/// GPU of the roster is written, unless `withheld` until [`Update::Settled`]. `hold`: GPUs are held
+/// back until [`Update::HeldBack`] says otherwise, except those already published. Each GPU whose
+/// report is done is passed to `done`, with whether it is held back.
 pub fn start(
     roster: Arc<Roster>,
     published: Published,
     options: Options,
     withheld: bool,
-    resolvable: impl Fn(GpuId) + Send + 'static,
+    hold: bool,
+    done: impl Fn(GpuId, bool) + Send + 'static,
 ) -> Updates {
     let (sender, mut updates) = mpsc::unbounded_channel();
     let directory = PathBuf::from(DIRECTORY);
+    let given = published.entries.keys().map(|gpu| (*gpu, false)).collect();
     let mut publication = Publication {
         roster,
+        hold: Hold { by_default: hold, of: given },
         entries: published.entries,
         common: published.common,
         others: Vec::new(),
@@ -93,18 +105,34 @@ pub fn start(
             tokio::select! {
                 count = updates.recv_many(&mut updates_now, 64) => match count {
                     0 => return,
-                    _ => publication.apply(std::mem::take(&mut updates_now)).into_iter().for_each(&resolvable),
+                    _ => publication.apply(std::mem::take(&mut updates_now)),
                 },
-                () = retry => publication.retry().into_iter().for_each(&resolvable),
+                () = retry => publication.retry(),
             }
+            .into_iter()
+            .for_each(|gpu| done(gpu, publication.hold.holds(gpu)));
         }
     });
     sender
 }
 
+/// GPUs that stay declared although their nodes are there.
+#[derive(Default)]
+struct Hold {
+    by_default: bool,
+    of: HashMap<GpuId, bool>,
+}
+
+impl Hold {
+    fn holds(&self, gpu: GpuId) -> bool {
+        self.of.get(&gpu).copied().unwrap_or(self.by_default)
+    }
+}
+
 struct Publication {
     roster: Arc<Roster>,
-    /// Entries that are not pending.
+    hold: Hold,
+    /// Entries that are not pending, of GPUs that are held back as well.
     entries: HashMap<GpuId, Entry>,
     common: Common,
     /// Specs of other kinds that are not written yet.
@@ -152,20 +180,43 @@ impl Publication {
     /// Takes reports in; returns the GPUs whose report needs no further publication.
     fn apply(&mut self, updates: Vec<Update>) -> Vec<GpuId> {
         let (mut ready, mut with_extras) = (std::mem::take(&mut self.unwritten.ready), Vec::new());
-        let mut changed = false;
+        let (mut changed, mut taken) = (false, Vec::new());
         for update in updates {
             match update {
                 Update::Roster => {
                     let roster = Arc::clone(&self.roster);
                     self.entries.retain(|gpu, _| roster.contains(*gpu));
+                    self.hold.of.retain(|gpu, _| roster.contains(*gpu));
                     changed = true;
                 }
                 // Common nodes are of no use before a GPU is ready: no publication of their own.
                 Update::Common(common) => self.common = common,
                 Update::Ready { gpu, nodes, after: step } => {
                     self.unwritten.reported.push(gpu);
-                    if self.set(gpu, Entry::Ready(Ready { nodes, ..Ready::default() })) {
+                    if self.set(gpu, Entry::Ready(Ready { nodes, ..Ready::default() })) && !self.hold.holds(gpu) {
                         changed = true;
+                        ready.push(gpu);
+                        self.unwritten.after.0.extend(step);
+                    }
+                }
+                Update::HeldByDefault(held) => {
+                    let before = self.hold.by_default;
+                    for gpu in self.entries.keys() {
+                        self.hold.of.entry(*gpu).or_insert(before);
+                    }
+                    self.hold.by_default = held;
+                }
+                Update::HeldBack { gpu, held, after: step } => {
+                    let before = self.hold.holds(gpu);
+                    self.hold.of.insert(gpu, held);
+                    if before == held || !self.is_ready(gpu) {
+                        continue;
+                    }
+                    changed = true;
+                    if held {
+                        ready.retain(|r| *r != gpu);
+                        taken.push(gpu);
+                    } else {
                         ready.push(gpu);
                         self.unwritten.after.0.extend(step);
                     }
@@ -190,6 +241,14 @@ impl Publication {
                         changed = true;
                     }
                 }
+                Update::KnownInstances { gpu, uuids } => {
+                    if let Some(Entry::Ready(ready)) = self.entries.get_mut(&gpu)
+                        && ready.instance_uuids != uuids
+                    {
+                        ready.instance_uuids = uuids;
+                        changed = true;
+                    }
+                }
                 Update::Failed { gpu } => {
                     changed |= self.set(gpu, Entry::Failed);
                     ready.retain(|r| *r != gpu);
@@ -197,7 +256,7 @@ impl Publication {
                 Update::Settled if self.withheld => {
                     self.withheld = false;
                     changed = true;
-                    ready = self.entries.iter().filter(|(_, e)| matches!(e, Entry::Ready(_))).map(|(gpu, _)| *gpu).collect();
+                    ready = self.entries.keys().copied().filter(|gpu| self.is_ready(*gpu) && !self.hold.holds(*gpu)).collect();
                     ready.sort_unstable();
                 }
                 Update::Settled => {}
@@ -206,6 +265,10 @@ impl Publication {
         self.unwritten.ready = ready;
         if changed {
             self.publish();
+        }
+        for gpu in taken {
+            let reason = "new containers wait for it; those that have it keep it";
+            tracing::warn!(name: names::GPU_WITHHELD, gpu = %gpu.address, generation = gpu.again(), reason);
         }
         for (gpu, displays, instances) in with_extras {
             let index = self.roster.index(gpu.address) as u64;
@@ -221,11 +284,16 @@ impl Publication {
         self.roster.contains(gpu) && self.entries.insert(gpu, entry.clone()) != Some(entry)
     }
 
+    fn is_ready(&self, gpu: GpuId) -> bool {
+        matches!(self.entries.get(&gpu), Some(Entry::Ready(_)))
+    }
+
     /// Writes the spec and reports the GPUs that became resolvable by that.
     fn publish(&mut self) {
         let slots = self.roster.all();
         // A name whose GPU has left resolves to nothing until a GPU comes to that address.
         let entry = |slot: &Listed| match slot.here {
+            true if self.is_ready(slot.gpu) && self.hold.holds(slot.gpu) => Entry::Pending,
             true => self.entries.get(&slot.gpu).cloned().unwrap_or(Entry::Pending),
             false => Entry::Failed,
         };
@@ -303,6 +371,7 @@ mod tests {
     use super::*;
     use crate::bind::Sight;
     use crate::cdi::schema::Edits;
+    use crate::cdi::spec::{Instance, Naming};
 
     fn publication(directory: &Path) -> (Publication, GpuId) {
         let (roster, address) = (Roster::default(), "0001:00:03.0".parse().unwrap());
@@ -310,7 +379,8 @@ mod tests {
         let gpu = GpuId { address, generation: 0 };
         let (entries, common, options) = (HashMap::new(), Common::default(), Options::default());
         let (directory, unwritten, roster) = (directory.to_path_buf(), Unwritten::default(), Arc::new(roster));
-        (Publication { roster, entries, common, others: Vec::new(), options, withheld: false, directory, unwritten }, gpu)
+        let (hold, others) = (Hold::default(), Vec::new());
+        (Publication { roster, hold, entries, common, others, options, withheld: false, directory, unwritten }, gpu)
     }
 
     fn ready(gpu: GpuId, minor: u32) -> Update {
@@ -340,6 +410,31 @@ mod tests {
     }
 
     #[test]
+    fn names_of_instances_are_published_once_and_outlive_a_look_at_the_displays() {
+        let base = std::env::temp_dir().join(format!("kata-gpu-init-instances-{}", std::process::id()));
+        let (mut publication, gpu) = publication(&base);
+        publication.options.namings = vec![Naming::Index, Naming::Uuid];
+        let id = MigInstance { gpu: 3, gi: 1, ci: 0 };
+        let cap = |n: u32| Node { path: format!("/dev/nvidia-caps/nvidia-cap{n}").into(), major: 235, minor: n, mode: 0o444, gid: 0 };
+        let extras = |caps: &[u32]| {
+            let nodes = caps.iter().map(|n| cap(*n)).collect();
+            Update::Extras { gpu, extras: Extras { instances: vec![Instance { id, nodes }], ..Extras::default() } }
+        };
+        let known = || Update::KnownInstances { gpu, uuids: BTreeMap::from([(id, "MIG-1".to_string())]) };
+        let spec = || std::fs::read_to_string(base.join("nvidia.yaml")).unwrap();
+        publication.apply(vec![ready(gpu, 3), extras(&[12])]);
+        assert!(!spec().contains("MIG-1"));
+        publication.apply(vec![known()]);
+        assert!(spec().contains("MIG-1"), "{}", spec());
+        std::fs::remove_file(base.join("nvidia.yaml")).unwrap();
+        publication.apply(vec![known()]);
+        assert!(!base.join("nvidia.yaml").exists(), "what is known already is written again");
+        publication.apply(vec![extras(&[12, 13])]);
+        assert!(spec().contains("MIG-1") && spec().contains("nvidia-cap13"), "{}", spec());
+        std::fs::remove_dir_all(&base).unwrap();
+    }
+
+    #[test]
     fn an_arrival_that_has_ended_changes_nothing_of_the_next_one() {
         let base = std::env::temp_dir().join(format!("kata-gpu-init-arrivals-{}", std::process::id()));
         let (mut publication, old) = publication(&base);
@@ -349,6 +444,43 @@ mod tests {
         publication.apply(vec![Update::Roster, ready(new, 5), ready(old, 3), Update::Failed { gpu: old }]);
         let spec = std::fs::read_to_string(base.join("nvidia.yaml")).unwrap();
         assert!(spec.contains("/dev/nvidia5") && !spec.contains("/dev/nvidia3"), "{spec}");
+        std::fs::remove_dir_all(&base).unwrap();
+    }
+
+    #[test]
+    fn a_gpu_that_is_held_back_is_declared_and_nothing_else() {
+        let base = std::env::temp_dir().join(format!("kata-gpu-init-held-{}", std::process::id()));
+        let (mut publication, gpu) = publication(&base);
+        publication.hold.by_default = true;
+        let has_node = || std::fs::read_to_string(base.join("nvidia.yaml")).unwrap().contains("/dev/nvidia3");
+        let held = |held| Update::HeldBack { gpu, held, after: None };
+        publication.apply(vec![Update::Roster]);
+        assert_eq!(publication.apply(vec![ready(gpu, 3)]), [gpu], "its report is done");
+        assert!(!has_node());
+        publication.apply(vec![held(false)]);
+        assert!(has_node());
+        publication.apply(vec![held(true)]);
+        assert!(!has_node(), "taken back");
+        publication.apply(vec![held(false)]);
+        assert!(has_node());
+        // The default is for GPUs that come later.
+        publication.apply(vec![Update::HeldByDefault(false), Update::HeldByDefault(true)]);
+        assert!(has_node());
+        // Before its node is there, and one that has failed.
+        publication.apply(vec![Update::Failed { gpu }, held(true), held(false)]);
+        assert!(!has_node());
+        std::fs::remove_dir_all(&base).unwrap();
+    }
+
+    #[test]
+    fn with_everything_at_once_the_file_comes_without_those_held_back() {
+        let base = std::env::temp_dir().join(format!("kata-gpu-init-complete-{}", std::process::id()));
+        let (mut publication, gpu) = publication(&base);
+        (publication.withheld, publication.hold.by_default) = (true, true);
+        publication.apply(vec![ready(gpu, 3)]);
+        assert!(!base.join("nvidia.yaml").exists());
+        publication.apply(vec![Update::HeldBack { gpu, held: false, after: None }, Update::Settled]);
+        assert!(std::fs::read_to_string(base.join("nvidia.yaml")).unwrap().contains("/dev/nvidia3"));
         std::fs::remove_dir_all(&base).unwrap();
     }
 }

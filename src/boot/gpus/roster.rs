@@ -103,6 +103,11 @@ impl Roster {
         self.lock().slots.all()
     }
 
+    /// GPUs that are on the bus, in the order of their names.
+    pub fn present(&self) -> Vec<GpuId> {
+        self.all().into_iter().filter(|slot| slot.here).map(|slot| slot.gpu).collect()
+    }
+
     fn lock(&self) -> MutexGuard<'_, State> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }

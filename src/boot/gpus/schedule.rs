@@ -247,6 +247,11 @@ impl Schedule {
         self.gpus.get(&gpu).is_some_and(|gpu| gpu.stage == Stage::Usable)
     }
 
+    /// Whether all GPUs are usable or failed, and the loads are over.
+    pub fn is_settled(&self) -> bool {
+        self.settled
+    }
+
     fn add(&mut self, id: GpuId, arrival: Arrival, now: Time) {
         let stage = match arrival {
             Arrival::Boot | Arrival::Again if self.policy.bind != Bind::Insmod => Stage::New,
@@ -321,11 +326,13 @@ impl Schedule {
                     gpu.publishing = Some(now);
                 }
             }
-            Fact::Published(id) => {
+            Fact::Published(id) | Fact::Declared(id) => {
                 if let Some(gpu) = self.gpus.get_mut(&id) {
                     gpu.publishing = None;
                 }
-                self.agent.published(now);
+                if matches!(fact, Fact::Published(_)) {
+                    self.agent.published(now);
+                }
             }
             Fact::Opening(id) => self.opening(id, now),
             Fact::Initialised(id, well) => {

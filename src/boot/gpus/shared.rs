@@ -13,8 +13,11 @@ use crate::config::Config;
 use crate::device_nodes::DeviceNodes;
 use crate::events::StepId;
 use crate::events::kmsg::DriverWords;
+use crate::pci::PciAddress;
 use crate::reason::Reason;
-use std::collections::HashMap;
+use crate::services::{Fabric, Milestones};
+use crate::topology::Decision;
+use std::collections::{BTreeSet, HashMap};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use tokio::runtime::Handle;
 use tokio::sync::futures::Notified;
@@ -28,6 +31,8 @@ pub struct Shared {
     pub lane: Arc<Lane>,
     pub roster: Arc<Roster>,
     pub driver: watch::Receiver<Driver>,
+    /// Kind of this guest; may change until the driver's load, and when NVML reports the fabric.
+    pub topology: watch::Sender<Decision>,
     pub descriptors: Descriptors,
     /// Runtime for threads that start tasks.
     pub runtime: Handle,
@@ -35,6 +40,21 @@ pub struct Shared {
     /// The driver's lines in the kernel's log.
     pub words: Option<DriverWords>,
     pub seen: Seen,
+    /// Progress of the bring-up, for the services.
+    pub milestones: watch::Sender<Milestones>,
+    /// State of the fabric, for the services.
+    pub fabric: watch::Sender<Fabric>,
+    /// Occasions to ask NVML.
+    pub occasions: watch::Sender<Occasions>,
+    /// GPUs that were reset in this boot; see [`super::reset`].
+    pub resets: Mutex<BTreeSet<PciAddress>>,
+}
+
+impl Shared {
+    /// GPUs that are usable now, in the order of their names.
+    pub fn usable(&self) -> Vec<GpuId> {
+        self.roster.present().into_iter().filter(|gpu| self.dispatch.is_usable(*gpu)).collect()
+    }
 }
 
 /// Observations of GPUs, noted by any task.
@@ -109,6 +129,15 @@ impl Seen {
     fn lock(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
+}
+
+/// Occasions to ask NVML: how often they came.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Occasions {
+    /// All GPUs were settled.
+    pub settled: u64,
+    /// A GPU became usable.
+    pub usable: u64,
 }
 
 /// State of the driver's load.

@@ -82,7 +82,9 @@ pub fn published(previous: &Previous, roster: &Roster, gpus: &[GpuId], image: &I
             && let Some((minor, node)) = nodes.as_ref().and_then(|n| Some((known.minor?, n.gpu_now(known.minor?)?)))
         {
             let extras = if known.usable { extras::read(gpu.address, minor) } else { Extras::default() };
-            published.entries.insert(*gpu, Entry::Ready(Ready { nodes: vec![node], uuid: known.uuid, extras }));
+            published
+                .entries
+                .insert(*gpu, Entry::Ready(Ready { nodes: vec![node], uuid: known.uuid, extras, instance_uuids: known.instance_uuids }));
         }
     }
     published

@@ -4,6 +4,7 @@
 
 use crate::boot::AGENT;
 use crate::boot::wire::handover::Handover;
+use crate::services::end;
 use crate::{failure, mounts, sys};
 use nix::errno::Errno;
 use nix::sys::signal::kill;
@@ -31,6 +32,7 @@ pub fn run(handover: Handover) -> ! {
         Ok((agent, handover)) => {
             drop(handover);
             let status = reap_until(agent);
+            end::end_all().iter().for_each(|sentence| failure::tell(sentence));
             failure::power_off(&format!("kata-agent has ended ({status})"))
         }
         Err((errno, _)) => failure::power_off(&format!("fork for kata-agent: {errno}")),

@@ -6,4 +6,5 @@ pub mod pid1; // PID 1 until it is the agent
 mod agent_child; // PID 1 with the agent as its child
 mod stamps; // data that PID 1 leaves to the others
 mod keeper; // holds descriptors, starts workers
+mod images; // extension disks in the worker
 mod worker; // brings GPUs up

@@ -11,6 +11,8 @@ use super::{agent_child, keeper};
 use crate::boot::AGENT;
 use crate::boot::wire::handover::{self, Handover};
 use crate::config::{Agent, Config};
+use crate::extensions::{self, Extension};
+use crate::failure::Heir;
 use crate::{cdi, failure, mounts, tsc};
 use nix::fcntl::{OFlag, open};
 use nix::sys::stat::Mode;
@@ -21,19 +23,30 @@ use std::path::Path;
 pub fn run(started_ns: u64, tsc: Option<tsc::Reading>) -> ! {
     std::panic::set_hook(Box::new(|panicked| failure::tell(&format!("a bug: {panicked}"))));
     // PID 1 must not die of a panic: a panic before the hand-over costs the GPUs, not the guest.
-    let forked = std::panic::catch_unwind(|| prepare(started_ns, tsc)).unwrap_or_else(|_| {
+    let next = std::panic::catch_unwind(|| prepare(started_ns, tsc)).unwrap_or_else(|_| {
         failure::tell("a bug in stage 0: no GPU will be brought up, the agent starts without");
-        None
+        Next::Start(Agent::Exec, Handover::alone())
     });
-    match forked {
-        Some((Agent::Child, handover)) => agent_child::run(handover),
-        Some((Agent::Exec, handover)) => handover.exec(AGENT),
-        None => Handover::alone().exec(AGENT),
+    match next {
+        Next::Start(Agent::Child, handover) => agent_child::run(handover),
+        Next::Start(Agent::Exec, handover) => handover.exec(AGENT),
+        Next::Refuse(error, handover) => {
+            // To the host as well, by way of the worker.
+            handover.tell(&error);
+            failure::power_off(&error)
+        }
     }
 }
 
-/// Prepares the hand-over and starts the keeper. None when no worker could be started.
-fn prepare(started_ns: u64, tsc: Option<tsc::Reading>) -> Option<(Agent, Handover)> {
+/// Continuation of PID 1 after stage 0.
+enum Next {
+    Start(Agent, Handover),
+    /// No agent: the guest's image is not what the command line vouches for.
+    Refuse(String, Handover),
+}
+
+/// Prepares the hand-over and starts the keeper.
+fn prepare(started_ns: u64, tsc: Option<tsc::Reading>) -> Next {
     let mut stamps = Stamps { started_ns, tsc, steps: Vec::with_capacity(8) };
     // Order: /proc before the command line, /dev before the console, /run before the CDI directory.
     // A failure is reported, and the boot goes on: the agent makes these mounts itself.
@@ -51,24 +64,63 @@ fn prepare(started_ns: u64, tsc: Option<tsc::Reading>) -> Option<(Agent, Handove
     let command_line = command_line.unwrap_or_default();
     let (config, notes) = Config::parse(&command_line);
     let agent = config.agent;
+    let gpu_extension = config.extensions.iter().flatten().any(|extension| extension.name.is_gpu());
+    let (extensions, refused) = match &config.extensions {
+        Err(error) => (Vec::new(), Some(error.clone())),
+        Ok(declared) if extensions::before_agent(declared) => mount(declared, &mut stamps),
+        // The worker mounts what only the driver needs.
+        Ok(_) => (Vec::new(), None),
+    };
+    let next = |mut handover: Handover, refused: Option<String>| match refused {
+        Some(error) => Next::Refuse(error, handover),
+        None => {
+            handover.gpu_extension = gpu_extension;
+            Next::Start(agent, handover)
+        }
+    };
+    let no_worker = |error: &str, refused: Option<String>| {
+        match refused {
+            Some(_) => failure::tell(&format!("{error}: the host is not told")),
+            // Nobody would mount the driver's extension, or notice that it is not what it should be.
+            None if gpu_extension => return Next::Refuse(format!("{error}: extension gpu cannot be mounted"), Handover::alone()),
+            None => failure::tell(&format!("{error}: no GPU will be brought up, the agent starts without")),
+        }
+        next(Handover::alone(), refused)
+    };
     // The keeper gets the socket's other end, whose end of file shows that PID 1 is the agent.
     let (ours, theirs) = match handover::pair() {
         Ok(pair) => pair,
-        Err(errno) => return no_worker(&format!("make a socket pair: {errno}")),
+        Err(errno) => return no_worker(&format!("make a socket pair: {errno}"), refused),
     };
+    let boot = Boot { config, notes, command_line, stamps, extensions, refused: refused.clone(), heir: Heir::of_pid_1() };
     let forked = crate::sys::fork_single_threaded((ours, theirs), |(ours, theirs)| {
         drop(ours);
-        keeper::run(Boot { config, notes, command_line, stamps }, theirs)
+        keeper::run(boot, theirs)
     });
     match forked {
-        Ok((_keeper, (ours, _theirs))) => Some((agent, ours)),
-        Err((errno, _)) => no_worker(&format!("fork: {errno}")),
+        Ok((_keeper, (ours, _theirs))) => next(ours, refused),
+        Err((errno, _)) => no_worker(&format!("fork: {errno}"), refused),
     }
 }
 
-fn no_worker(error: &str) -> Option<(Agent, Handover)> {
-    failure::tell(&format!("{error}: no GPU will be brought up, the agent starts without"));
-    None
+/// Mounts all extensions before the agent starts. Returns the steps, and why the guest must not go
+/// on.
+fn mount(declared: &[Extension], stamps: &mut Stamps) -> (Vec<extensions::Stamp>, Option<String>) {
+    let mut steps = Vec::new();
+    let result = stamps.step_with_error(What::Extensions, || {
+        // A bug must not start the agent without what it needs.
+        let mounted = std::panic::catch_unwind(|| {
+            let (mut steps, result) = extensions::mount_all(declared);
+            if result.is_ok() {
+                steps.extend(extensions::add_libraries(declared));
+            }
+            (steps, result)
+        });
+        let (taken, result) = mounted.unwrap_or_else(|_| (Vec::new(), Err("extensions: a bug while mounting them".into())));
+        steps = taken;
+        result
+    });
+    (steps, result.err())
 }
 
 /// Points descriptors 0 to 2 at the console: in an initrd the kernel opened them before /dev was

@@ -3,6 +3,8 @@
 
 use crate::clock::boottime_ns;
 use crate::config::{Config, Note};
+use crate::extensions;
+use crate::failure::Heir;
 use crate::tsc;
 use std::fmt::Display;
 
@@ -14,6 +16,12 @@ pub struct Boot {
     /// Kernel command line, unparsed.
     pub command_line: Vec<u8>,
     pub stamps: Stamps,
+    /// Extensions that PID 1 has mounted.
+    pub extensions: Vec<extensions::Stamp>,
+    /// Why the guest powers off instead of starting the agent.
+    pub refused: Option<String>,
+    /// None only where PID 1 is another process, which never boots a guest.
+    pub heir: Option<Heir>,
 }
 
 /// The steps of stage 0.
@@ -22,6 +30,8 @@ pub enum What {
     Mounts,
     Console,
     Config,
+    /// Only where the agent needs one.
+    Extensions,
 }
 
 /// A step of stage 0, for the worker to put into the stream.
@@ -42,15 +52,16 @@ pub struct Stamps {
 }
 
 impl Stamps {
+    /// Stamps a step; its error is only reported.
     pub fn step<T, E: Display>(&mut self, what: What, work: impl FnOnce() -> Result<T, E>) -> Option<T> {
+        self.step_with_error(what, || work().map_err(|e| e.to_string())).ok()
+    }
+
+    /// Stamps a step whose error counts.
+    pub fn step_with_error<T>(&mut self, what: What, work: impl FnOnce() -> Result<T, String>) -> Result<T, String> {
         let begin_ns = boottime_ns();
-        let result = work().map_err(|e| e.to_string());
-        let end_ns = boottime_ns();
-        let (value, error) = match result {
-            Ok(value) => (Some(value), None),
-            Err(error) => (None, Some(error)),
-        };
-        self.steps.push(Stamp { what, begin_ns, end_ns, error });
-        value
+        let result = work();
+        self.steps.push(Stamp { what, begin_ns, end_ns: boottime_ns(), error: result.as_ref().err().cloned() });
+        result
     }
 }

@@ -2,6 +2,7 @@
 //! the agent's traces), then brings GPUs up, and serves every reader of the events (sinks). One
 //! runtime thread; each call that blocks in the kernel has a thread of its own.
 
+use super::images::{self, Images};
 use super::stamps::{Boot, What};
 use crate::boot::AGENT;
 use crate::boot::gpus::lane_cpu::Spare;
@@ -18,10 +19,11 @@ use crate::events::journal::{Journal, UNKNOWN};
 use crate::events::ring::Ring;
 use crate::events::sinks::stream::Identity;
 use crate::events::sinks::{console, listener, vsock};
-use crate::events::{self, After, StepId, kmsg, names};
+use crate::events::{self, After, Step, StepId, kmsg, names};
 use crate::pci::SYS;
+use crate::services::{self, Milestones};
 use crate::uevents::Uevents;
-use crate::{agent_watch, cdi, confidential, failure, ptp_kvm, step, tsc};
+use crate::{agent_watch, cdi, confidential, extensions, failure, ptp_kvm, step, tsc};
 use nix::errno::Errno;
 use nix::sys::socket::{MsgFlags, recv};
 use std::ffi::OsStr;
@@ -78,19 +80,21 @@ async fn live(boot: &Boot, began_ns: u64, start: Start, descriptors: Descriptors
     let (exec, no_agent) = match start {
         Start::First(handed) => {
             report_stage0(boot);
-            let (exec, no_agent) = report_handover(handed);
+            let (exec, no_agent) = report_handover(boot, handed);
             // Markers show the difference between the kernel log's clock and this one. Without
             // /dev/kmsg there are no lines to correct either.
             let _unused = kmsg::write_markers();
             clock_event();
             report_before_kernel(boot);
-            (Some(exec), no_agent)
+            (exec, no_agent)
         }
         Start::Again { status } => {
             report_death(&ring, &previous, &status);
             (None, None)
         }
     };
+    // First: the driver's files may be on a disk. A guest that is about to end mounts nothing.
+    let images = no_agent.is_none().then(|| images::start(boot, previous.as_ref().is_some_and(Previous::is_settled)));
     let starting = step!(names::WORKER_START, at_ns = began_ns, after = ?After::from(&[exec][..]));
     tokio::spawn(report_end_of_keeper(keeper));
     // Subscribed before the scan: a GPU that appears in between is seen twice, not never.
@@ -116,12 +120,36 @@ async fn live(boot: &Boot, began_ns: u64, start: Start, descriptors: Descriptors
     drop(starting);
     if let Some(observer) = no_agent {
         // Leave the GPUs alone in a guest that is about to end.
-        last_words(&ring, observer, delivered).await;
-    } else {
-        gpus::run(&boot.config, &boot.command_line, previous.as_ref(), started, sources, descriptors, Machine { spare, gate }).await;
+        last_words(&ring, delivered).await;
+        observer.done();
+    } else if let Some(Images { ready: image, settled, refusals }) = images {
+        tokio::spawn(images::end_guest(refusals, boot.heir, async move { last_words(&ring, delivered).await }));
+        let (milestones, reached) = watch::channel(Milestones::default());
+        let (modules, modules_loaded) = watch::channel(false);
+        let (fabric, fabric_seen) = watch::channel(services::Fabric::default());
+        tokio::spawn(services::run(services_of(boot, previous.as_ref(), (reached, fabric_seen), modules)));
+        let machine = Machine { spare, gate, image, settled, milestones, fabric, modules_loaded };
+        gpus::run(&boot.config, &boot.command_line, previous.as_ref(), started, sources, descriptors, machine).await;
     }
     // Sinks, kernel log and uevents go on for as long as the guest lives.
     std::future::pending::<()>().await;
+}
+
+/// Inputs of NVIDIA's services.
+fn services_of(
+    boot: &Boot,
+    previous: Option<&Previous>,
+    (milestones, fabric): (watch::Receiver<Milestones>, watch::Receiver<services::Fabric>),
+    modules_loaded: watch::Sender<bool>,
+) -> services::Inputs {
+    services::Inputs {
+        asked: boot.config.services.clone(),
+        command_line: boot.command_line.clone(),
+        milestones,
+        fabric,
+        modules_loaded,
+        earlier: previous.map(|previous| previous.services.clone()),
+    }
 }
 
 /// Starts the stream, or continues that of an earlier worker. Returns the ring, the state read from
@@ -200,11 +228,16 @@ fn report_stage0(boot: &Boot) {
                 What::Mounts => step!(names::STAGE0_MOUNTS, at_ns = stamp.begin_ns),
                 What::Console => step!(names::STAGE0_CONSOLE, at_ns = stamp.begin_ns),
                 What::Config => step!(names::STAGE0_CONFIG, at_ns = stamp.begin_ns),
+                What::Extensions => step!(names::STAGE0_EXTENSIONS, at_ns = stamp.begin_ns),
             };
             step.note("at_ns", stamp.end_ns);
-            if let Some(error) = &stamp.error {
-                step.fail(error);
-            }
+            // The error is that of the record.
+            let _unused = step.run(|| {
+                if matches!(stamp.what, What::Extensions) {
+                    extensions::replay(&boot.extensions);
+                }
+                stamp.error.as_ref().map_or(Ok(()), Err)
+            });
         }
         Ok(())
     });
@@ -279,23 +312,27 @@ fn to_host(config: &Config) -> bool {
 
 /// Reports the hand-over. When that failed, returns the observer to notify after the delivery to
 /// the host.
-fn report_handover(handed: Handed) -> (StepId, Option<Observer>) {
-    let step = step!(names::AGENT_EXEC, at_ns = handed.begin_ns);
-    let id = step.id();
-    step.note("at_ns", handed.end_ns);
-    let Some((error, observer)) = handed.error else { return (id, None) };
-    step.fail(&error);
-    drop(step);
+fn report_handover(boot: &Boot, handed: Handed) -> (Option<StepId>, Option<Observer>) {
+    let Handed { begin_ns, end_ns, error } = handed;
+    // A refused guest has had no hand-over.
+    let step = boot.refused.is_none().then(|| step!(names::AGENT_EXEC, at_ns = begin_ns));
+    let id = step.as_ref().map(Step::id);
+    if let Some(step) = &step {
+        step.note("at_ns", end_ns);
+    }
+    let Some((error, observer)) = error else { return (id, None) };
+    if let Some(step) = step {
+        step.fail(&error);
+    }
     tracing::error!(name: names::POWER_OFF, error);
     (id, Some(observer))
 }
 
-/// Delivers the reason of the power-off to the host, for a bounded time, then lets PID 1 go on.
-async fn last_words(ring: &Ring, observer: Observer, mut delivered: watch::Receiver<u64>) {
+/// Delivers the reason of the power-off to the host, for a bounded time.
+async fn last_words(ring: &Ring, mut delivered: watch::Receiver<u64>) {
     let all = ring.next_seq();
     // Without a listener, or with a slow one, the guest powers off all the same.
     if let Ok(Ok(_)) = tokio::time::timeout(LAST_WORDS, delivered.wait_for(|seq| *seq >= all)).await.map(|r| r.map(drop)) {
         tokio::time::sleep(IN_FLIGHT).await; // not on the boot path: this guest is about to end
     }
-    observer.done();
 }

@@ -7,6 +7,7 @@
 //! and powers off.
 
 use crate::clock::boottime_ns;
+use crate::extensions::mount::GPU;
 use crate::{failure, sys};
 use nix::sys::resource::{Resource, setrlimit};
 use nix::sys::socket::{AddressFamily, MsgFlags, SockFlag, SockType, send, socketpair};
@@ -21,12 +22,13 @@ const LAST_WORDS: Duration = Duration::from_secs(3);
 const OPEN_FILES: u64 = 1_048_576;
 /// The agent's OOM score, as under the incumbent: every container is chosen before the agent.
 const OOM_SCORE: &str = "-997";
-/// Mount of the GPU extension image, for which the agent's attester has a variant.
-const GPU_EXTENSION: &str = "/run/kata-extensions/gpu";
 
 /// PID 1's end.
 pub struct Handover {
     worker: Option<OwnedFd>,
+    /// Whether the GPU extension is declared, for which the agent's attester has a variant. It may
+    /// be mounted later.
+    pub gpu_extension: bool,
 }
 
 /// The keeper's end, passed on to the worker when the hand-over failed.
@@ -52,13 +54,13 @@ pub enum Start {
 /// Makes the two ends.
 pub fn pair() -> nix::Result<(Handover, Observer)> {
     let (ours, theirs) = socketpair(AddressFamily::Unix, SockType::SeqPacket, None, SockFlag::SOCK_CLOEXEC)?;
-    Ok((Handover { worker: Some(ours) }, Observer(theirs)))
+    Ok((Handover { worker: Some(ours), gpu_extension: false }, Observer(theirs)))
 }
 
 impl Handover {
     /// Makes a hand-over without an observer.
     pub fn alone() -> Self {
-        Self { worker: None }
+        Self { worker: None, gpu_extension: false }
     }
 
     /// Becomes the agent. Never returns: when the agent cannot be executed, powers off with the
@@ -73,7 +75,7 @@ impl Handover {
     pub fn exec_or_error(&self, agent: &CStr) -> String {
         prepare_process();
         self.send(boottime_ns().to_string().as_bytes());
-        let environment = environment();
+        let environment = environment(self.gpu_extension);
         let errno = sys::exec(agent, &[agent], &environment);
         let path = agent.to_string_lossy();
         let cure = match errno {
@@ -118,12 +120,12 @@ fn prepare_process() {
 }
 
 /// The agent's environment: PID 1's environment, plus the attester's variant where the GPU
-/// extension is mounted.
-fn environment() -> Vec<CString> {
+/// extension is declared or mounted.
+fn environment(gpu_extension: bool) -> Vec<CString> {
     use std::os::unix::ffi::OsStrExt;
     let mut list: Vec<CString> =
         std::env::vars_os().filter_map(|(key, value)| CString::new([key.as_bytes(), b"=", value.as_bytes()].concat()).ok()).collect();
-    if Path::new(GPU_EXTENSION).is_dir() {
+    if gpu_extension || Path::new(GPU).is_dir() {
         list.push(c"KATA_ATTESTER_VARIANT=nvidia".to_owned());
     }
     list

@@ -177,7 +177,15 @@ pub const TABLE: &[Row] = &[
     row(derived::AGENT_START, Phase::AgentStart, Owner::Agent, &[names::AGENT_EXEC, derived::HANDOVER, names::STAGE0]),
     row(derived::WORKER, Phase::Init, Owner::Init, &[names::AGENT_EXEC]),
     row(names::WORKER_START, Phase::Init, Owner::Init, &[derived::WORKER, names::AGENT_EXEC]),
+    row(names::STAGE0_EXTENSIONS, Phase::Init, Owner::Init, &[names::STAGE0_CONFIG]),
+    row(names::EXTENSION_DISKS, Phase::Init, Owner::Init, &[names::AGENT_EXEC, names::STAGE0_CONFIG]),
+    serial(row(names::EXTENSION, Phase::Init, Owner::Init, &[names::EXTENSION_DISKS])),
+    row(names::EXTENSION_VERITY, Phase::Init, Owner::Init, &[names::EXTENSION_DISKS]),
+    row(names::EXTENSION_MOUNT, Phase::Init, Owner::Init, &[names::EXTENSION_VERITY]),
+    row(names::EXTENSION_FIRMWARE, Phase::Init, Owner::Init, &[names::EXTENSION_MOUNT]),
+    row(names::EXTENSION_LIBRARIES, Phase::Init, Owner::Init, &[names::EXTENSION]),
     row(names::PCI_SCAN, Phase::Init, Owner::Init, &[names::WORKER_START, derived::WORKER, names::AGENT_EXEC, names::STAGE0]),
+    row(names::PCI_VPD, Phase::Init, Owner::Init, &[names::PCI_SCAN]),
     row(names::DRIVER_LOOK, Phase::Init, Owner::Init, &[names::PCI_SCAN]),
     row(derived::PREPARE, Phase::Init, Owner::Init, &[names::DRIVER_LOOK, names::PCI_SCAN]),
     row(names::DRIVER_FILES, Phase::Init, Owner::Init, &[derived::PREPARE, names::PCI_SCAN]),
@@ -199,6 +207,12 @@ pub const TABLE: &[Row] = &[
     waiting(row(derived::AGENT_WAIT, Phase::AgentWaiting, Owner::Agent, &[])),
     row(derived::AGENT_PAUSE, Phase::AgentWaiting, Owner::Agent, &[derived::CONTAINER_REQUEST]),
     row(derived::CONTAINER_CREATE, Phase::Container, Owner::Agent, &[derived::CONTAINER_REQUEST, derived::AGENT_START]),
+    // A fabric, or whoever attests.
+    row(names::GPU_HELD, Phase::CdiPublication, Owner::Driver, &[names::GPU_INIT]),
+    row(names::GPU_RESET, Phase::Probe, Owner::Driver, &[names::GPU_INIT]),
+    // NVIDIA's programs, which no GPU and no container waits for.
+    row(names::NVML, Phase::Other, Owner::Driver, &[]),
+    row(names::SERVICE_START, Phase::Other, Owner::Driver, &[]),
 ];
 
 /// What a name that is not in the table gets.

@@ -79,6 +79,8 @@ pub struct BootLog {
     capped: bool,
     reported_missing: u64,
     pending: Vec<u8>,
+    /// The thread that writes has taken what waited, and has not said how that went.
+    being_written: bool,
     /// Why it cannot be written.
     failing: Option<String>,
     dropped: Option<Dropped>,
@@ -117,6 +119,7 @@ impl BootLog {
             capped: false,
             reported_missing: 0,
             pending: Vec::new(),
+            being_written: false,
             failing: None,
             dropped: None,
             end: End::default(),
@@ -298,6 +301,7 @@ impl BootLog {
 
     /// What waits to be written.
     pub fn take_pending(&mut self) -> Pending {
+        self.being_written = true;
         Pending {
             after: self.bytes - self.pending.len() as u64,
             has_records: std::mem::take(&mut self.pending_records),
@@ -305,8 +309,9 @@ impl BootLog {
         }
     }
 
+    /// Not all of it is in its file.
     pub fn has_pending(&self) -> bool {
-        !self.pending.is_empty()
+        self.being_written || !self.pending.is_empty()
     }
 
     /// Something was dropped that nothing was said of yet.
@@ -321,6 +326,7 @@ impl BootLog {
 
     /// It could not be written: `rest` waits on. True when it could be until now.
     pub fn not_written(&mut self, mut rest: Pending, why: String) -> bool {
+        self.being_written = false;
         rest.bytes.append(&mut self.pending);
         self.pending = rest.bytes;
         self.pending_records |= rest.has_records;
@@ -334,6 +340,7 @@ impl BootLog {
 
     /// It could be written. Tells what was dropped until now; the file says it, too.
     pub fn all_written(&mut self) -> Option<Dropped> {
+        self.being_written = false;
         if let Some(why) = self.failing.take() {
             self.waiting.failing.fetch_sub(1, Ordering::Relaxed);
             self.tell_dropped(&why)
@@ -365,6 +372,7 @@ impl BootLog {
     /// Gives up what waits. How many bytes that is.
     pub fn abandon(&mut self) -> usize {
         let bytes = self.take_pending().bytes.len();
+        self.being_written = false;
         self.written(bytes);
         if self.failing.take().is_some() {
             self.waiting.failing.fetch_sub(1, Ordering::Relaxed);
@@ -534,6 +542,7 @@ mod tests {
         let mut log = boot.log();
         append(&mut log, 0);
         let taken = log.take_pending();
+        assert!(log.has_pending(), "what is being written is not in the file yet");
         log.written(10);
         let (written, rest) = taken.bytes.split_at(10);
         let rest = Pending { bytes: rest.to_vec(), ..Pending::default() };
@@ -546,6 +555,7 @@ mod tests {
         std::fs::write(boot.dir.path().join("x"), written).unwrap();
         boot.write(&mut log);
         let file = boot.write(&mut log);
+        assert!(!log.has_pending());
         assert_eq!((file.records.len(), file.damaged, file.seqs.missing()), (3, 0, 3));
         let dropped = HostEvent::Dropped { records: 3, first_seq: 3, last_seq: 5, why: "full".into() };
         assert_eq!(file.host.iter().filter(|l| l.event == dropped).count(), 1);

@@ -6,6 +6,7 @@
 
 pub mod boot_log; // what is known of a boot while it is received
 pub mod bucket; // so much at once, so much a second
+pub mod check; // whether it receives, for probes
 pub mod connection; // one connection, without its socket
 pub mod ends; // which boots are over
 pub mod fleet; // boots that are over, for receivers and Prometheus
@@ -19,6 +20,7 @@ pub mod sandbox; // what Kata calls a VM
 pub mod serve; // the sockets of guests that are connected
 pub mod service; // systemd unit, DaemonSet, readiness
 pub mod stats; // counters
+pub mod syscalls; // what it forbids itself
 pub mod vm_dirs; // Kata's directories
 pub mod vmm; // a VMM's socket, and whose it is
 mod writer; // the threads that write and keep the files
@@ -121,6 +123,7 @@ pub struct Collector {
     config: Config,
     listeners: Vec<Listener>,
     watcher: Option<Watcher>,
+    check: Option<check::Socket>,
     disk: Disk,
     streams: Streams,
     shared: Arc<Shared>,
@@ -148,7 +151,10 @@ impl Collector {
         let watches = !(config.vms.is_empty() && config.sandboxes.is_empty());
         if config.drop_privileges {
             privileges::drop_all_but(config.run_as, watches || !config.uds.is_empty())?;
+            syscalls::forbid()?;
         }
+        // A file system that has no sockets costs the probe, not the boots.
+        let check = check::bind(&config.dir).map_err(|e| notes.push(format!("--check will not work: {e:#}"))).ok();
         let watcher = if watches { Some(Watcher::new([&config.vms[..], &config.sandboxes[..]].concat())?) } else { None };
         notes.extend(listeners.iter().map(|l| format!("listening on {}", l.place())));
         notes.extend(metrics.as_ref().map(|(_, address)| format!("metrics at http://{address}{}", fleet::http::PATH)));
@@ -180,7 +186,7 @@ impl Collector {
         let (store, limits, watched) = (disk.store.clone(), config.limits, config.watched);
         let shared = Arc::new(Shared { store, peers, news, stats, limits, watched, tell_own: tell });
         let streams = Streams::start(shared.clone(), on_thread)?;
-        Ok(Self { config, listeners, watcher, disk, streams, shared, fleet, notes })
+        Ok(Self { config, listeners, watcher, check, disk, streams, shared, fleet, notes })
     }
 
     pub fn stats(&self) -> Arc<Stats> {
@@ -189,10 +195,13 @@ impl Collector {
 
     /// Serves guests until `stop` becomes true (or its sender is gone); then all connections are closed and all files complete.
     pub async fn run(self, stop: watch::Receiver<bool>) -> Result<Counts> {
-        let Self { config, listeners, watcher, disk, streams, shared, fleet, .. } = self;
+        let Self { config, listeners, watcher, check, disk, streams, shared, fleet, .. } = self;
         let mut accepting = JoinSet::new();
         for listener in listeners {
             accepting.spawn(accept_all(listener, shared.clone(), streams.clone(), stop.clone()));
+        }
+        if let Some(check) = check {
+            accepting.spawn(check::answer(check, streams.clone(), stop.clone()));
         }
         if let Some(watcher) = watcher {
             accepting.spawn(watch_vms(watcher, config, shared.clone(), streams.clone(), stop.clone()));

@@ -19,6 +19,7 @@ use std::os::fd::OwnedFd;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 use tokio::io::unix::AsyncFd;
+use tokio::runtime::Handle;
 use tokio::sync::{mpsc, oneshot, watch};
 use tokio::task::JoinSet;
 
@@ -80,6 +81,7 @@ pub struct Streams {
     arrivals: mpsc::UnboundedSender<Guest>,
     stop: watch::Sender<bool>,
     ended: Arc<Mutex<Vec<oneshot::Receiver<()>>>>,
+    threads: [Handle; 2],
 }
 
 impl Streams {
@@ -88,15 +90,25 @@ impl Streams {
         let (arrivals, arrived) = mpsc::unbounded_channel();
         let (talkers, talking) = mpsc::unbounded_channel();
         let stop = watch::Sender::new(false);
-        let arrive = start("arrivals", on_thread, serve_all(shared.clone(), arrived, Some(talkers), stop.subscribe()))?;
+        let (arrive, first) = start("arrivals", on_thread, serve_all(shared.clone(), arrived, Some(talkers), stop.subscribe()))?;
         // This one ends when the first has ended and all that came from it has.
-        let talk = start("streams", on_thread, serve_all(shared, talking, None, stop.subscribe()))?;
-        Ok(Self { arrivals, stop, ended: Arc::new(Mutex::new(vec![arrive, talk])) })
+        let (talk, second) = start("streams", on_thread, serve_all(shared, talking, None, stop.subscribe()))?;
+        Ok(Self { arrivals, stop, ended: Arc::new(Mutex::new(vec![arrive, talk])), threads: [first, second] })
     }
 
     /// Serves one connection.
     pub fn take(&self, socket: OwnedFd, slot: Slot) {
         let _after_the_end = self.arrivals.send(Guest { socket, slot, connection: None });
+    }
+
+    /// Returns when each thread has come to a new task; false where one has ended.
+    pub async fn turn(&self) -> bool {
+        for thread in &self.threads {
+            if thread.spawn(async {}).await.is_err() {
+                return false;
+            }
+        }
+        true
     }
 
     /// Reads what has arrived, and ends all connections.
@@ -110,14 +122,15 @@ impl Streams {
     }
 }
 
-/// A thread with a runtime. What it gives tells its end.
-fn start(name: &str, on_thread: fn(), work: impl Future<Output = ()> + Send + 'static) -> Result<oneshot::Receiver<()>> {
+/// A thread with a runtime. What it gives tells its end, and takes tasks.
+fn start(name: &str, on_thread: fn(), work: impl Future<Output = ()> + Send + 'static) -> Result<(oneshot::Receiver<()>, Handle)> {
     let runtime = tokio::runtime::Builder::new_current_thread()
         .enable_all()
         .max_blocking_threads(READERS_BACK)
         .on_thread_start(on_thread)
         .build()
         .context("start a runtime of the streams")?;
+    let handle = runtime.handle().clone();
     let (end, ended) = oneshot::channel();
     let run = move || {
         on_thread();
@@ -125,7 +138,7 @@ fn start(name: &str, on_thread: fn(), work: impl Future<Output = ()> + Send + 's
         let _nobody_waits = end.send(());
     };
     std::thread::Builder::new().name(name.into()).spawn(run).with_context(|| format!("start thread {name}"))?;
-    Ok(ended)
+    Ok((ended, handle))
 }
 
 /// Serves until the stop; those that have said who they are go `onward`, where that is given.

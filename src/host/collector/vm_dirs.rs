@@ -8,7 +8,7 @@
 use crate::host::watch::watch;
 use anyhow::{Context, Result, bail};
 use nix::errno::Errno;
-use nix::fcntl::{OFlag, OpenHow, ResolveFlag, open, openat2};
+use nix::fcntl::{OFlag, open, openat};
 use nix::sys::inotify::{AddWatchFlags, InitFlags, Inotify, WatchDescriptor};
 use nix::sys::stat::Mode;
 use std::collections::{BTreeSet, HashMap};
@@ -62,12 +62,21 @@ impl Pattern {
 
     /// Opens a path of this pattern, or one on the way to it. Links are followed above the `*`, where they are the administrator's (/var/run),
     /// and nowhere below.
+    ///
+    /// Opens name by name: systemd's RestrictSUIDSGID=, which DynamicUser= implies, answers openat2 with ENOSYS.
     pub fn open(&self, path: &Path, flags: OFlag) -> nix::Result<OwnedFd> {
+        const DIRECTORY: OFlag = OFlag::O_PATH.union(OFlag::O_DIRECTORY).union(OFlag::O_CLOEXEC);
         let mut parts = path.components();
         let above: PathBuf = parts.by_ref().take(self.star + 1).collect();
-        let above = open(&above, OFlag::O_PATH | OFlag::O_DIRECTORY | OFlag::O_CLOEXEC, Mode::empty())?;
-        let how = OpenHow::new().flags(flags | OFlag::O_CLOEXEC).resolve(ResolveFlag::RESOLVE_BENEATH | ResolveFlag::RESOLVE_NO_SYMLINKS);
-        openat2(&above, parts.as_path(), how)
+        let mut dir = open(&above, DIRECTORY, Mode::empty())?;
+        let last = parts.next_back().ok_or(Errno::ENOENT)?;
+        let named = |part: Component| if matches!(part, Component::Normal(_)) { Ok(()) } else { Err(Errno::EINVAL) };
+        for part in parts {
+            named(part)?;
+            dir = openat(&dir, part.as_os_str(), DIRECTORY | OFlag::O_NOFOLLOW, Mode::empty())?;
+        }
+        named(last)?;
+        openat(&dir, last.as_os_str(), flags | OFlag::O_NOFOLLOW | OFlag::O_CLOEXEC, Mode::empty())
     }
 
     /// How deep a directory lies on the way to what matches; None where it does not.

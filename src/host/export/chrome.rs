@@ -89,9 +89,12 @@ fn step(step: &Step) -> Value {
 }
 
 fn mark(mark: &Mark) -> Value {
+    let mut args: Map<String, Value> = mark.facts().map(|(key, value)| (key, Value::from(value))).collect();
+    args.insert("text".to_string(), mark.text.as_str().into());
+    args.insert("level".to_string(), json!(level(mark)));
     let mut event = json!({
         "name": mark.name, "cat": mark.side.name(), "ph": "i", "s": "t", "pid": PID, "tid": thread(mark.lane, 0),
-        "ts": microseconds(mark.at_ns), "args": { "text": mark.text, "level": level(mark) },
+        "ts": microseconds(mark.at_ns), "args": args,
     });
     if mark.tone == Tone::Error {
         event["cname"] = "terrible".into();

@@ -1,8 +1,9 @@
-//! `--csv`: one row per step, for spreadsheets and data frames. RFC 4180: CRLF, quotes where needed.
+//! `--csv`: one row per step, then one per report of a GPU's health, for spreadsheets and data frames. RFC 4180: CRLF, quotes where needed.
 //!
 //! Times in ns since kernel start; an empty cell is what is not known. A text that a spreadsheet would take for a formula gets an apostrophe.
 
-use super::timeline::{Step, Timeline};
+use super::timeline::{Mark, Step, Timeline};
+use crate::host::rows::Tone;
 use crate::host::text::wall_clock;
 use std::io::{self, Write};
 
@@ -33,11 +34,43 @@ pub fn write(timeline: &Timeline, out: &mut dyn Write) -> io::Result<()> {
     for step in &timeline.steps {
         write!(out, "{}\r\n", cells(timeline, step).map(|cell| quoted(&cell)).join(","))?;
     }
+    for mark in timeline.marks.iter().filter(|mark| mark.is_report()) {
+        write!(out, "{}\r\n", of_report(timeline, mark).map(|cell| quoted(&cell)).join(","))?;
+    }
     Ok(())
 }
 
+/// A report as a step that takes no time.
+fn of_report(timeline: &Timeline, mark: &Mark) -> [String; HEAD.len()] {
+    let (wall, at) = (timeline.wall_at(mark.at_ns), mark.at_ns.to_string());
+    let fields: Vec<String> = mark.facts().map(|(key, value)| format!("{key}={value}")).collect();
+    [
+        timeline.boot.boot_id.clone().unwrap_or_default(),
+        String::new(),
+        text(&mark.name),
+        mark.side.name().to_string(),
+        number(mark.gpu.and_then(|gpu| gpu.index)),
+        mark.gpu.map(|gpu| gpu.address.to_string()).unwrap_or_default(),
+        at.clone(),
+        at,
+        0.to_string(),
+        false.to_string(),
+        mark.approximate.to_string(),
+        wall.map(|w| wall_clock(w.realtime_ns)).unwrap_or_default(),
+        number(wall.map(|w| w.error_ns)),
+        number(mark.parent),
+        String::new(),
+        false.to_string(),
+        text(if mark.tone == Tone::Error { &mark.text } else { "" }),
+        text(&fields.join("; ")),
+    ]
+}
+
+fn number(number: Option<u64>) -> String {
+    number.map(|n| n.to_string()).unwrap_or_default()
+}
+
 fn cells(timeline: &Timeline, step: &Step) -> [String; HEAD.len()] {
-    let number = |number: Option<u64>| number.map(|n| n.to_string()).unwrap_or_default();
     let wall = timeline.wall_at(step.begin_ns).filter(|_| !step.begin_lost);
     let fields: Vec<String> = step.fields.iter().map(|(key, value)| format!("{key}={value}")).collect();
     [

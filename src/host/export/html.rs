@@ -9,7 +9,8 @@ use super::svg;
 use super::timeline::{Mark, Step, Timeline};
 use crate::events::record::names;
 use crate::host::clock::RATE_ERROR_PPM;
-use crate::host::model::{self, Gpu, SETTLED};
+use crate::host::health::HealthTable;
+use crate::host::model::{self, Boot, Gpu, SETTLED};
 use crate::host::rows::{Side, Tone};
 use crate::host::summary::complaints;
 use crate::host::text::{error_bound, printable, seconds, wall_clock};
@@ -27,6 +28,8 @@ const SCRIPT: &str = include_str!("page.js");
 
 /// Steps, and marks, that a page takes: a browser draws that many without effort. What was left out is said; details go first.
 const MAX_SHOWN: usize = 20_000;
+/// Characters of the health table beside each other: a page of the usual width shows them without scrolling.
+const HEALTH_WIDTH: usize = 130;
 /// Rows of one lane that are drawn; steps beyond share the last one.
 const MAX_ROWS: usize = 40;
 
@@ -51,6 +54,7 @@ pub fn write(timeline: &Timeline, out: &mut dyn Write) -> io::Result<()> {
         ("notes", notes(timeline, left_out)),
         ("picture", svg::write(timeline)),
         ("gpus", gpu_table(&boot.gpus)),
+        ("health", health(boot)),
         ("footer", footer(timeline)),
         ("script", SCRIPT.to_string()),
     ];
@@ -254,6 +258,31 @@ fn gpu_table(gpus: &[Gpu]) -> String {
     )
 }
 
+/// Section about the GPUs' health; nothing where NVML was not asked.
+fn health(boot: &Boot) -> String {
+    let Some(table) = HealthTable::of(boot) else { return String::new() };
+    let mut out = String::from("<section aria-labelledby=\"health\"><h2 id=\"health\">Health of the GPUs</h2>");
+    let is_number = |column: usize| column > 1 && table.heads.get(column).is_some_and(|(_, right)| *right);
+    let class = |column: usize| if is_number(column) { " class=\"number\"" } else { "" };
+    for group in table.groups(Some(HEALTH_WIDTH), 2) {
+        let heads = group.iter().filter_map(|(column, _)| Some((column, table.heads.get(*column)?)));
+        let head: String = heads.map(|(column, (head, _))| format!("<th scope=\"col\"{}>{head}</th>", class(*column))).collect();
+        let row = |(wrong, cells): &(bool, Vec<String>)| {
+            let cells = group.iter().filter_map(|(column, _)| Some((column, cells.get(*column)?)));
+            let cells: String = cells.map(|(column, cell)| format!("<td{}>{}</td>", class(*column), html(cell))).collect();
+            format!("<tr{}>{cells}</tr>", if *wrong { " class=\"failed\"" } else { "" })
+        };
+        let rows: String = table.rows.iter().map(row).collect();
+        out.push_str(&format!("<div class=\"scroll\"><table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div>"));
+    }
+    out.extend(table.source.map(|source| format!("<p class=\"dim\">{}</p>", html(&source))));
+    let sentences: String = table.sentences.iter().map(|sentence| format!("<li class=\"failed\">{}</li>", html(sentence))).collect();
+    if !sentences.is_empty() {
+        out.push_str(&format!("<ul class=\"notes\">{sentences}</ul>"));
+    }
+    out + "</section>"
+}
+
 fn footer(timeline: &Timeline) -> String {
     let clock = match timeline.sample() {
         None => "The stream has no clock sample: wall-clock times are not known.".to_string(),
@@ -416,7 +445,8 @@ mod tests {
     #[test]
     fn every_place_of_the_page_is_filled() {
         let places: Vec<&str> = PAGE.split('{').skip(1).filter_map(|rest| rest.split('}').next()).collect();
-        let known = ["policy", "title", "style", "headline", "about", "tiles", "notes", "picture", "gpus", "data", "script", "footer"];
+        let known =
+            ["policy", "title", "style", "headline", "about", "tiles", "notes", "picture", "gpus", "health", "data", "script", "footer"];
         assert!(places.iter().all(|place| known.contains(place)), "{places:?}");
         assert_eq!(places.len(), known.len());
     }

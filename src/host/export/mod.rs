@@ -35,7 +35,7 @@ Formats:
   --perfetto  a trace for ui.perfetto.dev and trace_processor: a track per GPU and per side, clocks, flows, counters
   --chrome    Trace Event JSON, which many viewers read
   --otlp      one OTLP/JSON request, for an OpenTelemetry Collector (otlpjsonfile receiver, or POST to /v1/traces)
-  --csv       one row per step, for spreadsheets and data frames
+  --csv       one row per step and per report of a GPU's health, for spreadsheets and data frames
 
 Times are the guest's boot clock; wall-clock times are the host's, with their error bound, where the collector compared the two. The resource \
 attributes of --otlp are host.* (this machine), k8s.* (where the collector knew the pod), what OTEL_RESOURCE_ATTRIBUTES says, and what \
@@ -101,7 +101,7 @@ struct Flags {
     /// OTLP/JSON.
     #[arg(long)]
     otlp: bool,
-    /// One row per step.
+    /// One row per step and per report of a GPU's health.
     #[arg(long)]
     csv: bool,
 }

@@ -295,11 +295,12 @@ fn instant(mark: &Mark, track_uuid: u64) -> Message {
         crate::events::record::Level::Info => "info",
         crate::events::record::Level::Debug | crate::events::record::Level::Trace => "debug",
     };
-    track_event(INSTANT, track_uuid)
+    let message = track_event(INSTANT, track_uuid)
         .text(event::CATEGORIES, mark.side.name())
         .text(event::CATEGORIES, level)
         .text(event::NAME, &mark.name)
-        .message(event::DEBUG_ANNOTATIONS, annotation("text", &mark.text))
+        .message(event::DEBUG_ANNOTATIONS, annotation("text", &mark.text));
+    mark.facts().fold(message, |message, (key, value)| message.message(event::DEBUG_ANNOTATIONS, annotation(&key, &value)))
 }
 
 /// The pieces of the critical path, one after another.

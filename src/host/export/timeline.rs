@@ -14,7 +14,7 @@ use crate::host::agent_log::{AgentEvent, AgentLine, ClockPoints};
 use crate::host::boot_file::{BootFile, HostEvent, TraceId};
 use crate::host::clock::{Clock, Sample, Wall};
 use crate::host::model::{Boot, in_time};
-use crate::host::record::{Field, Record, SpanFields};
+use crate::host::record::{Field, Fields, Record, SpanFields};
 use crate::host::rows::{GpuName, Row, Side, Tone, Tracker};
 use crate::host::text::{printable, printable_start};
 use crate::pci::PciAddress;
@@ -86,7 +86,24 @@ pub struct Mark {
     /// The step it happened in.
     pub parent: Option<u64>,
     pub lane: usize,
+    /// Fields of a report of a GPU's health; texts of other marks say all.
+    reported: Option<Fields>,
 }
+
+impl Mark {
+    /// Facts of a report of a GPU's health.
+    pub fn facts(&self) -> impl Iterator<Item = (String, String)> {
+        self.reported.iter().flatten().map(|(key, field)| (field_text(key), field_text(field.shown())))
+    }
+
+    /// Whether it is a report of a GPU's health.
+    pub fn is_report(&self) -> bool {
+        self.reported.is_some()
+    }
+}
+
+/// Events whose fields every format has, one by one: they are values to compare, and many.
+const REPORTS: [&str; 3] = [names::GPU_HEALTH, names::GPU_SETTING, names::CONFIDENTIAL];
 
 /// Why a GPU failed, in a word, and what to do about it.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -276,7 +293,9 @@ impl Reader {
                 }
                 // The kernel's lines name every PCI function there is.
                 let gpu = row.gpu.filter(|gpu| self.gpus.contains(&gpu.address));
-                self.marks.push(mark(&printable(&record.name), Row { gpu, ..row }, record.parent));
+                let is_report = record.kind == Kind::Event && REPORTS.contains(&record.name.as_str());
+                let reported = is_report.then(|| record.fields.clone());
+                self.marks.push(Mark { reported, ..mark(&printable(&record.name), Row { gpu, ..row }, record.parent) });
             }
         }
     }
@@ -312,7 +331,7 @@ impl Reader {
 fn mark(name: &str, row: Row, parent: Option<u64>) -> Mark {
     let Row { time_ns, approximate, side, gpu, what, tone, detail, .. } = row;
     let text = printable_start(what.as_bytes(), MAX_ERROR);
-    Mark { at_ns: time_ns, approximate, name: name.to_string(), text, side, gpu, tone, detail, parent, lane: 0 }
+    Mark { at_ns: time_ns, approximate, name: name.to_string(), text, side, gpu, tone, detail, parent, lane: 0, reported: None }
 }
 
 /// A step that the account has worked out. What is known of a container stands beside its steps.
@@ -375,9 +394,12 @@ fn error_text(error: &str) -> String {
 
 /// Fields as texts, but for what the step's GPU says already.
 fn fields(fields: &SpanFields, has_gpu: bool) -> Vec<(String, String)> {
-    let text = |text: &str| printable_start(text.as_bytes(), MAX_VALUE);
     let said = |key: &str| key == "index" && has_gpu;
-    fields.iter().filter(|(key, _)| !said(key)).map(|(key, field)| (text(key), text(field.shown()))).collect()
+    fields.iter().filter(|(key, _)| !said(key)).map(|(key, field)| (field_text(key), field_text(field.shown()))).collect()
+}
+
+fn field_text(text: &str) -> String {
+    printable_start(text.as_bytes(), MAX_VALUE)
 }
 
 fn guest_offset(records: &[Record]) -> Option<i64> {

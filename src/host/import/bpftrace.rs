@@ -84,6 +84,7 @@ impl Reader {
         let call = Call {
             at_ns: stamp,
             pid: word(after, "pid"),
+            thread: None,
             vaddr: word(after, "vaddr"),
             asked: word(after, "npage").or(word(after, "npages")).or(pages_of_size),
             pinned: word(after, "ret").or(word(after, "retval")),
@@ -264,6 +265,7 @@ mod tests {
             pinned: Some(512),
             took_ns: Some(17_000),
             line: 1,
+            thread: None,
         };
         assert_eq!((trace.calls, trace.wall, count.recognised), (vec![want], true, 1));
         let two = "Attaching 2 probes...\nvfio_pin_pages_remote(): vaddr=0x1000 npage=512 size=2097152B limit=2048 pid=7\nvfio_pin_pages_remote took 3274 ms   \n";

@@ -214,6 +214,10 @@ pub fn import(mut sources: Vec<Source>, boot: Option<usize>) -> Result<(Report, 
         if first_call.is_some() && !items.is_empty() {
             relate(&mut clocks, &steps, traced, &mut notes);
         }
+        if traced.sum.threads > 1 {
+            let threads = traced.sum.threads;
+            notes.push(format!("the trace names {threads} threads and no process: calls of other VMs, if there were any, are in the sums"));
+        }
         if traced.sum.processes > 1 {
             notes.push(format!("the trace has calls of {} processes: those of other VMs are in the sums", traced.sum.processes));
         }

@@ -55,7 +55,8 @@ struct Reader {
 struct Columns<'a> {
     at_ns: Option<i64>,
     cpu_task: String,
-    pid: Option<u32>,
+    /// The kernel's trace calls it a pid.
+    thread: Option<u32>,
     took_ns: Option<u64>,
     /// Spaces before the call: its depth.
     indent: usize,
@@ -85,7 +86,8 @@ impl Reader {
         let nested = tail.trim_start().starts_with('{');
         self.trace.calls.push(Call {
             at_ns: columns.at_ns,
-            pid: columns.pid,
+            pid: None,
+            thread: columns.thread,
             vaddr: argument(arguments, "vaddr"),
             asked: argument(arguments, "npage"),
             pinned: if nested { None } else { returned(tail) },
@@ -136,8 +138,8 @@ fn columns(line: &str) -> Option<Columns<'_>> {
                 None if text.is_empty() => {}
                 // comm-pid; a comm may have dashes itself.
                 None => {
-                    let pid = text.rsplit('-').next().and_then(|pid| pid.trim().parse().ok())?;
-                    out.pid = Some(pid);
+                    let thread = text.rsplit('-').next().and_then(|pid| pid.trim().parse().ok())?;
+                    out.thread = Some(thread);
                     out.cpu_task.push_str(text);
                 }
             }
@@ -223,12 +225,13 @@ mod tests {
         let (trace, _) = read_text(text);
         let first = Call {
             at_ns: Some(815_250_000_000),
-            pid: Some(3454),
+            thread: Some(3454),
             vaddr: Some(0x7400),
             asked: Some(512),
             pinned: Some(512),
             took_ns: Some(3_266_123_000),
             line: 1,
+            pid: None,
         };
         let second = Call {
             at_ns: Some(819_000_001_000),

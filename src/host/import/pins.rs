@@ -5,7 +5,7 @@
 //! call pinned is its return value or, where the trace has none, the distance to the next call of its region.
 
 use serde::Serialize;
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 
 /// Page size that `npage` counts in: x86-64 and what NVIDIA's arm64 hosts run VFIO with by default.
 pub const PAGE: u64 = 4096;
@@ -23,6 +23,8 @@ pub struct Call {
     /// When it began, on the trace's clock.
     pub at_ns: Option<i64>,
     pub pid: Option<u32>,
+    /// Calling thread, where the trace does not name the process.
+    pub thread: Option<u32>,
     pub vaddr: Option<u64>,
     /// Pages asked for.
     pub asked: Option<u64>,
@@ -60,6 +62,13 @@ pub struct Sum {
     /// Duration of a call in us, by powers of ten.
     pub durations_us: BTreeMap<u64, u64>,
     pub processes: u64,
+    /// Threads of unknown processes.
+    #[serde(skip_serializing_if = "is_zero")]
+    pub threads: u64,
+}
+
+fn is_zero(number: &u64) -> bool {
+    *number == 0
 }
 
 /// The power of ten at or below a number; 0 for 0.
@@ -73,10 +82,11 @@ pub fn regions(calls: &[Call]) -> (Vec<Region>, Sum) {
     let mut open: HashMap<(Option<u32>, u64), usize> = HashMap::new();
     let mut last_of: HashMap<usize, Call> = HashMap::new();
     let mut sum = Sum { calls: calls.len() as u64, ..Sum::default() };
-    let mut processes = std::collections::BTreeSet::new();
+    let (mut processes, mut threads) = (BTreeSet::new(), BTreeSet::new());
     let mut size_of = |sizes: &mut BTreeMap<u64, u64>, pages: u64| *sizes.entry(class(pages)).or_default() += 1;
     for call in calls {
         processes.extend(call.pid);
+        threads.extend(call.thread);
         let took = call.took_ns.unwrap_or(0);
         sum.took_ns = sum.took_ns.saturating_add(took);
         if let Some(took) = call.took_ns {
@@ -84,7 +94,7 @@ pub fn regions(calls: &[Call]) -> (Vec<Region>, Sum) {
         }
         let end = call.at_ns.map(|at| at.saturating_add_unsigned(took));
         let asked = call.asked.map(|pages| pages.saturating_mul(PAGE));
-        let key = call.vaddr.zip(asked).map(|(vaddr, bytes)| (call.pid, vaddr.saturating_add(bytes)));
+        let key = call.vaddr.zip(asked).map(|(vaddr, bytes)| (call.pid.or(call.thread), vaddr.saturating_add(bytes)));
         // A call that asks for more than is left, or for as much again, begins a region anew.
         let known = key.and_then(|key| open.get(&key).copied()).filter(|at| {
             last_of.get(at).is_some_and(|last| match (last.vaddr, call.vaddr) {
@@ -127,7 +137,7 @@ pub fn regions(calls: &[Call]) -> (Vec<Region>, Sum) {
     }
     sum.regions = regions.len() as u64;
     sum.bytes = calls.iter().any(|c| c.asked.is_some()).then(|| regions.iter().map(|r| r.bytes).fold(0, u64::saturating_add));
-    sum.processes = processes.len() as u64;
+    (sum.processes, sum.threads) = (processes.len() as u64, threads.len() as u64);
     (regions, sum)
 }
 
@@ -179,6 +189,14 @@ mod tests {
         assert_eq!((sum.calls, sum.bytes, sum.processes), (5, Some(2512 * PAGE), 1));
         let (rows, left_out) = worth_a_row(regions);
         assert_eq!((rows.len(), left_out), (1, 2));
+    }
+
+    #[test]
+    fn threads_are_counted_apart_from_processes() {
+        let by = |thread| Call { pid: None, thread: Some(thread), ..call(0, 1, 1) };
+        let sum = regions(&[by(7), by(8), by(7)]).1;
+        assert_eq!((sum.processes, sum.threads), (0, 2));
+        assert_eq!(regions(&[call(0, 1, 1)]).1.threads, 0);
     }
 
     #[test]

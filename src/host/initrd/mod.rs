@@ -6,6 +6,7 @@ pub mod components;
 pub mod diff;
 pub mod disk_image;
 mod driver_list;
+pub mod helper;
 pub mod image;
 pub mod kernel;
 pub mod list;
@@ -20,6 +21,7 @@ pub mod tree;
 pub mod verify;
 mod view;
 
+use self::helper::HelperArgs;
 use self::image::{Form, Image};
 use self::output::{Output, Written};
 use self::pack::List;
@@ -30,6 +32,7 @@ use super::disk::Table;
 use super::show::print;
 use super::text::ascii_json;
 use super::text::{Ink, Screen, printable};
+use crate::topology::Topology;
 use anyhow::{Result, bail, ensure};
 use clap::{ArgGroup, Subcommand};
 use serde_json::json;
@@ -132,6 +135,9 @@ const VERIFY_HELP: &str = "\
 Reads: programs and their loaders and libraries, modules and what they depend on, the driver's firmware and user space, paths that the agent counts on. \
 Each finding says what breaks and the cure. What only a boot can tell is not here.
 
+A table says which of NVIDIA's services each topology starts, and which of those the image lacks. That keeps no image from booting, unless --topology \
+names the topology. An image without any part of the driver is taken for one whose driver comes on the extension disk `gpu` (Kata 4), and says so.
+
 Exit status: 0 nothing keeps it from booting, 1 it cannot boot as a guest with GPUs, 2 it cannot be read.
 
 Examples:
@@ -139,7 +145,9 @@ Examples:
   kata-gpu-boot initrd verify gpu.initrd --kernel vmlinuz-nvidia-gpu.container
   kata-gpu-boot initrd verify gpu.initrd --json |
     jq '.findings[] | select(.severity == \"error\")'
-  # the driver's libraries come from an extension disk, or there is no driver
+  # for guests with all GPUs and NVSwitches of an HGX board
+  kata-gpu-boot initrd verify gpu.initrd --topology hopper-fabric --confidential
+  # the driver's libraries are not wanted
   kata-gpu-boot initrd verify base.initrd --no-user-space
   kata-gpu-boot initrd verify --rules";
 
@@ -159,6 +167,12 @@ struct VerifyArgs {
     /// The driver's libraries and firmware come from elsewhere, or are not wanted.
     #[arg(long)]
     no_user_space: bool,
+    /// Guests of this topology must find their services; may be given several times.
+    #[arg(long, value_name = "TOPOLOGY", value_parser = topology)]
+    topology: Vec<Topology>,
+    /// Those guests are confidential.
+    #[arg(long, requires = "topology")]
+    confidential: bool,
     /// Print JSON.
     #[arg(long)]
     json: bool,
@@ -169,7 +183,7 @@ struct VerifyArgs {
 
 const REPACK_HELP: &str = "\
 /init becomes the new program, and /sbin/init a link to it where it led to the old one. Every other entry stays as it is, byte for byte; the list of the \
-driver's files is added. The old init stays where it was, so that rdinit= with its path rolls back, unless --drop-old is given.
+driver's files is added, and NVML's helper (kata-gpu-nvml) as /usr/bin/kata-gpu-nvml where it is given or found. The old init stays where it was, so that rdinit= with its path rolls back, unless --drop-old is given.
 
 The kernel starts /init of an initrd, whatever init= says: that is for disk images. A kernel parameter rdinit= overrides it: remove it from \
 kernel_params, or the old init starts.
@@ -196,6 +210,8 @@ struct RepackArgs {
     /// As for verify.
     #[arg(long, value_name = "FILE|RELEASE")]
     kernel: Option<String>,
+    #[command(flatten)]
+    helper: HelperArgs,
     /// Do not add the list of the driver's files.
     #[arg(long)]
     no_manifest: bool,
@@ -247,7 +263,7 @@ struct DiffArgs {
 
 const REPLACE_INIT_HELP: &str = "\
 /init becomes the program and /sbin/init, which a kernel starts first from a disk, a link to it; the old init stays where those links led. The list of the \
-driver's files is added where there is a driver. Owners, modes, times, links, contents and extended attributes of everything else stay as they are.
+driver's files is added where there is a driver, and NVML's helper (kata-gpu-nvml) as /usr/bin/kata-gpu-nvml where it is given or found. Owners, modes, times, links, contents and extended attributes of everything else stay as they are.
 
 The image is a bare file system, or a disk whose first partition it is, as Kata's image builder makes them; the partition grows where it must. A dm-verity \
 hash in a second partition is of the old root: `kata-gpu-boot install --image` empties kernel_verity_params.
@@ -270,6 +286,8 @@ struct ReplaceInitArgs {
     /// The file to write; it appears when it is whole and compared.
     #[arg(short, long, value_name = "FILE")]
     output: PathBuf,
+    #[command(flatten)]
+    helper: HelperArgs,
     /// Do not add the list of the driver's files.
     #[arg(long)]
     no_manifest: bool,
@@ -370,8 +388,12 @@ fn cat(args: &CatArgs) -> Result<bool> {
     Ok(found)
 }
 
+fn topology(text: &str) -> Result<Topology, String> {
+    Topology::named(text).ok_or_else(|| format!("there are {}", Topology::ALL.map(|topology| topology.to_string()).join(", ")))
+}
+
 fn question(kernel: Option<&str>, init: &str, user_space: bool) -> Result<Question> {
-    Ok(Question { release: kernel.map(kernel::release).transpose()?, init: init.to_string(), user_space })
+    Ok(Question { release: kernel.map(kernel::release).transpose()?, init: init.to_string(), user_space, ..Question::default() })
 }
 
 fn verify(args: &VerifyArgs) -> Result<bool> {
@@ -382,28 +404,32 @@ fn verify(args: &VerifyArgs) -> Result<bool> {
     }
     let Some(path) = &args.image else { bail!("give an image") };
     let question = question(args.kernel.as_deref(), &args.rdinit, !args.no_user_space)?;
+    let question = Question { topologies: args.topology.clone(), confidential: args.confidential, ..question };
     let (image, tree) = read(path)?;
     let report = verify::check(&image, &tree, &question);
     print(&if args.json { ascii_json(&report.json())? } else { verify::page::page(&report, &screen) })?;
     Ok(report.boots())
 }
 
-/// The output is neither the image nor the init.
-fn check_output(image: &Path, init: &Path, output: &Path) -> Result<()> {
+/// The output is neither the image, nor the init, nor the helper.
+fn check_output(image: &Path, init: &Path, helper: &HelperArgs, output: &Path) -> Result<()> {
     let same = |a: &Path| std::fs::canonicalize(a).ok().is_some_and(|a| std::fs::canonicalize(output).ok() == Some(a));
     ensure!(!same(image), "{}: give the new image another name: the old one is what to roll back to", output.display());
     ensure!(!same(init), "{}: that is the new init: give the new image another name", output.display());
+    let is_helper = helper.given.as_deref().is_some_and(same);
+    ensure!(!is_helper, "{}: that is NVML's helper: give the new image another name", output.display());
     Ok(())
 }
 
 fn replace_init(args: &ReplaceInitArgs) -> Result<bool> {
-    check_output(&args.image, &args.init, &args.output)?;
+    check_output(&args.image, &args.init, &args.helper, &args.output)?;
     let (image, init, output) = (args.image.clone(), args.init.clone(), args.output.clone());
-    let mut done = disk_image::replace(&disk_image::Wish { image, init, output, manifest: !args.no_manifest })?;
+    let helper = args.helper.helper(&args.init);
+    let mut done = disk_image::replace(&disk_image::Wish { image, init, helper, output, manifest: !args.no_manifest })?;
     done.written.keep()?;
     if !done.has_module {
-        let why = "no GPU will come up in its guests (a base image, whose driver is in an extension image?)";
-        eprintln!("kata-gpu-boot: warning: no nvidia.ko in the image: {why}");
+        let why = "its guests take the driver from the extension disk `gpu` (Kata 4), and without that disk no GPU comes up";
+        eprintln!("kata-gpu-boot: note: no nvidia.ko in the image: {why}");
     }
     let disk = &done.disk;
     if args.json {
@@ -411,6 +437,8 @@ fn replace_init(args: &ReplaceInitArgs) -> Result<bool> {
             "path": printable(&done.written.path.display().to_string()), "bytes": done.written.bytes, "sha256": done.written.sha256,
             "fileSystem": disk.root.name(), "kept": done.kept, "grownPartition": done.grown, "manifestFiles": done.manifest.as_ref().ok(),
             "noManifest": done.manifest.as_ref().err(), "diff": diff::json(&done.differences),
+            "helper": done.helper.as_ref().ok().map(|path| printable(&path.display().to_string())), "noHelper": done.helper.as_ref().err(),
+            "helperLacks": done.helper_lacks,
         }))?)?;
         return Ok(true);
     }
@@ -423,6 +451,7 @@ fn replace_init(args: &ReplaceInitArgs) -> Result<bool> {
         Ok(files) => text.push_str(&format!("the list of the driver's {files} files is in the image\n")),
         Err(why) => text.push_str(&format!("no list of the driver's files: {}\n", printable(why))),
     }
+    text.push_str(&helper::text(&done.helper, &done.helper_lacks));
     if let Some(bytes) = done.grown {
         text.push_str(&format!("the partition has grown to {} MiB\n", bytes >> 20));
     }
@@ -435,7 +464,7 @@ fn replace_init(args: &ReplaceInitArgs) -> Result<bool> {
 }
 
 fn repack(args: &RepackArgs) -> Result<bool> {
-    check_output(&args.image, &args.init, &args.output)?;
+    check_output(&args.image, &args.init, &args.helper, &args.output)?;
     let question = question(args.kernel.as_deref(), INIT, !args.no_user_space)?;
     let (image, tree) = read(&args.image)?;
     let form = match (args.plain, args.gzip) {
@@ -443,7 +472,13 @@ fn repack(args: &RepackArgs) -> Result<bool> {
         (_, true) => Some(Form::Gzip),
         _ => None,
     };
-    let wish = repack::Wish { init: args.init.clone(), manifest: !args.no_manifest, form, drop_old: args.drop_old };
+    let wish = repack::Wish {
+        init: args.init.clone(),
+        helper: args.helper.helper(&args.init),
+        manifest: !args.no_manifest,
+        form,
+        drop_old: args.drop_old,
+    };
     let mut done = repack::repack(&image, &tree, &wish, &question, &args.output)?;
     let keep = done.report.boots() || args.force;
     if keep {
@@ -455,6 +490,8 @@ fn repack(args: &RepackArgs) -> Result<bool> {
             "path": printable(&done.written.path.display().to_string()), "written": keep, "bytes": done.written.bytes, "sha256": done.written.sha256,
             "kept": done.kept, "oldInit": done.old_init, "manifestFiles": done.manifest.as_ref().ok(), "noManifest": done.manifest.as_ref().err(),
             "diff": diff::json(&done.differences), "verify": done.report.json(),
+            "helper": done.helper.as_ref().ok().map(|path| printable(&path.display().to_string())), "noHelper": done.helper.as_ref().err(),
+            "helperLacks": done.helper_lacks,
         }))?)?;
         return Ok(keep);
     }
@@ -464,6 +501,7 @@ fn repack(args: &RepackArgs) -> Result<bool> {
         Ok(files) => text.push_str(&format!("the list of the driver's {files} files is in the image\n")),
         Err(why) => text.push_str(&format!("no list of the driver's files: {}\n", printable(why))),
     }
+    text.push_str(&helper::text(&done.helper, &done.helper_lacks));
     text.push_str(
         "the kernel starts /init; remove rdinit= from its parameters if there is one (init= is for disk images and means nothing here)\n",
     );

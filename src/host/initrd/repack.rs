@@ -5,6 +5,7 @@
 
 use super::diff::{self, Difference};
 use super::driver_list;
+use super::helper::{self, Helper};
 use super::image::{Content, Form, Image, Part, copy};
 use super::newc::{self, Header, Kind};
 use super::output::{Output, Written};
@@ -31,6 +32,7 @@ const PROGRAM: u32 = 0o755;
 #[derive(Debug)]
 pub struct Wish {
     pub init: PathBuf,
+    pub helper: Helper,
     pub manifest: bool,
     /// None: as it is stored now.
     pub form: Option<Form>,
@@ -48,6 +50,10 @@ pub struct Repacked {
     pub old_init: Option<String>,
     /// Files in the manifest, or why there is none.
     pub manifest: Result<usize, String>,
+    /// The helper that is in the image now, or why there is none.
+    pub helper: Result<PathBuf, String>,
+    /// Loader and libraries that the helper does not find in the image.
+    pub helper_lacks: Vec<String>,
     pub report: Report,
 }
 
@@ -110,6 +116,7 @@ pub fn repack(image: &Image, tree: &Tree, wish: &Wish, question: &Question, out:
     let old = [INIT, OTHER_INIT].iter().find_map(|path| tree.find(path));
     plan_init(tree, old, init, &mut plan)?;
     let old_init = plan_old(tree, old, wish.drop_old, &mut plan)?;
+    let helper = plan_helper(tree, &wish.helper, &mut plan)?;
     let manifest = if wish.manifest { plan_manifest(image, tree, &mut plan)? } else { Err("not asked for".into()) };
     let written = write(image, &plan, wish.form, out)?;
     let after = Image::open(written.temporary()).context("read again what was written")?;
@@ -122,7 +129,9 @@ pub fn repack(image: &Image, tree: &Tree, wish: &Wish, question: &Question, out:
         );
     }
     let report = verify::check(&after, &tree_after, &Question { init: INIT.into(), ..question.clone() });
-    Ok(Repacked { written, differences, kept: image.entries.len() - plan.instead.len(), old_init, manifest, report })
+    let helper_lacks = if helper.is_ok() { helper::lacks(&tree_after) } else { Vec::new() };
+    let kept = image.entries.len() - plan.instead.len();
+    Ok(Repacked { written, differences, kept, old_init, manifest, helper, helper_lacks, report })
 }
 
 fn read_init(path: &Path) -> Result<Vec<u8>> {
@@ -172,6 +181,17 @@ fn plan_old(tree: &Tree, old: Option<Id>, drop_old: bool, plan: &mut Plan) -> Re
         return Ok(None);
     }
     Ok(Some(escaped(&path)))
+}
+
+/// The helper comes into /usr/bin. The inner error is the reason why the image does without.
+fn plan_helper(tree: &Tree, helper: &Helper, plan: &mut Plan) -> Result<Result<PathBuf, String>> {
+    Ok(match helper::read(helper, tree)? {
+        Ok((path, program)) => {
+            plan.put(tree, helper::path().as_bytes(), Kind::File.bits() | PROGRAM, program)?;
+            Ok(path)
+        }
+        Err(why) => Err(why),
+    })
 }
 
 /// The driver's files, looked for now instead of at every boot. An inner error says why the image does without.

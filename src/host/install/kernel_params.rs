@@ -138,7 +138,7 @@ mod tests {
         for (bad, why) in [
             ("gpuinit.bind=fast", "takes"),
             ("gpuinit.nosuch=1", "unknown parameter"),
-            ("nvrc.dcgm=on", "not supported yet"),
+            ("nvrc.mode=cc", "ignored"),
             ("a b", "one word"),
             ("", "one word"),
             ("=1", "no name"),

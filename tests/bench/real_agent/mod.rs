@@ -23,6 +23,9 @@ const PINGS: usize = 16;
 /// For the answer to a health check on one connection; the slowest host keeps the agent from
 /// answering for 4 s.
 const PATIENCE: Duration = Duration::from_secs(10);
+/// From a program's last open until CUDA would work: a fabric completes in less, a ready state that
+/// nobody sets never turns on.
+const USABLE: Duration = Duration::from_secs(60);
 /// Bytes that a container's program writes at most.
 const OUTPUT: u64 = 4096;
 
@@ -41,6 +44,11 @@ impl Output {
     /// The last stamp of this name.
     pub fn stamp(&self, key: &str) -> Option<u64> {
         self.0.lines().rev().find_map(|l| l.strip_prefix(key)?.strip_prefix('=')?.parse().ok())
+    }
+
+    /// Cause of CUDA's error 802 at the program's first call.
+    fn error_802(&self) -> Option<String> {
+        self.0.lines().find_map(|l| l.strip_prefix("error802=")).map(str::to_string)
     }
 
     /// Nodes that could not be opened.
@@ -67,6 +75,10 @@ pub struct ContainerTimes {
     pub program_ns: u64,
     /// Everything open, where the program opens something.
     pub answer_ns: Option<u64>,
+    /// CUDA would work from then on.
+    pub works_ns: Option<u64>,
+    /// Cause of CUDA's error 802 where its first call would fail.
+    pub error_802: Option<String>,
 }
 
 #[derive(Clone, Debug)]
@@ -103,7 +115,7 @@ struct Made {
     output: Output,
 }
 
-/// Makes a pod, and returns when every container's program has everything open. The first attempt
+/// Makes a pod, and returns when every container's program has everything open and could use it. The first attempt
 /// to connect is made when the console has `from`: the transport must be there, and the emulated
 /// one does not bear thousands of refused connections.
 pub fn run(booted: &Booted, from: &str, wanted: &[Container], order: Order) -> Result<PodTimes> {
@@ -121,7 +133,10 @@ pub fn run(booted: &Booted, from: &str, wanted: &[Container], order: Order) -> R
         let create = call("CreateContainer", requests::create_container(container, SANDBOX))?;
         let start = call("StartContainer", requests::start_container(&container.id))?;
         let last = if container.gpus.is_empty() { "start" } else { "answer" };
-        let output = read_until(&client, &container.id, Output::default(), last, deadline)?;
+        let mut output = read_until(&client, &container.id, Output::default(), last, deadline)?;
+        if !container.gpus.is_empty() && output.failures().is_empty() {
+            output = read_until_it_works(&client, &container.id, output)?;
+        }
         ensure!(output.failures().is_empty(), "container {}: {}", container.id, output.failures().join(", "));
         Ok(Made { create, start, output })
     };
@@ -141,6 +156,8 @@ pub fn run(booted: &Booted, from: &str, wanted: &[Container], order: Order) -> R
             started_ns: clock.boottime_ns(made.start.end),
             program_ns: program_ns.with_context(|| format!("container {} has no stamp", container.id))?,
             answer_ns: made.output.stamp("answer"),
+            works_ns: made.output.stamp("works"),
+            error_802: made.output.error_802(),
         })
     };
     Ok(PodTimes {
@@ -206,6 +223,18 @@ fn read_until(client: &Client, id: &str, output: Output, key: &str, deadline: Du
     let mut output = output;
     while output.stamp(key).is_none() && (key == "now" || output.failures().is_empty()) {
         let answer = client.call(AGENT, "ReadStdout", requests::read_stdout(id, OUTPUT), deadline)?;
+        output.0.push_str(&String::from_utf8_lossy(bytes_of(&answer, 1)?));
+    }
+    Ok(output)
+}
+
+/// Reads until CUDA would work in the container, for [`USABLE`]: a program that waits stamps each
+/// second.
+fn read_until_it_works(client: &Client, id: &str, output: Output) -> Result<Output> {
+    let end = Instant::now() + USABLE;
+    let mut output = output;
+    while output.stamp("works").is_none() && Instant::now() < end {
+        let answer = client.call(AGENT, "ReadStdout", requests::read_stdout(id, OUTPUT), DEADLINE)?;
         output.0.push_str(&String::from_utf8_lossy(bytes_of(&answer, 1)?));
     }
     Ok(output)

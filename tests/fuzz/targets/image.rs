@@ -53,7 +53,7 @@ fn erofs(mut bytes: Vec<u8>) {
     if wanted::check_list_place(&tree).is_err() {
         return;
     }
-    let wanted = wanted::Wanted { init: b"init", sbin, list: Some(b"list") };
+    let wanted = wanted::Wanted { init: b"init", sbin, helper: Some(b"helper"), list: Some(b"list") };
     let Ok(edit) = erofs_edit::edit(&fs, &tree, &wanted) else { return };
     bytes.truncate(edit.at as usize);
     bytes.resize(edit.bytes() as usize, 0);

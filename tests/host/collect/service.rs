@@ -5,8 +5,12 @@ use serde_yaml::Value;
 
 /// A field of each thread's /proc status.
 fn of_threads(pid: u32, field: &str) -> Vec<(String, String)> {
+    of_threads_of(&format!("/proc/{pid}"), field)
+}
+
+fn of_threads_of(process: &str, field: &str) -> Vec<(String, String)> {
     let mut found = Vec::new();
-    for task in std::fs::read_dir(format!("/proc/{pid}/task")).unwrap() {
+    for task in std::fs::read_dir(format!("{process}/task")).unwrap() {
         let status = std::fs::read_to_string(task.unwrap().path().join("status")).unwrap();
         let of = |name: &str| status.lines().find_map(|l| l.strip_prefix(name)).unwrap().trim().to_string();
         found.push((of("Name:"), of(field)));
@@ -91,6 +95,50 @@ fn with_the_vsock_listener_no_thread_that_reads_guests_may_do_anything() {
 }
 
 #[test]
+fn every_thread_has_forbidden_itself_what_the_runtimes_default_profiles_forbid() {
+    let dir = folder();
+    let collector = Collector::start(&dir.0, &["--uds", dir.0.join("v").to_str().unwrap()]);
+    // Two filters, whatever was there before.
+    let filters = |status: &str| of_threads_of(status, "Seccomp_filters:");
+    let own: u64 = filters(&format!("/proc/{}", std::process::id()))[0].1.parse().unwrap();
+    for (thread, value) in filters(&format!("/proc/{}", collector.pid())) {
+        assert_eq!(value.parse(), Ok(own + 2), "{thread}");
+    }
+    collector.stop();
+}
+
+#[test]
+fn the_check_succeeds_beside_a_collector_that_receives_and_fails_without_one_or_beside_one_that_hangs() {
+    let dir = folder();
+    // Longer than the name of a socket may be.
+    let long = TempDir::new(&"x".repeat(100));
+    let check = |dir: &Path| Command::new(program()).args(["collect", "--check", "--dir"]).arg(dir.join("boots")).output().unwrap();
+    for dir in [&dir.0, &long.0] {
+        std::fs::create_dir_all(dir.join("boots")).unwrap();
+        let none = check(dir);
+        assert_eq!(none.status.code(), Some(1), "{none:?}");
+        assert!(String::from_utf8_lossy(&none.stderr).contains("does one run with this --dir?"), "{none:?}");
+    }
+    let uds = dir.0.join("v");
+    for _ in 0..2 {
+        // Killed, it leaves its socket, and the next one makes it anew.
+        let collector = Collector::start(&dir.0, &["--uds", uds.to_str().unwrap()]);
+        let well = check(&dir.0);
+        assert!(well.status.success(), "{well:?}");
+        collector.kill();
+    }
+    assert_eq!(check(&dir.0).status.code(), Some(1));
+    let collector = Collector::start(&long.0, &["--uds", uds.to_str().unwrap()]);
+    assert!(check(&long.0).status.success());
+    let pid = nix::unistd::Pid::from_raw(collector.pid() as i32);
+    nix::sys::signal::kill(pid, nix::sys::signal::Signal::SIGSTOP).unwrap();
+    let hangs = check(&long.0);
+    assert_eq!(hangs.status.code(), Some(1));
+    assert!(String::from_utf8_lossy(&hangs.stderr).contains("no answer within"), "{hangs:?}");
+    collector.kill();
+}
+
+#[test]
 fn the_systemd_unit_is_one_that_systemd_takes() {
     let output = Command::new(program()).args(["collect", "--print-systemd-unit"]).output().unwrap();
     let unit = String::from_utf8(output.stdout).unwrap();
@@ -144,8 +192,47 @@ fn the_daemonset_says_what_the_collector_needs_and_no_more() {
     for (pattern, _) in kata_gpu_init::host::collector::VM_SOCKETS {
         assert!(mounts.iter().any(|m| pattern.starts_with(m["mountPath"].as_str().unwrap())), "{pattern} is not mounted");
     }
+    for pattern in kata_gpu_init::host::collector::sandbox::BUNDLES {
+        let mount = mounts.iter().find(|m| pattern.starts_with(m["mountPath"].as_str().unwrap())).unwrap_or_else(|| panic!("{pattern}"));
+        assert_eq!(mount["readOnly"], true, "{pattern}");
+    }
+    for mount in mounts.iter().filter(|m| m["name"] != "boots") {
+        assert_eq!(mount["mountPropagation"].as_str(), Some("HostToContainer"), "{mount:?}: other containers' mounts would be held");
+    }
+    for probe in ["readinessProbe", "livenessProbe"] {
+        let words: Vec<&str> = container[probe]["exec"]["command"].as_sequence().unwrap().iter().map(|w| w.as_str().unwrap()).collect();
+        assert_eq!(words, ["/usr/bin/kata-gpu-boot", "collect", "--check", "--dir", "/var/lib/kata-gpu-boot"], "{probe}");
+        // Longer than the program's own deadline, so that its words are seen.
+        assert!(container[probe]["timeoutSeconds"].as_u64() > Some(8), "{probe}");
+    }
     let image = container["image"].as_str().unwrap();
     assert!(image.ends_with(env!("CARGO_PKG_VERSION")), "{image}");
+}
+
+/// Fields of a manifest that are lost, or changed, on the way through the API's own type.
+fn lost_in_the_api(manifest: &str) -> Result<(), String> {
+    use k8s_openapi::api::apps::v1::DaemonSet;
+    let printed: serde_json::Value = serde_yaml::from_str(manifest).map_err(|e| e.to_string())?;
+    let set: DaemonSet = serde_json::from_value(printed.clone()).map_err(|e| e.to_string())?;
+    let back = serde_json::to_value(set).map_err(|e| e.to_string())?;
+    if back == printed { Ok(()) } else { Err(format!("printed {printed}\nread    {back}")) }
+}
+
+#[test]
+fn the_daemonset_has_no_field_that_the_kubernetes_api_does_not_know() {
+    let output = Command::new(program()).args(["collect", "--print-daemonset"]).output().unwrap();
+    let manifest = String::from_utf8(output.stdout).unwrap();
+    assert_eq!(lost_in_the_api(&manifest), Ok(()));
+    for (good, bad) in [
+        ("mountPropagation: HostTo", "mountPropagatoin: HostTo"),
+        ("readOnlyRootFilesystem:", "readonlyRootFilesystem:"),
+        ("failureThreshold: 4", "failureTreshold: 4"),
+        ("rollingUpdate: {maxUnavailable", "rollingUpdate: {maxUnavailabe"),
+        ("periodSeconds: 30", "periodSeconds: soon"),
+    ] {
+        assert!(manifest.contains(good), "{good}");
+        assert!(lost_in_the_api(&manifest.replace(good, bad)).is_err(), "{bad}");
+    }
 }
 
 #[test]

@@ -2,9 +2,11 @@
 
 mod console;
 mod cpio;
+mod emulated_host;
 mod receiver;
 
 pub use console::{AgentLine, Console};
+pub use emulated_host::EmulatedHost;
 pub use receiver::{Listener, Receiver};
 
 use anyhow::{Context, Result, anyhow, bail, ensure};
@@ -14,6 +16,9 @@ use kata_gpu_init::host::vm::{Vm, VmConfig, uds_path};
 use std::path::{Path, PathBuf};
 use std::process::ExitStatus;
 use std::time::Duration;
+
+/// Command line of a confidential guest, as far as the init sees it; its events go to the host.
+pub const CONFIDENTIAL: &str = "hardware.file=tdx_guest gpuinit.events.vsock=on";
 
 /// How long anything in a test may take on the host's clock, TCG and a busy machine included. Never the thing that is tested.
 pub const DEADLINE: Duration = Duration::from_secs(180);
@@ -58,6 +63,21 @@ impl RealDriver {
         Ok(Some(Self { module_path: format!("lib/modules/{}/nvidia.ko", kernel.trim()), module, version, folder }))
     }
 
+    /// NVIDIA's own nvidia-persistenced with what it needs: paths in the initrd with contents.
+    pub fn persistenced(&self) -> Result<Vec<(String, Vec<u8>)>> {
+        let root = self.folder.join("persistenced");
+        let mut files = Vec::new();
+        for folder in ["usr/bin", "lib64", "etc", "usr/lib/x86_64-linux-gnu"] {
+            let entries = std::fs::read_dir(root.join(folder)).with_context(|| format!("read {}/{folder}", root.display()))?;
+            for entry in entries {
+                let entry = entry?;
+                let name = entry.file_name().into_string().map_err(|name| anyhow!("a file is named {name:?}"))?;
+                files.push((format!("{folder}/{name}"), std::fs::read(entry.path())?));
+            }
+        }
+        Ok(files)
+    }
+
     /// Path in the initrd and content of the firmware for GH100.
     pub fn firmware(&self) -> Result<(String, Vec<u8>)> {
         let name = format!("firmware/nvidia/{}/gsp_ga10x.bin", self.version);
@@ -72,6 +92,7 @@ pub struct Guest {
     /// None: that of initrd/pack.
     initrd: Option<PathBuf>,
     disk: Option<PathBuf>,
+    serial_disks: Vec<(String, PathBuf)>,
     files: Vec<(String, Vec<u8>)>,
     archives: Vec<String>,
     without: Vec<&'static str>,
@@ -97,6 +118,7 @@ impl Guest {
             append: vec![kernel.into(), times.into()],
             initrd: None,
             disk: None,
+            serial_disks: vec![],
             files: vec![],
             archives: vec![],
             without: vec![],
@@ -113,6 +135,12 @@ impl Guest {
         self
     }
 
+    /// Without a console: the kernel has no port of this name, and starts its init without descriptors.
+    pub fn without_console(mut self) -> Self {
+        self.append.iter_mut().for_each(|words| *words = words.replace("console=ttyS0", "console=ttyS1"));
+        self
+    }
+
     /// Boots this image instead of the one that initrd/pack has made.
     pub fn initrd(mut self, path: &Path) -> Self {
         self.initrd = Some(path.into());
@@ -122,6 +150,14 @@ impl Guest {
     /// Boots with this image as its root, on a disk that it only reads. `device` and `fs`: as in `root=` and `rootfstype=`. The initrd has what a Kata
     /// kernel has built in, and no init of its own.
     pub fn root_disk(mut self, context: &TestContext, image: &Path, device: &str, fs: &str) -> Result<Self> {
+        let (with_modules, paths) = self.image_modules(context)?;
+        self = with_modules;
+        self.disk = Some(image.into());
+        Ok(self.file("etc/hardware.root-modules", paths.as_bytes()).without("init").append(&format!("hardware.root={device}:{fs}")))
+    }
+
+    /// With the modules that a Kata kernel has built in for disks and images; returns their paths, one a line.
+    fn image_modules(mut self, context: &TestContext) -> Result<(Self, String)> {
         let read = |path: PathBuf| std::fs::read(&path).with_context(|| format!("read {} (initrd/setup makes it)", path.display()));
         let kernel = context.target.join("kernel");
         let (version, list) = (read(kernel.join("version"))?, read(kernel.join("modules/image-load-order"))?);
@@ -132,13 +168,35 @@ impl Guest {
             self = self.file(&path, &read(kernel.join("modules").join(name))?);
             paths.push_str(&format!("/{path}\n"));
         }
-        self.disk = Some(image.into());
-        Ok(self.file("etc/hardware.root-modules", paths.as_bytes()).without("init").append(&format!("hardware.root={device}:{fs}")))
+        Ok((self, paths))
+    }
+
+    /// Can mount images beside its root: the modules for that are loaded before the init starts.
+    pub fn mounts_images(self, context: &TestContext) -> Result<Self> {
+        let kernel = context.target.join("kernel");
+        let read = |file: &str| std::fs::read_to_string(kernel.join(file)).with_context(|| format!("read {file} (initrd/setup makes it)"));
+        let (version, first) = (read("version")?, read("modules/load-order")?);
+        let first: String = first.lines().chain(["fakepci.ko"]).map(|m| format!("/lib/modules/{}/{m}\n", version.trim())).collect();
+        let (guest, images) = self.image_modules(context)?;
+        Ok(guest.file("etc/hardware.modules", format!("{first}{images}").as_bytes()))
+    }
+
+    /// With one more disk, which shows this serial.
+    pub fn serial_disk(mut self, serial: &str, image: &Path) -> Self {
+        self.serial_disks.push((serial.into(), image.into()));
+        self
     }
 
     /// Replaces a file of the initrd, or adds one.
     pub fn file(mut self, path: &str, text: &[u8]) -> Self {
+        self = self.without_added(path);
         self.files.push((path.into(), text.to_vec()));
+        self
+    }
+
+    /// Takes back a file that was added.
+    pub fn without_added(mut self, path: &str) -> Self {
+        self.files.retain(|(other, _)| other != path);
         self
     }
 
@@ -146,6 +204,19 @@ impl Guest {
     pub fn archive(mut self, name: &str) -> Self {
         self.archives.push(format!("containers/{name}.cpio"));
         self
+    }
+
+    /// With NVML's helper and the stand-in for its library (tests/nvml/build).
+    pub fn nvml(mut self) -> Self {
+        self.archives.push("nvml.cpio".into());
+        self
+    }
+
+    /// With NVML's helper and NVIDIA's own library.
+    pub fn real_nvml(self) -> Self {
+        let mut guest = self.nvml();
+        guest.archives.push("nvml-real.cpio".into());
+        guest
     }
 
     /// Leaves a file out of the initrd.
@@ -215,6 +286,7 @@ impl Guest {
             kernel: context.target.join("kernel/vmlinuz"),
             initrd,
             disk: self.disk,
+            serial_disks: self.serial_disks,
             append: self.append.join(" "),
             memory_mib: self.memory_mib,
             cpus: self.cpus,

@@ -150,7 +150,7 @@ impl Ids {
 fn events(timeline: &Timeline, ids: &Ids) -> HashMap<u64, (Vec<usize>, u32)> {
     let mut events: HashMap<u64, (Vec<usize>, u32)> = HashMap::new();
     // Details are for somebody who looks at this one boot, with the file at hand.
-    for (at, mark) in timeline.marks.iter().enumerate().filter(|(_, mark)| !mark.detail) {
+    for (at, mark) in timeline.marks.iter().enumerate().filter(|(_, mark)| !mark.detail || mark.is_report()) {
         let (told, dropped) = events.entry(ids.parent(mark.parent)).or_default();
         if told.len() < MAX_EVENTS {
             told.push(at);
@@ -169,6 +169,7 @@ fn event(mark: &Mark, clock: &WallClock) -> Event {
         attributes.push(text("gpu.address", &gpu.address.to_string()));
         attributes.extend(gpu.index.map(|index| integer("gpu.index", index)));
     }
+    attributes.extend(mark.facts().map(|(key, value)| text(&format!("boot.field.{key}"), &value)));
     Event { time_ns: clock.at(mark.at_ns), name: mark.name.clone(), attributes }
 }
 

@@ -1,8 +1,10 @@
-//! Commands for `debugfs` that put init, link and list into an ext4 file system. Every word is a constant of this program.
+//! Commands for `debugfs` that put init, link, helper and list into an ext4 file system. Every word is a constant of this program.
 
+use super::super::helper;
 use super::super::tree::Tree;
-use super::sandbox::{INIT, LIST};
+use super::sandbox::{HELPER, INIT, LIST};
 use super::wanted::{LIST_DIRECTORIES, LIST_NAME, Wanted};
+use crate::nvml::PROGRAM;
 
 /// One command a line. What is there is removed first, and a directory that is there is not made again: `mkdir` would damage the file system.
 pub fn commands(tree: &Tree, wanted: &Wanted) -> String {
@@ -17,6 +19,12 @@ pub fn commands(tree: &Tree, wanted: &Wanted) -> String {
     all.extend(remove(&format!("{}/init", wanted.sbin), "init"));
     all.push("symlink init /init".into());
     all.extend(own("init"));
+    if wanted.helper.is_some() {
+        all.push(format!("cd {}", helper::DIRECTORIES[1]));
+        all.extend(remove(&helper::path(), PROGRAM));
+        all.extend([format!("write {HELPER} {PROGRAM}"), format!("set_inode_field {PROGRAM} mode 0100755")]);
+        all.extend(own(PROGRAM));
+    }
     if wanted.list.is_some() {
         all.push("cd /".into());
         for (path, name) in LIST_DIRECTORIES {

@@ -3,11 +3,13 @@
 //!
 //! What was added begins with [`MARK`]: the next edit takes its place, so that an image does not grow with every upgrade.
 
+use super::super::helper;
 use super::super::newc::Kind;
 use super::super::text::escaped;
 use super::super::tree::{Id, Tree};
 use super::erofs::{self, DIRENT, Dirent, Erofs, Inode, SLOT, SUPERBLOCK, Superblock, exact};
 use super::wanted::{LIST_DIRECTORIES, LIST_NAME, Wanted};
+use crate::nvml::PROGRAM;
 use anyhow::{Context, Result, ensure};
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -93,6 +95,11 @@ pub fn edit(fs: &Erofs, tree: &Tree, wanted: &Wanted) -> Result<Edit> {
     let mut plan = Plan::default();
     plan.add(&Parent::Old(root), "init", Kind::File.bits() | 0o755, wanted.init.to_vec());
     plan.add(&Parent::Old(sbin), "init", Kind::Link.bits() | 0o777, wanted.link().to_vec());
+    if let Some(program) = wanted.helper {
+        let directory = helper::DIRECTORIES[1];
+        let directory = tree.find_no_follow(directory).and_then(old).with_context(|| format!("{directory} has no inode"))?;
+        plan.add(&Parent::Old(directory), PROGRAM, Kind::File.bits() | 0o755, program.to_vec());
+    }
     if let Some(list) = wanted.list {
         let mut parent = Parent::Old(root);
         for (path, name) in LIST_DIRECTORIES {
@@ -118,6 +125,10 @@ fn place_of_former(fs: &Erofs, tree: &Tree, wanted: &Wanted) -> Result<Option<(u
     }
     let mut replaced = BTreeSet::from([b"/init".to_vec(), format!("{}/init", wanted.sbin).into_bytes()]);
     let mut changed = BTreeSet::from([b"/".to_vec(), wanted.sbin.as_bytes().to_vec()]);
+    if wanted.helper.is_some() {
+        replaced.insert(helper::path().into_bytes());
+        changed.insert(helper::DIRECTORIES[1].as_bytes().to_vec());
+    }
     if wanted.list.is_some() {
         for (path, _) in LIST_DIRECTORIES {
             changed.insert(path.as_bytes().to_vec());

@@ -31,10 +31,10 @@ const OLD_INODE: usize = 128;
 /// Largest inode that is read: a group's are read together.
 const MAX_INODE: usize = 1024;
 const MAX_TARGET: u64 = 4096;
-/// Inodes that a change may touch: directories on the way to init, link and list; what those three replace; what is new.
-const MAX_DIRECTORIES: usize = 5;
-const MAX_REPLACED: usize = 3;
-const MAX_NEW: usize = 5;
+/// Inodes that a change may touch: directories on the way to init, link, helper and list; what those four replace; what is new.
+const MAX_DIRECTORIES: usize = 6;
+const MAX_REPLACED: usize = 4;
+const MAX_NEW: usize = 6;
 /// What a shared attribute block has in it that changes with the number of its users.
 const COUNTS: [std::ops::Range<usize>; 2] = [4..8, 16..20];
 
@@ -196,7 +196,7 @@ pub struct Changed {
     pub new: usize,
 }
 
-/// Compares every inode with its extended attributes. Errors: more differs than an init, a link and a list make.
+/// Compares every inode with its extended attributes. Errors: more differs than an init, a link, a helper and a list make.
 pub fn compare_inodes(before: &Content, after: &Content) -> Result<Changed> {
     let (layout, new_layout) = (Layout::read(before)?, Layout::read(after)?);
     ensure!(layout.tables == new_layout.tables && layout.inode_bytes == new_layout.inode_bytes, "inodes lie elsewhere");

@@ -16,6 +16,7 @@ use self::sandbox::{Tool, Work};
 use self::wanted::Wanted;
 use super::diff::{self, Difference};
 use super::driver_list;
+use super::helper::{self, Helper};
 use super::image::{Content, Form, Image, copy};
 use super::newc::Kind;
 use super::output::{Output, Written};
@@ -27,8 +28,7 @@ use crate::cdi::spec::PENDING;
 use crate::host::disk::{self, Disk, FileSystem, Table};
 use anyhow::{Context, Result, bail, ensure};
 use memchr::memmem;
-use nix::fcntl::OFlag;
-use std::fs::{File, OpenOptions};
+use std::fs::File;
 use std::io::{self, Read, Write};
 use std::ops::Range;
 use std::os::unix::fs::{FileExt, OpenOptionsExt};
@@ -81,6 +81,7 @@ fn limit_depth(depth: usize) -> Result<()> {
 pub struct Wish {
     pub image: PathBuf,
     pub init: PathBuf,
+    pub helper: Helper,
     pub output: PathBuf,
     pub manifest: bool,
 }
@@ -97,6 +98,10 @@ pub struct Replaced {
     pub differences: Vec<Difference>,
     /// Files in the list of the driver's files, or why there is none.
     pub manifest: Result<usize, String>,
+    /// The helper that is in the image now, or why there is none.
+    pub helper: Result<PathBuf, String>,
+    /// Loader and libraries that the helper does not find in the image.
+    pub helper_lacks: Vec<String>,
     pub has_module: bool,
 }
 
@@ -175,8 +180,10 @@ pub fn replace(wish: &Wish) -> Result<Replaced> {
     let tree = Tree::new(root.image()).with_context(|| format!("read image {shown}"))?;
     let sbin = wanted::sbin(&tree).with_context(|| format!("image {shown}"))?;
     wanted::check_list_place(&tree).with_context(|| format!("image {shown}"))?;
+    let helper = helper::read(&wish.helper, &tree)?;
     let list = if wish.manifest { driver_files(root.image(), &tree)? } else { Err("not asked for".into()) };
-    let wanted = Wanted { init: &init, sbin, list: list.as_ref().ok().map(|(text, _)| text.as_slice()) };
+    let bytes = helper.as_ref().ok().map(|(_, bytes)| bytes.as_slice());
+    let wanted = Wanted { init: &init, sbin, helper: bytes, list: list.as_ref().ok().map(|(text, _)| text.as_slice()) };
     let changed = change(&work, &root, &tree, &wanted)?;
     let (sound, said) = work.run(check)?;
     ensure!(sound, "the changed {name} file system is not sound (is the file system full?): {said}");
@@ -185,21 +192,18 @@ pub fn replace(wish: &Wish) -> Result<Replaced> {
     let grown = partition::grow(&image, &disk, root_bytes, &work.path("/work/table"))?;
     write(&image, length, &disk, &new_root, root_bytes, grown.as_ref(), &mut output)?;
     let written = output.end()?;
-    let differences = check_written(&written, &disk, &old, &root, &tree, &wanted, &changed)
+    let (differences, helper_lacks) = check_written(&written, &disk, &old, &root, &tree, &wanted, &changed)
         .context("what was written is not what was meant, and is removed")?;
     let kept = tree.below(ROOT).len() + 1 - differences.iter().filter(|d| !matches!(d.what, diff::Change::Added(_))).count();
     let modules = ["/lib/modules", "/usr/lib/modules"].iter().filter_map(|path| tree.find(path));
     let has_module = modules.into_iter().any(|id| tree.below(id).into_iter().any(|id| tree.name(id).starts_with(b"nvidia.ko")));
     let grown = grown.map(|grown| grown.partition);
-    Ok(Replaced { written, disk, grown, kept, differences, manifest: list.map(|(_, files)| files), has_module })
+    let (manifest, helper) = (list.map(|(_, files)| files), helper.map(|(path, _)| path));
+    Ok(Replaced { written, disk, grown, kept, differences, manifest, helper, helper_lacks, has_module })
 }
 
-/// A regular file, and no fifo or device.
 fn open(path: &Path) -> Result<File> {
-    let shown = path.display();
-    let meta = std::fs::metadata(path).with_context(|| format!("open image {shown}"))?;
-    ensure!(meta.is_file(), "open image {shown}: not a regular file");
-    OpenOptions::new().read(true).custom_flags(OFlag::O_NONBLOCK.bits()).open(path).with_context(|| format!("open image {shown}"))
+    helper::open_regular(path, "image")
 }
 
 /// The program, which is not run. Errors: an image could not start it, or it is another.
@@ -276,6 +280,7 @@ fn change(work: &Work, root: &Root, tree: &Tree, wanted: &Wanted) -> Result<Chan
         Root::Ext4(_) => {
             let put = |path: PathBuf, bytes: &[u8]| std::fs::write(&path, bytes).with_context(|| format!("write {}", path.display()));
             put(work.path(sandbox::INIT), wanted.init)?;
+            put(work.path(sandbox::HELPER), wanted.helper.unwrap_or_default())?;
             put(work.path(sandbox::LIST), wanted.list.unwrap_or_default())?;
             put(work.commands(), debugfs::commands(tree, wanted).as_bytes())?;
             let (done, said) = work.run(Tool::ChangeExt4)?;
@@ -329,7 +334,7 @@ fn check_written(
     tree: &Tree,
     wanted: &Wanted,
     changed: &Changed,
-) -> Result<Vec<Difference>> {
+) -> Result<(Vec<Difference>, Vec<String>)> {
     let file = open(written.temporary())?;
     let length = file.metadata()?.len();
     let new_disk = disk::look(&file, length)?.map_err(|why| anyhow::anyhow!(why))?;
@@ -349,6 +354,11 @@ fn check_written(
     check_path(&after_tree, INIT, Kind::File, 0o755, Some(wanted.init))?;
     check_path(&after_tree, &format!("{}/init", wanted.sbin), Kind::Link, 0o777, None)?;
     ensure!(after_tree.find("/sbin/init").is_some_and(|id| Some(id) == after_tree.find(INIT)), "/sbin/init does not lead to {INIT}");
+    let mut helper_lacks = Vec::new();
+    if let Some(program) = wanted.helper {
+        check_path(&after_tree, &helper::path(), Kind::File, 0o755, Some(program))?;
+        helper_lacks = lacks(&after, &after_tree);
+    }
     if let Some(list) = wanted.list {
         check_path(&after_tree, &wanted.list_path(), Kind::File, 0o644, Some(list))?;
     }
@@ -357,7 +367,17 @@ fn check_written(
     if let Some(surprise) = differences.iter().find(|d| !meant.iter().any(|path| path.as_bytes() == d.path)) {
         bail!("{} would not be what it was", escaped(&surprise.path));
     }
-    Ok(differences)
+    Ok((differences, helper_lacks))
+}
+
+/// Loader and libraries that the helper does not find. Compressed libraries cannot be read, and are
+/// not looked for.
+fn lacks(root: &Root, tree: &Tree) -> Vec<String> {
+    let is_compressed = match root {
+        Root::Erofs(fs) => fs.inodes.iter().any(|inode| inode.layout == erofs::Layout::Compressed),
+        Root::Ext4(_) => false,
+    };
+    if is_compressed { Vec::new() } else { helper::lacks(tree) }
 }
 
 /// What was put there, owned by root.

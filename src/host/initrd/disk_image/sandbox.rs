@@ -24,6 +24,7 @@ use std::process::{Command, ExitCode, Stdio};
 const DIRECTORY: &str = "/work";
 const IMAGE: &str = "/work/root.img";
 pub const INIT: &str = "/work/init";
+pub const HELPER: &str = "/work/helper";
 pub const LIST: &str = "/work/list";
 const COMMANDS: &str = "/work/commands";
 /// The new root, in the directory.

@@ -1,5 +1,6 @@
-//! What an image gets: the init, the link to it, and the list of the driver's files. All paths are of closed lists; nothing of an image is in them.
+//! What an image gets: the init, the link to it, NVML's helper, and the list of the driver's files. All paths are of closed lists; nothing of an image is in them.
 
+use super::super::helper;
 use super::super::newc::Kind;
 use super::super::text::escaped;
 use super::super::tree::Tree;
@@ -12,12 +13,13 @@ const SBIN: [&str; 4] = ["/sbin", "/usr/sbin", "/usr/bin", "/bin"];
 /// Directories above the list, each with its name in the one before.
 pub const LIST_DIRECTORIES: [(&str, &str); 3] = [("/usr", "usr"), ("/usr/share", "share"), (manifest::DIRECTORY, "kata-gpu-init")];
 pub const LIST_NAME: &str = manifest::FILE;
-
 #[derive(Clone, Copy, Debug)]
 pub struct Wanted<'a> {
     pub init: &'a [u8],
     /// The directory that `/sbin` leads to, one of [`SBIN`].
     pub sbin: &'static str,
+    /// NVML's helper.
+    pub helper: Option<&'a [u8]>,
     /// The list's text.
     pub list: Option<&'a [u8]>,
 }
@@ -35,6 +37,7 @@ impl Wanted<'_> {
     /// Paths that may differ afterwards.
     pub fn paths(&self) -> Vec<String> {
         let mut paths = vec![INIT.into(), format!("{}/init", self.sbin)];
+        paths.extend(self.helper.map(|_| helper::path()));
         if self.list.is_some() {
             paths.extend(LIST_DIRECTORIES.iter().map(|(path, _)| path.to_string()));
             paths.push(self.list_path());

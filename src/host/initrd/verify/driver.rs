@@ -24,6 +24,18 @@ fn libraries(tree: &Tree, name: &str) -> Vec<(String, Id)> {
     tree.below(ROOT).into_iter().filter_map(|id| Some((version(&id)?, id))).collect()
 }
 
+/// Whether any part of the driver is in the image: a module, a library, firmware.
+pub fn is_there(tree: &Tree) -> bool {
+    let firmware =
+        FIRMWARE.iter().any(|directory| tree.find(format!("{directory}/{VENDOR}")).is_some_and(|id| tree.list(id).next().is_some()));
+    let part = |id: Id| {
+        let name = tree.name(id);
+        let is_module = name.starts_with(b"nvidia") && name.windows(3).any(|w| w == b".ko");
+        is_module || [&b"libcuda.so."[..], b"libnvidia-ml.so."].iter().any(|library| name.starts_with(library))
+    };
+    firmware || tree.below(ROOT).into_iter().any(part)
+}
+
 /// Libraries of the user space.
 pub fn user_space(tree: &Tree, driver: Option<&Driver>, findings: &mut Vec<Finding>) -> Option<String> {
     let (cuda, nvml) = (libraries(tree, "libcuda"), libraries(tree, "libnvidia-ml"));

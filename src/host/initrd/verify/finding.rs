@@ -74,6 +74,10 @@ rules! {
     MODULE_VERSIONS "module-versions" Error,
         "nvidia-uvm and nvidia are of different versions: one refuses the other",
         "put modules of one version into the image";
+    DRIVER_ELSEWHERE "driver-elsewhere" Note,
+        "no part of NVIDIA's driver is in the image: its guests take the driver and its services from the extension disk `gpu` (Kata 4), and without \
+         that disk no GPU comes up",
+        "have that disk in Kata's configuration (guest_extension_images, name = \"gpu\"), or put the driver into the image";
     NO_FIRMWARE "no-firmware" Error,
         "GPUs with a GSP (Turing and later) are not initialised without the firmware of the driver's own version",
         "put gsp_*.bin of this version there, uncompressed";
@@ -89,6 +93,18 @@ rules! {
     VERSION_DIFFERS "version-differs" Error,
         "the driver refuses a user space of another version (API mismatch)",
         "put module, libraries and firmware of one version into the image";
+    SERVICE_BROKEN "service-broken" Warning,
+        "this service has its program in the image and would not start",
+        "put what it lacks there (rootfs-builder/build --services DIR takes it from NVIDIA's packages), or leave the program out";
+    SERVICE_REMARK "service-differs" Warning,
+        "this service starts otherwise than it should",
+        "put what is named into the image (rootfs-builder/build does), or use such a kernel";
+    SERVICE_MISSING "service-missing" Error,
+        "a guest of this topology, which --topology asks for, starts this service and cannot",
+        "put the service's package into the image (rootfs-builder/build --services DIR takes it from NVIDIA's packages, unpacked)";
+    SERVICE_WANTED "service-wanted" Warning,
+        "a guest of this topology, which --topology asks for, goes without this service",
+        "put the service's package into the image (rootfs-builder/build --services DIR takes it from NVIDIA's packages, unpacked)";
     VAR_RUN_DIRECTORY "var-run-directory" Error,
         "/var/run is not /run, and cannot be made so: the agent does not find the CDI spec, and no container gets a GPU",
         "make it a link: ln -s ../run var/run";

@@ -9,6 +9,7 @@ pub mod modules;
 pub mod page;
 mod paths;
 mod programs;
+pub mod services;
 
 use super::components;
 use super::image::{Form, Image};
@@ -17,10 +18,12 @@ use super::text::{Sizes, escaped, sizes_json};
 use super::tree::{Id, Tree};
 use crate::boot::AGENT;
 use crate::host::severity::Severity;
+use crate::topology::Topology;
 use finding::*;
 pub use modules::Driver;
 use programs::Programs;
 use serde_json::{Value, json};
+use services::Services;
 
 /// What the kernel starts in an initrd, unless rdinit= names another program.
 pub const INIT: &str = "/init";
@@ -35,11 +38,15 @@ pub struct Question {
     pub init: String,
     /// Whether the driver's libraries and firmware are to be there.
     pub user_space: bool,
+    /// Kinds of guests whose services must be there.
+    pub topologies: Vec<Topology>,
+    /// Those guests are confidential.
+    pub confidential: bool,
 }
 
 impl Default for Question {
     fn default() -> Self {
-        Self { release: None, init: INIT.into(), user_space: true }
+        Self { release: None, init: INIT.into(), user_space: true, topologies: Vec::new(), confidential: false }
     }
 }
 
@@ -66,6 +73,10 @@ pub struct Report {
     pub driver: Option<Driver>,
     /// The version of the driver's libraries.
     pub user_space: Option<String>,
+    /// No part of the driver is in the image: it comes on an extension disk.
+    pub driver_elsewhere: bool,
+    /// None: services come from where the driver's user space comes from.
+    pub services: Option<Services>,
     pub sizes: Sizes,
     /// Errors first.
     pub findings: Vec<Finding>,
@@ -87,9 +98,14 @@ pub fn check(image: &Image, tree: &Tree, question: &Question) -> Report {
     }
     findings.extend(programs.others(&[init_id, agent_id].into_iter().flatten().collect::<Vec<_>>()));
     let mut modules = modules::check(tree, question.release.as_deref());
+    let driver_elsewhere = !modules.is_builtin() && !driver::is_there(tree);
+    if driver_elsewhere {
+        modules.findings.retain(|finding| ![&NO_DRIVER, &NO_MODULES].contains(&finding.rule));
+        findings.push(Finding::new(&DRIVER_ELSEWHERE, ""));
+    }
     findings.append(&mut modules.findings);
     let mut user_space = None;
-    if question.user_space {
+    if question.user_space && !driver_elsewhere {
         user_space = driver::user_space(tree, modules.driver.as_ref(), &mut findings);
         if let Some(driver) = &modules.driver {
             driver::firmware(tree, driver, &modules.releases, &mut findings);
@@ -98,6 +114,14 @@ pub fn check(image: &Image, tree: &Tree, question: &Question) -> Report {
             let version = modules.driver.as_ref().and_then(|d| d.version.as_deref());
             driver::listed(tree, version.or(user_space.as_deref()), &mut findings);
         }
+    }
+    let services = (question.user_space && !driver_elsewhere).then(|| Services::look(tree, &mut programs, question.release.as_deref()));
+    match &services {
+        Some(services) => findings.extend(services.findings(question)),
+        None => findings.extend(question.topologies.iter().map(|topology| {
+            let value = "not known: services come with the driver, which is not in the image";
+            Finding::new(&SERVICE_MISSING, topology.to_string()).value(value)
+        })),
     }
     paths::places(tree, &mut findings);
     paths::permissions(tree, &mut findings);
@@ -113,9 +137,17 @@ pub fn check(image: &Image, tree: &Tree, question: &Question) -> Report {
         modules: modules.count,
         driver: modules.driver,
         user_space,
+        driver_elsewhere,
+        services,
         sizes: components::sizes(tree),
         findings,
     }
+}
+
+/// What keeps a program from being started; nothing where it is no ELF file.
+pub fn faults(tree: &Tree, path: &str) -> Vec<String> {
+    let faults = tree.find(path).map(|id| Programs::new(tree).faults(id)).unwrap_or_default();
+    faults.into_iter().filter_map(|fault| fault.value).collect()
 }
 
 /// A program that must be there and start; `rules`: for one that is not there, and for a link to nothing.
@@ -199,6 +231,8 @@ impl Report {
             "modules": self.modules,
             "driver": self.driver.as_ref().map(|d| json!({"module": d.path, "version": d.version, "firmware": d.firmware})),
             "userSpace": self.user_space,
+            "driverElsewhere": self.driver_elsewhere,
+            "services": self.services.as_ref().map(Services::json),
             "components": sizes_json(&self.sizes),
             "findings": self.findings.iter().map(Finding::json).collect::<Vec<_>>(),
         })

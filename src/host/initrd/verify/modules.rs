@@ -44,6 +44,14 @@ pub struct Modules {
     unpacked: u64,
 }
 
+impl Modules {
+    /// The kernel has the driver built in.
+    pub fn is_builtin(&self) -> bool {
+        let is = |finding: &Finding| [&NO_DRIVER, &OTHER_KERNEL].contains(&finding.rule);
+        !self.releases.is_empty() && !self.findings.iter().any(is)
+    }
+}
+
 /// What a module says of itself, or why it is none. `unpacked` grows by what came out of a compressed one.
 pub fn information(content: &Content, unpacked: &mut u64) -> Result<Vec<u8>, String> {
     let mut first = [0; 6];
@@ -95,6 +103,35 @@ pub fn check(tree: &Tree, release: Option<&str>) -> Modules {
         Release { tree, release, directory: *directory, out: &mut modules }.check();
     }
     modules
+}
+
+/// Modules that a guest would not find.
+#[derive(Debug, Default)]
+pub struct Missing<'a> {
+    pub modules: Vec<&'a str>,
+    /// They are not built into the kernel either: its list of such modules is there.
+    pub is_certain: bool,
+}
+
+/// Looks for modules in one release, or in all.
+pub fn missing<'a>(tree: &Tree, release: Option<&str>, wanted: &[&'a str]) -> Missing<'a> {
+    let directories = directories(tree);
+    let mut missing = Missing { modules: Vec::new(), is_certain: !directories.is_empty() };
+    for (_, directory) in directories.iter().filter(|(r, _)| release.is_none_or(|release| release == r)) {
+        let text = |name: &str| {
+            let content = tree.find_in(*directory, name).and_then(|id| tree.content(id))?;
+            content.bytes(MAX_INDEX).ok().map(|bytes| String::from_utf8_lossy(&bytes).into_owned())
+        };
+        // A kernel's own list is never empty; an empty one is made so that depmod does not complain.
+        let builtin = text("modules.builtin").filter(|list| !list.trim().is_empty());
+        missing.is_certain &= builtin.is_some();
+        let index = Index::from_texts(&text("modules.dep").unwrap_or_default(), "", &builtin.unwrap_or_default());
+        let is_there = |module: &str| matches!(index.line(module), Ok(Some(_))) || index.is_builtin(module).unwrap_or_default();
+        missing.modules.extend(wanted.iter().copied().filter(|module| !is_there(module)));
+    }
+    missing.modules.sort_unstable();
+    missing.modules.dedup();
+    missing
 }
 
 struct Release<'a> {

@@ -1,6 +1,7 @@
 //! The report as text: what the image is, where its bytes are, what is wrong with it, and the sentence.
 
 use super::finding::{Finding, Rule};
+use super::services::Services;
 use super::{Needed, Report};
 use crate::host::initrd::text::{megabytes, sizes, table};
 use crate::host::severity::Severity;
@@ -28,15 +29,17 @@ pub fn page(report: &Report, screen: &Screen) -> String {
         .driver
         .as_ref()
         .map_or("no module".to_string(), |d| format!("module {}", d.version.as_deref().map_or("of no version".into(), printable)));
+    let user_space = report.user_space.as_deref().map_or("user space not looked at, or none".into(), |v| format!("user space {v}"));
     line(
         "driver",
-        format!(
-            "{module}, {}",
-            report.user_space.as_deref().map_or("user space not looked at, or none".into(), |v| format!("user space {v}"))
-        ),
+        if report.driver_elsewhere { "none: it comes on the extension disk `gpu`".into() } else { format!("{module}, {user_space}") },
     );
     out.push('\n');
     out.push_str(&sizes(&report.sizes, screen));
+    if let Some(found) = &report.services {
+        out.push('\n');
+        services(&mut out, found, screen);
+    }
     if !report.findings.is_empty() {
         out.push('\n');
         findings(&mut out, &report.findings, screen);
@@ -57,6 +60,24 @@ fn needed(needed: &Needed) -> String {
         None => format!("{}: missing", needed.path),
         Some(file) if *file == needed.path => format!("{file}, {} bytes, {linked}", needed.bytes),
         Some(file) => format!("{} -> {file}, {} bytes, {linked}", needed.path, needed.bytes),
+    }
+}
+
+/// Which services a topology starts, and what those that it cannot start lack.
+fn services(out: &mut String, services: &Services, screen: &Screen) {
+    let mut rows = vec![["TOPOLOGY", "SERVICES"].map(str::to_string).to_vec()];
+    rows.extend(services.cases.iter().map(|case| {
+        let (has, lacks) = services.split(case);
+        let parts = [("starts", has), ("lacks", lacks)].into_iter().filter(|(_, names)| !names.is_empty());
+        let parts: Vec<String> = parts
+            .map(|(word, names)| format!("{word} {}", names.iter().map(|name| name.as_str()).collect::<Vec<_>>().join(", ")))
+            .collect();
+        vec![case.title(), if parts.is_empty() { "none are started".into() } else { parts.join("; ") }]
+    }));
+    out.push_str(&table(&rows, &[], screen));
+    for (name, lacks) in services.lacking() {
+        out.push_str(&format!("lacking {name}\n"));
+        wrapped(out, &printable(&lacks), Ink::Dim, screen);
     }
 }
 

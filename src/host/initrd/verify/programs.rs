@@ -115,6 +115,11 @@ impl<'a> Programs<'a> {
         findings
     }
 
+    /// Whether a program finds a library that it opens by name when it runs.
+    pub fn opens(&mut self, id: Id, name: &str) -> bool {
+        self.executable(id).is_none_or(|program| self.library(name, id, &program, (id, &program)).is_some())
+    }
+
     /// Where a loader finds a library of this name.
     fn library(&mut self, name: &str, of: Id, library: &Executable, program: (Id, &Executable)) -> Option<Id> {
         let fits = |programs: &mut Self, id: Id| {

@@ -1,0 +1,145 @@
+//! A whole host as tests/emulated-host/build has made it: Debian with systemd, whose root is told
+//! what to do over a serial port.
+
+use super::{DEADLINE, TestContext};
+use anyhow::{Context, Result, bail, ensure};
+use base64::Engine;
+use base64::engine::general_purpose::STANDARD;
+use kata_gpu_init::host::vm::{Process, kvm_works};
+use std::fs::File;
+use std::io::{BufRead, BufReader, Write};
+use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::time::{Duration, Instant};
+
+/// No 16-byte compare and exchange: QEMU 7.2 damages the flags where one is interrupted, which the
+/// kernel's allocator does not survive.
+const CPU: &str = "qemu64,cx16=off";
+/// What protects from other guests costs an emulated processor much.
+const KERNEL: &str =
+    "root=/dev/nvme0n1 rw console=ttyS0 quiet panic=-1 no_timer_check mitigations=off apparmor=0 audit=0 systemd.show_status=0";
+/// Pause between two attempts to connect: nothing announces the socket.
+const LOOK: Duration = Duration::from_millis(20);
+
+/// A host that runs; what it writes to its disk is there after a reboot, and gone with the machine.
+pub struct EmulatedHost {
+    _qemu: Process,
+    commands: BufReader<UnixStream>,
+    /// Each script, after the seconds that it took.
+    log: File,
+}
+
+impl EmulatedHost {
+    /// Whether its disk was made; if not, the reason to skip a test.
+    pub fn missing(context: &TestContext) -> Option<String> {
+        let disk = context.target.join("emulated-host/disk.img");
+        (!disk.exists()).then(|| format!("there is no {}: tests/emulated-host/build makes it, or says why not", disk.display()))
+    }
+
+    /// Starts it, and unpacks `files` (name of a file in the host, and the file) there.
+    pub fn start(context: &TestContext, name: &str, files: &[(&str, &Path)]) -> Result<Self> {
+        let work_dir = context.work_dir.join(name);
+        let _unused = std::fs::remove_dir_all(&work_dir);
+        std::fs::create_dir_all(&work_dir).with_context(|| format!("make {}", work_dir.display()))?;
+        let archive = pack(&work_dir, files)?;
+        let socket = work_dir.join("commands");
+        let made = |file: &str| context.target.join("emulated-host").join(file).display().to_string();
+        let mut command = Command::new("qemu-system-x86_64");
+        command.args("-nodefaults -no-user-config -display none -machine q35 -m 1024M -smp 2".split(' '));
+        if kvm_works() {
+            command.args(["-accel", "kvm", "-cpu", "host"])
+        } else {
+            command.args(["-accel", "tcg,thread=multi,tb-size=512", "-cpu", CPU])
+        };
+        command.args(["-kernel", &made("vmlinuz"), "-append", KERNEL]);
+        command.args(["-serial", &format!("file:{}", work_dir.join("console.log").display())]);
+        for (id, file, mode) in [("disk", made("disk.img"), "snapshot=on"), ("files", archive.display().to_string(), "readonly=on")] {
+            command.args(["-drive", &format!("if=none,id={id},format=raw,{mode},file={file}")]);
+        }
+        // Of two kinds: the kernel numbers several of one kind in any order.
+        command.args(["-device", "nvme,drive=disk,serial=disk", "-device", "virtio-blk-pci,drive=files"]);
+        command.args(["-device", "virtio-serial-pci", "-device", "virtserialport,chardev=commands,name=commands"]);
+        command.args(["-chardev", &format!("socket,id=commands,server=on,wait=off,path={}", socket.display())]);
+        // A snapshot is a file that has no name.
+        command.env("TMPDIR", &work_dir);
+        let qemu = Process::start("qemu-system-x86_64", command, &work_dir.join("qemu.log"))?;
+        let commands = connect(&qemu, &socket).with_context(|| format!("see {}", work_dir.join("qemu.log").display()))?;
+        let log = File::create(work_dir.join("commands.log"))?;
+        let mut host = Self { _qemu: qemu, commands, log };
+        host.until_ready()?;
+        host.run("modprobe virtio_blk && tar -C / -xf /dev/vda")?;
+        Ok(host)
+    }
+
+    /// Waits until the system is up.
+    fn until_ready(&mut self) -> Result<()> {
+        let start = Instant::now();
+        while self.line()? != "ready" {}
+        writeln!(self.log, "{:5.1} up", start.elapsed().as_secs_f64())?;
+        Ok(())
+    }
+
+    fn line(&mut self) -> Result<String> {
+        let mut line = String::new();
+        let read = self.commands.read_line(&mut line).with_context(|| format!("no answer within {DEADLINE:?}"))?;
+        ensure!(read > 0, "the emulated host has ended");
+        Ok(line.trim().to_string())
+    }
+
+    /// Runs a script of bash as root; gives its output, and fails where it fails.
+    pub fn run(&mut self, script: &str) -> Result<String> {
+        let start = Instant::now();
+        writeln!(self.commands.get_mut(), "{}", STANDARD.encode(script))?;
+        let answer = self.line().with_context(|| format!("run {script:?}"))?;
+        writeln!(self.log, "{:5.1} {script:?}", start.elapsed().as_secs_f64())?;
+        let (status, output) = answer.split_once(' ').unwrap_or((&answer, ""));
+        let output = String::from_utf8_lossy(&STANDARD.decode(output).with_context(|| format!("answer {answer:?}"))?).trim().to_string();
+        ensure!(status == "0", "{script:?} ended with {status}: {output}");
+        Ok(output)
+    }
+
+    /// Runs a script until it succeeds.
+    pub fn until(&mut self, what: &str, script: &str) -> Result<String> {
+        let script =
+            format!("for n in {{1..600}}; do if ({script}); then exit 0; fi >/run/until 2>&1; sleep 0.1; done; cat /run/until; exit 1");
+        self.run(&script).with_context(|| format!("no {what} within 60 s"))
+    }
+
+    /// Reboots, on the same disk.
+    pub fn reboot(&mut self) -> Result<()> {
+        // Without its answer: whoever gives it is stopped, too.
+        writeln!(self.commands.get_mut(), "{}", STANDARD.encode("systemctl reboot"))?;
+        self.until_ready()
+    }
+}
+
+/// An archive of the files.
+fn pack(work_dir: &Path, files: &[(&str, &Path)]) -> Result<PathBuf> {
+    let tree = work_dir.join("files");
+    for (name, file) in files {
+        let to = tree.join(name.trim_start_matches('/'));
+        std::fs::create_dir_all(to.parent().context("a file in a directory")?)?;
+        std::fs::copy(file, &to).with_context(|| format!("copy {}", file.display()))?;
+    }
+    let archive = work_dir.join("files.tar");
+    let done =
+        Command::new("tar").args(["--owner=0", "--group=0", "-C"]).arg(&tree).arg("-cf").arg(&archive).arg(".").status().context("tar")?;
+    ensure!(done.success(), "tar: {done}");
+    std::fs::remove_dir_all(tree)?;
+    Ok(archive)
+}
+
+fn connect(qemu: &Process, socket: &Path) -> Result<BufReader<UnixStream>> {
+    let deadline = Instant::now() + DEADLINE;
+    loop {
+        if let Ok(stream) = UnixStream::connect(socket) {
+            stream.set_read_timeout(Some(DEADLINE))?;
+            return Ok(BufReader::new(stream));
+        }
+        if let Some(status) = qemu.wait(LOOK)? {
+            bail!("QEMU ended with {status}");
+        }
+        ensure!(Instant::now() < deadline, "QEMU made no socket within {DEADLINE:?}");
+    }
+}
