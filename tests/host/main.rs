@@ -43,6 +43,8 @@ mod install_image;
 #[cfg(feature = "host")]
 mod install_manifests;
 #[cfg(feature = "host")]
+mod install_node;
+#[cfg(feature = "host")]
 mod install_refusals;
 mod initrd;
 #[cfg(feature = "host")]

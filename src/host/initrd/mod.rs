@@ -16,7 +16,7 @@ pub mod output;
 pub mod pack;
 mod progress;
 pub mod repack;
-mod text;
+pub(in crate::host) mod text;
 pub mod tree;
 pub mod verify;
 mod view;

@@ -5,6 +5,7 @@
 //! The initrd is judged by `initrd verify`. Not here: building images, and what they need.
 
 pub mod checks;
+pub mod daemon_set;
 pub mod drop_in;
 pub mod guest;
 pub mod initrd;
@@ -12,6 +13,7 @@ pub mod kata_config;
 pub mod kernel_params;
 pub mod manifests;
 pub mod merge;
+pub mod node;
 pub mod plan;
 pub mod refusal;
 pub mod uninstall;
@@ -63,7 +65,10 @@ Examples:
   # a parameter of the init, and away with it again
   kata-gpu-boot install --kata-config $CONFIG --param gpuinit.log=debug
   kata-gpu-boot install --kata-config $CONFIG --unset gpuinit.log
-  # for a cluster
+  # for a cluster: a DaemonSet that installs what its own image holds
+  kata-gpu-boot install --kata-config /opt/kata/share/defaults/kata-containers/$CONFIG \\
+    --initrd /gpu.initrd --print daemonset --container-image REGISTRY/gpu:1
+  # or a runtime of its own, by kata-deploy's chart
   kata-gpu-boot install --kata-config $CONFIG --initrd /opt/a.initrd \\
     --print helm > values.yaml";
 
@@ -110,9 +115,17 @@ pub struct Args {
     /// Print YAML for a cluster instead of writing anything here.
     #[arg(long, value_enum, value_name = "WHAT", conflicts_with_all = ["dry_run", "json"])]
     print: Option<Manifest>,
-    /// Name of the printed runtime; follows from the configuration's name if left away.
+    /// Name of the printed runtime or DaemonSet; follows from the configuration's name if left away.
     #[arg(long, value_name = "NAME", requires = "print")]
     name: Option<Name>,
+    /// The image of the printed DaemonSet's pods, with kata-gpu-boot at /kata-gpu-boot and the file of --initrd or --image at its path.
+    #[arg(long, value_name = "IMAGE", requires = "print")]
+    container_image: Option<String>,
+    #[command(flatten)]
+    place: node::Place,
+    /// With --node: stay, install again whenever Kata's files have changed, and uninstall at SIGTERM. For a DaemonSet's pod.
+    #[arg(long, requires = "dir", conflicts_with_all = ["dry_run", "json", "print"])]
+    stay: bool,
 }
 
 /// What can be printed.
@@ -123,6 +136,9 @@ pub enum Manifest {
     RuntimeClass,
     /// customRuntimes values for kata-deploy's chart.
     Helm,
+    /// A DaemonSet whose pods install on their nodes, which get a label, and uninstall when it is deleted. Reads nothing here.
+    #[value(name = "daemonset")]
+    DaemonSet,
 }
 
 /// What a subcommand says, and its exit status.
@@ -182,11 +198,26 @@ fn painted(text: &str, screen: &Screen) -> String {
 
 /// Runs `install`.
 pub fn run(args: &Args) -> ExitCode {
-    say(args).print()
+    match &args.place.dir {
+        Some(dir) if args.stay => node::stay(args, dir),
+        _ => say(args).print(),
+    }
 }
 
 /// What it does, and says.
 pub fn say(args: &Args) -> Said {
+    match &args.place.dir {
+        _ if args.print == Some(Manifest::DaemonSet) => match daemon_set::print(args) {
+            Ok(yaml) => Said::done(yaml),
+            Err(refusal) => Said::refused(format!("refused: {refusal}\n")),
+        },
+        Some(dir) => node::say(args, dir),
+        None => say_here(args),
+    }
+}
+
+/// The same, of a file that stays where it is.
+fn say_here(args: &Args) -> Said {
     let refused = |refusals: Vec<Refusal>| {
         let reasons = if refusals.len() == 1 { "1 reason".into() } else { format!("{} reasons", refusals.len()) };
         let mut err: String = refusals.iter().map(|refusal| format!("refused: {refusal}\n")).collect();
@@ -337,6 +368,7 @@ impl Install {
             let yaml = match what {
                 Manifest::RuntimeClass => manifests::runtime_class(name, path, self.default_memory),
                 Manifest::Helm => manifests::helm(name, path, &self.plan, self.default_memory),
+                Manifest::DaemonSet => daemon_set::print(args),
             };
             return yaml.map(|out| Said { err: self.forced_text(), ..Said::done(out) }).map_err(|refusal| vec![refusal]);
         }

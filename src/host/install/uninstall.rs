@@ -5,6 +5,7 @@
 use super::checks;
 use super::drop_in::{self, Found};
 use super::kata_config::unreadable;
+use super::node::{self, Place};
 use super::write;
 use super::{Said, changes_text, effective_changes};
 use crate::host::text::printable;
@@ -41,6 +42,15 @@ pub struct Args {
     /// Print one JSON object.
     #[arg(long)]
     json: bool,
+    #[command(flatten)]
+    place: Place,
+}
+
+impl Args {
+    /// Uninstall from this configuration.
+    pub fn of(config: &Path) -> Self {
+        Self { kata_config: config.into(), dry_run: false, force: false, json: false, place: Place::default() }
+    }
 }
 
 /// Runs `uninstall`.
@@ -50,6 +60,11 @@ pub fn run(args: &Args) -> ExitCode {
 
 /// What it does, and says.
 pub fn say(args: &Args) -> Said {
+    if args.dry_run { say_here(args) } else { node::uninstall(args, &args.place) }
+}
+
+/// The same, of the configuration alone.
+pub fn say_here(args: &Args) -> Said {
     uninstall(args).unwrap_or_else(|error| Said::refused(format!("kata-gpu-boot: {}\n", printable(&format!("{error:#}")))))
 }
 

@@ -1,0 +1,200 @@
+//! `install --node` and the DaemonSet that runs it: copies with names of their content, the label's file, processes that stay, and that nothing is left of them.
+
+use crate::collect::program;
+use crate::install::{World, done};
+use kata_gpu_init::host::install::merge::Runtime;
+use kata_gpu_init::host::install::{self, from_words};
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
+use serde_yaml::Value;
+use std::fs;
+use std::io::{BufRead, BufReader};
+use std::path::PathBuf;
+use std::process::{Child, ChildStdout, Command, Stdio};
+
+const CONFIG: &str = "/opt/kata/share/defaults/kata-containers/runtimes/qemu-nvidia-gpu/configuration-qemu-nvidia-gpu.toml";
+
+fn node(world: &World) -> PathBuf {
+    world.root().join("opt/kata/share/kata-gpu-init")
+}
+
+fn feature(world: &World) -> PathBuf {
+    world.root().join("features.d/kata-gpu-init")
+}
+
+fn words(world: &World) -> Vec<String> {
+    ["--node", node(world).to_str().unwrap(), "--node-feature", feature(world).to_str().unwrap()].map(String::from).to_vec()
+}
+
+fn copies(world: &World) -> Vec<String> {
+    let entries = fs::read_dir(node(world)).into_iter().flatten();
+    let mut names: Vec<String> = entries.map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect();
+    names.retain(|name| !name.starts_with('.'));
+    names.sort();
+    names
+}
+
+fn initrd_of(world: &World) -> String {
+    let effective = world.effective(Runtime::Go);
+    effective.get(&["hypervisor", "qemu", "initrd"]).and_then(|value| value.as_str()).unwrap_or_default().to_string()
+}
+
+fn strs(words: &[String]) -> Vec<&str> {
+    words.iter().map(String::as_str).collect()
+}
+
+#[test]
+fn the_guest_is_copied_and_the_former_copy_stays_for_pods_that_start_from_it() {
+    let world = World::new("node", "go-qemu-nvidia-gpu");
+    let before = world.snapshot();
+    let words = words(&world);
+    let mut seen = Vec::new();
+    for size in [1000, 2000, 3000] {
+        world.make_initrd(&world.initrd, size);
+        done(&world.install_initrd(&strs(&words)));
+        let copy = initrd_of(&world);
+        assert_eq!(fs::read(&copy).unwrap(), fs::read(&world.initrd).unwrap());
+        seen.push(copy.rsplit('/').next().unwrap().to_string());
+        // Again: nothing is copied, and nothing goes.
+        let listed = copies(&world);
+        assert!(done(&world.install_initrd(&strs(&words))).contains("nothing to do"));
+        assert_eq!(copies(&world), listed);
+    }
+    assert_eq!(fs::read_to_string(feature(&world)).unwrap(), "kata-gpu-init=true\n");
+    let mut newest = seen.split_off(1);
+    newest.sort();
+    assert_eq!(copies(&world), newest, "the first of three is gone");
+    done(&world.uninstall(&strs(&words)));
+    assert_eq!(copies(&world), [] as [&str; 0]);
+    assert!(!feature(&world).exists());
+    for (path, content) in before {
+        assert!(path.is_dir() || path == world.initrd || fs::read(&path).unwrap() == content.1, "{}", path.display());
+    }
+    assert!(!world.ours().exists());
+}
+
+#[test]
+fn what_is_refused_leaves_no_copy_and_no_label() {
+    let world = World::new("node-refused", "go-qemu-nvidia-gpu");
+    let words = words(&world);
+    world.edit("vm_cache_number = 0", "vm_cache_number = 1");
+    let said = world.install_initrd(&strs(&words));
+    assert!(said.code == 1 && said.err.contains("vm_cache_number"), "{said:?}");
+    assert!(copies(&world).is_empty() && !feature(&world).exists());
+    let said = world.install(&strs(&words));
+    assert!(said.code == 1 && said.err.contains("needs --initrd or --image"), "{said:?}");
+    let said = world.install_initrd(&[strs(&words), vec!["--dry-run"]].concat());
+    assert!(said.code == 1 && said.err.contains("leave --node away"), "{said:?}");
+    fs::remove_file(&world.initrd).unwrap();
+    let said = world.install_initrd(&strs(&words));
+    assert!(said.code == 1 && said.err.contains("open "), "{said:?}");
+}
+
+/// A pod's process.
+struct Pod {
+    child: Child,
+    lines: BufReader<ChildStdout>,
+}
+
+impl Pod {
+    fn start(world: &World) -> Pod {
+        let mut command = Command::new(program());
+        command
+            .args(["install", "--kata-version", "4.1.0", "--stay", "--kata-config"])
+            .arg(&world.config)
+            .arg("--initrd")
+            .arg(&world.initrd);
+        let mut child = command.args(words(world)).stdout(Stdio::piped()).stderr(Stdio::inherit()).spawn().unwrap();
+        let lines = BufReader::new(child.stdout.take().unwrap());
+        Pod { child, lines }
+    }
+
+    /// Waits for a line that starts with this.
+    fn says(&mut self, start: &str) {
+        let mut all = String::new();
+        loop {
+            let from = all.len();
+            assert!(self.lines.read_line(&mut all).unwrap() > 0, "no {start:?} in {all}");
+            if all[from..].starts_with(start) {
+                return;
+            }
+        }
+    }
+
+    fn end(mut self, says: &str) {
+        kill(Pid::from_raw(self.child.id().try_into().unwrap()), Signal::SIGTERM).unwrap();
+        self.says(says);
+        assert!(self.child.wait().unwrap().success());
+    }
+}
+
+#[test]
+fn a_pod_installs_again_what_kata_takes_away_and_the_last_one_uninstalls() {
+    let world = World::new("node-stay", "go-qemu-nvidia-gpu");
+    let mut old = Pod::start(&world);
+    old.says("wrote ");
+    // Kata's upgrade writes its folder anew.
+    fs::remove_dir_all(world.config_d()).unwrap();
+    old.says("wrote ");
+    let first = initrd_of(&world);
+    // The DaemonSet's upgrade: the new pod's guest is another one.
+    world.make_initrd(&world.initrd, 5000);
+    let mut new = Pod::start(&world);
+    new.says("wrote ");
+    let second = initrd_of(&world);
+    assert_ne!(first, second);
+    old.end("another pod of this node keeps it installed");
+    assert!(initrd_of(&world) == second && feature(&world).exists());
+    new.end("removed ");
+    assert_eq!(initrd_of(&world), "");
+    assert!(copies(&world).is_empty() && !feature(&world).exists());
+}
+
+fn daemon_set(words: &[&str]) -> Value {
+    let said = install::say(&from_words(&[&["--kata-config", CONFIG, "--print", "daemonset"], words].concat()).unwrap());
+    serde_yaml::from_str(done(&said)).unwrap()
+}
+
+#[test]
+fn the_daemon_set_runs_what_install_takes_where_it_can_see_it() {
+    let odd = "nvidia.NVreg_RegistryDwords=\"a=@NAME@ b: #\"";
+    let printed = daemon_set(&["--initrd", "/gpu.initrd", "--container-image", "registry/gpu@sha256:00", "--param", odd]);
+    let pod = &printed["spec"]["template"]["spec"];
+    let (first, second) = (&pod["initContainers"][0], &pod["containers"][0]);
+    assert_eq!((&first["image"], &second["image"]), (&"registry/gpu@sha256:00".into(), &"registry/gpu@sha256:00".into()));
+    let command = |container: &Value| -> Vec<String> {
+        container["command"].as_sequence().unwrap().iter().map(|word| word.as_str().unwrap().to_string()).collect()
+    };
+    let (installs, stays) = (command(first), command(second));
+    assert_eq!([&installs[..], &["--stay".to_string()]].concat(), stays);
+    assert_eq!(installs[..2], ["/kata-gpu-boot", "install"]);
+    assert!(installs.contains(&odd.to_string()), "{installs:?}");
+    from_words::<install::Args>(&strs(&stays)[2..]).unwrap();
+    // Every path of the command but those of the pods' image is in a mount, which is a folder of the node at the same place.
+    let mounts: Vec<&str> = second["volumeMounts"].as_sequence().unwrap().iter().map(|m| m["mountPath"].as_str().unwrap()).collect();
+    let volumes: Vec<&str> = pod["volumes"].as_sequence().unwrap().iter().map(|v| v["hostPath"]["path"].as_str().unwrap()).collect();
+    assert_eq!(
+        (mounts.as_slice(), mounts.as_slice()),
+        (["/opt", "/etc/kubernetes/node-feature-discovery/features.d"].as_slice(), volumes.as_slice())
+    );
+    for option in ["--kata-config", "--node", "--node-feature"] {
+        let at = installs.iter().position(|word| word == option).unwrap();
+        assert!(mounts.iter().any(|mount| installs[at + 1].starts_with(&format!("{mount}/"))), "{option} {}", installs[at + 1]);
+    }
+    assert_eq!(pod["nodeSelector"]["katacontainers.io/kata-runtime"], "true");
+    assert_eq!(pod["automountServiceAccountToken"], false);
+}
+
+#[test]
+fn a_daemon_set_that_could_not_work_is_not_printed() {
+    for (config, words, why) in [
+        (CONFIG, vec![], "needs --initrd or --image"),
+        ("/etc/kata-containers/configuration.toml", vec!["--initrd", "/g"], "is not below a PREFIX/share/defaults/kata-containers/"),
+        (CONFIG, vec!["--initrd", "gpu.initrd"], "is not a path from the root on"),
+        (CONFIG, vec!["--initrd", "/g", "--node", "/var/lib/x"], "is not below /opt/kata"),
+    ] {
+        let words = [vec!["--kata-config", config, "--print", "daemonset"], words].concat();
+        let said = install::say(&from_words(&words).unwrap());
+        assert!(said.code == 1 && said.out.is_empty() && said.err.contains(why), "{said:?}");
+    }
+}
