@@ -9,7 +9,7 @@ pub mod protobuf;
 pub mod serial_init;
 pub mod serial_services;
 pub mod services;
-pub mod schedule;
+pub use kata_gpu_schedule as schedule;
 pub mod trap_init;
 pub mod ttrpc;
 pub mod vm;

@@ -4,7 +4,7 @@
 //! under which are all S1 and S3, and no S3 beside an S2.
 
 use super::Rule;
-use crate::schedule::locks::{At, Micros, Wait, World};
+use crate::locks::{At, Micros, Wait, World};
 
 /// Time that is still to be spent.
 #[derive(Default)]
