@@ -58,6 +58,31 @@ fn the_values_are_what_the_chart_reads() {
     assert!(drop_in["hypervisor"]["qemu"]["kernel_params"].as_str().unwrap().ends_with("nvidia.NVreg_RegistryDwords=\"a=1 b=2\""));
 }
 
+/// With HELM (the program) and KATA_DEPLOY_CHART (the chart's folder, of Kata's release): what the chart itself makes of the values.
+#[test]
+fn kata_deploys_own_chart_renders_the_values() {
+    let (Some(helm), Some(chart)) = (std::env::var_os("HELM"), std::env::var_os("KATA_DEPLOY_CHART")) else {
+        return eprintln!("skipped: HELM and KATA_DEPLOY_CHART do not name the program and Kata's chart");
+    };
+    for fixture in ["go-qemu-nvidia-gpu", "rust-qemu-nvidia-gpu"] {
+        let world = World::new("chart", fixture);
+        let words = ["--param", "nvidia.NVreg_RegistryDwords=\"a=1 b=2\""];
+        let values = world.root().join("values.yaml");
+        std::fs::write(&values, printed(&world, &[&["helm"], words.as_slice()].concat())).unwrap();
+        let mut command = std::process::Command::new(&helm);
+        let rendered = command.args(["template", "kata-deploy"]).arg(&chart).arg("-f").arg(&values).output().unwrap();
+        assert!(rendered.status.success(), "{}", String::from_utf8_lossy(&rendered.stderr));
+        let text = String::from_utf8(rendered.stdout).unwrap();
+        let documents = text.split("\n---\n").filter_map(|document| serde_yaml::from_str::<Value>(document).ok()).collect::<Vec<_>>();
+        let name = "kata-qemu-nvidia-gpu-init";
+        let class = documents.iter().find(|d| d["kind"] == "RuntimeClass" && d["metadata"]["name"] == name).unwrap();
+        assert_eq!((class["handler"].as_str(), class["overhead"]["podFixed"]["memory"].as_str()), (Some(name), Some("10240Mi")));
+        let drop_in = documents.iter().find_map(|d| d["data"][format!("dropin-{name}.toml")].as_str()).unwrap();
+        done(&world.install_initrd(&words));
+        assert_eq!(toml_of(drop_in.as_bytes()), toml_of(&std::fs::read(world.ours()).unwrap()), "{fixture}");
+    }
+}
+
 #[test]
 fn a_directory_that_several_configurations_share_is_no_reason_for_the_chart_which_makes_one_of_its_own() {
     let world = World::new("helm-shared", "go-qemu-nvidia-gpu");
