@@ -66,6 +66,8 @@ pub mod soak;
 #[cfg(feature = "host")]
 mod topology;
 #[cfg(feature = "host")]
+mod vcpus;
+#[cfg(feature = "host")]
 mod worker;
 
 /// Every VM test, in the order in which they run.
@@ -83,6 +85,7 @@ pub const TESTS: &[&[harness::VmTest]] = &[
     reasons::TESTS,
     resets::TESTS,
     worker::TESTS,
+    vcpus::TESTS,
     services::TESTS,
     hot_plug::TESTS,
     soak::TESTS,
