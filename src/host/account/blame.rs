@@ -3,6 +3,7 @@
 //! A step's own time is its interval without those of the steps inside it, cut to the window. Of steps that overlap, `sum_ns` counts each and
 //! `wall_ns` their union, which never exceeds the window. Waiting is listed apart: what was waited for is accounted for where it happened.
 
+use super::held_up::{HeldUp, held_up};
 use super::intervals::{Intervals, length};
 use super::timeline::{Step, Timeline, Window};
 use serde::Serialize;
@@ -74,6 +75,8 @@ pub struct Blame {
     pub groups: Vec<Group>,
     /// Waiting, which is explained by the steps that were waited for.
     pub waiting: Vec<StepRow>,
+    /// Steps that the enabling of GPUs held up.
+    pub held_up: Vec<HeldUp>,
 }
 
 #[derive(Default)]
@@ -163,5 +166,5 @@ pub fn blame(timeline: &Timeline, window: &Window, by: By) -> Blame {
     if by == By::Owner {
         groups.sort_by(|a, b| b.time.wall_ns.cmp(&a.time.wall_ns).then_with(|| a.name.cmp(b.name)));
     }
-    Blame { wall_ns, groups, waiting: rows(waiting) }
+    Blame { wall_ns, groups, waiting: rows(waiting), held_up: held_up(timeline, window) }
 }

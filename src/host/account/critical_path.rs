@@ -6,6 +6,7 @@
 
 use super::from_boot::LAST_RECORD;
 use super::graph::{Graph, step_of};
+use super::held_up::{HeldUp, held_up};
 use super::intervals::length;
 use super::timeline::{Known, Timeline, Window};
 use serde::Serialize;
@@ -73,6 +74,8 @@ pub struct CriticalPath {
     pub without_kind: Vec<Gain>,
     /// By single steps.
     pub without_step: Vec<Gain>,
+    /// Steps that the enabling of GPUs held up.
+    pub held_up: Vec<HeldUp>,
 }
 
 /// Works out the path to the window's end and the first `top` of what would have made it shorter.
@@ -110,6 +113,7 @@ pub fn critical_path(timeline: &Timeline, window: &Window, top: usize) -> Critic
         cut: graph.cut,
         without_kind: gains(timeline, window, &graph, kinds.collect(), top),
         without_step: gains(timeline, window, &graph, singles.collect(), top),
+        held_up: held_up(timeline, window),
         path,
     }
 }

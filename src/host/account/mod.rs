@@ -18,6 +18,7 @@ pub mod blame; // whose time it was
 pub mod coverage; // time that no step explains
 pub mod graph; // what had to wait for what
 pub mod critical_path; // the chain that set the end, and what would have made it shorter
+pub mod held_up; // steps that waited for a vCPU that enables a GPU
 pub mod statistics; // medians, percentiles, bootstrap
 pub mod metrics; // a boot as numbers that can be compared
 pub mod compare; // which of them got worse

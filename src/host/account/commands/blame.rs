@@ -4,7 +4,7 @@ use super::super::super::show::print;
 use super::super::super::text::{Ink, Screen, seconds};
 use super::super::blame::{Blame, By, StepRow, Time, blame};
 use super::super::grid::{Grid, Set, share};
-use super::{BootArgs, boot_json, head, notes};
+use super::{BootArgs, boot_json, head, held_up, notes};
 use anyhow::Result;
 
 /// Steps that are listed of one owner.
@@ -56,6 +56,7 @@ pub fn text(args: &Args, screen: &Screen) -> Result<String> {
     if account.groups.iter().flat_map(|g| &g.steps).chain(&account.waiting).any(|s| s.derived) {
         out.push(screen.paint(Ink::Dim, "* worked out from other records"));
     }
+    held_up(&account.held_up, screen, &mut out);
     notes(&loaded.timeline.notes, screen, &mut out);
     Ok(out.join("\n") + "\n")
 }

@@ -5,7 +5,7 @@ use super::super::super::text::{Ink, Screen, seconds};
 use super::super::critical_path::{CriticalPath, Gain, Piece, critical_path};
 use super::super::from_boot::LAST_RECORD;
 use super::super::grid::{Grid, Set, time};
-use super::{BootArgs, boot_json, head, notes};
+use super::{BootArgs, boot_json, head, held_up, notes};
 use anyhow::Result;
 
 /// Pieces of the path that are printed; the JSON form has all.
@@ -73,6 +73,7 @@ pub fn text(args: &Args, screen: &Screen) -> Result<String> {
         out.push(format!("{} comes at {}. Had these taken no time, it would come earlier by:", found.to, time(found.to_ns)));
         out.extend(gains(&found).lines(screen));
     }
+    held_up(&found.held_up, screen, &mut out);
     notes(&loaded.timeline.notes, screen, &mut out);
     Ok(out.join("\n") + "\n")
 }

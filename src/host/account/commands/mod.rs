@@ -12,9 +12,10 @@ use super::super::boot_file::BootFile;
 use super::super::model::Boot;
 use super::super::show::{boots, find, read_boot};
 use super::super::text::ascii_json;
-use super::super::text::{Ink, Screen, error_bound, printable, wall_clock};
+use super::super::text::{Ink, Screen, error_bound, printable, seconds, wall_clock};
 use super::from_boot;
-use super::grid::time;
+use super::grid::{Grid, Set, time};
+use super::held_up::HeldUp;
 use super::metrics::{Metrics, metrics};
 use super::timeline::{Timeline, Window};
 use anyhow::{Context, Result, ensure};
@@ -93,6 +94,22 @@ fn head(loaded: &Loaded, window: &Window) -> String {
 /// What the account lacks, below a page.
 fn notes(notes: &[String], screen: &Screen, out: &mut Vec<String>) {
     out.extend(notes.iter().map(|note| screen.paint(Ink::Dim, &format!("note: {note}"))));
+}
+
+/// Steps that enablings held up, below a page.
+fn held_up(steps: &[HeldUp], screen: &Screen, out: &mut Vec<String>) {
+    if steps.is_empty() {
+        return;
+    }
+    let head = "Enabling a GPU takes a vCPU away, and these wait for every vCPU:";
+    out.extend([String::new(), head.to_string()]);
+    let right = Set::Right;
+    let mut grid = Grid::new(&[("TOOK", right), ("BESIDE", right), ("STEP", Set::Left), ("ENABLING OF", Set::Left)]);
+    for step in steps {
+        let gpus = step.gpus.iter().map(u64::to_string).collect::<Vec<_>>().join(", ");
+        grid.row(Ink::Plain, vec![seconds(step.took_ns), seconds(step.beside_ns), step.step.clone(), format!("GPU {gpus}")]);
+    }
+    out.extend(grid.lines(screen));
 }
 
 /// A JSON form with its version and what it lacks.
