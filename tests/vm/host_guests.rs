@@ -3,7 +3,7 @@
 
 use super::harness::{EmulatedHost, Guest, KvmGuest, KvmImage, Outcome, TestContext, VmTest, complete};
 use super::{liar, service};
-use anyhow::{Context, Result, anyhow, bail, ensure};
+use anyhow::{Context, Result, bail, ensure};
 use kata_gpu_init::events::names;
 use kata_gpu_init::events::record::{Kind, Line, Record, decode};
 use kata_gpu_init::host::boot_file::{BootFile, HostEvent};
@@ -11,20 +11,20 @@ use kata_gpu_init::host::boot_file::{BootFile, HostEvent};
 pub const TESTS: &[VmTest] = &[VmTest { name: "emulated_host_keeps_the_boots_of_its_guests_apart_by_cid_over_af_vsock", run: kept_apart }];
 
 /// Memory for the host, two guests and what they boot.
-const MEMORY_MIB: u32 = 2560;
-const SERVICE: &str = "kata-gpu-boot.service";
+pub(super) const MEMORY_MIB: u32 = 2560;
+pub(super) const SERVICE: &str = "kata-gpu-boot.service";
 const BOOTS: &str = "/var/lib/kata-gpu-boot";
 
 /// A boot as its file has it.
-struct Boot {
-    id: String,
-    file: BootFile,
+pub(super) struct Boot {
+    pub id: String,
+    pub file: BootFile,
     /// As they stand there, one that stands there twice twice.
     records: Vec<Record>,
 }
 
 impl Boot {
-    fn read(host: &mut EmulatedHost, id: &str) -> Result<Self> {
+    pub fn read(host: &mut EmulatedHost, id: &str) -> Result<Self> {
         let text = host.run(&format!("cat {BOOTS}/{id}.ndjson"))?;
         let file = BootFile::read(text.as_bytes())?;
         ensure!(file.damaged == 0, "boot {id}: damaged lines: {:?}", file.damage);
@@ -40,6 +40,13 @@ impl Boot {
         let pattern = format!("\"event\":\"connected\",\"peer\":\"{}\"", guest.peer());
         let files = host.run(&format!("cd {BOOTS} && (grep -lF '{pattern}' *.ndjson || true)"))?;
         files.lines().filter_map(|name| name.strip_suffix(".ndjson")).map(|id| Self::read(host, id)).collect()
+    }
+
+    /// The boot of a guest that has sent one.
+    pub fn only(host: &mut EmulatedHost, guest: &KvmGuest) -> Result<Self> {
+        let mut boots = Self::of(host, guest)?;
+        ensure!(boots.len() == 1, "{} has sent {} boots", guest.peer(), boots.len());
+        boots.pop().context("no boot")
     }
 
     fn pod(&self) -> Option<&str> {
@@ -90,13 +97,13 @@ impl Boot {
 }
 
 /// Waits until a file that a guest has sent to has this text.
-fn sent(host: &mut EmulatedHost, guest: &KvmGuest, text: &str) -> Result<()> {
+pub(super) fn sent(host: &mut EmulatedHost, guest: &KvmGuest, text: &str) -> Result<()> {
     let peer = guest.peer();
     let look = format!("cd {BOOTS} && files=$(grep -lF '\"peer\":\"{peer}\"' *.ndjson) && grep -qF '{text}' $files");
     host.until(&format!("{text:?} of {peer}"), &look).map(drop)
 }
 
-fn event(name: &str) -> String {
+pub(super) fn event(name: &str) -> String {
     format!("\"kind\":\"event\",\"name\":\"{name}\"")
 }
 
@@ -112,7 +119,7 @@ fn kept_apart(context: &TestContext) -> Result<Outcome> {
     // Its GPUs take longer to initialise than the test takes.
     let victim = KvmGuest::start(&mut host, &image, "0a1b", "train-0", 33, "nvidia.s2_ms=3600000")?;
     sent(&mut host, &victim, &event(names::GPU_PUBLISHED))?;
-    let [before] = <[Boot; 1]>::try_from(Boot::of(&mut host, &victim)?).map_err(|boots| anyhow!("one guest, {} boots", boots.len()))?;
+    let before = Boot::only(&mut host, &victim)?;
     let figures = before.figures();
 
     // While one streams and another boots the collector dies, as if killed for its memory.

@@ -35,6 +35,8 @@ mod faults;
 #[cfg(feature = "host")]
 mod guest_lives;
 #[cfg(feature = "host")]
+mod host_clock;
+#[cfg(feature = "host")]
 mod host_guests;
 #[cfg(feature = "host")]
 mod hot_plug;
@@ -104,4 +106,5 @@ pub const TESTS: &[&[harness::VmTest]] = &[
     rootfs::TESTS,
     service::TESTS,
     host_guests::TESTS,
+    host_clock::TESTS,
 ];
