@@ -128,7 +128,7 @@ fn kept_apart(context: &TestContext) -> Result<Outcome> {
     host.run(&format!("systemctl kill --signal=KILL {SERVICE}"))?;
     host.until("the guest again", &format!("test $(grep -cF '\"event\":\"connected\"' {BOOTS}/{}.ndjson) -ge 2", before.id))?;
     sent(&mut host, &liar, &event(names::SETTLED))?;
-    liar.wait_text(&mut host, &format!("\"msg\":\"{}\"", liar::MESSAGE))?;
+    liar.wait_lines(&mut host, 1, &format!("\"msg\":\"{}\"", liar::MESSAGE))?;
     let console = liar.console(&mut host)?;
     for verdict in ["\"stolen\":\"refused\"", "\"free\":\"accepted\""] {
         ensure!(console.contains(verdict), "no {verdict} on the console of the guest that lies: {console}");

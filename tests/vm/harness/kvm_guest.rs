@@ -62,13 +62,15 @@ impl KvmGuest {
     pub fn start(host: &mut EmulatedHost, image: &KvmImage, name: &str, pod: &str, cid: u32, words: &str) -> Result<Self> {
         ensure!(!words.contains('\''), "a quote in {words:?}");
         let (persist, cpus, append) = (persist(name, pod, cid), image.cpus, &image.append);
-        // A flat kernel by PVH: the firmware copies nothing, and nothing is unpacked.
+        // A flat kernel by PVH: the firmware copies nothing, and nothing is unpacked. With several
+        // ports the console would come some time after its driver, and the agent write to the
+        // serial port.
         host.run(&format!(
             "mkdir -p -m 0750 /run/vc/sbs /run/vc/sbs/{name} && echo '{persist}' > /run/vc/sbs/{name}/persist.json
             mkdir -p /run/guests/{name} && cd /run/guests/{name}
             setsid qemu-system-x86_64 -nodefaults -no-user-config -no-reboot -display none -machine q35 -accel kvm -cpu host \
                 -m {MEMORY_MIB}M -smp {cpus} -kernel {KERNEL} -initrd {INITRD} -append '{append} {words}' -serial file:serial.log \
-                -device virtio-serial-pci -chardev file,id=console,path=console.log -device virtconsole,chardev=console \
+                -device virtio-serial-pci,max_ports=1 -chardev file,id=console,path=console.log -device virtconsole,chardev=console \
                 -device vhost-vsock-pci,guest-cid={cid} >qemu.log 2>&1 & echo $! > /run/guests/{name}/pid"
         ))
         .with_context(|| format!("start guest {name}"))?;
@@ -80,14 +82,11 @@ impl KvmGuest {
         format!("cid {}", self.cid)
     }
 
-    /// Waits for a text on its console.
-    pub fn wait_text(&self, host: &mut EmulatedHost, text: &str) -> Result<()> {
+    /// Waits for so many lines on its console that match grep's `pattern`.
+    pub fn wait_lines(&self, host: &mut EmulatedHost, count: usize, pattern: &str) -> Result<()> {
         let console = format!("/run/guests/{}/console.log", self.name);
-        host.until(
-            &format!("{text:?} on the console of guest {}", self.name),
-            &format!("grep -qF '{text}' {console} || (tail -n 5 {console}; false)"),
-        )
-        .map(drop)
+        let look = format!("test $(grep -c '{pattern}' {console}) -ge {count} || (tail -n 5 {console}; false)");
+        host.until(&format!("{count} line(s) {pattern:?} on the console of guest {}", self.name), &look).map(drop)
     }
 
     pub fn console(&self, host: &mut EmulatedHost) -> Result<String> {
