@@ -19,6 +19,7 @@ pub const GUEST_HALVES: &[(&str, fn())] = &[
     ("script", script::run),
     ("hot-plug-soak", hot_plug_soak::run),
     ("samples", samples),
+    ("clocks", clocks),
     ("extensions", extensions::report),
     ("late-disks", extensions::late_disks),
     ("liar", liar::run),
@@ -158,6 +159,11 @@ fn root() {
     let line = mounts.lines().rfind(|line| line.split(' ').nth(1) == Some("/")).unwrap_or_default();
     let written = std::fs::write("/written", "").map_or_else(|e| e.to_string(), |()| "yes".into());
     log::info("root", &[("mount", line), ("written", &written)]);
+}
+
+/// Reports the boot clock's time, in a line that has the wall clock's.
+fn clocks() {
+    log::info("clocks", &[("boottime_ns", &boottime_ns().to_string())]);
 }
 
 /// Leaves the agent a dead child, and says so.
