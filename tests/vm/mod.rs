@@ -39,6 +39,8 @@ mod host_clock;
 #[cfg(feature = "host")]
 mod host_guests;
 #[cfg(feature = "host")]
+mod host_root;
+#[cfg(feature = "host")]
 mod hot_plug;
 #[cfg(feature = "host")]
 mod import;
@@ -107,4 +109,5 @@ pub const TESTS: &[&[harness::VmTest]] = &[
     service::TESTS,
     host_guests::TESTS,
     host_clock::TESTS,
+    host_root::TESTS,
 ];

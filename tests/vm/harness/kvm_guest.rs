@@ -10,6 +10,8 @@ use std::path::{Path, PathBuf};
 
 /// Memory of a guest. Every page that it touches first is a nested page fault.
 const MEMORY_MIB: u32 = 512;
+/// Tag of a folder that a guest has by virtio-fs.
+pub const SHARED: &str = "shared";
 const KERNEL: &str = "/var/guests/vmlinux";
 const INITRD: &str = "/var/guests/initrd.cpio";
 
@@ -60,6 +62,24 @@ impl KvmGuest {
 
     /// Starts one as the sandbox `name` of the pod `pod`; `words` go behind the image's command line.
     pub fn start(host: &mut EmulatedHost, image: &KvmImage, name: &str, pod: &str, cid: u32, words: &str) -> Result<Self> {
+        Self::start_with(host, image, name, pod, cid, words, "")
+    }
+
+    /// Starts one that has the host's `folder` by virtio-fs, under the tag [`SHARED`].
+    pub fn start_shared(host: &mut EmulatedHost, image: &KvmImage, name: &str, cid: u32, words: &str, folder: &str) -> Result<Self> {
+        let socket = format!("/run/{name}.virtiofs");
+        let daemon = format!("/usr/libexec/virtiofsd --sandbox chroot --socket-path {socket} --shared-dir {folder}");
+        host.run(&format!("setsid {daemon} >/run/{name}.log 2>&1 &"))?;
+        host.until("virtiofsd's socket", &format!("test -S {socket} || (cat /run/{name}.log; false)"))?;
+        // The daemon reads and writes the guest's memory in place.
+        let devices = format!(
+            "-object memory-backend-memfd,id=ram,size={MEMORY_MIB}M,share=on -machine memory-backend=ram \
+            -chardev socket,id=shared,path={socket} -device vhost-user-fs-pci,chardev=shared,tag={SHARED}"
+        );
+        Self::start_with(host, image, name, name, cid, words, &devices)
+    }
+
+    fn start_with(host: &mut EmulatedHost, image: &KvmImage, name: &str, pod: &str, cid: u32, words: &str, devices: &str) -> Result<Self> {
         ensure!(!words.contains('\''), "a quote in {words:?}");
         let (persist, cpus, append) = (persist(name, pod, cid), image.cpus, &image.append);
         // A flat kernel by PVH: the firmware copies nothing, and nothing is unpacked. With several
@@ -71,7 +91,7 @@ impl KvmGuest {
             setsid qemu-system-x86_64 -nodefaults -no-user-config -no-reboot -display none -machine q35 -accel kvm -cpu host \
                 -m {MEMORY_MIB}M -smp {cpus} -kernel {KERNEL} -initrd {INITRD} -append '{append} {words}' -serial file:serial.log \
                 -device virtio-serial-pci,max_ports=1 -chardev file,id=console,path=console.log -device virtconsole,chardev=console \
-                -device vhost-vsock-pci,guest-cid={cid} >qemu.log 2>&1 & echo $! > /run/guests/{name}/pid"
+                -device vhost-vsock-pci,guest-cid={cid} {devices} >qemu.log 2>&1 & echo $! > /run/guests/{name}/pid"
         ))
         .with_context(|| format!("start guest {name}"))?;
         Ok(Self { name: name.into(), cid })

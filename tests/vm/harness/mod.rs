@@ -8,7 +8,7 @@ mod receiver;
 
 pub use console::{AgentLine, Console};
 pub use emulated_host::{EmulatedHost, MEMORY_MIB};
-pub use kvm_guest::{KvmGuest, KvmImage};
+pub use kvm_guest::{KvmGuest, KvmImage, SHARED};
 pub use receiver::{Listener, Receiver};
 
 use anyhow::{Context, Result, anyhow, bail, ensure};
