@@ -7,7 +7,7 @@
 use super::{keep, machine};
 use anyhow::{Context, Result, bail, ensure};
 use kata_gpu_init::events::names;
-use kata_gpu_tests::vm::harness::{AgentLine, EmulatedHost, Guest, KvmGuest, KvmImage, Outcome, TestContext};
+use kata_gpu_tests::vm::harness::{AgentLine, EmulatedHost, Guest, KvmGuest, KvmImage, Outcome, Size, TestContext};
 use serde_json::{Value, json};
 use std::collections::HashMap;
 use std::path::Path;
@@ -19,8 +19,6 @@ const GPUS: [u32; 3] = [1, 2, 8];
 /// Name and command line of each row.
 const ROWS: [(&str, &str); 2] = [(SERIAL, "hardware.init=/serial-init"), ("ours", "gpuinit.ready=bound")];
 const SERIAL: &str = "serial";
-/// Memory for the host, a guest and what it boots.
-const MEMORY_MIB: u32 = 2048;
 /// First CID that is a guest's.
 const CID: u32 = 3;
 
@@ -36,8 +34,8 @@ pub fn run(root: &Path, context: &TestContext, runs: usize) -> Result<()> {
         bail!("{reason}");
     }
     let context = TestContext { target: context.target.clone(), work_dir: context.work_dir.join("kvm") };
-    let image = KvmImage::make(&context, Guest::new().append(GUEST).archive("driver"))?;
-    let mut host = EmulatedHost::start(&context, "host", MEMORY_MIB, &image.files())?;
+    let image = KvmImage::make(&context, Guest::new().cpus(1).append(GUEST).archive("driver"))?;
+    let mut host = EmulatedHost::start(&context, "host", Size::WITH_GUESTS, &image.files())?;
     KvmGuest::prepare(&mut host)?;
     let mut raw = Vec::new();
     let mut cid = CID;
@@ -59,11 +57,11 @@ pub fn run(root: &Path, context: &TestContext, runs: usize) -> Result<()> {
     let file = keep(
         root,
         "host",
-        &json!({ "command": format!("tests/bench/run host {runs}"), "guest": GUEST, "cpus": 2, "machine": machine(), "load": std::fs::read_to_string("/proc/loadavg")?.trim(),
+        &json!({ "command": format!("tests/bench/run host {runs}"), "guest": GUEST, "cpus": 1, "machine": machine(), "load": std::fs::read_to_string("/proc/loadavg")?.trim(),
         "rows": ROWS.map(|(name, words)| json!({ "name": name, "words": words })),
         "host": "KVM in an emulated Debian, tests/emulated-host/build", "runs": raw }),
     )?;
-    println!("ms since the init's first instruction, median of {runs}; under KVM on an emulated host, 2 vCPUs");
+    println!("ms since the init's first instruction, median of {runs}; under KVM on an emulated host, 1 vCPU");
     print!("{:<30}", "");
     let each = || GPUS.iter().flat_map(|gpus| ROWS.iter().map(move |(row, _)| (*gpus, *row)));
     each().for_each(|(gpus, row)| print!(" {:>12}", format!("{gpus} {row}")));

@@ -1,8 +1,8 @@
 //! The host's clock as a guest under KVM sees it by ptp_kvm, beside what the collector's pings say of
 //! it: both hold at once, and see what is done to the host's clock.
 
-use super::harness::{DEADLINE, EmulatedHost, Guest, KvmGuest, KvmImage, Outcome, TestContext, VmTest};
-use super::host_guests::{Boot, MEMORY_MIB, SERVICE, event, sent};
+use super::harness::{DEADLINE, EmulatedHost, Guest, KvmGuest, KvmImage, Outcome, Size, TestContext, VmTest};
+use super::host_guests::{Boot, SERVICE, event, sent};
 use super::service;
 use anyhow::{Context, Result, ensure};
 use kata_gpu_init::events::names;
@@ -76,7 +76,7 @@ fn both_clocks(context: &TestContext) -> Result<Outcome> {
         return Ok(skipped);
     }
     let image = KvmImage::make(context, Guest::new().cpus(1).append("fakepci.gpus=2"))?;
-    let mut host = service::start(context, MEMORY_MIB, &image.files())?;
+    let mut host = service::start(context, Size::WITH_GUESTS, &image.files())?;
     KvmGuest::prepare(&mut host)?;
     host.run(&format!("systemctl start {SERVICE}"))?;
 

@@ -1,7 +1,7 @@
 //! Guests under a real KVM with real AF_VSOCK, beside each other on the emulated host, and the
 //! collector as the printed unit runs it: which boot is whose is decided by the CID alone.
 
-use super::harness::{EmulatedHost, Guest, KvmGuest, KvmImage, Outcome, TestContext, VmTest, complete};
+use super::harness::{EmulatedHost, Guest, KvmGuest, KvmImage, Outcome, Size, TestContext, VmTest, complete};
 use super::{liar, service};
 use anyhow::{Context, Result, bail, ensure};
 use kata_gpu_init::events::names;
@@ -10,8 +10,6 @@ use kata_gpu_init::host::boot_file::{BootFile, HostEvent};
 
 pub const TESTS: &[VmTest] = &[VmTest { name: "emulated_host_keeps_the_boots_of_its_guests_apart_by_cid_over_af_vsock", run: kept_apart }];
 
-/// Memory for the host, two guests and what they boot.
-pub(super) const MEMORY_MIB: u32 = 2560;
 pub(super) const SERVICE: &str = "kata-gpu-boot.service";
 const BOOTS: &str = "/var/lib/kata-gpu-boot";
 
@@ -112,7 +110,7 @@ fn kept_apart(context: &TestContext) -> Result<Outcome> {
         return Ok(skipped);
     }
     let image = KvmImage::make(context, Guest::new().cpus(1).append("fakepci.gpus=2"))?;
-    let mut host = service::start(context, MEMORY_MIB, &image.files())?;
+    let mut host = service::start(context, Size::WITH_GUESTS, &image.files())?;
     KvmGuest::prepare(&mut host)?;
     host.run(&format!("systemctl start {SERVICE}"))?;
 

@@ -1,7 +1,7 @@
 //! A guest under KVM whose root is a folder of the emulated host, by virtio-fs: read-only, with the
 //! init as /sbin/init.
 
-use super::harness::{AgentLine, EmulatedHost, Guest, KvmGuest, KvmImage, Outcome, SHARED, TestContext, VmTest};
+use super::harness::{AgentLine, EmulatedHost, Guest, KvmGuest, KvmImage, Outcome, SHARED, Size, TestContext, VmTest};
 use anyhow::{Context, Result, ensure};
 use std::os::unix::fs::symlink;
 use std::path::PathBuf;
@@ -10,8 +10,6 @@ use std::process::Command;
 pub const TESTS: &[VmTest] =
     &[VmTest { name: "emulated_host_boots_a_guest_from_a_root_on_virtio_fs_to_a_container", run: root_on_virtio_fs }];
 
-/// Memory for the host, the guest and what it boots.
-const MEMORY_MIB: u32 = 2048;
 const ARCHIVE: &str = "/var/guests/root.tar";
 const ROOT: &str = "/var/guests/root";
 
@@ -38,7 +36,7 @@ fn root_on_virtio_fs(context: &TestContext) -> Result<Outcome> {
     let guest = Guest::new().cpus(1).append(&words).file("etc/hardware.root-modules", b"").without("init");
     let (image, archive) = (KvmImage::make(context, guest)?, root(context)?);
     let files = [&image.files()[..], &[(ARCHIVE, archive.as_path())]].concat();
-    let mut host = EmulatedHost::start(context, "host", MEMORY_MIB, &files)?;
+    let mut host = EmulatedHost::start(context, "host", Size::WITH_GUESTS, &files)?;
     KvmGuest::prepare(&mut host)?;
     host.run(&format!("mkdir {ROOT} && tar -C {ROOT} -xf {ARCHIVE}"))?;
     let guest = KvmGuest::start_shared(&mut host, &image, "0a1b", 33, "", ROOT)?;

@@ -1,7 +1,7 @@
 //! The collector as the printed systemd unit runs it, in a host with a real systemd (reboot,
 //! restart, upgrade, shutdown), and as the printed DaemonSet's container, under podman.
 
-use super::harness::{EmulatedHost, MEMORY_MIB, Outcome, TestContext, VmTest};
+use super::harness::{EmulatedHost, Outcome, Size, TestContext, VmTest};
 use anyhow::{Context, Result, ensure};
 use serde_yaml::Value;
 use std::path::{Path, PathBuf};
@@ -32,10 +32,10 @@ fn programs(context: &TestContext) -> Result<[(PathBuf, &'static str); 2]> {
 }
 
 /// A host with the collector's unit, installed as the README says, and a stand-in for containerd's.
-pub(super) fn start(context: &TestContext, memory_mib: u32, more: &[(&str, &Path)]) -> Result<EmulatedHost> {
+pub(super) fn start(context: &TestContext, size: Size, more: &[(&str, &Path)]) -> Result<EmulatedHost> {
     let programs = programs(context)?;
     let files: Vec<_> = programs.iter().map(|(file, name)| (*name, file.as_path())).chain(more.iter().copied()).collect();
-    let mut host = EmulatedHost::start(context, "host", memory_mib, &files)?;
+    let mut host = EmulatedHost::start(context, "host", size, &files)?;
     host.run(&format!(
         "{PROGRAM} collect --print-systemd-unit > {UNIT}
         printf '[Service]\\nType=oneshot\\nRemainAfterExit=yes\\nExecStart=/usr/bin/true\\n[Install]\\nWantedBy=multi-user.target\\n' \
@@ -71,7 +71,7 @@ fn as_printed(context: &TestContext) -> Result<Outcome> {
     if let Some(skipped) = EmulatedHost::skipped(context)? {
         return Ok(skipped);
     }
-    let mut host = start(context, MEMORY_MIB, &[])?;
+    let mut host = start(context, Size::PLAIN, &[])?;
     host.run(&format!("systemd-analyze verify {UNIT} 2>&1 | (! grep .)")).context("systemd-analyze verify has something to say")?;
     let exposure = host.run("systemd-analyze security --no-pager kata-gpu-boot.service | tail -n 1")?;
     let number: f64 =

@@ -7,7 +7,7 @@ mod kvm_guest;
 mod receiver;
 
 pub use console::{AgentLine, Console};
-pub use emulated_host::{EmulatedHost, MEMORY_MIB};
+pub use emulated_host::{EmulatedHost, Size};
 pub use kvm_guest::{KvmGuest, KvmImage, SHARED};
 pub use receiver::{Listener, Receiver};
 
