@@ -1,6 +1,6 @@
 //! Guest halves of VM tests: run by the test agent for `testagent.guest=NAME`, in the guest.
 
-use super::{extensions, hot_plug_soak, script};
+use super::{extensions, hot_plug_soak, liar, script};
 use crate::agent::{cdi, log};
 use kata_gpu_init::clock::boottime_ns;
 use std::path::Path;
@@ -19,8 +19,10 @@ pub const GUEST_HALVES: &[(&str, fn())] = &[
     ("script", script::run),
     ("hot-plug-soak", hot_plug_soak::run),
     ("samples", samples),
+    ("clocks", clocks),
     ("extensions", extensions::report),
     ("late-disks", extensions::late_disks),
+    ("liar", liar::run),
 ];
 
 /// Publishes as a naive generator would: only what is ready so far. The agent must fail on it, which is why nothing else here does so.
@@ -157,6 +159,11 @@ fn root() {
     let line = mounts.lines().rfind(|line| line.split(' ').nth(1) == Some("/")).unwrap_or_default();
     let written = std::fs::write("/written", "").map_or_else(|e| e.to_string(), |()| "yes".into());
     log::info("root", &[("mount", line), ("written", &written)]);
+}
+
+/// Reports the boot clock's time, in a line that has the wall clock's.
+fn clocks() {
+    log::info("clocks", &[("boottime_ns", &boottime_ns().to_string())]);
 }
 
 /// Leaves the agent a dead child, and says so.

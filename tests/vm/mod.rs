@@ -3,6 +3,7 @@
 
 pub mod guest;
 mod hot_plug_soak;
+pub mod liar;
 pub mod random;
 mod script;
 pub mod vmm;
@@ -33,6 +34,12 @@ mod fabric;
 mod faults;
 #[cfg(feature = "host")]
 mod guest_lives;
+#[cfg(feature = "host")]
+mod host_clock;
+#[cfg(feature = "host")]
+mod host_guests;
+#[cfg(feature = "host")]
+mod host_root;
 #[cfg(feature = "host")]
 mod hot_plug;
 #[cfg(feature = "host")]
@@ -103,4 +110,7 @@ pub const TESTS: &[&[harness::VmTest]] = &[
     real_driver::TESTS,
     rootfs::TESTS,
     service::TESTS,
+    host_guests::TESTS,
+    host_clock::TESTS,
+    host_root::TESTS,
 ];

@@ -1,13 +1,13 @@
 //! The collector as the printed systemd unit runs it, in a host with a real systemd (reboot,
 //! restart, upgrade, shutdown), and as the printed DaemonSet's container, under podman.
 
-use super::harness::{EmulatedHost, Outcome, TestContext, VmTest};
+use super::harness::{EmulatedHost, Outcome, Size, TestContext, VmTest};
 use anyhow::{Context, Result, ensure};
 use serde_yaml::Value;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 pub const TESTS: &[VmTest] =
-    &[VmTest { name: "service_as_printed_serves_hybrid_vsock_from_boot_to_shutdown_and_in_a_container", run: as_printed }];
+    &[VmTest { name: "emulated_host_service_as_printed_serves_hybrid_vsock_from_boot_to_shutdown_and_in_a_container", run: as_printed }];
 
 const PROGRAM: &str = "/usr/local/bin/kata-gpu-boot";
 const VMM: &str = "/usr/local/bin/vmm";
@@ -32,10 +32,10 @@ fn programs(context: &TestContext) -> Result<[(PathBuf, &'static str); 2]> {
 }
 
 /// A host with the collector's unit, installed as the README says, and a stand-in for containerd's.
-fn start(context: &TestContext) -> Result<EmulatedHost> {
+pub(super) fn start(context: &TestContext, size: Size, more: &[(&str, &Path)]) -> Result<EmulatedHost> {
     let programs = programs(context)?;
-    let files: Vec<_> = programs.iter().map(|(file, name)| (*name, file.as_path())).collect();
-    let mut host = EmulatedHost::start(context, "host", &files)?;
+    let files: Vec<_> = programs.iter().map(|(file, name)| (*name, file.as_path())).chain(more.iter().copied()).collect();
+    let mut host = EmulatedHost::start(context, "host", size, &files)?;
     host.run(&format!(
         "{PROGRAM} collect --print-systemd-unit > {UNIT}
         printf '[Service]\\nType=oneshot\\nRemainAfterExit=yes\\nExecStart=/usr/bin/true\\n[Install]\\nWantedBy=multi-user.target\\n' \
@@ -68,11 +68,10 @@ fn property(host: &mut EmulatedHost, unit: &str, name: &str) -> Result<String> {
 }
 
 fn as_printed(context: &TestContext) -> Result<Outcome> {
-    if let Some(reason) = EmulatedHost::missing(context) {
-        ensure!(std::env::var_os("REQUIRE_EMULATED_HOST").is_none(), "{reason}, and REQUIRE_EMULATED_HOST is set");
-        return Ok(Outcome::Skipped(reason));
+    if let Some(skipped) = EmulatedHost::skipped(context)? {
+        return Ok(skipped);
     }
-    let mut host = start(context)?;
+    let mut host = start(context, Size::PLAIN, &[])?;
     host.run(&format!("systemd-analyze verify {UNIT} 2>&1 | (! grep .)")).context("systemd-analyze verify has something to say")?;
     let exposure = host.run("systemd-analyze security --no-pager kata-gpu-boot.service | tail -n 1")?;
     let number: f64 =

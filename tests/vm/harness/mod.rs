@@ -3,10 +3,12 @@
 mod console;
 mod cpio;
 mod emulated_host;
+mod kvm_guest;
 mod receiver;
 
 pub use console::{AgentLine, Console};
-pub use emulated_host::EmulatedHost;
+pub use emulated_host::{EmulatedHost, Size};
+pub use kvm_guest::{KvmGuest, KvmImage, SHARED};
 pub use receiver::{Listener, Receiver};
 
 use anyhow::{Context, Result, anyhow, bail, ensure};
@@ -157,10 +159,15 @@ impl Guest {
     }
 
     /// With the modules that a Kata kernel has built in for disks and images; returns their paths, one a line.
-    fn image_modules(mut self, context: &TestContext) -> Result<(Self, String)> {
+    fn image_modules(self, context: &TestContext) -> Result<(Self, String)> {
+        self.modules(context, "image-load-order")
+    }
+
+    /// With the modules of one of initrd/setup's lists; returns their paths, one a line.
+    fn modules(mut self, context: &TestContext, list: &str) -> Result<(Self, String)> {
         let read = |path: PathBuf| std::fs::read(&path).with_context(|| format!("read {} (initrd/setup makes it)", path.display()));
         let kernel = context.target.join("kernel");
-        let (version, list) = (read(kernel.join("version"))?, read(kernel.join("modules/image-load-order"))?);
+        let (version, list) = (read(kernel.join("version"))?, read(kernel.join("modules").join(list))?);
         let (version, list) = (String::from_utf8(version)?, String::from_utf8(list)?);
         let mut paths = String::new();
         for name in list.lines() {
@@ -173,12 +180,22 @@ impl Guest {
 
     /// Can mount images beside its root: the modules for that are loaded before the init starts.
     pub fn mounts_images(self, context: &TestContext) -> Result<Self> {
+        self.loads_first(context, "image-load-order")
+    }
+
+    /// Has KVM's clock, and its console where no character costs an exit to the VMM.
+    pub fn under_kvm(self, context: &TestContext) -> Result<Self> {
+        Ok(self.loads_first(context, "kvm-load-order")?.append("console=hvc0 quiet mitigations=off"))
+    }
+
+    /// With one of initrd/setup's lists of modules, loaded before the init starts.
+    fn loads_first(self, context: &TestContext, list: &str) -> Result<Self> {
         let kernel = context.target.join("kernel");
         let read = |file: &str| std::fs::read_to_string(kernel.join(file)).with_context(|| format!("read {file} (initrd/setup makes it)"));
         let (version, first) = (read("version")?, read("modules/load-order")?);
         let first: String = first.lines().chain(["fakepci.ko"]).map(|m| format!("/lib/modules/{}/{m}\n", version.trim())).collect();
-        let (guest, images) = self.image_modules(context)?;
-        Ok(guest.file("etc/hardware.modules", format!("{first}{images}").as_bytes()))
+        let (guest, more) = self.modules(context, list)?;
+        Ok(guest.file("etc/hardware.modules", format!("{first}{more}").as_bytes()))
     }
 
     /// With one more disk, which shows this serial.
@@ -263,24 +280,30 @@ impl Guest {
         self
     }
 
+    /// The initrd with what this guest changes in it, made in `work_dir` where it changes anything.
+    fn pack(&self, context: &TestContext, work_dir: &Path) -> Result<PathBuf> {
+        let base = self.initrd.clone().unwrap_or_else(|| context.target.join("initrd.cpio"));
+        if self.files.is_empty() && self.archives.is_empty() && self.without.is_empty() {
+            return Ok(base);
+        }
+        let read = |path: &Path| std::fs::read(path).with_context(|| format!("read {}", path.display()));
+        let mut archive = cpio::change(&read(&base)?, &self.files, &self.without)?;
+        // The kernel unpacks one archive after another.
+        for name in &self.archives {
+            archive.extend(read(&context.target.join(name))?);
+        }
+        let initrd = work_dir.join("initrd.cpio");
+        std::fs::write(&initrd, archive)?;
+        Ok(initrd)
+    }
+
     /// Starts it. `name` tells several guests of one test apart.
     pub fn boot(self, context: &TestContext, name: &str) -> Result<Booted> {
         let work_dir = context.work_dir.join(name);
         // What an earlier run left would be taken for this one's.
         let _unused = std::fs::remove_dir_all(&work_dir);
         std::fs::create_dir_all(&work_dir).with_context(|| format!("make {}", work_dir.display()))?;
-        let base = self.initrd.unwrap_or_else(|| context.target.join("initrd.cpio"));
-        let mut initrd = base.clone();
-        if !self.files.is_empty() || !self.archives.is_empty() || !self.without.is_empty() {
-            let read = |path: &Path| std::fs::read(path).with_context(|| format!("read {}", path.display()));
-            initrd = work_dir.join("initrd.cpio");
-            let mut archive = cpio::change(&read(&base)?, &self.files, &self.without)?;
-            // The kernel unpacks one archive after another.
-            for name in &self.archives {
-                archive.extend(read(&context.target.join(name))?);
-            }
-            std::fs::write(&initrd, archive)?;
-        }
+        let initrd = self.pack(context, &work_dir)?;
         let receiver = Receiver::start(&uds_path(&work_dir), self.listener)?;
         let vm = Vm::start(&VmConfig {
             kernel: context.target.join("kernel/vmlinuz"),
