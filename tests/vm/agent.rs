@@ -23,12 +23,12 @@ fn boot(context: &TestContext, trap: &str, words: &str) -> Result<Booted> {
 /// The negative control of all below.
 fn no_trap(context: &TestContext) -> Result<Outcome> {
     let mut booted = boot(context, "none", "testagent.containers=zero:0 testagent.guest=child")?;
-    let ready = booted.agent("agent ready", |_| true)?;
+    let ready = booted.agent("ttRPC server started", |_| true)?;
     ensure!(
-        ready.get("pid") == "1" && ready.get("server") == "vsock",
-        "agent ready: pid {}, server {}",
+        ready.get("pid") == "1" && ready.get("address") == "vsock://-1:1024",
+        "agent ready: pid {}, address {}",
         ready.get("pid"),
-        ready.get("server")
+        ready.get("address")
     );
     let zero = booted.created("zero")?;
     ensure!(
@@ -77,6 +77,6 @@ fn bad_parameter(context: &TestContext) -> Result<Outcome> {
     let console = booted.console.text();
     ensure!(console.contains("agent.cdi_timeout=soon: unable to parse timeout"), "the agent does not say what it does not like");
     ensure!(console.contains("Attempted to kill init"), "the kernel has not panicked");
-    ensure!(!console.contains("agent ready"), "the agent came up");
+    ensure!(!console.contains("ttRPC server started"), "the agent came up");
     Ok(Outcome::Passed)
 }

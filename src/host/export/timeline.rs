@@ -305,10 +305,17 @@ impl Reader {
             let Some(placed) = self.points.place(line.realtime_ns, clock) else { continue };
             let at_ns = placed.boottime_ns;
             let name = match &line.event {
+                AgentEvent::Start { .. } => "agent.start",
                 AgentEvent::Ready => "agent.ready",
+                AgentEvent::Rpc { .. } => "agent.rpc",
+                AgentEvent::ContainerAsked { .. } => "container.asked",
                 AgentEvent::CdiTryFailed { .. } => "agent.cdi-try-failed",
+                AgentEvent::Injected { .. } => "container.injected",
                 AgentEvent::ContainerCreated { .. } => "container.created",
+                AgentEvent::ContainerStarted { .. } => "container.started",
                 AgentEvent::ContainerFailed { .. } => "container.failed",
+                AgentEvent::HookFailed { .. } => "agent.hook-failed",
+                AgentEvent::Bound(_) => "agent.uevent",
             };
             let row = self.tracker.agent_row(&line.event, at_ns, placed.approximate);
             self.marks.push(mark(name, row, None));
