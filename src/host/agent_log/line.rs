@@ -324,6 +324,7 @@ impl<'a> Tokens<'a> {
                 }
                 '\\' => match chars.next()?.1 {
                     'n' => text.push('\n'),
+                    'r' => text.push('\r'),
                     't' => text.push('\t'),
                     // `\u{7f}`: no such character is of use here, and what it stands for is not printed.
                     'u' => text.push('\u{fffd}'),

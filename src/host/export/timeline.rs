@@ -350,7 +350,9 @@ fn derived(at: usize, step: &account::timeline::Step, all: &[account::timeline::
         fields.push(("container".to_string(), step.detail.clone()));
         if let Some(container) = boot.containers.iter().find(|c| c.name == step.detail) {
             fields.push(("devices".to_string(), printable_start(container.devices.as_bytes(), MAX_VALUE)));
-            error = container.error.as_deref().map(error_text);
+            // Looking into the request is over when a container fails.
+            let over = step.name == account::phase::derived::CONTAINER_RESOLVE;
+            error = container.error.as_deref().filter(|_| !over).map(error_text);
         }
     }
     Step {
