@@ -230,7 +230,7 @@ impl Containers {
         }
         container.failed_tries = tries - 1;
         let waits = |c: &&mut Container| c.state == State::Asked && c.failed_tries == tries - 1 && c.devices.as_deref() != Some("");
-        if let Some((_, other)) = self.open.iter_mut().enumerate().find(|(i, c)| *i != index && waits(&c)) {
+        if let Some((_, other)) = self.open.iter_mut().enumerate().find(|(i, c)| *i != index && waits(c)) {
             (other.failed_tries, other.last_ns) = (tries, last_ns);
         }
     }
