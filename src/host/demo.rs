@@ -3,7 +3,7 @@
 //! Collecting, showing and judging are those of `collect` and `show`; this file only brings them together with a VM. It fails when anything
 //! in the boot did, and says what in one line.
 
-use super::agent_log::{self, AgentEvent, MAX_CONSOLE_LINE};
+use super::agent_log::{self, AgentEvent, AgentLog, MAX_CONSOLE_LINE};
 use super::collect::{sleep_until, write_lines};
 use super::collector::connection::News;
 use super::collector::{Collector, Config, NEWS_QUEUE};
@@ -224,7 +224,9 @@ impl Progress {
             AgentEvent::ContainerCreated { container, .. } | AgentEvent::ContainerFailed { container, .. } => {
                 self.waiting_for.remove(container);
             }
-            AgentEvent::Ready | AgentEvent::CdiTryFailed { .. } => {}
+            AgentEvent::Start { .. } | AgentEvent::Ready | AgentEvent::Rpc { .. } | AgentEvent::ContainerAsked { .. } => {}
+            AgentEvent::CdiTryFailed { .. } | AgentEvent::Injected { .. } | AgentEvent::ContainerStarted { .. } => {}
+            AgentEvent::HookFailed { .. } | AgentEvent::Bound(_) => {}
         }
     }
 
@@ -252,7 +254,7 @@ async fn watch_boot(args: &Args, config: VmConfig, events: &Path) -> Result<Path
     let limit = Instant::now() + TIME_LIMIT;
     let mut vm = tokio::task::spawn_blocking(move || Vm::start(&config)).await.context("start the VM")??;
     let mut console = Tail::open(vm.console())?;
-    let mut console_lines = Lines::new(MAX_CONSOLE_LINE);
+    let mut console_lines = (Lines::new(MAX_CONSOLE_LINE), AgentLog::default());
 
     let table = Table { screen };
     let mut live = Live::new(table, args.verbose, Instant::now());
@@ -316,14 +318,13 @@ fn take_news(news: &News, live: &mut Live, progress: &mut Progress) {
     }
 }
 
-fn take_console(bytes: &[u8], lines: &mut Lines, live: &mut Live, progress: &mut Progress) {
+fn take_console(bytes: &[u8], (lines, log): &mut (Lines, AgentLog), live: &mut Live, progress: &mut Progress) {
     lines.push(bytes, |piece| {
-        if let Piece::Line(line) = piece
-            && let Some(line) = agent_log::parse(line)
-        {
+        let Piece::Line(line) = piece else { return };
+        log.line(line, |line| {
             progress.agent(&line.event);
             live.agent(line, Instant::now());
-        }
+        });
     });
 }
 
@@ -434,7 +435,7 @@ mod tests {
         agent.pop();
         agent.push(agent_log::AgentLine {
             realtime_ns: 0,
-            event: AgentEvent::ContainerCreated { container: "all".into(), devices: "all".into(), tries: None },
+            event: AgentEvent::ContainerCreated { container: "all".into(), devices: "all".into(), tries: None, pause: false },
         });
         let state = progress(&file, &agent);
         let boot = Boot::new(&file, &agent);

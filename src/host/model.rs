@@ -14,7 +14,7 @@ use super::guest_clocks::{BeforeKernel, GuestClocks, Printk};
 use super::health::{GuestHealth, Health};
 use super::import::agent as imported_agent;
 use super::record::{Field, Record, SpanFields, Text};
-use super::text::start;
+use super::text::{printable, start};
 use crate::events::record::{Kind, names};
 use crate::pci::PciAddress;
 use serde::Serialize;
@@ -162,10 +162,13 @@ pub struct Gpu {
 }
 
 /// A container that the agent was asked for.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct Container {
     pub name: String,
     pub devices: String,
+    /// When the runtime asked for it.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub asked_ns: Option<u64>,
     /// When it was created, or failed.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub at_ns: Option<u64>,
@@ -175,6 +178,15 @@ pub struct Container {
     /// It was not created.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub error: Option<String>,
+    /// It is the pod's pause container, which is in no milestone.
+    #[serde(skip_serializing_if = "std::ops::Not::not")]
+    pub pause: bool,
+    /// No line says how it ended.
+    #[serde(skip_serializing_if = "std::ops::Not::not")]
+    pub pending: bool,
+    /// No line of the agent is about it: `at_ns` is when the init saw its directory made, which is after its devices were injected.
+    #[serde(skip_serializing_if = "std::ops::Not::not")]
+    pub seen_by_init: bool,
 }
 
 /// How well the guest's times are known on the host's clock.
@@ -310,23 +322,19 @@ impl Boot {
             let placed = Placed { boottime_ns: record.boottime_ns, approximate: imported_agent::is_approximate(record) };
             Some((imported_agent::of_record(record)?, Some(placed)))
         });
+        let mut containers = Containers::default();
+        let mut heard = false;
         for (event, placed) in imported.chain(placed_lines) {
-            let at_ns = placed.map(|p| p.boottime_ns);
-            let approximate = placed.is_some_and(|p| p.approximate);
-            match event {
-                AgentEvent::ContainerCreated { .. } | AgentEvent::ContainerFailed { .. } if boot.containers.len() >= MAX_CONTAINERS => {
-                    too_large.containers += 1;
-                }
-                AgentEvent::Ready => ready = ready.or(placed),
-                AgentEvent::CdiTryFailed { .. } => {}
-                AgentEvent::ContainerCreated { container: name, devices, tries } => {
-                    boot.containers.push(Container { name, devices, at_ns, approximate, tries, error: None });
-                }
-                AgentEvent::ContainerFailed { container: name, devices, tries, error } => {
-                    boot.containers.push(Container { name, devices, at_ns, approximate, tries, error: Some(error) });
-                }
+            heard = true;
+            if event == AgentEvent::Ready {
+                ready = ready.or(placed);
             }
+            containers.take(event, placed, &mut too_large);
         }
+        if !heard {
+            records.iter().for_each(|record| containers.see(record, boot.sandbox.as_ref(), &mut too_large));
+        }
+        boot.containers = containers.all;
         boot.too_large = too_large.some();
         boot.containers.sort_by_key(|c| c.at_ns.unwrap_or(u64::MAX));
         let event = |name: &str| {
@@ -334,7 +342,7 @@ impl Boot {
             first.map(|r| (r.boottime_ns, imported_agent::is_approximate(r)))
         };
         let created: Vec<(u64, bool)> =
-            boot.containers.iter().filter(|c| c.error.is_none()).filter_map(|c| Some((c.at_ns?, c.approximate))).collect();
+            boot.containers.iter().filter(|c| c.error.is_none() && !c.pause).filter_map(|c| Some((c.at_ns?, c.approximate))).collect();
         // Its beginning: the end is when somebody saw that it was done, which on a busy guest can be after the agent is ready.
         let exec = spans.iter().find(|s| s.name == names::AGENT_EXEC && s.error.is_none()).and_then(|s| s.begin_ns);
         let milestone = |name, at: Option<(u64, bool)>| Milestone {
@@ -361,6 +369,91 @@ impl Boot {
 
     pub fn failed_gpus(&self) -> impl Iterator<Item = &Gpu> {
         self.gpus.iter().filter(|g| g.failed.is_some())
+    }
+}
+
+/// Containers as lines and records name them, one after another.
+#[derive(Default)]
+struct Containers {
+    all: Vec<Container>,
+    /// Those that were asked for, by name.
+    pending: HashMap<String, usize>,
+}
+
+impl Containers {
+    fn take(&mut self, event: AgentEvent, placed: Option<Placed>, too_large: &mut TooLarge) {
+        let new = |name: String, devices: String| Container {
+            name,
+            devices,
+            approximate: placed.is_some_and(|p| p.approximate),
+            ..Container::default()
+        };
+        let at_ns = placed.map(|p| p.boottime_ns);
+        let ended = match event {
+            AgentEvent::ContainerAsked { container, devices, pause } => {
+                let asked = Container { asked_ns: at_ns, pause, pending: true, ..new(container, devices) };
+                let (name, index) = (asked.name.clone(), self.all.len());
+                if self.add(asked, too_large) {
+                    self.pending.insert(name, index);
+                }
+                return;
+            }
+            AgentEvent::CdiTryFailed { container, attempt, .. } => {
+                if let Some(container) = self.pending.get(&container).and_then(|index| self.all.get_mut(*index)) {
+                    container.tries = Some(attempt);
+                }
+                return;
+            }
+            AgentEvent::ContainerCreated { container, devices, tries, pause } => {
+                Container { at_ns, tries, pause, ..new(container, devices) }
+            }
+            AgentEvent::ContainerFailed { container, devices, tries, error } => {
+                Container { at_ns, tries, error: Some(error), ..new(container, devices) }
+            }
+            AgentEvent::Start { .. }
+            | AgentEvent::Ready
+            | AgentEvent::Rpc { .. }
+            | AgentEvent::Injected { .. }
+            | AgentEvent::ContainerStarted { .. }
+            | AgentEvent::HookFailed { .. }
+            | AgentEvent::Bound(_) => return,
+        };
+        match self.pending.remove(&ended.name).and_then(|index| self.all.get_mut(index)) {
+            Some(asked) => *asked = Container { asked_ns: asked.asked_ns, ..ended },
+            None => drop(self.add(ended, too_large)),
+        }
+    }
+
+    fn add(&mut self, container: Container, too_large: &mut TooLarge) -> bool {
+        let room = self.all.len() < MAX_CONTAINERS;
+        if room {
+            self.all.push(container);
+        } else {
+            too_large.containers += 1;
+        }
+        room
+    }
+
+    /// What the init saw of a container, for a boot without the agent's lines.
+    fn see(&mut self, record: &Record, sandbox: Option<&Sandbox>, too_large: &mut TooLarge) {
+        let field = |key: &str| record.fields.get(key).and_then(Field::as_str);
+        if record.kind == Kind::Event
+            && record.name == names::AGENT_CONTAINER
+            && field("what") == Some("made")
+            && let Some(id) = field("container")
+        {
+            let seen = Container {
+                name: printable(agent_log::line::short(id)),
+                devices: agent_log::UNKNOWN.to_string(),
+                at_ns: Some(record.boottime_ns),
+                approximate: true,
+                // Its id is the sandbox's.
+                pause: sandbox.is_some_and(|sandbox| sandbox.id == id),
+                seen_by_init: true,
+                ..Container::default()
+            };
+            self.add(seen, too_large);
+        }
     }
 }
 

@@ -191,18 +191,28 @@ impl Tracker {
     pub fn agent_row(&mut self, event: &AgentEvent, time_ns: u64, approximate: bool) -> Row {
         let tries = |n: &Option<u64>| n.map(|n| format!(" tries={n}")).unwrap_or_default();
         let (what, tone, detail) = match event {
+            AgentEvent::Start { version } => (format!("kata-agent {version} starts"), Tone::Plain, true),
             AgentEvent::Ready => ("agent ready".to_string(), Tone::Good, false),
+            AgentEvent::Rpc { call } => (format!("asked to {call}"), Tone::Plain, true),
+            AgentEvent::ContainerAsked { container, devices, pause } => {
+                (format!("container asked for: {container} devices={devices}"), Tone::Plain, *pause)
+            }
             AgentEvent::CdiTryFailed { container, attempt, error } => {
                 // The agent tries once a second: the first says that it waits, and for what.
                 let first = self.waiting.len() < MAX_GPUS && self.waiting.insert(container.clone());
                 (format!("cdi try failed container={container} try={attempt}: {error}"), Tone::Plain, !first)
             }
-            AgentEvent::ContainerCreated { container, devices, tries: n } => {
-                (format!("container created: {container} devices={devices}{}", tries(n)), Tone::Good, false)
+            AgentEvent::Injected { container } => (format!("devices injected: {container}"), Tone::Plain, true),
+            AgentEvent::ContainerCreated { container, devices, tries: n, pause } => {
+                let what = format!("container created: {container} devices={devices}{}", tries(n));
+                (what, if *pause { Tone::Plain } else { Tone::Good }, false)
             }
+            AgentEvent::ContainerStarted { container } => (format!("container started: {container}"), Tone::Plain, true),
             AgentEvent::ContainerFailed { container, devices, tries: n, error } => {
                 (format!("container failed: {container} devices={devices}{}: {error}", tries(n)), Tone::Error, false)
             }
+            AgentEvent::HookFailed { error } => (format!("hook failed: {error}"), Tone::Error, false),
+            AgentEvent::Bound(gpu) => (format!("uevent: a driver has {gpu}"), Tone::Plain, true),
         };
         Row { time_ns, approximate, side: Side::Agent, gpu: None, what, took_ns: None, tone, detail }
     }

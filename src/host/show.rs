@@ -265,6 +265,37 @@ mod tests {
         golden(&format!("{RECORDED}.show"), &page(&file, &agent, &boot, false, Screen::PLAIN).unwrap());
     }
 
+    /// A boot with kata-agent 4.1.0 for real, in the simulator guest; of its console, the agent's lines, as they were torn.
+    fn of_a_real_agent(what: &str) -> (BootFile, Vec<AgentLine>) {
+        let path = tests_dir(&format!("fixtures/agent/kata-agent-4.1.0-{what}.ndjson"));
+        (read_boot(&path).unwrap(), agent_log::of_boot(&path, None).unwrap())
+    }
+
+    #[test]
+    fn a_real_agents_boot_has_every_milestone_and_containers_made_at_once_are_told_apart() {
+        let (file, agent) = of_a_real_agent("info");
+        let boot = Boot::new(&file, &agent);
+        golden("agent/kata-agent-4.1.0-info.show", &page(&file, &agent, &boot, false, Screen::PLAIN).unwrap());
+        assert!(boot.milestones.iter().all(|m| m.boottime_ns.is_some() && !m.approximate), "{:?}", boot.milestones);
+        let names: std::collections::BTreeSet<&str> = boot.containers.iter().map(|c| c.name.as_str()).collect();
+        assert_eq!((names.len(), boot.containers.len()), (10, 10));
+        let coverage = boot.coverage.unwrap();
+        assert!(coverage.unexplained_share < 1.0, "{coverage:?}");
+        // Nobody else's lines: the milestones of the agent are gone, and it is said.
+        let without = Boot::new(&file, &[]);
+        assert!(without.milestones.iter().all(|m| m.name != "agent ready" || m.boottime_ns.is_none()));
+    }
+
+    #[test]
+    fn where_the_agents_level_hides_its_lines_containers_are_those_that_the_init_saw() {
+        let (file, agent) = of_a_real_agent("warn");
+        let boot = Boot::new(&file, &agent);
+        golden("agent/kata-agent-4.1.0-warn.show", &page(&file, &agent, &boot, false, Screen::PLAIN).unwrap());
+        assert!(boot.containers.len() == 9 && boot.containers.iter().all(|c| c.seen_by_init && c.devices == agent_log::UNKNOWN));
+        let container = |name: &str| boot.milestones.iter().find(|m| m.name == name).is_some_and(|m| m.approximate);
+        assert!(container("first container") && container("last container"));
+    }
+
     fn shown(verbose: bool, screen: Screen) -> String {
         let (file, agent) = fixture();
         page(&file, &agent, &Boot::new(&file, &agent), verbose, screen).unwrap()

@@ -1,8 +1,9 @@
 //! What a boot came to: one line per GPU, the containers, the milestones, and everything that is wrong with the record of it.
 
+use super::agent_log::NONE;
 use super::clock::RATE_ERROR_PPM;
 use super::health::HealthTable;
-use super::model::{Boot, ClockSummary, Failure, Gpu, OpenStep, Step};
+use super::model::{Boot, ClockSummary, Container, Failure, Gpu, OpenStep, Step};
 use super::text::{Ink, Screen, error_bound, printable, seconds, wall_clock};
 
 /// The summary as lines.
@@ -24,11 +25,19 @@ pub fn summary(boot: &Boot, screen: &Screen) -> Vec<String> {
         out.push(bold("CONTAINER             TIME  TRIES  DEVICES"));
         for container in &boot.containers {
             let time = container.at_ns.map_or("?".to_string(), |t| approximately(t, container.approximate));
-            let tries = container.tries.map_or("?".to_string(), |t| t.to_string());
+            let untold = if container.devices == NONE { "-" } else { "?" };
+            let tries = container.tries.map_or(untold.to_string(), |t| t.to_string());
             out.push(format!("{:<16} {time:>9}  {tries:>5}  {}", container.name, container.devices));
             if let Some(error) = &container.error {
                 out.push(screen.paint(Ink::Error, &format!("    failed: {error}")));
             }
+            if container.pending {
+                out.push(screen.paint(Ink::Warning, &format!("    {}", pending(container))));
+            }
+        }
+        if boot.containers.iter().any(|c| c.seen_by_init) {
+            let seen = "no line of the agent: a container's time is when the init saw its directory, made once its devices are injected";
+            out.push(screen.paint(Ink::Dim, seen));
         }
     }
     out.push(String::new());
@@ -40,6 +49,7 @@ pub fn summary(boot: &Boot, screen: &Screen) -> Vec<String> {
     }
     if boot.milestones.iter().any(|m| m.approximate) {
         let why = match &boot.imported {
+            None if boot.containers.iter().any(|c| c.seen_by_init) => "containers as the init saw them, before they were created",
             None => "the stream has no clock event to place the agent's lines by",
             Some(_) => "known to a millisecond or worse, by the clocks of the logs",
         };
@@ -53,6 +63,15 @@ pub fn summary(boot: &Boot, screen: &Screen) -> Vec<String> {
         out.extend(complaints.iter().map(|c| screen.paint(Ink::Warning, c)));
     }
     out
+}
+
+/// What is known of a container that was asked for and has no end.
+fn pending(container: &Container) -> String {
+    let asked = container.asked_ns.map(|at| format!("asked for at {}, ", approximately(at, container.approximate))).unwrap_or_default();
+    match container.tries {
+        Some(tries) => format!("{asked}{tries} tries failed, and no line says that it was created"),
+        None => format!("{asked}neither created nor failed here: why the agent refuses a container is in the runtime's log alone"),
+    }
 }
 
 /// How the clocks stand beside each other.

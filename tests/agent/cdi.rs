@@ -47,7 +47,10 @@ pub fn inject(
         match result {
             Ok(_) => return Ok(i + 1),
             Err(error) if fail_fast && !missing.is_empty() => {
-                return Err((i + 1, format!("CDI device(s) {missing:?} do not exist: {directory} has their kind without them: {error:?}")));
+                let error = format!(
+                    "CDI device(s) {missing:?} do not exist; their CDI kind(s) are present in {directory} but do not provide them: {error:?}"
+                );
+                return Err((i + 1, error));
             }
             Err(error) => {
                 on_failed_try(i + 1, &format!("{error:?}"));

@@ -1,7 +1,7 @@
 //! Reaping, as the real agent does it: moved by SIGCHLD alone. A SIGCHLD that whoever executed the agent left blocked therefore leaves every dead
 //! child a zombie: that is the trap of an init that does not reset its signal mask.
 
-use super::log;
+use super::words;
 use nix::sys::signal::{SigSet, SigmaskHow, Signal};
 use nix::sys::wait::{WaitPidFlag, WaitStatus, waitpid};
 
@@ -42,13 +42,12 @@ impl Children {
 /// One signal may stand for several children.
 fn reap_the_dead() {
     loop {
-        let (pid, status) = match waitpid(None, Some(WaitPidFlag::WNOHANG | WaitPidFlag::__WALL)) {
-            Ok(WaitStatus::Exited(pid, status)) => (pid, status.to_string()),
-            Ok(WaitStatus::Signaled(pid, signal, _)) => (pid, signal.as_str().to_string()),
+        let pid = match waitpid(None, Some(WaitPidFlag::WNOHANG | WaitPidFlag::__WALL)) {
+            Ok(WaitStatus::Exited(pid, _) | WaitStatus::Signaled(pid, ..)) => pid,
             // None left, or none dead.
             Ok(WaitStatus::StillAlive) | Err(_) => return,
             Ok(_stopped) => continue,
         };
-        log::info("child exited unexpectedly", &[("child-pid", &pid.to_string()), ("status", &status)]);
+        words::child_exited(pid.as_raw()).write();
     }
 }

@@ -7,6 +7,45 @@ const FAIL_FAST: (u32, u32) = (3, 32);
 /// Tries once a second for so long, unless `agent.cdi_timeout` says otherwise.
 const CDI_TIMEOUT_S: u64 = 100;
 
+/// Levels of the agent's log, the most urgent first.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+#[repr(u8)]
+pub enum Level {
+    Critical,
+    Error,
+    Warning,
+    Info,
+    Debug,
+    Trace,
+}
+
+impl Level {
+    /// The level of that parameter.
+    fn of(text: &str) -> Option<Self> {
+        Some(match text {
+            "fatal" | "panic" | "critical" => Self::Critical,
+            "error" => Self::Error,
+            "warn" | "warning" => Self::Warning,
+            "info" => Self::Info,
+            "debug" => Self::Debug,
+            "trace" => Self::Trace,
+            _ => return None,
+        })
+    }
+
+    /// The word of a line.
+    pub fn word(self) -> &'static str {
+        match self {
+            Self::Critical => "CRIT",
+            Self::Error => "ERRO",
+            Self::Warning => "WARN",
+            Self::Info => "INFO",
+            Self::Debug => "DEBG",
+            Self::Trace => "TRCE",
+        }
+    }
+}
+
 /// A container to create.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Wanted {
@@ -31,6 +70,7 @@ pub struct Config {
     pub poweroff: bool,
     /// Whether everything costs what it costs the real agent, and containers of the command line are made in a pod.
     pub real_cost: bool,
+    pub log: Level,
 }
 
 /// What the value of a parameter must be for the agent to start.
@@ -95,9 +135,7 @@ impl Value {
     fn complaint(self, text: &str) -> Option<&'static str> {
         let (good, complaint) = match self {
             Self::Seconds => (text.parse::<u64>().is_ok(), "unable to parse timeout"),
-            Self::Level => {
-                (["fatal", "panic", "critical", "error", "warn", "warning", "info", "debug", "trace"].contains(&text), "invalid log level")
-            }
+            Self::Level => (Level::of(text).is_some(), "invalid log level"),
             // Not more than a number: one that is no port is ignored, not refused.
             Self::Port => (text.parse::<i32>().is_ok(), "not a number"),
             Self::PipeSize => (text.parse::<i32>().is_ok_and(|n| n >= 0), "not a pipe size"),
@@ -133,6 +171,7 @@ impl Config {
             guest_half: None,
             poweroff: false,
             real_cost: false,
+            log: Level::Info,
         };
         let (mut systemd_unified, mut no_v1, mut mem_agent) = (false, false, false);
         let mut without_hooks = vec![];
@@ -146,6 +185,7 @@ impl Config {
             match name {
                 // A timeout of 0 is ignored. Whether it is a number has been seen above.
                 "agent.cdi_timeout" => config.cdi_timeout_s = value.parse().ok().filter(|s| *s > 0).unwrap_or(config.cdi_timeout_s),
+                "agent.log" => config.log = Level::of(value).unwrap_or(config.log),
                 // The real one reads all its parameters from that file, and fails without it.
                 "agent.config_file" => {
                     return Err(bad("the test agent takes no configuration file: put the parameters on the command line"));

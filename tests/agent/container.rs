@@ -5,13 +5,14 @@ use super::cdi;
 use super::config::{Config, Wanted};
 use super::container_root::Change;
 use super::pod::{Asked, Pod};
-use super::{container_run, log, pid1};
+use super::{container_run, log, pid1, words};
 use nix::sys::stat::{Mode, SFlag, makedev, mknod};
 use oci_spec::runtime::{LinuxDevice, LinuxDeviceType, Spec};
+use std::collections::HashMap;
 use std::io::ErrorKind;
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Component, Path, PathBuf};
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
 
 /// A container's root is a directory of its name in here.
@@ -34,14 +35,23 @@ pub fn create(wanted: &Wanted, config: &Config) {
         Some(Ok((spec, bundle))) => (spec, Some(bundle)),
         Some(Err(error)) => return log::error("container failed", &[&fields[..], &[("error", &format!("{error:#}"))]].concat()),
     };
-    let mut failed_try = |number: u64, error: &str| {
-        log::info("cdi try failed", &[("container", &wanted.name), ("try", &number.to_string()), ("error", error)]);
-    };
+    spec.set_annotations(Some(annotations(&wanted.name, &asked)));
+    words::rpc("create_container").write();
+    words::asked(&spec).write();
+    words::no_storages().write();
+    let of = config.cdi_timeout_s;
+    let mut failed_try = |number: u64, error: &str| words::waiting(number.saturating_sub(1), of, error).write();
     let injected =
         cdi::inject(&mut spec, cdi::DIRECTORY, &asked, config.cdi_timeout_s, config.fail_fast, &std::thread::sleep, &mut failed_try);
+    if injected.is_ok() {
+        words::injected(&spec).write();
+    }
+    // The real one makes one container after another.
+    let turn = TURN.lock().unwrap_or_else(PoisonError::into_inner);
     let made = injected.and_then(|tries| {
+        words::making(&wanted.name).write();
         let nodes = bundle.is_none().then(|| nodes(&wanted.name, &spec)).transpose();
-        nodes.map(|nodes| (tries, nodes)).map_err(|e| (tries, e))
+        nodes.inspect_err(|e| words::start_failed(e).write()).map(|nodes| (tries, nodes)).map_err(|e| (tries, e))
     });
     let (tries, what, said) = match &made {
         Ok((tries, nodes)) => (tries, "nodes", nodes.as_deref().unwrap_or_default()),
@@ -52,13 +62,32 @@ pub fn create(wanted: &Wanted, config: &Config) {
     if made.is_err() {
         return log::error("container failed", &fields);
     }
+    words::made(&wanted.name).write();
+    words::created().write();
     log::info("container created", &fields);
+    drop(turn);
     if let Some(bundle) = bundle {
         if !wanted.hooks {
             spec.set_hooks(None);
         }
         run(&wanted.name, &bundle, &spec);
     }
+}
+
+/// Held from a container's bundle to its process.
+static TURN: Mutex<()> = Mutex::new(());
+
+/// What a runtime that was asked by Kubernetes writes to the spec of a container.
+fn annotations(name: &str, devices: &[String]) -> HashMap<String, String> {
+    let text = |key: &str, value: &str| (key.to_string(), value.to_string());
+    let bundle = format!("/run/containerd/io.containerd.runtime.v2.task/k8s.io/{name}");
+    let plain = [
+        text("io.kubernetes.cri.container-type", "container"),
+        text("io.kubernetes.cri.container-name", name),
+        text("io.katacontainers.pkg.oci.bundle_path", &bundle),
+    ];
+    let devices = devices.iter().enumerate().map(|(k, device)| (format!("cdi.k8s.io/vfio{k}"), device.clone()));
+    plain.into_iter().chain(devices).collect()
 }
 
 /// Creates containers in a pod, which is made first; each on a thread of its own.
@@ -75,11 +104,14 @@ pub fn create_in_pod(wanted: &[Wanted], pod: &Arc<Pod>) -> Vec<JoinHandle<()>> {
 
 fn create_one_in_pod(wanted: &Wanted, pod: &Pod) {
     let name = wanted.name.as_str();
+    let devices: Vec<String> = wanted.devices.iter().map(String::as_str).map(qualified).collect();
+    words::rpc("create_container").write();
     let asked = Asked {
         id: name.into(),
         root: wanted.root.as_ref().map(|root| Path::new(container_run::ROOTS).join(root)),
         arguments: wanted.root.iter().map(|_| container_run::PROGRAM.to_string()).collect(),
-        devices: wanted.devices.iter().map(String::as_str).map(qualified).collect(),
+        annotations: annotations(name, &devices),
+        devices,
         hooks: wanted.hooks,
         cgroup: None,
     };
@@ -94,6 +126,7 @@ fn create_one_in_pod(wanted: &Wanted, pod: &Pod) {
         ),
         Err(error) => return failed(&error),
     }
+    words::rpc("start_container").write();
     if let Err(error) = pod.start(name) {
         return failed(&error);
     }

@@ -1,8 +1,12 @@
-//! Log lines in the shape of the real agent: slog JSON, every value a string, one write per line.
+//! What a test wants to know of this agent beside the real one's words ([`super::words`]): lines in the same shape, one write per line, under a name
+//! of their own.
 
 use serde_json::{Map, Value};
 use std::io::Write;
 use std::time::SystemTime;
+
+/// No reader of the agent's log takes these lines for its own.
+pub const NAME: &str = "test-agent";
 
 pub fn info(message: &str, fields: &[(&str, &str)]) {
     write("INFO", message, fields);
@@ -25,7 +29,7 @@ fn line(level: &str, message: &str, fields: &[(&str, &str)]) -> String {
         ("msg", message),
         ("level", level),
         ("ts", &time),
-        ("name", "kata-agent"),
+        ("name", NAME),
         ("version", super::config::AGENT_VERSION),
         ("source", "agent"),
         ("subsystem", "test"),

@@ -1,5 +1,5 @@
 //! Stands for kata-agent 4.1.0 in tests: does as PID 1 what it does, resolves devices with the same crate in the same loop, powers off silently
-//! where it does, and logs in its shape.
+//! where it does, and logs in its words and shape ([`words`]), beside what tests want to know ([`log`]).
 //!
 //! Containers come from the kernel command line (`testagent.containers=one:0;all:all@debian`) or from a host's ttRPC requests. One of the command line
 //! is a directory with the device nodes it would get, or, with one of the guest's roots, a real one that runs its program. One of a request is made as
@@ -18,6 +18,7 @@ mod mount_options;
 mod pid1;
 pub mod pod;
 mod server;
+pub mod words;
 
 use crate::vm::guest::GUEST_HALVES;
 use config::Config;
@@ -34,6 +35,7 @@ pub fn run() -> ! {
     let command_line = std::fs::read_to_string("/proc/cmdline").unwrap_or_else(|e| panic!("read /proc/cmdline: {e}"));
     // A bad value of a known parameter panics, as it does in the real one: as PID 1 that is a kernel panic.
     let config = Config::parse(&command_line).unwrap_or_else(|error| panic!("{error}"));
+    words::set_level(config.log);
     if as_pid1 {
         pid1::become_init(config.unified_cgroups);
     }
@@ -44,11 +46,16 @@ pub fn run() -> ! {
         pid1::give_up(as_pid1, &errno);
     }
     let children = children::listen().unwrap_or_else(|errno| pid1::give_up(as_pid1, &errno));
+    words::announce(&format!("{config:?}")).write();
     if config.real_cost {
         pod::start_up();
     }
     let server = server::listen_on_vsock();
-    log::info("agent ready", &[("server", if server.is_some() { "vsock" } else { "none" })]);
+    // The real one ends without vsock.
+    match &server {
+        Some(_) => words::server_started().write(),
+        None => log::info("no server", &[]),
+    }
     let pod = Arc::new(Pod::new(config.clone()));
     if let Some(listener) = server {
         let pod = Arc::clone(&pod);

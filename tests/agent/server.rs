@@ -2,12 +2,13 @@
 //! standard input and output. A thread a connection, and one a request: a container that waits for
 //! devices holds no other request up.
 
-use super::log;
 use super::pod::{Asked, Pod};
+use super::{log, words};
 use crate::protobuf::{Message, Value, bytes_of, fields, number_of};
 use crate::ttrpc::{Frame, PORT, REQUEST, RESPONSE};
 use anyhow::{Context, Result, bail};
 use nix::sys::socket::{AddressFamily, Backlog, SockFlag, SockType, VsockAddr, accept4, bind, listen, socket};
+use std::collections::HashMap;
 use std::fs::File;
 use std::io::Write;
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
@@ -76,6 +77,10 @@ fn respond(request: &[u8], pod: &Pod) -> Message {
 fn answer(method: &str, payload: &[u8], pod: &Pod) -> Result<Option<Message>> {
     let id = || bytes_of(payload, 1).map(|id| String::from_utf8_lossy(id).into_owned());
     let mut message = Message::new();
+    let calls = [("CreateSandbox", "create_sandbox"), ("CreateContainer", "create_container"), ("StartContainer", "start_container")];
+    if let Some((_, call)) = calls.iter().find(|(name, _)| *name == method) {
+        words::rpc(call).write();
+    }
     match method {
         // SERVING
         "Check" => message = message.number(1, 1),
@@ -104,12 +109,14 @@ fn asked(request: &[u8]) -> Result<Asked> {
     if spec.is_empty() {
         bail!("a container without a spec");
     }
-    let mut devices = Vec::new();
+    let (mut devices, mut annotations) = (Vec::new(), HashMap::new());
     for (_, value) in fields(spec)?.into_iter().filter(|(number, _)| *number == 7) {
         let Value::Bytes(entry) = value else { continue };
-        if bytes_of(entry, 1)?.starts_with(b"cdi.k8s.io/") {
-            devices.extend(text(bytes_of(entry, 2)?).split(',').map(str::to_string));
+        let (key, value) = (text(bytes_of(entry, 1)?), text(bytes_of(entry, 2)?));
+        if key.starts_with("cdi.k8s.io/") {
+            devices.extend(value.split(',').map(str::to_string));
         }
+        annotations.insert(key, value);
     }
     let root = text(bytes_of(bytes_of(spec, 3)?, 1)?);
     Ok(Asked {
@@ -117,6 +124,7 @@ fn asked(request: &[u8]) -> Result<Asked> {
         root: Some(root).filter(|r| !r.is_empty()).map(Into::into),
         arguments: texts(bytes_of(spec, 2).context("process")?, 4)?,
         devices,
+        annotations,
         hooks: true,
         cgroup: Some(text(bytes_of(bytes_of(spec, 8)?, 5)?)).filter(|p| !p.is_empty()),
     })

@@ -238,7 +238,7 @@ impl Drop for Busy {
 fn minimal(context: &TestContext, cpus: u32) -> Result<Value> {
     let words = "hardware.init=/minimal-init loglevel=7";
     let booted = Guest::new().cpus(cpus).append(GUEST).append(words).boot(context, "minimal")?;
-    if !booted.console.wait_text(DEADLINE, "agent ready") {
+    if !booted.console.wait_text(DEADLINE, "ttRPC server started") {
         bail!("the minimal init did not reach the agent");
     }
     let stamp =

@@ -139,7 +139,7 @@ fn measure(context: &TestContext, initrd: &Path, vms: usize) -> Result<Value> {
 }
 
 fn ready(start: Instant, vm: &Booted) -> Result<f64> {
-    let seen = vm.console.wait_text(DEADLINE, "agent ready");
+    let seen = vm.console.wait_text(DEADLINE, "ttRPC server started");
     ensure!(seen, "the agent is not ready within {DEADLINE:?}");
     Ok(start.elapsed().as_secs_f64())
 }

@@ -1,10 +1,12 @@
 //! The test agent itself: that it punishes what the real one punishes. Without this, tests of an init that avoids the traps would show nothing.
 
-use super::harness::{Booted, DEADLINE, Guest, Outcome, TestContext, VmTest};
-use anyhow::{Result, ensure};
+use super::harness::{AgentLine, Booted, DEADLINE, Guest, Outcome, TestContext, VmTest};
+use anyhow::{Context, Result, ensure};
+use std::collections::BTreeSet;
 
 pub const TESTS: &[VmTest] = &[
     VmTest { name: "the_test_agent_takes_an_init_without_faults", run: no_trap },
+    VmTest { name: "the_test_agent_says_on_the_console_what_the_real_one_says", run: says_what_the_real_one_says },
     VmTest { name: "the_test_agent_powers_off_silently_on_the_agents_traps", run: silent },
     VmTest { name: "a_spec_on_a_run_of_another_type_is_covered", run: covered },
     VmTest { name: "a_blocked_sigchld_leaves_the_dead_unreaped", run: blocked },
@@ -23,12 +25,12 @@ fn boot(context: &TestContext, trap: &str, words: &str) -> Result<Booted> {
 /// The negative control of all below.
 fn no_trap(context: &TestContext) -> Result<Outcome> {
     let mut booted = boot(context, "none", "testagent.containers=zero:0 testagent.guest=child")?;
-    let ready = booted.agent("agent ready", |_| true)?;
+    let ready = booted.agent("ttRPC server started", |_| true)?;
     ensure!(
-        ready.get("pid") == "1" && ready.get("server") == "vsock",
-        "agent ready: pid {}, server {}",
+        ready.get("pid") == "1" && ready.get("address") == "vsock://-1:1024",
+        "agent ready: pid {}, address {}",
         ready.get("pid"),
-        ready.get("server")
+        ready.get("address")
     );
     let zero = booted.created("zero")?;
     ensure!(
@@ -41,6 +43,34 @@ fn no_trap(context: &TestContext) -> Result<Outcome> {
     booted.agent("child exited unexpectedly", |l| l.get("child-pid") == child.get("child-pid"))?;
     booted.still_runs()?;
     Ok(Outcome::Passed)
+}
+
+/// The shape of a line: its keys, and the words before what differs from boot to boot.
+fn shape(line: &AgentLine) -> (Vec<&str>, String) {
+    let words = line.get("msg").split(|c: char| c.is_ascii_digit() || "{[\"/".contains(c)).next().unwrap_or_default();
+    (line.keys().collect(), words.trim_end().to_string())
+}
+
+/// The lines that tests read are those of another program.
+fn says_what_the_real_one_says(context: &TestContext) -> Result<Outcome> {
+    let path = concat!(env!("CARGO_MANIFEST_DIR"), "/fixtures/agent/kata-agent-4.1.0-info.console");
+    let recorded = std::fs::read_to_string(path).with_context(|| format!("read {path}"))?;
+    let real: Vec<AgentLine> = recorded.lines().filter_map(AgentLine::parse).collect();
+    let known: BTreeSet<_> = real.iter().map(shape).collect();
+    let booted = Guest::new().append("testagent.cost=real testagent.containers=first:0;all:all").boot(context, "words")?;
+    booted.created("first")?;
+    booted.created("all")?;
+    let lines = booted.console.agent_lines();
+    let own: Vec<&AgentLine> = lines.iter().filter(|line| line.get("name") == "kata-agent").collect();
+    let odd: Vec<&&AgentLine> = own.iter().filter(|line| !known.contains(&shape(line))).collect();
+    ensure!(odd.is_empty(), "the real one says no such lines: {odd:?}");
+    let kinds: BTreeSet<_> = own.iter().map(|line| shape(line).1).collect();
+    ensure!(kinds.len() > 10, "only {kinds:?}");
+    ensure!(
+        lines.iter().filter(|line| line.get("name") != "kata-agent").all(|line| !known.contains(&shape(line))),
+        "a note is taken for a line"
+    );
+    Ok(Outcome::Measured(format!("{} lines of {} kinds", own.len(), kinds.len())))
 }
 
 fn silent(context: &TestContext) -> Result<Outcome> {
@@ -77,6 +107,6 @@ fn bad_parameter(context: &TestContext) -> Result<Outcome> {
     let console = booted.console.text();
     ensure!(console.contains("agent.cdi_timeout=soon: unable to parse timeout"), "the agent does not say what it does not like");
     ensure!(console.contains("Attempted to kill init"), "the kernel has not panicked");
-    ensure!(!console.contains("agent ready"), "the agent came up");
+    ensure!(!console.contains("ttRPC server started"), "the agent came up");
     Ok(Outcome::Passed)
 }

@@ -249,7 +249,7 @@ fn config_accesses(context: &TestContext) -> Result<Outcome> {
 fn child(context: &TestContext) -> Result<Outcome> {
     let mut booted =
         Guest::new().append("gpuinit.agent=child testagent.containers=all:all testagent.poweroff=on").boot(context, "child")?;
-    let ready = booted.agent("agent ready", |_| true)?;
+    let ready = booted.agent("ttRPC server started", |_| true)?;
     ensure!(ready.get("pid") != "1", "the agent is PID 1");
     booted.created("all")?;
     booted.exit()?;

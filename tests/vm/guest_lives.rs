@@ -374,7 +374,7 @@ fn one_vcpu(context: &TestContext) -> Result<Outcome> {
     ensure!(named(&records, Kind::Event, names::LANE_CPU).is_empty(), "there is no vCPU for a lane");
     ensure!(booted.event(names::STRATEGY)?.fields["vcpus"] == 1, "not one vCPU");
     let first = named(&records, Kind::Begin, names::GPU_ENABLE).first().context("no enabling")?.boottime_ns;
-    let ready = booted.boottime_ns(&booted.agent("agent ready", |_| true)?)?;
+    let ready = booted.boottime_ns(&booted.agent("ttRPC server started", |_| true)?)?;
     let is_pause = |r: &&Record| r.fields.get("container") == Some(&"pause".into());
     let pause = traces(&records, "made").into_iter().find(is_pause).context("no pause")?;
     let waits = named(&records, Kind::End, names::LANE_WAIT);

@@ -58,7 +58,7 @@ fn agrees(context: &TestContext) -> Result<Outcome> {
 
     // Moved by more than the stated error, each kind of line is found out: the init's by a nanosecond, the agent's by its error and a millisecond.
     let bound_ns = value(&console, "\"msg\":\"gpu.bound\"", "boottime_ns")?;
-    let ready = value(&console, "\"msg\":\"agent ready\"", "ts")?;
+    let ready = value(&console, "\"msg\":\"ttRPC server started\"", "ts")?;
     let error_ns = import.records.iter().filter(|r| r.name == "agent.ready").find_map(kata_gpu_init::host::import::agent::mark);
     let error_ns = error_ns.context("the agent's readiness has no stated error")?.error_ns;
     let later = humantime::parse_rfc3339(ready)?.duration_since(UNIX_EPOCH)? + Duration::from_nanos(error_ns) + Duration::from_millis(1);

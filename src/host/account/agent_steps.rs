@@ -38,7 +38,7 @@ pub fn tell(telling: &mut Telling) -> BTreeMap<i64, usize> {
 
 /// Containers that were tried, and neither created nor given up when the record ended.
 fn still_waiting(telling: &mut Telling) {
-    let over: BTreeSet<&str> = telling.boot.containers.iter().map(|c| c.name.as_str()).collect();
+    let over: BTreeSet<&str> = telling.boot.containers.iter().filter(|c| !c.pending).map(|c| c.name.as_str()).collect();
     let mut first: BTreeMap<&str, (i64, bool)> = BTreeMap::new();
     for try_ in telling.tries.iter().filter(|t| !over.contains(t.container.as_str())) {
         if first.len() < MAX_CONTAINERS {
@@ -66,15 +66,26 @@ fn start(telling: &mut Telling, looks: &[i64]) {
         let begin = exec.end_ns.filter(|end| *end <= ready_ns).unwrap_or(exec.begin_ns);
         telling.derive(derived::AGENT_START, begin, ready_ns);
     }
+    let containers = &telling.boot.containers;
+    let asked = |pause: bool| containers.iter().filter(move |c| c.pause == pause).filter_map(|c| c.asked_ns).map(ns);
+    let pause = containers.iter().filter(|c| c.pause && c.error.is_none()).find_map(|c| c.at_ns).map(ns);
+    let first = asked(true).chain(asked(false)).filter(|at| *at >= ready_ns).min();
+    let workload = pause.and_then(|pause| Some((pause, asked(false).filter(|at| *at >= pause).min()?)));
     let tried = telling.tries.iter().map(|t| t.at_ns).find(|at| *at >= ready_ns);
     let looked = looks.iter().copied().find(|at| *at >= ready_ns);
-    if let Some(asked) = tried.into_iter().chain(looked).min() {
+    // Its first look is when it was asked, where no line says so.
+    if let Some(asked) = first.or_else(|| tried.into_iter().chain(looked).min()) {
         telling.derive(derived::CONTAINER_REQUEST, ready_ns, asked);
+    }
+    if let Some((pause, asked)) = workload {
+        telling.derive(derived::CONTAINER_REQUEST, pause, asked);
     }
 }
 
 fn tell_container(telling: &mut Telling, container: &Container, at_ns: i64, looks: &[i64]) -> Option<usize> {
-    let mine = || telling.tries.iter().filter(|t| t.container == container.name && t.at_ns <= at_ns).map(|t| t.at_ns);
+    // A try shortly before the creation was another container's: lines of tries do not name theirs, and one that succeeds comes a second later.
+    let until = if container.error.is_none() { at_ns.saturating_sub(SOONEST_NEXT_TRY_NS) } else { at_ns };
+    let mine = || telling.tries.iter().filter(|t| t.container == container.name && t.at_ns <= until).map(|t| t.at_ns);
     let (first_try, last_try) = (mine().min(), mine().max());
     let (published, published_by) = published(telling, container, at_ns);
     let look = match last_try {
@@ -91,7 +102,10 @@ fn tell_container(telling: &mut Telling, container: &Container, at_ns: i64, look
         Some(_) if created => telling.derive(derived::AGENT_PAUSE, there.max(first_try.unwrap_or(there)), tried_ns),
         _ => None,
     };
-    let create = if created { look.and_then(|look| telling.derive(derived::CONTAINER_CREATE, look, at_ns)) } else { None };
+    let asked = container.asked_ns.map(ns).filter(|asked| *asked <= at_ns);
+    let resolve = asked.zip(first_try).and_then(|(asked, first)| telling.derive(derived::CONTAINER_RESOLVE, asked, first));
+    let begin = if last_try.is_none() { asked.or(look) } else { look };
+    let create = if created { begin.and_then(|begin| telling.derive(derived::CONTAINER_CREATE, begin, at_ns)) } else { None };
     if let Some(step) = create.and_then(|i| telling.step_mut(i)) {
         step.follows.extend(pause);
     }
@@ -102,7 +116,7 @@ fn tell_container(telling: &mut Telling, container: &Container, at_ns: i64, look
     if let Some(step) = pause.and_then(|i| telling.step_mut(i)) {
         step.follows.extend(request);
     }
-    for i in [waited, pause, create].into_iter().flatten() {
+    for i in [resolve, waited, pause, create].into_iter().flatten() {
         if let Some(step) = telling.step_mut(i) {
             step.detail.clone_from(&container.name);
             step.approximate = container.approximate;

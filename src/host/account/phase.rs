@@ -123,13 +123,15 @@ pub mod derived {
     pub const GPU_PROBE: &str = "gpu.probe";
     /// From the exec of the agent until it says that it is ready.
     pub const AGENT_START: &str = "agent.start";
+    /// From the request for a container until the agent tried to resolve its devices for the first time.
+    pub const CONTAINER_RESOLVE: &str = "container.resolve";
     /// From a container's first failed try until the devices it asked for were published.
     pub const AGENT_WAIT: &str = "agent.wait";
     /// From the publication of a container's last device until the agent looked again: it tries once a second.
     pub const AGENT_PAUSE: &str = "agent.pause";
-    /// From the agent's readiness until somebody asked it for a container.
+    /// From the agent's readiness until somebody asked it for a container; with a pause container, from its creation, too.
     pub const CONTAINER_REQUEST: &str = "container.request";
-    /// From the agent's last look at the spec until the container was created.
+    /// From the agent's last look at the spec, or from the request where there is nothing to resolve, until the container was created.
     pub const CONTAINER_CREATE: &str = "container.create";
 }
 
@@ -204,6 +206,7 @@ pub const TABLE: &[Row] = &[
     row(names::CDI_PUBLISH, Phase::CdiPublication, Owner::Init, &[names::PCI_SCAN]),
     row(derived::SETTLE, Phase::Init, Owner::Init, &[]),
     row(derived::CONTAINER_REQUEST, Phase::Container, Owner::Runtime, &[derived::AGENT_START]),
+    row(derived::CONTAINER_RESOLVE, Phase::Container, Owner::Agent, &[derived::CONTAINER_REQUEST, derived::AGENT_START]),
     waiting(row(derived::AGENT_WAIT, Phase::AgentWaiting, Owner::Agent, &[])),
     row(derived::AGENT_PAUSE, Phase::AgentWaiting, Owner::Agent, &[derived::CONTAINER_REQUEST]),
     row(derived::CONTAINER_CREATE, Phase::Container, Owner::Agent, &[derived::CONTAINER_REQUEST, derived::AGENT_START]),

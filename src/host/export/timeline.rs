@@ -305,10 +305,17 @@ impl Reader {
             let Some(placed) = self.points.place(line.realtime_ns, clock) else { continue };
             let at_ns = placed.boottime_ns;
             let name = match &line.event {
+                AgentEvent::Start { .. } => "agent.start",
                 AgentEvent::Ready => "agent.ready",
+                AgentEvent::Rpc { .. } => "agent.rpc",
+                AgentEvent::ContainerAsked { .. } => "container.asked",
                 AgentEvent::CdiTryFailed { .. } => "agent.cdi-try-failed",
+                AgentEvent::Injected { .. } => "container.injected",
                 AgentEvent::ContainerCreated { .. } => "container.created",
+                AgentEvent::ContainerStarted { .. } => "container.started",
                 AgentEvent::ContainerFailed { .. } => "container.failed",
+                AgentEvent::HookFailed { .. } => "agent.hook-failed",
+                AgentEvent::Bound(_) => "agent.uevent",
             };
             let row = self.tracker.agent_row(&line.event, at_ns, placed.approximate);
             self.marks.push(mark(name, row, None));
@@ -343,7 +350,9 @@ fn derived(at: usize, step: &account::timeline::Step, all: &[account::timeline::
         fields.push(("container".to_string(), step.detail.clone()));
         if let Some(container) = boot.containers.iter().find(|c| c.name == step.detail) {
             fields.push(("devices".to_string(), printable_start(container.devices.as_bytes(), MAX_VALUE)));
-            error = container.error.as_deref().map(error_text);
+            // Looking into the request is over when a container fails.
+            let over = step.name == account::phase::derived::CONTAINER_RESOLVE;
+            error = container.error.as_deref().filter(|_| !over).map(error_text);
         }
     }
     Step {

@@ -4,11 +4,11 @@
 //! or `size`, `pid`, `tid`, `ret`, `us`) is a call, with `took N ms|us|ns` the end of one; a time stands before it, RFC 3339 or not at all.
 //! Histograms (`@name:` and buckets) are kept as they stand. [`PROGRAM`] prints what is read best.
 
-use super::agent::realtime_ns;
 use super::input::{Input, Text};
 use super::item::{Count, Skip};
 use super::pins::{Call, MAX_CALLS};
 use super::split_clock::Split;
+use crate::host::agent_log::line::realtime_ns;
 use anyhow::Result;
 use std::collections::HashMap;
 

@@ -355,8 +355,9 @@ impl Causes {
 
 #[cfg(test)]
 mod tests {
-    use super::super::item::{AgentFact, Format};
+    use super::super::item::Format;
     use super::*;
+    use crate::host::agent_log::AgentEvent;
 
     const MS: i64 = 1_000_000;
 
@@ -366,7 +367,7 @@ mod tests {
     }
 
     fn agent(ms: i64, read_ms: Option<i64>) -> Item {
-        let item = Item::new(Stamp::Guest(ms * MS), Format::Journal, 1, Fact::Agent(AgentFact::Ready));
+        let item = Item::new(Stamp::Guest(ms * MS), Format::Journal, 1, Fact::Agent(AgentEvent::Ready));
         Item { read_ns: read_ms.map(|ms| ms * MS), ..item }
     }
 

@@ -7,6 +7,8 @@ use super::agent;
 use super::input::{Input, Text};
 use super::item::{Count, Fact, Format, Item, Log, MAX_ITEMS, MAX_STAMP_NS, Skip, Stamp};
 use super::kernel::{self, Meaning};
+use crate::host::agent_log::torn::Torn;
+use crate::host::agent_log::{AgentLog, MAX_CONSOLE_LINE};
 use anyhow::Result;
 
 /// Reads a console log: one entry per boot that is in it.
@@ -33,6 +35,9 @@ pub struct Console {
     last_kernel: Option<i64>,
     /// The latest stamp of any kernel line of this boot.
     latest: Option<i64>,
+    torn: Torn,
+    /// The agent's lines of this boot.
+    agent: AgentLog,
     /// Kernel lines that are too early to belong to this boot, in a row: they stay apart until it is clear whether a boot begins with them.
     early: Vec<Item>,
 }
@@ -43,26 +48,38 @@ const FELL_BACK_LINES: usize = 3;
 
 impl Console {
     pub fn new(format: Format) -> Self {
-        Self { format, boots: vec![vec![]], kept: 0, last_kernel: None, latest: None, early: vec![] }
+        let (torn, agent) = Default::default();
+        Self { format, boots: vec![vec![]], kept: 0, last_kernel: None, latest: None, torn, agent, early: vec![] }
     }
 
     /// `read_ns`: when the host read it.
     pub fn line(&mut self, number: u64, line: &str, read_ns: Option<i64>, count: &mut Count) {
         count.lines += 1;
-        let clean = without_escapes(line);
-        if let Some((Some(stamp), _)) = kernel_line(&clean).filter(|(stamp, _)| stamp.is_some_and(|ns| ns <= MAX_STAMP_NS)) {
+        let mut torn = std::mem::take(&mut self.torn);
+        torn.line(without_escapes(line).as_bytes(), MAX_CONSOLE_LINE, |whole| {
+            // Cut between characters, and so still text.
+            self.whole_line(number, &String::from_utf8_lossy(whole), read_ns, count);
+        });
+        self.torn = torn;
+    }
+
+    fn whole_line(&mut self, number: u64, line: &str, read_ns: Option<i64>, count: &mut Count) {
+        if let Some((Some(stamp), _)) = kernel_line(line).filter(|(stamp, _)| stamp.is_some_and(|ns| ns <= MAX_STAMP_NS)) {
             self.tick(stamp);
         }
-        let item = match self.parse(number, &clean) {
-            Ok(item) => Item { read_ns, between: (self.latest, None), ..item },
-            Err(why) => return count.skip(why),
-        };
-        if self.kept >= MAX_ITEMS {
-            return count.skip(Skip::LimitReached);
+        let mut items = Vec::new();
+        if let Err(why) = self.parse(number, line, &mut items) {
+            return count.skip(why);
         }
-        self.kept += 1;
-        count.recognised += 1;
-        self.place(item, count);
+        for item in items {
+            let item = Item { read_ns, between: (self.latest, None), ..item };
+            if self.kept >= MAX_ITEMS {
+                return count.skip(Skip::LimitReached);
+            }
+            self.kept += 1;
+            count.recognised += 1;
+            self.place(item, count);
+        }
     }
 
     /// The kernel spoke: what stands before this line without a kernel line behind it has one now.
@@ -74,26 +91,24 @@ impl Console {
         }
     }
 
-    fn parse(&self, number: u64, line: &str) -> Result<Item, Skip> {
+    fn parse(&mut self, number: u64, line: &str, items: &mut Vec<Item>) -> Result<(), Skip> {
         if line.trim().is_empty() {
             return Err(Skip::Empty);
         }
+        let format = self.format;
+        let mut keep = |stamp, fact| items.push(Item::new(stamp, format, number, fact));
         let Some((stamp_ns, text)) = kernel_line(line) else {
-            let (stamp, fact) = agent::parse(line)?;
-            if let Stamp::Boot(ns) = stamp
-                && !(0..=MAX_STAMP_NS).contains(&ns)
-            {
-                return Err(Skip::AbsurdStamp);
-            }
-            return Ok(Item::new(stamp, self.format, number, fact));
+            agent::parse(line, &mut self.agent, &mut keep)?;
+            let absurd = |item: &Item| matches!(item.stamp, Stamp::Boot(ns) if !(0..=MAX_STAMP_NS).contains(&ns));
+            return if items.iter().any(absurd) { Err(Skip::AbsurdStamp) } else { Ok(()) };
         };
         let stamp_ns = stamp_ns.filter(|ns| *ns <= MAX_STAMP_NS).ok_or(Skip::AbsurdStamp)?;
         // A process may have written JSON to the kernel's log, or to the console between stamp and newline.
-        if let Ok((stamp, fact)) = agent::parse(text) {
-            return Ok(Item::new(stamp, self.format, number, fact));
+        if agent::parse(text, &mut self.agent, &mut keep).is_err() {
+            kernel::meaning(text).ok_or(Skip::KernelDetail)?;
+            keep(Stamp::Kernel(stamp_ns), Fact::Kernel(text.to_string()));
         }
-        kernel::meaning(text).ok_or(Skip::KernelDetail)?;
-        Ok(Item::new(Stamp::Kernel(stamp_ns), self.format, number, Fact::Kernel(text.to_string())))
+        Ok(())
     }
 
     fn place(&mut self, item: Item, count: &mut Count) {
@@ -127,7 +142,7 @@ impl Console {
     }
 
     fn begin_boot(&mut self) {
-        (self.last_kernel, self.latest) = (None, None);
+        (self.last_kernel, self.latest, self.agent) = (None, None, AgentLog::default());
         // Lines before the first banner are the firmware's or another boot's end: a boot of their own only if a kernel speaks in them.
         let kernel_spoke = |boot: &Vec<Item>| boot.iter().any(|item| matches!(item.stamp, Stamp::Kernel(_)));
         if self.boots.last().is_some_and(kernel_spoke) {

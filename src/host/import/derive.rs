@@ -4,12 +4,13 @@
 //! steps are taken from what the kernel, the driver, NVRC and the agent say ([`Said::OfKernel`]).
 
 use super::clocks::Placed;
-use super::item::{AgentFact, Fact, Format, InitLine, Item, Stamp};
+use super::item::{Fact, Format, InitLine, Item, Stamp};
 use super::kernel::{self, Meaning};
 use super::steps::Steps;
 use super::{agent, names as own};
 use crate::driver_log;
 use crate::events::record::{Kind, Level, names};
+use crate::host::agent_log::AgentEvent;
 use crate::pci::PciAddress;
 use crate::reason::{self, Step};
 use serde_json::{Map, Value, json};
@@ -70,7 +71,7 @@ pub fn derive(items: &[(Placed, &Item)], steps: &Steps, said: Said) -> Derived {
         open: HashMap::new(),
         words: HashMap::new(),
         failed: BTreeSet::new(),
-        agent: Agent::default(),
+        waits: HashMap::new(),
         marks: 0,
         bars: BTreeMap::new(),
     };
@@ -85,19 +86,10 @@ pub fn derive(items: &[(Placed, &Item)], steps: &Steps, said: Said) -> Derived {
     maker.out
 }
 
-/// What is known of the agent's containers.
-#[derive(Debug, Default)]
-struct Agent {
-    /// create_container calls so far: the agent's lines do not name the container.
-    created: u64,
-    waits: HashMap<String, Wait>,
-}
-
 #[derive(Debug)]
 struct Wait {
     span: u64,
     tries: u64,
-    devices: String,
 }
 
 struct Maker<'a> {
@@ -108,7 +100,8 @@ struct Maker<'a> {
     open: HashMap<(String, Option<PciAddress>), Vec<u64>>,
     words: HashMap<PciAddress, Vec<String>>,
     failed: BTreeSet<PciAddress>,
-    agent: Agent,
+    /// Spans of waiting containers, with the tries that failed.
+    waits: HashMap<String, Wait>,
     marks: u64,
     bars: BTreeMap<PciAddress, usize>,
 }
@@ -296,52 +289,44 @@ impl Maker<'_> {
         }
     }
 
-    fn agent(&mut self, placed: Placed, item: &Item, fact: &AgentFact) {
-        // The agent's own lines do not name the container: the last one that it was asked to create.
-        let current = if self.agent.created == 0 { "?".to_string() } else { format!("#{}", self.agent.created) };
-        let name = |container: &Option<String>| container.clone().unwrap_or_else(|| current.clone());
-        match fact {
-            AgentFact::Start { version } => {
+    fn agent(&mut self, placed: Placed, item: &Item, event: &AgentEvent) {
+        match event {
+            AgentEvent::Start { version } => {
                 self.draft(placed, item, Kind::Event, own::AGENT_START).fields.insert("version".into(), version.clone().into());
             }
-            AgentFact::Ready => drop(self.draft(placed, item, Kind::Event, own::AGENT_READY)),
-            AgentFact::Rpc { call } => {
-                let container = (call == "create_container").then(|| {
-                    self.agent.created += 1;
-                    format!("#{}", self.agent.created)
-                });
-                let draft = self.draft(placed, item, Kind::Event, own::AGENT_RPC);
-                draft.fields.insert("call".into(), call.clone().into());
-                draft.fields.extend(container.map(|c| ("container".to_string(), Value::from(c))));
+            AgentEvent::Ready => drop(self.draft(placed, item, Kind::Event, own::AGENT_READY)),
+            AgentEvent::Rpc { call } => {
+                self.draft(placed, item, Kind::Event, own::AGENT_RPC).fields.insert("call".into(), call.clone().into());
             }
-            AgentFact::TryFailed { container, attempt, error } => {
-                let container = name(container);
-                self.waiting(placed, item, &container, *attempt, error);
+            AgentEvent::ContainerAsked { container, devices, pause } => {
+                self.draft(placed, item, Kind::Event, own::CONTAINER_ASKED).fields = container_fields(container, devices, None, *pause);
+            }
+            AgentEvent::CdiTryFailed { container, attempt, error } => {
+                self.waiting(placed, item, container, *attempt);
                 let draft = self.draft(placed, item, Kind::Event, own::AGENT_CDI_TRY);
                 draft.error = Some(error.clone());
                 draft.fields = Map::from_iter([("container".to_string(), json!(container)), ("try".to_string(), json!(attempt))]);
             }
-            AgentFact::Injected => self.waited(placed, item, &current, None),
-            AgentFact::Created { container, devices, tries } => {
-                let container = name(container);
-                let wait = self.agent.waits.get(&container).map(|w| (w.tries.saturating_add(1), w.devices.clone()));
-                self.waited(placed, item, &container, None);
-                self.agent.waits.remove(&container);
-                let draft = self.draft(placed, item, Kind::Event, own::CONTAINER_CREATED);
-                draft.fields =
-                    container_fields(container, devices.clone().or(wait.as_ref().map(|w| w.1.clone())), tries.or(wait.map(|w| w.0)));
+            AgentEvent::Injected { container } => self.waited(placed, item, container, None),
+            AgentEvent::ContainerCreated { container, devices, tries, pause } => {
+                self.waited(placed, item, container, None);
+                self.draft(placed, item, Kind::Event, own::CONTAINER_CREATED).fields = container_fields(container, devices, *tries, *pause);
             }
-            AgentFact::Failed { container, devices, tries, error } => {
-                let container = name(container);
-                let wait = self.agent.waits.get(&container).map(|w| (w.tries, w.devices.clone()));
-                self.waited(placed, item, &container, Some(error));
-                self.agent.waits.remove(&container);
+            AgentEvent::ContainerStarted { container } => {
+                let draft = self.draft(placed, item, Kind::Event, own::CONTAINER_STARTED);
+                draft.fields.insert("container".into(), container.clone().into());
+            }
+            AgentEvent::ContainerFailed { container, devices, tries, error } => {
+                self.waited(placed, item, container, Some(error));
                 let draft = self.draft(placed, item, Kind::Event, own::CONTAINER_FAILED);
                 (draft.error, draft.level) = (Some(error.clone()), Level::Error);
-                draft.fields =
-                    container_fields(container, devices.clone().or(wait.as_ref().map(|w| w.1.clone())), tries.or(wait.map(|w| w.0)));
+                draft.fields = container_fields(container, devices, *tries, false);
             }
-            AgentFact::Bound(gpu) => {
+            AgentEvent::HookFailed { error } => {
+                let draft = self.draft(placed, item, Kind::Event, own::AGENT_HOOK_FAILED);
+                (draft.error, draft.level) = (Some(error.clone()), Level::Error);
+            }
+            AgentEvent::Bound(gpu) => {
                 if self.said == Said::OfKernel && self.steps.gpus.contains_key(gpu) {
                     let index = self.steps.index(*gpu);
                     let draft = self.draft(placed, item, Kind::Event, names::GPU_BOUND);
@@ -352,13 +337,13 @@ impl Maker<'_> {
         }
     }
 
-    fn waiting(&mut self, placed: Placed, item: &Item, container: &str, attempt: u64, error: &str) {
-        if let Some(wait) = self.agent.waits.get_mut(container) {
+    fn waiting(&mut self, placed: Placed, item: &Item, container: &str, attempt: u64) {
+        if let Some(wait) = self.waits.get_mut(container) {
             wait.tries = attempt;
             return;
         }
         let span = self.span();
-        self.agent.waits.insert(container.to_string(), Wait { span, tries: attempt, devices: devices_of(error) });
+        self.waits.insert(container.to_string(), Wait { span, tries: attempt });
         let draft = self.draft(placed, item, Kind::Begin, own::AGENT_CDI_WAIT);
         draft.span = Some(span);
         draft.fields.insert("container".into(), container.into());
@@ -366,31 +351,18 @@ impl Maker<'_> {
 
     /// The wait is over; once.
     fn waited(&mut self, placed: Placed, item: &Item, container: &str, error: Option<&str>) {
-        let Some(wait) = self.agent.waits.get(container) else { return };
-        let (span, tries) = (wait.span, wait.tries);
-        let over = self.out.drafts.iter().any(|d| d.kind == Kind::End && d.span == Some(span));
-        if !over {
-            let draft = self.draft(placed, item, Kind::End, own::AGENT_CDI_WAIT);
-            (draft.span, draft.error) = (Some(span), error.map(str::to_string));
-            draft.fields.insert("failed_tries".into(), tries.into());
-        }
+        let Some(Wait { span, tries }) = self.waits.remove(container) else { return };
+        let draft = self.draft(placed, item, Kind::End, own::AGENT_CDI_WAIT);
+        (draft.span, draft.error) = (Some(span), error.map(str::to_string));
+        draft.fields.insert("failed_tries".into(), tries.into());
     }
 }
 
-fn container_fields(container: String, devices: Option<String>, tries: Option<u64>) -> Map<String, Value> {
-    let mut fields = Map::from_iter([("container".to_string(), Value::from(container))]);
-    fields.insert("devices".into(), devices.unwrap_or_else(|| "?".into()).into());
+fn container_fields(container: &str, devices: &str, tries: Option<u64>, pause: bool) -> Map<String, Value> {
+    let mut fields = Map::from_iter([("container".to_string(), Value::from(container)), ("devices".to_string(), devices.into())]);
     fields.extend(tries.map(|n| ("tries".to_string(), Value::from(n))));
+    fields.extend(pause.then(|| ("pause".to_string(), Value::from(true))));
     fields
-}
-
-/// The devices that an error names: `"unresolvable CDI devices nvidia.com/gpu=2, nvidia.com/gpu=0"`.
-fn devices_of(error: &str) -> String {
-    let words = error.split([' ', '"', ',']).filter(|word| word.contains('=') && word.contains('/'));
-    let mut devices: Vec<&str> = words.collect();
-    devices.sort_unstable();
-    devices.truncate(32);
-    if devices.is_empty() { "?".into() } else { devices.join(",") }
 }
 
 fn cut(text: &str) -> String {

@@ -1,6 +1,7 @@
 //! What the formats give: [`Item`]s, each with the clock that its stamp is of, and counts of what was read.
 
 use crate::events::record::{Kind, Level};
+use crate::host::agent_log::AgentEvent;
 use crate::pci::PciAddress;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
@@ -87,14 +88,10 @@ pub enum Fact {
     Kernel(String),
     /// A line of kata-gpu-init.
     Init(InitLine),
-    Agent(AgentFact),
+    /// What a line of the agent means.
+    Agent(AgentEvent),
     /// Something that needs no further thought: a record by its name. For what happened on the host.
-    Plain {
-        name: &'static str,
-        level: Level,
-        error: Option<String>,
-        fields: Map<String, Value>,
-    },
+    Plain { name: &'static str, level: Level, error: Option<String>, fields: Map<String, Value> },
 }
 
 /// What kata-gpu-init writes to the console: events and ends of spans (begins when asked for details), without span ids.
@@ -109,37 +106,6 @@ pub struct InitLine {
     pub version: String,
     /// CLOCK_REALTIME of the guest at the same moment.
     pub realtime_ns: Option<i64>,
-}
-
-/// What a line of the agent means.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub enum AgentFact {
-    Start {
-        version: String,
-    },
-    Ready,
-    Rpc {
-        call: String,
-    },
-    TryFailed {
-        container: Option<String>,
-        attempt: u64,
-        error: String,
-    },
-    Injected,
-    Created {
-        container: Option<String>,
-        devices: Option<String>,
-        tries: Option<u64>,
-    },
-    Failed {
-        container: Option<String>,
-        devices: Option<String>,
-        tries: Option<u64>,
-        error: String,
-    },
-    /// A uevent that says that a driver has this PCI function now.
-    Bound(PciAddress),
 }
 
 /// Why a line gave nothing.

@@ -4,12 +4,12 @@
 //! Each line has two times: containerd's `time=` (RFC 3339, the host's clock: when the shim read it) and the console line's own. Sandboxes are
 //! told apart by `sandbox=`; what has none and is about a sandbox by its text (containerd's own lines) goes where the text says.
 
-use super::agent::realtime_ns;
 use super::console::Console;
 use super::input::{Input, Text};
 use super::item::{Count, Fact, Format, Item, Log, MAX_ITEMS, Skip, Stamp};
 use super::{logfmt, names};
 use crate::events::record::Level;
+use crate::host::agent_log::line::realtime_ns;
 use anyhow::Result;
 use serde_json::{Map, Value};
 use std::collections::BTreeMap;

@@ -11,10 +11,16 @@ pub const AGENT_RPC: &str = "agent.rpc";
 pub const AGENT_CDI_TRY: &str = "agent.cdi-try";
 /// (span) From the agent's first failed try until it had the devices, or gave up. Fields: container, tries.
 pub const AGENT_CDI_WAIT: &str = "agent.cdi-wait";
-/// The agent has created a container. Fields: container, devices, tries.
+/// The runtime asked the agent for a container. Fields: container, devices, pause (of the pod's pause container).
+pub const CONTAINER_ASKED: &str = "container.asked";
+/// The agent has created a container. Fields: container, devices, tries, pause.
 pub const CONTAINER_CREATED: &str = "container.created";
 /// The agent could not create a container. Fields as above; `error` says why.
 pub const CONTAINER_FAILED: &str = "container.failed";
+/// A container's program runs. Fields: container.
+pub const CONTAINER_STARTED: &str = "container.started";
+/// A hook in the agent's own namespaces failed; `error` is the agent's.
+pub const AGENT_HOOK_FAILED: &str = "agent.hook-failed";
 /// A message of NVRC. Fields: text.
 pub const NVRC: &str = "nvrc";
 /// All BARs of a GPU have their place. Fields: bars.

@@ -3,11 +3,11 @@
 //! Kubernetes tells times in whole seconds, cut, of the clocks of the API server and of the node: a stamp is the beginning of the second in
 //! which something was noticed. It is placed in the middle of that second, with half a second as its error.
 
-use super::agent::realtime_ns;
 use super::input::Input;
 use super::item::{Count, Fact, Format, Item, Log, Skip, Stamp};
 use super::names;
 use crate::events::record::Level;
+use crate::host::agent_log::line::realtime_ns;
 use anyhow::{Context, Result, bail};
 use serde_json::{Map, Value};
 

@@ -5,10 +5,11 @@
 //! one after another), or the driver's line at the end of its load; which one it was is said.
 
 use super::clocks::{Offset, Placed};
-use super::item::{AgentFact, Fact, Item, Stamp};
+use super::item::{Fact, Item, Stamp};
 use super::kernel::{self, Meaning};
 use super::pins::Region;
 use crate::driver_log;
+use crate::host::agent_log::AgentEvent;
 use crate::pci::PciAddress;
 use std::collections::{BTreeMap, HashMap};
 
@@ -76,7 +77,7 @@ impl Steps {
             }
         };
         let text = match &item.fact {
-            Fact::Agent(AgentFact::Bound(gpu)) => return end(*gpu, "bind uevent", open),
+            Fact::Agent(AgentEvent::Bound(gpu)) => return end(*gpu, "bind uevent", open),
             Fact::Kernel(text) => text,
             Fact::Init(_) | Fact::Agent(_) | Fact::Plain { .. } => return,
         };
@@ -202,7 +203,7 @@ mod tests {
             })
             .collect();
         lines.push(kernel(1000, "nvidia 0000:02:00.0: enabling device (0140 -> 0142)"));
-        lines.push((4200, Fact::Agent(AgentFact::Bound("0000:02:00.0".parse().unwrap()))));
+        lines.push((4200, Fact::Agent(AgentEvent::Bound("0000:02:00.0".parse().unwrap()))));
         lines.push(kernel(4400, "nvidia 0000:04:00.0: enabling device (0140 -> 0142)"));
         lines.push(kernel(7700, "nvidia 0000:03:00.0: enabling device (0140 -> 0142)"));
         lines.push(kernel(11_000, "NVRM: loading NVIDIA UNIX x86_64 Kernel Module"));

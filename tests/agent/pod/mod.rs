@@ -15,7 +15,7 @@ mod work;
 use super::cdi;
 use super::config::Config;
 use super::container_run::{self, BUNDLES};
-use super::{container_root, log, pid1};
+use super::{container_root, log, pid1, words};
 use anyhow::{Context, Result, anyhow, bail, ensure};
 use nix::fcntl::OFlag;
 use nix::sched::{CloneFlags, unshare};
@@ -38,6 +38,8 @@ const NAMESPACES: &str = "/run/sandbox-ns";
 const CGROUP: &str = "/kubepods/besteffort/pod";
 /// The pause container that `testagent.cost=real` makes by itself.
 const PAUSE: &str = "pause";
+/// The annotation that tells a pause container from others.
+const TYPE: &str = "io.kubernetes.cri.container-type";
 /// Paths of /proc and /sys that containerd masks in a container.
 pub const MASKED: [&str; 9] = [
     "/proc/asound",
@@ -63,6 +65,8 @@ pub struct Asked {
     pub arguments: Vec<String>,
     /// CDI devices.
     pub devices: Vec<String>,
+    /// What the runtime writes to its spec, CDI devices included.
+    pub annotations: HashMap<String, String>,
     pub hooks: bool,
     pub cgroup: Option<String>,
 }
@@ -126,18 +130,24 @@ impl Pod {
         work::spend(work::REQUEST);
         let bundle = Path::new(BUNDLES).join(&asked.id);
         let mut spec = spec(asked, &bundle.join("rootfs"))?;
+        words::asked(&spec).write();
+        words::no_storages().write();
         let mut tries = 0;
-        if !asked.devices.is_empty() {
-            let mut failed_try = |number: u64, error: &str| {
-                let number = number.to_string();
-                log::info("cdi try failed", &[("container", &asked.id), ("try", &number), ("error", error)]);
-            };
+        if asked.devices.is_empty() {
+            // The real one does not look into a pause container's annotations.
+            if asked.annotations.get(TYPE).map(String::as_str) != Some("sandbox") {
+                words::no_devices().write();
+            }
+        } else {
+            let of = self.config.cdi_timeout_s;
+            let mut failed_try = |number: u64, error: &str| words::waiting(number.saturating_sub(1), of, error).write();
             let (seconds, fail_fast) = (self.config.cdi_timeout_s, self.config.fail_fast);
             let (devices, sleep) = (&asked.devices, &std::thread::sleep);
             let failed = &mut failed_try;
             let injected = cdi::inject(&mut spec, cdi::DIRECTORY, devices, seconds, fail_fast, sleep, failed);
             tries = injected.map_err(|(tries, error)| anyhow!("{error} (try {tries})"))?;
             work::spend(work::DEVICES);
+            words::injected(&spec).write();
         }
         if !asked.hooks {
             spec.set_hooks(None);
@@ -145,7 +155,11 @@ impl Pod {
         let mut state = self.lock();
         ensure!(!state.containers.contains_key(&asked.id), "there is a container {}", asked.id);
         let first = state.containers.is_empty();
-        let created = self.make(asked, &bundle, &spec, first)?;
+        words::making(&asked.id).write();
+        let created = self.make(asked, &bundle, &spec, first);
+        let created = created.inspect_err(|error| words::start_failed(&format!("{error:#}")).write())?;
+        words::made(&asked.id).write();
+        words::created().write();
         state.containers.insert(asked.id.clone(), created);
         Ok(Outcome { tries, spec })
     }
@@ -194,6 +208,8 @@ impl Pod {
             Ok(serde_json::from_str(&line)?)
         };
         let Report::Pid(pid) = next()? else { bail!("the container's process reports no pid") };
+        words::child_pid(&asked.id, pid).write();
+        words::process_command(&asked.id, &asked.arguments).write();
         work::spend(work::HAND_OVER);
         cgroups.attach(&path, pid)?;
         cgroups.set(&path)?;
@@ -219,6 +235,7 @@ impl Pod {
         let state = self.lock();
         let created = state.containers.get(id).with_context(|| format!("no container {id}"))?;
         OpenOptions::new().write(true).open(&created.fifo)?.write_all(&[0])?;
+        words::started(id).write();
         Ok(())
     }
 
@@ -244,8 +261,12 @@ impl Pod {
 
     /// The sandbox and its pause container, without being asked for them.
     pub fn begin(&self) -> Result<()> {
+        words::rpc("create_sandbox").write();
         self.create_sandbox()?;
-        self.create(&Asked { id: PAUSE.into(), ..Asked::default() })?;
+        words::rpc("create_container").write();
+        let annotations = HashMap::from([(TYPE.to_string(), "sandbox".to_string())]);
+        self.create(&Asked { id: PAUSE.into(), annotations, ..Asked::default() })?;
+        words::rpc("start_container").write();
         self.start(PAUSE)
     }
 }
@@ -256,7 +277,7 @@ pub fn start_up() {
 }
 
 /// The OCI spec, as Kata's runtime sends it.
-fn spec(asked: &Asked, rootfs: &Path) -> Result<Spec> {
+pub fn spec(asked: &Asked, rootfs: &Path) -> Result<Spec> {
     let mut spec = serde_json::to_value(container_run::spec(rootfs)?)?;
     spec["process"]["args"] = json!(asked.arguments);
     spec["process"]["env"] = json!(["PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"]);
@@ -268,5 +289,6 @@ fn spec(asked: &Asked, rootfs: &Path) -> Result<Spec> {
         mounts.push(mount);
     }
     spec["linux"] = json!({ "maskedPaths": MASKED, "readonlyPaths": READ_ONLY });
+    spec["annotations"] = json!(asked.annotations);
     serde_json::from_value(spec).context("the pod's own spec")
 }

@@ -25,6 +25,11 @@ impl AgentLine {
         self.0.get(key).map_or("", String::as_str)
     }
 
+    /// Its keys, sorted.
+    pub fn keys(&self) -> impl Iterator<Item = &str> {
+        self.0.keys().map(String::as_str)
+    }
+
     /// Time of the line in ns since 1970.
     pub fn realtime_ns(&self) -> Result<u64> {
         let time = humantime::parse_rfc3339(self.get("ts")).with_context(|| format!("time {:?}", self.get("ts")))?;

@@ -25,6 +25,9 @@ pub const CONFIDENTIAL: &str = "hardware.file=tdx_guest gpuinit.events.vsock=on"
 /// How long anything in a test may take on the host's clock, TCG and a busy machine included. Never the thing that is tested.
 pub const DEADLINE: Duration = Duration::from_secs(180);
 
+/// How the creation of a container ends, in the test agent's notes.
+const ENDS: [&str; 2] = ["container created", "container failed"];
+
 /// How a test ended, if it did not fail.
 pub enum Outcome {
     Passed,
@@ -370,7 +373,7 @@ impl Booted {
     pub fn created(&self, container: &str) -> Result<AgentLine> {
         let line = self
             .console
-            .wait_agent_any(DEADLINE, |l| l.get("container") == container && l.get("msg") != "cdi try failed")
+            .wait_agent_any(DEADLINE, |l| l.get("container") == container && ENDS.contains(&l.get("msg")))
             .ok_or_else(|| anyhow!("container {container} is neither created nor failed within {DEADLINE:?}{}", self.state()))?;
         ensure!(line.get("msg") == "container created", "container {container}: {}: {}", line.get("msg"), line.get("error"));
         Ok(line)

@@ -1,0 +1,270 @@
+//! The agent's lines, one after another, folded into what happens to each container.
+//!
+//! A line that tries, injects or creates does not always name its container. The order in which the agent works does: a spec is
+//! resolved before the next try of the same container is due, and everything from the bundle to the running process is done under
+//! one lock, so that `created container!` is about the container whose id stood in the lines before it.
+//!
+//! The agent does not log why it refuses a container (a device that is not listed, a spec that does not parse, a mount that
+//! fails): that error goes to the runtime alone. Such a container is one that was asked for, without an end.
+
+use super::AgentEvent;
+use super::line::{Line, Spec, Words, devices_of, short};
+use std::collections::BTreeSet;
+
+/// Containers that are told apart at once; the events of more carry what their own line says.
+const MAX_OPEN: usize = 1024;
+/// Two tries of one container are a second apart, and then some.
+const SOONEST_NEXT_TRY_NS: i64 = 900_000_000;
+/// Between the last try and its failure: the agent sleeps once more before it gives up.
+const LAST_PAUSE_NS: i64 = 1_000_000_000;
+/// What has not been tried for so long was refused: the agent tries once a second, and does not log refusals.
+const FORGOTTEN_NS: i64 = 10_000_000_000;
+/// What stands for the devices of a container that no line tells of.
+pub const UNKNOWN: &str = "unknown";
+/// What stands for the devices of a container that asks for none.
+pub const NONE: &str = "none";
+
+/// How far a container is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum State {
+    /// Its devices are not resolved.
+    Asked,
+    Injected,
+    /// Under the agent's lock.
+    Making,
+}
+
+#[derive(Clone, Debug)]
+struct Container {
+    id: Option<String>,
+    name: String,
+    /// None: no line tells of them.
+    devices: Option<String>,
+    pause: bool,
+    state: State,
+    failed_tries: u64,
+    /// When it was asked for, and then each time its devices were tried.
+    last_ns: i64,
+}
+
+impl Container {
+    fn devices(&self) -> String {
+        match self.devices.as_deref() {
+            None => UNKNOWN.into(),
+            Some("") => NONE.into(),
+            Some(devices) => devices.into(),
+        }
+    }
+
+    /// Whether it can be the one whose devices this error names.
+    fn wants(&self, named: &[&str]) -> bool {
+        match self.devices.as_deref() {
+            None => true,
+            Some("") => false,
+            Some(devices) => named.iter().all(|device| devices.split(',').any(|d| d == *device)),
+        }
+    }
+
+    /// Tries until its devices were there; None where it asks for none.
+    fn tries(&self) -> Option<u64> {
+        let resolved = self.state != State::Asked || self.failed_tries > 0;
+        (self.devices.as_deref() != Some("") && resolved && self.devices.is_some()).then(|| self.failed_tries.saturating_add(1))
+    }
+}
+
+/// The containers of one guest.
+#[derive(Clone, Debug, Default)]
+pub struct Containers {
+    open: Vec<Container>,
+    /// `create_container` calls whose spec was not seen yet.
+    without_spec: u64,
+    /// All such calls.
+    calls: u64,
+    names: BTreeSet<String>,
+    /// Started containers are named by their id alone: the names of those that were created.
+    created: Vec<(String, String)>,
+    /// The one that the agent's lock is held for.
+    making: Option<usize>,
+}
+
+impl Containers {
+    /// Takes the next line and hands over what it says, and when.
+    pub fn take(&mut self, line: &Line, mut each: impl FnMut(Option<i64>, AgentEvent)) {
+        let at = line.realtime_ns;
+        match &line.words {
+            Words::Announce { version } => each(at, AgentEvent::Start { version: version.clone() }),
+            Words::ServerStarted => each(at, AgentEvent::Ready),
+            Words::Rpc { call } => {
+                if call == "create_container" {
+                    self.without_spec = self.without_spec.saturating_add(1);
+                    self.calls = self.calls.saturating_add(1);
+                }
+                // The others come all the time, or say nothing about the start.
+                const CALLS: &[&str] = &["create_sandbox", "create_container", "start_container", "online_cpu_mem"];
+                if CALLS.contains(&call.as_str()) {
+                    each(at, AgentEvent::Rpc { call: call.clone() });
+                }
+            }
+            Words::Asked(spec) => each(at, self.asked(at, spec)),
+            Words::Waiting { attempt, of, error } => self.waiting(at, *attempt, *of, error, &mut each),
+            Words::Injected(spec) => {
+                let Some(index) = self.injected(spec) else { return };
+                self.not_its_own(index, at);
+                if let Some(container) = self.open.get_mut(index) {
+                    container.state = State::Injected;
+                    each(at, AgentEvent::Injected { container: container.name.clone() });
+                }
+            }
+            Words::Making { id } => self.make(id),
+            Words::Created => {
+                let Some(container) = self.done() else { return };
+                let (devices, tries) = (container.devices(), container.tries());
+                each(at, AgentEvent::ContainerCreated { container: container.name, devices, tries, pause: container.pause });
+            }
+            Words::StartFailed { error } => {
+                let Some(container) = self.done() else { return };
+                each(at, failed(&container, error));
+            }
+            Words::Started { id } => {
+                let name = self.created.iter().find(|(created, _)| created == id).map_or(short(id), |(_, name)| name);
+                each(at, AgentEvent::ContainerStarted { container: name.to_string() });
+            }
+            Words::HookFailed { error } => each(at, AgentEvent::HookFailed { error: error.clone() }),
+            Words::Bound(gpu) => each(at, AgentEvent::Bound(*gpu)),
+        }
+    }
+
+    /// A name that no container before had.
+    fn unused_name(&mut self, spec: &Spec) -> String {
+        let id = spec.id.as_deref().map(short);
+        let wanted = spec.name.as_deref().or(if spec.pause { Some("pause") } else { None }).or(id);
+        let name = match wanted {
+            None => format!("#{}", self.calls.saturating_sub(self.without_spec).saturating_add(1)),
+            Some(name) if !self.names.contains(name) => name.to_string(),
+            // A container of the same name after the first one, or of another pod's.
+            Some(name) => format!("{name} ({})", id.unwrap_or("again")),
+        };
+        if self.names.len() < MAX_OPEN {
+            self.names.insert(name.clone());
+        }
+        name
+    }
+
+    fn add(&mut self, spec: &Spec, devices: Option<String>) -> Option<usize> {
+        let name = self.unused_name(spec);
+        self.without_spec = self.without_spec.saturating_sub(1);
+        if self.open.len() >= MAX_OPEN {
+            return None;
+        }
+        let (id, pause) = (spec.id.clone(), spec.pause);
+        self.open.push(Container { id, name, devices, pause, state: State::Asked, failed_tries: 0, last_ns: i64::MIN });
+        Some(self.open.len() - 1)
+    }
+
+    fn asked(&mut self, at: Option<i64>, spec: &Spec) -> AgentEvent {
+        let devices = if spec.devices.is_empty() { NONE.to_string() } else { spec.devices.clone() };
+        let index = self.add(spec, Some(spec.devices.clone()));
+        let container = index.and_then(|index| self.open.get_mut(index));
+        let name = container.map_or("?", |container| {
+            container.last_ns = at.unwrap_or(container.last_ns);
+            container.name.as_str()
+        });
+        AgentEvent::ContainerAsked { container: name.to_string(), devices, pause: spec.pause }
+    }
+
+    fn by_id(&self, id: &str) -> Option<usize> {
+        self.open.iter().position(|c| c.id.as_deref() == Some(id))
+    }
+
+    /// A container that the agent was asked for without a line about its spec.
+    fn unseen(&mut self) -> Option<usize> {
+        if self.without_spec == 0 { None } else { self.add(&Spec::default(), None) }
+    }
+
+    fn waiting(&mut self, at: Option<i64>, attempt: u64, of: u64, error: &str, each: &mut impl FnMut(Option<i64>, AgentEvent)) {
+        let named = devices_of(error);
+        let forgotten = |c: &Container| at.is_some_and(|at| c.last_ns != i64::MIN && at.saturating_sub(c.last_ns) > FORGOTTEN_NS);
+        let candidates = || self.open.iter().enumerate().filter(|(_, c)| c.state == State::Asked && c.wants(&named));
+        // Of several that are at the same try the one that has waited longest since its last one.
+        let next = candidates().filter(|(_, c)| c.failed_tries == attempt).min_by_key(|(_, c)| (forgotten(c), c.last_ns)).map(|(i, _)| i);
+        let other = candidates().filter(|(_, c)| c.failed_tries > 0).min_by_key(|(_, c)| c.failed_tries.abs_diff(attempt)).map(|(i, _)| i);
+        let Some(index) = next.or_else(|| self.unseen()).or(other) else { return };
+        let Some(container) = self.open.get_mut(index) else { return };
+        container.failed_tries = attempt.saturating_add(1);
+        container.last_ns = at.unwrap_or(container.last_ns);
+        if container.devices.is_none() && !named.is_empty() {
+            container.devices = Some(named.join(","));
+        }
+        // The agent counts from 0, people from 1.
+        each(at, AgentEvent::CdiTryFailed { container: container.name.clone(), attempt: container.failed_tries, error: error.to_string() });
+        if attempt >= of {
+            let container = self.open.remove(index);
+            // The others move up.
+            self.making = self.making.filter(|making| *making != index).map(|making| if making > index { making - 1 } else { making });
+            let error = format!("failed to inject devices after CDI timeout of {of} seconds");
+            let failed = failed(&container, &error);
+            each(at.map(|at| at.saturating_add(LAST_PAUSE_NS)), failed);
+        }
+    }
+
+    /// The container whose devices were injected.
+    fn injected(&mut self, spec: &Spec) -> Option<usize> {
+        if let Some(index) = spec.id.as_deref().and_then(|id| self.by_id(id)) {
+            return Some(index);
+        }
+        let waited = |c: &&Container| c.state == State::Asked && c.devices.as_deref() != Some("");
+        let first = self.open.iter().filter(waited).min_by_key(|c| c.last_ns).map(|c| c.name.clone());
+        match first.and_then(|name| self.open.iter().position(|c| c.name == name)) {
+            Some(index) => Some(index),
+            None => self.unseen(),
+        }
+    }
+
+    /// Gives a container's last failed try to another one where it stands too close before the one that succeeded to be its own.
+    fn not_its_own(&mut self, index: usize, at: Option<i64>) {
+        let Some(container) = self.open.get_mut(index) else { return };
+        let tries = container.failed_tries;
+        let last_ns = container.last_ns;
+        if tries == 0 || at.is_none_or(|at| at.saturating_sub(last_ns) >= SOONEST_NEXT_TRY_NS) {
+            return;
+        }
+        container.failed_tries = tries - 1;
+        let waits = |c: &&mut Container| c.state == State::Asked && c.failed_tries == tries - 1 && c.devices.as_deref() != Some("");
+        if let Some((_, other)) = self.open.iter_mut().enumerate().find(|(i, c)| *i != index && waits(c)) {
+            (other.failed_tries, other.last_ns) = (tries, last_ns);
+        }
+    }
+
+    /// The agent's lock is held for the container of this id.
+    fn make(&mut self, id: &str) {
+        let index = self.by_id(id).or_else(|| {
+            // Lines of a container that is there already: its process has ended, or a signal came.
+            let known = self.created.iter().any(|(created, _)| created == id);
+            if known || self.without_spec == 0 { None } else { self.add(&Spec { id: Some(id.to_string()), ..Spec::default() }, None) }
+        });
+        if let Some(container) = index.and_then(|index| self.open.get_mut(index)) {
+            container.state = State::Making;
+            self.making = index;
+        }
+    }
+
+    /// The container that the agent is done with.
+    fn done(&mut self) -> Option<Container> {
+        let making = self.making.take().filter(|index| *index < self.open.len());
+        let injected = || self.open.iter().position(|c| c.state == State::Injected);
+        let without = || self.open.iter().position(|c| c.devices.as_deref() == Some(""));
+        let index = making.or_else(injected).or_else(without).or_else(|| self.unseen()).or_else(|| self.open.len().checked_sub(1))?;
+        let container = self.open.remove(index);
+        if let Some(id) = &container.id
+            && self.created.len() < MAX_OPEN
+        {
+            self.created.push((id.clone(), container.name.clone()));
+        }
+        Some(container)
+    }
+}
+
+fn failed(container: &Container, error: &str) -> AgentEvent {
+    let tries = container.tries().map(|tries| if container.state == State::Asked { container.failed_tries } else { tries });
+    AgentEvent::ContainerFailed { container: container.name.clone(), devices: container.devices(), tries, error: error.to_string() }
+}
