@@ -66,8 +66,9 @@ Examples:
   kata-gpu-boot install --kata-config $CONFIG --param gpuinit.log=debug
   kata-gpu-boot install --kata-config $CONFIG --unset gpuinit.log
   # for a cluster: a DaemonSet that installs what its own image holds
-  kata-gpu-boot install --kata-config /opt/kata/share/defaults/kata-containers/$CONFIG \\
-    --initrd /gpu.initrd --print daemonset --container-image REGISTRY/gpu:1
+  kata-gpu-boot install --initrd /gpu.initrd --print daemonset \\
+    --kata-config /opt/kata/share/defaults/kata-containers/$CONFIG \\
+    --container-image registry.example/gpu-init:1
   # or a runtime of its own, by kata-deploy's chart
   kata-gpu-boot install --kata-config $CONFIG --initrd /opt/a.initrd \\
     --print helm > values.yaml";
