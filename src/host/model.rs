@@ -325,7 +325,8 @@ impl Boot {
         let mut containers = Containers::default();
         let mut heard = false;
         for (event, placed) in imported.chain(placed_lines) {
-            heard = true;
+            // An agent that logs warnings alone says these, and nothing of containers.
+            heard |= !matches!(event, AgentEvent::HookFailed { .. } | AgentEvent::Bound(_) | AgentEvent::Start { .. });
             if event == AgentEvent::Ready {
                 ready = ready.or(placed);
             }

@@ -1,15 +1,15 @@
 //! `install --node` and the DaemonSet that runs it: copies with names of their content, the label's file, processes that stay, and that nothing is left of them.
 
-use crate::collect::program;
+use crate::collect::{program, until};
 use crate::install::{World, done};
 use kata_gpu_init::host::install::merge::Runtime;
-use kata_gpu_init::host::install::{self, from_words};
+use kata_gpu_init::host::install::{self, from_words, uninstall};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 use serde_yaml::Value;
 use std::fs;
 use std::io::{BufRead, BufReader};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStdout, Command, Stdio};
 
 const CONFIG: &str = "/opt/kata/share/defaults/kata-containers/runtimes/qemu-nvidia-gpu/configuration-qemu-nvidia-gpu.toml";
@@ -65,8 +65,7 @@ fn the_guest_is_copied_and_the_former_copy_stays_for_pods_that_start_from_it() {
     newest.sort();
     assert_eq!(copies(&world), newest, "the first of three is gone");
     done(&world.uninstall(&strs(&words)));
-    assert_eq!(copies(&world), [] as [&str; 0]);
-    assert!(!feature(&world).exists());
+    assert!(!node(&world).exists() && !feature(&world).exists());
     for (path, content) in before {
         assert!(path.is_dir() || path == world.initrd || fs::read(&path).unwrap() == content.1, "{}", path.display());
     }
@@ -85,9 +84,28 @@ fn what_is_refused_leaves_no_copy_and_no_label() {
     assert!(said.code == 1 && said.err.contains("needs --initrd or --image"), "{said:?}");
     let said = world.install_initrd(&[strs(&words), vec!["--dry-run"]].concat());
     assert!(said.code == 1 && said.err.contains("leave --node away"), "{said:?}");
+    let said = world.install_initrd(&[strs(&words), vec!["--unset", "gpuinit.log"]].concat());
+    assert!(said.code == 1 && said.err.contains("--unset"), "{said:?}");
+    let said = world.plain_install(&[strs(&words), vec!["--initrd", world.initrd.to_str().unwrap()]].concat());
+    assert!(said.code == 1 && said.err.contains("--kata-version"), "{said:?}");
     fs::remove_file(&world.initrd).unwrap();
     let said = world.install_initrd(&strs(&words));
-    assert!(said.code == 1 && said.err.contains("open "), "{said:?}");
+    assert!(said.code == 1 && said.err.contains("no such initrd"), "{said:?}");
+    assert!(!node(&world).exists());
+}
+
+#[test]
+fn words_of_a_manifest_that_are_gone_are_gone_from_the_node() {
+    let world = World::new("node-words", "go-qemu-nvidia-gpu");
+    let words = words(&world);
+    let params = |world: &World| {
+        let effective = world.effective(Runtime::Go);
+        effective.get(&["hypervisor", "qemu", "kernel_params"]).and_then(|v| v.as_str()).unwrap_or_default().to_string()
+    };
+    done(&world.install_initrd(&[strs(&words), vec!["--param", "gpuinit.log=debug"]].concat()));
+    assert!(params(&world).contains("gpuinit.log=debug"));
+    done(&world.install_initrd(&strs(&words)));
+    assert!(!params(&world).contains("gpuinit.log"));
 }
 
 /// A pod's process.
@@ -97,16 +115,17 @@ struct Pod {
 }
 
 impl Pod {
-    fn start(world: &World) -> Pod {
+    fn start(world: &World, step: &str, more: &[&str]) -> Pod {
         let mut command = Command::new(program());
-        command
-            .args(["install", "--kata-version", "4.1.0", "--stay", "--kata-config"])
-            .arg(&world.config)
-            .arg("--initrd")
-            .arg(&world.initrd);
-        let mut child = command.args(words(world)).stdout(Stdio::piped()).stderr(Stdio::inherit()).spawn().unwrap();
+        command.args([step, "--stay", "--kata-config"]).arg(&world.config).args(words(world)).args(more);
+        let mut child = command.stdout(Stdio::piped()).stderr(Stdio::inherit()).spawn().unwrap();
         let lines = BufReader::new(child.stdout.take().unwrap());
         Pod { child, lines }
+    }
+
+    /// Installs this file.
+    fn installs(world: &World, guest: &Path) -> Pod {
+        Pod::start(world, "install", &["--kata-version", "4.1.0", "--initrd", guest.to_str().unwrap()])
     }
 
     /// Waits for a line that starts with this.
@@ -121,33 +140,54 @@ impl Pod {
         }
     }
 
-    fn end(mut self, says: &str) {
+    fn end(mut self) {
         kill(Pid::from_raw(self.child.id().try_into().unwrap()), Signal::SIGTERM).unwrap();
-        self.says(says);
         assert!(self.child.wait().unwrap().success());
     }
 }
 
 #[test]
-fn a_pod_installs_again_what_kata_takes_away_and_the_last_one_uninstalls() {
+fn a_pod_installs_again_what_kata_takes_away_and_its_end_changes_nothing() {
     let world = World::new("node-stay", "go-qemu-nvidia-gpu");
-    let mut old = Pod::start(&world);
-    old.says("wrote ");
-    // Kata's upgrade writes its folder anew.
-    fs::remove_dir_all(world.config_d()).unwrap();
+    let mut old = Pod::installs(&world, &world.initrd);
     old.says("wrote ");
     let first = initrd_of(&world);
-    // The DaemonSet's upgrade: the new pod's guest is another one.
-    world.make_initrd(&world.initrd, 5000);
-    let mut new = Pod::start(&world);
+    // Kata's upgrade writes its folder anew, and with it goes what lay there.
+    fs::remove_dir_all(world.config_d()).unwrap();
+    fs::remove_dir_all(node(&world)).unwrap();
+    old.says("wrote ");
+    assert!(initrd_of(&world) == first && Path::new(&first).exists());
+    // So does somebody who removes the label alone; it is said as nothing to do.
+    fs::remove_file(feature(&world)).unwrap();
+    old.says("nothing to do");
+    old.end();
+    assert!(initrd_of(&world) == first && feature(&world).exists());
+    // The DaemonSet's upgrade, with another guest; then its uninstalling one.
+    let other = world.root().join("other.cpio");
+    world.make_initrd(&other, 5000);
+    let mut new = Pod::installs(&world, &other);
     new.says("wrote ");
-    let second = initrd_of(&world);
-    assert_ne!(first, second);
-    old.end("another pod of this node keeps it installed");
-    assert!(initrd_of(&world) == second && feature(&world).exists());
-    new.end("removed ");
+    assert_ne!(initrd_of(&world), first);
+    new.end();
+    let mut last = Pod::start(&world, "uninstall", &[]);
+    last.says("removed ");
+    last.says("New pods start as before");
+    last.end();
     assert_eq!(initrd_of(&world), "");
-    assert!(copies(&world).is_empty() && !feature(&world).exists());
+    assert!(!node(&world).exists() && !feature(&world).exists());
+}
+
+#[test]
+fn a_pod_that_is_refused_takes_the_label_away_and_installs_when_it_can() {
+    let world = World::new("node-refused-later", "go-qemu-nvidia-gpu");
+    let mut pod = Pod::installs(&world, &world.initrd);
+    pod.says("wrote ");
+    world.edit("vm_cache_number = 0", "vm_cache_number = 1");
+    until("the label to go", || !feature(&world).exists());
+    world.edit("vm_cache_number = 1", "vm_cache_number = 0");
+    pod.says("nothing to do");
+    until("the label", || feature(&world).exists());
+    pod.end();
 }
 
 fn daemon_set(words: &[&str]) -> Value {
@@ -181,8 +221,29 @@ fn the_daemon_set_runs_what_install_takes_where_it_can_see_it() {
         let at = installs.iter().position(|word| word == option).unwrap();
         assert!(mounts.iter().any(|mount| installs[at + 1].starts_with(&format!("{mount}/"))), "{option} {}", installs[at + 1]);
     }
+    assert_eq!(printed["metadata"]["name"], "kata-gpu-init-qemu-nvidia-gpu");
     assert_eq!(pod["nodeSelector"]["katacontainers.io/kata-runtime"], "true");
     assert_eq!(pod["automountServiceAccountToken"], false);
+}
+
+#[test]
+fn the_daemon_set_that_uninstalls_takes_the_place_of_the_one_that_installs() {
+    let installs = daemon_set(&["--initrd", "/gpu.initrd"]);
+    let said = uninstall::say(&from_words(&["--kata-config", CONFIG, "--print", "daemonset"]).unwrap());
+    let uninstalls: Value = serde_yaml::from_str(done(&said)).unwrap();
+    for key in ["metadata", "kind"] {
+        assert_eq!(installs[key], uninstalls[key]);
+    }
+    let command = |set: &Value| -> Vec<String> {
+        let words = set["spec"]["template"]["spec"]["containers"][0]["command"].as_sequence().unwrap();
+        words.iter().map(|word| word.as_str().unwrap().to_string()).collect()
+    };
+    let after = |words: &[String], option: &str| words.iter().skip_while(|word| *word != option).nth(1).cloned();
+    for option in ["--kata-config", "--node", "--node-feature"] {
+        assert_eq!(after(&command(&installs), option), after(&command(&uninstalls), option), "{option}");
+    }
+    assert_eq!(command(&uninstalls)[1], "uninstall");
+    from_words::<uninstall::Args>(&strs(&command(&uninstalls))[2..]).unwrap();
 }
 
 #[test]

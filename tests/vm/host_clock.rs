@@ -82,7 +82,7 @@ fn both_clocks(context: &TestContext) -> Result<Outcome> {
 
     // A drift: seconds between the two looks, in which nothing runs.
     host.run(&format!("adjtimex --frequency {}", (DRIFT_PPM * 65536.0) as i64))?;
-    let guest = KvmGuest::start(&mut host, &image, "0a1b", "train-0", 33, "nvidia.s2_ms=8000")?;
+    let guest = KvmGuest::start(&mut host, &image, "0a1b", "train-0", 33, "nvidia.s2_ms=15000")?;
     sent(&mut host, &guest, &event(names::SETTLED))?;
     let drifted = Aligned::of(&mut host, &guest, 0)?;
     drifted.agrees()?;

@@ -11,8 +11,12 @@ use super::AgentEvent;
 use super::line::{Line, Spec, Words, devices_of, short};
 use std::collections::BTreeSet;
 
-/// Containers that are told apart at once; the events of more carry what their own line says.
-const MAX_OPEN: usize = 1024;
+/// Containers under way that are told apart; of more, the one that was tried longest ago is forgotten: it was refused.
+const MAX_OPEN: usize = 64;
+/// Names of containers, and ids of created ones, that are kept.
+const MAX_NAMES: usize = 1024;
+/// Devices of an error that are compared with a container's: these tell them apart as well as all do.
+const MAX_COMPARED: usize = 4;
 /// Two tries of one container are a second apart, and then some.
 const SOONEST_NEXT_TRY_NS: i64 = 900_000_000;
 /// Between the last try and its failure: the agent sleeps once more before it gives up.
@@ -61,7 +65,7 @@ impl Container {
         match self.devices.as_deref() {
             None => true,
             Some("") => false,
-            Some(devices) => named.iter().all(|device| devices.split(',').any(|d| d == *device)),
+            Some(devices) => named.iter().take(MAX_COMPARED).all(|device| devices.split(',').any(|d| d == *device)),
         }
     }
 
@@ -144,7 +148,7 @@ impl Containers {
             // A container of the same name after the first one, or of another pod's.
             Some(name) => format!("{name} ({})", id.unwrap_or("again")),
         };
-        if self.names.len() < MAX_OPEN {
+        if self.names.len() < MAX_NAMES {
             self.names.insert(name.clone());
         }
         name
@@ -154,11 +158,19 @@ impl Containers {
         let name = self.unused_name(spec);
         self.without_spec = self.without_spec.saturating_sub(1);
         if self.open.len() >= MAX_OPEN {
-            return None;
+            let asked = self.open.iter().enumerate().filter(|(_, c)| c.state == State::Asked);
+            let oldest = asked.min_by_key(|(_, c)| c.last_ns).map(|(i, _)| i)?;
+            self.remove(oldest);
         }
         let (id, pause) = (spec.id.clone(), spec.pause);
         self.open.push(Container { id, name, devices, pause, state: State::Asked, failed_tries: 0, last_ns: i64::MIN });
         Some(self.open.len() - 1)
+    }
+
+    /// Takes one out; the others move up.
+    fn remove(&mut self, index: usize) -> Container {
+        self.making = self.making.filter(|making| *making != index).map(|making| if making > index { making - 1 } else { making });
+        self.open.remove(index)
     }
 
     fn asked(&mut self, at: Option<i64>, spec: &Spec) -> AgentEvent {
@@ -184,10 +196,12 @@ impl Containers {
     fn waiting(&mut self, at: Option<i64>, attempt: u64, of: u64, error: &str, each: &mut impl FnMut(Option<i64>, AgentEvent)) {
         let named = devices_of(error);
         let forgotten = |c: &Container| at.is_some_and(|at| c.last_ns != i64::MIN && at.saturating_sub(c.last_ns) > FORGOTTEN_NS);
-        let candidates = || self.open.iter().enumerate().filter(|(_, c)| c.state == State::Asked && c.wants(&named));
+        let asked = || self.open.iter().enumerate().filter(|(_, c)| c.state == State::Asked);
         // Of several that are at the same try the one that has waited longest since its last one.
-        let next = candidates().filter(|(_, c)| c.failed_tries == attempt).min_by_key(|(_, c)| (forgotten(c), c.last_ns)).map(|(i, _)| i);
-        let other = candidates().filter(|(_, c)| c.failed_tries > 0).min_by_key(|(_, c)| c.failed_tries.abs_diff(attempt)).map(|(i, _)| i);
+        let same = asked().filter(|(_, c)| c.failed_tries == attempt && c.wants(&named));
+        let next = same.min_by_key(|(_, c)| (forgotten(c), c.last_ns)).map(|(i, _)| i);
+        let tried = asked().filter(|(_, c)| next.is_none() && c.failed_tries > 0 && c.wants(&named));
+        let other = tried.min_by_key(|(_, c)| c.failed_tries.abs_diff(attempt)).map(|(i, _)| i);
         let Some(index) = next.or_else(|| self.unseen()).or(other) else { return };
         let Some(container) = self.open.get_mut(index) else { return };
         container.failed_tries = attempt.saturating_add(1);
@@ -198,9 +212,7 @@ impl Containers {
         // The agent counts from 0, people from 1.
         each(at, AgentEvent::CdiTryFailed { container: container.name.clone(), attempt: container.failed_tries, error: error.to_string() });
         if attempt >= of {
-            let container = self.open.remove(index);
-            // The others move up.
-            self.making = self.making.filter(|making| *making != index).map(|making| if making > index { making - 1 } else { making });
+            let container = self.remove(index);
             let error = format!("failed to inject devices after CDI timeout of {of} seconds");
             let failed = failed(&container, &error);
             each(at.map(|at| at.saturating_add(LAST_PAUSE_NS)), failed);
@@ -254,9 +266,9 @@ impl Containers {
         let injected = || self.open.iter().position(|c| c.state == State::Injected);
         let without = || self.open.iter().position(|c| c.devices.as_deref() == Some(""));
         let index = making.or_else(injected).or_else(without).or_else(|| self.unseen()).or_else(|| self.open.len().checked_sub(1))?;
-        let container = self.open.remove(index);
+        let container = self.remove(index);
         if let Some(id) = &container.id
-            && self.created.len() < MAX_OPEN
+            && self.created.len() < MAX_NAMES
         {
             self.created.push((id.clone(), container.name.clone()));
         }

@@ -8,7 +8,7 @@ use serde::de::IgnoredAny;
 
 /// What every line of the agent begins with.
 const START: &[u8] = b"{\"msg\":\"";
-/// Lines of others between two pieces of one line.
+/// Lines of others between two pieces of one line, and pieces.
 const MAX_BETWEEN: usize = 32;
 /// Places in a line that are tried as the beginning of another one.
 const MAX_PLACES: usize = 16;
@@ -52,6 +52,9 @@ impl Torn {
         if line.starts_with(START) || stamp(line) == Some(0) || self.begun.len().saturating_add(line.len()) > most {
             return false;
         }
+        if self.between >= MAX_BETWEEN {
+            return false;
+        }
         let piece = self.begun.len();
         self.begun.extend_from_slice(line);
         if is_object(&self.begun) {
@@ -62,6 +65,7 @@ impl Torn {
         self.begun.truncate(piece);
         let Some((head, other)) = tear(line).filter(|at| *at > 0).and_then(|at| line.split_at_checked(at)) else { return false };
         self.begun.extend_from_slice(head);
+        self.between += 1;
         each(other);
         true
     }
@@ -136,5 +140,11 @@ mod tests {
             torn.line(b"{\"x\":1}", 64, |_| seen += 1);
         }
         assert_eq!((seen, torn.begun.len()), (MAX_BETWEEN + 2, 0));
+        // So does one that comes in pieces of a byte.
+        torn.line(b"{\"msg\":\"begun", 1 << 16, |_| seen += 1);
+        for _ in 0..MAX_BETWEEN + 2 {
+            torn.line(b"x{\"x\":1}", 1 << 16, |_| seen += 1);
+        }
+        assert_eq!(torn.begun.len(), 0);
     }
 }

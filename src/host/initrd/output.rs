@@ -24,7 +24,7 @@ const BUFFER: usize = 256 * 1024;
 /// Mode of the file, whatever the umask: hypervisors need not run as root.
 const MODE: u32 = 0o644;
 /// What the name of a file under way ends in.
-const PARTIAL: &str = ".kata-gpu-boot-partial";
+pub const PARTIAL: &str = ".kata-gpu-boot-partial";
 /// How often a file under way is made, where others of that name come and go.
 const TRIES: usize = 16;
 

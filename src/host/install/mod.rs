@@ -124,7 +124,7 @@ pub struct Args {
     container_image: Option<String>,
     #[command(flatten)]
     place: node::Place,
-    /// With --node: stay, install again whenever Kata's files have changed, and uninstall at SIGTERM. For a DaemonSet's pod.
+    /// With --node: stay until SIGTERM, and install again whenever it has been taken away. For a DaemonSet's pod.
     #[arg(long, requires = "dir", conflicts_with_all = ["dry_run", "json", "print"])]
     stay: bool,
 }
@@ -137,7 +137,7 @@ pub enum Manifest {
     RuntimeClass,
     /// customRuntimes values for kata-deploy's chart.
     Helm,
-    /// A DaemonSet whose pods install on their nodes, which get a label, and uninstall when it is deleted. Reads nothing here.
+    /// A DaemonSet whose pods install on their nodes, which get a label. Reads nothing here. `uninstall --print daemonset` is the way back.
     #[value(name = "daemonset")]
     DaemonSet,
 }
@@ -157,6 +157,14 @@ impl Said {
 
     fn refused(err: String) -> Said {
         Said { err, code: 1, ..Said::default() }
+    }
+
+    /// Something that failed beside what was said.
+    fn add(&mut self, result: anyhow::Result<()>) {
+        if let Err(error) = result {
+            self.err.push_str(&format!("kata-gpu-boot: {}\n", printable(&format!("{error:#}"))));
+            self.code = 1;
+        }
     }
 
     fn print(self) -> ExitCode {
@@ -208,10 +216,7 @@ pub fn run(args: &Args) -> ExitCode {
 /// What it does, and says.
 pub fn say(args: &Args) -> Said {
     match &args.place.dir {
-        _ if args.print == Some(Manifest::DaemonSet) => match daemon_set::print(args) {
-            Ok(yaml) => Said::done(yaml),
-            Err(refusal) => Said::refused(format!("refused: {refusal}\n")),
-        },
+        _ if args.print == Some(Manifest::DaemonSet) => daemon_set::of_install(args),
         Some(dir) => node::say(args, dir),
         None => say_here(args),
     }
@@ -333,6 +338,8 @@ impl Install {
         let now = with_ours(&config, runtime, config.ours.text());
         let before = with_ours(&config, runtime, None);
         let (installed, made_directory) = match &config.ours {
+            // On a node, the words are those of the manifest and no others.
+            Found::Ours { record, .. } if args.place.dir.is_some() => (Vec::new(), record.made_directory),
             Found::Ours { record, .. } => (record.parameters.clone(), record.made_directory),
             _ => (Vec::new(), !config.dir_exists),
         };
@@ -344,6 +351,11 @@ impl Install {
         let text =
             drop_in::render(&plan, made_directory).ok_or_else(|| one(Refusal::at(&config.drop_in_path(), "cannot be written as TOML")))?;
         let after = with_ours(&config, runtime, Some(text.as_bytes()));
+        if args.place.dir.is_some() && version.version().is_none() {
+            // Keys that a Kata does not know make it fail every pod, on every node.
+            let refusal = Refusal::of_argument("--node", "Kata's version is not known: its shim cannot be asked here");
+            return Err(one(refusal.cure("give it with --kata-version X.Y.Z")));
+        }
         let facts = Facts {
             config: &config,
             runtime,
@@ -369,7 +381,7 @@ impl Install {
             let yaml = match what {
                 Manifest::RuntimeClass => manifests::runtime_class(name, path, self.default_memory),
                 Manifest::Helm => manifests::helm(name, path, &self.plan, self.default_memory),
-                Manifest::DaemonSet => daemon_set::print(args),
+                Manifest::DaemonSet => return Ok(daemon_set::of_install(args)),
             };
             return yaml.map(|out| Said { err: self.forced_text(), ..Said::done(out) }).map_err(|refusal| vec![refusal]);
         }

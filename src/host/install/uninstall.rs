@@ -3,8 +3,10 @@
 //! It works whatever state the configuration is in: rolling back must not depend on what may be why somebody rolls back.
 
 use super::checks;
+use super::daemon_set;
 use super::drop_in::{self, Found};
 use super::kata_config::unreadable;
+use super::manifests::Name;
 use super::node::{self, Place};
 use super::write;
 use super::{Said, changes_text, effective_changes};
@@ -24,7 +26,11 @@ Examples:
   cd /opt/kata/share/defaults/kata-containers
   CONFIG=configuration-qemu-nvidia-gpu.toml
   kata-gpu-boot uninstall --kata-config $CONFIG --dry-run
-  kata-gpu-boot uninstall --kata-config $CONFIG";
+  kata-gpu-boot uninstall --kata-config $CONFIG
+  # for a cluster: the DaemonSet that takes the installing one's place
+  kata-gpu-boot uninstall --print daemonset \\
+    --kata-config /opt/kata/share/defaults/kata-containers/$CONFIG \\
+    --container-image registry.example/gpu-init:1";
 
 /// Take the initrd or image out of a Kata configuration again.
 #[derive(clap::Args, Clone, Debug)]
@@ -32,35 +38,52 @@ Examples:
 pub struct Args {
     /// The Kata configuration file that was given to install.
     #[arg(long, value_name = "FILE")]
-    kata_config: PathBuf,
+    pub kata_config: PathBuf,
     /// Say what would be removed, and leave.
     #[arg(long)]
     dry_run: bool,
     /// Remove the drop-in even if it was edited or is a symbolic link.
     #[arg(long)]
-    force: bool,
+    pub force: bool,
     /// Print one JSON object.
     #[arg(long)]
     json: bool,
     #[command(flatten)]
-    place: Place,
+    pub place: Place,
+    /// With --node: stay until SIGTERM. For a DaemonSet's pod.
+    #[arg(long, requires = "dir", conflicts_with_all = ["dry_run", "json"])]
+    stay: bool,
+    /// Print the DaemonSet that uninstalls what `install --print daemonset` has installed, and leave. It takes that one's place.
+    #[arg(long, value_enum, value_name = "WHAT", conflicts_with_all = ["dry_run", "json"])]
+    print: Option<Manifest>,
+    /// Name of the DaemonSet, as it was printed.
+    #[arg(long, value_name = "NAME", requires = "print")]
+    pub name: Option<Name>,
+    /// The image of the printed DaemonSet's pods, with kata-gpu-boot at /kata-gpu-boot.
+    #[arg(long, value_name = "IMAGE", requires = "print")]
+    pub container_image: Option<String>,
 }
 
-impl Args {
-    /// Uninstall from this configuration.
-    pub fn of(config: &Path) -> Self {
-        Self { kata_config: config.into(), dry_run: false, force: false, json: false, place: Place::default() }
-    }
+/// What can be printed.
+#[derive(clap::ValueEnum, Clone, Copy, Debug, PartialEq, Eq)]
+enum Manifest {
+    /// A DaemonSet whose pods uninstall on their nodes.
+    #[value(name = "daemonset")]
+    DaemonSet,
 }
 
 /// Runs `uninstall`.
 pub fn run(args: &Args) -> ExitCode {
-    say(args).print()
+    if args.stay { node::stay_uninstalled(args) } else { say(args).print() }
 }
 
 /// What it does, and says.
 pub fn say(args: &Args) -> Said {
-    if args.dry_run { say_here(args) } else { node::uninstall(args, &args.place) }
+    match args.print {
+        Some(Manifest::DaemonSet) => daemon_set::of_uninstall(args),
+        None if args.dry_run => say_here(args),
+        None => node::uninstall(args),
+    }
 }
 
 /// The same, of the configuration alone.
