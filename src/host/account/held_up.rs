@@ -50,7 +50,7 @@ fn beside(step: &Step, enablings: &[&Step], window: &Window) -> Option<HeldUp> {
     let waited_for = |enabling: &&&Step| enabling.end_ns <= step.end_ns.saturating_add(SLACK_NS);
     let overlaps = |enabling: &&&Step| length(cut(enabling).0, cut(enabling).1) > 0;
     let at_once: Vec<_> = enablings.iter().filter(overlaps).filter(waited_for).collect();
-    let beside_ns = Intervals::union(at_once.iter().map(|enabling| cut(enabling)).collect()).total_ns();
+    let beside_ns = Intervals::union(at_once.iter().map(cut).collect()).total_ns();
     let took_ns = length(begin, end);
     let mut gpus: Vec<u64> = at_once.iter().filter_map(|enabling| enabling.gpu?.index).collect();
     gpus.sort_unstable();

@@ -7,7 +7,7 @@ mod kvm_guest;
 mod receiver;
 
 pub use console::{AgentLine, Console};
-pub use emulated_host::{EmulatedHost, Size};
+pub use emulated_host::{EmulatedHost, Silent, Size};
 pub use kvm_guest::{KvmGuest, KvmImage, SHARED};
 pub use receiver::{Listener, Receiver};
 
