@@ -22,6 +22,11 @@ const ROOT_INIT: &CStr = c"/sbin/init";
 pub fn run() -> ! {
     let command_line = read_command_line();
     load_all(LIST, &command_line);
+    if command_line.split(u8::is_ascii_whitespace).any(|word| word == b"console=hvc0")
+        && let Err(error) = await_console()
+    {
+        say(&format!("hardware: console=hvc0: {error}"));
+    }
     for (word, directory) in device_words(&command_line) {
         if let Err(error) = make_device(&word, directory) {
             say(&format!("hardware: {word}: {error}"));
@@ -67,6 +72,25 @@ fn load_all(list: &str, command_line: &[u8]) {
             say(&format!("hardware: load {path}: {error}"));
         }
     }
+}
+
+/// Waits for the port of the console, which comes some time after its driver: with one that a Kata kernel has built in it is there long before the init.
+fn await_console() -> Result<(), String> {
+    const LOOKS: u32 = 500;
+    let _unused = std::fs::create_dir_all("/dev");
+    mount(Some("devtmpfs"), "/dev", Some("devtmpfs"), MsFlags::empty(), None::<&str>).map_err(|e| e.to_string())?;
+    let opened = || OpenOptions::new().write(true).open("/dev/hvc0").map_err(|error| error.to_string());
+    let mut console = opened();
+    for _ in 0..LOOKS {
+        if console.is_ok() {
+            break;
+        }
+        std::thread::sleep(std::time::Duration::from_millis(10));
+        console = opened();
+    }
+    let console = console.map(drop);
+    umount2("/dev", MntFlags::empty()).map_err(|e| e.to_string())?;
+    console
 }
 
 /// `DEVICE:TYPE` becomes the root. The init finds nothing mounted, as after a real kernel.

@@ -298,6 +298,11 @@ impl BootFile {
         })
     }
 
+    /// Kata's id of the sandbox.
+    pub fn sandbox_id(&self) -> Option<&str> {
+        self.sandbox().map(|sandbox| sandbox.id.as_str())
+    }
+
     /// The first that stands there; None in a file of logs, or that no collector began.
     pub fn trace(&self) -> Option<TraceId> {
         self.host.iter().find_map(|line| match line.event {

@@ -20,6 +20,7 @@ pub mod import; // the subcommand import: boots from other programs' logs
 pub mod initrd; // the subcommand initrd: guest images
 pub mod install; // the subcommands install and uninstall
 pub mod live; // rows as they happen
+pub mod logfmt; // key=value lines
 pub mod model; // what is known of a boot: records in, Boot out
 pub mod push; // OTLP to a receiver
 pub mod record; // a record as readers keep it: bounded, compact

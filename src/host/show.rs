@@ -40,7 +40,7 @@ pub struct Args {
     /// Where the collector wrote.
     #[arg(long, default_value = ".")]
     dir: PathBuf,
-    /// The guest's console log, for the agent's own lines [default: the file beside the boot's that ends in .console].
+    /// The guest's console log, or containerd's log with its lines (vmconsole=), for the agent's own lines [default: the file beside the boot's that ends in .console].
     #[arg(long, value_name = "FILE")]
     console: Option<PathBuf>,
     /// Print everything that is known as one JSON object: gpus, containers, milestones, spans; times in ns since kernel start.
@@ -55,7 +55,7 @@ pub struct Args {
 pub fn run(args: &Args) -> Result<()> {
     let path = find(args.boot.as_deref(), &args.dir)?;
     let file = read_boot(&path)?;
-    let agent = agent_log::of_boot(&path, args.console.as_deref())?;
+    let agent = agent_log::of_boot(&path, file.sandbox_id(), args.console.as_deref())?;
     let boot = Boot::new(&file, &agent);
     print_with(|out| match args.json {
         true => write_ascii_json(out, &boot),
@@ -268,7 +268,7 @@ mod tests {
     /// A boot with kata-agent 4.1.0 for real, in the simulator guest; of its console, the agent's lines, as they were torn.
     fn of_a_real_agent(what: &str) -> (BootFile, Vec<AgentLine>) {
         let path = tests_dir(&format!("fixtures/agent/kata-agent-4.1.0-{what}.ndjson"));
-        (read_boot(&path).unwrap(), agent_log::of_boot(&path, None).unwrap())
+        (read_boot(&path).unwrap(), agent_log::of_boot(&path, None, None).unwrap())
     }
 
     #[test]

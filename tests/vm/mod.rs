@@ -47,6 +47,8 @@ mod import;
 #[cfg(feature = "host")]
 mod initrd;
 #[cfg(feature = "host")]
+mod kata;
+#[cfg(feature = "host")]
 mod modules;
 #[cfg(feature = "host")]
 mod nvml;
@@ -113,4 +115,5 @@ pub const TESTS: &[&[harness::VmTest]] = &[
     host_guests::TESTS,
     host_clock::TESTS,
     host_root::TESTS,
+    kata::TESTS,
 ];

@@ -21,14 +21,9 @@ fn boot_id(n: u32) -> String {
     format!("0f7a1f8e-0000-4000-8000-{n:012}")
 }
 
-/// Programs for the emulated host: the collector without its symbols, and the VMM.
+/// Programs for the emulated host: the collector, and the VMM.
 fn programs(context: &TestContext) -> Result<[(PathBuf, &'static str); 2]> {
-    let built = std::env::var_os("KATA_GPU_BOOT").map_or_else(|| context.target.join("debug/kata-gpu-boot"), PathBuf::from);
-    let stripped = context.work_dir.join("kata-gpu-boot");
-    std::fs::create_dir_all(&context.work_dir)?;
-    let done = std::process::Command::new("strip").arg("-o").arg(&stripped).arg(&built).status().context("strip")?;
-    ensure!(done.success(), "strip {}: {done}", built.display());
-    Ok([(stripped, PROGRAM), (context.target.join("x86_64-unknown-linux-musl/release/kata-agent"), VMM)])
+    Ok([(EmulatedHost::program(context)?, PROGRAM), (context.target.join("x86_64-unknown-linux-musl/release/kata-agent"), VMM)])
 }
 
 /// A host with the collector's unit, installed as the README says, and a stand-in for containerd's.

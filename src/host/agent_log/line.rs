@@ -22,7 +22,7 @@ pub struct Spec {
     pub id: Option<String>,
     /// The name in its pod.
     pub name: Option<String>,
-    /// Values of its CDI annotations, joined by commas; empty where there is none.
+    /// Values of its CDI annotations and of its variable VISIBLE_CDI_DEVICES, joined by commas; empty where there is none.
     pub devices: String,
     /// It is the pod's pause container.
     pub pause: bool,
@@ -214,7 +214,9 @@ fn spec_of(debug: &str) -> Spec {
     }
     // The agent prints a map, whose order is another one each time.
     devices.sort_unstable();
-    let devices = devices.iter().map(|(_, value)| *value).collect::<Vec<_>>().join(",");
+    // From 4.1 on a container may ask by its environment, too, where the agent's configuration lets it.
+    let visible = fields.visible.as_deref().filter(|value| !["", "none", "void"].contains(value));
+    let devices = devices.iter().map(|(_, value)| *value).chain(visible).collect::<Vec<_>>().join(",");
     // The agent injects nothing into a pause container, whatever its annotations are.
     let devices = if pause { String::new() } else { cut(&devices) };
     Spec { id, name: called.filter(|n| !n.is_empty()).map(name), devices, pause }
@@ -229,6 +231,8 @@ struct Fields {
     annotations: Vec<(String, String)>,
     root: Option<String>,
     cgroup: Option<String>,
+    /// Value of its first variable VISIBLE_CDI_DEVICES.
+    visible: Option<String>,
 }
 
 impl Fields {
@@ -259,6 +263,10 @@ impl Fields {
                             Some(name) if fields.annotations.len() < MAX_ANNOTATIONS => fields.annotations.push((name, text)),
                             Some(_) => {}
                         },
+                        ("env", _) => {
+                            let value = text.strip_prefix("VISIBLE_CDI_DEVICES=").map(str::to_string);
+                            fields.visible = fields.visible.or(value);
+                        }
                         ("root", "path") => fields.root = fields.root.or(Some(text)),
                         ("linux" | "cgroups_path", _) if key == "cgroups_path" || field == "cgroups_path" => {
                             fields.cgroup = fields.cgroup.or(Some(text));
@@ -392,6 +400,13 @@ mod tests {
         assert_eq!(spec_of(&called), Spec { id: Some("b2".into()), name: Some("one".into()), ..plain.clone() });
         let pause = spec(r#", "io.kubernetes.cri.container-type": "sandbox""#);
         assert_eq!(spec_of(&pause), Spec { devices: String::new(), pause: true, ..plain.clone() });
+        let env = |value: &str| {
+            format!(
+                r#"Spec {{ process: Some(Process {{ args: Some(["VISIBLE_CDI_DEVICES=no"]), env: Some(["A=VISIBLE_CDI_DEVICES=no", "VISIBLE_CDI_DEVICES={value}"]) }}) }}"#
+            )
+        };
+        assert_eq!(spec_of(&env("nvidia.com/gpu=3")).devices, "nvidia.com/gpu=3");
+        assert_eq!(spec_of(&env("none")).devices, "");
         // As agents before 3.9 print it, with a cgroup of systemd.
         let old = r#"Spec { version: "1.0", root: None, annotations: {"cdi.k8s.io/a": "nvidia.com/gpu=all"}, linux: Some(Linux { cgroups_path: "kubepods.slice:cri-containerd:c3" }) }"#;
         assert_eq!(spec_of(old), Spec { id: Some("c3".into()), devices: "nvidia.com/gpu=all".into(), ..Spec::default() });

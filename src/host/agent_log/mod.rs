@@ -6,6 +6,7 @@
 
 mod containers; // lines into what happens to each container
 pub mod line; // one line's words
+mod shim; // the console in containerd's log
 pub mod torn; // lines that others have torn
 
 pub use containers::{NONE, UNKNOWN};
@@ -120,15 +121,18 @@ impl AgentLog {
     }
 }
 
+const WHOSE: &str =
+    "it is containerd's log, and the boot's file does not say which sandbox it is of; kata-gpu-boot import reads the log alone";
 /// What a console log beside a boot's file ends in.
 const EXTENSION: &str = "console";
 
-/// The agent's lines of the boot with this file: from the console log that was named, or else from the one beside the file, if there is one.
-pub fn of_boot(boot: &Path, console: Option<&Path>) -> Result<Vec<AgentLine>> {
+/// The agent's lines of the boot with this file, of the sandbox with this id: from the console log or containerd's log that was named, or else
+/// from the console log beside the file, if there is one.
+pub fn of_boot(boot: &Path, sandbox: Option<&str>, console: Option<&Path>) -> Result<Vec<AgentLine>> {
     let beside = boot.with_extension(EXTENSION);
     let Some(console) = console.or_else(|| beside.is_file().then_some(beside.as_path())) else { return Ok(Vec::new()) };
     let file = File::open(console).with_context(|| format!("open console log {}", console.display()))?;
-    read(file).with_context(|| format!("read {}", console.display()))
+    read_of(file, sandbox).with_context(|| format!("read {}", console.display()))
 }
 
 impl AgentEvent {
@@ -152,17 +156,31 @@ pub fn is_full(lines: &[AgentLine]) -> bool {
 }
 
 /// The lines of the agent in a console log, as many as fit.
-pub fn read(mut from: impl Read) -> io::Result<Vec<AgentLine>> {
+pub fn read(from: impl Read) -> io::Result<Vec<AgentLine>> {
+    read_of(from, None)
+}
+
+/// The same; in containerd's log those of this sandbox.
+fn read_of(mut from: impl Read, sandbox: Option<&str>) -> io::Result<Vec<AgentLine>> {
     let mut lines = Lines::new(MAX_CONSOLE_LINE);
     let mut found: Vec<AgentLine> = Vec::new();
     let mut text = 0;
     let mut chunk = vec![0; 64 * 1024];
     let mut log = AgentLog::default();
+    let mut whose = true;
     loop {
         match from.read(&mut chunk) {
+            _ if !whose => return Err(io::Error::other(WHOSE)),
             Ok(0) => return Ok(found),
             Ok(n) => lines.push(&chunk[..n], |piece| {
                 let Piece::Line(line) = piece else { return };
+                let shim = shim::console_line(line);
+                whose &= shim.is_none() || sandbox.is_some();
+                let line = match &shim {
+                    None => line,
+                    Some(shim) if Some(shim.sandbox.as_str()) == sandbox => shim.line.as_bytes(),
+                    Some(_) => return,
+                };
                 log.line(line, |line| {
                     if found.len() < MAX_AGENT_LINES && text < MAX_AGENT_TEXT {
                         text += line.event.text_bytes();

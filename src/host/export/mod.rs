@@ -69,7 +69,7 @@ pub struct Args {
     /// Write to this file instead of standard output (-).
     #[arg(short, long, value_name = "F")]
     output: Option<PathBuf>,
-    /// The guest's console log, for the agent's own lines [default: the file beside the boot's that ends in .console].
+    /// The guest's console log, or containerd's log with its lines (vmconsole=), for the agent's own lines [default: the file beside the boot's that ends in .console].
     #[arg(long, value_name = "FILE")]
     console: Option<PathBuf>,
     /// A resource attribute for --otlp, for example k8s.node.name=n1; may be repeated.
@@ -146,7 +146,7 @@ pub fn run(args: &Args) -> Result<()> {
     }
     let path = find(args.boot.as_deref(), &args.dir)?;
     let file = read_boot(&path)?;
-    let agent = agent_log::of_boot(&path, args.console.as_deref())?;
+    let agent = agent_log::of_boot(&path, file.sandbox_id(), args.console.as_deref())?;
     let resource = if format == Format::Otlp { of_this_machine(&args.attribute)? } else { Resource::new() };
     if let Some(url) = &args.push {
         return push::run(&Target::new(url, &args.otlp_header)?, &file, &agent, &resource);

@@ -7,9 +7,10 @@
 use super::console::Console;
 use super::input::{Input, Text};
 use super::item::{Count, Fact, Format, Item, Log, MAX_ITEMS, Skip, Stamp};
-use super::{logfmt, names};
+use super::names;
 use crate::events::record::Level;
 use crate::host::agent_log::line::realtime_ns;
+use crate::host::logfmt;
 use anyhow::Result;
 use serde_json::{Map, Value};
 use std::collections::BTreeMap;

@@ -18,7 +18,6 @@ pub mod input; // files into lines
 pub mod item; // what formats give
 pub mod journal; // format: containerd's journal or log
 pub mod kernel; // lines of the guest's kernel
-pub mod logfmt; // key=value lines
 pub mod names; // names of records that only logs give
 pub mod pins; // calls of vfio_pin_pages_remote
 pub mod pod; // format: kubectl get pod -o json

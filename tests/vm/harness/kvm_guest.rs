@@ -36,6 +36,11 @@ impl KvmImage {
         })
     }
 
+    /// The kernel command line.
+    pub fn append(&self) -> &str {
+        &self.append
+    }
+
     /// Names in the host, and the files.
     pub fn files(&self) -> [(&'static str, &Path); 2] {
         [(KERNEL, &self.kernel), (INITRD, &self.initrd)]

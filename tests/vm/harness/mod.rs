@@ -3,11 +3,13 @@
 mod console;
 mod cpio;
 mod emulated_host;
+mod kata;
 mod kvm_guest;
 mod receiver;
 
 pub use console::{AgentLine, Console};
 pub use emulated_host::{EmulatedHost, Silent, Size};
+pub use kata::{BOOTS, KataHost};
 pub use kvm_guest::{KvmGuest, KvmImage, SHARED};
 pub use receiver::{Listener, Receiver};
 

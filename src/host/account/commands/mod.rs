@@ -37,7 +37,7 @@ pub struct BootArgs {
     /// Where the collector wrote.
     #[arg(long, default_value = ".")]
     dir: PathBuf,
-    /// The guest's console log, for the agent's own lines [default: the file beside the boot's that ends in .console].
+    /// The guest's console log, or containerd's log with its lines (vmconsole=), for the agent's own lines [default: the file beside the boot's that ends in .console].
     #[arg(long, value_name = "FILE")]
     console: Option<PathBuf>,
     /// Begin at this milestone instead of the first one.
@@ -62,7 +62,7 @@ pub struct Loaded {
 /// Reads a boot, and the console log beside it if there is one and no other was named.
 pub fn load(path: &Path, console: Option<&Path>) -> Result<Loaded> {
     let file = read_boot(path)?;
-    let agent = agent_log::of_boot(path, console)?;
+    let agent = agent_log::of_boot(path, file.sandbox_id(), console)?;
     let boot = Boot::new(&file, &agent);
     let timeline = Timeline::new(from_boot::story(&boot, &file, &agent));
     Ok(Loaded { agent_known: !agent.is_empty(), file, boot, timeline })

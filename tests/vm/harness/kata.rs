@@ -1,0 +1,214 @@
+//! Kata itself on an emulated host: its Go shim under containerd, its agent in the guest, the printed
+//! unit of the collector, and the guest installed by `kata-gpu-boot install`.
+//!
+//! `KATA` names a folder laid out as kata-deploy lays out /opt/kata: bin/containerd-shim-kata-v2,
+//! share/defaults/kata-containers/configuration-qemu-nvidia-gpu.toml; and bin/kata-agent, which
+//! kata-deploy has in its images alone, linked statically. The rest of it is not looked at.
+
+use super::{EmulatedHost, Guest, KvmGuest, KvmImage, Outcome, Size, TestContext};
+use anyhow::{Context, Result, ensure};
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+pub const BOOTS: &str = "/var/lib/kata-gpu-boot";
+const PROGRAM: &str = "/usr/local/bin/kata-gpu-boot";
+const CONFIG: &str = "configuration-qemu-nvidia-gpu.toml";
+/// A folder of its own, as kata-deploy makes one for each runtime.
+pub const FOLDER: &str = "/opt/kata/share/defaults/kata-containers/runtimes/qemu-nvidia-gpu";
+pub const INITRD: &str = "/var/guests/initrd.cpio";
+/// The installed guest, and the same one as another file.
+const ARCHIVES: &str = "/var/archives";
+/// Roots of the containers, as tests/containers/build makes them.
+const ROOTS: &str = "/var/containers";
+
+/// What is there on a GPU host and not here: where the host's programs are, and devices to pass
+/// through. The containers ask by their environment for GPUs that are simulated in the guest.
+const DROP_IN: &str = r#"[hypervisor.qemu]
+path = "/usr/local/bin/qemu"
+valid_hypervisor_paths = ["/usr/local/bin/qemu"]
+kernel = "/var/guests/vmlinux"
+firmware = ""
+virtio_fs_daemon = "/usr/libexec/virtiofsd"
+valid_virtio_fs_daemon_paths = ["/usr/libexec/virtiofsd"]
+default_memory = 768
+cold_plug_vfio = "no-port"
+pcie_root_port = 0
+block_device_aio = "threads"
+enable_debug = true
+[runtime]
+enable_debug = true
+[agent.kata]
+visible_cdi_devices = true
+"#;
+
+/// What a Kata kernel has built in, the test kernel has as modules: the program that loads them comes
+/// first, by the kernel's command line, of which install would refuse that word.
+const QEMU: &str = r#"#!/bin/bash
+args=()
+for word; do [ "${last:-}" != -append ] || word="$word $(cat /run/words)"; args+=("$word") last=$word; done
+exec /usr/bin/qemu-system-x86_64 "${args[@]}"
+"#;
+
+/// A host with Kata; pods are named by their sandbox.
+pub struct KataHost {
+    pub host: EmulatedHost,
+    words: String,
+}
+
+fn folder() -> Option<PathBuf> {
+    std::env::var_os("KATA").map(PathBuf::from)
+}
+
+fn tar(work_dir: &Path, name: &str, folder: &Path, what: &[&str]) -> Result<PathBuf> {
+    let archive = work_dir.join(name);
+    let done = Command::new("tar").args(["--owner=0", "--group=0", "-C"]).arg(folder).arg("-cf").arg(&archive).args(what).status();
+    let done = done.context("tar")?;
+    ensure!(done.success(), "tar {}: {done}", folder.display());
+    Ok(archive)
+}
+
+impl KataHost {
+    /// How a test ends where there is no Kata.
+    pub fn skipped(context: &TestContext) -> Result<Option<Outcome>> {
+        if folder().is_none() {
+            return Ok(Some(Outcome::Skipped("KATA names no folder like kata-deploy's /opt/kata: KATA=DIR tests/run kata".into())));
+        }
+        EmulatedHost::skipped(context)
+    }
+
+    /// Starts one; `words` go to each guest's kernel.
+    pub fn start(context: &TestContext, words: &str) -> Result<Self> {
+        let kata = folder().context("KATA is not set")?;
+        let agent = kata.join("bin/kata-agent");
+        let agent = std::fs::read(&agent).with_context(|| format!("read {}", agent.display()))?;
+        let image = KvmImage::make(context, Guest::new().cpus(1).append(words).agent(&agent).archive("driver"))?;
+        let config = format!("share/defaults/kata-containers/{CONFIG}");
+        let archives = [
+            ("/var/archives/kata.tar", tar(&context.work_dir, "kata.tar", &kata, &["bin/containerd-shim-kata-v2", &config])?),
+            (
+                "/var/archives/roots.tar",
+                tar(&context.work_dir, "roots.tar", &context.target.join("containers"), &["debian", "alpine", "application"])?,
+            ),
+            (PROGRAM, EmulatedHost::program(context)?),
+        ];
+        let mut files = image.files().to_vec();
+        files.extend(archives.iter().map(|(name, file)| (*name, file.as_path())));
+        let mut host = EmulatedHost::start(context, "host", Size::WITH_PODS, &files)?;
+        KvmGuest::prepare(&mut host)?;
+        host.run(&format!(
+            "set -e; mkdir -p {ROOTS} {FOLDER}/config.d && tar -C /opt/kata -xf {ARCHIVES}/kata.tar && tar -C {ROOTS} -xf {ARCHIVES}/roots.tar
+            rm -r {ARCHIVES} && mkdir {ROOTS}/static && mv {ROOTS}/application {ROOTS}/static/
+            mv /opt/kata/{config} {FOLDER}/ && ln -s /opt/kata/bin/containerd-shim-kata-v2 /usr/local/bin/
+            echo '{DROP_IN}' > {FOLDER}/config.d/10-host.toml
+            echo '{QEMU}' > /usr/local/bin/qemu && chmod +x /usr/local/bin/qemu
+            {PROGRAM} collect --print-systemd-unit > /etc/systemd/system/kata-gpu-boot.service
+            printf '\n[debug]\n  level = \"debug\"\n' >> /etc/containerd/config.toml
+            systemctl daemon-reload && systemctl restart containerd && systemctl start kata-gpu-boot.service",
+            QEMU = QEMU.replace('\'', "'\\''"),
+        ))?;
+        let mut kata = Self { host, words: image.append().into() };
+        kata.install(INITRD)?;
+        Ok(kata)
+    }
+
+    /// Has new pods start from this initrd.
+    pub fn install(&mut self, initrd: &str) -> Result<String> {
+        self.host.run(&format!("{PROGRAM} install --kata-config {FOLDER}/{CONFIG} --initrd {initrd}"))
+    }
+
+    pub fn uninstall(&mut self) -> Result<String> {
+        self.host.run(&format!("{PROGRAM} uninstall --kata-config {FOLDER}/{CONFIG}"))
+    }
+
+    /// Runs a pod's sandbox with the annotations that a CRI gives it; `words` go to its kernel. Gives
+    /// the seconds that it took.
+    pub fn pod(&mut self, name: &str, words: &str) -> Result<f64> {
+        let before = std::time::Instant::now();
+        self.host.run(&format!("echo '{} {words}' > /run/words", self.words))?;
+        let annotations = annotations(&[
+            ("container-type", "sandbox"),
+            ("sandbox-name", name),
+            ("sandbox-namespace", "tests"),
+            ("sandbox-uid", &format!("uid-of-{name}")),
+        ]);
+        self.host
+            .run(&format!(
+                "ctr run --runtime io.containerd.kata.v2 --runtime-config-path {FOLDER}/{CONFIG} {annotations} \
+                    --detach --rootfs {ROOTS}/static {name} /application pause"
+            ))
+            .with_context(|| format!("run pod {name}"))?;
+        Ok(before.elapsed().as_secs_f64())
+    }
+
+    /// Runs a container of a pod in the background: `root` is a folder of tests/containers/build,
+    /// `devices` what it asks for, as CDI names it.
+    pub fn begin(&mut self, pod: &str, name: &str, root: &str, devices: &str, program: &str) -> Result<()> {
+        let annotations = annotations(&[("container-type", "container"), ("sandbox-id", pod), ("container-name", name)]);
+        let ask = if devices.is_empty() { String::new() } else { format!("--env VISIBLE_CDI_DEVICES={devices}") };
+        self.host
+            .run(&format!(
+                "mkdir -p /run/out; (ctr run --runtime io.containerd.kata.v2 {annotations} {ask} --rootfs {ROOTS}/{root} {name} {program} \
+                    </dev/null >/run/out/{name} 2>/run/out/{name}.errors; touch /run/out/{name}.ended) >/dev/null 2>&1 &"
+            ))
+            .map(drop)
+    }
+
+    /// Waits until a container that was begun has ended; gives what it has written.
+    pub fn ended(&mut self, name: &str) -> Result<String> {
+        self.host.until(&format!("end of container {name}"), &format!("test -e /run/out/{name}.ended"))?;
+        self.host.run(&format!("cat /run/out/{name}"))
+    }
+
+    /// What containerd has said of a container.
+    pub fn errors(&mut self, name: &str) -> Result<String> {
+        self.host.run(&format!("cat /run/out/{name}.errors"))
+    }
+
+    /// Waits for a text in what a container writes.
+    pub fn says(&mut self, name: &str, text: &str) -> Result<()> {
+        let look = format!("grep -q '{text}' /run/out/{name} || (cat /run/out/{name} /run/out/{name}.errors; false)");
+        self.host.until(&format!("{text:?} of container {name}"), &look).map(drop)
+    }
+
+    /// The boot of a pod, by the collector's own line about the sandbox.
+    pub fn boot_id(&mut self, pod: &str) -> Result<String> {
+        let files = self.host.run(&format!("cd {BOOTS} && grep -lF '\"pod\":\"{pod}\"' *.ndjson"))?;
+        let mut ids = files.lines().filter_map(|name| name.strip_suffix(".ndjson"));
+        let (Some(id), None) = (ids.next(), ids.next()) else { anyhow::bail!("boots of pod {pod}: {files:?}") };
+        Ok(id.into())
+    }
+
+    /// Waits for a text in the boot file of a pod.
+    pub fn sent(&mut self, pod: &str, text: &str) -> Result<()> {
+        let look = format!("cd {BOOTS} && files=$(grep -lF '\"pod\":\"{pod}\"' *.ndjson) && grep -qF '{text}' $files");
+        self.host.until(&format!("{text:?} of pod {pod}"), &look).map(drop)
+    }
+
+    /// A boot through a command of `kata-gpu-boot`.
+    pub fn look(&mut self, command: &str, pod: &str) -> Result<String> {
+        let id = self.boot_id(pod)?;
+        self.host.run(&format!("{PROGRAM} {command} --dir {BOOTS} {id}"))
+    }
+
+    /// All boots, as people see them.
+    pub fn list(&mut self) -> Result<String> {
+        self.host.run(&format!("{PROGRAM} list --dir {BOOTS}"))
+    }
+
+    /// Kills a pod, as its deletion does, and waits until nothing of it is left.
+    pub fn delete(&mut self, pod: &str, containers: &[&str]) -> Result<()> {
+        let all = [containers, &[pod]].concat().join(" ");
+        self.host.run(&format!(
+            "for name in {all}; do ctr task kill --signal KILL $name; done
+            for name in {all}; do for try in 1 2 3 4 5 6; do ctr task rm --force $name && break; sleep 1; done; ctr container rm $name; done; true"
+        ))?;
+        let left = format!(
+            "! (ctr container ls -q; ls /run/vc/sbs; cat /proc/[0-9]*/cmdline | tr '\\0' ' ' | grep -o 'sandbox-{pod} ') 2>/dev/null | grep -w {pod}"
+        );
+        self.host.until(&format!("end of pod {pod}"), &left).map(drop)
+    }
+}
+
+fn annotations(of: &[(&str, &str)]) -> String {
+    of.iter().map(|(name, value)| format!("--annotation io.kubernetes.cri.{name}={value}")).collect::<Vec<_>>().join(" ")
+}

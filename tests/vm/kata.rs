@@ -1,0 +1,176 @@
+//! Pods of Kata's own parts on an emulated host: containerd, the Go shim, QEMU under KVM, and
+//! kata-agent, with the guest installed as a user installs it. What stands in is the GPU alone.
+
+use super::harness::{BOOTS, KataHost, Outcome, TestContext, VmTest};
+use anyhow::{Result, ensure};
+use kata_gpu_init::events::names;
+
+pub const TESTS: &[VmTest] = &[
+    VmTest { name: "under_kata_containers_have_their_gpus_and_wait_for_no_other", run: containers },
+    VmTest { name: "under_kata_a_failed_gpu_is_an_error_at_once_and_no_gpu_after_the_agents_timeout", run: failures },
+    VmTest { name: "under_kata_a_pod_deleted_amid_its_bring_up_leaves_nothing", run: deleted },
+    VmTest { name: "under_kata_install_upgrade_and_rollback_leave_running_pods_alone", run: upgrade },
+];
+
+const PROGRAM: &str = "/usr/bin/cuda-program";
+const LIBS: &str = "/usr/lib/x86_64-linux-gnu";
+
+/// A value in what cuda-program has written.
+fn said<'a>(output: &'a str, key: &str) -> &'a str {
+    output.lines().find_map(|l| l.split_once('=').filter(|(k, _)| *k == key)).map_or("", |(_, value)| value)
+}
+
+/// A container sees the guest's library, these GPUs and no other, as the same program does under the
+/// tests' own agent (container_roots.rs).
+fn sees(output: &str, gpus: &[u32]) -> Result<()> {
+    let libcuda = said(output, "libcuda");
+    ensure!(libcuda.starts_with(&format!("{LIBS}/libcuda.so.")), "libcuda is {libcuda:?}: {output}");
+    ensure!(said(output, "flags") == "ro,nosuid,nodev", "its mount: {output}");
+    let nodes: Vec<&str> = said(output, "nodes").split(',').collect();
+    let wanted = gpus.iter().map(|k| format!("/dev/nvidia{k} 195:{k} 666")).chain(["/dev/nvidiactl 195:255 666".into()]);
+    for node in wanted {
+        ensure!(nodes.contains(&node.as_str()), "no {node}: {output}");
+    }
+    // Those, nvidia-uvm and nvidia-uvm-tools.
+    ensure!(nodes.len() == gpus.len() + 3, "nodes: {output}");
+    ensure!(said(output, "params") == "ModifyDeviceFiles: 0, write: Read-only file system", "{output}");
+    ensure!(said(output, "env").contains("NVIDIA_VISIBLE_DEVICES=void"), "{output}");
+    Ok(())
+}
+
+/// How many GPUs are bound in a boot as `show --json` has it.
+fn bound(boot: &str) -> Result<usize> {
+    let boot: serde_json::Value = serde_json::from_str(boot)?;
+    Ok(boot["gpus"].as_array().map_or(0, |gpus| gpus.iter().filter(|gpu| gpu["bound"]["at_ns"].is_u64()).count()))
+}
+
+fn event(name: &str) -> String {
+    format!("\"kind\":\"event\",\"name\":\"{name}\"")
+}
+
+fn containers(context: &TestContext) -> Result<Outcome> {
+    if let Some(skipped) = KataHost::skipped(context)? {
+        return Ok(skipped);
+    }
+    let mut kata = KataHost::start(context, "fakepci.gpus=2")?;
+    // The second GPU is bound long after the first. Of a load that probes all none is ready before it ends.
+    let sandbox = kata.pod("train-0", "gpuinit.bind=pipelined nvidia.probe_ms=3,30000")?;
+    // One after another, as a kubelet does: the shim has one lock for all containers of a pod, and a
+    // creation that waits in the agent holds it.
+    kata.begin("train-0", "first", "debian", "nvidia.com/gpu=0", PROGRAM)?;
+    sees(&kata.ended("first")?, &[0])?;
+    let early = kata.look("show --json", "train-0")?;
+    ensure!(bound(&early)? == 1, "the first container ended when {} GPUs were bound: {early}", bound(&early)?);
+    kata.begin("train-0", "second", "alpine", "nvidia.com/gpu=1", PROGRAM)?;
+    sees(&kata.ended("second")?, &[1])?;
+    ensure!(bound(&kata.look("show --json", "train-0")?)? == 2, "the control has not both GPUs bound");
+    // Its cgroup lets it open what it sees.
+    kata.begin("train-0", "all", "static", "nvidia.com/gpu=all", "/application cuda")?;
+    kata.says("all", "^answer=")?;
+    kata.says("all", "^gpus=2$")?;
+    // Negative control: what nobody has is refused, by name.
+    kata.begin("train-0", "other", "debian", "nvidia.com/gpu=7", PROGRAM)?;
+    ensure!(kata.ended("other")?.is_empty(), "a container with a GPU that is not there ran");
+    let errors = kata.errors("other")?;
+    ensure!(errors.contains("CDI device(s) [\"nvidia.com/gpu=7\"] do not exist"), "{errors}");
+
+    kata.sent("train-0", &event(names::SETTLED))?;
+    let list = kata.list()?;
+    ensure!(list.contains("tests/train-0") && list.contains("2/2"), "{list}");
+
+    // With the agent's own lines, which the shim writes into containerd's log.
+    let without: serde_json::Value = serde_json::from_str(&kata.look("show --json", "train-0")?)?;
+    kata.host.run("journalctl -u containerd -o cat > /run/containerd.log")?;
+    let text = kata.look("show --json --console /run/containerd.log", "train-0")?;
+    std::fs::write(context.work_dir.join("containerd.log"), kata.host.run("cat /run/containerd.log")?)?;
+    let file = kata.host.run(&format!("cat {BOOTS}/*.ndjson"))?;
+    std::fs::write(context.work_dir.join("boot.ndjson"), file)?;
+    let with: serde_json::Value = serde_json::from_str(&text)?;
+    let ready = |boot: &serde_json::Value| -> Option<u64> {
+        boot["milestones"].as_array()?.iter().find(|m| m["name"] == "agent ready")?["boottime_ns"].as_u64()
+    };
+    ensure!(ready(&without).is_none(), "the control knows when the agent was ready: {without}");
+    ensure!(ready(&with).is_some(), "the agent's lines do not say when it was ready: {text}");
+    let devices =
+        |name: &str| with["containers"].as_array().and_then(|all| Some(all.iter().find(|c| c["name"] == name)?["devices"].to_string()));
+    ensure!(devices("first").is_some_and(|d| d.contains("nvidia.com/gpu=0")), "what the first container asked for: {text}");
+    Ok(Outcome::Measured(format!("sandbox {sandbox:.1} s")))
+}
+
+fn failures(context: &TestContext) -> Result<Outcome> {
+    if let Some(skipped) = KataHost::skipped(context)? {
+        return Ok(skipped);
+    }
+    let mut kata = KataHost::start(context, "fakepci.gpus=2")?;
+    kata.pod("one-failed", "nvidia.probe_fail=1")?;
+    kata.sent("one-failed", &event(names::SETTLED))?;
+    kata.begin("one-failed", "failed", "debian", "nvidia.com/gpu=1", PROGRAM)?;
+    kata.begin("one-failed", "good", "debian", "nvidia.com/gpu=0", PROGRAM)?;
+    ensure!(kata.ended("failed")?.is_empty(), "a container with a failed GPU ran");
+    let errors = kata.errors("failed")?;
+    ensure!(errors.contains("CDI device(s) [\"nvidia.com/gpu=1\"] do not exist"), "{errors}");
+    sees(&kata.ended("good")?, &[0])?;
+    kata.delete("one-failed", &["failed", "good"])?;
+
+    kata.pod("none", "fakepci.gpus=0 agent.cdi_timeout=2")?;
+    kata.sent("none", &event(names::SETTLED))?;
+    kata.begin("none", "asks", "debian", "nvidia.com/gpu=0", PROGRAM)?;
+    kata.begin("none", "asks-nothing", "static", "", "/application pause")?;
+    ensure!(kata.ended("asks")?.is_empty(), "a container with a GPU that is not there ran");
+    let errors = kata.errors("asks")?;
+    // One may be plugged in until then.
+    ensure!(errors.contains("failed to inject devices after CDI timeout of 2 seconds"), "{errors}");
+    kata.says("asks-nothing", "^start=")?;
+    Ok(Outcome::Passed)
+}
+
+fn deleted(context: &TestContext) -> Result<Outcome> {
+    if let Some(skipped) = KataHost::skipped(context)? {
+        return Ok(skipped);
+    }
+    let mut kata = KataHost::start(context, "fakepci.gpus=2")?;
+    // An initialisation that outlives the pod, with a container that waits for a bind.
+    kata.pod("gone", "gpuinit.bind=pipelined nvidia.s2_ms=3600000 nvidia.probe_ms=3,3600000")?;
+    kata.sent("gone", &event(names::GPU_PUBLISHED))?;
+    kata.begin("gone", "waits", "debian", "nvidia.com/gpu=1", PROGRAM)?;
+    kata.delete("gone", &["waits"])?;
+    kata.sent("gone", "\"event\":\"disconnected\"")?;
+    ensure!(kata.ended("waits")?.is_empty(), "it ran");
+    ensure!(kata.list()?.contains("tests/gone"), "{}", kata.list()?);
+
+    // The next pod comes up; with the agent as the init's child.
+    kata.pod("next", "gpuinit.agent=child")?;
+    kata.begin("next", "both", "debian", "nvidia.com/gpu=all", PROGRAM)?;
+    sees(&kata.ended("both")?, &[0, 1])?;
+    kata.delete("next", &["both"])?;
+    Ok(Outcome::Passed)
+}
+
+fn upgrade(context: &TestContext) -> Result<Outcome> {
+    if let Some(skipped) = KataHost::skipped(context)? {
+        return Ok(skipped);
+    }
+    let mut kata = KataHost::start(context, "fakepci.gpus=1")?;
+    kata.pod("old", "")?;
+    kata.host.run("cp /var/guests/initrd.cpio /var/guests/newer.cpio")?;
+    kata.install("/var/guests/newer.cpio")?;
+    kata.pod("new", "")?;
+    let initrds = kata
+        .host
+        .run("for file in /proc/[0-9]*/cmdline; do tr '\\0' '\\n' <$file 2>/dev/null | grep -A 1 -x -e -initrd; done | grep /; true")?;
+    ensure!(
+        initrds.lines().collect::<std::collections::BTreeSet<_>>().into_iter().eq(["/var/guests/initrd.cpio", "/var/guests/newer.cpio"]),
+        "{initrds}"
+    );
+    kata.uninstall()?;
+    // Both go on, and get containers.
+    for pod in ["old", "new"] {
+        let name = format!("{pod}-late");
+        kata.begin(pod, &name, "debian", "nvidia.com/gpu=0", PROGRAM)?;
+        sees(&kata.ended(&name)?, &[0])?;
+    }
+    // Rolled back: Kata's own image, which is not there.
+    let refused = kata.pod("rolled-back", "");
+    ensure!(refused.as_ref().is_err_and(|e| format!("{e:#}").contains("kata-containers-nvidia-gpu.img")), "{refused:?}");
+    Ok(Outcome::Passed)
+}
