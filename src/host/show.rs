@@ -265,6 +265,28 @@ mod tests {
         golden(&format!("{RECORDED}.show"), &page(&file, &agent, &boot, false, Screen::PLAIN).unwrap());
     }
 
+    #[test]
+    fn containerds_log_of_a_real_kata_has_the_agents_lines_of_its_own_sandbox_alone() {
+        let path = tests_dir("fixtures/agent/containerd-1.7-kata-4.1.0.ndjson");
+        let log = path.with_extension("log");
+        let file = read_boot(&path).unwrap();
+        assert_eq!(file.sandbox_id(), Some("train-0"));
+        let agent = agent_log::of_boot(&path, file.sandbox_id(), Some(&log)).unwrap();
+        let boot = Boot::new(&file, &agent);
+        golden("agent/containerd-1.7-kata-4.1.0.show", &page(&file, &agent, &boot, false, Screen::PLAIN).unwrap());
+        assert!(boot.milestones.iter().all(|m| m.boottime_ns.is_some() && !m.approximate), "{:?}", boot.milestones);
+        let devices: Vec<(&str, &str)> = boot.containers.iter().map(|c| (c.name.as_str(), c.devices.as_str())).collect();
+        let asked = ["nvidia.com/gpu=0", "nvidia.com/gpu=1", "nvidia.com/gpu=all", "nvidia.com/gpu=7"];
+        assert_eq!(
+            devices,
+            ["pause", "first", "second", "all", "other"].into_iter().zip([agent_log::NONE].into_iter().chain(asked)).collect::<Vec<_>>()
+        );
+        // Another pod's boot has nothing of it, and one that is nobody's does not guess.
+        assert_eq!(agent_log::of_boot(&path, Some("train-1"), Some(&log)).unwrap(), []);
+        let error = format!("{:#}", agent_log::of_boot(&path, None, Some(&log)).unwrap_err());
+        assert!(error.contains("does not say which sandbox"), "{error}");
+    }
+
     /// A boot with kata-agent 4.1.0 for real, in the simulator guest; of its console, the agent's lines, as they were torn.
     fn of_a_real_agent(what: &str) -> (BootFile, Vec<AgentLine>) {
         let path = tests_dir(&format!("fixtures/agent/kata-agent-4.1.0-{what}.ndjson"));
