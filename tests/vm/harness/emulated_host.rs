@@ -24,10 +24,11 @@ const KERNEL: &str = "root=/dev/nvme0n1 rw console=ttyS0 quiet panic=-1 no_timer
 const DEADLINE: Duration = Duration::from_secs(570);
 /// How long a script may run: beside four busy loops the longest took 40 s.
 const ANSWER: Duration = Duration::from_secs(240);
-/// After so long without an answer the host gets an interrupt, of its serial port: QEMU 7.2 loses one
-/// now and then, as it changes a processor's pending requests without its lock where a guest under
-/// KVM exits. The interrupt stays in the APIC then, and where it was the timer's no other one comes.
-const NUDGE: Duration = Duration::from_secs(5);
+/// After so long without an answer the host gets an NMI: QEMU 7.2 loses an interrupt now and then, as
+/// it changes a processor's pending requests without its lock where a guest under KVM exits. It stays
+/// in the APIC then until another one comes, and where it was the timer's none does. The kernel's
+/// words about an NMI that nobody has asked for bring one.
+const NUDGE: Duration = Duration::from_secs(10);
 /// Pause between two looks at something on the host: each takes time of what is waited for.
 const PAUSE: Duration = Duration::from_millis(300);
 /// Pause between two attempts to connect: nothing announces the socket.
@@ -147,29 +148,33 @@ impl EmulatedHost {
             match self.commands.read_line(&mut line) {
                 Ok(0) => bail!("the emulated host has ended"),
                 Ok(_) => return Ok(line.trim().to_string()),
-                // An empty line is no script.
-                Err(error) if error.kind() == ErrorKind::WouldBlock && start.elapsed() < ANSWER => {
-                    self.commands.get_mut().write_all(b"\n")?
-                }
+                Err(error) if error.kind() == ErrorKind::WouldBlock && start.elapsed() < ANSWER => drop(self.ask_qemu("nmi")),
                 Err(error) if error.kind() == ErrorKind::WouldBlock => return Err(Silent(self.processors()).into()),
                 Err(error) => return Err(error.into()),
             }
         }
     }
 
-    /// What QEMU says of the emulated processors, for whoever asks why it has stopped.
+    /// What QEMU says of the emulated processors, for whoever asks why they have stopped.
     fn processors(&self) -> String {
-        let ask = || -> std::io::Result<String> {
-            let mut monitor = UnixStream::connect(&self.monitor)?;
-            monitor.set_read_timeout(Some(Duration::from_secs(2)))?;
-            monitor.write_all(b"info status\ninfo registers -a\ninfo lapic\n")?;
-            let mut answer = Vec::new();
-            let _until_it_is_silent = monitor.read_to_end(&mut answer);
+        match self.ask_qemu("info status\ninfo registers -a\ninfo lapic") {
             // Without its prompt, and what no kernel's state depends on.
-            let other = |line: &&str| !["(qemu)", "FPR", "FCW", "XMM"].iter().any(|start| line.starts_with(start));
-            Ok(String::from_utf8_lossy(&answer).lines().filter(other).collect::<Vec<_>>().join("\n"))
-        };
-        ask().unwrap_or_else(|error| format!("QEMU's monitor: {error}"))
+            Ok(text) => {
+                let other = |line: &&str| !["(qemu)", "FPR", "FCW", "XMM"].iter().any(|start| line.starts_with(start));
+                text.lines().filter(other).collect::<Vec<_>>().join("\n")
+            }
+            Err(error) => format!("QEMU's monitor: {error}"),
+        }
+    }
+
+    /// Gives QEMU's monitor commands; gives what it says until it says nothing for a second.
+    fn ask_qemu(&self, commands: &str) -> std::io::Result<String> {
+        let mut monitor = UnixStream::connect(&self.monitor)?;
+        monitor.set_read_timeout(Some(Duration::from_secs(1)))?;
+        writeln!(monitor, "{commands}")?;
+        let mut answer = Vec::new();
+        let _until_it_is_silent = monitor.read_to_end(&mut answer);
+        Ok(String::from_utf8_lossy(&answer).into_owned())
     }
 
     /// Runs a script of bash as root; gives whether it succeeds, and its output.
