@@ -9,6 +9,7 @@ pub mod cdi_check; // the subcommand cdi check: specs before the agents' own par
 pub mod clock; // the guest's clock beside the host's
 pub mod collect; // the subcommand collect
 pub mod collector; // accepts guests, one connection each, and keeps what they send
+pub mod containerd_log; // lines of containerd's log, and the guest's console in them
 pub mod demo; // the subcommand demo
 pub mod disk; // a guest's image as a disk: where its root is
 pub mod export; // the subcommand export: traces, tables, a page, a picture

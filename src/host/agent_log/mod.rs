@@ -6,13 +6,13 @@
 
 mod containers; // lines into what happens to each container
 pub mod line; // one line's words
-mod shim; // the console in containerd's log
 pub mod torn; // lines that others have torn
 
 pub use containers::{NONE, UNKNOWN};
 
 use super::budget::{MAX_AGENT_LINES, MAX_AGENT_TEXT};
 use super::clock::Clock;
+use super::containerd_log::{self, Entry};
 use super::framing::{Lines, Piece};
 use super::record::{Field, Record};
 use crate::events::record::{Kind, names};
@@ -121,18 +121,20 @@ impl AgentLog {
     }
 }
 
-const WHOSE: &str =
-    "it is containerd's log, and the boot's file does not say which sandbox it is of; kata-gpu-boot import reads the log alone";
 /// What a console log beside a boot's file ends in.
 const EXTENSION: &str = "console";
+const WHOSE: &str =
+    "it is containerd's log, and the boot's file does not say which sandbox it is of; kata-gpu-boot import reads the log alone";
 
-/// The agent's lines of the boot with this file, of the sandbox with this id: from the console log or containerd's log that was named, or else
-/// from the console log beside the file, if there is one.
-pub fn of_boot(boot: &Path, sandbox: Option<&str>, console: Option<&Path>) -> Result<Vec<AgentLine>> {
+/// The agent's lines of the boot with this file: from the log that was named, a console's or containerd's with this sandbox in it, or else from the
+/// console log beside the file, if there is one.
+pub fn of_boot(boot: &Path, sandbox: Option<&str>, named: Option<&Path>) -> Result<Vec<AgentLine>> {
     let beside = boot.with_extension(EXTENSION);
-    let Some(console) = console.or_else(|| beside.is_file().then_some(beside.as_path())) else { return Ok(Vec::new()) };
-    let file = File::open(console).with_context(|| format!("open console log {}", console.display()))?;
-    read_of(file, sandbox).with_context(|| format!("read {}", console.display()))
+    let Some(log) = named.or_else(|| beside.is_file().then_some(beside.as_path())) else { return Ok(Vec::new()) };
+    let file = File::open(log).with_context(|| format!("open console log {}", log.display()))?;
+    // What lies beside it is the guest's own console, which may look like anything.
+    let lines = if named.is_some() { read_either(file, sandbox) } else { read(file) };
+    lines.with_context(|| format!("read {}", log.display()))
 }
 
 impl AgentEvent {
@@ -157,35 +159,43 @@ pub fn is_full(lines: &[AgentLine]) -> bool {
 
 /// The lines of the agent in a console log, as many as fit.
 pub fn read(from: impl Read) -> io::Result<Vec<AgentLine>> {
-    read_of(from, None)
+    read_lines(from, |line, take| take(line))
 }
 
-/// The same; in containerd's log those of this sandbox.
-fn read_of(mut from: impl Read, sandbox: Option<&str>) -> io::Result<Vec<AgentLine>> {
+/// The same, or in containerd's log: those of this sandbox.
+fn read_either(from: impl Read, sandbox: Option<&str>) -> io::Result<Vec<AgentLine>> {
+    let mut is_anybodys = false;
+    let found = read_lines(from, |line, take| {
+        let text = containerd_log::may_have_console(line).then(|| String::from_utf8_lossy(line));
+        let entry = text.as_deref().and_then(containerd_log::entry);
+        match entry.as_ref().and_then(Entry::console) {
+            None => take(line),
+            Some((of, line)) if Some(of) == sandbox => take(line.as_bytes()),
+            Some(_) => is_anybodys |= sandbox.is_none(),
+        }
+    })?;
+    if found.is_empty() && is_anybodys { Err(io::Error::other(WHOSE)) } else { Ok(found) }
+}
+
+/// `each` gives on what of a line of the log is one of the guest's console.
+fn read_lines(mut from: impl Read, mut each: impl FnMut(&[u8], &mut dyn FnMut(&[u8]))) -> io::Result<Vec<AgentLine>> {
     let mut lines = Lines::new(MAX_CONSOLE_LINE);
     let mut found: Vec<AgentLine> = Vec::new();
     let mut text = 0;
     let mut chunk = vec![0; 64 * 1024];
     let mut log = AgentLog::default();
-    let mut whose = true;
     loop {
         match from.read(&mut chunk) {
-            _ if !whose => return Err(io::Error::other(WHOSE)),
             Ok(0) => return Ok(found),
             Ok(n) => lines.push(&chunk[..n], |piece| {
                 let Piece::Line(line) = piece else { return };
-                let shim = shim::console_line(line);
-                whose &= shim.is_none() || sandbox.is_some();
-                let line = match &shim {
-                    None => line,
-                    Some(shim) if Some(shim.sandbox.as_str()) == sandbox => shim.line.as_bytes(),
-                    Some(_) => return,
-                };
-                log.line(line, |line| {
-                    if found.len() < MAX_AGENT_LINES && text < MAX_AGENT_TEXT {
-                        text += line.event.text_bytes();
-                        found.push(line);
-                    }
+                each(line, &mut |line| {
+                    log.line(line, |line| {
+                        if found.len() < MAX_AGENT_LINES && text < MAX_AGENT_TEXT {
+                            text += line.event.text_bytes();
+                            found.push(line);
+                        }
+                    });
                 });
             }),
             Err(e) if e.kind() == io::ErrorKind::Interrupted => {}

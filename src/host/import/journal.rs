@@ -10,7 +10,7 @@ use super::item::{Count, Fact, Format, Item, Log, MAX_ITEMS, Skip, Stamp};
 use super::names;
 use crate::events::record::Level;
 use crate::host::agent_log::line::realtime_ns;
-use crate::host::logfmt;
+use crate::host::containerd_log::{self, Entry};
 use anyhow::Result;
 use serde_json::{Map, Value};
 use std::collections::BTreeMap;
@@ -55,21 +55,9 @@ struct Journal {
     kept: usize,
 }
 
-/// One entry's fields, whatever form it came in.
-struct Entry {
-    fields: Vec<(String, String)>,
-    /// The journal's own time, where the message has none.
-    journal_ns: Option<i64>,
-}
-
-impl Entry {
-    fn get(&self, key: &str) -> Option<&str> {
-        self.fields.iter().find(|(k, _)| k == key).map(|(_, v)| v.as_str())
-    }
-
-    fn time(&self) -> Option<i64> {
-        self.get("time").and_then(realtime_ns).or(self.journal_ns)
-    }
+/// When containerd wrote it, or else when the journal took it.
+fn time(entry: &Entry) -> Option<i64> {
+    entry.get("time").and_then(realtime_ns).or(entry.journal_ns)
 }
 
 impl Journal {
@@ -79,15 +67,15 @@ impl Journal {
             self.count.lines += 1;
             return self.count.skip(Skip::Empty);
         }
-        let Some(entry) = entry(line) else {
+        let Some(entry) = containerd_log::entry(line) else {
             self.count.lines += 1;
             return self.count.skip(Skip::NotOfTheFormat);
         };
-        let Some(at) = entry.time() else {
+        let Some(at) = time(&entry) else {
             self.count.lines += 1;
             return self.count.skip(Skip::NoStamp);
         };
-        if let (Some(text), Some(sandbox)) = (entry.get("vmconsole"), entry.get("sandbox")) {
+        if let Some((sandbox, text)) = entry.console() {
             let Some(sandbox) = sandbox_of(&mut self.sandboxes, sandbox) else {
                 self.count.lines += 1;
                 return self.count.skip(Skip::LimitReached);
@@ -130,38 +118,6 @@ fn sandbox_of<'a>(sandboxes: &'a mut BTreeMap<String, Sandbox>, id: &str) -> Opt
         return None;
     }
     Some(sandboxes.entry(id.to_string()).or_default())
-}
-
-fn entry(line: &str) -> Option<Entry> {
-    if !line.starts_with('{') {
-        return message(line, None);
-    }
-    let object: Map<String, Value> = serde_json::from_str(line).ok()?;
-    if let Some(text) = object.get("MESSAGE") {
-        let micros = object.get("__REALTIME_TIMESTAMP").and_then(Value::as_str).and_then(|t| t.parse::<i64>().ok());
-        return message(&journal_text(text)?, micros.and_then(|us| us.checked_mul(1000)));
-    }
-    let fields = object.iter().filter_map(|(key, value)| Some((key.clone(), value.as_str()?.to_string())));
-    Some(Entry { fields: fields.collect(), journal_ns: None })
-}
-
-/// journald gives a message that is not UTF-8, or holds control characters, as an array of bytes.
-fn journal_text(value: &Value) -> Option<String> {
-    match value {
-        Value::String(text) => Some(text.clone()),
-        Value::Array(bytes) => {
-            let bytes: Option<Vec<u8>> = bytes.iter().map(|b| u8::try_from(b.as_u64()?).ok()).collect();
-            Some(String::from_utf8_lossy(&bytes?).into_owned())
-        }
-        _ => None,
-    }
-}
-
-fn message(text: &str, journal_ns: Option<i64>) -> Option<Entry> {
-    // journalctl puts its own date, host and program before the message.
-    let start = text.find("time=\"").or_else(|| text.find("level=")).unwrap_or(0);
-    let fields: Vec<(String, String)> = logfmt::pairs(text.get(start..)?).into_iter().map(|(k, v)| (k.to_string(), v)).collect();
-    (!fields.is_empty()).then_some(Entry { fields, journal_ns })
 }
 
 type HostFact = (String, &'static str, Level, Option<String>, Map<String, Value>);

@@ -6,7 +6,7 @@
 //! NVIDIA's operator or Kata's chart.
 
 use super::manifests::{Name, base_config};
-use super::node::Place;
+use super::node::{self, Place};
 use super::refusal::Refusal;
 use super::{Args, Said, uninstall};
 use std::path::{Path, PathBuf};
@@ -55,7 +55,7 @@ fn prefix(config: &str) -> Result<&str, Refusal> {
     })
 }
 
-/// What both of them have.
+/// Values of either DaemonSet, of `install` and of `uninstall`.
 struct DaemonSet {
     name: String,
     config: String,
@@ -144,10 +144,7 @@ fn installing(args: &Args) -> Result<String, Refusal> {
             return Err(refusal.cure("name the file in the pods' image, like --initrd /gpu.initrd"));
         }
     };
-    if !args.unset.is_empty() {
-        let why = "has nothing to do on a node: what is installed there has the words of --param and no others";
-        return Err(Refusal::of_argument("--unset", why).cure("leave it away"));
-    }
+    node::nothing_unset(args)?;
     let guest = text(guest)?;
     if guest.chars().any(char::is_control) {
         return Err(Refusal::at(Path::new(guest), "has control characters").cure("rename the file"));

@@ -155,6 +155,15 @@ fn installed(config: &Path) -> Option<PathBuf> {
     text("initrd").or_else(|| text("image")).map(PathBuf::from)
 }
 
+/// Refuses `--unset`, for a node and for the DaemonSet.
+pub fn nothing_unset(args: &Args) -> Result<(), Refusal> {
+    if args.unset.is_empty() {
+        return Ok(());
+    }
+    let why = "has nothing to do on a node: what is installed there has the words of --param and no others";
+    Err(Refusal::of_argument("--unset", why).cure("leave it away"))
+}
+
 /// `install --node`: what it does, and says.
 pub fn say(args: &Args, dir: &Path) -> Said {
     let refused = |refusal: Refusal| Said::refused(format!("refused: {refusal}\nnothing was written, for 1 reason\n"));
@@ -162,14 +171,13 @@ pub fn say(args: &Args, dir: &Path) -> Said {
         let why = "says nothing of a copy that is not there yet";
         return refused(Refusal::of_argument("--dry-run", why).cure("leave --node away: the rest is the same"));
     }
-    if !args.unset.is_empty() {
-        let why = "has nothing to do on a node: what is installed there has the words of --param and no others";
-        return refused(Refusal::of_argument("--unset", why).cure("leave it away"));
+    if let Err(refusal) = nothing_unset(args) {
+        return refused(refusal);
     }
     let Some(source) = args.initrd.as_ref().or(args.image.as_ref()) else {
         return refused(Refusal::of_argument("--node", "needs --initrd or --image").cure("name the file that is copied"));
     };
-    // Where it is, before anything of its size is written.
+    // The source itself is checked, before a copy of its size is written.
     let checked = super::say_here(&Args { dry_run: true, ..args.clone() });
     if checked.code != 0 {
         return checked;

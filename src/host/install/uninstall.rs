@@ -64,7 +64,7 @@ pub struct Args {
     pub container_image: Option<String>,
 }
 
-/// What can be printed.
+/// Manifest that `--print` writes.
 #[derive(clap::ValueEnum, Clone, Copy, Debug, PartialEq, Eq)]
 enum Manifest {
     /// A DaemonSet whose pods uninstall on their nodes.

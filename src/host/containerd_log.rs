@@ -1,0 +1,85 @@
+//! Lines of containerd's log, of whichever form: its own text or JSON, or a journal with it
+//! (`journalctl -o cat|short|json`). Kata's Go shim, where `enable_debug` is set and containerd logs at
+//! level debug, writes the guest's console there, line by line.
+
+use super::logfmt;
+use serde_json::{Map, Value};
+
+/// The fields of one line.
+pub struct Entry {
+    fields: Vec<(String, String)>,
+    /// The journal's own time, where it is known, in ns.
+    pub journal_ns: Option<i64>,
+}
+
+impl Entry {
+    pub fn get(&self, key: &str) -> Option<&str> {
+        self.fields.iter().find(|(k, _)| k == key).map(|(_, v)| v.as_str())
+    }
+
+    /// A line of a guest's console: its sandbox, and the line.
+    pub fn console(&self) -> Option<(&str, &str)> {
+        Some((self.get("sandbox")?, self.get("vmconsole")?))
+    }
+}
+
+/// Whether a line may have one of a guest's console. Cheaper than to read it: consoles are long. A
+/// journal in JSON gives a message with control characters as numbers.
+pub fn may_have_console(line: &[u8]) -> bool {
+    ["vmconsole", "__REALTIME_TIMESTAMP"].iter().any(|text| memchr::memmem::find(line, text.as_bytes()).is_some())
+}
+
+/// The entry in a line; None where it has none.
+pub fn entry(line: &str) -> Option<Entry> {
+    if !line.starts_with('{') {
+        return message(line, None);
+    }
+    let object: Map<String, Value> = serde_json::from_str(line).ok()?;
+    if let Some(text) = object.get("MESSAGE") {
+        let micros = object.get("__REALTIME_TIMESTAMP").and_then(Value::as_str).and_then(|t| t.parse::<i64>().ok());
+        return message(&journal_text(text)?, micros.and_then(|us| us.checked_mul(1000)));
+    }
+    let fields = object.iter().filter_map(|(key, value)| Some((key.clone(), value.as_str()?.to_string())));
+    Some(Entry { fields: fields.collect(), journal_ns: None })
+}
+
+/// journald gives a message that is not UTF-8, or holds control characters, as an array of bytes.
+fn journal_text(value: &Value) -> Option<String> {
+    match value {
+        Value::String(text) => Some(text.clone()),
+        Value::Array(bytes) => {
+            let bytes: Option<Vec<u8>> = bytes.iter().map(|b| u8::try_from(b.as_u64()?).ok()).collect();
+            Some(String::from_utf8_lossy(&bytes?).into_owned())
+        }
+        _ => None,
+    }
+}
+
+fn message(text: &str, journal_ns: Option<i64>) -> Option<Entry> {
+    // journalctl puts its own date, host and program before the message.
+    let start = text.find("time=\"").or_else(|| text.find("level=")).unwrap_or(0);
+    let fields: Vec<(String, String)> = logfmt::pairs(text.get(start..)?).into_iter().map(|(k, v)| (k.to_string(), v)).collect();
+    (!fields.is_empty()).then_some(Entry { fields, journal_ns })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const LINE: &str =
+        r#"time="2026-11-23T11:17:14Z" level=debug msg="reading guest console" sandbox=train-0 vmconsole="{\"msg\":\"a sandbox=other\"}""#;
+
+    #[test]
+    fn a_console_line_and_its_sandbox_are_the_shims_whatever_the_guest_writes() {
+        let text = r#"{"msg":"a sandbox=other"}"#;
+        let json = serde_json::json!({"time": "x", "sandbox": "train-0", "vmconsole": text}).to_string();
+        let journal = serde_json::json!({"__REALTIME_TIMESTAMP": "1", "MESSAGE": LINE.as_bytes()}).to_string();
+        for line in [LINE.to_string(), format!("Nov 23 11:17:14 node containerd[7]: {LINE}"), json, journal] {
+            assert!(may_have_console(line.as_bytes()), "{line}");
+            assert_eq!(entry(&line).unwrap().console(), Some(("train-0", text)), "{line}");
+        }
+        for other in ["", "{\"msg\":\" vmconsole=\"}", "time=\"x\" level=info msg=y", "time=\"x\" vmconsole=\"without a sandbox\""] {
+            assert_eq!(entry(other).as_ref().and_then(Entry::console), None, "{other}");
+        }
+    }
+}
