@@ -74,36 +74,37 @@ fn load_all(list: &str, command_line: &[u8]) {
     }
 }
 
-/// Waits for the port of the console, which comes some time after its driver: with one that a Kata kernel has built in it is there long before the init.
+/// Does something in the kernel's own /dev, which nobody has mounted yet, and leaves it unmounted.
+fn in_kernels_dev<T>(act: impl FnOnce() -> Result<T, String>) -> Result<T, String> {
+    let _unused = std::fs::create_dir_all("/dev");
+    mount(Some("devtmpfs"), "/dev", Some("devtmpfs"), MsFlags::empty(), None::<&str>).map_err(|e| format!("mount /dev: {e}"))?;
+    let done = act();
+    umount2("/dev", MntFlags::empty()).map_err(|e| format!("unmount /dev: {e}"))?;
+    done
+}
+
+/// Waits for the port of the console, which comes some time after its driver: a Kata kernel has that
+/// driver built in, and the port long before the init.
 fn await_console() -> Result<(), String> {
     const LOOKS: u32 = 500;
-    let _unused = std::fs::create_dir_all("/dev");
-    mount(Some("devtmpfs"), "/dev", Some("devtmpfs"), MsFlags::empty(), None::<&str>).map_err(|e| e.to_string())?;
-    let opened = || OpenOptions::new().write(true).open("/dev/hvc0").map_err(|error| error.to_string());
-    let mut console = opened();
-    for _ in 0..LOOKS {
-        if console.is_ok() {
-            break;
+    in_kernels_dev(|| {
+        let opened = || OpenOptions::new().write(true).open("/dev/hvc0").map(drop).map_err(|error| error.to_string());
+        for _ in 1..LOOKS {
+            if opened().is_ok() {
+                return Ok(());
+            }
+            std::thread::sleep(std::time::Duration::from_millis(10));
         }
-        std::thread::sleep(std::time::Duration::from_millis(10));
-        console = opened();
-    }
-    let console = console.map(drop);
-    umount2("/dev", MntFlags::empty()).map_err(|e| e.to_string())?;
-    console
+        opened()
+    })
 }
 
 /// `DEVICE:TYPE` becomes the root. The init finds nothing mounted, as after a real kernel.
 fn change_root(root: &str) -> Result<(), String> {
     let (device, fs) = root.split_once(':').ok_or("want DEVICE:TYPE")?;
     let at = |what: &'static str| move |error: nix::errno::Errno| format!("{what}: {error}");
-    for directory in ["/dev", "/root"] {
-        let _unused = std::fs::create_dir_all(directory);
-    }
-    mount(Some("devtmpfs"), "/dev", Some("devtmpfs"), MsFlags::empty(), None::<&str>).map_err(at("mount /dev"))?;
-    let mounted = mount(Some(device), "/root", Some(fs), MsFlags::MS_RDONLY, None::<&str>).map_err(at("mount it"));
-    umount2("/dev", MntFlags::empty()).map_err(at("unmount /dev"))?;
-    mounted?;
+    let _unused = std::fs::create_dir_all("/root");
+    in_kernels_dev(|| mount(Some(device), "/root", Some(fs), MsFlags::MS_RDONLY, None::<&str>).map_err(at("mount it")))?;
     nix::unistd::chdir("/root").map_err(at("enter it"))?;
     mount(Some("."), "/", None::<&str>, MsFlags::MS_MOVE, None::<&str>).map_err(at("move it to /"))?;
     nix::unistd::chroot(".").map_err(at("make it the root"))?;
@@ -128,12 +129,11 @@ fn device_words(command_line: &[u8]) -> Vec<(String, bool)> {
 }
 
 fn make_device(name: &str, directory: bool) -> Result<(), String> {
-    let _unused = std::fs::create_dir_all("/dev");
-    mount(Some("devtmpfs"), "/dev", Some("devtmpfs"), MsFlags::empty(), None::<&str>).map_err(|e| e.to_string())?;
     let path = Path::new("/dev").join(name);
-    let made = if directory { std::fs::create_dir(&path) } else { File::create(&path).map(drop) };
-    umount2("/dev", MntFlags::empty()).map_err(|e| e.to_string())?;
-    made.map_err(|e| e.to_string())
+    in_kernels_dev(|| {
+        let made = if directory { std::fs::create_dir(&path) } else { File::create(&path).map(drop) };
+        made.map_err(|e| e.to_string())
+    })
 }
 
 fn override_driver(driver: &str) -> Result<(), String> {

@@ -18,6 +18,22 @@ const COMPAT: &str = "560.35.03";
 const CONTAINERS: &str = "debian:0@debian;all:all@debian;alpine:1@alpine;cuda:2@cuda;bare-cuda:2@cuda;bare-alpine:1@alpine";
 const WITHOUT_HOOKS: &str = "bare-cuda,bare-alpine";
 
+/// The value of a key in the program's output.
+pub(super) fn said<'a>(output: &'a str, key: &str) -> &'a str {
+    output.lines().find_map(|l| l.split_once('=').filter(|(k, _)| *k == key)).map_or("", |(_, value)| value)
+}
+
+/// Checks by the program's output that libcuda is the guest's, on a mount that the container cannot change.
+pub(super) fn has_the_guests_libcuda(output: &str) -> Result<()> {
+    let is = |key: &str, wanted: &[&str]| {
+        ensure!(wanted.contains(&said(output, key)), "{key} is {:?}, not {wanted:?}: {output}", said(output, key));
+        Ok(())
+    };
+    is("libcuda", &[&format!("{LIBS}/libcuda.so.1"), &format!("{LIBS}/libcuda.so.{VERSION}")])?;
+    is("version", &[VERSION])?;
+    is("flags", &["ro,nosuid,nodev"])
+}
+
 /// A container whose program has ended.
 pub(super) struct Ended(AgentLine);
 
@@ -34,9 +50,8 @@ impl Ended {
         Ok(Self(line))
     }
 
-    /// The value of a key in the program's output.
     fn said(&self, key: &str) -> &str {
-        self.0.get("output").lines().find_map(|l| l.split_once('=').filter(|(k, _)| *k == key)).map_or("", |(_, value)| value)
+        said(self.0.get("output"), key)
     }
 
     fn is(&self, key: &str, wanted: &str) -> Result<()> {
@@ -63,13 +78,7 @@ impl Ended {
 
     /// Checks that libcuda is the guest's, on a mount that the container cannot change.
     pub(super) fn has_the_guests_libcuda(&self) -> Result<()> {
-        let from = self.said("libcuda");
-        ensure!(
-            [format!("{LIBS}/libcuda.so.1"), format!("{LIBS}/libcuda.so.{VERSION}")].contains(&from.to_string()),
-            "libcuda from {from}"
-        );
-        self.is("version", VERSION)?;
-        self.is("flags", "ro,nosuid,nodev")
+        has_the_guests_libcuda(self.0.get("output"))
     }
 
     /// Milliseconds of each hook.

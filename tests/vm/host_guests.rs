@@ -1,7 +1,7 @@
 //! Guests under a real KVM with real AF_VSOCK, beside each other on the emulated host, and the
 //! collector as the printed unit runs it: which boot is whose is decided by the CID alone.
 
-use super::harness::{EmulatedHost, Guest, KvmGuest, KvmImage, Outcome, Size, TestContext, VmTest, complete};
+use super::harness::{BOOTS, EmulatedHost, Guest, KvmGuest, KvmImage, Outcome, Size, TestContext, VmTest, complete};
 use super::{liar, service};
 use anyhow::{Context, Result, bail, ensure};
 use kata_gpu_init::events::names;
@@ -11,7 +11,6 @@ use kata_gpu_init::host::boot_file::{BootFile, HostEvent};
 pub const TESTS: &[VmTest] = &[VmTest { name: "emulated_host_keeps_the_boots_of_its_guests_apart_by_cid_over_af_vsock", run: kept_apart }];
 
 pub(super) const SERVICE: &str = "kata-gpu-boot.service";
-const BOOTS: &str = "/var/lib/kata-gpu-boot";
 
 /// A boot as its file has it.
 pub(super) struct Boot {

@@ -1,31 +1,37 @@
 //! Pods of Kata's own parts on an emulated host: containerd, the Go shim, QEMU under KVM, and
 //! kata-agent, with the guest installed as a user installs it. What stands in is the GPU alone.
 
+use super::container_roots::{has_the_guests_libcuda, said};
 use super::harness::{BOOTS, KataHost, Outcome, TestContext, VmTest};
+use super::host_guests::event;
 use anyhow::{Result, ensure};
 use kata_gpu_init::events::names;
 
 pub const TESTS: &[VmTest] = &[
-    VmTest { name: "under_kata_containers_have_their_gpus_and_wait_for_no_other", run: containers },
-    VmTest { name: "under_kata_a_failed_gpu_is_an_error_at_once_and_no_gpu_after_the_agents_timeout", run: failures },
-    VmTest { name: "under_kata_a_pod_deleted_amid_its_bring_up_leaves_nothing", run: deleted },
-    VmTest { name: "under_kata_install_upgrade_and_rollback_leave_running_pods_alone", run: upgrade },
+    VmTest {
+        name: "under_kata_containers_have_their_gpus_and_wait_for_no_other",
+        run: |context| KataHost::test(context, "fakepci.gpus=2", |kata| containers(context, kata)),
+    },
+    VmTest {
+        name: "under_kata_a_failed_gpu_is_an_error_at_once_and_no_gpu_after_the_agents_timeout",
+        run: |context| KataHost::test(context, "fakepci.gpus=2", failures),
+    },
+    VmTest {
+        name: "under_kata_a_pod_deleted_amid_its_bring_up_leaves_nothing",
+        run: |context| KataHost::test(context, "fakepci.gpus=2", deleted),
+    },
+    VmTest {
+        name: "under_kata_install_upgrade_and_rollback_leave_running_pods_alone",
+        run: |context| KataHost::test(context, "fakepci.gpus=1", upgrade),
+    },
 ];
 
 const PROGRAM: &str = "/usr/bin/cuda-program";
-const LIBS: &str = "/usr/lib/x86_64-linux-gnu";
-
-/// A value in what cuda-program has written.
-fn said<'a>(output: &'a str, key: &str) -> &'a str {
-    output.lines().find_map(|l| l.split_once('=').filter(|(k, _)| *k == key)).map_or("", |(_, value)| value)
-}
 
 /// A container sees the guest's library, these GPUs and no other, as the same program does under the
 /// tests' own agent (container_roots.rs).
 fn sees(output: &str, gpus: &[u32]) -> Result<()> {
-    let libcuda = said(output, "libcuda");
-    ensure!(libcuda.starts_with(&format!("{LIBS}/libcuda.so.")), "libcuda is {libcuda:?}: {output}");
-    ensure!(said(output, "flags") == "ro,nosuid,nodev", "its mount: {output}");
+    has_the_guests_libcuda(output)?;
     let nodes: Vec<&str> = said(output, "nodes").split(',').collect();
     let wanted = gpus.iter().map(|k| format!("/dev/nvidia{k} 195:{k} 666")).chain(["/dev/nvidiactl 195:255 666".into()]);
     for node in wanted {
@@ -44,15 +50,7 @@ fn bound(boot: &str) -> Result<usize> {
     Ok(boot["gpus"].as_array().map_or(0, |gpus| gpus.iter().filter(|gpu| gpu["bound"]["at_ns"].is_u64()).count()))
 }
 
-fn event(name: &str) -> String {
-    format!("\"kind\":\"event\",\"name\":\"{name}\"")
-}
-
-fn containers(context: &TestContext) -> Result<Outcome> {
-    if let Some(skipped) = KataHost::skipped(context)? {
-        return Ok(skipped);
-    }
-    let mut kata = KataHost::start(context, "fakepci.gpus=2")?;
+fn containers(context: &TestContext, kata: &mut KataHost) -> Result<Outcome> {
     // The second GPU is bound long after the first. Of a load that probes all none is ready before it ends.
     let sandbox = kata.pod("train-0", "gpuinit.bind=pipelined nvidia.probe_ms=3,30000")?;
     // One after another, as a kubelet does: the shim has one lock for all containers of a pod, and a
@@ -82,6 +80,7 @@ fn containers(context: &TestContext) -> Result<Outcome> {
     let without: serde_json::Value = serde_json::from_str(&kata.look("show --json", "train-0")?)?;
     kata.host.run("journalctl -u containerd -o cat > /run/containerd.log")?;
     let text = kata.look("show --json --console /run/containerd.log", "train-0")?;
+    // Both are kept: tests/fixtures/agent has them of one run.
     std::fs::write(context.work_dir.join("containerd.log"), kata.host.run("cat /run/containerd.log")?)?;
     let file = kata.host.run(&format!("cat {BOOTS}/*.ndjson"))?;
     std::fs::write(context.work_dir.join("boot.ndjson"), file)?;
@@ -91,17 +90,12 @@ fn containers(context: &TestContext) -> Result<Outcome> {
     };
     ensure!(ready(&without).is_none(), "the control knows when the agent was ready: {without}");
     ensure!(ready(&with).is_some(), "the agent's lines do not say when it was ready: {text}");
-    let devices =
-        |name: &str| with["containers"].as_array().and_then(|all| Some(all.iter().find(|c| c["name"] == name)?["devices"].to_string()));
-    ensure!(devices("first").is_some_and(|d| d.contains("nvidia.com/gpu=0")), "what the first container asked for: {text}");
+    let first = with["containers"].as_array().and_then(|all| all.iter().find(|container| container["name"] == "first"));
+    ensure!(first.is_some_and(|first| first["devices"] == "nvidia.com/gpu=0"), "what the first container asked for: {text}");
     Ok(Outcome::Measured(format!("sandbox {sandbox:.1} s")))
 }
 
-fn failures(context: &TestContext) -> Result<Outcome> {
-    if let Some(skipped) = KataHost::skipped(context)? {
-        return Ok(skipped);
-    }
-    let mut kata = KataHost::start(context, "fakepci.gpus=2")?;
+fn failures(kata: &mut KataHost) -> Result<Outcome> {
     kata.pod("one-failed", "nvidia.probe_fail=1")?;
     kata.sent("one-failed", &event(names::SETTLED))?;
     kata.begin("one-failed", "failed", "debian", "nvidia.com/gpu=1", PROGRAM)?;
@@ -124,11 +118,7 @@ fn failures(context: &TestContext) -> Result<Outcome> {
     Ok(Outcome::Passed)
 }
 
-fn deleted(context: &TestContext) -> Result<Outcome> {
-    if let Some(skipped) = KataHost::skipped(context)? {
-        return Ok(skipped);
-    }
-    let mut kata = KataHost::start(context, "fakepci.gpus=2")?;
+fn deleted(kata: &mut KataHost) -> Result<Outcome> {
     // An initialisation that outlives the pod, with a container that waits for a bind.
     kata.pod("gone", "gpuinit.bind=pipelined nvidia.s2_ms=3600000 nvidia.probe_ms=3,3600000")?;
     kata.sent("gone", &event(names::GPU_PUBLISHED))?;
@@ -146,11 +136,7 @@ fn deleted(context: &TestContext) -> Result<Outcome> {
     Ok(Outcome::Passed)
 }
 
-fn upgrade(context: &TestContext) -> Result<Outcome> {
-    if let Some(skipped) = KataHost::skipped(context)? {
-        return Ok(skipped);
-    }
-    let mut kata = KataHost::start(context, "fakepci.gpus=1")?;
+fn upgrade(kata: &mut KataHost) -> Result<Outcome> {
     kata.pod("old", "")?;
     kata.host.run("cp /var/guests/initrd.cpio /var/guests/newer.cpio")?;
     kata.install("/var/guests/newer.cpio")?;

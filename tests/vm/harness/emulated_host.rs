@@ -155,7 +155,7 @@ impl EmulatedHost {
         }
     }
 
-    /// What QEMU says of the emulated processors, for whoever asks why they have stopped.
+    /// Status, registers and APIC of the emulated processors, to see why they have stopped.
     fn processors(&self) -> String {
         match self.ask_qemu("info status\ninfo registers -a\ninfo lapic") {
             // Without its prompt, and what no kernel's state depends on.
@@ -234,11 +234,17 @@ fn pack(work_dir: &Path, files: &[(&str, &Path)]) -> Result<PathBuf> {
         std::fs::create_dir_all(to.parent().context("a file in a directory")?)?;
         std::fs::copy(file, &to).with_context(|| format!("copy {}", file.display()))?;
     }
-    let archive = work_dir.join("files.tar");
-    let done =
-        Command::new("tar").args(["--owner=0", "--group=0", "-C"]).arg(&tree).arg("-cf").arg(&archive).arg(".").status().context("tar")?;
-    ensure!(done.success(), "tar: {done}");
+    let archive = tar(work_dir, "files.tar", &tree, &["."])?;
     std::fs::remove_dir_all(tree)?;
+    Ok(archive)
+}
+
+/// Makes an archive, in `work_dir`, of these files of a folder; all are root's in it.
+pub(super) fn tar(work_dir: &Path, name: &str, folder: &Path, files: &[&str]) -> Result<PathBuf> {
+    let archive = work_dir.join(name);
+    let done = Command::new("tar").args(["--owner=0", "--group=0", "-C"]).arg(folder).arg("-cf").arg(&archive).args(files).status();
+    let done = done.context("tar")?;
+    ensure!(done.success(), "tar {}: {done}", folder.display());
     Ok(archive)
 }
 

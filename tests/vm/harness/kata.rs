@@ -5,24 +5,24 @@
 //! share/defaults/kata-containers/configuration-qemu-nvidia-gpu.toml; and bin/kata-agent, which
 //! kata-deploy has in its images alone, linked statically. The rest of it is not looked at.
 
+use super::emulated_host::tar;
 use super::{EmulatedHost, Guest, KvmGuest, KvmImage, Outcome, Size, TestContext};
-use anyhow::{Context, Result, ensure};
-use std::path::{Path, PathBuf};
-use std::process::Command;
+use anyhow::{Context, Result};
+use std::path::PathBuf;
 
 pub const BOOTS: &str = "/var/lib/kata-gpu-boot";
 const PROGRAM: &str = "/usr/local/bin/kata-gpu-boot";
 const CONFIG: &str = "configuration-qemu-nvidia-gpu.toml";
 /// A folder of its own, as kata-deploy makes one for each runtime.
-pub const FOLDER: &str = "/opt/kata/share/defaults/kata-containers/runtimes/qemu-nvidia-gpu";
-pub const INITRD: &str = "/var/guests/initrd.cpio";
-/// The installed guest, and the same one as another file.
-const ARCHIVES: &str = "/var/archives";
+const FOLDER: &str = "/opt/kata/share/defaults/kata-containers/runtimes/qemu-nvidia-gpu";
+const INITRD: &str = "/var/guests/initrd.cpio";
+const KATA_TAR: &str = "/var/kata.tar";
+const ROOTS_TAR: &str = "/var/roots.tar";
 /// Roots of the containers, as tests/containers/build makes them.
 const ROOTS: &str = "/var/containers";
 
-/// What is there on a GPU host and not here: where the host's programs are, and devices to pass
-/// through. The containers ask by their environment for GPUs that are simulated in the guest.
+/// Paths of this host's programs; and, as there is no device to pass through, containers ask by their
+/// environment for GPUs that are simulated in the guest.
 const DROP_IN: &str = r#"[hypervisor.qemu]
 path = "/usr/local/bin/qemu"
 valid_hypervisor_paths = ["/usr/local/bin/qemu"]
@@ -41,8 +41,8 @@ enable_debug = true
 visible_cdi_devices = true
 "#;
 
-/// What a Kata kernel has built in, the test kernel has as modules: the program that loads them comes
-/// first, by the kernel's command line, of which install would refuse that word.
+/// QEMU with one more word on the kernel's command line, which install would refuse: the test kernel
+/// has as modules what a Kata kernel has built in, and the program that loads them comes first.
 const QEMU: &str = r#"#!/bin/bash
 args=()
 for word; do [ "${last:-}" != -append ] || word="$word $(cat /run/words)"; args+=("$word") last=$word; done
@@ -59,36 +59,31 @@ fn folder() -> Option<PathBuf> {
     std::env::var_os("KATA").map(PathBuf::from)
 }
 
-fn tar(work_dir: &Path, name: &str, folder: &Path, what: &[&str]) -> Result<PathBuf> {
-    let archive = work_dir.join(name);
-    let done = Command::new("tar").args(["--owner=0", "--group=0", "-C"]).arg(folder).arg("-cf").arg(&archive).args(what).status();
-    let done = done.context("tar")?;
-    ensure!(done.success(), "tar {}: {done}", folder.display());
-    Ok(archive)
-}
-
 impl KataHost {
-    /// How a test ends where there is no Kata.
-    pub fn skipped(context: &TestContext) -> Result<Option<Outcome>> {
+    /// Runs a test on one, or skips it where there is no Kata; `words` go to each guest's kernel.
+    pub fn test(context: &TestContext, words: &str, run: impl FnOnce(&mut Self) -> Result<Outcome>) -> Result<Outcome> {
+        match Self::skipped(context)? {
+            Some(skipped) => Ok(skipped),
+            None => run(&mut Self::start(context, words)?),
+        }
+    }
+
+    fn skipped(context: &TestContext) -> Result<Option<Outcome>> {
         if folder().is_none() {
             return Ok(Some(Outcome::Skipped("KATA names no folder like kata-deploy's /opt/kata: KATA=DIR tests/run kata".into())));
         }
         EmulatedHost::skipped(context)
     }
 
-    /// Starts one; `words` go to each guest's kernel.
-    pub fn start(context: &TestContext, words: &str) -> Result<Self> {
+    fn start(context: &TestContext, words: &str) -> Result<Self> {
         let kata = folder().context("KATA is not set")?;
         let agent = kata.join("bin/kata-agent");
         let agent = std::fs::read(&agent).with_context(|| format!("read {}", agent.display()))?;
         let image = KvmImage::make(context, Guest::new().cpus(1).append(words).agent(&agent).archive("driver"))?;
         let config = format!("share/defaults/kata-containers/{CONFIG}");
         let archives = [
-            ("/var/archives/kata.tar", tar(&context.work_dir, "kata.tar", &kata, &["bin/containerd-shim-kata-v2", &config])?),
-            (
-                "/var/archives/roots.tar",
-                tar(&context.work_dir, "roots.tar", &context.target.join("containers"), &["debian", "alpine", "application"])?,
-            ),
+            (KATA_TAR, tar(&context.work_dir, "kata.tar", &kata, &["bin/containerd-shim-kata-v2", &config])?),
+            (ROOTS_TAR, tar(&context.work_dir, "roots.tar", &context.target.join("containers"), &["debian", "alpine", "application"])?),
             (PROGRAM, EmulatedHost::program(context)?),
         ];
         let mut files = image.files().to_vec();
@@ -96,8 +91,8 @@ impl KataHost {
         let mut host = EmulatedHost::start(context, "host", Size::WITH_PODS, &files)?;
         KvmGuest::prepare(&mut host)?;
         host.run(&format!(
-            "set -e; mkdir -p {ROOTS} {FOLDER}/config.d && tar -C /opt/kata -xf {ARCHIVES}/kata.tar && tar -C {ROOTS} -xf {ARCHIVES}/roots.tar
-            rm -r {ARCHIVES} && mkdir {ROOTS}/static && mv {ROOTS}/application {ROOTS}/static/
+            "set -e; mkdir -p {ROOTS} {FOLDER}/config.d && tar -C /opt/kata -xf {KATA_TAR} && tar -C {ROOTS} -xf {ROOTS_TAR}
+            rm {KATA_TAR} {ROOTS_TAR} && mkdir {ROOTS}/static && mv {ROOTS}/application {ROOTS}/static/
             mv /opt/kata/{config} {FOLDER}/ && ln -s /opt/kata/bin/containerd-shim-kata-v2 /usr/local/bin/
             echo '{DROP_IN}' > {FOLDER}/config.d/10-host.toml
             echo '{QEMU}' > /usr/local/bin/qemu && chmod +x /usr/local/bin/qemu
@@ -159,7 +154,7 @@ impl KataHost {
         self.host.run(&format!("cat /run/out/{name}"))
     }
 
-    /// What containerd has said of a container.
+    /// Errors of a container, as containerd reports them.
     pub fn errors(&mut self, name: &str) -> Result<String> {
         self.host.run(&format!("cat /run/out/{name}.errors"))
     }
