@@ -24,10 +24,9 @@ const KERNEL: &str = "root=/dev/nvme0n1 rw console=ttyS0 quiet panic=-1 no_timer
 const DEADLINE: Duration = Duration::from_secs(570);
 /// How long a script may run: beside four busy loops the longest took 40 s.
 const ANSWER: Duration = Duration::from_secs(240);
-/// After so long without an answer the host gets an NMI: QEMU 7.2 loses an interrupt now and then, as
-/// it changes a processor's pending requests without its lock where a guest under KVM exits. It stays
-/// in the APIC then until another one comes, and where it was the timer's none does. The kernel's
-/// words about an NMI that nobody has asked for bring one.
+/// Time without an answer after which the host gets an NMI. On QEMU 7.2 the timer's interrupt sometimes
+/// stays in the APIC and is never taken while a guest runs under KVM; the timer fires once, so that
+/// none follows. An NMI often ends that, not always: [`Silent`] is what is left.
 const NUDGE: Duration = Duration::from_secs(10);
 /// Pause between two looks at something on the host: each takes time of what is waited for.
 const PAUSE: Duration = Duration::from_millis(300);
