@@ -42,8 +42,8 @@ fn main() -> ExitCode {
     if failed == 0 && passed > 0 { ExitCode::SUCCESS } else { ExitCode::FAILURE }
 }
 
-/// Outcome of a test. Where the emulated host has stopped, which is no finding about what is tested, the
-/// test runs once more, on a new machine.
+/// Outcome of a test. Where what carries it has stopped, which is no finding about what is tested, the
+/// test runs once more, with a new machine.
 fn outcome(test: &VmTest, context: &TestContext) -> anyhow::Result<Outcome> {
     let run = || std::panic::catch_unwind(|| (test.run)(context)).unwrap_or_else(|_| Err(anyhow::anyhow!("the test panicked")));
     match run() {

@@ -51,6 +51,11 @@ impl Console {
         whole_lines(&std::fs::read(&self.path).map(|b| String::from_utf8_lossy(&b).into_owned()).unwrap_or_default())
     }
 
+    /// CLOCK_BOOTTIME in ns of the newest record that the init has written here.
+    pub fn newest_record_ns(&self) -> Option<u64> {
+        newest_record_ns(&self.text())
+    }
+
     /// The number that follows this text.
     pub fn number_after(&self, text: &str) -> Option<u64> {
         self.text().split_once(text)?.1.split(|c: char| !c.is_ascii_digit()).next()?.parse().ok()
@@ -88,6 +93,14 @@ impl Console {
             let _unused = inotify.read_events(); // only the wake-up counts
         }
     }
+}
+
+fn newest_record_ns(text: &str) -> Option<u64> {
+    let time = |line: &str| -> Option<u64> {
+        let line: serde_json::Value = serde_json::from_str(line.get(line.find("{\"")?..)?).ok()?;
+        (line["source"] == "kata-gpu-init").then(|| line["boottime_ns"].as_str()?.parse().ok())?
+    };
+    text.lines().filter_map(time).max()
 }
 
 /// The same lines, each whole: two writers share a serial line, and the kernel writes lines of its own in the middle of a process's one, be it between its
@@ -136,6 +149,14 @@ mod tests {
             let text = format!("first\r\n{}{kernel}{}last\r\n", &line[..tear], &line[tear..]);
             assert_eq!(whole_lines(&text), format!("first\r\n{kernel}{line}last\r\n"), "torn at {tear}");
         }
+    }
+
+    #[test]
+    fn the_newest_record_is_one_of_the_inits() {
+        let line = |source: &str, ns: u64| format!("{{\"boottime_ns\":\"{ns}\",\"source\":\"{source}\"}}\r\n");
+        let text = format!("[    1.000000] {}{}no record{}", line("kata-gpu-init", 7), line("kata-gpu-init", 5), line("agent", 9));
+        assert_eq!(newest_record_ns(&text), Some(7));
+        assert_eq!(newest_record_ns(&line("agent", 9)), None);
     }
 
     #[test]

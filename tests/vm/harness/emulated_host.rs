@@ -1,7 +1,7 @@
 //! A whole host as tests/emulated-host/build has made it: Debian with systemd, whose root is told
 //! what to do over a serial port.
 
-use super::{Outcome, TestContext};
+use super::{Outcome, Silent, TestContext};
 use anyhow::{Context, Result, bail, ensure};
 use base64::Engine;
 use base64::engine::general_purpose::STANDARD;
@@ -50,17 +50,6 @@ impl Size {
     pub const WITH_GUESTS: Self = Self { cpus: 1, memory_mib: 2560 };
     /// For pods of Kata's: its programs, and three guests.
     pub const WITH_PODS: Self = Self { cpus: 1, memory_mib: 4096 };
-}
-
-/// The machine has stopped: it runs no script, whatever is asked. With a text that says where.
-#[derive(Debug)]
-pub struct Silent(String);
-
-impl std::error::Error for Silent {}
-impl std::fmt::Display for Silent {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "the emulated host has stopped: no answer within {ANSWER:?}; {}", self.0)
-    }
 }
 
 /// A host that runs; what it writes to its disk is there after a reboot, and gone with the machine.
@@ -148,7 +137,9 @@ impl EmulatedHost {
                 Ok(0) => bail!("the emulated host has ended"),
                 Ok(_) => return Ok(line.trim().to_string()),
                 Err(error) if error.kind() == ErrorKind::WouldBlock && start.elapsed() < ANSWER => drop(self.ask_qemu("nmi")),
-                Err(error) if error.kind() == ErrorKind::WouldBlock => return Err(Silent(self.processors()).into()),
+                Err(error) if error.kind() == ErrorKind::WouldBlock => {
+                    return Err(Silent(format!("the emulated host has stopped: no answer within {ANSWER:?}; {}", self.processors())).into());
+                }
                 Err(error) => return Err(error.into()),
             }
         }

@@ -8,7 +8,7 @@ mod kvm_guest;
 mod receiver;
 
 pub use console::{AgentLine, Console};
-pub use emulated_host::{EmulatedHost, Silent, Size};
+pub use emulated_host::{EmulatedHost, Size};
 pub use kata::{BOOTS, KataHost};
 pub use kvm_guest::{KvmGuest, KvmImage, SHARED};
 pub use receiver::{Listener, Receiver};
@@ -27,8 +27,23 @@ pub const CONFIDENTIAL: &str = "hardware.file=tdx_guest gpuinit.events.vsock=on"
 /// How long anything in a test may take on the host's clock, TCG and a busy machine included. Never the thing that is tested.
 pub const DEADLINE: Duration = Duration::from_secs(180);
 
+/// Time for a guest whose connection was closed to come again: it tries at least once a second.
+const RECONNECTED: Duration = Duration::from_secs(30);
+
 /// How the creation of a container ends, in the test agent's notes.
 const ENDS: [&str; 2] = ["container created", "container failed"];
+
+/// What carries a test, and is not what it tests, has stopped: the emulated host, or the vsock daemon of
+/// a guest. With a text that tells where.
+#[derive(Debug)]
+pub struct Silent(String);
+
+impl std::error::Error for Silent {}
+impl std::fmt::Display for Silent {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(&self.0)
+    }
+}
 
 /// How a test ended, if it did not fail.
 pub enum Outcome {
@@ -342,7 +357,26 @@ impl Booted {
 
     /// Waits for a record.
     pub fn record(&self, what: &str, wanted: impl Fn(&Record) -> bool) -> Result<Record> {
-        self.receiver.wait(DEADLINE, wanted).ok_or_else(|| anyhow!("no record \"{what}\" within {DEADLINE:?}{}", self.state()))
+        self.receiver.wait(DEADLINE, wanted).ok_or_else(|| self.missing(&format!("no record \"{what}\"")))
+    }
+
+    /// The error of records that have not come. The guest writes the same ones to its console: where one
+    /// of those is newer than all that came, the connection has stopped, not the guest.
+    fn missing(&self, what: &str) -> anyhow::Error {
+        let missing = format!("{what} within {DEADLINE:?}{}", self.state());
+        let came = self.receiver.records();
+        let newest = came.iter().map(|record| record.boottime_ns).max().unwrap_or(0);
+        let Some(written) = self.console.newest_record_ns().filter(|written| *written > newest) else { return anyhow!(missing) };
+        let connections = self.receiver.headers().len();
+        self.receiver.hang_up();
+        let again = match self.receiver.wait_headers(RECONNECTED, connections + 1) {
+            Some(_) => "the guest connected again when the connection was closed",
+            None => "nor did the guest connect again when the connection was closed",
+        };
+        let seconds = |ns: u64| ns as f64 / 1e9;
+        let (newest, written, count) = (seconds(newest), seconds(written), came.len());
+        Silent(format!("{missing}: the stream has stopped at {newest:.3} s ({count} records), the console at {written:.3} s; {again}"))
+            .into()
     }
 
     /// Waits for the event of this name.
@@ -354,7 +388,7 @@ impl Booted {
     pub fn events(&self, name: &str, count: usize) -> Result<Vec<Record>> {
         self.receiver
             .wait_several(DEADLINE, count, |r| r.kind == Kind::Event && r.name == name)
-            .ok_or_else(|| anyhow!("no {count} events \"{name}\" within {DEADLINE:?}{}", self.state()))
+            .ok_or_else(|| self.missing(&format!("no {count} events \"{name}\"")))
     }
 
     /// Waits until all GPUs are usable or failed; gives how many are which.
