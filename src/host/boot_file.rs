@@ -83,6 +83,14 @@ pub struct Sandbox {
     pub uid: Option<String>,
 }
 
+impl Sandbox {
+    /// Whether somebody means this one: by Kata's id, or by NAMESPACE/POD.
+    pub fn is(&self, wanted: &str) -> bool {
+        let pod = self.namespace.as_deref().zip(self.pod.as_deref());
+        self.id == wanted || wanted.split_once('/').is_some_and(|of| pod == Some(of))
+    }
+}
+
 /// An OTLP trace id, 32 hexadecimal digits in the file. Random, so that no guest and no other node can push spans into the trace; kept in
 /// the boot's file, so that every export of the boot has the same. 0 is no id.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]

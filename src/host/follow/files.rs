@@ -1,7 +1,7 @@
 //! The collector's directory as it changes: one inotify instance for all boots in it, however many, and no file kept open.
 
 use crate::events::record::{self, is_boot_id};
-use crate::host::boot_file::{EXTENSION, FileLine, decode};
+use crate::host::boot_file::{EXTENSION, FileLine, HostEvent, Sandbox, decode};
 use crate::host::framing::{Lines, Piece};
 use crate::host::record::Names;
 use crate::host::watch::watch;
@@ -19,6 +19,9 @@ use tokio::io::unix::AsyncFd;
 
 /// Bytes of one file that are taken at a time.
 const CHUNK: usize = 64 * 1024;
+/// Bytes at the start of a file in which a collector has named the sandbox, if it ever did: it asks
+/// the host when the guest connects, and records come meanwhile.
+const HEAD: u64 = 1 << 20;
 
 /// Which files are looked at.
 #[derive(Clone, Debug)]
@@ -149,10 +152,38 @@ impl Files {
         }
     }
 
+    /// The sandbox that a file's boot is of, once the collector knows it.
+    pub fn sandbox(&self, name: &OsStr) -> Result<Option<Sandbox>> {
+        sandbox_of(&self.dir.join(name))
+    }
+
     /// Keeps nothing of it: what it has is read again when it changes.
     pub fn forget(&mut self, name: &OsStr) {
         self.places.remove(name);
     }
+}
+
+/// The sandbox of a boot's file; None also of one that is gone.
+pub fn sandbox_of(path: &Path) -> Result<Option<Sandbox>> {
+    let at = || format!("read {}", path.display());
+    let head = match File::open(path) {
+        Err(e) if e.kind() == ErrorKind::NotFound => return Ok(None),
+        opened => {
+            let mut head = Vec::new();
+            opened.with_context(at)?.take(HEAD).read_to_end(&mut head).with_context(at)?;
+            head
+        }
+    };
+    let (mut found, mut names) = (None, Names::default());
+    Lines::new(record::MAX_LINE).push(&head, |piece| {
+        if let Piece::Line(line) = piece
+            && let Ok(FileLine::Host(line)) = decode(line, &mut names)
+            && let HostEvent::Sandbox(sandbox) = line.event
+        {
+            found = Some(sandbox);
+        }
+    });
+    Ok(found)
 }
 
 #[cfg(test)]

@@ -5,6 +5,7 @@
 mod bars;
 mod files;
 mod progress;
+mod sandbox;
 
 use super::boot_file::FileLine;
 use super::collect::{sleep_until, write_lines};
@@ -12,12 +13,14 @@ use super::live::Live;
 use super::rows::{Row, Side, Tone};
 use super::show;
 use super::table::Table;
-use super::text::Screen;
+use super::text::{Screen, printable};
 use anyhow::{Context, Result, bail};
 use bars::{Bars, Look, REFRESH, tag};
 use files::{Files, Which};
 use indicatif::ProgressDrawTarget;
-use progress::{Outcome, Progress, ago};
+pub use progress::Outcome;
+use progress::{Progress, ago};
+pub use sandbox::{Boot, boot_of};
 use std::collections::{BTreeMap, BTreeSet};
 use std::ffi::{OsStr, OsString};
 use std::io::{self, ErrorKind};
@@ -43,7 +46,7 @@ Examples:
   # every boot of this node
   kata-gpu-boot follow --dir boots --all
   # start a pod, wait for its GPUs, and know why if they do not come
-  kubectl apply -f pod.yaml && kata-gpu-boot follow --dir boots --timeout 600 ||
+  kubectl apply -f pod.yaml && kata-gpu-boot follow --dir boots --sandbox default/train-0 --timeout 600 ||
     journalctl -u kata-gpu-boot";
 
 /// Watch a boot while it happens: a bar per GPU.
@@ -56,6 +59,9 @@ pub struct Args {
     /// A boot id (its first characters are enough) or a file; the boot in flight, else the next one, if left away.
     #[arg(long, value_name = "ID", conflicts_with = "all")]
     boot: Option<String>,
+    /// The boot of this sandbox or pod, be it over, in flight or to come.
+    #[arg(long, value_name = "ID|NAMESPACE/POD", conflicts_with_all = ["all", "boot"])]
+    sandbox: Option<String>,
     /// Follow every boot in flight and every one that comes, until interrupted.
     #[arg(long)]
     all: bool,
@@ -104,6 +110,8 @@ struct Follower {
     /// Boots that are none of this run's: they were over before, or are now.
     over: BTreeSet<OsString>,
     all: bool,
+    /// The only one whose boot is followed.
+    sandbox: Option<String>,
     status: u8,
     ended: u64,
     dir: PathBuf,
@@ -131,12 +139,14 @@ async fn follow(args: &Args) -> Result<u8> {
         boots: BTreeMap::new(),
         over: BTreeSet::new(),
         all: args.all,
+        sandbox: args.sandbox.clone(),
         status: 0,
         ended: 0,
         dir: args.dir.clone(),
     };
     let timeout = (args.timeout > 0).then(|| Duration::from_secs(args.timeout));
-    let mut heard = follower.begin(timeout.unwrap_or(IN_FLIGHT), args.boot.is_some())?;
+    let in_flight = if args.sandbox.is_some() { Duration::MAX } else { timeout.unwrap_or(IN_FLIGHT) };
+    let mut heard = follower.begin(in_flight, args.boot.is_some() || args.sandbox.is_some())?;
     loop {
         let now = Instant::now();
         follower.draw(now)?;
@@ -183,15 +193,16 @@ impl Follower {
             let over = self.boots.get(&name).is_some_and(|p| p.outcome(now).is_some());
             if over && !named {
                 self.leave(&name);
-            } else if named {
+            } else if named && self.boots.contains_key(&name) {
                 heard = ago(now, age);
             }
         }
         if self.boots.is_empty() {
-            if named {
+            if named && self.sandbox.is_none() {
                 bail!("{}: no event stream in it: give a file that `collect` wrote", self.dir.display());
             }
-            eprintln!("kata-gpu-boot: no boot in flight in {}: waiting for one", self.dir.display());
+            let of = self.sandbox.as_ref().map(|sandbox| format!(" of {}", printable(sandbox))).unwrap_or_default();
+            eprintln!("kata-gpu-boot: no boot{of} in flight in {}: waiting for one", self.dir.display());
         }
         Ok(heard)
     }
@@ -201,6 +212,16 @@ impl Follower {
         let known = self.boots.contains_key(name);
         if self.over.contains(name) || !(known || self.all || self.boots.is_empty()) {
             return Ok(false);
+        }
+        if let (false, Some(wanted)) = (known, &self.sandbox) {
+            match self.files.sandbox(name)? {
+                Some(sandbox) if sandbox.is(wanted) => {}
+                Some(_) => {
+                    self.over.insert(name.to_os_string());
+                    return Ok(false);
+                }
+                None => return Ok(false),
+            }
         }
         let Self { files, boots, view, all, .. } = self;
         let (mut heard, mut shown) = (false, Ok(()));

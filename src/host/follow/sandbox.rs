@@ -1,0 +1,64 @@
+//! The boot of one sandbox, from its first line in the collector's directory to its outcome, for
+//! whoever has started that sandbox himself.
+
+use super::bars::{Bars, Look, REFRESH};
+use super::files::{Files, Which};
+use super::progress::{Outcome, Progress};
+use crate::host::collect::sleep_until;
+use crate::host::text::Screen;
+use anyhow::Result;
+use indicatif::ProgressDrawTarget;
+use std::ffi::{OsStr, OsString};
+use std::path::{Path, PathBuf};
+use std::time::Instant;
+
+/// A boot that is watched; what is known of it stays when the watching is given up.
+#[derive(Debug, Default)]
+pub struct Boot {
+    /// Its file, once it has one.
+    pub file: Option<PathBuf>,
+    progress: Progress,
+}
+
+impl Boot {
+    /// What was seen last, for whoever waits no longer.
+    pub fn last_seen(&self) -> String {
+        self.progress.last_seen()
+    }
+}
+
+/// Watches a sandbox that is yet to come until its boot has ended well or not. Shown meanwhile, where
+/// the screen is a terminal. Safe to cancel.
+pub async fn boot_of(sandbox: &str, dir: &Path, screen: Screen, boot: &mut Boot) -> Result<Outcome> {
+    let mut files = Files::watch(dir, Which::Boots)?;
+    let bars = |_width| Bars::new(ProgressDrawTarget::stdout(), Look::of_environment(screen.colour));
+    let mut bars = screen.width.map(bars);
+    let mut name: Option<OsString> = None;
+    loop {
+        let now = Instant::now();
+        let outcome = boot.progress.outcome(now);
+        if let (Some(bars), Some(name)) = (&mut bars, &name) {
+            let id = name.to_string_lossy();
+            match outcome {
+                Some(_) => bars.finish(&id, &boot.progress, now),
+                None => bars.update(&id, &boot.progress, now),
+            }
+        }
+        if let Some(outcome) = outcome {
+            return Ok(outcome);
+        }
+        let picture = bars.as_ref().and(name.as_ref()).map(|_| now + REFRESH);
+        tokio::select! {
+            changed = files.changed() => for file in changed? {
+                if name.is_none() && files.sandbox(&file)?.is_some_and(|known| known.is(sandbox)) {
+                    boot.file = Some(dir.join(&file));
+                    name = Some(file.clone());
+                }
+                if name.as_deref() == Some(OsStr::new(&file)) {
+                    files.read(&file, |line| drop(boot.progress.take(&line, Instant::now())))?;
+                }
+            },
+            () = sleep_until(boot.progress.deadline().into_iter().chain(picture).min()) => {}
+        }
+    }
+}
