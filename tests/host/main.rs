@@ -39,6 +39,8 @@ mod install;
 #[cfg(feature = "host")]
 mod install_attacks;
 #[cfg(feature = "host")]
+mod install_check;
+#[cfg(feature = "host")]
 mod install_image;
 #[cfg(feature = "host")]
 mod install_manifests;

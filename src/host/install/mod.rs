@@ -16,6 +16,7 @@ pub mod merge;
 pub mod node;
 pub mod plan;
 pub mod refusal;
+mod trial;
 pub mod uninstall;
 pub mod version;
 pub mod write;
@@ -31,6 +32,7 @@ use self::refusal::Refusal;
 use self::version::{Known, Version};
 use super::show::print;
 use super::text::{Ink, Screen, printable};
+use clap::builder::ArgPredicate;
 use serde_json::{Value as Json, json};
 use similar::TextDiff;
 use std::io::IsTerminal;
@@ -47,7 +49,9 @@ What cannot work is refused, each reason with file, key, value and cure, and not
 verified (`kata-gpu-boot initrd verify`) against the kernel that the configuration names. Of an image only the outside is looked at: that it is a disk with erofs or ext4 in its first partition. rootfs_type follows it, and kernel_verity_params, the \
 hash of the image that was, is emptied unless --verity has the new one's. To roll back, install the former one again, or uninstall.
 
-Exit status: 0 installed, or all was as wanted; 1 refused, with the reasons.
+With --check nothing is installed: one sandbox is started through containerd, its boot shown, and it is removed again. Do that first after installing.
+
+Exit status: 0 installed, all was as wanted, or works; 1 refused, or does not work, with the reasons.
 
 Examples:
   cd /opt/kata/share/defaults/kata-containers
@@ -58,6 +62,8 @@ Examples:
   kata-gpu-boot install --kata-config $CONFIG --initrd /opt/a.initrd
   kata-gpu-boot install --kata-config $CONFIG --initrd /opt/b.initrd
   kata-gpu-boot uninstall --kata-config $CONFIG
+  # does it work? A sandbox of this configuration, with a GPU that nobody uses
+  kata-gpu-boot install --check $CONFIG --device /dev/vfio/42
   # a disk image, as kata-gpu-boot initrd replace-init makes it
   kata-gpu-boot install --kata-config $CONFIG --image /opt/a.image
   # whether it is still as it was installed
@@ -81,7 +87,13 @@ const MAX_SHOWN: usize = 120;
 #[command(after_help = HELP)]
 pub struct Args {
     /// The Kata configuration file that containerd or CRI-O gives to the runtime.
-    #[arg(long, value_name = "FILE")]
+    #[arg(
+        long,
+        value_name = "FILE",
+        required = false,
+        required_unless_present = "what",
+        default_value_if("what", ArgPredicate::IsPresent, ".")
+    )]
     kata_config: PathBuf,
     /// The initrd; left away, the one that is installed stays.
     #[arg(long, value_name = "FILE")]
@@ -127,6 +139,8 @@ pub struct Args {
     /// With --node: stay until SIGTERM, and install again whenever it has been taken away. For a DaemonSet's pod.
     #[arg(long, requires = "dir", conflicts_with_all = ["dry_run", "json", "print"])]
     stay: bool,
+    #[command(flatten)]
+    check: trial::Check,
 }
 
 /// What can be printed.
@@ -207,6 +221,9 @@ fn painted(text: &str, screen: &Screen) -> String {
 
 /// Runs `install`.
 pub fn run(args: &Args) -> ExitCode {
+    if let Some(what) = &args.check.what {
+        return trial::run(what, &args.check, args.json);
+    }
     match &args.place.dir {
         Some(dir) if args.stay => node::stay(args, dir),
         _ => say(args).print(),

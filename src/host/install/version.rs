@@ -107,18 +107,20 @@ pub fn runtime_and_section(config: &KataConfig) -> Result<(Runtime, String), Ref
     }
 }
 
-/// Asks the shim that belongs to a configuration.
-pub fn ask(config: &Path, runtime: Runtime) -> Known {
-    let Some(prefix) = config
-        .ancestors()
-        .find(|dir| dir.ends_with(CONFIG_DIR))
-        .and_then(|dir| dir.ancestors().nth(Path::new(CONFIG_DIR).components().count()))
-    else {
-        return Known::Unknown(format!("{} is not below a {CONFIG_DIR}", config.display()));
-    };
-    let shim = match runtime {
+/// The shim that was installed with a configuration, if that lies where Kata installs it.
+pub fn shim(config: &Path, runtime: Runtime) -> Option<PathBuf> {
+    let dir = config.ancestors().find(|dir| dir.ends_with(CONFIG_DIR))?;
+    let prefix = dir.ancestors().nth(Path::new(CONFIG_DIR).components().count())?;
+    Some(match runtime {
         Runtime::Go => prefix.join("bin").join(SHIM),
         Runtime::Rust => prefix.join("runtime-rs/bin").join(SHIM),
+    })
+}
+
+/// Asks the shim that belongs to a configuration.
+pub fn ask(config: &Path, runtime: Runtime) -> Known {
+    let Some(shim) = shim(config, runtime) else {
+        return Known::Unknown(format!("{} is not below a {CONFIG_DIR}", config.display()));
     };
     match answer(&shim).and_then(|answer| version_in(&answer)) {
         Ok(version) => Known::Asked(version, shim),

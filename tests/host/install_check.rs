@@ -1,0 +1,188 @@
+//! `install --check` against a client of containerd that is a script: what it is asked to do, what is
+//! made of a boot, and that the sandbox is always removed. Kata itself is in tests/vm/kata.rs.
+
+use crate::collect::{Collector, program, until};
+use crate::install::World;
+use crate::project;
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
+use std::fs;
+use std::os::unix::fs::PermissionsExt;
+use std::path::PathBuf;
+use std::process::{Child, Command, Output, Stdio};
+
+const BOOT: &str = "5fc5e893-0a7f-4713-801b-744ac3d76b1b";
+/// Asked to run, it writes a boot of the sandbox that it is asked for; what it was asked goes to a file.
+const CLIENT: &str = r#"#!/bin/sh
+echo "$*" >> ROOT/asked
+case "$*" in *" run "*)
+    for word; do id=$last last=$word; done
+    [ ! -e ROOT/sandbox ] || id=$(cat ROOT/sandbox)
+    sed "s/SANDBOX/$id/" ROOT/boot > ROOT/boots/.new && mv ROOT/boots/.new ROOT/boots/BOOT.ndjson
+    if [ -e ROOT/error ]; then cat ROOT/error >&2; exit 1; fi
+    [ ! -e ROOT/pipe ] || cat ROOT/pipe
+esac
+"#;
+
+struct Node {
+    world: World,
+    collector: Option<Collector>,
+}
+
+impl Node {
+    fn new(test: &str, boot: &str) -> Self {
+        let world = World::new(&format!("check-{test}"), "go-qemu-nvidia-gpu");
+        let root = world.root();
+        fs::create_dir(root.join("boots")).unwrap();
+        let client = CLIENT.replace("ROOT", root.to_str().unwrap()).replace("BOOT", BOOT);
+        fs::write(root.join("ctr"), client).unwrap();
+        fs::set_permissions(root.join("ctr"), fs::Permissions::from_mode(0o755)).unwrap();
+        let text = fs::read_to_string(project().join(format!("tests/fixtures/boots/{boot}.ndjson"))).unwrap();
+        let (header, rest) = text.split_once('\n').unwrap();
+        let sandbox = r#"{"schema":1,"kind":"host","realtime_ns":1,"event":"sandbox","id":"SANDBOX"}"#;
+        fs::write(root.join("boot"), format!("{header}\n{sandbox}\n{rest}")).unwrap();
+        let collector = Collector::start(&root, &["--uds", root.join("vm").to_str().unwrap()]);
+        Self { world, collector: Some(collector) }
+    }
+
+    fn path(&self, name: &str) -> PathBuf {
+        self.world.root().join(name)
+    }
+
+    fn start(&self, words: &[&str]) -> Child {
+        let mut command = Command::new(program());
+        command.args(["install", "--check"]).arg(&self.world.config).arg("--boots").arg(self.path("boots"));
+        if !words.contains(&"--ctr") {
+            command.arg("--ctr").arg(format!("{} --address x", self.path("ctr").display()));
+        }
+        command.args(words);
+        command.env("TMPDIR", self.world.root()).stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap()
+    }
+
+    /// Exit status, standard output and standard error.
+    fn check(&self, words: &[&str]) -> (Option<i32>, String, String) {
+        said(self.start(words))
+    }
+
+    /// What the client was asked, without the sandbox's name.
+    fn asked(&self) -> Vec<String> {
+        let text = fs::read_to_string(self.path("asked")).unwrap_or_default();
+        let id = text.split(' ').find(|word| word.starts_with("kata-gpu-check-")).map(|word| word.trim().to_string());
+        text.lines().map(|line| id.as_ref().map_or(line.into(), |id| line.replace(id, "ID"))).collect()
+    }
+
+    /// The sandbox was removed, and nothing is left of it.
+    fn removed(&self) {
+        let asked = self.asked();
+        let words = ["tasks kill --signal KILL ID", "tasks rm --force ID", "containers rm ID"];
+        let removal = words.map(|words| format!("--address x --namespace kata-gpu-boot {words}"));
+        assert!(asked.ends_with(&removal), "{asked:#?}");
+        let left = fs::read_dir(self.world.root()).unwrap().any(|e| e.unwrap().file_name().to_string_lossy().starts_with("kata-gpu-check"));
+        assert!(!left, "its root is still there");
+    }
+}
+
+fn said(child: Child) -> (Option<i32>, String, String) {
+    let Output { status, stdout, stderr } = child.wait_with_output().unwrap();
+    (status.code(), String::from_utf8(stdout).unwrap(), String::from_utf8(stderr).unwrap())
+}
+
+#[test]
+fn a_sandbox_that_comes_up_works_and_is_removed() {
+    let node = Node::new("works", "recorded-8-gpus-fast-host");
+    let (code, out, err) = node.check(&["--device", "/dev/vfio/42", "--device", "/dev/vfio/43"]);
+    assert_eq!(code, Some(0), "{out}{err}");
+    let last = out.lines().last().unwrap();
+    assert!(last.starts_with("works: containerd had started the sandbox after "), "{out}");
+    assert!(last.contains(", all 8 GPUs were usable 8.3 s after kernel start"), "{last}");
+    assert!(out.contains("gpu.usable") && out.contains("kernel start"), "no timeline: {out}");
+    let root = node.world.root();
+    let config = node.world.config.display();
+    let run = format!(
+        "--address x --namespace kata-gpu-boot run --detach --null-io --runtime io.containerd.kata.v2 --runtime-config-path {config} \
+         --device /dev/vfio/42 --device /dev/vfio/43 --rootfs {}/ID ID /wait",
+        root.display()
+    );
+    assert_eq!(node.asked()[0], run);
+    node.removed();
+    // The shim that was installed with the configuration is the one that is used.
+    let shim = node.path("opt/kata/bin/containerd-shim-kata-v2");
+    fs::create_dir_all(shim.parent().unwrap()).unwrap();
+    fs::write(&shim, "").unwrap();
+    let (code, out, err) = node.check(&["--json"]);
+    assert_eq!((code, err.as_str()), (Some(0), ""), "{out}");
+    let json: serde_json::Value = serde_json::from_str(&out).unwrap();
+    assert_eq!(json["works"], true, "{out}");
+    assert_eq!(json["shim"], shim.to_str().unwrap());
+    assert_eq!(json["boot"]["gpus"].as_array().unwrap().len(), 8);
+}
+
+#[test]
+fn a_failed_gpu_is_the_reason_why_it_does_not_work() {
+    let node = Node::new("failed", "made-8-gpus-one-failed");
+    let (code, out, err) = node.check(&[]);
+    assert_eq!(code, Some(1), "{out}{err}");
+    assert!(out.contains("\ndoes not work: containerd had started the sandbox after "), "{out}");
+    assert!(out.contains("  the boot failed: GPU 5 (0001:00:05.0) failed in init: adapter initialisation failed: rc -5"), "{out}");
+    node.removed();
+    let (_, out, _) = node.check(&["--json"]);
+    let json: serde_json::Value = serde_json::from_str(&out).unwrap();
+    assert_eq!((&json["works"], json["reasons"].as_array().unwrap().len()), (&false.into(), 1), "{out}");
+}
+
+#[test]
+fn an_error_of_containerds_has_its_cure_and_leaves_nothing() {
+    let node = Node::new("error", "made-8-gpus-one-hangs");
+    fs::write(node.path("error"), "ctr: failed to create shim task: vfio 0000:01:00.0: Device or resource busy\x1b[2J\n").unwrap();
+    let (code, out, err) = node.check(&[]);
+    assert_eq!(code, Some(1), "{out}{err}");
+    let reason = r"containerd did not start the sandbox: ctr: failed to create shim task: vfio 0000:01:00.0: Device or resource busy\x1b[2J; the device is in use";
+    assert!(out.contains(reason), "{out}");
+    node.removed();
+    let (code, out, _) = node.check(&["--ctr", "/nonexistent/ctr"]);
+    assert_eq!(code, Some(1));
+    assert!(out.contains("install containerd's client") && out.contains("no event of its boot has come"), "{out}");
+}
+
+#[test]
+fn the_boot_of_another_sandbox_is_not_taken_for_it() {
+    let node = Node::new("other", "recorded-8-gpus-fast-host");
+    fs::write(node.path("sandbox"), "train-0").unwrap();
+    let (code, out, err) = node.check(&["--give-up", "2"]);
+    assert_eq!(code, Some(1), "{out}{err}");
+    assert!(out.contains("no event of its boot has come: the configuration has no guest of ours: kata-gpu-boot install"), "{out}");
+    node.removed();
+}
+
+#[test]
+fn interrupted_it_still_removes_the_sandbox() {
+    let node = Node::new("interrupted", "made-8-gpus-one-hangs");
+    // The client reads it until the end that does not come.
+    nix::unistd::mkfifo(&node.path("pipe"), nix::sys::stat::Mode::S_IRWXU).unwrap();
+    let child = node.start(&[]);
+    until("the boot", || node.path(&format!("boots/{BOOT}.ndjson")).exists());
+    kill(Pid::from_raw(child.id() as i32), Signal::SIGINT).unwrap();
+    let (code, out, err) = said(child);
+    assert_eq!(code, Some(1), "{out}{err}");
+    assert!(out.contains("containerd did not start the sandbox before it was interrupted"), "{out}");
+    node.removed();
+}
+
+#[test]
+fn without_a_collector_nothing_is_started() {
+    let mut node = Node::new("alone", "recorded-8-gpus-fast-host");
+    node.collector.take().unwrap().stop();
+    let (code, _, err) = node.check(&[]);
+    assert_eq!(code, Some(1), "{err}");
+    assert!(err.contains("start the collector (kata-gpu-boot collect)") && err.contains("no collector listens"), "{err}");
+    assert_eq!(node.asked(), Vec::<String>::new());
+    // Nor with arguments that belong to installing, or for a file that is not there.
+    let (code, _, err) = node.check(&["--initrd", "x"]);
+    assert!(code == Some(2) && err.contains("cannot be used with"), "{err}");
+    let mut command = Command::new(program());
+    let refused = command.args(["install", "--check", "/nonexistent/c.toml"]).output().unwrap();
+    let err = String::from_utf8(refused.stderr).unwrap();
+    assert!(err.contains("/nonexistent/c.toml: no such file: give a Kata configuration"), "{err}");
+    let refused = Command::new(program()).arg("install").output().unwrap();
+    assert!(String::from_utf8(refused.stderr).unwrap().contains("--kata-config <FILE>"));
+}
