@@ -67,7 +67,9 @@ fn help() -> String {
     for (pattern, whose) in VM_SOCKETS {
         text.push_str(&format!("  {pattern:42} {whose}\n"));
     }
-    text.push_str(&format!("  {SANDBOXES:42} Go runtime, which CID is whose\n"));
+    for (pattern, whose) in SANDBOXES {
+        text.push_str(&format!("  {pattern:42} {whose}, which CID is whose\n"));
+    }
     text
 }
 
@@ -90,7 +92,7 @@ pub struct Args {
     /// Do not look for VMs of hybrid vsock.
     #[arg(long)]
     no_vms: bool,
-    /// Kata's files about sandboxes, with * for the id, instead of those of its Go runtime.
+    /// Kata's files about sandboxes, with * for the id, instead of those of its runtimes.
     #[arg(long, value_name = "PATTERN")]
     sandbox: Vec<Pattern>,
     /// OCI configurations of sandbox containers, with * for the id, instead of containerd's and CRI-O's: they name the pod. One in a directory
@@ -184,7 +186,7 @@ fn config(args: &Args) -> Result<Config> {
         sandboxes: if args.no_vsock && args.sandbox.is_empty() {
             Vec::new()
         } else {
-            patterns(&args.sandbox, &mut [SANDBOXES].into_iter())?
+            patterns(&args.sandbox, &mut SANDBOXES.iter().map(|(pattern, _)| *pattern))?
         },
         bundles: patterns(&args.bundle, &mut BUNDLES.iter().copied())?,
         limits,

@@ -20,7 +20,7 @@ case "$*" in *" run "*)
     [ ! -e ROOT/sandbox ] || id=$(cat ROOT/sandbox)
     sed "s/SANDBOX/$id/" ROOT/boot > ROOT/boots/.new && mv ROOT/boots/.new ROOT/boots/BOOT.ndjson
     if [ -e ROOT/error ]; then cat ROOT/error >&2; exit 1; fi
-    [ ! -e ROOT/pipe ] || cat ROOT/pipe
+    [ ! -e ROOT/pipe ] || sh -c 'read line < ROOT/pipe' shim-of-$id
 esac
 "#;
 
@@ -157,7 +157,7 @@ fn the_boot_of_another_sandbox_is_not_taken_for_it() {
 #[test]
 fn interrupted_it_still_removes_the_sandbox() {
     let node = Node::new("interrupted", "made-8-gpus-one-hangs");
-    // The client reads it until the end that does not come.
+    // A process of the sandbox that the client waits for reads it, and nobody writes.
     nix::unistd::mkfifo(&node.path("pipe"), nix::sys::stat::Mode::S_IRWXU).unwrap();
     let child = node.start(&[]);
     until("the boot", || node.path(&format!("boots/{BOOT}.ndjson")).exists());

@@ -1,28 +1,52 @@
-//! Pods of Kata's own parts on an emulated host: containerd, the Go shim, QEMU under KVM, and
+//! Pods of Kata's own parts on an emulated host: containerd, Kata's shim, QEMU under KVM, and
 //! kata-agent, with the guest installed as a user installs it. What stands in is the GPU alone.
 
 use super::container_roots::{has_the_guests_libcuda, said};
-use super::harness::{BOOTS, KataHost, Outcome, TestContext, VmTest};
+use super::harness::{BOOTS, KataHost, Outcome, Shim, TestContext, VmTest};
 use super::host_guests::event;
-use anyhow::{Result, ensure};
+use anyhow::{Context, Result, ensure};
 use kata_gpu_init::events::names;
 
 pub const TESTS: &[VmTest] = &[
     VmTest {
         name: "under_kata_containers_have_their_gpus_and_wait_for_no_other",
-        run: |context| KataHost::test(context, "fakepci.gpus=2", |kata| containers(context, kata)),
+        run: |context| KataHost::test(context, Shim::Go, "fakepci.gpus=2", |kata| containers(context, kata)),
     },
     VmTest {
         name: "under_kata_a_failed_gpu_is_an_error_at_once_and_no_gpu_after_the_agents_timeout",
-        run: |context| KataHost::test(context, "fakepci.gpus=2", failures),
+        run: |context| KataHost::test(context, Shim::Go, "fakepci.gpus=2", failures),
     },
     VmTest {
         name: "under_kata_a_pod_deleted_amid_its_bring_up_leaves_nothing",
-        run: |context| KataHost::test(context, "fakepci.gpus=2", deleted),
+        run: |context| KataHost::test(context, Shim::Go, "fakepci.gpus=2", deleted),
     },
     VmTest {
         name: "under_kata_install_upgrade_and_rollback_leave_running_pods_alone",
-        run: |context| KataHost::test(context, "fakepci.gpus=1", upgrade),
+        run: |context| KataHost::test(context, Shim::Go, "fakepci.gpus=1", upgrade),
+    },
+    VmTest {
+        name: "under_kata_install_check_says_what_works_and_why_not",
+        run: |context| KataHost::test(context, Shim::Go, "fakepci.gpus=2", check),
+    },
+    VmTest {
+        name: "under_runtime_rs_containers_have_their_gpus_and_wait_for_no_other",
+        run: |context| KataHost::test(context, Shim::Rust, "fakepci.gpus=2", |kata| containers(context, kata)),
+    },
+    VmTest {
+        name: "under_runtime_rs_a_failed_gpu_is_an_error_at_once_and_no_gpu_after_the_agents_timeout",
+        run: |context| KataHost::test(context, Shim::Rust, "fakepci.gpus=2", failures),
+    },
+    VmTest {
+        name: "under_runtime_rs_a_pod_deleted_amid_its_bring_up_leaves_nothing",
+        run: |context| KataHost::test(context, Shim::Rust, "fakepci.gpus=2", deleted),
+    },
+    VmTest {
+        name: "under_runtime_rs_install_upgrade_and_rollback_leave_running_pods_alone",
+        run: |context| KataHost::test(context, Shim::Rust, "fakepci.gpus=1", upgrade),
+    },
+    VmTest {
+        name: "under_runtime_rs_install_check_says_what_works_and_why_not",
+        run: |context| KataHost::test(context, Shim::Rust, "fakepci.gpus=2", check),
     },
 ];
 
@@ -159,4 +183,49 @@ fn upgrade(kata: &mut KataHost) -> Result<Outcome> {
     let refused = kata.pod("rolled-back", "");
     ensure!(refused.as_ref().is_err_and(|e| format!("{e:#}").contains("kata-containers-nvidia-gpu.img")), "{refused:?}");
     Ok(Outcome::Passed)
+}
+
+/// What an operator does first after installing.
+fn check(kata: &mut KataHost) -> Result<Outcome> {
+    let config = kata.config.clone();
+    kata.words("")?;
+    let (status, said) = kata.check(&config, "")?;
+    ensure!(status == 0 && said.contains("works: containerd had started the sandbox after "), "{status}: {said}");
+    ensure!(said.contains(", all 2 GPUs were usable ") && said.contains("agent exec"), "{said}");
+    nothing_left(kata)?;
+    // By the name that a RuntimeClass has, and as JSON.
+    kata.host.run(&format!(
+        "printf '[plugins.\"io.containerd.grpc.v1.cri\".containerd.runtimes.kata-gpu]\\nruntime_type = \"io.containerd.kata.v2\"\\n\
+         [plugins.\"io.containerd.grpc.v1.cri\".containerd.runtimes.kata-gpu.options]\\nConfigPath = \"{config}\"\\n' >> /etc/containerd/config.toml
+         systemctl restart containerd"
+    ))?;
+    let (status, said) = kata.check("kata-gpu", "--json")?;
+    let json: serde_json::Value = serde_json::from_str(&said).with_context(|| said.clone())?;
+    ensure!(status == 0 && json["works"] == true && bound(&json["boot"].to_string())? == 2, "{status}: {said}");
+    let (status, said) = kata.check("kata-other", "")?;
+    ensure!(status == 1 && said.contains("containerd has no runtime kata-other, it has kata-gpu"), "{status}: {said}");
+
+    kata.words("nvidia.probe_fail=1")?;
+    let (status, said) = kata.check(&config, "")?;
+    ensure!(status == 1 && said.contains("does not work: containerd had started the sandbox after "), "{status}: {said}");
+    ensure!(said.contains("the boot failed: GPU 1 (0001:00:01.0) failed in"), "{said}");
+    nothing_left(kata)?;
+    // Given up before the agent answers.
+    kata.words("")?;
+    let (status, said) = kata.check(&config, "--give-up 6")?;
+    ensure!(status == 1 && said.contains("containerd did not start the sandbox within 6 s (--give-up)"), "{status}: {said}");
+    nothing_left(kata)?;
+    // Kata's own image, which is not there.
+    kata.uninstall()?;
+    let (status, said) = kata.check(&config, "")?;
+    ensure!(status == 1 && said.contains("kata-containers-nvidia"), "{status}: {said}");
+    ensure!(said.contains("the configuration has no guest of ours: kata-gpu-boot install"), "{said}");
+    nothing_left(kata)?;
+    Ok(Outcome::Passed)
+}
+
+/// No sandbox of a check is left: neither with containerd, nor as a shim or a VM, nor its root.
+fn nothing_left(kata: &mut KataHost) -> Result<()> {
+    let left = "! (ctr --namespace kata-gpu-boot containers ls -q; ls /tmp /run/vc/sbs; cat /proc/[0-9]*/cmdline | tr '\\0' ' ') 2>/dev/null | grep -a '[k]ata-gpu-check'";
+    kata.host.until("the end of the check's sandbox", left).map(drop)
 }

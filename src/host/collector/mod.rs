@@ -15,6 +15,7 @@ pub mod limits; // what a guest may make this machine do
 pub mod listen; // AF_VSOCK and hybrid vsock sockets
 pub mod peers; // who is connected, and what each has used up
 pub mod privileges; // giving up what is not needed
+mod qemu; // which VM has which CID
 pub mod retention; // which files go
 pub mod sandbox; // what Kata calls a VM
 pub mod serve; // the sockets of guests that are connected
@@ -41,7 +42,8 @@ use serve::{Shared, Streams};
 use stats::{Counts, Stats, add};
 use std::collections::HashMap;
 use std::net::SocketAddr;
-use std::path::PathBuf;
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 use tokio::sync::{mpsc, watch};
@@ -66,8 +68,10 @@ pub const VM_SOCKETS: &[(&str, &str)] = &[
     ("/run/kata/*/ch-vm.sock", "Rust runtime, Cloud Hypervisor"),
     ("/run/kata/*/vsock.sock", "Rust runtime, OpenVMM"),
 ];
-/// Where Kata's Go runtime says which CID a sandbox has.
-pub const SANDBOXES: &str = "/run/vc/sbs/*/persist.json";
+/// Where Kata's runtimes write about a sandbox: the Go runtime its CID, too.
+pub const SANDBOXES: &[(&str, &str)] = &[("/run/vc/sbs/*/persist.json", "Go runtime"), ("/run/kata/*/state.json", "Rust runtime")];
+/// Name of the file that says nothing of the CID.
+const WITHOUT_CID: &str = "state.json";
 
 /// Where to listen and where to write.
 #[derive(Clone, Debug)]
@@ -412,8 +416,16 @@ impl Vms {
     /// Kata wrote about a sandbox. What is half written comes again.
     fn sandbox(&mut self, pattern: usize, id: &str, path: PathBuf) {
         let pattern = &self.config.sandboxes[pattern];
-        let Some((mut sandbox, cid)) = sandbox::read(pattern, &path).and_then(|text| sandbox::from_persist(id, &text)) else { return };
-        let Some(peer) = cid.map(Peer::Cid) else { return };
+        let found = if path.ends_with(WITHOUT_CID) {
+            // Written again with each container; the VM stays the same.
+            let unknown = !self.cids.contains_key(&path);
+            let owner = unknown.then(|| path.symlink_metadata().ok()).flatten().map(|metadata| metadata.uid());
+            owner.map(|owner| (sandbox::unnamed(id), qemu::cid_of(Path::new("/proc"), id, owner)))
+        } else {
+            sandbox::read(pattern, &path).and_then(|text| sandbox::from_persist(id, &text))
+        };
+        let Some((mut sandbox, Some(cid))) = found else { return };
+        let peer = Peer::Cid(cid);
         if sandbox.pod.is_none() {
             sandbox = sandbox::look_up(id, &self.config.bundles);
         }
@@ -431,7 +443,6 @@ mod tests {
     use std::io::Read;
     use std::os::unix::fs::PermissionsExt;
     use std::os::unix::net::UnixListener;
-    use std::path::Path;
     use tokio::io::{AsyncBufReadExt, AsyncReadExt, AsyncWriteExt, BufReader};
     use tokio::net::UnixStream;
 

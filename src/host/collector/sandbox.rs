@@ -4,11 +4,11 @@
 //! - Kata's Go runtime writes `/run/vc/sbs/<id>/persist.json`, for the first time when the VM is up, and again with every change, in place (so that
 //!   it can be found half written): `AgentState.URL` is `vsock://<CID>:<port>` or `hvsock://<path>:<port>`, `Config.ContainerConfigs[].Annotations`
 //!   are the CRI's.
-//! - Its Rust runtime writes `/run/kata/<id>/state.json`, which has neither a CID nor the pod's names.
+//! - Its Rust runtime writes `/run/kata/<id>/state.json` when the VM is up, and again with every change. It has neither a CID nor the pod's
+//!   names: the CID is on QEMU's command line alone ([`super::qemu`]).
 //! - containerd and CRI-O keep the sandbox container's `config.json`, with the CRI's annotations, before the VM is started.
 //!
-//! So a hybrid-vsock VM is known by its directory's name at once; one of QEMU when the Go runtime has written its CID, and with the Rust
-//! runtime not at all. Nothing that a guest says goes in here, and nothing that a pod's owner writes into its annotations or labels: which
+//! So a hybrid-vsock VM is known by its directory's name at once; one of QEMU when the runtime has written about it. Nothing that a guest says goes in here, and nothing that a pod's owner writes into its annotations or labels: which
 //! keys are read is decided by the runtime whose bundle it is ([`Runtime`]), and that by where the bundle lies.
 
 use super::vm_dirs::Pattern;
@@ -101,7 +101,7 @@ struct Bundle {
 }
 
 /// A sandbox of which no more than its id is known.
-fn unnamed(id: &str) -> Sandbox {
+pub fn unnamed(id: &str) -> Sandbox {
     Sandbox { id: printable_start(id.as_bytes(), MAX_NAME), ..Sandbox::default() }
 }
 

@@ -1,20 +1,19 @@
-//! Kata itself on an emulated host: its Go shim under containerd, its agent in the guest, the printed
-//! unit of the collector, and the guest installed by `kata-gpu-boot install`.
+//! Kata itself on an emulated host: one of its shims under containerd, its agent in the guest, the
+//! printed unit of the collector, and the guest installed by `kata-gpu-boot install`.
 //!
-//! `KATA` names a folder laid out as kata-deploy lays out /opt/kata: bin/containerd-shim-kata-v2,
-//! share/defaults/kata-containers/configuration-qemu-nvidia-gpu.toml; and bin/kata-agent, which
-//! kata-deploy has in its images alone, linked statically. The rest of it is not looked at.
+//! `KATA` names a folder laid out as kata-deploy lays out /opt/kata: the shims and their configurations
+//! ([`Shim`]); and bin/kata-agent, which kata-deploy has in its images alone, linked statically. The
+//! rest of it is not looked at.
 
 use super::emulated_host::tar;
 use super::{EmulatedHost, Guest, KvmGuest, KvmImage, Outcome, Size, TestContext};
 use anyhow::{Context, Result};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 pub const BOOTS: &str = "/var/lib/kata-gpu-boot";
 const PROGRAM: &str = "/usr/local/bin/kata-gpu-boot";
-const CONFIG: &str = "configuration-qemu-nvidia-gpu.toml";
-/// A folder of its own, as kata-deploy makes one for each runtime.
-const FOLDER: &str = "/opt/kata/share/defaults/kata-containers/runtimes/qemu-nvidia-gpu";
+/// Where kata-deploy makes a folder for each runtime.
+const RUNTIMES: &str = "/opt/kata/share/defaults/kata-containers/runtimes";
 const INITRD: &str = "/var/guests/initrd.cpio";
 const KATA_TAR: &str = "/var/kata.tar";
 const ROOTS_TAR: &str = "/var/roots.tar";
@@ -28,6 +27,7 @@ path = "/usr/local/bin/qemu"
 valid_hypervisor_paths = ["/usr/local/bin/qemu"]
 kernel = "/var/guests/vmlinux"
 firmware = ""
+shared_fs = "virtio-fs"
 virtio_fs_daemon = "/usr/libexec/virtiofsd"
 valid_virtio_fs_daemon_paths = ["/usr/libexec/virtiofsd"]
 default_memory = 768
@@ -49,9 +49,45 @@ for word; do [ "${last:-}" != -append ] || word="$word $(cat /run/words)"; args+
 exec /usr/bin/qemu-system-x86_64 "${args[@]}"
 "#;
 
+/// Kata's program that containerd starts for each pod.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Shim {
+    Go,
+    /// Of runtime-rs.
+    Rust,
+}
+
+impl Shim {
+    /// The program below the folder.
+    fn program(self) -> &'static str {
+        match self {
+            Self::Go => "bin/containerd-shim-kata-v2",
+            Self::Rust => "runtime-rs/bin/containerd-shim-kata-v2",
+        }
+    }
+
+    /// Folder of its configuration below the folder, and the configuration's name.
+    fn config(self) -> (&'static str, &'static str) {
+        match self {
+            Self::Go => ("share/defaults/kata-containers", "configuration-qemu-nvidia-gpu.toml"),
+            Self::Rust => ("share/defaults/kata-containers/runtime-rs", "configuration-qemu-nvidia-gpu-runtime-rs.toml"),
+        }
+    }
+
+    /// Its configuration on the host.
+    fn installed(self) -> String {
+        match self {
+            Self::Go => format!("{RUNTIMES}/qemu-nvidia-gpu/{}", self.config().1),
+            Self::Rust => format!("{RUNTIMES}/qemu-nvidia-gpu-runtime-rs/{}", self.config().1),
+        }
+    }
+}
+
 /// A host with Kata; pods are named by their sandbox.
 pub struct KataHost {
     pub host: EmulatedHost,
+    /// Configuration that pods are started with.
+    pub config: String,
     words: String,
 }
 
@@ -61,28 +97,34 @@ fn folder() -> Option<PathBuf> {
 
 impl KataHost {
     /// Runs a test on one, or skips it where there is no Kata; `words` go to each guest's kernel.
-    pub fn test(context: &TestContext, words: &str, run: impl FnOnce(&mut Self) -> Result<Outcome>) -> Result<Outcome> {
-        match Self::skipped(context)? {
+    pub fn test(context: &TestContext, shim: Shim, words: &str, run: impl FnOnce(&mut Self) -> Result<Outcome>) -> Result<Outcome> {
+        match Self::skipped(context, shim)? {
             Some(skipped) => Ok(skipped),
-            None => run(&mut Self::start(context, words)?),
+            None => run(&mut Self::start(context, shim, words)?),
         }
     }
 
-    fn skipped(context: &TestContext) -> Result<Option<Outcome>> {
-        if folder().is_none() {
+    fn skipped(context: &TestContext, shim: Shim) -> Result<Option<Outcome>> {
+        let Some(folder) = folder() else {
             return Ok(Some(Outcome::Skipped("KATA names no folder like kata-deploy's /opt/kata: KATA=DIR tests/run kata".into())));
+        };
+        let program = folder.join(shim.program());
+        if !program.exists() {
+            return Ok(Some(Outcome::Skipped(format!("{} is not there", program.display()))));
         }
         EmulatedHost::skipped(context)
     }
 
-    fn start(context: &TestContext, words: &str) -> Result<Self> {
+    fn start(context: &TestContext, shim: Shim, words: &str) -> Result<Self> {
         let kata = folder().context("KATA is not set")?;
         let agent = kata.join("bin/kata-agent");
         let agent = std::fs::read(&agent).with_context(|| format!("read {}", agent.display()))?;
         let image = KvmImage::make(context, Guest::new().cpus(1).append(words).agent(&agent).archive("driver"))?;
-        let config = format!("share/defaults/kata-containers/{CONFIG}");
+        let (config, installed) = (shim.config(), shim.installed());
+        let config = format!("{}/{}", config.0, config.1);
+        let runtime = Path::new(&installed).parent().context("a configuration in no folder")?.display();
         let archives = [
-            (KATA_TAR, tar(&context.work_dir, "kata.tar", &kata, &["bin/containerd-shim-kata-v2", &config])?),
+            (KATA_TAR, tar(&context.work_dir, "kata.tar", &kata, &[shim.program(), &config])?),
             (ROOTS_TAR, tar(&context.work_dir, "roots.tar", &context.target.join("containers"), &["debian", "alpine", "application"])?),
             (PROGRAM, EmulatedHost::program(context)?),
         ];
@@ -91,35 +133,49 @@ impl KataHost {
         let mut host = EmulatedHost::start(context, "host", Size::WITH_PODS, &files)?;
         KvmGuest::prepare(&mut host)?;
         host.run(&format!(
-            "set -e; mkdir -p {ROOTS} {FOLDER}/config.d && tar -C /opt/kata -xf {KATA_TAR} && tar -C {ROOTS} -xf {ROOTS_TAR}
+            "set -e; mkdir -p {ROOTS} {runtime}/config.d && tar -C /opt/kata -xf {KATA_TAR} && tar -C {ROOTS} -xf {ROOTS_TAR}
             rm {KATA_TAR} {ROOTS_TAR} && mkdir {ROOTS}/static && mv {ROOTS}/application {ROOTS}/static/
-            mv /opt/kata/{config} {FOLDER}/ && ln -s /opt/kata/bin/containerd-shim-kata-v2 /usr/local/bin/
-            echo '{DROP_IN}' > {FOLDER}/config.d/10-host.toml
+            mv /opt/kata/{config} {installed} && ln -s /opt/kata/{shim} /usr/local/bin/
+            echo '{DROP_IN}' > {runtime}/config.d/10-host.toml
             echo '{QEMU}' > /usr/local/bin/qemu && chmod +x /usr/local/bin/qemu
             {PROGRAM} collect --print-systemd-unit > /etc/systemd/system/kata-gpu-boot.service
             printf '\n[debug]\n  level = \"debug\"\n' >> /etc/containerd/config.toml
             systemctl daemon-reload && systemctl restart containerd && systemctl start kata-gpu-boot.service",
+            shim = shim.program(),
             QEMU = QEMU.replace('\'', "'\\''"),
         ))?;
-        let mut kata = Self { host, words: image.append().into() };
+        let mut kata = Self { host, config: installed, words: image.append().into() };
         kata.install(INITRD)?;
         Ok(kata)
     }
 
     /// Has new pods start from this initrd.
     pub fn install(&mut self, initrd: &str) -> Result<String> {
-        self.host.run(&format!("{PROGRAM} install --kata-config {FOLDER}/{CONFIG} --initrd {initrd}"))
+        self.host.run(&format!("{PROGRAM} install --kata-config {} --initrd {initrd}", self.config))
     }
 
     pub fn uninstall(&mut self) -> Result<String> {
-        self.host.run(&format!("{PROGRAM} uninstall --kata-config {FOLDER}/{CONFIG}"))
+        self.host.run(&format!("{PROGRAM} uninstall --kata-config {}", self.config))
+    }
+
+    /// Sets the words that kernels of new pods get.
+    pub fn words(&mut self, words: &str) -> Result<()> {
+        self.host.run(&format!("echo '{} {words}' > /run/words", self.words)).map(drop)
+    }
+
+    /// `install --check` of a configuration or runtime, with more words; gives its exit status and what
+    /// it has said.
+    pub fn check(&mut self, what: &str, words: &str) -> Result<(i32, String)> {
+        let text = self.host.run(&format!("{PROGRAM} install --check {what} --boots {BOOTS} {words} 2>&1; echo \"status $?\""))?;
+        let (text, status) = text.trim_end().rsplit_once("status ").context("no status")?;
+        Ok((status.parse()?, text.into()))
     }
 
     /// Runs a pod's sandbox with the annotations that a CRI gives it; `words` go to its kernel. Gives
     /// the seconds that it took.
     pub fn pod(&mut self, name: &str, words: &str) -> Result<f64> {
         let before = std::time::Instant::now();
-        self.host.run(&format!("echo '{} {words}' > /run/words", self.words))?;
+        self.words(words)?;
         let annotations = annotations(&[
             ("container-type", "sandbox"),
             ("sandbox-name", name),
@@ -128,8 +184,9 @@ impl KataHost {
         ]);
         self.host
             .run(&format!(
-                "ctr run --runtime io.containerd.kata.v2 --runtime-config-path {FOLDER}/{CONFIG} {annotations} \
-                    --detach --rootfs {ROOTS}/static {name} /application pause"
+                "ctr run --runtime io.containerd.kata.v2 --runtime-config-path {} {annotations} \
+                    --detach --rootfs {ROOTS}/static {name} /application pause",
+                self.config
             ))
             .with_context(|| format!("run pod {name}"))?;
         Ok(before.elapsed().as_secs_f64())

@@ -17,13 +17,15 @@ use crate::host::model::Boot;
 use crate::host::show::{self, print_with};
 use crate::host::text::{Ink, Screen, ascii_json, printable, printable_start};
 use anyhow::{Context, Result, bail};
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
 use runtime::Runtime;
 use serde_json::{Value as Json, json};
 use std::fs;
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::process::{ExitCode, Stdio};
-use std::time::{Duration, Instant};
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 use tokio::process::Command;
 use tokio::signal::unix::{SignalKind, signal};
 
@@ -133,7 +135,9 @@ impl Sandbox {
             bail!("--ctr names no program");
         }
         let waits = program::waits().context("--check knows no program for a container on this architecture yet")?;
-        let id = format!("kata-gpu-check-{}", std::process::id());
+        // Nobody else's word: processes are known by it.
+        let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+        let id = format!("kata-gpu-check-{}-{:x}", std::process::id(), now.as_nanos());
         let root = std::env::temp_dir().join(&id);
         // Not there before: whoever has made it could change what runs in the guest.
         fs::create_dir(&root).with_context(|| format!("make {}: remove what is left there of an earlier check", root.display()))?;
@@ -166,7 +170,6 @@ impl Sandbox {
     /// Starts it; gives the seconds that it took, or containerd's error.
     async fn start(&self) -> Result<f64, String> {
         let before = Instant::now();
-        // Given up, it must not go on beside the removal.
         match self.ctr(self.run.iter().map(String::as_str)).kill_on_drop(true).output().await {
             Err(error) => Err(format!("run {}: {error}", self.ctr[0])),
             Ok(output) if output.status.success() => Ok(before.elapsed().as_secs_f64()),
@@ -174,6 +177,27 @@ impl Sandbox {
                 let text = String::from_utf8_lossy(&output.stderr);
                 Err(printable_start(text.trim().as_bytes(), MAX_ERROR))
             }
+        }
+    }
+
+    /// Processes of the sandbox besides containerd's client: shim, VMM, file server.
+    fn processes(&self) -> Vec<Pid> {
+        let is_own = |words: &[u8]| words.split(|byte| *byte == 0).any(|word| word == self.root.as_os_str().as_encoded_bytes());
+        let has_id = |words: &[u8]| memchr::memmem::find(words, self.id.as_bytes()).is_some();
+        let pid = |entry: fs::DirEntry| {
+            let pid: i32 = entry.file_name().to_str()?.parse().ok()?;
+            let words = fs::read(entry.path().join("cmdline")).ok()?;
+            (has_id(&words) && !is_own(&words)).then(|| Pid::from_raw(pid))
+        };
+        fs::read_dir("/proc").into_iter().flatten().flatten().filter_map(pid).collect()
+    }
+
+    /// Ends a sandbox that is still being started: its shim does not listen until it is, and
+    /// a client that goes away leaves it behind. containerd removes what a dead shim leaves.
+    fn end_start(&self) {
+        for process in self.processes() {
+            // It has ended already, at best.
+            let _ended = kill(process, Signal::SIGKILL);
         }
     }
 
@@ -202,9 +226,18 @@ impl Sandbox {
                 _ => break,
             }
         }
-        let error = said(&["containers", "rm", id]).await.err().filter(|error| !is_gone(error))?;
-        let ctr = format!("{} --namespace {NAMESPACE}", self.ctr.join(" "));
-        Some(format!("sandbox {id} is still there ({error}): {ctr} tasks rm --force {id}; {ctr} containers rm {id}"))
+        if let Some(error) = said(&["containers", "rm", id]).await.err().filter(|error| !is_gone(error)) {
+            let ctr = format!("{} --namespace {NAMESPACE}", self.ctr.join(" "));
+            return Some(format!("sandbox {id} is still there ({error}): {ctr} tasks rm --force {id}; {ctr} containers rm {id}"));
+        }
+        for _ in 0..REMOVALS {
+            if self.processes().is_empty() {
+                return None;
+            }
+            tokio::time::sleep(PAUSE).await;
+        }
+        let pids: Vec<String> = self.processes().iter().map(Pid::to_string).collect();
+        Some(format!("processes of sandbox {id} are still there: kill {}", pids.join(" ")))
     }
 }
 
@@ -250,6 +283,11 @@ async fn watch(sandbox: &Sandbox, args: &Check, screen: Screen) -> Result<Seen> 
             if failed.is_some() && seen.started.is_some() {
                 break;
             }
+        }
+        if seen.started.is_none() {
+            sandbox.end_start();
+            // Given up already; what is still there then is said.
+            let _error = tokio::time::timeout(REMOVAL, start).await;
         }
     }
     if let Some(error) = failed {
