@@ -20,7 +20,7 @@ case "$*" in *" run "*)
     [ ! -e ROOT/sandbox ] || id=$(cat ROOT/sandbox)
     sed "s/SANDBOX/$id/" ROOT/boot > ROOT/boots/.new && mv ROOT/boots/.new ROOT/boots/BOOT.ndjson
     if [ -e ROOT/error ]; then cat ROOT/error >&2; exit 1; fi
-    [ ! -e ROOT/pipe ] || sh -c 'read line < ROOT/pipe' shim-of-$id
+    [ ! -e ROOT/pipe ] || sh -c 'read line < ROOT/pipe' shim -id $id
 esac
 "#;
 

@@ -25,8 +25,8 @@ fn done(command: &mut Command) -> Result<()> {
     Ok(())
 }
 
-/// A guest's root as a folder: what the initrd has, the driver's stand-ins, and an init that is not ours where Kata's images have theirs.
-fn root(context: &TestContext) -> Result<PathBuf> {
+/// What the initrd has, as a folder.
+pub fn unpacked(context: &TestContext) -> Result<PathBuf> {
     // What an earlier run left.
     let _unused = std::fs::remove_dir_all(&context.work_dir);
     let root = context.work_dir.join("root");
@@ -34,6 +34,12 @@ fn root(context: &TestContext) -> Result<PathBuf> {
     let archive = context.target.join("initrd.cpio");
     let archive = File::open(&archive).with_context(|| format!("open {}", archive.display()))?;
     done(Command::new("cpio").args(["-idmu", "--quiet"]).current_dir(&root).stdin(archive))?;
+    Ok(root)
+}
+
+/// A guest's root as a folder: what the initrd has, the driver's stand-ins, and an init that is not ours where Kata's images have theirs.
+fn root(context: &TestContext) -> Result<PathBuf> {
+    let root = unpacked(context)?;
     let driver = context.target.join("containers/driver");
     done(Command::new("cp").arg("-a").arg(format!("{}/.", driver.display())).arg(&root))?;
     std::fs::create_dir(root.join("sbin"))?;
@@ -74,10 +80,10 @@ fn boots(context: &TestContext, image: &Path, device: &str, fs: &str) -> Result<
     Ok(Outcome::Passed)
 }
 
-fn erofs(context: &TestContext) -> Result<Outcome> {
-    let root = root(context)?;
+/// A disk with the folder as erofs in its first partition.
+pub fn erofs_image(context: &TestContext, root: &Path) -> Result<PathBuf> {
     let (fs, image) = (context.work_dir.join("root.erofs"), context.work_dir.join("old.image"));
-    done(Command::new("mkfs.erofs").args(["--quiet", "-Enoinline_data"]).args([&fs, &root]))?;
+    done(Command::new("mkfs.erofs").args(["--quiet", "-Enoinline_data"]).args([fs.as_path(), root]))?;
     File::create(&image)?.set_len((FIRST + SECTORS + 2048) * 512)?;
     let table =
         format!("printf 'label: dos\\nstart={FIRST}, size={SECTORS}, type=83\\n' | PATH=$PATH:/usr/sbin:/sbin sfdisk --quiet \"$0\"");
@@ -88,6 +94,11 @@ fn erofs(context: &TestContext) -> Result<Outcome> {
             .args(["status=none", "conv=notrunc", "bs=1M", "oflag=seek_bytes", &seek])
             .args([format!("if={}", fs.display()), format!("of={}", image.display())]),
     )?;
+    Ok(image)
+}
+
+fn erofs(context: &TestContext) -> Result<Outcome> {
+    let image = erofs_image(context, &root(context)?)?;
     boots(context, &replaced(context, &image)?, "/dev/vda1", "erofs")
 }
 

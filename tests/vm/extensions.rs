@@ -9,7 +9,7 @@ use std::path::Path;
 use std::process::{Command, Stdio};
 
 #[cfg(feature = "host")]
-pub use host::TESTS;
+pub use host::{PACKED, TESTS, gpu_image};
 
 /// A program for this half to run after its report, with commas between its words.
 const PROGRAM: &str = "testagent.extension-judge=";
@@ -102,9 +102,9 @@ mod host {
     const SECTOR: u64 = 512;
 
     /// An extension's disk, and its parameters.
-    struct Image {
-        file: PathBuf,
-        parameters: String,
+    pub struct Image {
+        pub file: PathBuf,
+        pub parameters: String,
     }
 
     fn done(command: &mut Command) -> Result<String> {
@@ -170,7 +170,7 @@ mod host {
 
     /// The driver as Kata's builder lays it out: libraries in the triplet's folder, programs in /bin,
     /// a tree of modules with its own index.
-    fn gpu_image(context: &TestContext, options: &[&str]) -> Result<Image> {
+    pub fn gpu_image(context: &TestContext, options: &[&str]) -> Result<Image> {
         let tree = fresh(context, "gpu")?;
         let driver = context.target.join("containers/driver");
         done(Command::new("cp").arg("-a").arg(format!("{}/.", driver.display())).arg(&tree))?;
@@ -204,7 +204,7 @@ mod host {
     }
 
     /// As Kata's image builder packs them.
-    const PACKED: &[&str] = &["-zlz4hc", "-Enoinline_data"];
+    pub const PACKED: &[&str] = &["-zlz4hc", "-Enoinline_data"];
 
     /// A base image: without the driver's modules, with what a Kata kernel has built in.
     fn base(context: &TestContext) -> Result<Guest> {

@@ -14,9 +14,10 @@ pub const BOOTS: &str = "/var/lib/kata-gpu-boot";
 const PROGRAM: &str = "/usr/local/bin/kata-gpu-boot";
 /// Where kata-deploy makes a folder for each runtime.
 const RUNTIMES: &str = "/opt/kata/share/defaults/kata-containers/runtimes";
-const INITRD: &str = "/var/guests/initrd.cpio";
 const KATA_TAR: &str = "/var/kata.tar";
 const ROOTS_TAR: &str = "/var/roots.tar";
+/// containerd's client, in the namespace of its CRI plugin: whose pod a sandbox is, is looked for there.
+const CTR: &str = "ctr --namespace k8s.io";
 /// Roots of the containers, as tests/containers/build makes them.
 const ROOTS: &str = "/var/containers";
 
@@ -43,9 +44,11 @@ visible_cdi_devices = true
 
 /// QEMU with one more word on the kernel's command line, which install would refuse: the test kernel
 /// has as modules what a Kata kernel has built in, and the program that loads them comes first.
+/// Of an image the same program mounts the root, from an initrd that Kata knows nothing of.
 const QEMU: &str = r#"#!/bin/bash
 args=()
 for word; do [ "${last:-}" != -append ] || word="$word $(cat /run/words)"; args+=("$word") last=$word; done
+[[ " $* " = *" -initrd "* ]] || args+=(-initrd /var/guests/initrd.cpio)
 exec /usr/bin/qemu-system-x86_64 "${args[@]}"
 "#;
 
@@ -83,6 +86,32 @@ impl Shim {
     }
 }
 
+/// What pods boot.
+pub struct Setup {
+    /// Its initrd, command line and number of vCPUs.
+    pub guest: Guest,
+    /// More files for the host, by their names there.
+    pub files: Vec<(&'static str, PathBuf)>,
+    /// More keys of the configuration.
+    pub drop_in: String,
+    /// What `install` is given.
+    pub install: &'static str,
+}
+
+impl Setup {
+    /// From the tests' initrd; `words` go to each guest's kernel.
+    fn initrd(words: &str) -> Result<Self> {
+        let guest = Guest::new().cpus(1).append(words).agent(&agent()?).archive("driver");
+        Ok(Self { guest, files: Vec::new(), drop_in: String::new(), install: "--initrd /var/guests/initrd.cpio" })
+    }
+}
+
+/// Kata's agent.
+pub fn agent() -> Result<Vec<u8>> {
+    let agent = folder().context("KATA is not set")?.join("bin/kata-agent");
+    std::fs::read(&agent).with_context(|| format!("read {}", agent.display()))
+}
+
 /// A host with Kata; pods are named by their sandbox.
 pub struct KataHost {
     pub host: EmulatedHost,
@@ -98,9 +127,19 @@ fn folder() -> Option<PathBuf> {
 impl KataHost {
     /// Runs a test on one, or skips it where there is no Kata; `words` go to each guest's kernel.
     pub fn test(context: &TestContext, shim: Shim, words: &str, run: impl FnOnce(&mut Self) -> Result<Outcome>) -> Result<Outcome> {
+        Self::with(context, shim, || Setup::initrd(words), run)
+    }
+
+    /// The same with what `setup` makes, where there is a Kata.
+    pub fn with(
+        context: &TestContext,
+        shim: Shim,
+        setup: impl FnOnce() -> Result<Setup>,
+        run: impl FnOnce(&mut Self) -> Result<Outcome>,
+    ) -> Result<Outcome> {
         match Self::skipped(context, shim)? {
             Some(skipped) => Ok(skipped),
-            None => run(&mut Self::start(context, shim, words)?),
+            None => run(&mut Self::start(context, shim, setup()?)?),
         }
     }
 
@@ -115,11 +154,9 @@ impl KataHost {
         EmulatedHost::skipped(context)
     }
 
-    fn start(context: &TestContext, shim: Shim, words: &str) -> Result<Self> {
+    fn start(context: &TestContext, shim: Shim, setup: Setup) -> Result<Self> {
         let kata = folder().context("KATA is not set")?;
-        let agent = kata.join("bin/kata-agent");
-        let agent = std::fs::read(&agent).with_context(|| format!("read {}", agent.display()))?;
-        let image = KvmImage::make(context, Guest::new().cpus(1).append(words).agent(&agent).archive("driver"))?;
+        let image = KvmImage::make(context, setup.guest)?;
         let (config, installed) = (shim.config(), shim.installed());
         let config = format!("{}/{}", config.0, config.1);
         let runtime = Path::new(&installed).parent().context("a configuration in no folder")?.display();
@@ -129,29 +166,30 @@ impl KataHost {
             (PROGRAM, EmulatedHost::program(context)?),
         ];
         let mut files = image.files().to_vec();
-        files.extend(archives.iter().map(|(name, file)| (*name, file.as_path())));
+        files.extend(archives.iter().chain(&setup.files).map(|(name, file)| (*name, file.as_path())));
         let mut host = EmulatedHost::start(context, "host", Size::WITH_PODS, &files)?;
         KvmGuest::prepare(&mut host)?;
         host.run(&format!(
             "set -e; mkdir -p {ROOTS} {runtime}/config.d && tar -C /opt/kata -xf {KATA_TAR} && tar -C {ROOTS} -xf {ROOTS_TAR}
             rm {KATA_TAR} {ROOTS_TAR} && mkdir {ROOTS}/static && mv {ROOTS}/application {ROOTS}/static/
             mv /opt/kata/{config} {installed} && ln -s /opt/kata/{shim} /usr/local/bin/
-            echo '{DROP_IN}' > {runtime}/config.d/10-host.toml
+            echo '{DROP_IN}{more}' > {runtime}/config.d/10-host.toml
             echo '{QEMU}' > /usr/local/bin/qemu && chmod +x /usr/local/bin/qemu
             {PROGRAM} collect --print-systemd-unit > /etc/systemd/system/kata-gpu-boot.service
             printf '\n[debug]\n  level = \"debug\"\n' >> /etc/containerd/config.toml
             systemctl daemon-reload && systemctl restart containerd && systemctl start kata-gpu-boot.service",
+            more = setup.drop_in,
             shim = shim.program(),
             QEMU = QEMU.replace('\'', "'\\''"),
         ))?;
         let mut kata = Self { host, config: installed, words: image.append().into() };
-        kata.install(INITRD)?;
+        kata.install(setup.install)?;
         Ok(kata)
     }
 
-    /// Has new pods start from this initrd.
-    pub fn install(&mut self, initrd: &str) -> Result<String> {
-        self.host.run(&format!("{PROGRAM} install --kata-config {} --initrd {initrd}", self.config))
+    /// Has new pods start from an initrd or image, as the words say.
+    pub fn install(&mut self, words: &str) -> Result<String> {
+        self.host.run(&format!("{PROGRAM} install --kata-config {} {words}", self.config))
     }
 
     pub fn uninstall(&mut self) -> Result<String> {
@@ -184,7 +222,7 @@ impl KataHost {
         ]);
         self.host
             .run(&format!(
-                "ctr run --runtime io.containerd.kata.v2 --runtime-config-path {} {annotations} \
+                "{CTR} run --runtime io.containerd.kata.v2 --runtime-config-path {} {annotations} \
                     --detach --rootfs {ROOTS}/static {name} /application pause",
                 self.config
             ))
@@ -199,7 +237,7 @@ impl KataHost {
         let ask = if devices.is_empty() { String::new() } else { format!("--env VISIBLE_CDI_DEVICES={devices}") };
         self.host
             .run(&format!(
-                "mkdir -p /run/out; (ctr run --runtime io.containerd.kata.v2 {annotations} {ask} --rootfs {ROOTS}/{root} {name} {program} \
+                "mkdir -p /run/out; ({CTR} run --runtime io.containerd.kata.v2 {annotations} {ask} --rootfs {ROOTS}/{root} {name} {program} \
                     </dev/null >/run/out/{name} 2>/run/out/{name}.errors; touch /run/out/{name}.ended) >/dev/null 2>&1 &"
             ))
             .map(drop)
@@ -211,9 +249,9 @@ impl KataHost {
         self.host.run(&format!("cat /run/out/{name}"))
     }
 
-    /// Errors of a container, as containerd reports them.
+    /// Errors of a container, as containerd reports them; without the escapes that the Rust runtime adds.
     pub fn errors(&mut self, name: &str) -> Result<String> {
-        self.host.run(&format!("cat /run/out/{name}.errors"))
+        Ok(self.host.run(&format!("cat /run/out/{name}.errors"))?.replace('\\', ""))
     }
 
     /// Waits for a text in what a container writes.
@@ -251,11 +289,11 @@ impl KataHost {
     pub fn delete(&mut self, pod: &str, containers: &[&str]) -> Result<()> {
         let all = [containers, &[pod]].concat().join(" ");
         self.host.run(&format!(
-            "for name in {all}; do ctr task kill --signal KILL $name; done
-            for name in {all}; do for try in 1 2 3 4 5 6; do ctr task rm --force $name && break; sleep 1; done; ctr container rm $name; done; true"
+            "for name in {all}; do {CTR} task kill --signal KILL $name; done
+            for name in {all}; do for try in 1 2 3 4 5 6; do {CTR} task rm --force $name && break; sleep 1; done; {CTR} container rm $name; done; true"
         ))?;
         let left = format!(
-            "! (ctr container ls -q; ls /run/vc/sbs; cat /proc/[0-9]*/cmdline | tr '\\0' ' ' | grep -o 'sandbox-{pod} ') 2>/dev/null | grep -w {pod}"
+            "! ({CTR} container ls -q; ls /run/vc/sbs /run/kata; cat /proc/[0-9]*/cmdline | tr '\\0' ' ' | grep -o 'sandbox-{pod} ') 2>/dev/null | grep -w {pod}"
         );
         self.host.until(&format!("end of pod {pod}"), &left).map(drop)
     }

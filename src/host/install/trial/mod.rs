@@ -41,6 +41,8 @@ const REMOVALS: u32 = 6;
 const PAUSE: Duration = Duration::from_secs(1);
 /// Time for the collector to write what came last, after a sandbox that did not start.
 const LAST_WORDS: Duration = Duration::from_secs(3);
+/// Where Kata's runtimes have a directory for each sandbox.
+const DIRECTORIES: [&str; 4] = ["/run/vc/sbs", "/run/vc/vm", "/run/kata", "/run/kata-containers/shared/sandboxes"];
 /// Longest part of an error of containerd that is shown, in bytes.
 const MAX_ERROR: usize = 2000;
 
@@ -182,18 +184,19 @@ impl Sandbox {
 
     /// Processes of the sandbox besides containerd's client: shim, VMM, file server.
     fn processes(&self) -> Vec<Pid> {
-        let is_own = |words: &[u8]| words.split(|byte| *byte == 0).any(|word| word == self.root.as_os_str().as_encoded_bytes());
-        let has_id = |words: &[u8]| memchr::memmem::find(words, self.id.as_bytes()).is_some();
+        let root = self.root.as_os_str().as_encoded_bytes();
         let pid = |entry: fs::DirEntry| {
             let pid: i32 = entry.file_name().to_str()?.parse().ok()?;
             let words = fs::read(entry.path().join("cmdline")).ok()?;
-            (has_id(&words) && !is_own(&words)).then(|| Pid::from_raw(pid))
+            memchr::memmem::find(&words, self.id.as_bytes())?;
+            let is_client = words.split(|byte| *byte == 0).any(|word| word == root);
+            (!is_client).then(|| Pid::from_raw(pid))
         };
         fs::read_dir("/proc").into_iter().flatten().flatten().filter_map(pid).collect()
     }
 
-    /// Ends a sandbox that is still being started: its shim does not listen until it is, and
-    /// a client that goes away leaves it behind. containerd removes what a dead shim leaves.
+    /// Ends a sandbox that is still being started: its shim hears nothing until it has been, and a client
+    /// that goes away leaves it behind.
     fn end_start(&self) {
         for process in self.processes() {
             // It has ended already, at best.
@@ -232,12 +235,19 @@ impl Sandbox {
         }
         for _ in 0..REMOVALS {
             if self.processes().is_empty() {
-                return None;
+                return self.directories();
             }
             tokio::time::sleep(PAUSE).await;
         }
         let pids: Vec<String> = self.processes().iter().map(Pid::to_string).collect();
         Some(format!("processes of sandbox {id} are still there: kill {}", pids.join(" ")))
+    }
+
+    /// Directories that Kata has left: the Go runtime cannot remove a sandbox before it was started.
+    fn directories(&self) -> Option<String> {
+        let all = DIRECTORIES.iter().map(|dir| Path::new(dir).join(&self.id)).filter(|path| path.exists());
+        let all: Vec<String> = all.map(|path| path.display().to_string()).collect();
+        (!all.is_empty()).then(|| format!("Kata has left {}; nothing of the sandbox runs, they go when the node restarts", all.join(", ")))
     }
 }
 
@@ -317,7 +327,7 @@ fn reasons(seen: &Seen, config: &Path) -> Vec<String> {
     }
     if seen.started.is_none() {
         let until = seen.gave_up.as_deref().unwrap_or_default();
-        reasons.push(format!("containerd did not start the sandbox {until}: look at what the guest says; it is removed"));
+        reasons.push(format!("containerd did not start the sandbox {until}: look at what the guest says"));
     }
     match (&seen.outcome, &seen.boot.file) {
         (Some(Outcome::Ready { .. }), _) => {}
