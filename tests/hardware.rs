@@ -4,7 +4,7 @@
 //! there before anybody mounts it: a device that only such hardware has, or something in the way. `hardware.override=` gives every GPU that
 //! driver_override, as somebody who wants to keep them for another driver does. `hardware.root=DEVICE:TYPE` mounts a disk read-only as the root, as a
 //! Kata kernel does with `root=` and `ro`, with the modules of `/etc/hardware.root-modules`, and becomes its `/sbin/init`. `hardware.descriptors=none` closes
-//! 0 to 2.
+//! 0 to 2. `hardware.kill=NAME:MS` leaves a process that kills the one of that name (as in /proc/PID/comm) so many milliseconds later.
 
 use kata_gpu_init::config::module_parameters;
 use nix::kmod::{ModuleInitFlags, finit_module};
@@ -45,6 +45,11 @@ pub fn run() -> ! {
             Ok(()) => init = ROOT_INIT.into(),
             Err(error) => say(&format!("hardware: root={root}: {error}")),
         }
+    }
+    if let Some(word) = parameters.split(' ').find_map(|w| w.strip_prefix("kill="))
+        && let Err(error) = leave_killer(word)
+    {
+        say(&format!("hardware: kill={word}: {error}"));
     }
     say("hardware: ready");
     if parameters.split(' ').any(|w| w == "descriptors=none") {
@@ -109,6 +114,34 @@ fn change_root(root: &str) -> Result<(), String> {
     mount(Some("."), "/", None::<&str>, MsFlags::MS_MOVE, None::<&str>).map_err(at("move it to /"))?;
     nix::unistd::chroot(".").map_err(at("make it the root"))?;
     nix::unistd::chdir("/").map_err(at("enter the root"))
+}
+
+/// A child of PID 1, whatever PID 1 becomes.
+fn leave_killer(word: &str) -> Result<(), String> {
+    let (name, ms) = word.split_once(':').ok_or("want NAME:MS")?;
+    let ms = ms.parse().map_err(|e| format!("{ms}: {e}"))?;
+    // SAFETY: this process has one thread.
+    match unsafe { nix::unistd::fork() } {
+        Err(errno) => return Err(errno.to_string()),
+        Ok(nix::unistd::ForkResult::Parent { .. }) => return Ok(()),
+        Ok(nix::unistd::ForkResult::Child) => {}
+    }
+    std::thread::sleep(std::time::Duration::from_millis(ms));
+    // One that is about to be started counts as well.
+    let killed = loop {
+        match process_named(name) {
+            Some(pid) => break nix::sys::signal::kill(pid, nix::sys::signal::Signal::SIGKILL),
+            None => std::thread::sleep(std::time::Duration::from_millis(20)),
+        }
+    };
+    kmsg(&format!("hardware: kill={word}: {killed:?}"));
+    std::process::exit(0)
+}
+
+fn process_named(name: &str) -> Option<nix::unistd::Pid> {
+    let is_named = |pid: &i32| std::fs::read_to_string(format!("/proc/{pid}/comm")).is_ok_and(|comm| comm.trim_end() == name);
+    let pids = std::fs::read_dir("/proc").ok()?.flatten().filter_map(|entry| entry.file_name().to_str()?.parse().ok());
+    pids.into_iter().find(is_named).map(nix::unistd::Pid::from_raw)
 }
 
 /// The init to become: `/init`, or another one that the command line names with `hardware.init=`.

@@ -57,6 +57,14 @@ pub const TESTS: &[VmTest] = &[
         name: "under_kata_an_image_without_a_driver_has_it_from_its_gpu_extension",
         run: |context| KataHost::with(context, Shim::Go, || extension_setup(context), extension),
     },
+    VmTest {
+        name: "under_kata_a_killed_worker_is_followed_by_another_and_a_killed_agent_ends_the_pod",
+        run: |context| KataHost::test(context, Shim::Go, "fakepci.gpus=2", killed),
+    },
+    VmTest {
+        name: "under_runtime_rs_a_killed_worker_is_followed_by_another_and_a_killed_agent_ends_the_pod",
+        run: |context| KataHost::test(context, Shim::Rust, "fakepci.gpus=2", killed),
+    },
 ];
 
 const PROGRAM: &str = "/usr/bin/cuda-program";
@@ -250,7 +258,10 @@ fn extension_setup(context: &TestContext) -> Result<Setup> {
     let (image, disk) = ("/var/guests/base.image", "/var/guests/gpu.image");
     let root = disk_root::unpacked(context)?;
     std::fs::write(root.join("usr/bin/kata-agent"), agent()?)?;
-    std::fs::create_dir_all(root.join("sbin"))?;
+    // The kernel loads firmware from there, and an extension's comes over it.
+    for directory in ["sbin", "lib/firmware/nvidia"] {
+        std::fs::create_dir_all(root.join(directory))?;
+    }
     std::os::unix::fs::symlink("../init", root.join("sbin/init"))?;
     let kernel = std::fs::read_to_string(context.target.join("kernel/version"))?;
     for module in ["nvidia.ko", "nvidia-uvm.ko"] {
@@ -280,5 +291,28 @@ fn extension(kata: &mut KataHost) -> Result<Outcome> {
         ensure!(disks.contains(wanted), "no {wanted}: {disks}");
     }
     kata.delete("train-0", &["both"])?;
+    Ok(Outcome::Passed)
+}
+
+fn killed(kata: &mut KataHost) -> Result<Outcome> {
+    // In the probe of the second GPU; the real agent is PID 1, and reaps what dies.
+    kata.pod("worker", "gpuinit.bind=pipelined nvidia.probe_ms=3,20000 hardware.kill=gpuinit-worker:6000")?;
+    kata.begin("worker", "both", "debian", "nvidia.com/gpu=all", PROGRAM)?;
+    sees(&kata.ended("both")?, &[0, 1])?;
+    kata.sent("worker", "killed by SIGKILL")?;
+    kata.sent("worker", &event(names::SETTLED))?;
+    let boot = kata.look("show --json", "worker")?;
+    ensure!(bound(&boot)? == 2, "{boot}");
+    kata.delete("worker", &["both"])?;
+
+    kata.pod("agent", "gpuinit.agent=child hardware.kill=kata-agent:30000")?;
+    kata.begin("agent", "both", "debian", "nvidia.com/gpu=all", PROGRAM)?;
+    sees(&kata.ended("both")?, &[0, 1])?;
+    kata.host.until("the end of the agent", "journalctl -u containerd -o cat | grep -q 'kata-agent has ended (killed by SIGKILL)'")?;
+    kata.host.until("the end of its VM", "! cat /proc/[0-9]*/cmdline | tr '\\0' ' ' | grep -aq '[s]andbox-agent'")?;
+    kata.delete("agent", &["both"])?;
+    kata.pod("next", "")?;
+    kata.begin("next", "one", "debian", "nvidia.com/gpu=0", PROGRAM)?;
+    sees(&kata.ended("one")?, &[0])?;
     Ok(Outcome::Passed)
 }
