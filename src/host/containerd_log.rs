@@ -1,6 +1,9 @@
 //! Lines of containerd's log, of whichever form: its own text or JSON, or a journal with it
 //! (`journalctl -o cat|short|json`). Kata's Go shim, where `enable_debug` is set and containerd logs at
-//! level debug, writes the guest's console there, line by line.
+//! level debug, writes the guest's console there, line by line. Its Rust shim writes to the journal
+//! itself, as `kata`: the agent's lines where `enable_debug` of the agent is set, the console's where
+//! that of the hypervisor is. Whose they are stands in the journal's fields alone (`-o json --all`:
+//! without it, a message of more than 4 kB is null).
 
 use super::logfmt;
 use serde_json::{Map, Value};
@@ -36,11 +39,26 @@ pub fn entry(line: &str) -> Option<Entry> {
     }
     let object: Map<String, Value> = serde_json::from_str(line).ok()?;
     if let Some(text) = object.get("MESSAGE") {
+        let text = journal_text(text)?;
         let micros = object.get("__REALTIME_TIMESTAMP").and_then(Value::as_str).and_then(|t| t.parse::<i64>().ok());
-        return message(&journal_text(text)?, micros.and_then(|us| us.checked_mul(1000)));
+        let journal_ns = micros.and_then(|us| us.checked_mul(1000));
+        return rust_shims(&object, &text, journal_ns).or_else(|| message(&text, journal_ns));
     }
     let fields = object.iter().filter_map(|(key, value)| Some((key.clone(), value.as_str()?.to_string())));
     Some(Entry { fields: fields.collect(), journal_ns: None })
+}
+
+/// An entry that Kata's Rust shim has made of this message, as of 4.1.
+fn rust_shims(object: &Map<String, Value>, text: &str, journal_ns: Option<i64>) -> Option<Entry> {
+    let field = |name: &str| object.get(name).and_then(Value::as_str);
+    let sandbox = field("SOURCE").filter(|_| field("SYSLOG_IDENTIFIER") == Some("kata"))?;
+    let console = match text.strip_prefix("vm console: ") {
+        // Quoted as Rust does, which for all but odd characters is as JSON does.
+        Some(quoted) => serde_json::from_str(quoted).ok(),
+        None => (field("SUBSYSTEM") == Some("agent")).then(|| text.to_string()),
+    };
+    let (key, value) = console.map_or_else(|| ("msg", text.to_string()), |line| ("vmconsole", line));
+    Some(Entry { fields: vec![("sandbox".into(), sandbox.into()), (key.into(), value)], journal_ns })
 }
 
 /// journald gives a message that is not UTF-8, or holds control characters, as an array of bytes.
@@ -78,6 +96,15 @@ mod tests {
             assert!(may_have_console(line.as_bytes()), "{line}");
             assert_eq!(entry(&line).unwrap().console(), Some(("train-0", text)), "{line}");
         }
+        let of_rust = |subsystem: &str, message: &str| {
+            let fields = serde_json::json!({"__REALTIME_TIMESTAMP": "1", "SYSLOG_IDENTIFIER": "kata", "SOURCE": "train-0",
+                "SUBSYSTEM": subsystem, "MESSAGE": message});
+            entry(&fields.to_string()).unwrap()
+        };
+        assert_eq!(of_rust("agent", text).console(), Some(("train-0", text)));
+        assert_eq!(of_rust("hypervisor", &format!("vm console: {text:?}")).console(), Some(("train-0", text)));
+        let other = of_rust("hypervisor", LINE);
+        assert_eq!((other.console(), other.get("msg")), (None, Some(LINE)), "a field of the shim's own text");
         for other in ["", "{\"msg\":\" vmconsole=\"}", "time=\"x\" level=info msg=y", "time=\"x\" vmconsole=\"without a sandbox\""] {
             assert_eq!(entry(other).as_ref().and_then(Entry::console), None, "{other}");
         }

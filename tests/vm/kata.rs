@@ -117,12 +117,12 @@ fn containers(context: &TestContext, kata: &mut KataHost) -> Result<Outcome> {
     let list = kata.list()?;
     ensure!(list.contains("tests/train-0") && list.contains("2/2"), "{list}");
 
-    // With the agent's own lines, which the shim writes into containerd's log.
+    // With the agent's own lines, which the shim writes into containerd's log or the journal.
     let without: serde_json::Value = serde_json::from_str(&kata.look("show --json", "train-0")?)?;
-    kata.host.run("journalctl -u containerd -o cat > /run/containerd.log")?;
-    let text = kata.look("show --json --console /run/containerd.log", "train-0")?;
+    kata.agents_log("/run/agent.log")?;
+    let text = kata.look("show --json --console /run/agent.log", "train-0")?;
     // Both are kept: tests/fixtures/agent has them of one run.
-    std::fs::write(context.work_dir.join("containerd.log"), kata.host.run("cat /run/containerd.log")?)?;
+    std::fs::write(context.work_dir.join("agent.log"), kata.host.run("cat /run/agent.log")?)?;
     let file = kata.host.run(&format!("cat {BOOTS}/*.ndjson"))?;
     std::fs::write(context.work_dir.join("boot.ndjson"), file)?;
     let with: serde_json::Value = serde_json::from_str(&text)?;
@@ -305,7 +305,7 @@ fn killed(kata: &mut KataHost) -> Result<Outcome> {
     ensure!(bound(&boot)? == 2, "{boot}");
     kata.delete("worker", &["both"])?;
 
-    kata.pod("agent", "gpuinit.agent=child hardware.kill=kata-agent:30000")?;
+    kata.pod("agent", "gpuinit.agent=child hardware.kill=kata-agent:70000")?;
     kata.begin("agent", "both", "debian", "nvidia.com/gpu=all", PROGRAM)?;
     sees(&kata.ended("both")?, &[0, 1])?;
     kata.host.until("the end of the agent", "journalctl -u containerd -o cat | grep -q 'kata-agent has ended (killed by SIGKILL)'")?;

@@ -77,6 +77,15 @@ impl Shim {
         }
     }
 
+    /// More keys of its configuration. The Rust shim passes the agent's lines on only where the agent logs
+    /// at level debug.
+    fn keys(self) -> &'static str {
+        match self {
+            Self::Go => "",
+            Self::Rust => "enable_debug = true\n",
+        }
+    }
+
     /// Its configuration on the host.
     fn installed(self) -> String {
         match self {
@@ -115,6 +124,7 @@ pub fn agent() -> Result<Vec<u8>> {
 /// A host with Kata; pods are named by their sandbox.
 pub struct KataHost {
     pub host: EmulatedHost,
+    shim: Shim,
     /// Configuration that pods are started with.
     pub config: String,
     words: String,
@@ -173,16 +183,17 @@ impl KataHost {
             "set -e; mkdir -p {ROOTS} {runtime}/config.d && tar -C /opt/kata -xf {KATA_TAR} && tar -C {ROOTS} -xf {ROOTS_TAR}
             rm {KATA_TAR} {ROOTS_TAR} && mkdir {ROOTS}/static && mv {ROOTS}/application {ROOTS}/static/
             mv /opt/kata/{config} {installed} && ln -s /opt/kata/{shim} /usr/local/bin/
-            echo '{DROP_IN}{more}' > {runtime}/config.d/10-host.toml
+            echo '{DROP_IN}{keys}{more}' > {runtime}/config.d/10-host.toml
             echo '{QEMU}' > /usr/local/bin/qemu && chmod +x /usr/local/bin/qemu
             {PROGRAM} collect --print-systemd-unit > /etc/systemd/system/kata-gpu-boot.service
             printf '\n[debug]\n  level = \"debug\"\n' >> /etc/containerd/config.toml
             systemctl daemon-reload && systemctl restart containerd && systemctl start kata-gpu-boot.service",
+            keys = shim.keys(),
             more = setup.drop_in,
             shim = shim.program(),
             QEMU = QEMU.replace('\'', "'\\''"),
         ))?;
-        let mut kata = Self { host, config: installed, words: image.append().into() };
+        let mut kata = Self { host, shim, config: installed, words: image.append().into() };
         kata.install(setup.install)?;
         Ok(kata)
     }
@@ -278,6 +289,16 @@ impl KataHost {
     pub fn look(&mut self, command: &str, pod: &str) -> Result<String> {
         let id = self.boot_id(pod)?;
         self.host.run(&format!("{PROGRAM} {command} --dir {BOOTS} {id}"))
+    }
+
+    /// Writes the log that has the agent's lines to a file of the host.
+    pub fn agents_log(&mut self, path: &str) -> Result<()> {
+        let journal = match self.shim {
+            Shim::Go => "journalctl -u containerd -o cat",
+            // Of several pods only the journal's fields say which; long ones are left out without --all.
+            Shim::Rust => "journalctl -t kata -o json --all",
+        };
+        self.host.run(&format!("{journal} > {path}")).map(drop)
     }
 
     /// All boots, as people see them.
