@@ -266,14 +266,21 @@ mod tests {
     }
 
     #[test]
-    fn containerds_log_of_a_real_kata_has_the_agents_lines_of_its_own_sandbox_alone() {
-        let path = tests_dir("fixtures/agent/containerd-1.7-kata-4.1.0.ndjson");
+    fn a_log_of_either_of_katas_shims_has_the_agents_lines_of_its_own_sandbox_alone() {
+        // containerd's, by the Go shim; the journal's, by the Rust one.
+        for name in ["containerd-1.7-kata-4.1.0", "journal-kata-4.1.0-rust"] {
+            log_of_a_shim(name);
+        }
+    }
+
+    fn log_of_a_shim(name: &str) {
+        let path = tests_dir(&format!("fixtures/agent/{name}.ndjson"));
         let log = path.with_extension("log");
         let file = read_boot(&path).unwrap();
         assert_eq!(file.sandbox_id(), Some("train-0"));
         let agent = agent_log::of_boot(&path, file.sandbox_id(), Some(&log)).unwrap();
         let boot = Boot::new(&file, &agent);
-        golden("agent/containerd-1.7-kata-4.1.0.show", &page(&file, &agent, &boot, false, Screen::PLAIN).unwrap());
+        golden(&format!("agent/{name}.show"), &page(&file, &agent, &boot, false, Screen::PLAIN).unwrap());
         assert!(boot.milestones.iter().all(|m| m.boottime_ns.is_some() && !m.approximate), "{:?}", boot.milestones);
         let devices: Vec<(&str, &str)> = boot.containers.iter().map(|c| (c.name.as_str(), c.devices.as_str())).collect();
         let asked = ["nvidia.com/gpu=0", "nvidia.com/gpu=1", "nvidia.com/gpu=all", "nvidia.com/gpu=7"];

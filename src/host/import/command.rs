@@ -30,7 +30,8 @@ const HELP: &str = "\
 Formats, each found by its lines (or named with --format):
   journal   containerd's journal or log with the Kata shim's vmconsole= lines
             (needs debug logs of containerd and Kata): journalctl -u containerd,
-            the same with -o json, or the log file
+            the same with -o json --all, or the log file; of Kata's Rust shim
+            journalctl -t kata -o json --all
   console   a guest's console log: kernel stamps, lines of kata-agent, of NVRC,
             of kata-gpu-init
   bpftrace  output of bpftrace on vfio_pin_pages_remote (--print-bpftrace prints
@@ -43,7 +44,7 @@ comes from a log carries fields.import (format, line, error_ns); ~ marks times t
 
 Examples:
   # see one boot from the logs of a node
-  journalctl -u containerd -o json --since -10m | kata-gpu-boot import -
+  journalctl -u containerd -o json --all --since -10m | kata-gpu-boot import -
   # the incumbent's boot, with what host and Kubernetes saw, for all commands
   kata-gpu-boot import containerd.log bpftrace.txt pod.json -o incumbent.ndjson
   kata-gpu-boot show incumbent.ndjson
