@@ -248,7 +248,7 @@ impl KataHost {
         let ask = if devices.is_empty() { String::new() } else { format!("--env VISIBLE_CDI_DEVICES={devices}") };
         self.host
             .run(&format!(
-                "mkdir -p /run/out; ({CTR} run --runtime io.containerd.kata.v2 {annotations} {ask} --rootfs {ROOTS}/{root} {name} {program} \
+                "mkdir -p /run/out; rm -f /run/out/{name}.ended; ({CTR} run --runtime io.containerd.kata.v2 {annotations} {ask} --rootfs {ROOTS}/{root} {name} {program} \
                     </dev/null >/run/out/{name} 2>/run/out/{name}.errors; touch /run/out/{name}.ended) >/dev/null 2>&1 &"
             ))
             .map(drop)
