@@ -120,6 +120,40 @@ fn all_boots_are_followed_at_once_and_old_ones_are_not() {
     assert!(out.contains("\n70dbd104 ") && out.contains("\nd50bb33c ") && !out.contains("0f7a1f8e"), "{out}");
 }
 
+/// The same boot with the collector's line about its sandbox.
+fn of_sandbox(lines: &[String], id: &str, pod: &str) -> Vec<String> {
+    let host = format!(
+        "{{\"schema\":1,\"kind\":\"host\",\"realtime_ns\":1,\"event\":\"sandbox\",\"id\":\"{id}\",\"pod\":\"{pod}\",\"namespace\":\"ml\"}}\n"
+    );
+    [&lines[..1], &[host], &lines[1..]].concat()
+}
+
+#[test]
+fn a_sandbox_or_pod_is_followed_whenever_its_boot_is_and_no_other() {
+    let dir = folder();
+    let good = of_sandbox(&fixture("recorded-8-gpus-fast-host"), "0a1b", "train-0");
+    let bad = of_sandbox(&fixture("made-8-gpus-one-failed"), "0c2d", "train-1");
+    // Over already, beside one that is newer.
+    std::fs::write(file(&dir, ID), good.concat()).unwrap();
+    std::fs::write(file(&dir, OTHER), bad.concat()).unwrap();
+    for sandbox in ["0a1b", "ml/train-0"] {
+        let (code, out, err) = piped(&dir, &["--sandbox", sandbox], || {});
+        assert_eq!((code, out.contains("boot 5fc5e893: all 8 GPUs ready")), (Some(0), true), "{sandbox}: {out}{err}");
+    }
+    let (code, _, err) = piped(&dir, &["--sandbox", "ml/train-1"], || {});
+    assert!(code == Some(1) && err.contains("boot 0f7a1f8e failed: GPU 5"), "{err}");
+    // Yet to come; by its pod's name alone it is nobody's.
+    for (sandbox, wanted) in [("0e3f", Some(0)), ("train-2", Some(3)), ("default/train-2", Some(3))] {
+        let path = file(&dir, "70dbd104-1672-403e-a607-0f86be4a0ade");
+        let late = of_sandbox(&fixture("recorded-8-gpus-fast-host"), "0e3f", "train-2");
+        let timeout = if wanted == Some(0) { "60" } else { "2" };
+        let (code, out, err) = piped(&dir, &["--sandbox", sandbox, "--timeout", timeout], || replay(&late, &path, |_| false));
+        assert_eq!(code, wanted, "{sandbox}: {out}{err}");
+        assert!(wanted == Some(0) || err.contains(&format!("no boot of {sandbox} in flight")), "{err}");
+        std::fs::remove_file(path).unwrap();
+    }
+}
+
 /// A terminal with a program in it.
 struct Terminal {
     bytes: mpsc::Receiver<Vec<u8>>,
