@@ -27,6 +27,8 @@ pub const CONFIDENTIAL: &str = "hardware.file=tdx_guest gpuinit.events.vsock=on"
 /// How long anything in a test may take on the host's clock, TCG and a busy machine included. Never the thing that is tested.
 pub const DEADLINE: Duration = Duration::from_secs(180);
 
+/// Time for a record that the guest's console has already.
+const UNDERWAY: Duration = Duration::from_secs(10);
 /// Time for a guest whose connection was closed to come again: it tries at least once a second.
 const RECONNECTED: Duration = Duration::from_secs(30);
 
@@ -361,12 +363,15 @@ impl Booted {
     }
 
     /// The error of records that have not come. The guest writes the same ones to its console: where one
-    /// of those is newer than all that came, the connection has stopped, not the guest.
+    /// of those does not come either, the connection has stopped, not the guest.
     fn missing(&self, what: &str) -> anyhow::Error {
         let missing = format!("{what} within {DEADLINE:?}{}", self.state());
+        let Some(written) = self.console.newest_record_ns() else { return anyhow!(missing) };
+        if self.receiver.wait(UNDERWAY, |record| record.boottime_ns >= written).is_some() {
+            return anyhow!(missing);
+        }
         let came = self.receiver.records();
         let newest = came.iter().map(|record| record.boottime_ns).max().unwrap_or(0);
-        let Some(written) = self.console.newest_record_ns().filter(|written| *written > newest) else { return anyhow!(missing) };
         let connections = self.receiver.headers().len();
         self.receiver.hang_up();
         let again = match self.receiver.wait_headers(RECONNECTED, connections + 1) {
