@@ -3,7 +3,8 @@
 
 use super::stamps::Boot;
 use crate::events::{StepId, names};
-use crate::extensions::{self, Extension, disks, watch};
+use crate::extensions::watch::{self, Corrupted};
+use crate::extensions::{self, Extension, disks};
 use crate::failure::{self, Heir};
 use crate::pci::SYS;
 use crate::threads;
@@ -82,12 +83,12 @@ async fn follow(
             }
         }
     }
-    match watch::corrupted(&declared).await {
-        Ok(error) if !*settled.borrow() => {
-            let _unused = refuse.send(error);
+    match watch::corrupted(&declared, settled).await {
+        Ok(Corrupted { reason, in_bring_up: true }) => {
+            let _unused = refuse.send(reason);
         }
         // The readers of that block have an error, all else is sound: containers go on.
-        Ok(error) | Err(error) => tracing::error!(name: names::EXTENSION, error),
+        Ok(Corrupted { reason: error, .. }) | Err(error) => tracing::error!(name: names::EXTENSION, error),
     }
 }
 
