@@ -6,6 +6,7 @@
 //! Kata kernel does with `root=` and `ro`, with the modules of `/etc/hardware.root-modules`, and becomes its `/sbin/init`. `hardware.descriptors=none` closes
 //! 0 to 2. `hardware.kill=NAME:MS` leaves a process that kills the one of that name (as in /proc/PID/comm) so many milliseconds later.
 
+use crate::vm::script::process_named;
 use kata_gpu_init::config::module_parameters;
 use nix::kmod::{ModuleInitFlags, finit_module};
 use nix::mount::{MntFlags, MsFlags, mount, umount2};
@@ -130,18 +131,12 @@ fn leave_killer(word: &str) -> Result<(), String> {
     // One that is about to be started counts as well.
     let killed = loop {
         match process_named(name) {
-            Some(pid) => break nix::sys::signal::kill(pid, nix::sys::signal::Signal::SIGKILL),
-            None => std::thread::sleep(std::time::Duration::from_millis(20)),
+            Ok(pid) => break nix::sys::signal::kill(nix::unistd::Pid::from_raw(pid), nix::sys::signal::Signal::SIGKILL),
+            Err(_) => std::thread::sleep(std::time::Duration::from_millis(20)),
         }
     };
     kmsg(&format!("hardware: kill={word}: {killed:?}"));
     std::process::exit(0)
-}
-
-fn process_named(name: &str) -> Option<nix::unistd::Pid> {
-    let is_named = |pid: &i32| std::fs::read_to_string(format!("/proc/{pid}/comm")).is_ok_and(|comm| comm.trim_end() == name);
-    let pids = std::fs::read_dir("/proc").ok()?.flatten().filter_map(|entry| entry.file_name().to_str()?.parse().ok());
-    pids.into_iter().find(is_named).map(nix::unistd::Pid::from_raw)
 }
 
 /// The init to become: `/init`, or another one that the command line names with `hardware.init=`.

@@ -8,64 +8,32 @@ use super::{disk_root, extensions};
 use anyhow::{Context, Result, ensure};
 use kata_gpu_init::events::names;
 
-pub const TESTS: &[VmTest] = &[
-    VmTest {
-        name: "under_kata_containers_have_their_gpus_and_wait_for_no_other",
-        run: |context| KataHost::test(context, Shim::Go, "fakepci.gpus=2", |kata| containers(context, kata)),
-    },
-    VmTest {
-        name: "under_kata_a_failed_gpu_is_an_error_at_once_and_no_gpu_after_the_agents_timeout",
-        run: |context| KataHost::test(context, Shim::Go, "fakepci.gpus=2", failures),
-    },
-    VmTest {
-        name: "under_kata_a_pod_deleted_amid_its_bring_up_leaves_nothing",
-        run: |context| KataHost::test(context, Shim::Go, "fakepci.gpus=2", deleted),
-    },
-    VmTest {
-        name: "under_kata_install_upgrade_and_rollback_leave_running_pods_alone",
-        run: |context| KataHost::test(context, Shim::Go, "fakepci.gpus=1", upgrade),
-    },
-    VmTest {
-        name: "under_kata_install_check_says_what_works_and_why_not",
-        run: |context| KataHost::test(context, Shim::Go, "fakepci.gpus=2", check),
-    },
-    VmTest {
-        name: "under_runtime_rs_containers_have_their_gpus_and_wait_for_no_other",
-        run: |context| KataHost::test(context, Shim::Rust, "fakepci.gpus=2", |kata| containers(context, kata)),
-    },
-    VmTest {
-        name: "under_runtime_rs_a_failed_gpu_is_an_error_at_once_and_no_gpu_after_the_agents_timeout",
-        run: |context| KataHost::test(context, Shim::Rust, "fakepci.gpus=2", failures),
-    },
-    VmTest {
-        name: "under_runtime_rs_a_pod_deleted_amid_its_bring_up_leaves_nothing",
-        run: |context| KataHost::test(context, Shim::Rust, "fakepci.gpus=2", deleted),
-    },
-    VmTest {
-        name: "under_runtime_rs_install_upgrade_and_rollback_leave_running_pods_alone",
-        run: |context| KataHost::test(context, Shim::Rust, "fakepci.gpus=1", upgrade),
-    },
-    VmTest {
-        name: "under_runtime_rs_install_check_says_what_works_and_why_not",
-        run: |context| KataHost::test(context, Shim::Rust, "fakepci.gpus=2", check),
-    },
-    VmTest {
-        name: "under_runtime_rs_an_image_without_a_driver_has_it_from_its_gpu_extension",
-        run: |context| KataHost::with(context, Shim::Rust, || extension_setup(context), extension),
-    },
-    VmTest {
-        name: "under_kata_an_image_without_a_driver_has_it_from_its_gpu_extension",
-        run: |context| KataHost::with(context, Shim::Go, || extension_setup(context), extension),
-    },
-    VmTest {
-        name: "under_kata_a_killed_worker_is_followed_by_another_and_a_killed_agent_ends_the_pod",
-        run: |context| KataHost::test(context, Shim::Go, "fakepci.gpus=2", killed),
-    },
-    VmTest {
-        name: "under_runtime_rs_a_killed_worker_is_followed_by_another_and_a_killed_agent_ends_the_pod",
-        run: |context| KataHost::test(context, Shim::Rust, "fakepci.gpus=2", killed),
-    },
-];
+/// Tests that run under either of Kata's shims.
+macro_rules! under_both {
+    ($($name:literal: |$context:ident, $shim:ident| $run:expr;)*) => {
+        &[$(
+            VmTest { name: concat!("under_kata_", $name), run: |$context| { let $shim = Shim::Go; $run } },
+            VmTest { name: concat!("under_runtime_rs_", $name), run: |$context| { let $shim = Shim::Rust; $run } },
+        )*]
+    };
+}
+
+pub const TESTS: &[VmTest] = under_both! {
+    "containers_have_their_gpus_and_wait_for_no_other":
+        |context, shim| KataHost::test(context, shim, "fakepci.gpus=2", |kata| containers(context, kata));
+    "a_failed_gpu_is_an_error_at_once_and_no_gpu_after_the_agents_timeout":
+        |context, shim| KataHost::test(context, shim, "fakepci.gpus=2", failures);
+    "a_pod_deleted_amid_its_bring_up_leaves_nothing":
+        |context, shim| KataHost::test(context, shim, "fakepci.gpus=2", deleted);
+    "install_upgrade_and_rollback_leave_running_pods_alone":
+        |context, shim| KataHost::test(context, shim, "fakepci.gpus=1", upgrade);
+    "install_check_says_what_works_and_why_not":
+        |context, shim| KataHost::test(context, shim, "fakepci.gpus=2", check);
+    "an_image_without_a_driver_has_it_from_its_gpu_extension":
+        |context, shim| KataHost::with(context, shim, || extension_setup(context), extension);
+    "a_killed_worker_is_followed_by_another_and_a_killed_agent_ends_the_pod":
+        |context, shim| KataHost::test(context, shim, "fakepci.gpus=2", killed);
+};
 
 const PROGRAM: &str = "/usr/bin/cuda-program";
 
@@ -198,7 +166,7 @@ fn upgrade(kata: &mut KataHost) -> Result<Outcome> {
     }
     // Rolled back: Kata's own image, which is not there.
     let refused = kata.pod("rolled-back", "");
-    ensure!(refused.as_ref().is_err_and(|e| format!("{e:#}").contains("kata-containers-nvidia")), "{refused:?}");
+    ensure!(refused.as_ref().is_err_and(|e| format!("{e:#}").contains(kata.shim.image())), "{refused:?}");
     Ok(Outcome::Passed)
 }
 
@@ -242,7 +210,7 @@ fn check(kata: &mut KataHost) -> Result<Outcome> {
     // Kata's own image, which is not there.
     kata.uninstall()?;
     let (status, said) = kata.check(&config, "")?;
-    ensure!(status == 1 && said.contains("kata-containers-nvidia"), "{status}: {said}");
+    ensure!(status == 1 && said.contains(kata.shim.image()), "{status}: {said}");
     ensure!(said.contains("the configuration has no guest of ours: kata-gpu-boot install"), "{said}");
     nothing_left(kata)?;
     Ok(Outcome::Measured(works))

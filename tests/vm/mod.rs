@@ -5,7 +5,7 @@ pub mod guest;
 mod hot_plug_soak;
 pub mod liar;
 pub mod random;
-mod script;
+pub(crate) mod script;
 pub mod vmm;
 
 #[cfg(feature = "host")]

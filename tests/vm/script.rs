@@ -380,7 +380,7 @@ fn service_processes() -> Result<Vec<(i32, String)>, String> {
 }
 
 /// The process of this name.
-pub(super) fn process_named(name: &str) -> Result<i32, String> {
+pub(crate) fn process_named(name: &str) -> Result<i32, String> {
     processes_named(name)?.first().copied().ok_or_else(|| format!("there is no process {name}"))
 }
 

@@ -30,13 +30,15 @@ pub enum Which {
     Boots,
     /// This one, whatever it is called.
     One(OsString),
+    /// Boots of this sandbox or pod.
+    Sandbox(String),
 }
 
 impl Which {
     fn takes(&self, name: &OsStr) -> bool {
         match self {
             Which::One(one) => one == name,
-            Which::Boots => {
+            Which::Boots | Which::Sandbox(_) => {
                 let path = Path::new(name);
                 path.extension().is_some_and(|e| e == EXTENSION) && path.file_stem().and_then(OsStr::to_str).is_some_and(is_boot_id)
             }
@@ -57,6 +59,8 @@ pub struct Files {
     inotify: Inotify,
     changes: AsyncFd<OwnedFd>,
     places: BTreeMap<OsString, Place>,
+    /// Files that a collector has named the sandbox in, and whether it is the one that is looked for.
+    sandboxes: BTreeMap<OsString, bool>,
 }
 
 impl Files {
@@ -68,7 +72,8 @@ impl Files {
             .add_watch(dir, events)
             .with_context(|| format!("watch directory {}: give that of the collector with --dir", dir.display()))?;
         let fd = inotify.as_fd().try_clone_to_owned().context("copy the inotify descriptor")?;
-        Ok(Self { dir: dir.to_path_buf(), which, inotify, changes: watch(fd).context("watch inotify")?, places: BTreeMap::new() })
+        let changes = watch(fd).context("watch inotify")?;
+        Ok(Self { dir: dir.to_path_buf(), which, inotify, changes, places: BTreeMap::new(), sandboxes: BTreeMap::new() })
     }
 
     /// What is there, and how long ago each was written to; the newest first.
@@ -119,8 +124,12 @@ impl Files {
         }
     }
 
-    /// Hands over every complete line that was not read yet. A file that is gone has none.
+    /// Hands over every complete line that was not read yet. A file that is gone has none, nor has one
+    /// of another sandbox than that which is looked for.
     pub fn read(&mut self, name: &OsStr, mut each: impl FnMut(FileLine)) -> Result<()> {
+        if !self.is_of_sandbox(name)? {
+            return Ok(());
+        }
         let path = self.dir.join(name);
         let at = || format!("read {}", path.display());
         let mut file = match File::open(&path) {
@@ -152,9 +161,15 @@ impl Files {
         }
     }
 
-    /// The sandbox that a file's boot is of, once the collector knows it.
-    pub fn sandbox(&self, name: &OsStr) -> Result<Option<Sandbox>> {
-        sandbox_of(&self.dir.join(name))
+    fn is_of_sandbox(&mut self, name: &OsStr) -> Result<bool> {
+        let Which::Sandbox(wanted) = &self.which else { return Ok(true) };
+        if let Some(known) = self.sandboxes.get(name) {
+            return Ok(*known);
+        }
+        let Some(sandbox) = sandbox_of(&self.dir.join(name))? else { return Ok(false) };
+        let is_wanted = sandbox.is(wanted);
+        self.sandboxes.insert(name.to_os_string(), is_wanted);
+        Ok(is_wanted)
     }
 
     /// Keeps nothing of it: what it has is read again when it changes.
@@ -164,7 +179,7 @@ impl Files {
 }
 
 /// The sandbox of a boot's file; None also of one that is gone.
-pub fn sandbox_of(path: &Path) -> Result<Option<Sandbox>> {
+fn sandbox_of(path: &Path) -> Result<Option<Sandbox>> {
     let at = || format!("read {}", path.display());
     let head = match File::open(path) {
         Err(e) if e.kind() == ErrorKind::NotFound => return Ok(None),

@@ -110,8 +110,6 @@ struct Follower {
     /// Boots that are none of this run's: they were over before, or are now.
     over: BTreeSet<OsString>,
     all: bool,
-    /// The only one whose boot is followed.
-    sandbox: Option<String>,
     status: u8,
     ended: u64,
     dir: PathBuf,
@@ -120,9 +118,10 @@ struct Follower {
 async fn follow(args: &Args) -> Result<u8> {
     let mut interrupt = signal(SignalKind::interrupt()).context("catch SIGINT")?;
     let screen = Screen::of_stdout();
-    let (dir, which) = match &args.boot {
-        None => (args.dir.clone(), Which::Boots),
-        Some(boot) => {
+    let (dir, which) = match (&args.boot, &args.sandbox) {
+        (None, None) => (args.dir.clone(), Which::Boots),
+        (None, Some(sandbox)) => (args.dir.clone(), Which::Sandbox(sandbox.clone())),
+        (Some(boot), _) => {
             let path = show::find(Some(boot), &args.dir)?;
             let name = path.file_name().with_context(|| format!("{}: not a file", path.display()))?.to_os_string();
             let dir = path.parent().filter(|p| !p.as_os_str().is_empty()).map_or_else(|| PathBuf::from("."), PathBuf::from);
@@ -139,14 +138,13 @@ async fn follow(args: &Args) -> Result<u8> {
         boots: BTreeMap::new(),
         over: BTreeSet::new(),
         all: args.all,
-        sandbox: args.sandbox.clone(),
         status: 0,
         ended: 0,
         dir: args.dir.clone(),
     };
     let timeout = (args.timeout > 0).then(|| Duration::from_secs(args.timeout));
     let in_flight = if args.sandbox.is_some() { Duration::MAX } else { timeout.unwrap_or(IN_FLIGHT) };
-    let mut heard = follower.begin(in_flight, args.boot.is_some() || args.sandbox.is_some())?;
+    let mut heard = follower.begin(in_flight, args)?;
     loop {
         let now = Instant::now();
         follower.draw(now)?;
@@ -179,7 +177,8 @@ async fn follow(args: &Args) -> Result<u8> {
 
 impl Follower {
     /// Takes what is there already: the named boot, or what may be in flight. Gives when the newest of it came.
-    fn begin(&mut self, in_flight: Duration, named: bool) -> Result<Instant> {
+    fn begin(&mut self, in_flight: Duration, args: &Args) -> Result<Instant> {
+        let named = args.boot.is_some() || args.sandbox.is_some();
         let now = Instant::now();
         let mut heard = now;
         for (name, age) in self.files.present()? {
@@ -198,10 +197,10 @@ impl Follower {
             }
         }
         if self.boots.is_empty() {
-            if named && self.sandbox.is_none() {
+            if args.boot.is_some() {
                 bail!("{}: no event stream in it: give a file that `collect` wrote", self.dir.display());
             }
-            let of = self.sandbox.as_ref().map(|sandbox| format!(" of {}", printable(sandbox))).unwrap_or_default();
+            let of = args.sandbox.as_ref().map(|sandbox| format!(" of {}", printable(sandbox))).unwrap_or_default();
             eprintln!("kata-gpu-boot: no boot{of} in flight in {}: waiting for one", self.dir.display());
         }
         Ok(heard)
@@ -212,16 +211,6 @@ impl Follower {
         let known = self.boots.contains_key(name);
         if self.over.contains(name) || !(known || self.all || self.boots.is_empty()) {
             return Ok(false);
-        }
-        if let (false, Some(wanted)) = (known, &self.sandbox) {
-            match self.files.sandbox(name)? {
-                Some(sandbox) if sandbox.is(wanted) => {}
-                Some(_) => {
-                    self.over.insert(name.to_os_string());
-                    return Ok(false);
-                }
-                None => return Ok(false),
-            }
         }
         let Self { files, boots, view, all, .. } = self;
         let (mut heard, mut shown) = (false, Ok(()));

@@ -8,7 +8,6 @@ use crate::host::collect::sleep_until;
 use crate::host::text::Screen;
 use anyhow::Result;
 use indicatif::ProgressDrawTarget;
-use std::ffi::{OsStr, OsString};
 use std::path::{Path, PathBuf};
 use std::time::Instant;
 
@@ -30,32 +29,31 @@ impl Boot {
 /// Watches a sandbox that is yet to come until its boot has ended well or not. Shown meanwhile, where
 /// the screen is a terminal. Safe to cancel.
 pub async fn boot_of(sandbox: &str, dir: &Path, screen: Screen, boot: &mut Boot) -> Result<Outcome> {
-    let mut files = Files::watch(dir, Which::Boots)?;
+    let mut files = Files::watch(dir, Which::Sandbox(sandbox.into()))?;
     let bars = |_width| Bars::new(ProgressDrawTarget::stdout(), Look::of_environment(screen.colour));
     let mut bars = screen.width.map(bars);
-    let mut name: Option<OsString> = None;
     loop {
         let now = Instant::now();
         let outcome = boot.progress.outcome(now);
+        let name = boot.file.as_deref().and_then(Path::file_name).map(|name| name.to_string_lossy());
         if let (Some(bars), Some(name)) = (&mut bars, &name) {
-            let id = name.to_string_lossy();
             match outcome {
-                Some(_) => bars.finish(&id, &boot.progress, now),
-                None => bars.update(&id, &boot.progress, now),
+                Some(_) => bars.finish(name, &boot.progress, now),
+                None => bars.update(name, &boot.progress, now),
             }
         }
         if let Some(outcome) = outcome {
             return Ok(outcome);
         }
-        let picture = bars.as_ref().and(name.as_ref()).map(|_| now + REFRESH);
+        let picture = bars.as_ref().and(name).map(|_| now + REFRESH);
         tokio::select! {
-            changed = files.changed() => for file in changed? {
-                if name.is_none() && files.sandbox(&file)?.is_some_and(|known| known.is(sandbox)) {
-                    boot.file = Some(dir.join(&file));
-                    name = Some(file.clone());
-                }
-                if name.as_deref() == Some(OsStr::new(&file)) {
-                    files.read(&file, |line| drop(boot.progress.take(&line, Instant::now())))?;
+            changed = files.changed() => for name in changed? {
+                let path = dir.join(&name);
+                if boot.file.as_ref().is_none_or(|file| *file == path) {
+                    files.read(&name, |line| {
+                        boot.file.get_or_insert_with(|| path.clone());
+                        drop(boot.progress.take(&line, Instant::now()));
+                    })?;
                 }
             },
             () = sleep_until(boot.progress.deadline().into_iter().chain(picture).min()) => {}

@@ -77,6 +77,14 @@ impl Shim {
         }
     }
 
+    /// Name of Kata's own image, which its configuration has.
+    pub fn image(self) -> &'static str {
+        match self {
+            Self::Go => "kata-containers-nvidia-gpu.img",
+            Self::Rust => "kata-containers-nvidia.img",
+        }
+    }
+
     /// More keys of its configuration. The Rust shim passes the agent's lines on only where the agent logs
     /// at level debug.
     fn keys(self) -> &'static str {
@@ -124,7 +132,7 @@ pub fn agent() -> Result<Vec<u8>> {
 /// A host with Kata; pods are named by their sandbox.
 pub struct KataHost {
     pub host: EmulatedHost,
-    shim: Shim,
+    pub shim: Shim,
     /// Configuration that pods are started with.
     pub config: String,
     words: String,
