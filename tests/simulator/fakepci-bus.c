@@ -134,6 +134,7 @@ static int __init fakepci_init(void)
 	err = fakepci_plug_init();
 	if (err)
 		goto remove_bus;
+	fakepci_serial_init();
 
 	pr_info("%u GPU functions, %u switches, %u Mellanox functions in domain %04x\n",
 		fakepci_gpus, fakepci_switches, fakepci_cx7, FAKEPCI_DOMAIN);
@@ -150,6 +151,7 @@ exit_config:
 
 static void __exit fakepci_exit(void)
 {
+	fakepci_serial_exit();
 	fakepci_plug_exit();
 	fakepci_remove_bus();
 	fakepci_release_bars();

@@ -143,6 +143,15 @@ static void fakepci_map_bars(unsigned int ms)
 		cpu_relax();
 }
 
+/* Until no BAR is being mapped. */
+void fakepci_wait_for_host(void)
+{
+	unsigned long flags;
+
+	raw_spin_lock_irqsave(&host_lock, flags);
+	raw_spin_unlock_irqrestore(&host_lock, flags);
+}
+
 /* Four bytes of VPD, once their address was written; the flag says that they are there. */
 static void fakepci_read_vpd(struct fakepci_gpu *function, unsigned int slot)
 {

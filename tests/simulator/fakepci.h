@@ -48,6 +48,12 @@ bool fakepci_is_there(unsigned int slot);
 struct fakepci_counters fakepci_count(unsigned int k);
 unsigned int fakepci_enable_ms(unsigned int k);
 
+void fakepci_wait_for_host(void);
+
+/* fakepci-serial.c */
+void fakepci_serial_init(void);
+void fakepci_serial_exit(void);
+
 /* fakepci-bars.c */
 enum {
 	FAKEPCI_BAR_MEMORY,	/* the GPU's memory; PCI's BAR 2 */

@@ -1,6 +1,6 @@
 //! Guest halves of VM tests: run by the test agent for `testagent.guest=NAME`, in the guest.
 
-use super::{extensions, hot_plug_soak, liar, script};
+use super::{extensions, hot_plug_soak, liar, script, stalls};
 use crate::agent::{cdi, log};
 use kata_gpu_init::clock::boottime_ns;
 use std::path::Path;
@@ -23,6 +23,7 @@ pub const GUEST_HALVES: &[(&str, fn())] = &[
     ("extensions", extensions::report),
     ("late-disks", extensions::late_disks),
     ("liar", liar::run),
+    ("stalls", stalls::run),
 ];
 
 /// Publishes as a naive generator would: only what is ready so far. The agent must fail on it, which is why nothing else here does so.

@@ -46,6 +46,14 @@ impl Boot {
         boots.pop().context("no boot")
     }
 
+    /// CLOCK_REALTIME of the first such record, by the boot's own clock record.
+    pub fn realtime_ns(&self, what: &str, wanted: impl Fn(&Record) -> bool) -> Result<u64> {
+        let record = self.records.iter().find(|r| wanted(r)).with_context(|| format!("boot {} has no {what}", self.id))?;
+        let clock = self.records.iter().find(|r| r.name == names::CLOCK).context("no clock record")?;
+        let realtime = clock.fields.get("realtime_ns").and_then(serde_json::Value::as_u64).context("clock has no realtime_ns")?;
+        Ok(realtime + record.boottime_ns - clock.boottime_ns)
+    }
+
     fn pod(&self) -> Option<&str> {
         self.file.sandbox()?.pod.as_deref()
     }

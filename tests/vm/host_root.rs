@@ -39,7 +39,7 @@ fn root_on_virtio_fs(context: &TestContext) -> Result<Outcome> {
     let mut host = EmulatedHost::start(context, "host", Size::WITH_GUESTS, &files)?;
     KvmGuest::prepare(&mut host)?;
     host.run(&format!("mkdir {ROOT} && tar -C {ROOT} -xf {ARCHIVE}"))?;
-    let guest = KvmGuest::start_shared(&mut host, &image, "0a1b", 33, "", ROOT)?;
+    let guest = KvmGuest::start_shared(&mut host, &image, "0a1b", 33, "", ROOT, "")?;
     guest.wait_lines(&mut host, 1, "\"msg\":\"container \\(created\\|failed\\)\"")?;
     guest.wait_lines(&mut host, 1, "\"msg\":\"settled\"")?;
     guest.wait_lines(&mut host, 1, "\"msg\":\"root\"")?;

@@ -6,6 +6,7 @@ mod hot_plug_soak;
 pub mod liar;
 pub mod random;
 pub(crate) mod script;
+pub mod stalls;
 pub mod vmm;
 
 #[cfg(feature = "host")]
@@ -52,6 +53,8 @@ mod kata;
 mod modules;
 #[cfg(feature = "host")]
 mod nvml;
+#[cfg(feature = "host")]
+mod passthrough;
 #[cfg(feature = "host")]
 mod readers;
 #[cfg(feature = "host")]
@@ -115,5 +118,6 @@ pub const TESTS: &[&[harness::VmTest]] = &[
     host_guests::TESTS,
     host_clock::TESTS,
     host_root::TESTS,
+    passthrough::TESTS,
     kata::TESTS,
 ];

@@ -40,19 +40,51 @@ const LOOK: Duration = Duration::from_millis(20);
 pub struct Size {
     cpus: u32,
     memory_mib: u32,
+    /// Functions to pass through to guests: see [`Size::with_gpus`].
+    gpus: u32,
 }
 
 impl Size {
     /// For a host without guests of its own.
-    pub const PLAIN: Self = Self { cpus: 2, memory_mib: 1024 };
+    pub const PLAIN: Self = Self { cpus: 2, memory_mib: 1024, gpus: 0 };
     /// For two guests and what they boot. One processor: KVM patches the scheduler's code as its
     /// first guest comes and its last one goes (preempt_notifier_key), and of several emulated
     /// processors one can run into the breakpoint of such a patch when it is over ("Oops: int3" in
     /// __schedule, seen with Linux 6.12.107 on QEMU 7.2.22).
-    pub const WITH_GUESTS: Self = Self { cpus: 1, memory_mib: 2560 };
+    pub const WITH_GUESTS: Self = Self { cpus: 1, memory_mib: 2560, gpus: 0 };
     /// For pods of Kata's: its programs, and three guests.
-    pub const WITH_PODS: Self = Self { cpus: 1, memory_mib: 4096 };
+    pub const WITH_PODS: Self = Self { cpus: 1, memory_mib: 4096, gpus: 0 };
+
+    /// The same, and this many functions that stand for GPUs, behind an IOMMU of the host: NVMe
+    /// controllers, whose memory buffer is a prefetchable BAR of any size.
+    pub const fn with_gpus(self, gpus: u32) -> Self {
+        Self { gpus, ..self }
+    }
 }
+
+impl Size {
+    /// Size of the large BAR of a function that stands for a GPU.
+    pub const BAR_BYTES: u64 = (BAR_MIB as u64) << 20;
+
+    /// QEMU's arguments for the functions to pass through. The IOMMU is in front of their bus alone: its
+    /// driver is a module on the disk.
+    fn functions(self) -> Vec<String> {
+        let mut words = vec![];
+        if self.gpus > 0 {
+            words.extend(["-device", "virtio-iommu-pci", "-device", "pxb-pcie,id=gpus,bus_nr=128"].map(str::to_string));
+        }
+        for k in 0..self.gpus {
+            let reserve = 2 * BAR_MIB;
+            words.extend(["-device".into(), format!("pcie-root-port,id=port{k},bus=gpus,chassis={k},slot={k},pref64-reserve={reserve}M")]);
+            words.extend(["-device".into(), format!("nvme,serial=gpu{k},bus=port{k},cmb_size_mb={BAR_MIB}")]);
+        }
+        words
+    }
+}
+
+/// Size of the large BAR of a function that stands for a GPU, in MiB. The host's kernel pins it page by
+/// page for each mapping, which takes an emulated processor 0.2 to 0.4 s.
+const BAR_MIB: u32 = 512;
 
 /// A host that runs; what it writes to its disk is there after a reboot, and gone with the machine.
 pub struct EmulatedHost {
@@ -94,7 +126,8 @@ impl EmulatedHost {
         let socket = work_dir.join("commands");
         let made = |file: &str| context.target.join("emulated-host").join(file).display().to_string();
         let mut command = Command::new("qemu-system-x86_64");
-        command.args("-nodefaults -no-user-config -display none -machine q35".split(' '));
+        command.args("-nodefaults -no-user-config -display none".split(' '));
+        command.args(["-machine", if size.gpus == 0 { "q35" } else { "q35,default_bus_bypass_iommu=on" }]);
         command.args(["-smp", &size.cpus.to_string(), "-m", &format!("{}M", size.memory_mib)]);
         if kvm_works() && kvm_nests() {
             command.args(["-accel", "kvm", "-cpu", "host"])
@@ -112,6 +145,8 @@ impl EmulatedHost {
         command.args(["-chardev", &format!("socket,id=commands,server=on,wait=off,path={}", socket.display())]);
         let monitor = work_dir.join("monitor");
         command.args(["-monitor", &format!("unix:{},server=on,wait=off", monitor.display())]);
+        // Behind the others, which would go to their bus.
+        command.args(size.functions());
         // A snapshot is a file that has no name.
         command.env("TMPDIR", &work_dir);
         let qemu = Process::start("qemu-system-x86_64", command, &work_dir.join("qemu.log"))?;
@@ -210,6 +245,18 @@ impl EmulatedHost {
             ensure!(start.elapsed() < DEADLINE, "no {what} within {DEADLINE:?}: {script:?} ends with {status}: {output}");
             std::thread::sleep(PAUSE);
         }
+    }
+
+    /// Gives the functions that stand for GPUs to VFIO; returns their PCI addresses.
+    pub fn vfio(&mut self) -> Result<Vec<String>> {
+        // virtio's IOMMU maps no interrupts.
+        let addresses = self.run(
+            "cd /sys/bus/pci/devices && for gpu in $(grep -l 0x010802 */class | grep -v ^0000:00 | cut -d/ -f1); do
+                echo vfio-pci > $gpu/driver_override && echo $gpu; done
+            modprobe virtio_iommu && modprobe vfio_iommu_type1 allow_unsafe_interrupts=1 && modprobe vfio-pci",
+        )?;
+        self.until("all GPUs at VFIO", &format!("test $(ls -d /sys/bus/pci/drivers/vfio-pci/0* | wc -l) = {}", addresses.lines().count()))?;
+        Ok(addresses.lines().map(str::to_string).collect())
     }
 
     /// Reboots, on the same disk.

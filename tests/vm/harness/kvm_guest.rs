@@ -70,8 +70,17 @@ impl KvmGuest {
         Self::start_with(host, image, name, pod, cid, words, "")
     }
 
-    /// Starts one that has the host's `folder` by virtio-fs, under the tag [`SHARED`].
-    pub fn start_shared(host: &mut EmulatedHost, image: &KvmImage, name: &str, cid: u32, words: &str, folder: &str) -> Result<Self> {
+    /// Starts one that has the host's `folder` by virtio-fs, under the tag [`SHARED`], and `devices` of
+    /// QEMU's.
+    pub fn start_shared(
+        host: &mut EmulatedHost,
+        image: &KvmImage,
+        name: &str,
+        cid: u32,
+        words: &str,
+        folder: &str,
+        devices: &str,
+    ) -> Result<Self> {
         let socket = format!("/run/{name}.virtiofs");
         let daemon = format!("/usr/libexec/virtiofsd --sandbox chroot --socket-path {socket} --shared-dir {folder}");
         host.run(&format!("setsid {daemon} >/run/{name}.log 2>&1 &"))?;
@@ -79,12 +88,26 @@ impl KvmGuest {
         // The daemon reads and writes the guest's memory in place.
         let devices = format!(
             "-object memory-backend-memfd,id=ram,size={MEMORY_MIB}M,share=on -machine memory-backend=ram \
-            -chardev socket,id=shared,path={socket} -device vhost-user-fs-pci,chardev=shared,tag={SHARED}"
+            -chardev socket,id=shared,path={socket} -device vhost-user-fs-pci,chardev=shared,tag={SHARED} {devices}"
         );
         Self::start_with(host, image, name, name, cid, words, &devices)
     }
 
-    fn start_with(host: &mut EmulatedHost, image: &KvmImage, name: &str, pod: &str, cid: u32, words: &str, devices: &str) -> Result<Self> {
+    /// Gives QEMU's monitor a command.
+    pub fn monitor(&self, host: &mut EmulatedHost, command: &str) -> Result<()> {
+        host.run(&format!("echo '{command}' > /run/guests/{}/monitor.in", self.name)).map(drop)
+    }
+
+    /// Starts one with `devices` of QEMU's.
+    pub fn start_with(
+        host: &mut EmulatedHost,
+        image: &KvmImage,
+        name: &str,
+        pod: &str,
+        cid: u32,
+        words: &str,
+        devices: &str,
+    ) -> Result<Self> {
         ensure!(!words.contains('\''), "a quote in {words:?}");
         let (persist, cpus, append) = (persist(name, pod, cid), image.cpus, &image.append);
         // A flat kernel by PVH: the firmware copies nothing, and nothing is unpacked. With several
@@ -92,9 +115,9 @@ impl KvmGuest {
         // serial port.
         host.run(&format!(
             "mkdir -p -m 0750 /run/vc/sbs /run/vc/sbs/{name} && echo '{persist}' > /run/vc/sbs/{name}/persist.json
-            mkdir -p /run/guests/{name} && cd /run/guests/{name}
+            mkdir -p /run/guests/{name} && cd /run/guests/{name} && mkfifo monitor.in monitor.out
             setsid qemu-system-x86_64 -nodefaults -no-user-config -no-reboot -display none -machine q35 -accel kvm -cpu host \
-                -m {MEMORY_MIB}M -smp {cpus} -kernel {KERNEL} -initrd {INITRD} -append '{append} {words}' -serial file:serial.log \
+                -m {MEMORY_MIB}M -smp {cpus} -kernel {KERNEL} -initrd {INITRD} -append '{append} {words}' -serial file:serial.log -monitor pipe:monitor \
                 -device virtio-serial-pci,max_ports=1 -chardev file,id=console,path=console.log -device virtconsole,chardev=console \
                 -device vhost-vsock-pci,guest-cid={cid} {devices} >qemu.log 2>&1 & echo $! > /run/guests/{name}/pid"
         ))

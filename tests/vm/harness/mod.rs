@@ -202,22 +202,27 @@ impl Guest {
 
     /// Can mount images beside its root: the modules for that are loaded before the init starts.
     pub fn mounts_images(self, context: &TestContext) -> Result<Self> {
-        self.loads_first(context, "image-load-order")
+        self.loads_first(context, &["image-load-order"])
     }
 
     /// Has KVM's clock, and its console where no character costs an exit to the VMM.
     pub fn under_kvm(self, context: &TestContext) -> Result<Self> {
-        Ok(self.loads_first(context, "kvm-load-order")?.append("console=hvc0 quiet mitigations=off"))
+        Ok(self.loads_first(context, &["kvm-load-order", "image-load-order"])?.append("console=hvc0 quiet mitigations=off"))
     }
 
-    /// With one of initrd/setup's lists of modules, loaded before the init starts.
-    fn loads_first(self, context: &TestContext, list: &str) -> Result<Self> {
+    /// With some of initrd/setup's lists of modules, loaded before the init starts.
+    fn loads_first(self, context: &TestContext, lists: &[&str]) -> Result<Self> {
         let kernel = context.target.join("kernel");
         let read = |file: &str| std::fs::read_to_string(kernel.join(file)).with_context(|| format!("read {file} (initrd/setup makes it)"));
         let (version, first) = (read("version")?, read("modules/load-order")?);
-        let first: String = first.lines().chain(["fakepci.ko"]).map(|m| format!("/lib/modules/{}/{m}\n", version.trim())).collect();
-        let (guest, more) = self.modules(context, list)?;
-        Ok(guest.file("etc/hardware.modules", format!("{first}{more}").as_bytes()))
+        let mut paths: String = first.lines().chain(["fakepci.ko"]).map(|m| format!("/lib/modules/{}/{m}\n", version.trim())).collect();
+        let mut guest = self;
+        for list in lists {
+            let (with_modules, more) = guest.modules(context, list)?;
+            guest = with_modules;
+            paths.push_str(&more);
+        }
+        Ok(guest.file("etc/hardware.modules", paths.as_bytes()))
     }
 
     /// With one more disk, which shows this serial.
