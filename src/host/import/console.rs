@@ -56,11 +56,15 @@ impl Console {
     pub fn line(&mut self, number: u64, line: &str, read_ns: Option<i64>, count: &mut Count) {
         count.lines += 1;
         let mut torn = std::mem::take(&mut self.torn);
+        let boots = self.boots.len();
         torn.line(without_escapes(line).as_bytes(), MAX_CONSOLE_LINE, |whole| {
             // Cut between characters, and so still text.
             self.whole_line(number, &String::from_utf8_lossy(whole), read_ns, count);
         });
-        self.torn = torn;
+        // A line that was cut off by the end of a boot has no rest in the next one.
+        if self.boots.len() == boots {
+            self.torn = torn;
+        }
     }
 
     fn whole_line(&mut self, number: u64, line: &str, read_ns: Option<i64>, count: &mut Count) {
@@ -267,6 +271,17 @@ mod tests {
         ]);
         assert_eq!(boots, [[0, 9000], [0, 1000]]);
         assert_eq!(count.backwards, 0);
+    }
+
+    #[test]
+    fn a_line_that_the_end_of_a_boot_cut_off_has_no_rest_in_the_next_one() {
+        let head = r#"{"msg":"ttRPC server started","level":"INFO","ts":"2026-11-23T06:00:00.000000000Z","name":"kata-agent","#;
+        let rest = r#""pid":"1","subsystem":"rpc","source":"agent"}"#;
+        let first = "[    0.000000] Linux version 6.1";
+        let (one, _) = boots(&[first, head, "[    1.000000] NVRM: x", rest]);
+        assert_eq!(one, [[0, 1000, -1]], "the control: within a boot the line is whole again");
+        let (two, _) = boots(&[first, head, first, rest]);
+        assert_eq!(two, [[0], [0]]);
     }
 
     #[test]
