@@ -1,6 +1,6 @@
 //! Configuration: the kernel command line, read once into a [`Config`]. No other module knows a parameter's name.
 //!
-//! [`PARAMETERS`] is the whole list; `kata-gpu-init parameters` prints it, and so does the README. A bad value never stops a boot: the default
+//! [`PARAMETERS`] is the whole list; `kata-gpu-init parameters` prints it, and src/README.md has it. A bad value never stops a boot: the default
 //! stays, and the [`Note`] says what was wrong, what is used and which values there are.
 
 use crate::cdi::spec::{Hooks, Naming};
@@ -364,7 +364,7 @@ pub const PARAMETERS: &[Parameter] = &[
         name: "gpuinit.fabric.required",
         values: WISHES,
         default: "auto",
-        help: "whether containers are kept from a GPU whose fabric is not complete 60 s after all GPUs are settled; off: they get it then; on: also from one whose fabric is complete with an error; auto: see [NVLink fabrics](#nvlink-fabrics-and-confidential-gpus)",
+        help: "whether containers are kept from a GPU whose fabric is not complete 60 s after all GPUs are settled; off: they get it then; on: also from one whose fabric is complete with an error; auto: see [NVLink fabrics](services/README.md#nvlink-fabrics-and-confidential-gpus)",
         set: |c, v| wish(v).map(|w| c.fabric_required = w),
     },
     Parameter {
@@ -487,14 +487,14 @@ pub const PARAMETERS: &[Parameter] = &[
         name: "gpuinit.nvlsm",
         values: WISHES,
         default: "auto",
-        help: "start the subnet manager of the NVLink switches; auto: see [Services](#services)",
+        help: "start the subnet manager of the NVLink switches; auto: see [Services](services/README.md#services)",
         set: |c, v| wish(v).map(|w| c.services.nvlsm = w),
     },
     Parameter {
         name: "gpuinit.fabricmanager",
         values: WISHES,
         default: "auto",
-        help: "start fabric manager; auto: see [Services](#services)",
+        help: "start fabric manager; auto: see [Services](services/README.md#services)",
         set: |c, v| wish(v).map(|w| c.services.fabric_manager = w),
     },
     Parameter {
@@ -508,7 +508,7 @@ pub const PARAMETERS: &[Parameter] = &[
         name: "gpuinit.persistenced",
         values: WISHES,
         default: "auto",
-        help: "start nvidia-persistenced; auto: see [Services](#services)",
+        help: "start nvidia-persistenced; auto: see [Services](services/README.md#services)",
         set: |c, v| wish(v).map(|w| c.services.persistenced = w),
     },
     Parameter {
@@ -522,21 +522,21 @@ pub const PARAMETERS: &[Parameter] = &[
         name: "gpuinit.hostengine",
         values: WISHES,
         default: "auto",
-        help: "start DCGM's nv-hostengine; auto: see [Services](#services)",
+        help: "start DCGM's nv-hostengine; auto: see [Services](services/README.md#services)",
         set: |c, v| wish(v).map(|w| c.services.host_engine = w),
     },
     Parameter {
         name: "gpuinit.dcgm-exporter",
         values: WISHES,
         default: "auto",
-        help: "start dcgm-exporter; auto: see [Services](#services)",
+        help: "start dcgm-exporter; auto: see [Services](services/README.md#services)",
         set: |c, v| wish(v).map(|w| c.services.dcgm_exporter = w),
     },
     Parameter {
         name: "gpuinit.imex-daemon",
         values: WISHES,
         default: "auto",
-        help: "start nvidia-imex, which connects the IMEX channels of several machines; auto: see [Services](#services)",
+        help: "start nvidia-imex, which connects the IMEX channels of several machines; auto: see [Services](services/README.md#services)",
         set: |c, v| wish(v).map(|w| c.services.imex_daemon = w),
     },
 ];
@@ -737,7 +737,7 @@ pub fn module_blacklist(command_line: &[u8]) -> Vec<String> {
     lists.flat_map(|l| l.split(',')).filter(|m| !m.is_empty()).map(|m| m.replace('-', "_")).collect()
 }
 
-/// The table of parameters in Markdown, as it stands in the README.
+/// The table of parameters in Markdown, as it stands in src/README.md.
 pub fn parameters_markdown() -> String {
     let mut table = String::from("| parameter | values | default | meaning |\n|---|---|---|---|\n");
     for p in PARAMETERS {

@@ -1,4 +1,4 @@
-//! What the guest may link and weigh, and what the README promises.
+//! What the guest may link and weigh.
 
 use crate::project;
 use std::process::Command;
@@ -55,22 +55,5 @@ fn no_http_client_and_no_tls_is_built() {
     assert!(packages.contains(&"jsonschema"), "the list of packages was not read");
     for other in ["hyper-rustls", "ring", "aws-lc-rs", "native-tls", "openssl-sys", "cc"] {
         assert!(!packages.contains(&other), "{other} has come in: `cargo tree -i {other} --workspace --target all` says by whom");
-    }
-}
-
-#[test]
-fn the_readme_has_the_table_of_parameters_that_the_code_prints() {
-    let readme = std::fs::read_to_string(project().join("README.md")).unwrap();
-    let table = kata_gpu_init::config::parameters_markdown();
-    assert!(readme.contains(&table), "the README's table of parameters is not what `kata-gpu-init parameters` prints:\n{table}");
-}
-
-#[test]
-fn every_script_the_readme_names_is_there() {
-    let readme = std::fs::read_to_string(project().join("README.md")).unwrap();
-    for script in ["initrd/demo", "tests/run", "tests/bench/run", "initrd/setup", "initrd/pack"] {
-        assert!(readme.contains(script), "the README does not name {script}");
-        let meta = std::fs::metadata(project().join(script)).unwrap_or_else(|e| panic!("{script}: {e}"));
-        assert!(std::os::unix::fs::PermissionsExt::mode(&meta.permissions()) & 0o111 != 0, "{script} is not executable");
     }
 }

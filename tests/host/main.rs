@@ -14,6 +14,7 @@ mod cdi_generate;
 #[cfg(feature = "host")]
 mod collect;
 mod container;
+mod documents;
 #[cfg(feature = "host")]
 mod container_roots;
 #[cfg(feature = "host")]
@@ -71,7 +72,6 @@ mod schedule_optimum;
 mod schedule_properties;
 mod replace_init;
 mod schema;
-mod threats;
 #[cfg(feature = "host")]
 mod tree;
 #[cfg(feature = "host")]
