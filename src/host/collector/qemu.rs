@@ -30,15 +30,19 @@ pub fn cid_of(proc: &Path, sandbox: &str, owner: u32) -> Option<u32> {
     choose(&claims.collect::<Vec<_>>(), sandbox)
 }
 
-/// Name and CID of a VM by the command line of its QEMU, words that end in a zero byte.
+/// Name and CID of a VM by the command line of its QEMU, words that end in a zero byte. The guest's
+/// own command line is one of the words, of which a pod's annotations may choose a part.
 fn claim(words: &[u8]) -> Option<(String, u32)> {
     let mut words = words.split(|byte| *byte == 0).filter_map(|word| std::str::from_utf8(word).ok());
     let (mut name, mut cid) = (None, None);
     while let Some(word) = words.next() {
-        if word == "-name" {
-            name = words.next().and_then(|value| value.split(',').next()?.strip_prefix("sandbox-"));
-        } else {
-            cid = word.split(',').find_map(|option| option.strip_prefix("guest-cid=")).or(cid);
+        match word {
+            "-name" => name = words.next().and_then(|value| value.split(',').next()?.strip_prefix("sandbox-")),
+            "-device" => {
+                let device = words.next().filter(|device| device.starts_with("vhost-vsock-"));
+                cid = device.and_then(|device| device.split(',').find_map(|option| option.strip_prefix("guest-cid="))).or(cid);
+            }
+            _ => {}
         }
     }
     Some((name?.to_string(), cid?.parse().ok()?))
@@ -81,6 +85,17 @@ mod tests {
         assert_eq!(of(&[("a", 7), ("b", 8), ("a", 8)]), None);
         assert_eq!(of(&[("a", 7), ("b", 8), ("c", 7)]), None);
         assert_eq!(of(&[("b", 7)]), None);
+    }
+
+    #[test]
+    fn what_a_pod_chooses_of_its_guests_command_line_is_no_cid() {
+        for name in ["sandbox-a", "sandbox-a,debug-threads=on"] {
+            let of = |more: &[&str]| claim(&[&words(name, "7"), more.join("\0").as_bytes()].join(&0));
+            let devices = "scsi-hd,serial=x,guest-cid=9";
+            for more in [["-append", "quiet x,guest-cid=9"], ["-append", "-device vhost-vsock-pci,guest-cid=9"], ["-device", devices]] {
+                assert_eq!(of(&more), Some(("a".into(), 7)), "{more:?}");
+            }
+        }
     }
 
     #[test]
