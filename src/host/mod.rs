@@ -23,6 +23,7 @@ pub mod install; // the subcommands install and uninstall
 pub mod live; // rows as they happen
 pub mod logfmt; // key=value lines
 pub mod model; // what is known of a boot: records in, Boot out
+pub mod processes; // by their command lines
 pub mod push; // OTLP to a receiver
 pub mod record; // a record as readers keep it: bounded, compact
 pub mod rows; // records into rows: side, what, how long

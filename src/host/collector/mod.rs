@@ -319,8 +319,9 @@ async fn watch_vms(mut watcher: Watcher, config: Config, shared: Arc<Shared>, st
         for text in troubles {
             (vms.shared.tell_own)(text);
         }
+        let mut claims = qemu::Claims::default();
         for change in changes {
-            vms.change(change, &mut listening);
+            vms.change(change, &mut claims, &mut listening);
         }
         tokio::select! {
             () = stopped(&mut stop) => break,
@@ -358,11 +359,11 @@ struct Vm {
 }
 
 impl Vms {
-    fn change(&mut self, change: Change, listening: &mut JoinSet<()>) {
+    fn change(&mut self, change: Change, claims: &mut qemu::Claims, listening: &mut JoinSet<()>) {
         match change {
             Change::There { pattern, id, path } => match pattern.checked_sub(self.config.vms.len()) {
                 None => self.vm(pattern, &id, path, listening),
-                Some(pattern) => self.sandbox(pattern, &id, path),
+                Some(pattern) => self.sandbox(pattern, &id, path, claims),
             },
             Change::Gone { path, .. } => {
                 self.close(&path);
@@ -414,13 +415,13 @@ impl Vms {
     }
 
     /// Kata wrote about a sandbox. What is half written comes again.
-    fn sandbox(&mut self, pattern: usize, id: &str, path: PathBuf) {
+    fn sandbox(&mut self, pattern: usize, id: &str, path: PathBuf, claims: &mut qemu::Claims) {
         let pattern = &self.config.sandboxes[pattern];
         let found = if path.ends_with(WITHOUT_CID) {
             // Written again with each container; the VM stays the same.
             let unknown = !self.cids.contains_key(&path);
             let owner = unknown.then(|| path.symlink_metadata().ok()).flatten().map(|metadata| metadata.uid());
-            owner.map(|owner| (sandbox::unnamed(id), qemu::cid_of(Path::new("/proc"), id, owner)))
+            owner.map(|owner| (sandbox::unnamed(id), claims.cid_of(Path::new("/proc"), id, owner)))
         } else {
             sandbox::read(pattern, &path).and_then(|text| sandbox::from_persist(id, &text))
         };

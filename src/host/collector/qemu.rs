@@ -1,33 +1,24 @@
 //! CID of a sandbox's VM by the command line of its QEMU: Kata's runtime-rs keeps it nowhere else.
 //!
-//! Any process can have any command line. One counts whose user owns what Kata has written about the
-//! sandbox, and only while no other such process claims the same sandbox or the same CID: a claim that
-//! is not QEMU's takes a name from a boot at worst, and gives none.
+//! A command line is a claim. One counts if its process is of the user that owns what Kata has written
+//! about the sandbox ([`processes`]), and while no other claims the same sandbox or the same CID: a
+//! claim that is not QEMU's takes a name from a boot at worst.
 
-use std::fs::{self, File};
-use std::io::Read;
-use std::os::unix::fs::MetadataExt;
+use crate::host::processes;
+use std::collections::HashMap;
 use std::path::Path;
 
-/// Longest command line that is read: one of QEMU with 16 GPUs has some 10 kB.
-const MAX_WORDS: u64 = 128 * 1024;
+/// Claims of the processes that run now, which are looked through once for each owner.
+#[derive(Default)]
+pub struct Claims(HashMap<u32, Vec<(String, u32)>>);
 
-/// Looks through the processes of user `owner` in `proc`. None where the VM has no CID, or it cannot
-/// be seen, as in a process namespace of its own.
-pub fn cid_of(proc: &Path, sandbox: &str, owner: u32) -> Option<u32> {
-    let is_process = |name: &str| name.bytes().all(|b| b.is_ascii_digit());
-    let claims = fs::read_dir(proc).ok()?.filter_map(|entry| {
-        let entry = entry.ok()?;
-        let is_owners = || entry.metadata().is_ok_and(|metadata| metadata.uid() == owner);
-        // A process may have ended in between.
-        if !is_process(entry.file_name().to_str()?) || !is_owners() {
-            return None;
-        }
-        let mut words = Vec::new();
-        File::open(entry.path().join("cmdline")).ok()?.take(MAX_WORDS).read_to_end(&mut words).ok()?;
-        claim(&words)
-    });
-    choose(&claims.collect::<Vec<_>>(), sandbox)
+impl Claims {
+    /// CID of a sandbox's VM. None where it has none, or its process cannot be seen, as from a process
+    /// namespace of its own.
+    pub fn cid_of(&mut self, proc: &Path, sandbox: &str, owner: u32) -> Option<u32> {
+        let claims = || processes::of_user(proc, owner).iter().filter_map(|(_, words)| claim(words)).collect();
+        choose(self.0.entry(owner).or_insert_with(claims), sandbox)
+    }
 }
 
 /// Name and CID of a VM by the command line of its QEMU, words that end in a zero byte. The guest's
@@ -58,6 +49,7 @@ fn choose(claims: &[(String, u32)], sandbox: &str) -> Option<u32> {
 mod tests {
     use super::*;
     use crate::host::testing::TempDir;
+    use std::fs;
 
     /// As runtime-rs 4.1.0 starts it, shortened; Kata's Go runtime has more in the name.
     fn words(name: &str, cid: &str) -> Vec<u8> {
@@ -101,18 +93,33 @@ mod tests {
     #[test]
     fn only_processes_of_the_sandboxs_owner_count() {
         let proc = TempDir::new();
-        let make = |name: &str, words: Vec<u8>| {
+        let make = |name: &str, status: &str, words: Vec<u8>| {
             fs::create_dir(proc.path().join(name)).unwrap();
+            fs::write(proc.path().join(name).join("status"), status).unwrap();
             fs::write(proc.path().join(name).join("cmdline"), words).unwrap();
         };
-        make("41", words("sandbox-a", "7"));
-        make("self", words("sandbox-a", "8"));
-        fs::create_dir(proc.path().join("42")).unwrap();
-        let own = fs::metadata(proc.path()).unwrap().uid();
-        assert_eq!(cid_of(proc.path(), "a", own), Some(7));
-        assert_eq!(cid_of(proc.path(), "a", own + 1), None);
-        make("43", words("sandbox-a", "9"));
-        assert_eq!(cid_of(proc.path(), "a", own), None);
-        assert_eq!(cid_of(&proc.path().join("none"), "a", own), None);
+        let cid_of = |sandbox: &str, owner: u32| Claims::default().cid_of(proc.path(), sandbox, owner);
+        make("41", "Uid:\t7\t7\t7\t7\nNSpid:\t41\n", words("sandbox-a", "5"));
+        assert_eq!((cid_of("a", 7), cid_of("a", 8)), (Some(5), None));
+        // A program of his that somebody else has started, and what runs in a container: neither
+        // takes the name away, nor gives one to a sandbox without a QEMU.
+        for (pid, status) in [("42", "Uid:\t1000\t7\t7\t7\nNSpid:\t42\n"), ("43", "Uid:\t7\t7\t7\t7\nNSpid:\t43\t1\n")] {
+            make(pid, status, [words("sandbox-a", "9"), words("sandbox-b", "9")].join(&0));
+        }
+        assert_eq!((cid_of("a", 7), cid_of("b", 7)), (Some(5), None));
+        make("44", "Uid:\t7\t7\t7\t7\nNSpid:\t44\n", words("sandbox-a", "9"));
+        assert_eq!(cid_of("a", 7), None);
+    }
+
+    #[test]
+    fn processes_are_looked_through_once_for_many_sandboxes() {
+        let proc = TempDir::new();
+        fs::create_dir(proc.path().join("41")).unwrap();
+        fs::write(proc.path().join("41/status"), "Uid:\t7\t7\t7\t7\n").unwrap();
+        fs::write(proc.path().join("41/cmdline"), words("sandbox-a", "5")).unwrap();
+        let mut claims = Claims::default();
+        assert_eq!(claims.cid_of(proc.path(), "b", 7), None);
+        fs::remove_dir_all(proc.path().join("41")).unwrap();
+        assert_eq!(claims.cid_of(proc.path(), "a", 7), Some(5), "as it was");
     }
 }
