@@ -42,6 +42,11 @@ pub fn entry(line: &str) -> Option<Entry> {
         let text = journal_text(text)?;
         let micros = object.get("__REALTIME_TIMESTAMP").and_then(Value::as_str).and_then(|t| t.parse::<i64>().ok());
         let journal_ns = micros.and_then(|us| us.checked_mul(1000));
+        // journald vouches for the user alone: containerd and Kata's shims are root's, and any user can
+        // write to the journal under their names.
+        if object.get("_UID").is_some_and(|uid| uid != "0") {
+            return Some(Entry { fields: Vec::new(), journal_ns });
+        }
         return rust_shims(&object, &text, journal_ns).or_else(|| message(&text, journal_ns));
     }
     let fields = object.iter().filter_map(|(key, value)| Some((key.clone(), value.as_str()?.to_string())));
@@ -105,6 +110,15 @@ mod tests {
         assert_eq!(of_rust("hypervisor", &format!("vm console: {text:?}")).console(), Some(("train-0", text)));
         let other = of_rust("hypervisor", LINE);
         assert_eq!((other.console(), other.get("msg")), (None, Some(LINE)), "a field of the shim's own text");
+        // The same lines, written to the journal by somebody else.
+        for (uid, is_taken) in [("0", true), ("1000", false)] {
+            let text = format!("vm console: {text:?}");
+            let rust =
+                serde_json::json!({"_UID": uid, "MESSAGE": text, "SYSLOG_IDENTIFIER": "kata", "SOURCE": "train-0", "SUBSYSTEM": "x"});
+            for entry in [entry(&rust.to_string()), entry(&serde_json::json!({"_UID": uid, "MESSAGE": LINE}).to_string())] {
+                assert_eq!(entry.unwrap().console().is_some(), is_taken, "{uid}");
+            }
+        }
         for other in ["", "{\"msg\":\" vmconsole=\"}", "time=\"x\" level=info msg=y", "time=\"x\" vmconsole=\"without a sandbox\""] {
             assert_eq!(entry(other).as_ref().and_then(Entry::console), None, "{other}");
         }
