@@ -59,7 +59,7 @@ pub struct Files {
     inotify: Inotify,
     changes: AsyncFd<OwnedFd>,
     places: BTreeMap<OsString, Place>,
-    /// Files that a collector has named the sandbox in, and whether it is the one that is looked for.
+    /// Files of which it is known whether they are of the sandbox that is looked for.
     sandboxes: BTreeMap<OsString, bool>,
 }
 
@@ -166,8 +166,13 @@ impl Files {
         if let Some(known) = self.sandboxes.get(name) {
             return Ok(*known);
         }
-        let Some(sandbox) = sandbox_of(&self.dir.join(name))? else { return Ok(false) };
-        let is_wanted = sandbox.is(wanted);
+        let head = head_of(&self.dir.join(name))?;
+        let is_wanted = match sandbox_in(&head) {
+            Some(sandbox) => sandbox.is(wanted),
+            // Nobody names it any more: not to be read again with each line that it gets.
+            None if head.len() as u64 == HEAD => false,
+            None => return Ok(false),
+        };
         self.sandboxes.insert(name.to_os_string(), is_wanted);
         Ok(is_wanted)
     }
@@ -178,19 +183,23 @@ impl Files {
     }
 }
 
-/// The sandbox of a boot's file; None also of one that is gone.
-fn sandbox_of(path: &Path) -> Result<Option<Sandbox>> {
+/// The first bytes of a boot's file; none of one that is gone.
+fn head_of(path: &Path) -> Result<Vec<u8>> {
     let at = || format!("read {}", path.display());
-    let head = match File::open(path) {
-        Err(e) if e.kind() == ErrorKind::NotFound => return Ok(None),
+    let mut head = Vec::new();
+    match File::open(path) {
+        Err(e) if e.kind() == ErrorKind::NotFound => {}
         opened => {
-            let mut head = Vec::new();
             opened.with_context(at)?.take(HEAD).read_to_end(&mut head).with_context(at)?;
-            head
         }
-    };
+    }
+    Ok(head)
+}
+
+/// The sandbox that a collector has named in these lines.
+fn sandbox_in(head: &[u8]) -> Option<Sandbox> {
     let (mut found, mut names) = (None, Names::default());
-    Lines::new(record::MAX_LINE).push(&head, |piece| {
+    Lines::new(record::MAX_LINE).push(head, |piece| {
         if let Piece::Line(line) = piece
             && let Ok(FileLine::Host(line)) = decode(line, &mut names)
             && let HostEvent::Sandbox(sandbox) = line.event
@@ -198,7 +207,7 @@ fn sandbox_of(path: &Path) -> Result<Option<Sandbox>> {
             found = Some(sandbox);
         }
     });
-    Ok(found)
+    found
 }
 
 #[cfg(test)]
@@ -239,5 +248,24 @@ mod tests {
     async fn a_directory_that_is_not_there_is_an_error_that_names_it() {
         let error = Files::watch(Path::new("/nonexistent/boots"), Which::Boots).err().unwrap();
         assert!(format!("{error:#}").contains("/nonexistent/boots") && format!("{error:#}").contains("--dir"), "{error:#}");
+    }
+
+    /// Bytes that this thread has read.
+    fn bytes_read() -> u64 {
+        let io = std::fs::read_to_string("/proc/thread-self/io").unwrap();
+        io.lines().find_map(|line| line.strip_prefix("rchar: ")?.parse().ok()).unwrap()
+    }
+
+    #[tokio::test]
+    async fn a_long_boot_of_no_sandbox_is_not_read_again_with_each_line() {
+        let dir = TempDir::new();
+        let mut files = Files::watch(dir.path(), Which::Sandbox("a".into())).unwrap();
+        let lines: String = (0..).map(event).take(2 * HEAD as usize / event(0).len()).collect();
+        std::fs::write(dir.path().join(BOOT), lines).unwrap();
+        let before = bytes_read();
+        for _ in 0..100 {
+            files.read(OsStr::new(BOOT), |_| panic!("it has no sandbox")).unwrap();
+        }
+        assert!((HEAD..2 * HEAD).contains(&(bytes_read() - before)), "{} bytes", bytes_read() - before);
     }
 }
