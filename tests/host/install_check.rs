@@ -20,6 +20,8 @@ case "$*" in *" run "*)
     [ ! -e ROOT/sandbox ] || id=$(cat ROOT/sandbox)
     sed "s/SANDBOX/$id/" ROOT/boot > ROOT/boots/.new && mv ROOT/boots/.new ROOT/boots/BOOT.ndjson
     if [ -e ROOT/error ]; then cat ROOT/error >&2; exit 1; fi
+    [ ! -e ROOT/stranger ] ||
+        { setpriv --reuid 64321 --clear-groups tail -f /dev/null $id >/dev/null 2>&1 & echo $! > ROOT/stranger; }
     [ ! -e ROOT/pipe ] || sh -c 'read line < ROOT/pipe' shim -id $id
 esac
 "#;
@@ -166,6 +168,19 @@ fn interrupted_it_still_removes_the_sandbox() {
     assert_eq!(code, Some(1), "{out}{err}");
     assert!(out.contains("containerd did not start the sandbox before it was interrupted"), "{out}");
     node.removed();
+}
+
+#[test]
+fn another_users_process_with_the_sandboxs_name_is_none_of_it() {
+    if !nix::unistd::geteuid().is_root() {
+        return eprintln!("skipped: only root can start a process as somebody else");
+    }
+    let node = Node::new("stranger", "recorded-8-gpus-fast-host");
+    fs::write(node.path("stranger"), "").unwrap();
+    let (code, out, err) = node.check(&[]);
+    let stranger = fs::read_to_string(node.path("stranger")).unwrap();
+    kill(Pid::from_raw(stranger.trim().parse().unwrap()), Signal::SIGKILL).expect("it was left alone");
+    assert_eq!(code, Some(0), "{out}{err}");
 }
 
 #[test]

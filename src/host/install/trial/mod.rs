@@ -14,11 +14,12 @@ use crate::host::agent_log;
 use crate::host::collector::check;
 use crate::host::follow::{self, Outcome};
 use crate::host::model::Boot;
+use crate::host::processes;
 use crate::host::show::{self, print_with};
 use crate::host::text::{Ink, Screen, ascii_json, printable, printable_start};
 use anyhow::{Context, Result, bail};
 use nix::sys::signal::{Signal, kill};
-use nix::unistd::Pid;
+use nix::unistd::{Pid, geteuid};
 use runtime::Runtime;
 use serde_json::{Value as Json, json};
 use std::fs;
@@ -182,17 +183,17 @@ impl Sandbox {
         }
     }
 
-    /// Processes of the sandbox besides containerd's client: shim, VMM, file server.
+    /// Processes of the sandbox besides containerd's client: shim, VMM, file server. Root's alone, as the
+    /// caller is: the sandbox's name is there to be read, and any process can have it in its command
+    /// line. (The VMM of Kata's rootless mode is missing; it takes no GPU.)
     fn processes(&self) -> Vec<Pid> {
         let root = self.root.as_os_str().as_encoded_bytes();
-        let pid = |entry: fs::DirEntry| {
-            let pid: i32 = entry.file_name().to_str()?.parse().ok()?;
-            let words = fs::read(entry.path().join("cmdline")).ok()?;
-            memchr::memmem::find(&words, self.id.as_bytes())?;
+        let is_sandboxs = |words: &[u8]| {
             let is_client = words.split(|byte| *byte == 0).any(|word| word == root);
-            (!is_client).then(|| Pid::from_raw(pid))
+            !is_client && memchr::memmem::find(words, self.id.as_bytes()).is_some()
         };
-        fs::read_dir("/proc").into_iter().flatten().flatten().filter_map(pid).collect()
+        let all = processes::of_user(Path::new("/proc"), geteuid().as_raw());
+        all.into_iter().filter(|(_, words)| is_sandboxs(words)).map(|(pid, _)| pid).collect()
     }
 
     /// Ends a sandbox that is still being started: its shim hears nothing until it has been, and a client
