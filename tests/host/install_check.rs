@@ -183,6 +183,25 @@ fn another_users_process_with_the_sandboxs_name_is_none_of_it() {
     assert_eq!(code, Some(0), "{out}{err}");
 }
 
+/// A file of containerd's name for a runtime, in a directory where anybody may write.
+#[test]
+fn a_file_in_the_working_directory_is_no_runtime() {
+    let node = Node::new("directory", "recorded-8-gpus-fast-host");
+    let config = fs::read_to_string(&node.world.config).unwrap();
+    fs::write(node.path("kata"), config).unwrap();
+    fs::create_dir(node.path("bin")).unwrap();
+    let dump = "#!/bin/sh\necho '[plugins.cri.containerd.runtimes.runc]'\n";
+    fs::write(node.path("bin/containerd"), dump).unwrap();
+    fs::set_permissions(node.path("bin/containerd"), fs::Permissions::from_mode(0o755)).unwrap();
+    let path = format!("{}:{}", node.path("bin").display(), std::env::var("PATH").unwrap());
+    let mut command = Command::new(program());
+    command.args(["install", "--check", "kata", "--boots"]).arg(node.path("boots")).arg("--ctr").arg(node.path("ctr"));
+    let refused = command.current_dir(node.world.root()).env("PATH", path).output().unwrap();
+    let err = String::from_utf8(refused.stderr).unwrap();
+    assert!(err.contains("containerd has no runtime kata, it has runc; a file is given with a /, like ./kata"), "{err}");
+    assert_eq!((refused.status.code(), node.asked()), (Some(1), Vec::new()));
+}
+
 #[test]
 fn without_a_collector_nothing_is_started() {
     let mut node = Node::new("alone", "recorded-8-gpus-fast-host");

@@ -50,8 +50,8 @@ const MAX_ERROR: usize = 2000;
 /// Options of the check.
 #[derive(clap::Args, Clone, Debug)]
 pub struct Check {
-    /// Start one throw-away sandbox of this configuration file, or of this runtime of containerd's configuration (as a RuntimeClass names it), follow its
-    /// boot, and say whether it works.
+    /// Start one throw-away sandbox of this configuration file (with a / in its path), or of this runtime of containerd's configuration (as a RuntimeClass
+    /// names it), follow its boot, and say whether it works.
     #[arg(
         long = "check",
         value_name = "FILE|RUNTIME",

@@ -21,13 +21,15 @@ pub struct Runtime {
 const DEFAULT: &str = "io.containerd.kata.v2";
 
 impl Runtime {
-    /// `wanted`: a configuration file, or the name of a runtime in containerd's configuration.
+    /// `wanted`: path of a configuration file, with a `/`, or the name of a runtime in containerd's
+    /// configuration. A file in the working directory, which is anybody's in /tmp, never stands for a
+    /// runtime.
     pub fn find(wanted: &str) -> Result<Self> {
-        if Path::new(wanted).is_file() {
-            return Self::of_file(Path::new(wanted));
-        }
         if wanted.contains('/') {
-            bail!("{}: no such file: give a Kata configuration, or the name of a runtime that containerd knows", printable(wanted));
+            if !Path::new(wanted).is_file() {
+                bail!("{}: no such file: give a Kata configuration, or the name of a runtime that containerd knows", printable(wanted));
+            }
+            return Self::of_file(Path::new(wanted));
         }
         let cure = "give the Kata configuration file instead";
         let dump = Command::new("containerd").args(["config", "dump"]).output();
@@ -62,7 +64,7 @@ impl Runtime {
         let Some(runtime) = all.iter().find_map(|runtimes| runtimes.get(name)) else {
             let names: Vec<String> = all.iter().flat_map(|runtimes| runtimes.keys()).map(|name| printable(name)).collect();
             bail!(
-                "containerd has no runtime {}, it has {}",
+                "containerd has no runtime {}, it has {}; a file is given with a /, like ./{0}",
                 printable(name),
                 if names.is_empty() { "none".into() } else { names.join(", ") }
             );
