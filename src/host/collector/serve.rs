@@ -25,6 +25,9 @@ use tokio::task::JoinSet;
 
 /// Bytes that are read of one guest before the next one's turn: some tens of records, some tens of microseconds.
 const TURN: usize = 8 * 1024;
+/// Turns of guests between two looks at what other threads ask of this one, of which a probe is one: it
+/// has a deadline, and on a busy machine few turns fit in a second. Tokio's own number is 31.
+const OWN_TURNS: u32 = 2;
 /// What is still read of a connection after the stop: the most that the kernel holds for it.
 const MAX_DRAIN: usize = 1 << 20;
 /// How long all connections together may take to be read empty after the stop.
@@ -127,6 +130,7 @@ fn start(name: &str, on_thread: fn(), work: impl Future<Output = ()> + Send + 's
     let runtime = tokio::runtime::Builder::new_current_thread()
         .enable_all()
         .max_blocking_threads(READERS_BACK)
+        .global_queue_interval(OWN_TURNS)
         .on_thread_start(on_thread)
         .build()
         .context("start a runtime of the streams")?;
@@ -342,4 +346,34 @@ async fn drain(socket: &AsyncFd<OwnedFd>, connection: &mut Connection, slot: &Sl
         }
     }
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test]
+    async fn a_probe_waits_for_a_few_turns_of_guests_however_many_want_theirs() {
+        const ONE: Duration = Duration::from_millis(50);
+        let (stop, stopped) = watch::channel(false);
+        let guest = |stopped: watch::Receiver<bool>| async move {
+            while !*stopped.borrow() {
+                std::thread::sleep(ONE);
+                tokio::task::yield_now().await;
+            }
+        };
+        let work = async move {
+            let guests: JoinSet<()> = (0..200).map(|_| guest(stopped.clone())).collect();
+            guests.join_all().await;
+        };
+        let (_end, thread) = start("streams", || (), work).unwrap();
+        let mut longest = Duration::ZERO;
+        for _ in 0..3 {
+            let asked = Instant::now();
+            thread.spawn(async {}).await.unwrap();
+            longest = longest.max(asked.elapsed());
+        }
+        stop.send_replace(true);
+        assert!(longest < 10 * ONE, "{longest:?}");
+    }
 }
