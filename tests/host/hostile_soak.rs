@@ -1,5 +1,5 @@
 //! Fifty guests that mean harm and fifty honest ones at one collector with metrics, OTLP and retention: whatever the former send, no record of the
-//! latter is lost or stands in another's file, every scrape is answered, and the collector stays within 128 MiB.
+//! latter is lost or stands in another's file, every scrape is answered, no probe ends the collector, which stays within 128 MiB.
 //!
 //! What is hostile is made by a seeded grammar: the lines of the format with every value at its worst, pieces of them, other guests' boot ids, floods,
 //! silence, and comings and goings. `KATA_GPU_SOAK_SECONDS=600` runs it as long as a node is attacked; `KATA_GPU_SOAK_SEED` chooses another attack.
@@ -23,6 +23,8 @@ const HOSTILE: u64 = 50;
 const MEMORY: u64 = 128 << 20;
 /// Numbers of the honest guests' boots begin here; the hostile ones' own lie below.
 const HONEST_BOOTS: u64 = 1_000_000;
+/// Probes that fail one after another before the DaemonSet's collector is started again.
+const PROBES: u32 = 4;
 /// The file of one boot, at most; what hostile guests fill the disk with.
 const BOOT_BYTES: u64 = 4 << 20;
 
@@ -214,7 +216,7 @@ fn fifty_hostile_guests_cost_fifty_honest_ones_nothing() {
     let (stop, peak, sent) = (AtomicBool::new(false), AtomicU64::new(0), AtomicU64::new(0));
     let end = Instant::now() + Duration::from_secs(seconds);
     let mut pushed = 0;
-    let mut scrapes = 0;
+    let (mut scrapes, mut failed, mut longest) = (0, 0, Duration::ZERO);
     let honest: Vec<crate::collect::Guest> = (0..HONEST)
         .map(|n| {
             let socket = socket(&dir.0, &format!("v{n}"));
@@ -244,6 +246,13 @@ fn fifty_hostile_guests_cost_fifty_honest_ones_nothing() {
             let answer = get(address, "/metrics");
             assert!(answer.contains("200 OK") && answer.contains("kata_gpu_boot_records_total"), "{answer:?}");
             scrapes += 1;
+            if scrapes % 5 == 1 {
+                let asked = Instant::now();
+                let check = Command::new(program()).args(["collect", "--check", "--dir"]).arg(dir.0.join("boots")).output().unwrap();
+                longest = longest.max(asked.elapsed());
+                failed = if check.status.success() { 0 } else { failed + 1 };
+                assert!(failed < PROBES, "{failed} probes failed, one after another: {check:?}");
+            }
             peak.fetch_max(anonymous(collector.pid()), Ordering::Relaxed);
             std::thread::sleep(Duration::from_millis(200));
         }
@@ -268,7 +277,7 @@ fn fifty_hostile_guests_cost_fifty_honest_ones_nothing() {
     assert!(peak > 0 && peak < MEMORY, "{peak} bytes");
     println!(
         "{seconds} s, seed {seed}, {}: {} MB sent by {HOSTILE} hostile guests, {} records of {HONEST} honest ones, {scrapes} scrapes, \
-         at most {} MiB, {} lines of log, {} files",
+         a probe took {longest:.1?} at most, at most {} MiB, {} lines of log, {} files",
         if group.is_some() { "control group of 128 MiB" } else { "no control group" },
         sent.load(Ordering::Relaxed) / 1_000_000,
         pushed * HONEST,
