@@ -158,7 +158,9 @@ fn podman_arguments(set: &Value) -> Result<(Vec<String>, Vec<String>)> {
 
 fn container(host: &mut EmulatedHost) -> Result<()> {
     let set = host.run(&format!("{PROGRAM} collect --print-daemonset"))?;
-    let (arguments, probe) = podman_arguments(&serde_yaml::from_str(&set)?)?;
+    let set: Value = serde_yaml::from_str(&set)?;
+    let (arguments, probe) = podman_arguments(&set)?;
+    let grace = set["spec"]["template"]["spec"]["terminationGracePeriodSeconds"].as_u64().context("no terminationGracePeriodSeconds")?;
     // As the README says, of the program alone; this build is not static.
     host.run(&format!(
         "mkdir -p /image/{{proc,dev,sys,run,etc,tmp,var/lib}} /image/usr/bin && cp {PROGRAM} /image/usr/bin/
@@ -181,9 +183,10 @@ fn container(host: &mut EmulatedHost) -> Result<()> {
             ensure!(status.contains(line), "no {line:?} in {status}");
         }
         if n == 6 {
-            // As an upgrade does it: the old one is gone before the new one comes.
+            // As an upgrade does it, and a drained node that is shut down: SIGTERM, and time to end. The
+            // old one is gone before the new one comes.
             let code =
-                host.run(&format!("{podman} stop --time 30 {name} && {podman} inspect --format '{{{{.State.ExitCode}}}}' {name}"))?;
+                host.run(&format!("{podman} stop --time {grace} {name} && {podman} inspect --format '{{{{.State.ExitCode}}}}' {name}"))?;
             ensure!(code.lines().last() == Some("0"), "the old one ended with {code}");
         }
     }
