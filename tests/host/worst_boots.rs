@@ -122,6 +122,23 @@ fn every_reader_reads_the_worst_boots_in_bounded_memory() {
     }
 }
 
+/// 7 bytes of memory a byte, where each boot had room for more of it.
+#[test]
+fn a_log_of_a_hundred_thousand_boots_is_read_in_bounded_memory() {
+    let dir = folder();
+    let line = |n: usize| {
+        let stamp = format!("2026-11-23T11:{:02}:{:02}.{:03}Z", n / 60_000 % 60, n / 1000 % 60, n % 1000);
+        let banner = format!("[    0.000000] Linux version 6.{n}");
+        format!("time=\"{stamp}\" level=debug msg=\"reading guest console\" sandbox=s vmconsole=\"{banner}\"\n")
+    };
+    let log: String = (0..100_000).map(line).collect();
+    let path = dir.0.join("containerd.log");
+    std::fs::write(&path, &log).unwrap();
+    let Output { status, stderr, .. } = run(memory(log.len()), &["import", "-o", "-"], &path);
+    let why = String::from_utf8_lossy(&stderr);
+    assert!(status.code() == Some(1) && why.contains("and 99960 more"), "{status}: {why}");
+}
+
 #[test]
 fn too_little_memory_ends_the_program() {
     let dir = folder();

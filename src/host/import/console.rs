@@ -149,7 +149,9 @@ impl Console {
         (self.last_kernel, self.latest, self.agent) = (None, None, AgentLog::default());
         // Lines before the first banner are the firmware's or another boot's end: a boot of their own only if a kernel speaks in them.
         let kernel_spoke = |boot: &Vec<Item>| boot.iter().any(|item| matches!(item.stamp, Stamp::Kernel(_)));
-        if self.boots.last().is_some_and(kernel_spoke) {
+        if let Some(last) = self.boots.last_mut().filter(|last| kernel_spoke(last)) {
+            // A guest can print any number of banners: a boot of one line takes no room for more.
+            last.shrink_to_fit();
             self.boots.push(vec![]);
         }
     }
