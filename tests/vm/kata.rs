@@ -7,6 +7,7 @@ use super::host_guests::event;
 use super::{disk_root, extensions};
 use anyhow::{Context, Result, ensure};
 use kata_gpu_init::events::names;
+use std::time::Instant;
 
 /// Tests that run under either of Kata's shims.
 macro_rules! under_both {
@@ -33,6 +34,8 @@ pub const TESTS: &[VmTest] = under_both! {
         |context, shim| KataHost::with(context, shim, || extension_setup(context), extension);
     "a_killed_worker_is_followed_by_another_and_a_killed_agent_ends_the_pod":
         |context, shim| KataHost::test(context, shim, "fakepci.gpus=2", killed);
+    "a_cris_pod_is_named_followed_and_removed":
+        |context, shim| KataHost::test(context, shim, "fakepci.gpus=2", cri);
 };
 
 const PROGRAM: &str = "/usr/bin/cuda-program";
@@ -284,4 +287,29 @@ fn killed(kata: &mut KataHost) -> Result<Outcome> {
     kata.begin("next", "one", "debian", "nvidia.com/gpu=0", PROGRAM)?;
     sees(&kata.ended("one")?, &[0])?;
     Ok(Outcome::Passed)
+}
+
+/// A pod of two containers as a kubelet makes it, through containerd's CRI.
+fn cri(kata: &mut KataHost) -> Result<Outcome> {
+    kata.with_cri()?;
+    let before = Instant::now();
+    let pod = kata.run_pod_sandbox("train-0", "")?;
+    let sandbox = before.elapsed().as_secs_f64();
+    for (name, gpu) in [("first", 0), ("second", 1)] {
+        let id = kata.create_container(&pod, name, "debian", &[], &format!("nvidia.com/gpu={gpu}"))?;
+        kata.start_container(&id)?;
+        sees(&kata.cri_output(&pod, name, &id)?, &[gpu])?;
+    }
+    // Negative control: what nobody has is refused, by name.
+    let other = kata.create_container(&pod, "other", "debian", &[], "nvidia.com/gpu=7")?;
+    let error = kata.start_container(&other).map_err(|error| format!("{error:#}").replace('\\', ""));
+    ensure!(error.as_ref().is_err_and(|e| e.contains("CDI device(s) [\"nvidia.com/gpu=7\"] do not exist")), "{error:?}");
+
+    let list = kata.list()?;
+    ensure!(list.contains("tests/train-0") && list.contains("2/2"), "{list}");
+    let (status, followed) = kata.follow("tests/train-0")?;
+    ensure!(status == 0 && followed.contains(": all 2 GPUs ready "), "{status}: {followed}");
+    kata.remove_pod_sandbox(&pod)?;
+    kata.sent("train-0", "\"event\":\"disconnected\"")?;
+    Ok(Outcome::Measured(format!("RunPodSandbox {sandbox:.1} s; {}", followed.lines().last().unwrap_or_default())))
 }

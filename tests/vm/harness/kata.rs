@@ -19,7 +19,7 @@ const ROOTS_TAR: &str = "/var/roots.tar";
 /// containerd's client, in the namespace of its CRI plugin: whose pod a sandbox is, is looked for there.
 const CTR: &str = "ctr --namespace k8s.io";
 /// Roots of the containers, as tests/containers/build makes them.
-const ROOTS: &str = "/var/containers";
+pub(super) const ROOTS: &str = "/var/containers";
 
 /// Paths of this host's programs; and, as there is no device to pass through, containers ask by their
 /// environment for GPUs that are simulated in the guest.
@@ -223,9 +223,7 @@ impl KataHost {
     /// `install --check` of a configuration or runtime, with more words; gives its exit status and what
     /// it has said.
     pub fn check(&mut self, what: &str, words: &str) -> Result<(i32, String)> {
-        let text = self.host.run(&format!("{PROGRAM} install --check {what} --boots {BOOTS} {words} 2>&1; echo \"status $?\""))?;
-        let (text, status) = text.trim_end().rsplit_once("status ").context("no status")?;
-        Ok((status.parse()?, text.into()))
+        self.status_of(&format!("{PROGRAM} install --check {what} --boots {BOOTS} {words}"))
     }
 
     /// Runs a pod's sandbox with the annotations that a CRI gives it; `words` go to its kernel. Gives
@@ -299,6 +297,18 @@ impl KataHost {
         self.host.run(&format!("{PROGRAM} {command} --dir {BOOTS} {id}"))
     }
 
+    /// Follows a sandbox or NAMESPACE/POD until its boot is over; gives its exit status and what it has said.
+    pub fn follow(&mut self, sandbox: &str) -> Result<(i32, String)> {
+        self.status_of(&format!("{PROGRAM} follow --dir {BOOTS} --sandbox {sandbox} --timeout 120"))
+    }
+
+    /// Runs a command that may fail; gives its exit status and what it has said.
+    fn status_of(&mut self, command: &str) -> Result<(i32, String)> {
+        let text = self.host.run(&format!("{command} 2>&1; echo \"status $?\""))?;
+        let (text, status) = text.trim_end().rsplit_once("status ").context("no status")?;
+        Ok((status.parse()?, text.into()))
+    }
+
     /// Writes the log that has the agent's lines to a file of the host.
     pub fn agents_log(&mut self, path: &str) -> Result<()> {
         let journal = match self.shim {
@@ -321,6 +331,11 @@ impl KataHost {
             "for name in {all}; do {CTR} task kill --signal KILL $name; done
             for name in {all}; do for try in 1 2 3 4 5 6; do {CTR} task rm --force $name && break; sleep 1; done; {CTR} container rm $name; done; true"
         ))?;
+        self.nothing_left(pod)
+    }
+
+    /// Waits until nothing of a sandbox is left.
+    pub(super) fn nothing_left(&mut self, pod: &str) -> Result<()> {
         let left = format!(
             "! ({CTR} container ls -q; ls /run/vc/sbs /run/kata; cat /proc/[0-9]*/cmdline | tr '\\0' ' ' | grep -o 'sandbox-{pod} ') 2>/dev/null | grep -w {pod}"
         );

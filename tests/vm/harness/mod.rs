@@ -2,6 +2,7 @@
 
 mod console;
 mod cpio;
+mod cri;
 mod emulated_host;
 mod kata;
 mod kvm_guest;
