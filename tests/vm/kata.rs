@@ -34,8 +34,8 @@ pub const TESTS: &[VmTest] = under_both! {
         |context, shim| KataHost::with(context, shim, || extension_setup(context), extension);
     "a_killed_worker_is_followed_by_another_and_a_killed_agent_ends_the_pod":
         |context, shim| KataHost::test(context, shim, "fakepci.gpus=2", killed);
-    "a_cris_pod_is_named_followed_and_removed":
-        |context, shim| KataHost::test(context, shim, "fakepci.gpus=2", cri);
+    "a_cris_pod_is_named_and_explained_and_leaves_nothing":
+        |context, shim| KataHost::test(context, shim, "fakepci.gpus=2", |kata| cri(context, kata));
 };
 
 const PROGRAM: &str = "/usr/bin/cuda-program";
@@ -290,7 +290,7 @@ fn killed(kata: &mut KataHost) -> Result<Outcome> {
 }
 
 /// A pod of two containers as a kubelet makes it, through containerd's CRI.
-fn cri(kata: &mut KataHost) -> Result<Outcome> {
+fn cri(context: &TestContext, kata: &mut KataHost) -> Result<Outcome> {
     kata.with_cri()?;
     let before = Instant::now();
     let pod = kata.run_pod_sandbox("train-0", "")?;
@@ -309,7 +309,24 @@ fn cri(kata: &mut KataHost) -> Result<Outcome> {
     ensure!(list.contains("tests/train-0") && list.contains("2/2"), "{list}");
     let (status, followed) = kata.follow("tests/train-0")?;
     ensure!(status == 0 && followed.contains(": all 2 GPUs ready "), "{status}: {followed}");
+
+    // Whose time it was, by containerd's and the shim's lines beside the stream.
+    kata.agents_log("/run/runtime.log")?;
+    std::fs::write(context.work_dir.join("runtime.log"), kata.host.run("cat /run/runtime.log")?)?;
+    let window = "--from RunPodSandbox --to 'first container started' --at-most 1";
+    let (status, explained) = kata.coverage("/run/runtime.log", "train-0", window)?;
+    ensure!(status == 0, "{explained}");
+    // Negative control: without containerd's own lines nobody knows what passes between two containers.
+    kata.host.run("grep -vE '(RunPodSandbox|CreateContainer|StartContainer) (for|within) ' /run/runtime.log > /run/without.log")?;
+    let (status, without) = kata.coverage("/run/without.log", "train-0", "--to 'last container' --at-most 1")?;
+    ensure!(status == 1 && without.contains("is unexplained, allowed are 1 %"), "{status}: {without}");
+
     kata.remove_pod_sandbox(&pod)?;
     kata.sent("train-0", "\"event\":\"disconnected\"")?;
-    Ok(Outcome::Measured(format!("RunPodSandbox {sandbox:.1} s; {}", followed.lines().last().unwrap_or_default())))
+    let line = |text: &str| text.lines().find(|line| line.starts_with("unexplained: ")).unwrap_or_default().to_string();
+    Ok(Outcome::Measured(format!(
+        "RunPodSandbox {sandbox:.1} s, to the first container {}; without containerd's lines {}",
+        line(&explained),
+        line(&without)
+    )))
 }

@@ -7,6 +7,7 @@
 use super::super::model::Container;
 use super::from_boot::{Telling, ns};
 use super::phase::derived;
+use super::runtime_steps;
 use super::story::Step;
 use crate::events::record::{Kind, names};
 use std::collections::{BTreeMap, BTreeSet};
@@ -65,6 +66,9 @@ fn start(telling: &mut Telling, looks: &[i64]) {
         // The end of the exec is when somebody saw it, which on a busy guest can be after the agent is ready.
         let begin = exec.end_ns.filter(|end| *end <= ready_ns).unwrap_or(exec.begin_ns);
         telling.derive(derived::AGENT_START, begin, ready_ns);
+    }
+    if runtime_steps::known(telling) {
+        return;
     }
     let containers = &telling.boot.containers;
     let asked = |pause: bool| containers.iter().filter(move |c| c.pause == pause).filter_map(|c| c.asked_ns).map(ns);

@@ -1,7 +1,7 @@
 //! The records of one boot, and the agent's lines if they are known, as a [`Story`].
 //!
 //! Spans are taken as they are. Steps that follow from other records by the order in which kernel, init and agent work are added and marked as
-//! derived ([`super::kernel_steps`], [`super::agent_steps`], and the init's own two here).
+//! derived ([`super::kernel_steps`], [`super::agent_steps`], [`super::runtime_steps`], and the init's own two here).
 
 use super::super::agent_log::{AgentEvent, AgentLine, ClockPoints};
 use super::super::boot_file::BootFile;
@@ -10,7 +10,7 @@ use super::super::record::Field;
 use super::super::rows::GpuName;
 use super::phase::{classify, derived};
 use super::story::{Milestone, Step, Story};
-use super::{agent_steps, kernel_steps};
+use super::{agent_steps, kernel_steps, runtime_steps};
 use crate::events::record::{Kind, names};
 use crate::pci::PciAddress;
 use std::collections::{BTreeMap, HashMap};
@@ -90,6 +90,7 @@ pub fn story(boot: &Boot, file: &BootFile, agent: &[AgentLine]) -> Story {
     let settle = settling(&mut telling);
     chain_serial_initialisation(&mut telling);
     let created = agent_steps::tell(&mut telling);
+    runtime_steps::tell(&mut telling);
     milestones(&mut telling, &created, settle);
     missing(&mut telling, agent);
     telling.story
@@ -259,7 +260,7 @@ fn milestones(telling: &mut Telling, created: &BTreeMap<i64, usize>, settle: Opt
 fn missing(telling: &mut Telling, agent: &[AgentLine]) {
     let none = |name: &str| telling.first(name).is_none();
     let mut missing = Vec::new();
-    if agent.is_empty() {
+    if agent.is_empty() && telling.milestone("agent ready").is_none() {
         missing.push("no lines of the agent (--console): when it was ready, waited and created containers is not known".to_string());
     }
     if none(derived::KERNEL_EXEC) {

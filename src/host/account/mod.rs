@@ -12,6 +12,7 @@ pub mod story; // the input: steps and milestones of any boot
 pub mod from_boot; // the records of a boot as a story
 mod agent_steps; // the agent's share: start, waiting, pauses, containers
 mod kernel_steps; // the kernel's share: before the init, and probes inside a module load
+mod runtime_steps; // the host's share: containerd, CNI, the shim, and who asked for nothing
 pub mod intervals; // sets of time
 pub mod timeline; // a story made sound: in order, in phases, without contradiction
 pub mod blame; // whose time it was

@@ -18,6 +18,8 @@ pub enum Owner {
     Agent,
     /// Whoever asks the agent: the shim, containerd, Kubernetes.
     Runtime,
+    /// Whoever asks containerd: the kubelet, or another client of its CRI.
+    Client,
     Unknown,
 }
 
@@ -31,6 +33,7 @@ impl Owner {
             Self::Init => "init",
             Self::Agent => "agent",
             Self::Runtime => "runtime",
+            Self::Client => "client",
             Self::Unknown => "?",
         }
     }
@@ -39,6 +42,8 @@ impl Owner {
 /// Which part of a boot, in the order in which they begin.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize)]
 pub enum Phase {
+    #[serde(rename = "runtime on the host")]
+    Runtime,
     #[serde(rename = "VMM and firmware")]
     Vmm,
     #[serde(rename = "kernel")]
@@ -70,6 +75,7 @@ pub enum Phase {
 impl Phase {
     pub fn name(self) -> &'static str {
         match self {
+            Self::Runtime => "runtime on the host",
             Self::Vmm => "VMM and firmware",
             Self::Kernel => "kernel",
             Self::PciEnumeration => "PCI enumeration",
@@ -96,6 +102,19 @@ impl Phase {
 
 /// Steps that no record carries by this name: worked out from others, or imported. An importer uses these names.
 pub mod derived {
+    /// containerd's own time between a request of the CRI and its answer: images, snapshots, the network
+    /// namespace, and the start of the shim's process.
+    pub const RUN_POD_SANDBOX: &str = "containerd.run-pod-sandbox";
+    pub const CREATE_CONTAINER: &str = "containerd.create-container";
+    pub const START_CONTAINER: &str = "containerd.start-container";
+    /// From containerd's call of CNI until its answer.
+    pub const CNI: &str = "cni.setup";
+    /// The shim's own time between a call of containerd and its answer: the VMM's process, virtiofsd, mounts,
+    /// connecting to the agent.
+    pub const SHIM_CREATE: &str = "shim.create";
+    pub const SHIM_START: &str = "shim.start";
+    /// From an answer of containerd until the next request for the same pod.
+    pub const NOBODY_ASKED: &str = "nobody-asked";
     /// From the start of the VMM's process until the firmware or the kernel runs.
     pub const VMM: &str = "vmm";
     pub const FIRMWARE: &str = "firmware";
@@ -131,6 +150,10 @@ pub mod derived {
     pub const AGENT_PAUSE: &str = "agent.pause";
     /// From the agent's readiness until somebody asked it for a container; with a pause container, from its creation, too.
     pub const CONTAINER_REQUEST: &str = "container.request";
+    /// From the shim's request for the sandbox until the agent has answered.
+    pub const SANDBOX_CREATE: &str = "sandbox.create";
+    /// From the request to start a container until its program runs.
+    pub const CONTAINER_START: &str = "container.start";
     /// From the agent's last look at the spec, or from the request where there is nothing to resolve, until the container was created.
     pub const CONTAINER_CREATE: &str = "container.create";
 }
@@ -163,6 +186,13 @@ const fn waiting(row: Row) -> Row {
 
 /// Every step that has an owner.
 pub const TABLE: &[Row] = &[
+    row(derived::RUN_POD_SANDBOX, Phase::Runtime, Owner::Runtime, &[]),
+    row(derived::CNI, Phase::Runtime, Owner::Runtime, &[]),
+    row(derived::SHIM_CREATE, Phase::Runtime, Owner::Runtime, &[]),
+    row(derived::SHIM_START, Phase::Runtime, Owner::Runtime, &[]),
+    row(derived::CREATE_CONTAINER, Phase::Runtime, Owner::Runtime, &[]),
+    row(derived::START_CONTAINER, Phase::Runtime, Owner::Runtime, &[]),
+    row(derived::NOBODY_ASKED, Phase::Runtime, Owner::Client, &[]),
     row(derived::VMM, Phase::Vmm, Owner::Vmm, &[]),
     row(derived::FIRMWARE, Phase::Vmm, Owner::Vmm, &[derived::VMM]),
     row(derived::VMM_FIRMWARE, Phase::Vmm, Owner::Vmm, &[]),
@@ -210,6 +240,8 @@ pub const TABLE: &[Row] = &[
     waiting(row(derived::AGENT_WAIT, Phase::AgentWaiting, Owner::Agent, &[])),
     row(derived::AGENT_PAUSE, Phase::AgentWaiting, Owner::Agent, &[derived::CONTAINER_REQUEST]),
     row(derived::CONTAINER_CREATE, Phase::Container, Owner::Agent, &[derived::CONTAINER_REQUEST, derived::AGENT_START]),
+    row(derived::SANDBOX_CREATE, Phase::AgentStart, Owner::Agent, &[derived::AGENT_START]),
+    row(derived::CONTAINER_START, Phase::Container, Owner::Agent, &[derived::CONTAINER_CREATE]),
     // A fabric, or whoever attests.
     row(names::GPU_HELD, Phase::CdiPublication, Owner::Driver, &[names::GPU_INIT]),
     row(names::GPU_RESET, Phase::Probe, Owner::Driver, &[names::GPU_INIT]),

@@ -359,7 +359,7 @@ fn derived(at: usize, step: &account::timeline::Step, all: &[account::timeline::
         id: None,
         name: step.name.clone(),
         side: match step.row.owner {
-            Owner::Host | Owner::Vmm | Owner::Runtime => Side::Host,
+            Owner::Host | Owner::Vmm | Owner::Runtime | Owner::Client => Side::Host,
             Owner::Kernel => Side::Kernel,
             Owner::Driver => Side::Driver,
             Owner::Agent => Side::Agent,

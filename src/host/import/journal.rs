@@ -2,31 +2,21 @@
 //! and name the sandbox. As text (any `journalctl -o`, or a log file), as `journalctl -o json`, or as containerd's own JSON lines.
 //!
 //! Each line has two times: containerd's `time=` (RFC 3339, the host's clock: when the shim read it) and the console line's own. Sandboxes are
-//! told apart by `sandbox=`; what has none and is about a sandbox by its text (containerd's own lines) goes where the text says.
+//! told apart by `sandbox=`; containerd's own lines by what [`super::runtime`] makes of them.
 
 use super::console::Console;
 use super::input::{Input, Text};
 use super::item::{Count, Fact, Format, Item, Log, MAX_ITEMS, Skip, Stamp};
-use super::names;
-use crate::events::record::Level;
+use super::runtime::{Runtime, Said};
 use crate::host::agent_log::line::realtime_ns;
 use crate::host::containerd_log::{self, Entry};
 use anyhow::Result;
-use serde_json::{Map, Value};
 use std::collections::BTreeMap;
 
 /// Sandboxes of one journal that are told apart.
 const MAX_SANDBOXES: usize = 1000;
-/// Longest text of one field.
-const MAX_VALUE: usize = 300;
-
-/// What the shim says about a VM, and the name of it here.
-const SHIM: &[(&str, &str)] = &[
-    ("Starting VM", names::SANDBOX_VM_STARTING),
-    ("VM started", names::SANDBOX_VM_STARTED),
-    ("Agent started in the sandbox", names::SANDBOX_AGENT_STARTED),
-    ("Sandbox is started", names::SANDBOX_STARTED),
-];
+/// Lines that may stand between the two copies of one: the Go shim's first lines are written twice.
+const REPEATED: usize = 16;
 
 #[derive(Default)]
 struct Sandbox {
@@ -51,6 +41,7 @@ pub fn read(input: Input) -> Result<(Vec<Log>, Count)> {
 #[derive(Default)]
 struct Journal {
     sandboxes: BTreeMap<String, Sandbox>,
+    runtime: Runtime,
     count: Count,
     kept: usize,
 }
@@ -84,20 +75,19 @@ impl Journal {
             return console.line(number, text, Some(at), &mut self.count);
         }
         self.count.lines += 1;
-        let Some((id, name, level, error, fields)) = host_fact(&entry) else {
-            return self.count.skip(Skip::OtherProgram);
-        };
-        match sandbox_of(&mut self.sandboxes, &id) {
-            Some(sandbox) if self.kept < MAX_ITEMS => {
-                self.kept += 1;
-                self.count.recognised += 1;
-                sandbox.host.push(Item::new(Stamp::Host(at), Format::Journal, number, Fact::Plain { name, level, error, fields }));
-            }
-            _ => self.count.skip(Skip::LimitReached),
+        let Self { sandboxes, runtime, count, kept } = self;
+        let mut about_nothing = true;
+        let waits = runtime.line(number, at, &entry, |said| {
+            about_nothing = false;
+            keep(sandboxes, count, kept, said);
+        });
+        if about_nothing && !waits {
+            self.count.skip(Skip::OtherProgram);
         }
     }
 
-    fn finish(self) -> (Vec<Log>, Count) {
+    fn finish(mut self) -> (Vec<Log>, Count) {
+        self.count.skip_many(Skip::OtherProgram, self.runtime.unanswered());
         let mut logs = Vec::new();
         for (id, sandbox) in self.sandboxes {
             let mut boots = sandbox.console.map(|c| c.finish(Some(&id))).unwrap_or_default();
@@ -111,6 +101,22 @@ impl Journal {
     }
 }
 
+fn keep(sandboxes: &mut BTreeMap<String, Sandbox>, count: &mut Count, kept: &mut usize, said: Said) {
+    let Said { sandbox, line, at, name, level, error, fields } = said;
+    match sandbox_of(sandboxes, &sandbox).filter(|_| *kept < MAX_ITEMS) {
+        None => count.skip(Skip::LimitReached),
+        Some(sandbox) => {
+            let item = Item::new(Stamp::Host(at), Format::Journal, line, Fact::Plain { name, level, error, fields });
+            if sandbox.host.iter().rev().take(REPEATED).any(|other| other.stamp == item.stamp && other.fact == item.fact) {
+                return count.skip(Skip::AlreadyThere);
+            }
+            *kept += 1;
+            count.recognised += 1;
+            sandbox.host.push(item);
+        }
+    }
+}
+
 fn sandbox_of<'a>(sandboxes: &'a mut BTreeMap<String, Sandbox>, id: &str) -> Option<&'a mut Sandbox> {
     // An id is what the runtime made of hexadecimal digits, or a name that an operator gave.
     let plausible = !id.is_empty() && id.len() <= 128 && id.bytes().all(|b| b.is_ascii_alphanumeric() || matches!(b, b'-' | b'_' | b'.'));
@@ -120,59 +126,11 @@ fn sandbox_of<'a>(sandboxes: &'a mut BTreeMap<String, Sandbox>, id: &str) -> Opt
     Some(sandboxes.entry(id.to_string()).or_default())
 }
 
-type HostFact = (String, &'static str, Level, Option<String>, Map<String, Value>);
-
-/// What the runtime says about a sandbox: its id, and the record.
-fn host_fact(entry: &Entry) -> Option<HostFact> {
-    let msg = entry.get("msg")?;
-    let cut = |text: &str| text.chars().take(MAX_VALUE).collect::<String>();
-    let fields = |pairs: &[(&str, &str)]| pairs.iter().map(|(k, v)| (k.to_string(), Value::from(cut(v)))).collect::<Map<_, _>>();
-    if let Some(sandbox) = entry.get("sandbox") {
-        let sandbox = sandbox.to_string();
-        if let Some((_, name)) = SHIM.iter().find(|(text, _)| *text == msg) {
-            return Some((sandbox, name, Level::Info, None, Map::new()));
-        }
-        if msg == "Container is started" {
-            let container = fields(&[("container", short(entry.get("container")?))]);
-            return Some((sandbox, names::SANDBOX_CONTAINER_STARTED, Level::Info, None, container));
-        }
-        let error = entry.get("error").filter(|e| e.contains("failed to inject devices after CDI timeout"))?;
-        return Some((sandbox, names::SANDBOX_FAILED, Level::Error, Some(cut(error)), Map::new()));
-    }
-    // containerd's own: the sandbox's id is known when it returns.
-    if msg.starts_with("RunPodSandbox for ")
-        && let Some((_, id)) = msg.split_once("returns sandbox id ")
-    {
-        return Some((
-            id.trim_matches('"').to_string(),
-            names::SANDBOX_READY,
-            Level::Info,
-            None,
-            fields(&[("pod", pod_name(msg).unwrap_or("?"))]),
-        ));
-    }
-    let within = msg.strip_prefix("CreateContainer within sandbox \"")?;
-    let (id, rest) = within.split_once('"')?;
-    let container = rest.split_once("Name:").and_then(|(_, name)| name.split(',').next()).unwrap_or("?");
-    if let Some((_, returned)) = rest.split_once("returns container id ") {
-        let named = fields(&[("container", container), ("id", short(returned.trim_matches('"'))), ("call", "CreateContainer returned")]);
-        return Some((id.to_string(), names::SANDBOX_RUN, Level::Info, None, named));
-    }
-    Some((id.to_string(), names::SANDBOX_RUN, Level::Info, None, fields(&[("container", container), ("call", "CreateContainer")])))
-}
-
-/// `&PodSandboxMetadata{Name:nginx,Uid:..}`.
-fn pod_name(msg: &str) -> Option<&str> {
-    msg.split_once("Name:")?.1.split([',', '}']).next()
-}
-
-fn short(id: &str) -> &str {
-    id.get(..12).unwrap_or(id)
-}
-
 #[cfg(test)]
 mod tests {
+    use super::super::names;
     use super::*;
+    use serde_json::Value;
 
     fn read_text(text: &str) -> (Vec<Log>, Count) {
         read(Input::new("x", Box::new(std::io::Cursor::new(text.as_bytes().to_vec()))).unwrap()).unwrap()

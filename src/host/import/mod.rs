@@ -22,6 +22,7 @@ pub mod names; // names of records that only logs give
 pub mod pins; // calls of vfio_pin_pages_remote
 pub mod pod; // format: kubectl get pod -o json
 pub mod report; // what was read, for people and programs
+pub mod runtime; // lines of containerd and of Kata's shims
 pub mod split_clock; // stamps of bpftrace whose two halves are of two clocks
 pub mod steps; // steps that kernel lines show
 pub mod write; // records into the file of a boot

@@ -33,8 +33,13 @@ pub const VFIO_PIN: &str = "vfio.pin";
 pub const VFIO_PINS: &str = "vfio.pins";
 /// A histogram that bpftrace printed. Fields: map, buckets.
 pub const VFIO_HISTOGRAM: &str = "vfio.histogram";
-/// The runtime on the host. Fields differ.
+/// containerd was asked for something by its CRI, or has answered. Fields: call, container or pod.
 pub const SANDBOX_RUN: &str = "sandbox.run";
+/// containerd called CNI, or CNI has answered. Fields: call.
+pub const SANDBOX_CNI: &str = "sandbox.cni";
+/// containerd called the shim, or the shim has answered. Fields: call, container.
+pub const SANDBOX_SHIM: &str = "sandbox.shim";
+/// The runtime on the host. Fields differ.
 pub const SANDBOX_VM_STARTING: &str = "sandbox.vm-starting";
 pub const SANDBOX_VM_STARTED: &str = "sandbox.vm-started";
 pub const SANDBOX_AGENT_STARTED: &str = "sandbox.agent-started";

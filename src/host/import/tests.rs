@@ -60,6 +60,7 @@ fn every_format_has_its_golden_page() {
         ("pod", &["pod.json"]),
         ("stream", &["two-gpus.ndjson"]),
         ("our-console", &["two-gpus.console"]),
+        ("cri", &["../agent/containerd-1.7-kata-4.1.0-cri.log", "../agent/containerd-1.7-kata-4.1.0-cri.ndjson"]),
         ("journal-bpftrace-pod", &["containerd.log", "bpftrace.txt", "pod.json"]),
         ("console-function-graph", &["console.log", "function_graph.txt"]),
     ];

@@ -309,14 +309,22 @@ impl KataHost {
         Ok((status.parse()?, text.into()))
     }
 
-    /// Writes the log that has the agent's lines to a file of the host.
+    /// Writes the log that has the agent's lines, and those of containerd and the shim, to a file of the host.
     pub fn agents_log(&mut self, path: &str) -> Result<()> {
         let journal = match self.shim {
             Shim::Go => "journalctl -u containerd -o cat",
             // Of several pods only the journal's fields say which; long ones are left out without --all.
-            Shim::Rust => "journalctl -t kata -o json --all",
+            Shim::Rust => "journalctl _SYSTEMD_UNIT=containerd.service + SYSLOG_IDENTIFIER=kata -o json --all",
         };
         self.host.run(&format!("{journal} > {path}")).map(drop)
+    }
+
+    /// How much time of a pod's boot is unexplained, by an import of a log and the boot; gives the exit
+    /// status of `coverage` and what it has said.
+    pub fn coverage(&mut self, log: &str, pod: &str, words: &str) -> Result<(i32, String)> {
+        let id = self.boot_id(pod)?;
+        self.host.run(&format!("rm -f /run/imported.ndjson; {PROGRAM} import {log} {BOOTS}/{id}.ndjson --output /run/imported.ndjson"))?;
+        self.status_of(&format!("{PROGRAM} coverage /run/imported.ndjson {words}"))
     }
 
     /// All boots, as people see them.
