@@ -5,6 +5,7 @@
 //! driver_override, as somebody who wants to keep them for another driver does. `hardware.root=DEVICE:TYPE` mounts a disk read-only as the root, as a
 //! Kata kernel does with `root=` and `ro`, with the modules of `/etc/hardware.root-modules`, and becomes its `/sbin/init`. `hardware.descriptors=none` closes
 //! 0 to 2. `hardware.kill=NAME:MS` leaves a process that kills the one of that name (as in /proc/PID/comm) so many milliseconds later.
+//! `hardware.show=PATH` leaves a process that writes that file to hvc0 whenever it has changed, as one line of JSON.
 
 use crate::vm::script::process_named;
 use kata_gpu_init::config::module_parameters;
@@ -51,6 +52,11 @@ pub fn run() -> ! {
         && let Err(error) = leave_killer(word)
     {
         say(&format!("hardware: kill={word}: {error}"));
+    }
+    if let Some(path) = parameters.split(' ').find_map(|w| w.strip_prefix("show="))
+        && let Err(error) = leave(|| show(path))
+    {
+        say(&format!("hardware: show={path}: {error}"));
     }
     say("hardware: ready");
     if parameters.split(' ').any(|w| w == "descriptors=none") {
@@ -117,26 +123,54 @@ fn change_root(root: &str) -> Result<(), String> {
     nix::unistd::chdir("/").map_err(at("enter the root"))
 }
 
-/// A child of PID 1, whatever PID 1 becomes.
+/// Leaves a child of PID 1, whatever PID 1 becomes.
+fn leave(act: impl FnOnce()) -> Result<(), String> {
+    // SAFETY: this process has one thread.
+    match unsafe { nix::unistd::fork() } {
+        Err(errno) => Err(errno.to_string()),
+        Ok(nix::unistd::ForkResult::Parent { .. }) => Ok(()),
+        Ok(nix::unistd::ForkResult::Child) => {
+            act();
+            std::process::exit(0)
+        }
+    }
+}
+
 fn leave_killer(word: &str) -> Result<(), String> {
     let (name, ms) = word.split_once(':').ok_or("want NAME:MS")?;
     let ms = ms.parse().map_err(|e| format!("{ms}: {e}"))?;
-    // SAFETY: this process has one thread.
-    match unsafe { nix::unistd::fork() } {
-        Err(errno) => return Err(errno.to_string()),
-        Ok(nix::unistd::ForkResult::Parent { .. }) => return Ok(()),
-        Ok(nix::unistd::ForkResult::Child) => {}
-    }
-    std::thread::sleep(std::time::Duration::from_millis(ms));
-    // One that is about to be started counts as well.
-    let killed = loop {
-        match process_named(name) {
-            Ok(pid) => break nix::sys::signal::kill(nix::unistd::Pid::from_raw(pid), nix::sys::signal::Signal::SIGKILL),
-            Err(_) => std::thread::sleep(std::time::Duration::from_millis(20)),
+    leave(|| {
+        std::thread::sleep(std::time::Duration::from_millis(ms));
+        // One that is about to be started counts as well.
+        let killed = loop {
+            match process_named(name) {
+                Ok(pid) => break nix::sys::signal::kill(nix::unistd::Pid::from_raw(pid), nix::sys::signal::Signal::SIGKILL),
+                Err(_) => std::thread::sleep(std::time::Duration::from_millis(20)),
+            }
+        };
+        kmsg(&format!("hardware: kill={word}: {killed:?}"));
+    })
+}
+
+/// Writes a file's text to the console as often as it changes, and once more for each that another writer's
+/// line may have torn.
+fn show(path: &str) {
+    const LOOK: std::time::Duration = std::time::Duration::from_millis(200);
+    const TIMES: u32 = 5;
+    let (mut shown, mut times) = (String::new(), 0);
+    loop {
+        if let Ok(text) = std::fs::read_to_string(path) {
+            times = if text == shown { times + 1 } else { 0 };
+            if times < TIMES
+                && let Ok(mut console) = OpenOptions::new().write(true).open("/dev/hvc0")
+            {
+                let line = serde_json::json!({"file": path, "text": text});
+                let _next_time = console.write_all(format!("{line}\n").as_bytes());
+            }
+            shown = text;
         }
-    };
-    kmsg(&format!("hardware: kill={word}: {killed:?}"));
-    std::process::exit(0)
+        std::thread::sleep(LOOK);
+    }
 }
 
 /// The init to become: `/init`, or another one that the command line names with `hardware.init=`.
