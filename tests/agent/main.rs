@@ -19,6 +19,7 @@ fn main() {
         Some(kata_gpu_tests::serial_init::HOLDER) => kata_gpu_tests::serial_init::hold(),
         Some(kata_gpu_tests::agent::pod::process::PARKED) => kata_gpu_tests::agent::pod::process::park(),
         Some("fork-panics") => fork_panics(),
+        Some(kata_gpu_tests::vm::inside::NAME) => kata_gpu_tests::vm::inside::run(),
         Some(kata_gpu_tests::vm::vmm::NAME) => kata_gpu_tests::vm::vmm::run(),
         // The interpreter of a script, whose path comes first.
         Some("test-programs") if std::env::args().nth(1).is_some_and(|script| script.starts_with('/')) => {

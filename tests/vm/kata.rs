@@ -4,9 +4,12 @@
 use super::container_roots::{has_the_guests_libcuda, said};
 use super::harness::{BOOTS, Guest, KataHost, Outcome, Setup, Shim, TestContext, VmTest, agent};
 use super::host_guests::event;
-use super::{disk_root, extensions};
+use super::{disk_root, extensions, inside};
 use anyhow::{Context, Result, ensure};
+use base64::Engine;
+use base64::engine::general_purpose::STANDARD;
 use kata_gpu_init::events::names;
+use std::collections::BTreeSet;
 use std::time::Instant;
 
 /// Tests that run under either of Kata's shims.
@@ -36,6 +39,8 @@ pub const TESTS: &[VmTest] = under_both! {
         |context, shim| KataHost::test(context, shim, "fakepci.gpus=2", killed);
     "a_cris_pod_is_named_and_explained_and_leaves_nothing":
         |context, shim| KataHost::test(context, shim, "fakepci.gpus=2", |kata| cri(context, kata));
+    "a_container_sees_exactly_what_cdi_check_predicts":
+        |context, shim| KataHost::with(context, shim, || inside_setup(context), inside);
 };
 
 const PROGRAM: &str = "/usr/bin/cuda-program";
@@ -330,3 +335,65 @@ fn cri(context: &TestContext, kata: &mut KataHost) -> Result<Outcome> {
         line(&without)
     )))
 }
+
+const INSIDE: &str = "/var/containers/debian/usr/bin/inside";
+
+/// A guest that shows its CDI spec, and the program that looks around in a container.
+fn inside_setup(context: &TestContext) -> Result<Setup> {
+    let mut setup = Setup::initrd("fakepci.gpus=2 hardware.show=/run/cdi/nvidia.yaml")?;
+    setup.files.push((INSIDE, context.target.join("x86_64-unknown-linux-musl/release/kata-agent")));
+    Ok(setup)
+}
+
+/// What is different in a container with GPUs is what `cdi check` predicts from the guest's spec, item for item.
+fn inside(kata: &mut KataHost) -> Result<Outcome> {
+    kata.host.run(&format!("chmod +x {INSIDE}"))?;
+    kata.pod("train-0", "")?;
+    let spec = kata.shown("nvidia.yaml", |text| !text.contains("/pending/"))?;
+    kata.host.run(&format!("echo {} | base64 -d > /run/nvidia.yaml", STANDARD.encode(&spec)))?;
+    let mut predicted = Vec::new();
+    for devices in ["0", "1", "all"] {
+        let (status, json) = kata.cdi_check(&format!("/run/nvidia.yaml {devices} --kata 4 --json"))?;
+        let json: serde_json::Value = serde_json::from_str(&json).with_context(|| json.clone())?;
+        let gets = json["containers"][0]["outcomes"][0]["gets"].clone();
+        ensure!(status == 0 && gets.is_object(), "{status}: {json}");
+        predicted.push((devices, gets));
+    }
+    // All that any of them may open, and what none may: /dev/mem.
+    let devices: BTreeSet<String> = predicted.iter().flat_map(|(_, gets)| inside::devices(gets)).chain(["1:1".into()]).collect();
+    let program = format!("/usr/bin/inside {}", devices.into_iter().collect::<Vec<_>>().join(" "));
+    kata.begin("train-0", "plain", "debian", "", &program)?;
+    let plain = inside::items(&kata.ended("plain")?)?;
+    let mut added = Vec::new();
+    for (devices, gets) in &predicted {
+        let name = format!("with-{devices}");
+        kata.begin("train-0", &name, "debian", &format!("nvidia.com/gpu={devices}"), &program)?;
+        let seen = inside::items(&kata.ended(&name)?)?;
+        let expected = inside::expected(&plain, gets);
+        let wrong = inside::differences(&expected, &seen);
+        ensure!(wrong.is_empty(), "a container with {devices} does not see what is predicted:\n{}", wrong.join("\n"));
+        added.push(format!("{} items of {devices}", inside::differences(&plain, &seen).len()));
+        // Negative control: each part of another prediction is found out.
+        for (pointer, other, item) in CHANGED {
+            let mut gets = gets.clone();
+            *gets.pointer_mut(pointer).context(*pointer)? = (*other).into();
+            let wrong = inside::differences(&inside::expected(&plain, &gets), &seen);
+            ensure!(wrong.iter().any(|what| what.starts_with(item)), "a changed {pointer} is not found: {wrong:?}");
+        }
+    }
+    let devices: Vec<String> =
+        plain.iter().filter_map(|(name, access)| Some(format!("{} {access}", name.strip_prefix("device c ")?))).collect();
+    Ok(Outcome::Measured(format!("as predicted {}; a container that has none may, of devices, {}", added.join(", "), devices.join(", "))))
+}
+
+/// Changes of a prediction, and the items that are wrong then.
+const CHANGED: &[(&str, &str, &str)] = &[
+    ("/deviceNodes/0/path", "/dev/other", "node /dev/other"),
+    ("/deviceNodes/0/type", "b", "node /dev/nvidia"),
+    ("/cgroupRules/0/access", "m", "device c "),
+    ("/mounts/0/destination", "/usr/bin/other", "mount /usr/bin/other"),
+    ("/mounts/0/options/0", "rw", "mount /usr/"),
+    ("/env/0", "NVIDIA_VISIBLE_DEVICES=all", "env NVIDIA_VISIBLE_DEVICES"),
+    ("/hooks/0/args", "", "library libcuda.so.1"),
+    ("/hooks/0/args", "", "params ModifyDeviceFiles"),
+];

@@ -3,6 +3,7 @@
 
 pub mod guest;
 mod hot_plug_soak;
+pub mod inside;
 pub mod liar;
 pub mod random;
 pub(crate) mod script;

@@ -6,9 +6,11 @@
 //! rest of it is not looked at.
 
 use super::emulated_host::tar;
-use super::{EmulatedHost, Guest, KvmGuest, KvmImage, Outcome, Size, TestContext};
-use anyhow::{Context, Result};
+use super::{DEADLINE, EmulatedHost, Guest, KvmGuest, KvmImage, Outcome, Size, TestContext};
+use anyhow::{Context, Result, ensure};
+use kata_gpu_init::host::containerd_log;
 use std::path::{Path, PathBuf};
+use std::time::Instant;
 
 pub const BOOTS: &str = "/var/lib/kata-gpu-boot";
 const PROGRAM: &str = "/usr/local/bin/kata-gpu-boot";
@@ -117,7 +119,7 @@ pub struct Setup {
 
 impl Setup {
     /// From the tests' initrd; `words` go to each guest's kernel.
-    fn initrd(words: &str) -> Result<Self> {
+    pub fn initrd(words: &str) -> Result<Self> {
         let guest = Guest::new().cpus(1).append(words).agent(&agent()?).archive("driver");
         Ok(Self { guest, files: Vec::new(), drop_in: String::new(), install: "--initrd /var/guests/initrd.cpio" })
     }
@@ -317,6 +319,28 @@ impl KataHost {
             Shim::Rust => "journalctl _SYSTEMD_UNIT=containerd.service + SYSLOG_IDENTIFIER=kata -o json --all",
         };
         self.host.run(&format!("{journal} > {path}")).map(drop)
+    }
+
+    /// The text of a guest's file that its `/hardware` shows on the console, as soon as it is as wanted.
+    pub fn shown(&mut self, file: &str, wanted: impl Fn(&str) -> bool) -> Result<String> {
+        let deadline = Instant::now() + DEADLINE;
+        loop {
+            self.agents_log("/run/agent.log")?;
+            let lines = self.host.run(&format!("grep -F 'cdiVersion' /run/agent.log | grep -F {file}; true"))?;
+            let text = |line: &str| -> Option<String> {
+                let shown: serde_json::Value = serde_json::from_str(containerd_log::entry(line)?.console()?.1).ok()?;
+                Some(shown["text"].as_str()?.to_string())
+            };
+            if let Some(text) = lines.lines().rev().find_map(text).filter(|text| wanted(text)) {
+                return Ok(text);
+            }
+            ensure!(Instant::now() < deadline, "the guest has not shown {file} as wanted within {DEADLINE:?}: {lines}");
+        }
+    }
+
+    /// `cdi check`; gives its exit status and what it has said.
+    pub fn cdi_check(&mut self, words: &str) -> Result<(i32, String)> {
+        self.status_of(&format!("{PROGRAM} cdi check {words}"))
     }
 
     /// How much time of a pod's boot is unexplained, by an import of a log and the boot; gives the exit
