@@ -262,8 +262,9 @@ fn extension(kata: &mut KataHost) -> Result<Outcome> {
     }
     let boot = kata.look("show --json", "train-0")?;
     ensure!(bound(&boot)? == 2, "{boot}");
-    // It came by a disk, which the image alone does not have.
-    let disks = kata.host.run("cat /proc/[0-9]*/cmdline | tr '\\0' '\\n' | grep -a -e base.image -e gpu.image -e kata.extension")?;
+    // It came by a disk, which the image alone does not have. The Rust runtime hands QEMU open files.
+    let disks = "(cat /proc/[0-9]*/cmdline | tr '\\0' '\\n'; find /proc/[0-9]*/fd -printf '%l\\n' 2>/dev/null)";
+    let disks = kata.host.run(&format!("{disks} | grep -a -e base.image -e gpu.image -e kata.extension"))?;
     for wanted in ["base.image", "gpu.image", "kata.extension.gpu.verity_params=root_hash="] {
         ensure!(disks.contains(wanted), "no {wanted}: {disks}");
     }
