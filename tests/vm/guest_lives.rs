@@ -28,6 +28,9 @@ pub const TESTS: &[VmTest] = &[
 const SLOW: &str = "fakepci.gpus=3 fakepci.enable_ms=2000 gpuinit.bind=pipelined \
                     nvidia.s1_ms=30 nvidia.s2_ms=100 nvidia.s3_ms=30";
 
+/// The guest half that looks on. Its lines are written amid enablings, and must not wait for them.
+const SAMPLES: &str = "testagent.guest=samples fakepci.serial=0";
+
 /// An enabling, in ns of the guest's boot clock.
 #[derive(Clone, Copy, Debug)]
 struct Span {
@@ -114,12 +117,11 @@ fn ping_until_settled(booted: &Booted) -> Result<Vec<Pong>> {
 
 fn interrupts(context: &TestContext) -> Result<Outcome> {
     // The yardstick: the same guest where the driver's load enables, and there is no lane.
-    let half = "testagent.guest=samples";
-    let parameters = format!("{SLOW} fakepci.enable_ms=3 gpuinit.bind=insmod {half}");
+    let parameters = format!("{SLOW} fakepci.enable_ms=3 gpuinit.bind=insmod {SAMPLES}");
     let plain = Guest::new().append(&parameters).boot(context, "plain")?;
     let untouched = samples(&plain)?.pop().context("no sample")?;
     drop(plain);
-    let booted = Guest::new().append(&format!("{SLOW} {half}")).boot(context, "lane")?;
+    let booted = Guest::new().append(&format!("{SLOW} {SAMPLES}")).boot(context, "lane")?;
     let pongs = ping_until_settled(&booted)?;
     ensure!(booted.settled()? == (3, 0), "{:?}", booted.settled()?);
     let samples = samples(&booted)?;
@@ -201,7 +203,7 @@ fn of_init(json: &str) -> Result<Item> {
 const LOUD: &str = "loglevel=3";
 
 fn console(context: &TestContext) -> Result<Outcome> {
-    let parameters = format!("{SLOW} {LOUD} gpuinit.log=debug testagent.guest=samples");
+    let parameters = format!("{SLOW} {LOUD} gpuinit.log=debug {SAMPLES}");
     let booted = Guest::new().append(&parameters).boot(context, "console")?;
     ensure!(booted.settled()? == (3, 0), "{:?}", booted.settled()?);
     booted.agent("sample", |line| line.get("when") == "settled")?;
@@ -278,7 +280,7 @@ fn console(context: &TestContext) -> Result<Outcome> {
 }
 
 fn console_of_a_load(context: &TestContext) -> Result<Outcome> {
-    let words = format!("fakepci.gpus=6 fakepci.enable_ms=700 gpuinit.bind=insmod {LOUD} testagent.guest=samples");
+    let words = format!("fakepci.gpus=6 fakepci.enable_ms=700 gpuinit.bind=insmod {LOUD} {SAMPLES}");
     let booted = Guest::new().append(&words).boot(context, "load")?;
     ensure!(booted.settled()? == (6, 0), "{:?}", booted.settled()?);
     booted.agent("sample", |line| line.get("when") == "settled")?;
