@@ -372,6 +372,9 @@ impl Booted {
     /// of those does not come either, the connection has stopped, not the guest.
     fn missing(&self, what: &str) -> anyhow::Error {
         let missing = format!("{what} within {DEADLINE:?}{}", self.state());
+        if stuck_before_its_programs(&self.console.text()) {
+            return Silent(format!("{missing}: the guest's kernel is stuck before its first program")).into();
+        }
         let Some(written) = self.console.newest_record_ns() else { return anyhow!(missing) };
         if self.receiver.wait(UNDERWAY, |record| record.boottime_ns >= written).is_some() {
             return anyhow!(missing);
@@ -456,6 +459,12 @@ impl Booted {
     }
 }
 
+/// Whether a console shows that the kernel hangs while PID 1 is still its own thread: nothing that is
+/// tested has run, and the emulated processor has stopped (seen with QEMU 7.2 on a busy machine).
+fn stuck_before_its_programs(console: &str) -> bool {
+    console.lines().any(|line| line.contains("soft lockup") && line.contains("[swapper/0:1]"))
+}
+
 /// All records of one name and kind, in order of seq.
 pub fn named<'a>(records: &'a [Record], kind: Kind, name: &str) -> Vec<&'a Record> {
     records.iter().filter(|r| r.kind == kind && r.name == name).collect()
@@ -472,6 +481,14 @@ pub fn complete(records: &[Record]) -> Result<()> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_kernel_that_hangs_is_the_machines_fault_only_before_its_first_program() {
+        let line = |who: &str| format!("[   48.500819] watchdog: BUG: soft lockup - CPU#1 stuck for 45s! [{who}]\n");
+        assert!(stuck_before_its_programs(&line("swapper/0:1")));
+        assert!(!stuck_before_its_programs(&line("kata-agent:1")));
+        assert!(!stuck_before_its_programs("[    1.0] swapper/0:1"));
+    }
 
     #[test]
     fn a_gap_in_a_stream_is_found() {
