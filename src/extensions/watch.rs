@@ -9,7 +9,7 @@ use tokio::sync::watch as flag;
 /// Data that does not match its hash tree.
 pub struct Corrupted {
     pub reason: String,
-    /// It may have been read in the bring-up: no look has found it sound since all GPUs were settled.
+    /// Data may have been read in the bring-up: no look has found it sound since all GPUs were settled.
     pub in_bring_up: bool,
 }
 

@@ -1,4 +1,4 @@
-//! What the guest may link and weigh.
+//! Budgets of the guest: dependencies and sizes.
 
 use crate::project;
 use std::process::Command;

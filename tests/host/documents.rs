@@ -1,4 +1,4 @@
-//! What the pages say and a test can see: links lead somewhere, tables are what the code prints,
+//! Checks of the pages: links lead somewhere, tables are what the code prints,
 //! tests that are named exist, and the front page is short.
 
 use crate::project;

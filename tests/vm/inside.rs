@@ -1,4 +1,4 @@
-//! What a container really sees, item for item, beside what `cdi check` says that it gets. The half that
+//! Comparison, item for item, of what a container sees with what `cdi check` predicts. The half that
 //! runs in the container prints its items; the host's half makes the same items of a prediction.
 //!
 //! An item is a name and a value: `node /dev/nvidia0` is `c 195:0 666 0:0`. A container without GPUs on
@@ -12,7 +12,7 @@ use std::path::Path;
 pub const NAME: &str = "inside";
 /// Items by name.
 pub type Items = BTreeMap<String, String>;
-/// What asks for the devices, and is not what they bring.
+/// Environment variable that asks for the devices; they do not bring it.
 const ASKS: &str = "VISIBLE_CDI_DEVICES";
 const PARAMS: &str = "/proc/driver/nvidia/params";
 /// Flags of a mount that keep a container from something.

@@ -18,7 +18,7 @@ pub enum Owner {
     Agent,
     /// Whoever asks the agent: the shim, containerd, Kubernetes.
     Runtime,
-    /// Whoever asks containerd: the kubelet, or another client of its CRI.
+    /// Client of containerd's CRI: the kubelet, for one.
     Client,
     Unknown,
 }

@@ -18,7 +18,7 @@ pub const RUN_POD_SANDBOX: &str = "RunPodSandbox";
 /// The milestones at which containerd answered that a container runs.
 pub const FIRST_STARTED: &str = "first container started";
 pub const LAST_STARTED: &str = "last container started";
-/// What a call's name ends in where it has returned.
+/// Suffix of the name of a call that has returned.
 const RETURNED: &str = " returned";
 /// Calls of one boot that are looked at.
 const MAX_CALLS: usize = 1000;
@@ -26,7 +26,7 @@ const MAX_CALLS: usize = 1000;
 /// A call, from its line to the line of its answer.
 struct Call<'a> {
     name: &'static str,
-    /// None: for the sandbox.
+    /// Name of the container; empty for the sandbox.
     container: &'a str,
     begin_ns: i64,
     end_ns: i64,
@@ -78,7 +78,7 @@ pub fn tell(telling: &mut Telling) {
         calls.iter().filter(|c| inner.contains(&c.name)).map(|call| (call.begin_ns, call.end_ns)).collect()
     };
     let (shims, cni) = (within(&[derived::SHIM_CREATE, derived::SHIM_START]), within(&[derived::CNI]));
-    // Where the shim's own lines are missing its time is containerd's, and only the guest's is known.
+    // Without lines of the shim, its time counts as containerd's; only the guest's is known.
     let below_containerd = Intervals::union([cni, if shims.is_empty() { guests.clone() } else { shims }].concat());
     let below_shim = Intervals::union(guests);
     for call in &calls {

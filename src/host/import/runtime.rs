@@ -1,4 +1,4 @@
-//! What containerd and Kata's shims log about a sandbox on the host: requests of the CRI and their
+//! Log lines of containerd and Kata's shims about a sandbox on the host: requests of the CRI and their
 //! answers, the setup of its network, and the calls that its shim got.
 //!
 //! Few lines name the sandbox. A request for one is told apart by the pod's metadata until its answer has
@@ -14,7 +14,8 @@ use std::collections::BTreeMap;
 /// Longest text of one field.
 const MAX_VALUE: usize = 300;
 
-/// What the shim says about a VM, and the name of it here. Those with capitals alone are the Go shim's.
+/// Messages of the shim about a VM, and their record names. The Rust shim's are `Starting QEMU VM` and
+/// `start vm`, the others the Go shim's.
 const SHIM: &[(&str, &str)] = &[
     ("Starting VM", names::SANDBOX_VM_STARTING),
     ("Starting QEMU VM", names::SANDBOX_VM_STARTING),
@@ -205,7 +206,7 @@ mod tests {
     use super::*;
     use crate::host::containerd_log::entry;
 
-    /// What lines say, as `sandbox name call container`; and how many wait for another one.
+    /// Records of lines, as `sandbox time name call container`, and the count of lines that wait for another.
     fn said(lines: &[String]) -> (Vec<String>, u64) {
         let mut runtime = Runtime::default();
         let mut all = Vec::new();
