@@ -17,7 +17,6 @@ use std::io::{self, Write};
 use std::os::fd::AsRawFd;
 use std::os::unix::fs::{FileExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
@@ -63,7 +62,7 @@ const fn probe(name: &'static str, waits: bool, cpu: Cpu, make: fn() -> io::Resu
     Probe { name, waits, cpu, make }
 }
 
-/// What waits has been seen under QEMU 11.1.3 with KVM on the emulated host. An access that QEMU
+/// `waits` is as seen under QEMU 11.1.3 with KVM on the emulated host. An access that QEMU
 /// carries out itself needs its global lock, which the mapping holds; vhost-vsock and virtio-fs have
 /// processes or threads of their own.
 pub const PROBES: &[Probe] = &[
@@ -200,60 +199,64 @@ pub fn waited(longest: f64, window: f64) -> bool {
 impl Probe {
     /// Measures once, or, of what does not wait, until it did not: a busy machine can hold it up.
     fn measure(&self, config: &Path) -> io::Result<Stall> {
-        let mut stall = measure((self.make)()?, self.cpu, config)?;
+        let mut call = (self.make)()?;
+        let mut stall = measure(&mut call, self.cpu, config)?;
         for _ in 1..TRIES {
             if self.waits || !stall.waited() {
                 break;
             }
-            stall = measure((self.make)()?, self.cpu, config)?;
+            stall = measure(&mut call, self.cpu, config)?;
         }
         Ok(stall)
     }
 }
 
-fn measure(mut call: Call, cpu: Cpu, config: &Path) -> io::Result<Stall> {
+fn measure(call: &mut Call, cpu: Cpu, config: &Path) -> io::Result<Stall> {
     let last = std::thread::available_parallelism()?.get() - 1;
     call()?;
-    let over = Arc::new(AtomicBool::new(false));
-    let seen = Arc::clone(&over);
+    let over = AtomicBool::new(false);
     let cpu = match cpu {
         Cpu::First => 0,
         Cpu::Last => last,
     };
-    let calls = std::thread::spawn(move || -> io::Result<Vec<(u64, u64)>> {
-        stay_on(cpu)?;
-        // One that grew would flush the TLB of the CPU that is gone.
-        let mut calls = Vec::with_capacity(MOST_CALLS);
-        while calls.len() < MOST_CALLS && !seen.load(Ordering::Acquire) {
-            let from = boottime_ns();
-            std::thread::sleep(PAUSE);
-            call()?;
-            calls.push((from, boottime_ns()));
-        }
-        Ok(calls)
+    let (calls, window) = std::thread::scope(|scope| {
+        let calls = scope.spawn(|| calls_until(&over, call, cpu));
+        let window = scope.spawn(|| decode_again(config, last)).join();
+        over.store(true, Ordering::Release);
+        (calls.join(), window)
     });
-    let window = std::thread::spawn({
-        let config = config.to_path_buf();
-        move || -> io::Result<(u64, u64)> {
-            stay_on(last)?;
-            let file = OpenOptions::new().read(true).write(true).open(config)?;
-            let mut command = [0; 2];
-            file.read_exact_at(&mut command, COMMAND.0)?;
-            let on = u16::from_le_bytes(command) | COMMAND.1;
-            file.write_all_at(&(on & !COMMAND.1).to_le_bytes(), COMMAND.0)?;
-            std::thread::sleep(20 * PAUSE);
-            let from = boottime_ns();
-            file.write_all_at(&on.to_le_bytes(), COMMAND.0)?;
-            Ok((from, boottime_ns()))
-        }
-    })
-    .join();
-    over.store(true, Ordering::Release);
     let panicked = |_| io::Error::other("a thread panicked");
-    let (from, to) = window.map_err(panicked)??;
-    let calls = calls.join().map_err(panicked)??;
+    let (calls, (from, to)) = (calls.map_err(panicked)??, window.map_err(panicked)??);
     let longest = calls.iter().map(|(start, end)| (*end).min(to).saturating_sub((*start).max(from))).max();
     Ok(Stall { window_ns: to - from, longest_ns: longest.unwrap_or(0), calls: calls.len() })
+}
+
+/// Calls from one CPU until told that it is over; returns the begin and end of each call, in ns.
+fn calls_until(over: &AtomicBool, call: &mut Call, cpu: usize) -> io::Result<Vec<(u64, u64)>> {
+    stay_on(cpu)?;
+    // One that grew would flush the TLB of the CPU that is gone.
+    let mut calls = Vec::with_capacity(MOST_CALLS);
+    while calls.len() < MOST_CALLS && !over.load(Ordering::Acquire) {
+        let from = boottime_ns();
+        std::thread::sleep(PAUSE);
+        call()?;
+        calls.push((from, boottime_ns()));
+    }
+    Ok(calls)
+}
+
+/// Turns memory decoding off and on; returns begin and end of turning it on, in ns.
+fn decode_again(config: &Path, cpu: usize) -> io::Result<(u64, u64)> {
+    stay_on(cpu)?;
+    let file = OpenOptions::new().read(true).write(true).open(config)?;
+    let mut command = [0; 2];
+    file.read_exact_at(&mut command, COMMAND.0)?;
+    let on = u16::from_le_bytes(command) | COMMAND.1;
+    file.write_all_at(&(on & !COMMAND.1).to_le_bytes(), COMMAND.0)?;
+    std::thread::sleep(20 * PAUSE);
+    let from = boottime_ns();
+    file.write_all_at(&on.to_le_bytes(), COMMAND.0)?;
+    Ok((from, boottime_ns()))
 }
 
 fn stay_on(cpu: usize) -> io::Result<()> {
