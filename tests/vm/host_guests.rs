@@ -7,6 +7,7 @@ use anyhow::{Context, Result, bail, ensure};
 use kata_gpu_init::events::names;
 use kata_gpu_init::events::record::{Kind, Line, Record, decode};
 use kata_gpu_init::host::boot_file::{BootFile, HostEvent};
+use kata_gpu_init::host::clock::{Clock, Wall};
 
 pub const TESTS: &[VmTest] = &[VmTest { name: "emulated_host_keeps_the_boots_of_its_guests_apart_by_cid_over_af_vsock", run: kept_apart }];
 
@@ -46,12 +47,11 @@ impl Boot {
         boots.pop().context("no boot")
     }
 
-    /// CLOCK_REALTIME of the first such record, by the boot's own clock record.
-    pub fn realtime_ns(&self, what: &str, wanted: impl Fn(&Record) -> bool) -> Result<u64> {
+    /// The host's clock at the first such record, by the pings of this boot: a guest's own clock of the
+    /// wall can be 0.3 s off.
+    pub fn wall(&self, what: &str, wanted: impl Fn(&Record) -> bool) -> Result<Wall> {
         let record = self.records.iter().find(|r| wanted(r)).with_context(|| format!("boot {} has no {what}", self.id))?;
-        let clock = self.records.iter().find(|r| r.name == names::CLOCK).context("no clock record")?;
-        let realtime = clock.fields.get("realtime_ns").and_then(serde_json::Value::as_u64).context("clock has no realtime_ns")?;
-        Ok(realtime + record.boottime_ns - clock.boottime_ns)
+        Clock::of(self.file.clock_samples()).wall_at(record.boottime_ns).with_context(|| format!("boot {} has no pings", self.id))
     }
 
     fn pod(&self) -> Option<&str> {

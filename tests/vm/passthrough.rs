@@ -59,15 +59,17 @@ fn cold_and_hot(host: &mut EmulatedHost, image: &KvmImage, gpus: &[String]) -> R
     let all = mappings(&guest.console(host)?);
     let hot = &all[cold.len()..];
 
-    let began = boot.realtime_ns("init.start", |r| r.name == names::INIT_START)?;
+    let began = boot.wall("init.start", |r| r.name == names::INIT_START)?;
     // The kernel offers a GPU that is plugged in to the driver at once: enabling is part of the probe.
     let of_hot = |r: &Record| r.gpu.is_some_and(|gpu| gpu.to_string() == HOT);
-    let from = boot.realtime_ns("record of the GPU that was plugged in", of_hot)?;
-    let to = boot.realtime_ns("gpu.bound of the GPU that was plugged in", |r| of_hot(r) && r.name == names::GPU_BOUND)?;
-    ensure!(!cold.is_empty() && cold.iter().all(|at| *at < began), "mapped at {cold:?} ns, the init began at {began} ns");
+    let from = boot.wall("record of the GPU that was plugged in", of_hot)?;
+    let to = boot.wall("gpu.bound of the GPU that was plugged in", |r| of_hot(r) && r.name == names::GPU_BOUND)?;
+    let (first, last) = (from.realtime_ns - from.error_ns as i64, to.realtime_ns + to.error_ns as i64);
+    let began_ns = began.realtime_ns - began.error_ns as i64;
+    ensure!(!cold.is_empty() && cold.iter().all(|at| *at < began_ns), "mapped at {cold:?} ns, the init began at {began_ns} ns");
     ensure!(
-        !hot.is_empty() && hot.iter().all(|at| (from..to).contains(at)),
-        "mapped at {hot:?} ns, there from {from} ns, bound at {to} ns"
+        !hot.is_empty() && hot.iter().all(|at| (first..last).contains(at)),
+        "mapped at {hot:?} ns, there from {first} ns, bound at {last} ns"
     );
     Ok(format!("mapped {} times by firmware and kernel, {} times when plugged in", cold.len(), hot.len()))
 }
@@ -77,13 +79,13 @@ const HOT: &str = "0000:02:00.0";
 
 /// CLOCK_REALTIME in ns of each mapping of a large BAR, as QEMU has traced it:
 /// `TIME vfio_listener_region_add_ram region_add [ram] FIRST - LAST [ADDRESS]`.
-fn mappings(log: &str) -> Vec<u64> {
-    let parse = |line: &str| -> Option<u64> {
+fn mappings(log: &str) -> Vec<i64> {
+    let parse = |line: &str| -> Option<i64> {
         let (time, region) = line.split_once(" vfio_listener_region_add_ram region_add [ram] ")?;
         let mut ends = region.split_whitespace().filter_map(|word| u64::from_str_radix(word.strip_prefix("0x")?, 16).ok());
         let (first, last) = (ends.next()?, ends.next()?);
         let time = humantime::parse_rfc3339(time).ok()?.duration_since(UNIX_EPOCH).ok()?;
-        (last - first + 1 == Size::BAR_BYTES).then(|| u64::try_from(time.as_nanos()).ok())?
+        (last - first + 1 == Size::BAR_BYTES).then(|| i64::try_from(time.as_nanos()).ok())?
     };
     log.lines().filter_map(parse).collect()
 }
