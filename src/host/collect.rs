@@ -58,7 +58,8 @@ Examples:
   # as a service
   cd /etc/systemd/system
   kata-gpu-boot collect --print-systemd-unit > kata-gpu-boot.service
-  kata-gpu-boot collect --print-daemonset > collect.yaml    # set image: in it, then kubectl apply -f collect.yaml";
+  # as a DaemonSet: name your image at image:, then kubectl apply -f collect.yaml
+  kata-gpu-boot collect --print-daemonset > collect.yaml";
 
 /// What stands below the options.
 fn help() -> String {
