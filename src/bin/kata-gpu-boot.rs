@@ -1,8 +1,11 @@
 //! kata-gpu-boot: the host's view of how GPU guests start.
 
 use clap::{Parser, Subcommand};
-use kata_gpu_init::host::account::commands::{blame, compare, coverage, critical_path, list, stats};
-use kata_gpu_init::host::{cdi_check, collect, demo, export, follow, import, initrd, install, show};
+use kata_gpu_init::host::cli::{
+    blame, cdi, collect, compare, coverage, critical_path, demo, export, follow, import, initrd, list, show, stats,
+};
+use kata_gpu_init::host::tools::install;
+
 use std::process::ExitCode;
 
 /// See how Kata guests with NVIDIA GPUs start: what took how long, on whose side.
@@ -41,11 +44,11 @@ enum Command {
     Stats(stats::Args),
     Export(export::Args),
     Demo(demo::Args),
-    Cdi(cdi_check::Args),
+    Cdi(cdi::Args),
     Install(install::Args),
     Uninstall(install::uninstall::Args),
     Initrd(initrd::Args),
-    Import(import::command::Args),
+    Import(import::Args),
 }
 
 fn main() -> ExitCode {
@@ -63,9 +66,9 @@ fn main() -> ExitCode {
         Command::Stats(args) => stats::run(&args),
         Command::Export(args) => export::run(&args),
         Command::Demo(args) => demo::run(&args),
-        Command::Import(args) => import::command::run(&args),
+        Command::Import(args) => import::run(&args),
         // Its exit status says more than yes or no.
-        Command::Cdi(args) => return cdi_check::run(&args),
+        Command::Cdi(args) => return cdi::run(&args),
         Command::Install(args) => return install::run(&args),
         Command::Uninstall(args) => return install::uninstall::run(&args),
         Command::Initrd(args) => return initrd::run(&args),

@@ -1,12 +1,12 @@
 //! Accounting for boots that no init of ours recorded: any story, also an absurd one, gives an account that adds up. The stories are made at random, from
 //! a fixed seed.
 
-use kata_gpu_init::host::account::blame::{By, blame};
-use kata_gpu_init::host::account::coverage::coverage;
-use kata_gpu_init::host::account::critical_path::{critical_path, gain};
-use kata_gpu_init::host::account::phase::TABLE;
-use kata_gpu_init::host::account::story::{Milestone, Step, Story};
-use kata_gpu_init::host::account::timeline::Timeline;
+use kata_gpu_init::host::analysis::blame::{By, blame};
+use kata_gpu_init::host::analysis::critical_path::{critical_path, gain};
+use kata_gpu_init::host::boot::coverage::coverage;
+use kata_gpu_init::host::boot::phase::TABLE;
+use kata_gpu_init::host::boot::story::{Milestone, Step, Story};
+use kata_gpu_init::host::boot::timeline::Timeline;
 
 /// Numbers that look random and are the same on every machine (xorshift).
 struct Numbers(u64);

@@ -5,14 +5,15 @@ use crate::{TempDir, project};
 use kata_gpu_init::cdi::publish::Publisher;
 use kata_gpu_init::cdi::spec::{Device, Entry, Options, Ready, generate};
 use kata_gpu_init::device_nodes::Node;
-use kata_gpu_init::host::cdi_check::container::Container;
-use kata_gpu_init::host::cdi_check::finding::{Agent, Agents, RULES};
-use kata_gpu_init::host::cdi_check::input::{self, SpecText};
-use kata_gpu_init::host::cdi_check::judge::Court;
-use kata_gpu_init::host::cdi_check::look::Look;
-use kata_gpu_init::host::cdi_check::report::{Asked, Outcome, Question, Report, check};
-use kata_gpu_init::host::cdi_check::shape;
-use kata_gpu_init::host::severity::Severity;
+use kata_gpu_init::host::tools::cdi_check::container::Container;
+use kata_gpu_init::host::tools::cdi_check::finding::{Agent, Agents, RULES};
+use kata_gpu_init::host::tools::cdi_check::input;
+use kata_gpu_init::host::tools::cdi_check::input::SpecText;
+use kata_gpu_init::host::tools::cdi_check::judge::Court;
+use kata_gpu_init::host::tools::cdi_check::look::Look;
+use kata_gpu_init::host::tools::cdi_check::report::{Asked, Outcome, Question, Report, check};
+use kata_gpu_init::host::tools::cdi_check::shape;
+use kata_gpu_init::host::tools::severity::Severity;
 use serde_json::{Value, json};
 use std::collections::BTreeSet;
 use std::path::Path;
@@ -540,11 +541,11 @@ fn nothing_that_a_file_says_drives_a_terminal() {
         let dir = case_dir();
         std::fs::write(dir.0.join("\u{1b}[2J\u{9b}31m.json"), text).unwrap();
         let report = report(&dir.0, &question());
-        let json = kata_gpu_init::host::text::ascii_json(&report.json()).unwrap();
+        let json = kata_gpu_init::host::data::text::ascii_json(&report.json()).unwrap();
         assert_eq!(serde_json::from_str::<Value>(&json).unwrap(), report.json());
         for width in [None, Some(80)] {
-            let screen = kata_gpu_init::host::text::Screen { width, colour: false };
-            let page = kata_gpu_init::host::cdi_check::page::page(&report, &question(), &screen);
+            let screen = kata_gpu_init::host::data::text::Screen { width, colour: false };
+            let page = kata_gpu_init::host::tools::cdi_check::page::page(&report, &question(), &screen);
             assert!(page.contains("\\x1b[2J"), "{page}");
             for text in [&page, &json] {
                 assert!(text.bytes().all(|b| b == b'\n' || (b' '..=b'~').contains(&b)), "{text:?}");

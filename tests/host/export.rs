@@ -1,9 +1,10 @@
 //! `kata-gpu-boot export` before the programs that read what it writes: Perfetto's own protos, and a browser.
 
 use crate::{TempDir, project};
-use kata_gpu_init::host::agent_log;
-use kata_gpu_init::host::boot_file::BootFile;
-use kata_gpu_init::host::export::{Format, Resource, bytes};
+use kata_gpu_init::host::cli::export::{Format, bytes};
+use kata_gpu_init::host::data::agent_log;
+use kata_gpu_init::host::data::boot_file::BootFile;
+use kata_gpu_init::host::otlp::Resource;
 use serde_json::Value;
 use std::fs::{self, File};
 use std::io::Write;
@@ -189,8 +190,8 @@ fn opentelemetrys_own_protos_read_every_span_and_refuse_an_unknown_field() {
 #[test]
 fn sixteen_gpus_are_sixteen() {
     let file = BootFile::read(sixteen().as_bytes()).unwrap();
-    let boot = kata_gpu_init::host::model::Boot::new(&file, &[]);
-    let of = |state: fn(&kata_gpu_init::host::model::Gpu) -> bool| boot.gpus.iter().filter(|gpu| state(gpu)).count();
+    let boot = kata_gpu_init::host::boot::model::Boot::new(&file, &[]);
+    let of = |state: fn(&kata_gpu_init::host::boot::model::Gpu) -> bool| boot.gpus.iter().filter(|gpu| state(gpu)).count();
     assert_eq!((boot.gpus.len(), of(|g| g.usable.is_some()), of(|g| g.failed.is_some()), of(|g| g.still.is_some())), (16, 14, 1, 1));
     assert_eq!(boot.lost.records, 0);
 }

@@ -2,7 +2,7 @@
 
 use crate::TempDir;
 use crate::export::{Package, RECORDED, export, fixture, sixteen, within};
-use kata_gpu_init::host::export::Format;
+use kata_gpu_init::host::cli::export::Format;
 use serde_json::Value;
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;

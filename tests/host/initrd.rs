@@ -1,14 +1,14 @@
 //! `kata-gpu-boot initrd pack`, `ls`, `diff`: the same bytes for the same files, and what other programs make of them.
 
 use crate::TempDir;
-use kata_gpu_init::host::initrd::diff;
-use kata_gpu_init::host::initrd::image::{Form, Image};
-use kata_gpu_init::host::initrd::ls;
-use kata_gpu_init::host::initrd::newc::{Header, Kind, write_entry, write_trailer};
-use kata_gpu_init::host::initrd::output::{Output, Written};
-use kata_gpu_init::host::initrd::pack::{Packed, Wish, pack};
-use kata_gpu_init::host::initrd::tree::Tree;
-use kata_gpu_init::host::text::Screen;
+use kata_gpu_init::host::data::text::Screen;
+use kata_gpu_init::host::tools::initrd::diff;
+use kata_gpu_init::host::tools::initrd::image::{Form, Image};
+use kata_gpu_init::host::tools::initrd::ls;
+use kata_gpu_init::host::tools::initrd::newc::{Header, Kind, write_entry, write_trailer};
+use kata_gpu_init::host::tools::initrd::output::{Output, Written};
+use kata_gpu_init::host::tools::initrd::pack::{Packed, Wish, pack};
+use kata_gpu_init::host::tools::initrd::tree::Tree;
 use std::io::Write;
 use std::os::unix::fs::{MetadataExt, PermissionsExt, symlink};
 use std::path::{Path, PathBuf};

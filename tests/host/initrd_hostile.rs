@@ -4,14 +4,15 @@
 use crate::TempDir;
 use crate::initrd::{archive, directory, entries, file, gzip, image, link, made};
 use kata_gpu_init::elf::stand_in;
-use kata_gpu_init::host::initrd::helper::Helper;
-use kata_gpu_init::host::initrd::image::Image;
-use kata_gpu_init::host::initrd::repack::{Wish, repack};
-use kata_gpu_init::host::initrd::tree::{LeftOut, Tree};
-use kata_gpu_init::host::initrd::verify::{self, Question, page};
-use kata_gpu_init::host::initrd::{diff, ls};
-use kata_gpu_init::host::text::Screen;
-use kata_gpu_init::host::text::ascii_json;
+use kata_gpu_init::host::data::text::Screen;
+use kata_gpu_init::host::data::text::ascii_json;
+use kata_gpu_init::host::tools::initrd::helper::Helper;
+use kata_gpu_init::host::tools::initrd::image::Image;
+use kata_gpu_init::host::tools::initrd::repack::{Wish, repack};
+use kata_gpu_init::host::tools::initrd::tree::{LeftOut, Tree};
+use kata_gpu_init::host::tools::initrd::verify;
+use kata_gpu_init::host::tools::initrd::verify::{Question, page};
+use kata_gpu_init::host::tools::initrd::{diff, ls};
 use std::time::{Duration, Instant};
 
 fn error(bytes: &[u8]) -> String {
@@ -89,7 +90,7 @@ fn no_changed_byte_does_harm() {
 #[test]
 fn what_the_kernel_would_not_take_is_refused_with_the_reason() {
     let good = small();
-    let header = |change: fn(&mut kata_gpu_init::host::initrd::newc::Header)| {
+    let header = |change: fn(&mut kata_gpu_init::host::tools::initrd::newc::Header)| {
         let mut one = file("x", "1");
         change(&mut one.header);
         let mut bytes = one.header.bytes();

@@ -4,8 +4,8 @@
 use crate::TempDir;
 use crate::collect::program;
 use crate::initrd::packed;
-use kata_gpu_init::host::initrd::image::Form;
-use kata_gpu_init::host::initrd::output::Output;
+use kata_gpu_init::host::tools::initrd::image::Form;
+use kata_gpu_init::host::tools::initrd::output::Output;
 use nix::sys::stat::Mode;
 use nix::unistd::mkfifo;
 use std::fs;

@@ -4,12 +4,12 @@ use crate::TempDir;
 use crate::initrd::{Made, archive, directory, entries, file, gzip, link, program};
 use crate::initrd_verify::guest;
 use kata_gpu_init::elf::stand_in;
-use kata_gpu_init::host::initrd::diff::Change;
-use kata_gpu_init::host::initrd::helper::Helper;
-use kata_gpu_init::host::initrd::image::{Entry, Form, Image};
-use kata_gpu_init::host::initrd::repack::{Repacked, Wish, repack};
-use kata_gpu_init::host::initrd::tree::Tree;
-use kata_gpu_init::host::initrd::verify::Question;
+use kata_gpu_init::host::tools::initrd::diff::Change;
+use kata_gpu_init::host::tools::initrd::helper::Helper;
+use kata_gpu_init::host::tools::initrd::image::{Entry, Form, Image};
+use kata_gpu_init::host::tools::initrd::repack::{Repacked, Wish, repack};
+use kata_gpu_init::host::tools::initrd::tree::Tree;
+use kata_gpu_init::host::tools::initrd::verify::Question;
 use std::collections::BTreeMap;
 
 const NVRC: &str = "/bin/NVRC-x86_64-unknown-linux-musl";

@@ -4,10 +4,11 @@
 use crate::initrd::{archive, file};
 use crate::initrd_verify::{KERNEL, guest};
 use crate::{TempDir, golden, project};
-use kata_gpu_init::host::install::drop_in;
-use kata_gpu_init::host::install::kata_config::KataConfig;
-use kata_gpu_init::host::install::merge::{Effective, Runtime};
-use kata_gpu_init::host::install::{self, Said, from_words, uninstall};
+use kata_gpu_init::host::tools::install;
+use kata_gpu_init::host::tools::install::drop_in;
+use kata_gpu_init::host::tools::install::kata_config::KataConfig;
+use kata_gpu_init::host::tools::install::merge::{Effective, Runtime};
+use kata_gpu_init::host::tools::install::{Said, from_words, uninstall};
 use serde_json::Value as Json;
 use std::collections::BTreeMap;
 use std::fs;

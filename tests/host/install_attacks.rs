@@ -1,9 +1,9 @@
 //! Hostile and odd files around `install` and `uninstall`: links, other writers, odd encodings and quoting, directories that cannot be written.
 
 use crate::install::{World, done, toml_of};
-use kata_gpu_init::host::install::merge::Runtime;
-use kata_gpu_init::host::install::uninstall;
-use kata_gpu_init::host::install::{from_words, say, write};
+use kata_gpu_init::host::tools::install::merge::Runtime;
+use kata_gpu_init::host::tools::install::uninstall;
+use kata_gpu_init::host::tools::install::{from_words, say, write};
 use nix::sys::stat::Mode;
 use nix::unistd::{Uid, mkfifo, setfsuid};
 use std::fs;
@@ -311,7 +311,7 @@ fn readers_see_the_old_file_or_the_new_one_and_never_a_piece_or_another_entry() 
 
 #[test]
 fn a_file_that_changes_while_it_is_looked_at_is_seen() {
-    use kata_gpu_init::host::install::kata_config::KataConfig;
+    use kata_gpu_init::host::tools::install::kata_config::KataConfig;
     let cases: &[(&str, &Do<World>, &str)] = &[
         ("the configuration", &|w| w.edit("pci=nocrs", "pci=x"), "configuration-qemu-nvidia-gpu.toml"),
         ("a drop-in", &|w| drop(w.drop_in("10-a.toml", "[runtime]\nenable_debug = true\n")), "10-a.toml"),

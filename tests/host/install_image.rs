@@ -2,8 +2,8 @@
 
 use crate::golden;
 use crate::install::{World, done};
-use kata_gpu_init::host::install::merge::Runtime;
-use kata_gpu_init::host::install::{Args, Said, from_words};
+use kata_gpu_init::host::tools::install::merge::Runtime;
+use kata_gpu_init::host::tools::install::{Args, Said, from_words};
 use std::fs;
 use std::path::{Path, PathBuf};
 

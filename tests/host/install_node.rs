@@ -2,8 +2,9 @@
 
 use crate::collect::{program, until};
 use crate::install::{World, done};
-use kata_gpu_init::host::install::merge::Runtime;
-use kata_gpu_init::host::install::{self, from_words, uninstall};
+use kata_gpu_init::host::tools::install;
+use kata_gpu_init::host::tools::install::merge::Runtime;
+use kata_gpu_init::host::tools::install::{from_words, uninstall};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 use serde_yaml::Value;

@@ -2,7 +2,7 @@
 //! in a configuration that installs.
 
 use crate::install::{World, done};
-use kata_gpu_init::host::install::Said;
+use kata_gpu_init::host::tools::install::Said;
 use std::fs;
 
 /// What is done to a good configuration.

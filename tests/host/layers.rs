@@ -30,8 +30,8 @@ const IMPURE: &[&str] = &[
 const UNSAFE: &[(&str, usize, &str)] = &[
     ("src/bin/kata-gpu-init.rs", 1, "#[unsafe(link_section)]: function that libc calls before main"),
     ("src/nvml/library.rs", 12, "functions of NVML that nvml-wrapper lacks"),
-    ("src/host/vm.rs", 1, "pre_exec: a VMM dies with its test"),
-    ("src/host/watch.rs", 1, "registering a descriptor with tokio"),
+    ("src/host/system/vm.rs", 1, "pre_exec: a VMM dies with its test"),
+    ("src/host/system/watch.rs", 1, "registering a descriptor with tokio"),
 ];
 /// Parameters that texts outside src/config.rs name: the cure of an error, or the reason of a
 /// choice, for a person to read.
@@ -44,8 +44,8 @@ const NAMED: &[(&str, &[&str])] = &[
     ("src/events/sinks/vsock.rs", &["gpuinit.events.vsock"]),
     ("src/topology.rs", &["gpuinit.gpus", "gpuinit.nvlink", "gpuinit.topology"]),
     // The host's half writes command lines for guests, and shows how.
-    ("src/host/demo.rs", &["gpuinit.bind", "gpuinit.init"]),
-    ("src/host/install/mod.rs", &["gpuinit.log"]),
+    ("src/host/cli/demo.rs", &["gpuinit.bind", "gpuinit.init"]),
+    ("src/host/tools/install/mod.rs", &["gpuinit.log"]),
 ];
 /// Callers of `failure::power_off`, where PID 1 can do nothing else, and of its heir's, where the
 /// worker finds an image that nobody vouches for.

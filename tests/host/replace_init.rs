@@ -5,9 +5,9 @@ use crate::collect::program;
 use crate::initrd::gzip;
 use kata_gpu_init::cdi::spec::PENDING;
 use kata_gpu_init::elf::stand_in;
-use kata_gpu_init::host::disk::FileSystem;
-use kata_gpu_init::host::initrd::disk_image::{read_all, sandbox, wanted};
-use kata_gpu_init::host::initrd::image::{Content, Image};
+use kata_gpu_init::host::tools::guest_disk::FileSystem;
+use kata_gpu_init::host::tools::initrd::disk_image::{read_all, sandbox, wanted};
+use kata_gpu_init::host::tools::initrd::image::{Content, Image};
 use std::fs;
 use std::os::unix::fs::{MetadataExt, PermissionsExt, symlink};
 use std::path::{Path, PathBuf};
@@ -498,7 +498,7 @@ fn the_helper_for_nvml_comes_along_where_it_is_given_or_lies_beside_the_init() {
 
 #[test]
 fn every_command_for_debugfs_is_of_a_closed_list() {
-    use kata_gpu_init::host::initrd::disk_image::debugfs::commands;
+    use kata_gpu_init::host::tools::initrd::disk_image::debugfs::commands;
     if cannot_run() {
         return;
     }

@@ -6,8 +6,8 @@ use super::host_guests::{Boot, SERVICE, event, sent};
 use super::service;
 use anyhow::{Context, Result, ensure};
 use kata_gpu_init::events::names;
-use kata_gpu_init::host::clock::{Clock, RATE_ERROR_PPM, Sample};
-use kata_gpu_init::host::guest_clocks::GuestClocks;
+use kata_gpu_init::host::data::clock::{Clock, RATE_ERROR_PPM, Sample};
+use kata_gpu_init::host::data::guest_clocks::GuestClocks;
 use std::time::{Duration, Instant};
 
 pub const TESTS: &[VmTest] =

@@ -6,8 +6,8 @@ use super::{liar, service};
 use anyhow::{Context, Result, bail, ensure};
 use kata_gpu_init::events::names;
 use kata_gpu_init::events::record::{Kind, Line, Record, decode};
-use kata_gpu_init::host::boot_file::{BootFile, HostEvent};
-use kata_gpu_init::host::clock::{Clock, Wall};
+use kata_gpu_init::host::data::boot_file::{BootFile, HostEvent};
+use kata_gpu_init::host::data::clock::{Clock, Wall};
 
 pub const TESTS: &[VmTest] = &[VmTest { name: "emulated_host_keeps_the_boots_of_its_guests_apart_by_cid_over_af_vsock", run: kept_apart }];
 

@@ -4,11 +4,11 @@ use super::harness::{DEADLINE, Guest, Outcome, TestContext, VmTest, complete};
 use anyhow::{Context, Result, ensure};
 use kata_gpu_init::events::names;
 use kata_gpu_init::events::record::{header_line, record_line};
-use kata_gpu_init::host::agent_log;
-use kata_gpu_init::host::boot_file::BootFile;
-use kata_gpu_init::host::import::agreement::{Agreement, agreement};
-use kata_gpu_init::host::import::command::{import, read};
-use kata_gpu_init::host::import::input::Input;
+use kata_gpu_init::host::data::agent_log;
+use kata_gpu_init::host::data::boot_file::BootFile;
+use kata_gpu_init::host::tools::import::agreement::{Agreement, agreement};
+use kata_gpu_init::host::tools::import::assemble::{import, read};
+use kata_gpu_init::host::tools::import::input::Input;
 use std::fmt::Write;
 use std::io::Cursor;
 use std::time::{Duration, UNIX_EPOCH};
@@ -59,7 +59,7 @@ fn agrees(context: &TestContext) -> Result<Outcome> {
     // Moved by more than the stated error, each kind of line is found out: the init's by a nanosecond, the agent's by its error and a millisecond.
     let bound_ns = value(&console, "\"msg\":\"gpu.bound\"", "boottime_ns")?;
     let ready = value(&console, "\"msg\":\"ttRPC server started\"", "ts")?;
-    let error_ns = import.records.iter().filter(|r| r.name == "agent.ready").find_map(kata_gpu_init::host::import::agent::mark);
+    let error_ns = import.records.iter().filter(|r| r.name == "agent.ready").find_map(kata_gpu_init::host::data::imported_record::mark);
     let error_ns = error_ns.context("the agent's readiness has no stated error")?.error_ns;
     let later = humantime::parse_rfc3339(ready)?.duration_since(UNIX_EPOCH)? + Duration::from_nanos(error_ns) + Duration::from_millis(1);
     let later = humantime::format_rfc3339_nanos(UNIX_EPOCH + later).to_string();

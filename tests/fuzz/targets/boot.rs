@@ -4,21 +4,24 @@
 //! becomes the number of the repetition, so that records, spans and GPUs differ. tests/fuzz/run limits the time of an input.
 #![no_main]
 
-use kata_gpu_init::host::account::blame::{By, blame};
-use kata_gpu_init::host::account::compare::{Settings, Threshold, compare};
-use kata_gpu_init::host::account::coverage::coverage;
-use kata_gpu_init::host::account::critical_path::critical_path;
-use kata_gpu_init::host::account::from_boot;
-use kata_gpu_init::host::account::metrics::metrics;
-use kata_gpu_init::host::account::stats::Collected;
-use kata_gpu_init::host::account::timeline::Timeline;
-use kata_gpu_init::host::agent_log;
-use kata_gpu_init::host::boot_file::BootFile;
-use kata_gpu_init::host::collector::fleet::tally::{Facts, Tally};
-use kata_gpu_init::host::export::{self, Format, Resource};
-use kata_gpu_init::host::model::Boot;
-use kata_gpu_init::host::show::write_page;
-use kata_gpu_init::host::text::{Screen, write_ascii_json};
+use kata_gpu_init::host::analysis::blame::{By, blame};
+use kata_gpu_init::host::analysis::compare::{Settings, Threshold, compare};
+use kata_gpu_init::host::analysis::critical_path::critical_path;
+use kata_gpu_init::host::analysis::many_boots::Collected;
+use kata_gpu_init::host::analysis::metrics::metrics;
+use kata_gpu_init::host::boot::coverage::coverage;
+use kata_gpu_init::host::boot::model::Boot;
+use kata_gpu_init::host::boot::steps;
+use kata_gpu_init::host::boot::timeline::Timeline;
+use kata_gpu_init::host::cli::export;
+use kata_gpu_init::host::cli::export::Format;
+use kata_gpu_init::host::collect::fleet::tally::{Facts, Tally};
+use kata_gpu_init::host::data::agent_log;
+use kata_gpu_init::host::data::boot_file::BootFile;
+use kata_gpu_init::host::data::text::{Screen, write_ascii_json};
+use kata_gpu_init::host::otlp::{self, Resource};
+use kata_gpu_init::host::views::boot_page::write_page;
+use kata_gpu_init::host::views::waterfall::Timeline as Waterfall;
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::io::sink;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -79,7 +82,7 @@ fn views(bytes: &[u8]) {
     let boot = Boot::new(&file, &agent);
     write_page(&mut sink(), &file, &agent, &boot, true, Screen { width: Some(80), colour: true }).expect("nothing to go wrong");
     write_ascii_json(&mut sink(), &boot).expect("a model is JSON");
-    let timeline = Timeline::new(from_boot::story(&boot, &file, &agent));
+    let timeline = Timeline::new(steps::story(&boot, &file, &agent));
     if let Ok(window) = timeline.window(None, None) {
         let covered = coverage(&timeline, &window);
         assert_eq!(covered.explained_ns.checked_add(covered.unexplained_ns), Some(covered.wall_ns));
@@ -96,9 +99,9 @@ fn views(bytes: &[u8]) {
     let numbers = [numbers];
     let _nothing_to_compare = compare(&numbers, &numbers, &settings);
     for format in [Format::Html, Format::Svg, Format::Perfetto, Format::Chrome, Format::Otlp, Format::Csv] {
-        let _no_clock = export::write(format, &export::Timeline::new(&file, &agent), &Resource::new(), &mut sink());
+        let _no_clock = export::write(format, &Waterfall::new(&file, &agent), &Resource::new(), &mut sink());
     }
-    if let Ok(request) = export::otlp_request(&file, &agent, &Resource::new()) {
+    if let Ok(request) = otlp::request(Waterfall::new(&file, &agent), &Resource::new()) {
         request.protobufs(1 << 20).for_each(drop);
     }
 }

@@ -2,12 +2,13 @@
 //! same after its init was replaced.
 #![no_main]
 
-use kata_gpu_init::host::disk::{self, FileSystem};
-use kata_gpu_init::host::initrd::disk_image::erofs::Erofs;
-use kata_gpu_init::host::initrd::disk_image::{erofs_edit, read_all, wanted};
-use kata_gpu_init::host::initrd::diff;
-use kata_gpu_init::host::initrd::image::{Content, Image};
-use kata_gpu_init::host::initrd::tree::Tree;
+use kata_gpu_init::host::tools::guest_disk as disk;
+use kata_gpu_init::host::tools::guest_disk::FileSystem;
+use kata_gpu_init::host::tools::initrd::diff;
+use kata_gpu_init::host::tools::initrd::disk_image::erofs::Erofs;
+use kata_gpu_init::host::tools::initrd::disk_image::{erofs_edit, read_all, wanted};
+use kata_gpu_init::host::tools::initrd::image::{Content, Image};
+use kata_gpu_init::host::tools::initrd::tree::Tree;
 use std::rc::Rc;
 
 /// Contents that are read, so that one input does not take a second.

@@ -1,10 +1,10 @@
 //! Every format takes any bytes, and what is made of them is the file of a boot without damage.
 #![no_main]
 
-use kata_gpu_init::host::boot_file::BootFile;
-use kata_gpu_init::host::import::command::{import, read};
-use kata_gpu_init::host::import::input::Input;
-use kata_gpu_init::host::import::item::Format;
+use kata_gpu_init::host::data::boot_file::BootFile;
+use kata_gpu_init::host::data::imported_record::Format;
+use kata_gpu_init::host::tools::import::assemble::{import, read};
+use kata_gpu_init::host::tools::import::input::Input;
 use std::io::Cursor;
 
 const FORMATS: [Option<Format>; 7] = [

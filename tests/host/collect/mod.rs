@@ -12,7 +12,7 @@ use crate::TempDir;
 use kata_gpu_init::events::record::{DEFAULT_PORT, Header, Kind, Record, header_line};
 use kata_gpu_init::events::ring::Ring;
 use kata_gpu_init::events::sinks::stream::{Identity, serve};
-use kata_gpu_init::host::boot_file::{BootFile, HostEvent};
+use kata_gpu_init::host::data::boot_file::{BootFile, HostEvent};
 use std::io::{BufRead, BufReader, Read, Write};
 use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;

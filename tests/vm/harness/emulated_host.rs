@@ -5,7 +5,7 @@ use super::{Outcome, Silent, TestContext};
 use anyhow::{Context, Result, bail, ensure};
 use base64::Engine;
 use base64::engine::general_purpose::STANDARD;
-use kata_gpu_init::host::vm::{Process, kvm_works};
+use kata_gpu_init::host::system::vm::{Process, kvm_works};
 use std::fs::File;
 use std::io::{BufRead, BufReader, ErrorKind, Read, Write};
 use std::os::unix::net::UnixStream;

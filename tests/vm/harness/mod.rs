@@ -17,7 +17,7 @@ pub use receiver::{Listener, Receiver};
 use anyhow::{Context, Result, anyhow, bail, ensure};
 use kata_gpu_init::events::names;
 use kata_gpu_init::events::record::{Kind, Record};
-use kata_gpu_init::host::vm::{Vm, VmConfig, uds_path};
+use kata_gpu_init::host::system::vm::{Vm, VmConfig, uds_path};
 use std::path::{Path, PathBuf};
 use std::process::ExitStatus;
 use std::time::Duration;

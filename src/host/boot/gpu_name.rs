@@ -1,0 +1,10 @@
+//! A GPU by its CDI name and its address.
+
+use crate::pci::PciAddress;
+
+/// A GPU as people know it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct GpuName {
+    pub index: Option<u64>,
+    pub address: PciAddress,
+}

@@ -1,0 +1,23 @@
+//! One boot: records in, [`model::Boot`] and its [`timeline::Timeline`] out. No I/O, no text for
+//! people.
+//!
+//! [`steps`] writes a [`story::Story`] from the records of a boot. [`timeline::Timeline`] makes it
+//! sound, whatever was in it, and everything else only reads that. Which step belongs to whom stands
+//! in one table, [`phase::TABLE`].
+//!
+//! Invariants: nothing claims what the story does not say: a step that was worked out from other
+//! records says so, an order that is only assumed is never the ground of a promise. Texts in a
+//! timeline are printable ASCII.
+
+pub mod model; // GPUs, containers, milestones, spans, losses
+pub mod gpu_name; // a GPU's number and address
+pub mod health; // what NVML says of the GPUs: model and columns
+pub mod phase; // which step belongs to which phase, and to whom
+pub mod story; // steps and milestones of a boot, as they were found
+pub mod steps; // the records of a boot as a story
+mod agent_steps; // the agent's share: start, waiting, pauses, containers
+mod kernel_steps; // the kernel's share: before the init, and probes inside a module load
+mod runtime_steps; // the host's share: containerd, CNI, the shim, and who asked for nothing
+pub mod intervals; // sets of time
+pub mod timeline; // a story made sound: in order, in phases, without contradiction
+pub mod coverage; // time that no step explains

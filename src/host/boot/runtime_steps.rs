@@ -1,0 +1,210 @@
+//! The host's share: what containerd, CNI and Kata's shim did from the request for the sandbox until
+//! its containers ran, and the time in which nobody asked for anything.
+//!
+//! Records of an import say when each call began and when it returned. A call's own time is without the
+//! calls inside it and without what the guest did meanwhile, which the guest's steps explain: from the
+//! VM's start until the agent is ready, and while the agent has a request.
+
+use super::intervals::Intervals;
+use super::phase::{Owner, classify, derived};
+use super::steps::{Telling, VM_START, ns};
+use super::story::{Milestone, Step};
+use crate::events::record::Kind;
+use crate::host::data::imported_record::mark;
+use crate::host::data::log_names as imported;
+use crate::host::data::record::{Field, Record};
+
+/// The milestone at which containerd was asked for the sandbox.
+pub const RUN_POD_SANDBOX: &str = "RunPodSandbox";
+/// The milestones at which containerd answered that a container runs.
+pub const FIRST_STARTED: &str = "first container started";
+pub const LAST_STARTED: &str = "last container started";
+/// Suffix of the name of a call that has returned.
+const RETURNED: &str = " returned";
+/// Calls of one boot that are looked at.
+const MAX_CALLS: usize = 1000;
+
+/// A call, from its line to the line of its answer.
+struct Call<'a> {
+    name: &'static str,
+    /// Name of the container; empty for the sandbox.
+    container: &'a str,
+    begin_ns: i64,
+    end_ns: i64,
+}
+
+/// By the record's name and its call: the step that the call's own time is.
+const CALLS: &[(&str, &str, &str)] = &[
+    (imported::SANDBOX_RUN, "RunPodSandbox", derived::RUN_POD_SANDBOX),
+    (imported::SANDBOX_RUN, "CreateContainer", derived::CREATE_CONTAINER),
+    (imported::SANDBOX_RUN, "StartContainer", derived::START_CONTAINER),
+    (imported::SANDBOX_CNI, "setup", derived::CNI),
+    (imported::SANDBOX_SHIM, "Create", derived::SHIM_CREATE),
+    (imported::SANDBOX_SHIM, "Start", derived::SHIM_START),
+];
+
+/// Those that containerd's client makes.
+const REQUESTS: [&str; 3] = [derived::RUN_POD_SANDBOX, derived::CREATE_CONTAINER, derived::START_CONTAINER];
+
+/// When, on the guest's clock: what came before the kernel's start says so by a field.
+fn at(record: &Record) -> i64 {
+    match record.fields.get("before_ms").and_then(Field::as_i64) {
+        Some(ms) => ms.saturating_mul(-1_000_000),
+        None => ns(record.boottime_ns),
+    }
+}
+
+fn text<'a>(record: &'a Record, key: &str) -> &'a str {
+    record.fields.get(key).and_then(Field::as_str).unwrap_or("")
+}
+
+/// Whether a log here says what containerd was asked for.
+pub fn known(telling: &Telling) -> bool {
+    imported_events(telling).any(|record| record.name == imported::SANDBOX_RUN)
+}
+
+fn imported_events<'a>(telling: &Telling<'a>) -> impl Iterator<Item = &'a Record> + use<'a> {
+    telling.file.records.iter().filter(|record| record.kind == Kind::Event && mark(record).is_some())
+}
+
+/// Adds the steps of the host, and its milestones. After the agent's steps.
+pub fn tell(telling: &mut Telling) {
+    let calls = calls(telling);
+    let asked: Vec<&Call> = calls.iter().filter(|call| REQUESTS.contains(&call.name)).collect();
+    let (Some(first), Some(end_ns)) = (asked.first(), asked.iter().map(|call| call.end_ns).max()) else { return };
+    let (first, first_ns) = (first.name, first.begin_ns);
+    agents(telling);
+    let guests = guests(telling, &calls);
+    let within = |inner: &[&str]| -> Vec<(i64, i64)> {
+        calls.iter().filter(|c| inner.contains(&c.name)).map(|call| (call.begin_ns, call.end_ns)).collect()
+    };
+    let (shims, cni) = (within(&[derived::SHIM_CREATE, derived::SHIM_START]), within(&[derived::CNI]));
+    // Without lines of the shim, its time counts as containerd's; only the guest's is known.
+    let below_containerd = Intervals::union([cni, if shims.is_empty() { guests.clone() } else { shims }].concat());
+    let below_shim = Intervals::union(guests);
+    for call in &calls {
+        let own = match call.name {
+            derived::CNI => vec![(call.begin_ns, call.end_ns)],
+            derived::SHIM_CREATE | derived::SHIM_START => below_shim.missing_in(call.begin_ns, call.end_ns),
+            _ => below_containerd.missing_in(call.begin_ns, call.end_ns),
+        };
+        for (begin_ns, end_ns) in own {
+            piece(telling, call.name, call.container, begin_ns, end_ns);
+        }
+    }
+    let busy = Intervals::union(calls.iter().map(|call| (call.begin_ns, call.end_ns)).collect());
+    for (begin_ns, end_ns) in busy.missing_in(first_ns, end_ns) {
+        piece(telling, derived::NOBODY_ASKED, "", begin_ns, end_ns);
+    }
+    chain(telling);
+    let mut milestone = |name: &str, at_ns: i64| {
+        let ended = telling.story.steps.iter().enumerate().filter(|(_, s)| s.end_ns == Some(at_ns)).map(|(i, _)| i);
+        let after = ended.collect();
+        telling.story.milestones.push(Milestone { name: name.into(), at_ns, after, approximate: true, ..Milestone::default() });
+    };
+    if first == derived::RUN_POD_SANDBOX {
+        milestone(RUN_POD_SANDBOX, first_ns);
+    }
+    let started = || calls.iter().filter(|call| call.name == derived::START_CONTAINER).map(|call| call.end_ns);
+    if let (Some(first), Some(last)) = (started().min(), started().max()) {
+        milestone(FIRST_STARTED, first);
+        if last > first {
+            milestone(LAST_STARTED, last);
+        }
+    }
+}
+
+fn piece(telling: &mut Telling, name: &str, container: &str, begin_ns: i64, end_ns: i64) {
+    if let Some(step) = telling.derive(name, begin_ns, end_ns).and_then(|i| telling.step_mut(i)) {
+        step.detail = container.to_string();
+        step.approximate = true;
+    }
+}
+
+/// All calls with an answer, by their beginnings. One that failed was no step to a container.
+fn calls<'a>(telling: &Telling<'a>) -> Vec<Call<'a>> {
+    let mut open: Vec<Call> = Vec::new();
+    let mut calls: Vec<Call> = Vec::new();
+    for record in imported_events(telling) {
+        let (container, at_ns) = (text(record, "container"), at(record));
+        let ready = record.name == imported::SANDBOX_READY;
+        let said = if ready { "RunPodSandbox returned" } else { text(record, "call") };
+        let of = if ready { imported::SANDBOX_RUN } else { record.name.as_str() };
+        let (call, returned) = said.strip_suffix(RETURNED).map_or((said, false), |call| (call, true));
+        let Some((_, _, name)) = CALLS.iter().find(|(record, known, _)| *record == of && *known == call) else { continue };
+        if !returned && open.len() < MAX_CALLS {
+            open.push(Call { name, container, begin_ns: at_ns, end_ns: at_ns });
+        } else if let Some(begun) = open.iter().rposition(|c| c.name == *name && c.container == container).filter(|_| returned) {
+            let begun = open.remove(begun);
+            if calls.len() < MAX_CALLS && record.error.is_none() {
+                calls.push(Call { end_ns: at_ns, ..begun });
+            }
+        }
+    }
+    calls.sort_by_key(|call| (call.begin_ns, call.end_ns));
+    calls
+}
+
+/// What the agent does on the shim's request and no other record says: making the sandbox, and starting
+/// a container's program.
+fn agents(telling: &mut Telling) {
+    let mut asked: Vec<(&str, i64)> = Vec::new();
+    let mut found: Vec<(&'static str, String, i64, i64)> = Vec::new();
+    for record in imported_events(telling) {
+        let (call, name) = match record.name.as_str() {
+            imported::AGENT_RPC => {
+                if asked.len() < MAX_CALLS {
+                    asked.push((text(record, "call"), at(record)));
+                }
+                continue;
+            }
+            imported::SANDBOX_AGENT_STARTED => ("create_sandbox", derived::SANDBOX_CREATE),
+            imported::CONTAINER_STARTED => ("start_container", derived::CONTAINER_START),
+            _ => continue,
+        };
+        if let Some(begun) = asked.iter().rposition(|(asked, at_ns)| *asked == call && *at_ns <= at(record)) {
+            found.push((name, text(record, "container").to_string(), asked.remove(begun).1, at(record)));
+        }
+    }
+    for (name, container, begin_ns, end_ns) in found {
+        piece(telling, name, &container, begin_ns, end_ns);
+    }
+}
+
+/// Time in which a call waits for the guest.
+fn guests(telling: &Telling, calls: &[Call]) -> Vec<(i64, i64)> {
+    let first = |name: &str| imported_events(telling).find(|record| record.name == name).map(at);
+    let vm_start = telling.story.milestones.iter().find(|m| m.name == VM_START).map(|m| m.at_ns);
+    let begin = vm_start.or_else(|| first(imported::SANDBOX_VM_STARTED)).unwrap_or(0);
+    let ready = telling.milestone("agent ready").or_else(|| first(imported::SANDBOX_AGENT_STARTED)).unwrap_or(begin);
+    // A container that no line ends keeps its call waiting until that returns.
+    let call_around =
+        |at: i64| calls.iter().find(|c| c.name == derived::SHIM_CREATE && c.begin_ns <= at && at <= c.end_ns).map(|c| c.end_ns);
+    let containers = telling.boot.containers.iter().filter_map(|c| {
+        let asked = ns(c.asked_ns?);
+        Some((asked, c.at_ns.map(ns).or_else(|| call_around(asked))?))
+    });
+    let agents = telling.story.steps.iter().filter(|s| [derived::SANDBOX_CREATE, derived::CONTAINER_START].contains(&s.name.as_str()));
+    let agents = agents.filter_map(|step| Some((step.begin_ns, step.end_ns?)));
+    [(begin, ready)].into_iter().chain(containers).chain(agents).collect()
+}
+
+/// One request after another: a step of the host or of the agent comes after the one that ended last,
+/// and so does the VM's start.
+fn chain(telling: &mut Telling) {
+    let hosts = |step: &Step| matches!(classify(&step.name).owner, Owner::Runtime | Owner::Client);
+    let linked = |step: &Step| hosts(step) || classify(&step.name).owner == Owner::Agent;
+    let mut ends: Vec<(i64, usize)> = Vec::new();
+    for (i, step) in telling.story.steps.iter().enumerate().filter(|(_, step)| linked(step) && !classify(&step.name).waiting) {
+        ends.extend(step.end_ns.map(|end| (end, i)));
+    }
+    ends.sort_unstable();
+    for (i, step) in telling.story.steps.iter_mut().enumerate() {
+        if !linked(step) && step.name != derived::VMM_FIRMWARE || step.name == derived::AGENT_START {
+            continue;
+        }
+        let upto = ends.partition_point(|(end, _)| *end <= step.begin_ns);
+        let last = ends.get(..upto).unwrap_or_default().iter().rev().find(|(_, other)| *other != i);
+        step.follows.extend(last.map(|(_, other)| *other));
+    }
+}

@@ -1,0 +1,156 @@
+//! `kata-gpu-boot cdi check`: what agents make of CDI specs.
+
+use crate::host::data::text::{Screen, ascii_json};
+use crate::host::system::output::print;
+use crate::host::tools::cdi_check::finding::{Agent, Agents, RULES};
+use crate::host::tools::cdi_check::look::Look;
+use crate::host::tools::cdi_check::report::Question;
+use crate::host::tools::cdi_check::{input, page, report};
+use anyhow::Result;
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+
+/// Exit status for what cannot be checked at all.
+const USAGE: u8 = 2;
+
+const HELP: &str = "\
+Reads specs as kata-agent does: a directory with everything below it, *.json and *.yaml of any case. Two agents judge, with the very parsers that Kata \
+releases contain: Kata <= 3.32 (container-device-interface 0.1.2) and Kata 4 (1.1.1). Each finding says what breaks, in which Kata, and the cure.
+
+A device that waits is no error: kata-gpu-init lists GPUs that are not ready with a path that does not exist, so that a container waits for them \
+instead of failing. Without --here or --root, every other path is taken to exist.
+
+Exit status: 0 nothing is wrong (warnings are printed), 1 an error was found, 2 the question itself cannot be answered.
+
+Examples:
+  # a spec before it goes into a guest
+  kata-gpu-boot cdi check nvidia.yaml
+  # what a container with GPUs 0 and 1 gets
+  kata-gpu-boot cdi check nvidia.yaml 0 1
+  # inside a guest: do all paths exist, and can all GPUs be had now
+  kata-gpu-boot cdi check /var/run/cdi --here --require-resolvable
+  # an unpacked guest image, on the host
+  kata-gpu-boot cdi check root/var/run/cdi --root root
+  # only what matters to Kata 4; what it finds, for programs
+  kata-gpu-boot cdi check nvidia.yaml --kata 4 --json |
+    jq '.findings[] | {severity, rule, pointer}'
+  # everything that is looked for
+  kata-gpu-boot cdi check --rules";
+
+/// Look at CDI specs.
+#[derive(clap::Args, Debug)]
+pub struct Args {
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(clap::Subcommand, Debug)]
+enum Command {
+    Check(CheckArgs),
+}
+
+/// Check CDI specs as kata-agent reads them, and show what a container would get.
+#[derive(clap::Args, Debug)]
+#[command(after_help = HELP)]
+struct CheckArgs {
+    /// A spec, or a directory of specs like /var/run/cdi.
+    #[arg(value_name = "FILE|DIR", required_unless_present = "rules")]
+    path: Option<PathBuf>,
+    /// Devices that one container asks for: nvidia.com/gpu=0, or 0; each device by itself if left away.
+    #[arg(value_name = "DEVICE")]
+    devices: Vec<String>,
+    /// Look for the paths that specs name below this directory.
+    #[arg(long, value_name = "DIR", conflicts_with = "here")]
+    root: Option<PathBuf>,
+    /// Look for the paths that specs name on this machine.
+    #[arg(long)]
+    here: bool,
+    /// A device that a container would wait for is an error.
+    #[arg(long)]
+    require_resolvable: bool,
+    /// Only what matters to this Kata; both if left away.
+    #[arg(long, value_enum, value_name = "MAJOR")]
+    kata: Option<Agent>,
+    /// Print everything as one JSON object: files, agents, containers, findings.
+    #[arg(long)]
+    json: bool,
+    /// Print what is looked for, and leave.
+    #[arg(long, exclusive = true)]
+    rules: bool,
+}
+
+/// Runs `cdi`.
+pub fn run(args: &Args) -> ExitCode {
+    let Command::Check(args) = &args.command;
+    match check(args) {
+        Ok(true) => ExitCode::SUCCESS,
+        Ok(false) => ExitCode::FAILURE,
+        Err(error) => {
+            eprintln!("kata-gpu-boot: {}", crate::host::data::text::printable(&format!("{error:#}")));
+            ExitCode::from(USAGE)
+        }
+    }
+}
+
+/// True when there is no error in the specs.
+fn check(args: &CheckArgs) -> Result<bool> {
+    let screen = Screen::of_stdout();
+    if args.rules {
+        print(&page::rules(RULES, &screen))?;
+        return Ok(true);
+    }
+    let path = args.path.as_deref().unwrap_or(Path::new(""));
+    let question = Question {
+        look: match &args.root {
+            Some(root) => Look::below(root)?,
+            None if args.here => Look::below(Path::new("/"))?,
+            None => Look::Nowhere,
+        },
+        agents: args.kata.map_or(Agents::BOTH, |kata| Agents::which(|agent| agent == kata)),
+        devices: args.devices.clone(),
+        require_resolvable: args.require_resolvable,
+    };
+    let report = report::check(input::read(path)?, &question)?;
+    print(&if args.json { ascii_json(&report.json())? } else { page::page(&report, &question, &screen) })?;
+    Ok(!report.has_errors())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::host::testing::{TempDir, tests_dir};
+    use clap::Parser;
+
+    #[derive(Parser)]
+    struct Cli {
+        #[command(flatten)]
+        args: Args,
+    }
+
+    fn parse(words: &[&str]) -> Result<CheckArgs, clap::Error> {
+        let Command::Check(args) = Cli::try_parse_from(["cdi", "check"].iter().chain(words))?.args.command;
+        Ok(args)
+    }
+
+    #[test]
+    fn what_contradicts_itself_is_a_question_of_usage() {
+        for words in [&["x", "0", "1"][..], &["x", "--here", "--json"], &["x", "--root", "/"], &["x", "--kata", "3"], &["--rules"]] {
+            assert!(parse(words).is_ok(), "{words:?}");
+        }
+        for words in [&[][..], &["x", "--here", "--root", "/"], &["x", "--kata", "5"], &["--rules", "x"], &["--json"]] {
+            assert_eq!(parse(words).unwrap_err().exit_code(), i32::from(USAGE), "{words:?}");
+        }
+    }
+
+    #[test]
+    fn good_wrong_and_impossible_are_told_apart() {
+        let reference = tests_dir("fixtures/cdi/kata-8gpu-550.json").display().to_string();
+        assert!(check(&parse(&[&reference, "--json"]).unwrap()).unwrap());
+        assert!(!check(&parse(&[&reference, "no-such-device", "--json"]).unwrap()).unwrap());
+        let dir = TempDir::new();
+        let missing = dir.path().join("none").display().to_string();
+        assert!(check(&parse(&[&missing]).unwrap()).is_err());
+        let error = check(&parse(&[&reference, "--root", &missing]).unwrap()).unwrap_err();
+        assert!(error.to_string().contains("open root directory"), "{error}");
+    }
+}

@@ -1,0 +1,388 @@
+//! `kata-gpu-boot collect`: the collector as a program.
+
+use crate::events::record::{DEFAULT_PORT, Kind, names};
+use crate::host::boot::model::RECONNECT_GRACE;
+use crate::host::collect::connection::News;
+use crate::host::collect::fleet::Otlp;
+use crate::host::collect::fleet::http::parse_address;
+use crate::host::collect::limits::Limits;
+use crate::host::collect::privileges::RunAs;
+use crate::host::collect::retention::{Keep, parse_size};
+use crate::host::collect::sandbox::BUNDLES;
+use crate::host::collect::vm_dirs::Pattern;
+use crate::host::collect::{Collector, Config, NEWS_QUEUE, SANDBOXES, VM_SOCKETS, check, service};
+use crate::host::data::text::{Screen, printable};
+use crate::host::otlp::of_this_machine;
+use crate::host::otlp::push::Target;
+use crate::host::system::output::print;
+use crate::host::system::output::write_lines;
+use crate::host::system::sleep::sleep_until;
+use crate::host::views::live::Live;
+use crate::host::views::table::Table;
+use anyhow::{Context, Result};
+use nix::sys::stat::{Mode, umask};
+use std::collections::{BTreeMap, HashSet};
+use std::net::SocketAddr;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+use tokio::signal::unix::{SignalKind, signal};
+use tokio::sync::{mpsc, watch};
+
+const HELP: &str = "\
+Guests connect by themselves. Where the kernel has vsock (vhost_vsock), those of QEMU reach this machine at CID 2 and nothing else is needed. With \
+hybrid vsock (Cloud Hypervisor, Firecracker, Dragonball) the collector makes PATH_PORT beside the VMM's socket PATH as soon as that is there: it watches \
+where Kata keeps its VMs (--vm), and hears there the user whose socket PATH is, and root; or it serves the paths of --uds, whose mode (0660) says who may \
+connect.
+
+Writes DIR/<boot id>.ndjson, one file per boot, only ever appended to: the guest's lines as they came, each once, and the collector's own \
+(\"kind\":\"host\"): who connected, what was lost, what Kata calls the VM. `kata-gpu-boot show` and all other commands read them while they are written. \
+A record is handed to the kernel milliseconds after it came, and made durable (fdatasync) within 5 s. When the disk is full it says so, receives on, \
+counts what it has to drop, and asks the guests for it again when there is room.
+
+A boot is over 2 s after it said that its GPUs are settled or that it powers off, or when its connection has been gone for 60 s (limit goodbye). With \
+--otlp it is pushed then, as one trace with an id of its own, which stands in the file; a receiver that does not answer or is busy is tried again, from 1 s to \
+30 s apart, while up to 1024 boots wait (limit push-queue); what is refused or does not fit is counted and said. There is no TLS: push to the \
+OpenTelemetry Collector of the node or cluster. With --metrics Prometheus gets histograms per phase and per step, failures by reason, and \
+counters of everything that can be lost. Neither ever slows down the receiving of guests.
+
+Stops with SIGINT or SIGTERM, and writes what has arrived. Started again, it goes on where it was, also after kill -9: guests send again what \
+they have. Started as root it gives up all that it does not need; with --user it also becomes somebody else.
+
+Examples:
+  kata-gpu-boot collect --dir /var/lib/kata-gpu-boot --user nobody
+  # watch the next boot, then leave
+  kata-gpu-boot collect --dir boots --live --boots 1
+  # a VM with hybrid vsock that is not Kata's
+  kata-gpu-boot collect --dir boots --no-vsock --no-vms --uds /run/vm1/vsock
+  # for a fleet: traces to an OpenTelemetry Collector, numbers to Prometheus
+  kata-gpu-boot collect --dir boots --otlp http://127.0.0.1:4318 --metrics 9464
+  # as a service
+  cd /etc/systemd/system
+  kata-gpu-boot collect --print-systemd-unit > kata-gpu-boot.service
+  # as a DaemonSet: name your image at image:, then kubectl apply -f collect.yaml
+  kata-gpu-boot collect --print-daemonset > collect.yaml";
+
+/// What stands below the options.
+fn help() -> String {
+    let mut text = format!("{HELP}\n\n{}", Limits::help());
+    text.push_str("\nWatched without --vm:\n");
+    for (pattern, whose) in VM_SOCKETS {
+        text.push_str(&format!("  {pattern:42} {whose}\n"));
+    }
+    for (pattern, whose) in SANDBOXES {
+        text.push_str(&format!("  {pattern:42} {whose}, which CID is whose\n"));
+    }
+    text
+}
+
+/// Receive the event streams of guests, one file per boot.
+#[derive(clap::Args, Debug)]
+#[command(after_help = help())]
+pub struct Args {
+    /// Where the files go; made if it is not there.
+    #[arg(long, required_unless_present_any = ["print_systemd_unit", "print_daemonset"])]
+    dir: Option<PathBuf>,
+    /// Port that guests connect to.
+    #[arg(long, default_value_t = DEFAULT_PORT, value_parser = clap::value_parser!(u32).range(1..i64::from(u32::MAX)))]
+    port: u32,
+    /// Base path of a hybrid vsock device; may be given several times.
+    #[arg(long, value_name = "PATH")]
+    uds: Vec<PathBuf>,
+    /// Base paths of hybrid vsock devices that come and go, with * for the sandbox's id, instead of Kata's; may be given several times.
+    #[arg(long, value_name = "PATTERN", conflicts_with = "no_vms")]
+    vm: Vec<Pattern>,
+    /// Do not look for VMs of hybrid vsock.
+    #[arg(long)]
+    no_vms: bool,
+    /// Kata's files about sandboxes, with * for the id, instead of those of its runtimes.
+    #[arg(long, value_name = "PATTERN")]
+    sandbox: Vec<Pattern>,
+    /// OCI configurations of sandbox containers, with * for the id, instead of containerd's and CRI-O's: they name the pod. One in a directory
+    /// `userdata` is CRI-O's, every other one containerd's.
+    #[arg(long, value_name = "PATTERN")]
+    bundle: Vec<Pattern>,
+    /// Do not listen on AF_VSOCK.
+    #[arg(long)]
+    no_vsock: bool,
+    /// Become this user (name or number, with :GROUP) once everything is open; the files are theirs then.
+    #[arg(long, value_name = "USER", value_parser = RunAs::parse)]
+    user: Option<RunAs>,
+    /// Remove boots whose last record came so many days ago; 0: keep them for ever. Never one in flight, and none for a day after this machine's
+    /// clock was set.
+    #[arg(long, value_name = "N", default_value_t = 30)]
+    keep_days: u64,
+    /// Remove boots when all together are larger (10G, 500M): first the oldest of VMs that have more than an eighth of it, then the oldest; 0: no
+    /// limit. Never one in flight.
+    #[arg(long, value_name = "SIZE", default_value = "10G", value_parser = parse_size)]
+    keep_size: u64,
+    /// Change a limit (the table below); may be given several times.
+    #[arg(long, value_name = "NAME=N")]
+    limit: Vec<String>,
+    /// Push every boot that is over to an OTLP receiver: http://HOST:4318 (protobuf) or grpc://HOST:4317.
+    #[arg(long, value_name = "URL")]
+    otlp: Option<String>,
+    /// A header for --otlp, for example x-tenant=gpu; may be repeated. Secrets belong into OTEL_EXPORTER_OTLP_HEADERS.
+    #[arg(long, value_name = "KEY=VALUE", requires = "otlp")]
+    otlp_header: Vec<String>,
+    /// A resource attribute for --otlp, for example k8s.node.name=n1; may be repeated. OTEL_RESOURCE_ATTRIBUTES is read, too.
+    #[arg(long, value_name = "KEY=VALUE", requires = "otlp")]
+    otlp_attribute: Vec<String>,
+    /// Answer Prometheus at http://ADDRESS/metrics; a port alone is one of 127.0.0.1.
+    #[arg(long, value_name = "[IP:]PORT", value_parser = parse_address)]
+    metrics: Option<SocketAddr>,
+    /// Leave when this many boots are complete (settled or powered off, or their connection over).
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..))]
+    boots: Option<u64>,
+    /// Show boots as they happen.
+    #[arg(long)]
+    live: bool,
+    /// With --live: details too.
+    #[arg(short, long, requires = "live")]
+    verbose: bool,
+    /// Ask the collector of this --dir whether it receives, and leave (exit status 0: it does).
+    #[arg(long, requires = "dir")]
+    check: bool,
+    /// Print a systemd unit that runs this program, and leave.
+    #[arg(long, conflicts_with = "print_daemonset")]
+    print_systemd_unit: bool,
+    /// Print a Kubernetes DaemonSet, and leave.
+    #[arg(long)]
+    print_daemonset: bool,
+}
+
+/// After a boot said that it is complete, how long without a record means that it is: some come just behind.
+const LINGER: Duration = Duration::from_secs(1);
+
+/// Runs `collect`.
+pub fn run(args: &Args) -> Result<()> {
+    if args.print_systemd_unit {
+        let program = std::env::current_exe().context("find this program's path")?;
+        return print(&service::systemd_unit(&program)?);
+    }
+    if args.print_daemonset {
+        return print(&service::daemonset());
+    }
+    if let (true, Some(dir)) = (args.check, &args.dir) {
+        return check::ask(dir);
+    }
+    // Files and directories are made with their mode; sockets have to be open to VMMs of other users.
+    umask(Mode::empty());
+    // One thread: privileges are dropped in it, and inherited by those that follow.
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().context("start the runtime")?;
+    runtime.block_on(collect(args))
+}
+
+fn config(args: &Args) -> Result<Config> {
+    let patterns = |given: &[Pattern], own: &mut dyn Iterator<Item = &'static str>| -> Result<Vec<Pattern>> {
+        if given.is_empty() { own.map(str::parse).collect() } else { Ok(given.to_vec()) }
+    };
+    let mut limits = Limits::default();
+    args.limit.iter().try_for_each(|limit| limits.set(limit))?;
+    Ok(Config {
+        vsock: !args.no_vsock,
+        uds: args.uds.clone(),
+        vms: if args.no_vms { Vec::new() } else { patterns(&args.vm, &mut VM_SOCKETS.iter().map(|(pattern, _)| *pattern))? },
+        // They tell whose a CID is.
+        sandboxes: if args.no_vsock && args.sandbox.is_empty() {
+            Vec::new()
+        } else {
+            patterns(&args.sandbox, &mut SANDBOXES.iter().map(|(pattern, _)| *pattern))?
+        },
+        bundles: patterns(&args.bundle, &mut BUNDLES.iter().copied())?,
+        limits,
+        keep: Keep { age: Keep::days(args.keep_days), bytes: (args.keep_size > 0).then_some(args.keep_size) },
+        run_as: args.user,
+        otlp: args.otlp.as_deref().map(|url| otlp(url, args)).transpose()?,
+        metrics: args.metrics,
+        watched: args.live || args.boots.is_some(),
+        drop_privileges: true,
+        ..Config::new(args.dir.clone().context("--dir is missing")?, args.port)
+    })
+}
+
+fn otlp(url: &str, args: &Args) -> Result<Otlp> {
+    Ok(Otlp { target: Target::new(url, &args.otlp_header)?, resource: of_this_machine(&args.otlp_attribute)? })
+}
+
+async fn collect(args: &Args) -> Result<()> {
+    // Before anything that has to be closed in order.
+    let mut interrupt = signal(SignalKind::interrupt()).context("catch SIGINT")?;
+    let mut terminate = signal(SignalKind::terminate()).context("catch SIGTERM")?;
+    let (sender, mut news) = mpsc::channel(NEWS_QUEUE);
+    let collector = Collector::bind(&config(args)?, sender)?;
+    for note in &collector.notes {
+        eprintln!("kata-gpu-boot: {note}");
+    }
+    service::notify_ready()?;
+    let (stop, stopped) = watch::channel(false);
+    let running = tokio::spawn(collector.run(stopped));
+    let mut view = args.live.then(|| View::new(Table { screen: Screen::of_stdout() }, args.verbose));
+    let mut count = args.boots.map(|wanted| (wanted, Count::default()));
+    loop {
+        let closing = count.as_ref().and_then(|(_, count)| count.deadline());
+        let deadline = view.as_ref().and_then(View::deadline).into_iter().chain(closing).min();
+        tokio::select! {
+            Some(item) = news.recv() => {
+                report(&item);
+                if let Some((_, count)) = &mut count {
+                    count.take(&item, Instant::now());
+                }
+                show(&mut view, |view, out| view.take(&item, out));
+            }
+            () = sleep_until(deadline) => {}
+            _ = interrupt.recv() => break,
+            _ = terminate.recv() => break,
+        }
+        show(&mut view, |view, out| view.due(out));
+        if count.as_mut().is_some_and(|(wanted, count)| count.complete(Instant::now()) >= *wanted) {
+            break;
+        }
+    }
+    stop.send_replace(true);
+    let counts = running.await.context("the collector stopped unexpectedly")??;
+    // What was on its way when it was told to stop.
+    while let Ok(item) = news.try_recv() {
+        report(&item);
+        show(&mut view, |view, out| view.take(&item, out));
+    }
+    show(&mut view, |view, out| view.finish(out));
+    if counts.unseen > 0 && args.live {
+        eprintln!("kata-gpu-boot: {} record(s) came too fast to be shown; they are in the files", counts.unseen);
+    }
+    eprintln!("kata-gpu-boot: {}", counts.line());
+    Ok(())
+}
+
+/// Lets the view print. A reader that is gone ends the view, never the collecting.
+fn show(view: &mut Option<View>, print: impl FnOnce(&mut View, &mut Vec<String>)) {
+    let Some(v) = view else { return };
+    let mut lines = Vec::new();
+    print(v, &mut lines);
+    if write_lines(&lines).is_err() {
+        eprintln!("kata-gpu-boot: standard output is closed: collecting goes on unseen");
+        *view = None;
+    }
+}
+
+/// What the operator should know of, on standard error.
+fn report(news: &News) {
+    match news {
+        News::Line { text } | News::Problem { text } => eprintln!("kata-gpu-boot: {}", printable(text)),
+        News::Connected { .. } | News::Ended { .. } | News::Record { .. } | News::Clock { .. } => {}
+    }
+}
+
+/// The live views of all boots; their rows are told apart by the start of the boot id.
+struct View {
+    table: Table,
+    verbose: bool,
+    boots: BTreeMap<Arc<str>, Live>,
+    headed: bool,
+}
+
+/// Characters of a boot id that stand before a row.
+const TAG: usize = 8;
+
+impl View {
+    fn new(mut table: Table, verbose: bool) -> Self {
+        table.screen.width = table.screen.width.map(|w| w.saturating_sub(TAG + 1));
+        Self { table, verbose, boots: BTreeMap::new(), headed: false }
+    }
+
+    fn take(&mut self, news: &News, out: &mut Vec<String>) {
+        let now = Instant::now();
+        match news {
+            News::Connected { boot } => {
+                if !self.headed {
+                    self.headed = true;
+                    out.push(format!("{:TAG$} {}", "BOOT", self.table.head()));
+                }
+                self.boots.entry(boot.clone()).or_insert_with(|| Live::new(self.table, self.verbose, now));
+            }
+            News::Record { boot, record } => {
+                if let Some(live) = self.boots.get_mut(boot) {
+                    live.record(record, now);
+                }
+            }
+            News::Clock { boot, sample } => {
+                if let Some(live) = self.boots.get_mut(boot) {
+                    live.clock(*sample);
+                }
+            }
+            News::Ended { boot } => {
+                if let Some(mut live) = self.boots.remove(boot) {
+                    out.extend(tagged(boot, live.finish(now)));
+                }
+            }
+            News::Line { .. } | News::Problem { .. } => {}
+        }
+    }
+
+    fn due(&mut self, out: &mut Vec<String>) {
+        for (boot, live) in &mut self.boots {
+            out.extend(tagged(boot, live.due(Instant::now())));
+        }
+    }
+
+    fn finish(&mut self, out: &mut Vec<String>) {
+        for (boot, live) in &mut self.boots {
+            out.extend(tagged(boot, live.finish(Instant::now())));
+        }
+    }
+
+    fn deadline(&self) -> Option<Instant> {
+        self.boots.values().filter_map(Live::deadline).min()
+    }
+}
+
+fn tagged(boot: &str, lines: Vec<String>) -> impl Iterator<Item = String> {
+    let tag: String = boot.chars().take(TAG).collect();
+    lines.into_iter().map(move |line| format!("{tag} {line}"))
+}
+
+/// Which boots are complete.
+#[derive(Debug, Default)]
+struct Count {
+    /// When the boot will count as complete if nothing else comes.
+    closing: BTreeMap<Arc<str>, Instant>,
+    /// Boots that said that they are through.
+    done: HashSet<Arc<str>>,
+    complete: HashSet<Arc<str>>,
+}
+
+impl Count {
+    fn take(&mut self, news: &News, now: Instant) {
+        match news {
+            News::Record { boot, record } => {
+                if record.kind == Kind::Event && matches!(record.name.as_str(), names::SETTLED | names::POWER_OFF) {
+                    self.done.insert(boot.clone());
+                }
+                if self.done.contains(boot) && !self.complete.contains(boot) {
+                    self.closing.insert(boot.clone(), now + LINGER);
+                }
+            }
+            News::Connected { boot } => {
+                self.closing.remove(boot);
+            }
+            News::Ended { boot } => {
+                let grace = if self.done.contains(boot) { Duration::ZERO } else { RECONNECT_GRACE };
+                self.closing.insert(boot.clone(), now + grace);
+            }
+            News::Clock { .. } | News::Line { .. } | News::Problem { .. } => {}
+        }
+    }
+
+    fn deadline(&self) -> Option<Instant> {
+        self.closing.values().min().copied()
+    }
+
+    fn complete(&mut self, now: Instant) -> u64 {
+        let over: Vec<Arc<str>> = self.closing.iter().filter(|(_, at)| **at <= now).map(|(boot, _)| boot.clone()).collect();
+        for boot in over {
+            self.closing.remove(&boot);
+            self.complete.insert(boot);
+        }
+        self.complete.len() as u64
+    }
+}

@@ -1,0 +1,205 @@
+//! `kata-gpu-boot export`: one boot in the formats of other programs, and as a page or a picture for people.
+//!
+//! [`timeline`] is what all formats write; a file per format knows nothing but its format. What is written into a file is there as a whole or not
+//! at all.
+
+#[cfg(test)]
+mod tests;
+
+use crate::host::data::agent_log;
+use crate::host::data::agent_log::AgentLine;
+use crate::host::data::boot_dir::{find, read_boot};
+use crate::host::data::boot_file::BootFile;
+use crate::host::otlp::push::Target;
+use crate::host::otlp::{self, Resource, of_this_machine, push_once};
+use crate::host::views::waterfall::Timeline;
+use crate::host::views::{chrome, csv, page, perfetto, svg};
+use anyhow::{Context, Result, bail};
+use std::fs::File;
+use std::io::{self, BufWriter, ErrorKind, IsTerminal, Write};
+use std::path::{Path, PathBuf};
+
+const HELP: &str = "\
+Formats:
+  --html      one page for a browser: waterfall with zoom and details, critical path, failures with the driver's words, table; needs no network
+  --svg       the waterfall as a picture, for a README or a ticket
+  --perfetto  a trace for ui.perfetto.dev and trace_processor: a track per GPU and per side, clocks, flows, counters
+  --chrome    Trace Event JSON, which many viewers read
+  --otlp      one OTLP/JSON request, for an OpenTelemetry Collector (otlpjsonfile receiver, or POST to /v1/traces)
+  --csv       one row per step and per report of a GPU's health, for spreadsheets and data frames
+
+Times are the guest's boot clock; wall-clock times are the host's, with their error bound, where the collector compared the two. The resource \
+attributes of --otlp are host.* (this machine), k8s.* (where the collector knew the pod), what OTEL_RESOURCE_ATTRIBUTES says, and what \
+--attribute says.
+
+Examples:
+  # the newest boot of the collector's directory as a page
+  kata-gpu-boot export --dir /var/lib/kata-gpu-boot --html --output boot.html
+  # with the agent's lines: when was it ready, how long did containers wait
+  kata-gpu-boot export 0f7a --html --console console.log -o boot.html
+  # into Perfetto
+  kata-gpu-boot export 0f7a --perfetto -o boot.pftrace
+  # to an OpenTelemetry Collector
+  kata-gpu-boot export --otlp --push http://localhost:4318
+  kata-gpu-boot export --otlp --attribute k8s.pod.name=trainer-0 |
+    curl -sS --json @- http://localhost:4318/v1/traces
+  # the five longest steps
+  kata-gpu-boot export --csv | sort -t, -k9 -n -r | head -n 5";
+
+/// Write one boot in the format of another program, or as a page or picture.
+#[derive(clap::Args, Debug)]
+#[command(after_help = HELP)]
+pub struct Args {
+    /// A file, or a boot id (its first characters are enough); the newest boot if left away.
+    boot: Option<String>,
+    /// Where the collector wrote.
+    #[arg(long, default_value = ".")]
+    dir: PathBuf,
+    #[command(flatten)]
+    format: Flags,
+    /// Write to this file instead of standard output (-).
+    #[arg(short, long, value_name = "F")]
+    output: Option<PathBuf>,
+    /// The guest's console log, or containerd's log with its lines (vmconsole=), for the agent's own lines [default: the file beside the boot's that ends in .console].
+    #[arg(long, value_name = "FILE")]
+    console: Option<PathBuf>,
+    /// A resource attribute for --otlp, for example k8s.node.name=n1; may be repeated.
+    #[arg(long, value_name = "KEY=VALUE")]
+    attribute: Vec<String>,
+    /// Send --otlp to a receiver: http://HOST:4318 (protobuf) or grpc://HOST:4317.
+    #[arg(long, value_name = "URL", conflicts_with = "output")]
+    push: Option<String>,
+    /// A header for --push, for example x-tenant=gpu; may be repeated. Secrets belong into OTEL_EXPORTER_OTLP_HEADERS.
+    #[arg(long, value_name = "KEY=VALUE", requires = "push")]
+    otlp_header: Vec<String>,
+}
+
+#[derive(clap::Args, Debug)]
+#[group(required = true, multiple = false)]
+struct Flags {
+    /// One self-contained page.
+    #[arg(long)]
+    html: bool,
+    /// The waterfall as a picture.
+    #[arg(long)]
+    svg: bool,
+    /// Perfetto trace (protobuf).
+    #[arg(long)]
+    perfetto: bool,
+    /// Trace Event JSON.
+    #[arg(long)]
+    chrome: bool,
+    /// OTLP/JSON.
+    #[arg(long)]
+    otlp: bool,
+    /// One row per step and per report of a GPU's health.
+    #[arg(long)]
+    csv: bool,
+}
+
+impl Flags {
+    fn format(&self) -> Format {
+        match () {
+            () if self.html => Format::Html,
+            () if self.svg => Format::Svg,
+            () if self.perfetto => Format::Perfetto,
+            () if self.chrome => Format::Chrome,
+            () if self.otlp => Format::Otlp,
+            // The group has one of them.
+            () => Format::Csv,
+        }
+    }
+}
+
+/// What can be written.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Format {
+    Html,
+    Svg,
+    Perfetto,
+    Chrome,
+    Otlp,
+    Csv,
+}
+
+/// Runs `export`.
+pub fn run(args: &Args) -> Result<()> {
+    let format = args.format.format();
+    let output = args.output.as_deref().filter(|path| *path != Path::new("-"));
+    if format == Format::Perfetto && output.is_none() && io::stdout().is_terminal() {
+        bail!("a Perfetto trace is binary: name a file with --output, or pipe it somewhere");
+    }
+    if format != Format::Otlp && !args.attribute.is_empty() {
+        bail!("--attribute is for --otlp: other formats have no resource");
+    }
+    if format != Format::Otlp && args.push.is_some() {
+        bail!("--push is for --otlp: other formats are files");
+    }
+    let path = find(args.boot.as_deref(), &args.dir)?;
+    let file = read_boot(&path)?;
+    let agent = agent_log::of_boot(&path, file.sandbox_id(), args.console.as_deref())?;
+    let resource = if format == Format::Otlp { of_this_machine(&args.attribute)? } else { Resource::new() };
+    if let Some(url) = &args.push {
+        return push_once::run(&Target::new(url, &args.otlp_header)?, &file, &agent, &resource);
+    }
+    let timeline = Timeline::new(&file, &agent);
+    // The picture has all that it needs.
+    drop((file, agent));
+    match output {
+        Some(path) => save(path, |out| write(format, &timeline, &resource, out)),
+        None => print(|out| write(format, &timeline, &resource, out)),
+    }
+}
+
+/// The boot in that format. `resource`: attributes for [`Format::Otlp`].
+pub fn bytes(format: Format, file: &BootFile, agent: &[AgentLine], resource: &Resource) -> Result<Vec<u8>> {
+    let mut out = Vec::new();
+    write(format, &Timeline::new(file, agent), resource, &mut out)?;
+    Ok(out)
+}
+
+/// The same, part by part: a format can be many times as long as the file.
+pub fn write(format: Format, timeline: &Timeline, resource: &Resource, out: &mut dyn Write) -> Result<()> {
+    match format {
+        Format::Html => page::write(timeline, out)?,
+        Format::Svg => out.write_all(svg::write(timeline).as_bytes())?,
+        Format::Perfetto => perfetto::write(timeline, out)?,
+        Format::Chrome => chrome::write(timeline, out)?,
+        Format::Otlp => otlp::write(timeline, resource, out)?,
+        Format::Csv => csv::write(timeline, out)?,
+    }
+    Ok(())
+}
+
+/// Writes beside the file and renames, so that nobody ever reads half of it.
+fn save(path: &Path, write: impl FnOnce(&mut dyn Write) -> Result<()>) -> Result<()> {
+    let to = |path: &Path| {
+        let mut out = BufWriter::new(File::create(path)?);
+        write(&mut out)?;
+        Ok::<_, anyhow::Error>(out.flush()?)
+    };
+    let Some(name) = path.file_name() else { bail!("write {}: not the name of a file", path.display()) };
+    // A pipe, a device or a link is written to, not replaced: /dev/stdout is a link.
+    if path.symlink_metadata().is_ok_and(|meta| !meta.is_file()) {
+        return to(path).with_context(|| format!("write {}", path.display()));
+    }
+    let mut temporary = name.to_os_string();
+    temporary.push(format!(".{}.tmp", std::process::id()));
+    let temporary = path.with_file_name(temporary);
+    let done = to(&temporary).and_then(|()| Ok(std::fs::rename(&temporary, path)?));
+    if done.is_err() {
+        // What is left of it helps nobody; that it cannot be removed is no news beside the error.
+        let _unused = std::fs::remove_file(&temporary);
+    }
+    done.with_context(|| format!("write {}", path.display()))
+}
+
+/// Somebody who closes standard output has seen enough: no error.
+fn print(write: impl FnOnce(&mut dyn Write) -> Result<()>) -> Result<()> {
+    let mut out = BufWriter::new(io::stdout().lock());
+    let closed = |e: &anyhow::Error| e.downcast_ref::<io::Error>().is_some_and(|e| e.kind() == ErrorKind::BrokenPipe);
+    match write(&mut out).and_then(|()| Ok(out.flush()?)) {
+        Err(e) if closed(&e) => Ok(()),
+        done => done.context("write to standard output"),
+    }
+}

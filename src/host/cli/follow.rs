@@ -1,0 +1,385 @@
+//! `kata-gpu-boot follow`: boots while they happen, from the collector's files as they grow.
+//!
+//! Reading is driven by inotify alone; the only clock that ticks is that of the picture on a terminal, and deadlines. Writes nothing but its output.
+
+use crate::host::data::boot_dir::find;
+use crate::host::data::boot_file::{FileLine, HostEvent};
+use crate::host::data::text::{Screen, printable, seconds};
+use crate::host::system::output::write_lines;
+use crate::host::system::sleep::sleep_until;
+use crate::host::views::follow::bars::{Bars, Look, REFRESH, tag};
+use crate::host::views::follow::files::{Files, Which};
+use crate::host::views::follow::progress::{self, Outcome, Progress, ago};
+use crate::host::views::live::Live;
+use crate::host::views::rows::{Row, Side, Tone};
+use crate::host::views::table::Table;
+use anyhow::{Context, Result, bail};
+use indicatif::ProgressDrawTarget;
+use std::collections::{BTreeMap, BTreeSet};
+use std::ffi::{OsStr, OsString};
+use std::io::{self, ErrorKind};
+use std::path::PathBuf;
+use std::process::ExitCode;
+use std::time::{Duration, Instant};
+use tokio::signal::unix::{SignalKind, signal};
+
+const HELP: &str = "\
+Reads what `kata-gpu-boot collect --dir DIR` writes, while it writes it. On a terminal: a bar per GPU, which shows the steps that are over (enabled, \
+probed, initialised), the step it is in and for how long, and what other GPUs of this boot took for that step. There is no time left to show that would \
+be honest: it hangs on locks of host and driver. In a pipe: the lines of `collect --live`.
+
+Steps: waiting, enabling (the host maps its BARs), enabled, probing, bound, initialising, ready; `published` says that containers can have it.
+
+Exit status: 0 when all GPUs are ready, 1 when one failed or the guest did (the reason is on standard error), 3 when nothing new came for --timeout.
+
+Examples:
+  # the boot that is in flight, or the next one
+  kata-gpu-boot follow --dir /var/lib/kata-gpu-boot
+  # this one, whether it is over or not
+  kata-gpu-boot follow --dir boots --boot 70db
+  # every boot of this node
+  kata-gpu-boot follow --dir boots --all
+  # start a pod, wait for its GPUs, and know why if they do not come
+  kubectl apply -f pod.yaml && kata-gpu-boot follow --dir boots --sandbox default/train-0 --timeout 600 ||
+    journalctl -u kata-gpu-boot";
+
+/// Watch a boot while it happens: a bar per GPU.
+#[derive(clap::Args, Debug)]
+#[command(after_help = HELP)]
+pub struct Args {
+    /// Where the collector writes.
+    #[arg(long, default_value = ".")]
+    dir: PathBuf,
+    /// A boot id (its first characters are enough) or a file; the boot in flight, else the next one, if left away.
+    #[arg(long, value_name = "ID", conflicts_with = "all")]
+    boot: Option<String>,
+    /// The boot of this sandbox or pod, be it over, in flight or to come.
+    #[arg(long, value_name = "ID|NAMESPACE/POD", conflicts_with_all = ["all", "boot"])]
+    sandbox: Option<String>,
+    /// Follow every boot in flight and every one that comes, until interrupted.
+    #[arg(long)]
+    all: bool,
+    /// With --all: leave when this many boots are over.
+    #[arg(long, value_name = "N", requires = "all", value_parser = clap::value_parser!(u64).range(1..))]
+    boots: Option<u64>,
+    /// Leave with status 3 when nothing new came for so many seconds; 0: wait for ever.
+    #[arg(long, value_name = "SECONDS", default_value_t = 300)]
+    timeout: u64,
+    /// In a pipe: details too.
+    #[arg(short, long)]
+    verbose: bool,
+}
+
+/// Nothing came for too long.
+const TIMED_OUT: u8 = 3;
+/// As a shell reports a program that SIGINT ended.
+const INTERRUPTED: u8 = 130;
+/// Without a timeout: how long ago a boot was written to that may still be in flight.
+const IN_FLIGHT: Duration = Duration::from_secs(300);
+
+/// Runs `follow`.
+pub fn run(args: &Args) -> ExitCode {
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().context("start the runtime");
+    match runtime.and_then(|runtime| runtime.block_on(follow(args))) {
+        Ok(status) => ExitCode::from(status),
+        // Somebody who closes it (head, a pager) has seen enough.
+        Err(error) if error.downcast_ref::<io::Error>().is_some_and(|e| e.kind() == ErrorKind::BrokenPipe) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("kata-gpu-boot: {error:#}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+/// What is shown, and where.
+enum View {
+    Plain { table: Table, verbose: bool, boots: BTreeMap<OsString, Live>, tagged: bool },
+    Terminal(Bars),
+}
+
+struct Follower {
+    files: Files,
+    view: View,
+    boots: BTreeMap<OsString, Progress>,
+    /// Boots that are none of this run's: they were over before, or are now.
+    over: BTreeSet<OsString>,
+    all: bool,
+    status: u8,
+    ended: u64,
+    dir: PathBuf,
+}
+
+async fn follow(args: &Args) -> Result<u8> {
+    let mut interrupt = signal(SignalKind::interrupt()).context("catch SIGINT")?;
+    let screen = Screen::of_stdout();
+    let (dir, which) = match (&args.boot, &args.sandbox) {
+        (None, None) => (args.dir.clone(), Which::Boots),
+        (None, Some(sandbox)) => (args.dir.clone(), Which::Sandbox(sandbox.clone())),
+        (Some(boot), _) => {
+            let path = find(Some(boot), &args.dir)?;
+            let name = path.file_name().with_context(|| format!("{}: not a file", path.display()))?.to_os_string();
+            let dir = path.parent().filter(|p| !p.as_os_str().is_empty()).map_or_else(|| PathBuf::from("."), PathBuf::from);
+            (dir, Which::One(name))
+        }
+    };
+    let view = match screen.width {
+        Some(_) => View::Terminal(Bars::new(ProgressDrawTarget::stdout(), Look::of_environment(screen.colour))),
+        None => View::Plain { table: Table { screen }, verbose: args.verbose, boots: BTreeMap::new(), tagged: args.all },
+    };
+    let mut follower = Follower {
+        files: Files::watch(&dir, which)?,
+        view,
+        boots: BTreeMap::new(),
+        over: BTreeSet::new(),
+        all: args.all,
+        status: 0,
+        ended: 0,
+        dir: args.dir.clone(),
+    };
+    let timeout = (args.timeout > 0).then(|| Duration::from_secs(args.timeout));
+    let in_flight = if args.sandbox.is_some() { Duration::MAX } else { timeout.unwrap_or(IN_FLIGHT) };
+    let mut heard = follower.begin(in_flight, args)?;
+    loop {
+        let now = Instant::now();
+        follower.draw(now)?;
+        let wanted = if args.all { args.boots } else { Some(1) };
+        if follower.end_what_is_over(now)? && wanted.is_some_and(|wanted| follower.ended >= wanted) {
+            return Ok(follower.status);
+        }
+        let give_up = timeout.map(|timeout| heard + timeout);
+        if give_up.is_some_and(|at| now >= at) {
+            follower.time_out(args.timeout, now)?;
+            return Ok(TIMED_OUT);
+        }
+        let next = follower.deadline(now).into_iter().chain(give_up).min();
+        tokio::select! {
+            names = follower.files.changed() => {
+                for name in names? {
+                    if follower.read(&name, Instant::now())? {
+                        heard = Instant::now();
+                    }
+                }
+            }
+            () = sleep_until(next) => {}
+            _ = interrupt.recv() => {
+                follower.finish_all(Instant::now())?;
+                return Ok(INTERRUPTED);
+            }
+        }
+    }
+}
+
+impl Follower {
+    /// Takes what is there already: the named boot, or what may be in flight. Gives when the newest of it came.
+    fn begin(&mut self, in_flight: Duration, args: &Args) -> Result<Instant> {
+        let named = args.boot.is_some() || args.sandbox.is_some();
+        let now = Instant::now();
+        let mut heard = now;
+        for (name, age) in self.files.present()? {
+            if !named && (age > in_flight || !(self.all || self.boots.is_empty())) {
+                // The directory is in order of age: all that follow are older.
+                self.over.insert(name);
+                continue;
+            }
+            self.read(&name, ago(now, age))?;
+            // A file without a line in it is one that has just been made.
+            let over = self.boots.get(&name).is_some_and(|p| p.outcome(now).is_some());
+            if over && !named {
+                self.leave(&name);
+            } else if named && self.boots.contains_key(&name) {
+                heard = ago(now, age);
+            }
+        }
+        if self.boots.is_empty() {
+            if args.boot.is_some() {
+                bail!("{}: no event stream in it: give a file that `collect` wrote", self.dir.display());
+            }
+            let of = args.sandbox.as_ref().map(|sandbox| format!(" of {}", printable(sandbox))).unwrap_or_default();
+            eprintln!("kata-gpu-boot: no boot{of} in flight in {}: waiting for one", self.dir.display());
+        }
+        Ok(heard)
+    }
+
+    /// Reads what is new of a file, as of `at`; true if that was something to follow.
+    fn read(&mut self, name: &OsStr, at: Instant) -> Result<bool> {
+        let known = self.boots.contains_key(name);
+        if self.over.contains(name) || !(known || self.all || self.boots.is_empty()) {
+            return Ok(false);
+        }
+        let Self { files, boots, view, all, .. } = self;
+        let (mut heard, mut shown) = (false, Ok(()));
+        files.read(name, |line| {
+            heard = true;
+            let progress = boots.entry(name.to_os_string()).or_default();
+            if shown.is_ok() {
+                shown = show_line(view, *all, name, progress, &line, at);
+            }
+        })?;
+        shown.map(|()| heard)
+    }
+
+    fn draw(&mut self, now: Instant) -> Result<()> {
+        match &mut self.view {
+            View::Terminal(bars) => {
+                self.boots.iter().for_each(|(name, progress)| bars.update(&name.to_string_lossy(), progress, now));
+                Ok(())
+            }
+            View::Plain { boots, tagged, .. } => {
+                for (name, live) in boots {
+                    let lines = live.due(now);
+                    print_lines(name, lines, *tagged)?;
+                }
+                Ok(())
+            }
+        }
+    }
+
+    fn deadline(&self, now: Instant) -> Option<Instant> {
+        let gone = self.boots.values().filter_map(Progress::deadline).min();
+        let picture = match &self.view {
+            View::Terminal(_) => (!self.boots.is_empty()).then(|| now + REFRESH),
+            View::Plain { boots, .. } => boots.values().filter_map(Live::deadline).min(),
+        };
+        gone.into_iter().chain(picture).min()
+    }
+
+    /// Ends the boots that are over with a word each; true if there was one.
+    fn end_what_is_over(&mut self, now: Instant) -> Result<bool> {
+        let over: Vec<(OsString, Outcome)> =
+            self.boots.iter().filter_map(|(name, progress)| Some((name.clone(), progress.outcome(now)?))).collect();
+        for (name, outcome) in &over {
+            let id = tag(&name.to_string_lossy());
+            self.finish(name, now)?;
+            match outcome {
+                Outcome::Ready { gpus, at_ns } => {
+                    let at = seconds(*at_ns);
+                    self.say(&format!("boot {id}: all {gpus} GPUs ready {at} s after kernel start"))?;
+                }
+                Outcome::Failed(why) => {
+                    self.status = 1;
+                    // Where both are one terminal, the bars must not run over it.
+                    match (&self.view, self.all) {
+                        (View::Terminal(bars), true) => bars.say(&format!("boot {id} failed: {why}")),
+                        _ => eprintln!("kata-gpu-boot: boot {id} failed: {why}"),
+                    }
+                }
+            }
+            self.leave(name);
+            self.ended += 1;
+        }
+        Ok(!over.is_empty())
+    }
+
+    /// The last of a boot on the screen.
+    fn finish(&mut self, name: &OsStr, now: Instant) -> Result<()> {
+        let Some(progress) = self.boots.get(name) else { return Ok(()) };
+        match &mut self.view {
+            View::Terminal(bars) if self.all => bars.remove(&name.to_string_lossy()),
+            View::Terminal(bars) => bars.finish(&name.to_string_lossy(), progress, now),
+            View::Plain { boots, tagged, .. } => {
+                if let Some(live) = boots.get_mut(name) {
+                    let lines = live.finish(now);
+                    print_lines(name, lines, *tagged)?;
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn finish_all(&mut self, now: Instant) -> Result<()> {
+        let names: Vec<OsString> = self.boots.keys().cloned().collect();
+        if let View::Terminal(bars) = &mut self.view {
+            self.boots.iter().for_each(|(name, progress)| bars.finish(&name.to_string_lossy(), progress, now));
+            return write_lines(&[String::new()]).context("write to standard output");
+        }
+        names.iter().try_for_each(|name| self.finish(name, now))
+    }
+
+    fn time_out(&mut self, timeout: u64, now: Instant) -> Result<()> {
+        self.finish_all(now)?;
+        if self.boots.is_empty() {
+            eprintln!(
+                "kata-gpu-boot: no boot has begun in {} within {timeout} s (--timeout): does the collector write there?",
+                self.dir.display()
+            );
+        }
+        for (name, progress) in &self.boots {
+            let id = tag(&name.to_string_lossy());
+            eprintln!("kata-gpu-boot: boot {id}: nothing new for {timeout} s (--timeout): {}", progress.last_seen());
+        }
+        Ok(())
+    }
+
+    /// A line that stays, on standard output.
+    fn say(&self, line: &str) -> Result<()> {
+        match &self.view {
+            View::Terminal(bars) if self.all => bars.say(line),
+            View::Terminal(_) => write_lines(&[String::new(), line.to_string()]).context("write to standard output")?,
+            View::Plain { .. } => write_lines(&[line.to_string()]).context("write to standard output")?,
+        }
+        Ok(())
+    }
+
+    /// Nothing of it is of interest from here on.
+    fn leave(&mut self, name: &OsStr) {
+        self.boots.remove(name);
+        self.files.forget(name);
+        self.over.insert(name.to_os_string());
+        if let View::Plain { boots, .. } = &mut self.view {
+            boots.remove(name);
+        }
+    }
+}
+
+/// Takes a line into a boot and shows what is to be seen of it.
+fn show_line(view: &mut View, all: bool, name: &OsStr, progress: &mut Progress, line: &FileLine, at: Instant) -> Result<()> {
+    let row = progress.take(line, at);
+    match view {
+        View::Terminal(bars) => {
+            // Bars say all that goes well.
+            if let Some(row) = row.filter(is_news) {
+                let gpu = row.gpu.map(|g| format!("{}: ", progress::name(g.address, g.index))).unwrap_or_default();
+                let who = if all { format!("{} ", tag(&name.to_string_lossy())) } else { String::new() };
+                bars.say(&format!("{who}{:>9} {gpu}{}", seconds(row.time_ns), row.what));
+            }
+        }
+        View::Plain { table, verbose, boots, tagged } => {
+            let live = match boots.get_mut(name) {
+                Some(live) => live,
+                None => {
+                    if boots.is_empty() {
+                        let head = if *tagged { format!("{:8} {}", "BOOT", table.head()) } else { table.head() };
+                        write_lines(&[head]).context("write to standard output")?;
+                    }
+                    boots.entry(name.to_os_string()).or_insert_with(|| Live::new(*table, *verbose, at))
+                }
+            };
+            match line {
+                FileLine::Record(record) => live.record(record, at),
+                FileLine::Host(line) => {
+                    if let HostEvent::Clock(sample) = line.event {
+                        live.clock(sample);
+                    }
+                }
+                FileLine::Header(_) | FileLine::Pong => {}
+            }
+            let lines = live.spill();
+            if !lines.is_empty() {
+                print_lines(name, lines, *tagged)?;
+            }
+        }
+    }
+    Ok(())
+}
+
+/// Whether it is said above the bars: what goes wrong, of a GPU or in the init. The driver's general words stay in `show`.
+fn is_news(row: &Row) -> bool {
+    let somebodys = row.gpu.is_some() || !matches!(row.side, Side::Kernel | Side::Driver);
+    matches!(row.tone, Tone::Warning | Tone::Error) && !row.detail && somebodys
+}
+
+fn print_lines(name: &OsStr, lines: Vec<String>, tagged: bool) -> Result<()> {
+    let id = tag(&name.to_string_lossy());
+    let lines: Vec<String> = if tagged { lines.into_iter().map(|line| format!("{id} {line}")).collect() } else { lines };
+    write_lines(&lines).context("write to standard output")
+}

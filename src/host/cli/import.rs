@@ -1,0 +1,164 @@
+//! `kata-gpu-boot import`: reads files, puts them together, writes the boot or shows it.
+
+use crate::host::boot::model::Boot;
+use crate::host::data::boot_file::{BootFile, EXTENSION};
+use crate::host::data::imported_record::Format;
+use crate::host::data::text::{Screen, printable};
+use crate::host::system::output::print;
+use crate::host::tools::import::assemble::{import, read};
+use crate::host::tools::import::bpftrace::PROGRAM;
+use crate::host::tools::import::choose::Source;
+use crate::host::tools::import::input::Input;
+use crate::host::tools::import::report;
+use crate::host::tools::import::write;
+use crate::host::views::boot_page::page;
+use anyhow::{Context, Result};
+use std::path::{Path, PathBuf};
+
+const HELP: &str = "\
+Formats, each found by its lines (or named with --format):
+  journal   containerd's journal or log with the Kata shim's vmconsole= lines
+            (needs debug logs of containerd and Kata): journalctl -u containerd,
+            the same with -o json --all, or the log file; of Kata's Rust shim
+            journalctl -t kata -o json --all
+  console   a guest's console log: kernel stamps, lines of kata-agent, of NVRC,
+            of kata-gpu-init
+  bpftrace  output of bpftrace on vfio_pin_pages_remote (--print-bpftrace prints
+            a program)
+  ftrace    function_graph output of the same function
+  pod       kubectl get pod NAME -o json
+  stream    what `collect` wrote, or a guest's boot.ndjson
+All may be gzip files; - is standard input. Files of one boot are put on one clock; how, and how wrong that may be, is said. A record that \
+comes from a log carries fields.import (format, line, error_ns); ~ marks times that are known to a millisecond or worse.
+
+Examples:
+  # see one boot from the logs of a node
+  journalctl -u containerd -o json --all --since -10m | kata-gpu-boot import -
+  # the incumbent's boot, with what host and Kubernetes saw, for all commands
+  kata-gpu-boot import containerd.log bpftrace.txt pod.json -o incumbent.ndjson
+  kata-gpu-boot show incumbent.ndjson
+  # a console log with several boots in it: the second
+  kata-gpu-boot import console.log.gz --boot 2 --boot-dir boots";
+
+/// Make a boot of logs that other programs wrote: of a guest without our init, or of one with it.
+#[derive(clap::Args, Debug)]
+#[command(after_help = HELP)]
+pub struct Args {
+    /// Logs of one boot, of any of the formats below.
+    #[arg(required_unless_present = "print_bpftrace", value_name = "FILE")]
+    files: Vec<PathBuf>,
+    /// Write the boot as <boot id>.ndjson into this directory.
+    #[arg(long, value_name = "DIR")]
+    boot_dir: Option<PathBuf>,
+    /// Write the boot to this file; - is standard output. Without this and --boot-dir the boot is shown.
+    #[arg(short, long, value_name = "FILE", conflicts_with = "boot_dir")]
+    output: Option<PathBuf>,
+    /// The format of all files; found by their lines if left away.
+    #[arg(long, value_enum)]
+    format: Option<Format>,
+    /// Which boot, where a file holds several (they are listed if this is left away).
+    #[arg(long, value_name = "N")]
+    boot: Option<usize>,
+    /// Print what was read as one JSON object: files, counts, clocks, boot_id.
+    #[arg(long)]
+    json: bool,
+    /// Show details too.
+    #[arg(short, long)]
+    verbose: bool,
+    /// Print a program for bpftrace whose output this reads without loss.
+    #[arg(long, conflicts_with = "files")]
+    print_bpftrace: bool,
+}
+
+/// Runs `import`.
+pub fn run(args: &Args) -> Result<()> {
+    if args.print_bpftrace {
+        return print(&format!("{PROGRAM}\n"));
+    }
+    let sources = args.files.iter().map(|path| open(path, args.format)).collect::<Result<Vec<_>>>()?;
+    let (mut report, text) = import(sources, args.boot)?;
+    let path = match (&args.boot_dir, &args.output) {
+        (Some(dir), _) => Some(dir.join(format!("{}.{EXTENSION}", report.boot_id))),
+        (None, output) => output.clone(),
+    };
+    let to_stdout = path.as_deref() == Some(Path::new("-"));
+    if let Some(path) = path.as_ref().filter(|_| !to_stdout) {
+        write::save(path, &text)?;
+        report.output = Some(path.display().to_string());
+    }
+    let screen = Screen::of_stdout();
+    let told = match args.json {
+        true => serde_json::to_string_pretty(&report).context("write the report as JSON")? + "\n",
+        false => report::lines(&report, &screen).join("\n") + "\n",
+    };
+    if to_stdout {
+        eprint!("{told}");
+        return print(&text);
+    }
+    if path.is_some() || args.json {
+        return print(&told);
+    }
+    let file = BootFile::read(text.as_bytes()).context("read what was made")?;
+    let boot = Boot::new(&file, &[]);
+    print(&format!("{told}\n{}", page(&file, &[], &boot, args.verbose, screen)?))
+}
+
+fn open(path: &Path, format: Option<Format>) -> Result<Source> {
+    let name = path.file_name().map_or_else(|| path.display().to_string(), |n| n.to_string_lossy().into_owned());
+    read(&name, Input::open(path)?, format).with_context(|| format!("import {}", printable(&path.display().to_string())))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::Args;
+    use crate::host::data::boot_dir::read_boot;
+    use crate::host::testing::{TempDir, tests_dir};
+    use clap::Parser;
+
+    #[derive(clap::Parser)]
+    struct Cli {
+        #[command(flatten)]
+        args: Args,
+    }
+
+    fn run(args: &[&str]) -> anyhow::Result<()> {
+        super::run(&Cli::try_parse_from([&["import"], args].concat())?.args)
+    }
+
+    #[test]
+    fn what_is_written_is_a_boot_like_any_other_and_is_never_written_over() {
+        let dir = TempDir::new();
+        let log = tests_dir("fixtures/import/containerd.log").display().to_string();
+        let to = dir.path().display().to_string();
+        run(&[&log, "--boot-dir", &to, "--json"]).unwrap();
+        let written: Vec<_> = std::fs::read_dir(dir.path()).unwrap().map(|entry| entry.unwrap().path()).collect();
+        assert_eq!(written.len(), 1);
+        let boot = read_boot(&written[0]).unwrap();
+        assert_eq!(written[0].file_stem().unwrap().to_str(), boot.header.as_ref().map(|h| h.boot_id.as_str()));
+        assert!(run(&[&log, "--boot-dir", &to, "--json"]).unwrap_err().to_string().contains("is there already"));
+        let file = dir.path().join("x.ndjson").display().to_string();
+        run(&[&log, "--output", &file, "--json"]).unwrap();
+        assert_eq!(read_boot(file.as_ref()).unwrap().records, boot.records);
+        // The file of an import can be imported, with more beside it.
+        let pod = tests_dir("fixtures/import/pod.json").display().to_string();
+        let both = dir.path().join("y.ndjson").display().to_string();
+        run(&[&file, &pod, "--output", &both, "--json"]).unwrap();
+        assert_eq!(read_boot(both.as_ref()).unwrap().records.len(), boot.records.len() + 8);
+    }
+
+    #[test]
+    fn what_cannot_be_imported_says_why_and_what_to_do() {
+        let log = tests_dir("fixtures/import/console.log").display().to_string();
+        for (args, want) in [
+            (vec!["/nowhere/x.log"], "open /nowhere/x.log"),
+            (vec![], "required"),
+            (vec![&log, "--output", "a", "--boot-dir", "b"], "cannot be used with"),
+            (vec![&log, "--format", "pod"], "kubectl get pod"),
+            (vec![&log, "--format", "ftrace"], "nothing in it was recognised as ftrace"),
+            (vec![&log, "--boot", "7"], "there is no boot 7"),
+        ] {
+            let error = format!("{:#}", run(&args).unwrap_err());
+            assert!(error.contains(want), "{args:?}: {error}");
+        }
+    }
+}

@@ -1,0 +1,21 @@
+//! The subcommands of kata-gpu-boot, a file each: its arguments, and running it. Nobody but the
+//! program imports these.
+
+pub mod blame;
+pub mod boot_args; // which boot and which part of it, for the subcommands that account for one
+#[cfg(feature = "host")]
+pub mod cdi;
+pub mod collect;
+pub mod compare;
+pub mod coverage;
+pub mod critical_path;
+pub mod demo;
+pub mod export;
+pub mod follow;
+pub mod import;
+pub mod initrd;
+pub mod list;
+pub mod show;
+pub mod stats;
+#[cfg(test)]
+mod tests; // golden pages of recorded, hand-made and hostile boots

@@ -1,0 +1,58 @@
+//! `kata-gpu-boot show`: the table and the summary of one boot, from its file.
+
+use crate::host::boot::model::Boot;
+use crate::host::data::agent_log;
+use crate::host::data::boot_dir::{find, read_boot};
+use crate::host::data::text::{Screen, write_ascii_json};
+use crate::host::system::output::print_with;
+use crate::host::views::boot_page::write_page;
+use anyhow::Result;
+use std::path::PathBuf;
+
+const HELP: &str = "\
+Columns: TIME is seconds since the guest's kernel started, SINCE the distance to the line above, SIDE where the time went (kernel, init, driver, \
+agent, host), GPU its CDI name and guest PCI address, TOOK how long a step took. Wall-clock times are the host's; the bound beside them says how \
+wrong they may be.
+
+Examples:
+  # the newest boot in this directory
+  kata-gpu-boot show
+  # the boot whose id starts with 0f7a
+  kata-gpu-boot show 0f7a --dir /var/log/boots
+  # with the agent's lines: when was it ready, when did containers start
+  kata-gpu-boot show boot.ndjson --console console.log
+  # with details: begins, kernel messages, every look of the agent
+  kata-gpu-boot show -v
+  kata-gpu-boot show --json | jq '.gpus[] | {index, bound: .bound.at_ns}'";
+
+/// Show one boot as a table: what happened when, on whose side, and how long it took.
+#[derive(clap::Args, Debug)]
+#[command(after_help = HELP)]
+pub struct Args {
+    /// A file, or a boot id (its first characters are enough); the newest boot if left away.
+    boot: Option<String>,
+    /// Where the collector wrote.
+    #[arg(long, default_value = ".")]
+    dir: PathBuf,
+    /// The guest's console log, or containerd's log with its lines (vmconsole=), for the agent's own lines [default: the file beside the boot's that ends in .console].
+    #[arg(long, value_name = "FILE")]
+    console: Option<PathBuf>,
+    /// Print everything that is known as one JSON object: gpus, containers, milestones, spans; times in ns since kernel start.
+    #[arg(long)]
+    json: bool,
+    /// Show details too.
+    #[arg(short, long)]
+    verbose: bool,
+}
+
+/// Runs `show`.
+pub fn run(args: &Args) -> Result<()> {
+    let path = find(args.boot.as_deref(), &args.dir)?;
+    let file = read_boot(&path)?;
+    let agent = agent_log::of_boot(&path, file.sandbox_id(), args.console.as_deref())?;
+    let boot = Boot::new(&file, &agent);
+    print_with(|out| match args.json {
+        true => write_ascii_json(out, &boot),
+        false => write_page(out, &file, &agent, &boot, args.verbose, Screen::of_stdout()),
+    })
+}

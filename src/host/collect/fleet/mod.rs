@@ -1,0 +1,236 @@
+//! Boots that are over, for engines that watch a fleet: spans pushed to an OTLP receiver, numbers for Prometheus.
+//!
+//! On a thread of its own that nobody waits for: it takes from [`Ends`](super::ends::Ends) which boots are over, reads their files like any
+//! reader command, and keeps only ids in its queue. Receiving, writing and keeping never wait for it, and have the processor before it
+//! ([`give_way`]); what it cannot do is counted and said.
+
+pub mod exposition; // the text that Prometheus reads
+pub mod http; // who may ask for it
+pub mod pushing; // the queue of boots and its receiver
+pub mod tally; // what is counted of boots
+
+use super::ends::Over;
+use super::limits::Limits;
+use super::peers::Peers;
+use super::stats::{Stats, add};
+use super::store::{Store, Tell};
+use crate::host::analysis::loaded::load;
+use crate::host::analysis::metrics::metrics;
+use crate::host::data::text::printable;
+use crate::host::otlp::Resource;
+use crate::host::otlp::push::Target;
+use crate::host::system::sleep::sleep_until;
+use anyhow::{Context, Result, ensure};
+use pushing::Queue;
+use std::net::TcpListener;
+use std::path::Path;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+use tally::Tally;
+use tokio::sync::{oneshot, watch};
+use tokio::task::{JoinSet, spawn_blocking};
+
+/// Longest file of a boot that is read here, several times what one with 16 GPUs and a chatty kernel has; a hostile one may have
+/// much more, and would take time that other boots need.
+const MAX_FILE: u64 = 8 << 20;
+/// How long boots that were over before the stop are looked at after it.
+const REPORT_DEADLINE: Duration = Duration::from_secs(5);
+/// Pause before a boot is looked at again whose file is not complete: nothing tells when a disk has room.
+const NOT_WRITTEN_PAUSE: Duration = Duration::from_secs(1);
+/// How nice these threads are; those that receive are 0.
+const NICE: i32 = 10;
+/// One thread reads boots, one looks up names.
+const BLOCKING: usize = 2;
+
+/// Where and as whose.
+#[derive(Clone, Debug)]
+pub struct Otlp {
+    pub target: Target,
+    pub resource: Resource,
+}
+
+/// What the collector knows.
+pub struct Sources {
+    pub store: Arc<Store>,
+    pub peers: Arc<Peers>,
+    pub stats: Arc<Stats>,
+    pub limits: Limits,
+    pub tell: Tell,
+}
+
+/// What the tasks share.
+pub struct Shared {
+    pub from: Sources,
+    pub queue: Option<Queue>,
+    tally: Mutex<Tally>,
+    pub http: http::Counts,
+}
+
+impl Shared {
+    pub fn tally(&self) -> MutexGuard<'_, Tally> {
+        self.tally.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// The thread.
+pub struct Fleet {
+    stop: watch::Sender<bool>,
+    ended: oneshot::Receiver<()>,
+}
+
+impl Fleet {
+    pub fn start(from: Sources, otlp: Option<Otlp>, metrics: Option<TcpListener>, on_thread: fn()) -> Result<Self> {
+        let runtime = tokio::runtime::Builder::new_current_thread()
+            .enable_all()
+            .max_blocking_threads(BLOCKING)
+            .on_thread_start(move || {
+                on_thread();
+                give_way();
+            })
+            .build()
+            .context("start a runtime for boots that are over")?;
+        let listener = {
+            let _context = runtime.enter();
+            metrics.map(tokio::net::TcpListener::from_std).transpose().context("listen for --metrics")?
+        };
+        let queue = otlp.map(|otlp| Queue::new(otlp, from.limits.push_queue));
+        let shared = Arc::new(Shared { from, queue, tally: Mutex::default(), http: http::Counts::default() });
+        let stop = watch::Sender::new(false);
+        let (end, ended) = oneshot::channel();
+        let stopped = stop.subscribe();
+        let run = move || {
+            on_thread();
+            give_way();
+            runtime.block_on(work(shared, listener, stopped));
+            let _nobody_waits = end.send(());
+        };
+        std::thread::Builder::new().name("fleet".into()).spawn(run).context("start thread fleet")?;
+        Ok(Self { stop, ended })
+    }
+
+    /// Reports what is over, pushes for a bounded time, and ends.
+    pub async fn stop(self) -> Result<()> {
+        self.stop.send_replace(true);
+        self.ended.await.context("the thread of boots that are over panicked")
+    }
+}
+
+/// Makes the calling thread one that others go before. Reading a boot of the largest size takes seconds of a processor, and guests are heard on the
+/// same ones. A kernel that refuses costs nothing but that.
+fn give_way() {
+    // On Linux of the thread, not of the process: setpriority(2), "C library/kernel differences".
+    let _refused = rustix::process::setpriority_process(None, NICE);
+}
+
+async fn work(shared: Arc<Shared>, listener: Option<tokio::net::TcpListener>, stop: watch::Receiver<bool>) {
+    let mut serving = JoinSet::new();
+    if let Some(listener) = listener {
+        serving.spawn(http::serve(listener, shared.clone()));
+    }
+    let (all_queued, last) = watch::channel(false);
+    let pushing = tokio::spawn(pushing::run(shared.clone(), last));
+    follow(&shared, stop).await;
+    all_queued.send_replace(true);
+    if pushing.await.is_err() {
+        (shared.from.tell)("the task that pushes boots panicked".into());
+    }
+    // Who asks for metrics now gets no answer.
+    serving.shutdown().await;
+}
+
+/// Until the stop, and then those that are over.
+async fn follow(shared: &Arc<Shared>, mut stop: watch::Receiver<bool>) {
+    let Some(ends) = &shared.from.store.ends else { return };
+    // Their files are not complete.
+    let mut waiting: Vec<Over> = Vec::new();
+    loop {
+        let (over, next) = ends.take(Instant::now());
+        let tried = std::mem::take(&mut waiting);
+        for over in tried.into_iter().chain(over) {
+            // So many may be over that all of them take longer than a stop may. The lock of `stop` ends here: whoever stops waits for it.
+            let stopping = *stop.borrow();
+            if stopping || !report(shared, &over).await {
+                waiting.push(over);
+            }
+        }
+        let again = (!waiting.is_empty()).then(|| Instant::now() + NOT_WRITTEN_PAUSE);
+        tokio::select! {
+            () = super::stopped(&mut stop) => break,
+            () = ends.changed() => {}
+            () = sleep_until(next.into_iter().chain(again).min()) => {}
+        }
+    }
+    let deadline = Instant::now() + REPORT_DEADLINE;
+    let mut left = 0;
+    for over in waiting.into_iter().chain(ends.take_said()) {
+        if Instant::now() >= deadline {
+            left += 1;
+        } else if !report(shared, &over).await {
+            (shared.from.tell)(format!("boot {}: not all of it could be written: it is not reported", over.boot));
+        }
+    }
+    if left > 0 {
+        (shared.from.tell)(format!("{left} boot(s) were over at the stop and are not reported; their files stay (export --otlp --push)"));
+    }
+}
+
+/// False while its file is not complete.
+async fn report(shared: &Arc<Shared>, over: &Over) -> bool {
+    let Some(path) = shared.from.store.report(&over.boot) else { return false };
+    if !over.old {
+        let looked = spawn_blocking(move || look_at(&path)).await;
+        match looked.context("the account of it panicked").and_then(|looked| looked) {
+            Ok((numbers, facts)) => shared.tally().add(&numbers, facts),
+            Err(e) => {
+                shared.tally().add_unread();
+                (shared.from.tell)(format!("boot {}: {e:#}: it is not in the metrics", over.boot));
+            }
+        }
+    }
+    if let Some(queue) = &shared.queue {
+        queue.push(over.boot.clone(), shared);
+    }
+    true
+}
+
+/// The same numbers as those of `stats`.
+fn look_at(path: &Path) -> Result<(crate::host::analysis::metrics::Metrics, tally::Facts)> {
+    check_size(path)?;
+    let loaded = load(path, None)?;
+    let boot = &loaded.boot;
+    let facts = tally::Facts {
+        lost: boot.lost.records.saturating_add(boot.lost.reported_by_guest),
+        powered_off: boot.power_off.is_some(),
+        usable_gpus: boot.gpus.iter().filter(|gpu| gpu.usable.is_some() && gpu.failed.is_none()).count(),
+        too_large: boot.too_large.is_some(),
+    };
+    Ok((metrics(&loaded.timeline, boot, &loaded.file, loaded.agent_known), facts))
+}
+
+/// Whether a boot is small enough to be read here.
+fn check_size(path: &Path) -> Result<()> {
+    let length = path.metadata().with_context(|| format!("look at {}", path.display()))?.len();
+    ensure!(length <= MAX_FILE, "{} has {length} bytes, more than the {MAX_FILE} that are read here", printable(&path.to_string_lossy()));
+    Ok(())
+}
+
+/// Counts boots that a queue lets go.
+fn drop_boots(stats: &Stats, n: u64) {
+    add(&stats.push_dropped, n);
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_thread_that_gives_way_is_alone_in_that() {
+        let nice = || rustix::process::getpriority_process(None).unwrap();
+        let before = nice();
+        let other = std::thread::spawn(move || {
+            give_way();
+            nice()
+        });
+        assert_eq!((other.join().unwrap(), nice()), (NICE.max(before), before));
+    }
+}

@@ -1,0 +1,257 @@
+//! The queue of boots for the OTLP receiver: ids only, so that a receiver that is away for a day costs nothing but its boots.
+//!
+//! One boot at a time, in the order in which they ended. What may be sent again is, after a pause; a boot that the receiver answered about
+//! but did not take goes behind the others, and is given up after [`MAX_TRIES`] of such answers. Every boot ends as pushed or as
+//! dropped, and both are counted; the file of one that was dropped stays, for `export --otlp --push`.
+
+use super::{Otlp, Shared, check_size, drop_boots};
+use crate::host::collect::stats::add;
+use crate::host::collect::store::Tell;
+use crate::host::data::boot_dir::read_boot;
+use crate::host::data::boot_file::HostEvent;
+use crate::host::otlp::push::{Backoff, MAX_REQUEST, Outcome, Target, connect};
+use crate::host::otlp::{self, Request as OtlpRequest, Resource};
+use crate::host::views::waterfall::Timeline;
+use anyhow::Result;
+use std::collections::VecDeque;
+use std::path::Path;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+use tokio::sync::{Notify, watch};
+use tokio::task::spawn_blocking;
+
+/// Answers that the same may be sent again, until it is not: a quarter of an hour of them.
+const MAX_TRIES: u32 = 30;
+/// How often it is said that the receiver does not take anything.
+const TELL_AGAIN: Duration = Duration::from_secs(60);
+/// How long boots that wait may take at the stop.
+const STOP_DEADLINE: Duration = Duration::from_secs(5);
+/// Boots that are named when they are dropped.
+const MAX_NAMED: usize = 4;
+
+struct Waiting {
+    boot: Arc<str>,
+    tries: u32,
+}
+
+pub struct Queue {
+    otlp: Otlp,
+    capacity: u64,
+    boots: Mutex<VecDeque<Waiting>>,
+    more: Notify,
+    /// Of boots that did not fit, since the last word about it.
+    overflow: AtomicU64,
+    told_overflow: Mutex<Option<Instant>>,
+}
+
+impl Queue {
+    pub fn new(otlp: Otlp, capacity: u64) -> Self {
+        Self { otlp, capacity, boots: Mutex::default(), more: Notify::new(), overflow: AtomicU64::new(0), told_overflow: Mutex::default() }
+    }
+
+    fn boots(&self) -> MutexGuard<'_, VecDeque<Waiting>> {
+        self.boots.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    pub fn waiting(&self) -> u64 {
+        self.boots().len() as u64
+    }
+
+    pub fn capacity(&self) -> u64 {
+        self.capacity
+    }
+
+    fn remove(&self, boot: &str) -> Option<Waiting> {
+        let mut boots = self.boots();
+        let at = boots.iter().position(|waiting| &*waiting.boot == boot)?;
+        boots.remove(at)
+    }
+
+    /// Adds a boot. Where there is no room the one that waited longest goes.
+    pub fn push(&self, boot: Arc<str>, shared: &Shared) {
+        let mut boots = self.boots();
+        boots.push_back(Waiting { boot, tries: 0 });
+        let oldest = if boots.len() as u64 > self.capacity { boots.pop_front() } else { None };
+        drop(boots);
+        if let Some(oldest) = oldest {
+            drop_boots(&shared.from.stats, 1);
+            let n = self.overflow.fetch_add(1, Ordering::Relaxed) + 1;
+            let mut told = self.told_overflow.lock().unwrap_or_else(PoisonError::into_inner);
+            if told.is_none_or(|told| told.elapsed() >= TELL_AGAIN) {
+                *told = Some(Instant::now());
+                self.overflow.store(0, Ordering::Relaxed);
+                (shared.from.tell)(format!(
+                    "{n} boot(s) not pushed, the last of them {}: {} wait for {} already (limit push-queue); their files stay (export --otlp --push)",
+                    oldest.boot, self.capacity, self.otlp.target
+                ));
+            }
+        }
+        self.more.notify_one();
+    }
+}
+
+/// What has been said about the receiver.
+#[derive(Default)]
+struct Trouble {
+    since: Option<Instant>,
+    told: Option<Instant>,
+    failures: u64,
+}
+
+impl Trouble {
+    fn failed(&mut self, why: &str, waiting: u64, target: &Target, tell: &Tell) {
+        self.since.get_or_insert_with(Instant::now);
+        self.failures += 1;
+        if self.told.is_none_or(|told| told.elapsed() >= TELL_AGAIN) {
+            self.told = Some(Instant::now());
+            tell(format!("push to {target}: {why}: tried {} time(s), {waiting} boot(s) wait, trying again", self.failures));
+        }
+    }
+
+    fn over(&mut self, target: &Target, tell: &Tell) {
+        if let Some(since) = self.since {
+            tell(format!("push to {target}: it takes boots again, after {} s", since.elapsed().as_secs()));
+        }
+        *self = Self::default();
+    }
+}
+
+/// Pushes until all is queued that ever will be; then for [`STOP_DEADLINE`] what waits.
+pub async fn run(shared: Arc<Shared>, mut all_queued: watch::Receiver<bool>) {
+    let Some(queue) = &shared.queue else { return };
+    let (mut backoff, mut trouble) = (Backoff::default(), Trouble::default());
+    tokio::select! {
+        () = push_all(&shared, queue, &mut backoff, &mut trouble, false) => {}
+        () = crate::host::collect::stopped(&mut all_queued) => {}
+    }
+    let mut backoff = Backoff::default();
+    let rest = push_all(&shared, queue, &mut backoff, &mut trouble, true);
+    let _late = tokio::time::timeout(STOP_DEADLINE, rest).await;
+    let left: Vec<Waiting> = queue.boots().drain(..).collect();
+    if !left.is_empty() {
+        drop_boots(&shared.from.stats, left.len() as u64);
+        let named: Vec<&str> = left.iter().take(MAX_NAMED).map(|waiting| &*waiting.boot).collect();
+        let more = if left.len() > MAX_NAMED { ", .." } else { "" };
+        (shared.from.tell)(format!(
+            "{} boot(s) not pushed to {} before the stop: {}{more}: their files stay (export --otlp --push)",
+            left.len(),
+            queue.otlp.target,
+            named.join(", ")
+        ));
+    }
+}
+
+/// With `once` until nothing waits any more or the receiver fails.
+async fn push_all(shared: &Arc<Shared>, queue: &Queue, backoff: &mut Backoff, trouble: &mut Trouble, once: bool) {
+    loop {
+        let first = queue.boots().front().map(|waiting| waiting.boot.clone());
+        let Some(boot) = first else {
+            if once {
+                return;
+            }
+            queue.more.notified().await;
+            continue;
+        };
+        let pushed = push(shared, queue, &boot).await;
+        match settle(shared, queue, trouble, &boot, pushed) {
+            Next::Boot => backoff.reset(),
+            Next::Pause(_) if once => return,
+            Next::Pause(asked) => tokio::time::sleep(backoff.next(asked)).await,
+        }
+    }
+}
+
+/// After a boot was tried.
+enum Next {
+    Boot,
+    /// The receiver wants so long a pause, or says nothing of one.
+    Pause(Option<Duration>),
+}
+
+/// Counts what became of a boot, says it, and takes the boot from the queue or puts it behind the others.
+fn settle(shared: &Shared, queue: &Queue, trouble: &mut Trouble, boot: &Arc<str>, pushed: Pushed) -> Next {
+    let (stats, tell, target) = (&shared.from.stats, &shared.from.tell, &queue.otlp.target);
+    match pushed {
+        Pushed::Yes { spans, rejected, why } => {
+            trouble.over(target, tell);
+            add(&stats.pushed, 1);
+            add(&stats.pushed_spans, spans - rejected);
+            add(&stats.rejected_spans, rejected);
+            if rejected > 0 || why.is_some() {
+                tell(format!("push to {target}: boot {boot}: {rejected} of {spans} span(s) rejected: {}", why.unwrap_or_default()));
+            }
+            shared.from.store.note(boot, HostEvent::Exported { to: target.to_string(), spans: spans - rejected });
+            // Where it was let go meanwhile, for want of room, it was counted as dropped, too.
+            queue.remove(boot);
+            Next::Boot
+        }
+        Pushed::Never { why } => {
+            if queue.remove(boot).is_some() {
+                drop_boots(stats, 1);
+            }
+            tell(format!("push to {target}: boot {boot}: {why}: not pushed; its file stays (export --otlp --push)"));
+            Next::Boot
+        }
+        Pushed::Later { why, answered, after } => {
+            add(&stats.push_failures, 1);
+            trouble.failed(&why, queue.waiting(), target, tell);
+            if answered && let Some(mut waiting) = queue.remove(boot) {
+                waiting.tries += 1;
+                if waiting.tries < MAX_TRIES {
+                    queue.boots().push_back(waiting);
+                } else {
+                    drop_boots(stats, 1);
+                    tell(format!(
+                        "push to {target}: boot {boot}: {why}: given up after {MAX_TRIES} tries; its file stays (export --otlp --push)"
+                    ));
+                }
+            }
+            Next::Pause(after)
+        }
+    }
+}
+
+/// What became of a boot.
+enum Pushed {
+    Yes { spans: u64, rejected: u64, why: Option<String> },
+    Later { why: String, answered: bool, after: Option<Duration> },
+    Never { why: String },
+}
+
+async fn push(shared: &Arc<Shared>, queue: &Queue, boot: &str) -> Pushed {
+    let Some(path) = shared.from.store.report(boot) else {
+        return Pushed::Later { why: "its file is not complete: the disk takes nothing".into(), answered: false, after: None };
+    };
+    // First: with no receiver there is no point in reading.
+    let mut connection = match connect(&queue.otlp.target).await {
+        Ok(connection) => connection,
+        Err(why) => return Pushed::Later { why, answered: false, after: None },
+    };
+    let resource = queue.otlp.resource.clone();
+    let request = match spawn_blocking(move || request(&path, &resource)).await {
+        Ok(Ok(request)) => request,
+        Ok(Err(e)) => return Pushed::Never { why: format!("{e:#}") },
+        Err(_) => return Pushed::Never { why: "making spans of it panicked".into() },
+    };
+    let (mut spans, mut rejected, mut why) = (0, 0, None);
+    // A part that was taken is sent again with those that were not: its spans have the same ids.
+    for part in request.protobufs(MAX_REQUEST) {
+        match connection.send(part.bytes).await {
+            Outcome::Taken { rejected: n, why: said } => {
+                spans += part.spans;
+                // A receiver can count what it likes.
+                rejected += n.min(part.spans);
+                why = why.or(said);
+            }
+            Outcome::Later { why, answered, after } => return Pushed::Later { why, answered, after },
+            Outcome::Refused { why } => return Pushed::Never { why },
+        }
+    }
+    Pushed::Yes { spans, rejected, why }
+}
+
+fn request(path: &Path, resource: &Resource) -> Result<OtlpRequest<'static>> {
+    check_size(path)?;
+    otlp::request(Timeline::new(&read_boot(path)?, &[]), resource)
+}

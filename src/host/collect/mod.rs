@@ -1,0 +1,691 @@
+//! Listens, accepts, and runs one [`connection::Connection`] per guest until told to stop.
+//!
+//! Three kinds of work, each on threads of its own, so that none holds up another: accepting and watching Kata's directories (the caller's
+//! runtime), reading and decoding what guests send ([`serve`]), writing and keeping it ([`disk`]). Watching never holds collecting up: news
+//! go into a bounded queue, and what does not fit is left out of the view, counted, and still in the file.
+
+pub mod boot_log; // what is known of a boot while it is received
+pub mod bucket; // so much at once, so much a second
+pub mod check; // whether it receives, for probes
+pub mod connection; // one connection, without its socket
+pub mod ends; // which boots are over
+pub mod fleet; // boots that are over, for receivers and Prometheus
+pub mod store; // the files of all boots, and who writes which
+pub mod limits; // what a guest may make this machine do
+pub mod listen; // AF_VSOCK and hybrid vsock sockets
+pub mod peers; // who is connected, and what each has used up
+pub mod privileges; // giving up what is not needed
+mod qemu; // which VM has which CID
+pub mod retention; // which files go
+pub mod sandbox; // what Kata calls a VM
+pub mod serve; // the sockets of guests that are connected
+pub mod service; // systemd unit, DaemonSet, readiness
+pub mod stats; // counters
+pub mod syscalls; // what it forbids itself
+pub mod vm_dirs; // Kata's directories
+pub mod vmm; // a VMM's socket, and whose it is
+mod writer; // the threads that write and keep the files
+
+use crate::host::data::text::printable;
+use anyhow::{Context, Result, bail};
+use bucket::Lines;
+use connection::News;
+use ends::Ends;
+use fleet::{Fleet, Otlp, Sources};
+use limits::Limits;
+use listen::{Arrival, BACKLOG, Listener, NoVsock, Peer, SocketFile};
+use peers::Peers;
+use privileges::RunAs;
+use retention::Keep;
+use serve::{Shared, Streams};
+use stats::{Counts, Stats, add};
+use std::collections::HashMap;
+use std::net::SocketAddr;
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant};
+use store::{Disk, Place, Tell};
+use tokio::sync::{mpsc, watch};
+use tokio::task::JoinSet;
+use vm_dirs::{Change, Pattern, Watcher};
+use vmm::Vmm;
+
+/// Pause after accept() failed for want of memory or descriptors: those come back by themselves, not by an event.
+const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
+/// Lines about this machine's own troubles, a file that cannot be removed or a socket that takes nobody, that are told at once, and a second.
+const TOLD_AT_ONCE: u64 = 100;
+const TOLD_PER_S: f64 = 0.1;
+/// News that may wait for whoever watches.
+pub const NEWS_QUEUE: usize = 4096;
+
+/// Where Kata's VMMs have the sockets of hybrid vsock; `*` is the sandbox's id.
+pub const VM_SOCKETS: &[(&str, &str)] = &[
+    ("/run/vc/vm/*/clh.sock", "Go runtime, Cloud Hypervisor"),
+    ("/run/vc/firecracker/*/root/kata.hvsock", "Go runtime, Firecracker"),
+    ("/run/kata/*/root/kata.hvsock", "Rust runtime, Dragonball and Firecracker"),
+    ("/run/kata/firecracker/*/root/kata.hvsock", "Rust runtime, jailed Firecracker"),
+    ("/run/kata/*/ch-vm.sock", "Rust runtime, Cloud Hypervisor"),
+    ("/run/kata/*/vsock.sock", "Rust runtime, OpenVMM"),
+];
+/// Where Kata's runtimes write about a sandbox: the Go runtime its CID, too.
+pub const SANDBOXES: &[(&str, &str)] = &[("/run/vc/sbs/*/persist.json", "Go runtime"), ("/run/kata/*/state.json", "Rust runtime")];
+/// Name of the file that says nothing of the CID.
+const WITHOUT_CID: &str = "state.json";
+
+/// Where to listen and where to write.
+#[derive(Clone, Debug)]
+pub struct Config {
+    pub dir: PathBuf,
+    pub port: u32,
+    pub vsock: bool,
+    /// Base paths of hybrid vsock devices.
+    pub uds: Vec<PathBuf>,
+    /// Base paths of hybrid vsock devices that come and go.
+    pub vms: Vec<Pattern>,
+    /// Kata's files about sandboxes.
+    pub sandboxes: Vec<Pattern>,
+    /// OCI configurations of sandbox containers; `*` is the id.
+    pub bundles: Vec<Pattern>,
+    pub limits: Limits,
+    pub keep: Keep,
+    pub run_as: Option<RunAs>,
+    /// Whether somebody watches: records and clock samples are news then.
+    pub watched: bool,
+    /// Where boots that are over are pushed to.
+    pub otlp: Option<Otlp>,
+    /// Where Prometheus may ask.
+    pub metrics: Option<SocketAddr>,
+    /// Give up what this process does not need. There must be one thread.
+    pub drop_privileges: bool,
+}
+
+impl Config {
+    /// Listens nowhere yet.
+    pub fn new(dir: PathBuf, port: u32) -> Self {
+        Self {
+            dir,
+            port,
+            vsock: false,
+            uds: Vec::new(),
+            vms: Vec::new(),
+            sandboxes: Vec::new(),
+            bundles: Vec::new(),
+            limits: Limits::default(),
+            keep: Keep::default(),
+            run_as: None,
+            watched: true,
+            otlp: None,
+            metrics: None,
+            drop_privileges: false,
+        }
+    }
+}
+
+/// Listening, not yet accepting.
+pub struct Collector {
+    config: Config,
+    listeners: Vec<Listener>,
+    watcher: Option<Watcher>,
+    check: Option<check::Socket>,
+    disk: Disk,
+    streams: Streams,
+    shared: Arc<Shared>,
+    fleet: Option<Fleet>,
+    /// Lines for people about how it started.
+    pub notes: Vec<String>,
+}
+
+impl Collector {
+    /// On return the sockets are there: a VM may be started. Needs a runtime around it.
+    pub fn bind(config: &Config, news: mpsc::Sender<News>) -> Result<Self> {
+        let mut config = config.clone();
+        let mut notes = Vec::new();
+        let guests = privileges::raise_file_limit()?;
+        if guests < config.limits.connections {
+            notes.push(format!("so many files may be open that {guests} guests can be served (RLIMIT_NOFILE): raise it for more"));
+            config.limits.connections = guests;
+        }
+        let place = Place::take(&config.dir)?;
+        if let Some(run_as) = config.run_as {
+            privileges::hand_over(place.dir(), run_as)?;
+        }
+        let listeners = listeners(&config, &mut notes)?;
+        let metrics = config.metrics.map(fleet::http::bind).transpose()?;
+        let watches = !(config.vms.is_empty() && config.sandboxes.is_empty());
+        if config.drop_privileges {
+            privileges::drop_all_but(config.run_as, watches || !config.uds.is_empty())?;
+            syscalls::forbid()?;
+        }
+        // A file system that has no sockets costs the probe, not the boots.
+        let check = check::bind(&config.dir).map_err(|e| notes.push(format!("--check will not work: {e:#}"))).ok();
+        let watcher = if watches { Some(Watcher::new([&config.vms[..], &config.sandboxes[..]].concat())?) } else { None };
+        notes.extend(listeners.iter().map(|l| format!("listening on {}", l.place())));
+        notes.extend(metrics.as_ref().map(|(_, address)| format!("metrics at http://{address}{}", fleet::http::PATH)));
+        notes.extend(config.otlp.as_ref().map(|otlp| format!("pushing boots that are over to {}", otlp.target)));
+        if !config.vms.is_empty() {
+            notes.push(format!("watching {} place(s) for the sockets of VMs", config.vms.len()));
+        }
+
+        // From here on there is more than one thread.
+        let on_thread = if config.drop_privileges { privileges::drop_in_thread } else { || () };
+        let stats: Arc<Stats> = Arc::default();
+        let tell = own_lines(news.clone(), stats.clone());
+        let reports = config.otlp.is_some() || metrics.is_some();
+        let ends = reports.then(|| Ends::new(Duration::from_secs(config.limits.goodbye)));
+        let disk = Disk::start_with(place, config.limits, config.keep, stats.clone(), tell.clone(), on_thread, ends)?;
+        let peers = Peers::new(config.limits);
+        let fleet = reports
+            .then(|| {
+                let from = Sources {
+                    store: disk.store.clone(),
+                    peers: peers.clone(),
+                    stats: stats.clone(),
+                    limits: config.limits,
+                    tell: tell.clone(),
+                };
+                Fleet::start(from, config.otlp.clone(), metrics.map(|(listener, _)| listener), on_thread)
+            })
+            .transpose()?;
+        let (store, limits, watched) = (disk.store.clone(), config.limits, config.watched);
+        let shared = Arc::new(Shared { store, peers, news, stats, limits, watched, tell_own: tell });
+        let streams = Streams::start(shared.clone(), on_thread)?;
+        Ok(Self { config, listeners, watcher, check, disk, streams, shared, fleet, notes })
+    }
+
+    pub fn stats(&self) -> Arc<Stats> {
+        self.shared.stats.clone()
+    }
+
+    /// Serves guests until `stop` becomes true (or its sender is gone); then all connections are closed and all files complete.
+    pub async fn run(self, stop: watch::Receiver<bool>) -> Result<Counts> {
+        let Self { config, listeners, watcher, check, disk, streams, shared, fleet, .. } = self;
+        let mut accepting = JoinSet::new();
+        for listener in listeners {
+            accepting.spawn(accept_all(listener, shared.clone(), streams.clone(), stop.clone()));
+        }
+        if let Some(check) = check {
+            accepting.spawn(check::answer(check, streams.clone(), stop.clone()));
+        }
+        if let Some(watcher) = watcher {
+            accepting.spawn(watch_vms(watcher, config, shared.clone(), streams.clone(), stop.clone()));
+        }
+        while accepting.join_next().await.is_some() {}
+        streams.stop().await?;
+        // Before the files are closed: what is pushed is noted in them.
+        if let Some(fleet) = fleet {
+            fleet.stop().await?;
+        }
+        tokio::task::spawn_blocking(move || disk.close()).await.context("close the files")??;
+        Ok(shared.stats.counts())
+    }
+}
+
+/// Lines about what no peer has to do with, so many at once and so many a second.
+fn own_lines(news: mpsc::Sender<News>, stats: Arc<Stats>) -> Tell {
+    let lines = Mutex::new(Lines::new(TOLD_AT_ONCE, TOLD_PER_S, Instant::now()));
+    Arc::new(move |text| {
+        let told = lines.lock().unwrap_or_else(PoisonError::into_inner).told(&text, Instant::now());
+        if let Some(text) = told
+            && news.try_send(News::Problem { text }).is_err()
+        {
+            add(&stats.unseen, 1);
+        }
+    })
+}
+
+fn listeners(config: &Config, notes: &mut Vec<String>) -> Result<Vec<Listener>> {
+    let mut listeners = Vec::new();
+    for base in &config.uds {
+        listeners.push(Listener::hybrid(base, config.port)?);
+    }
+    if config.vsock {
+        match Listener::vsock(config.port) {
+            Ok(listener) => listeners.push(listener),
+            Err(NoVsock::NotSupported) if !(listeners.is_empty() && config.vms.is_empty()) => {
+                notes.push(
+                    "this kernel has no AF_VSOCK: guests of QEMU are not heard (modprobe vhost_vsock; --no-vsock silences this)"
+                        .to_string(),
+                );
+            }
+            Err(NoVsock::NotSupported) => {
+                bail!("this kernel has no AF_VSOCK: load it (modprobe vhost_vsock), or name the socket of a hybrid vsock device with --uds")
+            }
+            Err(NoVsock::Other(e)) => return Err(e),
+        }
+    }
+    if listeners.is_empty() && config.vms.is_empty() {
+        bail!("nothing to listen on: leave --no-vsock or --no-vms away, or name the socket of a hybrid vsock device with --uds");
+    }
+    Ok(listeners)
+}
+
+async fn stopped(stop: &mut watch::Receiver<bool>) {
+    // An error means that the sender is gone: also a stop.
+    let _gone = stop.wait_for(|stop| *stop).await;
+}
+
+/// Accepts until the stop. Does nothing else: whatever guests do, the next one gets in.
+async fn accept_all(listener: Listener, shared: Arc<Shared>, streams: Streams, mut stop: watch::Receiver<bool>) {
+    let take = |arrival: Arrival| {
+        let (socket, peer) = match arrival {
+            Ok(guest) => guest,
+            // Hung up on before it is counted anywhere: it takes no slot of a guest's, and none of its lines.
+            Err(stranger) => {
+                add(&shared.stats.strangers, 1);
+                return shared.tell(&stranger.peer(), &stranger.to_string());
+            }
+        };
+        match shared.peers.connect(&peer, Instant::now()) {
+            Ok(slot) => {
+                add(&shared.stats.connections, 1);
+                streams.take(socket, slot);
+            }
+            Err(refused) => {
+                add(&shared.stats.refused, 1);
+                shared.tell(&peer, &format!("{peer}: {refused}"));
+            }
+        }
+    };
+    loop {
+        tokio::select! {
+            () = stopped(&mut stop) => break,
+            accepted = listener.accept() => match accepted {
+                Ok(arrival) => take(arrival),
+                Err(e) => {
+                    (shared.tell_own)(format!("accept on {}: {e}", listener.place()));
+                    tokio::time::sleep(ACCEPT_PAUSE).await;
+                }
+            }
+        }
+        // A guest that connects without end takes turns with all others.
+        tokio::task::yield_now().await;
+    }
+    // Whoever connected before the stop may have sent something; no more than can wait.
+    for _ in 0..BACKLOG {
+        match listener.accept_now() {
+            Ok(Some(arrival)) => take(arrival),
+            Ok(None) | Err(_) => break,
+        }
+    }
+}
+
+/// Opens a socket beside that of every VM that comes, closes it when the VM goes, and learns what Kata calls them.
+async fn watch_vms(mut watcher: Watcher, config: Config, shared: Arc<Shared>, streams: Streams, mut stop: watch::Receiver<bool>) {
+    let mut listening = JoinSet::new();
+    let mut vms = Vms { config, shared, streams, open: HashMap::new(), cids: HashMap::new() };
+    loop {
+        let (changes, troubles) = watcher.take();
+        for text in troubles {
+            (vms.shared.tell_own)(text);
+        }
+        let mut claims = qemu::Claims::default();
+        for change in changes {
+            vms.change(change, &mut claims, &mut listening);
+        }
+        tokio::select! {
+            () = stopped(&mut stop) => break,
+            Some(_) = listening.join_next() => {}
+            changed = watcher.changed() => if let Err(e) = changed {
+                (vms.shared.tell_own)(format!("{e:#}: new VMs are not seen any more"));
+                stopped(&mut stop).await;
+                break;
+            },
+        }
+    }
+    // Their sockets go with the listeners.
+    drop(vms);
+    while listening.join_next().await.is_some() {}
+}
+
+struct Vms {
+    config: Config,
+    shared: Arc<Shared>,
+    streams: Streams,
+    /// By the VMM's socket.
+    open: HashMap<PathBuf, Vm>,
+    /// By Kata's file.
+    cids: HashMap<PathBuf, Peer>,
+}
+
+/// A VM that is listened for.
+struct Vm {
+    vmm: Arc<Vmm>,
+    peer: Peer,
+    /// Beside the VMM's.
+    file: Option<Arc<SocketFile>>,
+    /// Dropped, it ends the listener; connections end by themselves, with their VM.
+    _stop: watch::Sender<bool>,
+}
+
+impl Vms {
+    fn change(&mut self, change: Change, claims: &mut qemu::Claims, listening: &mut JoinSet<()>) {
+        match change {
+            Change::There { pattern, id, path } => match pattern.checked_sub(self.config.vms.len()) {
+                None => self.vm(pattern, &id, path, listening),
+                Some(pattern) => self.sandbox(pattern, &id, path, claims),
+            },
+            Change::Gone { path, .. } => {
+                self.close(&path);
+                if let Some(peer) = self.cids.remove(&path) {
+                    self.shared.peers.name(&peer, None, Instant::now());
+                }
+            }
+        }
+    }
+
+    /// Listens for a VM no more, which has no name from then on.
+    fn close(&mut self, path: &PathBuf) {
+        let Some(vm) = self.open.remove(path) else { return };
+        // At once: the VMM may make its socket anew, and then ours has to be made anew, too.
+        if let Some(file) = vm.file {
+            file.remove();
+        }
+        self.shared.peers.name(&vm.peer, None, Instant::now());
+    }
+
+    fn vm(&mut self, pattern: usize, id: &str, path: PathBuf, listening: &mut JoinSet<()>) {
+        // Whoever owns the VM's directory causes these lines, as often as there is a socket anew.
+        let peer = Peer::of_vm(&path, self.config.port);
+        let problem = |text: String| format!("VM {}: {text}", printable(id));
+        let vmm = match Vmm::find(&self.config.vms[pattern], &path) {
+            Ok(Some(vmm)) => Arc::new(vmm),
+            Ok(None) => return,
+            Err(e) => return self.shared.tell(&peer, &problem(format!("{e:#}: it is not heard"))),
+        };
+        match self.open.get(&path) {
+            Some(known) if known.vmm.is(&vmm) => return,
+            // Another one has its name.
+            Some(_) => self.close(&path),
+            None => {}
+        }
+        if self.open.len() as u64 >= self.config.limits.vms {
+            let text = format!("there are {} already (limit vms): it is not heard", self.open.len());
+            return self.shared.tell(&peer, &problem(text));
+        }
+        let listener = match Listener::of_vmm(&vmm, self.config.port) {
+            Ok(listener) => listener,
+            Err(e) => return self.shared.tell(&peer, &problem(format!("{e:#}"))),
+        };
+        let sandbox = sandbox::look_up(id, &self.config.bundles);
+        self.shared.peers.name(&peer, Some(sandbox), Instant::now());
+        let (stop, stopped) = watch::channel(false);
+        self.open.insert(path, Vm { vmm, peer, file: listener.file().cloned(), _stop: stop });
+        listening.spawn(accept_all(listener, self.shared.clone(), self.streams.clone(), stopped));
+    }
+
+    /// Kata wrote about a sandbox. What is half written comes again.
+    fn sandbox(&mut self, pattern: usize, id: &str, path: PathBuf, claims: &mut qemu::Claims) {
+        let pattern = &self.config.sandboxes[pattern];
+        let found = if path.ends_with(WITHOUT_CID) {
+            // Written again with each container; the VM stays the same.
+            let unknown = !self.cids.contains_key(&path);
+            let owner = unknown.then(|| path.symlink_metadata().ok()).flatten().map(|metadata| metadata.uid());
+            owner.map(|owner| (sandbox::unnamed(id), claims.cid_of(Path::new("/proc"), id, owner)))
+        } else {
+            sandbox::read(pattern, &path).and_then(|text| sandbox::from_persist(id, &text))
+        };
+        let Some((mut sandbox, Some(cid))) = found else { return };
+        let peer = Peer::Cid(cid);
+        if sandbox.pod.is_none() {
+            sandbox = sandbox::look_up(id, &self.config.bundles);
+        }
+        self.shared.peers.name(&peer, Some(sandbox), Instant::now());
+        self.cids.insert(path, peer);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::events::record::{self, DEFAULT_PORT, Header, Pong};
+    use crate::host::data::boot_file::{BootFile, HostEvent};
+    use crate::host::testing::TempDir;
+    use std::io::Read;
+    use std::os::unix::fs::PermissionsExt;
+    use std::os::unix::net::UnixListener;
+    use tokio::io::{AsyncBufReadExt, AsyncReadExt, AsyncWriteExt, BufReader};
+    use tokio::net::UnixStream;
+
+    const BOOT: &str = "0f7a1f8e-0000-4000-8000-00000000beef";
+    /// Everything here takes milliseconds.
+    const DEADLINE: Duration = Duration::from_secs(20);
+
+    struct Run {
+        dir: TempDir,
+        news: mpsc::Receiver<News>,
+        stop: watch::Sender<bool>,
+        running: tokio::task::JoinHandle<Result<Counts>>,
+    }
+
+    impl Run {
+        fn start(dir: TempDir) -> Self {
+            let config = Config { uds: vec![dir.path().join("v")], ..Config::new(dir.path().join("boots"), DEFAULT_PORT) };
+            Self::of(dir, config)
+        }
+
+        /// For the VMs in `vm/`.
+        fn of_vms(limits: Limits) -> Self {
+            let dir = TempDir::new();
+            // As Kata's Rust runtime leaves it.
+            std::fs::set_permissions(dir.path(), std::fs::Permissions::from_mode(0o755)).unwrap();
+            let vms = vec![format!("{}/vm/*/clh.sock", dir.path().display()).parse().unwrap()];
+            let config = Config { vms, limits, ..Config::new(dir.path().join("boots"), DEFAULT_PORT) };
+            Self::of(dir, config)
+        }
+
+        fn of(dir: TempDir, config: Config) -> Self {
+            let (sender, news) = mpsc::channel(NEWS_QUEUE);
+            let collector = Collector::bind(&config, sender).unwrap();
+            let (stop, stopped) = watch::channel(false);
+            Self { dir, news, stop, running: tokio::spawn(collector.run(stopped)) }
+        }
+
+        async fn connect(&self) -> UnixStream {
+            UnixStream::connect(self.dir.path().join(format!("v_{DEFAULT_PORT}"))).await.unwrap()
+        }
+
+        async fn until(&mut self, what: &str, mut is: impl FnMut(&News) -> bool) {
+            let found = async {
+                while let Some(news) = self.news.recv().await {
+                    if is(&news) {
+                        return;
+                    }
+                }
+                panic!("the collector ended before {what}");
+            };
+            tokio::time::timeout(DEADLINE, found).await.unwrap_or_else(|_| panic!("no {what} within {DEADLINE:?}"));
+        }
+
+        async fn stop(self) -> TempDir {
+            self.stop_and_count().await.0
+        }
+
+        async fn stop_and_count(self) -> (TempDir, Counts) {
+            self.stop.send_replace(true);
+            let counts = tokio::time::timeout(DEADLINE, self.running).await.expect("the collector stops").unwrap().unwrap();
+            (self.dir, counts)
+        }
+
+        /// A VMM's socket, and ours once it is there.
+        async fn vmm(&self, id: &str) -> (UnixListener, PathBuf) {
+            let at = self.dir.path().join("vm").join(id);
+            std::fs::create_dir_all(&at).unwrap();
+            let vmm = UnixListener::bind(at.join("clh.sock")).unwrap();
+            (vmm, self.socket(id).await)
+        }
+
+        /// Our socket of a VM, once somebody listens there.
+        async fn socket(&self, id: &str) -> PathBuf {
+            let socket = self.dir.path().join(format!("vm/{id}/clh.sock_{DEFAULT_PORT}"));
+            let listens = async {
+                while !socket.exists() {
+                    tokio::time::sleep(Duration::from_millis(1)).await;
+                }
+            };
+            tokio::time::timeout(DEADLINE, listens).await.unwrap_or_else(|_| panic!("no {} within {DEADLINE:?}", socket.display()));
+            // The umask took it away from others; `collect` has none.
+            std::fs::set_permissions(&socket, std::fs::Permissions::from_mode(0o666)).unwrap();
+            socket
+        }
+    }
+
+    fn read(dir: &Path) -> BootFile {
+        BootFile::read(std::fs::File::open(dir.join(format!("boots/{BOOT}.ndjson"))).unwrap()).unwrap()
+    }
+
+    fn header() -> String {
+        record::header_line(&Header { boot_id: BOOT.into(), version: "0.1.0".into(), kernel: "6.1".into(), first_seq: 0 })
+    }
+
+    fn event(seq: u64) -> String {
+        format!("{{\"schema\":1,\"seq\":{seq},\"boottime_ns\":1,\"kind\":\"event\",\"name\":\"x\"}}\n")
+    }
+
+    #[tokio::test]
+    async fn a_boot_survives_reconnects_and_a_restart_of_the_collector_without_a_double_record() {
+        let mut run = Run::start(TempDir::new());
+        for count in [10, 20] {
+            let mut guest = run.connect().await;
+            let text: String = (0..count).map(event).collect();
+            guest.write_all((header() + &text).as_bytes()).await.unwrap();
+            drop(guest);
+            run.until("end of the connection", |n| matches!(n, News::Ended { .. })).await;
+        }
+        let dir = run.stop().await;
+        let mut run = Run::start(dir);
+        let mut guest = run.connect().await;
+        let text: String = (0..30).map(event).collect();
+        guest.write_all((header() + &text).as_bytes()).await.unwrap();
+        run.until("record 29", |n| matches!(n, News::Record { record, .. } if record.seq == 29)).await;
+        let dir = run.stop().await;
+        let file = read(dir.path());
+        assert_eq!(file.records.iter().map(|r| r.seq).collect::<Vec<_>>(), (0..30).collect::<Vec<_>>());
+        let text = std::fs::read_to_string(dir.path().join(format!("boots/{BOOT}.ndjson"))).unwrap();
+        assert_eq!(text.lines().filter(|l| l.contains("\"seq\":")).count(), 30);
+        assert_eq!(file.damaged, 0);
+        assert!(!dir.path().join(format!("v_{DEFAULT_PORT}")).exists(), "the socket goes with the collector");
+    }
+
+    #[tokio::test]
+    async fn the_guests_clock_is_measured_through_the_stream() {
+        let mut run = Run::start(TempDir::new());
+        let guest = run.connect().await;
+        let (reader, mut writer) = guest.into_split();
+        writer.write_all(header().as_bytes()).await.unwrap();
+        let mut pings = BufReader::new(reader).lines();
+        for _ in 0..8 {
+            let line = tokio::time::timeout(DEADLINE, pings.next_line()).await.expect("a ping comes").unwrap().unwrap();
+            let pong = record::ping(line.as_bytes()).expect("it is a ping");
+            let boottime_ns = nix::time::clock_gettime(nix::time::ClockId::CLOCK_BOOTTIME).unwrap();
+            let boottime_ns = Duration::from(boottime_ns).as_nanos() as u64;
+            writer.write_all(record::pong_line(Pong { pong, boottime_ns }).as_bytes()).await.unwrap();
+        }
+        run.until("clock sample", |n| matches!(n, News::Clock { .. })).await;
+        // The guest of this test is this machine, so the true offset is known, up to the time between two readings.
+        let before = crate::host::data::text::realtime_ns();
+        let boottime = Duration::from(nix::time::clock_gettime(nix::time::ClockId::CLOCK_BOOTTIME).unwrap()).as_nanos() as i64;
+        let slack = crate::host::data::text::realtime_ns().abs_diff(before) + 1000;
+        let dir = run.stop().await;
+        let file = read(dir.path());
+        let best = file.clock_samples().min_by_key(|s| s.error_ns).unwrap();
+        let wrong_by = best.offset_ns.abs_diff(before - boottime);
+        assert!(wrong_by <= best.error_ns + slack, "{best:?} is wrong by {wrong_by} ns");
+    }
+
+    #[tokio::test]
+    async fn what_was_sent_before_the_stop_is_stored() {
+        let mut run = Run::start(TempDir::new());
+        let mut guest = run.connect().await;
+        guest.write_all(header().as_bytes()).await.unwrap();
+        run.until("connection", |n| matches!(n, News::Connected { .. })).await;
+        let text: String = (0..200).map(event).collect();
+        guest.write_all(text.as_bytes()).await.unwrap();
+        let dir = run.stop().await;
+        let file = read(dir.path());
+        assert_eq!(file.records.len(), 200);
+        assert!(matches!(file.host.last().unwrap().event, HostEvent::Disconnected { records: 200, .. }));
+    }
+
+    /// Connects as a user of this machine, so many times, and gives the connections that were not hung up on. Needs root.
+    async fn connect_as(uid: u32, socket: &Path, times: usize) -> usize {
+        use rustix::process::Uid;
+        let socket = socket.to_path_buf();
+        // A thread of its own, because it does not become root again.
+        let connect = move || {
+            let uid = Uid::from_raw(uid);
+            rustix::thread::set_thread_res_uid(uid, uid, uid).unwrap();
+            let held: Vec<_> = (0..times).map(|_| std::os::unix::net::UnixStream::connect(&socket).unwrap()).collect();
+            let hung_up = |mut stream: &std::os::unix::net::UnixStream| {
+                // One that is served is asked for its clock only when it has said who it is.
+                stream.set_read_timeout(Some(Duration::from_millis(500))).unwrap();
+                matches!(stream.read(&mut [0]), Ok(0))
+            };
+            held.iter().filter(|stream| !hung_up(stream)).count()
+        };
+        tokio::task::spawn_blocking(|| std::thread::spawn(connect).join().unwrap()).await.unwrap()
+    }
+
+    #[tokio::test]
+    async fn another_user_of_the_machine_cannot_speak_for_a_vm_nor_take_its_connections() {
+        if !nix::unistd::geteuid().is_root() {
+            eprintln!("skipped: only root can connect as somebody else");
+            return;
+        }
+        let (vmms, strangers) = (4242, 65_534);
+        let mut run = Run::of_vms(Limits { connections_per_vm: 1, connects: 2, ..Limits::default() });
+        let (_vmm, socket) = run.vmm("one").await;
+        assert_eq!(connect_as(strangers, &socket, 20).await, 0);
+        let why = format!("refused a process of user {strangers}: its VMM is user 0's");
+        run.until("a line about it", |n| matches!(n, News::Problem { text } if text.contains(&why))).await;
+        // The guest has its connection, and all of its tries, and its own lines.
+        let mut guest = UnixStream::connect(&socket).await.unwrap();
+        guest.write_all((header() + &event(0)).as_bytes()).await.unwrap();
+        run.until("its record", |n| matches!(n, News::Record { .. })).await;
+        let second = UnixStream::connect(&socket).await.unwrap();
+        run.until("its own limit", |n| matches!(n, News::Problem { text } if text.contains("limit connections-per-vm"))).await;
+        drop((guest, second));
+        // A VMM that runs as somebody else.
+        let (_vmm, socket) = run.vmm("two").await;
+        std::os::unix::fs::chown(run.dir.path().join("vm/two/clh.sock"), Some(vmms), None).unwrap();
+        assert_eq!([connect_as(strangers, &socket, 1).await, connect_as(vmms, &socket, 1).await], [0, 1]);
+        let (_dir, counts) = run.stop_and_count().await;
+        assert_eq!((counts.strangers, counts.connections, counts.refused), (21, 2, 1));
+    }
+
+    #[tokio::test]
+    async fn a_vm_whose_directory_is_renamed_has_the_name_of_where_it_is_now() {
+        let mut run = Run::of_vms(Limits::default());
+        let (_vmm, _socket) = run.vmm("one").await;
+        std::fs::rename(run.dir.path().join("vm/one"), run.dir.path().join("vm/two")).unwrap();
+        // What was there goes with it until it has been seen; it is made anew then, and somebody listens.
+        let socket = run.dir.path().join(format!("vm/two/clh.sock_{DEFAULT_PORT}"));
+        let named = async {
+            loop {
+                if let Ok(mut guest) = UnixStream::connect(&socket).await {
+                    let _refused = guest.write_all((header() + &event(0)).as_bytes()).await;
+                    if tokio::time::timeout(Duration::from_millis(200), guest.read_u8()).await.is_ok_and(|read| read.is_ok()) {
+                        return guest;
+                    }
+                }
+                tokio::time::sleep(Duration::from_millis(1)).await;
+            }
+        };
+        let guest = tokio::time::timeout(DEADLINE, named).await.expect("the VM is heard under its new name");
+        run.until("its record", |n| matches!(n, News::Record { .. })).await;
+        drop(guest);
+        let dir = run.stop().await;
+        assert_eq!(read(dir.path()).sandbox().map(|s| s.id.clone()), Some("two".into()));
+        assert_eq!(read(dir.path()).owner(), Some(format!("socket {}", socket.display()).as_str()));
+        assert!(!socket.exists());
+    }
+
+    #[tokio::test]
+    async fn nothing_to_listen_on_is_an_error_with_the_cure() {
+        let dir = TempDir::new();
+        let (sender, _news) = mpsc::channel(1);
+        let config = Config::new(dir.path().to_path_buf(), DEFAULT_PORT);
+        let error = Collector::bind(&config, sender).err().expect("nothing to listen on").to_string();
+        assert!(error.contains("--uds"), "{error}");
+    }
+}

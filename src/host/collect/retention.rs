@@ -1,0 +1,431 @@
+//! Which boots' files go: those whose last record is older than so many days, then, until all together are small enough, the oldest of peers that
+//! have more than their share, then the oldest.
+//!
+//! A boot in flight never goes: one that has a connection, or whose last record came within [`GRACE`] (its guest may be coming back, or the
+//! collector was started again); the latter holds for peers within their share. Nothing but files named by a boot id is ever looked at. A host
+//! whose clock was set makes no boot old ([`Steady`]).
+
+use super::store as disk;
+use super::store::{Store, Tell};
+use crate::events::record::{MAX_LINE, is_boot_id};
+use crate::host::data::boot_file::{EXTENSION, FileLine, HostEvent, for_each_line};
+use anyhow::{Context, Result, bail};
+use nix::time::{ClockId, clock_gettime};
+use std::collections::HashMap;
+use std::fs::OpenOptions;
+use std::io::Read;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::{Duration, SystemTime};
+
+/// How long after its last record a boot counts as in flight.
+pub const GRACE: Duration = Duration::from_secs(600);
+/// One peer's share of [`Keep::bytes`]: what goes first, of more than that. A node has no more than some ten VMs with GPUs at once.
+const SHARES: u64 = 8;
+/// The collector's line about who connected stands in the first bytes of a file, behind the guest's header.
+const HEAD: u64 = 2 * MAX_LINE as u64;
+/// A clock that goes so far from what it was is one that was set.
+const MAX_DRIFT: Duration = Duration::from_secs(60);
+/// How long after that, and after the machine's start, no boot counts as old: until somebody, or NTP, has set it right.
+const DISTRUST: Duration = Duration::from_secs(24 * 3600);
+const AFTER_START: Duration = Duration::from_secs(3600);
+const DAY: Duration = Duration::from_secs(86_400);
+
+/// How much is kept.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Keep {
+    pub age: Option<Duration>,
+    pub bytes: Option<u64>,
+}
+
+impl Keep {
+    /// 0 days is for ever.
+    pub fn days(days: u64) -> Option<Duration> {
+        (days > 0).then(|| DAY.saturating_mul(u32::try_from(days).unwrap_or(u32::MAX)))
+    }
+}
+
+/// `10G`, `500M`, `64k` or bytes; 0 is without limit.
+pub fn parse_size(text: &str) -> Result<u64> {
+    let (digits, unit) = match text.find(|c: char| !c.is_ascii_digit()) {
+        Some(at) => text.split_at(at),
+        None => (text, ""),
+    };
+    let shift = match unit.trim_end_matches(['B', 'i']) {
+        "" => 0,
+        "k" | "K" => 10,
+        "M" => 20,
+        "G" => 30,
+        "T" => 40,
+        _ => bail!("{text}: want bytes, or a number with k, M, G or T, for example 10G"),
+    };
+    match digits.parse::<u64>().ok().and_then(|n| n.checked_mul(1 << shift)) {
+        Some(bytes) => Ok(bytes),
+        None => bail!("{text}: want bytes, or a number with k, M, G or T, for example 10G"),
+    }
+}
+
+/// One boot's file.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
+struct Candidate {
+    /// When its last record came.
+    written: SystemTime,
+    boot_id: String,
+    bytes: u64,
+    path: PathBuf,
+}
+
+/// Both clocks of this machine.
+#[derive(Clone, Copy, Debug)]
+pub struct Now {
+    pub real: SystemTime,
+    /// Since the machine's start; nobody can set it.
+    pub boot: Duration,
+}
+
+impl Now {
+    pub fn read() -> Result<Self> {
+        let boot = clock_gettime(ClockId::CLOCK_BOOTTIME).context("read CLOCK_BOOTTIME")?;
+        Ok(Self { real: SystemTime::now(), boot: boot.into() })
+    }
+}
+
+/// Whether the host's clock may be asked how old a file is.
+#[derive(Debug, Default)]
+struct Steady {
+    /// What the clock shows at the machine's start, by its last look.
+    start: Option<SystemTime>,
+    /// On the machine's own clock.
+    distrusted_until: Duration,
+}
+
+impl Steady {
+    /// Gives a line for people where the clock was set since the last look.
+    fn look(&mut self, now: Now) -> Option<String> {
+        let start = now.real.checked_sub(now.boot)?;
+        let before = self.start.replace(start)?;
+        let moved = start.duration_since(before).unwrap_or_else(|back| back.duration());
+        if moved <= MAX_DRIFT {
+            return None;
+        }
+        self.distrusted_until = now.boot + DISTRUST;
+        Some(format!("this machine's clock was set by {} s: for a day no boot is removed for its age", moved.as_secs()))
+    }
+
+    fn is_trusted(&self, now: Now) -> bool {
+        now.boot >= self.distrusted_until.max(AFTER_START)
+    }
+}
+
+/// Applies a [`Keep`], again and again.
+pub struct Retention {
+    keep: Keep,
+    steady: Steady,
+    /// Whose boot it is, by its id: read once of a file.
+    owners: HashMap<String, Option<Arc<str>>>,
+    /// It was said that more is there than may be, and that nothing can go.
+    told: bool,
+}
+
+impl Retention {
+    pub fn new(keep: Keep) -> Self {
+        Self { keep, steady: Steady::default(), owners: HashMap::new(), told: false }
+    }
+
+    /// Removes what is too old or too much.
+    pub fn apply(&mut self, store: &Store, tell: &Tell, now: Now) {
+        if self.keep == Keep::default() {
+            return;
+        }
+        if let Some(set) = self.steady.look(now) {
+            tell(set);
+        }
+        let all = match candidates(store) {
+            Ok(all) => all,
+            Err(e) => return tell(format!("look for old boots: {e:#}")),
+        };
+        let mut left: u64 = all.iter().map(|c| c.bytes).sum();
+        let go = |candidate: &Candidate, left: &mut u64| match store.remove(&candidate.boot_id, &candidate.path) {
+            Ok(true) => {
+                *left -= candidate.bytes;
+                true
+            }
+            // It is in flight.
+            Ok(false) => false,
+            Err(e) => {
+                tell(format!("remove {}: {e}", candidate.path.display()));
+                false
+            }
+        };
+        let (old, mut rest): (Vec<_>, Vec<_>) = all.into_iter().partition(|c| self.is_old(c, now));
+        for candidate in old {
+            if !go(&candidate, &mut left) {
+                rest.push(candidate);
+            }
+        }
+        let Some(most) = self.keep.bytes else { return };
+        if left > most {
+            rest.sort();
+            let mut over = self.over_their_share(&rest, most / SHARES);
+            rest.retain(|c| !over.contains(c));
+            // Of those within their share none that its guest may come back for.
+            over.extend(rest.into_iter().filter(|c| age(c, now) > GRACE));
+            for candidate in &over {
+                if left <= most {
+                    break;
+                }
+                go(candidate, &mut left);
+            }
+        }
+        if left > most && !self.told {
+            tell(format!(
+                "boots take {left} bytes in {}, more than --keep-size, and all that are left are in flight",
+                store.dir().display()
+            ));
+        }
+        self.told = left > most;
+    }
+
+    fn is_old(&self, candidate: &Candidate, now: Now) -> bool {
+        self.steady.is_trusted(now) && self.keep.age.is_some_and(|most| age(candidate, now) > most.max(GRACE))
+    }
+
+    /// The oldest of each peer, as far as it has more than its share: all but the newest that fit into it.
+    fn over_their_share(&mut self, all: &[Candidate], share: u64) -> Vec<Candidate> {
+        self.owners.retain(|id, _| all.iter().any(|c| c.boot_id == *id));
+        let mut used: HashMap<Arc<str>, u64> = HashMap::new();
+        let mut over = Vec::new();
+        for candidate in all.iter().rev() {
+            let owner = self.owners.entry(candidate.boot_id.clone()).or_insert_with(|| owner_of(&candidate.path));
+            let Some(owner) = owner else { continue };
+            let used = used.entry(owner.clone()).or_default();
+            *used += candidate.bytes;
+            if *used > share {
+                over.push(candidate.clone());
+            }
+        }
+        over.reverse();
+        over
+    }
+}
+
+/// The peer that a boot's first connection was of; None for a file that no connection made.
+fn owner_of(path: &Path) -> Option<Arc<str>> {
+    let file = disk::open(path, OpenOptions::new().read(true)).ok()?;
+    let mut owner = None;
+    let read = for_each_line(file.take(HEAD), |_, _, line| {
+        if let (None, Ok(FileLine::Host(line))) = (&owner, line)
+            && let HostEvent::Connected { peer, .. } = line.event
+        {
+            owner = Some(peer.into());
+        }
+    });
+    read.ok().and(owner)
+}
+
+fn candidates(store: &Store) -> Result<Vec<Candidate>> {
+    let mut found = Vec::new();
+    for entry in std::fs::read_dir(store.dir())? {
+        let entry = entry?;
+        let path = entry.path();
+        let Some(boot_id) = path.file_stem().and_then(|s| s.to_str()).filter(|id| is_boot_id(id)).map(String::from) else { continue };
+        if path.extension().is_none_or(|e| e != EXTENSION) {
+            continue;
+        }
+        // Of the entry itself: a link is none of ours. One that is gone meanwhile needs no removing.
+        let Ok(meta) = entry.metadata() else { continue };
+        if meta.is_file() {
+            found.push(Candidate { written: meta.modified()?, boot_id, bytes: meta.len(), path });
+        }
+    }
+    found.sort();
+    Ok(found)
+}
+
+fn age(candidate: &Candidate, now: Now) -> Duration {
+    now.real.duration_since(candidate.written).unwrap_or_default()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::limits::Limits;
+    use super::super::store::{Disk, Place};
+    use super::*;
+    use crate::events::record::{Header, header_line};
+    use crate::host::data::boot_file::HostLine;
+    use crate::host::testing::TempDir;
+    use std::fs::File;
+    use std::sync::{Arc, Mutex};
+
+    fn id(n: usize) -> String {
+        format!("0f7a1f8e-0000-4000-8000-{n:012x}")
+    }
+
+    /// Files 0, 1, .. of 1000 bytes, each with the age in hours.
+    fn files(dir: &TempDir, hours: &[u64]) {
+        for (n, hours) in hours.iter().enumerate() {
+            let file = File::create(dir.path().join(format!("{}.ndjson", id(n)))).unwrap();
+            file.set_len(1000).unwrap();
+            file.set_modified(SystemTime::now() - Duration::from_secs(hours * 3600)).unwrap();
+        }
+    }
+
+    fn left(dir: &TempDir) -> Vec<usize> {
+        (0..10).filter(|n| dir.path().join(format!("{}.ndjson", id(*n))).exists()).collect()
+    }
+
+    fn apply(dir: &TempDir, keep: Keep) -> Vec<String> {
+        let told: Arc<Mutex<Vec<String>>> = Arc::default();
+        let sink = told.clone();
+        let tell: Tell = Arc::new(move |text| sink.lock().unwrap().push(text));
+        let disk =
+            Disk::start(Place::take(dir.path()).unwrap(), Limits::default(), Keep::default(), Arc::default(), tell.clone(), || ()).unwrap();
+        Retention::new(keep).apply(&disk.store, &tell, now());
+        disk.close().unwrap();
+        told.lock().unwrap().clone()
+    }
+
+    /// Long after the machine's start.
+    fn now() -> Now {
+        Now { real: SystemTime::now(), boot: 100 * DAY }
+    }
+
+    #[test]
+    fn the_old_go_then_the_oldest_until_the_rest_is_small_enough_and_never_one_in_flight() {
+        let dir = TempDir::new();
+        let hours = [100, 50, 30, 20, 0];
+        for (keep, want) in [
+            (Keep { age: None, bytes: None }, vec![0, 1, 2, 3, 4]),
+            (Keep { age: Keep::days(2), bytes: None }, vec![2, 3, 4]),
+            (Keep { age: None, bytes: Some(3000) }, vec![2, 3, 4]),
+            (Keep { age: Keep::days(3), bytes: Some(2999) }, vec![3, 4]),
+            (Keep { age: Keep::days(1), bytes: Some(1) }, vec![4]),
+        ] {
+            files(&dir, &hours);
+            let told = apply(&dir, keep);
+            assert_eq!(left(&dir), want, "{keep:?}");
+            assert_eq!(told.iter().any(|t| t.contains("in flight")), keep.bytes == Some(1), "{told:?}");
+        }
+    }
+
+    /// File n of a peer, with the bytes and the age in hours.
+    fn file_of(dir: &TempDir, n: usize, peer: &str, bytes: u64, hours: u64) {
+        let header = Header { boot_id: id(n), version: String::new(), kernel: String::new(), first_seq: 0 };
+        let connected = HostLine::now(HostEvent::Connected { peer: peer.into(), first_seq: 0 });
+        let path = dir.path().join(format!("{}.ndjson", id(n)));
+        std::fs::write(&path, header_line(&header) + &connected.to_line()).unwrap();
+        let file = File::options().write(true).open(path).unwrap();
+        file.set_len(bytes).unwrap();
+        file.set_modified(SystemTime::now() - Duration::from_secs(hours * 3600)).unwrap();
+    }
+
+    #[test]
+    fn a_peer_with_more_than_its_share_pushes_out_its_own_boots_and_no_others() {
+        let dir = TempDir::new();
+        // Four old boots of honest guests; one guest with five large ones that are as new as can be.
+        (0..4).for_each(|n| file_of(&dir, n, &format!("cid {}", 10 + n), 1000, 200));
+        (4..9).for_each(|n| file_of(&dir, n, "cid 3", 10_000, 0));
+        let keep = Keep { age: None, bytes: Some(40_000) };
+        assert_eq!(apply(&dir, keep), [] as [String; 0]);
+        assert_eq!(left(&dir), [0, 1, 2, 3, 6, 7, 8], "its oldest go, as many as have to");
+        // Within their shares the oldest go.
+        let keep = Keep { age: None, bytes: Some(25_000) };
+        apply(&dir, keep);
+        assert_eq!(left(&dir), [0, 1, 2, 3, 7, 8]);
+    }
+
+    #[test]
+    fn a_clock_that_is_set_makes_no_boot_old() {
+        let dir = TempDir::new();
+        files(&dir, &[1]);
+        let told: Arc<Mutex<Vec<String>>> = Arc::default();
+        let sink = told.clone();
+        let tell: Tell = Arc::new(move |text| sink.lock().unwrap().push(text));
+        let disk =
+            Disk::start(Place::take(dir.path()).unwrap(), Limits::default(), Keep::default(), Arc::default(), tell.clone(), || ()).unwrap();
+        let mut retention = Retention::new(Keep { age: Keep::days(30), bytes: None });
+        let start = now();
+        let mut at = |real: Duration, boot: Duration| {
+            retention.apply(&disk.store, &tell, Now { real: start.real + real, boot: start.boot + boot });
+            left(&dir)
+        };
+        assert_eq!(at(Duration::ZERO, Duration::ZERO), [0]);
+        let minute = Duration::from_secs(60);
+        // A year into the future, and back.
+        assert_eq!(at(365 * DAY, minute), [0]);
+        assert_eq!(at(365 * DAY + 23 * 60 * minute, 23 * 60 * minute), [0]);
+        assert_eq!(at(24 * 60 * minute, 24 * 60 * minute), [0]);
+        assert_eq!(told.lock().unwrap().iter().filter(|t| t.contains("clock was set by 315")).count(), 2, "{told:?}");
+        // Time that passes makes it old.
+        assert_eq!(at(29 * DAY, 29 * DAY), [0]);
+        assert_eq!(at(31 * DAY, 31 * DAY), [0; 0]);
+        disk.close().unwrap();
+    }
+
+    #[test]
+    fn shortly_after_the_machines_start_no_boot_is_old() {
+        let dir = TempDir::new();
+        files(&dir, &[1000]);
+        let tell: Tell = Arc::new(|_| ());
+        let disk =
+            Disk::start(Place::take(dir.path()).unwrap(), Limits::default(), Keep::default(), Arc::default(), tell.clone(), || ()).unwrap();
+        let mut retention = Retention::new(Keep { age: Keep::days(30), bytes: None });
+        let mut at = |boot: Duration| {
+            retention.apply(&disk.store, &tell, Now { real: SystemTime::now() + boot, boot });
+            left(&dir)
+        };
+        assert_eq!(at(Duration::from_secs(60)), [0]);
+        assert_eq!(at(AFTER_START), [0; 0]);
+        disk.close().unwrap();
+    }
+
+    #[test]
+    fn nothing_else_in_the_directory_is_touched() {
+        let dir = TempDir::new();
+        files(&dir, &[100]);
+        let old = SystemTime::now() - Duration::from_secs(1_000_000);
+        for name in ["notes.txt", "x.ndjson", &format!("{}.console", id(1))] {
+            File::create(dir.path().join(name)).unwrap().set_modified(old).unwrap();
+        }
+        std::os::unix::fs::symlink("notes.txt", dir.path().join(format!("{}.ndjson", id(5)))).unwrap();
+        apply(&dir, Keep { age: Keep::days(1), bytes: Some(1) });
+        assert_eq!(left(&dir), [5]);
+        assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), 4);
+    }
+
+    #[tokio::test]
+    async fn a_connected_boot_stays_however_long_it_is_silent() {
+        let dir = TempDir::new();
+        let tell: Tell = Arc::new(|_| ());
+        let disk =
+            Disk::start(Place::take(dir.path()).unwrap(), Limits::default(), Keep::default(), Arc::default(), tell.clone(), || ()).unwrap();
+        let header = Header { boot_id: id(0), version: String::new(), kernel: String::new(), first_seq: 0 };
+        let attached = disk.store.attach(&header, header_line(&header).trim_end().as_bytes(), "cid 3", || true).await.unwrap();
+        let path = dir.path().join(format!("{}.ndjson", id(0)));
+        let deadline = std::time::Instant::now() + Duration::from_secs(10);
+        while std::fs::metadata(&path).map_or(0, |m| m.len()) == 0 {
+            assert!(std::time::Instant::now() < deadline, "nothing is written within 10 s");
+            tokio::task::yield_now().await;
+        }
+        File::options().write(true).open(&path).unwrap().set_modified(SystemTime::UNIX_EPOCH).unwrap();
+        let keep = Keep { age: Keep::days(1), bytes: Some(1) };
+        Retention::new(keep).apply(&disk.store, &tell, now());
+        assert_eq!(left(&dir), [0]);
+        drop(attached);
+        disk.close().unwrap();
+        apply(&dir, keep);
+        assert_eq!(left(&dir), [0; 0], "without a connection it goes");
+    }
+
+    #[test]
+    fn sizes_are_read_as_people_write_them() {
+        for (text, want) in
+            [("0", 0), ("1000", 1000), ("64k", 65536), ("10G", 10 << 30), ("10GiB", 10 << 30), ("1T", 1 << 40), ("5MB", 5 << 20)]
+        {
+            assert_eq!(parse_size(text).unwrap(), want, "{text}");
+        }
+        for text in ["", "G", "-1", "1.5G", "10X", "99999999999T"] {
+            assert!(parse_size(text).unwrap_err().to_string().contains("for example 10G"), "{text}");
+        }
+    }
+}

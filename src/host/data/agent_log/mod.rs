@@ -1,0 +1,393 @@
+//! The agent's own log lines, as they stand in the guest's console.
+//!
+//! Lines carry the guest's wall-clock time and have no part in the event stream; [`ClockPoints`] places them on the guest's boot
+//! clock. [`line`] knows the words of a real kata-agent, [`containers`] which container a line is about; every view and `import`
+//! read the agent through [`AgentLog`] alone.
+
+mod containers; // lines into what happens to each container
+pub mod line; // one line's words
+pub mod torn; // lines that others have torn
+
+pub use containers::{NONE, UNKNOWN};
+
+use super::budget::{MAX_AGENT_LINES, MAX_AGENT_TEXT};
+use super::clock::Clock;
+use super::containerd_log;
+use super::containerd_log::Entry;
+use super::framing::{Lines, Piece};
+use super::record::{Field, Record};
+use crate::events::record::{Kind, names};
+use crate::pci::PciAddress;
+use anyhow::{Context, Result};
+use containers::Containers;
+use line::Nothing;
+use serde_json::{Map, Value};
+use std::collections::BTreeMap;
+use std::fs::File;
+use std::io::{self, Read};
+use std::path::Path;
+use torn::Torn;
+
+/// Longest console line that is looked at, in bytes: the agent prints the whole OCI spec of each container.
+pub const MAX_CONSOLE_LINE: usize = 64 * 1024;
+/// `clock` events that are kept: the init sends one at its start and one for each step of the clock.
+const MAX_POINTS: usize = 4096;
+
+/// What the agent's lines say about the boot. Containers have one name each: that in their pod, or the start of their id.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum AgentEvent {
+    Start {
+        version: String,
+    },
+    /// Its server listens.
+    Ready,
+    /// The runtime called the agent.
+    Rpc {
+        call: String,
+    },
+    /// The runtime asked for a container with these devices.
+    ContainerAsked {
+        container: String,
+        devices: String,
+        /// It is the pod's pause container.
+        pause: bool,
+    },
+    /// A try of the agent to resolve a container's devices failed; it tries again after a second.
+    CdiTryFailed {
+        container: String,
+        attempt: u64,
+        error: String,
+    },
+    /// A container's devices are in its spec.
+    Injected {
+        container: String,
+    },
+    ContainerCreated {
+        container: String,
+        devices: String,
+        tries: Option<u64>,
+        pause: bool,
+    },
+    /// Its program runs.
+    ContainerStarted {
+        container: String,
+    },
+    ContainerFailed {
+        container: String,
+        devices: String,
+        tries: Option<u64>,
+        error: String,
+    },
+    /// A hook that runs in the agent's own namespaces failed; the agent goes on.
+    HookFailed {
+        error: String,
+    },
+    /// A uevent told the agent that a driver has this PCI function.
+    Bound(PciAddress),
+}
+
+/// One line of the agent.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct AgentLine {
+    /// CLOCK_REALTIME of the guest.
+    pub realtime_ns: i64,
+    pub event: AgentEvent,
+}
+
+/// The lines of one guest, read in their order.
+#[derive(Clone, Debug, Default)]
+pub struct AgentLog {
+    torn: Torn,
+    containers: Containers,
+}
+
+impl AgentLog {
+    /// Takes the next line of console text. Lines of others, without a time, and those that say nothing about the boot give nothing.
+    pub fn line(&mut self, line: &[u8], mut each: impl FnMut(AgentLine)) {
+        let Self { torn, containers } = self;
+        torn.line(line, MAX_CONSOLE_LINE, |line| {
+            let Some(Ok(line)) = line::object(line).map(|object| line::parse(&object)) else { return };
+            containers.take(&line, |realtime_ns, event| {
+                if let Some(realtime_ns) = realtime_ns {
+                    each(AgentLine { realtime_ns, event });
+                }
+            });
+        });
+    }
+
+    /// Takes the next line, which is whole, as the object in it. Fails for what says nothing about the boot.
+    pub fn object(&mut self, object: &Map<String, Value>, mut each: impl FnMut(Option<i64>, AgentEvent)) -> Result<(), Nothing> {
+        self.containers.take(&line::parse(object)?, &mut each);
+        Ok(())
+    }
+}
+
+/// What a console log beside a boot's file ends in.
+const EXTENSION: &str = "console";
+const WHOSE: &str =
+    "it is containerd's log, and the boot's file does not say which sandbox it is of; kata-gpu-boot import reads the log alone";
+
+/// The agent's lines of the boot with this file: from the log that was named, a console's or containerd's with this sandbox in it, or else from the
+/// console log beside the file, if there is one.
+pub fn of_boot(boot: &Path, sandbox: Option<&str>, named: Option<&Path>) -> Result<Vec<AgentLine>> {
+    let beside = boot.with_extension(EXTENSION);
+    let Some(log) = named.or_else(|| beside.is_file().then_some(beside.as_path())) else { return Ok(Vec::new()) };
+    let file = File::open(log).with_context(|| format!("open console log {}", log.display()))?;
+    // What lies beside it is the guest's own console, which may look like anything.
+    let lines = if named.is_some() { read_either(file, sandbox) } else { read(file) };
+    lines.with_context(|| format!("read {}", log.display()))
+}
+
+impl AgentEvent {
+    fn text_bytes(&self) -> usize {
+        match self {
+            Self::Ready | Self::Bound(_) => 0,
+            Self::Start { version: text } | Self::Rpc { call: text } | Self::HookFailed { error: text } => text.len(),
+            Self::Injected { container } | Self::ContainerStarted { container } => container.len(),
+            Self::CdiTryFailed { container, error, .. } => container.len() + error.len(),
+            Self::ContainerAsked { container, devices, .. } | Self::ContainerCreated { container, devices, .. } => {
+                container.len() + devices.len()
+            }
+            Self::ContainerFailed { container, devices, error, .. } => container.len() + devices.len() + error.len(),
+        }
+    }
+}
+
+/// Whether there may be more lines than were kept.
+pub fn is_full(lines: &[AgentLine]) -> bool {
+    lines.len() >= MAX_AGENT_LINES || lines.iter().map(|line| line.event.text_bytes()).sum::<usize>() >= MAX_AGENT_TEXT
+}
+
+/// The lines of the agent in a console log, as many as fit.
+pub fn read(from: impl Read) -> io::Result<Vec<AgentLine>> {
+    read_lines(from, |line, take| take(line))
+}
+
+/// The same, or in containerd's log: those of this sandbox.
+fn read_either(from: impl Read, sandbox: Option<&str>) -> io::Result<Vec<AgentLine>> {
+    let mut is_anybodys = false;
+    let found = read_lines(from, |line, take| {
+        let text = containerd_log::may_have_console(line).then(|| String::from_utf8_lossy(line));
+        let entry = text.as_deref().and_then(containerd_log::entry);
+        match entry.as_ref().and_then(Entry::console) {
+            None => take(line),
+            Some((of, line)) if Some(of) == sandbox => take(line.as_bytes()),
+            Some(_) => is_anybodys |= sandbox.is_none(),
+        }
+    })?;
+    if found.is_empty() && is_anybodys { Err(io::Error::other(WHOSE)) } else { Ok(found) }
+}
+
+/// `each` gives on what of a line of the log is one of the guest's console.
+fn read_lines(mut from: impl Read, mut each: impl FnMut(&[u8], &mut dyn FnMut(&[u8]))) -> io::Result<Vec<AgentLine>> {
+    let mut lines = Lines::new(MAX_CONSOLE_LINE);
+    let mut found: Vec<AgentLine> = Vec::new();
+    let mut text = 0;
+    let mut chunk = vec![0; 64 * 1024];
+    let mut log = AgentLog::default();
+    loop {
+        match from.read(&mut chunk) {
+            Ok(0) => return Ok(found),
+            Ok(n) => lines.push(&chunk[..n], |piece| {
+                let Piece::Line(line) = piece else { return };
+                each(line, &mut |line| {
+                    log.line(line, |line| {
+                        if found.len() < MAX_AGENT_LINES && text < MAX_AGENT_TEXT {
+                            text += line.event.text_bytes();
+                            found.push(line);
+                        }
+                    });
+                });
+            }),
+            Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
+            Err(e) => return Err(e),
+        }
+    }
+}
+
+/// A time on the guest's boot clock.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Placed {
+    pub boottime_ns: u64,
+    /// No `clock` event of the guest was there to place it by.
+    pub approximate: bool,
+}
+
+/// Where the guest's wall clock stood beside its boot clock: its `clock` events.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct ClockPoints {
+    /// (CLOCK_REALTIME, CLOCK_BOOTTIME) in ns, by the first.
+    points: BTreeMap<i64, u64>,
+}
+
+impl ClockPoints {
+    /// Takes what a `clock` event says; other records say nothing.
+    pub fn add(&mut self, record: &Record) {
+        if record.kind == Kind::Event
+            && record.name == names::CLOCK
+            && let Some(realtime_ns) = record.fields.get("realtime_ns").and_then(Field::as_i64)
+            && (self.points.len() < MAX_POINTS || self.points.contains_key(&realtime_ns))
+        {
+            self.points.entry(realtime_ns).or_insert(record.boottime_ns);
+        }
+    }
+
+    pub fn is_empty(&self) -> bool {
+        self.points.is_empty()
+    }
+
+    /// By the nearest `clock` event (the guest's wall clock may be stepped between two). Without one: as if the guest's wall clock were the
+    /// host's, which is approximate. None without either.
+    pub fn place(&self, realtime_ns: i64, host: &Clock) -> Option<Placed> {
+        let before = self.points.range(..=realtime_ns).next_back();
+        let after = self.points.range(realtime_ns..).next();
+        let nearest = before.into_iter().chain(after).min_by_key(|(realtime, _)| realtime.abs_diff(realtime_ns));
+        if let Some((realtime, boottime)) = nearest {
+            let at = i128::from(*boottime) + i128::from(realtime_ns) - i128::from(*realtime);
+            return Some(Placed { boottime_ns: u64::try_from(at.max(0)).ok()?, approximate: false });
+        }
+        host.boottime_at(realtime_ns).map(|boottime_ns| Placed { boottime_ns, approximate: true })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::clock::Sample;
+    use super::*;
+    use crate::events::record;
+    use crate::host::testing::{golden, tests_dir};
+    use crate::host::views::rows::Tracker;
+
+    /// What a real agent's console says: seconds since its first line, and what happened. Lines as they came, less than all.
+    fn recorded(name: &str) -> String {
+        let file = File::open(tests_dir(&format!("fixtures/agent/kata-agent-{name}.console"))).unwrap();
+        let lines = read(file).unwrap();
+        let first = lines.first().map_or(0, |line| line.realtime_ns);
+        let mut tracker = Tracker::default();
+        let mut out = String::new();
+        for line in &lines {
+            let row = tracker.agent_row(&line.event, 0, false);
+            out.push_str(&format!("{:7.3}  {}\n", (line.realtime_ns - first) as f64 / 1e9, row.what));
+        }
+        out
+    }
+
+    #[test]
+    fn everything_that_a_real_agent_said_is_understood() {
+        for name in ["4.1.0-info", "4.1.0-timeout", "4.1.0-warn"] {
+            golden(&format!("agent/kata-agent-{name}.events"), &recorded(name));
+        }
+    }
+
+    fn said(lines: &[&str]) -> Vec<AgentEvent> {
+        let mut log = AgentLog::default();
+        let mut events = Vec::new();
+        for (nth, msg) in lines.iter().enumerate() {
+            let (msg, more) = msg.split_once(" | ").unwrap_or((msg, ""));
+            let cid = if more.is_empty() { String::new() } else { format!(r#","module":"rustjail","cid":"{more}""#) };
+            let ts = format!("2026-01-02T03:04:{nth:02}.000000000Z");
+            let text = format!(r#"{{"msg":{},"level":"INFO","ts":"{ts}","name":"kata-agent"{cid}}}"#, Value::from(msg));
+            log.line(text.as_bytes(), |line| events.push(line.event));
+        }
+        events
+    }
+
+    const CREATE: &str = "rpc call from shim to agent: \"create_container\"";
+    const CREATED: &str = "created container!";
+
+    fn created(container: &str, devices: &str, tries: Option<u64>) -> AgentEvent {
+        AgentEvent::ContainerCreated { container: container.into(), devices: devices.into(), tries, pause: false }
+    }
+
+    #[test]
+    fn containers_that_are_made_at_once_are_told_apart() {
+        let spec = |id: &str, device: &str| {
+            format!(
+                "receive createcontainer, spec: Spec {{ root: Some(Root {{ path: \"/x/{id}/rootfs\" }}), annotations: Some({{\"cdi.k8s.io/v\": \"{device}\"}}) }}"
+            )
+        };
+        let injected = |id: &str| {
+            format!(
+                "all devices injected successfully, modified CDI container spec: Spec {{ root: Some(Root {{ path: \"/x/{id}/rootfs\" }}) }}"
+            )
+        };
+        let wait = |nth: u32, error: &str| format!("waiting for CDI spec(s) to be generated ({nth} of 9 max tries) {error}");
+        let lines = [
+            CREATE.to_string(),
+            CREATE.to_string(),
+            spec("a", "k/d=0"),
+            spec("b", "k/d=1"),
+            wait(0, "\"not yet\""),
+            wait(0, "\"not yet\""),
+            wait(1, "\"unresolvable CDI devices k/d=1\""),
+            injected("a"),
+            wait(2, "\"not yet\""),
+            "enter container.start! | a".to_string(),
+            injected("b"),
+            CREATED.to_string(),
+            "enter container.start! | b".to_string(),
+            "failed to start container: no".to_string(),
+        ];
+        let events = said(&lines.each_ref().map(String::as_str));
+        let tries: Vec<(&str, u64)> = events
+            .iter()
+            .filter_map(|event| match event {
+                AgentEvent::CdiTryFailed { container, attempt, .. } => Some((container.as_str(), *attempt)),
+                _ => None,
+            })
+            .collect();
+        assert_eq!(tries, [("a", 1), ("b", 1), ("b", 2), ("b", 3)]);
+        assert!(events.contains(&created("a", "k/d=0", Some(2))), "{events:?}");
+        let failed = AgentEvent::ContainerFailed { container: "b".into(), devices: "k/d=1".into(), tries: Some(4), error: "no".into() };
+        assert_eq!(events.last(), Some(&failed));
+    }
+
+    #[test]
+    fn without_a_spec_a_container_is_known_by_its_number_or_its_id_and_its_devices_are_unknown() {
+        let events =
+            said(&[CREATE, CREATED, CREATE, "enter container.start! | c", CREATED, "enter container.start! | c", "container started | c"]);
+        assert_eq!(events[1], created("#1", UNKNOWN, None));
+        assert_eq!(events[3], created("c", UNKNOWN, None));
+        assert_eq!(events[4..], [AgentEvent::ContainerStarted { container: "c".into() }]);
+    }
+
+    #[test]
+    fn an_agent_that_has_tried_often_enough_has_given_up_though_it_does_not_say_so() {
+        let wait = "waiting for CDI spec(s) to be generated (2 of 2 max tries) \"unresolvable CDI devices k/d=1\"";
+        let events = said(&[CREATE, wait]);
+        let Some(AgentEvent::ContainerFailed { container, devices, tries, error }) = events.last() else { panic!("{events:?}") };
+        assert_eq!((container.as_str(), devices.as_str(), *tries), ("#1", "k/d=1", Some(3)));
+        assert_eq!(error, "failed to inject devices after CDI timeout of 2 seconds");
+    }
+
+    #[test]
+    fn other_lines_and_other_programs_say_nothing() {
+        let ready = r#"{"msg":"ttRPC server started","ts":"2026-01-02T03:04:05.5Z","name":"kata-agent"}"#;
+        let lines = |text: &str| read(text.as_bytes()).unwrap().len();
+        assert_eq!((lines(&format!("{ready}\n")), lines(&format!("[    1.234567] nvidia: hello {ready}\r\n"))), (1, 1));
+        for text in ["", "{", "}{", "[ 0.1] Linux version", "{\"msg\":1}", &ready[..60]] {
+            assert_eq!(lines(&format!("{text}\n")), 0, "{text}");
+        }
+        assert_eq!(lines(&format!("{}\n", ready.replace("kata-agent", "other"))), 0);
+        assert_eq!(lines(&format!("{}\n", ready.replace("2026-01", "2026-99"))), 0);
+    }
+
+    #[test]
+    fn lines_are_placed_by_the_nearest_clock_event_and_approximately_without_one() {
+        let clock_event = |boottime_ns, realtime_ns: i64| {
+            let fields = Map::from_iter([("realtime_ns".to_string(), realtime_ns.into())]);
+            Record::from(record::Record { boottime_ns, fields, ..record::Record::new(Kind::Event, names::CLOCK) })
+        };
+        let mut points = ClockPoints::default();
+        let mut host = Clock::default();
+        assert_eq!(points.place(5, &host), None);
+        host.add(Sample { boottime_ns: 0, offset_ns: 1000, error_ns: 0 });
+        assert_eq!(points.place(1500, &host), Some(Placed { boottime_ns: 500, approximate: true }));
+        points.add(&clock_event(100, 10_000));
+        // The guest's wall clock was stepped by an hour between the two.
+        points.add(&clock_event(200, 3_600_000_010_100));
+        assert_eq!(points.place(10_050, &host), Some(Placed { boottime_ns: 150, approximate: false }));
+        assert_eq!(points.place(3_600_000_010_110, &host), Some(Placed { boottime_ns: 210, approximate: false }));
+        assert_eq!(points.place(0, &host), Some(Placed { boottime_ns: 0, approximate: false }), "not before the kernel's start");
+    }
+}

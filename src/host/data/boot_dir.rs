@@ -1,0 +1,122 @@
+//! Boots in a collector's directory: which one is meant, and reading it.
+
+use super::boot_file::{BootFile, EXTENSION};
+use super::text::printable;
+use crate::events::record::is_boot_id;
+use anyhow::{Context, Result, bail};
+use std::fs::File;
+use std::io::ErrorKind;
+use std::path::{Path, PathBuf};
+
+/// Reads a boot's file. A file with nothing of ours in it is an error; damage in one that has is not.
+pub fn read_boot(path: &Path) -> Result<BootFile> {
+    let file = File::open(path).with_context(|| format!("open {}", path.display()))?;
+    let boot = BootFile::read(file).with_context(|| format!("read {}", path.display()))?;
+    if boot.header.is_none() && boot.records.is_empty() {
+        let first = boot.damage.first().map(|d| format!(" (line {}: {})", d.line, d.why)).unwrap_or_default();
+        bail!("{}: no event stream in it{first}: give a file that `collect` wrote, or the guest's boot.ndjson", path.display());
+    }
+    Ok(boot)
+}
+
+/// The file that somebody means.
+pub fn find(boot: Option<&str>, dir: &Path) -> Result<PathBuf> {
+    let Some(boot) = boot else {
+        return newest(dir);
+    };
+    let path = Path::new(boot);
+    if path.is_file() {
+        return Ok(path.to_path_buf());
+    }
+    // What is no file may be the start of an id; anything else is a path that is not there.
+    if !boot.bytes().all(|b| matches!(b, b'0'..=b'9' | b'a'..=b'f' | b'-')) {
+        bail!("{}: no such file, and not a boot id", printable(boot));
+    }
+    let mut found: Vec<PathBuf> =
+        boots(dir)?.into_iter().filter(|p| p.file_name().is_some_and(|n| n.to_string_lossy().starts_with(boot))).collect();
+    match (found.pop(), found.len()) {
+        (Some(path), 0) => Ok(path),
+        (None, _) => bail!("no file and no boot {boot} in {}: name the collector's directory with --dir", dir.display()),
+        (Some(_), more) => bail!("{} boots in {} start with {boot}: give more of the id", more + 1, dir.display()),
+    }
+}
+
+/// The boots in a directory: files that are named by a boot id. Nothing else of such a name is one: a pipe would be waited for, and /dev/zero has no end.
+pub fn boots(dir: &Path) -> Result<Vec<PathBuf>> {
+    let mut found = Vec::new();
+    for entry in std::fs::read_dir(dir).with_context(|| format!("read directory {}", dir.display()))? {
+        let path = entry.with_context(|| format!("read directory {}", dir.display()))?.path();
+        let named_by_id = path.file_stem().and_then(|s| s.to_str()).is_some_and(is_boot_id);
+        // A link whose target is gone is none either, nor is what the retention has removed in between.
+        if named_by_id && path.extension().is_some_and(|e| e == EXTENSION) && path.is_file() {
+            found.push(path);
+        }
+    }
+    Ok(found)
+}
+
+fn newest(dir: &Path) -> Result<PathBuf> {
+    Ok(dated(dir)?.swap_remove(0))
+}
+
+/// The boots in a directory, at least one, that which was written to last first.
+pub fn dated(dir: &Path) -> Result<Vec<PathBuf>> {
+    let mut dated = Vec::new();
+    for path in boots(dir)? {
+        match path.metadata().and_then(|m| m.modified()) {
+            Ok(modified) => dated.push((modified, path)),
+            // The retention was faster.
+            Err(e) if e.kind() == ErrorKind::NotFound => {}
+            Err(e) => return Err(e).with_context(|| format!("look at {}", path.display())),
+        }
+    }
+    if dated.is_empty() {
+        bail!("no boot in {}: name the collector's directory with --dir, or give a file", dir.display());
+    }
+    dated.sort_unstable_by(|a, b| b.cmp(a));
+    Ok(dated.into_iter().map(|(_, path)| path).collect())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::host::testing::TempDir;
+
+    #[test]
+    fn a_boot_is_found_by_file_by_the_start_of_its_id_and_by_being_the_newest() {
+        let dir = TempDir::new();
+        let old = dir.path().join("0f7a1f8e-0000-4000-8000-00000000beef.ndjson");
+        let new = dir.path().join("0f7b1f8e-0000-4000-8000-00000000beef.ndjson");
+        std::fs::write(&old, "").unwrap();
+        let file = File::create(&new).unwrap();
+        file.set_modified(std::time::SystemTime::now() + std::time::Duration::from_secs(5)).unwrap();
+        std::fs::write(dir.path().join("zzz.ndjson"), "").unwrap();
+        assert_eq!(find(None, dir.path()).unwrap(), new);
+        assert_eq!(find(Some("0f7a"), dir.path()).unwrap(), old);
+        assert_eq!(find(Some(old.to_str().unwrap()), Path::new("/")).unwrap(), old);
+        assert!(find(Some("0f7"), dir.path()).unwrap_err().to_string().contains("2 boots"));
+        assert!(find(Some("beef"), dir.path()).unwrap_err().to_string().contains("--dir"));
+        assert!(find(Some("../no/such"), dir.path()).unwrap_err().to_string().contains("no such file"));
+    }
+
+    #[test]
+    fn what_is_called_like_a_boot_and_is_no_file_is_not_looked_into() {
+        let dir = TempDir::new();
+        let named = |n: u8| dir.path().join(format!("0f7a1f8e-0000-4000-8000-00000000000{n}.ndjson"));
+        std::fs::write(named(0), "").unwrap();
+        std::os::unix::fs::symlink("/nonexistent", named(1)).unwrap();
+        std::os::unix::fs::symlink("/dev/zero", named(2)).unwrap();
+        std::fs::create_dir(named(3)).unwrap();
+        nix::unistd::mkfifo(&named(4), nix::sys::stat::Mode::S_IRWXU).unwrap();
+        assert_eq!(boots(dir.path()).unwrap(), [named(0)]);
+        assert_eq!(find(None, dir.path()).unwrap(), named(0), "a link to nothing does not keep the others from being found");
+    }
+
+    #[test]
+    fn a_file_of_something_else_is_refused_with_the_cure() {
+        let dir = TempDir::new();
+        let path = dir.path().join("x");
+        std::fs::write(&path, "hello\n").unwrap();
+        assert!(read_boot(&path).unwrap_err().to_string().contains("give a file that"));
+    }
+}

@@ -1,0 +1,93 @@
+//! Records that were made of log lines: what they say, and where they came from.
+
+use super::agent_log::{self, AgentEvent};
+use super::log_names as names;
+use super::record::{Field, Record};
+use super::text;
+use crate::events::record::Kind;
+use serde::{Deserialize, Serialize};
+use std::fmt;
+
+/// The formats, by the names that `--format` takes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize, clap::ValueEnum)]
+#[serde(rename_all = "lowercase")]
+pub enum Format {
+    /// containerd's journal or log with the Kata shim's lines, as text or as `journalctl -o json` gives it
+    Journal,
+    /// A guest's console log
+    Console,
+    /// Output of bpftrace on vfio_pin_pages_remote
+    Bpftrace,
+    /// ftrace's function_graph output of vfio_pin_pages_remote
+    Ftrace,
+    /// kubectl get pod -o json
+    Pod,
+    /// An event stream: what `collect` writes, or a guest's boot.ndjson
+    Stream,
+}
+
+impl Format {
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Journal => "journal",
+            Self::Console => "console",
+            Self::Bpftrace => "bpftrace",
+            Self::Ftrace => "ftrace",
+            Self::Pod => "pod",
+            Self::Stream => "stream",
+        }
+    }
+}
+
+impl fmt::Display for Format {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+/// What a record that was made of the agent's lines says, for what shows and sums boots up.
+pub fn of_record(record: &Record) -> Option<AgentEvent> {
+    mark(record)?;
+    let text = |key: &str| text::printable(record.fields.get(key).and_then(Field::as_str).unwrap_or("?"));
+    let number = |key: &str| record.fields.get(key).and_then(Field::as_u64);
+    let error = || text::printable(record.error.as_deref().unwrap_or("?"));
+    let container = || text("container");
+    let devices = || record.fields.get("devices").map_or_else(|| agent_log::UNKNOWN.to_string(), |_| text("devices"));
+    let pause = record.fields.get("pause").is_some();
+    Some(match (record.kind, record.name.as_str()) {
+        (Kind::Event, names::AGENT_READY) => AgentEvent::Ready,
+        (Kind::Event, names::CONTAINER_ASKED) => AgentEvent::ContainerAsked { container: container(), devices: devices(), pause },
+        (Kind::Event, names::AGENT_CDI_TRY) => {
+            AgentEvent::CdiTryFailed { container: container(), attempt: number("try").unwrap_or(0), error: error() }
+        }
+        (Kind::Event, names::CONTAINER_CREATED) => {
+            AgentEvent::ContainerCreated { container: container(), devices: devices(), tries: number("tries"), pause }
+        }
+        (Kind::Event, names::CONTAINER_STARTED) => AgentEvent::ContainerStarted { container: container() },
+        (Kind::Event, names::CONTAINER_FAILED) => {
+            AgentEvent::ContainerFailed { container: container(), devices: devices(), tries: number("tries"), error: error() }
+        }
+        _ => return None,
+    })
+}
+
+/// The key of what a record from a log says about itself.
+pub const MARK: &str = "import";
+
+/// Where a record from a log came from.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Mark {
+    pub format: Format,
+    pub line: u64,
+    pub error_ns: u64,
+}
+
+/// The mark of a record that came from a log.
+pub fn mark(record: &Record) -> Option<Mark> {
+    record.fields.get(MARK).and_then(|value| serde_json::from_str(value.json()?).ok())
+}
+
+/// Times that are known worse than they are shown are shown as approximate.
+pub fn is_approximate(record: &Record) -> bool {
+    mark(record).is_some_and(|mark| mark.error_ns >= 1_000_000)
+}

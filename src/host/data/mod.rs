@@ -1,0 +1,16 @@
+//! What a boot is known from: the boot's file, the agent's lines, and the clocks that place both.
+//! Nothing here knows what a GPU or a step is.
+
+pub mod agent_log; // the agent's lines in the console
+pub mod boot_dir; // which of a directory's boots is meant, and reading it
+pub mod boot_file; // the file of one boot: its lines, reading it
+pub mod budget; // limits on how much of a boot a reader keeps
+pub mod clock; // the guest's clock beside the host's
+pub mod containerd_log; // lines of containerd's log, and the guest's console in them
+pub mod framing; // bytes into lines
+pub mod guest_clocks; // what a guest measured of its own clocks
+pub mod imported_record; // records that were made of log lines
+pub mod log_names; // names of records that only logs give
+pub mod logfmt; // key=value lines
+pub mod record; // a record as readers keep it: bounded, compact
+pub mod text; // a guest's text made harmless; times; colour

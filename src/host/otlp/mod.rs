@@ -1,0 +1,264 @@
+//! `--otlp`: one ExportTraceServiceRequest, as OpenTelemetry's receivers take it; [`crate::host::otlp::push`] sends it.
+//!
+//! One trace per boot, whose id the collector drew and keeps in the boot's file, and so the same in every export. A boot id would not do: a
+//! guest says it, and with another's boot id it would get its spans into the other's trace. Its root is the boot; a span of the stream without
+//! a parent is the root's child. `after` edges are links; marks are events of the step they happened in. A step that never ended ends where
+//! the stream does and has `boot.open`. Times are the host's wall clock, by one clock sample for the whole boot; `boot.clock_error_ns` says how
+//! wrong they may be.
+
+pub mod push; // to a receiver
+pub mod push_once; // one boot, tried again for a short while
+mod request;
+mod resource;
+
+pub use request::Request;
+pub use resource::{Resource, encoded_pairs, environment, of_this_machine, pair, percent_decoded};
+
+use crate::host::data::boot_file::TraceId;
+use crate::host::data::text::printable;
+use crate::host::views::waterfall::{Mark, Step, Timeline, level};
+use anyhow::{Context, Result, bail};
+use request::{Attribute, Event, Link, Span, flag, integer, text};
+use std::borrow::Borrow;
+use std::collections::{HashMap, HashSet};
+use std::io::Write;
+
+const SCOPE: &str = "kata-gpu-boot";
+/// Events of one span that are told; a guest can send any number of marks.
+const MAX_EVENTS: usize = 1024;
+
+/// One line of OTLP/JSON: the file receiver takes one request per line.
+pub fn write(timeline: &Timeline, resource: &Resource, out: &mut dyn Write) -> Result<()> {
+    request(timeline, resource)?.write_json(out).context("write")
+}
+
+/// All spans of a boot. An error where nothing places the boot on a wall clock: OTLP knows no other times.
+pub fn request<'a>(of: impl Borrow<Timeline> + Send + 'a, resource: &Resource) -> Result<Request<'a>> {
+    let timeline = of.borrow();
+    let Some(clock) = WallClock::of(timeline) else {
+        bail!(
+            "boot {}: no clock sample and no clock event, so its wall-clock time is not known, which OTLP needs: \
+             export what the collector wrote, or use --chrome or --perfetto",
+            timeline.boot_id()
+        );
+    };
+    let ids = Ids::new(timeline);
+    let mut events = events(timeline, &ids);
+    let (trace, resource, scope) = (ids.trace, attributes(timeline, resource, &clock), (SCOPE, env!("CARGO_PKG_VERSION")));
+    let mut next = 0usize;
+    // The root, and then the steps: each is made when its turn comes.
+    let spans = std::iter::from_fn(move || {
+        let timeline = of.borrow();
+        let mut span = match next.checked_sub(1) {
+            None => root(timeline, &ids, &clock),
+            Some(at) => timeline.steps.get(at).map(|step| span(timeline, step, ids.of(at, step), &ids, &clock))?,
+        };
+        next += 1;
+        let (told, dropped) = events.remove(&span.id).unwrap_or_default();
+        span.events = told.into_iter().filter_map(|mark| timeline.marks.get(mark)).map(|mark| event(mark, &clock)).collect();
+        span.dropped_events = dropped;
+        Some(span)
+    });
+    Ok(Request { trace, resource, scope, spans: Box::new(spans) })
+}
+
+/// Of the resource: the guest, whose it is by what the host knows, and what was given, which wins.
+fn attributes(timeline: &Timeline, resource: &Resource, clock: &WallClock) -> Vec<Attribute> {
+    let boot = &timeline.boot;
+    let mut attributes = vec![text("service.name", "kata-gpu-init"), text("service.instance.id", timeline.boot_id())];
+    attributes.extend(boot.version.as_deref().map(|v| text("service.version", &printable(v))));
+    attributes.push(text("os.type", "linux"));
+    attributes.extend(boot.kernel.as_deref().map(|k| text("os.version", &printable(k))));
+    attributes.push(text("boot.clock", clock.source));
+    if let Some(sandbox) = &boot.sandbox {
+        attributes.push(text("kata.sandbox.id", &printable(&sandbox.id)));
+        let names = [("k8s.pod.name", &sandbox.pod), ("k8s.namespace.name", &sandbox.namespace), ("k8s.pod.uid", &sandbox.uid)];
+        attributes.extend(names.into_iter().filter_map(|(key, value)| Some(text(key, &printable(value.as_deref()?)))));
+    }
+    attributes.retain(|attribute| !resource.contains_key(&attribute.key));
+    attributes.extend(resource.iter().map(|(key, value)| text(key, value)));
+    attributes
+}
+
+/// Boot clock to wall clock.
+struct WallClock {
+    offset_ns: i64,
+    source: &'static str,
+}
+
+impl WallClock {
+    fn of(timeline: &Timeline) -> Option<Self> {
+        match (timeline.sample(), timeline.guest_offset_ns) {
+            (Some(sample), _) => Some(Self { offset_ns: sample.offset_ns, source: "host" }),
+            (None, Some(offset_ns)) => Some(Self { offset_ns, source: "guest" }),
+            (None, None) => None,
+        }
+    }
+
+    /// Unix time in ns.
+    fn at(&self, boottime_ns: u64) -> u64 {
+        let ns = i128::from(self.offset_ns) + i128::from(boottime_ns);
+        u64::try_from(ns.max(0)).unwrap_or(u64::MAX)
+    }
+}
+
+/// Trace and span ids.
+struct Ids {
+    trace: [u8; 16],
+    root: u64,
+    spans: HashSet<u64>,
+}
+
+impl Ids {
+    fn new(timeline: &Timeline) -> Self {
+        // No collector began the file: somebody exports it by hand, and knows where it is from. A boot id has as many digits as a trace id.
+        let by_boot = || {
+            let digits: String = timeline.boot_id().chars().filter(char::is_ascii_hexdigit).collect();
+            u128::from_str_radix(&digits, 16).unwrap_or_default()
+        };
+        let trace = timeline.trace.map_or_else(by_boot, TraceId::get);
+        // 0 is no id.
+        let root = (trace as u64).max(1);
+        let trace = trace.to_be_bytes();
+        Self { trace, root, spans: timeline.boot.spans.iter().map(|s| s.id).collect() }
+    }
+
+    /// Different for different spans of a boot, and never the root's.
+    fn span(&self, id: u64) -> u64 {
+        match self.root ^ id.wrapping_add(1) {
+            taken if taken == 0 || taken == self.root => self.last_resort(),
+            id => id,
+        }
+    }
+
+    /// An id that is neither 0 nor the root's.
+    fn last_resort(&self) -> u64 {
+        (!self.root).max(1)
+    }
+
+    /// Of the step with this number.
+    fn of(&self, at: usize, step: &Step) -> u64 {
+        // One that the stream has no id for gets one from the upper half, which a guest that counts from 1 does not reach.
+        self.span(step.id.unwrap_or(1 << 63 | at as u64))
+    }
+
+    /// The root's where there is no such span.
+    fn parent(&self, parent: Option<u64>) -> u64 {
+        parent.filter(|id| self.spans.contains(id)).map_or(self.root, |id| self.span(id))
+    }
+}
+
+/// By span: the marks that are told, and how many more there are.
+fn events(timeline: &Timeline, ids: &Ids) -> HashMap<u64, (Vec<usize>, u32)> {
+    let mut events: HashMap<u64, (Vec<usize>, u32)> = HashMap::new();
+    // Details are for somebody who looks at this one boot, with the file at hand.
+    for (at, mark) in timeline.marks.iter().enumerate().filter(|(_, mark)| !mark.detail || mark.is_report()) {
+        let (told, dropped) = events.entry(ids.parent(mark.parent)).or_default();
+        if told.len() < MAX_EVENTS {
+            told.push(at);
+        } else {
+            *dropped = dropped.saturating_add(1);
+        }
+    }
+    events
+}
+
+fn event(mark: &Mark, clock: &WallClock) -> Event {
+    let level = serde_json::to_value(level(mark)).unwrap_or_default();
+    let mut attributes =
+        vec![text("text", &mark.text), text("boot.side", mark.side.name()), text("level", level.as_str().unwrap_or("info"))];
+    if let Some(gpu) = mark.gpu {
+        attributes.push(text("gpu.address", &gpu.address.to_string()));
+        attributes.extend(gpu.index.map(|index| integer("gpu.index", index)));
+    }
+    attributes.extend(mark.facts().map(|(key, value)| text(&format!("boot.field.{key}"), &value)));
+    Event { time_ns: clock.at(mark.at_ns), name: mark.name.clone(), attributes }
+}
+
+fn root(timeline: &Timeline, ids: &Ids, clock: &WallClock) -> Span {
+    let boot = &timeline.boot;
+    let usable = boot.gpus.iter().filter(|gpu| gpu.usable.is_some() && gpu.failed.is_none()).count();
+    let mut attributes = vec![
+        integer("boot.gpus", boot.gpus.len() as u64),
+        integer("boot.gpus_usable", usable as u64),
+        integer("boot.records_lost", boot.lost.records),
+        flag("boot.open", boot.settled_ns.is_none()),
+    ];
+    attributes.extend(boot.too_large.map(|too_large| text("boot.too_large", &too_large.sentence())));
+    attributes.extend(error_bound(timeline, 0));
+    let failed = boot.failed_gpus().count();
+    let error = boot.power_off.as_deref().map(printable).or_else(|| (failed > 0).then(|| format!("{failed} GPU(s) failed")));
+    let (start_ns, end_ns) = (clock.at(0), clock.at(timeline.boot_end_ns));
+    Span { id: ids.root, name: "gpu guest boot".into(), start_ns, end_ns, attributes, error, ..Span::default() }
+}
+
+fn error_bound(timeline: &Timeline, at_ns: u64) -> Option<Attribute> {
+    Some(integer("boot.clock_error_ns", timeline.wall_at(at_ns)?.error_ns))
+}
+
+fn span(timeline: &Timeline, step: &Step, id: u64, ids: &Ids, clock: &WallClock) -> Span {
+    let mut attributes = vec![text("boot.side", step.side.name())];
+    if let Some(gpu) = step.gpu {
+        attributes.push(text("gpu.address", &gpu.address.to_string()));
+        attributes.extend(gpu.index.map(|index| integer("gpu.index", index)));
+    }
+    let flags = [
+        ("boot.critical", step.critical),
+        ("boot.open", step.end_ns.is_none()),
+        ("boot.begin_lost", step.begin_lost),
+        ("boot.approximate", step.approximate),
+    ];
+    attributes.extend(flags.into_iter().filter(|(_, set)| *set).map(|(key, set)| flag(key, set)));
+    attributes.extend(step.fields.iter().map(|(key, value)| text(&format!("boot.field.{key}"), value)));
+    attributes.extend(error_bound(timeline, step.begin_ns));
+    let known = step.after.iter().filter(|after| ids.spans.contains(after));
+    let links = known.map(|after| Link { span: ids.span(*after), attributes: vec![text("boot.relation", "after")] }).collect();
+    Span {
+        id,
+        parent: Some(ids.parent(step.parent)),
+        name: step.name.clone(),
+        start_ns: clock.at(step.begin_ns),
+        end_ns: clock.at(step.end_ns.unwrap_or(timeline.end_ns.max(step.begin_ns))),
+        attributes,
+        links,
+        error: step.error.clone(),
+        ..Span::default()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::host::data::boot_file::{BootFile, HostEvent, HostLine};
+    use crate::host::testing::tests_dir;
+
+    #[test]
+    fn the_trace_id_is_the_collectors_and_the_boot_id_only_where_no_collector_began_the_file() {
+        let text = std::fs::read_to_string(tests_dir("fixtures/boots/hand-made-3-gpus-one-fails.ndjson")).unwrap();
+        let trace = |text: &str| {
+            let timeline = Timeline::new(&BootFile::read(text.as_bytes()).unwrap(), &[]);
+            let boot_id = timeline.boot_id().replace('-', "");
+            (format!("{:032x}", u128::from_be_bytes(request(timeline, &Resource::new()).unwrap().trace)), boot_id)
+        };
+        let (by_hand, boot_id) = trace(&text);
+        assert_eq!(by_hand, boot_id);
+        let id = TraceId::random().unwrap();
+        let (header, rest) = text.split_once('\n').unwrap();
+        let (collected, boot_id) = trace(&format!("{header}\n{}{rest}", HostLine::now(HostEvent::Trace { id }).to_line()));
+        assert_eq!(collected, String::from(id));
+        assert_ne!(collected, boot_id);
+        for wrong in ["", "0", &"0".repeat(32), &"+".repeat(32), &"f".repeat(33)] {
+            assert!(TraceId::try_from(wrong.to_string()).is_err(), "{wrong}");
+        }
+    }
+
+    #[test]
+    fn no_id_is_zero_or_the_roots() {
+        for root in [1, 2, u64::MAX, 0x8000_0000_0000_beef] {
+            let ids = Ids { trace: [0; 16], root, spans: HashSet::new() };
+            for id in [0, 1, root, root.wrapping_sub(1), u64::MAX] {
+                assert!(![0, root].contains(&ids.span(id)), "{root:x} {id:x}");
+            }
+        }
+    }
+}

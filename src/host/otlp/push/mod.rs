@@ -1,0 +1,163 @@
+//! Sends OTLP requests to a receiver: over HTTP (protobuf) or gRPC. What a request holds is [`super::Request`]'s business, when to send again the caller's.
+//!
+//! One connection per boot: a node's boots are minutes apart, and idle connections are what load balancers cut. No TLS: the receiver is meant
+//! to be the OpenTelemetry Collector of the same node or cluster, which has certificates and everything else that a way out needs.
+//! An answer is bounded in size and time, and what a receiver says passes [`printable`] before anybody sees it.
+
+mod answer; // what receivers say
+mod backoff; // how long until the next try
+mod grpc;
+mod http;
+mod target; // where to, with which headers
+
+pub use backoff::Backoff;
+pub use target::{HEADERS_VARIABLE, Target};
+
+use crate::host::data::text::printable_start;
+use bytes::Bytes;
+use http_body_util::{BodyExt, Full, Limited};
+use hyper::body::Incoming;
+use hyper::{HeaderMap, Request, Response};
+use std::error::Error;
+use std::fmt;
+use std::time::Duration;
+use target::Transport;
+use tokio::net::TcpStream;
+
+/// What OpenTelemetry's exporters wait for an answer by default.
+const TIMEOUT: Duration = Duration::from_secs(10);
+/// Longest answer that is read; it has a sentence or two.
+const MAX_ANSWER: usize = 64 << 10;
+/// Longest text of a receiver that is told on.
+const MAX_TEXT: usize = 300;
+/// Bytes of spans from which on a request is sent in parts; gRPC receivers take 4 MiB by default.
+pub const MAX_REQUEST: usize = 1 << 20;
+
+/// What became of a request.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Outcome {
+    /// It was taken, but for so many spans, for this reason.
+    Taken { rejected: u64, why: Option<String> },
+    /// Not now: the same may be sent again, where the receiver says so not before `after`.
+    Later { why: String, answered: bool, after: Option<Duration> },
+    /// Never: the same would be refused again.
+    Refused { why: String },
+}
+
+impl Outcome {
+    fn unreachable(why: impl fmt::Display) -> Self {
+        let why = printable_start(why.to_string().as_bytes(), MAX_TEXT);
+        Self::Later { why, answered: false, after: None }
+    }
+}
+
+/// A connection to a receiver.
+pub struct Connection<'a> {
+    target: &'a Target,
+    wire: Wire,
+}
+
+enum Wire {
+    Http(hyper::client::conn::http1::SendRequest<Full<Bytes>>),
+    Grpc(hyper::client::conn::http2::SendRequest<Full<Bytes>>),
+}
+
+/// Connects. An error says why there is nobody to talk to: that can change.
+pub async fn connect(target: &Target) -> Result<Connection<'_>, String> {
+    let connecting = async {
+        let stream = TcpStream::connect((target.host.as_str(), target.port)).await?;
+        stream.set_nodelay(true)?;
+        Ok::<_, std::io::Error>(hyper_util::rt::TokioIo::new(stream))
+    };
+    let stream = match tokio::time::timeout(TIMEOUT, connecting).await {
+        Ok(Ok(stream)) => stream,
+        Ok(Err(e)) => return Err(format!("connect: {}", told(&e.to_string()))),
+        Err(_) => return Err(format!("connect: no answer within {} s", TIMEOUT.as_secs())),
+    };
+    let wire = match target.transport {
+        Transport::Http => http::handshake(stream).await.map(Wire::Http),
+        Transport::Grpc => grpc::handshake(stream).await.map(Wire::Grpc),
+    };
+    match wire {
+        Ok(wire) => Ok(Connection { target, wire }),
+        Err(e) => Err(format!("connect: {}", told(&chain(&e)))),
+    }
+}
+
+impl Connection<'_> {
+    /// Sends one ExportTraceServiceRequest.
+    pub async fn send(&mut self, request: Vec<u8>) -> Outcome {
+        let (head, body) = match self.target.transport {
+            Transport::Http => http::request(self.target, request),
+            Transport::Grpc => grpc::request(self.target, request),
+        };
+        let mut request = Request::new(Full::new(body));
+        *request.method_mut() = hyper::Method::POST;
+        *request.uri_mut() = head.uri;
+        *request.headers_mut() = head.headers;
+        let exchange = async {
+            let response = match &mut self.wire {
+                Wire::Http(sender) => sender.send_request(request).await,
+                Wire::Grpc(sender) => sender.send_request(request).await,
+            };
+            match response {
+                Ok(response) => Answer::read(response).await,
+                Err(e) => Err(chain(&e)),
+            }
+        };
+        match tokio::time::timeout(TIMEOUT, exchange).await {
+            Ok(Ok(answer)) => match self.target.transport {
+                Transport::Http => http::outcome(&answer),
+                Transport::Grpc => grpc::outcome(&answer),
+            },
+            Ok(Err(why)) => Outcome::unreachable(format_args!("{why}{}", self.target.transport.hint())),
+            Err(_) => Outcome::unreachable(format_args!("no answer within {} s", TIMEOUT.as_secs())),
+        }
+    }
+}
+
+/// Where a request goes, and with what.
+struct Head {
+    uri: hyper::Uri,
+    headers: HeaderMap,
+}
+
+/// A response that was read.
+struct Answer {
+    status: hyper::StatusCode,
+    headers: HeaderMap,
+    body: Bytes,
+    trailers: HeaderMap,
+}
+
+impl Answer {
+    async fn read(response: Response<Incoming>) -> Result<Self, String> {
+        let (head, body) = response.into_parts();
+        let body = Limited::new(body, MAX_ANSWER).collect().await.map_err(|e| format!("read the answer: {}", chain(&*e)))?;
+        let trailers = body.trailers().cloned().unwrap_or_default();
+        Ok(Self { status: head.status, headers: head.headers, body: body.to_bytes(), trailers })
+    }
+
+    /// A header, or a trailer of that name.
+    fn field(&self, name: &str) -> Option<&str> {
+        self.trailers.get(name).or_else(|| self.headers.get(name)).and_then(|value| value.to_str().ok())
+    }
+}
+
+/// An error with all its causes.
+fn chain(error: &dyn Error) -> String {
+    let mut text = error.to_string();
+    let mut source = error.source();
+    while let Some(cause) = source {
+        let cause_text = cause.to_string();
+        if !text.ends_with(&cause_text) {
+            text.push_str(&format!(": {cause_text}"));
+        }
+        source = cause.source();
+    }
+    text
+}
+
+fn told(text: &str) -> String {
+    printable_start(text.trim().as_bytes(), MAX_TEXT)
+}

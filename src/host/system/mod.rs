@@ -1,0 +1,8 @@
+//! What the host's half asks of this machine.
+
+pub mod output; // standard output, which its reader may close
+pub mod processes; // processes by their command lines
+pub mod sleep; // sleeping until a deadline that may not be
+pub mod tail; // following the console log
+pub mod vm; // QEMU and vhost-device-vsock, for the demo and the tests
+pub mod watch; // waiting for a descriptor

@@ -1,0 +1,28 @@
+//! Standard output, which its reader may close.
+
+use anyhow::{Context, Result};
+use std::io::{self, BufWriter, ErrorKind, Write};
+
+/// Writes a text to standard output.
+pub fn print(text: &str) -> Result<()> {
+    print_with(|out| out.write_all(text.as_bytes()))
+}
+
+/// Writes to standard output, part by part. Somebody who closes it (head, a pager) has seen enough: no error.
+pub fn print_with(write: impl FnOnce(&mut dyn Write) -> io::Result<()>) -> Result<()> {
+    let mut out = BufWriter::new(io::stdout().lock());
+    match write(&mut out).and_then(|()| out.flush()) {
+        Err(e) if e.kind() == ErrorKind::BrokenPipe => Ok(()),
+        done => done.context("write to standard output"),
+    }
+}
+
+/// Prints lines and makes sure that they are seen now.
+pub fn write_lines(lines: &[String]) -> io::Result<()> {
+    if lines.is_empty() {
+        return Ok(());
+    }
+    let mut out = io::stdout().lock();
+    out.write_all((lines.join("\n") + "\n").as_bytes())?;
+    out.flush()
+}

@@ -1,0 +1,14 @@
+//! What an agent makes of CDI specs before a sandbox depends on it, and what a container would get.
+//!
+//! The agents' own crates judge; the rules explain. Files, and everything in them, are hostile: bounded, and printed as printable ASCII only.
+
+pub mod container;
+pub mod finding;
+pub mod input;
+pub mod judge;
+pub mod look;
+pub mod nodes;
+pub mod page;
+pub mod report;
+mod rules;
+pub mod shape;

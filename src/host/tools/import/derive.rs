@@ -1,0 +1,384 @@
+//! What was said into records: drafts on the base clock, in order of time. Pure.
+//!
+//! Where our init speaks in the logs, its own words stand for the steps; kernel lines are then only kept as they are. Where it does not, the
+//! steps are taken from what the kernel, the driver, NVRC and the agent say ([`Said::OfKernel`]).
+
+use super::clocks::Placed;
+use super::item::{Fact, InitLine, Item, Stamp};
+use super::kernel;
+use super::kernel::Meaning;
+use super::steps::Steps;
+use crate::driver_log;
+use crate::events::record::{Kind, Level, names};
+use crate::host::data::agent_log::AgentEvent;
+use crate::host::data::imported_record::Format;
+use crate::host::data::imported_record::MARK;
+use crate::host::data::log_names as own;
+use crate::pci::PciAddress;
+use crate::reason::{self, Step};
+use serde_json::{Map, Value, json};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
+
+/// Lines of the driver that are kept per GPU, to tell the reason of a failure.
+const WORDS_PER_GPU: usize = 24;
+/// Longest text of the kernel's in a record.
+const MAX_TEXT: usize = 1000;
+
+/// A record in the making.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Draft {
+    pub at_ns: i64,
+    pub error_ns: u64,
+    pub kind: Kind,
+    pub name: String,
+    pub level: Level,
+    pub gpu: Option<PciAddress>,
+    /// Spans are numbered from 0 here.
+    pub span: Option<u64>,
+    pub error: Option<String>,
+    pub fields: Map<String, Value>,
+    pub format: Format,
+    pub line: u64,
+}
+
+impl Draft {
+    pub fn new(placed: Placed, kind: Kind, name: &str, format: Format, line: u64) -> Self {
+        let Placed { at_ns, error_ns } = placed;
+        let (name, fields) = (name.to_string(), Map::new());
+        Self { at_ns, error_ns, kind, name, level: Level::Info, gpu: None, span: None, error: None, fields, format, line }
+    }
+}
+
+/// Whether our init speaks in the logs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Said {
+    OfInit,
+    OfKernel,
+}
+
+/// Everything that came of the items.
+#[derive(Debug, Default)]
+pub struct Derived {
+    pub drafts: Vec<Draft>,
+    /// Of the guest's kernel.
+    pub release: Option<String>,
+    pub spans: u64,
+}
+
+/// Items in order of time into drafts.
+pub fn derive(items: &[(Placed, &Item)], steps: &Steps, said: Said) -> Derived {
+    let mut maker = Maker {
+        steps,
+        said,
+        out: Derived::default(),
+        open: HashMap::new(),
+        words: HashMap::new(),
+        failed: BTreeSet::new(),
+        waits: HashMap::new(),
+        marks: 0,
+        bars: BTreeMap::new(),
+    };
+    if said == Said::OfKernel {
+        maker.enablings(items);
+    }
+    for (placed, item) in items {
+        maker.take(*placed, item);
+    }
+    // In order of time; what was written first stays first.
+    maker.out.drafts.sort_by_key(|draft| draft.at_ns);
+    maker.out
+}
+
+#[derive(Debug)]
+struct Wait {
+    span: u64,
+    tries: u64,
+}
+
+struct Maker<'a> {
+    steps: &'a Steps,
+    said: Said,
+    out: Derived,
+    /// Spans of our init that have begun.
+    open: HashMap<(String, Option<PciAddress>), Vec<u64>>,
+    words: HashMap<PciAddress, Vec<String>>,
+    failed: BTreeSet<PciAddress>,
+    /// Spans of waiting containers, with the tries that failed.
+    waits: HashMap<String, Wait>,
+    marks: u64,
+    bars: BTreeMap<PciAddress, usize>,
+}
+
+impl Maker<'_> {
+    fn span(&mut self) -> u64 {
+        self.out.spans += 1;
+        self.out.spans - 1
+    }
+
+    fn draft(&mut self, placed: Placed, item: &Item, kind: Kind, name: &str) -> &mut Draft {
+        let at = self.out.drafts.len();
+        let placed = Placed { error_ns: placed.error_ns.saturating_add(item.error_ns), ..placed };
+        self.out.drafts.push(Draft::new(placed, kind, name, item.format, item.line));
+        &mut self.out.drafts[at]
+    }
+
+    fn take(&mut self, placed: Placed, item: &Item) {
+        match &item.fact {
+            Fact::Kernel(text) => self.kernel(placed, item, text),
+            Fact::Init(line) => self.init(placed, item, line),
+            Fact::Agent(fact) => self.agent(placed, item, fact),
+            Fact::Plain { name, level, error, fields } => {
+                let draft = self.draft(placed, item, Kind::Event, name);
+                (draft.level, draft.error, draft.fields) = (*level, error.clone(), fields.clone());
+            }
+        }
+    }
+
+    fn init(&mut self, placed: Placed, item: &Item, line: &InitLine) {
+        let key = (line.name.clone(), line.gpu);
+        let span = match line.kind {
+            Kind::Begin => {
+                let span = self.span();
+                self.open.entry(key).or_default().push(span);
+                Some(span)
+            }
+            // Without its beginning (which only a verbose console shows) it is the end of a span whose beginning was lost.
+            Kind::End => Some(self.open.get_mut(&key).and_then(Vec::pop).unwrap_or_else(|| self.span())),
+            Kind::Event | Kind::Kmsg => None,
+        };
+        let draft = self.draft(placed, item, line.kind, &line.name);
+        (draft.level, draft.gpu, draft.span, draft.error) = (line.level, line.gpu, span, line.error.clone());
+        draft.fields = line.fields.clone();
+    }
+
+    fn kernel(&mut self, placed: Placed, item: &Item, text: &str) {
+        let Some(meaning) = kernel::meaning(text) else { return };
+        let gpu = driver_log::address(text).filter(|address| self.steps.gpus.contains_key(address));
+        if let Some(gpu) = gpu.filter(|_| driver_log::explains(text)) {
+            let words = self.words.entry(gpu).or_default();
+            if words.len() < WORDS_PER_GPU {
+                words.push(text.to_string());
+            }
+        }
+        if let Meaning::Nvrc { text } = meaning {
+            let draft = self.draft(placed, item, Kind::Event, own::NVRC);
+            draft.level = Level::Debug;
+            draft.fields.insert("text".into(), cut(&text).into());
+            return;
+        }
+        let draft = self.draft(placed, item, Kind::Kmsg, "kmsg");
+        draft.gpu = gpu;
+        draft.fields.insert("text".into(), cut(text).into());
+        if let Stamp::Kernel(ns) = item.stamp {
+            draft.fields.insert("printk_us".into(), (ns / 1000).into());
+        }
+        if let Meaning::Banner { release } = &meaning {
+            self.out.release.get_or_insert_with(|| release.clone());
+        }
+        if let Meaning::Bar { function, .. } = meaning {
+            self.bar(placed, item, function);
+        }
+        if self.said == Said::OfKernel {
+            self.meaning(placed, item, meaning, text);
+        }
+    }
+
+    /// One row per GPU, when the last of its BARs has its place.
+    fn bar(&mut self, placed: Placed, item: &Item, gpu: PciAddress) {
+        let Some(bars) = self.steps.bars.get(&gpu) else { return };
+        let seen = self.bars.entry(gpu).or_default();
+        *seen += 1;
+        if *seen == bars.len() {
+            let text = bars.iter().map(|(bar, bytes)| format!("{bar}: {}", kernel::size(*bytes))).collect::<Vec<_>>().join(", ");
+            let draft = self.draft(placed, item, Kind::Event, own::GPU_BARS);
+            draft.gpu = Some(gpu);
+            draft.fields.insert("bars".into(), text.into());
+        }
+    }
+
+    fn meaning(&mut self, placed: Placed, item: &Item, meaning: Meaning, text: &str) {
+        match meaning {
+            Meaning::RunInit { program } => {
+                self.draft(placed, item, Kind::Event, names::INIT_START).fields.insert("program".into(), cut(&program).into());
+            }
+            Meaning::GpuFound { gpu, device } => {
+                let index = self.steps.index(gpu);
+                let draft = self.draft(placed, item, Kind::Event, names::GPU_FOUND);
+                draft.gpu = Some(gpu);
+                draft.fields.insert("device".into(), device.into());
+                draft.fields.extend(index.map(|i| ("index".to_string(), Value::from(i))));
+            }
+            Meaning::ModuleBegins => self.begin(placed, item, names::MODULE_LOAD, "module", "nvidia"),
+            Meaning::ModuleLoaded => self.end(placed, item, names::MODULE_LOAD, "module", "nvidia"),
+            Meaning::UvmLoaded => self.end(placed, item, names::MODULE_LOAD, "module", "nvidia_uvm"),
+            Meaning::CtkBegins => self.begin(placed, item, names::CDI_PUBLISH, "by", "nvidia-ctk"),
+            Meaning::CtkDone => {
+                self.end(placed, item, names::CDI_PUBLISH, "by", "nvidia-ctk");
+                // It writes all GPUs or none.
+                let ready: Vec<PciAddress> = self.steps.gpus.keys().filter(|gpu| !self.failed.contains(gpu)).copied().collect();
+                for gpu in ready {
+                    let index = self.steps.index(gpu);
+                    let draft = self.draft(placed, item, Kind::Event, names::GPU_PUBLISHED);
+                    draft.gpu = Some(gpu);
+                    draft.fields.extend(index.map(|i| ("index".to_string(), Value::from(i))));
+                    draft.fields.insert("by".into(), "nvidia-ctk".into());
+                }
+            }
+            Meaning::Xid { gpu, xid } => {
+                let draft = self.draft(placed, item, Kind::Event, names::GPU_XID);
+                (draft.gpu, draft.level) = (Some(gpu), Level::Error);
+                draft.fields.insert("xid".into(), xid.into());
+            }
+            Meaning::InitMark => {
+                self.marks += 1;
+                let nth = self.marks;
+                self.draft(placed, item, Kind::Event, own::GPU_INIT_MARK).fields.insert("nth".into(), nth.into());
+            }
+            Meaning::InitFailed { gpu } => self.gpu_failed(placed, item, gpu, Step::Init, text),
+            Meaning::ProbeFailed { gpu } => self.gpu_failed(placed, item, gpu, Step::Probe, text),
+            Meaning::Banner { .. } | Meaning::Bar { .. } | Meaning::Enabling { .. } => {}
+            Meaning::Nvrc { .. } | Meaning::Panic | Meaning::Other => {}
+        }
+    }
+
+    fn gpu_failed(&mut self, placed: Placed, item: &Item, gpu: PciAddress, step: Step, text: &str) {
+        // Others try again, and fail again: the first time counts.
+        if !self.failed.insert(gpu) {
+            return;
+        }
+        let words = self.words.get(&gpu).cloned().unwrap_or_default();
+        let (reason, line) = reason::classify(step, &words);
+        let told = line.unwrap_or(text).to_string();
+        let draft = self.draft(placed, item, Kind::Event, names::GPU_FAILED);
+        (draft.gpu, draft.level) = (Some(gpu), Level::Error);
+        draft.error = Some(format!("{reason}: {}", cut(&told)));
+        draft.fields.insert("step".into(), step.as_str().into());
+        draft.fields.insert("reason".into(), reason.as_str().into());
+        draft.fields.extend(reason.cure().map(|cure| ("cure".to_string(), Value::from(cure))));
+    }
+
+    /// A span that lines begin and end; named by what one of its fields says.
+    fn begin(&mut self, placed: Placed, item: &Item, name: &str, key: &str, value: &str) {
+        let span = self.span();
+        self.open.entry((format!("{name} {value}"), None)).or_default().push(span);
+        let draft = self.draft(placed, item, Kind::Begin, name);
+        draft.span = Some(span);
+        draft.fields.insert(key.into(), value.into());
+    }
+
+    fn end(&mut self, placed: Placed, item: &Item, name: &str, key: &str, value: &str) {
+        let begun = self.open.get_mut(&(format!("{name} {value}"), None)).and_then(Vec::pop);
+        let span = begun.unwrap_or_else(|| self.span());
+        let draft = self.draft(placed, item, Kind::End, name);
+        draft.span = Some(span);
+        if begun.is_none() {
+            draft.fields.insert(key.into(), value.into());
+        }
+    }
+
+    fn enablings(&mut self, items: &[(Placed, &Item)]) {
+        for enabling in &self.steps.enablings {
+            let Some((_, item)) = items.iter().find(|(placed, item)| *placed == enabling.begin && item.line == enabling.begin_line) else {
+                continue;
+            };
+            let span = self.span();
+            let draft = self.draft(enabling.begin, item, Kind::Begin, names::GPU_ENABLE);
+            (draft.gpu, draft.span) = (Some(enabling.gpu), Some(span));
+            if let Some((end, by)) = enabling.end {
+                let draft = self.draft(end, item, Kind::End, names::GPU_ENABLE);
+                (draft.gpu, draft.span) = (Some(enabling.gpu), Some(span));
+                draft.fields.insert("until".into(), by.into());
+            }
+        }
+    }
+
+    fn agent(&mut self, placed: Placed, item: &Item, event: &AgentEvent) {
+        match event {
+            AgentEvent::Start { version } => {
+                self.draft(placed, item, Kind::Event, own::AGENT_START).fields.insert("version".into(), version.clone().into());
+            }
+            AgentEvent::Ready => drop(self.draft(placed, item, Kind::Event, own::AGENT_READY)),
+            AgentEvent::Rpc { call } => {
+                self.draft(placed, item, Kind::Event, own::AGENT_RPC).fields.insert("call".into(), call.clone().into());
+            }
+            AgentEvent::ContainerAsked { container, devices, pause } => {
+                self.draft(placed, item, Kind::Event, own::CONTAINER_ASKED).fields = container_fields(container, devices, None, *pause);
+            }
+            AgentEvent::CdiTryFailed { container, attempt, error } => {
+                self.waiting(placed, item, container, *attempt);
+                let draft = self.draft(placed, item, Kind::Event, own::AGENT_CDI_TRY);
+                draft.error = Some(error.clone());
+                draft.fields = Map::from_iter([("container".to_string(), json!(container)), ("try".to_string(), json!(attempt))]);
+            }
+            AgentEvent::Injected { container } => self.waited(placed, item, container, None),
+            AgentEvent::ContainerCreated { container, devices, tries, pause } => {
+                self.waited(placed, item, container, None);
+                self.draft(placed, item, Kind::Event, own::CONTAINER_CREATED).fields = container_fields(container, devices, *tries, *pause);
+            }
+            AgentEvent::ContainerStarted { container } => {
+                let draft = self.draft(placed, item, Kind::Event, own::CONTAINER_STARTED);
+                draft.fields.insert("container".into(), container.clone().into());
+            }
+            AgentEvent::ContainerFailed { container, devices, tries, error } => {
+                self.waited(placed, item, container, Some(error));
+                let draft = self.draft(placed, item, Kind::Event, own::CONTAINER_FAILED);
+                (draft.error, draft.level) = (Some(error.clone()), Level::Error);
+                draft.fields = container_fields(container, devices, *tries, false);
+            }
+            AgentEvent::HookFailed { error } => {
+                let draft = self.draft(placed, item, Kind::Event, own::AGENT_HOOK_FAILED);
+                (draft.error, draft.level) = (Some(error.clone()), Level::Error);
+            }
+            AgentEvent::Bound(gpu) => {
+                if self.said == Said::OfKernel && self.steps.gpus.contains_key(gpu) {
+                    let index = self.steps.index(*gpu);
+                    let draft = self.draft(placed, item, Kind::Event, names::GPU_BOUND);
+                    draft.gpu = Some(*gpu);
+                    draft.fields.extend(index.map(|i| ("index".to_string(), Value::from(i))));
+                }
+            }
+        }
+    }
+
+    fn waiting(&mut self, placed: Placed, item: &Item, container: &str, attempt: u64) {
+        if let Some(wait) = self.waits.get_mut(container) {
+            wait.tries = attempt;
+            return;
+        }
+        let span = self.span();
+        self.waits.insert(container.to_string(), Wait { span, tries: attempt });
+        let draft = self.draft(placed, item, Kind::Begin, own::AGENT_CDI_WAIT);
+        draft.span = Some(span);
+        draft.fields.insert("container".into(), container.into());
+    }
+
+    /// The wait is over; once.
+    fn waited(&mut self, placed: Placed, item: &Item, container: &str, error: Option<&str>) {
+        let Some(Wait { span, tries }) = self.waits.remove(container) else { return };
+        let draft = self.draft(placed, item, Kind::End, own::AGENT_CDI_WAIT);
+        (draft.span, draft.error) = (Some(span), error.map(str::to_string));
+        draft.fields.insert("failed_tries".into(), tries.into());
+    }
+}
+
+fn container_fields(container: &str, devices: &str, tries: Option<u64>, pause: bool) -> Map<String, Value> {
+    let mut fields = Map::from_iter([("container".to_string(), Value::from(container)), ("devices".to_string(), devices.into())]);
+    fields.extend(tries.map(|n| ("tries".to_string(), Value::from(n))));
+    fields.extend(pause.then(|| ("pause".to_string(), Value::from(true))));
+    fields
+}
+
+fn cut(text: &str) -> String {
+    text.chars().take(MAX_TEXT).collect()
+}
+
+/// Fields of a record that came from a log: where it came from, and how wrong its time may be.
+pub fn marked(draft: &Draft) -> Map<String, Value> {
+    let mut fields = draft.fields.clone();
+    // Last, so that nothing that a line says can stand in its place.
+    fields.insert(MARK.into(), json!({ "format": draft.format, "line": draft.line, "error_ns": draft.error_ns }));
+    if draft.at_ns < 0 && draft.kind != Kind::End {
+        fields.insert("before_ms".into(), (draft.at_ns.unsigned_abs() / 1_000_000).into());
+    }
+    fields
+}

@@ -1,0 +1,297 @@
+//! Files into lines: bounded in length and number, `.gz` unpacked while reading, the format found by looking at the beginning.
+//!
+//! A file that ends in the middle (a truncated gzip, a copy that broke off) gives what came before, and says so. Nothing here knows what the
+//! lines mean.
+
+use crate::host::data::framing::{Lines, Piece};
+use crate::host::data::imported_record::Format;
+use anyhow::{Context, Result};
+use flate2::read::MultiGzDecoder;
+use std::fs::File;
+use std::io::{self, BufReader, Cursor, IsTerminal, Read};
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+/// Longest line that is looked at: the shim's longest piece of console text is 64 kB (Go's bufio.Scanner), and quoting can double it.
+pub const MAX_LINE: usize = 256 * 1024;
+/// Most bytes that are read of one file, unpacked: a day of a busy containerd's debug log is below that.
+pub const MAX_BYTES: u64 = 8 << 30;
+/// Most bytes of a document that has to be read as a whole (a pod, or a list of pods).
+pub const MAX_DOCUMENT: u64 = 64 << 20;
+/// Bytes that are looked at to find the format.
+const HEAD: usize = 256 * 1024;
+/// When progress is shown, and how often.
+const PROGRESS: Duration = Duration::from_secs(1);
+
+/// A file that is being read.
+pub struct Input {
+    name: String,
+    reader: Box<dyn Read>,
+    /// Why it ended early.
+    cut: Option<String>,
+}
+
+/// A line, or the length of one that was too long.
+pub enum Text<'a> {
+    Line(&'a str),
+    TooLong,
+}
+
+impl Input {
+    /// `-` is standard input.
+    pub fn open(path: &Path) -> Result<Self> {
+        let name = path.display().to_string();
+        let reader: Box<dyn Read> = if path == Path::new("-") {
+            Box::new(io::stdin().lock())
+        } else {
+            Box::new(File::open(path).with_context(|| format!("open {name}"))?)
+        };
+        Self::new(&name, reader).with_context(|| format!("read {name}"))
+    }
+
+    pub fn new(name: &str, mut reader: Box<dyn Read>) -> io::Result<Self> {
+        let mut magic = Vec::new();
+        reader.by_ref().take(2).read_to_end(&mut magic)?;
+        let gzip = magic == [0x1f, 0x8b];
+        let whole = Cursor::new(magic).chain(reader);
+        let reader: Box<dyn Read> = if gzip { Box::new(MultiGzDecoder::new(BufReader::new(whole))) } else { Box::new(whole) };
+        Ok(Self { name: name.to_string(), reader, cut: None })
+    }
+
+    /// Looks at the beginning without taking it.
+    pub fn head(&mut self) -> Result<Vec<u8>> {
+        let mut head = Vec::new();
+        let mut part = (&mut self.reader).take(HEAD as u64);
+        if let Err(e) = part.read_to_end(&mut head) {
+            self.ended(&e).with_context(|| format!("read {}", self.name))?;
+        }
+        let rest = std::mem::replace(&mut self.reader, Box::new(io::empty()));
+        let rest: Box<dyn Read> = if self.cut.is_some() { Box::new(io::empty()) } else { rest };
+        self.reader = Box::new(Cursor::new(head.clone()).chain(rest));
+        Ok(head)
+    }
+
+    /// A stream that breaks off is no error: what came is used.
+    fn ended(&mut self, error: &io::Error) -> io::Result<()> {
+        match error.kind() {
+            io::ErrorKind::UnexpectedEof | io::ErrorKind::InvalidData | io::ErrorKind::InvalidInput => {
+                self.cut = Some(format!("the compressed data is damaged or ends too early ({error}): what came before is used"));
+                Ok(())
+            }
+            kind => Err(io::Error::new(kind, error.to_string())),
+        }
+    }
+
+    /// Hands over every line. Gives what ended the reading early, if anything did.
+    pub fn lines(mut self, mut each: impl FnMut(u64, Text)) -> Result<Option<String>> {
+        let mut lines = Lines::new(MAX_LINE);
+        let mut chunk = vec![0; 64 * 1024];
+        let (mut number, mut bytes) = (0u64, 0u64);
+        let name = self.name.clone();
+        let mut progress = Progress::new(&name);
+        let mut take = |number: &mut u64, piece: Piece| {
+            *number += 1;
+            match piece {
+                Piece::Line(line) => each(*number, Text::Line(&String::from_utf8_lossy(line))),
+                Piece::TooLong(_) => each(*number, Text::TooLong),
+            }
+        };
+        loop {
+            match self.reader.read(&mut chunk) {
+                Ok(0) => break,
+                Ok(n) => {
+                    bytes += n as u64;
+                    lines.push(chunk.get(..n).unwrap_or_default(), |piece| take(&mut number, piece));
+                    progress.show(bytes);
+                }
+                Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
+                Err(e) => {
+                    self.ended(&e).with_context(|| format!("read {}", self.name))?;
+                    break;
+                }
+            }
+            if bytes >= MAX_BYTES {
+                self.cut = Some(format!("reading stopped after {} GiB", MAX_BYTES >> 30));
+                break;
+            }
+        }
+        // A log may end without a newline.
+        lines.push(b"\n", |piece| {
+            if piece != Piece::Line(b"") {
+                take(&mut number, piece);
+            }
+        });
+        progress.end();
+        Ok(self.cut)
+    }
+
+    /// The whole of it, and what ended the reading early.
+    pub fn document(mut self) -> Result<(Vec<u8>, Option<String>)> {
+        let mut bytes = Vec::new();
+        if let Err(e) = (&mut self.reader).take(MAX_DOCUMENT + 1).read_to_end(&mut bytes) {
+            self.ended(&e).with_context(|| format!("read {}", self.name))?;
+        }
+        if bytes.len() as u64 > MAX_DOCUMENT {
+            anyhow::bail!(
+                "{}: more than {} MiB in one JSON document: give one pod (kubectl get pod NAME -o json)",
+                self.name,
+                MAX_DOCUMENT >> 20
+            );
+        }
+        Ok((bytes, self.cut))
+    }
+
+    /// The bytes as they are, for a reader that counts damage itself.
+    pub fn into_reader(self) -> impl Read {
+        self.reader.take(MAX_BYTES)
+    }
+}
+
+/// What is shown while a large file is read.
+struct Progress<'a> {
+    name: &'a str,
+    next: Option<Instant>,
+    shown: bool,
+}
+
+impl<'a> Progress<'a> {
+    fn new(name: &'a str) -> Self {
+        let next = io::stderr().is_terminal().then(|| Instant::now() + PROGRESS);
+        Self { name, next, shown: false }
+    }
+
+    fn show(&mut self, bytes: u64) {
+        if let Some(next) = self.next
+            && Instant::now() >= next
+        {
+            eprint!("\rreading {}: {} MB", crate::host::data::text::printable(self.name), bytes / 1_000_000);
+            self.next = Some(Instant::now() + PROGRESS);
+            self.shown = true;
+        }
+    }
+
+    fn end(&self) {
+        if self.shown {
+            eprintln!();
+        }
+    }
+}
+
+/// The format of a file by its beginning: the one that more lines speak for; None if none does.
+pub fn detect(head: &[u8]) -> Option<Format> {
+    let text = String::from_utf8_lossy(head);
+    let start = text.trim_start();
+    if start.starts_with('{') && start.contains("\"kind\"") && is_pod(start) {
+        return Some(Format::Pod);
+    }
+    let mut votes: Vec<(Format, usize)> =
+        [Format::Stream, Format::Journal, Format::Ftrace, Format::Bpftrace, Format::Console].map(|f| (f, 0)).into();
+    for line in text.lines() {
+        let Some(format) = of_line(line.trim()) else { continue };
+        for (_, n) in votes.iter_mut().filter(|(f, _)| *f == format) {
+            *n += 1;
+        }
+    }
+    // In doubt the first: its lines contain those of the later ones.
+    votes.into_iter().rev().max_by_key(|(_, n)| *n).filter(|(_, n)| *n > 0).map(|(f, _)| f)
+}
+
+/// A JSON object that is not one line: only the first keys are there for certain.
+fn is_pod(text: &str) -> bool {
+    let kind = |name: &str| text.contains(&format!("\"kind\": \"{name}\"")) || text.contains(&format!("\"kind\":\"{name}\""));
+    text.contains("\"apiVersion\"") && (kind("Pod") || kind("List") || kind("PodList"))
+}
+
+fn of_line(line: &str) -> Option<Format> {
+    if line.starts_with("{\"schema\":") {
+        return Some(Format::Stream);
+    }
+    if line.contains("vmconsole=") || line.contains("__REALTIME_TIMESTAMP") || line.contains("\"vmconsole\"") || is_logfmt(line) {
+        return Some(Format::Journal);
+    }
+    if line.contains("vfio_pin_pages_remote") {
+        let graph = line.contains('|') && (line.contains("us  |") || line.contains(") ") || line.contains("();") || line.contains("() {"));
+        return Some(if graph { Format::Ftrace } else { Format::Bpftrace });
+    }
+    if line.starts_with("# tracer: function_graph") {
+        return Some(Format::Ftrace);
+    }
+    if line.starts_with("Attaching ") && line.contains("probe") || super::bpftrace::map_name(line).is_some() {
+        return Some(Format::Bpftrace);
+    }
+    let stamped = super::console::kernel_line(line).is_some();
+    let agent = line.contains("\"name\":\"kata-agent\"") || line.contains("\"name\":\"kata-gpu-init\"");
+    (stamped || agent).then_some(Format::Console)
+}
+
+fn is_logfmt(line: &str) -> bool {
+    line.contains("time=\"") && line.contains(" level=") && line.contains(" msg=") && super::console::kernel_line(line).is_none()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::io::Write;
+
+    fn lines(bytes: Vec<u8>) -> (Vec<String>, u64, Option<String>) {
+        let (mut out, mut long) = (Vec::new(), 0);
+        let mut input = Input::new("x", Box::new(Cursor::new(bytes))).unwrap();
+        input.head().unwrap();
+        let cut = input.lines(|_, text| match text {
+            Text::Line(line) => out.push(line.to_string()),
+            Text::TooLong => long += 1,
+        });
+        (out, long, cut.unwrap())
+    }
+
+    fn gzip(text: &[u8]) -> Vec<u8> {
+        let mut encoder = flate2::write::GzEncoder::new(Vec::new(), flate2::Compression::fast());
+        encoder.write_all(text).unwrap();
+        encoder.finish().unwrap()
+    }
+
+    #[test]
+    fn lines_come_with_and_without_a_last_newline_and_out_of_gzip() {
+        assert_eq!(lines(b"a\nb\n".to_vec()), (vec!["a".into(), "b".into()], 0, None));
+        assert_eq!(lines(b"a\nb".to_vec()), (vec!["a".into(), "b".into()], 0, None));
+        assert_eq!(lines(gzip(b"a\nb")), (vec!["a".into(), "b".into()], 0, None));
+        assert_eq!(lines(vec![]), (vec![], 0, None));
+    }
+
+    #[test]
+    fn a_truncated_gzip_gives_what_came_before_and_says_so() {
+        let text: String = (0..20_000u32).map(|i| format!("line {i} {:x}\n", i.wrapping_mul(2_654_435_761))).collect();
+        let packed = gzip(text.as_bytes());
+        let (got, _, cut) = lines(packed[..packed.len() / 2].to_vec());
+        assert!(got.len() > 1000 && got.len() < 20_000, "{}", got.len());
+        assert!(cut.unwrap().contains("damaged or ends too early"));
+        let (got, _, cut) = lines(packed[..12].to_vec());
+        assert!(got.is_empty() && cut.is_some());
+    }
+
+    #[test]
+    fn a_line_of_2_mb_is_counted_and_the_next_one_read() {
+        let text = [b"a\n".to_vec(), vec![b'x'; 2_000_000], b"\nb\n".to_vec()].concat();
+        assert_eq!(lines(text), (vec!["a".into(), "b".into()], 1, None));
+    }
+
+    #[test]
+    fn formats_are_found_by_their_lines() {
+        let of = |text: &str| detect(text.as_bytes());
+        assert_eq!(of("[    0.000000] Linux version 6.1\n"), Some(Format::Console));
+        assert_eq!(of("{\"schema\":1,\"seq\":0}\n"), Some(Format::Stream));
+        assert_eq!(of("time=\"2026-01-02T03:04:05Z\" level=info msg=\"x\" vmconsole=\"[    0.1] y\"\n"), Some(Format::Journal));
+        assert_eq!(of("Jan 02 h kata[1]: time=\"2026-01-02T03:04:05Z\" level=info msg=\"x\"\n"), Some(Format::Journal));
+        assert_eq!(of("{\"__REALTIME_TIMESTAMP\":\"1\",\"MESSAGE\":\"x\"}\n"), Some(Format::Journal));
+        assert_eq!(of("# tracer: function_graph\n#\n"), Some(Format::Ftrace));
+        assert_eq!(of(" 3) @ 3266 us  |  vfio_pin_pages_remote();\n"), Some(Format::Ftrace));
+        assert_eq!(of("Attaching 2 probes...\nvfio_pin_pages_remote took 3 ms\n"), Some(Format::Bpftrace));
+        assert_eq!(of("{\n  \"apiVersion\": \"v1\",\n  \"kind\": \"Pod\"\n}\n"), Some(Format::Pod));
+        assert_eq!(of("hello\nworld\n"), None);
+        assert_eq!(of("@hist:\n@[tid 7]:\n"), Some(Format::Bpftrace));
+        assert_eq!(detect(&[0xff, 0, 1, 2, 200]), None);
+        assert_eq!(detect(b"\n@V]Y\xff\0\x18:\n"), None, "noise that happens to begin and end like the name of a map");
+        // A guest's console may hold lines of nvidia-ctk, which look like containerd's.
+        assert_eq!(of("[    1.000000] time=\"2026-01-02T03:04:05Z\" level=info msg=\"x\"\n"), Some(Format::Console));
+    }
+}

@@ -1,0 +1,305 @@
+//! The formats together: golden pages of the fixtures in tests/fixtures/import, imports beside the truth, and hostile logs.
+//!
+//! The fixtures are one made-up boot of a guest with NVRC and three GPUs, of which one fails, as every format tells it, and one recorded boot of
+//! our init (`two-gpus`) as stream and as console.
+
+use super::agreement::agreement;
+use super::assemble::{import, read};
+use super::bpftrace;
+use super::choose::Source;
+use super::input::Input;
+use super::item::Skip;
+use super::report;
+use super::report::Report;
+use crate::events::record::{Kind, names};
+use crate::host::boot::model::Boot;
+use crate::host::data::agent_log;
+use crate::host::data::boot_file::BootFile;
+use crate::host::data::imported_record::Format;
+use crate::host::data::imported_record::{mark, of_record};
+use crate::host::data::log_names as own;
+use crate::host::data::record::{Field, Record};
+use crate::host::data::text::Screen;
+use crate::host::testing::{golden, tests_dir};
+use crate::host::views::boot_page::page;
+use std::io::{Cursor, Write};
+
+fn bytes(name: &str) -> Vec<u8> {
+    std::fs::read(tests_dir(&format!("fixtures/import/{name}"))).unwrap()
+}
+
+fn source(name: &str, bytes: Vec<u8>) -> anyhow::Result<Source> {
+    read(name, Input::new(name, Box::new(Cursor::new(bytes)))?, None)
+}
+
+fn imported(files: &[(&str, Vec<u8>)]) -> anyhow::Result<(Report, BootFile)> {
+    let sources = files.iter().map(|(name, bytes)| source(name, bytes.clone())).collect::<anyhow::Result<Vec<_>>>()?;
+    let (report, text) = import(sources, None)?;
+    let file = BootFile::read(text.as_bytes())?;
+    assert_eq!((file.damaged, file.unfinished), (0, 0), "{:?}", file.damage);
+    Ok((report, file))
+}
+
+fn of_fixtures(names: &[&str]) -> (Report, BootFile) {
+    imported(&names.iter().map(|name| (*name, bytes(name))).collect::<Vec<_>>()).unwrap()
+}
+
+/// What the program prints.
+fn printed(report: &Report, file: &BootFile, verbose: bool) -> String {
+    let boot = Boot::new(file, &[]);
+    format!("{}\n\n{}", report::lines(report, &Screen::PLAIN).join("\n"), page(file, &[], &boot, verbose, Screen::PLAIN).unwrap())
+}
+
+#[test]
+fn every_format_has_its_golden_page() {
+    let cases: &[(&str, &[&str])] = &[
+        ("journal", &["containerd.log"]),
+        ("journald-json", &["journal.json"]),
+        ("console", &["console.log"]),
+        ("bpftrace", &["bpftrace.txt"]),
+        ("bpftrace-own-program", &["bpftrace-own-program.txt"]),
+        ("function-graph", &["function_graph.txt"]),
+        ("pod", &["pod.json"]),
+        ("stream", &["two-gpus.ndjson"]),
+        ("our-console", &["two-gpus.console"]),
+        ("cri", &["../agent/containerd-1.7-kata-4.1.0-cri.log", "../agent/containerd-1.7-kata-4.1.0-cri.ndjson"]),
+        ("journal-bpftrace-pod", &["containerd.log", "bpftrace.txt", "pod.json"]),
+        ("console-function-graph", &["console.log", "function_graph.txt"]),
+    ];
+    for (name, files) in cases {
+        let (report, file) = of_fixtures(files);
+        golden(&format!("import-{name}.txt"), &printed(&report, &file, false));
+    }
+    let (report, file) = of_fixtures(&["console.log"]);
+    golden("import-console-v.txt", &printed(&report, &file, true));
+}
+
+/// How many times agree, and where an import of the console and the stream of the same boot do not.
+fn disagreements(stream: &BootFile, console: &[u8], import: &BootFile) -> (usize, Vec<String>) {
+    let all = agreement(stream, &agent_log::read(console).unwrap(), import);
+    (all.agreed, all.disagreements.iter().map(ToString::to_string).collect())
+}
+
+#[test]
+fn an_import_of_the_console_and_the_stream_agree_on_every_milestone_within_the_stated_error() {
+    let stream = BootFile::read(bytes("two-gpus.ndjson").as_slice()).unwrap();
+    let console = bytes("two-gpus.console");
+    let (_, import) = of_fixtures(&["two-gpus.console"]);
+    let (compared, out) = disagreements(&stream, &console, &import);
+    // A console has no beginnings of steps, and this one ends before the second GPU is usable.
+    let missing = [
+        "agent exec: Some(2652741940) and None, error 0",
+        "settled: Some(6049475390) and None, error 0",
+        "0001:00:00.0 usable: Some(6047963350) and None, error 0",
+    ];
+    assert_eq!(out, missing);
+    assert!(compared > 30, "{compared}");
+}
+
+/// The console of kata-agent 4.1.0 itself, with lines that others have torn, and the stream of the same boot.
+#[test]
+fn a_real_agents_console_gives_the_same_containers_whether_it_is_imported_or_read_beside_the_stream() {
+    let name = "../agent/kata-agent-4.1.0-info";
+    let (stream, console) = (bytes(&format!("{name}.ndjson")), bytes(&format!("{name}.console")));
+    let stream = BootFile::read(stream.as_slice()).unwrap();
+    let (_, import) = of_fixtures(&[&format!("{name}.ndjson"), &format!("{name}.console")]);
+    let (agreed, mut out) = disagreements(&stream, &console, &import);
+    // One message of the driver in several lines: one record in the stream.
+    out.retain(|what| !what.starts_with("NVRM: "));
+    assert!(out.is_empty() && agreed > 20, "{agreed}: {out:?}");
+    let [direct, imported] = [Boot::new(&stream, &agent_log::read(console.as_slice()).unwrap()), Boot::new(&import, &[])];
+    let known = |boot: &Boot| -> Vec<_> {
+        let one =
+            |c: &crate::host::boot::model::Container| (c.name.clone(), c.devices.clone(), c.tries, c.error.clone(), c.pause, c.pending);
+        boot.containers.iter().map(one).collect()
+    };
+    assert_eq!((known(&direct).len(), known(&direct)), (10, known(&imported)));
+    // Moved lines are found out.
+    let moved = String::from_utf8(console).unwrap().replace("06:50:02.31", "06:50:02.91").into_bytes();
+    let (_, out) = disagreements(&stream, &moved, &import);
+    assert!(out.iter().any(|what| what.starts_with("agent ready: ")), "{out:?}");
+}
+
+#[test]
+fn a_milestone_that_is_moved_is_a_disagreement() {
+    let stream = BootFile::read(bytes("two-gpus.ndjson").as_slice()).unwrap();
+    let console = String::from_utf8(bytes("two-gpus.console")).unwrap();
+    for (from, to) in [
+        ("\"3049464180\"", "\"3049464181\""),
+        ("[    2.525427]", "[    3.525427]"),
+        ("11:38.832833500Z", "11:39.832833500Z"),
+        ("[    2.514456]", "[    2.014456]"),
+    ] {
+        assert!(console.contains(from), "{from}");
+        let moved = console.replace(from, to).into_bytes();
+        let (_, import) = imported(&[("moved", moved)]).unwrap();
+        let (_, out) = disagreements(&stream, console.as_bytes(), &import);
+        assert!(out.len() > 2, "{from}: {out:?}");
+    }
+}
+
+/// When the host mapped the large BARs in the made-up boot, in ns since its kernel started.
+const MAPPED: [(&str, i64, i64); 3] = [
+    ("0000:02:00.0", 2_751_100_000, 3_246_200_000),
+    ("0000:06:00.0", 6_021_100_000, 3_266_800_000),
+    ("0000:05:00.0", 9_311_100_000, 3_291_100_000),
+];
+
+#[test]
+fn calls_of_a_trace_find_their_gpus_and_their_times_whatever_the_traces_clock() {
+    for files in [
+        ["containerd.log", "bpftrace.txt"],
+        ["containerd.log", "bpftrace-own-program.txt"],
+        ["containerd.log", "function_graph.txt"],
+        ["console.log", "function_graph.txt"],
+        ["console.log", "bpftrace.txt"],
+    ] {
+        let (report, file) = of_fixtures(&files);
+        let pins: Vec<&Record> = file.records.iter().filter(|r| r.name == own::VFIO_PIN && r.kind == Kind::Begin).collect();
+        assert_eq!(pins.len(), 3, "{files:?}");
+        for (gpu, begin, took) in MAPPED {
+            let pin = pins.iter().find(|r| r.gpu == gpu.parse().ok()).unwrap_or_else(|| panic!("{files:?}: no call of {gpu}"));
+            let error = mark(pin).unwrap().error_ns;
+            assert!(
+                pin.boottime_ns.abs_diff(begin as u64) <= error && error <= 20_000_000,
+                "{files:?} {gpu}: {} +-{error}",
+                pin.boottime_ns
+            );
+            let end = file.records.iter().find(|r| r.kind == Kind::End && r.span == pin.span).unwrap();
+            let lasted = end.boottime_ns - pin.boottime_ns;
+            assert!(lasted.abs_diff(took as u64) <= 1_000_000, "{lasted}");
+            assert_eq!(pin.fields.get("bar").and_then(Field::as_u64), Some(2));
+        }
+        let sum = report.files.iter().find_map(|f| f.trace.as_ref()).unwrap();
+        assert_eq!((sum.calls, sum.bytes), (14, Some((8 << 30) + 3 * (128 << 30) + 3 * (32 << 20))));
+        assert_eq!(sum.sizes, [(1, 2), (100, 1), (1000, 4), (100_000, 3), (1_000_000, 1), (10_000_000, 3)].into(), "{files:?}");
+    }
+}
+
+#[test]
+fn the_program_that_is_printed_is_the_one_that_is_read() {
+    // Its format, filled in as bpftrace does it.
+    assert!(bpftrace::PROGRAM.contains(r#""%sZ vfio_pin_pages_remote vaddr=0x%lx npage=%lu ret=%ld us=%lu pid=%d\n""#));
+    let line = "2026-01-02T03:04:08.001100Z vfio_pin_pages_remote vaddr=0x750000000000 npage=33554432 ret=33554432 us=3246200 pid=3454228";
+    assert!(String::from_utf8(bytes("bpftrace-own-program.txt")).unwrap().contains(line));
+}
+
+#[test]
+fn records_from_logs_say_so_and_a_guests_own_stay_as_they_are() {
+    let (_, alone) = of_fixtures(&["console.log"]);
+    assert!(alone.records.iter().all(|r| mark(r).is_some()));
+    assert_eq!(alone.imported().unwrap().files[0].format, "console");
+    let header = alone.header.unwrap();
+    assert_eq!((header.version.as_str(), &header.boot_id[14..15]), ("none (imported from logs)", "8"));
+
+    let guest = BootFile::read(bytes("two-gpus.ndjson").as_slice()).unwrap();
+    let (_, both) = of_fixtures(&["two-gpus.ndjson", "two-gpus.console"]);
+    assert_eq!(both.records[..guest.records.len()], guest.records[..]);
+    let added = &both.records[guest.records.len()..];
+    let known =
+        |r: &Record| of_record(r).is_some() && mark(r).is_some() || [own::AGENT_CDI_WAIT, own::AGENT_RPC].contains(&r.name.as_str());
+    assert!(!added.is_empty() && added.iter().all(known));
+    assert_eq!((both.seqs.missing(), both.header.as_ref()), (0, guest.header.as_ref()));
+    assert!(both.imported().is_some());
+    assert!(guest.records.iter().all(|r| of_record(r).is_none()), "the agent's events are not taken from an unmarked record");
+}
+
+#[test]
+fn the_same_logs_give_the_same_boot() {
+    let once = of_fixtures(&["containerd.log", "pod.json"]);
+    let again = of_fixtures(&["containerd.log", "pod.json"]);
+    assert_eq!((once.0.boot_id, once.1.records), (again.0.boot_id, again.1.records));
+    // Said twice is counted, and makes no second record.
+    let (report, file) = of_fixtures(&["containerd.log", "console.log"]);
+    assert!(report.files[1].count.skipped[&Skip::AlreadyThere] > 50);
+    assert_eq!(file.records.iter().filter(|r| r.name == names::GPU_FOUND).count(), 3);
+}
+
+#[test]
+fn of_several_boots_one_has_to_be_chosen() {
+    let two = [bytes("console.log"), bytes("two-gpus.console")].concat();
+    let error = imported(&[("two.log", two.clone())]).unwrap_err().to_string();
+    assert!(error.contains("two.log holds 2 boots: choose one with --boot N"), "{error}");
+    assert!(error.contains("  1  kernel 6.12.47-nvidia-gpu") && error.contains("  2  kernel 6.1.0-56-cloud-amd64"), "{error}");
+    for (n, gpus) in [(1, 3), (2, 2)] {
+        let (report, text) = import(vec![source("two.log", two.clone()).unwrap()], Some(n)).unwrap();
+        assert!(report.files[0].count.skipped[&Skip::OtherBoot] > 20);
+        assert_eq!(Boot::new(&BootFile::read(text.as_bytes()).unwrap(), &[]).gpus.len(), gpus);
+    }
+    for n in [0, 3] {
+        let error = import(vec![source("two.log", two.clone()).unwrap()], Some(n)).unwrap_err().to_string();
+        assert!(error.contains(&format!("has no boot {n}")), "{error}");
+    }
+    assert!(import(vec![source("one.log", bytes("console.log")).unwrap()], Some(2)).is_err());
+}
+
+#[test]
+fn gzip_and_a_truncated_one_are_read() {
+    let mut encoder = flate2::write::GzEncoder::new(Vec::new(), flate2::Compression::default());
+    encoder.write_all(&bytes("containerd.log")).unwrap();
+    let packed = encoder.finish().unwrap();
+    let (report, whole) = imported(&[("containerd.log.gz", packed.clone())]).unwrap();
+    assert_eq!(whole.records, of_fixtures(&["containerd.log"]).1.records);
+    assert_eq!(report.files[0].count.cut, None);
+    let (report, half) = imported(&[("containerd.log.gz", packed[..packed.len() * 2 / 3].to_vec())]).unwrap();
+    assert!(half.records.len() > 5 && half.records.len() < whole.records.len());
+    assert!(report::lines(&report, &Screen::PLAIN).iter().any(|line| line.contains("not read to its end")));
+}
+
+#[test]
+fn hostile_logs_cost_their_own_lines_and_reach_no_terminal() {
+    let long = [vec![b'x'; 2_000_000], b"\n".to_vec()].concat();
+    let evil = concat!(
+        "\x1b[2J\x1b]0;title\x07[    9.000000] NVRM: \x1b[31mred\x1b[0m \u{202e}\u{9b}31m\n",
+        "[99999999999999.000000] NVRM: later than all\n[18446744073709551615.999999] NVRM: x\n",
+        "{\"msg\":\"announce\",\"ts\":\"9999-12-31T23:59:59Z\",\"name\":\"kata-agent\"}\n",
+        "{\"msg\":\"announce\",\"ts\":\"1971-01-01T00:00:00Z\",\"name\":\"kata-agent\",\"agent-version\":\"\\u001b[2J\\u202e\"}\n",
+        "{\"boottime_ns\":\"99999999999999999\",\"msg\":\"gpu.bound\",\"name\":\"kata-gpu-init\"}\n",
+        "[    1.000000] nvidia ffffffff:ff:1f.7: enabling device (\n",
+    );
+    let junk: Vec<u8> = (0..50_000u32).map(|i| (i.wrapping_mul(2_654_435_761) >> 13) as u8).collect();
+    for name in ["console.log", "containerd.log", "bpftrace.txt", "function_graph.txt", "two-gpus.ndjson"] {
+        let whole = bytes(name);
+        let hostile = [whole.clone(), b"\n".to_vec(), long.clone(), junk.clone(), b"\n".to_vec(), evil.as_bytes().to_vec(), whole].concat();
+        let mut one = source(name, hostile).unwrap_or_else(|e| panic!("{name}: {e:#}"));
+        let boots = one.logs.len();
+        one.name = "\u{1b}[2J".into();
+        let (report, text) = import(vec![one], (boots > 1).then_some(1)).unwrap_or_else(|e| panic!("{name}: {e:#}"));
+        let file = BootFile::read(text.as_bytes()).unwrap();
+        let page = printed(&report, &file, true);
+        assert!(page.bytes().all(|b| b == b'\n' || (b' '..=b'~').contains(&b)), "{name}");
+        if name != "two-gpus.ndjson" {
+            assert_eq!(report.files[0].count.skipped[&Skip::TooLong], 1, "{name}");
+        }
+    }
+}
+
+#[test]
+fn every_cut_of_every_format_is_read_or_refused_in_one_line() {
+    for name in ["console.log", "containerd.log", "journal.json", "bpftrace.txt", "function_graph.txt", "pod.json", "two-gpus.ndjson"] {
+        let whole = bytes(name);
+        let mut imports = 0;
+        for end in (0..whole.len()).step_by(whole.len() / 23) {
+            match source(name, whole[..end].to_vec()).and_then(|source| import(vec![source], None)) {
+                Ok((report, text)) => {
+                    imports += 1;
+                    assert_eq!(BootFile::read(text.as_bytes()).unwrap().damaged, 0);
+                    assert_eq!(report.files.len(), 1);
+                }
+                Err(e) => assert!(!format!("{e:#}").contains('\n'), "{name} at {end}: {e:#}"),
+            }
+        }
+        assert!(imports > 10 || name == "pod.json", "{name}: {imports}");
+    }
+}
+
+#[test]
+fn junk_is_of_no_format_and_of_any_format_gives_nothing() {
+    let junk: Vec<u8> = (0..200_000u32).map(|i| (i.wrapping_mul(2_654_435_761) >> 13) as u8).collect();
+    assert!(source("junk", junk.clone()).unwrap_err().to_string().contains("--format"));
+    for format in [Format::Journal, Format::Console, Format::Bpftrace, Format::Ftrace, Format::Pod, Format::Stream] {
+        let input = Input::new("junk", Box::new(Cursor::new(junk.clone()))).unwrap();
+        let error = read("junk", input, Some(format)).map(|s| s.count).unwrap_err();
+        assert!(!format!("{error:#}").contains('\n'), "{error:#}");
+    }
+}

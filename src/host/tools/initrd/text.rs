@@ -1,0 +1,109 @@
+//! Names and numbers of an image for people. A name may hold any byte: what comes out is printable ASCII.
+
+use super::components::Component;
+use crate::host::data::text::{Ink, Screen, printable};
+use std::collections::BTreeMap;
+
+/// A name: text as [`printable`], other bytes as `\xff`.
+pub fn escaped(name: &[u8]) -> String {
+    let text = |chunk: &std::str::Utf8Chunk| {
+        let invalid: String = chunk.invalid().iter().map(|b| format!("\\x{b:02x}")).collect();
+        printable(chunk.valid()) + &invalid
+    };
+    name.utf8_chunks().map(|chunk| text(&chunk)).collect()
+}
+
+/// A file's permissions as `ls` has them, without the type.
+pub fn permissions(mode: u32) -> String {
+    let bit = |mask: u32, letter: char| if mode & mask != 0 { letter } else { '-' };
+    let triple = |shift: u32, special: u32, set: char| {
+        let execute = match (mode & special != 0, mode >> shift & 1 != 0) {
+            (true, true) => set,
+            (true, false) => set.to_ascii_uppercase(),
+            (false, true) => 'x',
+            (false, false) => '-',
+        };
+        [bit(4 << shift, 'r'), bit(2 << shift, 'w'), execute]
+    };
+    [triple(6, 0o4000, 's'), triple(3, 0o2000, 's'), triple(0, 0o1000, 't')].iter().flatten().collect()
+}
+
+/// Bytes in hexadecimal.
+pub fn hex(bytes: &[u8]) -> String {
+    bytes.iter().map(|b| format!("{b:02x}")).collect()
+}
+
+/// Rounded to one digit: `12.3 MB`.
+pub fn megabytes(bytes: u64) -> String {
+    let tenths = (bytes + 50_000) / 100_000;
+    format!("{}.{} MB", tenths / 10, tenths % 10)
+}
+
+/// Lines with columns as wide as they must be; `right`: those that stand at the right. The last is not padded. The first row is the head.
+pub fn table(rows: &[Vec<String>], right: &[usize], screen: &Screen) -> String {
+    let columns = rows.first().map_or(0, Vec::len);
+    let width = |column: usize| rows.iter().filter_map(|r| r.get(column)).map(String::len).max().unwrap_or(0);
+    let widths: Vec<usize> = (0..columns).map(width).collect();
+    let line = |row: &Vec<String>| {
+        let cells = row.iter().zip(&widths).enumerate().map(|(column, (cell, width))| match right.contains(&column) {
+            true => format!("{cell:>width$}"),
+            false => format!("{cell:<width$}"),
+        });
+        cells.collect::<Vec<_>>().join("  ").trim_end().to_string()
+    };
+    let ink = |index: usize| if index == 0 { Ink::Bold } else { Ink::Plain };
+    rows.iter().enumerate().map(|(index, row)| screen.paint(ink(index), &line(row)) + "\n").collect()
+}
+
+/// What each component has.
+pub type Sizes = BTreeMap<Component, (u64, u64)>;
+
+/// Sizes by component, with their sum.
+pub fn sizes(sizes: &Sizes, screen: &Screen) -> String {
+    let total = sizes.values().fold((0, 0), |sum, (files, bytes)| (sum.0 + files, sum.1 + bytes));
+    let mut rows = vec![["COMPONENT", "FILES", "BYTES", "SHARE"].map(str::to_string).to_vec()];
+    let all = Component::ALL.iter().filter_map(|c| Some((c.name(), *sizes.get(c)?))).chain([("all", total)]);
+    for (name, (files, bytes)) in all {
+        let share = bytes.checked_mul(100).and_then(|b| (b + total.1 / 2).checked_div(total.1)).unwrap_or(0);
+        rows.push(vec![name.to_string(), files.to_string(), bytes.to_string(), format!("{share}%")]);
+    }
+    table(&rows, &[1, 2, 3], screen)
+}
+
+/// The same for programs.
+pub fn sizes_json(sizes: &Sizes) -> serde_json::Value {
+    let component =
+        |(c, (files, bytes)): (&Component, &(u64, u64))| (c.name().to_string(), serde_json::json!({"files": files, "bytes": bytes}));
+    sizes.iter().map(component).collect::<serde_json::Map<_, _>>().into()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_byte_of_a_name_can_be_told_and_none_drives_a_terminal() {
+        assert_eq!(escaped(b"a\x1b[2J\xff\xc3\xa9\n"), "a\\x1b[2J\\xff\\u{e9}\\n");
+        let all: Vec<u8> = (0..=255).collect();
+        assert!(escaped(&all).bytes().all(|b| (b' '..=b'~').contains(&b)));
+    }
+
+    #[test]
+    fn permissions_are_those_of_ls() {
+        for (mode, text) in [(0o755, "rwxr-xr-x"), (0o4755, "rwsr-xr-x"), (0o2640, "rw-r-S---"), (0o1777, "rwxrwxrwt"), (0, "---------")] {
+            assert_eq!(permissions(mode), text);
+        }
+    }
+
+    #[test]
+    fn shares_add_up_and_nothing_divides_by_zero() {
+        let some = Sizes::from([(Component::Init, (1, 25)), (Component::Rest, (2, 75))]);
+        let text = sizes(&some, &Screen::PLAIN);
+        assert_eq!(
+            text,
+            "COMPONENT  FILES  BYTES  SHARE\ninit           1     25    25%\nrest           2     75    75%\nall            3    100   100%\n"
+        );
+        assert!(sizes(&Sizes::new(), &Screen::PLAIN).contains("all            0      0     0%"));
+        assert_eq!(megabytes(12_349_999), "12.3 MB");
+    }
+}

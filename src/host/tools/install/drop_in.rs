@@ -1,0 +1,229 @@
+//! Our drop-in: its name, its text, and whether a file is one that we wrote and nobody has edited since.
+//!
+//! The second line is a record in JSON: what was asked for, and a checksum (CRC-32) of all the rest, against accidents and not against malice. The text follows
+//! from the plan alone: the same plan, the same bytes.
+
+use super::kata_config::read_bounded;
+use super::plan::Plan;
+use nix::libc;
+use serde::{Deserialize, Serialize};
+use std::fs::OpenOptions;
+use std::io;
+use std::os::unix::fs::OpenOptionsExt;
+use std::path::Path;
+use toml::Value;
+
+/// The directory beside a configuration.
+pub const DIRECTORY: &str = "config.d";
+/// kata-deploy keeps 10 to 50 for itself and recommends 50 to 89 for others; after its own user overrides at 50, so that those are seen here.
+pub const NAME: &str = "60-kata-gpu-init.toml";
+
+/// The first line; the other one is that of an image.
+const HEAD: &str = "# kata-gpu-init: GPU guests start from its initrd. Written by `kata-gpu-boot install`, removed by `kata-gpu-boot uninstall`: do not edit.";
+const HEAD_OF_IMAGE: &str = "# kata-gpu-init: GPU guests start from its image. Written by `kata-gpu-boot install`, removed by `kata-gpu-boot uninstall`: do not edit.";
+const MARK: &str = "#: kata-gpu-boot ";
+const FORMAT: u32 = 1;
+
+/// What the file says of itself.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Record {
+    format: u32,
+    /// Whether `config.d` was made for it.
+    pub made_directory: bool,
+    /// Words of `kernel_params` that are ours.
+    pub parameters: Vec<String>,
+    /// Whether guests start from an image. Absent in what was written before there were images.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub image: bool,
+    checksum: String,
+}
+
+/// What stands at our drop-in's path.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Found {
+    Absent,
+    Link,
+    /// No regular file.
+    Other,
+    /// A file that we did not write.
+    Foreign(Vec<u8>),
+    Ours {
+        text: Vec<u8>,
+        record: Record,
+        edited: bool,
+    },
+}
+
+impl Found {
+    /// The content, if it is a file.
+    pub fn text(&self) -> Option<&[u8]> {
+        match self {
+            Found::Foreign(text) | Found::Ours { text, .. } => Some(text),
+            Found::Absent | Found::Link | Found::Other => None,
+        }
+    }
+}
+
+/// Looks at the path of our drop-in, without following a link.
+pub fn look(path: &Path) -> io::Result<Found> {
+    let file = match OpenOptions::new().read(true).custom_flags(libc::O_NONBLOCK | libc::O_NOFOLLOW).open(path) {
+        Ok(file) => file,
+        Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(Found::Absent),
+        Err(e) if e.raw_os_error() == Some(libc::ELOOP) => return Ok(Found::Link),
+        // A socket.
+        Err(e) if e.raw_os_error() == Some(libc::ENXIO) => return Ok(Found::Other),
+        Err(e) => return Err(e),
+    };
+    if !file.metadata()?.is_file() {
+        return Ok(Found::Other);
+    }
+    Ok(judge(read_bounded(file)?))
+}
+
+fn judge(text: Vec<u8>) -> Found {
+    let Some(record) = std::str::from_utf8(&text).ok().and_then(|text| text.lines().find_map(|line| line.strip_prefix(MARK))) else {
+        return Found::Foreign(text);
+    };
+    // A record that we cannot read is one that was edited.
+    let record: Record = serde_json::from_str(record).unwrap_or_default();
+    let untouched = record.format == FORMAT && seal(&record, &body(&text)).is_some_and(|sealed| sealed.as_bytes() == text.as_slice());
+    Found::Ours { text, record, edited: !untouched }
+}
+
+/// Everything after the first two lines.
+fn body(text: &[u8]) -> String {
+    let text = String::from_utf8_lossy(text);
+    text.splitn(3, '\n').nth(2).unwrap_or_default().to_string()
+}
+
+/// The file's text for a record and a body, with the checksum over both.
+fn seal(record: &Record, body: &str) -> Option<String> {
+    let mut record = Record { checksum: String::new(), ..record.clone() };
+    let mut checksum = flate2::Crc::new();
+    checksum.update(serde_json::to_string(&record).ok()?.as_bytes());
+    checksum.update(body.as_bytes());
+    record.checksum = format!("{:08x}", checksum.sum());
+    let head = if record.image { HEAD_OF_IMAGE } else { HEAD };
+    Some(format!("{head}\n{MARK}{}\n{body}", serde_json::to_string(&record).ok()?))
+}
+
+/// The drop-in's text.
+pub fn render(plan: &Plan, made_directory: bool) -> Option<String> {
+    let record = Record { format: FORMAT, made_directory, parameters: plan.parameters.clone(), image: plan.image, checksum: String::new() };
+    seal(&record, &toml_text(plan))
+}
+
+/// The part of it that is TOML.
+pub fn toml_text(plan: &Plan) -> String {
+    let mut text = format!("[hypervisor.{}]\n", plan.section);
+    for (key, value) in &plan.keys {
+        text.push_str(&format!("{key} = {}\n", inline(value)));
+    }
+    text
+}
+
+/// A value in one line, in the forms that every TOML parser of every Kata knows.
+pub fn inline(value: &Value) -> String {
+    match value {
+        Value::String(text) => basic_string(text),
+        Value::Array(all) => format!("[{}]", all.iter().map(inline).collect::<Vec<_>>().join(", ")),
+        Value::Table(table) => {
+            let pair = |(key, value): (&String, &Value)| {
+                let bare = !key.is_empty() && key.chars().all(|c| c.is_ascii_alphanumeric() || c == '_' || c == '-');
+                format!("{} = {}", if bare { key.clone() } else { basic_string(key) }, inline(value))
+            };
+            format!("{{ {} }}", table.iter().map(pair).collect::<Vec<_>>().join(", "))
+        }
+        Value::Integer(number) => number.to_string(),
+        Value::Float(number) if number.is_nan() => "nan".into(),
+        // With a point or an exponent always, which TOML wants.
+        Value::Float(number) => format!("{number:?}"),
+        Value::Boolean(truth) => truth.to_string(),
+        Value::Datetime(time) => time.to_string(),
+    }
+}
+
+fn basic_string(text: &str) -> String {
+    let mut out = String::from("\"");
+    for c in text.chars() {
+        match c {
+            '"' => out.push_str("\\\""),
+            '\\' => out.push_str("\\\\"),
+            c if c.is_control() => out.push_str(&format!("\\u{:04X}", c as u32)),
+            c => out.push(c),
+        }
+    }
+    out.push('"');
+    out
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::kata_config::parse;
+    use super::*;
+
+    fn plan(params: &str) -> Plan {
+        Plan {
+            section: "qemu".into(),
+            keys: vec![("image", Value::String(String::new())), ("kernel_params", Value::String(params.into()))],
+            parameters: vec!["gpuinit.log=debug".into()],
+            image: false,
+        }
+    }
+
+    #[test]
+    fn any_string_comes_back_from_the_text_as_it_was() {
+        for params in [
+            "",
+            "a=\"b c\"",
+            "back\\slash",
+            "tab\tnewline\nbell\u{7}",
+            "\u{feff}\u{202e}\u{10ffff} é",
+            "'''\"\"\"",
+            &"x=\"y z\" ".repeat(256),
+        ] {
+            let text = toml_text(&plan(params));
+            let table = parse(text.as_bytes()).unwrap();
+            assert_eq!(table["hypervisor"]["qemu"]["kernel_params"].as_str(), Some(params), "{text}");
+        }
+    }
+
+    #[test]
+    fn inline_values_are_what_they_were() {
+        let table: toml::Table =
+            "a = [{name = 'x', n = 1, 'odd key' = true}, {f = 1.5}]\nb = []\nc = [1e300, inf, -1, 2026-01-02T03:04:05Z]".parse().unwrap();
+        for (key, value) in &table {
+            let again: toml::Table = format!("{key} = {}", inline(value)).parse().unwrap();
+            assert_eq!(again.get(key), Some(value));
+        }
+    }
+
+    #[test]
+    fn what_we_wrote_is_known_again_and_any_edit_is_seen() {
+        let text = render(&plan("a=1"), true).unwrap();
+        let Found::Ours { record, edited: false, .. } = judge(text.clone().into_bytes()) else { panic!("not ours:\n{text}") };
+        assert!(record.made_directory);
+        assert_eq!(record.parameters, ["gpuinit.log=debug"]);
+        assert_eq!(render(&plan("a=1"), true).unwrap(), text, "the same plan, the same bytes");
+        for (from, to) in [
+            ("a=1", "a=2"),
+            ("true", "false"),
+            ("gpuinit.log=debug", "gpuinit.log=info"),
+            ("\n[", "\n\n["),
+            ("# kata", "#  kata"),
+            ("{", ""),
+        ] {
+            let changed = text.replacen(from, to, 1);
+            assert_ne!(changed, text);
+            assert!(matches!(judge(changed.clone().into_bytes()), Found::Ours { edited: true, .. }), "{changed}");
+        }
+        let of_image = render(&Plan { image: true, ..plan("a=1") }, true).unwrap();
+        assert!(matches!(judge(of_image.clone().into_bytes()), Found::Ours { edited: false, record, .. } if record.image), "{of_image}");
+        let changed = of_image.replace("its image", "its initrd");
+        assert!(matches!(judge(changed.into_bytes()), Found::Ours { edited: true, .. }));
+        let appended = format!("{text}# a note\n");
+        assert!(matches!(judge(appended.into_bytes()), Found::Ours { edited: true, .. }));
+        assert!(matches!(judge(b"[hypervisor.qemu]\nimage = ''\n".to_vec()), Found::Foreign(_)));
+        assert!(matches!(judge(b"\xff\xfe".to_vec()), Found::Foreign(_)));
+    }
+}

@@ -1,0 +1,406 @@
+//! `install --node`, on a node of a cluster: copies the initrd or image there, installs the copy, and
+//! with `--stay` installs it again whenever an upgrade of Kata has taken it away. `uninstall --node`
+//! takes everything away again.
+//!
+//! A copy's name has its content's hash, so that a new one never takes the place of one that a pod
+//! which starts just now is given; the former one stays for such pods and for the way back. The end
+//! of a process that stays changes nothing: across a reboot of the node and an upgrade of the
+//! DaemonSet, GPU pods start as before, and only an uninstall uninstalls.
+//! Not here: what is written into a configuration, see the rest of [`super`].
+
+use super::kata_config::KataConfig;
+use super::merge::Effective;
+use super::refusal::Refusal;
+use super::{Args, Said, plan, uninstall, version, with_ours};
+use crate::host::data::text::printable;
+use crate::host::tools::initrd::image::Form;
+use crate::host::tools::initrd::output::{Output, PARTIAL};
+use crate::host::tools::initrd::text::hex;
+use anyhow::{Context, Result, bail, ensure};
+use nix::errno::Errno;
+use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
+use nix::sys::signal::{SigSet, Signal};
+use nix::sys::signalfd::SignalFd;
+use sha2::{Digest, Sha256};
+use std::fs::{self, File};
+use std::io::{ErrorKind, Read};
+use std::os::fd::AsFd;
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+use std::time::SystemTime;
+
+/// Digits of the SHA-256 in a copy's name, and what stands before them.
+const DIGITS: usize = 12;
+const MARK: &str = "-sha256-";
+const CHUNK: usize = 1 << 20;
+/// File in the folder that names the configuration whose copies are there.
+const OWNER: &str = ".configuration";
+/// Time between two looks at what a configuration's guests start from: Kata's own upgrade replaces
+/// the files on a node and announces it to nobody there.
+const LOOK_MS: u16 = 10_000;
+/// Looks after which what was refused is tried again though nothing has changed.
+const LOOKS_BETWEEN_TRIES: u32 = 30;
+
+/// Where an install on a node puts things.
+#[derive(clap::Args, Clone, Debug, Default)]
+pub struct Place {
+    /// On a node of a cluster: the folder, for this configuration alone, that the initrd or image is copied to under a
+    /// name with its hash. The former copy stays there, older ones are removed, and uninstall removes all.
+    #[arg(long = "node", value_name = "DIR")]
+    pub dir: Option<PathBuf>,
+    /// File of Node Feature Discovery that is there while it is installed: the node has the label
+    /// feature.node.kubernetes.io/NAME=true then, NAME being the file's.
+    #[arg(long, value_name = "FILE", requires = "dir")]
+    pub node_feature: Option<PathBuf>,
+}
+
+/// A copy of a guest on the node.
+struct Copied {
+    path: PathBuf,
+    /// Whether it was not there before.
+    made: bool,
+}
+
+/// Name of the copy of `source`: its own, with the hash before the extension.
+fn name_of(source: &Path, hash: &str) -> Option<String> {
+    let stem = source.file_stem()?.to_str()?;
+    let digits = hash.get(..DIGITS)?;
+    Some(match source.extension() {
+        Some(extension) => format!("{stem}{MARK}{digits}.{}", extension.to_str()?),
+        None => format!("{stem}{MARK}{digits}"),
+    })
+}
+
+/// Whether a name is one that [`name_of`] gives, of whichever source, or one of a copy that was cut
+/// off.
+fn is_copy(name: &str) -> bool {
+    let name = name.strip_suffix(PARTIAL).unwrap_or(name);
+    let stem = name.rsplit_once('.').map_or(name, |(stem, _)| stem);
+    let hash = stem.rsplit_once(MARK).map_or("", |(_, hash)| hash);
+    hash.len() == DIGITS && hash.bytes().all(|b| b.is_ascii_digit() || (b'a'..=b'f').contains(&b))
+}
+
+fn hash_of(file: &mut File) -> std::io::Result<String> {
+    let (mut hash, mut buffer) = (Sha256::new(), vec![0; CHUNK]);
+    loop {
+        match file.read(&mut buffer)? {
+            0 => return Ok(hex(&hash.finalize())),
+            read => hash.update(buffer.get(..read).unwrap_or_default()),
+        }
+    }
+}
+
+/// Makes the folder, for this configuration.
+fn claim(dir: &Path, config: &Path) -> Result<PathBuf> {
+    let config = fs::canonicalize(config).with_context(|| format!("look for {}", config.display()))?;
+    fs::create_dir_all(dir).with_context(|| format!("make {}", dir.display()))?;
+    let dir = fs::canonicalize(dir).with_context(|| format!("look for {}", dir.display()))?;
+    let (owner, text) = (dir.join(OWNER), format!("{}\n", config.display()));
+    match fs::read_to_string(&owner) {
+        Ok(there) if there == text => {}
+        Ok(there) => bail!("{} is the folder of {}: name another one with --node", dir.display(), there.trim()),
+        Err(e) if e.kind() == ErrorKind::NotFound => {
+            fs::write(&owner, text).with_context(|| format!("write {}", owner.display()))?;
+        }
+        Err(e) => return Err(e).with_context(|| format!("read {}", owner.display())),
+    }
+    Ok(dir)
+}
+
+fn copy(source: &Path, dir: &Path) -> Result<Copied> {
+    let mut file = File::open(source).with_context(|| format!("open {}", source.display()))?;
+    ensure!(file.metadata()?.is_file(), "{}: is no regular file", source.display());
+    let hash = hash_of(&mut file).with_context(|| format!("read {}", source.display()))?;
+    let name = name_of(source, &hash).with_context(|| format!("{}: its name is not UTF-8: rename it", source.display()))?;
+    let path = dir.join(name);
+    if let Ok(mut there) = File::open(&path)
+        && hash_of(&mut there).is_ok_and(|there| there == hash)
+    {
+        return Ok(Copied { path, made: false });
+    }
+    let mut output = Output::create(&path, Form::Plain)?;
+    let mut again = File::open(source).with_context(|| format!("open {}", source.display()))?;
+    std::io::copy(&mut again, &mut output).with_context(|| format!("copy {} to {}", source.display(), dir.display()))?;
+    let mut written = output.end()?;
+    ensure!(written.sha256 == hash, "{}: changed while it was copied: run it again", source.display());
+    written.keep()?;
+    Ok(Copied { path, made: true })
+}
+
+/// Removes the copies that are none of these.
+fn remove_copies(dir: &Path, keep: &[PathBuf]) -> Result<()> {
+    for entry in fs::read_dir(dir).with_context(|| format!("read {}", dir.display()))? {
+        let path = entry.with_context(|| format!("read {}", dir.display()))?.path();
+        let name = path.file_name().and_then(|name| name.to_str()).unwrap_or_default();
+        if is_copy(name) && !keep.contains(&path) && path.symlink_metadata().is_ok_and(|meta| meta.is_file()) {
+            fs::remove_file(&path).with_context(|| format!("remove {}", path.display()))?;
+        }
+    }
+    Ok(())
+}
+
+/// A configuration as it is now, and its section.
+fn effective(config: &Path) -> Option<(KataConfig, Effective, String)> {
+    let config = KataConfig::read(config).ok()?;
+    let (runtime, section) = version::runtime_and_section(&config).ok()?;
+    let effective = with_ours(&config, runtime, config.ours.text());
+    Some((config, effective, section))
+}
+
+/// File that guests of the configuration start from now.
+fn installed(config: &Path) -> Option<PathBuf> {
+    let (_, now, section) = effective(config)?;
+    let text = |key| plan::text(&now, &section, key).filter(|path| !path.is_empty());
+    text("initrd").or_else(|| text("image")).map(PathBuf::from)
+}
+
+/// Refuses `--unset`, for a node and for the DaemonSet.
+pub fn nothing_unset(args: &Args) -> Result<(), Refusal> {
+    if args.unset.is_empty() {
+        return Ok(());
+    }
+    let why = "has nothing to do on a node: what is installed there has the words of --param and no others";
+    Err(Refusal::of_argument("--unset", why).cure("leave it away"))
+}
+
+/// `install --node`: what it does, and says.
+pub fn say(args: &Args, dir: &Path) -> Said {
+    let refused = |refusal: Refusal| Said::refused(format!("refused: {refusal}\nnothing was written, for 1 reason\n"));
+    if args.dry_run {
+        let why = "says nothing of a copy that is not there yet";
+        return refused(Refusal::of_argument("--dry-run", why).cure("leave --node away: the rest is the same"));
+    }
+    if let Err(refusal) = nothing_unset(args) {
+        return refused(refusal);
+    }
+    let Some(source) = args.initrd.as_ref().or(args.image.as_ref()) else {
+        return refused(Refusal::of_argument("--node", "needs --initrd or --image").cure("name the file that is copied"));
+    };
+    // The source itself is checked, before a copy of its size is written.
+    let checked = super::say_here(&Args { dry_run: true, ..args.clone() });
+    if checked.code != 0 {
+        return checked;
+    }
+    let former = installed(&args.kata_config);
+    let copied = match claim(dir, &args.kata_config).and_then(|dir| copy(source, &dir)) {
+        Ok(copied) => copied,
+        Err(error) => return refused(Refusal::at(source, format!("{error:#}"))),
+    };
+    let mut of_copy = args.clone();
+    of_copy.initrd = args.initrd.as_ref().map(|_| copied.path.clone());
+    of_copy.image = args.image.as_ref().map(|_| copied.path.clone());
+    let mut said = super::say_here(&of_copy);
+    if said.code != 0 {
+        // It serves nobody; that it stays where it cannot be removed hurts nobody either.
+        let _unused = copied.made.then(|| fs::remove_file(&copied.path));
+        return said;
+    }
+    let keep: Vec<PathBuf> = [Some(copied.path.clone()), former.clone()].into_iter().flatten().collect();
+    // Installed again, it has no former one to tell: then all stay.
+    let removed = if former.as_ref() == Some(&copied.path) { Ok(()) } else { remove_copies(dir, &keep) };
+    let labelled = removed.and_then(|()| args.place.node_feature.as_deref().map_or(Ok(()), label));
+    said.add(labelled);
+    said
+}
+
+fn label(file: &Path) -> Result<()> {
+    let name = file.file_name().and_then(|name| name.to_str()).with_context(|| format!("{}: no name of a file", file.display()))?;
+    let dir = file.parent().context("a file in a folder")?;
+    fs::create_dir_all(dir).with_context(|| format!("make {}", dir.display()))?;
+    // Node Feature Discovery reads it now and then: a line that is not there yet is one that comes at its next look.
+    fs::write(file, format!("{name}=true\n")).with_context(|| format!("write {}", file.display()))
+}
+
+/// Removes a file that may be gone already.
+fn remove(file: &Path) -> Result<()> {
+    match fs::remove_file(file) {
+        Err(e) if e.kind() != ErrorKind::NotFound => Err(e).with_context(|| format!("remove {}", file.display())),
+        _ => Ok(()),
+    }
+}
+
+/// Takes away what `install --node` has put on the node. The label goes first: pods that ask for it
+/// are not sent here any more.
+pub fn uninstall(args: &uninstall::Args) -> Said {
+    let unlabelled = args.place.node_feature.as_deref().map_or(Ok(()), remove);
+    let mut said = uninstall::say_here(args);
+    said.add(unlabelled);
+    if let Some(dir) = args.place.dir.as_deref().filter(|dir| said.code == 0 && dir.exists()) {
+        said.add(empty(dir, &args.kata_config));
+    }
+    said
+}
+
+/// Removes the copies, and the folder if nothing else is in it.
+fn empty(dir: &Path, config: &Path) -> Result<()> {
+    // Kata's own uninstall may have taken the configuration before.
+    let dir = if config.exists() { claim(dir, config)? } else { dir.to_path_buf() };
+    remove_copies(&dir, &[])?;
+    remove(&dir.join(OWNER))?;
+    match fs::remove_dir(&dir) {
+        Err(e) if e.kind() != ErrorKind::DirectoryNotEmpty => Err(e).with_context(|| format!("remove {}", dir.display())),
+        _ => Ok(()),
+    }
+}
+
+/// What shows that a file is another one or has changed.
+type Stamp = Option<(u64, u64, u64, SystemTime)>;
+
+fn stamp(path: &Path) -> Stamp {
+    let meta = fs::metadata(path).ok()?;
+    Some((meta.dev(), meta.ino(), meta.len(), meta.modified().ok()?))
+}
+
+/// The files that an install looks at, each with its stamp. Not the drop-in, which it writes itself.
+fn stamps(args: &Args) -> Vec<(PathBuf, Stamp)> {
+    let mut paths = vec![args.kata_config.clone()];
+    if let Some((config, now, section)) = effective(&args.kata_config) {
+        paths.extend(config.others.iter().map(|source| source.path.clone()));
+        paths.extend(plan::text(&now, &section, "kernel").map(PathBuf::from));
+    }
+    paths.extend(args.initrd.iter().chain(&args.image).cloned());
+    paths.into_iter().map(|path| (path.clone(), stamp(&path))).collect()
+}
+
+/// Whether what was installed is still in effect: guests start from a copy in the folder, it is
+/// there, and so is the label.
+fn is_whole(args: &Args, dir: &Path) -> bool {
+    let dir = fs::canonicalize(dir).ok();
+    let copy = installed(&args.kata_config).filter(|copy| copy.parent() == dir.as_deref() && copy.is_file());
+    copy.is_some() && args.place.node_feature.as_ref().is_none_or(|file| file.is_file())
+}
+
+/// Wait for SIGTERM or SIGINT, which end nothing by themselves once it is there.
+struct End(SignalFd);
+
+impl End {
+    fn new() -> Result<Self> {
+        let mut signals = SigSet::empty();
+        signals.add(Signal::SIGTERM);
+        signals.add(Signal::SIGINT);
+        signals.thread_block().context("block SIGTERM")?;
+        Ok(Self(SignalFd::new(&signals).context("wait for SIGTERM")?))
+    }
+
+    /// Whether it came before this time was over.
+    fn within(&self, timeout: PollTimeout) -> Result<bool> {
+        match poll(&mut [PollFd::new(self.0.as_fd(), PollFlags::POLLIN)], timeout) {
+            Ok(0) | Err(Errno::EINTR) => Ok(false),
+            Ok(_) => Ok(true),
+            Err(e) => Err(e).context("wait for SIGTERM"),
+        }
+    }
+}
+
+/// Ends as a program does.
+fn ended(result: Result<ExitCode>) -> ExitCode {
+    result.unwrap_or_else(|error| {
+        eprintln!("kata-gpu-boot: {}", printable(&format!("{error:#}")));
+        ExitCode::FAILURE
+    })
+}
+
+/// `install --node --stay`: installs, and again whenever something has changed, until SIGTERM.
+pub fn stay(args: &Args, dir: &Path) -> ExitCode {
+    ended(staying(args, dir))
+}
+
+fn staying(args: &Args, dir: &Path) -> Result<ExitCode> {
+    let end = End::new()?;
+    let mut seen = None;
+    let mut refusal: Option<String> = None;
+    let mut looks = 0;
+    loop {
+        // Before the install: what changes meanwhile is a change at the next look.
+        let now = stamps(args);
+        let unchanged = seen.as_ref() == Some(&now);
+        looks += 1;
+        let is_due = match refusal {
+            Some(_) => !unchanged || looks >= LOOKS_BETWEEN_TRIES,
+            None => !unchanged || !is_whole(args, dir),
+        };
+        if is_due {
+            looks = 0;
+            let said = say(args, dir);
+            let refused = (said.code != 0).then(|| said.err.clone());
+            if refused.is_some() {
+                args.place.node_feature.as_deref().map_or(Ok(()), remove)?;
+            }
+            // One that stays the same is reported once.
+            if refused.is_none() || refused != refusal {
+                said.print();
+            }
+            refusal = refused;
+        }
+        seen = Some(now);
+        if end.within(PollTimeout::from(LOOK_MS))? {
+            return Ok(ExitCode::SUCCESS);
+        }
+    }
+}
+
+/// `uninstall --stay`: uninstalls, and waits for SIGTERM, so that a DaemonSet's pod does it once.
+pub fn stay_uninstalled(args: &uninstall::Args) -> ExitCode {
+    ended(End::new().and_then(|end| {
+        let said = uninstall(args);
+        let is_done = said.code == 0;
+        let code = said.print();
+        while is_done && !end.within(PollTimeout::NONE)? {}
+        Ok(code)
+    }))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::host::testing::TempDir;
+
+    #[test]
+    fn a_copys_name_has_its_hash_and_is_known_again() {
+        let hash = "9772975692f6dbb507cdd0e9bba57cdf14a6bf7f598583336a45394c6dfa4327";
+        let named = [("/gpu.initrd", "gpu-sha256-9772975692f6.initrd"), ("a/b", "b-sha256-9772975692f6")];
+        for (source, name) in named.into_iter().chain([("x.y.img", "x.y-sha256-9772975692f6.img")]) {
+            assert_eq!(name_of(Path::new(source), hash).as_deref(), Some(name));
+            assert!(is_copy(name) && is_copy(&format!("{name}{PARTIAL}")), "{name}");
+        }
+        let others = ["gpu.initrd", "gpu-sha256-977297569.initrd", "gpu-sha256-9772975692fX.initrd", OWNER];
+        for other in others.into_iter().chain(["backup-202611230826.tar", "gpu-sha256-9772975692f6.img.new"]) {
+            assert!(!is_copy(other), "{other}");
+        }
+    }
+
+    #[test]
+    fn a_copy_is_made_once_and_made_anew_where_it_is_damaged() {
+        let dir = TempDir::new();
+        let (source, config) = (dir.path().join("gpu.initrd"), dir.path().join("configuration.toml"));
+        fs::write(&source, b"one").unwrap();
+        fs::write(&config, b"").unwrap();
+        let to = claim(&dir.path().join("node/deeper"), &config).unwrap();
+        let first = copy(&source, &to).unwrap();
+        assert!(first.made && !copy(&source, &to).unwrap().made);
+        fs::write(&first.path, b"tw").unwrap();
+        assert!(copy(&source, &to).unwrap().made);
+        assert_eq!(fs::read(&first.path).unwrap(), b"one");
+        fs::write(&source, b"two").unwrap();
+        let second = copy(&source, &to).unwrap();
+        fs::write(to.join("kept"), b"").unwrap();
+        remove_copies(&to, std::slice::from_ref(&second.path)).unwrap();
+        assert!(second.path.exists() && !first.path.exists() && to.join("kept").exists());
+        assert!(copy(dir.path(), &to).is_err_and(|e| e.to_string().contains("no regular file")));
+    }
+
+    #[test]
+    fn a_folder_is_one_configurations_alone() {
+        let dir = TempDir::new();
+        let (one, other, to) = (dir.path().join("one.toml"), dir.path().join("other.toml"), dir.path().join("node"));
+        fs::write(&one, b"").unwrap();
+        fs::write(&other, b"").unwrap();
+        claim(&to, &one).unwrap();
+        assert!(claim(&to, &one).is_ok());
+        assert!(claim(&to, &other).is_err_and(|e| e.to_string().contains("is the folder of ")));
+        assert!(empty(&to, &other).is_err());
+        empty(&to, &one).unwrap();
+        assert!(!to.exists());
+    }
+}

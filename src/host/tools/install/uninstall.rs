@@ -1,0 +1,158 @@
+//! `kata-gpu-boot uninstall`: takes away the drop-in that `install` wrote, and nothing else.
+//!
+//! It works whatever state the configuration is in: rolling back must not depend on what may be why somebody rolls back.
+
+use super::checks;
+use super::daemon_set;
+use super::drop_in;
+use super::drop_in::Found;
+use super::kata_config::unreadable;
+use super::manifests::Name;
+use super::node;
+use super::node::Place;
+use super::write;
+use super::{Said, changes_text, effective_changes};
+use crate::host::data::text::printable;
+use anyhow::{Context, Result};
+use serde_json::json;
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+
+const HELP: &str = "\
+Removes config.d/60-kata-gpu-init.toml beside the configuration, if install wrote it and nobody edited it since; and config.d itself, if install made it \
+and it is empty. The configuration and all other drop-ins are never touched. New pods start as they did before; running ones are left alone.
+
+Exit status: 0 removed, or there was nothing to remove; 1 refused, with the reason.
+
+Examples:
+  cd /opt/kata/share/defaults/kata-containers
+  CONFIG=configuration-qemu-nvidia-gpu.toml
+  kata-gpu-boot uninstall --kata-config $CONFIG --dry-run
+  kata-gpu-boot uninstall --kata-config $CONFIG
+  # for a cluster: the DaemonSet that takes the installing one's place
+  kata-gpu-boot uninstall --print daemonset \\
+    --kata-config /opt/kata/share/defaults/kata-containers/$CONFIG \\
+    --container-image registry.example/gpu-init:1";
+
+/// Take the initrd or image out of a Kata configuration again.
+#[derive(clap::Args, Clone, Debug)]
+#[command(after_help = HELP)]
+pub struct Args {
+    /// The Kata configuration file that was given to install.
+    #[arg(long, value_name = "FILE")]
+    pub kata_config: PathBuf,
+    /// Say what would be removed, and leave.
+    #[arg(long)]
+    dry_run: bool,
+    /// Remove the drop-in even if it was edited or is a symbolic link.
+    #[arg(long)]
+    pub force: bool,
+    /// Print one JSON object.
+    #[arg(long)]
+    json: bool,
+    #[command(flatten)]
+    pub place: Place,
+    /// With --node: stay until SIGTERM. For a DaemonSet's pod.
+    #[arg(long, requires = "dir", conflicts_with_all = ["dry_run", "json"])]
+    stay: bool,
+    /// Print the DaemonSet that uninstalls what `install --print daemonset` has installed, and leave. It takes that one's place.
+    #[arg(long, value_enum, value_name = "WHAT", conflicts_with_all = ["dry_run", "json"])]
+    print: Option<Manifest>,
+    /// Name of the DaemonSet, as it was printed.
+    #[arg(long, value_name = "NAME", requires = "print")]
+    pub name: Option<Name>,
+    /// The image of the printed DaemonSet's pods, with kata-gpu-boot at /kata-gpu-boot.
+    #[arg(long, value_name = "IMAGE", requires = "print")]
+    pub container_image: Option<String>,
+}
+
+/// Manifest that `--print` writes.
+#[derive(clap::ValueEnum, Clone, Copy, Debug, PartialEq, Eq)]
+enum Manifest {
+    /// A DaemonSet whose pods uninstall on their nodes.
+    #[value(name = "daemonset")]
+    DaemonSet,
+}
+
+/// Runs `uninstall`.
+pub fn run(args: &Args) -> ExitCode {
+    if args.stay { node::stay_uninstalled(args) } else { say(args).print() }
+}
+
+/// What it does, and says.
+pub fn say(args: &Args) -> Said {
+    match args.print {
+        Some(Manifest::DaemonSet) => daemon_set::of_uninstall(args),
+        None if args.dry_run => say_here(args),
+        None => node::uninstall(args),
+    }
+}
+
+/// The same, of the configuration alone.
+pub fn say_here(args: &Args) -> Said {
+    uninstall(args).unwrap_or_else(|error| Said::refused(format!("kata-gpu-boot: {}\n", printable(&format!("{error:#}")))))
+}
+
+/// The directory in which the runtime looks for `config.d`, even if the configuration itself is gone.
+fn directory(given: &Path) -> Result<PathBuf> {
+    // Beside a directory there is nothing of ours, and that would be a lie about what is in it.
+    anyhow::ensure!(!given.is_dir(), "{}: is a directory: name the configuration file", given.display());
+    if let Some(dir) = std::fs::canonicalize(given).ok().as_deref().and_then(Path::parent) {
+        return Ok(dir.into());
+    }
+    let parent = given.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or(Path::new("."));
+    std::fs::canonicalize(parent).with_context(|| format!("look for {}", given.display()))
+}
+
+fn uninstall(args: &Args) -> Result<Said> {
+    let dir = directory(&args.kata_config)?;
+    let _lock = if args.dry_run { None } else { Some(write::lock(&dir)?) };
+    let drop_in_dir = dir.join(drop_in::DIRECTORY);
+    let path = drop_in_dir.join(drop_in::NAME);
+    let found = match drop_in::look(&path) {
+        Err(e) if e.kind() == std::io::ErrorKind::NotADirectory => Found::Absent,
+        found => found.map_err(|e| anyhow::anyhow!("{}", unreadable(&path, &e)))?,
+    };
+    let shown = path.to_string_lossy();
+    if found == Found::Absent {
+        let text = if args.json {
+            json!({"action": "nothing", "file": shown}).to_string() + "\n"
+        } else {
+            format!("nothing to remove: there is no {}\n", printable(&shown))
+        };
+        return Ok(Said::done(text));
+    }
+    if let Some(refusal) = checks::own_file(&found, &path).filter(|refusal| !(args.force && refusal.forcible)) {
+        let mut said = Said::refused(format!("refused: {refusal}\nnothing was removed\n"));
+        if args.json {
+            said.out = json!({"action": "refused", "file": shown, "refusals": [refusal.json()]}).to_string() + "\n";
+        }
+        return Ok(said);
+    }
+    // Only where the configuration can be read; it need not be.
+    let changes = effective_changes(&args.kata_config, None);
+    let made_directory = matches!(&found, Found::Ours { record, .. } if record.made_directory);
+    let mut removed_directory = false;
+    if !args.dry_run {
+        let now = drop_in::look(&path).with_context(|| format!("read {}", path.display()))?;
+        anyhow::ensure!(now == found, "{}: changed while it was looked at: run it again", path.display());
+        removed_directory = write::remove(&drop_in_dir, made_directory)?;
+    }
+    let verb = if args.dry_run { "would remove" } else { "removed" };
+    if args.json {
+        let changes: Vec<_> = changes.iter().flatten().map(super::Change::json).collect();
+        let action = if args.dry_run { "would-remove" } else { "removed" };
+        return Ok(Said::done(
+            json!({"action": action, "file": shown, "removedDirectory": removed_directory, "changes": changes}).to_string() + "\n",
+        ));
+    }
+    let mut text = changes.as_deref().map(changes_text).unwrap_or_default();
+    text.push_str(&format!("{verb} {}\n", printable(&shown)));
+    if removed_directory {
+        text.push_str(&format!("removed {}, which was made for it\n", printable(&drop_in_dir.to_string_lossy())));
+    }
+    if !args.dry_run {
+        text.push_str("New pods start as before; running ones are left alone.\n");
+    }
+    Ok(Said::done(text))
+}

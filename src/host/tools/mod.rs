@@ -1,0 +1,9 @@
+//! Programs beside the timeline: guest images, Kata's configuration, CDI specs, others' logs.
+
+#[cfg(feature = "host")]
+pub mod cdi_check; // specs before the agents' own parsers
+pub mod guest_disk; // a guest's image as a disk: where its root is
+pub mod import; // boots from other programs' logs
+pub mod initrd; // guest images
+pub mod install; // Kata's configuration
+pub mod severity; // how bad a finding is

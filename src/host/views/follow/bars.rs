@@ -1,0 +1,193 @@
+//! Boots on a terminal: a head line each, and a bar per GPU. What goes wrong is printed above them and stays.
+//!
+//! A bar shows which steps are over, not time: no length of it is a promise. Every text is printable ASCII, so that a line is as wide as it is long.
+
+use super::progress::{Gpu, Outcome, Progress, Step, name};
+use crate::host::data::text::printable;
+use crate::pci::PciAddress;
+use indicatif::{MultiProgress, ProgressBar, ProgressDrawTarget, ProgressStyle};
+use std::collections::BTreeMap;
+use std::time::{Duration, Instant};
+
+/// Between two pictures, when nothing happens: seconds are shown with one digit.
+pub const REFRESH: Duration = Duration::from_millis(100);
+/// Cells of a bar: two per step. What is beside it has to fit 80 columns.
+const CELLS: u64 = Step::STAGES * 2;
+/// Longest tag of a boot.
+const TAG: usize = 8;
+
+/// What a bar is drawn with.
+#[derive(Clone, Copy, Debug)]
+pub struct Look {
+    pub colour: bool,
+    /// The terminal shows more than ASCII.
+    pub unicode: bool,
+}
+
+impl Look {
+    /// As the environment wants it: NO_COLOR, TERM, and the locale's character set.
+    pub fn of_environment(colour: bool) -> Self {
+        let set = |name: &str| std::env::var(name).ok().filter(|v| !v.is_empty());
+        let locale = set("LC_ALL").or_else(|| set("LC_CTYPE")).or_else(|| set("LANG")).unwrap_or_default().to_lowercase();
+        Self { colour, unicode: locale.contains("utf-8") || locale.contains("utf8") }
+    }
+
+    fn bar(self, colour: &str) -> ProgressStyle {
+        let (cells, paint) = (CELLS, if self.colour { format!(".{colour}") } else { String::new() });
+        let style = ProgressStyle::with_template(&format!("{{prefix}} {{bar:{cells}{paint}}} {{wide_msg}}"));
+        // The templates are this file's own, and every one is used in its tests.
+        style.unwrap_or_else(|_| ProgressStyle::default_bar()).progress_chars(if self.unicode { "━╸ " } else { "#> " })
+    }
+
+    fn line(self) -> ProgressStyle {
+        ProgressStyle::with_template("{wide_msg}").unwrap_or_else(|_| ProgressStyle::default_bar())
+    }
+}
+
+/// All boots.
+pub struct Bars {
+    multi: MultiProgress,
+    look: Look,
+    boots: BTreeMap<String, BootBars>,
+}
+
+struct BootBars {
+    head: ProgressBar,
+    gpus: BTreeMap<PciAddress, (ProgressBar, &'static str)>,
+}
+
+impl Bars {
+    pub fn new(target: ProgressDrawTarget, look: Look) -> Self {
+        Self { multi: MultiProgress::with_draw_target(target), look, boots: BTreeMap::new() }
+    }
+
+    /// A line that stays, above all bars.
+    pub fn say(&self, line: &str) {
+        // A terminal that is gone is noticed by whoever reads it.
+        let _unused = self.multi.println(line);
+    }
+
+    /// Shows a boot as it is at `now`.
+    pub fn update(&mut self, boot: &str, progress: &Progress, now: Instant) {
+        let (multi, look) = (&self.multi, self.look);
+        let bars = self.boots.entry(boot.to_string()).or_insert_with(|| {
+            let head = multi.add(ProgressBar::new(1));
+            head.set_style(look.line());
+            BootBars { head, gpus: BTreeMap::new() }
+        });
+        bars.head.set_message(head(boot, progress, now));
+        let width = progress.gpus.iter().map(|(address, gpu)| name(*address, gpu.index).len()).max().unwrap_or(0);
+        for (address, gpu) in &progress.gpus {
+            if !bars.gpus.contains_key(address) {
+                // In PCI order, whichever came first.
+                let before = bars.gpus.range(..*address).next_back().map_or(&bars.head, |(_, (bar, _))| bar);
+                let bar = multi.insert_after(before, ProgressBar::new(CELLS));
+                bars.gpus.insert(*address, (bar, ""));
+            }
+            let Some((bar, shown)) = bars.gpus.get_mut(address) else { continue };
+            let colour = match gpu.step {
+                Step::Ready => "green",
+                Step::Failed { .. } | Step::Removed => "red",
+                Step::Waiting => "white",
+                Step::Enabling | Step::Enabled | Step::Probing | Step::Bound | Step::Initialising => "cyan",
+            };
+            if *shown != colour {
+                *shown = colour;
+                bar.set_style(look.bar(colour));
+            }
+            bar.set_prefix(format!("{:width$}", name(*address, gpu.index)));
+            bar.set_position(gpu.stage * 2);
+            bar.set_message(message(gpu, progress, now));
+        }
+    }
+
+    /// The last picture of a boot; its bars stay where they are.
+    pub fn finish(&mut self, boot: &str, progress: &Progress, now: Instant) {
+        self.update(boot, progress, now);
+        let Some(bars) = self.boots.remove(boot) else { return };
+        bars.head.abandon();
+        bars.gpus.values().for_each(|(bar, _)| bar.abandon());
+    }
+
+    /// Takes a boot's bars away, for others.
+    pub fn remove(&mut self, boot: &str) {
+        let Some(bars) = self.boots.remove(boot) else { return };
+        bars.gpus.values().for_each(|(bar, _)| bar.finish_and_clear());
+        bars.head.finish_and_clear();
+    }
+}
+
+/// The start of a boot id, which is enough for all other commands.
+pub fn tag(boot: &str) -> String {
+    let start: String = boot.split('.').next().unwrap_or(boot).chars().take(TAG).collect();
+    printable(&start)
+}
+
+/// Nanoseconds as seconds with one digit: what changes ten times a second.
+fn tenths(ns: u64) -> String {
+    format!("{}.{} s", ns / 1_000_000_000, ns / 100_000_000 % 10)
+}
+
+fn head(boot: &str, progress: &Progress, now: Instant) -> String {
+    let mut words = vec![format!("boot {}", tag(boot))];
+    words.extend(progress.sandbox.clone());
+    words.push(tenths(progress.guest_ns(now)));
+    words.push(format!("{} of {} GPUs ready", progress.ready(), progress.gpus.len()));
+    if progress.failed() > 0 {
+        words.push(format!("{} failed", progress.failed()));
+    }
+    let over = progress.outcome(now);
+    if let (None, Some((what, since_ns))) = (&over, progress.beside()) {
+        words.push(format!("{what} for {}", tenths(progress.guest_ns(now).saturating_sub(since_ns))));
+    }
+    if let Some(Outcome::Failed(_)) = over {
+        words.push("FAILED".to_string());
+    }
+    words.join("  ")
+}
+
+fn message(gpu: &Gpu, progress: &Progress, now: Instant) -> String {
+    let in_spec = if gpu.published { "  published" } else { "" };
+    match &gpu.step {
+        Step::Failed { step, reason } if step.is_empty() => format!("failed: {reason}"),
+        Step::Failed { step, reason } => format!("failed in {step}: {reason}"),
+        Step::Ready => format!("ready at {}{in_spec}", tenths(gpu.since_ns)),
+        Step::Removed => format!("removed at {}", tenths(gpu.since_ns)),
+        Step::Waiting | Step::Enabling | Step::Enabled | Step::Probing | Step::Bound | Step::Initialising => {
+            let passed = progress.guest_ns(now).saturating_sub(gpu.since_ns);
+            let others = progress.others_ns(&gpu.step).map(|ns| format!("  others {}", tenths(ns))).unwrap_or_default();
+            format!("{:12} {:>7}{in_spec}{others}", gpu.step.name(), tenths(passed))
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_templates_are_templates() {
+        for (look, paint) in [(Look { colour: true, unicode: true }, ".cyan"), (Look { colour: false, unicode: false }, "")] {
+            assert!(ProgressStyle::with_template(&format!("{{prefix}} {{bar:{CELLS}{paint}}} {{wide_msg}}")).is_ok());
+            // Draws nothing, and must not panic over its own characters.
+            let bar = ProgressBar::with_draw_target(Some(CELLS), ProgressDrawTarget::hidden());
+            bar.set_style(look.bar("cyan"));
+            bar.set_position(5);
+            bar.tick();
+        }
+        assert!(ProgressStyle::with_template("{wide_msg}").is_ok());
+    }
+
+    #[test]
+    fn a_boot_is_called_by_the_start_of_its_id() {
+        assert_eq!(tag("70dbd104-1672-403e-a607-0f86be4a0ade.ndjson"), "70dbd104");
+        assert_eq!(tag("x\u{1b}.ndjson"), "x\\x1b");
+        assert_eq!(tag(""), "");
+    }
+
+    #[test]
+    fn seconds_have_one_digit_and_do_not_run_ahead() {
+        assert_eq!(tenths(1_999_999_999), "1.9 s");
+        assert_eq!(tenths(0), "0.0 s");
+    }
+}

@@ -1,0 +1,438 @@
+//! How far one boot is: lines of its file in, the state of each GPU and of the whole out. No I/O and no clock of its own.
+//!
+//! Times are those of the guest's boot clock; between two records they go on with this machine's, from the moment the last one came. There is no estimate
+//! of what is left: how long a step takes depends on locks of host and driver. What other GPUs of this boot took for it is told instead.
+//!
+//! A guest chooses how much it says: GPUs and texts are bounded, and every text is printable ASCII.
+
+use crate::events::record::{Kind, names};
+use crate::host::boot::model::RECONNECT_GRACE;
+use crate::host::data::boot_file::{FileLine, HostEvent};
+use crate::host::data::record::{Field, Record};
+use crate::host::data::text::{printable_start, seconds};
+use crate::host::views::rows::{Row, Tracker};
+use crate::pci::PciAddress;
+use std::collections::BTreeMap;
+use std::time::{Duration, Instant};
+
+/// GPUs that are followed; the largest machines have 16.
+const MAX_GPUS: usize = 256;
+/// Longest reason, in bytes.
+const MAX_REASON: usize = 300;
+/// So many other GPUs must have done a step before it is told what they took.
+const MIN_OTHERS: usize = 2;
+
+/// What a GPU is in.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Step {
+    /// Found; nothing is done with it yet.
+    Waiting,
+    /// The host maps its BARs.
+    Enabling,
+    /// Waits for the driver.
+    Enabled,
+    /// The driver's probe.
+    Probing,
+    /// Waits to be opened.
+    Bound,
+    /// Adapter initialisation.
+    Initialising,
+    Ready,
+    Failed {
+        step: String,
+        reason: String,
+    },
+    Removed,
+}
+
+impl Step {
+    pub fn name(&self) -> &'static str {
+        match self {
+            Step::Waiting => "waiting",
+            Step::Enabling => "enabling",
+            Step::Enabled => "enabled",
+            Step::Probing => "probing",
+            Step::Bound => "bound",
+            Step::Initialising => "initialising",
+            Step::Ready => "ready",
+            Step::Failed { .. } => "failed",
+            Step::Removed => "removed",
+        }
+    }
+
+    /// How far it is, of [`Step::STAGES`]: what is over, not what time is left.
+    pub fn stage(&self) -> u64 {
+        match self {
+            Step::Waiting | Step::Removed | Step::Failed { .. } => 0,
+            Step::Enabling => 1,
+            Step::Enabled => 2,
+            Step::Probing => 3,
+            Step::Bound => 4,
+            Step::Initialising => 5,
+            Step::Ready => Self::STAGES,
+        }
+    }
+
+    pub const STAGES: u64 = 6;
+}
+
+/// One GPU.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Gpu {
+    pub index: Option<u64>,
+    pub step: Step,
+    /// When that began, on the guest's clock.
+    pub since_ns: u64,
+    /// The furthest it got, also if it failed then.
+    pub stage: u64,
+    /// Containers can have it.
+    pub published: bool,
+}
+
+/// How a boot ended.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Outcome {
+    /// All GPUs are usable, so many, then.
+    Ready {
+        gpus: usize,
+        at_ns: u64,
+    },
+    Failed(String),
+}
+
+/// The state of one boot.
+#[derive(Debug, Default)]
+pub struct Progress {
+    pub gpus: BTreeMap<PciAddress, Gpu>,
+    pub sandbox: Option<String>,
+    tracker: Tracker,
+    /// The latest time of the guest that is known, and when it came.
+    newest: Option<(u64, Instant)>,
+    /// What GPUs took for steps that are over.
+    took: BTreeMap<&'static str, Vec<u64>>,
+    /// When all GPUs were usable or failed, and how many failed by the guest's own count.
+    settled: Option<(u64, u64)>,
+    power_off: Option<String>,
+    /// The connection is over since then.
+    gone: Option<Instant>,
+}
+
+impl Progress {
+    /// Takes a line that came at `at`; gives its row, if it is a record.
+    pub fn take(&mut self, line: &FileLine, at: Instant) -> Option<Row> {
+        match line {
+            FileLine::Record(record) => {
+                self.gone = None;
+                self.now(record.boottime_ns, at);
+                self.record(record);
+                return Some(self.tracker.row(record));
+            }
+            FileLine::Header(_) | FileLine::Pong => {}
+            FileLine::Host(line) => match &line.event {
+                HostEvent::Connected { .. } => self.gone = None,
+                HostEvent::Disconnected { .. } => self.gone = Some(at),
+                HostEvent::Clock(sample) => self.now(sample.boottime_ns, at),
+                HostEvent::Sandbox(sandbox) => {
+                    let name = sandbox.pod.as_ref().map_or_else(|| format!("sandbox {}", sandbox.id), |pod| format!("pod {pod}"));
+                    self.sandbox = Some(printable_start(name.as_bytes(), 60));
+                }
+                HostEvent::Lost { .. }
+                | HostEvent::Garbage { .. }
+                | HostEvent::Capped { .. }
+                | HostEvent::Dropped { .. }
+                | HostEvent::Trace { .. }
+                | HostEvent::Exported { .. }
+                | HostEvent::Imported(_) => {}
+            },
+        }
+        None
+    }
+
+    fn now(&mut self, boottime_ns: u64, at: Instant) {
+        if self.newest.is_none_or(|(newest, _)| newest <= boottime_ns) {
+            self.newest = Some((boottime_ns, at));
+        }
+    }
+
+    /// The guest's clock at some moment, as far as anybody knows; the end of a boot that is over.
+    pub fn guest_ns(&self, at: Instant) -> u64 {
+        if let Some((settled_ns, _)) = self.settled {
+            return settled_ns;
+        }
+        self.newest.map_or(0, |(ns, when)| {
+            let passed = at.saturating_duration_since(when).as_nanos();
+            ns.saturating_add(u64::try_from(passed).unwrap_or(u64::MAX))
+        })
+    }
+
+    fn record(&mut self, record: &Record) {
+        match (record.kind, record.name.as_str()) {
+            (Kind::Event, names::SETTLED) => {
+                let failed = record.fields.get("failed").and_then(Field::as_u64).unwrap_or(0);
+                self.settled.get_or_insert((record.boottime_ns, failed));
+            }
+            (Kind::Event, names::POWER_OFF) => {
+                let why = record.error.as_deref().unwrap_or("it does not say why");
+                self.power_off.get_or_insert(printable_start(why.as_bytes(), MAX_REASON));
+            }
+            _ => {}
+        }
+        // The kernel's lines name every PCI function there is: of those only GPUs that are known count.
+        let Some(address) = record.gpu else { return };
+        if record.kind != Kind::Kmsg && !self.gpus.contains_key(&address) && self.gpus.len() < MAX_GPUS {
+            let gpu = Gpu { index: None, step: Step::Waiting, since_ns: record.boottime_ns, stage: 0, published: false };
+            self.gpus.insert(address, gpu);
+        }
+        let Some(gpu) = self.gpus.get_mut(&address) else { return };
+        gpu.index = record.fields.get("index").and_then(Field::as_u64).or(gpu.index);
+        let text = |key: &str| record.fields.get(key).and_then(Field::as_str).unwrap_or("");
+        let next = match (record.kind, record.name.as_str()) {
+            // Once more, where others came or went, or after it had left.
+            (Kind::Event, names::GPU_FOUND) if matches!(gpu.step, Step::Removed | Step::Failed { .. }) => Step::Waiting,
+            (Kind::Begin, names::GPU_ENABLE) => Step::Enabling,
+            (Kind::End, names::GPU_ENABLE) if record.error.is_none() => Step::Enabled,
+            // In a load that probes all by itself, this is all there is to see of a probe.
+            (Kind::Kmsg, _) if text("text").contains("enabling device") && gpu.step.stage() < Step::Probing.stage() => Step::Probing,
+            (Kind::Begin, names::GPU_BIND) => Step::Probing,
+            (Kind::Event, names::GPU_BOUND) => Step::Bound,
+            (Kind::Begin, names::GPU_INIT) => Step::Initialising,
+            (Kind::Event, names::GPU_USABLE) => Step::Ready,
+            (Kind::Event, names::GPU_FAILED) => {
+                let reason = record.error.as_deref().unwrap_or(text("reason"));
+                // Whose it is stands before it already.
+                let reason = reason.strip_prefix(&format!("GPU {address}: ")).unwrap_or(reason);
+                let step = printable_start(text("step").as_bytes(), MAX_REASON);
+                Step::Failed { step, reason: printable_start(reason.as_bytes(), MAX_REASON) }
+            }
+            (Kind::Event, names::GPU_REMOVED) => Step::Removed,
+            (Kind::Event, names::GPU_PUBLISHED) => {
+                gpu.published = true;
+                return;
+            }
+            _ => return,
+        };
+        // What is over stays over, whatever comes late; only the init itself takes that back.
+        let over = matches!(gpu.step, Step::Failed { .. } | Step::Removed | Step::Ready);
+        if next == gpu.step || (over && !matches!(next, Step::Failed { .. } | Step::Removed | Step::Waiting)) {
+            return;
+        }
+        if let (Some(took), Step::Enabled | Step::Bound | Step::Ready) = (record.boottime_ns.checked_sub(gpu.since_ns), &next) {
+            let all = self.took.entry(gpu.step.name()).or_default();
+            if all.len() < MAX_GPUS {
+                all.push(took);
+            }
+        }
+        if matches!(next, Step::Failed { .. } | Step::Removed) {
+            gpu.published = false;
+        }
+        gpu.stage = gpu.stage.max(next.stage());
+        gpu.since_ns = record.boottime_ns;
+        gpu.step = next;
+    }
+
+    /// The longest that other GPUs took for this step, if there are enough of them.
+    pub fn others_ns(&self, step: &Step) -> Option<u64> {
+        self.took.get(step.name()).filter(|all| all.len() >= MIN_OTHERS)?.iter().max().copied()
+    }
+
+    pub fn ready(&self) -> usize {
+        self.gpus.values().filter(|g| g.step == Step::Ready).count()
+    }
+
+    pub fn failed(&self) -> usize {
+        self.gpus.values().filter(|g| matches!(g.step, Step::Failed { .. })).count()
+    }
+
+    /// What goes on beside the GPUs' own steps: the newest open one, and since when.
+    pub fn beside(&self) -> Option<(String, u64)> {
+        let open = self.tracker.open().into_iter().filter(|o| o.gpu.is_none()).max_by_key(|o| o.begin_ns)?;
+        Some((printable_start(format!("{}{}", open.name, open.fields).as_bytes(), 60), open.begin_ns))
+    }
+
+    /// How it ended, if it has.
+    pub fn outcome(&self, now: Instant) -> Option<Outcome> {
+        if let Some(why) = &self.power_off {
+            return Some(Outcome::Failed(format!("the guest powered off: {why}")));
+        }
+        if let Some((at_ns, failed)) = self.settled {
+            let names: Vec<String> = self.gpus.iter().filter_map(failure).collect();
+            return Some(match (names.is_empty(), failed) {
+                (true, 0) => Outcome::Ready { gpus: self.ready(), at_ns },
+                (true, failed) => {
+                    Outcome::Failed(format!("the guest counts {failed} failed GPU(s); the records that say which are missing"))
+                }
+                (false, _) => Outcome::Failed(names.join("; ")),
+            });
+        }
+        let gone = self.gone.filter(|since| now >= *since + RECONNECT_GRACE)?;
+        let left = now.saturating_duration_since(gone);
+        Some(Outcome::Failed(format!("the guest's connection ended {} s ago before the boot did; {}", left.as_secs(), self.last_seen())))
+    }
+
+    /// When the end of the connection counts as that of the boot.
+    pub fn deadline(&self) -> Option<Instant> {
+        self.gone.filter(|_| self.settled.is_none()).map(|at| at + RECONNECT_GRACE)
+    }
+
+    /// What was seen last, for whoever waits no longer.
+    pub fn last_seen(&self) -> String {
+        let Some((newest, _)) = self.newest else { return "no record of it has come".to_string() };
+        let mut waiting: Vec<String> = Vec::new();
+        for (address, gpu) in self.gpus.iter().filter(|(_, g)| !matches!(g.step, Step::Ready | Step::Failed { .. } | Step::Removed)) {
+            waiting.push(format!("{} {} since {} s", name(*address, gpu.index), gpu.step.name(), seconds(gpu.since_ns)));
+        }
+        let more = if waiting.len() > 4 { format!(" and {} more", waiting.len() - 4) } else { String::new() };
+        waiting.truncate(4);
+        let what = if waiting.is_empty() { "no GPU was in a step".to_string() } else { waiting.join(", ") + &more };
+        format!("its last record is of {} s: {what}", seconds(newest))
+    }
+}
+
+fn failure((address, gpu): (&PciAddress, &Gpu)) -> Option<String> {
+    let Step::Failed { step, reason } = &gpu.step else { return None };
+    let step = if step.is_empty() { String::new() } else { format!(" in {step}") };
+    Some(format!("{} failed{step}: {reason}", name(*address, gpu.index)))
+}
+
+/// `GPU 3 (0001:00:03.0)`.
+pub fn name(address: PciAddress, index: Option<u64>) -> String {
+    index.map_or_else(|| format!("GPU {address}"), |index| format!("GPU {index} ({address})"))
+}
+
+/// So long before `now`.
+pub fn ago(now: Instant, age: Duration) -> Instant {
+    now.checked_sub(age).unwrap_or(now)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::host::data::boot_file::decode;
+    use crate::host::data::record::Names;
+
+    struct Boot {
+        progress: Progress,
+        start: Instant,
+        seq: u64,
+    }
+
+    impl Boot {
+        fn new() -> Self {
+            Self { progress: Progress::default(), start: Instant::now(), seq: 0 }
+        }
+
+        fn line(&mut self, line: &str, ms: u64) {
+            let line = decode(line.as_bytes(), &mut Names::default()).unwrap_or_else(|e| panic!("{line}: {e}"));
+            self.progress.take(&line, self.start + Duration::from_millis(ms));
+        }
+
+        /// A record of GPU `gpu` that comes when it happened.
+        fn gpu(&mut self, ms: u64, gpu: u64, rest: &str) {
+            self.record(ms, &format!(r#""gpu":"0001:00:0{gpu}.0",{rest}"#));
+        }
+
+        fn record(&mut self, ms: u64, rest: &str) {
+            self.seq += 1;
+            let line = format!(r#"{{"schema":1,"seq":{},"boottime_ns":{ms}000000,{rest}}}"#, self.seq);
+            self.line(&line, ms);
+        }
+
+        fn step(&self, gpu: u64) -> &'static str {
+            self.progress.gpus[&format!("0001:00:0{gpu}.0").parse().unwrap()].step.name()
+        }
+
+        fn outcome(&self, ms: u64) -> Option<Outcome> {
+            self.progress.outcome(self.start + Duration::from_millis(ms))
+        }
+    }
+
+    #[test]
+    fn a_gpu_goes_through_its_steps_and_the_boot_ends_when_all_have() {
+        let mut boot = Boot::new();
+        let steps = [
+            (r#""kind":"event","name":"gpu.found","fields":{"index":0}"#, "waiting"),
+            (r#""kind":"begin","name":"gpu.enable","span":1"#, "enabling"),
+            (r#""kind":"end","name":"gpu.enable","span":1"#, "enabled"),
+            (r#""kind":"begin","name":"gpu.bind","span":2"#, "probing"),
+            (r#""kind":"event","name":"gpu.bound"}"#.trim_end_matches('}'), "bound"),
+            (r#""kind":"event","name":"gpu.published""#, "bound"),
+            (r#""kind":"begin","name":"gpu.init","span":3"#, "initialising"),
+            (r#""kind":"event","name":"gpu.usable""#, "ready"),
+            (r#""kind":"begin","name":"gpu.init","span":9"#, "ready"),
+        ];
+        let mut stage = 0;
+        for (i, (record, step)) in steps.iter().enumerate() {
+            boot.gpu(100 * i as u64 + 1, 0, record);
+            assert_eq!(boot.step(0), *step, "{record}");
+            let now = boot.progress.gpus.values().next().unwrap().stage;
+            assert!(now >= stage, "a bar never goes back");
+            stage = now;
+        }
+        assert_eq!(stage, Step::STAGES);
+        assert_eq!(boot.outcome(10_000), None);
+        boot.record(900, r#""kind":"event","name":"settled","fields":{"usable":1,"failed":0}"#);
+        assert_eq!(boot.outcome(10_000), Some(Outcome::Ready { gpus: 1, at_ns: 900_000_000 }));
+        assert_eq!(boot.progress.guest_ns(boot.start + Duration::from_secs(99)), 900_000_000, "its clock stands still");
+    }
+
+    #[test]
+    fn a_boot_with_a_failed_gpu_has_failed_and_says_why() {
+        let mut boot = Boot::new();
+        boot.gpu(1, 3, r#""kind":"event","name":"gpu.found","fields":{"index":3}"#);
+        let failed = r#""kind":"event","name":"gpu.failed","error":"RmInitAdapter\u001b[2J failed","fields":{"step":"gpu.init"}"#;
+        boot.gpu(2, 3, failed);
+        assert_eq!(boot.outcome(3), None, "others may still come up");
+        boot.record(4, r#""kind":"event","name":"settled","fields":{"failed":1}"#);
+        let why = r"GPU 3 (0001:00:03.0) failed in gpu.init: RmInitAdapter\x1b[2J failed";
+        assert_eq!(boot.outcome(5), Some(Outcome::Failed(why.into())));
+        let mut boot = Boot::new();
+        boot.record(4, r#""kind":"event","name":"settled","fields":{"failed":2}"#);
+        assert!(matches!(boot.outcome(5), Some(Outcome::Failed(why)) if why.contains("2 failed GPU(s)")));
+    }
+
+    #[test]
+    fn a_guest_that_powers_off_or_goes_without_a_word_has_failed() {
+        let mut boot = Boot::new();
+        boot.record(4, r#""kind":"event","name":"power-off","error":"no agent""#);
+        assert_eq!(boot.outcome(5), Some(Outcome::Failed("the guest powered off: no agent".into())));
+
+        let mut boot = Boot::new();
+        boot.gpu(1, 0, r#""kind":"begin","name":"gpu.init","span":3,"fields":{"index":0}"#);
+        let host = r#"{"schema":1,"kind":"host","realtime_ns":1,"event":"disconnected","peer":"p","records":1,"duplicates":0}"#;
+        boot.line(host, 1000);
+        assert_eq!(boot.outcome(5_999), None, "it may come back");
+        assert_eq!(boot.progress.deadline(), Some(boot.start + Duration::from_secs(6)));
+        let Some(Outcome::Failed(why)) = boot.outcome(6_000) else { panic!("still running") };
+        assert!(why.contains("GPU 0 (0001:00:00.0) initialising since 0.001 s"), "{why}");
+        boot.line(r#"{"schema":1,"kind":"host","realtime_ns":1,"event":"connected","peer":"p","first_seq":0}"#, 6_500);
+        assert_eq!((boot.outcome(99_000), boot.progress.deadline()), (None, None), "it came back");
+    }
+
+    #[test]
+    fn what_others_took_is_told_when_there_are_others() {
+        let mut boot = Boot::new();
+        for (gpu, took) in [(0, 300), (1, 500)] {
+            assert_eq!(boot.progress.others_ns(&Step::Initialising), None);
+            boot.gpu(1000, gpu, r#""kind":"begin","name":"gpu.init","span":3"#);
+            boot.gpu(1000 + took, gpu, r#""kind":"event","name":"gpu.usable""#);
+        }
+        assert_eq!(boot.progress.others_ns(&Step::Initialising), Some(500_000_000));
+        assert_eq!(boot.progress.others_ns(&Step::Enabling), None);
+    }
+
+    #[test]
+    fn a_hostile_guest_costs_no_more_and_shows_nothing_but_text() {
+        let mut boot = Boot::new();
+        for i in 0..3 * MAX_GPUS as u64 {
+            let record = format!(
+                r#""kind":"event","name":"gpu.failed","gpu":"{i:04x}:00:00.0","error":"{}\u202e","fields":{{"step":"\u001b[2J","index":18446744073709551615}}"#,
+                "x".repeat(9000)
+            );
+            boot.record(1, &record);
+        }
+        boot.record(2, r#""kind":"event","name":"settled""#);
+        assert_eq!(boot.progress.gpus.len(), MAX_GPUS);
+        let Some(Outcome::Failed(why)) = boot.outcome(3) else { panic!("not failed") };
+        assert!(why.len() < MAX_GPUS * 2 * (MAX_REASON + 100) && why.bytes().all(|b| (b' '..=b'~').contains(&b)));
+    }
+}

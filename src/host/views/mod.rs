@@ -1,0 +1,18 @@
+//! A boot as people and other programs see it. Views read the model and its timeline; none works
+//! out anything of its own.
+
+pub mod rows; // records into rows: side, what, how long
+pub mod table; // rows into lines
+pub mod grid; // tables of other columns
+pub mod boot_page; // the table of one boot, and its summary
+pub mod summary; // GPUs, containers, milestones, and what is wrong with the record
+pub mod live; // rows as they happen
+pub mod follow; // boots while they happen, from the files as they grow
+pub mod waterfall; // lanes and steps, which all exports draw
+pub mod lanes; // which lanes a waterfall has
+pub mod page; // HTML
+pub mod svg; // the waterfall as a picture
+pub mod perfetto; // a trace for Perfetto
+pub mod protobuf; // the encoding of Perfetto's trace and OTLP's requests
+pub mod chrome; // Trace Event JSON
+pub mod csv; // one row per step

@@ -1,0 +1,465 @@
+//! Records and agent lines into the rows that people read: whose side it happened on, what, how long, and whether it is a detail.
+//!
+//! [`Tracker`] takes records one by one, as they arrive or sorted, and remembers only what later rows need: open spans and the GPUs' numbers.
+//! Texts in a [`Row`] are printable ASCII, whatever the guest sent.
+
+use crate::events::record::{Kind, Level, names};
+use crate::host::boot::gpu_name::GpuName;
+use crate::host::data::agent_log::AgentEvent;
+use crate::host::data::record::{Field, Record};
+use crate::host::data::text;
+use crate::host::data::{imported_record, log_names};
+use crate::pci::PciAddress;
+use std::collections::{BTreeMap, HashMap, HashSet};
+
+/// Open spans that are remembered. A boot has some dozen; a guest that opens them without end gets no duration for the rest.
+const MAX_OPEN: usize = 4096;
+/// GPUs that are remembered: the index names and times of more are not shown.
+const MAX_GPUS: usize = 256;
+/// Longest value of one field in a row, in characters.
+const MAX_VALUE: usize = 160;
+/// Longest text about a step's beginning that is kept until its end, in bytes.
+const MAX_BEGIN_TEXT: usize = 400;
+/// A step that is not worth a row is worth one when it took this long.
+const SLOW_NS: u64 = 100_000_000;
+
+/// Where the time went.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Side {
+    Kernel,
+    Init,
+    Driver,
+    Agent,
+    Host,
+}
+
+impl Side {
+    pub fn name(self) -> &'static str {
+        match self {
+            Side::Kernel => "kernel",
+            Side::Init => "init",
+            Side::Driver => "driver",
+            Side::Agent => "agent",
+            Side::Host => "host",
+        }
+    }
+}
+
+/// How a row is meant.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Tone {
+    Plain,
+    Good,
+    Warning,
+    Error,
+}
+
+/// One line of the table.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Row {
+    pub time_ns: u64,
+    /// The time is not exact (an agent line without a `clock` event to place it by).
+    pub approximate: bool,
+    pub side: Side,
+    pub gpu: Option<GpuName>,
+    pub what: String,
+    pub took_ns: Option<u64>,
+    pub tone: Tone,
+    /// Shown only with -v.
+    pub detail: bool,
+}
+
+impl Row {
+    /// A plain row about no GPU.
+    pub fn plain(time_ns: u64, side: Side, what: String) -> Self {
+        Self { time_ns, approximate: false, side, gpu: None, what, took_ns: None, tone: Tone::Plain, detail: false }
+    }
+
+    /// The first row of every boot.
+    pub fn kernel_start() -> Self {
+        Self::plain(0, Side::Kernel, "kernel start".to_string())
+    }
+}
+
+/// A span that has begun and not ended.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Open {
+    pub name: String,
+    pub gpu: Option<GpuName>,
+    pub begin_ns: u64,
+    parent: Option<u64>,
+    /// What its beginning said (` key=value`): the row of its end says it again.
+    pub fields: String,
+}
+
+/// What has been seen so far of one boot.
+#[derive(Debug, Default)]
+pub struct Tracker {
+    open: BTreeMap<u64, Open>,
+    index: HashMap<PciAddress, u64>,
+    /// When the last span of that name began for that GPU, and when it was bound.
+    times: HashMap<(PciAddress, &'static str), u64>,
+    /// Containers whose first failed try was shown.
+    waiting: HashSet<String>,
+}
+
+impl Tracker {
+    /// Takes the next record and gives its row.
+    pub fn row(&mut self, record: &Record) -> Row {
+        if let Some(event) = imported_record::of_record(record) {
+            return self.agent_row(&event, record.boottime_ns, imported_record::is_approximate(record));
+        }
+        self.learn(record);
+        let begun = record.span.and_then(|id| match record.kind {
+            Kind::End => self.open.remove(&id),
+            Kind::Begin | Kind::Event | Kind::Kmsg => None,
+        });
+        let took_ns = match record.kind {
+            Kind::End => begun.as_ref().and_then(|b| record.boottime_ns.checked_sub(b.begin_ns)),
+            Kind::Event => self.event_took(record),
+            Kind::Begin | Kind::Kmsg => None,
+        };
+        let gpu = record.gpu.or(begun.as_ref().and_then(|b| b.gpu.map(|g| g.address))).map(|address| self.gpu_name(address));
+        Row {
+            time_ns: record.boottime_ns,
+            approximate: imported_record::is_approximate(record),
+            side: side(record),
+            gpu,
+            what: what(record, begun.as_ref().map_or("", |b| &b.fields)),
+            took_ns,
+            tone: tone(record),
+            detail: is_detail(record, took_ns),
+        }
+    }
+
+    fn learn(&mut self, record: &Record) {
+        if let Some(address) = record.gpu {
+            self.learn_gpu(address, record);
+        }
+        if let (Kind::Begin, Some(id)) = (record.kind, record.span)
+            && self.open.len() < MAX_OPEN
+        {
+            let gpu = record.gpu.map(|address| self.gpu_name(address));
+            let mut fields = fields_text(record);
+            fields.truncate(MAX_BEGIN_TEXT);
+            let open = Open { name: record.name.to_string(), gpu, begin_ns: record.boottime_ns, parent: record.parent, fields };
+            self.open.insert(id, open);
+        }
+    }
+
+    fn learn_gpu(&mut self, address: PciAddress, record: &Record) {
+        if let Some(index) = record.fields.get("index").and_then(Field::as_u64)
+            && (self.index.len() < MAX_GPUS || self.index.contains_key(&address))
+        {
+            self.index.insert(address, index);
+        }
+        let remembered = [(Kind::Begin, names::GPU_BIND), (Kind::Begin, names::GPU_INIT), (Kind::Event, names::GPU_BOUND)];
+        if let Some((_, name)) = remembered.into_iter().find(|(kind, name)| *kind == record.kind && record.name == *name)
+            && self.times.len() < MAX_GPUS * remembered.len()
+        {
+            self.times.insert((address, name), record.boottime_ns);
+        }
+    }
+
+    fn event_took(&self, record: &Record) -> Option<u64> {
+        let since = match record.name.as_str() {
+            names::GPU_BOUND => names::GPU_BIND,
+            names::GPU_PUBLISHED => names::GPU_BOUND,
+            names::GPU_USABLE => names::GPU_INIT,
+            _ => return None,
+        };
+        record.boottime_ns.checked_sub(*self.times.get(&(record.gpu?, since))?)
+    }
+
+    fn gpu_name(&self, address: PciAddress) -> GpuName {
+        GpuName { index: self.index.get(&address).copied(), address }
+    }
+
+    /// The innermost spans that have not ended, by their names.
+    pub fn open(&self) -> Vec<&Open> {
+        let parents: HashSet<u64> = self.open.values().filter_map(|o| o.parent).collect();
+        self.open.iter().filter(|(id, _)| !parents.contains(id)).map(|(_, open)| open).collect()
+    }
+
+    /// The row of an agent line that was placed at `time_ns`.
+    pub fn agent_row(&mut self, event: &AgentEvent, time_ns: u64, approximate: bool) -> Row {
+        let tries = |n: &Option<u64>| n.map(|n| format!(" tries={n}")).unwrap_or_default();
+        let (what, tone, detail) = match event {
+            AgentEvent::Start { version } => (format!("kata-agent {version} starts"), Tone::Plain, true),
+            AgentEvent::Ready => ("agent ready".to_string(), Tone::Good, false),
+            AgentEvent::Rpc { call } => (format!("asked to {call}"), Tone::Plain, true),
+            AgentEvent::ContainerAsked { container, devices, pause } => {
+                (format!("container asked for: {container} devices={devices}"), Tone::Plain, *pause)
+            }
+            AgentEvent::CdiTryFailed { container, attempt, error } => {
+                // The agent tries once a second: the first says that it waits, and for what.
+                let first = self.waiting.len() < MAX_GPUS && self.waiting.insert(container.clone());
+                (format!("cdi try failed container={container} try={attempt}: {error}"), Tone::Plain, !first)
+            }
+            AgentEvent::Injected { container } => (format!("devices injected: {container}"), Tone::Plain, true),
+            AgentEvent::ContainerCreated { container, devices, tries: n, pause } => {
+                let what = format!("container created: {container} devices={devices}{}", tries(n));
+                (what, if *pause { Tone::Plain } else { Tone::Good }, false)
+            }
+            AgentEvent::ContainerStarted { container } => (format!("container started: {container}"), Tone::Plain, true),
+            AgentEvent::ContainerFailed { container, devices, tries: n, error } => {
+                (format!("container failed: {container} devices={devices}{}: {error}", tries(n)), Tone::Error, false)
+            }
+            AgentEvent::HookFailed { error } => (format!("hook failed: {error}"), Tone::Error, false),
+            AgentEvent::Bound(gpu) => (format!("uevent: a driver has {gpu}"), Tone::Plain, true),
+        };
+        Row { time_ns, approximate, side: Side::Agent, gpu: None, what, took_ns: None, tone, detail }
+    }
+}
+
+fn side(record: &Record) -> Side {
+    match (record.kind, record.name.as_str()) {
+        (Kind::Kmsg, _) if kmsg_text(record).starts_with("nvidia") || kmsg_text(record).contains("NVRM:") => Side::Driver,
+        (Kind::Kmsg, _) => Side::Kernel,
+        // The write to sysfs `enable` returns when the host has mapped the BARs.
+        (_, names::GPU_ENABLE) => Side::Host,
+        (_, names::MODULE_LOAD | names::GPU_BIND | names::GPU_INFORMATION | names::GPU_BOUND | names::GPU_INIT | names::GPU_USABLE) => {
+            Side::Driver
+        }
+        (_, names::UEVENT) => Side::Kernel,
+        (_, names::AGENT_LOOK | names::AGENT_CONTAINER | names::AGENT_HOOK) => Side::Agent,
+        // What only logs give.
+        (_, name) if name.starts_with("agent.") && name != names::AGENT_EXEC => Side::Agent,
+        (_, name) if ["pod.", "sandbox.", "vfio."].iter().any(|of_host| name.starts_with(of_host)) => Side::Host,
+        (_, log_names::GPU_BARS) => Side::Kernel,
+        (_, log_names::GPU_INIT_MARK) => Side::Driver,
+        _ => Side::Init,
+    }
+}
+
+fn kmsg_text(record: &Record) -> &str {
+    record.fields.get("text").and_then(Field::as_str).unwrap_or("")
+}
+
+fn tone(record: &Record) -> Tone {
+    match (record.level, record.name.as_str()) {
+        (Level::Error, _) => Tone::Error,
+        (_, names::GPU_FAILED | names::POWER_OFF) => Tone::Error,
+        _ if record.kind == Kind::End && record.error.is_some() => Tone::Error,
+        (Level::Warn, _) | (_, names::GPU_LATE | names::STREAM_LOST) => Tone::Warning,
+        (_, names::SETTLED) if record.fields.get("failed").and_then(Field::as_u64).unwrap_or(0) > 0 => Tone::Warning,
+        (_, names::GPU_USABLE | names::SETTLED) => Tone::Good,
+        (Level::Info | Level::Debug | Level::Trace, _) => Tone::Plain,
+    }
+}
+
+/// What somebody who waits for a boot does not want to see.
+fn is_detail(record: &Record, took_ns: Option<u64>) -> bool {
+    let slow = took_ns.is_some_and(|t| t >= SLOW_NS);
+    match record.kind {
+        // It shows up when it ends, or when it does not.
+        Kind::Begin => true,
+        Kind::Kmsg => record.level > Level::Error && !kmsg_matters(kmsg_text(record)),
+        _ if record.level <= Level::Warn || record.error.is_some() => false,
+        _ if record.level >= Level::Debug => true,
+        Kind::End => match record.name.as_str() {
+            // The events gpu.bound and gpu.usable say it.
+            names::GPU_BIND | names::GPU_INIT => true,
+            names::STAGE0_MOUNTS | names::STAGE0_CONSOLE | names::STAGE0_CONFIG | names::GPU_NODES | names::CDI_PUBLISH => !slow,
+            names::EXTENSION_DISKS
+            | names::EXTENSION_VERITY
+            | names::EXTENSION_MOUNT
+            | names::EXTENSION_FIRMWARE
+            | names::EXTENSION_LIBRARIES => !slow,
+            names::WORKER_START | names::DRIVER_LOOK | names::LANE_WAIT | names::DRIVER_NODES | names::GPU_INFORMATION => !slow,
+            _ => false,
+        },
+        Kind::Event => matches!(
+            record.name.as_str(),
+            // The summary's table has all GPUs beside each other.
+            names::GPU_FOUND
+                | names::GPU_HEALTH
+                | names::CLOCK
+                | names::CLOCK_TSC
+                | names::CLOCK_PRINTK
+                | names::CLOCK_HOST
+                | names::AGENT_LOOK
+                | names::AGENT_CONTAINER
+                | names::AGENT_HOOK
+                | names::SINK
+                | names::UEVENT
+        ),
+    }
+}
+
+/// Kernel lines that say what is wrong with a GPU, whatever their level.
+fn kmsg_matters(text: &str) -> bool {
+    ["NVRM: Xid", "RmInitAdapter failed", "fallen off the bus", "Kernel panic"].iter().any(|sign| text.contains(sign))
+}
+
+/// `begun`: the fields of the span's beginning, for the row of its end.
+fn what(record: &Record, begun: &str) -> String {
+    if record.kind == Kind::Kmsg {
+        return text::printable(kmsg_text(record));
+    }
+    if record.name == names::GPU_HEALTH && record.error.is_none() {
+        return format!("{}{}", names::GPU_HEALTH, health_text(record));
+    }
+    let begin = if record.kind == Kind::Begin { "begin " } else { "" };
+    let mut what = format!("{begin}{}{begun}{}", text::printable(&record.name), fields_text(record));
+    if let Some(error) = &record.error {
+        what.push_str(": ");
+        what.push_str(&text::printable(error));
+    }
+    what
+}
+
+/// The state of a GPU in few words, the same ones in the same order for each GPU; exports have every field.
+fn health_text(record: &Record) -> String {
+    let number = |name: &str| record.fields.get(name).and_then(Field::as_u64);
+    let shown = |name: &str| record.fields.get(name).map(|value| text::printable_start(value.shown().as_bytes(), MAX_VALUE));
+    let is = |name: &str| shown(name).is_some_and(|value| value == "true");
+    let watts = |milliwatts: u64| milliwatts / 1000;
+    let mut parts = Vec::new();
+    parts.extend(number("graphics_mhz").map(|mhz| format!("{mhz} MHz")));
+    parts.extend(number("memory_mhz").map(|mhz| format!("memory {mhz} MHz")));
+    parts.extend(number("power_mw").map(|power| match number("power_limit_mw") {
+        Some(limit) => format!("{} of {} W", watts(power), watts(limit)),
+        None => format!("{} W", watts(power)),
+    }));
+    parts.extend(shown("ecc").map(|ecc| format!("ECC {}", if ecc == "true" { "on" } else { "off" })));
+    parts.extend(number("ecc_uncorrected").filter(|errors| *errors > 0).map(|errors| format!("{errors} uncorrected errors")));
+    parts.extend(number("rows_remapped").filter(|rows| *rows > 0).map(|rows| format!("{rows} rows remapped")));
+    parts.extend(is("remap_pending").then(|| "a remap waits for a reset".to_string()));
+    parts.extend(number("nvlinks").map(|links| format!("NVLinks {} of {links}", number("nvlinks_active").unwrap_or(0))));
+    parts.extend(shown("fabric").filter(|state| state != "not supported").map(|state| format!("fabric {state}")));
+    parts.extend(shown("throttle").filter(|reasons| reasons != "gpu_idle").map(|reasons| format!("clocks held by {reasons}")));
+    parts.extend(shown("mig").map(|instances| format!("MIG {instances}")));
+    if parts.is_empty() { String::new() } else { format!(" {}", parts.join(", ")) }
+}
+
+/// Fields of a GPU's records that its columns show, or that mean something only to the init.
+const OF_GPUS: [&str; 3] = ["index", "inode", "bind_inode"];
+
+/// ` key=value key="two words"`, as far as the columns and the error do not say it. A field that has the record's name comes first, as
+/// ` value`.
+fn fields_text(record: &Record) -> String {
+    let mut out = String::new();
+    if let Some(value) = record.fields.get(&record.name) {
+        out.push(' ');
+        out.push_str(&text::printable_start(value.shown().as_bytes(), MAX_VALUE));
+    }
+    for (key, value) in &record.fields {
+        if record.name == *key
+            || key == imported_record::MARK
+            || (OF_GPUS.contains(&key) && record.gpu.is_some())
+            || (key == "reason" && record.error.is_some())
+        {
+            continue;
+        }
+        let key = text::printable_start(key.as_bytes(), MAX_VALUE);
+        let value = text::printable_start(value.shown().as_bytes(), MAX_VALUE);
+        let quote = if value.contains(' ') { "\"" } else { "" };
+        out.push_str(&format!(" {key}={quote}{value}{quote}"));
+    }
+    out
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::events::record::{self, Line};
+
+    fn rows(lines: &[&str]) -> Vec<Row> {
+        let mut tracker = Tracker::default();
+        let decode = |(seq, line): (usize, &&str)| {
+            let line = format!(r#"{{"schema":1,"seq":{seq},{line}}}"#);
+            let Ok(Line::Record(record)) = record::decode(line.as_bytes()) else { panic!("{line} does not decode") };
+            record
+        };
+        lines.iter().enumerate().map(decode).map(|record| tracker.row(&(*record).into())).collect()
+    }
+
+    #[test]
+    fn the_end_of_a_step_says_what_its_beginning_said_and_how_long_it_took() {
+        let rows = rows(&[
+            r#""boottime_ns":1000,"kind":"begin","name":"module.load","span":1,"fields":{"module":"nvidia"}"#,
+            r#""boottime_ns":5000,"kind":"end","name":"module.load","span":1,"fields":{"x":1}"#,
+            r#""boottime_ns":5000,"kind":"end","name":"module.load","span":7"#,
+        ]);
+        assert!(rows[0].detail && !rows[1].detail);
+        assert_eq!((rows[1].what.as_str(), rows[1].took_ns, rows[1].side), ("module.load module=nvidia x=1", Some(4000), Side::Driver));
+        assert_eq!(rows[2].took_ns, None, "its beginning was lost");
+    }
+
+    #[test]
+    fn a_topology_comes_before_what_it_was_decided_from() {
+        let fields = r#"{"decided_by":"scan","gpus":8,"reason":"8 GPUs found","topology":"gpus"}"#;
+        let rows = rows(&[&format!(r#""boottime_ns":1000,"kind":"event","name":"topology","fields":{fields}"#)]);
+        assert_eq!(rows[0].what, "topology gpus decided_by=scan gpus=8 reason=\"8 GPUs found\"");
+        assert!(!rows[0].detail);
+    }
+
+    #[test]
+    fn the_health_of_a_gpu_is_one_short_row_and_what_is_wrong_another() {
+        let gpu = r#""gpu":"0000:01:00.0""#;
+        let fields = r#"{"graphics_mhz":1200,"power_mw":71000,"power_limit_mw":500000,"ecc":true,"ecc_uncorrected":0,"rows_remapped":2,"remap_pending":false,
+            "nvlinks":18,"nvlinks_active":17,"fabric":"completed","throttle":"gpu_idle","uuid":"GPU-x","cluster":"0"}"#
+            .replace('\n', "");
+        let rows = rows(&[
+            &format!(r#""boottime_ns":10,"kind":"event","name":"gpu.health",{gpu},"fields":{fields}"#),
+            &format!(r#""boottime_ns":11,"kind":"event","name":"gpu.health","level":"error",{gpu},"error":"GPU 0000:01:00.0 is gone""#),
+            &format!(r#""boottime_ns":12,"kind":"event","name":"gpu.health",{gpu},"fields":{{"ecc":"\u001b[31m","mig":7}}"#),
+        ]);
+        assert_eq!(rows[0].what, "gpu.health 1200 MHz, 71 of 500 W, ECC on, 2 rows remapped, NVLinks 17 of 18, fabric completed");
+        assert_eq!((rows[1].what.as_str(), rows[1].tone), ("gpu.health: GPU 0000:01:00.0 is gone", Tone::Error));
+        assert_eq!(rows[2].what, "gpu.health ECC off, MIG 7", "a guest's values drive no terminal");
+    }
+
+    #[test]
+    fn bound_and_usable_say_how_long_their_steps_took() {
+        let gpu = r#""gpu":"0000:01:00.0""#;
+        let rows = rows(&[
+            &format!(r#""boottime_ns":10,"kind":"event","name":"gpu.found",{gpu},"fields":{{"index":3}}"#),
+            &format!(r#""boottime_ns":1000,"kind":"begin","name":"gpu.bind","span":1,{gpu}"#),
+            &format!(r#""boottime_ns":5000,"kind":"event","name":"gpu.bound",{gpu}"#),
+            &format!(r#""boottime_ns":5100,"kind":"end","name":"gpu.bind","span":1,{gpu}"#),
+            &format!(r#""boottime_ns":6000,"kind":"event","name":"gpu.published",{gpu}"#),
+        ]);
+        assert_eq!((rows[2].took_ns, rows[2].detail), (Some(4000), false));
+        assert!(rows[3].detail, "gpu.bound said it");
+        assert_eq!(rows[4].took_ns, Some(1000));
+        assert_eq!(rows[4].gpu.unwrap().index, Some(3));
+    }
+
+    #[test]
+    fn what_failed_or_was_slow_is_never_a_detail() {
+        let rows = rows(&[
+            r#""boottime_ns":0,"kind":"begin","name":"gpu.nodes","span":1"#,
+            r#""boottime_ns":1,"kind":"end","name":"gpu.nodes","span":1"#,
+            r#""boottime_ns":1,"kind":"begin","name":"gpu.nodes","span":2"#,
+            r#""boottime_ns":100000001,"kind":"end","name":"gpu.nodes","span":2"#,
+            r#""boottime_ns":1,"kind":"begin","name":"gpu.nodes","span":3"#,
+            r#""boottime_ns":2,"kind":"end","name":"gpu.nodes","span":3,"error":"mknod: EPERM""#,
+            r#""boottime_ns":2,"kind":"kmsg","name":"kmsg","fields":{"text":"NVRM: Xid (PCI:0000:01:00): 79, gone"}"#,
+            r#""boottime_ns":2,"kind":"kmsg","name":"kmsg","fields":{"text":"pci: hello"}"#,
+            r#""boottime_ns":2,"kind":"event","name":"agent.look","level":"warn""#,
+            r#""boottime_ns":2,"kind":"event","name":"x","level":"debug""#,
+        ]);
+        let shown: Vec<bool> = rows.iter().map(|r| !r.detail).collect();
+        assert_eq!(shown, [false, false, false, true, false, true, true, false, true, false]);
+        assert_eq!((rows[5].tone, rows[6].side), (Tone::Error, Side::Driver));
+    }
+
+    #[test]
+    fn a_guest_that_opens_spans_without_end_costs_no_more_memory() {
+        let mut tracker = Tracker::default();
+        for id in 0..3 * MAX_OPEN as u64 {
+            let line = format!(
+                r#"{{"schema":1,"seq":1,"boottime_ns":1,"kind":"begin","name":"gpu.bind","span":{id},"gpu":"{:04x}:00:00.0","fields":{{"a":"{}"}}}}"#,
+                id % 0xffff,
+                "x".repeat(9000)
+            );
+            let Ok(Line::Record(record)) = record::decode(line.as_bytes()) else { panic!("does not decode") };
+            tracker.row(&(*record).into());
+        }
+        assert_eq!(tracker.open.len(), MAX_OPEN);
+        assert!(tracker.open.values().all(|o| o.fields.len() <= MAX_BEGIN_TEXT));
+        assert!(tracker.index.len() <= MAX_GPUS && tracker.times.len() <= 3 * MAX_GPUS);
+    }
+}
