@@ -2,9 +2,8 @@
 
 use clap::{Parser, Subcommand};
 use kata_gpu_init::host::cli::{
-    blame, cdi, collect, compare, coverage, critical_path, demo, export, follow, import, initrd, list, show, stats,
+    blame, cdi, collect, compare, coverage, critical_path, demo, export, follow, import, initrd, install, list, show, stats, uninstall,
 };
-use kata_gpu_init::host::tools::install;
 
 use std::process::ExitCode;
 
@@ -46,7 +45,7 @@ enum Command {
     Demo(demo::Args),
     Cdi(cdi::Args),
     Install(install::Args),
-    Uninstall(install::uninstall::Args),
+    Uninstall(uninstall::Args),
     Initrd(initrd::Args),
     Import(import::Args),
 }
@@ -70,7 +69,7 @@ fn main() -> ExitCode {
         // Its exit status says more than yes or no.
         Command::Cdi(args) => return cdi::run(&args),
         Command::Install(args) => return install::run(&args),
-        Command::Uninstall(args) => return install::uninstall::run(&args),
+        Command::Uninstall(args) => return uninstall::run(&args),
         Command::Initrd(args) => return initrd::run(&args),
     };
     match done {

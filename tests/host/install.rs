@@ -4,11 +4,12 @@
 use crate::initrd::{archive, file};
 use crate::initrd_verify::{KERNEL, guest};
 use crate::{TempDir, golden, project};
+use kata_gpu_init::host::cli;
 use kata_gpu_init::host::tools::install;
 use kata_gpu_init::host::tools::install::drop_in;
 use kata_gpu_init::host::tools::install::kata_config::KataConfig;
 use kata_gpu_init::host::tools::install::merge::{Effective, Runtime};
-use kata_gpu_init::host::tools::install::{Said, from_words, uninstall};
+use kata_gpu_init::host::tools::install::{Said, from_words};
 use serde_json::Value as Json;
 use std::collections::BTreeMap;
 use std::fs;
@@ -89,7 +90,7 @@ impl World {
     /// Nothing but these words and the configuration.
     pub fn plain_install(&self, words: &[&str]) -> Said {
         let config = ["--kata-config", self.config.to_str().unwrap()];
-        install::say(&from_words(&[config.as_slice(), words].concat()).unwrap())
+        cli::install::say(&from_words(&[config.as_slice(), words].concat()).unwrap())
     }
 
     pub fn install_initrd(&self, words: &[&str]) -> Said {
@@ -98,7 +99,7 @@ impl World {
 
     pub fn uninstall(&self, words: &[&str]) -> Said {
         let config = ["--kata-config", self.config.to_str().unwrap()];
-        uninstall::say(&from_words(&[config.as_slice(), words].concat()).unwrap())
+        cli::uninstall::say(&from_words(&[config.as_slice(), words].concat()).unwrap())
     }
 
     /// What the runtime sees.

@@ -1,9 +1,10 @@
 //! Hostile and odd files around `install` and `uninstall`: links, other writers, odd encodings and quoting, directories that cannot be written.
 
 use crate::install::{World, done, toml_of};
+use kata_gpu_init::host::cli;
+use kata_gpu_init::host::cli::install::say;
 use kata_gpu_init::host::tools::install::merge::Runtime;
-use kata_gpu_init::host::tools::install::uninstall;
-use kata_gpu_init::host::tools::install::{from_words, say, write};
+use kata_gpu_init::host::tools::install::{from_words, write};
 use nix::sys::stat::Mode;
 use nix::unistd::{Uid, mkfifo, setfsuid};
 use std::fs;
@@ -32,7 +33,7 @@ fn a_configuration_that_is_a_link_is_changed_where_the_runtime_looks() {
     done(&say(&from_words(&words).unwrap()));
     assert!(world.ours().exists());
     assert!(!old.with_file_name("config.d").exists(), "the link's own directory is not read by any runtime");
-    done(&uninstall::say(&from_words(&words[..2]).unwrap()));
+    done(&cli::uninstall::say(&from_words(&words[..2]).unwrap()));
     assert!(!world.ours().exists());
     assert_eq!(fs::read_link(&old).unwrap(), world.config);
 }
@@ -366,7 +367,7 @@ fn a_directory_in_the_configuration_s_place_is_no_reason_to_say_that_nothing_is_
     done(&world.install_initrd(&[]));
     let directory = world.config.parent().unwrap();
     let args = from_words(&["--kata-config", directory.to_str().unwrap()]).unwrap();
-    let said = uninstall::say(&args);
+    let said = cli::uninstall::say(&args);
     assert!(said.code == 1 && said.err.contains("is a directory: name the configuration file"), "{}{}", said.out, said.err);
     assert!(world.ours().exists());
 }

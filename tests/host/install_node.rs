@@ -2,6 +2,7 @@
 
 use crate::collect::{program, until};
 use crate::install::{World, done};
+use kata_gpu_init::host::cli;
 use kata_gpu_init::host::tools::install;
 use kata_gpu_init::host::tools::install::merge::Runtime;
 use kata_gpu_init::host::tools::install::{from_words, uninstall};
@@ -192,7 +193,7 @@ fn a_pod_that_is_refused_takes_the_label_away_and_installs_when_it_can() {
 }
 
 fn daemon_set(words: &[&str]) -> Value {
-    let said = install::say(&from_words(&[&["--kata-config", CONFIG, "--print", "daemonset"], words].concat()).unwrap());
+    let said = cli::install::say(&from_words(&[&["--kata-config", CONFIG, "--print", "daemonset"], words].concat()).unwrap());
     serde_yaml::from_str(done(&said)).unwrap()
 }
 
@@ -230,7 +231,7 @@ fn the_daemon_set_runs_what_install_takes_where_it_can_see_it() {
 #[test]
 fn the_daemon_set_that_uninstalls_takes_the_place_of_the_one_that_installs() {
     let installs = daemon_set(&["--initrd", "/gpu.initrd"]);
-    let said = uninstall::say(&from_words(&["--kata-config", CONFIG, "--print", "daemonset"]).unwrap());
+    let said = cli::uninstall::say(&from_words(&["--kata-config", CONFIG, "--print", "daemonset"]).unwrap());
     let uninstalls: Value = serde_yaml::from_str(done(&said)).unwrap();
     for key in ["metadata", "kind"] {
         assert_eq!(installs[key], uninstalls[key]);
@@ -256,7 +257,7 @@ fn a_daemon_set_that_could_not_work_is_not_printed() {
         (CONFIG, vec!["--initrd", "/g", "--node", "/var/lib/x"], "is not below /opt/kata"),
     ] {
         let words = [vec!["--kata-config", config, "--print", "daemonset"], words].concat();
-        let said = install::say(&from_words(&words).unwrap());
+        let said = cli::install::say(&from_words(&words).unwrap());
         assert!(said.code == 1 && said.out.is_empty() && said.err.contains(why), "{said:?}");
     }
 }

@@ -6,8 +6,8 @@
 
 use super::graph::{Graph, step_of};
 use super::held_up::{HeldUp, held_up};
+use crate::host::boot::draft::LAST_RECORD;
 use crate::host::boot::intervals::length;
-use crate::host::boot::steps::LAST_RECORD;
 use crate::host::boot::timeline::{Known, Timeline, Window};
 use serde::Serialize;
 use std::collections::BTreeMap;

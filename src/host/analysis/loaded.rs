@@ -1,8 +1,6 @@
-//! A boot read from its file, with its model and timeline.
+//! A boot read from its file, with its model.
 
 use crate::host::boot::model::Boot;
-use crate::host::boot::steps;
-use crate::host::boot::timeline::Timeline;
 use crate::host::data::agent_log;
 use crate::host::data::boot_dir::read_boot;
 use crate::host::data::boot_file::BootFile;
@@ -13,7 +11,6 @@ use std::path::Path;
 pub struct Loaded {
     pub file: BootFile,
     pub boot: Boot,
-    pub timeline: Timeline,
     pub agent_known: bool,
 }
 
@@ -22,6 +19,5 @@ pub fn load(path: &Path, console: Option<&Path>) -> Result<Loaded> {
     let file = read_boot(path)?;
     let agent = agent_log::of_boot(path, file.sandbox_id(), console)?;
     let boot = Boot::new(&file, &agent);
-    let timeline = Timeline::new(steps::story(&boot, &file, &agent));
-    Ok(Loaded { agent_known: !agent.is_empty(), file, boot, timeline })
+    Ok(Loaded { agent_known: !agent.is_empty(), file, boot })
 }

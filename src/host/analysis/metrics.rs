@@ -64,7 +64,7 @@ pub fn metrics(timeline: &Timeline, boot: &Boot, file: &BootFile, agent_known: b
         ..Metrics::default()
     };
     // Where the record ends is no moment of the boot.
-    metrics.milestones.remove(crate::host::boot::steps::LAST_RECORD);
+    metrics.milestones.remove(crate::host::boot::draft::LAST_RECORD);
     let Ok(window) = timeline.window(None, None) else { return metrics };
     metrics.unexplained_percent = coverage(timeline, &window).unexplained_share;
     for group in blame(timeline, &window, By::Phase).groups {

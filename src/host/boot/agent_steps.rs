@@ -4,10 +4,10 @@
 //! for as such; what passes from then until the next try is the agent's own. Looks at the spec do not say for which container they were: with several
 //! containers at once the line between a pause and the creation after it can be another's look, never their sum.
 
+use super::draft::{Draft, ns};
 use super::model::Container;
 use super::phase::derived;
 use super::runtime_steps;
-use super::steps::{Telling, ns};
 use super::story::Step;
 use crate::events::record::{Kind, names};
 use std::collections::{BTreeMap, BTreeSet};
@@ -18,30 +18,30 @@ const SOONEST_NEXT_TRY_NS: i64 = 900_000_000;
 const MAX_CONTAINERS: usize = 64;
 
 /// Adds the agent's steps. Gives, by the time at which a container was created, the step that ended with it.
-pub fn tell(telling: &mut Telling) -> BTreeMap<i64, usize> {
-    let file = telling.file;
+pub fn add(draft: &mut Draft) -> BTreeMap<i64, usize> {
+    let file = draft.file;
     let looks = file.records.iter().filter(|r| r.kind == Kind::Event && r.name == names::AGENT_LOOK).map(|r| ns(r.boottime_ns));
     let mut looks: Vec<i64> = looks.collect();
     looks.sort_unstable();
-    start(telling, &looks);
+    start(draft, &looks);
     let mut created = BTreeMap::new();
-    let boot = telling.boot;
+    let boot = draft.boot;
     for container in boot.containers.iter().take(MAX_CONTAINERS) {
         if let Some(at_ns) = container.at_ns.map(ns)
-            && let Some(step) = tell_container(telling, container, at_ns, &looks)
+            && let Some(step) = add_container(draft, container, at_ns, &looks)
         {
             created.insert(at_ns, step);
         }
     }
-    still_waiting(telling);
+    still_waiting(draft);
     created
 }
 
 /// Containers that were tried, and neither created nor given up when the record ended.
-fn still_waiting(telling: &mut Telling) {
-    let over: BTreeSet<&str> = telling.boot.containers.iter().filter(|c| !c.pending).map(|c| c.name.as_str()).collect();
+fn still_waiting(draft: &mut Draft) {
+    let over: BTreeSet<&str> = draft.boot.containers.iter().filter(|c| !c.pending).map(|c| c.name.as_str()).collect();
     let mut first: BTreeMap<&str, (i64, bool)> = BTreeMap::new();
-    for try_ in telling.tries.iter().filter(|t| !over.contains(t.container.as_str())) {
+    for try_ in draft.tries.iter().filter(|t| !over.contains(t.container.as_str())) {
         if first.len() < MAX_CONTAINERS {
             first.entry(&try_.container).or_insert((try_.at_ns, try_.approximate));
         }
@@ -55,43 +55,43 @@ fn still_waiting(telling: &mut Telling) {
         ..Step::default()
     };
     let open: Vec<Step> = first.into_iter().map(open).collect();
-    telling.story.steps.extend(open);
+    draft.story.steps.extend(open);
 }
 
 /// From the exec to readiness, and from there to the first request.
-fn start(telling: &mut Telling, looks: &[i64]) {
-    let Some(ready_ns) = telling.milestone("agent ready") else { return };
-    let exec = telling.first(names::AGENT_EXEC).and_then(|i| telling.story.steps.get(i));
+fn start(draft: &mut Draft, looks: &[i64]) {
+    let Some(ready_ns) = draft.milestone("agent ready") else { return };
+    let exec = draft.first(names::AGENT_EXEC).and_then(|i| draft.story.steps.get(i));
     if let Some(exec) = exec {
         // The end of the exec is when somebody saw it, which on a busy guest can be after the agent is ready.
         let begin = exec.end_ns.filter(|end| *end <= ready_ns).unwrap_or(exec.begin_ns);
-        telling.derive(derived::AGENT_START, begin, ready_ns);
+        draft.derive(derived::AGENT_START, begin, ready_ns);
     }
-    if runtime_steps::known(telling) {
+    if runtime_steps::known(draft) {
         return;
     }
-    let containers = &telling.boot.containers;
+    let containers = &draft.boot.containers;
     let asked = |pause: bool| containers.iter().filter(move |c| c.pause == pause).filter_map(|c| c.asked_ns).map(ns);
     let pause = containers.iter().filter(|c| c.pause && c.error.is_none()).find_map(|c| c.at_ns).map(ns);
     let first = asked(true).chain(asked(false)).filter(|at| *at >= ready_ns).min();
     let workload = pause.and_then(|pause| Some((pause, asked(false).filter(|at| *at >= pause).min()?)));
-    let tried = telling.tries.iter().map(|t| t.at_ns).find(|at| *at >= ready_ns);
+    let tried = draft.tries.iter().map(|t| t.at_ns).find(|at| *at >= ready_ns);
     let looked = looks.iter().copied().find(|at| *at >= ready_ns);
     // Its first look is when it was asked, where no line says so.
     if let Some(asked) = first.or_else(|| tried.into_iter().chain(looked).min()) {
-        telling.derive(derived::CONTAINER_REQUEST, ready_ns, asked);
+        draft.derive(derived::CONTAINER_REQUEST, ready_ns, asked);
     }
     if let Some((pause, asked)) = workload {
-        telling.derive(derived::CONTAINER_REQUEST, pause, asked);
+        draft.derive(derived::CONTAINER_REQUEST, pause, asked);
     }
 }
 
-fn tell_container(telling: &mut Telling, container: &Container, at_ns: i64, looks: &[i64]) -> Option<usize> {
+fn add_container(draft: &mut Draft, container: &Container, at_ns: i64, looks: &[i64]) -> Option<usize> {
     // A try shortly before the creation was another container's: lines of tries do not name theirs, and one that succeeds comes a second later.
     let until = if container.error.is_none() { at_ns.saturating_sub(SOONEST_NEXT_TRY_NS) } else { at_ns };
-    let mine = || telling.tries.iter().filter(|t| t.container == container.name && t.at_ns <= until).map(|t| t.at_ns);
+    let mine = || draft.tries.iter().filter(|t| t.container == container.name && t.at_ns <= until).map(|t| t.at_ns);
     let (first_try, last_try) = (mine().min(), mine().max());
-    let (published, published_by) = published(telling, container, at_ns);
+    let (published, published_by) = published(draft, container, at_ns);
     let look = match last_try {
         Some(last) => looks.iter().copied().find(|l| *l >= last.saturating_add(SOONEST_NEXT_TRY_NS) && *l <= at_ns),
         None => looks.iter().copied().rev().find(|l| *l <= at_ns),
@@ -101,27 +101,27 @@ fn tell_container(telling: &mut Telling, container: &Container, at_ns: i64, look
 
     // Until the devices were there, or, where that is not known, until the last try that failed.
     let there = published.or(last_try).map_or(tried_ns, |p| p.min(tried_ns));
-    let waited = first_try.and_then(|first| telling.derive(derived::AGENT_WAIT, first, if created { there } else { at_ns }));
+    let waited = first_try.and_then(|first| draft.derive(derived::AGENT_WAIT, first, if created { there } else { at_ns }));
     let pause = match last_try {
-        Some(_) if created => telling.derive(derived::AGENT_PAUSE, there.max(first_try.unwrap_or(there)), tried_ns),
+        Some(_) if created => draft.derive(derived::AGENT_PAUSE, there.max(first_try.unwrap_or(there)), tried_ns),
         _ => None,
     };
     let asked = container.asked_ns.map(ns).filter(|asked| *asked <= at_ns);
-    let resolve = asked.zip(first_try).and_then(|(asked, first)| telling.derive(derived::CONTAINER_RESOLVE, asked, first));
+    let resolve = asked.zip(first_try).and_then(|(asked, first)| draft.derive(derived::CONTAINER_RESOLVE, asked, first));
     let begin = if last_try.is_none() { asked.or(look) } else { look };
-    let create = if created { begin.and_then(|begin| telling.derive(derived::CONTAINER_CREATE, begin, at_ns)) } else { None };
-    if let Some(step) = create.and_then(|i| telling.step_mut(i)) {
+    let create = if created { begin.and_then(|begin| draft.derive(derived::CONTAINER_CREATE, begin, at_ns)) } else { None };
+    if let Some(step) = create.and_then(|i| draft.step_mut(i)) {
         step.follows.extend(pause);
     }
-    if let Some(step) = pause.or(create).and_then(|i| telling.step_mut(i)) {
+    if let Some(step) = pause.or(create).and_then(|i| draft.step_mut(i)) {
         step.follows.extend(published_by);
     }
-    let request = telling.first(derived::CONTAINER_REQUEST);
-    if let Some(step) = pause.and_then(|i| telling.step_mut(i)) {
+    let request = draft.first(derived::CONTAINER_REQUEST);
+    if let Some(step) = pause.and_then(|i| draft.step_mut(i)) {
         step.follows.extend(request);
     }
     for i in [resolve, waited, pause, create].into_iter().flatten() {
-        if let Some(step) = telling.step_mut(i) {
+        if let Some(step) = draft.step_mut(i) {
             step.detail.clone_from(&container.name);
             step.approximate = container.approximate;
         }
@@ -130,14 +130,14 @@ fn tell_container(telling: &mut Telling, container: &Container, at_ns: i64, look
 }
 
 /// When the last device that a container asked for was published, and the publication that did it. None where it is not known what was asked for.
-fn published(telling: &Telling, container: &Container, at_ns: i64) -> (Option<i64>, Option<usize>) {
+fn published(draft: &Draft, container: &Container, at_ns: i64) -> (Option<i64>, Option<usize>) {
     let mut last: Option<i64> = None;
     let asked: BTreeSet<&str> =
         container.devices.split([',', ' ']).filter_map(|d| d.rsplit('=').next()).filter(|d| !d.is_empty()).collect();
     for name in asked {
         let gpus: Vec<_> = match (name, name.parse::<u64>()) {
-            ("all", _) => telling.boot.gpus.iter().filter(|g| g.failed.is_none() || g.published.is_some()).collect(),
-            (_, Ok(index)) => telling.boot.gpus.iter().filter(|g| g.index == Some(index)).collect(),
+            ("all", _) => draft.boot.gpus.iter().filter(|g| g.failed.is_none() || g.published.is_some()).collect(),
+            (_, Ok(index)) => draft.boot.gpus.iter().filter(|g| g.index == Some(index)).collect(),
             (_, Err(_)) => return (None, None),
         };
         if gpus.is_empty() {
@@ -151,7 +151,7 @@ fn published(telling: &Telling, container: &Container, at_ns: i64) -> (Option<i6
         }
     }
     let by = last.and_then(|last| {
-        let steps = telling.story.steps.iter().enumerate();
+        let steps = draft.story.steps.iter().enumerate();
         let publications = steps.filter(|(_, s)| s.name == names::CDI_PUBLISH && s.end_ns.is_some_and(|end| end <= last));
         publications.max_by_key(|(_, s)| s.end_ns).map(|(i, _)| i)
     });

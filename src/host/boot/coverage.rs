@@ -4,9 +4,19 @@
 
 use super::intervals::percent;
 use super::intervals::{Intervals, length};
-use super::model::CoverageSummary;
 use super::timeline::{Timeline, Window};
 use serde::Serialize;
+
+/// How much time no step explains, between the first and the last milestone (see [`super::coverage`]).
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct CoverageSummary {
+    pub from: String,
+    pub to: String,
+    pub wall_ns: u64,
+    pub unexplained_ns: u64,
+    /// In percent.
+    pub unexplained_share: f64,
+}
 
 /// What is explained of a window.
 #[derive(Clone, Debug, PartialEq, Serialize)]

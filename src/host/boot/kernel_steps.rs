@@ -1,7 +1,7 @@
 //! What the kernel's own lines tell of time: until it starts the first program, its rounds of PCI enumeration, and the probes inside a module load.
 
+use super::draft::{Draft, ns};
 use super::phase::derived;
-use super::steps::{Telling, ns};
 use super::story::Step;
 use crate::events::record::{Kind, names};
 use crate::host::data::record::{Field, Record};
@@ -34,33 +34,33 @@ fn pci_line(record: &Record) -> Option<PciLine<'_>> {
 }
 
 /// Adds the kernel's steps.
-pub fn tell(telling: &mut Telling) {
-    let file = telling.file;
+pub fn add(draft: &mut Draft) {
+    let file = draft.file;
     let mut lines: Vec<&Record> = file.records.iter().filter(|r| r.kind == Kind::Kmsg).collect();
     lines.sort_by_key(|r| r.boottime_ns);
-    let init_ns = telling.milestone("init start");
+    let init_ns = draft.milestone("init start");
     let before_init = |at: i64| init_ns.is_some_and(|init| at <= init);
     let run = lines.iter().find(|r| text(r).starts_with("Run ") && text(r).ends_with(" as init process"));
     let run_ns = run.map(|r| ns(r.boottime_ns)).filter(|at| before_init(*at));
 
-    let kernel = run_ns.or(init_ns).and_then(|end| telling.derive(derived::KERNEL, 0, end));
+    let kernel = run_ns.or(init_ns).and_then(|end| draft.derive(derived::KERNEL, 0, end));
     let said = |what: &str| lines.iter().find(|r| text(r).contains(what)).map(|r| ns(r.boottime_ns)).filter(|at| before_init(*at));
     if let Some((begin, end)) = said("initramfs...").zip(said("Freeing initrd memory"))
-        && let Some(initrd) = telling.derive(derived::KERNEL_INITRD, begin, end).and_then(|i| telling.step_mut(i))
+        && let Some(initrd) = draft.derive(derived::KERNEL_INITRD, begin, end).and_then(|i| draft.step_mut(i))
     {
         initrd.parent = kernel;
     }
-    let exec = run_ns.zip(init_ns).and_then(|(run, init)| telling.derive(derived::KERNEL_EXEC, run, init));
+    let exec = run_ns.zip(init_ns).and_then(|(run, init)| draft.derive(derived::KERNEL_EXEC, run, init));
     let pci: Vec<PciLine> = lines.iter().filter_map(|r| pci_line(r)).collect();
     let enumeration = pci.iter().filter(|l| l.by == "pci" && !l.enabling && before_init(l.at_ns)).map(|l| l.at_ns);
     for (begin, end) in rounds(enumeration) {
-        let inside = |step: &usize| telling.story.steps.get(*step).is_some_and(|s| s.begin_ns <= begin && s.end_ns >= Some(end));
+        let inside = |step: &usize| draft.story.steps.get(*step).is_some_and(|s| s.begin_ns <= begin && s.end_ns >= Some(end));
         let parent = [kernel, exec].into_iter().flatten().find(inside);
-        if let Some(round) = telling.derive(derived::KERNEL_PCI, begin, end).and_then(|i| telling.step_mut(i)) {
+        if let Some(round) = draft.derive(derived::KERNEL_PCI, begin, end).and_then(|i| draft.step_mut(i)) {
             round.parent = parent;
         }
     }
-    probes(telling, &pci);
+    probes(draft, &pci);
 }
 
 /// First and last of times that follow each other closely.
@@ -77,30 +77,30 @@ fn rounds(times: impl Iterator<Item = i64>) -> Vec<(i64, i64)> {
 
 /// A module load that probes does so for one GPU after another. The kernel says `enabling device` right before the host maps a GPU's BARs; that probe
 /// is over when the GPU is bound, when the next one's begins, or when the load is done.
-fn probes(telling: &mut Telling, lines: &[PciLine]) {
+fn probes(draft: &mut Draft, lines: &[PciLine]) {
     let mut loads: Vec<(usize, i64, i64)> = Vec::new();
-    for (i, step) in telling.story.steps.iter().enumerate() {
+    for (i, step) in draft.story.steps.iter().enumerate() {
         if loads.len() < MAX_LOADS && step.name == names::MODULE_LOAD && step.detail == "nvidia" {
-            loads.push((i, step.begin_ns, step.end_ns.unwrap_or(telling.story.last_ns)));
+            loads.push((i, step.begin_ns, step.end_ns.unwrap_or(draft.story.last_ns)));
         }
     }
     for (load, begin, end) in loads {
         let inside: Vec<&PciLine> = lines.iter().filter(|l| l.by == "nvidia" && l.enabling && (begin..=end).contains(&l.at_ns)).collect();
         for (at, line) in inside.iter().enumerate() {
             let next = inside.get(at + 1).map_or(end, |next| next.at_ns);
-            let gpu = telling.gpus.get(&line.address).copied().unwrap_or_default();
+            let gpu = draft.gpus.get(&line.address).copied().unwrap_or_default();
             let bound = gpu.bound_ns.filter(|at| *at >= line.at_ns).unwrap_or(end);
             let sleeps = gpu.device.is_some_and(waits_for_bar_firewall);
             let step = Step {
                 name: if sleeps { derived::GPU_PROBE } else { derived::GPU_MAP }.to_string(),
-                gpu: Some(telling.gpu_name(line.address)),
+                gpu: Some(draft.gpu_name(line.address)),
                 begin_ns: line.at_ns,
                 end_ns: Some(next.min(bound).min(end)),
                 parent: Some(load),
                 derived: true,
                 ..Step::default()
             };
-            telling.story.steps.push(step);
+            draft.story.steps.push(step);
         }
     }
 }

@@ -5,9 +5,9 @@
 //! calls inside it and without what the guest did meanwhile, which the guest's steps explain: from the
 //! VM's start until the agent is ready, and while the agent has a request.
 
+use super::draft::{Draft, VM_START, ns};
 use super::intervals::Intervals;
 use super::phase::{Owner, classify, derived};
-use super::steps::{Telling, VM_START, ns};
 use super::story::{Milestone, Step};
 use crate::events::record::Kind;
 use crate::host::data::imported_record::mark;
@@ -59,22 +59,22 @@ fn text<'a>(record: &'a Record, key: &str) -> &'a str {
 }
 
 /// Whether a log here says what containerd was asked for.
-pub fn known(telling: &Telling) -> bool {
-    imported_events(telling).any(|record| record.name == imported::SANDBOX_RUN)
+pub fn known(draft: &Draft) -> bool {
+    imported_events(draft).any(|record| record.name == imported::SANDBOX_RUN)
 }
 
-fn imported_events<'a>(telling: &Telling<'a>) -> impl Iterator<Item = &'a Record> + use<'a> {
-    telling.file.records.iter().filter(|record| record.kind == Kind::Event && mark(record).is_some())
+fn imported_events<'a>(draft: &Draft<'a>) -> impl Iterator<Item = &'a Record> + use<'a> {
+    draft.file.records.iter().filter(|record| record.kind == Kind::Event && mark(record).is_some())
 }
 
 /// Adds the steps of the host, and its milestones. After the agent's steps.
-pub fn tell(telling: &mut Telling) {
-    let calls = calls(telling);
+pub fn add(draft: &mut Draft) {
+    let calls = calls(draft);
     let asked: Vec<&Call> = calls.iter().filter(|call| REQUESTS.contains(&call.name)).collect();
     let (Some(first), Some(end_ns)) = (asked.first(), asked.iter().map(|call| call.end_ns).max()) else { return };
     let (first, first_ns) = (first.name, first.begin_ns);
-    agents(telling);
-    let guests = guests(telling, &calls);
+    agents(draft);
+    let guests = guests(draft, &calls);
     let within = |inner: &[&str]| -> Vec<(i64, i64)> {
         calls.iter().filter(|c| inner.contains(&c.name)).map(|call| (call.begin_ns, call.end_ns)).collect()
     };
@@ -89,18 +89,18 @@ pub fn tell(telling: &mut Telling) {
             _ => below_containerd.missing_in(call.begin_ns, call.end_ns),
         };
         for (begin_ns, end_ns) in own {
-            piece(telling, call.name, call.container, begin_ns, end_ns);
+            piece(draft, call.name, call.container, begin_ns, end_ns);
         }
     }
     let busy = Intervals::union(calls.iter().map(|call| (call.begin_ns, call.end_ns)).collect());
     for (begin_ns, end_ns) in busy.missing_in(first_ns, end_ns) {
-        piece(telling, derived::NOBODY_ASKED, "", begin_ns, end_ns);
+        piece(draft, derived::NOBODY_ASKED, "", begin_ns, end_ns);
     }
-    chain(telling);
+    chain(draft);
     let mut milestone = |name: &str, at_ns: i64| {
-        let ended = telling.story.steps.iter().enumerate().filter(|(_, s)| s.end_ns == Some(at_ns)).map(|(i, _)| i);
+        let ended = draft.story.steps.iter().enumerate().filter(|(_, s)| s.end_ns == Some(at_ns)).map(|(i, _)| i);
         let after = ended.collect();
-        telling.story.milestones.push(Milestone { name: name.into(), at_ns, after, approximate: true, ..Milestone::default() });
+        draft.story.milestones.push(Milestone { name: name.into(), at_ns, after, approximate: true, ..Milestone::default() });
     };
     if first == derived::RUN_POD_SANDBOX {
         milestone(RUN_POD_SANDBOX, first_ns);
@@ -114,18 +114,18 @@ pub fn tell(telling: &mut Telling) {
     }
 }
 
-fn piece(telling: &mut Telling, name: &str, container: &str, begin_ns: i64, end_ns: i64) {
-    if let Some(step) = telling.derive(name, begin_ns, end_ns).and_then(|i| telling.step_mut(i)) {
+fn piece(draft: &mut Draft, name: &str, container: &str, begin_ns: i64, end_ns: i64) {
+    if let Some(step) = draft.derive(name, begin_ns, end_ns).and_then(|i| draft.step_mut(i)) {
         step.detail = container.to_string();
         step.approximate = true;
     }
 }
 
 /// All calls with an answer, by their beginnings. One that failed was no step to a container.
-fn calls<'a>(telling: &Telling<'a>) -> Vec<Call<'a>> {
+fn calls<'a>(draft: &Draft<'a>) -> Vec<Call<'a>> {
     let mut open: Vec<Call> = Vec::new();
     let mut calls: Vec<Call> = Vec::new();
-    for record in imported_events(telling) {
+    for record in imported_events(draft) {
         let (container, at_ns) = (text(record, "container"), at(record));
         let ready = record.name == imported::SANDBOX_READY;
         let said = if ready { "RunPodSandbox returned" } else { text(record, "call") };
@@ -147,10 +147,10 @@ fn calls<'a>(telling: &Telling<'a>) -> Vec<Call<'a>> {
 
 /// What the agent does on the shim's request and no other record says: making the sandbox, and starting
 /// a container's program.
-fn agents(telling: &mut Telling) {
+fn agents(draft: &mut Draft) {
     let mut asked: Vec<(&str, i64)> = Vec::new();
     let mut found: Vec<(&'static str, String, i64, i64)> = Vec::new();
-    for record in imported_events(telling) {
+    for record in imported_events(draft) {
         let (call, name) = match record.name.as_str() {
             imported::AGENT_RPC => {
                 if asked.len() < MAX_CALLS {
@@ -167,39 +167,39 @@ fn agents(telling: &mut Telling) {
         }
     }
     for (name, container, begin_ns, end_ns) in found {
-        piece(telling, name, &container, begin_ns, end_ns);
+        piece(draft, name, &container, begin_ns, end_ns);
     }
 }
 
 /// Time in which a call waits for the guest.
-fn guests(telling: &Telling, calls: &[Call]) -> Vec<(i64, i64)> {
-    let first = |name: &str| imported_events(telling).find(|record| record.name == name).map(at);
-    let vm_start = telling.story.milestones.iter().find(|m| m.name == VM_START).map(|m| m.at_ns);
+fn guests(draft: &Draft, calls: &[Call]) -> Vec<(i64, i64)> {
+    let first = |name: &str| imported_events(draft).find(|record| record.name == name).map(at);
+    let vm_start = draft.story.milestones.iter().find(|m| m.name == VM_START).map(|m| m.at_ns);
     let begin = vm_start.or_else(|| first(imported::SANDBOX_VM_STARTED)).unwrap_or(0);
-    let ready = telling.milestone("agent ready").or_else(|| first(imported::SANDBOX_AGENT_STARTED)).unwrap_or(begin);
+    let ready = draft.milestone("agent ready").or_else(|| first(imported::SANDBOX_AGENT_STARTED)).unwrap_or(begin);
     // A container that no line ends keeps its call waiting until that returns.
     let call_around =
         |at: i64| calls.iter().find(|c| c.name == derived::SHIM_CREATE && c.begin_ns <= at && at <= c.end_ns).map(|c| c.end_ns);
-    let containers = telling.boot.containers.iter().filter_map(|c| {
+    let containers = draft.boot.containers.iter().filter_map(|c| {
         let asked = ns(c.asked_ns?);
         Some((asked, c.at_ns.map(ns).or_else(|| call_around(asked))?))
     });
-    let agents = telling.story.steps.iter().filter(|s| [derived::SANDBOX_CREATE, derived::CONTAINER_START].contains(&s.name.as_str()));
+    let agents = draft.story.steps.iter().filter(|s| [derived::SANDBOX_CREATE, derived::CONTAINER_START].contains(&s.name.as_str()));
     let agents = agents.filter_map(|step| Some((step.begin_ns, step.end_ns?)));
     [(begin, ready)].into_iter().chain(containers).chain(agents).collect()
 }
 
 /// One request after another: a step of the host or of the agent comes after the one that ended last,
 /// and so does the VM's start.
-fn chain(telling: &mut Telling) {
+fn chain(draft: &mut Draft) {
     let hosts = |step: &Step| matches!(classify(&step.name).owner, Owner::Runtime | Owner::Client);
     let linked = |step: &Step| hosts(step) || classify(&step.name).owner == Owner::Agent;
     let mut ends: Vec<(i64, usize)> = Vec::new();
-    for (i, step) in telling.story.steps.iter().enumerate().filter(|(_, step)| linked(step) && !classify(&step.name).waiting) {
+    for (i, step) in draft.story.steps.iter().enumerate().filter(|(_, step)| linked(step) && !classify(&step.name).waiting) {
         ends.extend(step.end_ns.map(|end| (end, i)));
     }
     ends.sort_unstable();
-    for (i, step) in telling.story.steps.iter_mut().enumerate() {
+    for (i, step) in draft.story.steps.iter_mut().enumerate() {
         if !linked(step) && step.name != derived::VMM_FIRMWARE || step.name == derived::AGENT_START {
             continue;
         }

@@ -47,7 +47,7 @@ pub fn text(args: &Args, screen: &Screen) -> Result<String> {
     let loaded = args.boot.load()?;
     let window = args.boot.window(&loaded)?;
     let by = if args.phases { By::Phase } else { By::Owner };
-    let account = blame(&loaded.timeline, &window, by);
+    let account = blame(&loaded.boot.timeline, &window, by);
     if args.boot.json {
         return boot_json(&loaded, &account);
     }
@@ -57,7 +57,7 @@ pub fn text(args: &Args, screen: &Screen) -> Result<String> {
         out.push(screen.paint(Ink::Dim, "* worked out from other records"));
     }
     held_up(&account.held_up, screen, &mut out);
-    notes(&loaded.timeline.notes, screen, &mut out);
+    notes(&loaded.boot.timeline.notes, screen, &mut out);
     Ok(out.join("\n") + "\n")
 }
 

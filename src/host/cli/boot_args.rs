@@ -47,7 +47,7 @@ impl BootArgs {
     }
 
     pub fn window<'a>(&self, loaded: &'a Loaded) -> Result<Window<'a>> {
-        loaded.timeline.window(self.from.as_deref(), self.to.as_deref())
+        loaded.boot.timeline.window(self.from.as_deref(), self.to.as_deref())
     }
 }
 
@@ -99,7 +99,7 @@ struct Json<'a, T: Serialize> {
 
 pub fn boot_json<T: Serialize>(loaded: &Loaded, content: &T) -> Result<String> {
     let boot_id = loaded.boot.boot_id.as_deref();
-    json(&Json { account: ACCOUNT, boot_id, content, notes: Some(&loaded.timeline.notes) })
+    json(&Json { account: ACCOUNT, boot_id, content, notes: Some(&loaded.boot.timeline.notes) })
 }
 
 /// A JSON form of many boots.
@@ -116,12 +116,12 @@ pub fn each_boot(dir: &Path, mut take: impl FnMut(Metrics)) -> Result<Vec<String
     let mut paths = boots(dir)?;
     paths.sort();
     ensure!(!paths.is_empty(), "no boot in {}: name a directory that the collector wrote to", dir.display());
-    let mut progress = Progress::new();
+    let mut progress = Progress::start();
     let mut unread = Vec::new();
     for (at, path) in paths.iter().enumerate() {
         progress.say(|| format!("read {at} of {} boots", paths.len()));
         match load(path, None) {
-            Ok(loaded) => take(metrics(&loaded.timeline, &loaded.boot, &loaded.file, loaded.agent_known)),
+            Ok(loaded) => take(metrics(&loaded.boot.timeline, &loaded.boot, &loaded.file, loaded.agent_known)),
             Err(error) => unread.push(printable(&format!("{error:#}"))),
         }
     }
@@ -136,7 +136,7 @@ pub struct Progress {
 }
 
 impl Progress {
-    pub fn new() -> Self {
+    pub fn start() -> Self {
         Self { last: Instant::now(), shown: false }
     }
 

@@ -90,7 +90,7 @@ pub fn compared(args: &Args, screen: &Screen) -> Result<(String, bool)> {
         if !args.runs {
             let path = find(Some(&path.display().to_string()), &args.dir)?;
             let loaded = load(&path, None)?;
-            return Ok(vec![metrics(&loaded.timeline, &loaded.boot, &loaded.file, loaded.agent_known)]);
+            return Ok(vec![metrics(&loaded.boot.timeline, &loaded.boot, &loaded.file, loaded.agent_known)]);
         }
         let mut boots = Vec::new();
         unread.extend(each_boot(path, |boot| boots.push(boot))?);
@@ -98,7 +98,7 @@ pub fn compared(args: &Args, screen: &Screen) -> Result<(String, bool)> {
     };
     let (a, b) = (side(&args.a)?, side(&args.b)?);
     let settings = Settings { threshold: args.threshold, seed: args.seed, gate: args.gate.clone() };
-    let mut progress = Progress::new();
+    let mut progress = Progress::start();
     if a.len() + b.len() > MANY {
         progress.say_now(&format!("computing intervals of {} and {} boots", a.len(), b.len()));
     }

@@ -51,7 +51,7 @@ pub fn run(args: &Args) -> Result<()> {
 pub fn text(args: &Args, screen: &Screen) -> Result<(String, f64)> {
     let loaded = args.boot.load()?;
     let window = args.boot.window(&loaded)?;
-    let found = coverage(&loaded.timeline, &window);
+    let found = coverage(&loaded.boot.timeline, &window);
     if args.boot.json {
         return Ok((boot_json(&loaded, &found)?, found.unexplained_share));
     }
@@ -68,7 +68,7 @@ pub fn text(args: &Args, screen: &Screen) -> Result<(String, f64)> {
         let rest = seconds(found.unexplained_ns.saturating_sub(shown));
         out.push(screen.paint(Ink::Dim, &format!("{} shorter gap(s), together {rest}: --json has all", found.gaps.len() - longest.len())));
     }
-    notes(&loaded.timeline.notes, screen, &mut out);
+    notes(&loaded.boot.timeline.notes, screen, &mut out);
     Ok((out.join("\n") + "\n", found.unexplained_share))
 }
 

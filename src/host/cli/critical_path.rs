@@ -2,7 +2,7 @@
 
 use super::boot_args::{BootArgs, boot_json, head, held_up, notes};
 use crate::host::analysis::critical_path::{CriticalPath, Gain, Piece, critical_path};
-use crate::host::boot::steps::LAST_RECORD;
+use crate::host::boot::draft::LAST_RECORD;
 use crate::host::data::text::{Ink, Screen, seconds};
 use crate::host::system::output::print;
 use crate::host::views::grid::{Grid, Set, time};
@@ -49,7 +49,7 @@ pub fn run(args: &Args) -> Result<()> {
 pub fn text(args: &Args, screen: &Screen) -> Result<String> {
     let loaded = args.boot.load()?;
     let window = args.boot.window(&loaded)?;
-    let found = critical_path(&loaded.timeline, &window, usize::from(args.top));
+    let found = critical_path(&loaded.boot.timeline, &window, usize::from(args.top));
     if args.boot.json {
         return boot_json(&loaded, &found);
     }
@@ -74,7 +74,7 @@ pub fn text(args: &Args, screen: &Screen) -> Result<String> {
         out.extend(gains(&found).lines(screen));
     }
     held_up(&found.held_up, screen, &mut out);
-    notes(&loaded.timeline.notes, screen, &mut out);
+    notes(&loaded.boot.timeline.notes, screen, &mut out);
     Ok(out.join("\n") + "\n")
 }
 

@@ -12,7 +12,7 @@ use crate::host::data::boot_dir::{find, read_boot};
 use crate::host::data::boot_file::BootFile;
 use crate::host::otlp::push::Target;
 use crate::host::otlp::{self, Resource, of_this_machine, push_once};
-use crate::host::views::waterfall::Timeline;
+use crate::host::views::waterfall::Waterfall;
 use crate::host::views::{chrome, csv, page, perfetto, svg};
 use anyhow::{Context, Result, bail};
 use std::fs::File;
@@ -142,7 +142,7 @@ pub fn run(args: &Args) -> Result<()> {
     if let Some(url) = &args.push {
         return push_once::run(&Target::new(url, &args.otlp_header)?, &file, &agent, &resource);
     }
-    let timeline = Timeline::new(&file, &agent);
+    let timeline = Waterfall::new(&file, &agent);
     // The picture has all that it needs.
     drop((file, agent));
     match output {
@@ -154,12 +154,12 @@ pub fn run(args: &Args) -> Result<()> {
 /// The boot in that format. `resource`: attributes for [`Format::Otlp`].
 pub fn bytes(format: Format, file: &BootFile, agent: &[AgentLine], resource: &Resource) -> Result<Vec<u8>> {
     let mut out = Vec::new();
-    write(format, &Timeline::new(file, agent), resource, &mut out)?;
+    write(format, &Waterfall::new(file, agent), resource, &mut out)?;
     Ok(out)
 }
 
 /// The same, part by part: a format can be many times as long as the file.
-pub fn write(format: Format, timeline: &Timeline, resource: &Resource, out: &mut dyn Write) -> Result<()> {
+pub fn write(format: Format, timeline: &Waterfall, resource: &Resource, out: &mut dyn Write) -> Result<()> {
     match format {
         Format::Html => page::write(timeline, out)?,
         Format::Svg => out.write_all(svg::write(timeline).as_bytes())?,

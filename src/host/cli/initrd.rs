@@ -11,7 +11,7 @@ use crate::host::tools::initrd::pack::List;
 use crate::host::tools::initrd::text::{escaped, megabytes};
 use crate::host::tools::initrd::tree::Tree;
 use crate::host::tools::initrd::verify::{INIT, Question};
-use crate::host::tools::initrd::{diff, disk_image, helper, kernel, ls, pack, repack, text, verify};
+use crate::host::tools::initrd::{components, diff, disk_image, helper, kernel, ls, pack, repack, verify};
 use crate::topology::Topology;
 use anyhow::{Result, bail, ensure};
 use clap::{ArgGroup, Subcommand};
@@ -332,7 +332,7 @@ fn pack(args: &PackArgs) -> Result<bool> {
     let text = if args.json {
         ascii_json(&json!({
             "path": printable(&done.path.display().to_string()), "bytes": done.bytes, "sha256": done.sha256, "entries": packed.entries,
-            "components": text::sizes_json(&packed.sizes), "leftOut": left_out, "manifestFiles": files, "staleManifest": stale, "noManifest": none,
+            "components": components::sizes_json(&packed.sizes), "leftOut": left_out, "manifestFiles": files, "staleManifest": stale, "noManifest": none,
         }))?
     } else {
         let list = match (files, stale, none) {
@@ -342,7 +342,7 @@ fn pack(args: &PackArgs) -> Result<bool> {
             }
             (None, _, none) => format!("no list of the driver's files: {}\n", none.unwrap_or_default()),
         };
-        format!("{}{list}{}, {} entries\n", text::sizes(&packed.sizes, &screen), written(&done), packed.entries)
+        format!("{}{list}{}, {} entries\n", components::sizes_text(&packed.sizes, &screen), written(&done), packed.entries)
     };
     print(&text)?;
     Ok(true)

@@ -97,7 +97,7 @@ pub fn run(args: &Args) -> Result<()> {
 pub fn text(args: &Args, screen: &Screen) -> Result<String> {
     let paths = dated(&args.dir)?;
     let (mut listed, mut unread) = (Vec::new(), Vec::new());
-    let mut progress = Progress::new();
+    let mut progress = Progress::start();
     for (at, path) in paths.iter().enumerate() {
         if args.last > 0 && listed.len() >= args.last {
             break;
@@ -135,7 +135,7 @@ fn entry(file: PathBuf, loaded: &Loaded) -> Entry {
         usable_gpus: boot.gpus.iter().filter(|gpu| gpu.usable.is_some() && gpu.failed.is_none()).count(),
         last_container_ns: milestone(boot, "last container").and_then(|m| m.boottime_ns),
         settled_ns: milestone(boot, SETTLED).and_then(|m| m.boottime_ns),
-        failures: metrics(&loaded.timeline, boot, &loaded.file, loaded.agent_known).failures,
+        failures: metrics(&loaded.boot.timeline, boot, &loaded.file, loaded.agent_known).failures,
     }
 }
 

@@ -14,8 +14,10 @@ pub mod export;
 pub mod follow;
 pub mod import;
 pub mod initrd;
+pub mod install;
 pub mod list;
 pub mod show;
 pub mod stats;
+pub mod uninstall;
 #[cfg(test)]
 mod tests; // golden pages of recorded, hand-made and hostile boots

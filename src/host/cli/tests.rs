@@ -131,7 +131,7 @@ fn without_the_agents_lines_the_account_says_what_it_lacks() {
 fn what_holds_for_every_account_holds_for_these() {
     for boot in BOOTS {
         let loaded = load(Path::new(&path(boot)), None).unwrap();
-        let timeline = &loaded.timeline;
+        let timeline = &loaded.boot.timeline;
         let milestones: Vec<&str> = timeline.milestones.iter().map(|m| m.name.as_str()).collect();
         for to in milestones {
             let Ok(window) = timeline.window(None, Some(to)) else { continue };
@@ -180,12 +180,12 @@ fn a_probe_inside_a_module_load_is_the_hosts_but_for_gpus_whose_probe_sleeps() {
         let file = dir.path().join("boot.ndjson");
         std::fs::write(&file, text.replace("10de:2330", device)).unwrap();
         let loaded = load(&file, None).unwrap();
-        let probes: Vec<_> = loaded.timeline.steps.iter().filter(|s| s.name == name).collect();
+        let probes: Vec<_> = loaded.boot.timeline.steps.iter().filter(|s| s.name == name).collect();
         assert_eq!(probes.len(), 8, "{device}");
         assert!(probes.iter().all(|s| s.row.owner.name() == owner && s.took_ns() > 2_000_000_000 && s.parent.is_some()), "{device}");
         // What is left of the load is what no probe took.
-        let window = loaded.timeline.window(None, None).unwrap();
-        let groups = blame(&loaded.timeline, &window, By::Phase).groups;
+        let window = loaded.boot.timeline.window(None, None).unwrap();
+        let groups = blame(&loaded.boot.timeline, &window, By::Phase).groups;
         let load = groups.iter().flat_map(|g| &g.steps).find(|s| s.name == "module.load nvidia").unwrap();
         assert!(load.time.sum_ns < 100_000_000, "{load:?}");
     }
@@ -194,16 +194,16 @@ fn a_probe_inside_a_module_load_is_the_hosts_but_for_gpus_whose_probe_sleeps() {
 #[test]
 fn the_second_between_two_tries_is_the_agents_and_what_it_waited_for_is_not() {
     let loaded = load(Path::new(&path("recorded-8-gpus-slow-host")), None).unwrap();
-    let of = |name: &str| loaded.timeline.steps.iter().find(|s| s.name == name && s.detail == "all").unwrap();
+    let of = |name: &str| loaded.boot.timeline.steps.iter().find(|s| s.name == name && s.detail == "all").unwrap();
     let (wait, pause, create) = (of("agent.wait"), of("agent.pause"), of("container.create"));
     let published = loaded.boot.gpus.iter().filter_map(|g| g.published).map(|p| p.at_ns as i64).max().unwrap();
     assert_eq!((wait.end_ns, pause.begin_ns), (published, published), "until the last GPU is published it waits for that");
     assert_eq!(
         (pause.end_ns, create.end_ns),
-        (create.begin_ns, loaded.timeline.milestones.iter().find(|m| m.name == "last container").unwrap().at_ns)
+        (create.begin_ns, loaded.boot.timeline.milestones.iter().find(|m| m.name == "last container").unwrap().at_ns)
     );
     assert!(wait.row.waiting && !pause.row.waiting && pause.took_ns() < 1_100_000_000);
-    let publication = pause.after.iter().filter_map(|(i, _)| loaded.timeline.steps.get(*i)).find(|s| s.name == "cdi.publish").unwrap();
+    let publication = pause.after.iter().filter_map(|(i, _)| loaded.boot.timeline.steps.get(*i)).find(|s| s.name == "cdi.publish").unwrap();
     assert!(publication.end_ns <= published, "it had to wait for the publication that brought the last GPU");
 }
 

@@ -5,13 +5,15 @@
 //! is limited ([`Limits`]); what is not taken is counted.
 
 use super::limits::Limits;
-use super::store as disk;
 use crate::events::record::{Kind, Record, names};
 use crate::host::data::boot_file::{FileLine, HostEvent, HostLine, Sandbox, SeqSet, TraceId, for_each_line};
 use crate::host::data::clock::Sample;
 use anyhow::{Context, Result, bail, ensure};
+use nix::fcntl::OFlag;
+use std::fs::File;
 use std::fs::OpenOptions;
 use std::io;
+use std::os::unix::fs::OpenOptionsExt;
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -129,7 +131,7 @@ impl BootLog {
     /// The log of a boot as its file has it; an empty one where there is no file.
     pub fn read_back(path: &Path, limits: Limits, waiting: Arc<Waiting>) -> Result<Self> {
         let mut log = Self::new(limits, waiting);
-        let file = match disk::open(path, OpenOptions::new().read(true)) {
+        let file = match open(path, OpenOptions::new().read(true)) {
             Ok(file) => file,
             Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(log),
             Err(e) => return Err(e).with_context(|| format!("open {}", path.display())),
@@ -379,6 +381,11 @@ impl BootLog {
         }
         bytes
     }
+}
+
+/// Opens the file of a boot: no link is followed, and a pipe that somebody put there holds nobody up.
+pub(super) fn open(path: &Path, options: &mut OpenOptions) -> io::Result<File> {
+    options.custom_flags((OFlag::O_NOFOLLOW | OFlag::O_NONBLOCK).bits()).open(path)
 }
 
 #[cfg(test)]

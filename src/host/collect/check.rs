@@ -6,7 +6,7 @@
 //! goes on.
 
 use super::serve::Streams;
-use super::stopped;
+use super::stop::stopped;
 use anyhow::{Context, Result, bail};
 use std::fs::{File, Permissions};
 use std::io::{ErrorKind, Read};

@@ -300,8 +300,9 @@ impl Connection {
 
 #[cfg(test)]
 mod tests {
-    use super::super::retention::Keep;
-    use super::super::store::{Disk, Place};
+    use super::super::disk::Disk;
+    use super::super::keep::Keep;
+    use super::super::store::Place;
     use super::*;
     use crate::host::data::boot_file::BootFile;
     use crate::host::testing::TempDir;

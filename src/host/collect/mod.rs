@@ -10,6 +10,9 @@ pub mod check; // whether it receives, for probes
 pub mod connection; // one connection, without its socket
 pub mod ends; // which boots are over
 pub mod fleet; // boots that are over, for receivers and Prometheus
+pub mod disk; // the threads that write boots and keep them
+pub mod keep; // how much of the boots is kept
+pub mod stop; // waiting for the end
 pub mod store; // the files of all boots, and who writes which
 pub mod limits; // what a guest may make this machine do
 pub mod listen; // AF_VSOCK and hybrid vsock sockets
@@ -30,13 +33,14 @@ use crate::host::data::text::printable;
 use anyhow::{Context, Result, bail};
 use bucket::Lines;
 use connection::News;
+use disk::Disk;
 use ends::Ends;
 use fleet::{Fleet, Otlp, Sources};
+use keep::Keep;
 use limits::Limits;
 use listen::{Arrival, BACKLOG, Listener, NoVsock, Peer, SocketFile};
 use peers::Peers;
 use privileges::RunAs;
-use retention::Keep;
 use serve::{Shared, Streams};
 use stats::{Counts, Stats, add};
 use std::collections::HashMap;
@@ -45,7 +49,8 @@ use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
-use store::{Disk, Place, Tell};
+use stop::stopped;
+use store::{Place, Tell};
 use tokio::sync::{mpsc, watch};
 use tokio::task::JoinSet;
 use vm_dirs::{Change, Pattern, Watcher};
@@ -258,11 +263,6 @@ fn listeners(config: &Config, notes: &mut Vec<String>) -> Result<Vec<Listener>> 
         bail!("nothing to listen on: leave --no-vsock or --no-vms away, or name the socket of a hybrid vsock device with --uds");
     }
     Ok(listeners)
-}
-
-async fn stopped(stop: &mut watch::Receiver<bool>) {
-    // An error means that the sender is gone: also a stop.
-    let _gone = stop.wait_for(|stop| *stop).await;
 }
 
 /// Accepts until the stop. Does nothing else: whatever guests do, the next one gets in.

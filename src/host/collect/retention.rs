@@ -5,7 +5,8 @@
 //! collector was started again); the latter holds for peers within their share. Nothing but files named by a boot id is ever looked at. A host
 //! whose clock was set makes no boot old ([`Steady`]).
 
-use super::store as disk;
+use super::boot_log::open;
+use super::keep::Keep;
 use super::store::{Store, Tell};
 use crate::events::record::{MAX_LINE, is_boot_id};
 use crate::host::data::boot_file::{EXTENSION, FileLine, HostEvent, for_each_line};
@@ -29,21 +30,6 @@ const MAX_DRIFT: Duration = Duration::from_secs(60);
 /// How long after that, and after the machine's start, no boot counts as old: until somebody, or NTP, has set it right.
 const DISTRUST: Duration = Duration::from_secs(24 * 3600);
 const AFTER_START: Duration = Duration::from_secs(3600);
-const DAY: Duration = Duration::from_secs(86_400);
-
-/// How much is kept.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Keep {
-    pub age: Option<Duration>,
-    pub bytes: Option<u64>,
-}
-
-impl Keep {
-    /// 0 days is for ever.
-    pub fn days(days: u64) -> Option<Duration> {
-        (days > 0).then(|| DAY.saturating_mul(u32::try_from(days).unwrap_or(u32::MAX)))
-    }
-}
 
 /// `10G`, `500M`, `64k` or bytes; 0 is without limit.
 pub fn parse_size(text: &str) -> Result<u64> {
@@ -211,7 +197,7 @@ impl Retention {
 
 /// The peer that a boot's first connection was of; None for a file that no connection made.
 fn owner_of(path: &Path) -> Option<Arc<str>> {
-    let file = disk::open(path, OpenOptions::new().read(true)).ok()?;
+    let file = open(path, OpenOptions::new().read(true)).ok()?;
     let mut owner = None;
     let read = for_each_line(file.take(HEAD), |_, _, line| {
         if let (None, Ok(FileLine::Host(line))) = (&owner, line)
@@ -248,8 +234,10 @@ fn age(candidate: &Candidate, now: Now) -> Duration {
 
 #[cfg(test)]
 mod tests {
+    use super::super::disk::Disk;
+    use super::super::keep::DAY;
     use super::super::limits::Limits;
-    use super::super::store::{Disk, Place};
+    use super::super::store::Place;
     use super::*;
     use crate::events::record::{Header, header_line};
     use crate::host::data::boot_file::HostLine;

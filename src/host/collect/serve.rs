@@ -9,7 +9,7 @@ use super::limits::Limits;
 use super::listen::Peer;
 use super::peers::{Peers, Slot};
 use super::stats::{Stats, add};
-use super::stopped;
+use super::stop::stopped;
 use super::store::{Store, Tell};
 use crate::host::data::text::printable;
 use crate::host::system::watch::watch as watch_fd;

@@ -1,8 +1,8 @@
 //! The two threads behind a [`Store`]: one writes, one makes durable and removes old files. Only they touch files of boots.
 
+use super::boot_log;
 use super::retention::{Now, Retention};
 use super::stats::add;
-use super::store as disk;
 use super::store::{DIR_MODE, Entry, Job, REMEMBERED, Store, Tell, lock};
 use std::fs::{DirBuilder, File, Metadata, OpenOptions};
 use std::io::{self, Write};
@@ -207,7 +207,7 @@ fn open(entry: &Entry, written: u64) -> io::Result<Option<(Arc<File>, Metadata)>
 }
 
 fn open_by_name(path: &Path, create: bool) -> io::Result<File> {
-    let open = || disk::open(path, OpenOptions::new().create(create).append(true).mode(FILE_MODE));
+    let open = || boot_log::open(path, OpenOptions::new().create(create).append(true).mode(FILE_MODE));
     match (open(), path.parent()) {
         // The whole directory was removed.
         (Err(e), Some(dir)) if create && e.kind() == io::ErrorKind::NotFound => {

@@ -323,6 +323,13 @@ impl Serialize for SpanFields {
     }
 }
 
+/// Records in order of time; those of one instant in the order of the stream.
+pub fn in_time(records: &[Record]) -> Vec<&Record> {
+    let mut sorted: Vec<&Record> = records.iter().collect();
+    sorted.sort_by_key(|r| (r.boottime_ns, r.seq));
+    sorted
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

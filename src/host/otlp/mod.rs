@@ -16,7 +16,7 @@ pub use resource::{Resource, encoded_pairs, environment, of_this_machine, pair, 
 
 use crate::host::data::boot_file::TraceId;
 use crate::host::data::text::printable;
-use crate::host::views::waterfall::{Mark, Step, Timeline, level};
+use crate::host::views::waterfall::{Mark, Step, Waterfall, level};
 use anyhow::{Context, Result, bail};
 use request::{Attribute, Event, Link, Span, flag, integer, text};
 use std::borrow::Borrow;
@@ -28,12 +28,12 @@ const SCOPE: &str = "kata-gpu-boot";
 const MAX_EVENTS: usize = 1024;
 
 /// One line of OTLP/JSON: the file receiver takes one request per line.
-pub fn write(timeline: &Timeline, resource: &Resource, out: &mut dyn Write) -> Result<()> {
+pub fn write(timeline: &Waterfall, resource: &Resource, out: &mut dyn Write) -> Result<()> {
     request(timeline, resource)?.write_json(out).context("write")
 }
 
 /// All spans of a boot. An error where nothing places the boot on a wall clock: OTLP knows no other times.
-pub fn request<'a>(of: impl Borrow<Timeline> + Send + 'a, resource: &Resource) -> Result<Request<'a>> {
+pub fn request<'a>(of: impl Borrow<Waterfall> + Send + 'a, resource: &Resource) -> Result<Request<'a>> {
     let timeline = of.borrow();
     let Some(clock) = WallClock::of(timeline) else {
         bail!(
@@ -63,7 +63,7 @@ pub fn request<'a>(of: impl Borrow<Timeline> + Send + 'a, resource: &Resource) -
 }
 
 /// Of the resource: the guest, whose it is by what the host knows, and what was given, which wins.
-fn attributes(timeline: &Timeline, resource: &Resource, clock: &WallClock) -> Vec<Attribute> {
+fn attributes(timeline: &Waterfall, resource: &Resource, clock: &WallClock) -> Vec<Attribute> {
     let boot = &timeline.boot;
     let mut attributes = vec![text("service.name", "kata-gpu-init"), text("service.instance.id", timeline.boot_id())];
     attributes.extend(boot.version.as_deref().map(|v| text("service.version", &printable(v))));
@@ -87,7 +87,7 @@ struct WallClock {
 }
 
 impl WallClock {
-    fn of(timeline: &Timeline) -> Option<Self> {
+    fn of(timeline: &Waterfall) -> Option<Self> {
         match (timeline.sample(), timeline.guest_offset_ns) {
             (Some(sample), _) => Some(Self { offset_ns: sample.offset_ns, source: "host" }),
             (None, Some(offset_ns)) => Some(Self { offset_ns, source: "guest" }),
@@ -110,7 +110,7 @@ struct Ids {
 }
 
 impl Ids {
-    fn new(timeline: &Timeline) -> Self {
+    fn new(timeline: &Waterfall) -> Self {
         // No collector began the file: somebody exports it by hand, and knows where it is from. A boot id has as many digits as a trace id.
         let by_boot = || {
             let digits: String = timeline.boot_id().chars().filter(char::is_ascii_hexdigit).collect();
@@ -149,7 +149,7 @@ impl Ids {
 }
 
 /// By span: the marks that are told, and how many more there are.
-fn events(timeline: &Timeline, ids: &Ids) -> HashMap<u64, (Vec<usize>, u32)> {
+fn events(timeline: &Waterfall, ids: &Ids) -> HashMap<u64, (Vec<usize>, u32)> {
     let mut events: HashMap<u64, (Vec<usize>, u32)> = HashMap::new();
     // Details are for somebody who looks at this one boot, with the file at hand.
     for (at, mark) in timeline.marks.iter().enumerate().filter(|(_, mark)| !mark.detail || mark.is_report()) {
@@ -175,7 +175,7 @@ fn event(mark: &Mark, clock: &WallClock) -> Event {
     Event { time_ns: clock.at(mark.at_ns), name: mark.name.clone(), attributes }
 }
 
-fn root(timeline: &Timeline, ids: &Ids, clock: &WallClock) -> Span {
+fn root(timeline: &Waterfall, ids: &Ids, clock: &WallClock) -> Span {
     let boot = &timeline.boot;
     let usable = boot.gpus.iter().filter(|gpu| gpu.usable.is_some() && gpu.failed.is_none()).count();
     let mut attributes = vec![
@@ -192,11 +192,11 @@ fn root(timeline: &Timeline, ids: &Ids, clock: &WallClock) -> Span {
     Span { id: ids.root, name: "gpu guest boot".into(), start_ns, end_ns, attributes, error, ..Span::default() }
 }
 
-fn error_bound(timeline: &Timeline, at_ns: u64) -> Option<Attribute> {
+fn error_bound(timeline: &Waterfall, at_ns: u64) -> Option<Attribute> {
     Some(integer("boot.clock_error_ns", timeline.wall_at(at_ns)?.error_ns))
 }
 
-fn span(timeline: &Timeline, step: &Step, id: u64, ids: &Ids, clock: &WallClock) -> Span {
+fn span(timeline: &Waterfall, step: &Step, id: u64, ids: &Ids, clock: &WallClock) -> Span {
     let mut attributes = vec![text("boot.side", step.side.name())];
     if let Some(gpu) = step.gpu {
         attributes.push(text("gpu.address", &gpu.address.to_string()));
@@ -236,7 +236,7 @@ mod tests {
     fn the_trace_id_is_the_collectors_and_the_boot_id_only_where_no_collector_began_the_file() {
         let text = std::fs::read_to_string(tests_dir("fixtures/boots/hand-made-3-gpus-one-fails.ndjson")).unwrap();
         let trace = |text: &str| {
-            let timeline = Timeline::new(&BootFile::read(text.as_bytes()).unwrap(), &[]);
+            let timeline = Waterfall::new(&BootFile::read(text.as_bytes()).unwrap(), &[]);
             let boot_id = timeline.boot_id().replace('-', "");
             (format!("{:032x}", u128::from_be_bytes(request(timeline, &Resource::new()).unwrap().trace)), boot_id)
         };

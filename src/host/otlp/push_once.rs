@@ -4,7 +4,7 @@ use super::Resource;
 use super::push::{Backoff, MAX_REQUEST, Outcome, Target, connect};
 use crate::host::data::agent_log::AgentLine;
 use crate::host::data::boot_file::BootFile;
-use crate::host::views::waterfall::Timeline;
+use crate::host::views::waterfall::Waterfall;
 use anyhow::{Context, Result, bail};
 use std::time::{Duration, Instant};
 
@@ -13,7 +13,7 @@ const DEADLINE: Duration = Duration::from_secs(30);
 
 /// Sends all spans, and says how many. An error when some were not taken.
 pub fn run(target: &Target, file: &BootFile, agent: &[AgentLine], resource: &Resource) -> Result<()> {
-    let request = super::request(Timeline::new(file, agent), resource)?;
+    let request = super::request(Waterfall::new(file, agent), resource)?;
     let boot = file.header.as_ref().map_or("?", |header| header.boot_id.as_str());
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().context("start the runtime")?;
     let deadline = Instant::now() + DEADLINE;

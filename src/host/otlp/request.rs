@@ -101,8 +101,8 @@ impl Request<'_> {
             let scope = Message::default().text(1, scope.0).text(2, scope.1);
             let mut scope_spans = Message::default().message(1, scope);
             let (mut spans, mut length) = (0, 0);
-            while let Some(span) = rest.next_if(|span| spans == 0 || length + span.len() <= bytes) {
-                length += span.len();
+            while let Some(span) = rest.next_if(|span| spans == 0 || length + span.size() <= bytes) {
+                length += span.size();
                 scope_spans = scope_spans.message(2, span);
                 spans += 1;
             }

@@ -3,11 +3,11 @@
 use super::rows::{Row, Side, Tracker};
 use super::summary::summary;
 use super::table::Table;
-use crate::host::boot::model::{Boot, KERNEL_START, in_time};
+use crate::host::boot::model::{Boot, KERNEL_START};
 use crate::host::data::agent_log::{AgentLine, ClockPoints, Placed};
 use crate::host::data::boot_file::{BootFile, HostEvent, Sandbox};
 use crate::host::data::guest_clocks::GuestClocks;
-use crate::host::data::record::Record;
+use crate::host::data::record::{Record, in_time};
 use crate::host::data::text::{Screen, error_bound, printable};
 use anyhow::{Context, Result};
 use std::io::{self, Write};

@@ -4,7 +4,7 @@
 //! draw as unfinished. Times are µs on the guest's boot clock.
 
 use super::rows::Tone;
-use super::waterfall::{Mark, Step, Timeline, level};
+use super::waterfall::{Mark, Step, Waterfall, level};
 use serde_json::{Map, Value, json};
 use std::io::{self, Write};
 
@@ -14,7 +14,7 @@ const PID: u64 = 1;
 const LANE_THREADS: usize = 1000;
 
 /// The whole file.
-pub fn write(timeline: &Timeline, out: &mut dyn Write) -> io::Result<()> {
+pub fn write(timeline: &Waterfall, out: &mut dyn Write) -> io::Result<()> {
     let mut other = Map::new();
     let mut say = |key: &str, value: Option<Value>| value.map(|value| other.insert(key.to_string(), value));
     say("boot_id", timeline.boot.boot_id.clone().map(Value::from));
@@ -42,7 +42,7 @@ fn thread(lane: usize, row: usize) -> usize {
     (lane + 1) * LANE_THREADS + row.min(LANE_THREADS - 1)
 }
 
-fn names(timeline: &Timeline) -> Vec<Value> {
+fn names(timeline: &Waterfall) -> Vec<Value> {
     let title = format!("boot {}", timeline.boot_id());
     let mut events = vec![json!({ "ph": "M", "name": "process_name", "pid": PID, "args": { "name": title } })];
     for (i, lane) in timeline.lanes.iter().enumerate() {
@@ -103,7 +103,7 @@ fn mark(mark: &Mark) -> Value {
 }
 
 /// An arrow per `after` edge, from the end of the one to the beginning of the other.
-fn flows(timeline: &Timeline, event: &mut impl FnMut(Value) -> io::Result<()>) -> io::Result<()> {
+fn flows(timeline: &Waterfall, event: &mut impl FnMut(Value) -> io::Result<()>) -> io::Result<()> {
     let by_id: std::collections::HashMap<u64, &Step> = timeline.steps.iter().filter_map(|s| Some((s.id?, s))).collect();
     for to in &timeline.steps {
         for from in to.after.iter().filter_map(|id| by_id.get(id)) {

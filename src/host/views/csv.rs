@@ -3,7 +3,7 @@
 //! Times in ns since kernel start; an empty cell is what is not known. A text that a spreadsheet would take for a formula gets an apostrophe.
 
 use super::rows::Tone;
-use super::waterfall::{Mark, Step, Timeline};
+use super::waterfall::{Mark, Step, Waterfall};
 use crate::host::data::text::wall_clock;
 use std::io::{self, Write};
 
@@ -29,7 +29,7 @@ const HEAD: [&str; 18] = [
 ];
 
 /// The whole file.
-pub fn write(timeline: &Timeline, out: &mut dyn Write) -> io::Result<()> {
+pub fn write(timeline: &Waterfall, out: &mut dyn Write) -> io::Result<()> {
     write!(out, "{}\r\n", HEAD.join(","))?;
     for step in &timeline.steps {
         write!(out, "{}\r\n", cells(timeline, step).map(|cell| quoted(&cell)).join(","))?;
@@ -41,7 +41,7 @@ pub fn write(timeline: &Timeline, out: &mut dyn Write) -> io::Result<()> {
 }
 
 /// A report as a step that takes no time.
-fn of_report(timeline: &Timeline, mark: &Mark) -> [String; HEAD.len()] {
+fn of_report(timeline: &Waterfall, mark: &Mark) -> [String; HEAD.len()] {
     let (wall, at) = (timeline.wall_at(mark.at_ns), mark.at_ns.to_string());
     let fields: Vec<String> = mark.facts().map(|(key, value)| format!("{key}={value}")).collect();
     [
@@ -70,7 +70,7 @@ fn number(number: Option<u64>) -> String {
     number.map(|n| n.to_string()).unwrap_or_default()
 }
 
-fn cells(timeline: &Timeline, step: &Step) -> [String; HEAD.len()] {
+fn cells(timeline: &Waterfall, step: &Step) -> [String; HEAD.len()] {
     let wall = timeline.wall_at(step.begin_ns).filter(|_| !step.begin_lost);
     let fields: Vec<String> = step.fields.iter().map(|(key, value)| format!("{key}={value}")).collect();
     [

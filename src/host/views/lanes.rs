@@ -2,8 +2,8 @@
 //!
 //! Steps of one row do not overlap, so a row is also a valid track for programs that draw nested slices.
 
+use super::drawn::{Mark, Step};
 use super::rows::Side;
-use super::waterfall::{Mark, Step};
 use crate::host::boot::gpu_name::GpuName;
 use crate::host::boot::model::Boot;
 use crate::pci::PciAddress;

@@ -4,13 +4,13 @@
 //! page's JSON has no `<`, `>` or `&`; and the page's content security policy runs the one script and uses the styles whose hashes it names,
 //! and loads nothing.
 
+use super::health_table::HealthTable;
 use super::lanes::LaneOf;
+use super::markup::{headline, html, milestones, shape_of};
 use super::rows::{Side, Tone};
 use super::summary::complaints;
 use super::svg;
-use super::waterfall::{Mark, Step, Timeline};
-use crate::events::record::names;
-use crate::host::boot::health::HealthTable;
+use super::waterfall::{Mark, Step, Waterfall};
 use crate::host::boot::model;
 use crate::host::boot::model::{Boot, Gpu, SETTLED};
 use crate::host::data::clock::RATE_ERROR_PPM;
@@ -35,7 +35,7 @@ const HEALTH_WIDTH: usize = 130;
 const MAX_ROWS: usize = 40;
 
 /// The whole page.
-pub fn write(timeline: &Timeline, out: &mut dyn Write) -> io::Result<()> {
+pub fn write(timeline: &Waterfall, out: &mut dyn Write) -> io::Result<()> {
     let boot = &timeline.boot;
     let shown = Shown::of(timeline);
     let left_out = shown.left_out(timeline);
@@ -79,22 +79,6 @@ fn fill(out: &mut dyn Write, values: &[(&str, String)], data: impl Fn(&mut dyn W
     out.write_all(rest.as_bytes())
 }
 
-/// A text as HTML, in elements and in quoted attributes.
-pub fn html(text: &str) -> String {
-    let mut out = String::with_capacity(text.len());
-    for c in text.chars() {
-        match c {
-            '&' => out.push_str("&amp;"),
-            '<' => out.push_str("&lt;"),
-            '>' => out.push_str("&gt;"),
-            '"' => out.push_str("&quot;"),
-            '\'' => out.push_str("&#39;"),
-            c => out.push(c),
-        }
-    }
-    out
-}
-
 /// JSON that can stand in a script element: nothing in it ends the element, starts a comment or ends a line of an older JavaScript.
 fn for_script(json: &Value) -> String {
     let mut out = String::new();
@@ -112,45 +96,11 @@ fn hash(text: &str) -> String {
     format!("'sha256-{}'", STANDARD.encode(Sha256::digest(text.as_bytes())))
 }
 
-fn short_id(timeline: &Timeline) -> &str {
+fn short_id(timeline: &Waterfall) -> &str {
     timeline.boot_id().get(..8).unwrap_or_default()
 }
 
-fn gpu_list(gpus: &[&Gpu]) -> String {
-    let named: Vec<String> = gpus.iter().take(8).map(|g| g.index.map_or(g.address.to_string(), |i| i.to_string())).collect();
-    let more = gpus.len().saturating_sub(named.len());
-    format!("GPU {}{}", named.join(", "), if more > 0 { format!(" and {more} more") } else { String::new() })
-}
-
-/// What a boot came to, in a sentence.
-pub fn headline(timeline: &Timeline) -> String {
-    let boot = &timeline.boot;
-    let failed: Vec<&Gpu> = boot.failed_gpus().collect();
-    let open: Vec<&Gpu> = boot.gpus.iter().filter(|g| g.failed.is_none() && g.usable.is_none()).collect();
-    let usable = boot.gpus.len() - failed.len() - open.len();
-    let all = boot.gpus.len();
-    if all == 0 {
-        return "No GPU in this boot".to_string();
-    }
-    let when = boot.settled_ns.map(|ns| format!(" {} s after kernel start", seconds(ns))).unwrap_or_default();
-    let mut text = match (usable, all) {
-        (1, 1) => format!("1 GPU usable{when}"),
-        (usable, all) if usable == all => format!("All {all} GPUs usable{when}"),
-        (usable, all) => format!("{usable} of {all} GPUs usable{when}"),
-    };
-    if !failed.is_empty() {
-        text.push_str(&format!("; {} failed", gpu_list(&failed)));
-    }
-    if let [first, ..] = open.as_slice() {
-        let step = first.still.as_ref().map_or(String::new(), |still| {
-            format!(": in {} for {} s", printable(&still.step), seconds(timeline.end_ns.saturating_sub(still.since_ns)))
-        });
-        text.push_str(&format!("; {} not yet{step}", gpu_list(&open)));
-    }
-    text
-}
-
-fn about(timeline: &Timeline) -> String {
+fn about(timeline: &Waterfall) -> String {
     let boot = &timeline.boot;
     let mut parts = vec![format!("boot <code>{}</code>", html(timeline.boot_id()))];
     parts.extend(boot.version.as_deref().map(|v| format!("kata-gpu-init {}", html(&printable(v)))));
@@ -161,7 +111,7 @@ fn about(timeline: &Timeline) -> String {
     parts.join(" &middot; ")
 }
 
-fn tiles(timeline: &Timeline) -> String {
+fn tiles(timeline: &Waterfall) -> String {
     let tile = |name: &str, value: String, more: &str| {
         format!("<div><dt>{}</dt><dd>{} <small>{}</small></dd></div>", html(name), html(&value), html(more))
     };
@@ -187,7 +137,7 @@ fn tiles(timeline: &Timeline) -> String {
     out
 }
 
-fn notes(timeline: &Timeline, left_out: usize) -> String {
+fn notes(timeline: &Waterfall, left_out: usize) -> String {
     let mut notes: Vec<String> = Vec::new();
     for gpu in &timeline.boot.gpus {
         let name = format!("<b>GPU {}</b> <code>{}</code>", gpu.index.map_or("?".to_string(), |i| i.to_string()), gpu.address);
@@ -284,7 +234,7 @@ fn health(boot: &Boot) -> String {
     out + "</section>"
 }
 
-fn footer(timeline: &Timeline) -> String {
+fn footer(timeline: &Waterfall) -> String {
     let clock = match timeline.sample() {
         None => "The stream has no clock sample: wall-clock times are not known.".to_string(),
         Some(sample) => format!(
@@ -306,20 +256,20 @@ struct Shown<'a> {
 }
 
 impl<'a> Shown<'a> {
-    fn of(timeline: &'a Timeline) -> Self {
+    fn of(timeline: &'a Waterfall) -> Self {
         let some_only = timeline.marks.len() > MAX_SHOWN;
         let marks = timeline.marks.iter().filter(|mark| !(some_only && mark.detail)).take(MAX_SHOWN).collect();
         Self { steps: timeline.steps.get(..MAX_SHOWN).unwrap_or(&timeline.steps), marks }
     }
 
     /// How many steps and marks are not.
-    fn left_out(&self, timeline: &Timeline) -> usize {
+    fn left_out(&self, timeline: &Waterfall) -> usize {
         timeline.steps.len() - self.steps.len() + timeline.marks.len() - self.marks.len()
     }
 }
 
 /// What page.js draws; steps and marks one by one.
-fn data(timeline: &Timeline, shown: &Shown, out: &mut dyn Write) -> io::Result<()> {
+fn data(timeline: &Waterfall, shown: &Shown, out: &mut dyn Write) -> io::Result<()> {
     let gpu_numbers: HashMap<PciAddress, usize> = timeline.boot.gpus.iter().enumerate().map(|(i, gpu)| (gpu.address, i)).collect();
     let lanes: Vec<Value> = timeline
         .lanes
@@ -377,16 +327,6 @@ fn list(out: &mut dyn Write, name: &str, of: impl Iterator<Item = Value>) -> io:
     out.write_all(b"]")
 }
 
-/// Lines across the picture.
-pub fn milestones(timeline: &Timeline) -> Vec<(&'static str, u64)> {
-    let named = timeline.boot.milestones.iter().filter(|m| !matches!(m.name, "kernel start" | "agent exec"));
-    let mut lines: Vec<(&str, u64)> = named.filter_map(|m| Some((m.name, m.boottime_ns?))).collect();
-    // One container is the first and the last.
-    lines.dedup_by_key(|(_, at)| *at);
-    lines.sort_by_key(|(_, at)| *at);
-    lines
-}
-
 fn step(step: &Step, gpus: &HashMap<PciAddress, usize>) -> Value {
     json!({
         "id": step.id, "name": step.name, "label": step.label(), "side": step.side.name(), "lane": step.lane, "row": step.row.min(MAX_ROWS - 1),
@@ -408,18 +348,6 @@ fn mark(mark: &Mark, gpus: &HashMap<PciAddress, usize>) -> Value {
         "gpu": mark.gpu.map(|gpu| gpus.get(&gpu.address).copied().unwrap_or(gpus.len())), "tone": tone, "detail": mark.detail,
         "kind": shape_of(mark),
     })
-}
-
-/// The sign of a mark in a picture.
-pub fn shape_of(mark: &Mark) -> &'static str {
-    match (mark.name.as_str(), mark.tone) {
-        (names::GPU_PUBLISHED, _) => "published",
-        (names::GPU_USABLE, _) => "usable",
-        (names::GPU_FAILED | names::POWER_OFF | "container.failed", _) => "failed",
-        ("container.created", _) => "container",
-        (names::GPU_LATE | names::GPU_XID | names::GPU_REMOVED, _) => "warning",
-        (_, Tone::Plain | Tone::Good | Tone::Warning | Tone::Error) => "tick",
-    }
 }
 
 #[cfg(test)]

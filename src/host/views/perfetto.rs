@@ -8,7 +8,7 @@
 //! Field numbers are those of perfetto's protos/perfetto/trace; a test parses the file with the official ones.
 
 use super::protobuf::Message;
-use super::waterfall::{Mark, Step, Timeline, level};
+use super::waterfall::{Mark, Step, Waterfall, level};
 use crate::events::record::names;
 use std::collections::HashMap;
 use std::io::{self, Write};
@@ -86,7 +86,7 @@ const LANES: u64 = 0x1_0000;
 const MAX_ROWS: usize = 0x1000;
 
 /// The whole file.
-pub fn write(timeline: &Timeline, out: &mut dyn Write) -> io::Result<()> {
+pub fn write(timeline: &Waterfall, out: &mut dyn Write) -> io::Result<()> {
     let mut trace = Trace { out, done: Ok(()), id: track_base(timeline) };
     trace.clocks(timeline);
     trace.tracks(timeline);
@@ -136,7 +136,7 @@ enum Event<'a> {
 }
 
 /// Tracks of several boots can be put into one trace: their ids are the boot's.
-fn track_base(timeline: &Timeline) -> u64 {
+fn track_base(timeline: &Waterfall) -> u64 {
     let digits: String = timeline.boot_id().chars().filter(char::is_ascii_hexdigit).take(8).collect();
     u64::from_str_radix(&digits, 16).unwrap_or(0) << 32
 }
@@ -166,7 +166,7 @@ impl Trace<'_> {
         self.id | (FIRST_LANE + lane as u64 + row.min(MAX_ROWS - 1) as u64 * LANES)
     }
 
-    fn clocks(&mut self, timeline: &Timeline) {
+    fn clocks(&mut self, timeline: &Waterfall) {
         let clock = |id, ns| Message::default().uint(snapshot::CLOCK_ID, id).uint(snapshot::TIMESTAMP, ns);
         let mut first = true;
         let mut last = None;
@@ -196,7 +196,7 @@ impl Trace<'_> {
         self.packet(Message::default().uint(packet::SEQUENCE_FLAGS, flags).message(packet::CLOCK_SNAPSHOT, body));
     }
 
-    fn tracks(&mut self, timeline: &Timeline) {
+    fn tracks(&mut self, timeline: &Waterfall) {
         let id = self.id;
         let named = |uuid: u64, name: &str, rank: usize| {
             Message::default().uint(track::UUID, uuid).text(track::NAME, name).uint(track::SIBLING_ORDER_RANK, rank as u64)
@@ -254,7 +254,7 @@ fn annotated(step: &Step, mut message: Message) -> Message {
 /// The two flow lists of a step: those that start here, those that end here.
 type Flows = (Vec<u64>, Vec<u64>);
 
-fn flows(timeline: &Timeline) -> HashMap<usize, Flows> {
+fn flows(timeline: &Waterfall) -> HashMap<usize, Flows> {
     let by_id: HashMap<u64, usize> = timeline.steps.iter().enumerate().filter_map(|(i, s)| Some((s.id?, i))).collect();
     let mut flows: HashMap<usize, Flows> = HashMap::new();
     let mut next = track_base(timeline);
@@ -304,7 +304,7 @@ fn instant(mark: &Mark, track_uuid: u64) -> Message {
 }
 
 /// The pieces of the critical path, one after another.
-fn critical(timeline: &Timeline, track_uuid: u64) -> Vec<(u64, u8, Message)> {
+fn critical(timeline: &Waterfall, track_uuid: u64) -> Vec<(u64, u8, Message)> {
     let mut events = Vec::new();
     for piece in &timeline.path {
         let Some(step) = piece.step.and_then(|step| timeline.steps.get(step)) else { continue };
@@ -322,7 +322,7 @@ fn critical(timeline: &Timeline, track_uuid: u64) -> Vec<(u64, u8, Message)> {
 }
 
 /// How many GPUs there are of which this event has been seen.
-fn count(timeline: &Timeline, name: &str, track_uuid: u64) -> Vec<(u64, u8, Message)> {
+fn count(timeline: &Waterfall, name: &str, track_uuid: u64) -> Vec<(u64, u8, Message)> {
     let mut seen = std::collections::HashSet::new();
     let value = |count: usize| track_event(COUNTER, track_uuid).uint(event::COUNTER_VALUE, count as u64);
     let mut events = vec![(0, 2, value(0))];

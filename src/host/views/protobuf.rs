@@ -31,7 +31,7 @@ impl Message {
     }
 
     /// In bytes.
-    pub fn len(&self) -> usize {
+    pub fn size(&self) -> usize {
         self.0.len()
     }
 

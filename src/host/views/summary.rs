@@ -1,6 +1,6 @@
 //! What a boot came to: one line per GPU, the containers, the milestones, and everything that is wrong with the record of it.
 
-use crate::host::boot::health::HealthTable;
+use super::health_table::HealthTable;
 use crate::host::boot::model::{Boot, ClockSummary, Container, Failure, Gpu, OpenStep, Step};
 use crate::host::data::agent_log::NONE;
 use crate::host::data::clock::RATE_ERROR_PPM;

@@ -1,8 +1,8 @@
 //! `--svg`: the waterfall as a static picture. Dark and light by the reader's own wish; text is text.
 
 use super::lanes::LaneOf;
-use super::page::{headline, html, milestones, shape_of};
-use super::waterfall::{Mark, Piece, Step, Timeline};
+use super::markup::{headline, html, milestones, shape_of};
+use super::waterfall::{Mark, Piece, Step, Waterfall};
 use crate::host::data::text::{error_bound, printable_start, seconds};
 use std::fmt::Write;
 
@@ -41,7 +41,7 @@ text{font:11px system-ui,-apple-system,'Segoe UI','DejaVu Sans',sans-serif;fill:
 
 /// Where things are.
 struct Picture<'a> {
-    timeline: &'a Timeline,
+    timeline: &'a Waterfall,
     to_ns: u64,
     /// Top of each lane, and the bottom of the last.
     tops: Vec<f64>,
@@ -49,7 +49,7 @@ struct Picture<'a> {
 }
 
 /// The whole picture.
-pub fn write(timeline: &Timeline) -> String {
+pub fn write(timeline: &Waterfall) -> String {
     let to_ns = timeline.boot_end_ns.saturating_add(timeline.boot_end_ns / 60).max(1_000_000);
     let mut picture = Picture { timeline, to_ns, tops: Vec::new(), out: String::new() };
     let labels = picture.milestone_labels();

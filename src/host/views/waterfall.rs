@@ -5,104 +5,31 @@
 //! Wall-clock times are by one clock sample, the best of the boot, so that differences of them are those of the boot clock; their bounds are by all
 //! samples, and hold where the host's clock was stepped, too.
 
+use super::drawn::{MAX_VALUE, field_text};
+pub use super::drawn::{Mark, Step};
 use super::lanes;
 use super::lanes::Lane;
 use super::rows::{Row, Side, Tone, Tracker};
 use crate::events::record::{Kind, Level, names};
 use crate::host::analysis::critical_path;
 use crate::host::boot::gpu_name::GpuName;
-use crate::host::boot::model::{Boot, in_time};
+use crate::host::boot::model::Boot;
 use crate::host::boot::phase::Owner;
-use crate::host::boot::{phase, steps, timeline};
+use crate::host::boot::{phase, timeline};
 use crate::host::data::agent_log::{AgentEvent, AgentLine, ClockPoints};
 use crate::host::data::boot_file::{BootFile, HostEvent, TraceId};
 use crate::host::data::clock::{Clock, Sample, Wall};
-use crate::host::data::record::{Field, Fields, Record, SpanFields};
+use crate::host::data::record::{Field, Record, SpanFields, in_time};
 use crate::host::data::text::{printable, printable_start};
 use crate::pci::PciAddress;
 use std::collections::{BTreeMap, HashMap, HashSet};
 
-/// Longest text of one field, in bytes.
-const MAX_VALUE: usize = 400;
 /// Longest text of an error, in bytes.
 const MAX_ERROR: usize = 2000;
 /// Lines of the driver that are kept per GPU that is not usable.
 const MAX_WORDS: usize = 8;
 /// What comes after the boot's end by less than this share of it still belongs to the picture.
 const MARGIN_PERCENT: u64 = 2;
-
-/// A step: from when to when, whose, of which GPU.
-#[derive(Clone, Debug, PartialEq)]
-pub struct Step {
-    /// The stream's id; None for what is read from marks.
-    pub id: Option<u64>,
-    pub name: String,
-    pub side: Side,
-    pub gpu: Option<GpuName>,
-    pub begin_ns: u64,
-    /// The record of its beginning was lost: `begin_ns` is its end.
-    pub begin_lost: bool,
-    /// None: still open when the stream ended.
-    pub end_ns: Option<u64>,
-    /// Its times are those of agent lines that could only be placed approximately.
-    pub approximate: bool,
-    pub parent: Option<u64>,
-    pub after: Vec<u64>,
-    pub error: Option<String>,
-    pub fields: Vec<(String, String)>,
-    pub critical: bool,
-    /// The account's step that this is, where no span is.
-    account: Option<usize>,
-    pub lane: usize,
-    /// Where in the lane: steps in one row do not overlap.
-    pub row: usize,
-}
-
-impl Step {
-    pub fn took_ns(&self) -> Option<u64> {
-        if self.begin_lost { None } else { Some(self.end_ns?.saturating_sub(self.begin_ns)) }
-    }
-
-    /// What a reader calls it: the name and the one field that tells it from its like.
-    pub fn label(&self) -> String {
-        let which = self.fields.iter().find(|(key, _)| key == "module" || key == "container");
-        match which {
-            Some((_, value)) => format!("{} {value}", self.name),
-            None => self.name.clone(),
-        }
-    }
-}
-
-/// Something that happened at one time.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Mark {
-    pub at_ns: u64,
-    pub approximate: bool,
-    pub name: String,
-    pub text: String,
-    pub side: Side,
-    pub gpu: Option<GpuName>,
-    pub tone: Tone,
-    /// `show` prints it only with -v.
-    pub detail: bool,
-    /// The step it happened in.
-    pub parent: Option<u64>,
-    pub lane: usize,
-    /// Fields of a report of a GPU's health; texts of other marks say all.
-    reported: Option<Fields>,
-}
-
-impl Mark {
-    /// Facts of a report of a GPU's health.
-    pub fn facts(&self) -> impl Iterator<Item = (String, String)> {
-        self.reported.iter().flatten().map(|(key, field)| (field_text(key), field_text(field.shown())))
-    }
-
-    /// Whether it is a report of a GPU's health.
-    pub fn is_report(&self) -> bool {
-        self.reported.is_some()
-    }
-}
 
 /// Events whose fields every format has, one by one: they are values to compare, and many.
 const REPORTS: [&str; 3] = [names::GPU_HEALTH, names::GPU_SETTING, names::CONFIDENTIAL];
@@ -125,7 +52,7 @@ pub struct Piece {
 
 /// Everything that is drawn or written of one boot.
 #[derive(Clone, Debug)]
-pub struct Timeline {
+pub struct Waterfall {
     pub boot: Boot,
     /// The id that the collector drew for the boot's OTLP trace.
     pub trace: Option<TraceId>,
@@ -151,7 +78,7 @@ pub struct Timeline {
     pub boot_end_ns: u64,
 }
 
-impl Timeline {
+impl Waterfall {
     /// Works everything out from a file and, if there is one, the console's agent lines.
     pub fn new(file: &BootFile, agent: &[AgentLine]) -> Self {
         let boot = Boot::new(file, agent);
@@ -166,10 +93,10 @@ impl Timeline {
         reader.collector(file, &clock);
         let Reader { sides, marks, failures, .. } = reader;
 
-        let account = timeline::Timeline::new(steps::story(&boot, file, agent));
+        let account = &boot.timeline;
         // Without two milestones there is nothing that a path could lead to.
         let pieces =
-            account.window(None, None).map_or_else(|_| Vec::new(), |window| critical_path::critical_path(&account, &window, 0).path);
+            account.window(None, None).map_or_else(|_| Vec::new(), |window| critical_path::critical_path(account, &window, 0).path);
         let on_path: HashSet<usize> = pieces.iter().filter_map(|piece| piece.index).collect();
         let critical_spans: HashSet<u64> = on_path.iter().filter_map(|i| account.steps.get(*i)?.span).collect();
         let name = gpu_names(&boot);
@@ -408,10 +335,6 @@ fn error_text(error: &str) -> String {
 fn fields(fields: &SpanFields, has_gpu: bool) -> Vec<(String, String)> {
     let said = |key: &str| key == "index" && has_gpu;
     fields.iter().filter(|(key, _)| !said(key)).map(|(key, field)| (field_text(key), field_text(field.shown()))).collect()
-}
-
-fn field_text(text: &str) -> String {
-    printable_start(text.as_bytes(), MAX_VALUE)
 }
 
 fn guest_offset(records: &[Record]) -> Option<i64> {

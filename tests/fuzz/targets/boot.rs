@@ -21,7 +21,7 @@ use kata_gpu_init::host::data::boot_file::BootFile;
 use kata_gpu_init::host::data::text::{Screen, write_ascii_json};
 use kata_gpu_init::host::otlp::{self, Resource};
 use kata_gpu_init::host::views::boot_page::write_page;
-use kata_gpu_init::host::views::waterfall::Timeline as Waterfall;
+use kata_gpu_init::host::views::waterfall::Waterfall;
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::io::sink;
 use std::sync::atomic::{AtomicUsize, Ordering};

@@ -8,7 +8,7 @@ use crate::host::data::boot_file::{BootFile, HostEvent, HostLine};
 use crate::host::data::clock::Sample;
 use crate::host::otlp::Resource;
 use crate::host::testing::{golden, tests_dir};
-use crate::host::views::waterfall::Timeline;
+use crate::host::views::waterfall::Waterfall;
 use serde_json::Value;
 use std::collections::{BTreeMap, HashSet};
 use std::fs::File;
@@ -45,7 +45,7 @@ fn the_formats_are_the_golden_ones() {
 #[test]
 fn a_step_is_in_every_format_with_its_times() {
     let (file, agent) = fixture(RECORDED);
-    let timeline = Timeline::new(&file, &agent);
+    let timeline = Waterfall::new(&file, &agent);
     let ended: Vec<(String, u64, u64)> =
         timeline.steps.iter().filter_map(|step| Some((step.label(), step.begin_ns, step.end_ns?))).collect();
     assert!(ended.len() > 40, "{}", ended.len());
@@ -122,7 +122,7 @@ fn a_step_that_never_ended_is_open_in_every_format() {
     let (mut file, _) = fixture(BOOT);
     // The third GPU's initialisation never comes to its end.
     file.records.retain(|record| record.boottime_ns < 11_000_000_000);
-    let timeline = Timeline::new(&file, &[]);
+    let timeline = Waterfall::new(&file, &[]);
     let open: Vec<_> = timeline.steps.iter().filter(|step| step.end_ns.is_none()).collect();
     let [step] = open.as_slice() else { panic!("{open:?}") };
     assert_eq!((step.name.as_str(), step.gpu.unwrap().index, step.critical), ("gpu.init", Some(2), true));
@@ -234,7 +234,7 @@ fn a_guest_that_names_many_gpus_does_not_have_each_looked_for_in_each_line() {
     let said = gpus()
         .map(|gpu| format!(r#"5,"kind":"kmsg","name":"kmsg","level":"error","fields":{{"text":"NVRM: GPU {gpu}: fallen off the bus"}}"#));
     let failed = gpus().map(|gpu| format!(r#"9,"kind":"event","name":"gpu.failed","gpu":"{gpu}","error":"gone""#));
-    let timeline = Timeline::new(&boot_of(said.chain(failed)), &[]);
+    let timeline = Waterfall::new(&boot_of(said.chain(failed)), &[]);
     assert_eq!((timeline.boot.gpus.len(), timeline.words.len()), (100, crate::host::views::lanes::MAX_GPU_LANES));
 }
 
@@ -245,7 +245,7 @@ fn what_was_before_the_kernel_is_told_and_is_no_step_without_length() {
         r#"3000,"kind":"event","name":"clock.tsc","fields":{"before_kernel_ns":960000000,"error_ns":40000}"#.to_string(),
         r#"9000,"kind":"event","name":"settled""#.to_string(),
     ]);
-    let timeline = Timeline::new(&file, &[]);
+    let timeline = Waterfall::new(&file, &[]);
     assert!(timeline.steps.iter().all(|step| step.took_ns() != Some(0)), "{:?}", timeline.steps);
     assert!(timeline.path.iter().all(|piece| piece.took_ns <= 9000), "what the picture cannot show: {:?}", timeline.path);
     assert!(text(Format::Html, &file, &[]).contains("<dt>VMM and firmware</dt><dd>0.960 <small>s before kernel start</small>"));
@@ -266,12 +266,12 @@ fn an_output_that_is_a_link_is_written_through() {
 fn bounds_hold_where_the_hosts_clock_was_stepped() {
     const HOUR_NS: u64 = 3_600_000_000_000;
     let (mut file, _) = fixture(BOOT);
-    let honest = Timeline::new(&file, &[]);
+    let honest = Waterfall::new(&file, &[]);
     assert!(honest.steps.iter().all(|step| honest.wall_at(step.begin_ns).unwrap().error_ns < 10_000_000));
     let best = file.clock_samples().min_by_key(|sample| sample.error_ns).unwrap();
     let later = Sample { boottime_ns: 9_000_000_000, offset_ns: best.offset_ns + HOUR_NS as i64, error_ns: 2 * best.error_ns };
     file.host.push(HostLine::now(HostEvent::Clock(later)));
-    let timeline = Timeline::new(&file, &[]);
+    let timeline = Waterfall::new(&file, &[]);
     assert!(timeline.steps.iter().any(|step| step.begin_ns > later.boottime_ns || step.end_ns > Some(later.boottime_ns)));
     let bound = |at_ns| timeline.wall_at(at_ns).unwrap().error_ns;
     assert!(bound(best.boottime_ns) < 10_000_000 && bound(later.boottime_ns) >= HOUR_NS, "{}", bound(later.boottime_ns));

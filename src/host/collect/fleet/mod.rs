@@ -13,6 +13,7 @@ use super::ends::Over;
 use super::limits::Limits;
 use super::peers::Peers;
 use super::stats::{Stats, add};
+use super::stop::stopped;
 use super::store::{Store, Tell};
 use crate::host::analysis::loaded::load;
 use crate::host::analysis::metrics::metrics;
@@ -155,7 +156,7 @@ async fn follow(shared: &Arc<Shared>, mut stop: watch::Receiver<bool>) {
         }
         let again = (!waiting.is_empty()).then(|| Instant::now() + NOT_WRITTEN_PAUSE);
         tokio::select! {
-            () = super::stopped(&mut stop) => break,
+            () = stopped(&mut stop) => break,
             () = ends.changed() => {}
             () = sleep_until(next.into_iter().chain(again).min()) => {}
         }
@@ -204,7 +205,7 @@ fn look_at(path: &Path) -> Result<(crate::host::analysis::metrics::Metrics, tall
         usable_gpus: boot.gpus.iter().filter(|gpu| gpu.usable.is_some() && gpu.failed.is_none()).count(),
         too_large: boot.too_large.is_some(),
     };
-    Ok((metrics(&loaded.timeline, boot, &loaded.file, loaded.agent_known), facts))
+    Ok((metrics(&loaded.boot.timeline, boot, &loaded.file, loaded.agent_known), facts))
 }
 
 /// Whether a boot is small enough to be read here.

@@ -11,7 +11,7 @@ use crate::host::data::boot_dir::read_boot;
 use crate::host::data::boot_file::HostEvent;
 use crate::host::otlp::push::{Backoff, MAX_REQUEST, Outcome, Target, connect};
 use crate::host::otlp::{self, Request as OtlpRequest, Resource};
-use crate::host::views::waterfall::Timeline;
+use crate::host::views::waterfall::Waterfall;
 use anyhow::Result;
 use std::collections::VecDeque;
 use std::path::Path;
@@ -253,5 +253,5 @@ async fn push(shared: &Arc<Shared>, queue: &Queue, boot: &str) -> Pushed {
 
 fn request(path: &Path, resource: &Resource) -> Result<OtlpRequest<'static>> {
     check_size(path)?;
-    otlp::request(Timeline::new(&read_boot(path)?, &[]), resource)
+    otlp::request(Waterfall::new(&read_boot(path)?, &[]), resource)
 }

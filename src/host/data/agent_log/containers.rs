@@ -7,7 +7,7 @@
 //! The agent does not log why it refuses a container (a device that is not listed, a spec that does not parse, a mount that
 //! fails): that error goes to the runtime alone. Such a container is one that was asked for, without an end.
 
-use super::AgentEvent;
+use super::event::AgentEvent;
 use super::line::{Line, Spec, Words, devices_of, short};
 use std::collections::BTreeSet;
 

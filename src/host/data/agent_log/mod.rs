@@ -5,10 +5,12 @@
 //! read the agent through [`AgentLog`] alone.
 
 mod containers; // lines into what happens to each container
+pub mod event; // what a line says
 pub mod line; // one line's words
 pub mod torn; // lines that others have torn
 
 pub use containers::{NONE, UNKNOWN};
+pub use event::AgentEvent;
 
 use super::budget::{MAX_AGENT_LINES, MAX_AGENT_TEXT};
 use super::clock::Clock;
@@ -17,7 +19,6 @@ use super::containerd_log::Entry;
 use super::framing::{Lines, Piece};
 use super::record::{Field, Record};
 use crate::events::record::{Kind, names};
-use crate::pci::PciAddress;
 use anyhow::{Context, Result};
 use containers::Containers;
 use line::Nothing;
@@ -32,59 +33,6 @@ use torn::Torn;
 pub const MAX_CONSOLE_LINE: usize = 64 * 1024;
 /// `clock` events that are kept: the init sends one at its start and one for each step of the clock.
 const MAX_POINTS: usize = 4096;
-
-/// What the agent's lines say about the boot. Containers have one name each: that in their pod, or the start of their id.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub enum AgentEvent {
-    Start {
-        version: String,
-    },
-    /// Its server listens.
-    Ready,
-    /// The runtime called the agent.
-    Rpc {
-        call: String,
-    },
-    /// The runtime asked for a container with these devices.
-    ContainerAsked {
-        container: String,
-        devices: String,
-        /// It is the pod's pause container.
-        pause: bool,
-    },
-    /// A try of the agent to resolve a container's devices failed; it tries again after a second.
-    CdiTryFailed {
-        container: String,
-        attempt: u64,
-        error: String,
-    },
-    /// A container's devices are in its spec.
-    Injected {
-        container: String,
-    },
-    ContainerCreated {
-        container: String,
-        devices: String,
-        tries: Option<u64>,
-        pause: bool,
-    },
-    /// Its program runs.
-    ContainerStarted {
-        container: String,
-    },
-    ContainerFailed {
-        container: String,
-        devices: String,
-        tries: Option<u64>,
-        error: String,
-    },
-    /// A hook that runs in the agent's own namespaces failed; the agent goes on.
-    HookFailed {
-        error: String,
-    },
-    /// A uevent told the agent that a driver has this PCI function.
-    Bound(PciAddress),
-}
 
 /// One line of the agent.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -136,21 +84,6 @@ pub fn of_boot(boot: &Path, sandbox: Option<&str>, named: Option<&Path>) -> Resu
     // What lies beside it is the guest's own console, which may look like anything.
     let lines = if named.is_some() { read_either(file, sandbox) } else { read(file) };
     lines.with_context(|| format!("read {}", log.display()))
-}
-
-impl AgentEvent {
-    fn text_bytes(&self) -> usize {
-        match self {
-            Self::Ready | Self::Bound(_) => 0,
-            Self::Start { version: text } | Self::Rpc { call: text } | Self::HookFailed { error: text } => text.len(),
-            Self::Injected { container } | Self::ContainerStarted { container } => container.len(),
-            Self::CdiTryFailed { container, error, .. } => container.len() + error.len(),
-            Self::ContainerAsked { container, devices, .. } | Self::ContainerCreated { container, devices, .. } => {
-                container.len() + devices.len()
-            }
-            Self::ContainerFailed { container, devices, error, .. } => container.len() + devices.len() + error.len(),
-        }
-    }
 }
 
 /// Whether there may be more lines than were kept.

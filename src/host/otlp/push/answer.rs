@@ -1,131 +1,81 @@
-//! The messages that receivers answer with: ExportTraceServiceResponse and google.rpc.Status. Read leniently: an answer that cannot be read
-//! says nothing, and its status code has said what matters.
+//! Answers of receivers: read within bounds, and what becomes of the request by them.
 
+use crate::host::data::text::printable_start;
+use bytes::Bytes;
+use http_body_util::{BodyExt, Limited};
+use hyper::body::Incoming;
+use hyper::{HeaderMap, Response};
+use std::error::Error;
+use std::fmt;
 use std::time::Duration;
 
-/// The type of the detail that says when to come again.
-const RETRY_INFO: &str = "type.googleapis.com/google.rpc.RetryInfo";
+/// What OpenTelemetry's exporters wait for an answer by default.
+pub const TIMEOUT: Duration = Duration::from_secs(10);
+/// Longest answer that is read; it has a sentence or two.
+pub const MAX_ANSWER: usize = 64 << 10;
+/// Longest text of a receiver that is told on.
+pub const MAX_TEXT: usize = 300;
 
-/// Fields of a message, in order.
-struct Fields<'a>(&'a [u8]);
-
-enum Field<'a> {
-    Varint(u64, u64),
-    Bytes(u64, &'a [u8]),
-    /// Of a type that no message here has.
-    Other,
+/// What became of a request.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Outcome {
+    /// It was taken, but for so many spans, for this reason.
+    Taken { rejected: u64, why: Option<String> },
+    /// Not now: the same may be sent again, where the receiver says so not before `after`.
+    Later { why: String, answered: bool, after: Option<Duration> },
+    /// Never: the same would be refused again.
+    Refused { why: String },
 }
 
-impl<'a> Fields<'a> {
-    fn varint(&mut self) -> Option<u64> {
-        let mut value = 0;
-        // Ten groups of seven bits are the longest.
-        for shift in (0..70).step_by(7) {
-            let (byte, rest) = self.0.split_first()?;
-            self.0 = rest;
-            value |= u64::from(byte & 0x7f).checked_shl(shift).unwrap_or(0);
-            if byte & 0x80 == 0 {
-                return Some(value);
-            }
+impl Outcome {
+    pub fn unreachable(why: impl fmt::Display) -> Self {
+        let why = printable_start(why.to_string().as_bytes(), MAX_TEXT);
+        Self::Later { why, answered: false, after: None }
+    }
+}
+
+/// Where a request goes, and with what.
+pub struct Head {
+    pub uri: hyper::Uri,
+    pub headers: HeaderMap,
+}
+
+/// A response that was read.
+pub struct Answer {
+    pub status: hyper::StatusCode,
+    pub headers: HeaderMap,
+    pub body: Bytes,
+    pub trailers: HeaderMap,
+}
+
+impl Answer {
+    pub async fn read(response: Response<Incoming>) -> Result<Self, String> {
+        let (head, body) = response.into_parts();
+        let body = Limited::new(body, MAX_ANSWER).collect().await.map_err(|e| format!("read the answer: {}", chain(&*e)))?;
+        let trailers = body.trailers().cloned().unwrap_or_default();
+        Ok(Self { status: head.status, headers: head.headers, body: body.to_bytes(), trailers })
+    }
+
+    /// A header, or a trailer of that name.
+    pub fn field(&self, name: &str) -> Option<&str> {
+        self.trailers.get(name).or_else(|| self.headers.get(name)).and_then(|value| value.to_str().ok())
+    }
+}
+
+/// An error with all its causes.
+pub fn chain(error: &dyn Error) -> String {
+    let mut text = error.to_string();
+    let mut source = error.source();
+    while let Some(cause) = source {
+        let cause_text = cause.to_string();
+        if !text.ends_with(&cause_text) {
+            text.push_str(&format!(": {cause_text}"));
         }
-        None
+        source = cause.source();
     }
-
-    fn take(&mut self, n: usize) -> Option<&'a [u8]> {
-        let (taken, rest) = self.0.split_at_checked(n)?;
-        self.0 = rest;
-        Some(taken)
-    }
+    text
 }
 
-impl<'a> Iterator for Fields<'a> {
-    type Item = Field<'a>;
-
-    /// None at the end, and at what is no field.
-    fn next(&mut self) -> Option<Field<'a>> {
-        let tag = self.varint()?;
-        let number = tag >> 3;
-        Some(match tag & 7 {
-            0 => Field::Varint(number, self.varint()?),
-            1 => self.take(8).map(|_| Field::Other)?,
-            2 => {
-                let length = usize::try_from(self.varint()?).ok()?;
-                Field::Bytes(number, self.take(length)?)
-            }
-            5 => self.take(4).map(|_| Field::Other)?,
-            _ => return None,
-        })
-    }
-}
-
-fn message(bytes: &[u8], number: u64) -> Option<&[u8]> {
-    Fields(bytes).find_map(|field| match field {
-        Field::Bytes(n, bytes) if n == number => Some(bytes),
-        _ => None,
-    })
-}
-
-fn text(bytes: &[u8], number: u64) -> Option<String> {
-    message(bytes, number).map(|bytes| String::from_utf8_lossy(bytes).into_owned()).filter(|text| !text.is_empty())
-}
-
-fn varint(bytes: &[u8], number: u64) -> Option<u64> {
-    Fields(bytes).find_map(|field| match field {
-        Field::Varint(n, value) if n == number => Some(value),
-        _ => None,
-    })
-}
-
-/// Of an ExportTraceServiceResponse: how many spans were rejected, and what the receiver says, which may be a warning alone.
-pub fn partial_success(response: &[u8]) -> (u64, Option<String>) {
-    let Some(partial) = message(response, 1) else { return (0, None) };
-    // Signed on the wire; a negative count is none.
-    let rejected = varint(partial, 1).filter(|n| i64::try_from(*n).is_ok());
-    (rejected.unwrap_or(0), text(partial, 2))
-}
-
-/// The message of a google.rpc.Status.
-pub fn status_message(status: &[u8]) -> Option<String> {
-    text(status, 2)
-}
-
-/// The RetryInfo of a google.rpc.Status.
-pub fn retry_delay(status: &[u8]) -> Option<Duration> {
-    Fields(status).find_map(|field| match field {
-        Field::Bytes(3, any) if message(any, 1) == Some(RETRY_INFO.as_bytes()) => {
-            let delay = message(message(any, 2)?, 1)?;
-            let nanos = varint(delay, 2).and_then(|n| u32::try_from(n).ok()).filter(|n| *n < 1_000_000_000);
-            Some(Duration::new(varint(delay, 1).unwrap_or(0), nanos.unwrap_or(0)))
-        }
-        _ => None,
-    })
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::host::views::protobuf::Message;
-
-    #[test]
-    fn answers_are_read() {
-        let partial = Message::default().uint(1, 3).text(2, "no room");
-        assert_eq!(partial_success(&Message::default().message(1, partial).into_bytes()), (3, Some("no room".into())));
-        assert_eq!(partial_success(b""), (0, None));
-        let delay = Message::default().message(1, Message::default().uint(1, 2).uint(2, 500_000_000));
-        let any = |kind: &str, value| Message::default().text(1, kind).message(2, value);
-        let status = Message::default().uint(1, 8).text(2, "later").message(3, any("x", Message::default()));
-        let status = status.message(3, any(RETRY_INFO, delay)).into_bytes();
-        assert_eq!(status_message(&status).as_deref(), Some("later"));
-        assert_eq!(retry_delay(&status), Some(Duration::from_millis(2500)));
-    }
-
-    #[test]
-    fn no_bytes_are_too_strange() {
-        let samples: [&[u8]; 6] =
-            [b"\xff", &[0xff; 30], b"\x0a\xff\xff\xff\xff\xff\xff\xff\xff\xff\x01", b"<html>", b"\x0a\x02\x08", b"\x0b"];
-        for bytes in samples {
-            assert_eq!((partial_success(bytes).0, retry_delay(bytes)), (0, None), "{bytes:?}");
-            status_message(bytes);
-        }
-    }
+pub fn told(text: &str) -> String {
+    printable_start(text.trim().as_bytes(), MAX_TEXT)
 }

@@ -1,8 +1,8 @@
 //! OTLP/gRPC: one unary call over HTTP/2, and which status codes mean what by OTLP's specification. That is all of gRPC that is needed.
 
-use super::answer::{partial_success, retry_delay};
+use super::answer::{Answer, Head, Outcome, TIMEOUT, told};
+use super::answer_fields::{partial_success, retry_delay};
 use super::target::Target;
-use super::{Answer, Head, Outcome, TIMEOUT, told};
 use crate::host::otlp::percent_decoded;
 use base64::Engine;
 use bytes::{BufMut, Bytes, BytesMut};
@@ -11,9 +11,6 @@ use hyper::client::conn::http2::{Builder, SendRequest};
 use hyper::header::{CONTENT_TYPE, HeaderValue, TE};
 use hyper_util::rt::{TokioExecutor, TokioIo};
 use tokio::net::TcpStream;
-
-/// The call.
-pub const EXPORT: &str = "/opentelemetry.proto.collector.trace.v1.TraceService/Export";
 /// Before each message: whether it is compressed, and its length.
 const PREFIX: usize = 5;
 /// gRPC's status codes by their numbers.

@@ -1,8 +1,8 @@
 //! OTLP/HTTP with protobuf: one POST, and which answers mean what by OTLP's specification.
 
-use super::answer::{partial_success, status_message};
+use super::answer::{Answer, Head, Outcome, told};
+use super::answer_fields::{partial_success, status_message};
 use super::target::Target;
-use super::{Answer, Head, Outcome, told};
 use bytes::Bytes;
 use http_body_util::Full;
 use hyper::client::conn::http1::{SendRequest, handshake as start};

@@ -5,51 +5,24 @@
 //! An answer is bounded in size and time, and what a receiver says passes [`printable`] before anybody sees it.
 
 mod answer; // what receivers say
+mod answer_fields; // protobuf fields of an answer
 mod backoff; // how long until the next try
 mod grpc;
 mod http;
 mod target; // where to, with which headers
 
+pub use answer::Outcome;
+use answer::{Answer, TIMEOUT, chain, told};
 pub use backoff::Backoff;
 pub use target::{HEADERS_VARIABLE, Target};
 
-use crate::host::data::text::printable_start;
 use bytes::Bytes;
-use http_body_util::{BodyExt, Full, Limited};
-use hyper::body::Incoming;
-use hyper::{HeaderMap, Request, Response};
-use std::error::Error;
-use std::fmt;
-use std::time::Duration;
+use http_body_util::Full;
+use hyper::Request;
 use target::Transport;
 use tokio::net::TcpStream;
-
-/// What OpenTelemetry's exporters wait for an answer by default.
-const TIMEOUT: Duration = Duration::from_secs(10);
-/// Longest answer that is read; it has a sentence or two.
-const MAX_ANSWER: usize = 64 << 10;
-/// Longest text of a receiver that is told on.
-const MAX_TEXT: usize = 300;
 /// Bytes of spans from which on a request is sent in parts; gRPC receivers take 4 MiB by default.
 pub const MAX_REQUEST: usize = 1 << 20;
-
-/// What became of a request.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Outcome {
-    /// It was taken, but for so many spans, for this reason.
-    Taken { rejected: u64, why: Option<String> },
-    /// Not now: the same may be sent again, where the receiver says so not before `after`.
-    Later { why: String, answered: bool, after: Option<Duration> },
-    /// Never: the same would be refused again.
-    Refused { why: String },
-}
-
-impl Outcome {
-    fn unreachable(why: impl fmt::Display) -> Self {
-        let why = printable_start(why.to_string().as_bytes(), MAX_TEXT);
-        Self::Later { why, answered: false, after: None }
-    }
-}
 
 /// A connection to a receiver.
 pub struct Connection<'a> {
@@ -114,50 +87,4 @@ impl Connection<'_> {
             Err(_) => Outcome::unreachable(format_args!("no answer within {} s", TIMEOUT.as_secs())),
         }
     }
-}
-
-/// Where a request goes, and with what.
-struct Head {
-    uri: hyper::Uri,
-    headers: HeaderMap,
-}
-
-/// A response that was read.
-struct Answer {
-    status: hyper::StatusCode,
-    headers: HeaderMap,
-    body: Bytes,
-    trailers: HeaderMap,
-}
-
-impl Answer {
-    async fn read(response: Response<Incoming>) -> Result<Self, String> {
-        let (head, body) = response.into_parts();
-        let body = Limited::new(body, MAX_ANSWER).collect().await.map_err(|e| format!("read the answer: {}", chain(&*e)))?;
-        let trailers = body.trailers().cloned().unwrap_or_default();
-        Ok(Self { status: head.status, headers: head.headers, body: body.to_bytes(), trailers })
-    }
-
-    /// A header, or a trailer of that name.
-    fn field(&self, name: &str) -> Option<&str> {
-        self.trailers.get(name).or_else(|| self.headers.get(name)).and_then(|value| value.to_str().ok())
-    }
-}
-
-/// An error with all its causes.
-fn chain(error: &dyn Error) -> String {
-    let mut text = error.to_string();
-    let mut source = error.source();
-    while let Some(cause) = source {
-        let cause_text = cause.to_string();
-        if !text.ends_with(&cause_text) {
-            text.push_str(&format!(": {cause_text}"));
-        }
-        source = cause.source();
-    }
-    text
-}
-
-fn told(text: &str) -> String {
-    printable_start(text.trim().as_bytes(), MAX_TEXT)
 }

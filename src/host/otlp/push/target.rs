@@ -1,6 +1,5 @@
 //! Where to push to: `http://host:4318` or `grpc://host:4317`, and the headers that go along.
 
-use super::grpc;
 use crate::host::data::text::printable;
 use crate::host::otlp::{encoded_pairs, environment, pair};
 use anyhow::{Context, Result, bail, ensure};
@@ -13,6 +12,7 @@ pub const HEADERS_VARIABLE: &str = "OTEL_EXPORTER_OTLP_HEADERS";
 /// OTLP's ports, where the URL has none.
 const HTTP_PORT: u16 = 4318;
 const GRPC_PORT: u16 = 4317;
+const GRPC_PATH: &str = "/opentelemetry.proto.collector.trace.v1.TraceService/Export";
 const HTTP_PATH: &str = "/v1/traces";
 /// Headers that are this program's or the protocol's.
 const OURS: [&str; 11] = [
@@ -110,7 +110,7 @@ impl Target {
         let path = match (transport, given) {
             (Transport::Http, "/" | "") => HTTP_PATH,
             (Transport::Http, given) => given,
-            (Transport::Grpc, "/" | "") => grpc::EXPORT,
+            (Transport::Grpc, "/" | "") => GRPC_PATH,
             (Transport::Grpc, _) => bail!("{shown}: gRPC has no path: want grpc://HOST:PORT"),
         };
         let authority = format!("{host}:{port}");

@@ -7,7 +7,7 @@ use super::choose::Source;
 use super::clocks::{Clocks, Placed};
 use super::derive;
 use super::derive::{Derived, Draft, Said};
-use super::input;
+use super::detect;
 use super::input::Input;
 use super::item::{Fact, Item, MAX_STAMP_NS, Skip, Stamp};
 use super::pins;
@@ -37,7 +37,7 @@ pub fn read(name: &str, mut input: Input, format: Option<Format>) -> Result<Sour
         Some(format) => format,
         None => {
             let head = input.head()?;
-            input::detect(&head).context("no line of it is of a known format: name the format with --format (see --help)")?
+            detect::detect(&head).context("no line of it is of a known format: name the format with --format (see --help)")?
         }
     };
     let mut source = Source { name: name.to_string(), format, count: Default::default(), logs: vec![], trace: None, stream: None };

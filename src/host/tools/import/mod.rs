@@ -12,6 +12,7 @@ pub mod bpftrace; // format: bpftrace output
 pub mod choose; // which boot of several
 pub mod clocks; // all clocks beside one
 pub mod console; // format: guest console logs
+pub mod detect; // the format of a file
 pub mod derive; // what was said into records
 pub mod ftrace; // format: function_graph output
 pub mod input; // files into lines

@@ -1,8 +1,10 @@
 //! What a file of a guest is for, told by its path: where the bytes of an image go.
 
 use super::newc::Kind;
-use super::text::Sizes;
+use super::text::table;
 use super::tree::{ROOT, Tree};
+use crate::host::data::text::Screen;
+use std::collections::BTreeMap;
 use std::collections::HashSet;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -68,6 +70,28 @@ pub fn sizes(tree: &Tree) -> Sizes {
     sizes
 }
 
+/// What each component has.
+pub type Sizes = BTreeMap<Component, (u64, u64)>;
+
+/// Sizes by component, with their sum.
+pub fn sizes_text(sizes: &Sizes, screen: &Screen) -> String {
+    let total = sizes.values().fold((0, 0), |sum, (files, bytes)| (sum.0 + files, sum.1 + bytes));
+    let mut rows = vec![["COMPONENT", "FILES", "BYTES", "SHARE"].map(str::to_string).to_vec()];
+    let all = Component::ALL.iter().filter_map(|c| Some((c.name(), *sizes.get(c)?))).chain([("all", total)]);
+    for (name, (files, bytes)) in all {
+        let share = bytes.checked_mul(100).and_then(|b| (b + total.1 / 2).checked_div(total.1)).unwrap_or(0);
+        rows.push(vec![name.to_string(), files.to_string(), bytes.to_string(), format!("{share}%")]);
+    }
+    table(&rows, &[1, 2, 3], screen)
+}
+
+/// The same for programs.
+pub fn sizes_json(sizes: &Sizes) -> serde_json::Value {
+    let component =
+        |(c, (files, bytes)): (&Component, &(u64, u64))| (c.name().to_string(), serde_json::json!({"files": files, "bytes": bytes}));
+    sizes.iter().map(component).collect::<serde_json::Map<_, _>>().into()
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -88,5 +112,16 @@ mod tests {
         ] {
             assert_eq!(Component::of(path.as_bytes()), component, "{path}");
         }
+    }
+
+    #[test]
+    fn shares_add_up_and_nothing_divides_by_zero() {
+        let some = Sizes::from([(Component::Init, (1, 25)), (Component::Rest, (2, 75))]);
+        let text = sizes_text(&some, &Screen::PLAIN);
+        assert_eq!(
+            text,
+            "COMPONENT  FILES  BYTES  SHARE\ninit           1     25    25%\nrest           2     75    75%\nall            3    100   100%\n"
+        );
+        assert!(sizes_text(&Sizes::new(), &Screen::PLAIN).contains("all            0      0     0%"));
     }
 }

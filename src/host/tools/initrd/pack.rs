@@ -5,6 +5,7 @@
 //! the driver's files is made anew here, because packing is the last step of a build.
 
 use super::components;
+use super::components::Sizes;
 use super::driver_list;
 use super::image::Content;
 use super::list;
@@ -13,7 +14,7 @@ use super::newc;
 use super::newc::{Header, Kind, MAX_NAME};
 use super::output::Output;
 use super::progress::Progress;
-use super::text::{Sizes, escaped};
+use super::text::escaped;
 use super::view::{Copy, Making, View};
 use crate::driver_files::manifest;
 use crate::host::tools::initrd::verify::modules::information;

@@ -1,8 +1,6 @@
 //! Names and numbers of an image for people. A name may hold any byte: what comes out is printable ASCII.
 
-use super::components::Component;
 use crate::host::data::text::{Ink, Screen, printable};
-use std::collections::BTreeMap;
 
 /// A name: text as [`printable`], other bytes as `\xff`.
 pub fn escaped(name: &[u8]) -> String {
@@ -55,28 +53,6 @@ pub fn table(rows: &[Vec<String>], right: &[usize], screen: &Screen) -> String {
     rows.iter().enumerate().map(|(index, row)| screen.paint(ink(index), &line(row)) + "\n").collect()
 }
 
-/// What each component has.
-pub type Sizes = BTreeMap<Component, (u64, u64)>;
-
-/// Sizes by component, with their sum.
-pub fn sizes(sizes: &Sizes, screen: &Screen) -> String {
-    let total = sizes.values().fold((0, 0), |sum, (files, bytes)| (sum.0 + files, sum.1 + bytes));
-    let mut rows = vec![["COMPONENT", "FILES", "BYTES", "SHARE"].map(str::to_string).to_vec()];
-    let all = Component::ALL.iter().filter_map(|c| Some((c.name(), *sizes.get(c)?))).chain([("all", total)]);
-    for (name, (files, bytes)) in all {
-        let share = bytes.checked_mul(100).and_then(|b| (b + total.1 / 2).checked_div(total.1)).unwrap_or(0);
-        rows.push(vec![name.to_string(), files.to_string(), bytes.to_string(), format!("{share}%")]);
-    }
-    table(&rows, &[1, 2, 3], screen)
-}
-
-/// The same for programs.
-pub fn sizes_json(sizes: &Sizes) -> serde_json::Value {
-    let component =
-        |(c, (files, bytes)): (&Component, &(u64, u64))| (c.name().to_string(), serde_json::json!({"files": files, "bytes": bytes}));
-    sizes.iter().map(component).collect::<serde_json::Map<_, _>>().into()
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -96,14 +72,7 @@ mod tests {
     }
 
     #[test]
-    fn shares_add_up_and_nothing_divides_by_zero() {
-        let some = Sizes::from([(Component::Init, (1, 25)), (Component::Rest, (2, 75))]);
-        let text = sizes(&some, &Screen::PLAIN);
-        assert_eq!(
-            text,
-            "COMPONENT  FILES  BYTES  SHARE\ninit           1     25    25%\nrest           2     75    75%\nall            3    100   100%\n"
-        );
-        assert!(sizes(&Sizes::new(), &Screen::PLAIN).contains("all            0      0     0%"));
+    fn megabytes_are_rounded_to_one_digit() {
         assert_eq!(megabytes(12_349_999), "12.3 MB");
     }
 }

@@ -5,11 +5,12 @@
 //! the label comes from a file that Node Feature Discovery reads, which clusters with GPUs have from
 //! NVIDIA's operator or Kata's chart.
 
+use super::here::{Args, Said};
 use super::manifests::{Name, base_config};
 use super::node;
-use super::node::Place;
+use super::place::Place;
 use super::refusal::Refusal;
-use super::{Args, Said, uninstall};
+use super::uninstall;
 use std::path::{Path, PathBuf};
 
 const TEMPLATE: &str = include_str!("daemonset.yaml.in");

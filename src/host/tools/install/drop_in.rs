@@ -3,12 +3,10 @@
 //! The second line is a record in JSON: what was asked for, and a checksum (CRC-32) of all the rest, against accidents and not against malice. The text follows
 //! from the plan alone: the same plan, the same bytes.
 
-use super::kata_config::read_bounded;
-use super::plan::Plan;
 use nix::libc;
 use serde::{Deserialize, Serialize};
-use std::fs::OpenOptions;
-use std::io;
+use std::fs::{File, OpenOptions};
+use std::io::{self, Read};
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::Path;
 use toml::Value;
@@ -24,6 +22,18 @@ const HEAD_OF_IMAGE: &str = "# kata-gpu-init: GPU guests start from its image. W
 const MARK: &str = "#: kata-gpu-boot ";
 const FORMAT: u32 = 1;
 
+/// What the drop-in says.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Plan {
+    /// X of `[hypervisor.X]`.
+    pub section: String,
+    pub keys: Vec<(&'static str, Value)>,
+    /// Words of `kernel_params` that are ours, merged into the key's value.
+    pub parameters: Vec<String>,
+    /// Whether guests start from an image.
+    pub image: bool,
+}
+
 /// What the file says of itself.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Record {
@@ -37,6 +47,9 @@ pub struct Record {
     pub image: bool,
     checksum: String,
 }
+
+/// Largest file that is read; the configurations that Kata ships have less than 40 kB.
+const MAX_FILE: u64 = 1 << 20;
 
 /// What stands at our drop-in's path.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -155,6 +168,19 @@ fn basic_string(text: &str) -> String {
     }
     out.push('"');
     out
+}
+
+/// Reads at most [`MAX_FILE`] bytes of a regular file that is open.
+pub fn read_bounded(file: File) -> io::Result<Vec<u8>> {
+    if !file.metadata()?.is_file() {
+        return Err(io::Error::other("not a regular file"));
+    }
+    let mut bytes = Vec::new();
+    file.take(MAX_FILE + 1).read_to_end(&mut bytes)?;
+    if bytes.len() as u64 > MAX_FILE {
+        return Err(io::Error::other(format!("more than {MAX_FILE} bytes")));
+    }
+    Ok(bytes)
 }
 
 #[cfg(test)]

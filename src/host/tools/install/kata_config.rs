@@ -6,16 +6,13 @@
 //! Not here: what the files come to together; see [`super::merge`].
 
 use super::drop_in;
-use super::drop_in::Found;
+use super::drop_in::{Found, read_bounded};
 use super::refusal::Refusal;
-use std::fs::{self, File, OpenOptions};
-use std::io::{self, Read};
+use std::fs::{self, OpenOptions};
+use std::io;
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 use toml::Table;
-
-/// Largest file that is read; the configurations that Kata ships have less than 40 kB.
-const MAX_FILE: u64 = 1 << 20;
 /// Most entries of `config.d` and of the directory around it that are looked at.
 const MAX_ENTRIES: usize = 1024;
 
@@ -124,23 +121,10 @@ pub fn unreadable(path: &Path, error: &io::Error) -> Refusal {
     }
 }
 
-/// Reads at most [`MAX_FILE`] bytes of a regular file. A FIFO does not hold it up.
+/// Reads a regular file of at most 1 MiB. A FIFO does not hold it up.
 pub fn read_regular(path: &Path) -> io::Result<Vec<u8>> {
     let file = OpenOptions::new().read(true).custom_flags(nix::libc::O_NONBLOCK).open(path)?;
     read_bounded(file)
-}
-
-/// The same for a file that is open.
-pub fn read_bounded(file: File) -> io::Result<Vec<u8>> {
-    if !file.metadata()?.is_file() {
-        return Err(io::Error::other("not a regular file"));
-    }
-    let mut bytes = Vec::new();
-    file.take(MAX_FILE + 1).read_to_end(&mut bytes)?;
-    if bytes.len() as u64 > MAX_FILE {
-        return Err(io::Error::other(format!("more than {MAX_FILE} bytes")));
-    }
-    Ok(bytes)
 }
 
 fn read_source(path: &Path) -> Result<Source, Refusal> {

@@ -8,10 +8,11 @@
 //! DaemonSet, GPU pods start as before, and only an uninstall uninstalls.
 //! Not here: what is written into a configuration, see the rest of [`super`].
 
+use super::here::{Args, Said, say_here, with_ours};
 use super::kata_config::KataConfig;
 use super::merge::Effective;
 use super::refusal::Refusal;
-use super::{Args, Said, plan, uninstall, version, with_ours};
+use super::{plan, uninstall, version};
 use crate::host::data::text::printable;
 use crate::host::tools::initrd::image::Form;
 use crate::host::tools::initrd::output::{Output, PARTIAL};
@@ -41,19 +42,6 @@ const OWNER: &str = ".configuration";
 const LOOK_MS: u16 = 10_000;
 /// Looks after which what was refused is tried again though nothing has changed.
 const LOOKS_BETWEEN_TRIES: u32 = 30;
-
-/// Where an install on a node puts things.
-#[derive(clap::Args, Clone, Debug, Default)]
-pub struct Place {
-    /// On a node of a cluster: the folder, for this configuration alone, that the initrd or image is copied to under a
-    /// name with its hash. The former copy stays there, older ones are removed, and uninstall removes all.
-    #[arg(long = "node", value_name = "DIR")]
-    pub dir: Option<PathBuf>,
-    /// File of Node Feature Discovery that is there while it is installed: the node has the label
-    /// feature.node.kubernetes.io/NAME=true then, NAME being the file's.
-    #[arg(long, value_name = "FILE", requires = "dir")]
-    pub node_feature: Option<PathBuf>,
-}
 
 /// A copy of a guest on the node.
 struct Copied {
@@ -178,7 +166,7 @@ pub fn say(args: &Args, dir: &Path) -> Said {
         return refused(Refusal::of_argument("--node", "needs --initrd or --image").cure("name the file that is copied"));
     };
     // The source itself is checked, before a copy of its size is written.
-    let checked = super::say_here(&Args { dry_run: true, ..args.clone() });
+    let checked = say_here(&Args { dry_run: true, ..args.clone() });
     if checked.code != 0 {
         return checked;
     }
@@ -190,7 +178,7 @@ pub fn say(args: &Args, dir: &Path) -> Said {
     let mut of_copy = args.clone();
     of_copy.initrd = args.initrd.as_ref().map(|_| copied.path.clone());
     of_copy.image = args.image.as_ref().map(|_| copied.path.clone());
-    let mut said = super::say_here(&of_copy);
+    let mut said = say_here(&of_copy);
     if said.code != 0 {
         // It serves nobody; that it stays where it cannot be removed hurts nobody either.
         let _unused = copied.made.then(|| fs::remove_file(&copied.path));

@@ -7,6 +7,7 @@
 //! bytes of the kernel's command line. Other extension images stay; with an image, which may be that common one, all do.
 
 use super::drop_in;
+pub use super::drop_in::Plan;
 use super::kernel_params;
 use super::kernel_params::OpenQuote;
 use super::merge::Effective;
@@ -33,17 +34,6 @@ pub enum Root {
         file_system: FileSystem,
         verity: String,
     },
-}
-
-#[derive(Clone, Debug, PartialEq)]
-pub struct Plan {
-    /// X of `[hypervisor.X]`.
-    pub section: String,
-    pub keys: Vec<(&'static str, Value)>,
-    /// Words of `kernel_params` that are ours, merged into the key's value.
-    pub parameters: Vec<String>,
-    /// Whether guests start from an image.
-    pub image: bool,
 }
 
 /// A key of the section, as text.

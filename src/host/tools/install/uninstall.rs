@@ -1,22 +1,19 @@
-//! `kata-gpu-boot uninstall`: takes away the drop-in that `install` wrote, and nothing else.
+//! Takes away the drop-in that `install` wrote, and nothing else.
 //!
 //! It works whatever state the configuration is in: rolling back must not depend on what may be why somebody rolls back.
 
 use super::checks;
-use super::daemon_set;
 use super::drop_in;
 use super::drop_in::Found;
+use super::here::{Change, Said, changes_text, effective_changes};
 use super::kata_config::unreadable;
 use super::manifests::Name;
-use super::node;
-use super::node::Place;
+use super::place::Place;
 use super::write;
-use super::{Said, changes_text, effective_changes};
 use crate::host::data::text::printable;
 use anyhow::{Context, Result};
 use serde_json::json;
 use std::path::{Path, PathBuf};
-use std::process::ExitCode;
 
 const HELP: &str = "\
 Removes config.d/60-kata-gpu-init.toml beside the configuration, if install wrote it and nobody edited it since; and config.d itself, if install made it \
@@ -43,7 +40,7 @@ pub struct Args {
     pub kata_config: PathBuf,
     /// Say what would be removed, and leave.
     #[arg(long)]
-    dry_run: bool,
+    pub dry_run: bool,
     /// Remove the drop-in even if it was edited or is a symbolic link.
     #[arg(long)]
     pub force: bool,
@@ -54,10 +51,10 @@ pub struct Args {
     pub place: Place,
     /// With --node: stay until SIGTERM. For a DaemonSet's pod.
     #[arg(long, requires = "dir", conflicts_with_all = ["dry_run", "json"])]
-    stay: bool,
+    pub stay: bool,
     /// Print the DaemonSet that uninstalls what `install --print daemonset` has installed, and leave. It takes that one's place.
     #[arg(long, value_enum, value_name = "WHAT", conflicts_with_all = ["dry_run", "json"])]
-    print: Option<Manifest>,
+    pub print: Option<Manifest>,
     /// Name of the DaemonSet, as it was printed.
     #[arg(long, value_name = "NAME", requires = "print")]
     pub name: Option<Name>,
@@ -68,24 +65,10 @@ pub struct Args {
 
 /// Manifest that `--print` writes.
 #[derive(clap::ValueEnum, Clone, Copy, Debug, PartialEq, Eq)]
-enum Manifest {
+pub enum Manifest {
     /// A DaemonSet whose pods uninstall on their nodes.
     #[value(name = "daemonset")]
     DaemonSet,
-}
-
-/// Runs `uninstall`.
-pub fn run(args: &Args) -> ExitCode {
-    if args.stay { node::stay_uninstalled(args) } else { say(args).print() }
-}
-
-/// What it does, and says.
-pub fn say(args: &Args) -> Said {
-    match args.print {
-        Some(Manifest::DaemonSet) => daemon_set::of_uninstall(args),
-        None if args.dry_run => say_here(args),
-        None => node::uninstall(args),
-    }
 }
 
 /// The same, of the configuration alone.
@@ -140,7 +123,7 @@ fn uninstall(args: &Args) -> Result<Said> {
     }
     let verb = if args.dry_run { "would remove" } else { "removed" };
     if args.json {
-        let changes: Vec<_> = changes.iter().flatten().map(super::Change::json).collect();
+        let changes: Vec<_> = changes.iter().flatten().map(Change::json).collect();
         let action = if args.dry_run { "would-remove" } else { "removed" };
         return Ok(Said::done(
             json!({"action": action, "file": shown, "removedDirectory": removed_directory, "changes": changes}).to_string() + "\n",

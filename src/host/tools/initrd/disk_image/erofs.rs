@@ -3,7 +3,7 @@
 //! Hostile: every number is checked against the file's length; names that are no names, directories with two parents and unordered directories are
 //! errors. Compressed contents are not read.
 
-use super::{Limits, MAX_ENTRIES, limit_depth};
+use super::reading_limits::{Limits, MAX_ENTRIES, limit_depth};
 use crate::elf::ReadAt;
 use crate::host::tools::initrd::image::{Content, Entry, Image};
 use crate::host::tools::initrd::newc::{Header, Kind};

@@ -3,7 +3,7 @@
 //! Hostile: what the crate takes from the superblock without a bound is checked before it is asked.
 
 use super::erofs::{MAX_DIRECTORY, exact, number};
-use super::{Limits, limit_depth};
+use super::reading_limits::{Limits, limit_depth};
 use crate::elf::ReadAt;
 use crate::host::tools::initrd::image::{Content, Entry, Image};
 use crate::host::tools::initrd::newc::{Header, Kind};

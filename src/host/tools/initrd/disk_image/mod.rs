@@ -8,6 +8,7 @@ pub mod debugfs;
 pub mod erofs;
 pub mod erofs_edit;
 pub mod ext4;
+pub mod reading_limits; // bounds of what is read from one image
 mod partition;
 pub mod sandbox;
 pub mod wanted;
@@ -40,11 +41,6 @@ use std::path::{Path, PathBuf};
 
 /// Largest init that is taken.
 const MAX_INIT: u64 = 256 << 20;
-/// Entries and bytes of all names, as of an initrd.
-const MAX_ENTRIES: usize = 300_000;
-const MAX_NAMES: usize = 64 << 20;
-/// No path of a process is deeper.
-const MAX_DEPTH: usize = 2048;
 /// Bytes of all files for each byte of the file system, beyond [`FREE_BYTES`]: holes and hard links make more than one.
 const MAX_RATIO: u64 = 4;
 const FREE_BYTES: u64 = 64 << 20;
@@ -52,33 +48,6 @@ const FREE_BYTES: u64 = 64 << 20;
 const CHUNK: usize = 1 << 20;
 /// Bytes of an init that name its loader.
 const PAGE: usize = 4096;
-
-/// Bounds of what is read from one image.
-#[derive(Debug, Default)]
-pub struct Limits {
-    entries: usize,
-    names: usize,
-}
-
-impl Limits {
-    /// A name that waits for its turn.
-    fn wait(&mut self, bytes: usize) -> Result<()> {
-        self.entries += 1;
-        ensure!(self.entries <= MAX_ENTRIES, "more than {MAX_ENTRIES} entries: no guest has so many");
-        self.count(bytes)
-    }
-
-    fn count(&mut self, bytes: usize) -> Result<()> {
-        self.names += bytes;
-        ensure!(self.names <= MAX_NAMES, "names of more than {MAX_NAMES} bytes: no guest has so many");
-        Ok(())
-    }
-}
-
-fn limit_depth(depth: usize) -> Result<()> {
-    ensure!(depth <= MAX_DEPTH, "directories lie more than {MAX_DEPTH} deep: no guest has such");
-    Ok(())
-}
 
 /// What is to be done.
 #[derive(Debug)]

@@ -9,46 +9,25 @@ pub mod modules;
 pub mod page;
 mod paths;
 mod programs;
+pub mod question;
+pub mod scripts;
 pub mod services;
 
 use super::components;
+use super::components::{Sizes, sizes_json};
 use super::image::{Form, Image};
 use super::newc::Kind;
-use super::text::{Sizes, escaped, sizes_json};
+use super::text::escaped;
 use super::tree::{Id, Tree};
 use crate::boot::AGENT;
 use crate::host::tools::severity::Severity;
-use crate::topology::Topology;
 use finding::*;
 pub use modules::Driver;
 use programs::Programs;
+pub use question::{INIT, Question};
+use scripts::script;
 use serde_json::{Value, json};
 use services::Services;
-
-/// What the kernel starts in an initrd, unless rdinit= names another program.
-pub const INIT: &str = "/init";
-/// Scripts whose interpreters are scripts: with more the kernel says ELOOP (fs/exec.c, exec_binprm).
-const MAX_INTERPRETERS: usize = 5;
-
-/// How an image is to be checked.
-#[derive(Clone, Debug)]
-pub struct Question {
-    /// The kernel's release, where it is known.
-    pub release: Option<String>,
-    pub init: String,
-    /// Whether the driver's libraries and firmware are to be there.
-    pub user_space: bool,
-    /// Kinds of guests whose services must be there.
-    pub topologies: Vec<Topology>,
-    /// Those guests are confidential.
-    pub confidential: bool,
-}
-
-impl Default for Question {
-    fn default() -> Self {
-        Self { release: None, init: INIT.into(), user_space: true, topologies: Vec::new(), confidential: false }
-    }
-}
 
 /// A program that has to be there.
 #[derive(Debug)]
@@ -191,25 +170,6 @@ fn needed(
         findings.push(not_a_program("neither an ELF file nor a script".into()));
     }
     (needed, Some(id))
-}
-
-/// What keeps a script from being started: each interpreter on the way to a program must be there, executable, and in the end an ELF file.
-fn script(tree: &Tree, programs: &mut Programs, path: &str, mut id: Id) -> Vec<Finding> {
-    let broken = |value: String| vec![Finding::new(&LOADER_MISSING, path).value(value)];
-    for _ in 0..MAX_INTERPRETERS {
-        let Some(interpreter) = tree.content(id).and_then(programs::script) else {
-            return broken(format!("{} is neither an ELF file nor a script", escaped(&tree.path(id))));
-        };
-        let Some(next) = tree.find(&interpreter).filter(|next| tree.kind(*next) == Kind::File) else { return broken(interpreter) };
-        if tree.meta(next).mode & 0o111 == 0 {
-            return broken(format!("{interpreter} is not executable"));
-        }
-        if programs.executable(next).is_some() {
-            return programs.faults(next);
-        }
-        id = next;
-    }
-    broken(format!("more than {MAX_INTERPRETERS} scripts that name each other"))
 }
 
 impl Report {

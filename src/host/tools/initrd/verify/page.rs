@@ -4,7 +4,8 @@ use super::finding::{Finding, Rule};
 use super::services::Services;
 use super::{Needed, Report};
 use crate::host::data::text::{Ink, Screen, printable};
-use crate::host::tools::initrd::text::{megabytes, sizes, table};
+use crate::host::tools::initrd::components::sizes_text;
+use crate::host::tools::initrd::text::{megabytes, table};
 use crate::host::tools::severity::Severity;
 use std::collections::HashMap;
 
@@ -35,7 +36,7 @@ pub fn page(report: &Report, screen: &Screen) -> String {
         if report.driver_elsewhere { "none: it comes on the extension disk `gpu`".into() } else { format!("{module}, {user_space}") },
     );
     out.push('\n');
-    out.push_str(&sizes(&report.sizes, screen));
+    out.push_str(&sizes_text(&report.sizes, screen));
     if let Some(found) = &report.services {
         out.push('\n');
         services(&mut out, found, screen);

@@ -4,8 +4,10 @@
 //! stands here again.
 
 use super::finding::*;
+use super::modules;
 use super::programs::Programs;
-use super::{Question, modules, script};
+use super::question::Question;
+use super::scripts::script;
 use crate::config::Services as Asked;
 use crate::host::tools::initrd::newc::Kind;
 use crate::host::tools::initrd::text::escaped;

@@ -1,0 +1,20 @@
+//! `kata-gpu-boot uninstall`: on this machine, on a node of a cluster, or as a manifest.
+
+pub use crate::host::tools::install::uninstall::Args;
+use crate::host::tools::install::uninstall::{Manifest, say_here};
+use crate::host::tools::install::{Said, daemon_set, node};
+use std::process::ExitCode;
+
+/// Runs `uninstall`.
+pub fn run(args: &Args) -> ExitCode {
+    if args.stay { node::stay_uninstalled(args) } else { say(args).print() }
+}
+
+/// What it does, and says.
+pub fn say(args: &Args) -> Said {
+    match args.print {
+        Some(Manifest::DaemonSet) => daemon_set::of_uninstall(args),
+        None if args.dry_run => say_here(args),
+        None => node::uninstall(args),
+    }
+}

@@ -1,0 +1,86 @@
+//! What a waterfall draws: steps and marks.
+
+use super::rows::{Side, Tone};
+use crate::host::boot::gpu_name::GpuName;
+use crate::host::data::record::Fields;
+use crate::host::data::text::printable_start;
+
+/// Longest text of one field, in bytes.
+pub const MAX_VALUE: usize = 400;
+
+/// A step: from when to when, whose, of which GPU.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Step {
+    /// The stream's id; None for what is read from marks.
+    pub id: Option<u64>,
+    pub name: String,
+    pub side: Side,
+    pub gpu: Option<GpuName>,
+    pub begin_ns: u64,
+    /// The record of its beginning was lost: `begin_ns` is its end.
+    pub begin_lost: bool,
+    /// None: still open when the stream ended.
+    pub end_ns: Option<u64>,
+    /// Its times are those of agent lines that could only be placed approximately.
+    pub approximate: bool,
+    pub parent: Option<u64>,
+    pub after: Vec<u64>,
+    pub error: Option<String>,
+    pub fields: Vec<(String, String)>,
+    pub critical: bool,
+    /// The account's step that this is, where no span is.
+    pub account: Option<usize>,
+    pub lane: usize,
+    /// Where in the lane: steps in one row do not overlap.
+    pub row: usize,
+}
+
+impl Step {
+    pub fn took_ns(&self) -> Option<u64> {
+        if self.begin_lost { None } else { Some(self.end_ns?.saturating_sub(self.begin_ns)) }
+    }
+
+    /// What a reader calls it: the name and the one field that tells it from its like.
+    pub fn label(&self) -> String {
+        let which = self.fields.iter().find(|(key, _)| key == "module" || key == "container");
+        match which {
+            Some((_, value)) => format!("{} {value}", self.name),
+            None => self.name.clone(),
+        }
+    }
+}
+
+/// Something that happened at one time.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Mark {
+    pub at_ns: u64,
+    pub approximate: bool,
+    pub name: String,
+    pub text: String,
+    pub side: Side,
+    pub gpu: Option<GpuName>,
+    pub tone: Tone,
+    /// `show` prints it only with -v.
+    pub detail: bool,
+    /// The step it happened in.
+    pub parent: Option<u64>,
+    pub lane: usize,
+    /// Fields of a report of a GPU's health; texts of other marks say all.
+    pub reported: Option<Fields>,
+}
+
+impl Mark {
+    /// Facts of a report of a GPU's health.
+    pub fn facts(&self) -> impl Iterator<Item = (String, String)> {
+        self.reported.iter().flatten().map(|(key, field)| (field_text(key), field_text(field.shown())))
+    }
+
+    /// Whether it is a report of a GPU's health.
+    pub fn is_report(&self) -> bool {
+        self.reported.is_some()
+    }
+}
+
+pub fn field_text(text: &str) -> String {
+    printable_start(text.as_bytes(), MAX_VALUE)
+}
