@@ -1,8 +1,23 @@
-//! The time before the kernel's clock: the guest's TSC starts near 0 when the VM's first CPU is made, CLOCK_BOOTTIME when the kernel sets up its timekeeping.
-//! Their difference at the first instruction of PID 1 is what VMM, firmware and the kernel's own first steps (decompression, early memory) took.
+//! The time before the kernel's clock: from TSC 0 of the guest until CLOCK_BOOTTIME 0, where the
+//! kernel sets up its timekeeping. Both clocks are read at the first instruction of PID 1.
 //!
-//! Only what was measured is told; whether it can be true is for the reader to judge (a VM that was migrated or restored has a TSC that began elsewhere).
-//! Invariant: the bound covers how well the TSC's frequency is known from two readings, not a TSC that differs from CPU to CPU.
+//! TSC 0 under KVM is one of two moments:
+//! - The making of the VM's first vCPU: KVM_CREATE_VCPU sets the TSC offset. The time then has the
+//!   devices that QEMU makes after its CPUs (VFIO pins guest memory there), QEMU's reset of the VM,
+//!   firmware, and the kernel's own first steps (decompression, early memory).
+//! - The end of that reset, just before the first instruction of the firmware. QEMU of 7.0 or newer
+//!   (its commit 5286c3662294) writes 1 to a TSC that has run. KVM keeps the offset where that
+//!   write is less than 1 s after that of the initial state (kvm_synchronize_tsc), else sets
+//!   a new one. A reset of passed-through devices, or a busy host, can take that long.
+//!
+//! Nothing in the guest distinguishes the two: the time is exact since TSC 0, and no more than the
+//! time since the first vCPU. Neither has what the VMM does before that vCPU: loading of its
+//! program, and allocation of guest memory in advance.
+//!
+//! Only what was measured is reported; the reader judges whether it can be true (a VM that was
+//! migrated or restored has a TSC that began elsewhere).
+//! Invariant: the bound covers how well the TSC's frequency is known from two readings, not a TSC
+//! that differs from CPU to CPU.
 
 use crate::clock::{boottime_ns, monotonic_raw_ns};
 
@@ -29,8 +44,11 @@ pub fn read() -> Option<Reading> {
 pub struct Before {
     /// Frequency of the TSC.
     pub hz: u64,
-    /// When CLOCK_BOOTTIME was 0, the TSC had run for so long. Negative for a TSC that began later, which that of a VM cannot.
+    /// Time from TSC 0 (the first vCPU's making, or the end of QEMU's reset: see above) until
+    /// CLOCK_BOOTTIME 0, in ns. Negative for a TSC that began later, which that of a new VM cannot.
     pub before_kernel_ns: i64,
+    /// `before_kernel_ns` is wrong by no more than this, in ns. The rate of the guest's clock
+    /// against the host's is not in it: see `host::clock::RATE_ERROR_PPM`.
     pub error_ns: u64,
 }
 

@@ -296,8 +296,9 @@ pub mod names {
     pub const AGENT_HOOK: &str = "agent.hook";
     /// CLOCK_REALTIME beside CLOCK_BOOTTIME, to place log lines that carry wall time. Fields: realtime_ns.
     pub const CLOCK: &str = "clock";
-    /// How far the TSC was when CLOCK_BOOTTIME was 0: what VMM, firmware and the kernel's first steps took, if the TSC began with the VM. Fields:
-    /// before_kernel_ns, error_ns, hz (of the TSC), clocksource. x86_64 only.
+    /// TSC when CLOCK_BOOTTIME was 0: the time since the VM's first vCPU was made, or since the end
+    /// of QEMU's reset of the VM where that took over 1 s (src/tsc.rs), if the TSC began with it.
+    /// Fields: before_kernel_ns, error_ns, hz (of the TSC), clocksource. x86_64 only.
     pub const CLOCK_TSC: &str = "clock.tsc";
     /// CLOCK_BOOTTIME minus the clock of the kernel's log, and how wrong that may be. Fields: offset_ns, error_ns (none: not bounded from above).
     pub const CLOCK_PRINTK: &str = "clock.printk";

@@ -261,8 +261,8 @@ fn clock_event() {
     tracing::info!(name: names::CLOCK, at_ns = before + (after - before) / 2, realtime_ns = realtime);
 }
 
-/// Reports the time between the VM's start and its kernel's clock, by the TSC at the first
-/// instruction of PID 1 and now.
+/// Reports the time between TSC 0 and the kernel's clock, by the TSC at the first instruction of
+/// PID 1 and now.
 fn report_before_kernel(boot: &Boot) {
     let Some((first, later)) = boot.stamps.tsc.zip(tsc::read()) else { return };
     let Some(before) = tsc::before_kernel(&first, &later) else { return };

@@ -7,7 +7,8 @@ use crate::host::data::boot_file::BootFile;
 use crate::pci::PciAddress;
 use std::collections::HashMap;
 
-/// The milestone before all others, where it is known: the VM's first CPU was made.
+/// The milestone before all others, where it is known: the guest's TSC was 0, as the VM's first CPU
+/// was made or QEMU's reset of the VM ended (src/tsc.rs).
 pub const VM_START: &str = "VM start";
 /// Where the account of a boot ends that never came to an end.
 pub const LAST_RECORD: &str = "last record";

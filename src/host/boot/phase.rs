@@ -118,7 +118,9 @@ pub mod derived {
     /// From the start of the VMM's process until the firmware or the kernel runs.
     pub const VMM: &str = "vmm";
     pub const FIRMWARE: &str = "firmware";
-    /// Both as one, by the guest's TSC: from the VM's first CPU until the kernel's clock begins, the kernel's own first steps included.
+    /// Both as one, by the guest's TSC: from the VM's first CPU, or from the end of QEMU's reset
+    /// where that took over 1 s (src/tsc.rs), until the kernel's clock begins, its own first steps
+    /// included.
     pub const VMM_FIRMWARE: &str = "vmm+firmware";
     /// From the kernel's start until it starts the first program.
     pub const KERNEL: &str = "kernel";

@@ -14,7 +14,9 @@ const MAX_BEFORE_KERNEL_NS: u64 = 3600 * 1_000_000_000;
 /// Samples of the hypervisor's clock that are used; the init takes two.
 const MAX_HOST_SAMPLES: usize = 64;
 
-/// What VMM, firmware and the kernel's first steps took.
+/// Time from TSC 0 until the kernel's clock began: firmware and the kernel's first steps, and the
+/// VMM's preparation since its first vCPU unless QEMU's reset set the TSC anew (src/tsc.rs). Both
+/// in ns.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 pub struct BeforeKernel {
     pub took_ns: u64,
