@@ -8,6 +8,8 @@ use super::stalls::{self, PROBES};
 use anyhow::{Context, Result, ensure};
 use kata_gpu_init::events::names;
 use kata_gpu_init::events::record::Record;
+use kata_gpu_init::host::clock::{RATE_ERROR_PPM, Wall};
+use kata_gpu_init::host::guest_clocks::{BeforeKernel, GuestClocks};
 use std::time::UNIX_EPOCH;
 
 pub const TESTS: &[VmTest] = &[
@@ -40,10 +42,12 @@ fn passed_through(context: &TestContext) -> Result<Outcome> {
 }
 
 /// One GPU that is there from the start, one that is plugged in; gives where QEMU mapped their BARs:
-/// of the first one in firmware and kernel alone, of the second one as it is bound.
+/// of the first one in firmware and kernel alone, of the second one as it is bound. The guest's
+/// report of the time before its kernel is compared with KVM's trace of its TSC offset.
 fn cold_and_hot(host: &mut EmulatedHost, image: &KvmImage, gpus: &[String]) -> Result<String> {
-    let trace = "-msg timestamp=on -trace vfio_listener_region_add_ram";
+    let trace = format!("-msg timestamp=on -trace {MAPPED} -trace {MAKES_VCPU} -trace {MADE_VCPU}");
     let devices = format!("{PORTS} -device {} {trace}", function(&gpus[0], 0));
+    trace_tsc_offsets(host)?;
     let guest = KvmGuest::start_with(host, image, "0a1b", "cold", 33, "testagent.containers=all:all", &devices)?;
     sent(host, &guest, &event(names::SETTLED))?;
     guest.wait_lines(host, 1, "\"msg\":\"container \\(created\\|failed\\)\"")?;
@@ -58,6 +62,7 @@ fn cold_and_hot(host: &mut EmulatedHost, image: &KvmImage, gpus: &[String]) -> R
     let boot = Boot::only(host, &guest)?;
     let all = mappings(&guest.console(host)?);
     let hot = &all[cold.len()..];
+    let tsc = compare_tsc(host, &guest, &boot)?;
 
     let began = boot.wall("init.start", |r| r.name == names::INIT_START)?;
     // The kernel offers a GPU that is plugged in to the driver at once: enabling is part of the probe.
@@ -71,23 +76,168 @@ fn cold_and_hot(host: &mut EmulatedHost, image: &KvmImage, gpus: &[String]) -> R
         !hot.is_empty() && hot.iter().all(|at| (first..last).contains(at)),
         "mapped at {hot:?} ns, there from {first} ns, bound at {last} ns"
     );
-    Ok(format!("mapped {} times by firmware and kernel, {} times when plugged in", cold.len(), hot.len()))
+    let (cold, hot) = (cold.len(), hot.len());
+    Ok(format!("mapped {cold} times by firmware and kernel, {hot} times when plugged in; {tsc}"))
 }
 
 /// Address in the guest of the GPU that is plugged in.
 const HOT: &str = "0000:02:00.0";
 
-/// CLOCK_REALTIME in ns of each mapping of a large BAR, as QEMU has traced it:
-/// `TIME vfio_listener_region_add_ram region_add [ram] FIRST - LAST [ADDRESS]`.
+/// QEMU's event of memory that it pins and maps for a passed-through function:
+/// `region_add [ram] FIRST - LAST [ADDRESS]`.
+const MAPPED: &str = "vfio_listener_region_add_ram";
+/// QEMU's event before KVM_CREATE_VCPU: `index: INDEX id: ID`.
+const MAKES_VCPU: &str = "kvm_init_vcpu";
+/// QEMU's event after KVM_CREATE_VCPU: `index: INDEX, id: ID, kvm fd: FD`.
+const MADE_VCPU: &str = "kvm_create_vcpu";
+/// QEMU and the host's kernel trace times in microseconds.
+const TRACE_NS: i64 = 1_000;
+
+/// CLOCK_REALTIME in ns and text of one event that QEMU has traced: `TIME EVENT TEXT`.
+fn traced<'a>(line: &'a str, event: &str) -> Option<(i64, &'a str)> {
+    let (time, rest) = line.split_once(' ')?;
+    let text = rest.strip_prefix(event)?.strip_prefix(' ')?;
+    let time = humantime::parse_rfc3339(time).ok()?.duration_since(UNIX_EPOCH).ok()?;
+    Some((i64::try_from(time.as_nanos()).ok()?, text))
+}
+
+/// CLOCK_REALTIME in ns of each mapping of a large BAR, as QEMU has traced it.
 fn mappings(log: &str) -> Vec<i64> {
     let parse = |line: &str| -> Option<i64> {
-        let (time, region) = line.split_once(" vfio_listener_region_add_ram region_add [ram] ")?;
+        let (time_ns, region) = traced(line, MAPPED)?;
         let mut ends = region.split_whitespace().filter_map(|word| u64::from_str_radix(word.strip_prefix("0x")?, 16).ok());
         let (first, last) = (ends.next()?, ends.next()?);
-        let time = humantime::parse_rfc3339(time).ok()?.duration_since(UNIX_EPOCH).ok()?;
-        (last - first + 1 == Size::BAR_BYTES).then(|| i64::try_from(time.as_nanos()).ok())?
+        (last - first + 1 == Size::BAR_BYTES).then_some(time_ns)
     };
     log.lines().filter_map(parse).collect()
+}
+
+/// The host's CLOCK_REALTIME in ns at one moment, from the least to the most that it can be.
+#[derive(Clone, Copy, Debug)]
+struct Span {
+    least_ns: i64,
+    most_ns: i64,
+}
+
+impl Span {
+    /// Both can be of the same moment.
+    fn meets(self, other: Self) -> bool {
+        self.least_ns <= other.most_ns && other.least_ns <= self.most_ns
+    }
+
+    fn length_ns(self) -> i64 {
+        self.most_ns - self.least_ns
+    }
+}
+
+/// The moment at which the guest's TSC was 0. `wall` is the host's time at which the guest read its
+/// TSC and CLOCK_BOOTTIME, `read_ns` the latter.
+fn tsc_zero(wall: Wall, read_ns: u64, before: BeforeKernel) -> Span {
+    let ran_ns = read_ns + before.took_ns;
+    // The guest's clock has counted `ran_ns`, at a rate that is not quite the host's.
+    let rate_ns = (ran_ns * RATE_ERROR_PPM).div_ceil(1_000_000);
+    let error_ns = (wall.error_ns + before.error_ns + rate_ns) as i64;
+    let zero_ns = wall.realtime_ns - ran_ns as i64;
+    Span { least_ns: zero_ns - error_ns, most_ns: zero_ns + error_ns }
+}
+
+/// The moment at which QEMU made the guest's first vCPU.
+fn first_vcpu_made(log: &str) -> Result<Span> {
+    let at = |event, first: &str| -> Result<i64> {
+        let mut events = log.lines().filter_map(|line| traced(line, event));
+        let found = events.find(|(_, text)| text.starts_with(first));
+        found.map(|(time_ns, _)| time_ns).with_context(|| format!("no {event} of {first:?}: {log}"))
+    };
+    let least_ns = at(MAKES_VCPU, "index: 0 ")?;
+    Ok(Span { least_ns, most_ns: at(MADE_VCPU, "index: 0,")? + TRACE_NS })
+}
+
+/// Makes the host's kernel trace each TSC offset that KVM sets, and the calls that can set one:
+/// KVM_CREATE_VCPU and KVM_SET_MSRS. Clock of the trace: CLOCK_TAI, here CLOCK_REALTIME.
+fn trace_tsc_offsets(host: &mut EmulatedHost) -> Result<()> {
+    host.run(&format!(
+        "mount -t tracefs none {TRACEFS} && cd {TRACEFS} && echo tai > trace_clock
+        echo 'cmd == 0xae41 || cmd == 0x4008ae89' > events/syscalls/sys_enter_ioctl/filter
+        echo 1 > events/syscalls/sys_enter_ioctl/enable
+        echo 1 > events/kvm/kvm_write_tsc_offset/enable"
+    ))
+    .context("trace KVM")
+    .map(drop)
+}
+
+const TRACEFS: &str = "/sys/kernel/tracing";
+
+/// The moments at which KVM changed the TSC offset of the first vCPU, in order. In either call KVM
+/// sets the TSC to 0 or 1, between entry of the call and the event of the offset.
+fn tsc_offsets_set(trace: &str) -> Vec<Span> {
+    // TASK-PID [CPU] FLAGS SECONDS.MICROSECONDS: TEXT
+    let parse = |line| -> Option<(&str, i64, &str)> {
+        let (task, rest) = str::split_once(line, " [")?;
+        let (front, text) = rest.split_once(": ")?;
+        let time = front.split_whitespace().last()?.replace('.', "");
+        Some((task.trim(), time.parse::<i64>().ok()? * 1_000, text))
+    };
+    let events: Vec<_> = trace.lines().filter_map(parse).collect();
+    let changed = |text: &str| {
+        let offsets = text.strip_prefix("kvm_write_tsc_offset: vcpu=0 prev=");
+        let offsets = offsets.and_then(|rest| rest.split_once(" next="));
+        offsets.is_some_and(|(before, after)| before != after)
+    };
+    let span = |(at, event): (usize, &(&str, i64, &str))| {
+        let (task, most_ns, _) = *event;
+        let mut earlier = events.iter().take(at);
+        let (_, least_ns, _) = earlier.rfind(|e| e.0 == task && e.2.starts_with("sys_ioctl("))?;
+        Some(Span { least_ns: least_ns - TRACE_NS, most_ns: most_ns + TRACE_NS })
+    };
+    events.iter().enumerate().filter(|(_, event)| changed(event.2)).filter_map(span).collect()
+}
+
+/// Checks `before_kernel_ns` of the guest's `clock.tsc` against the host's trace: the TSC was 0 as
+/// KVM last set its offset, within the errors that guest and collector state. Gives the figures.
+fn compare_tsc(host: &mut EmulatedHost, guest: &KvmGuest, boot: &Boot) -> Result<String> {
+    let made = first_vcpu_made(&guest.vmm_log(host)?)?;
+    // A traced system call makes all of them slower: not in what is measured after this.
+    let trace = host.run(&format!("cd {TRACEFS} && echo 0 > events/enable && cat trace"))?;
+    let offsets = tsc_offsets_set(&trace);
+    let (Some(first), Some(set)) = (offsets.first().copied(), offsets.last().copied()) else {
+        anyhow::bail!("no offset in KVM's trace: {trace}")
+    };
+    // The first offset is of KVM_CREATE_VCPU; both traces are of one clock. A later one is of
+    // QEMU's reset of the VM, where that took over 1 s: see src/tsc.rs.
+    ensure!(first.meets(made), "first offset in {first:?}, first vCPU made in {made:?}");
+
+    let clocks = GuestClocks::of(&boot.file.records);
+    let before = clocks.before_kernel;
+    let before = before.with_context(|| format!("no usable clock.tsc: {:?}", clocks.notes))?;
+    // The record's own time is that of the reading.
+    let record = boot.file.records.iter().find(|r| r.name == names::CLOCK_TSC);
+    let read_ns = record.context("no clock.tsc")?.boottime_ns;
+    let wall = boot.file.clock().wall_at(read_ns).context("no pings")?;
+    let zero_if = |took_ns| tsc_zero(wall, read_ns, BeforeKernel { took_ns, ..before });
+    let zero = zero_if(before.took_ns);
+    ensure!(zero.meets(set), "TSC 0 in {zero:?} by {before:?}, its offset set in {set:?}: {trace}");
+    // Negative controls: nothing before the kernel, and a time that is wrong by more than the bound
+    // on either side. The bound depends on the time by RATE_ERROR_PPM, less than a thousandth.
+    let bound_ns = (zero.length_ns() + set.length_ns()) as u64;
+    let wrong_ns = bound_ns + bound_ns / 1000 + 1;
+    for took_ns in [0, before.took_ns.saturating_sub(wrong_ns), before.took_ns + wrong_ns] {
+        ensure!(!zero_if(took_ns).meets(set), "{took_ns} ns would pass: {before:?}, {set:?}");
+    }
+
+    let started = host.run(&format!("stat -c %.9W {}", guest.vmm_log_path()))?;
+    let started: f64 = started.parse().context("birth of QEMU's log")?;
+    let s = |ns: i64| ns as f64 / 1e9;
+    let middle = |span: Span| s(span.least_ns + span.length_ns() / 2);
+    Ok(format!(
+        "TSC 0 {:.3} s before the kernel's clock, {:+.1} ms (+-{:.1}) from its offset (+-{:.1}), \
+        which was set {:.1} s after the first vCPU was made, {:.1} s after QEMU's start",
+        s(before.took_ns as i64),
+        (middle(zero) - middle(set)) * 1e3,
+        s(zero.length_ns()) * 500.0,
+        s(set.length_ns()) * 500.0,
+        middle(set) - middle(made),
+        middle(set) - started,
+    ))
 }
 
 /// What waits while QEMU maps the large BAR of a function that the init leaves alone.
@@ -127,4 +277,46 @@ fn judge(console: &str, absent: &[&str]) -> Result<String> {
         ensure!(stalls::waited(longest, window) == probe.waits, "{}, waits: {}", shown.join(", "), probe.waits);
     }
     Ok(shown.join(", "))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_offset_is_set_within_its_call_and_the_same_offset_again_sets_nothing() {
+        let trace = |reset: &str| {
+            let first = "CPU 0/KVM-296 [000] .....  1795.000001: sys_ioctl(fd: e, cmd: ae41, arg: 0)
+CPU 0/KVM-296 [000] d..1.  1795.000300: kvm_write_tsc_offset: vcpu=0 prev=0 next=18446743970
+CPU 1/KVM-297 [000] d..1.  1795.100000: kvm_write_tsc_offset: vcpu=1 prev=0 next=18446743970
+CPU 0/KVM-296 [000] .....  1797.000000: sys_ioctl(fd: f, cmd: 4008ae89, arg: 7f96)
+CPU 1/KVM-297 [000] .....  1797.000020: sys_ioctl(fd: 11, cmd: 4008ae89, arg: 7f95)
+CPU 0/KVM-296 [000] d..1.  1797.000050: kvm_write_tsc_offset: vcpu=0 prev=18446743970 next=";
+            format!("# tracer: nop\n{first}{reset}\n")
+        };
+        let set_us = |reset: &str| -> Vec<(i64, i64)> {
+            let spans = tsc_offsets_set(&trace(reset));
+            spans.iter().map(|s| (s.least_ns / 1_000, s.most_ns / 1_000)).collect()
+        };
+        let made = (1_795_000_000, 1_795_000_301);
+        assert_eq!(set_us("18446743970"), [made]);
+        assert_eq!(set_us("18446740000"), [made, (1_796_999_999, 1_797_000_051)]);
+        assert!(tsc_offsets_set("").is_empty());
+    }
+
+    #[test]
+    fn a_time_before_the_kernel_passes_within_its_bound_alone() {
+        let wall = Wall { realtime_ns: 1_795_000_000_000_000_000, error_ns: 1_000_000 };
+        let before = |took_ns| BeforeKernel { took_ns, error_ns: 500_000 };
+        let zero = |took_ns| tsc_zero(wall, 2_000_000_000, before(took_ns));
+        // 10 s at 100 ppm are 1 ms: with the others 2.5 ms.
+        let set_ns = wall.realtime_ns - 10_000_000_000;
+        let set = Span { least_ns: set_ns, most_ns: set_ns + 1_000 };
+        for took_ns in [7_997_502_000, 8_000_000_000, 8_002_499_000] {
+            assert!(zero(took_ns).meets(set), "{took_ns}: {:?}", zero(took_ns));
+        }
+        for took_ns in [0, 7_997_490_000, 8_002_502_000] {
+            assert!(!zero(took_ns).meets(set), "{took_ns}: {:?}", zero(took_ns));
+        }
+    }
 }

@@ -141,6 +141,16 @@ impl KvmGuest {
         host.run(&format!("cat /run/guests/{0}/serial.log /run/guests/{0}/qemu.log /run/guests/{0}/console.log", self.name))
     }
 
+    /// What its VMM has written.
+    pub fn vmm_log(&self, host: &mut EmulatedHost) -> Result<String> {
+        host.run(&format!("cat {}", self.vmm_log_path()))
+    }
+
+    /// The host's file with what its VMM has written; made just before the VMM's program is loaded.
+    pub fn vmm_log_path(&self) -> String {
+        format!("/run/guests/{}/qemu.log", self.name)
+    }
+
     /// Ends its VMM as a crash does.
     pub fn kill(&self, host: &mut EmulatedHost) -> Result<()> {
         host.run(&format!("kill -KILL $(cat /run/guests/{}/pid)", self.name)).map(drop)
