@@ -21,7 +21,6 @@
 use kata_gpu_init::config::module_parameters;
 use kata_gpu_init::driver_proc::{information, majors};
 use kata_gpu_init::sys::wait_open_complete;
-use nix::errno::Errno;
 use nix::fcntl::{OFlag, open};
 use nix::kmod::{ModuleInitFlags, finit_module};
 use nix::mount::{MsFlags, mount};
@@ -185,21 +184,9 @@ impl Script {
         let error_while_pending = polled[0].revents().is_some_and(|r| r.contains(PollFlags::POLLERR));
         let answer = wait_open_complete(&fd).map_err(|e| e.to_string())?;
         // Another request of the driver's: its own version check (210).
-        let other = other_request(&fd);
+        let other = crate::sys::check_version(&fd).err();
         Ok(vec![json!({ "pollerr": error_while_pending, "rc": answer.rc, "status": answer.adapter_status, "other": format!("{other:?}") })])
     }
-}
-
-mod request {
-    nix::ioctl_readwrite!(check_version, b'F', 210, [u8; 64]);
-}
-
-/// The errno of a request that only an opened GPU answers.
-fn other_request(fd: &OwnedFd) -> Option<Errno> {
-    use std::os::fd::AsRawFd;
-    let mut buffer = [0_u8; 64];
-    // SAFETY: the request's size says 64 bytes, which outlive the call.
-    unsafe { request::check_version(fd.as_raw_fd(), &raw mut buffer) }.err()
 }
 
 fn gpu_addresses() -> Vec<String> {

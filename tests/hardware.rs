@@ -125,15 +125,11 @@ fn change_root(root: &str) -> Result<(), String> {
 
 /// Leaves a child of PID 1, whatever PID 1 becomes.
 fn leave(act: impl FnOnce()) -> Result<(), String> {
-    // SAFETY: this process has one thread.
-    match unsafe { nix::unistd::fork() } {
-        Err(errno) => Err(errno.to_string()),
-        Ok(nix::unistd::ForkResult::Parent { .. }) => Ok(()),
-        Ok(nix::unistd::ForkResult::Child) => {
-            act();
-            std::process::exit(0)
-        }
-    }
+    let forked = kata_gpu_init::sys::fork_single_threaded((), |()| {
+        act();
+        0
+    });
+    forked.map(drop).map_err(|(errno, ())| errno.to_string())
 }
 
 fn leave_killer(word: &str) -> Result<(), String> {

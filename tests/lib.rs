@@ -10,6 +10,7 @@ pub mod serial_init;
 pub mod serial_services;
 pub mod services;
 pub use kata_gpu_schedule as schedule;
+pub mod sys;
 pub mod trap_init;
 pub mod ttrpc;
 pub mod vm;

@@ -3,6 +3,7 @@
 //! Faithful to the order and the conditions of 4.1.0, also where they look odd: what is mounted is asked of the *first* line of /proc/mounts, a
 //! /dev that cannot be mounted is put up with, everything else that fails is the end.
 
+use crate::sys;
 use nix::mount::{MsFlags, mount};
 use nix::sys::reboot::{RebootMode, reboot};
 use std::fmt::Display;
@@ -85,9 +86,10 @@ pub fn become_init(unified_cgroups: bool) {
     if leader().is_err() {
         power_off_silently();
     }
-    take_terminal();
-    // SAFETY: no other thread has been started yet.
-    unsafe { std::env::set_var("PATH", "/bin:/sbin/:/usr/bin/:/usr/sbin/") };
+    let _unused = sys::take_terminal(); // the real agent ignores a failure
+    if let Err(errno) = sys::set_path_single_threaded("/bin:/sbin/:/usr/bin/:/usr/sbin/") {
+        super::log::info("failed to set PATH", &[("error", &errno.to_string())]);
+    }
     let name = fs::read_to_string("/etc/hostname").unwrap_or_else(|_| "localhost".into());
     if nix::unistd::sethostname(name.split(' ').next().unwrap_or_default().trim()).is_err() {
         super::log::info("failed to set hostname", &[]);
@@ -125,13 +127,6 @@ fn enabled_controllers(text: &str) -> Vec<&'static str> {
         if whole { CONTROLLERS.into_iter().find(|c| *c == fields[0]) } else { None }
     };
     text.lines().filter_map(enabled).collect()
-}
-
-/// Standard input becomes the controlling terminal, taken from another session if need be. A failure is ignored.
-fn take_terminal() {
-    const STEAL: i32 = 1;
-    // SAFETY: TIOCSCTTY takes a plain number, and reads or writes no memory of this process.
-    let _unused = unsafe { nix::libc::ioctl(0, nix::libc::TIOCSCTTY as _, STEAL) };
 }
 
 /// What the sandbox asks of its root, also when the agent is not PID 1: that `/` is a mount point. In a chroot to a plain directory it is not.

@@ -7,11 +7,13 @@ use super::{log, words};
 use crate::protobuf::{Message, Value, bytes_of, fields, number_of};
 use crate::ttrpc::{Frame, PORT, REQUEST, RESPONSE};
 use anyhow::{Context, Result, bail};
-use nix::sys::socket::{AddressFamily, Backlog, SockFlag, SockType, VsockAddr, accept4, bind, listen, socket};
+use kata_gpu_init::sys::accept;
+use nix::fcntl::{FcntlArg, OFlag, fcntl};
+use nix::sys::socket::{AddressFamily, Backlog, SockFlag, SockType, VsockAddr, bind, listen, socket};
 use std::collections::HashMap;
 use std::fs::File;
 use std::io::Write;
-use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
+use std::os::fd::{AsRawFd, OwnedFd};
 use std::sync::{Arc, Mutex, PoisonError};
 
 /// Codes of gRPC.
@@ -33,10 +35,11 @@ pub fn listen_on_vsock() -> Option<OwnedFd> {
 /// Answers for ever.
 pub fn serve(listener: &OwnedFd, pod: &Arc<Pod>) {
     loop {
-        match accept4(listener.as_raw_fd(), SockFlag::SOCK_CLOEXEC) {
-            Ok(raw) => {
-                // SAFETY: accept4 has just returned it, and nothing else knows it.
-                let connection = File::from(unsafe { OwnedFd::from_raw_fd(raw) });
+        // A thread for each connection reads it, and waits.
+        let blocking = |fd: OwnedFd| fcntl(&fd, FcntlArg::F_SETFL(OFlag::empty())).map(|_| fd);
+        match accept(listener).and_then(blocking) {
+            Ok(connection) => {
+                let connection = File::from(connection);
                 let pod = Arc::clone(pod);
                 std::thread::spawn(move || converse(connection, &pod));
             }
