@@ -1,4 +1,6 @@
-//! The only place with `unsafe`: system calls for which neither std nor nix has a safe form. Each function says why it is sound.
+//! System calls for which neither std nor nix has a safe form. In the guest no other module is
+//! unsafe. Each block says why it is sound.
+#![allow(unsafe_code, reason = "system calls without a safe form in std or nix")]
 
 use nix::errno::Errno;
 use nix::sys::socket::SockFlag;

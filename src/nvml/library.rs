@@ -1,4 +1,5 @@
 //! NVML's side of the helper: questions to `libnvidia-ml.so.1`. Only `kata-gpu-nvml` has it.
+#![allow(unsafe_code, reason = "functions of NVML that nvml-wrapper lacks")]
 
 use super::{Answer, Clock, Confidential, Device, Environment, Fabric, FabricState, Facts, MigDevice, Remapped, Request};
 use crate::pci::PciAddress;
@@ -235,8 +236,12 @@ fn mig(nvml: &Nvml, device: &Handle, asked: &mut Asked) -> Vec<MigDevice> {
     (0..count).filter_map(|index| asked.some(&format!("MIG instance {index}"), one(index)).flatten()).collect()
 }
 
-/// Answer of a function that gives an instance's number.
-fn number(function: &unsafe extern "C" fn(nvmlDevice_t, *mut c_uint) -> nvmlReturn_t, instance: &Handle) -> Result<u32, NvmlError> {
+/// Function of NVML that writes the number of an instance.
+// SAFETY: a caller passes a handle of NVML's own and a pointer to an unsigned int: `number` does.
+type NumberFunction = unsafe extern "C" fn(nvmlDevice_t, *mut c_uint) -> nvmlReturn_t;
+
+/// Number of an instance, as `function` writes it.
+fn number(function: &NumberFunction, instance: &Handle) -> Result<u32, NvmlError> {
     let mut number = 0;
     // SAFETY: the handle is NVML's own and lives as long as the library; the pointer is to an unsigned
     // int of this frame, as the signature has it.

@@ -37,7 +37,6 @@ const UNSAFE: &[(&str, usize, &str)] = &[
     ("src/bin/kata-gpu-init.rs", 1, "#[unsafe(link_section)]: function that libc calls before main"),
     ("src/nvml/library.rs", 12, "functions of NVML that nvml-wrapper lacks"),
     ("src/host/system/vm.rs", 1, "pre_exec: a VMM dies with its test"),
-    ("src/host/system/watch.rs", 1, "registering a descriptor with tokio"),
 ];
 /// Parameters that texts outside src/config.rs name: the cure of an error, or the reason of a
 /// choice, for a person to read.

@@ -8,6 +8,7 @@
 //!
 //! Not a VM manager: no network, disks only for reading, one serial console into a file, and the host side of vsock as unix sockets:
 //! what the guest connects to at host port P arrives at `<uds>_P`, which must listen by then.
+#![allow(unsafe_code, reason = "pre_exec: a VMM dies with its parent")]
 
 use anyhow::{Context, Result, bail};
 use nix::errno::Errno;

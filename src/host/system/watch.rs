@@ -6,7 +6,5 @@ use tokio::io::unix::AsyncFd;
 
 /// Wakes when the descriptor can be read or written. It has to be non-blocking, and pollable (a socket, pipe or inotify instance).
 pub fn watch(fd: impl Into<OwnedFd>) -> io::Result<AsyncFd<OwnedFd>> {
-    let fd: OwnedFd = fd.into();
-    // SAFETY: an OwnedFd is open, stays open and is the same descriptor until it is dropped, and `AsyncFd` owns it from here on.
-    Ok(unsafe { AsyncFd::register(fd) }?)
+    crate::sys::async_fd(fd.into())
 }

@@ -40,7 +40,9 @@ static NOW: AtomicUsize = AtomicUsize::new(0);
 static MOST: AtomicUsize = AtomicUsize::new(0);
 
 // SAFETY: every call is handed on as it came; the counters touch no memory that is allocated here.
+#[allow(unsafe_code, reason = "an allocator that counts")]
 unsafe impl GlobalAlloc for Counting {
+    // SAFETY: the caller keeps the contract of GlobalAlloc, which is System's.
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         let now = NOW.fetch_add(layout.size(), Ordering::Relaxed) + layout.size();
         MOST.fetch_max(now, Ordering::Relaxed);
@@ -48,6 +50,7 @@ unsafe impl GlobalAlloc for Counting {
         unsafe { System.alloc(layout) }
     }
 
+    // SAFETY: the caller keeps the contract of GlobalAlloc, which is System's.
     unsafe fn dealloc(&self, memory: *mut u8, layout: Layout) {
         NOW.fetch_sub(layout.size(), Ordering::Relaxed);
         // SAFETY: as the caller promised for this very call.
