@@ -13,7 +13,7 @@ const INIT_BYTES: u64 = 3 * 1000 * 1000;
 #[test]
 fn the_guest_links_what_it_is_allowed_to() {
     let output = Command::new(env!("CARGO"))
-        .args(["tree", "--offline", "-p", "kata-gpu-init", "-e", "normal", "--depth", "1", "--prefix", "none", "--format", "{p}"])
+        .args(["tree", "--frozen", "-p", "kata-gpu-init", "-e", "normal", "--depth", "1", "--prefix", "none", "--format", "{p}"])
         .current_dir(project())
         .output()
         .unwrap();

@@ -72,6 +72,7 @@ mod schedule_optimum;
 mod schedule_properties;
 mod replace_init;
 mod schema;
+mod scripts;
 #[cfg(feature = "host")]
 mod tree;
 #[cfg(feature = "host")]

@@ -35,7 +35,8 @@ pub fn program() -> PathBuf {
     }
     let program = std::env::current_exe().unwrap().ancestors().nth(2).unwrap().join("kata-gpu-boot");
     BUILT.call_once(|| {
-        let words = ["build", "-q", "--features", "host", "-p", "kata-gpu-init", "-p", "kata-gpu-tests", "--bin", "kata-gpu-boot"];
+        let words =
+            ["build", "--locked", "-q", "--features", "host", "-p", "kata-gpu-init", "-p", "kata-gpu-tests", "--bin", "kata-gpu-boot"];
         let status = Command::new(env!("CARGO")).args(words).current_dir(crate::project()).status().unwrap();
         assert!(status.success() && program.exists(), "build {}", program.display());
     });
