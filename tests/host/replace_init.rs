@@ -13,14 +13,14 @@ use std::os::unix::fs::{MetadataExt, PermissionsExt, symlink};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 
-/// Whether it can run here: its tools are there where initrd/setup has run.
+/// Whether it can run here: its tools are there where tests/setup has run.
 fn cannot_run() -> bool {
     let there = |name: &str| ["/usr/bin", "/bin", "/usr/sbin", "/sbin"].iter().any(|directory| Path::new(directory).join(name).exists());
     let missing: Vec<&str> =
         ["mkfs.erofs", "fsck.erofs", "mkfs.ext4", "debugfs", "sfdisk"].into_iter().filter(|name| !there(name)).collect();
-    assert!(missing.is_empty() || std::env::var_os("KATA_GPU_BUILT").is_none(), "{missing:?}: initrd/setup installs them");
+    assert!(missing.is_empty() || std::env::var_os("KATA_GPU_BUILT").is_none(), "{missing:?}: tests/setup installs them");
     if !missing.is_empty() {
-        eprintln!("skipped: no {} here (initrd/setup installs them)", missing.join(", "));
+        eprintln!("skipped: no {} here (tests/setup installs them)", missing.join(", "));
     }
     !missing.is_empty()
 }

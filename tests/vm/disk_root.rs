@@ -20,7 +20,7 @@ const FIRST: u64 = 6144;
 const SECTORS: u64 = 64 << 11;
 
 fn done(command: &mut Command) -> Result<()> {
-    let output = command.output().with_context(|| format!("run {command:?} (initrd/setup installs it)"))?;
+    let output = command.output().with_context(|| format!("run {command:?} (tests/setup installs it)"))?;
     ensure!(output.status.success(), "{command:?}: {}\n{}", output.status, String::from_utf8_lossy(&output.stderr));
     Ok(())
 }

@@ -109,7 +109,7 @@ mod host {
 
     fn done(command: &mut Command) -> Result<String> {
         command.env("PATH", "/usr/sbin:/sbin:/usr/bin:/bin");
-        let output = command.output().with_context(|| format!("run {command:?} (initrd/setup installs it)"))?;
+        let output = command.output().with_context(|| format!("run {command:?} (tests/setup installs it)"))?;
         ensure!(output.status.success(), "{command:?}: {}\n{}", output.status, String::from_utf8_lossy(&output.stderr));
         Ok(String::from_utf8_lossy(&output.stdout).into_owned())
     }

@@ -20,11 +20,11 @@ pub fn skip(why: &str) {
     eprintln!("skipped: {why}");
 }
 
-/// What initrd/setup puts there; None, with the reason printed, where it is not.
+/// What tests/setup puts there; None, with the reason printed, where it is not.
 pub fn tool(path: &str) -> Option<PathBuf> {
     let tool = crate::project().join("target/tools").join(path);
     if !tool.exists() {
-        skip(&format!("{} is not there: initrd/setup gets it", tool.display()));
+        skip(&format!("{} is not there: tests/setup gets it", tool.display()));
         return None;
     }
     Some(tool)
