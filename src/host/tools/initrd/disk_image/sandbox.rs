@@ -238,6 +238,7 @@ fn locked(path: &Path) -> Result<MsFlags> {
         (FsFlags::ST_NOEXEC, MsFlags::MS_NOEXEC),
         (FsFlags::ST_NOATIME, MsFlags::MS_NOATIME),
         (FsFlags::ST_NODIRATIME, MsFlags::MS_NODIRATIME),
+        #[cfg(not(target_env = "musl"))] // nix lacks the flag; a remount keeps relatime anyway
         (FsFlags::ST_RELATIME, MsFlags::MS_RELATIME),
     ];
     Ok(pairs.into_iter().filter(|(fs, _)| flags.contains(*fs)).fold(MsFlags::empty(), |all, (_, ms)| all | ms))
