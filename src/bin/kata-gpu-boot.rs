@@ -4,7 +4,6 @@ use clap::{Parser, Subcommand};
 use kata_gpu_init::host::cli::{
     blame, cdi, collect, compare, coverage, critical_path, demo, export, follow, import, initrd, install, list, show, stats, uninstall,
 };
-
 use std::process::ExitCode;
 
 /// See how Kata guests with NVIDIA GPUs start: what took how long, on whose side.

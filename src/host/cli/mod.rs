@@ -5,6 +5,9 @@ pub mod blame;
 pub mod boot_args; // which boot and which part of it, for the subcommands that account for one
 #[cfg(feature = "host")]
 pub mod cdi;
+#[cfg(not(feature = "host"))]
+#[path = "cdi_not_built.rs"]
+pub mod cdi;
 pub mod collect;
 pub mod compare;
 pub mod coverage;
