@@ -1,9 +1,14 @@
 //! The agent's way from a device name to an injected device: the crate it uses, and its loop of tries, with the same errors final and the same waited for.
 
-use container_device_interface::cache::{CdiOption, new_cache, with_auto_refresh};
-use container_device_interface::spec_dirs::with_spec_dirs;
+#[cfg(feature = "cdi")]
+use container_device_interface::{
+    cache::{Cache, new_cache as new_shared_cache, with_auto_refresh},
+    spec_dirs::with_spec_dirs,
+};
 use oci_spec::runtime::Spec;
 use std::collections::HashSet;
+#[cfg(feature = "cdi")]
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 /// The one directory the agent reads.
@@ -13,6 +18,15 @@ const TRY_EVERY: Duration = Duration::from_secs(1);
 
 /// What a try ended with, for the log.
 pub type OnFailedTry<'a> = &'a mut dyn FnMut(u64, &str);
+
+/// The specs of a directory, before the crate that the agent uses.
+#[cfg(feature = "cdi")]
+fn new_cache(directory: &str) -> Arc<Mutex<Cache>> {
+    new_shared_cache(vec![with_auto_refresh(false), with_spec_dirs(&[directory])])
+}
+/// Without that crate, for the demo.
+#[cfg(not(feature = "cdi"))]
+use super::cdi_json::new_cache;
 
 /// Devices of the asked names whose kind is there and does not list them.
 fn unsatisfiable(available: &[String], asked: &[String]) -> Vec<String> {
@@ -34,8 +48,7 @@ pub fn inject(
     sleep: &dyn Fn(Duration),
     on_failed_try: OnFailedTry,
 ) -> Result<u64, (u64, String)> {
-    let options: Vec<CdiOption> = vec![with_auto_refresh(false), with_spec_dirs(&[directory])];
-    let cache = new_cache(options);
+    let cache = new_cache(directory);
     for i in 0..=timeout_s {
         let (missing, result) = {
             let mut cache = cache.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
