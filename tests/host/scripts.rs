@@ -1,12 +1,11 @@
-//! Checks of the shell scripts: cargo takes the crates that the lock files name, and changes none of
-//! these files.
+//! Checks of the shell scripts: cargo takes the crates that the lock files name, and changes none
+//! of these files; packages come from the machine's own archive, not from one that a script names.
 
 use crate::project;
 use std::path::{Path, PathBuf};
 
-/// Subcommands of cargo that resolve dependencies, and write Cargo.lock where that is not forbidden.
-const RESOLVING: &[&str] =
-    &["bench", "build", "check", "clippy", "doc", "fetch", "install", "metadata", "run", "rustc", "test", "tree", "vendor"];
+/// Subcommands of cargo that resolve dependencies, and write Cargo.lock where nothing forbids that.
+const RESOLVING: &str = "bench build check clippy doc fetch install metadata run test tree vendor";
 /// Options that forbid the change.
 const LOCKING: &[&str] = &["--locked", "--frozen"];
 
@@ -36,9 +35,11 @@ fn unlocked(text: &str) -> Vec<String> {
     let may_change = |line: &&str| {
         let mut commands = line.split("cargo ").skip(1);
         commands.any(|command| {
-            // In quotes, brackets or an assignment; options that precede the subcommand name others.
+            // Quotes and brackets end a word, too.
             let mut words = command.split(|c: char| c.is_whitespace() || "\"'`()|;&".contains(c));
-            words.next().is_some_and(|word| RESOLVING.contains(&word)) && !words.any(|word| LOCKING.contains(&word))
+            let subcommand = words.next();
+            let is_resolving = RESOLVING.split(' ').any(|word| subcommand == Some(word));
+            is_resolving && !words.any(|word| LOCKING.contains(&word))
         })
     };
     text.lines().filter(may_change).map(|line| line.trim().to_string()).collect()
@@ -47,17 +48,41 @@ fn unlocked(text: &str) -> Vec<String> {
 #[test]
 fn no_script_changes_a_lock_file_of_cargo() {
     let all = scripts(&project());
-    let names: Vec<_> = all.iter().map(|path| path.strip_prefix(project()).unwrap().to_str().unwrap()).collect();
-    for name in [".ci/run", "Dockerfile.initrd", "initrd/demo", "tests/run", "tests/fuzz/run", "rootfs-builder/build"] {
-        assert!(names.contains(&name), "{name} is not among {names:?}");
+    for name in [".ci/run", "Dockerfile.initrd", "initrd/demo", "tests/run", "tests/fuzz/run"] {
+        assert!(all.contains(&project().join(name)), "{name} is not among {all:?}");
     }
-    for (path, name) in all.iter().zip(names) {
-        let found = unlocked(&std::fs::read_to_string(path).unwrap());
-        assert!(found.is_empty(), "{name}: add --locked: {found:#?}");
+    for path in all {
+        let found = unlocked(&std::fs::read_to_string(&path).unwrap());
+        assert!(found.is_empty(), "{}: add --locked: {found:#?}", path.display());
     }
     // Negative control.
-    let text = "cargo fmt --all\ncargo build --locked -q\nbuild \"the init\" cargo build -q\n\
-                cargo clippy \\\n    --frozen\n[ \"$(cargo test -q)\" ] || cargo test --locked\ncargo run";
-    let found = ["build \"the init\" cargo build -q", "[ \"$(cargo test -q)\" ] || cargo test --locked", "cargo run"];
-    assert_eq!(unlocked(text), found);
+    let found = ["build 'the init' cargo build -q", "[ \"$(cargo test -q)\" ] || :", "cargo run"];
+    let kept = "cargo fmt --all\ncargo build --locked -q\ncargo clippy \\\n    --frozen";
+    assert_eq!(unlocked(&format!("{kept}\n{}", found.join("\n"))), found);
+}
+
+/// Hosts that packages can be had from.
+const ARCHIVES: &[&str] = &["debian.org", "ubuntu.com", "nvidia.com/compute", "nvidia.github.io"];
+
+/// Lines that name such a host.
+fn archives(text: &str) -> Vec<&str> {
+    text.lines().filter(|line| ARCHIVES.iter().any(|host| line.contains(host))).collect()
+}
+
+#[test]
+fn no_script_names_an_archive_of_packages() {
+    let folder = project().join("rootfs-builder");
+    let inner = |name| std::fs::read_dir(folder.join(name)).unwrap().flatten();
+    let pages = ["README.md", "rootfs-builder/README.md", "initrd/README.md", "tests/README.md"];
+    let mut all = scripts(&project());
+    all.extend(inner("parts").chain(inner("distributions")).map(|entry| entry.path()));
+    all.extend(pages.iter().map(|page| project().join(page)));
+    assert!(all.iter().any(|path| path.ends_with("distributions/debian-13")), "{all:?}");
+    for path in all {
+        let text = std::fs::read_to_string(&path).unwrap();
+        assert_eq!(archives(&text), [""; 0], "{}", path.display());
+    }
+    // Negative control.
+    let named = "mirror=http://deb.debian.org/debian";
+    assert_eq!(archives(&format!("suite=trixie\n{named}")), [named]);
 }
