@@ -8,8 +8,8 @@ use super::stalls::{self, PROBES};
 use anyhow::{Context, Result, ensure};
 use kata_gpu_init::events::names;
 use kata_gpu_init::events::record::Record;
-use kata_gpu_init::host::clock::{RATE_ERROR_PPM, Wall};
-use kata_gpu_init::host::guest_clocks::{BeforeKernel, GuestClocks};
+use kata_gpu_init::host::data::clock::{RATE_ERROR_PPM, Wall};
+use kata_gpu_init::host::data::guest_clocks::{BeforeKernel, GuestClocks};
 use std::time::UNIX_EPOCH;
 
 pub const TESTS: &[VmTest] = &[
