@@ -12,5 +12,7 @@ pub mod services;
 pub use kata_gpu_schedule as schedule;
 pub mod sys;
 pub mod trap_init;
+#[cfg(feature = "host")]
+pub mod trials;
 pub mod ttrpc;
 pub mod vm;
