@@ -3,26 +3,12 @@
 #[cfg(feature = "host")]
 mod accounting;
 mod budgets;
-#[cfg(feature = "host")] // for its stand-ins of libraries
-mod driver_roots;
-#[cfg(feature = "host")]
-mod cdi_beside;
-#[cfg(feature = "host")]
-mod cdi_check;
-#[cfg(feature = "host")]
-mod cdi_generate;
+mod cdi;
 #[cfg(feature = "host")]
 mod collect;
-mod container;
 mod documents;
 #[cfg(feature = "host")]
-mod container_roots;
-#[cfg(feature = "host")]
 mod export;
-#[cfg(feature = "host")]
-mod export_page;
-#[cfg(feature = "host")]
-mod export_perfetto;
 #[cfg(feature = "host")]
 mod fleet;
 #[cfg(feature = "host")]
@@ -33,45 +19,13 @@ mod goldens;
 #[cfg(feature = "host")]
 mod hostile_soak;
 mod hooks;
-mod hooks_attacks;
-mod hooks_faults;
 #[cfg(feature = "host")]
 mod install;
-#[cfg(feature = "host")]
-mod install_attacks;
-#[cfg(feature = "host")]
-mod install_check;
-#[cfg(feature = "host")]
-mod install_image;
-#[cfg(feature = "host")]
-mod install_manifests;
-#[cfg(feature = "host")]
-mod install_node;
-#[cfg(feature = "host")]
-mod install_refusals;
 mod initrd;
-#[cfg(feature = "host")]
-mod initrd_hostile;
-#[cfg(feature = "host")]
-mod initrd_manifest;
-#[cfg(feature = "host")]
-mod initrd_output;
-#[cfg(feature = "host")]
-mod initrd_repack;
-#[cfg(feature = "host")]
-mod initrd_verify;
-mod hooks_reads;
 mod layers;
-mod ldconfig;
 mod modules;
 mod nvml;
-mod oracle;
-mod publications;
-mod schedule_model;
-mod schedule_optimum;
-mod schedule_properties;
-mod replace_init;
-mod schema;
+mod schedule;
 mod scripts;
 #[cfg(feature = "host")]
 mod tree;

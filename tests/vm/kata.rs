@@ -2,8 +2,8 @@
 //! kata-agent, with the guest installed as a user installs it. What stands in is the GPU alone.
 
 use super::container_roots::{has_the_guests_libcuda, said};
+use super::emulated_host::guests::event;
 use super::harness::{BOOTS, Guest, KataHost, Outcome, Setup, Shim, TestContext, VmTest, agent};
-use super::host_guests::event;
 use super::{disk_root, extensions, inside};
 use anyhow::{Context, Result, ensure};
 use base64::Engine;

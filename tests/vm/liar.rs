@@ -1,4 +1,4 @@
-//! Guest half of [`super::host_guests`]: a guest that lies about itself to the collector, from a
+//! Guest half of [`super::emulated_host::guests`]: a guest that lies about itself to the collector, from a
 //! socket of its own beside the init's.
 
 use super::guest::wait_for;

@@ -28,6 +28,8 @@ mod containers;
 #[cfg(feature = "host")]
 mod disk_root;
 #[cfg(feature = "host")]
+mod emulated_host;
+#[cfg(feature = "host")]
 mod events;
 mod extensions;
 #[cfg(feature = "host")]
@@ -36,12 +38,6 @@ mod fabric;
 mod faults;
 #[cfg(feature = "host")]
 mod guest_lives;
-#[cfg(feature = "host")]
-mod host_clock;
-#[cfg(feature = "host")]
-mod host_guests;
-#[cfg(feature = "host")]
-mod host_root;
 #[cfg(feature = "host")]
 mod hot_plug;
 #[cfg(feature = "host")]
@@ -55,8 +51,6 @@ mod modules;
 #[cfg(feature = "host")]
 mod nvml;
 #[cfg(feature = "host")]
-mod passthrough;
-#[cfg(feature = "host")]
 mod readers;
 #[cfg(feature = "host")]
 mod real_driver;
@@ -66,8 +60,6 @@ mod reasons;
 mod resets;
 #[cfg(feature = "host")]
 mod rootfs;
-#[cfg(feature = "host")]
-mod service;
 #[cfg(feature = "host")]
 pub mod services;
 #[cfg(feature = "host")]
@@ -115,10 +107,10 @@ pub const TESTS: &[&[harness::VmTest]] = &[
     extensions::TESTS,
     real_driver::TESTS,
     rootfs::TESTS,
-    service::TESTS,
-    host_guests::TESTS,
-    host_clock::TESTS,
-    host_root::TESTS,
-    passthrough::TESTS,
+    emulated_host::service::TESTS,
+    emulated_host::guests::TESTS,
+    emulated_host::clock::TESTS,
+    emulated_host::root::TESTS,
+    emulated_host::passthrough::TESTS,
     kata::TESTS,
 ];

@@ -1,5 +1,8 @@
 //! `kata-gpu-boot export` before the programs that read what it writes: Perfetto's own protos, and a browser.
 
+mod page;
+mod perfetto;
+
 use crate::{TempDir, project};
 use kata_gpu_init::host::cli::export::{Format, bytes};
 use kata_gpu_init::host::data::agent_log;

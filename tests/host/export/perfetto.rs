@@ -11,7 +11,7 @@ use std::path::Path;
 /// The release that was tried.
 const PERFETTO: Package = Package { name: "perfetto==0.59.1", module: "perfetto.protos.perfetto.trace.perfetto_trace_pb2" };
 /// Reads a trace with the official messages and writes what is in it as JSON: tracks, slices by track (matched as a stack), clocks.
-const READER: &str = include_str!("export_perfetto.py");
+const READER: &str = include_str!("perfetto.py");
 
 fn read(python: &Path, trace: &[u8]) -> Result<Value, String> {
     let dir = TempDir::new(&format!("perfetto-{}", trace.len()));

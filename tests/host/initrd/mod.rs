@@ -1,5 +1,17 @@
 //! `kata-gpu-boot initrd pack`, `ls`, `diff`: the same bytes for the same files, and what other programs make of them.
 
+#[cfg(feature = "host")]
+mod hostile;
+#[cfg(feature = "host")]
+mod manifest;
+#[cfg(feature = "host")]
+mod output;
+#[cfg(feature = "host")]
+mod repack;
+mod replace_init;
+#[cfg(feature = "host")]
+pub mod verify;
+
 use crate::TempDir;
 use kata_gpu_init::host::data::text::Screen;
 use kata_gpu_init::host::tools::initrd::diff;

@@ -1,7 +1,7 @@
 //! A guest under KVM whose root is a folder of the emulated host, by virtio-fs: read-only, with the
 //! init as /sbin/init.
 
-use super::harness::{AgentLine, EmulatedHost, Guest, KvmGuest, KvmImage, Outcome, SHARED, Size, TestContext, VmTest};
+use crate::vm::harness::{AgentLine, EmulatedHost, Guest, KvmGuest, KvmImage, Outcome, SHARED, Size, TestContext, VmTest};
 use anyhow::{Context, Result, ensure};
 use std::os::unix::fs::symlink;
 use std::path::PathBuf;

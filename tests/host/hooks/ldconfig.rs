@@ -1,6 +1,6 @@
 //! The library cache that the hook writes, compared with the one that the machine's own `ldconfig` writes for the same root.
 
-use crate::container::{Container, DRIVER, LIBS};
+use crate::hooks::container::{Container, DRIVER, LIBS};
 use kata_gpu_init::cdi::ld_so_cache;
 use kata_gpu_init::elf::stand_in;
 use std::fs;

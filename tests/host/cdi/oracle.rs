@@ -76,7 +76,7 @@ fn inject(test: &str, devices: &[Device], ask: &str) -> Result<Vec<String>, Stri
     let common = [node(CONTROL, 195, 255), node(UVM, 240, 0)];
     let options = Options { namings: vec![Naming::Index, Naming::Uuid], ..Options::default() };
     let spec = generate(devices, &common, None, &options);
-    crate::schema::fits(&spec.to_json());
+    crate::cdi::schema::fits(&spec.to_json());
     Publisher::new(&directory.0).unwrap().publish(&spec).unwrap();
     let [kata3, kata4] = inject_from(&directory.0, ask);
     assert_eq!(kata3, kata4, "the agents differ");

@@ -38,7 +38,7 @@ pub fn ours(root: &Path, options: &Options) -> (Spec, Vec<String>) {
 }
 
 pub fn value(spec: &Spec) -> Value {
-    crate::schema::fits(&spec.to_json());
+    crate::cdi::schema::fits(&spec.to_json());
     serde_json::from_slice(&spec.to_json()).unwrap()
 }
 
@@ -231,7 +231,7 @@ fn yaml_and_json_say_the_same_and_a_file_is_replaced_whole() {
     assert!(text.starts_with("cdiVersion: \"0.5.0\"\n") && text.contains("\n  - containerEdits:\n"), "{text}");
     let json: Value = serde_json::from_slice(&run(&root, &["generate"]).stdout).unwrap();
     // The crate that agents read it with is the judge of both, and so is the schema.
-    crate::schema::fits(text.as_bytes());
+    crate::cdi::schema::fits(text.as_bytes());
     let read = |path: &Path| container_device_interface::spec::read_spec(&path.to_path_buf(), 0).unwrap();
     let other = folder.0.join("nvidia.json");
     std::fs::write(&other, serde_json::to_vec(&json).unwrap()).unwrap();
@@ -248,7 +248,7 @@ pub fn character_device(root: &Path, path: &str, major: u64, minor: u64) {
 
 /// What a container gets of each device, in both agents' view: nodes, cgroup rules, mounts, variables, hooks.
 pub fn judged(path: &Path) -> Vec<(String, [usize; 5])> {
-    crate::schema::fits(&std::fs::read(path).unwrap());
+    crate::cdi::schema::fits(&std::fs::read(path).unwrap());
     let question = Question { look: Look::Nowhere, agents: Agents::BOTH, devices: Vec::new(), require_resolvable: true };
     let report = check(input::read(path).unwrap(), &question).unwrap();
     assert!(!report.has_errors(), "{:#?}", report.findings);

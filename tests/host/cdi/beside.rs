@@ -1,6 +1,6 @@
 //! Specs of what is besides plain GPUs, and of every odd root: each before both agents' crates and the schema.
 
-use crate::cdi_generate::{character_device, judged, list, ours, root, run, value};
+use crate::cdi::generate::{character_device, judged, list, ours, root, run, value};
 use crate::{TempDir, project, tree};
 use kata_gpu_init::cdi::devices::{OTHERS, Places};
 use kata_gpu_init::cdi::schema::Edits;

@@ -1,7 +1,7 @@
 //! Hostile images. Whatever they have: nothing beside the container's root changes, every hook ends soon, and it ends with a
 //! clear error or with an effect inside the root. Each check is tried on a hook that does not care, too.
 
-use crate::container::{Container, DRIVER, LIBS, tree, with_section};
+use crate::hooks::container::{Container, DRIVER, LIBS, tree, with_section};
 use kata_gpu_init::cdi::hooks::Outcome;
 use kata_gpu_init::elf::stand_in;
 use nix::fcntl::{AT_FDCWD, RenameFlags, renameat2};
@@ -527,7 +527,7 @@ impl Swapper {
             pairs.extend([path, other].map(|p| p.to_str().unwrap().to_string()));
         }
         let mut command = Command::new(std::env::current_exe().unwrap());
-        command.args(["--exact", "hooks_attacks::swapper", "--ignored", "--nocapture"]).env(SWAPS, pairs.join("\n"));
+        command.args(["--exact", "hooks::attacks::swapper", "--ignored", "--nocapture"]).env(SWAPS, pairs.join("\n"));
         let mut child = command.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
         let mut first = String::new();
         // It says when it has begun.

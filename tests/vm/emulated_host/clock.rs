@@ -1,9 +1,9 @@
 //! The host's clock as a guest under KVM sees it by ptp_kvm, beside what the collector's pings say of
 //! it: both hold at once, and see what is done to the host's clock.
 
-use super::harness::{DEADLINE, EmulatedHost, Guest, KvmGuest, KvmImage, Outcome, Size, TestContext, VmTest};
-use super::host_guests::{Boot, SERVICE, event, sent};
+use super::guests::{Boot, SERVICE, event, sent};
 use super::service;
+use crate::vm::harness::{DEADLINE, EmulatedHost, Guest, KvmGuest, KvmImage, Outcome, Size, TestContext, VmTest};
 use anyhow::{Context, Result, ensure};
 use kata_gpu_init::events::names;
 use kata_gpu_init::host::data::clock::{Clock, RATE_ERROR_PPM, Sample};

@@ -1,7 +1,7 @@
 //! Hooks that fail half-way, and runtimes that give them nonsense: the container stays as it was, and the error says what was wrong with what.
 
-use crate::container::{Container, LIBS, as_a_process, tree};
-use crate::hooks_attacks::{NONE, PREPARE, in_own_mounts, surroundings};
+use crate::hooks::attacks::{NONE, PREPARE, in_own_mounts, surroundings};
+use crate::hooks::container::{Container, LIBS, as_a_process, tree};
 use crate::project;
 use nix::mount::{MsFlags, mount};
 use nix::sys::stat::Mode;

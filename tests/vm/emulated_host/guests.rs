@@ -1,8 +1,9 @@
 //! Guests under a real KVM with real AF_VSOCK, beside each other on the emulated host, and the
 //! collector as the printed unit runs it: which boot is whose is decided by the CID alone.
 
-use super::harness::{BOOTS, EmulatedHost, Guest, KvmGuest, KvmImage, Outcome, Size, TestContext, VmTest, complete};
-use super::{liar, service};
+use super::service;
+use crate::vm::harness::{BOOTS, EmulatedHost, Guest, KvmGuest, KvmImage, Outcome, Size, TestContext, VmTest, complete};
+use crate::vm::liar;
 use anyhow::{Context, Result, bail, ensure};
 use kata_gpu_init::events::names;
 use kata_gpu_init::events::record::{Kind, Line, Record, decode};
@@ -11,10 +12,10 @@ use kata_gpu_init::host::data::clock::{Clock, Wall};
 
 pub const TESTS: &[VmTest] = &[VmTest { name: "emulated_host_keeps_the_boots_of_its_guests_apart_by_cid_over_af_vsock", run: kept_apart }];
 
-pub(super) const SERVICE: &str = "kata-gpu-boot.service";
+pub(in crate::vm) const SERVICE: &str = "kata-gpu-boot.service";
 
 /// A boot as its file has it.
-pub(super) struct Boot {
+pub(in crate::vm) struct Boot {
     pub id: String,
     pub file: BootFile,
     /// As they stand there, one that stands there twice twice.
@@ -102,13 +103,13 @@ impl Boot {
 }
 
 /// Waits until a file that a guest has sent to has this text.
-pub(super) fn sent(host: &mut EmulatedHost, guest: &KvmGuest, text: &str) -> Result<()> {
+pub(in crate::vm) fn sent(host: &mut EmulatedHost, guest: &KvmGuest, text: &str) -> Result<()> {
     let peer = guest.peer();
     let look = format!("cd {BOOTS} && files=$(grep -lF '\"peer\":\"{peer}\"' *.ndjson) && grep -qF '{text}' $files");
     host.until(&format!("{text:?} of {peer}"), &look).map(drop)
 }
 
-pub(super) fn event(name: &str) -> String {
+pub(in crate::vm) fn event(name: &str) -> String {
     format!("\"kind\":\"event\",\"name\":\"{name}\"")
 }
 

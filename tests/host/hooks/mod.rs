@@ -1,7 +1,15 @@
-//! The container hooks on containers as they are meant to be; for the others see `hooks_attacks`.
+//! The container hooks on well-formed containers; hostile ones are in attacks.rs.
 
-use crate::container::{Container, DRIVER, LIBS, as_a_process, tree, with_section};
-use crate::ldconfig::{comparable, ldconfig};
+mod attacks;
+mod container;
+#[cfg(feature = "host")]
+mod container_roots;
+mod faults;
+mod ldconfig;
+mod reads;
+
+use crate::hooks::container::{Container, DRIVER, LIBS, as_a_process, tree, with_section};
+use crate::hooks::ldconfig::{comparable, ldconfig};
 use kata_gpu_init::cdi::hooks;
 use std::fs::{self, File};
 use std::io::Write;

@@ -1,8 +1,16 @@
-//! `kata-gpu-boot install` and `uninstall` on configurations with the public keys of both runtimes: the drop-in, what becomes effective, and that
-//! uninstall leaves everything as it was. Reasons to refuse are in install_refusals.rs, hostile files in install_attacks.rs.
+//! `kata-gpu-boot install` and `uninstall` on configurations with the public keys of both runtimes: the
+//! drop-in, what becomes effective, and that uninstall leaves everything as it was. Reasons to refuse are in
+//! refusals.rs, hostile files in attacks.rs.
 
+mod attacks;
+mod check;
+mod image;
+mod manifests;
+mod node;
+mod refusals;
+
+use crate::initrd::verify::{KERNEL, guest};
 use crate::initrd::{archive, file};
-use crate::initrd_verify::{KERNEL, guest};
 use crate::{TempDir, golden, project};
 use kata_gpu_init::host::cli;
 use kata_gpu_init::host::tools::install;
@@ -429,7 +437,7 @@ fn the_modules_are_held_against_the_kernel_of_the_configuration() {
 #[test]
 fn a_driver_from_elsewhere_is_asked_for_by_name() {
     let world = World::new("no-user-space", "go-qemu-nvidia-gpu");
-    let version = crate::initrd_verify::VERSION;
+    let version = crate::initrd::verify::VERSION;
     let gone = [format!("usr/lib64/libcuda.so.{version}"), format!("usr/lib64/libnvidia-ml.so.{version}")];
     let base = guest_without(&world, "base.cpio", &gone.each_ref().map(String::as_str));
     let words = ["--initrd", base.to_str().unwrap()];

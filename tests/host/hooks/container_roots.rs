@@ -1,7 +1,7 @@
 //! Real containers, made by the test agent on this machine: what of them does not need a guest. The spec is a hand-written one, so that this is about
 //! the agent, the hooks and the loaders; for what the init publishes see the VM tests.
 
-use crate::container::program;
+use crate::hooks::container::program;
 use crate::{TempDir, project};
 use kata_gpu_tests::agent::cdi;
 use kata_gpu_tests::agent::container_root::Change;

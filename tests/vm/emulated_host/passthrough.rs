@@ -1,10 +1,10 @@
 //! GPUs with large BARs that a real host passes through: VFIO, an IOMMU, QEMU and KVM on the emulated
 //! host. The functions are NVMe controllers with the ids of GPUs, and their driver is the simulator's.
 
-use super::harness::{AgentLine, BOOTS, EmulatedHost, Guest, KvmGuest, KvmImage, Outcome, Size, TestContext, VmTest};
-use super::host_guests::{Boot, SERVICE, event, sent};
+use super::guests::{Boot, SERVICE, event, sent};
 use super::service;
-use super::stalls::{self, PROBES};
+use crate::vm::harness::{AgentLine, BOOTS, EmulatedHost, Guest, KvmGuest, KvmImage, Outcome, Size, TestContext, VmTest};
+use crate::vm::stalls::{self, PROBES};
 use anyhow::{Context, Result, ensure};
 use kata_gpu_init::events::names;
 use kata_gpu_init::events::record::Record;

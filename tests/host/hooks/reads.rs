@@ -1,6 +1,6 @@
 //! What the hooks read: each file once, however many names and passes there are.
 
-use crate::container::{Container, DRIVER, LIBS};
+use crate::hooks::container::{Container, DRIVER, LIBS};
 use nix::sys::inotify::{AddWatchFlags, InitFlags, Inotify};
 use std::collections::BTreeMap;
 

@@ -2,8 +2,8 @@
 //! hold is said and replaced. `verify` says the same of an image.
 
 use crate::TempDir;
+use crate::initrd::verify::{VERSION, guest};
 use crate::initrd::{Made, image, packed_as};
-use crate::initrd_verify::{VERSION, guest};
 use kata_gpu_init::elf::stand_in;
 use kata_gpu_init::host::tools::initrd::image::Form;
 use kata_gpu_init::host::tools::initrd::newc::Kind;

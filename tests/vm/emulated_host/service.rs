@@ -1,7 +1,7 @@
 //! The collector as the printed systemd unit runs it, in a host with a real systemd (reboot,
 //! restart, upgrade, shutdown), and as the printed DaemonSet's container, under podman.
 
-use super::harness::{EmulatedHost, Outcome, Size, TestContext, VmTest};
+use crate::vm::harness::{EmulatedHost, Outcome, Size, TestContext, VmTest};
 use anyhow::{Context, Result, ensure};
 use serde_yaml::Value;
 use std::path::{Path, PathBuf};

@@ -1,8 +1,8 @@
 //! `kata-gpu-boot initrd repack`: another init in an image laid out as Kata's NVIDIA initrd, and every other entry as it was, byte for byte.
 
 use crate::TempDir;
+use crate::initrd::verify::guest;
 use crate::initrd::{Made, archive, directory, entries, file, gzip, link, program};
-use crate::initrd_verify::guest;
 use kata_gpu_init::elf::stand_in;
 use kata_gpu_init::host::tools::initrd::diff::Change;
 use kata_gpu_init::host::tools::initrd::helper::Helper;

@@ -456,7 +456,7 @@ fn our_own_specs_are_no_error_in_any_state() {
                 })
                 .collect();
             let spec = generate(&devices, common, None, &Options::default());
-            crate::schema::fits(&spec.to_json());
+            crate::cdi::schema::fits(&spec.to_json());
             publisher.publish(&spec).unwrap();
             let report = report(&dir.0, &question());
             assert!(!report.has_errors(), "{devices:?}: {:#?}", report.findings);

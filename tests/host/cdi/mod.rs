@@ -1,0 +1,13 @@
+//! The CDI spec: what is generated, what `cdi check` says of it, and the crates that agents read it with.
+
+#[cfg(feature = "host")]
+mod beside;
+#[cfg(feature = "host")]
+mod check;
+#[cfg(feature = "host")] // for its stand-ins of libraries
+mod driver_roots;
+#[cfg(feature = "host")]
+mod generate;
+mod oracle;
+mod publications;
+mod schema;
