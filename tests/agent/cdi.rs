@@ -118,7 +118,7 @@ mod tests {
     }
 
     #[test]
-    fn a_pending_device_is_tried_again_without_touching_the_container() {
+    fn a_pending_device_is_retried_and_the_container_stays_as_it_is() {
         let directory = Directory::new("pending");
         directory.put(PENDING);
         let (result, spec) = directory.ask("0", true, None);
@@ -127,7 +127,7 @@ mod tests {
     }
 
     #[test]
-    fn a_pending_device_that_becomes_real_is_injected_at_the_next_try() {
+    fn a_pending_device_that_appears_is_injected_at_the_next_try() {
         let directory = Directory::new("real");
         directory.put(PENDING);
         let (result, spec) = directory.ask("0", true, Some(READY));
@@ -150,7 +150,7 @@ mod tests {
     }
 
     #[test]
-    fn an_unrelated_bad_file_fails_at_once_and_a_temporary_one_is_not_read() {
+    fn a_bad_file_fails_at_once_and_a_temporary_one_is_not_read() {
         let directory = Directory::new("unrelated");
         directory.put(READY);
         std::fs::write(directory.0.join("other.tmp"), "{").unwrap();
@@ -161,7 +161,7 @@ mod tests {
     }
 
     #[test]
-    fn a_device_in_two_files_fails_at_once_and_two_devices_in_two_files_do_not() {
+    fn one_device_in_two_files_fails_at_once() {
         let directory = Directory::new("conflict");
         directory.put(READY);
         std::fs::write(directory.0.join("second.yaml"), READY.replace(r#""name":"0""#, r#""name":"1""#)).unwrap();
@@ -172,7 +172,7 @@ mod tests {
     }
 
     #[test]
-    fn it_tries_once_a_second_and_once_more_than_the_timeout_has_seconds() {
+    fn the_agent_tries_once_a_second_and_once_at_the_timeout() {
         let (slept, looks) = (Cell::new(Duration::ZERO), Cell::new(0));
         let mut looked = |number, _: &str| {
             looks.set(looks.get() + 1);
@@ -187,7 +187,7 @@ mod tests {
     }
 
     #[test]
-    fn an_unlisted_device_fails_at_once_and_was_waited_for_before_3_32() {
+    fn an_unlisted_device_fails_at_once_since_3_32() {
         let directory = Directory::new("unlisted");
         directory.put(READY);
         let (tries, error) = directory.ask("1", true, None).0.unwrap_err();

@@ -98,7 +98,7 @@ mod tests {
     }
 
     #[test]
-    fn a_hook_that_fails_hangs_or_is_not_there_does_not_stop_the_next() {
+    fn a_failed_hanging_or_missing_hook_does_not_stop_the_next() {
         let runs = run(
             &[
                 hook(json!({ "path": "/bin/sh", "args": ["sh", "-c", "echo why >&2; exit 3"] })),

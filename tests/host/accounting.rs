@@ -132,7 +132,7 @@ fn imported() -> Story {
 }
 
 #[test]
-fn a_boot_known_from_logs_alone_has_owners_a_path_and_no_promise() {
+fn a_boot_of_logs_alone_has_owners_a_path_and_no_promise() {
     let timeline = Timeline::new(imported());
     let window = timeline.window(None, None).unwrap();
     assert_eq!(window.wall_ns(), 86_500_000_000);

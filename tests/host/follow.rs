@@ -61,7 +61,7 @@ fn piped(dir: &TempDir, words: &[&str], write: impl FnOnce()) -> (Option<i32>, S
 }
 
 #[test]
-fn in_a_pipe_a_boot_is_lines_as_they_happen_and_ends_with_its_result() {
+fn in_a_pipe_a_boot_is_lines_that_end_with_its_result() {
     let dir = folder();
     let (code, out, err) = piped(&dir, &["--timeout", "20"], || replay(&fixture("recorded-8-gpus-fast-host"), &file(&dir, ID), |_| false));
     assert_eq!((code, out.matches('\x1b').count()), (Some(0), 0), "{out}{err}");
@@ -91,7 +91,7 @@ fn a_failed_gpu_is_status_1_and_its_reason() {
 }
 
 #[test]
-fn a_boot_that_ends_without_a_word_is_given_up_with_what_was_seen_last() {
+fn a_silent_boot_is_given_up_with_what_was_seen_last() {
     let dir = folder();
     let lines: Vec<String> = fixture("made-8-gpus-one-hangs").into_iter().filter(|l| !l.contains("\"disconnected\"")).collect();
     let (code, _, err) = piped(&dir, &["--timeout", "1"], || replay(&lines, &file(&dir, ID), |_| false));
@@ -129,7 +129,7 @@ fn of_sandbox(lines: &[String], id: &str, pod: &str) -> Vec<String> {
 }
 
 #[test]
-fn a_sandbox_or_pod_is_followed_whenever_its_boot_is_and_no_other() {
+fn only_the_named_sandbox_or_pod_is_followed() {
     let dir = folder();
     let good = of_sandbox(&fixture("recorded-8-gpus-fast-host"), "0a1b", "train-0");
     let bad = of_sandbox(&fixture("made-8-gpus-one-failed"), "0c2d", "train-1");
@@ -258,7 +258,7 @@ fn on_a_terminal_each_gpu_has_a_bar_that_says_what_it_is_in() {
 }
 
 #[test]
-fn sixteen_gpus_fit_a_terminal_of_80_columns_and_a_failed_one_says_why() {
+fn sixteen_gpus_and_a_failures_reason_fit_80_columns() {
     let dir = folder();
     let mut lines = vec![format!(r#"{{"schema":1,"stream":{{"boot_id":"{ID}","version":"0.1.0","kernel":"6.1","first_seq":0}}}}"#) + "\n"];
     let mut record = |ms: u64, rest: &str| {

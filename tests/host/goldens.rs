@@ -106,7 +106,7 @@ fn a_step_that_takes_a_millisecond_longer_is_seen_in_every_form() {
 }
 
 #[test]
-fn two_boots_side_by_side_and_all_boots_together_are_the_golden_ones() {
+fn two_boots_compared_and_all_boots_together_are_golden() {
     let [fast, slow] = ["recorded-8-gpus-fast-host", "recorded-8-gpus-slow-host"].map(fixture);
     for (form, words) in [("compare-fast-with-slow.txt", &["compare"][..]), ("compare-fast-with-slow.json", &["compare", "--json"])] {
         let output = run(words, &[&fast, &slow]);
@@ -139,7 +139,7 @@ fn told(file: &Path) -> BTreeSet<(String, Option<u64>)> {
 }
 
 #[test]
-fn page_picture_trace_and_table_mark_the_path_that_critical_path_tells() {
+fn every_form_marks_the_path_that_critical_path_has() {
     for boot in BOOTS {
         let file = fixture(boot);
         let told = told(&file);

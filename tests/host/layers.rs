@@ -354,7 +354,7 @@ fn no_circle_of_files_is_inside_a_layer() {
 }
 
 #[test]
-fn nothing_outside_imports_the_boot_sequence_but_programs_and_the_agents_path() {
+fn only_programs_and_the_agents_path_import_the_boot_sequence() {
     assert_eq!(boot_imported(source()), NONE);
     let offending = made_up(&[
         ("src/boot/mod.rs", "pub mod gpus; pub const AGENT: u8 = 0;"),
@@ -409,7 +409,7 @@ fn only_sys_is_unsafe_but_for_what_is_listed() {
 }
 
 #[test]
-fn only_config_knows_parameter_names_but_for_texts_that_are_listed() {
+fn only_config_has_parameter_names_except_in_listed_texts() {
     let all = source();
     assert_eq!(parameters_named(all, NAMED), NONE);
     let there = parameters_markdown();
@@ -426,7 +426,7 @@ fn only_config_knows_parameter_names_but_for_texts_that_are_listed() {
 }
 
 #[test]
-fn only_failure_powers_off_and_only_where_pid_1_can_do_nothing_else() {
+fn only_failure_powers_off_and_only_as_a_last_resort() {
     let all = source();
     assert_eq!(power_offs(all), NONE);
     let is_call = |s: &Source, at| s.word(at) == Some("power_off") && s.is_sign(at + 1, '(');
@@ -443,7 +443,7 @@ fn only_failure_powers_off_and_only_where_pid_1_can_do_nothing_else() {
 }
 
 #[test]
-fn hardware_and_cdi_modules_know_neither_the_boot_nor_the_host_nor_the_sinks() {
+fn hardware_and_cdi_import_neither_boot_nor_host_nor_sinks() {
     let all = source();
     assert_eq!(hardware_imports(all), NONE);
     let lib = "pub mod pci; pub mod cdi;\n\

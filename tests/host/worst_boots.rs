@@ -148,7 +148,7 @@ fn too_little_memory_ends_the_program() {
 }
 
 #[test]
-fn the_collector_takes_the_worst_boots_into_its_metrics_in_64_mib() {
+fn the_collector_counts_the_worst_boots_in_64_mib() {
     let dir = folder();
     let mut command = limited(COLLECTOR);
     command.args(["collect", "--no-vsock", "--no-vms", "--metrics", "0", "--limit", "goodbye=1", "--dir"]).arg(dir.0.join("boots"));

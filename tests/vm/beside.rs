@@ -5,10 +5,10 @@ use anyhow::{Result, ensure};
 use kata_gpu_init::events::names;
 
 pub const TESTS: &[VmTest] = &[
-    VmTest { name: "instances_channels_and_switches_are_published_with_nodes_that_the_init_makes", run: instances },
-    VmTest { name: "a_display_that_comes_later_is_published_with_its_links_and_goes_with_its_gpu", run: displays },
-    VmTest { name: "gpuinit_cdi_complete_holds_the_spec_back_until_instances_are_in_it", run: complete },
-    VmTest { name: "without_channels_to_make_there_is_no_spec_of_them_and_bad_numbers_are_told", run: nothing },
+    VmTest { name: "instances_channels_and_switches_have_nodes_from_the_init", run: instances },
+    VmTest { name: "a_late_display_is_published_and_goes_with_its_gpu", run: displays },
+    VmTest { name: "gpuinit_cdi_complete_holds_the_spec_until_it_has_instances", run: complete },
+    VmTest { name: "no_spec_of_channels_without_any_and_bad_numbers_are_reported", run: nothing },
 ];
 
 /// Minors of a GPU instance's capability and of one of its compute instances': three before them, 15 GPU instances of 8 for each GPU.

@@ -9,10 +9,10 @@ pub const TESTS: &[VmTest] = &[
     VmTest { name: "every_strategy_binds_all_gpus", run: strategies },
     VmTest { name: "initialisations_overlap_in_parallel_and_not_in_series", run: overlap },
     VmTest { name: "an_initialisation_is_not_held_up_by_the_vcpu_that_enables", run: own_vcpu },
-    VmTest { name: "beside_a_lane_that_is_the_faster_initialisations_go_in_waves_that_do_not_overlap", run: waves },
+    VmTest { name: "initialisations_go_in_waves_when_the_lane_is_faster", run: waves },
     VmTest { name: "one_gpu_and_sixteen_gpus_come_up", run: counts },
     VmTest { name: "auto_chooses_by_what_it_measures_and_reads_and_says_why", run: auto },
-    VmTest { name: "gpuinit_relaxed_off_reaches_the_driver_beside_other_registry_keys", run: relaxed_off },
+    VmTest { name: "gpuinit_relaxed_off_reaches_the_driver_with_other_keys", run: relaxed_off },
     VmTest { name: "the_init_adds_no_config_access_to_what_the_driver_makes", run: config_accesses },
     VmTest { name: "the_agent_runs_as_a_child_of_the_init_too", run: child },
 ];

@@ -5,9 +5,9 @@ use super::harness::{AgentLine, Booted, DEADLINE, Guest, Outcome, TestContext, V
 use anyhow::{Result, anyhow, ensure};
 
 pub const TESTS: &[VmTest] = &[
-    VmTest { name: "containers_load_the_guests_libcuda_and_see_exactly_their_gpus", run: one_hook },
+    VmTest { name: "containers_load_the_guests_libcuda_and_see_only_their_gpus", run: one_hook },
     VmTest { name: "the_incumbents_six_hooks_have_the_same_effect", run: six_hooks },
-    VmTest { name: "a_container_whose_image_makes_its_hook_fail_changes_no_device_node_either", run: failing_hook },
+    VmTest { name: "an_image_that_makes_the_hook_fail_changes_no_device_node", run: failing_hook },
 ];
 
 const LIBS: &str = "/usr/lib/x86_64-linux-gnu";

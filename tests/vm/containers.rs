@@ -6,11 +6,8 @@ use kata_gpu_init::events::names;
 use kata_gpu_init::events::record::Kind;
 
 pub const TESTS: &[VmTest] = &[
-    VmTest { name: "a_container_with_gpu_0_starts_before_gpu_7_is_bound_concurrent", run: |c| early(c, "concurrent", SLEEPING) },
-    VmTest {
-        name: "a_container_with_gpu_0_starts_before_gpu_7_is_bound_pipelined",
-        run: |c| early(c, "pipelined", "fakepci.enable_ms=600"),
-    },
+    VmTest { name: "gpu_0s_container_starts_before_gpu_7_is_bound_concurrent", run: |c| early(c, "concurrent", SLEEPING) },
+    VmTest { name: "gpu_0s_container_starts_before_gpu_7_is_bound_pipelined", run: |c| early(c, "pipelined", "fakepci.enable_ms=600") },
     VmTest { name: "a_growing_list_makes_the_agent_fail", run: growing_list },
     VmTest { name: "names_follow_pci_order_and_paths_the_minors", run: other_minors },
     VmTest { name: "a_gpu_has_its_uuid_as_a_name_once_the_driver_knows_it", run: by_uuid },

@@ -11,7 +11,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 pub const TESTS: &[VmTest] = &[
-    VmTest { name: "an_erofs_image_with_another_init_boots_to_a_container_from_its_partition", run: erofs },
+    VmTest { name: "an_erofs_image_with_another_init_boots_from_its_partition", run: erofs },
     VmTest { name: "an_ext4_image_with_another_init_boots_to_a_container", run: ext4 },
 ];
 

@@ -86,14 +86,14 @@ mod host {
     use std::process::Command;
 
     pub const TESTS: &[VmTest] = &[
-        VmTest { name: "a_gpu_extension_brings_modules_firmware_and_libraries_while_the_agent_runs", run: gpu },
-        VmTest { name: "coco_is_mounted_before_the_agent_starts_and_veritysetup_agrees_with_our_tables", run: coco },
-        VmTest { name: "tampered_data_powers_the_guest_off_with_the_reason_when_it_is_read", run: tampered },
-        VmTest { name: "a_wrong_root_hash_powers_the_guest_off_before_anything_is_mounted", run: wrong_hash },
+        VmTest { name: "a_gpu_extension_brings_the_driver_while_the_agent_runs", run: gpu },
+        VmTest { name: "coco_is_mounted_before_the_agent_as_veritysetup_would", run: coco },
+        VmTest { name: "tampered_data_powers_the_guest_off_when_read", run: tampered },
+        VmTest { name: "a_wrong_root_hash_powers_the_guest_off_before_any_mount", run: wrong_hash },
         VmTest { name: "disks_that_do_not_match_the_command_line_power_the_guest_off", run: mismatched },
         VmTest { name: "a_disk_that_comes_late_is_waited_for_by_its_uevent", run: late },
-        VmTest { name: "a_malformed_extension_parameter_powers_the_guest_off_without_an_agent", run: malformed },
-        VmTest { name: "a_worker_that_dies_amid_the_extensions_binds_is_followed_by_one_that_completes_them", run: worker_dies },
+        VmTest { name: "a_malformed_extension_parameter_powers_off_without_an_agent", run: malformed },
+        VmTest { name: "a_new_worker_completes_the_extensions_binds", run: worker_dies },
         VmTest { name: "what_extensions_add_to_agent_and_first_publication", run: cost },
     ];
 

@@ -9,9 +9,9 @@ use kata_gpu_init::events::record::Kind;
 use kata_gpu_init::nvml::{Answer, FabricState, Facts};
 
 pub const TESTS: &[VmTest] = &[
-    VmTest { name: "nvml_reports_the_fabric_and_the_ready_state_that_the_driver_has", run: nvml },
+    VmTest { name: "nvml_reports_the_drivers_fabric_and_ready_state", run: nvml },
     VmTest { name: "fabric_manager_completes_the_fabric_after_the_last_gpu", run: completes },
-    VmTest { name: "the_incumbents_order_powers_off_where_persistenced_waits_longer_than_its_limit", run: serial },
+    VmTest { name: "the_incumbents_order_powers_off_at_persistenceds_limit", run: serial },
 ];
 
 const STATE: &str = "/sys/module/nvidia/parameters/fabric_state";

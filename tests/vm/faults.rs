@@ -10,24 +10,21 @@ use std::time::Duration;
 pub const TESTS: &[VmTest] = &[
     VmTest { name: "a_gpu_that_fails_its_probe_leaves_and_the_others_stay", run: |c| one_fails(c, "probe_fail", 2, "off-the-bus") },
     VmTest { name: "a_first_gpu_that_fails_its_probe_does_not_fail_the_load", run: |c| one_fails(c, "probe_fail", 0, "off-the-bus") },
-    VmTest {
-        name: "a_gpu_that_fails_its_initialisation_leaves_and_the_others_stay",
-        run: |c| one_fails(c, "init_fail", 3, "firmware-boot"),
-    },
+    VmTest { name: "a_gpu_that_fails_to_initialise_leaves_and_the_others_stay", run: |c| one_fails(c, "init_fail", 3, "firmware-boot") },
     VmTest { name: "a_gpu_that_hangs_early_keeps_nobody_waiting_for_long", run: one_hangs_early },
     VmTest { name: "without_a_console_the_guest_boots", run: no_console },
     VmTest { name: "a_gpu_that_hangs_is_reported_and_never_closed", run: one_hangs },
     VmTest { name: "no_gpu_is_no_error_unless_gpus_were_expected", run: no_gpu },
     VmTest { name: "a_missing_driver_fails_every_gpu_with_the_cure", run: no_driver },
     VmTest { name: "a_refused_load_fails_every_gpu_with_the_reason", run: load_fails },
-    VmTest { name: "gpus_that_all_fail_before_the_load_leave_it_to_one_that_comes_later", run: all_fail_early },
+    VmTest { name: "a_later_gpu_gets_the_load_after_all_early_ones_failed", run: all_fail_early },
     VmTest { name: "a_gpu_plugged_in_after_a_failed_load_gets_a_load_of_its_own", run: load_again },
     VmTest { name: "a_full_run_delays_the_spec_and_loses_no_gpu", run: full_run },
     VmTest { name: "a_missing_uvm_is_an_error_event_not_silence", run: no_uvm },
     VmTest { name: "without_vsock_the_guest_boots_all_the_same", run: no_vsock },
     VmTest { name: "a_missing_agent_powers_off_and_says_so_everywhere", run: no_agent },
     VmTest { name: "bad_parameters_are_told_and_change_nothing", run: bad_parameters },
-    VmTest { name: "a_bare_word_on_the_kernel_command_line_makes_no_hook_of_pid_1", run: bare_word },
+    VmTest { name: "a_bare_word_on_the_command_line_makes_pid_1_no_hook", run: bare_word },
 ];
 
 /// The failure of a GPU: its sentence has the GPU, what failed, and the driver's words.

@@ -17,11 +17,11 @@ use std::collections::BTreeMap;
 use std::time::Duration;
 
 pub const TESTS: &[VmTest] = &[
-    VmTest { name: "the_lanes_vcpu_takes_no_interrupts_while_gpus_are_enabled_and_gets_them_back", run: interrupts },
-    VmTest { name: "the_console_is_quiet_while_a_gpu_is_enabled_and_nothing_is_lost", run: console },
+    VmTest { name: "the_lanes_vcpu_takes_no_interrupts_while_gpus_are_enabled", run: interrupts },
+    VmTest { name: "the_console_is_quiet_during_an_enabling_and_loses_nothing", run: console },
     VmTest { name: "the_console_is_quiet_during_a_load_that_enables_by_itself", run: console_of_a_load },
-    VmTest { name: "a_container_that_can_start_holds_the_lane_and_the_stream_says_for_how_long", run: container },
-    VmTest { name: "a_kernel_with_one_vcpu_brings_all_gpus_up_and_lets_the_agent_first", run: one_vcpu },
+    VmTest { name: "a_container_that_can_start_holds_the_lane_as_reported", run: container },
+    VmTest { name: "one_vcpu_brings_all_gpus_up_and_runs_the_agent_first", run: one_vcpu },
 ];
 
 /// Three GPUs whose BARs take the host 2 s each; the rest takes little time.

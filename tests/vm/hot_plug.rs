@@ -8,11 +8,11 @@ use kata_gpu_init::events::record::Kind;
 
 pub const TESTS: &[VmTest] = &[
     VmTest { name: "a_gpu_that_is_removed_leaves_the_spec_and_comes_back", run: removed_and_back },
-    VmTest { name: "gpus_that_are_plugged_in_later_come_up_and_one_that_is_torn_out_costs_nobody_else", run: plugged },
-    VmTest { name: "a_gpu_that_leaves_gives_its_name_to_no_container_that_waits_for_another_one", run: names_stay },
-    VmTest { name: "gpus_swapped_while_the_worker_is_stopped_are_under_their_own_names_afterwards", run: swapped },
-    VmTest { name: "an_unbound_gpu_comes_back_with_its_bind_and_a_uevent_without_a_cause_changes_nothing", run: unbound },
-    VmTest { name: "a_removal_needs_no_word_of_the_driver_and_outlives_the_worker", run: unheard },
+    VmTest { name: "gpus_plugged_in_later_come_up_and_a_torn_out_one_fails_alone", run: plugged },
+    VmTest { name: "the_name_of_a_removed_gpu_goes_to_no_waiting_container", run: names_stay },
+    VmTest { name: "gpus_swapped_while_the_worker_is_stopped_get_their_own_names", run: swapped },
+    VmTest { name: "an_unbound_gpu_comes_back_with_its_bind", run: unbound },
+    VmTest { name: "a_removal_needs_no_driver_and_outlives_the_worker", run: unheard },
     VmTest { name: "a_gpu_replaced_while_uevents_were_lost_is_brought_up_again", run: replaced },
     VmTest { name: "uevents_that_were_lost_are_made_good_by_a_scan", run: overrun },
 ];

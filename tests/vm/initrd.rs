@@ -18,7 +18,7 @@ use std::process::Command;
 
 pub const TESTS: &[VmTest] = &[
     VmTest { name: "an_image_that_was_packed_boots_to_a_container", run: packed },
-    VmTest { name: "an_image_that_was_repacked_and_compressed_boots_to_a_container", run: repacked },
+    VmTest { name: "a_repacked_and_compressed_image_boots_to_a_container", run: repacked },
     VmTest { name: "an_image_that_verify_refuses_for_its_init_does_not_boot", run: refused },
 ];
 

@@ -25,7 +25,7 @@ macro_rules! under_both {
 pub const TESTS: &[VmTest] = under_both! {
     "containers_have_their_gpus_and_wait_for_no_other":
         |context, shim| KataHost::test(context, shim, "fakepci.gpus=2", |kata| containers(context, kata));
-    "a_failed_gpu_is_an_error_at_once_and_no_gpu_after_the_agents_timeout":
+    "a_failed_gpu_is_an_error_at_once":
         |context, shim| KataHost::test(context, shim, "fakepci.gpus=2", failures);
     "a_pod_deleted_amid_its_bring_up_leaves_nothing":
         |context, shim| KataHost::test(context, shim, "fakepci.gpus=2", deleted);
@@ -35,7 +35,7 @@ pub const TESTS: &[VmTest] = under_both! {
         |context, shim| KataHost::test(context, shim, "fakepci.gpus=2", check);
     "an_image_without_a_driver_has_it_from_its_gpu_extension":
         |context, shim| KataHost::with(context, shim, || extension_setup(context), extension);
-    "a_killed_worker_is_followed_by_another_and_a_killed_agent_ends_the_pod":
+    "a_killed_worker_is_replaced_and_a_killed_agent_ends_its_pod":
         |context, shim| KataHost::test(context, shim, "fakepci.gpus=2", killed);
     "a_cris_pod_is_named_and_explained_and_leaves_nothing":
         |context, shim| KataHost::test(context, shim, "fakepci.gpus=2", |kata| cri(context, kata));

@@ -7,9 +7,9 @@ use kata_gpu_init::events::record::{Kind, Record};
 use std::process::Command;
 
 pub const TESTS: &[VmTest] = &[
-    VmTest { name: "compressed_modules_are_loaded_with_the_options_and_soft_dependencies_of_modprobe_d", run: compressed },
-    VmTest { name: "a_module_that_cannot_be_loaded_is_told_with_file_errno_and_cure", run: refused },
-    VmTest { name: "a_dependency_that_is_not_there_is_told_with_the_module_that_needs_it", run: missing_dependency },
+    VmTest { name: "compressed_modules_load_with_options_of_modprobe_d", run: compressed },
+    VmTest { name: "a_module_that_fails_to_load_is_reported_with_errno_and_cure", run: refused },
+    VmTest { name: "a_missing_dependency_is_reported_with_its_module", run: missing_dependency },
 ];
 
 /// The soft dependency of the first test: without it no record reaches the host.

@@ -7,9 +7,9 @@ use kata_gpu_init::events::names;
 use kata_gpu_init::events::record::{Kind, Record};
 
 pub const TESTS: &[VmTest] = &[
-    VmTest { name: "nvml_reports_each_gpu_and_sets_what_the_command_line_asks_for", run: reports_and_sets },
+    VmTest { name: "nvml_reports_each_gpu_and_sets_what_parameters_ask_for", run: reports_and_sets },
     VmTest { name: "nvml_that_differs_from_pci_is_an_error_of_that_gpu", run: differs },
-    VmTest { name: "nvml_that_crashes_costs_a_step_with_an_error_and_no_container", run: crashes },
+    VmTest { name: "nvml_that_crashes_fails_one_step_and_no_container", run: crashes },
     VmTest { name: "nvml_that_cannot_count_gpus_is_a_step_with_its_error", run: counts_not },
     VmTest { name: "nvml_makes_uuids_of_mig_instances_names_of_the_same_nodes", run: instances },
     VmTest { name: "nvml_without_its_helper_leaves_settings_undone_and_says_so", run: without_helper },

@@ -7,9 +7,9 @@ use kata_gpu_init::events::record::{Kind, ping_line};
 use std::time::Duration;
 
 pub const TESTS: &[VmTest] = &[
-    VmTest { name: "a_listener_that_hangs_up_gets_everything_at_its_next_connection", run: hangs_up },
+    VmTest { name: "a_listener_that_hangs_up_gets_everything_when_it_reconnects", run: hangs_up },
     VmTest { name: "a_listener_that_always_hangs_up_is_told_three_times", run: always_hangs_up },
-    VmTest { name: "a_host_that_talks_nonsense_is_answered_its_pings_and_nothing_else", run: nonsense },
+    VmTest { name: "a_host_that_sends_nonsense_gets_answers_to_its_pings_only", run: nonsense },
     VmTest { name: "a_host_that_pings_and_never_reads_is_not_read_for_ever", run: pings_unread },
     VmTest { name: "a_reader_that_stalls_delays_nothing_and_is_told_what_it_lost", run: stalls },
 ];

@@ -11,14 +11,14 @@ use kata_gpu_init::services::table::Name;
 
 pub const TESTS: &[VmTest] = &[
     VmTest { name: "a_gpu_is_given_to_containers_when_its_fabric_is_complete", run: fabric },
-    VmTest { name: "a_fabric_that_does_not_complete_keeps_its_gpu_alone_and_is_told", run: incomplete },
+    VmTest { name: "an_incomplete_fabric_holds_only_its_gpu_and_is_reported", run: incomplete },
     VmTest { name: "a_fabric_that_only_nvml_knows_of_takes_gpus_back", run: elsewhere },
-    VmTest { name: "without_nvml_or_with_a_broken_fabric_gpus_are_given_and_told_as_degraded", run: degraded },
-    VmTest { name: "a_worker_that_dies_leaves_a_gpu_held_back_until_its_fabric_is_complete", run: worker_dies },
+    VmTest { name: "gpus_with_an_unknown_or_broken_fabric_are_degraded", run: degraded },
+    VmTest { name: "a_new_worker_holds_a_gpu_until_its_fabric_is_complete", run: worker_dies },
     VmTest { name: "a_ready_state_is_watched_or_waited_for_or_set_as_configured", run: ready_state },
-    VmTest { name: "a_gpu_that_hangs_keeps_the_others_from_containers_for_a_bounded_time", run: hangs },
+    VmTest { name: "a_hanging_gpu_holds_the_others_for_a_bounded_time", run: hangs },
     VmTest { name: "services_wait_for_a_bounded_time_for_an_nvml_that_fails", run: silent_nvml },
-    VmTest { name: "persistenced_gets_uvm_persistence_only_when_the_fabric_is_complete", run: persistenced },
+    VmTest { name: "persistenced_gets_uvm_persistence_after_the_fabric", run: persistenced },
 ];
 
 /// A guest with NVML, two GPUs and a container that wants both.

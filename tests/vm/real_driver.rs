@@ -12,15 +12,15 @@ use std::collections::BTreeSet;
 use std::time::Duration;
 
 pub const TESTS: &[VmTest] = &[
-    VmTest { name: "real_driver_every_strategy_binds_all_and_the_spec_has_its_minors", run: |c| with_driver(c, strategies) },
+    VmTest { name: "real_driver_binds_all_with_its_minors_in_every_strategy", run: |c| with_driver(c, strategies) },
     VmTest { name: "real_driver_failures_have_their_reasons_and_its_words", run: |c| with_driver(c, failures) },
     VmTest { name: "real_driver_loses_a_gpu_before_it_initialises", run: |c| with_driver(c, lost) },
     VmTest { name: "real_driver_lets_a_gpu_go_and_takes_it_back", run: |c| with_driver(c, unplugged) },
     VmTest { name: "real_driver_alone_makes_every_config_access", run: |c| with_driver(c, config_accesses) },
     VmTest { name: "real_driver_initialisations_overlap", run: |c| with_driver(c, overlap) },
     VmTest { name: "real_driver_survives_a_killed_worker_with_every_gpu_open", run: |c| with_driver(c, killed) },
-    VmTest { name: "real_driver_and_its_nvml_have_no_usable_gpu_and_no_fault_of_ours", run: |c| with_driver(c, nvml) },
-    VmTest { name: "real_driver_without_a_usable_gpu_is_what_nvidias_persistenced_reports", run: |c| with_driver(c, persistenced) },
+    VmTest { name: "real_driver_nvml_finds_no_usable_gpu_and_no_fault_of_ours", run: |c| with_driver(c, nvml) },
+    VmTest { name: "real_driver_persistenced_reports_that_no_gpu_is_usable", run: |c| with_driver(c, persistenced) },
     VmTest { name: "real_driver_and_simulator_say_the_same", run: |c| with_driver(c, same_words) },
 ];
 

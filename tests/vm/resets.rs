@@ -6,9 +6,9 @@ use kata_gpu_init::events::names;
 use kata_gpu_init::events::record::{Kind, Record};
 
 pub const TESTS: &[VmTest] = &[
-    VmTest { name: "a_gpu_left_half_initialised_is_reset_once_and_comes_up_under_its_name", run: cured },
-    VmTest { name: "a_gpu_that_a_reset_does_not_cure_fails_and_no_other_one_is_reset", run: stuck },
-    VmTest { name: "a_gpu_is_not_reset_where_that_is_off_or_the_guest_is_confidential", run: refused },
+    VmTest { name: "a_half_initialised_gpu_is_reset_once_and_keeps_its_name", run: cured },
+    VmTest { name: "a_gpu_that_a_reset_does_not_cure_fails_alone", run: stuck },
+    VmTest { name: "no_gpu_is_reset_if_resets_are_off_or_guest_is_confidential", run: refused },
     VmTest { name: "a_gpu_that_answers_no_more_after_its_reset_stops_nobody", run: silent },
 ];
 

@@ -12,16 +12,16 @@ use std::collections::BTreeSet;
 pub const TESTS: &[VmTest] = &[
     VmTest { name: "each_topology_starts_its_services_and_no_others", run: topologies },
     VmTest { name: "a_guest_without_services_has_no_events_of_them", run: without },
-    VmTest { name: "a_service_has_the_account_capabilities_oom_score_and_cgroup_of_its_row_and_no_more", run: privileges },
+    VmTest { name: "a_service_has_the_privileges_of_its_row_and_no_more", run: privileges },
     VmTest { name: "fabric_managers_configuration_is_made_from_the_packages", run: configuration },
-    VmTest { name: "a_daemon_that_fails_is_reported_at_its_death_with_its_last_lines", run: failures },
-    VmTest { name: "a_daemon_that_ends_starts_again_unless_the_guest_is_confidential", run: restarts },
+    VmTest { name: "a_failed_daemon_is_reported_at_its_death_with_its_last_lines", run: failures },
+    VmTest { name: "a_daemon_restarts_unless_the_guest_is_confidential", run: restarts },
     VmTest { name: "a_flood_of_a_services_lines_costs_bounded_records", run: flood },
-    VmTest { name: "a_dead_worker_leaves_its_services_and_the_next_one_starts_none_twice", run: worker_dies },
+    VmTest { name: "a_new_worker_starts_no_service_twice", run: worker_dies },
     VmTest { name: "a_daemon_that_hangs_delays_no_gpu_and_no_container", run: hangs },
-    VmTest { name: "nvlsm_and_fabric_manager_get_the_first_port_that_is_open_to_them", run: ports },
-    VmTest { name: "a_service_vm_has_the_nodes_of_its_switches_and_keeps_partitions_over_a_restart", run: service_vm },
-    VmTest { name: "services_end_in_reverse_order_when_the_agent_of_an_init_has_ended", run: ends },
+    VmTest { name: "nvlsm_and_fabric_manager_get_the_first_open_port", run: ports },
+    VmTest { name: "a_service_vm_has_its_switches_and_keeps_partitions", run: service_vm },
+    VmTest { name: "services_end_in_reverse_order_after_the_agent", run: ends },
 ];
 
 /// Fabric manager's configuration as its package has it, in short.

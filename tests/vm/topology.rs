@@ -7,11 +7,11 @@ use kata_gpu_init::events::names;
 use kata_gpu_init::events::record::{Kind, Record};
 
 pub const TESTS: &[VmTest] = &[
-    VmTest { name: "each_topology_is_told_with_its_reason_and_vpd_is_read_only_where_it_decides", run: each },
-    VmTest { name: "vpd_is_read_before_any_gpu_is_enabled_and_a_silent_function_stops_nobody", run: vpd },
-    VmTest { name: "nvlink_is_disabled_for_one_gpu_alone_unless_somebody_says_otherwise", run: nvlink },
-    VmTest { name: "gpus_that_come_before_the_load_change_the_topology_and_later_ones_are_told", run: later },
-    VmTest { name: "a_worker_that_takes_over_keeps_the_topology_and_reads_no_vpd_again", run: again },
+    VmTest { name: "each_topology_is_reported_with_its_reason", run: each },
+    VmTest { name: "vpd_is_read_before_any_gpu_is_enabled", run: vpd },
+    VmTest { name: "nvlink_is_disabled_for_a_single_gpu_unless_configured", run: nvlink },
+    VmTest { name: "only_gpus_that_come_before_the_load_change_the_topology", run: later },
+    VmTest { name: "a_new_worker_keeps_the_topology_and_reads_no_vpd_again", run: again },
 ];
 
 const PARAMS: &str = "/proc/driver/nvidia/params";

@@ -6,12 +6,12 @@ use kata_gpu_init::events::names;
 use kata_gpu_init::events::record::{Kind, Level};
 
 pub const TESTS: &[VmTest] = &[
-    VmTest { name: "a_worker_killed_at_any_point_loses_no_gpu_no_record_and_no_container", run: killed },
+    VmTest { name: "a_killed_worker_loses_no_gpu_no_record_and_no_container", run: killed },
     VmTest { name: "a_worker_killed_after_the_boot_leaves_the_spec_as_it_was", run: killed_later },
-    VmTest { name: "a_worker_killed_while_no_process_can_be_made_gets_a_successor_and_no_gpu_is_closed", run: no_process },
+    VmTest { name: "a_worker_killed_during_a_shortage_of_processes_is_replaced", run: no_process },
     VmTest { name: "gpus_come_up_after_a_moment_without_threads", run: no_thread },
     VmTest { name: "the_end_of_the_keeper_is_an_error_event_at_once", run: keeper_killed },
-    VmTest { name: "a_worker_killed_while_run_is_full_leaves_its_numbers_to_nobody", run: run_full },
+    VmTest { name: "a_worker_killed_while_run_is_full_frees_no_numbers", run: run_full },
 ];
 
 /// The simulator's counters in the last report.

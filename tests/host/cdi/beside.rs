@@ -109,7 +109,7 @@ fn the_other_modes_find_their_devices() {
 }
 
 #[test]
-fn nodes_below_another_dev_root_are_named_where_the_runtime_finds_them() {
+fn nodes_below_another_dev_root_have_the_runtimes_paths() {
     let (folder, root) = root("dev-root");
     std::fs::create_dir(root.join("devices")).unwrap();
     std::fs::rename(root.join("dev"), root.join("devices/dev")).unwrap();

@@ -340,7 +340,7 @@ fn run(make: &Make, question: fn(&Path) -> Question) -> Report {
 }
 
 #[test]
-fn each_rule_is_broken_by_specs_that_break_no_other_and_kept_by_their_twins() {
+fn each_rule_has_specs_that_break_it_alone_and_keep_it() {
     let mut broken = BTreeSet::new();
     for case in values().into_iter().chain(places()) {
         let bad = run(&case.bad, case.question);
@@ -360,7 +360,7 @@ fn each_rule_is_broken_by_specs_that_break_no_other_and_kept_by_their_twins() {
 }
 
 #[test]
-fn the_agents_refuse_what_the_rules_say_they_refuse_and_nothing_else() {
+fn the_agents_refuse_exactly_what_the_rules_refuse() {
     let (mut refused, mut loaded) = (0, 0);
     for case in
         values().into_iter().chain(places().into_iter().filter(|c| ["not-parsed", "not-a-spec", "device-in-two-files"].contains(&c.rule)))
@@ -388,7 +388,7 @@ fn an_exit_status_follows_from_errors_alone() {
 }
 
 #[test]
-fn what_matters_to_one_kata_alone_is_left_out_where_the_other_is_meant() {
+fn rules_of_one_kata_are_left_out_for_the_other() {
     let dir = case_dir();
     at(&format!("{NODE}/type"), json!("c"))(&dir.0);
     let only = |agents| report(&dir.0, &Question { agents, ..question() });
@@ -422,7 +422,7 @@ fn the_reference_spec_passes_and_gives_what_it_gave() {
 }
 
 #[test]
-fn a_container_with_two_devices_gets_what_both_have_and_the_rest_once() {
+fn a_container_with_two_devices_gets_common_edits_once() {
     let path = project().join("tests/fixtures/cdi/kata-8gpu-550.json");
     let report = report(&path, &asking(&["3", "nvidia.com/gpu=5"]));
     assert_eq!(report.asked.len(), 1);
@@ -585,7 +585,7 @@ fn the_largest_specs_that_are_read_are_checked_in_bounded_time() {
 }
 
 #[test]
-fn a_file_that_one_agent_parses_and_the_other_does_not_is_said_to_be_so() {
+fn a_file_that_only_one_agent_parses_is_reported() {
     let dir = case_dir();
     std::fs::write(dir.0.join("x.yaml"), many_devices(2, ", x: 1, x: 2")).unwrap();
     let report = report(&dir.0, &question());

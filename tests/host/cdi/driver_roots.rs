@@ -119,7 +119,7 @@ fn differences(files: &DriverFiles) -> BTreeSet<String> {
 }
 
 #[test]
-fn the_reference_root_gives_what_the_incumbent_gives_but_for_a_list_of_differences() {
+fn the_reference_root_gives_what_the_incumbent_gives_but_a_list() {
     let root = Root::new("reference", REFERENCE);
     let files = root.scan();
     assert_eq!(files.problems, Vec::<String>::new());
@@ -196,7 +196,7 @@ fn no_link_leads_out_of_the_root() {
 }
 
 #[test]
-fn a_directory_that_cannot_be_read_is_told_and_does_not_hide_the_others() {
+fn an_unreadable_directory_is_reported_and_hides_no_other() {
     let root = Root::odd("unreadable", "unreadable-directory");
     let readable = root.scan();
     let roots = root.roots.clone();
@@ -308,7 +308,7 @@ fn a_scan_takes_milliseconds_and_strays_cost_little() {
 }
 
 #[test]
-fn a_manifest_gives_what_the_scan_gave_wherever_the_image_is_mounted() {
+fn a_manifest_gives_what_the_scan_gave_at_any_mount_point() {
     // Written while the image is built, where it is a root of its own.
     let disk = Root::odd("manifest-disk", "extension-disk");
     let build = Roots { root: disk.at("/run/kata-extensions/gpu"), ..Roots::default() };

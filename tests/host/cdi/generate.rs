@@ -102,7 +102,7 @@ fn difference(ours: &BTreeSet<String>, theirs: &BTreeSet<String>) -> BTreeSet<St
 }
 
 #[test]
-fn the_reference_root_gives_the_incumbents_nodes_mounts_links_and_environment() {
+fn the_reference_root_gives_the_incumbents_edits() {
     let (_folder, root) = root("reference");
     let options = Options { namings: vec![Naming::Index, Naming::Uuid], ..Options::default() };
     let (spec, problems) = ours(&root, &options);
@@ -144,7 +144,7 @@ fn compat_writes_the_incumbents_six_hooks() {
 }
 
 #[test]
-fn the_spec_of_eight_gpus_is_at_most_half_as_long_as_the_incumbents() {
+fn a_spec_of_eight_gpus_is_at_most_half_of_the_incumbents() {
     let (_folder, root) = root("size");
     let (spec, _) = ours(&root, &Options { namings: vec![Naming::Index, Naming::Uuid], ..Options::default() });
     let (ours, theirs) = (spec.to_json().len() as u64, reference().1);
@@ -179,7 +179,7 @@ fn a_missing_node_drops_its_gpu_and_a_missing_uvm_is_said() {
 }
 
 #[test]
-fn without_a_driver_or_with_another_ones_libraries_there_is_no_spec_and_a_cure() {
+fn without_the_drivers_libraries_there_is_a_cure_and_no_spec() {
     let (_folder, root) = root("none");
     let fails = |words: &[&str], with: &str| {
         let output = run(&root, words);

@@ -108,7 +108,7 @@ fn all_has_every_gpu_that_has_not_failed() {
 }
 
 #[test]
-fn a_failed_gpu_is_unresolvable_at_once_even_when_all_have_failed() {
+fn a_failed_gpu_is_unresolvable_at_once_even_if_all_failed() {
     for devices in [vec![ready(0, 0), device(1, Entry::Failed)], vec![device(0, Entry::Failed), device(1, Entry::Failed)]] {
         let error = inject(&format!("failed-{}", devices[0].entry == Entry::Failed), &devices, "1").unwrap_err();
         assert!(error.contains("unresolvable CDI devices nvidia.com/gpu=1"), "{error}");

@@ -55,7 +55,7 @@ fn race(directory: &Path, publish: impl Fn(&[Device])) -> (usize, Option<String>
 }
 
 #[test]
-fn two_thousand_publications_are_never_seen_torn_missing_or_empty() {
+fn no_publication_of_2000_is_seen_torn_missing_or_empty() {
     let directory = TempDir::new("publications");
     let publisher = Publisher::new(&directory.0).unwrap();
     let (reads, wrong) = race(&directory.0, |devices| {

@@ -100,7 +100,7 @@ fn what_is_wrong_anywhere_is_refused() {
 }
 
 #[test]
-fn the_crate_of_kata_4_holds_a_file_against_its_schema_when_it_reads_one() {
+fn the_crate_of_kata_4_checks_a_file_against_its_schema() {
     let directory = crate::TempDir::new("schema");
     let path = directory.0.join("spec.json");
     let read = |spec: &Value| {

@@ -16,7 +16,7 @@ fn can_mount() -> bool {
 }
 
 #[test]
-fn a_full_disk_is_told_and_counted_and_once_there_is_room_the_guest_sends_it_again() {
+fn after_a_full_disk_the_guest_sends_its_records_again() {
     const RECORDS: u64 = 6000;
     if !can_mount() {
         return;
@@ -63,7 +63,7 @@ fn a_full_disk_is_told_and_counted_and_once_there_is_room_the_guest_sends_it_aga
 }
 
 #[test]
-fn what_was_dropped_and_does_not_come_again_is_missing_and_counted() {
+fn dropped_records_that_do_not_return_are_counted_missing() {
     if !can_mount() {
         return;
     }

@@ -49,7 +49,7 @@ fn sandboxes(file: &BootFile) -> Vec<Sandbox> {
 }
 
 #[test]
-fn a_vms_socket_is_there_as_soon_as_the_vmms_is_and_goes_with_it() {
+fn a_vms_socket_comes_and_goes_with_that_of_the_vmm() {
     let kata = Kata::new();
     // One that was there before the collector, in a root that is, and one in a root that is not there yet.
     let _old = kata.vmm("vc/vm/old/clh.sock");
@@ -78,7 +78,7 @@ fn a_vms_socket_is_there_as_soon_as_the_vmms_is_and_goes_with_it() {
 }
 
 #[test]
-fn a_boot_is_named_by_its_pod_where_that_can_be_read_also_when_it_comes_late() {
+fn a_boot_is_named_by_its_pod_even_if_the_name_comes_late() {
     let kata = Kata::new();
     let bundle = |id: &str, pod: &str| {
         let path = kata.dir.0.join(format!("bundles/{id}/config.json"));
@@ -108,7 +108,7 @@ fn a_boot_is_named_by_its_pod_where_that_can_be_read_also_when_it_comes_late() {
 }
 
 #[test]
-fn a_pods_own_annotations_name_no_other_pod_in_a_file_or_a_trace() {
+fn a_pods_annotations_name_no_other_pod_in_file_or_trace() {
     let kata = Kata::new();
     // As CRI-O writes it for tenant-b/evil-pod: its own, the pod's over them, the kubelet's labels over those.
     let annotations = serde_json::json!({
@@ -138,7 +138,7 @@ fn a_pods_own_annotations_name_no_other_pod_in_a_file_or_a_trace() {
 }
 
 #[test]
-fn more_vms_than_are_watched_for_are_named_and_the_others_are_served() {
+fn vms_above_the_limit_are_named_and_the_others_served() {
     let kata = Kata::new();
     let _one = kata.vmm("vc/vm/one/clh.sock");
     let collector = kata.collector(&["--limit", "vms=1"]);
@@ -152,7 +152,7 @@ fn more_vms_than_are_watched_for_are_named_and_the_others_are_served() {
 }
 
 #[test]
-fn a_socket_in_a_vms_directory_is_open_to_the_vmm_of_another_user_and_one_of_uds_is_not() {
+fn only_a_socket_in_a_vms_directory_is_open_to_another_user() {
     use std::os::unix::fs::PermissionsExt;
     let kata = Kata::new();
     let _vmm = kata.vmm("vc/vm/one/clh.sock");
@@ -164,7 +164,7 @@ fn a_socket_in_a_vms_directory_is_open_to_the_vmm_of_another_user_and_one_of_uds
 }
 
 #[test]
-fn a_peer_that_makes_trouble_without_end_fills_no_log_and_hides_nobody_elses_line() {
+fn a_hostile_peer_fills_no_log_and_hides_no_other_line() {
     let kata = Kata::new();
     let collector = kata.collector(&["--limit", "connects=100000"]);
     // What is in the way of the collector's socket is none: a line each time that the VMM makes its own.

@@ -76,7 +76,7 @@ fn bytes_over_the_limit_are_dropped_and_the_file_is_no_larger() {
 }
 
 #[test]
-fn lines_that_are_too_long_or_no_lines_at_all_are_counted_and_cost_no_memory() {
+fn malformed_lines_are_counted_and_cost_no_memory() {
     let two = Two::new(&["burst=1073741824"]);
     let mut evil = two.evil();
     evil.say(header(2) + &event(0));
@@ -160,7 +160,7 @@ fn connections_over_the_limit_of_all_are_refused_and_come_free() {
 }
 
 #[test]
-fn a_guest_that_connects_without_end_is_refused_and_keeps_nobody_out() {
+fn a_guest_that_connects_endlessly_is_refused_alone() {
     let two = Two::new(&["connects=5"]);
     let connects = 300;
     for _ in 0..connects {
@@ -173,7 +173,7 @@ fn a_guest_that_connects_without_end_is_refused_and_keeps_nobody_out() {
 }
 
 #[test]
-fn a_guest_that_sends_too_fast_is_read_more_slowly_and_loses_nothing() {
+fn a_guest_that_sends_too_fast_is_slowed_and_loses_nothing() {
     let two = Two::new(&["burst=20000", "rate=20000"]);
     let mut evil = two.evil();
     let text: String = (0..1000).map(event).collect();
@@ -217,7 +217,7 @@ fn a_guest_cannot_speak_for_anothers_boot() {
 }
 
 #[test]
-fn what_a_guest_says_of_itself_is_no_file_name_and_drives_no_terminal() {
+fn a_guests_text_is_no_file_name_and_drives_no_terminal() {
     let two = Two::new(&[]);
     let evil_text = "\\u001b[2J\\u202e\\u0000";
     for id in ["../../../../../../../tmp/evil-evil-ev", "/tmp/evil-evil-evil-evil-evil-evil-ev"] {

@@ -3,7 +3,7 @@
 use super::*;
 
 #[test]
-fn kill_9_in_the_middle_of_boots_loses_nothing_that_the_guests_still_have() {
+fn kill_9_amid_boots_loses_nothing_that_the_guests_have() {
     const GUESTS: u64 = 5;
     const RECORDS: u64 = 3000;
     let dir = folder();
@@ -106,7 +106,7 @@ fn boots_can_be_shown_while_they_come() {
 }
 
 #[test]
-fn a_second_collector_is_refused_and_a_stale_socket_is_not_in_the_way() {
+fn a_second_collector_is_refused_and_a_stale_socket_replaced() {
     let dir = folder();
     let uds = dir.0.join("v");
     let words = ["--uds", uds.to_str().unwrap()];
@@ -128,7 +128,7 @@ fn a_second_collector_is_refused_and_a_stale_socket_is_not_in_the_way() {
 }
 
 #[test]
-fn a_directory_that_is_removed_and_made_again_gets_every_record_again() {
+fn a_directory_made_again_gets_every_record_again() {
     let dir = folder();
     let collector = Collector::start(&dir.0, &["--uds", dir.0.join("v").to_str().unwrap()]);
     let guest = Guest::start(1, socket(&dir.0, "v"));

@@ -71,7 +71,7 @@ fn it_gives_up_what_it_does_not_need_in_every_thread() {
 }
 
 #[test]
-fn with_the_vsock_listener_no_thread_that_reads_guests_may_do_anything() {
+fn threads_that_read_guests_are_confined_with_vsock_too() {
     let dir = folder();
     let mut command = Command::new(program());
     // The vsock listener alone; on a port that no collector uses.
@@ -95,7 +95,7 @@ fn with_the_vsock_listener_no_thread_that_reads_guests_may_do_anything() {
 }
 
 #[test]
-fn every_thread_has_forbidden_itself_what_the_runtimes_default_profiles_forbid() {
+fn every_thread_forbids_itself_what_default_profiles_forbid() {
     let dir = folder();
     let collector = Collector::start(&dir.0, &["--uds", dir.0.join("v").to_str().unwrap()]);
     // Two filters, whatever was there before.
@@ -108,7 +108,7 @@ fn every_thread_has_forbidden_itself_what_the_runtimes_default_profiles_forbid()
 }
 
 #[test]
-fn the_check_succeeds_beside_a_collector_that_receives_and_fails_without_one_or_beside_one_that_hangs() {
+fn the_check_succeeds_only_with_a_collector_that_receives() {
     let dir = folder();
     // Longer than the name of a socket may be.
     let long = TempDir::new(&"x".repeat(100));
@@ -219,7 +219,7 @@ fn lost_in_the_api(manifest: &str) -> Result<(), String> {
 }
 
 #[test]
-fn the_daemonset_has_no_field_that_the_kubernetes_api_does_not_know() {
+fn the_daemonset_has_only_fields_of_the_kubernetes_api() {
     let output = Command::new(program()).args(["collect", "--print-daemonset"]).output().unwrap();
     let manifest = String::from_utf8(output.stdout).unwrap();
     assert_eq!(lost_in_the_api(&manifest), Ok(()));

@@ -137,7 +137,7 @@ fn seen(spans: &[Span]) -> BTreeSet<(String, String, String, bool, usize, usize)
 }
 
 #[test]
-fn a_real_collector_takes_every_span_with_its_parent_over_http_and_grpc() {
+fn a_real_collector_takes_every_span_over_http_and_grpc() {
     let Some(otel) = OpenTelemetry::start() else { return };
     for (n, url) in [format!("http://127.0.0.1:{}", otel.http), format!("grpc://127.0.0.1:{}", otel.grpc)].iter().enumerate() {
         let pushed = export(ONE_FAILS, &["--otlp", "--push", url, "--attribute", "k8s.pod.name=trainer-0"]);
@@ -157,7 +157,7 @@ fn a_real_collector_takes_every_span_with_its_parent_over_http_and_grpc() {
 }
 
 #[test]
-fn what_is_no_otlp_receiver_is_said_and_nothing_counts_as_pushed() {
+fn without_an_otlp_receiver_nothing_counts_as_pushed() {
     let Some(otel) = OpenTelemetry::start() else { return };
     let refused = export(ONE_FAILS, &["--otlp", "--push", &format!("http://127.0.0.1:{}/nothing/here", otel.http)]);
     let said = String::from_utf8_lossy(&refused.stderr).into_owned();

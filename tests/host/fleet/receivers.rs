@@ -56,7 +56,7 @@ impl Fake {
 const TAKEN: &str = "200 OK\r\nContent-Length: 0";
 
 #[test]
-fn busy_is_tried_again_not_before_the_receiver_said_and_with_the_headers() {
+fn a_busy_receiver_is_retried_when_it_asked_with_the_headers() {
     let fake = Fake::start(&["503 Service Unavailable\r\nRetry-After: 2\r\nContent-Length: 0", TAKEN]);
     let pushed = export(ONE_FAILS, &["--otlp", "--push", &fake.url(), "--otlp-header", "X-Tenant=gpu"]);
     let said = String::from_utf8_lossy(&pushed.stderr).into_owned();
@@ -94,7 +94,7 @@ fn rejected_spans_are_said() {
 }
 
 #[test]
-fn a_receiver_that_is_away_costs_no_guest_anything_and_the_oldest_boots_are_let_go() {
+fn an_absent_receiver_costs_no_guest_and_drops_the_oldest_boots() {
     let port = free_port();
     let dir = folder();
     let url = format!("http://127.0.0.1:{port}");

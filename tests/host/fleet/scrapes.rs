@@ -10,13 +10,13 @@ fn start(dir: &std::path::Path) -> Collector {
 }
 
 #[test]
-fn it_is_of_this_machine_alone_where_a_port_is_all_that_is_given() {
+fn a_port_alone_is_served_on_this_machine_only() {
     let dir = folder();
     assert!(metrics_address(&start(&dir.0)).ip().is_loopback());
 }
 
 #[test]
-fn only_metrics_are_answered_and_nothing_of_a_request_comes_back() {
+fn only_metrics_are_answered_and_no_request_is_echoed() {
     let dir = folder();
     let collector = start(&dir.0);
     let address = metrics_address(&collector);
@@ -36,7 +36,7 @@ fn only_metrics_are_answered_and_nothing_of_a_request_comes_back() {
 }
 
 #[test]
-fn a_crowd_that_says_nothing_is_bounded_hung_up_on_and_locks_nobody_out() {
+fn a_silent_crowd_is_bounded_and_locks_nobody_out() {
     let dir = folder();
     let collector = start(&dir.0);
     let address = metrics_address(&collector);
@@ -68,7 +68,7 @@ fn a_crowd_that_says_nothing_is_bounded_hung_up_on_and_locks_nobody_out() {
 }
 
 #[test]
-fn a_guest_that_says_anything_makes_no_more_series_and_is_counted() {
+fn no_text_of_a_guest_makes_more_series() {
     let dir = folder();
     let collector = start(&dir.0);
     let address = metrics_address(&collector);

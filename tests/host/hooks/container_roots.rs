@@ -116,7 +116,7 @@ const THROUGH_THE_CACHE: &str = "cache=/etc/ld.so.cache";
 const NODES: &str = "/dev/nvidia-uvm 511:0 666,/dev/nvidia1 195:1 666,/dev/nvidiactl 195:255 666";
 
 #[test]
-fn a_program_finds_libcuda_through_its_loader_and_sees_its_gpus_nodes() {
+fn a_program_finds_libcuda_and_sees_its_gpus_nodes() {
     let mounts_before = fs::read_to_string("/proc/self/mountinfo").unwrap();
     for root in ["debian", "alpine"] {
         for change in [Change::PivotRoot, Change::Move] {
@@ -136,7 +136,7 @@ fn a_program_finds_libcuda_through_its_loader_and_sees_its_gpus_nodes() {
 }
 
 #[test]
-fn without_its_hook_the_same_container_does_not_find_libcuda_in_the_cache() {
+fn without_its_hook_a_container_has_no_libcuda_in_the_cache() {
     let bundle = |root: &str| Bundle::new(&format!("hookless-{root}"), root).map(|b| Bundle { hook: false, ..b });
     let (Some(debian), Some(alpine)) = (bundle("debian"), bundle("alpine")) else { return };
     let ended = alpine.run();
@@ -178,7 +178,7 @@ fn a_hook_that_fails_does_not_keep_the_container_from_starting() {
 }
 
 #[test]
-fn newer_compatibility_libraries_of_the_image_are_used_and_older_ones_are_not() {
+fn only_newer_compatibility_libraries_of_the_image_are_used() {
     let Some(bundle) = Bundle::new("compat", "cuda") else { return };
     let ended = bundle.run();
     assert_eq!(said(&ended, "libcuda"), format!("/usr/local/cuda/compat/libcuda.so.{COMPAT}"), "{ended:?}");

@@ -97,7 +97,7 @@ fn a_job_of_prepare_that_fails_keeps_no_other_from_being_done() {
 }
 
 #[test]
-fn bundles_and_states_that_are_not_what_they_should_be_are_refused() {
+fn malformed_bundles_and_states_are_refused() {
     let root = |path: &str| serde_json::json!({ "root": { "path": path } }).to_string();
     let cases: &[(&str, &str, &str)] = &[
         ("the guest's root", &root("/"), "this is the root of the guest itself"),

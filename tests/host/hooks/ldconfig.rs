@@ -188,7 +188,7 @@ fn the_cache_of_a_red_hat_is_the_one_that_ldconfig_writes() {
 }
 
 #[test]
-fn the_cache_of_this_machines_own_libraries_is_the_one_that_ldconfig_writes() {
+fn the_cache_of_this_machines_libraries_is_as_ldconfigs() {
     if !comparable() {
         return;
     }

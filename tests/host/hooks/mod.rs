@@ -62,7 +62,7 @@ fn one_hook_does_what_the_incumbents_four_do() {
 }
 
 #[test]
-fn a_second_run_changes_nothing_and_another_driver_takes_the_choice_back() {
+fn a_second_run_changes_nothing_and_another_driver_reverts_it() {
     let c = Container::debian("again");
     c.library("/usr/local/cuda/compat/libcuda.so.560.35.03", Some("libcuda.so.1"));
     let words = |version: &str| format!("prepare --link libcuda.so.1::{LIBS}/libcuda.so --host-driver-version={version} --folder {LIBS}");
@@ -96,7 +96,7 @@ fn the_drivers_own_library_wins_over_one_that_the_image_brought() {
 }
 
 #[test]
-fn a_directory_of_the_images_own_gets_no_links_and_its_libraries_are_found_all_the_same() {
+fn a_directory_of_the_images_own_gets_no_links() {
     let c = Container::debian("own-links");
     c.library("/usr/local/lib/libfoo.so.1.2", Some("libfoo.so.1"));
     c.library("/usr/local/lib/libnew.so.1.dpkg-new", Some("libnew.so.1"));

@@ -96,7 +96,7 @@ fn two_builds_with_a_driver_in_two_folders_give_the_same_bytes() {
 }
 
 #[test]
-fn a_list_that_holds_stays_and_one_that_does_not_is_said_and_replaced() {
+fn a_valid_list_stays_and_a_stale_one_is_reported_and_replaced() {
     let case = Case::new("stale");
     let (image, _) = case.pack("image", WITH);
     let good = list_in(&image).unwrap();

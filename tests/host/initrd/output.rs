@@ -84,7 +84,7 @@ fn an_image_never_holds_itself_nor_replaces_what_it_is_made_of() {
 }
 
 #[test]
-fn what_a_killed_run_left_is_replaced_and_what_a_running_one_writes_is_not() {
+fn only_the_output_of_a_dead_run_is_replaced() {
     let (dir, root) = world("killed");
     let to = dir.0.join("image");
     fs::write(&to, "old").unwrap();

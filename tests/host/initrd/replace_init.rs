@@ -166,7 +166,7 @@ fn an_images_init_is_replaced_and_all_else_stays_as_it_was() {
 }
 
 #[test]
-fn a_table_stays_where_the_root_fits_into_its_partition_and_grows_with_it_where_not() {
+fn a_partition_table_changes_only_if_the_root_outgrows_it() {
     if cannot_run() {
         return;
     }
@@ -199,7 +199,7 @@ fn done_out(output: &Output) -> String {
 }
 
 #[test]
-fn a_name_that_leads_out_of_the_image_is_refused_and_nothing_is_left() {
+fn a_name_that_leads_out_of_the_image_is_refused() {
     if cannot_run() {
         return;
     }
@@ -225,7 +225,7 @@ fn a_name_that_leads_out_of_the_image_is_refused_and_nothing_is_left() {
 }
 
 #[test]
-fn only_a_regular_file_is_replaced_and_files_of_others_beside_it_stay() {
+fn only_a_regular_file_is_replaced_and_other_files_stay() {
     if cannot_run() {
         return;
     }
@@ -294,7 +294,7 @@ fn set_attribute(case: &Case) -> &'static str {
 }
 
 #[test]
-fn ten_upgrades_in_place_leave_a_sound_image_that_has_not_grown_with_all_extended_attributes() {
+fn ten_upgrades_in_place_leave_a_sound_image_of_the_same_size() {
     if cannot_run() {
         return;
     }
@@ -425,7 +425,7 @@ fn case_names(image: &Path) -> Vec<String> {
 }
 
 #[test]
-fn where_namespaces_are_not_allowed_the_cure_is_named_and_nothing_is_written() {
+fn without_namespaces_the_cure_is_named_and_nothing_written() {
     if cannot_run() {
         return;
     }
@@ -443,7 +443,7 @@ fn where_namespaces_are_not_allowed_the_cure_is_named_and_nothing_is_written() {
 }
 
 #[test]
-fn the_helper_for_nvml_comes_along_where_it_is_given_or_lies_beside_the_init() {
+fn the_nvml_helper_is_taken_if_given_or_next_to_the_init() {
     if cannot_run() {
         return;
     }
@@ -556,7 +556,7 @@ fn gzip_that_grows_without_bounds_is_refused_with_the_cure() {
 }
 
 #[test]
-fn files_that_claim_more_than_the_image_could_hold_are_refused_with_the_cure() {
+fn files_larger_than_the_image_are_refused_with_the_cure() {
     if cannot_run() {
         return;
     }

@@ -221,7 +221,7 @@ const CASES: &[(&str, Break)] = &[
 ];
 
 #[test]
-fn a_script_whose_interpreter_is_a_script_starts_as_the_kernel_starts_it() {
+fn a_script_interpreted_by_a_script_starts_as_in_the_kernel() {
     let mut good = Broken(guest());
     good.set(program("init", "#!/usr/bin/1 -x\n"));
     good.0.push(program("usr/bin/1", "#! /usr/bin/2\n"));
@@ -287,7 +287,7 @@ fn without_driver() -> Broken {
 }
 
 #[test]
-fn an_image_without_any_part_of_the_driver_boots_and_says_where_the_driver_comes_from() {
+fn an_image_without_a_driver_boots_and_names_its_source() {
     let base = without_driver();
     let told = report(&archive(&base.0), &Question::default());
     assert!(told.boots() && told.driver_elsewhere && told.services.is_none(), "{:#?}", told.findings);
@@ -336,7 +336,7 @@ fn serviced() -> Broken {
 }
 
 #[test]
-fn verify_tells_topology_by_topology_which_services_start_and_what_each_lacks() {
+fn verify_lists_the_services_of_each_topology_and_what_lacks() {
     let whole = report(&archive(&serviced().0), &Question::default());
     let services = whole.services.as_ref().unwrap();
     assert_eq!((rules(&whole), services.lacking()), (BTreeSet::from(["no-manifest"]), vec![]), "{:#?}", whole.findings);

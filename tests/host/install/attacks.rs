@@ -24,7 +24,7 @@ fn text(world: &World, runtime: Runtime, key: &str) -> String {
 }
 
 #[test]
-fn a_configuration_that_is_a_link_is_changed_where_the_runtime_looks() {
+fn a_linked_configuration_is_changed_where_the_runtime_looks() {
     let world = World::new("link", GO);
     // As kata-deploy leaves it: the old place is a link to the copy in a directory of its own.
     let old = world.root().join("opt/kata/share/defaults/kata-containers/configuration-qemu-nvidia-gpu.toml");
@@ -77,7 +77,7 @@ fn a_drop_in_of_our_name_that_is_none_of_ours_is_left_alone() {
 }
 
 #[test]
-fn a_file_of_ours_that_was_edited_is_replaced_or_removed_only_by_force() {
+fn an_edited_file_of_ours_is_replaced_or_removed_only_by_force() {
     let world = World::new("edited", GO);
     done(&world.install_initrd(&["--param", "gpuinit.log=debug"]));
     let edited = fs::read_to_string(world.ours()).unwrap() + "default_memory = 4096\n";
@@ -125,7 +125,7 @@ fn entries_of_config_d_that_break_the_runtime_are_named() {
 }
 
 #[test]
-fn a_link_in_config_d_to_a_good_file_is_read_by_go_and_refused_for_runtime_rs() {
+fn a_link_in_config_d_is_refused_for_runtime_rs_alone() {
     for (fixture, code) in [(GO, 0), ("rust-qemu-nvidia-gpu", 1)] {
         let world = World::new("dir-link", fixture);
         fs::create_dir(world.config_d()).unwrap();
@@ -142,7 +142,7 @@ fn a_link_in_config_d_to_a_good_file_is_read_by_go_and_refused_for_runtime_rs() 
 }
 
 #[test]
-fn odd_encodings_and_quoting_of_the_configuration_are_read_as_the_runtimes_read_them() {
+fn odd_encodings_and_quotes_are_read_as_by_the_runtimes() {
     fn crlf(text: &str) -> String {
         text.replace('\n', "\r\n")
     }
@@ -177,7 +177,7 @@ fn odd_encodings_and_quoting_of_the_configuration_are_read_as_the_runtimes_read_
 }
 
 #[test]
-fn two_kilobytes_of_kernel_parameters_with_quotes_come_through_and_more_is_refused() {
+fn kernel_parameters_of_two_kilobytes_pass_and_longer_fail() {
     let word = |n: usize| format!("w{n:03}=\\\"a b {}\\\" ", "x".repeat(20));
     let fill = |words: usize| (0..words).map(word).collect::<String>();
     let world = World::new("long", GO);
@@ -213,7 +213,7 @@ fn values_of_the_configuration_cannot_write_to_the_terminal() {
 }
 
 #[test]
-fn a_path_of_an_initrd_with_quotes_blanks_and_backslashes_is_written_as_it_is() {
+fn an_initrd_path_with_quotes_and_blanks_is_written_unchanged() {
     let world = World::new("path", GO);
     let odd = world.root().join("a \"b\" \\ 'c' # é.cpio");
     fs::copy(&world.initrd, &odd).unwrap();
@@ -247,7 +247,7 @@ fn as_nobody<T: Send>(run: impl FnOnce() -> T + Send) -> T {
 }
 
 #[test]
-fn a_directory_that_cannot_be_written_is_said_with_the_cure_and_left_as_it_was() {
+fn an_unwritable_directory_is_reported_with_the_cure_and_kept() {
     let world = World::new("read-only", GO);
     let dir = world.config.parent().unwrap();
     fs::set_permissions(dir, fs::Permissions::from_mode(0o555)).unwrap();
@@ -285,7 +285,7 @@ fn two_installs_at_once_do_not_mix() {
 }
 
 #[test]
-fn readers_see_the_old_file_or_the_new_one_and_never_a_piece_or_another_entry() {
+fn readers_see_the_old_or_the_new_file_and_never_a_piece() {
     let world = World::new("atomic", GO);
     done(&world.install_initrd(&[]));
     let over = std::sync::atomic::AtomicBool::new(false);
@@ -334,7 +334,7 @@ fn a_file_that_changes_while_it_is_looked_at_is_seen() {
 }
 
 #[test]
-fn what_an_interrupted_install_left_does_not_stop_the_next_and_is_not_followed() {
+fn leftovers_of_an_interrupted_install_do_not_stop_the_next() {
     let world = World::new("left-over", GO);
     let left = world.config.with_file_name(".60-kata-gpu-init.toml.new");
     let victim = world.root().join("victim");
@@ -362,7 +362,7 @@ fn rolling_back_works_when_the_configuration_is_broken_or_gone() {
 }
 
 #[test]
-fn a_directory_in_the_configuration_s_place_is_no_reason_to_say_that_nothing_is_installed() {
+fn a_directory_in_place_of_the_configuration_is_an_error() {
     let world = World::new("given-directory", GO);
     done(&world.install_initrd(&[]));
     let directory = world.config.parent().unwrap();

@@ -44,7 +44,7 @@ const FIXTURES: &[(&str, Runtime, &str, &str)] = &[
 ];
 
 #[test]
-fn the_drop_in_and_what_is_said_are_the_golden_ones_and_uninstall_restores() {
+fn the_images_drop_in_and_output_are_golden_and_can_be_undone() {
     for (fixture, runtime, section, _) in FIXTURES {
         let world = World::new(&format!("image-{fixture}"), fixture);
         // Another type of root than the configuration has, with a hash or without.
@@ -139,7 +139,7 @@ fn what_cannot_work_is_refused_with_the_cure() {
 }
 
 #[test]
-fn an_initrd_and_an_image_exclude_each_other_and_a_hash_needs_an_image() {
+fn initrd_excludes_image_and_a_hash_needs_an_image() {
     let words = |words: &[&str]| from_words::<Args>(&[&["--kata-config", "c"], words].concat()).map(|_| ()).unwrap_err();
     assert!(words(&["--initrd", "a", "--image", "b"]).contains("cannot be used with"));
     assert!(words(&["--verity", "b"]).contains("--image"));

@@ -84,7 +84,7 @@ fn kata_deploys_own_chart_renders_the_values() {
 }
 
 #[test]
-fn a_directory_that_several_configurations_share_is_no_reason_for_the_chart_which_makes_one_of_its_own() {
+fn the_chart_accepts_a_directory_that_configurations_share() {
     let world = World::new("helm-shared", "go-qemu-nvidia-gpu");
     std::fs::write(world.config.with_file_name("configuration-qemu.toml"), "").unwrap();
     assert!(printed(&world, &["helm"]).contains("customRuntimes:"));
@@ -106,7 +106,7 @@ fn any_text_in_the_drop_in_survives_yaml() {
 }
 
 #[test]
-fn a_name_that_cannot_be_guessed_is_asked_for_and_what_cannot_work_is_not_printed() {
+fn an_unknown_name_is_asked_for_and_no_bad_manifest_printed() {
     let world = World::new("names", "go-qemu-nvidia-gpu");
     let plain = world.config.with_file_name("configuration.toml");
     std::fs::rename(&world.config, &plain).unwrap();

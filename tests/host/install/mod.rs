@@ -187,7 +187,7 @@ fn case(test: &str, case: &Case) -> World {
 }
 
 #[test]
-fn the_drop_in_and_what_is_said_are_the_golden_ones_for_both_runtimes_and_hypervisors() {
+fn the_drop_ins_and_output_for_each_runtime_are_golden() {
     for one in CASES {
         let world = case("golden", one);
         let dry = world.install_initrd(&[one.3, &["--dry-run"]].concat());
@@ -282,7 +282,7 @@ fn installing_twice_is_installing_once() {
 }
 
 #[test]
-fn an_upgrade_is_one_command_and_keeps_the_words_that_were_given() {
+fn an_upgrade_is_one_command_and_keeps_the_parameters() {
     let world = World::new("upgrade", "go-qemu-nvidia-gpu");
     done(&world.install_initrd(&["--param", "gpuinit.log=debug", "--param", "gpuinit.gpus=8"]));
     let newer = world.root().join("newer.cpio");
@@ -303,7 +303,7 @@ fn an_upgrade_is_one_command_and_keeps_the_words_that_were_given() {
 }
 
 #[test]
-fn after_an_upgrade_of_kata_installing_again_takes_its_new_words() {
+fn installing_again_after_an_upgrade_of_kata_takes_its_words() {
     let world = World::new("kata-upgrade", "go-qemu-nvidia-gpu");
     done(&world.install_initrd(&["--param", "gpuinit.log=debug"]));
     world.edit("pci=assign-busses", "pci=assign-busses pci=hpmmiosize=1G");
@@ -314,7 +314,7 @@ fn after_an_upgrade_of_kata_installing_again_takes_its_new_words() {
 }
 
 #[test]
-fn the_drop_in_is_read_after_kata_deploys_and_can_be_read_by_everybody() {
+fn the_drop_in_is_read_after_kata_deploys_and_by_everybody() {
     let world = World::new("order", "rust-qemu-nvidia-gpu");
     for name in ["10-installation-prefix.toml", "20-debug.toml", "30-kernel-params.toml", "50-user-overrides.toml"] {
         world.drop_in(name, "[hypervisor.qemu]\nimage = \"/other\"\ninitrd = \"\"\n");
@@ -352,7 +352,7 @@ fn json_says_what_the_page_says() {
 }
 
 #[test]
-fn the_version_is_asked_of_the_shim_that_belongs_to_the_configuration() {
+fn the_version_is_asked_of_the_configurations_shim() {
     for (fixture, shim, words) in [
         ("go-qemu-nvidia-gpu", "opt/kata/bin", "(Golang): id: \"i\""),
         ("rust-qemu-nvidia-gpu", "opt/kata/runtime-rs/bin", "(Rust): id: i"),
@@ -401,7 +401,7 @@ fn guest_without(world: &World, name: &str, gone: &[&str]) -> PathBuf {
 }
 
 #[test]
-fn an_initrd_that_cannot_boot_is_refused_with_the_verifiers_reasons() {
+fn an_initrd_that_cannot_boot_is_refused_with_reasons() {
     let world = World::new("cannot-boot", "go-qemu-nvidia-gpu");
     let before = world.snapshot();
     let broken = guest_without(&world, "broken.cpio", &["init", "usr/bin/kata-agent"]);
@@ -475,7 +475,7 @@ fn install_upgrade_roll_back_and_uninstall_are_one_command_each() {
 
 /// The program itself, as a umask is a process's.
 #[test]
-fn a_umask_that_keeps_others_out_does_not_keep_runtimes_from_the_drop_in() {
+fn a_strict_umask_keeps_no_runtime_from_the_drop_in() {
     let world = World::new("umask", "go-qemu-nvidia-gpu");
     let script = "umask 077; exec \"$0\" install --kata-version 4.1.0 --kata-config \"$1\" --initrd \"$2\"";
     let mut command = std::process::Command::new("sh");

@@ -46,7 +46,7 @@ fn strs(words: &[String]) -> Vec<&str> {
 }
 
 #[test]
-fn the_guest_is_copied_and_the_former_copy_stays_for_pods_that_start_from_it() {
+fn the_guest_is_copied_and_the_former_copy_stays() {
     let world = World::new("node", "go-qemu-nvidia-gpu");
     let before = world.snapshot();
     let words = words(&world);
@@ -149,7 +149,7 @@ impl Pod {
 }
 
 #[test]
-fn a_pod_installs_again_what_kata_takes_away_and_its_end_changes_nothing() {
+fn a_pod_reinstalls_what_kata_removes_and_keeps_it_at_its_end() {
     let world = World::new("node-stay", "go-qemu-nvidia-gpu");
     let mut old = Pod::installs(&world, &world.initrd);
     old.says("wrote ");
@@ -180,7 +180,7 @@ fn a_pod_installs_again_what_kata_takes_away_and_its_end_changes_nothing() {
 }
 
 #[test]
-fn a_pod_that_is_refused_takes_the_label_away_and_installs_when_it_can() {
+fn a_refused_pod_removes_the_label_and_installs_when_it_can() {
     let world = World::new("node-refused-later", "go-qemu-nvidia-gpu");
     let mut pod = Pod::installs(&world, &world.initrd);
     pod.says("wrote ");
@@ -229,7 +229,7 @@ fn the_daemon_set_runs_what_install_takes_where_it_can_see_it() {
 }
 
 #[test]
-fn the_daemon_set_that_uninstalls_takes_the_place_of_the_one_that_installs() {
+fn the_daemon_set_that_uninstalls_replaces_the_other() {
     let installs = daemon_set(&["--initrd", "/gpu.initrd"]);
     let said = cli::uninstall::say(&from_words(&["--kata-config", CONFIG, "--print", "daemonset"]).unwrap());
     let uninstalls: Value = serde_yaml::from_str(done(&said)).unwrap();

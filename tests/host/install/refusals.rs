@@ -254,7 +254,7 @@ fn install(world: &World, words: &[&str]) -> Said {
 }
 
 #[test]
-fn every_reason_names_place_key_value_and_cure_in_one_line_and_nothing_is_written() {
+fn every_refusal_names_place_value_and_cure_and_writes_nothing() {
     for (name, fixture, makes, forcible, says) in ROWS {
         let world = World::new("refusals", fixture);
         let words = make(&world, makes);

@@ -48,7 +48,7 @@ fn time_of(facts: &[(Micros, Fact)], wanted: Fact) -> Micros {
 }
 
 #[test]
-fn initialisations_at_once_share_the_second_part_and_older_drivers_share_nothing() {
+fn initialisations_share_their_second_part_with_newer_drivers() {
     for (relaxed, at_once) in [(true, 4 * 300 + 1300 + 4 * 500), (false, 4 * 2100)] {
         let host = Host { relaxed, ..host(4, MEDIUM) };
         let mut world = bound(&host);
@@ -60,7 +60,7 @@ fn initialisations_at_once_share_the_second_part_and_older_drivers_share_nothing
 }
 
 #[test]
-fn initialisations_that_begin_in_the_middle_of_each_other_make_a_convoy() {
+fn initialisations_that_overlap_in_part_make_a_convoy() {
     let host = host(2, MEDIUM);
     let mut world = bound(&host);
     let begun = world.now();
@@ -75,7 +75,7 @@ fn initialisations_that_begin_in_the_middle_of_each_other_make_a_convoy() {
 }
 
 #[test]
-fn an_enabling_inside_an_s1_stalls_it_and_everybody_who_wants_the_driver() {
+fn an_enabling_inside_an_s1_stalls_all_users_of_the_driver() {
     let host = host(2, MEDIUM);
     let mut world = World::new(&host).recording();
     world.order(Order::Enable(0));
@@ -130,7 +130,7 @@ fn a_probe_behind_a_firewall_sleeps_and_then_enables() {
 }
 
 #[test]
-fn a_load_waits_for_the_probes_that_run_when_its_own_ends_and_spins_beside_an_enabling() {
+fn a_load_waits_for_the_probes_that_run_when_its_own_ends() {
     let host = Host { load: Some([20 * MS, 10 * MS]), ..host(3, Times { firewall: 4000 * MS, ..MEDIUM }) };
     let mut world = World::new(&host).recording();
     world.order(Order::Load(0));
@@ -197,7 +197,7 @@ fn on_one_vcpu_nothing_runs_beside_an_enabling() {
 }
 
 #[test]
-fn an_initialisation_that_hangs_keeps_every_other_one_from_ending() {
+fn a_hanging_initialisation_keeps_all_others_from_ending() {
     let mut host = host(2, MEDIUM);
     host.gpus[0].fault = Fault::InitHangs;
     let mut world = bound(&host);

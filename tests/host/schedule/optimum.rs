@@ -84,7 +84,7 @@ fn no_order_at_random_beats_the_best_one() {
 }
 
 #[test]
-fn waves_are_near_the_best_order_where_the_order_until_now_is_not() {
+fn waves_are_near_the_best_order_and_the_former_one_is_not() {
     let host = Host::of(8, Times { enable: 700 * MS, ..MEDIUM });
     let best = search(&host, Rule::NothingSpins, 60_000 * MS, 1_000_000).usable;
     let usable = |policy: &mut dyn Policy| run(&host, policy).expect("it ends").usable;

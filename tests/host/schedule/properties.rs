@@ -33,7 +33,7 @@ fn gpus_that_fail_stop_nobody() {
 }
 
 #[test]
-fn a_gpu_that_hangs_in_its_probe_costs_the_others_one_limit_once() {
+fn a_gpu_that_hangs_in_its_probe_costs_the_others_one_limit() {
     holds(Trouble::Hang);
 }
 

@@ -10,7 +10,7 @@ use kata_gpu_init::events::record::{Kind, Line, Record, decode};
 use kata_gpu_init::host::data::boot_file::{BootFile, HostEvent};
 use kata_gpu_init::host::data::clock::{Clock, Wall};
 
-pub const TESTS: &[VmTest] = &[VmTest { name: "emulated_host_keeps_the_boots_of_its_guests_apart_by_cid_over_af_vsock", run: kept_apart }];
+pub const TESTS: &[VmTest] = &[VmTest { name: "emulated_host_keeps_its_guests_boots_apart_by_cid", run: kept_apart }];
 
 pub(in crate::vm) const SERVICE: &str = "kata-gpu-boot.service";
 

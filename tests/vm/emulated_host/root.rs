@@ -7,8 +7,7 @@ use std::os::unix::fs::symlink;
 use std::path::PathBuf;
 use std::process::Command;
 
-pub const TESTS: &[VmTest] =
-    &[VmTest { name: "emulated_host_boots_a_guest_from_a_root_on_virtio_fs_to_a_container", run: root_on_virtio_fs }];
+pub const TESTS: &[VmTest] = &[VmTest { name: "emulated_host_boots_a_guest_from_a_virtio_fs_root", run: root_on_virtio_fs }];
 
 const ARCHIVE: &str = "/var/guests/root.tar";
 const ROOT: &str = "/var/guests/root";

@@ -6,8 +6,7 @@ use anyhow::{Context, Result, ensure};
 use serde_yaml::Value;
 use std::path::{Path, PathBuf};
 
-pub const TESTS: &[VmTest] =
-    &[VmTest { name: "emulated_host_service_as_printed_serves_hybrid_vsock_from_boot_to_shutdown_and_in_a_container", run: as_printed }];
+pub const TESTS: &[VmTest] = &[VmTest { name: "emulated_host_runs_the_printed_service_and_container", run: as_printed }];
 
 const PROGRAM: &str = "/usr/local/bin/kata-gpu-boot";
 const VMM: &str = "/usr/local/bin/vmm";

@@ -483,7 +483,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_kernel_that_hangs_is_the_machines_fault_only_before_its_first_program() {
+    fn a_hang_is_the_machines_fault_only_before_the_first_program() {
         let line = |who: &str| format!("[   48.500819] watchdog: BUG: soft lockup - CPU#1 stuck for 45s! [{who}]\n");
         assert!(stuck_before_its_programs(&line("swapper/0:1")));
         assert!(!stuck_before_its_programs(&line("kata-agent:1")));
