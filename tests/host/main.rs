@@ -27,6 +27,7 @@ mod modules;
 mod nvml;
 mod schedule;
 mod scripts;
+mod test_names;
 #[cfg(feature = "host")]
 mod tree;
 #[cfg(feature = "host")]
