@@ -50,7 +50,7 @@ fn completes(context: &TestContext) -> Result<Outcome> {
     // GPU 0 is up long before GPU 1.
     let words = "fakepci.gpus=2 fakepci.switches=2 nvidia.switches=2 nvidia.fabric_state=1 nvidia.s2_ms=30,1500 gpuinit.init=serial";
     for (case, fault, state) in [("all", "", "3,3"), ("one", "+never-completes:1", "3,2")] {
-        let script = format!("gpu.usable/0>file:{STATE};gpu.usable/1>sleep:2000+file:{STATE}");
+        let script = format!("gpu.usable/0>file:{STATE};gpu.usable/1>file-has:{STATE}=,+file:{STATE}");
         let words = format!("{words} standin.nv-fabricmanager=fabric:50{fault} testagent.guest=script testagent.script={script}");
         let booted = with_services(Guest::new()).append(&words).boot(context, case)?;
         let last = booted.agent("file", |l| l.get("path") == STATE && l.get("text").contains(','))?;

@@ -205,8 +205,9 @@ fn load_again(context: &TestContext) -> Result<Outcome> {
 }
 
 fn full_run(context: &TestContext) -> Result<Outcome> {
-    // Full before the first GPU is bound, until after all are.
-    let script = "gpu.found/3>fill;gpu.usable/3>sleep:800+empty;settled>sleep:1000+spec";
+    // Full before the first GPU is bound, until after all are: the sleep is how long publications fail. The
+    // container's start is the event that ends the test.
+    let script = "gpu.found/3>fill;gpu.usable/3>sleep:800+empty";
     let words =
         format!("fakepci.gpus=4 fakepci.enable_ms=200 testagent.guest=script testagent.script={script} testagent.containers=all:all");
     let booted = Guest::new().append(&words).boot(context, "full")?;

@@ -19,7 +19,7 @@ pub const TESTS: &[VmTest] = &[
 
 fn removed_and_back(context: &TestContext) -> Result<Outcome> {
     // The driver looks every half second whether the GPU is closed.
-    let script = "settled>remove:2;gpu.removed>sleep:1500+counters+rescan;gpu.usable/2>counters";
+    let script = "settled>remove:2;gpu.removed>gone:2+counters+rescan;gpu.usable/2>counters";
     let words = format!("fakepci.gpus=4 testagent.guest=script testagent.script={script} testagent.containers=all:all");
     let booted = Guest::new().append(&words).boot(context, "back")?;
     let removed = booted.event(names::GPU_REMOVED)?;
@@ -66,7 +66,8 @@ fn removed_and_back(context: &TestContext) -> Result<Outcome> {
 
 fn plugged(context: &TestContext) -> Result<Outcome> {
     // Nothing is there at boot; then three come, in an order that is not PCI order, and one is torn out while it initialises.
-    let script = "settled>plug:2;gpu.usable>plug:0+plug:1;gpu.init!begin/1>unplug:1;gpu.removed>sleep:800+counters+plug:1;gpu.usable/1>sleep:200+counters";
+    let script = "settled>plug:2;gpu.usable>plug:0+plug:1;gpu.init!begin/1>unplug:1;\
+                  gpu.removed>gone:1+counters+plug:1;gpu.usable/1>counters";
     let words = format!(
         "fakepci.gpus=3 fakepci.absent=0,1,2 testagent.guest=script testagent.script={script} testagent.containers=first:0;all:all"
     );
@@ -94,7 +95,7 @@ fn plugged(context: &TestContext) -> Result<Outcome> {
 
 fn overrun(context: &TestContext) -> Result<Outcome> {
     // The worker sleeps while more uevents come than its socket holds, and among the lost ones is the removal of a GPU nobody has open.
-    let script = "settled>stop+storm:6000+remove:1+sleep:500+cont;gpu.removed>counters";
+    let script = "settled>stop+storm:6000+remove:1+gone:1+cont;gpu.removed>counters";
     let words = format!("fakepci.gpus=3 nvidia.probe_fail=1 testagent.guest=script testagent.script={script}");
     let booted = Guest::new().append(&words).boot(context, "overrun")?;
     let lost = booted.record("overrun", |r| r.name == names::STREAM_LOST && r.fields.get("at").is_some_and(|at| at == "uevents"))?;
@@ -160,7 +161,8 @@ fn names_stay(context: &TestContext) -> Result<Outcome> {
 
 fn swapped(context: &TestContext) -> Result<Outcome> {
     // The first one initialises while 2 and 3 are bound, published and not opened yet: their removals wait for nobody.
-    let script = "gpu.published/3>stop+unplug:2+unplug:3+plug:3+plug:2+sleep:1500+cont;settled>sleep:200+minors+spec+counters";
+    let script = "gpu.published/3>stop+unplug:2+unplug:3+gone:2+gone:3+plug:3+plug:2+bound:3+bound:2+cont;\
+                  settled>sleep:200+minors+spec+counters";
     let times = "nvidia.s1_ms=100 nvidia.s2_ms=4000,300 nvidia.s3_ms=100";
     for (name, kill) in [("stopped", false), ("killed", true)] {
         let script = if kill { script.replace("+cont", "+kill") } else { script.to_string() };
@@ -190,8 +192,9 @@ fn swapped(context: &TestContext) -> Result<Outcome> {
 }
 
 fn unbound(context: &TestContext) -> Result<Outcome> {
-    let script =
-        "settled>ask:1:remove+ask:1:unbind+sleep:300+unbind:2;gpu.removed>sleep:1200+bind:2;gpu.usable/2>sleep:300+minors+spec+counters";
+    // The removal of GPU 2 comes after both uevents of GPU 1 on the same socket: a worker that believed them
+    // would have reported GPU 1 first.
+    let script = "settled>ask:1:remove+ask:1:unbind+unbind:2;gpu.removed>unbound:2+bind:2;gpu.usable/2>sleep:300+minors+spec+counters";
     let words = format!("fakepci.gpus=4 testagent.guest=script testagent.script={script}");
     let booted = Guest::new().append(&words).boot(context, "unbound")?;
     booted.agent("script", |l| l.get("did") == "counters")?;
@@ -206,8 +209,9 @@ fn unbound(context: &TestContext) -> Result<Outcome> {
 }
 
 fn unheard(context: &TestContext) -> Result<Outcome> {
-    // No log can be read here.
-    let script = "settled>remove:1;gpu.removed/1>stop+remove:2+sleep:1000+kill;gpu.removed/2>sleep:1500+counters";
+    // No log can be read here. The removal of GPU 2 waits in the driver when the worker is killed, which nothing
+    // shows from outside: it has a second to get there.
+    let script = "settled>remove:1;gpu.removed/1>stop+remove:2+sleep:1000+kill;gpu.removed/2>gone:1+gone:2+counters";
     let words = format!("fakepci.gpus=4 printk.devkmsg=off testagent.guest=script testagent.script={script}");
     let booted = Guest::new().append(&words).boot(context, "unheard")?;
     booted.agent("script", |l| l.get("did") == "counters")?;
@@ -222,7 +226,7 @@ fn unheard(context: &TestContext) -> Result<Outcome> {
 
 fn replaced(context: &TestContext) -> Result<Outcome> {
     // Nobody has it open, so that it goes and comes while the worker sleeps, and no uevent of that arrives.
-    let script = "settled>stop+storm:6000+unplug:1+plug:1+sleep:700+cont";
+    let script = "settled>stop+storm:6000+unplug:1+gone:1+plug:1+there:1+cont";
     let words = format!("fakepci.gpus=3 nvidia.probe_fail=1 testagent.guest=script testagent.script={script}");
     let booted = Guest::new().append(&words).boot(context, "replaced")?;
     let failed = booted.events(names::GPU_FAILED, 2)?;

@@ -514,6 +514,7 @@ fn never_answers(guest: Guest, context: &TestContext, name: &str) -> Result<()> 
     // The first look, at a GPU that is there, takes nothing like this.
     booted.agent("script", answered)?;
     booted.agent("script", |l| l.get("did") == "sleep:500")?;
+    // A sleep as proof, kept: no event follows a look that never returns. The first look takes milliseconds.
     std::thread::sleep(Duration::from_secs(3));
     let answers = booted.console.agent_lines().into_iter().filter(answered).count();
     ensure!(answers == 1, "{name}: the information of a lost GPU came");

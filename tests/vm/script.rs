@@ -23,13 +23,16 @@
 //! | `file:PATH` | reports the text of a file |
 //! | `storm:N` | makes the kernel send N uevents |
 //! | `skew:S` | sets the guest's wall clock S seconds ahead, or back |
-//! | `sleep:MS` | does nothing for some time |
+//! | `sleep:MS` | lets a state last, or gives time to what nothing announces; for all else there is a wait with a deadline below |
 //! | `counters` | reports the simulator's counters |
 //! | `config` | reports the functions' config accesses |
 //! | `driver` | reports every file that the driver has in /proc, one line each, and its devices |
 //! | `nodes` | reports the names of the driver's nodes in /dev |
 //! | `spec` | reports the text of every CDI spec |
-//! | `spec-has:TEXT` | waits until a CDI spec has this text, for at most half a minute |
+//! | `spec-has:TEXT` | waits until a CDI spec has this text, for at most half a minute; the script ends where it does not |
+//! | `file-has:PATH=TEXT` | waits until a file has this text, as long |
+//! | `serves:NAME` | waits until a service has a process, as long |
+//! | `gone:K`, `there:K`, `bound:K`, `unbound:K` | waits until GPU K (by slot) is off or on the bus, or has the driver or none, as long |
 //! | `overrides` | reports every GPU's driver_override |
 //! | `cpus` | reports on which CPUs each thread of the worker, and each of the driver's that opens, may run |
 //! | `held` | reports which GPU nodes the init's processes have open |
@@ -72,8 +75,12 @@ pub fn run() {
             stream.wait(when);
         }
         for action in actions.split('+') {
-            let result = act(action);
-            log::info("script", &[("when", when), ("did", action), ("error", &result.err().unwrap_or_default())]);
+            let error = act(action).err().unwrap_or_default();
+            log::info("script", &[("when", when), ("did", action), ("error", &error)]);
+            // What comes after a wait holds for what was waited for alone: the test misses the next step.
+            if !error.is_empty() && WAITS.contains(&action.split(':').next().unwrap_or_default()) {
+                return;
+            }
         }
     }
 }
@@ -133,8 +140,24 @@ impl Stream {
     }
 }
 
-/// How long a text in a spec is waited for.
-const SPEC_DEADLINE: Duration = Duration::from_secs(30);
+/// Actions that wait.
+const WAITS: [&str; 7] = ["spec-has", "file-has", "serves", "gone", "there", "bound", "unbound"];
+/// Longest wait of an action for what its name says.
+const WAIT: Duration = Duration::from_secs(30);
+/// Pause between two looks of such a wait: sysfs and the specs announce nothing to this process.
+const LOOK: Duration = Duration::from_millis(20);
+
+/// Waits until a condition holds; fails with its text after [`WAIT`].
+fn until(text: &str, mut holds: impl FnMut() -> Result<bool, String>) -> Result<(), String> {
+    let deadline = Instant::now() + WAIT;
+    while !holds()? {
+        if Instant::now() > deadline {
+            return Err(format!("not {text:?} after {WAIT:?}"));
+        }
+        std::thread::sleep(LOOK);
+    }
+    Ok(())
+}
 
 /// Names and texts of the CDI specs that are published.
 fn specs() -> Result<Vec<(String, String)>, String> {
@@ -263,15 +286,23 @@ pub(super) fn act(action: &str) -> Result<(), String> {
             specs()?.iter().for_each(|(file, text)| log::info("spec", &[("file", file), ("text", text)]));
             Ok(())
         }
-        "spec-has" => {
-            let until = Instant::now() + SPEC_DEADLINE;
-            while !specs()?.iter().any(|(_, text)| text.contains(argument)) {
-                if Instant::now() > until {
-                    return Err(format!("no spec has {argument:?} after {SPEC_DEADLINE:?}"));
-                }
-                std::thread::sleep(Duration::from_millis(20));
-            }
-            Ok(())
+        "spec-has" => until(action, || Ok(specs()?.iter().any(|(_, text)| text.contains(argument)))),
+        "file-has" => {
+            let (path, text) = argument.split_once('=').ok_or("file-has:PATH=TEXT")?;
+            until(action, || Ok(std::fs::read_to_string(path).is_ok_and(|read| read.contains(text))))
+        }
+        "serves" => until(action, || Ok(service_processes()?.iter().any(|(_, name)| name == argument))),
+        "gone" | "there" | "bound" | "unbound" => {
+            let device = Path::new("/sys/bus/pci/devices").join(gpu_in_slot(number()?));
+            until(action, || {
+                let (there, bound) = (device.exists(), device.join("driver").exists());
+                Ok(match what {
+                    "gone" => !there,
+                    "there" => there,
+                    "bound" => bound,
+                    _ => there && !bound,
+                })
+            })
         }
         "overrides" => {
             let mut all = Vec::new();

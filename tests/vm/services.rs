@@ -341,9 +341,10 @@ fn flood(context: &TestContext) -> Result<Outcome> {
 
 fn worker_dies(context: &TestContext) -> Result<Outcome> {
     let words = "gpuinit.topology=hopper-fabric gpuinit.persistenced=on";
-    // Two deaths in a row, the second one while persistenced's parent still waits.
+    // Two deaths in a row, the second one while persistenced's parent still waits. Sleeps as proof, kept: a service
+    // that would be started twice would be so at a time that nothing announces.
     for (case, more, wait) in [("ready", "", "sleep:2000"), ("waiting", "standin.nvidia-persistenced=hang", "sleep:2000")] {
-        let script = format!("settled>{wait}+services+kill;settled>sleep:2000+services+sleep:500+services");
+        let script = format!("settled>{wait}+services+kill;settled>sleep:2000+services+sleep:500+services+sleep:0");
         let words = format!("{words} {more} testagent.containers=all:all testagent.guest=script testagent.script={script}");
         let booted = guest().append(&words).boot(context, case)?;
         booted.created("all")?;
@@ -351,8 +352,7 @@ fn worker_dies(context: &TestContext) -> Result<Outcome> {
         booted.record("services found", |r| {
             r.kind == Kind::Begin && r.name == names::SERVICE_START && r.fields.get("found").is_some_and(|f| f == true)
         })?;
-        booted.agent("script", |l| l.get("did") == "sleep:500")?;
-        std::thread::sleep(std::time::Duration::from_millis(500)); // the line after it
+        booted.agent("script", |l| l.get("did") == "sleep:0")?;
         for line in booted.console.agent_lines().iter().filter(|l| l.get("msg") == "services") {
             seen.push(line.get("all").to_string());
         }
@@ -369,7 +369,7 @@ fn worker_dies(context: &TestContext) -> Result<Outcome> {
         );
     }
     // A confidential guest whose persistenced ends while no worker watches it.
-    let script = "settled>sleep:2000+stop+kill-service:persistenced+kill;settled>sleep:1000+services";
+    let script = "settled>serves:persistenced+stop+kill-service:persistenced+kill;service.ended>services";
     let words = format!("{CONFIDENTIAL} testagent.guest=script testagent.script={script}");
     let booted = guest().append(&words).boot(context, "unwatched")?;
     let services = booted.agent("services", |_| true)?;

@@ -65,7 +65,7 @@ fn one_fails(context: &TestContext, cpus: u32) -> Result<()> {
 }
 
 fn back(context: &TestContext, cpus: u32) -> Result<()> {
-    let script = "settled>remove:2;gpu.removed>sleep:1500+rescan;gpu.usable/2>counters";
+    let script = "settled>remove:2;gpu.removed>gone:2+rescan;gpu.usable/2>counters";
     let words = format!("testagent.guest=script testagent.script={script} testagent.containers=all:all");
     let booted = boot(context, cpus, &words, "back")?;
     let removed = booted.event(names::GPU_REMOVED)?;
