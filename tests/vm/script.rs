@@ -1,6 +1,8 @@
-//! A guest half that acts on what the init tells: `testagent.script=WHEN>DO[+DO..];WHEN>DO..`, each step after the one before.
+//! A guest half that acts on what the init tells: `testagent.script=WHEN>DO[+DO..];WHEN>DO..`, each
+//! step after the one before.
 //!
-//! WHEN is a record's name with `!begin` or `!end` for spans, and `/INDEX` for that of one GPU, e.g. `gpu.init!begin/3`; DO one of:
+//! WHEN is a record's name with `!begin` or `!end` for spans, and `/INDEX` for that of one GPU,
+//! e.g. `gpu.init!begin/3`; DO one of:
 //!
 //! | action | what it does |
 //! |---|---|
@@ -31,7 +33,7 @@
 //! | `spec` | reports the text of every CDI spec |
 //! | `spec-has:TEXT` | waits until a CDI spec has this text, for at most half a minute; the script ends where it does not |
 //! | `file-has:PATH=TEXT` | waits until a file has this text, as long |
-//! | `serves:NAME` | waits until a service has a process, as long |
+//! | `serves:NAME=COUNT` | waits until a service has this many processes, as long |
 //! | `gone:K`, `there:K`, `bound:K`, `unbound:K` | waits until GPU K (by slot) is off or on the bus, or has the driver or none, as long |
 //! | `overrides` | reports every GPU's driver_override |
 //! | `cpus` | reports on which CPUs each thread of the worker, and each of the driver's that opens, may run |
@@ -77,7 +79,7 @@ pub fn run() {
         for action in actions.split('+') {
             let error = act(action).err().unwrap_or_default();
             log::info("script", &[("when", when), ("did", action), ("error", &error)]);
-            // What comes after a wait holds for what was waited for alone: the test misses the next step.
+            // Stop: later steps rest on what was waited for. The test then misses their lines.
             if !error.is_empty() && WAITS.contains(&action.split(':').next().unwrap_or_default()) {
                 return;
             }
@@ -187,7 +189,7 @@ pub(super) fn act(action: &str) -> Result<(), String> {
         "cont" => signal(Signal::SIGCONT),
         "remove" => {
             let path = format!("/sys/bus/pci/devices/{}/remove", gpu_in_slot(number()?));
-            // It returns when nobody has the GPU open any more.
+            // The write returns once nobody has the GPU open.
             std::thread::spawn(move || {
                 let result = write(Path::new(&path), "1");
                 log::info("removed", &[("path", &path), ("error", &result.err().unwrap_or_default())]);
@@ -226,7 +228,8 @@ pub(super) fn act(action: &str) -> Result<(), String> {
         "open" => open(number()?),
         "looks" => {
             for _ in 0..number()? {
-                // inotify merges an event with the one before it if they are the same: another one goes in between.
+                // inotify merges an event with the one before it if they are the same: another one
+                // goes in between.
                 for path in [SPEC, cdi::DIRECTORY] {
                     std::fs::File::open(path).map_err(|e| format!("open {path}: {e}"))?;
                 }
@@ -291,7 +294,11 @@ pub(super) fn act(action: &str) -> Result<(), String> {
             let (path, text) = argument.split_once('=').ok_or("file-has:PATH=TEXT")?;
             until(action, || Ok(std::fs::read_to_string(path).is_ok_and(|read| read.contains(text))))
         }
-        "serves" => until(action, || Ok(service_processes()?.iter().any(|(_, name)| name == argument))),
+        "serves" => {
+            let (service, count) = argument.split_once('=').ok_or("serves:NAME=COUNT")?;
+            let count: usize = count.parse().map_err(|e| format!("{action}: {e}"))?;
+            until(action, || Ok(service_processes()?.iter().filter(|(_, name)| name == service).count() == count))
+        }
         "gone" | "there" | "bound" | "unbound" => {
             let device = Path::new("/sys/bus/pci/devices").join(gpu_in_slot(number()?));
             until(action, || {
@@ -421,7 +428,8 @@ fn signal(signal: Signal) -> Result<(), String> {
     kill(Pid::from_raw(worker), signal).map_err(|e| format!("signal {worker}: {e}"))
 }
 
-/// Kills the worker, or the one that is about to be started, and waits until it is gone: the next kill is for another one.
+/// Kills the worker, or the one that is about to be started, and waits until it is gone: the next
+/// kill is for another one.
 fn kill_worker() -> Result<(), String> {
     const LONGEST: Duration = Duration::from_secs(60);
     let (start, pause) = (Instant::now(), Duration::from_millis(5));
@@ -442,7 +450,7 @@ fn kill_worker() -> Result<(), String> {
     Ok(())
 }
 
-/// What fills /run.
+/// File that fills /run.
 const FILLER: &str = "/run/filler";
 
 /// Makes /run small, then fills it to its last byte.
@@ -481,7 +489,7 @@ fn load(name: &str) -> Result<(), String> {
     finit_module(&file, c"", ModuleInitFlags::empty()).map_err(|e| format!("load {path}: {e}"))
 }
 
-/// Where the init publishes.
+/// Spec that the init publishes.
 pub(super) const SPEC: &str = "/var/run/cdi/nvidia.yaml";
 
 /// The driver's major number, which is NVIDIA's by registration.

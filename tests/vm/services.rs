@@ -230,7 +230,8 @@ fn ports(context: &TestContext) -> Result<Outcome> {
         ensure!(end.error.is_none() && end.fields["port_guid"] == "0xb83fd20300d41a21", "{end:?}");
         line(&booted, service, "-g 0xb83fd20300d41a21")?;
     }
-    // Fabric manager opens GPUs at its start: an open of one that initialises would stall the others.
+    // Fabric manager opens GPUs at its start: an open of one that initialises would stall the
+    // others.
     line(&booted, "fabricmanager", "found 2 of 2 GPUs up")?;
     let manager = start_of(&booted, "fabricmanager", 1)?.0;
     ensure!(manager.boottime_ns >= booted.event(names::SETTLED)?.boottime_ns, "it started before all GPUs were settled");
@@ -341,10 +342,14 @@ fn flood(context: &TestContext) -> Result<Outcome> {
 
 fn worker_dies(context: &TestContext) -> Result<Outcome> {
     let words = "gpuinit.topology=hopper-fabric gpuinit.persistenced=on";
-    // Two deaths in a row, the second one while persistenced's parent still waits. Sleeps as proof, kept: a service
-    // that would be started twice would be so at a time that nothing announces.
-    for (case, more, wait) in [("ready", "", "sleep:2000"), ("waiting", "standin.nvidia-persistenced=hang", "sleep:2000")] {
-        let script = format!("settled>{wait}+services+kill;settled>sleep:2000+services+sleep:500+services+sleep:0");
+    // Two deaths, the second one while persistenced's parent still waits: until that, it has two
+    // processes. Both services are up at the end of the second start.
+    let up = "service.start!end>sleep:0;service.start!end>serves:persistenced=1";
+    let waits = "service.start!end>serves:persistenced=2";
+    for (case, more, when) in [("ready", "", up), ("waiting", "standin.nvidia-persistenced=hang", waits)] {
+        // Sleeps as proof, kept: nothing announces when a service that is started twice would be.
+        let later = "process.died>sleep:0;settled>sleep:2000+services+sleep:500+services+sleep:3";
+        let script = format!("{when}+services+kill;{later}");
         let words = format!("{words} {more} testagent.containers=all:all testagent.guest=script testagent.script={script}");
         let booted = guest().append(&words).boot(context, case)?;
         booted.created("all")?;
@@ -352,7 +357,7 @@ fn worker_dies(context: &TestContext) -> Result<Outcome> {
         booted.record("services found", |r| {
             r.kind == Kind::Begin && r.name == names::SERVICE_START && r.fields.get("found").is_some_and(|f| f == true)
         })?;
-        booted.agent("script", |l| l.get("did") == "sleep:0")?;
+        booted.agent("script", |l| l.get("did") == "sleep:3")?;
         for line in booted.console.agent_lines().iter().filter(|l| l.get("msg") == "services") {
             seen.push(line.get("all").to_string());
         }
@@ -369,7 +374,7 @@ fn worker_dies(context: &TestContext) -> Result<Outcome> {
         );
     }
     // A confidential guest whose persistenced ends while no worker watches it.
-    let script = "settled>serves:persistenced+stop+kill-service:persistenced+kill;service.ended>services";
+    let script = "service.start!end>serves:persistenced=1+stop+kill-service:persistenced+kill;service.ended>services";
     let words = format!("{CONFIDENTIAL} testagent.guest=script testagent.script={script}");
     let booted = guest().append(&words).boot(context, "unwatched")?;
     let services = booted.agent("services", |_| true)?;
