@@ -1,5 +1,5 @@
-//! Tests that are shell scripts, run by libtest-mimic as tests of cargo (`cargo test --test scripts`):
-//! fuzzing, the rootfs builder with stand-ins for packages, and Dockerfile.initrd.
+//! Tests that are shell scripts, run by libtest-mimic as tests of cargo (`cargo test --test
+//! scripts`): fuzzing, the rootfs builder with stand-ins for packages, and Dockerfile.initrd.
 //!
 //! A script lists its cases with `--list` and prints a line `NAME ... RESULT` for each case.
 
@@ -17,7 +17,8 @@ fn main() -> ExitCode {
             case(&target, || script("tests/fuzz/run").args([FUZZ_SECONDS, &target]).output())
         })
     });
-    // The first case that is asked for runs the script: each case stands on what earlier ones built.
+    // The first case that is asked for runs the script: each case stands on what earlier ones
+    // built.
     let ran = Arc::new(OnceLock::new());
     let rootfs = cases("tests/rootfs/builder").into_iter().map(|name| {
         let ran = Arc::clone(&ran);

@@ -18,7 +18,8 @@ struct CommandLine {
     more: Vec<String>,
 }
 
-/// Runs the trials that the command line names, `at_once` at a time unless `--test-threads` is given.
+/// Runs the trials that the command line names, `at_once` at a time unless `--test-threads` is
+/// given.
 ///
 /// Relative paths in tests start at the project's folder, wherever cargo starts the program.
 pub fn run(at_once: usize, mut trials: Vec<Trial>) -> ExitCode {
@@ -59,8 +60,8 @@ pub fn project() -> PathBuf {
     folder.canonicalize().unwrap_or(folder)
 }
 
-/// Ends the program without a panic's report when the reader of its output has gone, as `head` does.
-/// libtest-mimic panics then. Guests end with the program (PR_SET_PDEATHSIG).
+/// Ends the program without a panic's report when the reader of its output has gone, as `head`
+/// does. libtest-mimic panics then. Guests end with the program (PR_SET_PDEATHSIG).
 fn end_with_the_reader() {
     let report = std::panic::take_hook();
     std::panic::set_hook(Box::new(move |panic| {

@@ -1,6 +1,6 @@
-//! Output of the program for boots with 8 GPUs (on a fast and on a slow host, with one that failed, with one
-//! that hangs) and for a hostile stream, in the forms that a script or another program reads. Pages for
-//! people are golden files of their modules' tests, except `show`'s.
+//! Output of the program for boots with 8 GPUs (on a fast and on a slow host, with one that failed,
+//! with one that hangs) and for a hostile stream, in the forms that a script or another program
+//! reads. Pages for people are golden files of their modules' tests, except `show`'s.
 
 use crate::collect::program;
 use crate::{TempDir, golden, project};
@@ -27,9 +27,10 @@ const FORMS: &[(&str, &[&str])] = &[
     ("export.html.json", &["export", "--html"]),
 ];
 
-/// The forms of a boot that are golden files: two boots have all, the others what is special about them.
-/// Pages of all five are golden files of src/host/account; a boot with a failed GPU is one in each export
-/// of src/host/export; the tests below hold every form of every boot against its critical path.
+/// The forms of a boot that are golden files: two boots have all, the others what is special about
+/// them. Pages of all five are golden files of src/host/account; a boot with a failed GPU is one in
+/// each export of src/host/export; the tests below hold every form of every boot against its
+/// critical path.
 fn golden_forms(boot: &str) -> Vec<&'static str> {
     match boot {
         // Stalls of a slow host, and steps that never end.
@@ -67,7 +68,8 @@ fn page_data(page: &str) -> &str {
     from.split("</script>").next().expect("its data has an end")
 }
 
-/// The same for every version, and with a line for each step, so that a person can read a difference.
+/// The same for every version, and with a line for each step, so that a person can read a
+/// difference.
 fn readable(form: &str, text: &str) -> String {
     let text = if form == "export.html.json" { page_data(text) } else { text };
     let begins: &[&str] = match form {
@@ -182,11 +184,11 @@ fn every_form_marks_the_path_that_critical_path_has() {
         let svg = printed(&["export", "--svg"], &file);
         let drawn =
             svg.split("<rect class=\"").skip(1).filter(|r| r.split('"').next().unwrap().split(' ').any(|class| class == "c")).count();
-        // The legend has one of its own.
+        // One more: the legend's.
         assert_eq!(drawn, count + 1, "{boot}");
         assert_eq!(printed(&["export", "--chrome"], &file).matches("\"critical\":true").count(), count, "{boot}");
         assert!(printed(&["export", "--csv"], &file).matches(",true,").count() >= count, "{boot}");
-        // As long as the window, with what lies between steps.
+        // The path, with the gaps between steps, is as long as the window.
         let sum: u64 = data["path"].as_array().unwrap().iter().map(|p| p["took"].as_u64().unwrap()).sum();
         let path: serde_json::Value = serde_json::from_str(&printed(&["critical-path", "--json"], &file)).unwrap();
         assert_eq!(Some(sum), path["wall_ns"].as_u64(), "{boot}");

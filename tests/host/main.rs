@@ -1,4 +1,5 @@
-//! Tests that need no VM: the spec before the crate that the agent reads it with, and the budgets and promises of the product.
+//! Tests that need no VM: the spec before the crate that the agent reads it with, and the budgets
+//! and promises of the product.
 
 #[cfg(feature = "host")]
 mod accounting;

@@ -1,4 +1,5 @@
-//! Length of the names of tests, in every file below tests/: a name is read in lists, filters and tables.
+//! Length of the names of tests, in every file below tests/: a name is read in lists, filters and
+//! tables.
 
 use crate::project;
 use std::path::Path;

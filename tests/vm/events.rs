@@ -22,8 +22,8 @@ pub const TESTS: &[VmTest] = &[
 fn late_listener(context: &TestContext) -> Result<Outcome> {
     let booted = Guest::new().listener(Listener::Absent).append("testagent.containers=all:all").boot(context, "late")?;
     booted.agent("container created", |_| true)?;
-    // Nothing is left to happen in the guest; the listener comes 5 s later still. The sleep is no proof of that:
-    // the record of the connection, checked below, has the time.
+    // Nothing is left to happen in the guest; the listener comes 5 s later still. The sleep is no
+    // proof of that: the record of the connection, checked below, has the time.
     std::thread::sleep(Duration::from_secs(5));
     booted.receiver.arrive()?;
     ensure!(booted.settled()? == (8, 0), "{:?}", booted.settled()?);
@@ -38,7 +38,8 @@ fn late_listener(context: &TestContext) -> Result<Outcome> {
     Ok(Outcome::Passed)
 }
 
-/// When PID 1 began to be the agent, and when the last GPU was published, in ns, from the records of the guest's own reader or of the host's.
+/// When PID 1 began to be the agent, and when the last GPU was published, in ns, from the records
+/// of the guest's own reader or of the host's.
 fn milestones(records: &[Record]) -> Result<(u64, u64)> {
     let start = records.iter().find(|r| r.name == names::INIT_START).context("no init.start")?.boottime_ns;
     let exec = named(records, Kind::Begin, names::AGENT_EXEC).first().context("no agent.exec")?.boottime_ns;
@@ -47,8 +48,9 @@ fn milestones(records: &[Record]) -> Result<(u64, u64)> {
 }
 
 fn never_delays(context: &TestContext) -> Result<Outcome> {
-    // 1 s: far more than a step takes in this guest, far less than a blocking connect to nobody (2 s each). A busy machine makes a boot slower, never
-    // faster: one of some boots that is in time shows that the listener costs nothing.
+    // 1 s: far more than a step takes in this guest, far less than a blocking connect to nobody (2
+    // s each). A busy machine makes a boot slower, never faster: one of some boots that is in time
+    // shows that the listener costs nothing.
     const ROOM_NS: u64 = 1_000_000_000;
     const BOOTS: usize = 4;
     let words = "testagent.containers=all:all fakepci.enable_ms=50";
@@ -69,7 +71,7 @@ fn never_delays(context: &TestContext) -> Result<Outcome> {
             if matches!(listener, Listener::Deaf) {
                 ensure!(booted.receiver.wait_deaf(Duration::from_secs(30)), "the guest never connected");
             }
-            // What the host does not get, the console has.
+            // The console has what the host does not get.
             boots.push(milestones(&settled_on_console(&booted)?)?);
         }
         let (e, p) = *boots.last().context("no boot")?;
@@ -122,7 +124,8 @@ fn vsock_listener(context: &TestContext) -> Result<Outcome> {
     use std::io::{BufRead, BufReader, Write as _};
     let booted = Guest::new().boot(context, "vsock")?;
     let settled = booted.event(names::SETTLED)?;
-    // Hybrid vsock, host to guest: the device answers OK when the guest listens on that port, and hangs up when it does not.
+    // Hybrid vsock, host to guest: the device answers OK when the guest listens on that port, and
+    // hangs up when it does not.
     let connect = |port: u32| -> Result<BufReader<std::os::unix::net::UnixStream>> {
         let mut stream = std::os::unix::net::UnixStream::connect(booted.vm.uds())?;
         stream.set_read_timeout(Some(Duration::from_secs(30)))?;
@@ -166,15 +169,17 @@ const VOLATILE: &[&str] = &[
     "main_pid",
 ];
 
-/// The stream in a form that is the same for every boot: times and volatile values masked, span ids by name, what runs at once in order of GPU.
+/// The stream in a form that is the same for every boot: times and volatile values masked, span ids
+/// by name, what runs at once in order of GPU.
 fn canonical(records: &[Record]) -> String {
     let names_of: HashMap<u64, &str> = records.iter().filter_map(|r| Some((r.span?, r.name.as_str()))).collect();
     let of_service = |r: &Record| r.span.zip(r.fields.get("service").cloned());
     let services: HashMap<u64, Value> = records.iter().filter_map(of_service).collect();
     let mut lines: Vec<(String, String)> = Vec::new();
     for r in records {
-        // How often the agent looked, what it did meanwhile, which sink was when ready, uevents and publications in between depend on the machine's speed.
-        // So does how a service's lines are joined to records.
+        // How often the agent looked, what it did meanwhile, which sink was when ready, uevents and
+        // publications in between depend on the machine's speed. So does how a service's lines are
+        // joined to records.
         let by_speed = [
             names::AGENT_LOOK,
             names::AGENT_CONTAINER,
@@ -202,7 +207,8 @@ fn canonical(records: &[Record]) -> String {
         for key in VOLATILE.iter().filter(|k| !value["fields"][**k].is_null()).collect::<Vec<_>>() {
             value["fields"][*key] = Value::from("#");
         }
-        // Before the GPUs and after them in the order of the stream; each GPU for itself, and what runs beside it.
+        // Before the GPUs and after them in the order of the stream; each GPU for itself, and what
+        // runs beside it.
         let beside = [
             names::GPU_PUBLISHED,
             names::AGENT_EXEC,

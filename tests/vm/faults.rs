@@ -39,7 +39,8 @@ fn failure(booted: &Booted, index: usize, reason: &str) -> Result<Record> {
 
 fn one_fails(context: &TestContext, fault: &str, index: usize, reason: &str) -> Result<Outcome> {
     let asked = if index == 0 { 1 } else { 0 };
-    // The container with the failed GPU is asked for when its GPU has left: after its first tries it must fail, not wait 100 s.
+    // The container with the failed GPU is asked for when its GPU has left: after its first tries
+    // it must fail, not wait 100 s.
     let words = format!("nvidia.{fault}={index} testagent.containers=good:{asked};bad:{index};all:all");
     for bind in ["concurrent", "pipelined", "insmod"] {
         let mut booted = Guest::new().append(&format!("{words} gpuinit.bind={bind}")).boot(context, bind)?;
@@ -49,7 +50,8 @@ fn one_fails(context: &TestContext, fault: &str, index: usize, reason: &str) -> 
         ensure!(booted.settled()? == (7, 1), "{bind}: {:?}", booted.settled()?);
         booted.created("good")?;
         let all = booted.created("all")?;
-        // Published as bound before its initialisation failed, it may have been handed out; probed in vain, never.
+        // Published as bound before its initialisation failed, it may have been handed out; probed
+        // in vain, never.
         let gpus = all.get("nodes").matches("/dev/nvidia").count() - 3;
         ensure!(gpus == 7 || fault == "init_fail" && gpus == 8, "{bind}: all has {gpus} GPUs: {}", all.get("nodes"));
         if fault == "probe_fail" {
@@ -65,7 +67,8 @@ fn one_fails(context: &TestContext, fault: &str, index: usize, reason: &str) -> 
 }
 
 fn one_hangs(context: &TestContext) -> Result<Outcome> {
-    // The last one, after all others: a GPU that hangs holds its lock of the resource manager, and one that comes after it waits for that.
+    // The last one, after all others: a GPU that hangs holds its lock of the resource manager, and
+    // one that comes after it waits for that.
     let words = "nvidia.init_hang=7 fakepci.enable_ms=120 gpuinit.init=serial testagent.containers=good:6;all:all testagent.guest=counters";
     let mut booted = Guest::new().append(words).boot(context, "hang")?;
     booted.created("good")?;
@@ -91,7 +94,8 @@ fn one_hangs(context: &TestContext) -> Result<Outcome> {
     Ok(Outcome::Passed)
 }
 
-/// On a slow host the next GPU's enabling waits until the one before is through its probe, but not for ever.
+/// On a slow host the next GPU's enabling waits until the one before is through its probe, but not
+/// for ever.
 fn one_hangs_early(context: &TestContext) -> Result<Outcome> {
     let words = "nvidia.information_hang=1 fakepci.enable_ms=300 testagent.containers=good:7";
     let booted = Guest::new().append(words).boot(context, "hang-early")?;
@@ -106,7 +110,8 @@ fn one_hangs_early(context: &TestContext) -> Result<Outcome> {
     Ok(Outcome::Passed)
 }
 
-/// The kernel starts an init without descriptors then, and Rust's runtime ends a program that has none and no /dev/null.
+/// The kernel starts an init without descriptors then, and Rust's runtime ends a program that has
+/// none and no /dev/null.
 fn no_console(context: &TestContext) -> Result<Outcome> {
     let booted = Guest::new().append("hardware.descriptors=none testagent.containers=all:all").boot(context, "no-console")?;
     ensure!(booted.settled()? == (8, 0), "{:?}", booted.settled()?);
@@ -121,7 +126,8 @@ fn no_console(context: &TestContext) -> Result<Outcome> {
 fn no_gpu(context: &TestContext) -> Result<Outcome> {
     let booted = Guest::new().append("fakepci.gpus=0 testagent.containers=plain:0 agent.cdi_timeout=2").boot(context, "none")?;
     ensure!(booted.settled()? == (0, 0), "{:?}", booted.settled()?);
-    // The kind is absent: a GPU that is plugged in later may still come, so the agent waits its time.
+    // The kind is absent: a GPU that is plugged in later may still come, so the agent waits its
+    // time.
     ensure!(booted.refused("plain")?.get("error").contains("timeout of 2 seconds"), "wrong error");
     let records = booted.receiver.records();
     ensure!(!records.iter().any(|r| r.error.is_some()), "an error without a fault: {:?}", records.iter().find(|r| r.error.is_some()));
@@ -191,7 +197,8 @@ fn all_fail_early(context: &TestContext) -> Result<Outcome> {
 }
 
 fn load_again(context: &TestContext) -> Result<Outcome> {
-    // The only GPU of the boot fails the load: another one comes, and the first one's failure is not its own.
+    // The only GPU of the boot fails the load: another one comes, and the first one's failure is
+    // not its own.
     let script = "testagent.guest=script testagent.script=settled>plug:1;gpu.usable/1>spec";
     let booted = Guest::new().append(&format!("fakepci.gpus=2 fakepci.absent=1 nvidia.probe_fail=0 {script}")).boot(context, "again")?;
     ensure!(booted.settled()? == (0, 1), "{:?}", booted.settled()?);
@@ -205,8 +212,8 @@ fn load_again(context: &TestContext) -> Result<Outcome> {
 }
 
 fn full_run(context: &TestContext) -> Result<Outcome> {
-    // Full before the first GPU is bound, until after all are: the sleep is how long publications fail. The
-    // container's start is the event that ends the test.
+    // Full before the first GPU is bound, until after all are: the sleep is how long publications
+    // fail. The container's start is the event that ends the test.
     let script = "gpu.found/3>fill;gpu.usable/3>sleep:800+empty";
     let words =
         format!("fakepci.gpus=4 fakepci.enable_ms=200 testagent.guest=script testagent.script={script} testagent.containers=all:all");
@@ -283,7 +290,8 @@ fn bare_word(context: &TestContext) -> Result<Outcome> {
 
 fn bad_parameters(context: &TestContext) -> Result<Outcome> {
     let junk = "gpuinit.bind=fast gpuinit.gpus=-1 gpuinit.\u{1}\u{7f}=\u{2} nvrc.fm.mode=1";
-    // x86 takes 2047 bytes (COMMAND_LINE_SIZE), and a longer line does not boot at all; 4 kB are a unit test of `config`.
+    // x86 takes 2047 bytes (COMMAND_LINE_SIZE), and a longer line does not boot at all; 4 kB are a
+    // unit test of `config`.
     let many = "gpuinit.nosuch=1 ".repeat(1700 / 17);
     for (name, words) in [("few", junk.to_string()), ("many", format!("{junk} {many}"))] {
         let mut booted = Guest::new().append(&words).boot(context, name)?;

@@ -50,10 +50,10 @@ fn removed_and_back(context: &TestContext) -> Result<Outcome> {
     }
     let specs: Vec<_> = named(&records, Kind::End, names::CDI_PUBLISH);
     let gone = specs.iter().find(|r| r.seq > removed.seq).context("no publication after the removal")?;
-    // Its name stands for nothing until it is back.
+    // The name of GPU 2 leads nowhere until GPU 2 is back.
     ensure!(gone.fields["ready"] == 3 && gone.fields["pending"] == 0 && gone.fields["failed"] == 1, "{:?}", gone.fields);
     ensure!(specs.last().is_some_and(|r| r.fields["ready"] == 4), "{:?}", specs.last().map(|r| &r.fields));
-    // Those behind it have stayed.
+    // Names of the GPUs after it have not moved.
     let found: Vec<_> = named(&records, Kind::Event, names::GPU_FOUND)
         .into_iter()
         .filter(|r| r.gpu.is_some_and(|g| g.to_string() == "0001:00:03.0"))
@@ -65,7 +65,8 @@ fn removed_and_back(context: &TestContext) -> Result<Outcome> {
 }
 
 fn plugged(context: &TestContext) -> Result<Outcome> {
-    // Nothing is there at boot; then three come, in an order that is not PCI order, and one is torn out while it initialises.
+    // Nothing is there at boot; then three come, in an order that is not PCI order, and one is torn
+    // out while it initialises.
     let script = "settled>plug:2;gpu.usable>plug:0+plug:1;gpu.init!begin/1>unplug:1;\
                   gpu.removed>gone:1+counters+plug:1;gpu.usable/1>counters";
     let words = format!(
@@ -87,14 +88,16 @@ fn plugged(context: &TestContext) -> Result<Outcome> {
     }
     let records = booted.receiver.records();
     complete(&records)?;
-    // The one that was torn out may have failed in what it was doing, before its removal was heard of; no other one.
+    // The one that was torn out may have failed in what it was doing, before its removal was heard
+    // of; no other one.
     let failed = named(&records, Kind::Event, names::GPU_FAILED);
     ensure!(failed.iter().all(|r| r.gpu == removed.gpu && r.seq < removed.seq), "{failed:?}");
     Ok(Outcome::Passed)
 }
 
 fn overrun(context: &TestContext) -> Result<Outcome> {
-    // The worker sleeps while more uevents come than its socket holds, and among the lost ones is the removal of a GPU nobody has open.
+    // The worker sleeps while more uevents come than its socket holds, and among the lost ones is
+    // the removal of a GPU nobody has open.
     let script = "settled>stop+storm:6000+remove:1+gone:1+cont;gpu.removed>counters";
     let words = format!("fakepci.gpus=3 nvidia.probe_fail=1 testagent.guest=script testagent.script={script}");
     let booted = Guest::new().append(&words).boot(context, "overrun")?;
@@ -160,7 +163,8 @@ fn names_stay(context: &TestContext) -> Result<Outcome> {
 }
 
 fn swapped(context: &TestContext) -> Result<Outcome> {
-    // The first one initialises while 2 and 3 are bound, published and not opened yet: their removals wait for nobody.
+    // The first one initialises while 2 and 3 are bound, published and not opened yet: their
+    // removals wait for nobody.
     let script = "gpu.published/3>stop+unplug:2+unplug:3+gone:2+gone:3+plug:3+plug:2+bound:3+bound:2+cont;\
                   settled>sleep:200+minors+spec+counters";
     let times = "nvidia.s1_ms=100 nvidia.s2_ms=4000,300 nvidia.s3_ms=100";
@@ -192,8 +196,8 @@ fn swapped(context: &TestContext) -> Result<Outcome> {
 }
 
 fn unbound(context: &TestContext) -> Result<Outcome> {
-    // The removal of GPU 2 comes after both uevents of GPU 1 on the same socket: a worker that believed them
-    // would have reported GPU 1 first.
+    // The removal of GPU 2 comes after both uevents of GPU 1 on the same socket: a worker that
+    // believed them would have reported GPU 1 first.
     let script = "settled>ask:1:remove+ask:1:unbind+unbind:2;gpu.removed>unbound:2+bind:2;gpu.usable/2>sleep:300+minors+spec+counters";
     let words = format!("fakepci.gpus=4 testagent.guest=script testagent.script={script}");
     let booted = Guest::new().append(&words).boot(context, "unbound")?;
@@ -209,8 +213,8 @@ fn unbound(context: &TestContext) -> Result<Outcome> {
 }
 
 fn unheard(context: &TestContext) -> Result<Outcome> {
-    // No log can be read here. The removal of GPU 2 waits in the driver when the worker is killed, which nothing
-    // shows from outside: it has a second to get there.
+    // No log can be read here. The removal of GPU 2 waits in the driver when the worker is killed,
+    // which nothing shows from outside: it has a second to get there.
     let script = "settled>remove:1;gpu.removed/1>stop+remove:2+sleep:1000+kill;gpu.removed/2>gone:1+gone:2+counters";
     let words = format!("fakepci.gpus=4 printk.devkmsg=off testagent.guest=script testagent.script={script}");
     let booted = Guest::new().append(&words).boot(context, "unheard")?;
@@ -225,7 +229,8 @@ fn unheard(context: &TestContext) -> Result<Outcome> {
 }
 
 fn replaced(context: &TestContext) -> Result<Outcome> {
-    // Nobody has it open, so that it goes and comes while the worker sleeps, and no uevent of that arrives.
+    // Nobody has it open, so that it goes and comes while the worker sleeps, and no uevent of that
+    // arrives.
     let script = "settled>stop+storm:6000+unplug:1+gone:1+plug:1+there:1+cont";
     let words = format!("fakepci.gpus=3 nvidia.probe_fail=1 testagent.guest=script testagent.script={script}");
     let booted = Guest::new().append(&words).boot(context, "replaced")?;

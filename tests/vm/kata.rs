@@ -45,8 +45,8 @@ pub const TESTS: &[VmTest] = under_both! {
 
 const PROGRAM: &str = "/usr/bin/cuda-program";
 
-/// A container sees the guest's library, these GPUs and no other, as the same program does under the
-/// tests' own agent (container_roots.rs).
+/// A container sees the guest's library, these GPUs and no other, as the same program does under
+/// the tests' own agent (container_roots.rs).
 fn sees(output: &str, gpus: &[u32]) -> Result<()> {
     has_the_guests_libcuda(output)?;
     let nodes: Vec<&str> = said(output, "nodes").split(',').collect();
@@ -68,10 +68,11 @@ fn bound(boot: &str) -> Result<usize> {
 }
 
 fn containers(context: &TestContext, kata: &mut KataHost) -> Result<Outcome> {
-    // The second GPU is bound long after the first. Of a load that probes all none is ready before it ends.
+    // The second GPU is bound long after the first. Of a load that probes all none is ready before
+    // it ends.
     let sandbox = kata.pod("train-0", "gpuinit.bind=pipelined nvidia.probe_ms=3,30000")?;
-    // One after another, as a kubelet does: the shim has one lock for all containers of a pod, and a
-    // creation that waits in the agent holds it.
+    // One after another, as a kubelet does: the shim has one lock for all containers of a pod, and
+    // a creation that waits in the agent holds it.
     kata.begin("train-0", "first", "debian", "nvidia.com/gpu=0", PROGRAM)?;
     sees(&kata.ended("first")?, &[0])?;
     let early = kata.look("show --json", "train-0")?;
@@ -262,7 +263,8 @@ fn extension(kata: &mut KataHost) -> Result<Outcome> {
     }
     let boot = kata.look("show --json", "train-0")?;
     ensure!(bound(&boot)? == 2, "{boot}");
-    // It came by a disk, which the image alone does not have. The Rust runtime hands QEMU open files.
+    // It came by a disk, which the image alone does not have. The Rust runtime hands QEMU open
+    // files.
     let disks = "(cat /proc/[0-9]*/cmdline | tr '\\0' '\\n'; find /proc/[0-9]*/fd -printf '%l\\n' 2>/dev/null)";
     let disks = kata.host.run(&format!("{disks} | grep -a -e base.image -e gpu.image -e kata.extension"))?;
     for wanted in ["base.image", "gpu.image", "kata.extension.gpu.verity_params=root_hash="] {
@@ -322,7 +324,8 @@ fn cri(context: &TestContext, kata: &mut KataHost) -> Result<Outcome> {
     let window = "--from RunPodSandbox --to 'first container started' --at-most 1";
     let (status, explained) = kata.coverage("/run/runtime.log", "train-0", window)?;
     ensure!(status == 0, "{explained}");
-    // Negative control: without containerd's own lines nobody knows what passes between two containers.
+    // Negative control: without containerd's own lines nobody knows what passes between two
+    // containers.
     kata.host.run("grep -vE '(RunPodSandbox|CreateContainer|StartContainer) (for|within) ' /run/runtime.log > /run/without.log")?;
     let (status, without) = kata.coverage("/run/without.log", "train-0", "--to 'last container' --at-most 1")?;
     ensure!(status == 1 && without.contains("is unexplained, allowed are 1 %"), "{status}: {without}");
@@ -346,7 +349,8 @@ fn inside_setup(context: &TestContext) -> Result<Setup> {
     Ok(setup)
 }
 
-/// What is different in a container with GPUs is what `cdi check` predicts from the guest's spec, item for item.
+/// What is different in a container with GPUs is what `cdi check` predicts from the guest's spec,
+/// item for item.
 fn inside(kata: &mut KataHost) -> Result<Outcome> {
     kata.host.run(&format!("chmod +x {INSIDE}"))?;
     kata.pod("train-0", "")?;

@@ -1,5 +1,5 @@
-//! Guest half of [`super::emulated_host::guests`]: a guest that lies about itself to the collector, from a
-//! socket of its own beside the init's.
+//! Guest half of [`super::emulated_host::guests`]: a guest that lies about itself to the collector,
+//! from a socket of its own beside the init's.
 
 use super::guest::wait_for;
 use crate::agent::log;

@@ -37,8 +37,8 @@ fn trial(test: &'static VmTest) -> Trial {
     })
 }
 
-/// Outcome of a test. A machine that stopped under the test is no finding about what is tested: the test
-/// runs once more, on a new machine.
+/// Outcome of a test. A machine that stopped under the test is no finding about what is tested: the
+/// test runs once more, on a new machine.
 fn outcome(test: &VmTest, context: &TestContext) -> anyhow::Result<Outcome> {
     let run = || std::panic::catch_unwind(|| (test.run)(context)).unwrap_or_else(|_| Err(anyhow::anyhow!("the test panicked")));
     match run() {
@@ -50,8 +50,8 @@ fn outcome(test: &VmTest, context: &TestContext) -> anyhow::Result<Outcome> {
     }
 }
 
-/// Folder name of a test: short, for the sockets below it (108 bytes of path in all); unique by the hash
-/// at its end.
+/// Folder name of a test: short, for the sockets below it (108 bytes of path in all); unique by the
+/// hash at its end.
 fn short(name: &str) -> String {
     let hash = name.bytes().fold(5381_u32, |h, b| h.wrapping_mul(33) ^ u32::from(b));
     format!("{}-{hash:08x}", name.chars().take(20).collect::<String>())

@@ -1,5 +1,6 @@
-//! The VM tests: a real kernel boots the real initrd, and the host looks at what comes out. Each file holds the host halves of its tests and, where
-//! there are any, their guest halves; [`guest`] lists those, [`TESTS`] all tests.
+//! The VM tests: a real kernel boots the real initrd, and the host looks at what comes out. Each
+//! file holds the host halves of its tests and, where there are any, their guest halves; [`guest`]
+//! lists those, [`TESTS`] all tests.
 
 pub mod guest;
 mod hot_plug_soak;

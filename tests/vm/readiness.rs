@@ -115,8 +115,8 @@ fn elsewhere(context: &TestContext) -> Result<Outcome> {
     let of = |seq: u64| published.iter().filter(|r| r.seq < seq).count();
     ensure!(of(withheld[0].seq) == 2, "{} publications before", of(withheld[0].seq));
     ensure!(held(&booted, 2)?.iter().all(|(begin, _)| begin.seq > topologies[1].seq), "held before the topology was known");
-    // One GPU alone does not use NVLink: what NVML says of its fabric does not count. A sleep as proof, kept: no
-    // event follows NVML's answer in a guest that takes nothing back.
+    // One GPU alone does not use NVLink: what NVML says of its fabric does not count. A sleep as
+    // proof, kept: no event follows NVML's answer in a guest that takes nothing back.
     let script = "testagent.guest=script testagent.script=gpu.health>sleep:1500+counters";
     let alone = format!("fakepci.gpus=1 nvidia.fabric_state=2 {script}");
     let booted = Guest::new().nvml().append(&alone).boot(context, "alone")?;

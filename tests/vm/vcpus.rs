@@ -1,4 +1,5 @@
-//! The main cases on other numbers of vCPUs than the 2 of all other tests: 1, Kata's default, and 8.
+//! The main cases on other numbers of vCPUs than the 2 of all other tests: 1, Kata's default, and
+//! 8.
 
 use super::harness::{Booted, Guest, Outcome, TestContext, VmTest, complete, named};
 use super::worker::{all_up_once, counters};

@@ -1,4 +1,5 @@
-//! The worker dies, and nothing else does: the keeper holds the GPUs, starts another worker, and that one goes on where the first was.
+//! The worker dies, and nothing else does: the keeper holds the GPUs, starts another worker, and
+//! that one goes on where the first was.
 
 use super::harness::{Booted, Guest, Outcome, TestContext, VmTest, complete, named};
 use anyhow::{Context, Result, ensure};
@@ -56,7 +57,8 @@ fn killed(context: &TestContext) -> Result<Outcome> {
         let records = booted.receiver.records();
         complete(&records).with_context(|| script.to_string())?;
         ensure!(died.len() == kills && died.iter().all(|r| r.fields["status"] == "killed by SIGKILL"), "{script}: {died:?}");
-        // A step that a death broke off has an end that says so; no span has two begins or two ends.
+        // A step that a death broke off has an end that says so; no span has two begins or two
+        // ends.
         for begin in records.iter().filter(|r| r.kind == Kind::Begin && r.seq < died[0].seq) {
             let ends = records.iter().filter(|r| r.kind == Kind::End && r.span == begin.span).count();
             ensure!(ends == 1, "{script}: {} of {:?} has {ends} ends", begin.name, begin.gpu);
@@ -74,7 +76,8 @@ fn killed(context: &TestContext) -> Result<Outcome> {
 }
 
 fn killed_later(context: &TestContext) -> Result<Outcome> {
-    // A sleep as proof, kept: no event follows the next worker's publication where nothing is touched again.
+    // A sleep as proof, kept: no event follows the next worker's publication where nothing is
+    // touched again.
     let script = "settled>sleep:300+kill;settled>sleep:1500+counters";
     let words = &format!("nvidia.init_fail=3 testagent.guest=script testagent.script={script}");
     let booted = Guest::new().append(words).boot(context, "later")?;

@@ -1,4 +1,5 @@
-//! Specs of what is besides plain GPUs, and of every odd root: each before both agents' crates and the schema.
+//! Specs of what is besides plain GPUs, and of every odd root: each before both agents' crates and
+//! the schema.
 
 use crate::cdi::generate::{character_device, judged, list, ours, root, run, value};
 use crate::{TempDir, project, tree};
@@ -42,7 +43,8 @@ fn mig_instances_and_displays_are_found_with_their_nodes() {
             .collect::<Vec<_>>()
     );
     assert_eq!(nodes("1"), ["/dev/nvidia1", "/dev/dri/card1", "/dev/dri/renderD128"]);
-    // The links of a display, as udev would have made them: by a hook of that GPU's alone, in what both agents give a container.
+    // The links of a display, as udev would have made them: by a hook of that GPU's alone, in what
+    // both agents give a container.
     let hooks =
         |name: &str| list(&spec, "devices").into_iter().find(|d| d["name"] == name).map(|d| d["containerEdits"]["hooks"].clone()).unwrap();
     assert!(hooks("0").is_null() && hooks("0:0").is_null());

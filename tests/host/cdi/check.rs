@@ -1,5 +1,6 @@
-//! `kata-gpu-boot cdi check`: every rule has a spec that breaks it alone and a twin that does not; both agents' parsers agree with what the rules
-//! claim of them; the reference spec and our own ones pass.
+//! `kata-gpu-boot cdi check`: every rule has a spec that breaks it alone and a twin that does not;
+//! both agents' parsers agree with what the rules claim of them; the reference spec and our own
+//! ones pass.
 
 use crate::{TempDir, project};
 use kata_gpu_init::cdi::publish::Publisher;
@@ -135,7 +136,8 @@ fn below_root(dir: &Path) -> Question {
     Question { look: Look::below(&dir.join("root.d")).unwrap(), ..question() }
 }
 
-/// What the good spec names, below the directory `root.d`; a fifo stands for each device node, which not everybody may make.
+/// What the good spec names, below the directory `root.d`; a fifo stands for each device node,
+/// which not everybody may make.
 fn root(without: &'static str) -> Make {
     Box::new(move |dir| {
         let root = dir.join("root.d");
@@ -324,7 +326,8 @@ fn places() -> Vec<Case> {
     ]
 }
 
-/// Rules that no case breaks: what they say comes about only where a parser and its own copy of a spec disagree.
+/// Rules that no case breaks: what they say comes about only where a parser and its own copy of a
+/// spec disagree.
 const NOT_PROVOKED: &[&str] = &["not-injected"];
 
 /// A directory for one case, whichever test it is of.
@@ -503,7 +506,8 @@ fn both_agents_want_the_version_that_we_compute() {
         used.iter().for_each(|(pointer, value, _)| set(&mut spec, pointer, serde_json::from_str(value).unwrap()));
         let wanted = used.iter().map(|(_, _, version)| *version).max().unwrap_or("0.3.0");
         assert_eq!(shape::check("x", &spec).minimum().to_string(), wanted, "{spec}");
-        // Writing each to a file takes longer than all the rest: a third of them has every pair of features.
+        // Writing each to a file takes longer than all the rest: a third of them has every pair of
+        // features.
         if subset % 3 != 0 && used.len() > 2 {
             continue;
         }
@@ -571,7 +575,8 @@ fn the_largest_specs_that_are_read_are_checked_in_bounded_time() {
         "\0".repeat(MEBIBYTE),
         "a:".repeat(MEBIBYTE / 2),
         "? ".repeat(MEBIBYTE / 4),
-        // One agent passes over fields that it does not know, even where they are no JSON; it must not get to copy this for each device.
+        // One agent passes over fields that it does not know, even where they are no JSON; it must
+        // not get to copy this for each device.
         many_devices(20_000, ", .nan: 1"),
         many_devices(1_900, ", x: 1, x: 2"),
         format!("{{\"kind\": \"a\", \"devices\": [{}]}}", "{},".repeat(300_000) + "{}"),

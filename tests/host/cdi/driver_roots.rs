@@ -1,4 +1,5 @@
-//! The driver's files, found in roots of every kind: against the incumbent's choice for the reference root, and as golden files for the odd ones.
+//! The driver's files, found in roots of every kind: against the incumbent's choice for the
+//! reference root, and as golden files for the odd ones.
 
 use crate::{TempDir, golden, project, tree};
 use kata_gpu_init::driver_files::manifest::{self, Unusable};
@@ -68,7 +69,8 @@ const DIFFERENCES: &[(&str, &str)] = &[
     ("ours: mount /usr/lib/firmware/nvidia/550.163.01/gsp_tu10x.bin on /lib/firmware/nvidia/550.163.01/gsp_tu10x.bin", "as above"),
 ];
 
-/// Mounts, links, library directories, version and libcuda's directory of the incumbent's spec, as lines.
+/// Mounts, links, library directories, version and libcuda's directory of the incumbent's spec, as
+/// lines.
 fn incumbents() -> BTreeSet<String> {
     let path = project().join("tests/fixtures/cdi").join(REFERENCE).with_extension("json");
     let spec: serde_json::Value = serde_json::from_slice(&std::fs::read(path).unwrap()).unwrap();
@@ -262,7 +264,8 @@ fn sockets_that_come_later_are_found_without_a_scan() {
 fn each_directory_is_read_once() {
     let root = Root::new("once", REFERENCE);
     let directories = ["/usr/lib/x86_64-linux-gnu", "/usr/lib64", "/usr/lib", "/usr/lib/firmware/nvidia/550.163.01"].map(|d| root.at(d));
-    // How often each was opened to be read. Closing is watched, too, because equal events that follow each other are told as one.
+    // How often each was opened to be read. Closing is watched, too, because equal events that
+    // follow each other are told as one.
     let reads = |work: &dyn Fn()| {
         let inotify = Inotify::init(InitFlags::IN_NONBLOCK).unwrap();
         let watch = |d: &PathBuf| inotify.add_watch(d, AddWatchFlags::IN_OPEN | AddWatchFlags::IN_CLOSE).unwrap();
@@ -291,7 +294,8 @@ fn shortest(rounds: usize, work: impl Fn()) -> Duration {
     (0..rounds).map(|_| time()).min().unwrap()
 }
 
-/// Generous: this is a debug build on a machine that does other things; the benchmark has the true figures.
+/// Generous: this is a debug build on a machine that does other things; the benchmark has the true
+/// figures.
 const SCAN_LIMIT: Duration = Duration::from_millis(30);
 const STRAYS_LIMIT: Duration = Duration::from_millis(150);
 

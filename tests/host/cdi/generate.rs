@@ -1,4 +1,5 @@
-//! `kata-gpu-init cdi generate` on trees: against the incumbent's spec for the reference root, before both agents' crates, and with what can be missing.
+//! `kata-gpu-init cdi generate` on trees: against the incumbent's spec for the reference root,
+//! before both agents' crates, and with what can be missing.
 
 use crate::{TempDir, project, tree};
 use kata_gpu_init::cdi::devices::Places;
@@ -46,7 +47,8 @@ pub fn list<'a>(value: &'a Value, key: &str) -> Vec<&'a Value> {
     value[key].as_array().map(|all| all.iter().collect()).unwrap_or_default()
 }
 
-/// A spec's edits, one line each; links are lines of their own, whether a hook makes them or a mount is them.
+/// A spec's edits, one line each; links are lines of their own, whether a hook makes them or a
+/// mount is them.
 fn lines(spec: &Value) -> BTreeSet<String> {
     let mut lines = BTreeSet::new();
     let mut edits = |of: &str, edits: &Value| {
@@ -246,7 +248,8 @@ pub fn character_device(root: &Path, path: &str, major: u64, minor: u64) {
     mknod(&path, SFlag::S_IFCHR, Mode::from_bits_truncate(0o666), makedev(major, minor)).unwrap();
 }
 
-/// What a container gets of each device, in both agents' view: nodes, cgroup rules, mounts, variables, hooks.
+/// What a container gets of each device, in both agents' view: nodes, cgroup rules, mounts,
+/// variables, hooks.
 pub fn judged(path: &Path) -> Vec<(String, [usize; 5])> {
     crate::cdi::schema::fits(&std::fs::read(path).unwrap());
     let question = Question { look: Look::Nowhere, agents: Agents::BOTH, devices: Vec::new(), require_resolvable: true };

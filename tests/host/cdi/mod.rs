@@ -1,4 +1,5 @@
-//! The CDI spec: what is generated, what `cdi check` says of it, and the crates that agents read it with.
+//! The CDI spec: what is generated, what `cdi check` says of it, and the crates that agents read it
+//! with.
 
 #[cfg(feature = "host")]
 mod beside;

@@ -1,6 +1,8 @@
-//! Every state a spec can be in, before the crates that kata-agent resolves devices with: 0.1.2 (Kata <= 3.32) and 1.1.1 (Kata 4).
+//! Every state a spec can be in, before the crates that kata-agent resolves devices with: 0.1.2
+//! (Kata <= 3.32) and 1.1.1 (Kata 4).
 //!
-//! The agent looks at the nodes of a ready GPU. Device nodes that every machine has stand for them here.
+//! The agent looks at the nodes of a ready GPU. Device nodes that every machine has stand for them
+//! here.
 
 use crate::TempDir;
 use kata_gpu_init::cdi::publish::Publisher;
@@ -26,7 +28,8 @@ fn ready(index: usize, minor: usize) -> Device {
     device(index, Entry::Ready(Ready { nodes: vec![node(GPUS[minor], 195, minor as u32)], ..Ready::default() }))
 }
 
-/// What one agent does with a directory: the paths, numbers and modes of the container's device nodes, in the order of their paths.
+/// What one agent does with a directory: the paths, numbers and modes of the container's device
+/// nodes, in the order of their paths.
 type Injected = Result<Vec<(String, i64, i64, Option<u32>)>, String>;
 
 macro_rules! agent {
@@ -70,7 +73,8 @@ fn inject_from(directory: &Path, ask: &str) -> [Injected; 2] {
     [kata3::inject(directory, ask), kata4::inject(directory, ask)]
 }
 
-/// Publishes and injects; gives the paths of the container's device nodes, on which the agents agree.
+/// Publishes and injects; gives the paths of the container's device nodes, on which the agents
+/// agree.
 fn inject(test: &str, devices: &[Device], ask: &str) -> Result<Vec<String>, String> {
     let directory = TempDir::new(test);
     let common = [node(CONTROL, 195, 255), node(UVM, 240, 0)];

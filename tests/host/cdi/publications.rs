@@ -24,7 +24,8 @@ fn devices(ready: usize) -> Vec<Device> {
         .collect()
 }
 
-/// Reads `directory` as the agent does until `done`; gives how often, and the first thing that was not as it must be.
+/// Reads `directory` as the agent does until `done`; gives how often, and the first thing that was
+/// not as it must be.
 fn read_until(done: &AtomicBool, directory: &Path) -> (usize, Option<String>) {
     let cache = new_cache(vec![with_auto_refresh(false), with_spec_dirs(&[directory.to_str().unwrap()])]);
     let (mut reads, mut wrong) = (0, None);

@@ -1,7 +1,10 @@
-//! The JSON schema of CDI: every spec that the tests generate passes it (`fits`), and what is wrong does not.
+//! The JSON schema of CDI: every spec that the tests generate passes it (`fits`), and what is wrong
+//! does not.
 //!
-//! Kata 4's crate has a schema and holds each file against it when it reads one, so `cdi check` does, too; Kata 3's has one that nothing calls. Neither
-//! says anything of the edits for all devices, of fields that there are not, or of what a text holds: tests/fixtures/cdi/schema.json does.
+//! Kata 4's crate has a schema and holds each file against it when it reads one, so `cdi check`
+//! does, too; Kata 3's has one that nothing calls. Neither says anything of the edits for all
+//! devices, of fields that there are not, or of what a text holds: tests/fixtures/cdi/schema.json
+//! does.
 
 use crate::project;
 use container_device_interface::schema::{compile_builtin_schema, compile_cdi_schema, validate};
@@ -109,7 +112,8 @@ fn the_crate_of_kata_4_checks_a_file_against_its_schema() {
     };
     assert_eq!(read(&everything()), Ok(()));
     let mut spec = everything();
-    // Its parser takes any number; its schema looks at the edits of devices, and not at those for all of them.
+    // Its parser takes any number; its schema looks at the edits of devices, and not at those for
+    // all of them.
     spec["containerEdits"]["hooks"][0]["timeout"] = json!(-1);
     assert_eq!(read(&spec), Ok(()));
     spec["devices"][0]["containerEdits"]["hooks"] = spec["containerEdits"]["hooks"].take();

@@ -1,4 +1,5 @@
-//! `kata-gpu-boot export` before the programs that read what it writes: Perfetto's own protos, and a browser.
+//! `kata-gpu-boot export` before the programs that read what it writes: Perfetto's own protos, and
+//! a browser.
 
 mod page;
 mod perfetto;
@@ -21,7 +22,8 @@ pub fn fixture(name: &str) -> String {
     fs::read_to_string(project().join("tests/fixtures/boots").join(name)).unwrap()
 }
 
-/// The boot of this stream in that format, with the agent's lines of a fixture's console where one is named.
+/// The boot of this stream in that format, with the agent's lines of a fixture's console where one
+/// is named.
 pub fn export(stream: &str, console: Option<&str>, format: Format) -> Vec<u8> {
     let file = BootFile::read(stream.as_bytes()).unwrap();
     assert_eq!(file.damaged, 0, "{:?}", file.damage);
@@ -30,7 +32,8 @@ pub fn export(stream: &str, console: Option<&str>, format: Format) -> Vec<u8> {
     bytes(format, &file, &agent, &Resource::new()).unwrap()
 }
 
-/// A machine with 16 GPUs, made of a recorded boot with 8: the same again in another PCI domain, a little later. GPU 11 hangs, GPU 13 fails.
+/// A machine with 16 GPUs, made of a recorded boot with 8: the same again in another PCI domain, a
+/// little later. GPU 11 hangs, GPU 13 fails.
 pub fn sixteen() -> String {
     const LATER_NS: u64 = 700_000_000;
     let lines: Vec<Value> = fixture(&format!("{RECORDED}.ndjson")).lines().map(|line| serde_json::from_str(line).unwrap()).collect();
@@ -108,7 +111,7 @@ pub fn within(seconds: u32, program: &Path) -> Command {
 /// A package of PyPI, in a virtual environment of its own below target/.
 pub struct Package {
     pub name: &'static str,
-    /// What is imported from it.
+    /// Module that the package has.
     pub module: &'static str,
 }
 
@@ -145,7 +148,8 @@ impl Package {
     }
 }
 
-/// Reads a request with the official messages; ids are hexadecimal in OTLP/JSON and base64 in what protobuf calls JSON.
+/// Reads a request with the official messages; ids are hexadecimal in OTLP/JSON and base64 in what
+/// protobuf calls JSON.
 const OTLP_READER: &str = "
 import base64, json, sys
 from google.protobuf import json_format

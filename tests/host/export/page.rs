@@ -1,4 +1,5 @@
-//! The page of `kata-gpu-boot export --html` in headless Chromium: it draws, and nothing of a boot runs in it.
+//! The page of `kata-gpu-boot export --html` in headless Chromium: it draws, and nothing of a boot
+//! runs in it.
 //!
 //! Screenshots are left in target/screenshots, for people to look at.
 
@@ -173,7 +174,8 @@ fn the_policy_stops_a_script_that_got_into_the_page() {
     assert!(state(&dom, "steps").is_some(), "the page's own script runs");
 }
 
-/// What a hand does, written down by a script beside the page's own: the range after each act, and what is told.
+/// What a hand does, written down by a script beside the page's own: the range after each act, and
+/// what is told.
 const HAND: &str = r#"{
 const said = [], note = () => said.push(document.getElementById("range").textContent);
 const key = (key, shiftKey = false) => { chart.dispatchEvent(new KeyboardEvent("keydown", { key, shiftKey, cancelable: true })); note(); };

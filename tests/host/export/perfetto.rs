@@ -1,4 +1,5 @@
-//! A Perfetto trace before Perfetto's own protos (PyPI package `perfetto`, in a virtual environment of the project's target/).
+//! A Perfetto trace before Perfetto's own protos (PyPI package `perfetto`, in a virtual environment
+//! of the project's target/).
 
 use crate::TempDir;
 use crate::export::{Package, RECORDED, export, fixture, sixteen, within};
@@ -10,7 +11,8 @@ use std::path::Path;
 
 /// The release that was tried.
 const PERFETTO: Package = Package { name: "perfetto==0.59.1", module: "perfetto.protos.perfetto.trace.perfetto_trace_pb2" };
-/// Reads a trace with the official messages and writes what is in it as JSON: tracks, slices by track (matched as a stack), clocks.
+/// Reads a trace with the official messages and writes what is in it as JSON: tracks, slices by
+/// track (matched as a stack), clocks.
 const READER: &str = include_str!("perfetto.py");
 
 fn read(python: &Path, trace: &[u8]) -> Result<Value, String> {

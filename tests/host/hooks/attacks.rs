@@ -1,5 +1,6 @@
-//! Hostile images. Whatever they have: nothing beside the container's root changes, every hook ends soon, and it ends with a
-//! clear error or with an effect inside the root. Each check is tried on a hook that does not care, too.
+//! Hostile images. Whatever they have: nothing beside the container's root changes, every hook ends
+//! soon, and it ends with a clear error or with an effect inside the root. Each check is tried on a
+//! hook that does not care, too.
 
 use crate::hooks::container::{Container, DRIVER, LIBS, tree, with_section};
 use kata_gpu_init::cdi::hooks::Outcome;
@@ -56,7 +57,8 @@ pub fn in_own_mounts<T: Send + 'static>(work: impl FnOnce() -> T + Send + 'stati
     thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
 }
 
-/// Runs a hook on a container that has its /proc, as it has when the agent runs one; not longer than the agent would wait.
+/// Runs a hook on a container that has its /proc, as it has when the agent runs one; not longer
+/// than the agent would wait.
 fn run(c: &Arc<Container>, words: &str) -> Result<Outcome, String> {
     let (container, words) = (Arc::clone(c), words.to_string());
     let proc = c.path("/proc");
@@ -470,7 +472,8 @@ fn attack(Attack { name, image, words, then }: &Attack) {
     let before = surroundings(&c);
     let start = Instant::now();
     let result = run(&c, words);
-    // Far from what an image without bounds would take, and from what a busy machine makes of half a second.
+    // Far from what an image without bounds would take, and from what a busy machine makes of half
+    // a second.
     assert!(start.elapsed() < Duration::from_secs(30), "{name} took {:?}", start.elapsed());
     assert_eq!(surroundings(&c), before, "{name}: something outside the root has changed");
     match (then, result) {

@@ -34,7 +34,8 @@ impl Container {
         container
     }
 
-    /// A small Debian, with a driver's libraries as a runtime mounts them, and without links to them.
+    /// A small Debian, with a driver's libraries as a runtime mounts them, and without links to
+    /// them.
     pub fn debian(test: &str) -> Self {
         let container = Self::new(test);
         container.file("/etc/debian_version", b"12.8\n");
@@ -132,7 +133,8 @@ impl Container {
     }
 }
 
-/// Everything below a directory: kind, mode, owner, inode, time of the last change, a hash of the content, the target. Without the directories named.
+/// Everything below a directory: kind, mode, owner, inode, time of the last change, a hash of the
+/// content, the target. Without the directories named.
 pub fn tree(directory: &Path, without: &[&str]) -> BTreeMap<PathBuf, String> {
     let mut all = BTreeMap::new();
     let mut todo = vec![directory.to_path_buf()];
@@ -196,7 +198,8 @@ pub fn program() -> Option<PathBuf> {
     newest.map(|(_, path)| path)
 }
 
-/// Runs the program as kata-agent does: under a name, with the state on its standard input, and here with an environment that it must not look at.
+/// Runs the program as kata-agent does: under a name, with the state on its standard input, and
+/// here with an environment that it must not look at.
 pub fn as_a_process(name: &str, words: &[&str], state: &[u8], environment: &[(&str, &str)]) -> Option<Output> {
     use std::os::unix::process::CommandExt;
     let mut command = Command::new(program()?);
@@ -205,7 +208,8 @@ pub fn as_a_process(name: &str, words: &[&str], state: &[u8], environment: &[(&s
     // A hook that refuses early does not read all of it.
     let _unused = child.stdin.take().unwrap().write_all(state);
     let mut output = child.wait_with_output().unwrap();
-    // The guest's program is static; one that was built for tests may not be, and then its loader has its say about the environment.
+    // The guest's program is static; one that was built for tests may not be, and then its loader
+    // has its say about the environment.
     let own = String::from_utf8_lossy(&output.stderr)
         .lines()
         .filter(|l| !l.starts_with("ERROR: ld.so"))

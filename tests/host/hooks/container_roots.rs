@@ -1,5 +1,6 @@
-//! Real containers, made by the test agent on this machine: what of them does not need a guest. The spec is a hand-written one, so that this is about
-//! the agent, the hooks and the loaders; for what the init publishes see the VM tests.
+//! Real containers, made by the test agent on this machine: what of them does not need a guest. The
+//! spec is a hand-written one, so that this is about the agent, the hooks and the loaders; for what
+//! the init publishes see the VM tests.
 
 use crate::hooks::container::program;
 use crate::{TempDir, project};
@@ -141,7 +142,8 @@ fn without_its_hook_a_container_has_no_libcuda_in_the_cache() {
     let (Some(debian), Some(alpine)) = (bundle("debian"), bundle("alpine")) else { return };
     let ended = alpine.run();
     assert!(ended.status == "exit status: 127" && ended.output.contains("libcuda.so.1"), "{ended:?}");
-    // Debian's loader looks into this very directory at last, cache or not: only the mount at the SONAME's path helps it there.
+    // Debian's loader looks into this very directory at last, cache or not: only the mount at the
+    // SONAME's path helps it there.
     let ended = debian.run();
     assert!(ended.status == "exit status: 0" && said(&ended, "searched").starts_with("path=/lib/x86_64-linux-gnu"), "{ended:?}");
     let Some(linkless) = Bundle::new("linkless", "debian") else { return };

@@ -1,4 +1,5 @@
-//! Hooks that fail half-way, and runtimes that give them nonsense: the container stays as it was, and the error says what was wrong with what.
+//! Hooks that fail half-way, and runtimes that give them nonsense: the container stays as it was,
+//! and the error says what was wrong with what.
 
 use crate::hooks::attacks::{NONE, PREPARE, in_own_mounts, surroundings};
 use crate::hooks::container::{Container, LIBS, as_a_process, tree};
@@ -187,7 +188,8 @@ fn telltale(folder: &Path, marker: &Path) -> Option<PathBuf> {
     }
 }
 
-/// CVE-2025-23266: a runtime that hands the image's environment on. The guest's program has no loader that would look at it.
+/// CVE-2025-23266: a runtime that hands the image's environment on. The guest's program has no
+/// loader that would look at it.
 #[test]
 fn a_library_that_the_environment_preloads_is_not_loaded() {
     let guests = project().join("target/x86_64-unknown-linux-musl/release/kata-gpu-init");
@@ -255,7 +257,8 @@ fn no_hook_writes_into_a_volume_wherever_it_is_mounted() {
         assert!(result.as_ref().is_err_and(|e| e.contains(says)), "{name}: {result:?}");
         assert_eq!(before, after, "{name}: the volume has changed");
     }
-    // A volume that the path itself names, as a hostPath at /etc; only the tmpfs at /dev is the container's own.
+    // A volume that the path itself names, as a hostPath at /etc; only the tmpfs at /dev is the
+    // container's own.
     let c = Arc::new(Container::debian("volume-named"));
     let container = Arc::clone(&c);
     let (results, there, before, after) = in_own_mounts(move || {

@@ -1,4 +1,5 @@
-//! The library cache that the hook writes, compared with the one that the machine's own `ldconfig` writes for the same root.
+//! The library cache that the hook writes, compared with the one that the machine's own `ldconfig`
+//! writes for the same root.
 
 use crate::hooks::container::{Container, DRIVER, LIBS};
 use kata_gpu_init::cdi::ld_so_cache;
@@ -12,7 +13,8 @@ pub fn ldconfig(arguments: &[&str], root: &Path) -> Output {
     Command::new("/sbin/ldconfig").args(arguments).arg(root).env("LC_ALL", "C").output().unwrap()
 }
 
-/// Whether the machine can be compared with: glibc's ldconfig, and the right to chroot. Says why not.
+/// Whether the machine can be compared with: glibc's ldconfig, and the right to chroot. Says why
+/// not.
 pub fn comparable() -> bool {
     let missing = match () {
         () if !Path::new("/sbin/ldconfig").exists() => "no /sbin/ldconfig",
@@ -25,7 +27,8 @@ pub fn comparable() -> bool {
     false
 }
 
-/// Compares our cache with the one that ldconfig writes for the same root: as lists, and as bytes up to the name of the writer.
+/// Compares our cache with the one that ldconfig writes for the same root: as lists, and as bytes
+/// up to the name of the writer.
 fn compare(container: &Container, root: &Path, ldconfig_arguments: &[&str]) -> usize {
     let path = root.join("etc/ld.so.cache");
     container.hook("update-ldcache").unwrap();

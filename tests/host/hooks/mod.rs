@@ -82,7 +82,8 @@ fn the_drivers_own_library_wins_over_one_that_the_image_brought() {
         let c = Container::debian(&format!("brought-{brought}"));
         c.library(&format!("{LIBS}/libcuda.so.{brought}"), Some("libcuda.so.1"));
         c.link(&format!("{LIBS}/libcuda.so.1"), format!("libcuda.so.{brought}"));
-        // Without a version there is no saying which is the driver's; a link that leads somewhere stays.
+        // Without a version there is no saying which is the driver's; a link that leads somewhere
+        // stays.
         c.hook(&format!("update-ldcache --folder {LIBS}")).unwrap();
         assert_eq!(c.target(&format!("{LIBS}/libcuda.so.1")), Some(format!("libcuda.so.{brought}")));
         c.hook(&format!("prepare --host-driver-version={DRIVER} --folder {LIBS}")).unwrap();
@@ -135,7 +136,7 @@ fn a_musl_image_gets_its_path_file_and_no_cache() {
     assert_eq!(c.read("/etc/ld-musl-x86_64.path").as_deref(), Some("/lib\n/usr/local/lib\n/usr/lib\n/usr/lib64\n"));
     assert!(!c.path("/etc/ld.so.cache").exists() && !c.path("/etc/ld.so.conf.d").exists());
     assert_eq!(c.target("/usr/lib64/libcuda.so.1"), Some(format!("libcuda.so.{DRIVER}")));
-    // What is in the file stays, in its place.
+    // Earlier lines of the file stay, in their place.
     c.file("/etc/ld-musl-x86_64.path", b"/lib:/opt/own");
     c.hook("update-ldcache --folder /usr/lib64 --folder /lib").unwrap();
     assert_eq!(c.read("/etc/ld-musl-x86_64.path").as_deref(), Some("/lib:/opt/own\n/usr/lib64\n"));
@@ -160,7 +161,8 @@ fn cuda_libraries_of_the_image_are_chosen_by_their_note() {
         c.hook(&format!("enable-cuda-compat --host-driver-version={DRIVER}")).unwrap();
         assert_eq!(chosen(&c).is_some(), wanted, "{test}");
     }
-    // Without a note the newer major version counts, in the folder that is given; two of them are no choice.
+    // Without a note the newer major version counts, in the folder that is given; two of them are
+    // no choice.
     let c = Container::new("no-note");
     c.library("/compat/libcuda.so.560.1.1", None);
     let words = format!("enable-cuda-compat --host-driver-version {DRIVER} --cuda-compat-container-root=/compat");

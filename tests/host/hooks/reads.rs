@@ -4,7 +4,8 @@ use crate::hooks::container::{Container, DRIVER, LIBS};
 use nix::sys::inotify::{AddWatchFlags, InitFlags, Inotify};
 use std::collections::BTreeMap;
 
-/// How often each file of these directories is opened for reading meanwhile; a descriptor that only names a file opens nothing.
+/// How often each file of these directories is opened for reading meanwhile; a descriptor that only
+/// names a file opens nothing.
 fn opened(container: &Container, directories: &[&str], work: impl FnOnce()) -> BTreeMap<String, usize> {
     let inotify = Inotify::init(InitFlags::IN_NONBLOCK).unwrap();
     for directory in directories {

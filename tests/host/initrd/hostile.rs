@@ -1,5 +1,6 @@
-//! Images that nobody means well with: cut, changed, contradicting themselves, and full of what could drive a terminal. They are refused or read, in
-//! bounded time, and nothing is ever written outside.
+//! Images that nobody means well with: cut, changed, contradicting themselves, and full of what
+//! could drive a terminal. They are refused or read, in bounded time, and nothing is ever written
+//! outside.
 
 use crate::TempDir;
 use crate::initrd::{archive, directory, entries, file, gzip, image, link, made};
@@ -290,7 +291,8 @@ fn nothing_is_written_outside() {
     std::fs::write(outside.join("kept"), "as it was").unwrap();
     let outside_name = outside.to_str().unwrap().trim_start_matches('/');
     let mut all = Vec::new();
-    // The image has the same path as the directory outside: links lead to it in the guest, and must not on the host.
+    // The image has the same path as the directory outside: links lead to it in the guest, and must
+    // not on the host.
     for (end, _) in format!("{outside_name}/").match_indices('/') {
         all.push(directory(&outside_name[..end]));
     }

@@ -1,5 +1,6 @@
-//! `kata-gpu-boot initrd pack` and the list of the driver's files: it is made where there is a driver, the same bytes in every folder, and one that does not
-//! hold is said and replaced. `verify` says the same of an image.
+//! `kata-gpu-boot initrd pack` and the list of the driver's files: it is made where there is a
+//! driver, the same bytes in every folder, and one that does not hold is said and replaced.
+//! `verify` says the same of an image.
 
 use crate::TempDir;
 use crate::initrd::verify::{VERSION, guest};

@@ -1,4 +1,5 @@
-//! `kata-gpu-boot initrd pack`, `ls`, `diff`: the same bytes for the same files, and what other programs make of them.
+//! `kata-gpu-boot initrd pack`, `ls`, `diff`: the same bytes for the same files, and what other
+//! programs make of them.
 
 #[cfg(feature = "host")]
 mod hostile;
@@ -207,7 +208,7 @@ fn cpio_unpacks_what_was_packed_and_packs_what_is_read() {
     root(&from, false);
     packed(&[&from], Form::Plain, &dir.0.join("ours")).unwrap();
     let ours = std::fs::read(dir.0.join("ours")).unwrap();
-    // As root it keeps owners: files are root's then, as in the archive.
+    // Omit the owners: cpio keeps them as root, and the archive has root's.
     run(Command::new("cpio").args(["-idmu", "--quiet", "--no-preserve-owner"]).current_dir(&to), &ours);
     packed(&[&to], Form::Plain, &dir.0.join("unpacked")).unwrap();
     assert_eq!(std::fs::read(dir.0.join("unpacked")).unwrap(), ours, "packed, unpacked by cpio, packed");

@@ -1,5 +1,6 @@
-//! Where an image is written: only over a regular file, only when it is whole, and never into what it is made of. What a killed run left is replaced,
-//! what a running one writes is not; a full disk leaves the old image.
+//! Where an image is written: only over a regular file, only when it is whole, and never into what
+//! it is made of. What a killed run left is replaced, what a running one writes is not; a full disk
+//! leaves the old image.
 
 use crate::TempDir;
 use crate::collect::program;

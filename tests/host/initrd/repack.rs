@@ -1,4 +1,5 @@
-//! `kata-gpu-boot initrd repack`: another init in an image laid out as Kata's NVIDIA initrd, and every other entry as it was, byte for byte.
+//! `kata-gpu-boot initrd repack`: another init in an image laid out as Kata's NVIDIA initrd, and
+//! every other entry as it was, byte for byte.
 
 use crate::TempDir;
 use crate::initrd::verify::guest;

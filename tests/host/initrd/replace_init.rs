@@ -1,4 +1,5 @@
-//! `initrd replace-init` on images with a file system: what it changes, what it leaves, and what it refuses. VM tests boot what comes out.
+//! `initrd replace-init` on images with a file system: what it changes, what it leaves, and what it
+//! refuses. VM tests boot what comes out.
 
 use crate::TempDir;
 use crate::collect::program;
@@ -203,7 +204,8 @@ fn a_name_that_leads_out_of_the_image_is_refused() {
     if cannot_run() {
         return;
     }
-    // Names of the same length, in images whose sums nobody checks: what somebody would make who wants a file elsewhere.
+    // Names of the same length, in images whose sums nobody checks: what somebody would make who
+    // wants a file elsewhere.
     let patch = "sed -i 's#QQyWWyTTyescaped#../../../escaped#' \"$2\"";
     let erofs = format!("{EROFS}; {patch}; printf '\\0\\0\\0\\0' | dd of=\"$2\" bs=1 seek=1032 conv=notrunc status=none");
     let ext4 = format!("mkfs.ext4 -q -O ^metadata_csum,^dir_index -d \"$1\" \"$2\" 4M; {patch}");
@@ -348,7 +350,8 @@ fn the_target_of_a_link_never_becomes_a_command() {
     fs::remove_file(case.at("root/sbin")).unwrap();
     fs::write(case.at("root/payload"), "of the image").unwrap();
     let written = case.at("written");
-    // What debugfs would take for three commands, and a directory of that name, so that the link leads somewhere.
+    // What debugfs would take for three commands, and a directory of that name, so that the link
+    // leads somewhere.
     let target = format!("usr/sbin\ndump /payload {}\ncd /", written.display());
     fs::create_dir_all(case.at("root").join(&target)).unwrap();
     symlink(&target, case.at("root/sbin")).unwrap();

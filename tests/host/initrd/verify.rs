@@ -1,4 +1,5 @@
-//! `kata-gpu-boot initrd verify`: a guest with nothing wrong with it, and for each rule what breaks that rule and no other.
+//! `kata-gpu-boot initrd verify`: a guest with nothing wrong with it, and for each rule what breaks
+//! that rule and no other.
 
 use crate::TempDir;
 use crate::initrd::{Made, archive, directory, entries, file, gzip, image, link, made, program};

@@ -1,4 +1,5 @@
-//! Hostile and odd files around `install` and `uninstall`: links, other writers, odd encodings and quoting, directories that cannot be written.
+//! Hostile and odd files around `install` and `uninstall`: links, other writers, odd encodings and
+//! quoting, directories that cannot be written.
 
 use crate::install::{World, done, toml_of};
 use kata_gpu_init::host::cli;

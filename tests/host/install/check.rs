@@ -1,5 +1,5 @@
-//! `install --check` against a client of containerd that is a script: what it is asked to do, what is
-//! made of a boot, and that the sandbox is always removed. Kata itself is in tests/vm/kata.rs.
+//! `install --check` against a client of containerd that is a script: what it is asked to do, what
+//! is made of a boot, and that the sandbox is always removed. Kata itself is in tests/vm/kata.rs.
 
 use crate::collect::{Collector, program, until};
 use crate::install::World;
@@ -12,7 +12,8 @@ use std::path::PathBuf;
 use std::process::{Child, Command, Output, Stdio};
 
 const BOOT: &str = "5fc5e893-0a7f-4713-801b-744ac3d76b1b";
-/// Asked to run, it writes a boot of the sandbox that it is asked for; what it was asked goes to a file.
+/// Asked to run, it writes a boot of the sandbox that it is asked for; what it was asked goes to a
+/// file.
 const CLIENT: &str = r#"#!/bin/sh
 echo "$*" >> ROOT/asked
 case "$*" in *" run "*)

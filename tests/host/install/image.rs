@@ -1,4 +1,5 @@
-//! `install --image`: a disk in the initrd's place. The drop-in, what becomes effective in either runtime, what is refused, and the way back.
+//! `install --image`: a disk in the initrd's place. The drop-in, what becomes effective in either
+//! runtime, what is refused, and the way back.
 
 use crate::golden;
 use crate::install::{World, done};
@@ -11,7 +12,8 @@ const VERITY: &str = "root_hash=00ff,salt=ab,data_blocks=2,data_block_size=4096,
 const EROFS: (usize, &[u8]) = (1024, &[0xe2, 0xe1, 0xf5, 0xe0]);
 const EXT4: (usize, &[u8]) = (1080, &[0x53, 0xef]);
 
-/// A disk with an MBR, and a root of 8 KiB in its first partition, of which the magic number and a word of the init are all that there is.
+/// A disk with an MBR, and a root of 8 KiB in its first partition, of which the magic number and a
+/// word of the init are all that there is.
 fn disk(world: &World, name: &str, magic: (usize, &[u8]), has_second: bool) -> PathBuf {
     let mut bytes = vec![0; 4096 + 8192];
     let mut put = |at: usize, what: &[u8]| bytes[at..at + what.len()].copy_from_slice(what);

@@ -1,4 +1,5 @@
-//! `install --print`: YAML that parses into what Kubernetes and kata-deploy's chart expect, with the drop-in that `install` itself would write.
+//! `install --print`: YAML that parses into what Kubernetes and kata-deploy's chart expect, with
+//! the drop-in that `install` itself would write.
 
 use crate::install::{World, done, toml_of};
 use serde_yaml::Value;
@@ -58,7 +59,8 @@ fn the_values_are_what_the_chart_reads() {
     assert!(drop_in["hypervisor"]["qemu"]["kernel_params"].as_str().unwrap().ends_with("nvidia.NVreg_RegistryDwords=\"a=1 b=2\""));
 }
 
-/// With HELM (the program) and KATA_DEPLOY_CHART (the chart's folder, of Kata's release): what the chart itself makes of the values.
+/// With HELM (the program) and KATA_DEPLOY_CHART (the chart's folder, of Kata's release): what the
+/// chart itself makes of the values.
 #[test]
 fn kata_deploys_own_chart_renders_the_values() {
     let (Some(helm), Some(chart)) = (std::env::var_os("HELM"), std::env::var_os("KATA_DEPLOY_CHART")) else {

@@ -1,6 +1,6 @@
-//! `kata-gpu-boot install` and `uninstall` on configurations with the public keys of both runtimes: the
-//! drop-in, what becomes effective, and that uninstall leaves everything as it was. Reasons to refuse are in
-//! refusals.rs, hostile files in attacks.rs.
+//! `kata-gpu-boot install` and `uninstall` on configurations with the public keys of both runtimes:
+//! the drop-in, what becomes effective, and that uninstall leaves everything as it was. Reasons to
+//! refuse are in refusals.rs, hostile files in attacks.rs.
 
 mod attacks;
 mod check;
@@ -45,7 +45,8 @@ impl World {
         let config = root.join(RUNTIMES).join(base).join(format!("configuration-{base}.toml"));
         fs::create_dir_all(config.parent().unwrap()).unwrap();
         let text = fs::read_to_string(project().join("tests/fixtures/kata").join(fixture).with_extension("toml")).unwrap();
-        // The kernel lies in the test's directory, and not where a Kata of this machine may have one.
+        // The kernel lies in the test's directory, and not where a Kata of this machine may have
+        // one.
         let kernel = format!("\nkernel = \"{}/", root.display());
         assert!(text.contains("\nkernel = \"/opt/kata/share/kata-containers/"));
         fs::write(&config, text.replace("\nkernel = \"/opt/kata/share/kata-containers/", &kernel)).unwrap();
@@ -110,7 +111,7 @@ impl World {
         cli::uninstall::say(&from_words(&[config.as_slice(), words].concat()).unwrap())
     }
 
-    /// What the runtime sees.
+    /// Configuration that the runtime sees.
     pub fn effective(&self, runtime: Runtime) -> Effective {
         let config = KataConfig::read(&self.config).unwrap();
         let mut all: Vec<_> = config.others.clone();
@@ -276,7 +277,7 @@ fn installing_twice_is_installing_once() {
         assert!(done(&said).contains("nothing to do"), "{}", said.out);
         assert_eq!(world.snapshot(), first);
         assert_eq!(fs::metadata(world.ours()).unwrap().ino(), inode, "the file was not even written again");
-        // Nor does it matter that the arguments are left away the second time.
+        // The second time may omit the arguments.
         assert!(done(&world.install(&[])).contains("nothing to do"));
     }
 }
@@ -382,7 +383,8 @@ fn the_version_is_asked_of_the_configurations_shim() {
     }
 }
 
-/// Writes a program by a process of its own: a descriptor open for writing here could be inherited by another test's child, and keep it from being run.
+/// Writes a program by a process of its own: a descriptor open for writing here could be inherited
+/// by another test's child, and keep it from being run.
 fn make_program(path: &Path, text: &str) {
     fs::create_dir_all(path.parent().unwrap()).unwrap();
     let script = "printf %s \"$1\" > \"$2\" && chmod 755 \"$2\"";
@@ -429,7 +431,8 @@ fn the_modules_are_held_against_the_kernel_of_the_configuration() {
     let said = world.install_initrd(&[]);
     assert!(said.code == 1 && said.err.contains("other-kernel /lib/modules: 6.1.0; there is "), "{}", said.err);
     assert!(!world.ours().exists());
-    // One that is not there, as where a cluster's configuration is prepared elsewhere, keeps nobody.
+    // One that is not there, as where a cluster's configuration is prepared elsewhere, keeps
+    // nobody.
     fs::remove_file(&kernel).unwrap();
     assert!(done(&world.install_initrd(&[])).contains("not there, so the modules were not held against it"));
 }

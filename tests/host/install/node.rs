@@ -1,4 +1,5 @@
-//! `install --node` and the DaemonSet that runs it: copies with names of their content, the label's file, processes that stay, and that nothing is left of them.
+//! `install --node` and the DaemonSet that runs it: copies with names of their content, the label's
+//! file, processes that stay, and that nothing is left of them.
 
 use crate::collect::{program, until};
 use crate::install::{World, done};
@@ -212,7 +213,8 @@ fn the_daemon_set_runs_what_install_takes_where_it_can_see_it() {
     assert_eq!(installs[..2], ["/kata-gpu-boot", "install"]);
     assert!(installs.contains(&odd.to_string()), "{installs:?}");
     from_words::<install::Args>(&strs(&stays)[2..]).unwrap();
-    // Every path of the command but those of the pods' image is in a mount, which is a folder of the node at the same place.
+    // Every path of the command but those of the pods' image is in a mount, which is a folder of
+    // the node at the same place.
     let mounts: Vec<&str> = second["volumeMounts"].as_sequence().unwrap().iter().map(|m| m["mountPath"].as_str().unwrap()).collect();
     let volumes: Vec<&str> = pod["volumes"].as_sequence().unwrap().iter().map(|v| v["hostPath"]["path"].as_str().unwrap()).collect();
     assert_eq!(

@@ -1,5 +1,5 @@
-//! Every reason why `install` refuses: what makes it, what it says, whether `--force` passes, and that nothing is written. Each row changes one thing
-//! in a configuration that installs.
+//! Every reason why `install` refuses: what makes it, what it says, whether `--force` passes, and
+//! that nothing is written. Each row changes one thing in a configuration that installs.
 
 use crate::install::{World, done};
 use kata_gpu_init::host::tools::install::Said;

@@ -1,5 +1,5 @@
-//! The host's clock as a guest under KVM sees it by ptp_kvm, beside what the collector's pings say of
-//! it: both hold at once, and see what is done to the host's clock.
+//! The host's clock as a guest under KVM sees it by ptp_kvm, beside what the collector's pings say
+//! of it: both hold at once, and see what is done to the host's clock.
 
 use super::guests::{Boot, SERVICE, event, sent};
 use super::service;
@@ -107,7 +107,8 @@ fn both_clocks(context: &TestContext) -> Result<Outcome> {
         (step.least_ns - error as i64..=step.most_ns + error as i64).contains(&seen),
         "the host's clock was set {step:?} ahead, by ptp_kvm {seen} +- {error} ns"
     );
-    // Negative control: what the pings said before the step contradicts what ptp_kvm says behind it.
+    // Negative control: what the pings said before the step contradicts what ptp_kvm says behind
+    // it.
     let old = stepped.boot.file.clock_samples().filter(|s| s.offset_ns - before.offset_ns < seen / 2);
     ensure!(!fits(&Clock::of(old), &after)?, "a step of {STEP_S} s is within the bounds");
 

@@ -18,7 +18,7 @@ pub(in crate::vm) const SERVICE: &str = "kata-gpu-boot.service";
 pub(in crate::vm) struct Boot {
     pub id: String,
     pub file: BootFile,
-    /// As they stand there, one that stands there twice twice.
+    /// Records in the order of the file; a record that was written twice is here twice.
     records: Vec<Record>,
 }
 
@@ -48,8 +48,8 @@ impl Boot {
         boots.pop().context("no boot")
     }
 
-    /// The host's clock at the first such record, by the pings of this boot: a guest's own clock of the
-    /// wall can be 0.3 s off.
+    /// The host's clock at the first such record, by the pings of this boot: a guest's own clock of
+    /// the wall can be 0.3 s off.
     pub fn wall(&self, what: &str, wanted: impl Fn(&Record) -> bool) -> Result<Wall> {
         let record = self.records.iter().find(|r| wanted(r)).with_context(|| format!("boot {} has no {what}", self.id))?;
         Clock::of(self.file.clock_samples()).wall_at(record.boottime_ns).with_context(|| format!("boot {} has no pings", self.id))
@@ -59,7 +59,7 @@ impl Boot {
         self.file.sandbox()?.pod.as_deref()
     }
 
-    /// Who has spoken for it, connection by connection.
+    /// Peer of each connection that this boot came over.
     fn peers(&self) -> Vec<&str> {
         let connected = self.file.host.iter().filter_map(|line| match &line.event {
             HostEvent::Connected { peer, .. } => Some(peer.as_str()),
@@ -146,7 +146,7 @@ fn kept_apart(context: &TestContext) -> Result<Outcome> {
     let closed = Boot::read(&mut host, &before.id)?;
     closed.is_whole(&victim, "train-0")?;
     ensure!(closed.records.starts_with(&before.records), "records that were there are gone");
-    // What it said of the loss of the connection came over the next one.
+    // Records about the lost connection came over the next one.
     ensure!(closed.records.len() > before.records.len() && closed.peers().len() >= 2, "it was never connected again: {:?}", closed.peers());
     ensure!(!closed.has_settled(), "a boot that was killed amid its way is said to have settled");
 

@@ -1,5 +1,6 @@
-//! GPUs with large BARs that a real host passes through: VFIO, an IOMMU, QEMU and KVM on the emulated
-//! host. The functions are NVMe controllers with the ids of GPUs, and their driver is the simulator's.
+//! GPUs with large BARs that a real host passes through: VFIO, an IOMMU, QEMU and KVM on the
+//! emulated host. The functions are NVMe controllers with the ids of GPUs, and their driver is the
+//! simulator's.
 
 use super::guests::{Boot, SERVICE, event, sent};
 use super::service;
@@ -65,7 +66,8 @@ fn cold_and_hot(host: &mut EmulatedHost, image: &KvmImage, gpus: &[String]) -> R
     let tsc = compare_tsc(host, &guest, &boot)?;
 
     let began = boot.wall("init.start", |r| r.name == names::INIT_START)?;
-    // The kernel offers a GPU that is plugged in to the driver at once: enabling is part of the probe.
+    // The kernel offers a GPU that is plugged in to the driver at once: enabling is part of the
+    // probe.
     let of_hot = |r: &Record| r.gpu.is_some_and(|gpu| gpu.to_string() == HOT);
     let from = boot.wall("record of the GPU that was plugged in", of_hot)?;
     let to = boot.wall("gpu.bound of the GPU that was plugged in", |r| of_hot(r) && r.name == names::GPU_BOUND)?;
@@ -240,7 +242,7 @@ fn compare_tsc(host: &mut EmulatedHost, guest: &KvmGuest, boot: &Boot) -> Result
     ))
 }
 
-/// What waits while QEMU maps the large BAR of a function that the init leaves alone.
+/// Waits in a guest while QEMU maps the large BAR of a function that the init leaves alone.
 fn stalls_under_kvm(host: &mut EmulatedHost, image: &KvmImage, gpu: &str) -> Result<String> {
     host.run("kill $(cat /run/guests/0a1b/pid) && mkdir /run/shared")?;
     let disk = "-drive if=none,id=disk,format=raw,readonly=on,file=/var/guests/initrd.cpio -device virtio-blk-pci,drive=disk";

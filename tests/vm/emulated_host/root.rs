@@ -12,7 +12,7 @@ pub const TESTS: &[VmTest] = &[VmTest { name: "emulated_host_boots_a_guest_from_
 const ARCHIVE: &str = "/var/guests/root.tar";
 const ROOT: &str = "/var/guests/root";
 
-/// What the initrd has, as a root on a disk has it, in an archive.
+/// Archive of the initrd's files, laid out as a root on a disk.
 fn root(context: &TestContext) -> Result<PathBuf> {
     let (root, archive) = (context.work_dir.join("root"), context.work_dir.join("root.tar"));
     let _unused = std::fs::remove_dir_all(&root);

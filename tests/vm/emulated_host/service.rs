@@ -11,7 +11,7 @@ pub const TESTS: &[VmTest] = &[VmTest { name: "emulated_host_runs_the_printed_se
 const PROGRAM: &str = "/usr/local/bin/kata-gpu-boot";
 const VMM: &str = "/usr/local/bin/vmm";
 const UNIT: &str = "/etc/systemd/system/kata-gpu-boot.service";
-/// What the collector may expose, from 0 to 10, as `systemd-analyze security` adds it up.
+/// Highest exposure of the collector's unit, from 0 to 10, as `systemd-analyze security` adds it up.
 const EXPOSURE: f64 = 2.2;
 /// Records of a guest in this test.
 const RECORDS: u64 = 50;
@@ -119,7 +119,7 @@ fn as_printed(context: &TestContext) -> Result<Outcome> {
     Ok(Outcome::Measured(format!("exposure {number}, {threads} threads")))
 }
 
-/// What podman is told for the DaemonSet's container: command, mounts, user, capabilities, seccomp
+/// Arguments of podman for the DaemonSet's container: command, mounts, user, capabilities, seccomp
 /// profile and memory as printed. What the API server and the kubelet do besides (selection of
 /// nodes, priority, the probes' times, upgrade) is not tried.
 fn podman_arguments(set: &Value) -> Result<(Vec<String>, Vec<String>)> {
@@ -160,7 +160,7 @@ fn container(host: &mut EmulatedHost) -> Result<()> {
     let set: Value = serde_yaml::from_str(&set)?;
     let (arguments, probe) = podman_arguments(&set)?;
     let grace = set["spec"]["template"]["spec"]["terminationGracePeriodSeconds"].as_u64().context("no terminationGracePeriodSeconds")?;
-    // As the README says, of the program alone; this build is not static.
+    // Image of the program alone, as in the README; with its libraries, as this build is not static.
     host.run(&format!(
         "mkdir -p /image/{{proc,dev,sys,run,etc,tmp,var/lib}} /image/usr/bin && cp {PROGRAM} /image/usr/bin/
         for file in $(ldd {PROGRAM} | grep -o '/[^ ]*'); do mkdir -p /image$(dirname $file) && cp -L $file /image$file; done"
@@ -182,7 +182,7 @@ fn container(host: &mut EmulatedHost) -> Result<()> {
             ensure!(status.contains(line), "no {line:?} in {status}");
         }
         if n == 6 {
-            // As an upgrade does it, and a drained node that is shut down: SIGTERM, and time to end. The
+            // SIGTERM and time to end, as at an upgrade or on a drained node that is shut down. The
             // old one is gone before the new one comes.
             let code =
                 host.run(&format!("{podman} stop --time {grace} {name} && {podman} inspect --format '{{{{.State.ExitCode}}}}' {name}"))?;
