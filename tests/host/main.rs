@@ -27,7 +27,7 @@ mod layers;
 mod modules;
 mod nvml;
 mod schedule;
-mod scripts;
+mod shell;
 mod test_names;
 #[cfg(feature = "host")]
 mod tree;

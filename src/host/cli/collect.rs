@@ -3,8 +3,8 @@
 use crate::events::record::{DEFAULT_PORT, Kind, names};
 use crate::host::boot::model::RECONNECT_GRACE;
 use crate::host::collect::connection::News;
-use crate::host::collect::fleet::Otlp;
 use crate::host::collect::fleet::http::parse_address;
+use crate::host::collect::fleet::pushing::Otlp;
 use crate::host::collect::keep::Keep;
 use crate::host::collect::limits::Limits;
 use crate::host::collect::privileges::RunAs;

@@ -286,7 +286,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn an_offset_is_set_within_its_call_and_the_same_offset_again_sets_nothing() {
+    fn an_offset_is_set_in_its_call_and_one_that_stays_sets_nothing() {
         let trace = |reset: &str| {
             let first = "CPU 0/KVM-296 [000] .....  1795.000001: sys_ioctl(fd: e, cmd: ae41, arg: 0)
 CPU 0/KVM-296 [000] d..1.  1795.000300: kvm_write_tsc_offset: vcpu=0 prev=0 next=18446743970

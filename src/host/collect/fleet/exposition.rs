@@ -2,7 +2,7 @@
 //!
 //! Names and labels are this program's own and need no escaping; values are numbers. Times in seconds, sizes in bytes.
 
-use super::Shared;
+use super::shared::Shared;
 use super::tally::{Histogram, Outcome};
 use hyper::header::HeaderValue;
 use std::collections::BTreeMap;

@@ -4,7 +4,8 @@
 //! is repeated in an answer. A scrape costs one look at the counters, whoever asks. Where the connections are used up a new one takes the place of the one
 //! that has been without a request the longest: slow clients lock nobody out.
 
-use super::{Shared, exposition};
+use super::exposition;
+use super::shared::Shared;
 use anyhow::{Context, Result, anyhow};
 use bytes::Bytes;
 use http_body_util::Full;
@@ -17,7 +18,7 @@ use hyper_util::rt::{TokioIo, TokioTimer};
 use std::convert::Infallible;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr, TcpListener};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 use tokio::net::TcpStream;
 use tokio::task::{AbortHandle, JoinSet};
@@ -37,16 +38,6 @@ const DEADLINE: Duration = Duration::from_secs(10);
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 
 const TEXT: HeaderValue = HeaderValue::from_static("text/plain; charset=utf-8");
-
-/// What has been asked.
-#[derive(Debug, Default)]
-pub struct Counts {
-    pub scrapes: AtomicU64,
-    /// Connections that had to give way to a newer one.
-    pub refused: AtomicU64,
-    /// Connections that ended in an error or a deadline.
-    pub failed: AtomicU64,
-}
 
 /// `PORT` on this machine alone, or `IP:PORT`.
 pub fn parse_address(text: &str) -> Result<SocketAddr> {

@@ -7,33 +7,26 @@
 pub mod exposition; // the text that Prometheus reads
 pub mod http; // who may ask for it
 pub mod pushing; // the queue of boots and its receiver
+pub mod shared; // what its tasks share
+pub mod sources; // what it takes from the collector
 pub mod tally; // what is counted of boots
 
 use super::ends::Over;
-use super::limits::Limits;
-use super::peers::Peers;
-use super::stats::{Stats, add};
 use super::stop::stopped;
-use super::store::{Store, Tell};
 use crate::host::analysis::loaded::load;
-use crate::host::analysis::metrics::metrics;
-use crate::host::data::text::printable;
-use crate::host::otlp::Resource;
-use crate::host::otlp::push::Target;
+use crate::host::analysis::metrics::{Metrics, metrics};
 use crate::host::system::sleep::sleep_until;
-use anyhow::{Context, Result, ensure};
-use pushing::Queue;
+use anyhow::{Context, Result};
+use pushing::{Otlp, Queue};
+use shared::Shared;
+use sources::{Sources, check_size};
 use std::net::TcpListener;
 use std::path::Path;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
-use tally::Tally;
 use tokio::sync::{oneshot, watch};
 use tokio::task::{JoinSet, spawn_blocking};
 
-/// Longest file of a boot that is read here, several times what one with 16 GPUs and a chatty kernel has; a hostile one may have
-/// much more, and would take time that other boots need.
-const MAX_FILE: u64 = 8 << 20;
 /// How long boots that were over before the stop are looked at after it.
 const REPORT_DEADLINE: Duration = Duration::from_secs(5);
 /// Pause before a boot is looked at again whose file is not complete: nothing tells when a disk has room.
@@ -42,36 +35,6 @@ const NOT_WRITTEN_PAUSE: Duration = Duration::from_secs(1);
 const NICE: i32 = 10;
 /// One thread reads boots, one looks up names.
 const BLOCKING: usize = 2;
-
-/// Where and as whose.
-#[derive(Clone, Debug)]
-pub struct Otlp {
-    pub target: Target,
-    pub resource: Resource,
-}
-
-/// What the collector knows.
-pub struct Sources {
-    pub store: Arc<Store>,
-    pub peers: Arc<Peers>,
-    pub stats: Arc<Stats>,
-    pub limits: Limits,
-    pub tell: Tell,
-}
-
-/// What the tasks share.
-pub struct Shared {
-    pub from: Sources,
-    pub queue: Option<Queue>,
-    tally: Mutex<Tally>,
-    pub http: http::Counts,
-}
-
-impl Shared {
-    pub fn tally(&self) -> MutexGuard<'_, Tally> {
-        self.tally.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-}
 
 /// The thread.
 pub struct Fleet {
@@ -94,8 +57,9 @@ impl Fleet {
             let _context = runtime.enter();
             metrics.map(tokio::net::TcpListener::from_std).transpose().context("listen for --metrics")?
         };
-        let queue = otlp.map(|otlp| Queue::new(otlp, from.limits.push_queue));
-        let shared = Arc::new(Shared { from, queue, tally: Mutex::default(), http: http::Counts::default() });
+        let from = Arc::new(from);
+        let queue = otlp.map(|otlp| Arc::new(Queue::new(otlp, from.clone())));
+        let shared = Arc::new(Shared::new(from, queue));
         let stop = watch::Sender::new(false);
         let (end, ended) = oneshot::channel();
         let stopped = stop.subscribe();
@@ -129,10 +93,12 @@ async fn work(shared: Arc<Shared>, listener: Option<tokio::net::TcpListener>, st
         serving.spawn(http::serve(listener, shared.clone()));
     }
     let (all_queued, last) = watch::channel(false);
-    let pushing = tokio::spawn(pushing::run(shared.clone(), last));
+    let pushing = shared.queue.clone().map(|queue| tokio::spawn(pushing::run(queue, last)));
     follow(&shared, stop).await;
     all_queued.send_replace(true);
-    if pushing.await.is_err() {
+    if let Some(pushing) = pushing
+        && pushing.await.is_err()
+    {
         (shared.from.tell)("the task that pushes boots panicked".into());
     }
     // Who asks for metrics now gets no answer.
@@ -189,13 +155,13 @@ async fn report(shared: &Arc<Shared>, over: &Over) -> bool {
         }
     }
     if let Some(queue) = &shared.queue {
-        queue.push(over.boot.clone(), shared);
+        queue.push(over.boot.clone());
     }
     true
 }
 
 /// The same numbers as those of `stats`.
-fn look_at(path: &Path) -> Result<(crate::host::analysis::metrics::Metrics, tally::Facts)> {
+fn look_at(path: &Path) -> Result<(Metrics, tally::Facts)> {
     check_size(path)?;
     let loaded = load(path, None)?;
     let boot = &loaded.boot;
@@ -206,18 +172,6 @@ fn look_at(path: &Path) -> Result<(crate::host::analysis::metrics::Metrics, tall
         too_large: boot.too_large.is_some(),
     };
     Ok((metrics(&loaded.boot.timeline, boot, &loaded.file, loaded.agent_known), facts))
-}
-
-/// Whether a boot is small enough to be read here.
-fn check_size(path: &Path) -> Result<()> {
-    let length = path.metadata().with_context(|| format!("look at {}", path.display()))?.len();
-    ensure!(length <= MAX_FILE, "{} has {length} bytes, more than the {MAX_FILE} that are read here", printable(&path.to_string_lossy()));
-    Ok(())
-}
-
-/// Counts boots that a queue lets go.
-fn drop_boots(stats: &Stats, n: u64) {
-    add(&stats.push_dropped, n);
 }
 
 #[cfg(test)]

@@ -4,8 +4,9 @@
 //! but did not take goes behind the others, and is given up after [`MAX_TRIES`] of such answers. Every boot ends as pushed or as
 //! dropped, and both are counted; the file of one that was dropped stays, for `export --otlp --push`.
 
-use super::{Otlp, Shared, check_size, drop_boots};
-use crate::host::collect::stats::add;
+use super::sources::{Sources, check_size};
+use crate::host::collect::stats::{Stats, add};
+use crate::host::collect::stop::stopped;
 use crate::host::collect::store::Tell;
 use crate::host::data::boot_dir::read_boot;
 use crate::host::data::boot_file::HostEvent;
@@ -30,6 +31,13 @@ const STOP_DEADLINE: Duration = Duration::from_secs(5);
 /// Boots that are named when they are dropped.
 const MAX_NAMED: usize = 4;
 
+/// Receiver of boots, and the resource that their spans have.
+#[derive(Clone, Debug)]
+pub struct Otlp {
+    pub target: Target,
+    pub resource: Resource,
+}
+
 struct Waiting {
     boot: Arc<str>,
     tries: u32,
@@ -37,7 +45,7 @@ struct Waiting {
 
 pub struct Queue {
     otlp: Otlp,
-    capacity: u64,
+    from: Arc<Sources>,
     boots: Mutex<VecDeque<Waiting>>,
     more: Notify,
     /// Of boots that did not fit, since the last word about it.
@@ -46,8 +54,9 @@ pub struct Queue {
 }
 
 impl Queue {
-    pub fn new(otlp: Otlp, capacity: u64) -> Self {
-        Self { otlp, capacity, boots: Mutex::default(), more: Notify::new(), overflow: AtomicU64::new(0), told_overflow: Mutex::default() }
+    /// Holds as many boots as `from.limits.push_queue` says.
+    pub fn new(otlp: Otlp, from: Arc<Sources>) -> Self {
+        Self { otlp, from, boots: Mutex::default(), more: Notify::new(), overflow: AtomicU64::new(0), told_overflow: Mutex::default() }
     }
 
     fn boots(&self) -> MutexGuard<'_, VecDeque<Waiting>> {
@@ -59,7 +68,7 @@ impl Queue {
     }
 
     pub fn capacity(&self) -> u64 {
-        self.capacity
+        self.from.limits.push_queue
     }
 
     fn remove(&self, boot: &str) -> Option<Waiting> {
@@ -69,21 +78,23 @@ impl Queue {
     }
 
     /// Adds a boot. Where there is no room the one that waited longest goes.
-    pub fn push(&self, boot: Arc<str>, shared: &Shared) {
+    pub fn push(&self, boot: Arc<str>) {
         let mut boots = self.boots();
         boots.push_back(Waiting { boot, tries: 0 });
-        let oldest = if boots.len() as u64 > self.capacity { boots.pop_front() } else { None };
+        let oldest = if boots.len() as u64 > self.capacity() { boots.pop_front() } else { None };
         drop(boots);
         if let Some(oldest) = oldest {
-            drop_boots(&shared.from.stats, 1);
+            drop_boots(&self.from.stats, 1);
             let n = self.overflow.fetch_add(1, Ordering::Relaxed) + 1;
             let mut told = self.told_overflow.lock().unwrap_or_else(PoisonError::into_inner);
             if told.is_none_or(|told| told.elapsed() >= TELL_AGAIN) {
                 *told = Some(Instant::now());
                 self.overflow.store(0, Ordering::Relaxed);
-                (shared.from.tell)(format!(
+                (self.from.tell)(format!(
                     "{n} boot(s) not pushed, the last of them {}: {} wait for {} already (limit push-queue); their files stay (export --otlp --push)",
-                    oldest.boot, self.capacity, self.otlp.target
+                    oldest.boot,
+                    self.capacity(),
+                    self.otlp.target
                 ));
             }
         }
@@ -118,22 +129,21 @@ impl Trouble {
 }
 
 /// Pushes until all is queued that ever will be; then for [`STOP_DEADLINE`] what waits.
-pub async fn run(shared: Arc<Shared>, mut all_queued: watch::Receiver<bool>) {
-    let Some(queue) = &shared.queue else { return };
+pub async fn run(queue: Arc<Queue>, mut all_queued: watch::Receiver<bool>) {
     let (mut backoff, mut trouble) = (Backoff::default(), Trouble::default());
     tokio::select! {
-        () = push_all(&shared, queue, &mut backoff, &mut trouble, false) => {}
-        () = crate::host::collect::stopped(&mut all_queued) => {}
+        () = push_all(&queue, &mut backoff, &mut trouble, false) => {}
+        () = stopped(&mut all_queued) => {}
     }
     let mut backoff = Backoff::default();
-    let rest = push_all(&shared, queue, &mut backoff, &mut trouble, true);
+    let rest = push_all(&queue, &mut backoff, &mut trouble, true);
     let _late = tokio::time::timeout(STOP_DEADLINE, rest).await;
     let left: Vec<Waiting> = queue.boots().drain(..).collect();
     if !left.is_empty() {
-        drop_boots(&shared.from.stats, left.len() as u64);
+        drop_boots(&queue.from.stats, left.len() as u64);
         let named: Vec<&str> = left.iter().take(MAX_NAMED).map(|waiting| &*waiting.boot).collect();
         let more = if left.len() > MAX_NAMED { ", .." } else { "" };
-        (shared.from.tell)(format!(
+        (queue.from.tell)(format!(
             "{} boot(s) not pushed to {} before the stop: {}{more}: their files stay (export --otlp --push)",
             left.len(),
             queue.otlp.target,
@@ -143,7 +153,7 @@ pub async fn run(shared: Arc<Shared>, mut all_queued: watch::Receiver<bool>) {
 }
 
 /// With `once` until nothing waits any more or the receiver fails.
-async fn push_all(shared: &Arc<Shared>, queue: &Queue, backoff: &mut Backoff, trouble: &mut Trouble, once: bool) {
+async fn push_all(queue: &Queue, backoff: &mut Backoff, trouble: &mut Trouble, once: bool) {
     loop {
         let first = queue.boots().front().map(|waiting| waiting.boot.clone());
         let Some(boot) = first else {
@@ -153,8 +163,8 @@ async fn push_all(shared: &Arc<Shared>, queue: &Queue, backoff: &mut Backoff, tr
             queue.more.notified().await;
             continue;
         };
-        let pushed = push(shared, queue, &boot).await;
-        match settle(shared, queue, trouble, &boot, pushed) {
+        let pushed = push(queue, &boot).await;
+        match settle(queue, trouble, &boot, pushed) {
             Next::Boot => backoff.reset(),
             Next::Pause(_) if once => return,
             Next::Pause(asked) => tokio::time::sleep(backoff.next(asked)).await,
@@ -170,8 +180,8 @@ enum Next {
 }
 
 /// Counts what became of a boot, says it, and takes the boot from the queue or puts it behind the others.
-fn settle(shared: &Shared, queue: &Queue, trouble: &mut Trouble, boot: &Arc<str>, pushed: Pushed) -> Next {
-    let (stats, tell, target) = (&shared.from.stats, &shared.from.tell, &queue.otlp.target);
+fn settle(queue: &Queue, trouble: &mut Trouble, boot: &Arc<str>, pushed: Pushed) -> Next {
+    let (stats, tell, target) = (&queue.from.stats, &queue.from.tell, &queue.otlp.target);
     match pushed {
         Pushed::Yes { spans, rejected, why } => {
             trouble.over(target, tell);
@@ -181,7 +191,7 @@ fn settle(shared: &Shared, queue: &Queue, trouble: &mut Trouble, boot: &Arc<str>
             if rejected > 0 || why.is_some() {
                 tell(format!("push to {target}: boot {boot}: {rejected} of {spans} span(s) rejected: {}", why.unwrap_or_default()));
             }
-            shared.from.store.note(boot, HostEvent::Exported { to: target.to_string(), spans: spans - rejected });
+            queue.from.store.note(boot, HostEvent::Exported { to: target.to_string(), spans: spans - rejected });
             // Where it was let go meanwhile, for want of room, it was counted as dropped, too.
             queue.remove(boot);
             Next::Boot
@@ -219,8 +229,8 @@ enum Pushed {
     Never { why: String },
 }
 
-async fn push(shared: &Arc<Shared>, queue: &Queue, boot: &str) -> Pushed {
-    let Some(path) = shared.from.store.report(boot) else {
+async fn push(queue: &Queue, boot: &str) -> Pushed {
+    let Some(path) = queue.from.store.report(boot) else {
         return Pushed::Later { why: "its file is not complete: the disk takes nothing".into(), answered: false, after: None };
     };
     // First: with no receiver there is no point in reading.
@@ -254,4 +264,9 @@ async fn push(shared: &Arc<Shared>, queue: &Queue, boot: &str) -> Pushed {
 fn request(path: &Path, resource: &Resource) -> Result<OtlpRequest<'static>> {
     check_size(path)?;
     otlp::request(Waterfall::new(&read_boot(path)?, &[]), resource)
+}
+
+/// Counts boots that are not pushed.
+fn drop_boots(stats: &Stats, n: u64) {
+    add(&stats.push_dropped, n);
 }

@@ -1,0 +1,30 @@
+//! What reporting boots takes from the collector.
+
+use crate::host::collect::limits::Limits;
+use crate::host::collect::peers::Peers;
+use crate::host::collect::stats::Stats;
+use crate::host::collect::store::{Store, Tell};
+use crate::host::data::text::printable;
+use anyhow::{Context, Result, ensure};
+use std::path::Path;
+use std::sync::Arc;
+
+/// Longest file of a boot that is read here, several times what one with 16 GPUs and a chatty kernel
+/// has. A longer one takes time that other boots need.
+const MAX_FILE: u64 = 8 << 20;
+
+/// The collector's files, peers and counters.
+pub struct Sources {
+    pub store: Arc<Store>,
+    pub peers: Arc<Peers>,
+    pub stats: Arc<Stats>,
+    pub limits: Limits,
+    pub tell: Tell,
+}
+
+/// Fails where the file of a boot is longer than what is read here.
+pub fn check_size(path: &Path) -> Result<()> {
+    let length = path.metadata().with_context(|| format!("look at {}", path.display()))?.len();
+    ensure!(length <= MAX_FILE, "{} has {length} bytes, more than the {MAX_FILE} that are read here", printable(&path.to_string_lossy()));
+    Ok(())
+}
