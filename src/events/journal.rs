@@ -7,7 +7,8 @@
 //! is one more than the highest number given: a field of fixed size in space that the file has had from its beginning. So no number is given twice
 //! by the worker that takes over, however many records the file lacks.
 
-use super::record::{Kind, Level, Line, MAX_LINE, Record, SCHEMA, decode, names, record_line};
+use super::names;
+use super::record::{Kind, Level, Line, MAX_LINE, Record, SCHEMA, decode, record_line};
 use crate::clock::boottime_ns;
 use serde_json::{Map, Value};
 use std::collections::VecDeque;

@@ -238,7 +238,8 @@ impl<S: Subscriber + for<'a> LookupSpan<'a>> Layer<S> for RecordLayer {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::events::record::{Line, decode, names};
+    use crate::events::names;
+    use crate::events::record::{Line, decode};
     use tracing_subscriber::layer::SubscriberExt;
 
     fn records(work: impl FnOnce()) -> Vec<Record> {

@@ -3,6 +3,7 @@
 //! Code reports with `tracing` (spans through [`step!`](crate::step), events through the macros) and knows nothing else; [`layer`] turns that into
 //! [`record`]s, [`ring`] keeps them, [`sinks`] carry them out. Nothing on the boot path waits for a sink.
 
+pub mod catalogue;
 pub mod journal;
 pub mod kmsg;
 pub mod layer;
@@ -10,8 +11,8 @@ pub mod record;
 pub mod ring;
 pub mod sinks;
 
+pub use catalogue::names;
 pub use layer::{After, Step, StepId};
-pub use record::names;
 
 use ring::Ring;
 use std::sync::Arc;

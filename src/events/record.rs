@@ -61,7 +61,7 @@ pub struct Record {
     /// CLOCK_BOOTTIME in ns when it happened (not when it was written): time since the kernel started.
     pub boottime_ns: u64,
     pub kind: Kind,
-    /// What: a dotted name of [`names`], e.g. `gpu.bind`.
+    /// Dotted name of [`names`](super::catalogue::names), e.g. `gpu.bind`.
     pub name: String,
     #[serde(default, skip_serializing_if = "is_default")]
     pub level: Level,
@@ -259,168 +259,10 @@ pub fn ping(line: &[u8]) -> Option<u64> {
     serde_json::from_slice::<Ping>(line).ok().filter(|p| p.schema == SCHEMA).map(|p| p.ping)
 }
 
-/// The names of spans and events. Spans are marked (span); the rest are events.
-pub mod names {
-    /// First instruction of PID 1. Fields: pid, version.
-    pub const INIT_START: &str = "init.start";
-    /// (span) Everything PID 1 does before it becomes the agent; the steps are its children.
-    pub const STAGE0: &str = "stage0";
-    pub const STAGE0_MOUNTS: &str = "stage0.mounts";
-    pub const STAGE0_CONSOLE: &str = "stage0.console";
-    pub const STAGE0_CONFIG: &str = "stage0.config";
-    /// (span) Extension disks mounted before the agent; those of [`EXTENSION_DISKS`] on are its children.
-    pub const STAGE0_EXTENSIONS: &str = "stage0.extensions";
-    /// (span) Finding the disks of all declared extensions, and matching them one to one. Fields: declared (how many).
-    pub const EXTENSION_DISKS: &str = "extension.disks";
-    /// (span) One extension, from its verity table to its mount. Fields: extension (its name), device, bytes (of data), verity (true). As an event:
-    /// data that failed its check after the boot.
-    pub const EXTENSION: &str = "extension";
-    /// (span) Opening the dm-verity device.
-    pub const EXTENSION_VERITY: &str = "extension.verity";
-    /// (span) Mounting it: the first reads, and so the check of the root hash.
-    pub const EXTENSION_MOUNT: &str = "extension.mount";
-    /// (span) Binding the driver's firmware over the kernel's directory.
-    pub const EXTENSION_FIRMWARE: &str = "extension.firmware";
-    /// (span) Adding the driver's libraries to the cache of the guest's loader.
-    pub const EXTENSION_LIBRARIES: &str = "extension.libraries";
-    /// A parameter that was set, accepted under another name, or refused. Fields: parameter, value, used.
-    pub const CONFIG: &str = "config";
-    /// (span) From just before execve until the kernel has replaced PID 1's program. `error` when it could not.
-    pub const AGENT_EXEC: &str = "agent.exec";
-    /// The agent opened the CDI spec (or its directory). Fields: what.
-    pub const AGENT_LOOK: &str = "agent.look";
-    /// A trace of the agent making or removing a container. Fields: what (made, init began, program
-    /// began, removed), container (its id, with made and removed).
-    pub const AGENT_CONTAINER: &str = "agent.container";
-    /// A CDI hook of the init was started by the agent, or has ended. Fields: what. Hooks at once may be one event.
-    pub const AGENT_HOOK: &str = "agent.hook";
-    /// CLOCK_REALTIME beside CLOCK_BOOTTIME, to place log lines that carry wall time. Fields: realtime_ns.
-    pub const CLOCK: &str = "clock";
-    /// TSC when CLOCK_BOOTTIME was 0: the time since the VM's first vCPU was made, or since the end
-    /// of QEMU's reset of the VM where that took over 1 s (src/tsc.rs), if the TSC began with it.
-    /// Fields: before_kernel_ns, error_ns, hz (of the TSC), clocksource. x86_64 only.
-    pub const CLOCK_TSC: &str = "clock.tsc";
-    /// CLOCK_BOOTTIME minus the clock of the kernel's log, and how wrong that may be. Fields: offset_ns, error_ns (none: not bounded from above).
-    pub const CLOCK_PRINTK: &str = "clock.printk";
-    /// The host's CLOCK_REALTIME at this time, from the hypervisor. Fields: source, realtime_ns, error_ns.
-    pub const CLOCK_HOST: &str = "clock.host";
-    /// (span) The worker, from its first instruction until it looks for GPUs: its helpers, its runtime, what it listens to.
-    pub const WORKER_START: &str = "worker.start";
-    /// (span) Reading the GPUs from sysfs. Fields: gpus.
-    pub const PCI_SCAN: &str = "pci.scan";
-    /// (span) Reading the VPD of Mellanox functions, before any GPU is enabled; not where the topology does not depend on it. Fields: functions
-    /// (read), management (those of them that manage NVSwitches). As an event: one that cannot be read.
-    pub const PCI_VPD: &str = "pci.vpd";
-    /// Kind of this guest, and why; another one after the first where GPUs came before the driver's load. Fields: topology (see `topology`), gpus,
-    /// switches, management (how many functions manage switches), functions (their addresses), reason, decided_by (scan, parameter, nvml), nvlink
-    /// (disabled: the driver is loaded with NVreg_NvLinkDisable=1; unchanged), nvlink_reason.
-    pub const TOPOLOGY: &str = "topology";
-    /// GPUs came after the driver was loaded, and the topology it was loaded with does not fit them. Fields: gpus.
-    pub const TOPOLOGY_OUTGROWN: &str = "topology.outgrown";
-    /// A GPU was found, or has another name since others came or went. Fields: index (the CDI name), device, inode (of its directory in sysfs),
-    /// hot_plugged (where it was not in the boot scan), generation: of this and the next records of a GPU, how many times one came to this address
-    /// before (none: never).
-    pub const GPU_FOUND: &str = "gpu.found";
-    /// (span) Looking for the driver in the image: its version, its options. The strategy depends on it.
-    pub const DRIVER_LOOK: &str = "driver.look";
-    /// How this boot binds and initialises, and why. Fields: bind, init, reason, gpus, driver, confidential, vcpus, first_enable_ms.
-    pub const STRATEGY: &str = "strategy";
-    /// (span) Writing sysfs `enable`: the host maps the BARs.
-    pub const GPU_ENABLE: &str = "gpu.enable";
-    /// (span) The next GPU is not enabled yet: this one is probed and goes through the first part of its initialisation undisturbed.
-    pub const LANE_WAIT: &str = "lane.wait";
-    /// The enable lane has a vCPU to itself. Fields: cpu, and interrupts: moved off it, late (moved when they arrive the next time), stay.
-    pub const LANE_CPU: &str = "lane.cpu";
-    /// (span) Loading one module. Fields: module; at the end: already (the kernel had it), unpacked (the format, where the init decompressed it).
-    pub const MODULE_LOAD: &str = "module.load";
-    /// (span) The nodes that every container needs, from the end of the driver's load on; the load of nvidia-uvm is its child.
-    pub const DRIVER_NODES: &str = "driver.nodes";
-    /// A line of modprobe.d that is not followed, or a soft dependency that is left out. Fields: module, note; `error` when it may be missed.
-    pub const MODULE_CONFIG: &str = "module.config";
-    /// (span) From the first try to bind until the driver has it.
-    pub const GPU_BIND: &str = "gpu.bind";
-    /// (span) Asking the driver for the minor of a GPU that it has bound; the driver looks at the GPU for that.
-    pub const GPU_INFORMATION: &str = "gpu.information";
-    /// The driver has the GPU. Fields: minor, bind_inode (of its link to the driver in sysfs).
-    pub const GPU_BOUND: &str = "gpu.bound";
-    /// (span) Making device nodes.
-    pub const GPU_NODES: &str = "gpu.nodes";
-    /// (span) Adapter initialisation, from open() until the driver says how it ended. Fields at the end: rc, status.
-    pub const GPU_INIT: &str = "gpu.init";
-    /// (span) The reset of a GPU that an earlier guest left half initialised: unbind, reset, bind; once per GPU, after its initialisation has failed.
-    /// The GPU then comes again: another generation. Fields: method (flr, bus), reason.
-    pub const GPU_RESET: &str = "gpu.reset";
-    /// (span) Looking for the driver's user space. Fields at the end: version, mounts, links, manifest (whether that spared a scan). As an event: what
-    /// could not be looked at, or why the manifest was not used.
-    pub const DRIVER_FILES: &str = "driver.files";
-    /// (span) Writing the CDI spec. Fields: ready (indices), pending, failed, bytes.
-    pub const CDI_PUBLISH: &str = "cdi.publish";
-    /// The GPU's CDI entry is resolvable from now on.
-    pub const GPU_PUBLISHED: &str = "gpu.published";
-    /// What containers can get besides GPUs' own nodes. With a GPU: displays, instances (how many it has now). Without: kind, devices, bytes (a spec of
-    /// another kind is published). `error` when it is missing.
-    pub const CDI_BESIDE: &str = "cdi.beside";
-    /// Adapter initialisation is done. Field: uuid, where that is a name of GPUs.
-    pub const GPU_USABLE: &str = "gpu.usable";
-    /// The GPU will not be usable, or no longer is. Fields: step, reason (see `reason`), cure, bind_inode (where the driver has it); `error` is the sentence for people.
-    pub const GPU_FAILED: &str = "gpu.failed";
-    /// The GPU has left the bus or its driver, or is about to: it is no longer in the spec, and its descriptors are given up.
-    pub const GPU_REMOVED: &str = "gpu.removed";
-    /// The driver reported an error of a GPU. Fields: xid.
-    pub const GPU_XID: &str = "gpu.xid";
-    /// A GPU is still in a step after a deadline; nothing is killed. Fields: step, waited_ms, stack (of the task in the kernel, innermost first, where readable).
-    pub const GPU_LATE: &str = "gpu.late";
-    /// A PCI uevent of a GPU. Fields: action, driver.
-    pub const UEVENT: &str = "uevent";
-    /// All GPUs are usable or failed. Fields: usable, failed.
-    pub const SETTLED: &str = "settled";
-    /// (span) Asking NVML, once all GPUs are settled, in a helper process. Fields at the end: devices, driver, nvml.
-    pub const NVML: &str = "nvml";
-    /// Conditions that a GPU must meet before containers get it. Fields: waits_for (bind, initialisation, fabric, ready state, or several), reason.
-    pub const READINESS: &str = "readiness";
-    /// (span) A usable GPU is kept from containers, from the first answer of NVML until it is given. Fields: waits_for (the state by NVML), deadline_ms; at the end: state.
-    pub const GPU_HELD: &str = "gpu.held";
-    /// A GPU that containers could get is kept from them again (field reason), or has been kept for too long (fields waits_for, waited_ms; `error` with
-    /// the cure).
-    pub const GPU_WITHHELD: &str = "gpu.withheld";
-    /// Containers get a GPU that does not work as it should. Fields: state (of its fabric, or of the ready state), reason.
-    pub const GPU_DEGRADED: &str = "gpu.degraded";
-    /// NVML's facts of a GPU. Fields, as far as driver and GPU have them: uuid, model, mig (instances, as GPU-INSTANCE/COMPUTE-INSTANCE=UUID), persistence, graphics_mhz, memory_mhz, power_mw, power_limit_mw, ecc,
-    /// ecc_uncorrected, rows_remapped, remap_pending, remap_failed, throttle, fabric, fabric_status, fabric_health, clique, cluster, nvlinks, nvlinks_active;
-    /// With `error` alone: what of it is wrong, or differs from what PCI and the driver's /proc say.
-    pub const GPU_HEALTH: &str = "gpu.health";
-    /// A clock range or a power limit of a GPU. Fields: what, min, max; `error` where it was refused.
-    pub const GPU_SETTING: &str = "gpu.setting";
-    /// Confidential-computing state of the GPUs. Fields: enabled, environment (production, simulated, unavailable), devtools, protected_pcie, ready.
-    pub const CONFIDENTIAL: &str = "confidential";
-    /// No more modules can be loaded from here on.
-    pub const LOCKDOWN: &str = "lockdown";
-    /// Records that a reader will never see. Fields: lost, at (which reader or source).
-    pub const STREAM_LOST: &str = "stream.lost";
-    /// A sink got its peer, or lost it. Fields: sink, state.
-    pub const SINK: &str = "sink";
-    /// The machine is about to power off; `error` says why.
-    pub const POWER_OFF: &str = "power-off";
-    /// The kernel gave no thread; it is asked again until it does.
-    pub const THREAD_LATE: &str = "thread.late";
-    /// Decision about a service of NVIDIA's. Fields: service, starts, reason, after (services). `error` when the image lacks what the guest needs.
-    pub const SERVICE_PLAN: &str = "service.plan";
-    /// (span) From the start of a service until it is ready. Fields: service, program, found (it runs since an earlier worker); at the end: main_pid,
-    /// uvm (why persistenced has UVM persistence mode or not). `error` with the last lines where it ended instead.
-    pub const SERVICE_START: &str = "service.start";
-    /// A service is not ready after a deadline; nothing is killed. Fields: service, waited_ms, waits_for.
-    pub const SERVICE_LATE: &str = "service.late";
-    /// A service that was ready has ended. Fields: service, status, lines (its last ones), restart_ms (pause before the next start; none: it stays off).
-    pub const SERVICE_ENDED: &str = "service.ended";
-    /// A line that a service wrote, within bounds. Fields: service, from (output, syslog), text, dropped (lines before it that are not here).
-    pub const SERVICE_LOG: &str = "service.log";
-    /// A process of the init died. Fields: process, status.
-    pub const PROCESS_DIED: &str = "process.died";
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::events::names;
 
     fn sample() -> Record {
         Record {

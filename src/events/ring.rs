@@ -7,7 +7,8 @@
 //! continues this boot's stream after a crash finds in that file what anybody may have seen, and gives no `seq` twice.
 
 use super::journal::Journal;
-use super::record::{Kind, Level, Record, names, record_line};
+use super::names;
+use super::record::{Kind, Level, Record, record_line};
 use std::collections::VecDeque;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;

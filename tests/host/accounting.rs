@@ -1,10 +1,10 @@
 //! Accounting for boots that no init of ours recorded: any story, also an absurd one, gives an account that adds up. The stories are made at random, from
 //! a fixed seed.
 
+use kata_gpu_init::events::catalogue::steps as known_steps;
 use kata_gpu_init::host::analysis::blame::{By, blame};
 use kata_gpu_init::host::analysis::critical_path::{critical_path, gain};
 use kata_gpu_init::host::boot::coverage::coverage;
-use kata_gpu_init::host::boot::phase::TABLE;
 use kata_gpu_init::host::boot::story::{Milestone, Step, Story};
 use kata_gpu_init::host::boot::timeline::Timeline;
 
@@ -36,9 +36,10 @@ impl Numbers {
 
 fn story(numbers: &mut Numbers) -> Story {
     let steps = 1 + numbers.below(24) as usize;
+    let known: Vec<&str> = known_steps().map(|row| row.name).collect();
     let index = |numbers: &mut Numbers| numbers.below(steps as u64 + 2) as usize;
     let step = |numbers: &mut Numbers| Step {
-        name: if numbers.chance(90) { TABLE[numbers.below(TABLE.len() as u64) as usize].name.into() } else { "imported".into() },
+        name: if numbers.chance(90) { known[numbers.below(known.len() as u64) as usize].into() } else { "imported".into() },
         begin_ns: numbers.time(),
         end_ns: numbers.chance(90).then(|| numbers.time()),
         parent: numbers.chance(30).then(|| index(numbers)),

@@ -4,6 +4,7 @@
 #[cfg(feature = "host")]
 mod accounting;
 mod budgets;
+mod catalogue;
 mod cdi;
 #[cfg(feature = "host")]
 mod collect;

@@ -134,7 +134,7 @@ pub fn blame(timeline: &Timeline, window: &Window, by: By) -> Blame {
         if end < begin {
             continue;
         }
-        let title = if step.row.name == crate::events::record::names::MODULE_LOAD { step.title() } else { step.name.clone() };
+        let title = if step.row.name == crate::events::names::MODULE_LOAD { step.title() } else { step.name.clone() };
         if step.row.waiting {
             waiting.entry(step.title()).or_default().add(step, &own);
             continue;

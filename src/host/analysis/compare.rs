@@ -5,7 +5,7 @@
 
 use super::metrics::Metrics;
 use super::statistics::{Summary, difference_interval, seed_for};
-use crate::host::boot::phase::Phase;
+use crate::events::catalogue::Phase;
 use anyhow::{Context, Result, ensure};
 use serde::Serialize;
 use std::collections::{BTreeMap, BTreeSet};
@@ -115,7 +115,7 @@ pub fn compare(a: &[Metrics], b: &[Metrics], settings: &Settings) -> Result<Comp
         ensure!(names.contains(&gate.as_str()), "no milestone {gate}: one of {}", names.join(", "));
     }
     milestones.sort_by_key(|m| m.a.or(m.b).map(|s| s.median_ns));
-    phases.sort_by_key(|p| Phase::order(&p.name));
+    phases.sort_by_key(|p| Phase::named(&p.name));
     steps.sort_by(|x, y| y.difference_ns.unwrap_or(0).cmp(&x.difference_ns.unwrap_or(0)).then_with(|| x.name.cmp(&y.name)));
     let failed = |set: &[Metrics]| set.iter().filter(|m| !m.failures.is_empty()).count();
     let mut comparison = Comparison {

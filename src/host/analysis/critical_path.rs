@@ -120,7 +120,7 @@ pub fn critical_path(timeline: &Timeline, window: &Window, top: usize) -> Critic
 
 /// Modules are different things under one name, containers and GPUs are not.
 fn kind(step: &crate::host::boot::timeline::Step) -> String {
-    if step.name == crate::events::record::names::MODULE_LOAD { step.title() } else { step.name.clone() }
+    if step.name == crate::events::names::MODULE_LOAD { step.title() } else { step.name.clone() }
 }
 
 /// How much earlier the window's end would have come without these steps: by what is known, and by what is assumed.

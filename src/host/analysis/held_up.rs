@@ -6,9 +6,9 @@
 //! and the agent's start where an interrupt of vsock went to that vCPU. The records cannot say that
 //! a step waited; they say how much of it lay beside an enabling.
 
-use crate::events::record::names;
+use crate::events::catalogue::derived;
+use crate::events::names;
 use crate::host::boot::intervals::{Intervals, length};
-use crate::host::boot::phase::derived;
 use crate::host::boot::timeline::{Step, Timeline, Window};
 use serde::Serialize;
 

@@ -2,7 +2,7 @@
 
 use super::metrics::Metrics;
 use super::statistics::Summary;
-use crate::host::boot::phase::Phase;
+use crate::events::catalogue::Phase;
 use serde::Serialize;
 use std::collections::BTreeMap;
 
@@ -92,7 +92,7 @@ impl Collected {
         let mut steps = rows(self.steps);
         steps.sort_by(|a, b| b.summary.median_ns.cmp(&a.summary.median_ns).then_with(|| a.name.cmp(&b.name)));
         let mut phases = rows(self.phases.into_iter().map(|(name, values)| (name.to_string(), values)).collect());
-        phases.sort_by_key(|r| Phase::order(&r.name));
+        phases.sort_by_key(|r| Phase::named(&r.name));
         let mut failures: Vec<Failures> =
             self.failures.into_iter().map(|(reason, (count, boots))| Failures { reason, count, boots }).collect();
         failures.sort_by(|a, b| (b.boots, b.count).cmp(&(a.boots, a.count)).then_with(|| a.reason.cmp(&b.reason)));

@@ -1,7 +1,7 @@
 //! One boot as numbers that can be compared with those of others: when each milestone was, how long each phase and step lasted, what failed.
 
 use super::blame::{By, blame};
-use crate::events::record::names;
+use crate::events::names;
 use crate::host::boot::coverage::coverage;
 use crate::host::boot::model::Boot;
 use crate::host::boot::timeline::Timeline;

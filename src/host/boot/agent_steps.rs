@@ -6,10 +6,11 @@
 
 use super::draft::{Draft, ns};
 use super::model::Container;
-use super::phase::derived;
 use super::runtime_steps;
 use super::story::Step;
-use crate::events::record::{Kind, names};
+use crate::events::catalogue::derived;
+use crate::events::names;
+use crate::events::record::Kind;
 use std::collections::{BTreeMap, BTreeSet};
 
 /// The agent sleeps for a second between two tries: a look sooner than this after a failed try is another container's.

@@ -1,7 +1,8 @@
 //! Containers of a boot, by the agent's lines and by what the init saw of them.
 
 use super::model::Container;
-use crate::events::record::{Kind, names};
+use crate::events::names;
+use crate::events::record::Kind;
 use crate::host::data::agent_log::{self, AgentEvent, Placed};
 use crate::host::data::boot_file::Sandbox;
 use crate::host::data::budget::{MAX_CONTAINERS, TooLarge};

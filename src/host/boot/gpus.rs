@@ -2,7 +2,8 @@
 
 use super::health::Health;
 use super::model::{Failure, Gpu, OpenStep, Span, Step};
-use crate::events::record::{Kind, names};
+use crate::events::names;
+use crate::events::record::Kind;
 use crate::host::data::budget::{MAX_GPUS, MAX_SPANS, TooLarge};
 use crate::host::data::record::{Field, Record, SpanFields};
 use crate::host::data::text::start;

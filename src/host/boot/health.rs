@@ -2,7 +2,8 @@
 //!
 //! Guests are not trusted: facts are the known ones only, a text has at most [`MAX_TEXT`] bytes, a GPU at most [`MAX_PROBLEMS`] problems.
 
-use crate::events::record::{Kind, names};
+use crate::events::names;
+use crate::events::record::Kind;
 use crate::host::data::record::{Field, Fields, Record};
 use crate::host::data::text::start;
 use serde::Serialize;

@@ -1,9 +1,10 @@
 //! What the kernel's own lines tell of time: until it starts the first program, its rounds of PCI enumeration, and the probes inside a module load.
 
 use super::draft::{Draft, ns};
-use super::phase::derived;
 use super::story::Step;
-use crate::events::record::{Kind, names};
+use crate::events::catalogue::derived;
+use crate::events::names;
+use crate::events::record::Kind;
 use crate::host::data::record::{Field, Record};
 use crate::pci::{PciAddress, waits_for_bar_firewall};
 

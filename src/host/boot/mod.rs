@@ -3,7 +3,7 @@
 //!
 //! [`steps`] writes a [`story::Story`] from the records of a boot. [`timeline::Timeline`] makes it
 //! sound, whatever was in it, and everything else only reads that. Which step belongs to whom stands
-//! in one table, [`phase::TABLE`].
+//! in one table, [`crate::events::catalogue`].
 //!
 //! Invariants: nothing claims what the story does not say: a step that was worked out from other
 //! records says so, an order that is only assumed is never the ground of a promise. Texts in a
@@ -15,7 +15,6 @@ mod gpus; // spans, and states of GPUs
 mod containers; // containers by the agent's lines
 pub mod gpu_name; // a GPU's number and address
 pub mod health; // what NVML says of the GPUs
-pub mod phase; // which step belongs to which phase, and to whom
 pub mod story; // steps and milestones of a boot, as they were found
 pub mod steps; // the records of a boot as a story
 pub mod draft; // the story while steps are added

@@ -7,11 +7,11 @@
 
 use super::draft::{Draft, VM_START, ns};
 use super::intervals::Intervals;
-use super::phase::{Owner, classify, derived};
 use super::story::{Milestone, Step};
+use crate::events::catalogue::logged as imported;
+use crate::events::catalogue::{Owner, derived, row_of};
 use crate::events::record::Kind;
 use crate::host::data::imported_record::mark;
-use crate::host::data::log_names as imported;
 use crate::host::data::record::{Field, Record};
 
 /// The milestone at which containerd was asked for the sandbox.
@@ -192,10 +192,10 @@ fn guests(draft: &Draft, calls: &[Call]) -> Vec<(i64, i64)> {
 /// One request after another: a step of the host or of the agent comes after the one that ended last,
 /// and so does the VM's start.
 fn chain(draft: &mut Draft) {
-    let hosts = |step: &Step| matches!(classify(&step.name).owner, Owner::Runtime | Owner::Client);
-    let linked = |step: &Step| hosts(step) || classify(&step.name).owner == Owner::Agent;
+    let hosts = |step: &Step| matches!(row_of(&step.name).owner, Owner::Runtime | Owner::Client);
+    let linked = |step: &Step| hosts(step) || row_of(&step.name).owner == Owner::Agent;
     let mut ends: Vec<(i64, usize)> = Vec::new();
-    for (i, step) in draft.story.steps.iter().enumerate().filter(|(_, step)| linked(step) && !classify(&step.name).waiting) {
+    for (i, step) in draft.story.steps.iter().enumerate().filter(|(_, step)| linked(step) && !row_of(&step.name).waiting) {
         ends.extend(step.end_ns.map(|end| (end, i)));
     }
     ends.sort_unstable();

@@ -5,10 +5,11 @@
 
 use super::draft::{Draft, GpuFacts, LAST_RECORD, Try, VM_START, ns};
 use super::model::{Boot, Gpu, SETTLED};
-use super::phase::{classify, derived};
 use super::story::{Milestone, Step, Story};
 use super::{agent_steps, kernel_steps, runtime_steps};
-use crate::events::record::{Kind, names};
+use crate::events::catalogue::{derived, row_of};
+use crate::events::names;
+use crate::events::record::Kind;
 use crate::host::data::agent_log::{AgentEvent, AgentLine, ClockPoints};
 use crate::host::data::boot_file::BootFile;
 use crate::host::data::record::Field;
@@ -187,7 +188,7 @@ fn milestones(draft: &mut Draft, created: &BTreeMap<i64, usize>, settle: Option<
         draft.story.milestones.push(Milestone { name: SETTLED.into(), at_ns: ns(settled_ns), after, ..Milestone::default() });
     } else if draft.story.steps.iter().any(|s| s.end_ns.is_none()) || !draft.boot.gpus.is_empty() {
         // It never came to an end: what it was in when the record ended is what there is to see. Who only waits for that did not keep it.
-        let after = of_name(draft, |s| s.end_ns.is_none() && !classify(&s.name).waiting);
+        let after = of_name(draft, |s| s.end_ns.is_none() && !row_of(&s.name).waiting);
         let at_ns = draft.story.last_ns;
         draft.story.milestones.push(Milestone { name: LAST_RECORD.into(), at_ns, after, ..Milestone::default() });
     }

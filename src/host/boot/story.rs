@@ -2,7 +2,7 @@
 //!
 //! Times are ns on the guest's boot clock: 0 is the kernel's start, what was before it (VMM, firmware) is negative. Nothing in a story has to be true or
 //! sound: ends before beginnings, cycles and indices of nothing are dealt with by [`super::timeline::Timeline::new`]. Names that
-//! [`super::phase::TABLE`] knows get an owner; all others are kept and are nobody's.
+//! [`crate::events::catalogue::TABLE`] knows get an owner; all others are kept and are nobody's.
 
 use super::gpu_name::GpuName;
 

@@ -6,9 +6,9 @@
 
 use super::gpu_name::GpuName;
 use super::intervals::length;
-use super::phase::{Row, classify};
 use super::story;
 use super::story::Story;
+use crate::events::catalogue::{Row, row_of};
 use crate::host::data::text::{printable, printable_start};
 use anyhow::{Result, bail};
 use serde::Serialize;
@@ -138,7 +138,7 @@ impl Timeline {
             let name = printable_start(step.name.as_bytes(), MAX_NAME);
             steps.push(Step {
                 span: step.span,
-                row: classify(&name),
+                row: row_of(&name),
                 name,
                 detail: printable_start(step.detail.as_bytes(), MAX_NAME),
                 gpu: step.gpu,

@@ -1,6 +1,7 @@
 //! `kata-gpu-boot collect`: the collector as a program.
 
-use crate::events::record::{DEFAULT_PORT, Kind, names};
+use crate::events::names;
+use crate::events::record::{DEFAULT_PORT, Kind};
 use crate::host::boot::model::RECONNECT_GRACE;
 use crate::host::collect::connection::News;
 use crate::host::collect::fleet::http::parse_address;

@@ -3,7 +3,8 @@
 //! Collecting, showing and judging are those of `collect` and `show`; this file only brings them together with a VM. It fails when anything
 //! in the boot did, and says what in one line.
 
-use crate::events::record::{DEFAULT_PORT, Kind, names};
+use crate::events::names;
+use crate::events::record::{DEFAULT_PORT, Kind};
 use crate::host::boot::model::Boot;
 use crate::host::collect::connection::News;
 use crate::host::collect::{Collector, Config, NEWS_QUEUE};

@@ -5,7 +5,8 @@
 //! is limited ([`Limits`]); what is not taken is counted.
 
 use super::limits::Limits;
-use crate::events::record::{Kind, Record, names};
+use crate::events::names;
+use crate::events::record::{Kind, Record};
 use crate::host::data::boot_file::{FileLine, HostEvent, HostLine, Sandbox, SeqSet, TraceId, for_each_line};
 use crate::host::data::clock::Sample;
 use anyhow::{Context, Result, bail, ensure};

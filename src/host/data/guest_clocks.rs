@@ -5,7 +5,8 @@
 use super::clock::{Clock, Sample};
 use super::record::{Field, Record};
 use super::text::seconds;
-use crate::events::record::{Kind, names};
+use crate::events::names;
+use crate::events::record::Kind;
 use serde::Serialize;
 
 /// The longest preparation of a VM that anybody reported took half an hour (1.2 TB of guest memory in 4 KiB pages). A TSC that is further along than this

@@ -1,9 +1,9 @@
 //! Records that were made of log lines: what they say, and where they came from.
 
 use super::agent_log::{self, AgentEvent};
-use super::log_names as names;
 use super::record::{Field, Record};
 use super::text;
+use crate::events::catalogue::logged as names;
 use crate::events::record::Kind;
 use serde::{Deserialize, Serialize};
 use std::fmt;

@@ -10,7 +10,6 @@ pub mod containerd_log; // lines of containerd's log, and the guest's console in
 pub mod framing; // bytes into lines
 pub mod guest_clocks; // what a guest measured of its own clocks
 pub mod imported_record; // records that were made of log lines
-pub mod log_names; // names of records that only logs give
 pub mod logfmt; // key=value lines
 pub mod record; // a record as readers keep it: bounded, compact
 pub mod text; // a guest's text made harmless; times; colour

@@ -215,7 +215,7 @@ mod tests {
     #[test]
     fn without_a_clock_event_agent_lines_are_approximate_and_without_samples_there_is_no_wall_clock() {
         let (mut file, agent) = fixture();
-        file.records.retain(|r| r.name != crate::events::record::names::CLOCK);
+        file.records.retain(|r| r.name != crate::events::names::CLOCK);
         let boot = Boot::new(&file, &agent);
         assert!(boot.milestones.iter().any(|m| m.name == "agent ready" && m.approximate));
         assert!(page(&file, &agent, &boot, false, Screen::PLAIN).unwrap().contains("~ approximate"));

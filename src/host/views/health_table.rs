@@ -213,7 +213,7 @@ fn source(guest: &GuestHealth) -> Option<String> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::events::record::names;
+    use crate::events::names;
     use crate::host::boot::health::{Health, MAX_PROBLEMS, MAX_TEXT};
     use crate::host::data::boot_file::BootFile;
     use crate::host::data::text::Screen;

@@ -6,7 +6,8 @@
 
 use super::rows::{Row, Tracker};
 use super::table::Table;
-use crate::events::record::{Kind, names};
+use crate::events::names;
+use crate::events::record::Kind;
 use crate::host::boot::gpu_name::GpuName;
 use crate::host::data::agent_log::{AgentLine, ClockPoints};
 use crate::host::data::clock::{Clock, Sample};

@@ -2,7 +2,7 @@
 
 use super::rows::Tone;
 use super::waterfall::{Mark, Waterfall};
-use crate::events::record::names;
+use crate::events::names;
 use crate::host::boot::model::Gpu;
 use crate::host::data::text::{printable, seconds};
 

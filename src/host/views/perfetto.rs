@@ -9,7 +9,7 @@
 
 use super::protobuf::Message;
 use super::waterfall::{Mark, Step, Waterfall, level};
-use crate::events::record::names;
+use crate::events::names;
 use std::collections::HashMap;
 use std::io::{self, Write};
 

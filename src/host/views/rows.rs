@@ -3,12 +3,14 @@
 //! [`Tracker`] takes records one by one, as they arrive or sorted, and remembers only what later rows need: open spans and the GPUs' numbers.
 //! Texts in a [`Row`] are printable ASCII, whatever the guest sent.
 
-use crate::events::record::{Kind, Level, names};
+use crate::events::catalogue::{Owner, Rank, row_of};
+use crate::events::names;
+use crate::events::record::{Kind, Level};
 use crate::host::boot::gpu_name::GpuName;
 use crate::host::data::agent_log::AgentEvent;
+use crate::host::data::imported_record;
 use crate::host::data::record::{Field, Record};
 use crate::host::data::text;
-use crate::host::data::{imported_record, log_names};
 use crate::pci::PciAddress;
 use std::collections::{BTreeMap, HashMap, HashSet};
 
@@ -41,6 +43,18 @@ impl Side {
             Side::Driver => "driver",
             Side::Agent => "agent",
             Side::Host => "host",
+        }
+    }
+}
+
+impl From<Owner> for Side {
+    fn from(owner: Owner) -> Self {
+        match owner {
+            Owner::Host | Owner::Vmm | Owner::Runtime | Owner::Client => Self::Host,
+            Owner::Kernel => Self::Kernel,
+            Owner::Driver => Self::Driver,
+            Owner::Agent => Self::Agent,
+            Owner::Init | Owner::Unknown => Self::Init,
         }
     }
 }
@@ -213,22 +227,10 @@ impl Tracker {
 }
 
 fn side(record: &Record) -> Side {
-    match (record.kind, record.name.as_str()) {
-        (Kind::Kmsg, _) if kmsg_text(record).starts_with("nvidia") || kmsg_text(record).contains("NVRM:") => Side::Driver,
-        (Kind::Kmsg, _) => Side::Kernel,
-        // The write to sysfs `enable` returns when the host has mapped the BARs.
-        (_, names::GPU_ENABLE) => Side::Host,
-        (_, names::MODULE_LOAD | names::GPU_BIND | names::GPU_INFORMATION | names::GPU_BOUND | names::GPU_INIT | names::GPU_USABLE) => {
-            Side::Driver
-        }
-        (_, names::UEVENT) => Side::Kernel,
-        (_, names::AGENT_LOOK | names::AGENT_CONTAINER | names::AGENT_HOOK) => Side::Agent,
-        // What only logs give.
-        (_, name) if name.starts_with("agent.") && name != names::AGENT_EXEC => Side::Agent,
-        (_, name) if ["pod.", "sandbox.", "vfio."].iter().any(|of_host| name.starts_with(of_host)) => Side::Host,
-        (_, log_names::GPU_BARS) => Side::Kernel,
-        (_, log_names::GPU_INIT_MARK) => Side::Driver,
-        _ => Side::Init,
+    match record.kind {
+        Kind::Kmsg if kmsg_text(record).starts_with("nvidia") || kmsg_text(record).contains("NVRM:") => Side::Driver,
+        Kind::Kmsg => Side::Kernel,
+        Kind::Begin | Kind::End | Kind::Event => row_of(&record.name).owner.into(),
     }
 }
 
@@ -257,33 +259,11 @@ fn is_detail(record: &Record, took_ns: Option<u64>) -> bool {
         Kind::Kmsg => record.level > Level::Error && !kmsg_matters(kmsg_text(record)),
         _ if record.level <= Level::Warn || record.error.is_some() => false,
         _ if record.level >= Level::Debug => true,
-        Kind::End => match record.name.as_str() {
-            // The events gpu.bound and gpu.usable say it.
-            names::GPU_BIND | names::GPU_INIT => true,
-            names::STAGE0_MOUNTS | names::STAGE0_CONSOLE | names::STAGE0_CONFIG | names::GPU_NODES | names::CDI_PUBLISH => !slow,
-            names::EXTENSION_DISKS
-            | names::EXTENSION_VERITY
-            | names::EXTENSION_MOUNT
-            | names::EXTENSION_FIRMWARE
-            | names::EXTENSION_LIBRARIES => !slow,
-            names::WORKER_START | names::DRIVER_LOOK | names::LANE_WAIT | names::DRIVER_NODES | names::GPU_INFORMATION => !slow,
-            _ => false,
+        Kind::End | Kind::Event => match row_of(&record.name).rank {
+            Rank::Shown => false,
+            Rank::Quick => !slow,
+            Rank::Detail => true,
         },
-        Kind::Event => matches!(
-            record.name.as_str(),
-            // The summary's table has all GPUs beside each other.
-            names::GPU_FOUND
-                | names::GPU_HEALTH
-                | names::CLOCK
-                | names::CLOCK_TSC
-                | names::CLOCK_PRINTK
-                | names::CLOCK_HOST
-                | names::AGENT_LOOK
-                | names::AGENT_CONTAINER
-                | names::AGENT_HOOK
-                | names::SINK
-                | names::UEVENT
-        ),
     }
 }
 

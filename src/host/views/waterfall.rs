@@ -10,12 +10,13 @@ pub use super::drawn::{Mark, Step};
 use super::lanes;
 use super::lanes::Lane;
 use super::rows::{Row, Side, Tone, Tracker};
-use crate::events::record::{Kind, Level, names};
+use crate::events::catalogue::derived;
+use crate::events::names;
+use crate::events::record::{Kind, Level};
 use crate::host::analysis::critical_path;
 use crate::host::boot::gpu_name::GpuName;
 use crate::host::boot::model::Boot;
-use crate::host::boot::phase::Owner;
-use crate::host::boot::{phase, timeline};
+use crate::host::boot::timeline;
 use crate::host::data::agent_log::{AgentEvent, AgentLine, ClockPoints};
 use crate::host::data::boot_file::{BootFile, HostEvent, TraceId};
 use crate::host::data::clock::{Clock, Sample, Wall};
@@ -281,20 +282,14 @@ fn derived(at: usize, step: &timeline::Step, all: &[timeline::Step], boot: &Boot
         if let Some(container) = boot.containers.iter().find(|c| c.name == step.detail) {
             fields.push(("devices".to_string(), printable_start(container.devices.as_bytes(), MAX_VALUE)));
             // Looking into the request is over when a container fails.
-            let over = step.name == phase::derived::CONTAINER_RESOLVE;
+            let over = step.name == derived::CONTAINER_RESOLVE;
             error = container.error.as_deref().filter(|_| !over).map(error_text);
         }
     }
     Step {
         id: None,
         name: step.name.clone(),
-        side: match step.row.owner {
-            Owner::Host | Owner::Vmm | Owner::Runtime | Owner::Client => Side::Host,
-            Owner::Kernel => Side::Kernel,
-            Owner::Driver => Side::Driver,
-            Owner::Agent => Side::Agent,
-            Owner::Init | Owner::Unknown => Side::Init,
-        },
+        side: step.row.owner.into(),
         gpu: step.gpu,
         begin_ns: ns(step.begin_ns),
         begin_lost: false,

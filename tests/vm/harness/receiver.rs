@@ -1,7 +1,8 @@
 //! The host's end of the stream, as simple as can be: it decodes what comes and keeps it. The product's collector has tests of its own.
 
 use anyhow::{Context, Result};
-use kata_gpu_init::events::record::{DEFAULT_PORT, Header, Line, Pong, Record, decode};
+use kata_gpu_init::events::catalogue::undocumented;
+use kata_gpu_init::events::record::{DEFAULT_PORT, Header, Kind, Line, Pong, Record, decode};
 use std::collections::BTreeMap;
 use std::io::{BufRead, BufReader, ErrorKind, Write};
 use std::net::Shutdown;
@@ -44,6 +45,11 @@ impl Received {
         match decode(line) {
             Ok(Line::Header(header)) => self.headers.push(header),
             Ok(Line::Record(record)) => {
+                let fields = record.fields.keys().map(String::as_str);
+                let unknown: Vec<&str> = undocumented(&record.name, fields).collect();
+                if record.kind != Kind::Kmsg && !unknown.is_empty() {
+                    self.garbage.push(format!("{}: fields {unknown:?} are not in the catalogue", record.name));
+                }
                 let again = self.records.entry(record.seq).or_insert_with(|| (*record).clone());
                 if *again != *record {
                     self.garbage.push(format!("seq {} came twice, and not the same: {again:?}, {record:?}", record.seq));

@@ -4,8 +4,8 @@
 //! of series has a bound however many guests there are and whatever they say. A boot with a number that no machine can have ([`implausible`])
 //! counts as [`Outcome::Implausible`] and in nothing else: one such number would be all that a sum says until the next restart.
 
+use crate::events::catalogue::{Phase, steps};
 use crate::host::analysis::metrics::Metrics;
-use crate::host::boot::phase::{Phase, TABLE};
 use crate::reason::Reason;
 use std::collections::BTreeMap;
 
@@ -153,7 +153,7 @@ impl Tally {
             }
         }
         for (phase, took_ns) in &boot.phases {
-            self.phases.entry(Phase::order(phase).name()).or_default().add(*took_ns);
+            self.phases.entry(Phase::named(phase).name()).or_default().add(*took_ns);
         }
         for (title, step) in &boot.steps {
             let histogram = self.steps.entry(step_label(title)).or_default();
@@ -181,10 +181,10 @@ impl Tally {
     }
 }
 
-/// The name of a step by the table; what tells a module from another is a guest's word.
+/// Name of a step by the catalogue; what tells a module from another is a guest's word.
 fn step_label(title: &str) -> &'static str {
     let name = title.split(' ').next().unwrap_or_default();
-    TABLE.iter().map(|row| row.name).find(|known| *known == name).unwrap_or(OTHER)
+    steps().map(|row| row.name).find(|known| *known == name).unwrap_or(OTHER)
 }
 
 /// `init: needs-reset` is `needs-reset`.

@@ -2,12 +2,12 @@
 //!
 //! What only one of them knows is a disagreement, too: a console has no beginnings of steps, and may end early.
 
+use crate::events::catalogue::logged as own;
 use crate::events::record::Kind;
 use crate::host::boot::model::{Boot, Step};
 use crate::host::data::agent_log::AgentLine;
 use crate::host::data::boot_file::BootFile;
 use crate::host::data::imported_record::mark;
-use crate::host::data::log_names as own;
 use crate::host::data::record::{Field, Record};
 use std::fmt;
 

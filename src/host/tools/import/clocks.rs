@@ -13,7 +13,8 @@
 use super::item::{Fact, Item, Stamp};
 use super::kernel;
 use super::kernel::Meaning;
-use crate::events::record::{Kind, names};
+use crate::events::names;
+use crate::events::record::Kind;
 use crate::host::data::boot_file::BootFile;
 use crate::host::data::clock::{Clock, Sample};
 use crate::host::data::record::{Field, Record};

@@ -131,7 +131,7 @@ fn sandbox_of<'a>(sandboxes: &'a mut BTreeMap<String, Sandbox>, id: &str) -> Opt
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::host::data::log_names as names;
+    use crate::events::catalogue::logged as names;
     use serde_json::Value;
 
     fn read_text(text: &str) -> (Vec<Log>, Count) {

@@ -5,10 +5,10 @@
 
 use super::input::Input;
 use super::item::{Count, Fact, Item, Log, Skip, Stamp};
+use crate::events::catalogue::logged as names;
 use crate::events::record::Level;
 use crate::host::data::agent_log::line::realtime_ns;
 use crate::host::data::imported_record::Format;
-use crate::host::data::log_names as names;
 use anyhow::{Context, Result, bail};
 use serde_json::{Map, Value};
 

@@ -5,9 +5,9 @@
 //! the id; a container is its sandbox's since the answer that made it.
 
 use super::item::MAX_ITEMS;
+use crate::events::catalogue::logged as names;
 use crate::events::record::Level;
 use crate::host::data::containerd_log::Entry;
-use crate::host::data::log_names as names;
 use serde_json::{Map, Value};
 use std::collections::BTreeMap;
 

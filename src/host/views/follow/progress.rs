@@ -5,7 +5,8 @@
 //!
 //! A guest chooses how much it says: GPUs and texts are bounded, and every text is printable ASCII.
 
-use crate::events::record::{Kind, names};
+use crate::events::names;
+use crate::events::record::Kind;
 use crate::host::boot::model::RECONNECT_GRACE;
 use crate::host::data::boot_file::{FileLine, HostEvent};
 use crate::host::data::record::{Field, Record};

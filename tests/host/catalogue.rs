@@ -1,0 +1,214 @@
+//! The catalogue of records against the sources that emit them, recorded boots, and the page that
+//! describes the format.
+
+use crate::project;
+use kata_gpu_init::events::catalogue::{Form, RECORDS, undocumented};
+use kata_gpu_init::events::record::{Line, Record, decode};
+use proc_macro2::{Delimiter, TokenStream, TokenTree};
+use std::collections::{BTreeMap, BTreeSet};
+use std::fmt::Write;
+use std::path::{Path, PathBuf};
+
+/// Macros that emit records: `tracing`'s events, and the steps of src/events/layer.rs.
+const EMITTERS: &[&str] = &["error", "warn", "info", "debug", "trace", "step"];
+/// Fields that are keys of a record, not of its `fields`.
+const KEYS: &[&str] = &["gpu", "error", "after", "at_ns", "step_id"];
+
+/// Fields that the sources emit, by the constant of the record's name, and whether one is a span.
+type Emitted = BTreeMap<String, (BTreeSet<String>, bool)>;
+
+/// Tokens without those of modules that are compiled for tests alone.
+fn without_tests(tokens: TokenStream) -> Vec<TokenTree> {
+    let mut kept: Vec<TokenTree> = Vec::new();
+    let mut skipped = false;
+    for token in tokens {
+        match &token {
+            TokenTree::Group(group) if group.stream().to_string().replace(' ', "") == "cfg(test)" => skipped = true,
+            TokenTree::Group(group) if skipped && group.delimiter() == Delimiter::Brace => skipped = false,
+            TokenTree::Punct(punct) if skipped && punct.as_char() == ';' => skipped = false,
+            _ if skipped => {}
+            _ => kept.push(token),
+        }
+    }
+    kept
+}
+
+/// Collects the fields of every emitting macro in `tokens`.
+fn collect(tokens: TokenStream, emitted: &mut Emitted) {
+    let tokens = without_tests(tokens);
+    for (at, token) in tokens.iter().enumerate() {
+        let TokenTree::Group(group) = token else { continue };
+        let before = |n: usize| at.checked_sub(n).map(|i| tokens[i].to_string()).unwrap_or_default();
+        if before(1) == "!" && EMITTERS.contains(&before(2).as_str()) {
+            macro_call(&before(2), group.stream(), emitted);
+        }
+        collect(group.stream(), emitted);
+    }
+}
+
+/// Fields of one call. A call whose name is no constant is not looked at: the macro's own body.
+fn macro_call(which: &str, arguments: TokenStream, emitted: &mut Emitted) {
+    let mut arguments: Vec<Vec<String>> = split(arguments);
+    let is_name = |words: &Vec<String>| words.first().is_some_and(|w| w == "name") && words.get(1).is_some_and(|w| w == ":");
+    let name = if which == "step" { Some(0) } else { arguments.iter().position(is_name) };
+    let Some(constant) = name.map(|at| arguments.remove(at)).and_then(|words| words.last().cloned()) else { return };
+    let is_constant = constant.bytes().all(|b| b.is_ascii_uppercase() || b.is_ascii_digit() || b == b'_');
+    if !is_constant {
+        return;
+    }
+    let (fields, is_span) = emitted.entry(constant).or_default();
+    *is_span |= which == "step";
+    for words in arguments {
+        let field = words.iter().find(|word| !["%", "?"].contains(&word.as_str()));
+        fields.extend(field.filter(|field| !KEYS.contains(&field.as_str())).cloned());
+    }
+}
+
+/// Words of each argument.
+fn split(arguments: TokenStream) -> Vec<Vec<String>> {
+    let mut all = vec![vec![]];
+    for token in arguments {
+        match token {
+            TokenTree::Punct(punct) if punct.as_char() == ',' => all.push(vec![]),
+            token => all.last_mut().unwrap().push(token.to_string()),
+        }
+    }
+    all.retain(|words| !words.is_empty());
+    all
+}
+
+fn sources(folder: &Path, all: &mut Vec<PathBuf>) {
+    for entry in std::fs::read_dir(folder).unwrap().flatten() {
+        let path = entry.path();
+        if path.is_dir() {
+            if !path.ends_with("src/host") {
+                sources(&path, all);
+            }
+        } else if path.extension().is_some_and(|extension| extension == "rs") {
+            all.push(path);
+        }
+    }
+}
+
+/// Values of the constants of `names`, in the catalogue's text.
+fn constants() -> BTreeMap<String, String> {
+    let text = std::fs::read_to_string(project().join("src/events/catalogue.rs")).unwrap();
+    let records = text.split("rows! {").nth(1).expect("the first table");
+    let row = |line: &str| {
+        let (constant, rest) = line.trim().split_once(" = \"")?;
+        Some((constant.to_string(), rest.split('"').next()?.to_string()))
+    };
+    records.lines().filter_map(row).collect()
+}
+
+/// Differences between the catalogue and what is emitted, a line each.
+fn differences(emitted: &Emitted, constants: &BTreeMap<String, String>) -> Vec<String> {
+    let mut found = Vec::new();
+    for (constant, name) in constants {
+        let row = RECORDS.iter().find(|row| row.name == name).expect("a constant has a row");
+        let Some((fields, is_span)) = emitted.get(constant) else {
+            found.push(format!("{name}: nobody emits it"));
+            continue;
+        };
+        if *is_span != (row.form == Form::Span) {
+            found.push(format!("{name}: a span in one of catalogue and source, an event in the other"));
+        }
+        found.extend(
+            undocumented(name, fields.iter().map(String::as_str)).map(|field| format!("{name}: field {field} is not in the catalogue")),
+        );
+        let documented = row.fields.iter().map(|(field, _)| field);
+        found.extend(documented.filter(|field| !fields.contains(**field)).map(|field| format!("{name}: nobody emits field {field}")));
+    }
+    found.extend(
+        emitted.keys().filter(|constant| !constants.contains_key(*constant)).map(|constant| format!("{constant}: not in the catalogue")),
+    );
+    found
+}
+
+#[test]
+fn the_catalogue_has_what_the_sources_emit_and_nothing_else() {
+    let mut files = Vec::new();
+    sources(&project().join("src"), &mut files);
+    let mut emitted = Emitted::new();
+    for file in files {
+        let text = std::fs::read_to_string(&file).unwrap();
+        collect(text.parse().unwrap_or_else(|e| panic!("{}: {e}", file.display())), &mut emitted);
+    }
+    let constants = constants();
+    assert_eq!(constants.len(), RECORDS.len());
+    assert!(differences(&emitted, &constants).is_empty(), "{:#?}", differences(&emitted, &constants));
+    // Negative control: an unknown field, a missing one, an event where a span is due, and a name
+    // that is not in the catalogue.
+    let text = "fn f() { info!(name: names::CLOCK, realtime_ns = 1, place); tracing::warn!(name: names::GPU_BIND);
+        step!(names::NEW); } #[cfg(test)] mod tests { fn g() { info!(name: names::CLOCK, other = %1) } }";
+    let mut made_up = Emitted::new();
+    collect(text.parse().unwrap(), &mut made_up);
+    let few: BTreeMap<_, _> = constants.into_iter().filter(|(c, _)| ["CLOCK", "GPU_BIND", "SETTLED"].contains(&c.as_str())).collect();
+    assert_eq!(
+        differences(&made_up, &few),
+        [
+            "clock: field place is not in the catalogue",
+            "gpu.bind: a span in one of catalogue and source, an event in the other",
+            "settled: nobody emits it",
+            "NEW: not in the catalogue",
+        ]
+    );
+}
+
+/// Fields of a recorded boot that the catalogue lacks.
+fn undocumented_in(text: &str) -> BTreeSet<String> {
+    let decoded = |line: &str| match decode(line.as_bytes()) {
+        Ok(Line::Record(record)) => Some(*record),
+        _ => None,
+    };
+    let of = |record: Record| {
+        let fields: Vec<&str> = record.fields.keys().map(String::as_str).collect();
+        undocumented(&record.name, fields).map(|field| format!("{}: {field}", record.name)).collect::<Vec<_>>()
+    };
+    text.lines().filter_map(decoded).filter(|record| record.name != "kmsg").flat_map(of).collect()
+}
+
+#[test]
+fn recorded_boots_have_no_field_that_the_catalogue_lacks() {
+    let mut boots = 0;
+    for entry in std::fs::read_dir(project().join("tests/fixtures/boots")).unwrap().flatten() {
+        let path = entry.path();
+        let name = path.file_name().unwrap().to_string_lossy().into_owned();
+        if name.starts_with("recorded-") && name.ends_with(".ndjson") {
+            boots += 1;
+            assert_eq!(undocumented_in(&std::fs::read_to_string(&path).unwrap()), BTreeSet::new(), "{name}");
+        }
+    }
+    assert!(boots >= 2, "{boots} recorded boots");
+    let wrong = r#"{"schema":1,"seq":1,"boottime_ns":1,"kind":"event","name":"settled","fields":{"gpu_count":1}}"#;
+    assert_eq!(undocumented_in(wrong), BTreeSet::from(["settled: gpu_count".to_string()]));
+}
+
+/// Table of all records, as the page of the format has it.
+fn records_markdown() -> String {
+    let mut table = String::from("| name | form | whose time | fields | meaning |\n|---|---|---|---|---|\n");
+    for row in RECORDS {
+        let field = |(name, meaning): &(&str, &str)| match *meaning {
+            "" => format!("`{name}`"),
+            meaning => format!("`{name}` ({meaning})"),
+        };
+        let fields: Vec<String> = row.fields.iter().map(field).collect();
+        let form = if row.form == Form::Span { "span" } else { "event" };
+        writeln!(table, "| `{}` | {form} | {} | {} | {} |", row.name, row.owner.name(), fields.join(", "), row.text.trim()).unwrap();
+    }
+    table
+}
+
+#[test]
+fn the_page_of_the_format_has_every_record() {
+    let path = project().join("src/events/README.md");
+    let page = std::fs::read_to_string(&path).unwrap();
+    let table = records_markdown();
+    let start = page.find("| name | form |").expect("the table's head");
+    let end = page[start..].find("\n\n").map_or(page.len(), |at| start + at + 1);
+    if page[start..end] != table && std::env::var_os("UPDATE_GOLDEN").is_some() {
+        std::fs::write(&path, format!("{}{table}{}", &page[..start], &page[end..])).unwrap();
+        return;
+    }
+    assert_eq!(&page[start..end], table, "UPDATE_GOLDEN=1 writes the table");
+}
