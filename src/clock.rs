@@ -1,7 +1,20 @@
-//! The guest's clocks. Everything is stamped with CLOCK_BOOTTIME: it starts with the kernel and nobody steps it, whereas the agent sets
-//! CLOCK_REALTIME when the sandbox is created.
+//! The guest's clocks. Everything is stamped with CLOCK_BOOTTIME: it starts with the kernel and nobody
+//! steps it, whereas the agent sets CLOCK_REALTIME when the sandbox is created.
 
+use crate::events::names;
+use crate::sys::async_fd;
+use nix::errno::Errno;
+use nix::sys::time::TimeSpec;
+use nix::sys::timer::{Expiration, TimerSetTimeFlags};
+use nix::sys::timerfd::{ClockId as TimerClock, TimerFd, TimerFlags};
 use nix::time::{ClockId, clock_gettime};
+use std::io;
+use std::os::fd::{AsFd, OwnedFd};
+
+/// Steps that are reported: a clock that is stepped all the time fills no stream.
+const MAX_STEPS: usize = 100;
+/// Seconds since 1970 at which a timer that only waits for steps would fire: beyond every clock.
+const NEVER_S: i64 = 9_000_000_000;
 
 /// CLOCK_BOOTTIME in ns: time since the kernel started.
 pub fn boottime_ns() -> u64 {
@@ -23,4 +36,45 @@ pub fn nanoseconds(clock: ClockId) -> u64 {
     // clock_gettime fails only for a clock the kernel does not know; those above exist since 2.6.39. 0 is visibly wrong in a timeline and
     // better than an init that stops over it.
     clock_gettime(clock).map_or(0, |t| u64::try_from(t.tv_sec()).unwrap_or(0) * 1_000_000_000 + u64::try_from(t.tv_nsec()).unwrap_or(0))
+}
+
+/// Reports CLOCK_REALTIME beside CLOCK_BOOTTIME, for log lines that carry the former.
+fn report() {
+    let before = boottime_ns();
+    let realtime_ns = realtime_ns();
+    let at_ns = before + (boottime_ns() - before) / 2;
+    tracing::info!(name: names::CLOCK, at_ns, realtime_ns);
+}
+
+/// Reports the clocks now and, in a task of its own, after each step of CLOCK_REALTIME: Kata's runtime
+/// sets it by way of the agent when the sandbox is created, and log lines jump with it.
+pub fn report_from_now_on() {
+    // In this order: a step in between is seen twice, not never.
+    let steps = steps();
+    report();
+    tokio::spawn(async move {
+        if let Err(error) = report_steps(steps).await {
+            let error = format!("watch the wall clock: {error}: log lines after a step of it are misplaced");
+            tracing::warn!(name: names::SINK, sink = "wall clock", state = "unavailable", error);
+        }
+    });
+}
+
+async fn report_steps(steps: io::Result<OwnedFd>) -> io::Result<()> {
+    let steps = async_fd(steps?)?;
+    for _ in 0..MAX_STEPS {
+        steps.readable().await?.clear_ready();
+        if matches!(nix::unistd::read(steps.as_fd(), &mut [0; 8]), Err(Errno::ECANCELED)) {
+            report();
+        }
+    }
+    Ok(())
+}
+
+/// Timer whose reads fail with ECANCELED after CLOCK_REALTIME was set (timerfd_create(2)).
+fn steps() -> io::Result<OwnedFd> {
+    let timer = TimerFd::new(TimerClock::CLOCK_REALTIME, TimerFlags::TFD_NONBLOCK | TimerFlags::TFD_CLOEXEC)?;
+    let on_set = TimerSetTimeFlags::TFD_TIMER_ABSTIME | TimerSetTimeFlags::TFD_TIMER_CANCEL_ON_SET;
+    timer.set(Expiration::OneShot(TimeSpec::new(NEVER_S, 0)), on_set)?;
+    Ok(timer.into())
 }

@@ -648,7 +648,8 @@ rows! {
     /// One try of the agent to resolve a container's devices failed; `error` is the agent's.
     AGENT_CDI_TRY = "agent.cdi-try", Event, Agent, Other { container: "", try: "" };
     /// From the agent's first failed try until it had the devices, or gave up.
-    AGENT_CDI_WAIT = "agent.cdi-wait", Span, Agent, Other { container: "", tries: "" };
+    AGENT_CDI_WAIT = "agent.cdi-wait", Span, Agent, AgentWaiting
+        { container: "", failed_tries: "" }, waiting = true;
     /// The runtime asked the agent for a container.
     CONTAINER_ASKED = "container.asked", Event, Agent, Other
         { container: "", devices: "", pause: "true: of the pod's pause container" };

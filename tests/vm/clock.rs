@@ -107,6 +107,7 @@ fn bound_holds(context: &TestContext) -> Result<Outcome> {
         ensure!(booted.settled()? == (4, 0), "{:?}", booted.settled()?);
         let stepped = booted.agent("script", |l| l.get("did").starts_with("skew"))?;
         ensure!(stepped.get("error").is_empty(), "{}", stepped.get("error"));
+        step_is_reported(&booted, *skew)?;
         (0..10).try_for_each(|_| round(&mut clock))?;
 
         ensure!(clock.steps() == 0, "{name}: samples contradict each other: a clock ran more than {RATE_ERROR_PPM} ppm apart");
@@ -134,6 +135,21 @@ fn bound_holds(context: &TestContext) -> Result<Outcome> {
     }
     ensure!(refuted >= 3, "a bound that is too small was refuted in {refuted} boots only");
     Ok(Outcome::Measured(measured))
+}
+
+/// Waits for the `clock` event after a step of the guest's wall clock, with the wall clock set ahead by
+/// `step_s` since the first one.
+fn step_is_reported(booted: &Booted, step_s: i64) -> Result<()> {
+    let wall = |r: &Record| r.fields.get("realtime_ns").and_then(serde_json::Value::as_i64);
+    let ahead_ns = |r: &Record| Some(wall(r)? - r.boottime_ns as i64).filter(|_| r.name == names::CLOCK);
+    let first = booted.receiver.records().into_iter().find(|r| r.name == names::CLOCK);
+    let first = first.context("no clock event")?;
+    let before_ns = ahead_ns(&first).context("no realtime_ns")?;
+    // The step is set by what the clock showed a moment before.
+    let is_after = |ns: i64| (ns - before_ns - step_s * 1_000_000_000).abs() < 500_000_000;
+    let reported = |r: &Record| r.seq > first.seq && ahead_ns(r).is_some_and(is_after);
+    booted.record("the clock event after the step", reported)?;
+    Ok(())
 }
 
 /// What the guest says of its log's clock and of the time before its kernel, against what the host knows: the VM's TSC cannot be older than the VM.

@@ -13,7 +13,7 @@ use crate::boot::wire::handover::{Handed, Observer, Start};
 use crate::boot::wire::keeper::{Held, KeeperSocket};
 use crate::boot::wire::name_process;
 use crate::boot::wire::opener::Opener;
-use crate::clock::{boottime_ns, realtime_ns};
+use crate::clock::{self, boottime_ns};
 use crate::config::{Bind, Config, ToHost};
 use crate::events::journal::{Journal, UNKNOWN};
 use crate::events::ring::Ring;
@@ -84,12 +84,14 @@ async fn live(boot: &Boot, began_ns: u64, start: Start, descriptors: Descriptors
             // Markers show the difference between the kernel log's clock and this one. Without
             // /dev/kmsg there are no lines to correct either.
             let _unused = kmsg::write_markers();
-            clock_event();
+            clock::report_from_now_on();
             report_before_kernel(boot);
             (exec, no_agent)
         }
         Start::Again { status } => {
             report_death(&ring, &previous, &status);
+            // It may have been stepped since.
+            clock::report_from_now_on();
             (None, None)
         }
     };
@@ -251,14 +253,6 @@ fn report_stage0(boot: &Boot) {
             }
         }
     }
-}
-
-/// Reports CLOCK_REALTIME against CLOCK_BOOTTIME, for log lines that carry the former.
-fn clock_event() {
-    let before = boottime_ns();
-    let realtime = realtime_ns();
-    let after = boottime_ns();
-    tracing::info!(name: names::CLOCK, at_ns = before + (after - before) / 2, realtime_ns = realtime);
 }
 
 /// Reports the time between TSC 0 and the kernel's clock, by the TSC at the first instruction of

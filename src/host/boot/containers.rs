@@ -3,9 +3,10 @@
 use super::model::Container;
 use crate::events::names;
 use crate::events::record::Kind;
-use crate::host::data::agent_log::{self, AgentEvent, Placed};
+use crate::host::data::agent_log::{self, AgentEvent};
 use crate::host::data::boot_file::Sandbox;
 use crate::host::data::budget::{MAX_CONTAINERS, TooLarge};
+use crate::host::data::clock_points::Placed;
 use crate::host::data::record::{Field, Record};
 use crate::host::data::text::printable;
 use std::collections::HashMap;

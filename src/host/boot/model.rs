@@ -86,7 +86,7 @@ pub struct Milestone {
     pub name: &'static str,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub boottime_ns: Option<u64>,
-    /// Its place on the boot clock is approximate (see [`ClockPoints::place`]).
+    /// Its place on the boot clock is approximate (see [`crate::host::data::clock_points`]).
     pub approximate: bool,
     /// The host's wall clock then.
     #[serde(skip_serializing_if = "Option::is_none")]

@@ -10,11 +10,15 @@ use super::{agent_steps, kernel_steps, runtime_steps};
 use crate::events::catalogue::{derived, row_of};
 use crate::events::names;
 use crate::events::record::Kind;
-use crate::host::data::agent_log::{AgentEvent, AgentLine, ClockPoints};
+use crate::host::data::agent_log::{AgentEvent, AgentLine};
 use crate::host::data::boot_file::BootFile;
+use crate::host::data::clock_points::ClockPoints;
 use crate::host::data::record::Field;
 use crate::pci::PciAddress;
 use std::collections::{BTreeMap, HashMap};
+
+/// Detail of an initialisation that a log shows without its GPU.
+const UNKNOWN_GPU: &str = "GPU unknown";
 
 /// Everything that is known of a boot.
 pub fn story(boot: &Boot, file: &BootFile, agent: &[AgentLine]) -> Story {
@@ -70,6 +74,7 @@ fn spans(draft: &mut Draft) {
     for span in kept() {
         let detail = match span.name.as_str() {
             names::MODULE_LOAD => span.fields.get("module").and_then(Field::as_str).unwrap_or(""),
+            names::GPU_INIT if span.gpu.is_none() => UNKNOWN_GPU,
             _ => "",
         };
         let step = Step {
@@ -140,14 +145,14 @@ fn settling(draft: &mut Draft) -> Option<usize> {
     Some(settle)
 }
 
-/// Where the boot's strategy was to initialise one GPU after another, each had to wait for the one before.
+/// Initialisations one after another, by the boot's strategy, or because only their marks in the
+/// driver's log are known: each had to wait for the one before.
 fn chain_serial_initialisation(draft: &mut Draft) {
     let strategy = draft.file.records.iter().find(|r| r.kind == Kind::Event && r.name == names::STRATEGY);
-    if strategy.and_then(|r| r.fields.get("init")).and_then(Field::as_str) != Some("serial") {
-        return;
-    }
+    let is_serial = strategy.and_then(|r| r.fields.get("init")).and_then(Field::as_str) == Some("serial");
     let mut inits: Vec<(i64, usize)> = Vec::new();
-    for (i, step) in draft.story.steps.iter().enumerate().filter(|(_, s)| s.name == names::GPU_INIT) {
+    let is_chained = |step: &Step| step.name == names::GPU_INIT && (is_serial || step.detail == UNKNOWN_GPU);
+    for (i, step) in draft.story.steps.iter().enumerate().filter(|(_, step)| is_chained(step)) {
         inits.push((step.begin_ns, i));
     }
     inits.sort_unstable();

@@ -5,6 +5,7 @@ pub mod agent_log; // the agent's lines in the console
 pub mod boot_dir; // which of a directory's boots is meant, and reading it
 pub mod boot_file; // the file of one boot: its lines, reading it
 pub mod budget; // limits on how much of a boot a reader keeps
+pub mod clock_points; // the guest's wall clock
 pub mod clock; // the guest's clock beside the host's
 pub mod containerd_log; // lines of containerd's log, and the guest's console in them
 pub mod framing; // bytes into lines

@@ -1,6 +1,6 @@
 //! The agent's own log lines, as they stand in the guest's console.
 //!
-//! Lines carry the guest's wall-clock time and have no part in the event stream; [`ClockPoints`] places them on the guest's boot
+//! Lines carry the guest's wall-clock time and have no part in the event stream; [`super::clock_points`] places them on the guest's boot
 //! clock. [`line`] knows the words of a real kata-agent, [`containers`] which container a line is about; every view and `import`
 //! read the agent through [`AgentLog`] alone.
 
@@ -13,18 +13,13 @@ pub use containers::{NONE, UNKNOWN};
 pub use event::AgentEvent;
 
 use super::budget::{MAX_AGENT_LINES, MAX_AGENT_TEXT};
-use super::clock::Clock;
 use super::containerd_log;
 use super::containerd_log::Entry;
 use super::framing::{Lines, Piece};
-use super::record::{Field, Record};
-use crate::events::names;
-use crate::events::record::Kind;
 use anyhow::{Context, Result};
 use containers::Containers;
 use line::Nothing;
 use serde_json::{Map, Value};
-use std::collections::BTreeMap;
 use std::fs::File;
 use std::io::{self, Read};
 use std::path::Path;
@@ -32,8 +27,6 @@ use torn::Torn;
 
 /// Longest console line that is looked at, in bytes: the agent prints the whole OCI spec of each container.
 pub const MAX_CONSOLE_LINE: usize = 64 * 1024;
-/// `clock` events that are kept: the init sends one at its start and one for each step of the clock.
-const MAX_POINTS: usize = 4096;
 
 /// One line of the agent.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -139,56 +132,9 @@ fn read_lines(mut from: impl Read, mut each: impl FnMut(&[u8], &mut dyn FnMut(&[
     }
 }
 
-/// A time on the guest's boot clock.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Placed {
-    pub boottime_ns: u64,
-    /// No `clock` event of the guest was there to place it by.
-    pub approximate: bool,
-}
-
-/// Where the guest's wall clock stood beside its boot clock: its `clock` events.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct ClockPoints {
-    /// (CLOCK_REALTIME, CLOCK_BOOTTIME) in ns, by the first.
-    points: BTreeMap<i64, u64>,
-}
-
-impl ClockPoints {
-    /// Takes what a `clock` event says; other records say nothing.
-    pub fn add(&mut self, record: &Record) {
-        if record.kind == Kind::Event
-            && record.name == names::CLOCK
-            && let Some(realtime_ns) = record.fields.get("realtime_ns").and_then(Field::as_i64)
-            && (self.points.len() < MAX_POINTS || self.points.contains_key(&realtime_ns))
-        {
-            self.points.entry(realtime_ns).or_insert(record.boottime_ns);
-        }
-    }
-
-    pub fn is_empty(&self) -> bool {
-        self.points.is_empty()
-    }
-
-    /// By the nearest `clock` event (the guest's wall clock may be stepped between two). Without one: as if the guest's wall clock were the
-    /// host's, which is approximate. None without either.
-    pub fn place(&self, realtime_ns: i64, host: &Clock) -> Option<Placed> {
-        let before = self.points.range(..=realtime_ns).next_back();
-        let after = self.points.range(realtime_ns..).next();
-        let nearest = before.into_iter().chain(after).min_by_key(|(realtime, _)| realtime.abs_diff(realtime_ns));
-        if let Some((realtime, boottime)) = nearest {
-            let at = i128::from(*boottime) + i128::from(realtime_ns) - i128::from(*realtime);
-            return Some(Placed { boottime_ns: u64::try_from(at.max(0)).ok()?, approximate: false });
-        }
-        host.boottime_at(realtime_ns).map(|boottime_ns| Placed { boottime_ns, approximate: true })
-    }
-}
-
 #[cfg(test)]
 mod tests {
-    use super::super::clock::Sample;
     use super::*;
-    use crate::events::record;
     use crate::host::testing::{golden, tests_dir};
     use crate::host::views::rows::Tracker;
 
@@ -304,24 +250,5 @@ mod tests {
         }
         assert_eq!(lines(&format!("{}\n", ready.replace("kata-agent", "other"))), 0);
         assert_eq!(lines(&format!("{}\n", ready.replace("2026-01", "2026-99"))), 0);
-    }
-
-    #[test]
-    fn lines_are_placed_by_the_nearest_clock_event_and_approximately_without_one() {
-        let clock_event = |boottime_ns, realtime_ns: i64| {
-            let fields = Map::from_iter([("realtime_ns".to_string(), realtime_ns.into())]);
-            Record::from(record::Record { boottime_ns, fields, ..record::Record::new(Kind::Event, names::CLOCK) })
-        };
-        let mut points = ClockPoints::default();
-        let mut host = Clock::default();
-        assert_eq!(points.place(5, &host), None);
-        host.add(Sample { boottime_ns: 0, offset_ns: 1000, error_ns: 0 });
-        assert_eq!(points.place(1500, &host), Some(Placed { boottime_ns: 500, approximate: true }));
-        points.add(&clock_event(100, 10_000));
-        // The guest's wall clock was stepped by an hour between the two.
-        points.add(&clock_event(200, 3_600_000_010_100));
-        assert_eq!(points.place(10_050, &host), Some(Placed { boottime_ns: 150, approximate: false }));
-        assert_eq!(points.place(3_600_000_010_110, &host), Some(Placed { boottime_ns: 210, approximate: false }));
-        assert_eq!(points.place(0, &host), Some(Placed { boottime_ns: 0, approximate: false }), "not before the kernel's start");
     }
 }

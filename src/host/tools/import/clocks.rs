@@ -17,10 +17,14 @@ use crate::events::names;
 use crate::events::record::Kind;
 use crate::host::data::boot_file::BootFile;
 use crate::host::data::clock::{Clock, Sample};
+use crate::host::data::clock_points::boottime_of;
 use crate::host::data::record::{Field, Record};
 use crate::pci::PciAddress;
 use serde_json::Value;
 use std::collections::HashMap;
+
+/// Points of the guest's wall clock that are kept: each line is compared with each.
+const MAX_POINTS: usize = 128;
 
 /// A guest's wall clock is set by its runtime or its RTC, to the second; nobody promises more.
 const WALL_CLOCKS_AGREE_NS: u64 = 1_000_000_000;
@@ -63,8 +67,9 @@ pub struct Clocks {
     pub notes: Vec<Note>,
     /// Base minus printk.
     kernel: Option<Offset>,
-    /// Points at which the guest's wall clock is known: (its time, the base's, error).
-    guest: Vec<(i64, i64, u64)>,
+    /// Points at which the guest's wall clock is known, in order: the base's time and its own.
+    guest: Vec<(i64, i64)>,
+    guest_errors_ns: Vec<u64>,
     /// Base minus the host's wall clock.
     host: Option<Offset>,
     samples: Clock,
@@ -93,7 +98,8 @@ impl Clocks {
             clocks.guest_beside_base(items);
         }
         if clocks.host.is_none() && clocks.samples.samples() == 0 && !clocks.guest.is_empty() {
-            let (guest, base, error) = clocks.guest.first().copied().unwrap_or_default();
+            let (base, guest) = clocks.guest.first().copied().unwrap_or_default();
+            let error = clocks.guest_errors_ns.first().copied().unwrap_or_default();
             clocks.host_is(
                 Offset { ns: base.saturating_sub(guest), error_ns: error.saturating_add(WALL_CLOCKS_AGREE_NS) },
                 "the guest's wall clock is taken for the host's".into(),
@@ -112,8 +118,8 @@ impl Clocks {
             Stamp::Boot(ns) => Some(Placed { at_ns: ns, error_ns: 0 }),
             Stamp::Kernel(ns) => by(self.kernel, ns),
             Stamp::Guest(ns) => {
-                let (guest, base, error_ns) = self.guest.iter().min_by_key(|(guest, ..)| guest.abs_diff(ns))?;
-                Some(Placed { at_ns: base.checked_add(ns.checked_sub(*guest)?)?, error_ns: *error_ns })
+                let found = boottime_of(&self.guest, ns)?;
+                Some(Placed { at_ns: found.boottime_ns, error_ns: *self.guest_errors_ns.get(found.point)? })
             }
             Stamp::Host(ns) => match self.samples.boottime_at(ns) {
                 // The samples' own way stops at 0.
@@ -171,30 +177,36 @@ impl Clocks {
         let mut events: Vec<(i64, i64)> = Vec::new();
         let mut pairs: Vec<(i64, i64)> = Vec::new();
         for record in stream.iter().flat_map(|s| &s.records).filter(|r| r.kind == Kind::Event && r.name == names::CLOCK) {
-            events.extend(record.fields.get("realtime_ns").and_then(Field::as_i64).zip(i64::try_from(record.boottime_ns).ok()));
+            events.extend(i64::try_from(record.boottime_ns).ok().zip(record.fields.get("realtime_ns").and_then(Field::as_i64)));
         }
         for item in items {
             let (Stamp::Boot(at), Fact::Init(line)) = (item.stamp, &item.fact) else { continue };
             if line.name == names::CLOCK {
-                events.extend(line.fields.get("realtime_ns").and_then(Value::as_i64).map(|realtime| (realtime, at)));
+                events.extend(line.fields.get("realtime_ns").and_then(Value::as_i64).map(|realtime| (at, realtime)));
             }
-            pairs.extend(line.realtime_ns.map(|realtime| (realtime, at)));
+            pairs.extend(line.realtime_ns.map(|realtime| (at, realtime)));
         }
         let by = if events.is_empty() { "the two times of our init's lines" } else { "our init's clock events" };
-        let points = if events.is_empty() { pairs.clone() } else { events };
-        let offset = |(realtime, at): (i64, i64)| at.saturating_sub(realtime);
-        self.guest = points
-            .iter()
-            .map(|point| {
-                let nearest = |realtime: i64| points.iter().min_by_key(|(r, _)| r.abs_diff(realtime)) == Some(point);
-                let error = pairs.iter().filter(|(r, _)| nearest(*r)).map(|pair| offset(*pair).abs_diff(offset(*point)));
-                (point.0, point.1, error.filter(|e| *e < STEP_NS).max().unwrap_or(0).max(PRINTK_NS))
-            })
-            .take(1000)
-            .collect();
-        if let Some(error) = self.guest.iter().map(|(.., error)| *error).max() {
+        let mut points = if events.is_empty() { pairs.clone() } else { events };
+        points.truncate(MAX_POINTS);
+        points.sort_unstable();
+        let mut errors = vec![PRINTK_NS; points.len()];
+        for (at, realtime) in pairs {
+            let Some(found) = boottime_of(&points, realtime) else { continue };
+            let wrong_ns = found.boottime_ns.abs_diff(at);
+            if let Some(error) = errors.get_mut(found.point).filter(|_| wrong_ns < STEP_NS) {
+                *error = wrong_ns.max(*error);
+            }
+        }
+        (self.guest, self.guest_errors_ns) = (points, errors);
+        if let Some(error) = self.guest_errors_ns.iter().copied().max() {
             self.note("guest", by.into(), error);
         }
+    }
+
+    /// One point at which the guest's wall clock is known.
+    fn guest_is(&mut self, guest_ns: i64, base_ns: i64, error_ns: u64) {
+        (self.guest, self.guest_errors_ns) = (vec![(base_ns, guest_ns)], vec![error_ns]);
     }
 
     fn host_beside_base(&mut self, items: &[&Item], stream: Option<&BootFile>) {
@@ -225,11 +237,11 @@ impl Clocks {
         if let (Some(host), Some((delay, error_ns))) = (self.host, least_delay(read)) {
             let error_ns = error_ns.saturating_add(host.error_ns);
             let base = first.saturating_add(delay).saturating_add(host.ns);
-            self.guest = vec![(first, base, error_ns)];
+            self.guest_is(first, base, error_ns);
             return self.note("guest", "when the host read the agent's lines, the least delayed counts (an estimate)".into(), error_ns);
         }
         if let Some(Offset { ns, error_ns }) = by_order(items) {
-            self.guest = vec![(first, first.saturating_add(ns), error_ns)];
+            self.guest_is(first, first.saturating_add(ns), error_ns);
             self.note("guest", "the order of the agent's and the kernel's lines in the file (an estimate)".into(), error_ns);
         }
     }
@@ -247,7 +259,7 @@ impl Clocks {
         let offset = Offset { ns: first.saturating_neg(), error_ns: 0 };
         self.host = Some(offset);
         let agrees = if items.iter().any(|i| matches!(i.stamp, Stamp::Host(_))) { WALL_CLOCKS_AGREE_NS } else { 0 };
-        self.guest = vec![(first, 0, agrees)];
+        self.guest_is(first, 0, agrees);
     }
 
     /// Nothing but a trace: 0 is its first call.

@@ -44,7 +44,9 @@ pub struct Console {
     early: Vec<Item>,
 }
 
-/// Kernel lines in a row that are this much earlier than those before begin another boot, where no banner does.
+/// Kernel lines in a row that are this much earlier than those before begin another boot, where no
+/// banner does and the first of them is as early in its boot as this. A log of two sources falls
+/// back to later times: it is one boot, and is sorted by its stamps.
 const FELL_BACK_NS: i64 = 5_000_000_000;
 const FELL_BACK_LINES: usize = 3;
 
@@ -131,7 +133,8 @@ impl Console {
             && at < last
         {
             count.backwards += 1;
-            if at + FELL_BACK_NS < last {
+            let begins = at < FELL_BACK_NS || !self.early.is_empty();
+            if begins && at + FELL_BACK_NS < last {
                 self.early.push(item);
                 if self.early.len() == FELL_BACK_LINES {
                     let early = std::mem::take(&mut self.early);
@@ -301,6 +304,16 @@ mod tests {
         let (one, count) = boots(&["[   50.000000] NVRM: a", "[    1.000000] NVRM: b", "[   51.000000] NVRM: c", "[   50.900000] NVRM: d"]);
         assert_eq!(one, [[50_000, 1000, 51_000, 50_900]]);
         assert_eq!(count.backwards, 2);
+    }
+
+    #[test]
+    fn lines_of_two_sources_are_one_boot() {
+        // The kernel's and the driver's, each in order.
+        let first = ["[    0.000000] Linux version 6.1", "[   20.000000] NVRM: a", "[   60.000000] NVRM: b"];
+        let second = ["[   30.000000] NVRM: c", "[   31.000000] NVRM: d", "[   32.000000] NVRM: e", "[   70.000000] NVRM: f"];
+        let (one, count) = boots(&[first.as_slice(), second.as_slice()].concat());
+        assert_eq!(one, [[0, 20_000, 60_000, 30_000, 31_000, 32_000, 70_000]]);
+        assert_eq!(count.backwards, 1);
     }
 
     #[test]

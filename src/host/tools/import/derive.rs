@@ -67,7 +67,7 @@ pub struct Derived {
 }
 
 /// Items in order of time into drafts.
-pub fn derive(items: &[(Placed, &Item)], steps: &Steps, said: Said) -> Derived {
+pub fn derive<'a>(items: &[(Placed, &'a Item)], steps: &'a Steps, said: Said) -> Derived {
     let mut maker = Maker {
         steps,
         said,
@@ -77,6 +77,7 @@ pub fn derive(items: &[(Placed, &Item)], steps: &Steps, said: Said) -> Derived {
         failed: BTreeSet::new(),
         waits: HashMap::new(),
         marks: 0,
+        mark: None,
         bars: BTreeMap::new(),
     };
     if said == Said::OfKernel {
@@ -107,10 +108,12 @@ struct Maker<'a> {
     /// Spans of waiting containers, with the tries that failed.
     waits: HashMap<String, Wait>,
     marks: u64,
+    /// Last mark of an initialisation, whose end no line has shown yet.
+    mark: Option<(Placed, &'a Item)>,
     bars: BTreeMap<PciAddress, usize>,
 }
 
-impl Maker<'_> {
+impl<'a> Maker<'a> {
     fn span(&mut self) -> u64 {
         self.out.spans += 1;
         self.out.spans - 1
@@ -123,7 +126,7 @@ impl Maker<'_> {
         &mut self.out.drafts[at]
     }
 
-    fn take(&mut self, placed: Placed, item: &Item) {
+    fn take(&mut self, placed: Placed, item: &'a Item) {
         match &item.fact {
             Fact::Kernel(text) => self.kernel(placed, item, text),
             Fact::Init(line) => self.init(placed, item, line),
@@ -152,7 +155,7 @@ impl Maker<'_> {
         draft.fields = line.fields.clone();
     }
 
-    fn kernel(&mut self, placed: Placed, item: &Item, text: &str) {
+    fn kernel(&mut self, placed: Placed, item: &'a Item, text: &str) {
         let Some(meaning) = kernel::meaning(text) else { return };
         let gpu = driver_log::address(text).filter(|address| self.steps.gpus.contains_key(address));
         if let Some(gpu) = gpu.filter(|_| driver_log::explains(text)) {
@@ -197,7 +200,7 @@ impl Maker<'_> {
         }
     }
 
-    fn meaning(&mut self, placed: Placed, item: &Item, meaning: Meaning, text: &str) {
+    fn meaning(&mut self, placed: Placed, item: &'a Item, meaning: Meaning, text: &str) {
         match meaning {
             Meaning::RunInit { program } => {
                 self.draft(placed, item, Kind::Event, names::INIT_START).fields.insert("program".into(), cut(&program).into());
@@ -212,7 +215,10 @@ impl Maker<'_> {
             Meaning::ModuleBegins => self.begin(placed, item, names::MODULE_LOAD, "module", "nvidia"),
             Meaning::ModuleLoaded => self.end(placed, item, names::MODULE_LOAD, "module", "nvidia"),
             Meaning::UvmLoaded => self.end(placed, item, names::MODULE_LOAD, "module", "nvidia_uvm"),
-            Meaning::CtkBegins => self.begin(placed, item, names::CDI_PUBLISH, "by", "nvidia-ctk"),
+            Meaning::CtkBegins => {
+                self.end_initialisation(placed, item, "start of nvidia-ctk");
+                self.begin(placed, item, names::CDI_PUBLISH, "by", "nvidia-ctk");
+            }
             Meaning::CtkDone => {
                 self.end(placed, item, names::CDI_PUBLISH, "by", "nvidia-ctk");
                 // It writes all GPUs or none.
@@ -231,15 +237,31 @@ impl Maker<'_> {
                 draft.fields.insert("xid".into(), xid.into());
             }
             Meaning::InitMark => {
+                self.end_initialisation(placed, item, "next mark");
+                self.mark = Some((placed, item));
                 self.marks += 1;
                 let nth = self.marks;
                 self.draft(placed, item, Kind::Event, own::GPU_INIT_MARK).fields.insert("nth".into(), nth.into());
             }
-            Meaning::InitFailed { gpu } => self.gpu_failed(placed, item, gpu, Step::Init, text),
+            Meaning::InitFailed { gpu } => {
+                self.end_initialisation(placed, item, "failure of an initialisation");
+                self.gpu_failed(placed, item, gpu, Step::Init, text);
+            }
             Meaning::ProbeFailed { gpu } => self.gpu_failed(placed, item, gpu, Step::Probe, text),
             Meaning::Banner { .. } | Meaning::Bar { .. } | Meaning::Enabling { .. } => {}
             Meaning::Nvrc { .. } | Meaning::Panic | Meaning::Other => {}
         }
+    }
+
+    /// Span from the last mark to here: an initialisation, by the order of a driver that does one
+    /// after another; of which GPU no line says. A mark that nothing ends is an event alone.
+    fn end_initialisation(&mut self, placed: Placed, item: &Item, until: &str) {
+        let Some((begin, of_mark)) = self.mark.take() else { return };
+        let span = Some(self.span());
+        self.draft(begin, of_mark, Kind::Begin, names::GPU_INIT).span = span;
+        let draft = self.draft(placed, item, Kind::End, names::GPU_INIT);
+        draft.span = span;
+        draft.fields.insert("until".into(), until.into());
     }
 
     fn gpu_failed(&mut self, placed: Placed, item: &Item, gpu: PciAddress, step: Step, text: &str) {
