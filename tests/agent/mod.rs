@@ -10,7 +10,7 @@ pub mod cdi;
 // Built where the crate is not, and where a test compares both.
 #[cfg(any(test, not(feature = "cdi")))]
 mod cdi_json;
-mod children;
+pub mod children;
 pub mod config;
 pub mod container;
 mod container_hooks;

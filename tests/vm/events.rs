@@ -175,6 +175,8 @@ fn canonical(records: &[Record]) -> String {
     let names_of: HashMap<u64, &str> = records.iter().filter_map(|r| Some((r.span?, r.name.as_str()))).collect();
     let of_service = |r: &Record| r.span.zip(r.fields.get("service").cloned());
     let services: HashMap<u64, Value> = records.iter().filter_map(of_service).collect();
+    let of_module = |r: &Record| r.span.zip(r.fields.get("module").cloned());
+    let modules: HashMap<u64, Value> = records.iter().filter_map(of_module).collect();
     let mut lines: Vec<(String, String)> = Vec::new();
     for r in records {
         // How often the agent looked, what it did meanwhile, which sink was when ready, uevents and
@@ -212,7 +214,6 @@ fn canonical(records: &[Record]) -> String {
         let beside = [
             names::GPU_PUBLISHED,
             names::AGENT_EXEC,
-            names::MODULE_LOAD,
             names::CLOCK_PRINTK,
             names::DRIVER_LOOK,
             names::DRIVER_NODES,
@@ -224,6 +225,9 @@ fn canonical(records: &[Record]) -> String {
         let service = r.span.and_then(|span| services.get(&span)).or(r.fields.get("service"));
         let group = if let Some(service) = service {
             format!("service {service}")
+        } else if let Some(module) = r.span.and_then(|span| modules.get(&span)) {
+            // Modules of services and of the driver are loaded by threads of their own.
+            format!("module.load {module}")
         } else if beside {
             format!("{} {:?}", r.name, r.gpu)
         } else {

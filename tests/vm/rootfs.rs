@@ -84,7 +84,7 @@ fn real(context: &TestContext) -> Result<Outcome> {
     failures_are_told(&booted, &version)?;
     // NVIDIA's own program, with the libraries of the image: it finds NVML and the driver, and no GPU that works.
     let smi = booted.agent("started", |l| l.get("program") == "/usr/bin/nvidia-smi")?.get("child-pid").to_string();
-    let end = booted.agent("child exited unexpectedly", |l| l.get("child-pid") == smi)?;
+    let end = booted.agent("ended", |l| l.get("child-pid") == smi)?;
     ensure!(end.get("status") == NOTHING_FOUND, "nvidia-smi has ended with {}", end.get("status"));
     let held = booted.agent("held", |l| l.get("process") == "gpuinit-keeper")?;
     // A node that could not be opened is not held.

@@ -48,6 +48,7 @@
 //! WHEN may also be `now`, which is at once, and needs no init that tells anything.
 
 use super::guest::{all_counters, connect};
+use crate::agent::children::start_watched;
 use crate::agent::{cdi, log};
 use kata_gpu_init::device_nodes::DeviceNodes;
 use kata_gpu_init::events::record::{Kind, Line, Record, decode};
@@ -245,9 +246,10 @@ pub(super) fn act(action: &str) -> Result<(), String> {
             Ok(())
         }
         "run" => {
-            // PID 1 reaps every child, and tells how it ended: waiting here would find none.
-            let child = std::process::Command::new(argument).spawn().map_err(|e| format!("run {argument}: {e}"))?;
-            log::info("started", &[("program", argument), ("child-pid", &child.id().to_string())]);
+            // PID 1 reaps every child, and logs how this one ended: waiting here would find none.
+            let child = start_watched(&mut std::process::Command::new(argument));
+            let child = child.map_err(|e| format!("run {argument}: {e}"))?;
+            log::info("started", &[("program", argument), ("child-pid", &child.to_string())]);
             Ok(())
         }
         "fabric" => write(Path::new("/sys/module/nvidia/parameters/fabric_state"), argument),
