@@ -4,6 +4,7 @@ mod otel;
 mod prometheus;
 mod receivers;
 mod scrapes;
+mod tables;
 
 use crate::collect::{DEADLINE, Raw, boot_id, program, socket};
 use kata_gpu_init::events::record::{Line, decode};

@@ -4,10 +4,12 @@
 //! reader command, and keeps only ids in its queue. Receiving, writing and keeping never wait for it, and have the processor before it
 //! ([`give_way`]); what it cannot do is counted and said.
 
+pub mod catalogue; // what can be scraped: the table of metrics
 pub mod exposition; // the text that Prometheus reads
 pub mod http; // who may ask for it
 pub mod pushing; // the queue of boots and its receiver
 pub mod shared; // what its tasks share
+pub mod snapshot; // what one scrape reports
 pub mod sources; // what it takes from the collector
 pub mod tally; // what is counted of boots
 

@@ -102,7 +102,8 @@ pub struct Facts {
     pub too_large: bool,
 }
 
-type Histograms = BTreeMap<&'static str, Histogram>;
+/// By the value of a label.
+pub type Histograms = BTreeMap<&'static str, Histogram>;
 
 /// All boots that were over since the start.
 #[derive(Clone, Debug)]
@@ -169,6 +170,11 @@ impl Tally {
         self.failed_gpus = self.failed_gpus.saturating_add(failed);
         self.other_gpus = self.other_gpus.saturating_add(other);
         self.lost = self.lost.saturating_add(facts.lost);
+    }
+
+    /// Boots that ended so.
+    pub fn outcome(&self, outcome: Outcome) -> u64 {
+        self.outcomes.get(&outcome).copied().unwrap_or(0)
     }
 
     pub fn add_unread(&mut self) {

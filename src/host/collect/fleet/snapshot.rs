@@ -1,0 +1,42 @@
+//! What one scrape reports, read once, so that its numbers are of one moment.
+
+use super::shared::Shared;
+use super::tally::Tally;
+use crate::host::collect::stats::Counts;
+use std::sync::atomic::Ordering::Relaxed;
+
+pub struct Snapshot {
+    pub counts: Counts,
+    pub tally: Tally,
+    /// Boots with a connection, and without one.
+    pub in_flight: (u64, u64),
+    /// Open ones.
+    pub connections: u64,
+    pub scrapes: u64,
+    pub scrapes_refused: u64,
+    pub scrapes_failed: u64,
+    /// With --otlp.
+    pub queue: Option<Queue>,
+}
+
+/// Boots that wait for the receiver.
+pub struct Queue {
+    pub waiting: u64,
+    pub capacity: u64,
+}
+
+impl Snapshot {
+    pub fn of(shared: &Shared) -> Self {
+        let queue = shared.queue.as_ref();
+        Self {
+            counts: shared.from.stats.counts(),
+            tally: shared.tally().clone(),
+            in_flight: shared.from.store.ends.as_ref().map_or((0, 0), |ends| ends.in_flight()),
+            connections: shared.from.peers.open(),
+            scrapes: shared.http.scrapes.load(Relaxed),
+            scrapes_refused: shared.http.refused.load(Relaxed),
+            scrapes_failed: shared.http.failed.load(Relaxed),
+            queue: queue.map(|q| Queue { waiting: q.waiting(), capacity: q.capacity() }),
+        }
+    }
+}
