@@ -7,7 +7,7 @@
 
 use super::boot_log::open;
 use super::keep::Keep;
-use super::store::{Store, Tell};
+use super::store::{Store, Tell, lock};
 use crate::events::record::{MAX_LINE, is_boot_id};
 use crate::host::data::boot_file::{EXTENSION, FileLine, HostEvent, for_each_line};
 use anyhow::{Context, Result, bail};
@@ -149,7 +149,10 @@ impl Retention {
                 rest.push(candidate);
             }
         }
-        let Some(most) = self.keep.bytes else { return };
+        let Some(most) = self.keep.bytes else {
+            *lock(&store.kept_bytes) = Some(left);
+            return;
+        };
         if left > most {
             rest.sort();
             let mut over = self.over_their_share(&rest, most / SHARES);
@@ -170,6 +173,7 @@ impl Retention {
             ));
         }
         self.told = left > most;
+        *lock(&store.kept_bytes) = Some(left);
     }
 
     fn is_old(&self, candidate: &Candidate, now: Now) -> bool {
@@ -320,6 +324,24 @@ mod tests {
         let keep = Keep { age: None, bytes: Some(25_000) };
         apply(&dir, keep);
         assert_eq!(left(&dir), [0, 1, 2, 3, 7, 8]);
+    }
+
+    #[test]
+    fn bytes_of_boots_are_known_once_somebody_looked() {
+        let (dir, tell): (_, Tell) = (TempDir::new(), Arc::new(|_| ()));
+        files(&dir, &[100, 50, 0]);
+        let place = Place::take(dir.path()).unwrap();
+        let disk = Disk::start(place, Limits::default(), Keep::default(), Arc::default(), tell.clone(), || ()).unwrap();
+        assert_eq!(*lock(&disk.store.kept_bytes), None);
+        for (keep, left) in [
+            (Keep { age: Keep::days(3), bytes: None }, 2000),
+            (Keep { age: None, bytes: Some(1999) }, 1000),
+            (Keep { age: None, bytes: Some(1) }, 1000),
+        ] {
+            Retention::new(keep).apply(&disk.store, &tell, now());
+            assert_eq!(*lock(&disk.store.kept_bytes), Some(left), "{keep:?}");
+        }
+        disk.close().unwrap();
     }
 
     #[test]

@@ -58,6 +58,8 @@ pub struct Store {
     _lock: Flock<File>,
     limits: Limits,
     pub(super) keep: Keep,
+    /// Bytes of all boots' files at retention's last look; None before the first.
+    pub(super) kept_bytes: Mutex<Option<u64>>,
     pub(super) waiting: Arc<Waiting>,
     boots: Mutex<Boots>,
     jobs: mpsc::Sender<Job>,
@@ -177,6 +179,7 @@ impl Store {
             _lock: place.lock,
             limits,
             keep,
+            kept_bytes: Mutex::default(),
             waiting: Arc::default(),
             boots: Mutex::default(),
             jobs,

@@ -176,6 +176,12 @@ metrics! {
     FILES_LOST Counter Number "files_lost_total" {}
         "Files that somebody removed while their boot was received."
         |now| One(now.counts.files_lost);
+    KEPT_BYTES Gauge Bytes "kept_bytes" {}
+        "Bytes of all boots' files, at retention's last look."
+        |now| now.kept_bytes.map_or(Values::Nothing, One);
+    KEEP_LIMIT_BYTES Gauge Bytes "keep_limit_bytes" {}
+        "How many may be kept (--keep-size)."
+        |now| now.keep_limit_bytes.map_or(Values::Nothing, One);
 
     // Answers to Prometheus.
     SCRAPES Counter Number "scrapes_total" {}

@@ -3,6 +3,7 @@
 use super::shared::Shared;
 use super::tally::Tally;
 use crate::host::collect::stats::Counts;
+use crate::host::collect::store::lock;
 use std::sync::atomic::Ordering::Relaxed;
 
 pub struct Snapshot {
@@ -12,6 +13,9 @@ pub struct Snapshot {
     pub in_flight: (u64, u64),
     /// Open ones.
     pub connections: u64,
+    /// Bytes of all boots' files, and how many may be; None where nobody looked, without a limit.
+    pub kept_bytes: Option<u64>,
+    pub keep_limit_bytes: Option<u64>,
     pub scrapes: u64,
     pub scrapes_refused: u64,
     pub scrapes_failed: u64,
@@ -33,6 +37,8 @@ impl Snapshot {
             tally: shared.tally().clone(),
             in_flight: shared.from.store.ends.as_ref().map_or((0, 0), |ends| ends.in_flight()),
             connections: shared.from.peers.open(),
+            kept_bytes: *lock(&shared.from.store.kept_bytes),
+            keep_limit_bytes: shared.from.store.keep.bytes,
             scrapes: shared.http.scrapes.load(Relaxed),
             scrapes_refused: shared.http.refused.load(Relaxed),
             scrapes_failed: shared.http.failed.load(Relaxed),
