@@ -84,6 +84,7 @@ fn main() -> ExitCode {
 mod tests {
     use super::*;
     use clap::{Command, CommandFactory};
+    use kata_gpu_init::host::collect::fleet::alerts;
 
     #[test]
     fn the_version_is_told_with_the_programs_own_name() {
@@ -104,5 +105,19 @@ mod tests {
         let mut examples = 0;
         check(&Cli::command(), &mut examples);
         assert!(examples > 40, "only {examples} were looked at");
+    }
+
+    #[test]
+    fn every_command_that_an_alert_names_is_one_of_this_program() {
+        let tried = |command: &str| Cli::command().try_get_matches_from(command.split(' ')).map_err(|e| e.to_string());
+        let groups = alerts::groups();
+        let descriptions = groups.iter().flat_map(|(_, alerts)| alerts).map(|alert| alert.description);
+        let commands: Vec<&str> = descriptions.flat_map(|text| text.split('`').skip(1).step_by(2)).collect();
+        let own: Vec<&&str> = commands.iter().filter(|command| command.starts_with("kata-gpu-boot ")).collect();
+        assert!(own.len() > 15, "{own:?}");
+        for command in own {
+            assert!(tried(command).is_ok(), "{:?}", tried(command));
+        }
+        assert!(tried("kata-gpu-boot show --no-such-option").is_err());
     }
 }

@@ -4,6 +4,7 @@ use crate::events::names;
 use crate::events::record::{DEFAULT_PORT, Kind};
 use crate::host::boot::model::RECONNECT_GRACE;
 use crate::host::collect::connection::News;
+use crate::host::collect::fleet::alerts;
 use crate::host::collect::fleet::http::parse_address;
 use crate::host::collect::fleet::pushing::Otlp;
 use crate::host::collect::keep::Keep;
@@ -63,7 +64,9 @@ Examples:
   cd /etc/systemd/system
   kata-gpu-boot collect --print-systemd-unit > kata-gpu-boot.service
   # as a DaemonSet: name your image at image:, then kubectl apply -f collect.yaml
-  kata-gpu-boot collect --print-daemonset > collect.yaml";
+  kata-gpu-boot collect --print-daemonset > collect.yaml
+  # a file for Prometheus' rule_files
+  kata-gpu-boot collect --print-alerts > kata-gpu-boot.rules.yml";
 
 /// What stands below the options.
 fn help() -> String {
@@ -83,7 +86,7 @@ fn help() -> String {
 #[command(after_help = help())]
 pub struct Args {
     /// Where the files go; made if it is not there.
-    #[arg(long, required_unless_present_any = ["print_systemd_unit", "print_daemonset"])]
+    #[arg(long, required_unless_present_any = ["print_systemd_unit", "print_daemonset", "print_alerts"])]
     dir: Option<PathBuf>,
     /// Port that guests connect to.
     #[arg(long, default_value_t = DEFAULT_PORT, value_parser = clap::value_parser!(u32).range(1..i64::from(u32::MAX)))]
@@ -151,6 +154,9 @@ pub struct Args {
     /// Print a Kubernetes DaemonSet, and leave.
     #[arg(long)]
     print_daemonset: bool,
+    /// Print alerting rules about the metrics, for Prometheus, and leave.
+    #[arg(long, conflicts_with_all = ["print_systemd_unit", "print_daemonset"])]
+    print_alerts: bool,
 }
 
 /// After a boot said that it is complete, how long without a record means that it is: some come just behind.
@@ -164,6 +170,9 @@ pub fn run(args: &Args) -> Result<()> {
     }
     if args.print_daemonset {
         return print(&service::daemonset());
+    }
+    if args.print_alerts {
+        return print(&alerts::yaml());
     }
     if let (true, Some(dir)) = (args.check, &args.dir) {
         return check::ask(dir);

@@ -1,5 +1,6 @@
 //! Boots that are over, before the programs that fleets run: an OpenTelemetry Collector and Prometheus, both real, and receivers that refuse.
 
+mod alerts;
 mod otel;
 mod prometheus;
 mod receivers;

@@ -1,7 +1,7 @@
 //! All metrics of the catalogue in Prometheus' text format, version 0.0.4.
 //!
-//! Why not OpenMetrics, which libraries write: a counter `x_total` belongs to a family `x` there, so
-//! that `connections` and `connections_total` would be one family of two types, which no reader
+//! Why not OpenMetrics, which libraries write: a counter `x_total` belongs to a family `x` there,
+//! so that `connections` and `connections_total` would be one family of two types, which no reader
 //! takes; and `promtool check metrics` reads this format alone.
 
 use super::catalogue::{Metric, TABLE, Values};

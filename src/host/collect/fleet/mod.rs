@@ -4,9 +4,11 @@
 //! reader command, and keeps only ids in its queue. Receiving, writing and keeping never wait for it, and have the processor before it
 //! ([`give_way`]); what it cannot do is counted and said.
 
+pub mod alerts; // rules for Prometheus
 pub mod catalogue; // what can be scraped: the table of metrics
 pub mod exposition; // the text that Prometheus reads
 pub mod http; // who may ask for it
+pub mod promql; // selectors of them
 pub mod pushing; // the queue of boots and its receiver
 pub mod shared; // what its tasks share
 pub mod snapshot; // what one scrape reports
