@@ -5,6 +5,7 @@ use crate::events::record::{DEFAULT_PORT, Kind};
 use crate::host::boot::model::RECONNECT_GRACE;
 use crate::host::collect::connection::News;
 use crate::host::collect::fleet::alerts;
+use crate::host::collect::fleet::dashboard::dashboard;
 use crate::host::collect::fleet::http::parse_address;
 use crate::host::collect::fleet::pushing::Otlp;
 use crate::host::collect::keep::Keep;
@@ -65,7 +66,8 @@ Examples:
   kata-gpu-boot collect --print-systemd-unit > kata-gpu-boot.service
   # as a DaemonSet: name your image at image:, then kubectl apply -f collect.yaml
   kata-gpu-boot collect --print-daemonset > collect.yaml
-  # a file for Prometheus' rule_files
+  # what Grafana imports, and a file for Prometheus' rule_files
+  kata-gpu-boot collect --print-dashboard > dashboard.json
   kata-gpu-boot collect --print-alerts > kata-gpu-boot.rules.yml";
 
 /// What stands below the options.
@@ -86,7 +88,7 @@ fn help() -> String {
 #[command(after_help = help())]
 pub struct Args {
     /// Where the files go; made if it is not there.
-    #[arg(long, required_unless_present_any = ["print_systemd_unit", "print_daemonset", "print_alerts"])]
+    #[arg(long, required_unless_present_any = ["print_systemd_unit", "print_daemonset", "print_dashboard", "print_alerts"])]
     dir: Option<PathBuf>,
     /// Port that guests connect to.
     #[arg(long, default_value_t = DEFAULT_PORT, value_parser = clap::value_parser!(u32).range(1..i64::from(u32::MAX)))]
@@ -154,8 +156,11 @@ pub struct Args {
     /// Print a Kubernetes DaemonSet, and leave.
     #[arg(long)]
     print_daemonset: bool,
-    /// Print alerting rules about the metrics, for Prometheus, and leave.
+    /// Print a dashboard of the metrics, for Grafana's import, and leave.
     #[arg(long, conflicts_with_all = ["print_systemd_unit", "print_daemonset"])]
+    print_dashboard: bool,
+    /// Print alerting rules about the metrics, for Prometheus, and leave.
+    #[arg(long, conflicts_with_all = ["print_systemd_unit", "print_daemonset", "print_dashboard"])]
     print_alerts: bool,
 }
 
@@ -170,6 +175,9 @@ pub fn run(args: &Args) -> Result<()> {
     }
     if args.print_daemonset {
         return print(&service::daemonset());
+    }
+    if args.print_dashboard {
+        return print(&format!("{:#}\n", dashboard()));
     }
     if args.print_alerts {
         return print(&alerts::yaml());

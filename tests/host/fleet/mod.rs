@@ -1,6 +1,7 @@
 //! Boots that are over, before the programs that fleets run: an OpenTelemetry Collector and Prometheus, both real, and receivers that refuse.
 
 mod alerts;
+mod grafana;
 mod otel;
 mod prometheus;
 mod receivers;

@@ -1,19 +1,51 @@
 //! A real Prometheus scrapes the collector, and says of its boots what `stats --json` says.
 
-use super::{ONE_FAILS, RECORDED, Running, boot, free_port, get, metrics_address, tool, value};
+use super::{ONE_FAILS, RECORDED, Running, ask, boot, free_port, get, metrics_address, tool, value};
 use crate::collect::{Collector, folder, program, until};
 use serde_json::Value;
 use std::io::Write;
 use std::net::SocketAddr;
+use std::path::Path;
 use std::process::{Command, Stdio};
 
-/// The one value of a query, if there is one yet.
-fn query(server: SocketAddr, expression: &str) -> Option<f64> {
+/// What the server answers below /api/v1; None where that is no JSON.
+pub fn api(server: SocketAddr, path: &str) -> Option<Value> {
+    // With HTTP/1.0 a long answer is in one piece.
+    let answer = ask(server, &format!("GET /api/v1/{path} HTTP/1.0\r\nHost: x\r\n\r\n"));
+    serde_json::from_str(answer.split_once("\r\n\r\n")?.1).ok()
+}
+
+pub fn run_query(server: SocketAddr, expression: &str) -> Option<Value> {
     let encoded: String = expression.bytes().map(|b| format!("%{b:02x}")).collect();
-    let answer = get(server, &format!("/api/v1/query?query={encoded}"));
-    let body = &answer[answer.find('{')?..=answer.rfind('}')?];
-    let json: Value = serde_json::from_str(body).ok()?;
-    json["data"]["result"][0]["value"][1].as_str()?.parse().ok()
+    api(server, &format!("query?query={encoded}"))
+}
+
+/// The one value of a query, if there is one yet.
+pub fn query(server: SocketAddr, expression: &str) -> Option<f64> {
+    run_query(server, expression)?["data"]["result"][0]["value"][1].as_str()?.parse().ok()
+}
+
+/// Starts a server that scrapes the target, and waits until it has; `more` ends its configuration.
+pub fn start(prometheus: &Path, dir: &Path, target: SocketAddr, more: &str) -> (Running, SocketAddr) {
+    let server = SocketAddr::from(([127, 0, 0, 1], free_port()));
+    let config = format!(
+        "global: {{scrape_interval: 200ms, scrape_timeout: 200ms, evaluation_interval: 200ms}}\n\
+         scrape_configs: [{{job_name: boots, static_configs: [{{targets: ['{target}']}}]}}]\n{more}"
+    );
+    std::fs::write(dir.join("prometheus.yml"), config).unwrap();
+    let child = Command::new(prometheus)
+        .arg(format!("--config.file={}", dir.join("prometheus.yml").display()))
+        .arg(format!("--storage.tsdb.path={}", dir.join("data").display()))
+        .arg(format!("--web.listen-address={server}"))
+        .stdin(Stdio::null())
+        .stdout(Stdio::null())
+        .stderr(Stdio::null())
+        .spawn()
+        .unwrap();
+    let running = Running(child);
+    until("Prometheus listens", || std::net::TcpStream::connect(server).is_ok());
+    until("it has scraped", || query(server, "up") == Some(1.0));
+    (running, server)
 }
 
 #[test]
@@ -22,24 +54,7 @@ fn a_real_prometheus_scrapes_the_numbers_of_stats() {
     let dir = folder();
     let collector = Collector::start(&dir.0, &["--uds", dir.0.join("v").to_str().unwrap(), "--metrics", "0"]);
     let target = metrics_address(&collector);
-    let server = SocketAddr::from(([127, 0, 0, 1], free_port()));
-    let config = format!(
-        "global: {{scrape_interval: 200ms, scrape_timeout: 200ms}}\n\
-         scrape_configs: [{{job_name: boots, static_configs: [{{targets: ['{target}']}}]}}]\n"
-    );
-    std::fs::write(dir.0.join("prometheus.yml"), config).unwrap();
-    let child = Command::new(prometheus)
-        .arg(format!("--config.file={}", dir.0.join("prometheus.yml").display()))
-        .arg(format!("--storage.tsdb.path={}", dir.0.join("data").display()))
-        .arg(format!("--web.listen-address={server}"))
-        .stdin(Stdio::null())
-        .stdout(Stdio::null())
-        .stderr(Stdio::null())
-        .spawn()
-        .unwrap();
-    let _running = Running(child);
-    until("Prometheus listens", || std::net::TcpStream::connect(server).is_ok());
-    until("it has scraped", || query(server, "up") == Some(1.0));
+    let (_running, server) = start(&prometheus, &dir.0, target, "");
     assert_eq!(query(server, "kata_gpu_boot_failures_total{reason=\"needs-reset\"}"), Some(0.0), "the first failure has to be a change");
     assert_eq!(query(server, "kata_gpu_boot_nothing_of_that_name"), None);
 

@@ -6,9 +6,10 @@
 
 pub mod alerts; // rules for Prometheus
 pub mod catalogue; // what can be scraped: the table of metrics
+pub mod dashboard; // panels for Grafana
 pub mod exposition; // the text that Prometheus reads
 pub mod http; // who may ask for it
-pub mod promql; // selectors of them
+pub mod promql; // selectors of both
 pub mod pushing; // the queue of boots and its receiver
 pub mod shared; // what its tasks share
 pub mod snapshot; // what one scrape reports
