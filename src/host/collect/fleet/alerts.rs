@@ -335,5 +335,14 @@ mod tests {
         for alert in groups().iter().flat_map(|(_, alerts)| alerts) {
             assert!(alert.description.contains("`kata-gpu-boot "), "{}: no cure", alert.name);
         }
+        let text = yaml();
+        for said in [
+            format!("More than {} % of", FAILED_SHARE * 100.0),
+            format!("{SLOWER_P90} times that"),
+            format!("grown by {:.0} %", (SLOWER_MEAN - 1.0) * 100.0),
+            format!("more than {} minutes until", SLOW_SECONDS / 60.0),
+        ] {
+            assert!(text.contains(&said), "no text says: {said}");
+        }
     }
 }
