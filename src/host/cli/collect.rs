@@ -126,7 +126,7 @@ pub struct Args {
     /// Change a limit (the table below); may be given several times.
     #[arg(long, value_name = "NAME=N")]
     limit: Vec<String>,
-    /// Push every boot that is over to an OTLP receiver: http://HOST:4318 (protobuf) or grpc://HOST:4317.
+    /// Push every boot that is over to an OTLP receiver: http://HOST:4318 (OTLP over HTTP, protobuf).
     #[arg(long, value_name = "URL")]
     otlp: Option<String>,
     /// A header for --otlp, for example x-tenant=gpu; may be repeated. Secrets belong into OTEL_EXPORTER_OTLP_HEADERS.

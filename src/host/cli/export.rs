@@ -66,7 +66,7 @@ pub struct Args {
     /// A resource attribute for --otlp, for example k8s.node.name=n1; may be repeated.
     #[arg(long, value_name = "KEY=VALUE")]
     attribute: Vec<String>,
-    /// Send --otlp to a receiver: http://HOST:4318 (protobuf) or grpc://HOST:4317.
+    /// Send --otlp to a receiver: http://HOST:4318 (OTLP over HTTP, protobuf).
     #[arg(long, value_name = "URL", conflicts_with = "output")]
     push: Option<String>,
     /// A header for --push, for example x-tenant=gpu; may be repeated. Secrets belong into OTEL_EXPORTER_OTLP_HEADERS.

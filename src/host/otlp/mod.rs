@@ -12,7 +12,7 @@ mod request;
 mod resource;
 
 pub use request::Request;
-pub use resource::{Resource, encoded_pairs, environment, of_this_machine, pair, percent_decoded};
+pub use resource::{Resource, encoded_pairs, environment, of_this_machine, pair};
 
 use crate::host::data::boot_file::TraceId;
 use crate::host::data::text::printable;

@@ -92,7 +92,7 @@ impl Request<'_> {
         out.write_all(b"]}]}]}\n")
     }
 
-    /// Protobuf, in as many requests as it takes for none to be much longer than `bytes`: receivers have limits (gRPC's is 4 MiB).
+    /// Protobuf, in as many requests as it takes for none to be much longer than `bytes`: receivers have limits.
     pub fn protobufs(self, bytes: usize) -> impl Iterator<Item = Part> {
         let Self { trace, resource, scope, spans } = self;
         let resource = move || resource.iter().fold(Message::default(), |m, a| m.message(1, attribute(a)));

@@ -66,7 +66,7 @@ pub fn pair(text: &str) -> Result<(String, String)> {
 }
 
 /// `%2C` as `,`.
-pub fn percent_decoded(text: &str) -> Result<String> {
+fn percent_decoded(text: &str) -> Result<String> {
     let mut bytes = Vec::with_capacity(text.len());
     let mut rest = text.bytes();
     while let Some(byte) = rest.next() {

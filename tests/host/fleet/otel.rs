@@ -18,15 +18,14 @@ struct OpenTelemetry {
     _running: Running,
     seen: PathBuf,
     http: u16,
-    grpc: u16,
 }
 
 impl OpenTelemetry {
     fn start() -> Option<Self> {
         let program = tool("otelcol/otelcol")?;
-        let (dir, http, grpc) = (folder(), free_port(), free_port());
+        let (dir, http) = (folder(), free_port());
         let config = format!(
-            "receivers: {{otlp: {{protocols: {{http: {{endpoint: '127.0.0.1:{http}'}}, grpc: {{endpoint: '127.0.0.1:{grpc}'}}}}}}}}\n\
+            "receivers: {{otlp: {{protocols: {{http: {{endpoint: '127.0.0.1:{http}'}}}}}}}}\n\
              exporters: {{debug: {{verbosity: detailed, use_internal_logger: false}}}}\n\
              service: {{telemetry: {{metrics: {{level: none}}}}, pipelines: {{traces: {{receivers: [otlp], exporters: [debug]}}}}}}\n"
         );
@@ -35,8 +34,8 @@ impl OpenTelemetry {
         let (out, err) = (File::create(&seen).unwrap(), File::create(dir.0.join("log")).unwrap());
         let mut command = Command::new(program);
         let child = command.arg("--config").arg(path).stdin(Stdio::null()).stdout(out).stderr(err).spawn().unwrap();
-        let started = Self { _running: Running(child), seen, http, grpc, _dir: dir };
-        until("the OpenTelemetry Collector listens", || [http, grpc].iter().all(|port| TcpStream::connect(("127.0.0.1", *port)).is_ok()));
+        let started = Self { _running: Running(child), seen, http, _dir: dir };
+        until("the OpenTelemetry Collector listens", || TcpStream::connect(("127.0.0.1", http)).is_ok());
         Some(started)
     }
 
@@ -137,23 +136,22 @@ fn seen(spans: &[Span]) -> BTreeSet<(String, String, String, bool, usize, usize)
 }
 
 #[test]
-fn a_real_collector_takes_every_span_over_http_and_grpc() {
+fn a_real_collector_takes_every_span() {
     let Some(otel) = OpenTelemetry::start() else { return };
-    for (n, url) in [format!("http://127.0.0.1:{}", otel.http), format!("grpc://127.0.0.1:{}", otel.grpc)].iter().enumerate() {
-        let pushed = export(ONE_FAILS, &["--otlp", "--push", url, "--attribute", "k8s.pod.name=trainer-0"]);
-        assert!(pushed.status.success(), "{pushed:?}");
-        until("the spans", || otel.requests().len() > n);
-        let request = &otel.requests()[n];
-        let json = export(ONE_FAILS, &["--otlp"]).stdout;
-        assert_eq!(seen(&request.spans), wanted(&json), "{url}");
-        // The failed GPU's step, the container that wanted it, and the boot.
-        let failed: BTreeSet<&str> = request.spans.iter().filter(|s| s.failed).map(|s| s.name.as_str()).collect();
-        assert_eq!(failed, BTreeSet::from(["agent.wait", "gpu guest boot", "gpu.init"]));
-        assert_eq!(request.resource["k8s.pod.name"], "trainer-0");
-        assert!(request.resource.contains_key("host.name") && request.resource["os.type"] == "linux", "{:?}", request.resource);
-        let of_gpu = request.spans.iter().filter(|s| s.attributes.contains_key("gpu.address") && s.attributes.contains_key("gpu.index"));
-        assert!(of_gpu.count() >= 3);
-    }
+    let url = format!("http://127.0.0.1:{}", otel.http);
+    let pushed = export(ONE_FAILS, &["--otlp", "--push", &url, "--attribute", "k8s.pod.name=trainer-0"]);
+    assert!(pushed.status.success(), "{pushed:?}");
+    until("the spans", || !otel.requests().is_empty());
+    let request = &otel.requests()[0];
+    let json = export(ONE_FAILS, &["--otlp"]).stdout;
+    assert_eq!(seen(&request.spans), wanted(&json));
+    // The failed GPU's step, the container that wanted it, and the boot.
+    let failed: BTreeSet<&str> = request.spans.iter().filter(|s| s.failed).map(|s| s.name.as_str()).collect();
+    assert_eq!(failed, BTreeSet::from(["agent.wait", "gpu guest boot", "gpu.init"]));
+    assert_eq!(request.resource["k8s.pod.name"], "trainer-0");
+    assert!(request.resource.contains_key("host.name") && request.resource["os.type"] == "linux", "{:?}", request.resource);
+    let of_gpu = request.spans.iter().filter(|s| s.attributes.contains_key("gpu.address") && s.attributes.contains_key("gpu.index"));
+    assert!(of_gpu.count() >= 3);
 }
 
 #[test]
@@ -235,7 +233,7 @@ fn a_boot_that_was_over_just_before_the_stop_is_pushed() {
     let Some(otel) = OpenTelemetry::start() else { return };
     let dir = folder();
     let base = dir.0.join("v");
-    let url = format!("grpc://127.0.0.1:{}", otel.grpc);
+    let url = format!("http://127.0.0.1:{}", otel.http);
     let collector = Collector::start(&dir.0, &["--uds", base.to_str().unwrap(), "--otlp", &url]);
     boot(&dir.0, RECORDED, 1);
     until("the boot is stored", || read(&dir.0, 1).records.iter().any(|r| r.name == "settled"));

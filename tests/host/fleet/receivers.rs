@@ -140,6 +140,7 @@ fn wrong_words_are_refused_with_the_cure() {
     for (words, cure) in [
         (&["--otlp", "--push", "https://x"][..], "let it do that"),
         (&["--otlp", "--push", "x"], "want http://HOST:4318"),
+        (&["--otlp", "--push", "grpc://x:4317"], "use the receiver's http://HOST:4318"),
         (&["--csv", "--push", "http://x"], "--otlp"),
         (&["--otlp", "--push", "http://x", "--otlp-header", "host=x"], "the protocol's"),
     ] {

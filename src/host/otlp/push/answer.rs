@@ -34,31 +34,18 @@ impl Outcome {
     }
 }
 
-/// Where a request goes, and with what.
-pub struct Head {
-    pub uri: hyper::Uri,
-    pub headers: HeaderMap,
-}
-
 /// A response that was read.
 pub struct Answer {
     pub status: hyper::StatusCode,
     pub headers: HeaderMap,
     pub body: Bytes,
-    pub trailers: HeaderMap,
 }
 
 impl Answer {
     pub async fn read(response: Response<Incoming>) -> Result<Self, String> {
         let (head, body) = response.into_parts();
         let body = Limited::new(body, MAX_ANSWER).collect().await.map_err(|e| format!("read the answer: {}", chain(&*e)))?;
-        let trailers = body.trailers().cloned().unwrap_or_default();
-        Ok(Self { status: head.status, headers: head.headers, body: body.to_bytes(), trailers })
-    }
-
-    /// A header, or a trailer of that name.
-    pub fn field(&self, name: &str) -> Option<&str> {
-        self.trailers.get(name).or_else(|| self.headers.get(name)).and_then(|value| value.to_str().ok())
+        Ok(Self { status: head.status, headers: head.headers, body: body.to_bytes() })
     }
 }
 

@@ -1,11 +1,6 @@
 //! The messages that receivers answer with: ExportTraceServiceResponse and google.rpc.Status. Read leniently: an answer that cannot be read
 //! says nothing, and its status code has said what matters.
 
-use std::time::Duration;
-
-/// The type of the detail that says when to come again.
-const RETRY_INFO: &str = "type.googleapis.com/google.rpc.RetryInfo";
-
 /// Fields of a message, in order.
 struct Fields<'a>(&'a [u8]);
 
@@ -89,18 +84,6 @@ pub fn status_message(status: &[u8]) -> Option<String> {
     text(status, 2)
 }
 
-/// The RetryInfo of a google.rpc.Status.
-pub fn retry_delay(status: &[u8]) -> Option<Duration> {
-    Fields(status).find_map(|field| match field {
-        Field::Bytes(3, any) if message(any, 1) == Some(RETRY_INFO.as_bytes()) => {
-            let delay = message(message(any, 2)?, 1)?;
-            let nanos = varint(delay, 2).and_then(|n| u32::try_from(n).ok()).filter(|n| *n < 1_000_000_000);
-            Some(Duration::new(varint(delay, 1).unwrap_or(0), nanos.unwrap_or(0)))
-        }
-        _ => None,
-    })
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -111,12 +94,9 @@ mod tests {
         let partial = Message::default().uint(1, 3).text(2, "no room");
         assert_eq!(partial_success(&Message::default().message(1, partial).into_bytes()), (3, Some("no room".into())));
         assert_eq!(partial_success(b""), (0, None));
-        let delay = Message::default().message(1, Message::default().uint(1, 2).uint(2, 500_000_000));
-        let any = |kind: &str, value| Message::default().text(1, kind).message(2, value);
-        let status = Message::default().uint(1, 8).text(2, "later").message(3, any("x", Message::default()));
-        let status = status.message(3, any(RETRY_INFO, delay)).into_bytes();
+        let detail = Message::default().text(1, "type.googleapis.com/google.rpc.RetryInfo").message(2, Message::default());
+        let status = Message::default().uint(1, 8).text(2, "later").message(3, detail).into_bytes();
         assert_eq!(status_message(&status).as_deref(), Some("later"));
-        assert_eq!(retry_delay(&status), Some(Duration::from_millis(2500)));
     }
 
     #[test]
@@ -124,7 +104,7 @@ mod tests {
         let samples: [&[u8]; 6] =
             [b"\xff", &[0xff; 30], b"\x0a\xff\xff\xff\xff\xff\xff\xff\xff\xff\x01", b"<html>", b"\x0a\x02\x08", b"\x0b"];
         for bytes in samples {
-            assert_eq!((partial_success(bytes).0, retry_delay(bytes)), (0, None), "{bytes:?}");
+            assert_eq!(partial_success(bytes).0, 0, "{bytes:?}");
             status_message(bytes);
         }
     }

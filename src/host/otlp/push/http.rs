@@ -1,12 +1,13 @@
 //! OTLP/HTTP with protobuf: one POST, and which answers mean what by OTLP's specification.
 
-use super::answer::{Answer, Head, Outcome, told};
+use super::answer::{Answer, Outcome, told};
 use super::answer_fields::{partial_success, status_message};
 use super::target::Target;
 use bytes::Bytes;
 use http_body_util::Full;
 use hyper::client::conn::http1::{SendRequest, handshake as start};
 use hyper::header::{ACCEPT, CONTENT_TYPE, HOST, HeaderValue, RETRY_AFTER};
+use hyper::{Method, Request};
 use hyper_util::rt::TokioIo;
 use std::time::Duration;
 use tokio::net::TcpStream;
@@ -24,12 +25,16 @@ pub async fn handshake(stream: TokioIo<TcpStream>) -> hyper::Result<SendRequest<
     Ok(sender)
 }
 
-pub fn request(target: &Target, body: Vec<u8>) -> (Head, Bytes) {
-    let mut headers = target.headers.clone();
+pub fn request(target: &Target, body: Vec<u8>) -> Request<Full<Bytes>> {
+    let mut request = Request::new(Full::new(body.into()));
+    *request.method_mut() = Method::POST;
+    *request.uri_mut() = target.uri.clone();
+    let headers = request.headers_mut();
+    headers.clone_from(&target.headers);
     headers.insert(HOST, target.authority.clone());
     headers.insert(CONTENT_TYPE, PROTOBUF);
     headers.insert(ACCEPT, PROTOBUF);
-    (Head { uri: target.uri.clone(), headers }, body.into())
+    request
 }
 
 pub fn outcome(answer: &Answer) -> Outcome {
@@ -43,7 +48,7 @@ pub fn outcome(answer: &Answer) -> Outcome {
     let why = format!("HTTP {status} {}{message}", answer.status.canonical_reason().unwrap_or("(unknown)"));
     if RETRYABLE.contains(&status) {
         // Its other form, a date, is by the receiver's clock, and rare: our own pause is used then.
-        let after = answer.field(RETRY_AFTER.as_str()).and_then(|text| text.trim().parse().ok()).map(Duration::from_secs);
+        let after = answer.headers.get(RETRY_AFTER).and_then(|value| value.to_str().ok()?.trim().parse().ok()).map(Duration::from_secs);
         Outcome::Later { why, answered: true, after }
     } else {
         Outcome::Refused { why }

@@ -1,4 +1,4 @@
-//! Sends OTLP requests to a receiver: over HTTP (protobuf) or gRPC. What a request holds is [`super::Request`]'s business, when to send again the caller's.
+//! Sends OTLP requests to a receiver over HTTP, as protobuf. What a request holds is [`super::Request`]'s business, when to send again the caller's.
 //!
 //! One connection per boot: a node's boots are minutes apart, and idle connections are what load balancers cut. No TLS: the receiver is meant
 //! to be the OpenTelemetry Collector of the same node or cluster, which has certificates and everything else that a way out needs.
@@ -7,7 +7,6 @@
 mod answer; // what receivers say
 mod answer_fields; // protobuf fields of an answer
 mod backoff; // how long until the next try
-mod grpc;
 mod http;
 mod target; // where to, with which headers
 
@@ -18,21 +17,16 @@ pub use target::{HEADERS_VARIABLE, Target};
 
 use bytes::Bytes;
 use http_body_util::Full;
-use hyper::Request;
-use target::Transport;
+use hyper::client::conn::http1::SendRequest;
 use tokio::net::TcpStream;
-/// Bytes of spans from which on a request is sent in parts; gRPC receivers take 4 MiB by default.
+
+/// Bytes of spans from which on a request is sent in parts; the OpenTelemetry Collector takes 20 MiB, some receivers 4 MiB.
 pub const MAX_REQUEST: usize = 1 << 20;
 
 /// A connection to a receiver.
 pub struct Connection<'a> {
     target: &'a Target,
-    wire: Wire,
-}
-
-enum Wire {
-    Http(hyper::client::conn::http1::SendRequest<Full<Bytes>>),
-    Grpc(hyper::client::conn::http2::SendRequest<Full<Bytes>>),
+    sender: SendRequest<Full<Bytes>>,
 }
 
 /// Connects. An error says why there is nobody to talk to: that can change.
@@ -47,12 +41,8 @@ pub async fn connect(target: &Target) -> Result<Connection<'_>, String> {
         Ok(Err(e)) => return Err(format!("connect: {}", told(&e.to_string()))),
         Err(_) => return Err(format!("connect: no answer within {} s", TIMEOUT.as_secs())),
     };
-    let wire = match target.transport {
-        Transport::Http => http::handshake(stream).await.map(Wire::Http),
-        Transport::Grpc => grpc::handshake(stream).await.map(Wire::Grpc),
-    };
-    match wire {
-        Ok(wire) => Ok(Connection { target, wire }),
+    match http::handshake(stream).await {
+        Ok(sender) => Ok(Connection { target, sender }),
         Err(e) => Err(format!("connect: {}", told(&chain(&e)))),
     }
 }
@@ -60,30 +50,17 @@ pub async fn connect(target: &Target) -> Result<Connection<'_>, String> {
 impl Connection<'_> {
     /// Sends one ExportTraceServiceRequest.
     pub async fn send(&mut self, request: Vec<u8>) -> Outcome {
-        let (head, body) = match self.target.transport {
-            Transport::Http => http::request(self.target, request),
-            Transport::Grpc => grpc::request(self.target, request),
-        };
-        let mut request = Request::new(Full::new(body));
-        *request.method_mut() = hyper::Method::POST;
-        *request.uri_mut() = head.uri;
-        *request.headers_mut() = head.headers;
+        let request = http::request(self.target, request);
         let exchange = async {
-            let response = match &mut self.wire {
-                Wire::Http(sender) => sender.send_request(request).await,
-                Wire::Grpc(sender) => sender.send_request(request).await,
-            };
-            match response {
+            match self.sender.send_request(request).await {
                 Ok(response) => Answer::read(response).await,
                 Err(e) => Err(chain(&e)),
             }
         };
         match tokio::time::timeout(TIMEOUT, exchange).await {
-            Ok(Ok(answer)) => match self.target.transport {
-                Transport::Http => http::outcome(&answer),
-                Transport::Grpc => grpc::outcome(&answer),
-            },
-            Ok(Err(why)) => Outcome::unreachable(format_args!("{why}{}", self.target.transport.hint())),
+            Ok(Ok(answer)) => http::outcome(&answer),
+            // What goes wrong most often.
+            Ok(Err(why)) => Outcome::unreachable(format_args!("{why} (is it the port of OTLP/HTTP, which is 4318?)")),
             Err(_) => Outcome::unreachable(format_args!("no answer within {} s", TIMEOUT.as_secs())),
         }
     }

@@ -1,4 +1,4 @@
-//! Where to push to: `http://host:4318` or `grpc://host:4317`, and the headers that go along.
+//! Where to push to: `http://host:4318`, and the headers that go along.
 
 use crate::host::data::text::printable;
 use crate::host::otlp::{encoded_pairs, environment, pair};
@@ -9,11 +9,9 @@ use std::fmt;
 
 /// Where headers come from, as every OpenTelemetry SDK reads it; unlike an option it is in nobody's process list.
 pub const HEADERS_VARIABLE: &str = "OTEL_EXPORTER_OTLP_HEADERS";
-/// OTLP's ports, where the URL has none.
-const HTTP_PORT: u16 = 4318;
-const GRPC_PORT: u16 = 4317;
-const GRPC_PATH: &str = "/opentelemetry.proto.collector.trace.v1.TraceService/Export";
-const HTTP_PATH: &str = "/v1/traces";
+/// OTLP/HTTP's port and path, where the URL has none.
+const PORT: u16 = 4318;
+const PATH: &str = "/v1/traces";
 /// Headers that are this program's or the protocol's.
 const OURS: [&str; 11] = [
     "host",
@@ -29,30 +27,13 @@ const OURS: [&str; 11] = [
     "expect",
 ];
 
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Transport {
-    Http,
-    Grpc,
-}
-
-impl Transport {
-    /// What goes wrong most often.
-    pub fn hint(self) -> &'static str {
-        match self {
-            Self::Http => " (is it the port of OTLP/HTTP? gRPC's is grpc://HOST:4317)",
-            Self::Grpc => " (is it the port of OTLP/gRPC? OTLP/HTTP's is http://HOST:4318)",
-        }
-    }
-}
-
 /// A receiver.
 #[derive(Clone, PartialEq, Eq)]
 pub struct Target {
-    pub(super) transport: Transport,
     pub(super) host: String,
     pub(super) port: u16,
     pub(super) authority: HeaderValue,
-    /// For HTTP the path alone, for gRPC all of it.
+    /// The path alone.
     pub(super) uri: Uri,
     pub(super) headers: HeaderMap,
     shown: String,
@@ -88,49 +69,32 @@ impl Target {
     }
 
     fn parse(url: &str) -> Result<Self> {
+        ensure!(!url.contains('@'), "the URL has a user or password: pass it as a header (--otlp-header or {HEADERS_VARIABLE})");
         let shown = printable(url);
-        let Some((scheme, rest)) = url.split_once("://") else {
-            bail!("{shown}: want http://HOST:{HTTP_PORT} or grpc://HOST:{GRPC_PORT}");
-        };
-        let (transport, default_port) = match scheme {
-            "http" => (Transport::Http, HTTP_PORT),
-            "grpc" => (Transport::Grpc, GRPC_PORT),
-            "https" | "grpcs" => bail!(
-                "{shown}: there is no TLS here: send to the OpenTelemetry Collector of this node (http://127.0.0.1:{HTTP_PORT}) and let it do that"
+        let rest = match url.split_once("://") {
+            Some(("http", rest)) => rest,
+            Some(("https", _)) => bail!(
+                "{shown}: there is no TLS here: send to the OpenTelemetry Collector of this node (http://127.0.0.1:{PORT}) and let it do that"
             ),
-            _ => bail!("{shown}: want http://HOST:{HTTP_PORT} or grpc://HOST:{GRPC_PORT}"),
+            Some(("grpc" | "grpcs", _)) => bail!("{shown}: OTLP goes over HTTP alone: use the receiver's http://HOST:{PORT}"),
+            _ => bail!("{shown}: want http://HOST:{PORT}"),
         };
-        ensure!(!rest.contains('@'), "the URL has a user or password: pass it as a header (--otlp-header or {HEADERS_VARIABLE})");
-        let uri: Uri = format!("http://{rest}").parse().with_context(|| format!("read {shown}: want {scheme}://HOST:{default_port}"))?;
+        let uri: Uri = format!("http://{rest}").parse().with_context(|| format!("read {shown}: want http://HOST:{PORT}"))?;
         let host = uri.host().filter(|host| !host.is_empty()).with_context(|| format!("{shown}: no host in it"))?.to_string();
         let has_port = uri.authority().is_some_and(|authority| authority.as_str() != host);
-        let port = if has_port { uri.port_u16().unwrap_or(0) } else { default_port };
+        let port = if has_port { uri.port_u16().unwrap_or(0) } else { PORT };
         ensure!(port > 0, "{shown}: its port is not one of 1 to 65535");
-        let given = uri.path_and_query().map_or("/", |path| path.as_str());
-        let path = match (transport, given) {
-            (Transport::Http, "/" | "") => HTTP_PATH,
-            (Transport::Http, given) => given,
-            (Transport::Grpc, "/" | "") => GRPC_PATH,
-            (Transport::Grpc, _) => bail!("{shown}: gRPC has no path: want grpc://HOST:PORT"),
-        };
+        let path = uri.path_and_query().map(|path| path.as_str()).filter(|path| !["", "/"].contains(path)).unwrap_or(PATH);
         let authority = format!("{host}:{port}");
-        let uri = match transport {
-            Transport::Http => path.parse(),
-            Transport::Grpc => format!("http://{authority}{path}").parse(),
-        };
-        let shown = match transport {
-            Transport::Http => format!("http://{authority}{path}"),
-            Transport::Grpc => format!("grpc://{authority}"),
-        };
+        let shown = format!("http://{authority}{path}");
         let mut headers = HeaderMap::new();
         headers.insert(USER_AGENT, HeaderValue::from_static(concat!("kata-gpu-boot/", env!("CARGO_PKG_VERSION"))));
         Ok(Self {
-            transport,
             // Brackets are the URL's, not the address's.
             host: host.trim_matches(['[', ']']).to_string(),
             port,
             authority: HeaderValue::try_from(authority).with_context(|| format!("read {shown}"))?,
-            uri: uri.with_context(|| format!("read {shown}"))?,
+            uri: path.parse().with_context(|| format!("read {shown}"))?,
             headers,
             shown: printable(&shown),
         })
@@ -139,8 +103,7 @@ impl Target {
     /// Values are never shown.
     fn header(&mut self, key: &str, value: &str) -> Result<()> {
         let name = HeaderName::from_bytes(key.to_ascii_lowercase().as_bytes()).with_context(|| format!("header {:?}", printable(key)))?;
-        let ours = OURS.contains(&name.as_str()) || name.as_str().starts_with("grpc-");
-        ensure!(!ours, "header {name}: it is the protocol's: leave it away");
+        ensure!(!OURS.contains(&name.as_str()), "header {name}: it is the protocol's: leave it away");
         let mut value = HeaderValue::from_str(value).ok().with_context(|| format!("header {name}: its value is not printable ASCII"))?;
         value.set_sensitive(true);
         self.headers.insert(name, value);
@@ -158,12 +121,12 @@ mod tests {
             ("http://otel:4318", "http://otel:4318/v1/traces", "/v1/traces"),
             ("http://otel", "http://otel:4318/v1/traces", "/v1/traces"),
             ("http://otel:80/api/v1/otlp?x=1", "http://otel:80/api/v1/otlp?x=1", "/api/v1/otlp?x=1"),
-            ("grpc://[::1]/", "grpc://[::1]:4317", "http://[::1]:4317/opentelemetry.proto.collector.trace.v1.TraceService/Export"),
+            ("http://[::1]/", "http://[::1]:4318/v1/traces", "/v1/traces"),
         ] {
             let target = Target::parse(url).unwrap();
             assert_eq!((target.to_string().as_str(), target.uri.to_string().as_str()), (shown, uri));
         }
-        assert_eq!(Target::parse("grpc://[::1]").unwrap().host, "::1");
+        assert_eq!(Target::parse("http://[::1]").unwrap().host, "::1");
     }
 
     #[test]
@@ -173,10 +136,11 @@ mod tests {
             ("https://otel", "let it do that"),
             ("http://", "want http://HOST"),
             ("http://u:secret@otel", "--otlp-header"),
+            ("grpc://u:secret@otel", "--otlp-header"),
             ("http://otel:0", "1 to 65535"),
             ("http://otel:70000", "1 to 65535"),
             ("http://otel:", "1 to 65535"),
-            ("grpc://otel/x", "no path"),
+            ("grpc://otel:4317", "use the receiver's http://HOST:4318"),
             ("ftp://otel", "want http"),
         ] {
             let error = format!("{:#}", Target::parse(url).unwrap_err());
@@ -185,7 +149,7 @@ mod tests {
         let mut target = Target::parse("http://otel").unwrap();
         target.header("Authorization", "Bearer 1").unwrap();
         assert!(!format!("{target:?} {:?}", target.headers).contains("Bearer"));
-        for (key, value) in [("host", "x"), ("grpc-status", "0"), ("a b", "x"), ("a", "\r\nb: c")] {
+        for (key, value) in [("host", "x"), ("te", "trailers"), ("a b", "x"), ("a", "\r\nb: c")] {
             assert!(target.header(key, value).is_err(), "{key}");
         }
     }
