@@ -20,7 +20,6 @@ const FORMS: &[(&str, &[&str])] = &[
     ("blame-phases.json", &["blame", "--phases", "--json"]),
     ("critical-path.json", &["critical-path", "--json"]),
     ("coverage.json", &["coverage", "--json"]),
-    ("export.chrome.json", &["export", "--chrome"]),
     ("export.csv", &["export", "--csv"]),
     ("export.svg", &["export", "--svg"]),
     ("export.otlp.json", &["export", "--otlp", "--attribute", "host.name=node-1"]),
@@ -186,7 +185,6 @@ fn every_form_marks_the_path_that_critical_path_has() {
             svg.split("<rect class=\"").skip(1).filter(|r| r.split('"').next().unwrap().split(' ').any(|class| class == "c")).count();
         // One more: the legend's.
         assert_eq!(drawn, count + 1, "{boot}");
-        assert_eq!(printed(&["export", "--chrome"], &file).matches("\"critical\":true").count(), count, "{boot}");
         assert!(printed(&["export", "--csv"], &file).matches(",true,").count() >= count, "{boot}");
         // The path, with the gaps between steps, is as long as the window.
         let sum: u64 = data["path"].as_array().unwrap().iter().map(|p| p["took"].as_u64().unwrap()).sum();

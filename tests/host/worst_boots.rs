@@ -96,7 +96,6 @@ fn every_reader_reads_the_worst_boots_in_bounded_memory() {
             &["export", "--html"],
             &["export", "--svg"],
             &["export", "--perfetto"],
-            &["export", "--chrome"],
             &["export", "--otlp"],
             &["export", "--csv"],
             &["follow", "--timeout", "1", "--boot"],

@@ -13,7 +13,7 @@ use crate::host::data::boot_file::BootFile;
 use crate::host::otlp::push::Target;
 use crate::host::otlp::{self, Resource, of_this_machine, push_once};
 use crate::host::views::waterfall::Waterfall;
-use crate::host::views::{chrome, csv, page, perfetto, svg};
+use crate::host::views::{csv, page, perfetto, svg};
 use anyhow::{Context, Result, bail};
 use std::fs::File;
 use std::io::{self, BufWriter, ErrorKind, IsTerminal, Write};
@@ -24,7 +24,6 @@ Formats:
   --html      one page for a browser: waterfall with zoom and details, critical path, failures with the driver's words, table; needs no network
   --svg       the waterfall as a picture, for a README or a ticket
   --perfetto  a trace for ui.perfetto.dev and trace_processor: a track per GPU and per side, clocks, flows, counters
-  --chrome    Trace Event JSON, which many viewers read
   --otlp      one OTLP/JSON request, for an OpenTelemetry Collector (otlpjsonfile receiver, or POST to /v1/traces)
   --csv       one row per step and per report of a GPU's health, for spreadsheets and data frames
 
@@ -86,9 +85,6 @@ struct Flags {
     /// Perfetto trace (protobuf).
     #[arg(long)]
     perfetto: bool,
-    /// Trace Event JSON.
-    #[arg(long)]
-    chrome: bool,
     /// OTLP/JSON.
     #[arg(long)]
     otlp: bool,
@@ -103,7 +99,6 @@ impl Flags {
             () if self.html => Format::Html,
             () if self.svg => Format::Svg,
             () if self.perfetto => Format::Perfetto,
-            () if self.chrome => Format::Chrome,
             () if self.otlp => Format::Otlp,
             // The group has one of them.
             () => Format::Csv,
@@ -117,7 +112,6 @@ pub enum Format {
     Html,
     Svg,
     Perfetto,
-    Chrome,
     Otlp,
     Csv,
 }
@@ -164,7 +158,6 @@ pub fn write(format: Format, timeline: &Waterfall, resource: &Resource, out: &mu
         Format::Html => page::write(timeline, out)?,
         Format::Svg => out.write_all(svg::write(timeline).as_bytes())?,
         Format::Perfetto => perfetto::write(timeline, out)?,
-        Format::Chrome => chrome::write(timeline, out)?,
         Format::Otlp => otlp::write(timeline, resource, out)?,
         Format::Csv => csv::write(timeline, out)?,
     }

@@ -38,7 +38,7 @@ pub fn request<'a>(of: impl Borrow<Waterfall> + Send + 'a, resource: &Resource) 
     let Some(clock) = WallClock::of(timeline) else {
         bail!(
             "boot {}: no clock sample and no clock event, so its wall-clock time is not known, which OTLP needs: \
-             export what the collector wrote, or use --chrome or --perfetto",
+             export what the collector wrote, or use --perfetto",
             timeline.boot_id()
         );
     };

@@ -17,5 +17,4 @@ pub mod page; // HTML
 pub mod svg; // the waterfall as a picture
 pub mod perfetto; // a trace for Perfetto
 pub mod protobuf; // the encoding of Perfetto's trace and OTLP's requests
-pub mod chrome; // Trace Event JSON
 pub mod csv; // one row per step

@@ -101,7 +101,7 @@ fn views(bytes: &[u8]) {
     let settings = Settings { threshold: Threshold::Percent(5.0), seed: 1, gate: vec![] };
     let numbers = [numbers];
     let _nothing_to_compare = compare(&numbers, &numbers, &settings);
-    for format in [Format::Html, Format::Svg, Format::Perfetto, Format::Chrome, Format::Otlp, Format::Csv] {
+    for format in [Format::Html, Format::Svg, Format::Perfetto, Format::Otlp, Format::Csv] {
         let _no_clock = export::write(format, &Waterfall::new(&file, &agent), &Resource::new(), &mut sink());
     }
     if let Ok(request) = otlp::request(Waterfall::new(&file, &agent), &Resource::new()) {
