@@ -1,8 +1,10 @@
-//! Adapter initialisation: the first open of a GPU's node starts it, the driver's wait call tells how it ended.
+//! Adapter initialisation: the first open of a GPU's node starts it, the driver's wait call tells
+//! how it ended.
 //!
-//! `open(O_NONBLOCK)` returns at once and initialises on the GPU's own kernel thread; a blocking open of a second GPU meanwhile would hold
-//! the driver's device list and stall every other open. A descriptor that was opened is never closed: it goes to the keeper, because the last
-//! close tears the adapter down, and under confidential computing it would then not come up again.
+//! `open(O_NONBLOCK)` returns at once and initialises on the GPU's own kernel thread; a blocking
+//! open of a second GPU meanwhile would hold the driver's device list and stall every other open. A
+//! descriptor that was opened is never closed: it goes to the keeper, because the last close tears
+//! the adapter down, and under confidential computing it would then not come up again.
 
 use crate::device_nodes::Node;
 use crate::sys::{WaitOpenComplete, wait_open_complete};
@@ -44,7 +46,8 @@ impl fmt::Display for InitError {
 
 impl std::error::Error for InitError {}
 
-/// The resource manager's status codes that an initialisation is known to end with (nvstatuscodes.h), in words.
+/// The resource manager's status codes that an initialisation is known to end with
+/// (nvstatuscodes.h), in words.
 fn status_text(status: u32) -> &'static str {
     match status {
         0x40 => "invalid state",
@@ -62,7 +65,8 @@ pub fn start(node: &Node) -> Result<OwnedFd, InitError> {
         .map_err(|errno| InitError::Open { path: node.path.clone(), errno })
 }
 
-/// Blocks until the initialisation is over, however long that is; run it on a thread of its own. Never gives the descriptor up.
+/// Blocks until the initialisation is over, however long that is; run it on a thread of its own.
+/// Never gives the descriptor up.
 pub fn wait(gpu: &OwnedFd, node: &Node) -> Result<(), InitError> {
     match wait_open_complete(gpu) {
         Ok(WaitOpenComplete { rc: 0, .. }) => Ok(()),

@@ -1,8 +1,10 @@
-//! Binding GPUs to the driver through sysfs: memory enable ahead of the driver, driver_override, bind.
+//! Binding GPUs to the driver through sysfs: memory enable ahead of the driver, driver_override,
+//! bind.
 //!
-//! The order that makes binds concurrent although a plain module load probes all GPUs one after another: hold all but one back with
-//! driver_override, load the module with that one, then give each of the others free and write its address to `bind`. Two GPUs share no
-//! lock of the driver core. Nothing here reads config space.
+//! The order that makes binds concurrent although a plain module load probes all GPUs one after
+//! another: hold all but one back with driver_override, load the module with that one, then give
+//! each of the others free and write its address to `bind`. Two GPUs share no lock of the driver
+//! core. Nothing here reads config space.
 
 use crate::pci::PciAddress;
 use nix::errno::Errno;
@@ -104,9 +106,10 @@ impl PciSysfs {
         self.bus.join("drivers").join(DRIVER).join(attribute)
     }
 
-    /// Turns the function's memory decoding on, which is when the host maps its BARs: milliseconds to seconds. To be called for one GPU at a
-    /// time: hosts do this one after another anyway, and a guest CPU that waits for its turn spins. A function that has a driver by now was
-    /// enabled by that.
+    /// Turns the function's memory decoding on, which is when the host maps its BARs: milliseconds
+    /// to seconds. To be called for one GPU at a time: hosts do this one after another anyway, and
+    /// a guest CPU that waits for its turn spins. A function that has a driver by now was enabled
+    /// by that.
     pub fn enable(&self, gpu: PciAddress) -> Result<(), SysfsError> {
         match write(self.function(gpu, "enable"), "1") {
             Err(e) if e.error.raw_os_error() == Some(nix::libc::EBUSY) => Ok(()),
@@ -155,16 +158,17 @@ impl PciSysfs {
         std::fs::read_to_string(self.function(gpu, "reset_method")).ok()
     }
 
-    /// Resets this function in one of the ways that the kernel offers. Blocks until the function answers again, for up to a minute. The ways
-    /// are the kernel's own choice again afterwards.
+    /// Resets this function in one of the ways that the kernel offers. Blocks until the function
+    /// answers again, for up to a minute. The ways are the kernel's own choice again afterwards.
     pub fn reset(&self, gpu: PciAddress, method: &str) -> Result<(), SysfsError> {
         write(self.function(gpu, "reset_method"), method)?;
         let reset = write(self.function(gpu, "reset"), "1");
         reset.and(write(self.function(gpu, "reset_method"), "default"))
     }
 
-    /// Probes this GPU with whichever loaded driver matches it, on this thread. Works while the driver's own load is still probing another GPU,
-    /// when there is no `bind` to write to yet. Says nothing about the outcome: see [`PciSysfs::is_bound`].
+    /// Probes this GPU with whichever loaded driver matches it, on this thread. Works while the
+    /// driver's own load is still probing another GPU, when there is no `bind` to write to yet.
+    /// Says nothing about the outcome: see [`PciSysfs::is_bound`].
     pub fn probe(&self, gpu: PciAddress) -> Result<(), SysfsError> {
         write(self.bus.join("drivers_probe"), &gpu.to_string())
     }
@@ -179,8 +183,9 @@ impl PciSysfs {
         self.bus.join("devices").join(gpu.to_string()).exists()
     }
 
-    /// Whether the driver has this GPU once a probe that is under way has ended; waits for that. (The link to the driver is there before its probe is
-    /// called. This attribute's write takes the lock that the probe holds.)
+    /// Whether the driver has this GPU once a probe that is under way has ended; waits for that.
+    /// (The link to the driver is there before its probe is called. This attribute's write takes
+    /// the lock that the probe holds.)
     pub fn is_bound_at_last(&self, gpu: PciAddress) -> bool {
         self.is_bound(gpu) && self.release(gpu).is_ok() && self.is_bound(gpu)
     }

@@ -1,5 +1,5 @@
-//! The guest's clocks. Everything is stamped with CLOCK_BOOTTIME: it starts with the kernel and nobody
-//! steps it, whereas the agent sets CLOCK_REALTIME when the sandbox is created.
+//! The guest's clocks. Everything is stamped with CLOCK_BOOTTIME: it starts with the kernel and
+//! nobody steps it, whereas the agent sets CLOCK_REALTIME when the sandbox is created.
 
 use crate::events::names;
 use crate::sys::async_fd;
@@ -33,8 +33,8 @@ pub fn monotonic_raw_ns() -> u64 {
 
 /// Any clock in ns; 0 for one that cannot be read.
 pub fn nanoseconds(clock: ClockId) -> u64 {
-    // clock_gettime fails only for a clock the kernel does not know; those above exist since 2.6.39. 0 is visibly wrong in a timeline and
-    // better than an init that stops over it.
+    // clock_gettime fails only for a clock the kernel does not know; those above exist since
+    // 2.6.39. 0 is visibly wrong in a timeline and better than an init that stops over it.
     clock_gettime(clock).map_or(0, |t| u64::try_from(t.tv_sec()).unwrap_or(0) * 1_000_000_000 + u64::try_from(t.tv_nsec()).unwrap_or(0))
 }
 
@@ -46,8 +46,8 @@ fn report() {
     tracing::info!(name: names::CLOCK, at_ns, realtime_ns);
 }
 
-/// Reports the clocks now and, in a task of its own, after each step of CLOCK_REALTIME: Kata's runtime
-/// sets it by way of the agent when the sandbox is created, and log lines jump with it.
+/// Reports the clocks now and, in a task of its own, after each step of CLOCK_REALTIME: Kata's
+/// runtime sets it by way of the agent when the sandbox is created, and log lines jump with it.
 pub fn report_from_now_on() {
     // In this order: a step in between is seen twice, not never.
     let steps = steps();

@@ -1,7 +1,9 @@
-//! Configuration: the kernel command line, read once into a [`Config`]. No other module knows a parameter's name.
+//! Configuration: the kernel command line, read once into a [`Config`]. No other module knows a
+//! parameter's name.
 //!
-//! [`PARAMETERS`] is the whole list; `kata-gpu-init parameters` prints it, and src/README.md has it. A bad value never stops a boot: the default
-//! stays, and the [`Note`] says what was wrong, what is used and which values there are.
+//! [`PARAMETERS`] is the whole list; `kata-gpu-init parameters` prints it, and src/README.md has
+//! it. A bad value never stops a boot: the default stays, and the [`Note`] says what was wrong,
+//! what is used and which values there are.
 
 use crate::cdi::spec::{Hooks, Naming};
 use crate::events::record::{DEFAULT_PORT, Level};
@@ -16,7 +18,8 @@ pub enum Bind {
     Auto,
     /// The driver probes all GPUs in its module init, one after another.
     Insmod,
-    /// The module is loaded with one GPU; the others are bound one by one as the host has mapped their BARs.
+    /// The module is loaded with one GPU; the others are bound one by one as the host has mapped
+    /// their BARs.
     Pipelined,
     /// As pipelined, with one thread per GPU.
     Concurrent,
@@ -64,7 +67,8 @@ pub enum Reset {
 /// Condition for a GPU's CDI entry to become resolvable.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Ready {
-    /// As soon as the driver has bound it; in a topology with a fabric, when the fabric is complete.
+    /// As soon as the driver has bound it; in a topology with a fabric, when the fabric is
+    /// complete.
     Auto,
     /// As soon as the driver has bound it.
     Bound,
@@ -163,7 +167,8 @@ impl ToConsole {
     }
 }
 
-/// Where the agent itself listens: its interface, and its debug console. It powers off when another one has its port.
+/// Where the agent itself listens: its interface, and its debug console. It powers off when another
+/// one has its port.
 const AGENT_PORTS: [u32; 2] = [1024, 1026];
 
 /// As many as the driver has unless told otherwise (its parameter ImexChannelCount).
@@ -610,7 +615,8 @@ fn printable(text: &str) -> String {
     text.chars().take(MAX_TEXT).map(|c| if c.is_control() || c == '\u{fffd}' { '?' } else { c }).collect()
 }
 
-/// The words of a kernel command line: separated by white space, where double quotes keep it; nothing after ` -- ` is for the kernel.
+/// The words of a kernel command line: separated by white space, where double quotes keep it;
+/// nothing after ` -- ` is for the kernel.
 pub fn words(command_line: &[u8]) -> Vec<String> {
     let text = String::from_utf8_lossy(command_line);
     let mut words = Vec::new();
@@ -637,7 +643,8 @@ pub fn words(command_line: &[u8]) -> Vec<String> {
 }
 
 impl Config {
-    /// Reads `/proc/cmdline` in the form the kernel gives it. The last of several values counts, as it does for the kernel.
+    /// Reads `/proc/cmdline` in the form the kernel gives it. The last of several values counts, as
+    /// it does for the kernel.
     pub fn parse(command_line: &[u8]) -> (Self, Vec<Note>) {
         let mut config = Self::default();
         let mut notes = Vec::new();
@@ -700,7 +707,8 @@ impl Config {
     }
 }
 
-/// The words `module.parameter=value` for one module, as finit_module wants them. `-` and `_` in a module's name are the same.
+/// The words `module.parameter=value` for one module, as finit_module wants them. `-` and `_` in a
+/// module's name are the same.
 pub fn module_parameters(command_line: &[u8], module: &str) -> String {
     let mut parameters = String::new();
     for word in words(command_line) {
@@ -717,7 +725,8 @@ pub fn module_parameters(command_line: &[u8], module: &str) -> String {
     parameters
 }
 
-/// The driver's registry with one more key: `NVreg_RegistryDwords="A=1;B=2"` holds all keys, and a second such parameter would replace the first.
+/// The driver's registry with one more key: `NVreg_RegistryDwords="A=1;B=2"` holds all keys, and a
+/// second such parameter would replace the first.
 pub fn with_registry_key(parameters: &str, key: &str) -> String {
     const NAME: &str = "NVreg_RegistryDwords";
     let asked = parameter_value(parameters, NAME).unwrap_or_default();

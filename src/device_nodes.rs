@@ -1,4 +1,5 @@
-//! Device nodes: the driver's modules make none, so the init does, as the driver's parameters say, with the links in /dev/char.
+//! Device nodes: the driver's modules make none, so the init does, as the driver's parameters say,
+//! with the links in /dev/char.
 
 use crate::driver_caps::{self, Access};
 use crate::driver_proc::{NodeRules, majors, node_rules};
@@ -89,7 +90,8 @@ impl DeviceNodes {
         self.make("nvidia-nvlink", major, 0)
     }
 
-    /// Makes one node and its link. A node of the right number is left as it is; a wrong one (a stale major) is replaced.
+    /// Makes one node and its link. A node of the right number is left as it is; a wrong one (a
+    /// stale major) is replaced.
     fn make(&self, name: &str, major: u32, minor: u32) -> Result<Node, NodeError> {
         let path = self.dev.join(name);
         let failed = |step, error: io::Error| NodeError { path: path.clone(), step, error };

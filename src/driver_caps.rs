@@ -1,7 +1,9 @@
-//! What the driver says in /proc of its finer-grained devices: MIG instances, the capabilities that open them, and switches.
+//! What the driver says in /proc of its finer-grained devices: MIG instances, the capabilities that
+//! open them, and switches.
 //!
-//! A capability is a file (`gpu0/gi1/access`) with the minor and the mode of its node, `/dev/nvidia-caps/nvidia-cap<minor>`; `mig-minors` lists the minors
-//! of all there can ever be. Nothing here opens a device or asks a GPU.
+//! A capability is a file (`gpu0/gi1/access`) with the minor and the mode of its node,
+//! `/dev/nvidia-caps/nvidia-cap<minor>`; `mig-minors` lists the minors of all there can ever be.
+//! Nothing here opens a device or asks a GPU.
 
 use crate::driver_proc::read_bounded;
 use std::collections::BTreeMap;
@@ -15,7 +17,8 @@ const MAX_MIG_MINORS: u64 = 1 << 20;
 const MAX_ACCESS: u64 = 4096;
 /// Most entries of a directory.
 pub const MAX_ENTRIES: usize = 4096;
-/// Most instances of a GPU: of 15 GPU instances that the driver has numbers for, 8 compute instances each.
+/// Most instances of a GPU: of 15 GPU instances that the driver has numbers for, 8 compute
+/// instances each.
 const MAX_INSTANCES: usize = 15 * 8;
 
 /// A compute instance of a GPU instance of a GPU, by the numbers that the driver gave them.
@@ -61,7 +64,8 @@ impl MigInstance {
     }
 }
 
-/// The MIG instances of a GPU below `proc`, in ascending order of GPU instance and compute instance; none where it is not in MIG mode.
+/// The MIG instances of a GPU below `proc`, in ascending order of GPU instance and compute
+/// instance; none where it is not in MIG mode.
 pub fn instances(proc: &Path, gpu: u32) -> Result<Vec<MigInstance>, String> {
     let mig = proc.join(format!("driver/nvidia/capabilities/gpu{gpu}/mig"));
     let mut all = Vec::new();
@@ -74,7 +78,8 @@ pub fn instances(proc: &Path, gpu: u32) -> Result<Vec<MigInstance>, String> {
     Ok(all)
 }
 
-/// The numbers after a beginning, in ascending order, among the names of a directory that may be missing.
+/// The numbers after a beginning, in ascending order, among the names of a directory that may be
+/// missing.
 fn numbered(folder: &Path, beginning: &str) -> Result<Vec<u32>, String> {
     let names = names_if_there(folder)?;
     let mut all: Vec<u32> = names.iter().filter_map(|name| name.strip_prefix(beginning)?.parse().ok()).collect();
@@ -119,13 +124,15 @@ pub fn access(proc: &Path, capability: Capability) -> Result<Access, String> {
     })
 }
 
-/// Parses `Key: value` lines, values in decimal. None without a minor, or without a mode that has permission bits only.
+/// Parses `Key: value` lines, values in decimal. None without a minor, or without a mode that has
+/// permission bits only.
 pub fn parse_access(text: &str) -> Option<Access> {
     let value = |key: &str| text.lines().filter_map(|l| l.split_once(':')).find(|(k, _)| k.trim() == key)?.1.trim().parse::<u32>().ok();
     Some(Access { minor: value("DeviceFileMinor")?, mode: value("DeviceFileMode").filter(|mode| *mode <= 0o777)? })
 }
 
-/// The minors of all capabilities there can be, by their names; none where the driver has no such file.
+/// The minors of all capabilities there can be, by their names; none where the driver has no such
+/// file.
 pub fn mig_minors(proc: &Path) -> Result<BTreeMap<String, u32>, String> {
     match read_bounded(&proc.join("driver/nvidia-caps/mig-minors"), MAX_MIG_MINORS) {
         Ok(text) => Ok(parse_mig_minors(&text)),
@@ -134,8 +141,8 @@ pub fn mig_minors(proc: &Path) -> Result<BTreeMap<String, u32>, String> {
     }
 }
 
-/// Parses `mig-minors`: lines of a capability (`gpu0/gi1/access`, `gpu0/gi1/ci0/access`, `config`, `monitor`) and the minor of its node. Lines of another form
-/// are left out.
+/// Parses `mig-minors`: lines of a capability (`gpu0/gi1/access`, `gpu0/gi1/ci0/access`, `config`,
+/// `monitor`) and the minor of its node. Lines of another form are left out.
 pub fn parse_mig_minors(text: &str) -> BTreeMap<String, u32> {
     let pair = |line: &str| {
         let (capability, minor) = line.split_once(' ')?;
@@ -144,7 +151,8 @@ pub fn parse_mig_minors(text: &str) -> BTreeMap<String, u32> {
     text.lines().filter_map(pair).collect()
 }
 
-/// How many NVSwitches the driver has. Their minors are not told: it gives each the lowest free one.
+/// How many NVSwitches the driver has. Their minors are not told: it gives each the lowest free
+/// one.
 pub fn switches(proc: &Path) -> Result<u32, String> {
     let names = names_if_there(&proc.join("driver/nvidia-nvswitch/devices"))?;
     let count = names.iter().filter(|name| name.parse::<crate::pci::PciAddress>().is_ok()).count();

@@ -1,23 +1,28 @@
-//! What NVIDIA's driver writes to the kernel's log, as far as it means something here: pure, from one line to its meaning.
+//! What NVIDIA's driver writes to the kernel's log, as far as it means something here: pure, from
+//! one line to its meaning.
 //!
-//! Only a PCI address says which GPU a line is about; the driver's own "GPU0" counts in the order of initialisation. Of `RmInitAdapter failed!
-//! (0xINIT:0xSTATUS:LINE)` the third number is a line of the driver's source and means nothing across versions.
+//! Only a PCI address says which GPU a line is about; the driver's own "GPU0" counts in the order
+//! of initialisation. Of `RmInitAdapter failed! (0xINIT:0xSTATUS:LINE)` the third number is a line
+//! of the driver's source and means nothing across versions.
 
 use crate::pci::PciAddress;
 
 /// Something that the boot has to act upon.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Signal {
-    /// The GPU is being removed, and the driver waits until nobody has it open: our descriptor must go.
+    /// The GPU is being removed, and the driver waits until nobody has it open: our descriptor must
+    /// go.
     RemovalWaits(PciAddress),
     /// The GPU has reported an error of this number.
     Xid(PciAddress, u32),
 }
 
-/// Where and with which status an initialisation failed: `RmInitAdapter failed! (0xINIT:0xSTATUS:..)`.
+/// Where and with which status an initialisation failed: `RmInitAdapter failed!
+/// (0xINIT:0xSTATUS:..)`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct InitCode {
-    /// The stage (RM_INIT_*): 0x22 attach, 0x24 and 0x25 state, 0x61 firmware fetch, 0x62 firmware boot.
+    /// The stage (RM_INIT_*): 0x22 attach, 0x24 and 0x25 state, 0x61 firmware fetch, 0x62 firmware
+    /// boot.
     pub stage: u32,
     /// NV_STATUS.
     pub status: u32,
@@ -52,8 +57,9 @@ pub fn init_code(text: &str) -> Option<InitCode> {
     Some(InitCode { stage: numbers.next()??, status: numbers.next()?? })
 }
 
-/// Whether a line can explain a failure. FBHUB marks the start of an initialisation, "was not called" is what driver_override looks like, and
-/// the kernel's own "failed with error -1" says no more than that there was a failure.
+/// Whether a line can explain a failure. FBHUB marks the start of an initialisation, "was not
+/// called" is what driver_override looks like, and the kernel's own "failed with error -1" says no
+/// more than that there was a failure.
 pub fn explains(text: &str) -> bool {
     const HARMLESS: &[&str] = &[
         "FBHUB",

@@ -1,12 +1,15 @@
-//! What the driver says in /proc: which minor a GPU got, which majors it registered, which mode its nodes want. Of capabilities and switches: `driver_caps`.
+//! What the driver says in /proc: which minor a GPU got, which majors it registered, which mode its
+//! nodes want. Of capabilities and switches: `driver_caps`.
 //!
-//! Only files that answer at once and never initialise a GPU: `power` and `numa_status` wait for a GPU that is initialising, and are not read.
+//! Only files that answer at once and never initialise a GPU: `power` and `numa_status` wait for a
+//! GPU that is initialising, and are not read.
 
 use crate::pci::PciAddress;
 use std::io::{self, Read};
 use std::path::Path;
 
-/// What is read of `/proc/driver/nvidia/gpus/<address>/information`. The file appears after everything that can fail in probe.
+/// What is read of `/proc/driver/nvidia/gpus/<address>/information`. The file appears after
+/// everything that can fail in probe.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Information {
     /// Minor of /dev/nvidiaN: the order in which probes ended, which is not PCI order.
@@ -21,7 +24,8 @@ fn cannot(path: &Path, why: impl std::fmt::Display) -> io::Error {
     io::Error::other(format!("read {}: {why}", path.display()))
 }
 
-/// Most bytes of a file but mig-minors; the real ones have some hundred, /proc/devices some thousand.
+/// Most bytes of a file but mig-minors; the real ones have some hundred, /proc/devices some
+/// thousand.
 const MAX_TEXT: u64 = 64 * 1024;
 
 fn read(path: &Path) -> io::Result<String> {
@@ -45,7 +49,8 @@ pub fn parse_information(text: &str) -> Option<Information> {
     })
 }
 
-/// A UUID that is known, with this beginning: the driver prints question marks before it is. CDI takes it as a name.
+/// A UUID that is known, with this beginning: the driver prints question marks before it is. CDI
+/// takes it as a name.
 pub fn is_uuid(beginning: &str, text: &str) -> bool {
     text.strip_prefix(beginning).is_some_and(|hex| hex.len() == 36 && hex.bytes().all(|b| b.is_ascii_hexdigit() || b == b'-'))
 }
@@ -71,7 +76,8 @@ pub fn majors(proc: &Path) -> io::Result<Majors> {
     Ok(parse_majors(&read(&path)?))
 }
 
-/// Parses /proc/devices: `major name` lines after "Character devices:". Names are whole words: `nvidia-caps` is not `nvidia`.
+/// Parses /proc/devices: `major name` lines after "Character devices:". Names are whole words:
+/// `nvidia-caps` is not `nvidia`.
 pub fn parse_majors(text: &str) -> Majors {
     let mut majors = Majors::default();
     for line in text.lines().take_while(|l| !l.starts_with("Block devices")) {
@@ -100,7 +106,8 @@ pub fn read_bounded(path: &Path, most: u64) -> io::Result<String> {
     Ok(text)
 }
 
-/// How the driver wants its nodes: owner, mode, and whether anybody but an administrator should make them.
+/// How the driver wants its nodes: owner, mode, and whether anybody but an administrator should
+/// make them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct NodeRules {
     pub uid: u32,
@@ -119,7 +126,8 @@ pub fn node_rules(proc: &Path) -> NodeRules {
     read(&proc.join("driver/nvidia/params")).map_or_else(|_| NodeRules::default(), |text| parse_node_rules(&text))
 }
 
-/// Parses `Key: value` lines of the driver's params file, values in decimal. `ModifyDeviceFiles: 0` only forbids *changing* existing nodes.
+/// Parses `Key: value` lines of the driver's params file, values in decimal. `ModifyDeviceFiles: 0`
+/// only forbids *changing* existing nodes.
 pub fn parse_node_rules(text: &str) -> NodeRules {
     let mut rules = NodeRules::default();
     for (key, value) in text.lines().filter_map(|l| l.split_once(':')) {

@@ -1,7 +1,8 @@
-//! ELF files, as far as the driver's libraries, a container's libraries and kernel modules need it: read by offset, never whole, every length
-//! bounded.
+//! ELF files, as far as the driver's libraries, a container's libraries and kernel modules need it:
+//! read by offset, never whole, every length bounded.
 //!
-//! Takes any bytes: what is not such a file is an error that says what is wrong with it. Little-endian only, as every machine with these GPUs is.
+//! Takes any bytes: what is not such a file is an error that says what is wrong with it.
+//! Little-endian only, as every machine with these GPUs is.
 
 use std::fs::File;
 use std::io;
@@ -34,7 +35,8 @@ impl ReadAt for File {
     }
 }
 
-/// Most section headers that are looked at (the kernel's own modules have fewer than 100; with a section per function some thousand).
+/// Most section headers that are looked at (the kernel's own modules have fewer than 100; with a
+/// section per function some thousand).
 const MAX_SECTIONS: u64 = 65_536;
 /// Longest section that is read.
 const MAX_SECTION: u64 = 4 * 1024 * 1024;
@@ -44,12 +46,15 @@ const MAX_SEGMENTS: u64 = 256;
 const MAX_DYNAMIC: u64 = 4096;
 /// Longest name in a string table.
 const MAX_NAME: u64 = 4096;
-/// How much of a file's beginning is read at once (a page, in which small libraries have their names, too), and of a name.
+/// How much of a file's beginning is read at once (a page, in which small libraries have their
+/// names, too), and of a name.
 const HEAD: usize = 4096;
 const NAME_PART: usize = 128;
-/// Longest part that is read onto the stack: the dynamic segments of most libraries have 500 to 600 bytes.
+/// Longest part that is read onto the stack: the dynamic segments of most libraries have 500 to 600
+/// bytes.
 const NEAR: usize = 1024;
-/// Longest list of properties (compilers write some ten bytes for each, and there are fewer than ten kinds).
+/// Longest list of properties (compilers write some ten bytes for each, and there are fewer than
+/// ten kinds).
 const MAX_PROPERTIES: u64 = 4096;
 
 const PT_LOAD: u32 = 1;
@@ -90,16 +95,19 @@ pub struct Library {
     pub soname: Option<String>,
     /// DT_NEEDED, in their order.
     pub needed: Vec<String>,
-    /// Whether a loader could use it: it has a dynamic segment with a string table. What was split off for a debugger has none.
+    /// Whether a loader could use it: it has a dynamic segment with a string table. What was split
+    /// off for a debugger has none.
     pub loadable: bool,
-    /// The x86-64 level it says it needs: 1 is x86-64-v2, 2 is -v3, 3 is -v4; 0 is none, or nothing said.
+    /// The x86-64 level it says it needs: 1 is x86-64-v2, 2 is -v3, 3 is -v4; 0 is none, or nothing
+    /// said.
     pub isa_level: u32,
 }
 
 /// What a program says of how it is started, and a library of where its own are.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Program {
-    /// The loader that the kernel starts for it; none in what is linked statically, and in libraries.
+    /// The loader that the kernel starts for it; none in what is linked statically, and in
+    /// libraries.
     pub interpreter: Option<String>,
     /// DT_RUNPATH, else DT_RPATH: directories with colons between.
     pub search_path: Option<String>,
@@ -161,7 +169,8 @@ pub fn program(file: &dyn ReadAt) -> io::Result<Program> {
     Ok(Program { interpreter, search_path })
 }
 
-/// The content of the section of this name; None where there is none. 64-bit files only, which modules are.
+/// The content of the section of this name; None where there is none. 64-bit files only, which
+/// modules are.
 pub fn section(file: &dyn ReadAt, wanted: &[u8]) -> io::Result<Option<Vec<u8>>> {
     const HEADER: u64 = 64;
     let elf = Elf::open(file)?;
@@ -200,8 +209,8 @@ fn offset_of(mut segments: impl Iterator<Item = Segment>, address: u64) -> Optio
     segment.offset.checked_add(address - segment.address)
 }
 
-/// Room for a part of a file, on the stack for what is usual: hundreds of libraries are read one after the other, and musl maps and unmaps memory for
-/// a buffer of a kilobyte.
+/// Room for a part of a file, on the stack for what is usual: hundreds of libraries are read one
+/// after the other, and musl maps and unmaps memory for a buffer of a kilobyte.
 struct Room {
     near: [u8; NEAR],
     far: Vec<u8>,
@@ -226,7 +235,8 @@ impl Room {
 
 struct Elf<'a> {
     file: &'a dyn ReadAt,
-    /// The file's beginning: the header, and where they are usual the segments, in one read. Zeros where the file is shorter.
+    /// The file's beginning: the header, and where they are usual the segments, in one read. Zeros
+    /// where the file is shorter.
     head: [u8; HEAD],
     /// How much of it was read.
     length: usize,
@@ -239,7 +249,8 @@ impl<'a> Elf<'a> {
         const HEADER_64: usize = 64;
         let refused = || io::Error::other("not a little-endian ELF file");
         let (mut head, mut length) = ([0; HEAD], 0);
-        // A read that ends early needs no second one unless the header is not whole: what else is missing is read where it is needed.
+        // A read that ends early needs no second one unless the header is not whole: what else is
+        // missing is read where it is needed.
         while length < HEADER_64 {
             match some(file, length as u64, head.get_mut(length..).unwrap_or_default())? {
                 0 => break,
@@ -336,7 +347,8 @@ impl<'a> Elf<'a> {
         dynamic.chunks_exact(self.entry()).map(pair).take_while(|(tag, _)| *tag != DT_NULL)
     }
 
-    /// 0 where the note is not as it should be: what a file says of itself beyond need is no reason to refuse it.
+    /// 0 where the note is not as it should be: what a file says of itself beyond need is no reason
+    /// to refuse it.
     fn isa_level(&self, segment: &Segment) -> u32 {
         if segment.length > MAX_PROPERTIES {
             return 0;
@@ -434,7 +446,8 @@ fn u64_at(bytes: &[u8], offset: usize) -> u64 {
     u64::from_le_bytes(bytes_at(bytes, offset))
 }
 
-/// For tests, those of other packages, too: the smallest files that loaders and `ldconfig` take for shared libraries.
+/// For tests, those of other packages, too: the smallest files that loaders and `ldconfig` take for
+/// shared libraries.
 #[cfg(any(test, feature = "host-base"))]
 pub mod stand_in {
     /// A 64-bit x86 library with this SONAME, and these needed ones.
@@ -442,7 +455,8 @@ pub mod stand_in {
         object(soname, needed, None, None)
     }
 
-    /// A 64-bit x86 program with this loader, which needs these libraries and looks for them here, too.
+    /// A 64-bit x86 program with this loader, which needs these libraries and looks for them here,
+    /// too.
     pub fn program(interpreter: &str, needed: &[&str], run_path: Option<&str>) -> Vec<u8> {
         object(None, needed, run_path, Some(interpreter))
     }
@@ -549,7 +563,8 @@ mod tests {
             (v3, 0),
         ];
         for (n, (note, level)) in cases.into_iter().enumerate() {
-            // The dynamic segment's place in the list of segments becomes the properties': the file then has no SONAME, and is not loadable.
+            // The dynamic segment's place in the list of segments becomes the properties': the file
+            // then has no SONAME, and is not loadable.
             let mut bytes = stand_in::library(Some("liba.so"), &[]);
             let (at, size) = (bytes.len() as u64, note.len() as u64);
             bytes[120..124].copy_from_slice(&super::PT_GNU_PROPERTY.to_le_bytes());

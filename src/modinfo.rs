@@ -1,6 +1,8 @@
-//! What a module's file says of itself: `key=value` strings of its `.modinfo` section, read without reading the whole file.
+//! What a module's file says of itself: `key=value` strings of its `.modinfo` section, read without
+//! reading the whole file.
 //!
-//! Takes any bytes: what is not a 64-bit little-endian ELF file with such a section is an error that says so.
+//! Takes any bytes: what is not a 64-bit little-endian ELF file with such a section is an error
+//! that says so.
 
 use crate::elf;
 use std::fs::File;

@@ -1,7 +1,9 @@
-//! The file systems of a guest: what must be there before anything else, and what the agent would mount if it were PID 1.
+//! The file systems of a guest: what must be there before anything else, and what the agent would
+//! mount if it were PID 1.
 //!
-//! Types matter as much as paths: the agent mounts each of these itself unless the same *type* is there already; another type on /run would
-//! be covered, and the CDI spec with it. Nothing here mounts over a mount of the right type.
+//! Types matter as much as paths: the agent mounts each of these itself unless the same *type* is
+//! there already; another type on /run would be covered, and the CDI spec with it. Nothing here
+//! mounts over a mount of the right type.
 
 use nix::errno::Errno;
 use nix::mount::{MsFlags, mount};
@@ -60,13 +62,15 @@ impl fmt::Display for MountError {
 
 impl std::error::Error for MountError {}
 
-/// Makes all mounts of a table that are not there yet. A mount that fails does not stop the others; the errors are returned.
+/// Makes all mounts of a table that are not there yet. A mount that fails does not stop the others;
+/// the errors are returned.
 pub fn make(table: &[Mount]) -> Vec<MountError> {
     table.iter().filter_map(|m| make_one(m).err()).collect()
 }
 
-/// Mounts the version of cgroups that the agent would mount as PID 1 (`gpuinit.agent=child`): 2 where the kernel command line asks for it, else 1,
-/// each controller by itself, in a tmpfs that is read-only afterwards.
+/// Mounts the version of cgroups that the agent would mount as PID 1 (`gpuinit.agent=child`): 2
+/// where the kernel command line asks for it, else 1, each controller by itself, in a tmpfs that is
+/// read-only afterwards.
 pub fn make_cgroups(command_line: &str) -> Vec<MountError> {
     if is_unified(command_line) {
         return make(&[CGROUP2]);
@@ -104,7 +108,8 @@ fn is_unified(command_line: &str) -> bool {
     words().any(|w| w == "cgroup_no_v1=all") || systemd.is_some_and(|v| v == "true" || v.parse::<u64>().is_ok_and(|n| n != 0))
 }
 
-/// The controllers in the text of /proc/cgroups that are enabled: name, hierarchy, number of cgroups, enabled.
+/// The controllers in the text of /proc/cgroups that are enabled: name, hierarchy, number of
+/// cgroups, enabled.
 fn controllers(text: &str) -> Vec<&'static str> {
     let enabled = |line: &str| {
         let fields: Vec<&str> = line.split_ascii_whitespace().collect();
@@ -116,14 +121,16 @@ fn controllers(text: &str) -> Vec<&'static str> {
 
 fn make_one(m: &Mount) -> Result<(), MountError> {
     let failed = |errno| MountError { fs: m.fs, target: m.target, errno };
-    // Kernel file systems say EBUSY when they are mounted here already; each tmpfs is a new one, and would cover what lies in the old.
+    // Kernel file systems say EBUSY when they are mounted here already; each tmpfs is a new one,
+    // and would cover what lies in the old.
     if m.fs == "tmpfs" && is_mounted(m.fs, m.target) {
         return Ok(());
     }
     let mount_it = || mount(Some(m.fs), m.target, Some(m.fs), m.flags, Some(m.data));
     let mut result = mount_it();
     if result == Err(Errno::ENOENT) {
-        // The directory may be missing in the image, or in the file system that was mounted a moment ago.
+        // The directory may be missing in the image, or in the file system that was mounted a
+        // moment ago.
         std::fs::create_dir_all(m.target).map_err(|e| failed(Errno::from_raw(e.raw_os_error().unwrap_or(nix::libc::EIO))))?;
         result = mount_it();
     }
@@ -152,7 +159,8 @@ fn top_type<'a>(mounts: &'a str, target: &str) -> Option<&'a str> {
 
 /// Makes `/var/run` lead to `/run`, where the agent looks for CDI specs. `root` is `/` in a guest.
 ///
-/// Error: `/var/run` is a directory with something in it, or cannot be replaced; the text has the cure.
+/// Error: `/var/run` is a directory with something in it, or cannot be replaced; the text has the
+/// cure.
 pub fn link_var_run(root: &Path) -> Result<(), String> {
     let link = root.join("var/run");
     if std::fs::read_link(&link).is_ok_and(|to| to == Path::new("../run") || root == Path::new("/") && to == Path::new("/run")) {

@@ -1,7 +1,8 @@
 //! Which GPUs, NVSwitches and Mellanox functions are there: PCI addresses and the scan of sysfs.
 //!
-//! Reads only attributes that the kernel caches (vendor, device, class): never `config`, VPD or ROM, because each of those accesses
-//! exits to the hypervisor and waits for whoever is mapping a BAR. [`crate::vpd`] reads VPD, where the topology depends on it.
+//! Reads only attributes that the kernel caches (vendor, device, class): never `config`, VPD or
+//! ROM, because each of those accesses exits to the hypervisor and waits for whoever is mapping a
+//! BAR. [`crate::vpd`] reads VPD, where the topology depends on it.
 
 use serde::{Deserialize, Serialize};
 use std::fmt;
@@ -32,7 +33,8 @@ impl fmt::Debug for PciAddress {
     }
 }
 
-/// A text that is not the address of a PCI function as sysfs writes it: `dddd:bb:dd.f`, lower-case hexadecimal.
+/// A text that is not the address of a PCI function as sysfs writes it: `dddd:bb:dd.f`, lower-case
+/// hexadecimal.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct NotAnAddress(pub String);
 
@@ -99,7 +101,8 @@ pub fn is_gpu(vendor: u16, class: u32) -> bool {
     vendor == NVIDIA && GPU_CLASSES.contains(&(class >> 8))
 }
 
-/// The longest time for which the driver's probe of such a GPU sleeps, and what it takes where it cannot see the firewall.
+/// The longest time for which the driver's probe of such a GPU sleeps, and what it takes where it
+/// cannot see the firewall.
 pub const BAR_FIREWALL_WAIT: Duration = Duration::from_secs(4);
 /// Device ids of GPUs whose probe waits for the BAR firewall (Blackwell; the driver's own ranges).
 const BAR_FIREWALL: [std::ops::RangeInclusive<u16>; 2] = [0x2900..=0x29ff, 0x3180..=0x327f];
@@ -109,8 +112,9 @@ pub fn waits_for_bar_firewall(device: u16) -> bool {
     BAR_FIREWALL.iter().any(|ids| ids.contains(&device))
 }
 
-/// Whether this GPU's NVSwitches, where it has some, are managed through a Mellanox function instead
-/// of PCI functions of their own: B200 and B300 on HGX boards. The ids are those of the BAR firewall.
+/// Whether this GPU's NVSwitches, where it has some, are managed through a Mellanox function
+/// instead of PCI functions of their own: B200 and B300 on HGX boards. The ids are those of the BAR
+/// firewall.
 pub fn has_switches_behind_network(device: u16) -> bool {
     waits_for_bar_firewall(device)
 }
@@ -123,7 +127,8 @@ pub struct Gpu {
     pub device: u16,
 }
 
-/// Reads one function, for a GPU that a uevent announced. None when it is none of ours, or gone again.
+/// Reads one function, for a GPU that a uevent announced. None when it is none of ours, or gone
+/// again.
 pub fn read(sysfs: &Path, address: PciAddress) -> Option<Gpu> {
     let function = sysfs.join("bus/pci/devices").join(address.to_string());
     let vendor = u16::try_from(attribute(&function, "vendor").ok()?).ok()?;
@@ -131,13 +136,14 @@ pub fn read(sysfs: &Path, address: PciAddress) -> Option<Gpu> {
     is_gpu(vendor, attribute(&function, "class").ok()?).then_some(Gpu { address, device })
 }
 
-/// Functions of the PCI bus that decide what this guest needs, each kind in ascending order of address.
+/// Functions of the PCI bus that decide what this guest needs, each kind in ascending order of
+/// address.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Scan {
     pub gpus: Vec<Gpu>,
     pub switches: Vec<PciAddress>,
-    /// Network functions of Mellanox: ordinary ones, and those through which NVSwitches are managed.
-    /// Only VPD distinguishes them.
+    /// Network functions of Mellanox: ordinary ones, and those through which NVSwitches are
+    /// managed. Only VPD distinguishes them.
     pub mellanox: Vec<PciAddress>,
     /// Functions whose attributes cannot be read, with the reason; they are in no other list.
     pub unreadable: Vec<String>,

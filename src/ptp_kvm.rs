@@ -1,6 +1,8 @@
-//! The host's wall clock as the hypervisor tells it: KVM's virtual PTP clock, where the kernel has one.
+//! The host's wall clock as the hypervisor tells it: KVM's virtual PTP clock, where the kernel has
+//! one.
 //!
-//! A look costs one hypercall, and is made on a thread of its own: nothing waits for it. Not used to set any clock.
+//! A look costs one hypercall, and is made on a thread of its own: nothing waits for it. Not used
+//! to set any clock.
 
 use crate::clock::{boottime_ns, nanoseconds};
 use crate::confidential;
@@ -27,7 +29,8 @@ pub struct Sample {
 /// Stack of the thread that looks, in bytes.
 const STACK: usize = 256 * 1024;
 
-/// Reports a sample where there is such a clock, on a thread of its own. A confidential guest asks its host nothing.
+/// Reports a sample where there is such a clock, on a thread of its own. A confidential guest asks
+/// its host nothing.
 pub fn report() {
     if confidential::is_confidential() {
         return;

@@ -1,6 +1,8 @@
-//! Why a GPU is not usable, as a type: from the step that failed and the driver's own words to one reason, with the cure where one is known.
+//! Why a GPU is not usable, as a type: from the step that failed and the driver's own words to one
+//! reason, with the cure where one is known.
 //!
-//! Every failure that FACTS of the driver name has its reason here; what is not recognised keeps the general reason of its step, and the words.
+//! Every failure that FACTS of the driver name has its reason here; what is not recognised keeps
+//! the general reason of its step, and the words.
 
 use crate::driver_log::{InitCode, init_code};
 use std::fmt;
@@ -50,7 +52,8 @@ pub enum Step {
 }
 
 impl Step {
-    /// Whether a line of the driver that names no GPU can be about this one: in its load and its probes it says some things without an address.
+    /// Whether a line of the driver that names no GPU can be about this one: in its load and its
+    /// probes it says some things without an address.
     pub fn is_told_without_address(self) -> bool {
         matches!(self, Self::Module | Self::Probe)
     }
@@ -132,7 +135,8 @@ const TABLE: &[Entry] = &[
 
 impl Reason {
     fn entry(self) -> &'static Entry {
-        // Every reason is in the table, which a test checks; the last entry says what a missing one would be.
+        // Every reason is in the table, which a test checks; the last entry says what a missing one
+        // would be.
         TABLE.iter().find(|(reason, ..)| *reason == self).unwrap_or(&TABLE[TABLE.len() - 1])
     }
 
@@ -178,13 +182,15 @@ const WORDS: &[(&str, Reason)] = &[
     ("None of the NVIDIA devices were initialized", Reason::NoProbeSucceeded),
 ];
 
-/// The reason in a code of RmInitAdapter. The status first: it is the more telling part where it is one of these.
+/// The reason in a code of RmInitAdapter. The status first: it is the more telling part where it is
+/// one of these.
 fn of_code(code: InitCode) -> Reason {
     match (code.stage, code.status) {
         (_, 0x81) => Reason::FabricNotReady,
         (0x22, 0x56) => Reason::CcRefused,
         (0x61, _) => Reason::FirmwareMissing,
-        // Invalid state: the firmware's protected memory is set up already. The line that says so names no GPU.
+        // Invalid state: the firmware's protected memory is set up already. The line that says so
+        // names no GPU.
         (0x62, 0x40) => Reason::NeedsReset,
         (0x62, _) => Reason::FirmwareBoot,
         (0x22, _) => Reason::AttachFailed,
@@ -193,8 +199,8 @@ fn of_code(code: InitCode) -> Reason {
     }
 }
 
-/// The reason, and the line that says so, for a GPU that failed in `step`. `lines` are the driver's words about it since that step began, in
-/// their order.
+/// The reason, and the line that says so, for a GPU that failed in `step`. `lines` are the driver's
+/// words about it since that step began, in their order.
 pub fn classify(step: Step, lines: &[String]) -> (Reason, Option<&str>) {
     let (reason, line) = classify_words(lines).unwrap_or((step.general(), None));
     (reason, line.or(lines.last().map(String::as_str)))

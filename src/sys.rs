@@ -13,10 +13,12 @@ use tokio::io::unix::AsyncFd;
 /// Exit status of a process of ours that panicked, as Rust's own.
 const PANICKED: i32 = 101;
 
-/// What Rust's runtime needs before it starts: it ends a process that has no descriptor 0, 1 or 2 when there is no /dev/null either, and PID 1 has none of these
-/// in a guest without a console, where /dev is as the image made it. To be called before `main`.
+/// What Rust's runtime needs before it starts: it ends a process that has no descriptor 0, 1 or 2
+/// when there is no /dev/null either, and PID 1 has none of these in a guest without a console,
+/// where /dev is as the image made it. To be called before `main`.
 pub extern "C" fn before_main() {
-    // SAFETY: system calls whose arguments are constants; nothing of the runtime, which is not there yet, is used. What fails here fails the runtime.
+    // SAFETY: system calls whose arguments are constants; nothing of the runtime, which is not
+    // there yet, is used. What fails here fails the runtime.
     unsafe {
         if nix::libc::getpid() == 1 && (0..=2).any(|descriptor| nix::libc::fcntl(descriptor, nix::libc::F_GETFD) < 0) {
             nix::libc::mkdir(c"/dev".as_ptr(), 0o755);
@@ -27,7 +29,8 @@ pub extern "C" fn before_main() {
 
 /// Watches a descriptor in the runtime of the calling task.
 pub fn async_fd(fd: OwnedFd) -> io::Result<AsyncFd<OwnedFd>> {
-    // SAFETY: the AsyncFd owns the only handle to this descriptor, and an OwnedFd keeps one number, open, until it is dropped.
+    // SAFETY: the AsyncFd owns the only handle to this descriptor, and an OwnedFd keeps one number,
+    // open, until it is dropped.
     unsafe { AsyncFd::register(fd) }.map_err(io::Error::from)
 }
 
@@ -38,27 +41,32 @@ pub fn accept(listener: &OwnedFd) -> nix::Result<OwnedFd> {
     Ok(unsafe { OwnedFd::from_raw_fd(raw) })
 }
 
-/// Takes over a descriptor that this process has from its parent. None for a number that is not open.
+/// Takes over a descriptor that this process has from its parent. None for a number that is not
+/// open.
 pub fn inherited(raw: std::os::fd::RawFd) -> Option<OwnedFd> {
     // SAFETY: fcntl with F_GETFD only looks whether the number is open.
     if unsafe { nix::libc::fcntl(raw, nix::libc::F_GETFD) } < 0 {
         return None;
     }
-    // SAFETY: it is open, and only the list of inherited descriptors, which is consumed entry by entry, names it.
+    // SAFETY: it is open, and only the list of inherited descriptors, which is consumed entry by
+    // entry, names it.
     Some(unsafe { OwnedFd::from_raw_fd(raw) })
 }
 
 /// Forks a process that has one thread, so that the child may do whatever the parent could.
 ///
-/// The child lives in `child` and ends with its exit status: nothing of what follows this call is ever run by it, not even after a panic, because in
-/// PID 1 that is the agent's start. Both have `both`. Refused with EDEADLK when there are more threads: a lock that one of them holds would never open
-/// in the child.
+/// The child lives in `child` and ends with its exit status: nothing of what follows this call is
+/// ever run by it, not even after a panic, because in PID 1 that is the agent's start. Both have
+/// `both`. Refused with EDEADLK when there are more threads: a lock that one of them holds would
+/// never open in the child.
 pub fn fork_single_threaded<T>(both: T, child: impl FnOnce(T) -> i32) -> Result<(Pid, T), (Errno, T)> {
-    // A directory's link count is two plus its folders, which are the threads here: one call instead of a walk.
+    // A directory's link count is two plus its folders, which are the threads here: one call
+    // instead of a walk.
     if std::fs::metadata("/proc/self/task").is_ok_and(|task| std::os::unix::fs::MetadataExt::nlink(&task) != 3) {
         return Err((Errno::EDEADLK, both));
     }
-    // SAFETY: there is one thread, so no lock and no allocator state can be held by another one at this moment.
+    // SAFETY: there is one thread, so no lock and no allocator state can be held by another one at
+    // this moment.
     match unsafe { nix::unistd::fork() } {
         Ok(ForkResult::Parent { child }) => Ok((child, both)),
         Ok(ForkResult::Child) => leave(std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| child(both))).unwrap_or(PANICKED)),
@@ -66,7 +74,8 @@ pub fn fork_single_threaded<T>(both: T, child: impl FnOnce(T) -> i32) -> Result<
     }
 }
 
-/// Ends this process at once, whatever its other threads are at, and without running what was registered for an orderly end.
+/// Ends this process at once, whatever its other threads are at, and without running what was
+/// registered for an orderly end.
 pub fn leave(status: i32) -> ! {
     // SAFETY: takes a number and does not come back.
     unsafe { nix::libc::_exit(status) }
@@ -74,12 +83,14 @@ pub fn leave(status: i32) -> ! {
 
 /// Lets the kernel collect the children of this process: nobody asks how they ended.
 pub fn forget_children() {
-    // SAFETY: SIG_IGN is no handler of ours; nothing else is installed for this signal. Fails only for a signal that cannot be ignored.
+    // SAFETY: SIG_IGN is no handler of ours; nothing else is installed for this signal. Fails only
+    // for a signal that cannot be ignored.
     let _unused = unsafe { nix::sys::signal::signal(nix::sys::signal::Signal::SIGCHLD, nix::sys::signal::SigHandler::SigIgn) };
 }
 
-/// Replaces this program; returns only on failure. Undoes what Rust's runtime changed and the new program would inherit: SIGPIPE is ignored in
-/// every Rust program, and the signal mask stays across exec.
+/// Replaces this program; returns only on failure. Undoes what Rust's runtime changed and the new
+/// program would inherit: SIGPIPE is ignored in every Rust program, and the signal mask stays
+/// across exec.
 pub fn exec(path: &CStr, arguments: &[&CStr], environment: &[std::ffi::CString]) -> Errno {
     // SAFETY: SIG_DFL is no handler of ours; nothing else is installed for this signal.
     let _unused = unsafe { nix::sys::signal::signal(nix::sys::signal::Signal::SIGPIPE, nix::sys::signal::SigHandler::SigDfl) };
@@ -94,7 +105,8 @@ pub fn exec(path: &CStr, arguments: &[&CStr], environment: &[std::ffi::CString])
 pub fn tsc() -> Option<u64> {
     #[cfg(target_arch = "x86_64")]
     {
-        // SAFETY: every x86_64 CPU has the instruction, it touches no memory, and the kernel forbids it only to who asked for that (PR_SET_TSC).
+        // SAFETY: every x86_64 CPU has the instruction, it touches no memory, and the kernel
+        // forbids it only to who asked for that (PR_SET_TSC).
         Some(unsafe { std::arch::x86_64::_rdtsc() })
     }
     #[cfg(not(target_arch = "x86_64"))]
@@ -112,14 +124,17 @@ pub struct WaitOpenComplete {
 }
 
 mod ioctl {
-    // 'F' and 218: the driver's magic and NV_ESC_WAIT_OPEN_COMPLETE, from its public kernel interface (nv-ioctl-numbers.h, 550.40.07 and later).
+    // 'F' and 218: the driver's magic and NV_ESC_WAIT_OPEN_COMPLETE, from its public kernel
+    // interface (nv-ioctl-numbers.h, 550.40.07 and later).
     nix::ioctl_readwrite!(nv_wait_open_complete, b'F', 218, super::WaitOpenComplete);
 }
 
-/// Blocks until the initialisation that open() started on this GPU is over. Not interruptible: run it on a thread of its own.
+/// Blocks until the initialisation that open() started on this GPU is over. Not interruptible: run
+/// it on a thread of its own.
 pub fn wait_open_complete(gpu: &OwnedFd) -> nix::Result<WaitOpenComplete> {
     let mut answer = WaitOpenComplete::default();
-    // SAFETY: the driver reads and writes exactly this struct (its size is part of the request number), which outlives the call.
+    // SAFETY: the driver reads and writes exactly this struct (its size is part of the request
+    // number), which outlives the call.
     unsafe { ioctl::nv_wait_open_complete(gpu.as_raw_fd(), &raw mut answer) }?;
     Ok(answer)
 }
@@ -135,7 +150,8 @@ pub enum DeviceMapper {
     Status = 12,
 }
 
-/// Asks the device mapper; `request` is a `struct dm_ioctl` with what follows it, and gets the reply.
+/// Asks the device mapper; `request` is a `struct dm_ioctl` with what follows it, and gets the
+/// reply.
 pub fn device_mapper(control: &OwnedFd, command: DeviceMapper, request: &mut [u8]) -> nix::Result<()> {
     const MAGIC: u8 = 0xfd;
     // Size of struct dm_ioctl, which is part of the number of each request.
@@ -151,7 +167,8 @@ pub fn device_mapper(control: &OwnedFd, command: DeviceMapper, request: &mut [u8
     Errno::result(result).map(drop)
 }
 
-/// Returns when every CPU has been through the scheduler since the call (an RCU grace period): what the kernel put off until then is due.
+/// Returns when every CPU has been through the scheduler since the call (an RCU grace period): what
+/// the kernel put off until then is due.
 pub fn grace_period() -> nix::Result<()> {
     const MEMBARRIER_CMD_GLOBAL: nix::libc::c_int = 1;
     // SAFETY: this command takes no pointer, and changes nothing but time.
@@ -167,7 +184,8 @@ pub fn pidfd_open(pid: Pid) -> nix::Result<OwnedFd> {
     Ok(unsafe { OwnedFd::from_raw_fd(raw) })
 }
 
-/// Takes every capability but these out of the bounding set of the calling thread: a program that it becomes as root has no others.
+/// Takes every capability but these out of the bounding set of the calling thread: a program that
+/// it becomes as root has no others.
 pub fn keep_capabilities(kept: &[u32]) -> nix::Result<()> {
     for capability in (0..64).filter(|number| !kept.contains(number)) {
         // SAFETY: takes two numbers, and changes this thread alone.
@@ -190,7 +208,8 @@ pub fn loopback_up() -> nix::Result<()> {
     request.ifr_name[0] = b'l' as libc::c_char;
     request.ifr_name[1] = b'o' as libc::c_char;
     request.ifr_ifru.ifru_flags = (libc::IFF_UP | libc::IFF_RUNNING) as libc::c_short;
-    // SAFETY: the request outlives the call, names an interface with a NUL at its end, and the kernel only reads it.
+    // SAFETY: the request outlives the call, names an interface with a NUL at its end, and the
+    // kernel only reads it.
     Errno::result(unsafe { libc::ioctl(fd.as_raw_fd(), libc::SIOCSIFFLAGS as _, &raw const request) }).map(drop)
 }
 

@@ -1,7 +1,9 @@
 //! Threads for calls that block in the kernel, made where a failure can be handled.
 //!
-//! A kernel that gives no thread at this moment (EAGAIN: `threads-max`, a cgroup's `pids.max`, memory) costs time, never the work: the thread is tried
-//! again until there is one. tokio's `spawn_blocking` panics there instead, or leaves the work waiting for a thread that nobody makes.
+//! A kernel that gives no thread at this moment (EAGAIN: `threads-max`, a cgroup's `pids.max`,
+//! memory) costs time, never the work: the thread is tried again until there is one. tokio's
+//! `spawn_blocking` panics there instead, or leaves the work waiting for a thread that nobody
+//! makes.
 
 use std::any::Any;
 use std::fmt;
@@ -54,7 +56,8 @@ impl<T> Future for Running<T> {
     }
 }
 
-/// Runs work that blocks on a thread of its own, which is tried at once. Must be called inside the runtime.
+/// Runs work that blocks on a thread of its own, which is tried at once. Must be called inside the
+/// runtime.
 pub fn run<T: Send + 'static>(work: impl FnOnce() -> T + Send + 'static) -> Running<T> {
     run_with(make, work)
 }

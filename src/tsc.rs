@@ -71,7 +71,8 @@ pub fn before_kernel(first: &Reading, later: &Reading) -> Option<Before> {
 mod tests {
     use super::*;
 
-    /// A VM whose TSC of 2.5 GHz began `before_ns` before BOOTTIME, looked at `late_ns` after the TSC was read.
+    /// A VM whose TSC of 2.5 GHz began `before_ns` before BOOTTIME, looked at `late_ns` after the
+    /// TSC was read.
     fn reading(at_ns: u64, before_ns: u64, late_ns: u64) -> Reading {
         Reading { tsc: (at_ns + before_ns) / 2 * 5, raw_ns: at_ns - late_ns, boottime_ns: at_ns + late_ns, within_ns: 2 * late_ns }
     }

@@ -1,7 +1,9 @@
-//! The kernel's uevents: GPUs that appear, disappear, get or lose their driver; displays that they get or lose.
+//! The kernel's uevents: GPUs that appear, disappear, get or lose their driver; displays that they
+//! get or lose.
 //!
-//! Subscribe before the scan of sysfs: what appears in between is then seen twice instead of never. Only messages of the kernel count
-//! (netlink port 0); the agent listens on a socket of its own, and neither disturbs the other.
+//! Subscribe before the scan of sysfs: what appears in between is then seen twice instead of never.
+//! Only messages of the kernel count (netlink port 0); the agent listens on a socket of its own,
+//! and neither disturbs the other.
 
 use crate::pci::PciAddress;
 use nix::errno::Errno;
@@ -48,8 +50,9 @@ pub struct Uevent {
     pub class: Option<u32>,
 }
 
-/// Parses a uevent of the kernel: `action@devpath\0KEY=value\0..`. None for other subsystems, for what is no uevent, and for what somebody wrote to
-/// a device's `uevent`: nothing has happened then.
+/// Parses a uevent of the kernel: `action@devpath\0KEY=value\0..`. None for other subsystems, for
+/// what is no uevent, and for what somebody wrote to a device's `uevent`: nothing has happened
+/// then.
 pub fn parse(message: &[u8]) -> Option<Uevent> {
     let mut parts = message.split(|b| *b == 0).map(String::from_utf8_lossy);
     parts.next().filter(|head| head.contains('@'))?;
@@ -81,7 +84,8 @@ pub fn parse(message: &[u8]) -> Option<Uevent> {
     Some(Uevent { action: action?, address: address?, driver, vendor, class })
 }
 
-/// The PCI function whose display came or went, of a kernel's uevent about one: `..@/devices/../<address>/drm/card0\0..SUBSYSTEM=drm\0DEVNAME=dri/card0\0`.
+/// The PCI function whose display came or went, of a kernel's uevent about one:
+/// `..@/devices/../<address>/drm/card0\0..SUBSYSTEM=drm\0DEVNAME=dri/card0\0`.
 pub fn parse_display(message: &[u8]) -> Option<PciAddress> {
     let mut parts = message.split(|b| *b == 0).map(String::from_utf8_lossy);
     parts.next().filter(|head| head.contains('@'))?;
@@ -121,15 +125,17 @@ impl Uevents {
 
     /// Waits for the next uevent of a PCI function, or of a display.
     ///
-    /// Errors: uevents are lost; subscribe again, then scan. A socket that has overrun is of no more use: until it has been read to its end the kernel
-    /// drops what comes next, and reports that only once.
+    /// Errors: uevents are lost; subscribe again, then scan. A socket that has overrun is of no
+    /// more use: until it has been read to its end the kernel drops what comes next, and reports
+    /// that only once.
     pub async fn next(&self) -> io::Result<Next> {
         let mut buffer = [0_u8; MAX_UEVENT];
         loop {
             let mut guard = self.socket.readable().await?;
             for _ in 0..BURST {
                 match recvfrom::<NetlinkAddr>(self.socket.as_raw_fd(), &mut buffer) {
-                    // Anybody with the right capability may send to the group; only port 0 is the kernel.
+                    // Anybody with the right capability may send to the group; only port 0 is the
+                    // kernel.
                     Ok((n, Some(from))) if from.pid() == 0 => {
                         let message = buffer.get(..n).unwrap_or_default();
                         if let Some(next) = parse(message).map(Next::Event).or_else(|| parse_display(message).map(Next::Display)) {
@@ -157,13 +163,15 @@ impl Uevents {
 fn open() -> io::Result<OwnedFd> {
     let flags = SockFlag::SOCK_CLOEXEC | SockFlag::SOCK_NONBLOCK;
     let socket = socket(AddressFamily::Netlink, SockType::Datagram, flags, SockProtocol::NetlinkKObjectUEvent)?;
-    // FORCE needs CAP_NET_ADMIN, which PID 1's children have; without it the default size holds a few hundred uevents.
+    // FORCE needs CAP_NET_ADMIN, which PID 1's children have; without it the default size holds a
+    // few hundred uevents.
     let _unused = setsockopt(&socket, sockopt::RcvBufForce, &RECEIVE_BUFFER);
     bind(socket.as_raw_fd(), &NetlinkAddr::new(0, KERNEL_GROUP))?;
     Ok(socket)
 }
 
-/// A subscription for readers that only need a reason to look again: uevents of any subsystem, and their loss.
+/// A subscription for readers that only need a reason to look again: uevents of any subsystem, and
+/// their loss.
 pub struct Any(OwnedFd);
 
 impl Any {

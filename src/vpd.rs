@@ -21,8 +21,8 @@ const END: u8 = 0x0f;
 /// parameters, which no specification orders.
 const MANAGES_SWITCHES: &[u8] = b"SW_MNG";
 
-/// Reads the VPD of a function below `sysfs`; None: the function has none. Blocks for as long as the
-/// device takes.
+/// Reads the VPD of a function below `sysfs`; None: the function has none. Blocks for as long as
+/// the device takes.
 ///
 /// Errors: the kernel got no answer or found no VPD format (path, errno).
 pub fn read(sysfs: &Path, function: PciAddress) -> io::Result<Option<Vec<u8>>> {

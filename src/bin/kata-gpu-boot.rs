@@ -91,7 +91,8 @@ mod tests {
         assert_eq!(Cli::command().render_version(), concat!("kata-gpu-boot ", env!("CARGO_PKG_VERSION"), "\n"));
     }
 
-    /// A terminal's help is wrapped at its width: a command that is longer would be copied in two pieces.
+    /// A terminal's help is wrapped at its width: a command that is longer would be copied in two
+    /// pieces.
     #[test]
     fn an_example_fits_into_a_line_of_80_columns() {
         fn check(command: &Command, examples: &mut usize) {

@@ -1,4 +1,5 @@
-//! `kata-gpu-init cdi ..`: the generator without a guest, on any directory tree or on a machine with the driver loaded.
+//! `kata-gpu-init cdi ..`: the generator without a guest, on any directory tree or on a machine
+//! with the driver loaded.
 
 use super::devices::{OTHERS, Places};
 use super::publish::replace;

@@ -1,5 +1,6 @@
-//! What a running driver has in a root: GPUs with their nodes, displays and MIG instances, the nodes they share, and devices of other kinds. Reads /proc, /sys
-//! and /dev below that root and opens no device: nothing here initialises a GPU.
+//! What a running driver has in a root: GPUs with their nodes, displays and MIG instances, the
+//! nodes they share, and devices of other kinds. Reads /proc, /sys and /dev below that root and
+//! opens no device: nothing here initialises a GPU.
 
 use super::schema::{Device as SpecDevice, Edits, Mount, Spec};
 use super::spec::{Device, DisplayLink, Entry, Extras, FILE, Instance, Ready, device, node};
@@ -72,7 +73,8 @@ impl Places {
         }))
     }
 
-    /// The character devices of a directory below /dev whose names begin so and end in a number, or have nothing after that beginning.
+    /// The character devices of a directory below /dev whose names begin so and end in a number, or
+    /// have nothing after that beginning.
     fn nodes(&self, directory: &str, beginnings: &[&str]) -> Result<Vec<Node>, String> {
         let folder = self.dev().join(directory);
         let mut all = Vec::new();
@@ -270,7 +272,8 @@ impl Other {
         Ok(nodes)
     }
 
-    /// Its spec: `all`, and each device where that means something. `common` is what every container of it gets besides.
+    /// Its spec: `all`, and each device where that means something. `common` is what every
+    /// container of it gets besides.
     ///
     /// Error: there is no such device.
     pub fn spec(&self, places: &Places, common: Edits) -> Result<Spec, String> {

@@ -1,9 +1,11 @@
-//! glibc's `/etc/ld.so.cache`: which file a library's name leads to. Written without running anything, and read. Pure: bytes in, bytes out.
+//! glibc's `/etc/ld.so.cache`: which file a library's name leads to. Written without running
+//! anything, and read. Pure: bytes in, bytes out.
 //!
-//! The format is the one every glibc since 2.2 reads, "glibc-ld.so.cache1.1": a header, a table of entries, their strings, and behind them a
-//! directory of extensions, of which glibc 2.33 and later know two: who wrote the file, and the names of `glibc-hwcaps` subdirectories. The loader
-//! searches the table by halves, so its order is part of the format: [`order`] is the loader's own. Little-endian, as every machine with these GPUs
-//! is.
+//! The format is the one every glibc since 2.2 reads, "glibc-ld.so.cache1.1": a header, a table of
+//! entries, their strings, and behind them a directory of extensions, of which glibc 2.33 and later
+//! know two: who wrote the file, and the names of `glibc-hwcaps` subdirectories. The loader
+//! searches the table by halves, so its order is part of the format: [`order`] is the loader's own.
+//! Little-endian, as every machine with these GPUs is.
 
 use std::cmp::Ordering;
 use std::collections::HashMap;
@@ -22,7 +24,8 @@ const EXTENSIONS_HEADER: usize = 8;
 const EXTENSION: usize = 16;
 const GENERATOR: u32 = 0;
 const SUBDIRECTORIES: u32 = 1;
-/// Set in an entry's hwcap when its lower half is an index into the names of subdirectories; bits 32 to 41 are then the x86-64 level.
+/// Set in an entry's hwcap when its lower half is an index into the names of subdirectories; bits
+/// 32 to 41 are then the x86-64 level.
 const IS_SUBDIRECTORY: u64 = 1 << 62;
 const ISA_LEVELS: u32 = 0x3ff;
 /// Largest cache, both ways: a distribution with everything installed has half a megabyte.
@@ -41,7 +44,8 @@ impl Machine {
     /// That of this program, which is that of the container.
     pub const OURS: Self = if cfg!(target_arch = "aarch64") { Self::Aarch64 } else { Self::X86_64 };
 
-    /// What the loader calls libraries of this kind (`FLAG_*` in glibc's ldconfig.h); None for those that `ldconfig` passes over on this machine.
+    /// What the loader calls libraries of this kind (`FLAG_*` in glibc's ldconfig.h); None for
+    /// those that `ldconfig` passes over on this machine.
     pub fn flags(self, library: &crate::elf::Library) -> Option<u32> {
         use crate::elf::Class::{Elf32, Elf64};
         const LIBC6: u32 = 0x3;
@@ -73,7 +77,8 @@ impl Machine {
 pub enum Hwcap {
     /// All.
     Any,
-    /// A `glibc-hwcaps` subdirectory's: the loader decides by its name, and by the level (see [`crate::elf::Library::isa_level`]).
+    /// A `glibc-hwcaps` subdirectory's: the loader decides by its name, and by the level (see
+    /// [`crate::elf::Library::isa_level`]).
     Subdirectory { name: String, isa_level: u32 },
     /// What glibc before 2.37 wrote for subdirectories such as `haswell`: only read, never written.
     Platform(u64),
@@ -109,10 +114,11 @@ pub struct Cache {
     pub generator: Option<String>,
 }
 
-/// The loader's comparison of names: as text, but digits count as numbers, and are after everything else.
+/// The loader's comparison of names: as text, but digits count as numbers, and are after everything
+/// else.
 ///
-/// Numbers are 32 bits wide and wrap, as in the loader. Where two differ by more than 2^31, the loader's own order is not one (its difference wraps,
-/// too).
+/// Numbers are 32 bits wide and wrap, as in the loader. Where two differ by more than 2^31, the
+/// loader's own order is not one (its difference wraps, too).
 pub fn order(a: &str, b: &str, machine: Machine) -> Ordering {
     let (mut a, mut b) = (a.as_bytes(), b.as_bytes());
     // `char` has a sign on x86 and none on Arm.
@@ -142,14 +148,15 @@ fn number(text: &mut &[u8]) -> i32 {
     value
 }
 
-/// Names from last to first; of one name the larger flags first, and of these what is for some processors before what is for all.
+/// Names from last to first; of one name the larger flags first, and of these what is for some
+/// processors before what is for all.
 fn order_of_entries(a: &Entry, b: &Entry, machine: Machine) -> Ordering {
     let (x, y) = (a.hwcap.subdirectory(), b.hwcap.subdirectory());
     order(&b.name, &a.name, machine).then_with(|| b.flags.cmp(&a.flags)).then_with(|| y.is_some().cmp(&x.is_some())).then_with(|| x.cmp(&y))
 }
 
-/// Writes a cache. Of entries that are alike in all but the path the loader takes the first, so they come in the order in which their directories are
-/// searched.
+/// Writes a cache. Of entries that are alike in all but the path the loader takes the first, so
+/// they come in the order in which their directories are searched.
 ///
 /// Errors: more than [`MAX_SIZE`] bytes.
 pub fn write(entries: &[Entry], generator: &str, machine: Machine) -> Result<Vec<u8>, String> {
@@ -210,8 +217,8 @@ fn put(file: &mut Vec<u8>, value: usize) {
     file.extend((value as u32).to_le_bytes());
 }
 
-/// The strings of a cache, each with an end mark; what another one ends in is not there twice. In the order `ldconfig` gives them, so that its file
-/// and ours can be compared byte by byte.
+/// The strings of a cache, each with an end mark; what another one ends in is not there twice. In
+/// the order `ldconfig` gives them, so that its file and ours can be compared byte by byte.
 struct Strings<'a> {
     bytes: Vec<u8>,
     offsets: HashMap<&'a str, usize>,
@@ -300,7 +307,8 @@ fn read_new(whole: &[u8], cache: &[u8]) -> Result<Cache, String> {
     Ok(Cache { entries: entries?, generator })
 }
 
-/// Reads the entries. A small file can lead all of them to one long string: what they take together is bounded, too.
+/// Reads the entries. A small file can lead all of them to one long string: what they take together
+/// is bounded, too.
 fn entries(count: usize, entry: impl Fn(usize) -> Option<Entry>) -> Result<Vec<Entry>, String> {
     let (mut entries, mut size) = (Vec::new(), 0);
     for n in 0..count {
@@ -367,7 +375,8 @@ mod tests {
         Entry { path: format!("/lib/glibc-hwcaps/x86-64-v3/{name}"), hwcap, ..entry(name, "") }
     }
 
-    /// The loader's search by halves: the paths of all entries of this name, in the order in which it looks at them.
+    /// The loader's search by halves: the paths of all entries of this name, in the order in which
+    /// it looks at them.
     fn search<'a>(cache: &'a Cache, name: &str) -> Vec<&'a str> {
         let mut range = 0..cache.entries.len();
         while !range.is_empty() {

@@ -1,6 +1,8 @@
-//! Putting a spec in front of the agent: written whole under a name the agent does not read, then renamed over the old one.
+//! Putting a spec in front of the agent: written whole under a name the agent does not read, then
+//! renamed over the old one.
 //!
-//! There is one publisher in a guest. A reader sees the old text or the new one, at any moment, and never none.
+//! There is one publisher in a guest. A reader sees the old text or the new one, at any moment, and
+//! never none.
 
 use super::schema::Spec;
 use std::fs::File;
@@ -29,7 +31,8 @@ impl Publisher {
         self.directory.join(FILE).exists()
     }
 
-    /// Replaces the published spec; gives its size in bytes. On an error the old one is still there.
+    /// Replaces the published spec; gives its size in bytes. On an error the old one is still
+    /// there.
     pub fn publish(&self, spec: &Spec) -> io::Result<usize> {
         self.publish_as(FILE, spec)
     }
@@ -46,7 +49,8 @@ impl Publisher {
     }
 }
 
-/// Replaces a file as a whole, or leaves it as it is. The new text lies beside it meanwhile, under a name that agents do not read.
+/// Replaces a file as a whole, or leaves it as it is. The new text lies beside it meanwhile, under
+/// a name that agents do not read.
 pub fn replace(path: &Path, text: &[u8]) -> io::Result<()> {
     let at = |e: io::Error| io::Error::new(e.kind(), format!("write {}: {e}", path.display()));
     let mut temporary = path.as_os_str().to_owned();

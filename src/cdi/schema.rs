@@ -42,8 +42,9 @@ impl Edits {
     }
 }
 
-/// A device node. There is no `type`: agents with the CDI crate 0.1 (Kata up to 3.32) refuse every node that has one, so the agent looks at the
-/// guest's node for it, and a node is published after it is made.
+/// A device node. There is no `type`: agents with the CDI crate 0.1 (Kata up to 3.32) refuse every
+/// node that has one, so the agent looks at the guest's node for it, and a node is published after
+/// it is made.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "camelCase")]
 pub struct DeviceNode {
@@ -55,7 +56,8 @@ pub struct DeviceNode {
     pub major: Option<u32>,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub minor: Option<u32>,
-    /// Permission bits. Without them a container's node gets the guest node's mode, or 0 where there is none.
+    /// Permission bits. Without them a container's node gets the guest node's mode, or 0 where
+    /// there is none.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub file_mode: Option<u32>,
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -82,7 +84,8 @@ pub struct Hook {
 }
 
 impl Spec {
-    /// With the lowest version that has everything in it: agents with the CDI crate 0.1 know nothing above 0.7.0.
+    /// With the lowest version that has everything in it: agents with the CDI crate 0.1 know
+    /// nothing above 0.7.0.
     pub fn new(kind: &str, devices: Vec<Device>, container_edits: Edits) -> Self {
         let cdi_version = minimum_version(kind, &devices, &container_edits);
         Self { cdi_version, kind: kind.to_string(), devices, container_edits }
@@ -95,14 +98,17 @@ impl Spec {
         self.cdi_version = minimum_version(&self.kind, &self.devices, &self.container_edits);
     }
 
-    /// The file's text: JSON, which is YAML too, in as few bytes as possible, because the agent parses it again at every try.
+    /// The file's text: JSON, which is YAML too, in as few bytes as possible, because the agent
+    /// parses it again at every try.
     pub fn to_json(&self) -> Vec<u8> {
-        // Structs of strings and numbers: cannot fail. An empty text would be refused by `publish`, not written.
+        // Structs of strings and numbers: cannot fail. An empty text would be refused by `publish`,
+        // not written.
         serde_json::to_vec(self).unwrap_or_default()
     }
 }
 
-/// Of what these structs can say, 0.5.0 brought device names that start with a digit and a node's `hostPath`, and 0.6.0 kinds with a dot in the class.
+/// Of what these structs can say, 0.5.0 brought device names that start with a digit and a node's
+/// `hostPath`, and 0.6.0 kinds with a dot in the class.
 fn minimum_version(kind: &str, devices: &[Device], common: &Edits) -> &'static str {
     let class = kind.split_once('/').map_or("", |(_, class)| class);
     let mut nodes = devices.iter().map(|d| &d.container_edits).chain([common]).flat_map(|e| &e.device_nodes);

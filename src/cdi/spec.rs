@@ -1,4 +1,5 @@
-//! The spec of the GPUs: which GPU is in which state, and which files of the driver there are -> exactly what the agent's CDI crate reads. No I/O.
+//! The spec of the GPUs: which GPU is in which state, and which files of the driver there are ->
+//! exactly what the agent's CDI crate reads. No I/O.
 
 use super::schema::{Device as SpecDevice, DeviceNode, Edits, Hook, Mount, Spec};
 use crate::device_nodes::Node;
@@ -120,7 +121,8 @@ pub fn node(node: &Node) -> DeviceNode {
     }
 }
 
-/// A node that makes the agent try again: no major, so that it looks at the path, and the path is not there.
+/// A node that makes the agent try again: no major, so that it looks at the path, and the path is
+/// not there.
 fn pending(address: PciAddress) -> DeviceNode {
     DeviceNode { path: format!("{PENDING}/{address}"), ..DeviceNode::default() }
 }
@@ -153,7 +155,8 @@ pub fn device(name: String, device_nodes: Vec<DeviceNode>, hooks: Vec<Hook>) -> 
     SpecDevice { name, container_edits: Edits { device_nodes, hooks, ..Edits::default() } }
 }
 
-/// What makes the links of displays in containers that get them. No mount can stand for a link to a device, so it takes a hook.
+/// What makes the links of displays in containers that get them. No mount can stand for a link to a
+/// device, so it takes a hook.
 fn display_hook(links: &[&DisplayLink], options: &Options) -> Vec<Hook> {
     if links.is_empty() || options.hooks == Hooks::None {
         return vec![];
@@ -183,11 +186,13 @@ fn named(gpu: &Device, naming: Naming, options: &Options) -> Vec<SpecDevice> {
     name.map(|name| whole(name, &[gpu], options)).into_iter().chain(instances).collect()
 }
 
-/// The spec for these GPUs, in ascending order of address. `common` are the nodes that every container with a GPU gets, `files` what it gets of the
-/// driver's user space.
+/// The spec for these GPUs, in ascending order of address. `common` are the nodes that every
+/// container with a GPU gets, `files` what it gets of the driver's user space.
 ///
-/// Besides the names asked for there is `all`, which holds every GPU that has not failed: it becomes resolvable with the last of them. When every GPU
-/// has failed, the spec lists one device `none`, because a spec without devices is invalid and an absent kind makes the agent wait for it.
+/// Besides the names asked for there is `all`, which holds every GPU that has not failed: it
+/// becomes resolvable with the last of them. When every GPU has failed, the spec lists one device
+/// `none`, because a spec without devices is invalid and an absent kind makes the agent wait for
+/// it.
 pub fn generate(devices: &[Device], common: &[Node], files: Option<&DriverFiles>, options: &Options) -> Spec {
     let alive = || devices.iter().filter(|d| d.entry != Entry::Failed);
     let mut list: Vec<SpecDevice> =
@@ -217,7 +222,8 @@ pub fn edits_of(files: &DriverFiles, options: &Options) -> Edits {
 pub const FILE: &[&str] = &["ro", "nosuid", "nodev", "rbind", "rprivate"];
 const SOCKET: &[&str] = &["nosuid", "nodev", "rbind", "rprivate", "noexec"];
 
-/// Files, parents first, then the links, each as a mount of the file that it leads to: nothing has to be made in the container's root for them.
+/// Files, parents first, then the links, each as a mount of the file that it leads to: nothing has
+/// to be made in the container's root for them.
 fn mounts(files: &DriverFiles, hooks: Hooks) -> Vec<Mount> {
     let file = |m: &crate::driver_files::Mount| Mount {
         host_path: m.host_path.display().to_string(),

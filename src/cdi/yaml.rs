@@ -1,4 +1,5 @@
-//! A spec as YAML in block form, for people who read it. The guest publishes JSON, which agents parse faster.
+//! A spec as YAML in block form, for people who read it. The guest publishes JSON, which agents
+//! parse faster.
 
 use serde_json::Value;
 

@@ -14,7 +14,8 @@ pub enum Error {
     UnreadableVersion { source: PathBuf, why: String },
     /// Nothing of the driver is there. `problems` are what could not be looked at.
     NoDriver { driver_root: PathBuf, version: Option<String>, problems: Vec<String> },
-    /// There is compute, and the library that it all goes through is missing. `needed_by` is a library that is there.
+    /// There is compute, and the library that it all goes through is missing. `needed_by` is a
+    /// library that is there.
     NoLibcuda { directory: PathBuf, version: String, needed_by: String, problems: Vec<String> },
     /// The libraries are those of another driver.
     Mismatch { module: String, source: VersionSource, library: PathBuf, found: String },

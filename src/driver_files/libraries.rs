@@ -1,6 +1,8 @@
-//! The driver's libraries: which directories hold them, of which version they are, and the links that programs find them by.
+//! The driver's libraries: which directories hold them, of which version they are, and the links
+//! that programs find them by.
 //!
-//! Links come from the files' own SONAMEs, so that they are made in a container whether or not somebody ran ldconfig in the image.
+//! Links come from the files' own SONAMEs, so that they are made in a container whether or not
+//! somebody ran ldconfig in the image.
 
 use super::tree::{Entry, Found, Places, below, plain_name, plain_path};
 use super::{Error, Kind, Link, Mount, Problems, VersionSource};
@@ -22,7 +24,8 @@ const DIRECTORIES: &[&str] = &[
     "/lib/aarch64-linux-gnu",
     "/lib/x86_64-linux-gnu/nvidia/current",
     "/lib/aarch64-linux-gnu/nvidia/current",
-    // For 32-bit programs; the first of them everything where there is no other, as in roots made by hand.
+    // For 32-bit programs; the first of them everything where there is no other, as in roots made
+    // by hand.
     "/usr/lib",
     "/lib",
     "/usr/lib/i386-linux-gnu",
@@ -32,15 +35,18 @@ const DIRECTORIES: &[&str] = &[
 ];
 /// Most libraries of one directory: a driver has about 60.
 const MAX_LIBRARIES: usize = 512;
-/// Their versions are not the driver's: EGL platforms, each with a version of its own, and the compiler for old programs.
+/// Their versions are not the driver's: EGL platforms, each with a version of its own, and the
+/// compiler for old programs.
 const EGL_PLATFORMS: &[&str] =
     &["libnvidia-egl-gbm", "libnvidia-egl-wayland", "libnvidia-egl-wayland2", "libnvidia-egl-xcb", "libnvidia-egl-xlib"];
 const LEGACY_COMPILER: &str = "libnvidia-nvvm70";
 /// Libraries that tell a driver's version.
 const TELLING: [&str; 2] = ["libcuda", "libnvidia-ml"];
-/// Libraries that nothing but CUDA uses: with one of them there, libcuda is not left out on purpose.
+/// Libraries that nothing but CUDA uses: with one of them there, libcuda is not left out on
+/// purpose.
 const FOR_CUDA_ONLY: &[&str] = &["libnvidia-ptxjitcompiler", "libnvidia-nvvm", LEGACY_COMPILER, "libcudadebugger"];
-/// Links that programs need and no SONAME tells: library -> link, and whether it points to the SONAME's link (else to the file).
+/// Links that programs need and no SONAME tells: library -> link, and whether it points to the
+/// SONAME's link (else to the file).
 const MORE_LINKS: &[(&str, &str, bool)] = &[
     // Many programs open it by this name.
     ("libcuda", "libcuda.so", true),
@@ -52,7 +58,8 @@ const MORE_LINKS: &[(&str, &str, bool)] = &[
 /// The name under which Mesa's GBM looks for the driver's back end, which is its allocator.
 const GBM: (&str, &str) = ("libnvidia-allocator", "gbm/nvidia-drm_gbm.so");
 
-/// Whether this is a version of the driver: two to four numbers, the first of three or four digits (Tegra's libcuda.so.1.1 has none).
+/// Whether this is a version of the driver: two to four numbers, the first of three or four digits
+/// (Tegra's libcuda.so.1.1 has none).
 pub fn is_version(text: &str) -> bool {
     let parts: Vec<&str> = text.split('.').collect();
     (2..=4).contains(&parts.len())
@@ -130,7 +137,8 @@ fn looks_like_ours(name: &[u8]) -> bool {
     is_version(rest) || is_other(stem, rest)
 }
 
-/// Whether it is one of those with a version of their own. Of an EGL platform's names, that with the whole version is the file.
+/// Whether it is one of those with a version of their own. Of an EGL platform's names, that with
+/// the whole version is the file.
 fn is_other(stem: &str, rest: &str) -> bool {
     stem == LEGACY_COMPILER || (EGL_PLATFORMS.contains(&stem) && rest.contains('.'))
 }

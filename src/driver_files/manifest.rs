@@ -1,10 +1,14 @@
-//! What a scan found, kept in the image: written once when the image is built, verified at boot by looking at the files' sizes alone.
+//! What a scan found, kept in the image: written once when the image is built, verified at boot by
+//! looking at the files' sizes alone.
 //!
-//! It holds paths below the driver root, so that an image built in one place may be mounted in another. It is verified with what survives the making
-//! of an image: a file's size, and a library directory's time in seconds; where an archive or a packer sets times of its own, the directory's names
-//! are compared instead. Sockets are never in it: they are looked for at boot. Write it last: ldconfig changes library directories.
+//! It holds paths below the driver root, so that an image built in one place may be mounted in
+//! another. It is verified with what survives the making of an image: a file's size, and a library
+//! directory's time in seconds; where an archive or a packer sets times of its own, the directory's
+//! names are compared instead. Sockets are never in it: they are looked for at boot. Write it last:
+//! ldconfig changes library directories.
 //!
-//! Not seen: a configuration or program that is added after it was written, outside the library directories.
+//! Not seen: a configuration or program that is added after it was written, outside the library
+//! directories.
 
 use super::tree::{Found, Places, below, plain_name, plain_path};
 use super::{DriverFiles, Error, Kind, Problems, Roots, is_version, module_version, named, scan};
@@ -84,7 +88,8 @@ impl fmt::Display for Unusable {
 
 impl std::error::Error for Unusable {}
 
-/// Reads a manifest's text. Takes any bytes; what comes out has only paths and names that a scan could have found.
+/// Reads a manifest's text. Takes any bytes; what comes out has only paths and names that a scan
+/// could have found.
 pub fn parse(bytes: &[u8]) -> Result<Manifest, String> {
     if bytes.len() > MAX_BYTES {
         return Err(format!("{} bytes: a manifest has at most {MAX_BYTES}", bytes.len()));
@@ -95,7 +100,8 @@ pub fn parse(bytes: &[u8]) -> Result<Manifest, String> {
 }
 
 impl Manifest {
-    /// Of what a scan has found. Fails where that cannot be kept: something could not be looked at, or lies outside the driver root.
+    /// Of what a scan has found. Fails where that cannot be kept: something could not be looked at,
+    /// or lies outside the driver root.
     fn new(places: &Places, found: &DriverFiles) -> io::Result<Self> {
         if let Some(problem) = found.problems.first() {
             return Err(io::Error::other(format!("not all could be looked at: {problem}")));
@@ -124,7 +130,8 @@ impl Manifest {
 
     /// The file's text.
     pub fn to_json(&self) -> Vec<u8> {
-        // Structs of strings and numbers, all paths text: cannot fail. Nobody takes an empty text for a manifest.
+        // Structs of strings and numbers, all paths text: cannot fail. Nobody takes an empty text
+        // for a manifest.
         serde_json::to_vec(self).unwrap_or_default()
     }
 
@@ -199,7 +206,8 @@ fn plain_target(target: &str) -> bool {
     plain_name(target.strip_prefix("../").unwrap_or(target).as_bytes()).is_some()
 }
 
-/// What is at a path of the driver root, which must be of this kind, and there without a link on the way.
+/// What is at a path of the driver root, which must be of this kind, and there without a link on
+/// the way.
 fn look(places: &Places, path: &Path, kind: SFlag) -> Result<Found, String> {
     match places.driver(path) {
         Ok(Some(found)) if !found.is(kind) || found.path != below(&places.driver_root, path) => {
@@ -222,7 +230,8 @@ fn names_sum(directory: &Found) -> io::Result<u64> {
     Ok(sum)
 }
 
-/// Writes the manifest of what a scan of these roots has found; gives its path in the guest and its size.
+/// Writes the manifest of what a scan of these roots has found; gives its path in the guest and its
+/// size.
 ///
 /// The last step of an image's build. Errors name what stands against it.
 pub fn write(roots: &Roots, files: &DriverFiles) -> io::Result<(PathBuf, usize)> {
@@ -262,7 +271,8 @@ pub fn load(roots: &Roots, expected_version: Option<&str>) -> Result<DriverFiles
     Ok(files)
 }
 
-/// From the manifest if there is one that holds, else by a scan; with it, why the manifest was not used.
+/// From the manifest if there is one that holds, else by a scan; with it, why the manifest was not
+/// used.
 pub fn load_or_scan(roots: &Roots, expected_version: Option<&str>) -> Result<(DriverFiles, Option<Unusable>), Error> {
     match load(roots, expected_version) {
         Ok(files) => Ok((files, None)),

@@ -1,10 +1,13 @@
-//! Which files of the driver's user space a container needs: libraries, the links to them, programs, configurations, firmware, sockets.
+//! Which files of the driver's user space a container needs: libraries, the links to them,
+//! programs, configurations, firmware, sockets.
 //!
-//! [`scan`] looks at a driver root once, each directory once, and runs nothing. [`manifest`] keeps what it found, written when an image is built,
-//! so that a boot only has to see that it is still true. What a container gets from this is for `cdi` to say.
+//! [`scan`] looks at a driver root once, each directory once, and runs nothing. [`manifest`] keeps
+//! what it found, written when an image is built, so that a boot only has to see that it is still
+//! true. What a container gets from this is for `cdi` to say.
 //!
-//! A driver without libcuda is refused where something is there that only CUDA uses (an installation by halves, and every program would fail later
-//! with less to go by); management or graphics libraries alone are taken as meant so, with [`DriverFiles::libcuda_directory`] None.
+//! A driver without libcuda is refused where something is there that only CUDA uses (an
+//! installation by halves, and every program would fail later with less to go by); management or
+//! graphics libraries alone are taken as meant so, with [`DriverFiles::libcuda_directory`] None.
 
 mod error;
 mod libraries;
@@ -28,11 +31,14 @@ const MAX_PROBLEMS: usize = 32;
 /// Where things lie.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Roots {
-    /// The guest's root, as this process sees it. Nothing outside is looked at: links in it are followed as if it were `/`.
+    /// The guest's root, as this process sees it. Nothing outside is looked at: links in it are
+    /// followed as if it were `/`.
     pub root: PathBuf,
-    /// The root that the driver's user space was installed into, as the guest sees it: `/`, `/run/kata-extensions/gpu`, `/run/nvidia/driver`.
+    /// The root that the driver's user space was installed into, as the guest sees it: `/`,
+    /// `/run/kata-extensions/gpu`, `/run/nvidia/driver`.
     pub driver_root: PathBuf,
-    /// The root with the sockets of services, as the guest sees it. The guest's own root is looked into, too.
+    /// The root with the sockets of services, as the guest sees it. The guest's own root is looked
+    /// into, too.
     pub dev_root: PathBuf,
 }
 
@@ -43,11 +49,13 @@ impl Default for Roots {
     }
 }
 
-/// What a container needs. Paths hold no link, no `..` and nothing that a spec or a hook's argument would have to quote.
+/// What a container needs. Paths hold no link, no `..` and nothing that a spec or a hook's argument
+/// would have to quote.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct DriverFiles {
-    /// As the module and the libraries say it. It is what the choice of CUDA's compatibility libraries in a container depends on.
+    /// As the module and the libraries say it. It is what the choice of CUDA's compatibility
+    /// libraries in a container depends on.
     pub version: String,
     /// In a container.
     pub libcuda_directory: Option<PathBuf>,
@@ -57,7 +65,8 @@ pub struct DriverFiles {
     pub mounts: Vec<Mount>,
     /// In ascending order of path. None has a mount's path.
     pub links: Vec<Link>,
-    /// What could not be looked at and was left out, in whole sentences for people; empty for a sound root.
+    /// What could not be looked at and was left out, in whole sentences for people; empty for a
+    /// sound root.
     #[serde(skip)]
     pub problems: Vec<String>,
 }
@@ -91,7 +100,8 @@ pub struct Link {
     pub link: PathBuf,
     /// What it points to, from its own directory.
     pub target: String,
-    /// The file that this is in the end, as the guest sees it: mounted at the link's path it does as well.
+    /// The file that this is in the end, as the guest sees it: mounted at the link's path it does
+    /// as well.
     pub file: PathBuf,
 }
 
@@ -107,8 +117,8 @@ impl Problems {
     }
 }
 
-/// Looks for everything. `expected_version` is that of the module which is or will be loaded; without it `<root>/sys` is asked, and where that has
-/// none, the libraries tell.
+/// Looks for everything. `expected_version` is that of the module which is or will be loaded;
+/// without it `<root>/sys` is asked, and where that has none, the libraries tell.
 pub fn scan(roots: &Roots, expected_version: Option<&str>) -> Result<DriverFiles, Error> {
     let places = Places::open(roots)?;
     let mut problems = Problems::default();
@@ -133,7 +143,8 @@ pub fn scan(roots: &Roots, expected_version: Option<&str>) -> Result<DriverFiles
     Ok(files)
 }
 
-/// The sockets that are there now. They come and go with their services, so a spec that is written later asks again.
+/// The sockets that are there now. They come and go with their services, so a spec that is written
+/// later asks again.
 pub fn sockets(roots: &Roots) -> Result<Vec<Mount>, Error> {
     Ok(named::sockets(&Places::open(roots)?, roots, &mut Problems::default()))
 }

@@ -1,4 +1,5 @@
-//! Files that are known by name: programs, configurations, X modules, firmware, sockets. Tables say which, and where they are looked for.
+//! Files that are known by name: programs, configurations, X modules, firmware, sockets. Tables say
+//! which, and where they are looked for.
 
 use super::tree::{Found, Places, below, plain_name, plain_path};
 use super::{Kind, Link, Mount, Problems, Roots};
@@ -20,7 +21,8 @@ const PROGRAMS: &[&str] = &[
 /// Where programs are looked for; the first that has one is taken.
 const PROGRAM_DIRECTORIES: &[&str] = &["/usr/local/sbin", "/usr/local/bin", "/usr/sbin", "/usr/bin", "/sbin", "/bin"];
 
-/// Configurations: their path in the directories below, and the directory in which a container's loaders look for them.
+/// Configurations: their path in the directories below, and the directory in which a container's
+/// loaders look for them.
 const CONFIGS: &[(&str, &str)] = &[
     ("glvnd/egl_vendor.d/10_nvidia.json", "/usr/share"),
     ("egl/egl_external_platform.d/09_nvidia_wayland2.json", "/usr/share"),
@@ -39,7 +41,8 @@ const CONFIGS: &[(&str, &str)] = &[
     ("vulkan/icd.d/nvidia_layers.json", "/etc"),
     ("vulkan/implicit_layer.d/nvidia_layers.json", "/etc"),
 ];
-/// Where configurations are looked for; the last is for drivers that are installed into a directory of their own.
+/// Where configurations are looked for; the last is for drivers that are installed into a directory
+/// of their own.
 const CONFIG_DIRECTORIES: &[&str] = &["/etc", "/usr/local/share", "/usr/share", "/"];
 
 /// Where X modules are looked for.
@@ -63,7 +66,8 @@ const X_DIRECTORIES: &[&str] = &[
     "/usr/X11R6/lib/modules/extensions",
 ];
 
-/// The kernel's own search path for firmware (drivers/base/firmware_loader), without what a running kernel adds to it.
+/// The kernel's own search path for firmware (drivers/base/firmware_loader), without what a running
+/// kernel adds to it.
 const FIRMWARE_DIRECTORIES: [&str; 2] = ["/lib/firmware/updates", FIRMWARE];
 /// Where containers have it.
 const FIRMWARE: &str = "/lib/firmware";
@@ -74,7 +78,8 @@ const MAX_KERNELS: usize = 32;
 /// Most firmware files of one version; there are two to four.
 const MAX_FIRMWARE: usize = 32;
 
-/// Sockets of services that run in the guest, in the directories below, and the pipes of the Multi-Process Service.
+/// Sockets of services that run in the guest, in the directories below, and the pipes of the
+/// Multi-Process Service.
 const SOCKETS: &[(&str, SFlag)] = &[
     ("/run/nvidia-persistenced/socket", SFlag::S_IFSOCK),
     ("/run/nvidia-fabricmanager/socket", SFlag::S_IFSOCK),
@@ -101,7 +106,8 @@ impl<'a> Named<'a> {
         named
     }
 
-    /// What a path of the driver root leads to. What cannot be looked at, or written into a spec, is told and passed over.
+    /// What a path of the driver root leads to. What cannot be looked at, or written into a spec,
+    /// is told and passed over.
     fn look(&mut self, path: &Path) -> Option<Found> {
         match self.places.driver(path) {
             Ok(Some(found)) if plain_path(&found.path) => Some(found),
@@ -179,7 +185,8 @@ impl<'a> Named<'a> {
         }
     }
 
-    /// GSP firmware of this version, each file from the first directory that has it, as the kernel does.
+    /// GSP firmware of this version, each file from the first directory that has it, as the kernel
+    /// does.
     fn firmware(&mut self) {
         let directories = self.firmware_directories();
         directories.iter().for_each(|directory| self.firmware_in(directory));
@@ -207,7 +214,8 @@ impl<'a> Named<'a> {
         }
     }
 
-    /// Paths in the driver root. The kernel adds its own release to each, and there may be several kernels in an image.
+    /// Paths in the driver root. The kernel adds its own release to each, and there may be several
+    /// kernels in an image.
     fn firmware_directories(&mut self) -> Vec<PathBuf> {
         let mut directories = Vec::new();
         match self.places.text(Path::new(FIRMWARE_PARAMETER)) {
@@ -240,7 +248,8 @@ impl<'a> Named<'a> {
     }
 }
 
-/// The sockets that are there now: below the root for devices, the guest's own root, or the driver root, whose services may run in it.
+/// The sockets that are there now: below the root for devices, the guest's own root, or the driver
+/// root, whose services may run in it.
 pub fn sockets(places: &Places, roots: &Roots, problems: &mut Problems) -> Vec<Mount> {
     let mut roots_tried: Vec<&Path> = vec![&roots.dev_root];
     for root in [Path::new("/"), &places.driver_root] {

@@ -1,6 +1,8 @@
-//! Looking things up below a root, as a process would whose `/` it is: links cannot lead out of it, whatever they say (openat2, RESOLVE_IN_ROOT).
+//! Looking things up below a root, as a process would whose `/` it is: links cannot lead out of it,
+//! whatever they say (openat2, RESOLVE_IN_ROOT).
 //!
-//! Paths that come back hold no link, and begin at the guest's root. Needs /proc, which tells what a descriptor's path is.
+//! Paths that come back hold no link, and begin at the guest's root. Needs /proc, which tells what
+//! a descriptor's path is.
 
 use super::{Error, Roots};
 use nix::dir::{Dir, Type};
@@ -17,7 +19,8 @@ use std::path::{Component, Path, PathBuf};
 
 /// Lookups that the kernel gives up because something was renamed meanwhile are tried this often.
 const TRIES: usize = 8;
-/// Entries of one directory that are looked at; a distribution's library directory has some thousand.
+/// Entries of one directory that are looked at; a distribution's library directory has some
+/// thousand.
 const MAX_ENTRIES: usize = 200_000;
 /// Longest small file (a version, a path).
 const MAX_TEXT: u64 = 4096;
@@ -49,7 +52,8 @@ impl Found {
         self.stat.st_mtime
     }
 
-    /// Opens a regular file for reading; anything else is refused, because to open it could wait or do something.
+    /// Opens a regular file for reading; anything else is refused, because to open it could wait or
+    /// do something.
     pub fn open(&self) -> io::Result<File> {
         if !self.is(SFlag::S_IFREG) {
             return Err(io::Error::other("not a regular file"));
@@ -67,7 +71,8 @@ impl Found {
         Ok(bytes)
     }
 
-    /// A directory's entries with names that are wanted, sorted. Fails where there are more than such a directory has.
+    /// A directory's entries with names that are wanted, sorted. Fails where there are more than
+    /// such a directory has.
     pub fn entries(&self, mut wanted: impl FnMut(&[u8]) -> bool) -> io::Result<Vec<Entry>> {
         let flags = OFlag::O_RDONLY | OFlag::O_DIRECTORY | OFlag::O_CLOEXEC;
         let mut directory = Dir::from_fd(openat(&self.fd, ".", flags, Mode::empty())?)?;
@@ -100,7 +105,8 @@ impl Found {
         fstatat(&self.fd, name, AtFlags::AT_SYMLINK_NOFOLLOW).is_ok_and(|stat| stat.st_mode & SFlag::S_IFMT.bits() == SFlag::S_IFLNK.bits())
     }
 
-    /// Replaces a file in this directory by rename, so that a reader sees the old one or the new one.
+    /// Replaces a file in this directory by rename, so that a reader sees the old one or the new
+    /// one.
     pub fn write(&self, name: &str, bytes: &[u8]) -> io::Result<()> {
         let temporary = format!("{name}.tmp");
         match unlinkat(&self.fd, temporary.as_str(), UnlinkatFlags::NoRemoveDir) {
@@ -193,7 +199,8 @@ pub struct Places {
     driver: Tree,
     /// As the guest sees it, without links.
     pub driver_root: PathBuf,
-    /// Of paths at which nothing was found, and directories above them: whether they are there. Nothing below one that is not is looked for.
+    /// Of paths at which nothing was found, and directories above them: whether they are there.
+    /// Nothing below one that is not is looked for.
     known: RefCell<HashMap<PathBuf, bool>>,
 }
 
@@ -214,8 +221,9 @@ impl Places {
 
     /// What a path below the driver root leads to.
     ///
-    /// An absolute link there means that root, as for the packages that made it; where it leads to nothing, it means the guest's, as for
-    /// a driver that was installed into a directory of a running system.
+    /// An absolute link there means that root, as for the packages that made it; where it leads to
+    /// nothing, it means the guest's, as for a driver that was installed into a directory of a
+    /// running system.
     pub fn driver(&self, path: &Path) -> io::Result<Option<Found>> {
         if path.ancestors().any(|part| self.known.borrow().get(part) == Some(&false)) {
             return Ok(None);
@@ -273,7 +281,8 @@ impl Places {
         guest_path.strip_prefix(&self.driver_root).ok().map(|rest| Path::new("/").join(rest))
     }
 
-    /// A small text file below the guest's root, without white space around it; None where there is none.
+    /// A small text file below the guest's root, without white space around it; None where there is
+    /// none.
     pub fn text(&self, path: &Path) -> io::Result<Option<String>> {
         let Some(found) = self.guest.find(path)? else { return Ok(None) };
         let text = String::from_utf8(found.read(MAX_TEXT)?).map_err(|e| io::Error::new(io::ErrorKind::InvalidData, e))?;
@@ -286,14 +295,16 @@ pub fn below(root: &Path, path: &Path) -> PathBuf {
     root.join(path.strip_prefix("/").unwrap_or(path))
 }
 
-/// A file name that is written into specs, hook arguments and links as it is: letters, digits and `._+-`.
+/// A file name that is written into specs, hook arguments and links as it is: letters, digits and
+/// `._+-`.
 pub fn plain_name(name: &[u8]) -> Option<&str> {
     let plain = |b: &u8| b.is_ascii_alphanumeric() || b"._+-".contains(b);
     let name = name.iter().all(plain).then(|| std::str::from_utf8(name).ok()).flatten()?;
     (!name.is_empty() && !name.starts_with('.') && name.len() <= 255).then_some(name)
 }
 
-/// A path that can be written so: absolute, of text, without `..`, without control characters and without the colons that part lists of paths.
+/// A path that can be written so: absolute, of text, without `..`, without control characters and
+/// without the colons that part lists of paths.
 pub fn plain_path(path: &Path) -> bool {
     let plain_text = path.to_str().is_some_and(|text| text.len() <= 4095 && !text.contains(|c: char| c.is_control() || c == ':'));
     let mut components = path.components();

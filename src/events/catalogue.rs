@@ -267,7 +267,8 @@ rows! {
             container: "its id, with made and removed",
         },
         rank = Rank::Detail;
-    /// A CDI hook of the init was started by the agent, or has ended; hooks at once may be one event.
+    /// A CDI hook of the init was started by the agent, or has ended; hooks at once may be one
+    /// event.
     AGENT_HOOK = "agent.hook", Event, Agent, Container { what: "" }, rank = Rank::Detail;
     /// CLOCK_REALTIME beside CLOCK_BOOTTIME, to place log lines that carry wall time.
     CLOCK = "clock", Event, Init, Init { realtime_ns: "" }, rank = Rank::Detail;
@@ -291,8 +292,8 @@ rows! {
     PCI_SCAN = "pci.scan", Span, Init, Init
         <- [names::WORKER_START, derived::WORKER, names::AGENT_EXEC, names::STAGE0]
         { gpus: "how many" };
-    /// Reading the VPD of Mellanox functions, before any GPU is enabled; not where the topology does
-    /// not depend on it. As an event: one that cannot be read.
+    /// Reading the VPD of Mellanox functions, before any GPU is enabled; not where the topology
+    /// does not depend on it. As an event: one that cannot be read.
     PCI_VPD = "pci.vpd", Span, Init, Init <- [names::PCI_SCAN]
         {
             functions: "read",
@@ -313,7 +314,8 @@ rows! {
             nvlink: "disabled (the driver is loaded with NVreg_NvLinkDisable=1), unchanged",
             nvlink_reason: "",
         };
-    /// GPUs came after the driver was loaded, and the topology it was loaded with does not fit them.
+    /// GPUs came after the driver was loaded, and the topology it was loaded with does not fit
+    /// them.
     TOPOLOGY_OUTGROWN = "topology.outgrown", Event, Init, Init { gpus: "how many" };
     /// A GPU was found, or has another name since others came or went.
     GPU_FOUND = "gpu.found", Event, Init, Init
@@ -512,7 +514,8 @@ rows! {
     POWER_OFF = "power-off", Event, Init, Other;
     /// The kernel gave no thread; it is asked again until it does.
     THREAD_LATE = "thread.late", Event, Init, Other;
-    /// Decision about a service of NVIDIA's; with `error` when the image lacks what the guest needs.
+    /// Decision about a service of NVIDIA's; with `error` when the image lacks what the guest
+    /// needs.
     SERVICE_PLAN = "service.plan", Event, Init, Other
         { service: "", starts: "", reason: "", waits_for: "services" };
     /// From the start of a service until it is ready; failed with its last lines where it ended
@@ -555,8 +558,8 @@ rows! {
     /// Every step that a boot's timeline has beside those of the guest's stream.
     STEPS;
 
-    /// containerd's own time between RunPodSandbox of the CRI and its answer: images, snapshots, the
-    /// network namespace, and the start of the shim's process.
+    /// containerd's own time between RunPodSandbox of the CRI and its answer: images, snapshots,
+    /// the network namespace, and the start of the shim's process.
     RUN_POD_SANDBOX = "containerd.run-pod-sandbox", Span, Runtime, Runtime;
     /// From containerd's call of CNI until its answer.
     CNI = "cni.setup", Span, Runtime, Runtime;
@@ -620,8 +623,8 @@ rows! {
         <- [derived::CONTAINER_REQUEST, derived::AGENT_START];
     /// From a container's first failed try until the devices it asked for were published.
     AGENT_WAIT = "agent.wait", Span, Agent, AgentWaiting, waiting = true;
-    /// From the publication of a container's last device until the agent looked again: it tries once
-    /// a second.
+    /// From the publication of a container's last device until the agent looked again: it tries
+    /// once a second.
     AGENT_PAUSE = "agent.pause", Span, Agent, AgentWaiting <- [derived::CONTAINER_REQUEST];
     /// From the agent's last look at the spec, or from the request where there is nothing to
     /// resolve, until the container was created.

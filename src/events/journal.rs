@@ -1,11 +1,13 @@
-//! `/run/kata-gpu-init/boot.ndjson`: header and records of this boot as they go over vsock, for containers, for people in the guest, and for the
-//! worker that takes over when one has died.
+//! `/run/kata-gpu-init/boot.ndjson`: header and records of this boot as they go over vsock, for
+//! containers, for people in the guest, and for the worker that takes over when one has died.
 //!
-//! It lies on tmpfs, where writing does not wait. The ring appends each line before it shows it to anybody; see [`super::ring`].
+//! It lies on tmpfs, where writing does not wait. The ring appends each line before it shows it to
+//! anybody; see [`super::ring`].
 //!
-//! Lines that find no room (a container can fill /run) are tried again with every later one. Until they are written, the `next_seq` in the header
-//! is one more than the highest number given: a field of fixed size in space that the file has had from its beginning. So no number is given twice
-//! by the worker that takes over, however many records the file lacks.
+//! Lines that find no room (a container can fill /run) are tried again with every later one. Until
+//! they are written, the `next_seq` in the header is one more than the highest number given: a
+//! field of fixed size in space that the file has had from its beginning. So no number is given
+//! twice by the worker that takes over, however many records the file lacks.
 
 use super::names;
 use super::record::{Kind, Level, Line, MAX_LINE, Record, SCHEMA, decode, record_line};
@@ -22,7 +24,8 @@ use std::sync::Arc;
 const MAX_BYTES: u64 = 8 * 1024 * 1024;
 /// Beyond this nothing is appended: room for one more line.
 const LIMIT: u64 = MAX_BYTES - MAX_LINE as u64;
-/// How far `seq` jumps when the file cannot be read, so that nobody knows which numbers were given. Readers count the gap as loss.
+/// How far `seq` jumps when the file cannot be read, so that nobody knows which numbers were given.
+/// Readers count the gap as loss.
 pub const UNKNOWN: u64 = 1 << 32;
 /// How the file begins: the name of the field that is written in place, and its width.
 const MARK: &str = "{\"schema\":1,\"next_seq\":";
@@ -63,7 +66,8 @@ impl Journal {
         Ok(Self { path: path.to_path_buf(), file, bytes: header.len() as u64, next_seq: 0, limit: LIMIT })
     }
 
-    /// Reads what is there and goes on behind its last whole line: a writer that was killed may have left half a one.
+    /// Reads what is there and goes on behind its last whole line: a writer that was killed may
+    /// have left half a one.
     pub fn resume(path: &Path) -> io::Result<(Self, Found)> {
         let at = |e: io::Error| io::Error::new(e.kind(), format!("read {}: {e}", path.display()));
         let mut file = OpenOptions::new().read(true).write(true).open(path).map_err(at)?;
@@ -94,8 +98,8 @@ impl Journal {
         Ok((Self { path: path.to_path_buf(), file, bytes: whole as u64, next_seq, limit: LIMIT }, found))
     }
 
-    /// Writes those of the ring's lines that the file lacks; `first_seq` is the number of the first of them. After an error, the header has the
-    /// number of the next record.
+    /// Writes those of the ring's lines that the file lacks; `first_seq` is the number of the first
+    /// of them. After an error, the header has the number of the next record.
     pub fn write(&mut self, first_seq: u64, lines: &VecDeque<Arc<str>>) -> io::Result<()> {
         let end = first_seq + lines.len() as u64;
         // What has left the ring unwritten is a gap.

@@ -1,11 +1,13 @@
-//! The kernel's log as part of the stream: PCI enumeration, BARs, module loading, the driver's own words.
+//! The kernel's log as part of the stream: PCI enumeration, BARs, module loading, the driver's own
+//! words.
 //!
-//! Only lines that the kernel itself wrote count (facility 0): what a process writes to /dev/kmsg can neither appear as the kernel's word nor
-//! become the reason of a failed GPU. Of those, only lines that match [`WANTED`] enter the stream, so that a noisy kernel cannot push the
-//! boot's own records out of the ring. Nothing here writes to the log except [`write`].
+//! Only lines that the kernel itself wrote count (facility 0): what a process writes to /dev/kmsg
+//! can neither appear as the kernel's word nor become the reason of a failed GPU. Of those, only
+//! lines that match [`WANTED`] enter the stream, so that a noisy kernel cannot push the boot's own
+//! records out of the ring. Nothing here writes to the log except [`write`].
 //!
-//! The log's clock is not CLOCK_BOOTTIME (it started at another moment); [`write_marker`] leaves a line that carries BOOTTIME, from which
-//! [`follow`] learns the difference.
+//! The log's clock is not CLOCK_BOOTTIME (it started at another moment); [`write_marker`] leaves a
+//! line that carries BOOTTIME, from which [`follow`] learns the difference.
 
 use super::record::{Kind, Level, Record};
 use super::ring::Ring;
@@ -56,21 +58,25 @@ const SLACK_NS: u64 = 5_000_000;
 const CATCH_UP: Duration = Duration::from_secs(2);
 /// The log's stamps are whole microseconds, cut off.
 const PRINTK_RESOLUTION_NS: u64 = 1000;
-/// How often the difference of the clocks is measured again: they drift apart by a third of a microsecond a second (measured), which is a quarter of the
-/// slack in this time.
+/// How often the difference of the clocks is measured again: they drift apart by a third of a
+/// microsecond a second (measured), which is a quarter of the slack in this time.
 const MEASURE_EVERY: Duration = Duration::from_secs(3600);
-/// A difference that was measured longer ago is measured again before lines are looked up: the guest may have been suspended.
+/// A difference that was measured longer ago is measured again before lines are looked up: the
+/// guest may have been suspended.
 const FRESH_NS: u64 = 60_000_000_000;
-/// Markers in a row. Whoever is not running between looking at the clock and the kernel's own look at it makes the difference too small: the largest counts.
+/// Markers in a row. Whoever is not running between looking at the clock and the kernel's own look
+/// at it makes the difference too small: the largest counts.
 const MARKERS: usize = 3;
 
-/// Writes one line to the kernel's log. `priority` as in syslog: 3 error, 4 warning, 6 info, 7 debug.
+/// Writes one line to the kernel's log. `priority` as in syslog: 3 error, 4 warning, 6 info, 7
+/// debug.
 pub fn write(priority: u8, text: &str) -> io::Result<()> {
     let line: String = text.chars().map(|c| if c.is_control() { ' ' } else { c }).take(900).collect();
     OpenOptions::new().write(true).open(PATH)?.write_all(format!("<{priority}>{line}\n").as_bytes())
 }
 
-/// Leaves the lines from which the difference between the log's clock and CLOCK_BOOTTIME is known; returns their stamps.
+/// Leaves the lines from which the difference between the log's clock and CLOCK_BOOTTIME is known;
+/// returns their stamps.
 pub fn write_markers() -> io::Result<Vec<u64>> {
     let mut log = OpenOptions::new().write(true).open(PATH)?;
     let mut marker = |_| {
@@ -92,7 +98,8 @@ pub struct KmsgLine {
     pub text: String,
 }
 
-/// Parses what one read of /dev/kmsg gives: `prio,seq,usec,flags[,..];text\n[ KEY=value\n..]`. None for anything else.
+/// Parses what one read of /dev/kmsg gives: `prio,seq,usec,flags[,..];text\n[ KEY=value\n..]`. None
+/// for anything else.
 pub fn parse(bytes: &[u8]) -> Option<KmsgLine> {
     let text = String::from_utf8_lossy(bytes);
     let (head, body) = text.split_once(';')?;
@@ -131,7 +138,8 @@ fn boottime_of(printk_us: u64, offset_ns: i64) -> u64 {
     u64::try_from(printk_ns.saturating_add(offset_ns)).unwrap_or(0)
 }
 
-/// A message over several lines as one: the log shows a newline in it as `\x0a`, and the driver starts each line with its prefix.
+/// A message over several lines as one: the log shows a newline in it as `\x0a`, and the driver
+/// starts each line with its prefix.
 fn joined(body: &str) -> String {
     if body.contains("\\x0a") {
         body.replace("\\x0aNVRM: ", "\\x0a").split("\\x0a").map(str::trim).collect::<Vec<_>>().join(" ")
@@ -140,7 +148,8 @@ fn joined(body: &str) -> String {
     }
 }
 
-/// What the driver said, by GPU, most recent last. Written by [`follow`], asked when something failed.
+/// What the driver said, by GPU, most recent last. Written by [`follow`], asked when something
+/// failed.
 #[derive(Clone)]
 pub struct DriverWords {
     words: Arc<Mutex<Words>>,
@@ -148,8 +157,9 @@ pub struct DriverWords {
 }
 
 impl DriverWords {
-    /// What was said about this GPU since `from_ns` (CLOCK_BOOTTIME); if nothing was, and `or_unnamed`, what was said without naming any GPU. Waits
-    /// until the log has been read to its end.
+    /// What was said about this GPU since `from_ns` (CLOCK_BOOTTIME); if nothing was, and
+    /// `or_unnamed`, what was said without naming any GPU. Waits until the log has been read to its
+    /// end.
     pub async fn since(&self, gpu: PciAddress, from_ns: u64, or_unnamed: bool) -> Vec<String> {
         let (done, caught_up) = oneshot::channel();
         if self.catch_up.send(done).is_ok() {
@@ -175,7 +185,8 @@ impl DriverWords {
     }
 }
 
-/// Lines name a GPU with or without its function (`GPU 0000:01:00.0`, `PCI:0000:01:00`): compare without.
+/// Lines name a GPU with or without its function (`GPU 0000:01:00.0`, `PCI:0000:01:00`): compare
+/// without.
 fn key_of(gpu: Option<PciAddress>) -> String {
     gpu.map_or(String::new(), |g| without_function(&g.to_string()))
 }
@@ -195,15 +206,17 @@ pub fn is_wanted(text: &str) -> bool {
     WANTED.iter().any(|w| text.contains(w))
 }
 
-/// The GPU that a line of the PCI enumeration announces: `pci 0001:00:03.0: [10de:2330] type 00 class 0x030200`.
+/// The GPU that a line of the PCI enumeration announces: `pci 0001:00:03.0: [10de:2330] type 00
+/// class 0x030200`.
 pub fn enumerated_gpu(text: &str) -> Option<PciAddress> {
     let vendor = u16::from_str_radix(text.split_once('[')?.1.get(..4)?, 16).ok()?;
     let class = u32::from_str_radix(text.split_once("class 0x")?.1.get(..6)?, 16).ok()?;
     if is_gpu(vendor, class) { driver_log::address(text) } else { None }
 }
 
-/// Starts to follow the log into the ring; must be called inside the runtime. The task ends with the process. Lines up to `recorded` (the kernel's
-/// number) are in the stream already, from an earlier worker: they are read for their words only.
+/// Starts to follow the log into the ring; must be called inside the runtime. The task ends with
+/// the process. Lines up to `recorded` (the kernel's number) are in the stream already, from an
+/// earlier worker: they are read for their words only.
 pub fn follow(ring: Arc<Ring>, recorded: Option<u64>) -> io::Result<(DriverWords, mpsc::UnboundedReceiver<Signal>)> {
     let file = OpenOptions::new().read(true).custom_flags(nix::libc::O_NONBLOCK | nix::libc::O_CLOEXEC).open(PATH)?;
     let log = crate::sys::async_fd(file.into())?;
@@ -227,12 +240,15 @@ struct Follower {
     told: bool,
     /// CLOCK_BOOTTIME minus the log's clock, once a marker was read.
     offset_ns: Option<i64>,
-    /// The number of the last of the boot's markers: only one that follows it directly is one of them, too.
+    /// The number of the last of the boot's markers: only one that follows it directly is one of
+    /// them, too.
     marker: Option<u64>,
-    /// Stamps of the markers that this process has written, and when: whoever else writes such lines changes nothing.
+    /// Stamps of the markers that this process has written, and when: whoever else writes such
+    /// lines changes nothing.
     stamps: Vec<u64>,
     measured_ns: u64,
-    /// The smallest difference that the markers rule out to be exceeded: each was written before the next one's look at the clock.
+    /// The smallest difference that the markers rule out to be exceeded: each was written before
+    /// the next one's look at the clock.
     ceiling_ns: Option<i64>,
     /// When the last marker was in the log, by the log's clock.
     marked_us: Option<u64>,
@@ -303,7 +319,8 @@ impl Follower {
         }
     }
 
-    /// Reads what there is, but not so much that a kernel that never stops talking keeps this thread; true when the log is at its end.
+    /// Reads what there is, but not so much that a kernel that never stops talking keeps this
+    /// thread; true when the log is at its end.
     fn drain(&mut self, log: &OwnedFd) -> bool {
         let mut buffer = [0_u8; MAX_RECORD];
         for _ in 0..AT_ONCE {
@@ -317,7 +334,8 @@ impl Follower {
                 // The record under the reader was overwritten; the gap in seq tells how many.
                 Err(Errno::EPIPE | Errno::EINTR) => {}
                 Err(_) => {
-                    // End of the log. No marker by now means that it could not be written: the clocks are then taken as equal.
+                    // End of the log. No marker by now means that it could not be written: the
+                    // clocks are then taken as equal.
                     self.tell_difference();
                     self.synchronise(0);
                     return true;
@@ -356,7 +374,8 @@ impl Follower {
         }
     }
 
-    /// What this marker says about the one before it: that line was in the log when the clock was looked at for this one.
+    /// What this marker says about the one before it: that line was in the log when the clock was
+    /// looked at for this one.
     fn bound(&mut self, offset: i64, printk_us: u64) {
         if let Some(before_us) = self.marked_us {
             let passed = i64::try_from(printk_us.saturating_sub(before_us)).unwrap_or(i64::MAX).saturating_mul(1000);
@@ -475,7 +494,8 @@ mod tests {
             let mut guest = Drifting { follower, seq: 0, ppm };
             guest.markers(2 * S);
             guest.log(2 * S, 0, &["pci 0001:00:03.0: [10de:2330] type 00 class 0x030200".into()]);
-            // A hot-plugged GPU fails after three days; its step began a moment before. What was said hours ago is about something else.
+            // A hot-plugged GPU fails after three days; its step began a moment before. What was
+            // said hours ago is about something else.
             let failed = 72 * 3600 * S;
             guest.log(failed - 3600 * S, 0, std::slice::from_ref(&line));
             guest.log(failed, 0, std::slice::from_ref(&line));

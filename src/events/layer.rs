@@ -1,7 +1,9 @@
-//! The one place where `tracing` becomes records: a span's creation is a begin record, its close an end record, an event an event record.
+//! The one place where `tracing` becomes records: a span's creation is a begin record, its close an
+//! end record, an event an event record.
 //!
-//! Field names with a meaning of their own: `gpu` (a PCI address), `error`, `step_id` and `after` (see [`Step`]), `at_ns` (CLOCK_BOOTTIME when it
-//! happened, where that was earlier). All others go to `fields`. Values recorded on a span after its begin appear on its end record.
+//! Field names with a meaning of their own: `gpu` (a PCI address), `error`, `step_id` and `after`
+//! (see [`Step`]), `at_ns` (CLOCK_BOOTTIME when it happened, where that was earlier). All others go
+//! to `fields`. Values recorded on a span after its begin appear on its end record.
 
 use super::record::{Kind, Level, Record, SCHEMA};
 use super::ring::Ring;
@@ -19,7 +21,8 @@ use tracing_subscriber::Layer;
 use tracing_subscriber::layer::Context;
 use tracing_subscriber::registry::LookupSpan;
 
-/// Id of a step: unique in this boot, and valid after the step has ended, so that a later step can say what it waited for.
+/// Id of a step: unique in this boot, and valid after the step has ended, so that a later step can
+/// say what it waited for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct StepId(pub u64);
 
@@ -69,7 +72,8 @@ impl Step {
         self.id
     }
 
-    /// Adds a value that is known only now; it appears on the end record. The field must be declared in the `step!` as `tracing::field::Empty`.
+    /// Adds a value that is known only now; it appears on the end record. The field must be
+    /// declared in the `step!` as `tracing::field::Empty`.
     pub fn note(&self, field: &str, value: impl tracing::Value) {
         self.span.record(field, value);
     }
@@ -79,7 +83,8 @@ impl Step {
         self.span.record("error", tracing::field::display(error));
     }
 
-    /// Runs `work` as this step and ends it, failed if `work` failed. Events inside get this step as their parent.
+    /// Runs `work` as this step and ends it, failed if `work` failed. Events inside get this step
+    /// as their parent.
     pub fn run<T, E: fmt::Display>(self, work: impl FnOnce() -> Result<T, E>) -> Result<T, E> {
         let result = self.span.in_scope(work);
         if let Err(error) = &result {

@@ -1,7 +1,8 @@
 //! Structured timing events: what the boot did, when, and why it waited.
 //!
-//! Code reports with `tracing` (spans through [`step!`](crate::step), events through the macros) and knows nothing else; [`layer`] turns that into
-//! [`record`]s, [`ring`] keeps them, [`sinks`] carry them out. Nothing on the boot path waits for a sink.
+//! Code reports with `tracing` (spans through [`step!`](crate::step), events through the macros)
+//! and knows nothing else; [`layer`] turns that into [`record`]s, [`ring`] keeps them, [`sinks`]
+//! carry them out. Nothing on the boot path waits for a sink.
 
 pub mod catalogue;
 pub mod journal;
@@ -18,7 +19,8 @@ use ring::Ring;
 use std::sync::Arc;
 use tracing_subscriber::layer::SubscriberExt;
 
-/// Starts recording into `ring` for this process and every process it forks. Call once, before the first event.
+/// Starts recording into `ring` for this process and every process it forks. Call once, before the
+/// first event.
 pub fn install(ring: Ring) -> Arc<Ring> {
     let ring = Arc::new(ring);
     let subscriber = tracing_subscriber::registry().with(layer::RecordLayer::new(Arc::clone(&ring)));

@@ -1,16 +1,21 @@
-//! The wire format, schema 1: one JSON object per line, at most [`MAX_LINE`] bytes including the newline.
+//! The wire format, schema 1: one JSON object per line, at most [`MAX_LINE`] bytes including the
+//! newline.
 //!
-//! A stream (vsock, unix socket, `boot.ndjson`) is a sequence of lines of three shapes, told apart by one key:
+//! A stream (vsock, unix socket, `boot.ndjson`) is a sequence of lines of three shapes, told apart
+//! by one key:
 //!
 //! - `{"schema":1,"stream":{..}}`: a [`Header`], first on every connection and first in the file;
 //! - `{"schema":1,"seq":..,"kind":..}`: a [`Record`];
-//! - `{"schema":1,"pong":ID,"boottime_ns":..}`: the answer to a peer's [`ping`]; never stored in the ring, has no `seq`.
+//! - `{"schema":1,"pong":ID,"boottime_ns":..}`: the answer to a peer's [`ping`]; never stored in
+//!   the ring, has no `seq`.
 //!
-//! Records with one (boot id, seq) are the same record: a reader that reconnects sees them again and drops them. A `seq` that is
-//! missing was lost, and the stream says so with a `stream.lost` event. Begin and end of a span are separate records, so that a step
-//! that hangs is visible as a span without end. Unknown keys are ignored; another `schema` is refused.
+//! Records with one (boot id, seq) are the same record: a reader that reconnects sees them again
+//! and drops them. A `seq` that is missing was lost, and the stream says so with a `stream.lost`
+//! event. Begin and end of a span are separate records, so that a step that hangs is visible as a
+//! span without end. Unknown keys are ignored; another `schema` is refused.
 //!
-//! Nothing here trusts the other side: [`decode`] takes any bytes and gives a [`Line`] or a [`DecodeError`], never panics.
+//! Nothing here trusts the other side: [`decode`] takes any bytes and gives a [`Line`] or a
+//! [`DecodeError`], never panics.
 
 use crate::pci::PciAddress;
 use serde::{Deserialize, Serialize};
@@ -19,11 +24,13 @@ use std::fmt;
 
 /// The only schema version this code writes and reads.
 pub const SCHEMA: u32 = 1;
-/// Longest line in bytes, newline included. The writer cuts texts to stay below; a reader drops longer lines and counts them.
+/// Longest line in bytes, newline included. The writer cuts texts to stay below; a reader drops
+/// longer lines and counts them.
 pub const MAX_LINE: usize = 16 * 1024;
 /// Longest `name` in bytes.
 pub const MAX_NAME: usize = 64;
-/// The vsock port the stream uses on both sides: the host's collector listens on it at CID 2, the guest for local readers.
+/// The vsock port the stream uses on both sides: the host's collector listens on it at CID 2, the
+/// guest for local readers.
 pub const DEFAULT_PORT: u32 = 10241;
 
 /// What a record tells.
@@ -36,7 +43,8 @@ pub enum Kind {
     End,
     /// Something happened at one point in time; `parent` is the span it happened in.
     Event,
-    /// A line of the kernel's log; `fields.text` is the line, `fields.kmsg_seq` and `fields.printk_us` are the kernel's own.
+    /// A line of the kernel's log; `fields.text` is the line, `fields.kmsg_seq` and
+    /// `fields.printk_us` are the kernel's own.
     Kmsg,
 }
 
@@ -58,7 +66,8 @@ pub struct Record {
     pub schema: u32,
     /// Position in this boot's stream, from 0, without gaps at the writer.
     pub seq: u64,
-    /// CLOCK_BOOTTIME in ns when it happened (not when it was written): time since the kernel started.
+    /// CLOCK_BOOTTIME in ns when it happened (not when it was written): time since the kernel
+    /// started.
     pub boottime_ns: u64,
     pub kind: Kind,
     /// Dotted name of [`names`](super::catalogue::names), e.g. `gpu.bind`.
@@ -77,7 +86,8 @@ pub struct Record {
     /// Ids of the spans whose end this span had to wait for.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub after: Vec<u64>,
-    /// Why the span failed, or what the event complains about: what, where, which value, what to do.
+    /// Why the span failed, or what the event complains about: what, where, which value, what to
+    /// do.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub error: Option<String>,
     #[serde(default, skip_serializing_if = "Map::is_empty")]
@@ -85,7 +95,8 @@ pub struct Record {
 }
 
 impl Record {
-    /// A record of this kind and name, of boot time 0 and with nothing else in it; `seq` is the ring's to give.
+    /// A record of this kind and name, of boot time 0 and with nothing else in it; `seq` is the
+    /// ring's to give.
     pub fn new(kind: Kind, name: &str) -> Self {
         Self {
             schema: SCHEMA,
@@ -204,7 +215,8 @@ pub fn decode(line: &[u8]) -> Result<Line, DecodeError> {
     Ok(Line::Record(Box::new(record)))
 }
 
-/// Whether a text has the form of a boot id: a lower-case UUID. A peer chooses this text, and it becomes a file name.
+/// Whether a text has the form of a boot id: a lower-case UUID. A peer chooses this text, and it
+/// becomes a file name.
 pub fn is_boot_id(text: &str) -> bool {
     text.len() == 36
         && text.bytes().enumerate().all(|(i, b)| match i {
@@ -230,8 +242,8 @@ pub fn pong_line(pong: Pong) -> String {
     line_of(&serde_json::json!({ "schema": SCHEMA, "pong": pong.pong, "boottime_ns": pong.boottime_ns }))
 }
 
-/// A record as a line of at most [`MAX_LINE`] bytes. A record that would be longer (a hostile log line) keeps its frame and loses its
-/// fields, and says so in `fields.cut_bytes`.
+/// A record as a line of at most [`MAX_LINE`] bytes. A record that would be longer (a hostile log
+/// line) keeps its frame and loses its fields, and says so in `fields.cut_bytes`.
 pub fn record_line(record: &Record) -> String {
     let line = line_of(record);
     if line.len() <= MAX_LINE {

@@ -1,10 +1,12 @@
 //! The bounded memory of this boot's stream: the truth that every sink reads and none can hold up.
 //!
-//! Invariants: `seq` is given here, under the lock, without gaps; pushing never waits for a reader and never fails; when the ring is full the
-//! oldest records go, and each reader learns how many it lost. Lines are stored as they go over the wire.
+//! Invariants: `seq` is given here, under the lock, without gaps; pushing never waits for a reader
+//! and never fails; when the ring is full the oldest records go, and each reader learns how many it
+//! lost. Lines are stored as they go over the wire.
 //!
-//! With a [`Journal`], a line is in the journal's file before any reader can see it; where there is no room for it, its number is. So whoever
-//! continues this boot's stream after a crash finds in that file what anybody may have seen, and gives no `seq` twice.
+//! With a [`Journal`], a line is in the journal's file before any reader can see it; where there is
+//! no room for it, its number is. So whoever continues this boot's stream after a crash finds in
+//! that file what anybody may have seen, and gives no `seq` twice.
 
 use super::journal::Journal;
 use super::names;
@@ -14,7 +16,8 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 use tokio::sync::watch;
 
-/// Bytes of lines kept. A boot of 16 GPUs writes about 200 kB; five times that survives a noisy kernel log.
+/// Bytes of lines kept. A boot of 16 GPUs writes about 200 kB; five times that survives a noisy
+/// kernel log.
 const CAPACITY_BYTES: usize = 1024 * 1024;
 
 struct Lines {
@@ -70,7 +73,8 @@ pub struct Ring {
     watch: watch::Sender<u64>,
 }
 
-/// What a reader got: lines in order of seq, and how many it can never get because they had left the ring.
+/// What a reader got: lines in order of seq, and how many it can never get because they had left
+/// the ring.
 pub struct Batch {
     pub lines: Vec<Arc<str>>,
     pub lost: u64,
@@ -92,7 +96,8 @@ impl Ring {
         }
     }
 
-    /// A ring that continues a stream: `lines` are its last ones, the first of them with `first_seq`; `journal` takes what comes.
+    /// A ring that continues a stream: `lines` are its last ones, the first of them with
+    /// `first_seq`; `journal` takes what comes.
     pub fn resumed(lines: impl IntoIterator<Item = String>, first_seq: u64, journal: Option<Journal>) -> Self {
         let ring = Self::default();
         let mut inner = ring.lock();
@@ -109,7 +114,8 @@ impl Ring {
     }
 
     fn lock(&self) -> MutexGuard<'_, Lines> {
-        // A panic between two field updates below is not possible; a poisoned lock is as good as a sound one.
+        // A panic between two field updates below is not possible; a poisoned lock is as good as a
+        // sound one.
         self.lines.lock().unwrap_or_else(PoisonError::into_inner)
     }
 

@@ -28,8 +28,8 @@ pub fn is_mounted(mounts: &str, name: &Name) -> bool {
     })
 }
 
-/// Whether something is mounted on a path, by the text of /proc/self/mounts, which has paths without
-/// links.
+/// Whether something is mounted on a path, by the text of /proc/self/mounts, which has paths
+/// without links.
 pub fn is_mount_point(mounts: &str, path: &Path) -> bool {
     let path = fs::canonicalize(path).unwrap_or_else(|_| path.into());
     mounts.lines().filter_map(|line| line.split(' ').nth(1)).any(|target| Path::new(target) == path)

@@ -178,7 +178,8 @@ fn put(bytes: &mut [u8], at: usize, value: &[u8]) {
     }
 }
 
-/// A request about an extension's device, with the table to load. The system call fills in the size.
+/// A request about an extension's device, with the table to load. The system call fills in the
+/// size.
 fn request(name: &Name, flags: u32, table: Option<&Table>) -> Vec<u8> {
     let mut bytes = vec![0; HEADER];
     VERSION.iter().enumerate().for_each(|(at, part)| put(&mut bytes, at * 4, &part.to_ne_bytes()));

@@ -9,13 +9,14 @@ use tokio::sync::watch as flag;
 /// Data that does not match its hash tree.
 pub struct Corrupted {
     pub reason: String,
-    /// Data may have been read in the bring-up: no look has found it sound since all GPUs were settled.
+    /// Data may have been read in the bring-up: no look has found it sound since all GPUs were
+    /// settled.
     pub in_bring_up: bool,
 }
 
-/// Waits until a device is marked. Never returns for sound data. `settled`: all GPUs are; where they
-/// were at the start, an earlier worker has looked. Error: why changed data would not be noticed from
-/// here on.
+/// Waits until a device is marked. Never returns for sound data. `settled`: all GPUs are; where
+/// they were at the start, an earlier worker has looked. Error: why changed data would not be
+/// noticed from here on.
 pub async fn corrupted(declared: &[Extension], mut settled: flag::Receiver<bool>) -> Result<Corrupted, String> {
     let mut was_sound = *settled.borrow();
     let mut uevents = None;

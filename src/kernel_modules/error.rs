@@ -1,12 +1,13 @@
-//! Why a module is not there, in one sentence: what was asked for, which module of it failed, its file, the errno with its text, and the cure where
-//! one is known.
+//! Why a module is not there, in one sentence: what was asked for, which module of it failed, its
+//! file, the errno with its text, and the cure where one is known.
 
 use super::file::Format;
 use nix::errno::Errno;
 use std::fmt;
 use std::path::PathBuf;
 
-/// Why a module is not there. `asked` is what was asked for, `module` the one that failed: itself or a dependency, by the kernel's names.
+/// Why a module is not there. `asked` is what was asked for, `module` the one that failed: itself
+/// or a dependency, by the kernel's names.
 #[derive(Debug)]
 pub enum LoadError {
     /// An index cannot be read.

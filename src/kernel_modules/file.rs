@@ -1,8 +1,10 @@
 //! One module's file, from the disk into the kernel.
 //!
-//! What is not compressed is given to finit_module byte for byte, so that its signature stays valid; so is what the kernel itself can decompress
-//! (`/sys/module/compression` names the one format). The rest is decompressed here and given to init_module: a signature lies inside
-//! the compressed file, so it stays valid, too. Which format it is, the first bytes say, as for kmod, not the name.
+//! What is not compressed is given to finit_module byte for byte, so that its signature stays
+//! valid; so is what the kernel itself can decompress (`/sys/module/compression` names the one
+//! format). The rest is decompressed here and given to init_module: a signature lies inside the
+//! compressed file, so it stays valid, too. Which format it is, the first bytes say, as for kmod,
+//! not the name.
 
 use nix::errno::Errno;
 use nix::kmod::{ModuleInitFlags, finit_module, init_module};
@@ -15,7 +17,8 @@ use std::path::Path;
 
 /// MODULE_INIT_COMPRESSED_FILE (linux/module.h): the kernel decompresses; nix has no name for it.
 const COMPRESSED_FILE: ModuleInitFlags = ModuleInitFlags::from_bits_retain(4);
-/// A module that is larger when unpacked is not one: NVIDIA's largest has some 100 MB with all symbols.
+/// A module that is larger when unpacked is not one: NVIDIA's largest has some 100 MB with all
+/// symbols.
 pub const MAX_UNPACKED: u64 = 256 << 20;
 /// The decoder's own memory: `xz -9` needs 65 MiB, and the kernel's build asks for 1.
 const XZ_MEMORY_KIB: u32 = 128 << 10;
@@ -68,7 +71,8 @@ pub enum Fault {
     },
 }
 
-/// Loads a module's file and blocks until its init has returned. Gives the format if it was unpacked here. That the module is there already is success.
+/// Loads a module's file and blocks until its init has returned. Gives the format if it was
+/// unpacked here. That the module is there already is success.
 pub fn load(path: &Path, parameters: &CStr, kernel_unpacks: impl FnOnce() -> Option<Format>) -> Result<Option<Format>, Fault> {
     let file = File::open(path).map_err(|e| Fault::Open(errno(&e)))?;
     let mut first = [0; 6];
@@ -93,7 +97,8 @@ pub fn load(path: &Path, parameters: &CStr, kernel_unpacks: impl FnOnce() -> Opt
     }
 }
 
-/// Whether this is what a module of another kernel gets: by its magic or its layout the first, by a symbol's checksum the second.
+/// Whether this is what a module of another kernel gets: by its magic or its layout the first, by a
+/// symbol's checksum the second.
 fn may_be_foreign(errno: Errno) -> bool {
     matches!(errno, Errno::ENOEXEC | Errno::EINVAL)
 }
@@ -106,7 +111,8 @@ fn unpack_and_load(file: &File, format: Format, parameters: &CStr) -> Result<(),
     }
 }
 
-/// The bytes of a compressed file, if they are no more than `limit`. All of its frames, with their checksums.
+/// The bytes of a compressed file, if they are no more than `limit`. All of its frames, with their
+/// checksums.
 pub fn unpack(file: impl BufRead, format: Format, limit: u64) -> Result<Vec<u8>, String> {
     let mut out = Vec::new();
     match format {
@@ -197,7 +203,8 @@ mod tests {
             for at in 0..bytes.len() {
                 let mut changed = bytes.to_vec();
                 changed[at] ^= 0x10;
-                // Some bits mean nothing (a time, a file system's name); no change may give other bytes.
+                // Some bits mean nothing (a time, a file system's name); no change may give other
+                // bytes.
                 assert!(unpack(&changed[..], format, 10_000).map_or(true, |out| out == text()), "{format} changed at {at}");
             }
         }

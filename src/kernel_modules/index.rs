@@ -1,8 +1,10 @@
-//! What depmod wrote: which file is a module, what it depends on, which names it has besides its own, and what the kernel has built in.
+//! What depmod wrote: which file is a module, what it depends on, which names it has besides its
+//! own, and what the kernel has built in.
 //!
-//! The text forms are read, each when it is first asked for and once: modules.dep always, modules.alias and modules.builtin only for a name that
-//! modules.dep does not have. kmod's `.bin` files hold the same for faster searches among thousands of modules; a guest has a few dozen.
-//! Not read: modules.symbols (nobody asks by symbol here) and the aliases of what is built in.
+//! The text forms are read, each when it is first asked for and once: modules.dep always,
+//! modules.alias and modules.builtin only for a name that modules.dep does not have. kmod's `.bin`
+//! files hold the same for faster searches among thousands of modules; a guest has a few dozen. Not
+//! read: modules.symbols (nobody asks by symbol here) and the aliases of what is built in.
 
 use super::pattern::{matches, module_name, normalised};
 use nix::errno::Errno;
@@ -59,7 +61,8 @@ impl Lazy {
     }
 }
 
-/// The line of a module in modules.dep. Paths are as written there, mostly relative to the folder of the index.
+/// The line of a module in modules.dep. Paths are as written there, mostly relative to the folder
+/// of the index.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Line<'a> {
     pub file: &'a str,
@@ -109,7 +112,8 @@ impl Index {
         }))
     }
 
-    /// The modules that say of themselves that they are meant by this name, in the order of the file.
+    /// The modules that say of themselves that they are meant by this name, in the order of the
+    /// file.
     pub fn aliased(&self, name: &str) -> Result<Vec<&str>, Unreadable> {
         let mut modules = Vec::new();
         for line in self.alias.get_if_there()?.lines() {

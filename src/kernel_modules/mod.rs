@@ -1,8 +1,10 @@
-//! Loading kernel modules: what modprobe does, in process, for the few modules that a GPU guest needs.
+//! Loading kernel modules: what modprobe does, in process, for the few modules that a GPU guest
+//! needs.
 //!
-//! Names, order and options are kmod's ([`plan`], [`settings`], [`index`]), except that no command is ever run: `install` and `remove` lines of
-//! modprobe.d are told and passed over. Files get into the kernel as they were shipped ([`file`]). Not here: removing modules, and when which one
-//! is loaded.
+//! Names, order and options are kmod's ([`plan`], [`settings`], [`index`]), except that no command
+//! is ever run: `install` and `remove` lines of modprobe.d are told and passed over. Files get into
+//! the kernel as they were shipped ([`file`]). Not here: removing modules, and when which one is
+//! loaded.
 
 mod error;
 pub mod file;
@@ -26,10 +28,12 @@ use std::ffi::CString;
 use std::path::{Path, PathBuf};
 use tracing::field::Empty;
 
-/// Where modules lie; the first is where kmod looks, the second where that leads to in a merged /usr.
+/// Where modules lie; the first is where kmod looks, the second where that leads to in a merged
+/// /usr.
 const DIRECTORIES: [&str; 2] = ["lib/modules", "usr/lib/modules"];
 
-/// The modules of one kernel version. Nothing is read before something is asked for, and nothing twice.
+/// The modules of one kernel version. Nothing is read before something is asked for, and nothing
+/// twice.
 pub struct Modules {
     root: PathBuf,
     kernel: String,
@@ -52,7 +56,8 @@ impl Modules {
         Self::in_tree(root, root, kernel, command_line)
     }
 
-    /// The same with the files of modules below another root, as `modprobe --dirname`: modprobe.d stays that of `root`.
+    /// The same with the files of modules below another root, as `modprobe --dirname`: modprobe.d
+    /// stays that of `root`.
     pub fn in_tree(root: &Path, tree: &Path, kernel: &str, command_line: &[u8]) -> Self {
         let directories = DIRECTORIES.map(|d| tree.join(d).join(kernel));
         let directory = directories.iter().find(|d| d.join("modules.dep").exists()).unwrap_or(&directories[0]);
@@ -69,7 +74,8 @@ impl Modules {
         }
     }
 
-    /// Adds options for a module that is not loaded yet. They come after all others: where one is given twice, the kernel takes the last.
+    /// Adds options for a module that is not loaded yet. They come after all others: where one is
+    /// given twice, the kernel takes the last.
     pub fn add_options(&mut self, module: &str, options: &str) {
         self.added.push((module.replace('-', "_"), options.into()));
     }
@@ -84,7 +90,8 @@ impl Modules {
         self.options_of(&module.replace('-', "_"), None)
     }
 
-    /// What would be loaded for a name, in order, as `modprobe --show-depends` tells it: path and options. Nothing for what the kernel has built in.
+    /// What would be loaded for a name, in order, as `modprobe --show-depends` tells it: path and
+    /// options. Nothing for what the kernel has built in.
     pub fn show_depends(&self, asked: &str) -> Result<Vec<(PathBuf, String)>, LoadError> {
         let plans = self.plans(asked)?;
         let mut seen = HashSet::new();
@@ -92,8 +99,9 @@ impl Modules {
         Ok(modules.map(|m| (self.path(m), self.options_of(&m.module, m.alias.as_deref()))).collect())
     }
 
-    /// Loads a module (or all that an alias stands for) and what it depends on, one `module.load` step each; gives the module's own. Blocks until
-    /// its init has returned. Already loaded, or part of the kernel, is success. A soft dependency that fails is an event.
+    /// Loads a module (or all that an alias stands for) and what it depends on, one `module.load`
+    /// step each; gives the module's own. Blocks until its init has returned. Already loaded, or
+    /// part of the kernel, is success. A soft dependency that fails is an event.
     pub fn load(&mut self, asked: &str) -> Result<StepId, LoadError> {
         let mut last = StepId(0);
         let mut failed = None;
@@ -119,7 +127,8 @@ impl Modules {
             match result {
                 Ok(()) => {
                     self.loaded.insert(module.module.clone());
-                    // Soft dependencies may come after the module that was asked for, and nobody waits for them.
+                    // Soft dependencies may come after the module that was asked for, and nobody
+                    // waits for them.
                     if module.required {
                         *last = id;
                     }
@@ -136,7 +145,8 @@ impl Modules {
     /// Runs inside the module's step.
     fn load_one(&self, asked: &str, planned: &Planned) -> Result<(), LoadError> {
         let (asked, module, path) = (asked.to_string(), planned.module.clone(), self.path(planned));
-        // The kernel would read and check the whole file before it says so; and once modules_disabled is set it says EPERM.
+        // The kernel would read and check the whole file before it says so; and once
+        // modules_disabled is set it says EPERM.
         if self.is_live(&module) {
             tracing::Span::current().record("already", true);
             return Ok(());
@@ -218,7 +228,8 @@ impl Modules {
         std::fs::read_to_string(self.root.join("sys/module").join(module).join("initstate")).is_ok_and(|state| state.trim() == "live")
     }
 
-    /// The format that the kernel decompresses itself: it has CONFIG_MODULE_DECOMPRESS, and is 5.17 or later, when it says so.
+    /// The format that the kernel decompresses itself: it has CONFIG_MODULE_DECOMPRESS, and is 5.17
+    /// or later, when it says so.
     fn kernel_unpacks(&self) -> Option<Format> {
         std::fs::read_to_string(self.root.join("sys/module/compression")).ok().and_then(|word| Format::named(&word))
     }

@@ -1,6 +1,8 @@
-//! Names of modules and patterns for them, as kmod compares them: `-` and `_` are the same, `*` and `?` and `[..]` stand for other characters.
+//! Names of modules and patterns for them, as kmod compares them: `-` and `_` are the same, `*` and
+//! `?` and `[..]` stand for other characters.
 //!
-//! Bytes are compared, as in the C locale. Named classes (`[:alpha:]`) are not known: no alias has one.
+//! Bytes are compared, as in the C locale. Named classes (`[:alpha:]`) are not known: no alias has
+//! one.
 
 /// The kernel's name for the module in a file: `extra/nvidia-uvm.ko.xz` is `nvidia_uvm`.
 pub fn module_name(path: &str) -> String {
@@ -8,7 +10,8 @@ pub fn module_name(path: &str) -> String {
     file.split('.').next().unwrap_or_default().replace('-', "_")
 }
 
-/// A name or pattern with `_` for `-` outside of brackets, where `-` is a range. None when a bracket has no partner: kmod takes no such name.
+/// A name or pattern with `_` for `-` outside of brackets, where `-` is a range. None when a
+/// bracket has no partner: kmod takes no such name.
 pub fn normalised(name: &str) -> Option<String> {
     let mut out = String::with_capacity(name.len());
     let mut bracket = false;
@@ -26,7 +29,8 @@ pub fn normalised(name: &str) -> Option<String> {
     (!bracket).then_some(out)
 }
 
-/// fnmatch(3) without flags. Takes time in proportion to both lengths at worst, whatever the pattern.
+/// fnmatch(3) without flags. Takes time in proportion to both lengths at worst, whatever the
+/// pattern.
 pub fn matches(pattern: &str, text: &str) -> bool {
     let (pattern, text) = (pattern.as_bytes(), text.as_bytes());
     let (mut p, mut t) = (0, 0);
@@ -76,7 +80,8 @@ fn one(pattern: &[u8], p: usize, byte: u8) -> Option<usize> {
     }
 }
 
-/// A set that opened before `p`: whether it has the byte, and where the pattern goes on. None if it is never closed.
+/// A set that opened before `p`: whether it has the byte, and where the pattern goes on. None if it
+/// is never closed.
 fn bracket(pattern: &[u8], mut p: usize, byte: u8) -> Option<(bool, usize)> {
     let inverted = matches!(pattern.get(p), Some(b'!' | b'^'));
     p += usize::from(inverted);

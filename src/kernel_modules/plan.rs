@@ -1,14 +1,17 @@
-//! Which modules a name stands for, and what is loaded for one of them, in which order: kmod's rules, without loading anything.
+//! Which modules a name stands for, and what is loaded for one of them, in which order: kmod's
+//! rules, without loading anything.
 //!
-//! Dependencies come before the module, all in modules.dep's order; soft dependencies of each of them directly before and after it, with
-//! their own dependencies. A module that is needed twice is loaded where it is needed first. What only a soft dependency wants may fail.
+//! Dependencies come before the module, all in modules.dep's order; soft dependencies of each of
+//! them directly before and after it, with their own dependencies. A module that is needed twice is
+//! loaded where it is needed first. What only a soft dependency wants may fail.
 
 use super::index::{Index, Unreadable};
 use super::pattern::{module_name, normalised};
 use super::settings::Settings;
 use std::collections::HashSet;
 
-/// Soft dependencies of soft dependencies are followed this far; a chain of modules has two or three.
+/// Soft dependencies of soft dependencies are followed this far; a chain of modules has two or
+/// three.
 const MAX_DEPTH: usize = 32;
 
 /// A module, and the alias that it was found by.
@@ -49,7 +52,8 @@ pub struct Plan {
     pub notes: Vec<String>,
 }
 
-/// What a name stands for: an alias of modprobe.d before a module, a module before an alias that a module has.
+/// What a name stands for: an alias of modprobe.d before a module, a module before an alias that a
+/// module has.
 pub fn meaning(name: &str, index: &Index, settings: &Settings) -> Result<Meaning, Unreadable> {
     let Some(name) = normalised(name) else { return Ok(Meaning::Nothing) };
     let found = |module: &str, alias: Option<&str>| Found { module: module.into(), alias: alias.map(Into::into) };
@@ -87,7 +91,8 @@ struct Walk<'a> {
 }
 
 impl Walk<'_> {
-    /// A module with its dependencies, unless that was done, or is being done further up: that is where a cycle ends.
+    /// A module with its dependencies, unless that was done, or is being done further up: that is
+    /// where a cycle ends.
     fn visit(&mut self, found: &Found, depth: usize) -> Result<(), Unreadable> {
         if !self.visited.insert(found.clone()) {
             return Ok(());

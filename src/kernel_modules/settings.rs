@@ -1,8 +1,9 @@
-//! What modprobe.d says: options, aliases, soft dependencies, and which aliases are not to be followed. Commands (`install`, `remove`) are known, so
-//! that they can be told, and never run.
+//! What modprobe.d says: options, aliases, soft dependencies, and which aliases are not to be
+//! followed. Commands (`install`, `remove`) are known, so that they can be told, and never run.
 //!
-//! Files and their order are kmod's: all `*.conf` of five directories, sorted by name, where a name in an earlier directory hides the same name in a
-//! later one; `modules.softdep` has its place among them by its name. Options of the kernel command line come after all of them.
+//! Files and their order are kmod's: all `*.conf` of five directories, sorted by name, where a name
+//! in an earlier directory hides the same name in a later one; `modules.softdep` has its place
+//! among them by its name. Options of the kernel command line come after all of them.
 
 use super::pattern::{matches, normalised};
 use crate::config::{module_blacklist, module_parameters};
@@ -122,7 +123,8 @@ impl Settings {
         Ok(())
     }
 
-    /// The modules that an alias stands for, each with the alias as it was written. Also true for names of modules: that is how one is replaced.
+    /// The modules that an alias stands for, each with the alias as it was written. Also true for
+    /// names of modules: that is how one is replaced.
     pub fn aliased(&self, name: &str) -> Vec<(&str, &str)> {
         self.aliases
             .iter()
@@ -141,7 +143,8 @@ impl Settings {
         self.softdeps.iter().find(|s| matches(&s.pattern, module))
     }
 
-    /// Options for a module, those of the command line last. `alias`: the name that it was found by.
+    /// Options for a module, those of the command line last. `alias`: the name that it was found
+    /// by.
     pub fn options(&self, module: &str, alias: Option<&str>) -> String {
         let mut options: Vec<String> =
             self.options.iter().filter(|(name, _)| name == module || Some(name.as_str()) == alias).map(|(_, o)| o.clone()).collect();
@@ -182,7 +185,8 @@ fn softdep(pattern: String, text: &str) -> Softdep {
     softdep
 }
 
-/// Lines with their numbers, joined where a backslash stands before the line's end; before anything else the backslash goes and that stays.
+/// Lines with their numbers, joined where a backslash stands before the line's end; before anything
+/// else the backslash goes and that stays.
 fn lines(text: &str) -> Vec<(usize, String)> {
     let mut lines = Vec::new();
     let (mut first, mut number) = (1, 1);

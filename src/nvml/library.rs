@@ -51,8 +51,8 @@ pub fn answer(nvml: &Nvml, request: &Request) -> Answer {
     }
 }
 
-/// Facts of the system, and of these GPUs, of all where there is none, what `of_device` asks. An error
-/// is that of the count alone: no GPU, and no answer, are different things.
+/// Facts of the system, and of these GPUs, of all where there is none, what `of_device` asks. An
+/// error is that of the count alone: no GPU, and no answer, are different things.
 fn facts(nvml: &Nvml, gpus: &[PciAddress], of_device: fn(&Nvml, &Handle) -> Device) -> Answer {
     let count = match nvml.device_count() {
         Ok(count) => count,
@@ -243,8 +243,8 @@ type NumberFunction = unsafe extern "C" fn(nvmlDevice_t, *mut c_uint) -> nvmlRet
 /// Number of an instance, as `function` writes it.
 fn number(function: &NumberFunction, instance: &Handle) -> Result<u32, NvmlError> {
     let mut number = 0;
-    // SAFETY: the handle is NVML's own and lives as long as the library; the pointer is to an unsigned
-    // int of this frame, as the signature has it.
+    // SAFETY: the handle is NVML's own and lives as long as the library; the pointer is to an
+    // unsigned int of this frame, as the signature has it.
     unsafe { nvml_try(function(instance.handle(), &mut number))? };
     Ok(number)
 }
@@ -262,7 +262,8 @@ fn nvlinks(device: &Handle) -> (Option<u32>, Option<u32>) {
 fn protected(nvml: &Nvml, device: &Handle) -> Result<bool, NvmlError> {
     let function = nvml_sym(nvml.lib().nvmlDeviceGetConfComputeMemSizeInfo.as_ref())?;
     let mut sizes = nvmlConfComputeMemSizeInfo_t { protectedMemSizeKib: 0, unprotectedMemSizeKib: 0 };
-    // SAFETY: the handle is NVML's own and lives as long as `nvml`; the structure is the function's.
+    // SAFETY: the handle is NVML's own and lives as long as `nvml`; the structure is the
+    // function's.
     unsafe { nvml_try(function(device.handle(), &mut sizes))? };
     Ok(sizes.protectedMemSizeKib > 0)
 }
@@ -305,7 +306,8 @@ fn fabric_v1(nvml: &Nvml, device: &Handle) -> Result<Fabric, NvmlError> {
     let function = nvml_sym(nvml.lib().nvmlDeviceGetGpuFabricInfo.as_ref())?;
     // SAFETY: a structure of integers and byte arrays, for which zeros are values.
     let mut info: nvml_wrapper_sys::bindings::nvmlGpuFabricInfo_t = unsafe { std::mem::zeroed() };
-    // SAFETY: the handle is NVML's own and lives as long as `nvml`; the structure is the function's.
+    // SAFETY: the handle is NVML's own and lives as long as `nvml`; the structure is the
+    // function's.
     unsafe { nvml_try(function(device.handle(), &mut info))? };
     Ok(Fabric {
         state: FabricState::of(u32::from(info.state)),

@@ -36,7 +36,8 @@ const MAX_ANSWER: u64 = 1024 * 1024;
 /// One request.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Request {
-    /// Facts of these GPUs, of all where there is none: NVML initialises a GPU that it is asked for.
+    /// Facts of these GPUs, of all where there is none: NVML initialises a GPU that it is asked
+    /// for.
     Facts(Vec<PciAddress>),
     /// Of these facts, those that decide whether CUDA works: fabric and ready state.
     State(Vec<PciAddress>),
@@ -414,8 +415,8 @@ pub fn find(root: &Path) -> Option<PathBuf> {
     paths.into_iter().find(|path| path.is_file())
 }
 
-/// Asks all of `requests`, one after another, of one helper; all but a refusal ends the row. Runs on a
-/// thread of its own, so that a helper that hangs holds up nobody.
+/// Asks all of `requests`, one after another, of one helper; all but a refusal ends the row. Runs
+/// on a thread of its own, so that a helper that hangs holds up nobody.
 pub async fn ask(program: PathBuf, requests: Vec<Request>) -> Vec<(Request, Result<Answer, Failure>)> {
     ask_within(ANSWER, program, requests).await
 }
@@ -640,7 +641,8 @@ mod tests {
             fabric(FabricState::Completed, 0, Some(0b01_10_01)).problem().as_deref(),
             Some("bandwidth is degraded, a route is unhealthy")
         );
-        // The configuration: none of it is wrong, the GPU is in no partition, a number of a later driver.
+        // The configuration: none of it is wrong, the GPU is in no partition, a number of a later
+        // driver.
         let configured = |number: u32| fabric(FabricState::Completed, 0, Some(number << 8));
         assert_eq!((configured(1).problem(), configured(0).problem()), (None, None));
         assert_eq!(configured(4).problem().as_deref(), Some("the GPU is in no partition"));

@@ -30,8 +30,8 @@ pub const fn package(name: Name) -> Option<&'static str> {
     }
 }
 
-/// Keys for a daemon that stays in the foreground and logs to syslog. An empty file name is stdout by
-/// the packages' comments; daemons were seen that write to their default file instead.
+/// Keys for a daemon that stays in the foreground and logs to syslog. An empty file name is stdout
+/// by the packages' comments; daemons were seen that write to their default file instead.
 const FOREGROUND: [(&str, &str); 2] = [("DAEMONIZE", "0"), ("LOG_USE_SYSLOG", "1")];
 /// Where fabric manager of a service VM keeps which partitions are active, over its restarts.
 const STATE_FILE: &str = "/run/nvidia-fabricmanager/fabricmanager.state";

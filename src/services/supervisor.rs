@@ -122,7 +122,8 @@ pub async fn run(mut inputs: Inputs) {
     let Milestones { switches, management, .. } = reached;
     let shared = Arc::new(Shared { topology, switches, management, confidential, root, inputs, states, logs, syslog });
     let starting = || SERVICES.iter().filter(|service| starts.iter().any(|(name, _)| *name == service.name));
-    // An earlier worker has loaded those of the services that it started; now they may be forbidden.
+    // An earlier worker has loaded those of the services that it started; now they may be
+    // forbidden.
     let earlier = shared.inputs.earlier.as_ref();
     let is_new = |service: &&Service| !earlier.is_some_and(|earlier| earlier.contains(service.name.as_str()));
     let modules: Vec<&'static str> = starting().filter(is_new).flat_map(|service| shared.modules_of(service)).collect();
@@ -138,8 +139,8 @@ pub async fn run(mut inputs: Inputs) {
 }
 
 impl Shared {
-    /// Modules that a service needs. Without GPUs nobody else loads the driver, which fabric manager
-    /// needs for switches that are PCI functions.
+    /// Modules that a service needs. Without GPUs nobody else loads the driver, which fabric
+    /// manager needs for switches that are PCI functions.
     fn modules_of(&self, service: &Service) -> Vec<&'static str> {
         let drives = service.name == Name::FabricManager && self.topology == Topology::ServiceVm && self.switches > 0;
         service.modules.iter().copied().chain(drives.then_some(DRIVER)).collect()

@@ -1,6 +1,6 @@
-//! Questions to NVML, once all GPUs are settled: settings of the command line, facts of each GPU, and
-//! whether NVML counts the same GPUs as PCI and the driver's /proc. A failure of the helper is a
-//! warning.
+//! Questions to NVML, once all GPUs are settled: settings of the command line, facts of each GPU,
+//! and whether NVML counts the same GPUs as PCI and the driver's /proc. A failure of the helper is
+//! a warning.
 
 use super::publication::Update;
 use super::shared::Shared;
@@ -172,8 +172,8 @@ fn requests(config: &Config, gpus: &[(PciAddress, u32)]) -> Vec<Request> {
     gpus.iter().flat_map(|(address, _)| of(*address)).collect()
 }
 
-/// A guest whose GPUs have all failed. NVML opens every GPU that it is asked about, which starts a failed
-/// initialisation again.
+/// A guest whose GPUs have all failed. NVML opens every GPU that it is asked about, which starts a
+/// failed initialisation again.
 fn report_none(gpus: usize) {
     if gpus > 0 {
         tracing::info!(name: names::NVML, reason = none_usable(gpus));

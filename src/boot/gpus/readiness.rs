@@ -1,7 +1,7 @@
-//! Moment at which containers get a GPU. An initialisation that runs makes an open wait, so a bound GPU can be
-//! given at once. CUDA fails at once on a GPU whose NVLink fabric is not complete (error 802), and
-//! on a confidential GPU whose ready state is off: such a GPU is held back in the spec, declared, until
-//! NVML reports otherwise.
+//! Moment at which containers get a GPU. An initialisation that runs makes an open wait, so a bound
+//! GPU can be given at once. CUDA fails at once on a GPU whose NVLink fabric is not complete (error
+//! 802), and on a confidential GPU whose ready state is off: such a GPU is held back in the spec,
+//! declared, until NVML reports otherwise.
 //!
 //! NVML alone knows, and has no event for either: it is asked again and again, by a helper process,
 //! once all GPUs are settled. No bring-up waits for it.
@@ -27,8 +27,8 @@ use tokio::time::Instant;
 
 /// Shortest pause between two questions; later ones are an eighth of the time since the first.
 const PAUSE: Duration = Duration::from_millis(250);
-/// Longest pause while a GPU is held back, until the fabric is late and from then on, and while none
-/// is.
+/// Longest pause while a GPU is held back, until the fabric is late and from then on, and while
+/// none is.
 const LONGEST: [Duration; 3] = [Duration::from_secs(1), Duration::from_secs(10), Duration::from_secs(30)];
 
 /// State that an earlier worker has left.
@@ -232,8 +232,8 @@ fn fabric(facts: Option<&Facts>, overdue: bool) -> services::Fabric {
     }
 }
 
-/// Asks NVML on each occasion, and again while an answer is awaited; gives GPUs to containers as the
-/// answers allow it. Never returns.
+/// Asks NVML on each occasion, and again while an answer is awaited; gives GPUs to containers as
+/// the answers allow it. Never returns.
 pub async fn follow(shared: Arc<Shared>, earlier: Earlier) {
     let mut occasions = shared.occasions.subscribe();
     // The sender lives as long as the worker.

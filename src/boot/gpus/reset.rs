@@ -2,9 +2,9 @@
 //!
 //! The driver reports such a GPU when its initialisation fails (WPR2 is up, invalid state). Nothing
 //! that the kernel caches shows it before: the register that does is behind BAR 0, at a place that
-//! depends on the chip. So the reset follows the first failure. The GPU is unbound first: nobody can
-//! open it until it is bound again, as another arrival, whose failure is final. A GPU that works is
-//! never reset, nor a second one for the sake of the first.
+//! depends on the chip. So the reset follows the first failure. The GPU is unbound first: nobody
+//! can open it until it is bound again, as another arrival, whose failure is final. A GPU that
+//! works is never reset, nor a second one for the sake of the first.
 
 use super::failed::Failed;
 use super::messages::GpuId;
@@ -24,8 +24,8 @@ use std::sync::{Arc, PoisonError};
 /// function that is alone on its bus.
 const METHODS: [&str; 2] = ["flr", "bus"];
 
-/// Begins the reset of a GPU that needs one. None: it is under way, and the GPU comes back or leaves.
-/// Else the failure, with the reason why there is no reset.
+/// Begins the reset of a GPU that needs one. None: it is under way, and the GPU comes back or
+/// leaves. Else the failure, with the reason why there is no reset.
 pub async fn instead_of(mut failure: Failed, shared: &Arc<Shared>, gpu: GpuId, since_ns: u64) -> Option<Failed> {
     if failure.step != Step::Init || shared.recognise(gpu, since_ns, &failure).await.0 != Reason::NeedsReset {
         return Some(failure);

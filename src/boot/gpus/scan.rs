@@ -1,7 +1,7 @@
 //! Functions on the PCI bus when the bring-up starts, and the topology that follows from them.
 //!
-//! VPD is read here, before the lane enables a GPU, and only where the topology depends on it: a read
-//! beside an enabling would wait for the host with a CPU of the guest.
+//! VPD is read here, before the lane enables a GPU, and only where the topology depends on it: a
+//! read beside an enabling would wait for the host with a CPU of the guest.
 
 use super::driver::{self, Image};
 use super::previous::Previous;

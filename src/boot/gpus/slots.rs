@@ -1,12 +1,13 @@
 //! Which GPU is at which PCI address, and under which name of the CDI spec. Pure: looks at sysfs go
 //! in, arrivals and departures come out.
 //!
-//! - An event is a reason to look. What sysfs shows counts: the identity of a device and of its bind.
-//! - Each arrival has a generation. A replaced device, or one bound again after an unbind, is another
-//!   arrival.
-//! - A name of the boot scan (the k-th address is `k`) never moves: a GPU that has left keeps it for
-//!   the next GPU at its address. GPUs plugged in later have the names after these, in PCI order, and
-//!   move up when one of them is gone.
+//! - An event is a reason to look. What sysfs shows counts: the identity of a device and of its
+//!   bind.
+//! - Each arrival has a generation. A replaced device, or one bound again after an unbind, is
+//!   another arrival.
+//! - A name of the boot scan (the k-th address is `k`) never moves: a GPU that has left keeps it
+//!   for the next GPU at its address. GPUs plugged in later have the names after these, in PCI
+//!   order, and move up when one of them is gone.
 
 use super::messages::GpuId;
 use crate::bind::{Bound, Sight};

@@ -1,5 +1,5 @@
-//! Comparing what is on the bus with what is known: when a worker begins, and whenever something may
-//! have changed.
+//! Comparing what is on the bus with what is known: when a worker begins, and whenever something
+//! may have changed.
 
 use super::driver::{self, Image};
 use super::extras;

@@ -92,8 +92,8 @@ async fn follow(
     }
 }
 
-/// Ends the guest for the first refusal, after its reason is on the console, in the kernel's log and
-/// in the stream, whose delivery `last_words` waits for.
+/// Ends the guest for the first refusal, after its reason is on the console, in the kernel's log
+/// and in the stream, whose delivery `last_words` waits for.
 pub async fn end_guest(mut refusals: UnboundedReceiver<String>, heir: Option<Heir>, last_words: impl Future<Output = ()>) {
     let Some(error) = refusals.recv().await else { return };
     tracing::error!(name: names::POWER_OFF, error);

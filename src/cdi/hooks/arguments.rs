@@ -1,7 +1,7 @@
 //! The command line of a hook: the incumbent's commands and flags, and ours. Pure.
 //!
-//! As with the incumbent, `--flag value`, `--flag=value` and one dash instead of two are the same, and lists may be given flag by flag or with
-//! commas.
+//! As with the incumbent, `--flag value`, `--flag=value` and one dash instead of two are the same,
+//! and lists may be given flag by flag or with commas.
 
 use std::path::PathBuf;
 
@@ -108,7 +108,8 @@ pub enum Meaning {
     Run(Command, Box<Arguments>),
     Help,
     Version,
-    /// No command, or one that a later generator knows: the incumbent says so and lets the container start.
+    /// No command, or one that a later generator knows: the incumbent says so and lets the
+    /// container start.
     Unsupported(Option<String>),
 }
 
@@ -172,7 +173,8 @@ impl Arguments {
             Flag::Folder => {
                 for part in parts() {
                     let folder = part.trim_end_matches('/');
-                    // It becomes a line of ld.so.conf, and part of a list with colons in musl's path file.
+                    // It becomes a line of ld.so.conf, and part of a list with colons in musl's
+                    // path file.
                     if !folder.starts_with('/') || folder.contains(|c: char| c.is_control() || matches!(c, '#' | ':' | ' ')) {
                         return Err("a folder is an absolute path without spaces, '#' or ':'");
                     }

@@ -1,8 +1,10 @@
-//! The only way into a container: a descriptor of its root, below which every path is resolved by the kernel (openat2 with RESOLVE_IN_ROOT and
-//! RESOLVE_NO_MAGICLINKS), so that no link in the image, absolute or relative, leads out of it, whenever it is changed.
+//! The only way into a container: a descriptor of its root, below which every path is resolved by
+//! the kernel (openat2 with RESOLVE_IN_ROOT and RESOLVE_NO_MAGICLINKS), so that no link in the
+//! image, absolute or relative, leads out of it, whenever it is changed.
 //!
-//! Reading only: what is written goes through [`super::edits`]. Files are regular ones of real file systems: nothing that blocks, counts readers or
-//! starts a device when it is opened, and nothing of the kernel's (/proc, /sys), where reading and making files have effects of their own.
+//! Reading only: what is written goes through [`super::edits`]. Files are regular ones of real file
+//! systems: nothing that blocks, counts readers or starts a device when it is opened, and nothing
+//! of the kernel's (/proc, /sys), where reading and making files have effects of their own.
 
 use nix::dir::{Dir, Type};
 use nix::errno::Errno;
@@ -17,14 +19,15 @@ use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-/// The kernel gives up on a path with `..` in it whenever anything is renamed meanwhile; each try is one look at the path.
+/// The kernel gives up on a path with `..` in it whenever anything is renamed meanwhile; each try
+/// is one look at the path.
 const TRIES: usize = 64;
 /// Most names of a directory: the largest library directories have some thousand.
 const MAX_NAMES: usize = 65_536;
 /// As many as are made room for at once.
 const USUAL_NAMES: usize = 512;
-/// File systems that are the kernel's own (the numbers are from linux/magic.h): proc, sysfs, cgroup, cgroup2, devpts, debugfs, tracefs, securityfs,
-/// configfs, bpf, pstore, efivarfs, selinux.
+/// File systems that are the kernel's own (the numbers are from linux/magic.h): proc, sysfs,
+/// cgroup, cgroup2, devpts, debugfs, tracefs, securityfs, configfs, bpf, pstore, efivarfs, selinux.
 const KERNELS: &[u32] = &[
     PROC,
     0x6265_6572,
@@ -128,8 +131,9 @@ impl ContainerRoot {
         retried(self.root.as_fd(), path, OpenHow::new().flags(flags | OFlag::O_CLOEXEC).resolve(resolve))
     }
 
-    /// Opens a directory to make something in. Never on a volume, whose content other containers may have, too: it is on the root's own mount, or
-    /// below the tmpfs that every container has at /dev.
+    /// Opens a directory to make something in. Never on a volume, whose content other containers
+    /// may have, too: it is on the root's own mount, or below the tmpfs that every container has at
+    /// /dev.
     pub(super) fn writable_directory(&self, path: &Path) -> nix::Result<OwnedFd> {
         let flags = OFlag::O_PATH | OFlag::O_DIRECTORY | OFlag::O_CLOEXEC;
         let below = match (self.resolve(path, flags, ResolveFlag::RESOLVE_NO_XDEV), path.strip_prefix("/dev")) {
@@ -155,7 +159,8 @@ impl ContainerRoot {
         Ok(kernels)
     }
 
-    /// What kind of thing is at a path, links followed. None where nothing is, or where a link leads nowhere.
+    /// What kind of thing is at a path, links followed. None where nothing is, or where a link
+    /// leads nowhere.
     pub fn kind(&self, path: &Path) -> Option<SFlag> {
         let fd = self.resolve(path, OFlag::O_PATH, ResolveFlag::empty()).ok()?;
         fstat(fd).ok().map(|s| kind(&s))
@@ -180,15 +185,17 @@ impl ContainerRoot {
         }
     }
 
-    /// Reads a regular file whole. None where nothing is at the path. Errors: it is no regular file, or larger than `limit` bytes.
+    /// Reads a regular file whole. None where nothing is at the path. Errors: it is no regular
+    /// file, or larger than `limit` bytes.
     pub fn read(&self, path: &Path, limit: u64) -> io::Result<Option<Vec<u8>>> {
         let Some((file, status)) = self.opened(path)? else { return Ok(None) };
         let size = u64::try_from(status.st_size).unwrap_or(0);
         read_bounded(size, file, limit).map(Some).map_err(|e| cannot("read", path, e))
     }
 
-    /// From a descriptor that only names a file to one that reads it: /proc/self/fd leads to the very same file, whatever its name leads to by now.
-    /// A device, a FIFO or a socket is never opened.
+    /// From a descriptor that only names a file to one that reads it: /proc/self/fd leads to the
+    /// very same file, whatever its name leads to by now. A device, a FIFO or a socket is never
+    /// opened.
     fn reopen(&self, fd: &OwnedFd) -> io::Result<(File, FileStat)> {
         let status = fstat(fd)?;
         if kind(&status) != SFlag::S_IFREG {
@@ -212,9 +219,11 @@ impl ContainerRoot {
         Ok(Some(Directory { fd, id }))
     }
 
-    /// Opens a regular file by its name in a directory, no link followed. None for what is no regular file, or not there.
+    /// Opens a regular file by its name in a directory, no link followed. None for what is no
+    /// regular file, or not there.
     ///
-    /// Where the directory has just said that it is a regular file, it is opened at once, in a way that does not block, and looked at then.
+    /// Where the directory has just said that it is a regular file, it is opened at once, in a way
+    /// that does not block, and looked at then.
     pub fn file_in(&self, directory: &Directory, name: &str, kind_told: Option<Type>) -> io::Result<Option<(File, FileId)>> {
         let direct = kind_told == Some(Type::File) && !self.is_kernels(directory.fd.as_fd(), directory.id.device)?;
         let flags = if direct { READ } else { OFlag::O_PATH };
@@ -238,7 +247,8 @@ impl ContainerRoot {
 }
 
 impl Directory {
-    /// The names in it, sorted; those that are no UTF-8 are left out. Error: more than any library directory has.
+    /// The names in it, sorted; those that are no UTF-8 are left out. Error: more than any library
+    /// directory has.
     pub fn names(&self) -> io::Result<Vec<Name>> {
         // A descriptor of its own: reading moves the position of the one it is done with.
         let own = openat2(&self.fd, ".", OpenHow::new().flags(OFlag::O_RDONLY | OFlag::O_DIRECTORY | OFlag::O_CLOEXEC))?;
@@ -278,7 +288,8 @@ fn retried(at: BorrowedFd, path: &Path, how: OpenHow) -> nix::Result<OwnedFd> {
     result
 }
 
-/// Reads all of a file that may be growing, or no file at all. One that has this `size` takes one read, and one that sees its end.
+/// Reads all of a file that may be growing, or no file at all. One that has this `size` takes one
+/// read, and one that sees its end.
 pub(super) fn read_bounded(size: u64, file: impl Read, limit: u64) -> io::Result<Vec<u8>> {
     /// Less room than this is not read into.
     const PROBE: u64 = 32;

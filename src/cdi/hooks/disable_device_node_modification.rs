@@ -1,9 +1,11 @@
-//! `disable-device-node-modification`: a container reads `ModifyDeviceFiles: 0` in the driver's parameters, so that nothing in it makes or changes
-//! device nodes. A changed copy is mounted over the file, read-only.
+//! `disable-device-node-modification`: a container reads `ModifyDeviceFiles: 0` in the driver's
+//! parameters, so that nothing in it makes or changes device nodes. A changed copy is mounted over
+//! the file, read-only.
 //!
-//! A createContainer hook of kata-agent's runs in the container's mount namespace, before the container's root becomes its root: the guest's own
-//! files are still there, and a mount is seen by this container alone. The copy is a file of the guest's /run that loses its name once it is mounted;
-//! nothing in the container's root is written.
+//! A createContainer hook of kata-agent's runs in the container's mount namespace, before the
+//! container's root becomes its root: the guest's own files are still there, and a mount is seen by
+//! this container alone. The copy is a file of the guest's /run that loses its name once it is
+//! mounted; nothing in the container's root is written.
 
 use super::container_root::{ContainerRoot, FileId, cannot, is_proc, kind, name_of, proc_path};
 use super::oci_state::read_regular;
@@ -57,14 +59,16 @@ fn open(root: &ContainerRoot, path: &Path) -> io::Result<OwnedFd> {
     }
 }
 
-/// Mounts a file with this content over a regular file of the container's, read-only. `scratch`: a directory where it can be made.
+/// Mounts a file with this content over a regular file of the container's, read-only. `scratch`: a
+/// directory where it can be made.
 pub fn cover(root: &ContainerRoot, path: &Path, content: &[u8], scratch: &Path) -> io::Result<()> {
     let copy = Copy::new(scratch, content)?;
     let step = |what: &str, e: Errno| cannot(what, path, e.desc());
     let target = open(root, path)?;
     let none = None::<&str>;
     mount(Some(&proc_path(copy.file.as_fd())), &proc_path(target.as_fd()), none, MsFlags::MS_BIND, none).map_err(|e| step("cover", e))?;
-    // The descriptor is still on the file below; the same path leads to the mount now, or somebody has moved something.
+    // The descriptor is still on the file below; the same path leads to the mount now, or somebody
+    // has moved something.
     let covered = open(root, path)?;
     if FileId::of(&fstat(&covered)?) != FileId::of(&fstat(&copy.file)?) {
         return Err(cannot("cover", path, "it is another file than a moment ago"));
@@ -99,7 +103,8 @@ impl Copy {
 
 impl Drop for Copy {
     fn drop(&mut self) {
-        // A mounted file lives on without a name; one whose name cannot be removed is a few bytes in a tmpfs.
+        // A mounted file lives on without a name; one whose name cannot be removed is a few bytes
+        // in a tmpfs.
         let _unused = std::fs::remove_file(&self.path);
     }
 }

@@ -1,8 +1,9 @@
 //! Changing a container: a list of edits, all of them or none.
 //!
-//! First everything is prepared beside its place under a temporary name: missing directories, files, links; whatever can fail (a read-only or full
-//! file system, a directory or a device in the way) fails there. Then each is renamed into place in one step. After any error what was there before
-//! is back, and what was made is gone.
+//! First everything is prepared beside its place under a temporary name: missing directories,
+//! files, links; whatever can fail (a read-only or full file system, a directory or a device in the
+//! way) fails there. Then each is renamed into place in one step. After any error what was there
+//! before is back, and what was made is gone.
 
 use super::container_root::{ContainerRoot, cannot, kind, name_of};
 use nix::errno::Errno;
@@ -23,7 +24,8 @@ const MAX_DEPTH: usize = 64;
 pub enum Edit {
     /// A file with this content, in place of a file or a link; missing directories are made.
     File { path: PathBuf, content: Vec<u8>, mode: u32 },
-    /// A link, in place of a file or another link; missing directories are made. Where it leads is nobody's business here.
+    /// A link, in place of a file or another link; missing directories are made. Where it leads is
+    /// nobody's business here.
     Link { path: PathBuf, target: PathBuf },
     /// No file or link of this name.
     Absent { path: PathBuf },
@@ -61,9 +63,11 @@ enum State {
     Prepared,
     /// The new one is in its place, where nothing was before.
     Made,
-    /// The new one is in its place (or nothing, if that is the edit); the old one has [`Staged::old_name`].
+    /// The new one is in its place (or nothing, if that is the edit); the old one has
+    /// [`Staged::old_name`].
     Replaced,
-    /// The new one is in its place and the old one gone: this file system gives a file no second name.
+    /// The new one is in its place and the old one gone: this file system gives a file no second
+    /// name.
     Gone,
 }
 
@@ -74,7 +78,8 @@ struct Changes<'a> {
     directories: Vec<(OwnedFd, PathBuf)>,
 }
 
-/// Makes all edits, or none. Edits that would change nothing are left out, so that a root that cannot be written but is as it should be is no error.
+/// Makes all edits, or none. Edits that would change nothing are left out, so that a root that
+/// cannot be written but is as it should be is no error.
 pub fn apply(root: &ContainerRoot, edits: &[Edit]) -> io::Result<usize> {
     let needed: Vec<&Edit> = edits.iter().filter(|e| !is_so(root, e)).collect();
     let mut changes = Changes { staged: Vec::new(), directories: Vec::new() };
@@ -163,7 +168,8 @@ impl<'a> Changes<'a> {
         Ok(())
     }
 
-    /// The directory at a path, made step by step where it is missing; every step is resolved from the root.
+    /// The directory at a path, made step by step where it is missing; every step is resolved from
+    /// the root.
     fn make_directories(&mut self, root: &ContainerRoot, path: &Path) -> io::Result<OwnedFd> {
         let open = |path: &Path| root.writable_directory(path);
         match open(path) {
@@ -209,7 +215,8 @@ impl<'a> Changes<'a> {
 }
 
 impl Drop for Changes<'_> {
-    /// Undoes everything, last first. There is nothing to do about what cannot be undone; the error that led here is told.
+    /// Undoes everything, last first. There is nothing to do about what cannot be undone; the error
+    /// that led here is told.
     fn drop(&mut self) {
         for staged in self.staged.iter().rev() {
             staged.undo();

@@ -1,7 +1,8 @@
-//! `enable-cuda-compat`: whether the image's own, newer CUDA user space is to be used with the driver that is loaded, and the file in
-//! `/etc/ld.so.conf.d` that puts it first.
+//! `enable-cuda-compat`: whether the image's own, newer CUDA user space is to be used with the
+//! driver that is loaded, and the file in `/etc/ld.so.conf.d` that puts it first.
 //!
-//! The library says in a note which drivers it works with; where it has none, the newer major version counts. The rules are the incumbent's.
+//! The library says in a note which drivers it works with; where it has none, the newer major
+//! version counts. The rules are the incumbent's.
 
 use super::container_root::ContainerRoot;
 use super::edits::Edit;

@@ -1,7 +1,9 @@
-//! Where a container's loader looks for libraries: `/etc/ld.so.conf`, what it includes, and the directories that are built into `ldconfig`.
+//! Where a container's loader looks for libraries: `/etc/ld.so.conf`, what it includes, and the
+//! directories that are built into `ldconfig`.
 //!
-//! Read as `ldconfig` reads them, with what is about to be written there already counted in. However many files and lines an image has, and whatever
-//! they include, the end is reached; what goes beyond the limits is left out, and said.
+//! Read as `ldconfig` reads them, with what is about to be written there already counted in.
+//! However many files and lines an image has, and whatever they include, the end is reached; what
+//! goes beyond the limits is left out, and said.
 
 use super::container_root::ContainerRoot;
 use super::edits::Edit;
@@ -31,7 +33,8 @@ const DEADLINE: Duration = Duration::from_secs(2);
 const MAX_DEPTH: usize = 16;
 /// Most different directories.
 const MAX_DIRECTORIES: usize = 4096;
-/// How much work patterns may make, in comparisons of a byte: a tenth of a second. Opening a directory and reading a name count as so many.
+/// How much work patterns may make, in comparisons of a byte: a tenth of a second. Opening a
+/// directory and reading a name count as so many.
 const MAX_WORK: usize = 50_000_000;
 const WORK_OF_DIRECTORY: usize = 2000;
 const WORK_OF_NAME: usize = 200;
@@ -66,7 +69,8 @@ pub fn read(root: &ContainerRoot, planned: &[Edit]) -> Conf {
     reader.conf
 }
 
-/// The directories that are built into the loader of this container, in the order in which `ldconfig` adds them.
+/// The directories that are built into the loader of this container, in the order in which
+/// `ldconfig` adds them.
 pub fn built_in(root: &ContainerRoot, machine: Machine) -> Vec<String> {
     let triplet = match machine {
         Machine::X86_64 => "x86_64-linux-gnu",

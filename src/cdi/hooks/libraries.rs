@@ -1,7 +1,9 @@
-//! Which libraries a container has, as `ldconfig` counts them: for each directory of its loader's, and each `glibc-hwcaps` subdirectory, one file for
-//! each SONAME. Reads only; gives entries for the cache, and the SONAME links that the driver's folders lack.
+//! Which libraries a container has, as `ldconfig` counts them: for each directory of its loader's,
+//! and each `glibc-hwcaps` subdirectory, one file for each SONAME. Reads only; gives entries for
+//! the cache, and the SONAME links that the driver's folders lack.
 //!
-//! Unlike `ldconfig`, the links of directories that are the image's own stay as they are: where one is missing, the cache leads to the file itself.
+//! Unlike `ldconfig`, the links of directories that are the image's own stay as they are: where one
+//! is missing, the cache leads to the file itself.
 
 use super::arguments::Link;
 use super::container_root::{ContainerRoot, Directory, FileId, Name};
@@ -34,7 +36,8 @@ pub struct Search<'a> {
     pub folders: &'a [String],
     /// Links that are about to be made.
     pub links: &'a [Link],
-    /// The driver's version, where known: of two libraries of one name, its own is the right one in its folders.
+    /// The driver's version, where known: of two libraries of one name, its own is the right one in
+    /// its folders.
     pub driver: Option<&'a str>,
 }
 
@@ -107,7 +110,8 @@ impl Listing<'_> {
     }
 }
 
-/// Links that are about to be made in one directory: their names and where they will lead, in their order; of two with one name the first counts.
+/// Links that are about to be made in one directory: their names and where they will lead, in their
+/// order; of two with one name the first counts.
 #[derive(Clone, Debug, Default)]
 struct Planned {
     names: Vec<String>,
@@ -136,14 +140,16 @@ struct Searcher<'a> {
     /// Planned links by the directory they will be in.
     planned: HashMap<FileId, Planned>,
     found: Found,
-    /// Never used. As long as it is there, musl keeps memory for buffers of this size, which each link is read into, instead of mapping it anew.
+    /// Never used. As long as it is there, musl keeps memory for buffers of this size, which each
+    /// link is read into, instead of mapping it anew.
     _keeps_memory: Vec<u8>,
 }
 
 /// Size of the buffer into which a link is read.
 const LINK_BUFFER: usize = 4096;
 
-/// Looks into all directories. Errors: too many files, or too slow a file system, for the time that a hook has.
+/// Looks into all directories. Errors: too many files, or too slow a file system, for the time that
+/// a hook has.
 pub fn search(what: &Search) -> io::Result<Found> {
     let id = |path: &Path| what.root.directory(path).ok().flatten().map(|d| d.id);
     let mut planned: HashMap<FileId, Planned> = HashMap::new();
@@ -228,7 +234,8 @@ impl Searcher<'_> {
         }
     }
 
-    /// One directory; `hwcap` is its name if it is one for some processors. Gives whether it may have directories for some processors in it.
+    /// One directory; `hwcap` is its name if it is one for some processors. Gives whether it may
+    /// have directories for some processors in it.
     fn directory(&mut self, path: &str, directory: &Directory, hwcap: Option<&str>) -> io::Result<bool> {
         let at = |e: io::Error| io::Error::other(format!("look for libraries in {path}: {e}"));
         // One with many names of no library costs time, too.
@@ -240,7 +247,8 @@ impl Searcher<'_> {
                 return Ok(true);
             }
         };
-        // In full from the start: musl maps and unmaps memory each time that a table of some hundred names grows.
+        // In full from the start: musl maps and unmaps memory each time that a table of some
+        // hundred names grows.
         let (files, targets) = (HashMap::with_capacity(names.len()), HashMap::with_capacity(names.len()));
         let mut listing = Listing { path, directory, hwcap, names, files, targets };
         let mut planned = self.planned.get(&directory.id).cloned().unwrap_or_default();
@@ -373,7 +381,8 @@ impl Searcher<'_> {
 
     /// The file that a link leads to, over links that are not made yet, too.
     ///
-    /// What stays in its directory, as most links do, is followed by its names; everything else is resolved by the kernel, from the root.
+    /// What stays in its directory, as most links do, is followed by its names; everything else is
+    /// resolved by the kernel, from the root.
     fn follow(&mut self, listing: &mut Listing, name: &str, planned: &Planned) -> Option<FileId> {
         let mut name = name.to_string();
         for _ in 0..MAX_LINKS {
@@ -409,7 +418,8 @@ impl Searcher<'_> {
     fn look_into(&mut self, id: FileId, open: impl FnOnce() -> io::Result<Option<std::fs::File>>) {
         let machine = self.what.machine;
         self.seen.entry(id).or_insert_with(|| {
-            // What is no ELF file of this machine's (a linker script, a text) is none of the loader's, and no fault.
+            // What is no ELF file of this machine's (a linker script, a text) is none of the
+            // loader's, and no fault.
             let library = open().ok().flatten().and_then(|file| elf::identity(&file).ok());
             let library = library.filter(|l| l.kind == elf::ET_DYN && l.loadable)?;
             Some(Library { flags: machine.flags(&library)?, soname: library.soname, isa_level: library.isa_level })
@@ -420,8 +430,9 @@ impl Searcher<'_> {
 /// In place of a library's flags.
 const NOT_A_LIBRARY: u32 = 0;
 
-/// The name under which a candidate enters the cache. A link counts as the name it has itself where that is the SONAME or the `.so` beside it, which
-/// is what compilers are given; any other link counts as the file.
+/// The name under which a candidate enters the cache. A link counts as the name it has itself where
+/// that is the SONAME or the `.so` beside it, which is what compilers are given; any other link
+/// counts as the file.
 fn named(mut candidate: Candidate) -> (String, Candidate) {
     let soname = candidate.library.soname.clone().unwrap_or_else(|| candidate.name.clone());
     if candidate.is_link {

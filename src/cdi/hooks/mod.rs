@@ -1,9 +1,12 @@
-//! Hooks of containers: this program under the name `nvidia-cdi-hook`, or with `hook` as its first word, started by kata-agent for one container.
+//! Hooks of containers: this program under the name `nvidia-cdi-hook`, or with `hook` as its first
+//! word, started by kata-agent for one container.
 //!
-//! The commands and flags are those of the incumbent's hook; [`arguments`] has them. Each job of a hook reads and decides first, then makes all its
-//! edits or none ([`edits`]), through the container's root ([`container_root`]) alone; a job that fails keeps no other from being done. What is read
-//! of an image is bounded in size and in time. Nothing of the image's is executed, loaded or mounted; the environment
-//! is not looked at. kata-agent logs a hook's failure and starts the container all the same: the one line on standard error is what there is to see.
+//! The commands and flags are those of the incumbent's hook; [`arguments`] has them. Each job of a
+//! hook reads and decides first, then makes all its edits or none ([`edits`]), through the
+//! container's root ([`container_root`]) alone; a job that fails keeps no other from being done.
+//! What is read of an image is bounded in size and in time. Nothing of the image's is executed,
+//! loaded or mounted; the environment is not looked at. kata-agent logs a hook's failure and starts
+//! the container all the same: the one line on standard error is what there is to see.
 
 pub mod arguments; // the command line
 pub mod container_root; // reading in the container
@@ -57,8 +60,8 @@ pub struct Outcome {
     pub notes: Vec<String>,
 }
 
-/// The words for a hook, where this program was started as one. PID 1 is a hook by its name alone: its words are those of the kernel command line
-/// that the kernel does not know.
+/// The words for a hook, where this program was started as one. PID 1 is a hook by its name alone:
+/// its words are those of the kernel command line that the kernel does not know.
 pub fn invocation(words: impl IntoIterator<Item = OsString>, is_init: bool) -> Option<Vec<OsString>> {
     let mut words = words.into_iter();
     let name = words.next()?;
@@ -72,7 +75,8 @@ pub fn invocation(words: impl IntoIterator<Item = OsString>, is_init: bool) -> O
 pub fn main(words: Vec<OsString>) -> ExitCode {
     // What is made for a container is made with these modes, whatever the runtime's mask is.
     nix::sys::stat::umask(nix::sys::stat::Mode::from_bits_truncate(0o022));
-    // The image decides what a hook reads: where memory is short, the hook goes, and neither the agent nor the init. Without /proc, as it was.
+    // The image decides what a hook reads: where memory is short, the hook goes, and neither the
+    // agent nor the init. Without /proc, as it was.
     let _unused = std::fs::write("/proc/self/oom_score_adj", OOM_SCORE);
     let words: Result<Vec<String>, OsString> = words.into_iter().map(OsString::into_string).collect();
     let result = words.map_err(|w| Error(format!("{w:?} is no text"))).and_then(|words| run(&words, io::stdin().lock()));
@@ -88,7 +92,8 @@ pub fn main(words: Vec<OsString>) -> ExitCode {
     }
 }
 
-/// Says a line on standard error; in our guest in the kernel's log, too, because the agent does not pass on what hooks of this kind write.
+/// Says a line on standard error; in our guest in the kernel's log, too, because the agent does not
+/// pass on what hooks of this kind write.
 fn tell(line: &str) {
     let line: String = line.chars().map(|c| if c.is_control() { ' ' } else { c }).take(1000).collect();
     eprintln!("{NAME}: {line}");
@@ -97,7 +102,8 @@ fn tell(line: &str) {
     }
 }
 
-/// Runs the hook that these words (those after the program's name) ask for, with the container's state on `input`.
+/// Runs the hook that these words (those after the program's name) ask for, with the container's
+/// state on `input`.
 pub fn run(words: &[String], input: impl Read + AsFd) -> Result<Outcome, Error> {
     match arguments::parse(words).map_err(Error)? {
         Meaning::Help => print!(
@@ -105,7 +111,8 @@ pub fn run(words: &[String], input: impl Read + AsFd) -> Result<Outcome, Error> 
             arguments::help()
         ),
         Meaning::Version => println!("{NAME} {}", env!("CARGO_PKG_VERSION")),
-        // As the incumbent does: a spec of a later generator must not keep containers from starting.
+        // As the incumbent does: a spec of a later generator must not keep containers from
+        // starting.
         Meaning::Unsupported(None) => return Ok(Outcome { edits: 0, notes: vec!["no hook is named; --help lists them".into()] }),
         Meaning::Unsupported(Some(name)) => {
             return Ok(Outcome {
@@ -153,7 +160,8 @@ fn perform(command: Command, arguments: &Arguments, input: impl Read + AsFd) -> 
         Command::UpdateApplicationProfile => _ = jobs.run(|plan| set(plan, update_application_profile::plan(&root)?)),
         Command::DisableDeviceNodeModification => disable_device_node_modification::run(&root)?,
         Command::Prepare => {
-            // First, before anything of the image is read: whatever becomes of the rest, the container changes no device node.
+            // First, before anything of the image is read: whatever becomes of the rest, the
+            // container changes no device node.
             if let Err(error) = disable_device_node_modification::run(&root) {
                 jobs.notes.push(format!("prepare: {error}: programs in the container may try to change device nodes"));
             }

@@ -1,5 +1,5 @@
-//! What a runtime tells a hook: the state on its standard input, which names the bundle, whose `config.json` names the container's root. Everything
-//! is bounded, in size and in time.
+//! What a runtime tells a hook: the state on its standard input, which names the bundle, whose
+//! `config.json` names the container's root. Everything is bounded, in size and in time.
 
 use super::container_root::{cannot, read_bounded};
 use nix::fcntl::OFlag;

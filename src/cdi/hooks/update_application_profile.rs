@@ -1,5 +1,5 @@
-//! `update-application-profile`: the driver's EGL and Vulkan show a container only the GPUs whose nodes it has. A profile of the driver's own, with a
-//! bit for each minor.
+//! `update-application-profile`: the driver's EGL and Vulkan show a container only the GPUs whose
+//! nodes it has. A profile of the driver's own, with a bit for each minor.
 
 use super::container_root::{ContainerRoot, cannot, kind};
 use super::edits::Edit;

@@ -1,8 +1,10 @@
-//! `update-ldcache`: the container's loader finds the driver's libraries. For glibc: a file in `/etc/ld.so.conf.d` with the folders that its
-//! configuration does not have, and a new `/etc/ld.so.cache`; for musl, which has no cache: its path file. In both cases the SONAME links that the
-//! folders lack.
+//! `update-ldcache`: the container's loader finds the driver's libraries. For glibc: a file in
+//! `/etc/ld.so.conf.d` with the folders that its configuration does not have, and a new
+//! `/etc/ld.so.cache`; for musl, which has no cache: its path file. In both cases the SONAME links
+//! that the folders lack.
 //!
-//! Nothing of the container's is executed, and no `ldconfig` of anybody's. A later `ldconfig` in the container keeps what this hook added.
+//! Nothing of the container's is executed, and no `ldconfig` of anybody's. A later `ldconfig` in
+//! the container keeps what this hook added.
 
 use super::arguments::Link;
 use super::container_root::ContainerRoot;
@@ -15,8 +17,9 @@ use std::io;
 use std::path::Path;
 
 const CACHE: &str = "/etc/ld.so.cache";
-/// The incumbent's prefix, so that it sorts where the incumbent's sorts: after CUDA's compatibility libraries, before the image's own. One name,
-/// where the incumbent makes a new one each time: a container that is started again has one file.
+/// The incumbent's prefix, so that it sorts where the incumbent's sorts: after CUDA's compatibility
+/// libraries, before the image's own. One name, where the incumbent makes a new one each time: a
+/// container that is started again has one file.
 pub const FOLDERS_CONF: &str = "/etc/ld.so.conf.d/00-nvcr-kata-gpu-init.conf";
 /// Largest path file of musl's.
 const MAX_PATH_FILE: u64 = 64 * 1024;
@@ -41,7 +44,8 @@ pub struct Plan {
     pub notes: Vec<String>,
 }
 
-/// Plans it. `plan` has the edits that are made before, which count as made; `links` are those of them that are links.
+/// Plans it. `plan` has the edits that are made before, which count as made; `links` are those of
+/// them that are links.
 pub fn plan(root: &ContainerRoot, folders: &[String], links: &[Link], driver: Option<&str>, plan: &mut Plan) -> io::Result<()> {
     let machine = Machine::OURS;
     let musl = musl_loaders(root);
@@ -77,7 +81,8 @@ fn directories(root: &ContainerRoot, folders: &[String], machine: Machine, plan:
     let id = |folder: &str| root.directory(Path::new(folder)).ok().flatten().map(|d| d.id);
     // Under other names.
     let ids: Vec<_> = if unnamed.is_empty() { Vec::new() } else { there.iter().filter_map(|d| id(d)).collect() };
-    // Where a folder has its place already, it keeps it: before others it could give programs an older library than the image means them to have.
+    // Where a folder has its place already, it keeps it: before others it could give programs an
+    // older library than the image means them to have.
     let missing: Vec<&String> = unnamed.into_iter().filter(|f| id(f).is_none_or(|id| !ids.contains(&id))).collect();
     let content: String = missing.iter().map(|f| format!("{f}\n")).collect();
     let ours = match content.is_empty() {
@@ -89,12 +94,14 @@ fn directories(root: &ContainerRoot, folders: &[String], machine: Machine, plan:
     // Read again only where the edits make a difference.
     let conf = if plan.edits == without { conf } else { ld_so_conf::read(root, &plan.edits) };
     plan.notes.extend(conf.notes);
-    // An ld.so.conf of the image's may include nothing; then a later ldconfig does not know the folders, but this cache does.
+    // An ld.so.conf of the image's may include nothing; then a later ldconfig does not know the
+    // folders, but this cache does.
     let ahead = missing.into_iter().filter(|f| !conf.directories.contains(f)).cloned();
     ahead.chain(conf.directories.iter().cloned()).chain(built_in).collect()
 }
 
-/// An image may have no ld.so.conf: then the directory of configurations is not read unless one includes it.
+/// An image may have no ld.so.conf: then the directory of configurations is not read unless one
+/// includes it.
 pub fn include_all(root: &ContainerRoot, plan: &mut Plan) {
     let adds = |e: &Edit| matches!(e, Edit::File { path, .. } if path.parent() == Some(Path::new(CONF_DIRECTORY)));
     if plan.edits.iter().any(adds)
@@ -117,7 +124,8 @@ fn musl_loaders(root: &ContainerRoot) -> Vec<String> {
     names.iter().filter_map(|n| architecture(&n.name)).take(4).collect()
 }
 
-/// The path file of one loader with the folders it lacks; None if it lacks none. The image's directories keep their order and come first.
+/// The path file of one loader with the folders it lacks; None if it lacks none. The image's
+/// directories keep their order and come first.
 fn musl_path_file(root: &ContainerRoot, architecture: &str, folders: &[String]) -> io::Result<Option<Edit>> {
     let path = format!("/etc/ld-musl-{architecture}.path");
     let there = root.read(Path::new(&path), MAX_PATH_FILE)?.unwrap_or_else(|| MUSL_BUILT_IN.into());

@@ -77,8 +77,9 @@ impl Gate {
     }
 }
 
-/// Starts the thread; must be called inside the runtime. Records above `level` (less urgent) are left out, and, `only_new`, those that
-/// are there already. No line is written while the gate is held.
+/// Starts the thread; must be called inside the runtime. Records above `level` (less urgent) are
+/// left out, and, `only_new`, those that are there already. No line is written while the gate is
+/// held.
 pub fn start(ring: Arc<Ring>, level: Level, only_new: bool, gate: Gate) -> io::Result<()> {
     let console = OpenOptions::new().write(true).open(CONSOLE)?;
     threads::detach(move || {

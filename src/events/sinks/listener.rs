@@ -1,4 +1,5 @@
-//! For readers in the guest: a unix socket and a vsock port, each connection gets the replay and then the live stream.
+//! For readers in the guest: a unix socket and a vsock port, each connection gets the replay and
+//! then the live stream.
 
 use super::stream::{Identity, serve};
 use crate::events::names;
@@ -52,7 +53,8 @@ fn start(
         let places = Arc::new(Semaphore::new(READERS));
         let mut refused = None;
         loop {
-            // The semaphore is never closed; the listener's readiness fails only when the runtime ends.
+            // The semaphore is never closed; the listener's readiness fails only when the runtime
+            // ends.
             let Ok(place) = Arc::clone(&places).acquire_owned().await else { return };
             let Ok(mut guard) = listener.readable().await else { return };
             match accept(listener.get_ref()) {

@@ -4,7 +4,8 @@
 //! - [`listener`]: replay, then live, for readers in the guest (unix socket, vsock);
 //! - [`console`]: lines in the agent's own shape on /dev/console.
 //!
-//! The file `/run/kata-gpu-init/boot.ndjson` is no sink but the ring's own [journal](super::journal).
+//! The file `/run/kata-gpu-init/boot.ndjson` is no sink but the ring's own
+//! [journal](super::journal).
 
 pub mod console;
 pub mod listener;

@@ -1,6 +1,8 @@
-//! One connection of the stream, whichever socket it runs over: header, replay from the oldest record, then live; pings are answered in between.
+//! One connection of the stream, whichever socket it runs over: header, replay from the oldest
+//! record, then live; pings are answered in between.
 //!
-//! The peer is never waited for by anybody but this task, and never trusted: its input is read in a bounded buffer, and only ping lines mean something.
+//! The peer is never waited for by anybody but this task, and never trusted: its input is read in a
+//! bounded buffer, and only ping lines mean something.
 
 use crate::clock::boottime_ns;
 use crate::events::record::{Header, Pong, SCHEMA, header_line, ping, pong_line};
@@ -26,8 +28,8 @@ pub struct Identity {
 }
 
 impl Identity {
-    /// Reads boot id and kernel version of the running guest; what cannot be read is a valid placeholder, because a stream without it is
-    /// still worth having.
+    /// Reads boot id and kernel version of the running guest; what cannot be read is a valid
+    /// placeholder, because a stream without it is still worth having.
     pub fn read() -> Self {
         let read = |path: &str| std::fs::read_to_string(path).map(|t| t.trim().to_string());
         Self {
@@ -50,7 +52,8 @@ impl Identity {
 /// How far a sink has come: the `seq` behind the last record it has given to its socket.
 pub type Delivered = tokio::sync::watch::Sender<u64>;
 
-/// Serves the stream over a connected non-blocking socket until the peer is gone or the socket fails. Never returns Ok.
+/// Serves the stream over a connected non-blocking socket until the peer is gone or the socket
+/// fails. Never returns Ok.
 pub async fn serve(
     socket: OwnedFd,
     ring: Arc<Ring>,
@@ -79,7 +82,8 @@ pub async fn serve(
                 output.extend_from_slice(line.as_bytes());
             }
         }
-        // A peer that asks and does not read is not listened to either: its answers would pile up here.
+        // A peer that asks and does not read is not listened to either: its answers would pile up
+        // here.
         let interest = match output.len() {
             0 => Interest::READABLE,
             n if n < MAX_PENDING => Interest::READABLE | Interest::WRITABLE,

@@ -1,7 +1,9 @@
-//! To the collector on the host: connect, replay, follow, reconnect. Everything is non-blocking and on this task's own time.
+//! To the collector on the host: connect, replay, follow, reconnect. Everything is non-blocking and
+//! on this task's own time.
 //!
-//! What a connect can say (FACTS of the transports): EAFNOSUPPORT when the kernel has no vsock, ENODEV while the transport is not bound,
-//! ECONNRESET at once when nobody listens (ETIMEDOUT after 2 s on vhost-device-vsock, cut to 200 ms here).
+//! What a connect can say (FACTS of the transports): EAFNOSUPPORT when the kernel has no vsock,
+//! ENODEV while the transport is not bound, ECONNRESET at once when nobody listens (ETIMEDOUT after
+//! 2 s on vhost-device-vsock, cut to 200 ms here).
 
 use super::stream::{Delivered, Identity, serve};
 use crate::events::names;
@@ -18,8 +20,9 @@ pub const HOST_CID: u32 = nix::libc::VMADDR_CID_HOST;
 const CONNECT: Duration = Duration::from_millis(200);
 /// First and longest pause between two connects.
 const PAUSE: (Duration, Duration) = (Duration::from_millis(50), Duration::from_secs(1));
-/// Connections that end sooner than this are brief. After so many in a row they are no longer told, and the pause grows further: somebody else has this
-/// port, or the collector refuses us, and each try sends the whole stream.
+/// Connections that end sooner than this are brief. After so many in a row they are no longer told,
+/// and the pause grows further: somebody else has this port, or the collector refuses us, and each
+/// try sends the whole stream.
 const LASTING: Duration = Duration::from_secs(10);
 const BRIEF: u32 = 3;
 const LONGEST_PAUSE: Duration = Duration::from_secs(64);

@@ -1,7 +1,8 @@
 //! Whose time it was: by owner or phase, and by step.
 //!
-//! A step's own time is its interval without those of the steps inside it, cut to the window. Of steps that overlap, `sum_ns` counts each and
-//! `wall_ns` their union, which never exceeds the window. Waiting is listed apart: what was waited for is accounted for where it happened.
+//! A step's own time is its interval without those of the steps inside it, cut to the window. Of
+//! steps that overlap, `sum_ns` counts each and `wall_ns` their union, which never exceeds the
+//! window. Waiting is listed apart: what was waited for is accounted for where it happened.
 
 use super::held_up::{HeldUp, held_up};
 use crate::host::boot::intervals::percent;

@@ -1,7 +1,8 @@
 //! Two boots, or two sets of boots: what got slower, and whether that is more than noise.
 //!
-//! A value is slower when its median grew by more than the threshold and, where there are enough boots for it, when the whole 95 % bootstrap interval of
-//! the difference is above zero. The gate looks at milestones and failures alone; phases and steps say where it comes from.
+//! A value is slower when its median grew by more than the threshold and, where there are enough
+//! boots for it, when the whole 95 % bootstrap interval of the difference is above zero. The gate
+//! looks at milestones and failures alone; phases and steps say where it comes from.
 
 use super::metrics::Metrics;
 use super::statistics::{Summary, difference_interval, seed_for};

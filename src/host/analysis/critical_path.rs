@@ -1,8 +1,10 @@
 //! The chain of steps that set the end of a boot, and what would have made it shorter.
 //!
-//! The path goes back from a milestone: each step to the one that it waited for last. What a step would have brought is the milestone's time computed
-//! anew with that step's duration set to 0 and everything else as it was: another chain then sets the end, so a step of 7 s can bring half a
-//! second. Orders that are only assumed bring nothing that is promised (`gain_ns`), only what is possible (`at_most_ns`).
+//! The path goes back from a milestone: each step to the one that it waited for last. What a step
+//! would have brought is the milestone's time computed anew with that step's duration set to 0 and
+//! everything else as it was: another chain then sets the end, so a step of 7 s can bring half a
+//! second. Orders that are only assumed bring nothing that is promised (`gain_ns`), only what is
+//! possible (`at_most_ns`).
 
 use super::graph::{Graph, step_of};
 use super::held_up::{HeldUp, held_up};
@@ -12,8 +14,8 @@ use crate::host::boot::timeline::{Known, Timeline, Window};
 use serde::Serialize;
 use std::collections::BTreeMap;
 
-/// Steps, and kinds of steps, whose absence is computed. Each costs a walk over all records of the boot; they are tried longest first, and none brings
-/// more than it has on the path.
+/// Steps, and kinds of steps, whose absence is computed. Each costs a walk over all records of the
+/// boot; they are tried longest first, and none brings more than it has on the path.
 const MAX_TRIED: usize = 64;
 
 /// A piece of the path.
@@ -123,7 +125,8 @@ fn kind(step: &crate::host::boot::timeline::Step) -> String {
     if step.name == crate::events::names::MODULE_LOAD { step.title() } else { step.name.clone() }
 }
 
-/// How much earlier the window's end would have come without these steps: by what is known, and by what is assumed.
+/// How much earlier the window's end would have come without these steps: by what is known, and by
+/// what is assumed.
 pub fn gain(timeline: &Timeline, window: &Window, steps: &[usize]) -> (u64, u64) {
     gain_in(timeline, window, &Graph::new(timeline, window.to.at_ns, &window.to.after), steps)
 }

@@ -1,8 +1,10 @@
-//! What had to wait for what: two nodes a step (its beginning and its end), one for the milestone that is asked about.
+//! What had to wait for what: two nodes a step (its beginning and its end), one for the milestone
+//! that is asked about.
 //!
-//! A node comes `lag` after the last of the nodes that it waits for; lags are what was observed and stay what they are when a step is made shorter.
-//! A lag belongs to a step (its own duration, or its part of a step around others), or to nobody. Contradictions (a cycle of steps without length)
-//! are cut where the earliest of them stands, and counted.
+//! A node comes `lag` after the last of the nodes that it waits for; lags are what was observed and
+//! stay what they are when a step is made shorter. A lag belongs to a step (its own duration, or
+//! its part of a step around others), or to nobody. Contradictions (a cycle of steps without
+//! length) are cut where the earliest of them stands, and counted.
 
 use crate::host::boot::timeline::{Known, Timeline};
 use std::cmp::Reverse;
@@ -25,7 +27,8 @@ enum Owner {
     Nobody,
     /// The step that this is the end of.
     Itself(usize),
-    /// The step around this one: what it waited for last lies in that, too, because that one's beginning is among it.
+    /// The step around this one: what it waited for last lies in that, too, because that one's
+    /// beginning is among it.
     Around(usize),
 }
 
@@ -100,8 +103,9 @@ impl Graph {
         }
     }
 
-    /// When the target would have come, had these steps taken no time. `trust_assumed`: orders that are only assumed count, too; otherwise what is only
-    /// assumed to have waited keeps the time that it had.
+    /// When the target would have come, had these steps taken no time. `trust_assumed`: orders that
+    /// are only assumed count, too; otherwise what is only assumed to have waited keeps the time
+    /// that it had.
     pub fn without(&self, zeroed: &[bool], trust_assumed: bool) -> i128 {
         let mut at: Vec<i128> = self.nodes.iter().map(|n| i128::from(n.at_ns)).collect();
         for i in &self.order {
@@ -120,7 +124,8 @@ impl Graph {
     }
 }
 
-/// Kahn's algorithm, earliest first. When nothing is free, the earliest node that is left waits for nothing any more.
+/// Kahn's algorithm, earliest first. When nothing is free, the earliest node that is left waits for
+/// nothing any more.
 fn sort(nodes: &mut [Node]) -> (Vec<usize>, usize) {
     let mut waits: Vec<usize> = nodes.iter().map(|n| n.after.len()).collect();
     let mut next: Vec<Vec<usize>> = vec![Vec::new(); nodes.len()];

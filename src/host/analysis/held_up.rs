@@ -2,9 +2,9 @@
 //! until the host has mapped the BARs, and runs nothing.
 //!
 //! Whatever waits for every CPU waits for that one: making a container (its cgroup and its mounts
-//! wait for an RCU grace period), a module's load (it changes the protection of memory on all CPUs),
-//! and the agent's start where an interrupt of vsock went to that vCPU. The records cannot say that
-//! a step waited; they say how much of it lay beside an enabling.
+//! wait for an RCU grace period), a module's load (it changes the protection of memory on all
+//! CPUs), and the agent's start where an interrupt of vsock went to that vCPU. The records cannot
+//! say that a step waited; they say how much of it lay beside an enabling.
 
 use crate::events::catalogue::derived;
 use crate::events::names;

@@ -1,4 +1,5 @@
-//! Many boots: how long phases and steps take, when milestones are reached, and what fails how often.
+//! Many boots: how long phases and steps take, when milestones are reached, and what fails how
+//! often.
 
 use super::metrics::Metrics;
 use super::statistics::Summary;

@@ -1,4 +1,5 @@
-//! One boot as numbers that can be compared with those of others: when each milestone was, how long each phase and step lasted, what failed.
+//! One boot as numbers that can be compared with those of others: when each milestone was, how long
+//! each phase and step lasted, what failed.
 
 use super::blame::{By, blame};
 use crate::events::names;
@@ -10,13 +11,15 @@ use crate::host::data::record::Field;
 use crate::host::data::text::{printable, printable_start};
 use std::collections::BTreeMap;
 
-/// Different step names of one boot that are told apart; the rest is one. The format has some twenty.
+/// Different step names of one boot that are told apart; the rest is one. The format has some
+/// twenty.
 const MAX_NAMES: usize = 64;
 /// Longest reason, in bytes: enough for every reason that the init gives.
 const MAX_REASON: usize = 100;
 /// Failures of one boot that are kept.
 const MAX_FAILURES: usize = 64;
-/// Single durations of one step name that are kept of one boot: as many as GPUs in the largest machines, several times over.
+/// Single durations of one step name that are kept of one boot: as many as GPUs in the largest
+/// machines, several times over.
 const MAX_DURATIONS: usize = 1024;
 /// What all names after the first [`MAX_NAMES`] are counted as.
 const OTHERS: &str = "(others)";

@@ -1,4 +1,5 @@
-//! Medians, percentiles and bootstrap intervals of durations and times in ns. The same numbers give the same answer on every machine.
+//! Medians, percentiles and bootstrap intervals of durations and times in ns. The same numbers give
+//! the same answer on every machine.
 
 use serde::Serialize;
 
@@ -75,7 +76,8 @@ impl Random {
     }
 }
 
-/// The 95 % bootstrap interval (percentile method) of median(b) - median(a). None with fewer than [`MIN_FOR_INTERVAL`] values on either side.
+/// The 95 % bootstrap interval (percentile method) of median(b) - median(a). None with fewer than
+/// [`MIN_FOR_INTERVAL`] values on either side.
 pub fn difference_interval(a: &[i64], b: &[i64], seed: u64) -> Option<(i64, i64)> {
     if a.len().min(b.len()) < MIN_FOR_INTERVAL {
         return None;
@@ -97,7 +99,8 @@ pub fn difference_interval(a: &[i64], b: &[i64], seed: u64) -> Option<(i64, i64)
     Some((at(25)?, at(975)?))
 }
 
-/// A seed of its own for each name, so that one more name does not change the intervals of all others.
+/// A seed of its own for each name, so that one more name does not change the intervals of all
+/// others.
 pub fn seed_for(name: &str, seed: u64) -> u64 {
     // FNV-1a.
     name.bytes().fold(0xcbf2_9ce4_8422_2325 ^ seed, |hash, byte| (hash ^ u64::from(byte)).wrapping_mul(0x0000_0100_0000_01b3))

@@ -1,8 +1,11 @@
-//! The agent's share: its start, what containers waited for, the pause until it looked again, and making the container.
+//! The agent's share: its start, what containers waited for, the pause until it looked again, and
+//! making the container.
 //!
-//! The agent tries once a second to resolve a container's devices. Until they are published a container waits for the GPUs' steps, which are accounted
-//! for as such; what passes from then until the next try is the agent's own. Looks at the spec do not say for which container they were: with several
-//! containers at once the line between a pause and the creation after it can be another's look, never their sum.
+//! The agent tries once a second to resolve a container's devices. Until they are published a
+//! container waits for the GPUs' steps, which are accounted for as such; what passes from then
+//! until the next try is the agent's own. Looks at the spec do not say for which container they
+//! were: with several containers at once the line between a pause and the creation after it can be
+//! another's look, never their sum.
 
 use super::draft::{Draft, ns};
 use super::model::Container;
@@ -13,12 +16,14 @@ use crate::events::names;
 use crate::events::record::Kind;
 use std::collections::{BTreeMap, BTreeSet};
 
-/// The agent sleeps for a second between two tries: a look sooner than this after a failed try is another container's.
+/// The agent sleeps for a second between two tries: a look sooner than this after a failed try is
+/// another container's.
 const SOONEST_NEXT_TRY_NS: i64 = 900_000_000;
 /// Containers of one boot that are looked into, the first ones.
 const MAX_CONTAINERS: usize = 64;
 
-/// Adds the agent's steps. Gives, by the time at which a container was created, the step that ended with it.
+/// Adds the agent's steps. Gives, by the time at which a container was created, the step that ended
+/// with it.
 pub fn add(draft: &mut Draft) -> BTreeMap<i64, usize> {
     let file = draft.file;
     let looks = file.records.iter().filter(|r| r.kind == Kind::Event && r.name == names::AGENT_LOOK).map(|r| ns(r.boottime_ns));
@@ -64,7 +69,8 @@ fn start(draft: &mut Draft, looks: &[i64]) {
     let Some(ready_ns) = draft.milestone("agent ready") else { return };
     let exec = draft.first(names::AGENT_EXEC).and_then(|i| draft.story.steps.get(i));
     if let Some(exec) = exec {
-        // The end of the exec is when somebody saw it, which on a busy guest can be after the agent is ready.
+        // The end of the exec is when somebody saw it, which on a busy guest can be after the agent
+        // is ready.
         let begin = exec.end_ns.filter(|end| *end <= ready_ns).unwrap_or(exec.begin_ns);
         draft.derive(derived::AGENT_START, begin, ready_ns);
     }
@@ -88,7 +94,8 @@ fn start(draft: &mut Draft, looks: &[i64]) {
 }
 
 fn add_container(draft: &mut Draft, container: &Container, at_ns: i64, looks: &[i64]) -> Option<usize> {
-    // A try shortly before the creation was another container's: lines of tries do not name theirs, and one that succeeds comes a second later.
+    // A try shortly before the creation was another container's: lines of tries do not name theirs,
+    // and one that succeeds comes a second later.
     let until = if container.error.is_none() { at_ns.saturating_sub(SOONEST_NEXT_TRY_NS) } else { at_ns };
     let mine = || draft.tries.iter().filter(|t| t.container == container.name && t.at_ns <= until).map(|t| t.at_ns);
     let (first_try, last_try) = (mine().min(), mine().max());
@@ -130,7 +137,8 @@ fn add_container(draft: &mut Draft, container: &Container, at_ns: i64, looks: &[
     create.or(pause)
 }
 
-/// When the last device that a container asked for was published, and the publication that did it. None where it is not known what was asked for.
+/// When the last device that a container asked for was published, and the publication that did it.
+/// None where it is not known what was asked for.
 fn published(draft: &Draft, container: &Container, at_ns: i64) -> (Option<i64>, Option<usize>) {
     let mut last: Option<i64> = None;
     let asked: BTreeSet<&str> =

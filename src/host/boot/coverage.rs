@@ -7,7 +7,8 @@ use super::intervals::{Intervals, length};
 use super::timeline::{Timeline, Window};
 use serde::Serialize;
 
-/// How much time no step explains, between the first and the last milestone (see [`super::coverage`]).
+/// How much time no step explains, between the first and the last milestone (see
+/// [`super::coverage`]).
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct CoverageSummary {
     pub from: String,
@@ -64,7 +65,8 @@ pub fn coverage(timeline: &Timeline, window: &Window) -> Coverage {
     let mut begins: Vec<(i64, String)> = Vec::new();
     let gaps = covered.missing_in(window.from.at_ns, window.to.at_ns);
     if !gaps.is_empty() {
-        // A milestone only where no step says it: they sort before steps of the same moment, and are taken last.
+        // A milestone only where no step says it: they sort before steps of the same moment, and
+        // are taken last.
         let points = || timeline.milestones.iter().map(|m| (m.at_ns, m.name.clone()));
         ends = points().chain(steps().map(|s| (s.end_ns, title(s)))).collect();
         begins = points().chain(steps().map(|s| (s.begin_ns, title(s)))).collect();

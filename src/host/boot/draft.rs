@@ -31,7 +31,8 @@ pub struct Draft<'a> {
     pub file: &'a BootFile,
     pub tries: Vec<Try>,
     pub story: Story,
-    /// A hostile guest can name as many GPUs as it writes records: none of them is looked for twice.
+    /// A hostile guest can name as many GPUs as it writes records: none of them is looked for
+    /// twice.
     pub gpus: HashMap<PciAddress, GpuFacts>,
 }
 

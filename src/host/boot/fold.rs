@@ -101,7 +101,8 @@ impl Boot {
         };
         let created: Vec<(u64, bool)> =
             boot.containers.iter().filter(|c| c.error.is_none() && !c.pause).filter_map(|c| Some((c.at_ns?, c.approximate))).collect();
-        // Its beginning: the end is when somebody saw that it was done, which on a busy guest can be after the agent is ready.
+        // Its beginning: the end is when somebody saw that it was done, which on a busy guest can
+        // be after the agent is ready.
         let exec = spans.iter().find(|s| s.name == names::AGENT_EXEC && s.error.is_none()).and_then(|s| s.begin_ns);
         let milestone = |name, at: Option<(u64, bool)>| Milestone {
             name,

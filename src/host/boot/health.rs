@@ -1,6 +1,7 @@
 //! Health of GPUs by NVML: events in, one [`Health`] a GPU out.
 //!
-//! Guests are not trusted: facts are the known ones only, a text has at most [`MAX_TEXT`] bytes, a GPU at most [`MAX_PROBLEMS`] problems.
+//! Guests are not trusted: facts are the known ones only, a text has at most [`MAX_TEXT`] bytes, a
+//! GPU at most [`MAX_PROBLEMS`] problems.
 
 use crate::events::names;
 use crate::events::record::Kind;
@@ -38,7 +39,8 @@ const OF_GPU: [(&str, Value); 21] = [
     ("nvlinks", Value::Number),
     ("nvlinks_active", Value::Number),
 ];
-/// Facts that every whole report of a GPU has: an event with one of them replaces what an earlier one said.
+/// Facts that every whole report of a GPU has: an event with one of them replaces what an earlier
+/// one said.
 const IDENTITY: [&str; 2] = ["uuid", "model"];
 /// Facts of the confidential guest.
 const OF_CONFIDENTIAL: [(&str, Value); 5] = [

@@ -2,8 +2,8 @@
 //! people.
 //!
 //! [`steps`] writes a [`story::Story`] from the records of a boot. [`timeline::Timeline`] makes it
-//! sound, whatever was in it, and everything else only reads that. Which step belongs to whom stands
-//! in one table, [`crate::events::catalogue`].
+//! sound, whatever was in it, and everything else only reads that. Which step belongs to whom
+//! stands in one table, [`crate::events::catalogue`].
 //!
 //! Invariants: nothing claims what the story does not say: a step that was worked out from other
 //! records says so, an order that is only assumed is never the ground of a promise. Texts in a

@@ -1,7 +1,8 @@
 //! What is known of one boot. [`super::fold`] works it out.
 //!
-//! [`Boot`] is what `show --json` prints; its field names are part of the interface (version [`MODEL`]). All times are ns on the guest's boot
-//! clock (0 = kernel start) and end in `_ns`; durations end in `took_ns`. A key without a value is left out.
+//! [`Boot`] is what `show --json` prints; its field names are part of the interface (version
+//! [`MODEL`]). All times are ns on the guest's boot clock (0 = kernel start) and end in `_ns`;
+//! durations end in `took_ns`. A key without a value is left out.
 
 use super::coverage::CoverageSummary;
 use super::health::{GuestHealth, Health};
@@ -169,7 +170,8 @@ pub struct Container {
     /// No line says how it ended.
     #[serde(skip_serializing_if = "std::ops::Not::not")]
     pub pending: bool,
-    /// No line of the agent is about it: `at_ns` is when the init saw its directory made, which is after its devices were injected.
+    /// No line of the agent is about it: `at_ns` is when the init saw its directory made, which is
+    /// after its devices were injected.
     #[serde(skip_serializing_if = "std::ops::Not::not")]
     pub seen_by_init: bool,
 }
@@ -185,7 +187,8 @@ pub struct ClockSummary {
     /// How much faster the guest's clock ran than the host's, between two samples.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub drift: Option<Drift>,
-    /// How often samples contradicted earlier ones: a clock was stepped, or ran faster than is assumed.
+    /// How often samples contradicted earlier ones: a clock was stepped, or ran faster than is
+    /// assumed.
     #[serde(skip_serializing_if = "is_zero")]
     pub steps: usize,
     /// Samples that the guest had of its hypervisor, and how many of them fit the pings.

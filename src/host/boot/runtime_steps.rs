@@ -1,9 +1,9 @@
-//! The host's share: what containerd, CNI and Kata's shim did from the request for the sandbox until
-//! its containers ran, and the time in which nobody asked for anything.
+//! The host's share: what containerd, CNI and Kata's shim did from the request for the sandbox
+//! until its containers ran, and the time in which nobody asked for anything.
 //!
-//! Records of an import say when each call began and when it returned. A call's own time is without the
-//! calls inside it and without what the guest did meanwhile, which the guest's steps explain: from the
-//! VM's start until the agent is ready, and while the agent has a request.
+//! Records of an import say when each call began and when it returned. A call's own time is without
+//! the calls inside it and without what the guest did meanwhile, which the guest's steps explain:
+//! from the VM's start until the agent is ready, and while the agent has a request.
 
 use super::draft::{Draft, VM_START, ns};
 use super::intervals::Intervals;
@@ -145,8 +145,8 @@ fn calls<'a>(draft: &Draft<'a>) -> Vec<Call<'a>> {
     calls
 }
 
-/// What the agent does on the shim's request and no other record says: making the sandbox, and starting
-/// a container's program.
+/// What the agent does on the shim's request and no other record says: making the sandbox, and
+/// starting a container's program.
 fn agents(draft: &mut Draft) {
     let mut asked: Vec<(&str, i64)> = Vec::new();
     let mut found: Vec<(&'static str, String, i64, i64)> = Vec::new();
@@ -189,8 +189,8 @@ fn guests(draft: &Draft, calls: &[Call]) -> Vec<(i64, i64)> {
     [(begin, ready)].into_iter().chain(containers).chain(agents).collect()
 }
 
-/// One request after another: a step of the host or of the agent comes after the one that ended last,
-/// and so does the VM's start.
+/// One request after another: a step of the host or of the agent comes after the one that ended
+/// last, and so does the VM's start.
 fn chain(draft: &mut Draft) {
     let hosts = |step: &Step| matches!(row_of(&step.name).owner, Owner::Runtime | Owner::Client);
     let linked = |step: &Step| hosts(step) || row_of(&step.name).owner == Owner::Agent;

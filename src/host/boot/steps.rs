@@ -1,7 +1,8 @@
 //! The records of one boot, and the agent's lines if they are known, as a [`Story`].
 //!
-//! Spans are taken as they are. Steps that follow from other records by the order in which kernel, init and agent work are added and marked as
-//! derived ([`super::kernel_steps`], [`super::agent_steps`], [`super::runtime_steps`], and the init's own two here).
+//! Spans are taken as they are. Steps that follow from other records by the order in which kernel,
+//! init and agent work are added and marked as derived ([`super::kernel_steps`],
+//! [`super::agent_steps`], [`super::runtime_steps`], and the init's own two here).
 
 use super::draft::{Draft, GpuFacts, LAST_RECORD, Try, VM_START, ns};
 use super::model::{Boot, Gpu, SETTLED};
@@ -109,7 +110,8 @@ fn before_kernel(draft: &mut Draft) {
     draft.story.missing.extend(boot.clock.notes.iter().cloned());
 }
 
-/// What PID 1, the keeper and the worker do between two recorded steps: each does one thing after another there.
+/// What PID 1, the keeper and the worker do between two recorded steps: each does one thing after
+/// another there.
 fn init_steps(draft: &mut Draft) {
     let times = |draft: &Draft, name: &str| {
         let step = draft.first(name).and_then(|i| draft.story.steps.get(i));
@@ -130,7 +132,8 @@ fn init_steps(draft: &mut Draft) {
     }
 }
 
-/// What the worker does between the last thing that it waited for and the moment at which it says that the boot is settled: it hears of it, and tells.
+/// What the worker does between the last thing that it waited for and the moment at which it says
+/// that the boot is settled: it hears of it, and tells.
 fn settling(draft: &mut Draft) -> Option<usize> {
     let settled_ns = ns(draft.boot.settled_ns?);
     let ended: Vec<(usize, i64)> = {
@@ -192,7 +195,8 @@ fn milestones(draft: &mut Draft, created: &BTreeMap<i64, usize>, settle: Option<
         let after = settle.map_or_else(initialised, |settle| vec![settle]);
         draft.story.milestones.push(Milestone { name: SETTLED.into(), at_ns: ns(settled_ns), after, ..Milestone::default() });
     } else if draft.story.steps.iter().any(|s| s.end_ns.is_none()) || !draft.boot.gpus.is_empty() {
-        // It never came to an end: what it was in when the record ended is what there is to see. Who only waits for that did not keep it.
+        // It never came to an end: what it was in when the record ended is what there is to see.
+        // Who only waits for that did not keep it.
         let after = of_name(draft, |s| s.end_ns.is_none() && !row_of(&s.name).waiting);
         let at_ns = draft.story.last_ns;
         draft.story.milestones.push(Milestone { name: LAST_RECORD.into(), at_ns, after, ..Milestone::default() });

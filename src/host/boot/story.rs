@@ -1,7 +1,8 @@
 //! What a boot is told as: steps and milestones, from whatever source. The input of all accounting.
 //!
-//! Times are ns on the guest's boot clock: 0 is the kernel's start, what was before it (VMM, firmware) is negative. Nothing in a story has to be true or
-//! sound: ends before beginnings, cycles and indices of nothing are dealt with by [`super::timeline::Timeline::new`]. Names that
+//! Times are ns on the guest's boot clock: 0 is the kernel's start, what was before it (VMM,
+//! firmware) is negative. Nothing in a story has to be true or sound: ends before beginnings,
+//! cycles and indices of nothing are dealt with by [`super::timeline::Timeline::new`]. Names that
 //! [`crate::events::catalogue::TABLE`] knows get an owner; all others are kept and are nobody's.
 
 use super::gpu_name::GpuName;
@@ -51,6 +52,7 @@ pub struct Milestone {
     pub approximate: bool,
     /// How wrong its place on the boot clock may be.
     pub error_ns: u64,
-    /// The steps whose end made it; empty: not known, and the last one that ended before it is assumed.
+    /// The steps whose end made it; empty: not known, and the last one that ended before it is
+    /// assumed.
     pub after: Vec<usize>,
 }

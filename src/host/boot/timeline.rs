@@ -1,8 +1,9 @@
 //! A story made sound: steps in order of time, in phases, with what each had to wait for.
 //!
-//! Invariants, whatever the story was: every step ends no earlier than it begins; a parent stands before its children and a chain of parents has an
-//! end; a step is after another one only if that one had ended when it began; texts are printable ASCII and bounded. What contradicted itself is left
-//! out and counted.
+//! Invariants, whatever the story was: every step ends no earlier than it begins; a parent stands
+//! before its children and a chain of parents has an end; a step is after another one only if that
+//! one had ended when it began; texts are printable ASCII and bounded. What contradicted itself is
+//! left out and counted.
 
 use super::gpu_name::GpuName;
 use super::intervals::length;
@@ -16,7 +17,8 @@ use std::collections::{BTreeMap, HashMap};
 
 /// Orders (`after`) of one boot that are used. A boot with 16 GPUs has some hundred.
 const MAX_EDGES: usize = 1_000_000;
-/// Longest name and detail, in bytes: the format's limit for names, and what module names and container ids have.
+/// Longest name and detail, in bytes: the format's limit for names, and what module names and
+/// container ids have.
 const MAX_NAME: usize = 64;
 
 /// How it is known that a step had to wait for another.
@@ -133,7 +135,8 @@ impl Timeline {
         let mut steps: Vec<Step> = Vec::with_capacity(order.len());
         for (at, step) in order.iter().filter_map(|i| given.get(*i)).enumerate() {
             let end_ns = end_of(step);
-            // What stands before it in this order and is still going on when it begins can be around it.
+            // What stands before it in this order and is still going on when it begins can be
+            // around it.
             let around = |parent: &usize| *parent < at && steps.get(*parent).is_some_and(|p: &Step| p.end_ns >= step.begin_ns);
             let name = printable_start(step.name.as_bytes(), MAX_NAME);
             steps.push(Step {
@@ -265,7 +268,8 @@ impl<'a> Ended<'a> {
     }
 }
 
-/// Only steps that stand before `not` in the order, so that steps without length cannot wait for each other.
+/// Only steps that stand before `not` in the order, so that steps without length cannot wait for
+/// each other.
 fn last_of(ends: &[(i64, usize)], at_ns: i64, not: usize) -> Option<usize> {
     let upto = ends.partition_point(|end| *end < (at_ns, not));
     ends.get(upto.checked_sub(1)?).map(|(_, i)| *i)

@@ -1,4 +1,5 @@
-//! What the subcommands that account for boots share: `blame`, `critical-path`, `coverage`, `compare`, `stats` and `list`: which boot, which window, how it is printed.
+//! What the subcommands that account for boots share: `blame`, `critical-path`, `coverage`,
+//! `compare`, `stats` and `list`: which boot, which window, how it is printed.
 
 use crate::host::analysis::held_up::HeldUp;
 use crate::host::analysis::loaded::{Loaded, load};
@@ -27,7 +28,8 @@ pub struct BootArgs {
     /// Where the collector wrote.
     #[arg(long, default_value = ".")]
     pub dir: PathBuf,
-    /// The guest's console log, or containerd's log with its lines (vmconsole=), for the agent's own lines [default: the file beside the boot's that ends in .console].
+    /// The guest's console log, or containerd's log with its lines (vmconsole=), for the agent's
+    /// own lines [default: the file beside the boot's that ends in .console].
     #[arg(long, value_name = "FILE")]
     pub console: Option<PathBuf>,
     /// Begin at this milestone instead of the first one.
@@ -51,7 +53,8 @@ impl BootArgs {
     }
 }
 
-/// `boot 0f7a..: kernel start 0.000 (2026-.. +-0.9 ms) .. settled 22.340 (..)`, the first line of every page.
+/// `boot 0f7a..: kernel start 0.000 (2026-.. +-0.9 ms) .. settled 22.340 (..)`, the first line of
+/// every page.
 pub fn head(loaded: &Loaded, window: &Window) -> String {
     let clock = loaded.file.clock();
     let milestone = |m: &crate::host::boot::timeline::Milestone| {
@@ -111,7 +114,8 @@ fn json(content: &impl Serialize) -> Result<String> {
     ascii_json(&serde_json::to_value(content).context("write as JSON")?)
 }
 
-/// The boots of a directory as numbers, one at a time; what could not be read is named in the second value.
+/// The boots of a directory as numbers, one at a time; what could not be read is named in the
+/// second value.
 pub fn each_boot(dir: &Path, mut take: impl FnMut(Metrics)) -> Result<Vec<String>> {
     let mut paths = boots(dir)?;
     paths.sort();
@@ -129,7 +133,8 @@ pub fn each_boot(dir: &Path, mut take: impl FnMut(Metrics)) -> Result<Vec<String
     Ok(unread)
 }
 
-/// One line on the terminal that says how far it is; nothing in a pipe, and nothing in the first second.
+/// One line on the terminal that says how far it is; nothing in a pipe, and nothing in the first
+/// second.
 pub struct Progress {
     last: Instant,
     shown: bool,

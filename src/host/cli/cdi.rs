@@ -56,7 +56,8 @@ struct CheckArgs {
     /// A spec, or a directory of specs like /var/run/cdi.
     #[arg(value_name = "FILE|DIR", required_unless_present = "rules")]
     path: Option<PathBuf>,
-    /// Devices that one container asks for: nvidia.com/gpu=0, or 0; each device by itself if left away.
+    /// Devices that one container asks for: nvidia.com/gpu=0, or 0; each device by itself if left
+    /// away.
     #[arg(value_name = "DEVICE")]
     devices: Vec<String>,
     /// Look for the paths that specs name below this directory.

@@ -96,7 +96,8 @@ pub struct Args {
     /// Base path of a hybrid vsock device; may be given several times.
     #[arg(long, value_name = "PATH")]
     uds: Vec<PathBuf>,
-    /// Base paths of hybrid vsock devices that come and go, with * for the sandbox's id, instead of Kata's; may be given several times.
+    /// Base paths of hybrid vsock devices that come and go, with * for the sandbox's id, instead of
+    /// Kata's; may be given several times.
     #[arg(long, value_name = "PATTERN", conflicts_with = "no_vms")]
     vm: Vec<Pattern>,
     /// Do not look for VMs of hybrid vsock.
@@ -105,34 +106,39 @@ pub struct Args {
     /// Kata's files about sandboxes, with * for the id, instead of those of its runtimes.
     #[arg(long, value_name = "PATTERN")]
     sandbox: Vec<Pattern>,
-    /// OCI configurations of sandbox containers, with * for the id, instead of containerd's and CRI-O's: they name the pod. One in a directory
-    /// `userdata` is CRI-O's, every other one containerd's.
+    /// OCI configurations of sandbox containers, with * for the id, instead of containerd's and
+    /// CRI-O's: they name the pod. One in a directory `userdata` is CRI-O's, every other one
+    /// containerd's.
     #[arg(long, value_name = "PATTERN")]
     bundle: Vec<Pattern>,
     /// Do not listen on AF_VSOCK.
     #[arg(long)]
     no_vsock: bool,
-    /// Become this user (name or number, with :GROUP) once everything is open; the files are theirs then.
+    /// Become this user (name or number, with :GROUP) once everything is open; the files are theirs
+    /// then.
     #[arg(long, value_name = "USER", value_parser = RunAs::parse)]
     user: Option<RunAs>,
-    /// Remove boots whose last record came so many days ago; 0: keep them for ever. Never one in flight, and none for a day after this machine's
-    /// clock was set.
+    /// Remove boots whose last record came so many days ago; 0: keep them for ever. Never one in
+    /// flight, and none for a day after this machine's clock was set.
     #[arg(long, value_name = "N", default_value_t = 30)]
     keep_days: u64,
-    /// Remove boots when all together are larger (10G, 500M): first the oldest of VMs that have more than an eighth of it, then the oldest; 0: no
-    /// limit. Never one in flight.
+    /// Remove boots when all together are larger (10G, 500M): first the oldest of VMs that have
+    /// more than an eighth of it, then the oldest; 0: no limit. Never one in flight.
     #[arg(long, value_name = "SIZE", default_value = "10G", value_parser = parse_size)]
     keep_size: u64,
     /// Change a limit (the table below); may be given several times.
     #[arg(long, value_name = "NAME=N")]
     limit: Vec<String>,
-    /// Push every boot that is over to an OTLP receiver: http://HOST:4318 (OTLP over HTTP, protobuf).
+    /// Push every boot that is over to an OTLP receiver: http://HOST:4318 (OTLP over HTTP,
+    /// protobuf).
     #[arg(long, value_name = "URL")]
     otlp: Option<String>,
-    /// A header for --otlp, for example x-tenant=gpu; may be repeated. Secrets belong into OTEL_EXPORTER_OTLP_HEADERS.
+    /// A header for --otlp, for example x-tenant=gpu; may be repeated. Secrets belong into
+    /// OTEL_EXPORTER_OTLP_HEADERS.
     #[arg(long, value_name = "KEY=VALUE", requires = "otlp")]
     otlp_header: Vec<String>,
-    /// A resource attribute for --otlp, for example k8s.node.name=n1; may be repeated. OTEL_RESOURCE_ATTRIBUTES is read, too.
+    /// A resource attribute for --otlp, for example k8s.node.name=n1; may be repeated.
+    /// OTEL_RESOURCE_ATTRIBUTES is read, too.
     #[arg(long, value_name = "KEY=VALUE", requires = "otlp")]
     otlp_attribute: Vec<String>,
     /// Answer Prometheus at http://ADDRESS/metrics; a port alone is one of 127.0.0.1.
@@ -164,7 +170,8 @@ pub struct Args {
     print_alerts: bool,
 }
 
-/// After a boot said that it is complete, how long without a record means that it is: some come just behind.
+/// After a boot said that it is complete, how long without a record means that it is: some come
+/// just behind.
 const LINGER: Duration = Duration::from_secs(1);
 
 /// Runs `collect`.
@@ -185,7 +192,8 @@ pub fn run(args: &Args) -> Result<()> {
     if let (true, Some(dir)) = (args.check, &args.dir) {
         return check::ask(dir);
     }
-    // Files and directories are made with their mode; sockets have to be open to VMMs of other users.
+    // Files and directories are made with their mode; sockets have to be open to VMMs of other
+    // users.
     umask(Mode::empty());
     // One thread: privileges are dropped in it, and inherited by those that follow.
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().context("start the runtime")?;

@@ -1,4 +1,5 @@
-//! `kata-gpu-boot compare`: two boots, or two sets of boots, with an exit status that can stop a release.
+//! `kata-gpu-boot compare`: two boots, or two sets of boots, with an exit status that can stop a
+//! release.
 
 use super::boot_args::{Progress, each_boot, notes, plain_json};
 use crate::host::analysis::compare::{Change, Comparison, Settings, Threshold, Verdict, compare};

@@ -1,7 +1,8 @@
-//! `kata-gpu-boot demo`: boots the simulator guest in QEMU and watches it, from the first instruction to the last container.
+//! `kata-gpu-boot demo`: boots the simulator guest in QEMU and watches it, from the first
+//! instruction to the last container.
 //!
-//! Collecting, showing and judging are those of `collect` and `show`; this file only brings them together with a VM. It fails when anything
-//! in the boot did, and says what in one line.
+//! Collecting, showing and judging are those of `collect` and `show`; this file only brings them
+//! together with a VM. It fails when anything in the boot did, and says what in one line.
 
 use crate::events::names;
 use crate::events::record::{DEFAULT_PORT, Kind};
@@ -106,7 +107,8 @@ const REAP_DEADLINE: Duration = Duration::from_secs(1);
 const MEMORY_MIB: u32 = 1024;
 /// Two, so that things can happen at once at all.
 const CPUS: u32 = 2;
-/// The containers that the guest is asked for: name and devices, as the test agent's parameter has them.
+/// The containers that the guest is asked for: name and devices, as the test agent's parameter has
+/// them.
 const CONTAINERS: [(&str, &str); 2] = [("first", "0"), ("all", "all")];
 /// Longest piece of the console that an error quotes.
 const MAX_QUOTE: usize = 160;
@@ -239,14 +241,16 @@ impl Progress {
     }
 }
 
-/// Boots, watches, prints the summary. Gives the boot's file, or why the boot was not as it should be.
+/// Boots, watches, prints the summary. Gives the boot's file, or why the boot was not as it should
+/// be.
 async fn watch_boot(args: &Args, config: VmConfig, events: &Path) -> Result<PathBuf> {
     let mut interrupt = signal(SignalKind::interrupt()).context("catch SIGINT")?;
     let mut terminate = signal(SignalKind::terminate()).context("catch SIGTERM")?;
     let mut child = signal(SignalKind::child()).context("catch SIGCHLD")?;
     let screen = Screen::of_stdout();
 
-    // The collector listens before the VM starts: the guest connects to a socket that has to be there.
+    // The collector listens before the VM starts: the guest connects to a socket that has to be
+    // there.
     let (sender, mut news) = mpsc::channel(NEWS_QUEUE);
     let collecting = Config { uds: vec![uds_path(&config.work_dir)], ..Config::new(events.to_path_buf(), DEFAULT_PORT) };
     let collector = Collector::bind(&collecting, sender)?;

@@ -1,7 +1,8 @@
-//! `kata-gpu-boot export`: one boot in the formats of other programs, and as a page or a picture for people.
+//! `kata-gpu-boot export`: one boot in the formats of other programs, and as a page or a picture
+//! for people.
 //!
-//! [`timeline`] is what all formats write; a file per format knows nothing but its format. What is written into a file is there as a whole or not
-//! at all.
+//! [`timeline`] is what all formats write; a file per format knows nothing but its format. What is
+//! written into a file is there as a whole or not at all.
 
 #[cfg(test)]
 mod tests;
@@ -59,7 +60,8 @@ pub struct Args {
     /// Write to this file instead of standard output (-).
     #[arg(short, long, value_name = "F")]
     output: Option<PathBuf>,
-    /// The guest's console log, or containerd's log with its lines (vmconsole=), for the agent's own lines [default: the file beside the boot's that ends in .console].
+    /// The guest's console log, or containerd's log with its lines (vmconsole=), for the agent's
+    /// own lines [default: the file beside the boot's that ends in .console].
     #[arg(long, value_name = "FILE")]
     console: Option<PathBuf>,
     /// A resource attribute for --otlp, for example k8s.node.name=n1; may be repeated.
@@ -68,7 +70,8 @@ pub struct Args {
     /// Send --otlp to a receiver: http://HOST:4318 (OTLP over HTTP, protobuf).
     #[arg(long, value_name = "URL", conflicts_with = "output")]
     push: Option<String>,
-    /// A header for --push, for example x-tenant=gpu; may be repeated. Secrets belong into OTEL_EXPORTER_OTLP_HEADERS.
+    /// A header for --push, for example x-tenant=gpu; may be repeated. Secrets belong into
+    /// OTEL_EXPORTER_OTLP_HEADERS.
     #[arg(long, value_name = "KEY=VALUE", requires = "push")]
     otlp_header: Vec<String>,
 }

@@ -1,6 +1,7 @@
 //! `kata-gpu-boot follow`: boots while they happen, from the collector's files as they grow.
 //!
-//! Reading is driven by inotify alone; the only clock that ticks is that of the picture on a terminal, and deadlines. Writes nothing but its output.
+//! Reading is driven by inotify alone; the only clock that ticks is that of the picture on a
+//! terminal, and deadlines. Writes nothing but its output.
 
 use crate::host::data::boot_dir::find;
 use crate::host::data::boot_file::{FileLine, HostEvent};
@@ -50,7 +51,8 @@ pub struct Args {
     /// Where the collector writes.
     #[arg(long, default_value = ".")]
     dir: PathBuf,
-    /// A boot id (its first characters are enough) or a file; the boot in flight, else the next one, if left away.
+    /// A boot id (its first characters are enough) or a file; the boot in flight, else the next
+    /// one, if left away.
     #[arg(long, value_name = "ID", conflicts_with = "all")]
     boot: Option<String>,
     /// The boot of this sandbox or pod, be it over, in flight or to come.
@@ -170,7 +172,8 @@ async fn follow(args: &Args) -> Result<u8> {
 }
 
 impl Follower {
-    /// Takes what is there already: the named boot, or what may be in flight. Gives when the newest of it came.
+    /// Takes what is there already: the named boot, or what may be in flight. Gives when the newest
+    /// of it came.
     fn begin(&mut self, in_flight: Duration, args: &Args) -> Result<Instant> {
         let named = args.boot.is_some() || args.sandbox.is_some();
         let now = Instant::now();
@@ -372,7 +375,8 @@ fn show_line(view: &mut View, all: bool, name: &OsStr, progress: &mut Progress, 
     Ok(())
 }
 
-/// Whether it is said above the bars: what goes wrong, of a GPU or in the init. The driver's general words stay in `show`.
+/// Whether it is said above the bars: what goes wrong, of a GPU or in the init. The driver's
+/// general words stay in `show`.
 fn is_news(row: &Row) -> bool {
     let somebodys = row.gpu.is_some() || !matches!(row.side, Side::Kernel | Side::Driver);
     matches!(row.tone, Tone::Warning | Tone::Error) && !row.detail && somebodys

@@ -50,7 +50,8 @@ pub struct Args {
     /// Write the boot as <boot id>.ndjson into this directory.
     #[arg(long, value_name = "DIR")]
     boot_dir: Option<PathBuf>,
-    /// Write the boot to this file; - is standard output. Without this and --boot-dir the boot is shown.
+    /// Write the boot to this file; - is standard output. Without this and --boot-dir the boot is
+    /// shown.
     #[arg(short, long, value_name = "FILE", conflicts_with = "boot_dir")]
     output: Option<PathBuf>,
     /// The format of all files; found by their lines if left away.

@@ -65,7 +65,8 @@ Examples:
 #[derive(clap::Args, Debug)]
 #[command(after_help = PACK_HELP)]
 struct PackArgs {
-    /// A directory, whose content becomes the guest's root, or a list of entries; several are put together.
+    /// A directory, whose content becomes the guest's root, or a list of entries; several are put
+    /// together.
     #[arg(value_name = "DIR|LIST", required = true)]
     sources: Vec<PathBuf>,
     /// The file to write; it appears when it is whole.
@@ -102,7 +103,8 @@ struct LsArgs {
     json: bool,
 }
 
-/// Write a file of an image to standard output. Links are followed as in the guest. Exit status 1: there is no such path.
+/// Write a file of an image to standard output. Links are followed as in the guest. Exit status 1:
+/// there is no such path.
 #[derive(clap::Args, Debug)]
 struct CatArgs {
     /// The initrd.
@@ -138,7 +140,8 @@ struct VerifyArgs {
     /// The initrd.
     #[arg(required_unless_present = "rules")]
     image: Option<PathBuf>,
-    /// The guest's kernel (its file, or its release as `uname -r` has it): the modules must be for it.
+    /// The guest's kernel (its file, or its release as `uname -r` has it): the modules must be for
+    /// it.
     #[arg(long, value_name = "FILE|RELEASE")]
     kernel: Option<String>,
     /// The program that the kernel starts, where rdinit= names another one.

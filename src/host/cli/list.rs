@@ -1,7 +1,8 @@
-//! `kata-gpu-boot list`: which boots there are, the newest first: whose, when, and what became of them.
+//! `kata-gpu-boot list`: which boots there are, the newest first: whose, when, and what became of
+//! them.
 //!
-//! Only as many files are read as lines are shown, so that a directory of 100 000 boots answers as fast as one of twenty. With a filter, files are read
-//! until enough have passed it.
+//! Only as many files are read as lines are shown, so that a directory of 100 000 boots answers as
+//! fast as one of twenty. With a filter, files are read until enough have passed it.
 
 use super::boot_args::{Progress, notes, plain_json};
 use crate::host::analysis::loaded::{Loaded, load};
@@ -31,7 +32,8 @@ Examples:
   # the files of all boots that failed
   kata-gpu-boot list --failed --last 0 --json | jq -r '.boots[].file'";
 
-/// The start of a boot id that is shown, in characters; more where that does not tell the boots of the list apart.
+/// The start of a boot id that is shown, in characters; more where that does not tell the boots of
+/// the list apart.
 const SHORT_ID: usize = 8;
 /// A whole one.
 const WHOLE_ID: usize = 36;

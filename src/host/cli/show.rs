@@ -34,10 +34,12 @@ pub struct Args {
     /// Where the collector wrote.
     #[arg(long, default_value = ".")]
     dir: PathBuf,
-    /// The guest's console log, or containerd's log with its lines (vmconsole=), for the agent's own lines [default: the file beside the boot's that ends in .console].
+    /// The guest's console log, or containerd's log with its lines (vmconsole=), for the agent's
+    /// own lines [default: the file beside the boot's that ends in .console].
     #[arg(long, value_name = "FILE")]
     console: Option<PathBuf>,
-    /// Print everything that is known as one JSON object: gpus, containers, milestones, spans; times in ns since kernel start.
+    /// Print everything that is known as one JSON object: gpus, containers, milestones, spans;
+    /// times in ns since kernel start.
     #[arg(long)]
     json: bool,
     /// Show details too.

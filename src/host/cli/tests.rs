@@ -1,4 +1,5 @@
-//! Golden pages: what every command prints of recorded, made and hostile boots, and what holds for each of them whatever it is.
+//! Golden pages: what every command prints of recorded, made and hostile boots, and what holds for
+//! each of them whatever it is.
 
 use super::{blame as blame_command, coverage as coverage_command, critical_path as path_command};
 use super::{compare, stats};
@@ -94,7 +95,8 @@ fn all_time_from_run_pod_sandbox_to_the_first_container_is_somebodys() {
     golden("account/containerd-1.7-kata-4.1.0-cri.txt", &pages_of(&path, &Screen::PLAIN, &window));
     let words = [&[path.as_str()][..], &window, &["--at-most", "1"]].concat();
     assert!(coverage_command::run(&parse(&words)).is_ok());
-    // Time of the guest that nobody tells of is not the shim's, though the shim waits for the guest meanwhile.
+    // Time of the guest that nobody tells of is not the shim's, though the shim waits for the guest
+    // meanwhile.
     of_a_cri(&dir, |line| !line.contains("created container!"));
     let error = coverage_command::run(&parse(&words)).unwrap_err().to_string();
     assert!(error.contains("is unexplained, allowed are 1 %"), "{error}");

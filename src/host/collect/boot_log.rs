@@ -1,8 +1,10 @@
-//! What is known of one boot while it is received: which records came, what waits to be written, what was lost. No I/O but reading a file back.
+//! What is known of one boot while it is received: which records came, what waits to be written,
+//! what was lost. No I/O but reading a file back.
 //!
-//! Invariants: a record (boot id, seq) is taken once, also after the collector was started again (the file is read back); a boot belongs to
-//! the peer that connected first for it, so that one VM cannot write into the story of another; what a peer can make this machine store
-//! is limited ([`Limits`]); what is not taken is counted.
+//! Invariants: a record (boot id, seq) is taken once, also after the collector was started again
+//! (the file is read back); a boot belongs to the peer that connected first for it, so that one VM
+//! cannot write into the story of another; what a peer can make this machine store is limited
+//! ([`Limits`]); what is not taken is counted.
 
 use super::limits::Limits;
 use crate::events::names;
@@ -19,7 +21,8 @@ use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// What the collector's own lines may take beyond a boot's bytes: a guest makes it write some by reconnecting.
+/// What the collector's own lines may take beyond a boot's bytes: a guest makes it write some by
+/// reconnecting.
 const MAX_HOST_BYTES: u64 = 4 << 20;
 /// Gaps that a `lost` line names.
 const MAX_NAMED_GAPS: usize = 32;
@@ -70,7 +73,8 @@ pub struct BootLog {
     waiting: Arc<Waiting>,
     owner: Option<String>,
     has_header: bool,
-    /// Its file was removed: nothing is taken until its guest comes again, with a header and everything.
+    /// Its file was removed: nothing is taken until its guest comes again, with a header and
+    /// everything.
     asked_again: bool,
     /// Records wait to be written, not only lines of the collector's own.
     pending_records: bool,
@@ -143,7 +147,8 @@ impl BootLog {
             for_each_line(file, |_, _, line| log.learn(line)).with_context(|| format!("read back {}", path.display()))?;
         log.bytes = bytes;
         if unfinished > 0 {
-            // A writer died inside a line. Its record comes again by replay; what is there becomes a damaged line of its own.
+            // A writer died inside a line. Its record comes again by replay; what is there becomes
+            // a damaged line of its own.
             log.push_raw(b"");
         }
         Ok(log)
@@ -253,7 +258,8 @@ impl BootLog {
         if let HostEvent::Clock(sample) = event {
             self.best = Some(sample);
         }
-        // While nothing can be written, only what waits already is kept: the next connection and its clock tell the same again.
+        // While nothing can be written, only what waits already is kept: the next connection and
+        // its clock tell the same again.
         if self.asked_again || self.bytes > self.limits.bytes + MAX_HOST_BYTES || (self.disk_fails() && !self.below_waiting_limits()) {
             return;
         }
@@ -295,7 +301,8 @@ impl BootLog {
         self.failing.is_some() || self.waiting.failing.load(Ordering::Relaxed) > 0
     }
 
-    /// Whether the guest should be read. While the disk fails it is: what cannot be kept is seen, counted, and asked for again.
+    /// Whether the guest should be read. While the disk fails it is: what cannot be kept is seen,
+    /// counted, and asked for again.
     pub fn has_room(&self) -> bool {
         self.disk_fails() || self.below_waiting_limits()
     }
@@ -363,7 +370,8 @@ impl BootLog {
         Some(dropped)
     }
 
-    /// The file is gone, with all that was in it: nothing counts as stored, and the next connection begins a new file. Its owner stays the same.
+    /// The file is gone, with all that was in it: nothing counts as stored, and the next connection
+    /// begins a new file. Its owner stays the same.
     pub fn begin_anew(&mut self) {
         self.abandon();
         let new = Self::new(self.limits, self.waiting.clone());
@@ -384,7 +392,8 @@ impl BootLog {
     }
 }
 
-/// Opens the file of a boot: no link is followed, and a pipe that somebody put there holds nobody up.
+/// Opens the file of a boot: no link is followed, and a pipe that somebody put there holds nobody
+/// up.
 pub(super) fn open(path: &Path, options: &mut OpenOptions) -> io::Result<File> {
     options.custom_flags((OFlag::O_NOFOLLOW | OFlag::O_NONBLOCK).bits()).open(path)
 }

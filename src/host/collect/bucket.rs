@@ -2,7 +2,8 @@
 
 use std::time::{Duration, Instant};
 
-/// Fills at `rate` a second up to `size`. What is taken may put it into debt; it gives nothing more until that is paid.
+/// Fills at `rate` a second up to `size`. What is taken may put it into debt; it gives nothing more
+/// until that is paid.
 #[derive(Clone, Copy, Debug)]
 pub struct Bucket {
     size: f64,
@@ -54,7 +55,8 @@ impl Bucket {
     }
 }
 
-/// Lines for people about one thing: so many at once, so many a second, and how many there were not. A log must not fill, whoever causes them.
+/// Lines for people about one thing: so many at once, so many a second, and how many there were
+/// not. A log must not fill, whoever causes them.
 #[derive(Clone, Copy, Debug)]
 pub struct Lines {
     bucket: Bucket,

@@ -1,8 +1,9 @@
-//! One connection of one guest, without its socket: bytes and times go in, lines for the boot's file, for whoever watches, and bytes for the
-//! guest come out.
+//! One connection of one guest, without its socket: bytes and times go in, lines for the boot's
+//! file, for whoever watches, and bytes for the guest come out.
 //!
-//! The other side is not trusted: every line is decoded, what does not decode is counted and dropped, and the connection goes on with
-//! the next line. Nothing is stored before a header has said, in the right form, which boot this is.
+//! The other side is not trusted: every line is decoded, what does not decode is counted and
+//! dropped, and the connection goes on with the next line. Nothing is stored before a header has
+//! said, in the right form, which boot this is.
 
 use super::boot_log::Stored;
 use super::limits::Limits;
@@ -88,7 +89,8 @@ pub struct Connection {
     stats: Arc<Stats>,
     lines: Lines,
     introduction: Option<Introduction>,
-    /// Lines that came behind the header before it was dealt with; no more than one reading of the socket.
+    /// Lines that came behind the header before it was dealt with; no more than one reading of the
+    /// socket.
     behind: Vec<u8>,
     boot: Option<Boot>,
     opened: Instant,
@@ -118,8 +120,8 @@ impl Connection {
         }
     }
 
-    /// Takes what came. An error ends the connection; everything up to it is stored. While there is an [`Introduction`] nothing more may come
-    /// before [`Connection::begin`].
+    /// Takes what came. An error ends the connection; everything up to it is stored. While there is
+    /// an [`Introduction`] nothing more may come before [`Connection::begin`].
     pub fn take(&mut self, bytes: &[u8], now: HostNow, news: &mut dyn FnMut(News)) -> Result<()> {
         add(&self.stats.bytes, bytes.len() as u64);
         let mut lines = std::mem::replace(&mut self.lines, Lines::new(MAX_LINE));

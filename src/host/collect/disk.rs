@@ -1,9 +1,12 @@
-//! The files of all boots: one thread writes them, one makes them durable and removes old ones. Nobody who receives ever waits for a disk.
+//! The files of all boots: one thread writes them, one makes them durable and removes old ones.
+//! Nobody who receives ever waits for a disk.
 //!
-//! What is promised: a record is handed to the kernel as soon as the writing thread comes to it, milliseconds after it came; from then on
-//! no end of the collector loses it. fdatasync follows within [`SYNC_INTERVAL`](super::writer::SYNC_INTERVAL), and at a stop; so a crash of the machine loses what came in
-//! that time. A file is only ever appended to. While it cannot be written, so much waits in memory ([`super::limits`]), the rest is
-//! counted, and when it can be again the guest is asked for it (its connection is closed; it comes back and sends all that it has).
+//! What is promised: a record is handed to the kernel as soon as the writing thread comes to it,
+//! milliseconds after it came; from then on no end of the collector loses it. fdatasync follows
+//! within [`SYNC_INTERVAL`](super::writer::SYNC_INTERVAL), and at a stop; so a crash of the machine
+//! loses what came in that time. A file is only ever appended to. While it cannot be written, so
+//! much waits in memory ([`super::limits`]), the rest is counted, and when it can be again the
+//! guest is asked for it (its connection is closed; it comes back and sends all that it has).
 
 use super::ends::Ends;
 use super::keep::Keep;
@@ -250,7 +253,8 @@ mod tests {
         for n in 0..REMEMBERED + 100 {
             attach(&disk, &format!("0f7a1f8e-0000-4000-8000-{n:012x}"), "cid 5").await.unwrap();
         }
-        // Those that are not written yet are not forgotten; once they are, coming and going forgets them.
+        // Those that are not written yet are not forgotten; once they are, coming and going forgets
+        // them.
         let deadline = Instant::now() + Duration::from_secs(10);
         while disk.store.remembered() > REMEMBERED + 1 {
             assert!(Instant::now() < deadline, "not forgotten within 10 s");

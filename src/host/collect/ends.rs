@@ -1,8 +1,10 @@
-//! Which boots are over: for whoever reports each boot once, when there is nothing more to come ([`super::fleet`]).
+//! Which boots are over: for whoever reports each boot once, when there is nothing more to come
+//! ([`super::fleet`]).
 //!
-//! A boot is over [`AFTER_GOODBYE`] after it said that all its GPUs are settled or that it powers off, or, where it never said so, when its
-//! connection has been gone for as long as the limit `goodbye` says. One whose GPU hangs is in flight as long as its VM lives. Every boot that
-//! begins is in here once or is counted as not followed. Nothing here waits or does I/O.
+//! A boot is over [`AFTER_GOODBYE`] after it said that all its GPUs are settled or that it powers
+//! off, or, where it never said so, when its connection has been gone for as long as the limit
+//! `goodbye` says. One whose GPU hangs is in flight as long as its VM lives. Every boot that begins
+//! is in here once or is counted as not followed. Nothing here waits or does I/O.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -97,7 +99,8 @@ impl Ends {
         self.take_where(|following| following.due.is_some_and(|due| due <= now))
     }
 
-    /// At the end of it all: those that have said so. The others' guests come again, to the next collector.
+    /// At the end of it all: those that have said so. The others' guests come again, to the next
+    /// collector.
     pub fn take_said(&self) -> Vec<Over> {
         self.take_where(|following| following.said).0
     }
@@ -115,7 +118,8 @@ impl Ends {
         (over, boots.values().filter_map(|following| following.due).min())
     }
 
-    /// Boots that have not said that they are through: those with a connection, and those that lost it lately.
+    /// Boots that have not said that they are through: those with a connection, and those that lost
+    /// it lately.
     pub fn in_flight(&self) -> (u64, u64) {
         let boots = self.boots();
         let count = |connected| boots.values().filter(|following| !following.said && following.connected == connected).count() as u64;

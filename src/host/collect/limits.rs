@@ -1,7 +1,8 @@
-//! What a guest may make this machine do: every limit by name, in one table that `--help` prints and `--limit NAME=N` changes.
+//! What a guest may make this machine do: every limit by name, in one table that `--help` prints
+//! and `--limit NAME=N` changes.
 //!
-//! Behind a limit lies a loss that is counted or a guest that is read more slowly, never another guest's stream. One more limit is the
-//! format's: a line has at most [`MAX_LINE`] bytes.
+//! Behind a limit lies a loss that is counted or a guest that is read more slowly, never another
+//! guest's stream. One more limit is the format's: a line has at most [`MAX_LINE`] bytes.
 
 use crate::events::record::MAX_LINE;
 use anyhow::{Result, bail};
@@ -34,7 +35,8 @@ struct Row {
     field: fn(&mut Limits) -> &mut u64,
 }
 
-/// A boot with 8 GPUs has some hundred records of about 300 bytes, with a chatty kernel some thousand.
+/// A boot with 8 GPUs has some hundred records of about 300 bytes, with a chatty kernel some
+/// thousand.
 const TABLE: &[Row] = &[
     Row {
         name: "records",

@@ -1,8 +1,11 @@
-//! Where guests reach the collector: the AF_VSOCK port of this machine, and the unix sockets of hybrid vsock.
+//! Where guests reach the collector: the AF_VSOCK port of this machine, and the unix sockets of
+//! hybrid vsock.
 //!
-//! A hybrid vsock device (Cloud Hypervisor, Firecracker, vhost-device-vsock) with the base path `P` turns a guest's connection to host port
-//! N into one to the unix socket `P_N`, which has to be there and listening at that moment. Whoever may enter the VMM's directory can connect
-//! there, too; so a connection is a guest's only if the process behind it is of the VMM's user, or root's ([`Stranger`]).
+//! A hybrid vsock device (Cloud Hypervisor, Firecracker, vhost-device-vsock) with the base path `P`
+//! turns a guest's connection to host port N into one to the unix socket `P_N`, which has to be
+//! there and listening at that moment. Whoever may enter the VMM's directory can connect there,
+//! too; so a connection is a guest's only if the process behind it is of the VMM's user, or root's
+//! ([`Stranger`]).
 
 use super::vmm::{FileId, Vmm, socket_at};
 use crate::host::data::text::printable;
@@ -23,13 +26,15 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use tokio::io::unix::AsyncFd;
 
-/// Connections that wait for accept(): as many as the kernel's own limit (net.core.somaxconn) usually lets wait. All VMs of a host share the
-/// vsock listener, and one that connects without end must not fill it.
+/// Connections that wait for accept(): as many as the kernel's own limit (net.core.somaxconn)
+/// usually lets wait. All VMs of a host share the vsock listener, and one that connects without end
+/// must not fill it.
 pub const BACKLOG: i32 = 4096;
 
 /// Mode of a socket of --uds, which says who may connect: the collector's user and group.
 const UDS_MODE: Mode = Mode::from_bits_truncate(0o660);
-/// The same beside a VMM's socket: everybody, because a VMM may run as another user (Kata's rootless mode); who it is is seen at the connection.
+/// The same beside a VMM's socket: everybody, because a VMM may run as another user (Kata's
+/// rootless mode); who it is is seen at the connection.
 const VM_MODE: Mode = Mode::from_bits_truncate(0o666);
 
 /// May connect everywhere: who is root may as well be the VMM.
@@ -43,7 +48,8 @@ pub enum NoVsock {
     Other(anyhow::Error),
 }
 
-/// The source of a connection. The kernel vouches for a CID and a user; a unix socket's path stands for the VM whose device uses it.
+/// The source of a connection. The kernel vouches for a CID and a user; a unix socket's path stands
+/// for the VM whose device uses it.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub enum Peer {
     Cid(u32),
@@ -115,7 +121,8 @@ impl std::fmt::Display for Stranger {
 /// A connection, and whether it is a guest's.
 pub type Arrival = Result<(OwnedFd, Peer), Stranger>;
 
-/// The file of a unix socket of ours, in a directory that is held open: wherever that goes, this is where the file is.
+/// The file of a unix socket of ours, in a directory that is held open: wherever that goes, this is
+/// where the file is.
 #[derive(Debug)]
 pub struct SocketFile {
     dir: OwnedFd,
@@ -140,8 +147,8 @@ impl SocketFile {
         })?;
         remove_stale(&dir, &path, &address)?;
         let socket = Socket::new(Domain::UNIX, Type::STREAM, None).context("open a unix socket")?;
-        // bind() gives the file the mode of the socket's own inode. A chmod by name afterwards could be led elsewhere by a link, because a
-        // jailed VMM may write into the directory.
+        // bind() gives the file the mode of the socket's own inode. A chmod by name afterwards
+        // could be led elsewhere by a link, because a jailed VMM may write into the directory.
         fchmod(&socket, mode).context("set the mode of a unix socket")?;
         socket.bind(&address).with_context(|| format!("bind {}: its directory has to be writable, and /proc mounted", path.display()))?;
         let stat = socket_at(&dir, name).with_context(|| format!("look at {}", path.display()))?;
@@ -194,7 +201,8 @@ impl Listener {
         Ok(Self { socket, file: None, vmm: None })
     }
 
-    /// Listens where a hybrid vsock device with base path `base` brings connections to `port`, for whoever the file's mode lets connect.
+    /// Listens where a hybrid vsock device with base path `base` brings connections to `port`, for
+    /// whoever the file's mode lets connect.
     pub fn hybrid(base: &Path, port: u32) -> Result<Self> {
         // A name that stays the same however it was written: the boots of a peer are found by it.
         let path =

@@ -1,8 +1,9 @@
 //! Listens, accepts, and runs one [`connection::Connection`] per guest until told to stop.
 //!
-//! Three kinds of work, each on threads of its own, so that none holds up another: accepting and watching Kata's directories (the caller's
-//! runtime), reading and decoding what guests send ([`serve`]), writing and keeping it ([`disk`]). Watching never holds collecting up: news
-//! go into a bounded queue, and what does not fit is left out of the view, counted, and still in the file.
+//! Three kinds of work, each on threads of its own, so that none holds up another: accepting and
+//! watching Kata's directories (the caller's runtime), reading and decoding what guests send
+//! ([`serve`]), writing and keeping it ([`disk`]). Watching never holds collecting up: news go into
+//! a bounded queue, and what does not fit is left out of the view, counted, and still in the file.
 
 pub mod boot_log; // what is known of a boot while it is received
 pub mod bucket; // so much at once, so much a second
@@ -58,9 +59,11 @@ use tokio::task::JoinSet;
 use vm_dirs::{Change, Pattern, Watcher};
 use vmm::Vmm;
 
-/// Pause after accept() failed for want of memory or descriptors: those come back by themselves, not by an event.
+/// Pause after accept() failed for want of memory or descriptors: those come back by themselves,
+/// not by an event.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
-/// Lines about this machine's own troubles, a file that cannot be removed or a socket that takes nobody, that are told at once, and a second.
+/// Lines about this machine's own troubles, a file that cannot be removed or a socket that takes
+/// nobody, that are told at once, and a second.
 const TOLD_AT_ONCE: u64 = 100;
 const TOLD_PER_S: f64 = 0.1;
 /// News that may wait for whoever watches.
@@ -204,7 +207,8 @@ impl Collector {
         self.shared.stats.clone()
     }
 
-    /// Serves guests until `stop` becomes true (or its sender is gone); then all connections are closed and all files complete.
+    /// Serves guests until `stop` becomes true (or its sender is gone); then all connections are
+    /// closed and all files complete.
     pub async fn run(self, stop: watch::Receiver<bool>) -> Result<Counts> {
         let Self { config, listeners, watcher, check, disk, streams, shared, fleet, .. } = self;
         let mut accepting = JoinSet::new();
@@ -272,7 +276,8 @@ async fn accept_all(listener: Listener, shared: Arc<Shared>, streams: Streams, m
     let take = |arrival: Arrival| {
         let (socket, peer) = match arrival {
             Ok(guest) => guest,
-            // Hung up on before it is counted anywhere: it takes no slot of a guest's, and none of its lines.
+            // Hung up on before it is counted anywhere: it takes no slot of a guest's, and none of
+            // its lines.
             Err(stranger) => {
                 add(&shared.stats.strangers, 1);
                 return shared.tell(&stranger.peer(), &stranger.to_string());
@@ -312,7 +317,8 @@ async fn accept_all(listener: Listener, shared: Arc<Shared>, streams: Streams, m
     }
 }
 
-/// Opens a socket beside that of every VM that comes, closes it when the VM goes, and learns what Kata calls them.
+/// Opens a socket beside that of every VM that comes, closes it when the VM goes, and learns what
+/// Kata calls them.
 async fn watch_vms(mut watcher: Watcher, config: Config, shared: Arc<Shared>, streams: Streams, mut stop: watch::Receiver<bool>) {
     let mut listening = JoinSet::new();
     let mut vms = Vms { config, shared, streams, open: HashMap::new(), cids: HashMap::new() };
@@ -584,7 +590,8 @@ mod tests {
             writer.write_all(record::pong_line(Pong { pong, boottime_ns }).as_bytes()).await.unwrap();
         }
         run.until("clock sample", |n| matches!(n, News::Clock { .. })).await;
-        // The guest of this test is this machine, so the true offset is known, up to the time between two readings.
+        // The guest of this test is this machine, so the true offset is known, up to the time
+        // between two readings.
         let before = crate::host::data::text::realtime_ns();
         let boottime = Duration::from(nix::time::clock_gettime(nix::time::ClockId::CLOCK_BOOTTIME).unwrap()).as_nanos() as i64;
         let slack = crate::host::data::text::realtime_ns().abs_diff(before) + 1000;
@@ -609,7 +616,8 @@ mod tests {
         assert!(matches!(file.host.last().unwrap().event, HostEvent::Disconnected { records: 200, .. }));
     }
 
-    /// Connects as a user of this machine, so many times, and gives the connections that were not hung up on. Needs root.
+    /// Connects as a user of this machine, so many times, and gives the connections that were not
+    /// hung up on. Needs root.
     async fn connect_as(uid: u32, socket: &Path, times: usize) -> usize {
         use rustix::process::Uid;
         let socket = socket.to_path_buf();
@@ -660,7 +668,8 @@ mod tests {
         let mut run = Run::of_vms(Limits::default());
         let (_vmm, _socket) = run.vmm("one").await;
         std::fs::rename(run.dir.path().join("vm/one"), run.dir.path().join("vm/two")).unwrap();
-        // What was there goes with it until it has been seen; it is made anew then, and somebody listens.
+        // What was there goes with it until it has been seen; it is made anew then, and somebody
+        // listens.
         let socket = run.dir.path().join(format!("vm/two/clh.sock_{DEFAULT_PORT}"));
         let named = async {
             loop {

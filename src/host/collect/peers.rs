@@ -11,7 +11,8 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 use tokio::sync::watch;
 
-/// Lines about one peer that are told at once, and seconds until there may be another: a guest must not fill the host's log.
+/// Lines about one peer that are told at once, and seconds until there may be another: a guest must
+/// not fill the host's log.
 const TOLD_AT_ONCE: u64 = 10;
 const TOLD_EVERY_S: f64 = 60.0;
 /// Peers from which on the forgotten are looked for.

@@ -1,9 +1,11 @@
 //! What the collector may do, and giving up the rest.
 //!
-//! Capabilities, the bounding set and no_new_privs belong to a thread and are inherited by those it starts: so all of this happens while there
-//! is one thread. What is left: the user of `--user`, no supplementary groups, an empty bounding set, and CAP_DAC_OVERRIDE where sockets have to be
-//! made in directories of Kata's (0700, root's) by somebody else or by a root without capabilities, in the one thread that makes them.
-//! Threads that read what guests send or write files have nothing at all ([`drop_in_thread`]).
+//! Capabilities, the bounding set and no_new_privs belong to a thread and are inherited by those it
+//! starts: so all of this happens while there is one thread. What is left: the user of `--user`, no
+//! supplementary groups, an empty bounding set, and CAP_DAC_OVERRIDE where sockets have to be made
+//! in directories of Kata's (0700, root's) by somebody else or by a root without capabilities, in
+//! the one thread that makes them. Threads that read what guests send or write files have nothing
+//! at all ([`drop_in_thread`]).
 
 use anyhow::{Context, Result, bail};
 use nix::errno::Errno;
@@ -56,12 +58,14 @@ impl RunAs {
     }
 }
 
-/// A database that is not there, as in an image that is nothing but this program, knows nobody: to glibc that is an answer, to musl an error.
+/// A database that is not there, as in an image that is nothing but this program, knows nobody: to
+/// glibc that is an answer, to musl an error.
 fn nobody_where_missing<T>(answer: nix::Result<Option<T>>) -> nix::Result<Option<T>> {
     if matches!(answer, Err(Errno::ENOENT)) { Ok(None) } else { answer }
 }
 
-/// Gives the directory of the boots to somebody. Files in it that are another's stay so: writing to them says so.
+/// Gives the directory of the boots to somebody. Files in it that are another's stay so: writing to
+/// them says so.
 pub fn hand_over(dir: &File, to: RunAs) -> Result<()> {
     let meta = dir.metadata().context("look at --dir")?;
     if (meta.uid(), meta.gid()) != (to.uid.as_raw(), to.gid.as_raw()) {
@@ -70,11 +74,13 @@ pub fn hand_over(dir: &File, to: RunAs) -> Result<()> {
     Ok(())
 }
 
-/// Drops everything but, with `make_sockets`, what it takes to make sockets in other people's directories. There must be one thread.
+/// Drops everything but, with `make_sockets`, what it takes to make sockets in other people's
+/// directories. There must be one thread.
 pub fn drop_all_but(run_as: Option<RunAs>, make_sockets: bool) -> Result<()> {
     let before = capabilities(None).context("read the capabilities")?.permitted;
     let kept = if make_sockets { before & CapabilitySet::DAC_OVERRIDE } else { CapabilitySet::empty() };
-    // While CAP_SETPCAP is there; without it the set cannot be used either, because no_new_privs follows.
+    // While CAP_SETPCAP is there; without it the set cannot be used either, because no_new_privs
+    // follows.
     if before.contains(CapabilitySet::SETPCAP) {
         for bit in 0..u64::BITS {
             // One that this kernel does not know cannot be in its set.

@@ -1,8 +1,8 @@
 //! CID of a sandbox's VM by the command line of its QEMU: Kata's runtime-rs keeps it nowhere else.
 //!
-//! A command line is a claim. One counts if its process is of the user that owns what Kata has written
-//! about the sandbox ([`processes`]), and while no other claims the same sandbox or the same CID: a
-//! claim that is not QEMU's takes a name from a boot at worst.
+//! A command line is a claim. One counts if its process is of the user that owns what Kata has
+//! written about the sandbox ([`processes`]), and while no other claims the same sandbox or the
+//! same CID: a claim that is not QEMU's takes a name from a boot at worst.
 
 use crate::host::system::processes;
 use std::collections::HashMap;
@@ -13,8 +13,8 @@ use std::path::Path;
 pub struct Claims(HashMap<u32, Vec<(String, u32)>>);
 
 impl Claims {
-    /// CID of a sandbox's VM. None where it has none, or its process cannot be seen, as from a process
-    /// namespace of its own.
+    /// CID of a sandbox's VM. None where it has none, or its process cannot be seen, as from a
+    /// process namespace of its own.
     pub fn cid_of(&mut self, proc: &Path, sandbox: &str, owner: u32) -> Option<u32> {
         let claims = || processes::of_user(proc, owner).iter().filter_map(|(_, words)| claim(words)).collect();
         choose(self.0.entry(owner).or_insert_with(claims), sandbox)

@@ -1,8 +1,9 @@
-//! Which boots' files go: those whose last record is older than so many days, then, until all together are small enough, the oldest of peers that
-//! have more than their share, then the oldest.
+//! Which boots' files go: those whose last record is older than so many days, then, until all
+//! together are small enough, the oldest of peers that have more than their share, then the oldest.
 //!
-//! A boot in flight never goes: one that has a connection, or whose last record came within [`GRACE`] (its guest may be coming back, or the
-//! collector was started again); the latter holds for peers within their share. Nothing but files named by a boot id is ever looked at. A host
+//! A boot in flight never goes: one that has a connection, or whose last record came within
+//! [`GRACE`] (its guest may be coming back, or the collector was started again); the latter holds
+//! for peers within their share. Nothing but files named by a boot id is ever looked at. A host
 //! whose clock was set makes no boot old ([`Steady`]).
 
 use super::boot_log::open;
@@ -21,13 +22,16 @@ use std::time::{Duration, SystemTime};
 
 /// How long after its last record a boot counts as in flight.
 pub const GRACE: Duration = Duration::from_secs(600);
-/// One peer's share of [`Keep::bytes`]: what goes first, of more than that. A node has no more than some ten VMs with GPUs at once.
+/// One peer's share of [`Keep::bytes`]: what goes first, of more than that. A node has no more than
+/// some ten VMs with GPUs at once.
 const SHARES: u64 = 8;
-/// The collector's line about who connected stands in the first bytes of a file, behind the guest's header.
+/// The collector's line about who connected stands in the first bytes of a file, behind the guest's
+/// header.
 const HEAD: u64 = 2 * MAX_LINE as u64;
 /// A clock that goes so far from what it was is one that was set.
 const MAX_DRIFT: Duration = Duration::from_secs(60);
-/// How long after that, and after the machine's start, no boot counts as old: until somebody, or NTP, has set it right.
+/// How long after that, and after the machine's start, no boot counts as old: until somebody, or
+/// NTP, has set it right.
 const DISTRUST: Duration = Duration::from_secs(24 * 3600);
 const AFTER_START: Duration = Duration::from_secs(3600);
 
@@ -180,7 +184,8 @@ impl Retention {
         self.steady.is_trusted(now) && self.keep.age.is_some_and(|most| age(candidate, now) > most.max(GRACE))
     }
 
-    /// The oldest of each peer, as far as it has more than its share: all but the newest that fit into it.
+    /// The oldest of each peer, as far as it has more than its share: all but the newest that fit
+    /// into it.
     fn over_their_share(&mut self, all: &[Candidate], share: u64) -> Vec<Candidate> {
         self.owners.retain(|id, _| all.iter().any(|c| c.boot_id == *id));
         let mut used: HashMap<Arc<str>, u64> = HashMap::new();
@@ -222,7 +227,8 @@ fn candidates(store: &Store) -> Result<Vec<Candidate>> {
         if path.extension().is_none_or(|e| e != EXTENSION) {
             continue;
         }
-        // Of the entry itself: a link is none of ours. One that is gone meanwhile needs no removing.
+        // Of the entry itself: a link is none of ours. One that is gone meanwhile needs no
+        // removing.
         let Ok(meta) = entry.metadata() else { continue };
         if meta.is_file() {
             found.push(Candidate { written: meta.modified()?, boot_id, bytes: meta.len(), path });
@@ -314,7 +320,8 @@ mod tests {
     #[test]
     fn a_peer_with_more_than_its_share_pushes_out_its_own_boots_and_no_others() {
         let dir = TempDir::new();
-        // Four old boots of honest guests; one guest with five large ones that are as new as can be.
+        // Four old boots of honest guests; one guest with five large ones that are as new as can
+        // be.
         (0..4).for_each(|n| file_of(&dir, n, &format!("cid {}", 10 + n), 1000, 200));
         (4..9).for_each(|n| file_of(&dir, n, "cid 3", 10_000, 0));
         let keep = Keep { age: None, bytes: Some(40_000) };

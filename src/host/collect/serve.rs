@@ -1,8 +1,10 @@
-//! The sockets of guests that are connected, on threads and runtimes of their own: one for those that have just come, until they have said who
-//! they are and were asked for their clock, and one for those that talk. So who comes never queues behind who talks.
+//! The sockets of guests that are connected, on threads and runtimes of their own: one for those
+//! that have just come, until they have said who they are and were asked for their clock, and one
+//! for those that talk. So who comes never queues behind who talks.
 //!
-//! Guests take turns of [`TURN`] bytes. One that sends more than it may is not read for a while, and waits in its own socket; so does one whose
-//! boot has more waiting for the disk than it may. Nothing here blocks.
+//! Guests take turns of [`TURN`] bytes. One that sends more than it may is not read for a while,
+//! and waits in its own socket; so does one whose boot has more waiting for the disk than it may.
+//! Nothing here blocks.
 
 use super::connection::{Connection, HostNow, Introduction, News};
 use super::limits::Limits;
@@ -23,10 +25,12 @@ use tokio::runtime::Handle;
 use tokio::sync::{mpsc, oneshot, watch};
 use tokio::task::JoinSet;
 
-/// Bytes that are read of one guest before the next one's turn: some tens of records, some tens of microseconds.
+/// Bytes that are read of one guest before the next one's turn: some tens of records, some tens of
+/// microseconds.
 const TURN: usize = 8 * 1024;
-/// Turns of guests between two looks at what other threads ask of this one, of which a probe is one: it
-/// has a deadline, and on a busy machine few turns fit in a second. Tokio's own number is 31.
+/// Turns of guests between two looks at what other threads ask of this one, of which a probe is
+/// one: it has a deadline, and on a busy machine few turns fit in a second. Tokio's own number is
+/// 31.
 const OWN_TURNS: u32 = 2;
 /// What is still read of a connection after the stop: the most that the kernel holds for it.
 const MAX_DRAIN: usize = 1 << 20;
@@ -212,7 +216,8 @@ enum Talked {
     Introduced,
 }
 
-/// Until the guest hangs up, the collector stops, or the guest should come again and send everything.
+/// Until the guest hangs up, the collector stops, or the guest should come again and send
+/// everything.
 async fn talk(
     socket: &AsyncFd<OwnedFd>,
     connection: &mut Connection,

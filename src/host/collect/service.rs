@@ -1,4 +1,5 @@
-//! The collector as a service: a systemd unit and a Kubernetes DaemonSet to start it, and telling systemd that it is ready.
+//! The collector as a service: a systemd unit and a Kubernetes DaemonSet to start it, and telling
+//! systemd that it is ready.
 
 use anyhow::{Context, Result, ensure};
 use std::os::linux::net::SocketAddrExt;

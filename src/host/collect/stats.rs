@@ -40,17 +40,20 @@ counters! {
     garbage,
     /// Records over the limits of their boot.
     capped,
-    /// Records that came while the disk took nothing more; a guest that still has them sends them again.
+    /// Records that came while the disk took nothing more; a guest that still has them sends them
+    /// again.
     dropped,
     /// Times that a file could not be written.
     write_errors,
-    /// Files that somebody removed while their boot was received; their guests are asked for everything again.
+    /// Files that somebody removed while their boot was received; their guests are asked for
+    /// everything again.
     files_lost,
     /// Calls of fdatasync.
     synced,
     /// Files that retention removed.
     removed,
-    /// Boots whose end is not waited for, because so many are: they are neither pushed nor in the histograms.
+    /// Boots whose end is not waited for, because so many are: they are neither pushed nor in the
+    /// histograms.
     not_followed,
     /// Boots that the receiver of --otlp took.
     pushed,

@@ -20,7 +20,8 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, mpsc};
 use std::time::Instant;
 use tokio::sync::{Notify, OnceCell, watch};
 
-/// Boots without a connection that are remembered, so that a guest that comes back costs no reading back.
+/// Boots without a connection that are remembered, so that a guest that comes back costs no reading
+/// back.
 pub(super) const REMEMBERED: usize = if cfg!(test) { 16 } else { 1024 };
 /// Who may read the boots: the collector's user and its group.
 pub(super) const DIR_MODE: u32 = 0o750;
@@ -232,7 +233,8 @@ impl Store {
         Ok(attached)
     }
 
-    /// The file of a boot that is over, marked as reported. None while not all of it is there: the disk takes nothing.
+    /// The file of a boot that is over, marked as reported. None while not all of it is there: the
+    /// disk takes nothing.
     pub fn report(&self, boot_id: &str) -> Option<PathBuf> {
         let entry = lock(&self.boots).entries.get(boot_id).cloned();
         let pending = entry.as_ref().and_then(|entry| entry.log()).is_some_and(|mut log| {
@@ -261,7 +263,8 @@ impl Store {
     fn hold(self: &Arc<Self>, boot_id: &str) -> Hold {
         let mut boots = lock(&self.boots);
         let id: Arc<str> = boot_id.into();
-        // Somebody may have removed the file of a boot that is only remembered: then it begins anew.
+        // Somebody may have removed the file of a boot that is only remembered: then it begins
+        // anew.
         if let Some(entry) = boots.entries.get(&id)
             && entry.is_done_with()
             && !entry.path.exists()
@@ -297,7 +300,8 @@ impl Store {
             return;
         }
         boots.left.push_back(entry.id.clone());
-        // Two for each that leaves: those that were not done with when their turn came are caught up with.
+        // Two for each that leaves: those that were not done with when their turn came are caught
+        // up with.
         for _ in 0..2 {
             if boots.left.len() <= REMEMBERED {
                 break;
@@ -351,7 +355,8 @@ impl Store {
     }
 }
 
-/// A thread that panicked must not take the others with it: what it was writing is checked line by line on reading anyway.
+/// A thread that panicked must not take the others with it: what it was writing is checked line by
+/// line on reading anyway.
 pub(super) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }

@@ -1,9 +1,11 @@
-//! Watching where Kata keeps its VMs: paths that match a pattern with one `*` (the sandbox's id), as they come, are written, and go.
+//! Watching where Kata keeps its VMs: paths that match a pattern with one `*` (the sandbox's id),
+//! as they come, are written, and go.
 //!
-//! Woken by inotify, from the first directory of the pattern on, so that nothing has to be there when it starts. A watch is set before its
-//! directory is read: what comes between the two is seen twice, never missed; and when the kernel lost events everything is looked at
-//! again. Names below the `*` are not followed where they are links: a jailed VMM may write there. A directory that is moved loses its watch
-//! with its old name, so that nothing of it is ever told under that.
+//! Woken by inotify, from the first directory of the pattern on, so that nothing has to be there
+//! when it starts. A watch is set before its directory is read: what comes between the two is seen
+//! twice, never missed; and when the kernel lost events everything is looked at again. Names below
+//! the `*` are not followed where they are links: a jailed VMM may write there. A directory that is
+//! moved loses its watch with its old name, so that nothing of it is ever told under that.
 
 use crate::host::system::watch::watch;
 use anyhow::{Context, Result, bail};
@@ -60,10 +62,11 @@ impl Pattern {
         Path::new("/").join(parts.collect::<PathBuf>())
     }
 
-    /// Opens a path of this pattern, or one on the way to it. Links are followed above the `*`, where they are the administrator's (/var/run),
-    /// and nowhere below.
+    /// Opens a path of this pattern, or one on the way to it. Links are followed above the `*`,
+    /// where they are the administrator's (/var/run), and nowhere below.
     ///
-    /// Opens name by name: systemd's RestrictSUIDSGID=, which DynamicUser= implies, answers openat2 with ENOSYS.
+    /// Opens name by name: systemd's RestrictSUIDSGID=, which DynamicUser= implies, answers openat2
+    /// with ENOSYS.
     pub fn open(&self, path: &Path, flags: OFlag) -> nix::Result<OwnedFd> {
         const DIRECTORY: OFlag = OFlag::O_PATH.union(OFlag::O_DIRECTORY).union(OFlag::O_CLOEXEC);
         let mut parts = path.components();
@@ -183,7 +186,8 @@ impl Watcher {
             self.forget_below(&path);
             self.gone_below(&path);
         }
-        // Also of what is gone: two directories that were exchanged are both there, each under the other's name.
+        // Also of what is gone: two directories that were exchanged are both there, each under the
+        // other's name.
         for pattern in 0..self.patterns.len() {
             if let Some(depth) = self.patterns[pattern].depth(&dir)
                 && self.patterns[pattern].matches(depth, name)
@@ -193,7 +197,8 @@ impl Watcher {
         }
     }
 
-    /// Gives up the watches of a directory and of those below it: a watch stays with its directory wherever that goes.
+    /// Gives up the watches of a directory and of those below it: a watch stays with its directory
+    /// wherever that goes.
     fn forget_below(&mut self, path: &Path) {
         let moved: Vec<WatchDescriptor> = self.dirs.iter().filter(|(_, dir)| dir.starts_with(path)).map(|(wd, _)| *wd).collect();
         for wd in moved {

@@ -1,7 +1,9 @@
-//! The socket of a VMM, as it was found in one of Kata's directories: whose it is, and whether its name still leads to it.
+//! The socket of a VMM, as it was found in one of Kata's directories: whose it is, and whether its
+//! name still leads to it.
 //!
-//! Names in those directories can come to mean something else at any time: a sandbox's directory is renamed, a jailed VMM replaces its
-//! socket. So the directory is opened once, without following a link, and held; everything later is compared with the inodes of then.
+//! Names in those directories can come to mean something else at any time: a sandbox's directory is
+//! renamed, a jailed VMM replaces its socket. So the directory is opened once, without following a
+//! link, and held; everything later is compared with the inodes of then.
 
 use super::vm_dirs::Pattern;
 use crate::host::data::text::printable;
@@ -74,8 +76,8 @@ impl Vmm {
         (self.dir_id, self.socket) == (other.dir_id, other.socket)
     }
 
-    /// The user whose socket it is: the one that the VMM runs as, because bind(2) makes the file as the caller's. None where the path does not
-    /// lead to that socket any more.
+    /// The user whose socket it is: the one that the VMM runs as, because bind(2) makes the file as
+    /// the caller's. None where the path does not lead to that socket any more.
     pub fn owner(&self) -> Option<u32> {
         let dir = open_dir(&self.pattern, &self.path).ok()?;
         let stat = socket_at(&dir, name(&self.path)).ok()??;

@@ -1,4 +1,5 @@
-//! The two threads behind a [`Store`]: one writes, one makes durable and removes old files. Only they touch files of boots.
+//! The two threads behind a [`Store`]: one writes, one makes durable and removes old files. Only
+//! they touch files of boots.
 
 use super::boot_log;
 use super::retention::{Now, Retention};
@@ -14,7 +15,8 @@ use std::time::{Duration, Instant};
 
 /// How long what the kernel has may be without fdatasync.
 pub const SYNC_INTERVAL: Duration = Duration::from_secs(5);
-/// Pause before a file that could not be written is tried again: nothing tells when a disk has room.
+/// Pause before a file that could not be written is tried again: nothing tells when a disk has
+/// room.
 const RETRY: Duration = Duration::from_secs(1);
 /// How often it is said that it still cannot be written.
 const TELL_AGAIN: Duration = Duration::from_secs(60);
@@ -82,7 +84,8 @@ impl Writer {
         for entry in std::mem::take(&mut self.failed) {
             self.write(entry);
         }
-        // Boots that nobody is connected for any more, and which cannot be written either, are not kept for ever.
+        // Boots that nobody is connected for any more, and which cannot be written either, are not
+        // kept for ever.
         if self.failed.len() > REMEMBERED
             && let Some(at) = self.failed.iter().position(|entry| entry.users.load(Ordering::Relaxed) == 0)
             && let Some(bytes) = self.failed.remove(at).log().map(|mut log| log.abandon())
@@ -101,7 +104,8 @@ impl Writer {
                 Ok(Some((file, meta))) => {
                     self.note_unsynced(&entry, &file);
                     let (done, result) = write_all(&file, &pending.bytes);
-                    // The file's time is that of its last record: a guest keeps its boots no longer by connecting again and again.
+                    // The file's time is that of its last record: a guest keeps its boots no longer
+                    // by connecting again and again.
                     if pending.after > 0
                         && !pending.has_records
                         && let Ok(modified) = meta.modified()

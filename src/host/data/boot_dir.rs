@@ -8,7 +8,8 @@ use std::fs::File;
 use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 
-/// Reads a boot's file. A file with nothing of ours in it is an error; damage in one that has is not.
+/// Reads a boot's file. A file with nothing of ours in it is an error; damage in one that has is
+/// not.
 pub fn read_boot(path: &Path) -> Result<BootFile> {
     let file = File::open(path).with_context(|| format!("open {}", path.display()))?;
     let boot = BootFile::read(file).with_context(|| format!("read {}", path.display()))?;
@@ -41,13 +42,15 @@ pub fn find(boot: Option<&str>, dir: &Path) -> Result<PathBuf> {
     }
 }
 
-/// The boots in a directory: files that are named by a boot id. Nothing else of such a name is one: a pipe would be waited for, and /dev/zero has no end.
+/// The boots in a directory: files that are named by a boot id. Nothing else of such a name is one:
+/// a pipe would be waited for, and /dev/zero has no end.
 pub fn boots(dir: &Path) -> Result<Vec<PathBuf>> {
     let mut found = Vec::new();
     for entry in std::fs::read_dir(dir).with_context(|| format!("read directory {}", dir.display()))? {
         let path = entry.with_context(|| format!("read directory {}", dir.display()))?.path();
         let named_by_id = path.file_stem().and_then(|s| s.to_str()).is_some_and(is_boot_id);
-        // A link whose target is gone is none either, nor is what the retention has removed in between.
+        // A link whose target is gone is none either, nor is what the retention has removed in
+        // between.
         if named_by_id && path.extension().is_some_and(|e| e == EXTENSION) && path.is_file() {
             found.push(path);
         }

@@ -1,9 +1,11 @@
 //! The file of one boot, `<boot id>.ndjson`: what stands in it, and reading it back.
 //!
-//! Lines are appended, never rewritten: the guest's header and records byte for byte as they came, and between them the collector's own
-//! lines ([`HostLine`], `"kind":"host"`). A guest cannot forge those: `record::decode` refuses that kind, only what it accepts is ever
-//! written, and [`BootFile::read`] asks it first. A damaged line is counted and named and costs nothing but itself. The file may be
-//! read while it is written: a last line without newline is still on its way, not damage.
+//! Lines are appended, never rewritten: the guest's header and records byte for byte as they came,
+//! and between them the collector's own lines ([`HostLine`], `"kind":"host"`). A guest cannot forge
+//! those: `record::decode` refuses that kind, only what it accepts is ever written, and
+//! [`BootFile::read`] asks it first. A damaged line is counted and named and costs nothing but
+//! itself. The file may be read while it is written: a last line without newline is still on its
+//! way, not damage.
 //!
 //! `boot.ndjson` of a guest is such a file without host lines.
 
@@ -52,13 +54,15 @@ pub enum HostEvent {
     Disconnected { peer: String, records: u64, duplicates: u64 },
     /// The guest's clock beside the host's, better than what was known.
     Clock(Sample),
-    /// Records that never came: how many, and the first few gaps (first and last seq of each). Later connections may still bring them.
+    /// Records that never came: how many, and the first few gaps (first and last seq of each).
+    /// Later connections may still bring them.
     Lost { count: u64, gaps: Vec<(u64, u64)> },
     /// Lines that were dropped because they are not of the format; the first one's reason.
     Garbage { lines: u64, bytes: u64, first: String },
     /// The boot reached the collector's limit; records from here on were dropped.
     Capped { why: String },
-    /// Records that came while the file could not be written, the first and the last of them. The guest was asked to send them again.
+    /// Records that came while the file could not be written, the first and the last of them. The
+    /// guest was asked to send them again.
     Dropped { records: u64, first_seq: u64, last_seq: u64, why: String },
     /// What Kata calls the VM, and whose pod it is.
     Sandbox(Sandbox),
@@ -92,8 +96,9 @@ impl Sandbox {
     }
 }
 
-/// An OTLP trace id, 32 hexadecimal digits in the file. Random, so that no guest and no other node can push spans into the trace; kept in
-/// the boot's file, so that every export of the boot has the same. 0 is no id.
+/// An OTLP trace id, 32 hexadecimal digits in the file. Random, so that no guest and no other node
+/// can push spans into the trace; kept in the boot's file, so that every export of the boot has the
+/// same. 0 is no id.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(try_from = "String", into = "String")]
 pub struct TraceId(NonZeroU128);
@@ -328,7 +333,8 @@ impl BootFile {
         })
     }
 
-    /// The guest's clock beside the host's: by the collector's pings, and what of the guest's own samples does not contradict them.
+    /// The guest's clock beside the host's: by the collector's pings, and what of the guest's own
+    /// samples does not contradict them.
     pub fn clock(&self) -> Clock {
         let mut clock = Clock::of(self.clock_samples());
         GuestClocks::of(&self.records).add_to(&mut clock);
@@ -343,7 +349,8 @@ impl BootFile {
     }
 }
 
-/// Hands over every complete line with its number, from 1, and its length in bytes, in bounded memory. Gives the bytes read and those behind the last newline.
+/// Hands over every complete line with its number, from 1, and its length in bytes, in bounded
+/// memory. Gives the bytes read and those behind the last newline.
 pub fn for_each_line(mut from: impl Read, mut each: impl FnMut(u64, usize, Result<FileLine, String>)) -> io::Result<(u64, usize)> {
     let mut lines = Lines::new(record::MAX_LINE);
     let mut names = Names::default();
@@ -382,7 +389,8 @@ pub enum FileLine {
     Host(HostLine),
 }
 
-/// The guest's format goes first: a line that a guest could have sent is never taken for the collector's.
+/// The guest's format goes first: a line that a guest could have sent is never taken for the
+/// collector's.
 pub fn decode(line: &[u8], names: &mut Names) -> Result<FileLine, String> {
     let error = match record::decode(line) {
         Ok(Line::Header(header)) => return Ok(FileLine::Header(header)),

@@ -1,7 +1,9 @@
-//! How much of one boot a reader keeps: many times what the largest boots have, and a bound on what a hostile one costs.
+//! How much of one boot a reader keeps: many times what the largest boots have, and a bound on what
+//! a hostile one costs.
 //!
-//! Records and lines over a limit are left out and counted in [`TooLarge`], the rest is shown as it is. Every limit is on what a reader holds, so that memory has
-//! a bound that no file moves; tests/host reads the worst files with that much memory and no more.
+//! Records and lines over a limit are left out and counted in [`TooLarge`], the rest is shown as it
+//! is. Every limit is on what a reader holds, so that memory has a bound that no file moves;
+//! tests/host reads the worst files with that much memory and no more.
 
 use serde::Serialize;
 

@@ -1,22 +1,28 @@
-//! The guest's clock beside this machine's: when, on the host's wall clock, something happened in the guest.
+//! The guest's clock beside this machine's: when, on the host's wall clock, something happened in
+//! the guest.
 //!
-//! The guest stamps CLOCK_BOOTTIME. A ping that left at host time T and came back after `rtt` with guest time B says: B was read between
-//! T and T + rtt, so `offset = T + rtt/2 - B`, wrong by at most `rtt/2`. That bound holds at B. Away from B the two clocks may drift
-//! apart, so a sample's bound grows by [`RATE_ERROR_PPM`] of the distance. At each point in time every sample gives an interval that the
-//! truth is in; what they have in common is the answer, and never wider than the best one alone.
+//! The guest stamps CLOCK_BOOTTIME. A ping that left at host time T and came back after `rtt` with
+//! guest time B says: B was read between T and T + rtt, so `offset = T + rtt/2 - B`, wrong by at
+//! most `rtt/2`. That bound holds at B. Away from B the two clocks may drift apart, so a sample's
+//! bound grows by [`RATE_ERROR_PPM`] of the distance. At each point in time every sample gives an
+//! interval that the truth is in; what they have in common is the answer, and never wider than the
+//! best one alone.
 //!
-//! Samples with nothing in common contradict each other: a clock was stepped between them, or ran faster than assumed. Such samples are
-//! of different runs; a time between two runs gets a bound that spans both answers. A step too small to contradict any bound is not seen.
+//! Samples with nothing in common contradict each other: a clock was stepped between them, or ran
+//! faster than assumed. Such samples are of different runs; a time between two runs gets a bound
+//! that spans both answers. A step too small to contradict any bound is not seen.
 //!
-//! How the clocks drifted apart from the first samples to the last is measured, not assumed: [`Clock::drift`].
+//! How the clocks drifted apart from the first samples to the last is measured, not assumed:
+//! [`Clock::drift`].
 
 use crate::events::record::Pong;
 use serde::{Deserialize, Serialize};
 use std::collections::VecDeque;
 use std::time::{Duration, Instant};
 
-/// How much faster or slower the guest's boot clock may run than the host's wall clock. Crystals are good to 50 ppm; the rest is for
-/// what NTP slews on either side. An assumption, not a law: a daemon that slews faster makes the printed bound too small.
+/// How much faster or slower the guest's boot clock may run than the host's wall clock. Crystals
+/// are good to 50 ppm; the rest is for what NTP slews on either side. An assumption, not a law: a
+/// daemon that slews faster makes the printed bound too small.
 pub const RATE_ERROR_PPM: u64 = 100;
 
 /// One ping that came back.
@@ -55,7 +61,8 @@ pub struct Wall {
     pub error_ns: u64,
 }
 
-/// By how much the guest's boot clock ran faster than the host's wall clock, on average from one time of the guest to another.
+/// By how much the guest's boot clock ran faster than the host's wall clock, on average from one
+/// time of the guest to another.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 pub struct Drift {
     pub from_ns: u64,
@@ -140,8 +147,9 @@ impl Clock {
         fits
     }
 
-    /// Splits the samples into runs, each without contradiction. What earlier samples of a run leave open at the last one is all that a
-    /// new one has to meet: it gets wider by the assumed rate with time, and no earlier sample says more.
+    /// Splits the samples into runs, each without contradiction. What earlier samples of a run
+    /// leave open at the last one is all that a new one has to meet: it gets wider by the assumed
+    /// rate with time, and no earlier sample says more.
     fn find_breaks(&mut self) {
         self.breaks.clear();
         let mut open: Option<(Range, u64)> = None;
@@ -194,8 +202,9 @@ impl Clock {
         }
     }
 
-    /// Between the two samples that tell most about it, of the longest run; None with fewer than two. Both its ends are times of pings, so the
-    /// average is what it was, whatever the clocks did in between.
+    /// Between the two samples that tell most about it, of the longest run; None with fewer than
+    /// two. Both its ends are times of pings, so the average is what it was, whatever the clocks
+    /// did in between.
     pub fn drift(&self) -> Option<Drift> {
         let length = |run: &&[Sample]| run.last().zip(run.first()).map(|(last, first)| last.boottime_ns - first.boottime_ns);
         let run = self.runs().max_by_key(length)?;
@@ -230,14 +239,16 @@ impl Clock {
         Some(Wall { realtime_ns, error_ns: u64::try_from(range.most - middle).unwrap_or(u64::MAX) })
     }
 
-    /// The same `before_ns` before the guest's boot clock began; those ns may be wrong by `error_ns` themselves.
+    /// The same `before_ns` before the guest's boot clock began; those ns may be wrong by
+    /// `error_ns` themselves.
     pub fn wall_before_start(&self, before_ns: u64, error_ns: u64) -> Option<Wall> {
         let start = self.wall_at(0)?;
         let realtime_ns = start.realtime_ns.checked_sub(i64::try_from(before_ns).ok()?)?;
         Some(Wall { realtime_ns, error_ns: start.error_ns.saturating_add(error_ns) })
     }
 
-    /// Guest boot time at a host wall-clock time, 0 for what was before the kernel; None without a sample.
+    /// Guest boot time at a host wall-clock time, 0 for what was before the kernel; None without a
+    /// sample.
     pub fn boottime_at(&self, realtime_ns: i64) -> Option<u64> {
         let guess = |s: &Sample| u64::try_from(realtime_ns.saturating_sub(s.offset_ns)).unwrap_or(0);
         let near = guess(self.samples.iter().min_by_key(|s| s.error_at(guess(s)))?);
@@ -262,11 +273,13 @@ pub struct Pinger {
 const BURST: u32 = 8;
 /// Pause between pings after that.
 pub const PING_INTERVAL: Duration = Duration::from_secs(1);
-/// Pause when the boot has been silent for [`QUIET_AFTER`]: a VM lives for weeks, and nothing new needs placing.
+/// Pause when the boot has been silent for [`QUIET_AFTER`]: a VM lives for weeks, and nothing new
+/// needs placing.
 pub const PING_INTERVAL_QUIET: Duration = Duration::from_secs(60);
 pub const QUIET_AFTER: Duration = Duration::from_secs(60);
-/// Guest time without a kept sample after which one is kept that tells nothing new of the offset, but how the clocks drift. An eighth of the
-/// boot's age where that is more: a VM that lives for weeks leaves a hundred lines, not thousands.
+/// Guest time without a kept sample after which one is kept that tells nothing new of the offset,
+/// but how the clocks drift. An eighth of the boot's age where that is more: a VM that lives for
+/// weeks leaves a hundred lines, not thousands.
 const DRIFT_INTERVAL_NS: u64 = 10_000_000_000;
 const DRIFT_INTERVAL_OF_AGE: u64 = 8;
 /// A ping that was so many times worse than the best one tells nothing of drift either.
@@ -311,7 +324,8 @@ impl Pinger {
         let (_, sent, realtime_ns) = self.sent.remove(at)?;
         self.answered = self.answered.saturating_add(1);
         let sample = Sample::from_ping(realtime_ns, now.saturating_duration_since(sent), pong.boottime_ns);
-        // Worth a line: a shorter round trip than ever, or half the bound that the best one still has by now.
+        // Worth a line: a shorter round trip than ever, or half the bound that the best one still
+        // has by now.
         let better_than = |s: &Sample, b: &Sample| s.error_ns < b.error_ns || s.error_ns <= b.error_at(s.boottime_ns) / 2;
         let better = |s: &Sample| self.best.is_none_or(|b| better_than(s, &b));
         let due = |s: &Sample| {
@@ -419,12 +433,14 @@ mod tests {
         TRUE_OFFSET + (i128::from(boottime_ns) - drifted) as i64
     }
 
-    /// A ping that the guest reads at `boottime_ns`, after `there` ns on the way, and whose answer takes `back` ns.
+    /// A ping that the guest reads at `boottime_ns`, after `there` ns on the way, and whose answer
+    /// takes `back` ns.
     fn ping(boottime_ns: u64, ppb: i64, there: u64, back: u64) -> Sample {
         Sample::from_ping(truth(boottime_ns, ppb) - there as i64, Duration::from_nanos(there + back), boottime_ns).unwrap()
     }
 
-    /// A boot's samples with ways that are as unequal as they can be, and a rate within what is assumed.
+    /// A boot's samples with ways that are as unequal as they can be, and a rate within what is
+    /// assumed.
     fn simulated(numbers: &mut Numbers) -> (i64, Vec<Sample>) {
         let ppb = numbers.below(2 * RATE_ERROR_PPM * 1000 + 1) as i64 - (RATE_ERROR_PPM * 1000) as i64;
         let pings = 1 + numbers.below(20);
@@ -459,7 +475,8 @@ mod tests {
                 looks += 1;
             }
             if let Some(drift) = clock.drift() {
-                // ppm of the host's time against ppm of the guest's: their difference is below 10^-8.
+                // ppm of the host's time against ppm of the guest's: their difference is below
+                // 10^-8.
                 assert!((drift.ppm - ppb as f64 / 1000.0).abs() <= drift.error_ppm + 0.02, "round {round}: {ppb} ppb: {drift:?}");
                 drifts += 1;
             }
@@ -526,7 +543,8 @@ mod tests {
         let mut pinger = Pinger::new(None);
         let now = Instant::now();
         let mut kept = Vec::new();
-        // 10 ms: it takes 100 s at the assumed rate until a new sample would be worth a line by itself. Every third ping is hopeless.
+        // 10 ms: it takes 100 s at the assumed rate until a new sample would be worth a line by
+        // itself. Every third ping is hopeless.
         for second in 1..3_000u64 {
             let id = pinger.send(now, 0);
             let rtt = Duration::from_millis(if second % 3 == 0 { 200 } else { 20 });

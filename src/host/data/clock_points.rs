@@ -1,13 +1,13 @@
-//! The guest's wall clock beside its boot clock, by its `clock` events: one at the init's start, and
-//! one after each step.
+//! The guest's wall clock beside its boot clock, by its `clock` events: one at the init's start,
+//! and one after each step.
 
 use super::clock::Clock;
 use super::record::{Field, Record};
 use crate::events::names;
 use crate::events::record::Kind;
 
-/// Events that are kept: each line is compared with each. The init reports fewer; a hostile guest can
-/// send any number.
+/// Events that are kept: each line is compared with each. The init reports fewer; a hostile guest
+/// can send any number.
 const MAX_POINTS: usize = 128;
 
 /// A time on the guest's boot clock.
@@ -65,9 +65,9 @@ pub struct Found {
     pub several: bool,
 }
 
-/// Boot time at which the wall clock showed `realtime_ns`, by (boot time, wall clock) of each event in
-/// order of boot time. Each event holds from its own time to the next one's; a time that no event
-/// allows is of the one that is nearest to allowing it: a step is reported a moment after it.
+/// Boot time at which the wall clock showed `realtime_ns`, by (boot time, wall clock) of each event
+/// in order of boot time. Each event holds from its own time to the next one's; a time that no
+/// event allows is of the one that is nearest to allowing it: a step is reported a moment after it.
 pub fn boottime_of(points: &[(i64, i64)], realtime_ns: i64) -> Option<Found> {
     let late_by = |at: usize| {
         let (boottime, realtime) = points[at];

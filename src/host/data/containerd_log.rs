@@ -1,9 +1,9 @@
 //! Lines of containerd's log, of whichever form: its own text or JSON, or a journal with it
-//! (`journalctl -o cat|short|json`). Kata's Go shim, where `enable_debug` is set and containerd logs at
-//! level debug, writes the guest's console there, line by line. Its Rust shim writes to the journal
-//! itself, as `kata`: the agent's lines where `enable_debug` of the agent is set, the console's where
-//! that of the hypervisor is. Whose they are stands in the journal's fields alone (`-o json --all`:
-//! without it, a message of more than 4 kB is null).
+//! (`journalctl -o cat|short|json`). Kata's Go shim, where `enable_debug` is set and containerd
+//! logs at level debug, writes the guest's console there, line by line. Its Rust shim writes to the
+//! journal itself, as `kata`: the agent's lines where `enable_debug` of the agent is set, the
+//! console's where that of the hypervisor is. Whose they are stands in the journal's fields alone
+//! (`-o json --all`: without it, a message of more than 4 kB is null).
 
 use super::logfmt;
 use serde_json::{Map, Value};
@@ -42,8 +42,8 @@ pub fn entry(line: &str) -> Option<Entry> {
         let text = journal_text(text)?;
         let micros = object.get("__REALTIME_TIMESTAMP").and_then(Value::as_str).and_then(|t| t.parse::<i64>().ok());
         let journal_ns = micros.and_then(|us| us.checked_mul(1000));
-        // journald vouches for the user alone: containerd and Kata's shims are root's, and any user can
-        // write to the journal under their names.
+        // journald vouches for the user alone: containerd and Kata's shims are root's, and any user
+        // can write to the journal under their names.
         if object.get("_UID").is_some_and(|uid| uid != "0") {
             return Some(Entry { fields: Vec::new(), journal_ns });
         }

@@ -1,7 +1,7 @@
 //! Bytes of a stream into lines, with a limit on what one line may hold.
 //!
-//! An over-long line costs its own length in time and [`Lines`]' limit in memory, never more: it is dropped up to its newline, counted,
-//! and the next line is read as if nothing had been.
+//! An over-long line costs its own length in time and [`Lines`]' limit in memory, never more: it is
+//! dropped up to its newline, counted, and the next line is read as if nothing had been.
 
 /// Splits a stream at newlines. Lines are given without their newline.
 #[derive(Debug)]

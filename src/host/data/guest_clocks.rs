@@ -1,6 +1,8 @@
-//! What a guest measured of its own clocks (`clock.tsc`, `clock.printk`, `clock.host`), and whether it can be true.
+//! What a guest measured of its own clocks (`clock.tsc`, `clock.printk`, `clock.host`), and whether
+//! it can be true.
 //!
-//! Invariant: what cannot be true is left out and said, never shown. Nothing here moves a time that the collector's own pings vouch for.
+//! Invariant: what cannot be true is left out and said, never shown. Nothing here moves a time that
+//! the collector's own pings vouch for.
 
 use super::clock::{Clock, Sample};
 use super::record::{Field, Record};
@@ -9,8 +11,8 @@ use crate::events::names;
 use crate::events::record::Kind;
 use serde::Serialize;
 
-/// The longest preparation of a VM that anybody reported took half an hour (1.2 TB of guest memory in 4 KiB pages). A TSC that is further along than this
-/// did not begin with the VM.
+/// The longest preparation of a VM that anybody reported took half an hour (1.2 TB of guest memory
+/// in 4 KiB pages). A TSC that is further along than this did not begin with the VM.
 const MAX_BEFORE_KERNEL_NS: u64 = 3600 * 1_000_000_000;
 /// Samples of the hypervisor's clock that are used; the init takes two.
 const MAX_HOST_SAMPLES: usize = 64;

@@ -12,7 +12,8 @@ use std::fmt;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize, clap::ValueEnum)]
 #[serde(rename_all = "lowercase")]
 pub enum Format {
-    /// containerd's journal or log with the Kata shim's lines, as text or as `journalctl -o json` gives it
+    /// containerd's journal or log with the Kata shim's lines, as text or as `journalctl -o json`
+    /// gives it
     Journal,
     /// A guest's console log
     Console,

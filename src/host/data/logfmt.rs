@@ -1,6 +1,8 @@
-//! Lines of `key=value key="quoted value"` as Go's logrus writes them. Pure; any text goes in, and what has no such form gives no pairs.
+//! Lines of `key=value key="quoted value"` as Go's logrus writes them. Pure; any text goes in, and
+//! what has no such form gives no pairs.
 //!
-//! A quoted value is a Go string literal (`strconv.Quote`): [`unquote`] undoes it, and keeps what is no escape as it stands.
+//! A quoted value is a Go string literal (`strconv.Quote`): [`unquote`] undoes it, and keeps what
+//! is no escape as it stands.
 
 /// Pairs that one line may have; more are not looked at.
 const MAX_PAIRS: usize = 64;
@@ -29,7 +31,8 @@ pub fn pairs(line: &str) -> Vec<(&str, String)> {
     out
 }
 
-/// The value behind an opening quote, and what follows its closing one (or nothing, where that is missing).
+/// The value behind an opening quote, and what follows its closing one (or nothing, where that is
+/// missing).
 fn quoted_value(text: &str) -> (String, &str) {
     let mut escaped = false;
     for (at, c) in text.char_indices() {

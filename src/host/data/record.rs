@@ -1,7 +1,8 @@
 //! A record as readers keep it: bounded, compact, without a tree of foreign values.
 //!
-//! Invariants: a kept record costs [`std::mem::size_of`] and less than two bytes for each byte of its line, whatever the line is; names are
-//! shared; a clone of a field, an error or an order copies no text. [`crate::events::record::decode`] judges the line before.
+//! Invariants: a kept record costs [`std::mem::size_of`] and less than two bytes for each byte of
+//! its line, whatever the line is; names are shared; a clone of a field, an error or an order
+//! copies no text. [`crate::events::record::decode`] judges the line before.
 
 use crate::events::record::{self, Kind, Level};
 use crate::pci::PciAddress;
@@ -192,8 +193,9 @@ impl<'a> Field<'a> {
 
 /// Keys with their values, in order of the keys.
 ///
-/// One block: for each field the length of the key and of the value, two bytes each, the key, and the value, whose first byte is its kind. A line
-/// has at most [`record::MAX_LINE`] bytes, so that two bytes hold every length.
+/// One block: for each field the length of the key and of the value, two bytes each, the key, and
+/// the value, whose first byte is its kind. A line has at most [`record::MAX_LINE`] bytes, so that
+/// two bytes hold every length.
 #[derive(Clone, Default, PartialEq, Eq)]
 pub struct Fields(Option<Arc<[u8]>>);
 

@@ -1,7 +1,9 @@
-//! Texts for people: what a guest wrote made harmless, times and clocks as digits, colour or no colour.
+//! Texts for people: what a guest wrote made harmless, times and clocks as digits, colour or no
+//! colour.
 //!
-//! Every text that comes from a guest passes [`printable`] before it reaches a terminal: what comes out is printable ASCII only, so it
-//! can neither move the cursor, reorder the line (bidirectional marks) nor be wider than its number of bytes.
+//! Every text that comes from a guest passes [`printable`] before it reaches a terminal: what comes
+//! out is printable ASCII only, so it can neither move the cursor, reorder the line (bidirectional
+//! marks) nor be wider than its number of bytes.
 
 use anyhow::{Context, Result};
 use serde::Serialize;
@@ -78,7 +80,8 @@ impl Write for AsciiJson<'_> {
     }
 }
 
-/// The start of some bytes, at most `max` of them, as [`printable`]; bytes that are not UTF-8 become `\u{fffd}`.
+/// The start of some bytes, at most `max` of them, as [`printable`]; bytes that are not UTF-8
+/// become `\u{fffd}`.
 pub fn printable_start(bytes: &[u8], max: usize) -> String {
     let start = &bytes[..bytes.len().min(max)];
     let more = if bytes.len() > max { "..." } else { "" };
@@ -107,7 +110,8 @@ pub fn error_bound(ns: u64) -> String {
     format!("+-{}.{} ms", tenths / 10, tenths % 10)
 }
 
-/// Wall-clock time in UTC with milliseconds: `2026-01-02T03:04:05.678Z`; the bare number where no calendar has it.
+/// Wall-clock time in UTC with milliseconds: `2026-01-02T03:04:05.678Z`; the bare number where no
+/// calendar has it.
 pub fn wall_clock(realtime_ns: i64) -> String {
     /// 9999-12-31T23:59:59Z, the last second that RFC 3339 can write.
     const LAST_SECOND: u64 = 253_402_300_799;

@@ -1,10 +1,12 @@
-//! `--otlp`: one ExportTraceServiceRequest, as OpenTelemetry's receivers take it; [`crate::host::otlp::push`] sends it.
+//! `--otlp`: one ExportTraceServiceRequest, as OpenTelemetry's receivers take it;
+//! [`crate::host::otlp::push`] sends it.
 //!
-//! One trace per boot, whose id the collector drew and keeps in the boot's file, and so the same in every export. A boot id would not do: a
-//! guest says it, and with another's boot id it would get its spans into the other's trace. Its root is the boot; a span of the stream without
-//! a parent is the root's child. `after` edges are links; marks are events of the step they happened in. A step that never ended ends where
-//! the stream does and has `boot.open`. Times are the host's wall clock, by one clock sample for the whole boot; `boot.clock_error_ns` says how
-//! wrong they may be.
+//! One trace per boot, whose id the collector drew and keeps in the boot's file, and so the same in
+//! every export. A boot id would not do: a guest says it, and with another's boot id it would get
+//! its spans into the other's trace. Its root is the boot; a span of the stream without a parent is
+//! the root's child. `after` edges are links; marks are events of the step they happened in. A step
+//! that never ended ends where the stream does and has `boot.open`. Times are the host's wall
+//! clock, by one clock sample for the whole boot; `boot.clock_error_ns` says how wrong they may be.
 
 pub mod push; // to a receiver
 pub mod push_once; // one boot, tried again for a short while
@@ -32,7 +34,8 @@ pub fn write(timeline: &Waterfall, resource: &Resource, out: &mut dyn Write) -> 
     request(timeline, resource)?.write_json(out).context("write")
 }
 
-/// All spans of a boot. An error where nothing places the boot on a wall clock: OTLP knows no other times.
+/// All spans of a boot. An error where nothing places the boot on a wall clock: OTLP knows no other
+/// times.
 pub fn request<'a>(of: impl Borrow<Waterfall> + Send + 'a, resource: &Resource) -> Result<Request<'a>> {
     let timeline = of.borrow();
     let Some(clock) = WallClock::of(timeline) else {
@@ -111,7 +114,8 @@ struct Ids {
 
 impl Ids {
     fn new(timeline: &Waterfall) -> Self {
-        // No collector began the file: somebody exports it by hand, and knows where it is from. A boot id has as many digits as a trace id.
+        // No collector began the file: somebody exports it by hand, and knows where it is from. A
+        // boot id has as many digits as a trace id.
         let by_boot = || {
             let digits: String = timeline.boot_id().chars().filter(char::is_ascii_hexdigit).collect();
             u128::from_str_radix(&digits, 16).unwrap_or_default()
@@ -138,7 +142,8 @@ impl Ids {
 
     /// Of the step with this number.
     fn of(&self, at: usize, step: &Step) -> u64 {
-        // One that the stream has no id for gets one from the upper half, which a guest that counts from 1 does not reach.
+        // One that the stream has no id for gets one from the upper half, which a guest that counts
+        // from 1 does not reach.
         self.span(step.id.unwrap_or(1 << 63 | at as u64))
     }
 

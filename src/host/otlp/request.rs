@@ -1,4 +1,5 @@
-//! An ExportTraceServiceRequest: its parts as types, and its two forms, OTLP/JSON and protobuf. Nothing here knows what a boot is.
+//! An ExportTraceServiceRequest: its parts as types, and its two forms, OTLP/JSON and protobuf.
+//! Nothing here knows what a boot is.
 
 use crate::host::views::protobuf::Message;
 use serde_json::{Value, json};
@@ -92,7 +93,8 @@ impl Request<'_> {
         out.write_all(b"]}]}]}\n")
     }
 
-    /// Protobuf, in as many requests as it takes for none to be much longer than `bytes`: receivers have limits.
+    /// Protobuf, in as many requests as it takes for none to be much longer than `bytes`: receivers
+    /// have limits.
     pub fn protobufs(self, bytes: usize) -> impl Iterator<Item = Part> {
         let Self { trace, resource, scope, spans } = self;
         let resource = move || resource.iter().fold(Message::default(), |m, a| m.message(1, attribute(a)));

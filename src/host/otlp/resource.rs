@@ -47,7 +47,8 @@ fn resource<'a>(environment: Option<&str>, asked: &[String], host: impl IntoIter
     Ok(resource)
 }
 
-/// `key=value` pairs with commas between them and values percent-encoded: the form of OpenTelemetry's variables.
+/// `key=value` pairs with commas between them and values percent-encoded: the form of
+/// OpenTelemetry's variables.
 pub fn encoded_pairs(text: &str) -> Result<Vec<(String, String)>> {
     let mut pairs = Vec::new();
     for text in text.split(',').filter(|text| !text.trim().is_empty()) {

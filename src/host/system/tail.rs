@@ -20,7 +20,8 @@ impl Tail {
     /// From the file's start. It has to be there.
     pub fn open(path: &Path) -> Result<Self> {
         let inotify = Inotify::init(InitFlags::IN_NONBLOCK | InitFlags::IN_CLOEXEC).context("inotify_init")?;
-        // The watch goes first: what is written between the two is read, and then only wakes once too often.
+        // The watch goes first: what is written between the two is read, and then only wakes once
+        // too often.
         inotify.add_watch(path, AddWatchFlags::IN_MODIFY).with_context(|| format!("watch {}", path.display()))?;
         let file = File::open(path).with_context(|| format!("open {}", path.display()))?;
         let changes = watch(inotify).context("watch inotify")?;

@@ -1,13 +1,17 @@
-//! A VM for the demo and the tests: QEMU, and vhost-device-vsock beside it, which needs no kernel module on the host.
+//! A VM for the demo and the tests: QEMU, and vhost-device-vsock beside it, which needs no kernel
+//! module on the host.
 //!
 //! Invariants:
-//! - Both processes end with [`Vm`], and with this process, however it ends: each has a thread of its own that starts it, waits for it and
-//!   reaps it. (The kernel's parent-death signal goes off when the *thread* that forked ends, so no other thread may do it.)
-//! - Nothing is polled: the socket is awaited by inotify, the end of a process through a pipe that closes.
+//! - Both processes end with [`Vm`], and with this process, however it ends: each has a thread of
+//!   its own that starts it, waits for it and reaps it. (The kernel's parent-death signal goes off
+//!   when the *thread* that forked ends, so no other thread may do it.)
+//! - Nothing is polled: the socket is awaited by inotify, the end of a process through a pipe that
+//!   closes.
 //! - A signal is only ever sent to a process that is not reaped yet.
 //!
-//! Not a VM manager: no network, disks only for reading, one serial console into a file, and the host side of vsock as unix sockets:
-//! what the guest connects to at host port P arrives at `<uds>_P`, which must listen by then.
+//! Not a VM manager: no network, disks only for reading, one serial console into a file, and the
+//! host side of vsock as unix sockets: what the guest connects to at host port P arrives at
+//! `<uds>_P`, which must listen by then.
 #![allow(unsafe_code, reason = "pre_exec: a VMM dies with its parent")]
 
 use anyhow::{Context, Result, bail};
@@ -62,11 +66,12 @@ const VSOCK_DEADLINE: Duration = Duration::from_secs(10);
 const UNIX_PATH_MAX: usize = 108;
 /// Length of `_` and the largest port, 4294967295.
 const PORT_SUFFIX: usize = 11;
-/// 2^46 bytes of guest physical addresses: 16 BARs of 128 GiB do not fit into QEMU's default of 40 bits.
+/// 2^46 bytes of guest physical addresses: 16 BARs of 128 GiB do not fit into QEMU's default of 40
+/// bits.
 const CPU: &str = "max,phys-bits=46";
 
-/// The unix socket that stands for the guest's vsock: connect to it and say `CONNECT <port>` to reach the guest; `<it>_<port>` is
-/// where the guest's own connections arrive.
+/// The unix socket that stands for the guest's vsock: connect to it and say `CONNECT <port>` to
+/// reach the guest; `<it>_<port>` is where the guest's own connections arrive.
 pub fn uds_path(work_dir: &Path) -> PathBuf {
     work_dir.join("vsock")
 }
@@ -80,9 +85,10 @@ impl Vm {
         }
     }
 
-    /// Starts vhost-device-vsock (if asked for), then QEMU. Fails when a file is not there, a program cannot be started, vhost-device-vsock
-    /// does not listen in time, or the work directory's path is too long for a unix socket in it (about 90 bytes).
-    /// That QEMU itself dislikes its command line shows as an early exit; its words are in `work_dir/qemu.log`.
+    /// Starts vhost-device-vsock (if asked for), then QEMU. Fails when a file is not there, a
+    /// program cannot be started, vhost-device-vsock does not listen in time, or the work
+    /// directory's path is too long for a unix socket in it (about 90 bytes). That QEMU itself
+    /// dislikes its command line shows as an early exit; its words are in `work_dir/qemu.log`.
     pub fn start(config: &VmConfig) -> Result<Vm> {
         for (what, path) in [("kernel", &config.kernel), ("initrd", &config.initrd)] {
             File::open(path).with_context(|| format!("vm: open {what} {}", path.display()))?;
@@ -120,7 +126,8 @@ impl Vm {
         self.wait(Duration::ZERO)
     }
 
-    /// Waits until QEMU ends (the guest has powered off or reset, or it was killed), at most `timeout`; None: it still runs.
+    /// Waits until QEMU ends (the guest has powered off or reset, or it was killed), at most
+    /// `timeout`; None: it still runs.
     pub fn wait(&mut self, timeout: Duration) -> Result<Option<ExitStatus>> {
         self.qemu.wait(timeout)
     }
@@ -131,7 +138,8 @@ impl Vm {
     }
 }
 
-/// Whether KVM can be used: /dev/kvm may exist and open where it does not work, so the CPU must say that it virtualises.
+/// Whether KVM can be used: /dev/kvm may exist and open where it does not work, so the CPU must say
+/// that it virtualises.
 pub fn kvm_works() -> bool {
     let cpuinfo = fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
     cpu_virtualises(&cpuinfo) && File::options().read(true).write(true).open("/dev/kvm").is_ok()
@@ -165,7 +173,8 @@ fn start_vsock(program: &Path, vhost_user: &Path, uds: &Path, work_dir: &Path) -
     command.arg("--vm").arg(format!("guest-cid={GUEST_CID},socket={},uds-path={}", vhost_user.display(), uds.display()));
     let log = work_dir.join("vhost-device-vsock.log");
     let process = Process::start("vhost-device-vsock", command, &log).with_context(|| format!("vm: start {}", program.display()))?;
-    // bind() makes the file, listen() follows within microseconds; QEMU needs many milliseconds before it connects.
+    // bind() makes the file, listen() follows within microseconds; QEMU needs many milliseconds
+    // before it connects.
     let deadline = Instant::now() + VSOCK_DEADLINE;
     while !vhost_user.exists() {
         if let Some(status) = process.wait(Duration::ZERO)? {
@@ -186,7 +195,8 @@ fn qemu_arguments(config: &VmConfig, console: &Path, vhost_user: Option<&Path>, 
     let mut add = |name: &str, value: String| arguments.extend([name.to_string(), value]);
     add("-accel", if kvm { "kvm" } else { "tcg,thread=multi" }.into());
     add("-machine", "q35,memory-backend=ram".into());
-    // vhost-device-vsock reads and writes the guest's rings in place, so the memory must be a shared file.
+    // vhost-device-vsock reads and writes the guest's rings in place, so the memory must be a
+    // shared file.
     add("-object", format!("memory-backend-memfd,id=ram,size={}M,share=on", config.memory_mib));
     add("-m", format!("{}M", config.memory_mib));
     add("-smp", config.cpus.to_string());
@@ -229,7 +239,8 @@ impl FileWatch {
         Ok(FileWatch(inotify))
     }
 
-    /// Returns when something appeared, `other` is ready, or the time is over; the caller looks which.
+    /// Returns when something appeared, `other` is ready, or the time is over; the caller looks
+    /// which.
     fn wait(&self, other: BorrowedFd<'_>, timeout: Duration) -> Result<()> {
         poll_until(&mut [PollFd::new(self.0.as_fd(), PollFlags::POLLIN), PollFd::new(other, PollFlags::POLLIN)], timeout)?;
         match self.0.read_events() {
@@ -259,7 +270,8 @@ impl Process {
         let output = File::create(log).with_context(|| format!("create {}", log.display()))?;
         command.stdin(Stdio::null()).stdout(output.try_clone()?).stderr(output);
         let parent = getpid();
-        // SAFETY: between fork and exec only prctl and getppid are called, both async-signal-safe; nothing is allocated or locked.
+        // SAFETY: between fork and exec only prctl and getppid are called, both async-signal-safe;
+        // nothing is allocated or locked.
         unsafe {
             command.pre_exec(move || {
                 nix::sys::prctl::set_pdeathsig(Signal::SIGKILL)?;
@@ -304,7 +316,8 @@ impl Process {
     }
 
     fn kill(&self) {
-        // Under the lock, so that it is not reaped (and its number not given to another) in between.
+        // Under the lock, so that it is not reaped (and its number not given to another) in
+        // between.
         if let State::Running(pid) = *self.state.lock().unwrap_or_else(PoisonError::into_inner) {
             // It cannot fail: the process is ours and at worst a zombie.
             let _ = kill(pid, Signal::SIGKILL);
@@ -324,7 +337,8 @@ impl Drop for Process {
 
 /// Waits for the end of a process, then reaps it while nobody can send it a signal.
 fn reap(pid: Pid, mut child: Child, state: &Mutex<State>) {
-    // WNOWAIT leaves it a zombie. An error (it cannot be but EINTR) only makes the lock be held while waiting.
+    // WNOWAIT leaves it a zombie. An error (it cannot be but EINTR) only makes the lock be held
+    // while waiting.
     while waitid(Id::Pid(pid), WaitPidFlag::WEXITED | WaitPidFlag::WNOWAIT) == Err(Errno::EINTR) {}
     let mut state = state.lock().unwrap_or_else(PoisonError::into_inner);
     if let Ok(status) = child.wait() {

@@ -1,16 +1,20 @@
-//! A guest's image as a disk: which file system its root is, and where it lies in the file. Told by a partition table's entries and by magic numbers.
+//! A guest's image as a disk: which file system its root is, and where it lies in the file. Told by
+//! a partition table's entries and by magic numbers.
 //!
-//! The file system itself is not read, only searched for bytes. Hostile: every number is held against the file's length.
+//! The file system itself is not read, only searched for bytes. Hostile: every number is held
+//! against the file's length.
 
 use crate::elf::ReadAt;
 use memchr::memmem;
 use std::io;
 
-/// Of tables that Kata's image builder writes; QEMU and Cloud Hypervisor give disks of such sectors.
+/// Of tables that Kata's image builder writes; QEMU and Cloud Hypervisor give disks of such
+/// sectors.
 const SECTOR: u64 = 512;
 /// What ends the first sector of a disk with an MBR, and where.
 const MBR_MARK: (u64, [u8; 2]) = (510, [0x55, 0xaa]);
-/// Of an MBR: where entries begin, how long they are, and the type of the one that stands for a GPT.
+/// Of an MBR: where entries begin, how long they are, and the type of the one that stands for a
+/// GPT.
 const MBR_ENTRIES: u64 = 446;
 const MBR_ENTRY: u64 = 16;
 const MBR_OF_GPT: u8 = 0xee;
@@ -22,7 +26,8 @@ const SEARCHED: usize = 1 << 20;
 /// Magic numbers from the beginning of a file system.
 const EROFS: (u64, [u8; 4]) = (1024, [0xe2, 0xe1, 0xf5, 0xe0]);
 const EXT: (u64, [u8; 2]) = (1024 + 0x38, [0x53, 0xef]);
-/// What is neither an archive nor a disk with such a root, by what it is known, and whether a disk could be it.
+/// What is neither an archive nor a disk with such a root, by what it is known, and whether a disk
+/// could be it.
 const OTHERS: &[(u64, &[u8], &str, bool)] = &[
     (0, b"hsqs", "a squashfs file system", true),
     (0, b"XFSB", "an xfs file system", true),
@@ -182,7 +187,8 @@ fn file_system(file: &(impl ReadAt + ?Sized), start: u64) -> io::Result<Option<F
     })
 }
 
-/// The first partition: of which table, from which byte on, how many bytes, and whether there is a second.
+/// The first partition: of which table, from which byte on, how many bytes, and whether there is a
+/// second.
 fn partition(file: &(impl ReadAt + ?Sized)) -> io::Result<Option<(Table, u64, u64, bool)>> {
     if !has(file, MBR_MARK.0, &MBR_MARK.1)? {
         return Ok(None);

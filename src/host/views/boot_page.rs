@@ -20,7 +20,8 @@ pub(crate) fn page(file: &BootFile, agent: &[AgentLine], boot: &Boot, verbose: b
     String::from_utf8(out).context("a page is ASCII")
 }
 
-/// The same row by row: a boot can have as many as a reader keeps records, each of several thousand characters.
+/// The same row by row: a boot can have as many as a reader keeps records, each of several thousand
+/// characters.
 pub fn write_page(out: &mut dyn Write, file: &BootFile, agent: &[AgentLine], boot: &Boot, verbose: bool, screen: Screen) -> io::Result<()> {
     let table = Table { screen };
     if let Some(header) = &file.header {
@@ -114,7 +115,8 @@ mod tests {
     use std::fs::File;
 
     const BOOT: &str = "hand-made-3-gpus-one-fails";
-    /// A boot of the simulator guest in QEMU without KVM, as the collector wrote it; of its console, the agent's lines.
+    /// A boot of the simulator guest in QEMU without KVM, as the collector wrote it; of its
+    /// console, the agent's lines.
     const RECORDED: &str = "recorded-8-gpus-fast-host";
 
     fn fixture_of(boot: &str) -> (BootFile, Vec<AgentLine>) {
@@ -164,7 +166,8 @@ mod tests {
         assert!(error.contains("does not say which sandbox"), "{error}");
     }
 
-    /// A boot with kata-agent 4.1.0 for real, in the simulator guest; of its console, the agent's lines, as they were torn.
+    /// A boot with kata-agent 4.1.0 for real, in the simulator guest; of its console, the agent's
+    /// lines, as they were torn.
     fn of_a_real_agent(what: &str) -> (BootFile, Vec<AgentLine>) {
         let path = tests_dir(&format!("fixtures/agent/kata-agent-4.1.0-{what}.ndjson"));
         (read_boot(&path).unwrap(), agent_log::of_boot(&path, None, None).unwrap())

@@ -1,4 +1,5 @@
-//! Tables of text: columns as wide as they must be; the last one takes what is left of a terminal, and is cut there.
+//! Tables of text: columns as wide as they must be; the last one takes what is left of a terminal,
+//! and is cut there.
 
 use crate::host::data::text::{Ink, Screen, seconds};
 

@@ -15,7 +15,8 @@ struct Column {
     cell: fn(&Facts, &Facts) -> Option<String>,
 }
 
-/// Columns after the GPU's number and address, in the order in which people ask. The second argument is the confidential state.
+/// Columns after the GPU's number and address, in the order in which people ask. The second
+/// argument is the confidential state.
 const COLUMNS: [Column; 15] = [
     Column { head: "Model", right: false, cell: |gpu, _| gpu.text("model").map(cell) },
     Column { head: "MIG", right: true, cell: |gpu, _| gpu.text("mig").map(|list| list.split(',').count().to_string()) },
@@ -117,7 +118,8 @@ const NONE: &str = "-";
 /// Health of all GPUs as a table: only columns in which some GPU has a value.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct HealthTable {
-    /// Heads, and whether the column is aligned to the right. The first two are the GPU's number and address.
+    /// Heads, and whether the column is aligned to the right. The first two are the GPU's number
+    /// and address.
     pub heads: Vec<(&'static str, bool)>,
     /// In the order of the boot's GPUs; the flag says that something is wrong with this one.
     pub rows: Vec<(bool, Vec<String>)>,
@@ -161,8 +163,9 @@ impl HealthTable {
         (!table.rows.is_empty() || !table.sentences.is_empty()).then_some(table)
     }
 
-    /// Columns as groups that each fit into `width` characters, `gap` of them between two columns: indices with their widths. Every group
-    /// begins with the GPU's number. One group where there is no width.
+    /// Columns as groups that each fit into `width` characters, `gap` of them between two columns:
+    /// indices with their widths. Every group begins with the GPU's number. One group where there
+    /// is no width.
     pub fn groups(&self, width: Option<usize>, gap: usize) -> Vec<Vec<(usize, usize)>> {
         let widest = |column: usize| self.rows.iter().filter_map(|(_, cells)| Some(cells.get(column)?.len())).max().unwrap_or(0);
         let columns: Vec<(usize, usize)> = self.heads.iter().enumerate().map(|(at, (head, _))| (at, head.len().max(widest(at)))).collect();

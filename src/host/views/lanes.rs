@@ -1,6 +1,7 @@
 //! Lanes: one per side and one per GPU, and in each as many rows as steps are in it at once.
 //!
-//! Steps of one row do not overlap, so a row is also a valid track for programs that draw nested slices.
+//! Steps of one row do not overlap, so a row is also a valid track for programs that draw nested
+//! slices.
 
 use super::drawn::{Mark, Step};
 use super::rows::Side;
@@ -10,7 +11,8 @@ use crate::pci::PciAddress;
 use std::cmp::Reverse;
 use std::collections::{BTreeSet, BinaryHeap, HashMap};
 
-/// GPUs that get a lane of their own; the marks and steps of more share one. No machine has more, but a stream can say so.
+/// GPUs that get a lane of their own; the marks and steps of more share one. No machine has more,
+/// but a stream can say so.
 pub const MAX_GPU_LANES: usize = 64;
 
 /// The sides in the order in which they hand over to each other.
@@ -35,7 +37,8 @@ pub enum LaneOf {
     OtherGpus,
 }
 
-/// Makes the lanes that are needed, and gives every step and mark its place. `steps` are in order of their beginning.
+/// Makes the lanes that are needed, and gives every step and mark its place. `steps` are in order
+/// of their beginning.
 pub fn arrange(boot: &Boot, steps: &mut [Step], marks: &mut [Mark]) -> Vec<Lane> {
     let used = |side| steps.iter().any(|s| s.gpu.is_none() && s.side == side) || marks.iter().any(|m| m.gpu.is_none() && m.side == side);
     let lane = |name: String, of| Lane { name, of, rows: 1 };

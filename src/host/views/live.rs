@@ -1,8 +1,10 @@
-//! The live view: rows as they happen, in the order in which they happened, and a word about what everybody waits for.
+//! The live view: rows as they happen, in the order in which they happened, and a word about what
+//! everybody waits for.
 //!
-//! No I/O and no clock of its own: news and the time go in, lines come out. A row is held for [`HOLD`] after it came, because the stream
-//! and the console bring the same moments with different delays; then it and everything older is printed. After [`SILENCE`] without a row
-//! it says what is still going on, then again each time the silence has doubled.
+//! No I/O and no clock of its own: news and the time go in, lines come out. A row is held for
+//! [`HOLD`] after it came, because the stream and the console bring the same moments with different
+//! delays; then it and everything older is printed. After [`SILENCE`] without a row it says what is
+//! still going on, then again each time the silence has doubled.
 
 use super::rows::{Row, Tracker};
 use super::table::Table;
@@ -80,7 +82,8 @@ impl Live {
         self.hold(row, now);
     }
 
-    /// A sample of the guest's clock; placed agent lines get their time from it when the guest sent no `clock` event.
+    /// A sample of the guest's clock; placed agent lines get their time from it when the guest sent
+    /// no `clock` event.
     pub fn clock(&mut self, sample: Sample) {
         self.host_clock.add(sample);
     }
@@ -95,8 +98,8 @@ impl Live {
         }
     }
 
-    /// When an agent line that came then is shown without a `clock` event. Not before the stream has begun: until then there is no time
-    /// that it could be shown at.
+    /// When an agent line that came then is shown without a `clock` event. Not before the stream
+    /// has begun: until then there is no time that it could be shown at.
     fn place_deadline(&self, came: Instant) -> Option<Instant> {
         self.began.map(|began| began.max(came) + PLACE_DEADLINE)
     }
@@ -152,7 +155,8 @@ impl Live {
         lines
     }
 
-    /// The older half of the rows where more are held than a boot ever has at once: a file that is read from its beginning.
+    /// The older half of the rows where more are held than a boot ever has at once: a file that is
+    /// read from its beginning.
     pub fn spill(&mut self) -> Vec<String> {
         let mut lines = Vec::new();
         if self.held.len() >= MAX_HELD {

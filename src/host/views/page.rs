@@ -1,7 +1,9 @@
-//! `--html`: one page that needs nothing else. The words above the picture are written here, picture and table are drawn by page.js.
+//! `--html`: one page that needs nothing else. The words above the picture are written here,
+//! picture and table are drawn by page.js.
 //!
-//! Safe by three means, each enough by itself: texts are printable ASCII before they come here; what goes into HTML is escaped, what goes into the
-//! page's JSON has no `<`, `>` or `&`; and the page's content security policy runs the one script and uses the styles whose hashes it names,
+//! Safe by three means, each enough by itself: texts are printable ASCII before they come here;
+//! what goes into HTML is escaped, what goes into the page's JSON has no `<`, `>` or `&`; and the
+//! page's content security policy runs the one script and uses the styles whose hashes it names,
 //! and loads nothing.
 
 use super::health_table::HealthTable;
@@ -27,9 +29,11 @@ const PAGE: &str = include_str!("page.html");
 const STYLE: &str = include_str!("page.css");
 const SCRIPT: &str = include_str!("page.js");
 
-/// Steps, and marks, that a page takes: a browser draws that many without effort. What was left out is said; details go first.
+/// Steps, and marks, that a page takes: a browser draws that many without effort. What was left out
+/// is said; details go first.
 const MAX_SHOWN: usize = 20_000;
-/// Characters of the health table beside each other: a page of the usual width shows them without scrolling.
+/// Characters of the health table beside each other: a page of the usual width shows them without
+/// scrolling.
 const HEALTH_WIDTH: usize = 130;
 /// Rows of one lane that are drawn; steps beyond share the last one.
 const MAX_ROWS: usize = 40;
@@ -62,8 +66,8 @@ pub fn write(timeline: &Waterfall, out: &mut dyn Write) -> io::Result<()> {
     fill(out, &values, |out| data(timeline, &shown, out))
 }
 
-/// Puts values into the page's `{name}` places, and what `data` writes into that of this name. Values are not looked at again: no text of a guest is
-/// ever taken for a place.
+/// Puts values into the page's `{name}` places, and what `data` writes into that of this name.
+/// Values are not looked at again: no text of a guest is ever taken for a place.
 fn fill(out: &mut dyn Write, values: &[(&str, String)], data: impl Fn(&mut dyn Write) -> io::Result<()>) -> io::Result<()> {
     let mut rest = PAGE;
     while let Some((before, after)) = rest.split_once('{') {
@@ -79,7 +83,8 @@ fn fill(out: &mut dyn Write, values: &[(&str, String)], data: impl Fn(&mut dyn W
     out.write_all(rest.as_bytes())
 }
 
-/// JSON that can stand in a script element: nothing in it ends the element, starts a comment or ends a line of an older JavaScript.
+/// JSON that can stand in a script element: nothing in it ends the element, starts a comment or
+/// ends a line of an older JavaScript.
 fn for_script(json: &Value) -> String {
     let mut out = String::new();
     // These characters stand in JSON only within strings, where an escape means the same.

@@ -1,11 +1,14 @@
 //! `--perfetto`: a trace of Perfetto's own format, for ui.perfetto.dev and trace_processor.
 //!
-//! A track per side and per GPU below one track for the boot; a lane with several rows has a child track of its name per row, since slices of
-//! one track must nest. Timestamps are the guest's BOOTTIME, which is the trace's primary clock; clock snapshots put REALTIME of the host beside
-//! it. Steps are slices, `after` edges flows, the critical path a track of its own, usable and published GPUs counters. A step that never
-//! ended has no end event, which the viewer draws as unfinished.
+//! A track per side and per GPU below one track for the boot; a lane with several rows has a child
+//! track of its name per row, since slices of one track must nest. Timestamps are the guest's
+//! BOOTTIME, which is the trace's primary clock; clock snapshots put REALTIME of the host beside
+//! it. Steps are slices, `after` edges flows, the critical path a track of its own, usable and
+//! published GPUs counters. A step that never ended has no end event, which the viewer draws as
+//! unfinished.
 //!
-//! Field numbers are those of perfetto's protos/perfetto/trace; a test parses the file with the official ones.
+//! Field numbers are those of perfetto's protos/perfetto/trace; a test parses the file with the
+//! official ones.
 
 use super::protobuf::Message;
 use super::waterfall::{Mark, Step, Waterfall, level};
@@ -82,7 +85,8 @@ const PUBLISHED: u64 = 3;
 const USABLE: u64 = 4;
 const FIRST_LANE: u64 = 0x100;
 const LANES: u64 = 0x1_0000;
-/// Rows of a lane that get a track; what else is open at the same time shares the last one. No boot has that many.
+/// Rows of a lane that get a track; what else is open at the same time shares the last one. No boot
+/// has that many.
 const MAX_ROWS: usize = 0x1000;
 
 /// The whole file.
@@ -90,13 +94,15 @@ pub fn write(timeline: &Waterfall, out: &mut dyn Write) -> io::Result<()> {
     let mut trace = Trace { out, done: Ok(()), id: track_base(timeline) };
     trace.clocks(timeline);
     trace.tracks(timeline);
-    // (time, what ends before what begins, order): readers want a track's events nested, whatever has the same time.
+    // (time, what ends before what begins, order): readers want a track's events nested, whatever
+    // has the same time.
     let mut events: Vec<(u64, u8, Event)> = Vec::new();
     let flows = flows(timeline);
     for (i, step) in timeline.steps.iter().enumerate() {
         let (begin_ns, end_ns) = (step.begin_ns, step.end_ns.filter(|_| !step.begin_lost));
         match end_ns {
-            // Of no length or of a lost beginning: an instant, since its end would come before its beginning.
+            // Of no length or of a lost beginning: an instant, since its end would come before its
+            // beginning.
             Some(end_ns) if end_ns > begin_ns => events.extend([(begin_ns, 1, Event::Begin(i)), (end_ns, 0, Event::End(i))]),
             None if !step.begin_lost => events.push((begin_ns, 1, Event::Begin(i))),
             _ => events.push((begin_ns, 1, Event::Instant(i))),
@@ -125,7 +131,8 @@ pub fn write(timeline: &Waterfall, out: &mut dyn Write) -> io::Result<()> {
     trace.done
 }
 
-/// What an event is made of when its turn comes: texts of all of them at once are many times the boot's file.
+/// What an event is made of when its turn comes: texts of all of them at once are many times the
+/// boot's file.
 enum Event<'a> {
     /// Of the step with this number.
     Begin(usize),
@@ -173,7 +180,8 @@ impl Trace<'_> {
         for sample in &timeline.samples {
             let realtime = sample.offset_ns.checked_add_unsigned(sample.boottime_ns).and_then(|ns| u64::try_from(ns).ok());
             let Some(realtime) = realtime.filter(|_| sample.boottime_ns <= MAX_TIME) else { continue };
-            // Readers refuse clocks that go backwards; the samples' bounds overlap where that looks so.
+            // Readers refuse clocks that go backwards; the samples' bounds overlap where that looks
+            // so.
             if last.is_some_and(|(b, r)| sample.boottime_ns <= b || realtime <= r) {
                 continue;
             }

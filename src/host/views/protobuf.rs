@@ -1,4 +1,5 @@
-//! Protocol buffers, the writing half of the wire format: as much of it as [`super::perfetto`] and the OTLP requests need.
+//! Protocol buffers, the writing half of the wire format: as much of it as [`super::perfetto`] and
+//! the OTLP requests need.
 
 /// A message under construction.
 #[derive(Default)]

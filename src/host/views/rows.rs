@@ -1,7 +1,9 @@
-//! Records and agent lines into the rows that people read: whose side it happened on, what, how long, and whether it is a detail.
+//! Records and agent lines into the rows that people read: whose side it happened on, what, how
+//! long, and whether it is a detail.
 //!
-//! [`Tracker`] takes records one by one, as they arrive or sorted, and remembers only what later rows need: open spans and the GPUs' numbers.
-//! Texts in a [`Row`] are printable ASCII, whatever the guest sent.
+//! [`Tracker`] takes records one by one, as they arrive or sorted, and remembers only what later
+//! rows need: open spans and the GPUs' numbers. Texts in a [`Row`] are printable ASCII, whatever
+//! the guest sent.
 
 use crate::events::catalogue::{Owner, Rank, row_of};
 use crate::events::names;
@@ -14,7 +16,8 @@ use crate::host::data::text;
 use crate::pci::PciAddress;
 use std::collections::{BTreeMap, HashMap, HashSet};
 
-/// Open spans that are remembered. A boot has some dozen; a guest that opens them without end gets no duration for the rest.
+/// Open spans that are remembered. A boot has some dozen; a guest that opens them without end gets
+/// no duration for the rest.
 const MAX_OPEN: usize = 4096;
 /// GPUs that are remembered: the index names and times of more are not shown.
 const MAX_GPUS: usize = 256;
@@ -291,7 +294,8 @@ fn what(record: &Record, begun: &str) -> String {
     what
 }
 
-/// The state of a GPU in few words, the same ones in the same order for each GPU; exports have every field.
+/// The state of a GPU in few words, the same ones in the same order for each GPU; exports have
+/// every field.
 fn health_text(record: &Record) -> String {
     let number = |name: &str| record.fields.get(name).and_then(Field::as_u64);
     let shown = |name: &str| record.fields.get(name).map(|value| text::printable_start(value.shown().as_bytes(), MAX_VALUE));
@@ -318,8 +322,8 @@ fn health_text(record: &Record) -> String {
 /// Fields of a GPU's records that its columns show, or that mean something only to the init.
 const OF_GPUS: [&str; 3] = ["index", "inode", "bind_inode"];
 
-/// ` key=value key="two words"`, as far as the columns and the error do not say it. A field that has the record's name comes first, as
-/// ` value`.
+/// ` key=value key="two words"`, as far as the columns and the error do not say it. A field that
+/// has the record's name comes first, as ` value`.
 fn fields_text(record: &Record) -> String {
     let mut out = String::new();
     if let Some(value) = record.fields.get(&record.name) {

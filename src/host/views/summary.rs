@@ -1,4 +1,5 @@
-//! What a boot came to: one line per GPU, the containers, the milestones, and everything that is wrong with the record of it.
+//! What a boot came to: one line per GPU, the containers, the milestones, and everything that is
+//! wrong with the record of it.
 
 use super::health_table::HealthTable;
 use crate::host::boot::model::{Boot, ClockSummary, Container, Failure, Gpu, OpenStep, Step};
@@ -118,12 +119,14 @@ fn approximately(time_ns: u64, approximate: bool) -> String {
 
 const GPU_HEAD: [&str; 7] = ["GPU", "ADDRESS", "FOUND", "ENABLED", "BOUND", "PUBLISHED", "USABLE"];
 
-/// One line per GPU, columns as wide as they must be and the terminal lets them, and what went wrong below its GPU.
+/// One line per GPU, columns as wide as they must be and the terminal lets them, and what went
+/// wrong below its GPU.
 fn gpu_table(gpus: &[Gpu], screen: &Screen) -> Vec<String> {
     let rows: Vec<[String; 7]> = gpus.iter().map(gpu_cells).collect();
     let width = |column: usize| rows.iter().map(|r| r[column].len()).chain([GPU_HEAD[column].len()]).max().unwrap_or(0);
     let widths: [usize; 7] = std::array::from_fn(width);
-    // In a narrow terminal without the time at which all GPUs were found, which is one for most, and with less between columns.
+    // In a narrow terminal without the time at which all GPUs were found, which is one for most,
+    // and with less between columns.
     let whole = widths.iter().sum::<usize>() + 2 * (widths.len() - 1);
     let narrow = screen.width.is_some_and(|width| width < whole);
     let line = |cells: [&str; 7]| {
@@ -149,7 +152,8 @@ fn gpu_table(gpus: &[Gpu], screen: &Screen) -> Vec<String> {
     out
 }
 
-/// Health of the GPUs, in as many tables below each other as the terminal needs, then what is wrong.
+/// Health of the GPUs, in as many tables below each other as the terminal needs, then what is
+/// wrong.
 fn health_lines(table: &HealthTable, screen: &Screen) -> Vec<String> {
     let mut out = Vec::new();
     for group in table.groups(screen.width, HEALTH_GAP.len()) {

@@ -1,4 +1,5 @@
-//! `--svg`: the waterfall as a static picture. Dark and light by the reader's own wish; text is text.
+//! `--svg`: the waterfall as a static picture. Dark and light by the reader's own wish; text is
+//! text.
 
 use super::lanes::LaneOf;
 use super::markup::{headline, html, milestones, shape_of};

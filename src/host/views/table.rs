@@ -44,7 +44,8 @@ impl Table {
         self.screen.paint(Ink::Bold, &head)
     }
 
-    /// The row as one line or, on a terminal that is too narrow for it, several. `last_ns`: the time of the row above.
+    /// The row as one line or, on a terminal that is too narrow for it, several. `last_ns`: the
+    /// time of the row above.
     pub fn lines(&self, row: &Row, last_ns: Option<u64>) -> Vec<String> {
         let width = self.what_width();
         let mut pieces = match self.screen.width {
@@ -89,7 +90,8 @@ pub fn gpu_text(gpu: &GpuName) -> String {
     format!("{index:>2} {}", gpu.address)
 }
 
-/// Pieces of at most `width` characters, cut at spaces where there are any; at most [`MAX_LINES`], the last one ending in `...` then.
+/// Pieces of at most `width` characters, cut at spaces where there are any; at most [`MAX_LINES`],
+/// the last one ending in `...` then.
 fn wrap(text: &str, width: usize) -> Vec<String> {
     debug_assert!(text.is_ascii(), "rows are printable ASCII");
     let mut pieces = Vec::new();

@@ -1,9 +1,11 @@
 //! A boot as lanes, steps and marks: what every format of `export` writes.
 //!
-//! Times are ns on the guest's boot clock. Every text is printable ASCII and bounded, whatever the guest sent. Steps are the spans of the stream
-//! and, told apart by having no span id, those that the account of the boot works out from other records; the critical path is the account's, too.
-//! Wall-clock times are by one clock sample, the best of the boot, so that differences of them are those of the boot clock; their bounds are by all
-//! samples, and hold where the host's clock was stepped, too.
+//! Times are ns on the guest's boot clock. Every text is printable ASCII and bounded, whatever the
+//! guest sent. Steps are the spans of the stream and, told apart by having no span id, those that
+//! the account of the boot works out from other records; the critical path is the account's, too.
+//! Wall-clock times are by one clock sample, the best of the boot, so that differences of them are
+//! those of the boot clock; their bounds are by all samples, and hold where the host's clock was
+//! stepped, too.
 
 use super::drawn::{MAX_VALUE, field_text};
 pub use super::drawn::{Mark, Step};
@@ -128,7 +130,8 @@ impl Waterfall {
                 })
             })
             .collect();
-        // These formats begin with the kernel's clock: a step before it would be one that took no time.
+        // These formats begin with the kernel's clock: a step before it would be one that took no
+        // time.
         let worked_out = account.steps.iter().enumerate().filter(|(_, step)| step.span.is_none() && step.begin_ns >= 0);
         steps.extend(worked_out.map(|(i, step)| derived(i, step, &account.steps, &boot, on_path.contains(&i))));
         steps.sort_by_key(|step| (step.begin_ns, std::cmp::Reverse(step.end_ns.unwrap_or(u64::MAX)), step.id));
@@ -163,7 +166,8 @@ impl Waterfall {
         self.boot.clock.best
     }
 
-    /// The host's wall clock at a time of the guest, with its bound: as far as it may be from what all samples say together.
+    /// The host's wall clock at a time of the guest, with its bound: as far as it may be from what
+    /// all samples say together.
     pub fn wall_at(&self, boottime_ns: u64) -> Option<Wall> {
         let realtime_ns = self.sample()?.offset_ns.checked_add(i64::try_from(boottime_ns).ok()?)?;
         let known = self.clock.wall_at(boottime_ns)?;
@@ -342,7 +346,8 @@ fn guest_offset(records: &[Record]) -> Option<i64> {
 fn words(boot: &Boot, marks: &[Mark]) -> BTreeMap<PciAddress, Vec<String>> {
     let mut words = BTreeMap::new();
     let of_driver: Vec<&Mark> = marks.iter().filter(|m| m.side == Side::Driver && m.name == "kmsg" && !m.detail).collect();
-    // As many as have a lane: a stream may name any number of GPUs, and each is looked for in every line.
+    // As many as have a lane: a stream may name any number of GPUs, and each is looked for in every
+    // line.
     let unusable = boot.gpus.iter().filter(|gpu| gpu.failed.is_some() || gpu.still.is_some()).take(lanes::MAX_GPU_LANES);
     for gpu in unusable {
         let address = gpu.address.to_string();
@@ -355,7 +360,8 @@ fn words(boot: &Boot, marks: &[Mark]) -> BTreeMap<PciAddress, Vec<String>> {
     words
 }
 
-/// The end of the boot: it is settled, and the last container it waited for is there. Of a boot that is not settled, the end of the stream.
+/// The end of the boot: it is settled, and the last container it waited for is there. Of a boot
+/// that is not settled, the end of the stream.
 fn boot_end(boot: &Boot, steps: &[Step], end_ns: u64) -> u64 {
     let Some(settled_ns) = boot.settled_ns else { return end_ns };
     let begun = steps.iter().filter(|step| step.begin_ns <= settled_ns);

@@ -1,4 +1,5 @@
-//! Tests of all formats at once: golden files, and what holds for any boot, however broken or hostile.
+//! Tests of all formats at once: golden files, and what holds for any boot, however broken or
+//! hostile.
 
 use super::{Format, bytes};
 use crate::host::data::agent_log;
@@ -145,7 +146,8 @@ fn every_cut_of_a_boot_can_be_written() {
     }
 }
 
-/// Texts that try to be more than text, times that no clock has, edges in circles, steps without end or beginning, hundreds of GPUs.
+/// Texts that try to be more than text, times that no clock has, edges in circles, steps without
+/// end or beginning, hundreds of GPUs.
 fn hostile(records: u64) -> Vec<u8> {
     let evil = r#"</script><script>pwn()</script><img src=x onerror=pwn()><!--\u2028\u202e\u001b[2J]]>\"'=cmd|' /C calc'!A0"#;
     let mut out = format!(

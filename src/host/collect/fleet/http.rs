@@ -1,8 +1,9 @@
 //! `GET /metrics` over HTTP/1.1, for Prometheus: one request per connection.
 //!
-//! Whoever can reach the port may be hostile: connections, header bytes, headers and time have limits, bodies are not read, and nothing of a request
-//! is repeated in an answer. A scrape costs one look at the counters, whoever asks. Where the connections are used up a new one takes the place of the one
-//! that has been without a request the longest: slow clients lock nobody out.
+//! Whoever can reach the port may be hostile: connections, header bytes, headers and time have
+//! limits, bodies are not read, and nothing of a request is repeated in an answer. A scrape costs
+//! one look at the counters, whoever asks. Where the connections are used up a new one takes the
+//! place of the one that has been without a request the longest: slow clients lock nobody out.
 
 use super::exposition;
 use super::shared::Shared;
@@ -25,16 +26,19 @@ use tokio::task::{AbortHandle, JoinSet};
 
 /// Where they are.
 pub const PATH: &str = "/metrics";
-/// Connections at once: a few Prometheus servers, and a person with curl; and so many that a crowd cannot push out a request on its way.
+/// Connections at once: a few Prometheus servers, and a person with curl; and so many that a crowd
+/// cannot push out a request on its way.
 const MAX_CONNECTIONS: usize = 64;
-/// Longest request line with all headers, in bytes; Prometheus sends some 200. No smaller buffer is possible with this parser.
+/// Longest request line with all headers, in bytes; Prometheus sends some 200. No smaller buffer is
+/// possible with this parser.
 const MAX_HEAD: usize = 8192;
 const MAX_HEADERS: usize = 32;
 /// In which a request has to be there.
 const HEAD_DEADLINE: Duration = Duration::from_secs(5);
 /// In which everything has to be over: what Prometheus gives a scrape by default.
 const DEADLINE: Duration = Duration::from_secs(10);
-/// Pause after accept() failed for want of memory or descriptors: those come back by themselves, not by an event.
+/// Pause after accept() failed for want of memory or descriptors: those come back by themselves,
+/// not by an event.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 
 const TEXT: HeaderValue = HeaderValue::from_static("text/plain; charset=utf-8");
@@ -73,7 +77,8 @@ pub async fn serve(listener: tokio::net::TcpListener, shared: Arc<Shared>) {
                 let (shared, asked) = (shared.clone(), Arc::new(AtomicBool::new(false)));
                 let noted = asked.clone();
                 open.push(Open { asked, task: answering.spawn(async move { answer(stream, &shared, &noted).await }) });
-                // Its request is there in most cases: it is looked at before a crowd can push it out.
+                // Its request is there in most cases: it is looked at before a crowd can push it
+                // out.
                 tokio::task::yield_now().await;
             }
             Err(_) => {

@@ -1,7 +1,9 @@
-//! Boots that are over, for engines that watch a fleet: spans pushed to an OTLP receiver, numbers for Prometheus.
+//! Boots that are over, for engines that watch a fleet: spans pushed to an OTLP receiver, numbers
+//! for Prometheus.
 //!
-//! On a thread of its own that nobody waits for: it takes from [`Ends`](super::ends::Ends) which boots are over, reads their files like any
-//! reader command, and keeps only ids in its queue. Receiving, writing and keeping never wait for it, and have the processor before it
+//! On a thread of its own that nobody waits for: it takes from [`Ends`](super::ends::Ends) which
+//! boots are over, reads their files like any reader command, and keeps only ids in its queue.
+//! Receiving, writing and keeping never wait for it, and have the processor before it
 //! ([`give_way`]); what it cannot do is counted and said.
 
 pub mod alerts; // rules for Prometheus
@@ -34,7 +36,8 @@ use tokio::task::{JoinSet, spawn_blocking};
 
 /// How long boots that were over before the stop are looked at after it.
 const REPORT_DEADLINE: Duration = Duration::from_secs(5);
-/// Pause before a boot is looked at again whose file is not complete: nothing tells when a disk has room.
+/// Pause before a boot is looked at again whose file is not complete: nothing tells when a disk has
+/// room.
 const NOT_WRITTEN_PAUSE: Duration = Duration::from_secs(1);
 /// How nice these threads are; those that receive are 0.
 const NICE: i32 = 10;
@@ -85,8 +88,9 @@ impl Fleet {
     }
 }
 
-/// Makes the calling thread one that others go before. Reading a boot of the largest size takes seconds of a processor, and guests are heard on the
-/// same ones. A kernel that refuses costs nothing but that.
+/// Makes the calling thread one that others go before. Reading a boot of the largest size takes
+/// seconds of a processor, and guests are heard on the same ones. A kernel that refuses costs
+/// nothing but that.
 fn give_way() {
     // On Linux of the thread, not of the process: setpriority(2), "C library/kernel differences".
     let _refused = rustix::process::setpriority_process(None, NICE);
@@ -119,7 +123,8 @@ async fn follow(shared: &Arc<Shared>, mut stop: watch::Receiver<bool>) {
         let (over, next) = ends.take(Instant::now());
         let tried = std::mem::take(&mut waiting);
         for over in tried.into_iter().chain(over) {
-            // So many may be over that all of them take longer than a stop may. The lock of `stop` ends here: whoever stops waits for it.
+            // So many may be over that all of them take longer than a stop may. The lock of `stop`
+            // ends here: whoever stops waits for it.
             let stopping = *stop.borrow();
             if stopping || !report(shared, &over).await {
                 waiting.push(over);

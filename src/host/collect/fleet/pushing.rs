@@ -1,8 +1,10 @@
-//! The queue of boots for the OTLP receiver: ids only, so that a receiver that is away for a day costs nothing but its boots.
+//! The queue of boots for the OTLP receiver: ids only, so that a receiver that is away for a day
+//! costs nothing but its boots.
 //!
-//! One boot at a time, in the order in which they ended. What may be sent again is, after a pause; a boot that the receiver answered about
-//! but did not take goes behind the others, and is given up after [`MAX_TRIES`] of such answers. Every boot ends as pushed or as
-//! dropped, and both are counted; the file of one that was dropped stays, for `export --otlp --push`.
+//! One boot at a time, in the order in which they ended. What may be sent again is, after a pause;
+//! a boot that the receiver answered about but did not take goes behind the others, and is given up
+//! after [`MAX_TRIES`] of such answers. Every boot ends as pushed or as dropped, and both are
+//! counted; the file of one that was dropped stays, for `export --otlp --push`.
 
 use super::sources::{Sources, check_size};
 use crate::host::collect::stats::{Stats, add};
@@ -179,7 +181,8 @@ enum Next {
     Pause(Option<Duration>),
 }
 
-/// Counts what became of a boot, says it, and takes the boot from the queue or puts it behind the others.
+/// Counts what became of a boot, says it, and takes the boot from the queue or puts it behind the
+/// others.
 fn settle(queue: &Queue, trouble: &mut Trouble, boot: &Arc<str>, pushed: Pushed) -> Next {
     let (stats, tell, target) = (&queue.from.stats, &queue.from.tell, &queue.otlp.target);
     match pushed {

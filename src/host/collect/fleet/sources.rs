@@ -9,8 +9,8 @@ use anyhow::{Context, Result, ensure};
 use std::path::Path;
 use std::sync::Arc;
 
-/// Longest file of a boot that is read here, several times what one with 16 GPUs and a chatty kernel
-/// has. A longer one takes time that other boots need.
+/// Longest file of a boot that is read here, several times what one with 16 GPUs and a chatty
+/// kernel has. A longer one takes time that other boots need.
 const MAX_FILE: u64 = 8 << 20;
 
 /// The collector's files, peers and counters.

@@ -1,8 +1,11 @@
-//! What is counted of boots that are over: histograms of phases, steps and milestones, failures by reason.
+//! What is counted of boots that are over: histograms of phases, steps and milestones, failures by
+//! reason.
 //!
-//! Labels come from this program's own tables, never from a guest: a name or reason that the tables lack is counted as [`OTHER`], so the number
-//! of series has a bound however many guests there are and whatever they say. A boot with a number that no machine can have ([`implausible`])
-//! counts as [`Outcome::Implausible`] and in nothing else: one such number would be all that a sum says until the next restart.
+//! Labels come from this program's own tables, never from a guest: a name or reason that the tables
+//! lack is counted as [`OTHER`], so the number of series has a bound however many guests there are
+//! and whatever they say. A boot with a number that no machine can have ([`implausible`]) counts as
+//! [`Outcome::Implausible`] and in nothing else: one such number would be all that a sum says until
+//! the next restart.
 
 use crate::events::catalogue::{Phase, steps};
 use crate::host::analysis::metrics::Metrics;
@@ -11,12 +14,13 @@ use std::collections::BTreeMap;
 
 /// What the tables lack.
 pub const OTHER: &str = "other";
-/// Upper bounds in seconds: from the milliseconds of a step of the init to the minutes of a boot that maps BARs of 256 GB.
+/// Upper bounds in seconds: from the milliseconds of a step of the init to the minutes of a boot
+/// that maps BARs of 256 GB.
 pub const BOUNDS: [f64; 18] = [0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 30.0, 45.0, 60.0, 120.0, 300.0, 600.0];
 /// Points that people compare boots by, as `show` names them.
 const MILESTONES: [&str; 6] = ["init start", "agent exec", "agent ready", "first container", "last container", "settled"];
-/// Longest time of a milestone, a phase or a step: a week. The slowest boots that are known take ten minutes; one that hangs lasts until
-/// somebody ends its VM.
+/// Longest time of a milestone, a phase or a step: a week. The slowest boots that are known take
+/// ten minutes; one that hangs lasts until somebody ends its VM.
 const MAX_NS: i64 = 7 * 86_400_000_000_000;
 /// GPUs of a guest: four times as many as the largest machines have.
 const MAX_GPUS: usize = 64;
@@ -25,7 +29,8 @@ const MAX_LOST: u64 = 10_000_000;
 /// Reasons that are no GPU's: what stands before the colon of a failure, and its label.
 const OTHER_FAILURES: [(&str, &str); 3] = [("container", "container"), ("power-off", "power-off"), ("not settled", "not-settled")];
 
-/// Whether a number of a boot is one that no boot has, or so much of it is left out that its numbers say nothing.
+/// Whether a number of a boot is one that no boot has, or so much of it is left out that its
+/// numbers say nothing.
 fn implausible(boot: &Metrics, facts: Facts) -> bool {
     let of_boot = |ns: &i64| (-MAX_NS..=MAX_NS).contains(ns);
     let times = boot.milestones.values().chain(boot.phases.values()).chain(boot.steps.values().flat_map(|step| &step.each_ns));

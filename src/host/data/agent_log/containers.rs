@@ -1,27 +1,32 @@
 //! The agent's lines, one after another, folded into what happens to each container.
 //!
-//! A line that tries, injects or creates does not always name its container. The order in which the agent works does: a spec is
-//! resolved before the next try of the same container is due, and everything from the bundle to the running process is done under
-//! one lock, so that `created container!` is about the container whose id stood in the lines before it.
+//! A line that tries, injects or creates does not always name its container. The order in which the
+//! agent works does: a spec is resolved before the next try of the same container is due, and
+//! everything from the bundle to the running process is done under one lock, so that `created
+//! container!` is about the container whose id stood in the lines before it.
 //!
-//! The agent does not log why it refuses a container (a device that is not listed, a spec that does not parse, a mount that
-//! fails): that error goes to the runtime alone. Such a container is one that was asked for, without an end.
+//! The agent does not log why it refuses a container (a device that is not listed, a spec that does
+//! not parse, a mount that fails): that error goes to the runtime alone. Such a container is one
+//! that was asked for, without an end.
 
 use super::event::AgentEvent;
 use super::line::{Line, Spec, Words, devices_of, short};
 use std::collections::BTreeSet;
 
-/// Containers under way that are told apart; of more, the one that was tried longest ago is forgotten: it was refused.
+/// Containers under way that are told apart; of more, the one that was tried longest ago is
+/// forgotten: it was refused.
 const MAX_OPEN: usize = 64;
 /// Names of containers, and ids of created ones, that are kept.
 const MAX_NAMES: usize = 1024;
-/// Devices of an error that are compared with a container's: these tell them apart as well as all do.
+/// Devices of an error that are compared with a container's: these tell them apart as well as all
+/// do.
 const MAX_COMPARED: usize = 4;
 /// Two tries of one container are a second apart, and then some.
 const SOONEST_NEXT_TRY_NS: i64 = 900_000_000;
 /// Between the last try and its failure: the agent sleeps once more before it gives up.
 const LAST_PAUSE_NS: i64 = 1_000_000_000;
-/// What has not been tried for so long was refused: the agent tries once a second, and does not log refusals.
+/// What has not been tried for so long was refused: the agent tries once a second, and does not log
+/// refusals.
 const FORGOTTEN_NS: i64 = 10_000_000_000;
 /// What stands for the devices of a container that no line tells of.
 pub const UNKNOWN: &str = "unknown";
@@ -232,7 +237,8 @@ impl Containers {
         }
     }
 
-    /// Gives a container's last failed try to another one where it stands too close before the one that succeeded to be its own.
+    /// Gives a container's last failed try to another one where it stands too close before the one
+    /// that succeeded to be its own.
     fn not_its_own(&mut self, index: usize, at: Option<i64>) {
         let Some(container) = self.open.get_mut(index) else { return };
         let tries = container.failed_tries;

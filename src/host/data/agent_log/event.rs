@@ -2,7 +2,8 @@
 
 use crate::pci::PciAddress;
 
-/// What the agent's lines say about the boot. Containers have one name each: that in their pod, or the start of their id.
+/// What the agent's lines say about the boot. Containers have one name each: that in their pod, or
+/// the start of their id.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum AgentEvent {
     Start {

@@ -1,8 +1,10 @@
-//! The words of a real kata-agent, line by line: slog JSON, one object per line, all values strings.
+//! The words of a real kata-agent, line by line: slog JSON, one object per line, all values
+//! strings.
 //!
-//! The vocabulary is that of kata-agent 3.15.0 to 4.1.0, which all write the same words, at level info; tests/fixtures/agent has
-//! lines that real ones wrote. A line that names its container does so in one of two ways: an OCI spec in Rust's `Debug` form, or
-//! the key `cid`. A console is as untrusted as the rest of the guest: every text is cut and made printable here.
+//! The vocabulary is that of kata-agent 3.15.0 to 4.1.0, which all write the same words, at level
+//! info; tests/fixtures/agent has lines that real ones wrote. A line that names its container does
+//! so in one of two ways: an OCI spec in Rust's `Debug` form, or the key `cid`. A console is as
+//! untrusted as the rest of the guest: every text is cut and made printable here.
 
 use crate::host::data::text;
 use crate::pci::PciAddress;
@@ -22,7 +24,8 @@ pub struct Spec {
     pub id: Option<String>,
     /// The name in its pod.
     pub name: Option<String>,
-    /// Values of its CDI annotations and of its variable VISIBLE_CDI_DEVICES, joined by commas; empty where there is none.
+    /// Values of its CDI annotations and of its variable VISIBLE_CDI_DEVICES, joined by commas;
+    /// empty where there is none.
     pub devices: String,
     /// It is the pod's pause container.
     pub pause: bool,
@@ -154,7 +157,8 @@ pub fn short(id: &str) -> &str {
     if hash { id.get(..SHORT_ID).unwrap_or(id) } else { id }
 }
 
-/// The function that a `bind` uevent is about: `Uevent { action: "bind", devpath: "/devices/../0000:02:00.0", .. subsystem: "pci", .. }`.
+/// The function that a `bind` uevent is about: `Uevent { action: "bind", devpath:
+/// "/devices/../0000:02:00.0", .. subsystem: "pci", .. }`.
 fn bound(event: &str) -> Option<PciAddress> {
     let value = |key: &str| event.split_once(&format!("{key}: \""))?.1.split('"').next();
     if value("action") != Some("bind") || value("subsystem") != Some("pci") {
@@ -187,7 +191,8 @@ pub fn realtime_ns(text: &str) -> Option<i64> {
     ns.checked_sub(offset_s * 1_000_000_000)
 }
 
-/// The devices that an error names: `"unresolvable CDI devices nvidia.com/gpu=2, nvidia.com/gpu=0"`; empty where it names none.
+/// The devices that an error names: `"unresolvable CDI devices nvidia.com/gpu=2,
+/// nvidia.com/gpu=0"`; empty where it names none.
 pub fn devices_of(error: &str) -> Vec<&str> {
     let words = error.split([' ', '"', '\\', ',', '[', ']']).filter(|word| word.contains('=') && word.contains('/'));
     let mut devices: Vec<&str> = words.take(32).collect();
@@ -214,7 +219,8 @@ fn spec_of(debug: &str) -> Spec {
     }
     // The agent prints a map, whose order is another one each time.
     devices.sort_unstable();
-    // From 4.1 on a container may ask by its environment, too, where the agent's configuration lets it.
+    // From 4.1 on a container may ask by its environment, too, where the agent's configuration lets
+    // it.
     let visible = fields.visible.as_deref().filter(|value| !["", "none", "void"].contains(value));
     let devices = devices.iter().map(|(_, value)| *value).chain(visible).collect::<Vec<_>>().join(",");
     // The agent injects nothing into a pause container, whatever its annotations are.
@@ -236,7 +242,8 @@ struct Fields {
 }
 
 impl Fields {
-    /// Keys count where they stand for a field of the spec itself: what a container's owner wrote is in string literals.
+    /// Keys count where they stand for a field of the spec itself: what a container's owner wrote
+    /// is in string literals.
     fn of(debug: &str) -> Self {
         let mut fields = Self::default();
         let mut rest = Tokens(debug);
@@ -334,7 +341,8 @@ impl<'a> Tokens<'a> {
                     'n' => text.push('\n'),
                     'r' => text.push('\r'),
                     't' => text.push('\t'),
-                    // `\u{7f}`: no such character is of use here, and what it stands for is not printed.
+                    // `\u{7f}`: no such character is of use here, and what it stands for is not
+                    // printed.
                     'u' => text.push('\u{fffd}'),
                     other => text.push(other),
                 },

@@ -1,8 +1,9 @@
 //! The agent's own log lines, as they stand in the guest's console.
 //!
-//! Lines carry the guest's wall-clock time and have no part in the event stream; [`super::clock_points`] places them on the guest's boot
-//! clock. [`line`] knows the words of a real kata-agent, [`containers`] which container a line is about; every view and `import`
-//! read the agent through [`AgentLog`] alone.
+//! Lines carry the guest's wall-clock time and have no part in the event stream;
+//! [`super::clock_points`] places them on the guest's boot clock. [`line`] knows the words of a
+//! real kata-agent, [`containers`] which container a line is about; every view and `import` read
+//! the agent through [`AgentLog`] alone.
 
 mod containers; // lines into what happens to each container
 pub mod event; // what a line says
@@ -25,7 +26,8 @@ use std::io::{self, Read};
 use std::path::Path;
 use torn::Torn;
 
-/// Longest console line that is looked at, in bytes: the agent prints the whole OCI spec of each container.
+/// Longest console line that is looked at, in bytes: the agent prints the whole OCI spec of each
+/// container.
 pub const MAX_CONSOLE_LINE: usize = 64 * 1024;
 
 /// One line of the agent.
@@ -44,7 +46,8 @@ pub struct AgentLog {
 }
 
 impl AgentLog {
-    /// Takes the next line of console text. Lines of others, without a time, and those that say nothing about the boot give nothing.
+    /// Takes the next line of console text. Lines of others, without a time, and those that say
+    /// nothing about the boot give nothing.
     pub fn line(&mut self, line: &[u8], mut each: impl FnMut(AgentLine)) {
         let Self { torn, containers } = self;
         torn.line(line, MAX_CONSOLE_LINE, |line| {
@@ -57,7 +60,8 @@ impl AgentLog {
         });
     }
 
-    /// Takes the next line, which is whole, as the object in it. Fails for what says nothing about the boot.
+    /// Takes the next line, which is whole, as the object in it. Fails for what says nothing about
+    /// the boot.
     pub fn object(&mut self, object: &Map<String, Value>, mut each: impl FnMut(Option<i64>, AgentEvent)) -> Result<(), Nothing> {
         self.containers.take(&line::parse(object)?, &mut each);
         Ok(())
@@ -69,8 +73,9 @@ const EXTENSION: &str = "console";
 const WHOSE: &str =
     "it is containerd's log, and the boot's file does not say which sandbox it is of; kata-gpu-boot import reads the log alone";
 
-/// The agent's lines of the boot with this file: from the log that was named, a console's or containerd's with this sandbox in it, or else from the
-/// console log beside the file, if there is one.
+/// The agent's lines of the boot with this file: from the log that was named, a console's or
+/// containerd's with this sandbox in it, or else from the console log beside the file, if there is
+/// one.
 pub fn of_boot(boot: &Path, sandbox: Option<&str>, named: Option<&Path>) -> Result<Vec<AgentLine>> {
     let beside = boot.with_extension(EXTENSION);
     let Some(log) = named.or_else(|| beside.is_file().then_some(beside.as_path())) else { return Ok(Vec::new()) };
@@ -138,7 +143,8 @@ mod tests {
     use crate::host::testing::{golden, tests_dir};
     use crate::host::views::rows::Tracker;
 
-    /// What a real agent's console says: seconds since its first line, and what happened. Lines as they came, less than all.
+    /// What a real agent's console says: seconds since its first line, and what happened. Lines as
+    /// they came, less than all.
     fn recorded(name: &str) -> String {
         let file = File::open(tests_dir(&format!("fixtures/agent/kata-agent-{name}.console"))).unwrap();
         let lines = read(file).unwrap();

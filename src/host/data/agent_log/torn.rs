@@ -1,8 +1,9 @@
 //! Console lines made whole again.
 //!
-//! kata-agent copies its log to the console in pieces of at most 8 KiB, and the kernel writes whenever it likes: a longer line of
-//! the agent, as most OCI specs are, has lines of the kernel and of kata-gpu-init in its middle. What stands behind such a line's
-//! newline is the rest of the agent's.
+//! kata-agent copies its log to the console in pieces of at most 8 KiB, and the kernel writes
+//! whenever it likes: a longer line of the agent, as most OCI specs are, has lines of the kernel
+//! and of kata-gpu-init in its middle. What stands behind such a line's newline is the rest of the
+//! agent's.
 
 use serde::de::IgnoredAny;
 
@@ -22,7 +23,8 @@ pub struct Torn {
 }
 
 impl Torn {
-    /// Takes the next line; hands over what is whole. `most`: longest line that is put together, in bytes.
+    /// Takes the next line; hands over what is whole. `most`: longest line that is put together, in
+    /// bytes.
     pub fn line(&mut self, line: &[u8], most: usize, mut each: impl FnMut(&[u8])) {
         let line = line.strip_suffix(b"\r").unwrap_or(line);
         if !self.begun.is_empty() {
@@ -76,7 +78,8 @@ fn is_object(text: &[u8]) -> bool {
     text.ends_with(b"}") && serde_json::from_slice::<IgnoredAny>(text).is_ok()
 }
 
-/// Where a line of somebody else begins in the middle of this one: an object that is whole, or the kernel's stamp.
+/// Where a line of somebody else begins in the middle of this one: an object that is whole, or the
+/// kernel's stamp.
 fn tear(line: &[u8]) -> Option<usize> {
     let objects = memchr::memmem::rfind_iter(line, b"{\"").take(MAX_PLACES);
     let object = objects.filter(|at| *at > 0).find(|at| line.get(*at..).is_some_and(is_object));

@@ -1,5 +1,6 @@
-//! The messages that receivers answer with: ExportTraceServiceResponse and google.rpc.Status. Read leniently: an answer that cannot be read
-//! says nothing, and its status code has said what matters.
+//! The messages that receivers answer with: ExportTraceServiceResponse and google.rpc.Status. Read
+//! leniently: an answer that cannot be read says nothing, and its status code has said what
+//! matters.
 
 /// Fields of a message, in order.
 struct Fields<'a>(&'a [u8]);
@@ -71,7 +72,8 @@ fn varint(bytes: &[u8], number: u64) -> Option<u64> {
     })
 }
 
-/// Of an ExportTraceServiceResponse: how many spans were rejected, and what the receiver says, which may be a warning alone.
+/// Of an ExportTraceServiceResponse: how many spans were rejected, and what the receiver says,
+/// which may be a warning alone.
 pub fn partial_success(response: &[u8]) -> (u64, Option<String>) {
     let Some(partial) = message(response, 1) else { return (0, None) };
     // Signed on the wire; a negative count is none.

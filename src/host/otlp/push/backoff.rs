@@ -1,4 +1,5 @@
-//! How long to wait before the next try: twice as long each time, up to a limit, and not the same on every node.
+//! How long to wait before the next try: twice as long each time, up to a limit, and not the same
+//! on every node.
 
 use std::hash::{BuildHasher, RandomState};
 use std::time::Duration;
@@ -18,7 +19,8 @@ impl Backoff {
     pub fn next(&mut self, asked: Option<Duration>) -> Duration {
         let pause = FIRST.saturating_mul(1u32.checked_shl(self.failures).unwrap_or(u32::MAX)).min(LONGEST);
         self.failures = self.failures.saturating_add(1);
-        // Between three quarters and all of it: a rack whose receiver was away does not come back at once.
+        // Between three quarters and all of it: a rack whose receiver was away does not come back
+        // at once.
         let random = RandomState::new().hash_one(self.failures) % 256;
         let pause = pause - pause.mul_f64(random as f64 / 1024.0);
         asked.map_or(pause, |asked| asked.min(LONGEST_ASKED).max(pause))

@@ -13,7 +13,8 @@ use std::time::Duration;
 use tokio::net::TcpStream;
 
 const PROTOBUF: HeaderValue = HeaderValue::from_static("application/x-protobuf");
-/// Answers after which the same may be sent again: Too Many Requests, Bad Gateway, Service Unavailable, Gateway Timeout.
+/// Answers after which the same may be sent again: Too Many Requests, Bad Gateway, Service
+/// Unavailable, Gateway Timeout.
 const RETRYABLE: [u16; 4] = [429, 502, 503, 504];
 
 pub async fn handshake(stream: TokioIo<TcpStream>) -> hyper::Result<SendRequest<Full<Bytes>>> {

@@ -1,8 +1,10 @@
-//! Sends OTLP requests to a receiver over HTTP, as protobuf. What a request holds is [`super::Request`]'s business, when to send again the caller's.
+//! Sends OTLP requests to a receiver over HTTP, as protobuf. What a request holds is
+//! [`super::Request`]'s business, when to send again the caller's.
 //!
-//! One connection per boot: a node's boots are minutes apart, and idle connections are what load balancers cut. No TLS: the receiver is meant
-//! to be the OpenTelemetry Collector of the same node or cluster, which has certificates and everything else that a way out needs.
-//! An answer is bounded in size and time, and what a receiver says passes [`printable`] before anybody sees it.
+//! One connection per boot: a node's boots are minutes apart, and idle connections are what load
+//! balancers cut. No TLS: the receiver is meant to be the OpenTelemetry Collector of the same node
+//! or cluster, which has certificates and everything else that a way out needs. An answer is
+//! bounded in size and time, and what a receiver says passes [`printable`] before anybody sees it.
 
 mod answer; // what receivers say
 mod answer_fields; // protobuf fields of an answer
@@ -20,7 +22,8 @@ use http_body_util::Full;
 use hyper::client::conn::http1::SendRequest;
 use tokio::net::TcpStream;
 
-/// Bytes of spans from which on a request is sent in parts; the OpenTelemetry Collector takes 20 MiB, some receivers 4 MiB.
+/// Bytes of spans from which on a request is sent in parts; the OpenTelemetry Collector takes 20
+/// MiB, some receivers 4 MiB.
 pub const MAX_REQUEST: usize = 1 << 20;
 
 /// A connection to a receiver.

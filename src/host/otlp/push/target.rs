@@ -7,7 +7,8 @@ use hyper::Uri;
 use hyper::header::{HeaderMap, HeaderName, HeaderValue, USER_AGENT};
 use std::fmt;
 
-/// Where headers come from, as every OpenTelemetry SDK reads it; unlike an option it is in nobody's process list.
+/// Where headers come from, as every OpenTelemetry SDK reads it; unlike an option it is in nobody's
+/// process list.
 pub const HEADERS_VARIABLE: &str = "OTEL_EXPORTER_OTLP_HEADERS";
 /// OTLP/HTTP's port and path, where the URL has none.
 const PORT: u16 = 4318;
@@ -53,7 +54,8 @@ impl fmt::Debug for Target {
 }
 
 impl Target {
-    /// A URL, and headers as `KEY=VALUE`; those of [`HEADERS_VARIABLE`] go along where they are not asked for.
+    /// A URL, and headers as `KEY=VALUE`; those of [`HEADERS_VARIABLE`] go along where they are not
+    /// asked for.
     pub fn new(url: &str, asked: &[String]) -> Result<Self> {
         let mut target = Self::parse(url)?;
         let from_environment = environment(HEADERS_VARIABLE)?.unwrap_or_default();

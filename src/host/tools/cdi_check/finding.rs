@@ -1,7 +1,9 @@
-//! What can be wrong with a CDI spec: one rule a row, with what it breaks, in which Kata version, and the cure.
+//! What can be wrong with a CDI spec: one rule a row, with what it breaks, in which Kata version,
+//! and the cure.
 //!
-//! A rule that `refuses` claims that an agent does not load the file at all. The agents' own crates have the last word on that: such a finding
-//! is dropped where they load the file, and a refusal that no rule explains becomes [`REFUSED`] with the crate's words.
+//! A rule that `refuses` claims that an agent does not load the file at all. The agents' own crates
+//! have the last word on that: such a finding is dropped where they load the file, and a refusal
+//! that no rule explains becomes [`REFUSED`] with the crate's words.
 
 use crate::host::data::text::clipped;
 use crate::host::tools::severity::Severity;
@@ -10,7 +12,8 @@ use std::borrow::Cow;
 /// The agents, by the crate that they read CDI specs with (`src/agent/Cargo.lock` of each release).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, clap::ValueEnum)]
 pub enum Agent {
-    /// container-device-interface 0.1.2: 3.25.0 to 3.32.0 (3.22.0 to 3.24.0 have 0.1.0, which is not tried).
+    /// container-device-interface 0.1.2: 3.25.0 to 3.32.0 (3.22.0 to 3.24.0 have 0.1.0, which is
+    /// not tried).
     #[value(name = "3")]
     Kata3,
     /// container-device-interface 1.1.1: 4.0.0, 4.1.0.

@@ -1,4 +1,5 @@
-//! The files that an agent would read: found as it finds them, each read once, within bounds, and never waited for.
+//! The files that an agent would read: found as it finds them, each read once, within bounds, and
+//! never waited for.
 
 use super::finding::*;
 use anyhow::{Context, Result, bail};
@@ -8,7 +9,8 @@ use std::io::{ErrorKind, Read};
 use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::Path;
 
-/// Largest file that is read: an agent would take a third of a second for it, at every try. The reference spec of 8 GPUs has 35 kB.
+/// Largest file that is read: an agent would take a third of a second for it, at every try. The
+/// reference spec of 8 GPUs has 35 kB.
 pub const MAX_FILE: u64 = 1 << 20;
 /// Largest size of all files together.
 const MAX_ALL: usize = 4 << 20;
@@ -134,7 +136,8 @@ enum Bounded {
 }
 
 fn read_file(path: &Path) -> std::io::Result<Bounded> {
-    // The type is asked before the open, which a device could answer with an action, and after it, because a name can change its file.
+    // The type is asked before the open, which a device could answer with an action, and after it,
+    // because a name can change its file.
     if !std::fs::metadata(path)?.is_file() {
         return Ok(Bounded::NotAFile);
     }
@@ -151,8 +154,9 @@ fn read_file(path: &Path) -> std::io::Result<Bounded> {
     Ok(Bounded::Whole(text))
 }
 
-/// The name of an anchor that the text has and refers to, if there is one. Whatever a YAML parser takes for a reference looks so (an anchor's name
-/// is a longest run of these characters); what only looks so stands in strings, and nearly never twice.
+/// The name of an anchor that the text has and refers to, if there is one. Whatever a YAML parser
+/// takes for a reference looks so (an anchor's name is a longest run of these characters); what
+/// only looks so stands in strings, and nearly never twice.
 pub fn alias(text: &[u8]) -> Option<String> {
     let names = |mark: u8| {
         let starts = text.iter().enumerate().filter(move |(_, b)| **b == mark).map(|(at, _)| at + 1);

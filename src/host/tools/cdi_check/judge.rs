@@ -1,7 +1,9 @@
-//! The judges: the crates that kata-agent itself reads specs with, in the versions that its releases lock.
+//! The judges: the crates that kata-agent itself reads specs with, in the versions that its
+//! releases lock.
 //!
-//! They read private copies, so that what is judged is what was read. Where an agent would look at a device node of the guest, the spec that is
-//! injected names a stand-in instead: /dev/null for a node that is there, a name without a file for one that is not.
+//! They read private copies, so that what is judged is what was read. Where an agent would look at
+//! a device node of the guest, the spec that is injected names a stand-in instead: /dev/null for a
+//! node that is there, a name without a file for one that is not.
 
 use super::finding::Agent;
 use super::input::SpecText;
@@ -29,7 +31,8 @@ fn empty_container() -> Value {
     })
 }
 
-/// Injects devices, by their qualified names, into a container that has nothing; gives its OCI spec.
+/// Injects devices, by their qualified names, into a container that has nothing; gives its OCI
+/// spec.
 pub type Inject = Box<dyn FnMut(&[String]) -> Result<Value, String>>;
 
 macro_rules! judge {
@@ -154,7 +157,8 @@ impl Court {
         }
     }
 
-    /// What injects the devices of all files; `nodes` says of each file what is where its nodes are looked at.
+    /// What injects the devices of all files; `nodes` says of each file what is where its nodes are
+    /// looked at.
     pub fn injector(&self, agent: Agent, nodes: &[Vec<NodeLook>]) -> Result<Inject, String> {
         let mut documents = Vec::new();
         for (path, nodes) in self.paths.iter().zip(nodes) {

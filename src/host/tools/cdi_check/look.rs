@@ -1,4 +1,5 @@
-//! What is at a path of the guest: looked up below a root that stands for the guest's, or taken for given where none was named.
+//! What is at a path of the guest: looked up below a root that stands for the guest's, or taken for
+//! given where none was named.
 
 use anyhow::{Context, Result};
 use nix::errno::Errno;
@@ -45,7 +46,8 @@ impl Look {
         Ok(Look::Below { root: fd, shown: root.to_path_buf() })
     }
 
-    /// Follows links, as a stat would with this root; opens nothing. A relative path is taken from the root, where the agent works.
+    /// Follows links, as a stat would with this root; opens nothing. A relative path is taken from
+    /// the root, where the agent works.
     pub fn at(&self, path: &str) -> Result<Found> {
         let Look::Below { root, shown } = self else { return Ok(Found::Assumed) };
         let how = OpenHow::new()

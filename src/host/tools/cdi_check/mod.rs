@@ -1,6 +1,7 @@
 //! What an agent makes of CDI specs before a sandbox depends on it, and what a container would get.
 //!
-//! The agents' own crates judge; the rules explain. Files, and everything in them, are hostile: bounded, and printed as printable ASCII only.
+//! The agents' own crates judge; the rules explain. Files, and everything in them, are hostile:
+//! bounded, and printed as printable ASCII only.
 
 pub mod container;
 pub mod finding;

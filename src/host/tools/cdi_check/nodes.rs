@@ -1,7 +1,8 @@
 //! The device nodes of a spec that an agent looks at in the guest, and what is there.
 //!
-//! An agent takes a node with type and major as it is written. Of any other it looks at the path when it injects the device, and tries again later
-//! where there is nothing. That is what a GPU is published with before it is ready: a path that never comes into being.
+//! An agent takes a node with type and major as it is written. Of any other it looks at the path
+//! when it injects the device, and tries again later where there is nothing. That is what a GPU is
+//! published with before it is ready: a path that never comes into being.
 
 use super::look::{Found, Look};
 use super::shape::as_text;

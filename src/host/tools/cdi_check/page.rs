@@ -1,4 +1,5 @@
-//! The report as text: files, agents, what each device gives, what the first one or those asked for give in full, findings.
+//! The report as text: files, agents, what each device gives, what the first one or those asked for
+//! give in full, findings.
 
 use super::container::{Container, Node};
 use super::finding::{Agent, Finding, Rule};

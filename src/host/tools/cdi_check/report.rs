@@ -17,15 +17,18 @@ use anyhow::{Result, ensure};
 use serde_json::{Value, json};
 use std::collections::{BTreeSet, HashMap};
 
-/// Agents keep a copy of the whole spec for each of its devices: bytes times devices, of all files, beyond which nothing more is tried. The reference spec
-/// (8 GPUs under two names each) has 0.6 MB; eight GPUs in seven instances each, under two names each, have 6 MB with edits like its own.
+/// Agents keep a copy of the whole spec for each of its devices: bytes times devices, of all files,
+/// beyond which nothing more is tried. The reference spec (8 GPUs under two names each) has 0.6 MB;
+/// eight GPUs in seven instances each, under two names each, have 6 MB with edits like its own.
 const MAX_COPIES: usize = 8 << 20;
 /// No device takes fewer bytes.
 const LEAST_DEVICE: usize = 24;
 const LEFT_OUT: &str = "not tried: a file was left out";
-/// Opening brackets of a file that is YAML and no JSON: its parser takes time with the square of their depth, which only a parser knows.
+/// Opening brackets of a file that is YAML and no JSON: its parser takes time with the square of
+/// their depth, which only a parser knows.
 const MAX_BRACKETS: usize = 4000;
-/// Device nodes and mounts of all files, among which agents look for each one that they add: the reference spec has 51.
+/// Device nodes and mounts of all files, among which agents look for each one that they add: the
+/// reference spec has 51.
 const MAX_ENTRIES: usize = 4000;
 /// Such comparisons that are made for devices where none was asked for; one costs about 20 ns.
 const MAX_COMPARISONS: usize = 50_000_000;
@@ -208,7 +211,8 @@ fn look_into<'a>(text: &'a SpecText, look: &Look, budget: &mut Budget, findings:
         Ok(value) => value,
         Err(error) => {
             findings.push(Finding::new(&NOT_PARSED, file, "").value(&error));
-            // An agent may parse what we do not, and find as many devices in it as there is room for.
+            // An agent may parse what we do not, and find as many devices in it as there is room
+            // for.
             budget.copies = budget.copies.saturating_add(text.text.len().saturating_mul(text.text.len() / LEAST_DEVICE));
             return Ok(if budget.copies > MAX_COPIES { Looked::NotTried(error) } else { Looked::Unparsed });
         }

@@ -1,4 +1,5 @@
-//! What a spec of the right shape can still have wrong with it: names, paths, hooks, mounts, modes, and what a GPU cannot do without.
+//! What a spec of the right shape can still have wrong with it: names, paths, hooks, mounts, modes,
+//! and what a GPU cannot do without.
 
 use super::finding::*;
 use super::look::{Found, Look};
@@ -9,7 +10,8 @@ use anyhow::Result;
 use serde_json::Value;
 use std::collections::{BTreeMap, HashMap, HashSet};
 
-/// Specs up to this size, all files of a directory together, are no finding: the reference spec of 8 GPUs has half of it.
+/// Specs up to this size, all files of a directory together, are no finding: the reference spec of
+/// 8 GPUs has half of it.
 const SLOW_BYTES: usize = 64 << 10;
 /// PATH_MAX: no longer path can be mounted on, so none is taken apart.
 const MAX_PATH: usize = 4096;
@@ -232,7 +234,8 @@ impl Rules<'_> {
         match node.get("fileMode").filter(|m| !m.is_null()) {
             None if !pending => self.found(&FILE_MODE_UNSET, pointer, path),
             None => {}
-            // Beyond all permissions, or permissions that nobody means whose digits are those of some that people do.
+            // Beyond all permissions, or permissions that nobody means whose digits are those of
+            // some that people do.
             Some(mode) => match mode.as_u64() {
                 Some(mode) if mode > 0o777 || matches!(mode, 400 | 440 | 444) => {
                     self.found(&FILE_MODE_ODD, format!("{pointer}/fileMode"), format!("{mode} is 0{mode:o}"));
@@ -264,7 +267,8 @@ impl Rules<'_> {
     }
 
     fn nodes_looked_at(&mut self) {
-        // A node stands in the entry of its device, in that of `all`, and perhaps under another name: said once.
+        // A node stands in the entry of its device, in that of `all`, and perhaps under another
+        // name: said once.
         let mut said = HashSet::new();
         for node in self.document.nodes.iter().filter(|n| said.insert((&n.path, &n.typed))) {
             let rule = match &node.found {
@@ -280,7 +284,8 @@ impl Rules<'_> {
         }
     }
 
-    /// In the order in which an agent mounts: what stands beside `devices`, then what a device adds.
+    /// In the order in which an agent mounts: what stands beside `devices`, then what a device
+    /// adds.
     fn mount_order(&mut self) {
         let mut findings = Vec::new();
         let mut beside = Mounted::default();

@@ -1,7 +1,9 @@
-//! The shape of a CDI spec as tables: which object has which fields, of which type, from which version of CDI on. Gives what does not fit, with
-//! its JSON pointer, and the lowest version that the fields which are used need.
+//! The shape of a CDI spec as tables: which object has which fields, of which type, from which
+//! version of CDI on. Gives what does not fit, with its JSON pointer, and the lowest version that
+//! the fields which are used need.
 //!
-//! A YAML parser that is asked for text takes `0` and `true` as text, and so do the agents: a number is no wrong type where text belongs.
+//! A YAML parser that is asked for text takes `0` and `true` as text, and so do the agents: a
+//! number is no wrong type where text belongs.
 
 use super::finding::*;
 use serde_json::{Map, Value};

@@ -1,6 +1,8 @@
-//! Lines of the agent and of kata-gpu-init as they stand in a guest's console: slog JSON, one object per line, all values strings.
+//! Lines of the agent and of kata-gpu-init as they stand in a guest's console: slog JSON, one
+//! object per line, all values strings.
 //!
-//! [`agent_log`] knows the agent's words. Texts are cut here; they are made harmless where they are shown.
+//! [`agent_log`] knows the agent's words. Texts are cut here; they are made harmless where they are
+//! shown.
 
 use super::item::{Fact, InitLine, Skip, Stamp};
 use crate::events::record::{Kind, Level};

@@ -1,6 +1,8 @@
-//! Where an import of a boot's console and the stream of the same boot disagree by more than the import says it may be wrong.
+//! Where an import of a boot's console and the stream of the same boot disagree by more than the
+//! import says it may be wrong.
 //!
-//! What only one of them knows is a disagreement, too: a console has no beginnings of steps, and may end early.
+//! What only one of them knows is a disagreement, too: a console has no beginnings of steps, and
+//! may end early.
 
 use crate::events::catalogue::logged as own;
 use crate::events::record::Kind;
@@ -45,7 +47,8 @@ impl Agreement {
     }
 }
 
-/// Compares all milestones, each GPU's, each container's, and the kernel's lines. `agent`: the console's lines of the agent, for the stream's half.
+/// Compares all milestones, each GPU's, each container's, and the kernel's lines. `agent`: the
+/// console's lines of the agent, for the stream's half.
 pub fn agreement(stream: &BootFile, agent: &[AgentLine], import: &BootFile) -> Agreement {
     let (a, b) = (Boot::new(stream, agent), Boot::new(import, &[]));
     let mut all = Agreement::default();

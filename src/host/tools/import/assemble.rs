@@ -1,4 +1,5 @@
-//! All files of one boot into one: each is read by its format, put on one clock, and written as records.
+//! All files of one boot into one: each is read by its format, put on one clock, and written as
+//! records.
 
 use super::bpftrace;
 use super::bpftrace::Trace;
@@ -26,7 +27,8 @@ use crate::host::data::text::printable;
 use anyhow::{Context, Result, bail};
 use serde_json::{Map, Value, json};
 
-/// The earliest time before the guest's kernel that is believed: a pod may wait for a node for long, but not for a month.
+/// The earliest time before the guest's kernel that is believed: a pod may wait for a node for
+/// long, but not for a month.
 const MAX_BEFORE_NS: i64 = 30 * 24 * 3600 * 1_000_000_000;
 /// A trace whose times are known worse than this is placed by what it caused, if that says more.
 const BADLY_NS: u64 = 10_000_000;
@@ -213,7 +215,8 @@ fn trace_drafts(derived: &mut Derived, traced: &Traced, clocks: &Clocks, steps: 
         let Some(placed) = region.at_ns.and_then(place) else { continue };
         let end = region.end_ns.and_then(place).filter(|end| end.at_ns >= placed.at_ns);
         let owner = steps.owner(region, placed);
-        // A boot's file begins at 0: what began before has its length as a field, not as two records.
+        // A boot's file begins at 0: what began before has its length as a field, not as two
+        // records.
         let whole = end.filter(|_| placed.at_ns >= 0);
         let span = derived.spans;
         let mut begin = draft(placed, if whole.is_some() { Kind::Begin } else { Kind::Event }, names::VFIO_PIN, region.line);

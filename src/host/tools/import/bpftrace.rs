@@ -1,8 +1,10 @@
 //! Format `bpftrace`: what a bpftrace program on `vfio_pin_pages_remote` printed.
 //!
-//! Such programs are everybody's own, so lines are read by what they contain: `vfio_pin_pages_remote` with `key=value` words (`vaddr`, `npage`
-//! or `size`, `pid`, `tid`, `ret`, `us`) is a call, with `took N ms|us|ns` the end of one; a time stands before it, RFC 3339 or not at all.
-//! Histograms (`@name:` and buckets) are kept as they stand. [`PROGRAM`] prints what is read best.
+//! Such programs are everybody's own, so lines are read by what they contain:
+//! `vfio_pin_pages_remote` with `key=value` words (`vaddr`, `npage` or `size`, `pid`, `tid`, `ret`,
+//! `us`) is a call, with `took N ms|us|ns` the end of one; a time stands before it, RFC 3339 or not
+//! at all. Histograms (`@name:` and buckets) are kept as they stand. [`PROGRAM`] prints what is
+//! read best.
 
 use super::input::{Input, Text};
 use super::item::{Count, Skip};

@@ -1,4 +1,5 @@
-//! Which boot of several: files may hold more than one, and an import is about one. What was not chosen is counted.
+//! Which boot of several: files may hold more than one, and an import is about one. What was not
+//! chosen is counted.
 
 use super::agent;
 use super::bpftrace::Trace;
@@ -27,7 +28,8 @@ pub struct Source {
     pub stream: Option<BootFile>,
 }
 
-/// Takes everything that is not of the chosen boot out of the sources. `wanted`: `--boot N`, from 1.
+/// Takes everything that is not of the chosen boot out of the sources. `wanted`: `--boot N`, from
+/// 1.
 pub fn choose(sources: &mut [Source], wanted: Option<usize>) -> Result<()> {
     for source in sources.iter_mut().filter(|s| s.format == Format::Journal) {
         // Sandboxes that never showed a console are other runtimes', or not Kata's GPU guests.
@@ -136,7 +138,8 @@ pub fn init_version<'a>(items: impl Iterator<Item = &'a Item>) -> Option<String>
     items.into_iter().find_map(|item| if let Fact::Init(line) = &item.fact { Some(line.version.clone()) } else { None })
 }
 
-/// Takes out what several files say alike (the journal carries the console), and what the stream has itself. Counts it.
+/// Takes out what several files say alike (the journal carries the console), and what the stream
+/// has itself. Counts it.
 pub fn without_repetition(sources: &mut [Source]) {
     let stream = sources.iter().any(|s| s.stream.is_some());
     let in_stream: std::collections::HashSet<(i64, String)> = sources

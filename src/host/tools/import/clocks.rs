@@ -1,14 +1,18 @@
-//! All clocks of the logs beside one: the guest's boot clock where a log has it (lines of our init, an event stream), else printk's, else that
-//! of whatever there is. Each relation is found in the data, by the best way that the data allows, and comes with a bound on its error:
+//! All clocks of the logs beside one: the guest's boot clock where a log has it (lines of our init,
+//! an event stream), else printk's, else that of whatever there is. Each relation is found in the
+//! data, by the best way that the data allows, and comes with a bound on its error:
 //!
-//! - printk and boot clock: a stream's kernel records have both; else by cause and effect (a step's end is not before the kernel line that
-//!   it caused, a step is not before what it waited for), which leaves an interval;
-//! - the guest's wall clock: our init's `clock` events, or the two times of its lines; else by when the host read lines of both kinds, or by
-//!   the order of the lines in the file;
-//! - the host's wall clock: a stream's clock samples; else by when the host read kernel lines, of which the least delayed counts; else the
-//!   guest's wall clock is taken for the host's, to a second.
+//! - printk and boot clock: a stream's kernel records have both; else by cause and effect (a step's
+//!   end is not before the kernel line that it caused, a step is not before what it waited for),
+//!   which leaves an interval;
+//! - the guest's wall clock: our init's `clock` events, or the two times of its lines; else by when
+//!   the host read lines of both kinds, or by the order of the lines in the file;
+//! - the host's wall clock: a stream's clock samples; else by when the host read kernel lines, of
+//!   which the least delayed counts; else the guest's wall clock is taken for the host's, to a
+//!   second.
 //!
-//! A delay is never negative, but the least one is not known: [`least_delay`]'s error is an estimate, from how close the fastest lines are.
+//! A delay is never negative, but the least one is not known: [`least_delay`]'s error is an
+//! estimate, from how close the fastest lines are.
 
 use super::item::{Fact, Item, Stamp};
 use super::kernel;
@@ -133,7 +137,8 @@ impl Clocks {
         }
     }
 
-    /// A sample of the host's clock for the boot's file; None where the stream has its own, or nothing is known.
+    /// A sample of the host's clock for the boot's file; None where the stream has its own, or
+    /// nothing is known.
     pub fn sample(&self) -> Option<Sample> {
         let host = self.host.filter(|_| self.samples.samples() == 0)?;
         Some(Sample { boottime_ns: 0, offset_ns: host.ns.checked_neg()?, error_ns: host.error_ns })
@@ -278,13 +283,15 @@ pub fn least_delay(delays: impl Iterator<Item = i64>) -> Option<(i64, u64)> {
     if delays.len() == 1 {
         return Some((least, ONE_LINE_NS));
     }
-    // How close the fastest tenth of the lines is to the fastest one says how well the fastest is one without delay.
+    // How close the fastest tenth of the lines is to the fastest one says how well the fastest is
+    // one without delay.
     let tenth = delays.get((delays.len() / 10).max(1)).copied().unwrap_or(least);
     Some((least, tenth.abs_diff(least).max(LEAST_DELAY_NS)))
 }
 
-/// Kernel clock minus the guest's wall clock, from the order of lines: a line stands behind those that were written before it. Lines can
-/// overtake each other on a console, so that the bounds may cross: then by how much is part of the error.
+/// Kernel clock minus the guest's wall clock, from the order of lines: a line stands behind those
+/// that were written before it. Lines can overtake each other on a console, so that the bounds may
+/// cross: then by how much is part of the error.
 fn by_order(items: &[&Item]) -> Option<Offset> {
     let (mut lower, mut upper): (Option<i64>, Option<i64>) = (None, None);
     for item in items {
@@ -305,8 +312,8 @@ fn by_order(items: &[&Item]) -> Option<Offset> {
     })
 }
 
-/// What bounds the difference of printk's clock and the boot clock: pairs of a kernel line and a line of our init of which one cannot be
-/// before the other.
+/// What bounds the difference of printk's clock and the boot clock: pairs of a kernel line and a
+/// line of our init of which one cannot be before the other.
 #[derive(Debug, Default)]
 struct Causes {
     /// Boot minus printk is at least the first, at most the second.
@@ -334,7 +341,8 @@ impl Causes {
         }
         for item in items {
             let (Stamp::Kernel(at), Fact::Kernel(text)) = (item.stamp, &item.fact) else { continue };
-            // `then` is a boot time that is not before this line, `before` one that is not after it.
+            // `then` is a boot time that is not before this line, `before` one that is not after
+            // it.
             let (then, before) = match kernel::meaning(text) {
                 Some(Meaning::RunInit { .. }) => (start, None),
                 Some(Meaning::GpuFound { gpu, .. }) => (found.get(&gpu).copied(), None),
@@ -391,7 +399,8 @@ mod tests {
 
     #[test]
     fn the_least_delayed_line_places_the_host() {
-        // The kernel started at 1000 s of the host; lines came 3, 1, 8 and 1 ms late. The guest's wall clock is 60 s behind.
+        // The kernel started at 1000 s of the host; lines came 3, 1, 8 and 1 ms late. The guest's
+        // wall clock is 60 s behind.
         let items = [
             kernel(0, Some(1_000_003)),
             kernel(500, Some(1_000_501)),

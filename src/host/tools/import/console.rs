@@ -1,7 +1,9 @@
-//! Format `console`: a guest's console, as a serial port, a hypervisor's log file or the shim gives it.
+//! Format `console`: a guest's console, as a serial port, a hypervisor's log file or the shim gives
+//! it.
 //!
-//! Kernel lines carry a stamp (`[   12.345678] text`, with `printk.time=1`, which is every distribution's and Kata's setting); lines of the agent
-//! and of kata-gpu-init are JSON with stamps of their own. All else is counted. Escape sequences that terminals understand are taken out.
+//! Kernel lines carry a stamp (`[   12.345678] text`, with `printk.time=1`, which is every
+//! distribution's and Kata's setting); lines of the agent and of kata-gpu-init are JSON with stamps
+//! of their own. All else is counted. Escape sequences that terminals understand are taken out.
 
 use super::agent;
 use super::input::{Input, Text};
@@ -40,7 +42,8 @@ pub struct Console {
     torn: Torn,
     /// The agent's lines of this boot.
     agent: AgentLog,
-    /// Kernel lines that are too early to belong to this boot, in a row: they stay apart until it is clear whether a boot begins with them.
+    /// Kernel lines that are too early to belong to this boot, in a row: they stay apart until it
+    /// is clear whether a boot begins with them.
     early: Vec<Item>,
 }
 
@@ -111,7 +114,8 @@ impl Console {
             return if items.iter().any(absurd) { Err(Skip::AbsurdStamp) } else { Ok(()) };
         };
         let stamp_ns = stamp_ns.filter(|ns| *ns <= MAX_STAMP_NS).ok_or(Skip::AbsurdStamp)?;
-        // A process may have written JSON to the kernel's log, or to the console between stamp and newline.
+        // A process may have written JSON to the kernel's log, or to the console between stamp and
+        // newline.
         if agent::parse(text, &mut self.agent, &mut keep).is_err() {
             kernel::meaning(text).ok_or(Skip::KernelDetail)?;
             keep(Stamp::Kernel(stamp_ns), Fact::Kernel(text.to_string()));
@@ -152,7 +156,8 @@ impl Console {
 
     fn begin_boot(&mut self) {
         (self.last_kernel, self.latest, self.agent) = (None, None, AgentLog::default());
-        // Lines before the first banner are the firmware's or another boot's end: a boot of their own only if a kernel speaks in them.
+        // Lines before the first banner are the firmware's or another boot's end: a boot of their
+        // own only if a kernel speaks in them.
         let kernel_spoke = |boot: &Vec<Item>| boot.iter().any(|item| matches!(item.stamp, Stamp::Kernel(_)));
         if let Some(last) = self.boots.last_mut().filter(|last| kernel_spoke(last)) {
             // A guest can print any number of banners: a boot of one line takes no room for more.
@@ -183,8 +188,8 @@ impl Console {
     }
 }
 
-/// A kernel line: its stamp in ns (None where the number is impossible) and its text. Takes `<6>` before and `[    T1]` (the caller) behind the
-/// stamp, which some consoles have.
+/// A kernel line: its stamp in ns (None where the number is impossible) and its text. Takes `<6>`
+/// before and `[    T1]` (the caller) behind the stamp, which some consoles have.
 pub fn kernel_line(line: &str) -> Option<(Option<i64>, &str)> {
     let line = line.trim_start();
     let line = match line.strip_prefix('<').and_then(|rest| rest.split_once('>')) {
@@ -211,8 +216,9 @@ fn is_caller(text: &str) -> bool {
     id.strip_prefix(['T', 'C']).is_some_and(|n| !n.is_empty() && n.bytes().all(|b| b.is_ascii_digit()))
 }
 
-/// The line without escape sequences (ECMA-48: ESC, then `[`, parameters and a final byte; or ESC and one byte) and without carriage returns
-/// at its end. Other control characters stay: they are shown as escapes.
+/// The line without escape sequences (ECMA-48: ESC, then `[`, parameters and a final byte; or ESC
+/// and one byte) and without carriage returns at its end. Other control characters stay: they are
+/// shown as escapes.
 pub fn without_escapes(line: &str) -> String {
     let mut out = String::with_capacity(line.len());
     let mut chars = line.chars().peekable();

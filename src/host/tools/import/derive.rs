@@ -1,7 +1,8 @@
 //! What was said into records: drafts on the base clock, in order of time. Pure.
 //!
-//! Where our init speaks in the logs, its own words stand for the steps; kernel lines are then only kept as they are. Where it does not, the
-//! steps are taken from what the kernel, the driver, NVRC and the agent say ([`Said::OfKernel`]).
+//! Where our init speaks in the logs, its own words stand for the steps; kernel lines are then only
+//! kept as they are. Where it does not, the steps are taken from what the kernel, the driver, NVRC
+//! and the agent say ([`Said::OfKernel`]).
 
 use super::clocks::Placed;
 use super::item::{Fact, InitLine, Item, Stamp};
@@ -146,7 +147,8 @@ impl<'a> Maker<'a> {
                 self.open.entry(key).or_default().push(span);
                 Some(span)
             }
-            // Without its beginning (which only a verbose console shows) it is the end of a span whose beginning was lost.
+            // Without its beginning (which only a verbose console shows) it is the end of a span
+            // whose beginning was lost.
             Kind::End => Some(self.open.get_mut(&key).and_then(Vec::pop).unwrap_or_else(|| self.span())),
             Kind::Event | Kind::Kmsg => None,
         };

@@ -1,9 +1,12 @@
-//! Format `ftrace`: the function_graph tracer's output of `vfio_pin_pages_remote` (`set_graph_function` or a filter on it).
+//! Format `ftrace`: the function_graph tracer's output of `vfio_pin_pages_remote`
+//! (`set_graph_function` or a filter on it).
 //!
-//! Columns depend on the options: absolute time (`funcgraph-abstime`), CPU, task and pid (`funcgraph-proc`), duration, then the call. A leaf is
-//! one line `f();`, a call with others inside is `f() {` and a `}` of the same depth, which carries the duration. Arguments
-//! (`funcgraph-args`, since 6.15) give address and size, the return value (`funcgraph-retval`, since 6.5) what was pinned; without them only
-//! durations are known. Times are the trace clock's, which starts with the host: they are placed by what they were seen to cause.
+//! Columns depend on the options: absolute time (`funcgraph-abstime`), CPU, task and pid
+//! (`funcgraph-proc`), duration, then the call. A leaf is one line `f();`, a call with others
+//! inside is `f() {` and a `}` of the same depth, which carries the duration. Arguments
+//! (`funcgraph-args`, since 6.15) give address and size, the return value (`funcgraph-retval`,
+//! since 6.5) what was pinned; without them only durations are known. Times are the trace clock's,
+//! which starts with the host: they are placed by what they were seen to cause.
 
 use super::bpftrace::{Trace, number};
 use super::input::{Input, Text};
@@ -118,7 +121,8 @@ impl Reader {
 }
 
 fn columns(line: &str) -> Option<Columns<'_>> {
-    // The call is behind the last bar, unless its comment has one; the first column with a call in it counts.
+    // The call is behind the last bar, unless its comment has one; the first column with a call in
+    // it counts.
     let mut out = Columns::default();
     let mut rest = line;
     while let Some((column, after)) = rest.split_once('|') {
@@ -180,7 +184,8 @@ fn argument(arguments: &str, name: &str) -> Option<u64> {
     arguments.split(',').find_map(|a| a.trim().strip_prefix(name)?.trim_start().strip_prefix('=').and_then(|v| number(v.trim())))
 }
 
-/// The return value in the comment: `/* ret=0x200 */`, `/* = 0x200 */`, decimal where the kernel takes it for a small number.
+/// The return value in the comment: `/* ret=0x200 */`, `/* = 0x200 */`, decimal where the kernel
+/// takes it for a small number.
 fn returned(text: &str) -> Option<u64> {
     let comment = text.split_once("/*")?.1.split_once("*/")?.0;
     let value = comment.rsplit('=').next().filter(|_| comment.contains('='))?;

@@ -1,7 +1,8 @@
-//! Files into lines: bounded in length and number, `.gz` unpacked while reading, the format found by looking at the beginning.
+//! Files into lines: bounded in length and number, `.gz` unpacked while reading, the format found
+//! by looking at the beginning.
 //!
-//! A file that ends in the middle (a truncated gzip, a copy that broke off) gives what came before, and says so. Nothing here knows what the
-//! lines mean.
+//! A file that ends in the middle (a truncated gzip, a copy that broke off) gives what came before,
+//! and says so. Nothing here knows what the lines mean.
 
 use crate::host::data::framing::{Lines, Piece};
 use anyhow::{Context, Result};
@@ -11,9 +12,11 @@ use std::io::{self, BufReader, Cursor, IsTerminal, Read};
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-/// Longest line that is looked at: the shim's longest piece of console text is 64 kB (Go's bufio.Scanner), and quoting can double it.
+/// Longest line that is looked at: the shim's longest piece of console text is 64 kB (Go's
+/// bufio.Scanner), and quoting can double it.
 pub const MAX_LINE: usize = 256 * 1024;
-/// Most bytes that are read of one file, unpacked: a day of a busy containerd's debug log is below that.
+/// Most bytes that are read of one file, unpacked: a day of a busy containerd's debug log is below
+/// that.
 pub const MAX_BYTES: u64 = 8 << 30;
 /// Most bytes of a document that has to be read as a whole (a pod, or a list of pods).
 pub const MAX_DOCUMENT: u64 = 64 << 20;

@@ -1,4 +1,5 @@
-//! What the formats give: [`Item`]s, each with the clock that its stamp is of, and counts of what was read.
+//! What the formats give: [`Item`]s, each with the clock that its stamp is of, and counts of what
+//! was read.
 
 use crate::events::record::{Kind, Level};
 use crate::host::data::agent_log::AgentEvent;
@@ -27,14 +28,16 @@ pub enum Stamp {
 #[derive(Clone, Debug, PartialEq)]
 pub struct Item {
     pub stamp: Stamp,
-    /// When the host's runtime read the line (CLOCK_REALTIME of the host): not before it was written.
+    /// When the host's runtime read the line (CLOCK_REALTIME of the host): not before it was
+    /// written.
     pub read_ns: Option<i64>,
     pub format: Format,
     /// Line in the file, from 1.
     pub line: u64,
     /// How wrong the stamp may be on its own clock.
     pub error_ns: u64,
-    /// The kernel's stamps before and after it in the file (also of lines that are not kept): its time is between them, more or less.
+    /// The kernel's stamps before and after it in the file (also of lines that are not kept): its
+    /// time is between them, more or less.
     pub between: (Option<i64>, Option<i64>),
     pub fact: Fact,
 }
@@ -53,11 +56,13 @@ pub enum Fact {
     Init(InitLine),
     /// What a line of the agent means.
     Agent(AgentEvent),
-    /// Something that needs no further thought: a record by its name. For what happened on the host.
+    /// Something that needs no further thought: a record by its name. For what happened on the
+    /// host.
     Plain { name: &'static str, level: Level, error: Option<String>, fields: Map<String, Value> },
 }
 
-/// What kata-gpu-init writes to the console: events and ends of spans (begins when asked for details), without span ids.
+/// What kata-gpu-init writes to the console: events and ends of spans (begins when asked for
+/// details), without span ids.
 #[derive(Clone, Debug, PartialEq)]
 pub struct InitLine {
     pub name: String,
@@ -114,7 +119,8 @@ pub struct Count {
     pub lines: u64,
     pub recognised: u64,
     pub skipped: BTreeMap<Skip, u64>,
-    /// Stamps that are earlier than the one before: normal for a few lines, told because they make order doubtful.
+    /// Stamps that are earlier than the one before: normal for a few lines, told because they make
+    /// order doubtful.
     pub backwards: u64,
     /// What ended the reading before the end of the file.
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -134,9 +140,11 @@ impl Count {
     }
 }
 
-/// Items that one import keeps of one file: a boot has some thousand. More is a log of something else, or an attack.
+/// Items that one import keeps of one file: a boot has some thousand. More is a log of something
+/// else, or an attack.
 pub const MAX_ITEMS: usize = 200_000;
-/// The latest time on the guest's clock that is believed: about 115 days after kernel start. A boot is long over by then.
+/// The latest time on the guest's clock that is believed: about 115 days after kernel start. A boot
+/// is long over by then.
 pub const MAX_STAMP_NS: i64 = 10_000_000 * 1_000_000_000;
 
 /// One boot as a console-like file tells it.

@@ -1,8 +1,10 @@
-//! Format `journal`: the journal or log of containerd (or CRI-O) with the lines of Kata's shim, which carry the guest's console as `vmconsole=`
-//! and name the sandbox. As text (any `journalctl -o`, or a log file), as `journalctl -o json`, or as containerd's own JSON lines.
+//! Format `journal`: the journal or log of containerd (or CRI-O) with the lines of Kata's shim,
+//! which carry the guest's console as `vmconsole=` and name the sandbox. As text (any `journalctl
+//! -o`, or a log file), as `journalctl -o json`, or as containerd's own JSON lines.
 //!
-//! Each line has two times: containerd's `time=` (RFC 3339, the host's clock: when the shim read it) and the console line's own. Sandboxes are
-//! told apart by `sandbox=`; containerd's own lines by what [`super::runtime`] makes of them.
+//! Each line has two times: containerd's `time=` (RFC 3339, the host's clock: when the shim read
+//! it) and the console line's own. Sandboxes are told apart by `sandbox=`; containerd's own lines
+//! by what [`super::runtime`] makes of them.
 
 use super::console::Console;
 use super::input::{Input, Text};

@@ -1,7 +1,9 @@
-//! Lines of the guest's kernel log: which matter, and what they mean. Pure, from one line to its meaning.
+//! Lines of the guest's kernel log: which matter, and what they mean. Pure, from one line to its
+//! meaning.
 //!
-//! A console does not tell the kernel's own lines from what a process wrote to /dev/kmsg; NVRC writes its words there, and so do the programs
-//! that it runs. What is read here is what the line says, not who said it.
+//! A console does not tell the kernel's own lines from what a process wrote to /dev/kmsg; NVRC
+//! writes its words there, and so do the programs that it runs. What is read here is what the line
+//! says, not who said it.
 
 use crate::driver_log::{self, Signal};
 use crate::events::kmsg;
@@ -28,7 +30,8 @@ pub enum Meaning {
         bar: u8,
         bytes: u64,
     },
-    /// A function's memory is about to be enabled: on the host, its BARs are mapped while this write lasts.
+    /// A function's memory is about to be enabled: on the host, its BARs are mapped while this
+    /// write lasts.
     Enabling {
         function: PciAddress,
         driver: bool,
@@ -120,7 +123,8 @@ pub fn meaning(text: &str) -> Option<Meaning> {
     kmsg::is_wanted(text).then_some(Meaning::Other)
 }
 
-/// NVRC's log lines name their module: `NVRC::mode[1]: mode: gpu 8 GPU`. Its log crate writes target and pid.
+/// NVRC's log lines name their module: `NVRC::mode[1]: mode: gpu 8 GPU`. Its log crate writes
+/// target and pid.
 fn nvrc(text: &str) -> Option<&str> {
     let (target, message) = text.split_once(": ")?;
     let target = target.split('[').next()?;
@@ -128,7 +132,8 @@ fn nvrc(text: &str) -> Option<&str> {
     (name.eq_ignore_ascii_case("nvrc")).then_some(message)
 }
 
-/// `pci 0000:02:00.0: BAR 2 [mem 0x3a4000000000-0x3a5fffffffff 64bit pref]: assigned` (since 6.9), `BAR 2: assigned [mem ..]` (before).
+/// `pci 0000:02:00.0: BAR 2 [mem 0x3a4000000000-0x3a5fffffffff 64bit pref]: assigned` (since 6.9),
+/// `BAR 2: assigned [mem ..]` (before).
 fn assigned_bar(text: &str) -> Option<Meaning> {
     let function = driver_log::address(text)?;
     let digits: String = text.split_once("BAR ")?.1.chars().take_while(char::is_ascii_digit).collect();

@@ -1,9 +1,13 @@
-//! `kata-gpu-boot import`: logs that other programs wrote about one boot into the file of a boot that `collect` would have written.
+//! `kata-gpu-boot import`: logs that other programs wrote about one boot into the file of a boot
+//! that `collect` would have written.
 //!
-//! Each format has a file of its own that turns lines into [`item::Item`]s: what was said, and on whose clock. [`clocks`] puts the clocks
-//! beside each other and says how wrong that may be, [`derive`] makes records of what was said, [`write`] makes the file. Invariants: what is
-//! recognised and what is skipped is counted; a record that comes from a log says so (`fields.import`: format, line, error), and the file says
-//! so in a line that no guest can send ([`crate::host::data::boot_file::HostEvent::Imported`]). Logs are hostile input: bounded reads, no line can do harm.
+//! Each format has a file of its own that turns lines into [`item::Item`]s: what was said, and on
+//! whose clock. [`clocks`] puts the clocks beside each other and says how wrong that may be,
+//! [`derive`] makes records of what was said, [`write`] makes the file. Invariants: what is
+//! recognised and what is skipped is counted; a record that comes from a log says so
+//! (`fields.import`: format, line, error), and the file says so in a line that no guest can send
+//! ([`crate::host::data::boot_file::HostEvent::Imported`]). Logs are hostile input: bounded reads,
+//! no line can do harm.
 
 pub mod agent; // lines of the agent and of our init
 pub mod agreement; // an import beside the stream of the same boot

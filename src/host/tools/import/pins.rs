@@ -1,8 +1,10 @@
-//! Calls of `vfio_pin_pages_remote`, whoever traced them: which regions they belong to, how large each call was, how long all took.
+//! Calls of `vfio_pin_pages_remote`, whoever traced them: which regions they belong to, how large
+//! each call was, how long all took.
 //!
-//! The kernel pins a region (a BAR, a piece of guest memory) in a loop: each call asks for what is left of the region and pins what lies
-//! together, so the end of what is asked for stays the same from call to call. That end, with the process, names the region. How many pages a
-//! call pinned is its return value or, where the trace has none, the distance to the next call of its region.
+//! The kernel pins a region (a BAR, a piece of guest memory) in a loop: each call asks for what is
+//! left of the region and pins what lies together, so the end of what is asked for stays the same
+//! from call to call. That end, with the process, names the region. How many pages a call pinned is
+//! its return value or, where the trace has none, the distance to the next call of its region.
 
 use serde::Serialize;
 use std::collections::{BTreeMap, BTreeSet, HashMap};
@@ -148,7 +150,8 @@ fn rest_of(last: &Call, sizes: &mut BTreeMap<u64, u64>, size_of: &mut impl FnMut
     }
 }
 
-/// The regions that are worth a row, the longest first where there are too many; and how many are left out.
+/// The regions that are worth a row, the longest first where there are too many; and how many are
+/// left out.
 pub fn worth_a_row(regions: Vec<Region>) -> (Vec<Region>, u64) {
     let all = regions.len();
     let mut large: Vec<Region> = regions.into_iter().filter(|r| r.bytes >= REGION_BYTES || r.took_ns >= REGION_NS).collect();
@@ -178,7 +181,8 @@ mod tests {
 
     #[test]
     fn calls_that_end_at_one_address_are_one_region() {
-        // 1000 pages in pieces of 1, 9 and 990, then a region of one call that happens to end elsewhere, then the first one again.
+        // 1000 pages in pieces of 1, 9 and 990, then a region of one call that happens to end
+        // elsewhere, then the first one again.
         let calls = [call(0, 1000, 1), call(PAGE, 999, 1), call(10 * PAGE, 990, 200), call(PAGE * 5000, 512, 3), call(0, 1000, 2)];
         let (regions, sum) = regions(&calls);
         assert_eq!(

@@ -1,4 +1,5 @@
-//! What an import read, for people and for programs: per file what was recognised and what was skipped, how the clocks were put together.
+//! What an import read, for people and for programs: per file what was recognised and what was
+//! skipped, how the clocks were put together.
 
 use super::choose::Source;
 use super::clocks::{Clocks, Note};

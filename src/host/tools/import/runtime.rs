@@ -1,8 +1,8 @@
-//! Log lines of containerd and Kata's shims about a sandbox on the host: requests of the CRI and their
-//! answers, the setup of its network, and the calls that its shim got.
+//! Log lines of containerd and Kata's shims about a sandbox on the host: requests of the CRI and
+//! their answers, the setup of its network, and the calls that its shim got.
 //!
-//! Few lines name the sandbox. A request for one is told apart by the pod's metadata until its answer has
-//! the id; a container is its sandbox's since the answer that made it.
+//! Few lines name the sandbox. A request for one is told apart by the pod's metadata until its
+//! answer has the id; a container is its sandbox's since the answer that made it.
 
 use super::item::MAX_ITEMS;
 use crate::events::catalogue::logged as names;
@@ -14,8 +14,8 @@ use std::collections::BTreeMap;
 /// Longest text of one field.
 const MAX_VALUE: usize = 300;
 
-/// Messages of the shim about a VM, and their record names. The Rust shim's are `Starting QEMU VM` and
-/// `start vm`, the others the Go shim's.
+/// Messages of the shim about a VM, and their record names. The Rust shim's are `Starting QEMU VM`
+/// and `start vm`, the others the Go shim's.
 const SHIM: &[(&str, &str)] = &[
     ("Starting VM", names::SANDBOX_VM_STARTING),
     ("Starting QEMU VM", names::SANDBOX_VM_STARTING),
@@ -48,7 +48,8 @@ pub struct Runtime {
     asked: BTreeMap<String, (u64, i64)>,
     /// Sandbox and name of a container, by its id.
     containers: BTreeMap<String, (String, String)>,
-    /// Containers of the Rust shims' calls that have not returned, by sandbox and call: answers name none.
+    /// Containers of the Rust shims' calls that have not returned, by sandbox and call: answers
+    /// name none.
     open: BTreeMap<(String, &'static str), String>,
 }
 
@@ -69,7 +70,8 @@ impl Maker<'_> {
 }
 
 impl Runtime {
-    /// Takes the next line, and hands over what it says; true where that is known with a later line.
+    /// Takes the next line, and hands over what it says; true where that is known with a later
+    /// line.
     pub fn line(&mut self, line: u64, at: i64, entry: &Entry, mut each: impl FnMut(Said)) -> bool {
         let mut maker = Maker { line, at, each: &mut each };
         let Some(msg) = entry.get("msg") else { return false };
@@ -118,7 +120,8 @@ impl Runtime {
         }
     }
 
-    /// `====> task service StartProcess(ContainerProcess { container_id: ContainerID { container_id: "..`.
+    /// `====> task service StartProcess(ContainerProcess { container_id: ContainerID {
+    /// container_id: "..`.
     fn task_call(&mut self, sandbox: &str, msg: &str) -> Option<(&'static str, String)> {
         let (begun, rest) = match msg.strip_prefix("====> task service ") {
             Some(rest) => (true, rest),
@@ -206,7 +209,8 @@ mod tests {
     use super::*;
     use crate::host::data::containerd_log::entry;
 
-    /// Records of lines, as `sandbox time name call container`, and the count of lines that wait for another.
+    /// Records of lines, as `sandbox time name call container`, and the count of lines that wait
+    /// for another.
     fn said(lines: &[String]) -> (Vec<String>, u64) {
         let mut runtime = Runtime::default();
         let mut all = Vec::new();

@@ -1,12 +1,15 @@
-//! Stamps of bpftrace programs that print `strftime("..%S", nsecs)` and, as the fraction, `nsecs % 1000000000`: the seconds are of the wall
-//! clock, the fraction is of the clock since the machine's start. Both tick together, but their seconds do not begin together, so such stamps
-//! jump back and forth by a second.
+//! Stamps of bpftrace programs that print `strftime("..%S", nsecs)` and, as the fraction, `nsecs %
+//! 1000000000`: the seconds are of the wall clock, the fraction is of the clock since the machine's
+//! start. Both tick together, but their seconds do not begin together, so such stamps jump back and
+//! forth by a second.
 //!
-//! Let `t` be the fraction at which the wall clock's second changes. A printed stamp `P` of fraction `f` is then late by `t` where `f >= t` and
-//! early by `1 s - t` where `f < t`. Two stamps whose distance is known to be impossible (backwards, or a second off a duration that the
-//! trace measured) lie on different sides of `t`: that bounds it; two whose distance is as measured lie on the same side, which narrows the
-//! bounds. The middle of the bounds is used, and half their distance is the error; a stamp whose fraction is between the bounds may be on either
-//! side, so it is known to half a second.
+//! Let `t` be the fraction at which the wall clock's second changes. A printed stamp `P` of
+//! fraction `f` is then late by `t` where `f >= t` and early by `1 s - t` where `f < t`. Two stamps
+//! whose distance is known to be impossible (backwards, or a second off a duration that the trace
+//! measured) lie on different sides of `t`: that bounds it; two whose distance is as measured lie
+//! on the same side, which narrows the bounds. The middle of the bounds is used, and half their
+//! distance is the error; a stamp whose fraction is between the bounds may be on either side, so it
+//! is known to half a second.
 
 const SECOND: i64 = 1_000_000_000;
 /// A distance is off by a second if it is off by more than half of one.
@@ -35,7 +38,8 @@ impl Default for Split {
 }
 
 impl Split {
-    /// Two stamps in the order in which they were taken, and the time between them where it was measured.
+    /// Two stamps in the order in which they were taken, and the time between them where it was
+    /// measured.
     pub fn learn(&mut self, first_ns: i64, second_ns: i64, took_ns: Option<i64>) {
         let distance = second_ns.saturating_sub(first_ns);
         let off = match took_ns {
@@ -44,7 +48,8 @@ impl Split {
             None => return,
         };
         let (first, second) = (first_ns.rem_euclid(SECOND), second_ns.rem_euclid(SECOND));
-        // The second stamp is a second ahead: its wall clock has not changed yet when its fraction says so, or the other way round.
+        // The second stamp is a second ahead: its wall clock has not changed yet when its fraction
+        // says so, or the other way round.
         let (below, at_or_above) = match off {
             HALF..=1_500_000_000 => (first, second),
             -1_500_000_000..=-1 if took_ns.is_none() || off < -HALF => (second, first),
@@ -104,7 +109,8 @@ impl Split {
 mod tests {
     use super::*;
 
-    /// What such a program prints at a time of the wall clock, on a machine whose clocks differ by `difference`.
+    /// What such a program prints at a time of the wall clock, on a machine whose clocks differ by
+    /// `difference`.
     fn print(wall: i64, difference: i64) -> i64 {
         wall.div_euclid(SECOND) * SECOND + (wall - difference).rem_euclid(SECOND)
     }

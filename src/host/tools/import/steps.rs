@@ -1,8 +1,10 @@
-//! Steps of GPUs as kernel lines show them: which GPUs there are, their BARs, when the host mapped those, and which calls of a trace did it.
+//! Steps of GPUs as kernel lines show them: which GPUs there are, their BARs, when the host mapped
+//! those, and which calls of a trace did it.
 //!
-//! `enabling device` is printed just before the write that makes the host map the BARs; nothing is printed when it returns. The end is the
-//! first sign that it has: the next kernel line of that GPU, the agent's uevent of its binding, the next GPU's enabling (the driver probes
-//! one after another), or the driver's line at the end of its load; which one it was is said.
+//! `enabling device` is printed just before the write that makes the host map the BARs; nothing is
+//! printed when it returns. The end is the first sign that it has: the next kernel line of that
+//! GPU, the agent's uevent of its binding, the next GPU's enabling (the driver probes one after
+//! another), or the driver's line at the end of its load; which one it was is said.
 
 use super::clocks::{Offset, Placed};
 use super::item::{Fact, Item, Stamp};
@@ -16,7 +18,8 @@ use std::collections::{BTreeMap, HashMap};
 
 /// Calls and enablings are the same if their distances agree this well.
 const MATCH_NS: u64 = 50_000_000;
-/// `enabling device` is printed before the write that the host sees; on a machine that is not overloaded by less than this.
+/// `enabling device` is printed before the write that the host sees; on a machine that is not
+/// overloaded by less than this.
 const PRINT_NS: u64 = 5_000_000;
 /// Calls that are compared with the enabling of GPUs are at least this long, or of a BAR's size.
 const LONG_NS: u64 = 100_000_000;
@@ -111,7 +114,8 @@ impl Steps {
         }
     }
 
-    /// The GPU whose BAR a region is: the size of one of its BARs, pinned while it was being enabled. None if that is none, or several.
+    /// The GPU whose BAR a region is: the size of one of its BARs, pinned while it was being
+    /// enabled. None if that is none, or several.
     pub fn owner(&self, region: &Region, at: Placed) -> Option<(PciAddress, u8)> {
         let end_ns = at.at_ns.saturating_add_unsigned(region.took_ns);
         let overlap = |enabling: &&Enabling| {
@@ -129,7 +133,8 @@ impl Steps {
             .filter(|e| overlap(e).0 >= 0 && overlap(e).0.unsigned_abs() >= region.took_ns / 2)
             .filter_map(|e| Some((e, bar(e.gpu)?)))
             .collect();
-        // With clocks that are known well only one fits; with others the nearest beginning counts, if it is nearer than the error.
+        // With clocks that are known well only one fits; with others the nearest beginning counts,
+        // if it is nearer than the error.
         match candidates.as_slice() {
             [] => None,
             [(only, bar)] => Some((only.gpu, *bar)),
@@ -140,7 +145,8 @@ impl Steps {
         }
     }
 
-    /// The guest's clock minus a trace's, by the calls that the enabling of the GPUs made: both follow each other at the same distances.
+    /// The guest's clock minus a trace's, by the calls that the enabling of the GPUs made: both
+    /// follow each other at the same distances.
     pub fn offset_of(&self, regions: &[(i64, Region)]) -> Option<(Offset, usize)> {
         let sizes: std::collections::BTreeSet<u64> = self.bars.values().flat_map(BTreeMap::values).copied().collect();
         let largest = sizes.iter().max().copied();

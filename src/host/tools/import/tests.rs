@@ -1,7 +1,8 @@
-//! The formats together: golden pages of the fixtures in tests/fixtures/import, imports beside the truth, and hostile logs.
+//! The formats together: golden pages of the fixtures in tests/fixtures/import, imports beside the
+//! truth, and hostile logs.
 //!
-//! The fixtures are one made-up boot of a guest with NVRC and three GPUs, of which one fails, as every format tells it, and one recorded boot of
-//! our init (`two-gpus`) as stream and as console.
+//! The fixtures are one made-up boot of a guest with NVRC and three GPUs, of which one fails, as
+//! every format tells it, and one recorded boot of our init (`two-gpus`) as stream and as console.
 
 use super::agreement::agreement;
 use super::assemble::{import, read};
@@ -97,7 +98,8 @@ fn an_import_of_the_console_and_the_stream_agree_on_every_milestone_within_the_s
     assert!(compared > 30, "{compared}");
 }
 
-/// The console of kata-agent 4.1.0 itself, with lines that others have torn, and the stream of the same boot.
+/// The console of kata-agent 4.1.0 itself, with lines that others have torn, and the stream of the
+/// same boot.
 #[test]
 fn a_real_agents_console_gives_the_same_containers_whether_it_is_imported_or_read_beside_the_stream() {
     let name = "../agent/kata-agent-4.1.0-info";

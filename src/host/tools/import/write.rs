@@ -1,7 +1,9 @@
-//! Drafts into the file of a boot: header, what it was made of, records. The same drafts give the same records and the same boot id.
+//! Drafts into the file of a boot: header, what it was made of, records. The same drafts give the
+//! same records and the same boot id.
 //!
-//! Guests' boot ids are random (version 4 of RFC 9562); one made here is of version 8, named after the records. With an event stream the guest's
-//! own header and records come first, unchanged, and those from logs follow with higher numbers.
+//! Guests' boot ids are random (version 4 of RFC 9562); one made here is of version 8, named after
+//! the records. With an event stream the guest's own header and records come first, unchanged, and
+//! those from logs follow with higher numbers.
 
 use super::derive::{Draft, marked};
 use crate::events::record::{Header, Kind, Record, header_line, record_line};

@@ -1,5 +1,6 @@
-//! `initrd diff`: what a guest finds different between two images. Both are compared as the kernel unpacks them, by path: the order of entries, how an
-//! image is stored, and inode numbers make no difference.
+//! `initrd diff`: what a guest finds different between two images. Both are compared as the kernel
+//! unpacks them, by path: the order of entries, how an image is stored, and inode numbers make no
+//! difference.
 
 use super::image::Content;
 use super::newc::Kind;

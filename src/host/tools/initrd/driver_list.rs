@@ -1,4 +1,5 @@
-//! The list of the driver's files ([`manifest`]) for an image under way: looked for once, when the image is made, instead of at every boot.
+//! The list of the driver's files ([`manifest`]) for an image under way: looked for once, when the
+//! image is made, instead of at every boot.
 //!
 //! Not here: where in the image it goes, and whether one that is there still holds.
 
@@ -13,12 +14,14 @@ pub fn path() -> String {
     format!("{}/{}", manifest::DIRECTORY, manifest::FILE)
 }
 
-/// Which files a view must hold with their content: SONAMEs are read of the driver's libraries alone, and the list that is there.
+/// Which files a view must hold with their content: SONAMEs are read of the driver's libraries
+/// alone, and the list that is there.
 pub fn wanted(name: &[u8]) -> bool {
     name == manifest::FILE.as_bytes() || std::str::from_utf8(name).is_ok_and(|name| name.split_once(".so").is_some())
 }
 
-/// Its text, and how many files it has. The inner error says why an image does without. `version`: the module's, where there is one.
+/// Its text, and how many files it has. The inner error says why an image does without. `version`:
+/// the module's, where there is one.
 ///
 /// `at`: where a guest finds the list, with every link on the way followed.
 pub fn of(view: &View, version: Option<&str>, at: &[u8]) -> Result<Result<(Vec<u8>, usize), String>> {

@@ -1,8 +1,9 @@
-//! An initrd's file: where its archives and their entries lie. Plain archives and gzip, one after another, as the kernel accepts them
-//! (init/initramfs.c).
+//! An initrd's file: where its archives and their entries lie. Plain archives and gzip, one after
+//! another, as the kernel accepts them (init/initramfs.c).
 //!
-//! Reads headers, names and targets of links; data stays where it is until somebody asks for it. What is compressed is unpacked into a file without
-//! a name. Hostile: everything is bounded, and an entry that claims to be longer than the file ends the reading.
+//! Reads headers, names and targets of links; data stays where it is until somebody asks for it.
+//! What is compressed is unpacked into a file without a name. Hostile: everything is bounded, and
+//! an entry that claims to be longer than the file ends the reading.
 
 use super::newc::{HEADER, Header, Kind, MAX_NAME, TRAILER, data_offset, padded};
 use super::progress::Progress;
@@ -19,9 +20,11 @@ use std::os::unix::fs::OpenOptionsExt;
 use std::path::Path;
 use std::rc::Rc;
 
-/// Largest sum of unpacked parts. A guest with everything NVIDIA has is about 1.5 GB, and has to fit into the guest's memory.
+/// Largest sum of unpacked parts. A guest with everything NVIDIA has is about 1.5 GB, and has to
+/// fit into the guest's memory.
 const MAX_UNPACKED: u64 = 4 << 30;
-/// Largest growth of a compressed part, beyond [`FREE_UNPACKED`]: initrds grow to 2 to 5 times their size, deflate allows 1032.
+/// Largest growth of a compressed part, beyond [`FREE_UNPACKED`]: initrds grow to 2 to 5 times
+/// their size, deflate allows 1032.
 const MAX_RATIO: u64 = 32;
 /// Unpacked bytes that no ratio limits: padding and empty files make small archives grow more.
 const FREE_UNPACKED: u64 = 64 << 20;
@@ -35,7 +38,8 @@ const MAX_PARTS: usize = 64;
 const WINDOW: usize = 32 * 1024;
 /// And for data.
 const CHUNK: usize = 256 * 1024;
-/// Of a gzip header: deflate, and the one flag that the kernel's unpacker steps over (a file name), beside the one that means nothing.
+/// Of a gzip header: deflate, and the one flag that the kernel's unpacker steps over (a file name),
+/// beside the one that means nothing.
 const GZIP: [u8; 3] = [0x1f, 0x8b, 8];
 const GZIP_TEXT: u8 = 1;
 const GZIP_NAME: u8 = 8;
@@ -51,7 +55,8 @@ const OTHERS: [(&[u8], &str); 6] = [
 
 /// Of a message about a file that a guest could start from, but not as an initrd.
 pub const DISK: &str = "disk image";
-/// How much of what is unpacked must be enough to see that it is no archive. Zeros may come before one, which pad it to a page, and no more.
+/// How much of what is unpacked must be enough to see that it is no archive. Zeros may come before
+/// one, which pad it to a page, and no more.
 const MAX_BEFORE_ARCHIVE: u64 = 1 << 20;
 
 /// How a part is stored.
@@ -121,7 +126,8 @@ impl Content {
         Self { source, at: 0, length }
     }
 
-    /// Whether both are the same range of the same source: then nothing has to be read to compare them.
+    /// Whether both are the same range of the same source: then nothing has to be read to compare
+    /// them.
     pub fn is_same_range(&self, other: &Self) -> bool {
         Rc::ptr_eq(&self.source, &other.source) && (self.at, self.length) == (other.at, other.length)
     }

@@ -6,7 +6,8 @@ use std::fs::File;
 use std::io;
 use std::path::Path;
 
-/// Of an x86 boot image (Documentation/arch/x86/boot.rst): the mark, and where the offset of the version's text is kept, less 0x200.
+/// Of an x86 boot image (Documentation/arch/x86/boot.rst): the mark, and where the offset of the
+/// version's text is kept, less 0x200.
 const BOOT_MARK: (u64, &[u8; 4]) = (0x202, b"HdrS");
 const BOOT_VERSION: u64 = 0x20e;
 const BOOT_VERSION_BASE: u64 = 0x200;
@@ -18,7 +19,8 @@ const MAX_RELEASE: usize = 64;
 const MAX_KERNEL: u64 = 1 << 30;
 const CHUNK: usize = 1 << 20;
 
-/// A kernel's release, from its file (a bzImage, or a vmlinux or Image that is not compressed) or as the word itself.
+/// A kernel's release, from its file (a bzImage, or a vmlinux or Image that is not compressed) or
+/// as the word itself.
 pub fn release(given: &str) -> Result<String> {
     let path = Path::new(given);
     if !path.exists() {

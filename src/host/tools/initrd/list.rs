@@ -1,7 +1,9 @@
-//! A list of what goes into an archive, one entry a line: what a directory cannot say, or not without root.
+//! A list of what goes into an archive, one entry a line: what a directory cannot say, or not
+//! without root.
 //!
-//! `pack --help` has the words. They stand between blanks; a name with a blank in it comes from a directory. Everything belongs to root. Directories above an entry that no line
-//! and no tree has are made, with mode 0755.
+//! `pack --help` has the words. They stand between blanks; a name with a blank in it comes from a
+//! directory. Everything belongs to root. Directories above an entry that no line and no tree has
+//! are made, with mode 0755.
 
 use super::newc::Kind;
 use anyhow::{Context, Result, bail, ensure};

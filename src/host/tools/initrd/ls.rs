@@ -1,6 +1,7 @@
 //! `initrd ls` and `initrd cat`: what stands in an image, and what the guest finds there.
 //!
-//! `ls` lists entries as they stand, in their order, also those that a later one replaces; `cat` follows the tree that the kernel makes of them.
+//! `ls` lists entries as they stand, in their order, also those that a later one replaces; `cat`
+//! follows the tree that the kernel makes of them.
 
 use super::image::{Entry, Image, copy};
 use super::newc::Kind;
@@ -84,7 +85,8 @@ pub fn json(image: &Image, paths: &[String]) -> Value {
     })
 }
 
-/// Writes a file of the guest to standard output: as it is, but to a terminal without what could drive it. False: there is none.
+/// Writes a file of the guest to standard output: as it is, but to a terminal without what could
+/// drive it. False: there is none.
 pub fn cat(tree: &Tree, path: &str) -> Result<bool> {
     let Some(id) = tree.find(path) else { return Ok(false) };
     let Some(content) = tree.content(id) else { bail!("{}: a {}, and no file", escaped(path.as_bytes()), tree.kind(id).name()) };

@@ -1,6 +1,8 @@
-//! Guest images: packed, looked into, verified, and given another init. Needs no root, and no other program but for disk images.
+//! Guest images: packed, looked into, verified, and given another init. Needs no root, and no other
+//! program but for disk images.
 //!
-//! Images are hostile: bounded, never unpacked outside a directory of their own, and printed as printable ASCII.
+//! Images are hostile: bounded, never unpacked outside a directory of their own, and printed as
+//! printable ASCII.
 
 pub mod components;
 pub mod diff;

@@ -1,5 +1,7 @@
-//! The newc format of cpio: a header of 110 ASCII characters, a name, data, each padded to four bytes, and an entry that ends the archive. Read and
-//! written as Linux does it (Documentation/driver-api/early-userspace/buffer-format.rst). Knows one entry at a time, and no file.
+//! The newc format of cpio: a header of 110 ASCII characters, a name, data, each padded to four
+//! bytes, and an entry that ends the archive. Read and written as Linux does it
+//! (Documentation/driver-api/early-userspace/buffer-format.rst). Knows one entry at a time, and no
+//! file.
 
 use std::io::{self, Read, Write};
 
@@ -10,7 +12,8 @@ const NUMBERS: usize = 13;
 const MAGIC: &[u8; 6] = b"070701";
 /// The same with a sum of the data's bytes.
 const MAGIC_WITH_SUM: &[u8; 6] = b"070702";
-/// Older forms, which the kernel refuses: the portable one in octal, and the binary one in both byte orders.
+/// Older forms, which the kernel refuses: the portable one in octal, and the binary one in both
+/// byte orders.
 const OLD: [&[u8]; 3] = [b"070707", &[0xc7, 0x71], &[0x71, 0xc7]];
 /// The name that ends an archive.
 pub const TRAILER: &[u8] = b"TRAILER!!!";
@@ -131,7 +134,8 @@ pub fn data_offset(name_size: u32) -> u64 {
     padded(HEADER as u64 + u64::from(name_size))
 }
 
-/// Writes an entry: header, name and data of `header.size` bytes, all padded. `name_size` is computed.
+/// Writes an entry: header, name and data of `header.size` bytes, all padded. `name_size` is
+/// computed.
 ///
 /// Errors: the data is shorter than its size says, the name is too long, or `out` fails.
 pub fn write_entry(out: &mut dyn Write, header: &Header, name: &[u8], data: &mut dyn Read) -> io::Result<()> {

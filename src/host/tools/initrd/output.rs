@@ -1,7 +1,9 @@
-//! The file that is written: plain or gzip, hashed on the way, and in its place only when it is whole and on the disk.
+//! The file that is written: plain or gzip, hashed on the way, and in its place only when it is
+//! whole and on the disk.
 //!
-//! Until then it has a name of its own beside that place, and is locked: what a run that was killed left there is known by nobody holding it, and is
-//! replaced. Nothing but a regular file, or nothing, is ever replaced by the result: no device, no link.
+//! Until then it has a name of its own beside that place, and is locked: what a run that was killed
+//! left there is known by nobody holding it, and is replaced. Nothing but a regular file, or
+//! nothing, is ever replaced by the result: no device, no link.
 
 use super::image::Form;
 use super::text::hex;
@@ -137,7 +139,8 @@ impl Output {
         let Sink::Plain(mut hashed) = std::mem::replace(&mut self.sink, Sink::Closed) else {
             bail!("{} has been closed", self.temporary.display())
         };
-        // Its name must not be on the disk before its content is: after a loss of power, an image is the old one or the new one.
+        // Its name must not be on the disk before its content is: after a loss of power, an image
+        // is the old one or the new one.
         let file = hashed.file.get_ref().try_clone().with_context(|| format!("write {}", self.temporary.display()))?;
         let mode = || file.set_permissions(Permissions::from_mode(MODE));
         hashed
@@ -188,14 +191,16 @@ fn create_locked(path: &Path) -> Result<(File, Option<Lock>)> {
         let lock = match Flock::lock(to_lock, FlockArg::LockExclusiveNonblock) {
             Ok(lock) => lock,
             Err((_, Errno::EWOULDBLOCK)) => bail!("{shown}: another run is writing it: wait for its end, or name another file"),
-            // A file system without locks: what others left there cannot be told from what they write.
+            // A file system without locks: what others left there cannot be told from what they
+            // write.
             Err((_, Errno::ENOLCK | Errno::EOPNOTSUPP | Errno::ENOSYS | Errno::EINVAL)) => match created {
                 Some(file) => return Ok((file, None)),
                 None => bail!("{shown} is there, and this file system has no locks: remove it if no other run is writing it"),
             },
             Err((_, e)) => return Err(e).with_context(|| format!("lock {shown}")),
         };
-        // Until it was locked, another run could take it for a killed one's, or give it its final name.
+        // Until it was locked, another run could take it for a killed one's, or give it its final
+        // name.
         let (held, named) = (lock.metadata().with_context(|| format!("look at {shown}"))?, std::fs::symlink_metadata(path));
         if !named.is_ok_and(|named| (named.dev(), named.ino()) == (held.dev(), held.ino())) {
             continue;
@@ -232,7 +237,8 @@ impl Write for Output {
 impl Drop for Output {
     fn drop(&mut self) {
         if !self.kept {
-            // It was not finished, and says so itself; a file more in a full directory changes nothing.
+            // It was not finished, and says so itself; a file more in a full directory changes
+            // nothing.
             let _unused = std::fs::remove_file(&self.temporary);
         }
     }

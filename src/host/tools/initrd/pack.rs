@@ -1,8 +1,10 @@
 //! `initrd pack`: directories and lists into an archive, the same bytes for the same files.
 //!
-//! Entries are sorted by path, owned by root, with times of SOURCE_DATE_EPOCH or 0, and numbered from one; what a file system adds of its own (inode
-//! and device numbers, link counts of directories, the order of names) does not get in. Names of the same file stay names of the same file. The list of
-//! the driver's files is made anew here, because packing is the last step of a build.
+//! Entries are sorted by path, owned by root, with times of SOURCE_DATE_EPOCH or 0, and numbered
+//! from one; what a file system adds of its own (inode and device numbers, link counts of
+//! directories, the order of names) does not get in. Names of the same file stay names of the same
+//! file. The list of the driver's files is made anew here, because packing is the last step of a
+//! build.
 
 use super::components;
 use super::components::Sizes;
@@ -137,7 +139,8 @@ pub fn pack(sources: &[PathBuf], wish: Wish, out: &mut Output) -> Result<Packed>
     items.write(wish.mtime, list, out)
 }
 
-/// An image that would hold itself, or take the place of what it is made of, is not what anybody wants.
+/// An image that would hold itself, or take the place of what it is made of, is not what anybody
+/// wants.
 fn not_output(meta: &Metadata, source: &Path, out: &Output) -> Result<()> {
     ensure!(!out.is_of(meta), "{}: the new image would be, or replace, what it is made of: give --output another place", source.display());
     Ok(())
@@ -171,7 +174,8 @@ impl Items {
         }
     }
 
-    /// Everything below a directory, at a path. Its own mode is not taken: that of a temporary directory is 0700.
+    /// Everything below a directory, at a path. Its own mode is not taken: that of a temporary
+    /// directory is 0700.
     fn tree(&mut self, at: &[u8], source: &Path, out: &Output) -> Result<()> {
         let mut rest = vec![(source.to_path_buf(), at.to_vec(), 0)];
         while let Some((directory, path, depth)) = rest.pop() {

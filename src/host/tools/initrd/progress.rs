@@ -1,4 +1,5 @@
-//! One line on a terminal's standard error about what takes longer than a second. Nothing in a pipe, and nothing left behind.
+//! One line on a terminal's standard error about what takes longer than a second. Nothing in a
+//! pipe, and nothing left behind.
 
 use std::io::{IsTerminal, Write};
 use std::time::{Duration, Instant};

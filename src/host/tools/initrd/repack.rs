@@ -1,7 +1,9 @@
-//! `initrd repack`: another init in an image that somebody trusts. Every other entry stays, byte for byte, in its place.
+//! `initrd repack`: another init in an image that somebody trusts. Every other entry stays, byte
+//! for byte, in its place.
 //!
-//! Parts in which nothing changes are copied as they are stored. What is written is read again, compared with what was, and verified, before it gets
-//! its name: a difference that was not meant is an error, not a surprise at boot.
+//! Parts in which nothing changes are copied as they are stored. What is written is read again,
+//! compared with what was, and verified, before it gets its name: a difference that was not meant
+//! is an error, not a surprise at boot.
 
 use super::diff;
 use super::diff::Difference;
@@ -198,7 +200,8 @@ fn plan_helper(tree: &Tree, helper: &Helper, plan: &mut Plan) -> Result<Result<P
     })
 }
 
-/// The driver's files, looked for now instead of at every boot. An inner error says why the image does without.
+/// The driver's files, looked for now instead of at every boot. An inner error says why the image
+/// does without.
 fn plan_manifest(image: &Image, tree: &Tree, plan: &mut Plan) -> Result<Result<usize, String>> {
     let question = Question { user_space: false, ..Question::default() };
     let version = verify::check(image, tree, &question).driver.and_then(|driver| driver.version);

@@ -1,4 +1,5 @@
-//! Names and numbers of an image for people. A name may hold any byte: what comes out is printable ASCII.
+//! Names and numbers of an image for people. A name may hold any byte: what comes out is printable
+//! ASCII.
 
 use crate::host::data::text::{Ink, Screen, printable};
 
@@ -37,7 +38,8 @@ pub fn megabytes(bytes: u64) -> String {
     format!("{}.{} MB", tenths / 10, tenths % 10)
 }
 
-/// Lines with columns as wide as they must be; `right`: those that stand at the right. The last is not padded. The first row is the head.
+/// Lines with columns as wide as they must be; `right`: those that stand at the right. The last is
+/// not padded. The first row is the head.
 pub fn table(rows: &[Vec<String>], right: &[usize], screen: &Screen) -> String {
     let columns = rows.first().map_or(0, Vec::len);
     let width = |column: usize| rows.iter().filter_map(|r| r.get(column)).map(String::len).max().unwrap_or(0);

@@ -1,7 +1,9 @@
-//! What a guest's root holds after the kernel has unpacked an image: entries applied in their order, by the kernel's own rules (init/initramfs.c).
+//! What a guest's root holds after the kernel has unpacked an image: entries applied in their
+//! order, by the kernel's own rules (init/initramfs.c).
 //!
-//! A later entry replaces an earlier one; a directory that is not empty is not replaced; links on the way are followed; what has no directory to go
-//! into is left out without a word; `..` ends at the root. Nothing is written anywhere.
+//! A later entry replaces an earlier one; a directory that is not empty is not replaced; links on
+//! the way are followed; what has no directory to go into is left out without a word; `..` ends at
+//! the root. Nothing is written anywhere.
 
 use super::image::{Content, Image};
 use super::newc::{Header, Kind, MAX_NAME};
@@ -171,7 +173,8 @@ impl Tree {
                         self.add(parent, name, What::File(data), index, meta);
                     }
                     let file = &mut self.files[data];
-                    // The kernel cuts a file to the size of the entry with data, and leaves it where there is none.
+                    // The kernel cuts a file to the size of the entry with data, and leaves it
+                    // where there is none.
                     if header.size > 0 {
                         file.content = Some(entry.data.clone());
                     }

@@ -1,7 +1,9 @@
-//! An image's tree as a directory: for code that reads a guest's root. Made in a directory of its own that is gone afterwards.
+//! An image's tree as a directory: for code that reads a guest's root. Made in a directory of its
+//! own that is gone afterwards.
 //!
-//! Names come from the tree, where none has a slash or is `..`, and parents are directories made here: nothing is written elsewhere, whatever the
-//! image says. Files that nobody reads have their size and no content.
+//! Names come from the tree, where none has a slash or is `..`, and parents are directories made
+//! here: nothing is written elsewhere, whatever the image says. Files that nobody reads have their
+//! size and no content.
 
 use super::text::escaped;
 use super::tree::{ROOT, Tree, What};

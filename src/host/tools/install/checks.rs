@@ -1,7 +1,9 @@
-//! Every reason why a configuration's guests cannot start from what is given. Data in, refusals out.
+//! Every reason why a configuration's guests cannot start from what is given. Data in, refusals
+//! out.
 //!
-//! Each names file, key, value, reason and cure. `--force` passes only those where somebody can know better; where the runtime itself would fail,
-//! or the result would not be what was asked for, nothing passes.
+//! Each names file, key, value, reason and cure. `--force` passes only those where somebody can
+//! know better; where the runtime itself would fail, or the result would not be what was asked for,
+//! nothing passes.
 
 use super::drop_in;
 use super::drop_in::Found;
@@ -18,17 +20,20 @@ use super::version::Version;
 use std::path::Path;
 use toml::Value;
 
-/// Hypervisors of which Kata attaches GPUs by VFIO and boots an initrd. runtime-rs before 4.0 says cloud-hypervisor.
+/// Hypervisors of which Kata attaches GPUs by VFIO and boots an initrd. runtime-rs before 4.0 says
+/// cloud-hypervisor.
 const SUPPORTED: [&[&str]; 2] = [&["qemu", "clh"], &["qemu", "clh", "cloud-hypervisor"]];
 /// Hypervisors that boot an initrd, but of which nobody has seen GPUs attached here.
 const WITHOUT_GPUS: &[&str] = &["firecracker", "dragonball", "stratovirt", "openvmm"];
-/// Keys that the Go runtime takes in a drop-in only since some release: an unknown one makes it refuse its configuration.
+/// Keys that the Go runtime takes in a drop-in only since some release: an unknown one makes it
+/// refuse its configuration.
 const GO_KEYS_SINCE: &[(&str, Version)] = &[
     ("rootfs_type", Version { major: 3, minor: 1, patch: 0 }),
     ("kernel_verity_params", Version { major: 3, minor: 27, patch: 0 }),
     ("guest_extension_images", Version { major: 4, minor: 0, patch: 0 }),
 ];
-/// Mapping the BARs of 8 GPUs takes up to 3.7 s each on hosts that pin them in 4 KiB pages, a Blackwell GPU's probe up to 4 s more.
+/// Mapping the BARs of 8 GPUs takes up to 3.7 s each on hosts that pin them in 4 KiB pages, a
+/// Blackwell GPU's probe up to 4 s more.
 const LEAST_CDI_TIMEOUT_S: u64 = 40;
 /// Where kata-gpu-boot initrd replace-init puts the init of an image.
 const INITS_OF_IMAGES: [&str; 2] = ["/sbin/init", "/init"];

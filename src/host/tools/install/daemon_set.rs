@@ -2,8 +2,8 @@
 //! Kata, as kata-deploy lays it out; and the one of `uninstall`, which takes its place.
 //!
 //! What stands in it is for the nodes, so nothing is read here. It needs no rights in the cluster:
-//! the label comes from a file that Node Feature Discovery reads, which clusters with GPUs have from
-//! NVIDIA's operator or Kata's chart.
+//! the label comes from a file that Node Feature Discovery reads, which clusters with GPUs have
+//! from NVIDIA's operator or Kata's chart.
 
 use super::here::{Args, Said};
 use super::manifests::{Name, base_config};
@@ -88,7 +88,8 @@ impl DaemonSet {
             return Err(refusal.cure("leave --node away, or name a folder there"));
         }
         let feature = place.node_feature.clone().unwrap_or_else(|| PathBuf::from(FEATURES).join(name.to_string()));
-        // Not the folder itself: kata-deploy removes and makes it, and the pods would go on with the one that was.
+        // Not the folder itself: kata-deploy removes and makes it, and the pods would go on with
+        // the one that was.
         let mount = Path::new(prefix).parent().and_then(Path::to_str).filter(|parent| *parent != "/").unwrap_or(prefix);
         let image = image.map_or_else(|| format!("kata-gpu-init:{}", env!("CARGO_PKG_VERSION")), str::to_string);
         Ok(Self { name: name.to_string(), config: path.into(), dir, feature, mount: mount.into(), image })

@@ -1,7 +1,9 @@
-//! Our drop-in: its name, its text, and whether a file is one that we wrote and nobody has edited since.
+//! Our drop-in: its name, its text, and whether a file is one that we wrote and nobody has edited
+//! since.
 //!
-//! The second line is a record in JSON: what was asked for, and a checksum (CRC-32) of all the rest, against accidents and not against malice. The text follows
-//! from the plan alone: the same plan, the same bytes.
+//! The second line is a record in JSON: what was asked for, and a checksum (CRC-32) of all the
+//! rest, against accidents and not against malice. The text follows from the plan alone: the same
+//! plan, the same bytes.
 
 use nix::libc;
 use serde::{Deserialize, Serialize};
@@ -13,7 +15,8 @@ use toml::Value;
 
 /// The directory beside a configuration.
 pub const DIRECTORY: &str = "config.d";
-/// kata-deploy keeps 10 to 50 for itself and recommends 50 to 89 for others; after its own user overrides at 50, so that those are seen here.
+/// kata-deploy keeps 10 to 50 for itself and recommends 50 to 89 for others; after its own user
+/// overrides at 50, so that those are seen here.
 pub const NAME: &str = "60-kata-gpu-init.toml";
 
 /// The first line; the other one is that of an image.

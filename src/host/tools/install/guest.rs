@@ -1,8 +1,10 @@
-//! What guests are to start from: an initrd, which is verified, or a disk image, of which only the outside is looked at, and whether our init is in it. Which one was asked for, which
-//! one stays, and what keeps it from working.
+//! What guests are to start from: an initrd, which is verified, or a disk image, of which only the
+//! outside is looked at, and whether our init is in it. Which one was asked for, which one stays,
+//! and what keeps it from working.
 //!
-//! Kata gives a guest its image as a disk of which the kernel mounts the first partition (/dev/vda1, or /dev/pmem0p1), as `rootfs_type`; with
-//! `kernel_verity_params` by way of dm-verity, whose hash is in the second. The hash is one of the whole root: another init, another hash.
+//! Kata gives a guest its image as a disk of which the kernel mounts the first partition
+//! (/dev/vda1, or /dev/pmem0p1), as `rootfs_type`; with `kernel_verity_params` by way of dm-verity,
+//! whose hash is in the second. The hash is one of the whole root: another init, another hash.
 
 use super::drop_in::Found;
 use super::initrd;
@@ -93,7 +95,8 @@ fn absolute(given: &Path) -> Result<String, Refusal> {
 }
 
 impl Chosen {
-    /// Reads it. Errors: it is nothing that a guest can start from. `kernel`, `user_space`: for an initrd.
+    /// Reads it. Errors: it is nothing that a guest can start from. `kernel`, `user_space`: for an
+    /// initrd.
     pub fn look(self, kernel: Option<&str>, user_space: bool) -> Result<Guest, Refusal> {
         match self {
             Chosen::Initrd(path) => initrd::look(Path::new(&path), kernel, user_space).map(|initrd| Guest::Initrd(Box::new(initrd))),
@@ -127,7 +130,8 @@ fn look(path: &Path, verity: Option<String>) -> Result<Image, Refusal> {
 }
 
 impl Image {
-    /// Both runtimes want the same five fields; numbers that do not fit the disk are those of another.
+    /// Both runtimes want the same five fields; numbers that do not fit the disk are those of
+    /// another.
     fn check_verity(&self) -> Result<(), Refusal> {
         let Some(given) = &self.verity else { return Ok(()) };
         let refuse = |why: String| {

@@ -1,4 +1,5 @@
-//! An installation in one configuration of this machine: what is asked for, what is in the way, what is written.
+//! An installation in one configuration of this machine: what is asked for, what is in the way,
+//! what is written.
 
 use super::checks::Facts;
 use super::drop_in::Found;
@@ -78,19 +79,23 @@ pub struct Args {
     /// The initrd; left away, the one that is installed stays.
     #[arg(long, value_name = "FILE")]
     pub initrd: Option<PathBuf>,
-    /// A disk image instead, as kata-gpu-boot initrd replace-init makes it: an erofs or ext4 root in the first partition.
+    /// A disk image instead, as kata-gpu-boot initrd replace-init makes it: an erofs or ext4 root
+    /// in the first partition.
     #[arg(long, value_name = "FILE", conflicts_with = "initrd")]
     pub image: Option<PathBuf>,
-    /// The image's own dm-verity parameters (root_hash=..,salt=..,data_blocks=..); without them none are used.
+    /// The image's own dm-verity parameters (root_hash=..,salt=..,data_blocks=..); without them
+    /// none are used.
     #[arg(long, value_name = "PARAMS", requires = "image", conflicts_with = "initrd")]
     pub verity: Option<String>,
-    /// A word for the guest kernel's command line, like gpuinit.bind=concurrent; takes the place of one with the same dotted name.
+    /// A word for the guest kernel's command line, like gpuinit.bind=concurrent; takes the place of
+    /// one with the same dotted name.
     #[arg(long = "param", value_name = "WORD")]
     pub params: Vec<String>,
     /// Take a word out again that an earlier --param put in.
     #[arg(long, value_name = "NAME")]
     pub unset: Vec<String>,
-    /// The driver's libraries and firmware are not in the initrd: they come from elsewhere, or are not wanted.
+    /// The driver's libraries and firmware are not in the initrd: they come from elsewhere, or are
+    /// not wanted.
     #[arg(long)]
     pub no_user_space: bool,
     /// Kata's version, where its shim cannot be asked.
@@ -108,15 +113,18 @@ pub struct Args {
     /// Print YAML for a cluster instead of writing anything here.
     #[arg(long, value_enum, value_name = "WHAT", conflicts_with_all = ["dry_run", "json"])]
     pub print: Option<Manifest>,
-    /// Name of the printed runtime or DaemonSet; follows from the configuration's name if left away.
+    /// Name of the printed runtime or DaemonSet; follows from the configuration's name if left
+    /// away.
     #[arg(long, value_name = "NAME", requires = "print")]
     pub name: Option<Name>,
-    /// The image of the printed DaemonSet's pods, with kata-gpu-boot at /kata-gpu-boot and the file of --initrd or --image at its path.
+    /// The image of the printed DaemonSet's pods, with kata-gpu-boot at /kata-gpu-boot and the file
+    /// of --initrd or --image at its path.
     #[arg(long, value_name = "IMAGE", requires = "print")]
     pub container_image: Option<String>,
     #[command(flatten)]
     pub place: place::Place,
-    /// With --node: stay until SIGTERM, and install again whenever it has been taken away. For a DaemonSet's pod.
+    /// With --node: stay until SIGTERM, and install again whenever it has been taken away. For a
+    /// DaemonSet's pod.
     #[arg(long, requires = "dir", conflicts_with_all = ["dry_run", "json", "print"])]
     pub stay: bool,
     #[command(flatten)]
@@ -131,7 +139,8 @@ pub enum Manifest {
     RuntimeClass,
     /// customRuntimes values for kata-deploy's chart.
     Helm,
-    /// A DaemonSet whose pods install on their nodes, which get a label. Reads nothing here. `uninstall --print daemonset` is the way back.
+    /// A DaemonSet whose pods install on their nodes, which get a label. Reads nothing here.
+    /// `uninstall --print daemonset` is the way back.
     #[value(name = "daemonset")]
     DaemonSet,
 }
@@ -208,7 +217,8 @@ pub fn say_here(args: &Args) -> Said {
         let json = json!({"action": "refused", "refusals": refusals.iter().map(Refusal::json).collect::<Vec<_>>()});
         Said { out: if args.json { format!("{json}\n") } else { String::new() }, err, code: 1 }
     };
-    // Held until it is written, so that what was read stays what is there, as far as we are concerned.
+    // Held until it is written, so that what was read stays what is there, as far as we are
+    // concerned.
     let dir = std::fs::canonicalize(&args.kata_config).ok().and_then(|path| path.parent().map(Path::to_path_buf));
     let lock = match dir.filter(|_| !args.dry_run && args.print.is_none()).map(|dir| write::lock(&dir)) {
         Some(Err(error)) => return Said::refused(format!("kata-gpu-boot: {}\n", printable(&format!("{error:#}")))),
@@ -280,7 +290,8 @@ pub fn effective_changes(config: &Path, text: Option<&str>) -> Option<Vec<Change
     Some(changes(&section, &now, &with_ours(&config, runtime, text.map(str::as_bytes))))
 }
 
-/// The effective configuration with this text as our drop-in. One that does not parse counts as none.
+/// The effective configuration with this text as our drop-in. One that does not parse counts as
+/// none.
 pub fn with_ours(config: &KataConfig, runtime: Runtime, text: Option<&[u8]>) -> Effective {
     let (earlier, later) = config.around_ours();
     let parsed = text.and_then(|text| Some((text, kata_config::parse(text).ok()?)));
@@ -432,7 +443,8 @@ impl Install {
         diff.lines().map(|line| format!("{}\n", printable(line))).collect()
     }
 
-    /// What is odd about the guest, and words that are effective and that the init will not take as they are.
+    /// What is odd about the guest, and words that are effective and that the init will not take as
+    /// they are.
     fn notes(&self) -> Vec<String> {
         let after = with_ours(&self.config, self.runtime, Some(self.text.as_bytes()));
         let params = plan::text(&after, &self.plan.section, "kernel_params").unwrap_or_default();

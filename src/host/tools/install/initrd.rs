@@ -1,5 +1,6 @@
-//! What `install` makes of the initrd that it is given: the report of `initrd verify`, against the kernel that the configuration names. An initrd that
-//! cannot boot is refused with that report's errors.
+//! What `install` makes of the initrd that it is given: the report of `initrd verify`, against the
+//! kernel that the configuration names. An initrd that cannot boot is refused with that report's
+//! errors.
 //!
 //! Not here: what an image needs; see [`crate::host::tools::initrd::verify`].
 
@@ -51,7 +52,8 @@ pub fn open(path: &Path, key: &str, cure: &str) -> Result<(File, Metadata), Refu
     if metadata.is_file() { Ok((file, metadata)) } else { Err(Refusal::at(path, "is not a regular file").cure(cure)) }
 }
 
-/// Reads and verifies it. Errors: it is no initrd at all. `user_space`: whether the driver's is to be in it.
+/// Reads and verifies it. Errors: it is no initrd at all. `user_space`: whether the driver's is to
+/// be in it.
 pub fn look(path: &Path, kernel: Option<&str>, user_space: bool) -> Result<Initrd, Refusal> {
     let (_, metadata) = open(path, "initrd", "give an initrd with --initrd")?;
     let kernel = kernel_of(kernel);

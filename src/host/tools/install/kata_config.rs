@@ -1,7 +1,9 @@
-//! Reading a Kata configuration and the drop-ins beside it, as files: bounded, and with every reason why its runtime could not read them either.
+//! Reading a Kata configuration and the drop-ins beside it, as files: bounded, and with every
+//! reason why its runtime could not read them either.
 //!
-//! Both runtimes resolve symbolic links of the configuration's path first and look for `config.d` beside what they arrive at. Every entry of it is
-//! read, whatever its name ends in; an entry that cannot be read or parsed makes every pod of the runtime fail.
+//! Both runtimes resolve symbolic links of the configuration's path first and look for `config.d`
+//! beside what they arrive at. Every entry of it is read, whatever its name ends in; an entry that
+//! cannot be read or parsed makes every pod of the runtime fail.
 //!
 //! Not here: what the files come to together; see [`super::merge`].
 
@@ -156,7 +158,8 @@ fn entries(dir: &Path) -> io::Result<Vec<PathBuf>> {
     Ok(paths)
 }
 
-/// Other configurations whose `config.d` is the same directory. A link that leads elsewhere reads the one over there.
+/// Other configurations whose `config.d` is the same directory. A link that leads elsewhere reads
+/// the one over there.
 fn siblings(dir: &Path, own: &Path) -> Result<Vec<PathBuf>, Refusal> {
     let names = entries(dir).map_err(|e| unreadable(dir, &e))?;
     let is_configuration = |path: &PathBuf| {

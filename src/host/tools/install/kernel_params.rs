@@ -1,11 +1,13 @@
 //! Words of `kernel_params`: ours are put in, all others stay as they are written, quotes included.
 //!
-//! Both runtimes and the kernel split at blanks outside double quotes. What stands after a word `--` is not for the kernel, so ours go before it.
-//! Not here: what a word means; `config` knows ours.
+//! Both runtimes and the kernel split at blanks outside double quotes. What stands after a word
+//! `--` is not for the kernel, so ours go before it. Not here: what a word means; `config` knows
+//! ours.
 
 use crate::config;
 
-/// The kernel's COMMAND_LINE_SIZE on x86-64 and arm64, without the final zero: what is longer is cut without a word.
+/// The kernel's COMMAND_LINE_SIZE on x86-64 and arm64, without the final zero: what is longer is
+/// cut without a word.
 pub const MAX_COMMAND_LINE: usize = 2047;
 
 /// An odd number of double quotes: everything after the last belongs to one word.
@@ -34,14 +36,16 @@ pub fn words(text: &str) -> Result<Vec<&str>, OpenQuote> {
     if quoted { Err(OpenQuote) } else { Ok(words) }
 }
 
-/// What stands before `=`; to the kernel, `-` and `_` are the same, and quotes may be around the whole word.
+/// What stands before `=`; to the kernel, `-` and `_` are the same, and quotes may be around the
+/// whole word.
 pub fn name(word: &str) -> String {
     let word = word.trim_start_matches('"');
     word.split_once('=').map_or(word, |(name, _)| name).trim_end_matches('"').replace('-', "_")
 }
 
-/// Whether a word of this name takes the place of an earlier one. Names with a dot belong to a module, the agent or the init, where the last one counts;
-/// others, like `pci` and `console`, may stand several times and mean all of it.
+/// Whether a word of this name takes the place of an earlier one. Names with a dot belong to a
+/// module, the agent or the init, where the last one counts; others, like `pci` and `console`, may
+/// stand several times and mean all of it.
 fn counts_once(name: &str) -> bool {
     name.contains('.')
 }

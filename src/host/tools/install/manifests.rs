@@ -1,21 +1,24 @@
-//! What a cluster needs to know: a RuntimeClass for a node whose configuration was changed here, or values for kata-deploy's chart, which then writes the
-//! same drop-in on every node.
+//! What a cluster needs to know: a RuntimeClass for a node whose configuration was changed here, or
+//! values for kata-deploy's chart, which then writes the same drop-in on every node.
 //!
-//! The chart (since Kata 3.26) reads the handler from the line `handler: ` of the RuntimeClass's text and does not take quotes off, so names stand bare;
-//! [`Name`] makes sure that they can. It copies `configuration-<baseConfig>.toml` and puts `dropIn` at 50-overrides.toml, after its own files.
-//! Not here: changing anything in a cluster.
+//! The chart (since Kata 3.26) reads the handler from the line `handler: ` of the RuntimeClass's
+//! text and does not take quotes off, so names stand bare; [`Name`] makes sure that they can. It
+//! copies `configuration-<baseConfig>.toml` and puts `dropIn` at 50-overrides.toml, after its own
+//! files. Not here: changing anything in a cluster.
 
 use super::drop_in;
 use super::plan::Plan;
 use super::refusal::Refusal;
 use std::path::Path;
 
-/// What the host keeps for the hypervisor beside the guest's memory: kata-deploy's own figure for its GPU classes, 10240 MiB for guests of 8192.
+/// What the host keeps for the hypervisor beside the guest's memory: kata-deploy's own figure for
+/// its GPU classes, 10240 MiB for guests of 8192.
 const OVERHEAD_MIB: i64 = 2048;
 /// kata-deploy's label of nodes that have Kata.
 const NODE_LABEL: &str = "katacontainers.io/kata-runtime";
 
-/// The name of a RuntimeClass and of its handler: a DNS label, and one that YAML takes for a string.
+/// The name of a RuntimeClass and of its handler: a DNS label, and one that YAML takes for a
+/// string.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Name(String);
 

@@ -1,13 +1,17 @@
-//! What a runtime makes of its configuration file and the drop-ins beside it, and which file each value comes from.
+//! What a runtime makes of its configuration file and the drop-ins beside it, and which file each
+//! value comes from.
 //!
-//! Both runtimes read the file, then every entry of `config.d` beside the *resolved* file, sorted by name as bytes; whatever comes later wins. They
-//! differ in how it wins:
+//! Both runtimes read the file, then every entry of `config.d` beside the *resolved* file, sorted
+//! by name as bytes; whatever comes later wins. They differ in how it wins:
 //!
-//! - runtime-rs (since 3.0.0): tables are merged at any depth, everything else, arrays too, replaces what was there, whatever its type was.
-//! - Go (since 2.5.0): the same, except that a key of `[hypervisor.X]` or `[agent.X]` is replaced as a whole even when it is a table; that a drop-in
-//!   makes no section by an empty table; and that keys of the file itself, not of drop-ins, may be written in any case.
+//! - runtime-rs (since 3.0.0): tables are merged at any depth, everything else, arrays too,
+//!   replaces what was there, whatever its type was.
+//! - Go (since 2.5.0): the same, except that a key of `[hypervisor.X]` or `[agent.X]` is replaced
+//!   as a whole even when it is a table; that a drop-in makes no section by an empty table; and
+//!   that keys of the file itself, not of drop-ins, may be written in any case.
 //!
-//! Not here: whether the result is any good. Unknown keys are kept: what they mean is the runtime's business.
+//! Not here: whether the result is any good. Unknown keys are kept: what they mean is the runtime's
+//! business.
 
 use super::kata_config::Source;
 use std::collections::BTreeMap;
@@ -120,7 +124,8 @@ fn is_sections(name: &str) -> bool {
     matches!(name, "hypervisor" | "agent")
 }
 
-/// Keys that the Go runtime takes in any case, in lower case; names of sections are taken as they are.
+/// Keys that the Go runtime takes in any case, in lower case; names of sections are taken as they
+/// are.
 fn fold(table: &Table) -> Table {
     let lower = |table: &Table| -> Table {
         let mut out: Table = table.iter().map(|(k, v)| (k.to_ascii_lowercase(), v.clone())).collect();
@@ -142,8 +147,8 @@ fn fold(table: &Table) -> Table {
     out
 }
 
-/// A key of a drop-in that makes the Go runtime refuse its whole configuration: below a section, keys are looked up as they are written, and all
-/// of Kata's are in lower case.
+/// A key of a drop-in that makes the Go runtime refuse its whole configuration: below a section,
+/// keys are looked up as they are written, and all of Kata's are in lower case.
 pub fn refused_by_go(drop_in: &Table) -> Option<String> {
     let sections = drop_in.iter().filter(|(key, _)| is_sections(key)).filter_map(|(key, value)| Some((key, value.as_table()?)));
     for (kind, sections) in sections {
@@ -169,7 +174,8 @@ mod tests {
         Effective::of(runtime, &source("base", base), &drop_ins)
     }
 
-    /// What the file and its drop-ins say, what runtime-rs makes of it, what Go makes of it (None: the same).
+    /// What the file and its drop-ins say, what runtime-rs makes of it, what Go makes of it (None:
+    /// the same).
     type Row = (&'static str, &'static str, &'static [&'static str], &'static str, Option<&'static str>);
 
     const RULES: &[Row] = &[

@@ -1,6 +1,6 @@
-//! `install --node`, on a node of a cluster: copies the initrd or image there, installs the copy, and
-//! with `--stay` installs it again whenever an upgrade of Kata has taken it away. `uninstall --node`
-//! takes everything away again.
+//! `install --node`, on a node of a cluster: copies the initrd or image there, installs the copy,
+//! and with `--stay` installs it again whenever an upgrade of Kata has taken it away. `uninstall
+//! --node` takes everything away again.
 //!
 //! A copy's name has its content's hash, so that a new one never takes the place of one that a pod
 //! which starts just now is given; the former one stays for such pods and for the way back. The end
@@ -196,7 +196,8 @@ fn label(file: &Path) -> Result<()> {
     let name = file.file_name().and_then(|name| name.to_str()).with_context(|| format!("{}: no name of a file", file.display()))?;
     let dir = file.parent().context("a file in a folder")?;
     fs::create_dir_all(dir).with_context(|| format!("make {}", dir.display()))?;
-    // Node Feature Discovery reads it now and then: a line that is not there yet is one that comes at its next look.
+    // Node Feature Discovery reads it now and then: a line that is not there yet is one that comes
+    // at its next look.
     fs::write(file, format!("{name}=true\n")).with_context(|| format!("write {}", file.display()))
 }
 
@@ -240,7 +241,8 @@ fn stamp(path: &Path) -> Stamp {
     Some((meta.dev(), meta.ino(), meta.len(), meta.modified().ok()?))
 }
 
-/// The files that an install looks at, each with its stamp. Not the drop-in, which it writes itself.
+/// The files that an install looks at, each with its stamp. Not the drop-in, which it writes
+/// itself.
 fn stamps(args: &Args) -> Vec<(PathBuf, Stamp)> {
     let mut paths = vec![args.kata_config.clone()];
     if let Some((config, now, section)) = effective(&args.kata_config) {

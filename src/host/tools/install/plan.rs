@@ -1,10 +1,13 @@
 //! What our drop-in is to say: which section, which keys, which values. Data in, data out.
 //!
-//! `kernel_params` is written only where there are words of ours to put in: a copy of what others wrote would hide what they write later.
-//! `kernel_verity_params` is emptied where it is set, unless an image comes with its own: it measures the image that is not used, and Cloud
-//! Hypervisor's command line would still name it. `rootfs_type` is written where an image's root is another than what is effective.
-//! With an initrd, the extension image `gpu` is left out: it holds the driver for a guest that boots a common image, and would cost a disk and some 300
-//! bytes of the kernel's command line. Other extension images stay; with an image, which may be that common one, all do.
+//! `kernel_params` is written only where there are words of ours to put in: a copy of what others
+//! wrote would hide what they write later. `kernel_verity_params` is emptied where it is set,
+//! unless an image comes with its own: it measures the image that is not used, and Cloud
+//! Hypervisor's command line would still name it. `rootfs_type` is written where an image's root is
+//! another than what is effective. With an initrd, the extension image `gpu` is left out: it holds
+//! the driver for a guest that boots a common image, and would cost a disk and some 300 bytes of
+//! the kernel's command line. Other extension images stay; with an image, which may be that common
+//! one, all do.
 
 use super::drop_in;
 pub use super::drop_in::Plan;
@@ -61,7 +64,8 @@ impl Plan {
             Some(Value::String(text)) => text,
             Some(_) => return Err(refuse("is not a string, so the runtime refuses it too").cure("write one string")),
         };
-        // Looked at even with nothing to merge: with an open quote the kernel takes words that the runtime adds for part of the last one.
+        // Looked at even with nothing to merge: with an open quote the kernel takes words that the
+        // runtime adds for part of the last one.
         let merged = kernel_params::merge(existing_text, &parameters)
             .map_err(|OpenQuote| refuse("has an open double quote, which swallows every word after it").cure("close it"))?;
         if !parameters.is_empty() {

@@ -1,6 +1,8 @@
-//! One reason why nothing is installed: where it stands, which key has which value, why that cannot work, and the cure. One line each.
+//! One reason why nothing is installed: where it stands, which key has which value, why that cannot
+//! work, and the cure. One line each.
 //!
-//! Not here: which reasons there are; see [`super::checks`]. What comes from files is cut and made printable before it is shown.
+//! Not here: which reasons there are; see [`super::checks`]. What comes from files is cut and made
+//! printable before it is shown.
 
 use crate::host::data::text::{printable, printable_start};
 use serde_json::{Value as Json, json};

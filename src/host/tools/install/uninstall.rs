@@ -1,6 +1,7 @@
 //! Takes away the drop-in that `install` wrote, and nothing else.
 //!
-//! It works whatever state the configuration is in: rolling back must not depend on what may be why somebody rolls back.
+//! It works whatever state the configuration is in: rolling back must not depend on what may be why
+//! somebody rolls back.
 
 use super::checks;
 use super::drop_in;
@@ -52,7 +53,8 @@ pub struct Args {
     /// With --node: stay until SIGTERM. For a DaemonSet's pod.
     #[arg(long, requires = "dir", conflicts_with_all = ["dry_run", "json"])]
     pub stay: bool,
-    /// Print the DaemonSet that uninstalls what `install --print daemonset` has installed, and leave. It takes that one's place.
+    /// Print the DaemonSet that uninstalls what `install --print daemonset` has installed, and
+    /// leave. It takes that one's place.
     #[arg(long, value_enum, value_name = "WHAT", conflicts_with_all = ["dry_run", "json"])]
     pub print: Option<Manifest>,
     /// Name of the DaemonSet, as it was printed.
@@ -76,7 +78,8 @@ pub fn say_here(args: &Args) -> Said {
     uninstall(args).unwrap_or_else(|error| Said::refused(format!("kata-gpu-boot: {}\n", printable(&format!("{error:#}")))))
 }
 
-/// The directory in which the runtime looks for `config.d`, even if the configuration itself is gone.
+/// The directory in which the runtime looks for `config.d`, even if the configuration itself is
+/// gone.
 fn directory(given: &Path) -> Result<PathBuf> {
     // Beside a directory there is nothing of ours, and that would be a lie about what is in it.
     anyhow::ensure!(!given.is_dir(), "{}: is a directory: name the configuration file", given.display());

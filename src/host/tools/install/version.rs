@@ -1,8 +1,10 @@
 //! Which runtime reads a configuration, which of its sections, and which version it has.
 //!
-//! The runtime is told by the configuration: runtime-rs needs `runtime.hypervisor_name`, the Go runtime has no such key. Its version is told by the
-//! shim that was installed with the configuration, asked with `--version`; containerd starts the same program as root. Nothing else is run, and it
-//! is not either where somebody else than root and the caller could have put it there.
+//! The runtime is told by the configuration: runtime-rs needs `runtime.hypervisor_name`, the Go
+//! runtime has no such key. Its version is told by the shim that was installed with the
+//! configuration, asked with `--version`; containerd starts the same program as root. Nothing else
+//! is run, and it is not either where somebody else than root and the caller could have put it
+//! there.
 
 use super::kata_config::KataConfig;
 use super::merge::{Effective, Runtime};
@@ -128,13 +130,15 @@ pub fn ask(config: &Path, runtime: Runtime) -> Known {
     }
 }
 
-/// `Kata Containers containerd shim (Golang): id: "io.containerd.kata.v2", version: 3.27.0, commit: ...`
+/// `Kata Containers containerd shim (Golang): id: "io.containerd.kata.v2", version: 3.27.0, commit:
+/// ...`
 fn version_in(answer: &str) -> Result<Version, String> {
     let word = answer.split_once("version: ").map(|(_, rest)| rest.split([',', '\n', ' ']).next().unwrap_or_default());
     word.ok_or("no version in its answer".to_string())?.parse()
 }
 
-/// Whether nobody but root and the caller can change what is run: the program, and each directory on the way to it.
+/// Whether nobody but root and the caller can change what is run: the program, and each directory
+/// on the way to it.
 fn is_trusted(shim: &Path) -> Result<(), String> {
     let shim = std::fs::canonicalize(shim).map_err(|e| e.to_string())?;
     let caller = nix::unistd::geteuid().as_raw();
@@ -169,7 +173,8 @@ fn answer(shim: &Path) -> Result<String, String> {
         let _late = sender.send(read.map(|_| answer));
     });
     let read = receiver.recv_timeout(ANSWER_TIMEOUT);
-    // It has answered or had its time; either way it is not needed any more, and one that has ended is not killed.
+    // It has answered or had its time; either way it is not needed any more, and one that has ended
+    // is not killed.
     let _ended = child.kill();
     let _status = child.wait();
     match read {

@@ -1,7 +1,8 @@
 //! Putting our drop-in in place and taking it away: whole or not at all, one at a time.
 //!
-//! A runtime reads every entry of `config.d` at the start of every pod, so a file under way stands beside the configuration, not in `config.d`, and gets its
-//! name by rename. Not here: whether it should be written.
+//! A runtime reads every entry of `config.d` at the start of every pod, so a file under way stands
+//! beside the configuration, not in `config.d`, and gets its name by rename. Not here: whether it
+//! should be written.
 
 use super::drop_in::NAME;
 use anyhow::{Context, Result, bail};
@@ -79,7 +80,8 @@ pub fn put(drop_in_dir: &Path, make_directory: bool, text: &str) -> Result<()> {
     if make_directory { sync(drop_in_dir.parent().unwrap_or(drop_in_dir)) } else { Ok(()) }
 }
 
-/// Removes the drop-in, and `config.d` if it was made for it and is empty now. True if the directory went too.
+/// Removes the drop-in, and `config.d` if it was made for it and is empty now. True if the
+/// directory went too.
 pub fn remove(drop_in_dir: &Path, made_directory: bool) -> Result<bool> {
     let path = drop_in_dir.join(NAME);
     let hint = |e: &std::io::Error| if e.kind() == ErrorKind::PermissionDenied { ": run it as root" } else { "" };

@@ -1,6 +1,8 @@
-//! Boots on a terminal: a head line each, and a bar per GPU. What goes wrong is printed above them and stays.
+//! Boots on a terminal: a head line each, and a bar per GPU. What goes wrong is printed above them
+//! and stays.
 //!
-//! A bar shows which steps are over, not time: no length of it is a promise. Every text is printable ASCII, so that a line is as wide as it is long.
+//! A bar shows which steps are over, not time: no length of it is a promise. Every text is
+//! printable ASCII, so that a line is as wide as it is long.
 
 use super::progress::{Gpu, Outcome, Progress, Step, name};
 use crate::host::data::text::printable;

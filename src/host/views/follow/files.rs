@@ -1,4 +1,5 @@
-//! The collector's directory as it changes: one inotify instance for all boots in it, however many, and no file kept open.
+//! The collector's directory as it changes: one inotify instance for all boots in it, however many,
+//! and no file kept open.
 
 use crate::events::record::{self, is_boot_id};
 use crate::host::data::boot_file::{EXTENSION, FileLine, HostEvent, Sandbox, decode};
@@ -124,8 +125,8 @@ impl Files {
         }
     }
 
-    /// Hands over every complete line that was not read yet. A file that is gone has none, nor has one
-    /// of another sandbox than that which is looked for.
+    /// Hands over every complete line that was not read yet. A file that is gone has none, nor has
+    /// one of another sandbox than that which is looked for.
     pub fn read(&mut self, name: &OsStr, mut each: impl FnMut(FileLine)) -> Result<()> {
         if !self.is_of_sandbox(name)? {
             return Ok(());

@@ -1,7 +1,9 @@
-//! How far one boot is: lines of its file in, the state of each GPU and of the whole out. No I/O and no clock of its own.
+//! How far one boot is: lines of its file in, the state of each GPU and of the whole out. No I/O
+//! and no clock of its own.
 //!
-//! Times are those of the guest's boot clock; between two records they go on with this machine's, from the moment the last one came. There is no estimate
-//! of what is left: how long a step takes depends on locks of host and driver. What other GPUs of this boot took for it is told instead.
+//! Times are those of the guest's boot clock; between two records they go on with this machine's,
+//! from the moment the last one came. There is no estimate of what is left: how long a step takes
+//! depends on locks of host and driver. What other GPUs of this boot took for it is told instead.
 //!
 //! A guest chooses how much it says: GPUs and texts are bounded, and every text is printable ASCII.
 
@@ -178,7 +180,8 @@ impl Progress {
             }
             _ => {}
         }
-        // The kernel's lines name every PCI function there is: of those only GPUs that are known count.
+        // The kernel's lines name every PCI function there is: of those only GPUs that are known
+        // count.
         let Some(address) = record.gpu else { return };
         if record.kind != Kind::Kmsg && !self.gpus.contains_key(&address) && self.gpus.len() < MAX_GPUS {
             let gpu = Gpu { index: None, step: Step::Waiting, since_ns: record.boottime_ns, stage: 0, published: false };

@@ -26,8 +26,8 @@ impl Boot {
     }
 }
 
-/// Watches a sandbox that is yet to come until its boot has ended well or not. Shown meanwhile, where
-/// the screen is a terminal. Safe to cancel.
+/// Watches a sandbox that is yet to come until its boot has ended well or not. Shown meanwhile,
+/// where the screen is a terminal. Safe to cancel.
 pub async fn boot_of(sandbox: &str, dir: &Path, screen: Screen, boot: &mut Boot) -> Result<Outcome> {
     let mut files = Files::watch(dir, Which::Sandbox(sandbox.into()))?;
     let bars = |_width| Bars::new(ProgressDrawTarget::stdout(), Look::of_environment(screen.colour));

@@ -1,7 +1,8 @@
-//! Reader of erofs file systems (fs/erofs/erofs_fs.h of Linux): names, modes, owners, times and places of data. Contents are read on request.
+//! Reader of erofs file systems (fs/erofs/erofs_fs.h of Linux): names, modes, owners, times and
+//! places of data. Contents are read on request.
 //!
-//! Hostile: every number is checked against the file's length; names that are no names, directories with two parents and unordered directories are
-//! errors. Compressed contents are not read.
+//! Hostile: every number is checked against the file's length; names that are no names, directories
+//! with two parents and unordered directories are errors. Compressed contents are not read.
 
 use super::reading_limits::{Limits, MAX_ENTRIES, limit_depth};
 use crate::elf::ReadAt;
@@ -19,7 +20,8 @@ const SUPERBLOCK_BYTES: usize = 128;
 const MAGIC: u32 = 0xe0f5_e1e2;
 /// The superblock has a checksum.
 const COMPAT_CHECKSUM: u32 = 1;
-/// 48-bit block numbers, and metadata in an inode of its own: the superblock's fields mean something else.
+/// 48-bit block numbers, and metadata in an inode of its own: the superblock's fields mean
+/// something else.
 const INCOMPAT_UNKNOWN: u32 = !0x7f;
 /// Block sizes from 4 to 64 KiB, as powers of two.
 const BLOCK_BITS: std::ops::RangeInclusive<u8> = 12..=16;
@@ -103,7 +105,8 @@ pub fn number<const N: usize>(bytes: &[u8], at: usize) -> u64 {
     bytes.get(at..at + N).unwrap_or_default().iter().rev().fold(0, |number, byte| number << 8 | u64::from(*byte))
 }
 
-/// Of the superblock's block from the superblock on, with zeros for itself: the kernel's crc32c, which begins with ~0 and does not invert the end.
+/// Of the superblock's block from the superblock on, with zeros for itself: the kernel's crc32c,
+/// which begins with ~0 and does not invert the end.
 pub fn checksum(bytes: &[u8]) -> u32 {
     const POLYNOMIAL: u32 = 0x82f6_3b78;
     bytes
@@ -329,7 +332,8 @@ pub fn dirents(bytes: &[u8], block: u64) -> Result<Vec<Dirent>> {
 }
 
 impl Erofs {
-    /// Reads names and inodes. `same`: a file system that this one was made of; contents below its byte are shared with it, not read again.
+    /// Reads names and inodes. `same`: a file system that this one was made of; contents below its
+    /// byte are shared with it, not read again.
     pub fn read(source: Content, same: Option<(&Erofs, u64)>) -> Result<Self> {
         let superblock = Superblock::read(&source)?;
         let source = source.part(0..superblock.bytes());

@@ -1,7 +1,9 @@
-//! Another init in an erofs file system: new inodes and changed directories go behind its end, inodes of changed directories and the superblock are
-//! set in place. Every other byte stays, and so does every extended attribute, compressed file and hard link.
+//! Another init in an erofs file system: new inodes and changed directories go behind its end,
+//! inodes of changed directories and the superblock are set in place. Every other byte stays, and
+//! so does every extended attribute, compressed file and hard link.
 //!
-//! What was added begins with [`MARK`]: the next edit takes its place, so that an image does not grow with every upgrade.
+//! What was added begins with [`MARK`]: the next edit takes its place, so that an image does not
+//! grow with every upgrade.
 
 use super::erofs;
 use super::erofs::{DIRENT, Dirent, Erofs, Inode, SLOT, SUPERBLOCK, Superblock, exact};
@@ -114,7 +116,8 @@ pub fn edit(fs: &Erofs, tree: &Tree, wanted: &Wanted) -> Result<Edit> {
     lay_out(fs, plan, at, inodes_before)
 }
 
-/// Where the former edit began, and the number of inodes before it; none where there was none, or something else lies behind that place.
+/// Where the former edit began, and the number of inodes before it; none where there was none, or
+/// something else lies behind that place.
 fn place_of_former(fs: &Erofs, tree: &Tree, wanted: &Wanted) -> Result<Option<(u64, u64)>> {
     let superblock = &fs.superblock;
     let Some(init) = tree.find_no_follow("/init").and_then(|id| fs.inodes.get(tree.node(id).entry?)) else { return Ok(None) };

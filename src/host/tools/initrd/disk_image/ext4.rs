@@ -1,4 +1,5 @@
-//! Reader of ext4 file systems, by the crate `ext4-view`, and the comparison of what it does not show: inodes with their extended attributes.
+//! Reader of ext4 file systems, by the crate `ext4-view`, and the comparison of what it does not
+//! show: inodes with their extended attributes.
 //!
 //! Hostile: what the crate takes from the superblock without a bound is checked before it is asked.
 
@@ -31,7 +32,8 @@ const OLD_INODE: usize = 128;
 /// Largest inode that is read: a group's are read together.
 const MAX_INODE: usize = 1024;
 const MAX_TARGET: u64 = 4096;
-/// Inodes that a change may touch: directories on the way to init, link, helper and list; what those four replace; what is new.
+/// Inodes that a change may touch: directories on the way to init, link, helper and list; what
+/// those four replace; what is new.
 const MAX_DIRECTORIES: usize = 6;
 const MAX_REPLACED: usize = 4;
 const MAX_NEW: usize = 6;
@@ -196,7 +198,8 @@ pub struct Changed {
     pub new: usize,
 }
 
-/// Compares every inode with its extended attributes. Errors: more differs than an init, a link, a helper and a list make.
+/// Compares every inode with its extended attributes. Errors: more differs than an init, a link, a
+/// helper and a list make.
 pub fn compare_inodes(before: &Content, after: &Content) -> Result<Changed> {
     let (layout, new_layout) = (Layout::read(before)?, Layout::read(after)?);
     ensure!(layout.tables == new_layout.tables && layout.inode_bytes == new_layout.inode_bytes, "inodes lie elsewhere");
@@ -257,7 +260,8 @@ fn compare(inode: u64, old: &[u8], new: &[u8], first: u64, changed: &mut Changed
             changed.new += 1;
         }
         (true, true) if kind(old) == Kind::Directory => {
-            // Mode, owner and time of the last change; the number of links and the place of the data may change.
+            // Mode, owner and time of the last change; the number of links and the place of the
+            // data may change.
             let same = [0..4, 16..20, 24..26, 120..124].into_iter().all(|range| old.get(range.clone()) == new.get(range));
             let attributes = own_attributes(old) == own_attributes(new) && attribute_block(old) == attribute_block(new);
             ensure!(same && attributes, "inode {inode}: mode, owner or extended attributes of a directory would not be what they were");

@@ -1,8 +1,9 @@
-//! `initrd replace-init`: another init in a disk image with an erofs or ext4 root. Everything else stays: owners, modes, times, links, contents, extended
-//! attributes.
+//! `initrd replace-init`: another init in a disk image with an erofs or ext4 root. Everything else
+//! stays: owners, modes, times, links, contents, extended attributes.
 //!
-//! Images are hostile: they are read here, by offset and with bounds, and never unpacked or mounted. Paths that are written to are of a closed list
-//! ([`wanted`]). Programs of others run in a sandbox. What comes out is checked by them, read again and compared before it gets its name.
+//! Images are hostile: they are read here, by offset and with bounds, and never unpacked or
+//! mounted. Paths that are written to are of a closed list ([`wanted`]). Programs of others run in
+//! a sandbox. What comes out is checked by them, read again and compared before it gets its name.
 
 pub mod debugfs;
 pub mod erofs;
@@ -41,7 +42,8 @@ use std::path::{Path, PathBuf};
 
 /// Largest init that is taken.
 const MAX_INIT: u64 = 256 << 20;
-/// Bytes of all files for each byte of the file system, beyond [`FREE_BYTES`]: holes and hard links make more than one.
+/// Bytes of all files for each byte of the file system, beyond [`FREE_BYTES`]: holes and hard links
+/// make more than one.
 const MAX_RATIO: u64 = 4;
 const FREE_BYTES: u64 = 64 << 20;
 /// Bytes that are read at once.
@@ -100,7 +102,8 @@ impl Root {
     }
 }
 
-/// Errors: files claim more than could be in the image, by holes or as many files with the same data. To read them all would take days.
+/// Errors: files claim more than could be in the image, by holes or as many files with the same
+/// data. To read them all would take days.
 fn limit_contents(root: &Root, bytes: u64) -> Result<()> {
     let is_read = |index: usize| match root {
         Root::Erofs(fs) => fs.inodes.get(index).is_some_and(|inode| inode.layout != erofs::Layout::Compressed),
@@ -214,7 +217,8 @@ fn copy_sparse(from: &Content, to: &Path) -> Result<()> {
     Ok(())
 }
 
-/// The list of the driver's files with their number. The inner error says why the image does without.
+/// The list of the driver's files with their number. The inner error says why the image does
+/// without.
 fn driver_files(image: &Image, tree: &Tree) -> Result<Result<(Vec<u8>, usize), String>> {
     let question = Question { user_space: false, ..Question::default() };
     let version = verify::check(image, tree, &question).driver.and_then(|driver| driver.version);

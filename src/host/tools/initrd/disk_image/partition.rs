@@ -1,4 +1,5 @@
-//! The disk around a root: its partition table, kept where the new root fits, and with a larger first partition where not.
+//! The disk around a root: its partition table, kept where the new root fits, and with a larger
+//! first partition where not.
 
 use super::erofs::{exact, number};
 use crate::elf::ReadAt;
@@ -22,7 +23,8 @@ const GPT_COUNT: usize = 512 + 80;
 const GPT_ENTRY: u64 = 128;
 const MAX_ENTRIES: u64 = 1024;
 
-/// How the new disk is put together: bytes before the root, bytes of the partition, and bytes behind it.
+/// How the new disk is put together: bytes before the root, bytes of the partition, and bytes
+/// behind it.
 #[derive(Debug, PartialEq, Eq)]
 pub struct Grown {
     pub head: Vec<u8>,
@@ -36,7 +38,8 @@ fn put(head: &mut [u8], at: u64, bytes: &[u8]) {
     }
 }
 
-/// A table for a root that does not fit any more. None: it fits. `scratch`: a file that may be made.
+/// A table for a root that does not fit any more. None: it fits. `scratch`: a file that may be
+/// made.
 pub fn grow(image: &File, disk: &Disk, root_bytes: u64, scratch: &Path) -> Result<Option<Grown>> {
     let partition = root_bytes.next_multiple_of(UNIT);
     if disk.table == Table::None || root_bytes <= disk.root_bytes {

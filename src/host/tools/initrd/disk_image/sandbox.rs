@@ -1,7 +1,9 @@
-//! Programs of e2fsprogs and erofs-utils, run where they can harm nothing: as nobody or the caller, without capabilities, in namespaces of their own, with
-//! the system's programs read-only, no network, and one directory that holds input and output.
+//! Programs of e2fsprogs and erofs-utils, run where they can harm nothing: as nobody or the caller,
+//! without capabilities, in namespaces of their own, with the system's programs read-only, no
+//! network, and one directory that holds input and output.
 //!
-//! Programs and arguments are a closed list ([`Tool`]). The same program runs itself again to enter the namespaces, before it has a second thread.
+//! Programs and arguments are a closed list ([`Tool`]). The same program runs itself again to enter
+//! the namespaces, before it has a second thread.
 
 use crate::host::tools::initrd::text::escaped;
 use anyhow::{Context, Result, bail, ensure};
@@ -68,7 +70,8 @@ impl Tool {
     }
 }
 
-/// A directory for input and output, gone at the end; in one of the caller's own, so that nobody else who is nobody gets there.
+/// A directory for input and output, gone at the end; in one of the caller's own, so that nobody
+/// else who is nobody gets there.
 #[derive(Debug)]
 pub struct Work {
     own: PathBuf,
@@ -133,7 +136,8 @@ impl Drop for Work {
     }
 }
 
-/// Whether this is a root who can become nobody. In a user namespace without that user root is somebody else's user already.
+/// Whether this is a root who can become nobody. In a user namespace without that user root is
+/// somebody else's user already.
 fn becomes_nobody() -> bool {
     let covers = |line: &str| {
         let mut numbers = line.split_whitespace().map(|word| word.parse::<u64>().unwrap_or(0));
@@ -167,7 +171,8 @@ pub fn run_inside(tool: Tool, directory: &Path) -> ExitCode {
 }
 
 fn enter(directory: &Path) -> Result<()> {
-    // First: nobody may be kept out of the directories above, and a descriptor would belong to the former mount namespace.
+    // First: nobody may be kept out of the directories above, and a descriptor would belong to the
+    // former mount namespace.
     chdir(directory).with_context(|| format!("enter {}", directory.display()))?;
     if becomes_nobody() {
         setgroups(&[]).context("leave all groups")?;

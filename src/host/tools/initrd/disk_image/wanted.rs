@@ -1,4 +1,5 @@
-//! What an image gets: the init, the link to it, NVML's helper, and the list of the driver's files. All paths are of closed lists; nothing of an image is in them.
+//! What an image gets: the init, the link to it, NVML's helper, and the list of the driver's files.
+//! All paths are of closed lists; nothing of an image is in them.
 
 use crate::driver_files::manifest;
 use crate::host::tools::initrd::helper;

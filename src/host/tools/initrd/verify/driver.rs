@@ -1,4 +1,5 @@
-//! The driver's parts outside the kernel: firmware, libraries, and the list of them that a boot goes by. All of one version, the module's.
+//! The driver's parts outside the kernel: firmware, libraries, and the list of them that a boot
+//! goes by. All of one version, the module's.
 
 use super::finding::*;
 use super::modules::Driver;
@@ -8,14 +9,16 @@ use crate::host::tools::initrd::newc::Kind;
 use crate::host::tools::initrd::tree::{Id, ROOT, Tree};
 use crate::host::tools::initrd::view::View;
 
-/// Where the kernel looks for firmware (drivers/base/firmware_loader), below which it looks for its own release first.
+/// Where the kernel looks for firmware (drivers/base/firmware_loader), below which it looks for its
+/// own release first.
 const FIRMWARE: [&str; 2] = ["/lib/firmware/updates", "/lib/firmware"];
 /// Endings of what it decompresses only where it was built to.
 const COMPRESSED_FIRMWARE: [&str; 2] = [".xz", ".zst"];
 /// The driver's files below these directories.
 const VENDOR: &str = "nvidia";
 
-/// Which versions of a library are there, with their paths. CUDA's libraries for older drivers are not the driver's.
+/// Which versions of a library are there, with their paths. CUDA's libraries for older drivers are
+/// not the driver's.
 fn libraries(tree: &Tree, name: &str) -> Vec<(String, Id)> {
     let version = |id: &Id| {
         let version = std::str::from_utf8(tree.name(*id)).ok()?.strip_prefix(name)?.strip_prefix(".so.")?;

@@ -1,7 +1,8 @@
-//! `initrd verify`: what an image needs to boot as a Kata guest with NVIDIA GPUs. Reads, and runs nothing.
+//! `initrd verify`: what an image needs to boot as a Kata guest with NVIDIA GPUs. Reads, and runs
+//! nothing.
 //!
-//! Errors are what does not boot, or gives no container a GPU; the rest is worth knowing. What only a boot can tell (whether the driver likes the
-//! GPU, whether a signature is accepted) is not here.
+//! Errors are what does not boot, or gives no container a GPU; the rest is worth knowing. What only
+//! a boot can tell (whether the driver likes the GPU, whether a signature is accepted) is not here.
 
 mod driver;
 pub mod finding;
@@ -129,7 +130,8 @@ pub fn faults(tree: &Tree, path: &str) -> Vec<String> {
     faults.into_iter().filter_map(|fault| fault.value).collect()
 }
 
-/// A program that must be there and start; `rules`: for one that is not there, and for a link to nothing.
+/// A program that must be there and start; `rules`: for one that is not there, and for a link to
+/// nothing.
 fn needed(
     tree: &Tree,
     programs: &mut Programs,

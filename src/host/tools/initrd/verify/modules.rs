@@ -1,4 +1,5 @@
-//! Kernel modules of an image: are those that the driver needs there, and built for this kernel? Which driver is it?
+//! Kernel modules of an image: are those that the driver needs there, and built for this kernel?
+//! Which driver is it?
 
 use super::finding::*;
 use crate::elf::ReadAt;
@@ -52,7 +53,8 @@ impl Modules {
     }
 }
 
-/// What a module says of itself, or why it is none. `unpacked` grows by what came out of a compressed one.
+/// What a module says of itself, or why it is none. `unpacked` grows by what came out of a
+/// compressed one.
 pub fn information(content: &Content, unpacked: &mut u64) -> Result<Vec<u8>, String> {
     let mut first = [0; 6];
     let read = content.read_at(&mut first, 0).map_err(|e| e.to_string())?;
@@ -122,7 +124,8 @@ pub fn missing<'a>(tree: &Tree, release: Option<&str>, wanted: &[&'a str]) -> Mi
             let content = tree.find_in(*directory, name).and_then(|id| tree.content(id))?;
             content.bytes(MAX_INDEX).ok().map(|bytes| String::from_utf8_lossy(&bytes).into_owned())
         };
-        // A kernel's own list is never empty; an empty one is made so that depmod does not complain.
+        // A kernel's own list is never empty; an empty one is made so that depmod does not
+        // complain.
         let builtin = text("modules.builtin").filter(|list| !list.trim().is_empty());
         missing.is_certain &= builtin.is_some();
         let index = Index::from_texts(&text("modules.dep").unwrap_or_default(), "", &builtin.unwrap_or_default());

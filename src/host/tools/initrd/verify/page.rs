@@ -1,4 +1,5 @@
-//! The report as text: what the image is, where its bytes are, what is wrong with it, and the sentence.
+//! The report as text: what the image is, where its bytes are, what is wrong with it, and the
+//! sentence.
 
 use super::finding::{Finding, Rule};
 use super::services::Services;

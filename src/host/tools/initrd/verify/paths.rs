@@ -1,4 +1,5 @@
-//! Paths that an init and the agent count on, permissions that nobody wants, and entries that are not what they seem.
+//! Paths that an init and the agent count on, permissions that nobody wants, and entries that are
+//! not what they seem.
 
 use super::finding::*;
 use crate::host::tools::initrd::image::{Form, Image};

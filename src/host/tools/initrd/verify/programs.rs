@@ -1,7 +1,9 @@
-//! Programs of an image: can the kernel start them, and does the loader find their libraries? By reading; nothing is run.
+//! Programs of an image: can the kernel start them, and does the loader find their libraries? By
+//! reading; nothing is run.
 //!
-//! Libraries are looked for where glibc's and musl's loaders look: the program's own search path, ld.so.cache, and the directories that any
-//! distribution's loader has built in. One that only some loader would search counts as found: what is reported is really missing.
+//! Libraries are looked for where glibc's and musl's loaders look: the program's own search path,
+//! ld.so.cache, and the directories that any distribution's loader has built in. One that only some
+//! loader would search counts as found: what is reported is really missing.
 
 use super::finding::*;
 use crate::cdi::ld_so_cache;
@@ -29,7 +31,8 @@ const CACHE: &str = "/etc/ld.so.cache";
 const MAX_LIBRARIES: usize = 2000;
 /// Programs of an image that are looked into.
 const MAX_PROGRAMS: usize = 20_000;
-/// Paths at which libraries are looked for, for all programs of an image; a distribution's thousand programs take some hundred thousand.
+/// Paths at which libraries are looked for, for all programs of an image; a distribution's thousand
+/// programs take some hundred thousand.
 const MAX_LOOKUPS: usize = 2_000_000;
 /// What UPX writes behind the headers.
 const UPX: (&[u8], usize) = (b"UPX!", 512);
@@ -133,7 +136,8 @@ impl<'a> Programs<'a> {
             let id = self.tree.find(name)?;
             return fits(self, id);
         }
-        // A directory of the library's own path, then of the program's (DT_RPATH is inherited), each with $ORIGIN as its own directory.
+        // A directory of the library's own path, then of the program's (DT_RPATH is inherited),
+        // each with $ORIGIN as its own directory.
         let paths = [(of, &library.search_path), (program.0, &program.1.search_path)];
         let mut candidates: Vec<Vec<u8>> = Vec::new();
         for (id, path) in paths {
@@ -170,7 +174,8 @@ impl<'a> Programs<'a> {
             if program.packed {
                 findings.push(Finding::new(&PACKED, self.tree.path(id)));
             }
-            // Libraries are no programs, executable or not; what misses something is told where it is used.
+            // Libraries are no programs, executable or not; what misses something is told where it
+            // is used.
             if program.interpreter.is_none() || except.contains(&id) {
                 continue;
             }

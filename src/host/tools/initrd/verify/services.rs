@@ -120,7 +120,8 @@ impl Services {
         lacking.map(|found| (found.name, found.lacks.join("; "))).collect()
     }
 
-    /// What is wrong with services whose programs are there, and with topologies that are asked for.
+    /// What is wrong with services whose programs are there, and with topologies that are asked
+    /// for.
     pub fn findings(&self, question: &Question) -> Vec<Finding> {
         let mut findings = Vec::new();
         for found in &self.found {

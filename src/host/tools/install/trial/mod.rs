@@ -1,9 +1,9 @@
-//! `install --check`: one throw-away sandbox, started through containerd as a pod's is, followed by the
-//! collector's file of its boot, and removed again. Says whether GPU guests of a configuration work,
-//! and if not, what failed and the cure.
+//! `install --check`: one throw-away sandbox, started through containerd as a pod's is, followed by
+//! the collector's file of its boot, and removed again. Says whether GPU guests of a configuration
+//! work, and if not, what failed and the cure.
 //!
-//! Invariants: whatever happens after the sandbox was asked for, it is removed, or it is said how; no
-//! other sandbox, and nothing of the configuration, is touched.
+//! Invariants: whatever happens after the sandbox was asked for, it is removed, or it is said how;
+//! no other sandbox, and nothing of the configuration, is touched.
 
 mod program;
 mod runtime;
@@ -53,8 +53,9 @@ const MAX_ERROR: usize = 2000;
 /// Options of the check.
 #[derive(clap::Args, Clone, Debug)]
 pub struct Check {
-    /// Start one throw-away sandbox of this configuration file (with a / in its path), or of this runtime of containerd's configuration (as a RuntimeClass
-    /// names it), follow its boot, and say whether it works.
+    /// Start one throw-away sandbox of this configuration file (with a / in its path), or of this
+    /// runtime of containerd's configuration (as a RuntimeClass names it), follow its boot, and say
+    /// whether it works.
     #[arg(
         long = "check",
         value_name = "FILE|RUNTIME",
@@ -64,10 +65,12 @@ pub struct Check {
     /// With --check: where the collector writes.
     #[arg(long, value_name = "DIR", requires = "what", default_value = "/var/lib/kata-gpu-boot")]
     boots: PathBuf,
-    /// With --check: a device for the sandbox, like the VFIO group of a GPU that nobody uses, /dev/vfio/42.
+    /// With --check: a device for the sandbox, like the VFIO group of a GPU that nobody uses,
+    /// /dev/vfio/42.
     #[arg(long = "device", value_name = "PATH", requires = "what")]
     devices: Vec<PathBuf>,
-    /// With --check: containerd's client with its options, like "k3s ctr" or "ctr --address SOCKET".
+    /// With --check: containerd's client with its options, like "k3s ctr" or "ctr --address
+    /// SOCKET".
     #[arg(long, value_name = "COMMAND", requires = "what", default_value = "ctr")]
     ctr: String,
     /// With --check: give up after so many seconds.
@@ -186,9 +189,9 @@ impl Sandbox {
         }
     }
 
-    /// Processes of the sandbox besides containerd's client: shim, VMM, file server. Root's alone, as the
-    /// caller is: the sandbox's name is there to be read, and any process can have it in its command
-    /// line. (The VMM of Kata's rootless mode is missing; it takes no GPU.)
+    /// Processes of the sandbox besides containerd's client: shim, VMM, file server. Root's alone,
+    /// as the caller is: the sandbox's name is there to be read, and any process can have it in its
+    /// command line. (The VMM of Kata's rootless mode is missing; it takes no GPU.)
     fn processes(&self) -> Vec<Pid> {
         let root = self.root.as_os_str().as_encoded_bytes();
         let is_sandboxs = |words: &[u8]| {
@@ -199,8 +202,8 @@ impl Sandbox {
         all.into_iter().filter(|(_, words)| is_sandboxs(words)).map(|(pid, _)| pid).collect()
     }
 
-    /// Ends a sandbox that is still being started: its shim hears nothing until it has been, and a client
-    /// that goes away leaves it behind.
+    /// Ends a sandbox that is still being started: its shim hears nothing until it has been, and a
+    /// client that goes away leaves it behind.
     fn end_start(&self) {
         for process in self.processes() {
             // It has ended already, at best.
@@ -247,7 +250,8 @@ impl Sandbox {
         Some(format!("processes of sandbox {id} are still there: kill {}", pids.join(" ")))
     }
 
-    /// Directories that Kata has left: the Go runtime cannot remove a sandbox before it was started.
+    /// Directories that Kata has left: the Go runtime cannot remove a sandbox before it was
+    /// started.
     fn directories(&self) -> Option<String> {
         let all = DIRECTORIES.iter().map(|dir| Path::new(dir).join(&self.id)).filter(|path| path.exists());
         let all: Vec<String> = all.map(|path| path.display().to_string()).collect();

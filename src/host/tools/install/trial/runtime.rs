@@ -1,5 +1,6 @@
 //! What a sandbox is started with: the shim, and the configuration that it gets. Told by a
-//! configuration file, or by a runtime of containerd's own configuration, as a RuntimeClass names it.
+//! configuration file, or by a runtime of containerd's own configuration, as a RuntimeClass names
+//! it.
 
 use crate::host::data::text::printable;
 use crate::host::tools::install::kata_config::KataConfig;
@@ -22,8 +23,8 @@ const DEFAULT: &str = "io.containerd.kata.v2";
 
 impl Runtime {
     /// `wanted`: path of a configuration file, with a `/`, or the name of a runtime in containerd's
-    /// configuration. A file in the working directory, which is anybody's in /tmp, never stands for a
-    /// runtime.
+    /// configuration. A file in the working directory, which is anybody's in /tmp, never stands for
+    /// a runtime.
     pub fn find(wanted: &str) -> Result<Self> {
         if wanted.contains('/') {
             if !Path::new(wanted).is_file() {
@@ -52,8 +53,8 @@ impl Runtime {
         Ok(Self { shim, config })
     }
 
-    /// The same by the table that containerd prints, of version 1 or 2: its CRI plugin has another name
-    /// in each.
+    /// The same by the table that containerd prints, of version 1 or 2: its CRI plugin has another
+    /// name in each.
     fn in_containerds(table: &Table, name: &str) -> Result<Self> {
         let plugins = table.get("plugins").and_then(Value::as_table);
         let all: Vec<&Table> = plugins
