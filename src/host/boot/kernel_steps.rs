@@ -88,9 +88,17 @@ fn probes(draft: &mut Draft, lines: &[PciLine]) {
             loads.push((i, step.begin_ns, step.end_ns.unwrap_or(draft.story.last_ns)));
         }
     }
+    // An import has made steps of these lines already.
+    let is_step = |line: &PciLine, steps: &[Step]| {
+        let mut enablings = steps.iter().filter(|s| s.name == names::GPU_ENABLE && s.begin_ns == line.at_ns);
+        enablings.any(|s| s.gpu.is_some_and(|gpu| gpu.address == line.address))
+    };
     for (load, begin, end) in loads {
         let inside: Vec<&PciLine> = lines.iter().filter(|l| l.by == "nvidia" && l.enabling && (begin..=end).contains(&l.at_ns)).collect();
         for (at, line) in inside.iter().enumerate() {
+            if is_step(line, &draft.story.steps) {
+                continue;
+            }
             let next = inside.get(at + 1).map_or(end, |next| next.at_ns);
             let gpu = draft.gpus.get(&line.address).copied().unwrap_or_default();
             let bound = gpu.bound_ns.filter(|at| *at >= line.at_ns).unwrap_or(end);

@@ -141,6 +141,19 @@ fn a_milestone_that_is_moved_is_a_disagreement() {
     }
 }
 
+#[test]
+fn marks_of_the_driver_are_initialisations_and_an_enabling_counts_once() {
+    let (_, import) = of_fixtures(&["console.log"]);
+    let boot = Boot::new(&import, &[]);
+    let steps = |name: &str| {
+        let steps = boot.timeline.steps.iter().filter(|step| step.name == name);
+        steps.map(|step| (step.title(), (step.end_ns - step.begin_ns) / 1_000_000)).collect::<Vec<_>>()
+    };
+    let unknown = |ms| ("gpu.init GPU unknown".to_string(), ms);
+    assert_eq!(steps("gpu.init"), [unknown(2100), unknown(6600)]);
+    assert_eq!((steps("gpu.enable").len(), steps("gpu.map").len()), (3, 0));
+}
+
 /// When the host mapped the large BARs in the made-up boot, in ns since its kernel started.
 const MAPPED: [(&str, i64, i64); 3] = [
     ("0000:02:00.0", 2_751_100_000, 3_246_200_000),
