@@ -1,33 +1,32 @@
-//! A guest's image as a disk: which file system its root is, and where it lies in the file. Told by
-//! a partition table's entries and by magic numbers.
+//! A guest's image as a disk: file system of its root, and where in the file the root begins. Both
+//! are read from a partition table and from magic numbers.
 //!
-//! The file system itself is not read, only searched for bytes. Hostile: every number is held
+//! The file system is searched for bytes, not parsed. Images are untrusted: every number is checked
 //! against the file's length.
 
 use crate::elf::ReadAt;
 use memchr::memmem;
 use std::io;
 
-/// Of tables that Kata's image builder writes; QEMU and Cloud Hypervisor give disks of such
-/// sectors.
+/// Sector size of Kata's image builder's partition tables, and of disks under QEMU and Cloud
+/// Hypervisor.
 const SECTOR: u64 = 512;
-/// What ends the first sector of a disk with an MBR, and where.
+/// Offset and bytes of the mark that ends an MBR.
 const MBR_MARK: (u64, [u8; 2]) = (510, [0x55, 0xaa]);
-/// Of an MBR: where entries begin, how long they are, and the type of the one that stands for a
-/// GPT.
+/// MBR: offset of the entries, length of an entry, and the partition type that marks a GPT.
 const MBR_ENTRIES: u64 = 446;
 const MBR_ENTRY: u64 = 16;
 const MBR_OF_GPT: u8 = 0xee;
 const GPT_MARK: &[u8; 8] = b"EFI PART";
-/// Sizes of a GPT's entry: UEFI says 128 times a power of two.
+/// Sizes of a GPT entry: UEFI allows 128 times a power of two.
 const GPT_ENTRY: std::ops::RangeInclusive<u64> = 128..=4096;
-/// Bytes that are searched at once.
+/// Bytes searched at once.
 const SEARCHED: usize = 1 << 20;
 /// Magic numbers from the beginning of a file system.
 const EROFS: (u64, [u8; 4]) = (1024, [0xe2, 0xe1, 0xf5, 0xe0]);
 const EXT: (u64, [u8; 2]) = (1024 + 0x38, [0x53, 0xef]);
-/// What is neither an archive nor a disk with such a root, by what it is known, and whether a disk
-/// could be it.
+/// Formats that are neither an initrd nor a disk with erofs or ext4: offset, magic number, name,
+/// and whether the format is a disk.
 const OTHERS: &[(u64, &[u8], &str, bool)] = &[
     (0, b"hsqs", "a squashfs file system", true),
     (0, b"XFSB", "an xfs file system", true),
@@ -38,14 +37,14 @@ const OTHERS: &[(u64, &[u8], &str, bool)] = &[
     (0, b"\x7fELF", "a program", false),
     (0x202, b"HdrS", "a kernel", false),
 ];
-/// Beginnings of initrds, as they are stored.
+/// First bytes of initrds, plain and compressed.
 const INITRDS: &[&[u8]] = &[b"07070", &[0x1f, 0x8b], b"\xfd7zXZ", &[0x28, 0xb5, 0x2f, 0xfd]];
 
-/// What the root's file system is: `rootfs_type` in Kata's words.
+/// File system of the root: Kata's `rootfs_type`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum FileSystem {
     Erofs,
-    /// ext2 and ext3, too, which the same kernel code mounts.
+    /// Includes ext2 and ext3: the same kernel code mounts them.
     Ext4,
 }
 
@@ -58,10 +57,10 @@ impl FileSystem {
     }
 }
 
-/// How the disk is divided.
+/// Partition table of a disk.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Table {
-    /// Not at all: the file system is the disk.
+    /// No table: the file system is the disk.
     None,
     Mbr,
     Gpt,
@@ -73,13 +72,13 @@ pub struct Disk {
     pub root: FileSystem,
     /// First byte of the root's file system.
     pub root_at: u64,
-    /// Bytes of the partition that the root is in, or of the file.
+    /// Length of the root's partition, or of the file.
     pub root_bytes: u64,
-    /// Whether there is another partition, where Kata has a dm-verity hash.
+    /// Another partition exists; Kata keeps the dm-verity hash there.
     pub has_second: bool,
 }
 
-/// Looks at an image of so many bytes. The inner error says why it is none.
+/// Recognizes an image of `length` bytes. The inner error is the reason why Kata cannot use it.
 pub fn look(file: &(impl ReadAt + ?Sized), length: u64) -> io::Result<Result<Disk, String>> {
     let (table, start, root_bytes, has_second) = match partition(file)? {
         None => (Table::None, 0, length, false),
@@ -109,7 +108,7 @@ pub struct Known {
     pub is_disk: bool,
 }
 
-/// What a file is that is no initrd, for those who wanted one.
+/// Names a file that was given as an initrd and is none.
 pub fn known(file: &(impl ReadAt + ?Sized)) -> io::Result<Option<Known>> {
     let has_partitions = partition(file)?.is_some();
     let disk = |name| Ok(Some(Known { name, is_disk: true }));
@@ -143,7 +142,7 @@ pub fn contains(mut file: impl io::Read, what: &[u8]) -> io::Result<bool> {
         if read == 0 {
             return Ok(false);
         }
-        // What may be the beginning of it.
+        // Keep the tail: a match may begin there.
         let from = filled - filled.min(what.len());
         buffer.copy_within(from..filled, 0);
         kept = filled - from;
@@ -157,7 +156,7 @@ fn has(file: &(impl ReadAt + ?Sized), at: u64, magic: &[u8]) -> io::Result<bool>
     Ok(bytes == magic)
 }
 
-/// Behind the file's end there are zeros.
+/// Bytes beyond the file's end read as zeros.
 fn read(file: &(impl ReadAt + ?Sized), at: u64, mut bytes: &mut [u8]) -> io::Result<()> {
     let mut offset = at;
     while !bytes.is_empty() {
@@ -187,8 +186,7 @@ fn file_system(file: &(impl ReadAt + ?Sized), start: u64) -> io::Result<Option<F
     })
 }
 
-/// The first partition: of which table, from which byte on, how many bytes, and whether there is a
-/// second.
+/// The first partition: table, first byte, length, and whether a second partition exists.
 fn partition(file: &(impl ReadAt + ?Sized)) -> io::Result<Option<(Table, u64, u64, bool)>> {
     if !has(file, MBR_MARK.0, &MBR_MARK.1)? {
         return Ok(None);
@@ -203,7 +201,7 @@ fn partition(file: &(impl ReadAt + ?Sized)) -> io::Result<Option<(Table, u64, u6
         if !GPT_ENTRY.contains(&size) {
             return Ok(None);
         }
-        // A type of zeros is an entry that nobody uses.
+        // An entry whose type is all zeros is unused.
         let used = |at: u64| Ok::<_, io::Error>(number::<8>(file, at)? != 0 || number::<8>(file, at.saturating_add(8))? != 0);
         if !used(entries)? {
             return Ok(None);
@@ -224,7 +222,7 @@ fn partition(file: &(impl ReadAt + ?Sized)) -> io::Result<Option<(Table, u64, u6
 pub mod stand_in {
     use super::*;
 
-    /// With what it contains.
+    /// A file system that contains `what`.
     pub fn file_system_with(kind: FileSystem, what: &str) -> Vec<u8> {
         let mut bytes = file_system(kind);
         bytes[5000..5000 + what.len()].copy_from_slice(what.as_bytes());
@@ -309,7 +307,7 @@ mod tests {
             let found = of(&bytes).unwrap_err();
             assert!(found.contains(why), "{why}: {found}");
         }
-        // Numbers that nobody can add up end, and are refused.
+        // Numbers that overflow are refused.
         for at in [1024 + 32, 512 + 72] {
             let mut bytes = disk(Table::Gpt, &root, false);
             bytes[at..at + 8].fill(0xff);

@@ -1,9 +1,9 @@
-//! Every reason why a configuration's guests cannot start from what is given. Data in, refusals
-//! out.
+//! Every reason why a configuration's guests cannot start from the given initrd or image. Data in,
+//! refusals out.
 //!
-//! Each names file, key, value, reason and cure. `--force` passes only those where somebody can
-//! know better; where the runtime itself would fail, or the result would not be what was asked for,
-//! nothing passes.
+//! A refusal names file, key, value, reason and cure. `--force` passes the refusals on which a user
+//! can know better. No option passes a refusal where the runtime would fail, or where the result
+//! would differ from the request.
 
 use super::drop_in;
 use super::drop_in::Found;
@@ -20,13 +20,13 @@ use super::version::Version;
 use std::path::Path;
 use toml::Value;
 
-/// Hypervisors of which Kata attaches GPUs by VFIO and boots an initrd. runtime-rs before 4.0 says
-/// cloud-hypervisor.
+/// Hypervisors to which Kata attaches GPUs by VFIO and which boot an initrd. runtime-rs before 4.0
+/// uses the name cloud-hypervisor.
 const SUPPORTED: [&[&str]; 2] = [&["qemu", "clh"], &["qemu", "clh", "cloud-hypervisor"]];
-/// Hypervisors that boot an initrd, but of which nobody has seen GPUs attached here.
+/// Hypervisors that boot an initrd; GPUs attached to them are untested here.
 const WITHOUT_GPUS: &[&str] = &["firecracker", "dragonball", "stratovirt", "openvmm"];
-/// Keys that the Go runtime takes in a drop-in only since some release: an unknown one makes it
-/// refuse its configuration.
+/// First release in which the Go runtime accepts a key in a drop-in: the Go runtime refuses a
+/// configuration with an unknown key.
 const GO_KEYS_SINCE: &[(&str, Version)] = &[
     ("rootfs_type", Version { major: 3, minor: 1, patch: 0 }),
     ("kernel_verity_params", Version { major: 3, minor: 27, patch: 0 }),
@@ -35,27 +35,27 @@ const GO_KEYS_SINCE: &[(&str, Version)] = &[
 /// Mapping the BARs of 8 GPUs takes up to 3.7 s each on hosts that pin them in 4 KiB pages, a
 /// Blackwell GPU's probe up to 4 s more.
 const LEAST_CDI_TIMEOUT_S: u64 = 40;
-/// Where kata-gpu-boot initrd replace-init puts the init of an image.
+/// Paths of the init in an image, as kata-gpu-boot initrd replace-init places it.
 const INITS_OF_IMAGES: [&str; 2] = ["/sbin/init", "/init"];
-/// What both runtimes take for `default_memory` where it is absent or 0.
+/// Default of both runtimes for a `default_memory` that is absent or 0.
 const DEFAULT_MEMORY_MIB: i64 = 2048;
 const MIB: u64 = 1 << 20;
 
-/// What is judged.
+/// Facts that the refusals are derived from.
 pub struct Facts<'a> {
     pub config: &'a KataConfig,
     pub runtime: Runtime,
     pub version: Option<Version>,
-    /// Without our drop-in, and with the one that is planned.
+    /// Configuration without our drop-in, and with the planned one.
     pub before: &'a Effective,
     pub after: &'a Effective,
     pub plan: &'a Plan,
     pub guest: &'a Guest,
-    /// For kata-deploy's chart, which gives every runtime a directory of its own.
+    /// The plan is for kata-deploy's chart, which gives every runtime a directory of its own.
     pub for_chart: bool,
 }
 
-/// Everything that stands in the way.
+/// All refusals.
 pub fn check(facts: &Facts) -> Vec<Refusal> {
     let mut refusals = Vec::new();
     refusals.extend(version(facts));
@@ -125,7 +125,7 @@ fn hypervisor(facts: &Facts) -> Option<Refusal> {
     })
 }
 
-/// Reasons in the directory around the drop-in.
+/// Refusals about the directory around the drop-in.
 fn directory(facts: &Facts) -> Vec<Refusal> {
     let config = facts.config;
     let mut refusals = Vec::new();
@@ -157,7 +157,7 @@ fn directory(facts: &Facts) -> Vec<Refusal> {
     refusals
 }
 
-/// What is measured cannot be swapped without telling those who compare measurements.
+/// Confidential guests: a swapped image changes their launch measurement.
 fn confidential(facts: &Facts) -> Vec<Refusal> {
     let mut refusals = Vec::new();
     for key in ["snp_id_block", "snp_id_auth"] {
@@ -190,7 +190,7 @@ fn confidential(facts: &Facts) -> Vec<Refusal> {
     refusals
 }
 
-/// Guests that start before there is a pod, and so without its GPUs.
+/// Guests that start before their pod exists, and so without its GPUs.
 fn prepared_guests(facts: &Facts) -> Vec<Refusal> {
     let why = "such a guest runs its init before its pod is there, so without the pod's GPUs";
     let section = facts.plan.section.as_str();
@@ -208,7 +208,7 @@ fn prepared_guests(facts: &Facts) -> Vec<Refusal> {
 fn kernel_command_line(facts: &Facts) -> Vec<Refusal> {
     let path = ["hypervisor", facts.plan.section.as_str(), "kernel_params"];
     let Some(params) = facts.after.get(&path).and_then(Value::as_str) else { return Vec::new() };
-    // With an open quote there is no plan, so there are words.
+    // A plan exists only without an open quote, so the words can be split.
     let words = kernel_params::words(params).unwrap_or_default();
     let end = words.iter().position(|word| *word == "--").unwrap_or(words.len());
     let origin = facts.after.origin(&path).unwrap_or(&facts.config.base.path);
@@ -248,7 +248,7 @@ fn kernel_command_line(facts: &Facts) -> Vec<Refusal> {
     refusals
 }
 
-/// Memory of a guest without limits of its own, in MiB.
+/// Memory in MiB of a guest whose pod sets no limits.
 pub fn default_memory(effective: &Effective, section: &str) -> i64 {
     let memory = effective.get(&["hypervisor", section, "default_memory"]).and_then(Value::as_integer);
     memory.filter(|mib| *mib > 0).unwrap_or(DEFAULT_MEMORY_MIB)
@@ -274,7 +274,7 @@ fn size_and_mode(facts: &Facts) -> Vec<Refusal> {
     refusals
 }
 
-/// Drop-ins after ours that take back what it says.
+/// Drop-ins after ours that override its keys.
 fn overridden(facts: &Facts) -> Vec<Refusal> {
     let mut refusals = Vec::new();
     for (key, wanted) in &facts.plan.keys {
@@ -298,7 +298,7 @@ fn overridden(facts: &Facts) -> Vec<Refusal> {
     refusals
 }
 
-/// What stands where our drop-in goes. `uninstall` asks the same.
+/// Refuses a foreign or edited file at our drop-in's path. `uninstall` uses the same check.
 pub fn own_file(found: &Found, path: &Path) -> Option<Refusal> {
     match found {
         Found::Absent | Found::Ours { edited: false, .. } => None,

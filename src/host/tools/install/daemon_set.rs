@@ -1,9 +1,9 @@
 //! `install --print daemonset`: a DaemonSet whose pods run `install --node` on every node that has
-//! Kata, as kata-deploy lays it out; and the one of `uninstall`, which takes its place.
+//! Kata, as kata-deploy lays Kata out; and the DaemonSet of `uninstall`, which replaces it.
 //!
-//! What stands in it is for the nodes, so nothing is read here. It needs no rights in the cluster:
-//! the label comes from a file that Node Feature Discovery reads, which clusters with GPUs have
-//! from NVIDIA's operator or Kata's chart.
+//! The values are for the nodes, so no local file is read. The pods need no rights in the cluster:
+//! Node Feature Discovery reads the label from a file. Clusters with GPUs have Node Feature
+//! Discovery from NVIDIA's operator or from Kata's chart.
 
 use super::here::{Args, Said};
 use super::manifests::{Name, base_config};
@@ -14,10 +14,10 @@ use super::uninstall;
 use std::path::{Path, PathBuf};
 
 const TEMPLATE: &str = include_str!("daemonset.yaml.in");
-/// Where a path of kata-deploy's configurations leaves the folder that Kata is installed in.
+/// Part of a configuration's path after the folder that kata-deploy installs Kata in.
 const DEFAULTS: &str = "/share/defaults/kata-containers/";
 const FEATURES: &str = "/etc/kubernetes/node-feature-discovery/features.d";
-/// In the pods' image.
+/// Path of the program in the pods' image.
 const PROGRAM: &str = "/kata-gpu-boot";
 
 const INSTALLS: &str = "\
@@ -36,7 +36,7 @@ const UNINSTALLS: &str = "\
 # Made by `kata-gpu-boot uninstall --print daemonset`. The image has to hold kata-gpu-boot, linked
 # statically, at @PROGRAM@. Delete it when all its pods are ready.";
 
-/// A text in YAML, whatever is in it: YAML takes JSON's strings.
+/// Any text as a YAML string: YAML accepts JSON's strings.
 fn quoted(text: &str) -> String {
     serde_json::Value::from(text).to_string()
 }
@@ -48,7 +48,7 @@ fn text(path: &Path) -> Result<&str, Refusal> {
     })
 }
 
-/// The folder that Kata is installed in, of a configuration of kata-deploy's.
+/// The folder that Kata is installed in, from the path of a kata-deploy configuration.
 fn prefix(config: &str) -> Result<&str, Refusal> {
     config.find(DEFAULTS).filter(|length| *length > 0).and_then(|length| config.get(..length)).ok_or_else(|| {
         let why = format!("is not below a PREFIX{DEFAULTS} of kata-deploy's, of which nodes are served by a DaemonSet");
@@ -57,11 +57,11 @@ fn prefix(config: &str) -> Result<&str, Refusal> {
     })
 }
 
-/// Values of either DaemonSet, of `install` and of `uninstall`.
+/// Values that the DaemonSets of `install` and of `uninstall` share.
 struct DaemonSet {
     name: String,
     config: String,
-    /// Folder of the copies, and the file of the label.
+    /// Folder of the copies.
     dir: String,
     feature: PathBuf,
     mount: String,
@@ -74,7 +74,7 @@ impl DaemonSet {
         let prefix = prefix(path)?;
         let name = match name {
             Some(name) => name.clone(),
-            // One of each configuration.
+            // One DaemonSet for each configuration.
             None => format!("kata-gpu-init-{}", base_config(config).unwrap_or("?"))
                 .parse()
                 .map_err(|why: String| Refusal::at(config, why).cure("give a name with --name"))?,
@@ -88,14 +88,14 @@ impl DaemonSet {
             return Err(refusal.cure("leave --node away, or name a folder there"));
         }
         let feature = place.node_feature.clone().unwrap_or_else(|| PathBuf::from(FEATURES).join(name.to_string()));
-        // Not the folder itself: kata-deploy removes and makes it, and the pods would go on with
-        // the one that was.
+        // Mount the parent: kata-deploy removes and recreates the folder, and a mount of the folder
+        // would keep the removed one.
         let mount = Path::new(prefix).parent().and_then(Path::to_str).filter(|parent| *parent != "/").unwrap_or(prefix);
         let image = image.map_or_else(|| format!("kata-gpu-init:{}", env!("CARGO_PKG_VERSION")), str::to_string);
         Ok(Self { name: name.to_string(), config: path.into(), dir, feature, mount: mount.into(), image })
     }
 
-    /// `about`: what stands above it; `words`: beside those that both commands have.
+    /// `about`: the comment at the top; `words`: arguments in addition to those of both commands.
     fn yaml(&self, about: &str, step: &str, guest: &str, words: &[&str]) -> Result<String, Refusal> {
         let feature = text(&self.feature)?;
         let common = [PROGRAM, step, "--kata-config", &self.config, "--node", &self.dir, "--node-feature", feature];
@@ -113,7 +113,7 @@ impl DaemonSet {
             ("@PROGRAM@", PROGRAM),
         ];
         let template = format!("{about}\n{TEMPLATE}");
-        // Once through the template: a value that looks like another's place stays as it is.
+        // Replace in one pass: a value that looks like a placeholder stays as it is.
         let (mut yaml, mut rest) = (String::new(), template.as_str());
         while let Some((at, place, value)) = values.iter().filter_map(|(place, value)| Some((rest.find(place)?, *place, *value))).min() {
             let (before, after) = rest.split_at(at);

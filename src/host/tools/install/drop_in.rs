@@ -1,9 +1,8 @@
-//! Our drop-in: its name, its text, and whether a file is one that we wrote and nobody has edited
-//! since.
+//! Our drop-in: name, text, and whether a file is our unedited drop-in.
 //!
-//! The second line is a record in JSON: what was asked for, and a checksum (CRC-32) of all the
-//! rest, against accidents and not against malice. The text follows from the plan alone: the same
-//! plan, the same bytes.
+//! The second line is a record in JSON: the request, and a checksum (CRC-32) of the rest of the
+//! file. The checksum detects accidents, not malice. The text depends on the plan alone: the same
+//! plan gives the same bytes.
 
 use nix::libc;
 use serde::{Deserialize, Serialize};
@@ -13,19 +12,19 @@ use std::os::unix::fs::OpenOptionsExt;
 use std::path::Path;
 use toml::Value;
 
-/// The directory beside a configuration.
+/// Directory of drop-ins, in the directory of the configuration.
 pub const DIRECTORY: &str = "config.d";
-/// kata-deploy keeps 10 to 50 for itself and recommends 50 to 89 for others; after its own user
-/// overrides at 50, so that those are seen here.
+/// kata-deploy reserves 10 to 50 and recommends 50 to 89 for others. 60 sorts after kata-deploy's
+/// user overrides at 50, so this drop-in sees their values.
 pub const NAME: &str = "60-kata-gpu-init.toml";
 
-/// The first line; the other one is that of an image.
+/// First line of an initrd's drop-in, and of an image's.
 const HEAD: &str = "# kata-gpu-init: GPU guests start from its initrd. Written by `kata-gpu-boot install`, removed by `kata-gpu-boot uninstall`: do not edit.";
 const HEAD_OF_IMAGE: &str = "# kata-gpu-init: GPU guests start from its image. Written by `kata-gpu-boot install`, removed by `kata-gpu-boot uninstall`: do not edit.";
 const MARK: &str = "#: kata-gpu-boot ";
 const FORMAT: u32 = 1;
 
-/// What the drop-in says.
+/// Content of the drop-in.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Plan {
     /// X of `[hypervisor.X]`.
@@ -37,15 +36,15 @@ pub struct Plan {
     pub image: bool,
 }
 
-/// What the file says of itself.
+/// Record in the drop-in's second line.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Record {
     format: u32,
-    /// Whether `config.d` was made for it.
+    /// Whether `config.d` was made for the drop-in.
     pub made_directory: bool,
     /// Words of `kernel_params` that are ours.
     pub parameters: Vec<String>,
-    /// Whether guests start from an image. Absent in what was written before there were images.
+    /// Whether guests start from an image. Drop-ins written before image support omit the field.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub image: bool,
     checksum: String,
@@ -54,14 +53,14 @@ pub struct Record {
 /// Largest file that is read; the configurations that Kata ships have less than 40 kB.
 const MAX_FILE: u64 = 1 << 20;
 
-/// What stands at our drop-in's path.
+/// State of our drop-in's path.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Found {
     Absent,
     Link,
-    /// No regular file.
+    /// Not a regular file.
     Other,
-    /// A file that we did not write.
+    /// A file that install did not write.
     Foreign(Vec<u8>),
     Ours {
         text: Vec<u8>,
@@ -71,7 +70,7 @@ pub enum Found {
 }
 
 impl Found {
-    /// The content, if it is a file.
+    /// The content of a regular file.
     pub fn text(&self) -> Option<&[u8]> {
         match self {
             Found::Foreign(text) | Found::Ours { text, .. } => Some(text),
@@ -86,7 +85,7 @@ pub fn look(path: &Path) -> io::Result<Found> {
         Ok(file) => file,
         Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(Found::Absent),
         Err(e) if e.raw_os_error() == Some(libc::ELOOP) => return Ok(Found::Link),
-        // A socket.
+        // The path is a socket.
         Err(e) if e.raw_os_error() == Some(libc::ENXIO) => return Ok(Found::Other),
         Err(e) => return Err(e),
     };
@@ -100,7 +99,7 @@ fn judge(text: Vec<u8>) -> Found {
     let Some(record) = std::str::from_utf8(&text).ok().and_then(|text| text.lines().find_map(|line| line.strip_prefix(MARK))) else {
         return Found::Foreign(text);
     };
-    // A record that we cannot read is one that was edited.
+    // A record that does not parse counts as edited.
     let record: Record = serde_json::from_str(record).unwrap_or_default();
     let untouched = record.format == FORMAT && seal(&record, &body(&text)).is_some_and(|sealed| sealed.as_bytes() == text.as_slice());
     Found::Ours { text, record, edited: !untouched }
@@ -129,7 +128,7 @@ pub fn render(plan: &Plan, made_directory: bool) -> Option<String> {
     seal(&record, &toml_text(plan))
 }
 
-/// The part of it that is TOML.
+/// TOML part of the drop-in.
 pub fn toml_text(plan: &Plan) -> String {
     let mut text = format!("[hypervisor.{}]\n", plan.section);
     for (key, value) in &plan.keys {
@@ -138,7 +137,7 @@ pub fn toml_text(plan: &Plan) -> String {
     text
 }
 
-/// A value in one line, in the forms that every TOML parser of every Kata knows.
+/// A value in one line, in the syntax that the TOML parsers of all Kata releases accept.
 pub fn inline(value: &Value) -> String {
     match value {
         Value::String(text) => basic_string(text),
@@ -152,7 +151,7 @@ pub fn inline(value: &Value) -> String {
         }
         Value::Integer(number) => number.to_string(),
         Value::Float(number) if number.is_nan() => "nan".into(),
-        // With a point or an exponent always, which TOML wants.
+        // Debug formatting always has the point or exponent that TOML requires.
         Value::Float(number) => format!("{number:?}"),
         Value::Boolean(truth) => truth.to_string(),
         Value::Datetime(time) => time.to_string(),

@@ -1,10 +1,9 @@
-//! What guests are to start from: an initrd, which is verified, or a disk image, of which only the
-//! outside is looked at, and whether our init is in it. Which one was asked for, which one stays,
-//! and what keeps it from working.
+//! Initrd or disk image that guests start from. An initrd is verified. Of an image, only the
+//! partition table and magic numbers are read, and our init is searched for.
 //!
-//! Kata gives a guest its image as a disk of which the kernel mounts the first partition
-//! (/dev/vda1, or /dev/pmem0p1), as `rootfs_type`; with `kernel_verity_params` by way of dm-verity,
-//! whose hash is in the second. The hash is one of the whole root: another init, another hash.
+//! Kata gives a guest its image as a disk. The kernel mounts the first partition (/dev/vda1 or
+//! /dev/pmem0p1) as `rootfs_type`; with `kernel_verity_params`, through dm-verity, whose hash is in
+//! the second partition. The hash covers the whole root, so replacing the init changes it.
 
 use super::drop_in::Found;
 use super::initrd;
@@ -23,18 +22,18 @@ use std::io;
 use std::os::unix::fs::{FileExt, MetadataExt};
 use std::path::{Path, PathBuf};
 
-/// One of them, by its path.
+/// An initrd or image, by its path.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Chosen {
     Initrd(String),
     Image {
         path: String,
-        /// `kernel_verity_params` of it.
+        /// The image's `kernel_verity_params`.
         verity: Option<String>,
     },
 }
 
-/// One of them, looked at.
+/// An initrd or image after it was read.
 #[derive(Debug)]
 pub enum Guest {
     Initrd(Box<Initrd>),
@@ -48,15 +47,15 @@ pub struct Image {
     pub for_everybody: bool,
     bytes: u64,
     disk: Disk,
-    /// Whether our init is somewhere in it.
+    /// Whether our init is somewhere in the image.
     has_init: bool,
     verity: Option<String>,
 }
 
-/// A path that the init has in it and nothing of Kata's own.
+/// A path that our init contains and Kata's own files do not.
 const INIT_MARK: &str = crate::cdi::spec::PENDING;
 
-/// What was given, or what is installed. `now`: with our drop-in.
+/// The given initrd or image, or else the installed one. `now`: the configuration with our drop-in.
 pub fn choose(
     initrd: Option<&Path>,
     image: Option<&Path>,
@@ -75,7 +74,7 @@ pub fn choose(
     if let Some(path) = text("initrd") {
         return Ok(Chosen::Initrd(path));
     }
-    // An image that somebody else has set is the one that is to be replaced.
+    // An image that our drop-in did not set is the one to be replaced.
     let is_ours = matches!(&config.ours, Found::Ours { record, .. } if record.image);
     match text("image").filter(|_| is_ours) {
         Some(path) => Ok(Chosen::Image { path, verity: text("kernel_verity_params") }),
@@ -95,8 +94,8 @@ fn absolute(given: &Path) -> Result<String, Refusal> {
 }
 
 impl Chosen {
-    /// Reads it. Errors: it is nothing that a guest can start from. `kernel`, `user_space`: for an
-    /// initrd.
+    /// Reads the initrd or image. Errors: guests cannot start from it. `kernel` and `user_space`
+    /// apply to an initrd.
     pub fn look(self, kernel: Option<&str>, user_space: bool) -> Result<Guest, Refusal> {
         match self {
             Chosen::Initrd(path) => initrd::look(Path::new(&path), kernel, user_space).map(|initrd| Guest::Initrd(Box::new(initrd))),
@@ -130,8 +129,8 @@ fn look(path: &Path, verity: Option<String>) -> Result<Image, Refusal> {
 }
 
 impl Image {
-    /// Both runtimes want the same five fields; numbers that do not fit the disk are those of
-    /// another.
+    /// Both runtimes require the same five fields. Numbers that do not fit the disk belong to
+    /// another image.
     fn check_verity(&self) -> Result<(), Refusal> {
         let Some(given) = &self.verity else { return Ok(()) };
         let refuse = |why: String| {
@@ -201,7 +200,7 @@ impl Image {
 }
 
 impl Guest {
-    /// Kata's key for it.
+    /// Kata's key: `initrd` or `image`.
     pub fn key(&self) -> &'static str {
         match self {
             Guest::Initrd(_) => "initrd",
@@ -223,7 +222,7 @@ impl Guest {
         }
     }
 
-    /// For the plan; a path came from an argument or a configuration, so it is UTF-8.
+    /// The plan's root. The path is UTF-8: it came from an argument or a configuration.
     pub fn root(&self) -> Root {
         let path = self.path().to_string_lossy().into_owned();
         match self {
@@ -239,7 +238,7 @@ impl Guest {
         }
     }
 
-    /// Lines of the page.
+    /// Lines of the text report.
     pub fn shown(&self) -> Vec<String> {
         match self {
             Guest::Initrd(initrd) => vec![format!("initrd   {}", initrd.shown()), format!("kernel   {}", initrd.shown_kernel())],
@@ -247,7 +246,7 @@ impl Guest {
         }
     }
 
-    /// What nobody would expect, and is no reason to stop.
+    /// A surprise in the image that is no reason to refuse.
     pub fn note(&self) -> Option<String> {
         match self {
             Guest::Image(image) if image.disk.has_second && image.verity.is_none() => Some(

@@ -1,5 +1,4 @@
-//! An installation in one configuration of this machine: what is asked for, what is in the way,
-//! what is written.
+//! Installation in one configuration of this machine: arguments, refusals, and the drop-in written.
 
 use super::checks::Facts;
 use super::drop_in::Found;
@@ -60,7 +59,7 @@ Examples:
   kata-gpu-boot install --kata-config $CONFIG --initrd /opt/a.initrd \\
     --print helm > values.yaml";
 
-/// Longest value that a change shows, in bytes; the drop-in itself has it whole.
+/// Longest shown value of a change, in bytes; the drop-in contains the whole value.
 const MAX_SHOWN: usize = 120;
 
 /// Make GPU guests of a Kata configuration start from our initrd or image.
@@ -131,7 +130,7 @@ pub struct Args {
     pub check: trial::Check,
 }
 
-/// What can be printed.
+/// Manifest that `--print` writes.
 #[derive(clap::ValueEnum, Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Manifest {
     /// A RuntimeClass for this node's configuration.
@@ -145,7 +144,7 @@ pub enum Manifest {
     DaemonSet,
 }
 
-/// What a subcommand says, and its exit status.
+/// Output of a subcommand, and its exit status.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub struct Said {
     pub out: String,
@@ -162,7 +161,7 @@ impl Said {
         Said { err, code: 1, ..Said::default() }
     }
 
-    /// Something that failed beside what was said.
+    /// Adds a failure to the output.
     pub fn add(&mut self, result: anyhow::Result<()>) {
         if let Err(error) = result {
             self.err.push_str(&format!("kata-gpu-boot: {}\n", printable(&format!("{error:#}"))));
@@ -184,7 +183,7 @@ impl Said {
     }
 }
 
-/// What a line starts with, and what that means.
+/// Starts of lines, and their colours.
 const INKS: &[(&str, Ink)] = &[
     ("refused: ", Ink::Error),
     ("forced: ", Ink::Warning),
@@ -198,7 +197,7 @@ const INKS: &[(&str, Ink)] = &[
     ("-", Ink::Error),
 ];
 
-/// Colours the words that lines start with; a line of a diff as a whole.
+/// Colours the start of a line, or a whole line of a diff.
 fn painted(text: &str, screen: &Screen) -> String {
     let line = |line: &str| match INKS.iter().find_map(|(start, ink)| Some((start, *ink, line.strip_prefix(start)?))) {
         Some((start, ink, rest)) if start.ends_with(' ') => format!("{}{rest}", screen.paint(ink, start)),
@@ -208,7 +207,7 @@ fn painted(text: &str, screen: &Screen) -> String {
     if screen.colour { text.split_inclusive('\n').map(line).collect() } else { text.to_string() }
 }
 
-/// The same, of a file that stays where it is.
+/// Installs an initrd or image at its present path, without a copy.
 pub fn say_here(args: &Args) -> Said {
     let refused = |refusals: Vec<Refusal>| {
         let reasons = if refusals.len() == 1 { "1 reason".into() } else { format!("{} reasons", refusals.len()) };
@@ -217,8 +216,8 @@ pub fn say_here(args: &Args) -> Said {
         let json = json!({"action": "refused", "refusals": refusals.iter().map(Refusal::json).collect::<Vec<_>>()});
         Said { out: if args.json { format!("{json}\n") } else { String::new() }, err, code: 1 }
     };
-    // Held until it is written, so that what was read stays what is there, as far as we are
-    // concerned.
+    // Hold the lock until the drop-in is written: no other install or uninstall changes the
+    // directory that was read.
     let dir = std::fs::canonicalize(&args.kata_config).ok().and_then(|path| path.parent().map(Path::to_path_buf));
     let lock = match dir.filter(|_| !args.dry_run && args.print.is_none()).map(|dir| write::lock(&dir)) {
         Some(Err(error)) => return Said::refused(format!("kata-gpu-boot: {}\n", printable(&format!("{error:#}")))),
@@ -252,7 +251,7 @@ impl Change {
             && self.key.ends_with(".kernel_params")
             && let (Ok(old), Ok(new)) = (kernel_params::words(before), kernel_params::words(after))
         {
-            // Of a long line, what differs is what matters.
+            // Show only the words that differ: the line is long.
             let gone = old.iter().filter(|word| !new.contains(word)).map(|word| format!("- {word}"));
             let come = new.iter().filter(|word| !old.contains(word)).map(|word| format!("+ {word}"));
             let words: Vec<String> = gone.chain(come).collect();
@@ -271,7 +270,7 @@ pub fn changes_text(changes: &[Change]) -> String {
     changes.iter().map(Change::text).collect()
 }
 
-/// What differs between two configurations, in the keys that a drop-in of ours may write.
+/// Keys that differ between two configurations, among the keys that our drop-in may write.
 fn changes(section: &str, before: &Effective, after: &Effective) -> Vec<Change> {
     let keys = ["image", "initrd", "kernel_params", "kernel_verity_params", "rootfs_type", "guest_extension_images"];
     let change = |key: &str| {
@@ -282,7 +281,7 @@ fn changes(section: &str, before: &Effective, after: &Effective) -> Vec<Change> 
     keys.into_iter().filter_map(change).collect()
 }
 
-/// What becomes effective when our drop-in has this text, or goes; None where that cannot be told.
+/// Keys changed by our drop-in with this text, or by its removal; None if the files are unreadable.
 pub fn effective_changes(config: &Path, text: Option<&str>) -> Option<Vec<Change>> {
     let config = KataConfig::read(config).ok()?;
     let (runtime, section) = version::runtime_and_section(&config).ok()?;
@@ -290,8 +289,8 @@ pub fn effective_changes(config: &Path, text: Option<&str>) -> Option<Vec<Change
     Some(changes(&section, &now, &with_ours(&config, runtime, text.map(str::as_bytes))))
 }
 
-/// The effective configuration with this text as our drop-in. One that does not parse counts as
-/// none.
+/// The effective configuration with this text as our drop-in. A text that does not parse counts as
+/// no drop-in.
 pub fn with_ours(config: &KataConfig, runtime: Runtime, text: Option<&[u8]>) -> Effective {
     let (earlier, later) = config.around_ours();
     let parsed = text.and_then(|text| Some((text, kata_config::parse(text).ok()?)));
@@ -326,7 +325,7 @@ impl Install {
         let now = with_ours(&config, runtime, config.ours.text());
         let before = with_ours(&config, runtime, None);
         let (installed, made_directory) = match &config.ours {
-            // On a node, the words are those of the manifest and no others.
+            // On a node, only the manifest's words count.
             Found::Ours { record, .. } if args.place.dir.is_some() => (Vec::new(), record.made_directory),
             Found::Ours { record, .. } => (record.parameters.clone(), record.made_directory),
             _ => (Vec::new(), !config.dir_exists),
@@ -340,7 +339,7 @@ impl Install {
             drop_in::render(&plan, made_directory).ok_or_else(|| one(Refusal::at(&config.drop_in_path(), "cannot be written as TOML")))?;
         let after = with_ours(&config, runtime, Some(text.as_bytes()));
         if args.place.dir.is_some() && version.version().is_none() {
-            // Keys that a Kata does not know make it fail every pod, on every node.
+            // A key unknown to the installed Kata fails every pod on every node.
             let refusal = Refusal::of_argument("--node", "Kata's version is not known: its shim cannot be asked here");
             return Err(one(refusal.cure("give it with --kata-version X.Y.Z")));
         }
@@ -369,7 +368,7 @@ impl Install {
             let yaml = match what {
                 Manifest::RuntimeClass => manifests::runtime_class(name, path, self.default_memory),
                 Manifest::Helm => manifests::helm(name, path, &self.plan, self.default_memory),
-                // Names no file of this machine: whoever asks for it has it from `daemon_set`.
+                // `daemon_set` prints the DaemonSet: no file of this machine is named in it.
                 Manifest::DaemonSet => return Ok(Said::refused("--print daemonset: looks at no configuration\n".to_string())),
             };
             return yaml.map(|out| Said { err: self.forced_text(), ..Said::done(out) }).map_err(|refusal| vec![refusal]);
@@ -435,7 +434,7 @@ impl Install {
         page
     }
 
-    /// What would be written, against what is there.
+    /// The drop-in's present text against the planned text.
     fn diff(&self, path: &str) -> String {
         let old = String::from_utf8_lossy(self.config.ours.text().unwrap_or_default()).into_owned();
         let from = if self.config.ours.text().is_some() { path } else { "/dev/null" };
@@ -443,8 +442,7 @@ impl Install {
         diff.lines().map(|line| format!("{}\n", printable(line))).collect()
     }
 
-    /// What is odd about the guest, and words that are effective and that the init will not take as
-    /// they are.
+    /// Oddities of the guest, and effective words that the init will not take as they are.
     fn notes(&self) -> Vec<String> {
         let after = with_ours(&self.config, self.runtime, Some(self.text.as_bytes()));
         let params = plan::text(&after, &self.plan.section, "kernel_params").unwrap_or_default();
@@ -471,7 +469,7 @@ impl Install {
     }
 }
 
-/// Arguments as the command line has them, for the tests.
+/// Parses arguments as the command line does, for tests.
 pub fn from_words<A: clap::Args>(words: &[&str]) -> Result<A, String> {
     let command = A::augment_args(clap::Command::new("kata-gpu-boot").no_binary_name(true));
     let matches = command.try_get_matches_from(words).map_err(|e| e.to_string())?;

@@ -1,8 +1,7 @@
-//! What `install` makes of the initrd that it is given: the report of `initrd verify`, against the
-//! kernel that the configuration names. An initrd that cannot boot is refused with that report's
-//! errors.
+//! Check of the initrd given to `install`: the report of `initrd verify`, against the kernel that
+//! the configuration names. An initrd that cannot boot is refused with that report's errors.
 //!
-//! Not here: what an image needs; see [`crate::host::tools::initrd::verify`].
+//! Not here: the requirements on an image; see [`crate::host::tools::initrd::verify`].
 
 use super::kata_config::unreadable;
 use super::refusal::Refusal;
@@ -18,20 +17,20 @@ use std::io;
 use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 
-/// Refusals of one rule that are shown; the others are counted.
+/// Shown refusals of one rule; further ones are counted.
 const SHOWN_OF_A_RULE: usize = 3;
 
-/// The kernel that boots it.
+/// The kernel that boots the initrd.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Kernel {
-    /// The configuration names none.
+    /// The configuration names no kernel.
     Unnamed,
     Release(PathBuf, String),
-    /// Why its release is not known.
+    /// Reason why the kernel's release is unknown.
     Unknown(String),
 }
 
-/// An initrd that could be read.
+/// A readable initrd.
 #[derive(Debug)]
 pub struct Initrd {
     pub path: PathBuf,
@@ -41,9 +40,9 @@ pub struct Initrd {
     pub report: Report,
 }
 
-/// Opens what guests are to start from. `key`: Kata's, and our option's.
+/// Opens an initrd or image. `key`: Kata's key, and our option's name.
 pub fn open(path: &Path, key: &str, cure: &str) -> Result<(File, Metadata), Refusal> {
-    // What stands for a device or a pipe must not make us wait.
+    // A device or pipe at this path must not block.
     let file = OpenOptions::new().read(true).custom_flags(nix::libc::O_NONBLOCK).open(path).map_err(|e| match e.kind() {
         io::ErrorKind::NotFound => Refusal::at(path, format!("there is no such {key}")).cure(format!("give an absolute path with --{key}")),
         _ => unreadable(path, &e),
@@ -52,8 +51,8 @@ pub fn open(path: &Path, key: &str, cure: &str) -> Result<(File, Metadata), Refu
     if metadata.is_file() { Ok((file, metadata)) } else { Err(Refusal::at(path, "is not a regular file").cure(cure)) }
 }
 
-/// Reads and verifies it. Errors: it is no initrd at all. `user_space`: whether the driver's is to
-/// be in it.
+/// Reads and verifies an initrd. Errors: the file is no initrd at all. `user_space`: the driver's
+/// user space must be in it.
 pub fn look(path: &Path, kernel: Option<&str>, user_space: bool) -> Result<Initrd, Refusal> {
     let (_, metadata) = open(path, "initrd", "give an initrd with --initrd")?;
     let kernel = kernel_of(kernel);
@@ -68,7 +67,7 @@ pub fn look(path: &Path, kernel: Option<&str>, user_space: bool) -> Result<Initr
         Ok::<_, anyhow::Error>(verify::check(&image, &tree, &question))
     };
     let report = read().map_err(|error| {
-        // Its outermost words name the file, as a refusal does.
+        // Skip the outermost context: both it and the refusal name the file.
         let reasons: Vec<String> = error.chain().skip(usize::from(error.chain().count() > 1)).map(ToString::to_string).collect();
         Refusal::at(path, format!("is no initrd for Kata: {}", reasons.join(": "))).cure(
             if reasons.iter().any(|reason| reason.contains(DISK)) {
@@ -93,7 +92,7 @@ fn kernel_of(path: Option<&str>) -> Kernel {
 }
 
 impl Initrd {
-    /// Everything that keeps it from booting as a guest with GPUs.
+    /// Everything that keeps the initrd from booting as a guest with GPUs.
     pub fn refusals(&self) -> Vec<Refusal> {
         let errors: Vec<_> = self.report.findings.iter().filter(|f| f.rule.severity == Severity::Error).collect();
         let mut refusals = Vec::new();
@@ -115,7 +114,7 @@ impl Initrd {
         refusals
     }
 
-    /// For the page: what it is, and what the verification came to.
+    /// Line of the text report: the initrd, and the verification's counts.
     pub fn shown(&self) -> String {
         let count = |severity: Severity, word: &str| {
             let n = self.report.findings.iter().filter(|f| f.rule.severity == severity).count();
@@ -127,7 +126,7 @@ impl Initrd {
         format!("{}, {mib:.1} MiB, {}, verified: {}", self.path.display(), self.report.form.name(), verdict.join(", "))
     }
 
-    /// For the page: against which kernel it was held.
+    /// Line of the text report: the kernel that the modules were checked against.
     pub fn shown_kernel(&self) -> String {
         match &self.kernel {
             Kernel::Unnamed => "not named in the configuration, so the modules were not held against it".into(),

@@ -1,11 +1,11 @@
-//! Reading a Kata configuration and the drop-ins beside it, as files: bounded, and with every
-//! reason why its runtime could not read them either.
+//! Reads a Kata configuration and its drop-ins as files of limited size, and collects every reason
+//! why the runtime could not read them either.
 //!
 //! Both runtimes resolve symbolic links of the configuration's path first and look for `config.d`
-//! beside what they arrive at. Every entry of it is read, whatever its name ends in; an entry that
-//! cannot be read or parsed makes every pod of the runtime fail.
+//! beside the resolved file. Every entry is read, whatever its extension. One unreadable or
+//! unparsable entry makes every pod of the runtime fail.
 //!
-//! Not here: what the files come to together; see [`super::merge`].
+//! Not here: merging the files; see [`super::merge`].
 
 use super::drop_in;
 use super::drop_in::{Found, read_bounded};
@@ -15,7 +15,7 @@ use std::io;
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 use toml::Table;
-/// Most entries of `config.d` and of the directory around it that are looked at.
+/// Limit of entries read from `config.d` and from the configuration's directory.
 const MAX_ENTRIES: usize = 1024;
 
 /// One file, read and parsed.
@@ -26,7 +26,7 @@ pub struct Source {
     pub table: Table,
 }
 
-/// A configuration and what stands beside it.
+/// A configuration and the files beside it.
 #[derive(Debug)]
 pub struct KataConfig {
     pub base: Source,
@@ -36,14 +36,14 @@ pub struct KataConfig {
     /// All drop-ins but ours, in the order in which they are read.
     pub others: Vec<Source>,
     pub ours: Found,
-    /// Entries of `config.d` that are symbolic links: one runtime follows them, the other refuses.
+    /// Symbolic links in `config.d`: one runtime follows links, the other refuses them.
     pub links: Vec<PathBuf>,
-    /// Other configurations in the same directory: they read the same `config.d`.
+    /// Other configurations in the same directory, which read the same `config.d`.
     pub siblings: Vec<PathBuf>,
 }
 
 impl KataConfig {
-    /// Reads everything, or says everything that is in the way.
+    /// Reads all files, or returns all refusals.
     pub fn read(given: &Path) -> Result<KataConfig, Vec<Refusal>> {
         let one = |refusal| vec![refusal];
         let path = fs::canonicalize(given).map_err(|e| one(unreadable(given, &e)))?;
@@ -85,18 +85,18 @@ impl KataConfig {
         if refusals.is_empty() { Ok(config) } else { Err(refusals) }
     }
 
-    /// Where our drop-in is or would be.
+    /// Path of our drop-in, whether or not it exists.
     pub fn drop_in_path(&self) -> PathBuf {
         self.drop_in_dir.join(drop_in::NAME)
     }
 
-    /// Drop-ins that are read before ours, and those after.
+    /// Drop-ins that are read before ours, and after.
     pub fn around_ours(&self) -> (&[Source], &[Source]) {
         let before = |source: &Source| source.path.file_name().is_some_and(|name| name.as_encoded_bytes() < drop_in::NAME.as_bytes());
         self.others.split_at(self.others.partition_point(before))
     }
 
-    /// The first file that is not what it was when this was read.
+    /// The first file that changed since the configuration was read.
     pub fn changed_since(&self) -> Option<PathBuf> {
         let now = match KataConfig::read(&self.base.path) {
             Ok(now) => now,
@@ -113,7 +113,7 @@ impl KataConfig {
     }
 }
 
-/// Says what is wrong with a file that cannot be read.
+/// Refusal for an unreadable file.
 pub fn unreadable(path: &Path, error: &io::Error) -> Refusal {
     let refusal = Refusal::at(path, format!("read: {error}"));
     match error.kind() {
@@ -123,7 +123,7 @@ pub fn unreadable(path: &Path, error: &io::Error) -> Refusal {
     }
 }
 
-/// Reads a regular file of at most 1 MiB. A FIFO does not hold it up.
+/// Reads a regular file of at most 1 MiB. A FIFO does not block.
 pub fn read_regular(path: &Path) -> io::Result<Vec<u8>> {
     let file = OpenOptions::new().read(true).custom_flags(nix::libc::O_NONBLOCK).open(path)?;
     read_bounded(file)
@@ -135,7 +135,7 @@ fn read_source(path: &Path) -> Result<Source, Refusal> {
     Ok(Source { path: path.into(), bytes, table })
 }
 
-/// Parses a file's content; else says in which line what is wrong.
+/// Parses a file's content. The error names the line.
 pub fn parse(bytes: &[u8]) -> Result<Table, String> {
     let text = std::str::from_utf8(bytes).map_err(|e| format!("not UTF-8 from byte {} on", e.valid_up_to()))?;
     toml::from_str(text).map_err(|error: toml::de::Error| {
@@ -158,8 +158,8 @@ fn entries(dir: &Path) -> io::Result<Vec<PathBuf>> {
     Ok(paths)
 }
 
-/// Other configurations whose `config.d` is the same directory. A link that leads elsewhere reads
-/// the one over there.
+/// Other configurations whose `config.d` is the same directory. A link to another directory reads
+/// that directory's `config.d`.
 fn siblings(dir: &Path, own: &Path) -> Result<Vec<PathBuf>, Refusal> {
     let names = entries(dir).map_err(|e| unreadable(dir, &e))?;
     let is_configuration = |path: &PathBuf| {
@@ -169,7 +169,7 @@ fn siblings(dir: &Path, own: &Path) -> Result<Vec<PathBuf>, Refusal> {
     Ok(names
         .into_iter()
         .filter(is_configuration)
-        // A dangling link is read by nobody.
+        // No runtime reads a dangling link.
         .filter_map(|path| fs::canonicalize(path).ok())
         .filter(|path| path.parent() == Some(dir) && path != own)
         .collect())

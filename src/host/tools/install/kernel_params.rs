@@ -1,20 +1,20 @@
-//! Words of `kernel_params`: ours are put in, all others stay as they are written, quotes included.
+//! Words of `kernel_params`: ours are merged in, all others stay as written, quotes included.
 //!
-//! Both runtimes and the kernel split at blanks outside double quotes. What stands after a word
-//! `--` is not for the kernel, so ours go before it. Not here: what a word means; `config` knows
+//! Both runtimes and the kernel split at blanks outside double quotes. The kernel passes words
+//! after `--` to the init, so ours go before `--`. Not here: the meaning of a word; `config` parses
 //! ours.
 
 use crate::config;
 
-/// The kernel's COMMAND_LINE_SIZE on x86-64 and arm64, without the final zero: what is longer is
-/// cut without a word.
+/// The kernel's COMMAND_LINE_SIZE on x86-64 and arm64, without the final zero. The kernel truncates
+/// a longer line silently.
 pub const MAX_COMMAND_LINE: usize = 2047;
 
 /// An odd number of double quotes: everything after the last belongs to one word.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct OpenQuote;
 
-/// The words as they are written.
+/// Splits into words as written.
 pub fn words(text: &str) -> Result<Vec<&str>, OpenQuote> {
     let mut words = Vec::new();
     let (mut quoted, mut start) = (false, None);
@@ -36,26 +36,25 @@ pub fn words(text: &str) -> Result<Vec<&str>, OpenQuote> {
     if quoted { Err(OpenQuote) } else { Ok(words) }
 }
 
-/// What stands before `=`; to the kernel, `-` and `_` are the same, and quotes may be around the
-/// whole word.
+/// The part before `=`. The kernel treats `-` and `_` alike, and quotes may enclose the whole word.
 pub fn name(word: &str) -> String {
     let word = word.trim_start_matches('"');
     word.split_once('=').map_or(word, |(name, _)| name).trim_end_matches('"').replace('-', "_")
 }
 
-/// Whether a word of this name takes the place of an earlier one. Names with a dot belong to a
-/// module, the agent or the init, where the last one counts; others, like `pci` and `console`, may
-/// stand several times and mean all of it.
+/// Whether a word replaces an earlier word of the same name. Names with a dot belong to a module,
+/// the agent or the init, where the last word counts. Others, like `pci` and `console`, may be
+/// repeated and all count.
 fn counts_once(name: &str) -> bool {
     name.contains('.')
 }
 
-/// Whether `word` need not be there any more once `newer` is.
+/// Whether `newer` makes `word` redundant.
 pub fn replaces(newer: &str, word: &str) -> bool {
     newer == word || counts_once(&name(newer)) && name(newer) == name(word)
 }
 
-/// `existing` with our words: what they replace gives way to them.
+/// `existing` with our words, without the words that ours replace.
 pub fn merge(existing: &str, ours: &[String]) -> Result<String, OpenQuote> {
     let existing = words(existing)?;
     let end = existing.iter().position(|word| *word == "--").unwrap_or(existing.len());
@@ -66,7 +65,7 @@ pub fn merge(existing: &str, ours: &[String]) -> Result<String, OpenQuote> {
     Ok(merged.join(" "))
 }
 
-/// One word for the kernel, as somebody gave it to us, or what is wrong with it.
+/// Checks one word given for the kernel's command line.
 pub fn check(word: &str) -> Result<(), String> {
     if word.chars().any(char::is_control) {
         return Err("has a control character".into());
@@ -99,7 +98,7 @@ mod tests {
         assert_eq!(words("a b=\"c d"), Err(OpenQuote));
     }
 
-    /// What is there, ours, and what becomes of it.
+    /// Existing text, our words, and the merged text.
     const MERGES: &[(&str, &[&str], &str)] = &[
         ("", &["gpuinit.bind=insmod"], "gpuinit.bind=insmod"),
         ("a=1 b=2", &[], "a=1 b=2"),

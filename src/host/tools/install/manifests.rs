@@ -1,24 +1,23 @@
-//! What a cluster needs to know: a RuntimeClass for a node whose configuration was changed here, or
+//! Manifests for a cluster: a RuntimeClass for a node whose configuration was changed here, or
 //! values for kata-deploy's chart, which then writes the same drop-in on every node.
 //!
 //! The chart (since Kata 3.26) reads the handler from the line `handler: ` of the RuntimeClass's
-//! text and does not take quotes off, so names stand bare; [`Name`] makes sure that they can. It
-//! copies `configuration-<baseConfig>.toml` and puts `dropIn` at 50-overrides.toml, after its own
-//! files. Not here: changing anything in a cluster.
+//! text and keeps quotes, so names are unquoted; [`Name`] makes sure that YAML allows that. The
+//! chart copies `configuration-<baseConfig>.toml` and writes `dropIn` to 50-overrides.toml, after
+//! its own files. Not here: changing anything in a cluster.
 
 use super::drop_in;
 use super::plan::Plan;
 use super::refusal::Refusal;
 use std::path::Path;
 
-/// What the host keeps for the hypervisor beside the guest's memory: kata-deploy's own figure for
-/// its GPU classes, 10240 MiB for guests of 8192.
+/// Host memory of the hypervisor in addition to the guest's: kata-deploy's figure for its GPU
+/// classes, 10240 MiB for guests of 8192.
 const OVERHEAD_MIB: i64 = 2048;
-/// kata-deploy's label of nodes that have Kata.
+/// kata-deploy's label for nodes that have Kata.
 const NODE_LABEL: &str = "katacontainers.io/kata-runtime";
 
-/// The name of a RuntimeClass and of its handler: a DNS label, and one that YAML takes for a
-/// string.
+/// The name of a RuntimeClass and of its handler: a DNS label that YAML parses as a string.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Name(String);
 
@@ -28,7 +27,7 @@ impl std::str::FromStr for Name {
     fn from_str(text: &str) -> Result<Self, String> {
         let inner = |c: char| c.is_ascii_lowercase() || c.is_ascii_digit() || c == '-';
         let ends_well = !text.starts_with('-') && !text.ends_with('-');
-        // Else it may be a number or a truth value to YAML.
+        // YAML may parse other words as a number or a truth value.
         let is_string = text.starts_with(|c: char| c.is_ascii_lowercase()) && text.contains('-');
         if text.len() <= 63 && text.chars().all(inner) && ends_well && is_string {
             Ok(Name(text.into()))
@@ -49,7 +48,7 @@ pub fn base_config(config: &Path) -> Option<&str> {
     config.file_name()?.to_str()?.strip_prefix("configuration-")?.strip_suffix(".toml")
 }
 
-/// The handler that reads this configuration where kata-deploy installed it.
+/// The handler of this configuration, from the path where kata-deploy installed it.
 fn installed_handler(config: &Path) -> Option<Name> {
     let dir = config.parent()?;
     if dir.parent()?.file_name()? == "custom-runtimes" {
@@ -58,7 +57,7 @@ fn installed_handler(config: &Path) -> Option<Name> {
     format!("kata-{}", base_config(config)?).parse().ok()
 }
 
-/// GPU guests have all their memory pinned, so the pod is charged for it.
+/// The pod is charged for all of the guest's memory: GPU guests have it pinned.
 fn overhead_mib(default_memory: i64) -> i64 {
     default_memory.saturating_add(OVERHEAD_MIB)
 }
@@ -80,7 +79,7 @@ pub fn runtime_class(name: Option<&Name>, config: &Path, default_memory: i64) ->
     Ok(format!("{head}{}", class(name, &handler, default_memory)))
 }
 
-/// Values for kata-deploy's chart: a runtime of its own, beside those that are there.
+/// Values for kata-deploy's chart: a new runtime in addition to the existing ones.
 pub fn helm(name: Option<&Name>, config: &Path, plan: &Plan, default_memory: i64) -> Result<String, Refusal> {
     let refuse = |why: &str, cure: &str| Refusal::at(config, why).cure(cure);
     let base =

@@ -1,24 +1,22 @@
-//! What a runtime makes of its configuration file and the drop-ins beside it, and which file each
+//! Merges a configuration file with its drop-ins as its runtime does, and records which file each
 //! value comes from.
 //!
 //! Both runtimes read the file, then every entry of `config.d` beside the *resolved* file, sorted
-//! by name as bytes; whatever comes later wins. They differ in how it wins:
-//!
+//! by name as bytes. Later entries win, by different rules:
 //! - runtime-rs (since 3.0.0): tables are merged at any depth, everything else, arrays too,
 //!   replaces what was there, whatever its type was.
 //! - Go (since 2.5.0): the same, except that a key of `[hypervisor.X]` or `[agent.X]` is replaced
 //!   as a whole even when it is a table; that a drop-in makes no section by an empty table; and
 //!   that keys of the file itself, not of drop-ins, may be written in any case.
 //!
-//! Not here: whether the result is any good. Unknown keys are kept: what they mean is the runtime's
-//! business.
+//! Not here: validation. Unknown keys are kept for the runtime.
 
 use super::kata_config::Source;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use toml::{Table, Value};
 
-/// Which program reads the configuration.
+/// Program that reads the configuration.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Runtime {
     Go,
@@ -46,7 +44,7 @@ impl Runtime {
 #[derive(Clone, Debug, Default)]
 pub struct Effective {
     pub table: Table,
-    /// Of everything that is no table: where it was last written.
+    /// File that last wrote each value that is no table.
     origins: BTreeMap<Vec<String>, PathBuf>,
 }
 
@@ -55,7 +53,7 @@ impl Effective {
     pub fn of<'a>(runtime: Runtime, base: &Source, drop_ins: impl IntoIterator<Item = &'a Source>) -> Effective {
         let mut effective = Effective::default();
         let folded = if runtime == Runtime::Go { fold(&base.table) } else { base.table.clone() };
-        // Into nothing, both rules are the same.
+        // Both rules are the same for a merge into an empty table.
         effective.merge(Runtime::Rust, &mut Vec::new(), &folded, &base.path);
         for drop_in in drop_ins {
             effective.merge(runtime, &mut Vec::new(), &drop_in.table, &drop_in.path);
@@ -96,7 +94,7 @@ impl Effective {
         }
     }
 
-    /// The table at a path, which it becomes if it was something else.
+    /// The table at a path; replaces a value of another type.
     fn table_at(&mut self, path: &[String]) -> &mut Table {
         let mut table = &mut self.table;
         for (depth, part) in path.iter().enumerate() {
@@ -124,12 +122,11 @@ fn is_sections(name: &str) -> bool {
     matches!(name, "hypervisor" | "agent")
 }
 
-/// Keys that the Go runtime takes in any case, in lower case; names of sections are taken as they
-/// are.
+/// Lower-cases the keys that the Go runtime accepts in any case; names of sections stay.
 fn fold(table: &Table) -> Table {
     let lower = |table: &Table| -> Table {
         let mut out: Table = table.iter().map(|(k, v)| (k.to_ascii_lowercase(), v.clone())).collect();
-        // Where both are there, the exact one counts.
+        // A key written in lower case wins over its other spellings.
         out.extend(table.iter().filter(|(k, _)| **k == k.to_ascii_lowercase()).map(|(k, v)| (k.clone(), v.clone())));
         out
     };
@@ -147,8 +144,8 @@ fn fold(table: &Table) -> Table {
     out
 }
 
-/// A key of a drop-in that makes the Go runtime refuse its whole configuration: below a section,
-/// keys are looked up as they are written, and all of Kata's are in lower case.
+/// A key that makes the Go runtime refuse its whole configuration: below a section, keys of a
+/// drop-in are looked up as written, and all of Kata's are in lower case.
 pub fn refused_by_go(drop_in: &Table) -> Option<String> {
     let sections = drop_in.iter().filter(|(key, _)| is_sections(key)).filter_map(|(key, value)| Some((key, value.as_table()?)));
     for (kind, sections) in sections {
@@ -174,8 +171,7 @@ mod tests {
         Effective::of(runtime, &source("base", base), &drop_ins)
     }
 
-    /// What the file and its drop-ins say, what runtime-rs makes of it, what Go makes of it (None:
-    /// the same).
+    /// Name, file, drop-ins, result in runtime-rs, result in Go (None: the same).
     type Row = (&'static str, &'static str, &'static [&'static str], &'static str, Option<&'static str>);
 
     const RULES: &[Row] = &[

@@ -1,10 +1,10 @@
 //! GPU guests of a Kata configuration start from our initrd or image, by one drop-in beside the
-//! configuration. `uninstall` takes it away.
+//! configuration. `uninstall` removes the drop-in.
 //!
-//! Invariants: nothing but that drop-in is ever written; it is written whole or not at all; nothing
-//! is written where it would not have the effect that was asked for, which is computed with the
-//! runtime's own merge rule before the file exists. Everything that stands in the way is said at
-//! once. The initrd is judged by `initrd verify`. Not here: building images, and what they need.
+//! Invariants: no other file is ever written. The drop-in is written whole or not at all, and only
+//! where it has the requested effect. The runtime's own merge rule gives the effect before the file
+//! exists. All refusals are reported at once. The initrd is judged by `initrd verify`. Not here:
+//! building images, and the requirements on them.
 
 pub mod checks;
 pub mod daemon_set;

@@ -2,11 +2,11 @@
 //! and with `--stay` installs it again whenever an upgrade of Kata has taken it away. `uninstall
 //! --node` takes everything away again.
 //!
-//! A copy's name has its content's hash, so that a new one never takes the place of one that a pod
-//! which starts just now is given; the former one stays for such pods and for the way back. The end
-//! of a process that stays changes nothing: across a reboot of the node and an upgrade of the
-//! DaemonSet, GPU pods start as before, and only an uninstall uninstalls.
-//! Not here: what is written into a configuration, see the rest of [`super`].
+//! A copy's name contains its content's hash, so a new copy never replaces the file of a pod that
+//! is starting. The former copy stays for such pods and for rollback. The end of a `--stay` process
+//! changes nothing: across a reboot of the node and an upgrade of the DaemonSet, GPU pods start as
+//! before. Only an uninstall uninstalls.
+//! Not here: content of the drop-in, see the rest of [`super`].
 
 use super::here::{Args, Said, say_here, with_ours};
 use super::kata_config::KataConfig;
@@ -31,26 +31,26 @@ use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::time::SystemTime;
 
-/// Digits of the SHA-256 in a copy's name, and what stands before them.
+/// Digits of the SHA-256 in a copy's name, and the mark before them.
 const DIGITS: usize = 12;
 const MARK: &str = "-sha256-";
 const CHUNK: usize = 1 << 20;
 /// File in the folder that names the configuration whose copies are there.
 const OWNER: &str = ".configuration";
-/// Time between two looks at what a configuration's guests start from: Kata's own upgrade replaces
-/// the files on a node and announces it to nobody there.
+/// Interval between checks of the files that guests start from: Kata's own upgrade replaces files
+/// on a node without notice.
 const LOOK_MS: u16 = 10_000;
-/// Looks after which what was refused is tried again though nothing has changed.
+/// Checks after which a refused install is retried although nothing has changed.
 const LOOKS_BETWEEN_TRIES: u32 = 30;
 
 /// A copy of a guest on the node.
 struct Copied {
     path: PathBuf,
-    /// Whether it was not there before.
+    /// Whether this install made the copy.
     made: bool,
 }
 
-/// Name of the copy of `source`: its own, with the hash before the extension.
+/// Name of the copy: the source's name with the hash before the extension.
 fn name_of(source: &Path, hash: &str) -> Option<String> {
     let stem = source.file_stem()?.to_str()?;
     let digits = hash.get(..DIGITS)?;
@@ -60,8 +60,7 @@ fn name_of(source: &Path, hash: &str) -> Option<String> {
     })
 }
 
-/// Whether a name is one that [`name_of`] gives, of whichever source, or one of a copy that was cut
-/// off.
+/// Whether [`name_of`] gives such a name for any source; includes interrupted copies.
 fn is_copy(name: &str) -> bool {
     let name = name.strip_suffix(PARTIAL).unwrap_or(name);
     let stem = name.rsplit_once('.').map_or(name, |(stem, _)| stem);
@@ -79,7 +78,7 @@ fn hash_of(file: &mut File) -> std::io::Result<String> {
     }
 }
 
-/// Makes the folder, for this configuration.
+/// Makes the folder and claims it for this configuration.
 fn claim(dir: &Path, config: &Path) -> Result<PathBuf> {
     let config = fs::canonicalize(config).with_context(|| format!("look for {}", config.display()))?;
     fs::create_dir_all(dir).with_context(|| format!("make {}", dir.display()))?;
@@ -116,7 +115,7 @@ fn copy(source: &Path, dir: &Path) -> Result<Copied> {
     Ok(Copied { path, made: true })
 }
 
-/// Removes the copies that are none of these.
+/// Removes all copies except `keep`.
 fn remove_copies(dir: &Path, keep: &[PathBuf]) -> Result<()> {
     for entry in fs::read_dir(dir).with_context(|| format!("read {}", dir.display()))? {
         let path = entry.with_context(|| format!("read {}", dir.display()))?.path();
@@ -128,7 +127,7 @@ fn remove_copies(dir: &Path, keep: &[PathBuf]) -> Result<()> {
     Ok(())
 }
 
-/// A configuration as it is now, and its section.
+/// A configuration, its effective values, and its section.
 fn effective(config: &Path) -> Option<(KataConfig, Effective, String)> {
     let config = KataConfig::read(config).ok()?;
     let (runtime, section) = version::runtime_and_section(&config).ok()?;
@@ -152,7 +151,7 @@ pub fn nothing_unset(args: &Args) -> Result<(), Refusal> {
     Err(Refusal::of_argument("--unset", why).cure("leave it away"))
 }
 
-/// `install --node`: what it does, and says.
+/// `install --node`: installs, and returns the output.
 pub fn say(args: &Args, dir: &Path) -> Said {
     let refused = |refusal: Refusal| Said::refused(format!("refused: {refusal}\nnothing was written, for 1 reason\n"));
     if args.dry_run {
@@ -165,7 +164,7 @@ pub fn say(args: &Args, dir: &Path) -> Said {
     let Some(source) = args.initrd.as_ref().or(args.image.as_ref()) else {
         return refused(Refusal::of_argument("--node", "needs --initrd or --image").cure("name the file that is copied"));
     };
-    // The source itself is checked, before a copy of its size is written.
+    // Check the source before writing a copy of its size.
     let checked = say_here(&Args { dry_run: true, ..args.clone() });
     if checked.code != 0 {
         return checked;
@@ -180,12 +179,12 @@ pub fn say(args: &Args, dir: &Path) -> Said {
     of_copy.image = args.image.as_ref().map(|_| copied.path.clone());
     let mut said = say_here(&of_copy);
     if said.code != 0 {
-        // It serves nobody; that it stays where it cannot be removed hurts nobody either.
+        // Nothing uses the copy; a failure to remove it is harmless.
         let _unused = copied.made.then(|| fs::remove_file(&copied.path));
         return said;
     }
     let keep: Vec<PathBuf> = [Some(copied.path.clone()), former.clone()].into_iter().flatten().collect();
-    // Installed again, it has no former one to tell: then all stay.
+    // A repeated install does not know the former copy: keep all copies.
     let removed = if former.as_ref() == Some(&copied.path) { Ok(()) } else { remove_copies(dir, &keep) };
     let labelled = removed.and_then(|()| args.place.node_feature.as_deref().map_or(Ok(()), label));
     said.add(labelled);
@@ -196,8 +195,8 @@ fn label(file: &Path) -> Result<()> {
     let name = file.file_name().and_then(|name| name.to_str()).with_context(|| format!("{}: no name of a file", file.display()))?;
     let dir = file.parent().context("a file in a folder")?;
     fs::create_dir_all(dir).with_context(|| format!("make {}", dir.display()))?;
-    // Node Feature Discovery reads it now and then: a line that is not there yet is one that comes
-    // at its next look.
+    // Write in place: Node Feature Discovery polls the file and finds a missing line at its next
+    // poll.
     fs::write(file, format!("{name}=true\n")).with_context(|| format!("write {}", file.display()))
 }
 
@@ -209,8 +208,8 @@ fn remove(file: &Path) -> Result<()> {
     }
 }
 
-/// Takes away what `install --node` has put on the node. The label goes first: pods that ask for it
-/// are not sent here any more.
+/// Removes everything that `install --node` put on the node. The label goes first: no more pods
+/// that ask for the label are scheduled here.
 pub fn uninstall(args: &uninstall::Args) -> Said {
     let unlabelled = args.place.node_feature.as_deref().map_or(Ok(()), remove);
     let mut said = uninstall::say_here(args);
@@ -223,7 +222,7 @@ pub fn uninstall(args: &uninstall::Args) -> Said {
 
 /// Removes the copies, and the folder if nothing else is in it.
 fn empty(dir: &Path, config: &Path) -> Result<()> {
-    // Kata's own uninstall may have taken the configuration before.
+    // Kata's own uninstall may have removed the configuration already.
     let dir = if config.exists() { claim(dir, config)? } else { dir.to_path_buf() };
     remove_copies(&dir, &[])?;
     remove(&dir.join(OWNER))?;
@@ -233,7 +232,7 @@ fn empty(dir: &Path, config: &Path) -> Result<()> {
     }
 }
 
-/// What shows that a file is another one or has changed.
+/// Identity and modification time of a file, which differ after a replacement or a change.
 type Stamp = Option<(u64, u64, u64, SystemTime)>;
 
 fn stamp(path: &Path) -> Stamp {
@@ -241,8 +240,7 @@ fn stamp(path: &Path) -> Stamp {
     Some((meta.dev(), meta.ino(), meta.len(), meta.modified().ok()?))
 }
 
-/// The files that an install looks at, each with its stamp. Not the drop-in, which it writes
-/// itself.
+/// Files that an install reads, each with its stamp. The drop-in is omitted: an install writes it.
 fn stamps(args: &Args) -> Vec<(PathBuf, Stamp)> {
     let mut paths = vec![args.kata_config.clone()];
     if let Some((config, now, section)) = effective(&args.kata_config) {
@@ -253,15 +251,15 @@ fn stamps(args: &Args) -> Vec<(PathBuf, Stamp)> {
     paths.into_iter().map(|path| (path.clone(), stamp(&path))).collect()
 }
 
-/// Whether what was installed is still in effect: guests start from a copy in the folder, it is
-/// there, and so is the label.
+/// Whether the installation is in effect: guests start from a copy in the folder, and the copy and
+/// the label exist.
 fn is_whole(args: &Args, dir: &Path) -> bool {
     let dir = fs::canonicalize(dir).ok();
     let copy = installed(&args.kata_config).filter(|copy| copy.parent() == dir.as_deref() && copy.is_file());
     copy.is_some() && args.place.node_feature.as_ref().is_none_or(|file| file.is_file())
 }
 
-/// Wait for SIGTERM or SIGINT, which end nothing by themselves once it is there.
+/// Wait for SIGTERM or SIGINT. Once created, these signals no longer end the process.
 struct End(SignalFd);
 
 impl End {
@@ -273,7 +271,7 @@ impl End {
         Ok(Self(SignalFd::new(&signals).context("wait for SIGTERM")?))
     }
 
-    /// Whether it came before this time was over.
+    /// Whether a signal came before the timeout.
     fn within(&self, timeout: PollTimeout) -> Result<bool> {
         match poll(&mut [PollFd::new(self.0.as_fd(), PollFlags::POLLIN)], timeout) {
             Ok(0) | Err(Errno::EINTR) => Ok(false),
@@ -283,7 +281,7 @@ impl End {
     }
 }
 
-/// Ends as a program does.
+/// Exit status; prints an error.
 fn ended(result: Result<ExitCode>) -> ExitCode {
     result.unwrap_or_else(|error| {
         eprintln!("kata-gpu-boot: {}", printable(&format!("{error:#}")));
@@ -291,7 +289,7 @@ fn ended(result: Result<ExitCode>) -> ExitCode {
     })
 }
 
-/// `install --node --stay`: installs, and again whenever something has changed, until SIGTERM.
+/// `install --node --stay`: installs, and again after every change, until SIGTERM.
 pub fn stay(args: &Args, dir: &Path) -> ExitCode {
     ended(staying(args, dir))
 }
@@ -302,7 +300,7 @@ fn staying(args: &Args, dir: &Path) -> Result<ExitCode> {
     let mut refusal: Option<String> = None;
     let mut looks = 0;
     loop {
-        // Before the install: what changes meanwhile is a change at the next look.
+        // Take stamps before the install: a change during the install is seen at the next check.
         let now = stamps(args);
         let unchanged = seen.as_ref() == Some(&now);
         looks += 1;
@@ -317,7 +315,7 @@ fn staying(args: &Args, dir: &Path) -> Result<ExitCode> {
             if refused.is_some() {
                 args.place.node_feature.as_deref().map_or(Ok(()), remove)?;
             }
-            // One that stays the same is reported once.
+            // Print an unchanged refusal once.
             if refused.is_none() || refused != refusal {
                 said.print();
             }
@@ -330,7 +328,7 @@ fn staying(args: &Args, dir: &Path) -> Result<ExitCode> {
     }
 }
 
-/// `uninstall --stay`: uninstalls, and waits for SIGTERM, so that a DaemonSet's pod does it once.
+/// `uninstall --stay`: uninstalls once, then waits for SIGTERM to keep a DaemonSet's pod alive.
 pub fn stay_uninstalled(args: &uninstall::Args) -> ExitCode {
     ended(End::new().and_then(|end| {
         let said = uninstall(args);

@@ -1,4 +1,4 @@
-//! Where an installation puts things.
+//! Paths of an installation.
 
 use std::path::PathBuf;
 

@@ -1,13 +1,12 @@
-//! What our drop-in is to say: which section, which keys, which values. Data in, data out.
+//! Plan of our drop-in: section, keys and values. Data in, data out.
 //!
-//! `kernel_params` is written only where there are words of ours to put in: a copy of what others
-//! wrote would hide what they write later. `kernel_verity_params` is emptied where it is set,
-//! unless an image comes with its own: it measures the image that is not used, and Cloud
-//! Hypervisor's command line would still name it. `rootfs_type` is written where an image's root is
-//! another than what is effective. With an initrd, the extension image `gpu` is left out: it holds
-//! the driver for a guest that boots a common image, and would cost a disk and some 300 bytes of
-//! the kernel's command line. Other extension images stay; with an image, which may be that common
-//! one, all do.
+//! `kernel_params` is written only to add words of ours: a copy of other files' words would hide
+//! their later changes. `kernel_verity_params` is emptied where it is set, unless an image comes
+//! with its own: the old value measures the unused image, and Cloud Hypervisor's command line would
+//! still name it. `rootfs_type` is written where an image's root differs from the effective value.
+//! With an initrd, the extension image `gpu` is removed: it holds the driver for a guest that boots
+//! a common image, and would cost a disk and some 300 bytes of the kernel's command line. Other
+//! extension images stay; with an image, which may be the common image, all stay.
 
 use super::drop_in;
 pub use super::drop_in::Plan;
@@ -19,19 +18,19 @@ use crate::host::tools::guest_disk::FileSystem;
 use std::path::Path;
 use toml::Value;
 
-/// The name of the extension image that an initrd with the driver in it stands in for.
+/// Extension image that an initrd with the driver replaces.
 const GPU_EXTENSION: &str = "gpu";
 
-/// What both runtimes take for an absent or empty `rootfs_type`.
+/// Default of both runtimes for an absent or empty `rootfs_type`.
 const DEFAULT_ROOTFS_TYPE: &str = "ext4";
 
-/// What guests are to start from.
+/// Initrd or image that guests start from.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Root {
     Initrd {
         path: String,
     },
-    /// `verity`: `kernel_verity_params`, or nothing.
+    /// `verity`: `kernel_verity_params`, or empty.
     Image {
         path: String,
         file_system: FileSystem,
@@ -45,7 +44,7 @@ pub fn text<'a>(effective: &'a Effective, section: &str, key: &str) -> Option<&'
 }
 
 impl Plan {
-    /// `before`: what is effective without our drop-in.
+    /// `before`: the configuration without our drop-in.
     pub fn of(before: &Effective, section: &str, root: &Root, parameters: Vec<String>) -> Result<Plan, Refusal> {
         let string = |text: &str| Value::String(text.to_string());
         let (image, initrd, verity) = match root {
@@ -64,8 +63,8 @@ impl Plan {
             Some(Value::String(text)) => text,
             Some(_) => return Err(refuse("is not a string, so the runtime refuses it too").cure("write one string")),
         };
-        // Looked at even with nothing to merge: with an open quote the kernel takes words that the
-        // runtime adds for part of the last one.
+        // Check even without words to merge: with an open quote, the kernel joins words that the
+        // runtime appends to the last word.
         let merged = kernel_params::merge(existing_text, &parameters)
             .map_err(|OpenQuote| refuse("has an open double quote, which swallows every word after it").cure("close it"))?;
         if !parameters.is_empty() {
@@ -93,12 +92,12 @@ impl Plan {
     }
 }
 
-/// The words that are installed, without those that are taken out or replaced, and the new ones.
+/// Installed words without the removed and replaced ones, and the new words.
 pub fn parameters(installed: &[String], added: &[String], unset: &[String]) -> Result<Vec<String>, Vec<Refusal>> {
     let mut refusals = Vec::new();
     for word in added {
         if let Err(why) = kernel_params::check(word) {
-            // What a boot would do with it is not done here: it is refused.
+            // Remove the wording of a boot, which ignores the word: here the word is refused.
             let why = why.replace(", ignored: ", ": ").replace("; ignored, default: ", "; default: ");
             let refusal = Refusal::of_argument("--param", why.clone()).key("word", word);
             let told = why.contains("kata-gpu-init parameters");

@@ -1,8 +1,7 @@
-//! One reason why nothing is installed: where it stands, which key has which value, why that cannot
-//! work, and the cure. One line each.
+//! One reason why nothing is installed: place, key and value, why they cannot work, and the cure.
+//! One line each.
 //!
-//! Not here: which reasons there are; see [`super::checks`]. What comes from files is cut and made
-//! printable before it is shown.
+//! Not here: the rules; see [`super::checks`]. Text from files is truncated and made printable.
 
 use crate::host::data::text::{printable, printable_start};
 use serde_json::{Value as Json, json};
@@ -11,16 +10,16 @@ use std::path::Path;
 /// Longest value that is shown, in bytes.
 const MAX_VALUE: usize = 160;
 
-/// Why nothing is written.
+/// Reason why nothing is written.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Refusal {
     /// A file, or an argument.
     pub place: String,
-    /// `key = value` as the place has it; empty where no key is to blame.
+    /// `key = value` as in the file; empty where no key is to blame.
     pub what: String,
     pub why: String,
     pub cure: String,
-    /// Whether `--force` may go on: somebody can know better than the rule.
+    /// Whether `--force` passes the refusal: a user can know better than the rule.
     pub forcible: bool,
 }
 
@@ -29,7 +28,7 @@ impl Refusal {
         Refusal { place: place.to_string_lossy().into_owned(), what: String::new(), why: why.into(), cure: String::new(), forcible: false }
     }
 
-    /// Of an argument on the command line.
+    /// Refusal of a command-line argument.
     pub fn of_argument(argument: &str, why: impl Into<String>) -> Refusal {
         Refusal { place: argument.into(), what: String::new(), why: why.into(), cure: String::new(), forcible: false }
     }

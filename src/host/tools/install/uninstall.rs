@@ -1,7 +1,7 @@
 //! Takes away the drop-in that `install` wrote, and nothing else.
 //!
-//! It works whatever state the configuration is in: rolling back must not depend on what may be why
-//! somebody rolls back.
+//! Uninstall works with any state of the configuration: a broken one may be the reason to roll
+//! back.
 
 use super::checks;
 use super::drop_in;
@@ -73,7 +73,7 @@ pub enum Manifest {
     DaemonSet,
 }
 
-/// The same, of the configuration alone.
+/// Removes the drop-in alone; copies on a node stay.
 pub fn say_here(args: &Args) -> Said {
     uninstall(args).unwrap_or_else(|error| Said::refused(format!("kata-gpu-boot: {}\n", printable(&format!("{error:#}")))))
 }
@@ -81,7 +81,7 @@ pub fn say_here(args: &Args) -> Said {
 /// The directory in which the runtime looks for `config.d`, even if the configuration itself is
 /// gone.
 fn directory(given: &Path) -> Result<PathBuf> {
-    // Beside a directory there is nothing of ours, and that would be a lie about what is in it.
+    // Refuse a directory: no drop-in is beside it, and "nothing to remove" would be misleading.
     anyhow::ensure!(!given.is_dir(), "{}: is a directory: name the configuration file", given.display());
     if let Some(dir) = std::fs::canonicalize(given).ok().as_deref().and_then(Path::parent) {
         return Ok(dir.into());
@@ -115,7 +115,7 @@ fn uninstall(args: &Args) -> Result<Said> {
         }
         return Ok(said);
     }
-    // Only where the configuration can be read; it need not be.
+    // None if the configuration cannot be read; the removal does not need it.
     let changes = effective_changes(&args.kata_config, None);
     let made_directory = matches!(&found, Found::Ours { record, .. } if record.made_directory);
     let mut removed_directory = false;

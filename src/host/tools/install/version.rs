@@ -1,10 +1,9 @@
-//! Which runtime reads a configuration, which of its sections, and which version it has.
+//! Runtime that reads a configuration, the section that it reads, and its version.
 //!
-//! The runtime is told by the configuration: runtime-rs needs `runtime.hypervisor_name`, the Go
-//! runtime has no such key. Its version is told by the shim that was installed with the
-//! configuration, asked with `--version`; containerd starts the same program as root. Nothing else
-//! is run, and it is not either where somebody else than root and the caller could have put it
-//! there.
+//! The configuration identifies the runtime: runtime-rs needs `runtime.hypervisor_name`, and the Go
+//! runtime has no such key. The version is the answer to `--version` of the shim that was installed
+//! with the configuration; containerd starts the same program as root. No other program is run. The
+//! shim is not run where a user other than root and the caller could have replaced it.
 
 use super::kata_config::KataConfig;
 use super::merge::{Effective, Runtime};
@@ -19,13 +18,13 @@ use toml::Value;
 
 /// Both shims answer within milliseconds.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(5);
-/// Their answer is one line.
+/// The answer is one line.
 const MAX_ANSWER: u64 = 4096;
-/// Below the prefix that Kata is installed in.
+/// Directory of configurations below Kata's prefix.
 const CONFIG_DIR: &str = "share/defaults/kata-containers";
 const SHIM: &str = "containerd-shim-kata-v2";
 
-/// A release; what follows `-` does not count.
+/// A release; a suffix after `-` or `+` is ignored.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Version {
     pub major: u32,
@@ -52,7 +51,7 @@ impl std::fmt::Display for Version {
     }
 }
 
-/// What is known of the version.
+/// Kata's version, and how it was found.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Known {
     Told(Version),
@@ -109,7 +108,7 @@ pub fn runtime_and_section(config: &KataConfig) -> Result<(Runtime, String), Ref
     }
 }
 
-/// The shim that was installed with a configuration, if that lies where Kata installs it.
+/// The shim installed with a configuration; None if the configuration is not in Kata's directory.
 pub fn shim(config: &Path, runtime: Runtime) -> Option<PathBuf> {
     let dir = config.ancestors().find(|dir| dir.ends_with(CONFIG_DIR))?;
     let prefix = dir.ancestors().nth(Path::new(CONFIG_DIR).components().count())?;
@@ -119,7 +118,7 @@ pub fn shim(config: &Path, runtime: Runtime) -> Option<PathBuf> {
     })
 }
 
-/// Asks the shim that belongs to a configuration.
+/// Asks a configuration's shim for its version.
 pub fn ask(config: &Path, runtime: Runtime) -> Known {
     let Some(shim) = shim(config, runtime) else {
         return Known::Unknown(format!("{} is not below a {CONFIG_DIR}", config.display()));
@@ -137,8 +136,7 @@ fn version_in(answer: &str) -> Result<Version, String> {
     word.ok_or("no version in its answer".to_string())?.parse()
 }
 
-/// Whether nobody but root and the caller can change what is run: the program, and each directory
-/// on the way to it.
+/// Fails unless only root and the caller can change the program and each directory of its path.
 fn is_trusted(shim: &Path) -> Result<(), String> {
     let shim = std::fs::canonicalize(shim).map_err(|e| e.to_string())?;
     let caller = nix::unistd::geteuid().as_raw();
@@ -146,7 +144,7 @@ fn is_trusted(shim: &Path) -> Result<(), String> {
         let metadata = std::fs::symlink_metadata(path).map_err(|e| e.to_string())?;
         let (owner, mode) = (metadata.uid(), metadata.mode());
         let owned = owner == 0 || owner == caller;
-        // In a directory like /tmp nobody can replace what is another's.
+        // In a sticky directory like /tmp, users cannot replace each other's entries.
         let shut = mode & 0o022 == 0 || metadata.is_dir() && mode & 0o1000 != 0;
         if !owned || !shut {
             return Err(format!("not run: others can change {} (owner {owner}, mode {:o})", path.display(), mode & 0o7777));
@@ -169,12 +167,11 @@ fn answer(shim: &Path) -> Result<String, String> {
     std::thread::spawn(move || {
         let mut answer = Vec::new();
         let read = stdout.take(MAX_ANSWER).read_to_end(&mut answer);
-        // Nobody may be there any more.
+        // The receiver may have timed out.
         let _late = sender.send(read.map(|_| answer));
     });
     let read = receiver.recv_timeout(ANSWER_TIMEOUT);
-    // It has answered or had its time; either way it is not needed any more, and one that has ended
-    // is not killed.
+    // The answer was read or the time is over. A child that has ended is not signalled.
     let _ended = child.kill();
     let _status = child.wait();
     match read {

@@ -1,8 +1,8 @@
-//! Putting our drop-in in place and taking it away: whole or not at all, one at a time.
+//! Writes and removes our drop-in: whole or not at all, one process at a time.
 //!
-//! A runtime reads every entry of `config.d` at the start of every pod, so a file under way stands
-//! beside the configuration, not in `config.d`, and gets its name by rename. Not here: whether it
-//! should be written.
+//! A runtime reads every entry of `config.d` at the start of every pod. An unfinished file
+//! therefore stands beside the configuration, not in `config.d`, and is renamed into place. Not
+//! here: the decision to write.
 
 use super::drop_in::NAME;
 use anyhow::{Context, Result, bail};
@@ -17,12 +17,12 @@ use std::path::{Path, PathBuf};
 const MODE: u32 = 0o644;
 const DIRECTORY_MODE: u32 = 0o755;
 
-/// Held while a configuration's directory is looked at and changed by us.
+/// Lock on a configuration's directory, held while we read and change it.
 pub struct Lock {
     _held: Flock<File>,
 }
 
-/// Keeps other installs and uninstalls in this directory out.
+/// Excludes other installs and uninstalls in this directory.
 pub fn lock(dir: &Path) -> Result<Lock> {
     let file = File::open(dir).with_context(|| format!("open {}", dir.display()))?;
     match Flock::lock(file, FlockArg::LockExclusiveNonblock) {
@@ -41,7 +41,7 @@ fn temporary(drop_in_dir: &Path) -> Result<PathBuf> {
 pub fn put(drop_in_dir: &Path, make_directory: bool, text: &str) -> Result<()> {
     let temporary = temporary(drop_in_dir)?;
     let hint = |e: &std::io::Error| if e.kind() == ErrorKind::PermissionDenied { ": run it as root" } else { "" };
-    // One may be left of an install that was cut off.
+    // An interrupted install may have left the temporary file.
     match fs::remove_file(&temporary) {
         Err(e) if e.kind() != ErrorKind::NotFound => return Err(e).with_context(|| format!("remove {}", temporary.display())),
         _ => {}
@@ -66,13 +66,13 @@ pub fn put(drop_in_dir: &Path, make_directory: bool, text: &str) -> Result<()> {
         let renamed = fs::rename(&temporary, &target)
             .map_err(|e| anyhow::anyhow!("rename {} to {}: {e}{}", temporary.display(), target.display(), hint(&e)));
         if renamed.is_err() && make_directory {
-            // It is empty; what matters is the error before.
+            // The directory is empty; report the rename's error.
             let _unused = fs::remove_dir(drop_in_dir);
         }
         renamed
     })();
     if done.is_err() {
-        // As far as it exists; the error above is the one to report.
+        // The file may not exist; report the earlier error.
         let _unused = fs::remove_file(&temporary);
         return done;
     }
@@ -80,8 +80,8 @@ pub fn put(drop_in_dir: &Path, make_directory: bool, text: &str) -> Result<()> {
     if make_directory { sync(drop_in_dir.parent().unwrap_or(drop_in_dir)) } else { Ok(()) }
 }
 
-/// Removes the drop-in, and `config.d` if it was made for it and is empty now. True if the
-/// directory went too.
+/// Removes the drop-in, and an empty `config.d` if install made it. True if the directory was
+/// removed.
 pub fn remove(drop_in_dir: &Path, made_directory: bool) -> Result<bool> {
     let path = drop_in_dir.join(NAME);
     let hint = |e: &std::io::Error| if e.kind() == ErrorKind::PermissionDenied { ": run it as root" } else { "" };
@@ -92,7 +92,7 @@ pub fn remove(drop_in_dir: &Path, made_directory: bool) -> Result<bool> {
     }
     match fs::remove_dir(drop_in_dir) {
         Ok(()) => sync(drop_in_dir.parent().unwrap_or(drop_in_dir)).map(|()| true),
-        // Somebody else has put something there, or made a link of it: it is theirs now.
+        // Keep a directory that contains other files or was replaced by a link.
         Err(e) if matches!(e.kind(), ErrorKind::DirectoryNotEmpty | ErrorKind::NotADirectory) => Ok(false),
         Err(e) => Err(e).with_context(|| format!("remove {}", drop_in_dir.display())),
     }

@@ -1,9 +1,9 @@
-//! `install --check`: one throw-away sandbox, started through containerd as a pod's is, followed by
-//! the collector's file of its boot, and removed again. Says whether GPU guests of a configuration
-//! work, and if not, what failed and the cure.
+//! `install --check`: starts one throw-away sandbox through containerd, as a pod's is started,
+//! follows the collector's file of its boot, and removes the sandbox. Reports whether GPU guests of
+//! a configuration work, and if not, the failure and its cure.
 //!
-//! Invariants: whatever happens after the sandbox was asked for, it is removed, or it is said how;
-//! no other sandbox, and nothing of the configuration, is touched.
+//! Invariants: once requested, the sandbox is removed, or the way to remove it is printed; no other
+//! sandbox, and nothing of the configuration, is touched.
 
 mod program;
 mod runtime;
@@ -33,19 +33,19 @@ use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 use tokio::process::Command;
 use tokio::signal::unix::{SignalKind, signal};
 
-/// Namespace of containerd that the sandbox is in: none that anything else looks at.
+/// containerd namespace of the sandbox, used by nothing else.
 const NAMESPACE: &str = "kata-gpu-boot";
 /// Path of the container's program in its root.
 const PROGRAM: &str = "wait";
-/// Time for each word to containerd about the removal.
+/// Time limit of each containerd command of the removal.
 const REMOVAL: Duration = Duration::from_secs(60);
-/// A shim reports a task that it has killed as running for a moment.
+/// Removal attempts: a shim reports a killed task as running for a moment.
 const REMOVALS: u32 = 6;
-/// Pause between two of them.
+/// Pause between two attempts.
 const PAUSE: Duration = Duration::from_secs(1);
-/// Time for the collector to write what came last, after a sandbox that did not start.
+/// Time for the collector to write its last records of a sandbox that did not start.
 const LAST_WORDS: Duration = Duration::from_secs(3);
-/// Where Kata's runtimes have a directory for each sandbox.
+/// Directories in which Kata's runtimes keep a directory for each sandbox.
 const DIRECTORIES: [&str; 4] = ["/run/vc/sbs", "/run/vc/vm", "/run/kata", "/run/kata-containers/shared/sandboxes"];
 /// Longest part of an error of containerd that is shown, in bytes.
 const MAX_ERROR: usize = 2000;
@@ -91,16 +91,16 @@ pub fn run(what: &str, args: &Check, json: bool) -> ExitCode {
     }
 }
 
-/// What became of the sandbox.
+/// Observations of the sandbox.
 #[derive(Debug, Default)]
 struct Seen {
-    /// Seconds until containerd had started it, or why it did not.
+    /// Seconds until containerd had started the sandbox, or its error.
     started: Option<Result<f64, String>>,
     boot: sandbox::Boot,
     outcome: Option<Outcome>,
-    /// Why the watching was given up.
+    /// Reason for giving up.
     gave_up: Option<String>,
-    /// What is left of it, and the way to remove it.
+    /// Leftovers of the sandbox, and the way to remove them.
     left: Option<String>,
 }
 
@@ -121,7 +121,7 @@ async fn check(what: &str, args: &Check, json: bool) -> Result<bool> {
     Ok(reasons.is_empty())
 }
 
-/// A sandbox that is asked for; its root goes with it.
+/// A requested sandbox; its root is removed on drop.
 struct Sandbox {
     id: String,
     root: PathBuf,
@@ -132,7 +132,7 @@ struct Sandbox {
 
 impl Drop for Sandbox {
     fn drop(&mut self) {
-        // In the temporary directory, at worst.
+        // At worst, the root stays in the temporary directory.
         let _left = fs::remove_dir_all(&self.root);
     }
 }
@@ -144,11 +144,11 @@ impl Sandbox {
             bail!("--ctr names no program");
         }
         let waits = program::waits().context("--check knows no program for a container on this architecture yet")?;
-        // Nobody else's word: processes are known by it.
+        // The id must be unique: the sandbox's processes are found by it.
         let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
         let id = format!("kata-gpu-check-{}-{:x}", std::process::id(), now.as_nanos());
         let root = std::env::temp_dir().join(&id);
-        // Not there before: whoever has made it could change what runs in the guest.
+        // Fail if the directory exists: its owner could change the program that the guest runs.
         fs::create_dir(&root).with_context(|| format!("make {}: remove what is left there of an earlier check", root.display()))?;
         let program = root.join(PROGRAM);
         let written = fs::write(&program, waits).and_then(|()| fs::set_permissions(&program, fs::Permissions::from_mode(0o755)));
@@ -167,16 +167,16 @@ impl Sandbox {
         words
     }
 
-    /// containerd's client with these words.
+    /// containerd's client with these arguments.
     fn ctr<'a>(&self, words: impl IntoIterator<Item = &'a str>) -> Command {
         let mut command = Command::new(&self.ctr[0]);
         command.args(&self.ctr[1..]).args(["--namespace", NAMESPACE]).args(words);
-        // A SIGINT to the terminal is this program's to answer: it removes the sandbox.
+        // A terminal's SIGINT is for this program alone, which then removes the sandbox.
         command.process_group(0).stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::piped());
         command
     }
 
-    /// Starts it; gives the seconds that it took, or containerd's error.
+    /// Starts the sandbox; returns the duration in seconds, or containerd's error.
     async fn start(&self) -> Result<f64, String> {
         let before = Instant::now();
         match self.ctr(self.run.iter().map(String::as_str)).kill_on_drop(true).output().await {
@@ -189,9 +189,9 @@ impl Sandbox {
         }
     }
 
-    /// Processes of the sandbox besides containerd's client: shim, VMM, file server. Root's alone,
-    /// as the caller is: the sandbox's name is there to be read, and any process can have it in its
-    /// command line. (The VMM of Kata's rootless mode is missing; it takes no GPU.)
+    /// Processes of the sandbox besides containerd's client: shim, VMM, file server. Only root's
+    /// processes count: any process can have the sandbox's public name in its command line. (The
+    /// VMM of Kata's rootless mode is missing; it takes no GPU.)
     fn processes(&self) -> Vec<Pid> {
         let root = self.root.as_os_str().as_encoded_bytes();
         let is_sandboxs = |words: &[u8]| {
@@ -202,16 +202,16 @@ impl Sandbox {
         all.into_iter().filter(|(_, words)| is_sandboxs(words)).map(|(pid, _)| pid).collect()
     }
 
-    /// Ends a sandbox that is still being started: its shim hears nothing until it has been, and a
-    /// client that goes away leaves it behind.
+    /// Ends a sandbox that is still being started: its shim accepts no command before the start is
+    /// done, and a client that exits leaves the shim behind.
     fn end_start(&self) {
         for process in self.processes() {
-            // It has ended already, at best.
+            // The process may have ended already.
             let _ended = kill(process, Signal::SIGKILL);
         }
     }
 
-    /// Removes it; gives what to do if it is still there.
+    /// Removes the sandbox; if parts remain, returns the way to remove them.
     async fn remove(&self) -> Option<String> {
         let id = self.id.as_str();
         let said = async |words: &[&str]| {
@@ -225,7 +225,7 @@ impl Sandbox {
             }
         };
         let is_gone = |error: &str| error.contains("not found");
-        // It has ended already, at best.
+        // The task may have ended already.
         let _ended = said(&["tasks", "kill", "--signal", "KILL", id]).await;
         for again in 0..REMOVALS {
             if again > 0 {
@@ -250,8 +250,7 @@ impl Sandbox {
         Some(format!("processes of sandbox {id} are still there: kill {}", pids.join(" ")))
     }
 
-    /// Directories that Kata has left: the Go runtime cannot remove a sandbox before it was
-    /// started.
+    /// Directories that Kata has left: the Go runtime cannot remove a sandbox that never started.
     fn directories(&self) -> Option<String> {
         let all = DIRECTORIES.iter().map(|dir| Path::new(dir).join(&self.id)).filter(|path| path.exists());
         let all: Vec<String> = all.map(|path| path.display().to_string()).collect();
@@ -259,7 +258,7 @@ impl Sandbox {
     }
 }
 
-/// Starts the sandbox, and watches its boot until that is over or nothing more can come.
+/// Starts the sandbox, and watches its boot until the boot is over or no record can follow.
 async fn watch(sandbox: &Sandbox, args: &Check, screen: Screen) -> Result<Seen> {
     let mut interrupt = signal(SignalKind::interrupt()).context("catch SIGINT")?;
     let mut terminate = signal(SignalKind::terminate()).context("catch SIGTERM")?;
@@ -304,7 +303,7 @@ async fn watch(sandbox: &Sandbox, args: &Check, screen: Screen) -> Result<Seen> 
         }
         if seen.started.is_none() {
             sandbox.end_start();
-            // Given up already; what is still there then is said.
+            // The check has given up already; the removal reports leftovers.
             let _error = tokio::time::timeout(REMOVAL, start).await;
         }
     }
@@ -314,7 +313,7 @@ async fn watch(sandbox: &Sandbox, args: &Check, screen: Screen) -> Result<Seen> 
     Ok(seen)
 }
 
-/// Words of containerd, the shim or the VMM that a cure is known for.
+/// Error texts of containerd, the shim or the VMM, with their cures.
 const CURES: &[(&str, &str)] = &[
     ("containerd.sock", "run it as root on a node where containerd runs; another socket: --ctr \"ctr --address SOCKET\""),
     ("No such file or directory (os error 2)", "install containerd's client, or name it: --ctr \"k3s ctr\""),
@@ -326,7 +325,7 @@ const CURES: &[(&str, &str)] = &[
     ("timed out", "the agent did not answer in time: raise dial_timeout, and look at what the guest says"),
 ];
 
-/// Why it does not work; nothing where it does.
+/// Reasons why the sandbox does not work; empty if it works.
 fn reasons(seen: &Seen, config: &Path) -> Vec<String> {
     let mut reasons = Vec::new();
     if let Some(Err(error)) = &seen.started {
@@ -350,7 +349,7 @@ fn reasons(seen: &Seen, config: &Path) -> Vec<String> {
     reasons
 }
 
-/// What to do about a guest that sends nothing.
+/// Cure for a guest that sends nothing.
 fn silent(config: &Path) -> String {
     let config_text = config.display();
     match KataConfig::read(config).map(|config| matches!(config.ours, Found::Ours { .. })) {
@@ -397,7 +396,7 @@ fn report(seen: &Seen, reasons: &[String], runtime: &Runtime, json: bool, screen
     })
 }
 
-/// One line about a sandbox that works or not.
+/// One line: the sandbox works, or not.
 fn verdict(seen: &Seen, reasons: &[String]) -> String {
     let started = match &seen.started {
         Some(Ok(seconds)) => format!("containerd had started the sandbox after {seconds:.1} s"),

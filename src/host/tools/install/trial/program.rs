@@ -1,7 +1,7 @@
-//! The program of a throw-away container: it waits until it is killed. A container needs one, and a
-//! host need not have a program that runs without libraries, so it is written here, byte by byte.
+//! Program of a throw-away container, which waits until it is killed. A host need not have a
+//! program that runs without libraries, so the ELF file is generated here.
 
-/// Where it is loaded.
+/// Load address.
 const BASE: u64 = 0x40_0000;
 /// Bytes of an ELF header, and of a program header.
 const HEADERS: u16 = 64 + 56;
@@ -56,7 +56,7 @@ mod tests {
         std::fs::write(&path, waits().unwrap()).unwrap();
         std::fs::set_permissions(&path, std::fs::Permissions::from_mode(0o755)).unwrap();
         let mut child = Command::new(&path).spawn().unwrap();
-        // In pause(2), and in no library's code: it has one segment and no interpreter.
+        // With one segment and no interpreter, no library calls pause(2).
         let syscall = format!("/proc/{}/syscall", child.id());
         let deadline = std::time::Instant::now() + std::time::Duration::from_secs(60);
         while !std::fs::read_to_string(&syscall).is_ok_and(|text| text.starts_with("34 ")) {

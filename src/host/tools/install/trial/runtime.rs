@@ -1,6 +1,5 @@
-//! What a sandbox is started with: the shim, and the configuration that it gets. Told by a
-//! configuration file, or by a runtime of containerd's own configuration, as a RuntimeClass names
-//! it.
+//! Shim and configuration of a sandbox, from a configuration file or from a runtime in containerd's
+//! own configuration, by the name that a RuntimeClass uses.
 
 use crate::host::data::text::printable;
 use crate::host::tools::install::kata_config::KataConfig;
@@ -18,13 +17,13 @@ pub struct Runtime {
     pub config: PathBuf,
 }
 
-/// The runtime's name where no shim is known: containerd finds the program in its PATH.
+/// Shim where none is known: containerd finds its program in PATH.
 const DEFAULT: &str = "io.containerd.kata.v2";
 
 impl Runtime {
     /// `wanted`: path of a configuration file, with a `/`, or the name of a runtime in containerd's
-    /// configuration. A file in the working directory, which is anybody's in /tmp, never stands for
-    /// a runtime.
+    /// configuration. A name never means a file in the working directory: anybody can write to
+    /// /tmp.
     pub fn find(wanted: &str) -> Result<Self> {
         if wanted.contains('/') {
             if !Path::new(wanted).is_file() {
@@ -53,8 +52,8 @@ impl Runtime {
         Ok(Self { shim, config })
     }
 
-    /// The same by the table that containerd prints, of version 1 or 2: its CRI plugin has another
-    /// name in each.
+    /// Finds the runtime in the table that containerd prints. Table versions 1 and 2 have different
+    /// names for the CRI plugin.
     fn in_containerds(table: &Table, name: &str) -> Result<Self> {
         let plugins = table.get("plugins").and_then(Value::as_table);
         let all: Vec<&Table> = plugins
