@@ -1,4 +1,4 @@
-//! What a file of a guest is for, told by its path: where the bytes of an image go.
+//! Components of a guest's files, by path, and the bytes of each component.
 
 use super::newc::Kind;
 use super::text::table;
@@ -31,7 +31,7 @@ impl Component {
         }
     }
 
-    /// By path, with or without a slash in front.
+    /// Component of a path, with or without a leading slash.
     pub fn of(path: &[u8]) -> Self {
         let path = path.strip_prefix(b"/").unwrap_or(path);
         let in_usr = path.strip_prefix(b"usr/").unwrap_or(path);
@@ -52,14 +52,14 @@ impl Component {
     }
 }
 
-/// Adds a file.
+/// Counts a file.
 pub fn count(sizes: &mut Sizes, path: &[u8], bytes: u64) {
     let (files, all) = sizes.entry(Component::of(path)).or_default();
     *files += 1;
     *all += bytes;
 }
 
-/// Of the files that a guest gets; one with several names counts once.
+/// Sizes of a guest's files. A file with several names counts once.
 pub fn sizes(tree: &Tree) -> Sizes {
     let (mut sizes, mut seen) = (Sizes::new(), HashSet::new());
     for id in tree.below(ROOT) {
@@ -70,7 +70,7 @@ pub fn sizes(tree: &Tree) -> Sizes {
     sizes
 }
 
-/// What each component has.
+/// Files and bytes of each component.
 pub type Sizes = BTreeMap<Component, (u64, u64)>;
 
 /// Sizes by component, with their sum.
@@ -85,7 +85,7 @@ pub fn sizes_text(sizes: &Sizes, screen: &Screen) -> String {
     table(&rows, &[1, 2, 3], screen)
 }
 
-/// The same for programs.
+/// The sizes as JSON.
 pub fn sizes_json(sizes: &Sizes) -> serde_json::Value {
     let component =
         |(c, (files, bytes)): (&Component, &(u64, u64))| (c.name().to_string(), serde_json::json!({"files": files, "bytes": bytes}));

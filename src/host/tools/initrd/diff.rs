@@ -1,6 +1,5 @@
-//! `initrd diff`: what a guest finds different between two images. Both are compared as the kernel
-//! unpacks them, by path: the order of entries, how an image is stored, and inode numbers make no
-//! difference.
+//! `initrd diff`: compares the guest roots of two images by path, as the kernel unpacks them. The
+//! order of entries, the form of an image, and inode numbers make no difference.
 
 use super::image::Content;
 use super::newc::Kind;
@@ -12,10 +11,10 @@ use anyhow::{Context, Result};
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
 
-/// Hexadecimal digits of a hash that people get.
+/// Hexadecimal digits of a hash in the text output.
 const SHORT: usize = 12;
 
-/// What became of a path.
+/// A path that differs, with its change.
 #[derive(Debug)]
 pub struct Difference {
     pub path: Vec<u8>,
@@ -26,11 +25,11 @@ pub struct Difference {
 pub enum Change {
     Added(Facts),
     Removed(Facts),
-    /// What changed: name, before, after.
+    /// Changed properties: name, before, after.
     Changed(Vec<(&'static str, String, String)>),
 }
 
-/// What there is to know of a path but its content.
+/// Facts about a path except its content.
 #[derive(Clone, Debug)]
 pub struct Facts {
     kind: Kind,
@@ -38,7 +37,7 @@ pub struct Facts {
     bytes: u64,
 }
 
-/// All differences, by path. Times count where `with_times`.
+/// All differences, by path. Times are compared if `with_times`.
 pub fn differences(a: &Tree, b: &Tree, with_times: bool) -> Result<Vec<Difference>> {
     let mut all: BTreeMap<Vec<u8>, (Option<Id>, Option<Id>)> = BTreeMap::new();
     let both = |tree: &Tree| [ROOT].into_iter().chain(tree.below(ROOT)).map(|id| (tree.path(id), id)).collect::<Vec<_>>();
@@ -80,7 +79,7 @@ fn changes(a: (&Tree, Id), b: (&Tree, Id), with_times: bool, progress: &mut Prog
     let kinds = (a.0.kind(a.1), b.0.kind(b.1));
     let (before, after) = (a.0.meta(a.1), b.0.meta(b.1));
     compare("kind", kinds.0.name().into(), kinds.1.name().into());
-    // Nobody asks for a link's permissions.
+    // A link's permissions have no effect.
     if kinds != (Kind::Link, Kind::Link) {
         compare("mode", permissions(before.mode), permissions(after.mode));
     }
@@ -99,13 +98,13 @@ fn changes(a: (&Tree, Id), b: (&Tree, Id), with_times: bool, progress: &mut Prog
         if !is_same(before, after, progress)? {
             compare("sha256", hex(&before.sha256()?), hex(&after.sha256()?));
         }
-        // What is the same file under several names elsewhere is so here.
+        // Compare hard links by the number of names.
         compare("names", a.0.names(a.1).to_string(), b.0.names(b.1).to_string());
     }
     Ok(changes)
 }
 
-/// Byte by byte: most files are the same, and that is faster than two hashes.
+/// Compare byte by byte: most files are equal, and this is faster than two hashes.
 fn is_same(a: &Content, b: &Content, progress: &mut Progress) -> std::io::Result<bool> {
     if a.is_same_range(b) {
         return Ok(true);
@@ -125,7 +124,7 @@ fn is_same(a: &Content, b: &Content, progress: &mut Progress) -> std::io::Result
     Ok(same)
 }
 
-/// A line a path, and how many there are of each kind.
+/// One line for each path, and the number of changes of each kind.
 pub fn text(differences: &[Difference], screen: &Screen) -> String {
     let mut rows = Vec::new();
     let (mut added, mut removed, mut changed) = (0, 0, 0);
@@ -155,7 +154,7 @@ pub fn text(differences: &[Difference], screen: &Screen) -> String {
         };
         rows.push((ink, vec![word.to_string(), escaped(path), details]));
     }
-    // The head of a table is its first row: here every line has a colour of its own.
+    // Colour every line by its change: the table would colour the first row as its head.
     let plain = table(&rows.iter().map(|(_, row)| row.clone()).collect::<Vec<_>>(), &[], &Screen::PLAIN);
     let mut out: String = plain.lines().zip(&rows).map(|(line, (ink, _))| screen.paint(*ink, line) + "\n").collect();
     let sum =
@@ -165,7 +164,7 @@ pub fn text(differences: &[Difference], screen: &Screen) -> String {
     out
 }
 
-/// The same for programs.
+/// The differences as JSON.
 pub fn json(differences: &[Difference]) -> Value {
     let one = |Difference { path, what }: &Difference| {
         let facts = |f: &Facts| json!({"kind": f.kind.name(), "mode": format!("{:04o}", f.mode & 0o7777), "size": f.bytes});

@@ -1,7 +1,7 @@
-//! The list of the driver's files ([`manifest`]) for an image under way: looked for once, when the
-//! image is made, instead of at every boot.
+//! Makes the list of the driver's files ([`manifest`]) for a new image: one scan at build time
+//! instead of a scan at every boot.
 //!
-//! Not here: where in the image it goes, and whether one that is there still holds.
+//! Not here: the list's place in the image, and whether an existing list is still valid.
 
 use super::view::View;
 use crate::driver_files::{is_version, manifest, scan};
@@ -9,21 +9,21 @@ use anyhow::{Context, Result};
 use std::ffi::OsStr;
 use std::os::unix::ffi::OsStrExt;
 
-/// Where it goes, unless a link of the image leads elsewhere.
+/// Path of the list, unless a link of the image leads elsewhere.
 pub fn path() -> String {
     format!("{}/{}", manifest::DIRECTORY, manifest::FILE)
 }
 
-/// Which files a view must hold with their content: SONAMEs are read of the driver's libraries
-/// alone, and the list that is there.
+/// Whether a view must hold the content of a file: only SONAMEs of the driver's libraries and an
+/// existing list are read.
 pub fn wanted(name: &[u8]) -> bool {
     name == manifest::FILE.as_bytes() || std::str::from_utf8(name).is_ok_and(|name| name.split_once(".so").is_some())
 }
 
-/// Its text, and how many files it has. The inner error says why an image does without. `version`:
-/// the module's, where there is one.
+/// The list's text and its number of files. The inner error is the reason for no list. `version`:
+/// the module's version, if the image has a module.
 ///
-/// `at`: where a guest finds the list, with every link on the way followed.
+/// `at`: the list's path in a guest, with every link resolved.
 pub fn of(view: &View, version: Option<&str>, at: &[u8]) -> Result<Result<(Vec<u8>, usize), String>> {
     let roots = view.roots();
     let files = match scan(&roots, version.filter(|v| is_version(v))) {

@@ -1,5 +1,4 @@
-//! NVML's helper for an image: the program `kata-gpu-nvml`, which is found or given, and never run
-//! here.
+//! NVML's helper for an image: the program `kata-gpu-nvml`, found or given, and never run here.
 
 use super::image::Content;
 use super::newc::Kind;
@@ -15,9 +14,9 @@ use std::fs::{File, OpenOptions};
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 
-/// Largest helper that is taken, in bytes.
+/// Largest accepted helper, in bytes.
 const MAX_HELPER: u64 = 256 << 20;
-/// Directory of the helper, with the one above it.
+/// Directory of the helper, after its parent.
 pub const DIRECTORIES: [&str; 2] = ["/usr", "/usr/bin"];
 
 /// Options of a command that puts the helper into an image.
@@ -46,13 +45,13 @@ impl HelperArgs {
     }
 }
 
-/// Helper that an image is to get.
+/// Helper for an image.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Helper {
     None,
-    /// The image gets it, or is not written.
+    /// Required: without the helper, the image is not written.
     Given(PathBuf),
-    /// The image gets it, or does without.
+    /// Optional: the image is also written without the helper.
     Found(PathBuf),
 }
 
@@ -84,7 +83,7 @@ fn read_program(path: &Path) -> Result<Vec<u8>> {
     Ok(bytes)
 }
 
-/// Opens a regular file, and no fifo or device. `what` is its role, for errors.
+/// Opens a regular file, never a FIFO or device. `what` names the file's role in errors.
 pub fn open_regular(path: &Path, what: &str) -> Result<File> {
     let context = || format!("open {what} {}", path.display());
     let meta = std::fs::metadata(path).with_context(context)?;
@@ -92,7 +91,7 @@ pub fn open_regular(path: &Path, what: &str) -> Result<File> {
     OpenOptions::new().read(true).custom_flags(OFlag::O_NONBLOCK.bits()).open(path).with_context(context)
 }
 
-/// Errors: on the way to the helper is a link, or something else has its name.
+/// Errors: the helper's path contains a link, or something else has its name.
 fn check_place(tree: &Tree) -> Result<()> {
     for directory in DIRECTORIES {
         let is_directory = tree.find_no_follow(directory).is_some_and(|id| tree.kind(id) == Kind::Directory);
@@ -111,7 +110,7 @@ pub fn lacks(tree: &Tree) -> Vec<String> {
     verify::faults(tree, &path())
 }
 
-/// Lines for people about the helper in a new image.
+/// Lines of text about the helper in a new image.
 pub fn text(helper: &Result<PathBuf, String>, lacks: &[String]) -> String {
     let mut text = match helper {
         Ok(path) => format!("{PROGRAM} is {}\n", printable(&path.display().to_string())),

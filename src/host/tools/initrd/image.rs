@@ -1,9 +1,9 @@
-//! An initrd's file: where its archives and their entries lie. Plain archives and gzip, one after
-//! another, as the kernel accepts them (init/initramfs.c).
+//! Reader of an initrd's file: places of its archives and their entries. Plain archives and gzip
+//! follow one another, as the kernel accepts them (init/initramfs.c).
 //!
-//! Reads headers, names and targets of links; data stays where it is until somebody asks for it.
-//! What is compressed is unpacked into a file without a name. Hostile: everything is bounded, and
-//! an entry that claims to be longer than the file ends the reading.
+//! Headers, names and targets of links are read at once; data is read on request. Compressed parts
+//! are unpacked into an unnamed file. Images are untrusted: everything is bounded, and an entry
+//! that is longer than the file is an error.
 
 use super::newc::{HEADER, Header, Kind, MAX_NAME, TRAILER, data_offset, padded};
 use super::progress::Progress;
@@ -20,30 +20,30 @@ use std::os::unix::fs::OpenOptionsExt;
 use std::path::Path;
 use std::rc::Rc;
 
-/// Largest sum of unpacked parts. A guest with everything NVIDIA has is about 1.5 GB, and has to
-/// fit into the guest's memory.
+/// Largest sum of unpacked parts. A guest with all of NVIDIA's files has about 1.5 GB, and must fit
+/// into the guest's memory.
 const MAX_UNPACKED: u64 = 4 << 30;
 /// Largest growth of a compressed part, beyond [`FREE_UNPACKED`]: initrds grow to 2 to 5 times
 /// their size, deflate allows 1032.
 const MAX_RATIO: u64 = 32;
 /// Unpacked bytes that no ratio limits: padding and empty files make small archives grow more.
 const FREE_UNPACKED: u64 = 64 << 20;
-/// Entries; a whole distribution has some ten thousand.
+/// Limit of entries; a whole distribution has some ten thousand.
 const MAX_ENTRIES: usize = 300_000;
-/// Bytes of all names and targets of links together.
+/// Limit of bytes of all names and targets of links.
 const MAX_NAMES: usize = 64 << 20;
-/// Parts, compressed or not. A microcode archive before the rest makes two.
+/// Limit of parts, compressed or not. A microcode archive before the rest makes two.
 const MAX_PARTS: usize = 64;
-/// How much is read at once for headers.
+/// Bytes read at once for headers.
 const WINDOW: usize = 32 * 1024;
-/// And for data.
+/// Bytes read at once for data.
 const CHUNK: usize = 256 * 1024;
-/// Of a gzip header: deflate, and the one flag that the kernel's unpacker steps over (a file name),
-/// beside the one that means nothing.
+/// gzip header: magic with deflate, the text flag, which has no effect, and the flag of a file
+/// name, which the kernel's unpacker skips.
 const GZIP: [u8; 3] = [0x1f, 0x8b, 8];
 const GZIP_TEXT: u8 = 1;
 const GZIP_NAME: u8 = 8;
-/// Beginnings of what other kernels unpack, and Kata's does not.
+/// First bytes of formats that other kernels unpack, and Kata's does not.
 const OTHERS: [(&[u8], &str); 6] = [
     (b"\xfd7zXZ", "xz"),
     (&[0x28, 0xb5, 0x2f, 0xfd], "zstd"),
@@ -53,13 +53,13 @@ const OTHERS: [(&[u8], &str); 6] = [
     (&[0x89, b'L'], "lzo"),
 ];
 
-/// Of a message about a file that a guest could start from, but not as an initrd.
+/// Text of an error about a file that a guest could boot as an image, but not as an initrd.
 pub const DISK: &str = "disk image";
-/// How much of what is unpacked must be enough to see that it is no archive. Zeros may come before
-/// one, which pad it to a page, and no more.
+/// Unpacked bytes that suffice to recognize that they are no archive. Only zeros that pad to a page
+/// may come before an archive.
 const MAX_BEFORE_ARCHIVE: u64 = 1 << 20;
 
-/// How a part is stored.
+/// Storage form of a part.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Form {
     Plain,
@@ -115,7 +115,7 @@ impl Read for Reader<'_> {
 }
 
 impl Content {
-    /// A whole file that is no image.
+    /// The whole content of any file.
     pub fn of_file(file: File) -> io::Result<Self> {
         let length = file.metadata()?.len();
         Ok(Self::of(Rc::new(file), length))
@@ -126,8 +126,7 @@ impl Content {
         Self { source, at: 0, length }
     }
 
-    /// Whether both are the same range of the same source: then nothing has to be read to compare
-    /// them.
+    /// Whether both are the same range of the same source, and so equal without being read.
     pub fn is_same_range(&self, other: &Self) -> bool {
         Rc::ptr_eq(&self.source, &other.source) && (self.at, self.length) == (other.at, other.length)
     }
@@ -141,7 +140,7 @@ impl Content {
         Content { source: self.source.clone(), at: self.at + at, length: range.end.clamp(at, self.length) - at }
     }
 
-    /// All of it, if it is no longer than this.
+    /// All bytes. Errors: more than `most`.
     pub fn bytes(&self, most: u64) -> io::Result<Vec<u8>> {
         if self.length > most {
             return Err(io::Error::other(format!("{} bytes: more than {most}", self.length)));
@@ -151,7 +150,7 @@ impl Content {
         Ok(bytes)
     }
 
-    /// Gives every chunk in turn.
+    /// Passes the chunks to `take`, in order.
     pub fn chunks(&self, mut take: impl FnMut(&[u8]) -> io::Result<()>) -> io::Result<()> {
         let (mut reader, mut buffer) = (self.reader(), vec![0; CHUNK]);
         loop {
@@ -172,39 +171,39 @@ impl Content {
     }
 }
 
-/// One entry. Its trailer is none.
+/// An entry of an archive; trailers are omitted.
 #[derive(Clone, Debug)]
 pub struct Entry {
     pub header: Header,
-    /// As it stands there, without NULs.
+    /// Name as stored, without NULs.
     pub name: Vec<u8>,
-    /// Of a link.
+    /// Target of a link.
     pub target: Vec<u8>,
-    /// Index of its part, and of its archive in the image: hard links do not cross archives.
+    /// Indices of the part and, in the image, of the archive: hard links do not cross archives.
     pub part: usize,
     pub archive: usize,
     /// Header, name, data and padding, in the part's content.
     pub range: Range<u64>,
     pub data: Content,
-    /// Longer than the kernel takes: it leaves the entry out.
+    /// Longer than the kernel accepts: the kernel skips the entry.
     pub too_long: bool,
 }
 
-/// What is stored in one form: one archive or several, with zeros between them.
+/// Bytes stored in one form: one archive or several, with zeros between them.
 #[derive(Debug)]
 pub struct Part {
     pub form: Form,
-    /// As stored.
+    /// Stored bytes.
     pub raw: Content,
-    /// As unpacked.
+    /// Unpacked bytes.
     pub content: Content,
-    /// Where in `content` the trailers begin.
+    /// Offsets of the trailers in `content`.
     pub trailers: Vec<u64>,
     /// Whether the last archive has a trailer.
     pub ended: bool,
 }
 
-/// A whole file.
+/// A whole initrd.
 #[derive(Debug)]
 pub struct Image {
     pub bytes: u64,
@@ -216,7 +215,7 @@ impl Image {
     /// Reads a file's entries. Errors name the place in the file.
     pub fn open(path: &Path) -> Result<Self> {
         let shown = path.display();
-        // A fifo or a device could wait for ever, or do something.
+        // A FIFO or a device could block, or have side effects.
         let meta = std::fs::metadata(path).with_context(|| format!("open initrd {shown}"))?;
         ensure!(meta.is_file(), "open initrd {shown}: not a regular file");
         let file = OpenOptions::new().read(true).custom_flags(OFlag::O_NONBLOCK.bits()).open(path);
@@ -229,7 +228,7 @@ impl Image {
         Ok(image)
     }
 
-    /// How it is stored: gzip where one part is.
+    /// Form of the file: gzip if any part is gzip.
     pub fn form(&self) -> Form {
         if self.parts.iter().any(|p| p.form == Form::Gzip) { Form::Gzip } else { Form::Plain }
     }
@@ -243,11 +242,11 @@ struct Scan<'a> {
     archives: usize,
 }
 
-/// Where an archive's reading ended.
+/// End of an archive's reading.
 enum End {
-    /// The content's end.
+    /// End of the content.
     Content,
-    /// Something that is no archive begins here.
+    /// First byte that is no archive.
     Other(u64),
 }
 
@@ -257,7 +256,7 @@ impl Scan<'_> {
         let mut at = 0;
         loop {
             ensure!(self.image.parts.len() < MAX_PARTS, "byte {at}: more than {MAX_PARTS} parts: no initrd has so many");
-            // A part's place counts for its alignment: zeros before it belong to none.
+            // Skip zeros, which belong to no part: a part's alignment depends on its place.
             at = skip_zeros(&whole, at)?;
             if at >= self.image.bytes {
                 return Ok(());
@@ -297,7 +296,7 @@ impl Scan<'_> {
         }
     }
 
-    /// Reads archives up to the content's end, or to what is none.
+    /// Reads archives up to the content's end, or up to bytes that are no archive.
     fn part(&mut self, form: Form, raw: Content, content: Content, at: u64) -> Result<(Part, End)> {
         let mut part = Part { form, raw, content: content.clone(), trailers: Vec::new(), ended: true };
         let mut window = Window { content: content.clone(), at: 0, bytes: Vec::new() };
@@ -331,7 +330,7 @@ impl Scan<'_> {
         }
     }
 
-    /// The entry at an offset and where the next one begins; none for a trailer.
+    /// The entry at an offset (None: a trailer), and the offset of the next entry.
     fn entry(&mut self, window: &mut Window, offset: u64) -> Result<(Option<Entry>, u64)> {
         let header = window.get(offset, HEADER)?;
         let header: &[u8; HEADER] = header.try_into().map_err(|_| anyhow::anyhow!("the archive ends inside a header: the file is cut"))?;
@@ -345,7 +344,7 @@ impl Scan<'_> {
             "an entry of {name_size} and {size} bytes ends at {end}, and the archive at {length}: the file is cut, or the header wrong"
         );
         ensure!(name_size > 0, "an entry without a name");
-        // A trailer's data, which nobody writes, is passed over like any other.
+        // A trailer's data is skipped like any other, although no writer adds any.
         let next = padded(end).min(length);
         let is_link = header.kind() == Kind::Link;
         let too_long = name_size > MAX_NAME || (is_link && size > MAX_NAME);
@@ -353,7 +352,7 @@ impl Scan<'_> {
         let name = stored.split(|b| *b == 0).next().unwrap_or_default().to_vec();
         if !too_long {
             ensure!(stored.ends_with(&[0]), "a name without its end");
-            // Some writers pad a name with NULs so that data lies on a page of its own.
+            // Some writers pad a name with NULs to begin data on a page of its own.
             ensure!(stored.iter().skip(name.len()).all(|b| *b == 0), "a name that goes on behind its end");
         }
         if name == TRAILER {
@@ -371,7 +370,7 @@ impl Scan<'_> {
         Ok((Some(Entry { header, name, target, part, archive, range: offset..next, data, too_long }), next))
     }
 
-    /// Unpacks one gzip member; gives what comes out, and how many bytes it took.
+    /// Unpacks one gzip member; returns its content, and the number of stored bytes.
     fn unpack(&mut self, rest: &Content) -> Result<(Content, u64)> {
         let mut head = [0; 10];
         let read = rest.read_at(&mut head, 0)?;
@@ -389,7 +388,7 @@ impl Scan<'_> {
         );
         let spool = Rc::new(unnamed_file()?);
         let mut file = BufReader::with_capacity(CHUNK, rest.reader());
-        // Other parts may follow: the ratio is that of all that is left of the file.
+        // Other parts may follow: the ratio applies to the rest of the file.
         let most = FREE_UNPACKED.max(rest.length.saturating_mul(MAX_RATIO));
         let mut gzip = flate2::bufread::GzDecoder::new(&mut file);
         let mut progress = Progress::new("unpacking", 0);
@@ -408,7 +407,7 @@ impl Scan<'_> {
             let chunk = buffer.get(..read).unwrap_or_default();
             first = first.or_else(|| chunk.iter().copied().find(|byte| *byte != 0));
             spool.as_ref().write_all(chunk).with_context(|| no_room(&std::env::temp_dir()))?;
-            // Else a small file could fill a disk before anybody looks at what came out.
+            // Check early: otherwise a small file could fill a disk.
             if length > MAX_BEFORE_ARCHIVE && first != Some(b'0') {
                 let content = Content::of(spool, length);
                 match (first, what_it_is(&content)?) {
@@ -423,7 +422,7 @@ impl Scan<'_> {
     }
 }
 
-/// What begins here and is no initrd, with what to do.
+/// Name of a format that is no initrd, with the cure.
 fn what_it_is(content: &Content) -> Result<Option<String>> {
     Ok(disk::known(content)?.map(|disk::Known { name, is_disk }| match is_disk {
         true => {
@@ -439,7 +438,7 @@ fn no_room(directory: &Path) -> String {
     format!("write what is unpacked to {} (TMPDIR names another place)", directory.display())
 }
 
-/// A file that is gone when it is closed.
+/// A file that is removed by closing it.
 fn unnamed_file() -> Result<File> {
     let directory = std::env::temp_dir();
     let flags = OFlag::O_TMPFILE.bits();
@@ -451,9 +450,9 @@ fn first_byte(content: &Content) -> io::Result<Option<u8>> {
     Ok((content.read_at(&mut byte, 0)? == 1).then_some(byte[0]))
 }
 
-/// The first byte that is not zero, or the end.
+/// Offset of the first byte that is not zero, or of the end.
 fn skip_zeros(content: &Content, mut at: u64) -> io::Result<u64> {
-    // There are at most some hundred in what tools write; where there are more, larger steps.
+    // Tools write at most some hundred zeros; after more, take larger steps.
     let mut buffer = vec![0; 512];
     loop {
         let read = content.read_at(&mut buffer, at)?;
@@ -466,7 +465,7 @@ fn skip_zeros(content: &Content, mut at: u64) -> io::Result<u64> {
     }
 }
 
-/// The sum that the kernel checks in archives which have one.
+/// Checks the sum of an archive's data as the kernel does.
 fn check_sum(data: &Content, wanted: u32) -> Result<()> {
     let mut sum = 0_u32;
     data.chunks(|chunk| {
@@ -477,7 +476,7 @@ fn check_sum(data: &Content, wanted: u32) -> Result<()> {
     Ok(())
 }
 
-/// Headers lie close together: one read serves many.
+/// Buffer for headers: they lie close together, so one read serves many.
 struct Window {
     content: Content,
     at: u64,
@@ -485,7 +484,7 @@ struct Window {
 }
 
 impl Window {
-    /// So many bytes, or fewer at the end.
+    /// Bytes at an offset; fewer at the end.
     fn get(&mut self, offset: u64, length: usize) -> io::Result<&[u8]> {
         let inside = offset >= self.at && offset + length as u64 <= self.at + self.bytes.len() as u64;
         if !inside {
@@ -505,7 +504,7 @@ impl Window {
     }
 }
 
-/// For what writes archives from parts of others.
+/// Copies content into an archive.
 pub fn copy(content: &Content, out: &mut dyn Write) -> io::Result<()> {
     content.chunks(|chunk| out.write_all(chunk))
 }

@@ -1,4 +1,4 @@
-//! Which release a kernel is: told by its file, or given.
+//! Release of a kernel, from its file or as given.
 
 use crate::elf::ReadAt;
 use anyhow::{Context, Result, bail};
@@ -6,28 +6,27 @@ use std::fs::File;
 use std::io;
 use std::path::Path;
 
-/// Of an x86 boot image (Documentation/arch/x86/boot.rst): the mark, and where the offset of the
-/// version's text is kept, less 0x200.
+/// x86 boot image (Documentation/arch/x86/boot.rst): the mark, the field with the offset of the
+/// version's text, and the number to add to that offset.
 const BOOT_MARK: (u64, &[u8; 4]) = (0x202, b"HdrS");
 const BOOT_VERSION: u64 = 0x20e;
 const BOOT_VERSION_BASE: u64 = 0x200;
-/// In what is not compressed: the banner.
+/// Banner of an uncompressed kernel.
 const BANNER: &[u8] = b"Linux version ";
 /// Longest release (__NEW_UTS_LEN).
 const MAX_RELEASE: usize = 64;
-/// How much of a kernel is searched; Kata's vmlinux has 80 MB, one with all symbols more.
+/// Bytes searched in a kernel; Kata's vmlinux has 80 MB, one with all symbols more.
 const MAX_KERNEL: u64 = 1 << 30;
 const CHUNK: usize = 1 << 20;
 
-/// A kernel's release, from its file (a bzImage, or a vmlinux or Image that is not compressed) or
-/// as the word itself.
+/// A kernel's release, from its file (a bzImage, or an uncompressed vmlinux or Image) or as given.
 pub fn release(given: &str) -> Result<String> {
     let path = Path::new(given);
     if !path.exists() {
         let release = word(given.as_bytes()).filter(|release| release == given);
         return release.with_context(|| format!("kernel {given:?}: neither a file nor a release as `uname -r` has it"));
     }
-    // A directory or a fifo could not be read so.
+    // Refuse a directory or a FIFO.
     let file = std::fs::metadata(path).and_then(|meta| if meta.is_file() { File::open(path) } else { Err(io::Error::other("not a file")) });
     let file = file.with_context(|| format!("open kernel {given}"))?;
     match of(&file).with_context(|| format!("read kernel {given}"))? {
@@ -54,7 +53,7 @@ fn of(file: &File) -> io::Result<Option<String>> {
         let bytes = part(at, CHUNK + BANNER.len() + MAX_RELEASE)?;
         let found = bytes.windows(BANNER.len()).enumerate().filter(|(_, w)| *w == BANNER);
         for (start, _) in found {
-            // The same text is a format elsewhere in a kernel: `Linux version %s`.
+            // Elsewhere in a kernel, the same text is a format: `Linux version %s`.
             if let Some(release) = bytes.get(start + BANNER.len()..).and_then(word).filter(|r| r.starts_with(|c: char| c.is_ascii_digit()))
             {
                 return Ok(Some(release));
@@ -68,7 +67,7 @@ fn of(file: &File) -> io::Result<Option<String>> {
     Ok(None)
 }
 
-/// The word at the beginning, if it can be a release.
+/// First word, if it can be a release.
 fn word(bytes: &[u8]) -> Option<String> {
     let end = bytes.iter().position(|b| *b == b' ' || *b == 0).unwrap_or(bytes.len());
     let text = std::str::from_utf8(bytes.get(..end)?).ok()?;
@@ -77,7 +76,7 @@ fn word(bytes: &[u8]) -> Option<String> {
     fits.then(|| text.to_string())
 }
 
-/// What `vermagic=` begins with.
+/// Release of a `vermagic=`: its first word.
 pub fn of_vermagic(magic: &str) -> &str {
     magic.split(' ').next().unwrap_or_default()
 }

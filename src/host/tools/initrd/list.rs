@@ -1,21 +1,21 @@
-//! A list of what goes into an archive, one entry a line: what a directory cannot say, or not
-//! without root.
+//! A list of archive entries, one a line, for entries that a directory cannot hold, or not without
+//! root.
 //!
-//! `pack --help` has the words. They stand between blanks; a name with a blank in it comes from a
-//! directory. Everything belongs to root. Directories above an entry that no line and no tree has
-//! are made, with mode 0755.
+//! `pack --help` documents the words. Blanks separate words; a name with a blank must come from a
+//! directory. All entries belong to root. Parent directories without a line or tree are made with
+//! mode 0755.
 
 use super::newc::Kind;
 use anyhow::{Context, Result, bail, ensure};
 use std::path::{Path, PathBuf};
 
-/// Longest list.
+/// Largest list, in bytes.
 const MAX_LIST: u64 = 4 << 20;
 
 /// One line.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Line {
-    /// In the archive, without a slash in front; the root is empty.
+    /// Path in the archive, without a leading slash; empty for the root.
     pub path: Vec<u8>,
     pub what: Wanted,
 }
@@ -42,7 +42,7 @@ pub fn read(path: &Path) -> Result<Vec<Line>> {
     text.lines().enumerate().filter_map(line).collect()
 }
 
-/// One line; none where it says nothing.
+/// Parses one line; None for a line without words.
 fn parse(line: &str, folder: &Path) -> Result<Option<Line>> {
     let line = line.split_once('#').map_or(line, |(before, _)| before);
     let words: Vec<&str> = line.split_ascii_whitespace().collect();
@@ -75,7 +75,7 @@ fn permissions(word: &str) -> Result<u32> {
 
 fn node(kind: Kind, mode: &str, number: &str) -> Result<Wanted> {
     let parsed = number.split_once(':').and_then(|(major, minor)| Some((major.parse().ok()?, minor.parse().ok()?)));
-    // What a dev_t holds (linux/kdev_t.h): 12 bits and 20.
+    // Range of a dev_t (linux/kdev_t.h): 12 bits and 20.
     let fits = parsed.filter(|(major, minor)| *major < 1 << 12 && *minor < 1 << 20);
     let (major, minor) = fits.with_context(|| format!("device {number:?}: give MAJOR:MINOR in decimal, like 1:3"))?;
     Ok(Wanted::Node { kind, mode: permissions(mode)?, major, minor })

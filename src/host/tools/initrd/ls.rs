@@ -1,7 +1,7 @@
-//! `initrd ls` and `initrd cat`: what stands in an image, and what the guest finds there.
+//! `initrd ls` and `initrd cat`: entries of an image, and files as the guest finds them.
 //!
-//! `ls` lists entries as they stand, in their order, also those that a later one replaces; `cat`
-//! follows the tree that the kernel makes of them.
+//! `ls` lists entries as stored, in their order, including entries that a later one replaces; `cat`
+//! follows the tree that the kernel makes of the entries.
 
 use super::image::{Entry, Image, copy};
 use super::newc::Kind;
@@ -13,10 +13,10 @@ use serde_json::{Value, json};
 use std::io::{BufRead, BufReader, ErrorKind, IsTerminal, Read, Write};
 use std::time::{Duration, UNIX_EPOCH};
 
-/// Longest line that a terminal gets.
+/// Longest line written to a terminal.
 const MAX_LINE: u64 = 4096;
 
-/// Whether an entry is one of those that were asked for: by its path, or in a directory of it.
+/// Whether an entry was requested: `paths` has its path or that of a directory above.
 fn is_wanted(entry: &Entry, paths: &[String]) -> bool {
     let path = trimmed(&entry.name);
     let within =
@@ -24,7 +24,7 @@ fn is_wanted(entry: &Entry, paths: &[String]) -> bool {
     paths.is_empty() || paths.iter().any(|wanted| within(trimmed(wanted.as_bytes())))
 }
 
-/// What was asked for and is not there.
+/// Requested paths without an entry.
 pub fn missing<'a>(image: &Image, paths: &'a [String]) -> Vec<&'a String> {
     paths.iter().filter(|path| !image.entries.iter().any(|entry| is_wanted(entry, std::slice::from_ref(*path)))).collect()
 }
@@ -49,7 +49,7 @@ fn time(mtime: u32) -> String {
     text.get(..16).unwrap_or_default().replace('T', " ")
 }
 
-/// The entries as `tar tv` has them; the number of those that were listed.
+/// The listed entries in the form of `tar tv`, and their number.
 pub fn text(image: &Image, paths: &[String], screen: &Screen) -> (String, usize) {
     let mut rows = vec![["MODE", "OWNER", "SIZE", "TIME", "PATH"].map(str::to_string).to_vec()];
     for entry in image.entries.iter().filter(|e| is_wanted(e, paths)) {
@@ -66,7 +66,7 @@ pub fn text(image: &Image, paths: &[String], screen: &Screen) -> (String, usize)
     (table(&rows, &[2], screen), rows.len() - 1)
 }
 
-/// The same for programs, with what only they want to know.
+/// The entries as JSON, with more fields.
 pub fn json(image: &Image, paths: &[String]) -> Value {
     let entry = |e: &Entry| {
         let h = &e.header;
@@ -85,8 +85,8 @@ pub fn json(image: &Image, paths: &[String]) -> Value {
     })
 }
 
-/// Writes a file of the guest to standard output: as it is, but to a terminal without what could
-/// drive it. False: there is none.
+/// Writes a file of the guest to standard output; to a terminal as printable ASCII. False: no such
+/// file.
 pub fn cat(tree: &Tree, path: &str) -> Result<bool> {
     let Some(id) = tree.find(path) else { return Ok(false) };
     let Some(content) = tree.content(id) else { bail!("{}: a {}, and no file", escaped(path.as_bytes()), tree.kind(id).name()) };

@@ -1,8 +1,8 @@
-//! Guest images: packed, looked into, verified, and given another init. Needs no root, and no other
-//! program but for disk images.
+//! Guest images: packing, listing, verifying, and replacing the init. Needs no root, and other
+//! programs for disk images alone.
 //!
-//! Images are hostile: bounded, never unpacked outside a directory of their own, and printed as
-//! printable ASCII.
+//! Images are untrusted: reading is bounded, nothing is unpacked outside a private directory, and
+//! output is printable ASCII.
 
 pub mod components;
 pub mod diff;

@@ -1,7 +1,7 @@
 //! The newc format of cpio: a header of 110 ASCII characters, a name, data, each padded to four
-//! bytes, and an entry that ends the archive. Read and written as Linux does it
-//! (Documentation/driver-api/early-userspace/buffer-format.rst). Knows one entry at a time, and no
-//! file.
+//! bytes, and an entry that ends the archive. Read and written as Linux does
+//! (Documentation/driver-api/early-userspace/buffer-format.rst). This module handles single
+//! entries, and no files.
 
 use std::io::{self, Read, Write};
 
@@ -10,19 +10,19 @@ pub const HEADER: usize = 110;
 /// Digits after the magic: 13 numbers of 8.
 const NUMBERS: usize = 13;
 const MAGIC: &[u8; 6] = b"070701";
-/// The same with a sum of the data's bytes.
+/// Magic of the format with a sum of the data's bytes.
 const MAGIC_WITH_SUM: &[u8; 6] = b"070702";
 /// Older forms, which the kernel refuses: the portable one in octal, and the binary one in both
 /// byte orders.
 const OLD: [&[u8]; 3] = [b"070707", &[0xc7, 0x71], &[0x71, 0xc7]];
 /// The name that ends an archive.
 pub const TRAILER: &[u8] = b"TRAILER!!!";
-/// PATH_MAX: the kernel leaves out what has a longer name, with its NUL, or leads further.
+/// PATH_MAX: the kernel skips an entry whose name with its NUL, or link target, is longer.
 pub const MAX_NAME: u64 = 4096;
 
 const S_IFMT: u32 = 0o170_000;
 
-/// What an entry is.
+/// Type of an entry.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Kind {
     File,
@@ -51,12 +51,12 @@ impl Kind {
         Self::ALL.iter().find(|(_, bits, ..)| mode & S_IFMT == *bits).map_or(Self::Unknown, |(kind, ..)| *kind)
     }
 
-    /// Its bits in a mode.
+    /// Type bits of a mode.
     pub fn bits(self) -> u32 {
         Self::ALL.iter().find(|(kind, ..)| *kind == self).map_or(0, |(_, bits, ..)| *bits)
     }
 
-    /// As `ls -l` has it.
+    /// Letter in `ls -l`.
     pub fn letter(self) -> char {
         Self::ALL.iter().find(|(kind, ..)| *kind == self).map_or('?', |(_, _, letter, _)| *letter)
     }
@@ -73,7 +73,7 @@ impl Kind {
 /// A header's numbers.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Header {
-    /// Whether `sum` is that of the data.
+    /// Whether `sum` is the sum of the data.
     pub has_sum: bool,
     pub ino: u32,
     pub mode: u32,
@@ -82,16 +82,16 @@ pub struct Header {
     pub nlink: u32,
     pub mtime: u32,
     pub size: u32,
-    /// Of the file system it came from: with `ino`, which entries are the same file.
+    /// Device of the original file system: entries with equal `dev` and `ino` are the same file.
     pub dev: (u32, u32),
     pub rdev: (u32, u32),
-    /// With its NUL.
+    /// Length of the name with its NUL.
     pub name_size: u32,
     pub sum: u32,
 }
 
 impl Header {
-    /// Errors say what is wrong with these bytes.
+    /// Errors describe the defect.
     pub fn parse(bytes: &[u8; HEADER]) -> Result<Self, String> {
         let (magic, digits) = bytes.split_at(MAGIC.len());
         if magic != MAGIC && magic != MAGIC_WITH_SUM {
@@ -100,7 +100,7 @@ impl Header {
         }
         let mut numbers = [0_u32; NUMBERS];
         for (number, digits) in numbers.iter_mut().zip(digits.chunks_exact(8)) {
-            // Digits alone: from_str_radix would take a sign.
+            // Accept digits alone: from_str_radix accepts a sign.
             let text = std::str::from_utf8(digits).ok().filter(|t| t.bytes().all(|b| b.is_ascii_hexdigit()));
             *number =
                 text.and_then(|t| u32::from_str_radix(t, 16).ok()).ok_or("a number in the header has other than hexadecimal digits")?;
@@ -129,7 +129,7 @@ pub fn padded(length: u64) -> u64 {
     length.next_multiple_of(4)
 }
 
-/// Where data begins, counted from the header, behind a name with its NUL.
+/// Offset of the data from the header, after a name with its NUL.
 pub fn data_offset(name_size: u32) -> u64 {
     padded(HEADER as u64 + u64::from(name_size))
 }
@@ -137,7 +137,7 @@ pub fn data_offset(name_size: u32) -> u64 {
 /// Writes an entry: header, name and data of `header.size` bytes, all padded. `name_size` is
 /// computed.
 ///
-/// Errors: the data is shorter than its size says, the name is too long, or `out` fails.
+/// Errors: the data is shorter than `header.size`, the name is too long, or `out` fails.
 pub fn write_entry(out: &mut dyn Write, header: &Header, name: &[u8], data: &mut dyn Read) -> io::Result<()> {
     let name_size = name.len() as u64 + 1;
     if name_size > MAX_NAME {
@@ -146,7 +146,7 @@ pub fn write_entry(out: &mut dyn Write, header: &Header, name: &[u8], data: &mut
     let header = Header { name_size: name_size as u32, ..*header };
     out.write_all(&header.bytes())?;
     out.write_all(name)?;
-    // The name's NUL and what pads it.
+    // The name's NUL and padding.
     pad(out, data_offset(header.name_size) - HEADER as u64 - name.len() as u64)?;
     let size = u64::from(header.size);
     let copied = io::copy(&mut data.take(size), out)?;

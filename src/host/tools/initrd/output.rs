@@ -1,9 +1,9 @@
-//! The file that is written: plain or gzip, hashed on the way, and in its place only when it is
+//! Writer of a file: plain or gzip, hashed on the way, and renamed into place only when the file is
 //! whole and on the disk.
 //!
-//! Until then it has a name of its own beside that place, and is locked: what a run that was killed
-//! left there is known by nobody holding it, and is replaced. Nothing but a regular file, or
-//! nothing, is ever replaced by the result: no device, no link.
+//! Until then the file has a temporary name in the same directory, and is locked. The leftover of a
+//! killed run has no lock, and is replaced. The result replaces a regular file alone, never a
+//! device or a link.
 
 use super::image::Form;
 use super::text::hex;
@@ -18,25 +18,25 @@ use std::io::{self, BufWriter, Write};
 use std::os::unix::fs::{MetadataExt, OpenOptionsExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 
-/// gzip -6: -9 takes three times as long for one part in a hundred.
+/// gzip -6: -9 takes three times as long to save one percent.
 const LEVEL: Compression = Compression::new(6);
-/// Of gzip's header: who made it. 255: unknown, the same everywhere.
+/// Operating system in gzip's header. 255: unknown, the same everywhere.
 const ANY_SYSTEM: u8 = 255;
 const BUFFER: usize = 256 * 1024;
 /// Mode of the file, whatever the umask: hypervisors need not run as root.
 const MODE: u32 = 0o644;
-/// What the name of a file under way ends in.
+/// Suffix of a temporary file's name.
 pub const PARTIAL: &str = ".kata-gpu-boot-partial";
-/// How often a file under way is made, where others of that name come and go.
+/// Attempts to make a temporary file while other runs make and remove one of that name.
 const TRIES: usize = 16;
 
-/// A file beside the one that is meant, until [`Output::finish`].
+/// A temporary file for `path`, until [`Output::finish`].
 pub struct Output {
     path: PathBuf,
     temporary: PathBuf,
     sink: Sink,
     lock: Option<Lock>,
-    /// No file of that name is left behind.
+    /// The temporary file needs no removal.
     kept: bool,
 }
 
@@ -46,7 +46,7 @@ enum Sink {
     Closed,
 }
 
-/// Held while a file under way has its name.
+/// Held while a file has its temporary name.
 type Lock = Flock<File>;
 
 struct Hashed {
@@ -68,7 +68,7 @@ impl Write for Hashed {
     }
 }
 
-/// What was written.
+/// A complete file, before or after its rename.
 #[derive(Debug)]
 pub struct Written {
     pub path: PathBuf,
@@ -80,13 +80,13 @@ pub struct Written {
 }
 
 impl Output {
-    /// Begins a file beside `path`.
+    /// Begins a file in the directory of `path`.
     pub fn create(path: &Path, form: Form) -> Result<Self> {
         let shown = path.display();
         let Some(name) = path.file_name().filter(|_| !path.as_os_str().as_encoded_bytes().ends_with(b"/")) else {
             bail!("write {shown}: that is no name of a file")
         };
-        // By rename it would be the device or the link itself that is replaced.
+        // A rename would replace the device or the link itself.
         if let Ok(meta) = std::fs::symlink_metadata(path) {
             ensure!(!meta.is_dir(), "write {shown}: a directory is there");
             ensure!(!meta.is_symlink(), "write {shown}: a symbolic link is there: name the file that is meant, or remove the link");
@@ -102,7 +102,7 @@ impl Output {
         Ok(output)
     }
 
-    /// From here on in this form: a gzip member that was begun ends.
+    /// Switches the form for the bytes that follow; ends an open gzip member.
     pub fn set_form(&mut self, form: Form) -> Result<()> {
         let hashed = match std::mem::replace(&mut self.sink, Sink::Closed) {
             Sink::Plain(hashed) => hashed,
@@ -116,7 +116,7 @@ impl Output {
         Ok(())
     }
 
-    /// Bytes of the file so far; of what is being compressed only those that are out.
+    /// Bytes of the file so far, without bytes still in the compressor.
     pub fn position(&self) -> u64 {
         match &self.sink {
             Sink::Plain(hashed) => hashed.bytes,
@@ -125,7 +125,7 @@ impl Output {
         }
     }
 
-    /// Whether this is the file under way, or what it is to replace.
+    /// Whether this is the temporary file, or the file to be replaced.
     pub fn is_of(&self, meta: &Metadata) -> bool {
         [&self.temporary, &self.path]
             .into_iter()
@@ -139,8 +139,8 @@ impl Output {
         let Sink::Plain(mut hashed) = std::mem::replace(&mut self.sink, Sink::Closed) else {
             bail!("{} has been closed", self.temporary.display())
         };
-        // Its name must not be on the disk before its content is: after a loss of power, an image
-        // is the old one or the new one.
+        // Sync the content before the rename: after a loss of power, an image is the old one or the
+        // new one.
         let file = hashed.file.get_ref().try_clone().with_context(|| format!("write {}", self.temporary.display()))?;
         let mode = || file.set_permissions(Permissions::from_mode(MODE));
         hashed
@@ -155,12 +155,12 @@ impl Output {
 }
 
 impl Written {
-    /// Where it lies until it is kept.
+    /// Temporary path of the file.
     pub fn temporary(&self) -> &Path {
         &self.temporary
     }
 
-    /// Puts it into its place.
+    /// Renames the file into its place.
     pub fn keep(&mut self) -> Result<()> {
         std::fs::rename(&self.temporary, &self.path)
             .with_context(|| format!("rename {} to {}", self.temporary.display(), self.path.display()))?;
@@ -170,11 +170,11 @@ impl Written {
     }
 }
 
-/// Makes a file that nobody else writes, in place of what a killed run left.
+/// Makes a file that no other run writes, in place of a killed run's leftover.
 fn create_locked(path: &Path) -> Result<(File, Option<Lock>)> {
     let shown = path.display();
     for _ in 0..TRIES {
-        // Never through a link that somebody else may have put there.
+        // Never follow a link that another user may have put there.
         let created = match OpenOptions::new().write(true).create_new(true).mode(MODE).open(path) {
             Ok(file) => Some(file),
             Err(e) if e.kind() == io::ErrorKind::AlreadyExists => None,
@@ -191,16 +191,14 @@ fn create_locked(path: &Path) -> Result<(File, Option<Lock>)> {
         let lock = match Flock::lock(to_lock, FlockArg::LockExclusiveNonblock) {
             Ok(lock) => lock,
             Err((_, Errno::EWOULDBLOCK)) => bail!("{shown}: another run is writing it: wait for its end, or name another file"),
-            // A file system without locks: what others left there cannot be told from what they
-            // write.
+            // On a file system without locks, a leftover looks like a file that is being written.
             Err((_, Errno::ENOLCK | Errno::EOPNOTSUPP | Errno::ENOSYS | Errno::EINVAL)) => match created {
                 Some(file) => return Ok((file, None)),
                 None => bail!("{shown} is there, and this file system has no locks: remove it if no other run is writing it"),
             },
             Err((_, e)) => return Err(e).with_context(|| format!("lock {shown}")),
         };
-        // Until it was locked, another run could take it for a killed one's, or give it its final
-        // name.
+        // Before the lock, another run could have removed the file as a leftover, or renamed it.
         let (held, named) = (lock.metadata().with_context(|| format!("look at {shown}"))?, std::fs::symlink_metadata(path));
         if !named.is_ok_and(|named| (named.dev(), named.ino()) == (held.dev(), held.ino())) {
             continue;
@@ -228,7 +226,7 @@ impl Write for Output {
     fn flush(&mut self) -> io::Result<()> {
         match &mut self.sink {
             Sink::Plain(hashed) => hashed.flush(),
-            // To flush a compressor would change what comes out.
+            // A flush would change the compressor's output.
             Sink::Gzip(_) | Sink::Closed => Ok(()),
         }
     }
@@ -237,8 +235,7 @@ impl Write for Output {
 impl Drop for Output {
     fn drop(&mut self) {
         if !self.kept {
-            // It was not finished, and says so itself; a file more in a full directory changes
-            // nothing.
+            // The name marks the file as unfinished, so a failed removal does no harm.
             let _unused = std::fs::remove_file(&self.temporary);
         }
     }

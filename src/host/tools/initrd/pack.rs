@@ -1,10 +1,9 @@
-//! `initrd pack`: directories and lists into an archive, the same bytes for the same files.
+//! `initrd pack`: packs directories and lists into an archive; the same files give the same bytes.
 //!
 //! Entries are sorted by path, owned by root, with times of SOURCE_DATE_EPOCH or 0, and numbered
-//! from one; what a file system adds of its own (inode and device numbers, link counts of
-//! directories, the order of names) does not get in. Names of the same file stay names of the same
-//! file. The list of the driver's files is made anew here, because packing is the last step of a
-//! build.
+//! from one. Properties of the source's file system (inode and device numbers, link counts of
+//! directories, the order of names) are omitted. Names of one file stay names of one file. The list
+//! of the driver's files is made anew here, because packing is the last step of a build.
 
 use super::components;
 use super::components::Sizes;
@@ -31,16 +30,16 @@ use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::{FileTypeExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 
-/// Directories within directories: as many as a path has room for.
+/// Limit of nested directories: the most that a path has room for.
 const MAX_DEPTH: usize = MAX_NAME as usize / 2;
-/// The root's and that of directories nobody has asked for.
+/// Mode of the root, and of directories without a source.
 const DIRECTORY: u32 = 0o755;
 /// Files of the driver's module, below a kernel's directory.
 const MODULES: [&[u8]; 4] = [b"/nvidia.ko", b"/nvidia.ko.gz", b"/nvidia.ko.xz", b"/nvidia.ko.zst"];
-/// In the environment: seconds since 1970 (reproducible-builds.org/specs/source-date-epoch).
+/// Environment variable: seconds since 1970 (reproducible-builds.org/specs/source-date-epoch).
 const EPOCH: &str = "SOURCE_DATE_EPOCH";
 
-/// What an archive is to hold.
+/// An entry to be packed.
 #[derive(Debug)]
 struct Item {
     mode: u32,
@@ -48,7 +47,7 @@ struct Item {
     rdev: (u32, u32),
     /// Device and inode of a file that may have other names.
     same: Option<(u64, u64)>,
-    /// For messages.
+    /// Source, for messages.
     from: PathBuf,
 }
 
@@ -70,44 +69,44 @@ impl Data {
     }
 }
 
-/// How it is to be packed.
+/// Options of packing.
 #[derive(Clone, Copy, Debug)]
 pub struct Wish {
-    /// Of all entries, in seconds since 1970.
+    /// Time of all entries, in seconds since 1970.
     pub mtime: u32,
     /// Whether the list of the driver's files is made.
     pub manifest: bool,
 }
 
-/// The list of the driver's files in what was packed.
+/// List of the driver's files in the archive.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum List {
-    /// Made now, or made before and still what a scan finds.
+    /// Number of files; the list is new, or equal to the one that was there.
     Of(usize),
-    /// Made now in place of one, and why that did not hold.
+    /// Number of files; the former list was replaced, for this reason.
     Replaced(usize, String),
-    /// None was made: why.
+    /// No list, for this reason.
     None(String),
 }
 
-/// What was packed.
+/// Result of packing.
 #[derive(Debug)]
 pub struct Packed {
     pub entries: usize,
     pub sizes: Sizes,
-    /// Sockets: nobody listens on them in a guest.
+    /// Omitted sockets: no process of a guest listens on them.
     pub left_out: Vec<PathBuf>,
     pub list: List,
 }
 
-/// By path; the root is empty.
+/// Items by path; the root's path is empty.
 #[derive(Default)]
 struct Items {
     all: BTreeMap<Vec<u8>, Item>,
     left_out: Vec<PathBuf>,
 }
 
-/// The time of all entries, as the environment has it.
+/// Time of all entries, from the environment.
 pub fn mtime() -> Result<u32> {
     mtime_of(std::env::var_os(EPOCH))
 }
@@ -122,7 +121,7 @@ fn mtime_of(value: Option<OsString>) -> Result<u32> {
     }
 }
 
-/// Writes an archive of all sources: a directory's content, or what a list says.
+/// Writes an archive of all sources: a directory's content, or a list's entries.
 pub fn pack(sources: &[PathBuf], wish: Wish, out: &mut Output) -> Result<Packed> {
     let mut items = Items::default();
     for source in sources {
@@ -139,14 +138,13 @@ pub fn pack(sources: &[PathBuf], wish: Wish, out: &mut Output) -> Result<Packed>
     items.write(wish.mtime, list, out)
 }
 
-/// An image that would hold itself, or take the place of what it is made of, is not what anybody
-/// wants.
+/// Refuses a source that is the output, or the file that the output replaces.
 fn not_output(meta: &Metadata, source: &Path, out: &Output) -> Result<()> {
     ensure!(!out.is_of(meta), "{}: the new image would be, or replace, what it is made of: give --output another place", source.display());
     Ok(())
 }
 
-/// A regular file; what has become something else since it was looked at must not make us wait.
+/// Opens a regular file. The open does not block if the file was replaced by a FIFO.
 fn open(path: &Path) -> io::Result<File> {
     let file = OpenOptions::new().read(true).custom_flags(OFlag::O_NONBLOCK.bits()).open(path)?;
     if file.metadata()?.is_file() { Ok(file) } else { Err(io::Error::other("it was a file when it was looked at, and is none any more")) }
@@ -174,8 +172,8 @@ impl Items {
         }
     }
 
-    /// Everything below a directory, at a path. Its own mode is not taken: that of a temporary
-    /// directory is 0700.
+    /// Adds everything below a directory, at a path. The directory's own mode is ignored: a
+    /// temporary directory has 0700.
     fn tree(&mut self, at: &[u8], source: &Path, out: &Output) -> Result<()> {
         let mut rest = vec![(source.to_path_buf(), at.to_vec(), 0)];
         while let Some((directory, path, depth)) = rest.pop() {
@@ -189,7 +187,7 @@ impl Items {
                     path.push(b'/');
                 }
                 path.extend(name.as_bytes());
-                // Of a link itself.
+                // Metadata of a link itself.
                 let meta = std::fs::symlink_metadata(&from).with_context(|| format!("look at {}", from.display()))?;
                 let kind = meta.file_type();
                 if kind.is_file() {
@@ -230,7 +228,7 @@ impl Items {
             ensure!((target.len() as u64) < MAX_NAME, "{}: a link to {} bytes, the kernel takes {}", shown(), target.len(), MAX_NAME - 1);
         }
         match self.all.get(&path) {
-            // The last says its mode.
+            // The last source gives the mode.
             Some(old) if Kind::of(old.mode) == Kind::Directory && Kind::of(item.mode) == Kind::Directory => {}
             Some(old) => bail!("{} comes from {} and from {}: leave one out", shown(), old.from.display(), item.from.display()),
             None => {}
@@ -239,7 +237,7 @@ impl Items {
         Ok(())
     }
 
-    /// Adds the directories that nobody has asked for; refuses what the kernel would leave out.
+    /// Adds missing parent directories; refuses entries that the kernel would skip.
     fn complete(&mut self) -> Result<()> {
         let mut missing = BTreeSet::from([Vec::new()]);
         for (path, item) in &self.all {
@@ -248,8 +246,8 @@ impl Items {
                 match self.all.get(above) {
                     None => drop(missing.insert(above.to_vec())),
                     Some(other) if Kind::of(other.mode) == Kind::Directory => {}
-                    // A link to a directory would do for the kernel only if that came before it.
-                    Some(other) => {
+                    // For the kernel, a link to a directory would do only if its entry came first.
+                Some(other) => {
                         let (path, above) = (escaped(path), escaped(above));
                         bail!(
                             "/{path} (from {}) lies in /{above}, which is no directory ({}): name the directory that is meant",
@@ -268,7 +266,7 @@ impl Items {
         Ok(())
     }
 
-    /// What is packed, as a directory.
+    /// The packed items as a directory.
     fn view(&self, mtime: u32) -> Result<View> {
         let mut making = Making::begin()?;
         for (path, item) in self.all.iter().filter(|(path, _)| !path.is_empty()) {
@@ -288,7 +286,7 @@ impl Items {
         making.end()
     }
 
-    /// The driver's version as its module has it, where all modules of that name say the same.
+    /// The driver's version from its module, if all modules of that name have the same one.
     fn module_version(&self) -> Option<String> {
         let is_module = |path: &[u8]| {
             let below = path.strip_prefix(b"usr/").unwrap_or(path).strip_prefix(b"lib/modules/");
@@ -298,14 +296,14 @@ impl Items {
         let mut versions = BTreeSet::new();
         for item in self.all.iter().filter(|(path, _)| is_module(path)).map(|(_, item)| item) {
             let Data::File { path, .. } = &item.data else { continue };
-            // One that cannot be read says nothing here; `verify` says why.
+            // Ignore an unreadable module: `verify` reports the reason.
             let section = open(path).and_then(Content::of_file).ok().and_then(|file| information(&file, &mut unpacked).ok());
             versions.extend(section.and_then(|section| modinfo::values(&section, "version").next()));
         }
         if versions.len() == 1 { versions.pop_first() } else { None }
     }
 
-    /// Puts the list of the driver's files in, or says why there is none.
+    /// Adds the list of the driver's files, or returns the reason for no list.
     fn list_driver(&mut self, mtime: u32) -> Result<List> {
         let at = driver_list::path().trim_start_matches('/').as_bytes().to_vec();
         for end in at.iter().enumerate().filter(|(_, b)| **b == b'/').map(|(end, _)| end) {
@@ -342,7 +340,7 @@ impl Items {
         let size = |item: &Item| item.data.size();
         self.all.values().filter_map(|item| item.same).for_each(|same| *names.entry(same).or_default() += 1);
         let mut progress = Progress::new("packing", self.all.values().map(size).sum());
-        // Of files with several names: number, and names still to come.
+        // Files with several names: number, and names still to come.
         let mut numbers: HashMap<(u64, u64), (u32, u32)> = HashMap::new();
         let mut sizes = Sizes::new();
         let mut last_ino = 0;
@@ -368,11 +366,11 @@ impl Items {
                 components::count(&mut sizes, path, item.data.size());
             }
             let header = Header { ino, mode: item.mode, nlink, mtime, rdev: item.rdev, ..Header::default() };
-            // The root is `.`, as find has it.
+            // The root's name is `.`, as in find's output.
             let name = if path.is_empty() { b"." } else { path.as_slice() };
             let at = || format!("pack {}", item.from.display());
             match &item.data {
-                // The last name brings the data, as in cpio's archives.
+                // The last name carries the data, as in cpio's archives.
                 Data::File { .. } if to_come > 0 => newc::write_entry(out, &header, name, &mut io::empty()).with_context(at)?,
                 Data::File { path: from, size } => {
                     let file = open(from).with_context(|| format!("open {}", from.display()))?;

@@ -1,16 +1,16 @@
-//! One line on a terminal's standard error about what takes longer than a second. Nothing in a
-//! pipe, and nothing left behind.
+//! Progress line on a terminal's standard error, for steps that take more than a second. A pipe
+//! gets nothing, and the line is removed at the end.
 
 use std::io::{IsTerminal, Write};
 use std::time::{Duration, Instant};
 
-/// Nobody wants to know before.
+/// No line before this time.
 const FIRST: Duration = Duration::from_secs(1);
 const EACH: Duration = Duration::from_millis(200);
 
 pub struct Progress {
     what: &'static str,
-    /// In bytes; 0 where nobody knows.
+    /// Bytes; 0 if unknown.
     total: u64,
     done: u64,
     next: Instant,
@@ -23,7 +23,7 @@ impl Progress {
         Self { what, total, done: 0, next: Instant::now() + FIRST, shown: false, to_terminal: std::io::stderr().is_terminal() }
     }
 
-    /// So many bytes more are done.
+    /// Adds finished bytes.
     pub fn add(&mut self, bytes: u64) {
         self.done += bytes;
         let now = Instant::now();
@@ -33,7 +33,7 @@ impl Progress {
         self.next = now + EACH;
         self.shown = true;
         let of = if self.total > 0 { format!(" of {}", self.total / 1_000_000) } else { String::new() };
-        // A terminal that cannot be written to shows nothing: no reason to stop.
+        // Ignore a terminal that cannot be written to.
         let _unused = write!(std::io::stderr(), "\r{} ... {}{of} MB\x1b[K", self.what, self.done / 1_000_000);
     }
 }

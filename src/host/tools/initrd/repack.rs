@@ -1,9 +1,9 @@
-//! `initrd repack`: another init in an image that somebody trusts. Every other entry stays, byte
-//! for byte, in its place.
+//! `initrd repack`: replaces the init in a trusted image. Every other entry stays, byte for byte,
+//! in its place.
 //!
-//! Parts in which nothing changes are copied as they are stored. What is written is read again,
-//! compared with what was, and verified, before it gets its name: a difference that was not meant
-//! is an error, not a surprise at boot.
+//! Parts without changes are copied as stored. Before the new image gets its name, it is read
+//! again, compared with the old one, and verified: an unintended difference is an error, not a
+//! surprise at boot.
 
 use super::diff;
 use super::diff::Difference;
@@ -26,37 +26,37 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::io::{self, Read, Write};
 use std::path::{Path, PathBuf};
 
-/// Where images have another name for the init: what Kata's image builders want to find.
+/// Second path of the init in an image, which Kata's image builders expect.
 const OTHER_INIT: &str = "/sbin/init";
-/// Largest init that is taken.
+/// Largest accepted init.
 const MAX_INIT: u64 = 256 << 20;
-/// What lies beside a program that was signed with cosign, as NVRC is.
+/// Suffixes of the files beside a program that was signed with cosign, like NVRC.
 const SIGNATURES: [&str; 2] = [".cert", ".sig"];
 const PROGRAM: u32 = 0o755;
 
-/// What is to be done.
+/// Options of repacking.
 #[derive(Debug)]
 pub struct Wish {
     pub init: PathBuf,
     pub helper: Helper,
     pub manifest: bool,
-    /// None: as it is stored now.
+    /// None: the present form.
     pub form: Option<Form>,
     pub drop_old: bool,
 }
 
-/// What was done.
+/// Result of repacking.
 #[derive(Debug)]
 pub struct Repacked {
     pub written: Written,
     pub differences: Vec<Difference>,
-    /// Entries that are what they were, byte for byte.
+    /// Entries that are unchanged, byte for byte.
     pub kept: usize,
-    /// Where the init that was there still is.
+    /// Path of the former init, if it is still there.
     pub old_init: Option<String>,
-    /// Files in the manifest, or why there is none.
+    /// Files in the manifest, or the reason for no manifest.
     pub manifest: Result<usize, String>,
-    /// The helper that is in the image now, or why there is none.
+    /// The helper in the new image, or the reason for no helper.
     pub helper: Result<PathBuf, String>,
     /// Loader and libraries that the helper does not find in the image.
     pub helper_lacks: Vec<String>,
@@ -72,16 +72,16 @@ struct New {
 
 #[derive(Default)]
 struct Plan {
-    /// By index of the entry that they come in place of; None: it is left out.
+    /// Replacements by index of the old entry; None: the entry is omitted.
     instead: BTreeMap<usize, Option<New>>,
-    /// At the end of the last archive, in this order.
+    /// New entries at the end of the last archive, in this order.
     more: Vec<New>,
-    /// In the guest: where something may differ.
+    /// Paths in the guest that may differ.
     paths: BTreeSet<Vec<u8>>,
 }
 
 impl Plan {
-    /// Puts an entry in place of what a path has now, or adds it.
+    /// Replaces the entry of a path, or adds one.
     fn put(&mut self, tree: &Tree, path: &[u8], mode: u32, data: Vec<u8>) -> Result<()> {
         let name = path.strip_prefix(b"/").unwrap_or(path).to_vec();
         let new = New { name, mode, data };
@@ -103,7 +103,7 @@ impl Plan {
     }
 }
 
-/// The entry that made something, if nothing else depends on it.
+/// Index of a node's entry. Errors: a directory, or a file with several names.
 fn entry_of(tree: &Tree, id: Id) -> Result<usize> {
     let path = escaped(&tree.path(id));
     ensure!(tree.kind(id) != Kind::Directory, "replace {path}: it is a directory");
@@ -115,7 +115,7 @@ fn entry_of(tree: &Tree, id: Id) -> Result<usize> {
     tree.node(id).entry.with_context(|| format!("replace {path}: no entry of the image made it"))
 }
 
-/// Writes an image with another init beside `out`. The caller decides whether it is kept.
+/// Writes an image with another init beside `out`. The caller decides whether to keep it.
 pub fn repack(image: &Image, tree: &Tree, wish: &Wish, question: &Question, out: &Path) -> Result<Repacked> {
     let init = read_init(&wish.init)?;
     let mut plan = Plan::default();
@@ -151,7 +151,7 @@ fn read_init(path: &Path) -> Result<Vec<u8>> {
     Ok(bytes)
 }
 
-/// /init becomes the program, and what led to the old one leads to it.
+/// Puts the program at /init; a link that led to the old init leads to the new one.
 fn plan_init(tree: &Tree, old: Option<Id>, init: Vec<u8>, plan: &mut Plan) -> Result<()> {
     plan.put(tree, INIT.as_bytes(), Kind::File.bits() | PROGRAM, init)?;
     let Some(other) = tree.find_no_follow(OTHER_INIT) else { return Ok(()) };
@@ -162,20 +162,20 @@ fn plan_init(tree: &Tree, old: Option<Id>, init: Vec<u8>, plan: &mut Plan) -> Re
     };
     let leads_to_init = matches!(target, Some(b"/init" | b"../init"));
     if leads_to_old && !leads_to_init {
-        // sbin may be a link: the entry is where that leads.
+        // sbin may be a link: put the entry where sbin leads.
         plan.put(tree, &tree.path(other), Kind::Link.bits() | 0o777, INIT.as_bytes().to_vec())?;
     }
     Ok(())
 }
 
-/// The program that was the init: where it stays, or nothing where it is gone.
+/// Path of the former init; None if it is gone.
 fn plan_old(tree: &Tree, old: Option<Id>, drop_old: bool, plan: &mut Plan) -> Result<Option<String>> {
     let Some(old) = old.filter(|id| tree.kind(*id) == Kind::File) else { return Ok(None) };
     let path = tree.path(old);
     if plan.paths.contains(&path) {
         return Ok(None);
     }
-    // An image whose init is the agent has it for its own sake, too.
+    // Keep a former init that is also the agent.
     let is_agent = tree.find(AGENT.to_string_lossy().as_bytes()) == Some(old);
     if drop_old && !is_agent {
         plan.leave_out(tree, old)?;
@@ -189,7 +189,7 @@ fn plan_old(tree: &Tree, old: Option<Id>, drop_old: bool, plan: &mut Plan) -> Re
     Ok(Some(escaped(&path)))
 }
 
-/// The helper comes into /usr/bin. The inner error is the reason why the image does without.
+/// Adds the helper to /usr/bin. The inner error is the reason for no helper.
 fn plan_helper(tree: &Tree, helper: &Helper, plan: &mut Plan) -> Result<Result<PathBuf, String>> {
     Ok(match helper::read(helper, tree)? {
         Ok((path, program)) => {
@@ -200,13 +200,13 @@ fn plan_helper(tree: &Tree, helper: &Helper, plan: &mut Plan) -> Result<Result<P
     })
 }
 
-/// The driver's files, looked for now instead of at every boot. An inner error says why the image
-/// does without.
+/// Adds the list of the driver's files, so that no boot has to scan for them. An inner error is the
+/// reason for no list.
 fn plan_manifest(image: &Image, tree: &Tree, plan: &mut Plan) -> Result<Result<usize, String>> {
     let question = Question { user_space: false, ..Question::default() };
     let version = verify::check(image, tree, &question).driver.and_then(|driver| driver.version);
     let (mut at, mut missing) = (b"/".to_vec(), Vec::new());
-    // What the image links elsewhere is made where that leads.
+    // Follow links of the image to the list's directory.
     for name in manifest::DIRECTORY.as_bytes().split(|b| *b == b'/').filter(|name| !name.is_empty()) {
         if at != b"/" {
             at.push(b'/');
@@ -242,7 +242,7 @@ fn write(image: &Image, plan: &Plan, form: Option<Form>, out: &Path) -> Result<W
         };
         let wanted = form.unwrap_or(part.form);
         output.set_form(Form::Plain)?;
-        // The kernel takes an archive only where its place is a multiple of four.
+        // The kernel accepts an archive only at a multiple of four.
         let gap = output.position().next_multiple_of(4) - output.position();
         io::copy(&mut io::repeat(0).take(gap), &mut output).context("write zeros")?;
         if edits.is_empty() && more.is_empty() && wanted == part.form {
@@ -270,7 +270,7 @@ fn write_part(image: &Image, part: &Part, edits: &[(usize, &Option<New>)], more:
     let end = if part.ended { part.trailers.last().copied().unwrap_or(length) } else { length };
     copy(&between(at, end), out)?;
     if end == length {
-        // No end mark: what is there may end without padding.
+        // Without an end mark, an archive may end without padding.
         io::copy(&mut io::repeat(0).take(length.next_multiple_of(4) - length), out)?;
     }
     for new in more {
@@ -283,7 +283,7 @@ fn write_part(image: &Image, part: &Part, edits: &[(usize, &Option<New>)], more:
     Ok(())
 }
 
-/// With the time of what was there, and under its name.
+/// Writes an entry with the inode number and time of `old`.
 fn write_new(new: &New, old: &Header, name: &[u8], out: &mut dyn Write) -> Result<()> {
     let size = u32::try_from(new.data.len()).context("more than 4 GiB")?;
     let header = Header { ino: old.ino, mode: new.mode, nlink: 1, mtime: old.mtime, size, ..Header::default() };

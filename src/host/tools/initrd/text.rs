@@ -1,5 +1,4 @@
-//! Names and numbers of an image for people. A name may hold any byte: what comes out is printable
-//! ASCII.
+//! Names and numbers of an image as text. A name may hold any byte; the output is printable ASCII.
 
 use crate::host::data::text::{Ink, Screen, printable};
 
@@ -12,7 +11,7 @@ pub fn escaped(name: &[u8]) -> String {
     name.utf8_chunks().map(|chunk| text(&chunk)).collect()
 }
 
-/// A file's permissions as `ls` has them, without the type.
+/// A file's permissions as `ls` prints them, without the type.
 pub fn permissions(mode: u32) -> String {
     let bit = |mask: u32, letter: char| if mode & mask != 0 { letter } else { '-' };
     let triple = |shift: u32, special: u32, set: char| {
@@ -38,8 +37,8 @@ pub fn megabytes(bytes: u64) -> String {
     format!("{}.{} MB", tenths / 10, tenths % 10)
 }
 
-/// Lines with columns as wide as they must be; `right`: those that stand at the right. The last is
-/// not padded. The first row is the head.
+/// Lines with aligned columns; `right`: right-aligned columns. The last column is not padded. The
+/// first row is the head.
 pub fn table(rows: &[Vec<String>], right: &[usize], screen: &Screen) -> String {
     let columns = rows.first().map_or(0, Vec::len);
     let width = |column: usize| rows.iter().filter_map(|r| r.get(column)).map(String::len).max().unwrap_or(0);

@@ -1,9 +1,9 @@
-//! What a guest's root holds after the kernel has unpacked an image: entries applied in their
-//! order, by the kernel's own rules (init/initramfs.c).
+//! A guest's root after the kernel has unpacked an image: entries applied in their order, by the
+//! kernel's own rules (init/initramfs.c).
 //!
-//! A later entry replaces an earlier one; a directory that is not empty is not replaced; links on
-//! the way are followed; what has no directory to go into is left out without a word; `..` ends at
-//! the root. Nothing is written anywhere.
+//! A later entry replaces an earlier one, except a directory that is not empty. Links on the way
+//! are followed. An entry without a parent directory is omitted silently. `..` ends at the root.
+//! Nothing is written to a disk.
 
 use super::image::{Content, Image};
 use super::newc::{Header, Kind, MAX_NAME};
@@ -11,24 +11,24 @@ use anyhow::{Result, bail};
 use std::cell::Cell;
 use std::collections::{BTreeMap, HashMap};
 
-/// Links that are followed for one path, as in the kernel.
+/// Limit of links followed for one path, as in the kernel.
 const MAX_LINKS: usize = 40;
-/// Steps from name to name for the whole image: a real one takes some hundred thousand.
+/// Limit of steps from name to name for the whole image; a real one takes some hundred thousand.
 const MAX_STEPS: u64 = 200_000_000;
 
 /// Index of a node.
 pub type Id = usize;
 pub const ROOT: Id = 0;
 
-/// Something with a name.
+/// A named object in the root.
 #[derive(Debug)]
 pub struct Node {
     parent: Id,
     name: Vec<u8>,
-    /// Bytes of its path from the root.
+    /// Bytes of the node's path from the root.
     path_length: u64,
     pub what: What,
-    /// Of the entry that made it, or changed it last; none for the root without one.
+    /// Index of the entry that made or last changed the node; None for a root without an entry.
     pub entry: Option<usize>,
     /// Mode, owner, device numbers. A file's are in its [`FileData`].
     meta: Header,
@@ -52,7 +52,7 @@ struct FileData {
     names: u32,
 }
 
-/// Why the kernel leaves an entry out.
+/// Reason why the kernel omits an entry.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum LeftOut {
     NoDirectory,
@@ -76,30 +76,30 @@ impl LeftOut {
     }
 }
 
-/// The root and all that is in it.
+/// The root and everything below.
 #[derive(Debug)]
 pub struct Tree {
     nodes: Vec<Node>,
     files: Vec<FileData>,
-    /// Entries that the kernel leaves out.
+    /// Entries that the kernel omits.
     pub left_out: Vec<(usize, LeftOut)>,
-    /// Entries whose name an earlier one had.
+    /// Entries with the name of an earlier entry.
     pub again: Vec<usize>,
     steps: Cell<u64>,
     /// Bytes of the longest path.
     longest: u64,
 }
 
-/// What a path leads to.
+/// End of a walk along a path.
 enum Walk {
     Node(Id),
-    /// The directory is there, and nothing of this name in it.
+    /// The directory exists, and has nothing of this name.
     Missing(Id, Vec<u8>),
     Nowhere,
 }
 
 impl Tree {
-    /// Errors: no kernel would take so long.
+    /// Errors: a path is too long, or the image takes too many steps.
     pub fn new(image: &Image) -> Result<Self> {
         let meta = Header { mode: Kind::Directory.bits() | 0o755, ..Header::default() };
         let root = Node { parent: ROOT, name: Vec::new(), path_length: 0, what: What::Directory(BTreeMap::new()), entry: None, meta };
@@ -116,7 +116,7 @@ impl Tree {
             if let Err(why) = made {
                 tree.left_out.push((index, why));
             }
-            // Links make paths that no process could name.
+            // Links can make paths that no process could name.
             if tree.longest >= MAX_NAME {
                 bail!("entry {index} of {}: its path from the root has more than {} bytes", image.entries.len(), MAX_NAME - 1);
             }
@@ -140,7 +140,7 @@ impl Tree {
             Walk::Nowhere => return Err(LeftOut::NoDirectory),
         };
         if let Some(id) = old {
-            // Directories come again wherever archives follow each other.
+            // Directories are repeated wherever archives follow each other.
             if kind != Kind::Directory || self.kind(id) != kind {
                 self.again.push(index);
             }
@@ -173,8 +173,8 @@ impl Tree {
                         self.add(parent, name, What::File(data), index, meta);
                     }
                     let file = &mut self.files[data];
-                    // The kernel cuts a file to the size of the entry with data, and leaves it
-                    // where there is none.
+                    // The kernel truncates a file to the size of an entry with data, and keeps the
+                    // content if the entry has no data.
                     if header.size > 0 {
                         file.content = Some(entry.data.clone());
                     }
@@ -186,7 +186,7 @@ impl Tree {
                 }
                 let content = Some(entry.data.clone());
                 match old.and_then(|id| Some((id, self.data(id)?))) {
-                    // The file that is there is written again, under all of its names.
+                    // The existing file is rewritten, under all of its names.
                     Some((id, data)) => {
                         let names = self.files[data].names;
                         self.files[data] = FileData { meta, content, names };
@@ -200,7 +200,7 @@ impl Tree {
                 }
             }
             (Kind::Char | Kind::Block | Kind::Fifo | Kind::Socket, Some(id)) => {
-                // It stays the device it was: the kernel changes its owner and mode alone.
+                // An existing device keeps its number: the kernel changes owner and mode alone.
                 let rdev = self.nodes[id].meta.rdev;
                 self.nodes[id].meta = Header { rdev, ..meta };
             }
@@ -234,7 +234,7 @@ impl Tree {
         Ok(())
     }
 
-    /// From a directory, along a path. `follow`: also where the path itself is a link.
+    /// Walks from a directory along a path. `follow`: also if the path itself is a link.
     fn walk(&self, from: Id, path: &[u8], follow: bool, links: &mut usize) -> Walk {
         let mut at = if path.starts_with(b"/") { ROOT } else { from };
         let names: Vec<&[u8]> = path.split(|b| *b == b'/').filter(|n| !n.is_empty() && *n != b".").collect();
@@ -270,7 +270,7 @@ impl Tree {
         Walk::Node(at)
     }
 
-    /// What a path leads to in the end, from the root.
+    /// Node at a path from the root, with all links followed.
     pub fn find(&self, path: impl AsRef<[u8]>) -> Option<Id> {
         match self.walk(ROOT, path.as_ref(), true, &mut 0) {
             Walk::Node(id) => Some(id),
@@ -278,7 +278,7 @@ impl Tree {
         }
     }
 
-    /// The same, but a link at its end is what is found.
+    /// Node at a path from the root; a link at its end is not followed.
     pub fn find_no_follow(&self, path: impl AsRef<[u8]>) -> Option<Id> {
         match self.walk(ROOT, path.as_ref(), false, &mut 0) {
             Walk::Node(id) => Some(id),
@@ -286,7 +286,7 @@ impl Tree {
         }
     }
 
-    /// What a name in a directory leads to in the end.
+    /// Node at a path from a directory, with all links followed.
     pub fn find_in(&self, directory: Id, path: impl AsRef<[u8]>) -> Option<Id> {
         match self.walk(directory, path.as_ref(), true, &mut 0) {
             Walk::Node(id) => Some(id),
@@ -319,22 +319,22 @@ impl Tree {
         self.data(id).and_then(|data| self.files.get(data)).map_or(&self.nodes[id].meta, |file| &file.meta)
     }
 
-    /// Of a regular file.
+    /// Content of a regular file.
     pub fn content(&self, id: Id) -> Option<&Content> {
         self.files.get(self.data(id)?)?.content.as_ref()
     }
 
-    /// Names that a regular file has.
+    /// Number of names of a regular file.
     pub fn names(&self, id: Id) -> u32 {
         self.data(id).and_then(|data| self.files.get(data)).map_or(1, |file| file.names)
     }
 
-    /// A number that names of the same file share.
+    /// A number shared by all names of one file.
     pub fn file(&self, id: Id) -> Option<usize> {
         self.data(id)
     }
 
-    /// From the root, without links; the root is `/`.
+    /// Path from the root, without links; the root is `/`.
     pub fn path(&self, mut id: Id) -> Vec<u8> {
         let mut names = Vec::new();
         while id != ROOT {
@@ -358,7 +358,7 @@ impl Tree {
         names.into_iter().flatten().map(|(name, id)| (name.as_slice(), *id))
     }
 
-    /// Everything below a directory, parents first, names in order; without itself.
+    /// Everything below a directory, parents first, names in order; without the directory itself.
     pub fn below(&self, directory: Id) -> Vec<Id> {
         let mut all = Vec::new();
         let mut rest: Vec<Id> = self.list(directory).map(|(_, id)| id).collect();

@@ -1,9 +1,8 @@
-//! An image's tree as a directory: for code that reads a guest's root. Made in a directory of its
-//! own that is gone afterwards.
+//! An image's tree as a temporary directory, for code that reads a guest's root.
 //!
-//! Names come from the tree, where none has a slash or is `..`, and parents are directories made
-//! here: nothing is written elsewhere, whatever the image says. Files that nobody reads have their
-//! size and no content.
+//! Names come from the tree, where no name has a slash or is `..`, and parents are directories made
+//! here: no image can cause a write elsewhere. Files without readers have their size and no
+//! content.
 
 use super::text::escaped;
 use super::tree::{ROOT, Tree, What};
@@ -23,7 +22,7 @@ pub struct View(PathBuf);
 /// Writes a file's content.
 pub type Copy<'a> = &'a dyn Fn(&mut File) -> io::Result<()>;
 
-/// A view under way: parents come before what is in them.
+/// A view under construction: parents come before their entries.
 pub struct Making {
     view: View,
     directories: Vec<(PathBuf, SystemTime)>,
@@ -37,7 +36,7 @@ impl Making {
         Ok(Self { view: View(made?), directories: Vec::new() })
     }
 
-    /// With a slash in front or without.
+    /// Path in the view; `path` may have a leading slash.
     fn at(&self, path: &[u8]) -> PathBuf {
         self.view.0.join(OsStr::from_bytes(path.strip_prefix(b"/").unwrap_or(path)))
     }
@@ -58,7 +57,7 @@ impl Making {
         self.done(path, symlink(OsStr::from_bytes(target), self.at(path)))
     }
 
-    /// `content` writes it; without, the file has its length and nothing else.
+    /// `content` writes the file; without it, the file is a hole of its length.
     pub fn file(&mut self, path: &[u8], mode: u32, length: u64, content: Option<Copy>) -> Result<()> {
         let own = if mode & 0o111 != 0 { 0o700 } else { 0o600 };
         let write = || -> io::Result<()> {
@@ -72,7 +71,7 @@ impl Making {
     }
 
     pub fn end(self) -> Result<View> {
-        // Last: what is put into a directory changes its time.
+        // Set times last: a new entry changes its directory's time.
         for (path, mtime) in self.directories {
             let set = File::open(&path).and_then(|directory| directory.set_modified(mtime));
             set.with_context(|| format!("set the time of {}", path.display()))?;
@@ -82,7 +81,7 @@ impl Making {
 }
 
 impl View {
-    /// `wanted`: which files, by name, are read.
+    /// `wanted`: whether the content of a file is copied, by name.
     pub fn new(tree: &Tree, wanted: impl Fn(&[u8]) -> bool) -> Result<Self> {
         let mut making = Making::begin()?;
         for id in tree.below(ROOT) {

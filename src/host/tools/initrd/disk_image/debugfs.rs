@@ -7,8 +7,8 @@ use crate::host::tools::initrd::helper;
 use crate::host::tools::initrd::tree::Tree;
 use crate::nvml::PROGRAM;
 
-/// One command a line. What is there is removed first, and a directory that is there is not made
-/// again: `mkdir` would damage the file system.
+/// One command a line. Existing files are removed first. An existing directory is not made again:
+/// `mkdir` would damage the file system.
 pub fn commands(tree: &Tree, wanted: &Wanted) -> String {
     let is_there = |path: &str| tree.find_no_follow(path).is_some();
     let remove = |path: &str, name: &str| if is_there(path) { vec![format!("rm {name}")] } else { Vec::new() };

@@ -1,7 +1,7 @@
 //! Reader of erofs file systems (fs/erofs/erofs_fs.h of Linux): names, modes, owners, times and
-//! places of data. Contents are read on request.
+//! places of data. File contents are read on request.
 //!
-//! Hostile: every number is checked against the file's length; names that are no names, directories
+//! Images are untrusted: numbers are checked against the file's length. Invalid names, directories
 //! with two parents and unordered directories are errors. Compressed contents are not read.
 
 use super::reading_limits::{Limits, MAX_ENTRIES, limit_depth};
@@ -20,8 +20,8 @@ const SUPERBLOCK_BYTES: usize = 128;
 const MAGIC: u32 = 0xe0f5_e1e2;
 /// The superblock has a checksum.
 const COMPAT_CHECKSUM: u32 = 1;
-/// 48-bit block numbers, and metadata in an inode of its own: the superblock's fields mean
-/// something else.
+/// Unsupported features, like 48-bit block numbers or metadata in an inode of its own, which change
+/// the meaning of the superblock's fields.
 const INCOMPAT_UNKNOWN: u32 = !0x7f;
 /// Block sizes from 4 to 64 KiB, as powers of two.
 const BLOCK_BITS: std::ops::RangeInclusive<u8> = 12..=16;
@@ -34,7 +34,7 @@ pub const MAX_DIRECTORY: u64 = 64 << 20;
 /// `NAME_MAX` of Linux.
 const MAX_NAME: usize = 255;
 const MAX_TARGET: u64 = 4096;
-/// Chunk that is a hole.
+/// Address of a chunk that is a hole.
 const HOLE: u32 = u32::MAX;
 
 /// Numbers of the superblock.
@@ -71,7 +71,7 @@ pub struct Inode {
     /// 64 bytes instead of 32.
     pub is_extended: bool,
     pub layout: Layout,
-    /// First byte behind inode and extended attributes.
+    /// First byte after inode and extended attributes.
     pub behind: u64,
     pub mode: u32,
     pub nlink: u32,
@@ -91,7 +91,7 @@ pub struct Dirent {
     pub name: Vec<u8>,
 }
 
-/// A file system and what is in it.
+/// A file system and its entries.
 #[derive(Debug)]
 pub struct Erofs {
     pub source: Content,
@@ -105,8 +105,8 @@ pub fn number<const N: usize>(bytes: &[u8], at: usize) -> u64 {
     bytes.get(at..at + N).unwrap_or_default().iter().rev().fold(0, |number, byte| number << 8 | u64::from(*byte))
 }
 
-/// Of the superblock's block from the superblock on, with zeros for itself: the kernel's crc32c,
-/// which begins with ~0 and does not invert the end.
+/// Checksum of the superblock's block from the superblock on, with its own field zeroed: the
+/// kernel's crc32c, which begins with ~0 and does not invert the end.
 pub fn checksum(bytes: &[u8]) -> u32 {
     const POLYNOMIAL: u32 = 0x82f6_3b78;
     bytes
@@ -212,7 +212,7 @@ impl Superblock {
         })
     }
 
-    /// First byte of data in blocks, where the inode names one.
+    /// First byte of data in blocks, if the inode has such data.
     pub fn data_at(&self, inode: &Inode) -> Option<u64> {
         let in_blocks = match inode.layout {
             Layout::Plain => inode.size > 0,
@@ -247,12 +247,12 @@ impl Superblock {
     }
 }
 
-/// Regular files, directories and links; a device's `start` is its number.
+/// Whether an inode has data: a file, directory or link. A device's `start` is its number.
 fn has_data(inode: &Inode) -> bool {
     matches!(Kind::of(inode.mode), Kind::File | Kind::Directory | Kind::Link)
 }
 
-/// Data that does not lie in one piece.
+/// Data that is not contiguous.
 struct Data {
     source: Content,
     block: u64,
@@ -260,7 +260,7 @@ struct Data {
 }
 
 impl Data {
-    /// Where a byte of the file lies (none: a hole), and how many follow it there.
+    /// Offset of a byte of the file (None: a hole), and the number of bytes contiguous with it.
     fn place(&self, offset: u64) -> io::Result<(Option<u64>, u64)> {
         let Inode { size, behind, start, .. } = self.inode;
         let left = size.saturating_sub(offset);
@@ -316,12 +316,12 @@ pub fn dirents(bytes: &[u8], block: u64) -> Result<Vec<Dirent>> {
         let begin = |index: usize| if index < count { number::<2>(part, index * DIRENT + 8) as usize } else { part.len() };
         for index in 0..count {
             let name = part.get(begin(index)..begin(index + 1)).context("a name that ends before it begins")?;
-            // The last one ends with a NUL or with the block.
+            // The last name ends with a NUL or with the block.
             let end = if index + 1 == count { name.iter().position(|b| *b == 0).unwrap_or(name.len()) } else { name.len() };
             let name = name.get(..end).unwrap_or_default();
             let is_name = !name.is_empty() && name.len() <= MAX_NAME && !name.contains(&0) && !name.contains(&b'/');
             ensure!(is_name, "{} is no name", escaped(name));
-            // The kernel looks for names by halves.
+            // The kernel searches names by bisection.
             let in_order = all.last().is_none_or(|last| last.name.as_slice() < name);
             ensure!(in_order, "{} is out of order", escaped(name));
             ensure!(all.len() < MAX_ENTRIES, "more than {MAX_ENTRIES} entries: no guest has so many");
@@ -332,8 +332,8 @@ pub fn dirents(bytes: &[u8], block: u64) -> Result<Vec<Dirent>> {
 }
 
 impl Erofs {
-    /// Reads names and inodes. `same`: a file system that this one was made of; contents below its
-    /// byte are shared with it, not read again.
+    /// Reads names and inodes. `same`: the file system that this one was made from, and a byte;
+    /// contents below that byte are shared with it, not read again.
     pub fn read(source: Content, same: Option<(&Erofs, u64)>) -> Result<Self> {
         let superblock = Superblock::read(&source)?;
         let source = source.part(0..superblock.bytes());
@@ -386,10 +386,10 @@ impl Erofs {
     fn push(&mut self, inode: Inode, name: Vec<u8>, target: Vec<u8>, content: Content) {
         let kind = Kind::of(inode.mode);
         let size = if matches!(kind, Kind::File | Kind::Link) { inode.size as u32 } else { 0 };
-        // As new_decode_dev of Linux.
+        // Decode as new_decode_dev of Linux.
         let rdev = if kind.is_device() { (inode.start >> 8 & 0xfff, inode.start & 0xff | inode.start >> 12 & 0xfff00) } else { (0, 0) };
         let nlink = if kind == Kind::File { inode.nlink } else { 1 };
-        // Two halves of the number: names of the same inode are hard links.
+        // Split the inode number: names of the same inode are hard links.
         let (ino, dev) = (inode.nid as u32, (0, (inode.nid >> 32) as u32));
         let Inode { mode, uid, gid, mtime, .. } = inode;
         let header = Header { ino, mode, uid, gid, nlink, mtime: mtime as u32, size, dev, rdev, ..Header::default() };

@@ -1,8 +1,8 @@
-//! Another init in an erofs file system: new inodes and changed directories go behind its end,
-//! inodes of changed directories and the superblock are set in place. Every other byte stays, and
-//! so does every extended attribute, compressed file and hard link.
+//! Replaces the init in an erofs file system: new inodes and changed directories are appended,
+//! inodes of changed directories and the superblock are patched in place. Every other byte stays,
+//! and so does every extended attribute, compressed file and hard link.
 //!
-//! What was added begins with [`MARK`]: the next edit takes its place, so that an image does not
+//! The appended part begins with [`MARK`]. The next edit replaces that part, so an image does not
 //! grow with every upgrade.
 
 use super::erofs;
@@ -16,22 +16,22 @@ use crate::nvml::PROGRAM;
 use anyhow::{Context, Result, ensure};
 use std::collections::{BTreeMap, BTreeSet};
 
-/// First bytes of what was added; the number of inodes that the file system had before follows.
+/// First bytes of the appended part; the number of inodes before the edit follows.
 const MARK: &[u8; 24] = b"kata-gpu-init root part\n";
-/// Bytes of an inode that is added.
+/// Bytes of an added inode.
 const INODE: u64 = 64;
-/// Bits of a data layout in an inode's format; all clear: in blocks.
+/// Mask of the data layout in an inode's format; all clear: in blocks.
 const LAYOUT: u16 = 0b1110;
 const FILE: u8 = 1;
 const DIRECTORY: u8 = 2;
 const LINK: u8 = 7;
 
-/// What makes the new file system of the old one.
+/// Changes from the old file system to the new one.
 #[derive(Debug)]
 pub struct Edit {
-    /// Bytes in place, by their offset.
+    /// Bytes replaced in place, by offset.
     pub patches: BTreeMap<u64, Vec<u8>>,
-    /// Where `added` goes, and where the old file system's bytes end to count.
+    /// Offset of `added`; the old file system's bytes from there on are dropped.
     pub at: u64,
     pub added: Vec<u8>,
 }
@@ -47,7 +47,7 @@ impl Edit {
 enum Parent {
     /// Index in [`Erofs::inodes`].
     Old(usize),
-    /// Index of an inode that is added.
+    /// Index of an added inode.
     New(usize),
 }
 
@@ -60,7 +60,7 @@ struct New {
 #[derive(Default)]
 struct Plan {
     new: Vec<New>,
-    /// Names that directories get, by the index of their inode, old or new.
+    /// Names added to directories, by the index of the directory's inode, old or new.
     in_old: BTreeMap<usize, Vec<(&'static str, usize, u8)>>,
     in_new: BTreeMap<usize, Vec<(&'static str, usize, u8)>>,
 }
@@ -88,7 +88,7 @@ impl Plan {
     }
 }
 
-/// Computes the edit; changes nothing.
+/// Computes the edit without changing the file system.
 pub fn edit(fs: &Erofs, tree: &Tree, wanted: &Wanted) -> Result<Edit> {
     let superblock = &fs.superblock;
     let (at, inodes_before) = place_of_former(fs, tree, wanted)?.unwrap_or((superblock.bytes(), superblock.inodes));
@@ -116,8 +116,8 @@ pub fn edit(fs: &Erofs, tree: &Tree, wanted: &Wanted) -> Result<Edit> {
     lay_out(fs, plan, at, inodes_before)
 }
 
-/// Where the former edit began, and the number of inodes before it; none where there was none, or
-/// something else lies behind that place.
+/// Offset of the former edit and the number of inodes before it. None: no former edit, or other
+/// data after that offset.
 fn place_of_former(fs: &Erofs, tree: &Tree, wanted: &Wanted) -> Result<Option<(u64, u64)>> {
     let superblock = &fs.superblock;
     let Some(init) = tree.find_no_follow("/init").and_then(|id| fs.inodes.get(tree.node(id).entry?)) else { return Ok(None) };
@@ -136,7 +136,7 @@ fn place_of_former(fs: &Erofs, tree: &Tree, wanted: &Wanted) -> Result<Option<(u
     if wanted.list.is_some() {
         for (path, _) in LIST_DIRECTORIES {
             changed.insert(path.as_bytes().to_vec());
-            // One that was added is added again, if it has nothing else.
+            // Replace a directory of the former edit if nothing else is in it.
             let only = |id: Id| {
                 tree.list(id).all(|(name, _)| name == LIST_NAME.as_bytes() || LIST_DIRECTORIES.iter().any(|l| l.1.as_bytes() == name))
             };
@@ -162,7 +162,7 @@ fn lay_out(fs: &Erofs, mut plan: Plan, at: u64, inodes_before: u64) -> Result<Ed
     let block = superblock.block;
     let inode_at = |index: usize| at + INODE * (1 + index as u64);
     let nid = |index: usize| (inode_at(index) - superblock.meta) / SLOT;
-    // Directories know their own numbers and that of the one above.
+    // A directory contains the inode numbers of itself and of its parent.
     let above: BTreeMap<usize, u64> = {
         let of_old = plan.in_old.iter().flat_map(|(at, names)| names.iter().map(move |name| (name.1, fs.inodes.get(*at).map(|i| i.nid))));
         let of_new = plan.in_new.iter().flat_map(|(at, names)| names.iter().map(move |name| (name.1, Some(nid(*at)))));
@@ -255,7 +255,7 @@ fn inode(new: &New, start: u32, number: u32, mtime: u64) -> [u8; INODE as usize]
     bytes
 }
 
-/// What changes in a directory's inode.
+/// Patches of a changed directory's inode.
 fn directory_inode(fs: &Erofs, old: &Inode, nlink: u32, size: u64, start: u32) -> Result<Vec<(u64, Vec<u8>)>> {
     let mut format = [0; 2];
     exact(&fs.source, old.at, &mut format)?;
@@ -278,7 +278,7 @@ fn patch_superblock(fs: &Erofs, patches: &mut BTreeMap<u64, Vec<u8>>, bytes: u64
     patches.insert(SUPERBLOCK + 16, inodes.to_le_bytes().to_vec());
     patches.insert(SUPERBLOCK + 36, blocks.to_le_bytes().to_vec());
     if has_checksum {
-        // The sum is of the whole block behind the superblock's beginning, inodes included.
+        // The checksum covers the block from the superblock's first byte on, inodes included.
         let mut sum_of = vec![0; (block - SUPERBLOCK) as usize];
         exact(&fs.source, SUPERBLOCK, &mut sum_of)?;
         sum_of[4..8].fill(0);

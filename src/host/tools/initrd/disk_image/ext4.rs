@@ -1,7 +1,7 @@
-//! Reader of ext4 file systems, by the crate `ext4-view`, and the comparison of what it does not
-//! show: inodes with their extended attributes.
+//! Reader of ext4 file systems with the crate `ext4-view`, and a comparison of inodes and their
+//! extended attributes, which the crate does not show.
 //!
-//! Hostile: what the crate takes from the superblock without a bound is checked before it is asked.
+//! Images are untrusted: superblock fields that the crate does not bound are checked first.
 
 use super::erofs::{MAX_DIRECTORY, exact, number};
 use super::reading_limits::{Limits, limit_depth};
@@ -19,25 +19,25 @@ use std::rc::Rc;
 
 const SUPERBLOCK: u64 = 1024;
 const MAGIC: u64 = 0xef53;
-/// The journal has changes that are not in their places.
+/// The journal contains changes that are not yet in place.
 const NEEDS_RECOVERY: u64 = 0x4;
-/// Group descriptors in other places, and extended attributes in inodes of their own.
+/// Unsupported: group descriptors in other places, and extended attributes in their own inodes.
 const UNSUPPORTED: [(u64, &str); 2] = [(0x10, "meta_bg"), (0x400, "ea_inode")];
 const IS_64_BIT: u64 = 0x80;
-/// `mke2fs -g` takes no fewer.
+/// Minimum of `mke2fs -g`.
 const MIN_PER_GROUP: u64 = 256;
 const ROOT_INODE: u64 = 2;
 /// Bytes of an inode before `i_extra_isize`.
 const OLD_INODE: usize = 128;
-/// Largest inode that is read: a group's are read together.
+/// Largest accepted inode: all inodes of a group are read together.
 const MAX_INODE: usize = 1024;
 const MAX_TARGET: u64 = 4096;
-/// Inodes that a change may touch: directories on the way to init, link, helper and list; what
-/// those four replace; what is new.
+/// Limits of inodes that a change may touch: parent directories of init, link, helper and list;
+/// inodes that these four replace; new inodes.
 const MAX_DIRECTORIES: usize = 6;
 const MAX_REPLACED: usize = 4;
 const MAX_NEW: usize = 6;
-/// What a shared attribute block has in it that changes with the number of its users.
+/// Fields of a shared attribute block that change with the number of its users.
 const COUNTS: [std::ops::Range<usize>; 2] = [4..8, 16..20];
 
 struct Source(Content);
@@ -59,7 +59,7 @@ struct Layout {
 }
 
 impl Layout {
-    /// Errors: not sound enough to be read, or with features that cannot be compared.
+    /// Errors: the file system is damaged, or has features that cannot be compared.
     fn read(source: &Content) -> Result<Self> {
         let mut bytes = [0; 1024];
         exact(source, SUPERBLOCK, &mut bytes).context("read the superblock")?;
@@ -101,7 +101,7 @@ impl Layout {
     }
 }
 
-/// A file's content; opened once, as the crate looks for the path each time.
+/// A file's content. The file stays open: the crate looks up the path at every open.
 struct Data {
     fs: Ext4,
     path: PathBuf,
@@ -123,7 +123,7 @@ impl ReadAt for Data {
             file.seek_to(offset).map_err(io_error)?;
         }
         let read = file.read_bytes(buffer).map_err(io_error)?;
-        // Nobody reads on: thousands of open files would only take memory.
+        // Close the file at its end: thousands of open files would take memory.
         if read == 0 || file.position() >= file.metadata().len() {
             *open = None;
         }
@@ -190,7 +190,7 @@ pub fn read(source: &Content) -> Result<Image> {
     Ok(image)
 }
 
-/// How many inodes differ.
+/// Numbers of inodes that differ.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub struct Changed {
     pub directories: usize,
@@ -198,8 +198,8 @@ pub struct Changed {
     pub new: usize,
 }
 
-/// Compares every inode with its extended attributes. Errors: more differs than an init, a link, a
-/// helper and a list make.
+/// Compares every inode with its extended attributes. Errors: more inodes differ than an init, a
+/// link, a helper and a list explain.
 pub fn compare_inodes(before: &Content, after: &Content) -> Result<Changed> {
     let (layout, new_layout) = (Layout::read(before)?, Layout::read(after)?);
     ensure!(layout.tables == new_layout.tables && layout.inode_bytes == new_layout.inode_bytes, "inodes lie elsewhere");
@@ -235,7 +235,7 @@ pub fn compare_inodes(before: &Content, after: &Content) -> Result<Changed> {
     Ok(changed)
 }
 
-/// Links that it has.
+/// Whether an inode has links.
 fn is_used(inode: &[u8]) -> bool {
     number::<2>(inode, 26) != 0
 }
@@ -244,7 +244,7 @@ fn attribute_block(inode: &[u8]) -> u64 {
     number::<4>(inode, 104) | number::<2>(inode, 118) << 32
 }
 
-/// Attributes in the inode itself.
+/// Attributes stored in the inode itself.
 fn own_attributes(inode: &[u8]) -> &[u8] {
     let extra = if inode.len() > OLD_INODE { number::<2>(inode, OLD_INODE) as usize } else { 0 };
     inode.get(OLD_INODE + extra..).unwrap_or_default()
@@ -260,7 +260,7 @@ fn compare(inode: u64, old: &[u8], new: &[u8], first: u64, changed: &mut Changed
             changed.new += 1;
         }
         (true, true) if kind(old) == Kind::Directory => {
-            // Mode, owner and time of the last change; the number of links and the place of the
+            // Mode, owner and modification time must stay; the number of links and the place of the
             // data may change.
             let same = [0..4, 16..20, 24..26, 120..124].into_iter().all(|range| old.get(range.clone()) == new.get(range));
             let attributes = own_attributes(old) == own_attributes(new) && attribute_block(old) == attribute_block(new);

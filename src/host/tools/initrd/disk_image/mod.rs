@@ -1,9 +1,10 @@
-//! `initrd replace-init`: another init in a disk image with an erofs or ext4 root. Everything else
-//! stays: owners, modes, times, links, contents, extended attributes.
+//! `initrd replace-init`: replaces the init in a disk image with an erofs or ext4 root. Everything
+//! else stays: owners, modes, times, links, contents, extended attributes.
 //!
-//! Images are hostile: they are read here, by offset and with bounds, and never unpacked or
-//! mounted. Paths that are written to are of a closed list ([`wanted`]). Programs of others run in
-//! a sandbox. What comes out is checked by them, read again and compared before it gets its name.
+//! Images are untrusted: their bytes are read here, by offset and with bounds, and never unpacked
+//! or mounted. Written paths are from a closed list ([`wanted`]). Third-party programs run in a
+//! sandbox. The new image is checked by these programs, read again and compared before it gets its
+//! name.
 
 pub mod debugfs;
 pub mod erofs;
@@ -40,18 +41,18 @@ use std::ops::Range;
 use std::os::unix::fs::{FileExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 
-/// Largest init that is taken.
+/// Largest accepted init.
 const MAX_INIT: u64 = 256 << 20;
-/// Bytes of all files for each byte of the file system, beyond [`FREE_BYTES`]: holes and hard links
-/// make more than one.
+/// Limit of the bytes of all files for each byte of the file system, beyond [`FREE_BYTES`]: holes
+/// and hard links make the ratio exceed one.
 const MAX_RATIO: u64 = 4;
 const FREE_BYTES: u64 = 64 << 20;
-/// Bytes that are read at once.
+/// Bytes read at once.
 const CHUNK: usize = 1 << 20;
-/// Bytes of an init that name its loader.
+/// Part of an init that contains the loader's path.
 const PAGE: usize = 4096;
 
-/// What is to be done.
+/// Arguments of a replacement.
 #[derive(Debug)]
 pub struct Wish {
     pub image: PathBuf,
@@ -61,26 +62,26 @@ pub struct Wish {
     pub manifest: bool,
 }
 
-/// What was done.
+/// Result of a replacement.
 #[derive(Debug)]
 pub struct Replaced {
     pub written: Written,
     pub disk: Disk,
-    /// Bytes of the partition, where it had to grow.
+    /// Bytes of the partition, if it was enlarged.
     pub grown: Option<u64>,
-    /// Names that are what they were.
+    /// Number of unchanged names.
     pub kept: usize,
     pub differences: Vec<Difference>,
-    /// Files in the list of the driver's files, or why there is none.
+    /// Files in the list of the driver's files, or the reason for no list.
     pub manifest: Result<usize, String>,
-    /// The helper that is in the image now, or why there is none.
+    /// The helper in the new image, or the reason for no helper.
     pub helper: Result<PathBuf, String>,
     /// Loader and libraries that the helper does not find in the image.
     pub helper_lacks: Vec<String>,
     pub has_module: bool,
 }
 
-/// Where a root's file system is read from.
+/// A root's file system.
 enum Root {
     Erofs(erofs::Erofs),
     Ext4(Image),
@@ -102,8 +103,8 @@ impl Root {
     }
 }
 
-/// Errors: files claim more than could be in the image, by holes or as many files with the same
-/// data. To read them all would take days.
+/// Errors: the files' sizes add up to more than the image can hold, by holes or shared data.
+/// Reading all of them would take days.
 fn limit_contents(root: &Root, bytes: u64) -> Result<()> {
     let is_read = |index: usize| match root {
         Root::Erofs(fs) => fs.inodes.get(index).is_some_and(|inode| inode.layout != erofs::Layout::Compressed),
@@ -129,7 +130,7 @@ pub fn read_all(kind: FileSystem, source: Content) -> Result<(Image, Tree)> {
     Ok((root, tree))
 }
 
-/// Writes an image with another init beside the output. The caller gives it its name.
+/// Writes an image with another init beside the output. The caller renames it.
 pub fn replace(wish: &Wish) -> Result<Replaced> {
     let init = read_init(&wish.init)?;
     let shown = wish.image.display();
@@ -137,7 +138,7 @@ pub fn replace(wish: &Wish) -> Result<Replaced> {
     let length = image.metadata().with_context(|| format!("look at image {shown}"))?.len();
     let disk = disk::look(&image, length).with_context(|| format!("read image {shown}"))?;
     let disk = disk.map_err(|why| anyhow::anyhow!("{shown}: {why}: this takes erofs and ext4 (an initrd: kata-gpu-boot initrd repack)"))?;
-    // Claimed first: an hour's work must not end with a name that cannot be had.
+    // Create the output first: an unusable name must fail before an hour of work.
     let mut output = Output::create(&wish.output, Form::Plain)?;
     let work = Work::new()?;
     let old = Content::of_file(image.try_clone()?)?.part(disk.root_at..disk.root_at + disk.root_bytes);
@@ -182,14 +183,14 @@ fn open(path: &Path) -> Result<File> {
     helper::open_regular(path, "image")
 }
 
-/// The program, which is not run. Errors: an image could not start it, or it is another.
+/// Reads the init without running it. Errors: the program is another, or an image cannot start it.
 fn read_init(path: &Path) -> Result<Vec<u8>> {
     let shown = path.display();
     let file = Content::of_file(open(path)?)?;
     let init = file.bytes(MAX_INIT).with_context(|| format!("read init {shown}"))?;
     ensure!(init.starts_with(b"\x7fELF"), "init {shown}: not an ELF file (INIT is the program kata-gpu-init)");
     let head = init.get(..PAGE).unwrap_or(&init);
-    // The loader's path is in a program's first page. An image has no libraries for it to count on.
+    // The first page holds a loader's path. An image has no libraries for such an init.
     ensure!(
         memmem::find(head, b"/ld-").is_none(),
         "init {shown}: dynamically linked, or another program (INIT is the guest's program, kata-gpu-init): build it with cargo build --release --target \
@@ -202,7 +203,7 @@ fn read_init(path: &Path) -> Result<Vec<u8>> {
     Ok(init)
 }
 
-/// Leaves holes where there are zeros.
+/// Copies a root, with holes in place of zeros.
 fn copy_sparse(from: &Content, to: &Path) -> Result<()> {
     let file = File::options().write(true).create_new(true).mode(0o600).open(to)?;
     let mut at = 0;
@@ -217,8 +218,7 @@ fn copy_sparse(from: &Content, to: &Path) -> Result<()> {
     Ok(())
 }
 
-/// The list of the driver's files with their number. The inner error says why the image does
-/// without.
+/// The list of the driver's files with their number. The inner error is the reason for no list.
 fn driver_files(image: &Image, tree: &Tree) -> Result<Result<(Vec<u8>, usize), String>> {
     let question = Question { user_space: false, ..Question::default() };
     let version = verify::check(image, tree, &question).driver.and_then(|driver| driver.version);
@@ -233,16 +233,16 @@ fn driver_files(image: &Image, tree: &Tree) -> Result<Result<(Vec<u8>, usize), S
     driver_list::of(&view, version.as_deref(), driver_list::path().as_bytes())
 }
 
-/// Where an erofs file system was changed.
+/// Changed places of an erofs file system.
 #[derive(Default)]
 struct Changed {
     /// Byte from which on everything is new.
     from: u64,
-    /// Places before it, in order.
+    /// Changed ranges before `from`, in order.
     places: Vec<Range<u64>>,
 }
 
-/// Changes the copy.
+/// Changes the copy of the root.
 fn change(work: &Work, root: &Root, tree: &Tree, wanted: &Wanted) -> Result<Changed> {
     match root {
         Root::Erofs(fs) => {
@@ -267,7 +267,7 @@ fn change(work: &Work, root: &Root, tree: &Tree, wanted: &Wanted) -> Result<Chan
     }
 }
 
-/// Puts the disk together.
+/// Assembles the disk.
 fn write(
     image: &File,
     length: u64,
@@ -347,8 +347,8 @@ fn check_written(
     Ok((differences, helper_lacks))
 }
 
-/// Loader and libraries that the helper does not find. Compressed libraries cannot be read, and are
-/// not looked for.
+/// Loader and libraries that the helper does not find. Empty if the image has compressed files,
+/// which cannot be read.
 fn lacks(root: &Root, tree: &Tree) -> Vec<String> {
     let is_compressed = match root {
         Root::Erofs(fs) => fs.inodes.iter().any(|inode| inode.layout == erofs::Layout::Compressed),
@@ -357,7 +357,7 @@ fn lacks(root: &Root, tree: &Tree) -> Vec<String> {
     if is_compressed { Vec::new() } else { helper::lacks(tree) }
 }
 
-/// What was put there, owned by root.
+/// Errors: the path does not have this kind, mode and content, or does not belong to root.
 fn check_path(tree: &Tree, path: &str, kind: Kind, mode: u32, content: Option<&[u8]>) -> Result<()> {
     let full = || format!("{path} is not what was put there (is the file system full?)");
     let id = tree.find_no_follow(path).with_context(full)?;
@@ -370,7 +370,7 @@ fn check_path(tree: &Tree, path: &str, kind: Kind, mode: u32, content: Option<&[
     Ok(())
 }
 
-/// Bytes differ in the places alone.
+/// Errors: bytes outside the changed places differ.
 fn compare_bytes(old: &Content, new: &Content, changed: &Changed) -> Result<()> {
     let (mut a, mut b) = (vec![0; CHUNK], vec![0; CHUNK]);
     let ends = changed.places.iter().map(|place| (place.start, place.end)).chain([(changed.from, changed.from)]);

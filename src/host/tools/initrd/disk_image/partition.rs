@@ -1,5 +1,5 @@
-//! The disk around a root: its partition table, kept where the new root fits, and with a larger
-//! first partition where not.
+//! The disk around a root: the partition table stays if the new root fits. Otherwise the first
+//! partition is enlarged.
 
 use super::erofs::{exact, number};
 use crate::elf::ReadAt;
@@ -12,10 +12,10 @@ use std::path::Path;
 const SECTOR: u64 = 512;
 /// Partitions grow by whole MiB, and a GPT keeps one for its second copy.
 const UNIT: u64 = 1 << 20;
-/// Byte of an MBR with the number of sectors of its first partition, and the entries behind it.
+/// Range of an MBR with the number of sectors of its first partition, and the entries after it.
 const MBR_SECTORS: u64 = 446 + 12;
 const MBR_OTHERS: std::ops::Range<u64> = 446 + 16..510;
-/// Kata's image builder puts a header for nvdimm there, with a table of its own.
+/// Kata's image builder puts an nvdimm header with a partition table of its own there.
 const NVDIMM: (u64, [u8; 2]) = ((2 << 20) + 510, [0x55, 0xaa]);
 
 /// Number of a GPT's entries, in its first copy; their size follows.
@@ -23,8 +23,7 @@ const GPT_COUNT: usize = 512 + 80;
 const GPT_ENTRY: u64 = 128;
 const MAX_ENTRIES: u64 = 1024;
 
-/// How the new disk is put together: bytes before the root, bytes of the partition, and bytes
-/// behind it.
+/// Parts of the new disk: bytes before the root, size of the partition, and bytes after it.
 #[derive(Debug, PartialEq, Eq)]
 pub struct Grown {
     pub head: Vec<u8>,
@@ -38,8 +37,8 @@ fn put(head: &mut [u8], at: u64, bytes: &[u8]) {
     }
 }
 
-/// A table for a root that does not fit any more. None: it fits. `scratch`: a file that may be
-/// made.
+/// Partition table for a root that does not fit any more; None if the root fits. `scratch`: path of
+/// a file that may be made.
 pub fn grow(image: &File, disk: &Disk, root_bytes: u64, scratch: &Path) -> Result<Option<Grown>> {
     let partition = root_bytes.next_multiple_of(UNIT);
     if disk.table == Table::None || root_bytes <= disk.root_bytes {
@@ -77,7 +76,7 @@ pub fn grow(image: &File, disk: &Disk, root_bytes: u64, scratch: &Path) -> Resul
             let (first, mut entry) = old.take_partitions().into_iter().next().context("a GPT without a partition")?;
             entry.first_lba = disk.root_at / SECTOR;
             entry.last_lba = entry.first_lba + u64::from(sectors) - 1;
-            // Another header: the old one ends where the old disk did.
+            // Make a new header: the old one ends at the old disk's end.
             let new = gpt::GptConfig::new().writable(true).create_from_device(old.take_device(), Some(guid));
             let mut table = new.context("make the GPT")?;
             table.update_partitions([(first, entry)].into()).context("change the GPT")?;

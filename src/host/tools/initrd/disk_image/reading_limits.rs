@@ -1,14 +1,14 @@
-//! Bounds of what is read from one image.
+//! Limits of the entries read from one image.
 
 use anyhow::{Result, ensure};
 
-/// Entries and bytes of all names, as of an initrd.
+/// Limits of entries and of the bytes of all names, as for an initrd.
 pub const MAX_ENTRIES: usize = 300_000;
 pub const MAX_NAMES: usize = 64 << 20;
-/// No path of a process is deeper.
+/// No process can name a deeper path.
 pub const MAX_DEPTH: usize = 2048;
 
-/// Bounds of what is read from one image.
+/// Entries and bytes of names read so far from one image.
 #[derive(Debug, Default)]
 pub struct Limits {
     entries: usize,
@@ -16,7 +16,7 @@ pub struct Limits {
 }
 
 impl Limits {
-    /// A name that waits for its turn.
+    /// Counts a name that is queued for reading.
     pub fn wait(&mut self, bytes: usize) -> Result<()> {
         self.entries += 1;
         ensure!(self.entries <= MAX_ENTRIES, "more than {MAX_ENTRIES} entries: no guest has so many");

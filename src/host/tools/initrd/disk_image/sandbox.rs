@@ -1,9 +1,9 @@
-//! Programs of e2fsprogs and erofs-utils, run where they can harm nothing: as nobody or the caller,
-//! without capabilities, in namespaces of their own, with the system's programs read-only, no
-//! network, and one directory that holds input and output.
+//! Runs programs of e2fsprogs and erofs-utils in a sandbox: as nobody or the caller, without
+//! capabilities, in namespaces of their own, with the system's programs read-only, no network, and
+//! one directory for input and output.
 //!
-//! Programs and arguments are a closed list ([`Tool`]). The same program runs itself again to enter
-//! the namespaces, before it has a second thread.
+//! Programs and arguments are a closed list ([`Tool`]). This program executes itself again to enter
+//! the namespaces while it has one thread.
 
 use crate::host::tools::initrd::text::escaped;
 use anyhow::{Context, Result, bail, ensure};
@@ -22,30 +22,30 @@ use std::os::unix::fs::symlink;
 use std::path::{Path, PathBuf};
 use std::process::{Command, ExitCode, Stdio};
 
-/// Names in the directory, as the programs see them.
+/// Paths in the directory, as the sandboxed programs see them.
 const DIRECTORY: &str = "/work";
 const IMAGE: &str = "/work/root.img";
 pub const INIT: &str = "/work/init";
 pub const HELPER: &str = "/work/helper";
 pub const LIST: &str = "/work/list";
 const COMMANDS: &str = "/work/commands";
-/// The new root, in the directory.
+/// Directory of the new root, in the work directory.
 const ROOT: &str = "root";
-/// Where programs and their libraries are.
+/// Directories of programs and their libraries.
 const SYSTEM: [&str; 7] = ["usr", "bin", "sbin", "lib", "lib32", "lib64", "libx32"];
 const PROGRAMS: [&str; 4] = ["/usr/sbin", "/usr/bin", "/sbin", "/bin"];
-/// The user that stands for nobody, which a root becomes.
+/// User id of nobody, which root becomes.
 const NOBODY: u32 = 65_534;
 const MAX_MEMORY: u64 = 4 << 30;
 const MAX_CPU_S: u64 = 900;
-/// Exit status where the program was not reached.
+/// Exit status if the program was not started.
 const NOT_STARTED: u8 = 125;
 /// Lines of a program's output in an error.
 const LINES: usize = 3;
 const CURE: &str = "user namespaces are needed: allow them (sysctl user.max_user_namespaces above 0, kernel.unprivileged_userns_clone=1, \
 kernel.apparmor_restrict_unprivileged_userns=0), or do this outside the container";
 
-/// What is run.
+/// A program with its arguments.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum Tool {
     CheckExt4,
@@ -70,8 +70,8 @@ impl Tool {
     }
 }
 
-/// A directory for input and output, gone at the end; in one of the caller's own, so that nobody
-/// else who is nobody gets there.
+/// A directory for input and output, removed at the end. Its parent belongs to the caller, so other
+/// processes of nobody cannot reach it.
 #[derive(Debug)]
 pub struct Work {
     own: PathBuf,
@@ -89,7 +89,7 @@ impl Work {
         Ok(work)
     }
 
-    /// The host's path of one of the names.
+    /// The host's path of a path in the sandbox.
     pub fn path(&self, inside: &str) -> PathBuf {
         self.inside.join(inside.trim_start_matches(DIRECTORY).trim_start_matches('/'))
     }
@@ -102,7 +102,7 @@ impl Work {
         self.path(COMMANDS)
     }
 
-    /// Runs a program; gives whether it succeeded, and the end of its output for people.
+    /// Runs a program; returns whether it succeeded, and the end of its output.
     pub fn run(&self, tool: Tool) -> Result<(bool, String)> {
         tool.program()?;
         if becomes_nobody() {
@@ -122,7 +122,7 @@ impl Work {
         let lines: Vec<String> = text.split(|b| *b == b'\n').filter(|line| !line.is_empty()).map(escaped).collect();
         let said = lines.get(lines.len().saturating_sub(LINES)..).unwrap_or_default().join("; ");
         ensure!(output.status.code() != Some(i32::from(NOT_STARTED)), "{said}");
-        // fsck.erofs ends with status 0 where a checksum is wrong.
+        // fsck.erofs exits with 0 despite a wrong checksum.
         let is_error = tool == Tool::CheckErofs && memmem::find(&text, b"<E>").is_some();
         Ok((output.status.success() && !is_error, if said.is_empty() { output.status.to_string() } else { said }))
     }
@@ -136,8 +136,8 @@ impl Drop for Work {
     }
 }
 
-/// Whether this is a root who can become nobody. In a user namespace without that user root is
-/// somebody else's user already.
+/// Whether the caller is root and can become nobody. In a user namespace that does not map nobody,
+/// root is an unprivileged user outside already.
 fn becomes_nobody() -> bool {
     let covers = |line: &str| {
         let mut numbers = line.split_whitespace().map(|word| word.parse::<u64>().unwrap_or(0));
@@ -171,14 +171,14 @@ pub fn run_inside(tool: Tool, directory: &Path) -> ExitCode {
 }
 
 fn enter(directory: &Path) -> Result<()> {
-    // First: nobody may be kept out of the directories above, and a descriptor would belong to the
-    // former mount namespace.
+    // Enter first: nobody may lack access to the parent directories, and a descriptor would belong
+    // to the former mount namespace.
     chdir(directory).with_context(|| format!("enter {}", directory.display()))?;
     if becomes_nobody() {
         setgroups(&[]).context("leave all groups")?;
         setgid(Gid::from_raw(NOBODY)).context("become group nobody")?;
         setuid(Uid::from_raw(NOBODY)).context("become user nobody")?;
-        // Else its own files in /proc are root's.
+        // Otherwise the process's own files in /proc belong to root.
         prctl::set_dumpable(true).context("open /proc/self again")?;
     }
     prctl::set_pdeathsig(Signal::SIGKILL).context("end with the caller")?;
@@ -207,7 +207,7 @@ fn enter(directory: &Path) -> Result<()> {
     Ok(())
 }
 
-/// The system's programs and the current directory, and nothing else.
+/// Mounts the system's programs and the current directory, and nothing else.
 fn mounts() -> Result<()> {
     let none: Option<&str> = None;
     mount(none, "/", none, MsFlags::MS_REC | MsFlags::MS_PRIVATE, none).context("keep mounts to itself")?;
@@ -236,7 +236,7 @@ fn mounts() -> Result<()> {
     chdir("/").context("enter the new root")
 }
 
-/// Flags that a user namespace may not take away.
+/// Mount flags that a user namespace may not clear.
 fn locked(path: &Path) -> Result<MsFlags> {
     let flags = statvfs(path).map_err(|errno: Errno| anyhow::anyhow!("look at {}: {errno}", path.display()))?.flags();
     let pairs = [

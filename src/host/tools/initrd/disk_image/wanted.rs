@@ -1,5 +1,5 @@
-//! What an image gets: the init, the link to it, NVML's helper, and the list of the driver's files.
-//! All paths are of closed lists; nothing of an image is in them.
+//! Files put into an image: the init, the link to it, NVML's helper, and the list of the driver's
+//! files. All paths are from closed lists; no path comes from an image.
 
 use crate::driver_files::manifest;
 use crate::host::tools::initrd::helper;
@@ -9,15 +9,15 @@ use crate::host::tools::initrd::tree::Tree;
 use crate::host::tools::initrd::verify::INIT;
 use anyhow::{Context, Result, ensure};
 
-/// Directories that `/sbin` may lead to.
+/// Directories that `/sbin` may resolve to.
 const SBIN: [&str; 4] = ["/sbin", "/usr/sbin", "/usr/bin", "/bin"];
-/// Directories above the list, each with its name in the one before.
+/// Parent directories of the list, each with its name in its own parent.
 pub const LIST_DIRECTORIES: [(&str, &str); 3] = [("/usr", "usr"), ("/usr/share", "share"), (manifest::DIRECTORY, "kata-gpu-init")];
 pub const LIST_NAME: &str = manifest::FILE;
 #[derive(Clone, Copy, Debug)]
 pub struct Wanted<'a> {
     pub init: &'a [u8],
-    /// The directory that `/sbin` leads to, one of [`SBIN`].
+    /// The directory that `/sbin` resolves to, one of [`SBIN`].
     pub sbin: &'static str,
     /// NVML's helper.
     pub helper: Option<&'a [u8]>,
@@ -47,7 +47,7 @@ impl Wanted<'_> {
     }
 }
 
-/// Where the link goes. Errors: the image is no guest's root, or leads what is written elsewhere.
+/// Directory of the link. Errors: the image is no guest's root, or a path of the init is unusable.
 pub fn sbin(tree: &Tree) -> Result<&'static str> {
     for directory in ["/dev", "/proc", "/sys", "/run"] {
         let found = tree.find_no_follow(directory).is_some_and(|id| tree.kind(id) == Kind::Directory);
@@ -65,7 +65,7 @@ pub fn sbin(tree: &Tree) -> Result<&'static str> {
     Ok(found)
 }
 
-/// Errors: on the way to the list is a link, or something that is no directory.
+/// Errors: the list's path contains a link, or something that is no directory.
 pub fn check_list_place(tree: &Tree) -> Result<()> {
     let refused = "the list of the driver's files is not written through links: remove it from the image";
     for (path, _) in LIST_DIRECTORIES {

@@ -1,5 +1,5 @@
 //! The driver's parts outside the kernel: firmware, libraries, and the list of them that a boot
-//! goes by. All of one version, the module's.
+//! uses. All must have the module's version.
 
 use super::finding::*;
 use super::modules::Driver;
@@ -9,16 +9,16 @@ use crate::host::tools::initrd::newc::Kind;
 use crate::host::tools::initrd::tree::{Id, ROOT, Tree};
 use crate::host::tools::initrd::view::View;
 
-/// Where the kernel looks for firmware (drivers/base/firmware_loader), below which it looks for its
-/// own release first.
+/// Directories in which the kernel looks for firmware (drivers/base/firmware_loader); the
+/// subdirectory of its own release comes first.
 const FIRMWARE: [&str; 2] = ["/lib/firmware/updates", "/lib/firmware"];
-/// Endings of what it decompresses only where it was built to.
+/// Suffixes of firmware that only some kernels decompress.
 const COMPRESSED_FIRMWARE: [&str; 2] = [".xz", ".zst"];
-/// The driver's files below these directories.
+/// Name of the driver's directory in these directories.
 const VENDOR: &str = "nvidia";
 
-/// Which versions of a library are there, with their paths. CUDA's libraries for older drivers are
-/// not the driver's.
+/// Versions of a library in the image, with their nodes. CUDA's libraries for older drivers are not
+/// the driver's.
 fn libraries(tree: &Tree, name: &str) -> Vec<(String, Id)> {
     let version = |id: &Id| {
         let version = std::str::from_utf8(tree.name(*id)).ok()?.strip_prefix(name)?.strip_prefix(".so.")?;
@@ -39,7 +39,7 @@ pub fn is_there(tree: &Tree) -> bool {
     firmware || tree.below(ROOT).into_iter().any(part)
 }
 
-/// Libraries of the user space.
+/// Checks the libraries of the user space.
 pub fn user_space(tree: &Tree, driver: Option<&Driver>, findings: &mut Vec<Finding>) -> Option<String> {
     let (cuda, nvml) = (libraries(tree, "libcuda"), libraries(tree, "libnvidia-ml"));
     let module = driver.and_then(|driver| driver.version.as_deref());
@@ -49,7 +49,7 @@ pub fn user_space(tree: &Tree, driver: Option<&Driver>, findings: &mut Vec<Findi
     if nvml.is_empty() {
         findings.push(Finding::new(&NO_NVML, format!("libnvidia-ml.so.{}", module.unwrap_or("<version>"))));
     }
-    // Without a module, the first library says which version it is to be.
+    // Without a module, the first library gives the expected version.
     let wanted = module.map(str::to_string).or_else(|| cuda.first().map(|(version, _)| version.clone()));
     for all in [&cuda, &nvml] {
         if let (Some(wanted), Some((version, id))) = (&wanted, all.first())
@@ -62,7 +62,7 @@ pub fn user_space(tree: &Tree, driver: Option<&Driver>, findings: &mut Vec<Findi
     cuda.first().or(nvml.first()).map(|(version, _)| version.clone())
 }
 
-/// Firmware of the module's version.
+/// Checks the firmware of the module's version.
 pub fn firmware(tree: &Tree, driver: &Driver, releases: &[String], findings: &mut Vec<Finding>) {
     let find = |name: &str| {
         let own = FIRMWARE.iter().flat_map(|d| releases.iter().map(move |release| format!("{d}/{release}/{name}")));
@@ -70,7 +70,7 @@ pub fn firmware(tree: &Tree, driver: &Driver, releases: &[String], findings: &mu
         paths.find(|path| tree.find(path).is_some_and(|id| tree.kind(id) == Kind::File && tree.content(id).is_some_and(|c| c.length > 0)))
     };
     if driver.firmware.is_empty() {
-        // It does not say which: one of any name.
+        // The module lists no firmware: accept GSP firmware of any name.
         let Some(version) = &driver.version else { return };
         let is_gsp = |name: &[u8]| name.starts_with(b"gsp") && name.ends_with(b".bin");
         let directories = FIRMWARE.iter().filter_map(|d| tree.find(format!("{d}/{VENDOR}/{version}")));
@@ -91,14 +91,14 @@ pub fn firmware(tree: &Tree, driver: &Driver, releases: &[String], findings: &mu
     }
 }
 
-/// The list of the driver's files, if a boot would use it.
+/// Checks that a boot would use the list of the driver's files.
 pub fn listed(tree: &Tree, version: Option<&str>, findings: &mut Vec<Finding>) {
     let path = format!("{}/{}", manifest::DIRECTORY, manifest::FILE);
     if tree.find(&path).is_none() {
         findings.push(Finding::new(&NO_MANIFEST, path));
         return;
     }
-    // Sizes and names are all that it is held against.
+    // Besides the list itself, only sizes and names are read.
     let read = |name: &[u8]| name == manifest::FILE.as_bytes();
     match View::new(tree, read).map(|view| manifest::load(&view.roots(), version)) {
         Ok(Ok(_)) => {}

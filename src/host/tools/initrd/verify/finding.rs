@@ -1,14 +1,14 @@
-//! What can be wrong with an image: one rule a row, with what it breaks and the cure.
+//! Rules for an image: one a row, with the effect of a violation and the cure.
 
 use crate::host::data::text::clipped;
 use crate::host::tools::initrd::text::escaped;
 use crate::host::tools::severity::Severity;
 
-/// One thing that can be wrong.
+/// One possible fault of an image.
 #[derive(Debug, PartialEq, Eq)]
 pub struct Rule {
     pub name: &'static str,
-    /// Error: it does not boot, or no container in it gets a GPU.
+    /// Error: the image does not boot, or none of its containers gets a GPU.
     pub severity: Severity,
     pub breaks: &'static str,
     pub cure: &'static str,
@@ -149,13 +149,13 @@ rules! {
         "write it again as the last step: `kata-gpu-init cdi manifest`, or repack the image";
 }
 
-/// A rule and where it applies.
+/// A violated rule and the place of the violation.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Finding {
     pub rule: &'static Rule,
-    /// In the guest; printable.
+    /// Path in the guest; printable.
     pub path: String,
-    /// What is there, or is not; may hold anything.
+    /// The present or missing value; may hold anything.
     pub value: Option<String>,
 }
 
@@ -169,12 +169,12 @@ impl Finding {
         self
     }
 
-    /// The value for people: printable and short.
+    /// The value for text output: printable and short.
     pub fn shown_value(&self) -> Option<String> {
         self.value.as_deref().map(clipped)
     }
 
-    /// For programs.
+    /// The finding as JSON.
     pub fn json(&self) -> serde_json::Value {
         serde_json::json!({
             "severity": self.rule.severity, "rule": self.rule.name, "path": self.path, "value": self.shown_value(),

@@ -1,8 +1,8 @@
-//! `initrd verify`: what an image needs to boot as a Kata guest with NVIDIA GPUs. Reads, and runs
-//! nothing.
+//! `initrd verify`: checks that an image can boot as a Kata guest with NVIDIA GPUs. Reads the
+//! image, and runs nothing.
 //!
-//! Errors are what does not boot, or gives no container a GPU; the rest is worth knowing. What only
-//! a boot can tell (whether the driver likes the GPU, whether a signature is accepted) is not here.
+//! Error: the image does not boot, or gives no container a GPU; all else is a hint. Not here: facts
+//! that only a boot shows (the driver supports the GPU, a signature is accepted).
 
 mod driver;
 pub mod finding;
@@ -30,11 +30,11 @@ use scripts::script;
 use serde_json::{Value, json};
 use services::Services;
 
-/// A program that has to be there.
+/// A required program.
 #[derive(Debug)]
 pub struct Needed {
     pub path: String,
-    /// Where it is in the end.
+    /// Path with all links resolved.
     pub file: Option<String>,
     pub bytes: u64,
     /// How it is linked.
@@ -55,7 +55,7 @@ pub struct Report {
     pub user_space: Option<String>,
     /// No part of the driver is in the image: it comes on an extension disk.
     pub driver_elsewhere: bool,
-    /// None: services come from where the driver's user space comes from.
+    /// None: services have the same source as the driver's user space.
     pub services: Option<Services>,
     pub sizes: Sizes,
     /// Errors first.
@@ -124,14 +124,13 @@ pub fn check(image: &Image, tree: &Tree, question: &Question) -> Report {
     }
 }
 
-/// What keeps a program from being started; nothing where it is no ELF file.
+/// Reasons why a program cannot start; empty if the file is no ELF file.
 pub fn faults(tree: &Tree, path: &str) -> Vec<String> {
     let faults = tree.find(path).map(|id| Programs::new(tree).faults(id)).unwrap_or_default();
     faults.into_iter().filter_map(|fault| fault.value).collect()
 }
 
-/// A program that must be there and start; `rules`: for one that is not there, and for a link to
-/// nothing.
+/// A program that must exist and start; `rules`: for a missing program, and for a dangling link.
 fn needed(
     tree: &Tree,
     programs: &mut Programs,
@@ -179,7 +178,7 @@ impl Report {
         self.findings.iter().all(|f| f.rule.severity != Severity::Error)
     }
 
-    /// For programs.
+    /// The report as JSON.
     pub fn json(&self) -> Value {
         let needed = |n: &Needed| json!({"path": n.path, "file": n.file, "bytes": n.bytes, "linked": n.linked});
         json!({

@@ -1,5 +1,5 @@
-//! Kernel modules of an image: are those that the driver needs there, and built for this kernel?
-//! Which driver is it?
+//! Kernel modules of an image: presence of the driver's modules, the kernel that they were built
+//! for, and the driver's version.
 
 use super::finding::*;
 use crate::elf::ReadAt;
@@ -17,13 +17,13 @@ use std::io::BufReader;
 
 /// Longest index that is read.
 const MAX_INDEX: u64 = 64 << 20;
-/// Lines of it that are looked at; a distribution's has some thousand.
+/// Limit of lines of an index; a distribution's has some thousand.
 const MAX_MODULES: usize = 30_000;
-/// Bytes of all compressed modules of an image, unpacked.
+/// Limit of bytes of all compressed modules of an image, unpacked.
 const MAX_ALL_UNPACKED: u64 = 4 << 30;
-/// What a guest with GPUs loads.
+/// Modules that a guest with GPUs loads.
 const DRIVER: [&str; 2] = ["nvidia", "nvidia_uvm"];
-/// Where modules lie; a merged /usr makes one of the two a link to the other.
+/// Directories of modules; a merged /usr makes one a link to the other.
 const DIRECTORIES: [&str; 2] = ["/lib/modules", "/usr/lib/modules"];
 
 /// The driver's module.
@@ -31,11 +31,11 @@ const DIRECTORIES: [&str; 2] = ["/lib/modules", "/usr/lib/modules"];
 pub struct Driver {
     pub path: String,
     pub version: Option<String>,
-    /// Files that it says it may ask for, below the firmware directory.
+    /// Firmware files that the module lists, below the firmware directory.
     pub firmware: Vec<String>,
 }
 
-/// What was found.
+/// Result of the check.
 #[derive(Debug, Default)]
 pub struct Modules {
     pub releases: Vec<String>,
@@ -46,15 +46,15 @@ pub struct Modules {
 }
 
 impl Modules {
-    /// The kernel has the driver built in.
+    /// Whether the kernel has the driver built in.
     pub fn is_builtin(&self) -> bool {
         let is = |finding: &Finding| [&NO_DRIVER, &OTHER_KERNEL].contains(&finding.rule);
         !self.releases.is_empty() && !self.findings.iter().any(is)
     }
 }
 
-/// What a module says of itself, or why it is none. `unpacked` grows by what came out of a
-/// compressed one.
+/// A module's information, or the reason why the file is no module. `unpacked` grows by the
+/// unpacked bytes of a compressed module.
 pub fn information(content: &Content, unpacked: &mut u64) -> Result<Vec<u8>, String> {
     let mut first = [0; 6];
     let read = content.read_at(&mut first, 0).map_err(|e| e.to_string())?;
@@ -111,7 +111,7 @@ pub fn check(tree: &Tree, release: Option<&str>) -> Modules {
 #[derive(Debug, Default)]
 pub struct Missing<'a> {
     pub modules: Vec<&'a str>,
-    /// They are not built into the kernel either: its list of such modules is there.
+    /// The image has the kernel's list of built-in modules, and that list lacks them too.
     pub is_certain: bool,
 }
 
@@ -124,8 +124,7 @@ pub fn missing<'a>(tree: &Tree, release: Option<&str>, wanted: &[&'a str]) -> Mi
             let content = tree.find_in(*directory, name).and_then(|id| tree.content(id))?;
             content.bytes(MAX_INDEX).ok().map(|bytes| String::from_utf8_lossy(&bytes).into_owned())
         };
-        // A kernel's own list is never empty; an empty one is made so that depmod does not
-        // complain.
+        // A kernel's own list is never empty; an empty list is made to silence depmod.
         let builtin = text("modules.builtin").filter(|list| !list.trim().is_empty());
         missing.is_certain &= builtin.is_some();
         let index = Index::from_texts(&text("modules.dep").unwrap_or_default(), "", &builtin.unwrap_or_default());
@@ -172,7 +171,7 @@ impl Release<'_> {
                 versions.push((file, version));
             }
         }
-        // What a dependency names and no line of its own has.
+        // Files that a dependency names and no line of the index has.
         let listed: HashSet<&str> = listed.into_iter().collect();
         let mut unlisted: Vec<&str> = needed.iter().copied().filter(|file| !listed.contains(file)).take(MAX_MODULES).collect();
         unlisted.sort_unstable();
@@ -188,7 +187,7 @@ impl Release<'_> {
         }
     }
 
-    /// Looks at a module's file; its version where it is there.
+    /// Checks a module's file; returns its version if the file exists.
     fn module(&mut self, file: &str, needed: bool) -> Option<Option<String>> {
         let base = self.tree.path(self.directory);
         let shown = if file.starts_with('/') { file.as_bytes().to_vec() } else { [base.as_slice(), b"/", file.as_bytes()].concat() };

@@ -1,5 +1,4 @@
-//! The report as text: what the image is, where its bytes are, what is wrong with it, and the
-//! sentence.
+//! The report as text: the image, its bytes by component, its findings, and the verdict.
 
 use super::finding::{Finding, Rule};
 use super::services::Services;
@@ -10,7 +9,7 @@ use crate::host::tools::initrd::text::{megabytes, table};
 use crate::host::tools::severity::Severity;
 use std::collections::HashMap;
 
-/// Findings of one rule that are shown; the others are counted.
+/// Shown findings of one rule; further ones are counted.
 const SHOWN_OF_A_RULE: usize = 5;
 const HEAD: usize = 8;
 
@@ -65,7 +64,7 @@ fn needed(needed: &Needed) -> String {
     }
 }
 
-/// Which services a topology starts, and what those that it cannot start lack.
+/// Services that each topology starts, and the reasons why others cannot start.
 fn services(out: &mut String, services: &Services, screen: &Screen) {
     let mut rows = vec![["TOPOLOGY", "SERVICES"].map(str::to_string).to_vec()];
     rows.extend(services.cases.iter().map(|case| {
@@ -83,7 +82,7 @@ fn services(out: &mut String, services: &Services, screen: &Screen) {
     }
 }
 
-/// Rule by rule: where, and once what it breaks and the cure.
+/// Findings by rule: the paths, and once the effect and the cure.
 fn findings(out: &mut String, all: &[Finding], screen: &Screen) {
     let mut shown: HashMap<&str, usize> = HashMap::new();
     for (index, finding) in all.iter().enumerate() {
@@ -117,7 +116,7 @@ fn ink(rule: &Rule) -> Ink {
     }
 }
 
-/// Indented, and broken at spaces where the screen has a width.
+/// Indents, and wraps at spaces if the screen has a width.
 fn wrapped(out: &mut String, text: &str, ink: Ink, screen: &Screen) {
     let width = screen.width.map_or(usize::MAX, |w| w.saturating_sub(HEAD).max(20));
     let mut line = String::new();

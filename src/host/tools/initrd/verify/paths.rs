@@ -1,5 +1,4 @@
-//! Paths that an init and the agent count on, permissions that nobody wants, and entries that are
-//! not what they seem.
+//! Paths that an init and the agent rely on, unwanted permissions, and misleading entries.
 
 use super::finding::*;
 use crate::host::tools::initrd::image::{Form, Image};
@@ -7,13 +6,13 @@ use crate::host::tools::initrd::newc::Kind;
 use crate::host::tools::initrd::tree::{ROOT, Tree, What};
 use crate::mounts::EARLY;
 
-/// Of /dev/ptmx (Documentation/admin-guide/devices.txt).
+/// Device number of /dev/ptmx (Documentation/admin-guide/devices.txt).
 const PTMX_NUMBER: (u32, u32) = (5, 2);
 const SET_ID: u32 = 0o6000;
 const STICKY: u32 = 0o1000;
 const WRITABLE_BY_ALL: u32 = 0o002;
 
-/// What the guest's own paths are.
+/// Checks the guest's own paths.
 pub fn places(tree: &Tree, findings: &mut Vec<Finding>) {
     for target in EARLY.iter().map(|mount| mount.target) {
         let there = tree.find_no_follow(target);
@@ -33,7 +32,7 @@ pub fn places(tree: &Tree, findings: &mut Vec<Finding>) {
     }
 }
 
-/// It must lead to /run, which may itself be missing: the init makes it.
+/// Checks that /var/run leads to /run, which may be missing: the init makes /run.
 fn var_run(tree: &Tree, findings: &mut Vec<Finding>) {
     let run = tree.find("/run");
     match tree.find_no_follow("/var/run") {
@@ -53,7 +52,7 @@ fn var_run(tree: &Tree, findings: &mut Vec<Finding>) {
     }
 }
 
-/// Who may do what.
+/// Checks permissions.
 pub fn permissions(tree: &Tree, findings: &mut Vec<Finding>) {
     for id in [ROOT].into_iter().chain(tree.below(ROOT)) {
         let (kind, mode) = (tree.kind(id), tree.meta(id).mode);
@@ -68,7 +67,7 @@ pub fn permissions(tree: &Tree, findings: &mut Vec<Finding>) {
     }
 }
 
-/// Entries that the kernel treats otherwise than a reader would think.
+/// Entries that the kernel treats differently than a reader expects.
 pub fn entries(image: &Image, tree: &Tree, findings: &mut Vec<Finding>) {
     let name = |index: usize| image.entries.get(index).map_or(&[][..], |entry| entry.name.as_slice());
     findings.extend(tree.left_out.iter().map(|(index, why)| Finding::new(&LEFT_OUT, name(*index)).value(why.name())));

@@ -1,9 +1,9 @@
-//! Programs of an image: can the kernel start them, and does the loader find their libraries? By
-//! reading; nothing is run.
+//! Programs of an image: whether the kernel can start them and the loader finds their libraries.
+//! Programs are read, and never run.
 //!
-//! Libraries are looked for where glibc's and musl's loaders look: the program's own search path,
-//! ld.so.cache, and the directories that any distribution's loader has built in. One that only some
-//! loader would search counts as found: what is reported is really missing.
+//! Libraries are searched where glibc's and musl's loaders search: the program's own search path,
+//! ld.so.cache, and the directories that any distribution's loader has built in. A library that
+//! only some loader would find counts as found, so every reported library is really missing.
 
 use super::finding::*;
 use crate::cdi::ld_so_cache;
@@ -27,17 +27,17 @@ const DIRECTORIES: &[&str] = &[
     "/usr/lib/aarch64-linux-gnu",
 ];
 const CACHE: &str = "/etc/ld.so.cache";
-/// Libraries of one program; a browser has some hundred.
+/// Limit of libraries of one program; a browser has some hundred.
 const MAX_LIBRARIES: usize = 2000;
-/// Programs of an image that are looked into.
+/// Limit of programs of an image that are checked.
 const MAX_PROGRAMS: usize = 20_000;
-/// Paths at which libraries are looked for, for all programs of an image; a distribution's thousand
+/// Limit of paths tried for libraries, for all programs of an image; a distribution's thousand
 /// programs take some hundred thousand.
 const MAX_LOOKUPS: usize = 2_000_000;
-/// What UPX writes behind the headers.
+/// Mark that UPX writes after the headers, and the bytes to search for it.
 const UPX: (&[u8], usize) = (b"UPX!", 512);
 
-/// What a file is.
+/// Headers of an executable file.
 #[derive(Clone, Debug)]
 pub struct Executable {
     pub machine: u16,
@@ -59,14 +59,14 @@ impl<'a> Programs<'a> {
     pub fn new(tree: &'a Tree) -> Self {
         let bytes = tree.find(CACHE).and_then(|id| tree.content(id)).and_then(|c| c.bytes(ld_so_cache::MAX_SIZE as u64).ok());
         let mut cache: HashMap<String, Vec<String>> = HashMap::new();
-        // A loader passes over a cache that it cannot read, too.
+        // Ignore an unreadable cache, as a loader does.
         for entry in bytes.and_then(|bytes| ld_so_cache::read(&bytes).ok()).unwrap_or_default().entries {
             cache.entry(entry.name).or_default().push(entry.path);
         }
         Self { tree, cache, read: HashMap::new(), lookups: 0 }
     }
 
-    /// A file's headers; none for what is no ELF file.
+    /// A file's headers; None for a file that is no ELF file.
     pub fn executable(&mut self, id: Id) -> Option<Rc<Executable>> {
         if let Some(known) = self.read.get(&id) {
             return known.clone();
@@ -76,7 +76,7 @@ impl<'a> Programs<'a> {
         read
     }
 
-    /// What keeps a file from being started, as findings of these rules; none where nothing does.
+    /// Reasons why a file cannot start, as findings; empty if it can.
     pub fn faults(&mut self, id: Id) -> Vec<Finding> {
         let path = self.tree.path(id);
         let Some(program) = self.executable(id) else { return Vec::new() };
@@ -127,7 +127,7 @@ impl<'a> Programs<'a> {
         self.executable(id).is_none_or(|program| self.library(name, id, &program, (id, &program)).is_some())
     }
 
-    /// Where a loader finds a library of this name.
+    /// Library that a loader finds by this name.
     fn library(&mut self, name: &str, of: Id, library: &Executable, program: (Id, &Executable)) -> Option<Id> {
         let fits = |programs: &mut Self, id: Id| {
             programs.executable(id).filter(|found| (found.class, found.machine) == (library.class, library.machine)).map(|_| id)
@@ -136,8 +136,8 @@ impl<'a> Programs<'a> {
             let id = self.tree.find(name)?;
             return fits(self, id);
         }
-        // A directory of the library's own path, then of the program's (DT_RPATH is inherited),
-        // each with $ORIGIN as its own directory.
+        // Search the library's own path, then the program's (DT_RPATH is inherited), each with
+        // $ORIGIN as the directory of its file.
         let paths = [(of, &library.search_path), (program.0, &program.1.search_path)];
         let mut candidates: Vec<Vec<u8>> = Vec::new();
         for (id, path) in paths {
@@ -158,7 +158,8 @@ impl<'a> Programs<'a> {
         })
     }
 
-    /// All other programs: what does not start, and what unpacks itself.
+    /// Findings about all other programs: those that cannot start, and those that unpack
+    /// themselves.
     pub fn others(&mut self, except: &[Id]) -> Vec<Finding> {
         let mut findings = Vec::new();
         let executable = |id: &Id| self.tree.kind(*id) == Kind::File && self.tree.meta(*id).mode & 0o111 != 0;
@@ -174,8 +175,8 @@ impl<'a> Programs<'a> {
             if program.packed {
                 findings.push(Finding::new(&PACKED, self.tree.path(id)));
             }
-            // Libraries are no programs, executable or not; what misses something is told where it
-            // is used.
+            // Skip libraries, executable or not: a library's fault is reported for the programs
+            // that use it.
             if program.interpreter.is_none() || except.contains(&id) {
                 continue;
             }

@@ -1,21 +1,21 @@
-//! What an image is checked for.
+//! Parameters of a check.
 
 use crate::topology::Topology;
 
-/// What the kernel starts in an initrd, unless rdinit= names another program.
+/// Program that the kernel starts in an initrd, unless rdinit= names another.
 pub const INIT: &str = "/init";
 
-/// How an image is to be checked.
+/// Parameters of a check.
 #[derive(Clone, Debug)]
 pub struct Question {
-    /// The kernel's release, where it is known.
+    /// The kernel's release, if known.
     pub release: Option<String>,
     pub init: String,
-    /// Whether the driver's libraries and firmware are to be there.
+    /// Whether the driver's libraries and firmware must be in the image.
     pub user_space: bool,
-    /// Kinds of guests whose services must be there.
+    /// Kinds of guests whose services must be in the image.
     pub topologies: Vec<Topology>,
-    /// Those guests are confidential.
+    /// Whether the guests of `topologies` are confidential.
     pub confidential: bool,
 }
 

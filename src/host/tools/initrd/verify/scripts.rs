@@ -6,13 +6,12 @@ use crate::host::tools::initrd::newc::Kind;
 use crate::host::tools::initrd::text::escaped;
 use crate::host::tools::initrd::tree::{Id, Tree};
 
-/// Scripts whose interpreters are scripts: with more the kernel says ELOOP (fs/exec.c,
+/// Limit of scripts that interpret scripts: for more, the kernel returns ELOOP (fs/exec.c,
 /// exec_binprm).
 const MAX_INTERPRETERS: usize = 5;
 
-/// What keeps a script from being started: each interpreter on the way to a program must be there,
-/// executable, and in the end an ELF file. Faults of a script: of its last interpreter, or the
-/// interpreter that is not there.
+/// Reasons why a script cannot start: every interpreter must exist and be executable, and the last
+/// one must be an ELF file. Faults are those of the last interpreter, or name the missing one.
 pub fn script(tree: &Tree, programs: &mut Programs, path: &str, mut id: Id) -> Vec<Finding> {
     let broken = |value: String| vec![Finding::new(&LOADER_MISSING, path).value(value)];
     for _ in 0..MAX_INTERPRETERS {

@@ -1,7 +1,7 @@
-//! NVIDIA's services in an image: which of them each topology starts, and what those would lack.
+//! NVIDIA's services in an image: those that each topology starts, and their missing parts.
 //!
-//! What starts, and what it needs, is the guest's own: [`SERVICES`] and [`plan`]. Nothing of either
-//! stands here again.
+//! The guest's own [`SERVICES`] and [`plan`] define the started services and their needs; nothing
+//! is repeated here.
 
 use super::finding::*;
 use super::modules;
@@ -28,11 +28,11 @@ const PASSWD: &str = "/etc/passwd";
 #[derive(Debug)]
 pub struct Found {
     pub name: Name,
-    /// Path of its program; None: the image has none.
+    /// Path of the service's program; None: the image has none.
     pub program: Option<String>,
-    /// Reasons why it would not start.
+    /// Reasons why the service would not start.
     pub lacks: Vec<String>,
-    /// Things that are otherwise than intended, with which it starts all the same.
+    /// Deviations that do not keep the service from starting.
     pub remarks: Vec<String>,
 }
 
@@ -42,7 +42,7 @@ impl Found {
     }
 }
 
-/// What a kind of guest starts by itself.
+/// Services that a kind of guest starts by itself.
 #[derive(Debug)]
 pub struct Case {
     pub topology: Topology,
@@ -56,14 +56,14 @@ pub struct Case {
 #[derive(Debug, PartialEq, Eq)]
 pub struct Wanted {
     pub name: Name,
-    /// The guest reports an error where it is missing.
+    /// Whether the guest reports an error if the service is missing.
     pub needed: bool,
 }
 
 impl Case {
     fn of(topology: Topology, confidential: bool, managed: bool) -> Self {
         let facts = Facts { topology, confidential, managed, asked: &Asked::default(), programs: &BTreeMap::new() };
-        // Without programs, everything that is wanted is missing.
+        // Without programs, the plan lists every wanted service as missing.
         let wanted = plan(&facts).into_iter().filter_map(|entry| match entry.decision {
             Decision::Missing { needed } => Some(Wanted { name: entry.name, needed }),
             Decision::Starts { .. } | Decision::Off => None,
@@ -71,7 +71,7 @@ impl Case {
         Self { topology, confidential, managed, services: wanted.collect() }
     }
 
-    /// Every topology, and again where confidentiality or management functions make a difference.
+    /// Every topology, and again if confidentiality or management functions change its services.
     fn all() -> Vec<Self> {
         let of = |topology: Topology| {
             let plain = Self::of(topology, false, false);
@@ -108,7 +108,7 @@ impl Services {
         self.found.iter().find(|found| found.name == name)
     }
 
-    /// Services of a kind of guest that the image has whole, and those that it does not.
+    /// Services of a kind of guest: first those whole in the image, then the others.
     pub fn split(&self, case: &Case) -> (Vec<Name>, Vec<Name>) {
         case.services.iter().map(|wanted| wanted.name).partition(|name| self.of(*name).is_some_and(Found::is_whole))
     }
@@ -120,8 +120,7 @@ impl Services {
         lacking.map(|found| (found.name, found.lacks.join("; "))).collect()
     }
 
-    /// What is wrong with services whose programs are there, and with topologies that are asked
-    /// for.
+    /// Findings about services whose programs are in the image, and about the requested topologies.
     pub fn findings(&self, question: &Question) -> Vec<Finding> {
         let mut findings = Vec::new();
         for found in &self.found {
@@ -198,7 +197,7 @@ fn look(tree: &Tree, programs: &mut Programs, service: &Service, release: Option
     found
 }
 
-/// What keeps a service's program from being started.
+/// Reasons why a service's program cannot start.
 fn faults(tree: &Tree, programs: &mut Programs, path: &str, id: Id) -> Vec<String> {
     let mode = tree.meta(id).mode;
     if mode & 0o111 == 0 {
@@ -208,7 +207,7 @@ fn faults(tree: &Tree, programs: &mut Programs, path: &str, id: Id) -> Vec<Strin
     faults.into_iter().map(|fault| format!("{}: {}", fault.rule.name, fault.value.unwrap_or_default())).collect()
 }
 
-/// A package's configuration must be there, and be one that the guest can make its own from.
+/// Errors: a package's configuration is missing, or the guest cannot derive its own from it.
 fn configuration(tree: &Tree, path: &str) -> Result<(), String> {
     let content = tree.find(path).and_then(|id| tree.content(id)).ok_or_else(|| format!("no configuration /{path}"))?;
     let text = content.bytes(MAX_FILE).map_err(|e| format!("configuration /{path}: {e}"))?;
