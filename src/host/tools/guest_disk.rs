@@ -108,7 +108,7 @@ pub struct Known {
     pub is_disk: bool,
 }
 
-/// Names a file that was given as an initrd and is none.
+/// Format of a file that is no initrd; None if the format is unknown.
 pub fn known(file: &(impl ReadAt + ?Sized)) -> io::Result<Option<Known>> {
     let has_partitions = partition(file)?.is_some();
     let disk = |name| Ok(Some(Known { name, is_disk: true }));

@@ -247,7 +247,7 @@ impl Items {
                     None => drop(missing.insert(above.to_vec())),
                     Some(other) if Kind::of(other.mode) == Kind::Directory => {}
                     // For the kernel, a link to a directory would do only if its entry came first.
-                Some(other) => {
+                    Some(other) => {
                         let (path, above) = (escaped(path), escaped(above));
                         bail!(
                             "/{path} (from {}) lies in /{above}, which is no directory ({}): name the directory that is meant",

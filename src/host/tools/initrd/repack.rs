@@ -151,7 +151,7 @@ fn read_init(path: &Path) -> Result<Vec<u8>> {
     Ok(bytes)
 }
 
-/// Puts the program at /init; a link that led to the old init leads to the new one.
+/// Puts the program at /init. If /sbin/init led to the old init, it becomes a link to /init.
 fn plan_init(tree: &Tree, old: Option<Id>, init: Vec<u8>, plan: &mut Plan) -> Result<()> {
     plan.put(tree, INIT.as_bytes(), Kind::File.bits() | PROGRAM, init)?;
     let Some(other) = tree.find_no_follow(OTHER_INIT) else { return Ok(()) };

@@ -298,7 +298,7 @@ fn overridden(facts: &Facts) -> Vec<Refusal> {
     refusals
 }
 
-/// Refuses a foreign or edited file at our drop-in's path. `uninstall` uses the same check.
+/// Refuses anything but our unedited drop-in at its path. `uninstall` uses the same check.
 pub fn own_file(found: &Found, path: &Path) -> Option<Refusal> {
     match found {
         Found::Absent | Found::Ours { edited: false, .. } => None,

@@ -61,7 +61,7 @@ fn prefix(config: &str) -> Result<&str, Refusal> {
 struct DaemonSet {
     name: String,
     config: String,
-    /// Folder of the copies.
+    /// Folder of the copies, and file of the label.
     dir: String,
     feature: PathBuf,
     mount: String,

@@ -1,4 +1,4 @@
-//! Initrd or disk image that guests start from. An initrd is verified. Of an image, only the
+//! Initrd or disk image that guests start from. An initrd is verified. In an image, only the
 //! partition table and magic numbers are read, and our init is searched for.
 //!
 //! Kata gives a guest its image as a disk. The kernel mounts the first partition (/dev/vda1 or

@@ -3,6 +3,7 @@
 //!
 //! Both runtimes read the file, then every entry of `config.d` beside the *resolved* file, sorted
 //! by name as bytes. Later entries win, by different rules:
+//!
 //! - runtime-rs (since 3.0.0): tables are merged at any depth, everything else, arrays too,
 //!   replaces what was there, whatever its type was.
 //! - Go (since 2.5.0): the same, except that a key of `[hypervisor.X]` or `[agent.X]` is replaced
@@ -94,7 +95,7 @@ impl Effective {
         }
     }
 
-    /// The table at a path; replaces a value of another type.
+    /// The table at a path, in place of a value of another type.
     fn table_at(&mut self, path: &[String]) -> &mut Table {
         let mut table = &mut self.table;
         for (depth, part) in path.iter().enumerate() {

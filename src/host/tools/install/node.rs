@@ -259,7 +259,7 @@ fn is_whole(args: &Args, dir: &Path) -> bool {
     copy.is_some() && args.place.node_feature.as_ref().is_none_or(|file| file.is_file())
 }
 
-/// Wait for SIGTERM or SIGINT. Once created, these signals no longer end the process.
+/// Wait for SIGTERM or SIGINT, which then no longer end the process by themselves.
 struct End(SignalFd);
 
 impl End {

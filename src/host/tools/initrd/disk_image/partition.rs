@@ -12,10 +12,10 @@ use std::path::Path;
 const SECTOR: u64 = 512;
 /// Partitions grow by whole MiB, and a GPT keeps one for its second copy.
 const UNIT: u64 = 1 << 20;
-/// Range of an MBR with the number of sectors of its first partition, and the entries after it.
+/// MBR: offset of the first partition's number of sectors, and range of the other entries.
 const MBR_SECTORS: u64 = 446 + 12;
 const MBR_OTHERS: std::ops::Range<u64> = 446 + 16..510;
-/// Kata's image builder puts an nvdimm header with a partition table of its own there.
+/// Mark of Kata's nvdimm header, which the image builder writes with a table of its own.
 const NVDIMM: (u64, [u8; 2]) = ((2 << 20) + 510, [0x55, 0xaa]);
 
 /// Number of a GPT's entries, in its first copy; their size follows.

@@ -56,7 +56,7 @@ mod tests {
         std::fs::write(&path, waits().unwrap()).unwrap();
         std::fs::set_permissions(&path, std::fs::Permissions::from_mode(0o755)).unwrap();
         let mut child = Command::new(&path).spawn().unwrap();
-        // With one segment and no interpreter, no library calls pause(2).
+        // The program itself calls pause(2): one segment and no interpreter load no library.
         let syscall = format!("/proc/{}/syscall", child.id());
         let deadline = std::time::Instant::now() + std::time::Duration::from_secs(60);
         while !std::fs::read_to_string(&syscall).is_ok_and(|text| text.starts_with("34 ")) {
