@@ -1,10 +1,10 @@
-//! What is known of one boot while it is received: which records came, what waits to be written,
-//! what was lost. No I/O but reading a file back.
+//! State of one boot while it is received: its records, its losses, and bytes that wait to be
+//! written. Reads a file back; does no other I/O.
 //!
-//! Invariants: a record (boot id, seq) is taken once, also after the collector was started again
-//! (the file is read back); a boot belongs to the peer that connected first for it, so that one VM
-//! cannot write into the story of another; what a peer can make this machine store is limited
-//! ([`Limits`]); what is not taken is counted.
+//! Invariants: a record (boot id, seq) is taken once, also after a restart of the collector (the
+//! file is read back). A boot belongs to the peer that connected first for it, so that no VM writes
+//! into the records of another. Storage that a peer can fill is limited ([`Limits`]). Records that
+//! are not taken are counted.
 
 use super::limits::Limits;
 use crate::events::names;
@@ -21,13 +21,13 @@ use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// What the collector's own lines may take beyond a boot's bytes: a guest makes it write some by
+/// Most bytes of the collector's own lines beyond a boot's bytes: a guest causes some by
 /// reconnecting.
 const MAX_HOST_BYTES: u64 = 4 << 20;
 /// Gaps that a `lost` line names.
 const MAX_NAMED_GAPS: usize = 32;
 
-/// What became of a record.
+/// Outcome of a record.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Stored {
     New,
@@ -37,18 +37,18 @@ pub enum Stored {
     Capped,
     /// The disk takes nothing and enough is waiting for it.
     Dropped,
-    /// It would make one gap more than a boot may have.
+    /// Refused: the record would exceed the limit of gaps.
     Gap,
 }
 
-/// What waits for the disk, of all boots, and how many of them cannot be written.
+/// Bytes of all boots that wait for the disk, and the number of boots that cannot be written.
 #[derive(Debug, Default)]
 pub struct Waiting {
     pub bytes: AtomicU64,
     pub failing: AtomicU64,
 }
 
-/// Records that were dropped since the last word about it.
+/// Records that were dropped since the last line about dropped records.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Dropped {
     pub records: u64,
@@ -56,11 +56,11 @@ pub struct Dropped {
     pub last: u64,
 }
 
-/// Bytes that are to be written at once.
+/// Bytes to write in one go.
 #[derive(Debug, Default)]
 pub struct Pending {
     pub bytes: Vec<u8>,
-    /// Not only lines of the collector's own.
+    /// True if the bytes hold more than the collector's own lines.
     pub has_records: bool,
     /// Bytes that are in the file already.
     pub after: u64,
@@ -73,10 +73,10 @@ pub struct BootLog {
     waiting: Arc<Waiting>,
     owner: Option<String>,
     has_header: bool,
-    /// Its file was removed: nothing is taken until its guest comes again, with a header and
-    /// everything.
+    /// The file was removed: take nothing until the guest reconnects and resends header and
+    /// records.
     asked_again: bool,
-    /// Records wait to be written, not only lines of the collector's own.
+    /// True if records wait to be written, not only the collector's own lines.
     pending_records: bool,
     seqs: SeqSet,
     records: u64,
@@ -86,20 +86,20 @@ pub struct BootLog {
     capped: bool,
     reported_missing: u64,
     pending: Vec<u8>,
-    /// The thread that writes has taken what waited, and has not said how that went.
+    /// The writing thread has taken the pending bytes and not reported the outcome.
     being_written: bool,
-    /// Why it cannot be written.
+    /// Last write error; None while writing works.
     failing: Option<String>,
     dropped: Option<Dropped>,
     end: End,
 }
 
-/// How far it is, for whoever reports boots that are over.
+/// Progress of a boot, for the report of boots that are over.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct End {
-    /// It said that its GPUs are settled, or that it powers off.
+    /// The guest sent that its GPUs are settled, or that it powers off.
     pub said: bool,
-    /// It was reported.
+    /// The boot was reported.
     pub reported: bool,
 }
 
@@ -133,7 +133,7 @@ impl BootLog {
         }
     }
 
-    /// The log of a boot as its file has it; an empty one where there is no file.
+    /// Log of a boot from its file; empty if there is no file.
     pub fn read_back(path: &Path, limits: Limits, waiting: Arc<Waiting>) -> Result<Self> {
         let mut log = Self::new(limits, waiting);
         let file = match open(path, OpenOptions::new().read(true)) {
@@ -147,8 +147,7 @@ impl BootLog {
             for_each_line(file, |_, _, line| log.learn(line)).with_context(|| format!("read back {}", path.display()))?;
         log.bytes = bytes;
         if unfinished > 0 {
-            // A writer died inside a line. Its record comes again by replay; what is there becomes
-            // a damaged line of its own.
+            // A writer died inside a line: end the damaged line. The record comes again by replay.
             log.push_raw(b"");
         }
         Ok(log)
@@ -180,22 +179,22 @@ impl BootLog {
         self.end
     }
 
-    /// It was reported, or is about to be: no second time.
+    /// Marks the boot as reported, so that it is not reported twice.
     pub fn set_reported(&mut self) {
         self.end.reported = true;
     }
 
-    /// The newest of the samples that are kept.
+    /// Newest clock sample that was kept.
     pub fn best_sample(&self) -> Option<Sample> {
         self.best
     }
 
-    /// Nothing was ever stored of it.
+    /// True if nothing was ever stored of this boot.
     pub fn is_new(&self) -> bool {
         !self.has_header
     }
 
-    /// A connection of `peer` speaks for this boot from now on.
+    /// Attaches a connection of `peer`; fails if the boot belongs to another peer.
     pub fn begin(&mut self, raw_header: &[u8], peer: &str, first_seq: u64) -> Result<()> {
         match &self.owner {
             Some(owner) if owner != peer => bail!("{peer} speaks for a boot that belongs to {owner}: refused"),
@@ -212,7 +211,7 @@ impl BootLog {
         Ok(())
     }
 
-    /// Takes a record, as it was decoded and as it came (without newline).
+    /// Takes a record, decoded and raw (without newline).
     pub fn append(&mut self, record: &Record, raw: &[u8]) -> Stored {
         if self.seqs.contains(record.seq) {
             return Stored::Duplicate;
@@ -258,8 +257,8 @@ impl BootLog {
         if let HostEvent::Clock(sample) = event {
             self.best = Some(sample);
         }
-        // While nothing can be written, only what waits already is kept: the next connection and
-        // its clock tell the same again.
+        // Keep only waiting bytes while nothing can be written: the next connection and its clock
+        // sample repeat this line.
         if self.asked_again || self.bytes > self.limits.bytes + MAX_HOST_BYTES || (self.disk_fails() && !self.below_waiting_limits()) {
             return;
         }
@@ -267,7 +266,7 @@ impl BootLog {
         self.push_raw(line.trim_end().as_bytes());
     }
 
-    /// Notes what Kata calls the VM, if that is news.
+    /// Stores Kata's names of the VM if they changed.
     pub fn append_sandbox(&mut self, sandbox: &Sandbox) {
         if self.sandbox.as_ref() != Some(sandbox) {
             self.sandbox = Some(sandbox.clone());
@@ -275,7 +274,7 @@ impl BootLog {
         }
     }
 
-    /// Notes the records that are missing by now, if that is news.
+    /// Stores the count and gaps of missing records if the count changed.
     pub fn append_loss(&mut self) {
         let count = self.seqs.missing();
         if count != self.reported_missing {
@@ -301,15 +300,15 @@ impl BootLog {
         self.failing.is_some() || self.waiting.failing.load(Ordering::Relaxed) > 0
     }
 
-    /// Whether the guest should be read. While the disk fails it is: what cannot be kept is seen,
-    /// counted, and asked for again.
+    /// Whether to read from the guest. Also true while the disk fails: records that cannot be kept
+    /// are counted, and requested again.
     pub fn has_room(&self) -> bool {
         self.disk_fails() || self.below_waiting_limits()
     }
 
-    // What the thread that writes does with it.
+    // Calls of the writing thread.
 
-    /// What waits to be written.
+    /// Takes the bytes that wait to be written.
     pub fn take_pending(&mut self) -> Pending {
         self.being_written = true;
         Pending {
@@ -319,22 +318,22 @@ impl BootLog {
         }
     }
 
-    /// Not all of it is in its file.
+    /// True if some bytes are not in the file yet.
     pub fn has_pending(&self) -> bool {
         self.being_written || !self.pending.is_empty()
     }
 
-    /// Something was dropped that nothing was said of yet.
+    /// True if dropped records were not reported yet.
     pub fn has_dropped(&self) -> bool {
         self.dropped.is_some()
     }
 
-    /// So much of what was taken was written.
+    /// Counts `bytes` of the taken bytes as written.
     pub fn written(&mut self, bytes: usize) {
         self.waiting.bytes.fetch_sub(bytes as u64, Ordering::Relaxed);
     }
 
-    /// It could not be written: `rest` waits on. True when it could be until now.
+    /// Puts `rest` back after a failed write. True for the first failure in a row.
     pub fn not_written(&mut self, mut rest: Pending, why: String) -> bool {
         self.being_written = false;
         rest.bytes.append(&mut self.pending);
@@ -348,7 +347,7 @@ impl BootLog {
         first
     }
 
-    /// It could be written. Tells what was dropped until now; the file says it, too.
+    /// Ends a successful write. Returns the records dropped until now, and adds a line about them.
     pub fn all_written(&mut self) -> Option<Dropped> {
         self.being_written = false;
         if let Some(why) = self.failing.take() {
@@ -370,8 +369,8 @@ impl BootLog {
         Some(dropped)
     }
 
-    /// The file is gone, with all that was in it: nothing counts as stored, and the next connection
-    /// begins a new file. Its owner stays the same.
+    /// Forgets all stored records after the file was removed: the next connection begins a new
+    /// file. The owner stays the same.
     pub fn begin_anew(&mut self) {
         self.abandon();
         let new = Self::new(self.limits, self.waiting.clone());
@@ -380,7 +379,7 @@ impl BootLog {
         *self = Self { owner, end, asked_again: true, ..new };
     }
 
-    /// Gives up what waits. How many bytes that is.
+    /// Drops the pending bytes and returns their number.
     pub fn abandon(&mut self) -> usize {
         let bytes = self.take_pending().bytes.len();
         self.being_written = false;
@@ -392,8 +391,7 @@ impl BootLog {
     }
 }
 
-/// Opens the file of a boot: no link is followed, and a pipe that somebody put there holds nobody
-/// up.
+/// Opens the file of a boot: follows no link, and does not block on a pipe.
 pub(super) fn open(path: &Path, options: &mut OpenOptions) -> io::Result<File> {
     options.custom_flags((OFlag::O_NOFOLLOW | OFlag::O_NONBLOCK).bits()).open(path)
 }
@@ -408,7 +406,7 @@ mod tests {
     const PEER: &str = "cid 5";
 
     fn raw(seq: u64) -> Vec<u8> {
-        // White space of its own, to see that it is kept.
+        // White space that has to be kept.
         format!(r#"{{ "schema":1,"seq":{seq},  "boottime_ns":1,"kind":"event","name":"x"}}"#).into_bytes()
     }
 
@@ -520,7 +518,7 @@ mod tests {
             let file = boot.write(&mut log);
             let capped = file.host.iter().filter(|l| matches!(l.event, HostEvent::Capped { .. })).count();
             assert_eq!((capped, file.records.len()), (1, 2));
-            // Also after a restart, and without a second word.
+            // Still capped after a restart, without a second line.
             let mut log = boot.log();
             assert_eq!([append(&mut log, 1), append(&mut log, 7)], [Stored::Duplicate, Stored::Capped]);
         }

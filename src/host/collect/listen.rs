@@ -1,11 +1,10 @@
-//! Where guests reach the collector: the AF_VSOCK port of this machine, and the unix sockets of
+//! Sockets that guests connect to: the AF_VSOCK port of this machine, and the unix sockets of
 //! hybrid vsock.
 //!
 //! A hybrid vsock device (Cloud Hypervisor, Firecracker, vhost-device-vsock) with the base path `P`
-//! turns a guest's connection to host port N into one to the unix socket `P_N`, which has to be
-//! there and listening at that moment. Whoever may enter the VMM's directory can connect there,
-//! too; so a connection is a guest's only if the process behind it is of the VMM's user, or root's
-//! ([`Stranger`]).
+//! turns a guest's connection to host port N into a connection to the unix socket `P_N`, which has
+//! to listen at that moment. Any process that may enter the VMM's directory can connect there: only
+//! a process of the VMM's user, or root's, counts as a guest ([`Stranger`]).
 
 use super::vmm::{FileId, Vmm, socket_at};
 use crate::host::data::text::printable;
@@ -26,21 +25,20 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use tokio::io::unix::AsyncFd;
 
-/// Connections that wait for accept(): as many as the kernel's own limit (net.core.somaxconn)
-/// usually lets wait. All VMs of a host share the vsock listener, and one that connects without end
-/// must not fill it.
+/// Connections that wait for accept(): the kernel's usual limit (net.core.somaxconn). All VMs of a
+/// host share the vsock listener, and a VM that connects without end must not fill it.
 pub const BACKLOG: i32 = 4096;
 
-/// Mode of a socket of --uds, which says who may connect: the collector's user and group.
+/// Mode of a --uds socket: the collector's user and group may connect.
 const UDS_MODE: Mode = Mode::from_bits_truncate(0o660);
-/// The same beside a VMM's socket: everybody, because a VMM may run as another user (Kata's
-/// rootless mode); who it is is seen at the connection.
+/// Mode of a socket next to a VMM's: everybody, because a VMM may run as another user (Kata's
+/// rootless mode). The user is checked at the connection.
 const VM_MODE: Mode = Mode::from_bits_truncate(0o666);
 
-/// May connect everywhere: who is root may as well be the VMM.
+/// User that may connect everywhere: root may as well be the VMM.
 const ROOT: u32 = 0;
 
-/// Why there is no AF_VSOCK listener.
+/// Reason for a missing AF_VSOCK listener.
 #[derive(Debug)]
 pub enum NoVsock {
     /// The kernel does not know the address family.
@@ -54,12 +52,12 @@ pub enum NoVsock {
 pub enum Peer {
     Cid(u32),
     Socket(PathBuf),
-    /// A user of this machine who is no VMM's.
+    /// A user of this machine that is not the VMM's.
     User(u32),
 }
 
 impl Peer {
-    /// Who connects at a port through a hybrid vsock device with this base path.
+    /// Peer of connections to `port` through the hybrid vsock device with base path `base`.
     pub fn of_vm(base: &Path, port: u32) -> Self {
         Peer::Socket(with_port(base, port))
     }
@@ -75,24 +73,24 @@ impl std::fmt::Display for Peer {
     }
 }
 
-/// Somebody who connected and is no guest.
+/// A process that connected and is no guest.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Stranger {
-    /// 0 is the hypervisor, 1 this machine, 2 its host: any process of theirs connects from there.
+    /// 0 is the hypervisor, 1 this machine, 2 its host: any of their processes can connect.
     Cid(u32),
     User {
         uid: u32,
         socket: PathBuf,
         owner: u32,
     },
-    /// The VMM's socket, by which its user is known, has gone, or another one has its name.
+    /// The VMM's socket, whose owner is the VMM's user, is gone or was replaced.
     Moved {
         socket: PathBuf,
     },
 }
 
 impl Stranger {
-    /// Whose lines are counted: not the guest's whose place it wants.
+    /// Peer that the log lines count against.
     pub fn peer(&self) -> Peer {
         match self {
             Self::Cid(cid) => Peer::Cid(*cid),
@@ -121,14 +119,13 @@ impl std::fmt::Display for Stranger {
 /// A connection, and whether it is a guest's.
 pub type Arrival = Result<(OwnedFd, Peer), Stranger>;
 
-/// The file of a unix socket of ours, in a directory that is held open: wherever that goes, this is
-/// where the file is.
+/// File of a unix socket of ours. The held directory finds the file after a rename.
 #[derive(Debug)]
 pub struct SocketFile {
     dir: OwnedFd,
     path: PathBuf,
     id: FileId,
-    /// From then on the inode's number may be another file's.
+    /// Set at the removal: the inode's number may be another file's afterwards.
     removed: AtomicBool,
 }
 
@@ -140,7 +137,7 @@ impl SocketFile {
     /// Binds `path`, which is in `dir`.
     fn bind(dir: OwnedFd, path: PathBuf, mode: Mode) -> Result<(Socket, Self)> {
         let name = Self::name(&path);
-        // By the directory that is held, not by its name, which may lead elsewhere by now.
+        // Bind through the held directory: its name may lead elsewhere by now.
         let held = Path::new("/proc/self/fd").join(dir.as_raw_fd().to_string()).join(name);
         let address = SockAddr::unix(&held).with_context(|| {
             format!("name of the socket {} ({} bytes, the kernel takes some 80): choose a shorter one", path.display(), name.len())
@@ -156,7 +153,7 @@ impl SocketFile {
         Ok((socket, Self { dir, id: FileId::from(&stat), path, removed: AtomicBool::new(false) }))
     }
 
-    /// Removes the file, once, and nothing that somebody has put in its place.
+    /// Removes the file, once, but never a file that somebody put in its place.
     pub fn remove(&self) {
         let name = Self::name(&self.path);
         if self.removed.swap(true, Ordering::Relaxed)
@@ -177,7 +174,7 @@ impl SocketFile {
 pub struct Listener {
     socket: AsyncFd<OwnedFd>,
     file: Option<Arc<SocketFile>>,
-    /// Who may connect; None where the file's mode decides.
+    /// VMM that may connect; None where the file's mode decides.
     vmm: Option<Arc<Vmm>>,
 }
 
@@ -201,10 +198,10 @@ impl Listener {
         Ok(Self { socket, file: None, vmm: None })
     }
 
-    /// Listens where a hybrid vsock device with base path `base` brings connections to `port`, for
-    /// whoever the file's mode lets connect.
+    /// Listens for connections to `port` of the hybrid vsock device with base path `base`; the
+    /// file's mode decides who may connect.
     pub fn hybrid(base: &Path, port: u32) -> Result<Self> {
-        // A name that stays the same however it was written: the boots of a peer are found by it.
+        // Make the path absolute: it identifies the peer of a boot.
         let path =
             std::path::absolute(with_port(base, port)).with_context(|| format!("make {} absolute", printable(&base.to_string_lossy())))?;
         let dir = open(path.parent().unwrap_or(&path), OFlag::O_PATH | OFlag::O_DIRECTORY | OFlag::O_CLOEXEC, Mode::empty())
@@ -212,7 +209,7 @@ impl Listener {
         Self::unix(dir, path, UDS_MODE, None)
     }
 
-    /// The same beside a VMM's socket, for that VMM alone.
+    /// Listens next to a VMM's socket, for that VMM alone.
     pub fn of_vmm(vmm: &Arc<Vmm>, port: u32) -> Result<Self> {
         let dir = vmm.dir().try_clone().context("dup a directory")?;
         Self::unix(dir, with_port(vmm.path(), port), VM_MODE, Some(vmm.clone()))
@@ -220,7 +217,7 @@ impl Listener {
 
     fn unix(dir: OwnedFd, path: PathBuf, mode: Mode, vmm: Option<Arc<Vmm>>) -> Result<Self> {
         let (socket, file) = SocketFile::bind(dir, path, mode)?;
-        // From here on the file goes when `file` is told to, or the listener goes.
+        // From here on `file.remove()` or the drop of the listener removes the file.
         let listening = (|| {
             socket.listen(BACKLOG)?;
             socket.set_nonblocking(true)?;
@@ -235,7 +232,7 @@ impl Listener {
         }
     }
 
-    /// Its file, to remove it before the listener goes.
+    /// File of the socket, to remove it before the listener goes.
     pub fn file(&self) -> Option<&Arc<SocketFile>> {
         self.file.as_ref()
     }
@@ -245,7 +242,7 @@ impl Listener {
         self.file.as_ref().map(|file| Peer::Socket(file.path.clone()))
     }
 
-    /// Where guests connect to, for people.
+    /// Address that guests connect to, for people.
     pub fn place(&self) -> String {
         match &self.file {
             Some(file) => printable(&file.path.to_string_lossy()),
@@ -265,7 +262,7 @@ impl Listener {
         }
     }
 
-    /// A connection that waits already, if one does.
+    /// A waiting connection, if there is one.
     pub fn accept_now(&self) -> io::Result<Option<Arrival>> {
         match SockRef::from(self.socket.get_ref()).accept() {
             Ok(accepted) => self.taken(accepted).map(Some),
@@ -282,7 +279,7 @@ impl Listener {
         };
         if let Some(vmm) = &self.vmm {
             let Some(owner) = vmm.owner() else { return Ok(Err(Stranger::Moved { socket: file.path.clone() })) };
-            // Of the process that called connect(2), as it was then.
+            // Credentials of the process at its connect(2).
             let uid = getsockopt(&socket, sockopt::PeerCredentials)?.uid();
             if uid != owner && uid != ROOT {
                 return Ok(Err(Stranger::User { uid, socket: file.path.clone(), owner }));
@@ -300,7 +297,7 @@ impl Drop for Listener {
     }
 }
 
-/// A guest's, unless the kernel uses the CID for something else: vsock(7).
+/// Peer of a CID, unless the kernel uses the CID for something else: vsock(7).
 fn guest(cid: u32) -> Result<Peer, Stranger> {
     if cid <= VMADDR_CID_HOST { Err(Stranger::Cid(cid)) } else { Ok(Peer::Cid(cid)) }
 }
@@ -323,7 +320,7 @@ fn remove_stale(dir: &OwnedFd, path: &Path, address: &SockAddr) -> Result<()> {
         return Ok(());
     };
     let probe = Socket::new(Domain::UNIX, Type::STREAM, None).context("open a unix socket")?;
-    // A full backlog must not hold us up; it also means that somebody listens.
+    // Do not block on a full backlog: it means that somebody listens.
     probe.set_nonblocking(true).context("make a socket non-blocking")?;
     match probe.connect(address) {
         Err(e) if e.kind() == io::ErrorKind::ConnectionRefused => {
@@ -374,13 +371,13 @@ mod tests {
         let at = |path: &str| dir.path().join(path);
         std::fs::create_dir(at("one")).unwrap();
         let ours = Listener::hybrid(&at("one/v"), 1).unwrap();
-        // Moved with its directory, whose name is another's then.
+        // Move the socket with its directory, and reuse the directory's name.
         std::fs::rename(at("one"), at("two")).unwrap();
         std::fs::create_dir(at("one")).unwrap();
         let _theirs = UnixListener::bind(at("one/v_1")).unwrap();
         drop(ours);
         assert!(at("one/v_1").exists() && !at("two/v_1").exists());
-        // Replaced in its directory.
+        // Replace the socket in its directory.
         let ours = Listener::hybrid(&at("two/v"), 1).unwrap();
         let _theirs = UnixListener::bind(at("new")).unwrap();
         std::fs::rename(at("new"), at("two/v_1")).unwrap();
@@ -393,7 +390,7 @@ mod tests {
         let dir = TempDir::new();
         let first = Listener::hybrid(&dir.path().join("v"), 1).unwrap();
         first.file().unwrap().remove();
-        // Many file systems give the number to the next file.
+        // Many file systems reuse the inode's number for the next file.
         let _second = Listener::hybrid(&dir.path().join("v"), 1).unwrap();
         drop(first);
         assert!(dir.path().join("v_1").exists());

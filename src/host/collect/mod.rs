@@ -1,33 +1,33 @@
-//! Listens, accepts, and runs one [`connection::Connection`] per guest until told to stop.
+//! Listens, accepts, and runs one [`connection::Connection`] per guest until the stop.
 //!
 //! Three kinds of work, each on threads of its own, so that none holds up another: accepting and
-//! watching Kata's directories (the caller's runtime), reading and decoding what guests send
-//! ([`serve`]), writing and keeping it ([`disk`]). Watching never holds collecting up: news go into
-//! a bounded queue, and what does not fit is left out of the view, counted, and still in the file.
+//! watching Kata's directories (the caller's runtime), reading and decoding guests' data
+//! ([`serve`]), writing and keeping it ([`disk`]). Watching never delays collecting: news go into a
+//! bounded queue; news that do not fit are counted and not shown, but still in the file.
 
-pub mod boot_log; // what is known of a boot while it is received
-pub mod bucket; // so much at once, so much a second
-pub mod check; // whether it receives, for probes
+pub mod boot_log; // state of a boot while it is received
+pub mod bucket; // a burst, then a rate a second
+pub mod check; // whether the collector receives, for probes
 pub mod connection; // one connection, without its socket
-pub mod ends; // which boots are over
+pub mod ends; // boots that are over
 pub mod fleet; // boots that are over, for receivers and Prometheus
 pub mod disk; // the threads that write boots and keep them
-pub mod keep; // how much of the boots is kept
+pub mod keep; // amount of boots that is kept
 pub mod stop; // waiting for the end
-pub mod store; // the files of all boots, and who writes which
-pub mod limits; // what a guest may make this machine do
+pub mod store; // the files of all boots
+pub mod limits; // limits on a guest's use of this machine
 pub mod listen; // AF_VSOCK and hybrid vsock sockets
-pub mod peers; // who is connected, and what each has used up
-pub mod privileges; // giving up what is not needed
-mod qemu; // which VM has which CID
-pub mod retention; // which files go
-pub mod sandbox; // what Kata calls a VM
+pub mod peers; // connected VMs and their used-up limits
+pub mod privileges; // dropping of privileges
+mod qemu; // CID of each VM
+pub mod retention; // removal of old files
+pub mod sandbox; // Kata's names of a VM
 pub mod serve; // the sockets of guests that are connected
 pub mod service; // systemd unit, DaemonSet, readiness
 pub mod stats; // counters
-pub mod syscalls; // what it forbids itself
+pub mod syscalls; // forbidden system calls
 pub mod vm_dirs; // Kata's directories
-pub mod vmm; // a VMM's socket, and whose it is
+pub mod vmm; // a VMM's socket and its owner
 mod writer; // the threads that write and keep the files
 
 use crate::host::data::text::printable;
@@ -59,17 +59,17 @@ use tokio::task::JoinSet;
 use vm_dirs::{Change, Pattern, Watcher};
 use vmm::Vmm;
 
-/// Pause after accept() failed for want of memory or descriptors: those come back by themselves,
-/// not by an event.
+/// Pause after accept() failed for lack of memory or descriptors: no event shows when they are free
+/// again.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
-/// Lines about this machine's own troubles, a file that cannot be removed or a socket that takes
-/// nobody, that are told at once, and a second.
+/// Lines about this machine's own problems (a file that cannot be removed, a socket that fails): at
+/// once, and a second.
 const TOLD_AT_ONCE: u64 = 100;
 const TOLD_PER_S: f64 = 0.1;
-/// News that may wait for whoever watches.
+/// Most news that wait for the watcher.
 pub const NEWS_QUEUE: usize = 4096;
 
-/// Where Kata's VMMs have the sockets of hybrid vsock; `*` is the sandbox's id.
+/// Sockets of hybrid vsock of Kata's VMMs; `*` is the sandbox's id.
 pub const VM_SOCKETS: &[(&str, &str)] = &[
     ("/run/vc/vm/*/clh.sock", "Go runtime, Cloud Hypervisor"),
     ("/run/vc/firecracker/*/root/kata.hvsock", "Go runtime, Firecracker"),
@@ -78,12 +78,12 @@ pub const VM_SOCKETS: &[(&str, &str)] = &[
     ("/run/kata/*/ch-vm.sock", "Rust runtime, Cloud Hypervisor"),
     ("/run/kata/*/vsock.sock", "Rust runtime, OpenVMM"),
 ];
-/// Where Kata's runtimes write about a sandbox: the Go runtime its CID, too.
+/// Files of Kata's runtimes about a sandbox; only the Go runtime's has the CID.
 pub const SANDBOXES: &[(&str, &str)] = &[("/run/vc/sbs/*/persist.json", "Go runtime"), ("/run/kata/*/state.json", "Rust runtime")];
-/// Name of the file that says nothing of the CID.
+/// Name of the file without a CID.
 const WITHOUT_CID: &str = "state.json";
 
-/// Where to listen and where to write.
+/// Sockets to listen on, and directory to write to.
 #[derive(Clone, Debug)]
 pub struct Config {
     pub dir: PathBuf,
@@ -100,18 +100,18 @@ pub struct Config {
     pub limits: Limits,
     pub keep: Keep,
     pub run_as: Option<RunAs>,
-    /// Whether somebody watches: records and clock samples are news then.
+    /// Whether to emit records and clock samples as news.
     pub watched: bool,
-    /// Where boots that are over are pushed to.
+    /// Receiver of boots that are over.
     pub otlp: Option<Otlp>,
-    /// Where Prometheus may ask.
+    /// Address of the metrics for Prometheus.
     pub metrics: Option<SocketAddr>,
-    /// Give up what this process does not need. There must be one thread.
+    /// Drop privileges that this process does not need. Requires a single thread.
     pub drop_privileges: bool,
 }
 
 impl Config {
-    /// Listens nowhere yet.
+    /// Configuration without any socket to listen on.
     pub fn new(dir: PathBuf, port: u32) -> Self {
         Self {
             dir,
@@ -132,7 +132,7 @@ impl Config {
     }
 }
 
-/// Listening, not yet accepting.
+/// A collector that listens and does not accept yet.
 pub struct Collector {
     config: Config,
     listeners: Vec<Listener>,
@@ -142,12 +142,12 @@ pub struct Collector {
     streams: Streams,
     shared: Arc<Shared>,
     fleet: Option<Fleet>,
-    /// Lines for people about how it started.
+    /// Lines about the start, for people.
     pub notes: Vec<String>,
 }
 
 impl Collector {
-    /// On return the sockets are there: a VM may be started. Needs a runtime around it.
+    /// Makes the sockets: VMs may be started after the return. Needs a runtime around it.
     pub fn bind(config: &Config, news: mpsc::Sender<News>) -> Result<Self> {
         let mut config = config.clone();
         let mut notes = Vec::new();
@@ -167,7 +167,7 @@ impl Collector {
             privileges::drop_all_but(config.run_as, watches || !config.uds.is_empty())?;
             syscalls::forbid()?;
         }
-        // A file system that has no sockets costs the probe, not the boots.
+        // A file system without sockets disables the probe only.
         let check = check::bind(&config.dir).map_err(|e| notes.push(format!("--check will not work: {e:#}"))).ok();
         let watcher = if watches { Some(Watcher::new([&config.vms[..], &config.sandboxes[..]].concat())?) } else { None };
         notes.extend(listeners.iter().map(|l| format!("listening on {}", l.place())));
@@ -223,7 +223,7 @@ impl Collector {
         }
         while accepting.join_next().await.is_some() {}
         streams.stop().await?;
-        // Before the files are closed: what is pushed is noted in them.
+        // Stop pushing before the files are closed: each push is noted in its boot's file.
         if let Some(fleet) = fleet {
             fleet.stop().await?;
         }
@@ -232,7 +232,7 @@ impl Collector {
     }
 }
 
-/// Lines about what no peer has to do with, so many at once and so many a second.
+/// Logs lines about problems that no peer causes, at a limited rate.
 fn own_lines(news: mpsc::Sender<News>, stats: Arc<Stats>) -> Tell {
     let lines = Mutex::new(Lines::new(TOLD_AT_ONCE, TOLD_PER_S, Instant::now()));
     Arc::new(move |text| {
@@ -271,13 +271,12 @@ fn listeners(config: &Config, notes: &mut Vec<String>) -> Result<Vec<Listener>> 
     Ok(listeners)
 }
 
-/// Accepts until the stop. Does nothing else: whatever guests do, the next one gets in.
+/// Accepts until the stop and does nothing else, so that no guest delays the next.
 async fn accept_all(listener: Listener, shared: Arc<Shared>, streams: Streams, mut stop: watch::Receiver<bool>) {
     let take = |arrival: Arrival| {
         let (socket, peer) = match arrival {
             Ok(guest) => guest,
-            // Hung up on before it is counted anywhere: it takes no slot of a guest's, and none of
-            // its lines.
+            // Hang up before the stranger takes a guest's slot or line quota.
             Err(stranger) => {
                 add(&shared.stats.strangers, 1);
                 return shared.tell(&stranger.peer(), &stranger.to_string());
@@ -308,7 +307,7 @@ async fn accept_all(listener: Listener, shared: Arc<Shared>, streams: Streams, m
         // A guest that connects without end takes turns with all others.
         tokio::task::yield_now().await;
     }
-    // Whoever connected before the stop may have sent something; no more than can wait.
+    // Connections from before the stop may carry data; no more than the backlog wait.
     for _ in 0..BACKLOG {
         match listener.accept_now() {
             Ok(Some(arrival)) => take(arrival),
@@ -317,8 +316,8 @@ async fn accept_all(listener: Listener, shared: Arc<Shared>, streams: Streams, m
     }
 }
 
-/// Opens a socket beside that of every VM that comes, closes it when the VM goes, and learns what
-/// Kata calls them.
+/// Opens a socket next to that of every new VMM, closes it when the VM goes, and learns Kata's
+/// names of the VMs.
 async fn watch_vms(mut watcher: Watcher, config: Config, shared: Arc<Shared>, streams: Streams, mut stop: watch::Receiver<bool>) {
     let mut listening = JoinSet::new();
     let mut vms = Vms { config, shared, streams, open: HashMap::new(), cids: HashMap::new() };
@@ -341,7 +340,7 @@ async fn watch_vms(mut watcher: Watcher, config: Config, shared: Arc<Shared>, st
             },
         }
     }
-    // Their sockets go with the listeners.
+    // The VMs' sockets go with the listeners.
     drop(vms);
     while listening.join_next().await.is_some() {}
 }
@@ -350,19 +349,19 @@ struct Vms {
     config: Config,
     shared: Arc<Shared>,
     streams: Streams,
-    /// By the VMM's socket.
+    /// VMs by the VMM's socket.
     open: HashMap<PathBuf, Vm>,
-    /// By Kata's file.
+    /// Named peers by Kata's file.
     cids: HashMap<PathBuf, Peer>,
 }
 
-/// A VM that is listened for.
+/// A VM with a listener.
 struct Vm {
     vmm: Arc<Vmm>,
     peer: Peer,
-    /// Beside the VMM's.
+    /// File of our socket, next to the VMM's.
     file: Option<Arc<SocketFile>>,
-    /// Dropped, it ends the listener; connections end by themselves, with their VM.
+    /// Ends the listener when dropped; connections end by themselves, with their VM.
     _stop: watch::Sender<bool>,
 }
 
@@ -382,10 +381,10 @@ impl Vms {
         }
     }
 
-    /// Listens for a VM no more, which has no name from then on.
+    /// Stops listening for a VM and forgets its name.
     fn close(&mut self, path: &PathBuf) {
         let Some(vm) = self.open.remove(path) else { return };
-        // At once: the VMM may make its socket anew, and then ours has to be made anew, too.
+        // Remove now: if the VMM makes its socket anew, ours has to be made anew, too.
         if let Some(file) = vm.file {
             file.remove();
         }
@@ -393,7 +392,7 @@ impl Vms {
     }
 
     fn vm(&mut self, pattern: usize, id: &str, path: PathBuf, listening: &mut JoinSet<()>) {
-        // Whoever owns the VM's directory causes these lines, as often as there is a socket anew.
+        // Lines count against the VM: its directory's owner causes one with each new socket.
         let peer = Peer::of_vm(&path, self.config.port);
         let problem = |text: String| format!("VM {}: {text}", printable(id));
         let vmm = match Vmm::find(&self.config.vms[pattern], &path) {
@@ -403,7 +402,7 @@ impl Vms {
         };
         match self.open.get(&path) {
             Some(known) if known.vmm.is(&vmm) => return,
-            // Another one has its name.
+            // Another socket has the path.
             Some(_) => self.close(&path),
             None => {}
         }
@@ -422,11 +421,11 @@ impl Vms {
         listening.spawn(accept_all(listener, self.shared.clone(), self.streams.clone(), stopped));
     }
 
-    /// Kata wrote about a sandbox. What is half written comes again.
+    /// Handles a write of a sandbox's file. A half-written file causes another event.
     fn sandbox(&mut self, pattern: usize, id: &str, path: PathBuf, claims: &mut qemu::Claims) {
         let pattern = &self.config.sandboxes[pattern];
         let found = if path.ends_with(WITHOUT_CID) {
-            // Written again with each container; the VM stays the same.
+            // The file is written again with each container; the VM stays the same.
             let unknown = !self.cids.contains_key(&path);
             let owner = unknown.then(|| path.symlink_metadata().ok()).flatten().map(|metadata| metadata.uid());
             owner.map(|owner| (sandbox::unnamed(id), claims.cid_of(Path::new("/proc"), id, owner)))
@@ -472,10 +471,10 @@ mod tests {
             Self::of(dir, config)
         }
 
-        /// For the VMs in `vm/`.
+        /// Starts a collector for the VMs in `vm/`.
         fn of_vms(limits: Limits) -> Self {
             let dir = TempDir::new();
-            // As Kata's Rust runtime leaves it.
+            // Mode that Kata's Rust runtime leaves.
             std::fs::set_permissions(dir.path(), std::fs::Permissions::from_mode(0o755)).unwrap();
             let vms = vec![format!("{}/vm/*/clh.sock", dir.path().display()).parse().unwrap()];
             let config = Config { vms, limits, ..Config::new(dir.path().join("boots"), DEFAULT_PORT) };
@@ -616,18 +615,18 @@ mod tests {
         assert!(matches!(file.host.last().unwrap().event, HostEvent::Disconnected { records: 200, .. }));
     }
 
-    /// Connects as a user of this machine, so many times, and gives the connections that were not
+    /// Connects `times` times as user `uid` and returns the number of connections that were not
     /// hung up on. Needs root.
     async fn connect_as(uid: u32, socket: &Path, times: usize) -> usize {
         use rustix::process::Uid;
         let socket = socket.to_path_buf();
-        // A thread of its own, because it does not become root again.
+        // Use a new thread: it cannot become root again.
         let connect = move || {
             let uid = Uid::from_raw(uid);
             rustix::thread::set_thread_res_uid(uid, uid, uid).unwrap();
             let held: Vec<_> = (0..times).map(|_| std::os::unix::net::UnixStream::connect(&socket).unwrap()).collect();
             let hung_up = |mut stream: &std::os::unix::net::UnixStream| {
-                // One that is served is asked for its clock only when it has said who it is.
+                // A served connection is asked for its clock only after its header.
                 stream.set_read_timeout(Some(Duration::from_millis(500))).unwrap();
                 matches!(stream.read(&mut [0]), Ok(0))
             };
@@ -648,7 +647,7 @@ mod tests {
         assert_eq!(connect_as(strangers, &socket, 20).await, 0);
         let why = format!("refused a process of user {strangers}: its VMM is user 0's");
         run.until("a line about it", |n| matches!(n, News::Problem { text } if text.contains(&why))).await;
-        // The guest has its connection, and all of its tries, and its own lines.
+        // Strangers used up no connection, try or line of the guest.
         let mut guest = UnixStream::connect(&socket).await.unwrap();
         guest.write_all((header() + &event(0)).as_bytes()).await.unwrap();
         run.until("its record", |n| matches!(n, News::Record { .. })).await;
@@ -668,8 +667,7 @@ mod tests {
         let mut run = Run::of_vms(Limits::default());
         let (_vmm, _socket) = run.vmm("one").await;
         std::fs::rename(run.dir.path().join("vm/one"), run.dir.path().join("vm/two")).unwrap();
-        // What was there goes with it until it has been seen; it is made anew then, and somebody
-        // listens.
+        // The old socket moves with the directory until the rename is seen; then a new one is made.
         let socket = run.dir.path().join(format!("vm/two/clh.sock_{DEFAULT_PORT}"));
         let named = async {
             loop {

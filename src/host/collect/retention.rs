@@ -1,10 +1,10 @@
-//! Which boots' files go: those whose last record is older than so many days, then, until all
-//! together are small enough, the oldest of peers that have more than their share, then the oldest.
+//! Removal of boots' files: first files whose last record is too old; then, until the rest is small
+//! enough, the oldest of peers over their share, then the oldest of all.
 //!
-//! A boot in flight never goes: one that has a connection, or whose last record came within
-//! [`GRACE`] (its guest may be coming back, or the collector was started again); the latter holds
-//! for peers within their share. Nothing but files named by a boot id is ever looked at. A host
-//! whose clock was set makes no boot old ([`Steady`]).
+//! A boot in flight is never removed: it has a connection, or its last record came within [`GRACE`]
+//! (its guest may be coming back, or the collector was restarted). The latter holds only for peers
+//! within their share. Only files named by a boot id are looked at. A host whose clock was set
+//! makes no boot old ([`Steady`]).
 
 use super::boot_log::open;
 use super::keep::Keep;
@@ -20,18 +20,17 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
-/// How long after its last record a boot counts as in flight.
+/// Time after its last record in which a boot counts as in flight.
 pub const GRACE: Duration = Duration::from_secs(600);
-/// One peer's share of [`Keep::bytes`]: what goes first, of more than that. A node has no more than
-/// some ten VMs with GPUs at once.
+/// A peer's share is [`Keep::bytes`] divided by this; peers over their share lose boots first. A
+/// node has no more than some ten VMs with GPUs at once.
 const SHARES: u64 = 8;
-/// The collector's line about who connected stands in the first bytes of a file, behind the guest's
-/// header.
+/// First bytes of a file: the guest's header, then the collector's line about the peer.
 const HEAD: u64 = 2 * MAX_LINE as u64;
-/// A clock that goes so far from what it was is one that was set.
+/// A clock that moved further than this was set.
 const MAX_DRIFT: Duration = Duration::from_secs(60);
-/// How long after that, and after the machine's start, no boot counts as old: until somebody, or
-/// NTP, has set it right.
+/// Time after a set clock, and after the machine's start, in which no boot counts as old: until
+/// somebody, or NTP, has set the clock right.
 const DISTRUST: Duration = Duration::from_secs(24 * 3600);
 const AFTER_START: Duration = Duration::from_secs(3600);
 
@@ -58,7 +57,7 @@ pub fn parse_size(text: &str) -> Result<u64> {
 /// One boot's file.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 struct Candidate {
-    /// When its last record came.
+    /// Time of the last record.
     written: SystemTime,
     boot_id: String,
     bytes: u64,
@@ -80,17 +79,17 @@ impl Now {
     }
 }
 
-/// Whether the host's clock may be asked how old a file is.
+/// Whether the host's clock is trusted for the age of a file.
 #[derive(Debug, Default)]
 struct Steady {
-    /// What the clock shows at the machine's start, by its last look.
+    /// Wall-clock time of the machine's start, as of the last look.
     start: Option<SystemTime>,
-    /// On the machine's own clock.
+    /// End of the distrust, on the machine's own clock.
     distrusted_until: Duration,
 }
 
 impl Steady {
-    /// Gives a line for people where the clock was set since the last look.
+    /// Returns a line for people if the clock was set since the last look.
     fn look(&mut self, now: Now) -> Option<String> {
         let start = now.real.checked_sub(now.boot)?;
         let before = self.start.replace(start)?;
@@ -111,9 +110,9 @@ impl Steady {
 pub struct Retention {
     keep: Keep,
     steady: Steady,
-    /// Whose boot it is, by its id: read once of a file.
+    /// Owner of a boot by its id; read once of a file.
     owners: HashMap<String, Option<Arc<str>>>,
-    /// It was said that more is there than may be, and that nothing can go.
+    /// The line about boots over the limit, all in flight, was printed.
     told: bool,
 }
 
@@ -122,7 +121,7 @@ impl Retention {
         Self { keep, steady: Steady::default(), owners: HashMap::new(), told: false }
     }
 
-    /// Removes what is too old or too much.
+    /// Removes boots that are too old or too many.
     pub fn apply(&mut self, store: &Store, tell: &Tell, now: Now) {
         if self.keep == Keep::default() {
             return;
@@ -140,7 +139,7 @@ impl Retention {
                 *left -= candidate.bytes;
                 true
             }
-            // It is in flight.
+            // The boot is in flight.
             Ok(false) => false,
             Err(e) => {
                 tell(format!("remove {}: {e}", candidate.path.display()));
@@ -161,7 +160,7 @@ impl Retention {
             rest.sort();
             let mut over = self.over_their_share(&rest, most / SHARES);
             rest.retain(|c| !over.contains(c));
-            // Of those within their share none that its guest may come back for.
+            // Spare boots within their share while their guest may come back.
             over.extend(rest.into_iter().filter(|c| age(c, now) > GRACE));
             for candidate in &over {
                 if left <= most {
@@ -184,8 +183,7 @@ impl Retention {
         self.steady.is_trusted(now) && self.keep.age.is_some_and(|most| age(candidate, now) > most.max(GRACE))
     }
 
-    /// The oldest of each peer, as far as it has more than its share: all but the newest that fit
-    /// into it.
+    /// Boots of peers over their share: all but each peer's newest that fit into it.
     fn over_their_share(&mut self, all: &[Candidate], share: u64) -> Vec<Candidate> {
         self.owners.retain(|id, _| all.iter().any(|c| c.boot_id == *id));
         let mut used: HashMap<Arc<str>, u64> = HashMap::new();
@@ -204,7 +202,7 @@ impl Retention {
     }
 }
 
-/// The peer that a boot's first connection was of; None for a file that no connection made.
+/// Peer of a boot's first connection; None for a file that no connection made.
 fn owner_of(path: &Path) -> Option<Arc<str>> {
     let file = open(path, OpenOptions::new().read(true)).ok()?;
     let mut owner = None;
@@ -227,8 +225,7 @@ fn candidates(store: &Store) -> Result<Vec<Candidate>> {
         if path.extension().is_none_or(|e| e != EXTENSION) {
             continue;
         }
-        // Of the entry itself: a link is none of ours. One that is gone meanwhile needs no
-        // removing.
+        // Metadata of the entry itself: links are not ours. Skip an entry that is gone meanwhile.
         let Ok(meta) = entry.metadata() else { continue };
         if meta.is_file() {
             found.push(Candidate { written: meta.modified()?, boot_id, bytes: meta.len(), path });
@@ -283,7 +280,7 @@ mod tests {
         told.lock().unwrap().clone()
     }
 
-    /// Long after the machine's start.
+    /// Both clocks, long after the machine's start.
     fn now() -> Now {
         Now { real: SystemTime::now(), boot: 100 * DAY }
     }
@@ -320,8 +317,7 @@ mod tests {
     #[test]
     fn a_peer_with_more_than_its_share_pushes_out_its_own_boots_and_no_others() {
         let dir = TempDir::new();
-        // Four old boots of honest guests; one guest with five large ones that are as new as can
-        // be.
+        // Four old boots of honest guests, and five large new boots of another guest.
         (0..4).for_each(|n| file_of(&dir, n, &format!("cid {}", 10 + n), 1000, 200));
         (4..9).for_each(|n| file_of(&dir, n, "cid 3", 10_000, 0));
         let keep = Keep { age: None, bytes: Some(40_000) };

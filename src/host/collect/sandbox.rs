@@ -1,21 +1,21 @@
-//! Whose VM it is: from what Kata and the container runtime keep about a sandbox on the host, where
-//! that can be read.
+//! Pod of a VM, from the files that Kata and the container runtime keep about a sandbox on the
+//! host, where they are readable.
 //!
-//! What was found to be there (Kata Containers 4.1.0):
+//! Files (Kata Containers 4.1.0):
 //! - Kata's Go runtime writes `/run/vc/sbs/<id>/persist.json`, for the first time when the VM is
 //!   up, and again with every change, in place (so that it can be found half written):
 //!   `AgentState.URL` is `vsock://<CID>:<port>` or `hvsock://<path>:<port>`,
 //!   `Config.ContainerConfigs[].Annotations` are the CRI's.
-//! - Its Rust runtime writes `/run/kata/<id>/state.json` when the VM is up, and again with every
-//!   change. It has neither a CID nor the pod's names: the CID is on QEMU's command line alone
+//! - Kata's Rust runtime writes `/run/kata/<id>/state.json` when the VM is up, and again with every
+//!   change. The file has neither CID nor pod names: the CID is on QEMU's command line alone
 //!   ([`super::qemu`]).
 //! - containerd and CRI-O keep the sandbox container's `config.json`, with the CRI's annotations,
 //!   before the VM is started.
 //!
-//! So a hybrid-vsock VM is known by its directory's name at once; one of QEMU when the runtime has
-//! written about it. Nothing that a guest says goes in here, and nothing that a pod's owner writes
-//! into its annotations or labels: which keys are read is decided by the runtime whose bundle it is
-//! ([`Runtime`]), and that by where the bundle lies.
+//! A hybrid-vsock VM is known by its directory's name at once, a QEMU VM once the runtime has
+//! written its file. Data from a guest, or from a pod owner's annotations and labels, is never
+//! used: the bundle's directory decides the runtime, and the runtime decides the keys
+//! ([`Runtime`]).
 
 use super::vm_dirs::Pattern;
 pub use crate::host::data::boot_file::Sandbox;
@@ -32,8 +32,7 @@ const MAX_FILE: u64 = 4 << 20;
 /// Longest name that is taken: Kubernetes' own limit of names.
 const MAX_NAME: usize = 253;
 
-/// Where containerd and CRI-O keep a sandbox container's OCI configuration; `*` is the sandbox's
-/// id.
+/// OCI configurations of sandbox containers, of containerd and CRI-O; `*` is the sandbox's id.
 pub const BUNDLES: &[&str] = &[
     "/run/containerd/io.containerd.runtime.v2.task/k8s.io/*/config.json",
     "/run/containers/storage/overlay-containers/*/userdata/config.json",
@@ -41,26 +40,26 @@ pub const BUNDLES: &[&str] = &[
 
 /// CRI-O's directory for the run time of a container (containers/storage), which is the bundle.
 const CRIO_BUNDLE: &str = "userdata";
-/// Where Kata's Go runtime found the bundle. Written over what the bundle itself says under this
-/// key: `ContainerConfig`, src/runtime/pkg/oci/utils.go.
+/// Annotation with the bundle's path. Kata's Go runtime overwrites a value from the bundle itself:
+/// `ContainerConfig`, src/runtime/pkg/oci/utils.go.
 const BUNDLE_PATH: &str = "io.katacontainers.pkg.oci.bundle_path";
 
-/// Who made a bundle, and so which of its annotations are not the pod's owner's.
+/// Maker of a bundle; decides which annotations the pod's owner cannot set.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Runtime {
     /// Passes the annotations that its configuration names (`pod_annotations`), then writes its own
     /// over them: `sandboxContainerSpec`, internal/cri/server/podsandbox/sandbox_run_linux.go, and
     /// `DefaultCRIAnnotations` (2.x; 1.x has the same order).
     Containerd,
-    /// Writes its own (`io.kubernetes.cri-o.*`), over them all annotations of the pod, and over
-    /// those the pod's labels: server/sandbox_run_linux.go. So only labels are sure, and of those
-    /// the three that the kubelet sets over the pod's own: `newPodLabels`,
+    /// Writes its own annotations (`io.kubernetes.cri-o.*`), over them all annotations of the pod,
+    /// and over both the pod's labels: server/sandbox_run_linux.go. Only three labels are sure,
+    /// which the kubelet sets over the pod's own: `newPodLabels`,
     /// pkg/kubelet/kuberuntime/labels.go.
     Crio,
 }
 
 impl Runtime {
-    /// By the directory of the bundle: no pod chooses it.
+    /// Runtime by the bundle's directory, which no pod chooses.
     fn of(bundle: &Path) -> Self {
         if bundle.file_name().is_some_and(|name| name == CRIO_BUNDLE) { Self::Crio } else { Self::Containerd }
     }
@@ -110,32 +109,32 @@ struct Bundle {
     annotations: Annotations,
 }
 
-/// A sandbox of which no more than its id is known.
+/// A sandbox with nothing known but its id.
 pub fn unnamed(id: &str) -> Sandbox {
     Sandbox { id: printable_start(id.as_bytes(), MAX_NAME), ..Sandbox::default() }
 }
 
-/// Names from annotations of a bundle of that runtime.
+/// Sandbox named by annotations of a bundle of `runtime`.
 fn named(id: &str, annotations: &Annotations, runtime: Runtime) -> Sandbox {
     let value = |key| Some(printable_start(annotations.get(key).filter(|v| !v.is_empty())?.as_bytes(), MAX_NAME));
     let [pod, namespace, uid] = runtime.keys().map(value);
     Sandbox { pod, namespace, uid, ..unnamed(id) }
 }
 
-/// What a persist.json says: the sandbox, and the CID of its VM if it has one. None where it is not
-/// (yet) one.
+/// Sandbox, and CID of its VM if there is one, from a persist.json. None if `text` is not (yet) a
+/// whole file.
 pub fn from_persist(id: &str, text: &[u8]) -> Option<(Sandbox, Option<u32>)> {
     let persist: Persist = serde_json::from_slice(text).ok()?;
     let cid = persist.agent.url.strip_prefix("vsock://").and_then(|rest| rest.split(':').next()?.parse().ok());
     let containers = persist.config.containers.unwrap_or_default();
-    // The sandbox's container has the sandbox's id. The others are of the same pod, with
-    // annotations of their own.
+    // The sandbox's container has the sandbox's id. The pod's other containers have annotations of
+    // their own.
     let annotations = containers.into_iter().find(|container| container.id == id).and_then(|container| container.annotations);
     let sandbox = annotations.and_then(|a| Some(named(id, &a, Runtime::of(Path::new(a.get(BUNDLE_PATH)?)))));
     Some((sandbox.unwrap_or_else(|| unnamed(id)), cid))
 }
 
-/// What a sandbox container's config.json says.
+/// Sandbox from a sandbox container's config.json.
 fn from_bundle(id: &str, text: &[u8], runtime: Runtime) -> Option<Sandbox> {
     let bundle: Bundle = serde_json::from_slice(text).ok()?;
     Some(named(id, &bundle.annotations, runtime))
@@ -151,8 +150,8 @@ pub fn look_up(id: &str, bundles: &[Pattern]) -> Sandbox {
     bundles.iter().filter(|_| plain).find_map(named).unwrap_or_else(|| unnamed(id))
 }
 
-/// A regular file of bounded size; None where it cannot be read, which is no error: it may not be
-/// there, or not be ours to read.
+/// Content of a regular file of bounded size; None if it is missing or unreadable, which is no
+/// error.
 pub fn read(pattern: &Pattern, path: &Path) -> Option<Vec<u8>> {
     let file = File::from(pattern.open(path, OFlag::O_RDONLY | OFlag::O_NONBLOCK).ok()?);
     if !file.metadata().ok()?.is_file() {
@@ -202,16 +201,16 @@ mod tests {
         layers.iter().flat_map(|layer| layer.iter()).map(|(key, value)| (key.to_string(), serde_json::Value::from(*value))).collect()
     }
 
-    /// As CRI-O writes them: its own, the pod's annotations, the labels, where the kubelet's are
-    /// over the pod's.
+    /// Annotations as CRI-O writes them: its own, the pod's annotations, the labels with the
+    /// kubelet's over the pod's.
     fn of_crio() -> serde_json::Value {
         let own = [("io.kubernetes.cri-o.KubeName", "train-0"), ("io.kubernetes.cri-o.Namespace", "ml"), ("io.container.manager", "cri-o")];
         let kubelets = [("io.kubernetes.pod.name", "train-0"), ("io.kubernetes.pod.namespace", "ml"), ("io.kubernetes.pod.uid", "8b5e")];
         layers(&[&own, TENANTS, &kubelets])
     }
 
-    /// As containerd writes them where its configuration lets all of the pod's through: the pod's,
-    /// and its own over them.
+    /// Annotations as containerd writes them if its configuration passes all of the pod's: the
+    /// pod's, and its own over them.
     fn of_containerd() -> serde_json::Value {
         let own = [
             ("io.kubernetes.cri.sandbox-name", "train-0"),
