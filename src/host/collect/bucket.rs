@@ -1,9 +1,9 @@
-//! A token bucket: so much at once, and so much a second after that. No clock of its own.
+//! A token bucket: a burst at once, then a rate a second. No clock of its own.
 
 use std::time::{Duration, Instant};
 
-/// Fills at `rate` a second up to `size`. What is taken may put it into debt; it gives nothing more
-/// until that is paid.
+/// Fills at `rate` a second up to `size`. Spending may put it into debt; it gives no token until
+/// the debt is paid.
 #[derive(Clone, Copy, Debug)]
 pub struct Bucket {
     size: f64,
@@ -13,7 +13,7 @@ pub struct Bucket {
 }
 
 impl Bucket {
-    /// A full one.
+    /// A full bucket.
     pub fn new(size: u64, rate_per_s: f64, now: Instant) -> Self {
         let size = size.max(1) as f64;
         // A rate of nothing would make every wait endless: one token a day instead.
@@ -36,27 +36,27 @@ impl Bucket {
         there
     }
 
-    /// Takes as much as was used, there or not.
+    /// Takes the amount that was used, even if it is not there.
     pub fn spend(&mut self, amount: usize, now: Instant) {
         self.fill(now);
         self.level -= amount as f64;
     }
 
-    /// How long until it is out of debt; None where it is not in debt.
+    /// Time until the bucket is out of debt; None if it is not in debt.
     pub fn wait(&mut self, now: Instant) -> Option<Duration> {
         self.fill(now);
         (self.level <= 0.0).then(|| Duration::from_secs_f64(((1.0 - self.level) / self.rate).clamp(0.001, 3600.0)))
     }
 
-    /// Full: as if it had never been used.
+    /// True if full, as if never used.
     pub fn is_full(&mut self, now: Instant) -> bool {
         self.fill(now);
         self.level >= self.size
     }
 }
 
-/// Lines for people about one thing: so many at once, so many a second, and how many there were
-/// not. A log must not fill, whoever causes them.
+/// Rate limit of lines for people about one thing, with a count of suppressed lines. A log must not
+/// fill, whoever causes the lines.
 #[derive(Clone, Copy, Debug)]
 pub struct Lines {
     bucket: Bucket,
@@ -68,7 +68,7 @@ impl Lines {
         Self { bucket: Bucket::new(at_once, rate_per_s, now), not_told: 0 }
     }
 
-    /// The line as it may be told now, with how many before it were not; None if it may not.
+    /// The line to print now, with the number of suppressed lines before it; None if suppressed.
     pub fn told(&mut self, text: &str, now: Instant) -> Option<String> {
         if !self.bucket.take_one(now) {
             self.not_told += 1;
@@ -80,7 +80,7 @@ impl Lines {
         })
     }
 
-    /// As if nothing had ever been told.
+    /// True if no limit is used up and no suppressed line is left to report.
     pub fn is_blank(&mut self, now: Instant) -> bool {
         self.not_told == 0 && self.bucket.is_full(now)
     }

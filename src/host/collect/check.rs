@@ -1,8 +1,8 @@
 //! `collect --check`: whether the collector of a directory receives, for probes of Kubernetes.
 //!
-//! Whoever connects to the socket in the directory gets one line. The thread that accepts guests
-//! answers it when both threads that read of guests have come to a new task, so that one that hangs
-//! is found. A disk that hangs or is full is no reason: a restart would not cure it, and receiving
+//! A client of the socket in the directory gets one line. The thread that accepts guests answers
+//! when both threads that read guests have come to a new task, so that a hanging thread is found. A
+//! disk that hangs or is full does not fail the check: a restart would not cure it, and receiving
 //! goes on.
 
 use super::serve::Streams;
@@ -21,22 +21,22 @@ use tokio::sync::watch;
 
 /// Name of the socket in the directory of the boots.
 const SOCKET: &str = ".check";
-/// What a collector that receives says.
+/// Answer of a collector that receives.
 const WELL: &str = "receiving\n";
 /// Time for the threads to come to a new task; guests take turns of microseconds.
 const TURN: Duration = Duration::from_secs(5);
 /// Time for the whole answer.
 const ANSWER: Duration = Duration::from_secs(8);
 
-/// The socket's name by an open directory: names of sockets have a limit of 107 bytes, directories
-/// have not.
+/// The socket's path through an open directory: socket names have a limit of 107 bytes, directory
+/// names have not.
 fn short(dir: &Path) -> Result<(File, PathBuf)> {
     let open = File::open(dir).with_context(|| format!("open {}", dir.display()))?;
     let path = Path::new("/proc/self/fd").join(open.as_raw_fd().to_string()).join(SOCKET);
     Ok((open, path))
 }
 
-/// The socket; its file goes when this goes.
+/// The socket; dropping it removes its file.
 pub struct Socket {
     listener: UnixListener,
     path: PathBuf,
@@ -63,14 +63,14 @@ pub fn bind(dir: &Path) -> Result<Socket> {
     Ok(Socket { listener, path, _dir: open })
 }
 
-/// Answers until the stop, one after another.
+/// Answers clients until the stop, one after another.
 pub async fn answer(socket: Socket, streams: Streams, mut stop: watch::Receiver<bool>) {
     loop {
         let accepted = tokio::select! {
             () = stopped(&mut stop) => return,
             accepted = socket.listener.accept() => accepted,
         };
-        // A shortage of descriptors ends by itself; the one who asks has a deadline of his own.
+        // A shortage of descriptors ends by itself; the client has a deadline of its own.
         let Ok((mut asker, _)) = accepted else {
             tokio::time::sleep(Duration::from_secs(1)).await;
             continue;
@@ -80,7 +80,7 @@ pub async fn answer(socket: Socket, streams: Streams, mut stop: watch::Receiver<
             Ok(false) => "a thread that reads of guests has ended\n".to_string(),
             Err(_) => format!("the threads that read of guests have not come to a new task for {TURN:?}\n"),
         };
-        // Less than the socket's buffer: this does not wait.
+        // The text is shorter than the socket's buffer: the write does not wait.
         let _gone = asker.write_all(text.as_bytes()).await;
     }
 }
@@ -110,7 +110,7 @@ mod tests {
         let dir = TempDir::new();
         let error = ask(dir.path()).unwrap_err();
         assert!(format!("{error:#}").contains("does one run with this --dir?"), "{error:#}");
-        // What a killed collector leaves behind.
+        // Socket file that a killed collector leaves behind.
         drop(net::UnixListener::bind(dir.path().join(SOCKET)).unwrap());
         assert!(ask(dir.path()).is_err());
     }

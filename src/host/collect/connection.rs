@@ -1,9 +1,9 @@
-//! One connection of one guest, without its socket: bytes and times go in, lines for the boot's
-//! file, for whoever watches, and bytes for the guest come out.
+//! One connection of one guest, without its socket. Input: bytes and times. Output: lines for the
+//! boot's file, news for the watcher, bytes for the guest.
 //!
-//! The other side is not trusted: every line is decoded, what does not decode is counted and
-//! dropped, and the connection goes on with the next line. Nothing is stored before a header has
-//! said, in the right form, which boot this is.
+//! The guest is not trusted: every line is decoded, a line that does not decode is counted and
+//! dropped, and the connection goes on with the next line. Nothing is stored before a valid header
+//! names the boot.
 
 use super::boot_log::Stored;
 use super::limits::Limits;
@@ -22,7 +22,7 @@ use std::time::Instant;
 /// Longest text that is kept of a garbage line's reason.
 const MAX_REASON: usize = 200;
 
-/// What a connection tells those who watch.
+/// News of a connection for the watcher.
 #[derive(Clone, Debug, PartialEq)]
 pub enum News {
     Connected {
@@ -39,11 +39,11 @@ pub enum News {
     Ended {
         boot: Arc<str>,
     },
-    /// A line for people that says nothing of a trouble.
+    /// A line for people about normal operation.
     Line {
         text: String,
     },
-    /// Something that the operator should know of.
+    /// A line for people about a problem.
     Problem {
         text: String,
     },
@@ -62,7 +62,7 @@ impl HostNow {
     }
 }
 
-/// A guest that has said which boot it is.
+/// The boot of a guest whose header was accepted.
 struct Boot {
     attached: Attached,
     pinger: Pinger,
@@ -72,7 +72,7 @@ struct Boot {
     duplicates: u64,
 }
 
-/// A header that came: who the guest says it is.
+/// A header that came: the guest's claim of its boot.
 #[derive(Debug)]
 pub struct Introduction {
     pub header: Header,
@@ -84,7 +84,7 @@ pub struct Introduction {
 pub struct Connection {
     peer: String,
     limits: Limits,
-    /// Whether records and clock samples are news: nobody may be watching.
+    /// Whether to emit records and clock samples as news.
     watched: bool,
     stats: Arc<Stats>,
     lines: Lines,
@@ -120,8 +120,8 @@ impl Connection {
         }
     }
 
-    /// Takes what came. An error ends the connection; everything up to it is stored. While there is
-    /// an [`Introduction`] nothing more may come before [`Connection::begin`].
+    /// Takes received bytes. An error ends the connection; everything before it is stored. While
+    /// there is an [`Introduction`] nothing more may come before [`Connection::begin`].
     pub fn take(&mut self, bytes: &[u8], now: HostNow, news: &mut dyn FnMut(News)) -> Result<()> {
         add(&self.stats.bytes, bytes.len() as u64);
         let mut lines = std::mem::replace(&mut self.lines, Lines::new(MAX_LINE));
@@ -167,7 +167,7 @@ impl Connection {
                     add(&self.stats.records, 1);
                     boot.records += 1;
                     boot.last_record = now.instant;
-                    // Somebody is there again: the slow rhythm of a quiet boot ends.
+                    // The guest sends again: end the slow rhythm of a quiet boot.
                     boot.next_ping = boot.next_ping.min(now.instant + PING_INTERVAL);
                     if self.watched {
                         news(News::Record { boot: boot.attached.id().clone(), record: Box::new((*record).into()) });
@@ -200,7 +200,7 @@ impl Connection {
                 }
             }
             (Ok(Line::Record(_) | Line::Pong(_)), None) => self.garbage(raw.len(), DecodeError::Invalid("a record before the header")),
-            // Every line will be of that version: say it once and hang up.
+            // Every line will be of that version: report it once and hang up.
             (Err(DecodeError::Schema(version)), None) => {
                 bail!("{}: speaks schema {version}, this program reads schema {SCHEMA}: use a matching version", self.peer)
             }
@@ -209,13 +209,13 @@ impl Connection {
         Ok(())
     }
 
-    /// The header that came and has to be dealt with.
+    /// The header to deal with, if one came.
     pub fn introduction(&mut self) -> Option<Introduction> {
-        // It stays noted that there was one until `begin`: what comes behind it waits.
+        // Keep the introduction until `begin`: lines behind the header wait.
         self.introduction.as_mut().map(|i| Introduction { header: i.header.clone(), raw: std::mem::take(&mut i.raw) })
     }
 
-    /// The guest of the [`Introduction`] may speak; what it said meanwhile is taken.
+    /// Accepts the guest of the [`Introduction`] and takes the lines received meanwhile.
     pub fn begin(&mut self, attached: Attached, now: HostNow, news: &mut dyn FnMut(News)) -> Result<()> {
         if self.introduction.take().is_none() {
             return Ok(());
@@ -231,12 +231,12 @@ impl Connection {
         Ok(())
     }
 
-    /// It has said who it is, and its first ping is with the kernel.
+    /// True once the header was accepted, and the first ping is with the kernel.
     pub fn was_pinged(&self) -> bool {
         self.boot.as_ref().is_some_and(|boot| boot.pinger.sent_any()) && self.out.is_empty()
     }
 
-    /// The boot that it speaks for.
+    /// Boot of this connection.
     pub fn attached(&self) -> Option<&Attached> {
         self.boot.as_ref().map(|boot| &boot.attached)
     }
@@ -248,12 +248,12 @@ impl Connection {
         self.first_garbage.get_or_insert_with(|| text::printable_start(why.to_string().as_bytes(), MAX_REASON));
     }
 
-    /// When [`Connection::tick`] is due.
+    /// Time at which [`Connection::tick`] is due.
     pub fn deadline(&self) -> Instant {
         self.boot.as_ref().map_or(self.opened + self.limits.header_deadline(), |boot| boot.next_ping)
     }
 
-    /// Does what is due by the clock: the next ping, or giving up on a peer that says nothing.
+    /// Sends the next ping if it is due, or fails for a peer that sent no header in time.
     pub fn tick(&mut self, now: HostNow) -> Result<()> {
         if now.instant < self.deadline() {
             return Ok(());
@@ -271,12 +271,12 @@ impl Connection {
         Ok(())
     }
 
-    /// Bytes that the guest should get.
+    /// Bytes to send to the guest.
     pub fn output(&mut self) -> &mut Vec<u8> {
         &mut self.out
     }
 
-    /// The connection is over: notes what is missing and what was dropped.
+    /// Ends the connection and stores what is missing and what was dropped.
     pub fn end(mut self, news: &mut dyn FnMut(News)) -> Result<()> {
         if self.lines.unfinished() > 0 {
             self.garbage(self.lines.unfinished(), DecodeError::Malformed("the connection ended inside a line".into()));

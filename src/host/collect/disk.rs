@@ -1,12 +1,12 @@
 //! The files of all boots: one thread writes them, one makes them durable and removes old ones.
-//! Nobody who receives ever waits for a disk.
+//! Receiving never waits for a disk.
 //!
-//! What is promised: a record is handed to the kernel as soon as the writing thread comes to it,
-//! milliseconds after it came; from then on no end of the collector loses it. fdatasync follows
-//! within [`SYNC_INTERVAL`](super::writer::SYNC_INTERVAL), and at a stop; so a crash of the machine
-//! loses what came in that time. A file is only ever appended to. While it cannot be written, so
-//! much waits in memory ([`super::limits`]), the rest is counted, and when it can be again the
-//! guest is asked for it (its connection is closed; it comes back and sends all that it has).
+//! Promises: the writing thread hands a record to the kernel milliseconds after it came; from then
+//! on no end of the collector loses it. fdatasync follows within
+//! [`SYNC_INTERVAL`](super::writer::SYNC_INTERVAL), and at a stop: a crash of the machine loses the
+//! records of that time. A file is only ever appended to. While it cannot be written, a limited
+//! number of bytes waits in memory ([`super::limits`]) and more records are counted. When writing
+//! works again, the guest is disconnected; it reconnects and sends all again.
 
 use super::ends::Ends;
 use super::keep::Keep;
@@ -32,7 +32,7 @@ impl Disk {
         Self::start_with(place, limits, keep, stats, tell, on_thread, None)
     }
 
-    /// The same, telling somebody which boots are over.
+    /// Like [`Disk::start`], and notes in `ends` which boots are over.
     pub fn start_with(
         place: Place,
         limits: Limits,
@@ -253,8 +253,8 @@ mod tests {
         for n in 0..REMEMBERED + 100 {
             attach(&disk, &format!("0f7a1f8e-0000-4000-8000-{n:012x}"), "cid 5").await.unwrap();
         }
-        // Those that are not written yet are not forgotten; once they are, coming and going forgets
-        // them.
+        // Boots that are not written yet are not forgotten; once they are, further connections push
+        // them out.
         let deadline = Instant::now() + Duration::from_secs(10);
         while disk.store.remembered() > REMEMBERED + 1 {
             assert!(Instant::now() < deadline, "not forgotten within 10 s");

@@ -1,30 +1,30 @@
-//! Which boots are over: for whoever reports each boot once, when there is nothing more to come
+//! Boots that are over, for reporting each boot once when nothing more is to come
 //! ([`super::fleet`]).
 //!
-//! A boot is over [`AFTER_GOODBYE`] after it said that all its GPUs are settled or that it powers
-//! off, or, where it never said so, when its connection has been gone for as long as the limit
-//! `goodbye` says. One whose GPU hangs is in flight as long as its VM lives. Every boot that begins
-//! is in here once or is counted as not followed. Nothing here waits or does I/O.
+//! A boot is over [`AFTER_GOODBYE`] after it sent that all its GPUs are settled or that it powers
+//! off; without such a record, when its connection has been gone for the limit `goodbye`. A boot
+//! whose GPU hangs is in flight as long as its VM lives. Every boot that begins is followed once,
+//! or counted as not followed. Nothing here blocks or does I/O.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 use tokio::sync::Notify;
 
-/// Some records come just behind: module lockdown, the driver's last words.
+/// Time for records just behind the goodbye: module lockdown, the driver's last words.
 pub const AFTER_GOODBYE: Duration = Duration::from_secs(2);
-/// Boots that are followed at once: four times as many as may be connected.
+/// Most boots followed at once: four times as many as may be connected.
 const MAX_FOLLOWED: usize = 16_384;
 
 /// A boot that is not over yet.
 #[derive(Clone, Copy, Debug)]
 struct Following {
     connected: bool,
-    /// It said that it is through.
+    /// The boot sent that it is through.
     said: bool,
-    /// It had said so before this collector was started.
+    /// The boot was through before this collector was started.
     old: bool,
-    /// When it will be over, if nothing happens.
+    /// Time at which the boot will be over, if nothing happens.
     due: Option<Instant>,
 }
 
@@ -32,7 +32,7 @@ struct Following {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Over {
     pub boot: Arc<str>,
-    /// A collector that ran before this one saw it end.
+    /// An earlier collector saw the boot end.
     pub old: bool,
 }
 
@@ -40,7 +40,7 @@ pub struct Over {
 pub struct Ends {
     goodbye: Duration,
     boots: Mutex<HashMap<Arc<str>, Following>>,
-    /// Something has become due earlier than it was.
+    /// Notified when a boot may be due earlier than before.
     changed: Notify,
 }
 
@@ -53,7 +53,7 @@ impl Ends {
         self.boots.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// A connection speaks for it. False when there are too many to follow this one.
+    /// Follows a boot that has a connection. False if too many boots are followed already.
     pub fn connected(&self, boot: &Arc<str>, over: bool, now: Instant) -> bool {
         let mut boots = self.boots();
         if boots.len() >= MAX_FOLLOWED && !boots.contains_key(boot) {
@@ -74,7 +74,7 @@ impl Ends {
         true
     }
 
-    /// It said that it is through.
+    /// Marks a boot as through.
     pub fn said(&self, boot: &str, now: Instant) {
         if let Some(following) = self.boots().get_mut(boot)
             && !following.said
@@ -85,7 +85,7 @@ impl Ends {
         }
     }
 
-    /// Its last connection is gone.
+    /// Notes that a boot's last connection is gone.
     pub fn left(&self, boot: &str, now: Instant) {
         if let Some(following) = self.boots().get_mut(boot) {
             following.connected = false;
@@ -94,13 +94,13 @@ impl Ends {
         }
     }
 
-    /// Those that are over by now, each once; and when the next one will be.
+    /// Takes the boots that are over by now, each once, and the time at which the next will be.
     pub fn take(&self, now: Instant) -> (Vec<Over>, Option<Instant>) {
         self.take_where(|following| following.due.is_some_and(|due| due <= now))
     }
 
-    /// At the end of it all: those that have said so. The others' guests come again, to the next
-    /// collector.
+    /// Takes, at the stop, all boots that are through. Guests of the other boots reconnect to the
+    /// next collector.
     pub fn take_said(&self) -> Vec<Over> {
         self.take_where(|following| following.said).0
     }
@@ -118,15 +118,15 @@ impl Ends {
         (over, boots.values().filter_map(|following| following.due).min())
     }
 
-    /// Boots that have not said that they are through: those with a connection, and those that lost
-    /// it lately.
+    /// Numbers of boots that are not through: boots with a connection, and boots that lost it
+    /// lately.
     pub fn in_flight(&self) -> (u64, u64) {
         let boots = self.boots();
         let count = |connected| boots.values().filter(|following| !following.said && following.connected == connected).count() as u64;
         (count(true), count(false))
     }
 
-    /// Something may be due earlier than [`Ends::take`] said.
+    /// Waits until a boot may be due earlier than [`Ends::take`] returned.
     pub async fn changed(&self) {
         self.changed.notified().await;
     }

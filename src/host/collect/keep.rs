@@ -1,10 +1,10 @@
-//! How much of the boots is kept.
+//! Amount of boots that is kept.
 
 use std::time::Duration;
 
 pub const DAY: Duration = Duration::from_secs(24 * 3600);
 
-/// How much is kept.
+/// Limits on age and size of kept boots.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Keep {
     pub age: Option<Duration>,
@@ -12,7 +12,7 @@ pub struct Keep {
 }
 
 impl Keep {
-    /// 0 days is for ever.
+    /// Age limit in days; 0 is for ever.
     pub fn days(days: u64) -> Option<Duration> {
         (days > 0).then(|| DAY.saturating_mul(u32::try_from(days).unwrap_or(u32::MAX)))
     }

@@ -1,8 +1,8 @@
-//! What a guest may make this machine do: every limit by name, in one table that `--help` prints
+//! Limits on the work that a guest causes: every limit by name, in one table that `--help` prints
 //! and `--limit NAME=N` changes.
 //!
-//! Behind a limit lies a loss that is counted or a guest that is read more slowly, never another
-//! guest's stream. One more limit is the format's: a line has at most [`MAX_LINE`] bytes.
+//! Reaching a limit costs a counted loss or slower reading of that guest, never another guest's
+//! stream. One more limit is the format's: a line has at most [`MAX_LINE`] bytes.
 
 use crate::events::record::MAX_LINE;
 use anyhow::{Result, bail};

@@ -1,6 +1,6 @@
-//! Who is connected, and what each of them has used up. One [`Peer`] is one VM.
+//! Connected peers and their used-up limits. One [`Peer`] is one VM.
 //!
-//! A peer that has nothing open and has used up nothing is forgotten: VMs come and go for months.
+//! A peer without connections and used-up limits is forgotten: VMs come and go for months.
 
 use super::bucket::{Bucket, Lines};
 use super::limits::Limits;
@@ -11,11 +11,11 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 use tokio::sync::watch;
 
-/// Lines about one peer that are told at once, and seconds until there may be another: a guest must
-/// not fill the host's log.
+/// Lines about one peer that are printed at once, and seconds until the next: a guest must not fill
+/// the host's log.
 const TOLD_AT_ONCE: u64 = 10;
 const TOLD_EVERY_S: f64 = 60.0;
-/// Peers from which on the forgotten are looked for.
+/// Number of peers from which on blank peers are removed.
 const SWEEP_FROM: usize = 1024;
 
 /// All peers.
@@ -54,7 +54,7 @@ impl State {
         }
     }
 
-    /// Forgetting it changes nothing.
+    /// True if forgetting the peer changes nothing.
     fn is_blank(&mut self, now: Instant) -> bool {
         self.connections == 0
             && self.sandbox.borrow().is_none()
@@ -63,7 +63,7 @@ impl State {
     }
 }
 
-/// Why a connection was refused.
+/// Reason for refusing a connection.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Refused {
     PerVm,
@@ -105,7 +105,7 @@ impl Peers {
         self.table().connections
     }
 
-    /// The right to one more connection of this peer.
+    /// Grants one more connection of this peer.
     pub fn connect(self: &Arc<Self>, peer: &Peer, now: Instant) -> Result<Slot, Refused> {
         let full = self.table().connections >= self.limits.connections;
         let sandbox = self.with(peer, now, |state| {
@@ -125,12 +125,12 @@ impl Peers {
         Ok(Slot { peers: self.clone(), peer: peer.clone(), sandbox })
     }
 
-    /// A line about this peer as it may be told now; None if there were too many.
+    /// The line about this peer to print now; None if there were too many.
     pub fn told(&self, peer: &Peer, text: &str, now: Instant) -> Option<String> {
         self.with(peer, now, |state| state.lines.told(text, now))
     }
 
-    /// What Kata calls this VM, or that it is gone.
+    /// Sets Kata's names of this VM; None when the VM is gone.
     pub fn name(&self, peer: &Peer, sandbox: Option<Sandbox>, now: Instant) {
         self.with(peer, now, |state| {
             state.sandbox.send_if_modified(|known| {
@@ -148,12 +148,12 @@ impl Peers {
 pub struct Slot {
     peers: Arc<Peers>,
     pub peer: Peer,
-    /// What Kata calls the VM, as far as is known.
+    /// Kata's names of the VM, as far as known.
     pub sandbox: watch::Receiver<Option<Arc<Sandbox>>>,
 }
 
 impl Slot {
-    /// So many bytes were read. Gives the time before which no more should be.
+    /// Counts `bytes` as read. Returns the time before which no more should be read.
     pub fn spend(&self, bytes: usize, now: Instant) -> Option<Instant> {
         self.peers.with(&self.peer, now, |state| {
             state.bytes.spend(bytes, now);

@@ -1,11 +1,11 @@
-//! What the collector may do, and giving up the rest.
+//! Drops privileges that the collector does not need.
 //!
-//! Capabilities, the bounding set and no_new_privs belong to a thread and are inherited by those it
-//! starts: so all of this happens while there is one thread. What is left: the user of `--user`, no
-//! supplementary groups, an empty bounding set, and CAP_DAC_OVERRIDE where sockets have to be made
-//! in directories of Kata's (0700, root's) by somebody else or by a root without capabilities, in
-//! the one thread that makes them. Threads that read what guests send or write files have nothing
-//! at all ([`drop_in_thread`]).
+//! Capabilities, the bounding set and no_new_privs belong to a thread and are inherited by threads
+//! that it starts: all of this happens while there is one thread. Left over: the user of `--user`,
+//! no supplementary groups, an empty bounding set, and CAP_DAC_OVERRIDE where another user, or a
+//! root without capabilities, has to make sockets in Kata's directories (0700, root's), in the one
+//! thread that makes them. Threads that read guests' data or write files have nothing at all
+//! ([`drop_in_thread`]).
 
 use anyhow::{Context, Result, bail};
 use nix::errno::Errno;
@@ -20,10 +20,10 @@ use std::os::unix::fs::MetadataExt;
 
 /// Files that are open besides those of guests.
 const OWN_FILES: u64 = 64;
-/// What each guest may keep open: its socket's listener, its connection, its file.
+/// Files per guest: its socket's listener, its connection, its boot's file.
 const FILES_PER_GUEST: u64 = 3;
 
-/// Somebody to run as.
+/// User and group to run as.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct RunAs {
     pub uid: Uid,
@@ -31,7 +31,7 @@ pub struct RunAs {
 }
 
 impl RunAs {
-    /// `NAME`, `UID`, or either with `:GROUP`.
+    /// Parses `NAME`, `UID`, or either with `:GROUP`.
     pub fn parse(text: &str) -> Result<Self> {
         let (user, group) = text.split_once(':').map_or((text, None), |(u, g)| (u, Some(g)));
         let known = nobody_where_missing(match user.parse() {
@@ -58,14 +58,14 @@ impl RunAs {
     }
 }
 
-/// A database that is not there, as in an image that is nothing but this program, knows nobody: to
-/// glibc that is an answer, to musl an error.
+/// Treats a missing user database, as in an image of this program alone, as empty: for glibc that
+/// is an answer, for musl an error.
 fn nobody_where_missing<T>(answer: nix::Result<Option<T>>) -> nix::Result<Option<T>> {
     if matches!(answer, Err(Errno::ENOENT)) { Ok(None) } else { answer }
 }
 
-/// Gives the directory of the boots to somebody. Files in it that are another's stay so: writing to
-/// them says so.
+/// Gives the directory of the boots to `to`. Files of other users in it keep their owner: writing
+/// to them fails.
 pub fn hand_over(dir: &File, to: RunAs) -> Result<()> {
     let meta = dir.metadata().context("look at --dir")?;
     if (meta.uid(), meta.gid()) != (to.uid.as_raw(), to.gid.as_raw()) {
@@ -74,16 +74,16 @@ pub fn hand_over(dir: &File, to: RunAs) -> Result<()> {
     Ok(())
 }
 
-/// Drops everything but, with `make_sockets`, what it takes to make sockets in other people's
-/// directories. There must be one thread.
+/// Drops all privileges but, with `make_sockets`, the one for sockets in other users' directories.
+/// Requires a single thread.
 pub fn drop_all_but(run_as: Option<RunAs>, make_sockets: bool) -> Result<()> {
     let before = capabilities(None).context("read the capabilities")?.permitted;
     let kept = if make_sockets { before & CapabilitySet::DAC_OVERRIDE } else { CapabilitySet::empty() };
-    // While CAP_SETPCAP is there; without it the set cannot be used either, because no_new_privs
+    // Needs CAP_SETPCAP; without it the bounding set cannot be used either, because no_new_privs
     // follows.
     if before.contains(CapabilitySet::SETPCAP) {
         for bit in 0..u64::BITS {
-            // One that this kernel does not know cannot be in its set.
+            // A capability that this kernel does not know cannot be in its set.
             let _unknown = remove_capability_from_bounding_set(CapabilitySet::from_bits_retain(1 << bit));
         }
     }
@@ -107,14 +107,14 @@ fn set(kept: CapabilitySet) -> Result<()> {
     set_capabilities(None, sets).context("drop capabilities")
 }
 
-/// What threads begin with that need nothing.
+/// Drops the capabilities of a thread that needs none, at its begin.
 pub fn drop_in_thread() {
     if let Err(e) = set(CapabilitySet::empty()) {
         eprintln!("kata-gpu-boot: {e:#}");
     }
 }
 
-/// As many files as may be open. Gives the number of guests that they suffice for.
+/// Allows as many open files as possible. Returns the number of guests that they suffice for.
 pub fn raise_file_limit() -> Result<u64> {
     let (_, hard) = getrlimit(Resource::RLIMIT_NOFILE).context("read RLIMIT_NOFILE")?;
     setrlimit(Resource::RLIMIT_NOFILE, hard, hard).context("raise RLIMIT_NOFILE")?;

@@ -1,8 +1,8 @@
 //! CID of a sandbox's VM by the command line of its QEMU: Kata's runtime-rs keeps it nowhere else.
 //!
-//! A command line is a claim. One counts if its process is of the user that owns what Kata has
-//! written about the sandbox ([`processes`]), and while no other claims the same sandbox or the
-//! same CID: a claim that is not QEMU's takes a name from a boot at worst.
+//! A command line is a claim. A claim counts if its process is of the user that owns Kata's file
+//! about the sandbox ([`processes`]), and while no other claim has the same sandbox or CID: a false
+//! claim takes a name from a boot at worst.
 
 use crate::host::system::processes;
 use std::collections::HashMap;
@@ -73,7 +73,7 @@ mod tests {
     fn what_two_processes_claim_is_nobodys() {
         let of = |claims: &[(&str, u32)]| choose(&claims.iter().map(|(name, cid)| (name.to_string(), *cid)).collect::<Vec<_>>(), "a");
         assert_eq!(of(&[("a", 7), ("b", 8)]), Some(7));
-        // Somebody names another's VM as this sandbox, or this VM as his.
+        // A false claim names another VM as this sandbox, or this VM as another sandbox.
         assert_eq!(of(&[("a", 7), ("b", 8), ("a", 8)]), None);
         assert_eq!(of(&[("a", 7), ("b", 8), ("c", 7)]), None);
         assert_eq!(of(&[("b", 7)]), None);
@@ -101,8 +101,8 @@ mod tests {
         let cid_of = |sandbox: &str, owner: u32| Claims::default().cid_of(proc.path(), sandbox, owner);
         make("41", "Uid:\t7\t7\t7\t7\nNSpid:\t41\n", words("sandbox-a", "5"));
         assert_eq!((cid_of("a", 7), cid_of("a", 8)), (Some(5), None));
-        // A program of his that somebody else has started, and what runs in a container: neither
-        // takes the name away, nor gives one to a sandbox without a QEMU.
+        // A program of the owner that another user has started, and a process in a container:
+        // neither takes the name away, nor gives one to a sandbox without a QEMU.
         for (pid, status) in [("42", "Uid:\t1000\t7\t7\t7\nNSpid:\t42\n"), ("43", "Uid:\t7\t7\t7\t7\nNSpid:\t43\t1\n")] {
             make(pid, status, [words("sandbox-a", "9"), words("sandbox-b", "9")].join(&0));
         }

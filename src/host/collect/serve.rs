@@ -1,10 +1,9 @@
-//! The sockets of guests that are connected, on threads and runtimes of their own: one for those
-//! that have just come, until they have said who they are and were asked for their clock, and one
-//! for those that talk. So who comes never queues behind who talks.
+//! The sockets of connected guests, on two threads with runtimes of their own: one for new guests,
+//! until their header came and a ping for their clock was sent; one for all others. New guests
+//! never queue behind sending guests.
 //!
-//! Guests take turns of [`TURN`] bytes. One that sends more than it may is not read for a while,
-//! and waits in its own socket; so does one whose boot has more waiting for the disk than it may.
-//! Nothing here blocks.
+//! Guests take turns of [`TURN`] bytes. A guest over its rate, or whose boot has too much waiting
+//! for the disk, is not read for a while; its data waits in its socket. Nothing here blocks.
 
 use super::connection::{Connection, HostNow, Introduction, News};
 use super::limits::Limits;
@@ -25,21 +24,20 @@ use tokio::runtime::Handle;
 use tokio::sync::{mpsc, oneshot, watch};
 use tokio::task::JoinSet;
 
-/// Bytes that are read of one guest before the next one's turn: some tens of records, some tens of
+/// Bytes read of one guest before the next guest's turn: some tens of records, some tens of
 /// microseconds.
 const TURN: usize = 8 * 1024;
-/// Turns of guests between two looks at what other threads ask of this one, of which a probe is
-/// one: it has a deadline, and on a busy machine few turns fit in a second. Tokio's own number is
-/// 31.
+/// Turns of guests between two looks at tasks from other threads. A probe is such a task: it has a
+/// deadline, and on a busy machine few turns fit in a second. Tokio's default is 31.
 const OWN_TURNS: u32 = 2;
-/// What is still read of a connection after the stop: the most that the kernel holds for it.
+/// Most bytes read of a connection after the stop: the most that the kernel holds for it.
 const MAX_DRAIN: usize = 1 << 20;
-/// How long all connections together may take to be read empty after the stop.
+/// Deadline for reading all connections empty after the stop.
 const DRAIN_DEADLINE: Duration = Duration::from_secs(5);
-/// Threads that read files back, for guests that come again after the collector was started again.
+/// Threads that read files back, for guests that reconnect after a restart of the collector.
 const READERS_BACK: usize = 2;
 
-/// What everybody needs.
+/// State that all connections share.
 pub struct Shared {
     pub store: Arc<Store>,
     pub peers: Arc<Peers>,
@@ -47,26 +45,26 @@ pub struct Shared {
     pub stats: Arc<Stats>,
     pub limits: Limits,
     pub watched: bool,
-    /// Tells people of what no peer has to do with.
+    /// Logs problems that no peer causes.
     pub tell_own: Tell,
 }
 
 impl Shared {
-    /// Tells whoever watches; never waits.
+    /// Sends news to the watcher; never waits.
     pub fn tell_news(&self, news: News) {
         if self.news.try_send(news).is_err() {
             add(&self.stats.unseen, 1);
         }
     }
 
-    /// Tells of a peer's trouble, but not so often that the host's log fills.
+    /// Logs a peer's problem, at a rate that does not fill the host's log.
     pub fn tell(&self, peer: &Peer, text: &str) {
         if let Some(text) = self.peers.told(peer, text, Instant::now()) {
             self.tell_news(News::Problem { text });
         }
     }
 
-    /// Tells what a peer does that is no trouble. Both share what may be told of it.
+    /// Logs a peer's normal action, within the same limit as problems.
     fn tell_of(&self, peer: &Peer, text: &str) {
         if let Some(text) = self.peers.told(peer, text, Instant::now()) {
             self.tell_news(News::Line { text });
@@ -74,11 +72,11 @@ impl Shared {
     }
 }
 
-/// A connection on its way through.
+/// A connection on its way through the threads.
 struct Guest {
     socket: OwnedFd,
     slot: Slot,
-    /// None until it is looked at.
+    /// None until the connection is first served.
     connection: Option<Connection>,
 }
 
@@ -93,12 +91,12 @@ pub struct Streams {
 
 impl Streams {
     pub fn start(shared: Arc<Shared>, on_thread: fn()) -> Result<Self> {
-        // As many as there are slots, so bounded by the limit of connections.
+        // The slots of connections bound both queues.
         let (arrivals, arrived) = mpsc::unbounded_channel();
         let (talkers, talking) = mpsc::unbounded_channel();
         let stop = watch::Sender::new(false);
         let (arrive, first) = start("arrivals", on_thread, serve_all(shared.clone(), arrived, Some(talkers), stop.subscribe()))?;
-        // This one ends when the first has ended and all that came from it has.
+        // The second thread ends when the first, and all connections from it, have ended.
         let (talk, second) = start("streams", on_thread, serve_all(shared, talking, None, stop.subscribe()))?;
         Ok(Self { arrivals, stop, ended: Arc::new(Mutex::new(vec![arrive, talk])), threads: [first, second] })
     }
@@ -108,7 +106,7 @@ impl Streams {
         let _after_the_end = self.arrivals.send(Guest { socket, slot, connection: None });
     }
 
-    /// Returns when each thread has come to a new task; false where one has ended.
+    /// Returns when each thread has come to a new task; false if a thread has ended.
     pub async fn turn(&self) -> bool {
         for thread in &self.threads {
             if thread.spawn(async {}).await.is_err() {
@@ -118,7 +116,7 @@ impl Streams {
         true
     }
 
-    /// Reads what has arrived, and ends all connections.
+    /// Reads the data that has arrived, and ends all connections.
     pub async fn stop(&self) -> Result<()> {
         self.stop.send_replace(true);
         let ended = std::mem::take(&mut *self.ended.lock().unwrap_or_else(PoisonError::into_inner));
@@ -129,7 +127,7 @@ impl Streams {
     }
 }
 
-/// A thread with a runtime. What it gives tells its end, and takes tasks.
+/// Starts a thread with a runtime. Returns a receiver of its end, and a handle for tasks.
 fn start(name: &str, on_thread: fn(), work: impl Future<Output = ()> + Send + 'static) -> Result<(oneshot::Receiver<()>, Handle)> {
     let runtime = tokio::runtime::Builder::new_current_thread()
         .enable_all()
@@ -149,7 +147,7 @@ fn start(name: &str, on_thread: fn(), work: impl Future<Output = ()> + Send + 's
     Ok((ended, handle))
 }
 
-/// Serves until the stop; those that have said who they are go `onward`, where that is given.
+/// Serves until the stop; guests that sent a header and were pinged go `onward`, if given.
 async fn serve_all(
     shared: Arc<Shared>,
     mut queue: mpsc::UnboundedReceiver<Guest>,
@@ -166,13 +164,13 @@ async fn serve_all(
                 Some(guest) => { serving.spawn(serve(guest, shared.clone(), onward.clone(), for_each.clone())); }
                 None => break,
             },
-            // The second one goes on until the first has sent the last.
+            // The second thread goes on until the first has handed over its last guest.
             () = stopped(&mut stop), if is_first => break,
             Some(_) = serving.join_next() => {}
         }
     }
     drop(onward);
-    // Accepted before the stop, and not looked at yet.
+    // Serve connections that were accepted before the stop.
     queue.close();
     while let Some(guest) = queue.recv().await {
         serving.spawn(serve(guest, shared.clone(), None, for_each.clone()));
@@ -193,7 +191,7 @@ async fn serve(guest: Guest, shared: Arc<Shared>, onward: Option<mpsc::Unbounded
         let _the_other_thread_is_there = onward.send(Guest { socket: socket.into_inner(), slot, connection: Some(connection) });
         return;
     }
-    // What had arrived before the collector hung up is still taken.
+    // Take the data that had arrived before the collector hung up.
     let result = match talked {
         Ok(_) => tokio::time::timeout(DRAIN_DEADLINE, drain(&socket, &mut connection, &slot, &shared)).await.unwrap_or(Ok(())),
         Err(e) => Err(e),
@@ -208,16 +206,16 @@ async fn serve(guest: Guest, shared: Arc<Shared>, onward: Option<mpsc::Unbounded
     }
 }
 
-/// Why talking ended.
+/// Reason for the end of `talk`.
 enum Talked {
     /// The guest hung up, the collector stops, or the guest should come again.
     Over,
-    /// It has said who it is, and was asked for its clock.
+    /// The guest has sent its header, and was asked for its clock.
     Introduced,
 }
 
-/// Until the guest hangs up, the collector stops, or the guest should come again and send
-/// everything.
+/// Serves until the guest hangs up, the collector stops, or the guest should reconnect and send
+/// everything again.
 async fn talk(
     socket: &AsyncFd<OwnedFd>,
     connection: &mut Connection,
@@ -236,7 +234,7 @@ async fn talk(
         tokio::pin!(written);
         let mut has_room = connection.attached().is_none_or(|attached| attached.has_room());
         if !has_room {
-            // Looked at again once it is waited for: what is written in between is not missed.
+            // Check again after enabling the wait, so that no write in between is missed.
             written.as_mut().enable();
             has_room = connection.attached().is_none_or(|attached| attached.has_room());
         }
@@ -270,7 +268,7 @@ async fn talk(
                 match ready?.try_io(|fd| Ok(nix::unistd::write(fd.get_ref(), out)?)) {
                     Err(_would_block) => {}
                     Ok(Ok(n)) => { out.drain(..n); }
-                    // The guest closed its reading half, or altogether: reading will tell.
+                    // The guest closed its reading half, or all: the next read shows it.
                     Ok(Err(e)) if e.kind() != ErrorKind::Interrupted => out.clear(),
                     Ok(Err(_)) => {}
                 }
@@ -289,7 +287,7 @@ async fn sleep_until(at: Option<Instant>) {
     }
 }
 
-/// Whether the guest was asked to come again. Never, before it has said who it is.
+/// Waits for a request that the guest reconnects; never returns before its header.
 async fn changed(again: &mut Option<watch::Receiver<u64>>) -> Option<bool> {
     match again {
         Some(again) => Some(again.changed().await.is_ok()),
@@ -317,7 +315,7 @@ async fn introduce(connection: &mut Connection, slot: &Slot, shared: &Arc<Shared
     Ok(())
 }
 
-/// Writes down what Kata calls the VM.
+/// Stores Kata's names of the VM in the boot's file.
 fn name(connection: &Connection, slot: &Slot) {
     let sandbox = slot.sandbox.borrow().clone();
     if let (Some(attached), Some(sandbox)) = (connection.attached(), sandbox) {
@@ -326,7 +324,7 @@ fn name(connection: &Connection, slot: &Slot) {
     }
 }
 
-/// Takes what the kernel holds of this connection.
+/// Takes the data that the kernel holds of this connection.
 async fn drain(socket: &AsyncFd<OwnedFd>, connection: &mut Connection, slot: &Slot, shared: &Arc<Shared>) -> Result<()> {
     let mut left = MAX_DRAIN;
     while left > 0 {

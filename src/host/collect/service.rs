@@ -1,5 +1,5 @@
-//! The collector as a service: a systemd unit and a Kubernetes DaemonSet to start it, and telling
-//! systemd that it is ready.
+//! The collector as a service: a systemd unit and a Kubernetes DaemonSet to start it, and its
+//! readiness message to systemd.
 
 use anyhow::{Context, Result, ensure};
 use std::os::linux::net::SocketAddrExt;
@@ -13,7 +13,7 @@ const DAEMONSET: &str = include_str!("daemonset.yaml.in");
 /// The unit, for a program at this path.
 pub fn systemd_unit(program: &Path) -> Result<String> {
     let program = program.to_str().context("the path of this program is not UTF-8: install it elsewhere")?;
-    // What systemd would take for its own: spaces, quotes, specifiers, variables.
+    // Refuse characters that systemd interprets: spaces, quotes, specifiers, variables.
     let plain = program.bytes().all(|b| b.is_ascii_alphanumeric() || b"/._-+".contains(&b));
     ensure!(plain, "{program}: a unit cannot name this path without quoting: install the program elsewhere");
     Ok(UNIT.replace("@PROGRAM@", program))
@@ -24,7 +24,7 @@ pub fn daemonset() -> String {
     DAEMONSET.replace("@VERSION@", env!("CARGO_PKG_VERSION"))
 }
 
-/// Tells systemd that guests can connect from now on, where it wants to know (`Type=notify`).
+/// Notifies systemd that guests can connect from now on, if asked for (`Type=notify`).
 pub fn notify_ready() -> Result<()> {
     match std::env::var_os("NOTIFY_SOCKET") {
         Some(socket) => notify(socket.as_bytes(), b"READY=1").context("tell systemd (NOTIFY_SOCKET)"),

@@ -1,4 +1,4 @@
-//! What the collector has done so far, as counters that every part adds to.
+//! Counters of the collector's work, which every part adds to.
 
 use serde::Serialize;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -26,15 +26,15 @@ counters! {
     connections,
     /// Connections that were closed at once, over a limit.
     refused,
-    /// Connections of nobody's guest, which were closed at once.
+    /// Connections of strangers, which were closed at once.
     strangers,
     /// Bytes that guests sent.
     bytes,
-    /// Boots that a file was begun for.
+    /// Boots for which a file was begun.
     boots,
     /// Records that were new and are kept.
     records,
-    /// Records that were there already.
+    /// Records that were stored already.
     duplicates,
     /// Lines that are not of the format.
     garbage,
@@ -52,15 +52,15 @@ counters! {
     synced,
     /// Files that retention removed.
     removed,
-    /// Boots whose end is not waited for, because so many are: they are neither pushed nor in the
+    /// Boots that are not followed, because so many are: they are neither pushed nor in the
     /// histograms.
     not_followed,
     /// Boots that the receiver of --otlp took.
     pushed,
-    /// Spans of those that it took, and those that it rejected.
+    /// Spans that the receiver took, and spans that it rejected.
     pushed_spans,
     rejected_spans,
-    /// Tries that it did not answer, or answered with "later".
+    /// Pushes that the receiver did not answer, or answered with "later".
     push_failures,
     /// Boots that were not pushed: refused, or more than may wait.
     push_dropped,
@@ -68,7 +68,7 @@ counters! {
     unseen,
 }
 
-/// Adds to one.
+/// Adds `n` to a counter.
 pub fn add(counter: &AtomicU64, n: u64) {
     counter.fetch_add(n, Ordering::Relaxed);
 }

@@ -1,4 +1,4 @@
-//! The files of all boots, and who writes which.
+//! The files of all boots and the connections that hold them.
 
 use super::boot_log::{BootLog, Waiting};
 use super::ends::Ends;
@@ -20,13 +20,13 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, mpsc};
 use std::time::Instant;
 use tokio::sync::{Notify, OnceCell, watch};
 
-/// Boots without a connection that are remembered, so that a guest that comes back costs no reading
-/// back.
+/// Most boots without a connection that are remembered: a guest that reconnects to one costs no
+/// reading back.
 pub(super) const REMEMBERED: usize = if cfg!(test) { 16 } else { 1024 };
-/// Who may read the boots: the collector's user and its group.
+/// Readers of the boots: the collector's user and its group.
 pub(super) const DIR_MODE: u32 = 0o750;
 
-/// One boot's file and what waits for it.
+/// One boot's file and log.
 #[derive(Debug)]
 pub struct Entry {
     pub(super) id: Arc<str>,
@@ -51,7 +51,7 @@ impl Entry {
     }
 }
 
-/// The files of all boots, and who writes which.
+/// The files of all boots and the connections that hold them.
 #[derive(Debug)]
 pub struct Store {
     dir: PathBuf,
@@ -64,18 +64,18 @@ pub struct Store {
     pub(super) waiting: Arc<Waiting>,
     boots: Mutex<Boots>,
     jobs: mpsc::Sender<Job>,
-    /// Something was written.
+    /// Notified after a write.
     pub written: Notify,
     pub(super) unsynced: Mutex<Vec<(Arc<Entry>, Arc<File>)>>,
     pub stats: Arc<Stats>,
-    /// Where somebody wants to know which boots are over.
+    /// Followed boots; None where nobody asks which boots are over.
     pub ends: Option<Ends>,
 }
 
 #[derive(Debug, Default)]
 struct Boots {
     entries: HashMap<Arc<str>, Arc<Entry>>,
-    /// Without a connection, in the order in which they lost it.
+    /// Boots without a connection, in the order in which they lost it.
     left: VecDeque<Arc<str>>,
 }
 
@@ -114,10 +114,10 @@ impl Place {
     }
 }
 
-/// Tells people.
+/// Logs a line for people.
 pub type Tell = Arc<dyn Fn(String) + Send + Sync>;
 
-/// While there is one the boot is in flight.
+/// Keeps its boot in flight while it exists.
 #[derive(Debug)]
 struct Hold {
     store: Arc<Store>,
@@ -144,12 +144,12 @@ impl Attached {
         &self.hold.entry.id
     }
 
-    /// Changes what is known. What is to be written waits for [`Attached::flush`].
+    /// Changes the log. New bytes wait for [`Attached::flush`].
     pub fn with<T>(&self, what: impl FnOnce(&mut BootLog) -> T) -> T {
         what(&mut lock(&self.log))
     }
 
-    /// Gets written what waits.
+    /// Has the waiting bytes written.
     pub fn flush(&self) {
         let (waits, end) = self.with(|log| (log.has_pending() || log.has_dropped(), log.end()));
         if waits {
@@ -204,7 +204,7 @@ impl Store {
         peer: &str,
         may_begin: impl FnOnce() -> bool,
     ) -> Result<Attached> {
-        // The name is checked where it becomes one, whatever was checked before.
+        // Check the id where it becomes a file name, whatever was checked before.
         ensure!(is_boot_id(&header.boot_id), "boot id is not a UUID");
         let hold = self.hold(&header.boot_id);
         let (path, limits, waiting) = (hold.entry.path.clone(), self.limits, self.waiting.clone());
@@ -233,8 +233,8 @@ impl Store {
         Ok(attached)
     }
 
-    /// The file of a boot that is over, marked as reported. None while not all of it is there: the
-    /// disk takes nothing.
+    /// Marks a boot that is over as reported and returns its file. None while the file is
+    /// incomplete because the disk takes nothing.
     pub fn report(&self, boot_id: &str) -> Option<PathBuf> {
         let entry = lock(&self.boots).entries.get(boot_id).cloned();
         let pending = entry.as_ref().and_then(|entry| entry.log()).is_some_and(|mut log| {
@@ -263,8 +263,7 @@ impl Store {
     fn hold(self: &Arc<Self>, boot_id: &str) -> Hold {
         let mut boots = lock(&self.boots);
         let id: Arc<str> = boot_id.into();
-        // Somebody may have removed the file of a boot that is only remembered: then it begins
-        // anew.
+        // Begin anew a boot that is only remembered and whose file somebody removed.
         if let Some(entry) = boots.entries.get(&id)
             && entry.is_done_with()
             && !entry.path.exists()
@@ -300,8 +299,8 @@ impl Store {
             return;
         }
         boots.left.push_back(entry.id.clone());
-        // Two for each that leaves: those that were not done with when their turn came are caught
-        // up with.
+        // Look at two boots for each that leaves, to catch up with boots that could not be
+        // forgotten in their turn.
         for _ in 0..2 {
             if boots.left.len() <= REMEMBERED {
                 break;
@@ -310,12 +309,12 @@ impl Store {
             match boots.entries.get(&oldest) {
                 Some(old) if old.is_done_with() => drop(boots.entries.remove(&oldest)),
                 Some(old) if old.users.load(Ordering::Relaxed) == 0 => boots.left.push_back(oldest),
-                // It is connected again, or was removed.
+                // The boot is connected again, or was removed.
                 _ => {}
             }
         }
         drop(boots);
-        // Its file is closed once everything is in it.
+        // The writer closes the file once everything is in it.
         self.queue(entry);
     }
 
@@ -325,7 +324,7 @@ impl Store {
         }
     }
 
-    /// Removes a boot's file unless the boot is in flight. True if it is gone.
+    /// Removes a boot's file unless the boot is in flight. True if the file is gone.
     pub fn remove(&self, boot_id: &str, path: &Path) -> io::Result<bool> {
         let mut boots = lock(&self.boots);
         if let Some(entry) = boots.entries.get(boot_id) {
@@ -334,7 +333,7 @@ impl Store {
             }
             boots.entries.remove(boot_id);
         }
-        // Under the lock: nobody takes hold of it meanwhile.
+        // Remove under the lock, so that no connection takes hold of the boot meanwhile.
         match std::fs::remove_file(path) {
             Err(e) if e.kind() != io::ErrorKind::NotFound => Err(e),
             _ => {
@@ -344,7 +343,7 @@ impl Store {
         }
     }
 
-    /// Boots that cost no reading back.
+    /// Number of boots that cost no reading back.
     #[cfg(test)]
     pub(super) fn remembered(&self) -> usize {
         lock(&self.boots).entries.len()
@@ -355,8 +354,8 @@ impl Store {
     }
 }
 
-/// A thread that panicked must not take the others with it: what it was writing is checked line by
-/// line on reading anyway.
+/// Locks a mutex even after a panic of another thread: files are checked line by line on reading
+/// anyway.
 pub(super) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }

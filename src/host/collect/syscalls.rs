@@ -1,8 +1,8 @@
-//! System calls that no collector makes, forbidden to it in every thread: what the container
-//! runtimes' default seccomp profiles forbid, programs, and sockets of other families than its own.
+//! Forbids, in every thread, system calls that no collector makes: those that the container
+//! runtimes' default seccomp profiles forbid, starting programs, and sockets of other families.
 //!
-//! Those profiles forbid AF_VSOCK as well (containerd's since 1.7, CRI-O's newer ones), so that a
-//! pod of the collector cannot have them. A list of what is forbidden, not of what is allowed: a C
+//! The default profiles forbid AF_VSOCK, too (containerd's since 1.7, CRI-O's newer ones), so that
+//! a pod of the collector cannot have them. The list names forbidden calls, not allowed ones: a C
 //! library that takes to a new system call must not end a service that has run for months.
 
 use anyhow::{Context, Result};
@@ -70,7 +70,7 @@ const FORBIDDEN: &[c_long] = &[
     libc::SYS_personality,
 ];
 
-/// The same of this processor alone.
+/// Forbidden calls that only this processor architecture has.
 #[cfg(target_arch = "x86_64")]
 const FORBIDDEN_HERE: &[c_long] =
     &[libc::SYS_mknod, libc::SYS_ioperm, libc::SYS_iopl, libc::SYS_modify_ldt, libc::SYS_kexec_file_load, libc::SYS_uselib];
@@ -88,7 +88,7 @@ const NAMESPACES: &[c_int] = &[
     libc::CLONE_NEWCGROUP,
 ];
 
-/// Forbids them to this thread and to those that it starts, for good. no_new_privs must be set.
+/// Forbids the calls to this thread and to threads that it starts, for good. Requires no_new_privs.
 pub fn forbid() -> Result<()> {
     for program in [refused()?, unknown()?] {
         seccompiler::apply_filter(&program).context("forbid system calls (seccomp)")?;
@@ -96,7 +96,7 @@ pub fn forbid() -> Result<()> {
     Ok(())
 }
 
-/// Answers EPERM.
+/// Filter that answers EPERM.
 fn refused() -> Result<BpfProgram> {
     let mut rules: BTreeMap<i64, Vec<SeccompRule>> = FORBIDDEN.iter().chain(FORBIDDEN_HERE).map(|call| (*call, Vec::new())).collect();
     let other = FAMILIES.iter().map(|family| SeccompCondition::new(0, Dword, SeccompCmpOp::Ne, *family as u64));
@@ -143,12 +143,12 @@ mod tests {
     fn a_thread_and_those_it_starts_can_neither_execute_a_program_nor_make_a_namespace_nor_a_socket_of_another_family() {
         let family = |family| socket(family, SockType::Datagram, SockFlag::empty(), None).map(drop);
         let attempts = move || {
-            // Not std's, which first gives SIGPIPE its default back, in every thread of the tests.
+            // Not std's exec, which resets SIGPIPE to its default in every thread of the tests.
             let failed = nix::unistd::execv(c"/bin/true", &[c"/bin/true"]).err();
             let unshared = unshare(CloneFlags::CLONE_NEWUSER);
             (failed, unshared, family(AddressFamily::Netlink), family(AddressFamily::Unix), family(AddressFamily::Inet))
         };
-        // Not in the thread of the test, which others follow.
+        // Use a new thread: other tests run in the test's own thread later.
         let thread = std::thread::spawn(move || {
             rustix::thread::set_no_new_privs(true).unwrap();
             assert_eq!(family(AddressFamily::Netlink), Ok(()), "this thread may before");

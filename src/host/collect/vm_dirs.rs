@@ -1,11 +1,11 @@
-//! Watching where Kata keeps its VMs: paths that match a pattern with one `*` (the sandbox's id),
-//! as they come, are written, and go.
+//! Watches the directories of Kata's VMs for paths that match a pattern with one `*` (the sandbox's
+//! id), as they come, are written, and go.
 //!
-//! Woken by inotify, from the first directory of the pattern on, so that nothing has to be there
-//! when it starts. A watch is set before its directory is read: what comes between the two is seen
-//! twice, never missed; and when the kernel lost events everything is looked at again. Names below
-//! the `*` are not followed where they are links: a jailed VMM may write there. A directory that is
-//! moved loses its watch with its old name, so that nothing of it is ever told under that.
+//! Inotify watches begin at the first directory of the pattern, so that no directory has to exist
+//! at the start. A watch is set before its directory is read: an entry made in between is seen
+//! twice, never missed. When the kernel lost events everything is looked at again. Links below the
+//! `*` are not followed: a jailed VMM may write there. A moved directory loses its watch, so that
+//! nothing in it is reported under the old name.
 
 use crate::host::system::watch::watch;
 use anyhow::{Context, Result, bail};
@@ -62,8 +62,8 @@ impl Pattern {
         Path::new("/").join(parts.collect::<PathBuf>())
     }
 
-    /// Opens a path of this pattern, or one on the way to it. Links are followed above the `*`,
-    /// where they are the administrator's (/var/run), and nowhere below.
+    /// Opens a path of this pattern, or a directory on the way to it. Links are followed above the
+    /// `*`, where they are the administrator's (/var/run), and nowhere below.
     ///
     /// Opens name by name: systemd's RestrictSUIDSGID=, which DynamicUser= implies, answers openat2
     /// with ENOSYS.
@@ -82,7 +82,7 @@ impl Pattern {
         openat(&dir, last.as_os_str(), flags | OFlag::O_NOFOLLOW | OFlag::O_CLOEXEC, Mode::empty())
     }
 
-    /// How deep a directory lies on the way to what matches; None where it does not.
+    /// Depth of a directory on the way to a match; None if it is not on the way.
     fn depth(&self, dir: &Path) -> Option<usize> {
         let mut depth = 0;
         for name in dir.iter().skip(1) {
@@ -99,10 +99,10 @@ impl Pattern {
     }
 }
 
-/// Something that matches.
+/// A change of a matching path.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Change {
-    /// It is there, or was written; may be told again.
+    /// The path is there, or was written; may be repeated.
     There {
         pattern: usize,
         id: String,
@@ -123,7 +123,7 @@ pub struct Watcher {
     dirs: HashMap<WatchDescriptor, PathBuf>,
     there: BTreeSet<(PathBuf, usize)>,
     changes: Vec<Change>,
-    /// What cannot be watched, each once.
+    /// Messages about directories that cannot be watched, each once.
     troubles: Vec<String>,
     troubled: BTreeSet<PathBuf>,
 }
@@ -146,7 +146,7 @@ impl Watcher {
         Ok(watcher)
     }
 
-    /// What has changed since the last call.
+    /// Changes and problems since the last call.
     pub fn take(&mut self) -> (Vec<Change>, Vec<String>) {
         (std::mem::take(&mut self.changes), std::mem::take(&mut self.troubles))
     }
@@ -186,8 +186,8 @@ impl Watcher {
             self.forget_below(&path);
             self.gone_below(&path);
         }
-        // Also of what is gone: two directories that were exchanged are both there, each under the
-        // other's name.
+        // Look at removed names, too: exchanged directories are both there, each under the other's
+        // name.
         for pattern in 0..self.patterns.len() {
             if let Some(depth) = self.patterns[pattern].depth(&dir)
                 && self.patterns[pattern].matches(depth, name)
@@ -197,13 +197,12 @@ impl Watcher {
         }
     }
 
-    /// Gives up the watches of a directory and of those below it: a watch stays with its directory
-    /// wherever that goes.
+    /// Removes the watches of a directory and of all below it: a watch follows a moved directory.
     fn forget_below(&mut self, path: &Path) {
         let moved: Vec<WatchDescriptor> = self.dirs.iter().filter(|(_, dir)| dir.starts_with(path)).map(|(wd, _)| *wd).collect();
         for wd in moved {
             self.dirs.remove(&wd);
-            // The kernel gave it up already where the directory was removed.
+            // The kernel already removed the watch of a removed directory.
             let _gone = self.inotify.rm_watch(wd);
         }
     }
@@ -215,7 +214,7 @@ impl Watcher {
                 self.gone_below(&path);
             }
         }
-        // What was moved meanwhile is not known: every name is looked up anew.
+        // Look every name up anew: moves in the meantime are unknown.
         self.forget_below(Path::new("/"));
         self.visit(Path::new("/"));
     }
@@ -230,7 +229,7 @@ impl Watcher {
         }
     }
 
-    /// Watches a directory and looks at what is in it.
+    /// Watches a directory and looks at its entries.
     fn visit(&mut self, dir: &Path) {
         let depths: Vec<(usize, usize)> =
             self.patterns.iter().enumerate().filter_map(|(n, pattern)| Some((n, pattern.depth(dir)?))).collect();
@@ -260,7 +259,7 @@ impl Watcher {
             | AddWatchFlags::IN_DELETE
             | AddWatchFlags::IN_MOVED_FROM
             | AddWatchFlags::IN_ONLYDIR;
-        // Only where it matters: much is written in /run.
+        // Set only in the last directory of a pattern: much is written in /run.
         if depths.iter().any(|(pattern, depth)| depth + 1 == self.patterns[*pattern].parts.len()) {
             mask |= AddWatchFlags::IN_CLOSE_WRITE;
         }
@@ -289,10 +288,10 @@ impl Watcher {
         self.troubles.push(format!("watch {}: {error}{cure}", dir.display()));
     }
 
-    /// Something with the right name at the right depth.
+    /// Handles a path with the right name at the right depth.
     fn candidate(&mut self, pattern: usize, depth: usize, path: &Path) {
         let last = depth + 1 == self.patterns[pattern].parts.len();
-        // Above the star a link is the administrator's (/var/run).
+        // Follow links above the star, which are the administrator's (/var/run).
         let meta = if depth < self.patterns[pattern].star && !last { path.metadata() } else { path.symlink_metadata() };
         match meta {
             Ok(_) if last => {
@@ -339,7 +338,7 @@ mod tests {
             fs::write(path, "").unwrap();
         }
 
-        /// Waits for this one and gives everything that came with it; `+id` and `-id`.
+        /// Waits for `want` and returns all changes until then, as `+pattern id` and `-pattern id`.
         async fn until(&mut self, want: &str) -> Vec<String> {
             let mut seen = Vec::new();
             let watcher = &mut self.watcher;
@@ -416,7 +415,7 @@ mod tests {
         let [one, two, three, away] = ["kata/one", "kata/two", "kata/three", "away"].map(|path| w.dir.path().join(path));
         fs::rename(&one, &two).unwrap();
         assert_eq!(w.until("+0 two").await, ["-0 one", "+0 two"]);
-        // Moved out of sight, where it goes on; another one takes its name.
+        // Move the VM out of sight, where it goes on; another VM takes its name.
         fs::rename(&two, &away).unwrap();
         assert_eq!(w.until("-0 two").await, ["-0 two"]);
         w.make("kata/two/root/kata.hvsock");
@@ -424,7 +423,7 @@ mod tests {
         fs::remove_file(away.join("root/kata.hvsock")).unwrap();
         w.make("kata/three/root/kata.hvsock");
         assert_eq!(w.until("+0 three").await, ["+0 three"], "what goes out of sight takes no name away");
-        // Exchanged: both are there, and both names are told again.
+        // Exchange the two: both are there, and both names are reported again.
         nix::fcntl::renameat2(nix::fcntl::AT_FDCWD, &two, nix::fcntl::AT_FDCWD, &three, nix::fcntl::RenameFlags::RENAME_EXCHANGE).unwrap();
         w.make("kata/last/root/kata.hvsock");
         let seen = w.until("+0 last").await;

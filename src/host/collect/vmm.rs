@@ -1,9 +1,9 @@
-//! The socket of a VMM, as it was found in one of Kata's directories: whose it is, and whether its
-//! name still leads to it.
+//! The socket of a VMM in one of Kata's directories: its owner, and whether its name still leads to
+//! it.
 //!
 //! Names in those directories can come to mean something else at any time: a sandbox's directory is
-//! renamed, a jailed VMM replaces its socket. So the directory is opened once, without following a
-//! link, and held; everything later is compared with the inodes of then.
+//! renamed, a jailed VMM replaces its socket. The directory is therefore opened once, without
+//! following a link, and held; later looks are compared with the inodes of then.
 
 use super::vm_dirs::Pattern;
 use crate::host::data::text::printable;
@@ -15,7 +15,7 @@ use std::ffi::OsStr;
 use std::os::fd::{AsFd, OwnedFd};
 use std::path::{Path, PathBuf};
 
-/// A file, whatever its name is.
+/// Identity of a file, whatever its name is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct FileId {
     device: u64,
@@ -28,7 +28,7 @@ impl From<&FileStat> for FileId {
     }
 }
 
-/// What has that name in a directory, if it is a socket. A link is none.
+/// Metadata of the socket of that name in a directory; None for anything else, also a link.
 pub fn socket_at(dir: impl AsFd, name: &OsStr) -> nix::Result<Option<FileStat>> {
     match fstatat(dir, name, AtFlags::AT_SYMLINK_NOFOLLOW) {
         Ok(stat) => Ok((stat.st_mode & SFlag::S_IFMT.bits() == SFlag::S_IFSOCK.bits()).then_some(stat)),
@@ -66,7 +66,7 @@ impl Vmm {
         &self.path
     }
 
-    /// Its directory, whatever that is called by now.
+    /// The held directory, whatever its name is by now.
     pub fn dir(&self) -> &OwnedFd {
         &self.dir
     }
@@ -76,8 +76,8 @@ impl Vmm {
         (self.dir_id, self.socket) == (other.dir_id, other.socket)
     }
 
-    /// The user whose socket it is: the one that the VMM runs as, because bind(2) makes the file as
-    /// the caller's. None where the path does not lead to that socket any more.
+    /// Owner of the socket: the VMM's user, because bind(2) makes the file as the caller's. None if
+    /// the path does not lead to this socket any more.
     pub fn owner(&self) -> Option<u32> {
         let dir = open_dir(&self.pattern, &self.path).ok()?;
         let stat = socket_at(&dir, name(&self.path)).ok()??;
@@ -118,7 +118,7 @@ mod tests {
         let one = vmm(&dir, "one").unwrap();
         assert_eq!(one.owner(), Some(nix::unistd::geteuid().as_raw()));
         assert!(one.is(&vmm(&dir, "one").unwrap()) && !one.is(&vmm(&dir, "two").unwrap()));
-        // Its directory gets another name, and another one its name.
+        // Rename the directory, and give its name to another.
         std::fs::rename(at("one"), at("three")).unwrap();
         assert_eq!(one.owner(), None);
         std::fs::rename(at("two"), at("one")).unwrap();
@@ -126,7 +126,7 @@ mod tests {
         std::fs::rename(at("one"), at("two")).unwrap();
         std::fs::rename(at("three"), at("one")).unwrap();
         assert!(one.owner().is_some());
-        // The socket alone is replaced.
+        // Replace the socket alone.
         std::fs::rename(at("two/root/kata.hvsock"), at("one/root/kata.hvsock")).unwrap();
         assert_eq!(one.owner(), None);
     }

@@ -13,16 +13,16 @@ use std::sync::atomic::Ordering;
 use std::sync::{Arc, mpsc};
 use std::time::{Duration, Instant};
 
-/// How long what the kernel has may be without fdatasync.
+/// Longest time from a write to its fdatasync.
 pub const SYNC_INTERVAL: Duration = Duration::from_secs(5);
-/// Pause before a file that could not be written is tried again: nothing tells when a disk has
+/// Pause before a file that could not be written is tried again: no event shows that a disk has
 /// room.
 const RETRY: Duration = Duration::from_secs(1);
-/// How often it is said that it still cannot be written.
+/// Interval of the line that a file still cannot be written.
 const TELL_AGAIN: Duration = Duration::from_secs(60);
 /// Pause between two looks for files that are too old or too many.
 const RETENTION_INTERVAL: Duration = Duration::from_secs(60);
-/// Who may read the boots: the collector's user and its group.
+/// Readers of the boots: the collector's user and its group.
 const FILE_MODE: u32 = 0o640;
 
 /// The thread that writes.
@@ -30,11 +30,11 @@ pub(super) struct Writer {
     store: Arc<Store>,
     tell: Tell,
     failed: Vec<Arc<Entry>>,
-    /// When it was last said that something cannot be written.
+    /// Time of the last line about a write that failed.
     told: Option<Instant>,
     /// Records that were dropped since the trouble began.
     dropped: u64,
-    /// When it was last said that a file was removed.
+    /// Time of the last line about a removed file.
     told_lost: Option<Instant>,
 }
 
@@ -43,7 +43,7 @@ impl Writer {
         Self { store, tell, failed: Vec::new(), told: None, dropped: 0, told_lost: None }
     }
 
-    /// Until it is told to stop, and has written what there is.
+    /// Runs until the stop, and until all waiting bytes are written.
     pub(super) fn run(mut self, queue: &mpsc::Receiver<Job>) {
         let mut retry_at = Instant::now();
         loop {
@@ -84,8 +84,7 @@ impl Writer {
         for entry in std::mem::take(&mut self.failed) {
             self.write(entry);
         }
-        // Boots that nobody is connected for any more, and which cannot be written either, are not
-        // kept for ever.
+        // Give up a boot without a connection, which cannot be written either, when too many wait.
         if self.failed.len() > REMEMBERED
             && let Some(at) = self.failed.iter().position(|entry| entry.users.load(Ordering::Relaxed) == 0)
             && let Some(bytes) = self.failed.remove(at).log().map(|mut log| log.abandon())
@@ -104,8 +103,8 @@ impl Writer {
                 Ok(Some((file, meta))) => {
                     self.note_unsynced(&entry, &file);
                     let (done, result) = write_all(&file, &pending.bytes);
-                    // The file's time is that of its last record: a guest keeps its boots no longer
-                    // by connecting again and again.
+                    // Keep the file's time at its last record: reconnecting again and again must
+                    // not prolong a boot's retention.
                     if pending.after > 0
                         && !pending.has_records
                         && let Ok(modified) = meta.modified()
@@ -164,7 +163,7 @@ impl Writer {
         self.store.written.notify_waiters();
     }
 
-    /// Somebody removed the file, or all of them: what was in it is asked for again.
+    /// Handles the removal of a file by somebody: requests its records again.
     fn begin_anew(&mut self, entry: &Arc<Entry>, pending: usize) {
         *lock(&entry.file) = None;
         if let Some(mut log) = entry.log() {
@@ -191,7 +190,7 @@ impl Writer {
     }
 }
 
-/// The file to append to, and how it was before; None where bytes that were written to it are gone.
+/// File to append to, and its metadata before; None if bytes written to it are gone.
 fn open(entry: &Entry, written: u64) -> io::Result<Option<(Arc<File>, Metadata)>> {
     let mut slot = lock(&entry.file);
     let file = match &*slot {
@@ -222,7 +221,7 @@ fn open_by_name(path: &Path, create: bool) -> io::Result<File> {
     }
 }
 
-/// Writes as much as can be. A line that is cut off is continued by the next try.
+/// Writes as many bytes as possible. The next try continues a line that is cut off.
 fn write_all(mut file: &File, bytes: &[u8]) -> (usize, io::Result<()>) {
     let mut done = 0;
     while done < bytes.len() {
@@ -236,7 +235,7 @@ fn write_all(mut file: &File, bytes: &[u8]) -> (usize, io::Result<()>) {
     (done, Ok(()))
 }
 
-/// The thread that makes files durable and removes old ones, until it is told to stop.
+/// Runs the thread that makes files durable and removes old ones, until the stop.
 pub(super) fn keep_up(store: &Store, tell: &Tell, stopped: &mpsc::Receiver<()>) {
     let mut retention = Retention::new(store.keep);
     let mut look_at = Instant::now();
@@ -251,7 +250,7 @@ pub(super) fn keep_up(store: &Store, tell: &Tell, stopped: &mpsc::Receiver<()>) 
         let stop = !matches!(stopped.recv_timeout(SYNC_INTERVAL), Err(mpsc::RecvTimeoutError::Timeout));
         let unsynced = std::mem::take(&mut *lock(&store.unsynced));
         for (entry, file) in unsynced {
-            // Before the call: what is written during it is not covered by it.
+            // Clear the mark before the call: writes during it are not covered.
             entry.unsynced.store(false, Ordering::Release);
             match file.sync_data() {
                 Ok(()) => add(&store.stats.synced, 1),
