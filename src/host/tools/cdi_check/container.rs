@@ -1,10 +1,10 @@
-//! What a container gets: the edits in the OCI spec of a container that had nothing.
+//! Edits that a container gets: the OCI spec after injection into an empty container.
 
 use super::judge::UNKNOWN;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
-/// What an injection adds to a container.
+/// Edits that an injection adds to a container.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Container {
@@ -67,7 +67,7 @@ pub struct Mount {
 
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Hook {
-    /// When it runs; not part of the hook itself.
+    /// Phase in which the hook runs; not part of the hook itself.
     #[serde(default)]
     pub name: String,
     pub path: String,
@@ -79,7 +79,7 @@ pub struct Hook {
     pub timeout: Option<i64>,
 }
 
-/// In the order in which they would run.
+/// Names of hooks, in the order in which they would run.
 const HOOKS: [&str; 6] = ["prestart", "createRuntime", "createContainer", "startContainer", "poststart", "poststop"];
 
 impl Container {
@@ -109,7 +109,7 @@ impl Container {
     }
 }
 
-/// The numbers of a stand-in are nobody's.
+/// Removes the numbers of a stand-in.
 fn forget(major: &mut Option<i64>, minor: &mut Option<i64>) {
     if *major == Some(UNKNOWN) {
         (*major, *minor) = (None, None);

@@ -1,9 +1,8 @@
-//! What can be wrong with a CDI spec: one rule a row, with what it breaks, in which Kata version,
-//! and the cure.
+//! Rules for CDI specs, one a row: the defect's effect, the Kata versions concerned, and the cure.
 //!
 //! A rule that `refuses` claims that an agent does not load the file at all. The agents' own crates
-//! have the last word on that: such a finding is dropped where they load the file, and a refusal
-//! that no rule explains becomes [`REFUSED`] with the crate's words.
+//! decide on that: the finding is dropped where they load the file, and a refusal that no rule
+//! explains becomes [`REFUSED`] with the crate's words.
 
 use crate::host::data::text::clipped;
 use crate::host::tools::severity::Severity;
@@ -32,7 +31,7 @@ impl Agent {
     }
 }
 
-/// Agents that something is true of.
+/// A set of agents.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Agents {
     pub kata3: bool,
@@ -44,7 +43,7 @@ impl Agents {
     pub const KATA3: Agents = Agents { kata3: true, kata4: false };
     pub const KATA4: Agents = Agents { kata3: false, kata4: true };
 
-    /// Those for which `is` says so.
+    /// Agents for which `is` returns true.
     pub fn which(is: impl Fn(Agent) -> bool) -> Agents {
         Agents { kata3: is(Agent::Kata3), kata4: is(Agent::Kata4) }
     }
@@ -74,7 +73,7 @@ impl Agents {
     }
 }
 
-/// One thing that can be wrong.
+/// One kind of defect.
 #[derive(Debug, PartialEq, Eq)]
 pub struct Rule {
     pub name: &'static str,
@@ -97,7 +96,7 @@ macro_rules! rules {
     (loads) => { false };
 }
 
-/// What a file that is refused does, whatever is wrong with it.
+/// Effect of a refused file, whatever its defect.
 const ALL_FAIL: &str = "the agent refuses the file, and with it every container that asks for any CDI device, at once";
 
 rules! {
@@ -237,13 +236,13 @@ rules! {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Finding {
     pub rule: &'static Rule,
-    /// Of the rule's agents those that it is true of here.
+    /// Agents of the rule for which the finding is true.
     pub agents: Agents,
-    /// Name of the file below what was given; may hold anything.
+    /// Name of the file below the given path; may hold any text.
     pub file: String,
     /// JSON pointer (RFC 6901), empty for the file itself.
     pub pointer: String,
-    /// What stands there; may hold anything.
+    /// Value at the pointer; may hold any text.
     pub value: Option<String>,
     pub cure: Cow<'static, str>,
 }
@@ -274,7 +273,7 @@ impl Finding {
         self.value.as_deref().map(clipped)
     }
 
-    /// For programs.
+    /// The finding as JSON.
     pub fn json(&self) -> serde_json::Value {
         serde_json::json!({
             "severity": self.rule.severity,

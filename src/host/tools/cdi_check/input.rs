@@ -1,5 +1,5 @@
-//! The files that an agent would read: found as it finds them, each read once, within bounds, and
-//! never waited for.
+//! The files that an agent would read: found as the agent finds them, each read once, within
+//! bounds, without blocking.
 
 use super::finding::*;
 use anyhow::{Context, Result, bail};
@@ -21,7 +21,7 @@ const MAX_ENTRIES: usize = 10_000;
 /// Directories within directories.
 const MAX_DEPTH: usize = 16;
 
-/// A file with what it holds.
+/// A file and its content.
 #[derive(Debug)]
 pub struct SpecText {
     /// Path below the directory that was given, or the file's name.
@@ -29,7 +29,7 @@ pub struct SpecText {
     pub text: Vec<u8>,
 }
 
-/// What there is to check.
+/// Files to check, and findings from reading them.
 #[derive(Debug, Default)]
 pub struct Input {
     pub files: Vec<SpecText>,
@@ -40,13 +40,13 @@ pub struct Input {
     bytes: usize,
 }
 
-/// Reads a file, or a directory with everything in it. An error: there is no such path.
+/// Reads a file, or a directory with everything in it. Fails if there is no such path.
 pub fn read(path: &Path) -> Result<Input> {
     let meta = std::fs::metadata(path).with_context(|| format!("look at {}", path.display()))?;
     let mut input = Input::default();
     if meta.is_dir() {
         input.directory(path, "", &mut vec![(meta.dev(), meta.ino())]).with_context(|| format!("read directory {}", path.display()))?;
-        // The order of a directory is anyone's; the same directory gives the same report.
+        // Sort the files: a directory has no order, and the same directory gives the same report.
         input.files.sort_by(|a, b| a.name.cmp(&b.name));
         input.findings.sort_by(|a, b| a.file.cmp(&b.file));
         if input.files.is_empty() && input.findings.is_empty() {
@@ -70,7 +70,7 @@ pub fn is_spec_name(name: &str) -> bool {
 }
 
 impl Input {
-    /// `above`: device and inode of this directory and those it is in, the outermost first.
+    /// `above`: device and inode of this directory and of its parents, the outermost first.
     fn directory(&mut self, path: &Path, name: &str, above: &mut Vec<(u64, u64)>) -> std::io::Result<()> {
         for entry in std::fs::read_dir(path)? {
             let entry = entry?;
@@ -136,7 +136,7 @@ enum Bounded {
 }
 
 fn read_file(path: &Path) -> std::io::Result<Bounded> {
-    // The type is asked before the open, which a device could answer with an action, and after it,
+    // Check the type before the open, which could trigger an action of a device, and after it,
     // because a name can change its file.
     if !std::fs::metadata(path)?.is_file() {
         return Ok(Bounded::NotAFile);
@@ -154,9 +154,9 @@ fn read_file(path: &Path) -> std::io::Result<Bounded> {
     Ok(Bounded::Whole(text))
 }
 
-/// The name of an anchor that the text has and refers to, if there is one. Whatever a YAML parser
-/// takes for a reference looks so (an anchor's name is a longest run of these characters); what
-/// only looks so stands in strings, and nearly never twice.
+/// Name of an anchor that the text has and refers to, if there is one. Every YAML reference looks
+/// so (an anchor's name is a longest run of these characters); other text of this form stands in
+/// strings, and nearly never twice.
 pub fn alias(text: &[u8]) -> Option<String> {
     let names = |mark: u8| {
         let starts = text.iter().enumerate().filter(move |(_, b)| **b == mark).map(|(at, _)| at + 1);

@@ -1,9 +1,9 @@
 //! The judges: the crates that kata-agent itself reads specs with, in the versions that its
 //! releases lock.
 //!
-//! They read private copies, so that what is judged is what was read. Where an agent would look at
-//! a device node of the guest, the spec that is injected names a stand-in instead: /dev/null for a
-//! node that is there, a name without a file for one that is not.
+//! The crates read private copies, so that they judge the bytes that were read. Where an agent
+//! would look at a device node of the guest, the injected spec names a stand-in instead: /dev/null
+//! for a node that is there, a name without a file for a missing node.
 
 use super::finding::Agent;
 use super::input::SpecText;
@@ -21,7 +21,7 @@ const HOST_PATH_VERSION: Version = Version(0, 5, 0);
 /// A character device of every machine.
 const PRESENT: &str = "/dev/null";
 
-/// What a container with nothing of its own would be started with.
+/// OCI spec of a container with nothing of its own.
 fn empty_container() -> Value {
     json!({
         "ociVersion": "1.0.2",
@@ -31,7 +31,7 @@ fn empty_container() -> Value {
     })
 }
 
-/// Injects devices, by their qualified names, into a container that has nothing; gives its OCI
+/// Injects devices, by their qualified names, into a container that has nothing; returns its OCI
 /// spec.
 pub type Inject = Box<dyn FnMut(&[String]) -> Result<Value, String>>;
 
@@ -46,7 +46,7 @@ macro_rules! judge {
             use $krate::version::minimum_required_version;
 
             pub fn load(path: &PathBuf) -> Result<(), String> {
-                // The cause alone: what stands around it repeats whole lists of edits.
+                // Return the root cause alone: its context repeats whole lists of edits.
                 read_spec(path, 0).map(drop).map_err(|e| e.root_cause().to_string())
             }
 
@@ -101,7 +101,7 @@ pub struct Court {
 
 impl Drop for Court {
     fn drop(&mut self) {
-        // In a directory for temporary files, which is cleaned up by others too.
+        // The directory for temporary files is cleaned up by others, too.
         let _unused = std::fs::remove_dir_all(&self.dir);
     }
 }
@@ -122,7 +122,7 @@ impl Court {
         self.paths.get(index).ok_or_else(|| format!("there is no file {index}"))
     }
 
-    /// What a judge says, with the names of the files instead of those of the copies.
+    /// A judge's text, with the names of the files instead of the copies' names.
     fn said(&self, text: String) -> String {
         let named = self.paths.iter().zip(&self.names).fold(text, |text, (path, name)| text.replace(&path.display().to_string(), name));
         named.replace(&self.dir.display().to_string(), "")
@@ -138,7 +138,7 @@ impl Court {
         load(path).map_err(|e| self.said(e))
     }
 
-    /// Whether the agent loads all of them together.
+    /// Whether the agent loads all files together.
     pub fn load_all(&self, agent: Agent) -> Result<(), String> {
         let dir = self.dir.display().to_string();
         let refresh = match agent {
@@ -157,8 +157,7 @@ impl Court {
         }
     }
 
-    /// What injects the devices of all files; `nodes` says of each file what is where its nodes are
-    /// looked at.
+    /// Injector of the devices of all files. `nodes`: per file, the nodes that an agent looks at.
     pub fn injector(&self, agent: Agent, nodes: &[Vec<NodeLook>]) -> Result<Inject, String> {
         let mut documents = Vec::new();
         for (path, nodes) in self.paths.iter().zip(nodes) {
@@ -189,7 +188,7 @@ fn stand_in(document: &mut Value, nodes: &[NodeLook], agent: Agent, dir: &Path) 
             Found::Node { major, minor, .. } => (PRESENT.to_string(), Some((*major, *minor))),
             Found::Fifo if typed.is_some() => (dir.display().to_string(), None),
             Found::Fifo => (PRESENT.to_string(), Some((0, 0))),
-            // A directory is there and no device node.
+            // A directory exists and is no device node.
             Found::File { .. } | Found::Other => (dir.display().to_string(), None),
             Found::Missing => (dir.join("absent").display().to_string(), None),
         };
@@ -198,7 +197,7 @@ fn stand_in(document: &mut Value, nodes: &[NodeLook], agent: Agent, dir: &Path) 
                 node.insert("major".into(), major.into());
                 node.insert("minor".into(), minor.into());
             }
-            // Only agents that take a type can be told one.
+            // Only agents that take a type get one.
             match (&look.found, agent) {
                 (Found::Node { kind, .. }, Agent::Kata4) => drop(node.insert("type".into(), (*kind).into())),
                 (Found::Fifo, Agent::Kata4) => drop(node.insert("type".into(), "p".into())),

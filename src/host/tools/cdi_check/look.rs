@@ -1,5 +1,5 @@
-//! What is at a path of the guest: looked up below a root that stands for the guest's, or taken for
-//! given where none was named.
+//! Files at paths of the guest: looked up below a root that stands for the guest's, or assumed to
+//! exist where no root was named.
 
 use anyhow::{Context, Result};
 use nix::errno::Errno;
@@ -8,10 +8,10 @@ use nix::sys::stat::{Mode, SFlag, fstat, major, minor};
 use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
 
-/// What is at a path.
+/// Result of a look at a path.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Found {
-    /// Nobody looked.
+    /// Not looked up: assumed to exist.
     Assumed,
     Node {
         /// `b` or `c`.
@@ -27,10 +27,10 @@ pub enum Found {
     Missing,
 }
 
-/// Where paths of a spec are looked up.
+/// Place where paths of a spec are looked up.
 #[derive(Debug)]
 pub enum Look {
-    /// Nowhere: every path is taken to be there.
+    /// No lookup: every path is assumed to exist.
     Nowhere,
     Below {
         root: OwnedFd,
@@ -39,7 +39,7 @@ pub enum Look {
 }
 
 impl Look {
-    /// Below `root`, from which no link leads out.
+    /// Looks up paths below `root`, from which no link leads out.
     pub fn below(root: &Path) -> Result<Look> {
         let flags = OFlag::O_PATH | OFlag::O_DIRECTORY | OFlag::O_CLOEXEC;
         let fd = open(root, flags, Mode::empty()).with_context(|| format!("open root directory {}", root.display()))?;
@@ -55,7 +55,7 @@ impl Look {
             .resolve(ResolveFlag::RESOLVE_IN_ROOT | ResolveFlag::RESOLVE_NO_MAGICLINKS);
         let fd = match openat2(root, path, how) {
             Ok(fd) => fd,
-            // A path that cannot be is not there.
+            // An impossible path is missing.
             Err(Errno::ENOENT | Errno::ENOTDIR | Errno::ELOOP | Errno::ENAMETOOLONG | Errno::EINVAL) => return Ok(Found::Missing),
             Err(error) => return Err(error).with_context(|| format!("look at {path:?} below {}", shown.display())),
         };

@@ -1,4 +1,4 @@
-//! What an agent makes of CDI specs before a sandbox depends on it, and what a container would get.
+//! Checks CDI specs before a sandbox depends on them: agents' verdicts, and edits of a container.
 //!
 //! The agents' own crates judge; the rules explain. Files, and everything in them, are hostile:
 //! bounded, and printed as printable ASCII only.

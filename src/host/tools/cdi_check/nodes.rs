@@ -1,8 +1,8 @@
-//! The device nodes of a spec that an agent looks at in the guest, and what is there.
+//! The device nodes of a spec that an agent looks at in the guest, and the files there.
 //!
-//! An agent takes a node with type and major as it is written. Of any other it looks at the path
-//! when it injects the device, and tries again later where there is nothing. That is what a GPU is
-//! published with before it is ready: a path that never comes into being.
+//! An agent takes a node with type and major as it is written. For any other node the agent looks
+//! at the path when it injects the device, and tries again later if nothing is there. A GPU that is
+//! not ready is published as such a node, with a path that never comes into being.
 
 use super::look::{Found, Look};
 use super::shape::as_text;
@@ -13,13 +13,13 @@ use serde_json::Value;
 /// A node that the agent looks at.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct NodeLook {
-    /// Index of the device that has it; None for those beside `devices`.
+    /// Index of the node's device; None for nodes next to `devices`.
     pub device: Option<usize>,
     pub pointer: String,
-    /// Where the agent looks.
+    /// Path that the agent looks at.
     pub path: String,
     pub found: Found,
-    /// It stands for a GPU that is not ready.
+    /// The node is the stand-in of a GPU that is not ready.
     pub pending: bool,
     /// The type that the spec gives.
     pub typed: Option<String>,
@@ -31,15 +31,15 @@ impl NodeLook {
     }
 }
 
-/// An object or list of edits, and where it stands.
+/// An object or list of edits, and its place in the spec.
 pub struct Scope<'a> {
-    /// None: beside `devices`.
+    /// Index of the device; None for edits next to `devices`.
     pub device: Option<usize>,
     pub pointer: String,
     pub edits: &'a Value,
 }
 
-/// All edits of a spec: those beside `devices` first, in the order in which an agent applies them.
+/// All edits of a spec in an agent's order: first the edits next to `devices`.
 pub fn scopes(document: &Value) -> impl Iterator<Item = Scope<'_>> {
     let beside = document.get("containerEdits").map(|edits| Scope { device: None, pointer: "/containerEdits".into(), edits });
     let devices = document.get("devices").and_then(Value::as_array).into_iter().flatten().enumerate();

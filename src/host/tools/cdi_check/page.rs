@@ -1,5 +1,5 @@
-//! The report as text: files, agents, what each device gives, what the first one or those asked for
-//! give in full, findings.
+//! The report as text: files, agents, the edits of each device, all edits of the first device or of
+//! the devices asked for, findings.
 
 use super::container::{Container, Node};
 use super::finding::{Agent, Finding, Rule};
@@ -12,10 +12,10 @@ use crate::host::tools::severity::Severity;
 const SHOWN_OF_A_RULE: usize = 3;
 /// Width of the column of heads.
 const HEAD: usize = 8;
-/// Before what belongs to the line above.
+/// Indentation of lines that belong to the line above.
 const INDENT: &str = "    ";
 
-/// Everything.
+/// The whole page.
 pub fn page(report: &Report, question: &Question, screen: &Screen) -> String {
     let mut out = Page { screen, lines: Vec::new() };
     out.files(report);
@@ -23,7 +23,7 @@ pub fn page(report: &Report, question: &Question, screen: &Screen) -> String {
     if question.devices.is_empty() {
         out.devices(report);
     }
-    // The first that gives something, where nobody asked for one.
+    // Show the first device that gives something, where no device was asked for.
     let gets = |asked: &&Asked| asked.outcomes.iter().any(|(_, outcome)| matches!(outcome, Outcome::Gets(_)));
     if let Some(asked) = report.asked.iter().find(gets).or(report.asked.first().filter(|_| !question.devices.is_empty())) {
         out.container(asked, report);
@@ -59,7 +59,7 @@ impl Page<'_> {
         self.lines.push(String::new());
     }
 
-    /// Columns as wide as they must be, all but the last; `right`: those that stand at the right.
+    /// Pads columns to their widest cell, all but the last. `right`: columns aligned to the right.
     fn table(&mut self, rows: &[Vec<String>], right: &[usize]) {
         let columns = rows.first().map_or(0, Vec::len);
         let width = |column: usize| rows.iter().filter_map(|r| r.get(column)).map(String::len).max().unwrap_or(0);
@@ -259,7 +259,7 @@ impl Page<'_> {
         self.line(ink, &sum);
     }
 
-    /// What it means and the cure are said with the first of a rule.
+    /// Shows effect and cure with the first finding of a rule.
     fn finding(&mut self, finding: &Finding, first: bool) {
         let ink = match finding.rule.severity {
             Severity::Error => Ink::Error,
@@ -281,7 +281,7 @@ impl Page<'_> {
         }
     }
 
-    /// On a terminal in as many lines as it takes, all but the first indented.
+    /// Wraps the text to the terminal's width, with INDENT before all lines but the first.
     fn wrapped(&mut self, ink: Ink, indent: &str, text: &str) {
         let width = self.screen.width.unwrap_or(usize::MAX);
         let mut line = indent.to_string();

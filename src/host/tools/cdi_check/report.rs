@@ -17,35 +17,35 @@ use anyhow::{Result, ensure};
 use serde_json::{Value, json};
 use std::collections::{BTreeSet, HashMap};
 
-/// Agents keep a copy of the whole spec for each of its devices: bytes times devices, of all files,
-/// beyond which nothing more is tried. The reference spec (8 GPUs under two names each) has 0.6 MB;
-/// eight GPUs in seven instances each, under two names each, have 6 MB with edits like its own.
+/// Most bytes times devices, of all files; nothing more is tried beyond it: agents keep a copy of
+/// the whole spec for each of its devices. The reference spec (8 GPUs under two names each) has 0.6
+/// MB; eight GPUs in seven instances each, under two names each, have 6 MB with edits like its own.
 const MAX_COPIES: usize = 8 << 20;
-/// No device takes fewer bytes.
+/// Fewest bytes that a device takes.
 const LEAST_DEVICE: usize = 24;
 const LEFT_OUT: &str = "not tried: a file was left out";
-/// Opening brackets of a file that is YAML and no JSON: its parser takes time with the square of
-/// their depth, which only a parser knows.
+/// Most opening brackets of a file that is YAML and no JSON: its parser takes time with the square
+/// of their depth, which only a parser knows.
 const MAX_BRACKETS: usize = 4000;
-/// Device nodes and mounts of all files, among which agents look for each one that they add: the
+/// Most device nodes and mounts of all files: agents search all of them for each that they add. The
 /// reference spec has 51.
 const MAX_ENTRIES: usize = 4000;
-/// Such comparisons that are made for devices where none was asked for; one costs about 20 ns.
+/// Most comparisons of nodes and mounts where no device was asked for; one costs about 20 ns.
 const MAX_COMPARISONS: usize = 50_000_000;
-/// Devices that are injected one by one where none was asked for.
+/// Most devices that are injected one by one where no device was asked for.
 const MAX_ASKED: usize = 256;
 
-/// What is to be checked, and how.
+/// Options of a check.
 #[derive(Debug)]
 pub struct Question {
     pub look: Look,
     pub agents: Agents,
-    /// Devices of one container; each one of its own where this is empty.
+    /// Devices of one container; if empty, each listed device in a container of its own.
     pub devices: Vec<String>,
     pub require_resolvable: bool,
 }
 
-/// A file.
+/// One spec file in the report.
 #[derive(Debug)]
 pub struct File {
     pub name: String,
@@ -56,19 +56,19 @@ pub struct File {
     pub devices: usize,
 }
 
-/// What an agent makes of the files together.
+/// Whether an agent loads the files together.
 #[derive(Debug)]
 pub struct Verdict {
     pub agent: Agent,
-    /// Why it loads none of them.
+    /// Reason for which the agent loads none; None if it loads them.
     pub refused: Option<String>,
 }
 
-/// What becomes of a container.
+/// Result of an injection into a container.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Outcome {
     Gets(Container),
-    /// The paths that it waits for.
+    /// Paths without a device node, for which the agent waits.
     Waits(Vec<String>),
     Fails(String),
 }
@@ -77,7 +77,7 @@ pub enum Outcome {
 #[derive(Debug)]
 pub struct Asked {
     pub devices: Vec<String>,
-    /// Of the agents that load the specs.
+    /// Results of the agents that load the specs.
     pub outcomes: Vec<(Agent, Outcome)>,
 }
 
@@ -90,7 +90,7 @@ pub struct Report {
     /// Devices that are listed and were not tried.
     pub not_tried: usize,
     pub findings: Vec<Finding>,
-    /// Device nodes whose existence was taken for given.
+    /// Device nodes that were assumed to exist.
     pub assumed: usize,
 }
 
@@ -108,18 +108,18 @@ impl Parsed<'_> {
     }
 }
 
-/// Checks what was read.
+/// Checks the files that were read.
 pub fn check(input: Input, question: &Question) -> Result<Report> {
     let Input { files, mut findings, ignored, .. } = input;
     let agents: Vec<Agent> = Agent::ALL.into_iter().filter(|a| question.agents.has(*a)).collect();
     let mut about = Vec::new();
     let mut parsed = Vec::new();
-    // The files that the agents get to see: all but those that would take too much to try.
+    // Files that the agents judge: all but files that would take too much to try.
     let mut tried: Vec<&SpecText> = Vec::new();
-    // Of each of them; none of one that we cannot parse, which an agent may yet.
+    // Nodes of each tried file; none of a file that only an agent may be able to parse.
     let mut nodes: Vec<Vec<NodeLook>> = Vec::new();
     let mut budget = Budget::default();
-    // What the agents would say where they do not get to see everything.
+    // Verdict of the agents where a file was left out.
     let mut left_out = if findings.iter().all(|f| f.rule == &NOT_READ) { None } else { Some(LEFT_OUT.to_string()) };
     for text in &files {
         let mut file = File { name: text.name.clone(), bytes: text.text.len(), kind: None, declared: None, minimum: None, devices: 0 };
@@ -174,21 +174,21 @@ pub fn check(input: Input, question: &Question) -> Result<Report> {
     Ok(report)
 }
 
-/// What the files take together.
+/// Cost of all files so far.
 #[derive(Default)]
 struct Budget {
     copies: usize,
     entries: usize,
 }
 
-/// Device nodes and mounts.
+/// Number of device nodes and mounts.
 fn size(scope: &Scope) -> usize {
     ["deviceNodes", "mounts"].iter().map(|list| entries(scope, list).count()).sum()
 }
 
 enum Looked<'a> {
     Parsed(Parsed<'a>),
-    /// Small enough to be tried.
+    /// Not parsed here, but small enough for the agents.
     Unparsed,
     NotTried(String),
     TooMuch,
@@ -202,7 +202,7 @@ fn look_into<'a>(text: &'a SpecText, look: &Look, budget: &mut Budget, findings:
     }
     let too_much = |pointer: &str, value: String| Finding::new(&TOO_MUCH, file, pointer).value(value);
     let brackets = text.text.iter().filter(|b| matches!(b, b'[' | b'{')).count();
-    // JSON of any depth that is parsed at all is not deep.
+    // JSON that parses is not deep: the parser limits its depth.
     if brackets > MAX_BRACKETS && serde_json::from_slice::<serde::de::IgnoredAny>(&text.text).is_err() {
         findings.push(too_much("", format!("{brackets} opening brackets in what is no JSON")));
         return Ok(Looked::TooMuch);
@@ -211,8 +211,7 @@ fn look_into<'a>(text: &'a SpecText, look: &Look, budget: &mut Budget, findings:
         Ok(value) => value,
         Err(error) => {
             findings.push(Finding::new(&NOT_PARSED, file, "").value(&error));
-            // An agent may parse what we do not, and find as many devices in it as there is room
-            // for.
+            // An agent may parse this file, and find as many devices in it as there is room for.
             budget.copies = budget.copies.saturating_add(text.text.len().saturating_mul(text.text.len() / LEAST_DEVICE));
             return Ok(if budget.copies > MAX_COPIES { Looked::NotTried(error) } else { Looked::Unparsed });
         }
@@ -240,7 +239,7 @@ fn look_into<'a>(text: &'a SpecText, look: &Look, budget: &mut Budget, findings:
     Ok(Looked::Parsed(parsed))
 }
 
-/// The agents' crates have the last word on whether a file is loaded.
+/// Lets the agents' crates decide whether a file is loaded.
 fn agree(findings: &mut Vec<Finding>, tried: &[&SpecText], court: &Court, agents: &[Agent]) {
     for (index, text) in tried.iter().enumerate() {
         let said: Vec<(Agent, Option<String>)> = agents.iter().map(|agent| (*agent, court.load(*agent, index).err())).collect();
@@ -267,11 +266,11 @@ fn refusal(agent: Agent, tried: &[&SpecText], court: &Court, left_out: Option<&s
     }
 }
 
-/// What is asked for, one container each; and how many devices were left out.
+/// Devices of each container to try; and how many devices were left out.
 fn asked(parsed: &[Parsed], devices: &[String]) -> Result<(Vec<Vec<String>>, usize)> {
     let kinds: BTreeSet<String> = parsed.iter().filter_map(|p| p.value.get("kind").and_then(as_text)).collect();
     if !devices.is_empty() {
-        // A bare name is one of the only kind, or of the kind that Kata asks for.
+        // A bare name is of the only kind, else of the kind that Kata asks for.
         let kind = if kinds.len() == 1 { kinds.first().cloned() } else { None }.unwrap_or_else(|| KIND.to_string());
         let qualified = |name: &String| if name.contains('=') { name.clone() } else { format!("{kind}={name}") };
         let devices: Vec<String> = devices.iter().map(qualified).collect();
@@ -362,7 +361,7 @@ impl Report {
         self.findings.iter().any(|f| f.rule.severity == Severity::Error)
     }
 
-    /// For programs.
+    /// The report as JSON.
     pub fn json(&self) -> Value {
         json!({
             "files": self.files.iter().map(|f| json!({

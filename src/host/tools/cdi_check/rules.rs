@@ -1,5 +1,5 @@
-//! What a spec of the right shape can still have wrong with it: names, paths, hooks, mounts, modes,
-//! and what a GPU cannot do without.
+//! Rules for a spec of the right shape: names, paths, hooks, mounts, modes, and nodes that a GPU
+//! needs.
 
 use super::finding::*;
 use super::look::{Found, Look};
@@ -10,14 +10,14 @@ use anyhow::Result;
 use serde_json::Value;
 use std::collections::{BTreeMap, HashMap, HashSet};
 
-/// Specs up to this size, all files of a directory together, are no finding: the reference spec of
-/// 8 GPUs has half of it.
+/// Largest size of all files of a directory together that is no finding: the reference spec of 8
+/// GPUs has half of it.
 const SLOW_BYTES: usize = 64 << 10;
-/// PATH_MAX: no longer path can be mounted on, so none is taken apart.
+/// PATH_MAX: a longer path cannot be mounted on and is skipped.
 const MAX_PATH: usize = 4096;
 /// Hooks that an agent runs.
 const RUN: [&str; 5] = ["prestart", "createContainer", "startContainer", "poststart", "poststop"];
-/// The one that it does not.
+/// Hook that an agent does not run.
 const NOT_RUN: &str = "createRuntime";
 /// Variables that images set, and whose first value wins.
 const SHADOWED: [&str; 3] = ["PATH", "LD_LIBRARY_PATH", "LD_PRELOAD"];
@@ -32,7 +32,7 @@ pub struct Document<'a> {
     pub nodes: &'a [NodeLook],
 }
 
-/// What is wrong with one file, beside its shape.
+/// Findings about one file, apart from its shape.
 pub fn check(document: &Document, shaped: &Shaped, look: &Look) -> Result<Vec<Finding>> {
     let mut out = Rules { document, look, findings: Vec::new() };
     out.version(shaped);
@@ -46,14 +46,14 @@ pub fn check(document: &Document, shaped: &Shaped, look: &Look) -> Result<Vec<Fi
     Ok(out.findings)
 }
 
-/// What is wrong with the files together.
+/// Findings about the files together.
 pub fn across(documents: &[Document]) -> Vec<Finding> {
     let mut findings = Vec::new();
     let mut by_name: BTreeMap<String, Vec<&Document>> = BTreeMap::new();
     let mut by_kind: BTreeMap<String, Vec<&Document>> = BTreeMap::new();
     for document in documents {
         let Some(kind) = text(document.value, "kind") else { continue };
-        // Named twice within a file is another rule.
+        // A name twice within a file is another rule's finding.
         let own: HashSet<String> = names(document.value).map(|(_, name)| format!("{kind}={name}")).collect();
         own.into_iter().for_each(|name| by_name.entry(name).or_default().push(document));
         if scopes(document.value).any(|s| s.device.is_none() && (filled(s.edits, "hooks") || filled(s.edits, "deviceNodes"))) {
@@ -76,7 +76,7 @@ pub fn across(documents: &[Document]) -> Vec<Finding> {
     findings
 }
 
-/// How long an agent parses that much, at every try.
+/// Milliseconds that an agent takes to parse that many bytes, at every try.
 pub fn parse_ms(bytes: usize) -> usize {
     (bytes * 10).div_ceil(32 << 10)
 }
@@ -196,7 +196,7 @@ impl Rules<'_> {
                     self.found(&ENV_INVALID, pointer, variable);
                     continue;
                 }
-                // Earlier agents want the sign alone.
+                // Agents of Kata 3 want the sign alone.
                 Some(("", _)) => {
                     self.refused_name(&ENV_INVALID, pointer, variable.clone(), Agents::KATA4);
                     continue;
@@ -229,13 +229,12 @@ impl Rules<'_> {
             let bad = Agents { kata3: !letters, kata4: !letters && permissions != "none" };
             self.refused_name(&PERMISSIONS, format!("{pointer}/permissions"), permissions, bad);
         }
-        // What stands for a GPU that is not ready never becomes a node.
+        // The stand-in of a GPU that is not ready never becomes a node.
         let pending = self.document.nodes.iter().any(|n| n.pending && n.pointer == pointer);
         match node.get("fileMode").filter(|m| !m.is_null()) {
             None if !pending => self.found(&FILE_MODE_UNSET, pointer, path),
             None => {}
-            // Beyond all permissions, or permissions that nobody means whose digits are those of
-            // some that people do.
+            // Modes beyond 0777, and decimal numbers whose digits are those of a common octal mode.
             Some(mode) => match mode.as_u64() {
                 Some(mode) if mode > 0o777 || matches!(mode, 400 | 440 | 444) => {
                     self.found(&FILE_MODE_ODD, format!("{pointer}/fileMode"), format!("{mode} is 0{mode:o}"));
@@ -267,8 +266,8 @@ impl Rules<'_> {
     }
 
     fn nodes_looked_at(&mut self) {
-        // A node stands in the entry of its device, in that of `all`, and perhaps under another
-        // name: said once.
+        // A node stands in the entry of its device, in the entry of `all`, and perhaps under
+        // another name: report it once.
         let mut said = HashSet::new();
         for node in self.document.nodes.iter().filter(|n| said.insert((&n.path, &n.typed))) {
             let rule = match &node.found {
@@ -276,7 +275,7 @@ impl Rules<'_> {
                 Found::Missing => &NODE_MISSING,
                 Found::File { .. } | Found::Other => &NOT_A_NODE,
                 Found::Node { kind, .. } if node.typed.as_deref().is_some_and(|t| t != *kind) => &NODE_TYPE_DIFFERS,
-                // Of a node that is said to be a fifo nobody looks at the path.
+                // Nodes that the spec declares as a fifo are not looked at.
                 Found::Fifo if node.typed.is_some() => &NODE_TYPE_DIFFERS,
                 Found::Node { .. } | Found::Fifo | Found::Assumed => continue,
             };
@@ -284,8 +283,7 @@ impl Rules<'_> {
         }
     }
 
-    /// In the order in which an agent mounts: what stands beside `devices`, then what a device
-    /// adds.
+    /// Checks mounts in an agent's order: mounts next to `devices`, then those of each device.
     fn mount_order(&mut self) {
         let mut findings = Vec::new();
         let mut beside = Mounted::default();
@@ -335,7 +333,7 @@ impl Rules<'_> {
     }
 }
 
-/// Mounts that were made.
+/// Targets of the mounts so far.
 #[derive(Default)]
 struct Mounted {
     targets: HashSet<String>,
@@ -349,7 +347,7 @@ impl Mounted {
         while let Some(slash) = target.get(..end).and_then(|t| t.rfind('/')) {
             end = slash;
             let above = if end == 0 { "/" } else { target.get(..end).unwrap_or_default() };
-            // Whoever is above this one has been entered with it.
+            // Directories above this one were entered with it.
             if self.above.contains_key(above) || above == target {
                 break;
             }
@@ -374,7 +372,7 @@ fn is_gpu_node(path: &str) -> bool {
 fn is_name(agent: Agent, name: &str, between: &[char], letter_first: bool) -> bool {
     let (first, last) = (name.chars().next(), name.chars().next_back());
     match agent {
-        // Any script's letters, and no word about the ends of a device's name.
+        // Letters of any script are valid; the ends of a device's name are not checked.
         Agent::Kata3 => {
             first.is_some_and(|c| !letter_first || c.is_alphabetic()) && name.chars().all(|c| c.is_alphanumeric() || between.contains(&c))
         }

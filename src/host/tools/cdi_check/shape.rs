@@ -1,9 +1,9 @@
-//! The shape of a CDI spec as tables: which object has which fields, of which type, from which
-//! version of CDI on. Gives what does not fit, with its JSON pointer, and the lowest version that
-//! the fields which are used need.
+//! The shape of a CDI spec as tables: the fields of each object, their types, and the first version
+//! of CDI with each. Returns misfits with their JSON pointers, and the lowest version that the used
+//! fields need.
 //!
-//! A YAML parser that is asked for text takes `0` and `true` as text, and so do the agents: a
-//! number is no wrong type where text belongs.
+//! Numbers and truth values are no wrong type where text belongs: YAML parsers take `0` and `true`
+//! as text there, and so do the agents.
 
 use super::finding::*;
 use serde_json::{Map, Value};
@@ -21,7 +21,7 @@ impl fmt::Display for Version {
 
 /// The lowest version that agents take.
 const LOWEST: Version = Version(0, 3, 0);
-/// The highest that agents up to 3.32 know.
+/// The highest version that agents up to 3.32 know.
 pub const HIGHEST_OF_KATA3: Version = Version(0, 7, 0);
 
 const RELEASED: [Version; 10] = [
@@ -42,12 +42,12 @@ pub fn released(text: &str) -> Option<Version> {
     RELEASED.into_iter().find(|v| v.to_string() == text.trim_start_matches('v'))
 }
 
-/// From which version on a field may be used.
+/// First version in which a field may be used.
 enum Since {
     Always,
-    /// When it is there and not empty.
+    /// Version that the field needs if it is there and not empty.
     Filled(Version),
-    /// When it is there.
+    /// Version that the field needs if it is there.
     Present(Version),
 }
 
@@ -141,7 +141,7 @@ const INTEL_RDT: &[Field] = &[
     field("enableMBM", Shape::Bool),
 ];
 
-/// What a field that needs a version is, for people.
+/// A field that needs a version, for people.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Need {
     pub version: Version,
@@ -149,11 +149,11 @@ pub struct Need {
     pub pointer: String,
 }
 
-/// What was found of a spec's shape.
+/// Result of the check of a spec's shape.
 #[derive(Debug, Default)]
 pub struct Shaped {
     pub findings: Vec<Finding>,
-    /// The first use of what needs the highest version; None where the lowest suffices.
+    /// First use of a field that needs the highest version; None where the lowest suffices.
     pub need: Option<Need>,
 }
 
@@ -214,7 +214,7 @@ impl Walk<'_> {
         Finding::new(rule, self.file, self.pointer.clone())
     }
 
-    /// Does something one step further down.
+    /// Runs `then` one step further down.
     fn at(&mut self, token: &str, then: impl FnOnce(&mut Self)) {
         let length = self.pointer.len();
         self.pointer.push('/');
