@@ -1,8 +1,8 @@
 //! Lines of the agent and of kata-gpu-init as they stand in a guest's console: slog JSON, one
 //! object per line, all values strings.
 //!
-//! [`agent_log`] knows the agent's words. Texts are cut here; they are made harmless where they are
-//! shown.
+//! [`agent_log`] knows the agent's words. Texts are cut here, and made harmless by the code that
+//! shows them.
 
 use super::item::{Fact, InitLine, Skip, Stamp};
 use crate::events::record::{Kind, Level};
@@ -13,10 +13,10 @@ use serde_json::{Map, Value};
 
 /// Longest text that is kept of one value, in characters: the agent prints whole OCI specs.
 const MAX_VALUE: usize = 600;
-/// What a line has beside its own fields.
+/// Keys of every line, beside its own fields.
 const FRAME: &[&str] = &["msg", "level", "ts", "name", "version", "source", "subsystem", "pid", "boottime_ns", "gpu", "error"];
 
-/// Hands over what a line says and when, or says why it says nothing. `log`: the lines before it.
+/// Hands over the facts of a line, or returns a reason for skipping it. `log`: the lines before it.
 pub fn parse(text: &str, log: &mut AgentLog, mut each: impl FnMut(Stamp, Fact)) -> Result<(), Skip> {
     let object = line::object(text.as_bytes()).ok_or(Skip::OtherProgram)?;
     let get = |key: &str| object.get(key).and_then(Value::as_str);
@@ -26,7 +26,7 @@ pub fn parse(text: &str, log: &mut AgentLog, mut each: impl FnMut(Stamp, Fact)) 
         return Ok(());
     }
     let unplaced = if get("ts").is_none() { Skip::NoStamp } else { Skip::AbsurdStamp };
-    // A line that says something may still be one of several that make an event.
+    // A known line may be one of several that make an event.
     let mut said = Err(Skip::AgentDetail);
     let known = log.object(&object, |realtime_ns, event| {
         said = realtime_ns.ok_or(unplaced).map(|realtime_ns| each(Stamp::Guest(realtime_ns), Fact::Agent(event)));
@@ -94,7 +94,7 @@ fn typed(text: &str) -> Value {
     }
 }
 
-/// What tells a line from others of the same time.
+/// Text that distinguishes a line from others of the same time.
 pub fn fingerprint(fact: &Fact) -> String {
     match fact {
         Fact::Kernel(text) => text.clone(),

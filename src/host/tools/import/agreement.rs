@@ -1,8 +1,8 @@
-//! Where an import of a boot's console and the stream of the same boot disagree by more than the
-//! import says it may be wrong.
+//! Disagreements of an import of a boot's console and the stream of the same boot, beyond the
+//! import's stated error.
 //!
-//! What only one of them knows is a disagreement, too: a console has no beginnings of steps, and
-//! may end early.
+//! A time that only one of the two has is a disagreement, too: a console has no beginnings of
+//! steps, and may end early.
 
 use crate::events::catalogue::logged as own;
 use crate::events::record::Kind;
@@ -13,13 +13,13 @@ use crate::host::data::imported_record::mark;
 use crate::host::data::record::{Field, Record};
 use std::fmt;
 
-/// One time about which they disagree.
+/// One time on which stream and import disagree.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Disagreement {
     pub what: String,
     pub stream_ns: Option<u64>,
     pub import_ns: Option<u64>,
-    /// What the import says.
+    /// Bound on the import's error.
     pub error_ns: u64,
 }
 
@@ -29,10 +29,10 @@ impl fmt::Display for Disagreement {
     }
 }
 
-/// What was compared.
+/// Result of a comparison.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Agreement {
-    /// Times that both know and that agree.
+    /// Number of times that both have and that agree.
     pub agreed: usize,
     pub disagreements: Vec<Disagreement>,
 }

@@ -1,4 +1,4 @@
-//! All files of one boot into one: each is read by its format, put on one clock, and written as
+//! Merges all files of one boot: each is read by its format, put on one clock, and written as
 //! records.
 
 use super::bpftrace;
@@ -30,7 +30,7 @@ use serde_json::{Map, Value, json};
 /// The earliest time before the guest's kernel that is believed: a pod may wait for a node for
 /// long, but not for a month.
 const MAX_BEFORE_NS: i64 = 30 * 24 * 3600 * 1_000_000_000;
-/// A trace whose times are known worse than this is placed by what it caused, if that says more.
+/// A trace with a larger error in its times is placed by its effects, if those are more exact.
 const BADLY_NS: u64 = 10_000_000;
 
 /// Reads one file.
@@ -90,7 +90,7 @@ pub fn import(mut sources: Vec<Source>, boot: Option<usize>) -> Result<(Report, 
     let stream = sources.iter_mut().find_map(|s| s.stream.take());
     let traced: Vec<Traced> = sources.iter_mut().enumerate().filter_map(|(n, s)| Some(regions(n, s.trace.take()?))).collect();
 
-    // The console's items in the order of their file: its order says something.
+    // Keep the console's items in the order of their file: the order relates clocks.
     let all: Vec<(usize, Item)> = sources
         .iter_mut()
         .enumerate()
@@ -172,7 +172,7 @@ fn regions(source: usize, trace: Trace) -> Traced {
     Traced { source, trace, regions, sum, left_out }
 }
 
-/// A trace whose clock is its own, or known badly, by what its calls caused in the guest.
+/// Relates a trace, whose clock is its own or known badly, by its calls' effects in the guest.
 fn relate(clocks: &mut Clocks, steps: &Steps, traced: &mut Traced, notes: &mut Vec<String>) {
     if traced.trace.wall && traced.trace.error_ns < BADLY_NS {
         return;
@@ -188,7 +188,7 @@ fn relate(clocks: &mut Clocks, steps: &Steps, traced: &mut Traced, notes: &mut V
         return;
     };
     if traced.trace.wall {
-        // Only if the wall clock agrees, as well as it is known.
+        // Accept the offset only if the wall clock agrees, as well as it is known.
         let agrees = timed.first().and_then(|(at, _)| {
             let wall = clocks.place(Stamp::Host(*at))?;
             let bound = wall.error_ns.saturating_add(traced.trace.error_ns).saturating_add(offset.error_ns);
@@ -215,8 +215,8 @@ fn trace_drafts(derived: &mut Derived, traced: &Traced, clocks: &Clocks, steps: 
         let Some(placed) = region.at_ns.and_then(place) else { continue };
         let end = region.end_ns.and_then(place).filter(|end| end.at_ns >= placed.at_ns);
         let owner = steps.owner(region, placed);
-        // A boot's file begins at 0: what began before has its length as a field, not as two
-        // records.
+        // A boot's file begins at 0: a call that began before has its duration as a field, not as
+        // two records.
         let whole = end.filter(|_| placed.at_ns >= 0);
         let span = derived.spans;
         let mut begin = draft(placed, if whole.is_some() { Kind::Begin } else { Kind::Event }, names::VFIO_PIN, region.line);
@@ -241,7 +241,7 @@ fn trace_drafts(derived: &mut Derived, traced: &Traced, clocks: &Clocks, steps: 
         derived.drafts.push(begin);
         last = last.max(end.map(|end| (end.at_ns, end.error_ns, region.line)));
     }
-    // The sums stand where the last row of the trace is; with no time at all, at 0.
+    // Place the sums at the trace's last row; without any time, at 0.
     let (at_ns, error_ns, line) =
         last.filter(|(at, ..)| *at >= 0).unwrap_or((0, traced.trace.error_ns, traced.trace.calls.first().map_or(1, |c| c.line)));
     let at = Placed { at_ns, error_ns };

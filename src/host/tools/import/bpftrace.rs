@@ -1,10 +1,9 @@
-//! Format `bpftrace`: what a bpftrace program on `vfio_pin_pages_remote` printed.
+//! Format `bpftrace`: output of a bpftrace program on `vfio_pin_pages_remote`.
 //!
-//! Such programs are everybody's own, so lines are read by what they contain:
-//! `vfio_pin_pages_remote` with `key=value` words (`vaddr`, `npage` or `size`, `pid`, `tid`, `ret`,
-//! `us`) is a call, with `took N ms|us|ns` the end of one; a time stands before it, RFC 3339 or not
-//! at all. Histograms (`@name:` and buckets) are kept as they stand. [`PROGRAM`] prints what is
-//! read best.
+//! Programs differ, so lines are read by their content: `vfio_pin_pages_remote` with `key=value`
+//! words (`vaddr`, `npage` or `size`, `pid`, `tid`, `ret`, `us`) is a call, with `took N ms|us|ns`
+//! the end of a call; a time stands before it, RFC 3339 or not at all. Histograms (`@name:` and
+//! buckets) are kept as they stand. [`PROGRAM`] prints the best input.
 
 use super::input::{Input, Text};
 use super::item::{Count, Skip};
@@ -26,17 +25,17 @@ const FUNCTION: &str = "vfio_pin_pages_remote";
 const MAX_HISTOGRAMS: usize = 16;
 const MAX_BUCKETS: usize = 64;
 
-/// What a trace says, of whichever format.
+/// Contents of a trace of any format.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Trace {
     pub calls: Vec<Call>,
     /// The calls' times are of the host's wall clock; otherwise of a clock of the trace's own.
     pub wall: bool,
-    /// How wrong the times may be.
+    /// Bound on the error of the times.
     pub error_ns: u64,
     /// Name, and buckets as they were printed.
     pub histograms: Vec<(String, Vec<String>)>,
-    /// What is odd about it.
+    /// Oddities of the trace, for people.
     pub notes: Vec<String>,
 }
 
@@ -107,7 +106,7 @@ impl Reader {
         Ok(())
     }
 
-    /// The end of a call. Without a thread's id it is that of the last call that has not ended.
+    /// Ends a call: the last open one of the thread, or without a thread's id of all.
     fn end(&mut self, of: Option<u32>, stamp: Option<i64>, took_ns: u64) -> Result<(), Skip> {
         let open = match of {
             Some(_) => self.open.get_mut(&of).and_then(Vec::pop),
@@ -173,7 +172,7 @@ impl Reader {
             self.split.narrow();
             for (nth, call) in trace.calls.iter_mut().enumerate() {
                 let Some(at) = call.at_ns else { continue };
-                // By its beginning or by its end, whichever is known better.
+                // Take the begin or the end, whichever is known better.
                 let by_begin = self.split.time(at);
                 let took = call.took_ns.and_then(|took| i64::try_from(took).ok()).unwrap_or(0);
                 let by_end = self.ends.get(&nth).map(|end| self.split.time(*end)).map(|(end, error)| (end.saturating_sub(took), error));

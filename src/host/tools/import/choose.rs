@@ -1,5 +1,5 @@
-//! Which boot of several: files may hold more than one, and an import is about one. What was not
-//! chosen is counted.
+//! Choice of one boot: files may hold more than one, and an import is about one. Items of other
+//! boots are counted.
 
 use super::agent;
 use super::bpftrace::Trace;
@@ -28,7 +28,7 @@ pub struct Source {
     pub stream: Option<BootFile>,
 }
 
-/// Takes everything that is not of the chosen boot out of the sources. `wanted`: `--boot N`, from
+/// Removes everything that is not of the chosen boot from the sources. `wanted`: `--boot N`, from
 /// 1.
 pub fn choose(sources: &mut [Source], wanted: Option<usize>) -> Result<()> {
     for source in sources.iter_mut().filter(|s| s.format == Format::Journal) {
@@ -62,7 +62,7 @@ pub fn choose(sources: &mut [Source], wanted: Option<usize>) -> Result<()> {
     choose_pod(sources)
 }
 
-/// Of several pods the one that the chosen sandbox is of.
+/// Chooses the pod of the chosen sandbox among several.
 fn choose_pod(sources: &mut [Source]) -> Result<()> {
     let ready = |item: &Item| match &item.fact {
         Fact::Plain { name: names::SANDBOX_READY, fields, .. } => fields.get("pod").and_then(Value::as_str).map(str::to_string),
@@ -138,8 +138,8 @@ pub fn init_version<'a>(items: impl Iterator<Item = &'a Item>) -> Option<String>
     items.into_iter().find_map(|item| if let Fact::Init(line) = &item.fact { Some(line.version.clone()) } else { None })
 }
 
-/// Takes out what several files say alike (the journal carries the console), and what the stream
-/// has itself. Counts it.
+/// Removes facts that several files have (the journal carries the console) or that the stream has,
+/// and counts them.
 pub fn without_repetition(sources: &mut [Source]) {
     let stream = sources.iter().any(|s| s.stream.is_some());
     let in_stream: std::collections::HashSet<(i64, String)> = sources
@@ -152,7 +152,7 @@ pub fn without_repetition(sources: &mut [Source]) {
         })
         .collect();
     let mut seen = std::collections::HashSet::new();
-    // The journal first: its lines also say when the host read them.
+    // The journal first: its lines also state when the host read them.
     let mut order: Vec<&mut Source> = sources.iter_mut().collect();
     order.sort_by_key(|s| s.format != Format::Journal);
     for source in order {

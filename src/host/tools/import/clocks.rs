@@ -1,15 +1,15 @@
-//! All clocks of the logs beside one: the guest's boot clock where a log has it (lines of our init,
-//! an event stream), else printk's, else that of whatever there is. Each relation is found in the
-//! data, by the best way that the data allows, and comes with a bound on its error:
+//! Relates all clocks of the logs to one: the guest's boot clock where a log has it (lines of our
+//! init, an event stream), else printk's, else any other clock. Each relation is found in the data,
+//! by the best way that the data allows, and comes with a bound on its error:
 //!
 //! - printk and boot clock: a stream's kernel records have both; else by cause and effect (a step's
 //!   end is not before the kernel line that it caused, a step is not before what it waited for),
 //!   which leaves an interval;
-//! - the guest's wall clock: our init's `clock` events, or the two times of its lines; else by when
-//!   the host read lines of both kinds, or by the order of the lines in the file;
-//! - the host's wall clock: a stream's clock samples; else by when the host read kernel lines, of
-//!   which the least delayed counts; else the guest's wall clock is taken for the host's, to a
-//!   second.
+//! - the guest's wall clock: our init's `clock` events, or the two times of its lines; else the
+//!   times at which the host read lines of both kinds, or the order of the lines in the file;
+//! - the host's wall clock: a stream's clock samples; else the times at which the host read kernel
+//!   lines, of which the least delayed counts; else the guest's wall clock is taken for the host's,
+//!   to a second.
 //!
 //! A delay is never negative, but the least one is not known: [`least_delay`]'s error is an
 //! estimate, from how close the fastest lines are.
@@ -30,15 +30,15 @@ use std::collections::HashMap;
 /// Points of the guest's wall clock that are kept: each line is compared with each.
 const MAX_POINTS: usize = 128;
 
-/// A guest's wall clock is set by its runtime or its RTC, to the second; nobody promises more.
+/// Agreement of the wall clocks: a runtime or an RTC sets the guest's to the second.
 const WALL_CLOCKS_AGREE_NS: u64 = 1_000_000_000;
 /// printk prints microseconds.
 const PRINTK_NS: u64 = 1_000;
-/// A delay of a line that was seen once may be anything up to this (a guess, stated as the error).
+/// Largest delay of a line that was seen once (a guess, stated as the error).
 const ONE_LINE_NS: u64 = 1_000_000_000;
-/// No delay is known better than this.
+/// Least error of a delay.
 const LEAST_DELAY_NS: u64 = 100_000;
-/// Offsets of one pair of clocks that differ by more have a step of the clock between them.
+/// Largest difference of two offsets of a pair of clocks without a step of a clock in between.
 const STEP_NS: u64 = 500_000_000;
 
 /// One clock minus another.
@@ -48,7 +48,7 @@ pub struct Offset {
     pub error_ns: u64,
 }
 
-/// What a clock's relation to the base was found by, for people.
+/// Evidence for a clock's relation to the base, for people.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Note {
     pub clock: &'static str,
@@ -63,10 +63,10 @@ pub struct Placed {
     pub error_ns: u64,
 }
 
-/// How the clocks stand to each other.
+/// Offsets between the clocks.
 #[derive(Clone, Debug, Default)]
 pub struct Clocks {
-    /// What 0 is.
+    /// Meaning of 0 on the base clock, for people.
     pub zero: String,
     pub notes: Vec<Note>,
     /// Base minus printk.
@@ -82,7 +82,7 @@ pub struct Clocks {
 }
 
 impl Clocks {
-    /// From the items of one boot, in file order, and its stream.
+    /// Relates the clocks by the items of one boot, in file order, and its stream.
     pub fn new(items: &[&Item], stream: Option<&BootFile>) -> Self {
         let mut clocks = Self { zero: "kernel start".into(), ..Self::default() };
         let has = |is: fn(&Stamp) -> bool| items.iter().any(|item| is(&item.stamp));
@@ -112,7 +112,7 @@ impl Clocks {
         clocks
     }
 
-    /// Where a stamp is on the base clock; None for a clock that nothing relates to it.
+    /// Places a stamp on the base clock; None for a clock that nothing relates to the base.
     pub fn place(&self, stamp: Stamp) -> Option<Placed> {
         let by = |offset: Option<Offset>, ns: i64| {
             let offset = offset?;
@@ -126,7 +126,7 @@ impl Clocks {
                 Some(Placed { at_ns: found.boottime_ns, error_ns: *self.guest_errors_ns.get(found.point)? })
             }
             Stamp::Host(ns) => match self.samples.boottime_at(ns) {
-                // The samples' own way stops at 0.
+                // `boottime_at` stops at 0, the sample's offset does not.
                 Some(at) => {
                     let sample = self.samples.best_at(at)?;
                     Some(Placed { at_ns: ns.checked_sub(sample.offset_ns)?, error_ns: sample.error_at(at) })
@@ -137,7 +137,7 @@ impl Clocks {
         }
     }
 
-    /// A sample of the host's clock for the boot's file; None where the stream has its own, or
+    /// A sample of the host's clock for the boot's file; None where the stream has samples, or
     /// nothing is known.
     pub fn sample(&self) -> Option<Sample> {
         let host = self.host.filter(|_| self.samples.samples() == 0)?;
@@ -209,7 +209,7 @@ impl Clocks {
         }
     }
 
-    /// One point at which the guest's wall clock is known.
+    /// Sets the one point at which the guest's wall clock is known.
     fn guest_is(&mut self, guest_ns: i64, base_ns: i64, error_ns: u64) {
         (self.guest, self.guest_errors_ns) = (vec![(base_ns, guest_ns)], vec![error_ns]);
     }
@@ -251,7 +251,7 @@ impl Clocks {
         }
     }
 
-    /// Nothing of a guest's kernel: 0 is the first thing that is known.
+    /// Sets 0 to the first known time, where no log has the guest's kernel.
     fn without_kernel(&mut self, items: &[&Item]) {
         let time = |item: &&&Item| match item.stamp {
             Stamp::Guest(ns) | Stamp::Host(ns) => Some(ns),
@@ -267,7 +267,7 @@ impl Clocks {
         self.guest_is(first, 0, agrees);
     }
 
-    /// Nothing but a trace: 0 is its first call.
+    /// Sets 0 to the first call of a trace, where nothing else is given.
     pub fn trace_alone(&mut self, first_ns: i64) {
         self.zero = "the first call in the trace: no log here has the guest's kernel".into();
         self.trace = Some(Offset { ns: first_ns.saturating_neg(), error_ns: 0 });
@@ -275,7 +275,7 @@ impl Clocks {
     }
 }
 
-/// The least of some delays, and how wrong it may be as an estimate of "none".
+/// The least of some delays, and its error as an estimate of no delay.
 pub fn least_delay(delays: impl Iterator<Item = i64>) -> Option<(i64, u64)> {
     let mut delays: Vec<i64> = delays.collect();
     delays.sort_unstable();
@@ -283,15 +283,15 @@ pub fn least_delay(delays: impl Iterator<Item = i64>) -> Option<(i64, u64)> {
     if delays.len() == 1 {
         return Some((least, ONE_LINE_NS));
     }
-    // How close the fastest tenth of the lines is to the fastest one says how well the fastest is
-    // one without delay.
+    // The distance of the fastest tenth of the lines from the fastest line estimates the delay of
+    // the fastest.
     let tenth = delays.get((delays.len() / 10).max(1)).copied().unwrap_or(least);
     Some((least, tenth.abs_diff(least).max(LEAST_DELAY_NS)))
 }
 
-/// Kernel clock minus the guest's wall clock, from the order of lines: a line stands behind those
+/// Kernel clock minus the guest's wall clock, from the order of lines: a line stands behind lines
 /// that were written before it. Lines can overtake each other on a console, so that the bounds may
-/// cross: then by how much is part of the error.
+/// cross: their overlap is part of the error.
 fn by_order(items: &[&Item]) -> Option<Offset> {
     let (mut lower, mut upper): (Option<i64>, Option<i64>) = (None, None);
     for item in items {
@@ -312,11 +312,11 @@ fn by_order(items: &[&Item]) -> Option<Offset> {
     })
 }
 
-/// What bounds the difference of printk's clock and the boot clock: pairs of a kernel line and a
-/// line of our init of which one cannot be before the other.
+/// Bounds on boot clock minus printk's clock: pairs of a kernel line and a line of our init of
+/// which one cannot be before the other.
 #[derive(Debug, Default)]
 struct Causes {
-    /// Boot minus printk is at least the first, at most the second.
+    /// Boot minus printk is at least each of `lower`, at most each of `upper`.
     lower: Vec<i64>,
     upper: Vec<i64>,
 }
@@ -341,8 +341,8 @@ impl Causes {
         }
         for item in items {
             let (Stamp::Kernel(at), Fact::Kernel(text)) = (item.stamp, &item.fact) else { continue };
-            // `then` is a boot time that is not before this line, `before` one that is not after
-            // it.
+            // `then`: a boot time that is not before this line. `before`: a boot time that is not
+            // after it.
             let (then, before) = match kernel::meaning(text) {
                 Some(Meaning::RunInit { .. }) => (start, None),
                 Some(Meaning::GpuFound { gpu, .. }) => (found.get(&gpu).copied(), None),

@@ -42,14 +42,14 @@ pub struct Console {
     torn: Torn,
     /// The agent's lines of this boot.
     agent: AgentLog,
-    /// Kernel lines that are too early to belong to this boot, in a row: they stay apart until it
-    /// is clear whether a boot begins with them.
+    /// Kernel lines in a row that are too early to belong to this boot: kept apart until it is
+    /// clear whether a boot begins with them.
     early: Vec<Item>,
 }
 
-/// Kernel lines in a row that are this much earlier than those before begin another boot, where no
-/// banner does and the first of them is as early in its boot as this. A log of two sources falls
-/// back to later times: it is one boot, and is sorted by its stamps.
+/// Kernel lines in a row that are this much earlier than the lines before begin another boot
+/// without a banner, if the first of them is no later than this. A log of two sources falls back to
+/// later times: it is one boot, and is sorted by its stamps.
 const FELL_BACK_NS: i64 = 5_000_000_000;
 const FELL_BACK_LINES: usize = 3;
 
@@ -59,7 +59,7 @@ impl Console {
         Self { format, boots: vec![vec![]], kept: 0, last_kernel: None, latest: None, torn, agent, early: vec![] }
     }
 
-    /// `read_ns`: when the host read it.
+    /// Takes a line. `read_ns`: time at which the host read it.
     pub fn line(&mut self, number: u64, line: &str, read_ns: Option<i64>, count: &mut Count) {
         count.lines += 1;
         let mut torn = std::mem::take(&mut self.torn);
@@ -93,7 +93,7 @@ impl Console {
         }
     }
 
-    /// The kernel spoke: what stands before this line without a kernel line behind it has one now.
+    /// Bounds the time of earlier items that have no kernel line behind them by this one.
     fn tick(&mut self, stamp: i64) {
         self.latest = self.latest.max(Some(stamp));
         let waiting = self.boots.last_mut().into_iter().flat_map(|boot| boot.iter_mut().rev());
@@ -129,7 +129,7 @@ impl Console {
         };
         let banner = matches!(&item.fact, Fact::Kernel(text) if matches!(kernel::meaning(text), Some(Meaning::Banner { .. })));
         if banner {
-            // What fell back before it was of nobody else.
+            // Lines that fell back before the banner belong to the boot before.
             let early = std::mem::take(&mut self.early);
             early.into_iter().for_each(|item| self.keep(item));
             self.begin_boot();
@@ -179,7 +179,7 @@ impl Console {
         }
     }
 
-    /// All boots in it, none of them empty.
+    /// All boots of the console, none of them empty.
     pub fn finish(mut self, sandbox: Option<&str>) -> Vec<Log> {
         let early = std::mem::take(&mut self.early);
         early.into_iter().for_each(|item| self.keep(item));

@@ -1,8 +1,8 @@
-//! What was said into records: drafts on the base clock, in order of time. Pure.
+//! Turns items into records: drafts on the base clock, in order of time. Pure.
 //!
-//! Where our init speaks in the logs, its own words stand for the steps; kernel lines are then only
-//! kept as they are. Where it does not, the steps are taken from what the kernel, the driver, NVRC
-//! and the agent say ([`Said::OfKernel`]).
+//! Lines of our init, where the logs have any, are the steps; kernel lines are then only kept as
+//! they are. Otherwise the steps are taken from lines of the kernel, the driver, NVRC and the agent
+//! ([`Said::OfKernel`]).
 
 use super::clocks::Placed;
 use super::item::{Fact, InitLine, Item, Stamp};
@@ -21,9 +21,9 @@ use crate::reason::{self, Step};
 use serde_json::{Map, Value, json};
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 
-/// Lines of the driver that are kept per GPU, to tell the reason of a failure.
+/// Lines of the driver that are kept per GPU, to find the reason of a failure.
 const WORDS_PER_GPU: usize = 24;
-/// Longest text of the kernel's in a record.
+/// Longest text of a kernel line in a record.
 const MAX_TEXT: usize = 1000;
 
 /// A record in the making.
@@ -35,7 +35,7 @@ pub struct Draft {
     pub name: String,
     pub level: Level,
     pub gpu: Option<PciAddress>,
-    /// Spans are numbered from 0 here.
+    /// Number of the span, from 0 in this import.
     pub span: Option<u64>,
     pub error: Option<String>,
     pub fields: Map<String, Value>,
@@ -51,23 +51,23 @@ impl Draft {
     }
 }
 
-/// Whether our init speaks in the logs.
+/// Source of the steps: lines of our init, or kernel lines.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Said {
     OfInit,
     OfKernel,
 }
 
-/// Everything that came of the items.
+/// Records and facts from the items.
 #[derive(Debug, Default)]
 pub struct Derived {
     pub drafts: Vec<Draft>,
-    /// Of the guest's kernel.
+    /// Release of the guest's kernel.
     pub release: Option<String>,
     pub spans: u64,
 }
 
-/// Items in order of time into drafts.
+/// Turns items in order of time into drafts.
 pub fn derive<'a>(items: &[(Placed, &'a Item)], steps: &'a Steps, said: Said) -> Derived {
     let mut maker = Maker {
         steps,
@@ -87,7 +87,7 @@ pub fn derive<'a>(items: &[(Placed, &'a Item)], steps: &'a Steps, said: Said) ->
     for (placed, item) in items {
         maker.take(*placed, item);
     }
-    // In order of time; what was written first stays first.
+    // Sort by time; drafts of one time keep the order in which they were written.
     maker.out.drafts.sort_by_key(|draft| draft.at_ns);
     maker.out
 }
@@ -102,7 +102,7 @@ struct Maker<'a> {
     steps: &'a Steps,
     said: Said,
     out: Derived,
-    /// Spans of our init that have begun.
+    /// Spans that have begun and not ended.
     open: HashMap<(String, Option<PciAddress>), Vec<u64>>,
     words: HashMap<PciAddress, Vec<String>>,
     failed: BTreeSet<PciAddress>,
@@ -147,8 +147,8 @@ impl<'a> Maker<'a> {
                 self.open.entry(key).or_default().push(span);
                 Some(span)
             }
-            // Without its beginning (which only a verbose console shows) it is the end of a span
-            // whose beginning was lost.
+            // Without a begin (which only a verbose console shows) the line ends a span whose begin
+            // was lost.
             Kind::End => Some(self.open.get_mut(&key).and_then(Vec::pop).unwrap_or_else(|| self.span())),
             Kind::Event | Kind::Kmsg => None,
         };
@@ -189,7 +189,7 @@ impl<'a> Maker<'a> {
         }
     }
 
-    /// One row per GPU, when the last of its BARs has its place.
+    /// Adds one row per GPU, when the last of its BARs has its place.
     fn bar(&mut self, placed: Placed, item: &Item, gpu: PciAddress) {
         let Some(bars) = self.steps.bars.get(&gpu) else { return };
         let seen = self.bars.entry(gpu).or_default();
@@ -223,7 +223,7 @@ impl<'a> Maker<'a> {
             }
             Meaning::CtkDone => {
                 self.end(placed, item, names::CDI_PUBLISH, "by", "nvidia-ctk");
-                // It writes all GPUs or none.
+                // nvidia-ctk writes all GPUs or none.
                 let ready: Vec<PciAddress> = self.steps.gpus.keys().filter(|gpu| !self.failed.contains(gpu)).copied().collect();
                 for gpu in ready {
                     let index = self.steps.index(gpu);
@@ -255,8 +255,8 @@ impl<'a> Maker<'a> {
         }
     }
 
-    /// Span from the last mark to here: an initialisation, by the order of a driver that does one
-    /// after another; of which GPU no line says. A mark that nothing ends is an event alone.
+    /// Adds a span from the last mark to here: the driver initialises one GPU after another, and no
+    /// line names the GPU. A mark without an end is an event alone.
     fn end_initialisation(&mut self, placed: Placed, item: &Item, until: &str) {
         let Some((begin, of_mark)) = self.mark.take() else { return };
         let span = Some(self.span());
@@ -267,7 +267,7 @@ impl<'a> Maker<'a> {
     }
 
     fn gpu_failed(&mut self, placed: Placed, item: &Item, gpu: PciAddress, step: Step, text: &str) {
-        // Others try again, and fail again: the first time counts.
+        // Report the first failure alone: later tries fail again.
         if !self.failed.insert(gpu) {
             return;
         }
@@ -282,7 +282,7 @@ impl<'a> Maker<'a> {
         draft.fields.extend(reason.cure().map(|cure| ("cure".to_string(), Value::from(cure))));
     }
 
-    /// A span that lines begin and end; named by what one of its fields says.
+    /// Begins a span that lines begin and end; one of its fields identifies it.
     fn begin(&mut self, placed: Placed, item: &Item, name: &str, key: &str, value: &str) {
         let span = self.span();
         self.open.entry((format!("{name} {value}"), None)).or_default().push(span);
@@ -377,7 +377,7 @@ impl<'a> Maker<'a> {
         draft.fields.insert("container".into(), container.into());
     }
 
-    /// The wait is over; once.
+    /// Ends the wait of a container, once.
     fn waited(&mut self, placed: Placed, item: &Item, container: &str, error: Option<&str>) {
         let Some(Wait { span, tries }) = self.waits.remove(container) else { return };
         let draft = self.draft(placed, item, Kind::End, own::AGENT_CDI_WAIT);
@@ -397,10 +397,10 @@ fn cut(text: &str) -> String {
     text.chars().take(MAX_TEXT).collect()
 }
 
-/// Fields of a record that came from a log: where it came from, and how wrong its time may be.
+/// Fields of a record from a log, with its source and the bound on its time's error.
 pub fn marked(draft: &Draft) -> Map<String, Value> {
     let mut fields = draft.fields.clone();
-    // Last, so that nothing that a line says can stand in its place.
+    // Insert the mark last, so that no field of a line can replace it.
     fields.insert(MARK.into(), json!({ "format": draft.format, "line": draft.line, "error_ns": draft.error_ns }));
     if draft.at_ns < 0 && draft.kind != Kind::End {
         fields.insert("before_ms".into(), (draft.at_ns.unsigned_abs() / 1_000_000).into());

@@ -4,7 +4,7 @@ use super::bpftrace::map_name;
 use super::console::kernel_line;
 use crate::host::data::imported_record::Format;
 
-/// The format of a file by its beginning: the one that more lines speak for; None if none does.
+/// Format of a file by its beginning: the format that most lines speak for, or None.
 pub fn detect(head: &[u8]) -> Option<Format> {
     let text = String::from_utf8_lossy(head);
     let start = text.trim_start();
@@ -19,11 +19,11 @@ pub fn detect(head: &[u8]) -> Option<Format> {
             *n += 1;
         }
     }
-    // In doubt the first: its lines contain those of the later ones.
+    // In doubt take the first format: its lines contain those of the later formats.
     votes.into_iter().rev().max_by_key(|(_, n)| *n).filter(|(_, n)| *n > 0).map(|(f, _)| f)
 }
 
-/// A JSON object that is not one line: only the first keys are there for certain.
+/// True for a JSON object over several lines: only its first keys are there for certain.
 fn is_pod(text: &str) -> bool {
     let kind = |name: &str| text.contains(&format!("\"kind\": \"{name}\"")) || text.contains(&format!("\"kind\":\"{name}\""));
     text.contains("\"apiVersion\"") && (kind("Pod") || kind("List") || kind("PodList"))

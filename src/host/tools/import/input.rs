@@ -1,8 +1,8 @@
 //! Files into lines: bounded in length and number, `.gz` unpacked while reading, the format found
 //! by looking at the beginning.
 //!
-//! A file that ends in the middle (a truncated gzip, a copy that broke off) gives what came before,
-//! and says so. Nothing here knows what the lines mean.
+//! A file that ends in the middle (a truncated gzip, a copy that broke off) yields its beginning
+//! and a note. The meaning of the lines is not known here.
 
 use crate::host::data::framing::{Lines, Piece};
 use anyhow::{Context, Result};
@@ -29,18 +29,18 @@ const PROGRESS: Duration = Duration::from_secs(1);
 pub struct Input {
     name: String,
     reader: Box<dyn Read>,
-    /// Why it ended early.
+    /// Reason for an early end.
     cut: Option<String>,
 }
 
-/// A line, or the length of one that was too long.
+/// A line, or the sign of a line that was too long.
 pub enum Text<'a> {
     Line(&'a str),
     TooLong,
 }
 
 impl Input {
-    /// `-` is standard input.
+    /// Opens a file; `-` is standard input.
     pub fn open(path: &Path) -> Result<Self> {
         let name = path.display().to_string();
         let reader: Box<dyn Read> = if path == Path::new("-") {
@@ -84,7 +84,7 @@ impl Input {
         }
     }
 
-    /// Hands over every line. Gives what ended the reading early, if anything did.
+    /// Hands over every line. Returns the reason for an early end, if there was one.
     pub fn lines(mut self, mut each: impl FnMut(u64, Text)) -> Result<Option<String>> {
         let mut lines = Lines::new(MAX_LINE);
         let mut chunk = vec![0; 64 * 1024];
@@ -127,7 +127,7 @@ impl Input {
         Ok(self.cut)
     }
 
-    /// The whole of it, and what ended the reading early.
+    /// The whole file, and the reason for an early end.
     pub fn document(mut self) -> Result<(Vec<u8>, Option<String>)> {
         let mut bytes = Vec::new();
         if let Err(e) = (&mut self.reader).take(MAX_DOCUMENT + 1).read_to_end(&mut bytes) {
@@ -149,7 +149,7 @@ impl Input {
     }
 }
 
-/// What is shown while a large file is read.
+/// Progress line of a large file that is being read.
 struct Progress<'a> {
     name: &'a str,
     next: Option<Instant>,

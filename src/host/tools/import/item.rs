@@ -1,5 +1,5 @@
-//! What the formats give: [`Item`]s, each with the clock that its stamp is of, and counts of what
-//! was read.
+//! Output of the formats: [`Item`]s, each with the clock of its stamp, and counts of the lines that
+//! were read.
 
 use crate::events::record::{Kind, Level};
 use crate::host::data::agent_log::AgentEvent;
@@ -24,20 +24,20 @@ pub enum Stamp {
     Trace(i64),
 }
 
-/// Something that a log said.
+/// One fact from a log.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Item {
     pub stamp: Stamp,
-    /// When the host's runtime read the line (CLOCK_REALTIME of the host): not before it was
-    /// written.
+    /// Time at which the host's runtime read the line (CLOCK_REALTIME of the host): not before it
+    /// was written.
     pub read_ns: Option<i64>,
     pub format: Format,
     /// Line in the file, from 1.
     pub line: u64,
-    /// How wrong the stamp may be on its own clock.
+    /// Bound on the stamp's error, on its own clock.
     pub error_ns: u64,
-    /// The kernel's stamps before and after it in the file (also of lines that are not kept): its
-    /// time is between them, more or less.
+    /// The kernel's stamps before and after the item in the file (also of lines that are not kept):
+    /// its time is between them, more or less.
     pub between: (Option<i64>, Option<i64>),
     pub fact: Fact,
 }
@@ -54,15 +54,14 @@ pub enum Fact {
     Kernel(String),
     /// A line of kata-gpu-init.
     Init(InitLine),
-    /// What a line of the agent means.
+    /// Meaning of a line of the agent.
     Agent(AgentEvent),
-    /// Something that needs no further thought: a record by its name. For what happened on the
-    /// host.
+    /// A complete record, for events on the host.
     Plain { name: &'static str, level: Level, error: Option<String>, fields: Map<String, Value> },
 }
 
-/// What kata-gpu-init writes to the console: events and ends of spans (begins when asked for
-/// details), without span ids.
+/// A line of kata-gpu-init on the console: an event or the end of a span (a begin when asked for
+/// details), without span id.
 #[derive(Clone, Debug, PartialEq)]
 pub struct InitLine {
     pub name: String,
@@ -76,7 +75,7 @@ pub struct InitLine {
     pub realtime_ns: Option<i64>,
 }
 
-/// Why a line gave nothing.
+/// Reason for skipping a line.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Skip {
@@ -113,16 +112,16 @@ impl Skip {
     }
 }
 
-/// What came of a file's lines.
+/// Counts of a file's lines, by outcome.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct Count {
     pub lines: u64,
     pub recognised: u64,
     pub skipped: BTreeMap<Skip, u64>,
-    /// Stamps that are earlier than the one before: normal for a few lines, told because they make
-    /// order doubtful.
+    /// Stamps that are earlier than the one before: normal for a few lines, counted because they
+    /// make order doubtful.
     pub backwards: u64,
-    /// What ended the reading before the end of the file.
+    /// Reason for which reading stopped before the end of the file.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub cut: Option<String>,
 }
@@ -140,17 +139,17 @@ impl Count {
     }
 }
 
-/// Items that one import keeps of one file: a boot has some thousand. More is a log of something
-/// else, or an attack.
+/// Most items that one import keeps of one file: a boot has some thousand. More is a log of
+/// something else, or an attack.
 pub const MAX_ITEMS: usize = 200_000;
-/// The latest time on the guest's clock that is believed: about 115 days after kernel start. A boot
-/// is long over by then.
+/// Latest plausible time on the guest's clock: about 115 days after kernel start. A boot is long
+/// over by then.
 pub const MAX_STAMP_NS: i64 = 10_000_000 * 1_000_000_000;
 
-/// One boot as a console-like file tells it.
+/// One boot from a console-like file.
 #[derive(Clone, Debug, Default)]
 pub struct Log {
-    /// The sandbox that the file names it by.
+    /// The boot's sandbox in the file.
     pub sandbox: Option<String>,
     pub items: Vec<Item>,
 }

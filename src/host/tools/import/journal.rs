@@ -3,8 +3,8 @@
 //! -o`, or a log file), as `journalctl -o json`, or as containerd's own JSON lines.
 //!
 //! Each line has two times: containerd's `time=` (RFC 3339, the host's clock: when the shim read
-//! it) and the console line's own. Sandboxes are told apart by `sandbox=`; containerd's own lines
-//! by what [`super::runtime`] makes of them.
+//! it) and the console line's own. `sandbox=` names the sandbox of a line; [`super::runtime`] finds
+//! that of containerd's own lines.
 
 use super::console::Console;
 use super::input::{Input, Text};
@@ -50,7 +50,7 @@ struct Journal {
     kept: usize,
 }
 
-/// When containerd wrote it, or else when the journal took it.
+/// Time at which containerd wrote the entry, or else at which the journal took it.
 fn time(entry: &Entry) -> Option<i64> {
     entry.get("time").and_then(realtime_ns).or(entry.journal_ns)
 }

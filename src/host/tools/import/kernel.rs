@@ -1,15 +1,13 @@
-//! Lines of the guest's kernel log: which matter, and what they mean. Pure, from one line to its
-//! meaning.
+//! Meanings of lines of the guest's kernel log. Pure, from one line to its meaning.
 //!
-//! A console does not tell the kernel's own lines from what a process wrote to /dev/kmsg; NVRC
-//! writes its words there, and so do the programs that it runs. What is read here is what the line
-//! says, not who said it.
+//! A console does not separate the kernel's own lines from lines that a process wrote to /dev/kmsg,
+//! as NVRC and its programs do: a line is read by its text, not by its writer.
 
 use crate::driver_log::{self, Signal};
 use crate::events::kmsg;
 use crate::pci::PciAddress;
 
-/// What a line means for the boot.
+/// Meaning of a line for the boot.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Meaning {
     /// First line of every kernel: a boot begins here.
@@ -60,11 +58,11 @@ pub enum Meaning {
         text: String,
     },
     Panic,
-    /// It enters the stream as it stands, like those above.
+    /// Any other line that enters the stream as it stands.
     Other,
 }
 
-/// None for lines that do not matter here.
+/// Meaning of a line; None for a line that does not matter here.
 pub fn meaning(text: &str) -> Option<Meaning> {
     if let Some(rest) = text.strip_prefix("Linux version ") {
         return Some(Meaning::Banner { release: rest.split(' ').next().unwrap_or("").to_string() });
@@ -123,8 +121,8 @@ pub fn meaning(text: &str) -> Option<Meaning> {
     kmsg::is_wanted(text).then_some(Meaning::Other)
 }
 
-/// NVRC's log lines name their module: `NVRC::mode[1]: mode: gpu 8 GPU`. Its log crate writes
-/// target and pid.
+/// Text of NVRC's log lines, which name their module: `NVRC::mode[1]: mode: gpu 8 GPU`. NVRC's log
+/// crate writes target and pid.
 fn nvrc(text: &str) -> Option<&str> {
     let (target, message) = text.split_once(": ")?;
     let target = target.split('[').next()?;
@@ -148,7 +146,7 @@ fn between<'a>(text: &'a str, open: &str, close: &str) -> Option<&'a str> {
     text.split_once(open)?.1.split_once(close).map(|(inside, _)| inside)
 }
 
-/// Bytes as people say them: `128 GiB`.
+/// Bytes as people write them: `128 GiB`.
 pub fn size(bytes: u64) -> String {
     const UNITS: [(&str, u32); 4] = [("TiB", 40), ("GiB", 30), ("MiB", 20), ("KiB", 10)];
     match UNITS.iter().find(|(_, shift)| bytes >= 1 << shift) {

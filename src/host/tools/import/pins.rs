@@ -1,10 +1,9 @@
-//! Calls of `vfio_pin_pages_remote`, whoever traced them: which regions they belong to, how large
-//! each call was, how long all took.
+//! Calls of `vfio_pin_pages_remote`, from any trace: their regions, sizes and durations.
 //!
 //! The kernel pins a region (a BAR, a piece of guest memory) in a loop: each call asks for what is
-//! left of the region and pins what lies together, so the end of what is asked for stays the same
-//! from call to call. That end, with the process, names the region. How many pages a call pinned is
-//! its return value or, where the trace has none, the distance to the next call of its region.
+//! left of the region and pins what lies together, so that the end address is the same in all
+//! calls. The end address, with the process, names the region. A call's pinned pages are its return
+//! value or, where the trace has none, the distance to the next call of its region.
 
 use serde::Serialize;
 use std::collections::{BTreeMap, BTreeSet, HashMap};
@@ -13,16 +12,16 @@ use std::collections::{BTreeMap, BTreeSet, HashMap};
 pub const PAGE: u64 = 4096;
 /// Calls that are kept of one trace.
 pub const MAX_CALLS: usize = 2_000_000;
-/// Regions that are told one by one.
+/// Most regions with a row of their own.
 pub const MAX_REGIONS: usize = 64;
-/// A region that is smaller, and was pinned faster, is told only in the sum.
+/// A region that is smaller, and was pinned faster, only counts in the sum.
 const REGION_BYTES: u64 = 1 << 30;
 const REGION_NS: u64 = 100_000_000;
 
 /// One call.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Call {
-    /// When it began, on the trace's clock.
+    /// Begin of the call, on the trace's clock.
     pub at_ns: Option<i64>,
     pub pid: Option<u32>,
     /// Calling thread, where the trace does not name the process.
@@ -30,13 +29,13 @@ pub struct Call {
     pub vaddr: Option<u64>,
     /// Pages asked for.
     pub asked: Option<u64>,
-    /// Pages pinned: what it returned.
+    /// Pages pinned: the return value.
     pub pinned: Option<u64>,
     pub took_ns: Option<u64>,
     pub line: u64,
 }
 
-/// What is known of one region.
+/// Facts about one region.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Region {
     pub pid: Option<u32>,
@@ -45,17 +44,17 @@ pub struct Region {
     pub at_ns: Option<i64>,
     /// Time in all its calls.
     pub took_ns: u64,
-    /// From its first call to the end of its last.
+    /// End of its last call.
     pub end_ns: Option<i64>,
     pub line: u64,
 }
 
-/// What a trace comes to.
+/// Sums of a trace.
 #[derive(Clone, Debug, Default, PartialEq, Serialize)]
 pub struct Sum {
     pub calls: u64,
     pub regions: u64,
-    /// None where the trace does not tell sizes.
+    /// None where the trace has no sizes.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub bytes: Option<u64>,
     pub took_ns: u64,
@@ -150,8 +149,8 @@ fn rest_of(last: &Call, sizes: &mut BTreeMap<u64, u64>, size_of: &mut impl FnMut
     }
 }
 
-/// The regions that are worth a row, the longest first where there are too many; and how many are
-/// left out.
+/// Regions that are worth a row, the longest first where there are too many; and the number of
+/// regions left out.
 pub fn worth_a_row(regions: Vec<Region>) -> (Vec<Region>, u64) {
     let all = regions.len();
     let mut large: Vec<Region> = regions.into_iter().filter(|r| r.bytes >= REGION_BYTES || r.took_ns >= REGION_NS).collect();

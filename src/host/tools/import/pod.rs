@@ -1,8 +1,8 @@
 //! Format `pod`: `kubectl get pod NAME -o json`, or a list of pods.
 //!
-//! Kubernetes tells times in whole seconds, cut, of the clocks of the API server and of the node: a
-//! stamp is the beginning of the second in which something was noticed. It is placed in the middle
-//! of that second, with half a second as its error.
+//! Kubernetes gives times in whole seconds, cut, of the clocks of the API server and of the node: a
+//! stamp is the beginning of the second in which something was noticed. The stamp is placed in the
+//! middle of that second, with half a second as its error.
 
 use super::input::Input;
 use super::item::{Count, Fact, Item, Log, Skip, Stamp};

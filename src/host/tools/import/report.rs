@@ -1,5 +1,5 @@
-//! What an import read, for people and for programs: per file what was recognised and what was
-//! skipped, how the clocks were put together.
+//! Report of an import, for people and for programs: recognised and skipped lines per file, and
+//! relations of the clocks.
 
 use super::choose::Source;
 use super::clocks::{Clocks, Note};
@@ -11,19 +11,19 @@ use crate::host::data::imported_record::Format;
 use crate::host::data::text::{Ink, Screen, error_bound, printable, seconds};
 use serde::Serialize;
 
-/// Files and notes that are told one by one in the boot's file: its line has a limit.
+/// Most files and notes that the boot's file lists: its line has a limit.
 const MAX_TOLD: usize = 12;
 /// Longest name or note in the boot's file.
 const MAX_NOTE: usize = 300;
 
-/// All of it.
+/// Report of one import.
 #[derive(Debug, Default, Serialize)]
 pub struct Report {
     pub boot_id: String,
     pub records: usize,
-    /// What 0 on the boot's clock is.
+    /// Meaning of 0 on the boot's clock.
     pub zero: String,
-    /// Where the file was written.
+    /// Path of the written file.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub output: Option<String>,
     pub files: Vec<File>,
@@ -41,7 +41,7 @@ pub struct File {
     pub trace: Option<Sum>,
 }
 
-/// How clocks were found, in the form that is written down.
+/// The clocks' relations, in the form that is written down.
 pub fn clocks(clocks: &Clocks) -> Vec<ImportedClock> {
     let one = |note: &Note| ImportedClock { clock: note.clock.to_string(), by: note.by.clone(), error_ns: note.error_ns };
     clocks.notes.iter().map(one).collect()
@@ -67,7 +67,7 @@ pub fn imported(sources: &[Source], clocks: &Clocks, notes: &[String]) -> Import
     }
 }
 
-/// As lines.
+/// The report as lines.
 pub fn lines(report: &Report, screen: &Screen) -> Vec<String> {
     let mut out = Vec::new();
     for file in &report.files {

@@ -1,8 +1,8 @@
 //! Log lines of containerd and Kata's shims about a sandbox on the host: requests of the CRI and
 //! their answers, the setup of its network, and the calls that its shim got.
 //!
-//! Few lines name the sandbox. A request for one is told apart by the pod's metadata until its
-//! answer has the id; a container is its sandbox's since the answer that made it.
+//! Few lines name the sandbox. The pod's metadata identify a request until its answer has the id;
+//! the answer that made a container assigns it to its sandbox.
 
 use super::item::MAX_ITEMS;
 use crate::events::catalogue::logged as names;
@@ -70,8 +70,7 @@ impl Maker<'_> {
 }
 
 impl Runtime {
-    /// Takes the next line, and hands over what it says; true where that is known with a later
-    /// line.
+    /// Takes the next line and hands over its records; true if they come with a later line.
     pub fn line(&mut self, line: u64, at: i64, entry: &Entry, mut each: impl FnMut(Said)) -> bool {
         let mut maker = Maker { line, at, each: &mut each };
         let Some(msg) = entry.get("msg") else { return false };
@@ -160,7 +159,7 @@ impl Runtime {
         let Some((metadata, answer)) = rest.split_once('}') else { return false };
         let pod = metadata.split_once("Name:").and_then(|(_, name)| name.split(',').next()).unwrap_or("?");
         if answer.is_empty() {
-            // One that failed is asked for again with the same words.
+            // A request that failed is repeated with the same words.
             return self.asked.len() < MAX_ITEMS && self.asked.insert(metadata.into(), (maker.line, maker.at)).is_none();
         }
         if let Some((_, id)) = answer.split_once("returns sandbox id ") {

@@ -5,17 +5,16 @@
 //!
 //! Let `t` be the fraction at which the wall clock's second changes. A printed stamp `P` of
 //! fraction `f` is then late by `t` where `f >= t` and early by `1 s - t` where `f < t`. Two stamps
-//! whose distance is known to be impossible (backwards, or a second off a duration that the trace
-//! measured) lie on different sides of `t`: that bounds it; two whose distance is as measured lie
-//! on the same side, which narrows the bounds. The middle of the bounds is used, and half their
-//! distance is the error; a stamp whose fraction is between the bounds may be on either side, so it
-//! is known to half a second.
+//! at an impossible distance (backwards, or a second off a duration that the trace measured) lie on
+//! different sides of `t`, which bounds it. Two stamps at the measured distance lie on the same
+//! side, which narrows the bounds. The middle of the bounds is used, and half their distance is the
+//! error; a stamp whose fraction is between the bounds is known to half a second.
 
 const SECOND: i64 = 1_000_000_000;
-/// A distance is off by a second if it is off by more than half of one.
+/// Largest error of a distance that is not off by a second.
 const HALF: i64 = SECOND / 2;
 
-/// What is known of `t`.
+/// Bounds of `t`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Split {
     /// `t` is above this,
@@ -70,7 +69,7 @@ impl Split {
         self.contradicted |= self.above >= self.upto;
     }
 
-    /// Narrows the bounds by what lies together; to be called when all is learnt.
+    /// Narrows the bounds by pairs on the same side; call it when all is learnt.
     pub fn narrow(&mut self) {
         while let Some((above, upto)) = self.together.iter().find_map(|(low, high)| {
             let above = if *low <= self.above && self.above < *high { *high } else { self.above };
@@ -85,7 +84,7 @@ impl Split {
         }
     }
 
-    /// The time that a stamp means, and how wrong that may be.
+    /// The true time of a stamp, and the bound on its error.
     pub fn time(&self, printed_ns: i64) -> (i64, u64) {
         if !self.is_split() {
             return (printed_ns, SECOND.unsigned_abs());
@@ -109,7 +108,7 @@ impl Split {
 mod tests {
     use super::*;
 
-    /// What such a program prints at a time of the wall clock, on a machine whose clocks differ by
+    /// Stamp that bpftrace prints at wall-clock time `wall`, on a machine whose clocks differ by
     /// `difference`.
     fn print(wall: i64, difference: i64) -> i64 {
         wall.div_euclid(SECOND) * SECOND + (wall - difference).rem_euclid(SECOND)
@@ -130,7 +129,7 @@ mod tests {
                 last = Some(end);
             }
             split.narrow();
-            // Where the seconds begin together, nothing jumps, and nothing can be learnt.
+            // Nothing jumps, and nothing can be learnt, if the seconds begin together.
             let apart = (100_000_000..900_000_000).contains(&(difference % SECOND));
             assert!(split.is_split() || !apart, "{difference}");
             for (wall, _) in &calls {

@@ -1,10 +1,10 @@
-//! Steps of GPUs as kernel lines show them: which GPUs there are, their BARs, when the host mapped
-//! those, and which calls of a trace did it.
+//! Steps of GPUs as kernel lines show them: the GPUs, their BARs, the times at which the host
+//! mapped the BARs, and the calls of a trace that did it.
 //!
 //! `enabling device` is printed just before the write that makes the host map the BARs; nothing is
-//! printed when it returns. The end is the first sign that it has: the next kernel line of that
-//! GPU, the agent's uevent of its binding, the next GPU's enabling (the driver probes one after
-//! another), or the driver's line at the end of its load; which one it was is said.
+//! printed when the write returns. The end is the first sign of the return, and is stored with it:
+//! the next kernel line of that GPU, the agent's uevent of its binding, the next GPU's enabling
+//! (the driver probes one after another), or the driver's line at the end of its load.
 
 use super::clocks::{Offset, Placed};
 use super::item::{Fact, Item, Stamp};
@@ -16,10 +16,10 @@ use crate::host::data::agent_log::AgentEvent;
 use crate::pci::PciAddress;
 use std::collections::{BTreeMap, HashMap};
 
-/// Calls and enablings are the same if their distances agree this well.
+/// Calls and enablings match if their distances agree this well.
 const MATCH_NS: u64 = 50_000_000;
-/// `enabling device` is printed before the write that the host sees; on a machine that is not
-/// overloaded by less than this.
+/// Longest time from the print of `enabling device` to the write that the host sees, on a machine
+/// that is not overloaded.
 const PRINT_NS: u64 = 5_000_000;
 /// Calls that are compared with the enabling of GPUs are at least this long, or of a BAR's size.
 const LONG_NS: u64 = 100_000_000;
@@ -33,7 +33,7 @@ pub struct Enabling {
     pub end: Option<(Placed, &'static str)>,
 }
 
-/// What kernel lines say of the GPUs.
+/// Facts about the GPUs from kernel lines.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Steps {
     /// In PCI order, which is the order of the CDI names: when found, and the PCI id.
@@ -43,7 +43,7 @@ pub struct Steps {
 }
 
 impl Steps {
-    /// From items in order of time. `more`: GPUs that something else than the kernel named.
+    /// Collects the steps from items in order of time. `more`: GPUs that other lines named.
     pub fn new(items: &[(Placed, &Item)], more: impl Iterator<Item = PciAddress>) -> Self {
         let mut steps = Self { gpus: more.map(|gpu| (gpu, None)).collect(), ..Self::default() };
         for (_, item) in items {
@@ -53,7 +53,7 @@ impl Steps {
                 steps.gpus.insert(gpu, Some(device));
             }
         }
-        // A console that begins late has no enumeration: what nvidia.ko enables is a GPU.
+        // A console that begins late has no enumeration: every function nvidia.ko enables is a GPU.
         for (_, item) in items {
             if let Fact::Kernel(text) = &item.fact
                 && let Some(Meaning::Enabling { function, driver: true }) = kernel::meaning(text)
@@ -114,8 +114,8 @@ impl Steps {
         }
     }
 
-    /// The GPU whose BAR a region is: the size of one of its BARs, pinned while it was being
-    /// enabled. None if that is none, or several.
+    /// GPU and BAR of a region: the region has the BAR's size, and was pinned while the GPU was
+    /// being enabled. None if no GPU fits, or several do and the clocks are inexact.
     pub fn owner(&self, region: &Region, at: Placed) -> Option<(PciAddress, u8)> {
         let end_ns = at.at_ns.saturating_add_unsigned(region.took_ns);
         let overlap = |enabling: &&Enabling| {
@@ -133,8 +133,8 @@ impl Steps {
             .filter(|e| overlap(e).0 >= 0 && overlap(e).0.unsigned_abs() >= region.took_ns / 2)
             .filter_map(|e| Some((e, bar(e.gpu)?)))
             .collect();
-        // With clocks that are known well only one fits; with others the nearest beginning counts,
-        // if it is nearer than the error.
+        // Exact clocks leave one candidate. Else the nearest beginning counts, if the region took
+        // longer than twice the error.
         match candidates.as_slice() {
             [] => None,
             [(only, bar)] => Some((only.gpu, *bar)),
@@ -166,7 +166,7 @@ impl Steps {
             Some((high.abs_diff(low), low))
         };
         let (spread, low) = candidates.windows(begins.len()).filter_map(spread).min()?;
-        // One GPU has no distances to compare: then there must be one such call.
+        // One GPU has no distances to compare: then exactly one call has to fit.
         if spread > MATCH_NS || (begins.len() == 1 && candidates.len() != 1) {
             return None;
         }
@@ -177,7 +177,7 @@ impl Steps {
 
 /// Items in order of time; those of one time in the order of their files.
 pub fn in_time(mut items: Vec<(Placed, &Item)>) -> Vec<(Placed, &Item)> {
-    // Kernel lines first: what a process says about something comes after it.
+    // Kernel lines first: a process logs an event after the kernel does.
     items.sort_by_key(|(placed, item)| (placed.at_ns, !matches!(item.stamp, Stamp::Kernel(_))));
     items
 }

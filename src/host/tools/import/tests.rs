@@ -1,8 +1,8 @@
 //! The formats together: golden pages of the fixtures in tests/fixtures/import, imports beside the
 //! truth, and hostile logs.
 //!
-//! The fixtures are one made-up boot of a guest with NVRC and three GPUs, of which one fails, as
-//! every format tells it, and one recorded boot of our init (`two-gpus`) as stream and as console.
+//! The fixtures are one made-up boot of a guest with NVRC and three GPUs, of which one fails, in
+//! every format, and one recorded boot of our init (`two-gpus`) as stream and as console.
 
 use super::agreement::agreement;
 use super::assemble::{import, read};
@@ -46,7 +46,7 @@ fn of_fixtures(names: &[&str]) -> (Report, BootFile) {
     imported(&names.iter().map(|name| (*name, bytes(name))).collect::<Vec<_>>()).unwrap()
 }
 
-/// What the program prints.
+/// Output of the program.
 fn printed(report: &Report, file: &BootFile, verbose: bool) -> String {
     let boot = Boot::new(file, &[]);
     format!("{}\n\n{}", report::lines(report, &Screen::PLAIN).join("\n"), page(file, &[], &boot, verbose, Screen::PLAIN).unwrap())
@@ -76,7 +76,7 @@ fn every_format_has_its_golden_page() {
     golden("import-console-v.txt", &printed(&report, &file, true));
 }
 
-/// How many times agree, and where an import of the console and the stream of the same boot do not.
+/// Number of times that agree, and disagreements of an imported console and the boot's stream.
 fn disagreements(stream: &BootFile, console: &[u8], import: &BootFile) -> (usize, Vec<String>) {
     let all = agreement(stream, &agent_log::read(console).unwrap(), import);
     (all.agreed, all.disagreements.iter().map(ToString::to_string).collect())
@@ -154,7 +154,7 @@ fn marks_of_the_driver_are_initialisations_and_an_enabling_counts_once() {
     assert_eq!((steps("gpu.enable").len(), steps("gpu.map").len()), (3, 0));
 }
 
-/// When the host mapped the large BARs in the made-up boot, in ns since its kernel started.
+/// Times at which the host mapped the large BARs in the made-up boot, in ns since kernel start.
 const MAPPED: [(&str, i64, i64); 3] = [
     ("0000:02:00.0", 2_751_100_000, 3_246_200_000),
     ("0000:06:00.0", 6_021_100_000, 3_266_800_000),

@@ -1,5 +1,5 @@
-//! Drafts into the file of a boot: header, what it was made of, records. The same drafts give the
-//! same records and the same boot id.
+//! Writes drafts into the file of a boot: header, sources, records. The same drafts give the same
+//! records and the same boot id.
 //!
 //! Guests' boot ids are random (version 4 of RFC 9562); one made here is of version 8, named after
 //! the records. With an event stream the guest's own header and records come first, unchanged, and
@@ -67,7 +67,7 @@ fn records(whole: &Whole) -> Vec<Record> {
     whole.drafts.iter().enumerate().map(record).collect()
 }
 
-/// A name for some bytes in the form of a UUID: FNV-1a of 128 bits. It names, it does not protect.
+/// Names some bytes, in the form of a UUID: FNV-1a of 128 bits, which does not protect them.
 fn id(bytes: &[u8]) -> String {
     const OFFSET: u128 = 0x6c62_272e_07bb_0142_62b8_2175_6295_c58d;
     const PRIME: u128 = 0x0000_0000_0100_0000_0000_0000_0000_013b;
