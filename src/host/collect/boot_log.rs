@@ -35,7 +35,7 @@ pub enum Stored {
     Duplicate,
     /// Over the limit of this boot.
     Capped,
-    /// The disk takes nothing and enough is waiting for it.
+    /// Not kept: the disk takes nothing, and enough waits for it.
     Dropped,
     /// Refused: the record would exceed the limit of gaps.
     Gap,
@@ -169,7 +169,7 @@ impl BootLog {
                 HostEvent::Sandbox(sandbox) => self.sandbox = Some(sandbox),
                 HostEvent::Lost { count, .. } => self.reported_missing = count,
                 HostEvent::Exported { .. } => self.end.reported = true,
-                // A file made of logs is not a guest's.
+                // An imported file is not a guest's; the other events change no state.
                 HostEvent::Disconnected { .. } | HostEvent::Garbage { .. } | HostEvent::Trace { .. } | HostEvent::Imported(_) => {}
             },
         }
@@ -421,7 +421,7 @@ mod tests {
         log.append(&record, &raw)
     }
 
-    /// A boot and its file; writing is the test's.
+    /// A boot and its file, which the test writes.
     struct Boot {
         dir: TempDir,
         limits: Limits,

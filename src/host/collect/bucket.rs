@@ -26,7 +26,7 @@ impl Bucket {
         self.level = (self.level + passed * self.rate).min(self.size);
     }
 
-    /// Takes one token if a whole one is there.
+    /// Takes one token if a whole token is there.
     pub fn take_one(&mut self, now: Instant) -> bool {
         self.fill(now);
         let there = self.level >= 1.0;

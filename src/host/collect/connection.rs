@@ -89,8 +89,7 @@ pub struct Connection {
     stats: Arc<Stats>,
     lines: Lines,
     introduction: Option<Introduction>,
-    /// Lines that came behind the header before it was dealt with; no more than one reading of the
-    /// socket.
+    /// Lines that came behind the header before `begin`; no more than one reading of the socket.
     behind: Vec<u8>,
     boot: Option<Boot>,
     opened: Instant,
@@ -263,7 +262,7 @@ impl Connection {
         };
         let quiet = now.instant.saturating_duration_since(boot.last_record) >= QUIET_AFTER;
         boot.next_ping = now.instant + if quiet { PING_INTERVAL_QUIET } else { PING_INTERVAL };
-        // A guest that does not read gets no second ping on top of the one that is stuck.
+        // A guest that does not read gets no second ping behind a stuck ping.
         if self.out.is_empty() {
             let id = boot.pinger.send(now.instant, now.realtime_ns);
             self.out.extend_from_slice(record::ping_line(id).as_bytes());

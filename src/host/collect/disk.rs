@@ -57,7 +57,7 @@ impl Disk {
         Ok(Self { store, writer, keeper, stop_keeper })
     }
 
-    /// Writes what waits, makes it durable, and ends the threads. Blocks.
+    /// Writes all waiting bytes, makes them durable, and ends the threads. Blocks.
     pub fn close(self) -> Result<()> {
         self.store.stop();
         self.writer.join().map_err(|_| anyhow!("the thread that writes boots panicked"))?;
@@ -228,7 +228,7 @@ mod tests {
         {
             assert!(attach(&disk, evil, "cid 7").await.is_err(), "{evil:?}");
         }
-        // Nor does it follow a link that somebody put there.
+        // A link that somebody put there is not followed.
         std::os::unix::fs::symlink(dir.path().join("elsewhere"), dir.path().join(format!("boots/{BOOT}.ndjson"))).unwrap();
         assert!(attach(&disk, BOOT, "cid 7").await.is_err());
         disk.close().unwrap();

@@ -107,7 +107,7 @@ impl Default for Limits {
 }
 
 impl Limits {
-    /// Takes one `NAME=N`.
+    /// Sets one limit from `NAME=N`.
     pub fn set(&mut self, text: &str) -> Result<()> {
         let (name, value) = text.split_once('=').unwrap_or((text, ""));
         let Some(row) = TABLE.iter().find(|row| row.name == name) else {

@@ -116,7 +116,7 @@ impl std::fmt::Display for Stranger {
     }
 }
 
-/// A connection, and whether it is a guest's.
+/// A connection of a guest, or the stranger that made it.
 pub type Arrival = Result<(OwnedFd, Peer), Stranger>;
 
 /// File of a unix socket of ours. The held directory finds the file after a rename.
@@ -237,7 +237,7 @@ impl Listener {
         self.file.as_ref()
     }
 
-    /// The VM that every connection is from; None where one socket serves all VMs.
+    /// Peer of every connection; None where one socket serves all VMs.
     pub fn peer(&self) -> Option<Peer> {
         self.file.as_ref().map(|file| Peer::Socket(file.path.clone()))
     }

@@ -231,7 +231,7 @@ mod tests {
         let now = Instant::now();
         peers.name(&Peer::Cid(1), Some(Sandbox { id: "s".into(), ..Sandbox::default() }), now);
         for cid in 2..SWEEP_FROM as u32 * 2 {
-            // Two hours between any two: all that the one before had used is there again.
+            // Two hours apart: the limits of the peer before are full again.
             let then = now + Duration::from_secs(7200) * cid;
             drop(peers.connect(&Peer::Cid(cid), then).unwrap());
         }

@@ -18,7 +18,7 @@ use rustix::thread::{
 use std::fs::File;
 use std::os::unix::fs::MetadataExt;
 
-/// Files that are open besides those of guests.
+/// Open files that belong to no guest.
 const OWN_FILES: u64 = 64;
 /// Files per guest: its socket's listener, its connection, its boot's file.
 const FILES_PER_GUEST: u64 = 3;
@@ -74,8 +74,8 @@ pub fn hand_over(dir: &File, to: RunAs) -> Result<()> {
     Ok(())
 }
 
-/// Drops all privileges but, with `make_sockets`, the one for sockets in other users' directories.
-/// Requires a single thread.
+/// Drops all privileges but, with `make_sockets`, CAP_DAC_OVERRIDE for sockets in other users'
+/// directories. Requires a single thread.
 pub fn drop_all_but(run_as: Option<RunAs>, make_sockets: bool) -> Result<()> {
     let before = capabilities(None).context("read the capabilities")?.permitted;
     let kept = if make_sockets { before & CapabilitySet::DAC_OVERRIDE } else { CapabilitySet::empty() };

@@ -21,8 +21,8 @@ impl Claims {
     }
 }
 
-/// Name and CID of a VM by the command line of its QEMU, words that end in a zero byte. The guest's
-/// own command line is one of the words, of which a pod's annotations may choose a part.
+/// Name and CID of a VM by the command line of its QEMU, words that end in a zero byte. One word is
+/// the guest's own command line, of which a pod's annotations may choose a part.
 fn claim(words: &[u8]) -> Option<(String, u32)> {
     let mut words = words.split(|byte| *byte == 0).filter_map(|word| std::str::from_utf8(word).ok());
     let (mut name, mut cid) = (None, None);
@@ -51,7 +51,7 @@ mod tests {
     use crate::host::testing::TempDir;
     use std::fs;
 
-    /// As runtime-rs 4.1.0 starts it, shortened; Kata's Go runtime has more in the name.
+    /// Command line by runtime-rs 4.1.0, shortened; Kata's Go runtime has more in the name.
     fn words(name: &str, cid: &str) -> Vec<u8> {
         let device = format!("vhost-vsock-pci,disable-modern=false,vhostfd=3,guest-cid={cid}");
         ["/usr/bin/qemu-system-x86_64", "-name", name, "-m", "2048M", "-device", &device, "-nographic"].join("\0").into_bytes()

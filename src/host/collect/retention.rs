@@ -68,7 +68,7 @@ struct Candidate {
 #[derive(Clone, Copy, Debug)]
 pub struct Now {
     pub real: SystemTime,
-    /// Since the machine's start; nobody can set it.
+    /// Time since the machine's start; nobody can set it.
     pub boot: Duration,
 }
 

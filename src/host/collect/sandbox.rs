@@ -247,7 +247,7 @@ mod tests {
             let name = at.split_once('/').unwrap().0;
             let rest = if name == "a" { "" } else { "userdata/" };
             assert_eq!(look_up("0a1b", &[pattern(&dir, &format!("{name}/*/{rest}config.json"))]), sandbox(), "{at}");
-            // Kata's own file, with the annotations of the bundle and over them where it lies.
+            // Kata's own file: the bundle's annotations, and over them the bundle's path.
             let mut annotations = annotations;
             annotations[BUNDLE_PATH] = bundle.to_str().unwrap().into();
             let evil: serde_json::Value = layers(&[TENANTS]);
@@ -281,7 +281,7 @@ mod tests {
         std::fs::write(dir.path().join("b/0a1b/userdata/config.json"), crio.to_string()).unwrap();
         assert_eq!(look_up("0a1b", &bundles), sandbox());
         assert_eq!(look_up("../b/0a1b", &bundles).pod, None);
-        // Nor is a link followed below the place that the pattern names.
+        // A link below the pattern's `*` is not followed.
         std::os::unix::fs::symlink(dir.path().join("b/0a1b"), dir.path().join("b/linked")).unwrap();
         assert_eq!(look_up("linked", &bundles).pod, None);
     }

@@ -255,7 +255,7 @@ async fn talk(
                     }
                     Ok(Err(e)) => match e.kind() {
                         ErrorKind::Interrupted => {}
-                        // How a VM that is switched off hangs up.
+                        // Errors of a VM that is switched off.
                         ErrorKind::ConnectionReset | ErrorKind::BrokenPipe => return Ok(Talked::Over),
                         _ => return Err(e).context(format!("read from {}", slot.peer)),
                     },

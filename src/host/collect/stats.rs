@@ -9,7 +9,7 @@ macro_rules! counters {
         #[derive(Debug, Default)]
         pub struct Stats { $($(#[$doc])* pub $name: AtomicU64),* }
 
-        /// Their values at one time.
+        /// Values of the counters at one time.
         #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
         pub struct Counts { $($(#[$doc])* pub $name: u64),* }
 

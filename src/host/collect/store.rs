@@ -173,7 +173,7 @@ impl Attached {
 }
 
 impl Store {
-    /// The boots of a directory; `jobs` go to the thread that writes.
+    /// The boots of a directory; `jobs` go to the writing thread.
     pub(super) fn new(place: Place, limits: Limits, keep: Keep, stats: Arc<Stats>, ends: Option<Ends>, jobs: mpsc::Sender<Job>) -> Self {
         Self {
             dir: place.path,
@@ -191,7 +191,7 @@ impl Store {
         }
     }
 
-    /// Ends the thread that writes once it has written what waits.
+    /// Ends the writing thread once it has written all waiting bytes.
     pub(super) fn stop(&self) {
         let _gone = self.jobs.send(Job::Stop);
     }

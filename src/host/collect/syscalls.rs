@@ -16,7 +16,7 @@ use std::collections::BTreeMap;
 const FAMILIES: &[c_int] = &[libc::AF_UNIX, libc::AF_INET, libc::AF_INET6, libc::AF_VSOCK];
 
 /// Forbidden whatever the arguments: other programs and processes; mounts and namespaces; the
-/// kernel's own state; what attacks on the kernel begin with.
+/// kernel's own state; usual first steps of attacks on the kernel.
 const FORBIDDEN: &[c_long] = &[
     libc::SYS_execve,
     libc::SYS_execveat,

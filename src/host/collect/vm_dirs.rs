@@ -115,7 +115,7 @@ pub enum Change {
     },
 }
 
-/// The patterns and what matches them now.
+/// The patterns and the paths that match them now.
 pub struct Watcher {
     inotify: Inotify,
     ready: AsyncFd<OwnedFd>,

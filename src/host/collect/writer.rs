@@ -235,7 +235,7 @@ fn write_all(mut file: &File, bytes: &[u8]) -> (usize, io::Result<()>) {
     (done, Ok(()))
 }
 
-/// Runs the thread that makes files durable and removes old ones, until the stop.
+/// Makes files durable and removes old ones, until the stop.
 pub(super) fn keep_up(store: &Store, tell: &Tell, stopped: &mpsc::Receiver<()>) {
     let mut retention = Retention::new(store.keep);
     let mut look_at = Instant::now();

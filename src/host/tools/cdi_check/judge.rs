@@ -197,7 +197,7 @@ fn stand_in(document: &mut Value, nodes: &[NodeLook], agent: Agent, dir: &Path) 
                 node.insert("major".into(), major.into());
                 node.insert("minor".into(), minor.into());
             }
-            // Only agents that take a type get one.
+            // Kata 3 agents refuse a type.
             match (&look.found, agent) {
                 (Found::Node { kind, .. }, Agent::Kata4) => drop(node.insert("type".into(), (*kind).into())),
                 (Found::Fifo, Agent::Kata4) => drop(node.insert("type".into(), "p".into())),

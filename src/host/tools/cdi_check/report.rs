@@ -17,9 +17,9 @@ use anyhow::{Result, ensure};
 use serde_json::{Value, json};
 use std::collections::{BTreeSet, HashMap};
 
-/// Most bytes times devices, of all files; nothing more is tried beyond it: agents keep a copy of
-/// the whole spec for each of its devices. The reference spec (8 GPUs under two names each) has 0.6
-/// MB; eight GPUs in seven instances each, under two names each, have 6 MB with edits like its own.
+/// Most bytes times devices of all files that are tried: agents keep a copy of the whole spec for
+/// each of its devices. The reference spec (8 GPUs under two names each) has 0.6 MB; eight GPUs in
+/// seven instances each, under two names each, have 6 MB with edits like its own.
 const MAX_COPIES: usize = 8 << 20;
 /// Fewest bytes that a device takes.
 const LEAST_DEVICE: usize = 24;
@@ -30,7 +30,7 @@ const MAX_BRACKETS: usize = 4000;
 /// Most device nodes and mounts of all files: agents search all of them for each that they add. The
 /// reference spec has 51.
 const MAX_ENTRIES: usize = 4000;
-/// Most comparisons of nodes and mounts where no device was asked for; one costs about 20 ns.
+/// Most comparisons of nodes and mounts where no device was asked for; about 20 ns each.
 const MAX_COMPARISONS: usize = 50_000_000;
 /// Most devices that are injected one by one where no device was asked for.
 const MAX_ASKED: usize = 256;

@@ -337,7 +337,7 @@ impl Rules<'_> {
 #[derive(Default)]
 struct Mounted {
     targets: HashSet<String>,
-    /// Each directory above a target, with the first such target.
+    /// Directories above the targets, each with its first target.
     above: HashMap<String, String>,
 }
 

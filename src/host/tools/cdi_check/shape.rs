@@ -37,7 +37,7 @@ const RELEASED: [Version; 10] = [
     Version(1, 1, 0),
 ];
 
-/// A version as specs declare it, with or without a `v`; None for one that CDI does not have.
+/// A version as specs declare it, with or without a `v`; None for an unknown version.
 pub fn released(text: &str) -> Option<Version> {
     RELEASED.into_iter().find(|v| v.to_string() == text.trim_start_matches('v'))
 }
@@ -55,7 +55,7 @@ enum Shape {
     Text,
     Texts,
     Numbers(i64, i64),
-    /// A map of texts; the one shape for which null is no absence.
+    /// A map of texts; for this shape alone null is no absence.
     TextMap,
     Number(i64, i64),
     Bool,

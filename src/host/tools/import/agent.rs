@@ -13,7 +13,7 @@ use serde_json::{Map, Value};
 
 /// Longest text that is kept of one value, in characters: the agent prints whole OCI specs.
 const MAX_VALUE: usize = 600;
-/// Keys of every line, beside its own fields.
+/// Keys that are not a line's own fields.
 const FRAME: &[&str] = &["msg", "level", "ts", "name", "version", "source", "subsystem", "pid", "boottime_ns", "gpu", "error"];
 
 /// Hands over the facts of a line, or returns a reason for skipping it. `log`: the lines before it.

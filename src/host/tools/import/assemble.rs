@@ -80,7 +80,7 @@ struct Traced {
     left_out: u64,
 }
 
-/// All sources into one boot: the report, and the file's text.
+/// Merges all sources into one boot: the report, and the file's text.
 pub fn import(mut sources: Vec<Source>, boot: Option<usize>) -> Result<(Report, String)> {
     if sources.iter().filter(|s| s.stream.is_some()).count() > 1 {
         bail!("more than one event stream: an import is about one boot");

@@ -60,7 +60,7 @@ pub fn read(input: Input) -> Result<(Trace, Count)> {
 struct Reader {
     trace: Trace,
     count: Count,
-    /// Calls that have not ended: by thread, or process, or the only one.
+    /// Open calls, by thread, or else by process; None where neither is known.
     open: HashMap<Option<u32>, Vec<usize>>,
     split: Split,
     /// Stamps of ends, by the call's index.
@@ -106,7 +106,7 @@ impl Reader {
         Ok(())
     }
 
-    /// Ends a call: the last open one of the thread, or without a thread's id of all.
+    /// Ends the last open call of the thread, or of all threads where no id is given.
     fn end(&mut self, of: Option<u32>, stamp: Option<i64>, took_ns: u64) -> Result<(), Skip> {
         let open = match of {
             Some(_) => self.open.get_mut(&of).and_then(Vec::pop),

@@ -28,8 +28,7 @@ pub struct Source {
     pub stream: Option<BootFile>,
 }
 
-/// Removes everything that is not of the chosen boot from the sources. `wanted`: `--boot N`, from
-/// 1.
+/// Removes everything but the chosen boot from the sources. `wanted`: `--boot N`, from 1.
 pub fn choose(sources: &mut [Source], wanted: Option<usize>) -> Result<()> {
     for source in sources.iter_mut().filter(|s| s.format == Format::Journal) {
         // Sandboxes that never showed a console are other runtimes', or not Kata's GPU guests.

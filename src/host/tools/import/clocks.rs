@@ -11,7 +11,7 @@
 //!   lines, of which the least delayed counts; else the guest's wall clock is taken for the host's,
 //!   to a second.
 //!
-//! A delay is never negative, but the least one is not known: [`least_delay`]'s error is an
+//! A delay is never negative, but the least delay is not known: [`least_delay`]'s error is an
 //! estimate, from how close the fastest lines are.
 
 use super::item::{Fact, Item, Stamp};

@@ -65,10 +65,10 @@ impl Console {
         let mut torn = std::mem::take(&mut self.torn);
         let boots = self.boots.len();
         torn.line(without_escapes(line).as_bytes(), MAX_CONSOLE_LINE, |whole| {
-            // Cut between characters, and so still text.
+            // The line is cut between characters, and so still text.
             self.whole_line(number, &String::from_utf8_lossy(whole), read_ns, count);
         });
-        // A line that was cut off by the end of a boot has no rest in the next one.
+        // A line that was cut off by the end of a boot has no rest in the next boot.
         if self.boots.len() == boots {
             self.torn = torn;
         }

@@ -5,8 +5,8 @@
 //! (`funcgraph-proc`), duration, then the call. A leaf is one line `f();`, a call with others
 //! inside is `f() {` and a `}` of the same depth, which carries the duration. Arguments
 //! (`funcgraph-args`, since 6.15) give address and size, the return value (`funcgraph-retval`,
-//! since 6.5) what was pinned; without them only durations are known. Times are the trace clock's,
-//! which starts with the host: they are placed by what they were seen to cause.
+//! since 6.5) the pinned pages; without them only durations are known. Times are the trace clock's,
+//! which starts with the host: calls are placed by their effects in the guest.
 
 use super::bpftrace::{Trace, number};
 use super::input::{Input, Text};
@@ -58,7 +58,7 @@ struct Reader {
 struct Columns<'a> {
     at_ns: Option<i64>,
     cpu_task: String,
-    /// The kernel's trace calls it a pid.
+    /// Thread id, called pid in the kernel's trace.
     thread: Option<u32>,
     took_ns: Option<u64>,
     /// Spaces before the call: its depth.
@@ -108,7 +108,7 @@ impl Reader {
 
     fn end(&mut self, columns: &Columns) -> Result<(), Skip> {
         let open = self.open.get_mut(&columns.cpu_task).ok_or(Skip::OtherProgram)?;
-        // Deeper ones whose end is missing were lost.
+        // Drop deeper calls, whose ends were lost.
         while open.last().is_some_and(|(indent, _)| *indent > columns.indent) {
             open.pop();
         }

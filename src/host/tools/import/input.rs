@@ -22,7 +22,7 @@ pub const MAX_BYTES: u64 = 8 << 30;
 pub const MAX_DOCUMENT: u64 = 64 << 20;
 /// Bytes that are looked at to find the format.
 const HEAD: usize = 256 * 1024;
-/// When progress is shown, and how often.
+/// Delay and interval of the progress line.
 const PROGRESS: Duration = Duration::from_secs(1);
 
 /// A file that is being read.
@@ -73,7 +73,7 @@ impl Input {
         Ok(head)
     }
 
-    /// A stream that breaks off is no error: what came is used.
+    /// A stream that breaks off is no error: the part before is used.
     fn ended(&mut self, error: &io::Error) -> io::Result<()> {
         match error.kind() {
             io::ErrorKind::UnexpectedEof | io::ErrorKind::InvalidData | io::ErrorKind::InvalidInput => {

@@ -4,7 +4,7 @@
 //!
 //! Each line has two times: containerd's `time=` (RFC 3339, the host's clock: when the shim read
 //! it) and the console line's own. `sandbox=` names the sandbox of a line; [`super::runtime`] finds
-//! that of containerd's own lines.
+//! the sandbox of containerd's own lines.
 
 use super::console::Console;
 use super::input::{Input, Text};
@@ -17,9 +17,9 @@ use crate::host::data::imported_record::Format;
 use anyhow::Result;
 use std::collections::BTreeMap;
 
-/// Sandboxes of one journal that are told apart.
+/// Most sandboxes that are distinguished in one journal.
 const MAX_SANDBOXES: usize = 1000;
-/// Lines that may stand between the two copies of one: the Go shim's first lines are written twice.
+/// Most lines between the two copies of a line: the Go shim writes its first lines twice.
 const REPEATED: usize = 16;
 
 #[derive(Default)]
@@ -122,7 +122,7 @@ fn keep(sandboxes: &mut BTreeMap<String, Sandbox>, count: &mut Count, kept: &mut
 }
 
 fn sandbox_of<'a>(sandboxes: &'a mut BTreeMap<String, Sandbox>, id: &str) -> Option<&'a mut Sandbox> {
-    // An id is what the runtime made of hexadecimal digits, or a name that an operator gave.
+    // An id is hexadecimal digits from the runtime, or a name from an operator.
     let plausible = !id.is_empty() && id.len() <= 128 && id.bytes().all(|b| b.is_ascii_alphanumeric() || matches!(b, b'-' | b'_' | b'.'));
     if !plausible || (sandboxes.len() >= MAX_SANDBOXES && !sandboxes.contains_key(id)) {
         return None;

@@ -1,7 +1,7 @@
 //! Calls of `vfio_pin_pages_remote`, from any trace: their regions, sizes and durations.
 //!
-//! The kernel pins a region (a BAR, a piece of guest memory) in a loop: each call asks for what is
-//! left of the region and pins what lies together, so that the end address is the same in all
+//! The kernel pins a region (a BAR, a piece of guest memory) in a loop: each call asks for the rest
+//! of the region and pins its contiguous beginning, so that the end address is the same in all
 //! calls. The end address, with the process, names the region. A call's pinned pages are its return
 //! value or, where the trace has none, the distance to the next call of its region.
 
@@ -10,7 +10,7 @@ use std::collections::{BTreeMap, BTreeSet, HashMap};
 
 /// Page size that `npage` counts in: x86-64 and what NVIDIA's arm64 hosts run VFIO with by default.
 pub const PAGE: u64 = 4096;
-/// Calls that are kept of one trace.
+/// Most calls that are kept of one trace.
 pub const MAX_CALLS: usize = 2_000_000;
 /// Most regions with a row of their own.
 pub const MAX_REGIONS: usize = 64;

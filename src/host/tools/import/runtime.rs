@@ -25,7 +25,7 @@ const SHIM: &[(&str, &str)] = &[
     ("Sandbox is started", names::SANDBOX_STARTED),
 ];
 
-/// Calls of containerd that the Rust shim logs, and what the Go shim calls them.
+/// Calls of containerd that the Rust shim logs, and the Go shim's names of them.
 const TASK_CALLS: &[(&str, &str)] = &[("CreateContainer", "Create"), ("StartProcess", "Start")];
 
 /// A record about a sandbox.
@@ -89,7 +89,7 @@ impl Runtime {
         self.containerds(msg, entry, &mut maker)
     }
 
-    /// Lines that waited for one that did not come.
+    /// Number of requests without an answer.
     pub fn unanswered(&self) -> u64 {
         self.asked.len() as u64
     }
@@ -154,7 +154,7 @@ impl Runtime {
         false
     }
 
-    /// `&PodSandboxMetadata{Name:nginx,Uid:..}`, and what came of it.
+    /// Handles `&PodSandboxMetadata{Name:nginx,Uid:..}` and its answer.
     fn run_pod_sandbox(&mut self, rest: &str, maker: &mut Maker) -> bool {
         let Some((metadata, answer)) = rest.split_once('}') else { return false };
         let pod = metadata.split_once("Name:").and_then(|(_, name)| name.split(',').next()).unwrap_or("?");

@@ -47,8 +47,8 @@ impl Split {
             None => return,
         };
         let (first, second) = (first_ns.rem_euclid(SECOND), second_ns.rem_euclid(SECOND));
-        // The second stamp is a second ahead: its wall clock has not changed yet when its fraction
-        // says so, or the other way round.
+        // A distance that is a second too long: the first fraction is below `t`, the second is not.
+        // A second too short: the other way round.
         let (below, at_or_above) = match off {
             HALF..=1_500_000_000 => (first, second),
             -1_500_000_000..=-1 if took_ns.is_none() || off < -HALF => (second, first),

@@ -36,7 +36,7 @@ pub struct Enabling {
 /// Facts about the GPUs from kernel lines.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Steps {
-    /// In PCI order, which is the order of the CDI names: when found, and the PCI id.
+    /// PCI ids of the GPUs, in PCI order, which is the order of the CDI names.
     pub gpus: BTreeMap<PciAddress, Option<String>>,
     pub bars: BTreeMap<PciAddress, BTreeMap<u8, u64>>,
     pub enablings: Vec<Enabling>,
@@ -175,7 +175,7 @@ impl Steps {
     }
 }
 
-/// Items in order of time; those of one time in the order of their files.
+/// Sorts items by time; items of one time keep the order of their files.
 pub fn in_time(mut items: Vec<(Placed, &Item)>) -> Vec<(Placed, &Item)> {
     // Kernel lines first: a process logs an event after the kernel does.
     items.sort_by_key(|(placed, item)| (placed.at_ns, !matches!(item.stamp, Stamp::Kernel(_))));

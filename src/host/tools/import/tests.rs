@@ -194,7 +194,7 @@ fn calls_of_a_trace_find_their_gpus_and_their_times_whatever_the_traces_clock() 
 
 #[test]
 fn the_program_that_is_printed_is_the_one_that_is_read() {
-    // Its format, filled in as bpftrace does it.
+    // The program's format, filled in as bpftrace does it.
     assert!(bpftrace::PROGRAM.contains(r#""%sZ vfio_pin_pages_remote vaddr=0x%lx npage=%lu ret=%ld us=%lu pid=%d\n""#));
     let line = "2026-01-02T03:04:08.001100Z vfio_pin_pages_remote vaddr=0x750000000000 npage=33554432 ret=33554432 us=3246200 pid=3454228";
     assert!(String::from_utf8(bytes("bpftrace-own-program.txt")).unwrap().contains(line));
@@ -225,7 +225,7 @@ fn the_same_logs_give_the_same_boot() {
     let once = of_fixtures(&["containerd.log", "pod.json"]);
     let again = of_fixtures(&["containerd.log", "pod.json"]);
     assert_eq!((once.0.boot_id, once.1.records), (again.0.boot_id, again.1.records));
-    // Said twice is counted, and makes no second record.
+    // A repeated fact is counted, and makes no second record.
     let (report, file) = of_fixtures(&["containerd.log", "console.log"]);
     assert!(report.files[1].count.skipped[&Skip::AlreadyThere] > 50);
     assert_eq!(file.records.iter().filter(|r| r.name == names::GPU_FOUND).count(), 3);

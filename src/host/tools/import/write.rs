@@ -1,9 +1,9 @@
 //! Writes drafts into the file of a boot: header, sources, records. The same drafts give the same
 //! records and the same boot id.
 //!
-//! Guests' boot ids are random (version 4 of RFC 9562); one made here is of version 8, named after
+//! Guests' boot ids are random (version 4 of RFC 9562); ids made here are of version 8, named after
 //! the records. With an event stream the guest's own header and records come first, unchanged, and
-//! those from logs follow with higher numbers.
+//! records from logs follow with higher numbers.
 
 use super::derive::{Draft, marked};
 use crate::events::record::{Header, Kind, Record, header_line, record_line};
