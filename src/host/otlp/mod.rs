@@ -8,6 +8,7 @@
 //! that never ended ends where the stream does and has `boot.open`. Times are the host's wall
 //! clock, by one clock sample for the whole boot; `boot.clock_error_ns` says how wrong they may be.
 
+mod messages; // OpenTelemetry's, in both forms
 pub mod push; // to a receiver
 pub mod push_once; // one boot, tried again for a short while
 mod request;
@@ -20,7 +21,7 @@ use crate::host::data::boot_file::TraceId;
 use crate::host::data::text::printable;
 use crate::host::views::waterfall::{Mark, Step, Waterfall, level};
 use anyhow::{Context, Result, bail};
-use request::{Attribute, Event, Link, Span, flag, integer, text};
+use messages::{Event, InstrumentationScope, KIND_INTERNAL, KeyValue, Link, STATUS_ERROR, Span, Status, flag, integer, text};
 use std::borrow::Borrow;
 use std::collections::{HashMap, HashSet};
 use std::io::Write;
@@ -47,26 +48,30 @@ pub fn request<'a>(of: impl Borrow<Waterfall> + Send + 'a, resource: &Resource) 
     };
     let ids = Ids::new(timeline);
     let mut events = events(timeline, &ids);
-    let (trace, resource, scope) = (ids.trace, attributes(timeline, resource, &clock), (SCOPE, env!("CARGO_PKG_VERSION")));
+    let resource = messages::Resource { attributes: attributes(timeline, resource, &clock) };
+    let scope = InstrumentationScope { name: SCOPE.into(), version: env!("CARGO_PKG_VERSION").into() };
     let mut next = 0usize;
     // The root, and then the steps: each is made when its turn comes.
     let spans = std::iter::from_fn(move || {
         let timeline = of.borrow();
-        let mut span = match next.checked_sub(1) {
-            None => root(timeline, &ids, &clock),
-            Some(at) => timeline.steps.get(at).map(|step| span(timeline, step, ids.of(at, step), &ids, &clock))?,
+        let (id, made) = match next.checked_sub(1) {
+            None => (ids.root, root(timeline, &clock)),
+            Some(at) => {
+                let step = timeline.steps.get(at)?;
+                (ids.of(at, step), span(timeline, step, &ids, &clock))
+            }
         };
         next += 1;
-        let (told, dropped) = events.remove(&span.id).unwrap_or_default();
-        span.events = told.into_iter().filter_map(|mark| timeline.marks.get(mark)).map(|mark| event(mark, &clock)).collect();
-        span.dropped_events = dropped;
-        Some(span)
+        let (told, dropped_events_count) = events.remove(&id).unwrap_or_default();
+        let events = told.into_iter().filter_map(|mark| timeline.marks.get(mark)).map(|mark| event(mark, &clock)).collect();
+        let (trace_id, span_id) = (ids.trace.to_vec(), bytes(id));
+        Some(Span { trace_id, span_id, kind: KIND_INTERNAL, events, dropped_events_count, ..made })
     });
-    Ok(Request { trace, resource, scope, spans: Box::new(spans) })
+    Ok(Request { resource, scope, spans: Box::new(spans) })
 }
 
 /// Of the resource: the guest, whose it is by what the host knows, and what was given, which wins.
-fn attributes(timeline: &Waterfall, resource: &Resource, clock: &WallClock) -> Vec<Attribute> {
+fn attributes(timeline: &Waterfall, resource: &Resource, clock: &WallClock) -> Vec<KeyValue> {
     let boot = &timeline.boot;
     let mut attributes = vec![text("service.name", "kata-gpu-init"), text("service.instance.id", timeline.boot_id())];
     attributes.extend(boot.version.as_deref().map(|v| text("service.version", &printable(v))));
@@ -168,6 +173,15 @@ fn events(timeline: &Waterfall, ids: &Ids) -> HashMap<u64, (Vec<usize>, u32)> {
     events
 }
 
+/// An id as it is sent.
+fn bytes(id: u64) -> Vec<u8> {
+    id.to_be_bytes().to_vec()
+}
+
+fn error_status(message: String) -> Status {
+    Status { message, code: STATUS_ERROR }
+}
+
 fn event(mark: &Mark, clock: &WallClock) -> Event {
     let level = serde_json::to_value(level(mark)).unwrap_or_default();
     let mut attributes =
@@ -177,10 +191,11 @@ fn event(mark: &Mark, clock: &WallClock) -> Event {
         attributes.extend(gpu.index.map(|index| integer("gpu.index", index)));
     }
     attributes.extend(mark.facts().map(|(key, value)| text(&format!("boot.field.{key}"), &value)));
-    Event { time_ns: clock.at(mark.at_ns), name: mark.name.clone(), attributes }
+    Event { time_unix_nano: clock.at(mark.at_ns), name: mark.name.clone(), attributes }
 }
 
-fn root(timeline: &Waterfall, ids: &Ids, clock: &WallClock) -> Span {
+/// The boot: all of its span that is not every span's.
+fn root(timeline: &Waterfall, clock: &WallClock) -> Span {
     let boot = &timeline.boot;
     let usable = boot.gpus.iter().filter(|gpu| gpu.usable.is_some() && gpu.failed.is_none()).count();
     let mut attributes = vec![
@@ -193,15 +208,21 @@ fn root(timeline: &Waterfall, ids: &Ids, clock: &WallClock) -> Span {
     attributes.extend(error_bound(timeline, 0));
     let failed = boot.failed_gpus().count();
     let error = boot.power_off.as_deref().map(printable).or_else(|| (failed > 0).then(|| format!("{failed} GPU(s) failed")));
-    let (start_ns, end_ns) = (clock.at(0), clock.at(timeline.boot_end_ns));
-    Span { id: ids.root, name: "gpu guest boot".into(), start_ns, end_ns, attributes, error, ..Span::default() }
+    Span {
+        name: "gpu guest boot".into(),
+        start_time_unix_nano: clock.at(0),
+        end_time_unix_nano: clock.at(timeline.boot_end_ns),
+        attributes,
+        status: error.map(error_status),
+        ..Span::default()
+    }
 }
 
-fn error_bound(timeline: &Waterfall, at_ns: u64) -> Option<Attribute> {
+fn error_bound(timeline: &Waterfall, at_ns: u64) -> Option<KeyValue> {
     Some(integer("boot.clock_error_ns", timeline.wall_at(at_ns)?.error_ns))
 }
 
-fn span(timeline: &Waterfall, step: &Step, id: u64, ids: &Ids, clock: &WallClock) -> Span {
+fn span(timeline: &Waterfall, step: &Step, ids: &Ids, clock: &WallClock) -> Span {
     let mut attributes = vec![text("boot.side", step.side.name())];
     if let Some(gpu) = step.gpu {
         attributes.push(text("gpu.address", &gpu.address.to_string()));
@@ -217,16 +238,19 @@ fn span(timeline: &Waterfall, step: &Step, id: u64, ids: &Ids, clock: &WallClock
     attributes.extend(step.fields.iter().map(|(key, value)| text(&format!("boot.field.{key}"), value)));
     attributes.extend(error_bound(timeline, step.begin_ns));
     let known = step.after.iter().filter(|after| ids.spans.contains(after));
-    let links = known.map(|after| Link { span: ids.span(*after), attributes: vec![text("boot.relation", "after")] }).collect();
+    let link = |after: &u64| Link {
+        trace_id: ids.trace.to_vec(),
+        span_id: bytes(ids.span(*after)),
+        attributes: vec![text("boot.relation", "after")],
+    };
     Span {
-        id,
-        parent: Some(ids.parent(step.parent)),
+        parent_span_id: bytes(ids.parent(step.parent)),
         name: step.name.clone(),
-        start_ns: clock.at(step.begin_ns),
-        end_ns: clock.at(step.end_ns.unwrap_or(timeline.end_ns.max(step.begin_ns))),
+        start_time_unix_nano: clock.at(step.begin_ns),
+        end_time_unix_nano: clock.at(step.end_ns.unwrap_or(timeline.end_ns.max(step.begin_ns))),
         attributes,
-        links,
-        error: step.error.clone(),
+        links: known.map(link).collect(),
+        status: step.error.clone().map(error_status),
         ..Span::default()
     }
 }
@@ -243,7 +267,8 @@ mod tests {
         let trace = |text: &str| {
             let timeline = Waterfall::new(&BootFile::read(text.as_bytes()).unwrap(), &[]);
             let boot_id = timeline.boot_id().replace('-', "");
-            (format!("{:032x}", u128::from_be_bytes(request(timeline, &Resource::new()).unwrap().trace)), boot_id)
+            let span = request(timeline, &Resource::new()).unwrap().spans.next().unwrap();
+            (span.trace_id.iter().map(|byte| format!("{byte:02x}")).collect::<String>(), boot_id)
         };
         let (by_hand, boot_id) = trace(&text);
         assert_eq!(by_hand, boot_id);

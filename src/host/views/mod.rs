@@ -16,5 +16,4 @@ mod markup; // what page and picture share
 pub mod page; // HTML
 pub mod svg; // the waterfall as a picture
 pub mod perfetto; // a trace for Perfetto
-pub mod protobuf; // the encoding of Perfetto's trace and OTLP's requests
 pub mod csv; // one row per step
