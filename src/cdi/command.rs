@@ -1,4 +1,4 @@
-//! `kata-gpu-init cdi ..`: the generator without a guest, on any directory tree or on a machine
+//! `kata-gpu-init cdi ..`: the CDI generator outside a guest, on a directory tree or on a machine
 //! with the driver loaded.
 
 use super::devices::{OTHERS, Places};
@@ -13,7 +13,7 @@ use std::io::Write as _;
 use std::path::PathBuf;
 use std::process::ExitCode;
 
-/// What `cdi --help` prints.
+/// Text of `cdi --help`.
 pub const HELP: &str = "\
 kata-gpu-init cdi: CDI specs of a machine or of a directory tree, as a guest publishes them
 
@@ -42,7 +42,7 @@ examples:
   kata-gpu-init cdi generate --mode imex --output /var/run/cdi/imex.json
 ";
 
-/// What was asked for.
+/// Parsed options of `cdi`.
 #[derive(Debug)]
 struct Asked {
     root: PathBuf,
@@ -55,14 +55,14 @@ struct Asked {
     options: Options,
 }
 
-/// Why there is no spec.
+/// Reason why there is no spec.
 #[derive(Debug)]
 enum Error {
     Usage(String),
     Failed(String),
 }
 
-/// Runs `cdi` with the words after it.
+/// Runs `cdi` with the arguments that follow it.
 pub fn main(words: &[String]) -> ExitCode {
     let (what, rest) = words.split_first().map_or(("", words), |(first, rest)| (first.as_str(), rest));
     let help = words.iter().any(|w| w == "--help" || w == "-h");
@@ -93,7 +93,7 @@ pub fn main(words: &[String]) -> ExitCode {
     }
 }
 
-/// A line on standard error, whatever is in it.
+/// Prints a line on standard error; control characters become `?`.
 fn tell(line: &str) {
     let line: String = line.chars().map(|c| if c.is_control() { '?' } else { c }).collect();
     eprintln!("kata-gpu-init: {line}");
@@ -162,7 +162,7 @@ fn parse(words: &[String]) -> Result<Asked, Error> {
     Ok(asked)
 }
 
-/// This program, as its hooks will be called.
+/// Path of this program, for the hooks of the spec.
 fn own_path() -> String {
     std::env::current_exe().map_or_else(|_| Options::default().hook_path, |path| path.display().to_string())
 }
@@ -176,7 +176,7 @@ impl Asked {
         Places { root: self.root.clone(), dev_root: self.dev_root.clone().unwrap_or_else(|| self.root.clone()) }
     }
 
-    /// Where the runtime finds the nodes, if that is not its own /dev.
+    /// Directory of the nodes at runtime, if that is not the runtime's own /dev.
     fn dev_prefix(&self) -> Option<String> {
         let dev_root = self.dev_root.as_ref().filter(|dev_root| **dev_root != self.root)?;
         let seen = dev_root.strip_prefix(&self.root).unwrap_or(dev_root);
@@ -188,7 +188,7 @@ impl Asked {
     }
 }
 
-/// Writes the spec; gives what was left out of it.
+/// Writes the spec; returns the parts that were left out.
 fn run(asked: &Asked) -> Result<Vec<String>, Error> {
     let places = asked.places();
     let mut problems = Vec::new();
@@ -220,7 +220,7 @@ fn run(asked: &Asked) -> Result<Vec<String>, Error> {
         text.push(b'\n');
     }
     match &asked.output {
-        // A pipe, a device or a link is written to, not replaced: /dev/stdout is a link.
+        // Write to a pipe, device or link; do not replace it: /dev/stdout is a link.
         Some(path) if path.symlink_metadata().is_ok_and(|meta| !meta.is_file()) => {
             std::fs::write(path, &text).map_err(|e| Error::Failed(format!("write {}: {e}", path.display())))?;
         }
@@ -230,7 +230,7 @@ fn run(asked: &Asked) -> Result<Vec<String>, Error> {
     Ok(problems)
 }
 
-/// Writes the manifest into the root, and says what is in it.
+/// Writes the manifest into the root; returns a line with its numbers of files and links.
 fn write_manifest(asked: &Asked) -> Result<Vec<String>, Error> {
     let files = asked.files()?;
     let (path, bytes) = manifest::write(&asked.roots(), &files).map_err(|e| Error::Failed(e.to_string()))?;

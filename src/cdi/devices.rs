@@ -1,6 +1,6 @@
-//! What a running driver has in a root: GPUs with their nodes, displays and MIG instances, the
-//! nodes they share, and devices of other kinds. Reads /proc, /sys and /dev below that root and
-//! opens no device: nothing here initialises a GPU.
+//! Devices of a running driver below a root: GPUs with their nodes, displays and MIG instances,
+//! shared nodes, and devices of other kinds. Reads /proc, /sys and /dev below that root and opens
+//! no device: nothing here initialises a GPU.
 
 use super::schema::{Device as SpecDevice, Edits, Mount, Spec};
 use super::spec::{Device, DisplayLink, Entry, Extras, FILE, Instance, Ready, device, node};
@@ -13,23 +13,23 @@ use std::cell::OnceCell;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
-/// How names of displays begin, and what udev puts at the end of their links.
+/// Prefixes of display names, and the suffixes of their udev links.
 const DISPLAYS: [(&str, &str); 2] = [("card", "card"), ("renderD", "render")];
-/// Nodes that every container with a GPU gets, as far as they are there.
+/// Nodes that every container with a GPU gets, if they exist.
 const COMMON: [&str; 4] = ["nvidia-modeset", "nvidia-uvm", "nvidia-uvm-tools", "nvidiactl"];
-/// Without these no CUDA program starts.
+/// Nodes without which no CUDA program starts.
 const NEEDED: [&str; 2] = ["nvidia-uvm", "nvidiactl"];
 
-/// Where to look.
+/// Roots to search.
 #[derive(Clone, Debug)]
 pub struct Places {
-    /// Has /proc and /sys.
+    /// Holds /proc and /sys.
     pub root: PathBuf,
-    /// Has /dev.
+    /// Holds /dev.
     pub dev_root: PathBuf,
 }
 
-/// What is there, and what is not, in whole sentences with the cure.
+/// Devices found, and problems in whole sentences with the cure.
 #[derive(Debug, Default)]
 pub struct Found {
     pub gpus: Vec<Device>,
@@ -37,11 +37,11 @@ pub struct Found {
     pub problems: Vec<String>,
 }
 
-/// The minors of all capabilities: about a thousand lines, read once there is a MIG instance.
+/// Minors of all capabilities: about a thousand lines, read once there is a MIG instance.
 type Caps = OnceCell<Result<BTreeMap<String, u32>, String>>;
 
 impl Default for Places {
-    /// This machine's.
+    /// The root of this machine.
     fn default() -> Self {
         Self { root: "/".into(), dev_root: "/".into() }
     }
@@ -52,7 +52,7 @@ impl Places {
         self.dev_root.join("dev")
     }
 
-    /// A character device below /dev. None where there is nothing of that name.
+    /// A character device below /dev; None if the name does not exist.
     fn node(&self, name: &str) -> Result<Option<Node>, String> {
         let path = self.dev().join(name);
         let status = match lstat(&path) {
@@ -73,8 +73,8 @@ impl Places {
         }))
     }
 
-    /// The character devices of a directory below /dev whose names begin so and end in a number, or
-    /// have nothing after that beginning.
+    /// Character devices of a directory below /dev, named by one of the beginnings and a number, or
+    /// by the beginning alone.
     fn nodes(&self, directory: &str, beginnings: &[&str]) -> Result<Vec<Node>, String> {
         let folder = self.dev().join(directory);
         let mut all = Vec::new();
@@ -88,7 +88,7 @@ impl Places {
         Ok(all)
     }
 
-    /// Everything about the GPUs that the driver has.
+    /// All GPUs of the driver, with everything found about them.
     ///
     /// Error: the driver has none, or is not loaded.
     pub fn gpus(&self) -> Result<Found, String> {
@@ -135,7 +135,7 @@ impl Places {
         Ok(Ready { nodes: vec![own], uuid: information.uuid, extras, ..Ready::default() })
     }
 
-    /// What a GPU has besides its own node, and what is missing of that. The GPU is not asked.
+    /// Extras of a GPU besides its own node, and the missing ones. The GPU itself is not queried.
     pub fn extras(&self, address: PciAddress, gpu: u32) -> Result<(Extras, Vec<String>), String> {
         let mut problems = Vec::new();
         let extras = self.read_extras(address, gpu, &OnceCell::new(), &mut problems)?;
@@ -158,7 +158,7 @@ impl Places {
                     continue;
                 };
                 extras.displays.push(node);
-                // As udev names them; a function has one of each.
+                // Link as udev names it; a function has one of each kind.
                 if !std::mem::replace(&mut linked, true) {
                     let link = format!("/dev/dri/by-path/pci-{address}-{kind}");
                     extras.links.push(DisplayLink { link, target: format!("../{name}") });
@@ -188,20 +188,20 @@ impl Places {
 
 /// A kind of devices besides GPUs.
 pub struct Other {
-    /// What `--mode` calls it.
+    /// Name in `--mode`.
     pub mode: &'static str,
     kind: &'static str,
     /// Directory below /dev, and the beginnings of the names there.
     nodes: &'static [(&'static str, &'static [&'static str])],
-    /// Files that go with them, as far as they are there.
+    /// Files mounted with the nodes, if they exist.
     files: &'static [&'static str],
-    /// Each device by its number, and not only all of them.
+    /// Lists each device by its number, besides `all`.
     each: bool,
-    /// What makes these devices.
+    /// Action that creates these devices.
     cure: &'static str,
 }
 
-/// Those of the incumbent's other modes.
+/// Devices of the incumbent's other modes.
 pub const OTHERS: &[Other] = &[
     Other {
         mode: "gds",
@@ -258,13 +258,13 @@ pub const OTHERS: &[Other] = &[
 ];
 
 impl Other {
-    /// Its nodes; none where there is no such device.
+    /// Nodes of this kind; none if there is no such device.
     pub fn find(&self, places: &Places) -> Result<Vec<Node>, String> {
         let mut nodes = Vec::new();
         for (directory, beginnings) in self.nodes {
             match places.nodes(directory, beginnings) {
                 Ok(some) => nodes.extend(some),
-                // Not each of them has to be there.
+                // A missing directory is no error: not every one has to exist.
                 Err(_) if !places.dev().join(directory).is_dir() => {}
                 Err(problem) => return Err(problem),
             }
@@ -272,8 +272,8 @@ impl Other {
         Ok(nodes)
     }
 
-    /// Its spec: `all`, and each device where that means something. `common` is what every
-    /// container of it gets besides.
+    /// Spec of this kind: `all`, and each device where numbers mean something. `common` holds
+    /// further edits for every container that gets such a device.
     ///
     /// Error: there is no such device.
     pub fn spec(&self, places: &Places, common: Edits) -> Result<Spec, String> {
@@ -286,7 +286,7 @@ impl Other {
         Ok(self.spec_of(&nodes, places, common))
     }
 
-    /// The spec for these nodes, of which there is at least one.
+    /// The spec for these nodes; there must be at least one.
     pub fn spec_of(&self, nodes: &[Node], places: &Places, common: Edits) -> Spec {
         let mut devices: Vec<SpecDevice> = Vec::new();
         if self.each {

@@ -1,23 +1,23 @@
-//! glibc's `/etc/ld.so.cache`: which file a library's name leads to. Written without running
-//! anything, and read. Pure: bytes in, bytes out.
+//! glibc's `/etc/ld.so.cache`: maps library names to files. Written without running anything, and
+//! read. Pure: bytes in, bytes out.
 //!
 //! The format is the one every glibc since 2.2 reads, "glibc-ld.so.cache1.1": a header, a table of
-//! entries, their strings, and behind them a directory of extensions, of which glibc 2.33 and later
-//! know two: who wrote the file, and the names of `glibc-hwcaps` subdirectories. The loader
-//! searches the table by halves, so its order is part of the format: [`order`] is the loader's own.
+//! entries, their strings, and a directory of extensions. glibc 2.33 and later know two extensions:
+//! the generator of the file, and the names of `glibc-hwcaps` subdirectories. The loader does a
+//! binary search in the table, so its order is part of the format: [`order`] is the loader's own.
 //! Little-endian, as every machine with these GPUs is.
 
 use std::cmp::Ordering;
 use std::collections::HashMap;
 
 const MAGIC: &[u8] = b"glibc-ld.so.cache1.1";
-/// Of the format before it, which may precede this one in the same file.
+/// Magic of the older format, which may precede this one in the same file.
 const OLD_MAGIC: &[u8] = b"ld.so-1.7.0";
 const OLD_HEADER: usize = 16;
 const OLD_ENTRY: usize = 12;
 const HEADER: usize = 48;
 const ENTRY: usize = 24;
-/// In the header's flags: the file's numbers are little-endian.
+/// Header flag: the file's numbers are little-endian.
 const LITTLE_ENDIAN: u8 = 2;
 const EXTENSIONS_MAGIC: u32 = 0xeaa4_2174;
 const EXTENSIONS_HEADER: usize = 8;
@@ -28,7 +28,7 @@ const SUBDIRECTORIES: u32 = 1;
 /// 32 to 41 are then the x86-64 level.
 const IS_SUBDIRECTORY: u64 = 1 << 62;
 const ISA_LEVELS: u32 = 0x3ff;
-/// Largest cache, both ways: a distribution with everything installed has half a megabyte.
+/// Limit of a cache, read and written: a full distribution has half a megabyte.
 pub const MAX_SIZE: usize = 64 << 20;
 /// Longest name or path.
 const MAX_STRING: usize = 4096;
@@ -41,11 +41,11 @@ pub enum Machine {
 }
 
 impl Machine {
-    /// That of this program, which is that of the container.
+    /// Architecture of this program, and so of the container.
     pub const OURS: Self = if cfg!(target_arch = "aarch64") { Self::Aarch64 } else { Self::X86_64 };
 
-    /// What the loader calls libraries of this kind (`FLAG_*` in glibc's ldconfig.h); None for
-    /// those that `ldconfig` passes over on this machine.
+    /// Flags of a library for the loader (`FLAG_*` in glibc's ldconfig.h); None for libraries that
+    /// `ldconfig` skips on this machine.
     pub fn flags(self, library: &crate::elf::Library) -> Option<u32> {
         use crate::elf::Class::{Elf32, Elf64};
         const LIBC6: u32 = 0x3;
@@ -72,15 +72,15 @@ impl Machine {
     }
 }
 
-/// For which processors an entry is.
+/// Processors that an entry is for.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Hwcap {
-    /// All.
+    /// All processors.
     Any,
-    /// A `glibc-hwcaps` subdirectory's: the loader decides by its name, and by the level (see
+    /// `glibc-hwcaps` subdirectory: the loader decides by its name, and by the level (see
     /// [`crate::elf::Library::isa_level`]).
     Subdirectory { name: String, isa_level: u32 },
-    /// What glibc before 2.37 wrote for subdirectories such as `haswell`: only read, never written.
+    /// Value of glibc before 2.37 for subdirectories such as `haswell`: read, never written.
     Platform(u64),
 }
 
@@ -96,29 +96,29 @@ impl Hwcap {
 /// One line of `ldconfig -p`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Entry {
-    /// What programs ask for: a SONAME.
+    /// SONAME that programs need.
     pub name: String,
-    /// Where it is.
+    /// Path of the library's file.
     pub path: String,
-    /// Of which kind: see [`Machine::flags`].
+    /// Kind of library: see [`Machine::flags`].
     pub flags: u32,
     pub hwcap: Hwcap,
 }
 
-/// A cache that was read.
+/// A parsed cache.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Cache {
     /// In the file's order.
     pub entries: Vec<Entry>,
-    /// Who wrote it.
+    /// Program that wrote the file.
     pub generator: Option<String>,
 }
 
-/// The loader's comparison of names: as text, but digits count as numbers, and are after everything
+/// The loader's comparison of names: as text, but digits count as numbers and sort after everything
 /// else.
 ///
-/// Numbers are 32 bits wide and wrap, as in the loader. Where two differ by more than 2^31, the
-/// loader's own order is not one (its difference wraps, too).
+/// Numbers are 32 bits wide and wrap, as in the loader. If two differ by more than 2^31, the
+/// loader's own comparison is inconsistent, because its difference wraps, too.
 pub fn order(a: &str, b: &str, machine: Machine) -> Ordering {
     let (mut a, mut b) = (a.as_bytes(), b.as_bytes());
     // `char` has a sign on x86 and none on Arm.
@@ -140,7 +140,7 @@ pub fn order(a: &str, b: &str, machine: Machine) -> Ordering {
     }
 }
 
-/// Takes the digits off the front.
+/// Removes the leading digits and returns their number.
 fn number(text: &mut &[u8]) -> i32 {
     let digits = text.iter().take_while(|c| c.is_ascii_digit()).count();
     let value = text.iter().take(digits).fold(0_i32, |n, c| n.wrapping_mul(10).wrapping_add(i32::from(*c - b'0')));
@@ -148,15 +148,15 @@ fn number(text: &mut &[u8]) -> i32 {
     value
 }
 
-/// Names from last to first; of one name the larger flags first, and of these what is for some
-/// processors before what is for all.
+/// Sorts names from last to first; for one name larger flags first, then entries for some
+/// processors before entries for all.
 fn order_of_entries(a: &Entry, b: &Entry, machine: Machine) -> Ordering {
     let (x, y) = (a.hwcap.subdirectory(), b.hwcap.subdirectory());
     order(&b.name, &a.name, machine).then_with(|| b.flags.cmp(&a.flags)).then_with(|| y.is_some().cmp(&x.is_some())).then_with(|| x.cmp(&y))
 }
 
-/// Writes a cache. Of entries that are alike in all but the path the loader takes the first, so
-/// they come in the order in which their directories are searched.
+/// Writes a cache. Of entries that differ only in the path, the loader takes the first: pass them
+/// in search order of their directories.
 ///
 /// Errors: more than [`MAX_SIZE`] bytes.
 pub fn write(entries: &[Entry], generator: &str, machine: Machine) -> Result<Vec<u8>, String> {
@@ -212,22 +212,22 @@ pub fn write(entries: &[Entry], generator: &str, machine: Machine) -> Result<Vec
     Ok(file)
 }
 
-/// Appends a number of 32 bits; none that is written here is above [`MAX_SIZE`].
+/// Appends a number of 32 bits; no number written here is above [`MAX_SIZE`].
 fn put(file: &mut Vec<u8>, value: usize) {
     file.extend((value as u32).to_le_bytes());
 }
 
-/// The strings of a cache, each with an end mark; what another one ends in is not there twice. In
-/// the order `ldconfig` gives them, so that its file and ours can be compared byte by byte.
+/// Strings of a cache, each NUL-terminated; a string that ends another one is not stored twice.
+/// Ordered as by `ldconfig`, so that its file and ours can be compared byte by byte.
 struct Strings<'a> {
     bytes: Vec<u8>,
     offsets: HashMap<&'a str, usize>,
 }
 
 impl<'a> Strings<'a> {
-    /// `base`: where in the file they begin.
+    /// `base`: offset of the strings in the file.
     fn new(mut all: Vec<&'a str>, base: usize) -> Self {
-        // From their ends, last first: a string is then followed by those that it ends in.
+        // Sort by the reversed text, last first: a string precedes its own suffixes.
         all.sort_unstable_by(|a, b| b.bytes().rev().cmp(a.bytes().rev()));
         all.dedup();
         let (mut bytes, mut offsets) = (Vec::new(), HashMap::with_capacity(all.len()));
@@ -248,9 +248,9 @@ impl<'a> Strings<'a> {
     }
 }
 
-/// Reads a cache of any of glibc's three formats. Nothing in it is trusted.
+/// Reads a cache of any of glibc's three formats. Nothing in the file is trusted.
 ///
-/// Errors say what is wrong with the file, not which file it is.
+/// Errors state the fault in the file, not the file's name.
 pub fn read(file: &[u8]) -> Result<Cache, String> {
     if file.len() > MAX_SIZE {
         return Err(format!("{} bytes: no cache is larger than {MAX_SIZE}", file.len()));
@@ -264,7 +264,7 @@ pub fn read(file: &[u8]) -> Result<Cache, String> {
     let count = word(file, 12).ok_or("it ends in its header")? as usize;
     let end = count.checked_mul(OLD_ENTRY).map(|size| size + OLD_HEADER).filter(|end| *end <= file.len());
     let end = end.ok_or_else(|| format!("it ends before the {count} entries it announces"))?;
-    // What follows begins at a multiple of eight on these machines.
+    // The new format begins at a multiple of eight on these machines.
     match file.get(end.next_multiple_of(8)..) {
         Some(inner) if inner.starts_with(MAGIC) => read_new(file, inner),
         _ => {
@@ -279,7 +279,7 @@ pub fn read(file: &[u8]) -> Result<Cache, String> {
     }
 }
 
-/// `whole` is what offsets of extensions count from, `cache` what offsets of strings do.
+/// Offsets of extensions count from `whole`, offsets of strings from `cache`.
 fn read_new(whole: &[u8], cache: &[u8]) -> Result<Cache, String> {
     let header = cache.get(..HEADER).ok_or("it ends in its header")?;
     if !matches!(header.get(28), Some(0 | &LITTLE_ENDIAN)) {
@@ -307,8 +307,8 @@ fn read_new(whole: &[u8], cache: &[u8]) -> Result<Cache, String> {
     Ok(Cache { entries: entries?, generator })
 }
 
-/// Reads the entries. A small file can lead all of them to one long string: what they take together
-/// is bounded, too.
+/// Reads the entries. A small file can lead all of them to one long string: their total size is
+/// bounded, too.
 fn entries(count: usize, entry: impl Fn(usize) -> Option<Entry>) -> Result<Vec<Entry>, String> {
     let (mut entries, mut size) = (Vec::new(), 0);
     for n in 0..count {
@@ -324,7 +324,7 @@ fn entries(count: usize, entry: impl Fn(usize) -> Option<Entry>) -> Result<Vec<E
 
 type Subdirectories = Vec<Option<String>>;
 
-/// Who wrote it, and the names of subdirectories.
+/// Generator, and the names of subdirectories.
 fn extensions(file: &[u8], at: u32) -> Result<(Option<String>, Subdirectories), String> {
     let (mut generator, mut subdirectories) = (None, Vec::new());
     if at == 0 {
@@ -340,7 +340,7 @@ fn extensions(file: &[u8], at: u32) -> Result<(Option<String>, Subdirectories), 
         match field(0) as u32 {
             GENERATOR => generator = Some(String::from_utf8_lossy(content.get(..MAX_STRING).unwrap_or(content)).into_owned()),
             SUBDIRECTORIES => {
-                // The loader asks for no more than a few.
+                // The loader needs no more than a few.
                 let names = content.chunks_exact(4).take(MAX_STRING);
                 subdirectories = names.map(|offset| word(offset, 0).and_then(|offset| string(file, offset))).collect();
             }
@@ -354,7 +354,7 @@ fn word(bytes: &[u8], at: usize) -> Option<u32> {
     bytes.get(at..)?.first_chunk::<4>().map(|b| u32::from_le_bytes(*b))
 }
 
-/// The text at an offset, up to its end mark.
+/// Text at an offset, up to the NUL.
 fn string(bytes: &[u8], at: u32) -> Option<String> {
     let rest = bytes.get(at as usize..)?;
     let text = rest.get(..MAX_STRING).unwrap_or(rest);
@@ -375,8 +375,8 @@ mod tests {
         Entry { path: format!("/lib/glibc-hwcaps/x86-64-v3/{name}"), hwcap, ..entry(name, "") }
     }
 
-    /// The loader's search by halves: the paths of all entries of this name, in the order in which
-    /// it looks at them.
+    /// The loader's binary search: the paths of all entries of this name, in the order of the
+    /// search.
     fn search<'a>(cache: &'a Cache, name: &str) -> Vec<&'a str> {
         let mut range = 0..cache.entries.len();
         while !range.is_empty() {
@@ -398,7 +398,7 @@ mod tests {
         let entries = [entry("libc.so.6", "/lib"), for_v3("libm.so.6"), entry("libm.so.6", "/lib"), entry("libcuda.so.1", "/usr/lib")];
         let cache = read(&write(&entries, "a test", Machine::X86_64).unwrap()).unwrap();
         assert_eq!(cache.generator.as_deref(), Some("a test"));
-        // From the last name to the first.
+        // Sorted from the last name to the first.
         assert_eq!(cache.entries, [1, 2, 3, 0].map(|n: usize| entries[n].clone()));
         assert_eq!(read(&write(&[], "", Machine::X86_64).unwrap()).unwrap().entries, []);
     }
@@ -456,7 +456,7 @@ mod tests {
         old.extend(strings);
         let of_old = Entry { flags: 3, ..entry("libc.so.6", "/lib") };
         assert_eq!(read(&old).unwrap().entries, [of_old]);
-        // With the new one behind it, that is what counts.
+        // In a file with both formats, the new one counts.
         let mut both = [OLD_MAGIC, &[0], &0_u32.to_le_bytes()].concat();
         let mut inner = write(&[entry("libm.so.6", "/lib")], "", Machine::X86_64).unwrap();
         inner[32..36].fill(0); // its extensions count from the file's beginning

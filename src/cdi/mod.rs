@@ -1,11 +1,10 @@
-//! The CDI spec: what it says ([`spec`], pure), and how it gets in front of the agent
-//! ([`publish`]).
+//! The CDI spec: its content ([`spec`], pure), and its publication for the agent ([`publish`]).
 //!
-//! The contract with the agent: one file for the GPUs, and one for each other kind, as CDI wants
-//! it; every GPU of the scan listed from the first publication on; a GPU that is not ready has a
-//! device node whose path does not exist, on which the agent's injection fails and is tried again
-//! without having changed the container; a file is replaced by rename and never missing, empty or
-//! torn; the temporary name ends in nothing the agent reads.
+//! The contract with the agent: one file for the GPUs, and one for each other kind, as CDI
+//! requires. Every GPU of the scan is listed from the first publication on. A GPU that is not ready
+//! has a device node whose path does not exist: the agent's injection fails without a change to the
+//! container and is tried again. A file is replaced by rename and never missing, empty or torn; the
+//! temporary name has no suffix that the agent reads.
 
 pub mod command; // `cdi` on the command line
 pub mod devices; // what is there

@@ -1,17 +1,16 @@
-//! Putting a spec in front of the agent: written whole under a name the agent does not read, then
+//! Publication of a spec for the agent: written whole under a name the agent does not read, then
 //! renamed over the old one.
 //!
-//! There is one publisher in a guest. A reader sees the old text or the new one, at any moment, and
-//! never none.
+//! A guest has one publisher. A reader sees either the old text or the new one, never none.
 
 use super::schema::Spec;
 use std::fs::File;
 use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 
-/// Where the agent looks, and nowhere else (through `/var/run`, which leads here).
+/// Directory the agent reads, and no other (through `/var/run`, a link to `/run`).
 pub const DIRECTORY: &str = "/run/cdi";
-/// The name of the GPUs' file, the incumbent's, so that whoever looks for it finds it.
+/// Name of the GPUs' file, the same as the incumbent's.
 pub const FILE: &str = "nvidia.yaml";
 
 /// Writes specs into one directory.
@@ -20,24 +19,24 @@ pub struct Publisher {
 }
 
 impl Publisher {
-    /// Publishes into `directory`, which is made if it is not there.
+    /// Publishes into `directory`; makes it if missing.
     pub fn new(directory: &Path) -> io::Result<Self> {
         std::fs::create_dir_all(directory).map_err(|e| io::Error::new(e.kind(), format!("make {}: {e}", directory.display())))?;
         Ok(Self { directory: directory.to_path_buf() })
     }
 
-    /// Whether there is a spec.
+    /// Whether a spec is published.
     pub fn is_published(&self) -> bool {
         self.directory.join(FILE).exists()
     }
 
-    /// Replaces the published spec; gives its size in bytes. On an error the old one is still
+    /// Replaces the published spec; returns its size in bytes. After an error the old one is still
     /// there.
     pub fn publish(&self, spec: &Spec) -> io::Result<usize> {
         self.publish_as(FILE, spec)
     }
 
-    /// As [`Publisher::publish`], for the spec of another kind, which has a file of its own.
+    /// Like [`Publisher::publish`], for the spec of another kind in its own file.
     pub fn publish_as(&self, file: &str, spec: &Spec) -> io::Result<usize> {
         let text = spec.to_json();
         if text.is_empty() {
@@ -49,8 +48,8 @@ impl Publisher {
     }
 }
 
-/// Replaces a file as a whole, or leaves it as it is. The new text lies beside it meanwhile, under
-/// a name that agents do not read.
+/// Replaces a whole file, or leaves it as it is. The new text is written to the same directory,
+/// under a name that agents do not read.
 pub fn replace(path: &Path, text: &[u8]) -> io::Result<()> {
     let at = |e: io::Error| io::Error::new(e.kind(), format!("write {}: {e}", path.display()));
     let mut temporary = path.as_os_str().to_owned();

@@ -1,4 +1,4 @@
-//! CDI's data, as its schema names it: what a spec of ours can say. No I/O.
+//! CDI's data under the names of its schema, as far as our specs use it. No I/O.
 
 use serde::Serialize;
 
@@ -9,7 +9,7 @@ pub struct Spec {
     cdi_version: &'static str,
     pub kind: String,
     pub devices: Vec<Device>,
-    /// For every container that gets at least one of the devices.
+    /// Edits for every container that gets at least one of the devices.
     #[serde(skip_serializing_if = "Edits::is_empty")]
     pub container_edits: Edits,
 }
@@ -21,7 +21,7 @@ pub struct Device {
     pub container_edits: Edits,
 }
 
-/// What a container gets.
+/// Changes to a container.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Edits {
@@ -43,21 +43,21 @@ impl Edits {
 }
 
 /// A device node. There is no `type`: agents with the CDI crate 0.1 (Kata up to 3.32) refuse every
-/// node that has one, so the agent looks at the guest's node for it, and a node is published after
+/// node that has one. The agent reads the type from the guest's node, so a node is published after
 /// it is made.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "camelCase")]
 pub struct DeviceNode {
     pub path: String,
-    /// The guest's node, where its path is another one.
+    /// Path of the guest's node, if different.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub host_path: Option<String>,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub major: Option<u32>,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub minor: Option<u32>,
-    /// Permission bits. Without them a container's node gets the guest node's mode, or 0 where
-    /// there is none.
+    /// Permission bits. Without them a container's node gets the guest node's mode, or 0 if there
+    /// is none.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub file_mode: Option<u32>,
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -84,31 +84,31 @@ pub struct Hook {
 }
 
 impl Spec {
-    /// With the lowest version that has everything in it: agents with the CDI crate 0.1 know
-    /// nothing above 0.7.0.
+    /// Sets the lowest version that covers the content: agents with the CDI crate 0.1 know nothing
+    /// above 0.7.0.
     pub fn new(kind: &str, devices: Vec<Device>, container_edits: Edits) -> Self {
         let cdi_version = minimum_version(kind, &devices, &container_edits);
         Self { cdi_version, kind: kind.to_string(), devices, container_edits }
     }
 
-    /// The guest's nodes are below this root: each node names its own there.
+    /// Sets the root of the guest's nodes: each `hostPath` is below it.
     pub fn set_host_root(&mut self, root: &str) {
         let edits = self.devices.iter_mut().map(|d| &mut d.container_edits).chain([&mut self.container_edits]);
         edits.flat_map(|e| &mut e.device_nodes).for_each(|node| node.host_path = Some(format!("{root}{}", node.path)));
         self.cdi_version = minimum_version(&self.kind, &self.devices, &self.container_edits);
     }
 
-    /// The file's text: JSON, which is YAML too, in as few bytes as possible, because the agent
+    /// Text of the file: JSON, which is YAML too, in as few bytes as possible, because the agent
     /// parses it again at every try.
     pub fn to_json(&self) -> Vec<u8> {
-        // Structs of strings and numbers: cannot fail. An empty text would be refused by `publish`,
-        // not written.
+        // Structs of strings and numbers cannot fail. `publish` would refuse an empty text and
+        // write nothing.
         serde_json::to_vec(self).unwrap_or_default()
     }
 }
 
-/// Of what these structs can say, 0.5.0 brought device names that start with a digit and a node's
-/// `hostPath`, and 0.6.0 kinds with a dot in the class.
+/// Lowest version for these structs: 0.5.0 brought device names that start with a digit and a
+/// node's `hostPath`, and 0.6.0 kinds with a dot in the class.
 fn minimum_version(kind: &str, devices: &[Device], common: &Edits) -> &'static str {
     let class = kind.split_once('/').map_or("", |(_, class)| class);
     let mut nodes = devices.iter().map(|d| &d.container_edits).chain([common]).flat_map(|e| &e.device_nodes);

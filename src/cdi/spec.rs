@@ -1,5 +1,5 @@
-//! The spec of the GPUs: which GPU is in which state, and which files of the driver there are ->
-//! exactly what the agent's CDI crate reads. No I/O.
+//! Spec of the GPUs: states of the GPUs and files of the driver in, exactly the text that the
+//! agent's CDI crate reads out. No I/O.
 
 use super::schema::{Device as SpecDevice, DeviceNode, Edits, Hook, Mount, Spec};
 use crate::device_nodes::Node;
@@ -10,41 +10,41 @@ use std::collections::BTreeMap;
 
 /// The kind under which the agent looks for GPUs.
 pub const KIND: &str = "nvidia.com/gpu";
-/// Directory that is never made: paths in it stand for GPUs that are not ready.
+/// Directory that is never made: paths in it are placeholders for GPUs that are not ready.
 pub const PENDING: &str = "/run/kata-gpu-init/pending";
 
-/// What the spec says of one GPU.
+/// State of one GPU in the spec.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Entry {
     /// Known, and not resolvable yet.
     Pending,
     /// Resolvable.
     Ready(Ready),
-    /// Gone from the spec: whoever asks for it gets an error at once instead of waiting.
+    /// Removed from the spec: a request for it fails at once instead of waiting.
     Failed,
 }
 
-/// What a container gets of a GPU.
+/// Parts of a GPU for a container.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Ready {
     /// The GPU's own node.
     pub nodes: Vec<Node>,
     /// `GPU-..`, once the driver knows it.
     pub uuid: Option<String>,
-    /// What is known of it as soon as it has been looked for.
+    /// Extras of the GPU, known as soon as they were searched for.
     pub extras: Extras,
-    /// `MIG-..` of its instances, once NVML was asked.
+    /// `MIG-..` of the instances, known after an NVML query.
     pub instance_uuids: BTreeMap<MigInstance, String>,
 }
 
-/// What a GPU has besides its own node.
+/// Parts of a GPU besides its own node.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Extras {
     /// `/dev/dri/..`.
     pub displays: Vec<Node>,
-    /// By which programs find them.
+    /// Links by which programs find the displays.
     pub links: Vec<DisplayLink>,
-    /// Of a GPU in MIG mode, in their order.
+    /// Instances of a GPU in MIG mode, in their order.
     pub instances: Vec<Instance>,
 }
 
@@ -59,7 +59,7 @@ pub struct DisplayLink {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Instance {
     pub id: MigInstance,
-    /// Its capabilities' nodes; the GPU's own are the GPU's.
+    /// Nodes of the instance's capabilities; the GPU's own node is in [`Ready::nodes`].
     pub nodes: Vec<Node>,
 }
 
@@ -74,7 +74,7 @@ pub struct Device {
 /// A way to name GPUs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Naming {
-    /// `0`, `0:1`: what Kata asks for.
+    /// `0`, `0:1`: the names Kata requests.
     Index,
     /// `GPU-..`, `MIG-..`.
     Uuid,
@@ -82,23 +82,23 @@ pub enum Naming {
     TypeIndex,
 }
 
-/// How what needs a container's root is done.
+/// Ways to do the work that needs a container's root.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Hooks {
     /// Links as mounts, and one hook for the rest.
     One,
     /// The incumbent's six.
     Compat,
-    /// Links as mounts, and no hook: containers have to know their library path.
+    /// Links as mounts, and no hook: the container must set its own library path.
     None,
 }
 
-/// What is wanted of a spec.
+/// Options of a spec.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Options {
     pub namings: Vec<Naming>,
     pub hooks: Hooks,
-    /// This program, where whoever starts containers finds it.
+    /// Path of this program for the program that starts containers.
     pub hook_path: String,
 }
 
@@ -108,7 +108,7 @@ impl Default for Options {
     }
 }
 
-/// A guest's node, in containers.
+/// A guest's node as a device node in containers.
 pub fn node(node: &Node) -> DeviceNode {
     DeviceNode {
         path: node.path.display().to_string(),
@@ -121,8 +121,8 @@ pub fn node(node: &Node) -> DeviceNode {
     }
 }
 
-/// A node that makes the agent try again: no major, so that it looks at the path, and the path is
-/// not there.
+/// A node that makes the agent try again: without a major the agent looks at the path, which does
+/// not exist.
 fn pending(address: PciAddress) -> DeviceNode {
     DeviceNode { path: format!("{PENDING}/{address}"), ..DeviceNode::default() }
 }
@@ -133,7 +133,7 @@ impl Device {
     }
 }
 
-/// Everything of these GPUs: with MIG all instances. A node that two instances share is there once.
+/// All parts of these GPUs: with MIG all instances. A node that two instances share is listed once.
 fn whole(name: String, gpus: &[&Device], options: &Options) -> SpecDevice {
     let mut nodes = Vec::new();
     for gpu in gpus {
@@ -150,13 +150,13 @@ fn whole(name: String, gpus: &[&Device], options: &Options) -> SpecDevice {
     device(name, nodes, display_hook(&links, options))
 }
 
-/// A device that is some nodes.
+/// A device with these nodes and hooks.
 pub fn device(name: String, device_nodes: Vec<DeviceNode>, hooks: Vec<Hook>) -> SpecDevice {
     SpecDevice { name, container_edits: Edits { device_nodes, hooks, ..Edits::default() } }
 }
 
-/// What makes the links of displays in containers that get them. No mount can stand for a link to a
-/// device, so it takes a hook.
+/// Hook that makes the links of displays in containers. No mount can stand for a link to a device,
+/// so a hook is needed.
 fn display_hook(links: &[&DisplayLink], options: &Options) -> Vec<Hook> {
     if links.is_empty() || options.hooks == Hooks::None {
         return vec![];
@@ -165,7 +165,7 @@ fn display_hook(links: &[&DisplayLink], options: &Options) -> Vec<Hook> {
     vec![hook("create-symlinks", arguments.collect(), options)]
 }
 
-/// The devices under which this GPU can be asked for.
+/// Devices under which this GPU can be requested.
 fn named(gpu: &Device, naming: Naming, options: &Options) -> Vec<SpecDevice> {
     let (index, ready) = (gpu.index, gpu.ready());
     let name = match naming {
@@ -187,9 +187,9 @@ fn named(gpu: &Device, naming: Naming, options: &Options) -> Vec<SpecDevice> {
 }
 
 /// The spec for these GPUs, in ascending order of address. `common` are the nodes that every
-/// container with a GPU gets, `files` what it gets of the driver's user space.
+/// container with a GPU gets, `files` the driver's user space for it.
 ///
-/// Besides the names asked for there is `all`, which holds every GPU that has not failed: it
+/// Besides the requested namings there is `all`, which holds every GPU that has not failed: it
 /// becomes resolvable with the last of them. When every GPU has failed, the spec lists one device
 /// `none`, because a spec without devices is invalid and an absent kind makes the agent wait for
 /// it.
@@ -197,7 +197,7 @@ pub fn generate(devices: &[Device], common: &[Node], files: Option<&DriverFiles>
     let alive = || devices.iter().filter(|d| d.entry != Entry::Failed);
     let mut list: Vec<SpecDevice> =
         options.namings.iter().flat_map(|naming| alive().flat_map(|gpu| named(gpu, *naming, options))).collect();
-    // `void`: this container has its GPUs already, whatever a hook for this variable thinks.
+    // `void`: this container has its GPUs already; hooks for this variable must add none.
     let void = || vec!["NVIDIA_VISIBLE_DEVICES=void".to_string()];
     if alive().next().is_none() {
         list.push(SpecDevice { name: "none".into(), container_edits: Edits { env: void(), ..Edits::default() } });
@@ -212,18 +212,18 @@ pub fn generate(devices: &[Device], common: &[Node], files: Option<&DriverFiles>
     Spec::new(KIND, list, edits)
 }
 
-/// What a container gets of the driver's user space.
+/// Edits that give a container the driver's user space.
 pub fn edits_of(files: &DriverFiles, options: &Options) -> Edits {
     let env = files.libcuda_directory.iter().map(|d| format!("NVIDIA_CTK_LIBCUDA_DIR={}", d.display())).collect();
     Edits { env, mounts: mounts(files, options.hooks), hooks: hooks(files, options), ..Edits::default() }
 }
 
-/// How a file is mounted.
+/// Mount options of a file.
 pub const FILE: &[&str] = &["ro", "nosuid", "nodev", "rbind", "rprivate"];
 const SOCKET: &[&str] = &["nosuid", "nodev", "rbind", "rprivate", "noexec"];
 
-/// Files, parents first, then the links, each as a mount of the file that it leads to: nothing has
-/// to be made in the container's root for them.
+/// Files, parents first, then the links, each as a mount of its target: nothing has to be made in
+/// the container's root for them.
 fn mounts(files: &DriverFiles, hooks: Hooks) -> Vec<Mount> {
     let file = |m: &crate::driver_files::Mount| Mount {
         host_path: m.host_path.display().to_string(),
@@ -235,7 +235,7 @@ fn mounts(files: &DriverFiles, hooks: Hooks) -> Vec<Mount> {
     files.mounts.iter().map(file).chain(links).collect()
 }
 
-/// The environment that a hook gets. Empty would mean that of whoever starts it, in some runtimes.
+/// Environment of a hook. Some runtimes replace an empty one by their own.
 const HOOK_ENV: &str = "NVIDIA_CTK_DEBUG=false";
 
 fn hook(command: &str, arguments: Vec<String>, options: &Options) -> Hook {
@@ -256,7 +256,7 @@ fn hooks(files: &DriverFiles, options: &Options) -> Vec<Hook> {
         Hooks::One => vec![hook("prepare", folders().chain([version()]).collect())],
         Hooks::Compat => {
             let link = |l: &&Link| ["--link".to_string(), format!("{}::{}", l.target, l.link.display())];
-            // Graphics links first, as the incumbent has them: a hook of their own.
+            // Graphics links first, in a hook of their own, as the incumbent does.
             let (graphics, driver): (Vec<&Link>, Vec<&Link>) =
                 files.links.iter().partition(|l| l.link.components().any(|c| c.as_os_str() == "gbm"));
             let links = |links: &[&Link]| links.iter().flat_map(link).collect::<Vec<_>>();
@@ -341,7 +341,7 @@ mod tests {
             ["0", "0:0", "0:1", "0:2", "gpu0", "mig0:0", "mig0:1", "mig0:2", "all"]
         );
         assert_eq!(all[1].1, [&["/dev/nvidia0"][..], &caps[..]].concat());
-        // The GPU instance that two compute instances share is there once.
+        // The GPU instance that two compute instances share is listed once.
         assert_eq!(all[0].1.len(), 1 + 5);
     }
 
@@ -356,7 +356,7 @@ mod tests {
             let ready = Ready { nodes: vec![gpu_node(0)], extras: extras.clone(), instance_uuids, ..Ready::default() };
             generate(&[device(0, Entry::Ready(ready))], &[], None, &options)
         };
-        // One that the driver's files do not list has no nodes.
+        // An instance that the driver's files do not list has no nodes.
         let spec_of_two = spec(&[(9, "MIG-9"), (3, "MIG-3")]);
         let all = nodes(&spec_of_two);
         assert_eq!(all.iter().map(|(name, _)| *name).collect::<Vec<_>>(), ["0", "0:0", "0:1", "MIG-9", "all"]);

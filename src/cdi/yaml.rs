@@ -3,7 +3,7 @@
 
 use serde_json::Value;
 
-/// The YAML of a JSON text; nothing for what is no JSON.
+/// YAML of a JSON text; empty if the text is no JSON.
 pub fn from_json(text: &[u8]) -> String {
     let mut out = String::new();
     if let Ok(value) = serde_json::from_slice(text) {
@@ -12,13 +12,13 @@ pub fn from_json(text: &[u8]) -> String {
     out
 }
 
-/// The lines of a list or a map; anything else on the line where it stands.
+/// Writes the lines of a list or a map; anything else on the current line.
 fn block(value: &Value, depth: usize, out: &mut String) {
     let indent = |out: &mut String| (0..depth).for_each(|_| out.push_str("  "));
     match value {
         Value::Object(map) => {
             for (number, (key, value)) in map.iter().enumerate() {
-                // The first key stands behind the dash of its list.
+                // The first key follows the dash of its list on the same line.
                 if number > 0 || !out.ends_with("- ") {
                     indent(out);
                 }
@@ -52,7 +52,7 @@ fn below(value: &Value, depth: usize, out: &mut String) {
     }
 }
 
-/// JSON's form of a string or a number is YAML's, too.
+/// Writes a string or a number in JSON's form, which is YAML's, too.
 fn line(value: &Value, out: &mut String) {
     out.push_str(&value.to_string());
     out.push('\n');

@@ -5,7 +5,7 @@
 
 use std::path::PathBuf;
 
-/// What to do.
+/// Hook commands.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Command {
     CreateSymlinks,
@@ -13,15 +13,15 @@ pub enum Command {
     EnableCudaCompat,
     DisableDeviceNodeModification,
     UpdateApplicationProfile,
-    /// The links, the choice of CUDA libraries and the cache, in one.
+    /// Links, choice of CUDA libraries and cache in one run.
     Prepare,
-    /// Of the incumbent's, refused.
+    /// Incumbent's command; refused.
     Chmod,
-    /// Of the incumbent's, for trying whether hooks run.
+    /// Incumbent's command for testing whether hooks run.
     Noop,
 }
 
-/// Each command, its name, its flags.
+/// Commands with their names and flags.
 const COMMANDS: &[(Command, &str, &[Flag])] = &[
     (Command::CreateSymlinks, "create-symlinks", &[Flag::Link, Flag::ContainerSpec]),
     (Command::UpdateLdcache, "update-ldcache", &[Flag::Folder, Flag::LdconfigPath, Flag::ContainerSpec]),
@@ -81,41 +81,41 @@ impl Flag {
 /// A link to make.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Link {
-    /// Where it leads, as it is written into the link.
+    /// Target as written into the link.
     pub target: PathBuf,
     /// The link itself.
     pub path: PathBuf,
 }
 
-/// A command with everything it was given.
+/// Arguments of a command.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Arguments {
     pub links: Vec<Link>,
     pub folders: Vec<String>,
-    /// The version of the driver that is loaded.
+    /// Version of the loaded driver.
     pub host_driver_version: String,
-    /// The CUDA version it supports.
+    /// CUDA version that the driver supports.
     pub host_cuda_version: String,
-    /// Where the image has CUDA's compatibility libraries; none given is the usual place.
+    /// Folder of CUDA's compatibility libraries in the image; None: the usual place.
     pub cuda_compat_container_root: Option<String>,
-    /// A file with the state, instead of standard input.
+    /// File with the state, instead of standard input.
     pub container_spec: Option<PathBuf>,
 }
 
-/// What the words mean.
+/// Meaning of a command line.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Meaning {
     Run(Command, Box<Arguments>),
     Help,
     Version,
-    /// No command, or one that a later generator knows: the incumbent says so and lets the
-    /// container start.
+    /// No command, or one of a later generator: log it and let the container start, as the
+    /// incumbent does.
     Unsupported(Option<String>),
 }
 
-/// Reads the words after the program's name.
+/// Parses the arguments after the program's name.
 ///
-/// Error: a flag that the command does not have, one without its value, a value that is none.
+/// Error: an unknown flag, a flag without its value, or an invalid value.
 pub fn parse(words: &[String]) -> Result<Meaning, String> {
     let mut words = words.iter().map(String::as_str);
     let command = loop {
@@ -150,7 +150,7 @@ fn listed(flags: &[Flag]) -> String {
     flags.iter().map(|f| format!("--{}", f.name())).collect::<Vec<_>>().join(", ")
 }
 
-/// The commands, for a person.
+/// Help text: the commands and their flags.
 pub fn help() -> String {
     COMMANDS.iter().filter(|(c, ..)| *c != Command::Noop).map(|(_, name, flags)| format!("  {name} {}\n", listed(flags))).collect()
 }
@@ -173,7 +173,7 @@ impl Arguments {
             Flag::Folder => {
                 for part in parts() {
                     let folder = part.trim_end_matches('/');
-                    // It becomes a line of ld.so.conf, and part of a list with colons in musl's
+                    // The folder becomes a line of ld.so.conf and a part of musl's colon-separated
                     // path file.
                     if !folder.starts_with('/') || folder.contains(|c: char| c.is_control() || matches!(c, '#' | ':' | ' ')) {
                         return Err("a folder is an absolute path without spaces, '#' or ':'");

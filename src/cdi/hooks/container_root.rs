@@ -1,10 +1,10 @@
-//! The only way into a container: a descriptor of its root, below which every path is resolved by
-//! the kernel (openat2 with RESOLVE_IN_ROOT and RESOLVE_NO_MAGICLINKS), so that no link in the
-//! image, absolute or relative, leads out of it, whenever it is changed.
+//! The only way into a container: a descriptor of its root. The kernel resolves every path below it
+//! (openat2 with RESOLVE_IN_ROOT and RESOLVE_NO_MAGICLINKS): no link in the image, absolute or
+//! relative, leads out of the root, whenever it is changed.
 //!
-//! Reading only: what is written goes through [`super::edits`]. Files are regular ones of real file
-//! systems: nothing that blocks, counts readers or starts a device when it is opened, and nothing
-//! of the kernel's (/proc, /sys), where reading and making files have effects of their own.
+//! Read-only: edits go through [`super::edits`]. Only regular files of real file systems are
+//! opened: nothing that blocks, counts readers or starts a device, and nothing in the kernel's own
+//! file systems (/proc, /sys), where reading and making files have effects of their own.
 
 use nix::dir::{Dir, Type};
 use nix::errno::Errno;
@@ -19,15 +19,15 @@ use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-/// The kernel gives up on a path with `..` in it whenever anything is renamed meanwhile; each try
-/// is one look at the path.
+/// Tries of one path: the kernel returns EAGAIN for a path with `..` if anything is renamed
+/// meanwhile.
 const TRIES: usize = 64;
-/// Most names of a directory: the largest library directories have some thousand.
+/// Limit of names in a directory: the largest library directories have some thousand.
 const MAX_NAMES: usize = 65_536;
-/// As many as are made room for at once.
+/// Initial capacity of a list of names.
 const USUAL_NAMES: usize = 512;
-/// File systems that are the kernel's own (the numbers are from linux/magic.h): proc, sysfs,
-/// cgroup, cgroup2, devpts, debugfs, tracefs, securityfs, configfs, bpf, pstore, efivarfs, selinux.
+/// The kernel's own file systems (magic numbers of linux/magic.h): proc, sysfs, cgroup, cgroup2,
+/// devpts, debugfs, tracefs, securityfs, configfs, bpf, pstore, efivarfs, selinux.
 const KERNELS: &[u32] = &[
     PROC,
     0x6265_6572,
@@ -46,10 +46,10 @@ const KERNELS: &[u32] = &[
 const PROC: u32 = 0x9fa0;
 const TMPFS: u32 = 0x0102_1994;
 
-/// How a file is opened for reading.
+/// Flags that open a file for reading.
 const READ: OFlag = OFlag::O_RDONLY.union(OFlag::O_NONBLOCK).union(OFlag::O_NOCTTY);
 
-/// A file, whatever it is called.
+/// Identity of a file, independent of its names.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct FileId {
     device: u64,
@@ -68,7 +68,7 @@ pub struct ContainerRoot {
     root: OwnedFd,
     path: PathBuf,
     opened: Instant,
-    /// Devices that were looked at, and whether they are the kernel's own.
+    /// Devices seen so far, and whether they are the kernel's own.
     devices: RefCell<Vec<(u64, bool)>>,
 }
 
@@ -82,17 +82,17 @@ pub struct Directory {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Name {
     pub name: String,
-    /// None where the file system does not say.
+    /// None if the file system does not report a kind.
     pub kind: Option<Type>,
 }
 
-/// `read PATH: why`.
+/// Error with the text `VERB PATH: why`.
 pub(super) fn cannot(verb: &str, path: &Path, why: impl std::fmt::Display) -> io::Error {
     io::Error::other(format!("{verb} {}: {why}", path.display()))
 }
 
 impl ContainerRoot {
-    /// Opens the directory that is some container's root, and not this program's.
+    /// Opens a container's root; refuses this program's own root.
     pub fn open(path: &Path) -> io::Result<Self> {
         let refuse = |why: &str| cannot("open the container's root", path, why);
         if !path.is_absolute() {
@@ -115,25 +115,25 @@ impl ContainerRoot {
         Ok(root)
     }
 
-    /// The root's own path, for messages.
+    /// Path of the root, for messages.
     pub fn path(&self) -> &Path {
         &self.path
     }
 
-    /// Time since the root was opened, which a hook does first.
+    /// Time since the root was opened, which is a hook's first step.
     pub fn elapsed(&self) -> Duration {
         self.opened.elapsed()
     }
 
-    /// Resolves a path of the container's.
+    /// Resolves a path of the container.
     pub(super) fn resolve(&self, path: &Path, flags: OFlag, more: ResolveFlag) -> nix::Result<OwnedFd> {
         let resolve = ResolveFlag::RESOLVE_IN_ROOT | ResolveFlag::RESOLVE_NO_MAGICLINKS | more;
         retried(self.root.as_fd(), path, OpenHow::new().flags(flags | OFlag::O_CLOEXEC).resolve(resolve))
     }
 
-    /// Opens a directory to make something in. Never on a volume, whose content other containers
-    /// may have, too: it is on the root's own mount, or below the tmpfs that every container has at
-    /// /dev.
+    /// Opens a directory to make something in. Volumes are refused, because other containers may
+    /// share them: the directory is on the root's own mount, or below the tmpfs that every
+    /// container has at /dev.
     pub(super) fn writable_directory(&self, path: &Path) -> nix::Result<OwnedFd> {
         let flags = OFlag::O_PATH | OFlag::O_DIRECTORY | OFlag::O_CLOEXEC;
         let below = match (self.resolve(path, flags, ResolveFlag::RESOLVE_NO_XDEV), path.strip_prefix("/dev")) {
@@ -148,7 +148,7 @@ impl ContainerRoot {
         retried(dev.as_fd(), below, OpenHow::new().flags(flags).resolve(resolve))
     }
 
-    /// Whether this is on a file system of the kernel's own. Asked once for each device.
+    /// Whether `fd` is on one of the kernel's own file systems. Checked once for each device.
     pub(super) fn is_kernels(&self, fd: BorrowedFd, device: u64) -> io::Result<bool> {
         let known = self.devices.borrow().iter().find(|(d, _)| *d == device).map(|(_, kernels)| *kernels);
         if let Some(kernels) = known {
@@ -159,20 +159,19 @@ impl ContainerRoot {
         Ok(kernels)
     }
 
-    /// What kind of thing is at a path, links followed. None where nothing is, or where a link
-    /// leads nowhere.
+    /// File type at a path, links followed. None if nothing is there, or for a dangling link.
     pub fn kind(&self, path: &Path) -> Option<SFlag> {
         let fd = self.resolve(path, OFlag::O_PATH, ResolveFlag::empty()).ok()?;
         fstat(fd).ok().map(|s| kind(&s))
     }
 
-    /// Which file is at a path, links followed; None where there is no regular one.
+    /// Identity of the regular file at a path, links followed; None if there is none.
     pub fn file_id(&self, path: &Path) -> Option<FileId> {
         let fd = self.resolve(path, OFlag::O_PATH, ResolveFlag::empty()).ok()?;
         fstat(fd).ok().filter(|s| kind(s) == SFlag::S_IFREG).map(|s| FileId::of(&s))
     }
 
-    /// Opens a regular file for reading, links followed. None where nothing is at the path.
+    /// Opens a regular file for reading, links followed. None if nothing is at the path.
     pub fn file(&self, path: &Path) -> io::Result<Option<File>> {
         Ok(self.opened(path)?.map(|(file, _)| file))
     }
@@ -185,17 +184,16 @@ impl ContainerRoot {
         }
     }
 
-    /// Reads a regular file whole. None where nothing is at the path. Errors: it is no regular
-    /// file, or larger than `limit` bytes.
+    /// Reads a whole regular file. None if nothing is at the path. Errors: not a regular file, or
+    /// larger than `limit` bytes.
     pub fn read(&self, path: &Path, limit: u64) -> io::Result<Option<Vec<u8>>> {
         let Some((file, status)) = self.opened(path)? else { return Ok(None) };
         let size = u64::try_from(status.st_size).unwrap_or(0);
         read_bounded(size, file, limit).map(Some).map_err(|e| cannot("read", path, e))
     }
 
-    /// From a descriptor that only names a file to one that reads it: /proc/self/fd leads to the
-    /// very same file, whatever its name leads to by now. A device, a FIFO or a socket is never
-    /// opened.
+    /// Turns an O_PATH descriptor into a readable one: /proc/self/fd leads to the same file,
+    /// whatever its name leads to by now. Devices, FIFOs and sockets are never opened.
     fn reopen(&self, fd: &OwnedFd) -> io::Result<(File, FileStat)> {
         let status = fstat(fd)?;
         if kind(&status) != SFlag::S_IFREG {
@@ -208,7 +206,7 @@ impl ContainerRoot {
         Ok((File::from(reopened), status))
     }
 
-    /// Opens a directory, links followed. None where there is none.
+    /// Opens a directory, links followed. None if there is none.
     pub fn directory(&self, path: &Path) -> io::Result<Option<Directory>> {
         let fd = match self.resolve(path, OFlag::O_RDONLY | OFlag::O_DIRECTORY, ResolveFlag::empty()) {
             Ok(fd) => fd,
@@ -219,11 +217,11 @@ impl ContainerRoot {
         Ok(Some(Directory { fd, id }))
     }
 
-    /// Opens a regular file by its name in a directory, no link followed. None for what is no
-    /// regular file, or not there.
+    /// Opens a regular file by its name in a directory, links not followed. None if the name is
+    /// absent or no regular file.
     ///
-    /// Where the directory has just said that it is a regular file, it is opened at once, in a way
-    /// that does not block, and looked at then.
+    /// If the directory has just listed a regular file, open it at once without blocking and check
+    /// it afterwards.
     pub fn file_in(&self, directory: &Directory, name: &str, kind_told: Option<Type>) -> io::Result<Option<(File, FileId)>> {
         let direct = kind_told == Some(Type::File) && !self.is_kernels(directory.fd.as_fd(), directory.id.device)?;
         let flags = if direct { READ } else { OFlag::O_PATH };
@@ -238,7 +236,7 @@ impl ContainerRoot {
         if kind(&status) != SFlag::S_IFREG {
             return Ok(None);
         }
-        // A file that is mounted there has another device, and so may every file of an overlay.
+        // A file mounted here has another device; so may every file of an overlay.
         if direct && !self.is_kernels(fd.as_fd(), status.st_dev)? {
             return Ok(Some((File::from(fd), FileId::of(&status))));
         }
@@ -247,10 +245,10 @@ impl ContainerRoot {
 }
 
 impl Directory {
-    /// The names in it, sorted; those that are no UTF-8 are left out. Error: more than any library
-    /// directory has.
+    /// Names in the directory, sorted; names that are not UTF-8 are left out. Error: more names
+    /// than any library directory has.
     pub fn names(&self) -> io::Result<Vec<Name>> {
-        // A descriptor of its own: reading moves the position of the one it is done with.
+        // Open a separate descriptor: reading moves its position.
         let own = openat2(&self.fd, ".", OpenHow::new().flags(OFlag::O_RDONLY | OFlag::O_DIRECTORY | OFlag::O_CLOEXEC))?;
         let mut names = Vec::with_capacity(USUAL_NAMES);
         for (seen, entry) in Dir::from_fd(own)?.iter().enumerate() {
@@ -274,7 +272,7 @@ impl AsFd for Directory {
     }
 }
 
-/// openat2 until nothing was renamed meanwhile, or for long enough.
+/// Repeats openat2 until no rename interferes, or until the tries are used up.
 fn retried(at: BorrowedFd, path: &Path, how: OpenHow) -> nix::Result<OwnedFd> {
     let below = path.strip_prefix("/").unwrap_or(path);
     let below = if below.as_os_str().is_empty() { Path::new(".") } else { below };
@@ -288,10 +286,10 @@ fn retried(at: BorrowedFd, path: &Path, how: OpenHow) -> nix::Result<OwnedFd> {
     result
 }
 
-/// Reads all of a file that may be growing, or no file at all. One that has this `size` takes one
-/// read, and one that sees its end.
+/// Reads a whole file up to `limit` bytes, even if it is growing. A file of exactly `size` bytes
+/// takes one read, and a second one that returns end of file.
 pub(super) fn read_bounded(size: u64, file: impl Read, limit: u64) -> io::Result<Vec<u8>> {
-    /// Less room than this is not read into.
+    /// Smallest buffer space that `read_to_end` reads into.
     const PROBE: u64 = 32;
     let mut bytes = Vec::with_capacity(usize::try_from(size.min(limit) + PROBE).unwrap_or(0));
     file.take(limit + 1).read_to_end(&mut bytes)?;
@@ -301,7 +299,7 @@ pub(super) fn read_bounded(size: u64, file: impl Read, limit: u64) -> io::Result
     Ok(bytes)
 }
 
-/// A descriptor's name in /proc, which leads to what it is open on.
+/// Path in /proc that leads to the open file of a descriptor.
 pub(super) fn proc_path(fd: BorrowedFd) -> PathBuf {
     PathBuf::from(format!("/proc/self/fd/{}", fd.as_raw_fd()))
 }
@@ -310,7 +308,7 @@ fn kind_of_file_system(fd: BorrowedFd) -> nix::Result<u32> {
     fstatfs(fd).map(|s| s.filesystem_type().0 as u32) // 32 bits, in a type that differs between C libraries
 }
 
-/// Whether this is on a proc file system.
+/// Whether `fd` is on a proc file system.
 pub(super) fn is_proc(fd: BorrowedFd) -> bool {
     kind_of_file_system(fd) == Ok(PROC)
 }

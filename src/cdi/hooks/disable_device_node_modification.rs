@@ -1,10 +1,10 @@
 //! `disable-device-node-modification`: a container reads `ModifyDeviceFiles: 0` in the driver's
-//! parameters, so that nothing in it makes or changes device nodes. A changed copy is mounted over
+//! parameters, so its programs do not make or change device nodes. A changed copy is mounted over
 //! the file, read-only.
-//!
-//! A createContainer hook of kata-agent's runs in the container's mount namespace, before the
-//! container's root becomes its root: the guest's own files are still there, and a mount is seen by
-//! this container alone. The copy is a file of the guest's /run that loses its name once it is
+//! kata-agent runs a createContainer hook in the container's mount namespace before pivot_root: the
+//! guest's own files are still there, and only this container sees a mount made now. The copy is a
+//! file in the guest's /run that loses its name once it is mounted; nothing is written in the
+//! container's root.
 //! mounted; nothing in the container's root is written.
 
 use super::container_root::{ContainerRoot, FileId, cannot, is_proc, kind, name_of, proc_path};
@@ -19,12 +19,12 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 
-/// The driver's parameters, in the guest and in the container.
+/// The driver's parameters, at the same path in the guest and in the container.
 const PARAMS: &str = "/proc/driver/nvidia/params";
 const MAX_PARAMS: u64 = 64 * 1024;
 const FLAGS: MsFlags = MsFlags::MS_RDONLY.union(MsFlags::MS_NOSUID).union(MsFlags::MS_NODEV).union(MsFlags::MS_NOEXEC);
 
-/// Does it: nothing where no driver is loaded, or where it forbids changes by itself.
+/// Mounts the copy; does nothing if no driver is loaded or the driver forbids changes already.
 pub fn run(root: &ContainerRoot) -> io::Result<()> {
     if !Path::new(PARAMS).exists() {
         return Ok(());
@@ -38,7 +38,7 @@ pub fn run(root: &ContainerRoot) -> io::Result<()> {
     cover(root, Path::new(PARAMS), &forbidding, Path::new("/run"))
 }
 
-/// The parameters with changes forbidden; None if they are.
+/// The parameters with changes forbidden; None if they are forbidden already.
 fn forbidding(params: &[u8]) -> Option<Vec<u8>> {
     const ALLOWED: &[u8] = b"ModifyDeviceFiles: 1";
     let lines = params.split(|b| *b == b'\n');
@@ -48,7 +48,7 @@ fn forbidding(params: &[u8]) -> Option<Vec<u8>> {
     })
 }
 
-/// Opens a regular file of the container's to be mounted over. No link on the way.
+/// Opens a regular file of the container to be mounted over; refuses links on the path.
 fn open(root: &ContainerRoot, path: &Path) -> io::Result<OwnedFd> {
     let fd = root
         .resolve(path, OFlag::O_PATH | OFlag::O_NOFOLLOW, ResolveFlag::RESOLVE_NO_SYMLINKS)
@@ -59,31 +59,31 @@ fn open(root: &ContainerRoot, path: &Path) -> io::Result<OwnedFd> {
     }
 }
 
-/// Mounts a file with this content over a regular file of the container's, read-only. `scratch`: a
-/// directory where it can be made.
+/// Mounts a file with this content over a regular file of the container, read-only. The file is
+/// made in directory `scratch`.
 pub fn cover(root: &ContainerRoot, path: &Path, content: &[u8], scratch: &Path) -> io::Result<()> {
     let copy = Copy::new(scratch, content)?;
     let step = |what: &str, e: Errno| cannot(what, path, e.desc());
     let target = open(root, path)?;
     let none = None::<&str>;
     mount(Some(&proc_path(copy.file.as_fd())), &proc_path(target.as_fd()), none, MsFlags::MS_BIND, none).map_err(|e| step("cover", e))?;
-    // The descriptor is still on the file below; the same path leads to the mount now, or somebody
-    // has moved something.
+    // The descriptor is still on the file below. The same path must lead to the mount now, unless
+    // something was moved.
     let covered = open(root, path)?;
     if FileId::of(&fstat(&covered)?) != FileId::of(&fstat(&copy.file)?) {
         return Err(cannot("cover", path, "it is another file than a moment ago"));
     }
     let covered = proc_path(covered.as_fd());
-    // A bind mount takes its flags only when it is mounted again.
+    // A bind mount takes its flags only with a remount.
     mount(none, &covered, none, FLAGS | MsFlags::MS_REMOUNT | MsFlags::MS_BIND, none).map_err(|e| {
-        // A file that the container could write would be worse than none.
+        // A file that the container can write is worse than none.
         let undone =
             umount2(&covered, MntFlags::MNT_DETACH).err().map_or(String::new(), |e| format!("; and it stays mounted: {}", e.desc()));
         cannot("make read-only", path, format!("{}{undone}", e.desc()))
     })
 }
 
-/// A file that has a name only as long as it must.
+/// A file whose name is removed when dropped.
 struct Copy {
     file: File,
     path: PathBuf,
@@ -103,8 +103,8 @@ impl Copy {
 
 impl Drop for Copy {
     fn drop(&mut self) {
-        // A mounted file lives on without a name; one whose name cannot be removed is a few bytes
-        // in a tmpfs.
+        // A mounted file lives on without a name. If the removal fails, a few bytes stay in a
+        // tmpfs.
         let _unused = std::fs::remove_file(&self.path);
     }
 }

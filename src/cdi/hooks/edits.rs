@@ -1,9 +1,9 @@
 //! Changing a container: a list of edits, all of them or none.
 //!
-//! First everything is prepared beside its place under a temporary name: missing directories,
-//! files, links; whatever can fail (a read-only or full file system, a directory or a device in the
-//! way) fails there. Then each is renamed into place in one step. After any error what was there
-//! before is back, and what was made is gone.
+//! First everything (missing directories, files, links) is prepared under a temporary name in its
+//! final directory. Whatever can fail (a read-only or full file system, a directory or a device in
+//! the way) fails there. Then each is renamed into place in one step. After any error the former
+//! files are back and the new ones are gone.
 
 use super::container_root::{ContainerRoot, cannot, kind, name_of};
 use nix::errno::Errno;
@@ -16,16 +16,16 @@ use std::io::{self, Write};
 use std::os::fd::{AsFd, OwnedFd};
 use std::path::{Component, Path, PathBuf};
 
-/// Most directories that are made for one path.
+/// Limit of directories made for one path.
 const MAX_DEPTH: usize = 64;
 
-/// What is to be so. Paths are the container's, absolute or from its root.
+/// Desired state of a path. Paths are the container's, absolute or from its root.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Edit {
-    /// A file with this content, in place of a file or a link; missing directories are made.
+    /// File with this content; replaces a file or a link; missing directories are made.
     File { path: PathBuf, content: Vec<u8>, mode: u32 },
-    /// A link, in place of a file or another link; missing directories are made. Where it leads is
-    /// nobody's business here.
+    /// Link; replaces a file or another link; missing directories are made. The target is not
+    /// checked.
     Link { path: PathBuf, target: PathBuf },
     /// No file or link of this name.
     Absent { path: PathBuf },
@@ -47,7 +47,7 @@ impl Edit {
     }
 }
 
-/// Something that is prepared.
+/// A prepared edit.
 struct Staged<'a> {
     edit: &'a Edit,
     parent: OwnedFd,
@@ -56,30 +56,29 @@ struct Staged<'a> {
     state: State,
 }
 
-/// How far it has come.
+/// Progress of an edit.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum State {
-    /// The new one is under the temporary name.
+    /// The new file is under the temporary name.
     Prepared,
-    /// The new one is in its place, where nothing was before.
+    /// The new file is in its place; there was none before.
     Made,
-    /// The new one is in its place (or nothing, if that is the edit); the old one has
+    /// The new file is in its place (or nothing, for [`Edit::Absent`]); the old one is at
     /// [`Staged::old_name`].
     Replaced,
-    /// The new one is in its place and the old one gone: this file system gives a file no second
-    /// name.
+    /// The new file is in its place and the old one gone: this file system has no hard links.
     Gone,
 }
 
-/// Everything done so far; undone when dropped before [`Changes::keep`].
+/// Edits done so far; undone when dropped before [`Changes::keep`].
 struct Changes<'a> {
     staged: Vec<Staged<'a>>,
-    /// Made directories, outer ones first: the one it is in, and its name.
+    /// Directories made, outer ones first: descriptor of the parent, and name.
     directories: Vec<(OwnedFd, PathBuf)>,
 }
 
-/// Makes all edits, or none. Edits that would change nothing are left out, so that a root that
-/// cannot be written but is as it should be is no error.
+/// Makes all edits, or none; returns their number. Edits without effect are skipped, so a read-only
+/// root in the desired state is no error.
 pub fn apply(root: &ContainerRoot, edits: &[Edit]) -> io::Result<usize> {
     let needed: Vec<&Edit> = edits.iter().filter(|e| !is_so(root, e)).collect();
     let mut changes = Changes { staged: Vec::new(), directories: Vec::new() };
@@ -93,7 +92,7 @@ pub fn apply(root: &ContainerRoot, edits: &[Edit]) -> io::Result<usize> {
     Ok(needed.len())
 }
 
-/// Whether it is so already. What cannot be looked at is not.
+/// Whether the edit has no effect. False if the path cannot be examined.
 fn is_so(root: &ContainerRoot, edit: &Edit) -> bool {
     let Ok((parent, name)) = split(edit.path()) else { return false };
     let parent = root.resolve(parent, OFlag::O_PATH | OFlag::O_DIRECTORY, ResolveFlag::empty());
@@ -102,7 +101,7 @@ fn is_so(root: &ContainerRoot, edit: &Edit) -> bool {
         (Edit::Absent { .. }, _, None) => true,
         (Edit::Link { path, target }, Ok(parent), Some(found)) => {
             let same = || root.file_id(path).is_some_and(|id| root.file_id(&beside(path, target)) == Some(id));
-            // A file in the link's place may be the very file it would lead to, mounted there.
+            // A file in the link's place may be the link's target, mounted there.
             if found == SFlag::S_IFLNK {
                 readlinkat(&parent, name).is_ok_and(|to| to == *target)
             } else {
@@ -117,7 +116,7 @@ fn is_so(root: &ContainerRoot, edit: &Edit) -> bool {
     }
 }
 
-/// Where a link at `path` to `target` leads, as a path of the container's.
+/// Target of a link at `path`, as a path of the container.
 fn beside(path: &Path, target: &Path) -> PathBuf {
     path.parent().unwrap_or(Path::new("/")).join(target)
 }
@@ -131,7 +130,7 @@ fn said(error: Errno) -> io::Error {
     }
 }
 
-/// The directory and the name.
+/// Splits a path into directory and name.
 fn split(path: &Path) -> io::Result<(&Path, &OsStr)> {
     match (path.parent(), path.components().next_back()) {
         (Some(parent), Some(Component::Normal(name))) => Ok((parent, name)),
@@ -168,8 +167,7 @@ impl<'a> Changes<'a> {
         Ok(())
     }
 
-    /// The directory at a path, made step by step where it is missing; every step is resolved from
-    /// the root.
+    /// Opens the directory at a path and makes missing parts; every step is resolved from the root.
     fn make_directories(&mut self, root: &ContainerRoot, path: &Path) -> io::Result<OwnedFd> {
         let open = |path: &Path| root.writable_directory(path);
         match open(path) {
@@ -202,11 +200,11 @@ impl<'a> Changes<'a> {
         Ok(directory)
     }
 
-    /// The end of a success: what was there before goes.
+    /// Commits: removes the former files.
     fn keep(mut self) {
         for staged in self.staged.drain(..) {
             if staged.state == State::Replaced {
-                // The edit is made; a name nobody looks for stays behind at worst.
+                // The edit is made; at worst an unused name stays behind.
                 let _unused = unlinkat(&staged.parent, staged.old_name().as_str(), UnlinkatFlags::NoRemoveDir);
             }
         }
@@ -215,8 +213,7 @@ impl<'a> Changes<'a> {
 }
 
 impl Drop for Changes<'_> {
-    /// Undoes everything, last first. There is nothing to do about what cannot be undone; the error
-    /// that led here is told.
+    /// Undoes everything, last first. Failures are ignored; the caller reports the first error.
     fn drop(&mut self) {
         for staged in self.staged.iter().rev() {
             staged.undo();
@@ -247,7 +244,7 @@ impl Staged<'_> {
             Some(_) if linkat(at, self.name, at, old.as_str(), AtFlags::empty()).is_ok() => State::Replaced,
             Some(_) => State::Gone,
         };
-        // Never replaces a directory, whatever has happened since the look at it.
+        // rename() never replaces a directory with a file, even a directory made since the check.
         if let Err(e) = renameat(at, self.temporary.as_str(), at, self.name) {
             let _unused = unlinkat(at, old.as_str(), UnlinkatFlags::NoRemoveDir); // there if it was made a moment ago
             return Err(busy(e));
@@ -268,7 +265,7 @@ impl Staged<'_> {
     }
 }
 
-/// What is under a name, the name's own link not followed.
+/// File type of a name, its own link not followed.
 fn there(parent: &OwnedFd, name: &OsStr) -> io::Result<Option<SFlag>> {
     match fstatat(parent, name, AtFlags::AT_SYMLINK_NOFOLLOW) {
         Ok(status) => Ok(Some(kind(&status))),
@@ -277,7 +274,7 @@ fn there(parent: &OwnedFd, name: &OsStr) -> io::Result<Option<SFlag>> {
     }
 }
 
-/// A name that nobody has: opened with O_EXCL, a guess that is right only fails.
+/// Unused name: the file is opened with O_EXCL, so a collision only fails.
 fn temporary_name(index: usize) -> String {
     format!(".kata-gpu-init-{}-{}-{index}", std::process::id(), crate::clock::boottime_ns())
 }

@@ -1,8 +1,8 @@
-//! `enable-cuda-compat`: whether the image's own, newer CUDA user space is to be used with the
-//! driver that is loaded, and the file in `/etc/ld.so.conf.d` that puts it first.
+//! `enable-cuda-compat`: decides whether the image's own, newer CUDA user space is used with the
+//! loaded driver, and writes the file in `/etc/ld.so.conf.d` that puts it first.
 //!
-//! The library says in a note which drivers it works with; where it has none, the newer major
-//! version counts. The rules are the incumbent's.
+//! A note in the library lists the drivers it works with; without a note, the newer major version
+//! counts. The rules are the incumbent's.
 
 use super::container_root::ContainerRoot;
 use super::edits::Edit;
@@ -14,40 +14,40 @@ use std::fs::File;
 use std::io;
 use std::path::Path;
 
-/// Where CUDA's images have it.
+/// Usual folder of the compatibility libraries in CUDA's images.
 const COMPAT: &str = "/usr/local/cuda/compat";
-/// The incumbent's prefix: before the driver's folders, and before everything of the image's.
+/// The incumbent's prefix: sorts before the driver's folders and all folders of the image.
 pub const COMPAT_CONF: &str = "/etc/ld.so.conf.d/00-compat-kata-gpu-init.conf";
 const LIBRARY: &str = "libcuda.so.";
 const NOTE_SECTION: &[u8] = b".note.cuda.fwd_compatibility";
 const NOTE_OWNER: &[u8] = b"NVIDIA Corporation";
-/// Largest description: those that are known have 106 bytes.
+/// Limit of a note's description: the known ones have 106 bytes.
 const MAX_DESCRIPTION: usize = 64 * 1024;
 
-/// What is known of the driver, and where to look.
+/// Known facts about the driver, and the folder to search.
 #[derive(Clone, Copy, Debug)]
 pub struct Host<'a> {
-    /// Empty: not known.
+    /// Empty if unknown.
     pub driver_version: &'a str,
-    /// Empty: not known.
+    /// Empty if unknown.
     pub cuda_version: &'a str,
     pub compat: Option<&'a str>,
 }
 
-/// What a compatibility library says of itself.
+/// Note of a compatibility library about itself.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Note {
     pub cuda_version: Option<Version>,
-    /// Major versions of the drivers it works with.
+    /// Major versions of the drivers that the library works with.
     pub drivers: Vec<u64>,
 }
 
-/// One to three numbers.
+/// Version of one to three numbers.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Version([u64; 3]);
 
 impl Version {
-    /// `550.163.01`; None for anything but one to three numbers with dots.
+    /// Parses `550.163.01`; None for anything but one to three numbers with dots.
     pub fn parse(text: &str) -> Option<Self> {
         let mut numbers = [0; 3];
         let mut places = numbers.iter_mut();
@@ -62,20 +62,20 @@ impl Version {
     }
 }
 
-/// Plans it: the file that puts the libraries first, or none of ours.
+/// Plans the file that puts the libraries first, or the removal of an earlier one.
 pub fn plan(root: &ContainerRoot, host: Host, plan: &mut Plan) {
     if host.driver_version.is_empty() && host.cuda_version.is_empty() {
         return;
     }
     let folder = host.compat.unwrap_or(COMPAT);
-    // An image whose folder cannot be read has the driver's own libraries at least.
+    // If the folder cannot be read, the image has the driver's own libraries at least.
     let wanted = is_wanted(root, folder, host, &mut plan.notes).unwrap_or_else(|e| {
         plan.notes.push(format!("leave {folder} alone: {e}"));
         false
     });
     let edit = match wanted {
         true => Edit::File { path: COMPAT_CONF.into(), content: format!("{folder}\n").into_bytes(), mode: 0o644 },
-        // Of an earlier start, with another driver.
+        // Left by an earlier start with another driver.
         false => Edit::Absent { path: COMPAT_CONF.into() },
     };
     plan.edits.push(edit);
@@ -105,19 +105,19 @@ fn is_wanted(root: &ContainerRoot, folder: &str, host: Host, notes: &mut Vec<Str
     Ok(decide(note.as_ref(), &version, host.driver_version, host.cuda_version))
 }
 
-/// The decision. `compat` is the version in the library's file name.
+/// Whether the compatibility libraries are used. `compat`: the version in their file names.
 pub fn decide(note: Option<&Note>, compat: &str, driver_version: &str, cuda_version: &str) -> bool {
     let versions = Version::parse(compat).zip(Version::parse(driver_version));
     match (note, versions) {
         (Some(note), Some((compat, driver))) => note.drivers.contains(&driver.major()) && compat > driver,
         (Some(note), None) => note.cuda_version.zip(Version::parse(cuda_version)).is_some_and(|(theirs, ours)| theirs > ours),
-        // With the CUDA version alone to go by, the note is needed.
+        // If only the CUDA version is known, the note is needed.
         (None, Some((compat, driver))) => cuda_version.is_empty() && compat.major() > driver.major(),
         (None, None) => false,
     }
 }
 
-/// Reads the note of a library. None where it has none.
+/// Reads the note of a library. None if there is none.
 fn note_of(file: &File) -> io::Result<Option<Note>> {
     match elf::section(file, NOTE_SECTION)? {
         Some(section) => parse_note(&section).map_err(io::Error::other),
@@ -143,7 +143,7 @@ pub fn parse_note(section: &[u8]) -> Result<Option<Note>, String> {
     let text = description.split(|b| *b == 0).next().unwrap_or_default();
     let value: Value = serde_json::from_slice(text).map_err(|e| format!("its note is no JSON: {e}"))?;
     let object = value.as_object().ok_or("its note is no JSON object")?;
-    // Written "CUDA version" in some and "CUDA Version" in others.
+    // Notes have either "CUDA version" or "CUDA Version".
     let field = |name: &str| object.iter().find(|(key, _)| key.eq_ignore_ascii_case(name)).map(|(_, value)| value);
     let drivers = field("driver").and_then(Value::as_array).map(|all| all.iter().filter_map(Value::as_u64).collect());
     let cuda_version = field("CUDA version").and_then(Value::as_str).and_then(Version::parse);
@@ -189,18 +189,18 @@ mod tests {
     fn the_decision_is_the_incumbents() {
         let note = parse_note(&section(NOTE_OWNER, TEXT)).unwrap();
         let with = |compat, driver, cuda| decide(note.as_ref(), compat, driver, cuda);
-        // Told by the note: the driver's branch must be listed, and the library newer.
+        // By the note: the driver's branch must be listed, and the library newer.
         assert!(with("575.57.08", "570.211.01", ""));
         assert!(with("575.57.08", "575.10.10", ""));
         assert!(!with("575.57.08", "575.57.08", ""));
         assert!(!with("575.57.08", "575.99.99", ""));
         assert!(!with("575.57.08", "590.44.01", ""));
         assert!(!with("575.57.08", "555.42.02", ""), "a branch that the note does not list");
-        // By the CUDA version, where the driver's is not known.
+        // By the CUDA version, if the driver's version is unknown.
         assert!(with("575.57.08", "", "12.8"));
         assert!(!with("575.57.08", "", "12.9"));
         assert!(!with("575.57.08", "", "12.10"));
-        // Without a note: the major version.
+        // By the major version, without a note.
         let without = |compat, driver, cuda| decide(None, compat, driver, cuda);
         assert!(without("333.88.99", "222.55.66", ""));
         assert!(without("222.88.99", "99.55.66", ""));

@@ -1,9 +1,8 @@
-//! Where a container's loader looks for libraries: `/etc/ld.so.conf`, what it includes, and the
-//! directories that are built into `ldconfig`.
+//! Directories that a container's loader searches: `/etc/ld.so.conf`, its includes, and the
+//! directories built into `ldconfig`.
 //!
-//! Read as `ldconfig` reads them, with what is about to be written there already counted in.
-//! However many files and lines an image has, and whatever they include, the end is reached; what
-//! goes beyond the limits is left out, and said.
+//! Parsed as `ldconfig` does, with planned edits already counted in. Reading ends for any number of
+//! files, lines and includes; whatever exceeds the limits is left out and noted.
 
 use super::container_root::ContainerRoot;
 use super::edits::Edit;
@@ -16,44 +15,44 @@ use std::time::{Duration, Instant};
 
 pub const CONF: &str = "/etc/ld.so.conf";
 pub const CONF_DIRECTORY: &str = "/etc/ld.so.conf.d";
-/// What distributions have in [`CONF`], and what an image without that file gets.
+/// Content of [`CONF`] in distributions, and for an image without that file.
 pub const INCLUDE_ALL: &str = "include /etc/ld.so.conf.d/*.conf\n";
 
-/// Most files that are read, over all includes.
+/// Limit of files read, over all includes.
 const MAX_FILES: usize = 1024;
-/// Most of each, in bytes.
+/// Limit of one file, in bytes.
 const MAX_FILE: u64 = 1024 * 1024;
-/// Most of all of them, in bytes: a distribution's have some hundred.
+/// Limit of all files, in bytes: a distribution's have some hundred.
 const MAX_BYTES: u64 = 4 * MAX_FILE;
-/// Longest line: a path of the kernel's longest kind.
+/// Longest line: PATH_MAX of the kernel.
 const MAX_LINE: usize = 4096;
-/// How long reading them may take: the whole hook has 10 s.
+/// Time limit of the reading: the whole hook has 10 s.
 const DEADLINE: Duration = Duration::from_secs(2);
-/// How deep includes go.
+/// Limit of nested includes.
 const MAX_DEPTH: usize = 16;
-/// Most different directories.
+/// Limit of different directories.
 const MAX_DIRECTORIES: usize = 4096;
-/// How much work patterns may make, in comparisons of a byte: a tenth of a second. Opening a
-/// directory and reading a name count as so many.
+/// Limit of work for patterns, in comparisons of a byte: a tenth of a second. Opening a directory
+/// and reading a name have fixed costs in that unit.
 const MAX_WORK: usize = 50_000_000;
 const WORK_OF_DIRECTORY: usize = 2000;
 const WORK_OF_NAME: usize = 200;
 const WORK_OF_INCLUDE: usize = 2000;
-/// Longest part of a pattern: the longest name.
+/// Longest part of a pattern: NAME_MAX of the kernel.
 const MAX_PATTERN: usize = 255;
-/// Most notes.
+/// Limit of notes.
 const MAX_NOTES: usize = 16;
 
-/// What the configuration says.
+/// Parsed configuration.
 #[derive(Debug, Default)]
 pub struct Conf {
-    /// In the order in which they are searched, each once, as they are written.
+    /// In search order, each once, as written.
     pub directories: Vec<String>,
-    /// What was left out, and why.
+    /// Parts left out, and why.
     pub notes: Vec<String>,
 }
 
-/// Reads [`CONF`] with these edits made.
+/// Reads [`CONF`] as if these edits were made.
 pub fn read(root: &ContainerRoot, planned: &[Edit]) -> Conf {
     let mut reader = Reader {
         root,
@@ -69,15 +68,14 @@ pub fn read(root: &ContainerRoot, planned: &[Edit]) -> Conf {
     reader.conf
 }
 
-/// The directories that are built into the loader of this container, in the order in which
-/// `ldconfig` adds them.
+/// Directories built into the loader of this container, in the order of `ldconfig`.
 pub fn built_in(root: &ContainerRoot, machine: Machine) -> Vec<String> {
     let triplet = match machine {
         Machine::X86_64 => "x86_64-linux-gnu",
         Machine::Aarch64 => "aarch64-linux-gnu",
     };
     let is_file = |path: &str| root.kind(Path::new(path)) == Some(SFlag::S_IFREG);
-    // An image without a package manager may have Debian's libc and nothing else of it.
+    // An image without a package manager may have Debian's libc and nothing else of Debian.
     if is_file("/etc/debian_version") || is_file(&format!("/lib/{triplet}/libc.so.6")) || is_file(&format!("/usr/lib/{triplet}/libc.so.6"))
     {
         return [format!("/lib/{triplet}"), format!("/usr/lib/{triplet}"), "/lib".into(), "/usr/lib".into()].to_vec();
@@ -92,10 +90,10 @@ pub fn built_in(root: &ContainerRoot, machine: Machine) -> Vec<String> {
 struct Reader<'a> {
     root: &'a ContainerRoot,
     planned: &'a [Edit],
-    /// What was read: reading it again would add no directory.
+    /// Files read so far: reading one again would add no directory.
     files: HashSet<PathBuf>,
     known: HashSet<String>,
-    /// Read so far.
+    /// Bytes read so far.
     bytes: u64,
     work: usize,
     start: Instant,
@@ -109,7 +107,7 @@ impl Reader<'_> {
         }
     }
 
-    /// Reads one file. One that cannot be read is no reason to leave the others out.
+    /// Reads one file. An unreadable file does not stop the others.
     fn file(&mut self, path: &Path, depth: usize) {
         if depth > MAX_DEPTH || self.files.len() >= MAX_FILES {
             return self.note(format!("leave out {}: more than {MAX_FILES} files, or deeper than {MAX_DEPTH} includes", path.display()));
@@ -164,7 +162,7 @@ impl Reader<'_> {
         self.start.elapsed() > DEADLINE
     }
 
-    /// Relative ones would be searched from wherever a program is started.
+    /// Adds a directory. Relative ones are refused: they depend on a program's working directory.
     fn directory(&mut self, line: &str) {
         let directory = line.trim_end_matches('/');
         if !directory.starts_with('/') || directory.contains('\0') || self.known.contains(directory) {
@@ -184,7 +182,7 @@ impl Reader<'_> {
         }
     }
 
-    /// The paths that a pattern stands for, sorted. Those without `*`, `?` or `[` need not exist.
+    /// Paths that match a pattern, sorted. Patterns without `*`, `?` or `[` need not exist.
     fn expand(&mut self, pattern: &Path) -> Vec<PathBuf> {
         let mut paths = vec![PathBuf::from("/")];
         for component in pattern.components().take(64) {
@@ -219,7 +217,7 @@ impl Reader<'_> {
         paths
     }
 
-    /// Names in a directory, with those that are about to be there.
+    /// Names in a directory, including planned ones.
     fn names(&mut self, path: &Path) -> Vec<String> {
         self.work += WORK_OF_DIRECTORY;
         let there = self.root.directory(path).and_then(|d| d.map(|d| d.names()).transpose());
@@ -238,7 +236,7 @@ impl Reader<'_> {
     }
 }
 
-/// As in a shell: names with a dot in front are found only by patterns with one.
+/// Matches as a shell does: names with a leading dot need a pattern with one.
 fn hidden_or_not(part: &str, name: &str) -> bool {
     (part.starts_with('.') || !name.starts_with('.')) && pattern::matches(part, name)
 }

@@ -1,9 +1,9 @@
-//! Which libraries a container has, as `ldconfig` counts them: for each directory of its loader's,
-//! and each `glibc-hwcaps` subdirectory, one file for each SONAME. Reads only; gives entries for
-//! the cache, and the SONAME links that the driver's folders lack.
+//! Libraries of a container, as `ldconfig` counts them: for each directory of the loader and each
+//! `glibc-hwcaps` subdirectory, one file for each SONAME. Reads only; returns entries for the
+//! cache, and the SONAME links that the driver's folders lack.
 //!
-//! Unlike `ldconfig`, the links of directories that are the image's own stay as they are: where one
-//! is missing, the cache leads to the file itself.
+//! Unlike `ldconfig`, links in the image's own directories stay as they are: for a missing link the
+//! cache leads to the file itself.
 
 use super::arguments::Link;
 use super::container_root::{ContainerRoot, Directory, FileId, Name};
@@ -18,30 +18,30 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 const HWCAPS: &str = "glibc-hwcaps";
-/// Most files that are looked into, over all directories.
+/// Limit of files examined, over all directories.
 const MAX_FILES: usize = 65_536;
-/// How long the hook may have taken by then: the agent ends a hook after 10 s, wherever it is.
+/// Time limit since the hook's start: the agent kills a hook after 10 s.
 const DEADLINE: Duration = Duration::from_secs(8);
-/// Most steps from a planned link over planned links to a file.
+/// Limit of steps from a planned link over planned links to a file.
 const MAX_LINKS: usize = 8;
 const MAX_NOTES: usize = 16;
 
-/// What to look at.
+/// Input of a search.
 pub struct Search<'a> {
     pub root: &'a ContainerRoot,
     pub machine: Machine,
-    /// In the loader's order.
+    /// Directories in the loader's order.
     pub directories: &'a [String],
-    /// Those of them that the driver's libraries were mounted into; they get links.
+    /// Directories that the driver's libraries were mounted into; they get links.
     pub folders: &'a [String],
-    /// Links that are about to be made.
+    /// Planned links.
     pub links: &'a [Link],
-    /// The driver's version, where known: of two libraries of one name, its own is the right one in
-    /// its folders.
+    /// The driver's version, if known: of two libraries with one SONAME, the library of this
+    /// version wins in the driver's folders.
     pub driver: Option<&'a str>,
 }
 
-/// What was found.
+/// Result of a search.
 #[derive(Debug, Default)]
 pub struct Found {
     pub entries: Vec<Entry>,
@@ -50,7 +50,7 @@ pub struct Found {
     pub notes: Vec<String>,
 }
 
-/// What is of interest in a library.
+/// ELF facts of a library.
 #[derive(Clone, Debug)]
 struct Library {
     soname: Option<String>,
@@ -58,7 +58,7 @@ struct Library {
     isa_level: u32,
 }
 
-/// A library as one of its names in a directory has it.
+/// A library under one of its names in a directory.
 #[derive(Clone, Debug)]
 struct Candidate {
     name: String,
@@ -67,32 +67,32 @@ struct Candidate {
     is_link: bool,
 }
 
-/// A directory, and what is known of its names by now.
+/// A directory, and the facts known about its names.
 struct Listing<'a> {
     path: &'a str,
     directory: &'a Directory,
-    /// Its name, if it is one for some processors.
+    /// Name of the `glibc-hwcaps` subdirectory, if the directory is one.
     hwcap: Option<&'a str>,
     /// Sorted.
     names: Vec<Name>,
     files: HashMap<String, Looked>,
-    /// Where its links lead; None for what has stopped being one.
+    /// Targets of the links; None if the name is no link any more.
     targets: HashMap<String, Option<PathBuf>>,
 }
 
-/// What a name has turned out to be that was listed as a file's.
+/// Result of opening a name that was listed as a regular file.
 #[derive(Clone, Copy, Debug)]
 enum Looked {
-    /// It is in [`Searcher::seen`].
+    /// The file is in [`Searcher::seen`].
     Regular(FileId),
-    /// Something else by now, or not there.
+    /// Another kind of file by now, or absent.
     Other,
-    /// It cannot be opened, which has been said.
+    /// The file cannot be opened; a note says why.
     Unreadable,
 }
 
 impl Listing<'_> {
-    /// None: it has no such name.
+    /// File kind of a name in the listing; the outer None: no such name.
     fn kind(&self, name: &str) -> Option<Option<Type>> {
         let at = self.names.binary_search_by(|n| n.name.as_str().cmp(name)).ok()?;
         self.names.get(at).map(|n| n.kind)
@@ -102,7 +102,7 @@ impl Listing<'_> {
         Path::new(self.path).join(name)
     }
 
-    /// Where the link of this name leads.
+    /// Target of the link of this name.
     fn target(&mut self, name: &str) -> Option<PathBuf> {
         let directory = self.directory;
         let read = |name: &String| readlinkat(directory, name.as_str()).ok().map(PathBuf::from);
@@ -110,8 +110,8 @@ impl Listing<'_> {
     }
 }
 
-/// Links that are about to be made in one directory: their names and where they will lead, in their
-/// order; of two with one name the first counts.
+/// Planned links of one directory: names and targets, in order. Of two with one name the first
+/// counts.
 #[derive(Clone, Debug, Default)]
 struct Planned {
     names: Vec<String>,
@@ -134,22 +134,22 @@ impl Planned {
 struct Searcher<'a> {
     what: &'a Search<'a>,
     files: usize,
-    /// Files have several names: each is looked into once.
+    /// Files by identity: a file with several names is read once.
     seen: HashMap<FileId, Option<Library>>,
     folders: HashSet<FileId>,
-    /// Planned links by the directory they will be in.
+    /// Planned links by their directory.
     planned: HashMap<FileId, Planned>,
     found: Found,
-    /// Never used. As long as it is there, musl keeps memory for buffers of this size, which each
-    /// link is read into, instead of mapping it anew.
+    /// Never used. While a buffer of this size is allocated, musl keeps the memory for the buffers
+    /// that links are read into, instead of mapping it anew.
     _keeps_memory: Vec<u8>,
 }
 
-/// Size of the buffer into which a link is read.
+/// Size of the buffer for the target of a link.
 const LINK_BUFFER: usize = 4096;
 
-/// Looks into all directories. Errors: too many files, or too slow a file system, for the time that
-/// a hook has.
+/// Searches all directories. Errors: too many files, or too slow a file system, for the hook's time
+/// limit.
 pub fn search(what: &Search) -> io::Result<Found> {
     let id = |path: &Path| what.root.directory(path).ok().flatten().map(|d| d.id);
     let mut planned: HashMap<FileId, Planned> = HashMap::new();
@@ -195,20 +195,20 @@ pub fn search(what: &Search) -> io::Result<Found> {
     Ok(searcher.found)
 }
 
-/// What `ldconfig` takes for the name of a library.
+/// Whether `ldconfig` takes a name for a library.
 fn is_library(name: &str) -> bool {
     ((name.starts_with("lib") || name.starts_with("ld-")) && name.contains(".so"))
         || name.starts_with("ld.so.")
         || name.starts_with("ld64.so.")
 }
 
-/// What package managers have not finished writing.
+/// Whether a name is a temporary file of a package manager.
 fn is_unfinished(name: &str) -> bool {
     let prelink = name.len().checked_sub(17).and_then(|at| name.get(at..)).is_some_and(|end| end.starts_with(".#prelink#."));
     prelink || name.ends_with(".#prelink#") || name.contains(';') || name.ends_with(".dpkg-new") || name.ends_with(".dpkg-tmp")
 }
 
-/// Whether a SONAME is a name in a directory, which is what it is used as here.
+/// Whether a SONAME is a valid file name.
 fn is_name(soname: &str) -> bool {
     !matches!(soname, "" | "." | "..") && soname.len() <= 255 && !soname.contains(|c: char| c == '/' || c.is_control())
 }
@@ -220,7 +220,7 @@ impl Searcher<'_> {
         }
     }
 
-    /// Names of directories for some processors; the loader takes no name with a colon.
+    /// Names of `glibc-hwcaps` subdirectories; the loader takes no name with a colon.
     fn subdirectories(&self, hwcaps: &str) -> Vec<String> {
         let names = self.what.root.directory(Path::new(hwcaps)).ok().flatten().and_then(|d| d.names().ok()).unwrap_or_default();
         let usable = names.into_iter().filter(|n| !n.name.starts_with('.') && !n.name.contains(':') && n.kind != Some(Type::File));
@@ -234,11 +234,11 @@ impl Searcher<'_> {
         }
     }
 
-    /// One directory; `hwcap` is its name if it is one for some processors. Gives whether it may
-    /// have directories for some processors in it.
+    /// Reads one directory; `hwcap` is its name if it is a `glibc-hwcaps` subdirectory. Returns
+    /// whether the directory may have such subdirectories.
     fn directory(&mut self, path: &str, directory: &Directory, hwcap: Option<&str>) -> io::Result<bool> {
         let at = |e: io::Error| io::Error::other(format!("look for libraries in {path}: {e}"));
-        // One with many names of no library costs time, too.
+        // A directory with many names but no library costs time, too.
         self.in_time().map_err(at)?;
         let names = match directory.names() {
             Ok(names) => names,
@@ -247,14 +247,14 @@ impl Searcher<'_> {
                 return Ok(true);
             }
         };
-        // In full from the start: musl maps and unmaps memory each time that a table of some
-        // hundred names grows.
+        // Allocate at full size: musl maps and unmaps memory each time that a table of some hundred
+        // names grows.
         let (files, targets) = (HashMap::with_capacity(names.len()), HashMap::with_capacity(names.len()));
         let mut listing = Listing { path, directory, hwcap, names, files, targets };
         let mut planned = self.planned.get(&directory.id).cloned().unwrap_or_default();
         let (mut entries, links) = self.look(&mut listing, &planned).map_err(at)?;
         if !links.is_empty() {
-            // Links that led nowhere may lead to these.
+            // Dangling links may lead to these new ones.
             for link in &links {
                 if let Edit::Link { path, target } = link
                     && let Some(name) = path.file_name().and_then(|n| n.to_str())
@@ -269,14 +269,14 @@ impl Searcher<'_> {
         Ok(!matches!(listing.kind(HWCAPS), None | Some(Some(Type::File))))
     }
 
-    /// The entries that a directory gives with these links in it, and the links that it lacks.
+    /// Entries of a directory with the planned links in it, and the links that the directory lacks.
     fn look(&mut self, listing: &mut Listing, planned: &Planned) -> io::Result<(Vec<Entry>, Vec<Edit>)> {
         let (path, hwcap) = (listing.path, listing.hwcap);
         let count = listing.names.len() + planned.names.len();
         let mut names: Vec<Name> = Vec::with_capacity(count);
         names.extend(listing.names.iter().filter(|n| !planned.has(&n.name)).cloned());
         names.extend(planned.names.iter().map(|n| Name { name: n.clone(), kind: Some(Type::Symlink) }));
-        // What each name leads to, for those that count as libraries or are about to be links.
+        // File of each name that counts as a library or is a planned link.
         let mut leads_to: HashMap<&str, FileId> = HashMap::with_capacity(count);
         let mut chosen: HashMap<String, Candidate> = HashMap::with_capacity(count);
         let own = |name: &str| self.what.driver.is_some_and(|v| name.strip_suffix(v).is_some_and(|n| n.ends_with(".so.")));
@@ -317,7 +317,7 @@ impl Searcher<'_> {
                 let is_planned = planned.has(&soname);
                 let kind = if is_planned { Some(Some(Type::Symlink)) } else { listing.kind(&soname) };
                 let there = leads_to.get(soname.as_str()).copied();
-                // Not asked for where it is known that nothing is there.
+                // Skip the lookup if the name is known to be absent.
                 let there = there.or_else(|| kind.and_then(|_| self.what.root.file_id(Path::new(&full(&soname)))));
                 let can_be_made = matches!(kind, None | Some(Some(Type::Symlink)));
                 let another = there.is_some_and(|id| id != candidate.id) && own(&candidate.name);
@@ -335,7 +335,7 @@ impl Searcher<'_> {
         Ok((entries, links))
     }
 
-    /// What a name leads to. None for what is no regular file.
+    /// Library of a name. None if the name leads to no regular file.
     fn candidate(&mut self, listing: &mut Listing, name: &str, kind: Option<Type>, planned: &Planned) -> io::Result<Option<Candidate>> {
         self.files += 1;
         if self.files > MAX_FILES {
@@ -356,7 +356,7 @@ impl Searcher<'_> {
         Ok(known.map(|(id, library)| Candidate { name: name.to_string(), id, library: library.unwrap_or_else(not_one), is_link }))
     }
 
-    /// The regular file of a name that is not, and will not be, a link's. Looked into once.
+    /// Regular file of a name that is neither a link nor a planned link. Read once.
     fn file(&mut self, listing: &mut Listing, name: &str, kind: Option<Type>, planned: &Planned) -> Looked {
         if planned.has(name) || kind == Some(Type::Symlink) {
             return Looked::Other;
@@ -379,10 +379,10 @@ impl Searcher<'_> {
         looked
     }
 
-    /// The file that a link leads to, over links that are not made yet, too.
+    /// File that a link leads to, over planned links, too.
     ///
-    /// What stays in its directory, as most links do, is followed by its names; everything else is
-    /// resolved by the kernel, from the root.
+    /// Links within the directory, as most are, are followed by name; the kernel resolves all
+    /// others from the root.
     fn follow(&mut self, listing: &mut Listing, name: &str, planned: &Planned) -> Option<FileId> {
         let mut name = name.to_string();
         for _ in 0..MAX_LINKS {
@@ -392,7 +392,7 @@ impl Searcher<'_> {
                 (None, Some(Some(Type::Symlink))) => listing.target(&name)?,
                 (None, Some(kind)) => match self.file(listing, &name, kind, planned) {
                     Looked::Regular(id) => return Some(id),
-                    // The file system does not say what it is, or it has changed.
+                    // The file system reports no kind, or the file has changed.
                     Looked::Other | Looked::Unreadable => match self.resolve(&listing.full(&name)) {
                         None => listing.target(&name)?,
                         found => return found,
@@ -418,8 +418,8 @@ impl Searcher<'_> {
     fn look_into(&mut self, id: FileId, open: impl FnOnce() -> io::Result<Option<std::fs::File>>) {
         let machine = self.what.machine;
         self.seen.entry(id).or_insert_with(|| {
-            // What is no ELF file of this machine's (a linker script, a text) is none of the
-            // loader's, and no fault.
+            // A file that is no ELF file of this machine (a linker script, a text) is not for the
+            // loader and no fault.
             let library = open().ok().flatten().and_then(|file| elf::identity(&file).ok());
             let library = library.filter(|l| l.kind == elf::ET_DYN && l.loadable)?;
             Some(Library { flags: machine.flags(&library)?, soname: library.soname, isa_level: library.isa_level })
@@ -427,12 +427,11 @@ impl Searcher<'_> {
     }
 }
 
-/// In place of a library's flags.
+/// Flags of a file that is no library.
 const NOT_A_LIBRARY: u32 = 0;
 
-/// The name under which a candidate enters the cache. A link counts as the name it has itself where
-/// that is the SONAME or the `.so` beside it, which is what compilers are given; any other link
-/// counts as the file.
+/// Name of a candidate in the cache. A link keeps its own name if that is the SONAME or the `.so`
+/// beside it, which is passed to compilers; any other link counts as the file.
 fn named(mut candidate: Candidate) -> (String, Candidate) {
     let soname = candidate.library.soname.clone().unwrap_or_else(|| candidate.name.clone());
     if candidate.is_link {
@@ -445,7 +444,7 @@ fn named(mut candidate: Candidate) -> (String, Candidate) {
     (soname, candidate)
 }
 
-/// Of two with one SONAME: the driver's own, else a file before a link, else the newer one.
+/// Choice of two with one SONAME: the driver's own, else a file before a link, else the newer one.
 fn better(a: &Candidate, b: &Candidate, machine: Machine, own: impl Fn(&str) -> bool) -> bool {
     let rank = |c: &Candidate| (own(&c.name) && !c.is_link, !c.is_link);
     rank(a).cmp(&rank(b)).then_with(|| order(&a.name, &b.name, machine)).is_gt()

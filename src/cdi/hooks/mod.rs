@@ -3,10 +3,10 @@
 //!
 //! The commands and flags are those of the incumbent's hook; [`arguments`] has them. Each job of a
 //! hook reads and decides first, then makes all its edits or none ([`edits`]), through the
-//! container's root ([`container_root`]) alone; a job that fails keeps no other from being done.
-//! What is read of an image is bounded in size and in time. Nothing of the image's is executed,
-//! loaded or mounted; the environment is not looked at. kata-agent logs a hook's failure and starts
-//! the container all the same: the one line on standard error is what there is to see.
+//! container's root ([`container_root`]) alone; a failed job does not stop the others. Reads from
+//! an image are bounded in size and in time. Nothing from the image is executed, loaded or mounted;
+//! the environment is ignored. kata-agent logs a hook's failure and starts the container all the
+//! same: the only trace is the line on standard error.
 
 pub mod arguments; // the command line
 pub mod container_root; // reading in the container
@@ -32,14 +32,14 @@ use update_ldcache::Plan;
 
 pub use disable_device_node_modification::cover;
 
-/// The incumbent's name, under which specs start it.
+/// The incumbent's name, under which specs start the hook.
 pub const NAME: &str = "nvidia-cdi-hook";
-/// Chosen first by the OOM killer.
+/// Score with which the OOM killer chooses the hook first.
 const OOM_SCORE: &str = "1000";
-/// There in a guest that this program has booted, and nowhere else.
+/// Directory that exists only in a guest booted by this program.
 const GUEST: &str = "/run/kata-gpu-init";
 
-/// A hook that failed: which, at which step, with which value.
+/// Failure of a hook: hook, step and value.
 #[derive(Debug)]
 pub struct Error(String);
 
@@ -51,17 +51,17 @@ impl fmt::Display for Error {
 
 impl std::error::Error for Error {}
 
-/// What a hook did.
+/// Result of a hook.
 #[derive(Debug, Default)]
 pub struct Outcome {
-    /// Files and links that were made, replaced or removed.
+    /// Number of files and links made, replaced or removed.
     pub edits: usize,
-    /// What is not as it should be, and did not stop it.
+    /// Problems that did not stop the hook.
     pub notes: Vec<String>,
 }
 
-/// The words for a hook, where this program was started as one. PID 1 is a hook by its name alone:
-/// its words are those of the kernel command line that the kernel does not know.
+/// Arguments of a hook, if this program was started as one. PID 1 is a hook by its name alone: its
+/// arguments are unknown words of the kernel command line.
 pub fn invocation(words: impl IntoIterator<Item = OsString>, is_init: bool) -> Option<Vec<OsString>> {
     let mut words = words.into_iter();
     let name = words.next()?;
@@ -71,12 +71,12 @@ pub fn invocation(words: impl IntoIterator<Item = OsString>, is_init: bool) -> O
     words.next().filter(|w| w == "hook" && !is_init).map(|_| words.collect())
 }
 
-/// Runs a hook and tells how it went.
+/// Runs a hook and logs its result.
 pub fn main(words: Vec<OsString>) -> ExitCode {
-    // What is made for a container is made with these modes, whatever the runtime's mask is.
+    // Files and links for a container get these modes, whatever the runtime's umask is.
     nix::sys::stat::umask(nix::sys::stat::Mode::from_bits_truncate(0o022));
-    // The image decides what a hook reads: where memory is short, the hook goes, and neither the
-    // agent nor the init. Without /proc, as it was.
+    // The image decides how much a hook reads: if memory is short, kill the hook rather than the
+    // agent or the init. Without /proc, the score stays.
     let _unused = std::fs::write("/proc/self/oom_score_adj", OOM_SCORE);
     let words: Result<Vec<String>, OsString> = words.into_iter().map(OsString::into_string).collect();
     let result = words.map_err(|w| Error(format!("{w:?} is no text"))).and_then(|words| run(&words, io::stdin().lock()));
@@ -92,8 +92,8 @@ pub fn main(words: Vec<OsString>) -> ExitCode {
     }
 }
 
-/// Says a line on standard error; in our guest in the kernel's log, too, because the agent does not
-/// pass on what hooks of this kind write.
+/// Prints a line on standard error, and in our guest also in the kernel log: the agent does not
+/// pass on the output of such hooks.
 fn tell(line: &str) {
     let line: String = line.chars().map(|c| if c.is_control() { ' ' } else { c }).take(1000).collect();
     eprintln!("{NAME}: {line}");
@@ -102,8 +102,8 @@ fn tell(line: &str) {
     }
 }
 
-/// Runs the hook that these words (those after the program's name) ask for, with the container's
-/// state on `input`.
+/// Runs the hook named by these arguments (without the program's name), with the container's state
+/// on `input`.
 pub fn run(words: &[String], input: impl Read + AsFd) -> Result<Outcome, Error> {
     match arguments::parse(words).map_err(Error)? {
         Meaning::Help => print!(
@@ -160,7 +160,7 @@ fn perform(command: Command, arguments: &Arguments, input: impl Read + AsFd) -> 
         Command::UpdateApplicationProfile => _ = jobs.run(|plan| set(plan, update_application_profile::plan(&root)?)),
         Command::DisableDeviceNodeModification => disable_device_node_modification::run(&root)?,
         Command::Prepare => {
-            // First, before anything of the image is read: whatever becomes of the rest, the
+            // Run this job first, before anything of the image is read: even if the rest fails, the
             // container changes no device node.
             if let Err(error) = disable_device_node_modification::run(&root) {
                 jobs.notes.push(format!("prepare: {error}: programs in the container may try to change device nodes"));
@@ -173,7 +173,7 @@ fn perform(command: Command, arguments: &Arguments, input: impl Read + AsFd) -> 
             let driver = Some(arguments.host_driver_version.as_str()).filter(|v| !v.is_empty());
             let links = if linked.is_some() { &arguments.links[..] } else { &[] };
             jobs.run(|plan| {
-                // Made already, and so not made again.
+                // These edits are made already; do not repeat them.
                 plan.edits = compat.unwrap_or_default();
                 update_ldcache::plan(&root, &arguments.folders, links, driver, plan)
             });
@@ -189,7 +189,7 @@ fn set(plan: &mut Plan, edits: Vec<Edit>) -> io::Result<()> {
     Ok(())
 }
 
-/// The jobs of one hook.
+/// Jobs of one hook.
 struct Jobs<'a> {
     root: &'a ContainerRoot,
     edits: usize,
@@ -198,7 +198,7 @@ struct Jobs<'a> {
 }
 
 impl Jobs<'_> {
-    /// Plans one job and makes its edits, all or none; returns them. A failure is kept for the end.
+    /// Plans one job and makes its edits, all or none; returns them. Keeps a failure for the end.
     fn run(&mut self, plan: impl FnOnce(&mut Plan) -> io::Result<()>) -> Option<Vec<Edit>> {
         let mut planned = Plan::default();
         let made = plan(&mut planned).and_then(|()| edits::apply(self.root, &planned.edits));
@@ -215,7 +215,7 @@ impl Jobs<'_> {
         }
     }
 
-    /// Error: every job that has failed, and the notes of all.
+    /// Error: all failed jobs, and the notes of all jobs.
     fn end(mut self) -> io::Result<Outcome> {
         if self.errors.is_empty() {
             return Ok(Outcome { edits: self.edits, notes: self.notes });
@@ -242,7 +242,7 @@ mod tests {
         let of = |words: &[&str], is_init| invocation(words.iter().map(OsString::from), is_init).map(|words| words.len());
         assert_eq!(of(&["/init", "hook", "prepare"], true), None);
         assert_eq!(of(&["/init", "hook", "prepare"], false), Some(1));
-        // As a spec of ours starts it, whose PID namespace may be new.
+        // As our spec starts the hook, possibly in a new PID namespace.
         assert_eq!(of(&["nvidia-cdi-hook", "prepare"], true), Some(1));
         assert_eq!(of(&["/usr/bin/nvidia-cdi-hook", "prepare"], false), Some(1));
         assert_eq!(of(&["/init"], false), None);

@@ -1,5 +1,5 @@
-//! What a runtime tells a hook: the state on its standard input, which names the bundle, whose
-//! `config.json` names the container's root. Everything is bounded, in size and in time.
+//! State from the runtime on a hook's standard input: it names the bundle, whose `config.json`
+//! names the container's root. Everything is bounded, in size and in time.
 
 use super::container_root::{cannot, read_bounded};
 use nix::fcntl::OFlag;
@@ -12,11 +12,11 @@ use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-/// Largest state: the agent's has half a kilobyte, annotations may add some.
+/// Limit of a state: the agent's has half a kilobyte, annotations may add some.
 pub const MAX_STATE: u64 = 64 * 1024;
-/// Largest `config.json`: that of a pod with hundreds of mounts has some 100 kB.
+/// Limit of a `config.json`: that of a pod with hundreds of mounts has some 100 kB.
 pub const MAX_CONFIG: u64 = 4 * 1024 * 1024;
-/// How long the runtime may take to write the state; the agent gives a hook 10 s in all.
+/// Time limit for the runtime to write the state; the agent gives a hook 10 s in all.
 const STATE_DEADLINE: Duration = Duration::from_secs(5);
 
 #[derive(Deserialize)]
@@ -34,7 +34,7 @@ struct Root {
     path: Option<PathBuf>,
 }
 
-/// The bundle's directory, from the text of a state.
+/// Bundle directory in the text of a state.
 pub fn bundle(state: &[u8]) -> Result<PathBuf, String> {
     let state: State = serde_json::from_slice(state).map_err(|e| format!("it is no OCI state: {e}"))?;
     match state.bundle {
@@ -44,7 +44,7 @@ pub fn bundle(state: &[u8]) -> Result<PathBuf, String> {
     }
 }
 
-/// The container's root, from the text of a `config.json`.
+/// Path of the container's root in the text of a `config.json`.
 pub fn root_path(config: &[u8]) -> Result<PathBuf, String> {
     let config: Config = serde_json::from_slice(config).map_err(|e| format!("it is no OCI configuration: {e}"))?;
     match config.root.and_then(|r| r.path) {
@@ -54,7 +54,7 @@ pub fn root_path(config: &[u8]) -> Result<PathBuf, String> {
     }
 }
 
-/// Reads a state up to its end, and not longer than the deadline.
+/// Reads a state up to its end; fails at the deadline.
 pub fn read_state(input: impl Read + AsFd) -> io::Result<Vec<u8>> {
     read_state_within(input, STATE_DEADLINE)
 }
@@ -83,7 +83,7 @@ fn read_state_within(mut input: impl Read + AsFd, deadline: Duration) -> io::Res
     }
 }
 
-/// Reads the root's path of the container that a state is about.
+/// Reads the path of the root of the container that a state describes.
 pub fn root_of(state: &[u8]) -> io::Result<PathBuf> {
     let bundle = bundle(state).map_err(|e| io::Error::other(format!("read the OCI state: {e}")))?;
     let path = bundle.join("config.json");
@@ -91,7 +91,7 @@ pub fn root_of(state: &[u8]) -> io::Result<PathBuf> {
     root_path(&config).map_err(|e| cannot("read", &path, e))
 }
 
-/// Reads a file of the guest's: one that is neither a link nor something that blocks.
+/// Reads a file of the guest; refuses links and files that block.
 pub fn read_regular(path: &Path, limit: u64) -> io::Result<Vec<u8>> {
     let flags = (OFlag::O_NONBLOCK | OFlag::O_NOFOLLOW | OFlag::O_NOCTTY).bits();
     let read = |file: File| match file.metadata()? {

@@ -1,5 +1,5 @@
 //! `update-application-profile`: the driver's EGL and Vulkan show a container only the GPUs whose
-//! nodes it has. A profile of the driver's own, with a bit for each minor.
+//! nodes it has. Writes a profile for the driver, with a bit for each minor.
 
 use super::container_root::{ContainerRoot, cannot, kind};
 use super::edits::Edit;
@@ -8,12 +8,12 @@ use nix::sys::stat::{SFlag, fstatat, minor};
 use std::io;
 use std::path::Path;
 
-/// Where the driver reads profiles; the name is the incumbent's.
+/// Path where the driver reads profiles; the name is the incumbent's.
 const PROFILE: &str = "/etc/nvidia/nvidia-application-profiles-rc.d/10-container.conf";
-/// The mask has 64 bits.
+/// Highest minor: the mask has 64 bits.
 const MAX_MINOR: u64 = 63;
 
-/// Plans it: nothing for a container without GPUs.
+/// Plans the profile; nothing for a container without GPUs.
 pub fn plan(root: &ContainerRoot) -> io::Result<Vec<Edit>> {
     let dev = Path::new("/dev");
     let Some(directory) = root.directory(dev)? else { return Ok(Vec::new()) };
@@ -23,7 +23,7 @@ pub fn plan(root: &ContainerRoot) -> io::Result<Vec<Edit>> {
         if digits.is_empty() || !digits.bytes().all(|b| b.is_ascii_digit()) {
             continue;
         }
-        // Looked at, never opened: that would initialise the GPU.
+        // Stat the node, never open it: an open initialises the GPU.
         let status = fstatat(&directory, name.name.as_str(), AtFlags::AT_SYMLINK_NOFOLLOW)?;
         let minor = minor(status.st_rdev);
         if kind(&status) == SFlag::S_IFCHR && minor <= MAX_MINOR {
@@ -36,7 +36,7 @@ pub fn plan(root: &ContainerRoot) -> io::Result<Vec<Edit>> {
     Ok(vec![Edit::File { path: PROFILE.into(), content: profile(mask).into_bytes(), mode: 0o444 }])
 }
 
-/// The profile's text: one setting, for all programs.
+/// Text of the profile: one setting, for all programs.
 fn profile(mask: u64) -> String {
     let settings = serde_json::json!(["EGLVisibleDGPUDevices", "MASK"]).to_string();
     // The driver's own format: JSON, but numbers may be hexadecimal.
