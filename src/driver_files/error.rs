@@ -1,31 +1,31 @@
-//! Why there is no list of the driver's files, in one sentence with the cure.
+//! Reasons for having no list of the driver's files, each in one sentence with the cure.
 
 use std::fmt;
 use std::path::PathBuf;
 
-/// Why a driver root cannot be used.
+/// Reason why a driver root cannot be used.
 #[derive(Debug)]
 pub enum Error {
-    /// A root is not there.
+    /// A root does not exist.
     NoRoot { path: PathBuf, why: String },
-    /// The loaded module's version, or that which was asked for, is none.
+    /// The version of the loaded module, or the requested one, is malformed.
     BadVersion { source: PathBuf, value: String },
     /// The loaded module's version cannot be read.
     UnreadableVersion { source: PathBuf, why: String },
-    /// Nothing of the driver is there. `problems` are what could not be looked at.
+    /// No part of the driver is there. `problems` lists paths that could not be examined.
     NoDriver { driver_root: PathBuf, version: Option<String>, problems: Vec<String> },
-    /// There is compute, and the library that it all goes through is missing. `needed_by` is a
-    /// library that is there.
+    /// A compute library (`needed_by`) is there, but libcuda, which all compute goes through, is
+    /// missing.
     NoLibcuda { directory: PathBuf, version: String, needed_by: String, problems: Vec<String> },
-    /// The libraries are those of another driver.
+    /// The libraries belong to another driver version.
     Mismatch { module: String, source: VersionSource, library: PathBuf, found: String },
-    /// Libraries of several versions, and no module that says which.
+    /// Libraries of several versions, and no module to decide between them.
     Ambiguous { first: PathBuf, second: PathBuf },
-    /// A directory that holds more of them than any driver has.
+    /// A directory with more libraries than any driver has.
     TooMany { directory: PathBuf, most: usize },
 }
 
-/// Who says which version it is.
+/// Source of a version.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum VersionSource {
     /// The caller.

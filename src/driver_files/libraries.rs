@@ -1,8 +1,8 @@
-//! The driver's libraries: which directories hold them, of which version they are, and the links
-//! that programs find them by.
+//! The driver's libraries: their directories and version, and the links by which programs find
+//! them.
 //!
-//! Links come from the files' own SONAMEs, so that they are made in a container whether or not
-//! somebody ran ldconfig in the image.
+//! Links come from the files' own SONAMEs, so a container gets them whether or not ldconfig ran in
+//! the image.
 
 use super::tree::{Entry, Found, Places, below, plain_name, plain_path};
 use super::{Error, Kind, Link, Mount, Problems, VersionSource};
@@ -11,7 +11,7 @@ use nix::sys::stat::SFlag;
 use std::collections::{BTreeMap, HashSet};
 use std::path::{Path, PathBuf};
 
-/// Where packages put libraries, below the driver root; those of the machine's own width first.
+/// Library directories of packages, below the driver root; 64-bit ones first.
 const DIRECTORIES: &[&str] = &[
     "/usr/lib64",
     "/usr/lib/x86_64-linux-gnu",
@@ -24,8 +24,8 @@ const DIRECTORIES: &[&str] = &[
     "/lib/aarch64-linux-gnu",
     "/lib/x86_64-linux-gnu/nvidia/current",
     "/lib/aarch64-linux-gnu/nvidia/current",
-    // For 32-bit programs; the first of them everything where there is no other, as in roots made
-    // by hand.
+    // For 32-bit programs; /usr/lib holds everything if there is no other, as in roots made by
+    // hand.
     "/usr/lib",
     "/lib",
     "/usr/lib/i386-linux-gnu",
@@ -33,33 +33,31 @@ const DIRECTORIES: &[&str] = &[
     "/usr/lib32",
     "/",
 ];
-/// Most libraries of one directory: a driver has about 60.
+/// Limit of libraries in one directory: a driver has about 60.
 const MAX_LIBRARIES: usize = 512;
-/// Their versions are not the driver's: EGL platforms, each with a version of its own, and the
-/// compiler for old programs.
+/// Libraries with versions of their own: EGL platforms, and the compiler for old programs.
 const EGL_PLATFORMS: &[&str] =
     &["libnvidia-egl-gbm", "libnvidia-egl-wayland", "libnvidia-egl-wayland2", "libnvidia-egl-xcb", "libnvidia-egl-xlib"];
 const LEGACY_COMPILER: &str = "libnvidia-nvvm70";
-/// Libraries that tell a driver's version.
+/// Libraries whose names give the driver's version.
 const TELLING: [&str; 2] = ["libcuda", "libnvidia-ml"];
-/// Libraries that nothing but CUDA uses: with one of them there, libcuda is not left out on
-/// purpose.
+/// Libraries that only CUDA uses: if one of them is there, a missing libcuda is not intended.
 const FOR_CUDA_ONLY: &[&str] = &["libnvidia-ptxjitcompiler", "libnvidia-nvvm", LEGACY_COMPILER, "libcudadebugger"];
-/// Links that programs need and no SONAME tells: library -> link, and whether it points to the
+/// Links that programs need besides the SONAMEs: library -> link, and whether it points to the
 /// SONAME's link (else to the file).
 const MORE_LINKS: &[(&str, &str, bool)] = &[
-    // Many programs open it by this name.
+    // Many programs open libcuda by this name.
     ("libcuda", "libcuda.so", true),
     ("libnvidia-opticalflow", "libnvidia-opticalflow.so", true),
-    // Opened by this name, by the X server and by libglvnd for indirect rendering.
+    // Names opened by the X server, and by libglvnd for indirect rendering.
     ("libnvidia-vulkan-producer", "libnvidia-vulkan-producer.so", false),
     ("libGLX_nvidia", "libGLX_indirect.so.0", false),
 ];
-/// The name under which Mesa's GBM looks for the driver's back end, which is its allocator.
+/// Name under which Mesa's GBM opens the driver's back end, a link to the driver's allocator.
 const GBM: (&str, &str) = ("libnvidia-allocator", "gbm/nvidia-drm_gbm.so");
 
-/// Whether this is a version of the driver: two to four numbers, the first of three or four digits
-/// (Tegra's libcuda.so.1.1 has none).
+/// Whether a text is a driver version: two to four numbers, the first of three or four digits (the
+/// 1.1 of Tegra's libcuda.so.1.1 is none).
 pub fn is_version(text: &str) -> bool {
     let parts: Vec<&str> = text.split('.').collect();
     (2..=4).contains(&parts.len())
@@ -75,13 +73,13 @@ fn split(name: &str) -> Option<(&str, &str)> {
 /// A directory that may hold libraries.
 pub struct Directory {
     found: Found,
-    /// In a container.
+    /// Path in a container.
     container_path: PathBuf,
     /// Names that look like the driver's, sorted.
     entries: Vec<(String, bool)>,
 }
 
-/// Reads each library directory below the driver root once, and vdpau/ in it.
+/// Reads each library directory below the driver root once, and its vdpau/.
 pub fn directories(places: &Places, problems: &mut Problems) -> Result<Vec<Directory>, Error> {
     let mut all = Vec::new();
     let mut seen = HashSet::new();
@@ -130,20 +128,20 @@ fn directory(places: &Places, candidate: &Path, found: Found, problems: &mut Pro
     Ok(Some(Directory { found, container_path, entries }))
 }
 
-/// Before anything is known of the version.
+/// Preselection by name before the version is known.
 fn looks_like_ours(name: &[u8]) -> bool {
     let text = String::from_utf8_lossy(name);
     let Some((stem, rest)) = split(&text) else { return false };
     is_version(rest) || is_other(stem, rest)
 }
 
-/// Whether it is one of those with a version of their own. Of an EGL platform's names, that with
-/// the whole version is the file.
+/// Whether a library has a version of its own. Of the names of an EGL platform, the file is the
+/// name with the whole version.
 fn is_other(stem: &str, rest: &str) -> bool {
     stem == LEGACY_COMPILER || (EGL_PLATFORMS.contains(&stem) && rest.contains('.'))
 }
 
-/// The driver's version: what the module says, and what the libraries say, if they agree.
+/// The driver's version, if module and libraries agree.
 pub fn version(
     directories: &[Directory],
     module: Option<(String, VersionSource)>,
@@ -186,7 +184,7 @@ pub fn version(
     }
 }
 
-/// What was found of the libraries.
+/// Libraries found, and links to them.
 #[derive(Default)]
 pub struct Libraries {
     pub mounts: Vec<Mount>,
@@ -195,7 +193,7 @@ pub struct Libraries {
     pub libcuda_directory: Option<PathBuf>,
 }
 
-/// A library that goes into containers.
+/// A library for containers.
 struct Library<'a> {
     directory: &'a Directory,
     name: &'a str,
@@ -230,7 +228,7 @@ pub fn collect(places: &Places, all: &[Directory], version: &str, problems: &mut
     }
     let mounted: HashSet<&PathBuf> = out.mounts.iter().map(|m| &m.container_path).collect();
     out.links.retain(|path, _| !mounted.contains(path));
-    // In their order of preference, and not in that in which files and links were taken.
+    // Sort by preference: files and links were taken in another order.
     out.directories.sort_by_key(|path| all.iter().position(|d| d.container_path == *path));
     if out.libcuda_directory.is_none() {
         refuse_cuda_without_libcuda(all, version, problems)?;
@@ -256,7 +254,8 @@ fn refuse_cuda_without_libcuda(all: &[Directory], version: &str, problems: &Prob
     Ok(())
 }
 
-/// Files first, then links to what is not among them: alternatives lead to files that are.
+/// Files first, then links that lead to none of these files: alternatives lead to files already
+/// taken.
 fn choose<'a>(places: &Places, all: &'a [Directory], version: &str, problems: &mut Problems) -> Vec<Library<'a>> {
     let wanted = |name: &str| split(name).is_some_and(|(stem, rest)| rest == version || is_other(stem, rest));
     let mut chosen = Vec::new();
@@ -313,7 +312,7 @@ fn add_links(links: &mut BTreeMap<PathBuf, Link>, library: &Library, soname: Opt
     if stem == GBM.0 {
         link(GBM.1, &format!("../{soname}"));
     }
-    // Names without a number are for building programs: only where the image has them.
+    // Names without a number serve for building programs: add them only if the image has them.
     let bare = format!("{stem}.so");
     if !MORE_LINKS.iter().any(|(_, path, _)| *path == bare) && directory.found.has_link(&bare) {
         link(&bare, soname);

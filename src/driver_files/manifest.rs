@@ -1,14 +1,13 @@
-//! What a scan found, kept in the image: written once when the image is built, verified at boot by
-//! looking at the files' sizes alone.
+//! Result of a scan, kept in the image: written once when the image is built, verified at boot by
+//! the files' sizes alone.
 //!
-//! It holds paths below the driver root, so that an image built in one place may be mounted in
-//! another. It is verified with what survives the making of an image: a file's size, and a library
-//! directory's time in seconds; where an archive or a packer sets times of its own, the directory's
-//! names are compared instead. Sockets are never in it: they are looked for at boot. Write it last:
-//! ldconfig changes library directories.
+//! Paths are below the driver root, so that an image built in one place may be mounted in another.
+//! Verification uses facts that survive the making of an image: a file's size, and a library
+//! directory's time in seconds; if an archive or a packer sets other times, the directory's names
+//! are compared instead. Sockets are never included: they are searched for at boot. Write the
+//! manifest last: ldconfig changes library directories.
 //!
-//! Not seen: a configuration or program that is added after it was written, outside the library
-//! directories.
+//! Not detected: a configuration or program added later outside the library directories.
 
 use super::tree::{Found, Places, below, plain_name, plain_path};
 use super::{DriverFiles, Error, Kind, Problems, Roots, is_version, module_version, named, scan};
@@ -18,13 +17,13 @@ use std::fmt;
 use std::io;
 use std::path::{Path, PathBuf};
 
-/// Its directory, below the driver root.
+/// Directory of the manifest, below the driver root.
 pub const DIRECTORY: &str = "/usr/share/kata-gpu-init";
-/// Its name there.
+/// File name of the manifest.
 pub const FILE: &str = "driver-files.json";
-/// Longest manifest that is read; one of a driver with everything has 20 kB.
+/// Limit of a manifest's size; that of a complete driver has 20 kB.
 pub const MAX_BYTES: usize = 1 << 20;
-/// A reader knows this schema and no other.
+/// The only schema that a reader accepts.
 const SCHEMA: u32 = 1;
 
 /// A manifest's content.
@@ -32,15 +31,15 @@ const SCHEMA: u32 = 1;
 #[serde(deny_unknown_fields)]
 pub struct Manifest {
     schema: u32,
-    /// Host paths are those below the driver root.
+    /// Host paths are relative to the driver root.
     files: DriverFiles,
-    /// In bytes, of each of the mounts.
+    /// Size of each mount, in bytes.
     sizes: Vec<u64>,
     /// The library directories.
     directories: Vec<Directory>,
 }
 
-/// How a library directory is known again.
+/// Facts by which a library directory is recognised.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 struct Directory {
@@ -50,19 +49,19 @@ struct Directory {
     names: u64,
 }
 
-/// Why a manifest is not used. The root is scanned instead.
+/// Reason why a manifest is not used. The root is scanned instead.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Unusable {
-    /// There is none.
+    /// There is no manifest.
     Absent { path: PathBuf },
-    /// It cannot be read, or is none.
+    /// The manifest cannot be read or parsed.
     Broken { path: PathBuf, why: String },
-    /// It is of another state of the image, or of another driver.
+    /// The manifest is of another state of the image, or of another driver.
     Stale { path: PathBuf, what: String },
 }
 
 impl Unusable {
-    /// Without the path and the cure.
+    /// The reason without the path and the cure.
     pub fn reason(&self) -> &str {
         match self {
             Self::Absent { .. } => "there is none",
@@ -88,8 +87,8 @@ impl fmt::Display for Unusable {
 
 impl std::error::Error for Unusable {}
 
-/// Reads a manifest's text. Takes any bytes; what comes out has only paths and names that a scan
-/// could have found.
+/// Parses a manifest from any bytes; the result has only paths and names that a scan could have
+/// found.
 pub fn parse(bytes: &[u8]) -> Result<Manifest, String> {
     if bytes.len() > MAX_BYTES {
         return Err(format!("{} bytes: a manifest has at most {MAX_BYTES}", bytes.len()));
@@ -100,8 +99,8 @@ pub fn parse(bytes: &[u8]) -> Result<Manifest, String> {
 }
 
 impl Manifest {
-    /// Of what a scan has found. Fails where that cannot be kept: something could not be looked at,
-    /// or lies outside the driver root.
+    /// Manifest of a scan's result. Fails if a path could not be examined or lies outside the
+    /// driver root.
     fn new(places: &Places, found: &DriverFiles) -> io::Result<Self> {
         if let Some(problem) = found.problems.first() {
             return Err(io::Error::other(format!("not all could be looked at: {problem}")));
@@ -128,10 +127,10 @@ impl Manifest {
         Ok(Self { schema: SCHEMA, files, sizes, directories })
     }
 
-    /// The file's text.
+    /// Text of the file.
     pub fn to_json(&self) -> Vec<u8> {
-        // Structs of strings and numbers, all paths text: cannot fail. Nobody takes an empty text
-        // for a manifest.
+        // Structs of strings and numbers with UTF-8 paths cannot fail. No reader accepts an empty
+        // text.
         serde_json::to_vec(self).unwrap_or_default()
     }
 
@@ -172,7 +171,7 @@ impl Manifest {
         Ok(())
     }
 
-    /// The first thing that is not as it was.
+    /// Error: the first difference from the manifest.
     fn verify(&self, places: &Places) -> Result<(), String> {
         for (mount, size) in self.files.mounts.iter().zip(&self.sizes) {
             let now = look(places, &mount.host_path, SFlag::S_IFREG)?.size();
@@ -189,7 +188,7 @@ impl Manifest {
         Ok(())
     }
 
-    /// What a scan of this driver root would have found, but for sockets.
+    /// Files that a scan of this driver root would have found, except sockets.
     fn files_below(mut self, driver_root: &Path) -> DriverFiles {
         for mount in &mut self.files.mounts {
             mount.host_path = below(driver_root, &mount.host_path);
@@ -201,13 +200,12 @@ impl Manifest {
     }
 }
 
-/// `libcuda.so.1`, or `../libnvidia-allocator.so.1`.
+/// Whether a link's target looks like `libcuda.so.1` or `../libnvidia-allocator.so.1`.
 fn plain_target(target: &str) -> bool {
     plain_name(target.strip_prefix("../").unwrap_or(target).as_bytes()).is_some()
 }
 
-/// What is at a path of the driver root, which must be of this kind, and there without a link on
-/// the way.
+/// Finds a path of the driver root; it must be of this kind and have no link on the way.
 fn look(places: &Places, path: &Path, kind: SFlag) -> Result<Found, String> {
     match places.driver(path) {
         Ok(Some(found)) if !found.is(kind) || found.path != below(&places.driver_root, path) => {
@@ -219,7 +217,7 @@ fn look(places: &Places, path: &Path, kind: SFlag) -> Result<Found, String> {
     }
 }
 
-/// A number for the set of a directory's names: the sum of their FNV-1a hashes, which has no order.
+/// Checksum of the set of a directory's names: the sum of their FNV-1a hashes, in any order.
 fn names_sum(directory: &Found) -> io::Result<u64> {
     let mut sum = 0_u64;
     directory.entries(|name| {
@@ -230,23 +228,22 @@ fn names_sum(directory: &Found) -> io::Result<u64> {
     Ok(sum)
 }
 
-/// Writes the manifest of what a scan of these roots has found; gives its path in the guest and its
-/// size.
+/// Writes the manifest of a scan of these roots; returns its path in the guest and its size.
 ///
-/// The last step of an image's build. Errors name what stands against it.
+/// Run as the last step of an image's build. Errors name the obstacle.
 pub fn write(roots: &Roots, files: &DriverFiles) -> io::Result<(PathBuf, usize)> {
     let places = Places::open(roots).map_err(io::Error::other)?;
     let directory = Path::new(DIRECTORY);
     let path = below(&places.driver_root, &directory.join(FILE));
     let at = |e: io::Error| io::Error::new(e.kind(), format!("driver files: write manifest {}: {e}", path.display()));
     let text = Manifest::new(&places, files).map_err(at)?.to_json();
-    // What is written must be read again.
+    // The written text must be readable.
     parse(&text).map_err(|why| at(io::Error::other(why)))?;
     places.make_directory(directory).and_then(|directory| directory.write(FILE, &text)).map_err(at)?;
     Ok((path, text.len()))
 }
 
-/// Reads the manifest, verifies it, and looks for the sockets that are there now.
+/// Reads and verifies the manifest, and searches for the current sockets.
 pub fn load(roots: &Roots, expected_version: Option<&str>) -> Result<DriverFiles, Unusable> {
     let path = Path::new(DIRECTORY).join(FILE);
     let places = Places::open(roots).map_err(|e| Unusable::Broken { path: path.clone(), why: e.to_string() })?;
@@ -271,8 +268,7 @@ pub fn load(roots: &Roots, expected_version: Option<&str>) -> Result<DriverFiles
     Ok(files)
 }
 
-/// From the manifest if there is one that holds, else by a scan; with it, why the manifest was not
-/// used.
+/// Loads a valid manifest, else scans; also returns why the manifest was not used.
 pub fn load_or_scan(roots: &Roots, expected_version: Option<&str>) -> Result<(DriverFiles, Option<Unusable>), Error> {
     match load(roots, expected_version) {
         Ok(files) => Ok((files, None)),

@@ -1,13 +1,13 @@
-//! Which files of the driver's user space a container needs: libraries, the links to them,
-//! programs, configurations, firmware, sockets.
+//! Files of the driver's user space that a container needs: libraries, the links to them, programs,
+//! configurations, firmware, sockets.
 //!
-//! [`scan`] looks at a driver root once, each directory once, and runs nothing. [`manifest`] keeps
-//! what it found, written when an image is built, so that a boot only has to see that it is still
-//! true. What a container gets from this is for `cdi` to say.
+//! [`scan`] reads a driver root, each directory once, and runs nothing. [`manifest`] keeps the
+//! result of a scan made when an image is built: a boot only verifies it. Module `cdi` decides
+//! which of the files a container gets.
 //!
-//! A driver without libcuda is refused where something is there that only CUDA uses (an
-//! installation by halves, and every program would fail later with less to go by); management or
-//! graphics libraries alone are taken as meant so, with [`DriverFiles::libcuda_directory`] None.
+//! A driver without libcuda is refused if a library that only CUDA uses is there: such a half
+//! installation makes every program fail later with less to go by. Management or graphics libraries
+//! alone count as intended, with [`DriverFiles::libcuda_directory`] None.
 
 mod error;
 mod libraries;
@@ -28,45 +28,45 @@ const MODULE_VERSION: &str = "/sys/module/nvidia/version";
 /// Most problems that are kept.
 const MAX_PROBLEMS: usize = 32;
 
-/// Where things lie.
+/// Roots of a scan.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Roots {
-    /// The guest's root, as this process sees it. Nothing outside is looked at: links in it are
-    /// followed as if it were `/`.
+    /// The guest's root, as this process sees it. Nothing outside is read: links in it are followed
+    /// as if it were `/`.
     pub root: PathBuf,
     /// The root that the driver's user space was installed into, as the guest sees it: `/`,
     /// `/run/kata-extensions/gpu`, `/run/nvidia/driver`.
     pub driver_root: PathBuf,
-    /// The root with the sockets of services, as the guest sees it. The guest's own root is looked
-    /// into, too.
+    /// The root with the sockets of services, as the guest sees it. The guest's own root is
+    /// searched, too.
     pub dev_root: PathBuf,
 }
 
 impl Default for Roots {
-    /// The machine's own.
+    /// The roots of this machine.
     fn default() -> Self {
         Self { root: "/".into(), driver_root: "/".into(), dev_root: "/".into() }
     }
 }
 
-/// What a container needs. Paths hold no link, no `..` and nothing that a spec or a hook's argument
+/// Files for a container. Paths hold no link, no `..` and nothing that a spec or a hook's argument
 /// would have to quote.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct DriverFiles {
-    /// As the module and the libraries say it. It is what the choice of CUDA's compatibility
-    /// libraries in a container depends on.
+    /// Version that module and libraries agree on. The choice of CUDA's compatibility libraries in
+    /// a container depends on it.
     pub version: String,
-    /// In a container.
+    /// Path in a container.
     pub libcuda_directory: Option<PathBuf>,
-    /// In a container: what its ld.so.cache must know. The machine's own width comes first.
+    /// Paths in a container for its ld.so.cache; 64-bit ones come first.
     pub library_directories: Vec<PathBuf>,
     /// In ascending order of container path, so that parents come first.
     pub mounts: Vec<Mount>,
-    /// In ascending order of path. None has a mount's path.
+    /// In ascending order of path. No link has a mount's path.
     pub links: Vec<Link>,
-    /// What could not be looked at and was left out, in whole sentences for people; empty for a
-    /// sound root.
+    /// Paths left out because they could not be examined, in whole sentences; empty for a sound
+    /// root.
     #[serde(skip)]
     pub problems: Vec<String>,
 }
@@ -75,14 +75,14 @@ pub struct DriverFiles {
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Mount {
-    /// As the guest sees it, with the driver root.
+    /// Path in the guest, with the driver root.
     pub host_path: PathBuf,
-    /// Without the driver root.
+    /// Path in the container, without the driver root.
     pub container_path: PathBuf,
     pub kind: Kind,
 }
 
-/// What is mounted.
+/// Kind of a mount.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Kind {
@@ -96,16 +96,16 @@ pub enum Kind {
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Link {
-    /// Its path in the container.
+    /// Path of the link in the container.
     pub link: PathBuf,
-    /// What it points to, from its own directory.
+    /// Target, relative to the link's directory.
     pub target: String,
-    /// The file that this is in the end, as the guest sees it: mounted at the link's path it does
-    /// as well.
+    /// File at the end of the link, as the guest sees it; mounting it at the link's path works as
+    /// well.
     pub file: PathBuf,
 }
 
-/// What could not be looked at.
+/// Paths that could not be examined.
 #[derive(Default)]
 struct Problems(Vec<String>);
 
@@ -117,8 +117,8 @@ impl Problems {
     }
 }
 
-/// Looks for everything. `expected_version` is that of the module which is or will be loaded;
-/// without it `<root>/sys` is asked, and where that has none, the libraries tell.
+/// Scans the roots. `expected_version` is that of the module which is or will be loaded; without it
+/// the version comes from `<root>/sys`, else from the libraries.
 pub fn scan(roots: &Roots, expected_version: Option<&str>) -> Result<DriverFiles, Error> {
     let places = Places::open(roots)?;
     let mut problems = Problems::default();
@@ -143,14 +143,13 @@ pub fn scan(roots: &Roots, expected_version: Option<&str>) -> Result<DriverFiles
     Ok(files)
 }
 
-/// The sockets that are there now. They come and go with their services, so a spec that is written
-/// later asks again.
+/// Current sockets. Services create and remove them: search again for each spec written later.
 pub fn sockets(roots: &Roots) -> Result<Vec<Mount>, Error> {
     Ok(named::sockets(&Places::open(roots)?, roots, &mut Problems::default()))
 }
 
 impl DriverFiles {
-    /// Puts these sockets in the place of those it has.
+    /// Replaces the sockets.
     pub fn set_sockets(&mut self, sockets: Vec<Mount>) {
         self.mounts.retain(|mount| mount.kind == Kind::File);
         self.mounts.extend(sockets);
@@ -164,7 +163,7 @@ impl DriverFiles {
     }
 }
 
-/// The version to hold the libraries against, and who says so; None where no module is loaded.
+/// Version that the libraries must have, and its source; None if no module is loaded.
 fn module_version(places: &Places, expected: Option<&str>) -> Result<Option<(String, VersionSource)>, Error> {
     let path = PathBuf::from(MODULE_VERSION);
     let (version, source) = match expected {

@@ -1,5 +1,5 @@
-//! Files that are known by name: programs, configurations, X modules, firmware, sockets. Tables say
-//! which, and where they are looked for.
+//! Files found by name: programs, configurations, X modules, firmware, sockets. Tables list the
+//! names and the directories to search.
 
 use super::tree::{Found, Places, below, plain_name, plain_path};
 use super::{Kind, Link, Mount, Problems, Roots};
@@ -7,7 +7,7 @@ use nix::sys::stat::SFlag;
 use std::collections::HashSet;
 use std::path::{Path, PathBuf};
 
-/// Programs that containers get.
+/// Programs for containers.
 const PROGRAMS: &[&str] = &[
     "nvidia-smi",
     "nvidia-debugdump",
@@ -18,11 +18,11 @@ const PROGRAMS: &[&str] = &[
     "nvidia-imex-ctl",
     "nvidia-xconfig",
 ];
-/// Where programs are looked for; the first that has one is taken.
+/// Directories of programs; the first that has one counts.
 const PROGRAM_DIRECTORIES: &[&str] = &["/usr/local/sbin", "/usr/local/bin", "/usr/sbin", "/usr/bin", "/sbin", "/bin"];
 
-/// Configurations: their path in the directories below, and the directory in which a container's
-/// loaders look for them.
+/// Configurations: path in the directories below, and the directory in which a container's loaders
+/// read them.
 const CONFIGS: &[(&str, &str)] = &[
     ("glvnd/egl_vendor.d/10_nvidia.json", "/usr/share"),
     ("egl/egl_external_platform.d/09_nvidia_wayland2.json", "/usr/share"),
@@ -41,11 +41,10 @@ const CONFIGS: &[(&str, &str)] = &[
     ("vulkan/icd.d/nvidia_layers.json", "/etc"),
     ("vulkan/implicit_layer.d/nvidia_layers.json", "/etc"),
 ];
-/// Where configurations are looked for; the last is for drivers that are installed into a directory
-/// of their own.
+/// Directories of configurations; the last is for drivers installed into a directory of their own.
 const CONFIG_DIRECTORIES: &[&str] = &["/etc", "/usr/local/share", "/usr/share", "/"];
 
-/// Where X modules are looked for.
+/// Directories of X modules.
 const X_DIRECTORIES: &[&str] = &[
     "/usr/lib/x86_64-linux-gnu/nvidia/xorg",
     "/usr/lib/aarch64-linux-gnu/nvidia/xorg",
@@ -66,19 +65,19 @@ const X_DIRECTORIES: &[&str] = &[
     "/usr/X11R6/lib/modules/extensions",
 ];
 
-/// The kernel's own search path for firmware (drivers/base/firmware_loader), without what a running
-/// kernel adds to it.
+/// The kernel's own search path for firmware (drivers/base/firmware_loader), without the additions
+/// of a running kernel.
 const FIRMWARE_DIRECTORIES: [&str; 2] = ["/lib/firmware/updates", FIRMWARE];
-/// Where containers have it.
+/// Directory of firmware in containers.
 const FIRMWARE: &str = "/lib/firmware";
-/// Which may have one more directory, set in this file.
+/// File with one more firmware directory of the running kernel.
 const FIRMWARE_PARAMETER: &str = "/sys/module/firmware_class/parameters/path";
-/// Most kernels in one image whose own firmware directories are looked into.
+/// Limit of kernels in one image whose own firmware directories are searched.
 const MAX_KERNELS: usize = 32;
-/// Most firmware files of one version; there are two to four.
+/// Limit of firmware files of one version; there are two to four.
 const MAX_FIRMWARE: usize = 32;
 
-/// Sockets of services that run in the guest, in the directories below, and the pipes of the
+/// Sockets of services in the guest, relative to the directories below, and the pipes of the
 /// Multi-Process Service.
 const SOCKETS: &[(&str, SFlag)] = &[
     ("/run/nvidia-persistenced/socket", SFlag::S_IFSOCK),
@@ -96,7 +95,7 @@ pub struct Named<'a> {
 }
 
 impl<'a> Named<'a> {
-    /// All of them.
+    /// Collects all named files except sockets.
     pub fn collect(places: &'a Places, version: &'a str, problems: &'a mut Problems) -> Self {
         let mut named = Self { places, version, mounts: Vec::new(), links: Vec::new(), problems };
         named.programs();
@@ -106,8 +105,8 @@ impl<'a> Named<'a> {
         named
     }
 
-    /// What a path of the driver root leads to. What cannot be looked at, or written into a spec,
-    /// is told and passed over.
+    /// Finds a path of the driver root. Paths that cannot be examined, or written into a spec, are
+    /// recorded as problems and skipped.
     fn look(&mut self, path: &Path) -> Option<Found> {
         match self.places.driver(path) {
             Ok(Some(found)) if plain_path(&found.path) => Some(found),
@@ -123,18 +122,18 @@ impl<'a> Named<'a> {
         }
     }
 
-    /// Those of these directories that are there, the same one under several names once.
+    /// The existing ones of these directories, without duplicates under several names.
     fn there(&mut self, directories: &[&'static str]) -> Vec<&'static str> {
         let mut seen = HashSet::new();
         let mut there = |directory: &&'static str| match self.places.driver(Path::new(directory)) {
             Ok(found) => found.is_some_and(|found| seen.insert(found.path)),
-            // Told where something is looked for in it.
+            // The problem is recorded when a file in the directory is searched for.
             Err(_) => true,
         };
         directories.iter().copied().filter(|directory| there(directory)).collect()
     }
 
-    /// The first of these directories' file of that name, with the path it was found at.
+    /// The first file of that name in these directories, with the path it was found at.
     fn first(&mut self, directories: &[&str], name: &str, fits: impl Fn(&Found) -> bool) -> Option<(PathBuf, Found)> {
         directories.iter().find_map(|directory| {
             let path = Path::new(directory).join(name);
@@ -156,7 +155,7 @@ impl<'a> Named<'a> {
     }
 
     fn configs(&mut self) {
-        // The same file under two names is wanted once.
+        // The same file under two names is mounted once.
         let mut seen = HashSet::new();
         let profile = format!("nvidia/nvidia-application-profiles-{}-rc", self.version);
         for (name, container_directory) in CONFIGS.iter().copied().chain([(profile.as_str(), "/usr/share")]) {
@@ -173,7 +172,7 @@ impl<'a> Named<'a> {
         if let Some((path, found)) = self.first(&directories, "nvidia_drv.so", regular) {
             self.mount(found, path);
         }
-        // The X server opens the bare name; Fedora's packages have no other.
+        // The X server opens the bare name; Fedora's packages have only this one.
         let bare = "libglxserver_nvidia.so";
         let with_version = format!("{bare}.{}", self.version);
         if let Some((path, found)) = self.first(&directories, &with_version, regular) {
@@ -185,8 +184,8 @@ impl<'a> Named<'a> {
         }
     }
 
-    /// GSP firmware of this version, each file from the first directory that has it, as the kernel
-    /// does.
+    /// GSP firmware of this version, each file from the first directory that has it, as in the
+    /// kernel.
     fn firmware(&mut self) {
         let directories = self.firmware_directories();
         directories.iter().for_each(|directory| self.firmware_in(directory));
@@ -214,8 +213,8 @@ impl<'a> Named<'a> {
         }
     }
 
-    /// Paths in the driver root. The kernel adds its own release to each, and there may be several
-    /// kernels in an image.
+    /// Firmware directories in the driver root. The kernel also searches a subdirectory with its
+    /// release, and an image may hold several kernels.
     fn firmware_directories(&mut self) -> Vec<PathBuf> {
         let mut directories = Vec::new();
         match self.places.text(Path::new(FIRMWARE_PARAMETER)) {
@@ -248,8 +247,8 @@ impl<'a> Named<'a> {
     }
 }
 
-/// The sockets that are there now: below the root for devices, the guest's own root, or the driver
-/// root, whose services may run in it.
+/// Current sockets: below the root for devices, the guest's own root, or the driver root, whose
+/// services may run in it.
 pub fn sockets(places: &Places, roots: &Roots, problems: &mut Problems) -> Vec<Mount> {
     let mut roots_tried: Vec<&Path> = vec![&roots.dev_root];
     for root in [Path::new("/"), &places.driver_root] {

@@ -1,8 +1,8 @@
-//! Looking things up below a root, as a process would whose `/` it is: links cannot lead out of it,
-//! whatever they say (openat2, RESOLVE_IN_ROOT).
+//! Path lookup below a root, as for a process whose `/` it is: no link leads out of it (openat2,
+//! RESOLVE_IN_ROOT).
 //!
-//! Paths that come back hold no link, and begin at the guest's root. Needs /proc, which tells what
-//! a descriptor's path is.
+//! Returned paths hold no link, and begin at the guest's root. Needs /proc for the paths of
+//! descriptors.
 
 use super::{Error, Roots};
 use nix::dir::{Dir, Type};
@@ -17,19 +17,18 @@ use std::io::{self, Read, Write};
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::path::{Component, Path, PathBuf};
 
-/// Lookups that the kernel gives up because something was renamed meanwhile are tried this often.
+/// Tries of a lookup that the kernel aborts because of a concurrent rename.
 const TRIES: usize = 8;
-/// Entries of one directory that are looked at; a distribution's library directory has some
-/// thousand.
+/// Limit of entries read from one directory; a distribution's library directory has some thousand.
 const MAX_ENTRIES: usize = 200_000;
-/// Longest small file (a version, a path).
+/// Limit of a small file (a version, a path).
 const MAX_TEXT: u64 = 4096;
 
-/// Something that is there.
+/// A file that exists.
 pub struct Found {
-    /// Opened with O_PATH: nothing happens to a device or a pipe.
+    /// Opened with O_PATH: no effect on a device or a pipe.
     fd: OwnedFd,
-    /// In the guest, without links.
+    /// Path in the guest, without links.
     pub path: PathBuf,
     stat: FileStat,
 }
@@ -47,13 +46,13 @@ impl Found {
         u64::try_from(self.stat.st_size).unwrap_or(0)
     }
 
-    /// Seconds: what every archive and every file system keeps.
+    /// Modification time in seconds, which every archive and every file system keeps.
     pub fn modified_s(&self) -> i64 {
         self.stat.st_mtime
     }
 
-    /// Opens a regular file for reading; anything else is refused, because to open it could wait or
-    /// do something.
+    /// Opens a regular file for reading; anything else is refused, because an open could block or
+    /// have effects.
     pub fn open(&self) -> io::Result<File> {
         if !self.is(SFlag::S_IFREG) {
             return Err(io::Error::other("not a regular file"));
@@ -62,17 +61,16 @@ impl Found {
         Ok(File::from(openat(AT_FDCWD, path.as_str(), OFlag::O_RDONLY | OFlag::O_CLOEXEC, Mode::empty())?))
     }
 
-    /// Reads a regular file, no more than so many bytes of it.
+    /// Reads a regular file, at most `most` bytes.
     pub fn read(&self, most: u64) -> io::Result<Vec<u8>> {
-        /// A read that sees the end needs so much room.
+        /// Room for the read that returns end of file.
         const PROBE: u64 = 32;
         let mut bytes = Vec::with_capacity(usize::try_from(self.size().min(most) + PROBE).unwrap_or(0));
         self.open()?.take(most).read_to_end(&mut bytes)?;
         Ok(bytes)
     }
 
-    /// A directory's entries with names that are wanted, sorted. Fails where there are more than
-    /// such a directory has.
+    /// Wanted entries of a directory, sorted. Fails if there are more than such a directory has.
     pub fn entries(&self, mut wanted: impl FnMut(&[u8]) -> bool) -> io::Result<Vec<Entry>> {
         let flags = OFlag::O_RDONLY | OFlag::O_DIRECTORY | OFlag::O_CLOEXEC;
         let mut directory = Dir::from_fd(openat(&self.fd, ".", flags, Mode::empty())?)?;
@@ -101,12 +99,11 @@ impl Found {
 
     /// Whether a directory has a link of this name.
     pub fn has_link(&self, name: &str) -> bool {
-        // What cannot be looked at is no link: it would only make one more in the container.
+        // A failed stat counts as no link: at worst the container lacks one more link.
         fstatat(&self.fd, name, AtFlags::AT_SYMLINK_NOFOLLOW).is_ok_and(|stat| stat.st_mode & SFlag::S_IFMT.bits() == SFlag::S_IFLNK.bits())
     }
 
-    /// Replaces a file in this directory by rename, so that a reader sees the old one or the new
-    /// one.
+    /// Replaces a file in this directory by rename: a reader sees the old file or the new one.
     pub fn write(&self, name: &str, bytes: &[u8]) -> io::Result<()> {
         let temporary = format!("{name}.tmp");
         match unlinkat(&self.fd, temporary.as_str(), UnlinkatFlags::NoRemoveDir) {
@@ -130,11 +127,11 @@ pub struct Entry {
 /// One root.
 pub struct Tree {
     root: OwnedFd,
-    /// As the guest sees it.
+    /// Path of the root, as the guest sees it.
     path: PathBuf,
-    /// The path that the kernel has for the guest's root: what the paths of descriptors begin with.
+    /// Kernel's path of the guest's root: the prefix of descriptors' paths.
     above: PathBuf,
-    /// The first directories of paths that had a link on the way: `/lib` of most systems.
+    /// Top-level directories of paths that had a link on the way: `/lib` on most systems.
     linked: RefCell<HashSet<PathBuf>>,
 }
 
@@ -145,11 +142,11 @@ impl Tree {
         Ok(Self { root: fd, path: "/".into(), above, linked: RefCell::default() })
     }
 
-    /// What a path leads to; None where there is nothing.
+    /// Finds a path; None if nothing is there.
     pub fn find(&self, path: &Path) -> io::Result<Option<Found>> {
         let first: PathBuf = path.components().take(2).collect();
         let linked = self.linked.borrow().contains(&first);
-        // Most paths have no link on the way, and are then the kernel's own.
+        // Most paths have no link on the way and equal the kernel's path.
         let no_links = if linked || !plain_path(path) { Err(Errno::ELOOP) } else { self.look_up(path, ResolveFlag::RESOLVE_NO_SYMLINKS) };
         let found = match no_links {
             Err(Errno::ELOOP) => {
@@ -197,10 +194,10 @@ fn kernel_path(fd: &OwnedFd) -> io::Result<PathBuf> {
 pub struct Places {
     guest: Tree,
     driver: Tree,
-    /// As the guest sees it, without links.
+    /// Path of the driver root as the guest sees it, without links.
     pub driver_root: PathBuf,
-    /// Of paths at which nothing was found, and directories above them: whether they are there.
-    /// Nothing below one that is not is looked for.
+    /// Paths at which nothing was found, and their parents: whether they exist. Nothing is searched
+    /// for below a missing directory.
     known: RefCell<HashMap<PathBuf, bool>>,
 }
 
@@ -219,11 +216,11 @@ impl Places {
         &self.guest
     }
 
-    /// What a path below the driver root leads to.
+    /// Finds a path below the driver root.
     ///
-    /// An absolute link there means that root, as for the packages that made it; where it leads to
-    /// nothing, it means the guest's, as for a driver that was installed into a directory of a
-    /// running system.
+    /// An absolute link there means the driver root, as in packages. If that leads to nothing, it
+    /// means the guest's root, as for a driver that was installed into a directory of a running
+    /// system.
     pub fn driver(&self, path: &Path) -> io::Result<Option<Found>> {
         if path.ancestors().any(|part| self.known.borrow().get(part) == Some(&false)) {
             return Ok(None);
@@ -242,14 +239,14 @@ impl Places {
         }
     }
 
-    /// Which directory on the way to something missing is the first that is missing, too.
+    /// Records the first missing directory on the way to a missing path.
     fn learn(&self, path: &Path) {
         self.known.borrow_mut().insert(path.to_path_buf(), false);
         let mut above: Vec<&Path> = path.ancestors().skip(1).collect();
         above.reverse();
         for directory in above {
             let known = self.known.borrow().get(directory).copied();
-            // What cannot be looked at is for whoever looks at it.
+            // Errors are left to the lookup that needs this directory.
             let there = known.unwrap_or_else(|| !matches!(self.driver_now(directory), Ok(None)));
             self.known.borrow_mut().insert(directory.to_path_buf(), there);
             if !there {
@@ -258,7 +255,7 @@ impl Places {
         }
     }
 
-    /// A directory of the driver root, made if it is not there, with those above it.
+    /// Opens a directory of the driver root; makes it and its parents if missing.
     pub fn make_directory(&self, path: &Path) -> io::Result<Found> {
         let missing = || io::Error::from(io::ErrorKind::NotFound);
         let mut found = self.driver.find(Path::new("/"))?.ok_or_else(missing)?;
@@ -276,13 +273,12 @@ impl Places {
         Ok(found)
     }
 
-    /// The path that something of the driver root has in a container; None for what lies elsewhere.
+    /// Path in a container of a file in the driver root; None for files outside it.
     pub fn in_container(&self, guest_path: &Path) -> Option<PathBuf> {
         guest_path.strip_prefix(&self.driver_root).ok().map(|rest| Path::new("/").join(rest))
     }
 
-    /// A small text file below the guest's root, without white space around it; None where there is
-    /// none.
+    /// Trimmed content of a small text file below the guest's root; None if the file is missing.
     pub fn text(&self, path: &Path) -> io::Result<Option<String>> {
         let Some(found) = self.guest.find(path)? else { return Ok(None) };
         let text = String::from_utf8(found.read(MAX_TEXT)?).map_err(|e| io::Error::new(io::ErrorKind::InvalidData, e))?;
@@ -295,16 +291,16 @@ pub fn below(root: &Path, path: &Path) -> PathBuf {
     root.join(path.strip_prefix("/").unwrap_or(path))
 }
 
-/// A file name that is written into specs, hook arguments and links as it is: letters, digits and
-/// `._+-`.
+/// Checks a file name for use in specs, hook arguments and links without quotes: letters, digits
+/// and `._+-`.
 pub fn plain_name(name: &[u8]) -> Option<&str> {
     let plain = |b: &u8| b.is_ascii_alphanumeric() || b"._+-".contains(b);
     let name = name.iter().all(plain).then(|| std::str::from_utf8(name).ok()).flatten()?;
     (!name.is_empty() && !name.starts_with('.') && name.len() <= 255).then_some(name)
 }
 
-/// A path that can be written so: absolute, of text, without `..`, without control characters and
-/// without the colons that part lists of paths.
+/// Checks a path for use without quotes: absolute, UTF-8, without `..`, control characters and the
+/// colons that separate lists of paths.
 pub fn plain_path(path: &Path) -> bool {
     let plain_text = path.to_str().is_some_and(|text| text.len() <= 4095 && !text.contains(|c: char| c.is_control() || c == ':'));
     let mut components = path.components();

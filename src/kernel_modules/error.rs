@@ -1,50 +1,50 @@
-//! Why a module is not there, in one sentence: what was asked for, which module of it failed, its
-//! file, the errno with its text, and the cure where one is known.
+//! Reasons why a module is not loaded, in one sentence: the request, the module that failed, its
+//! file, the errno with its text, and the cure if one is known.
 
 use super::file::Format;
 use nix::errno::Errno;
 use std::fmt;
 use std::path::PathBuf;
 
-/// Why a module is not there. `asked` is what was asked for, `module` the one that failed: itself
-/// or a dependency, by the kernel's names.
+/// Reason why a module is not loaded. `asked` is the requested name, `module` the module that
+/// failed (the requested one or a dependency), by the kernel's names.
 #[derive(Debug)]
 pub enum LoadError {
     /// An index cannot be read.
     NoIndex { asked: String, path: PathBuf, why: String },
     /// No module has that name or alias.
     Unknown { asked: String, index: PathBuf },
-    /// An alias leads to no module; `alias NAME off` in modprobe.d is the usual way to say so.
+    /// An alias leads to no module; usually because of `alias NAME off` in modprobe.d.
     Off { asked: String, target: String },
-    /// All modules that the alias stands for are blacklisted.
+    /// All modules of the alias are blacklisted.
     Blacklisted { asked: String, modules: Vec<String> },
     /// A file that modules.dep names cannot be opened.
     NoFile { asked: String, module: String, path: PathBuf, errno: Errno },
-    /// A file is there, and what is in it cannot be read.
+    /// A file exists, but its content cannot be read.
     Unreadable { asked: String, module: String, path: PathBuf, why: Unreadable },
     /// The kernel refused.
     Refused { asked: String, module: String, path: PathBuf, errno: Errno, hint: Box<Hint> },
 }
 
-/// Why a file's content cannot be read.
+/// Reason why a file's content cannot be read.
 #[derive(Debug)]
 pub enum Unreadable {
     Read(Errno),
     Packed { format: Format, why: String },
 }
 
-/// What was looked at to tell why the kernel refused.
+/// Facts that explain why the kernel refused.
 #[derive(Debug, Default)]
 pub struct Hint {
     /// The version magic of the file, for ENOEXEC and EINVAL.
     pub magic: Option<String>,
     /// `uname -r`.
     pub kernel: String,
-    /// Whether /proc/sys/kernel/modules_disabled is 1, for EPERM; None when it cannot be read.
+    /// Whether /proc/sys/kernel/modules_disabled is 1, for EPERM; None if unreadable.
     pub disabled: Option<bool>,
 }
 
-/// `load module nvidia_uvm: its dependency nvidia: `, or the first half where there is no other.
+/// `load module nvidia_uvm: its dependency nvidia: `, or the first half for the module itself.
 fn head(f: &mut fmt::Formatter<'_>, asked: &str, module: &str) -> fmt::Result {
     write!(f, "load module {asked}: ")?;
     if asked == module { Ok(()) } else { write!(f, "it needs {module}: ") }
@@ -101,7 +101,7 @@ impl fmt::Display for LoadError {
     }
 }
 
-/// What the kernel means by an errno of its module loader (kernel/module/main.c), and what to do.
+/// Meaning of an errno of the kernel's module loader (kernel/module/main.c), and its cure.
 fn reason(f: &mut fmt::Formatter<'_>, errno: Errno, hint: &Hint) -> fmt::Result {
     match (errno, &hint.magic, hint.disabled) {
         (Errno::ENOEXEC | Errno::EINVAL, Some(magic), _) if magic.split(' ').next() != Some(hint.kernel.as_str()) => {

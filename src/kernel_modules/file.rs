@@ -1,10 +1,9 @@
-//! One module's file, from the disk into the kernel.
+//! Loads one module's file into the kernel.
 //!
-//! What is not compressed is given to finit_module byte for byte, so that its signature stays
-//! valid; so is what the kernel itself can decompress (`/sys/module/compression` names the one
-//! format). The rest is decompressed here and given to init_module: a signature lies inside the
-//! compressed file, so it stays valid, too. Which format it is, the first bytes say, as for kmod,
-//! not the name.
+//! Uncompressed files go to finit_module byte for byte, so that the signature stays valid; so do
+//! files that the kernel itself can decompress (`/sys/module/compression` names the one format).
+//! Others are decompressed here and go to init_module: the signature is inside the compressed file,
+//! so it stays valid, too. As in kmod, the first bytes decide the format, not the name.
 
 use nix::errno::Errno;
 use nix::kmod::{ModuleInitFlags, finit_module, init_module};
@@ -17,15 +16,14 @@ use std::path::Path;
 
 /// MODULE_INIT_COMPRESSED_FILE (linux/module.h): the kernel decompresses; nix has no name for it.
 const COMPRESSED_FILE: ModuleInitFlags = ModuleInitFlags::from_bits_retain(4);
-/// A module that is larger when unpacked is not one: NVIDIA's largest has some 100 MB with all
-/// symbols.
+/// Limit of an unpacked module: NVIDIA's largest has some 100 MB with all symbols.
 pub const MAX_UNPACKED: u64 = 256 << 20;
-/// The decoder's own memory: `xz -9` needs 65 MiB, and the kernel's build asks for 1.
+/// Memory limit of the decoder: `xz -9` needs 65 MiB, and the kernel's build asks for 1.
 const XZ_MEMORY_KIB: u32 = 128 << 10;
-/// Longest version magic that is shown.
+/// Limit of the version magic in messages.
 const MAX_MAGIC: usize = 100;
 
-/// How a file is packed.
+/// Compression format of a file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Format {
     Gzip,
@@ -37,12 +35,12 @@ impl Format {
     const ALL: [(Self, &'static str, &'static [u8]); 3] =
         [(Self::Gzip, "gzip", &[0x1f, 0x8b]), (Self::Xz, "xz", b"\xfd7zXZ\0"), (Self::Zstd, "zstd", &[0x28, 0xb5, 0x2f, 0xfd])];
 
-    /// By the first bytes; None: not compressed, as far as anybody can tell.
+    /// Format of the first bytes; None: not compressed, or unknown.
     pub fn of(first_bytes: &[u8]) -> Option<Self> {
         Self::ALL.iter().find(|(_, _, magic)| first_bytes.starts_with(magic)).map(|(format, ..)| *format)
     }
 
-    /// By the word in `/sys/module/compression`.
+    /// Format named in `/sys/module/compression`.
     pub fn named(name: &str) -> Option<Self> {
         Self::ALL.iter().find(|(_, word, _)| *word == name.trim()).map(|(format, ..)| *format)
     }
@@ -54,25 +52,25 @@ impl fmt::Display for Format {
     }
 }
 
-/// Why a file is not in the kernel.
+/// Reason why a file was not loaded.
 #[derive(Debug)]
 pub enum Fault {
     Open(Errno),
     Read(Errno),
-    /// It is compressed, and what comes out is no file.
+    /// The file is compressed, and decompression failed.
     Packed {
         format: Format,
         why: String,
     },
     Refused {
         errno: Errno,
-        /// The version magic of the file, where that may be the reason.
+        /// Version magic of the file, if it may be the reason.
         magic: Option<String>,
     },
 }
 
-/// Loads a module's file and blocks until its init has returned. Gives the format if it was
-/// unpacked here. That the module is there already is success.
+/// Loads a module's file and blocks until its init has returned. Returns the format if it was
+/// unpacked here. A module that is loaded already is success.
 pub fn load(path: &Path, parameters: &CStr, kernel_unpacks: impl FnOnce() -> Option<Format>) -> Result<Option<Format>, Fault> {
     let file = File::open(path).map_err(|e| Fault::Open(errno(&e)))?;
     let mut first = [0; 6];
@@ -85,11 +83,11 @@ pub fn load(path: &Path, parameters: &CStr, kernel_unpacks: impl FnOnce() -> Opt
     };
     match (finit_module(&file, parameters, flags), format) {
         (Ok(()) | Err(Errno::EEXIST), _) => Ok(None),
-        // It says that it can, and cannot.
+        // Kernel advertises decompression but returns EOPNOTSUPP.
         (Err(Errno::EOPNOTSUPP), Some(format)) => unpack_and_load(&file, format, parameters).map(|()| Some(format)),
         (Err(errno), None) if may_be_foreign(errno) => {
             let mut bytes = Vec::new();
-            // Only to say more: what cannot be read has no version magic.
+            // Read for the message only: an unreadable file has no version magic.
             let _unused = (&file).take(MAX_UNPACKED).read_to_end(&mut bytes);
             Err(Fault::Refused { errno, magic: version_magic(&bytes) })
         }
@@ -97,8 +95,8 @@ pub fn load(path: &Path, parameters: &CStr, kernel_unpacks: impl FnOnce() -> Opt
     }
 }
 
-/// Whether this is what a module of another kernel gets: by its magic or its layout the first, by a
-/// symbol's checksum the second.
+/// Whether the errno may be due to a module of another kernel: ENOEXEC for its magic or layout,
+/// EINVAL for a symbol's checksum.
 fn may_be_foreign(errno: Errno) -> bool {
     matches!(errno, Errno::ENOEXEC | Errno::EINVAL)
 }
@@ -111,8 +109,7 @@ fn unpack_and_load(file: &File, format: Format, parameters: &CStr) -> Result<(),
     }
 }
 
-/// The bytes of a compressed file, if they are no more than `limit`. All of its frames, with their
-/// checksums.
+/// Decompresses all frames of a file and verifies their checksums. Error: more than `limit` bytes.
 pub fn unpack(file: impl BufRead, format: Format, limit: u64) -> Result<Vec<u8>, String> {
     let mut out = Vec::new();
     match format {
@@ -127,7 +124,7 @@ fn unpack_zstd(mut file: impl BufRead, out: &mut Vec<u8>, limit: u64) -> Result<
     loop {
         let mut frame = ruzstd::decoding::StreamingDecoder::new(&mut file).map_err(|e| e.to_string())?;
         read_all(&mut frame, out, limit)?;
-        // The decoder computes the checksum and leaves the comparison to its caller.
+        // The decoder only computes the checksum: compare it here.
         let (told, found) = (frame.decoder.get_checksum_from_data(), frame.decoder.get_calculated_checksum());
         if told.is_some() && told != found {
             return Err(format!("checksum {told:08x?} in the file, {found:08x?} of what it holds"));
@@ -144,17 +141,17 @@ fn read_all(decoder: &mut impl Read, out: &mut Vec<u8>, limit: u64) -> Result<()
     if read as u64 > left { Err(format!("more than {limit} bytes come out")) } else { Ok(()) }
 }
 
-/// The `vermagic=` of a module, cut and printable.
+/// The `vermagic=` of a module, truncated and printable.
 pub fn version_magic(image: &[u8]) -> Option<String> {
     const KEY: &[u8] = b"vermagic=";
-    // The entries of .modinfo end with a NUL, and so does what stands before the first.
+    // Entries of .modinfo are preceded by the NUL of another entry.
     let at = (0..image.len()).find(|at| image[*at..].starts_with(KEY) && (*at == 0 || image[at - 1] == 0))?;
     let text = image.get(at + KEY.len()..)?.split(|b| *b == 0).next()?;
     let text = String::from_utf8_lossy(text.get(..MAX_MAGIC).unwrap_or(text));
     Some(text.trim().chars().map(|c| if c.is_control() { '?' } else { c }).collect())
 }
 
-/// The errno of an I/O error; those without one are of the kind that the kernel gives EIO for.
+/// The errno of an I/O error; EIO if it has none.
 fn errno(error: &std::io::Error) -> Errno {
     error.raw_os_error().map_or(Errno::EIO, Errno::from_raw)
 }
@@ -163,7 +160,7 @@ fn errno(error: &std::io::Error) -> Errno {
 mod tests {
     use super::*;
 
-    /// 4,000 bytes of text that repeats, as gzip, xz and zstd have packed it.
+    /// 4,000 bytes of repetitive text, packed by gzip, xz and zstd.
     const PACKED: [(Format, &[u8]); 3] = [
         (Format::Gzip, include_bytes!("../../tests/fixtures/modules/text.gz")),
         (Format::Xz, include_bytes!("../../tests/fixtures/modules/text.xz")),
@@ -180,7 +177,7 @@ mod tests {
             assert_eq!(Format::of(bytes), Some(format));
             assert_eq!(Format::named(&format!("{format}\n")), Some(format));
             assert_eq!(unpack(bytes, format, 4000).as_deref(), Ok(text().as_slice()), "{format}");
-            // Files may be put together from parts.
+            // Files may be concatenated from parts.
             let twice = [bytes, bytes].concat();
             assert_eq!(unpack(&twice[..], format, 8000).map(|b| b.len()), Ok(8000), "{format}");
         }
@@ -203,8 +200,8 @@ mod tests {
             for at in 0..bytes.len() {
                 let mut changed = bytes.to_vec();
                 changed[at] ^= 0x10;
-                // Some bits mean nothing (a time, a file system's name); no change may give other
-                // bytes.
+                // Some bits mean nothing (a time, a file system's name); no change may result in
+                // other bytes.
                 assert!(unpack(&changed[..], format, 10_000).map_or(true, |out| out == text()), "{format} changed at {at}");
             }
         }

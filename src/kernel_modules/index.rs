@@ -1,10 +1,10 @@
-//! What depmod wrote: which file is a module, what it depends on, which names it has besides its
-//! own, and what the kernel has built in.
+//! The indexes of depmod: files of modules, their dependencies and aliases, and the kernel's
+//! built-in modules.
 //!
-//! The text forms are read, each when it is first asked for and once: modules.dep always,
-//! modules.alias and modules.builtin only for a name that modules.dep does not have. kmod's `.bin`
-//! files hold the same for faster searches among thousands of modules; a guest has a few dozen. Not
-//! read: modules.symbols (nobody asks by symbol here) and the aliases of what is built in.
+//! The text forms are read, each once at its first use: modules.dep always, modules.alias and
+//! modules.builtin only for a name that modules.dep lacks. kmod's `.bin` files hold the same for
+//! faster searches among thousands of modules; a guest has a few dozen. Not read: modules.symbols
+//! (no request is by symbol here) and the aliases of built-in modules.
 
 use super::pattern::{matches, module_name, normalised};
 use nix::errno::Errno;
@@ -12,7 +12,7 @@ use std::cell::OnceCell;
 use std::io::Read;
 use std::path::{Path, PathBuf};
 
-/// A distribution's largest (modules.alias) has 2 MB.
+/// Limit of an index: a distribution's largest (modules.alias) has 2 MB.
 const MAX_FILE: u64 = 64 << 20;
 
 /// An index file that cannot be read, and why.
@@ -23,7 +23,7 @@ pub struct Unreadable {
     pub missing: bool,
 }
 
-/// A text that is read when it is first needed.
+/// A text that is read at its first use.
 struct Lazy {
     path: PathBuf,
     text: OnceCell<Result<String, Unreadable>>,
@@ -41,7 +41,7 @@ impl Lazy {
         }
     }
 
-    /// As [`Lazy::get`], for a file that need not be there.
+    /// Like [`Lazy::get`], for an optional file.
     fn get_if_there(&self) -> Result<&str, Unreadable> {
         self.get().or_else(|unreadable| if unreadable.missing { Ok("") } else { Err(unreadable) })
     }
@@ -56,17 +56,17 @@ impl Lazy {
         if bytes.len() as u64 > MAX_FILE {
             return Err(unreadable(format!("longer than {MAX_FILE} bytes"), false));
         }
-        // A path that is not UTF-8 is not found then, and the error names it.
+        // A path that is not UTF-8 is not found later, and the error names it.
         Ok(String::from_utf8(bytes).unwrap_or_else(|e| String::from_utf8_lossy(e.as_bytes()).into_owned()))
     }
 }
 
-/// The line of a module in modules.dep. Paths are as written there, mostly relative to the folder
-/// of the index.
+/// A module's line in modules.dep. Paths are as written there, mostly relative to the folder of the
+/// index.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Line<'a> {
     pub file: &'a str,
-    /// All that it depends on, directly or not, in load order.
+    /// All direct and indirect dependencies, in load order.
     pub dependencies: Vec<&'a str>,
 }
 
@@ -83,7 +83,7 @@ impl Index {
         Self { dep: lazy("modules.dep"), alias: lazy("modules.alias"), builtin: lazy("modules.builtin") }
     }
 
-    /// The same from texts: modules.dep, modules.alias, modules.builtin.
+    /// Index from texts: modules.dep, modules.alias, modules.builtin.
     pub fn from_texts(dep: &str, alias: &str, builtin: &str) -> Self {
         let index = Self::new(Path::new(""));
         for (lazy, text) in [(&index.dep, dep), (&index.alias, alias), (&index.builtin, builtin)] {
@@ -92,12 +92,12 @@ impl Index {
         index
     }
 
-    /// Where modules.dep is, or should be.
+    /// Path of modules.dep, whether or not it exists.
     pub fn path(&self) -> &Path {
         &self.dep.path
     }
 
-    /// The line of a module, by its kernel's name.
+    /// Line of a module, by its kernel name.
     pub fn line(&self, module: &str) -> Result<Option<Line<'_>>, Unreadable> {
         let found = self
             .dep
@@ -112,8 +112,7 @@ impl Index {
         }))
     }
 
-    /// The modules that say of themselves that they are meant by this name, in the order of the
-    /// file.
+    /// Modules whose own aliases match this name, in the order of the file.
     pub fn aliased(&self, name: &str) -> Result<Vec<&str>, Unreadable> {
         let mut modules = Vec::new();
         for line in self.alias.get_if_there()?.lines() {

@@ -1,10 +1,9 @@
-//! Loading kernel modules: what modprobe does, in process, for the few modules that a GPU guest
-//! needs.
+//! Kernel module loading: modprobe's rules, in process, for the few modules that a GPU guest needs.
 //!
 //! Names, order and options are kmod's ([`plan`], [`settings`], [`index`]), except that no command
-//! is ever run: `install` and `remove` lines of modprobe.d are told and passed over. Files get into
-//! the kernel as they were shipped ([`file`]). Not here: removing modules, and when which one is
-//! loaded.
+//! is ever run: `install` and `remove` lines of modprobe.d are logged and skipped. Files enter the
+//! kernel as they were shipped ([`file`]). Not here: removing modules, and the time at which each
+//! is loaded.
 
 mod error;
 pub mod file;
@@ -28,25 +27,23 @@ use std::ffi::CString;
 use std::path::{Path, PathBuf};
 use tracing::field::Empty;
 
-/// Where modules lie; the first is where kmod looks, the second where that leads to in a merged
-/// /usr.
+/// Directories of modules; kmod uses the first, which leads to the second in a merged /usr.
 const DIRECTORIES: [&str; 2] = ["lib/modules", "usr/lib/modules"];
 
-/// The modules of one kernel version. Nothing is read before something is asked for, and nothing
-/// twice.
+/// Modules of one kernel version. Files are read at their first use, and only once.
 pub struct Modules {
     root: PathBuf,
     kernel: String,
-    /// Of the index files, and of the paths in them.
+    /// Directory of the index files; relative paths in them start here.
     directory: PathBuf,
     command_line: Vec<u8>,
     index: Index,
     settings: OnceCell<Settings>,
-    /// Options by module that a caller has added: they come last.
+    /// Options by module, added by a caller: last in order.
     added: Vec<(String, String)>,
-    /// What was loaded here: a dependency of the next module is not tried, and not told, again.
+    /// Modules loaded here: a shared dependency is neither loaded nor logged again.
     loaded: HashSet<String>,
-    /// What the next load comes after: loads go one by one.
+    /// Steps that the next load comes after: loads are sequential.
     after: After,
 }
 
@@ -56,8 +53,8 @@ impl Modules {
         Self::in_tree(root, root, kernel, command_line)
     }
 
-    /// The same with the files of modules below another root, as `modprobe --dirname`: modprobe.d
-    /// stays that of `root`.
+    /// Like [`Modules::new`], but module files are below `tree`, as with `modprobe --dirname`;
+    /// modprobe.d stays that of `root`.
     pub fn in_tree(root: &Path, tree: &Path, kernel: &str, command_line: &[u8]) -> Self {
         let directories = DIRECTORIES.map(|d| tree.join(d).join(kernel));
         let directory = directories.iter().find(|d| d.join("modules.dep").exists()).unwrap_or(&directories[0]);
@@ -74,24 +71,24 @@ impl Modules {
         }
     }
 
-    /// Adds options for a module that is not loaded yet. They come after all others: where one is
-    /// given twice, the kernel takes the last.
+    /// Adds options for a module that is not loaded yet. They come last: the kernel uses the last
+    /// of two values.
     pub fn add_options(&mut self, module: &str, options: &str) {
         self.added.push((module.replace('-', "_"), options.into()));
     }
 
-    /// Says which steps the next load had to wait for.
+    /// Sets the steps that the next load waited for.
     pub fn follow(&mut self, steps: After) {
         self.after = steps;
     }
 
-    /// All options that a module would be loaded with, if asked for by its own name.
+    /// All options of a module that is requested by its own name.
     pub fn options(&self, module: &str) -> String {
         self.options_of(&module.replace('-', "_"), None)
     }
 
-    /// What would be loaded for a name, in order, as `modprobe --show-depends` tells it: path and
-    /// options. Nothing for what the kernel has built in.
+    /// Path and options of each file that a name would load, in order, like `modprobe
+    /// --show-depends`. Empty for built-in modules.
     pub fn show_depends(&self, asked: &str) -> Result<Vec<(PathBuf, String)>, LoadError> {
         let plans = self.plans(asked)?;
         let mut seen = HashSet::new();
@@ -99,9 +96,9 @@ impl Modules {
         Ok(modules.map(|m| (self.path(m), self.options_of(&m.module, m.alias.as_deref()))).collect())
     }
 
-    /// Loads a module (or all that an alias stands for) and what it depends on, one `module.load`
-    /// step each; gives the module's own. Blocks until its init has returned. Already loaded, or
-    /// part of the kernel, is success. A soft dependency that fails is an event.
+    /// Loads a module (or all of an alias) and its dependencies, one `module.load` step each;
+    /// returns the module's own step. Blocks until its init has returned. A loaded or built-in
+    /// module is success. A soft dependency that fails is an event.
     pub fn load(&mut self, asked: &str) -> Result<StepId, LoadError> {
         let mut last = StepId(0);
         let mut failed = None;
@@ -109,7 +106,7 @@ impl Modules {
             for note in &plan.notes {
                 tracing::info!(name: names::MODULE_CONFIG, module = %asked, note = %note);
             }
-            // Of several modules that one alias stands for, each is tried.
+            // Try each module of the alias.
             failed = failed.or(self.load_all(&asked.replace('-', "_"), &plan, &mut last).err());
         }
         failed.map_or(Ok(last), Err)
@@ -127,7 +124,7 @@ impl Modules {
             match result {
                 Ok(()) => {
                     self.loaded.insert(module.module.clone());
-                    // Soft dependencies may come after the module that was asked for, and nobody
+                    // Soft dependencies may come after the requested module, and no later step
                     // waits for them.
                     if module.required {
                         *last = id;
@@ -145,8 +142,8 @@ impl Modules {
     /// Runs inside the module's step.
     fn load_one(&self, asked: &str, planned: &Planned) -> Result<(), LoadError> {
         let (asked, module, path) = (asked.to_string(), planned.module.clone(), self.path(planned));
-        // The kernel would read and check the whole file before it says so; and once
-        // modules_disabled is set it says EPERM.
+        // Check first: the kernel would read and verify the whole file before EEXIST, or return
+        // EPERM once modules_disabled is set.
         if self.is_live(&module) {
             tracing::Span::current().record("already", true);
             return Ok(());
@@ -155,7 +152,7 @@ impl Modules {
             tracing::warn!(name: names::MODULE_CONFIG, module = %module, error = %command);
         }
         let hint = |magic| Box::new(Hint { magic, kernel: self.kernel.clone(), disabled: self.modules_disabled() });
-        // Neither modprobe.d nor the command line passes a NUL on.
+        // Neither modprobe.d nor the command line can contain a NUL.
         let Ok(parameters) = CString::new(self.options_of(&module, planned.alias.as_deref())) else {
             return Err(LoadError::Refused { asked, module, path, errno: Errno::EINVAL, hint: hint(None) });
         };
@@ -174,7 +171,7 @@ impl Modules {
         }
     }
 
-    /// A plan for each module that the name stands for; none when it is part of the kernel.
+    /// A plan for each module of the name; none if it is built in.
     fn plans(&self, asked: &str) -> Result<Vec<Plan>, LoadError> {
         let name = asked.replace('-', "_");
         let no_index = |e: index::Unreadable| LoadError::NoIndex { asked: name.clone(), path: e.path, why: e.why };
@@ -199,7 +196,7 @@ impl Modules {
                 None => off = Some(LoadError::Off { asked: name.clone(), target: found.module.clone() }),
             }
         }
-        // An alias may stand for several modules, and one of them be there.
+        // An alias may stand for several modules; one of them suffices.
         off.filter(|_| plans.is_empty()).map_or(Ok(plans), Err)
     }
 
@@ -223,13 +220,12 @@ impl Modules {
         self.directory.join(&planned.file)
     }
 
-    /// Whether the kernel has it, and its init has succeeded.
+    /// Whether the kernel has the module, and its init has succeeded.
     fn is_live(&self, module: &str) -> bool {
         std::fs::read_to_string(self.root.join("sys/module").join(module).join("initstate")).is_ok_and(|state| state.trim() == "live")
     }
 
-    /// The format that the kernel decompresses itself: it has CONFIG_MODULE_DECOMPRESS, and is 5.17
-    /// or later, when it says so.
+    /// Format that the kernel decompresses itself: only with CONFIG_MODULE_DECOMPRESS, since 5.17.
     fn kernel_unpacks(&self) -> Option<Format> {
         std::fs::read_to_string(self.root.join("sys/module/compression")).ok().and_then(|word| Format::named(&word))
     }
@@ -320,7 +316,7 @@ mod tests {
         let error = modules.show_depends("crypto-ecdh").unwrap_err().to_string();
         assert!(error.contains("it stands for ecdh_generic, blacklisted"), "{error}");
         assert_eq!(modules.show_depends("ecdh-generic").unwrap().len(), 2, "a module's own name is not an alias");
-        // nouveau is blacklisted and not even there; nvidia stays.
+        // nouveau is blacklisted and absent; nvidia stays.
         assert_eq!(modules.show_depends("pci:v000010DEd00002330sv0sd0bc03sc02i00").unwrap().len(), 3);
     }
 

@@ -1,17 +1,17 @@
-//! Names of modules and patterns for them, as kmod compares them: `-` and `_` are the same, `*` and
-//! `?` and `[..]` stand for other characters.
+//! Module names and patterns as kmod compares them: `-` equals `_`; `*`, `?` and `[..]` are
+//! wildcards.
 //!
-//! Bytes are compared, as in the C locale. Named classes (`[:alpha:]`) are not known: no alias has
-//! one.
+//! Bytes are compared, as in the C locale. Named classes (`[:alpha:]`) are unsupported: no alias
+//! has one.
 
-/// The kernel's name for the module in a file: `extra/nvidia-uvm.ko.xz` is `nvidia_uvm`.
+/// Kernel name of the module in a file: `extra/nvidia-uvm.ko.xz` is `nvidia_uvm`.
 pub fn module_name(path: &str) -> String {
     let file = path.rsplit('/').next().unwrap_or_default();
     file.split('.').next().unwrap_or_default().replace('-', "_")
 }
 
-/// A name or pattern with `_` for `-` outside of brackets, where `-` is a range. None when a
-/// bracket has no partner: kmod takes no such name.
+/// A name or pattern with `_` for `-` outside of brackets, where `-` is a range. None for an
+/// unmatched bracket, which kmod refuses, too.
 pub fn normalised(name: &str) -> Option<String> {
     let mut out = String::with_capacity(name.len());
     let mut bracket = false;
@@ -29,12 +29,11 @@ pub fn normalised(name: &str) -> Option<String> {
     (!bracket).then_some(out)
 }
 
-/// fnmatch(3) without flags. Takes time in proportion to both lengths at worst, whatever the
-/// pattern.
+/// fnmatch(3) without flags. Worst-case time is proportional to both lengths, for any pattern.
 pub fn matches(pattern: &str, text: &str) -> bool {
     let (pattern, text) = (pattern.as_bytes(), text.as_bytes());
     let (mut p, mut t) = (0, 0);
-    // Where to go on when what follows the last `*` does not fit: one byte more for the `*`.
+    // Restart after a mismatch behind the last `*`: one byte more for the `*`.
     let mut star = None;
     loop {
         match (pattern.get(p), text.get(t)) {
@@ -62,14 +61,14 @@ pub fn matches(pattern: &str, text: &str) -> bool {
     }
 }
 
-/// Whether the pattern's element at `p` takes this byte; gives where the next element begins.
+/// Whether the pattern's element at `p` matches this byte; returns the start of the next element.
 fn one(pattern: &[u8], p: usize, byte: u8) -> Option<usize> {
     match pattern.get(p)? {
         b'?' => Some(p + 1),
         b'[' => match bracket(pattern, p + 1, byte) {
             Some((true, next)) => Some(next),
             Some((false, _)) => None,
-            // Never closed: it is itself.
+            // A bracket that is never closed is a literal.
             None => (byte == b'[').then_some(p + 1),
         },
         b'\\' => match pattern.get(p + 1) {
@@ -80,8 +79,8 @@ fn one(pattern: &[u8], p: usize, byte: u8) -> Option<usize> {
     }
 }
 
-/// A set that opened before `p`: whether it has the byte, and where the pattern goes on. None if it
-/// is never closed.
+/// A set that opened before `p`: whether it has the byte, and where the pattern continues. None if
+/// the set is never closed.
 fn bracket(pattern: &[u8], mut p: usize, byte: u8) -> Option<(bool, usize)> {
     let inverted = matches!(pattern.get(p), Some(b'!' | b'^'));
     p += usize::from(inverted);

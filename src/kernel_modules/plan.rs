@@ -1,30 +1,29 @@
-//! Which modules a name stands for, and what is loaded for one of them, in which order: kmod's
-//! rules, without loading anything.
+//! Modules of a name, and the load order of each with its dependencies: kmod's rules, without
+//! loading anything.
 //!
-//! Dependencies come before the module, all in modules.dep's order; soft dependencies of each of
-//! them directly before and after it, with their own dependencies. A module that is needed twice is
-//! loaded where it is needed first. What only a soft dependency wants may fail.
+//! Dependencies come before the module, all in modules.dep's order; soft dependencies of each
+//! module directly before and after it, with their own dependencies. A module that is needed twice
+//! is loaded at its first place. A module that only a soft dependency needs may fail.
 
 use super::index::{Index, Unreadable};
 use super::pattern::{module_name, normalised};
 use super::settings::Settings;
 use std::collections::HashSet;
 
-/// Soft dependencies of soft dependencies are followed this far; a chain of modules has two or
-/// three.
+/// Limit of nested soft dependencies; a chain of modules has two or three.
 const MAX_DEPTH: usize = 32;
 
-/// A module, and the alias that it was found by.
+/// A module, and the alias that led to it.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct Found {
     pub module: String,
     pub alias: Option<String>,
 }
 
-/// What a name stands for.
+/// Meaning of a name.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Meaning {
-    /// Modules; several when several say that they are meant.
+    /// Modules; several if the aliases of several match.
     Modules(Vec<Found>),
     /// Part of the kernel: there is nothing to load.
     Builtin,
@@ -34,13 +33,13 @@ pub enum Meaning {
 /// A file to load.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Planned {
-    /// The kernel's name.
+    /// The kernel's name of the module.
     pub module: String,
-    /// As in modules.dep.
+    /// Path as in modules.dep.
     pub file: String,
-    /// The name it was found by, which may have options of its own.
+    /// The alias that led to the module, which may have options of its own.
     pub alias: Option<String>,
-    /// Without it the module that was asked for cannot work.
+    /// Whether the requested module fails without this one.
     pub required: bool,
 }
 
@@ -48,12 +47,11 @@ pub struct Planned {
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Plan {
     pub modules: Vec<Planned>,
-    /// Soft dependencies that are left out, and why.
+    /// Reasons for soft dependencies left out.
     pub notes: Vec<String>,
 }
 
-/// What a name stands for: an alias of modprobe.d before a module, a module before an alias that a
-/// module has.
+/// Meaning of a name: an alias of modprobe.d before a module, a module before a module's own alias.
 pub fn meaning(name: &str, index: &Index, settings: &Settings) -> Result<Meaning, Unreadable> {
     let Some(name) = normalised(name) else { return Ok(Meaning::Nothing) };
     let found = |module: &str, alias: Option<&str>| Found { module: module.into(), alias: alias.map(Into::into) };
@@ -72,7 +70,7 @@ pub fn meaning(name: &str, index: &Index, settings: &Settings) -> Result<Meaning
     Ok(if index.is_builtin(&name)? { Meaning::Builtin } else { Meaning::Nothing })
 }
 
-/// What to load for a module; None when modules.dep does not list it.
+/// Plan for a module; None if modules.dep does not list it.
 pub fn plan(found: &Found, index: &Index, settings: &Settings) -> Result<Option<Plan>, Unreadable> {
     let Some(line) = index.line(&found.module)? else { return Ok(None) };
     let required = line.dependencies.iter().map(|file| module_name(file)).chain([found.module.clone()]).collect();
@@ -91,8 +89,7 @@ struct Walk<'a> {
 }
 
 impl Walk<'_> {
-    /// A module with its dependencies, unless that was done, or is being done further up: that is
-    /// where a cycle ends.
+    /// Adds a module with its dependencies, unless visited already: cycles end here.
     fn visit(&mut self, found: &Found, depth: usize) -> Result<(), Unreadable> {
         if !self.visited.insert(found.clone()) {
             return Ok(());
@@ -105,7 +102,7 @@ impl Walk<'_> {
             if !self.index.is_builtin(&found.module)? {
                 self.plan.notes.push(format!("{} is left out: modules.dep does not list it", found.module));
             }
-            // Its soft dependencies are wanted all the same.
+            // A module without a file still gets its soft dependencies.
             return self.place(found, None, depth);
         };
         for file in line.dependencies {
@@ -114,7 +111,7 @@ impl Walk<'_> {
         self.place(found, Some(line.file), depth)
     }
 
-    /// A module, if it has a file, between its soft dependencies.
+    /// Adds a module, if it has a file, between its soft dependencies.
     fn place(&mut self, found: &Found, file: Option<&str>, depth: usize) -> Result<(), Unreadable> {
         let settings = self.settings;
         let softdep = settings.softdep(&found.module);
@@ -163,7 +160,7 @@ mod tests {
         settings
     }
 
-    /// Names in load order, with a `?` behind those that may fail, and the notes.
+    /// Names in load order, with a `?` behind optional ones, and the notes.
     fn order(dep: &str, conf: &str, name: &str) -> (String, Vec<String>) {
         let (index, settings) = (Index::from_texts(dep, ALIAS, "kernel/lib/built-in.ko\n"), settings(conf));
         let Meaning::Modules(found) = meaning(name, &index, &settings).unwrap() else { panic!("{name} is no module") };

@@ -1,9 +1,9 @@
-//! What modprobe.d says: options, aliases, soft dependencies, and which aliases are not to be
-//! followed. Commands (`install`, `remove`) are known, so that they can be told, and never run.
+//! Configuration of modprobe.d: options, aliases, soft dependencies and blacklists. Commands
+//! (`install`, `remove`) are parsed only to be logged, and never run.
 //!
 //! Files and their order are kmod's: all `*.conf` of five directories, sorted by name, where a name
-//! in an earlier directory hides the same name in a later one; `modules.softdep` has its place
-//! among them by its name. Options of the kernel command line come after all of them.
+//! in an earlier directory hides the same name in a later one; `modules.softdep` sorts among them
+//! by its name. Options of the kernel command line come last.
 
 use super::pattern::{matches, normalised};
 use crate::config::{module_blacklist, module_parameters};
@@ -12,20 +12,20 @@ use std::fmt;
 use std::io::Read;
 use std::path::{Path, PathBuf};
 
-/// Where configuration lies, the strongest first.
+/// Directories of modprobe.d, the strongest first.
 const DIRECTORIES: [&str; 5] = ["etc/modprobe.d", "run/modprobe.d", "usr/local/lib/modprobe.d", "usr/lib/modprobe.d", "lib/modprobe.d"];
-/// What depmod takes from the modules themselves. Written as a file of modprobe.d.
+/// Soft dependencies that depmod collects from the modules, in modprobe.d's format.
 const SOFTDEP: &str = "modules.softdep";
-/// A file that is longer is not read on: nothing of this kind has more than some kB.
+/// Limit of a file: none of this kind has more than some kB.
 const MAX_FILE: u64 = 1 << 20;
-/// Longest piece of foreign text in a problem, in characters.
+/// Limit of foreign text in a problem, in characters.
 const MAX_TEXT: usize = 64;
 
-/// What was wrong with a file, or a line of it. Never stops a load.
+/// Fault in a file or a line of it. Never stops a load.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Problem {
     pub file: PathBuf,
-    /// Counted from 1; 0 for the file as a whole.
+    /// Line number from 1; 0 for the whole file.
     pub line: usize,
     pub what: String,
 }
@@ -40,7 +40,7 @@ impl fmt::Display for Problem {
     }
 }
 
-/// Modules to load before and after another one, if they can be.
+/// Optional modules to load before and after another one.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Softdep {
     pattern: String,
@@ -67,7 +67,7 @@ pub struct Settings {
 }
 
 impl Settings {
-    /// Reads all files there are for the modules in `directory`. No files is no problem.
+    /// Reads all files for the modules in `directory`. Missing files are no problem.
     pub fn read(root: &Path, directory: &Path, command_line: &[u8]) -> (Self, Vec<Problem>) {
         let mut settings = Self { blacklist: module_blacklist(command_line), command_line: command_line.to_vec(), ..Self::default() };
         let mut problems = Vec::new();
@@ -80,7 +80,7 @@ impl Settings {
         (settings, problems)
     }
 
-    /// Takes one file's text; gives what was wrong with it. Lines that are wrong are left out.
+    /// Parses one file's text and returns its faults. Faulty lines are left out.
     pub fn parse(&mut self, file: &Path, text: &str) -> Vec<Problem> {
         let mut problems = Vec::new();
         for (number, line) in lines(text) {
@@ -116,15 +116,15 @@ impl Settings {
                 let what = format!("{verb} command for {} is not run: this init runs no commands: {:?}", cut(&name), cut(rest));
                 self.commands.push(Command { pattern: name, problem: Problem { file: file.into(), line, what } });
             }
-            // Read by tools that build images; a load does not look at them.
+            // Keyword for tools that build images; a load ignores it.
             ("weakdep", _) => {}
             _ => return Err(bad()),
         }
         Ok(())
     }
 
-    /// The modules that an alias stands for, each with the alias as it was written. Also true for
-    /// names of modules: that is how one is replaced.
+    /// Modules of an alias, each with the alias as written. Also matches names of modules: an alias
+    /// can replace a module.
     pub fn aliased(&self, name: &str) -> Vec<(&str, &str)> {
         self.aliases
             .iter()
@@ -133,18 +133,18 @@ impl Settings {
             .collect()
     }
 
-    /// Whether the module is not to be loaded when it was asked for by an alias.
+    /// Whether a module is not to be loaded through an alias.
     pub fn is_blacklisted(&self, module: &str) -> bool {
         self.blacklist.iter().any(|b| b == module)
     }
 
-    /// Soft dependencies of a module. Only the first that fits counts, as for kmod.
+    /// Soft dependencies of a module. Only the first match counts, as in kmod.
     pub fn softdep(&self, module: &str) -> Option<&Softdep> {
         self.softdeps.iter().find(|s| matches(&s.pattern, module))
     }
 
-    /// Options for a module, those of the command line last. `alias`: the name that it was found
-    /// by.
+    /// Options for a module, those of the command line last. `alias`: the alias that led to the
+    /// module.
     pub fn options(&self, module: &str, alias: Option<&str>) -> String {
         let mut options: Vec<String> =
             self.options.iter().filter(|(name, _)| name == module || Some(name.as_str()) == alias).map(|(_, o)| o.clone()).collect();
@@ -161,7 +161,7 @@ impl Settings {
 
 const BLANK: [char; 2] = [' ', '\t'];
 
-/// The first word of a line and what follows it.
+/// The first word of a line, and the rest.
 fn word(text: &str) -> Option<(&str, &str)> {
     let text = text.trim_start_matches(BLANK);
     (!text.is_empty()).then(|| text.split_once(BLANK).unwrap_or((text, "")))
@@ -185,8 +185,8 @@ fn softdep(pattern: String, text: &str) -> Softdep {
     softdep
 }
 
-/// Lines with their numbers, joined where a backslash stands before the line's end; before anything
-/// else the backslash goes and that stays.
+/// Lines with their numbers, joined at a backslash before the end of a line. Elsewhere the
+/// backslash is removed and the next character kept.
 fn lines(text: &str) -> Vec<(usize, String)> {
     let mut lines = Vec::new();
     let (mut first, mut number) = (1, 1);
@@ -217,7 +217,7 @@ fn lines(text: &str) -> Vec<(usize, String)> {
     lines
 }
 
-/// The files that count, in the order in which they do.
+/// Effective files, in order.
 fn files(root: &Path, directory: &Path, problems: &mut Vec<Problem>) -> Vec<PathBuf> {
     let mut files = BTreeMap::new();
     let softdep = directory.join(SOFTDEP);
@@ -244,7 +244,7 @@ fn files(root: &Path, directory: &Path, problems: &mut Vec<Problem>) -> Vec<Path
 }
 
 fn text(file: &Path) -> Result<String, String> {
-    // A link to /dev/null hides a file of a later directory.
+    // A link to /dev/null hides the file of that name in later directories.
     if std::fs::read_link(file).is_ok_and(|target| target == Path::new("/dev/null")) {
         return Ok(String::new());
     }
