@@ -236,7 +236,7 @@ pub fn collect(places: &Places, all: &[Directory], version: &str, problems: &mut
     Ok(out)
 }
 
-/// A tree with management or graphics alone is taken as meant so; one with half of CUDA is not.
+/// Management or graphics libraries alone count as intended; half of CUDA does not.
 fn refuse_cuda_without_libcuda(all: &[Directory], version: &str, problems: &Problems) -> Result<(), Error> {
     for directory in all {
         let for_cuda = |name: &&(String, bool)| {
@@ -254,8 +254,7 @@ fn refuse_cuda_without_libcuda(all: &[Directory], version: &str, problems: &Prob
     Ok(())
 }
 
-/// Files first, then links that lead to none of these files: alternatives lead to files already
-/// taken.
+/// Files first, then links to none of these files: alternatives lead to files already taken.
 fn choose<'a>(places: &Places, all: &'a [Directory], version: &str, problems: &mut Problems) -> Vec<Library<'a>> {
     let wanted = |name: &str| split(name).is_some_and(|(stem, rest)| rest == version || is_other(stem, rest));
     let mut chosen = Vec::new();

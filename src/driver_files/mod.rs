@@ -23,9 +23,9 @@ use std::fmt::Display;
 use std::path::{Path, PathBuf};
 use tree::Places;
 
-/// Says the version of the module that is loaded.
+/// File with the version of the loaded module.
 const MODULE_VERSION: &str = "/sys/module/nvidia/version";
-/// Most problems that are kept.
+/// Limit of problems that are kept.
 const MAX_PROBLEMS: usize = 32;
 
 /// Roots of a scan.
