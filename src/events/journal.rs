@@ -1,13 +1,13 @@
-//! `/run/kata-gpu-init/boot.ndjson`: header and records of this boot as they go over vsock, for
-//! containers, for people in the guest, and for the worker that takes over when one has died.
+//! `/run/kata-gpu-init/boot.ndjson`: header and records of this boot in vsock's format, for
+//! containers, for people in the guest, and for the worker that succeeds a dead one.
 //!
-//! It lies on tmpfs, where writing does not wait. The ring appends each line before it shows it to
-//! anybody; see [`super::ring`].
+//! The file is on tmpfs, where writes do not block. The ring appends each line before any reader
+//! sees it; see [`super::ring`].
 //!
-//! Lines that find no room (a container can fill /run) are tried again with every later one. Until
-//! they are written, the `next_seq` in the header is one more than the highest number given: a
-//! field of fixed size in space that the file has had from its beginning. So no number is given
-//! twice by the worker that takes over, however many records the file lacks.
+//! Lines that find no room (a container can fill /run) are retried with every later line. Until
+//! they are written, `next_seq` in the header is one more than the highest number given: a field of
+//! fixed size in space that the file has had from its beginning. The next worker thus gives no
+//! number twice, however many records the file lacks.
 
 use super::names;
 use super::record::{Kind, Level, Line, MAX_LINE, Record, SCHEMA, decode, record_line};
@@ -20,14 +20,14 @@ use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-/// Bytes after which the file is left as it is (it lies in memory): about forty boots' worth.
+/// Size after which the file does not grow (it uses memory): about forty boots' worth.
 const MAX_BYTES: u64 = 8 * 1024 * 1024;
-/// Beyond this nothing is appended: room for one more line.
+/// Size from which on nothing is appended: leaves room for one more line.
 const LIMIT: u64 = MAX_BYTES - MAX_LINE as u64;
-/// How far `seq` jumps when the file cannot be read, so that nobody knows which numbers were given.
+/// Jump of `seq` if the file cannot be read, because the numbers already given are then unknown.
 /// Readers count the gap as loss.
 pub const UNKNOWN: u64 = 1 << 32;
-/// How the file begins: the name of the field that is written in place, and its width.
+/// Beginning of the file: the name of the field that is written in place, and its width.
 const MARK: &str = "{\"schema\":1,\"next_seq\":";
 const WIDTH: usize = 20;
 
@@ -39,25 +39,25 @@ pub struct Journal {
     file: File,
     /// Length of its whole lines.
     bytes: u64,
-    /// `seq` of the first record that is not in it.
+    /// `seq` of the first record that the file lacks.
     next_seq: u64,
     limit: u64,
 }
 
-/// What an earlier worker of this boot left.
+/// Contents of an earlier worker's file.
 pub struct Found {
     /// The last lines of the stream, each with its newline, without a gap in `seq`.
     pub lines: Vec<String>,
-    /// `seq` of the first of them.
+    /// `seq` of the first of these lines.
     pub first_seq: u64,
     /// All records of the file.
     pub records: Vec<Record>,
-    /// Records after the last one of the file, which nobody will read again.
+    /// Number of records after the last one of the file, lost to all readers.
     pub missing: u64,
 }
 
 impl Journal {
-    /// Starts the file with its header line; one that is there is replaced.
+    /// Starts the file with its header line; replaces an existing file.
     pub fn create(path: &Path, header: &str) -> io::Result<Self> {
         let at = |e: io::Error| io::Error::new(e.kind(), format!("write {}: {e}", path.display()));
         let file = OpenOptions::new().create(true).write(true).truncate(true).open(path).map_err(at)?;
@@ -66,8 +66,8 @@ impl Journal {
         Ok(Self { path: path.to_path_buf(), file, bytes: header.len() as u64, next_seq: 0, limit: LIMIT })
     }
 
-    /// Reads what is there and goes on behind its last whole line: a writer that was killed may
-    /// have left half a one.
+    /// Reads the file and continues behind its last whole line: a killed writer may have left a
+    /// partial one.
     pub fn resume(path: &Path) -> io::Result<(Self, Found)> {
         let at = |e: io::Error| io::Error::new(e.kind(), format!("read {}: {e}", path.display()));
         let mut file = OpenOptions::new().read(true).write(true).open(path).map_err(at)?;
@@ -79,7 +79,7 @@ impl Journal {
         let mut found = Found { lines: Vec::new(), first_seq: 0, records: Vec::new(), missing: 0 };
         for line in bytes.get(..whole).unwrap_or_default().split_inclusive(|b| *b == b'\n') {
             let Ok(Line::Record(record)) = decode(line) else { continue };
-            // Without a gap: the ring counts by position.
+            // Keep no gap: the ring counts by position.
             if found.records.last().is_some_and(|last: &Record| record.seq != last.seq + 1) {
                 found.lines.clear();
             }
@@ -98,11 +98,11 @@ impl Journal {
         Ok((Self { path: path.to_path_buf(), file, bytes: whole as u64, next_seq, limit: LIMIT }, found))
     }
 
-    /// Writes those of the ring's lines that the file lacks; `first_seq` is the number of the first
-    /// of them. After an error, the header has the number of the next record.
+    /// Writes the ring's lines that the file lacks; `first_seq` is the number of the first line in
+    /// the ring. After an error, the header holds the number of the next record.
     pub fn write(&mut self, first_seq: u64, lines: &VecDeque<Arc<str>>) -> io::Result<()> {
         let end = first_seq + lines.len() as u64;
-        // What has left the ring unwritten is a gap.
+        // Records that left the ring unwritten are a gap.
         self.next_seq = self.next_seq.max(first_seq);
         let skip = usize::try_from(self.next_seq - first_seq).unwrap_or(usize::MAX);
         let written = lines.iter().skip(skip).try_for_each(|line| self.append(line.as_bytes()));
@@ -116,7 +116,7 @@ impl Journal {
         })
     }
 
-    /// Appends one line. One that does not fit is overwritten by the next try.
+    /// Appends one line. The next try overwrites a partial one.
     fn append(&mut self, line: &[u8]) -> io::Result<()> {
         if self.bytes > self.limit {
             return Err(io::Error::other(format!(
@@ -133,13 +133,13 @@ impl Journal {
     }
 }
 
-/// The number in the header. None for a file that is no journal.
+/// The number in the header. None if the file is no journal.
 fn marked(bytes: &[u8]) -> Option<u64> {
     let number = bytes.strip_prefix(MARK.as_bytes())?.get(..WIDTH)?;
     std::str::from_utf8(number).ok()?.trim_start().parse().ok()
 }
 
-/// The record that stands for lost ones.
+/// The record that reports lost ones.
 fn gap(from: u64, to: u64) -> Record {
     Record {
         seq: to,

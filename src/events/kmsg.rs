@@ -1,13 +1,13 @@
 //! The kernel's log as part of the stream: PCI enumeration, BARs, module loading, the driver's own
-//! words.
+//! messages.
 //!
-//! Only lines that the kernel itself wrote count (facility 0): what a process writes to /dev/kmsg
-//! can neither appear as the kernel's word nor become the reason of a failed GPU. Of those, only
-//! lines that match [`WANTED`] enter the stream, so that a noisy kernel cannot push the boot's own
-//! records out of the ring. Nothing here writes to the log except [`write`].
+//! Only lines written by the kernel itself count (facility 0): a process that writes to /dev/kmsg
+//! can neither imitate a kernel message nor supply the reason of a failed GPU. Of the kernel's
+//! lines, only those that match [`WANTED`] enter the stream, so that a noisy kernel cannot push the
+//! boot's own records out of the ring. Nothing here writes to the log except [`write`].
 //!
-//! The log's clock is not CLOCK_BOOTTIME (it started at another moment); [`write_marker`] leaves a
-//! line that carries BOOTTIME, from which [`follow`] learns the difference.
+//! The log's clock is not CLOCK_BOOTTIME (it started at another moment). [`write_marker`] logs a
+//! line with BOOTTIME, from which [`follow`] computes the difference.
 
 use super::record::{Kind, Level, Record};
 use super::ring::Ring;
@@ -29,7 +29,7 @@ use tokio::sync::{mpsc, oneshot};
 pub const PATH: &str = "/dev/kmsg";
 /// The kernel's limit for one record of the log as a reader sees it (CONSOLE_EXT_LOG_MAX).
 const MAX_RECORD: usize = 8192;
-/// What a line must contain to enter the stream.
+/// Texts of lines that enter the stream.
 const WANTED: &[&str] = &[
     "NVRM",
     "nvidia",
@@ -52,20 +52,20 @@ const WANTED: &[&str] = &[
 const MARKER: &str = "kata-gpu-init: boottime_ns=";
 /// The driver's lines kept per GPU, to explain a failure.
 const WORDS_PER_GPU: usize = 24;
-/// By how much the times of a line and of a step may disagree.
+/// Tolerated difference between the times of a line and of a step.
 const SLACK_NS: u64 = 5_000_000;
-/// How long an explanation may wait for the reader to catch up with the kernel.
+/// Time limit for the reader to catch up with the kernel before an explanation is given.
 const CATCH_UP: Duration = Duration::from_secs(2);
 /// The log's stamps are whole microseconds, cut off.
 const PRINTK_RESOLUTION_NS: u64 = 1000;
-/// How often the difference of the clocks is measured again: they drift apart by a third of a
+/// Interval of measurements of the clocks' difference: they drift apart by a third of a
 /// microsecond a second (measured), which is a quarter of the slack in this time.
 const MEASURE_EVERY: Duration = Duration::from_secs(3600);
-/// A difference that was measured longer ago is measured again before lines are looked up: the
-/// guest may have been suspended.
+/// Age of a difference after which it is measured again before lines are looked up: the guest may
+/// have been suspended.
 const FRESH_NS: u64 = 60_000_000_000;
-/// Markers in a row. Whoever is not running between looking at the clock and the kernel's own look
-/// at it makes the difference too small: the largest counts.
+/// Markers in a row. Preemption between reading the clock and the kernel's own timestamp makes the
+/// difference too small: the largest counts.
 const MARKERS: usize = 3;
 
 /// Writes one line to the kernel's log. `priority` as in syslog: 3 error, 4 warning, 6 info, 7
@@ -75,8 +75,8 @@ pub fn write(priority: u8, text: &str) -> io::Result<()> {
     OpenOptions::new().write(true).open(PATH)?.write_all(format!("<{priority}>{line}\n").as_bytes())
 }
 
-/// Leaves the lines from which the difference between the log's clock and CLOCK_BOOTTIME is known;
-/// returns their stamps.
+/// Logs the markers, which give the difference between the log's clock and CLOCK_BOOTTIME; returns
+/// their stamps.
 pub fn write_markers() -> io::Result<Vec<u64>> {
     let mut log = OpenOptions::new().write(true).open(PATH)?;
     let mut marker = |_| {
@@ -98,8 +98,8 @@ pub struct KmsgLine {
     pub text: String,
 }
 
-/// Parses what one read of /dev/kmsg gives: `prio,seq,usec,flags[,..];text\n[ KEY=value\n..]`. None
-/// for anything else.
+/// Parses the result of one read of /dev/kmsg: `prio,seq,usec,flags[,..];text\n[ KEY=value\n..]`.
+/// None for anything else.
 pub fn parse(bytes: &[u8]) -> Option<KmsgLine> {
     let text = String::from_utf8_lossy(bytes);
     let (head, body) = text.split_once(';')?;
@@ -114,32 +114,32 @@ pub fn parse(bytes: &[u8]) -> Option<KmsgLine> {
 /// Lines with the log's time in microseconds.
 type Lines = VecDeque<(u64, String)>;
 
-/// All that the driver said.
+/// All lines logged by the driver.
 #[derive(Default)]
 struct Words {
     lines: HashMap<String, Lines>,
-    /// CLOCK_BOOTTIME minus the log's clock, as it is now: what is asked for has just been said.
+    /// Current CLOCK_BOOTTIME minus the log's clock; lookups are for recent lines.
     offset_ns: i64,
 }
 
 impl Words {
-    /// What was said about this GPU, or about none, since `from_ns` (CLOCK_BOOTTIME).
+    /// Lines about this GPU, or about no GPU, since `from_ns` (CLOCK_BOOTTIME).
     fn since(&self, gpu: Option<PciAddress>, from_ns: u64) -> Vec<String> {
-        // printk's clock is known to a microsecond, and its difference from ours to a little more.
+        // printk's clock is known to a microsecond, its difference from ours to a little more.
         let from_ns = from_ns.saturating_sub(SLACK_NS);
         let lines = self.lines.get(&key_of(gpu)).into_iter().flatten();
         lines.filter(|(at_us, _)| boottime_of(*at_us, self.offset_ns) >= from_ns).map(|(_, text)| text.clone()).collect()
     }
 }
 
-/// CLOCK_BOOTTIME in ns at a time of the log's.
+/// CLOCK_BOOTTIME in ns at a time of the log.
 fn boottime_of(printk_us: u64, offset_ns: i64) -> u64 {
     let printk_ns = i64::try_from(printk_us).unwrap_or(0).saturating_mul(1000);
     u64::try_from(printk_ns.saturating_add(offset_ns)).unwrap_or(0)
 }
 
-/// A message over several lines as one: the log shows a newline in it as `\x0a`, and the driver
-/// starts each line with its prefix.
+/// Joins the lines of one message: the log shows a newline in it as `\x0a`, and the driver starts
+/// each line with its prefix.
 fn joined(body: &str) -> String {
     if body.contains("\\x0a") {
         body.replace("\\x0aNVRM: ", "\\x0a").split("\\x0a").map(str::trim).collect::<Vec<_>>().join(" ")
@@ -148,8 +148,8 @@ fn joined(body: &str) -> String {
     }
 }
 
-/// What the driver said, by GPU, most recent last. Written by [`follow`], asked when something
-/// failed.
+/// Lines logged by the driver, by GPU, most recent last. Written by [`follow`], read after a
+/// failure.
 #[derive(Clone)]
 pub struct DriverWords {
     words: Arc<Mutex<Words>>,
@@ -157,13 +157,12 @@ pub struct DriverWords {
 }
 
 impl DriverWords {
-    /// What was said about this GPU since `from_ns` (CLOCK_BOOTTIME); if nothing was, and
-    /// `or_unnamed`, what was said without naming any GPU. Waits until the log has been read to its
-    /// end.
+    /// Lines about this GPU since `from_ns` (CLOCK_BOOTTIME); if there are none, and `or_unnamed`,
+    /// lines without any GPU. Waits until the log has been read to its end.
     pub async fn since(&self, gpu: PciAddress, from_ns: u64, or_unnamed: bool) -> Vec<String> {
         let (done, caught_up) = oneshot::channel();
         if self.catch_up.send(done).is_ok() {
-            // Late words are no words: the reason is then told without them.
+            // After a timeout the reason is reported without late lines.
             let _unused = tokio::time::timeout(CATCH_UP, caught_up).await;
         }
         let words = self.lock();
@@ -195,13 +194,13 @@ fn without_function(address: &str) -> String {
     address.split('.').next().unwrap_or(address).to_string()
 }
 
-/// The stamp of a marker, and the difference of the clocks by it.
+/// Stamp of a marker, and the difference of the clocks computed from it.
 fn offset_of(line: &KmsgLine) -> Option<(u64, i64)> {
     let stamp: u64 = line.text.strip_prefix(MARKER)?.parse().ok()?;
     Some((stamp, i64::try_from(stamp).ok()?.checked_sub(i64::try_from(line.printk_us).ok()?.checked_mul(1000)?)?))
 }
 
-/// Whether a line of the log says something about the boot of a GPU guest.
+/// Whether a line of the log concerns the boot of a GPU guest.
 pub fn is_wanted(text: &str) -> bool {
     WANTED.iter().any(|w| text.contains(w))
 }
@@ -214,9 +213,9 @@ pub fn enumerated_gpu(text: &str) -> Option<PciAddress> {
     if is_gpu(vendor, class) { driver_log::address(text) } else { None }
 }
 
-/// Starts to follow the log into the ring; must be called inside the runtime. The task ends with
-/// the process. Lines up to `recorded` (the kernel's number) are in the stream already, from an
-/// earlier worker: they are read for their words only.
+/// Follows the log into the ring; must be called inside the runtime. The task ends with the
+/// process. An earlier worker has put lines up to `recorded` (the kernel's number) into the stream:
+/// they are read only for the driver's messages.
 pub fn follow(ring: Arc<Ring>, recorded: Option<u64>) -> io::Result<(DriverWords, mpsc::UnboundedReceiver<Signal>)> {
     let file = OpenOptions::new().read(true).custom_flags(nix::libc::O_NONBLOCK | nix::libc::O_CLOEXEC).open(PATH)?;
     let log = crate::sys::async_fd(file.into())?;
@@ -228,7 +227,7 @@ pub fn follow(ring: Arc<Ring>, recorded: Option<u64>) -> io::Result<(DriverWords
     Ok((words, received))
 }
 
-/// Records that are read before others have their turn.
+/// Limit of records read before other tasks run.
 const AT_ONCE: usize = 256;
 
 struct Follower {
@@ -236,21 +235,21 @@ struct Follower {
     words: DriverWords,
     signals: mpsc::UnboundedSender<Signal>,
     recorded: Option<u64>,
-    /// The difference is in the stream.
+    /// Whether the difference is in the stream.
     told: bool,
     /// CLOCK_BOOTTIME minus the log's clock, once a marker was read.
     offset_ns: Option<i64>,
-    /// The number of the last of the boot's markers: only one that follows it directly is one of
+    /// Number of the last of the boot's markers: only a marker that follows it directly is one of
     /// them, too.
     marker: Option<u64>,
-    /// Stamps of the markers that this process has written, and when: whoever else writes such
-    /// lines changes nothing.
+    /// Stamps of the markers that this process has written, and their time: forged markers change
+    /// nothing.
     stamps: Vec<u64>,
     measured_ns: u64,
-    /// The smallest difference that the markers rule out to be exceeded: each was written before
-    /// the next one's look at the clock.
+    /// Upper bound of the difference by the markers: each was logged before the clock was read for
+    /// the next one.
     ceiling_ns: Option<i64>,
-    /// When the last marker was in the log, by the log's clock.
+    /// Log time of the last marker.
     marked_us: Option<u64>,
     /// Lines from before the marker.
     early: Vec<KmsgLine>,
@@ -279,9 +278,9 @@ impl Follower {
         }
     }
 
-    /// Measures the difference of the clocks again: it is in the log from here on.
+    /// Measures the difference of the clocks again, from new markers in the log.
     fn measure(&mut self) {
-        // Without the lines it stays as it was.
+        // If the write fails, the difference stays.
         if let Ok(stamps) = write_markers() {
             self.stamps = stamps;
             self.measured_ns = boottime_ns();
@@ -312,15 +311,15 @@ impl Follower {
                     while !self.drain(log.get_ref()) {
                         tokio::task::yield_now().await;
                     }
-                    // The asker may have given up.
+                    // The receiver may have given up.
                     let _unused = done.send(());
                 }
             }
         }
     }
 
-    /// Reads what there is, but not so much that a kernel that never stops talking keeps this
-    /// thread; true when the log is at its end.
+    /// Reads available records, with a limit, so that a busy kernel cannot keep this thread; true
+    /// at the end of the log.
     fn drain(&mut self, log: &OwnedFd) -> bool {
         let mut buffer = [0_u8; MAX_RECORD];
         for _ in 0..AT_ONCE {
@@ -331,10 +330,10 @@ impl Follower {
                         self.take(line);
                     }
                 }
-                // The record under the reader was overwritten; the gap in seq tells how many.
+                // The next record was overwritten; the gap in seq gives the number.
                 Err(Errno::EPIPE | Errno::EINTR) => {}
                 Err(_) => {
-                    // End of the log. No marker by now means that it could not be written: the
+                    // End of the log. A missing marker means that it could not be written: the
                     // clocks are then taken as equal.
                     self.tell_difference();
                     self.synchronise(0);
@@ -355,7 +354,7 @@ impl Follower {
         let is_boots = self.marker.is_none_or(|marker| line.seq == marker + 1);
         if let Some((stamp, offset)) = offset_of(&line).filter(|(stamp, _)| is_boots || self.stamps.contains(stamp)) {
             if self.stamps.first() == Some(&stamp) {
-                // Measured again: what was known before is old.
+                // New markers: discard the earlier measurement.
                 (self.offset_ns, self.ceiling_ns, self.marked_us) = (None, None, None);
             }
             if is_boots {
@@ -367,15 +366,15 @@ impl Follower {
         } else if self.marker.is_none() {
             self.early.push(line);
         } else {
-            // The markers are over: what came before them has its time now.
+            // The markers are over: earlier lines can be dated now.
             self.tell_difference();
             self.synchronise(0);
             self.record(&line);
         }
     }
 
-    /// What this marker says about the one before it: that line was in the log when the clock was
-    /// looked at for this one.
+    /// Upper bound for the previous marker: its line was in the log when the clock was read for
+    /// this one.
     fn bound(&mut self, offset: i64, printk_us: u64) {
         if let Some(before_us) = self.marked_us {
             let passed = i64::try_from(printk_us.saturating_sub(before_us)).unwrap_or(i64::MAX).saturating_mul(1000);
@@ -385,7 +384,7 @@ impl Follower {
         self.marked_us = Some(printk_us);
     }
 
-    /// Puts the difference into the stream, once; an earlier worker has told its own.
+    /// Puts the difference into the stream, once; an earlier worker has recorded its own.
     fn tell_difference(&mut self) {
         let (Some(offset_ns), Some(printk_us)) = (self.offset_ns, self.marked_us.take()) else { return };
         if std::mem::replace(&mut self.told, true) {
@@ -393,7 +392,7 @@ impl Follower {
         }
         let at_ns = u64::try_from(offset_ns.saturating_add_unsigned(printk_us.saturating_mul(1000))).unwrap_or(0);
         match self.ceiling_ns {
-            // The log's clock is cut to microseconds: the true difference may be smaller by one.
+            // The log's clock is in whole microseconds: the true difference may be smaller by one.
             Some(ceiling) => {
                 let error_ns = ceiling.saturating_sub(offset_ns).max(0).unsigned_abs() + PRINTK_RESOLUTION_NS;
                 tracing::info!(name: super::names::CLOCK_PRINTK, at_ns, offset_ns, error_ns);
@@ -402,7 +401,7 @@ impl Follower {
         }
     }
 
-    /// The difference is as good as it gets, or this one.
+    /// Takes the measured difference as final, or else `otherwise`.
     fn synchronise(&mut self, otherwise: i64) {
         self.marker.get_or_insert(0);
         self.offset_ns.get_or_insert(otherwise);
@@ -427,7 +426,7 @@ impl Follower {
             return;
         }
         if let Some(signal) = driver_log::signal(&line.text) {
-            // Nobody listens only when the bring-up has ended, with the runtime.
+            // The receiver is gone only when the bring-up and the runtime have ended.
             let _unused = self.signals.send(signal);
         }
         let fields = [("text", Value::from(line.text.as_str())), ("kmsg_seq", line.seq.into()), ("printk_us", line.printk_us.into())];
@@ -457,7 +456,7 @@ mod tests {
         assert_eq!(line.text, "nvidia 0001:00:03.0: probe with driver nvidia failed with error -1");
     }
 
-    /// A guest whose log's clock runs slow, as seconds of CLOCK_BOOTTIME pass.
+    /// A guest whose log clock runs slow against CLOCK_BOOTTIME.
     struct Drifting {
         follower: Follower,
         seq: u64,
@@ -465,7 +464,7 @@ mod tests {
     }
 
     impl Drifting {
-        /// As many lines as there are texts, a microsecond apart.
+        /// Logs these texts, a microsecond apart.
         fn log(&mut self, boottime_ns: u64, facility: u32, texts: &[String]) {
             for text in texts {
                 self.seq += 1;
@@ -494,18 +493,18 @@ mod tests {
             let mut guest = Drifting { follower, seq: 0, ppm };
             guest.markers(2 * S);
             guest.log(2 * S, 0, &["pci 0001:00:03.0: [10de:2330] type 00 class 0x030200".into()]);
-            // A hot-plugged GPU fails after three days; its step began a moment before. What was
-            // said hours ago is about something else.
+            // A hot-plugged GPU fails after three days; its step began a moment before. Lines from
+            // hours ago are unrelated.
             let failed = 72 * 3600 * S;
             guest.log(failed - 3600 * S, 0, std::slice::from_ref(&line));
             guest.log(failed, 0, std::slice::from_ref(&line));
             let found = |words: &DriverWords| words.lock().since(Some(gpu), failed - S / 1000).len();
             assert_eq!(found(&words), if ppm > 0.0 { 0 } else { 1 }, "{ppm}: negative control: by the boot's measurement");
-            // Somebody else's markers change nothing.
+            // Forged markers change nothing.
             guest.markers(failed + 3600 * S);
             let before = words.lock().offset_ns;
             assert!(before.unsigned_abs() < S / 10_000, "{before}");
-            // Ours do, before the lines are looked up.
+            // Genuine markers do, before the lines are looked up.
             guest.follower.stamps = vec![failed + S; MARKERS];
             guest.markers(failed + S);
             assert_eq!(found(&words), 1, "{ppm}");
@@ -516,7 +515,7 @@ mod tests {
 
     #[test]
     fn a_message_over_several_lines_is_read_as_one() {
-        // As NVIDIA's 550.163.01 says it.
+        // As logged by NVIDIA's 550.163.01.
         let text = parse(b"3,1,2,-;NVRM: The NVIDIA GPU 0001:00:01.0\\x0aNVRM: (PCI ID: 10de:2330) installed in this system has\\x0aNVRM: fallen off the bus\n").unwrap().text;
         assert_eq!(text, "NVRM: The NVIDIA GPU 0001:00:01.0 (PCI ID: 10de:2330) installed in this system has fallen off the bus");
         assert!(driver_log::address(&text).is_some());

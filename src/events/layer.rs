@@ -22,7 +22,7 @@ use tracing_subscriber::layer::Context;
 use tracing_subscriber::registry::LookupSpan;
 
 /// Id of a step: unique in this boot, and valid after the step has ended, so that a later step can
-/// say what it waited for.
+/// name it in `after`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct StepId(pub u64);
 
@@ -40,7 +40,7 @@ impl StepId {
     }
 }
 
-/// What a step had to wait for. Prints itself as the `after` field expects it.
+/// Steps that a step had to wait for. Debug prints the format of the `after` field.
 #[derive(Clone, Default)]
 pub struct After(pub Vec<StepId>);
 
@@ -72,8 +72,8 @@ impl Step {
         self.id
     }
 
-    /// Adds a value that is known only now; it appears on the end record. The field must be
-    /// declared in the `step!` as `tracing::field::Empty`.
+    /// Adds a value that is known late; it appears on the end record. The field must be declared in
+    /// the `step!` as `tracing::field::Empty`.
     pub fn note(&self, field: &str, value: impl tracing::Value) {
         self.span.record(field, value);
     }
@@ -93,7 +93,7 @@ impl Step {
         result
     }
 
-    /// As [`Step::run`], for work that waits.
+    /// Like [`Step::run`], for asynchronous work.
     pub async fn run_async<T, E: fmt::Display>(self, work: impl Future<Output = Result<T, E>>) -> Result<T, E> {
         let result = work.await;
         if let Err(error) = &result {
@@ -112,7 +112,7 @@ macro_rules! step {
     }};
 }
 
-/// What the layer keeps with each open span.
+/// Data that the layer keeps with each open span.
 struct Open {
     id: u64,
     gpu: Option<PciAddress>,
@@ -190,7 +190,7 @@ impl RecordLayer {
             boottime_ns: fields.at_ns.unwrap_or_else(boottime_ns),
             kind,
             name: name.to_string(),
-            // A step that failed matters more than one that went well.
+            // A failed step matters more than a successful one.
             level: if kind == Kind::End && fields.error.is_some() { Level::Error } else { level },
             gpu: fields.gpu,
             span,

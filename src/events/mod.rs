@@ -1,4 +1,4 @@
-//! Structured timing events: what the boot did, when, and why it waited.
+//! Structured timing events: steps of the boot, their times, and reasons for waits.
 //!
 //! Code reports with `tracing` (spans through [`step!`](crate::step), events through the macros)
 //! and knows nothing else; [`layer`] turns that into [`record`]s, [`ring`] keeps them, [`sinks`]
@@ -24,7 +24,7 @@ use tracing_subscriber::layer::SubscriberExt;
 pub fn install(ring: Ring) -> Arc<Ring> {
     let ring = Arc::new(ring);
     let subscriber = tracing_subscriber::registry().with(layer::RecordLayer::new(Arc::clone(&ring)));
-    // Fails only when called twice; the first recorder stays then.
+    // Fails only on a second call; the first recorder stays then.
     let _unused = tracing::subscriber::set_global_default(subscriber);
     ring
 }

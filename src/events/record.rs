@@ -10,11 +10,11 @@
 //!   the ring, has no `seq`.
 //!
 //! Records with one (boot id, seq) are the same record: a reader that reconnects sees them again
-//! and drops them. A `seq` that is missing was lost, and the stream says so with a `stream.lost`
-//! event. Begin and end of a span are separate records, so that a step that hangs is visible as a
-//! span without end. Unknown keys are ignored; another `schema` is refused.
+//! and drops them. A missing `seq` was lost, and the stream reports it with a `stream.lost` event.
+//! Begin and end of a span are separate records, so that a step that hangs is visible as a span
+//! without end. Unknown keys are ignored; another `schema` is refused.
 //!
-//! Nothing here trusts the other side: [`decode`] takes any bytes and gives a [`Line`] or a
+//! Nothing here trusts the other side: [`decode`] takes any bytes and returns a [`Line`] or a
 //! [`DecodeError`], never panics.
 
 use crate::pci::PciAddress;
@@ -33,7 +33,7 @@ pub const MAX_NAME: usize = 64;
 /// guest for local readers.
 pub const DEFAULT_PORT: u32 = 10241;
 
-/// What a record tells.
+/// Kind of a record.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Kind {
@@ -41,14 +41,14 @@ pub enum Kind {
     Begin,
     /// The span `span` ends; `error` is there if it failed.
     End,
-    /// Something happened at one point in time; `parent` is the span it happened in.
+    /// A point in time; `parent` is the span around it.
     Event,
     /// A line of the kernel's log; `fields.text` is the line, `fields.kmsg_seq` and
     /// `fields.printk_us` are the kernel's own.
     Kmsg,
 }
 
-/// How much a record matters to somebody who reads along.
+/// Importance of a record to a reader.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Level {
@@ -66,15 +66,14 @@ pub struct Record {
     pub schema: u32,
     /// Position in this boot's stream, from 0, without gaps at the writer.
     pub seq: u64,
-    /// CLOCK_BOOTTIME in ns when it happened (not when it was written): time since the kernel
-    /// started.
+    /// CLOCK_BOOTTIME in ns of the occurrence (not of the write): time since the kernel started.
     pub boottime_ns: u64,
     pub kind: Kind,
     /// Dotted name of [`names`](super::catalogue::names), e.g. `gpu.bind`.
     pub name: String,
     #[serde(default, skip_serializing_if = "is_default")]
     pub level: Level,
-    /// The GPU it is about, by guest PCI address.
+    /// GPU concerned, by guest PCI address.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub gpu: Option<PciAddress>,
     /// Id of the span that begins or ends here; unique in the boot.
@@ -86,8 +85,7 @@ pub struct Record {
     /// Ids of the spans whose end this span had to wait for.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub after: Vec<u64>,
-    /// Why the span failed, or what the event complains about: what, where, which value, what to
-    /// do.
+    /// Reason of a failure or a complaint: problem, place, value, cure.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub error: Option<String>,
     #[serde(default, skip_serializing_if = "Map::is_empty")]
@@ -95,8 +93,7 @@ pub struct Record {
 }
 
 impl Record {
-    /// A record of this kind and name, of boot time 0 and with nothing else in it; `seq` is the
-    /// ring's to give.
+    /// A record of this kind and name, of boot time 0 and otherwise empty; the ring sets `seq`.
     pub fn new(kind: Kind, name: &str) -> Self {
         Self {
             schema: SCHEMA,
@@ -119,7 +116,7 @@ fn is_default(level: &Level) -> bool {
     *level == Level::default()
 }
 
-/// Who speaks: the first line of every connection and file.
+/// Identity of the sender: the first line of every connection and file.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Header {
     /// `/proc/sys/kernel/random/boot_id`: names the boot, also across reconnects.
@@ -149,12 +146,12 @@ pub enum Line {
     Pong(Pong),
 }
 
-/// Why a line is not a line of this format.
+/// Reason why a line is not of this format.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum DecodeError {
     /// More than [`MAX_LINE`] bytes.
     TooLong(usize),
-    /// Not JSON, or not of one of the three shapes; the text says where.
+    /// Not JSON, or none of the three shapes; the text gives the position.
     Malformed(String),
     /// Another schema version than [`SCHEMA`].
     Schema(u64),
@@ -187,13 +184,13 @@ struct Shape {
     boottime_ns: Option<u64>,
 }
 
-/// Decodes one line, with or without its newline. Checks form and limits; says nothing about truth.
+/// Decodes one line, with or without its newline. Checks form and limits, not truth.
 pub fn decode(line: &[u8]) -> Result<Line, DecodeError> {
     if line.len() > MAX_LINE {
         return Err(DecodeError::TooLong(line.len()));
     }
     let malformed = |e: serde_json::Error| DecodeError::Malformed(e.to_string());
-    // The version first: the rest of another version's line may have any shape.
+    // Read the version first: the rest of another version's line may have any shape.
     let version: Version = serde_json::from_slice(line).map_err(malformed)?;
     if version.schema != u64::from(SCHEMA) {
         return Err(DecodeError::Schema(version.schema));
@@ -242,8 +239,8 @@ pub fn pong_line(pong: Pong) -> String {
     line_of(&serde_json::json!({ "schema": SCHEMA, "pong": pong.pong, "boottime_ns": pong.boottime_ns }))
 }
 
-/// A record as a line of at most [`MAX_LINE`] bytes. A record that would be longer (a hostile log
-/// line) keeps its frame and loses its fields, and says so in `fields.cut_bytes`.
+/// A record as a line of at most [`MAX_LINE`] bytes. A longer record (a hostile log line) keeps its
+/// frame and loses its fields; `fields.cut_bytes` is its former length.
 pub fn record_line(record: &Record) -> String {
     let line = line_of(record);
     if line.len() <= MAX_LINE {
@@ -256,7 +253,7 @@ pub fn record_line(record: &Record) -> String {
     line_of(&short)
 }
 
-/// What a reader may send to a writer: `{"schema":1,"ping":ID}`, answered by a [`Pong`].
+/// Request of a reader to a writer: `{"schema":1,"ping":ID}`, answered by a [`Pong`].
 pub fn ping_line(id: u64) -> String {
     line_of(&serde_json::json!({ "schema": SCHEMA, "ping": id }))
 }

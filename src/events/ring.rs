@@ -1,12 +1,12 @@
-//! The bounded memory of this boot's stream: the truth that every sink reads and none can hold up.
+//! The bounded memory of this boot's stream: every sink reads it and none can hold it up.
 //!
 //! Invariants: `seq` is given here, under the lock, without gaps; pushing never waits for a reader
-//! and never fails; when the ring is full the oldest records go, and each reader learns how many it
-//! lost. Lines are stored as they go over the wire.
+//! and never fails; when the ring is full the oldest records go, and each reader gets the number of
+//! those it lost. Lines are stored in wire format.
 //!
-//! With a [`Journal`], a line is in the journal's file before any reader can see it; where there is
-//! no room for it, its number is. So whoever continues this boot's stream after a crash finds in
-//! that file what anybody may have seen, and gives no `seq` twice.
+//! With a [`Journal`], a line is in the journal's file before any reader can see it; if the file
+//! has no room for a line, it has its number. After a crash the next worker thus finds in that file
+//! whatever a reader may have seen, and gives no `seq` twice.
 
 use super::journal::Journal;
 use super::names;
@@ -22,11 +22,11 @@ const CAPACITY_BYTES: usize = 1024 * 1024;
 
 struct Lines {
     lines: VecDeque<Arc<str>>,
-    /// `seq` of the first line still here.
+    /// `seq` of the first line in the ring.
     first_seq: u64,
     bytes: usize,
     journal: Option<Journal>,
-    /// The journal takes no more at the moment, which has been reported.
+    /// Whether the journal has stopped, which has been reported.
     stopped: bool,
 }
 
@@ -35,7 +35,7 @@ impl Lines {
         self.first_seq + self.lines.len() as u64
     }
 
-    /// Writes what the journal lacks. After an error, no number up to now is given again.
+    /// Writes the lines that the journal lacks. After an error, no number up to now is given again.
     fn write(&mut self) -> std::io::Result<()> {
         self.journal.as_mut().map_or(Ok(()), |journal| journal.write(self.first_seq, &self.lines))
     }
@@ -52,7 +52,7 @@ impl Lines {
     }
 }
 
-/// The record of a journal that takes no more, or takes records again.
+/// The record of a journal that has stopped or resumed.
 fn changed(seq: u64, boottime_ns: u64, error: Option<&std::io::Error>) -> Record {
     let (level, state) = if error.is_some() { (Level::Warn, "stopped") } else { (Level::Info, "goes on") };
     Record {
@@ -73,8 +73,8 @@ pub struct Ring {
     watch: watch::Sender<u64>,
 }
 
-/// What a reader got: lines in order of seq, and how many it can never get because they had left
-/// the ring.
+/// Result of a read: lines in order of seq, and the number of lines lost because they had left the
+/// ring.
 pub struct Batch {
     pub lines: Vec<Arc<str>>,
     pub lost: u64,
@@ -96,8 +96,8 @@ impl Ring {
         }
     }
 
-    /// A ring that continues a stream: `lines` are its last ones, the first of them with
-    /// `first_seq`; `journal` takes what comes.
+    /// A ring that continues a stream: `lines` are its last ones, from `first_seq` on; `journal`
+    /// takes later ones.
     pub fn resumed(lines: impl IntoIterator<Item = String>, first_seq: u64, journal: Option<Journal>) -> Self {
         let ring = Self::default();
         let mut inner = ring.lock();
@@ -106,7 +106,7 @@ impl Ring {
         for line in lines {
             inner.keep(line.into(), ring.capacity_bytes);
         }
-        // An error comes again with the next record, and is reported then.
+        // An error recurs with the next record, and is reported then.
         let _unused = inner.write();
         ring.watch.send_replace(inner.next_seq());
         drop(inner);
@@ -114,8 +114,8 @@ impl Ring {
     }
 
     fn lock(&self) -> MutexGuard<'_, Lines> {
-        // A panic between two field updates below is not possible; a poisoned lock is as good as a
-        // sound one.
+        // No panic is possible between two field updates: a poisoned lock is as good as a sound
+        // one.
         self.lines.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -124,14 +124,14 @@ impl Ring {
         let mut ring = self.lock();
         record.seq = ring.next_seq();
         let line: Arc<str> = record_line(&record).into();
-        // Seen by nobody before it is written: the lock is held.
+        // Readers cannot see the line before it is written: the lock is held.
         ring.keep(line, self.capacity_bytes);
         let result = ring.write();
         if result.is_err() != ring.stopped {
             ring.stopped = result.is_err();
             let told = changed(ring.next_seq(), record.boottime_ns, result.as_ref().err());
             ring.keep(record_line(&told).into(), self.capacity_bytes);
-            // As the write before.
+            // An error recurs with the next record, as above.
             let _unused = ring.write();
         }
         let next = ring.next_seq();
@@ -145,7 +145,7 @@ impl Ring {
         self.lock().next_seq()
     }
 
-    /// `seq` of the oldest record still here.
+    /// `seq` of the oldest record in the ring.
     pub fn first_seq(&self) -> u64 {
         self.lock().first_seq
     }
@@ -161,14 +161,14 @@ impl Ring {
         Batch { lines, lost }
     }
 
-    /// Blocks the thread until there is a record with `seq >= next`, or the time is over.
+    /// Blocks the thread until there is a record with `seq >= next`, or until `at_most` has passed.
     pub fn wait_blocking(&self, next: u64, at_most: Duration) {
         let guard = self.lock();
-        // The result only says whether the time was over; the caller reads either way.
+        // The result only shows a timeout; the caller reads either way.
         let _unused = self.grown.wait_timeout_while(guard, at_most, |ring| ring.next_seq() <= next);
     }
 
-    /// For tasks: tells the next `seq` whenever it grows.
+    /// For tasks: receives the next `seq` whenever it grows.
     pub fn subscribe(&self) -> watch::Receiver<u64> {
         self.watch.subscribe()
     }

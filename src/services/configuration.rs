@@ -33,7 +33,7 @@ pub const fn package(name: Name) -> Option<&'static str> {
 /// Keys for a daemon that stays in the foreground and logs to syslog. An empty file name is stdout
 /// by the packages' comments; daemons were seen that write to their default file instead.
 const FOREGROUND: [(&str, &str); 2] = [("DAEMONIZE", "0"), ("LOG_USE_SYSLOG", "1")];
-/// Where fabric manager of a service VM keeps which partitions are active, over its restarts.
+/// State file of fabric manager in a service VM: active partitions, kept over its restarts.
 const STATE_FILE: &str = "/run/nvidia-fabricmanager/fabricmanager.state";
 
 fn source(name: Name, topology: Topology, confidential: bool, asked: Option<RailPolicy>, is_restart: bool) -> Option<Source> {

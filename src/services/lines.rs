@@ -27,7 +27,7 @@ pub fn printable(line: &[u8]) -> String {
                 break;
             }
             '\t' => safe.push(' '),
-            // Marks that change the direction of text hide what a line says.
+            // Direction marks of Unicode can hide the content of a line.
             c if c.is_control() || matches!(c, '\u{202a}'..='\u{202e}' | '\u{2066}'..='\u{2069}') => {
                 safe.extend(c.escape_unicode());
             }
@@ -123,7 +123,7 @@ impl Lines {
         self.last.clear();
     }
 
-    /// Lines that became no record and are not counted in one yet.
+    /// Number of lines without a record that no record has counted yet.
     pub fn dropped(&mut self) -> u64 {
         std::mem::take(&mut self.dropped)
     }

@@ -26,8 +26,8 @@ pub fn mark_of(proc: &Path, pid: i32) -> Option<String> {
     String::from_utf8(value.to_vec()).ok()
 }
 
-/// The main process of a service, if it runs: of its processes the one whose parent is none of
-/// them. A zombie has no environment, and is not found.
+/// The main process of a service, if it runs: among the marked processes, the one whose parent is
+/// not marked. A zombie has no environment, and is not found.
 pub fn find(proc: &Path, service: Name) -> Option<Pid> {
     let mut found = BTreeMap::new();
     for entry in std::fs::read_dir(proc).ok()?.flatten() {
@@ -49,7 +49,7 @@ fn parent_of(proc: &Path, pid: i32) -> Option<i32> {
     text.split_ascii_whitespace().nth(1)?.parse().ok()
 }
 
-/// A process that is watched, of this worker or of an earlier one.
+/// A watched process, started by this worker or an earlier one.
 pub struct Process {
     pub pid: Pid,
     watched: AsyncFd<OwnedFd>,
@@ -60,7 +60,7 @@ impl Process {
         Ok(Self { pid, watched: crate::sys::async_fd(crate::sys::pidfd_open(pid)?)? })
     }
 
-    /// Returns when the process has ended; tells how.
+    /// Returns how the process ended.
     pub async fn ended(&self) -> Ending {
         // Fails only when the runtime ends.
         let _unused = self.watched.readable().await.map(|mut ready| ready.retain_ready());
@@ -69,7 +69,7 @@ impl Process {
                 Ok(WaitStatus::Exited(_, code)) => return Ending::Exited(code),
                 Ok(WaitStatus::Signaled(_, signal, _)) => return Ending::Killed(signal.as_str()),
                 Err(Errno::EINTR) => {}
-                // Another parent has its status.
+                // Another process is the parent and gets the status.
                 Ok(_) | Err(_) => return Ending::Unknown,
             }
         }
@@ -81,7 +81,7 @@ impl Process {
 pub enum Ending {
     Exited(i32),
     Killed(&'static str),
-    /// It was not this worker's child.
+    /// The process was not this worker's child.
     Unknown,
 }
 

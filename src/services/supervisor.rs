@@ -48,28 +48,28 @@ const SOCKET_LIMIT: Duration = Duration::from_secs(15);
 /// Longest wait for a connection within this guest.
 const CONNECT_LIMIT: Duration = Duration::from_secs(2);
 
-/// What the services of a guest depend on.
+/// Inputs of the services' tasks.
 pub struct Inputs {
     pub asked: Services,
     pub command_line: Vec<u8>,
     pub milestones: watch::Receiver<Milestones>,
     pub fabric: watch::Receiver<Fabric>,
-    /// Gets true when no service needs a module any more.
+    /// Set to true when no service needs a module any more.
     pub modules_loaded: watch::Sender<bool>,
     /// Services that an earlier worker has started; None in the first worker.
     pub earlier: Option<BTreeSet<String>>,
 }
 
-/// State of a service, for those that wait for it.
+/// State of a service, for tasks that wait for it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum State {
     Starting,
     Ready,
-    /// A start has failed, or it has ended: nobody waits for the next start.
+    /// A start has failed, or the service has ended: no task waits for the next start.
     Failed,
 }
 
-/// What all services' tasks share.
+/// State shared by all services' tasks.
 struct Shared {
     topology: Topology,
     switches: usize,
@@ -122,8 +122,8 @@ pub async fn run(mut inputs: Inputs) {
     let Milestones { switches, management, .. } = reached;
     let shared = Arc::new(Shared { topology, switches, management, confidential, root, inputs, states, logs, syslog });
     let starting = || SERVICES.iter().filter(|service| starts.iter().any(|(name, _)| *name == service.name));
-    // An earlier worker has loaded those of the services that it started; now they may be
-    // forbidden.
+    // An earlier worker has loaded the modules of the services it started; module loading may be
+    // forbidden by now.
     let earlier = shared.inputs.earlier.as_ref();
     let is_new = |service: &&Service| !earlier.is_some_and(|earlier| earlier.contains(service.name.as_str()));
     let modules: Vec<&'static str> = starting().filter(is_new).flat_map(|service| shared.modules_of(service)).collect();
@@ -146,8 +146,8 @@ impl Shared {
         service.modules.iter().copied().chain(drives.then_some(DRIVER)).collect()
     }
 
-    /// Port of the management functions through which a subnet manager reaches the switches; the
-    /// first one that is open to it. It is there once its modules are loaded.
+    /// GUID of the first management port that is open to a subnet manager, which reaches the
+    /// switches through it. The port exists once its modules are loaded.
     fn port_guid(&self) -> Result<String, String> {
         let mut reasons = Vec::new();
         for function in &self.management {
@@ -187,8 +187,8 @@ fn report_plan(entry: &Entry) {
     }
 }
 
-/// Loads the modules that services need. A failure is the service's to report: the kernel may have
-/// them built in.
+/// Loads the modules that services need. Failures are ignored: the kernel may have the modules
+/// built in, and a service reports its own failure.
 fn load(modules: &[&str], command_line: &[u8]) {
     if modules.is_empty() {
         return;
@@ -220,7 +220,7 @@ fn without(service: &Service) -> String {
     if missing.is_empty() { String::new() } else { format!("; the image has no {}, without which it fails", missing.join(", ")) }
 }
 
-/// Returns when a path is there. Its directory must be there.
+/// Returns when a path exists. Its directory must exist.
 async fn appears(path: &Path) -> std::io::Result<()> {
     let inotify = Inotify::init(InitFlags::IN_CLOEXEC | InitFlags::IN_NONBLOCK)?;
     inotify.add_watch(path.parent().unwrap_or(Path::new("/")), AddWatchFlags::IN_CREATE | AddWatchFlags::IN_MOVED_TO)?;
@@ -228,7 +228,7 @@ async fn appears(path: &Path) -> std::io::Result<()> {
     let readiness = crate::sys::async_fd(readiness)?;
     while !path.exists() {
         let mut ready = readiness.readable().await?;
-        // Which names came makes no difference.
+        // The names in the events make no difference.
         let _unused = inotify.read_events();
         ready.clear_ready();
     }
@@ -244,7 +244,7 @@ fn connect(port: u16) -> Result<(), String> {
 /// A service that could not be started, or ended before it was ready.
 struct Failure {
     error: String,
-    /// It lived for this time.
+    /// Lifetime of the service.
     life: Duration,
 }
 
@@ -328,7 +328,7 @@ impl One {
             Gpus::Unneeded => {}
             Gpus::Settled => drop(milestones.wait_for(|reached| reached.settled).await),
             Gpus::SettledInTime => {
-                // Without GPUs nothing is loaded, and nothing is waited for.
+                // Without GPUs no driver is loaded: settled alone ends the wait.
                 drop(milestones.wait_for(|reached| reached.loaded || reached.settled).await);
                 let settled = milestones.wait_for(|reached| reached.settled);
                 if tokio::time::timeout(SETTLED_LIMIT, settled).await.is_err() {
@@ -404,7 +404,7 @@ impl One {
         result.map(|process| (process, began))
     }
 
-    /// Returns when the service is ready; an error tells how it ended instead.
+    /// Returns when the service is ready; an error states how it ended instead.
     async fn ready(&self, process: Process, found: bool) -> Result<Process, String> {
         let name = self.service.name;
         match self.service.ready {
@@ -497,7 +497,7 @@ impl One {
     async fn launch(&self, output: Option<&Output>, step: &crate::events::Step) -> Result<Process, String> {
         let launch = self.prepare(step)?;
         if let Ready::Socket(path) = self.service.ready {
-            // The socket of an earlier life is no sign of this one.
+            // The socket of an earlier life does not show that this one is ready.
             let _unused = std::fs::remove_file(path);
             let directory = Path::new(path).parent().unwrap_or(Path::new("/"));
             std::fs::create_dir_all(directory).map_err(|e| format!("make {}: {e}", directory.display()))?;

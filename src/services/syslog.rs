@@ -21,7 +21,7 @@ use tokio::io::unix::AsyncFd;
 const PATH: &str = "/dev/log";
 /// Longest datagram that is read; the rest of a longer one is dropped.
 const MAX_DATAGRAM: usize = 4096;
-/// Name of senders that are no service.
+/// Name of senders without a service.
 const OTHERS: &str = "others";
 
 /// The socket, and the services that write to it.
@@ -33,7 +33,7 @@ pub struct Syslog {
     sender: Mutex<(i32, Option<Name>)>,
 }
 
-/// Makes the socket and drains it from now on. A socket of somebody else stays.
+/// Makes the socket and drains it from now on. A socket of another program stays.
 pub fn start(logs: BTreeMap<Name, Log>, again: bool) -> Option<Arc<Syslog>> {
     match listen(again) {
         Ok(socket) => {
@@ -101,7 +101,7 @@ fn service_named(line: &[u8]) -> Option<Name> {
 
 fn listen(again: bool) -> std::io::Result<AsyncFd<OwnedFd>> {
     if again {
-        // Nobody reads the socket of an earlier worker.
+        // No process reads the socket of an earlier worker.
         let _unused = std::fs::remove_file(PATH);
     }
     let socket = socket(AddressFamily::Unix, SockType::Datagram, SockFlag::SOCK_CLOEXEC | SockFlag::SOCK_NONBLOCK, None)?;

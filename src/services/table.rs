@@ -54,7 +54,7 @@ pub enum Gpus {
     Unneeded,
     /// All GPUs are usable or failed: an open of one that initialises would stall the others.
     Settled,
-    /// The same, but no longer than [`SETTLED_LIMIT`]: the fabric of all GPUs must not wait for one
+    /// The same, but at most for [`SETTLED_LIMIT`]: the fabric of all GPUs must not wait for a GPU
     /// that hangs.
     SettledInTime,
 }
@@ -162,7 +162,7 @@ pub const SERVICES: [Service; 6] = [
         modules: &["mlx5_ib", "ib_umad"],
         after: &[],
         gpus: Gpus::Unneeded,
-        // Fabric manager talks to it there.
+        // Fabric manager connects to this socket.
         ready: Ready::Socket("/run/nvidia-fabricmanager/fm_sm_ipc.socket"),
         late: LATE,
         restart: Restart::Always,
@@ -179,7 +179,7 @@ pub const SERVICES: [Service; 6] = [
         files: &[],
         modules: &[],
         after: &[Name::Nvlsm],
-        // It opens GPUs.
+        // Fabric manager opens GPUs.
         gpus: Gpus::SettledInTime,
         ready: Ready::Started,
         late: LATE,
@@ -331,7 +331,7 @@ mod tests {
         }
     }
 
-    /// What images are built of has, for each row, every path, account and module.
+    /// The package lists of images contain, for each row, every path, account and module.
     #[test]
     fn the_contents_of_images_have_everything_that_the_table_names() {
         let text = include_str!("../../initrd/contents/services");

@@ -1,17 +1,17 @@
 //! The console sink: the stream's events as lines in kata-agent's own log shape (slog JSON, all
-//! values strings), so that whatever already collects the agent's lines (containerd's `vmconsole=`,
-//! kata-log-parser) carries ours with nothing installed.
+//! values strings): existing collectors of the agent's lines (containerd's `vmconsole=`,
+//! kata-log-parser) carry ours with nothing installed.
 //!
-//! A console can be slow (a serial port is, and QEMU can stop reading it), so this is a thread of
-//! its own that nobody waits for. Kernel lines are not repeated: the kernel has printed them
+//! A console can be slow (a serial port is, and QEMU can stop reading it), so a separate thread
+//! writes, and no task waits for it. Kernel lines are not repeated: the kernel has printed them
 //! already.
 //!
 //! While a GPU is enabled on a real host, a line on the console spins a vCPU until the VMM is free
-//! again. So the thread stops in front of a [`Gate`] before each line. Invariants of the gate:
-//! nothing is lost by it (lines wait in the ring, which counts what it had to drop), the order
-//! stays, no line waits longer than [`LONGEST_HOLD`] for whoever forgets to release it, and no
-//! other writer of the console knows it ([`failure::tell`](crate::failure::tell), the kernel, the
-//! agent). A line that is being written when the gate closes is written to its end.
+//! again. The thread therefore stops at a [`Gate`] before each line. Invariants of the gate:
+//! nothing is lost by it (lines wait in the ring, which counts dropped ones), the order stays, no
+//! line waits longer than [`LONGEST_HOLD`] if a holder forgets the release, and no other writer of
+//! the console uses it ([`failure::tell`](crate::failure::tell), the kernel, the agent). A line
+//! that is being written when the gate closes is written to its end.
 
 use crate::clock::{boottime_ns, realtime_ns};
 use crate::events::names;
@@ -25,10 +25,10 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant, UNIX_EPOCH};
 
 const CONSOLE: &str = "/dev/console";
-/// The thread looks at its ring at least this often; it is woken by every record anyway.
+/// Longest sleep of the thread; every record wakes it anyway.
 const WAKE: Duration = Duration::from_secs(3600);
 
-/// For how long lines may wait at the gate. Three enablings of the slowest kind known (3.3 s).
+/// Longest wait of lines at the gate: three enablings of the slowest kind known (3.3 s).
 pub const LONGEST_HOLD: Duration = Duration::from_secs(10);
 
 /// Keeps the thread from writing for a while. Clones are handles of one gate.
@@ -56,9 +56,9 @@ impl Gate {
         self.closed.1.notify_all();
     }
 
-    /// Blocks the thread until the gate is open. `since` is when the thread was first stopped with
-    /// what it has to write, over several holds; after the longest hold from then on, the gate is
-    /// opened here.
+    /// Blocks the thread until the gate is open. `since` is the time of the first stop with
+    /// unwritten lines, over several holds; after the longest hold from then on, the gate is opened
+    /// here.
     fn pass(&self, since: &mut Option<Instant>) {
         let mut closed = self.lock();
         while *closed {
@@ -78,8 +78,7 @@ impl Gate {
 }
 
 /// Starts the thread; must be called inside the runtime. Records above `level` (less urgent) are
-/// left out, and, `only_new`, those that are there already. No line is written while the gate is
-/// held.
+/// omitted, and, with `only_new`, existing ones. No line is written while the gate is held.
 pub fn start(ring: Arc<Ring>, level: Level, only_new: bool, gate: Gate) -> io::Result<()> {
     let console = OpenOptions::new().write(true).open(CONSOLE)?;
     threads::detach(move || {
@@ -89,12 +88,12 @@ pub fn start(ring: Arc<Ring>, level: Level, only_new: bool, gate: Gate) -> io::R
     Ok(())
 }
 
-/// Writes every record from `next` on, for ever. A console that refuses writes will not come back,
-/// and there is nobody to tell but the other sinks: this then returns.
+/// Writes every record from `next` on, for ever. Returns when the console refuses writes: it will
+/// not recover, and the other sinks still work.
 fn follow(ring: &Ring, mut next: u64, level: Level, gate: &Gate, mut console: impl Write) {
     let mut stopped = None;
     loop {
-        // Before reading: lines wait in the ring, where they are counted, not here.
+        // Wait before reading: lines wait in the ring, where they are counted, not here.
         gate.pass(&mut stopped);
         let batch = ring.read(&mut next, 16);
         if batch.lost > 0 {
@@ -116,11 +115,10 @@ fn follow(ring: &Ring, mut next: u64, level: Level, gate: &Gate, mut console: im
     }
 }
 
-/// One line as the agent would write it, or None for what does not go to the console. `offset_ns`
+/// One line in the agent's format, or None for records that do not go to the console. `offset_ns`
 /// is REALTIME minus BOOTTIME.
 pub fn log_line(record: &Record, level: Level, offset_ns: u64) -> Option<String> {
-    // Begins matter to somebody who waits for a step that hangs, not on a console that is read
-    // afterwards.
+    // Begins help to find a step that hangs, but not on a console that is read afterwards.
     let own_level = if record.kind == Kind::Begin { record.level.max(Level::Debug) } else { record.level };
     if record.kind == Kind::Kmsg || own_level > level {
         return None;
@@ -160,7 +158,7 @@ pub fn log_line(record: &Record, level: Level, offset_ns: u64) -> Option<String>
         put("error", error.clone());
     }
     for (key, value) in &record.fields {
-        // What the line says of itself stays: whoever reads it goes by that.
+        // The line's own keys have priority over fields of the same name.
         let text = || value.as_str().map_or_else(|| value.to_string(), str::to_string);
         line.entry(key).or_insert_with(|| Value::from(text()));
     }
@@ -192,16 +190,16 @@ mod tests {
         lines: Receiver<String>,
     }
 
-    /// Longer than anything here takes, on any machine.
+    /// Longer than any step of these tests on any machine.
     const LONG: Duration = Duration::from_secs(60);
-    /// So short that nothing which is held back is seen by chance.
+    /// Short: a held-back line cannot appear in this time by chance.
     const SHORT: Duration = Duration::from_millis(150);
 
     impl Sink {
         fn start(ring: Ring, gate: Gate) -> Self {
             let (ring, (console, lines)) = (Arc::new(ring), channel());
             let (of_thread, its_gate) = (Arc::clone(&ring), gate.clone());
-            // Ends with the channel: the thread then writes in vain.
+            // The thread ends with the channel; the sink then writes in vain.
             std::thread::spawn(move || {
                 let recorder = crate::events::layer::RecordLayer::new(Arc::clone(&of_thread));
                 let subscriber = tracing_subscriber::layer::SubscriberExt::with(tracing_subscriber::registry(), recorder);
@@ -217,7 +215,7 @@ mod tests {
             }
         }
 
-        /// The number in the next line; of any other line its name.
+        /// The number in the next line, or the line's name if there is none.
         fn next(&self) -> String {
             let line: Value = serde_json::from_str(&self.lines.recv_timeout(LONG).expect("no line")).unwrap();
             line["number"].as_str().or(line["msg"].as_str()).unwrap().to_string()
@@ -273,8 +271,8 @@ mod tests {
         gate.hold();
         let sink = Sink::start(Ring::default(), gate);
         sink.push(0, 1);
-        // Each hold is short; the line waits no longer than one hold may last, and what the loop
-        // below takes.
+        // Each hold is short; the line waits for at most one longest hold plus the time of the loop
+        // below.
         while let Err(_nothing) = sink.lines.recv_timeout(Duration::from_millis(20)) {
             sink.gate.release();
             sink.gate.hold();
@@ -296,7 +294,7 @@ mod tests {
         while lines.last().is_none_or(|line| line != names::STREAM_LOST) {
             lines.push(sink.next());
         }
-        // The last ones, in order, then what became of the others.
+        // The last ones, in order, then the report of the lost ones.
         let kept = lines.len() - 1;
         assert!((1..20).contains(&kept), "{lines:?}");
         assert_eq!(lines[..kept], (50 - kept..50).map(|n| n.to_string()).collect::<Vec<_>>());

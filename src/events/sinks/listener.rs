@@ -1,5 +1,5 @@
-//! For readers in the guest: a unix socket and a vsock port, each connection gets the replay and
-//! then the live stream.
+//! Stream for readers in the guest: a unix socket and a vsock port; each connection gets the replay
+//! and then the live stream.
 
 use super::stream::{Identity, serve};
 use crate::events::names;
@@ -15,13 +15,13 @@ use tokio::sync::Semaphore;
 
 /// Readers at once, over both sockets; more wait in the backlog.
 const READERS: usize = 8;
-/// Pause after an accept that failed: no event reports that descriptors or memory are there again.
+/// Pause after a failed accept: no event reports that descriptors or memory are available again.
 const ACCEPT_PAUSE: Duration = Duration::from_secs(1);
 
 /// Listens on a unix socket. Errors name the path.
 pub fn unix(path: &Path, ring: Arc<Ring>, identity: Identity) -> io::Result<()> {
     let at = |e: nix::Error| io::Error::other(format!("listen on {}: {e}", path.display()));
-    // A socket left by an earlier worker of this boot: nobody listens on it any more.
+    // A socket left by an earlier worker of this boot has no listener any more.
     match std::fs::remove_file(path) {
         Err(e) if e.kind() != io::ErrorKind::NotFound => return Err(io::Error::other(format!("remove stale {}: {e}", path.display()))),
         Ok(()) | Err(_) => {}
@@ -39,7 +39,7 @@ pub fn vsock(port: u32, ring: Arc<Ring>, identity: Identity) -> io::Result<()> {
     start(fd, ring, identity, "vsock listener", sys::accept)
 }
 
-/// `accept`: [`sys::accept`], but in tests.
+/// `accept`: [`sys::accept`], except in tests.
 fn start(
     fd: OwnedFd,
     ring: Arc<Ring>,
@@ -71,7 +71,7 @@ fn start(
                 }
                 Err(nix::errno::Errno::EAGAIN) => guard.clear_ready(),
                 Err(error) => {
-                    // Each error once: a shortage that lasts must not fill the stream.
+                    // Log each error once: a lasting shortage must not fill the stream.
                     if refused.replace(error) != Some(error) {
                         tracing::warn!(name: names::SINK, sink, state = "accept failed", error = %format!("accept on the {sink}: {error}: trying again every {ACCEPT_PAUSE:?}"));
                     }

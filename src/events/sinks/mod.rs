@@ -1,4 +1,4 @@
-//! Where the stream goes. Every sink reads the ring at its own pace, and none is ever waited for:
+//! Outputs of the stream. Every sink reads the ring at its own pace, and none is ever waited for:
 //!
 //! - [`vsock`]: to the collector on the host, replayed after every reconnect;
 //! - [`listener`]: replay, then live, for readers in the guest (unix socket, vsock);

@@ -1,8 +1,8 @@
-//! One connection of the stream, whichever socket it runs over: header, replay from the oldest
-//! record, then live; pings are answered in between.
+//! One connection of the stream over any socket: header, replay from the oldest record, then live;
+//! pings are answered in between.
 //!
-//! The peer is never waited for by anybody but this task, and never trusted: its input is read in a
-//! bounded buffer, and only ping lines mean something.
+//! Only this task waits for the peer. The peer is never trusted: its input is read in a bounded
+//! buffer, and only ping lines mean something.
 
 use crate::clock::boottime_ns;
 use crate::events::record::{Header, Pong, SCHEMA, header_line, ping, pong_line};
@@ -15,12 +15,12 @@ use tokio::io::unix::AsyncFd;
 
 /// Records taken from the ring at once; bounds what one connection copies.
 const BATCH: usize = 64;
-/// Bytes waiting for a peer that does not read, beyond which nothing more is read from it.
+/// Limit of bytes that wait for a peer; above it nothing is read from the peer.
 const MAX_PENDING: usize = 64 * 1024;
 /// Longest input line of a peer; a ping has about 30 bytes.
 const MAX_INPUT: usize = 256;
 
-/// Who this boot is; the header of every connection.
+/// Identity of this boot; the header of every connection.
 #[derive(Clone, Debug)]
 pub struct Identity {
     pub boot_id: String,
@@ -28,8 +28,8 @@ pub struct Identity {
 }
 
 impl Identity {
-    /// Reads boot id and kernel version of the running guest; what cannot be read is a valid
-    /// placeholder, because a stream without it is still worth having.
+    /// Reads boot id and kernel version of the running guest; an unreadable one becomes a valid
+    /// placeholder, because a stream without it is still useful.
     pub fn read() -> Self {
         let read = |path: &str| std::fs::read_to_string(path).map(|t| t.trim().to_string());
         Self {
@@ -49,7 +49,7 @@ impl Identity {
     }
 }
 
-/// How far a sink has come: the `seq` behind the last record it has given to its socket.
+/// Progress of a sink: the `seq` behind the last record written to its socket.
 pub type Delivered = tokio::sync::watch::Sender<u64>;
 
 /// Serves the stream over a connected non-blocking socket until the peer is gone or the socket
@@ -82,7 +82,7 @@ pub async fn serve(
                 output.extend_from_slice(line.as_bytes());
             }
         }
-        // A peer that asks and does not read is not listened to either: its answers would pile up
+        // A peer that sends pings but does not read is not read from: its answers would pile up
         // here.
         let interest = match output.len() {
             0 => Interest::READABLE,
@@ -90,7 +90,7 @@ pub async fn serve(
             _ => Interest::WRITABLE,
         };
         tokio::select! {
-            // The sender lives as long as the ring, so an error here cannot come.
+            // The sender lives as long as the ring: no error is possible.
             _changed = grown.changed(), if output.is_empty() => {}
             ready = socket.ready(interest) => {
                 let mut guard = ready?;
@@ -126,12 +126,12 @@ fn send(socket: &AsyncFd<OwnedFd>, bytes: &[u8]) -> io::Result<usize> {
 #[derive(Default)]
 struct Input {
     line: Vec<u8>,
-    /// The line is over-long: skip to its newline.
+    /// Whether the line is over-long: skip to its newline.
     skipping: bool,
 }
 
 impl Input {
-    /// Reads once and gives the ids of the pings that are complete.
+    /// Reads once and returns the ids of complete pings.
     fn read(&mut self, socket: &AsyncFd<OwnedFd>) -> io::Result<Vec<u64>> {
         let mut buffer = [0_u8; 512];
         let n = nix::sys::socket::recv(socket.as_raw_fd(), &mut buffer, nix::sys::socket::MsgFlags::MSG_DONTWAIT)?;

@@ -1,9 +1,9 @@
-//! To the collector on the host: connect, replay, follow, reconnect. Everything is non-blocking and
-//! on this task's own time.
+//! Stream to the collector on the host: connect, replay, follow, reconnect. Everything is
+//! non-blocking and runs in this task.
 //!
-//! What a connect can say (FACTS of the transports): EAFNOSUPPORT when the kernel has no vsock,
-//! ENODEV while the transport is not bound, ECONNRESET at once when nobody listens (ETIMEDOUT after
-//! 2 s on vhost-device-vsock, cut to 200 ms here).
+//! Errors of a connect (FACTS of the transports): EAFNOSUPPORT if the kernel has no vsock, ENODEV
+//! while the transport is not bound, ECONNRESET at once without a listener (ETIMEDOUT after 2 s on
+//! vhost-device-vsock, cut to 200 ms here).
 
 use super::stream::{Delivered, Identity, serve};
 use crate::events::names;
@@ -14,15 +14,15 @@ use std::os::fd::{AsRawFd, OwnedFd};
 use std::sync::Arc;
 use std::time::Duration;
 
-/// The host, from any guest (VMADDR_CID_HOST).
+/// CID of the host, as seen from any guest (VMADDR_CID_HOST).
 pub const HOST_CID: u32 = nix::libc::VMADDR_CID_HOST;
 /// Deadline of one connect.
 const CONNECT: Duration = Duration::from_millis(200);
 /// First and longest pause between two connects.
 const PAUSE: (Duration, Duration) = (Duration::from_millis(50), Duration::from_secs(1));
-/// Connections that end sooner than this are brief. After so many in a row they are no longer told,
-/// and the pause grows further: somebody else has this port, or the collector refuses us, and each
-/// try sends the whole stream.
+/// Lifetime below which a connection is brief. After so many in a row they are no longer logged,
+/// and the pause grows further: another program has this port, or the collector refuses us, and
+/// each try sends the whole stream.
 const LASTING: Duration = Duration::from_secs(10);
 const BRIEF: u32 = 3;
 const LONGEST_PAUSE: Duration = Duration::from_secs(64);
@@ -30,7 +30,7 @@ const LONGEST_PAUSE: Duration = Duration::from_secs(64);
 /// Follows the ring to `HOST_CID:port` for ever; returns only when this kernel has no vsock.
 pub async fn run(ring: Arc<Ring>, identity: Identity, port: u32, delivered: Delivered) {
     let mut pause = PAUSE.0;
-    // Each state is told once, not once a try: the stream must not fill with its own troubles.
+    // Log each state once, not once a try: the stream must not fill with its own troubles.
     let (mut told, mut brief) = (None, 0);
     loop {
         match open(port).await {
