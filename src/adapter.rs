@@ -1,10 +1,10 @@
-//! Adapter initialisation: the first open of a GPU's node starts it, the driver's wait call tells
-//! how it ended.
+//! Adapter initialisation: the first open of a GPU's node starts it, and the driver's wait call
+//! returns its result.
 //!
 //! `open(O_NONBLOCK)` returns at once and initialises on the GPU's own kernel thread; a blocking
-//! open of a second GPU meanwhile would hold the driver's device list and stall every other open. A
-//! descriptor that was opened is never closed: it goes to the keeper, because the last close tears
-//! the adapter down, and under confidential computing it would then not come up again.
+//! open of a second GPU meanwhile would hold the driver's device list and stall every other open.
+//! An open descriptor is never closed: it goes to the keeper, because the last close tears the
+//! adapter down, and under confidential computing it would then not come up again.
 
 use crate::device_nodes::Node;
 use crate::sys::{WaitOpenComplete, wait_open_complete};
@@ -15,14 +15,14 @@ use std::fmt;
 use std::os::fd::OwnedFd;
 use std::path::PathBuf;
 
-/// Why a GPU is not initialised.
+/// Reason why a GPU is not initialised.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum InitError {
     /// open() failed.
     Open { path: PathBuf, errno: Errno },
-    /// The wait itself failed.
+    /// The wait call itself failed.
     Wait { path: PathBuf, errno: Errno },
-    /// The driver says that the initialisation failed.
+    /// The driver reports that the initialisation failed.
     Failed { path: PathBuf, rc: i32, status: u32 },
 }
 
@@ -46,8 +46,8 @@ impl fmt::Display for InitError {
 
 impl std::error::Error for InitError {}
 
-/// The resource manager's status codes that an initialisation is known to end with
-/// (nvstatuscodes.h), in words.
+/// Text for the resource manager's status codes with which an initialisation is known to end
+/// (nvstatuscodes.h).
 fn status_text(status: u32) -> &'static str {
     match status {
         0x40 => "invalid state",
@@ -59,19 +59,19 @@ fn status_text(status: u32) -> &'static str {
     }
 }
 
-/// Starts the initialisation. With drivers before 550.40.07 this blocks until it is done.
+/// Starts the initialisation. Drivers before 550.40.07 block here until it is over.
 pub fn start(node: &Node) -> Result<OwnedFd, InitError> {
     open(&node.path, OFlag::O_RDWR | OFlag::O_NONBLOCK | OFlag::O_CLOEXEC, Mode::empty())
         .map_err(|errno| InitError::Open { path: node.path.clone(), errno })
 }
 
-/// Blocks until the initialisation is over, however long that is; run it on a thread of its own.
-/// Never gives the descriptor up.
+/// Blocks until the initialisation is over, without a limit: run it on a separate thread. Never
+/// closes the descriptor.
 pub fn wait(gpu: &OwnedFd, node: &Node) -> Result<(), InitError> {
     match wait_open_complete(gpu) {
         Ok(WaitOpenComplete { rc: 0, .. }) => Ok(()),
         Ok(WaitOpenComplete { rc, adapter_status }) => Err(InitError::Failed { path: node.path.clone(), rc, status: adapter_status }),
-        // A driver that does not know the call has initialised in open().
+        // A driver without this call has initialised in open().
         Err(Errno::EINVAL | Errno::ENOTTY) => Ok(()),
         Err(errno) => Err(InitError::Wait { path: node.path.clone(), errno }),
     }

@@ -1,10 +1,10 @@
 //! Binding GPUs to the driver through sysfs: memory enable ahead of the driver, driver_override,
 //! bind.
 //!
-//! The order that makes binds concurrent although a plain module load probes all GPUs one after
-//! another: hold all but one back with driver_override, load the module with that one, then give
-//! each of the others free and write its address to `bind`. Two GPUs share no lock of the driver
-//! core. Nothing here reads config space.
+//! Concurrent binds, although a plain module load probes all GPUs one after another: hold all but
+//! one back with driver_override, load the module with that one, then release each of the others
+//! and write its address to `bind`. Two GPUs share no lock of the driver core. Nothing here reads
+//! config space.
 
 use crate::pci::PciAddress;
 use nix::errno::Errno;
@@ -17,31 +17,31 @@ use std::path::{Path, PathBuf};
 pub const DRIVER: &str = "nvidia";
 /// A driver that does not exist: a function with this override matches nothing.
 const HELD_BACK: &str = "kata-gpu-init-held-back";
-/// Looks at a device that is replaced again and again, after which the last one counts: each
-/// replacement is announced by an event of its own.
+/// Tries to identify a device that is replaced again and again, after which the last one counts:
+/// each replacement has its own event.
 const MOST_LOOKS: usize = 3;
 
 /// Identity of the device at a PCI address. Sysfs gives no inode number twice: a changed number is
 /// another device, or another bind of the same one.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Sight {
-    /// Inode of the device's directory; none: nothing is there.
+    /// Inode of the device's directory; None: no device.
     pub device: Option<u64>,
-    /// Inode of the device's link to the driver; none: not bound, nor being probed.
+    /// Inode of the device's link to the driver; None: neither bound nor being probed.
     pub bind: Option<u64>,
 }
 
-/// One bind of a device: what a minor and a descriptor belong to. As text, `ADDRESS/DEVICE/BIND`.
+/// One bind of a device; a minor and a descriptor belong to it. As text, `ADDRESS/DEVICE/BIND`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Bound {
     pub address: PciAddress,
-    /// As in [`Sight`].
+    /// Inode as in [`Sight`].
     pub device: u64,
     pub bind: u64,
 }
 
 impl Sight {
-    /// The bind that is there, if there is one.
+    /// The current bind, if there is one.
     pub fn bound(self, address: PciAddress) -> Option<Bound> {
         Some(Bound { address, device: self.device?, bind: self.bind? })
     }
@@ -64,7 +64,7 @@ impl std::str::FromStr for Bound {
     }
 }
 
-/// A write to sysfs that failed.
+/// A failed write to sysfs.
 #[derive(Debug)]
 pub struct SysfsError {
     path: PathBuf,
@@ -73,7 +73,7 @@ pub struct SysfsError {
 }
 
 impl SysfsError {
-    /// The kernel's own word.
+    /// The kernel's errno.
     pub fn errno(&self) -> Option<Errno> {
         self.error.raw_os_error().map(Errno::from_raw)
     }
@@ -106,10 +106,9 @@ impl PciSysfs {
         self.bus.join("drivers").join(DRIVER).join(attribute)
     }
 
-    /// Turns the function's memory decoding on, which is when the host maps its BARs: milliseconds
-    /// to seconds. To be called for one GPU at a time: hosts do this one after another anyway, and
-    /// a guest CPU that waits for its turn spins. A function that has a driver by now was enabled
-    /// by that.
+    /// Enables the function's memory decoding: the host then maps its BARs, for milliseconds to
+    /// seconds. Call it for one GPU at a time: hosts map one after another anyway, and a waiting
+    /// guest CPU spins. A function that has a driver by now is enabled already.
     pub fn enable(&self, gpu: PciAddress) -> Result<(), SysfsError> {
         match write(self.function(gpu, "enable"), "1") {
             Err(e) if e.error.raw_os_error() == Some(nix::libc::EBUSY) => Ok(()),
@@ -117,12 +116,12 @@ impl PciSysfs {
         }
     }
 
-    /// The error of an [`PciSysfs::enable`] that another process has tried.
+    /// The error of an [`PciSysfs::enable`] in another process.
     pub fn not_enabled(&self, gpu: PciAddress, errno: Errno) -> SysfsError {
         SysfsError { path: self.function(gpu, "enable"), value: "1".into(), error: errno.into() }
     }
 
-    /// The error of a [`PciSysfs::bind`] that another process has tried.
+    /// The error of a [`PciSysfs::bind`] in another process.
     pub fn not_bound(&self, gpu: PciAddress, errno: Errno) -> SysfsError {
         SysfsError { path: self.driver("bind"), value: gpu.to_string(), error: errno.into() }
     }
@@ -139,7 +138,7 @@ impl PciSysfs {
 
     /// Lets drivers match this GPU again; does not start a probe.
     pub fn release(&self, gpu: PciAddress) -> Result<(), SysfsError> {
-        // The attribute's way to say "none": an empty line.
+        // An empty line removes the override.
         write(self.function(gpu, "driver_override"), "\n")
     }
 
@@ -148,18 +147,18 @@ impl PciSysfs {
         write(self.driver("bind"), &gpu.to_string())
     }
 
-    /// Takes this GPU away from the driver; waits until nobody has it open.
+    /// Unbinds this GPU from the driver; blocks until it has no open descriptors.
     pub fn unbind(&self, gpu: PciAddress) -> Result<(), SysfsError> {
         write(self.driver("unbind"), &gpu.to_string())
     }
 
-    /// Ways in which the kernel can reset this function, by their names; None: it does not say.
+    /// Reset methods of this function, by the kernel's names; None: not reported.
     pub fn reset_methods(&self, gpu: PciAddress) -> Option<String> {
         std::fs::read_to_string(self.function(gpu, "reset_method")).ok()
     }
 
-    /// Resets this function in one of the ways that the kernel offers. Blocks until the function
-    /// answers again, for up to a minute. The ways are the kernel's own choice again afterwards.
+    /// Resets this function by one of the kernel's methods. Blocks until the function answers
+    /// again, for up to a minute. The kernel's own choice of methods is restored afterwards.
     pub fn reset(&self, gpu: PciAddress, method: &str) -> Result<(), SysfsError> {
         write(self.function(gpu, "reset_method"), method)?;
         let reset = write(self.function(gpu, "reset"), "1");
@@ -167,13 +166,13 @@ impl PciSysfs {
     }
 
     /// Probes this GPU with whichever loaded driver matches it, on this thread. Works while the
-    /// driver's own load is still probing another GPU, when there is no `bind` to write to yet.
-    /// Says nothing about the outcome: see [`PciSysfs::is_bound`].
+    /// driver's own load is still probing another GPU and there is no `bind` file yet. The outcome
+    /// is not returned: see [`PciSysfs::is_bound`].
     pub fn probe(&self, gpu: PciAddress) -> Result<(), SysfsError> {
         write(self.bus.join("drivers_probe"), &gpu.to_string())
     }
 
-    /// Whether the driver has entered itself at the bus: from then on [`PciSysfs::probe`] finds it.
+    /// Whether the driver is registered at the bus: from then on [`PciSysfs::probe`] finds it.
     pub fn is_registered(&self) -> bool {
         self.bus.join("drivers").join(DRIVER).exists()
     }
@@ -183,20 +182,20 @@ impl PciSysfs {
         self.bus.join("devices").join(gpu.to_string()).exists()
     }
 
-    /// Whether the driver has this GPU once a probe that is under way has ended; waits for that.
-    /// (The link to the driver is there before its probe is called. This attribute's write takes
-    /// the lock that the probe holds.)
+    /// Whether the driver has this GPU at the end of a probe that is under way; waits for that end.
+    /// The link to the driver exists before its probe is called, and a write to this attribute
+    /// takes the lock that the probe holds.
     pub fn is_bound_at_last(&self, gpu: PciAddress) -> bool {
         self.is_bound(gpu) && self.release(gpu).is_ok() && self.is_bound(gpu)
     }
 
-    /// Looks at what is at this address now.
+    /// Identifies the device at this address.
     ///
-    /// Errors: sysfs cannot be read, which does not mean that nothing is there.
+    /// Errors: sysfs cannot be read, which does not mean that there is no device.
     pub fn sight(&self, gpu: PciAddress) -> io::Result<Sight> {
         let look = || Ok::<Sight, io::Error>(Sight { device: self.inode(gpu)?, bind: self.bind_inode(gpu)? });
         let mut seen = look()?;
-        // A device that came between the two looks gets others.
+        // A device that came between the two reads has other inodes.
         for _ in 0..MOST_LOOKS {
             if self.inode(gpu)? == seen.device {
                 break;
@@ -206,8 +205,8 @@ impl PciSysfs {
         Ok(seen)
     }
 
-    /// Through the bus's link, which goes before the removal is announced and comes before the
-    /// device is: the directory itself outlives the announcement.
+    /// Inode through the bus's link, which is removed before the removal is announced and made
+    /// before the device is: the directory itself outlives the announcement.
     fn inode(&self, gpu: PciAddress) -> io::Result<Option<u64>> {
         let path = self.bus.join("devices").join(gpu.to_string());
         there(std::fs::metadata(&path), &path).map(|there| there.map(|directory| directory.ino()))
@@ -228,7 +227,7 @@ impl PciSysfs {
     }
 }
 
-/// Returns none for an absent file.
+/// Turns the error of an absent file into None.
 fn there<T>(result: io::Result<T>, path: &Path) -> io::Result<Option<T>> {
     match result {
         Ok(there) => Ok(Some(there)),
@@ -259,7 +258,7 @@ mod tests {
         std::os::unix::fs::symlink(&driver, function.join("driver")).unwrap();
         let bound = look().bound(gpu).unwrap();
         assert_eq!((Some(bound.device), bound.to_string().parse()), (free.device, Ok(bound)));
-        // An unbind and another bind; something else takes the old link's inode meanwhile.
+        // An unbind and another bind; another file takes the old link's inode meanwhile.
         std::fs::rename(function.join("driver"), sysfs.join("old")).unwrap();
         assert_eq!(look(), free);
         std::os::unix::fs::symlink(&driver, function.join("driver")).unwrap();

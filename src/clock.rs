@@ -11,7 +11,7 @@ use nix::time::{ClockId, clock_gettime};
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 
-/// Steps that are reported: a clock that is stepped all the time fills no stream.
+/// Limit of reported steps: a clock that is stepped all the time must not fill the stream.
 const MAX_STEPS: usize = 100;
 /// Seconds since 1970 at which a timer that only waits for steps would fire: beyond every clock.
 const NEVER_S: i64 = 9_000_000_000;
@@ -31,14 +31,14 @@ pub fn monotonic_raw_ns() -> u64 {
     nanoseconds(ClockId::CLOCK_MONOTONIC_RAW)
 }
 
-/// Any clock in ns; 0 for one that cannot be read.
+/// Any clock in ns; 0 if it cannot be read.
 pub fn nanoseconds(clock: ClockId) -> u64 {
     // clock_gettime fails only for a clock the kernel does not know; those above exist since
     // 2.6.39. 0 is visibly wrong in a timeline and better than an init that stops over it.
     clock_gettime(clock).map_or(0, |t| u64::try_from(t.tv_sec()).unwrap_or(0) * 1_000_000_000 + u64::try_from(t.tv_nsec()).unwrap_or(0))
 }
 
-/// Reports CLOCK_REALTIME beside CLOCK_BOOTTIME, for log lines that carry the former.
+/// Reports CLOCK_REALTIME beside CLOCK_BOOTTIME, for log lines stamped with CLOCK_REALTIME.
 fn report() {
     let before = boottime_ns();
     let realtime_ns = realtime_ns();
@@ -46,10 +46,10 @@ fn report() {
     tracing::info!(name: names::CLOCK, at_ns, realtime_ns);
 }
 
-/// Reports the clocks now and, in a task of its own, after each step of CLOCK_REALTIME: Kata's
-/// runtime sets it by way of the agent when the sandbox is created, and log lines jump with it.
+/// Reports the clocks now and, in a separate task, after each step of CLOCK_REALTIME: Kata's
+/// runtime sets it through the agent when the sandbox is created, and log lines jump with it.
 pub fn report_from_now_on() {
-    // In this order: a step in between is seen twice, not never.
+    // Keep this order: a step in between is then reported twice instead of never.
     let steps = steps();
     report();
     tokio::spawn(async move {

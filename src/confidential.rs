@@ -1,9 +1,9 @@
 //! Detection of confidential guests, whose memory is hidden from the host.
 //!
 //! Attestation devices may be missing: plain SEV-ES has none, a driver may be a module that is not
-//! loaded yet, and a paravisor keeps the device to itself. So the CPU's flags, sysfs and the
-//! kernel's log count as well. In doubt a guest is confidential: that costs events, the opposite
-//! error would disclose them.
+//! loaded yet, and a paravisor keeps the device to itself. The CPU's flags, sysfs and the kernel's
+//! log count as well. In doubt a guest is confidential: that costs events, the opposite error would
+//! disclose them.
 
 use crate::events::kmsg;
 use nix::fcntl::{OFlag, open};
@@ -40,7 +40,7 @@ pub fn is_confidential() -> bool {
     })
 }
 
-/// The same, without the log. `root` is / but in tests.
+/// Detection without the log. `root` is / except in tests.
 fn is_confidential_at(root: &Path, cpu: &str) -> bool {
     SIGNS.iter().any(|sign| root.join(sign.trim_start_matches('/')).exists()) || flags_show(cpu)
 }
@@ -60,7 +60,7 @@ fn flags_show(cpu: &str) -> bool {
     has("tdx_guest") || (has("hypervisor") && ["sev", "sev_es", "sev_snp"].into_iter().any(has))
 }
 
-/// Whether the log is worth a look: only on these processors the kernel hides flags in some guests.
+/// Whether the log may matter: only on these processors the kernel hides flags in some guests.
 fn is_amd(cpu: &str) -> bool {
     ["AuthenticAMD", "HygonGenuine"].iter().any(|vendor| cpu.contains(vendor))
 }
@@ -84,7 +84,7 @@ fn log_has(path: &str, wanted: impl Fn(&str) -> bool) -> bool {
                     return true;
                 }
             }
-            // Overwritten under the reader; the next one is there.
+            // Record overwritten during the read; continue with the next one.
             Err(nix::errno::Errno::EPIPE | nix::errno::Errno::EINTR) => {}
             Err(_) => return false,
         }

@@ -2,8 +2,8 @@
 //! parameter's name.
 //!
 //! [`PARAMETERS`] is the whole list; `kata-gpu-init parameters` prints it, and src/README.md has
-//! it. A bad value never stops a boot: the default stays, and the [`Note`] says what was wrong,
-//! what is used and which values there are.
+//! it. A bad value never stops a boot: the default stays, and the [`Note`] names the fault, the
+//! value used and the valid values.
 
 use crate::cdi::spec::{Hooks, Naming};
 use crate::events::record::{DEFAULT_PORT, Level};
@@ -11,17 +11,17 @@ use crate::extensions::{Extension, Name, Verity};
 use crate::topology::{NvLink, Topology};
 use std::fmt::Write;
 
-/// How GPUs get bound to the driver.
+/// Method of binding GPUs to the driver.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Bind {
-    /// Decided at boot from what is known; see `boot::gpus::strategy`.
+    /// Decided at boot; see `boot::gpus::strategy`.
     Auto,
     /// The driver probes all GPUs in its module init, one after another.
     Insmod,
     /// The module is loaded with one GPU; the others are bound one by one as the host has mapped
     /// their BARs.
     Pipelined,
-    /// As pipelined, with one thread per GPU.
+    /// Like [`Bind::Pipelined`], with one thread per GPU.
     Concurrent,
 }
 
@@ -36,7 +36,7 @@ impl std::fmt::Display for Bind {
     }
 }
 
-/// How adapters are initialised.
+/// Order of adapter initialisation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Init {
     /// As many at once as the driver allows.
@@ -79,15 +79,15 @@ pub enum Ready {
 /// Setter of the ready state of confidential GPUs. CUDA fails on them until it is on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ReadyState {
-    /// Whoever attests them, maybe in the container that asks for the GPU.
+    /// The container or another program that attests the GPUs.
     Leave,
-    /// As with `Leave`, and no container gets a GPU before.
+    /// Same setter as `Leave`, and no container gets a GPU before.
     Wait,
     /// The init, once all GPUs are settled; no container gets a GPU before.
     Boot,
 }
 
-/// When the CDI spec is published.
+/// Time of the CDI spec's publication.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Cdi {
     /// From the PCI scan on.
@@ -96,7 +96,7 @@ pub enum Cdi {
     Complete,
 }
 
-/// Where the agent runs.
+/// Process of the agent.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Agent {
     /// PID 1 becomes the agent.
@@ -114,7 +114,7 @@ pub enum ToHost {
     Off,
 }
 
-/// Whether something is on; `Auto` leaves the choice to what is found at boot.
+/// Switch; `Auto` leaves the choice to the boot.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Wish {
     #[default]
@@ -141,11 +141,11 @@ pub struct Services {
     pub host_engine: Wish,
     pub dcgm_exporter: Wish,
     pub imex_daemon: Wish,
-    /// None: as the package's configuration has it, `symmetric` where NVIDIA requires that.
+    /// None: as in the package's configuration, or `symmetric` if NVIDIA requires that.
     pub rail_policy: Option<RailPolicy>,
 }
 
-/// Which records go to the console.
+/// Records for the console.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ToConsole {
     /// Up to info, except in a confidential guest, whose host reads the console: errors alone.
@@ -156,7 +156,7 @@ pub enum ToConsole {
 }
 
 impl ToConsole {
-    /// The least urgent level that goes there.
+    /// The least urgent level for the console.
     pub fn level(self, confidential: impl FnOnce() -> bool) -> Option<Level> {
         match self {
             Self::Auto if confidential() => Some(Level::Error),
@@ -167,11 +167,11 @@ impl ToConsole {
     }
 }
 
-/// Where the agent itself listens: its interface, and its debug console. It powers off when another
-/// one has its port.
+/// Ports of the agent: its interface, and its debug console. The agent powers off when another
+/// program has its port.
 const AGENT_PORTS: [u32; 2] = [1024, 1026];
 
-/// As many as the driver has unless told otherwise (its parameter ImexChannelCount).
+/// The driver's default number (its parameter ImexChannelCount).
 const MAX_IMEX_CHANNELS: u32 = 2048;
 
 /// All settings of a boot.
@@ -187,14 +187,14 @@ pub struct Config {
     pub fabric_required: Wish,
     pub ready_state: ReadyState,
     pub cdi: Cdi,
-    /// By what containers can ask for a GPU; never empty.
+    /// Names by which containers can request a GPU; never empty.
     pub cdi_names: Vec<Naming>,
     pub cdi_hooks: Hooks,
     /// IMEX channels to make.
     pub imex_channels: u32,
-    /// GPUs that must be there; None: as many as there are.
+    /// GPUs that must exist; None: as many as are found.
     pub expected_gpus: Option<usize>,
-    /// None: decided from what is there.
+    /// None: decided by the PCI scan.
     pub topology: Option<Topology>,
     pub nvlink: NvLink,
     pub reset: Reset,
@@ -202,7 +202,7 @@ pub struct Config {
     pub events_to_host: ToHost,
     pub events_port: u32,
     pub console: ToConsole,
-    /// Extension disks; error: why the guest must not go on.
+    /// Extension disks; error: reason why the guest must stop.
     pub extensions: Result<Vec<Extension>, String>,
     pub services: Services,
     /// Range of all GPUs' graphics clocks, in MHz; None: the driver's.
@@ -254,14 +254,14 @@ impl Default for Config {
 /// One parameter of the kernel command line.
 pub struct Parameter {
     pub name: &'static str,
-    /// The values it takes, for people.
+    /// Values of the parameter, for the table.
     pub values: &'static str,
     pub default: &'static str,
     pub help: &'static str,
     set: fn(&mut Config, &str) -> Option<()>,
 }
 
-/// Picks the setting that belongs to a word.
+/// Setting of a word.
 fn one_of<T: Copy>(value: &str, choices: &[(&str, T)]) -> Option<T> {
     choices.iter().find(|(word, _)| *word == value).map(|(_, setting)| *setting)
 }
@@ -280,12 +280,12 @@ fn rail_policy(value: &str) -> Option<Option<RailPolicy>> {
     one_of(value, &[("auto", None), ("greedy", Some(RailPolicy::Greedy)), ("symmetric", Some(RailPolicy::Symmetric))])
 }
 
-/// A switch of the incumbent's, as a wish.
+/// Wish for an on/off value of the incumbent.
 fn switched(value: &str) -> Option<Wish> {
     switch(value).map(|on| if on { Wish::On } else { Wish::Off })
 }
 
-/// `index,uuid`: each once, at least one.
+/// Parses `index,uuid`: each name once, at least one.
 pub fn namings(value: &str) -> Option<Vec<Naming>> {
     let words = [("index", Naming::Index), ("uuid", Naming::Uuid), ("type-index", Naming::TypeIndex)];
     let mut namings = Vec::new();
@@ -298,19 +298,19 @@ pub fn namings(value: &str) -> Option<Vec<Naming>> {
     Some(namings)
 }
 
-/// `auto`: none.
+/// Parses a topology; `auto` gives None.
 fn topology(value: &str) -> Option<Option<Topology>> {
     if value == "auto" { Some(None) } else { Topology::named(value).map(Some) }
 }
 
-/// `210,1980`, or one number for both ends.
+/// Parses `210,1980`, or one number for both ends.
 fn range(value: &str) -> Option<Range> {
     let (min, max) = value.split_once(',').unwrap_or((value, value));
     let range = Range { min: min.parse().ok()?, max: max.parse().ok()? };
     (range.min <= range.max && range.max > 0).then_some(range)
 }
 
-/// How hooks are written.
+/// Parses the method of hooks.
 pub fn hooks(value: &str) -> Option<Hooks> {
     one_of(value, &[("one", Hooks::One), ("compat", Hooks::Compat), ("none", Hooks::None)])
 }
@@ -325,7 +325,7 @@ const LEVELS: &[(&str, ToConsole)] = &[
     ("trace", ToConsole::UpTo(Level::Trace)),
 ];
 
-/// Every parameter there is.
+/// All parameters.
 pub const PARAMETERS: &[Parameter] = &[
     Parameter {
         name: "gpuinit.agent",
@@ -546,7 +546,7 @@ pub const PARAMETERS: &[Parameter] = &[
     },
 ];
 
-/// Parameters of the incumbent's that are more than another name of one of ours.
+/// Incumbent's parameters that are more than another name of one of ours.
 const INCUMBENTS: &[Parameter] = &[
     Parameter {
         name: "nvrc.dcgm",
@@ -578,7 +578,7 @@ const INCUMBENTS: &[Parameter] = &[
     },
 ];
 
-/// Names of the incumbent's that still mean something, and ours for them.
+/// Incumbent's names that still have an effect, and our names for them.
 const ALIASES: &[(&str, &str)] = &[
     ("nvrc.log", "gpuinit.log"),
     ("nvrc.smi.lgc", "gpuinit.gpu.graphics-clock"),
@@ -586,7 +586,7 @@ const ALIASES: &[(&str, &str)] = &[
     ("nvrc.smi.pl", "gpuinit.gpu.power"),
 ];
 
-/// Names of the incumbent's that need nothing here or are not built yet, with what to know.
+/// Incumbent's names that need nothing here or are not built yet, with a hint.
 const FOREIGN: &[(&str, &str)] = &[
     ("nvrc.mode", "ignored: what to start follows from the topology; gpuinit.topology= overrides it"),
     ("nvrc.fm.mode", "ignored: fabric manager's mode follows from the topology; gpuinit.topology= overrides it"),
@@ -596,17 +596,17 @@ const FOREIGN: &[(&str, &str)] = &[
 const EXTENSION: &str = "kata.extension.";
 const VERITY_PARAMS: &str = ".verity_params";
 
-/// Notes kept; a command line has at most 4 kB, so more are noise.
+/// Limit of notes; a command line has at most 4 kB, so more are noise.
 const MAX_NOTES: usize = 32;
-/// Longest piece of foreign text in a note, in characters.
+/// Limit of foreign text in a note, in characters.
 const MAX_TEXT: usize = 64;
 
-/// What became of one word of the command line.
+/// Result of one word of the command line.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Note {
     pub parameter: String,
     pub value: String,
-    /// None: taken as written. Else what is wrong with it and what happens instead.
+    /// None: valid. Else the fault and its consequence.
     pub problem: Option<String>,
 }
 
@@ -615,8 +615,8 @@ fn printable(text: &str) -> String {
     text.chars().take(MAX_TEXT).map(|c| if c.is_control() || c == '\u{fffd}' { '?' } else { c }).collect()
 }
 
-/// The words of a kernel command line: separated by white space, where double quotes keep it;
-/// nothing after ` -- ` is for the kernel.
+/// Words of a kernel command line: separated by white space, which double quotes protect; the words
+/// after ` -- ` are not for the kernel.
 pub fn words(command_line: &[u8]) -> Vec<String> {
     let text = String::from_utf8_lossy(command_line);
     let mut words = Vec::new();
@@ -643,8 +643,7 @@ pub fn words(command_line: &[u8]) -> Vec<String> {
 }
 
 impl Config {
-    /// Reads `/proc/cmdline` in the form the kernel gives it. The last of several values counts, as
-    /// it does for the kernel.
+    /// Parses `/proc/cmdline`. The last of several values counts, as in the kernel.
     pub fn parse(command_line: &[u8]) -> (Self, Vec<Note>) {
         let mut config = Self::default();
         let mut notes = Vec::new();
@@ -670,8 +669,8 @@ impl Config {
         (config, notes)
     }
 
-    /// Adds an extension. Unlike other parameters, a bad one counts: without its check the guest
-    /// would run what nobody vouches for.
+    /// Adds an extension. Unlike other parameters, a bad one is fatal: without its check the guest
+    /// would run unverified code.
     fn declare(&mut self, name: &str, parameters: &str) -> Result<(), String> {
         let declared = Name::parse(name).and_then(|name| match &self.extensions {
             Ok(all) if all.iter().any(|known| known.name == name) => Err("declared twice: declare each extension once".into()),
@@ -683,7 +682,7 @@ impl Config {
         match (declared, &mut self.extensions) {
             (Ok(extension), Ok(all)) => all.push(extension),
             (Err(problem), all) => {
-                // The first error stays.
+                // Keep the first error.
                 if all.is_ok() {
                     *all = Err(format!("{EXTENSION}{}{VERITY_PARAMS}: {problem}", printable(name)));
                 }
@@ -694,7 +693,7 @@ impl Config {
         Ok(())
     }
 
-    /// Applies one parameter; gives what is wrong with it.
+    /// Applies one parameter; returns its fault.
     fn take(&mut self, name: &str, value: &str) -> Option<String> {
         if let Some((_, hint)) = FOREIGN.iter().find(|(n, _)| *n == name) {
             return Some((*hint).to_string());
@@ -707,15 +706,15 @@ impl Config {
     }
 }
 
-/// The words `module.parameter=value` for one module, as finit_module wants them. `-` and `_` in a
-/// module's name are the same.
+/// The words `module.parameter=value` for one module, in finit_module's format. `-` equals `_` in a
+/// module's name.
 pub fn module_parameters(command_line: &[u8], module: &str) -> String {
     let mut parameters = String::new();
     for word in words(command_line) {
         let Some((name, parameter)) = word.split_once('.') else { continue };
         if name.replace('-', "_") == module.replace('-', "_") {
             let space = if parameters.is_empty() { "" } else { " " };
-            // The kernel's parser takes quotes around white space, as it does on the command line.
+            // The kernel's parser accepts quotes around white space, as on the command line.
             let _unused = match parameter.split_once('=') {
                 Some((key, value)) if value.contains(char::is_whitespace) => write!(parameters, "{space}{key}=\"{value}\""),
                 _ => write!(parameters, "{space}{parameter}"),
@@ -734,19 +733,19 @@ pub fn with_registry_key(parameters: &str, key: &str) -> String {
     format!("{NAME}=\"{}\"", keys.join(";"))
 }
 
-/// The value of one parameter among a module's parameters; the last one counts.
+/// Value of one parameter among a module's parameters; the last one counts.
 pub fn parameter_value(parameters: &str, name: &str) -> Option<String> {
     words(parameters.as_bytes()).into_iter().rev().find_map(|word| word.strip_prefix(name)?.strip_prefix('=').map(str::to_string))
 }
 
-/// The modules of all `modprobe.blacklist=a,b` words.
+/// Modules of all `modprobe.blacklist=a,b` words.
 pub fn module_blacklist(command_line: &[u8]) -> Vec<String> {
     let words = words(command_line);
     let lists = words.iter().filter_map(|w| w.strip_prefix("modprobe.blacklist="));
     lists.flat_map(|l| l.split(',')).filter(|m| !m.is_empty()).map(|m| m.replace('-', "_")).collect()
 }
 
-/// The table of parameters in Markdown, as it stands in src/README.md.
+/// Table of parameters in Markdown, as in src/README.md.
 pub fn parameters_markdown() -> String {
     let mut table = String::from("| parameter | values | default | meaning |\n|---|---|---|---|\n");
     for p in PARAMETERS {

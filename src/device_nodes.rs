@@ -1,4 +1,4 @@
-//! Device nodes: the driver's modules make none, so the init does, as the driver's parameters say,
+//! Device nodes: the driver's modules make none, so the init makes them by the driver's parameters,
 //! with the links in /dev/char.
 
 use crate::driver_caps::{self, Access};
@@ -10,10 +10,10 @@ use std::io;
 use std::os::unix::fs::{MetadataExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 
-/// Minor of the GPUs' control device, and of the switches'.
+/// Minor of the control devices of GPUs and of switches.
 pub const CONTROL_MINOR: u32 = 255;
 
-/// A character device node, as it is in the guest and as containers get it.
+/// A character device node, in the guest and in containers.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Node {
     pub path: PathBuf,
@@ -24,7 +24,7 @@ pub struct Node {
     pub gid: u32,
 }
 
-/// A node that could not be made.
+/// Error of making a node.
 #[derive(Debug)]
 pub struct NodeError {
     path: PathBuf,
@@ -40,7 +40,7 @@ impl fmt::Display for NodeError {
 
 impl std::error::Error for NodeError {}
 
-/// Where nodes go, and how.
+/// Directory of the nodes, and their owner and mode.
 #[derive(Clone, Debug)]
 pub struct DeviceNodes {
     dev: PathBuf,
@@ -68,7 +68,7 @@ impl DeviceNodes {
         Ok([self.make("nvidia-uvm", major, 0)?, self.make("nvidia-uvm-tools", major, 1)?])
     }
 
-    /// `/dev/nvidia-caps/nvidia-cap<minor>`, of the mode that the capability wants.
+    /// `/dev/nvidia-caps/nvidia-cap<minor>`, with the capability's mode.
     pub fn capability(&self, major: u32, access: Access) -> Result<Node, NodeError> {
         let rules = NodeRules { mode: access.mode, ..self.rules };
         Self { dev: self.dev.clone(), rules }.make(&format!("nvidia-caps/nvidia-cap{}", access.minor), major, access.minor)
@@ -90,8 +90,8 @@ impl DeviceNodes {
         self.make("nvidia-nvlink", major, 0)
     }
 
-    /// Makes one node and its link. A node of the right number is left as it is; a wrong one (a
-    /// stale major) is replaced.
+    /// Makes one node and its link. A node with the right number stays; a wrong one (a stale major)
+    /// is replaced.
     fn make(&self, name: &str, major: u32, minor: u32) -> Result<Node, NodeError> {
         let path = self.dev.join(name);
         let failed = |step, error: io::Error| NodeError { path: path.clone(), step, error };
@@ -114,7 +114,7 @@ impl DeviceNodes {
 
     fn create(&self, path: &Path, number: u64) -> io::Result<()> {
         mknod(path, SFlag::S_IFCHR, Mode::from_bits_truncate(self.rules.mode), number)?;
-        // mknod's mode went through the umask.
+        // mknod applied the umask to the mode.
         std::fs::set_permissions(path, std::fs::Permissions::from_mode(self.rules.mode))?;
         if (self.rules.uid, self.rules.gid) != (0, 0) {
             nix::unistd::chown(path, Some(Uid::from_raw(self.rules.uid)), Some(Gid::from_raw(self.rules.gid)))?;
@@ -133,8 +133,8 @@ impl DeviceNodes {
     }
 }
 
-/// Makes the nodes that fabric manager opens besides those of GPUs, where the driver has switches:
-/// theirs, NVLink's and the control device's.
+/// Makes the nodes that fabric manager opens besides those of GPUs, if the driver has switches:
+/// nodes of switches, of NVLink and of the control device.
 pub fn make_for_switches(proc: &Path, dev: &Path) -> Result<(), String> {
     let count = driver_caps::switches(proc)?;
     if count == 0 {

@@ -1,9 +1,9 @@
-//! What the driver says in /proc of its finer-grained devices: MIG instances, the capabilities that
+//! The driver's /proc files about its finer-grained devices: MIG instances, the capabilities that
 //! open them, and switches.
 //!
 //! A capability is a file (`gpu0/gi1/access`) with the minor and the mode of its node,
-//! `/dev/nvidia-caps/nvidia-cap<minor>`; `mig-minors` lists the minors of all there can ever be.
-//! Nothing here opens a device or asks a GPU.
+//! `/dev/nvidia-caps/nvidia-cap<minor>`; `mig-minors` lists the minors of all possible ones.
+//! Nothing here opens a device or queries a GPU.
 
 use crate::driver_proc::read_bounded;
 use std::collections::BTreeMap;
@@ -15,13 +15,13 @@ use std::path::{Path, PathBuf};
 const MAX_MIG_MINORS: u64 = 1 << 20;
 /// Longest other file; the real ones have three lines.
 const MAX_ACCESS: u64 = 4096;
-/// Most entries of a directory.
+/// Limit of entries in a directory.
 pub const MAX_ENTRIES: usize = 4096;
-/// Most instances of a GPU: of 15 GPU instances that the driver has numbers for, 8 compute
+/// Limit of instances on a GPU: the driver has numbers for 15 GPU instances with 8 compute
 /// instances each.
 const MAX_INSTANCES: usize = 15 * 8;
 
-/// A compute instance of a GPU instance of a GPU, by the numbers that the driver gave them.
+/// A compute instance of a GPU instance of a GPU, by the driver's numbers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct MigInstance {
     /// Minor of the GPU.
@@ -30,7 +30,7 @@ pub struct MigInstance {
     pub ci: u32,
 }
 
-/// The right to use something, as a file that the driver has for it.
+/// Right to use a device, represented by a file of the driver.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Capability {
     GpuInstance(MigInstance),
@@ -38,7 +38,7 @@ pub enum Capability {
 }
 
 impl fmt::Display for Capability {
-    /// Its name in `mig-minors`.
+    /// Name of the capability in `mig-minors`.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::GpuInstance(of) => write!(f, "gpu{}/gi{}/access", of.gpu, of.gi),
@@ -58,14 +58,14 @@ impl Capability {
 }
 
 impl MigInstance {
-    /// What a container needs to use it, besides the GPU's own node.
+    /// Capabilities that a container needs for the instance, besides the GPU's own node.
     pub fn capabilities(self) -> [Capability; 2] {
         [Capability::GpuInstance(self), Capability::ComputeInstance(self)]
     }
 }
 
-/// The MIG instances of a GPU below `proc`, in ascending order of GPU instance and compute
-/// instance; none where it is not in MIG mode.
+/// MIG instances of a GPU below `proc`, in ascending order of GPU instance and compute instance;
+/// empty if the GPU is not in MIG mode.
 pub fn instances(proc: &Path, gpu: u32) -> Result<Vec<MigInstance>, String> {
     let mig = proc.join(format!("driver/nvidia/capabilities/gpu{gpu}/mig"));
     let mut all = Vec::new();
@@ -78,8 +78,7 @@ pub fn instances(proc: &Path, gpu: u32) -> Result<Vec<MigInstance>, String> {
     Ok(all)
 }
 
-/// The numbers after a beginning, in ascending order, among the names of a directory that may be
-/// missing.
+/// Numbers after a prefix, in ascending order, among the names of a directory that may be missing.
 fn numbered(folder: &Path, beginning: &str) -> Result<Vec<u32>, String> {
     let names = names_if_there(folder)?;
     let mut all: Vec<u32> = names.iter().filter_map(|name| name.strip_prefix(beginning)?.parse().ok()).collect();
@@ -87,7 +86,7 @@ fn numbered(folder: &Path, beginning: &str) -> Result<Vec<u32>, String> {
     Ok(all)
 }
 
-/// The names in a directory; none where it is not there.
+/// Names in a directory; empty if the directory is missing.
 pub fn names_if_there(folder: &Path) -> Result<Vec<String>, String> {
     match names(folder) {
         Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(Vec::new()),
@@ -95,7 +94,7 @@ pub fn names_if_there(folder: &Path) -> Result<Vec<String>, String> {
     }
 }
 
-/// The names in a directory, as far as they are text.
+/// UTF-8 names in a directory.
 pub fn names(folder: &Path) -> io::Result<Vec<String>> {
     let mut all = Vec::new();
     for (number, entry) in std::fs::read_dir(folder)?.enumerate() {
@@ -107,7 +106,7 @@ pub fn names(folder: &Path) -> io::Result<Vec<String>> {
     Ok(all)
 }
 
-/// The node that a capability wants.
+/// Minor and mode of a capability's node.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Access {
     pub minor: u32,
@@ -131,8 +130,7 @@ pub fn parse_access(text: &str) -> Option<Access> {
     Some(Access { minor: value("DeviceFileMinor")?, mode: value("DeviceFileMode").filter(|mode| *mode <= 0o777)? })
 }
 
-/// The minors of all capabilities there can be, by their names; none where the driver has no such
-/// file.
+/// Minors of all possible capabilities, by name; empty if the driver has no such file.
 pub fn mig_minors(proc: &Path) -> Result<BTreeMap<String, u32>, String> {
     match read_bounded(&proc.join("driver/nvidia-caps/mig-minors"), MAX_MIG_MINORS) {
         Ok(text) => Ok(parse_mig_minors(&text)),
@@ -142,7 +140,7 @@ pub fn mig_minors(proc: &Path) -> Result<BTreeMap<String, u32>, String> {
 }
 
 /// Parses `mig-minors`: lines of a capability (`gpu0/gi1/access`, `gpu0/gi1/ci0/access`, `config`,
-/// `monitor`) and the minor of its node. Lines of another form are left out.
+/// `monitor`) and the minor of its node. Lines of another form are skipped.
 pub fn parse_mig_minors(text: &str) -> BTreeMap<String, u32> {
     let pair = |line: &str| {
         let (capability, minor) = line.split_once(' ')?;
@@ -151,8 +149,8 @@ pub fn parse_mig_minors(text: &str) -> BTreeMap<String, u32> {
     text.lines().filter_map(pair).collect()
 }
 
-/// How many NVSwitches the driver has. Their minors are not told: it gives each the lowest free
-/// one.
+/// Number of the driver's NVSwitches. The driver reports no minors: each switch gets the lowest
+/// free one.
 pub fn switches(proc: &Path) -> Result<u32, String> {
     let names = names_if_there(&proc.join("driver/nvidia-nvswitch/devices"))?;
     let count = names.iter().filter(|name| name.parse::<crate::pci::PciAddress>().is_ok()).count();

@@ -1,24 +1,23 @@
-//! What NVIDIA's driver writes to the kernel's log, as far as it means something here: pure, from
-//! one line to its meaning.
+//! Lines of NVIDIA's driver in the kernel's log, as far as they mean something here: pure, from one
+//! line to its meaning.
 //!
-//! Only a PCI address says which GPU a line is about; the driver's own "GPU0" counts in the order
-//! of initialisation. Of `RmInitAdapter failed! (0xINIT:0xSTATUS:LINE)` the third number is a line
-//! of the driver's source and means nothing across versions.
+//! Only a PCI address identifies the GPU of a line; the driver's own "GPU0" counts in the order of
+//! initialisation. Of `RmInitAdapter failed! (0xINIT:0xSTATUS:LINE)` the third number is a line of
+//! the driver's source and means nothing across versions.
 
 use crate::pci::PciAddress;
 
-/// Something that the boot has to act upon.
+/// Message that requires an action.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Signal {
-    /// The GPU is being removed, and the driver waits until nobody has it open: our descriptor must
-    /// go.
+    /// The GPU is being removed, and the driver waits until its last descriptor is closed: close
+    /// ours.
     RemovalWaits(PciAddress),
-    /// The GPU has reported an error of this number.
+    /// The GPU has reported an error with this number.
     Xid(PciAddress, u32),
 }
 
-/// Where and with which status an initialisation failed: `RmInitAdapter failed!
-/// (0xINIT:0xSTATUS:..)`.
+/// Stage and status of a failed initialisation: `RmInitAdapter failed! (0xINIT:0xSTATUS:..)`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct InitCode {
     /// The stage (RM_INIT_*): 0x22 attach, 0x24 and 0x25 state, 0x61 firmware fetch, 0x62 firmware
@@ -28,14 +27,14 @@ pub struct InitCode {
     pub status: u32,
 }
 
-/// The first PCI address in a line of the log, with function 0 where the line has none.
+/// First PCI address in a line of the log, with function 0 if the line has none.
 pub fn address(text: &str) -> Option<PciAddress> {
     text.split(|c: char| c.is_whitespace() || matches!(c, '(' | ')' | ',' | '[' | ']'))
         .map(|word| word.strip_prefix("PCI:").unwrap_or(word).trim_end_matches([':', '.']))
         .find_map(|word| word.parse().or_else(|_| format!("{word}.0").parse()).ok())
 }
 
-/// What a line asks for, if anything.
+/// Signal of a line, if any.
 pub fn signal(text: &str) -> Option<Signal> {
     if !text.starts_with("NVRM: ") {
         return None;
@@ -49,7 +48,7 @@ pub fn signal(text: &str) -> Option<Signal> {
     Some(Signal::Xid(address(text)?, digits.parse().ok()?))
 }
 
-/// The code of a failed initialisation in a line.
+/// Code of a failed initialisation in a line.
 pub fn init_code(text: &str) -> Option<InitCode> {
     let (_, rest) = text.split_once("RmInitAdapter failed! (")?;
     let (code, _) = rest.split_once(')')?;
@@ -57,9 +56,9 @@ pub fn init_code(text: &str) -> Option<InitCode> {
     Some(InitCode { stage: numbers.next()??, status: numbers.next()?? })
 }
 
-/// Whether a line can explain a failure. FBHUB marks the start of an initialisation, "was not
-/// called" is what driver_override looks like, and the kernel's own "failed with error -1" says no
-/// more than that there was a failure.
+/// Whether a line can explain a failure. Not: FBHUB (marks the start of an initialisation), "was
+/// not called" (results from driver_override), and the kernel's own "failed with error -1" (no more
+/// than the fact of a failure).
 pub fn explains(text: &str) -> bool {
     const HARMLESS: &[&str] = &[
         "FBHUB",
@@ -77,7 +76,7 @@ pub fn explains(text: &str) -> bool {
         // Parameters may name the driver's modules.
         "ommand line:",
     ];
-    // The kernel's own word where a function cannot be enabled.
+    // The kernel's message about a function that cannot be enabled.
     let of_the_kernel = text.contains("can't enable device");
     (of_the_kernel || text.contains("NVRM") || text.contains("nvidia")) && !HARMLESS.iter().any(|h| text.contains(h))
 }

@@ -1,5 +1,5 @@
-//! What the driver says in /proc: which minor a GPU got, which majors it registered, which mode its
-//! nodes want. Of capabilities and switches: `driver_caps`.
+//! The driver's /proc files: minors of GPUs, registered majors, owner and mode of nodes.
+//! Capabilities and switches are in `driver_caps`.
 //!
 //! Only files that answer at once and never initialise a GPU: `power` and `numa_status` wait for a
 //! GPU that is initialising, and are not read.
@@ -8,23 +8,23 @@ use crate::pci::PciAddress;
 use std::io::{self, Read};
 use std::path::Path;
 
-/// What is read of `/proc/driver/nvidia/gpus/<address>/information`. The file appears after
-/// everything that can fail in probe.
+/// Fields of `/proc/driver/nvidia/gpus/<address>/information`. The file appears after everything
+/// that can fail in probe.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Information {
-    /// Minor of /dev/nvidiaN: the order in which probes ended, which is not PCI order.
+    /// Minor of /dev/nvidiaN: in the order in which probes ended, not PCI order.
     pub minor: u32,
     /// `GPU-xxxxxxxx-...`; absent until the driver knows it.
     pub uuid: Option<String>,
     pub model: Option<String>,
 }
 
-/// Why a file of the driver gave nothing.
+/// Error of reading a file of the driver.
 fn cannot(path: &Path, why: impl std::fmt::Display) -> io::Error {
     io::Error::other(format!("read {}: {why}", path.display()))
 }
 
-/// Most bytes of a file but mig-minors; the real ones have some hundred, /proc/devices some
+/// Limit of a file except mig-minors; the real ones have some hundred bytes, /proc/devices some
 /// thousand.
 const MAX_TEXT: u64 = 64 * 1024;
 
@@ -49,8 +49,8 @@ pub fn parse_information(text: &str) -> Option<Information> {
     })
 }
 
-/// A UUID that is known, with this beginning: the driver prints question marks before it is. CDI
-/// takes it as a name.
+/// Whether a text is a known UUID with this prefix: the driver prints question marks before it is
+/// known. CDI accepts it as a name.
 pub fn is_uuid(beginning: &str, text: &str) -> bool {
     text.strip_prefix(beginning).is_some_and(|hex| hex.len() == 36 && hex.bytes().all(|b| b.is_ascii_hexdigit() || b == b'-'))
 }
@@ -60,13 +60,13 @@ pub fn is_uuid(beginning: &str, text: &str) -> bool {
 pub struct Majors {
     pub nvidia: Option<u32>,
     pub uvm: Option<u32>,
-    /// Of `/dev/nvidia-caps/nvidia-cap<minor>`.
+    /// Major of `/dev/nvidia-caps/nvidia-cap<minor>`.
     pub caps: Option<u32>,
-    /// Of `/dev/nvidia-caps-imex-channels/channel<minor>`.
+    /// Major of `/dev/nvidia-caps-imex-channels/channel<minor>`.
     pub imex_channels: Option<u32>,
-    /// Of `/dev/nvidia-nvswitch<minor>` and `/dev/nvidia-nvswitchctl`.
+    /// Major of `/dev/nvidia-nvswitch<minor>` and `/dev/nvidia-nvswitchctl`.
     pub nvswitch: Option<u32>,
-    /// Of `/dev/nvidia-nvlink`.
+    /// Major of `/dev/nvidia-nvlink`.
     pub nvlink: Option<u32>,
 }
 
@@ -97,7 +97,7 @@ pub fn parse_majors(text: &str) -> Majors {
     majors
 }
 
-/// Reads a file of /proc that has at most so many bytes.
+/// Reads at most `most` bytes of a file of /proc.
 pub fn read_bounded(path: &Path, most: u64) -> io::Result<String> {
     let at = |error: io::Error| io::Error::new(error.kind(), format!("read {}: {error}", path.display()));
     // Files of /proc have no size.
@@ -106,8 +106,8 @@ pub fn read_bounded(path: &Path, most: u64) -> io::Result<String> {
     Ok(text)
 }
 
-/// How the driver wants its nodes: owner, mode, and whether anybody but an administrator should
-/// make them.
+/// Rules of the driver for its nodes: owner, mode, and whether programs without administrator
+/// rights may make them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct NodeRules {
     pub uid: u32,
@@ -121,7 +121,7 @@ impl Default for NodeRules {
     }
 }
 
-/// Reads the rules from `/proc/driver/nvidia/params`; a driver without that file has the defaults.
+/// Reads the rules from `/proc/driver/nvidia/params`; defaults for a driver without that file.
 pub fn node_rules(proc: &Path) -> NodeRules {
     read(&proc.join("driver/nvidia/params")).map_or_else(|_| NodeRules::default(), |text| parse_node_rules(&text))
 }

@@ -1,16 +1,16 @@
-//! ELF files, as far as the driver's libraries, a container's libraries and kernel modules need it:
-//! read by offset, never whole, every length bounded.
+//! ELF parser for the driver's libraries, a container's libraries and kernel modules: reads by
+//! offset, never whole files, every length bounded.
 //!
-//! Takes any bytes: what is not such a file is an error that says what is wrong with it.
-//! Little-endian only, as every machine with these GPUs is.
+//! Takes any bytes: an error states the fault of a file that is not valid ELF. Little-endian only,
+//! as every machine with these GPUs is.
 
 use std::fs::File;
 use std::io;
 use std::os::unix::fs::FileExt;
 
-/// What is read: a file, or a file within another one.
+/// Source of bytes: a file, or a file within another one.
 pub trait ReadAt {
-    /// As [`FileExt::read_at`].
+    /// Like [`FileExt::read_at`].
     fn read_at(&self, buffer: &mut [u8], offset: u64) -> io::Result<usize>;
 }
 
@@ -35,26 +35,25 @@ impl ReadAt for File {
     }
 }
 
-/// Most section headers that are looked at (the kernel's own modules have fewer than 100; with a
-/// section per function some thousand).
+/// Limit of section headers (the kernel's own modules have fewer than 100; with a section per
+/// function some thousand).
 const MAX_SECTIONS: u64 = 65_536;
-/// Longest section that is read.
+/// Limit of a section's size.
 const MAX_SECTION: u64 = 4 * 1024 * 1024;
-/// Most program headers (a library has about ten).
+/// Limit of program headers (a library has about ten).
 const MAX_SEGMENTS: u64 = 256;
-/// Most entries of a dynamic segment (the largest of the driver's libraries have about 40).
+/// Limit of entries in a dynamic segment (the largest of the driver's libraries have about 40).
 const MAX_DYNAMIC: u64 = 4096;
-/// Longest name in a string table.
+/// Limit of a name in a string table.
 const MAX_NAME: u64 = 4096;
-/// How much of a file's beginning is read at once (a page, in which small libraries have their
-/// names, too), and of a name.
+/// Bytes read at once from the beginning of a file (a page, which in small libraries includes the
+/// names), and of a name.
 const HEAD: usize = 4096;
 const NAME_PART: usize = 128;
 /// Longest part that is read onto the stack: the dynamic segments of most libraries have 500 to 600
 /// bytes.
 const NEAR: usize = 1024;
-/// Longest list of properties (compilers write some ten bytes for each, and there are fewer than
-/// ten kinds).
+/// Limit of a list of properties (compilers write some ten bytes for each of fewer than ten kinds).
 const MAX_PROPERTIES: u64 = 4096;
 
 const PT_LOAD: u32 = 1;
@@ -68,20 +67,20 @@ const DT_SONAME: u64 = 14;
 const DT_RPATH: u64 = 15;
 const DT_RUNPATH: u64 = 29;
 const NT_GNU_PROPERTY_TYPE_0: u32 = 5;
-/// The one property that is read: which x86-64 level (a bit for each) the code needs.
+/// The only property that is read: required x86-64 levels of the code, a bit for each.
 const GNU_PROPERTY_X86_ISA_1_NEEDED: u32 = 0xc000_8002;
 
-/// `e_type` of a shared object, which a position-independent program is, too.
+/// `e_type` of shared objects and of position-independent programs.
 pub const ET_DYN: u16 = 3;
 
-/// The width of a file's addresses.
+/// Width of a file's addresses.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Class {
     Elf32,
     Elf64,
 }
 
-/// What a library says of itself.
+/// ELF facts of a library.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Library {
     pub class: Class,
@@ -91,36 +90,34 @@ pub struct Library {
     pub machine: u16,
     /// `e_flags`.
     pub flags: u32,
-    /// DT_SONAME; none in a file without a dynamic segment, or without that entry.
+    /// DT_SONAME; None in a file without a dynamic segment or that entry.
     pub soname: Option<String>,
-    /// DT_NEEDED, in their order.
+    /// DT_NEEDED, in file order.
     pub needed: Vec<String>,
-    /// Whether a loader could use it: it has a dynamic segment with a string table. What was split
-    /// off for a debugger has none.
+    /// Whether a loader could use the file: it has a dynamic segment with a string table. Debug
+    /// files have none.
     pub loadable: bool,
-    /// The x86-64 level it says it needs: 1 is x86-64-v2, 2 is -v3, 3 is -v4; 0 is none, or nothing
-    /// said.
+    /// Required x86-64 level: 1 is x86-64-v2, 2 is -v3, 3 is -v4; 0 is none or unspecified.
     pub isa_level: u32,
 }
 
-/// What a program says of how it is started, and a library of where its own are.
+/// Loader of a program, and search path of a program or library.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Program {
-    /// The loader that the kernel starts for it; none in what is linked statically, and in
-    /// libraries.
+    /// Loader that the kernel starts for the program; None for static programs and for libraries.
     pub interpreter: Option<String>,
-    /// DT_RUNPATH, else DT_RPATH: directories with colons between.
+    /// DT_RUNPATH, else DT_RPATH: directories separated by colons.
     pub search_path: Option<String>,
 }
 
 /// Reads the headers and the dynamic segment.
 ///
-/// Errors say what is wrong with the file, not which file it is.
+/// Errors state the fault in the file, not the file's name.
 pub fn library(file: &dyn ReadAt) -> io::Result<Library> {
     describe(file, true)
 }
 
-/// The same without `needed`, which is left empty: half the reads.
+/// Like [`library`], but leaves `needed` empty: half the reads.
 pub fn identity(file: &dyn ReadAt) -> io::Result<Library> {
     describe(file, false)
 }
@@ -169,8 +166,7 @@ pub fn program(file: &dyn ReadAt) -> io::Result<Program> {
     Ok(Program { interpreter, search_path })
 }
 
-/// The content of the section of this name; None where there is none. 64-bit files only, which
-/// modules are.
+/// Content of the section of this name; None if there is none. 64-bit files only, as modules are.
 pub fn section(file: &dyn ReadAt, wanted: &[u8]) -> io::Result<Option<Vec<u8>>> {
     const HEADER: u64 = 64;
     let elf = Elf::open(file)?;
@@ -203,13 +199,13 @@ struct Segment {
     length: u64,
 }
 
-/// Where in the file an address is.
+/// Offset in the file of an address.
 fn offset_of(mut segments: impl Iterator<Item = Segment>, address: u64) -> Option<u64> {
     let segment = segments.find(|s| s.kind == PT_LOAD && address >= s.address && address - s.address < s.length)?;
     segment.offset.checked_add(address - segment.address)
 }
 
-/// Room for a part of a file, on the stack for what is usual: hundreds of libraries are read one
+/// Buffer for a part of a file, on the stack for usual sizes: hundreds of libraries are read one
 /// after the other, and musl maps and unmaps memory for a buffer of a kilobyte.
 struct Room {
     near: [u8; NEAR],
@@ -221,7 +217,7 @@ impl Room {
         Self { near: [0; NEAR], far: Vec::new() }
     }
 
-    /// So many bytes of it.
+    /// The first `length` bytes of the buffer.
     fn of(&mut self, length: usize) -> &mut [u8] {
         match self.near.get_mut(..length) {
             Some(near) => near,
@@ -235,10 +231,10 @@ impl Room {
 
 struct Elf<'a> {
     file: &'a dyn ReadAt,
-    /// The file's beginning: the header, and where they are usual the segments, in one read. Zeros
-    /// where the file is shorter.
+    /// Beginning of the file: the header, and usually the segments, in one read. Zeros beyond the
+    /// end of the file.
     head: [u8; HEAD],
-    /// How much of it was read.
+    /// Number of bytes read into `head`.
     length: usize,
     class: Class,
 }
@@ -249,8 +245,8 @@ impl<'a> Elf<'a> {
         const HEADER_64: usize = 64;
         let refused = || io::Error::other("not a little-endian ELF file");
         let (mut head, mut length) = ([0; HEAD], 0);
-        // A read that ends early needs no second one unless the header is not whole: what else is
-        // missing is read where it is needed.
+        // After a short read, read again only if the header is incomplete: other parts are read
+        // where they are needed.
         while length < HEADER_64 {
             match some(file, length as u64, head.get_mut(length..).unwrap_or_default())? {
                 0 => break,
@@ -265,7 +261,7 @@ impl<'a> Elf<'a> {
         if length < header { Err(refused()) } else { Ok(Self { file, head, length, class }) }
     }
 
-    /// A part of the file: from its beginning, which is there, or read into `room`.
+    /// A part of the file: from `head` if it is there, or read into `room`.
     fn part<'r>(&'r self, offset: u64, length: u64, room: &'r mut Room) -> io::Result<&'r [u8]> {
         if let Some(part) = self.beginning(offset).get(..usize::try_from(length).unwrap_or(usize::MAX)) {
             return Ok(part);
@@ -275,7 +271,7 @@ impl<'a> Elf<'a> {
         Ok(part)
     }
 
-    /// What has been read of the file from this offset on.
+    /// Bytes of `head` from this offset on.
     fn beginning(&self, offset: u64) -> &[u8] {
         let offset = usize::try_from(offset).unwrap_or(usize::MAX);
         self.head.get(..self.length).and_then(|head| head.get(offset..)).unwrap_or_default()
@@ -297,7 +293,7 @@ impl<'a> Elf<'a> {
         u32_at(&self.head, if self.wide() { 0x30 } else { 0x24 })
     }
 
-    /// The size of a program header.
+    /// Size of a program header.
     fn program_header(&self) -> usize {
         if self.wide() { 56 } else { 32 }
     }
@@ -327,7 +323,7 @@ impl<'a> Elf<'a> {
         }
     }
 
-    /// The dynamic segment's bytes.
+    /// Bytes of the dynamic segment.
     fn dynamic<'r>(&'r self, segment: &Segment, room: &'r mut Room) -> io::Result<&'r [u8]> {
         if segment.length > MAX_DYNAMIC * self.entry() as u64 {
             return Err(io::Error::other(format!("a dynamic segment of {} bytes: more than any library has", segment.length)));
@@ -335,20 +331,19 @@ impl<'a> Elf<'a> {
         self.part(segment.offset, segment.length, room)
     }
 
-    /// The size of an entry of the dynamic segment.
+    /// Size of an entry of the dynamic segment.
     fn entry(&self) -> usize {
         if self.wide() { 16 } else { 8 }
     }
 
-    /// Tags and values up to the end mark.
+    /// Tags and values up to DT_NULL.
     fn entries(&self, dynamic: &[u8]) -> impl Iterator<Item = (u64, u64)> {
         let wide = self.wide();
         let pair = move |e: &[u8]| if wide { (u64_at(e, 0), u64_at(e, 8)) } else { (u32_at(e, 0).into(), u32_at(e, 4).into()) };
         dynamic.chunks_exact(self.entry()).map(pair).take_while(|(tag, _)| *tag != DT_NULL)
     }
 
-    /// 0 where the note is not as it should be: what a file says of itself beyond need is no reason
-    /// to refuse it.
+    /// Required x86-64 level; 0 for a malformed note, which is no reason to refuse a file.
     fn isa_level(&self, segment: &Segment) -> u32 {
         if segment.length > MAX_PROPERTIES {
             return 0;
@@ -374,7 +369,7 @@ impl<'a> Elf<'a> {
 
     fn name(&self, offset: u64) -> io::Result<String> {
         let mut name = Vec::new();
-        // A string table may end the file: what is there counts.
+        // A string table may end the file: the bytes before the end count.
         while (name.len() as u64) < MAX_NAME {
             let (at, mut read) = (offset.saturating_add(name.len() as u64), [0; NAME_PART]);
             let part = match self.beginning(at) {
@@ -397,7 +392,7 @@ impl<'a> Elf<'a> {
     }
 }
 
-/// One read of up to so many bytes; 0 at the file's end.
+/// One read into the buffer; 0 at the end of the file.
 fn some(file: &dyn ReadAt, offset: u64, bytes: &mut [u8]) -> io::Result<usize> {
     loop {
         match file.read_at(bytes, offset) {
@@ -407,7 +402,7 @@ fn some(file: &dyn ReadAt, offset: u64, bytes: &mut [u8]) -> io::Result<usize> {
     }
 }
 
-/// All of it.
+/// Reads the whole buffer.
 fn exactly(file: &dyn ReadAt, offset: u64, bytes: &mut [u8]) -> io::Result<()> {
     let mut length = 0;
     while let Some(rest) = bytes.get_mut(length..).filter(|rest| !rest.is_empty()) {
@@ -446,17 +441,16 @@ fn u64_at(bytes: &[u8], offset: usize) -> u64 {
     u64::from_le_bytes(bytes_at(bytes, offset))
 }
 
-/// For tests, those of other packages, too: the smallest files that loaders and `ldconfig` take for
-/// shared libraries.
+/// Minimal files for tests, also of other packages: the smallest that loaders and `ldconfig` accept
+/// as shared libraries.
 #[cfg(any(test, feature = "host-base"))]
 pub mod stand_in {
-    /// A 64-bit x86 library with this SONAME, and these needed ones.
+    /// A 64-bit x86 library with this SONAME, and these needed libraries.
     pub fn library(soname: Option<&str>, needed: &[&str]) -> Vec<u8> {
         object(soname, needed, None, None)
     }
 
-    /// A 64-bit x86 program with this loader, which needs these libraries and looks for them here,
-    /// too.
+    /// A 64-bit x86 program with this loader, these needed libraries and this run path.
     pub fn program(interpreter: &str, needed: &[&str], run_path: Option<&str>) -> Vec<u8> {
         object(None, needed, run_path, Some(interpreter))
     }
@@ -563,8 +557,8 @@ mod tests {
             (v3, 0),
         ];
         for (n, (note, level)) in cases.into_iter().enumerate() {
-            // The dynamic segment's place in the list of segments becomes the properties': the file
-            // then has no SONAME, and is not loadable.
+            // The properties replace the dynamic segment in the list of segments: the file then has
+            // no SONAME, and is not loadable.
             let mut bytes = stand_in::library(Some("liba.so"), &[]);
             let (at, size) = (bytes.len() as u64, note.len() as u64);
             bytes[120..124].copy_from_slice(&super::PT_GNU_PROPERTY.to_le_bytes());

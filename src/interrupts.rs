@@ -293,8 +293,8 @@ impl Drop for MovedInterrupts {
     }
 }
 
-/// Interrupts that currently arrive at `cpu`, for the choice of a CPU. Where the kernel has no
-/// effective mask of an interrupt, its mask counts.
+/// Interrupts that currently arrive at `cpu`, for the choice of a CPU. For an interrupt without
+/// effective mask in this kernel, its mask counts.
 pub fn arriving_at(proc: &Path, cpu: usize) -> Vec<Interrupt> {
     let folder = proc.join("irq");
     interrupts(&folder).filter(|i| arrives_at(&folder, i.irq, cpu)).collect()
@@ -341,8 +341,8 @@ fn arrives_at(folder: &Path, irq: u32, cpu: usize) -> bool {
     files.iter().find_map(|file| read(file).ok()).is_some_and(|mask| mask.has(cpu))
 }
 
-/// Removes the CPU from a mask; returns the mask before and after. None where the mask does not
-/// have the CPU, or is gone.
+/// Removes the CPU from a mask; returns the mask before and after. None if the mask does not have
+/// the CPU, or is gone.
 fn move_mask(file: &Path, cpu: usize, online: &CpuMask) -> Result<Option<(CpuMask, CpuMask)>, Stays> {
     let former = match read(file) {
         Ok(mask) if mask.has(cpu) => mask,

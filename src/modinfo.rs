@@ -1,17 +1,16 @@
-//! What a module's file says of itself: `key=value` strings of its `.modinfo` section, read without
-//! reading the whole file.
+//! Metadata of a module's file: `key=value` strings of its `.modinfo` section, read without reading
+//! the whole file.
 //!
-//! Takes any bytes: what is not a 64-bit little-endian ELF file with such a section is an error
-//! that says so.
+//! Takes any bytes: anything but a 64-bit little-endian ELF file with such a section is an error.
 
 use crate::elf;
 use std::fs::File;
 use std::io;
 use std::path::Path;
 
-/// The value of one key (`version`, `vermagic`); None when the file has none.
+/// Value of one key (`version`, `vermagic`); None if the file has none.
 ///
-/// Errors name the path and what is wrong with the file.
+/// Errors name the path and the fault of the file.
 pub fn value(path: &Path, key: &str) -> io::Result<Option<String>> {
     let at = |what: &dyn std::fmt::Display| io::Error::other(format!("read modinfo of {}: {what}", path.display()));
     let file = File::open(path).map_err(|e| at(&e))?;

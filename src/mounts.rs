@@ -1,8 +1,8 @@
-//! The file systems of a guest: what must be there before anything else, and what the agent would
-//! mount if it were PID 1.
+//! File systems of a guest: those needed before anything else, and those that the agent would mount
+//! if it were PID 1.
 //!
 //! Types matter as much as paths: the agent mounts each of these itself unless the same *type* is
-//! there already; another type on /run would be covered, and the CDI spec with it. Nothing here
+//! mounted already; another type on /run would be covered, and the CDI spec with it. Nothing here
 //! mounts over a mount of the right type.
 
 use nix::errno::Errno;
@@ -20,7 +20,7 @@ pub struct Mount {
 
 const NO_EXEC: MsFlags = MsFlags::MS_NOSUID.union(MsFlags::MS_NODEV).union(MsFlags::MS_NOEXEC);
 
-/// Before everything else, in this order: /proc first, because it tells what is mounted.
+/// Mounts made before everything else, in this order: /proc first, because it lists the mounts.
 pub const EARLY: &[Mount] = &[
     Mount { fs: "proc", target: "/proc", flags: NO_EXEC, data: "" },
     Mount { fs: "sysfs", target: "/sys", flags: NO_EXEC, data: "" },
@@ -28,20 +28,20 @@ pub const EARLY: &[Mount] = &[
     Mount { fs: "tmpfs", target: "/run", flags: MsFlags::MS_NOSUID.union(MsFlags::MS_NODEV), data: "mode=0755" },
 ];
 
-/// What the agent mounts as PID 1 and leaves to its init otherwise (`gpuinit.agent=child`).
+/// Mounts that the agent makes as PID 1 and leaves to its init otherwise (`gpuinit.agent=child`).
 pub const FOR_AGENT_AS_CHILD: &[Mount] = &[
     Mount { fs: "tmpfs", target: "/dev/shm", flags: MsFlags::MS_NOSUID.union(MsFlags::MS_NODEV), data: "mode=1777" },
     Mount { fs: "devpts", target: "/dev/pts", flags: MsFlags::MS_NOSUID.union(MsFlags::MS_NOEXEC), data: "mode=0620,ptmxmode=0666" },
 ];
 
 const CGROUP2: Mount = Mount { fs: "cgroup2", target: CGROUPS, flags: NO_EXEC, data: "nsdelegate" };
-/// Where both versions are mounted.
+/// Mount point of both cgroup versions.
 const CGROUPS: &str = "/sys/fs/cgroup";
 /// Controllers of version 1 that the agent mounts (kata-agent 4.1.0), where the kernel has them.
 const CONTROLLERS: [&str; 13] =
     ["cpu", "cpuacct", "blkio", "cpuset", "memory", "devices", "freezer", "net_cls", "perf_event", "net_prio", "hugetlb", "pids", "rdma"];
 
-/// A mount that could not be made.
+/// Error of a mount.
 #[derive(Debug)]
 pub struct MountError {
     fs: &'static str,
@@ -62,20 +62,20 @@ impl fmt::Display for MountError {
 
 impl std::error::Error for MountError {}
 
-/// Makes all mounts of a table that are not there yet. A mount that fails does not stop the others;
-/// the errors are returned.
+/// Makes all mounts of a table that are missing. A failure does not stop the others; the errors are
+/// returned.
 pub fn make(table: &[Mount]) -> Vec<MountError> {
     table.iter().filter_map(|m| make_one(m).err()).collect()
 }
 
-/// Mounts the version of cgroups that the agent would mount as PID 1 (`gpuinit.agent=child`): 2
-/// where the kernel command line asks for it, else 1, each controller by itself, in a tmpfs that is
+/// Mounts the version of cgroups that the agent would mount as PID 1 (`gpuinit.agent=child`): 2 if
+/// the kernel command line asks for it, else 1, each controller by itself, in a tmpfs that is
 /// read-only afterwards.
 pub fn make_cgroups(command_line: &str) -> Vec<MountError> {
     if is_unified(command_line) {
         return make(&[CGROUP2]);
     }
-    // Without the list there is no controller, which the agent reports.
+    // Without the list there is no controller; the agent reports that.
     let controllers = controllers(&std::fs::read_to_string("/proc/cgroups").unwrap_or_default());
     let tmpfs = |flags: MsFlags| mount(Some("tmpfs"), CGROUPS, Some("tmpfs"), NO_EXEC | flags, Some("mode=755"));
     let failed = |errno| vec![MountError { fs: "tmpfs", target: CGROUPS, errno }];
@@ -93,7 +93,7 @@ pub fn make_cgroups(command_line: &str) -> Vec<MountError> {
             Err(errno) => errors.push(MountError { fs: "cgroup", target: name, errno }),
         }
     }
-    // Memory of a container's children counts as its own; kernels from 5.11 on know nothing else.
+    // Count memory of a container's children as the container's; kernels since 5.11 always do.
     let _unused = std::fs::write(Path::new(CGROUPS).join("memory/memory.use_hierarchy"), "1");
     if let Err(errno) = tmpfs(MsFlags::MS_REMOUNT | MsFlags::MS_RDONLY) {
         errors.extend(failed(errno));
@@ -101,15 +101,14 @@ pub fn make_cgroups(command_line: &str) -> Vec<MountError> {
     errors
 }
 
-/// Whether the agent takes version 2, by the words it looks for.
+/// Whether the agent uses version 2, by the words that it looks for.
 fn is_unified(command_line: &str) -> bool {
     let words = || command_line.split_ascii_whitespace();
     let systemd = words().filter_map(|w| w.strip_prefix("systemd.unified_cgroup_hierarchy=")).next_back();
     words().any(|w| w == "cgroup_no_v1=all") || systemd.is_some_and(|v| v == "true" || v.parse::<u64>().is_ok_and(|n| n != 0))
 }
 
-/// The controllers in the text of /proc/cgroups that are enabled: name, hierarchy, number of
-/// cgroups, enabled.
+/// Enabled controllers in the text of /proc/cgroups: name, hierarchy, number of cgroups, enabled.
 fn controllers(text: &str) -> Vec<&'static str> {
     let enabled = |line: &str| {
         let fields: Vec<&str> = line.split_ascii_whitespace().collect();
@@ -121,8 +120,8 @@ fn controllers(text: &str) -> Vec<&'static str> {
 
 fn make_one(m: &Mount) -> Result<(), MountError> {
     let failed = |errno| MountError { fs: m.fs, target: m.target, errno };
-    // Kernel file systems say EBUSY when they are mounted here already; each tmpfs is a new one,
-    // and would cover what lies in the old.
+    // Kernel file systems return EBUSY when they are mounted here already; each tmpfs is a new one,
+    // and would cover the files in the old.
     if m.fs == "tmpfs" && is_mounted(m.fs, m.target) {
         return Ok(());
     }
@@ -140,7 +139,7 @@ fn make_one(m: &Mount) -> Result<(), MountError> {
     }
 }
 
-/// Whether the topmost mount on `target` is of type `fs`. Without /proc: no.
+/// Whether the topmost mount on `target` is of type `fs`. False without /proc.
 fn is_mounted(fs: &str, target: &str) -> bool {
     std::fs::read_to_string("/proc/self/mounts").is_ok_and(|mounts| top_type(&mounts, target) == Some(fs))
 }
@@ -157,10 +156,10 @@ fn top_type<'a>(mounts: &'a str, target: &str) -> Option<&'a str> {
     top
 }
 
-/// Makes `/var/run` lead to `/run`, where the agent looks for CDI specs. `root` is `/` in a guest.
+/// Makes `/var/run` a link to `/run`, because the agent reads CDI specs there. `root` is `/` in a
+/// guest.
 ///
-/// Error: `/var/run` is a directory with something in it, or cannot be replaced; the text has the
-/// cure.
+/// Error: `/var/run` is a non-empty directory, or cannot be replaced; the text has the cure.
 pub fn link_var_run(root: &Path) -> Result<(), String> {
     let link = root.join("var/run");
     if std::fs::read_link(&link).is_ok_and(|to| to == Path::new("../run") || root == Path::new("/") && to == Path::new("/run")) {

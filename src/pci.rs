@@ -1,8 +1,8 @@
-//! Which GPUs, NVSwitches and Mellanox functions are there: PCI addresses and the scan of sysfs.
+//! PCI addresses, and the scan of sysfs for GPUs, NVSwitches and Mellanox functions.
 //!
 //! Reads only attributes that the kernel caches (vendor, device, class): never `config`, VPD or
-//! ROM, because each of those accesses exits to the hypervisor and waits for whoever is mapping a
-//! BAR. [`crate::vpd`] reads VPD, where the topology depends on it.
+//! ROM, because each of those accesses exits to the hypervisor and waits for a BAR mapping that is
+//! under way. [`crate::vpd`] reads VPD, where the topology depends on it.
 
 use serde::{Deserialize, Serialize};
 use std::fmt;
@@ -33,7 +33,7 @@ impl fmt::Debug for PciAddress {
     }
 }
 
-/// A text that is not the address of a PCI function as sysfs writes it: `dddd:bb:dd.f`, lower-case
+/// Error: the text is not a PCI address in the format of sysfs: `dddd:bb:dd.f`, lower-case
 /// hexadecimal.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct NotAnAddress(pub String);
@@ -55,7 +55,7 @@ impl FromStr for PciAddress {
             let (bus, rest) = rest.split_once(':')?;
             let (device, function) = rest.split_once('.')?;
             let hex = |digits: &str, len: std::ops::RangeInclusive<usize>, max: u32| -> Option<u32> {
-                // from_str_radix also takes a sign: only digits may come this far.
+                // from_str_radix also accepts a sign: only digits may reach it.
                 let ok = len.contains(&digits.len()) && digits.bytes().all(|b| b.is_ascii_hexdigit());
                 if ok { u32::from_str_radix(digits, 16).ok().filter(|v| *v <= max) } else { None }
             };
@@ -83,7 +83,7 @@ impl From<PciAddress> for String {
     }
 }
 
-/// Where sysfs is mounted in a guest.
+/// Mount point of sysfs in a guest.
 pub const SYS: &str = "/sys";
 /// NVIDIA's PCI vendor id.
 pub const NVIDIA: u16 = 0x10de;
@@ -96,13 +96,12 @@ const SWITCH_CLASS: u32 = 0x0680;
 /// PCI class (base and subclass) of network controllers: Ethernet, and InfiniBand.
 const NETWORK_CLASSES: [u32; 2] = [0x0200, 0x0207];
 
-/// Whether a PCI function with this vendor and 24-bit class is one of ours.
+/// Whether vendor and 24-bit class are those of an NVIDIA GPU.
 pub fn is_gpu(vendor: u16, class: u32) -> bool {
     vendor == NVIDIA && GPU_CLASSES.contains(&(class >> 8))
 }
 
-/// The longest time for which the driver's probe of such a GPU sleeps, and what it takes where it
-/// cannot see the firewall.
+/// Longest sleep in the driver's probe of such a GPU, always used up if it cannot see the firewall.
 pub const BAR_FIREWALL_WAIT: Duration = Duration::from_secs(4);
 /// Device ids of GPUs whose probe waits for the BAR firewall (Blackwell; the driver's own ranges).
 const BAR_FIREWALL: [std::ops::RangeInclusive<u16>; 2] = [0x2900..=0x29ff, 0x3180..=0x327f];
@@ -112,9 +111,8 @@ pub fn waits_for_bar_firewall(device: u16) -> bool {
     BAR_FIREWALL.iter().any(|ids| ids.contains(&device))
 }
 
-/// Whether this GPU's NVSwitches, where it has some, are managed through a Mellanox function
-/// instead of PCI functions of their own: B200 and B300 on HGX boards. The ids are those of the BAR
-/// firewall.
+/// Whether this GPU's NVSwitches, if any, are managed through a Mellanox function instead of PCI
+/// functions of their own: B200 and B300 on HGX boards. The ids are those of the BAR firewall.
 pub fn has_switches_behind_network(device: u16) -> bool {
     waits_for_bar_firewall(device)
 }
@@ -127,7 +125,7 @@ pub struct Gpu {
     pub device: u16,
 }
 
-/// Reads one function, for a GPU that a uevent announced. None when it is none of ours, or gone
+/// Reads one function, for a GPU announced by a uevent. None if the function is no GPU, or gone
 /// again.
 pub fn read(sysfs: &Path, address: PciAddress) -> Option<Gpu> {
     let function = sysfs.join("bus/pci/devices").join(address.to_string());
@@ -149,7 +147,7 @@ pub struct Scan {
     pub unreadable: Vec<String>,
 }
 
-/// Kind of a function that counts.
+/// Kind of a relevant function.
 enum Kind {
     Gpu,
     Switch,
@@ -202,7 +200,7 @@ pub fn scan(sysfs: &Path) -> io::Result<Scan> {
 /// Bit of a port's capability mask: no subnet manager may use the port.
 const SM_DISABLED: u32 = 1 << 10;
 
-/// GUID of the first InfiniBand port of a network function, as nvlsm takes it. Errors: its drivers
+/// GUID of the first InfiniBand port of a network function, in nvlsm's format. Errors: its drivers
 /// have made no port (yet), or the port is closed to subnet managers.
 ///
 /// Source: the GID at place 0 of a port ends with the port's GUID (InfiniBand specification, 4.1.1;

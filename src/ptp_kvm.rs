@@ -1,8 +1,7 @@
-//! The host's wall clock as the hypervisor tells it: KVM's virtual PTP clock, where the kernel has
-//! one.
+//! The host's wall clock from the hypervisor: KVM's virtual PTP clock, if the kernel has one.
 //!
-//! A look costs one hypercall, and is made on a thread of its own: nothing waits for it. Not used
-//! to set any clock.
+//! A read costs one hypercall, and runs on a separate thread: nothing waits for it. Never used to
+//! set a clock.
 
 use crate::clock::{boottime_ns, nanoseconds};
 use crate::confidential;
@@ -12,9 +11,9 @@ use std::fs::File;
 use std::os::fd::AsRawFd;
 use std::path::{Path, PathBuf};
 
-/// What the kernel's driver calls its clock (drivers/ptp/ptp_kvm_common.c).
+/// Name of the clock in the kernel's driver (drivers/ptp/ptp_kvm_common.c).
 const NAME: &str = "KVM virtual PTP";
-/// Looks in a row: the one that took least time counts.
+/// Reads in a row: the shortest one counts.
 const LOOKS: usize = 8;
 
 /// The host's CLOCK_REALTIME beside the guest's CLOCK_BOOTTIME.
@@ -22,15 +21,15 @@ const LOOKS: usize = 8;
 pub struct Sample {
     pub boottime_ns: u64,
     pub realtime_ns: u64,
-    /// Half of what the look took.
+    /// Half the duration of the read.
     pub error_ns: u64,
 }
 
-/// Stack of the thread that looks, in bytes.
+/// Stack of the reading thread, in bytes.
 const STACK: usize = 256 * 1024;
 
-/// Reports a sample where there is such a clock, on a thread of its own. A confidential guest asks
-/// its host nothing.
+/// Reports a sample if the clock exists, on a separate thread. A confidential guest does not query
+/// its host.
 pub fn report() {
     if confidential::is_confidential() {
         return;
@@ -44,11 +43,11 @@ pub fn report() {
             Err(error) => tracing::warn!(name: names::SINK, sink = "ptp_kvm", state = "unavailable", error),
         }
     };
-    // No thread, no sample: the host's pings give the same.
+    // Without a thread there is no sample: the host's pings give the same.
     let _unused = std::thread::Builder::new().name("gpuinit-ptp".into()).stack_size(STACK).spawn(look);
 }
 
-/// The device of the clock, by its name; None where the kernel has none. `root` is / but in tests.
+/// Device of the clock, by its name; None if the kernel has none. `root` is / except in tests.
 pub fn device_at(root: &Path) -> Option<PathBuf> {
     let entries = std::fs::read_dir(root.join("sys/class/ptp")).ok()?;
     let named =
@@ -57,11 +56,11 @@ pub fn device_at(root: &Path) -> Option<PathBuf> {
     Some(root.join("dev").join(entry.file_name()))
 }
 
-/// Looks at the clock; an error names the device.
+/// Reads the clock; an error names the device.
 pub fn sample(device: &Path) -> Result<Sample, String> {
     let file = File::open(device).map_err(|e| format!("open {}: {e}", device.display()))?;
     let clock = clock_of(&file);
-    // 0 stands for a clock that cannot be read.
+    // 0: the clock cannot be read.
     best(LOOKS, boottime_ns, || nanoseconds(clock)).ok_or_else(|| format!("read the time of {}: the kernel gives none", device.display()))
 }
 
@@ -71,7 +70,7 @@ fn clock_of(file: &File) -> ClockId {
     ClockId::from_raw((!file.as_raw_fd() << 3) | CLOCKFD)
 }
 
-/// The look between two looks at the guest's clock that were closest together.
+/// The read between the two closest reads of the guest's clock.
 fn best(looks: usize, mut guest: impl FnMut() -> u64, mut host: impl FnMut() -> u64) -> Option<Sample> {
     let mut best: Option<Sample> = None;
     for _ in 0..looks {
@@ -107,7 +106,7 @@ mod tests {
     #[test]
     fn the_true_time_is_within_the_bound_and_the_quickest_look_counts() {
         const OFFSET: u64 = 1_700_000_000_000_000_000;
-        // Each look at a clock takes as long as the list says; the host's clock is read at its end.
+        // Each read of a clock takes a time of this list; the host's clock is read at its end.
         let times = [9_000, 800, 100, 700, 3, 4, 5, 200, 300, 80_000];
         let now = std::cell::Cell::new(0u64);
         let at = std::cell::Cell::new(0usize);

@@ -1,13 +1,13 @@
-//! Why a GPU is not usable, as a type: from the step that failed and the driver's own words to one
-//! reason, with the cure where one is known.
+//! Reasons why a GPU is not usable: from the failed step and the driver's messages to one reason,
+//! with the cure if one is known.
 //!
-//! Every failure that FACTS of the driver name has its reason here; what is not recognised keeps
-//! the general reason of its step, and the words.
+//! Every failure listed in FACTS of the driver has its reason here; an unknown one keeps the
+//! general reason of its step, and the messages.
 
 use crate::driver_log::{InitCode, init_code};
 use std::fmt;
 
-/// Why a GPU is not usable.
+/// Reason why a GPU is not usable.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Reason {
     DriverMissing,
@@ -45,15 +45,15 @@ pub enum Step {
     Nodes,
     Open,
     Init,
-    /// After it was usable.
+    /// Failure after the GPU was usable.
     Running,
-    /// Of the init itself, wherever it was.
+    /// Failure of the init itself, in any step.
     Task,
 }
 
 impl Step {
-    /// Whether a line of the driver that names no GPU can be about this one: in its load and its
-    /// probes it says some things without an address.
+    /// Whether a driver line without a GPU can be about this one: load and probe log some lines
+    /// without an address.
     pub fn is_told_without_address(self) -> bool {
         matches!(self, Self::Module | Self::Probe)
     }
@@ -71,7 +71,7 @@ impl Step {
         }
     }
 
-    /// The reason when nothing more is known.
+    /// The reason if nothing more is known.
     fn general(self) -> Reason {
         match self {
             Self::Module => Reason::DriverLoadFailed,
@@ -89,7 +89,7 @@ impl Step {
 /// Token for programs, and cure for people.
 type Entry = (Reason, &'static str, &'static str);
 
-/// Every reason. An empty cure: none is known.
+/// All reasons. Empty cure: none is known.
 const TABLE: &[Entry] = &[
     (Reason::DriverMissing, "driver-missing", "put the driver's modules for this kernel into the image and run depmod"),
     (Reason::DriverLoadFailed, "driver-load-failed", ""),
@@ -135,22 +135,21 @@ const TABLE: &[Entry] = &[
 
 impl Reason {
     fn entry(self) -> &'static Entry {
-        // Every reason is in the table, which a test checks; the last entry says what a missing one
-        // would be.
+        // A test checks that every reason is in the table; the last entry stands for a missing one.
         TABLE.iter().find(|(reason, ..)| *reason == self).unwrap_or(&TABLE[TABLE.len() - 1])
     }
 
-    /// All there are, as [`Reason::as_str`] says them.
+    /// All names, as returned by [`Reason::as_str`].
     pub fn names() -> impl Iterator<Item = &'static str> {
         TABLE.iter().map(|(_, name, _)| *name)
     }
 
-    /// For programs: stable, lower case, with hyphens.
+    /// Name for programs: stable, lower case, with hyphens.
     pub fn as_str(self) -> &'static str {
         self.entry().1
     }
 
-    /// What to do about it, where that is known.
+    /// Cure, if one is known.
     pub fn cure(self) -> Option<&'static str> {
         Some(self.entry().2).filter(|cure| !cure.is_empty())
     }
@@ -162,7 +161,7 @@ impl fmt::Display for Reason {
     }
 }
 
-/// Texts of the driver that name the reason by themselves, the most telling first.
+/// Texts of the driver that identify a reason, the most specific first.
 const WORDS: &[(&str, Reason)] = &[
     ("fallen off the bus", Reason::OffTheBus),
     ("unexpected WPR2 already up", Reason::NeedsReset),
@@ -182,15 +181,15 @@ const WORDS: &[(&str, Reason)] = &[
     ("None of the NVIDIA devices were initialized", Reason::NoProbeSucceeded),
 ];
 
-/// The reason in a code of RmInitAdapter. The status first: it is the more telling part where it is
+/// Reason of a code of RmInitAdapter. The status comes first: it is the more specific part if it is
 /// one of these.
 fn of_code(code: InitCode) -> Reason {
     match (code.stage, code.status) {
         (_, 0x81) => Reason::FabricNotReady,
         (0x22, 0x56) => Reason::CcRefused,
         (0x61, _) => Reason::FirmwareMissing,
-        // Invalid state: the firmware's protected memory is set up already. The line that says so
-        // names no GPU.
+        // Invalid state: the firmware's protected memory is set up already. The line about it names
+        // no GPU.
         (0x62, 0x40) => Reason::NeedsReset,
         (0x62, _) => Reason::FirmwareBoot,
         (0x22, _) => Reason::AttachFailed,
@@ -199,8 +198,8 @@ fn of_code(code: InitCode) -> Reason {
     }
 }
 
-/// The reason, and the line that says so, for a GPU that failed in `step`. `lines` are the driver's
-/// words about it since that step began, in their order.
+/// The reason, and the line it is from, for a GPU that failed in `step`. `lines` are the driver's
+/// lines about the GPU since that step began, in order.
 pub fn classify(step: Step, lines: &[String]) -> (Reason, Option<&str>) {
     let (reason, line) = classify_words(lines).unwrap_or((step.general(), None));
     (reason, line.or(lines.last().map(String::as_str)))

@@ -1,5 +1,5 @@
 //! System calls for which neither std nor nix has a safe form. In the guest no other module is
-//! unsafe. Each block says why it is sound.
+//! unsafe. Each block states why it is sound.
 #![allow(unsafe_code, reason = "system calls without a safe form in std or nix")]
 
 use nix::errno::Errno;
@@ -13,9 +13,9 @@ use tokio::io::unix::AsyncFd;
 /// Exit status of a process of ours that panicked, as Rust's own.
 const PANICKED: i32 = 101;
 
-/// What Rust's runtime needs before it starts: it ends a process that has no descriptor 0, 1 or 2
-/// when there is no /dev/null either, and PID 1 has none of these in a guest without a console,
-/// where /dev is as the image made it. To be called before `main`.
+/// Opens the descriptors that Rust's runtime needs: it ends a process that lacks descriptor 0, 1 or
+/// 2 if there is no /dev/null either. PID 1 has none in a guest without a console, with the image's
+/// /dev. Call it before `main`.
 pub extern "C" fn before_main() {
     // SAFETY: system calls whose arguments are constants; nothing of the runtime, which is not
     // there yet, is used. What fails here fails the runtime.
@@ -41,8 +41,7 @@ pub fn accept(listener: &OwnedFd) -> nix::Result<OwnedFd> {
     Ok(unsafe { OwnedFd::from_raw_fd(raw) })
 }
 
-/// Takes over a descriptor that this process has from its parent. None for a number that is not
-/// open.
+/// Takes over a descriptor inherited from the parent. None for a number that is not open.
 pub fn inherited(raw: std::os::fd::RawFd) -> Option<OwnedFd> {
     // SAFETY: fcntl with F_GETFD only looks whether the number is open.
     if unsafe { nix::libc::fcntl(raw, nix::libc::F_GETFD) } < 0 {
@@ -55,10 +54,9 @@ pub fn inherited(raw: std::os::fd::RawFd) -> Option<OwnedFd> {
 
 /// Forks a process that has one thread, so that the child may do whatever the parent could.
 ///
-/// The child lives in `child` and ends with its exit status: nothing of what follows this call is
-/// ever run by it, not even after a panic, because in PID 1 that is the agent's start. Both have
-/// `both`. Refused with EDEADLK when there are more threads: a lock that one of them holds would
-/// never open in the child.
+/// The child runs `child` and exits with its result: it never runs the code after this call, not
+/// even after a panic, because in PID 1 that code starts the agent. Both have `both`. Refused with
+/// EDEADLK if there are more threads: a lock that one of them holds would never open in the child.
 pub fn fork_single_threaded<T>(both: T, child: impl FnOnce(T) -> i32) -> Result<(Pid, T), (Errno, T)> {
     // A directory's link count is two plus its folders, which are the threads here: one call
     // instead of a walk.
@@ -74,21 +72,20 @@ pub fn fork_single_threaded<T>(both: T, child: impl FnOnce(T) -> i32) -> Result<
     }
 }
 
-/// Ends this process at once, whatever its other threads are at, and without running what was
-/// registered for an orderly end.
+/// Ends this process at once, regardless of other threads, and without running exit handlers.
 pub fn leave(status: i32) -> ! {
     // SAFETY: takes a number and does not come back.
     unsafe { nix::libc::_exit(status) }
 }
 
-/// Lets the kernel collect the children of this process: nobody asks how they ended.
+/// Lets the kernel reap the children of this process; their exit status is lost.
 pub fn forget_children() {
     // SAFETY: SIG_IGN is no handler of ours; nothing else is installed for this signal. Fails only
     // for a signal that cannot be ignored.
     let _unused = unsafe { nix::sys::signal::signal(nix::sys::signal::Signal::SIGCHLD, nix::sys::signal::SigHandler::SigIgn) };
 }
 
-/// Replaces this program; returns only on failure. Undoes what Rust's runtime changed and the new
+/// Replaces this program; returns only on failure. Undoes changes of Rust's runtime that the new
 /// program would inherit: SIGPIPE is ignored in every Rust program, and the signal mask stays
 /// across exec.
 pub fn exec(path: &CStr, arguments: &[&CStr], environment: &[std::ffi::CString]) -> Errno {
@@ -101,7 +98,7 @@ pub fn exec(path: &CStr, arguments: &[&CStr], environment: &[std::ffi::CString])
     }
 }
 
-/// The CPU's time stamp counter; None where there is none of that name.
+/// The CPU's time stamp counter; None if the CPU has none.
 pub fn tsc() -> Option<u64> {
     #[cfg(target_arch = "x86_64")]
     {
@@ -130,7 +127,7 @@ mod ioctl {
 }
 
 /// Blocks until the initialisation that open() started on this GPU is over. Not interruptible: run
-/// it on a thread of its own.
+/// it on a separate thread.
 pub fn wait_open_complete(gpu: &OwnedFd) -> nix::Result<WaitOpenComplete> {
     let mut answer = WaitOpenComplete::default();
     // SAFETY: the driver reads and writes exactly this struct (its size is part of the request
@@ -150,8 +147,8 @@ pub enum DeviceMapper {
     Status = 12,
 }
 
-/// Asks the device mapper; `request` is a `struct dm_ioctl` with what follows it, and gets the
-/// reply.
+/// Sends a request to the device mapper; `request` is a `struct dm_ioctl` with its payload, and
+/// gets the reply.
 pub fn device_mapper(control: &OwnedFd, command: DeviceMapper, request: &mut [u8]) -> nix::Result<()> {
     const MAGIC: u8 = 0xfd;
     // Size of struct dm_ioctl, which is part of the number of each request.
@@ -167,8 +164,8 @@ pub fn device_mapper(control: &OwnedFd, command: DeviceMapper, request: &mut [u8
     Errno::result(result).map(drop)
 }
 
-/// Returns when every CPU has been through the scheduler since the call (an RCU grace period): what
-/// the kernel put off until then is due.
+/// Returns when every CPU has been through the scheduler since the call (an RCU grace period): work
+/// that the kernel deferred until then is due.
 pub fn grace_period() -> nix::Result<()> {
     const MEMBARRIER_CMD_GLOBAL: nix::libc::c_int = 1;
     // SAFETY: this command takes no pointer, and changes nothing but time.
@@ -184,8 +181,8 @@ pub fn pidfd_open(pid: Pid) -> nix::Result<OwnedFd> {
     Ok(unsafe { OwnedFd::from_raw_fd(raw) })
 }
 
-/// Takes every capability but these out of the bounding set of the calling thread: a program that
-/// it becomes as root has no others.
+/// Drops every capability but these from the bounding set of the calling thread: a program that it
+/// executes as root has no others.
 pub fn keep_capabilities(kept: &[u32]) -> nix::Result<()> {
     for capability in (0..64).filter(|number| !kept.contains(number)) {
         // SAFETY: takes two numbers, and changes this thread alone.

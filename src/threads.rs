@@ -1,9 +1,9 @@
 //! Threads for calls that block in the kernel, made where a failure can be handled.
 //!
-//! A kernel that gives no thread at this moment (EAGAIN: `threads-max`, a cgroup's `pids.max`,
-//! memory) costs time, never the work: the thread is tried again until there is one. tokio's
-//! `spawn_blocking` panics there instead, or leaves the work waiting for a thread that nobody
-//! makes.
+//! A temporary lack of threads in the kernel (EAGAIN: `threads-max`, a cgroup's `pids.max`, memory)
+//! costs time, never the work: the thread is tried again until there is one. tokio's
+//! `spawn_blocking` panics there instead, or leaves the work waiting for a thread that is never
+//! made.
 
 use std::any::Any;
 use std::fmt;
@@ -21,7 +21,7 @@ const STACK: usize = 256 * 1024;
 /// Pause before the next try to make a thread.
 const RETRY: Duration = Duration::from_millis(50);
 
-/// What is to run; whoever makes the thread takes it.
+/// Work to run; the new thread takes it.
 type Work = Arc<Mutex<Option<Box<dyn FnOnce() + Send>>>>;
 
 /// The panic of some work, by its message.
@@ -62,7 +62,7 @@ pub fn run<T: Send + 'static>(work: impl FnOnce() -> T + Send + 'static) -> Runn
     run_with(make, work)
 }
 
-/// Runs work whose result nobody waits for; a panic is reported by the panic hook.
+/// Runs work whose result is not needed; a panic is reported by the panic hook.
 pub fn detach(work: impl FnOnce() + Send + 'static) {
     drop(run(work));
 }
@@ -73,7 +73,7 @@ fn run_with<T: Send + 'static>(
 ) -> Running<T> {
     let (send, result) = oneshot::channel();
     let work: Work = Arc::new(Mutex::new(Some(Box::new(move || {
-        // Fails only when nobody wants the result.
+        // Fails only if the receiver was dropped.
         let _unused = send.send(catch_unwind(AssertUnwindSafe(work)).map_err(|payload| Panicked::of(&*payload)));
     }))));
     if let Err(error) = make(&work) {

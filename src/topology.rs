@@ -1,5 +1,5 @@
-//! Topology of a GPU guest: which kinds of functions are there, and so which services a guest
-//! needs. Decided once, from the PCI scan, the command line and what NVML reports later. Pure.
+//! Topology of a GPU guest: its kinds of functions, and thus the services it needs. Decided once,
+//! from the PCI scan, the command line and NVML's later reports. Pure.
 //!
 //! No number of functions is refused: whether six switches for eight GPUs, or two for four, are a
 //! fabric is for the fabric manager to judge.
@@ -16,7 +16,7 @@ pub enum Topology {
     Gpus,
     /// GPUs and NVSwitches: fabric manager drives the switches.
     HopperFabric,
-    /// The same in a confidential guest: GPUs and switches trust each other (PPCIE).
+    /// Hopper fabric in a confidential guest: GPUs and switches trust each other (PPCIE).
     ProtectedPcie,
     /// GPUs and CX7 management functions: fabric manager and nvlsm drive the switches behind them.
     BlackwellFabric,
@@ -45,7 +45,7 @@ impl Topology {
     pub const ALL: [Self; 7] =
         [Self::None, Self::Gpus, Self::HopperFabric, Self::ProtectedPcie, Self::BlackwellFabric, Self::ServiceVm, Self::SharedFabric];
 
-    /// The topology that this text names.
+    /// The topology with this name.
     pub fn named(text: &str) -> Option<Self> {
         Self::ALL.into_iter().find(|topology| topology.to_string() == text)
     }
@@ -63,7 +63,7 @@ impl Topology {
 /// Whether the driver may use NVLink.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum NvLink {
-    /// Not with a GPU that is alone.
+    /// Disabled for a single GPU.
     Auto,
     /// The driver's own options count.
     On,
@@ -74,7 +74,7 @@ pub enum NvLink {
 /// disabled.
 pub const NVLINK_DISABLED: &str = "disabled";
 
-/// Where a topology is from.
+/// Source of a topology.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Source {
     Scan,
@@ -93,7 +93,7 @@ impl fmt::Display for Source {
 }
 
 impl Source {
-    /// The source that this text names.
+    /// The source with this name.
     pub fn named(text: &str) -> Option<Self> {
         [Self::Scan, Self::Parameter, Self::Nvml].into_iter().find(|source| source.to_string() == text)
     }
@@ -113,11 +113,11 @@ pub struct Functions {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Facts {
     pub functions: Functions,
-    /// GPUs that must be there, where a number is configured.
+    /// GPUs that must exist, if a number is configured.
     pub expected_gpus: Option<usize>,
     /// The guest is confidential.
     pub confidential: bool,
-    /// Topology that is configured.
+    /// Configured topology.
     pub asked: Option<Topology>,
     pub nvlink: NvLink,
     /// NVreg_NvLinkDisable among the driver's options, from modprobe.d or the command line.
@@ -126,7 +126,7 @@ pub struct Facts {
     pub loaded: bool,
 }
 
-/// A topology, and what follows for the driver's load.
+/// A topology, and its consequences for the driver's load.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Decision {
     pub topology: Topology,
@@ -138,8 +138,8 @@ pub struct Decision {
     pub nvlink_reason: String,
 }
 
-/// Whether the VPD of Mellanox functions must be read: where the GPUs are of a generation whose
-/// switches are behind such functions, or where there is no GPU. Switches decide without it.
+/// Whether the VPD of Mellanox functions must be read: if the GPUs are of a generation whose
+/// switches are behind such functions, or if there is no GPU. Switches decide without VPD.
 pub fn needs_vpd(gpus: usize, switches: usize, behind_network: bool, asked: Option<Topology>) -> bool {
     match asked {
         // Services need the function, whatever the GPUs are.
@@ -187,7 +187,7 @@ fn count(functions: &Functions) -> String {
     texts.join(", ")
 }
 
-/// Whether NVLink is disabled, and why or why not. Without a fabric, CUDA fails on a single SXM GPU
+/// Whether NVLink is disabled, with the reason. Without a fabric, CUDA fails on a single SXM GPU
 /// whose NVLink is on (error 802).
 fn nvlink(topology: Topology, facts: &Facts) -> (bool, String) {
     let gpus = facts.functions.gpus;
@@ -199,7 +199,7 @@ fn nvlink(topology: Topology, facts: &Facts) -> (bool, String) {
         }
         (NvLink::On, None, _) => (false, "gpuinit.nvlink=on adds no option".into()),
         (NvLink::Auto, Some(value), _) => (false, format!("the driver's options have NVreg_NvLinkDisable={value}")),
-        // A load cannot be taken back: the GPUs that are missing could never use NVLink.
+        // A load cannot be undone: missing GPUs could never use NVLink.
         (NvLink::Auto, None, Topology::Gpus) if gpus == 1 && facts.expected_gpus.is_some_and(|expected| expected > 1) => {
             (false, "one GPU found, but gpuinit.gpus says that more will come; gpuinit.nvlink=off if none does".into())
         }
@@ -212,14 +212,14 @@ fn nvlink(topology: Topology, facts: &Facts) -> (bool, String) {
 }
 
 impl Decision {
-    /// Whether CUDA needs the fabric: not where the driver uses no NVLink.
+    /// Whether CUDA needs the fabric: false if the driver uses no NVLink.
     pub fn has_fabric(&self) -> bool {
         self.topology.has_fabric() && !self.nvlink_disable
     }
 
-    /// The decision with a fabric that is elsewhere, once NVML reports one that is not complete
-    /// (`state`, its word). None: the topology is not that of GPUs without switches, or is
-    /// configured, or the driver uses no NVLink.
+    /// The decision with a fabric that is elsewhere, once NVML reports an incomplete one (`state`,
+    /// in NVML's term). None: the topology is not that of GPUs without switches, or is configured,
+    /// or the driver uses no NVLink.
     pub fn with_fabric_elsewhere(&self, state: &str) -> Option<Self> {
         (self.topology == Topology::Gpus && self.source == Source::Scan && !self.nvlink_disable).then(|| Self {
             topology: Topology::SharedFabric,
@@ -229,8 +229,8 @@ impl Decision {
         })
     }
 
-    /// Whether a GPU that has come makes this decision wrong, which stays as it is: the driver is
-    /// loaded with it. Gives the sentence for people.
+    /// Whether a new GPU makes this decision wrong, in a sentence for people. The decision stays:
+    /// the driver is loaded with it.
     pub fn outgrown_by(&self, gpus: usize) -> Option<String> {
         (self.nvlink_disable && self.functions.gpus < 2 && gpus > 1).then(|| {
             format!(
@@ -327,17 +327,17 @@ mod tests {
             assert!(disables(Facts { nvlink: NvLink::Off, ..other }));
         }
         assert!(!disables(Facts { nvlink: NvLink::On, ..one() }));
-        // The option counts, whatever its value; off goes before it.
+        // The option counts with any value; off has priority over it.
         for value in ["0", "1"] {
             let set = Facts { option: Some(value.into()), ..one() };
             assert_eq!(decide(set.clone()).nvlink_reason, format!("the driver's options have NVreg_NvLinkDisable={value}"));
             assert!(!disables(set.clone()) && disables(Facts { nvlink: NvLink::Off, ..set }));
         }
-        // More are to come; one that must be there is.
+        // More GPUs are to come; an expected one must come.
         let awaited = decide(Facts { expected_gpus: Some(2), ..one() });
         assert!(!awaited.nvlink_disable && awaited.nvlink_reason.contains("gpuinit.gpus says that more will come"));
         assert!(disables(Facts { expected_gpus: Some(1), ..one() }));
-        // Nothing changes the options of a driver that is loaded.
+        // Options of a loaded driver cannot change.
         assert!(!disables(Facts { loaded: true, nvlink: NvLink::Off, ..one() }));
     }
 
@@ -377,7 +377,7 @@ mod tests {
         assert_eq!(alone.outgrown_by(1), None);
         assert!(alone.outgrown_by(2).is_some_and(|error| error.contains("gpuinit.gpus=2")));
         assert_eq!(decide(Facts { nvlink: NvLink::On, ..facts(1, 0, 0) }).outgrown_by(2), None);
-        // Asked for with two, or for two: nothing has changed.
+        // Requested for two GPUs, or decided with two: nothing has changed.
         assert_eq!(decide(Facts { nvlink: NvLink::Off, ..facts(2, 0, 0) }).outgrown_by(3), None);
     }
 }

@@ -10,14 +10,13 @@
 //!   write is less than 1 s after that of the initial state (kvm_synchronize_tsc), else sets
 //!   a new one. A reset of passed-through devices, or a busy host, can take that long.
 //!
-//! Nothing in the guest distinguishes the two: the time is exact since TSC 0, and no more than the
-//! time since the first vCPU. Neither has what the VMM does before that vCPU: loading of its
-//! program, and allocation of guest memory in advance.
+//! Nothing in the guest distinguishes the two: the time is exact since TSC 0, and at most the time
+//! since the first vCPU. Neither includes the VMM's work before that vCPU: loading of its program,
+//! and allocation of guest memory in advance.
 //!
-//! Only what was measured is reported; the reader judges whether it can be true (a VM that was
-//! migrated or restored has a TSC that began elsewhere).
-//! Invariant: the bound covers how well the TSC's frequency is known from two readings, not a TSC
-//! that differs from CPU to CPU.
+//! Only measured values are reported; the reader judges whether they can be true (a VM that was
+//! migrated or restored has a TSC that began elsewhere). Invariant: the bound covers the error of
+//! the TSC's frequency from two readings, not a TSC that differs from CPU to CPU.
 
 use crate::clock::{boottime_ns, monotonic_raw_ns};
 
@@ -27,11 +26,11 @@ pub struct Reading {
     pub tsc: u64,
     pub raw_ns: u64,
     pub boottime_ns: u64,
-    /// How far apart the first and the last of the looks at the clocks were.
+    /// Time between the first and the last read of the clocks.
     pub within_ns: u64,
 }
 
-/// Reads all three; None where there is no TSC (not x86_64).
+/// Reads all three; None without a TSC (not x86_64).
 pub fn read() -> Option<Reading> {
     let raw_ns = monotonic_raw_ns();
     let tsc = crate::sys::tsc()?;
@@ -39,7 +38,7 @@ pub fn read() -> Option<Reading> {
     Some(Reading { tsc, raw_ns, boottime_ns, within_ns: monotonic_raw_ns().saturating_sub(raw_ns) })
 }
 
-/// What two readings tell.
+/// Result of two readings.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Before {
     /// Frequency of the TSC.
@@ -47,12 +46,12 @@ pub struct Before {
     /// Time from TSC 0 (the first vCPU's making, or the end of QEMU's reset: see above) until
     /// CLOCK_BOOTTIME 0, in ns. Negative for a TSC that began later, which that of a new VM cannot.
     pub before_kernel_ns: i64,
-    /// `before_kernel_ns` is wrong by no more than this, in ns. The rate of the guest's clock
-    /// against the host's is not in it: see `host::clock::RATE_ERROR_PPM`.
+    /// Bound of the error of `before_kernel_ns`, in ns. The rate of the guest's clock against the
+    /// host's is not included: see `host::clock::RATE_ERROR_PPM`.
     pub error_ns: u64,
 }
 
-/// Works it out; None when the TSC or the clock stood still between the two, or went back.
+/// Computes the result; None if the TSC or the clock stood still between the two, or went back.
 pub fn before_kernel(first: &Reading, later: &Reading) -> Option<Before> {
     let ticks = u128::from(later.tsc.checked_sub(first.tsc).filter(|t| *t > 0)?);
     let passed = u128::from(later.raw_ns.checked_sub(first.raw_ns).filter(|t| *t > 0)?);
@@ -71,8 +70,7 @@ pub fn before_kernel(first: &Reading, later: &Reading) -> Option<Before> {
 mod tests {
     use super::*;
 
-    /// A VM whose TSC of 2.5 GHz began `before_ns` before BOOTTIME, looked at `late_ns` after the
-    /// TSC was read.
+    /// A VM whose TSC of 2.5 GHz began `before_ns` before BOOTTIME, read `late_ns` after the TSC.
     fn reading(at_ns: u64, before_ns: u64, late_ns: u64) -> Reading {
         Reading { tsc: (at_ns + before_ns) / 2 * 5, raw_ns: at_ns - late_ns, boottime_ns: at_ns + late_ns, within_ns: 2 * late_ns }
     }
@@ -106,7 +104,7 @@ mod tests {
     fn this_machines_tsc_runs_and_its_frequency_is_one_of_a_cpu() {
         let first = read().unwrap();
         let mut later = read().unwrap();
-        // 20 ms of work: long against what one look at the clocks takes.
+        // 20 ms of work: long compared with one read of the clocks.
         while later.raw_ns - first.raw_ns < 20_000_000 {
             later = read().unwrap();
         }

@@ -1,9 +1,9 @@
 //! The kernel's uevents: GPUs that appear, disappear, get or lose their driver; displays that they
 //! get or lose.
 //!
-//! Subscribe before the scan of sysfs: what appears in between is then seen twice instead of never.
-//! Only messages of the kernel count (netlink port 0); the agent listens on a socket of its own,
-//! and neither disturbs the other.
+//! Subscribe before the scan of sysfs: a GPU that appears in between is then seen twice instead of
+//! never. Only messages of the kernel count (netlink port 0); the agent listens on a socket of its
+//! own, and neither disturbs the other.
 
 use crate::pci::PciAddress;
 use nix::errno::Errno;
@@ -21,17 +21,17 @@ const MAX_UEVENT: usize = 8192;
 /// Room for a burst: 16 GPUs and everything else that appears at boot.
 const RECEIVE_BUFFER: usize = 1024 * 1024;
 
-/// What the kernel adds to an event that user space has asked it for (since 4.13).
+/// Key that the kernel adds to an event requested by user space (since 4.13).
 const SYNTHETIC: &str = "SYNTH_UUID";
-/// Messages that are read before others get their turn.
+/// Limit of messages read before other tasks run.
 const BURST: usize = 64;
 
-/// What a uevent says about a PCI function.
+/// Action of a uevent on a PCI function.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Action {
     Add,
     Remove,
-    /// A driver has it: sent at the end of a successful probe.
+    /// A driver is bound: sent at the end of a successful probe.
     Bind,
     Unbind,
     /// Anything else: change, move, online, offline.
@@ -51,8 +51,8 @@ pub struct Uevent {
 }
 
 /// Parses a uevent of the kernel: `action@devpath\0KEY=value\0..`. None for other subsystems, for
-/// what is no uevent, and for what somebody wrote to a device's `uevent`: nothing has happened
-/// then.
+/// anything but a uevent, and for events written to a device's `uevent` file, which report no
+/// change.
 pub fn parse(message: &[u8]) -> Option<Uevent> {
     let mut parts = message.split(|b| *b == 0).map(String::from_utf8_lossy);
     parts.next().filter(|head| head.contains('@'))?;
@@ -84,7 +84,7 @@ pub fn parse(message: &[u8]) -> Option<Uevent> {
     Some(Uevent { action: action?, address: address?, driver, vendor, class })
 }
 
-/// The PCI function whose display came or went, of a kernel's uevent about one:
+/// PCI function whose display came or went, in a kernel's uevent:
 /// `..@/devices/../<address>/drm/card0\0..SUBSYSTEM=drm\0DEVNAME=dri/card0\0`.
 pub fn parse_display(message: &[u8]) -> Option<PciAddress> {
     let mut parts = message.split(|b| *b == 0).map(String::from_utf8_lossy);
@@ -104,12 +104,12 @@ pub fn parse_display(message: &[u8]) -> Option<PciAddress> {
     address.filter(|_| drm && node)
 }
 
-/// A subscription; from its creation on no uevent is missed without being told.
+/// A subscription; from its creation on, every missed uevent is reported.
 pub struct Uevents {
     socket: AsyncFd<OwnedFd>,
 }
 
-/// What [`Uevents::next`] gives.
+/// Result of [`Uevents::next`].
 #[derive(Debug, PartialEq, Eq)]
 pub enum Next {
     Event(Uevent),
@@ -125,17 +125,17 @@ impl Uevents {
 
     /// Waits for the next uevent of a PCI function, or of a display.
     ///
-    /// Errors: uevents are lost; subscribe again, then scan. A socket that has overrun is of no
-    /// more use: until it has been read to its end the kernel drops what comes next, and reports
-    /// that only once.
+    /// Errors: uevents are lost; subscribe again, then scan. Do not reuse a socket after an
+    /// overrun: until it has been read to its end the kernel drops new events, and reports that
+    /// only once.
     pub async fn next(&self) -> io::Result<Next> {
         let mut buffer = [0_u8; MAX_UEVENT];
         loop {
             let mut guard = self.socket.readable().await?;
             for _ in 0..BURST {
                 match recvfrom::<NetlinkAddr>(self.socket.as_raw_fd(), &mut buffer) {
-                    // Anybody with the right capability may send to the group; only port 0 is the
-                    // kernel.
+                    // Any process with the right capability may send to the group; only port 0 is
+                    // the kernel.
                     Ok((n, Some(from))) if from.pid() == 0 => {
                         let message = buffer.get(..n).unwrap_or_default();
                         if let Some(next) = parse(message).map(Next::Event).or_else(|| parse_display(message).map(Next::Display)) {
@@ -170,7 +170,7 @@ fn open() -> io::Result<OwnedFd> {
     Ok(socket)
 }
 
-/// A subscription for readers that only need a reason to look again: uevents of any subsystem, and
+/// A subscription for readers that only need a reason to check again: uevents of any subsystem, and
 /// their loss.
 pub struct Any(OwnedFd);
 
@@ -180,9 +180,9 @@ impl Any {
         Ok(Self(open()?))
     }
 
-    /// Blocks until a uevent has come, or the time is over. Reads all there are.
+    /// Blocks until a uevent has come, or the time is over. Reads all pending ones.
     pub fn wait(&self, timeout: Duration) -> io::Result<()> {
-        // Rounded up: a timeout below a millisecond is no reason to look again at once.
+        // Rounded up: a timeout below a millisecond must not become zero.
         let milliseconds = i32::try_from(timeout.as_nanos().div_ceil(1_000_000)).unwrap_or(i32::MAX);
         let timeout = PollTimeout::try_from(milliseconds).unwrap_or(PollTimeout::MAX);
         match poll(&mut [PollFd::new(self.0.as_fd(), PollFlags::POLLIN)], timeout) {
@@ -190,7 +190,7 @@ impl Any {
             Err(errno) => return Err(errno.into()),
         }
         let mut buffer = [0_u8; MAX_UEVENT];
-        // ENOBUFS is a reason to look as well.
+        // ENOBUFS is a reason to check as well.
         while !matches!(recvfrom::<NetlinkAddr>(self.0.as_raw_fd(), &mut buffer), Err(Errno::EAGAIN)) {}
         Ok(())
     }
@@ -205,7 +205,7 @@ impl Any {
 pub struct DeviceMapperUevents(AsyncFd<OwnedFd>);
 
 impl DeviceMapperUevents {
-    /// Waits for the next one. Error: uevents are lost; subscribe again, then look.
+    /// Waits for the next uevent. Error: uevents are lost; subscribe again, then check.
     pub async fn next(&self) -> io::Result<()> {
         let mut buffer = [0_u8; MAX_UEVENT];
         loop {
@@ -227,7 +227,7 @@ impl DeviceMapperUevents {
     }
 }
 
-/// `change@/devices/virtual/block/dm-0\0..`: what dm-verity sends for a block that fails its check.
+/// `change@/devices/virtual/block/dm-0\0..`: sent by dm-verity for a block that fails its check.
 fn is_of_device_mapper(message: &[u8]) -> bool {
     let head = message.split(|b| *b == 0).next().map(String::from_utf8_lossy).unwrap_or_default();
     head.rsplit_once('/').is_some_and(|(path, name)| path.ends_with("/block") && name.starts_with("dm-"))

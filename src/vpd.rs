@@ -1,21 +1,21 @@
-//! Vital product data (VPD) of a PCI function, as sysfs shows it (PCI 3.0, appendix I): which
-//! Mellanox functions manage NVSwitches.
+//! Vital product data (VPD) of a PCI function in sysfs (PCI 3.0, appendix I): identifies Mellanox
+//! functions that manage NVSwitches.
 //!
 //! Each four bytes of VPD cost some accesses to config space, which the device's firmware answers
-//! and which wait for whoever is mapping a BAR: read it only where the topology depends on it. The
-//! bytes come from a device, in a guest from its host: any bytes are taken, none is believed.
+//! and which wait for a BAR mapping that is under way: read it only where the topology depends on
+//! it. Any bytes are accepted, none is trusted: they come from a device, in a guest from its host.
 
 use crate::pci::PciAddress;
 use std::fs::File;
 use std::io::{self, Read};
 use std::path::Path;
 
-/// Bytes that are read at most; real VPD has some hundred. The kernel's limit is 32 KiB, and 125 ms
-/// for each four bytes.
+/// Limit of bytes read; real VPD has some hundred. The kernel's limit is 32 KiB, and 125 ms for
+/// each four bytes.
 const MAX: u64 = 4096;
 /// Large resource with the read-only fields.
 const READ_ONLY: u8 = 0x90;
-/// Type of the small resource that ends all.
+/// Type of the small resource at the end.
 const END: u8 = 0x0f;
 /// Sub-model in the VPD of functions that manage NVSwitches: `SMDL=SW_MNG` among a vendor's
 /// parameters, which no specification orders.
@@ -29,7 +29,7 @@ pub fn read(sysfs: &Path, function: PciAddress) -> io::Result<Option<Vec<u8>>> {
     let path = sysfs.join("bus/pci/devices").join(function.to_string()).join("vpd");
     let mut vpd = Vec::new();
     match File::open(&path).and_then(|file| file.take(MAX).read_to_end(&mut vpd)) {
-        // The kernel's answer for a device that is silent from the first byte on.
+        // The kernel returns 0 bytes for a device that is silent from the first byte on.
         Ok(0) => Err(io::Error::new(io::ErrorKind::UnexpectedEof, format!("read {}: there is nothing in it", path.display()))),
         Ok(_) => Ok(Some(vpd)),
         // A virtual function, for example.
@@ -46,7 +46,7 @@ pub fn manages_switches(vpd: &[u8]) -> bool {
         .any(|(_, value)| value.windows(MANAGES_SWITCHES.len()).any(|part| part == MANAGES_SWITCHES))
 }
 
-/// Tag and data of each resource; data that was cut off is given as far as it goes.
+/// Tag and data of each resource; truncated data is returned as is.
 fn resources(mut vpd: &[u8]) -> impl Iterator<Item = (u8, &[u8])> {
     std::iter::from_fn(move || {
         let (tag, length, data) = match vpd {
@@ -61,8 +61,7 @@ fn resources(mut vpd: &[u8]) -> impl Iterator<Item = (u8, &[u8])> {
     })
 }
 
-/// Keyword and value of each field of a resource; a value that was cut off is given as far as it
-/// goes.
+/// Keyword and value of each field of a resource; a truncated value is returned as is.
 fn fields(mut data: &[u8]) -> impl Iterator<Item = ([u8; 2], &[u8])> {
     std::iter::from_fn(move || {
         let [first, second, length, rest @ ..] = data else { return None };
