@@ -1,4 +1,4 @@
-//! Boots in a collector's directory: which one is meant, and reading it.
+//! Boots in a collector's directory: choosing and reading one.
 
 use super::boot_file::{BootFile, EXTENSION};
 use super::text::printable;
@@ -8,8 +8,8 @@ use std::fs::File;
 use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 
-/// Reads a boot's file. A file with nothing of ours in it is an error; damage in one that has is
-/// not.
+/// Reads a boot's file. A file without any valid line is an error; damaged lines in a valid file
+/// are not.
 pub fn read_boot(path: &Path) -> Result<BootFile> {
     let file = File::open(path).with_context(|| format!("open {}", path.display()))?;
     let boot = BootFile::read(file).with_context(|| format!("read {}", path.display()))?;
@@ -20,7 +20,7 @@ pub fn read_boot(path: &Path) -> Result<BootFile> {
     Ok(boot)
 }
 
-/// The file that somebody means.
+/// File of the boot with this path or id prefix, or of the newest boot.
 pub fn find(boot: Option<&str>, dir: &Path) -> Result<PathBuf> {
     let Some(boot) = boot else {
         return newest(dir);
@@ -29,7 +29,7 @@ pub fn find(boot: Option<&str>, dir: &Path) -> Result<PathBuf> {
     if path.is_file() {
         return Ok(path.to_path_buf());
     }
-    // What is no file may be the start of an id; anything else is a path that is not there.
+    // If there is no such file, the text may be the start of an id; else it is a missing path.
     if !boot.bytes().all(|b| matches!(b, b'0'..=b'9' | b'a'..=b'f' | b'-')) {
         bail!("{}: no such file, and not a boot id", printable(boot));
     }
@@ -42,15 +42,14 @@ pub fn find(boot: Option<&str>, dir: &Path) -> Result<PathBuf> {
     }
 }
 
-/// The boots in a directory: files that are named by a boot id. Nothing else of such a name is one:
-/// a pipe would be waited for, and /dev/zero has no end.
+/// Boots in a directory: regular files named by a boot id. Other kinds of files are skipped: a pipe
+/// would block, and /dev/zero has no end.
 pub fn boots(dir: &Path) -> Result<Vec<PathBuf>> {
     let mut found = Vec::new();
     for entry in std::fs::read_dir(dir).with_context(|| format!("read directory {}", dir.display()))? {
         let path = entry.with_context(|| format!("read directory {}", dir.display()))?.path();
         let named_by_id = path.file_stem().and_then(|s| s.to_str()).is_some_and(is_boot_id);
-        // A link whose target is gone is none either, nor is what the retention has removed in
-        // between.
+        // Skip a dangling link, and a file that the retention has removed in between.
         if named_by_id && path.extension().is_some_and(|e| e == EXTENSION) && path.is_file() {
             found.push(path);
         }
@@ -62,13 +61,13 @@ fn newest(dir: &Path) -> Result<PathBuf> {
     Ok(dated(dir)?.swap_remove(0))
 }
 
-/// The boots in a directory, at least one, that which was written to last first.
+/// Boots in a directory, at least one, the last written first.
 pub fn dated(dir: &Path) -> Result<Vec<PathBuf>> {
     let mut dated = Vec::new();
     for path in boots(dir)? {
         match path.metadata().and_then(|m| m.modified()) {
             Ok(modified) => dated.push((modified, path)),
-            // The retention was faster.
+            // The retention has removed it.
             Err(e) if e.kind() == ErrorKind::NotFound => {}
             Err(e) => return Err(e).with_context(|| format!("look at {}", path.display())),
         }

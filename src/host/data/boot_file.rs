@@ -1,11 +1,11 @@
-//! The file of one boot, `<boot id>.ndjson`: what stands in it, and reading it back.
+//! The file of one boot, `<boot id>.ndjson`: its lines, and reading them.
 //!
 //! Lines are appended, never rewritten: the guest's header and records byte for byte as they came,
 //! and between them the collector's own lines ([`HostLine`], `"kind":"host"`). A guest cannot forge
-//! those: `record::decode` refuses that kind, only what it accepts is ever written, and
-//! [`BootFile::read`] asks it first. A damaged line is counted and named and costs nothing but
-//! itself. The file may be read while it is written: a last line without newline is still on its
-//! way, not damage.
+//! these: `record::decode` refuses that kind, only lines that it accepts are ever written, and
+//! [`BootFile::read`] calls it first. A damaged line is counted and named and costs only itself.
+//! The file may be read while it is written: a last line without newline is incomplete, not
+//! damaged.
 //!
 //! `boot.ndjson` of a guest is such a file without host lines.
 
@@ -21,19 +21,19 @@ use serde::{Deserialize, Serialize};
 use std::io::{self, Read};
 use std::num::NonZeroU128;
 
-/// What the file of a boot is called after its id.
+/// Extension of a boot's file, after its id.
 pub const EXTENSION: &str = "ndjson";
-/// Bytes of the shortest line that means something.
+/// Length of the shortest valid line.
 const SHORTEST: usize = r#"{"schema":1,"pong":0,"boottime_ns":0}"#.len();
-/// Damaged lines that are named one by one; the rest is only counted.
+/// Limit of damaged lines that are listed; the rest is only counted.
 pub const MAX_NAMED_DAMAGE: usize = 20;
 
-/// A line that the collector wrote.
+/// A line of the collector.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct HostLine {
     pub schema: u32,
     pub kind: HostKind,
-    /// CLOCK_REALTIME of the host when it was written.
+    /// CLOCK_REALTIME of the host at the write.
     pub realtime_ns: i64,
     #[serde(flatten)]
     pub event: HostEvent,
@@ -48,48 +48,48 @@ pub enum HostKind {
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(tag = "event", rename_all = "lowercase")]
 pub enum HostEvent {
-    /// A peer connected and said that it speaks for this boot.
+    /// A peer connected and claimed this boot.
     Connected { peer: String, first_seq: u64 },
-    /// What the connection brought.
+    /// Counts of the connection.
     Disconnected { peer: String, records: u64, duplicates: u64 },
-    /// The guest's clock beside the host's, better than what was known.
+    /// The guest's clock beside the host's, better than the known samples.
     Clock(Sample),
-    /// Records that never came: how many, and the first few gaps (first and last seq of each).
+    /// Records that never came: their number, and the first few gaps (first and last seq of each).
     /// Later connections may still bring them.
     Lost { count: u64, gaps: Vec<(u64, u64)> },
-    /// Lines that were dropped because they are not of the format; the first one's reason.
+    /// Lines dropped because they are not of the format; the first one's reason.
     Garbage { lines: u64, bytes: u64, first: String },
-    /// The boot reached the collector's limit; records from here on were dropped.
+    /// The boot reached the collector's limit; later records were dropped.
     Capped { why: String },
-    /// Records that came while the file could not be written, the first and the last of them. The
+    /// Records that came while the file could not be written, with the first and last seq. The
     /// guest was asked to send them again.
     Dropped { records: u64, first_seq: u64, last_seq: u64, why: String },
-    /// What Kata calls the VM, and whose pod it is.
+    /// Kata's name of the VM, and its pod.
     Sandbox(Sandbox),
     /// The id of the boot's OTLP trace, drawn when the file was begun.
     Trace { id: TraceId },
-    /// All of its spans were taken by an OTLP receiver.
+    /// An OTLP receiver accepted all spans of the boot.
     Exported { to: String, spans: u64 },
-    /// Records of this file were made of logs: those that say so in `fields.import`.
+    /// Records of this file were made from logs: those with `fields.import`.
     Imported(Box<Imported>),
 }
 
-/// A VM in Kata's and Kubernetes' words.
+/// A VM by its ids in Kata and Kubernetes.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Sandbox {
-    /// Kata's sandbox id, which is that of the pod's sandbox container.
+    /// Kata's sandbox id, equal to that of the pod's sandbox container.
     pub id: String,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub pod: Option<String>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub namespace: Option<String>,
-    /// The pod's.
+    /// UID of the pod.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub uid: Option<String>,
 }
 
 impl Sandbox {
-    /// Whether somebody means this one: by Kata's id, or by NAMESPACE/POD.
+    /// Whether `wanted` names this sandbox: by Kata's id, or by NAMESPACE/POD.
     pub fn is(&self, wanted: &str) -> bool {
         let pod = self.namespace.as_deref().zip(self.pod.as_deref());
         self.id == wanted || wanted.split_once('/').is_some_and(|of| pod == Some(of))
@@ -97,8 +97,8 @@ impl Sandbox {
 }
 
 /// An OTLP trace id, 32 hexadecimal digits in the file. Random, so that no guest and no other node
-/// can push spans into the trace; kept in the boot's file, so that every export of the boot has the
-/// same. 0 is no id.
+/// can push spans into the trace; kept in the boot's file, so that every export of the boot uses
+/// the same. 0 is invalid.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(try_from = "String", into = "String")]
 pub struct TraceId(NonZeroU128);
@@ -107,7 +107,7 @@ impl TraceId {
     pub fn random() -> io::Result<Self> {
         let mut bytes = [0; 16];
         loop {
-            // Sixteen bytes come at once or not at all: getrandom(2).
+            // Sixteen bytes come whole or not at all: getrandom(2).
             rustix::rand::getrandom(&mut bytes, rustix::rand::GetRandomFlags::empty())?;
             if let Some(id) = NonZeroU128::new(u128::from_be_bytes(bytes)) {
                 return Ok(Self(id));
@@ -136,10 +136,10 @@ impl TryFrom<String> for TraceId {
     }
 }
 
-/// What an imported boot was made of.
+/// Sources of an imported boot.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Imported {
-    /// What 0 on the boot's clock is; `kernel start` as in every stream, where a log has it.
+    /// Meaning of 0 on the boot's clock; `kernel start` as in every stream, if a log has it.
     pub zero: String,
     pub files: Vec<ImportedFile>,
     pub clocks: Vec<ImportedClock>,
@@ -147,7 +147,7 @@ pub struct Imported {
     pub notes: Vec<String>,
 }
 
-/// One file that was read.
+/// One source file.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ImportedFile {
     pub file: String,
@@ -157,7 +157,7 @@ pub struct ImportedFile {
     pub skipped: u64,
 }
 
-/// How one clock of the logs was put beside the boot's.
+/// Placement of one clock of the logs on the boot's.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ImportedClock {
     pub clock: String,
@@ -171,7 +171,7 @@ impl HostLine {
     }
 
     pub fn to_line(&self) -> String {
-        // Structs of numbers and strings: serialising them cannot fail.
+        // Structs of numbers and strings: serialising cannot fail.
         let mut line = serde_json::to_string(self).unwrap_or_else(|e| format!(r#"{{"unwritable":"{e}"}}"#));
         line.push('\n');
         line
@@ -181,31 +181,31 @@ impl HostLine {
 /// A line that is neither the guest's nor the collector's.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Damage {
-    /// From 1.
+    /// Line number from 1.
     pub line: u64,
     pub why: String,
 }
 
-/// Everything in one file.
+/// Contents of one file.
 #[derive(Clone, Debug, Default)]
 pub struct BootFile {
     pub header: Option<Header>,
     /// In file order, each seq once.
     pub records: Vec<Record>,
     pub host: Vec<HostLine>,
-    /// The first [`MAX_NAMED_DAMAGE`] of `damaged`.
+    /// The first [`MAX_NAMED_DAMAGE`] damaged lines.
     pub damage: Vec<Damage>,
     pub damaged: u64,
     pub seqs: SeqSet,
     pub bytes: u64,
-    /// Bytes behind the last newline.
+    /// Bytes after the last newline.
     pub unfinished: usize,
     /// Counts of records and lines over the limits of [`super::budget`], which were left out.
     pub too_large: TooLarge,
     kept: Kept,
 }
 
-/// How much of the budget is used.
+/// Used part of the budget.
 #[derive(Clone, Copy, Debug, Default)]
 struct Kept {
     text: usize,
@@ -216,7 +216,7 @@ struct Kept {
 }
 
 impl BootFile {
-    /// Reads to the end. Errors are those of reading; what stands in the file is never one.
+    /// Reads to the end. Errors are those of reading; the content never causes one.
     pub fn read(from: impl Read) -> io::Result<Self> {
         let mut file = Self::default();
         let (bytes, unfinished) = for_each_line(from, |number, length, line| file.add(number, length, line))?;
@@ -259,7 +259,7 @@ impl BootFile {
         let (text, orders) = (self.kept.text + record.text_bytes(), self.kept.orders + record.after().len());
         let fields = self.kept.fields + record.fields.iter().count();
         if self.records.len() >= MAX_RECORDS || text > MAX_TEXT || fields > MAX_ALL_FIELDS || orders > MAX_ORDERS {
-            // How a boot ended is worth more than what it said before.
+            // The end of a boot matters more than earlier records.
             let last_words = record.kind == Kind::Event && matches!(record.name.as_str(), names::SETTLED | names::POWER_OFF);
             if !last_words || self.kept.last_words >= MAX_LAST_WORDS {
                 self.too_large.records += 1;
@@ -272,7 +272,7 @@ impl BootFile {
         self.records.push(record);
     }
 
-    /// The last sandbox is known however many lines there are.
+    /// Keeps the last sandbox regardless of the number of lines.
     fn add_host(&mut self, line: HostLine, length: usize) {
         let is_sandbox = |line: &HostLine| matches!(line.event, HostEvent::Sandbox(_));
         if self.host.len() < MAX_HOST_LINES && self.kept.host_text + length <= MAX_HOST_TEXT {
@@ -296,7 +296,7 @@ impl BootFile {
         }
     }
 
-    /// Who connected first; later connections have to be the same peer's.
+    /// The first peer that connected; later connections must be from the same peer.
     pub fn owner(&self) -> Option<&str> {
         self.host.iter().find_map(|line| match &line.event {
             HostEvent::Connected { peer, .. } => Some(peer.as_str()),
@@ -304,7 +304,7 @@ impl BootFile {
         })
     }
 
-    /// The last that was heard of it.
+    /// The sandbox by the newest line.
     pub fn sandbox(&self) -> Option<&Sandbox> {
         self.host.iter().rev().find_map(|line| match &line.event {
             HostEvent::Sandbox(sandbox) => Some(sandbox),
@@ -317,7 +317,7 @@ impl BootFile {
         self.sandbox().map(|sandbox| sandbox.id.as_str())
     }
 
-    /// The first that stands there; None in a file of logs, or that no collector began.
+    /// The first trace id; None in a file of logs, or without a collector's beginning.
     pub fn trace(&self) -> Option<TraceId> {
         self.host.iter().find_map(|line| match line.event {
             HostEvent::Trace { id } => Some(id),
@@ -325,7 +325,7 @@ impl BootFile {
         })
     }
 
-    /// What it was made of, if it was made of logs.
+    /// Sources of the boot, if it was made from logs.
     pub fn imported(&self) -> Option<&Imported> {
         self.host.iter().find_map(|line| match &line.event {
             HostEvent::Imported(imported) => Some(imported.as_ref()),
@@ -333,8 +333,8 @@ impl BootFile {
         })
     }
 
-    /// The guest's clock beside the host's: by the collector's pings, and what of the guest's own
-    /// samples does not contradict them.
+    /// The guest's clock beside the host's: from the collector's pings, and from the guest's own
+    /// samples that do not contradict them.
     pub fn clock(&self) -> Clock {
         let mut clock = Clock::of(self.clock_samples());
         GuestClocks::of(&self.records).add_to(&mut clock);
@@ -349,8 +349,8 @@ impl BootFile {
     }
 }
 
-/// Hands over every complete line with its number, from 1, and its length in bytes, in bounded
-/// memory. Gives the bytes read and those behind the last newline.
+/// Passes every complete line on, with its number from 1 and its length in bytes, in bounded
+/// memory. Returns the bytes read and the bytes after the last newline.
 pub fn for_each_line(mut from: impl Read, mut each: impl FnMut(u64, usize, Result<FileLine, String>)) -> io::Result<(u64, usize)> {
     let mut lines = Lines::new(record::MAX_LINE);
     let mut names = Names::default();
@@ -367,7 +367,7 @@ pub fn for_each_line(mut from: impl Read, mut each: impl FnMut(u64, usize, Resul
         lines.push(&chunk[..n], |piece| {
             number += 1;
             match piece {
-                // Why is asked of the first ones only: a file of nothing but newlines has millions.
+                // Reasons for the first ones only: a file of nothing but newlines has millions.
                 Piece::Line(line) if line.len() < SHORTEST && short >= MAX_NAMED_DAMAGE => each(number, line.len(), Err(String::new())),
                 Piece::Line(line) => {
                     short += usize::from(line.len() < SHORTEST);
@@ -389,8 +389,8 @@ pub enum FileLine {
     Host(HostLine),
 }
 
-/// The guest's format goes first: a line that a guest could have sent is never taken for the
-/// collector's.
+/// Decodes a line. The guest's format has priority: a line that a guest could have sent never
+/// counts as the collector's.
 pub fn decode(line: &[u8], names: &mut Names) -> Result<FileLine, String> {
     let error = match record::decode(line) {
         Ok(Line::Header(header)) => return Ok(FileLine::Header(header)),
@@ -404,17 +404,17 @@ pub fn decode(line: &[u8], names: &mut Names) -> Result<FileLine, String> {
     }
 }
 
-/// Sequence numbers that have been seen, as ranges: a stream without loss costs one entry.
+/// Set of sequence numbers, as ranges: a stream without loss costs one entry.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct SeqSet {
     /// First -> last of each range; ranges neither touch nor overlap.
     ranges: std::collections::BTreeMap<u64, u64>,
-    /// A seq that is known to exist, whether it was seen or not.
+    /// Highest seq known to exist, seen or not.
     expected: Option<u64>,
 }
 
 impl SeqSet {
-    /// How many ranges there are; without loss there is one.
+    /// Number of ranges; 1 without loss.
     pub fn ranges(&self) -> u64 {
         self.ranges.len() as u64
     }
@@ -423,19 +423,19 @@ impl SeqSet {
         self.ranges.range(..=seq).next_back().is_some_and(|(_, last)| *last >= seq)
     }
 
-    /// Neither this one nor a neighbour of it was seen: it would be a range of its own.
+    /// Whether neither this seq nor a neighbour was seen: it would be a range of its own.
     pub fn is_apart(&self, seq: u64) -> bool {
         !self.contains(seq)
             && !seq.checked_sub(1).is_some_and(|before| self.contains(before))
             && !self.ranges.contains_key(&seq.saturating_add(1))
     }
 
-    /// There is one with this number: until it is seen, it is missing.
+    /// Notes that this seq exists: until it is seen, it is missing.
     pub fn expect(&mut self, seq: u64) {
         self.expected = self.expected.max(Some(seq));
     }
 
-    /// False if it was there before.
+    /// Adds a seq; false if it was there before.
     pub fn insert(&mut self, seq: u64) -> bool {
         let before = self.ranges.range(..=seq).next_back().map(|(first, last)| (*first, *last));
         if before.is_some_and(|(_, last)| last >= seq) {
@@ -449,7 +449,7 @@ impl SeqSet {
         true
     }
 
-    /// First and last seq of each gap, from 0 to the highest one that is known of.
+    /// First and last seq of each gap, from 0 to the highest known one.
     pub fn gaps(&self) -> impl Iterator<Item = (u64, u64)> + '_ {
         let mut next = 0u64;
         let between = self.ranges.iter().filter_map(move |(first, last)| {
@@ -462,7 +462,7 @@ impl SeqSet {
         between.chain(behind)
     }
 
-    /// How many between 0 and the highest one that is known of are missing.
+    /// Number of missing seqs between 0 and the highest known one.
     pub fn missing(&self) -> u64 {
         self.gaps().map(|(first, last)| (last - first).saturating_add(1)).fold(0, u64::saturating_add)
     }

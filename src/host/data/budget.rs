@@ -1,9 +1,9 @@
-//! How much of one boot a reader keeps: many times what the largest boots have, and a bound on what
-//! a hostile one costs.
+//! Limits on the parts of one boot that a reader keeps: many times the size of the largest boots,
+//! and a bound on the cost of a hostile one.
 //!
-//! Records and lines over a limit are left out and counted in [`TooLarge`], the rest is shown as it
-//! is. Every limit is on what a reader holds, so that memory has a bound that no file moves;
-//! tests/host reads the worst files with that much memory and no more.
+//! Records and lines over a limit are left out and counted in [`TooLarge`]; the rest is shown
+//! unchanged. Every limit is on data that a reader holds, so no file can exceed the bound on
+//! memory; tests/host reads the worst files with exactly that much memory.
 
 use serde::Serialize;
 
@@ -19,25 +19,25 @@ pub const MAX_LAST_WORDS: usize = 16;
 pub const MAX_ORDERS: usize = 32_768;
 /// Lines of the collector; it writes a few per connection and one a second at most for the clock.
 pub const MAX_HOST_LINES: usize = 16_384;
-/// Bytes of those lines.
+/// Bytes of the collector's lines.
 pub const MAX_HOST_TEXT: usize = 2 << 20;
-/// Gaps in the numbers of records that are told apart; the collector takes 1024.
+/// Gaps in the numbers of records that are listed; the collector takes 1024.
 pub const MAX_GAPS: u64 = 16_384;
 /// Spans: a boot with 16 GPUs has some two hundred, each later hot plug some ten.
 pub const MAX_SPANS: usize = 8192;
 /// GPUs, by address; the largest machines have 16 in a guest.
 pub const MAX_GPUS: usize = 256;
-/// Containers that the agent was asked for.
+/// Requested containers.
 pub const MAX_CONTAINERS: usize = 1024;
 /// Lines of the agent in a console log.
 pub const MAX_AGENT_LINES: usize = 8192;
-/// Bytes of their texts.
+/// Bytes of the texts in these lines.
 pub const MAX_AGENT_TEXT: usize = 2 << 20;
 
-/// Counts of what was left out of a boot, over the limits.
+/// Counts of parts left out of a boot, over the limits.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct TooLarge {
-    /// Records that are not looked at.
+    /// Ignored records.
     #[serde(skip_serializing_if = "is_zero")]
     pub records: u64,
     /// Records that lost fields or orders.
@@ -53,7 +53,7 @@ pub struct TooLarge {
     pub gpu_records: u64,
     #[serde(skip_serializing_if = "is_zero")]
     pub containers: u64,
-    /// The console log has more lines of the agent.
+    /// Whether the console log has more lines of the agent.
     #[serde(skip_serializing_if = "std::ops::Not::not")]
     pub agent_lines: bool,
 }
@@ -63,7 +63,7 @@ fn is_zero(n: &u64) -> bool {
 }
 
 impl TooLarge {
-    /// None when nothing is left out.
+    /// None if nothing is left out.
     pub fn some(self) -> Option<Self> {
         (self != Self::default()).then_some(self)
     }

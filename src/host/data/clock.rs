@@ -1,43 +1,41 @@
-//! The guest's clock beside this machine's: when, on the host's wall clock, something happened in
-//! the guest.
+//! The guest's clock beside this machine's: places events of the guest on the host's wall clock.
 //!
 //! The guest stamps CLOCK_BOOTTIME. A ping that left at host time T and came back after `rtt` with
-//! guest time B says: B was read between T and T + rtt, so `offset = T + rtt/2 - B`, wrong by at
-//! most `rtt/2`. That bound holds at B. Away from B the two clocks may drift apart, so a sample's
-//! bound grows by [`RATE_ERROR_PPM`] of the distance. At each point in time every sample gives an
-//! interval that the truth is in; what they have in common is the answer, and never wider than the
-//! best one alone.
+//! guest time B shows that B was read between T and T + rtt, so `offset = T + rtt/2 - B`, wrong by
+//! at most `rtt/2`. That bound holds at B. Away from B the two clocks may drift apart, so a
+//! sample's bound grows by [`RATE_ERROR_PPM`] of the distance. At each point in time every sample
+//! gives an interval that contains the truth; the intersection is the answer, and never wider than
+//! the best sample alone.
 //!
-//! Samples with nothing in common contradict each other: a clock was stepped between them, or ran
-//! faster than assumed. Such samples are of different runs; a time between two runs gets a bound
-//! that spans both answers. A step too small to contradict any bound is not seen.
+//! Samples with an empty intersection contradict each other: a clock was stepped between them, or
+//! ran faster than assumed. Such samples are of different runs; a time between two runs gets a
+//! bound that spans both answers. A step too small to contradict any bound is not detected.
 //!
-//! How the clocks drifted apart from the first samples to the last is measured, not assumed:
-//! [`Clock::drift`].
+//! The drift between the first and the last samples is measured, not assumed: [`Clock::drift`].
 
 use crate::events::record::Pong;
 use serde::{Deserialize, Serialize};
 use std::collections::VecDeque;
 use std::time::{Duration, Instant};
 
-/// How much faster or slower the guest's boot clock may run than the host's wall clock. Crystals
-/// are good to 50 ppm; the rest is for what NTP slews on either side. An assumption, not a law: a
-/// daemon that slews faster makes the printed bound too small.
+/// Limit of the difference in rate between the guest's boot clock and the host's wall clock.
+/// Crystals are good to 50 ppm; the rest is for slewing by NTP on either side. An assumption, not a
+/// law: a daemon that slews faster makes the printed bound too small.
 pub const RATE_ERROR_PPM: u64 = 100;
 
-/// One ping that came back.
+/// One answered ping.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Sample {
-    /// Guest CLOCK_BOOTTIME at which the sample was taken.
+    /// Guest CLOCK_BOOTTIME of the sample.
     pub boottime_ns: u64,
     /// Host CLOCK_REALTIME minus guest CLOCK_BOOTTIME.
     pub offset_ns: i64,
-    /// Half the round trip: `offset_ns` is wrong by no more than this, at `boottime_ns`.
+    /// Half the round trip: the bound of `offset_ns` at `boottime_ns`.
     pub error_ns: u64,
 }
 
 impl Sample {
-    /// None when the numbers are not those of a clock (a guest can answer anything).
+    /// Sample of a ping; None if the guest's answer cannot be that of a clock.
     pub fn from_ping(sent_realtime_ns: i64, rtt: Duration, boottime_ns: u64) -> Option<Sample> {
         let half = u64::try_from(rtt.as_nanos().div_ceil(2)).ok()?;
         let middle = sent_realtime_ns.checked_add(i64::try_from(half).ok()?)?;
@@ -57,23 +55,23 @@ impl Sample {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 pub struct Wall {
     pub realtime_ns: i64,
-    /// `realtime_ns` is wrong by no more than this.
+    /// Bound of the error of `realtime_ns`.
     pub error_ns: u64,
 }
 
-/// By how much the guest's boot clock ran faster than the host's wall clock, on average from one
-/// time of the guest to another.
+/// Excess of the guest's boot clock over the host's wall clock, on average between two times of the
+/// guest.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 pub struct Drift {
     pub from_ns: u64,
     pub to_ns: u64,
-    /// Negative: it ran slower. In parts per million.
+    /// Parts per million; negative if the guest's clock was slower.
     pub ppm: f64,
-    /// `ppm` is wrong by no more than this.
+    /// Bound of the error of `ppm`.
     pub error_ppm: f64,
 }
 
-/// Host minus guest, from the least to the most that it can be.
+/// Host minus guest, from the least to the greatest possible value.
 #[derive(Clone, Copy, Debug)]
 struct Range {
     least: i128,
@@ -99,7 +97,7 @@ impl Range {
     }
 }
 
-/// Samples of one boot that are kept: a guest's answers choose how many there are.
+/// Limit of samples kept of one boot: the guest's answers determine their number.
 const MAX_SAMPLES: usize = 1024;
 
 /// All samples of one boot.
@@ -107,12 +105,12 @@ const MAX_SAMPLES: usize = 1024;
 pub struct Clock {
     /// In order of the guest's time.
     samples: Vec<Sample>,
-    /// Where each run after the first begins.
+    /// Start index of each run after the first.
     breaks: Vec<usize>,
 }
 
 impl Clock {
-    /// Takes all these samples, in whatever order; each is looked at once.
+    /// Clock from these samples, in any order; each is processed once.
     pub fn of(samples: impl Iterator<Item = Sample>) -> Self {
         let mut clock = Self::default();
         samples.for_each(|sample| clock.insert(sample));
@@ -137,7 +135,7 @@ impl Clock {
         self.samples.insert(at, sample);
     }
 
-    /// Adds a sample that another clock gave, if it contradicts none; false: it was left out.
+    /// Adds a sample from another clock unless it contradicts the known ones; false: left out.
     pub fn add_if_consistent(&mut self, sample: Sample) -> bool {
         let known = self.range_at(sample.boottime_ns);
         let fits = known.is_none_or(|known| !known.common(Range::of(&sample, sample.boottime_ns)).is_empty());
@@ -147,9 +145,9 @@ impl Clock {
         fits
     }
 
-    /// Splits the samples into runs, each without contradiction. What earlier samples of a run
-    /// leave open at the last one is all that a new one has to meet: it gets wider by the assumed
-    /// rate with time, and no earlier sample says more.
+    /// Splits the samples into runs, each without contradiction. A new sample only has to meet the
+    /// range that earlier samples of the run leave at the last one: it widens with time by the
+    /// assumed rate, and no earlier sample narrows it.
     fn find_breaks(&mut self) {
         self.breaks.clear();
         let mut open: Option<(Range, u64)> = None;
@@ -167,7 +165,7 @@ impl Clock {
         }
     }
 
-    /// How often samples contradicted those before them.
+    /// Number of contradictions between samples and earlier ones.
     pub fn steps(&self) -> usize {
         self.breaks.len()
     }
@@ -187,7 +185,7 @@ impl Clock {
     fn range_at(&self, boottime_ns: u64) -> Option<Range> {
         let of_run = |run: &[Sample]| {
             let range = run.iter().map(|s| Range::of(s, boottime_ns)).reduce(Range::common)?;
-            // Rounding can leave a run without contradiction apart by a nanosecond.
+            // Rounding can separate a run without contradiction by a nanosecond.
             Some(Range { least: range.least.min(range.most), most: range.least.max(range.most) })
         };
         let begun = |run: &&[Sample]| run.first().is_some_and(|s| s.boottime_ns <= boottime_ns);
@@ -195,16 +193,15 @@ impl Clock {
         let after = self.runs().find(|run| !begun(run));
         match (before, after) {
             (Some(run), _) if run.last().is_some_and(|s| boottime_ns <= s.boottime_ns) => of_run(run),
-            // Between two runs: nobody knows when the clock was stepped.
+            // Between two runs: the time of the step is unknown.
             (Some(before), Some(after)) => Some(of_run(before)?.span(of_run(after)?)),
             (Some(run), None) | (None, Some(run)) => of_run(run),
             (None, None) => None,
         }
     }
 
-    /// Between the two samples that tell most about it, of the longest run; None with fewer than
-    /// two. Both its ends are times of pings, so the average is what it was, whatever the clocks
-    /// did in between.
+    /// Drift between the two most informative samples of the longest run; None with fewer than two.
+    /// Both ends are times of pings, so the average is right, whatever the clocks did in between.
     pub fn drift(&self) -> Option<Drift> {
         let length = |run: &&[Sample]| run.last().zip(run.first()).map(|(last, first)| last.boottime_ns - first.boottime_ns);
         let run = self.runs().max_by_key(length)?;
@@ -226,7 +223,7 @@ impl Clock {
         self.samples.len()
     }
 
-    /// The sample that knows most about this time.
+    /// The sample with the smallest bound at this time.
     pub fn best_at(&self, boottime_ns: u64) -> Option<Sample> {
         self.samples.iter().min_by_key(|s| s.error_at(boottime_ns)).copied()
     }
@@ -239,37 +236,37 @@ impl Clock {
         Some(Wall { realtime_ns, error_ns: u64::try_from(range.most - middle).unwrap_or(u64::MAX) })
     }
 
-    /// The same `before_ns` before the guest's boot clock began; those ns may be wrong by
-    /// `error_ns` themselves.
+    /// Like [`Clock::wall_at`], for a time `before_ns` before the guest's boot clock began; those
+    /// ns may be wrong by `error_ns` themselves.
     pub fn wall_before_start(&self, before_ns: u64, error_ns: u64) -> Option<Wall> {
         let start = self.wall_at(0)?;
         let realtime_ns = start.realtime_ns.checked_sub(i64::try_from(before_ns).ok()?)?;
         Some(Wall { realtime_ns, error_ns: start.error_ns.saturating_add(error_ns) })
     }
 
-    /// Guest boot time at a host wall-clock time, 0 for what was before the kernel; None without a
+    /// Guest boot time at a host wall-clock time, 0 for times before the kernel; None without a
     /// sample.
     pub fn boottime_at(&self, realtime_ns: i64) -> Option<u64> {
         let guess = |s: &Sample| u64::try_from(realtime_ns.saturating_sub(s.offset_ns)).unwrap_or(0);
         let near = guess(self.samples.iter().min_by_key(|s| s.error_at(guess(s)))?);
-        // There the offset is known: what it says is closer still.
+        // The offset at that time is known: its result is closer still.
         let there = self.wall_at(near).and_then(|wall| wall.realtime_ns.checked_sub(i64::try_from(near).ok()?));
         Some(there.map_or(near, |offset_ns| guess(&Sample { boottime_ns: near, offset_ns, error_ns: 0 })))
     }
 }
 
-/// Sends pings over one connection and turns pongs into samples; remembers which are worth keeping.
+/// Sends pings over one connection and turns pongs into samples; decides which are worth keeping.
 #[derive(Debug, Default)]
 pub struct Pinger {
     next_id: u64,
     sent: VecDeque<(u64, Instant, i64)>,
     answered: u32,
     best: Option<Sample>,
-    /// Guest time of the last sample that was worth keeping.
+    /// Guest time of the last kept sample.
     kept_ns: Option<u64>,
 }
 
-/// Pings that follow each other without pause after a connection came up.
+/// Number of pings without a pause after a connection.
 const BURST: u32 = 8;
 /// Pause between pings after that.
 pub const PING_INTERVAL: Duration = Duration::from_secs(1);
@@ -277,32 +274,32 @@ pub const PING_INTERVAL: Duration = Duration::from_secs(1);
 /// needs placing.
 pub const PING_INTERVAL_QUIET: Duration = Duration::from_secs(60);
 pub const QUIET_AFTER: Duration = Duration::from_secs(60);
-/// Guest time without a kept sample after which one is kept that tells nothing new of the offset,
-/// but how the clocks drift. An eighth of the boot's age where that is more: a VM that lives for
-/// weeks leaves a hundred lines, not thousands.
+/// Guest time without a kept sample after which one is kept for the drift alone, although the
+/// offset gets no better. An eighth of the boot's age if that is more: a VM that lives for weeks
+/// leaves a hundred lines, not thousands.
 const DRIFT_INTERVAL_NS: u64 = 10_000_000_000;
 const DRIFT_INTERVAL_OF_AGE: u64 = 8;
-/// A ping that was so many times worse than the best one tells nothing of drift either.
+/// A ping worse than the best one by this factor is useless for the drift, too.
 const DRIFT_QUALITY: u64 = 4;
-/// Pings without an answer that are remembered: a guest that never answers costs no more.
+/// Limit of remembered pings without an answer: a guest that never answers costs no more.
 const MAX_OUTSTANDING: usize = 16;
 
-/// What a pong was good for.
+/// Result of a pong.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Ponged {
-    /// A sample that is better than what was known: to be kept.
+    /// A sample better than the known ones: keep it.
     pub keep: Option<Sample>,
-    /// The next ping should go out at once.
+    /// Whether the next ping should go out at once.
     pub again: bool,
 }
 
 impl Pinger {
-    /// A pinger that knows of earlier connections' samples.
+    /// A pinger that continues from the best sample of earlier connections.
     pub fn new(best: Option<Sample>) -> Self {
         Self { best, kept_ns: best.map(|b| b.boottime_ns), ..Self::default() }
     }
 
-    /// The id of the next ping, which leaves now.
+    /// Id of the next ping, which leaves now.
     pub fn send(&mut self, now: Instant, realtime_ns: i64) -> u64 {
         let id = self.next_id;
         self.next_id += 1;
@@ -318,7 +315,7 @@ impl Pinger {
         self.next_id > 0
     }
 
-    /// None for the answer to a ping that nobody sent.
+    /// Processes an answer; None if no ping with its id is outstanding.
     pub fn receive(&mut self, pong: Pong, now: Instant) -> Option<Ponged> {
         let at = self.sent.iter().position(|(id, ..)| *id == pong.pong)?;
         let (_, sent, realtime_ns) = self.sent.remove(at)?;
@@ -413,7 +410,7 @@ mod tests {
         assert!(!take(1001 * MS));
     }
 
-    /// Numbers that look random and are the same on every machine (xorshift).
+    /// Pseudo-random numbers, the same on every machine (xorshift).
     struct Numbers(u64);
 
     impl Numbers {
@@ -439,8 +436,7 @@ mod tests {
         Sample::from_ping(truth(boottime_ns, ppb) - there as i64, Duration::from_nanos(there + back), boottime_ns).unwrap()
     }
 
-    /// A boot's samples with ways that are as unequal as they can be, and a rate within what is
-    /// assumed.
+    /// A boot's samples with maximally unequal ways, and a rate within the assumed limit.
     fn simulated(numbers: &mut Numbers) -> (i64, Vec<Sample>) {
         let ppb = numbers.below(2 * RATE_ERROR_PPM * 1000 + 1) as i64 - (RATE_ERROR_PPM * 1000) as i64;
         let pings = 1 + numbers.below(20);
@@ -505,7 +501,7 @@ mod tests {
         clock.add(ping(1_000 * MS, 0, MS, MS));
         clock.add(ping(2_000 * MS, 0, MS, MS));
         clock.add(stepped(ping(5_000 * MS, 0, MS, MS)));
-        // It comes out of order, as from a collector that was started again.
+        // The sample comes out of order, as from a restarted collector.
         clock.add(stepped(ping(4_000 * MS, 0, MS, MS)));
         assert_eq!(clock.steps(), 1);
         for (at, offset) in [(0, 0), (1_500, 0), (2_000, 0), (4_000, step), (9_000, step)] {
@@ -532,7 +528,7 @@ mod tests {
         }
         assert!(clock.samples() <= MAX_SAMPLES && clock.steps() > 100);
         for at in [0, 1, u64::MAX / 2, u64::MAX] {
-            // Whatever it says, it says something and does not panic.
+            // Any result is fine, but no panic.
             let _any = (clock.wall_at(at), clock.boottime_at(at as i64));
         }
         assert!(clock.drift().is_some());

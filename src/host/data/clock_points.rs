@@ -6,7 +6,7 @@ use super::record::{Field, Record};
 use crate::events::names;
 use crate::events::record::Kind;
 
-/// Events that are kept: each line is compared with each. The init reports fewer; a hostile guest
+/// Limit of events kept: each line is compared with each. The init reports fewer; a hostile guest
 /// can send any number.
 const MAX_POINTS: usize = 128;
 
@@ -14,7 +14,7 @@ const MAX_POINTS: usize = 128;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Placed {
     pub boottime_ns: u64,
-    /// Without a `clock` event, or at one of several times that had this wall clock.
+    /// Whether there was no `clock` event, or several times had this wall clock.
     pub approximate: bool,
 }
 
@@ -43,8 +43,8 @@ impl ClockPoints {
         self.points.is_empty()
     }
 
-    /// Boot time of a line with this wall clock. Without a `clock` event the guest's wall clock is
-    /// taken for the host's; without a sample of that, too, None.
+    /// Boot time of a line with this wall clock. Without a `clock` event the guest's wall clock
+    /// counts as the host's; without a sample of the host's, too, None.
     pub fn place(&self, realtime_ns: i64, host: &Clock) -> Option<Placed> {
         let Some(found) = boottime_of(&self.points, realtime_ns) else {
             let boottime_ns = host.boottime_at(realtime_ns)?;
@@ -59,15 +59,15 @@ impl ClockPoints {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Found {
     pub boottime_ns: i64,
-    /// Index of the event that it follows.
+    /// Index of the preceding event.
     pub point: usize,
     /// The wall clock was stepped back: it showed this time more than once, and this is the first.
     pub several: bool,
 }
 
 /// Boot time at which the wall clock showed `realtime_ns`, by (boot time, wall clock) of each event
-/// in order of boot time. Each event holds from its own time to the next one's; a time that no
-/// event allows is of the one that is nearest to allowing it: a step is reported a moment after it.
+/// in order of boot time. Each event holds from its own time to the next one's; a time outside all
+/// of these belongs to the nearest: a step is reported a moment after it.
 pub fn boottime_of(points: &[(i64, i64)], realtime_ns: i64) -> Option<Found> {
     let late_by = |at: usize| {
         let (boottime, realtime) = points[at];
@@ -106,7 +106,7 @@ mod tests {
         assert_eq!(placed(&ahead, &[90, 100, 159, 167, 200]), [(-9, false), (1, false), (60, false), (61, false), (94, false)]);
         // Between step and event, which came 2 s later; by the event before it would be at 68 s.
         assert_eq!(placed(&[(1, 100), (63, 169)], &[167]), [(61, false)]);
-        // Set back by 7 s: what was shown twice was shown first before the step.
+        // Set back by 7 s: a time that was shown twice was shown first before the step.
         let back = [(1, 100), (61, 153)];
         assert_eq!(placed(&back, &[150, 155, 161]), [(51, false), (56, true), (69, false)]);
         assert_eq!(placed(&[], &[1]), []);

@@ -1,9 +1,9 @@
 //! Lines of containerd's log, of whichever form: its own text or JSON, or a journal with it
-//! (`journalctl -o cat|short|json`). Kata's Go shim, where `enable_debug` is set and containerd
-//! logs at level debug, writes the guest's console there, line by line. Its Rust shim writes to the
-//! journal itself, as `kata`: the agent's lines where `enable_debug` of the agent is set, the
-//! console's where that of the hypervisor is. Whose they are stands in the journal's fields alone
-//! (`-o json --all`: without it, a message of more than 4 kB is null).
+//! (`journalctl -o cat|short|json`). With `enable_debug` and containerd's log level debug, Kata's
+//! Go shim writes the guest's console there, line by line. Its Rust shim writes to the journal
+//! itself, as `kata`: the agent's lines if `enable_debug` of the agent is set, the console's if
+//! that of the hypervisor is. Only the journal's fields show their owner (`-o json --all`: without
+//! it, a message of more than 4 kB is null).
 
 use super::logfmt;
 use serde_json::{Map, Value};
@@ -11,7 +11,7 @@ use serde_json::{Map, Value};
 /// The fields of one line.
 pub struct Entry {
     fields: Vec<(String, String)>,
-    /// The journal's own time, where it is known, in ns.
+    /// The journal's own time in ns, if known.
     pub journal_ns: Option<i64>,
 }
 
@@ -26,13 +26,13 @@ impl Entry {
     }
 }
 
-/// Whether a line may have one of a guest's console. Cheaper than to read it: consoles are long. A
+/// Whether a line may hold one of a guest's console. Cheaper than parsing: consoles are long. A
 /// journal in JSON gives a message with control characters as numbers.
 pub fn may_have_console(line: &[u8]) -> bool {
     ["vmconsole", "__REALTIME_TIMESTAMP"].iter().any(|text| memchr::memmem::find(line, text.as_bytes()).is_some())
 }
 
-/// The entry in a line; None where it has none.
+/// Entry in a line; None if there is none.
 pub fn entry(line: &str) -> Option<Entry> {
     if !line.starts_with('{') {
         return message(line, None);
@@ -53,12 +53,12 @@ pub fn entry(line: &str) -> Option<Entry> {
     Some(Entry { fields: fields.collect(), journal_ns: None })
 }
 
-/// An entry that Kata's Rust shim has made of this message, as of 4.1.
+/// Entry that Kata's Rust shim made of this message, as of 4.1.
 fn rust_shims(object: &Map<String, Value>, text: &str, journal_ns: Option<i64>) -> Option<Entry> {
     let field = |name: &str| object.get(name).and_then(Value::as_str);
     let sandbox = field("SOURCE").filter(|_| field("SYSLOG_IDENTIFIER") == Some("kata"))?;
     let console = match text.strip_prefix("vm console: ") {
-        // Quoted as Rust does, which for all but odd characters is as JSON does.
+        // Quoted by Rust, which equals JSON for all but odd characters.
         Some(quoted) => serde_json::from_str(quoted).ok(),
         None => (field("SUBSYSTEM") == Some("agent")).then(|| text.to_string()),
     };
@@ -110,7 +110,7 @@ mod tests {
         assert_eq!(of_rust("hypervisor", &format!("vm console: {text:?}")).console(), Some(("train-0", text)));
         let other = of_rust("hypervisor", LINE);
         assert_eq!((other.console(), other.get("msg")), (None, Some(LINE)), "a field of the shim's own text");
-        // The same lines, written to the journal by somebody else.
+        // The same lines, written to the journal by another user.
         for (uid, is_taken) in [("0", true), ("1000", false)] {
             let text = format!("vm console: {text:?}");
             let rust =

@@ -1,18 +1,18 @@
 //! Bytes of a stream into lines, with a limit on what one line may hold.
 //!
 //! An over-long line costs its own length in time and [`Lines`]' limit in memory, never more: it is
-//! dropped up to its newline, counted, and the next line is read as if nothing had been.
+//! dropped up to its newline and counted, and the next line is read normally.
 
 /// Splits a stream at newlines. Lines are given without their newline.
 #[derive(Debug)]
 pub struct Lines {
     limit: usize,
     partial: Vec<u8>,
-    /// Bytes of an over-long line that were dropped so far.
+    /// Number of bytes of an over-long line dropped so far.
     dropped: Option<usize>,
 }
 
-/// One line, or what is known of one that was too long.
+/// One line, or the length of one that was too long.
 #[derive(Debug, PartialEq, Eq)]
 pub enum Piece<'a> {
     Line(&'a [u8]),
@@ -26,7 +26,7 @@ impl Lines {
         Self { limit, partial: Vec::new(), dropped: None }
     }
 
-    /// Takes the next bytes and hands over every line that they complete, in order.
+    /// Takes the next bytes and passes on every line that they complete, in order.
     pub fn push(&mut self, mut bytes: &[u8], mut each: impl FnMut(Piece)) {
         while let Some(end) = memchr::memchr(b'\n', bytes) {
             let (head, rest) = bytes.split_at(end + 1);
@@ -54,7 +54,7 @@ impl Lines {
         }
     }
 
-    /// Bytes of a line whose newline has not come yet.
+    /// Number of bytes of a line whose newline has not come yet.
     pub fn unfinished(&self) -> usize {
         self.dropped.unwrap_or(self.partial.len())
     }

@@ -1,7 +1,7 @@
-//! What a guest measured of its own clocks (`clock.tsc`, `clock.printk`, `clock.host`), and whether
-//! it can be true.
+//! A guest's checked measurements of its own clocks (`clock.tsc`, `clock.printk`, `clock.host`).
 //!
-//! Invariant: what cannot be true is left out and said, never shown. Nothing here moves a time that
+//! Invariant: impossible values are left out and noted, never shown. Nothing here moves a time that
+//! the collector's own pings vouch for.
 //! the collector's own pings vouch for.
 
 use super::clock::{Clock, Sample};
@@ -11,10 +11,10 @@ use crate::events::names;
 use crate::events::record::Kind;
 use serde::Serialize;
 
-/// The longest preparation of a VM that anybody reported took half an hour (1.2 TB of guest memory
-/// in 4 KiB pages). A TSC that is further along than this did not begin with the VM.
+/// Limit of the time before the kernel: the longest reported preparation of a VM took half an hour
+/// (1.2 TB of guest memory in 4 KiB pages). A TSC beyond this did not begin with the VM.
 const MAX_BEFORE_KERNEL_NS: u64 = 3600 * 1_000_000_000;
-/// Samples of the hypervisor's clock that are used; the init takes two.
+/// Limit of samples of the hypervisor's clock; the init takes two.
 const MAX_HOST_SAMPLES: usize = 64;
 
 /// Time from TSC 0 until the kernel's clock began: firmware and the kernel's first steps, and the
@@ -35,14 +35,14 @@ pub struct Printk {
     pub error_ns: Option<u64>,
 }
 
-/// All of it.
+/// All measurements of a guest.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct GuestClocks {
     pub before_kernel: Option<BeforeKernel>,
     pub printk: Option<Printk>,
     /// The host's wall clock, from the hypervisor.
     pub host: Vec<Sample>,
-    /// What was left out, and why.
+    /// Reasons for values left out.
     pub notes: Vec<String>,
 }
 
@@ -93,7 +93,7 @@ impl GuestClocks {
         self.notes.push(format!("VMM and firmware are left out: {why}"));
     }
 
-    /// Adds the hypervisor's samples to those of the pings; gives how many fit.
+    /// Adds the hypervisor's samples to those of the pings; returns how many fit.
     pub fn add_to(&self, clock: &mut Clock) -> usize {
         self.host.iter().filter(|sample| clock.add_if_consistent(**sample)).count()
     }

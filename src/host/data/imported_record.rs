@@ -1,4 +1,4 @@
-//! Records that were made of log lines: what they say, and where they came from.
+//! Records made from log lines: their meaning, and their source.
 
 use super::agent_log::{self, AgentEvent};
 use super::record::{Field, Record};
@@ -46,7 +46,7 @@ impl fmt::Display for Format {
     }
 }
 
-/// What a record that was made of the agent's lines says, for what shows and sums boots up.
+/// Agent event of a record that was made from the agent's lines.
 pub fn of_record(record: &Record) -> Option<AgentEvent> {
     mark(record)?;
     let text = |key: &str| text::printable(record.fields.get(key).and_then(Field::as_str).unwrap_or("?"));
@@ -72,10 +72,10 @@ pub fn of_record(record: &Record) -> Option<AgentEvent> {
     })
 }
 
-/// The key of what a record from a log says about itself.
+/// Key of the mark in a record from a log.
 pub const MARK: &str = "import";
 
-/// Where a record from a log came from.
+/// Source of a record from a log.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Mark {
     pub format: Format,
@@ -88,7 +88,7 @@ pub fn mark(record: &Record) -> Option<Mark> {
     record.fields.get(MARK).and_then(|value| serde_json::from_str(value.json()?).ok())
 }
 
-/// Times that are known worse than they are shown are shown as approximate.
+/// Whether a record's time is shown as approximate, because its error exceeds the shown digits.
 pub fn is_approximate(record: &Record) -> bool {
     mark(record).is_some_and(|mark| mark.error_ns >= 1_000_000)
 }

@@ -1,10 +1,10 @@
-//! Lines of `key=value key="quoted value"` as Go's logrus writes them. Pure; any text goes in, and
-//! what has no such form gives no pairs.
+//! Lines of `key=value key="quoted value"` as Go's logrus writes them. Pure; any text is accepted,
+//! and text of another form gives no pairs.
 //!
-//! A quoted value is a Go string literal (`strconv.Quote`): [`unquote`] undoes it, and keeps what
-//! is no escape as it stands.
+//! A quoted value is a Go string literal (`strconv.Quote`): [`unquote`] undoes the escapes, and
+//! keeps everything else.
 
-/// Pairs that one line may have; more are not looked at.
+/// Limit of pairs in one line.
 const MAX_PAIRS: usize = 64;
 
 /// The pairs of a line, in order. Words without `=` are passed over.
@@ -31,8 +31,7 @@ pub fn pairs(line: &str) -> Vec<(&str, String)> {
     out
 }
 
-/// The value behind an opening quote, and what follows its closing one (or nothing, where that is
-/// missing).
+/// The value behind an opening quote, and the text after the closing one (empty if it is missing).
 fn quoted_value(text: &str) -> (String, &str) {
     let mut escaped = false;
     for (at, c) in text.char_indices() {

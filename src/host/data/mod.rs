@@ -1,5 +1,5 @@
-//! What a boot is known from: the boot's file, the agent's lines, and the clocks that place both.
-//! Nothing here knows what a GPU or a step is.
+//! Sources of a boot: the boot's file, the agent's lines, and the clocks that place both. Nothing
+//! here knows what a GPU or a step is.
 
 pub mod agent_log; // the agent's lines in the console
 pub mod boot_dir; // which of a directory's boots is meant, and reading it

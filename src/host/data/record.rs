@@ -13,11 +13,11 @@ use std::collections::HashSet;
 use std::ops::Deref;
 use std::sync::Arc;
 
-/// Fields of a record that are kept. The init sends at most a dozen.
+/// Limit of a record's fields. The init sends at most a dozen.
 pub const MAX_FIELDS: usize = 64;
-/// Orders (`after`) of a record that are kept: more than the GPUs of any machine.
+/// Limit of a record's orders (`after`): more than the GPUs of any machine.
 pub const MAX_AFTER: usize = 256;
-/// Different names that are shared; the format has some fifty.
+/// Limit of names that are shared; the format has some fifty.
 const MAX_NAMES: usize = 4096;
 
 /// One record of a boot.
@@ -34,7 +34,7 @@ pub struct Record {
     pub gpu: Option<PciAddress>,
     pub kind: Kind,
     pub level: Level,
-    /// Fields or orders beyond the limits were left out.
+    /// Whether fields or orders beyond the limits were left out.
     pub cut: bool,
 }
 
@@ -68,7 +68,7 @@ impl Record {
         self.error.as_ref().map_or(0, |e| e.len()) + self.fields.bytes() + size_of_val(self.after())
     }
 
-    /// The same as it came, for whoever writes it again.
+    /// The record in wire format, for writing it again.
     pub fn to_wire(&self) -> record::Record {
         record::Record {
             seq: self.seq,
@@ -127,7 +127,7 @@ impl Serialize for Text {
     }
 }
 
-/// Names that were seen, each in memory once.
+/// Known names, each in memory once.
 #[derive(Debug, Default)]
 pub struct Names(HashSet<Arc<str>>);
 
@@ -144,7 +144,7 @@ impl Names {
     }
 }
 
-/// One value.
+/// Value of a field.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Field<'a> {
     Text(&'a str),
@@ -203,7 +203,7 @@ const TEXT: u8 = b't';
 const JSON: u8 = b'j';
 
 impl Fields {
-    /// The first [`MAX_FIELDS`]. What is longer than a line allows is left out.
+    /// Keeps the first [`MAX_FIELDS`] fields. Fields longer than a line permits are left out.
     pub fn new(map: &Map<String, Value>) -> Self {
         if map.is_empty() {
             return Self::default();
@@ -276,7 +276,7 @@ impl<'a> Iterator for Iter<'a> {
         let (value, rest) = rest.split_at_checked(u16::from_le_bytes(*length).into())?;
         self.0 = rest;
         let (kind, value) = value.split_first()?;
-        // Made of texts by `Fields::new`: both are UTF-8.
+        // `Fields::new` made both from texts: they are UTF-8.
         let (key, value) = (std::str::from_utf8(key).ok()?, std::str::from_utf8(value).ok()?);
         Some((key, if *kind == TEXT { Field::Text(value) } else { Field::Json(value) }))
     }

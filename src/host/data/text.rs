@@ -1,8 +1,7 @@
-//! Texts for people: what a guest wrote made harmless, times and clocks as digits, colour or no
-//! colour.
+//! Texts for people: sanitised text of a guest, times and clocks as digits, colour or no colour.
 //!
-//! Every text that comes from a guest passes [`printable`] before it reaches a terminal: what comes
-//! out is printable ASCII only, so it can neither move the cursor, reorder the line (bidirectional
+//! Every text that comes from a guest passes [`printable`] before it reaches a terminal: the result
+//! is printable ASCII only, so it can neither move the cursor, reorder the line (bidirectional
 //! marks) nor be wider than its number of bytes.
 
 use anyhow::{Context, Result};
@@ -10,7 +9,7 @@ use serde::Serialize;
 use std::io::{self, IsTerminal, Write};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
-/// Longest value that is shown of a finding, in bytes.
+/// Limit of a finding's value, in bytes.
 const MAX_VALUE: usize = 160;
 
 /// The text with everything but printable ASCII written as an escape (`\n`, `\x1b`, `\u{202e}`).
@@ -44,20 +43,20 @@ pub fn start(text: &str, max: usize) -> &str {
     text.get(..end).unwrap_or_default()
 }
 
-/// JSON in ASCII: what does not print, in a text of a file, is an escape.
+/// JSON in ASCII: unprintable characters of a text are escaped.
 pub fn ascii_json(value: &impl Serialize) -> Result<String> {
     let mut out = Vec::new();
     write_ascii_json(&mut out, value).context("write the report as JSON")?;
     String::from_utf8(out).context("write the report as JSON")
 }
 
-/// The same into a file or pipe, without a copy in memory.
+/// Writes [`ascii_json`] to a file or pipe, without a copy in memory.
 pub fn write_ascii_json(out: &mut dyn Write, value: &impl Serialize) -> io::Result<()> {
     serde_json::to_writer_pretty(AsciiJson(&mut *out), value)?;
     out.write_all(b"\n")
 }
 
-/// Writes JSON on, with escapes for what is not ASCII.
+/// Passes JSON on, with escapes for non-ASCII characters.
 struct AsciiJson<'a>(&'a mut dyn Write);
 
 impl Write for AsciiJson<'_> {
@@ -67,7 +66,7 @@ impl Write for AsciiJson<'_> {
         for part in text.split_inclusive(|c| !matches!(c, '\n' | ' '..='~')) {
             let foreign = part.chars().next_back().filter(|c| !matches!(c, '\n' | ' '..='~'));
             self.0.write_all(part.get(..part.len() - foreign.map_or(0, char::len_utf8)).unwrap_or_default().as_bytes())?;
-            // Stands in strings only; JSON wants UTF-16.
+            // Non-ASCII is in strings only; JSON needs UTF-16.
             for unit in foreign.into_iter().flat_map(|c| c.encode_utf16(&mut [0; 2]).to_vec()) {
                 write!(self.0, "\\u{unit:04x}")?;
             }
@@ -96,7 +95,7 @@ pub fn seconds(ns: u64) -> String {
 
 /// The signed distance from `from` to `to` as seconds: `+0.003`, `-0.120`.
 pub fn since(from: u64, to: u64) -> String {
-    // Rounded times are subtracted, so that the column adds up to the times beside it.
+    // Subtract rounded times, so that the column adds up to the times beside it.
     let ms = |ns: u64| i128::from(ns / 1_000_000 + u64::from(ns % 1_000_000 >= 500_000));
     let distance = ms(to) - ms(from);
     let sign = if distance < 0 { '-' } else { '+' };
@@ -105,12 +104,12 @@ pub fn since(from: u64, to: u64) -> String {
 
 /// An error bound: `+-0.2 ms`.
 pub fn error_bound(ns: u64) -> String {
-    // Rounded up: a bound that is printed too small is no bound.
+    // Round up: a bound printed too small is no bound.
     let tenths = ns.div_ceil(100_000);
     format!("+-{}.{} ms", tenths / 10, tenths % 10)
 }
 
-/// Wall-clock time in UTC with milliseconds: `2026-01-02T03:04:05.678Z`; the bare number where no
+/// Wall-clock time in UTC with milliseconds: `2026-01-02T03:04:05.678Z`; the bare number if no
 /// calendar has it.
 pub fn wall_clock(realtime_ns: i64) -> String {
     /// 9999-12-31T23:59:59Z, the last second that RFC 3339 can write.
@@ -127,10 +126,10 @@ pub fn realtime_ns() -> i64 {
     i64::try_from(since_epoch.as_nanos()).unwrap_or(i64::MAX)
 }
 
-/// How standard output wants its text.
+/// Format of text on standard output.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Screen {
-    /// Columns of the terminal; None in a pipe or a file, where nothing is cut.
+    /// Columns of the terminal; None in a pipe or a file, whose lines are not cut.
     pub width: Option<usize>,
     pub colour: bool,
 }
@@ -138,7 +137,7 @@ pub struct Screen {
 impl Screen {
     pub const PLAIN: Screen = Screen { width: None, colour: false };
 
-    /// Asks standard output and the environment (`NO_COLOR`, `TERM=dumb`).
+    /// Reads it from standard output and the environment (`NO_COLOR`, `TERM=dumb`).
     pub fn of_stdout() -> Screen {
         if !std::io::stdout().is_terminal() {
             return Screen::PLAIN;
@@ -163,7 +162,7 @@ impl Screen {
     }
 }
 
-/// What a piece of text means; the terminal decides what it looks like.
+/// Meaning of a piece of text; the terminal decides its look.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Ink {
     Plain,

@@ -1,45 +1,45 @@
-//! The agent's lines, one after another, folded into what happens to each container.
+//! The agent's lines, in order, folded into the states of each container.
 //!
-//! A line that tries, injects or creates does not always name its container. The order in which the
-//! agent works does: a spec is resolved before the next try of the same container is due, and
+//! A line that tries, injects or creates does not always name its container. The agent's order of
+//! work identifies it: a spec is resolved before the next try of the same container is due, and
 //! everything from the bundle to the running process is done under one lock, so that `created
-//! container!` is about the container whose id stood in the lines before it.
+//! container!` is about the container whose id is in the lines before it.
 //!
 //! The agent does not log why it refuses a container (a device that is not listed, a spec that does
-//! not parse, a mount that fails): that error goes to the runtime alone. Such a container is one
-//! that was asked for, without an end.
+//! not parse, a mount that fails): that error goes to the runtime alone. Such a container was
+//! requested and has no end.
 
 use super::event::AgentEvent;
 use super::line::{Line, Spec, Words, devices_of, short};
 use std::collections::BTreeSet;
 
-/// Containers under way that are told apart; of more, the one that was tried longest ago is
-/// forgotten: it was refused.
+/// Limit of containers under way; beyond it, the container with the oldest last try counts as
+/// refused and is dropped.
 const MAX_OPEN: usize = 64;
 /// Names of containers, and ids of created ones, that are kept.
 const MAX_NAMES: usize = 1024;
-/// Devices of an error that are compared with a container's: these tell them apart as well as all
-/// do.
+/// Devices of an error that are compared with a container's: as many distinguish containers as well
+/// as all do.
 const MAX_COMPARED: usize = 4;
-/// Two tries of one container are a second apart, and then some.
+/// Shortest time between two tries of one container: nominally a second.
 const SOONEST_NEXT_TRY_NS: i64 = 900_000_000;
-/// Between the last try and its failure: the agent sleeps once more before it gives up.
+/// Time between the last try and its failure: the agent sleeps once more before it gives up.
 const LAST_PAUSE_NS: i64 = 1_000_000_000;
-/// What has not been tried for so long was refused: the agent tries once a second, and does not log
-/// refusals.
+/// Age of the last try after which a container counts as refused: the agent tries once a second,
+/// and does not log refusals.
 const FORGOTTEN_NS: i64 = 10_000_000_000;
-/// What stands for the devices of a container that no line tells of.
+/// Placeholder for unknown devices of a container.
 pub const UNKNOWN: &str = "unknown";
-/// What stands for the devices of a container that asks for none.
+/// Placeholder for the devices of a container that requests none.
 pub const NONE: &str = "none";
 
-/// How far a container is.
+/// Progress of a container.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum State {
-    /// Its devices are not resolved.
+    /// The container's devices are not resolved.
     Asked,
     Injected,
-    /// Under the agent's lock.
+    /// Being made, under the agent's lock.
     Making,
 }
 
@@ -47,12 +47,12 @@ enum State {
 struct Container {
     id: Option<String>,
     name: String,
-    /// None: no line tells of them.
+    /// None: no line shows the devices.
     devices: Option<String>,
     pause: bool,
     state: State,
     failed_tries: u64,
-    /// When it was asked for, and then each time its devices were tried.
+    /// Time of the request, and then of each try to resolve the devices.
     last_ns: i64,
 }
 
@@ -65,7 +65,7 @@ impl Container {
         }
     }
 
-    /// Whether it can be the one whose devices this error names.
+    /// Whether an error with these devices may be about this container.
     fn wants(&self, named: &[&str]) -> bool {
         match self.devices.as_deref() {
             None => true,
@@ -74,7 +74,7 @@ impl Container {
         }
     }
 
-    /// Tries until its devices were there; None where it asks for none.
+    /// Number of tries until the devices were there; None if the container requests none.
     fn tries(&self) -> Option<u64> {
         let resolved = self.state != State::Asked || self.failed_tries > 0;
         (self.devices.as_deref() != Some("") && resolved && self.devices.is_some()).then(|| self.failed_tries.saturating_add(1))
@@ -87,17 +87,17 @@ pub struct Containers {
     open: Vec<Container>,
     /// `create_container` calls whose spec was not seen yet.
     without_spec: u64,
-    /// All such calls.
+    /// All `create_container` calls.
     calls: u64,
     names: BTreeSet<String>,
-    /// Started containers are named by their id alone: the names of those that were created.
+    /// Ids and names of created containers: lines about a start have only the id.
     created: Vec<(String, String)>,
-    /// The one that the agent's lock is held for.
+    /// The container for which the agent's lock is held.
     making: Option<usize>,
 }
 
 impl Containers {
-    /// Takes the next line and hands over what it says, and when.
+    /// Parses the next line and passes its events on, with their times.
     pub fn take(&mut self, line: &Line, mut each: impl FnMut(Option<i64>, AgentEvent)) {
         let at = line.realtime_ns;
         match &line.words {
@@ -108,7 +108,7 @@ impl Containers {
                     self.without_spec = self.without_spec.saturating_add(1);
                     self.calls = self.calls.saturating_add(1);
                 }
-                // The others come all the time, or say nothing about the start.
+                // Other calls are frequent, or unrelated to the start.
                 const CALLS: &[&str] = &["create_sandbox", "create_container", "start_container", "online_cpu_mem"];
                 if CALLS.contains(&call.as_str()) {
                     each(at, AgentEvent::Rpc { call: call.clone() });
@@ -143,14 +143,14 @@ impl Containers {
         }
     }
 
-    /// A name that no container before had.
+    /// A name that no earlier container has.
     fn unused_name(&mut self, spec: &Spec) -> String {
         let id = spec.id.as_deref().map(short);
         let wanted = spec.name.as_deref().or(if spec.pause { Some("pause") } else { None }).or(id);
         let name = match wanted {
             None => format!("#{}", self.calls.saturating_sub(self.without_spec).saturating_add(1)),
             Some(name) if !self.names.contains(name) => name.to_string(),
-            // A container of the same name after the first one, or of another pod's.
+            // A later container of the same name, or one of another pod.
             Some(name) => format!("{name} ({})", id.unwrap_or("again")),
         };
         if self.names.len() < MAX_NAMES {
@@ -172,7 +172,7 @@ impl Containers {
         Some(self.open.len() - 1)
     }
 
-    /// Takes one out; the others move up.
+    /// Removes a container; later ones move up.
     fn remove(&mut self, index: usize) -> Container {
         self.making = self.making.filter(|making| *making != index).map(|making| if making > index { making - 1 } else { making });
         self.open.remove(index)
@@ -193,7 +193,7 @@ impl Containers {
         self.open.iter().position(|c| c.id.as_deref() == Some(id))
     }
 
-    /// A container that the agent was asked for without a line about its spec.
+    /// A requested container without a line about its spec.
     fn unseen(&mut self) -> Option<usize> {
         if self.without_spec == 0 { None } else { self.add(&Spec::default(), None) }
     }
@@ -202,7 +202,7 @@ impl Containers {
         let named = devices_of(error);
         let forgotten = |c: &Container| at.is_some_and(|at| c.last_ns != i64::MIN && at.saturating_sub(c.last_ns) > FORGOTTEN_NS);
         let asked = || self.open.iter().enumerate().filter(|(_, c)| c.state == State::Asked);
-        // Of several that are at the same try the one that has waited longest since its last one.
+        // Of several at the same try, choose the one with the oldest last try.
         let same = asked().filter(|(_, c)| c.failed_tries == attempt && c.wants(&named));
         let next = same.min_by_key(|(_, c)| (forgotten(c), c.last_ns)).map(|(i, _)| i);
         let tried = asked().filter(|(_, c)| next.is_none() && c.failed_tries > 0 && c.wants(&named));
@@ -237,8 +237,8 @@ impl Containers {
         }
     }
 
-    /// Gives a container's last failed try to another one where it stands too close before the one
-    /// that succeeded to be its own.
+    /// Moves a container's last failed try to another container if it is too close before the
+    /// successful try to be its own.
     fn not_its_own(&mut self, index: usize, at: Option<i64>) {
         let Some(container) = self.open.get_mut(index) else { return };
         let tries = container.failed_tries;
@@ -253,10 +253,10 @@ impl Containers {
         }
     }
 
-    /// The agent's lock is held for the container of this id.
+    /// Notes that the agent's lock is held for the container with this id.
     fn make(&mut self, id: &str) {
         let index = self.by_id(id).or_else(|| {
-            // Lines of a container that is there already: its process has ended, or a signal came.
+            // Lines of an existing container: its process has ended, or a signal came.
             let known = self.created.iter().any(|(created, _)| created == id);
             if known || self.without_spec == 0 { None } else { self.add(&Spec { id: Some(id.to_string()), ..Spec::default() }, None) }
         });
@@ -266,7 +266,7 @@ impl Containers {
         }
     }
 
-    /// The container that the agent is done with.
+    /// The container that the agent has finished making.
     fn done(&mut self) -> Option<Container> {
         let making = self.making.take().filter(|index| *index < self.open.len());
         let injected = || self.open.iter().position(|c| c.state == State::Injected);

@@ -1,15 +1,15 @@
-//! What lines of the agent say about a boot.
+//! Events of a boot in the agent's lines.
 
 use crate::pci::PciAddress;
 
-/// What the agent's lines say about the boot. Containers have one name each: that in their pod, or
-/// the start of their id.
+/// Event of the boot in the agent's lines. Containers have one name each: that in their pod, or the
+/// start of their id.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum AgentEvent {
     Start {
         version: String,
     },
-    /// Its server listens.
+    /// The agent's server listens.
     Ready,
     /// The runtime called the agent.
     Rpc {
@@ -19,7 +19,7 @@ pub enum AgentEvent {
     ContainerAsked {
         container: String,
         devices: String,
-        /// It is the pod's pause container.
+        /// The container is the pod's pause container.
         pause: bool,
     },
     /// A try of the agent to resolve a container's devices failed; it tries again after a second.
@@ -38,7 +38,7 @@ pub enum AgentEvent {
         tries: Option<u64>,
         pause: bool,
     },
-    /// Its program runs.
+    /// The container's program runs.
     ContainerStarted {
         container: String,
     },
@@ -52,7 +52,7 @@ pub enum AgentEvent {
     HookFailed {
         error: String,
     },
-    /// A uevent told the agent that a driver has this PCI function.
+    /// A uevent reported to the agent that a driver has this PCI function.
     Bound(PciAddress),
 }
 

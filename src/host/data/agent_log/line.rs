@@ -1,10 +1,9 @@
-//! The words of a real kata-agent, line by line: slog JSON, one object per line, all values
-//! strings.
+//! Log lines of a real kata-agent: slog JSON, one object per line, all values strings.
 //!
-//! The vocabulary is that of kata-agent 3.15.0 to 4.1.0, which all write the same words, at level
-//! info; tests/fixtures/agent has lines that real ones wrote. A line that names its container does
-//! so in one of two ways: an OCI spec in Rust's `Debug` form, or the key `cid`. A console is as
-//! untrusted as the rest of the guest: every text is cut and made printable here.
+//! The vocabulary is that of kata-agent 3.15.0 to 4.1.0, which all log the same texts, at level
+//! info; tests/fixtures/agent has lines of real agents. A line names its container in one of two
+//! ways, if at all: an OCI spec in Rust's `Debug` form, or the key `cid`. A console is as untrusted
+//! as the rest of the guest: every text is cut and made printable here.
 
 use crate::host::data::text;
 use crate::pci::PciAddress;
@@ -15,23 +14,23 @@ use std::time::UNIX_EPOCH;
 pub const MAX_VALUE: usize = 600;
 /// Longest name of a container.
 const MAX_NAME: usize = 64;
-/// Characters that are kept of an id that is a hash, as other tools do.
+/// Characters kept of an id that is a hash, as in other tools.
 const SHORT_ID: usize = 12;
 
-/// A container as its OCI spec has it.
+/// A container according to its OCI spec.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Spec {
     pub id: Option<String>,
-    /// The name in its pod.
+    /// Name in the pod.
     pub name: Option<String>,
-    /// Values of its CDI annotations and of its variable VISIBLE_CDI_DEVICES, joined by commas;
-    /// empty where there is none.
+    /// Values of the CDI annotations and of the variable VISIBLE_CDI_DEVICES, joined by commas;
+    /// empty if there are none.
     pub devices: String,
-    /// It is the pod's pause container.
+    /// Whether the container is the pod's pause container.
     pub pause: bool,
 }
 
-/// What one line says.
+/// Meaning of one line.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Words {
     Announce {
@@ -42,9 +41,9 @@ pub enum Words {
     Rpc {
         call: String,
     },
-    /// The OCI spec of a container that is to be created.
+    /// OCI spec of a requested container.
     Asked(Spec),
-    /// The try of this number, counted from 0 to `of`, did not resolve a container's devices.
+    /// The try with this number, from 0 to `of`, did not resolve a container's devices.
     Waiting {
         attempt: u64,
         of: u64,
@@ -52,16 +51,16 @@ pub enum Words {
     },
     /// A container's spec with its devices.
     Injected(Spec),
-    /// The container of this id is being made.
+    /// The container with this id is being made.
     Making {
         id: String,
     },
-    /// The container that was being made last is there.
+    /// The container that was being made last is complete.
     Created,
     StartFailed {
         error: String,
     },
-    /// The program of the container of this id runs.
+    /// The program of the container with this id runs.
     Started {
         id: String,
     },
@@ -75,12 +74,12 @@ pub enum Words {
 /// One line of the agent.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Line {
-    /// CLOCK_REALTIME of the guest; None for what is no time.
+    /// CLOCK_REALTIME of the guest; None if the text is no time.
     pub realtime_ns: Option<i64>,
     pub words: Words,
 }
 
-/// Why a line says nothing.
+/// Reason why a line has no meaning here.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Nothing {
     OtherProgram,
@@ -95,7 +94,7 @@ pub fn object(line: &[u8]) -> Option<Map<String, Value>> {
     serde_json::from_slice(line.get(start..=end)?).ok()
 }
 
-/// The agent's line in that object.
+/// The agent's line in an object.
 pub fn parse(object: &Map<String, Value>) -> Result<Line, Nothing> {
     let get = |key: &str| object.get(key).and_then(Value::as_str);
     if get("name") != Some("kata-agent") {
@@ -142,7 +141,7 @@ fn cut(text: &str) -> String {
     text::printable_start(text.as_bytes(), MAX_VALUE)
 }
 
-/// An error without the addresses of its stack.
+/// Text of an error, without the addresses of its stack.
 fn error(text: &str) -> String {
     cut(text.split_once("\n\nStack backtrace:").map_or(text, |(error, _)| error))
 }
@@ -151,14 +150,14 @@ fn name(text: &str) -> String {
     text::printable_start(text.as_bytes(), MAX_NAME)
 }
 
-/// What an id is called where there is no name: hashes are shortened.
+/// Name of an id without a name: hashes are shortened.
 pub fn short(id: &str) -> &str {
     let hash = id.len() == 64 && id.bytes().all(|b| b.is_ascii_hexdigit());
     if hash { id.get(..SHORT_ID).unwrap_or(id) } else { id }
 }
 
-/// The function that a `bind` uevent is about: `Uevent { action: "bind", devpath:
-/// "/devices/../0000:02:00.0", .. subsystem: "pci", .. }`.
+/// PCI function of a `bind` uevent: `Uevent { action: "bind", devpath: "/devices/../0000:02:00.0",
+/// .. subsystem: "pci", .. }`.
 fn bound(event: &str) -> Option<PciAddress> {
     let value = |key: &str| event.split_once(&format!("{key}: \""))?.1.split('"').next();
     if value("action") != Some("bind") || value("subsystem") != Some("pci") {
@@ -167,10 +166,10 @@ fn bound(event: &str) -> Option<PciAddress> {
     value("devpath")?.rsplit('/').next()?.parse().ok()
 }
 
-/// RFC 3339 with any offset to ns since the epoch; None for what is no time, or none that fits.
+/// Parses RFC 3339 with any offset to ns since the epoch; None if invalid or out of range.
 pub fn realtime_ns(text: &str) -> Option<i64> {
     let text = text.trim();
-    // humantime reads UTC only: the offset is taken off first.
+    // humantime reads UTC only: remove the offset first.
     let (clock, offset_s) = match text.strip_suffix(['Z', 'z']) {
         Some(clock) => (clock, 0i64),
         None => {
@@ -191,8 +190,8 @@ pub fn realtime_ns(text: &str) -> Option<i64> {
     ns.checked_sub(offset_s * 1_000_000_000)
 }
 
-/// The devices that an error names: `"unresolvable CDI devices nvidia.com/gpu=2,
-/// nvidia.com/gpu=0"`; empty where it names none.
+/// Devices that an error names: `"unresolvable CDI devices nvidia.com/gpu=2, nvidia.com/gpu=0"`;
+/// empty if there are none.
 pub fn devices_of(error: &str) -> Vec<&str> {
     let words = error.split([' ', '"', '\\', ',', '[', ']']).filter(|word| word.contains('=') && word.contains('/'));
     let mut devices: Vec<&str> = words.take(32).collect();
@@ -217,10 +216,10 @@ fn spec_of(debug: &str) -> Spec {
             devices.push((key, value));
         }
     }
-    // The agent prints a map, whose order is another one each time.
+    // The agent prints a map, whose order varies.
     devices.sort_unstable();
-    // From 4.1 on a container may ask by its environment, too, where the agent's configuration lets
-    // it.
+    // From 4.1 on a container may also request devices by its environment, if the agent's
+    // configuration permits.
     let visible = fields.visible.as_deref().filter(|value| !["", "none", "void"].contains(value));
     let devices = devices.iter().map(|(_, value)| *value).chain(visible).collect::<Vec<_>>().join(",");
     // The agent injects nothing into a pause container, whatever its annotations are.
@@ -228,21 +227,21 @@ fn spec_of(debug: &str) -> Spec {
     Spec { id, name: called.filter(|n| !n.is_empty()).map(name), devices, pause }
 }
 
-/// Annotations that are kept of one spec.
+/// Limit of annotations kept of one spec.
 const MAX_ANNOTATIONS: usize = 256;
 
-/// What is looked for in a spec.
+/// Fields of a spec that matter here.
 #[derive(Default)]
 struct Fields {
     annotations: Vec<(String, String)>,
     root: Option<String>,
     cgroup: Option<String>,
-    /// Value of its first variable VISIBLE_CDI_DEVICES.
+    /// Value of the first variable VISIBLE_CDI_DEVICES.
     visible: Option<String>,
 }
 
 impl Fields {
-    /// Keys count where they stand for a field of the spec itself: what a container's owner wrote
+    /// Parses a spec. Keys count only as fields of the spec itself: text from the container's owner
     /// is in string literals.
     fn of(debug: &str) -> Self {
         let mut fields = Self::default();
@@ -290,7 +289,7 @@ impl Fields {
     }
 }
 
-/// Brackets within brackets of a spec; a real one has seven.
+/// Limit of nested brackets in a spec; a real one has seven.
 const MAX_DEPTH: usize = 64;
 
 enum Token<'a> {
@@ -327,7 +326,7 @@ impl<'a> Tokens<'a> {
         }
     }
 
-    /// The literal whose opening quote was taken; None where its end is missing.
+    /// The literal whose opening quote was taken; None if it does not end.
     fn literal(&mut self) -> Option<String> {
         let mut text = String::new();
         let mut chars = self.0.char_indices();
@@ -341,8 +340,7 @@ impl<'a> Tokens<'a> {
                     'n' => text.push('\n'),
                     'r' => text.push('\r'),
                     't' => text.push('\t'),
-                    // `\u{7f}`: no such character is of use here, and what it stands for is not
-                    // printed.
+                    // `\u{7f}`: no such character is of use here, and the value is not decoded.
                     'u' => text.push('\u{fffd}'),
                     other => text.push(other),
                 },
@@ -415,7 +413,7 @@ mod tests {
         };
         assert_eq!(spec_of(&env("nvidia.com/gpu=3")).devices, "nvidia.com/gpu=3");
         assert_eq!(spec_of(&env("none")).devices, "");
-        // As agents before 3.9 print it, with a cgroup of systemd.
+        // As printed by agents before 3.9, with a cgroup of systemd.
         let old = r#"Spec { version: "1.0", root: None, annotations: {"cdi.k8s.io/a": "nvidia.com/gpu=all"}, linux: Some(Linux { cgroups_path: "kubepods.slice:cri-containerd:c3" }) }"#;
         assert_eq!(spec_of(old), Spec { id: Some("c3".into()), devices: "nvidia.com/gpu=all".into(), ..Spec::default() });
     }

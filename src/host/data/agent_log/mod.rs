@@ -1,8 +1,8 @@
-//! The agent's own log lines, as they stand in the guest's console.
+//! The agent's own log lines in the guest's console.
 //!
 //! Lines carry the guest's wall-clock time and have no part in the event stream;
-//! [`super::clock_points`] places them on the guest's boot clock. [`line`] knows the words of a
-//! real kata-agent, [`containers`] which container a line is about; every view and `import` read
+//! [`super::clock_points`] places them on the guest's boot clock. [`line`] parses the texts of a
+//! real kata-agent, [`containers`] finds the container of each line; every view and `import` read
 //! the agent through [`AgentLog`] alone.
 
 mod containers; // lines into what happens to each container
@@ -26,8 +26,7 @@ use std::io::{self, Read};
 use std::path::Path;
 use torn::Torn;
 
-/// Longest console line that is looked at, in bytes: the agent prints the whole OCI spec of each
-/// container.
+/// Limit of a console line, in bytes: the agent prints the whole OCI spec of each container.
 pub const MAX_CONSOLE_LINE: usize = 64 * 1024;
 
 /// One line of the agent.
@@ -38,7 +37,7 @@ pub struct AgentLine {
     pub event: AgentEvent,
 }
 
-/// The lines of one guest, read in their order.
+/// Lines of one guest, read in order.
 #[derive(Clone, Debug, Default)]
 pub struct AgentLog {
     torn: Torn,
@@ -46,8 +45,8 @@ pub struct AgentLog {
 }
 
 impl AgentLog {
-    /// Takes the next line of console text. Lines of others, without a time, and those that say
-    /// nothing about the boot give nothing.
+    /// Parses the next line of console text. Lines of other programs, without a time, or unrelated
+    /// to the boot give nothing.
     pub fn line(&mut self, line: &[u8], mut each: impl FnMut(AgentLine)) {
         let Self { torn, containers } = self;
         torn.line(line, MAX_CONSOLE_LINE, |line| {
@@ -60,42 +59,41 @@ impl AgentLog {
         });
     }
 
-    /// Takes the next line, which is whole, as the object in it. Fails for what says nothing about
-    /// the boot.
+    /// Parses the object of the next whole line. Fails for lines unrelated to the boot.
     pub fn object(&mut self, object: &Map<String, Value>, mut each: impl FnMut(Option<i64>, AgentEvent)) -> Result<(), Nothing> {
         self.containers.take(&line::parse(object)?, &mut each);
         Ok(())
     }
 }
 
-/// What a console log beside a boot's file ends in.
+/// Extension of a console log beside a boot's file.
 const EXTENSION: &str = "console";
 const WHOSE: &str =
     "it is containerd's log, and the boot's file does not say which sandbox it is of; kata-gpu-boot import reads the log alone";
 
-/// The agent's lines of the boot with this file: from the log that was named, a console's or
-/// containerd's with this sandbox in it, or else from the console log beside the file, if there is
+/// The agent's lines of the boot with this file: from the log that was named (a console's, or
+/// containerd's with this sandbox in it), or else from the console log beside the file, if there is
 /// one.
 pub fn of_boot(boot: &Path, sandbox: Option<&str>, named: Option<&Path>) -> Result<Vec<AgentLine>> {
     let beside = boot.with_extension(EXTENSION);
     let Some(log) = named.or_else(|| beside.is_file().then_some(beside.as_path())) else { return Ok(Vec::new()) };
     let file = File::open(log).with_context(|| format!("open console log {}", log.display()))?;
-    // What lies beside it is the guest's own console, which may look like anything.
+    // The file beside it is the guest's own console, with any content.
     let lines = if named.is_some() { read_either(file, sandbox) } else { read(file) };
     lines.with_context(|| format!("read {}", log.display()))
 }
 
-/// Whether there may be more lines than were kept.
+/// Whether lines may have been left out at the limits.
 pub fn is_full(lines: &[AgentLine]) -> bool {
     lines.len() >= MAX_AGENT_LINES || lines.iter().map(|line| line.event.text_bytes()).sum::<usize>() >= MAX_AGENT_TEXT
 }
 
-/// The lines of the agent in a console log, as many as fit.
+/// The agent's lines in a console log, up to the limits.
 pub fn read(from: impl Read) -> io::Result<Vec<AgentLine>> {
     read_lines(from, |line, take| take(line))
 }
 
-/// The same, or in containerd's log: those of this sandbox.
+/// Like [`read`], but also accepts containerd's log and takes the lines of this sandbox.
 fn read_either(from: impl Read, sandbox: Option<&str>) -> io::Result<Vec<AgentLine>> {
     let mut is_anybodys = false;
     let found = read_lines(from, |line, take| {
@@ -110,7 +108,7 @@ fn read_either(from: impl Read, sandbox: Option<&str>) -> io::Result<Vec<AgentLi
     if found.is_empty() && is_anybodys { Err(io::Error::other(WHOSE)) } else { Ok(found) }
 }
 
-/// `each` gives on what of a line of the log is one of the guest's console.
+/// `each` passes on the part of a log line that is a line of the guest's console.
 fn read_lines(mut from: impl Read, mut each: impl FnMut(&[u8], &mut dyn FnMut(&[u8]))) -> io::Result<Vec<AgentLine>> {
     let mut lines = Lines::new(MAX_CONSOLE_LINE);
     let mut found: Vec<AgentLine> = Vec::new();
@@ -143,8 +141,8 @@ mod tests {
     use crate::host::testing::{golden, tests_dir};
     use crate::host::views::rows::Tracker;
 
-    /// What a real agent's console says: seconds since its first line, and what happened. Lines as
-    /// they came, less than all.
+    /// Events of a real agent's console, with seconds since its first line. The lines are
+    /// unchanged, but not complete.
     fn recorded(name: &str) -> String {
         let file = File::open(tests_dir(&format!("fixtures/agent/kata-agent-{name}.console"))).unwrap();
         let lines = read(file).unwrap();

@@ -1,29 +1,29 @@
-//! Console lines made whole again.
+//! Repair of torn console lines.
 //!
-//! kata-agent copies its log to the console in pieces of at most 8 KiB, and the kernel writes
-//! whenever it likes: a longer line of the agent, as most OCI specs are, has lines of the kernel
-//! and of kata-gpu-init in its middle. What stands behind such a line's newline is the rest of the
+//! kata-agent copies its log to the console in pieces of at most 8 KiB, and the kernel writes at
+//! any time: a longer line of the agent, as most OCI specs are, has lines of the kernel and of
+//! kata-gpu-init in its middle. After the newline of such a foreign line comes the rest of the
 //! agent's.
 
 use serde::de::IgnoredAny;
 
-/// What every line of the agent begins with.
+/// Beginning of every line of the agent.
 const START: &[u8] = b"{\"msg\":\"";
-/// Lines of others between two pieces of one line, and pieces.
+/// Limit of foreign lines between two pieces of one line, and of pieces.
 const MAX_BETWEEN: usize = 32;
-/// Places in a line that are tried as the beginning of another one.
+/// Limit of places in a line that are tried as the beginning of another one.
 const MAX_PLACES: usize = 16;
 
-/// Takes lines as they stand and hands them over whole.
+/// Takes lines as they stand and returns whole ones.
 #[derive(Clone, Debug, Default)]
 pub struct Torn {
-    /// Pieces of a line of the agent whose end has not come.
+    /// Pieces of an unfinished line of the agent.
     begun: Vec<u8>,
     between: usize,
 }
 
 impl Torn {
-    /// Takes the next line; hands over what is whole. `most`: longest line that is put together, in
+    /// Takes the next line; passes whole ones on. `most`: longest line that is put together, in
     /// bytes.
     pub fn line(&mut self, line: &[u8], most: usize, mut each: impl FnMut(&[u8])) {
         let line = line.strip_suffix(b"\r").unwrap_or(line);
@@ -49,7 +49,7 @@ impl Torn {
         }
     }
 
-    /// Whether this line is the rest of what has begun, or its next piece.
+    /// Whether this line is the rest, or the next piece, of the unfinished one.
     fn goes_on(&mut self, line: &[u8], most: usize, each: &mut impl FnMut(&[u8])) -> bool {
         if line.starts_with(START) || stamp(line) == Some(0) || self.begun.len().saturating_add(line.len()) > most {
             return false;
@@ -78,15 +78,14 @@ fn is_object(text: &[u8]) -> bool {
     text.ends_with(b"}") && serde_json::from_slice::<IgnoredAny>(text).is_ok()
 }
 
-/// Where a line of somebody else begins in the middle of this one: an object that is whole, or the
-/// kernel's stamp.
+/// Position of a foreign line in the middle of this one: a whole object, or the kernel's stamp.
 fn tear(line: &[u8]) -> Option<usize> {
     let objects = memchr::memmem::rfind_iter(line, b"{\"").take(MAX_PLACES);
     let object = objects.filter(|at| *at > 0).find(|at| line.get(*at..).is_some_and(is_object));
     object.or_else(|| stamp(line))
 }
 
-/// Where a stamp of the kernel stands: `[    9.020341] `.
+/// Position of a kernel stamp: `[    9.020341] `.
 fn stamp(line: &[u8]) -> Option<usize> {
     memchr::memchr_iter(b'[', line).take(MAX_PLACES * MAX_PLACES).find(|at| {
         let text = line.get(at + 1..).unwrap_or_default().trim_ascii_start();
@@ -143,7 +142,7 @@ mod tests {
             torn.line(b"{\"x\":1}", 64, |_| seen += 1);
         }
         assert_eq!((seen, torn.begun.len()), (MAX_BETWEEN + 2, 0));
-        // So does one that comes in pieces of a byte.
+        // Pieces of a byte are bounded, too.
         torn.line(b"{\"msg\":\"begun", 1 << 16, |_| seen += 1);
         for _ in 0..MAX_BETWEEN + 2 {
             torn.line(b"x{\"x\":1}", 1 << 16, |_| seen += 1);
