@@ -1,11 +1,11 @@
-//! The agent's share: its start, what containers waited for, the pause until it looked again, and
-//! making the container.
+//! The agent's share: its start, waits of containers, the pause until the next try, and making the
+//! container.
 //!
 //! The agent tries once a second to resolve a container's devices. Until they are published a
-//! container waits for the GPUs' steps, which are accounted for as such; what passes from then
-//! until the next try is the agent's own. Looks at the spec do not say for which container they
-//! were: with several containers at once the line between a pause and the creation after it can be
-//! another's look, never their sum.
+//! container waits for the GPUs' steps, which account for that time; the time from then until the
+//! next try is the agent's own. Looks at the spec do not name their container: with several
+//! containers at once the line between a pause and the creation after it can be another container's
+//! look; the sum is never wrong.
 
 use super::draft::{Draft, ns};
 use super::model::Container;
@@ -16,14 +16,14 @@ use crate::events::names;
 use crate::events::record::Kind;
 use std::collections::{BTreeMap, BTreeSet};
 
-/// The agent sleeps for a second between two tries: a look sooner than this after a failed try is
-/// another container's.
+/// Shortest time between two tries: the agent sleeps for a second, so an earlier look after a
+/// failed try is another container's.
 const SOONEST_NEXT_TRY_NS: i64 = 900_000_000;
-/// Containers of one boot that are looked into, the first ones.
+/// Limit of containers examined in one boot, from the first.
 const MAX_CONTAINERS: usize = 64;
 
-/// Adds the agent's steps. Gives, by the time at which a container was created, the step that ended
-/// with it.
+/// Adds the agent's steps. Returns, by the time at which a container was created, the step that
+/// ended with it.
 pub fn add(draft: &mut Draft) -> BTreeMap<i64, usize> {
     let file = draft.file;
     let looks = file.records.iter().filter(|r| r.kind == Kind::Event && r.name == names::AGENT_LOOK).map(|r| ns(r.boottime_ns));
@@ -43,7 +43,7 @@ pub fn add(draft: &mut Draft) -> BTreeMap<i64, usize> {
     created
 }
 
-/// Containers that were tried, and neither created nor given up when the record ended.
+/// Containers that were tried, and neither created nor given up by the end of the record.
 fn still_waiting(draft: &mut Draft) {
     let over: BTreeSet<&str> = draft.boot.containers.iter().filter(|c| !c.pending).map(|c| c.name.as_str()).collect();
     let mut first: BTreeMap<&str, (i64, bool)> = BTreeMap::new();
@@ -64,13 +64,13 @@ fn still_waiting(draft: &mut Draft) {
     draft.story.steps.extend(open);
 }
 
-/// From the exec to readiness, and from there to the first request.
+/// Steps from the exec to readiness, and from there to the first request.
 fn start(draft: &mut Draft, looks: &[i64]) {
     let Some(ready_ns) = draft.milestone("agent ready") else { return };
     let exec = draft.first(names::AGENT_EXEC).and_then(|i| draft.story.steps.get(i));
     if let Some(exec) = exec {
-        // The end of the exec is when somebody saw it, which on a busy guest can be after the agent
-        // is ready.
+        // The end of the exec is the time of its detection, which on a busy guest can be after the
+        // agent is ready.
         let begin = exec.end_ns.filter(|end| *end <= ready_ns).unwrap_or(exec.begin_ns);
         draft.derive(derived::AGENT_START, begin, ready_ns);
     }
@@ -84,7 +84,7 @@ fn start(draft: &mut Draft, looks: &[i64]) {
     let workload = pause.and_then(|pause| Some((pause, asked(false).filter(|at| *at >= pause).min()?)));
     let tried = draft.tries.iter().map(|t| t.at_ns).find(|at| *at >= ready_ns);
     let looked = looks.iter().copied().find(|at| *at >= ready_ns);
-    // Its first look is when it was asked, where no line says so.
+    // Without a line about the request, the first look counts as the request.
     if let Some(asked) = first.or_else(|| tried.into_iter().chain(looked).min()) {
         draft.derive(derived::CONTAINER_REQUEST, ready_ns, asked);
     }
@@ -95,7 +95,7 @@ fn start(draft: &mut Draft, looks: &[i64]) {
 
 fn add_container(draft: &mut Draft, container: &Container, at_ns: i64, looks: &[i64]) -> Option<usize> {
     // A try shortly before the creation was another container's: lines of tries do not name theirs,
-    // and one that succeeds comes a second later.
+    // and a successful one comes a second later.
     let until = if container.error.is_none() { at_ns.saturating_sub(SOONEST_NEXT_TRY_NS) } else { at_ns };
     let mine = || draft.tries.iter().filter(|t| t.container == container.name && t.at_ns <= until).map(|t| t.at_ns);
     let (first_try, last_try) = (mine().min(), mine().max());
@@ -107,7 +107,7 @@ fn add_container(draft: &mut Draft, container: &Container, at_ns: i64, looks: &[
     let created = container.error.is_none();
     let tried_ns = if created { look.unwrap_or(at_ns) } else { at_ns };
 
-    // Until the devices were there, or, where that is not known, until the last try that failed.
+    // Until the devices were published, or, if that is unknown, until the last failed try.
     let there = published.or(last_try).map_or(tried_ns, |p| p.min(tried_ns));
     let waited = first_try.and_then(|first| draft.derive(derived::AGENT_WAIT, first, if created { there } else { at_ns }));
     let pause = match last_try {
@@ -137,8 +137,8 @@ fn add_container(draft: &mut Draft, container: &Container, at_ns: i64, looks: &[
     create.or(pause)
 }
 
-/// When the last device that a container asked for was published, and the publication that did it.
-/// None where it is not known what was asked for.
+/// Time at which the last of a container's requested devices was published, and that publication.
+/// None if the requested devices are unknown.
 fn published(draft: &Draft, container: &Container, at_ns: i64) -> (Option<i64>, Option<usize>) {
     let mut last: Option<i64> = None;
     let asked: BTreeSet<&str> =

@@ -1,4 +1,4 @@
-//! Containers of a boot, by the agent's lines and by what the init saw of them.
+//! Containers of a boot, by the agent's lines and by the init's observations.
 
 use super::model::Container;
 use crate::events::names;
@@ -11,11 +11,11 @@ use crate::host::data::record::{Field, Record};
 use crate::host::data::text::printable;
 use std::collections::HashMap;
 
-/// Containers as lines and records name them, one after another.
+/// Containers, collected from lines and records.
 #[derive(Default)]
 pub struct Containers {
     pub all: Vec<Container>,
-    /// Those that were asked for, by name.
+    /// Requested containers by name.
     pending: HashMap<String, usize>,
 }
 
@@ -73,7 +73,7 @@ impl Containers {
         room
     }
 
-    /// What the init saw of a container, for a boot without the agent's lines.
+    /// Adds the init's observation of a container, for a boot without the agent's lines.
     pub fn see(&mut self, record: &Record, sandbox: Option<&Sandbox>, too_large: &mut TooLarge) {
         let field = |key: &str| record.fields.get(key).and_then(Field::as_str);
         if record.kind == Kind::Event
@@ -86,7 +86,7 @@ impl Containers {
                 devices: agent_log::UNKNOWN.to_string(),
                 at_ns: Some(record.boottime_ns),
                 approximate: true,
-                // Its id is the sandbox's.
+                // The pause container's id is the sandbox's.
                 pause: sandbox.is_some_and(|sandbox| sandbox.id == id),
                 seen_by_init: true,
                 ..Container::default()

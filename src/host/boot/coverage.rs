@@ -1,25 +1,24 @@
-//! How much of a boot's time is explained: at least one step was running that is no mere waiting.
+//! Explained part of a boot's time: at least one step was running that is no mere waiting.
 //!
-//! Invariant: explained and unexplained time make the window, to the nanosecond.
+//! Invariant: explained and unexplained time add up to the window, to the nanosecond.
 
 use super::intervals::percent;
 use super::intervals::{Intervals, length};
 use super::timeline::{Timeline, Window};
 use serde::Serialize;
 
-/// How much time no step explains, between the first and the last milestone (see
-/// [`super::coverage`]).
+/// Time that no step explains, between the first and the last milestone (see [`super::coverage`]).
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct CoverageSummary {
     pub from: String,
     pub to: String,
     pub wall_ns: u64,
     pub unexplained_ns: u64,
-    /// In percent.
+    /// Percentage.
     pub unexplained_share: f64,
 }
 
-/// What is explained of a window.
+/// Explained part of a window.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Coverage {
     pub from: String,
@@ -51,9 +50,9 @@ impl Coverage {
 pub struct Gap {
     pub begin_ns: i64,
     pub took_ns: u64,
-    /// The step or milestone that was over last.
+    /// The step or milestone that ended last.
     pub before: String,
-    /// The one that came next.
+    /// The step or milestone that came next.
     pub after: String,
 }
 
@@ -65,8 +64,8 @@ pub fn coverage(timeline: &Timeline, window: &Window) -> Coverage {
     let mut begins: Vec<(i64, String)> = Vec::new();
     let gaps = covered.missing_in(window.from.at_ns, window.to.at_ns);
     if !gaps.is_empty() {
-        // A milestone only where no step says it: they sort before steps of the same moment, and
-        // are taken last.
+        // A milestone only if no step ends there: milestones sort before steps of the same moment,
+        // and are taken last.
         let points = || timeline.milestones.iter().map(|m| (m.at_ns, m.name.clone()));
         ends = points().chain(steps().map(|s| (s.end_ns, title(s)))).collect();
         begins = points().chain(steps().map(|s| (s.begin_ns, title(s)))).collect();

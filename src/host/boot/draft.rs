@@ -1,4 +1,4 @@
-//! The story of a boot while steps are added to it, and what those who add them look up.
+//! The story of a boot while steps are added to it, and lookups for the code that adds them.
 
 use super::gpu_name::GpuName;
 use super::model::Boot;
@@ -7,36 +7,36 @@ use crate::host::data::boot_file::BootFile;
 use crate::pci::PciAddress;
 use std::collections::HashMap;
 
-/// The milestone before all others, where it is known: the guest's TSC was 0, as the VM's first CPU
-/// was made or QEMU's reset of the VM ended (src/tsc.rs).
+/// The first milestone, if known: the guest's TSC was 0, as the VM's first CPU was made or QEMU's
+/// reset of the VM ended (src/tsc.rs).
 pub const VM_START: &str = "VM start";
-/// Where the account of a boot ends that never came to an end.
+/// Milestone that ends the account of an unfinished boot.
 pub const LAST_RECORD: &str = "last record";
 
-/// Times of the guest as times of a story: no clock reaches the end of that scale (292 years).
+/// Converts times of the guest to times of a story; that scale ends after 292 years.
 pub fn ns(boottime_ns: u64) -> i64 {
     i64::try_from(boottime_ns).unwrap_or(i64::MAX)
 }
 
-/// One try of the agent to resolve a container's devices that failed.
+/// One failed try of the agent to resolve a container's devices.
 pub struct Try {
     pub container: String,
     pub at_ns: i64,
     pub approximate: bool,
 }
 
-/// A boot, its file, and the story as far as it is written.
+/// A boot, its file, and the story so far.
 pub struct Draft<'a> {
     pub boot: &'a Boot,
     pub file: &'a BootFile,
     pub tries: Vec<Try>,
     pub story: Story,
-    /// A hostile guest can name as many GPUs as it writes records: none of them is looked for
-    /// twice.
+    /// GPUs by address, so that none is searched for twice: a hostile guest can name as many as it
+    /// writes records.
     pub gpus: HashMap<PciAddress, GpuFacts>,
 }
 
-/// What other records say of a GPU.
+/// Facts about a GPU from other records.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct GpuFacts {
     pub index: Option<u64>,
@@ -50,7 +50,7 @@ impl Draft<'_> {
         GpuName { index: self.gpus.get(&address).and_then(|g| g.index), address }
     }
 
-    /// Adds a derived step, if it took any time, and gives its index.
+    /// Adds a derived step, if it took any time, and returns its index.
     pub fn derive(&mut self, name: &str, begin_ns: i64, end_ns: i64) -> Option<usize> {
         (begin_ns < end_ns).then(|| {
             self.story.steps.push(Step { name: name.to_string(), begin_ns, end_ns: Some(end_ns), derived: true, ..Step::default() });

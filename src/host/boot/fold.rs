@@ -17,11 +17,11 @@ use crate::host::data::guest_clocks::GuestClocks;
 use crate::host::data::imported_record;
 use crate::host::data::record::{Field, in_time};
 
-/// Gaps that are named one by one.
+/// Limit of gaps that are listed.
 const MAX_NAMED_GAPS: usize = 32;
 
 impl Boot {
-    /// Works everything out from a file and, if there is one, the console's agent lines.
+    /// Computes the boot from a file and, if there is one, the console's agent lines.
     pub fn new(file: &BootFile, agent: &[AgentLine]) -> Self {
         let clock = file.clock();
         let mut points = ClockPoints::default();
@@ -50,7 +50,7 @@ impl Boot {
             match &line.event {
                 HostEvent::Garbage { lines, .. } => boot.garbage_lines = boot.garbage_lines.saturating_add(*lines),
                 HostEvent::Capped { why } => boot.capped = Some(why.clone()),
-                // What was dropped and did not come again is in `lost`.
+                // Records that were dropped and did not come again are in `lost`.
                 HostEvent::Connected { .. }
                 | HostEvent::Disconnected { .. }
                 | HostEvent::Clock(_)
@@ -82,7 +82,7 @@ impl Boot {
         let mut containers = Containers::default();
         let mut heard = false;
         for (event, placed) in imported.chain(placed_lines) {
-            // An agent that logs warnings alone says these, and nothing of containers.
+            // An agent at log level warning logs these, and nothing about containers.
             heard |= !matches!(event, AgentEvent::HookFailed { .. } | AgentEvent::Bound(_) | AgentEvent::Start { .. });
             if event == AgentEvent::Ready {
                 ready = ready.or(placed);
@@ -101,8 +101,8 @@ impl Boot {
         };
         let created: Vec<(u64, bool)> =
             boot.containers.iter().filter(|c| c.error.is_none() && !c.pause).filter_map(|c| Some((c.at_ns?, c.approximate))).collect();
-        // Its beginning: the end is when somebody saw that it was done, which on a busy guest can
-        // be after the agent is ready.
+        // Use the beginning: the end is the time of the detection, which on a busy guest can be
+        // after the agent is ready.
         let exec = spans.iter().find(|s| s.name == names::AGENT_EXEC && s.error.is_none()).and_then(|s| s.begin_ns);
         let milestone = |name, at: Option<(u64, bool)>| Milestone {
             name,
@@ -151,7 +151,7 @@ pub mod tests {
     use std::cell::Cell;
 
     thread_local! {
-        /// Beginnings of steps that were looked at to say how long they took.
+        /// Number of beginnings examined to compute durations.
         pub static LOOKED_AT: Cell<u64> = const { Cell::new(0) };
     }
 

@@ -2,7 +2,7 @@
 
 use crate::pci::PciAddress;
 
-/// A GPU as people know it.
+/// Index and address of a GPU.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct GpuName {
     pub index: Option<u64>,

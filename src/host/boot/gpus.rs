@@ -10,7 +10,7 @@ use crate::host::data::text::start;
 use crate::pci::PciAddress;
 use std::collections::{BTreeMap, HashMap};
 
-/// Longest text about a failure, in bytes.
+/// Limit of a failure's text, in bytes.
 const MAX_REASON: usize = 2000;
 
 pub fn spans(records: &[&Record], too_large: &mut TooLarge) -> Vec<Span> {
@@ -21,7 +21,7 @@ pub fn spans(records: &[&Record], too_large: &mut TooLarge) -> Vec<Span> {
         let at = match by_id.get(&id) {
             Some(at) => *at,
             None if spans.len() >= MAX_SPANS => {
-                // Both its records: which one is the second would take memory to know.
+                // Count both records of a span: recognising the second would take memory.
                 too_large.spans += 1;
                 continue;
             }
@@ -59,12 +59,12 @@ pub fn spans(records: &[&Record], too_large: &mut TooLarge) -> Vec<Span> {
     spans
 }
 
-/// A reason as it is kept.
+/// Text of a reason, cut to the limit.
 fn reason_text(text: &str) -> String {
     start(text, MAX_REASON).to_string()
 }
 
-/// When the steps of GPUs began, by step and GPU.
+/// Times at which the steps of GPUs began, by step and GPU.
 struct Beginnings(HashMap<(&'static str, PciAddress), Vec<u64>>);
 
 impl Beginnings {
@@ -76,12 +76,12 @@ impl Beginnings {
                 all.entry((*name, gpu)).or_default().push(begin_ns);
             }
         }
-        // A span whose records are not in order of time stands where its first one is.
+        // A span whose records are not in order of time is placed at its first one.
         all.values_mut().for_each(|times| times.sort_unstable());
         Self(all)
     }
 
-    /// How long the last one that had begun by then had lasted.
+    /// Duration until `at_ns` of the last such step that had begun by then.
     fn took_ns(&self, name: &'static str, gpu: PciAddress, at_ns: u64) -> Option<u64> {
         let times = self.0.get(&(name, gpu))?;
         let begun = |begin: &u64| {
@@ -94,12 +94,12 @@ impl Beginnings {
     }
 }
 
-/// In PCI order.
+/// GPUs in PCI order.
 pub fn gpus(records: &[&Record], spans: &[Span], too_large: &mut TooLarge) -> Vec<Gpu> {
     let mut gpus: BTreeMap<PciAddress, Gpu> = BTreeMap::new();
     let beginnings = Beginnings::of(spans, &[names::GPU_BIND, names::GPU_INIT]);
     for record in records {
-        // The kernel's lines name every PCI function there is.
+        // The kernel's lines name all PCI functions.
         let Some(address) = record.gpu.filter(|_| record.kind != Kind::Kmsg) else { continue };
         if gpus.len() >= MAX_GPUS && !gpus.contains_key(&address) {
             too_large.gpu_records += 1;
@@ -153,8 +153,8 @@ pub fn gpus(records: &[&Record], spans: &[Span], too_large: &mut TooLarge) -> Ve
             (_, Some(at_ns)) if span.name == names::GPU_ENABLE && span.error.is_none() => {
                 gpu.enabled = Some(Step { at_ns, took_ns: span.took_ns() });
             }
-            // What began last is what it is in.
-            // The lane waits for the GPU, not the GPU for the lane.
+            // The open step that began last is the GPU's current one. Not the lane's wait: the lane
+            // waits for the GPU.
             (Some(since_ns), None) if gpu.usable.is_none() && gpu.failed.is_none() && span.name != names::LANE_WAIT => {
                 gpu.still = Some(OpenStep { step: span.name.to_string(), since_ns });
             }

@@ -10,12 +10,12 @@ use crate::host::data::text::start;
 use serde::Serialize;
 use std::collections::BTreeMap;
 
-/// Longest text of one fact or problem, in bytes: NVML's longest are lists of clock reasons.
+/// Limit of one fact or problem, in bytes: NVML's longest are lists of clock reasons.
 pub const MAX_TEXT: usize = 400;
-/// Sentences that are kept of one GPU, and of the guest.
+/// Limit of sentences kept of one GPU, and of the guest.
 pub const MAX_PROBLEMS: usize = 8;
 
-/// Facts of a GPU, and what their values are.
+/// Facts of a GPU, and the kinds of their values.
 const OF_GPU: [(&str, Value); 21] = [
     ("uuid", Value::Text),
     ("model", Value::Text),
@@ -39,8 +39,7 @@ const OF_GPU: [(&str, Value); 21] = [
     ("nvlinks", Value::Number),
     ("nvlinks_active", Value::Number),
 ];
-/// Facts that every whole report of a GPU has: an event with one of them replaces what an earlier
-/// one said.
+/// Facts in every full report of a GPU: an event with one of them replaces earlier reports.
 const IDENTITY: [&str; 2] = ["uuid", "model"];
 /// Facts of the confidential guest.
 const OF_CONFIDENTIAL: [(&str, Value); 5] = [
@@ -61,7 +60,7 @@ enum Value {
     Flag,
 }
 
-/// One value.
+/// Value of a fact.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 #[serde(untagged)]
 pub enum Fact {
@@ -76,7 +75,7 @@ pub enum Fact {
 pub struct Facts(BTreeMap<&'static str, Fact>);
 
 impl Facts {
-    /// Takes over the facts that an event has, and leaves the others.
+    /// Copies the facts of an event, and keeps the others.
     fn update(&mut self, fields: &Fields, known: &[(&'static str, Value)]) {
         for (name, kind) in known {
             let fact = fields.get(name).and_then(|field| match (kind, field) {
@@ -107,7 +106,7 @@ impl Facts {
     }
 }
 
-/// A clock range or power limit that the command line asked for.
+/// A clock range or power limit that the command line requested.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Setting {
     pub what: String,
@@ -115,7 +114,7 @@ pub struct Setting {
     pub min: Option<u64>,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub max: Option<u64>,
-    /// Refused: the driver's value stays.
+    /// Error of the refused setting: the driver's value stays.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub error: Option<String>,
 }
@@ -129,18 +128,18 @@ pub struct Health {
     pub facts: Facts,
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub settings: Vec<Setting>,
-    /// Sentences about what is wrong.
+    /// Sentences about problems.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub problems: Vec<String>,
 }
 
 impl Health {
-    /// Takes an event of this GPU; None for one that says nothing of its health.
+    /// Updates the health by an event of this GPU; other events change nothing.
     pub fn take(health: &mut Option<Box<Self>>, record: &Record) {
         match record.name.as_str() {
             names::GPU_HEALTH => health.get_or_insert_default().report(record),
             names::GPU_SETTING => health.get_or_insert_default().setting(record),
-            // The next GPU at this address is another one.
+            // The next GPU at this address is another device.
             names::GPU_REMOVED => *health = None,
             _ => {}
         }
@@ -174,7 +173,7 @@ impl Health {
     }
 }
 
-/// What NVML says of the whole guest.
+/// NVML's reports about the whole guest.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct GuestHealth {
     /// Time of the newest event.
@@ -184,13 +183,13 @@ pub struct GuestHealth {
     pub nvml: Facts,
     #[serde(skip_serializing_if = "Facts::is_empty")]
     pub confidential: Facts,
-    /// Sentences that name no GPU: NVML could not be asked, or lists what nobody knows.
+    /// Sentences without a GPU: NVML could not be queried, or lists unknown devices.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub problems: Vec<String>,
 }
 
 impl GuestHealth {
-    /// Health of the guest by its records; None where NVML says nothing.
+    /// Health of the guest by its records; None if NVML reports nothing.
     pub fn of<'a>(records: impl IntoIterator<Item = &'a Record>) -> Option<Box<Self>> {
         let mut health: Option<Box<Self>> = None;
         for record in records {
@@ -206,7 +205,7 @@ impl GuestHealth {
                 health.confidential.update(&record.fields, &OF_CONFIDENTIAL);
             }
             if of_nvml {
-                // Each look is a new one.
+                // Each report replaces the one before.
                 health.nvml = Facts::default();
                 health.nvml.update(&record.fields, &OF_NVML);
                 health.problems.clear();
@@ -218,7 +217,7 @@ impl GuestHealth {
     }
 }
 
-/// Adds a sentence that is not there yet.
+/// Adds a new sentence.
 fn add(problems: &mut Vec<String>, error: Option<&str>) {
     if let Some(sentence) = error.map(kept)
         && problems.len() < MAX_PROBLEMS
@@ -228,7 +227,7 @@ fn add(problems: &mut Vec<String>, error: Option<&str>) {
     }
 }
 
-/// A text as it is kept.
+/// Text cut to the limit.
 fn kept(text: &str) -> String {
     start(text, MAX_TEXT).to_string()
 }

@@ -4,13 +4,13 @@
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Intervals(Vec<(i64, i64)>);
 
-/// The distance between two times, whatever they are.
+/// Distance between two times; 0 if the end is not after the beginning.
 pub fn length(begin_ns: i64, end_ns: i64) -> u64 {
     if end_ns > begin_ns { end_ns.abs_diff(begin_ns) } else { 0 }
 }
 
 impl Intervals {
-    /// The union of any intervals; those that end before they begin are empty.
+    /// Union of any intervals; those that end before they begin are empty.
     pub fn union(mut of: Vec<(i64, i64)>) -> Self {
         of.retain(|(begin, end)| begin < end);
         of.sort_unstable();
@@ -24,7 +24,7 @@ impl Intervals {
         Self(set)
     }
 
-    /// The part of an interval that is not in this set.
+    /// Parts of an interval that are not in this set.
     pub fn missing_in(&self, begin_ns: i64, end_ns: i64) -> Vec<(i64, i64)> {
         let mut from = begin_ns;
         let mut out = Vec::new();
@@ -41,7 +41,7 @@ impl Intervals {
         out
     }
 
-    /// How much time is in it.
+    /// Total time in the set.
     pub fn total_ns(&self) -> u64 {
         self.0.iter().map(|(begin, end)| length(*begin, *end)).fold(0, u64::saturating_add)
     }

@@ -1,4 +1,4 @@
-//! What the kernel's own lines tell of time: until it starts the first program, its rounds of PCI
+//! Steps by the kernel's own lines: until it starts the first program, its rounds of PCI
 //! enumeration, and the probes inside a module load.
 
 use super::draft::{Draft, ns};
@@ -9,16 +9,16 @@ use crate::events::record::Kind;
 use crate::host::data::record::{Field, Record};
 use crate::pci::{PciAddress, waits_for_bar_firewall};
 
-/// Lines of PCI enumeration that are further apart belong to two rounds: a function takes some ms
-/// even where each access leaves the VM.
+/// Distance from which lines of PCI enumeration belong to two rounds: a function takes some ms even
+/// if each access leaves the VM.
 const ROUND_PAUSE_NS: i64 = 100_000_000;
-/// Loads of the driver that are looked into: there is one, or a second try.
+/// Limit of driver loads examined: there is one, or a second try.
 const MAX_LOADS: usize = 8;
 
 /// A line of the kernel about one PCI function.
 struct PciLine<'a> {
     at_ns: i64,
-    /// What speaks: `pci`, or a driver's name.
+    /// Source of the line: `pci`, or a driver's name.
     by: &'a str,
     address: PciAddress,
     enabling: bool,
@@ -78,9 +78,9 @@ fn rounds(times: impl Iterator<Item = i64>) -> Vec<(i64, i64)> {
     rounds
 }
 
-/// A module load that probes does so for one GPU after another. The kernel says `enabling device`
-/// right before the host maps a GPU's BARs; that probe is over when the GPU is bound, when the next
-/// one's begins, or when the load is done.
+/// Adds the probes inside a module load, which are sequential. The kernel logs `enabling device`
+/// right before the host maps a GPU's BARs; that probe ends when the GPU is bound, when the next
+/// one begins, or with the load.
 fn probes(draft: &mut Draft, lines: &[PciLine]) {
     let mut loads: Vec<(usize, i64, i64)> = Vec::new();
     for (i, step) in draft.story.steps.iter().enumerate() {

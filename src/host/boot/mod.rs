@@ -1,13 +1,13 @@
 //! One boot: records in, [`model::Boot`] and its [`timeline::Timeline`] out. No I/O, no text for
 //! people.
 //!
-//! [`steps`] writes a [`story::Story`] from the records of a boot. [`timeline::Timeline`] makes it
-//! sound, whatever was in it, and everything else only reads that. Which step belongs to whom
-//! stands in one table, [`crate::events::catalogue`].
+//! [`steps`] writes a [`story::Story`] from the records of a boot. [`timeline::Timeline`] makes any
+//! story sound, and all later code reads only the timeline. The owner of each step is in one table,
+//! [`crate::events::catalogue`].
 //!
-//! Invariants: nothing claims what the story does not say: a step that was worked out from other
-//! records says so, an order that is only assumed is never the ground of a promise. Texts in a
-//! timeline are printable ASCII.
+//! Invariants: every claim comes from the story. A step that was computed from other records is
+//! marked so; an order that is only assumed never supports a promised gain. Texts in a timeline are
+//! printable ASCII.
 
 pub mod model; // GPUs, containers, milestones, spans, losses
 pub mod fold; // records into the model

@@ -1,6 +1,6 @@
-//! What is known of one boot. [`super::fold`] works it out.
+//! Facts about one boot. [`super::fold`] computes them.
 //!
-//! [`Boot`] is what `show --json` prints; its field names are part of the interface (version
+//! [`Boot`] is the output of `show --json`; its field names are part of the interface (version
 //! [`MODEL`]). All times are ns on the guest's boot clock (0 = kernel start) and end in `_ns`;
 //! durations end in `took_ns`. A key without a value is left out.
 
@@ -18,11 +18,11 @@ use std::time::Duration;
 
 /// Version of the JSON form of [`Boot`].
 pub const MODEL: u32 = 1;
-/// What 0 is in every stream of a guest.
+/// Meaning of 0 in every stream of a guest.
 pub const KERNEL_START: &str = "kernel start";
 /// The milestone at which all GPUs were usable or failed.
 pub const SETTLED: &str = "settled";
-/// How long a guest whose connection broke may take to come back before its boot counts as over.
+/// Time for a guest to reconnect before its boot counts as over.
 pub const RECONNECT_GRACE: Duration = Duration::from_secs(5);
 
 /// One boot.
@@ -37,59 +37,59 @@ pub struct Boot {
     /// `uname -r` of the guest.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub kernel: Option<String>,
-    /// The VM in Kata's words, and its pod.
+    /// The VM by Kata's ids, and its pod.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub sandbox: Option<Sandbox>,
-    /// All GPUs were usable or failed by then.
+    /// Time at which all GPUs were usable or failed.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub settled_ns: Option<u64>,
-    /// Why the machine powered itself off.
+    /// Reason why the guest powered itself off.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub power_off: Option<String>,
     pub milestones: Vec<Milestone>,
-    /// In PCI order.
+    /// GPUs in PCI order.
     pub gpus: Vec<Gpu>,
     /// NVML's own state, and that of the confidential guest.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub health: Option<Box<GuestHealth>>,
-    /// In the order in which the agent was done with them.
+    /// Containers in the order in which the agent finished them.
     pub containers: Vec<Container>,
     /// Guest clock beside host clock.
     pub clock: ClockSummary,
     pub lost: Lost,
-    /// Lines of the file that could not be read; the first few by name.
+    /// Number of unreadable lines of the file; the first few are in `damage`.
     pub damaged_lines: u64,
     pub damage: Vec<Damage>,
     /// Lines that the collector dropped because they were not of the format.
     pub garbage_lines: u64,
-    /// Why the collector stopped storing, if it did.
+    /// Reason why the collector stopped storing, if it did.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub capped: Option<String>,
-    /// How much of the boot the steps explain; None when fewer than two milestones are known.
+    /// Part of the boot that the steps explain; None with fewer than two known milestones.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub coverage: Option<CoverageSummary>,
-    /// Counts of what was left out, over the limits of [`crate::host::data::budget`].
+    /// Counts of parts left out, over the limits of [`crate::host::data::budget`].
     #[serde(skip_serializing_if = "Option::is_none")]
     pub too_large: Option<TooLarge>,
-    /// What it was made of, if not of a guest's stream alone.
+    /// Sources of the boot, if not a guest's stream alone.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub imported: Option<Imported>,
-    /// In order of their beginning.
+    /// Spans in order of their beginning.
     pub spans: Vec<Span>,
-    /// Steps and milestones with whose time they are: what analysis and views read.
+    /// Steps and milestones with their owners, for analysis and views.
     #[serde(skip)]
     pub timeline: Timeline,
 }
 
-/// A point that people compare boots by.
+/// A point of time for comparing boots.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Milestone {
     pub name: &'static str,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub boottime_ns: Option<u64>,
-    /// Its place on the boot clock is approximate (see [`crate::host::data::clock_points`]).
+    /// Whether the boot-clock time is approximate (see [`crate::host::data::clock_points`]).
     pub approximate: bool,
-    /// The host's wall clock then.
+    /// The host's wall clock at that time.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub wall: Option<Wall>,
 }
@@ -109,7 +109,7 @@ pub struct OpenStep {
     pub since_ns: u64,
 }
 
-/// Why a GPU is not usable.
+/// Reason why a GPU is not usable.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Failure {
     pub at_ns: u64,
@@ -121,7 +121,7 @@ pub struct Failure {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Gpu {
     pub address: PciAddress,
-    /// The CDI name.
+    /// Index in CDI names.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub index: Option<u64>,
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -132,66 +132,66 @@ pub struct Gpu {
     pub enabled: Option<Step>,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub bound: Option<Step>,
-    /// `took_ns`: since it was bound.
+    /// `took_ns`: time since the bind.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub published: Option<Step>,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub usable: Option<Step>,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub failed: Option<Failure>,
-    /// What it is still in, if nothing else is known about its end.
+    /// Current step of the GPU, if no end is known.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub still: Option<OpenStep>,
-    /// What NVML says of it.
+    /// NVML's report on the GPU.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub health: Option<Box<Health>>,
 }
 
-/// A container that the agent was asked for.
+/// A requested container.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct Container {
     pub name: String,
     pub devices: String,
-    /// When the runtime asked for it.
+    /// Time of the runtime's request.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub asked_ns: Option<u64>,
-    /// When it was created, or failed.
+    /// Time of creation or failure.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub at_ns: Option<u64>,
     pub approximate: bool,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub tries: Option<u64>,
-    /// It was not created.
+    /// Reason why the container was not created.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub error: Option<String>,
-    /// It is the pod's pause container, which is in no milestone.
+    /// Whether the container is the pod's pause container, which is in no milestone.
     #[serde(skip_serializing_if = "std::ops::Not::not")]
     pub pause: bool,
-    /// No line says how it ended.
+    /// Whether no line shows the end.
     #[serde(skip_serializing_if = "std::ops::Not::not")]
     pub pending: bool,
-    /// No line of the agent is about it: `at_ns` is when the init saw its directory made, which is
-    /// after its devices were injected.
+    /// Whether no line of the agent names the container: `at_ns` is then the time at which the init
+    /// saw its directory made, after the injection of its devices.
     #[serde(skip_serializing_if = "std::ops::Not::not")]
     pub seen_by_init: bool,
 }
 
-/// How well the guest's times are known on the host's clock.
+/// Accuracy of the guest's times on the host's clock.
 #[derive(Clone, Debug, Default, PartialEq, Serialize)]
 pub struct ClockSummary {
-    /// The collector's pings.
+    /// Number of the collector's pings.
     pub samples: usize,
     /// The sample with the smallest bound.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub best: Option<Sample>,
-    /// How much faster the guest's clock ran than the host's, between two samples.
+    /// Excess in rate of the guest's clock over the host's, between two samples.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub drift: Option<Drift>,
-    /// How often samples contradicted earlier ones: a clock was stepped, or ran faster than is
+    /// Number of samples that contradict earlier ones: a clock was stepped, or ran faster than
     /// assumed.
     #[serde(skip_serializing_if = "is_zero")]
     pub steps: usize,
-    /// Samples that the guest had of its hypervisor, and how many of them fit the pings.
+    /// Number of the guest's samples of its hypervisor's clock; below, of those that fit the pings.
     #[serde(skip_serializing_if = "is_zero")]
     pub hypervisor_samples: usize,
     #[serde(skip_serializing_if = "is_zero")]
@@ -199,10 +199,10 @@ pub struct ClockSummary {
     /// The clock of the kernel's log.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub printk: Option<Printk>,
-    /// From the VM's first CPU until the kernel's clock began.
+    /// Time from the VM's first CPU until the kernel's clock began.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub before_kernel: Option<BeforeKernel>,
-    /// What was left out, and why.
+    /// Reasons for values left out.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub notes: Vec<String>,
 }
@@ -214,11 +214,11 @@ fn is_zero(n: &usize) -> bool {
 /// Records that are missing.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct Lost {
-    /// In gaps between the records that are there.
+    /// Number of records in gaps between the existing ones.
     pub records: u64,
     /// First and last seq of the first few gaps.
     pub gaps: Vec<(u64, u64)>,
-    /// What the guest itself says it dropped (`stream.lost`).
+    /// Number of records that the guest itself reports as dropped (`stream.lost`).
     pub reported_by_guest: u64,
 }
 
@@ -233,10 +233,10 @@ pub struct Span {
     pub parent: Option<u64>,
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub after: Vec<u64>,
-    /// None when the record was lost.
+    /// None if the record was lost.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub begin_ns: Option<u64>,
-    /// None while it lasts, or when the record was lost.
+    /// None for an open span, or if the record was lost.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub end_ns: Option<u64>,
     #[serde(skip_serializing_if = "Option::is_none")]

@@ -1,8 +1,8 @@
-//! The host's share: what containerd, CNI and Kata's shim did from the request for the sandbox
-//! until its containers ran, and the time in which nobody asked for anything.
+//! The host's share: work of containerd, CNI and Kata's shim from the request for the sandbox until
+//! its containers ran, and the time without any request.
 //!
-//! Records of an import say when each call began and when it returned. A call's own time is without
-//! the calls inside it and without what the guest did meanwhile, which the guest's steps explain:
+//! Records of an import have the times of each call's beginning and return. A call's own time
+//! excludes the calls inside it and the guest's simultaneous work, which the guest's steps explain:
 //! from the VM's start until the agent is ready, and while the agent has a request.
 
 use super::draft::{Draft, VM_START, ns};
@@ -14,14 +14,14 @@ use crate::events::record::Kind;
 use crate::host::data::imported_record::mark;
 use crate::host::data::record::{Field, Record};
 
-/// The milestone at which containerd was asked for the sandbox.
+/// Milestone at which containerd was asked for the sandbox.
 pub const RUN_POD_SANDBOX: &str = "RunPodSandbox";
-/// The milestones at which containerd answered that a container runs.
+/// Milestones at which containerd answered that a container runs.
 pub const FIRST_STARTED: &str = "first container started";
 pub const LAST_STARTED: &str = "last container started";
 /// Suffix of the name of a call that has returned.
 const RETURNED: &str = " returned";
-/// Calls of one boot that are looked at.
+/// Limit of calls examined in one boot.
 const MAX_CALLS: usize = 1000;
 
 /// A call, from its line to the line of its answer.
@@ -33,7 +33,7 @@ struct Call<'a> {
     end_ns: i64,
 }
 
-/// By the record's name and its call: the step that the call's own time is.
+/// Steps for the own time of calls: record name, call, step.
 const CALLS: &[(&str, &str, &str)] = &[
     (imported::SANDBOX_RUN, "RunPodSandbox", derived::RUN_POD_SANDBOX),
     (imported::SANDBOX_RUN, "CreateContainer", derived::CREATE_CONTAINER),
@@ -43,10 +43,10 @@ const CALLS: &[(&str, &str, &str)] = &[
     (imported::SANDBOX_SHIM, "Start", derived::SHIM_START),
 ];
 
-/// Those that containerd's client makes.
+/// Calls by containerd's client.
 const REQUESTS: [&str; 3] = [derived::RUN_POD_SANDBOX, derived::CREATE_CONTAINER, derived::START_CONTAINER];
 
-/// When, on the guest's clock: what came before the kernel's start says so by a field.
+/// Time on the guest's clock: a field gives it for records before the kernel's start.
 fn at(record: &Record) -> i64 {
     match record.fields.get("before_ms").and_then(Field::as_i64) {
         Some(ms) => ms.saturating_mul(-1_000_000),
@@ -58,7 +58,7 @@ fn text<'a>(record: &'a Record, key: &str) -> &'a str {
     record.fields.get(key).and_then(Field::as_str).unwrap_or("")
 }
 
-/// Whether a log here says what containerd was asked for.
+/// Whether a log shows the requests to containerd.
 pub fn known(draft: &Draft) -> bool {
     imported_events(draft).any(|record| record.name == imported::SANDBOX_RUN)
 }
@@ -67,7 +67,7 @@ fn imported_events<'a>(draft: &Draft<'a>) -> impl Iterator<Item = &'a Record> + 
     draft.file.records.iter().filter(|record| record.kind == Kind::Event && mark(record).is_some())
 }
 
-/// Adds the steps of the host, and its milestones. After the agent's steps.
+/// Adds the host's steps and milestones. Call it after the agent's steps.
 pub fn add(draft: &mut Draft) {
     let calls = calls(draft);
     let asked: Vec<&Call> = calls.iter().filter(|call| REQUESTS.contains(&call.name)).collect();
@@ -121,7 +121,7 @@ fn piece(draft: &mut Draft, name: &str, container: &str, begin_ns: i64, end_ns: 
     }
 }
 
-/// All calls with an answer, by their beginnings. One that failed was no step to a container.
+/// All calls with an answer, by their beginnings. Failed calls are no steps to a container.
 fn calls<'a>(draft: &Draft<'a>) -> Vec<Call<'a>> {
     let mut open: Vec<Call> = Vec::new();
     let mut calls: Vec<Call> = Vec::new();
@@ -145,8 +145,8 @@ fn calls<'a>(draft: &Draft<'a>) -> Vec<Call<'a>> {
     calls
 }
 
-/// What the agent does on the shim's request and no other record says: making the sandbox, and
-/// starting a container's program.
+/// The agent's work for the shim that no other record shows: making the sandbox, and starting a
+/// container's program.
 fn agents(draft: &mut Draft) {
     let mut asked: Vec<(&str, i64)> = Vec::new();
     let mut found: Vec<(&'static str, String, i64, i64)> = Vec::new();
@@ -171,13 +171,13 @@ fn agents(draft: &mut Draft) {
     }
 }
 
-/// Time in which a call waits for the guest.
+/// Intervals in which a call waits for the guest.
 fn guests(draft: &Draft, calls: &[Call]) -> Vec<(i64, i64)> {
     let first = |name: &str| imported_events(draft).find(|record| record.name == name).map(at);
     let vm_start = draft.story.milestones.iter().find(|m| m.name == VM_START).map(|m| m.at_ns);
     let begin = vm_start.or_else(|| first(imported::SANDBOX_VM_STARTED)).unwrap_or(0);
     let ready = draft.milestone("agent ready").or_else(|| first(imported::SANDBOX_AGENT_STARTED)).unwrap_or(begin);
-    // A container that no line ends keeps its call waiting until that returns.
+    // A container without an end keeps its call waiting until the call returns.
     let call_around =
         |at: i64| calls.iter().find(|c| c.name == derived::SHIM_CREATE && c.begin_ns <= at && at <= c.end_ns).map(|c| c.end_ns);
     let containers = draft.boot.containers.iter().filter_map(|c| {
@@ -189,8 +189,8 @@ fn guests(draft: &Draft, calls: &[Call]) -> Vec<(i64, i64)> {
     [(begin, ready)].into_iter().chain(containers).chain(agents).collect()
 }
 
-/// One request after another: a step of the host or of the agent comes after the one that ended
-/// last, and so does the VM's start.
+/// Chains the requests: a step of the host or of the agent comes after the one that ended last, and
+/// so does the VM's start.
 fn chain(draft: &mut Draft) {
     let hosts = |step: &Step| matches!(row_of(&step.name).owner, Owner::Runtime | Owner::Client);
     let linked = |step: &Step| hosts(step) || row_of(&step.name).owner == Owner::Agent;

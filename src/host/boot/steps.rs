@@ -1,6 +1,6 @@
 //! The records of one boot, and the agent's lines if they are known, as a [`Story`].
 //!
-//! Spans are taken as they are. Steps that follow from other records by the order in which kernel,
+//! Spans are copied unchanged. Steps that follow from other records by the order in which kernel,
 //! init and agent work are added and marked as derived ([`super::kernel_steps`],
 //! [`super::agent_steps`], [`super::runtime_steps`], and the init's own two here).
 
@@ -21,7 +21,7 @@ use std::collections::{BTreeMap, HashMap};
 /// Detail of an initialisation that a log shows without its GPU.
 const UNKNOWN_GPU: &str = "GPU unknown";
 
-/// Everything that is known of a boot.
+/// All known steps and milestones of a boot.
 pub fn story(boot: &Boot, file: &BootFile, agent: &[AgentLine]) -> Story {
     let mut draft = Draft { boot, file, tries: tries(file, agent), story: Story::default(), gpus: gpus(boot, file) };
     draft.story.last_ns = file.records.iter().map(|r| ns(r.boottime_ns)).max().unwrap_or(0);
@@ -67,7 +67,7 @@ fn gpus(boot: &Boot, file: &BootFile) -> HashMap<PciAddress, GpuFacts> {
     gpus
 }
 
-/// The recorded spans. One whose beginning was lost has no place on the clock and is left out.
+/// Adds the recorded spans. Spans without a beginning have no place on the clock: omit them.
 fn spans(draft: &mut Draft) {
     let boot = draft.boot;
     let kept = || boot.spans.iter().filter(|s| s.begin_ns.is_some());
@@ -86,7 +86,7 @@ fn spans(draft: &mut Draft) {
             begin_ns: ns(span.begin_ns.unwrap_or(0)),
             end_ns: span.end_ns.map(ns),
             parent: span.parent.and_then(|id| index.get(&id).copied()),
-            // An id that no span has becomes an index of nothing, and is counted as such.
+            // An unknown id becomes an index of nothing, and is counted as such.
             after: span.after.iter().map(|id| index.get(id).copied().unwrap_or(usize::MAX)).collect(),
             failed: span.error.is_some(),
             ..Step::default()
@@ -99,7 +99,7 @@ fn spans(draft: &mut Draft) {
     }
 }
 
-/// VMM and firmware, where the TSC of the guest tells.
+/// Adds VMM and firmware, if the guest's TSC shows their time.
 fn before_kernel(draft: &mut Draft) {
     let boot = draft.boot;
     if let Some(before) = boot.clock.before_kernel {
@@ -110,8 +110,8 @@ fn before_kernel(draft: &mut Draft) {
     draft.story.missing.extend(boot.clock.notes.iter().cloned());
 }
 
-/// What PID 1, the keeper and the worker do between two recorded steps: each does one thing after
-/// another there.
+/// Adds the work of PID 1, the keeper and the worker between two recorded steps: each does one
+/// thing after another there.
 fn init_steps(draft: &mut Draft) {
     let times = |draft: &Draft, name: &str| {
         let step = draft.first(name).and_then(|i| draft.story.steps.get(i));
@@ -132,8 +132,8 @@ fn init_steps(draft: &mut Draft) {
     }
 }
 
-/// What the worker does between the last thing that it waited for and the moment at which it says
-/// that the boot is settled: it hears of it, and tells.
+/// Adds the worker's work between the last thing it waited for and its report that the boot is
+/// settled.
 fn settling(draft: &mut Draft) -> Option<usize> {
     let settled_ns = ns(draft.boot.settled_ns?);
     let ended: Vec<(usize, i64)> = {
@@ -148,8 +148,8 @@ fn settling(draft: &mut Draft) -> Option<usize> {
     Some(settle)
 }
 
-/// Initialisations one after another, by the boot's strategy, or because only their marks in the
-/// driver's log are known: each had to wait for the one before.
+/// Orders initialisations one after another, by the boot's strategy, or because only their marks in
+/// the driver's log are known: each had to wait for the one before.
 fn chain_serial_initialisation(draft: &mut Draft) {
     let strategy = draft.file.records.iter().find(|r| r.kind == Kind::Event && r.name == names::STRATEGY);
     let is_serial = strategy.and_then(|r| r.fields.get("init")).and_then(Field::as_str) == Some("serial");
@@ -195,8 +195,8 @@ fn milestones(draft: &mut Draft, created: &BTreeMap<i64, usize>, settle: Option<
         let after = settle.map_or_else(initialised, |settle| vec![settle]);
         draft.story.milestones.push(Milestone { name: SETTLED.into(), at_ns: ns(settled_ns), after, ..Milestone::default() });
     } else if draft.story.steps.iter().any(|s| s.end_ns.is_none()) || !draft.boot.gpus.is_empty() {
-        // It never came to an end: what it was in when the record ended is what there is to see.
-        // Who only waits for that did not keep it.
+        // The boot never ended: take the steps that were open at the end of the record. Mere
+        // waiters did not keep the boot from ending.
         let after = of_name(draft, |s| s.end_ns.is_none() && !row_of(&s.name).waiting);
         let at_ns = draft.story.last_ns;
         draft.story.milestones.push(Milestone { name: LAST_RECORD.into(), at_ns, after, ..Milestone::default() });

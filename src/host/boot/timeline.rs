@@ -1,9 +1,9 @@
-//! A story made sound: steps in order of time, in phases, with what each had to wait for.
+//! A story made sound: steps in order of time, in phases, with the steps that each had to wait for.
 //!
-//! Invariants, whatever the story was: every step ends no earlier than it begins; a parent stands
-//! before its children and a chain of parents has an end; a step is after another one only if that
-//! one had ended when it began; texts are printable ASCII and bounded. What contradicted itself is
-//! left out and counted.
+//! Invariants for any story: every step ends no earlier than it begins; a parent stands before its
+//! children and a chain of parents has an end; a step is after another one only if that one had
+//! ended when it began; texts are printable ASCII and bounded. Contradictions are left out and
+//! counted.
 
 use super::gpu_name::GpuName;
 use super::intervals::length;
@@ -15,23 +15,23 @@ use anyhow::{Result, bail};
 use serde::Serialize;
 use std::collections::{BTreeMap, HashMap};
 
-/// Orders (`after`) of one boot that are used. A boot with 16 GPUs has some hundred.
+/// Limit of a boot's orders (`after`). A boot with 16 GPUs has some hundred.
 const MAX_EDGES: usize = 1_000_000;
-/// Longest name and detail, in bytes: the format's limit for names, and what module names and
-/// container ids have.
+/// Limit of name and detail, in bytes: the format's limit for names, which suffices for module
+/// names and container ids.
 const MAX_NAME: usize = 64;
 
-/// How it is known that a step had to wait for another.
+/// Evidence that a step had to wait for another.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Known {
-    /// The record says so.
+    /// Named by the record.
     After,
-    /// It is part of it.
+    /// Part of the other step.
     Within,
-    /// The program goes in this order.
+    /// Known order of the program.
     Order,
-    /// Nobody says so: it is what ended last before it.
+    /// No evidence: the other step is the last one that ended before.
     Assumed,
 }
 
@@ -49,19 +49,19 @@ impl Known {
 /// One step.
 #[derive(Clone, Debug)]
 pub struct Step {
-    /// The span that it is, where it is one.
+    /// Id of the step's span, if there is one.
     pub span: Option<u64>,
     pub name: String,
     pub detail: String,
     pub gpu: Option<GpuName>,
     pub row: Row,
     pub begin_ns: i64,
-    /// Where the record ended, if the step had not.
+    /// End of the step, or of the record for an open step.
     pub end_ns: i64,
-    /// It had not ended.
+    /// Whether the step had not ended.
     pub open: bool,
     pub parent: Option<usize>,
-    /// Steps that had ended before it could begin.
+    /// Steps that had to end first.
     pub after: Vec<(usize, Known)>,
     pub derived: bool,
     pub approximate: bool,
@@ -73,19 +73,19 @@ impl Step {
         length(self.begin_ns, self.end_ns)
     }
 
-    /// Name, and which one: `module.load nvidia`.
+    /// Name and detail: `module.load nvidia`.
     pub fn title(&self) -> String {
         if self.detail.is_empty() { self.name.clone() } else { format!("{} {}", self.name, self.detail) }
     }
 }
 
-/// A moment that people compare boots by.
+/// A moment for comparing boots.
 #[derive(Clone, Debug)]
 pub struct Milestone {
     pub name: String,
     pub at_ns: i64,
     pub approximate: bool,
-    /// How wrong `at_ns` may be.
+    /// Bound of the error of `at_ns`.
     pub error_ns: u64,
     pub after: Vec<usize>,
 }
@@ -102,20 +102,20 @@ impl Window<'_> {
         length(self.from.at_ns, self.to.at_ns)
     }
 
-    /// What of an interval lies in it.
+    /// Part of an interval inside the window.
     pub fn clip(&self, begin_ns: i64, end_ns: i64) -> (i64, i64) {
         (begin_ns.max(self.from.at_ns), end_ns.min(self.to.at_ns))
     }
 }
 
-/// A boot, ready to be accounted for.
+/// A boot, ready for accounting.
 #[derive(Clone, Debug, Default)]
 pub struct Timeline {
-    /// By beginning; of those that begin at once, the longest first.
+    /// Steps by beginning; of those that begin at once, the longest first.
     pub steps: Vec<Step>,
-    /// By time.
+    /// Milestones by time.
     pub milestones: Vec<Milestone>,
-    /// What the source lacks, and what in it contradicted itself.
+    /// Missing parts of the source, and its contradictions.
     pub notes: Vec<String>,
 }
 
@@ -135,8 +135,8 @@ impl Timeline {
         let mut steps: Vec<Step> = Vec::with_capacity(order.len());
         for (at, step) in order.iter().filter_map(|i| given.get(*i)).enumerate() {
             let end_ns = end_of(step);
-            // What stands before it in this order and is still going on when it begins can be
-            // around it.
+            // A step that stands before this one in the order and is still going on when this one
+            // begins can be around it.
             let around = |parent: &usize| *parent < at && steps.get(*parent).is_some_and(|p: &Step| p.end_ns >= step.begin_ns);
             let name = printable_start(step.name.as_bytes(), MAX_NAME);
             steps.push(Step {
@@ -164,7 +164,7 @@ impl Timeline {
         Self { steps, milestones, notes }
     }
 
-    /// From one milestone to another; the first and the last one if left away.
+    /// Window between two milestones; by default the first and the last one.
     pub fn window(&self, from: Option<&str>, to: Option<&str>) -> Result<Window<'_>> {
         let find = |name: &str| match self.milestones.iter().find(|m| m.name == name) {
             Some(found) => Ok(found),
@@ -193,7 +193,7 @@ fn milestone(given: story::Milestone, place: &HashMap<usize, usize>, steps: &[St
     }
 }
 
-/// For each step, in the order of `steps`, what it had to wait for.
+/// For each step, in the order of `steps`, the steps that it had to wait for.
 fn edges(
     order: &[usize],
     given: &[story::Step],
@@ -239,7 +239,7 @@ fn edges(
     out
 }
 
-/// Steps by when they ended.
+/// Steps by the time of their end.
 struct Ended<'a> {
     by_name: BTreeMap<&'a str, Vec<(i64, usize)>>,
     all: Vec<(i64, usize)>,
@@ -258,7 +258,7 @@ impl<'a> Ended<'a> {
         Self { by_name, all }
     }
 
-    /// The last of that name that had ended by then.
+    /// The last step of that name that had ended by then.
     fn before(&self, name: &str, at_ns: i64, not: usize) -> Option<usize> {
         last_of(self.by_name.get(name)?, at_ns, not)
     }
@@ -268,7 +268,7 @@ impl<'a> Ended<'a> {
     }
 }
 
-/// Only steps that stand before `not` in the order, so that steps without length cannot wait for
+/// The last one that stands before `not` in the order, so that steps without length cannot wait for
 /// each other.
 fn last_of(ends: &[(i64, usize)], at_ns: i64, not: usize) -> Option<usize> {
     let upto = ends.partition_point(|end| *end < (at_ns, not));
