@@ -1,8 +1,8 @@
-//! Whose time it was: by owner or phase, and by step.
+//! Owners of a boot's time: by owner or phase, and by step.
 //!
-//! A step's own time is its interval without those of the steps inside it, cut to the window. Of
-//! steps that overlap, `sum_ns` counts each and `wall_ns` their union, which never exceeds the
-//! window. Waiting is listed apart: what was waited for is accounted for where it happened.
+//! A step's own time is its interval without the steps inside it, cut to the window. For
+//! overlapping steps, `sum_ns` counts each and `wall_ns` their union, which never exceeds the
+//! window. Waiting is listed apart: the awaited work is accounted for where it happened.
 
 use super::held_up::{HeldUp, held_up};
 use crate::host::boot::intervals::percent;
@@ -11,20 +11,20 @@ use crate::host::boot::timeline::{Step, Timeline, Window};
 use serde::Serialize;
 use std::collections::BTreeMap;
 
-/// What the first column is.
+/// Meaning of the first column.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum By {
     Owner,
     Phase,
 }
 
-/// Everything of one owner or phase.
+/// Steps of one owner or phase.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Group {
     pub name: &'static str,
     #[serde(flatten)]
     pub time: Time,
-    /// The longest first.
+    /// Steps, the longest first.
     pub steps: Vec<StepRow>,
 }
 
@@ -35,12 +35,12 @@ pub struct StepRow {
     pub phase: &'static str,
     #[serde(flatten)]
     pub time: Time,
-    /// How many had not ended.
+    /// Number of steps that had not ended.
     #[serde(skip_serializing_if = "is_zero")]
     pub open: u64,
     #[serde(skip_serializing_if = "is_zero")]
     pub failed: u64,
-    /// No record has this name: it was worked out.
+    /// Whether the step is computed: no record has this name.
     pub derived: bool,
 }
 
@@ -49,11 +49,11 @@ pub struct StepRow {
 pub struct Time {
     pub count: u64,
     pub sum_ns: u64,
-    /// Of one step.
+    /// Time of the longest single step.
     pub longest_ns: u64,
-    /// At least one of them was running.
+    /// Time in which at least one of the steps was running.
     pub wall_ns: u64,
-    /// `wall_ns` of the window, in percent.
+    /// Share of `wall_ns` in the window, in percent.
     pub share: f64,
 }
 
@@ -66,7 +66,7 @@ fn is_zero(n: &u64) -> bool {
 pub struct Blame {
     pub wall_ns: u64,
     pub groups: Vec<Group>,
-    /// Waiting, which is explained by the steps that were waited for.
+    /// Waiting, which is explained by the steps waited for.
     pub waiting: Vec<StepRow>,
     /// Steps that the enabling of GPUs held up.
     pub held_up: Vec<HeldUp>,
@@ -82,7 +82,7 @@ struct Sum {
     phase: &'static str,
 }
 
-/// By the steps' names.
+/// Sums by step name.
 type Sums = BTreeMap<String, Sum>;
 
 impl Sum {
@@ -108,7 +108,7 @@ impl Sum {
     }
 }
 
-/// The own time of every step inside the window: its interval without its children's.
+/// Own time of every step inside the window: its interval without its children's.
 pub fn own_times(timeline: &Timeline, window: &Window) -> Vec<Vec<(i64, i64)>> {
     let mut inside: Vec<Vec<(i64, i64)>> = vec![Vec::new(); timeline.steps.len()];
     for step in timeline.steps.iter().filter(|s| !s.row.waiting) {
@@ -123,15 +123,15 @@ pub fn own_times(timeline: &Timeline, window: &Window) -> Vec<Vec<(i64, i64)>> {
     own.collect()
 }
 
-/// Sums everything up.
+/// Sums all steps of a window.
 pub fn blame(timeline: &Timeline, window: &Window, by: By) -> Blame {
     let wall_ns = window.wall_ns();
-    // By place in the order of owners or phases.
+    // Keyed by place in the order of owners or phases.
     let mut groups: BTreeMap<(usize, &'static str), (Sum, Sums)> = BTreeMap::new();
     let mut waiting = Sums::new();
     for (step, own) in timeline.steps.iter().zip(own_times(timeline, window)) {
         let (begin, end) = window.clip(step.begin_ns, step.end_ns);
-        // Outside of the window, and not a moment inside of it.
+        // Outside of the window.
         if end < begin {
             continue;
         }

@@ -1,8 +1,8 @@
-//! Two boots, or two sets of boots: what got slower, and whether that is more than noise.
+//! Comparison of two boots or two sets of boots: slower values, beyond noise or not.
 //!
-//! A value is slower when its median grew by more than the threshold and, where there are enough
-//! boots for it, when the whole 95 % bootstrap interval of the difference is above zero. The gate
-//! looks at milestones and failures alone; phases and steps say where it comes from.
+//! A value is slower when its median grew by more than the threshold and, with enough boots, when
+//! the whole 95 % bootstrap interval of the difference is above zero. The gate checks milestones
+//! and failures alone; phases and steps show the source of a change.
 
 use super::metrics::Metrics;
 use super::statistics::{Summary, difference_interval, seed_for};
@@ -12,10 +12,10 @@ use serde::Serialize;
 use std::collections::{BTreeMap, BTreeSet};
 use std::str::FromStr;
 
-/// Differences below this are never called one: it is what is printed of a time.
+/// Smallest difference that counts: the resolution of printed times.
 const FLOOR_NS: i64 = 1_000_000;
 
-/// How much slower is too slow.
+/// Limit above which a value is slower.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Threshold {
     Percent(f64),
@@ -25,7 +25,7 @@ pub enum Threshold {
 impl FromStr for Threshold {
     type Err = anyhow::Error;
 
-    /// `5%`, `200ms`, `1.5s`.
+    /// Parses `5%`, `200ms`, `1.5s`.
     fn from_str(text: &str) -> Result<Self> {
         if let Some(percent) = text.strip_suffix('%') {
             let percent: f64 = percent.parse().with_context(|| format!("{percent} is no number"))?;
@@ -47,16 +47,16 @@ impl Threshold {
     }
 }
 
-/// What became of a value.
+/// Result for a value.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Verdict {
     Same,
     Slower,
     Faster,
-    /// Fewer of the second set's boots have it.
+    /// Fewer boots of the second set have the value.
     Missing,
-    /// Only one set has it.
+    /// Only one set has the value.
     Unknown,
 }
 
@@ -71,39 +71,39 @@ pub struct Change {
     /// Median of b minus median of a.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub difference_ns: Option<i64>,
-    /// 95 % bootstrap interval of that difference.
+    /// 95 % bootstrap interval of the difference.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub interval_ns: Option<(i64, i64)>,
     pub verdict: Verdict,
 }
 
-/// Two sets beside each other.
+/// Comparison of two sets.
 #[derive(Clone, Debug, Serialize)]
 pub struct Comparison {
     pub boots_a: usize,
     pub boots_b: usize,
-    /// Boots in which something failed.
+    /// Boots with a failure.
     pub failed_a: usize,
     pub failed_b: usize,
     pub milestones: Vec<Change>,
     pub phases: Vec<Change>,
-    /// By what changed most.
+    /// Steps, the largest change first.
     pub steps: Vec<Change>,
     pub notes: Vec<String>,
-    /// What the gate says, as sentences; empty: no slower.
+    /// Sentences of the gate; empty: no slower.
     pub worse: Vec<String>,
 }
 
-/// How to compare.
+/// Settings of a comparison.
 #[derive(Clone, Debug)]
 pub struct Settings {
     pub threshold: Threshold,
     pub seed: u64,
-    /// Only these milestones count for the gate; all if empty.
+    /// Milestones that count for the gate; empty: all.
     pub gate: Vec<String>,
 }
 
-/// Errors: nothing on one side, or no milestone that both sides have.
+/// Errors: no boot on one side, or no common milestone.
 pub fn compare(a: &[Metrics], b: &[Metrics], settings: &Settings) -> Result<Comparison> {
     ensure!(!a.is_empty() && !b.is_empty(), "no boots on the {} side", if a.is_empty() { "first" } else { "second" });
     let mut milestones = changes(a, b, settings, |m| m.milestones.iter().map(|(name, at)| (name.clone(), *at)).collect());
@@ -166,7 +166,7 @@ fn changes(a: &[Metrics], b: &[Metrics], settings: &Settings, of: impl Fn(&Metri
     names.into_iter().map(change).collect()
 }
 
-/// Milestones of the agent are only known where its lines are.
+/// Whether a milestone is the agent's: it is known only from the agent's lines.
 fn is_agents(milestone: &str) -> bool {
     matches!(milestone, "agent ready" | "first container" | "last container")
 }

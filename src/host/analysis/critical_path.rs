@@ -1,10 +1,10 @@
-//! The chain of steps that set the end of a boot, and what would have made it shorter.
+//! The chain of steps that set the end of a boot, and the gain of shortening each.
 //!
-//! The path goes back from a milestone: each step to the one that it waited for last. What a step
-//! would have brought is the milestone's time computed anew with that step's duration set to 0 and
-//! everything else as it was: another chain then sets the end, so a step of 7 s can bring half a
-//! second. Orders that are only assumed bring nothing that is promised (`gain_ns`), only what is
-//! possible (`at_most_ns`).
+//! The path goes back from a milestone: each step to the one that it waited for last. The gain of a
+//! step is found by computing the milestone's time anew with that step's duration set to 0 and
+//! everything else unchanged: another chain then sets the end, so a step of 7 s can gain half a
+//! second. Orders that are only assumed count for the possible gain (`at_most_ns`), never for the
+//! promised one (`gain_ns`).
 
 use super::graph::{Graph, step_of};
 use super::held_up::{HeldUp, held_up};
@@ -14,14 +14,14 @@ use crate::host::boot::timeline::{Known, Timeline, Window};
 use serde::Serialize;
 use std::collections::BTreeMap;
 
-/// Steps, and kinds of steps, whose absence is computed. Each costs a walk over all records of the
-/// boot; they are tried longest first, and none brings more than it has on the path.
+/// Limit of steps, and kinds of steps, whose absence is computed. Each costs a walk over all
+/// records of the boot; the longest are tried first, and none gains more than its time on the path.
 const MAX_TRIED: usize = 64;
 
 /// A piece of the path.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Piece {
-    /// None: time between two steps that nothing explains.
+    /// None: unexplained time between two steps.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub step: Option<String>,
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -30,31 +30,31 @@ pub struct Piece {
     pub owner: Option<&'static str>,
     pub begin_ns: i64,
     pub took_ns: u64,
-    /// How it is known that this had to come after what stands before it.
+    /// Evidence that this piece had to come after the one before it.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub known: Option<Known>,
-    /// It had not ended when the record did.
+    /// Whether the step had not ended at the end of the record.
     #[serde(skip_serializing_if = "std::ops::Not::not")]
     pub open: bool,
-    /// The timeline's step.
+    /// Index of the step in the timeline.
     #[serde(skip)]
     pub index: Option<usize>,
 }
 
-/// What the boot would have been without.
+/// Gain from omitting a step.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Gain {
     pub step: String,
-    /// None: all GPUs'.
+    /// None: steps of all GPUs.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub gpu: Option<u64>,
-    /// How many steps that is.
+    /// Number of these steps.
     pub count: u64,
-    /// How much of the path was theirs.
+    /// Their time on the path.
     pub on_path_ns: u64,
-    /// So much earlier, by what the records say.
+    /// Gain by the orders that the records name.
     pub gain_ns: u64,
-    /// So much, if the orders that are only assumed hold.
+    /// Gain if the assumed orders hold, too.
     pub at_most_ns: u64,
 }
 
@@ -66,21 +66,21 @@ pub struct CriticalPath {
     pub from_ns: i64,
     pub to_ns: i64,
     pub wall_ns: u64,
-    /// In order of time; they make the window without a gap.
+    /// Pieces in order of time; they fill the window without a gap.
     pub path: Vec<Piece>,
-    /// Time on the path that is no step's.
+    /// Time on the path outside of steps.
     pub between_ns: u64,
     /// Orders between steps that contradict each other and were not used.
     pub cut: usize,
-    /// By all steps of a name, what brings most first.
+    /// Gains of all steps of a name, the largest first.
     pub without_kind: Vec<Gain>,
-    /// By single steps.
+    /// Gains of single steps.
     pub without_step: Vec<Gain>,
     /// Steps that the enabling of GPUs held up.
     pub held_up: Vec<HeldUp>,
 }
 
-/// Works out the path to the window's end and the first `top` of what would have made it shorter.
+/// Computes the path to the window's end, and the `top` largest gains.
 pub fn critical_path(timeline: &Timeline, window: &Window, top: usize) -> CriticalPath {
     let graph = Graph::new(timeline, window.to.at_ns, &window.to.after);
     let path = walk(timeline, window, &graph);
@@ -98,7 +98,7 @@ pub fn critical_path(timeline: &Timeline, window: &Window, top: usize) -> Critic
             steps.push(i);
         }
     }
-    // Where the record ends because the boot never did, nobody knows what would have come earlier.
+    // If the record ends before the boot does, no gain can be computed.
     let top = if window.to.name == LAST_RECORD { 0 } else { top };
     let kinds = kinds.into_iter().map(|(name, (steps, on_path))| Candidate { name, gpu: None, steps, on_path });
     let singles = singles.into_iter().filter_map(|(i, on_path)| {
@@ -125,8 +125,7 @@ fn kind(step: &crate::host::boot::timeline::Step) -> String {
     if step.name == crate::events::names::MODULE_LOAD { step.title() } else { step.name.clone() }
 }
 
-/// How much earlier the window's end would have come without these steps: by what is known, and by
-/// what is assumed.
+/// Gain of omitting these steps: by known orders, and by assumed ones.
 pub fn gain(timeline: &Timeline, window: &Window, steps: &[usize]) -> (u64, u64) {
     gain_in(timeline, window, &Graph::new(timeline, window.to.at_ns, &window.to.after), steps)
 }
@@ -159,11 +158,11 @@ fn gains(timeline: &Timeline, window: &Window, graph: &Graph, mut candidates: Ve
     candidates.sort_by(|a, b| b.on_path.cmp(&a.on_path).then_with(|| a.steps.cmp(&b.steps)));
     let mut found: Vec<Gain> = Vec::new();
     for candidate in candidates.into_iter().take(MAX_TRIED) {
-        // Nothing brings more than it has on the path: the rest cannot get into the list.
+        // No gain exceeds the time on the path: the rest cannot get into the list.
         if found.len() >= top && found.get(top.saturating_sub(1)).is_some_and(|g| g.gain_ns >= candidate.on_path) {
             break;
         }
-        // Of a step that began before the window, only what lies in it.
+        // A step that began before the window counts only with its part inside.
         let (gain_ns, at_most_ns) = gain_in(timeline, window, graph, &candidate.steps);
         let (gain_ns, at_most_ns) = (gain_ns.min(candidate.on_path), at_most_ns.min(candidate.on_path));
         if at_most_ns > 0 {
@@ -176,7 +175,7 @@ fn gains(timeline: &Timeline, window: &Window, graph: &Graph, mut candidates: Ve
     found
 }
 
-/// From the milestone back to the window's beginning.
+/// Walks from the milestone back to the window's beginning.
 fn walk(timeline: &Timeline, window: &Window, graph: &Graph) -> Vec<Piece> {
     let mut pieces: Vec<Piece> = Vec::new();
     let mut node = graph.target;
@@ -187,7 +186,7 @@ fn walk(timeline: &Timeline, window: &Window, graph: &Graph) -> Vec<Piece> {
         let since = last.and_then(|(d, _)| graph.nodes.get(d)).map_or(window.from.at_ns, |n| n.at_ns);
         let since = since.clamp(window.from.at_ns, at_ns);
         let owner = if last.is_some() { graph.owner(node) } else { None };
-        // Why a step stands here is known where its beginning is.
+        // The evidence for a step's place is stored at its beginning.
         let known = match step_of(node, timeline.steps.len()) {
             Some((_, true)) => None,
             _ => last.map(|(_, known)| known),
@@ -206,7 +205,7 @@ fn walk(timeline: &Timeline, window: &Window, graph: &Graph) -> Vec<Piece> {
     pieces
 }
 
-/// `known` comes from a step's beginning and is about the step that was put down before it.
+/// Adds a piece. `known` comes from a step's beginning and applies to the piece added before.
 fn add(timeline: &Timeline, pieces: &mut Vec<Piece>, (owner, begin_ns, end_ns): (Option<usize>, i64, i64), known: Option<Known>) {
     if let Some(later) = pieces.last_mut().filter(|p| p.known.is_none() && p.step.is_some()) {
         later.known = known;
@@ -215,7 +214,7 @@ fn add(timeline: &Timeline, pieces: &mut Vec<Piece>, (owner, begin_ns, end_ns): 
         return;
     }
     match pieces.last_mut() {
-        // Two parts of one step that nothing stands between.
+        // Join two parts of one step with nothing between them.
         Some(later) if later.index == owner && owner.is_some() => {
             later.begin_ns = begin_ns;
             later.took_ns = later.took_ns.saturating_add(length(begin_ns, end_ns));

@@ -1,10 +1,9 @@
-//! What had to wait for what: two nodes a step (its beginning and its end), one for the milestone
-//! that is asked about.
+//! Graph of waits: two nodes a step (its beginning and its end), and one for the target milestone.
 //!
-//! A node comes `lag` after the last of the nodes that it waits for; lags are what was observed and
-//! stay what they are when a step is made shorter. A lag belongs to a step (its own duration, or
-//! its part of a step around others), or to nobody. Contradictions (a cycle of steps without
-//! length) are cut where the earliest of them stands, and counted.
+//! A node comes `lag` after the last of the nodes that it waits for; lags are observed values and
+//! do not change when a step is made shorter. A lag belongs to a step (its own duration, or its
+//! part of a step around others), or to no step. Contradictions (a cycle of steps without length)
+//! are cut at the earliest of the nodes, and counted.
 
 use crate::host::boot::timeline::{Known, Timeline};
 use std::cmp::Reverse;
@@ -14,31 +13,31 @@ use std::collections::BinaryHeap;
 #[derive(Clone, Debug)]
 pub struct Node {
     pub at_ns: i64,
-    /// What it waits for.
+    /// Nodes that this one waits for.
     pub after: Vec<(usize, Known)>,
-    /// From the last of those.
+    /// Time since the last of these nodes.
     lag_ns: i128,
-    /// Whose time the lag is.
+    /// Owner of the lag.
     owner: Owner,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Owner {
     Nobody,
-    /// The step that this is the end of.
+    /// The step that ends at this node.
     Itself(usize),
-    /// The step around this one: what it waited for last lies in that, too, because that one's
-    /// beginning is among it.
+    /// The step around this node: the last node it waited for lies in that step, too, because the
+    /// step's beginning is one of them.
     Around(usize),
 }
 
-/// All nodes, and an order in which each comes after what it waits for.
+/// All nodes, and an order in which each comes after the nodes that it waits for.
 #[derive(Debug)]
 pub struct Graph {
     pub nodes: Vec<Node>,
     order: Vec<usize>,
     pub target: usize,
-    /// Orders that were part of a cycle.
+    /// Number of orders that were part of a cycle.
     pub cut: usize,
 }
 
@@ -50,13 +49,13 @@ pub fn end_of(step: usize) -> usize {
     2 * step + 1
 }
 
-/// Which step a node belongs to, and whether it is its end; None for the target.
+/// Step of a node, and whether the node is its end; None for the target.
 pub fn step_of(node: usize, steps: usize) -> Option<(usize, bool)> {
     (node < 2 * steps).then_some((node / 2, node % 2 == 1))
 }
 
 impl Graph {
-    /// `after`: the steps that made the milestone at `at_ns`.
+    /// Builds the graph. `after`: the steps that made the milestone at `at_ns`.
     pub fn new(timeline: &Timeline, at_ns: i64, after: &[usize]) -> Self {
         let steps = &timeline.steps;
         let mut nodes: Vec<Node> = Vec::with_capacity(2 * steps.len() + 1);
@@ -89,13 +88,13 @@ impl Graph {
         Self { nodes, order, target, cut }
     }
 
-    /// What a node waited for last; of several, the one that the record names.
+    /// The node that this one waited for last; of several, the one that the record names.
     pub fn last_of(&self, node: usize) -> Option<(usize, Known)> {
         let after = self.nodes.get(node)?.after.iter();
         after.max_by_key(|(d, known)| (self.nodes.get(*d).map(|n| n.at_ns), Reverse(*known), *d)).copied()
     }
 
-    /// The step whose time it is from what this node waited for last until this node.
+    /// The step that owns the time between the last node waited for and this node.
     pub fn owner(&self, node: usize) -> Option<usize> {
         match self.nodes.get(node)?.owner {
             Owner::Nobody => None,
@@ -103,9 +102,8 @@ impl Graph {
         }
     }
 
-    /// When the target would have come, had these steps taken no time. `trust_assumed`: orders that
-    /// are only assumed count, too; otherwise what is only assumed to have waited keeps the time
-    /// that it had.
+    /// Time of the target if these steps had taken no time. `trust_assumed`: assumed orders count,
+    /// too; otherwise a node with only an assumed wait keeps its time.
     pub fn without(&self, zeroed: &[bool], trust_assumed: bool) -> i128 {
         let mut at: Vec<i128> = self.nodes.iter().map(|n| i128::from(n.at_ns)).collect();
         for i in &self.order {
@@ -124,8 +122,7 @@ impl Graph {
     }
 }
 
-/// Kahn's algorithm, earliest first. When nothing is free, the earliest node that is left waits for
-/// nothing any more.
+/// Kahn's algorithm, earliest first. If no node is free, the earliest remaining one stops waiting.
 fn sort(nodes: &mut [Node]) -> (Vec<usize>, usize) {
     let mut waits: Vec<usize> = nodes.iter().map(|n| n.after.len()).collect();
     let mut next: Vec<Vec<usize>> = vec![Vec::new(); nodes.len()];
@@ -151,7 +148,7 @@ fn sort(nodes: &mut [Node]) -> (Vec<usize>, usize) {
                     rest.pop();
                 }
                 let Some((_, i)) = rest.pop() else { return (order, cut) };
-                // Only what is not yet placed is cut; what was, it may go on waiting for.
+                // Cut only waits for nodes not yet placed; keep the others.
                 if let Some(node) = nodes.get_mut(i) {
                     let before = node.after.len();
                     node.after.retain(|(d, _)| done.get(*d).copied().unwrap_or(false));

@@ -1,10 +1,10 @@
-//! Steps that were long because a vCPU was gone: one that writes to a GPU's `enable` is in the host
-//! until the host has mapped the BARs, and runs nothing.
+//! Steps that were long because a vCPU was gone: a vCPU that writes to a GPU's `enable` is in the
+//! host until the host has mapped the BARs, and runs nothing.
 //!
-//! Whatever waits for every CPU waits for that one: making a container (its cgroup and its mounts
-//! wait for an RCU grace period), a module's load (it changes the protection of memory on all
-//! CPUs), and the agent's start where an interrupt of vsock went to that vCPU. The records cannot
-//! say that a step waited; they say how much of it lay beside an enabling.
+//! Any wait for every CPU includes that vCPU: making a container (its cgroup and its mounts wait
+//! for an RCU grace period), a module's load (it changes the protection of memory on all CPUs), and
+//! the agent's start if an interrupt of vsock went to that vCPU. The records cannot show that a
+//! step waited; they show how much of it coincided with an enabling.
 
 use crate::events::catalogue::derived;
 use crate::events::names;
@@ -14,22 +14,22 @@ use serde::Serialize;
 
 /// Steps that wait for every CPU.
 const WAIT_FOR_EVERY_CPU: [&str; 3] = [derived::CONTAINER_CREATE, derived::AGENT_START, names::MODULE_LOAD];
-/// Shorter enablings hold nothing up that anybody would see.
+/// Shortest enabling that counts: shorter ones have no visible effect.
 const LEAST_NS: u64 = 100_000_000;
-/// How wrong the place of the agent's lines may be: such a step goes on when the enabling is over.
+/// Bound of the error of the agent's lines: a held-up step ends after the enabling.
 const SLACK_NS: i64 = 20_000_000;
-/// Steps that are reported, the longest first.
+/// Limit of steps reported, the longest first.
 const MAX_STEPS: usize = 16;
 
-/// A step of which at least half lay beside enablings that were over before it was.
+/// A step of which at least half coincided with enablings that ended before it.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct HeldUp {
     pub step: String,
-    /// In the window.
+    /// Time in the window.
     pub took_ns: u64,
-    /// How much of it an enabling ran.
+    /// Time during which an enabling ran.
     pub beside_ns: u64,
-    /// The GPUs that were enabled meanwhile, by their index.
+    /// Indices of the GPUs enabled meanwhile.
     pub gpus: Vec<u64>,
 }
 
@@ -46,7 +46,7 @@ pub fn held_up(timeline: &Timeline, window: &Window) -> Vec<HeldUp> {
 fn beside(step: &Step, enablings: &[&Step], window: &Window) -> Option<HeldUp> {
     let (begin, end) = window.clip(step.begin_ns, step.end_ns);
     let cut = |enabling: &&&Step| (enabling.begin_ns.max(begin), enabling.end_ns.min(end));
-    // One that ended while a vCPU was still gone did not wait for it.
+    // A step that ended while a vCPU was still gone did not wait for it.
     let waited_for = |enabling: &&&Step| enabling.end_ns <= step.end_ns.saturating_add(SLACK_NS);
     let overlaps = |enabling: &&&Step| length(cut(enabling).0, cut(enabling).1) > 0;
     let at_once: Vec<_> = enablings.iter().filter(overlaps).filter(waited_for).collect();
@@ -96,9 +96,9 @@ mod tests {
             enabling(2, 1000, 4300),
             enabling(3, 4350, 7600),
             step(derived::CONTAINER_CREATE, "all", 1100, 4400),
-            // This one was made while GPU 3 was being enabled, so it waited for nothing.
+            // This container was made while GPU 3 was being enabled, so it waited for nothing.
             step(derived::CONTAINER_CREATE, "quick", 4400, 4600),
-            // Of what waits for no CPU, and of what an enabling only touched, nothing is said.
+            // Not reported: a step that waits for no CPU, and one that an enabling only touched.
             step(names::CDI_PUBLISH, "", 1100, 4400),
             step(derived::CONTAINER_CREATE, "late", 7500, 9000),
         ];

@@ -7,7 +7,7 @@ use crate::host::data::boot_file::BootFile;
 use anyhow::Result;
 use std::path::Path;
 
-/// A boot that was read.
+/// File and model of a boot.
 pub struct Loaded {
     pub file: BootFile,
     pub boot: Boot,

@@ -1,5 +1,5 @@
-//! Many boots: how long phases and steps take, when milestones are reached, and what fails how
-//! often.
+//! Statistics of many boots: durations of phases and steps, times of milestones, and frequency of
+//! failures.
 
 use super::metrics::Metrics;
 use super::statistics::Summary;
@@ -7,26 +7,26 @@ use crate::events::catalogue::Phase;
 use serde::Serialize;
 use std::collections::BTreeMap;
 
-/// Different names over all boots that are told apart, and different reasons.
+/// Limit of different names, and of different reasons, over all boots.
 const MAX_NAMES: usize = 256;
 
-/// What a set of boots comes to.
+/// Statistics of a set of boots.
 #[derive(Clone, Debug, Default, Serialize)]
 pub struct Stats {
     pub boots: usize,
     pub settled: usize,
-    /// Boots in which something failed.
+    /// Number of boots with a failure.
     pub failed: usize,
     pub gpus: usize,
     pub failed_gpus: usize,
     pub milestones: Vec<Row>,
     /// Time in which at least one step of the phase was running, per boot.
     pub phases: Vec<Row>,
-    /// Of every single step that ended.
+    /// Durations of all single steps that ended.
     pub steps: Vec<Row>,
-    /// By reason, most frequent first.
+    /// Failures by reason, most frequent first.
     pub failures: Vec<Failures>,
-    /// Of the boot that is explained worst, in percent.
+    /// Largest unexplained share of a boot, in percent.
     pub most_unexplained_percent: f64,
 }
 
@@ -37,16 +37,16 @@ pub struct Row {
     pub summary: Summary,
 }
 
-/// One reason.
+/// One reason of failures.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Failures {
     pub reason: String,
     pub count: u64,
-    /// Boots that have it.
+    /// Number of boots with it.
     pub boots: u64,
 }
 
-/// Sums boots up, one by one.
+/// Sums of boots, added one by one.
 #[derive(Debug, Default)]
 pub struct Collected {
     stats: Stats,
@@ -83,7 +83,7 @@ impl Collected {
         }
     }
 
-    /// Phases in the order of a boot, milestones by their median, steps by what they take.
+    /// Statistics: phases in the order of a boot, milestones by median, steps by duration.
     pub fn stats(self) -> Stats {
         let rows = |values: BTreeMap<String, Vec<i64>>| -> Vec<Row> {
             values.into_iter().filter_map(|(name, values)| Some(Row { name, summary: Summary::of(&values)? })).collect()

@@ -1,5 +1,4 @@
-//! One boot as numbers that can be compared with those of others: when each milestone was, how long
-//! each phase and step lasted, what failed.
+//! One boot as comparable numbers: times of milestones, durations of phases and steps, failures.
 
 use super::blame::{By, blame};
 use crate::events::names;
@@ -11,20 +10,20 @@ use crate::host::data::record::Field;
 use crate::host::data::text::{printable, printable_start};
 use std::collections::BTreeMap;
 
-/// Different step names of one boot that are told apart; the rest is one. The format has some
+/// Limit of different step names in one boot; further ones count as one name. The format has some
 /// twenty.
 const MAX_NAMES: usize = 64;
-/// Longest reason, in bytes: enough for every reason that the init gives.
+/// Limit of a reason, in bytes: enough for every reason of the init.
 const MAX_REASON: usize = 100;
-/// Failures of one boot that are kept.
+/// Limit of failures kept of one boot.
 const MAX_FAILURES: usize = 64;
-/// Single durations of one step name that are kept of one boot: as many as GPUs in the largest
-/// machines, several times over.
+/// Limit of single durations of one step name in one boot: several times the GPUs of the largest
+/// machines.
 const MAX_DURATIONS: usize = 1024;
-/// What all names after the first [`MAX_NAMES`] are counted as.
+/// Common name of all names after the first [`MAX_NAMES`].
 const OTHERS: &str = "(others)";
 
-/// The numbers of one boot.
+/// Comparable numbers of one boot.
 #[derive(Clone, Debug, Default)]
 pub struct Metrics {
     /// Boot clock, ns.
@@ -36,18 +35,18 @@ pub struct Metrics {
     pub gpus: usize,
     pub failed_gpus: usize,
     pub settled: bool,
-    /// The agent's lines were there: a milestone of the agent that is missing was not reached.
+    /// Whether the agent's lines are known: a missing milestone of the agent was then not reached.
     pub agent_known: bool,
-    /// What failed, as `step: reason`.
+    /// Failures as `step: reason`.
     pub failures: Vec<String>,
 }
 
 /// All steps of one name.
 #[derive(Clone, Debug, Default)]
 pub struct StepMetrics {
-    /// At least one was running.
+    /// Time in which at least one of the steps was running.
     pub wall_ns: i64,
-    /// Of each that has ended.
+    /// Durations of the steps that ended.
     pub each_ns: Vec<i64>,
 }
 
@@ -55,7 +54,7 @@ fn signed(ns: u64) -> i64 {
     i64::try_from(ns).unwrap_or(i64::MAX)
 }
 
-/// The numbers of a boot. One that has no two milestones has only what failed.
+/// Numbers of a boot. A boot without two milestones has only failures.
 pub fn metrics(timeline: &Timeline, boot: &Boot, file: &BootFile, agent_known: bool) -> Metrics {
     let mut metrics = Metrics {
         milestones: timeline.milestones.iter().map(|m| (m.name.clone(), m.at_ns)).collect(),
@@ -66,7 +65,7 @@ pub fn metrics(timeline: &Timeline, boot: &Boot, file: &BootFile, agent_known: b
         failures: failures(boot, file, timeline),
         ..Metrics::default()
     };
-    // Where the record ends is no moment of the boot.
+    // The end of the record is no moment of the boot.
     metrics.milestones.remove(crate::host::boot::draft::LAST_RECORD);
     let Ok(window) = timeline.window(None, None) else { return metrics };
     metrics.unexplained_percent = coverage(timeline, &window).unexplained_share;
@@ -108,7 +107,7 @@ fn failures(boot: &Boot, file: &BootFile, timeline: &Timeline) -> Vec<String> {
     out.extend(boot.power_off.as_ref().map(|why| format!("power-off: {}", text(why))));
     out.extend(boot.too_large.map(|_| "too large: not all of it was looked at".to_string()));
     if boot.settled_ns.is_none() && !boot.gpus.is_empty() {
-        // What it hangs in is the innermost step that has not ended.
+        // The boot hangs in the innermost open step.
         let open = timeline.steps.iter().rev().find(|s| s.open && !s.row.waiting);
         out.push(format!("not settled: {}", open.map_or("no step was open".to_string(), |s| format!("still in {}", printable(&s.name)))));
     }

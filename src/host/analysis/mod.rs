@@ -1,5 +1,5 @@
-//! Questions about a boot's timeline, and about many boots: whose time it was, what it waited for,
-//! what got worse. No text for people.
+//! Analysis of a boot's timeline, and of many boots: owners of time, waits, regressions. No text
+//! for people.
 
 pub mod loaded; // a boot read from its file, with model and timeline
 pub mod blame; // whose time it was

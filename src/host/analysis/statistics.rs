@@ -5,10 +5,10 @@ use serde::Serialize;
 
 /// Resamples of a bootstrap: the ends of a 95 % interval then rest on some 50 each.
 const RESAMPLES: usize = 2000;
-/// Fewer values than this say nothing about how far their median can be off.
+/// Fewer values than this give no interval of their median.
 pub const MIN_FOR_INTERVAL: usize = 5;
 
-/// What a set of values comes to.
+/// Statistics of a set of values.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 pub struct Summary {
     pub n: usize,
@@ -18,7 +18,7 @@ pub struct Summary {
 }
 
 impl Summary {
-    /// None of no values.
+    /// Statistics of the values; None if there are none.
     pub fn of(values: &[i64]) -> Option<Self> {
         let mut sorted = values.to_vec();
         sorted.sort_unstable();
@@ -27,7 +27,7 @@ impl Summary {
     }
 }
 
-/// The middle one, or the mean of the two in the middle.
+/// The middle value, or the mean of the two in the middle.
 fn median_of_sorted(sorted: &[i64]) -> Option<i64> {
     let upper = *sorted.get(sorted.len() / 2)?;
     if sorted.len() % 2 == 1 {
@@ -99,8 +99,7 @@ pub fn difference_interval(a: &[i64], b: &[i64], seed: u64) -> Option<(i64, i64)
     Some((at(25)?, at(975)?))
 }
 
-/// A seed of its own for each name, so that one more name does not change the intervals of all
-/// others.
+/// A separate seed for each name, so that a new name does not change the intervals of the others.
 pub fn seed_for(name: &str, seed: u64) -> u64 {
     // FNV-1a.
     name.bytes().fold(0xcbf2_9ce4_8422_2325 ^ seed, |hash, byte| (hash ^ u64::from(byte)).wrapping_mul(0x0000_0100_0000_01b3))

@@ -1,4 +1,4 @@
-//! What the host's half asks of this machine.
+//! Services of this machine that the host's half uses.
 
 pub mod output; // standard output, which its reader may close
 pub mod processes; // processes by their command lines

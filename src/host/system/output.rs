@@ -8,8 +8,8 @@ pub fn print(text: &str) -> Result<()> {
     print_with(|out| out.write_all(text.as_bytes()))
 }
 
-/// Writes to standard output, part by part. Somebody who closes it (head, a pager) has seen enough:
-/// no error.
+/// Writes to standard output, part by part. A reader that closes it (head, a pager) causes no
+/// error.
 pub fn print_with(write: impl FnOnce(&mut dyn Write) -> io::Result<()>) -> Result<()> {
     let mut out = BufWriter::new(io::stdout().lock());
     match write(&mut out).and_then(|()| out.flush()) {
@@ -18,7 +18,7 @@ pub fn print_with(write: impl FnOnce(&mut dyn Write) -> io::Result<()>) -> Resul
     }
 }
 
-/// Prints lines and makes sure that they are seen now.
+/// Prints lines and flushes them.
 pub fn write_lines(lines: &[String]) -> io::Result<()> {
     if lines.is_empty() {
         return Ok(());

@@ -1,8 +1,8 @@
-//! Processes of this machine by their command lines, for what is written nowhere else.
+//! Processes of this machine by their command lines, for facts that no file holds.
 //!
-//! Any process can have any command line. Those of one user count, outside of containers: a
-//! set-user-ID program is whoever's that started it, and root in a container is a tenant. Command
-//! lines of others are not even read: their owner can make a reader wait, or read for long.
+//! Any process can have any command line. Only those of one user outside of containers count: a
+//! set-user-ID program may be started by any user, and root in a container is a tenant. Command
+//! lines of other users are not even read: their owner can make a reader wait, or read for long.
 
 use nix::fcntl::{OFlag, open, openat};
 use nix::sys::stat::Mode;
@@ -12,14 +12,14 @@ use std::io::Read;
 use std::os::fd::OwnedFd;
 use std::path::Path;
 
-/// Longest command line, or status, that is read: a command line of QEMU with 16 GPUs has 10 kB.
+/// Limit of a command line, or status: a command line of QEMU with 16 GPUs has 10 kB.
 const MAX_TEXT: u64 = 128 * 1024;
 
-/// Command lines of a user's processes in `proc`: words that end in a zero byte each.
+/// Command lines of a user's processes in `proc`: NUL-terminated words.
 pub fn of_user(proc: &Path, uid: u32) -> Vec<(Pid, Vec<u8>)> {
     let process = |entry: fs::DirEntry| {
         let pid: u32 = entry.file_name().to_str()?.parse().ok()?;
-        // Held, it stays this process, whichever gets the number after its end.
+        // The held descriptor stays with this process, even if its number is reused.
         let dir = open(&entry.path(), OFlag::O_PATH | OFlag::O_DIRECTORY | OFlag::O_NOFOLLOW | OFlag::O_CLOEXEC, Mode::empty()).ok()?;
         let is_users = is_users(&String::from_utf8_lossy(&read(&dir, "status")?), uid);
         Some((Pid::from_raw(pid.try_into().ok()?), is_users.then(|| read(&dir, "cmdline"))??))
@@ -27,7 +27,7 @@ pub fn of_user(proc: &Path, uid: u32) -> Vec<(Pid, Vec<u8>)> {
     fs::read_dir(proc).into_iter().flatten().flatten().filter_map(process).collect()
 }
 
-/// None where the process has ended meanwhile.
+/// Reads a file of a process; None if the process has ended meanwhile.
 fn read(dir: &OwnedFd, name: &str) -> Option<Vec<u8>> {
     let file = openat(dir, name, OFlag::O_RDONLY | OFlag::O_CLOEXEC, Mode::empty()).ok()?;
     let mut text = Vec::new();
@@ -59,7 +59,7 @@ mod tests {
         let status = |uids: &str, pids: &str| format!("Name:\tUid:\nUid:\t{uids}\nNSpid:\t{pids}\n");
         assert!(is_users(&status("0\t0\t0\t0", "41"), 0));
         assert!(is_users("Uid:\t7\t7\t7\t7\n", 7), "a kernel without PID namespaces");
-        // `su`, started by user 1000; root's container; somebody else.
+        // `su`, started by user 1000; root's container; another user.
         for (uids, pids) in [("1000\t0\t0\t0", "41"), ("0\t0\t0\t0", "41\t1"), ("1000\t1000\t1000\t1000", "41"), ("", "41")] {
             assert!(!is_users(&status(uids, pids), 0), "{uids} {pids}");
         }
@@ -88,7 +88,7 @@ mod tests {
             let all = of_user(Path::new("/proc"), geteuid().as_raw());
             all.into_iter().filter(|(_, words)| words.ends_with(format!("\0{mark}\0").as_bytes())).count()
         };
-        // Answers once it runs, and ends with its input.
+        // The child answers once it runs, and ends with its input.
         let start = |words: &[&str]| {
             let mut command = Command::new(words[0]);
             command.args(&words[1..]).args(["sh", "-c", "echo && read line; :", &mark]).stdin(Stdio::piped()).stdout(Stdio::piped());

@@ -1,8 +1,8 @@
-//! Sleeping until a deadline that may not be.
+//! Sleep until an optional deadline.
 
 use std::time::Instant;
 
-/// Sleeps until then; without a deadline, for ever.
+/// Sleeps until the deadline; without one, for ever.
 pub async fn sleep_until(deadline: Option<Instant>) {
     match deadline {
         Some(at) => tokio::time::sleep_until(at.into()).await,

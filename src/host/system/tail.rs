@@ -9,7 +9,7 @@ use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
 use tokio::io::unix::AsyncFd;
 
-/// A file and where reading it has got to.
+/// A file and the position of reading.
 pub struct Tail {
     path: PathBuf,
     file: File,
@@ -17,34 +17,34 @@ pub struct Tail {
 }
 
 impl Tail {
-    /// From the file's start. It has to be there.
+    /// Opens an existing file at its start.
     pub fn open(path: &Path) -> Result<Self> {
         let inotify = Inotify::init(InitFlags::IN_NONBLOCK | InitFlags::IN_CLOEXEC).context("inotify_init")?;
-        // The watch goes first: what is written between the two is read, and then only wakes once
-        // too often.
+        // Add the watch first: data written between the two steps is then read, and only causes one
+        // superfluous wake-up.
         inotify.add_watch(path, AddWatchFlags::IN_MODIFY).with_context(|| format!("watch {}", path.display()))?;
         let file = File::open(path).with_context(|| format!("open {}", path.display()))?;
         let changes = watch(inotify).context("watch inotify")?;
         Ok(Self { path: path.to_path_buf(), file, changes })
     }
 
-    /// What is there and was not read yet; empty at the end.
+    /// Unread bytes of the file; empty at the end.
     pub fn read_now(&mut self) -> Result<Vec<u8>> {
         let mut bytes = Vec::new();
         self.file.read_to_end(&mut bytes).with_context(|| format!("read {}", self.path.display()))?;
         Ok(bytes)
     }
 
-    /// Waits until there is more, and gives it. Safe to cancel.
+    /// Waits for more bytes and returns them. Safe to cancel.
     pub async fn read_more(&mut self) -> Result<Vec<u8>> {
         loop {
-            // Reading comes first: nothing that was written before the wait is missed.
+            // Read first: nothing that was written before the wait is missed.
             let bytes = self.read_now()?;
             if !bytes.is_empty() {
                 return Ok(bytes);
             }
             let mut ready = self.changes.readable().await.context("wait for inotify")?;
-            // What changed does not matter, only that something did: the events are thrown away.
+            // Discard the events: their content does not matter.
             let mut events = [0; 4096];
             if let Ok(Err(e)) = ready.try_io(|fd| Ok(nix::unistd::read(fd.get_ref(), &mut events)?))
                 && e.kind() != io::ErrorKind::Interrupted

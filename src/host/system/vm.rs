@@ -30,16 +30,16 @@ use std::process::{Child, Command, ExitStatus, Stdio};
 use std::sync::{Arc, Mutex, PoisonError, mpsc};
 use std::time::{Duration, Instant};
 
-/// What to boot.
+/// Configuration of a VM.
 #[derive(Clone, Debug)]
 pub struct VmConfig {
     pub kernel: PathBuf,
     pub initrd: PathBuf,
     /// A raw image, /dev/vda in the guest, read-only.
     pub disk: Option<PathBuf>,
-    /// More raw images, read-only, each with the serial that the guest sees.
+    /// More raw images, read-only, each with its serial in the guest.
     pub serial_disks: Vec<(String, PathBuf)>,
-    /// The kernel's command line, as it is.
+    /// The kernel's command line, unchanged.
     pub append: String,
     pub memory_mib: u32,
     pub cpus: u32,
@@ -51,16 +51,16 @@ pub struct VmConfig {
 
 /// A running (or ended) VM. Dropping it kills it.
 pub struct Vm {
-    // Fields are dropped in this order: QEMU ends before what its device talks to.
+    // Fields are dropped in this order: QEMU ends before the process behind its vsock device.
     qemu: Process,
     _vsock: Option<Process>,
     uds: PathBuf,
     console: PathBuf,
 }
 
-/// The guest's vsock address. 0 to 2 are reserved, 3 is what people use by hand.
+/// The guest's vsock address. 0 to 2 are reserved, and 3 is common in manual use.
 const GUEST_CID: u32 = 4;
-/// vhost-device-vsock binds its socket within milliseconds; 10 s means that it never will.
+/// Limit of the start of vhost-device-vsock, which binds its socket within milliseconds.
 const VSOCK_DEADLINE: Duration = Duration::from_secs(10);
 /// `sun_path` of struct sockaddr_un, with its terminating zero.
 const UNIX_PATH_MAX: usize = 108;
@@ -70,14 +70,14 @@ const PORT_SUFFIX: usize = 11;
 /// bits.
 const CPU: &str = "max,phys-bits=46";
 
-/// The unix socket that stands for the guest's vsock: connect to it and say `CONNECT <port>` to
-/// reach the guest; `<it>_<port>` is where the guest's own connections arrive.
+/// Unix socket in place of the guest's vsock: connect and write `CONNECT <port>` to reach the
+/// guest; the guest's own connections arrive at `<it>_<port>`.
 pub fn uds_path(work_dir: &Path) -> PathBuf {
     work_dir.join("vsock")
 }
 
 impl Vm {
-    /// QEMU's process, while it runs.
+    /// Process id of QEMU; None after its end.
     pub fn pid(&self) -> Option<i32> {
         match *self.qemu.state.lock().unwrap_or_else(PoisonError::into_inner) {
             State::Running(pid) => Some(pid.as_raw()),
@@ -85,10 +85,10 @@ impl Vm {
         }
     }
 
-    /// Starts vhost-device-vsock (if asked for), then QEMU. Fails when a file is not there, a
-    /// program cannot be started, vhost-device-vsock does not listen in time, or the work
-    /// directory's path is too long for a unix socket in it (about 90 bytes). That QEMU itself
-    /// dislikes its command line shows as an early exit; its words are in `work_dir/qemu.log`.
+    /// Starts vhost-device-vsock (if configured), then QEMU. Fails if a file is missing, a program
+    /// cannot be started, vhost-device-vsock does not listen in time, or the work directory's path
+    /// is too long for a unix socket in it (about 90 bytes). A bad command line of QEMU shows as an
+    /// early exit, with the message in `work_dir/qemu.log`.
     pub fn start(config: &VmConfig) -> Result<Vm> {
         for (what, path) in [("kernel", &config.kernel), ("initrd", &config.initrd)] {
             File::open(path).with_context(|| format!("vm: open {what} {}", path.display()))?;
@@ -96,7 +96,7 @@ impl Vm {
         let uds = uds_path(&config.work_dir);
         check_socket_path(&uds)?;
         let console = config.work_dir.join("console.log");
-        // Readers may open it before QEMU does; QEMU truncates it, so it must be empty already.
+        // Readers may open the file before QEMU truncates it, so it must be empty already.
         File::create(&console).with_context(|| format!("vm: create {}", console.display()))?;
 
         let vhost_user = config.work_dir.join("vhost");
@@ -116,30 +116,30 @@ impl Vm {
         &self.uds
     }
 
-    /// The file that the guest's serial console is written to.
+    /// File with the output of the guest's serial console.
     pub fn console(&self) -> &Path {
         &self.console
     }
 
-    /// How QEMU ended, or None while it runs.
+    /// Exit status of QEMU, or None while it runs.
     pub fn exited(&mut self) -> Result<Option<ExitStatus>> {
         self.wait(Duration::ZERO)
     }
 
     /// Waits until QEMU ends (the guest has powered off or reset, or it was killed), at most
-    /// `timeout`; None: it still runs.
+    /// `timeout`; None: QEMU still runs.
     pub fn wait(&mut self, timeout: Duration) -> Result<Option<ExitStatus>> {
         self.qemu.wait(timeout)
     }
 
-    /// Ends QEMU at once, as pulling the plug. Safe to call again.
+    /// Kills QEMU at once. Safe to call again.
     pub fn kill(&mut self) {
         self.qemu.kill();
     }
 }
 
-/// Whether KVM can be used: /dev/kvm may exist and open where it does not work, so the CPU must say
-/// that it virtualises.
+/// Whether KVM can be used: /dev/kvm may exist and open where it does not work, so the CPU must
+/// report virtualisation.
 pub fn kvm_works() -> bool {
     let cpuinfo = fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
     cpu_virtualises(&cpuinfo) && File::options().read(true).write(true).open("/dev/kvm").is_ok()
@@ -227,7 +227,7 @@ fn tail(log: &Path) -> String {
     lines[lines.len().saturating_sub(5)..].join(" | ")
 }
 
-/// Wakes up when files appear in a directory.
+/// Watch for new files in a directory.
 struct FileWatch(Inotify);
 
 impl FileWatch {
@@ -239,7 +239,7 @@ impl FileWatch {
         Ok(FileWatch(inotify))
     }
 
-    /// Returns when something appeared, `other` is ready, or the time is over; the caller looks
+    /// Returns when a file appeared, `other` is ready, or the time is over; the caller checks
     /// which.
     fn wait(&self, other: BorrowedFd<'_>, timeout: Duration) -> Result<()> {
         poll_until(&mut [PollFd::new(self.0.as_fd(), PollFlags::POLLIN), PollFd::new(other, PollFlags::POLLIN)], timeout)?;
@@ -253,19 +253,19 @@ impl FileWatch {
 /// A child process with a thread of its own; killed and reaped when dropped.
 pub struct Process {
     state: Arc<Mutex<State>>,
-    /// Nothing is ever written to it: it reaches its end when the process is reaped.
+    /// Pipe without data: it reaches its end when the process is reaped.
     ended: OwnedFd,
     thread: Option<std::thread::JoinHandle<()>>,
 }
 
 enum State {
-    /// Not reaped: its number is its own.
+    /// Not reaped: its number cannot be reused.
     Running(Pid),
     Ended(ExitStatus),
 }
 
 impl Process {
-    /// Starts it, with its output in a file.
+    /// Starts the process, with its output in a file.
     pub fn start(name: &'static str, mut command: Command, log: &Path) -> Result<Process> {
         let output = File::create(log).with_context(|| format!("create {}", log.display()))?;
         command.stdin(Stdio::null()).stdout(output.try_clone()?).stderr(output);
@@ -300,7 +300,7 @@ impl Process {
         Ok(Process { state, ended, thread: Some(thread) })
     }
 
-    /// How it ended; None where it still runs after `timeout`.
+    /// Exit status; None if the process still runs after `timeout`.
     pub fn wait(&self, timeout: Duration) -> Result<Option<ExitStatus>> {
         let deadline = Instant::now() + timeout;
         loop {
@@ -316,10 +316,9 @@ impl Process {
     }
 
     fn kill(&self) {
-        // Under the lock, so that it is not reaped (and its number not given to another) in
-        // between.
+        // Under the lock, so that the process is not reaped (and its number reused) in between.
         if let State::Running(pid) = *self.state.lock().unwrap_or_else(PoisonError::into_inner) {
-            // It cannot fail: the process is ours and at worst a zombie.
+            // The kill cannot fail: the process is ours and at worst a zombie.
             let _ = kill(pid, Signal::SIGKILL);
         }
     }
@@ -329,16 +328,16 @@ impl Drop for Process {
     fn drop(&mut self) {
         self.kill();
         if let Some(thread) = self.thread.take() {
-            // It ends as soon as the killed process is reaped; a panic in it was printed already.
+            // The thread ends once the killed process is reaped; its panic was printed already.
             let _ = thread.join();
         }
     }
 }
 
-/// Waits for the end of a process, then reaps it while nobody can send it a signal.
+/// Waits for the end of a process, then reaps it under the lock that signals take.
 fn reap(pid: Pid, mut child: Child, state: &Mutex<State>) {
-    // WNOWAIT leaves it a zombie. An error (it cannot be but EINTR) only makes the lock be held
-    // while waiting.
+    // WNOWAIT leaves a zombie. An error (only EINTR is possible) only makes the lock be held while
+    // waiting.
     while waitid(Id::Pid(pid), WaitPidFlag::WEXITED | WaitPidFlag::WNOWAIT) == Err(Errno::EINTR) {}
     let mut state = state.lock().unwrap_or_else(PoisonError::into_inner);
     if let Ok(status) = child.wait() {
@@ -346,12 +345,12 @@ fn reap(pid: Pid, mut child: Child, state: &Mutex<State>) {
     }
 }
 
-/// poll() that starts again after a signal and takes any duration.
+/// poll() for any duration that restarts after a signal.
 fn poll_until(fds: &mut [PollFd<'_>], timeout: Duration) -> Result<()> {
     let deadline = Instant::now() + timeout;
     loop {
         let left = deadline.saturating_duration_since(Instant::now());
-        // Rounded up: a poll of 0 ms would spin through the last millisecond.
+        // Round up: a poll of 0 ms would spin through the last millisecond.
         let milliseconds = i32::try_from(left.as_millis() + 1).unwrap_or(i32::MAX);
         let timeout = if left.is_zero() { PollTimeout::ZERO } else { PollTimeout::try_from(milliseconds).unwrap_or(PollTimeout::MAX) };
         match poll(fds, timeout) {
@@ -425,7 +424,7 @@ mod tests {
         let mut command = Command::new("sleep");
         command.arg("1000");
         let process = std::thread::spawn(move || Process::start("sleep", command, &log).unwrap()).join().unwrap();
-        // Killed by the end of that thread it would be gone within milliseconds.
+        // If that thread's end killed the process, it would be gone within milliseconds.
         assert!(process.wait(Duration::from_millis(200)).unwrap().is_none());
         let State::Running(pid) = *process.state.lock().unwrap() else { panic!("ended") };
         drop(process);
@@ -433,7 +432,7 @@ mod tests {
         fs::remove_dir_all(dir).unwrap();
     }
 
-    /// Set in the child of the test below: the FIFO that its process has open.
+    /// Environment variable of the test's child: the FIFO that its process has open.
     const PARENT: &str = "KATA_GPU_VM_TEST_FIFO";
 
     #[test]
@@ -494,7 +493,7 @@ mod tests {
     #[test]
     fn vhost_device_vsock_that_ends_early_is_reported_with_its_words() {
         let dir = temp_dir("early");
-        // ls knows no --vm: it says so and ends with 2.
+        // ls has no option --vm: it prints an error and exits with 2.
         let error = start_vsock(Path::new("/bin/ls"), &dir.join("vhost"), &dir.join("vsock"), &dir).err().expect("started");
         let text = format!("{error:#}");
         assert!(text.contains("exit status: 2") && text.contains("--vm"), "{text}");
