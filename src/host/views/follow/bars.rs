@@ -1,8 +1,8 @@
-//! Boots on a terminal: a head line each, and a bar per GPU. What goes wrong is printed above them
-//! and stays.
+//! Boots on a terminal: a head line each, and a bar per GPU. Problems are printed above the bars
+//! and stay.
 //!
-//! A bar shows which steps are over, not time: no length of it is a promise. Every text is
-//! printable ASCII, so that a line is as wide as it is long.
+//! A bar shows finished steps, not time: its length promises nothing. Every text is printable
+//! ASCII, so that a line is as wide as it is long.
 
 use super::progress::{Gpu, Outcome, Progress, Step, name};
 use crate::host::data::text::printable;
@@ -11,23 +11,23 @@ use indicatif::{MultiProgress, ProgressBar, ProgressDrawTarget, ProgressStyle};
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
-/// Between two pictures, when nothing happens: seconds are shown with one digit.
+/// Interval between two pictures without events: seconds are shown with one digit.
 pub const REFRESH: Duration = Duration::from_millis(100);
-/// Cells of a bar: two per step. What is beside it has to fit 80 columns.
+/// Cells of a bar: two per step. The text beside it has to fit 80 columns.
 const CELLS: u64 = Step::STAGES * 2;
 /// Longest tag of a boot.
 const TAG: usize = 8;
 
-/// What a bar is drawn with.
+/// Colours and characters of a bar.
 #[derive(Clone, Copy, Debug)]
 pub struct Look {
     pub colour: bool,
-    /// The terminal shows more than ASCII.
+    /// Whether the terminal shows more than ASCII.
     pub unicode: bool,
 }
 
 impl Look {
-    /// As the environment wants it: NO_COLOR, TERM, and the locale's character set.
+    /// Look from the environment: NO_COLOR, TERM, and the locale's character set.
     pub fn of_environment(colour: bool) -> Self {
         let set = |name: &str| std::env::var(name).ok().filter(|v| !v.is_empty());
         let locale = set("LC_ALL").or_else(|| set("LC_CTYPE")).or_else(|| set("LANG")).unwrap_or_default().to_lowercase();
@@ -37,7 +37,7 @@ impl Look {
     fn bar(self, colour: &str) -> ProgressStyle {
         let (cells, paint) = (CELLS, if self.colour { format!(".{colour}") } else { String::new() });
         let style = ProgressStyle::with_template(&format!("{{prefix}} {{bar:{cells}{paint}}} {{wide_msg}}"));
-        // The templates are this file's own, and every one is used in its tests.
+        // The templates are constants of this file, all used in its tests.
         style.unwrap_or_else(|_| ProgressStyle::default_bar()).progress_chars(if self.unicode { "━╸ " } else { "#> " })
     }
 
@@ -63,13 +63,13 @@ impl Bars {
         Self { multi: MultiProgress::with_draw_target(target), look, boots: BTreeMap::new() }
     }
 
-    /// A line that stays, above all bars.
+    /// Prints a line that stays, above all bars.
     pub fn say(&self, line: &str) {
-        // A terminal that is gone is noticed by whoever reads it.
+        // A lost terminal is noticed by the code that reads it.
         let _unused = self.multi.println(line);
     }
 
-    /// Shows a boot as it is at `now`.
+    /// Shows the state of a boot at `now`.
     pub fn update(&mut self, boot: &str, progress: &Progress, now: Instant) {
         let (multi, look) = (&self.multi, self.look);
         let bars = self.boots.entry(boot.to_string()).or_insert_with(|| {
@@ -81,7 +81,7 @@ impl Bars {
         let width = progress.gpus.iter().map(|(address, gpu)| name(*address, gpu.index).len()).max().unwrap_or(0);
         for (address, gpu) in &progress.gpus {
             if !bars.gpus.contains_key(address) {
-                // In PCI order, whichever came first.
+                // In PCI order, regardless of the order of arrival.
                 let before = bars.gpus.range(..*address).next_back().map_or(&bars.head, |(_, (bar, _))| bar);
                 let bar = multi.insert_after(before, ProgressBar::new(CELLS));
                 bars.gpus.insert(*address, (bar, ""));
@@ -103,7 +103,7 @@ impl Bars {
         }
     }
 
-    /// The last picture of a boot; its bars stay where they are.
+    /// Shows the last picture of a boot; its bars stay.
     pub fn finish(&mut self, boot: &str, progress: &Progress, now: Instant) {
         self.update(boot, progress, now);
         let Some(bars) = self.boots.remove(boot) else { return };
@@ -111,7 +111,7 @@ impl Bars {
         bars.gpus.values().for_each(|(bar, _)| bar.abandon());
     }
 
-    /// Takes a boot's bars away, for others.
+    /// Removes a boot's bars, to make room for others.
     pub fn remove(&mut self, boot: &str) {
         let Some(bars) = self.boots.remove(boot) else { return };
         bars.gpus.values().for_each(|(bar, _)| bar.finish_and_clear());
@@ -119,13 +119,13 @@ impl Bars {
     }
 }
 
-/// The start of a boot id, which is enough for all other commands.
+/// Start of a boot id, which suffices for all other commands.
 pub fn tag(boot: &str) -> String {
     let start: String = boot.split('.').next().unwrap_or(boot).chars().take(TAG).collect();
     printable(&start)
 }
 
-/// Nanoseconds as seconds with one digit: what changes ten times a second.
+/// Nanoseconds as seconds with one digit, for values that are redrawn ten times a second.
 fn tenths(ns: u64) -> String {
     format!("{}.{} s", ns / 1_000_000_000, ns / 100_000_000 % 10)
 }
@@ -171,7 +171,7 @@ mod tests {
     fn the_templates_are_templates() {
         for (look, paint) in [(Look { colour: true, unicode: true }, ".cyan"), (Look { colour: false, unicode: false }, "")] {
             assert!(ProgressStyle::with_template(&format!("{{prefix}} {{bar:{CELLS}{paint}}} {{wide_msg}}")).is_ok());
-            // Draws nothing, and must not panic over its own characters.
+            // Draws nothing, and must not panic because of its own characters.
             let bar = ProgressBar::with_draw_target(Some(CELLS), ProgressDrawTarget::hidden());
             bar.set_style(look.bar("cyan"));
             bar.set_position(5);

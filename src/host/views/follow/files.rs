@@ -1,5 +1,5 @@
-//! The collector's directory as it changes: one inotify instance for all boots in it, however many,
-//! and no file kept open.
+//! Changes in the collector's directory: one inotify instance for all boots in it, and no file kept
+//! open.
 
 use crate::events::record::{self, is_boot_id};
 use crate::host::data::boot_file::{EXTENSION, FileLine, HostEvent, Sandbox, decode};
@@ -18,18 +18,18 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, SystemTime};
 use tokio::io::unix::AsyncFd;
 
-/// Bytes of one file that are taken at a time.
+/// Limit of bytes taken from one file at a time.
 const CHUNK: usize = 64 * 1024;
-/// Bytes at the start of a file in which a collector has named the sandbox, if it ever did: it asks
+/// Bytes at the start of a file that hold the collector's line with the sandbox, if any: it asks
 /// the host when the guest connects, and records come meanwhile.
 const HEAD: u64 = 1 << 20;
 
-/// Which files are looked at.
+/// Files to follow.
 #[derive(Clone, Debug)]
 pub enum Which {
-    /// All that a collector has named.
+    /// All files named by a collector.
     Boots,
-    /// This one, whatever it is called.
+    /// The file with this name.
     One(OsString),
     /// Boots of this sandbox or pod.
     Sandbox(String),
@@ -47,25 +47,25 @@ impl Which {
     }
 }
 
-/// Where reading a file has got to.
+/// Position of reading in a file.
 struct Place {
     offset: u64,
     lines: Lines,
 }
 
-/// The directory.
+/// Followed files of a directory.
 pub struct Files {
     dir: PathBuf,
     which: Which,
     inotify: Inotify,
     changes: AsyncFd<OwnedFd>,
     places: BTreeMap<OsString, Place>,
-    /// Files of which it is known whether they are of the sandbox that is looked for.
+    /// Files already checked for the wanted sandbox, with the result.
     sandboxes: BTreeMap<OsString, bool>,
 }
 
 impl Files {
-    /// Watches from now on; what is there already is [`Files::present`].
+    /// Watches from now on; for existing files see [`Files::present`].
     pub fn watch(dir: &Path, which: Which) -> Result<Self> {
         let inotify = Inotify::init(InitFlags::IN_NONBLOCK | InitFlags::IN_CLOEXEC).context("inotify_init")?;
         let events = AddWatchFlags::IN_CREATE | AddWatchFlags::IN_MODIFY | AddWatchFlags::IN_MOVED_TO | AddWatchFlags::IN_ONLYDIR;
@@ -77,12 +77,12 @@ impl Files {
         Ok(Self { dir: dir.to_path_buf(), which, inotify, changes, places: BTreeMap::new(), sandboxes: BTreeMap::new() })
     }
 
-    /// What is there, and how long ago each was written to; the newest first.
+    /// Existing files with the time since their last write; the newest first.
     pub fn present(&self) -> Result<Vec<(OsString, Duration)>> {
         let mut found = Vec::new();
         for entry in std::fs::read_dir(&self.dir).with_context(|| format!("read directory {}", self.dir.display()))? {
             let name = entry.with_context(|| format!("read directory {}", self.dir.display()))?.file_name();
-            // It may have been removed by the retention in between.
+            // The retention may have removed the file in between.
             if self.which.takes(&name)
                 && let Some(age) = self.age(&name)
             {
@@ -93,13 +93,13 @@ impl Files {
         Ok(found)
     }
 
-    /// How long ago it was written to.
+    /// Time since the last write to a file.
     pub fn age(&self, name: &OsStr) -> Option<Duration> {
         let modified = std::fs::metadata(self.dir.join(name)).and_then(|m| m.modified()).ok()?;
         Some(SystemTime::now().duration_since(modified).unwrap_or_default())
     }
 
-    /// Waits until files have changed, and names them. Safe to cancel.
+    /// Waits until files have changed, and returns their names. Safe to cancel.
     pub async fn changed(&mut self) -> Result<BTreeSet<OsString>> {
         loop {
             let mut ready = self.changes.readable().await.context("wait for inotify")?;
@@ -114,7 +114,7 @@ impl Files {
             let mut names = BTreeSet::new();
             for event in events {
                 if event.mask.contains(AddWatchFlags::IN_Q_OVERFLOW) {
-                    // Too much at once for the queue: each may have changed.
+                    // Overrun of the queue: each file may have changed.
                     names.extend(self.present()?.into_iter().map(|(name, _)| name));
                 }
                 names.extend(event.name.filter(|name| self.which.takes(name)));
@@ -125,8 +125,8 @@ impl Files {
         }
     }
 
-    /// Hands over every complete line that was not read yet. A file that is gone has none, nor has
-    /// one of another sandbox than that which is looked for.
+    /// Passes on every complete line not read yet. A missing file has none, nor has a file of
+    /// another sandbox than the wanted one.
     pub fn read(&mut self, name: &OsStr, mut each: impl FnMut(FileLine)) -> Result<()> {
         if !self.is_of_sandbox(name)? {
             return Ok(());
@@ -152,7 +152,7 @@ impl Files {
             };
             place.offset += n as u64;
             place.lines.push(chunk.get(..n).unwrap_or_default(), |piece| {
-                // Damage is `show`'s to tell.
+                // Damage is reported by `show`.
                 if let Piece::Line(line) = piece
                     && let Ok(line) = decode(line, &mut names)
                 {
@@ -170,7 +170,7 @@ impl Files {
         let head = head_of(&self.dir.join(name))?;
         let is_wanted = match sandbox_in(&head) {
             Some(sandbox) => sandbox.is(wanted),
-            // Nobody names it any more: not to be read again with each line that it gets.
+            // Too late for the sandbox's line: do not read the file again with each new line.
             None if head.len() as u64 == HEAD => false,
             None => return Ok(false),
         };
@@ -178,13 +178,13 @@ impl Files {
         Ok(is_wanted)
     }
 
-    /// Keeps nothing of it: what it has is read again when it changes.
+    /// Forgets a file: its whole content is read again when it changes.
     pub fn forget(&mut self, name: &OsStr) {
         self.places.remove(name);
     }
 }
 
-/// The first bytes of a boot's file; none of one that is gone.
+/// First bytes of a boot's file; empty if the file is missing.
 fn head_of(path: &Path) -> Result<Vec<u8>> {
     let at = || format!("read {}", path.display());
     let mut head = Vec::new();
@@ -197,7 +197,7 @@ fn head_of(path: &Path) -> Result<Vec<u8>> {
     Ok(head)
 }
 
-/// The sandbox that a collector has named in these lines.
+/// Sandbox named by a collector in these lines.
 fn sandbox_in(head: &[u8]) -> Option<Sandbox> {
     let (mut found, mut names) = (None, Names::default());
     Lines::new(record::MAX_LINE).push(head, |piece| {
@@ -251,7 +251,7 @@ mod tests {
         assert!(format!("{error:#}").contains("/nonexistent/boots") && format!("{error:#}").contains("--dir"), "{error:#}");
     }
 
-    /// Bytes that this thread has read.
+    /// Number of bytes that this thread has read.
     fn bytes_read() -> u64 {
         let io = std::fs::read_to_string("/proc/thread-self/io").unwrap();
         io.lines().find_map(|line| line.strip_prefix("rchar: ")?.parse().ok()).unwrap()

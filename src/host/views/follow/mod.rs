@@ -1,4 +1,4 @@
-//! Boots while they happen, from the collector's files as they grow.
+//! Live view of boots, from the collector's files as they grow.
 
 pub mod bars; // a bar per GPU
 pub mod files; // the lines of files that grow

@@ -1,11 +1,11 @@
-//! How far one boot is: lines of its file in, the state of each GPU and of the whole out. No I/O
+//! Progress of one boot: lines of its file in, the state of each GPU and of the whole out. No I/O
 //! and no clock of its own.
 //!
-//! Times are those of the guest's boot clock; between two records they go on with this machine's,
-//! from the moment the last one came. There is no estimate of what is left: how long a step takes
-//! depends on locks of host and driver. What other GPUs of this boot took for it is told instead.
+//! Times are those of the guest's boot clock; between two records they continue by this machine's
+//! clock, from the arrival of the last one. The remaining time is not estimated: a step's duration
+//! depends on locks of host and driver. Durations on other GPUs of this boot are shown instead.
 //!
-//! A guest chooses how much it says: GPUs and texts are bounded, and every text is printable ASCII.
+//! A guest chooses how much it sends: GPUs and texts are bounded, texts printable ASCII.
 
 use crate::events::names;
 use crate::events::record::Kind;
@@ -18,17 +18,17 @@ use crate::pci::PciAddress;
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
-/// GPUs that are followed; the largest machines have 16.
+/// Limit of GPUs that are followed; the largest machines have 16.
 const MAX_GPUS: usize = 256;
-/// Longest reason, in bytes.
+/// Limit of a reason, in bytes.
 const MAX_REASON: usize = 300;
-/// So many other GPUs must have done a step before it is told what they took.
+/// Number of other GPUs that must have done a step before their durations are shown.
 const MIN_OTHERS: usize = 2;
 
-/// What a GPU is in.
+/// Current step of a GPU.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Step {
-    /// Found; nothing is done with it yet.
+    /// Found; nothing has been done with the GPU yet.
     Waiting,
     /// The host maps its BARs.
     Enabling,
@@ -63,7 +63,7 @@ impl Step {
         }
     }
 
-    /// How far it is, of [`Step::STAGES`]: what is over, not what time is left.
+    /// Number of finished stages of [`Step::STAGES`]; unrelated to the time left.
     pub fn stage(&self) -> u64 {
         match self {
             Step::Waiting | Step::Removed | Step::Failed { .. } => 0,
@@ -84,18 +84,18 @@ impl Step {
 pub struct Gpu {
     pub index: Option<u64>,
     pub step: Step,
-    /// When that began, on the guest's clock.
+    /// Beginning of the step, on the guest's clock.
     pub since_ns: u64,
-    /// The furthest it got, also if it failed then.
+    /// Highest stage reached, also by a GPU that failed then.
     pub stage: u64,
-    /// Containers can have it.
+    /// Whether containers can have the GPU.
     pub published: bool,
 }
 
-/// How a boot ended.
+/// End of a boot.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Outcome {
-    /// All GPUs are usable, so many, then.
+    /// All GPUs are usable: their number, and the time.
     Ready {
         gpus: usize,
         at_ns: u64,
@@ -109,19 +109,19 @@ pub struct Progress {
     pub gpus: BTreeMap<PciAddress, Gpu>,
     pub sandbox: Option<String>,
     tracker: Tracker,
-    /// The latest time of the guest that is known, and when it came.
+    /// Latest known time of the guest, and its arrival here.
     newest: Option<(u64, Instant)>,
-    /// What GPUs took for steps that are over.
+    /// Durations of finished steps on GPUs.
     took: BTreeMap<&'static str, Vec<u64>>,
-    /// When all GPUs were usable or failed, and how many failed by the guest's own count.
+    /// Time at which all GPUs were usable or failed, and the guest's own count of failed ones.
     settled: Option<(u64, u64)>,
     power_off: Option<String>,
-    /// The connection is over since then.
+    /// Time at which the connection ended.
     gone: Option<Instant>,
 }
 
 impl Progress {
-    /// Takes a line that came at `at`; gives its row, if it is a record.
+    /// Takes a line that came at `at`; returns its row, if it is a record.
     pub fn take(&mut self, line: &FileLine, at: Instant) -> Option<Row> {
         match line {
             FileLine::Record(record) => {
@@ -157,7 +157,7 @@ impl Progress {
         }
     }
 
-    /// The guest's clock at some moment, as far as anybody knows; the end of a boot that is over.
+    /// Best known guest time at `at`; for a finished boot, its end.
     pub fn guest_ns(&self, at: Instant) -> u64 {
         if let Some((settled_ns, _)) = self.settled {
             return settled_ns;
@@ -180,8 +180,7 @@ impl Progress {
             }
             _ => {}
         }
-        // The kernel's lines name every PCI function there is: of those only GPUs that are known
-        // count.
+        // The kernel's lines name every PCI function: count them only for known GPUs.
         let Some(address) = record.gpu else { return };
         if record.kind != Kind::Kmsg && !self.gpus.contains_key(&address) && self.gpus.len() < MAX_GPUS {
             let gpu = Gpu { index: None, step: Step::Waiting, since_ns: record.boottime_ns, stage: 0, published: false };
@@ -191,11 +190,11 @@ impl Progress {
         gpu.index = record.fields.get("index").and_then(Field::as_u64).or(gpu.index);
         let text = |key: &str| record.fields.get(key).and_then(Field::as_str).unwrap_or("");
         let next = match (record.kind, record.name.as_str()) {
-            // Once more, where others came or went, or after it had left.
+            // Found again because other GPUs came or went, or after a removal.
             (Kind::Event, names::GPU_FOUND) if matches!(gpu.step, Step::Removed | Step::Failed { .. }) => Step::Waiting,
             (Kind::Begin, names::GPU_ENABLE) => Step::Enabling,
             (Kind::End, names::GPU_ENABLE) if record.error.is_none() => Step::Enabled,
-            // In a load that probes all by itself, this is all there is to see of a probe.
+            // In a load that probes all GPUs, only this line shows a probe.
             (Kind::Kmsg, _) if text("text").contains("enabling device") && gpu.step.stage() < Step::Probing.stage() => Step::Probing,
             (Kind::Begin, names::GPU_BIND) => Step::Probing,
             (Kind::Event, names::GPU_BOUND) => Step::Bound,
@@ -203,7 +202,7 @@ impl Progress {
             (Kind::Event, names::GPU_USABLE) => Step::Ready,
             (Kind::Event, names::GPU_FAILED) => {
                 let reason = record.error.as_deref().unwrap_or(text("reason"));
-                // Whose it is stands before it already.
+                // The line names the GPU already.
                 let reason = reason.strip_prefix(&format!("GPU {address}: ")).unwrap_or(reason);
                 let step = printable_start(text("step").as_bytes(), MAX_REASON);
                 Step::Failed { step, reason: printable_start(reason.as_bytes(), MAX_REASON) }
@@ -215,7 +214,7 @@ impl Progress {
             }
             _ => return,
         };
-        // What is over stays over, whatever comes late; only the init itself takes that back.
+        // Late records do not reopen a finished step; only the init itself does.
         let over = matches!(gpu.step, Step::Failed { .. } | Step::Removed | Step::Ready);
         if next == gpu.step || (over && !matches!(next, Step::Failed { .. } | Step::Removed | Step::Waiting)) {
             return;
@@ -234,7 +233,7 @@ impl Progress {
         gpu.step = next;
     }
 
-    /// The longest that other GPUs took for this step, if there are enough of them.
+    /// Longest duration of this step on other GPUs, if enough of them finished it.
     pub fn others_ns(&self, step: &Step) -> Option<u64> {
         self.took.get(step.name()).filter(|all| all.len() >= MIN_OTHERS)?.iter().max().copied()
     }
@@ -247,13 +246,13 @@ impl Progress {
         self.gpus.values().filter(|g| matches!(g.step, Step::Failed { .. })).count()
     }
 
-    /// What goes on beside the GPUs' own steps: the newest open one, and since when.
+    /// Newest open step outside of GPUs, and its beginning.
     pub fn beside(&self) -> Option<(String, u64)> {
         let open = self.tracker.open().into_iter().filter(|o| o.gpu.is_none()).max_by_key(|o| o.begin_ns)?;
         Some((printable_start(format!("{}{}", open.name, open.fields).as_bytes(), 60), open.begin_ns))
     }
 
-    /// How it ended, if it has.
+    /// Outcome of the boot, if it has ended.
     pub fn outcome(&self, now: Instant) -> Option<Outcome> {
         if let Some(why) = &self.power_off {
             return Some(Outcome::Failed(format!("the guest powered off: {why}")));
@@ -273,12 +272,12 @@ impl Progress {
         Some(Outcome::Failed(format!("the guest's connection ended {} s ago before the boot did; {}", left.as_secs(), self.last_seen())))
     }
 
-    /// When the end of the connection counts as that of the boot.
+    /// Time from which a lost connection counts as the end of the boot.
     pub fn deadline(&self) -> Option<Instant> {
         self.gone.filter(|_| self.settled.is_none()).map(|at| at + RECONNECT_GRACE)
     }
 
-    /// What was seen last, for whoever waits no longer.
+    /// Last known state, for a caller that stops waiting.
     pub fn last_seen(&self) -> String {
         let Some((newest, _)) = self.newest else { return "no record of it has come".to_string() };
         let mut waiting: Vec<String> = Vec::new();
@@ -303,7 +302,7 @@ pub fn name(address: PciAddress, index: Option<u64>) -> String {
     index.map_or_else(|| format!("GPU {address}"), |index| format!("GPU {index} ({address})"))
 }
 
-/// So long before `now`.
+/// The instant `age` before `now`.
 pub fn ago(now: Instant, age: Duration) -> Instant {
     now.checked_sub(age).unwrap_or(now)
 }
@@ -330,7 +329,7 @@ mod tests {
             self.progress.take(&line, self.start + Duration::from_millis(ms));
         }
 
-        /// A record of GPU `gpu` that comes when it happened.
+        /// A record of GPU `gpu` that arrives at its own time.
         fn gpu(&mut self, ms: u64, gpu: u64, rest: &str) {
             self.record(ms, &format!(r#""gpu":"0001:00:0{gpu}.0",{rest}"#));
         }

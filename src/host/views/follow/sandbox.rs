@@ -1,5 +1,5 @@
 //! The boot of one sandbox, from its first line in the collector's directory to its outcome, for
-//! whoever has started that sandbox himself.
+//! the program that started the sandbox itself.
 
 use super::bars::{Bars, Look, REFRESH};
 use super::files::{Files, Which};
@@ -11,23 +11,23 @@ use indicatif::ProgressDrawTarget;
 use std::path::{Path, PathBuf};
 use std::time::Instant;
 
-/// A boot that is watched; what is known of it stays when the watching is given up.
+/// A watched boot; its last state remains after the end of watching.
 #[derive(Debug, Default)]
 pub struct Boot {
-    /// Its file, once it has one.
+    /// The boot's file, once it exists.
     pub file: Option<PathBuf>,
     progress: Progress,
 }
 
 impl Boot {
-    /// What was seen last, for whoever waits no longer.
+    /// Last known state, for a caller that stops waiting.
     pub fn last_seen(&self) -> String {
         self.progress.last_seen()
     }
 }
 
-/// Watches a sandbox that is yet to come until its boot has ended well or not. Shown meanwhile,
-/// where the screen is a terminal. Safe to cancel.
+/// Watches a future sandbox until its boot has ended well or not. Shows the progress on a terminal.
+/// Safe to cancel.
 pub async fn boot_of(sandbox: &str, dir: &Path, screen: Screen, boot: &mut Boot) -> Result<Outcome> {
     let mut files = Files::watch(dir, Which::Sandbox(sandbox.into()))?;
     let bars = |_width| Bars::new(ProgressDrawTarget::stdout(), Look::of_environment(screen.colour));
