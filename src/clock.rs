@@ -1,5 +1,5 @@
-//! The guest's clocks. Everything is stamped with CLOCK_BOOTTIME: it starts with the kernel and
-//! nobody steps it, whereas the agent sets CLOCK_REALTIME when the sandbox is created.
+//! The guest's clocks. All stamps use CLOCK_BOOTTIME: it starts with the kernel and is never
+//! stepped, whereas the agent sets CLOCK_REALTIME when the sandbox is created.
 
 use crate::events::names;
 use crate::sys::async_fd;

@@ -37,8 +37,8 @@ pub mod driver_files; // files of the driver for containers
 pub mod device_nodes; // /dev/nvidia*
 pub mod adapter; // open: adapter initialisation
 pub mod cdi; // the spec, and publishing it
-pub mod services; // NVIDIA's daemons: which, when, and what becomes of them
-pub mod nvml; // what only NVML knows, asked by a helper process
+pub mod services; // NVIDIA's daemons: choice, start, supervision
+pub mod nvml; // facts that only NVML knows, from a helper process
 pub mod interrupts; // interrupts kept off the vCPU that enables
 pub mod kernel_console; // console level of the kernel during an enabling
 pub mod agent_watch; // traces of the agent: looks for GPUs, containers, hooks

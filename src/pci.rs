@@ -271,8 +271,8 @@ mod tests {
             ("0000:06:00.0", "0x15b3", "0x020700", "0x1021"), // InfiniBand and Ethernet
             ("0000:05:00.1", "0x15b3", "0x020000", "0x1021"),
             ("0000:07:00.0", "0x15b3", "0x088000", "0xc2d5"), // a BlueField's other functions
-            ("0000:00:1f.0", "0x8086", "0x068000", "0x7000"), // somebody else's bridge
-            ("0000:00:02.0", "0x1af4", "0x030000", "0x1050"), // somebody else's display
+            ("0000:00:1f.0", "0x8086", "0x068000", "0x7000"), // another vendor's bridge
+            ("0000:00:02.0", "0x1af4", "0x030000", "0x1050"), // another vendor's display
             ("0000:0c:00.0", "0x10de", "garbage", "0x2330"),
         ];
         for (address, vendor, class, device) in functions {

@@ -7,9 +7,9 @@
 //! temporary name has no suffix that the agent reads.
 
 pub mod command; // `cdi` on the command line
-pub mod devices; // what is there
+pub mod devices; // devices and nodes of a driver
 pub mod hooks; // in containers
-pub mod ld_so_cache; // what their loaders read
+pub mod ld_so_cache; // the cache of their loaders
 pub mod publish;
 pub mod schema; // CDI's data
 pub mod spec; // and ours in it

@@ -81,8 +81,7 @@ pub fn find(sys: &Path) -> Result<Vec<Disk>, Error> {
     let mut disks = Vec::new();
     for entry in fs::read_dir(&block).map_err(unreadable)? {
         let path = entry.map_err(unreadable)?.path();
-        // A disk without a serial, or one that does not tell it, is no extension's: a declared one
-        // is then missing.
+        // A disk without a readable serial is no extension's: a declared extension is then missing.
         let Ok(serial) = fs::read(path.join("serial")) else { continue };
         let serial = String::from_utf8_lossy(&serial);
         let Some(name) = serial.trim_end_matches(['\n', '\0']).strip_prefix(PREFIX) else { continue };

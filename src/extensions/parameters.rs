@@ -64,7 +64,7 @@ impl fmt::Display for Name {
 pub struct Verity {
     /// Lower-case hexadecimal digits.
     pub root_hash: String,
-    /// The same; empty for none.
+    /// Salt in the same form; empty for none.
     pub salt: String,
     pub data_blocks: u64,
     /// In bytes.

@@ -39,7 +39,7 @@ const REPLY: usize = 4096;
 /// A failed step of opening a device.
 #[derive(Debug)]
 pub enum Error {
-    /// The partitions are smaller than the parameters say.
+    /// The partitions are smaller than the parameters require.
     Small {
         name: Name,
         device: String,

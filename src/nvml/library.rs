@@ -66,7 +66,7 @@ fn facts(nvml: &Nvml, gpus: &[PciAddress], of_device: fn(&Nvml, &Handle) -> Devi
     };
     let found = |handle: Result<Handle, NvmlError>, address, what: &dyn std::fmt::Display| match handle {
         Ok(handle) => Some(of_device(nvml, &handle)),
-        // One that NVML does not know is not in its list.
+        // A GPU that NVML does not know is not in its list.
         Err(NvmlError::NotFound) => None,
         Err(error) => Some(Device {
             address,

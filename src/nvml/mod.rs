@@ -39,7 +39,7 @@ pub enum Request {
     /// Facts of these GPUs, of all where there is none: NVML initialises a GPU that it is asked
     /// for.
     Facts(Vec<PciAddress>),
-    /// Of these facts, those that decide whether CUDA works: fabric and ready state.
+    /// The facts that decide whether CUDA works: fabric and ready state.
     State(Vec<PciAddress>),
     /// Locks a GPU's clocks between two frequencies, in MHz.
     Clocks { gpu: PciAddress, clock: Clock, min: u32, max: u32 },
@@ -196,7 +196,7 @@ pub struct Device {
     /// Uncorrected errors since the driver was loaded.
     pub ecc_uncorrected: Option<u64>,
     pub remapped: Option<Remapped>,
-    /// Reasons that hold the clocks down, in NVML's words.
+    /// Reasons that hold the clocks down, in NVML's terms.
     pub throttle: Vec<String>,
     /// Memory of the GPU is protected: confidential computing is on.
     pub protected: Option<bool>,
@@ -233,7 +233,7 @@ impl FromStr for MigDevice {
     }
 }
 
-/// Between the members of a list in a field.
+/// Separator of a list's members in a field.
 pub const LIST: &str = ", ";
 
 /// UUIDs of a GPU's MIG instances, and what is wrong with others: a name that CDI does not take, or
@@ -318,7 +318,7 @@ const HEALTH: [(u32, &str); 4] = [
     (ROUTE, "a route is unhealthy"),
     (6, "an access timeout is being recovered"),
 ];
-/// Shift of the part that says whether a route is unhealthy.
+/// Shift of the part for unhealthy routes.
 const ROUTE: u32 = 4;
 /// Shift of the four bits of the configuration, and the problem for each number from 2 on; 1 is
 /// none.
@@ -415,8 +415,8 @@ pub fn find(root: &Path) -> Option<PathBuf> {
     paths.into_iter().find(|path| path.is_file())
 }
 
-/// Asks all of `requests`, one after another, of one helper; all but a refusal ends the row. Runs
-/// on a thread of its own, so that a helper that hangs holds up nobody.
+/// Sends all of `requests` to one helper, one after another; any failure but a refusal ends the
+/// row. Runs on a separate thread, so that a hanging helper delays nothing else.
 pub async fn ask(program: PathBuf, requests: Vec<Request>) -> Vec<(Request, Result<Answer, Failure>)> {
     ask_within(ANSWER, program, requests).await
 }
@@ -508,7 +508,7 @@ impl Helper {
     }
 }
 
-/// Most bytes of a helper's last words.
+/// Limit of a helper's last output, in bytes.
 const MAX_LAST: u64 = 1024;
 
 impl Drop for Helper {
@@ -647,7 +647,7 @@ mod tests {
         assert_eq!((configured(1).problem(), configured(0).problem()), (None, None));
         assert_eq!(configured(4).problem().as_deref(), Some("the GPU is in no partition"));
         assert_eq!(configured(15).problem().as_deref(), Some("the configuration is wrong"));
-        // What is slow still works.
+        // A slow fabric still works.
         assert!(configured(4).is_broken() && configured(4).effect().is_some_and(|effect| effect.ends_with("collectives go over PCIe")));
         let slow = fabric(FabricState::Completed, 0, Some(1));
         assert_eq!((slow.is_broken(), slow.effect().as_deref()), (false, Some("NVLink is slower for now: bandwidth is degraded")));

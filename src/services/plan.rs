@@ -37,7 +37,7 @@ pub struct Entry {
     pub reason: String,
 }
 
-/// Decides about every service; a service that nobody wants and no image has is left out.
+/// Decides about every service; a service that is neither wanted nor in the image is left out.
 pub fn plan(facts: &Facts) -> Vec<Entry> {
     let wanted: Vec<(&Service, bool, bool, String)> = SERVICES
         .iter()

@@ -139,7 +139,7 @@ pub async fn run(mut inputs: Inputs) {
 }
 
 impl Shared {
-    /// Modules that a service needs. Without GPUs nobody else loads the driver, which fabric
+    /// Modules that a service needs. Without GPUs nothing else loads the driver, which fabric
     /// manager needs for switches that are PCI functions.
     fn modules_of(&self, service: &Service) -> Vec<&'static str> {
         let drives = service.name == Name::FabricManager && self.topology == Topology::ServiceVm && self.switches > 0;

@@ -106,12 +106,12 @@ const XID_OFF_THE_BUS: u32 = 79;
 /// From the loss of uevents to the scan that makes up for them: a flood that overruns the socket
 /// again and again costs one scan in this time.
 const RESCAN_AFTER: Duration = Duration::from_millis(100);
-/// Between two tries to subscribe to uevents, or to read sysfs.
+/// Pause between two tries to subscribe to uevents, or to read sysfs.
 const RETRY_AFTER: Duration = Duration::from_secs(1);
-/// How often the binds of held descriptors are looked at. The driver's link in sysfs goes when a
+/// Interval of checks of the binds of held descriptors. The driver's link in sysfs goes when a
 /// removal begins, which then waits for the descriptor; no event reports that moment (a uevent
-/// comes when the removal is over, inotify reports nothing in sysfs), and the driver's words about
-/// it may be unreadable (`printk.devkmsg=off`) or be other ones. Not on the boot path: once all is
+/// comes when the removal is over, inotify reports nothing in sysfs), and the driver's log lines
+/// about it may be unreadable (`printk.devkmsg=off`) or unknown. Not on the boot path: once all is
 /// settled, or a GPU is late.
 const REMOVAL_LOOK: Duration = Duration::from_secs(1);
 

@@ -97,8 +97,8 @@ async fn go(shared: &Arc<Shared>, gpu: GpuId, mut orders: Orders) -> Result<(), 
     let (node, made) = make_node(gpu, minor, &loaded, looked)?;
     shared.dispatch.report(Fact::Bound(gpu));
     match shared.config.ready {
-        // A failed initialisation removes the GPU from the spec again. Whether it is held back
-        // there is for `readiness` to say.
+        // A failed initialisation removes the GPU from the spec again. `readiness` decides whether
+        // the GPU is held back there.
         Ready::Auto | Ready::Bound => {
             let published = publish(shared, gpu, node.clone(), made);
             let (initialised, published) = tokio::join!(initialise(shared, bound, gpu, &node, made, &mut orders), published);
@@ -242,7 +242,7 @@ async fn try_bind(shared: &Arc<Shared>, gpu: GpuId, how: Probe) -> Result<(), Bi
     trying.await.map_err(BindError::Panicked)?.map_err(BindError::Refused)
 }
 
-/// Why a bind came to nothing.
+/// Reason why a bind had no result.
 enum BindError {
     Refused(SysfsError),
     Panicked(Panicked),

@@ -28,7 +28,7 @@ struct Known {
 /// then not compared.
 const PROC_WAIT: Duration = Duration::from_secs(5);
 
-/// Why NVML has no answer.
+/// Reason why NVML has no answer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum NoAnswer {
     /// No GPU is usable: nothing is asked.
@@ -106,8 +106,8 @@ pub async fn ask(shared: &Arc<Shared>, settings: Settings, awaited: bool) -> Res
     Ok(facts)
 }
 
-/// Asks for the state alone, after the ready state was set where `set_ready`; gives whether that
-/// went well.
+/// Asks for the state alone, after setting the ready state if `set_ready`; returns whether that
+/// succeeded.
 pub async fn ask_state(shared: &Shared, set_ready: bool) -> (Result<Box<Facts>, NoAnswer>, Result<bool, String>) {
     let addresses: Vec<PciAddress> = usable(shared).into_iter().map(|(address, _)| address).collect();
     let mut set = Ok(false);
@@ -346,7 +346,7 @@ mod tests {
         let gpus = [known(1, 0), known(2, 1), known(3, 2), known(4, 3)];
         let agreed = Facts { count: Some(4), devices: gpus.iter().map(device).collect(), ..Facts::default() };
         assert_eq!(differences(&gpus, 4, &agreed), []);
-        // One that has failed is counted as well.
+        // A GPU that has failed is counted as well.
         assert_eq!(differences(&gpus, 5, &agreed), []);
         let mut facts = agreed.clone();
         facts.devices[0].minor = Some(7);

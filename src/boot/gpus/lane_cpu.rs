@@ -1,9 +1,9 @@
 //! A vCPU for the lane. While the host maps BARs, the vCPU that enables is gone: tasks queued there
 //! do not run, timers set there do not fire, interrupts routed there wait. An initialisation that
-//! happens to sleep there takes seconds longer. So the lane's process ([`LaneProcess`]) has a vCPU
-//! to itself. Until the lane ends, every thread that initialises GPUs stays off that vCPU, and so
-//! does every interrupt that can be moved. The agent and its containers may still run there: on a
-//! guest of two vCPUs they would otherwise have one less.
+//! happens to sleep there takes seconds longer. The lane's process ([`LaneProcess`]) therefore has
+//! a vCPU to itself. Until the lane ends, every thread that initialises GPUs stays off that vCPU,
+//! and so does every interrupt that can be moved. The agent and its containers may still run there:
+//! on a guest of two vCPUs they would otherwise have one less.
 //!
 //! A boot works without all of this, only slower: a mask that cannot be set stays as it is.
 
@@ -37,7 +37,7 @@ pub struct Spare {
     cpu: usize,
     all: CpuSet,
     others: CpuSet,
-    /// What threads may use afterwards.
+    /// CPUs for threads after the lane's end.
     afterwards: CpuSet,
 }
 
@@ -167,8 +167,8 @@ fn cpus(set: &CpuSet) -> impl DoubleEndedIterator<Item = usize> {
     (0..CpuSet::count()).filter(|cpu| set.is_set(*cpu).unwrap_or(false))
 }
 
-/// The mask to give back: every CPU that there will ever be, unless the guest was given less than
-/// the CPUs `online` (as `0-3,5`): then as it was.
+/// Mask to restore: all possible CPUs, unless the guest's mask was smaller than the CPUs `online`
+/// (as `0-3,5`): then the former mask.
 fn afterwards(all: &CpuSet, online: &str) -> CpuSet {
     if listed(online).is_some_and(|online| cpus(all).eq(online)) {
         let mut every = CpuSet::new();

@@ -48,11 +48,11 @@ pub enum Arrival {
 /// Kind of a probe.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Probe {
-    /// By the load of the driver.
+    /// Probe by the driver's load.
     Load,
     /// During a load that is still probing another GPU.
     DuringLoad,
-    /// By a write to the driver's `bind`.
+    /// Probe by a write to the driver's `bind`.
     Bind,
     /// By a write to `bind` on the lane's vCPU, before the GPU is enabled: the driver enables it
     /// when its firewall is down.

@@ -34,7 +34,7 @@ mod failed; // failure of a GPU
 mod reset; // one reset of a GPU that was left half initialised
 mod gpu; // steps of one GPU
 mod readiness; // conditions for a container besides the bind
-mod health; // what NVML says of usable GPUs, and settings
+mod health; // NVML's reports on usable GPUs, and settings
 mod fleet; // all GPUs, including hot-plugged ones
 
 pub use fleet::{Machine, Sources, run};

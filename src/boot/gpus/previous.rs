@@ -20,7 +20,7 @@ pub struct Known {
     pub minor: Option<u32>,
     /// Set once usable, where names by UUID are configured.
     pub uuid: Option<String>,
-    /// By NVML's newest report.
+    /// State by NVML's newest report.
     pub instance_uuids: BTreeMap<MigInstance, String>,
     pub published: bool,
     pub usable: bool,
@@ -99,7 +99,7 @@ impl Previous {
             known.slot.index = number(record, "index").and_then(|n| usize::try_from(n).ok()).unwrap_or(0);
             known.slot.hot_plugged = record.fields.contains_key("hot_plugged");
         }
-        // A task of an arrival that has ended may have had the last word.
+        // The task of an earlier arrival may have written the newest record.
         if known.slot.generation != generation {
             return;
         }
@@ -109,7 +109,7 @@ impl Previous {
                 let slot = slots::Known { left: true, bind: None, failed: false, ..known.slot.clone() };
                 *known = Known { slot, ..Known::default() };
             }
-            // After that, only another arrival counts.
+            // After a removal, only another arrival counts.
             _ if known.slot.left => {}
             names::GPU_BOUND => {
                 known.minor = number(record, "minor").and_then(|n| u32::try_from(n).ok());

@@ -68,7 +68,7 @@ pub struct Published {
 
 /// Starts the writer; must be called inside the runtime. Before this returns, the spec with every
 /// GPU of the roster is written, unless `withheld` until [`Update::Settled`]. `hold`: GPUs are held
-/// back until [`Update::HeldBack`] says otherwise, except those already published. Each GPU whose
+/// back until an [`Update::HeldBack`] releases them, except those already published. Each GPU whose
 /// report is done is passed to `done`, with whether it is held back.
 pub fn start(
     roster: Arc<Roster>,

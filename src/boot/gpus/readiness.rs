@@ -157,9 +157,9 @@ struct Rules {
     needs: Needs,
     required: Wish,
     ready_state: ReadyState,
-    /// The only sign of a fabric is NVML's word.
+    /// The only sign of a fabric is NVML's report.
     inferred: bool,
-    /// The fabric had its time, or nobody can report it.
+    /// The fabric had its time, or no source can report it.
     overdue: bool,
 }
 
@@ -232,8 +232,8 @@ fn fabric(facts: Option<&Facts>, overdue: bool) -> services::Fabric {
     }
 }
 
-/// Asks NVML on each occasion, and again while an answer is awaited; gives GPUs to containers as
-/// the answers allow it. Never returns.
+/// Asks NVML on each occasion, and again while an answer is awaited; passes GPUs to containers as
+/// the answers permit. Never returns.
 pub async fn follow(shared: Arc<Shared>, earlier: Earlier) {
     let mut occasions = shared.occasions.subscribe();
     // The sender lives as long as the worker.
@@ -271,7 +271,7 @@ struct Watch {
     waited: bool,
     /// Waits of GPUs that are held back.
     held: BTreeMap<GpuId, (Step, Wait)>,
-    /// GPUs that were given, with what was said of them.
+    /// GPUs passed to containers, with the verdicts.
     given: BTreeMap<GpuId, Verdict>,
     overdue: bool,
     /// No further answer will come.
@@ -519,7 +519,7 @@ mod tests {
             assert_eq!(needs_of(Ready::Auto, state, Topology::Gpus, true), "ready state");
             assert_eq!(needs_of(Ready::Auto, state, Topology::ProtectedPcie, true), "fabric, ready state");
             assert_eq!(needs_of(Ready::Bound, state, Topology::ProtectedPcie, true), "ready state");
-            // Kata's configuration has the incumbent's word in guests of all kinds.
+            // Kata's configuration sets the incumbent's parameter in guests of all kinds.
             assert_eq!(needs_of(Ready::Auto, state, Topology::Gpus, false), "bind");
         }
     }
@@ -550,7 +550,7 @@ mod tests {
             assert_eq!(verdict(rules, &facts(FabricState::Unknown, 0)), Verdict::Held(Wait::Fabric(FabricState::Unknown)));
             let late = Rules { overdue: true, ..rules };
             assert_eq!(matches!(verdict(late, &incomplete), Verdict::Degraded(..)), required == Wish::Off, "{required:?}");
-            // What NVML alone says may be wrong: it keeps no GPU for ever.
+            // NVML alone may be wrong: its report keeps no GPU for ever.
             let inferred = Rules { inferred: true, ..late };
             assert_eq!(verdict(inferred, &incomplete) == held, required == Wish::On, "{required:?}");
         }
@@ -580,7 +580,7 @@ mod tests {
         assert!(matches!(Rules { needs, ready_state: wait, ..late }.judge(None, None), Verdict::Held(_)));
         let error = Facts { confidential_error: Some("no".into()), ..Facts::default() };
         assert!(matches!(Rules { needs, ready_state: wait, ..late }.judge(Some(&error), None), Verdict::Held(_)));
-        // The incumbent's word is in Kata's configurations, and the helper may be missing.
+        // Kata's configurations set the incumbent's parameter, and the helper may be missing.
         assert!(matches!(Rules { needs, ready_state: boot, ..late }.judge(None, None), Verdict::Degraded(..)));
         assert!(matches!(Rules { needs, ready_state: boot, overdue: false, ..late }.judge(None, None), Verdict::Held(_)));
     }

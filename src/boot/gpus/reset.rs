@@ -2,9 +2,9 @@
 //!
 //! The driver reports such a GPU when its initialisation fails (WPR2 is up, invalid state). Nothing
 //! that the kernel caches shows it before: the register that does is behind BAR 0, at a place that
-//! depends on the chip. So the reset follows the first failure. The GPU is unbound first: nobody
-//! can open it until it is bound again, as another arrival, whose failure is final. A GPU that
-//! works is never reset, nor a second one for the sake of the first.
+//! depends on the chip. The reset therefore follows the first failure. The GPU is unbound first: it
+//! cannot be opened until it is bound again, as another arrival, whose failure is final. A working
+//! GPU is never reset, nor a second one for the sake of the first.
 
 use super::failed::Failed;
 use super::messages::GpuId;

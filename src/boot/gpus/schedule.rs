@@ -259,7 +259,7 @@ impl Schedule {
             Arrival::Usable => Stage::Usable,
             Arrival::Failed => Stage::Failed,
         };
-        // What has failed one load need not fail the next one.
+        // A cause of one load's failure need not affect the next load.
         if let (Load::Failed { again }, Stage::New | Stage::Enabled) = (&mut self.load, stage) {
             *again = true;
             self.reload();

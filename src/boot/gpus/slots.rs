@@ -1,5 +1,5 @@
-//! Which GPU is at which PCI address, and under which name of the CDI spec. Pure: looks at sysfs go
-//! in, arrivals and departures come out.
+//! Maps PCI addresses to GPUs and to names of the CDI spec. Pure: looks at sysfs go in, arrivals
+//! and departures come out.
 //!
 //! - An event is a reason to look. What sysfs shows counts: the identity of a device and of its
 //!   bind.
@@ -36,7 +36,7 @@ enum State {
 #[derive(Clone, Debug)]
 struct Slot {
     generation: u32,
-    /// As in [`Sight`]; of a slot that an earlier worker did not know, none.
+    /// Identity as in [`Sight`]; None for a slot that an earlier worker did not know.
     device: Option<u64>,
     /// The bind that the GPU's task has seen.
     bind: Option<u64>,
@@ -54,7 +54,7 @@ pub struct Known {
     /// The name that was reported last.
     pub index: usize,
     pub hot_plugged: bool,
-    /// As in [`Sight`].
+    /// Identity as in [`Sight`].
     pub device: Option<u64>,
     pub bind: Option<u64>,
     pub left: bool,
@@ -74,9 +74,9 @@ pub struct Listed {
 #[derive(Clone, Debug, Default)]
 pub struct Slots {
     slots: BTreeMap<PciAddress, Slot>,
-    /// How many arrivals there were at each address.
+    /// Number of arrivals at each address.
     arrivals: HashMap<PciAddress, u32>,
-    /// How many names the boot scan has given.
+    /// Number of names given by the boot scan.
     named: usize,
     /// Whether arrivals are hot-plugged ones.
     scanned: bool,

@@ -38,8 +38,8 @@ pub fn start(boot: &Boot, settled: bool) -> Images {
         ready = send.is_some().then_some(receive);
         tokio::spawn(follow(declared, send, is_settled, refuse));
     } else if has_disks() {
-        // A command line without what its disks need may have been stripped of it. Nothing of such
-        // a disk is ever mounted, so nobody waits for this look.
+        // A command line without the disks' parameters may have been stripped of them. Nothing of
+        // such a disk is ever mounted, so the boot does not wait for this check.
         threads::detach(move || {
             if let Some(error) = disks::surplus(Path::new(SYS)) {
                 let _unused = refuse.send(error.to_string());

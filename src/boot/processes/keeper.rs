@@ -1,6 +1,6 @@
 //! The keeper: a process small enough not to fail. The keeper starts the worker, holds a copy of
-//! every GPU descriptor that the worker hands over, and starts the worker again when that has died.
-//! So adapters stay initialised when the worker dies. The OOM killer never chooses the keeper.
+//! every GPU descriptor that the worker hands over, and starts the worker again after its death:
+//! adapters stay initialised meanwhile. The OOM killer never chooses the keeper.
 //!
 //! The keeper never becomes the worker: a fork that fails is tried again for as long as it takes.
 //!
@@ -35,11 +35,11 @@ const FORK_PAUSE: Duration = Duration::from_millis(200);
 /// Descriptors of one GPU that is being removed.
 type GivenUp = Vec<Held>;
 
-/// What the keeper holds.
+/// Descriptors held by the keeper.
 #[derive(Default)]
 struct Holdings {
     held: Vec<Held>,
-    /// To be closed by a child that could not be forked yet.
+    /// Descriptors to be closed by a child that could not be forked yet.
     waiting: Vec<GivenUp>,
     /// Children that close descriptors.
     closing: Vec<Pid>,
@@ -142,7 +142,7 @@ fn status_of(child: Pid) -> String {
 }
 
 impl Holdings {
-    /// Takes and gives up descriptors until the worker's end of the socket is closed.
+    /// Receives and releases descriptors until the worker's end of the socket is closed.
     fn serve(&mut self, socket: &OwnedFd) {
         let mut text = [0_u8; MAX_MESSAGE];
         let mut space = cmsg_space!([RawFd; 8]);

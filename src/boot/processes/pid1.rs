@@ -31,7 +31,7 @@ pub fn run(started_ns: u64, tsc: Option<tsc::Reading>) -> ! {
         Next::Start(Agent::Child, handover) => agent_child::run(handover),
         Next::Start(Agent::Exec, handover) => handover.exec(AGENT),
         Next::Refuse(error, handover) => {
-            // To the host as well, by way of the worker.
+            // Report to the host as well, through the worker.
             handover.tell(&error);
             failure::power_off(&error)
         }

@@ -18,7 +18,7 @@ pub struct Boot {
     pub stamps: Stamps,
     /// Extensions that PID 1 has mounted.
     pub extensions: Vec<extensions::Stamp>,
-    /// Why the guest powers off instead of starting the agent.
+    /// Reason why the guest powers off instead of starting the agent.
     pub refused: Option<String>,
     /// None only where PID 1 is another process, which never boots a guest.
     pub heir: Option<Heir>,

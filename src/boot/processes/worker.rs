@@ -90,7 +90,7 @@ async fn live(boot: &Boot, began_ns: u64, start: Start, descriptors: Descriptors
         }
         Start::Again { status } => {
             report_death(&ring, &previous, &status);
-            // It may have been stepped since.
+            // The clock may have been stepped since.
             clock::report_from_now_on();
             (None, None)
         }

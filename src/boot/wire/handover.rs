@@ -26,8 +26,8 @@ const OOM_SCORE: &str = "-997";
 /// PID 1's end.
 pub struct Handover {
     worker: Option<OwnedFd>,
-    /// Whether the GPU extension is declared, for which the agent's attester has a variant. It may
-    /// be mounted later.
+    /// Whether the GPU extension is declared, for which the agent's attester has a variant. The
+    /// extension may be mounted later.
     pub gpu_extension: bool,
 }
 

@@ -189,7 +189,7 @@ impl<'a> Changes<'a> {
                     }
                     match mkdirat(&directory, name, Mode::from_bits_truncate(0o755)) {
                         Ok(()) => self.directories.push((directory, PathBuf::from(name))),
-                        Err(Errno::EEXIST) => {} // made by somebody else, or a link to nowhere: the next line says which
+                        Err(Errno::EEXIST) => {} // made meanwhile, or a dangling link: the next line shows which
                         Err(e) => return Err(cannot("make", &step, e.desc())),
                     }
                     open(&step).map_err(|e| cannot("open", &step, said(e)))?

@@ -87,7 +87,7 @@ enum Looked {
     Regular(FileId),
     /// Another kind of file by now, or absent.
     Other,
-    /// The file cannot be opened; a note says why.
+    /// The file cannot be opened; a note gives the reason.
     Unreadable,
 }
 

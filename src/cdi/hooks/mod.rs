@@ -10,11 +10,11 @@
 
 pub mod arguments; // the command line
 pub mod container_root; // reading in the container
-pub mod edits; // writing there
+pub mod edits; // writing in the container
 mod disable_device_node_modification;
 pub mod enable_cuda_compat;
-mod ld_so_conf; // where its loader looks
-mod libraries; // what is there
+mod ld_so_conf; // directories of its loader
+mod libraries; // libraries of the container
 pub mod oci_state; // which container
 mod update_application_profile;
 mod update_ldcache;

@@ -2,11 +2,11 @@
 //! for people.
 
 pub mod loaded; // a boot read from its file, with model and timeline
-pub mod blame; // whose time it was
-pub mod graph; // what had to wait for what
-pub mod critical_path; // the chain that set the end, and what would have made it shorter
+pub mod blame; // owners of time
+pub mod graph; // waits of steps for steps
+pub mod critical_path; // the chain that set the end, and possible gains
 pub mod held_up; // steps that waited for a vCPU that enables a GPU
 pub mod statistics; // medians, percentiles, bootstrap
 pub mod metrics; // a boot as numbers that can be compared
-pub mod compare; // which of them got worse
+pub mod compare; // regressions between boots
 pub mod many_boots; // the numbers of many boots

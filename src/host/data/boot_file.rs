@@ -517,7 +517,7 @@ mod tests {
             // refused by the decoder, so never written:
             (format!(r#"{{"schema":1,"seq":1,"name":"x","boottime_ns":1,{tail}"#), false),
             (format!(r#"{{"schema":1,"kind":"event","seq":1,"name":"x","boottime_ns":1,{tail}"#), false),
-            // accepted, and then it is what the decoder says, whatever else stands in it:
+            // accepted, with the decoder's meaning, whatever else is in the line:
             (format!(r#"{},"boottime_ns":1,{tail}"#, HEADER.trim_end_matches('}').to_string() + "}"), true),
             (format!(r#"{{"schema":1,"pong":3,"boottime_ns":1,{tail}"#), true),
         ];

@@ -1,6 +1,6 @@
 //! Reasons that keep the next GPU from being enabled. Work that needs all CPUs, the host or a grace
-//! period waits until a slow enabling is over. So the lane lets such work go first, for a bounded
-//! time each.
+//! period waits until a slow enabling is over. The lane therefore lets such work go first, for a
+//! bounded time each.
 
 use super::{Gpu, Load, Schedule, Stage};
 use crate::boot::gpus::deadlines::Limit;

@@ -86,7 +86,7 @@ fn an_unbind_and_a_bind_bring_a_gpu_back_under_its_name() {
     // Both at once.
     assert!(slots.bound(id(3, 1), Bound { address: address(3), device: 103, bind: 207 }));
     assert_eq!(slots.observe(address(3), bound(103, 208)), [Change::Left(id(3, 1), 1), Change::Arrived(id(3, 2))]);
-    // One that was plugged in keeps its name as long as it is on the bus.
+    // A plugged-in GPU keeps its name as long as it is on the bus.
     slots.observe(address(7), free(107));
     slots.bound(id(7, 0), Bound { address: address(7), device: 107, bind: 209 });
     assert_eq!(slots.observe(address(7), free(107)), [Change::Left(id(7, 0), 3)]);
@@ -124,7 +124,7 @@ impl Random {
     }
 }
 
-/// What a GPU's task has read, and not reported yet: the bind, and the minor of that moment.
+/// Unreported reading of a GPU's task: the bind, and the minor of that moment.
 struct Result {
     gpu: GpuId,
     read: Option<(Bound, u32)>,
@@ -335,7 +335,7 @@ impl World {
         }
     }
 
-    /// All that is under way comes to its end.
+    /// Completes all pending work.
     fn settle(&mut self) {
         let there: Vec<PciAddress> = self.there.keys().copied().collect();
         there.into_iter().for_each(|gpu| self.bind(gpu));

@@ -6,9 +6,9 @@
 //! the agent through [`AgentLog`] alone.
 
 mod containers; // lines into what happens to each container
-pub mod event; // what a line says
+pub mod event; // meaning of a line
 pub mod line; // one line's words
-pub mod torn; // lines that others have torn
+pub mod torn; // lines torn by other writers
 
 pub use containers::{NONE, UNKNOWN};
 pub use event::AgentEvent;
