@@ -67,12 +67,11 @@ pub enum Reset {
 /// Condition for a GPU's CDI entry to become resolvable.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Ready {
-    /// As soon as the driver has bound it; in a topology with a fabric, when the fabric is
-    /// complete.
+    /// When the driver has bound the GPU; in a topology with a fabric, when the fabric is complete.
     Auto,
-    /// As soon as the driver has bound it.
+    /// When the driver has bound the GPU.
     Bound,
-    /// When its adapter is initialised as well.
+    /// When the adapter is initialised as well.
     Usable,
 }
 

@@ -13,9 +13,9 @@ use tokio::io::unix::AsyncFd;
 /// Exit status of a process of ours that panicked, as Rust's own.
 const PANICKED: i32 = 101;
 
-/// Opens the descriptors that Rust's runtime needs: it ends a process that lacks descriptor 0, 1 or
-/// 2 if there is no /dev/null either. PID 1 has none in a guest without a console, with the image's
-/// /dev. Call it before `main`.
+/// Makes /dev/null for Rust's runtime, which ends a process that lacks descriptor 0, 1 or 2 and has
+/// no /dev/null either. PID 1 has none of these in a guest without a console, with /dev as in the
+/// image. Call it before `main`.
 pub extern "C" fn before_main() {
     // SAFETY: system calls whose arguments are constants; nothing of the runtime, which is not
     // there yet, is used. What fails here fails the runtime.

@@ -195,7 +195,7 @@ impl Any {
         Ok(())
     }
 
-    /// The same subscription for the runtime of the calling task.
+    /// Converts the subscription for the runtime of the calling task.
     pub fn into_async(self) -> io::Result<DeviceMapperUevents> {
         Ok(DeviceMapperUevents(crate::sys::async_fd(self.0)?))
     }

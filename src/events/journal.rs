@@ -202,7 +202,7 @@ mod tests {
         let (mut journal, found) = Journal::resume(&path).unwrap();
         assert_eq!((found.first_seq, found.lines.len(), found.records.len(), found.missing), (187, 1, 115, 72));
         assert!(found.lines[0].contains("its records 115 to 186 are lost"), "{}", found.lines[0]);
-        // The same again, still without room; then with room.
+        // Write again, still without room; then with room.
         journal.limit = 0;
         let ring = Ring::resumed(found.lines, found.first_seq, Some(journal));
         ring.push(Record::new(Kind::Event, "settled"));

@@ -65,14 +65,14 @@ fn libraries(extension: &Path) -> Result<Vec<Entry>, String> {
         }
         // A directory, a linker script or a damaged file is no library for the loader either.
         let Some(library) = File::open(&path).ok().and_then(|file| elf::identity(&file).ok()) else { continue };
-        // As ldconfig: a library without a SONAME goes by its file's name.
+        // As in ldconfig: a library without a SONAME counts by its file's name.
         let file = path.file_name().map(|name| name.to_string_lossy().into_owned());
         let name = library.soname.clone().or(file).filter(|_| library.loadable);
         let (Some(name), Some(flags)) = (name, Machine::OURS.flags(&library)) else { continue };
         if entries.iter().any(|known| known.name == name && known.flags == flags) {
             continue;
         }
-        // By the link of that name where the image has it.
+        // Use the link with that name if the image has it.
         let link = directory.join(&name);
         let path = if link.exists() { link } else { path };
         entries.push(Entry { name, path: path.to_string_lossy().into_owned(), flags, hwcap: Hwcap::Any });

@@ -144,7 +144,7 @@ fn read_all(decoder: &mut impl Read, out: &mut Vec<u8>, limit: u64) -> Result<()
 /// The `vermagic=` of a module, truncated and printable.
 pub fn version_magic(image: &[u8]) -> Option<String> {
     const KEY: &[u8] = b"vermagic=";
-    // Entries of .modinfo are preceded by the NUL of another entry.
+    // A NUL precedes every entry of .modinfo, also the first one.
     let at = (0..image.len()).find(|at| image[*at..].starts_with(KEY) && (*at == 0 || image[at - 1] == 0))?;
     let text = image.get(at + KEY.len()..)?.split(|b| *b == 0).next()?;
     let text = String::from_utf8_lossy(text.get(..MAX_MAGIC).unwrap_or(text));

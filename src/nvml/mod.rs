@@ -36,8 +36,7 @@ const MAX_ANSWER: u64 = 1024 * 1024;
 /// One request.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Request {
-    /// Facts of these GPUs, of all where there is none: NVML initialises a GPU that it is asked
-    /// for.
+    /// Facts of these GPUs, or of all if the list is empty: NVML initialises a GPU that is queried.
     Facts(Vec<PciAddress>),
     /// The facts that decide whether CUDA works: fabric and ready state.
     State(Vec<PciAddress>),

@@ -221,7 +221,7 @@ mod tests {
         for fabric in [Fabric::Unasked, Fabric::Incomplete] {
             assert_eq!(uvm_persistence(Wish::Auto, Topology::Gpus, false, fabric), Uvm::WaitForFabric);
         }
-        // Where NVIDIA requires the mode, a late fabric is waited for.
+        // If NVIDIA requires the mode, wait for a late fabric.
         let late = |confidential| uvm_persistence(Wish::Auto, Topology::ProtectedPcie, confidential, Fabric::Late);
         assert_eq!(late(true), Uvm::WaitForFabric);
         assert!(matches!(late(false), Uvm::Decided(false, _)));

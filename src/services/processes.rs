@@ -14,7 +14,7 @@ use tokio::io::unix::AsyncFd;
 
 /// Variable of the mark; its value is the service's name.
 pub const MARK: &str = "KATA_GPU_SERVICE";
-/// Longest environment that is read: the mark stands first.
+/// Limit of an environment: the mark stands first.
 const MAX_ENVIRONMENT: u64 = 4096;
 
 /// Name of the service that a process belongs to, as its environment has it.

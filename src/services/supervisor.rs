@@ -41,7 +41,7 @@ const PROC: &str = "/proc";
 const CGROUPS: &str = "/sys/fs/cgroup";
 /// Parent of the services' cgroups.
 const CGROUP: &str = "gpu-services";
-/// Longest error of a launch that is read.
+/// Limit of a launch's error text.
 const MAX_ERROR: u64 = 1024;
 /// Longest wait for a service's socket.
 const SOCKET_LIMIT: Duration = Duration::from_secs(15);

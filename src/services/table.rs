@@ -54,20 +54,20 @@ pub enum Gpus {
     Unneeded,
     /// All GPUs are usable or failed: an open of one that initialises would stall the others.
     Settled,
-    /// The same, but at most for [`SETTLED_LIMIT`]: the fabric of all GPUs must not wait for a GPU
-    /// that hangs.
+    /// State of `Settled`, or the end of [`SETTLED_LIMIT`]: the fabric of all GPUs must not wait
+    /// for a GPU that hangs.
     SettledInTime,
 }
 
 /// Longest wait of a service for GPUs that other GPUs need.
 pub const SETTLED_LIMIT: Duration = Duration::from_secs(60);
 
-/// When a service starts for which nothing is set on the command line.
+/// Condition for a service without a setting on the command line.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Start {
     Always,
     IfConfidential,
-    /// Where a management function leads to switches.
+    /// If a management function leads to switches.
     IfManaged,
     WhenAsked,
 }

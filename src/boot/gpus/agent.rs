@@ -180,7 +180,7 @@ mod tests {
         let after = |vcpus| {
             let mut agent = Agent::new(vcpus);
             agent.published(ms(100));
-            // Not the first look ever, which has more time anyway.
+            // Use a later look: the first one ever has more time.
             agent.looked(ms(200));
             agent.begins(ms(300));
             agent.looked(ms(2000));

@@ -132,7 +132,7 @@ pub struct Fleet {
     facts: Facts,
     /// Whether the services' modules are loaded.
     modules_loaded: watch::Receiver<bool>,
-    /// When sysfs is to be scanned again.
+    /// Time of the next scan of sysfs.
     rescan_at: Option<Instant>,
     /// Whether removals are looked for.
     looks: bool,

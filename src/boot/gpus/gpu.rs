@@ -37,9 +37,9 @@ use std::sync::Arc;
 use std::time::Duration;
 
 const PROC: &str = "/proc";
-/// Longest wait before the next try of a bind that came too early, and most tries. The kernel
-/// reports a plugged-in GPU before it lets any driver bind; the moment after has no event but the
-/// bind itself, for which the next try waits.
+/// Longest wait before the next try of a bind that came too early, and limit of tries. The kernel
+/// reports a plugged-in GPU before it permits a bind; no event but the bind itself shows the moment
+/// after, so the next try waits for it.
 const TOO_EARLY: (Duration, u32) = (Duration::from_secs(1), 10);
 
 /// Time after which a probe behind a firewall sleeps, for 4 s; its process is moved to the lane's

@@ -22,8 +22,8 @@ use std::time::Duration;
 const PROC: &str = "/proc";
 /// CPUs that are online, in sysfs.
 const ONLINE: &str = "devices/system/cpu/online";
-/// How long virtio-vsock's interrupts are given to arrive once, which moves them: a completion
-/// takes well below this.
+/// Time for virtio-vsock's interrupts to arrive once, which moves them: a completion takes well
+/// below this.
 const STIR: Duration = Duration::from_millis(20);
 
 /// Calling thread, as a system call argument.

@@ -54,8 +54,8 @@ pub enum Probe {
     DuringLoad,
     /// Probe by a write to the driver's `bind`.
     Bind,
-    /// By a write to `bind` on the lane's vCPU, before the GPU is enabled: the driver enables it
-    /// when its firewall is down.
+    /// Probe by a write to `bind` on the lane's vCPU, before the GPU is enabled: the driver enables
+    /// it when its firewall is down.
     BeforeEnable,
 }
 
@@ -82,7 +82,7 @@ pub enum Fact {
     Publishing(GpuId),
     /// The publication of a GPU is done.
     Published(GpuId),
-    /// The same, of a GPU that is held back: no container finds it yet.
+    /// The publication of a held-back GPU is done: no container finds it yet.
     Declared(GpuId),
     /// A GPU is about to be opened: its initialisation begins.
     Opening(GpuId),

@@ -412,7 +412,7 @@ impl Schedule {
             return;
         }
         self.load = Load::Runs { since: now, registered: None };
-        // Not before the end of this one: what belongs to it has to be loadable.
+        // Lock down only after this load: modules that belong to it have to be loadable.
         self.lockdown = None;
         let count = if one_by_one { 1 } else { free.len() };
         orders.push(Order::Load { gpus: free.clone(), one_by_one, enables: self.lane.took.is_none() });

@@ -10,9 +10,9 @@ use crate::pci::PciAddress;
 use serde_json::{Map, Value};
 use std::time::UNIX_EPOCH;
 
-/// Longest text kept of one value.
+/// Limit of text kept of one value.
 pub const MAX_VALUE: usize = 600;
-/// Longest name of a container.
+/// Limit of a container's name.
 const MAX_NAME: usize = 64;
 /// Characters kept of an id that is a hash, as in other tools.
 const SHORT_ID: usize = 12;
