@@ -31,7 +31,7 @@ const SCHEMA: u32 = 1;
 #[serde(deny_unknown_fields)]
 pub struct Manifest {
     schema: u32,
-    /// Host paths are relative to the driver root.
+    /// Host paths start at the driver root.
     files: DriverFiles,
     /// Size of each mount, in bytes.
     sizes: Vec<u64>,
@@ -237,7 +237,7 @@ pub fn write(roots: &Roots, files: &DriverFiles) -> io::Result<(PathBuf, usize)>
     let path = below(&places.driver_root, &directory.join(FILE));
     let at = |e: io::Error| io::Error::new(e.kind(), format!("driver files: write manifest {}: {e}", path.display()));
     let text = Manifest::new(&places, files).map_err(at)?.to_json();
-    // The written text must be readable.
+    // The written text must parse again.
     parse(&text).map_err(|why| at(io::Error::other(why)))?;
     places.make_directory(directory).and_then(|directory| directory.write(FILE, &text)).map_err(at)?;
     Ok((path, text.len()))

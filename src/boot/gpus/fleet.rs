@@ -61,8 +61,8 @@ pub struct Machine {
     pub spare: Option<Spare>,
     /// Gate of the console sink.
     pub gate: Gate,
-    /// Received when the driver's files are there, with the step that they come after. None: they
-    /// are. The sender is dropped in a guest that is about to end.
+    /// Received when the driver's files are mounted, with the step that they come after. None: they
+    /// are ready. The sender is dropped in a guest that is about to end.
     pub image: Option<oneshot::Receiver<Option<StepId>>>,
     /// Set when all GPUs are settled.
     pub settled: watch::Sender<bool>,
@@ -253,7 +253,7 @@ impl Fleet {
         fleet
     }
 
-    /// Lets the services know what was decided.
+    /// Reports the decision to the services.
     fn report_topology(&self) {
         let decision = self.shared.topology.borrow();
         self.shared.milestones.send_modify(|reached| {
@@ -321,8 +321,8 @@ impl Fleet {
         }
     }
 
-    /// Uevents are lost: what is there counts, once and soon. One report and one scan stand for all
-    /// losses until then.
+    /// Uevents are lost: scan for the current devices, once and soon. One report and one scan stand
+    /// for all losses until then.
     fn lost(&mut self, what: &str, error: &dyn Display, after: Duration) {
         if self.rescan_at.is_none() {
             let error = format!("{what}: {error}: scanning again in {after:?}");
@@ -477,7 +477,7 @@ impl Fleet {
         }
     }
 
-    /// Compares the device at an address with the one that was there, and follows each change.
+    /// Compares the device at an address with the former one, and follows each change.
     fn look(&mut self, address: PciAddress) {
         let (shared, sysfs) = (&self.shared, &self.shared.sysfs);
         let changes = match sysfs.sight(address) {

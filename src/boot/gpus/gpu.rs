@@ -297,7 +297,7 @@ async fn read_minor(shared: &Shared, gpu: GpuId, probed: StepId, by_load: bool) 
     Ok((bound, minor, id))
 }
 
-/// Notes the bind that is there, and reads the minor that belongs to it.
+/// Notes the current bind, and reads its minor.
 fn information(sysfs: &PciSysfs, roster: &Roster, gpu: GpuId) -> Result<(Bound, u32), String> {
     let look = || sysfs.sight(gpu.address).map(|seen| seen.bound(gpu.address)).map_err(|e| e.to_string());
     let before = look()?;

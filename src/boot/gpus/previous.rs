@@ -1,4 +1,4 @@
-//! Facts that a worker which takes over reads from the records of the one that died. Pure.
+//! Facts that a worker reads from the records of its dead predecessor. Pure.
 
 use super::messages::GpuId;
 use super::slots;

@@ -28,8 +28,8 @@ pub enum Update {
     Roster,
     /// Nodes and files that every container with a GPU gets.
     Common(Common),
-    /// The node of a GPU is there, which can be given to containers unless it is held back; `after`
-    /// is the step that made it ready.
+    /// The node of a GPU exists, and containers can get it unless the GPU is held back; `after` is
+    /// the step that made it ready.
     Ready { gpu: GpuId, nodes: Vec<Node>, after: Option<StepId> },
     /// Whether a GPU is held back: it stays declared, whatever it is; `after` is the wait before.
     HeldBack { gpu: GpuId, held: bool, after: Option<StepId> },
@@ -116,7 +116,7 @@ pub fn start(
     sender
 }
 
-/// GPUs that stay declared although their nodes are there.
+/// GPUs that stay declared although their nodes exist.
 #[derive(Default)]
 struct Hold {
     by_default: bool,
@@ -146,7 +146,7 @@ struct Publication {
 /// Contents of a publication that failed, kept for the next try.
 #[derive(Default)]
 struct Unwritten {
-    /// The spec is not what it should be.
+    /// The spec could not be written.
     spec: bool,
     /// GPUs that it makes resolvable, and steps that it comes after.
     ready: Vec<GpuId>,
@@ -163,7 +163,7 @@ impl Publication {
         !self.unwritten.spec && (self.withheld || self.others.is_empty())
     }
 
-    /// Tries what has failed again; returns the GPUs whose report that was.
+    /// Repeats failed writes; returns the GPUs whose report is done by them.
     fn retry(&mut self) -> Vec<GpuId> {
         if self.unwritten.spec {
             self.publish();
@@ -466,7 +466,7 @@ mod tests {
         // The default is for GPUs that come later.
         publication.apply(vec![Update::HeldByDefault(false), Update::HeldByDefault(true)]);
         assert!(has_node());
-        // Before its node is there, and one that has failed.
+        // Before the GPU's node exists, and after its failure.
         publication.apply(vec![Update::Failed { gpu }, held(true), held(false)]);
         assert!(!has_node());
         std::fs::remove_dir_all(&base).unwrap();

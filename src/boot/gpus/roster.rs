@@ -40,7 +40,7 @@ impl Roster {
         self.lock().slots.scanned();
     }
 
-    /// Takes in what is at an address now, with the PCI device id of a GPU that is there.
+    /// Records the current device at an address, with the PCI device id of a GPU.
     pub fn observe(&self, address: PciAddress, sight: Sight, device: Option<u16>) -> Vec<Change> {
         let mut state = self.lock();
         if let Some(device) = device {
@@ -93,7 +93,7 @@ impl Roster {
         self.lock().slots.contains(gpu)
     }
 
-    /// Inode of the device at an address, as far as it was seen.
+    /// Inode of the device at an address, if it was seen.
     pub fn device(&self, address: PciAddress) -> Option<u64> {
         self.lock().slots.device(address)
     }

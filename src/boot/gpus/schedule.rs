@@ -95,7 +95,7 @@ enum Load {
     /// nvidia is loaded. `since`: begin of the load's need for all CPUs. `uvm`: nvidia-uvm is
     /// loaded, too. `over`: no work of the loads is left.
     Loaded { at: Time, since: Time, uvm: bool, over: bool },
-    /// `again`: a GPU that came since needs another load, which begins when this one is over.
+    /// `again`: a later GPU needs another load, which begins when this one is over.
     Failed { again: bool },
 }
 
@@ -269,7 +269,7 @@ impl Schedule {
         self.settled = false;
     }
 
-    /// Forgets a failed load that is over, where another one is needed.
+    /// Forgets a finished failed load, if another load is needed.
     fn reload(&mut self) {
         if self.load_over && self.load == (Load::Failed { again: true }) {
             (self.load, self.load_over) = (Load::No, false);

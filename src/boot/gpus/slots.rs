@@ -104,7 +104,7 @@ impl Slots {
         self.scanned = true;
     }
 
-    /// Takes in what is at an address now.
+    /// Records the current device at an address.
     pub fn observe(&mut self, address: PciAddress, sight: Sight) -> Vec<Change> {
         let mut changes = Vec::new();
         let Some(slot) = self.slots.get(&address) else {
@@ -191,7 +191,7 @@ impl Slots {
         Some(GpuId { address, generation: slot.generation })
     }
 
-    /// Whether this very GPU is there.
+    /// Whether this arrival of a GPU is present.
     pub fn contains(&self, gpu: GpuId) -> bool {
         self.at(gpu.address) == Some(gpu)
     }
@@ -201,7 +201,7 @@ impl Slots {
         self.slots.get(&address).is_some_and(|slot| slot.boot.is_some())
     }
 
-    /// Inode of the device at an address, as far as it was seen.
+    /// Inode of the device at an address, if it was seen.
     pub fn device(&self, address: PciAddress) -> Option<u64> {
         self.slots.get(&address)?.device
     }

@@ -1,5 +1,5 @@
-//! Comparing what is on the bus with what is known: when a worker begins, and whenever something
-//! may have changed.
+//! Comparison of the bus with the known state: when a worker begins, and whenever something may
+//! have changed.
 
 use super::driver::{self, Image};
 use super::extras;
@@ -17,8 +17,7 @@ use crate::pci::{self, Gpu, PciAddress, SYS};
 use std::collections::BTreeSet;
 use std::path::Path;
 
-/// Gives the descriptors up that belong to other binds than those that are there: what an earlier
-/// worker was asked for, and has not done.
+/// Releases descriptors of former binds: releases requested from an earlier worker, and not done.
 pub fn release_stale(descriptors: &Descriptors, sysfs: &PciSysfs) {
     for bound in descriptors.held() {
         if sysfs.sight(bound.address).is_ok_and(|seen| seen.bound(bound.address) != Some(bound)) {
@@ -77,7 +76,7 @@ pub fn published(previous: &Previous, roster: &Roster, gpus: &[GpuId], image: &I
         if known.slot.failed {
             published.entries.insert(*gpu, Entry::Failed);
         } else if known.published
-            // The bind that is there is the one whose minor was reported, or it would have left.
+            // The current bind is the one whose minor was reported, or the GPU would have left.
             && roster.bind_of(*gpu).is_some()
             && let Some((minor, node)) = nodes.as_ref().and_then(|n| Some((known.minor?, n.gpu_now(known.minor?)?)))
         {

@@ -15,8 +15,8 @@ use tokio::sync::{oneshot, watch as flag};
 
 /// Connections of the bring-up and the worker with the extensions.
 pub struct Images {
-    /// Sent when the driver's files are there, with the step that mounted them; None: they are the
-    /// image's own, or PID 1 has mounted them.
+    /// Sent when the driver's files are mounted, with that step; None: the files are the image's
+    /// own, or PID 1 has mounted them.
     pub ready: Option<oneshot::Receiver<Option<StepId>>>,
     /// To be set when all GPUs are settled.
     pub settled: flag::Sender<bool>,
@@ -49,14 +49,14 @@ pub fn start(boot: &Boot, settled: bool) -> Images {
     Images { ready, settled, refusals }
 }
 
-/// Whether a virtio disk is there: only such disks have a serial in sysfs, and to read it asks the
-/// host.
+/// Whether there is a virtio disk: only virtio disks have a serial in sysfs, and reading it queries
+/// the host.
 fn has_disks() -> bool {
     let names = std::fs::read_dir(Path::new(SYS).join("block")).into_iter().flatten().flatten().map(|entry| entry.file_name());
     names.into_iter().any(|name| name.as_encoded_bytes().starts_with(b"vd"))
 }
 
-/// Mounts the extensions where `ready` is there, then watches them.
+/// Mounts the extensions if there is `ready`, then watches them.
 async fn follow(
     declared: Vec<Extension>,
     ready: Option<oneshot::Sender<Option<StepId>>>,

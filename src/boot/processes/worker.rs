@@ -233,7 +233,7 @@ fn report_stage0(boot: &Boot) {
                 What::Extensions => step!(names::STAGE0_EXTENSIONS, at_ns = stamp.begin_ns),
             };
             step.note("at_ns", stamp.end_ns);
-            // The error is that of the record.
+            // The record has this error, too.
             let _unused = step.run(|| {
                 if matches!(stamp.what, What::Extensions) {
                     extensions::replay(&boot.extensions);

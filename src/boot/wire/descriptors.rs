@@ -1,8 +1,8 @@
 //! Descriptors of opened GPUs: the worker's own copies, and the keeper's. Kept open while a GPU is
 //! present; released when a GPU is being removed, because the driver's removal waits for that.
 //!
-//! A descriptor belongs to one bind of one device. The bind is its name in the keeper, too: a
-//! worker that takes over compares it with the bind that is there.
+//! A descriptor belongs to one bind of one device. The bind is its name in the keeper, too: the
+//! next worker compares it with the current bind.
 
 use super::keeper::{Held, KeeperSocket};
 use super::opener::Opener;

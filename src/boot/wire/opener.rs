@@ -1,5 +1,5 @@
-//! Opens GPUs, and binds those that are enabled by the bind, where the death of the worker closes
-//! no descriptor: each in a child of a process of its own, which hands the descriptor to the keeper
+//! Opens GPUs, and binds GPUs whose bind also enables them; the death of the worker closes no
+//! descriptor. Each runs in a child of a separate process, which hands the descriptor to the keeper
 //! before the worker gets it. The worker's connection to the keeper stays open in these processes
 //! on purpose: the keeper must start no other worker before it has every opened descriptor.
 

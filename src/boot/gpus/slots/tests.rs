@@ -238,7 +238,7 @@ impl World {
         self.report_names();
     }
 
-    /// A task reads now; what it reports comes later.
+    /// A task reads now and reports later.
     fn read(&mut self, task: usize) {
         let gpu = self.tasks.swap_remove(task);
         let bound = self.sight(gpu.address).bound(gpu.address);
