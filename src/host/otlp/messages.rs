@@ -134,15 +134,16 @@ pub struct AnyValue {
 }
 
 #[derive(Clone, PartialEq, Serialize, Oneof)]
-#[serde(rename_all = "camelCase")]
 pub enum Value {
     #[prost(string, tag = "1")]
-    StringValue(String),
+    #[serde(rename = "stringValue")]
+    Text(String),
     #[prost(bool, tag = "2")]
-    BoolValue(bool),
+    #[serde(rename = "boolValue")]
+    Flag(bool),
     #[prost(int64, tag = "3")]
-    #[serde(serialize_with = "decimal")]
-    IntValue(i64),
+    #[serde(rename = "intValue", serialize_with = "decimal")]
+    Integer(i64),
 }
 
 fn attribute(key: &str, value: Value) -> KeyValue {
@@ -150,16 +151,16 @@ fn attribute(key: &str, value: Value) -> KeyValue {
 }
 
 pub fn text(key: &str, value: &str) -> KeyValue {
-    attribute(key, Value::StringValue(value.into()))
+    attribute(key, Value::Text(value.into()))
 }
 
 pub fn flag(key: &str, value: bool) -> KeyValue {
-    attribute(key, Value::BoolValue(value))
+    attribute(key, Value::Flag(value))
 }
 
 /// OTLP has no unsigned integers.
 pub fn integer(key: &str, value: u64) -> KeyValue {
-    attribute(key, Value::IntValue(i64::try_from(value).unwrap_or(i64::MAX)))
+    attribute(key, Value::Integer(i64::try_from(value).unwrap_or(i64::MAX)))
 }
 
 fn hex<S: Serializer>(bytes: &[u8], serializer: S) -> Result<S::Ok, S::Error> {
