@@ -1,13 +1,12 @@
 //! The catalogue of records against the sources that emit them, recorded boots, and the page that
 //! describes the format.
 
+use crate::layers::source::{self, Kind, Source, Token};
 use crate::project;
 use kata_gpu_init::events::catalogue::{Form, RECORDS, undocumented};
 use kata_gpu_init::events::record::{Line, Record, decode};
-use proc_macro2::{Delimiter, TokenStream, TokenTree};
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write;
-use std::path::{Path, PathBuf};
 
 /// Macros that emit records: `tracing`'s events, and the steps of src/events/layer.rs.
 const EMITTERS: &[&str] = &["error", "warn", "info", "debug", "trace", "step"];
@@ -17,41 +16,54 @@ const KEYS: &[&str] = &["gpu", "error", "after", "at_ns", "step_id"];
 /// Fields that the sources emit, by the constant of the record's name, and whether one is a span.
 type Emitted = BTreeMap<String, (BTreeSet<String>, bool)>;
 
-/// Tokens without those of modules that are compiled for tests alone.
-fn without_tests(tokens: TokenStream) -> Vec<TokenTree> {
-    let mut kept: Vec<TokenTree> = Vec::new();
-    let mut skipped = false;
+/// Fields of every emitting macro in the sources.
+fn emitted(sources: &[Source]) -> Emitted {
+    let mut emitted = Emitted::new();
+    for source in sources {
+        for at in 0..source.tokens.len() {
+            let which = source.word(at).filter(|word| EMITTERS.contains(word));
+            if let Some(which) = which
+                && source.is_sign(at + 1, '!')
+                && source.is_sign(at + 2, '(')
+            {
+                macro_call(which, arguments(&source.tokens[at + 3..]), &mut emitted);
+            }
+        }
+    }
+    emitted
+}
+
+/// Words and signs of each argument, up to the parenthesis that ends the call.
+fn arguments(tokens: &[Token]) -> Vec<Vec<String>> {
+    let (mut all, mut depth) = (vec![vec![]], 1);
     for token in tokens {
-        match &token {
-            TokenTree::Group(group) if group.stream().to_string().replace(' ', "") == "cfg(test)" => skipped = true,
-            TokenTree::Group(group) if skipped && group.delimiter() == Delimiter::Brace => skipped = false,
-            TokenTree::Punct(punct) if skipped && punct.as_char() == ';' => skipped = false,
-            _ if skipped => {}
-            _ => kept.push(token),
+        let text = match &token.kind {
+            Kind::Sign(')' | ']' | '}') if depth == 1 => break,
+            Kind::Sign(',') if depth == 1 => {
+                all.push(vec![]);
+                continue;
+            }
+            Kind::Sign(sign) => {
+                depth += i32::from("([{".contains(*sign)) - i32::from(")]}".contains(*sign));
+                sign.to_string()
+            }
+            Kind::Word(word) => word.clone(),
+            Kind::Text(_) | Kind::Colons => continue,
+        };
+        if let Some(argument) = all.last_mut() {
+            argument.push(text);
         }
     }
-    kept
+    all.retain(|words| !words.is_empty());
+    all
 }
 
-/// Collects the fields of every emitting macro in `tokens`.
-fn collect(tokens: TokenStream, emitted: &mut Emitted) {
-    let tokens = without_tests(tokens);
-    for (at, token) in tokens.iter().enumerate() {
-        let TokenTree::Group(group) = token else { continue };
-        let before = |n: usize| at.checked_sub(n).map(|i| tokens[i].to_string()).unwrap_or_default();
-        if before(1) == "!" && EMITTERS.contains(&before(2).as_str()) {
-            macro_call(&before(2), group.stream(), emitted);
-        }
-        collect(group.stream(), emitted);
-    }
-}
-
-/// Fields of one call. A call whose name is no constant is not looked at: the macro's own body.
-fn macro_call(which: &str, arguments: TokenStream, emitted: &mut Emitted) {
-    let mut arguments: Vec<Vec<String>> = split(arguments);
+/// Fields of one call. A call whose name is no constant is omitted: the macro's own body.
+fn macro_call(which: &str, mut arguments: Vec<Vec<String>>, emitted: &mut Emitted) {
     let is_name = |words: &Vec<String>| words.first().is_some_and(|w| w == "name") && words.get(1).is_some_and(|w| w == ":");
     let name = if which == "step" { Some(0) } else { arguments.iter().position(is_name) };
-    let Some(constant) = name.map(|at| arguments.remove(at)).and_then(|words| words.last().cloned()) else { return };
+    let name = name.filter(|at| *at < arguments.len()).map(|at| arguments.remove(at));
+    let Some(constant) = name.and_then(|words| words.last().cloned()) else { return };
     let is_constant = constant.bytes().all(|b| b.is_ascii_uppercase() || b.is_ascii_digit() || b == b'_');
     if !is_constant {
         return;
@@ -61,32 +73,6 @@ fn macro_call(which: &str, arguments: TokenStream, emitted: &mut Emitted) {
     for words in arguments {
         let field = words.iter().find(|word| !["%", "?"].contains(&word.as_str()));
         fields.extend(field.filter(|field| !KEYS.contains(&field.as_str())).cloned());
-    }
-}
-
-/// Words of each argument.
-fn split(arguments: TokenStream) -> Vec<Vec<String>> {
-    let mut all = vec![vec![]];
-    for token in arguments {
-        match token {
-            TokenTree::Punct(punct) if punct.as_char() == ',' => all.push(vec![]),
-            token => all.last_mut().unwrap().push(token.to_string()),
-        }
-    }
-    all.retain(|words| !words.is_empty());
-    all
-}
-
-fn sources(folder: &Path, all: &mut Vec<PathBuf>) {
-    for entry in std::fs::read_dir(folder).unwrap().flatten() {
-        let path = entry.path();
-        if path.is_dir() {
-            if !path.ends_with("src/host") {
-                sources(&path, all);
-            }
-        } else if path.extension().is_some_and(|extension| extension == "rs") {
-            all.push(path);
-        }
     }
 }
 
@@ -127,22 +113,19 @@ fn differences(emitted: &Emitted, constants: &BTreeMap<String, String>) -> Vec<S
 
 #[test]
 fn the_catalogue_has_what_the_sources_emit_and_nothing_else() {
-    let mut files = Vec::new();
-    sources(&project().join("src"), &mut files);
-    let mut emitted = Emitted::new();
-    for file in files {
-        let text = std::fs::read_to_string(&file).unwrap();
-        collect(text.parse().unwrap_or_else(|e| panic!("{}: {e}", file.display())), &mut emitted);
-    }
+    // The host's half emits nothing.
+    let mut guest = source::read("src");
+    guest.retain(|source| !source.file.starts_with("src/host/"));
+    let emitted_by_guest = emitted(&guest);
     let constants = constants();
     assert_eq!(constants.len(), RECORDS.len());
-    assert!(differences(&emitted, &constants).is_empty(), "{:#?}", differences(&emitted, &constants));
+    let found = differences(&emitted_by_guest, &constants);
+    assert!(found.is_empty(), "{found:#?}");
     // Negative control: an unknown field, a missing one, an event where a span is due, and a name
     // that is not in the catalogue.
     let text = "fn f() { info!(name: names::CLOCK, realtime_ns = 1, place); tracing::warn!(name: names::GPU_BIND);
         step!(names::NEW); } #[cfg(test)] mod tests { fn g() { info!(name: names::CLOCK, other = %1) } }";
-    let mut made_up = Emitted::new();
-    collect(text.parse().unwrap(), &mut made_up);
+    let made_up = emitted(&source::of(&[("src/made_up.rs".into(), text.into())]));
     let few: BTreeMap<_, _> = constants.into_iter().filter(|(c, _)| ["CLOCK", "GPU_BIND", "SETTLED"].contains(&c.as_str())).collect();
     assert_eq!(
         differences(&made_up, &few),

@@ -1,7 +1,7 @@
 //! Checks of the pages: links lead somewhere, tables are what the code prints,
 //! tests that are named exist, and the front page is short.
 
-use crate::project;
+use crate::{files, project};
 use kata_gpu_init::config::{PARAMETERS, parameters_markdown};
 use std::collections::BTreeSet;
 use std::fmt::Write;
@@ -16,27 +16,11 @@ fn read(page: &str) -> String {
 
 /// Every page, from the project's folder.
 fn pages() -> Vec<String> {
-    let mut pages = vec![];
-    walk(&project(), &mut |path| {
-        if path.extension().is_some_and(|e| e == "md") {
-            pages.push(path.strip_prefix(project()).unwrap().to_str().unwrap().to_string());
-        }
-    });
+    let of_project = |path: &Path| path.strip_prefix(project()).unwrap().to_str().unwrap().to_string();
+    let is_page = |path: &&PathBuf| path.extension().is_some_and(|extension| extension == "md");
+    let pages: Vec<String> = files("").iter().filter(is_page).map(|path| of_project(path)).collect();
     assert!(pages.len() > 8, "{pages:?}");
     pages
-}
-
-/// Every file below a folder, without what is built.
-fn walk(folder: &Path, each: &mut impl FnMut(&Path)) {
-    for entry in std::fs::read_dir(folder).unwrap().flatten() {
-        let path = entry.path();
-        let kept = !["target", ".git"].iter().any(|name| path.ends_with(name));
-        if path.is_dir() && !path.is_symlink() && kept {
-            walk(&path, each);
-        } else if path.is_file() {
-            each(&path);
-        }
-    }
 }
 
 /// A page's lines outside of its examples.
@@ -93,7 +77,7 @@ fn named_tests(page: &str) -> BTreeSet<&str> {
 fn every_test_that_a_promise_or_a_threat_names_is_there() {
     let mut text = String::new();
     for folder in ["src/host", "tests/host", "tests/vm"] {
-        walk(&project().join(folder), &mut |path| text.push_str(&std::fs::read_to_string(path).unwrap_or_default()));
+        files(folder).iter().for_each(|path| text.push_str(&std::fs::read_to_string(path).unwrap_or_default()));
     }
     // Tests under Kata have their runtime's name before their own.
     let named = |name: &str| text.contains(&format!("\"{name}\""));

@@ -1,9 +1,8 @@
 //! The structure that src/lib.rs and src/boot/mod.rs promise, read from the text of src/: who
 //! imports whom, and who alone may do what. Each rule has a negative control.
 
-mod source;
+pub mod source;
 
-use crate::project;
 use kata_gpu_init::config::parameters_markdown;
 use source::{Kind, Source};
 use std::collections::{BTreeMap, BTreeSet};
@@ -59,7 +58,7 @@ const OTHERS: &[&str] = &["boot", "host", "events"];
 
 /// The project's own, read once.
 fn source() -> &'static [Source] {
-    static ALL: LazyLock<Vec<Source>> = LazyLock::new(|| source::read(&project(), "src"));
+    static ALL: LazyLock<Vec<Source>> = LazyLock::new(|| source::read("src"));
     &ALL
 }
 

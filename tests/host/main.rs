@@ -42,6 +42,25 @@ fn project() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("..")
 }
 
+/// Every file below a folder of the project, in order of their paths; not those that are built.
+fn files(folder: &str) -> Vec<PathBuf> {
+    let mut found = Vec::new();
+    let mut folders = vec![project().join(folder)];
+    while let Some(folder) = folders.pop() {
+        let entries = std::fs::read_dir(&folder).unwrap_or_else(|e| panic!("{}: {e}", folder.display()));
+        for path in entries.map(|entry| entry.unwrap().path()) {
+            let is_built = ["target", ".git"].iter().any(|name| path.ends_with(name));
+            if path.is_dir() && !path.is_symlink() && !is_built {
+                folders.push(path);
+            } else if path.is_file() {
+                found.push(path);
+            }
+        }
+    }
+    found.sort();
+    found
+}
+
 /// A folder of this test's own, gone when dropped.
 struct TempDir(PathBuf);
 

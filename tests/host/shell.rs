@@ -1,30 +1,23 @@
 //! Checks of the shell scripts: cargo takes the crates that the lock files name, and changes none
 //! of these files; packages come from the machine's own archive, not from one that a script names.
 
-use crate::project;
-use std::path::{Path, PathBuf};
+use crate::{files, project};
+use std::path::PathBuf;
 
 /// Subcommands of cargo that resolve dependencies, and write Cargo.lock where nothing forbids that.
 const RESOLVING: &str = "bench build check clippy doc fetch install metadata run test tree vendor";
 /// Options that forbid the change.
 const LOCKING: &[&str] = &["--locked", "--frozen"];
 
-/// Files that a shell or a container builder runs, below a folder.
-fn scripts(folder: &Path) -> Vec<PathBuf> {
-    let mut found = Vec::new();
-    for entry in std::fs::read_dir(folder).unwrap().flatten() {
-        let (path, name) = (entry.path(), entry.file_name());
-        let is_built = ["target", ".git"].iter().any(|built| name == *built);
-        if path.is_dir() && !path.is_symlink() && !is_built {
-            found.extend(scripts(&path));
-        } else if path.is_file() && path.extension().is_none_or(|e| e == "initrd") {
-            let is_dockerfile = name.to_string_lossy().starts_with("Dockerfile");
-            if is_dockerfile || std::fs::read(&path).unwrap().starts_with(b"#!") {
-                found.push(path);
-            }
-        }
-    }
-    found
+/// Files that a shell or a container builder runs.
+fn scripts() -> Vec<PathBuf> {
+    let mut all = files("");
+    all.retain(|path| {
+        let is_dockerfile = path.file_name().unwrap().to_string_lossy().starts_with("Dockerfile");
+        let is_candidate = path.extension().is_none_or(|extension| extension == "initrd");
+        is_candidate && (is_dockerfile || std::fs::read(path).unwrap().starts_with(b"#!"))
+    });
+    all
 }
 
 /// Lines with a command of cargo that may change a lock file, in comments and messages, too: what
@@ -47,7 +40,7 @@ fn unlocked(text: &str) -> Vec<String> {
 
 #[test]
 fn no_script_changes_a_lock_file_of_cargo() {
-    let all = scripts(&project());
+    let all = scripts();
     for name in [".ci/run", "Dockerfile.initrd", "initrd/demo", "tests/run", "tests/fuzz/run"] {
         assert!(all.contains(&project().join(name)), "{name} is not among {all:?}");
     }
@@ -74,7 +67,7 @@ fn no_script_names_an_archive_of_packages() {
     let folder = project().join("rootfs-builder");
     let inner = |name| std::fs::read_dir(folder.join(name)).unwrap().flatten();
     let pages = ["README.md", "rootfs-builder/README.md", "initrd/README.md", "tests/README.md"];
-    let mut all = scripts(&project());
+    let mut all = scripts();
     all.extend(inner("parts").chain(inner("distributions")).map(|entry| entry.path()));
     all.extend(pages.iter().map(|page| project().join(page)));
     assert!(all.iter().any(|path| path.ends_with("distributions/debian-13")), "{all:?}");

@@ -1,8 +1,7 @@
 //! Length of the names of tests, in every file below tests/: a name is read in lists, filters and
 //! tables.
 
-use crate::project;
-use std::path::Path;
+use crate::files;
 
 /// Longest name of a test, in characters; without the runtime's name before a test under Kata.
 const LONGEST: usize = 60;
@@ -28,25 +27,15 @@ fn names(text: &str) -> Vec<String> {
     names
 }
 
-fn all_names(folder: &Path, all: &mut Vec<String>) {
-    for entry in std::fs::read_dir(folder).unwrap().flatten() {
-        let path = entry.path();
-        if path.is_dir() {
-            all_names(&path, all);
-        } else if path.extension().is_some_and(|extension| extension == "rs") {
-            all.extend(names(&std::fs::read_to_string(&path).unwrap()));
-        }
-    }
-}
-
 fn too_long(names: &[String]) -> Vec<&String> {
     names.iter().filter(|name| name.chars().count() > LONGEST).collect()
 }
 
 #[test]
 fn the_name_of_a_test_has_at_most_60_characters() {
-    let mut all = Vec::new();
-    all_names(&project().join("tests"), &mut all);
+    let mut sources = files("tests");
+    sources.retain(|path| path.extension().is_some_and(|extension| extension == "rs"));
+    let all: Vec<String> = sources.iter().flat_map(|path| names(&std::fs::read_to_string(path).unwrap())).collect();
     assert!(all.len() > 500, "{} names", all.len());
     for kind in ["a_spec_on_a_run_of_another_type_is_covered", "install_check_says_what_works_and_why_not"] {
         assert!(all.iter().any(|name| name == kind), "{kind} is not found");

@@ -2,6 +2,7 @@
 //! comments and without what is built for tests alone. Not a parser: it knows `use`, `mod` and
 //! paths, and no types.
 
+use crate::{files, project};
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 
@@ -56,24 +57,16 @@ impl Source {
     }
 }
 
-/// Reads every file below a folder, `src` of the project.
-pub fn read(project: &Path, folder: &str) -> Vec<Source> {
-    let mut files = Vec::new();
-    collect(&project.join(folder), folder, &mut files);
-    files.sort();
-    of(&files)
-}
-
-fn collect(folder: &Path, name: &str, files: &mut Vec<(String, String)>) {
-    for entry in std::fs::read_dir(folder).unwrap_or_else(|e| panic!("{}: {e}", folder.display())) {
-        let path = entry.unwrap().path();
-        let name = format!("{name}/{}", path.file_name().unwrap().to_string_lossy());
-        if path.is_dir() {
-            collect(&path, &name, files);
-        } else if name.ends_with(".rs") {
-            files.push((name, std::fs::read_to_string(&path).unwrap_or_else(|e| panic!("{}: {e}", path.display()))));
-        }
-    }
+/// Reads every Rust file below a folder of the project.
+pub fn read(folder: &str) -> Vec<Source> {
+    let name = |path: &Path| path.strip_prefix(project()).unwrap().to_string_lossy().into_owned();
+    let text = |path: &Path| std::fs::read_to_string(path).unwrap_or_else(|e| panic!("{}: {e}", path.display()));
+    let all: Vec<_> = files(folder)
+        .iter()
+        .filter(|path| path.extension().is_some_and(|extension| extension == "rs"))
+        .map(|path| (name(path), text(path)))
+        .collect();
+    of(&all)
 }
 
 /// Files by name and text. Omits modules that are built for tests alone.
