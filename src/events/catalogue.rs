@@ -6,7 +6,7 @@
 
 use serde::Serialize;
 
-/// Who could have made a step shorter.
+/// Party that could have made a step shorter.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Owner {
@@ -17,7 +17,7 @@ pub enum Owner {
     Driver,
     Init,
     Agent,
-    /// Whoever asks the agent: the shim, containerd, Kubernetes.
+    /// Callers of the agent: the shim, containerd, Kubernetes.
     Runtime,
     /// Client of containerd's CRI: the kubelet, for one.
     Client,

@@ -8,6 +8,7 @@ use crate::events::names;
 use crate::events::record::Kind;
 use crate::host::data::record::{Field, Record};
 use crate::pci::{PciAddress, waits_for_bar_firewall};
+use std::collections::HashSet;
 
 /// Distance from which lines of PCI enumeration belong to two rounds: a function takes some ms even
 /// if each access leaves the VM.
@@ -89,14 +90,12 @@ fn probes(draft: &mut Draft, lines: &[PciLine]) {
         }
     }
     // An import has made steps of these lines already.
-    let is_step = |line: &PciLine, steps: &[Step]| {
-        let mut enablings = steps.iter().filter(|s| s.name == names::GPU_ENABLE && s.begin_ns == line.at_ns);
-        enablings.any(|s| s.gpu.is_some_and(|gpu| gpu.address == line.address))
-    };
+    let enablings = draft.story.steps.iter().filter(|step| step.name == names::GPU_ENABLE);
+    let enablings: HashSet<_> = enablings.map(|step| (step.gpu.map(|gpu| gpu.address), step.begin_ns)).collect();
     for (load, begin, end) in loads {
         let inside: Vec<&PciLine> = lines.iter().filter(|l| l.by == "nvidia" && l.enabling && (begin..=end).contains(&l.at_ns)).collect();
         for (at, line) in inside.iter().enumerate() {
-            if is_step(line, &draft.story.steps) {
+            if enablings.contains(&(Some(line.address), line.at_ns)) {
                 continue;
             }
             let next = inside.get(at + 1).map_or(end, |next| next.at_ns);

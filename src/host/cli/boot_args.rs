@@ -1,5 +1,5 @@
-//! What the subcommands that account for boots share: `blame`, `critical-path`, `coverage`,
-//! `compare`, `stats` and `list`: which boot, which window, how it is printed.
+//! Arguments and output that `blame`, `critical-path`, `coverage`, `compare`, `stats` and `list`
+//! share: which boot, which window, how it is printed.
 
 use crate::host::analysis::held_up::HeldUp;
 use crate::host::analysis::loaded::{Loaded, load};

@@ -16,7 +16,7 @@ pub fn run(args: &Args) -> ExitCode {
     }
 }
 
-/// What it does, and says.
+/// Installs, checks or prints, as the options ask.
 pub fn say(args: &Args) -> Said {
     match &args.place.dir {
         _ if args.print == Some(Manifest::DaemonSet) => daemon_set::of_install(args),

@@ -10,7 +10,7 @@ pub fn run(args: &Args) -> ExitCode {
     if args.stay { node::stay_uninstalled(args) } else { say(args).print() }
 }
 
-/// What it does, and says.
+/// Removes the drop-in, or prints what would be removed.
 pub fn say(args: &Args) -> Said {
     match args.print {
         Some(Manifest::DaemonSet) => daemon_set::of_uninstall(args),

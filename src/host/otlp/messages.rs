@@ -164,7 +164,7 @@ pub fn integer(key: &str, value: u64) -> KeyValue {
 }
 
 fn hex<S: Serializer>(bytes: &[u8], serializer: S) -> Result<S::Ok, S::Error> {
-    serializer.collect_str(&bytes.iter().map(|b| format!("{b:02x}")).collect::<String>())
+    serializer.serialize_str(&crate::host::data::text::hex(bytes))
 }
 
 fn decimal<T: Display, S: Serializer>(number: &T, serializer: S) -> Result<S::Ok, S::Error> {

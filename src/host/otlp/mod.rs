@@ -259,6 +259,7 @@ fn span(timeline: &Waterfall, step: &Step, ids: &Ids, clock: &WallClock) -> Span
 mod tests {
     use super::*;
     use crate::host::data::boot_file::{BootFile, HostEvent, HostLine};
+    use crate::host::data::text::hex;
     use crate::host::testing::tests_dir;
 
     #[test]
@@ -268,7 +269,7 @@ mod tests {
             let timeline = Waterfall::new(&BootFile::read(text.as_bytes()).unwrap(), &[]);
             let boot_id = timeline.boot_id().replace('-', "");
             let span = request(timeline, &Resource::new()).unwrap().spans.next().unwrap();
-            (span.trace_id.iter().map(|byte| format!("{byte:02x}")).collect::<String>(), boot_id)
+            (hex(&span.trace_id), boot_id)
         };
         let (by_hand, boot_id) = trace(&text);
         assert_eq!(by_hand, boot_id);

@@ -1,4 +1,4 @@
-//! What a waterfall draws: steps and marks.
+//! Steps and marks, as a waterfall draws them.
 
 use super::rows::{Side, Tone};
 use crate::host::boot::gpu_name::GpuName;
@@ -31,7 +31,7 @@ pub struct Step {
     /// The account's step that this is, where no span is.
     pub account: Option<usize>,
     pub lane: usize,
-    /// Where in the lane: steps in one row do not overlap.
+    /// Row in the lane: steps in one row do not overlap.
     pub row: usize,
 }
 
@@ -40,7 +40,7 @@ impl Step {
         if self.begin_lost { None } else { Some(self.end_ns?.saturating_sub(self.begin_ns)) }
     }
 
-    /// What a reader calls it: the name and the one field that tells it from its like.
+    /// Name of the step, and the field that distinguishes it from others of the name.
     pub fn label(&self) -> String {
         let which = self.fields.iter().find(|(key, _)| key == "module" || key == "container");
         match which {

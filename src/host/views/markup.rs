@@ -1,4 +1,4 @@
-//! What page and picture share: escaping, the headline, and the signs of milestones and marks.
+//! Parts that page and picture share: escaping, the headline, and the signs of milestones and marks.
 
 use super::rows::Tone;
 use super::waterfall::{Mark, Waterfall};
@@ -28,7 +28,7 @@ fn gpu_list(gpus: &[&Gpu]) -> String {
     format!("GPU {}{}", named.join(", "), if more > 0 { format!(" and {more} more") } else { String::new() })
 }
 
-/// What a boot came to, in a sentence.
+/// Result of a boot in a sentence.
 pub fn headline(timeline: &Waterfall) -> String {
     let boot = &timeline.boot;
     let failed: Vec<&Gpu> = boot.failed_gpus().collect();

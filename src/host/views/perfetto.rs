@@ -53,8 +53,8 @@ pub fn write(timeline: &Waterfall, out: &mut dyn Write) -> io::Result<()> {
     for (i, step) in timeline.steps.iter().enumerate() {
         let (begin_ns, end_ns) = (step.begin_ns, step.end_ns.filter(|_| !step.begin_lost));
         match end_ns {
-            // Of no length or of a lost beginning: an instant, since its end would come before its
-            // beginning.
+            // A step without length, or whose beginning was lost, is an instant: its end would come
+            // before its beginning.
             Some(end_ns) if end_ns > begin_ns => events.extend([(begin_ns, 1, Event::Begin(i, step)), (end_ns, 0, Event::End(step))]),
             None if !step.begin_lost => events.push((begin_ns, 1, Event::Begin(i, step))),
             _ => events.push((begin_ns, 1, Event::Instant(step))),
@@ -89,8 +89,8 @@ pub fn write(timeline: &Waterfall, out: &mut dyn Write) -> io::Result<()> {
     Ok(())
 }
 
-/// What an event is made of when its turn comes: texts of all of them at once are many times the
-/// boot's file.
+/// Source of an event, which is made when its turn comes: the texts of all events at once are many
+/// times the boot's file.
 enum Event<'a> {
     /// The step, and its number.
     Begin(usize, &'a Step),
@@ -100,7 +100,7 @@ enum Event<'a> {
     /// A piece of the critical path, of this step.
     PieceBegin(&'a Step),
     PieceEnd,
-    /// So many GPUs, on this counter's track.
+    /// Track of a counter, and the number of GPUs.
     Count(u64, usize),
 }
 
@@ -194,7 +194,7 @@ fn track_event(kind: Type, track_uuid: u64) -> TrackEvent {
     TrackEvent { r#type: Some(kind.into()), track_uuid, ..TrackEvent::default() }
 }
 
-/// What is told of a step beside its times.
+/// Fields of a step, without its times.
 fn annotations(step: &Step) -> Vec<DebugAnnotation> {
     let mut annotations: Vec<_> = step.fields.iter().map(|(key, value)| annotation(key, value)).collect();
     if let Some(gpu) = step.gpu {
@@ -276,7 +276,7 @@ fn critical<'a>(timeline: &'a Waterfall, events: &mut Vec<(u64, u8, Event<'a>)>)
     for piece in &timeline.path {
         let Some(step) = piece.step.and_then(|step| timeline.steps.get(step)) else { continue };
         events.push((piece.begin_ns, 1, Event::PieceBegin(step)));
-        // What is open goes on.
+        // An open piece has no end.
         if step.end_ns.is_some() {
             events.push((piece.begin_ns.saturating_add(piece.took_ns), 0, Event::PieceEnd));
         }

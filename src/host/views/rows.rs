@@ -262,7 +262,7 @@ fn is_detail(record: &Record, took_ns: Option<u64>) -> bool {
         Kind::Kmsg => record.level > Level::Error && !kmsg_matters(kmsg_text(record)),
         _ if record.level <= Level::Warn || record.error.is_some() => false,
         _ if record.level >= Level::Debug => true,
-        // Of a foreign log, where no event says that the GPU is usable.
+        // A foreign log has no event that the GPU is usable.
         Kind::End if record.name == names::GPU_INIT && record.gpu.is_none() => false,
         Kind::End | Kind::Event => match row_of(&record.name).rank {
             Rank::Shown => false,

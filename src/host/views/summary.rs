@@ -1,4 +1,4 @@
-//! What a boot came to: one line per GPU, the containers, the milestones, and everything that is
+//! Summary of a boot: one line per GPU, the containers, the milestones, and everything that is
 //! wrong with the record of it.
 
 use super::health_table::HealthTable;

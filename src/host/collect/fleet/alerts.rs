@@ -9,6 +9,7 @@ use super::catalogue::{
     BOOTS, BOOTS_BEGUN, BOOTS_IN_FLIGHT, BOOTS_NOT_FOLLOWED, BUILD_INFO, CONNECTED, CONNECTIONS_REFUSED, FAILED, GPUS, KEEP_LIMIT_BYTES,
     KEPT_BYTES, MILESTONE_SECONDS, OTLP_DROPPED, OTLP_PUSHED, OTLP_QUEUE, RECORDS_CAPPED, RECORDS_DROPPED, RECORDS_LOST, WRITE_ERRORS,
 };
+use super::promql::failed_boots;
 use super::tally::Outcome;
 use crate::host::boot::model::SETTLED;
 use std::fmt::Write;
@@ -69,7 +70,7 @@ pub fn groups() -> [(&'static str, Vec<Alert>); 2] {
 
 fn boots() -> Vec<Alert> {
     let all = BOOTS.series();
-    let failed = BOOTS.series().of_any(&[Outcome::PoweredOff.name(), Outcome::Unfinished.name()]);
+    let failed = failed_boots();
     let of_gpus = GPUS.series().of(FAILED);
     let buckets = MILESTONE_SECONDS.buckets().of(SETTLED);
     let (sums, counts) = (MILESTONE_SECONDS.sums().of(SETTLED), MILESTONE_SECONDS.counts().of(SETTLED));
@@ -174,7 +175,7 @@ fn collectors() -> Vec<Alert> {
             name: "KataGpuBootCollectorDown",
             severity: Critical,
             after: "5m",
-            // Of targets alone that were collectors, whatever their job is called.
+            // Only targets that were collectors, under any name of the job.
             expr: format!("up == 0\nand on (job, instance)\nmax_over_time({BUILD_INFO}[1d]) > 0"),
             summary: "the collector of boots on {{ $labels.instance }} does not answer",
             description: "Boots of its guests are seen by nobody; guests keep their records and \

@@ -33,7 +33,7 @@ impl Kind {
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Unit {
-    /// Of whatever the name says.
+    /// Number of the things that the metric's name ends in.
     Number,
     Seconds,
     Bytes,

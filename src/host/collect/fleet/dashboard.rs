@@ -5,11 +5,11 @@
 //! over a few scrapes, and leave a gap where there was none.
 
 use super::catalogue::*;
-use super::promql::Series;
+use super::promql::{Series, failed_boots};
 use super::tally::Outcome;
 use serde_json::{Value, json};
 
-/// Of Grafana 11.6; later ones migrate it.
+/// Schema of Grafana 11.6; later versions migrate it.
 const SCHEMA_VERSION: u32 = 41;
 /// Columns of Grafana's grid.
 const COLUMNS: u32 = 24;
@@ -55,7 +55,7 @@ fn increase(by: &str, series: Series, window: &str) -> String {
     format!("sum{by} (increase({}[{window}]))", chosen(series))
 }
 
-/// Of a metric without labels, by what it is called.
+/// Increases of metrics without labels, with the legend of each.
 fn counted(rows: &[(&Metric, &'static str)]) -> Vec<(String, &'static str)> {
     rows.iter().map(|(metric, legend)| (increase("", metric.series(), WINDOW), *legend)).collect()
 }
@@ -87,7 +87,6 @@ fn rows() -> [(&'static str, Vec<Panel>); 4] {
 fn boots() -> Vec<Panel> {
     let all = || BOOTS.series();
     let settled = || BOOTS.series().of(Outcome::Settled.name());
-    let failed = || BOOTS.series().of_any(&[Outcome::PoweredOff.name(), Outcome::Unfinished.name()]);
     let of_milestone = MILESTONE_SECONDS.buckets().of("$milestone");
     let stat = |title, description, unit, query| Panel { form: Form::Stat, title, description, unit, width: 4, queries: vec![(query, "")] };
     vec![
@@ -98,7 +97,7 @@ fn boots() -> Vec<Panel> {
             "percentunit",
             format!("{} / ({} > 0)", increase("", settled(), RANGE), increase("", all(), RANGE)),
         ),
-        stat("Boots failed", "Powered off, or gone before they were settled.", "short", increase("", failed(), RANGE)),
+        stat("Boots failed", "Powered off, or gone before they were settled.", "short", increase("", failed_boots(), RANGE)),
         stat("GPUs failed", "GPUs that were not usable in boots that are over.", "short", increase("", GPUS.series().of(FAILED), RANGE)),
         stat(
             "90 % are there after",
@@ -181,7 +180,7 @@ fn times() -> Vec<Panel> {
 
 fn failures() -> Vec<Panel> {
     let gpus_by_node = increase("instance", GPUS.series().of(FAILED), RANGE);
-    let boots_by_node = increase("instance", BOOTS.series().of_any(&[Outcome::PoweredOff.name(), Outcome::Unfinished.name()]), RANGE);
+    let boots_by_node = increase("instance", failed_boots(), RANGE);
     vec![
         Panel {
             form: Form::Stacked,

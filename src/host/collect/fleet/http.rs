@@ -1,6 +1,6 @@
 //! `GET /metrics` over HTTP/1.1, for Prometheus: one request per connection.
 //!
-//! Whoever can reach the port may be hostile: connections, header bytes, headers and time have
+//! Any client of the port may be hostile: connections, header bytes, headers and time have
 //! limits, bodies are not read, and nothing of a request is repeated in an answer. A scrape costs
 //! one look at the counters, whoever asks. Where the connections are used up a new one takes the
 //! place of the one that has been without a request the longest: slow clients lock nobody out.

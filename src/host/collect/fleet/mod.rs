@@ -123,8 +123,8 @@ async fn follow(shared: &Arc<Shared>, mut stop: watch::Receiver<bool>) {
         let (over, next) = ends.take(Instant::now());
         let tried = std::mem::take(&mut waiting);
         for over in tried.into_iter().chain(over) {
-            // So many may be over that all of them take longer than a stop may. The lock of `stop`
-            // ends here: whoever stops waits for it.
+            // Reporting all boots may take longer than a stop may. Release the lock of `stop` here: the
+            // stopping thread waits for it.
             let stopping = *stop.borrow();
             if stopping || !report(shared, &over).await {
                 waiting.push(over);

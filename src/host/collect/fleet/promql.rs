@@ -1,6 +1,7 @@
 //! Selectors of PromQL, made from rows of the catalogue alone.
 
-use super::catalogue::Metric;
+use super::catalogue::{BOOTS, Metric};
+use super::tally::Outcome;
 use std::fmt;
 
 /// Series of a metric; `Display` is the selector.
@@ -34,6 +35,11 @@ impl Metric {
         let label = self.label.unwrap_or_default();
         Series { name: format!("{self}{part}"), label, matchers: Vec::new() }
     }
+}
+
+/// Boots that failed: powered off, or gone before they were settled.
+pub fn failed_boots() -> Series {
+    BOOTS.series().of_any(&[Outcome::PoweredOff.name(), Outcome::Unfinished.name()])
 }
 
 impl Series {

@@ -1,4 +1,4 @@
-//! What is counted and queued of boots that are over.
+//! Counters and queue of the boots that are over.
 
 use super::pushing::Queue;
 use super::sources::Sources;

@@ -1,4 +1,4 @@
-//! What one scrape reports, read once, so that its numbers are of one moment.
+//! Values of one scrape, read once, so that they are of one moment.
 
 use super::shared::Shared;
 use super::tally::Tally;

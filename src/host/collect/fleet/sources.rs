@@ -1,4 +1,4 @@
-//! What reporting boots takes from the collector.
+//! Inputs that the thread `fleet` takes from the collector.
 
 use crate::host::collect::limits::Limits;
 use crate::host::collect::peers::Peers;

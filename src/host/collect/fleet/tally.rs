@@ -1,5 +1,4 @@
-//! What is counted of boots that are over: histograms of phases, steps and milestones, failures by
-//! reason.
+//! Counts of boots that are over: histograms of phases, steps and milestones, failures by reason.
 //!
 //! Labels come from this program's own tables, never from a guest: a name or reason that the tables
 //! lack is counted as [`OTHER`], so the number of series has a bound however many guests there are

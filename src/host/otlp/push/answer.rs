@@ -9,17 +9,17 @@ use std::error::Error;
 use std::fmt;
 use std::time::Duration;
 
-/// What OpenTelemetry's exporters wait for an answer by default.
+/// Default time that OpenTelemetry's exporters wait for an answer.
 pub const TIMEOUT: Duration = Duration::from_secs(10);
 /// Longest answer that is read; it has a sentence or two.
 pub const MAX_ANSWER: usize = 64 << 10;
 /// Longest text of a receiver that is told on.
 pub const MAX_TEXT: usize = 300;
 
-/// What became of a request.
+/// Result of a request.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Outcome {
-    /// It was taken, but for so many spans, for this reason.
+    /// The request was taken, without `rejected` spans, for the reason `why`.
     Taken { rejected: u64, why: Option<String> },
     /// Not now: the same may be sent again, where the receiver says so not before `after`.
     Later { why: String, answered: bool, after: Option<Duration> },

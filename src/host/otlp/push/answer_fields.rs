@@ -31,8 +31,8 @@ fn text(bytes: &[u8]) -> Option<String> {
     (!bytes.is_empty()).then(|| String::from_utf8_lossy(bytes).into_owned())
 }
 
-/// Of an ExportTraceServiceResponse: how many spans were rejected, and what the receiver says,
-/// which may be a warning alone.
+/// Number of rejected spans and the receiver's message in an ExportTraceServiceResponse; the
+/// message may be a warning alone.
 pub fn partial_success(response: &[u8]) -> (u64, Option<String>) {
     let partial = ExportTraceServiceResponse::decode(response).unwrap_or_default().partial_success.unwrap_or_default();
     // A negative count is none.

@@ -1,4 +1,4 @@
-//! Where to push to: `http://host:4318`, and the headers that go along.
+//! Target of a push: `http://host:4318`, and the headers that are sent with each request.
 
 use crate::host::data::text::printable;
 use crate::host::otlp::{encoded_pairs, environment, pair};
@@ -7,8 +7,8 @@ use hyper::Uri;
 use hyper::header::{HeaderMap, HeaderName, HeaderValue, USER_AGENT};
 use std::fmt;
 
-/// Where headers come from, as every OpenTelemetry SDK reads it; unlike an option it is in nobody's
-/// process list.
+/// Environment variable with headers, as every OpenTelemetry SDK reads it. An option would show them
+/// in the process list.
 pub const HEADERS_VARIABLE: &str = "OTEL_EXPORTER_OTLP_HEADERS";
 /// OTLP/HTTP's port and path, where the URL has none.
 const PORT: u16 = 4318;

@@ -4,9 +4,9 @@
 use super::image::Content;
 use super::newc::Kind;
 use super::progress::Progress;
-use super::text::{escaped, hex, permissions, table};
+use super::text::{escaped, permissions, table};
 use super::tree::{Id, ROOT, Tree, What};
-use crate::host::data::text::{Ink, Screen};
+use crate::host::data::text::{Ink, Screen, hex};
 use anyhow::{Context, Result};
 use serde_json::{Value, json};
 use std::collections::BTreeMap;

@@ -6,7 +6,7 @@
 //! device or a link.
 
 use super::image::Form;
-use super::text::hex;
+use crate::host::data::text::hex;
 use anyhow::{Context, Result, bail, ensure};
 use flate2::write::GzEncoder;
 use flate2::{Compression, GzBuilder};

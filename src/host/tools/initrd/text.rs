@@ -26,11 +26,6 @@ pub fn permissions(mode: u32) -> String {
     [triple(6, 0o4000, 's'), triple(3, 0o2000, 's'), triple(0, 0o1000, 't')].iter().flatten().collect()
 }
 
-/// Bytes in hexadecimal.
-pub fn hex(bytes: &[u8]) -> String {
-    bytes.iter().map(|b| format!("{b:02x}")).collect()
-}
-
 /// Rounded to one digit: `12.3 MB`.
 pub fn megabytes(bytes: u64) -> String {
     let tenths = (bytes + 50_000) / 100_000;
