@@ -245,14 +245,15 @@ mod tests {
     use super::*;
     use crate::events::names;
     use crate::events::record::{Line, decode};
+    use crate::events::ring::Reader;
     use tracing_subscriber::layer::SubscriberExt;
 
     fn records(work: impl FnOnce()) -> Vec<Record> {
         let ring = Arc::new(Ring::default());
         let subscriber = tracing_subscriber::registry().with(RecordLayer::new(Arc::clone(&ring)));
         tracing::subscriber::with_default(subscriber, work);
-        let batch = ring.read(&mut 0, 1000);
-        batch.lines.iter().map(|l| if let Ok(Line::Record(r)) = decode(l.as_bytes()) { *r } else { panic!("{l}") }).collect()
+        let lines = Reader::new(ring, "test", 0).read(1000);
+        lines.iter().map(|l| if let Ok(Line::Record(r)) = decode(l.as_bytes()) { *r } else { panic!("{l}") }).collect()
     }
 
     #[test]

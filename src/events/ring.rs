@@ -1,8 +1,8 @@
 //! The bounded memory of this boot's stream: every sink reads it and none can hold it up.
 //!
 //! Invariants: `seq` is given here, under the lock, without gaps; pushing never waits for a reader
-//! and never fails; when the ring is full the oldest records go, and each reader gets the number of
-//! those it lost. Lines are stored in wire format.
+//! and never fails; when the ring is full the oldest records go, and each [`Reader`] reports the
+//! number of those it lost. Lines are stored in wire format.
 //!
 //! With a [`Journal`], a line is in the journal's file before any reader can see it; if the file
 //! has no room for a line, it has its number. After a crash the next worker thus finds in that file
@@ -11,6 +11,8 @@
 use super::journal::Journal;
 use super::names;
 use super::record::{Kind, Level, Record, record_line};
+use crate::clock::boottime_ns;
+use serde_json::Map;
 use std::collections::VecDeque;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
@@ -73,13 +75,6 @@ pub struct Ring {
     watch: watch::Sender<u64>,
 }
 
-/// Result of a read: lines in order of seq, and the number of lines lost because they had left the
-/// ring.
-pub struct Batch {
-    pub lines: Vec<Arc<str>>,
-    pub lost: u64,
-}
-
 impl Default for Ring {
     fn default() -> Self {
         Self::with_capacity(CAPACITY_BYTES)
@@ -119,10 +114,11 @@ impl Ring {
         self.lines.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Gives the record its `seq`, keeps it and wakes the readers.
-    pub fn push(&self, mut record: Record) {
+    /// Gives the record its `seq`, which is returned, keeps it and wakes the readers.
+    pub fn push(&self, mut record: Record) -> u64 {
         let mut ring = self.lock();
-        record.seq = ring.next_seq();
+        let seq = ring.next_seq();
+        record.seq = seq;
         let line: Arc<str> = record_line(&record).into();
         // Readers cannot see the line before it is written: the lock is held.
         ring.keep(line, self.capacity_bytes);
@@ -138,6 +134,7 @@ impl Ring {
         drop(ring);
         self.grown.notify_all();
         self.watch.send_replace(next);
+        seq
     }
 
     /// `seq` that the next record will get.
@@ -150,19 +147,8 @@ impl Ring {
         self.lock().first_seq
     }
 
-    /// Up to `limit` lines from `*next` on; moves `*next` behind them.
-    pub fn read(&self, next: &mut u64, limit: usize) -> Batch {
-        let ring = self.lock();
-        let lost = ring.first_seq.saturating_sub(*next);
-        *next += lost;
-        let skip = usize::try_from(*next - ring.first_seq).unwrap_or(usize::MAX);
-        let lines: Vec<Arc<str>> = ring.lines.iter().skip(skip).take(limit).cloned().collect();
-        *next += lines.len() as u64;
-        Batch { lines, lost }
-    }
-
     /// Blocks the thread until there is a record with `seq >= next`, or until `at_most` has passed.
-    pub fn wait_blocking(&self, next: u64, at_most: Duration) {
+    fn wait_blocking(&self, next: u64, at_most: Duration) {
         let guard = self.lock();
         // The result only shows a timeout; the caller reads either way.
         let _unused = self.grown.wait_timeout_while(guard, at_most, |ring| ring.next_seq() <= next);
@@ -171,6 +157,70 @@ impl Ring {
     /// For tasks: receives the next `seq` whenever it grows.
     pub fn subscribe(&self) -> watch::Receiver<u64> {
         self.watch.subscribe()
+    }
+}
+
+/// Place of one sink in the ring.
+pub struct Reader {
+    ring: Arc<Ring>,
+    /// Name of the sink in its reports.
+    sink: &'static str,
+    next: u64,
+    /// Last report of lost records.
+    report: Option<Report>,
+}
+
+struct Report {
+    seq: u64,
+    lost: u64,
+}
+
+impl Reader {
+    /// A reader that begins at the record `next`.
+    pub fn new(ring: Arc<Ring>, sink: &'static str, next: u64) -> Self {
+        Self { ring, sink, next, report: None }
+    }
+
+    /// `seq` of the record that is read next.
+    pub fn next(&self) -> u64 {
+        self.next
+    }
+
+    /// Up to `limit` lines, in order of `seq`.
+    ///
+    /// Lines that had left the ring before are skipped, and their number is pushed in a
+    /// `stream.lost`. The numbers in the reports that a sink reads are thus exactly the records
+    /// that it misses up to its last report: a report that is lost in turn counts again in the
+    /// next one.
+    pub fn read(&mut self, limit: usize) -> Vec<Arc<str>> {
+        let inner = self.ring.lock();
+        let read_to = self.next;
+        self.next = self.next.max(inner.first_seq);
+        let skip = usize::try_from(self.next - inner.first_seq).unwrap_or(usize::MAX);
+        let lines: Vec<Arc<str>> = inner.lines.iter().skip(skip).take(limit).cloned().collect();
+        drop(inner);
+        if self.next > read_to {
+            self.report_lost(read_to..self.next);
+        }
+        self.next += lines.len() as u64;
+        lines
+    }
+
+    /// Blocks the thread until there is a record to read, or until `at_most` has passed.
+    pub fn wait_blocking(&self, at_most: Duration) {
+        self.ring.wait_blocking(self.next, at_most);
+    }
+
+    fn report_lost(&mut self, range: std::ops::Range<u64>) {
+        let again = self.report.take_if(|report| range.contains(&report.seq)).map_or(0, |report| report.lost);
+        let lost = range.end - range.start + again;
+        let seq = self.ring.push(Record {
+            boottime_ns: boottime_ns(),
+            level: Level::Warn,
+            fields: Map::from_iter([("lost".to_string(), lost.into()), ("at".to_string(), self.sink.into())]),
+            ..Record::new(Kind::Event, names::STREAM_LOST)
+        });
+        self.report = Some(Report { seq, lost });
     }
 }
 
@@ -183,37 +233,53 @@ mod tests {
         Record::new(Kind::Event, name)
     }
 
-    fn seqs(batch: &Batch) -> Vec<u64> {
-        batch
-            .lines
-            .iter()
-            .map(|line| if let Ok(Line::Record(r)) = decode(line.as_bytes()) { r.seq } else { panic!("ring holds {line:?}") })
-            .collect()
+    fn records(lines: &[Arc<str>]) -> Vec<Record> {
+        let decoded = |line: &Arc<str>| if let Ok(Line::Record(r)) = decode(line.as_bytes()) { *r } else { panic!("ring holds {line:?}") };
+        lines.iter().map(decoded).collect()
+    }
+
+    fn seqs(lines: &[Arc<str>]) -> Vec<u64> {
+        records(lines).iter().map(|r| r.seq).collect()
+    }
+
+    fn reader(ring: &Arc<Ring>) -> Reader {
+        Reader::new(Arc::clone(ring), "test", 0)
     }
 
     #[test]
     fn a_late_reader_gets_everything_in_order() {
-        let ring = Ring::default();
+        let ring = Arc::new(Ring::default());
         for _ in 0..5 {
             ring.push(record("settled"));
         }
-        let mut next = 0;
-        assert_eq!(seqs(&ring.read(&mut next, 3)), [0, 1, 2]);
-        let rest = ring.read(&mut next, 100);
-        assert_eq!((seqs(&rest), rest.lost, next), (vec![3, 4], 0, 5));
+        let mut reader = reader(&ring);
+        assert_eq!(seqs(&reader.read(3)), [0, 1, 2]);
+        assert_eq!((seqs(&reader.read(100)), reader.next()), (vec![3, 4], 5));
     }
 
     #[test]
-    fn a_full_ring_drops_the_oldest_and_says_how_many() {
-        let ring = Ring::with_capacity(300);
-        for _ in 0..50 {
-            ring.push(record("settled"));
+    fn reports_count_each_lost_record_even_where_a_report_is_lost() {
+        let ring = Arc::new(Ring::with_capacity(300));
+        let mut reader = reader(&ring);
+        let mut read = Vec::new();
+        // The second round drops the report of the first.
+        for _ in 0..2 {
+            for _ in 0..50 {
+                ring.push(record("settled"));
+            }
+            // The report itself is behind the lines that are read here.
+            read.extend(records(&reader.read(1)));
         }
-        let mut next = 0;
-        let batch = ring.read(&mut next, 100);
-        assert!(batch.lost > 40 && !batch.lines.is_empty(), "lost {}", batch.lost);
-        assert_eq!(batch.lost + batch.lines.len() as u64, 50);
-        assert_eq!(ring.first_seq(), batch.lost);
+        while reader.next() < ring.next_seq() {
+            read.extend(records(&reader.read(100)));
+        }
+        let (reports, kept): (Vec<Record>, Vec<Record>) = read.into_iter().partition(|r| r.name == names::STREAM_LOST);
+        let lost: u64 = reports.iter().map(|r| r.fields["lost"].as_u64().unwrap()).sum();
+        let last = reports.last().unwrap();
+        assert_eq!((last.fields["at"].as_str(), last.level), (Some("test"), Level::Warn));
+        // Of 100 records and all reports; the first report was not read.
+        assert_eq!(lost + kept.len() as u64 + reports.len() as u64, last.seq + 1);
+        assert!(reports.iter().all(|r| r.seq > 100) && kept.iter().all(|r| r.seq < last.seq), "{reports:?} {kept:?}");
     }
 
     #[test]

@@ -14,9 +14,8 @@
 //! that is being written when the gate closes is written to its end.
 
 use crate::clock::{boottime_ns, realtime_ns};
-use crate::events::names;
 use crate::events::record::{Kind, Level, Line, Record, decode};
-use crate::events::ring::Ring;
+use crate::events::ring::{Reader, Ring};
 use crate::threads;
 use serde_json::{Map, Value};
 use std::fs::OpenOptions;
@@ -83,28 +82,25 @@ pub fn start(ring: Arc<Ring>, level: Level, only_new: bool, gate: Gate) -> io::R
     let console = OpenOptions::new().write(true).open(CONSOLE)?;
     threads::detach(move || {
         let next = if only_new { ring.next_seq() } else { ring.first_seq() };
-        follow(&ring, next, level, &gate, console);
+        follow(Reader::new(ring, "console", next), level, &gate, console);
     });
     Ok(())
 }
 
-/// Writes every record from `next` on, for ever. Returns when the console refuses writes: it will
-/// not recover, and the other sinks still work.
-fn follow(ring: &Ring, mut next: u64, level: Level, gate: &Gate, mut console: impl Write) {
+/// Writes every record that `reader` finds, for ever. Returns when the console refuses writes: it
+/// will not recover, and the other sinks still work.
+fn follow(mut reader: Reader, level: Level, gate: &Gate, mut console: impl Write) {
     let mut stopped = None;
     loop {
         // Wait before reading: lines wait in the ring, where they are counted, not here.
         gate.pass(&mut stopped);
-        let batch = ring.read(&mut next, 16);
-        if batch.lost > 0 {
-            tracing::warn!(name: names::STREAM_LOST, lost = batch.lost, at = "console");
-        }
-        if batch.lines.is_empty() {
+        let lines = reader.read(16);
+        if lines.is_empty() {
             stopped = None;
-            ring.wait_blocking(next, WAKE);
+            reader.wait_blocking(WAKE);
             continue;
         }
-        for line in &batch.lines {
+        for line in &lines {
             let Ok(Line::Record(record)) = decode(line.as_bytes()) else { continue };
             let Some(text) = log_line(&record, level, realtime_ns().saturating_sub(boottime_ns())) else { continue };
             gate.pass(&mut stopped);
@@ -168,6 +164,7 @@ pub fn log_line(record: &Record, level: Level, offset_ns: u64) -> Option<String>
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::events::names;
     use std::sync::mpsc::{Receiver, Sender, channel};
 
     /// A console whose every line comes out of a channel.
@@ -198,13 +195,9 @@ mod tests {
     impl Sink {
         fn start(ring: Ring, gate: Gate) -> Self {
             let (ring, (console, lines)) = (Arc::new(ring), channel());
-            let (of_thread, its_gate) = (Arc::clone(&ring), gate.clone());
+            let (reader, its_gate) = (Reader::new(Arc::clone(&ring), "console", 0), gate.clone());
             // The thread ends with the channel; the sink then writes in vain.
-            std::thread::spawn(move || {
-                let recorder = crate::events::layer::RecordLayer::new(Arc::clone(&of_thread));
-                let subscriber = tracing_subscriber::layer::SubscriberExt::with(tracing_subscriber::registry(), recorder);
-                tracing::subscriber::with_default(subscriber, || follow(&of_thread, 0, Level::Info, &its_gate, Lines(console)));
-            });
+            std::thread::spawn(move || follow(reader, Level::Info, &its_gate, Lines(console)));
             Self { ring, gate, lines }
         }
 

@@ -6,7 +6,7 @@
 
 use crate::clock::boottime_ns;
 use crate::events::record::{Header, Pong, SCHEMA, header_line, ping, pong_line};
-use crate::events::ring::Ring;
+use crate::events::ring::{Reader, Ring};
 use std::io;
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::sync::Arc;
@@ -63,8 +63,9 @@ pub async fn serve(
 ) -> io::Result<()> {
     let socket = crate::sys::async_fd(socket)?;
     let mut grown = ring.subscribe();
-    let mut next = ring.first_seq();
-    let mut output = identity.header(next).into_bytes();
+    let first = ring.first_seq();
+    let mut reader = Reader::new(ring, sink, first);
+    let mut output = identity.header(first).into_bytes();
     let mut sent = 0;
     let mut input = Input::default();
     loop {
@@ -72,13 +73,9 @@ pub async fn serve(
             output.clear();
             sent = 0;
             if let Some(delivered) = delivered {
-                delivered.send_replace(next);
+                delivered.send_replace(reader.next());
             }
-            let batch = ring.read(&mut next, BATCH);
-            if batch.lost > 0 {
-                tracing::warn!(name: crate::events::names::STREAM_LOST, lost = batch.lost, at = sink);
-            }
-            for line in batch.lines {
+            for line in reader.read(BATCH) {
                 output.extend_from_slice(line.as_bytes());
             }
         }
