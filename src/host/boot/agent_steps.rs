@@ -7,7 +7,8 @@
 //! containers at once the line between a pause and the creation after it can be another container's
 //! look; the sum is never wrong.
 
-use super::draft::{Draft, ns};
+use super::draft::Draft;
+use super::intervals::ns;
 use super::model::Container;
 use super::runtime_steps;
 use super::story::Step;

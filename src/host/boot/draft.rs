@@ -1,6 +1,7 @@
 //! The story of a boot while steps are added to it, and lookups for the code that adds them.
 
 use super::gpu_name::GpuName;
+use super::intervals::ns;
 use super::model::Boot;
 use super::story::{Step, Story};
 use crate::host::data::boot_file::BootFile;
@@ -12,11 +13,6 @@ use std::collections::HashMap;
 pub const VM_START: &str = "VM start";
 /// Milestone that ends the account of an unfinished boot.
 pub const LAST_RECORD: &str = "last record";
-
-/// Converts times of the guest to times of a story; that scale ends after 292 years.
-pub fn ns(boottime_ns: u64) -> i64 {
-    i64::try_from(boottime_ns).unwrap_or(i64::MAX)
-}
 
 /// One failed try of the agent to resolve a container's devices.
 pub struct Try {

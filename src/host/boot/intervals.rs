@@ -4,6 +4,12 @@
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Intervals(Vec<(i64, i64)>);
 
+/// Converts times of the guest to times of a story, where what came before the kernel is negative;
+/// that scale ends after 292 years.
+pub fn ns(boottime_ns: u64) -> i64 {
+    i64::try_from(boottime_ns).unwrap_or(i64::MAX)
+}
+
 /// Distance between two times; 0 if the end is not after the beginning.
 pub fn length(begin_ns: i64, end_ns: i64) -> u64 {
     if end_ns > begin_ns { end_ns.abs_diff(begin_ns) } else { 0 }

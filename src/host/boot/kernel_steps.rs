@@ -1,7 +1,8 @@
 //! Steps by the kernel's own lines: until it starts the first program, its rounds of PCI
 //! enumeration, and the probes inside a module load.
 
-use super::draft::{Draft, ns};
+use super::draft::Draft;
+use super::intervals::ns;
 use super::story::Step;
 use crate::events::catalogue::derived;
 use crate::events::names;

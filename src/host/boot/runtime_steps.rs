@@ -5,8 +5,9 @@
 //! excludes the calls inside it and the guest's simultaneous work, which the guest's steps explain:
 //! from the VM's start until the agent is ready, and while the agent has a request.
 
-use super::draft::{Draft, VM_START, ns};
+use super::draft::{Draft, VM_START};
 use super::intervals::Intervals;
+use super::intervals::ns;
 use super::story::{Milestone, Step};
 use crate::events::catalogue::logged as imported;
 use crate::events::catalogue::{Owner, derived, row_of};

@@ -4,7 +4,8 @@
 //! init and agent work are added and marked as derived ([`super::kernel_steps`],
 //! [`super::agent_steps`], [`super::runtime_steps`], and the init's own two here).
 
-use super::draft::{Draft, GpuFacts, LAST_RECORD, Try, VM_START, ns};
+use super::draft::{Draft, GpuFacts, LAST_RECORD, Try, VM_START};
+use super::intervals::ns;
 use super::model::{Boot, Gpu, SETTLED};
 use super::story::{Milestone, Step, Story};
 use super::{agent_steps, kernel_steps, runtime_steps};

@@ -104,8 +104,8 @@ impl WallClock {
     }
 
     /// Unix time in ns.
-    fn at(&self, boottime_ns: u64) -> u64 {
-        let ns = i128::from(self.offset_ns) + i128::from(boottime_ns);
+    fn at(&self, at_ns: i64) -> u64 {
+        let ns = i128::from(self.offset_ns) + i128::from(at_ns);
         u64::try_from(ns.max(0)).unwrap_or(u64::MAX)
     }
 }
@@ -205,12 +205,12 @@ fn root(timeline: &Waterfall, clock: &WallClock) -> Span {
         flag("boot.open", boot.settled_ns.is_none()),
     ];
     attributes.extend(boot.too_large.map(|too_large| text("boot.too_large", &too_large.sentence())));
-    attributes.extend(error_bound(timeline, 0));
+    attributes.extend(error_bound(timeline, timeline.begin_ns));
     let failed = boot.failed_gpus().count();
     let error = boot.power_off.as_deref().map(printable).or_else(|| (failed > 0).then(|| format!("{failed} GPU(s) failed")));
     Span {
         name: "gpu guest boot".into(),
-        start_time_unix_nano: clock.at(0),
+        start_time_unix_nano: clock.at(timeline.begin_ns),
         end_time_unix_nano: clock.at(timeline.boot_end_ns),
         attributes,
         status: error.map(error_status),
@@ -218,7 +218,7 @@ fn root(timeline: &Waterfall, clock: &WallClock) -> Span {
     }
 }
 
-fn error_bound(timeline: &Waterfall, at_ns: u64) -> Option<KeyValue> {
+fn error_bound(timeline: &Waterfall, at_ns: i64) -> Option<KeyValue> {
     Some(integer("boot.clock_error_ns", timeline.wall_at(at_ns)?.error_ns))
 }
 

@@ -1,7 +1,7 @@
 //! `--csv`: one row per step, then one per report of a GPU's health, for spreadsheets and data
 //! frames. RFC 4180: CRLF, quotes where needed.
 //!
-//! Times in ns since kernel start; an empty cell is what is not known. A text that a spreadsheet
+//! Times in ns since kernel start, negative for VMM and firmware; an empty cell is what is not known. A text that a spreadsheet
 //! would take for a formula gets an apostrophe.
 
 use super::rows::Tone;
@@ -68,7 +68,7 @@ fn of_report(timeline: &Waterfall, mark: &Mark) -> [String; HEAD.len()] {
     ]
 }
 
-fn number(number: Option<u64>) -> String {
+fn number<N: ToString>(number: Option<N>) -> String {
     number.map(|n| n.to_string()).unwrap_or_default()
 }
 

@@ -2,6 +2,7 @@
 
 use super::rows::{Side, Tone};
 use crate::host::boot::gpu_name::GpuName;
+use crate::host::boot::intervals::length;
 use crate::host::data::record::Fields;
 use crate::host::data::text::printable_start;
 
@@ -16,11 +17,12 @@ pub struct Step {
     pub name: String,
     pub side: Side,
     pub gpu: Option<GpuName>,
-    pub begin_ns: u64,
+    /// Times on the guest's boot clock; negative before the kernel began it.
+    pub begin_ns: i64,
     /// The record of its beginning was lost: `begin_ns` is its end.
     pub begin_lost: bool,
     /// None: still open when the stream ended.
-    pub end_ns: Option<u64>,
+    pub end_ns: Option<i64>,
     /// Its times are those of agent lines that could only be placed approximately.
     pub approximate: bool,
     pub parent: Option<u64>,
@@ -37,7 +39,7 @@ pub struct Step {
 
 impl Step {
     pub fn took_ns(&self) -> Option<u64> {
-        if self.begin_lost { None } else { Some(self.end_ns?.saturating_sub(self.begin_ns)) }
+        if self.begin_lost { None } else { Some(length(self.begin_ns, self.end_ns?)) }
     }
 
     /// Name of the step, and the field that distinguishes it from others of the name.
@@ -53,7 +55,7 @@ impl Step {
 /// Something that happened at one time.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Mark {
-    pub at_ns: u64,
+    pub at_ns: i64,
     pub approximate: bool,
     pub name: String,
     pub text: String,

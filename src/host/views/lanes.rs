@@ -71,7 +71,7 @@ pub fn arrange(boot: &Boot, steps: &mut [Step], marks: &mut [Mark]) -> Vec<Lane>
     let mut rows: Vec<Rows> = lanes.iter().map(|_| Rows::default()).collect();
     for step in steps {
         if let (Some(rows), Some(lane)) = (rows.get_mut(step.lane), lanes.get_mut(step.lane)) {
-            step.row = rows.take(step.begin_ns, step.end_ns.unwrap_or(u64::MAX));
+            step.row = rows.take(step.begin_ns, step.end_ns.unwrap_or(i64::MAX));
             lane.rows = lane.rows.max(step.row + 1);
         }
     }
@@ -81,12 +81,12 @@ pub fn arrange(boot: &Boot, steps: &mut [Step], marks: &mut [Mark]) -> Vec<Lane>
 /// Hands out the lowest row that is free.
 #[derive(Default)]
 struct Rows {
-    busy: BinaryHeap<Reverse<(u64, usize)>>,
+    busy: BinaryHeap<Reverse<(i64, usize)>>,
     free: BTreeSet<usize>,
 }
 
 impl Rows {
-    fn take(&mut self, begin_ns: u64, end_ns: u64) -> usize {
+    fn take(&mut self, begin_ns: i64, end_ns: i64) -> usize {
         while let Some(Reverse((end, row))) = self.busy.peek().copied() {
             if end > begin_ns {
                 break;
@@ -109,7 +109,7 @@ mod tests {
     fn steps_of_one_row_do_not_overlap_and_rows_are_used_again() {
         let mut rows = Rows::default();
         let taken: Vec<usize> =
-            [(0, 10), (1, 3), (2, 5), (3, 4), (5, u64::MAX), (10, 11), (10, 10), (10, 10)].iter().map(|(b, e)| rows.take(*b, *e)).collect();
+            [(0, 10), (1, 3), (2, 5), (3, 4), (5, i64::MAX), (10, 11), (10, 10), (10, 10)].iter().map(|(b, e)| rows.take(*b, *e)).collect();
         assert_eq!(taken, [0, 1, 2, 1, 1, 0, 2, 3]);
     }
 }

@@ -3,6 +3,7 @@
 use super::rows::Tone;
 use super::waterfall::{Mark, Waterfall};
 use crate::events::names;
+use crate::host::boot::intervals::{length, ns};
 use crate::host::boot::model::Gpu;
 use crate::host::data::text::{printable, seconds};
 
@@ -49,7 +50,7 @@ pub fn headline(timeline: &Waterfall) -> String {
     }
     if let [first, ..] = open.as_slice() {
         let step = first.still.as_ref().map_or(String::new(), |still| {
-            format!(": in {} for {} s", printable(&still.step), seconds(timeline.end_ns.saturating_sub(still.since_ns)))
+            format!(": in {} for {} s", printable(&still.step), seconds(length(ns(still.since_ns), timeline.end_ns)))
         });
         text.push_str(&format!("; {} not yet{step}", gpu_list(&open)));
     }
@@ -57,9 +58,11 @@ pub fn headline(timeline: &Waterfall) -> String {
 }
 
 /// Lines across the picture.
-pub fn milestones(timeline: &Waterfall) -> Vec<(&'static str, u64)> {
-    let named = timeline.boot.milestones.iter().filter(|m| !matches!(m.name, "kernel start" | "agent exec"));
-    let mut lines: Vec<(&str, u64)> = named.filter_map(|m| Some((m.name, m.boottime_ns?))).collect();
+pub fn milestones(timeline: &Waterfall) -> Vec<(&'static str, i64)> {
+    // The picture begins with the kernel where VMM and firmware are not known.
+    let hidden = |name| name == "agent exec" || (name == "kernel start" && timeline.begin_ns == 0);
+    let named = timeline.boot.milestones.iter().filter(|m| !hidden(m.name));
+    let mut lines: Vec<(&str, i64)> = named.filter_map(|m| Some((m.name, ns(m.boottime_ns?)))).collect();
     // One container is the first and the last.
     lines.dedup_by_key(|(_, at)| *at);
     lines.sort_by_key(|(_, at)| *at);

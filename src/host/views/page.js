@@ -1,7 +1,7 @@
 // The page of `kata-gpu-boot export --html`: draws one boot, from the JSON that stands beside it. No library, no network.
 //
 // Nothing of the boot is ever parsed as HTML: texts reach the document through textContent and attributes alone.
-// Times in the data are ns on the guest's boot clock; what is not known is null.
+// Times in the data are ns on the guest's boot clock, negative for VMM and firmware; what is not known is null.
 "use strict";
 
 const $ = (id) => document.getElementById(id);
@@ -53,8 +53,8 @@ function shape(name, attributes, text) {
 const ROW = 19, BAR = 15, PAD = 5, STRIP = 9, LABEL_ROW = 14, RIGHT = 14, CHARACTER = 6.15;
 const PAPER = 860; // drawn that wide, text is readable on A4
 const MIN_VIEW = 20e3; // 20 µs
-const whole = [0, Math.max(boot.boot_end * 1.015, 1e6)];
-const furthest = Math.max(whole[1], Math.min(boot.end * 1.015, Number.MAX_SAFE_INTEGER * 4e3));
+const whole = [boot.begin, Math.max(boot.boot_end * 1.015, 1e6)];
+const furthest = Math.max(whole[1], Math.min(boot.end * 1.015, Number.MAX_SAFE_INTEGER * 4e3)), extent = furthest - boot.begin;
 const chart = $("chart"), tip = $("tip");
 let view = whole.slice(), width = 0, left = 0, top0 = 0, labelRows = 0, hovered = null, pinned = null, focused = null, printing = false, range = null;
 let places = [];
@@ -65,14 +65,14 @@ const time = (px) => view[0] + ((px - left) / plot()) * (view[1] - view[0]);
 const fits = (px) => Math.floor(px / CHARACTER);
 
 function show(from, to) {
-  let span = Math.min(Math.max(to - from, MIN_VIEW), furthest);
-  from = Math.min(Math.max(from, 0), furthest - span);
+  let span = Math.min(Math.max(to - from, MIN_VIEW), extent);
+  from = Math.min(Math.max(from, boot.begin), furthest - span);
   view = [from, from + span];
   draw();
 }
 function zoom(factor, px = left + plot() / 2) {
   const at = time(px), share = (px - left) / plot(), span = (view[1] - view[0]) / factor;
-  show(at - share * Math.min(span, furthest), at + (1 - share) * Math.min(span, furthest));
+  show(at - share * Math.min(span, extent), at + (1 - share) * Math.min(span, extent));
 }
 const pan = (share) => show(view[0] + share * (view[1] - view[0]), view[1] + share * (view[1] - view[0]));
 function reveal(step) {
@@ -377,7 +377,7 @@ function neighbour(from, lane, way) {
   return from;
 }
 const keys = {
-  "+": () => zoom(1.5), "=": () => zoom(1.5), "-": () => zoom(1 / 1.5), 0: () => show(...whole), a: () => show(0, furthest),
+  "+": () => zoom(1.5), "=": () => zoom(1.5), "-": () => zoom(1 / 1.5), 0: () => show(...whole), a: () => show(boot.begin, furthest),
   ArrowRight: (shift) => (shift ? pan(0.2) : choose(neighbour(focused ?? pinned, false, 1), "key")),
   ArrowLeft: (shift) => (shift ? pan(-0.2) : choose(neighbour(focused ?? pinned, false, -1), "key")),
   ArrowDown: () => choose(neighbour(focused ?? pinned, true, 1), "key"),

@@ -13,6 +13,7 @@ use super::rows::{Side, Tone};
 use super::summary::complaints;
 use super::svg;
 use super::waterfall::{Mark, Step, Waterfall};
+use crate::host::boot::intervals::{length, ns};
 use crate::host::boot::model;
 use crate::host::boot::model::{Boot, Gpu, SETTLED};
 use crate::host::data::clock::RATE_ERROR_PPM;
@@ -121,7 +122,6 @@ fn tiles(timeline: &Waterfall) -> String {
         format!("<div><dt>{}</dt><dd>{} <small>{}</small></dd></div>", html(name), html(&value), html(more))
     };
     let mut out = String::new();
-    // It has no place in the picture, which begins with the kernel's clock.
     let before = timeline.boot.clock.before_kernel;
     out.extend(before.map(|before| tile("VMM and firmware", seconds(before.took_ns), "s before kernel start")));
     let mut last = None;
@@ -162,7 +162,7 @@ fn notes(timeline: &Waterfall, left_out: usize) -> String {
                 html(&printable(&failure.reason))
             ));
         } else if let Some(still) = &gpu.still {
-            let long = seconds(timeline.end_ns.saturating_sub(still.since_ns));
+            let long = seconds(length(ns(still.since_ns), timeline.end_ns));
             let step = html(&printable(&still.step));
             notes.push(format!(
                 "<li>{name} is in {step} since {} s: open for {long} s when the stream ended{words}</li>",
@@ -312,7 +312,7 @@ fn data(timeline: &Waterfall, shown: &Shown, out: &mut dyn Write) -> io::Result<
     let on_page = |step: usize| (step < shown.steps.len()).then_some(step);
     let path = timeline.path.iter().map(|p| json!({ "step": p.step.and_then(on_page), "begin": p.begin_ns, "took": p.took_ns }));
     let data = json!({
-        "end": timeline.end_ns, "boot_end": timeline.boot_end_ns, "clock": clock, "lanes": lanes, "gpus": gpus, "sides": used,
+        "begin": timeline.begin_ns, "end": timeline.end_ns, "boot_end": timeline.boot_end_ns, "clock": clock, "lanes": lanes, "gpus": gpus, "sides": used,
         "milestones": milestones,
     });
     // Open until the lists are in it.

@@ -1,9 +1,10 @@
 //! `--perfetto`: a trace of Perfetto's own format, for ui.perfetto.dev and trace_processor.
 //!
 //! A track per side and per GPU below one track for the boot; a lane with several rows has a child
-//! track of its name per row, since slices of one track must nest. Timestamps are the guest's
-//! BOOTTIME, which is the trace's primary clock; clock snapshots put REALTIME of the host beside
-//! it. Steps are slices, `after` edges flows, the critical path a track of its own, usable and
+//! track of its name per row, since slices of one track must nest. Timestamps are the host's
+//! REALTIME, which is the trace's primary clock: the guest's BOOTTIME has no times for what VMM and
+//! firmware did. Clock snapshots put it beside. Where no clock sample places the boot, timestamps
+//! are BOOTTIME, and VMM and firmware are instants at 0. Steps are slices, `after` edges flows, the critical path a track of its own, usable and
 //! published GPUs counters. A step that never ended has no end event, which the viewer draws as
 //! unfinished.
 
@@ -44,30 +45,31 @@ const MAX_ROWS: usize = 0x1000;
 
 /// The whole file.
 pub fn write(timeline: &Waterfall, out: &mut dyn Write) -> io::Result<()> {
-    let mut trace = Trace { out, id: track_base(timeline) };
+    let mut trace = Trace { out, id: track_base(timeline), clock: TraceClock::of(timeline) };
     trace.clocks(timeline)?;
     trace.tracks(timeline)?;
     // (time, what ends before what begins, order): readers want a track's events nested, whatever
     // has the same time.
     let mut events: Vec<(u64, u8, Event)> = Vec::new();
+    let at = |at_ns| trace.clock.at(at_ns);
     for (i, step) in timeline.steps.iter().enumerate() {
-        let (begin_ns, end_ns) = (step.begin_ns, step.end_ns.filter(|_| !step.begin_lost));
-        match end_ns {
+        let (begin, end) = (at(step.begin_ns), step.end_ns.filter(|_| !step.begin_lost).map(at));
+        match end {
             // A step without length, or whose beginning was lost, is an instant: its end would come
             // before its beginning.
-            Some(end_ns) if end_ns > begin_ns => events.extend([(begin_ns, 1, Event::Begin(i, step)), (end_ns, 0, Event::End(step))]),
-            None if !step.begin_lost => events.push((begin_ns, 1, Event::Begin(i, step))),
-            _ => events.push((begin_ns, 1, Event::Instant(step))),
+            Some(end) if end > begin => events.extend([(begin, 1, Event::Begin(i, step)), (end, 0, Event::End(step))]),
+            None if !step.begin_lost => events.push((begin, 1, Event::Begin(i, step))),
+            _ => events.push((begin, 1, Event::Instant(step))),
         }
     }
-    events.extend(timeline.marks.iter().map(|mark| (mark.at_ns, 2, Event::Mark(mark))));
-    critical(timeline, &mut events);
+    events.extend(timeline.marks.iter().map(|mark| (at(mark.at_ns), 2, Event::Mark(mark))));
+    critical(timeline, &trace.clock, &mut events);
     for (counter, name) in [(PUBLISHED, names::GPU_PUBLISHED), (USABLE, names::GPU_USABLE)] {
-        count(timeline, name, counter, &mut events);
+        count(timeline, &trace.clock, name, counter, &mut events);
     }
-    events.sort_by_key(|(at_ns, order, _)| (*at_ns, *order));
+    events.sort_by_key(|(at, order, _)| (*at, *order));
     let flows = flows(timeline);
-    for (at_ns, _, event) in events {
+    for (at, _, event) in events {
         let event = match event {
             Event::Begin(i, step) => slice(step, trace.lane(step.lane, step.row), flows.get(&i)),
             Event::End(step) => track_event(Type::SliceEnd, trace.lane(step.lane, step.row)),
@@ -80,8 +82,8 @@ pub fn write(timeline: &Waterfall, out: &mut dyn Write) -> io::Result<()> {
             }
         };
         trace.packet(TracePacket {
-            timestamp: Some(at_ns.min(MAX_TIME)),
-            timestamp_clock_id: BOOTTIME,
+            timestamp: Some(at),
+            timestamp_clock_id: trace.clock.id,
             track_event: Some(event),
             ..TracePacket::default()
         })?;
@@ -110,9 +112,30 @@ fn track_base(timeline: &Waterfall) -> u64 {
     u64::from_str_radix(&digits, 16).unwrap_or(0) << 32
 }
 
+/// Clock of the timestamps, and what it shows when the guest's boot clock begins.
+struct TraceClock {
+    id: u32,
+    offset_ns: i64,
+}
+
+impl TraceClock {
+    fn of(timeline: &Waterfall) -> Self {
+        match timeline.sample() {
+            Some(sample) => Self { id: REALTIME, offset_ns: sample.offset_ns },
+            None => Self { id: BOOTTIME, offset_ns: 0 },
+        }
+    }
+
+    /// Timestamp of a time on the guest's boot clock; the nearest one that readers take.
+    fn at(&self, at_ns: i64) -> u64 {
+        u64::try_from(self.offset_ns.saturating_add(at_ns)).unwrap_or(0)
+    }
+}
+
 struct Trace<'a> {
     out: &'a mut dyn Write,
     id: u64,
+    clock: TraceClock,
 }
 
 impl Trace<'_> {
@@ -142,13 +165,15 @@ impl Trace<'_> {
             last = Some((sample.boottime_ns, realtime));
         }
         if last.is_none() {
-            self.snapshot(true, vec![clock(BOOTTIME, 0)])?;
+            let mut clocks = vec![clock(BOOTTIME, 0)];
+            clocks.extend((self.clock.id == REALTIME).then(|| clock(REALTIME, self.clock.at(0))));
+            self.snapshot(true, clocks)?;
         }
         Ok(())
     }
 
     fn snapshot(&mut self, first: bool, clocks: Vec<Clock>) -> io::Result<()> {
-        let snapshot = ClockSnapshot { clocks, primary_trace_clock: BOOTTIME };
+        let snapshot = ClockSnapshot { clocks, primary_trace_clock: self.clock.id };
         let sequence_flags = if first { STATE_CLEARED } else { 0 };
         self.packet(TracePacket { sequence_flags, clock_snapshot: Some(snapshot), ..TracePacket::default() })
     }
@@ -238,10 +263,11 @@ fn slice(step: &Step, track_uuid: u64, flows: Option<&Flows>) -> TrackEvent {
 }
 
 fn slice_as_instant(step: &Step, track_uuid: u64) -> TrackEvent {
+    let took = step.took_ns().filter(|took| *took > 0).map(|took| number("took_ns", took));
     TrackEvent {
         categories: vec![step.side.name().to_string()],
         name: step.label(),
-        debug_annotations: annotations(step),
+        debug_annotations: annotations(step).into_iter().chain(took).collect(),
         ..track_event(Type::Instant, track_uuid)
     }
 }
@@ -272,24 +298,26 @@ fn piece(step: &Step, track_uuid: u64) -> TrackEvent {
 }
 
 /// The pieces of the critical path, one after another.
-fn critical<'a>(timeline: &'a Waterfall, events: &mut Vec<(u64, u8, Event<'a>)>) {
+fn critical<'a>(timeline: &'a Waterfall, clock: &TraceClock, events: &mut Vec<(u64, u8, Event<'a>)>) {
     for piece in &timeline.path {
         let Some(step) = piece.step.and_then(|step| timeline.steps.get(step)) else { continue };
-        events.push((piece.begin_ns, 1, Event::PieceBegin(step)));
+        let (begin, end) = (clock.at(piece.begin_ns), clock.at(piece.begin_ns.saturating_add_unsigned(piece.took_ns)));
         // An open piece has no end.
-        if step.end_ns.is_some() {
-            events.push((piece.begin_ns.saturating_add(piece.took_ns), 0, Event::PieceEnd));
+        let is_open = step.end_ns.is_none();
+        if is_open || end > begin {
+            events.push((begin, 1, Event::PieceBegin(step)));
+            events.extend((!is_open).then_some((end, 0, Event::PieceEnd)));
         }
     }
 }
 
 /// How many GPUs there are of which this event has been seen.
-fn count(timeline: &Waterfall, name: &str, counter: u64, events: &mut Vec<(u64, u8, Event)>) {
+fn count(timeline: &Waterfall, clock: &TraceClock, name: &str, counter: u64, events: &mut Vec<(u64, u8, Event)>) {
     let mut seen = HashSet::new();
-    events.push((0, 2, Event::Count(counter, 0)));
+    events.push((clock.at(timeline.begin_ns), 2, Event::Count(counter, 0)));
     for mark in timeline.marks.iter().filter(|mark| mark.name == name) {
         if mark.gpu.is_some_and(|gpu| seen.insert(gpu.address)) {
-            events.push((mark.at_ns, 2, Event::Count(counter, seen.len())));
+            events.push((clock.at(mark.at_ns), 2, Event::Count(counter, seen.len())));
         }
     }
 }

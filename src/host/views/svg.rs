@@ -1,9 +1,11 @@
 //! `--svg`: the waterfall as a static picture. Dark and light by the reader's own wish; text is
 //! text.
 
+use super::grid::time;
 use super::lanes::LaneOf;
 use super::markup::{headline, html, milestones, shape_of};
 use super::waterfall::{Mark, Piece, Step, Waterfall};
+use crate::host::boot::intervals::{length, ns};
 use crate::host::data::text::{error_bound, printable_start, seconds};
 use std::fmt::Write;
 
@@ -43,7 +45,8 @@ text{font:11px system-ui,-apple-system,'Segoe UI','DejaVu Sans',sans-serif;fill:
 /// Where things are.
 struct Picture<'a> {
     timeline: &'a Waterfall,
-    to_ns: u64,
+    from_ns: i64,
+    to_ns: i64,
     /// Top of each lane, and the bottom of the last.
     tops: Vec<f64>,
     out: String,
@@ -51,8 +54,9 @@ struct Picture<'a> {
 
 /// The whole picture.
 pub fn write(timeline: &Waterfall) -> String {
+    let from_ns = timeline.begin_ns;
     let to_ns = timeline.boot_end_ns.saturating_add(timeline.boot_end_ns / 60).max(1_000_000);
-    let mut picture = Picture { timeline, to_ns, tops: Vec::new(), out: String::new() };
+    let mut picture = Picture { timeline, from_ns, to_ns, tops: Vec::new(), out: String::new() };
     let labels = picture.milestone_labels();
     let label_rows = labels.iter().map(|label| label.row + 1).max().unwrap_or(0);
     let mut y = HEAD + label_rows as f64 * LABEL_ROW + TICKS;
@@ -85,8 +89,9 @@ struct Label {
 }
 
 impl Picture<'_> {
-    fn x(&self, ns: u64) -> f64 {
-        LEFT + (ns.min(self.to_ns) as f64 / self.to_ns as f64) * (WIDTH - LEFT - RIGHT)
+    fn x(&self, ns: i64) -> f64 {
+        let share = length(self.from_ns, ns.min(self.to_ns)) as f64 / length(self.from_ns, self.to_ns) as f64;
+        LEFT + share * (WIDTH - LEFT - RIGHT)
     }
 
     /// One more line of the picture.
@@ -112,7 +117,7 @@ impl Picture<'_> {
     /// In the first row where there is room.
     fn milestone_labels(&self) -> Vec<Label> {
         let mut rows: Vec<f64> = Vec::new();
-        let place = |(name, ns): (&'static str, u64)| {
+        let place = |(name, ns): (&'static str, i64)| {
             let long = name.len() as f64 * CHARACTER + 8.0;
             let at = self.x(ns);
             let begin = at.min(WIDTH - long);
@@ -150,9 +155,9 @@ impl Picture<'_> {
 
     fn axis(&mut self, labels: &[Label], bottom: f64) {
         let top = self.top(0);
-        let pace_ns = pace(self.to_ns);
+        let pace_ns = ns(pace(length(self.from_ns, self.to_ns)));
         let decimals = if pace_ns >= 1_000_000_000 { 0 } else { 3 };
-        let mut ns = 0u64;
+        let mut ns = self.from_ns / pace_ns * pace_ns;
         while ns <= self.to_ns {
             let x = self.x(ns);
             self.line(format_args!("<path class=\"g\" d=\"M{x:.1},{:.1}V{bottom:.1}\"/>", top - 4.0));
@@ -182,7 +187,7 @@ impl Picture<'_> {
                 Some(LaneOf::Side(_)) | None => step.label(),
             };
             let more = match (step.end_ns, step.took_ns()) {
-                (None, _) => format!("{name}, open since {}", seconds(step.begin_ns)),
+                (None, _) => format!("{name}, open since {}", time(step.begin_ns)),
                 // As much as there is room for in most bars.
                 (Some(_), Some(took)) => format!("{name} {:.2} s", took as f64 / 1e9),
                 (Some(_), None) => name.clone(),
@@ -203,8 +208,9 @@ impl Picture<'_> {
 
     fn joints(&mut self) {
         let timeline = self.timeline;
-        let piece = |piece: &Piece| Some((timeline.steps.get(piece.step?)?, piece.begin_ns, piece.begin_ns.saturating_add(piece.took_ns)));
-        let path: Vec<(&Step, u64, u64)> = timeline.path.iter().filter_map(piece).take(MAX_STEPS).collect();
+        let piece =
+            |piece: &Piece| Some((timeline.steps.get(piece.step?)?, piece.begin_ns, piece.begin_ns.saturating_add_unsigned(piece.took_ns)));
+        let path: Vec<(&Step, i64, i64)> = timeline.path.iter().filter_map(piece).take(MAX_STEPS).collect();
         for pair in path.windows(2) {
             let [(from, _, end_ns), (to, begin_ns, _)] = *pair else { continue };
             let (a, b) = (self.x(end_ns), self.x(begin_ns));
@@ -227,7 +233,7 @@ impl Picture<'_> {
                 _ => "M0,-4.5L4.5,3.5L-4.5,3.5Z",
             };
             let (x, y) = (self.x(mark.at_ns), self.top(mark.lane + 1) - 6.0);
-            let title = html(&format!("{} s: {}", seconds(mark.at_ns), printable_start(mark.text.as_bytes(), MAX_TITLE)));
+            let title = html(&format!("{} s: {}", time(mark.at_ns), printable_start(mark.text.as_bytes(), MAX_TITLE)));
             self.line(format_args!(
                 "<path class=\"{kind}\" transform=\"translate({x:.1},{y:.1})\" d=\"{path}\"><title>{title}</title></path>"
             ));

@@ -1,6 +1,6 @@
 //! A boot as lanes, steps and marks: what every format of `export` writes.
 //!
-//! Times are ns on the guest's boot clock. Every text is printable ASCII and bounded, whatever the
+//! Times are ns on the guest's boot clock, and negative for VMM and firmware. Every text is printable ASCII and bounded, whatever the
 //! guest sent. Steps are the spans of the stream and, told apart by having no span id, those that
 //! the account of the boot works out from other records; the critical path is the account's, too.
 //! Wall-clock times are by one clock sample, the best of the boot, so that differences of them are
@@ -17,6 +17,7 @@ use crate::events::names;
 use crate::events::record::{Kind, Level};
 use crate::host::analysis::critical_path;
 use crate::host::boot::gpu_name::GpuName;
+use crate::host::boot::intervals::ns;
 use crate::host::boot::model::Boot;
 use crate::host::boot::timeline;
 use crate::host::data::agent_log::{AgentEvent, AgentLine};
@@ -33,7 +34,7 @@ const MAX_ERROR: usize = 2000;
 /// Lines of the driver that are kept per GPU that is not usable.
 const MAX_WORDS: usize = 8;
 /// What comes after the boot's end by less than this share of it still belongs to the picture.
-const MARGIN_PERCENT: u64 = 2;
+const MARGIN_PERCENT: i64 = 2;
 
 /// Events whose fields every format has, one by one: they are values to compare, and many.
 const REPORTS: [&str; 3] = [names::GPU_HEALTH, names::GPU_SETTING, names::CONFIDENTIAL];
@@ -50,7 +51,7 @@ pub struct Why {
 pub struct Piece {
     /// Of `steps`; None: time between two steps.
     pub step: Option<usize>,
-    pub begin_ns: u64,
+    pub begin_ns: i64,
     pub took_ns: u64,
 }
 
@@ -76,10 +77,12 @@ pub struct Waterfall {
     pub guest_offset_ns: Option<i64>,
     /// What the driver wrote about GPUs that are not usable.
     pub words: BTreeMap<PciAddress, Vec<String>>,
+    /// First time of the boot: 0, or when the VM started.
+    pub begin_ns: i64,
     /// The last time in the stream.
-    pub end_ns: u64,
+    pub end_ns: i64,
     /// Where the boot was over: a VM goes on for weeks after that.
-    pub boot_end_ns: u64,
+    pub boot_end_ns: i64,
 }
 
 impl Waterfall {
@@ -108,7 +111,7 @@ impl Waterfall {
             .spans
             .iter()
             .filter_map(|span| {
-                let known_ns = span.begin_ns.or(span.end_ns)?;
+                let known_ns = ns(span.begin_ns.or(span.end_ns)?);
                 Some(Step {
                     id: Some(span.id),
                     name: printable(&span.name),
@@ -117,7 +120,7 @@ impl Waterfall {
                     begin_ns: known_ns,
                     begin_lost: span.begin_ns.is_none(),
                     // An end before the beginning is no clock's.
-                    end_ns: span.end_ns.map(|end| end.max(known_ns)),
+                    end_ns: span.end_ns.map(|end| ns(end).max(known_ns)),
                     approximate: false,
                     parent: span.parent,
                     after: span.after.clone(),
@@ -130,16 +133,15 @@ impl Waterfall {
                 })
             })
             .collect();
-        // These formats begin with the kernel's clock: a step before it would be one that took no
-        // time.
-        let worked_out = account.steps.iter().enumerate().filter(|(_, step)| step.span.is_none() && step.begin_ns >= 0);
+        let worked_out = account.steps.iter().enumerate().filter(|(_, step)| step.span.is_none());
         steps.extend(worked_out.map(|(i, step)| derived(i, step, &account.steps, &boot, on_path.contains(&i))));
-        steps.sort_by_key(|step| (step.begin_ns, std::cmp::Reverse(step.end_ns.unwrap_or(u64::MAX)), step.id));
+        steps.sort_by_key(|step| (step.begin_ns, std::cmp::Reverse(step.end_ns.unwrap_or(i64::MAX)), step.id));
         let mut marks = marks;
         marks.sort_by_key(|mark| mark.at_ns);
 
         let last_mark = marks.last().map_or(0, |m| m.at_ns);
-        let end_ns = steps.iter().map(|s| s.end_ns.unwrap_or(s.begin_ns)).fold(last_mark, u64::max);
+        let end_ns = steps.iter().map(|s| s.end_ns.unwrap_or(s.begin_ns)).fold(last_mark, i64::max);
+        let begin_ns = steps.first().map_or(0, |step| step.begin_ns.min(0));
         let lanes = lanes::arrange(&boot, &mut steps, &mut marks);
         let words = words(&boot, &marks);
         let boot_end_ns = boot_end(&boot, &steps, end_ns);
@@ -156,6 +158,7 @@ impl Waterfall {
             failures,
             guest_offset_ns: guest_offset(&file.records),
             words,
+            begin_ns,
             end_ns,
             boot_end_ns,
         }
@@ -168,16 +171,21 @@ impl Waterfall {
 
     /// The host's wall clock at a time of the guest, with its bound: as far as it may be from what
     /// all samples say together.
-    pub fn wall_at(&self, boottime_ns: u64) -> Option<Wall> {
-        let realtime_ns = self.sample()?.offset_ns.checked_add(i64::try_from(boottime_ns).ok()?)?;
-        let known = self.clock.wall_at(boottime_ns)?;
+    pub fn wall_at(&self, at_ns: i64) -> Option<Wall> {
+        let realtime_ns = self.sample()?.offset_ns.checked_add(at_ns)?;
+        let before_error_ns = self.boot.clock.before_kernel.map_or(0, |before| before.error_ns);
+        let known = match u64::try_from(at_ns) {
+            Ok(boottime_ns) => self.clock.wall_at(boottime_ns)?,
+            Err(_) => self.clock.wall_before_start(at_ns.unsigned_abs(), before_error_ns)?,
+        };
         Some(Wall { realtime_ns, error_ns: known.error_ns.saturating_add(known.realtime_ns.abs_diff(realtime_ns)) })
     }
 
     /// The bound of the sample at its own time; where clocks were stepped, what it is at the worst.
     pub fn clock_error_ns(&self) -> Option<u64> {
         let sample = self.sample()?;
-        let everywhere = self.samples.iter().filter(|_| self.clock.steps() > 0).filter_map(|s| Some(self.wall_at(s.boottime_ns)?.error_ns));
+        let everywhere =
+            self.samples.iter().filter(|_| self.clock.steps() > 0).filter_map(|s| Some(self.wall_at(ns(s.boottime_ns))?.error_ns));
         Some(everywhere.fold(sample.error_ns, u64::max))
     }
 
@@ -274,12 +282,11 @@ impl Reader {
 fn mark(name: &str, row: Row, parent: Option<u64>) -> Mark {
     let Row { time_ns, approximate, side, gpu, what, tone, detail, .. } = row;
     let text = printable_start(what.as_bytes(), MAX_ERROR);
-    Mark { at_ns: time_ns, approximate, name: name.to_string(), text, side, gpu, tone, detail, parent, lane: 0, reported: None }
+    Mark { at_ns: ns(time_ns), approximate, name: name.to_string(), text, side, gpu, tone, detail, parent, lane: 0, reported: None }
 }
 
 /// A step that the account has worked out. What is known of a container stands beside its steps.
 fn derived(at: usize, step: &timeline::Step, all: &[timeline::Step], boot: &Boot, critical: bool) -> Step {
-    let ns = |ns: i64| u64::try_from(ns).unwrap_or(0);
     let mut fields = Vec::new();
     let mut error = None;
     if !step.detail.is_empty() {
@@ -296,9 +303,9 @@ fn derived(at: usize, step: &timeline::Step, all: &[timeline::Step], boot: &Boot
         name: step.name.clone(),
         side: step.row.owner.into(),
         gpu: step.gpu,
-        begin_ns: ns(step.begin_ns),
+        begin_ns: step.begin_ns,
         begin_lost: false,
-        end_ns: (!step.open).then(|| ns(step.end_ns)),
+        end_ns: (!step.open).then_some(step.end_ns),
         approximate: step.approximate,
         parent: step.parent.and_then(|parent| all.get(parent)?.span),
         after: Vec::new(),
@@ -319,12 +326,9 @@ fn path(pieces: &[critical_path::Piece], account: &[timeline::Step], steps: &[St
         Some(span) => spans.get(&span).copied(),
         None => derived.get(&index).copied(),
     };
-    let piece = |piece: &critical_path::Piece| Piece {
-        step: piece.index.and_then(place),
-        begin_ns: u64::try_from(piece.begin_ns).unwrap_or(0),
-        took_ns: piece.took_ns,
-    };
-    pieces.iter().filter(|piece| piece.begin_ns >= 0).map(piece).collect()
+    let piece =
+        |piece: &critical_path::Piece| Piece { step: piece.index.and_then(place), begin_ns: piece.begin_ns, took_ns: piece.took_ns };
+    pieces.iter().map(piece).collect()
 }
 
 fn error_text(error: &str) -> String {
@@ -362,10 +366,10 @@ fn words(boot: &Boot, marks: &[Mark]) -> BTreeMap<PciAddress, Vec<String>> {
 
 /// The end of the boot: it is settled, and the last container it waited for is there. Of a boot
 /// that is not settled, the end of the stream.
-fn boot_end(boot: &Boot, steps: &[Step], end_ns: u64) -> u64 {
-    let Some(settled_ns) = boot.settled_ns else { return end_ns };
+fn boot_end(boot: &Boot, steps: &[Step], end_ns: i64) -> i64 {
+    let Some(settled_ns) = boot.settled_ns.map(ns) else { return end_ns };
     let begun = steps.iter().filter(|step| step.begin_ns <= settled_ns);
-    let done = begun.filter_map(|step| step.end_ns).fold(settled_ns, u64::max);
+    let done = begun.filter_map(|step| step.end_ns).fold(settled_ns, i64::max);
     let margin = (done / 100).saturating_mul(MARGIN_PERCENT);
     end_ns.min(done.saturating_add(margin))
 }

@@ -82,6 +82,8 @@ pub fn sixteen() -> String {
         }
         more.push(record);
     }
+    let tsc = serde_json::json!({ "before_kernel_ns": 1_250_000_000_u64, "error_ns": 40_000 });
+    more.push(serde_json::json!({ "schema": 1, "seq": 0, "boottime_ns": 1_000_000, "kind": "event", "name": "clock.tsc", "fields": tsc }));
     records.extend(more);
     records.sort_by_key(|record| record["boottime_ns"].as_u64());
     for (seq, record) in records.iter_mut().enumerate() {

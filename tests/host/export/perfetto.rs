@@ -4,6 +4,7 @@
 use crate::TempDir;
 use crate::export::{Package, RECORDED, export, fixture, sixteen, within};
 use kata_gpu_init::host::cli::export::Format;
+use kata_gpu_init::host::data::boot_file::BootFile;
 use serde_json::Value;
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
@@ -28,7 +29,7 @@ fn read(python: &Path, trace: &[u8]) -> Result<Value, String> {
 }
 
 /// (step with what tells it from its like, begin, end) by the CSV of the same boot.
-fn steps(stream: &str) -> BTreeSet<(String, u64, Option<u64>)> {
+fn steps(stream: &str) -> BTreeSet<(String, i64, Option<i64>)> {
     let csv = String::from_utf8(export(stream, None, Format::Csv)).unwrap();
     let row = |line: &str| {
         let cells: Vec<&str> = line.split(',').collect();
@@ -46,10 +47,10 @@ fn perfettos_own_protos_read_every_step_where_it_belongs() {
         let trace = read(&python, &export(&stream, None, Format::Perfetto)).unwrap();
         assert_eq!(trace["unknown_fields"], 0);
         assert_eq!(trace["unmatched"], serde_json::json!([]), "an end without a beginning");
-        // One snapshot per sample at least, of both clocks, with the boot clock as the trace's own.
+        // One snapshot per sample at least, of both clocks, with the wall clock as the trace's own.
         let snapshots = trace["snapshots"].as_array().unwrap();
         assert!(
-            !snapshots.is_empty() && snapshots.iter().all(|s| s["primary"] == 6 && s["6"].is_u64() && s["1"].is_u64()),
+            !snapshots.is_empty() && snapshots.iter().all(|s| s["primary"] == 1 && s["6"].is_u64() && s["1"].is_u64()),
             "{snapshots:?}"
         );
         let offset = |s: &Value| s["1"].as_u64().unwrap() - s["6"].as_u64().unwrap();
@@ -69,12 +70,17 @@ fn perfettos_own_protos_read_every_step_where_it_belongs() {
         }
         let slices = trace["slices"].as_array().unwrap();
         let on = |slice: &Value| tracks[&slice["track"].as_u64().unwrap()]["name"].as_str().unwrap().to_string();
-        let read_back: BTreeSet<(String, u64, Option<u64>)> = slices
+        let sample = BootFile::read(stream.as_bytes()).unwrap().clock_samples().min_by_key(|sample| sample.error_ns).unwrap();
+        let at = |wall: &Value| wall.as_i64().map(|ns| ns - sample.offset_ns);
+        let read_back: BTreeSet<(String, i64, Option<i64>)> = slices
             .iter()
             .filter(|slice| on(slice) != "critical path")
-            .map(|s| (s["name"].as_str().unwrap().to_string(), s["begin"].as_u64().unwrap(), s["end"].as_u64()))
+            .map(|s| (s["name"].as_str().unwrap().to_string(), at(&s["begin"]).unwrap(), at(&s["end"])))
             .collect();
         assert_eq!(read_back, steps(&stream));
+        // Sixteen GPUs: VMM and firmware have their time before the guest's clock began.
+        let before = read_back.iter().filter(|(name, begin, _)| name == "vmm+firmware" && *begin < 0).count();
+        assert_eq!(before, usize::from(gpus == 16), "{read_back:?}");
         for slice in slices.iter().filter(|slice| slice["annotations"]["gpu_index"].is_u64()) {
             assert_eq!(on(slice), format!("GPU {}", slice["annotations"]["gpu_index"]), "{slice}");
         }

@@ -2,6 +2,8 @@
 //! hostile.
 
 use super::{Format, bytes};
+use crate::events::catalogue::derived;
+use crate::host::boot::intervals::ns;
 use crate::host::data::agent_log;
 use crate::host::data::agent_log::AgentLine;
 use crate::host::data::boot_dir::read_boot;
@@ -9,6 +11,7 @@ use crate::host::data::boot_file::{BootFile, HostEvent, HostLine};
 use crate::host::data::clock::Sample;
 use crate::host::otlp::Resource;
 use crate::host::testing::{golden, tests_dir};
+use crate::host::views::rows::Side;
 use crate::host::views::waterfall::Waterfall;
 use serde_json::Value;
 use std::collections::{BTreeMap, HashSet};
@@ -47,7 +50,7 @@ fn the_formats_are_the_golden_ones() {
 fn a_step_is_in_every_format_with_its_times() {
     let (file, agent) = fixture(RECORDED);
     let timeline = Waterfall::new(&file, &agent);
-    let ended: Vec<(String, u64, u64)> =
+    let ended: Vec<(String, i64, i64)> =
         timeline.steps.iter().filter_map(|step| Some((step.label(), step.begin_ns, step.end_ns?))).collect();
     assert!(ended.len() > 40, "{}", ended.len());
     let csv = text(Format::Csv, &file, &agent);
@@ -61,11 +64,11 @@ fn a_step_is_in_every_format_with_its_times() {
 fn no_two_steps_of_a_row_overlap() {
     for boot in [BOOT, RECORDED] {
         let (file, agent) = fixture(boot);
-        let mut busy: BTreeMap<(usize, usize), u64> = BTreeMap::new();
+        let mut busy: BTreeMap<(usize, usize), i64> = BTreeMap::new();
         for step in Waterfall::new(&file, &agent).steps {
-            let until = busy.entry((step.lane, step.row)).or_default();
+            let until = busy.entry((step.lane, step.row)).or_insert(i64::MIN);
             assert!(step.begin_ns >= *until, "{step:?} begins before {until}");
-            *until = step.end_ns.unwrap_or(u64::MAX);
+            *until = step.end_ns.unwrap_or(i64::MAX);
         }
     }
 }
@@ -229,16 +232,35 @@ fn a_guest_that_names_many_gpus_does_not_have_each_looked_for_in_each_line() {
 }
 
 #[test]
-fn what_was_before_the_kernel_is_told_and_is_no_step_without_length() {
-    let file = boot_of([
+fn vmm_and_firmware_are_a_step_in_every_format() {
+    let mut file = boot_of([
         r#"2000,"kind":"event","name":"init.start""#.to_string(),
         r#"3000,"kind":"event","name":"clock.tsc","fields":{"before_kernel_ns":960000000,"error_ns":40000}"#.to_string(),
         r#"9000,"kind":"event","name":"settled""#.to_string(),
     ]);
+    let sample = Sample { boottime_ns: 9_000, offset_ns: 1_700_000_000_000_000_000, error_ns: 1_000 };
+    file.host.push(HostLine::now(HostEvent::Clock(sample)));
     let timeline = Waterfall::new(&file, &[]);
-    assert!(timeline.steps.iter().all(|step| step.took_ns() != Some(0)), "{:?}", timeline.steps);
-    assert!(timeline.path.iter().all(|piece| piece.took_ns <= 9000), "what the picture cannot show: {:?}", timeline.path);
-    assert!(text(Format::Html, &file, &[]).contains("<dt>VMM and firmware</dt><dd>0.960 <small>s before kernel start</small>"));
+    let [vmm, ..] = timeline.steps.as_slice() else { panic!("no step") };
+    assert_eq!((vmm.name.as_str(), vmm.side, vmm.begin_ns, vmm.end_ns), (derived::VMM_FIRMWARE, Side::Host, -960_000_000, Some(0)));
+    assert_eq!((timeline.begin_ns, timeline.path[0].begin_ns), (-960_000_000, -960_000_000));
+    assert_eq!(timeline.wall_at(vmm.begin_ns).unwrap().realtime_ns, 1_699_999_999_040_000_000);
+    assert_eq!(timeline.wall_at(vmm.begin_ns).unwrap().error_ns, 41_000 + timeline.wall_at(0).unwrap().error_ns - 1_000);
+    assert!(text(Format::Csv, &file, &[]).contains(",-960000000,0,960000000,false,"));
+    let html = text(Format::Html, &file, &[]);
+    assert!(
+        html.contains("<dt>VMM and firmware</dt><dd>0.960 <small>s before kernel start</small>") && html.contains(r#""begin":-960000000"#)
+    );
+    let svg = text(Format::Svg, &file, &[]);
+    assert!(
+        svg.contains("<title>vmm+firmware 0.960 s</title>") && svg.contains(">kernel start</text>") && svg.contains(">-0.900 s</text>"),
+        "{svg}"
+    );
+    let spans = json(Format::Otlp, &file, &[])["resourceSpans"][0]["scopeSpans"][0]["spans"].clone();
+    for span in [&spans[0], &spans[1]] {
+        assert_eq!(span["startTimeUnixNano"], "1699999999040000000", "{span}");
+    }
+    assert_eq!(spans[1]["endTimeUnixNano"], "1700000000000000000");
 }
 
 #[test]
@@ -262,8 +284,9 @@ fn bounds_hold_where_the_hosts_clock_was_stepped() {
     let later = Sample { boottime_ns: 9_000_000_000, offset_ns: best.offset_ns + HOUR_NS as i64, error_ns: 2 * best.error_ns };
     file.host.push(HostLine::now(HostEvent::Clock(later)));
     let timeline = Waterfall::new(&file, &[]);
-    assert!(timeline.steps.iter().any(|step| step.begin_ns > later.boottime_ns || step.end_ns > Some(later.boottime_ns)));
-    let bound = |at_ns| timeline.wall_at(at_ns).unwrap().error_ns;
+    let later_ns = ns(later.boottime_ns);
+    assert!(timeline.steps.iter().any(|step| step.begin_ns > later_ns || step.end_ns > Some(later_ns)));
+    let bound = |boottime_ns| timeline.wall_at(ns(boottime_ns)).unwrap().error_ns;
     assert!(bound(best.boottime_ns) < 10_000_000 && bound(later.boottime_ns) >= HOUR_NS, "{}", bound(later.boottime_ns));
     assert!(timeline.clock_error_ns().unwrap() >= HOUR_NS, "what the page says of any of its times");
 }
