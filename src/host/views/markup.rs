@@ -80,3 +80,13 @@ pub fn shape_of(mark: &Mark) -> &'static str {
         (_, Tone::Plain | Tone::Good | Tone::Warning | Tone::Error) => "tick",
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn html_is_escaped() {
+        assert_eq!(html("<a href=\"x\" b='&'>"), "&lt;a href=&quot;x&quot; b=&#39;&amp;&#39;&gt;");
+    }
+}
