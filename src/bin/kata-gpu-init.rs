@@ -1,7 +1,7 @@
 //! `/init` of a GPU guest. As PID 1 it boots the guest; started by a person it explains itself.
 
 use kata_gpu_init::cdi::{self, hooks};
-use kata_gpu_init::services::{launch, table};
+use kata_gpu_init::services::{launch, service_table};
 use kata_gpu_init::{boot, clock, config, tsc};
 use std::process::ExitCode;
 
@@ -45,7 +45,7 @@ fn main() -> ExitCode {
     match words.first().map(String::as_str) {
         Some("cdi") => return cdi::command::main(words.get(1..).unwrap_or_default()),
         Some("parameters") => print!("{}", config::parameters_markdown()),
-        Some("services") => print!("{}", table::services_markdown()),
+        Some("services") => print!("{}", service_table::services_markdown()),
         Some("--version" | "-V") => println!("kata-gpu-init {}", env!("CARGO_PKG_VERSION")),
         Some("--help" | "-h") => print!("{HELP}"),
         None => {

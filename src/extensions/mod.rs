@@ -13,7 +13,7 @@ pub mod loader; // the dynamic loader's cache of the guest
 pub mod mount; // EROFS, firmware
 pub mod parameters; // declarations of the command line
 pub mod verity; // dm-verity
-pub mod watch; // data that fails its check later
+pub mod corruption; // data that fails its check later
 
 pub use parameters::{Extension, Name, Verity};
 

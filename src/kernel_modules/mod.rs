@@ -1,15 +1,15 @@
 //! Kernel module loading: modprobe's rules, in process, for the few modules that a GPU guest needs.
 //!
-//! Names, order and options are kmod's ([`plan`], [`settings`], [`index`]), except that no command
-//! is ever run: `install` and `remove` lines of modprobe.d are logged and skipped. Files enter the
-//! kernel as they were shipped ([`file`]). Not here: removing modules, and the time at which each
-//! is loaded.
+//! Names, order and options are kmod's ([`load_plan`], [`settings`], [`index`]), except that no
+//! command is ever run: `install` and `remove` lines of modprobe.d are logged and skipped. Files
+//! enter the kernel as they were shipped ([`file`]). Not here: removing modules, and the time at
+//! which each is loaded.
 
 mod error;
 pub mod file;
 pub mod index;
 pub mod pattern;
-pub mod plan;
+pub mod load_plan;
 pub mod settings;
 
 pub use error::{Hint, LoadError, Unreadable};
@@ -18,8 +18,8 @@ use crate::events::{After, StepId, names};
 use crate::step;
 use file::{Fault, Format};
 use index::Index;
+use load_plan::{Found, Meaning, Plan, Planned};
 use nix::errno::Errno;
-use plan::{Found, Meaning, Plan, Planned};
 use settings::Settings;
 use std::cell::OnceCell;
 use std::collections::HashSet;
@@ -177,7 +177,7 @@ impl Modules {
         let no_index = |e: index::Unreadable| LoadError::NoIndex { asked: name.clone(), path: e.path, why: e.why };
         let unknown = || LoadError::Unknown { asked: name.clone(), index: self.index.path().into() };
         let settings = self.settings();
-        let all = match plan::meaning(asked, &self.index, settings).map_err(no_index)? {
+        let all = match load_plan::meaning(asked, &self.index, settings).map_err(no_index)? {
             Meaning::Modules(all) => all,
             Meaning::Builtin => return Ok(Vec::new()),
             Meaning::Nothing => return Err(unknown()),
@@ -190,7 +190,7 @@ impl Modules {
         let mut plans = Vec::new();
         let mut off = None;
         for found in wanted {
-            match plan::plan(found, &self.index, settings).map_err(no_index)? {
+            match load_plan::plan(found, &self.index, settings).map_err(no_index)? {
                 Some(plan) => plans.push(plan),
                 None if self.index.is_builtin(&found.module).map_err(no_index)? => {}
                 None => off = Some(LoadError::Off { asked: name.clone(), target: found.module.clone() }),

@@ -2,8 +2,8 @@
 //! `KEY=VALUE` lines, of which a few get other values. The image's files are never written.
 
 use super::RUN;
-use super::plan::{fabric_mode, rail_policy};
-use super::table::Name;
+use super::service_plan::{fabric_mode, rail_policy};
+use super::service_table::Name;
 use crate::config::RailPolicy;
 use crate::topology::Topology;
 use std::io::Read;

@@ -1,8 +1,8 @@
 //! Orderly end of the services, where PID 1 stays the init (`gpuinit.agent=child`) and its agent
 //! has ended: in reverse start order, each before the next one.
 
-use super::processes::find;
-use super::table::SERVICES;
+use super::service_processes::find;
+use super::service_table::SERVICES;
 use super::{ENDING, RUN};
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::signal::{Signal, kill};

@@ -5,7 +5,7 @@
 //! Standard input is a pipe to the worker. The pipe closes when the program runs; an error is
 //! written to it before.
 
-use super::processes::MARK;
+use super::service_processes::MARK;
 use nix::sched::{CpuSet, sched_setaffinity};
 use nix::unistd::{Gid, Pid, Uid, dup2_stdin, setgid, setgroups, setsid, setuid};
 use std::ffi::{CString, OsString};

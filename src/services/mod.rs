@@ -9,14 +9,14 @@
 //! Invariants: nothing here delays a GPU or the agent; no deadline ends a service; a service
 //! outlives the worker that started it, and no worker starts what still runs.
 
-pub mod table; // one row per service
-pub mod plan; // choice of services and their order
+pub mod service_table; // one row per service
+pub mod service_plan; // choice of services and their order
 pub mod configuration; // configuration files of the daemons, made in /run
-pub mod backoff; // pauses before restarts
+pub mod restart_backoff; // pauses before restarts
 pub mod lines; // bounds of foreign log lines
-mod output; // stdout and stderr of services
+mod service_output; // stdout and stderr of services
 mod syslog; // /dev/log
-pub mod processes; // services among the guest's processes
+pub mod service_processes; // services among the guest's processes
 pub mod launch; // the last steps before a service's program
 pub mod end; // orderly end
 mod supervisor; // starts, watches and restarts services

@@ -4,13 +4,13 @@
 //! A service outlives the worker: its output is a FIFO, its process goes to PID 1, and the next
 //! worker finds it by its mark.
 
-use super::backoff::Backoff;
 use super::launch::{Launch, account};
-use super::output::{Log, Output};
-use super::plan::{Decision, Entry, Facts, Uvm, plan, uvm_persistence};
-use super::processes::{Ending, MARK, Process, find};
+use super::restart_backoff::Backoff;
+use super::service_output::{Log, Output};
+use super::service_plan::{Decision, Entry, Facts, Uvm, plan, uvm_persistence};
+use super::service_processes::{Ending, MARK, Process, find};
+use super::service_table::{Argument, Gpus, HOST_ENGINE_PORT, Name, Ready, Restart, SERVICES, SETTLED_LIMIT, Service};
 use super::syslog::{self, Syslog};
-use super::table::{Argument, Gpus, HOST_ENGINE_PORT, Name, Ready, Restart, SERVICES, SETTLED_LIMIT, Service};
 use super::{ENDING, Fabric, Milestones, RUN, configuration};
 use crate::bind::DRIVER;
 use crate::config::Services;

@@ -1,9 +1,9 @@
 //! /dev/log, for services that log with syslog(3): a datagram socket that is drained at once, so
 //! that no client blocks. The kernel names the sender's process; its mark names the service.
 
-use super::output::Log;
-use super::processes::mark_of;
-use super::table::{Name, SERVICES};
+use super::service_output::Log;
+use super::service_processes::mark_of;
+use super::service_table::{Name, SERVICES};
 use crate::events::names;
 use nix::cmsg_space;
 use nix::sys::socket::sockopt::PassCred;

@@ -18,9 +18,9 @@ use kata_gpu_init::cdi::hooks::NAME;
 use kata_gpu_init::cdi::schema::Hook;
 use kata_gpu_init::cdi::spec::{Hooks, Naming, Options, generate};
 use kata_gpu_init::driver_files::{Roots, manifest, scan};
-use kata_gpu_init::host::tools::cdi_check::finding::Agent;
-use kata_gpu_init::host::tools::cdi_check::input;
 use kata_gpu_init::host::tools::cdi_check::judge::Court;
+use kata_gpu_init::host::tools::cdi_check::spec_files;
+use kata_gpu_init::host::tools::cdi_check::spec_rules::Agent;
 use nix::fcntl::{PosixFadviseAdvice, posix_fadvise};
 use nix::sys::resource::{UsageWho, getrusage};
 use nix::sys::time::TimeValLike;
@@ -215,7 +215,7 @@ fn specs(bench: &mut Bench, scratch: &Path, of_17: &[u8]) -> Result<(usize, usiz
     let length = std::fs::metadata(&theirs)?.len() as usize;
     for (agent, kata) in [(Agent::Kata3, "Kata 3's crate"), (Agent::Kata4, "Kata 4's crate")] {
         for (path, whose) in [(&ours, "ours"), (&theirs, "the incumbent's")] {
-            let texts = input::read(path)?.files;
+            let texts = spec_files::read(path)?.files;
             let court = Court::new(&texts.iter().collect::<Vec<_>>())?;
             bench.warm(&format!("{kata} reads {whose}, 17 devices"), None, || court.load(agent, 0).map_err(anyhow::Error::msg))?;
         }

@@ -15,7 +15,7 @@ const LAYERS: &[(&str, &[&str])] = &[
     ("src/host/", &["data", "system", "boot", "analysis", "views", "otlp", "collect", "tools", "cli"]),
 ];
 /// Files of src/boot/gpus, with their submodules, that compute and do nothing else.
-const PURE: &[&str] = &["schedule", "messages", "agent", "waves", "strategy", "deadlines", "slots"];
+const PURE: &[&str] = &["schedule", "schedule_messages", "agent", "waves", "strategy", "deadlines", "slots"];
 /// What no pure file imports.
 const IMPURE: &[&str] = &[
     "tokio",

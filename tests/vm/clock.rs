@@ -5,7 +5,7 @@ use super::harness::{Booted, DEADLINE, Guest, Outcome, TestContext, VmTest};
 use anyhow::{Context, Result, ensure};
 use kata_gpu_init::events::names;
 use kata_gpu_init::events::record::{DEFAULT_PORT, Line, Pong, Record, decode, ping_line};
-use kata_gpu_init::host::data::clock::{Clock, Pinger, RATE_ERROR_PPM};
+use kata_gpu_init::host::data::clock_offset::{Clock, Pinger, RATE_ERROR_PPM};
 use kata_gpu_init::host::data::guest_clocks::GuestClocks;
 use kata_gpu_init::host::data::text::realtime_ns;
 use std::fmt::Write as _;

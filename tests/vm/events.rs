@@ -288,7 +288,7 @@ fn topologies(context: &TestContext) -> Result<Outcome> {
         };
         let booted = guest.boot(context, topology)?;
         booted.settled().with_context(|| topology.to_string())?;
-        booted.events(names::SERVICE_PLAN, kata_gpu_init::services::table::SERVICES.len())?;
+        booted.events(names::SERVICE_PLAN, kata_gpu_init::services::service_table::SERVICES.len())?;
         // Without a GPU the lockdown waits for one that may come.
         if !words.contains("fakepci.gpus=0") {
             booted.event(names::LOCKDOWN)?;

@@ -79,7 +79,7 @@ mod host {
     use anyhow::{Context, Result, bail, ensure};
     use kata_gpu_init::events::names;
     use kata_gpu_init::events::record::{Kind, Record};
-    use kata_gpu_init::services::table::SERVICES;
+    use kata_gpu_init::services::service_table::SERVICES;
     use std::fs::{self, File};
     use std::os::unix::fs::{FileExt, PermissionsExt};
     use std::path::{Path, PathBuf};

@@ -8,7 +8,7 @@ use kata_gpu_init::host::data::agent_log;
 use kata_gpu_init::host::data::boot_file::BootFile;
 use kata_gpu_init::host::tools::import::agreement::{Agreement, agreement};
 use kata_gpu_init::host::tools::import::assemble::{import, read};
-use kata_gpu_init::host::tools::import::input::Input;
+use kata_gpu_init::host::tools::import::log_files::Input;
 use std::fmt::Write;
 use std::io::Cursor;
 use std::time::{Duration, UNIX_EPOCH};

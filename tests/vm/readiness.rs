@@ -7,7 +7,7 @@ use super::services::with_service;
 use anyhow::{Context, Result, ensure};
 use kata_gpu_init::events::names;
 use kata_gpu_init::events::record::{Kind, Record};
-use kata_gpu_init::services::table::Name;
+use kata_gpu_init::services::service_table::Name;
 
 pub const TESTS: &[VmTest] = &[
     VmTest { name: "a_gpu_is_given_to_containers_when_its_fabric_is_complete", run: fabric },

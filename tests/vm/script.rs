@@ -52,7 +52,7 @@ use crate::agent::children::start_watched;
 use crate::agent::{cdi, log};
 use kata_gpu_init::device_nodes::DeviceNodes;
 use kata_gpu_init::events::record::{Kind, Line, Record, decode};
-use kata_gpu_init::services::processes::mark_of;
+use kata_gpu_init::services::service_processes::mark_of;
 use kata_gpu_init::{adapter, driver_proc};
 use nix::kmod::{ModuleInitFlags, finit_module};
 use nix::sys::signal::{Signal, kill};

@@ -5,7 +5,7 @@ use super::harness::{Booted, CONFIDENTIAL, Guest, Outcome, TestContext, VmTest, 
 use anyhow::{Context, Result, ensure};
 use kata_gpu_init::events::names;
 use kata_gpu_init::events::record::{Kind, Level, Record};
-use kata_gpu_init::services::table::{Argument, Name, SERVICES, Start};
+use kata_gpu_init::services::service_table::{Argument, Name, SERVICES, Start};
 use kata_gpu_init::topology::Topology;
 use std::collections::BTreeSet;
 

@@ -10,7 +10,7 @@
 //! Containers that found nothing are not waited for again.
 
 use super::deadlines::Limit;
-use super::messages::{Hold, Time};
+use super::schedule_messages::{Hold, Time};
 use std::time::Duration;
 
 /// Limit of counted looks.

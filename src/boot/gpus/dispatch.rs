@@ -1,8 +1,8 @@
 //! Transport of facts to the [`Schedule`] and of its orders to their receivers: each GPU's task
 //! gets the orders of its GPU, the fleet all others.
 
-use super::messages::{Fact, GpuId, Order, Time};
 use super::schedule::Schedule;
+use super::schedule_messages::{Fact, GpuId, Order, Time};
 use crate::clock::boottime_ns;
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};

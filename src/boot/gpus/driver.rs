@@ -7,10 +7,10 @@
 
 use super::dispatch::Dispatch;
 use super::extras;
+use super::find_driver_files;
 use super::lane::Lane;
-use super::libraries;
-use super::messages::{Fact, GpuId};
 use super::publication::{Common, Update, Updates};
+use super::schedule_messages::{Fact, GpuId};
 use super::shared::{Driver, Loaded, Shared};
 use crate::bind::{DRIVER, PciSysfs};
 use crate::config::{Config, parameter_value, with_registry_key};
@@ -271,7 +271,7 @@ impl Load {
         // The search runs during the load, which takes longer; after the load where no thread can
         // be started.
         let version = self.version.clone();
-        let looking = std::thread::Builder::new().spawn(move || libraries::find(version.as_deref()));
+        let looking = std::thread::Builder::new().spawn(move || find_driver_files::find(version.as_deref()));
         let (mut loaded, making) = match self.load() {
             Ok(loaded) => loaded,
             Err(error) => {
@@ -293,7 +293,7 @@ impl Load {
                 tracing::error!(name: names::DRIVER_FILES, error);
                 None
             }
-            Err(_) => libraries::find(self.version.as_deref()),
+            Err(_) => find_driver_files::find(self.version.as_deref()),
         };
         let common = Common { nodes, files };
         // Common nodes go first: no GPU may be published without them. Sending fails only when the

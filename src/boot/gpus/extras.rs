@@ -6,8 +6,8 @@
 //! read from /proc and /sys; no device is opened, and no publication of a GPU waits for extras.
 //! Instances made after a GPU became usable are not seen: no event reports them.
 
-use super::messages::GpuId;
 use super::publication::{Update, Updates};
+use super::schedule_messages::GpuId;
 use super::shared::Shared;
 use crate::cdi::devices::{OTHERS, Places};
 use crate::cdi::schema::Edits;

@@ -1,7 +1,7 @@
 //! Failure of a GPU: its reason, and its consequences.
 
-use super::messages::{Fact, GpuId};
 use super::publication::Update;
+use super::schedule_messages::{Fact, GpuId};
 use super::shared::Shared;
 use crate::events::names;
 use crate::reason::{self, Reason, Step};

@@ -4,7 +4,7 @@
 use super::deadlines::Limit;
 use super::lane_cpu::{LaneCpu, Spare};
 use super::late::Progress;
-use super::messages::Held;
+use super::schedule_messages::Held;
 use crate::bind::{PciSysfs, SysfsError};
 use crate::clock::boottime_ns;
 use crate::events::sinks::console::Gate;

@@ -8,7 +8,7 @@
 //! A boot works without all of this, only slower: a mask that cannot be set stays as it is.
 
 use super::late::is_open_thread;
-use crate::boot::wire::keeper::Held;
+use crate::boot::wire::keeper_socket::Held;
 use crate::boot::wire::lane_process::LaneProcess;
 use crate::events::names;
 use crate::interrupts::{self, MovedInterrupts};

@@ -13,7 +13,7 @@
 pub mod deadlines; // every time limit, with its reason
 pub mod strategy; // choice of bind and initialisation for this boot
 pub mod waves; // costs of initialisations that run together
-pub mod messages; // facts and orders
+pub mod schedule_messages; // facts and orders
 pub mod agent; // waits of the lane for the agent
 pub mod schedule; // facts in, permissions and orders out
 mod dispatch; // transport of facts and orders
@@ -23,7 +23,7 @@ pub mod previous; // facts from an earlier worker
 mod late; // kernel stacks for a GPU that takes long
 pub mod lane_cpu; // a vCPU for the lane
 mod lane; // enabling
-mod libraries; // the driver's files for containers
+mod find_driver_files; // the driver's files for containers
 mod publication; // the writer of the spec
 mod shared; // state shared by the tasks of all GPUs
 mod extras; // devices for containers besides GPUs' nodes

@@ -1,6 +1,6 @@
 //! Facts that a worker reads from the records of its dead predecessor. Pure.
 
-use super::messages::GpuId;
+use super::schedule_messages::GpuId;
 use super::slots;
 use crate::clock::boottime_ns;
 use crate::driver_caps::MigInstance;

@@ -2,8 +2,8 @@
 //! reports that came meanwhile, is one publication. The writer waits neither for other GPUs nor for
 //! the lane.
 
-use super::messages::GpuId;
 use super::roster::Roster;
+use super::schedule_messages::GpuId;
 use super::slots::Listed;
 use crate::cdi::publish::{DIRECTORY, Publisher};
 use crate::cdi::schema::Spec;

@@ -8,9 +8,9 @@
 
 use super::deadlines::Limit;
 use super::health::{self, NoAnswer, Settings};
-use super::messages::GpuId;
 use super::publication::Update;
 use super::scan;
+use super::schedule_messages::GpuId;
 use super::shared::{Occasions, Shared};
 use crate::confidential::is_confidential;
 use crate::config::{Config, Ready, ReadyState, Wish};

@@ -7,8 +7,8 @@
 //! GPU is never reset, nor a second one for the sake of the first.
 
 use super::failed::Failed;
-use super::messages::GpuId;
 use super::previous::Previous;
+use super::schedule_messages::GpuId;
 use super::shared::Shared;
 use crate::bind::{PciSysfs, SysfsError};
 use crate::confidential;

@@ -1,7 +1,7 @@
 //! GPUs of the guest, shared by all tasks: the [`Slots`], and the reports of their names.
 
-use super::messages::GpuId;
 use super::previous::Previous;
+use super::schedule_messages::GpuId;
 use super::slots::{Change, Listed, Slots};
 use crate::bind::{Bound, Sight};
 use crate::events::names;

@@ -21,7 +21,7 @@ mod tests;
 
 use super::agent::Agent;
 use super::deadlines::{Limit, REPORT_EVERY, REPORTS};
-use super::messages::{Arrival, Fact, GpuId, Hold, Order, Probe, Time};
+use super::schedule_messages::{Arrival, Fact, GpuId, Hold, Order, Probe, Time};
 use super::strategy::{self, Policy, SLOW_ENABLE, Strategy};
 use crate::config::Bind;
 use crate::pci::BAR_FIREWALL_WAIT;

@@ -3,9 +3,9 @@
 use super::dispatch::Dispatch;
 use super::lane::Lane;
 use super::late::Progress;
-use super::messages::GpuId;
 use super::publication::Updates;
 use super::roster::Roster;
+use super::schedule_messages::GpuId;
 use crate::bind::PciSysfs;
 use crate::boot::wire::descriptors::Descriptors;
 use crate::clock::boottime_ns;

@@ -9,7 +9,7 @@
 //!   for the next GPU at its address. GPUs plugged in later have the names after these, in PCI
 //!   order, and move up when one of them is gone.
 
-use super::messages::GpuId;
+use super::schedule_messages::GpuId;
 use crate::bind::{Bound, Sight};
 use crate::pci::PciAddress;
 use std::collections::{BTreeMap, HashMap};

@@ -3,11 +3,11 @@
 
 use super::driver::{self, Image};
 use super::extras;
-use super::libraries;
-use super::messages::GpuId;
+use super::find_driver_files;
 use super::previous::Previous;
 use super::publication::{Common, Published};
 use super::roster::Roster;
+use super::schedule_messages::GpuId;
 use super::slots::Change;
 use crate::bind::{PciSysfs, Sight};
 use crate::boot::wire::descriptors::Descriptors;
@@ -69,7 +69,7 @@ pub fn published(previous: &Previous, roster: &Roster, gpus: &[GpuId], image: &I
     let nodes = driver::nodes_now();
     let mut published = Published::default();
     if let Some(nodes) = &nodes {
-        published.common = Common { nodes: nodes.common_now(), files: libraries::find(image.version.as_deref()) };
+        published.common = Common { nodes: nodes.common_now(), files: find_driver_files::find(image.version.as_deref()) };
     }
     for gpu in gpus {
         let known = previous.gpu(*gpu);

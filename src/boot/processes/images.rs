@@ -3,7 +3,7 @@
 
 use super::stamps::Boot;
 use crate::events::{StepId, names};
-use crate::extensions::watch::{self, Corrupted};
+use crate::extensions::corruption::{self, Corrupted};
 use crate::extensions::{self, Extension, disks};
 use crate::failure::{self, Heir};
 use crate::pci::SYS;
@@ -83,7 +83,7 @@ async fn follow(
             }
         }
     }
-    match watch::corrupted(&declared, settled).await {
+    match corruption::corrupted(&declared, settled).await {
         Ok(Corrupted { reason, in_bring_up: true }) => {
             let _unused = refuse.send(reason);
         }

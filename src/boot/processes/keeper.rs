@@ -10,7 +10,7 @@
 use super::stamps::Boot;
 use super::worker;
 use crate::boot::wire::handover::{Observer, Start};
-use crate::boot::wire::keeper::{Held, KeeperSocket, MAX_MESSAGE, RELEASE};
+use crate::boot::wire::keeper_socket::{Held, KeeperSocket, MAX_MESSAGE, RELEASE};
 use crate::boot::wire::{name_process, reply};
 use crate::failure;
 use nix::cmsg_space;

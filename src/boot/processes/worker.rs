@@ -10,7 +10,7 @@ use crate::boot::gpus::previous::{self, Previous};
 use crate::boot::gpus::{self, Machine, Sources};
 use crate::boot::wire::descriptors::Descriptors;
 use crate::boot::wire::handover::{Handed, Observer, Start};
-use crate::boot::wire::keeper::{Held, KeeperSocket};
+use crate::boot::wire::keeper_socket::{Held, KeeperSocket};
 use crate::boot::wire::name_process;
 use crate::boot::wire::opener::Opener;
 use crate::clock::{self, boottime_ns};

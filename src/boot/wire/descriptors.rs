@@ -4,7 +4,7 @@
 //! A descriptor belongs to one bind of one device. The bind is its name in the keeper, too: the
 //! next worker compares it with the current bind.
 
-use super::keeper::{Held, KeeperSocket};
+use super::keeper_socket::{Held, KeeperSocket};
 use super::opener::Opener;
 use crate::adapter::{self, InitError};
 use crate::bind::Bound;

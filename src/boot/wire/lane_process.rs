@@ -3,7 +3,7 @@
 //! (a new thread's stack, memory given back) waits for all vCPUs that run that process. With a
 //! thread of the worker, every other GPU would wait.
 
-use super::keeper::Held;
+use super::keeper_socket::Held;
 use super::{name_process, reply};
 use crate::bind::{PciSysfs, SysfsError};
 use crate::clock::boottime_ns;

@@ -3,7 +3,7 @@
 //! are decided elsewhere.
 
 pub mod handover; // PID 1 becomes the agent
-pub mod keeper; // the worker and the keeper: descriptors that outlive the worker
+pub mod keeper_socket; // the worker and the keeper: descriptors that outlive the worker
 pub mod reply; // requests, each with a socket for its answers
 pub mod opener; // opening, in processes that survive the worker
 pub mod lane_process; // enabling, on a vCPU of its own

@@ -3,7 +3,7 @@
 //! before the worker gets it. The worker's connection to the keeper stays open in these processes
 //! on purpose: the keeper must start no other worker before it has every opened descriptor.
 
-use super::keeper::{Held, KeeperSocket};
+use super::keeper_socket::{Held, KeeperSocket};
 use super::{name_process, reply};
 use crate::bind::PciSysfs;
 use crate::pci::{PciAddress, SYS};

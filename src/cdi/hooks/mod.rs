@@ -14,7 +14,7 @@ pub mod edits; // writing in the container
 mod disable_device_node_modification;
 pub mod enable_cuda_compat;
 mod ld_so_conf; // directories of its loader
-mod libraries; // libraries of the container
+mod container_libraries; // libraries of the container
 pub mod oci_state; // which container
 mod update_application_profile;
 mod update_ldcache;

@@ -7,10 +7,10 @@
 //! container keeps the additions of this hook.
 
 use super::arguments::Link;
+use super::container_libraries::{self, Search};
 use super::container_root::ContainerRoot;
 use super::edits::Edit;
 use super::ld_so_conf::{self, CONF, CONF_DIRECTORY, INCLUDE_ALL};
-use super::libraries::{self, Search};
 use crate::cdi::ld_so_cache::{self, Machine};
 use nix::sys::stat::SFlag;
 use std::io;
@@ -49,7 +49,7 @@ pub struct Plan {
 pub fn plan(root: &ContainerRoot, folders: &[String], links: &[Link], driver: Option<&str>, plan: &mut Plan) -> io::Result<()> {
     let machine = Machine::OURS;
     let musl = musl_loaders(root);
-    let search = |directories: &[String]| libraries::search(&Search { root, machine, directories, folders, links, driver });
+    let search = |directories: &[String]| container_libraries::search(&Search { root, machine, directories, folders, links, driver });
     if !musl.is_empty() {
         for architecture in &musl {
             plan.edits.extend(musl_path_file(root, architecture, folders)?);

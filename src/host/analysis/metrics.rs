@@ -6,7 +6,7 @@ use crate::host::boot::coverage::coverage;
 use crate::host::boot::model::Boot;
 use crate::host::boot::timeline::Timeline;
 use crate::host::data::boot_file::BootFile;
-use crate::host::data::record::Field;
+use crate::host::data::compact_record::Field;
 use crate::host::data::text::{printable, printable_start};
 use std::collections::BTreeMap;
 

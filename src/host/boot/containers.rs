@@ -7,7 +7,7 @@ use crate::host::data::agent_log::{self, AgentEvent};
 use crate::host::data::boot_file::Sandbox;
 use crate::host::data::budget::{MAX_CONTAINERS, TooLarge};
 use crate::host::data::clock_points::Placed;
-use crate::host::data::record::{Field, Record};
+use crate::host::data::compact_record::{Field, Record};
 use crate::host::data::text::printable;
 use std::collections::HashMap;
 

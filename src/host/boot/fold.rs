@@ -2,8 +2,8 @@
 
 use super::containers::Containers;
 use super::coverage::coverage;
+use super::gpu_health::GuestHealth;
 use super::gpus::{gpus, spans};
-use super::health::GuestHealth;
 use super::model::{Boot, ClockSummary, KERNEL_START, Lost, MODEL, Milestone, SETTLED};
 use super::steps;
 use super::timeline::Timeline;
@@ -11,11 +11,11 @@ use crate::events::names;
 use crate::events::record::Kind;
 use crate::host::data::agent_log::{self, AgentEvent, AgentLine};
 use crate::host::data::boot_file::{BootFile, HostEvent};
-use crate::host::data::clock::Clock;
+use crate::host::data::clock_offset::Clock;
 use crate::host::data::clock_points::{ClockPoints, Placed};
+use crate::host::data::compact_record::{Field, in_time};
 use crate::host::data::guest_clocks::GuestClocks;
 use crate::host::data::imported_record;
-use crate::host::data::record::{Field, in_time};
 
 /// Limit of gaps that are listed.
 const MAX_NAMED_GAPS: usize = 32;

@@ -1,11 +1,11 @@
 //! Spans of a boot, and the state of its GPUs by spans and events.
 
-use super::health::Health;
+use super::gpu_health::Health;
 use super::model::{Failure, Gpu, OpenStep, Span, Step};
 use crate::events::names;
 use crate::events::record::Kind;
 use crate::host::data::budget::{MAX_GPUS, MAX_SPANS, TooLarge};
-use crate::host::data::record::{Field, Record, SpanFields};
+use crate::host::data::compact_record::{Field, Record, SpanFields};
 use crate::host::data::text::start;
 use crate::pci::PciAddress;
 use std::collections::{BTreeMap, HashMap};

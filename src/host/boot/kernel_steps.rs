@@ -7,7 +7,7 @@ use super::story::Step;
 use crate::events::catalogue::derived;
 use crate::events::names;
 use crate::events::record::Kind;
-use crate::host::data::record::{Field, Record};
+use crate::host::data::compact_record::{Field, Record};
 use crate::pci::{PciAddress, waits_for_bar_firewall};
 use std::collections::HashSet;
 

@@ -14,7 +14,7 @@ pub mod fold; // records into the model
 mod gpus; // spans, and states of GPUs
 mod containers; // containers by the agent's lines
 pub mod gpu_name; // a GPU's number and address
-pub mod health; // NVML's reports on the GPUs
+pub mod gpu_health; // NVML's reports on the GPUs
 pub mod story; // steps and milestones of a boot, as they were found
 pub mod steps; // the records of a boot as a story
 pub mod draft; // the story while steps are added

@@ -5,13 +5,13 @@
 //! durations end in `took_ns`. A key without a value is left out.
 
 use super::coverage::CoverageSummary;
-use super::health::{GuestHealth, Health};
+use super::gpu_health::{GuestHealth, Health};
 use super::timeline::Timeline;
 use crate::host::data::boot_file::{Damage, Imported, Sandbox};
 use crate::host::data::budget::TooLarge;
-use crate::host::data::clock::{Drift, Sample, Wall};
+use crate::host::data::clock_offset::{Drift, Sample, Wall};
+use crate::host::data::compact_record::{SpanFields, Text};
 use crate::host::data::guest_clocks::{BeforeKernel, Printk};
-use crate::host::data::record::{SpanFields, Text};
 use crate::pci::PciAddress;
 use serde::Serialize;
 use std::time::Duration;

@@ -12,8 +12,8 @@ use super::story::{Milestone, Step};
 use crate::events::catalogue::logged as imported;
 use crate::events::catalogue::{Owner, derived, row_of};
 use crate::events::record::Kind;
+use crate::host::data::compact_record::{Field, Record};
 use crate::host::data::imported_record::mark;
-use crate::host::data::record::{Field, Record};
 
 /// Milestone at which containerd was asked for the sandbox.
 pub const RUN_POD_SANDBOX: &str = "RunPodSandbox";

@@ -15,7 +15,7 @@ use crate::events::record::Kind;
 use crate::host::data::agent_log::{AgentEvent, AgentLine};
 use crate::host::data::boot_file::BootFile;
 use crate::host::data::clock_points::ClockPoints;
-use crate::host::data::record::Field;
+use crate::host::data::compact_record::Field;
 use crate::pci::PciAddress;
 use std::collections::{BTreeMap, HashMap};
 

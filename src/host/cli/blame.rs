@@ -3,7 +3,7 @@
 use super::boot_args::{BootArgs, boot_json, head, held_up, notes};
 use crate::host::analysis::blame::{Blame, By, StepRow, Time, blame};
 use crate::host::data::text::{Ink, Screen, seconds};
-use crate::host::system::output::print;
+use crate::host::system::stdout::print;
 use crate::host::views::grid::{Grid, Set, share};
 use anyhow::Result;
 

@@ -1,11 +1,11 @@
 //! `kata-gpu-boot cdi check`: what agents make of CDI specs.
 
 use crate::host::data::text::{Screen, ascii_json};
-use crate::host::system::output::print;
-use crate::host::tools::cdi_check::finding::{Agent, Agents, RULES};
+use crate::host::system::stdout::print;
+use crate::host::tools::cdi_check::check_report::Question;
 use crate::host::tools::cdi_check::look::Look;
-use crate::host::tools::cdi_check::report::Question;
-use crate::host::tools::cdi_check::{input, page, report};
+use crate::host::tools::cdi_check::spec_rules::{Agent, Agents, RULES};
+use crate::host::tools::cdi_check::{check_report, check_text, spec_files};
 use anyhow::Result;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
@@ -97,7 +97,7 @@ pub fn run(args: &Args) -> ExitCode {
 fn check(args: &CheckArgs) -> Result<bool> {
     let screen = Screen::of_stdout();
     if args.rules {
-        print(&page::rules(RULES, &screen))?;
+        print(&check_text::rules(RULES, &screen))?;
         return Ok(true);
     }
     let path = args.path.as_deref().unwrap_or(Path::new(""));
@@ -111,8 +111,8 @@ fn check(args: &CheckArgs) -> Result<bool> {
         devices: args.devices.clone(),
         require_resolvable: args.require_resolvable,
     };
-    let report = report::check(input::read(path)?, &question)?;
-    print(&if args.json { ascii_json(&report.json())? } else { page::page(&report, &question, &screen) })?;
+    let report = check_report::check(spec_files::read(path)?, &question)?;
+    print(&if args.json { ascii_json(&report.json())? } else { check_text::page(&report, &question, &screen) })?;
     Ok(!report.has_errors())
 }
 

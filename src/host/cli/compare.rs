@@ -8,7 +8,7 @@ use crate::host::analysis::metrics::{Metrics, metrics};
 use crate::host::analysis::statistics::Summary;
 use crate::host::data::boot_dir::find;
 use crate::host::data::text::{Ink, Screen, printable};
-use crate::host::system::output::print;
+use crate::host::system::stdout::print;
 use crate::host::views::grid::{Grid, Set, signed, time};
 use anyhow::Result;
 use std::path::{Path, PathBuf};

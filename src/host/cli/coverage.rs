@@ -3,7 +3,7 @@
 use super::boot_args::{BootArgs, boot_json, head, notes};
 use crate::host::boot::coverage::{Coverage, Gap, coverage};
 use crate::host::data::text::{Ink, Screen, seconds};
-use crate::host::system::output::print;
+use crate::host::system::stdout::print;
 use crate::host::views::grid::{Grid, Set, share, time};
 use anyhow::{Result, ensure};
 

@@ -4,7 +4,7 @@ use super::boot_args::{BootArgs, boot_json, head, held_up, notes};
 use crate::host::analysis::critical_path::{CriticalPath, Gain, Piece, critical_path};
 use crate::host::boot::draft::LAST_RECORD;
 use crate::host::data::text::{Ink, Screen, seconds};
-use crate::host::system::output::print;
+use crate::host::system::stdout::print;
 use crate::host::views::grid::{Grid, Set, time};
 use anyhow::Result;
 

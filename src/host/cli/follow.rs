@@ -6,8 +6,8 @@
 use crate::host::data::boot_dir::find;
 use crate::host::data::boot_file::{FileLine, HostEvent};
 use crate::host::data::text::{Screen, printable, seconds};
-use crate::host::system::output::write_lines;
 use crate::host::system::sleep::sleep_until;
+use crate::host::system::stdout::write_lines;
 use crate::host::views::follow::bars::{Bars, Look, REFRESH, tag};
 use crate::host::views::follow::files::{Files, Which};
 use crate::host::views::follow::progress::{self, Outcome, Progress, ago};

@@ -4,13 +4,13 @@ use crate::host::boot::model::Boot;
 use crate::host::data::boot_file::{BootFile, EXTENSION};
 use crate::host::data::imported_record::Format;
 use crate::host::data::text::{Screen, printable};
-use crate::host::system::output::print;
+use crate::host::system::stdout::print;
 use crate::host::tools::import::assemble::{import, read};
 use crate::host::tools::import::bpftrace::PROGRAM;
 use crate::host::tools::import::choose::Source;
-use crate::host::tools::import::input::Input;
-use crate::host::tools::import::report;
-use crate::host::tools::import::write;
+use crate::host::tools::import::draft_writer;
+use crate::host::tools::import::import_report;
+use crate::host::tools::import::log_files::Input;
 use crate::host::views::boot_page::page;
 use anyhow::{Context, Result};
 use std::path::{Path, PathBuf};
@@ -84,13 +84,13 @@ pub fn run(args: &Args) -> Result<()> {
     };
     let to_stdout = path.as_deref() == Some(Path::new("-"));
     if let Some(path) = path.as_ref().filter(|_| !to_stdout) {
-        write::save(path, &text)?;
+        draft_writer::save(path, &text)?;
         report.output = Some(path.display().to_string());
     }
     let screen = Screen::of_stdout();
     let told = match args.json {
         true => serde_json::to_string_pretty(&report).context("write the report as JSON")? + "\n",
-        false => report::lines(&report, &screen).join("\n") + "\n",
+        false => import_report::lines(&report, &screen).join("\n") + "\n",
     };
     if to_stdout {
         eprint!("{told}");

@@ -2,16 +2,16 @@
 
 use crate::host::data::text::ascii_json;
 use crate::host::data::text::{Ink, Screen, printable};
-use crate::host::system::output::print;
+use crate::host::system::stdout::print;
 use crate::host::tools::guest_disk::Table;
+use crate::host::tools::initrd::entry_text::{escaped, megabytes};
 use crate::host::tools::initrd::helper::HelperArgs;
 use crate::host::tools::initrd::image::{Form, Image};
-use crate::host::tools::initrd::output::{Output, Written};
+use crate::host::tools::initrd::output_file::{Output, Written};
 use crate::host::tools::initrd::pack::List;
-use crate::host::tools::initrd::text::{escaped, megabytes};
-use crate::host::tools::initrd::tree::Tree;
+use crate::host::tools::initrd::unpacked_root::Tree;
 use crate::host::tools::initrd::verify::{INIT, Question};
-use crate::host::tools::initrd::{components, diff, disk_image, helper, kernel, ls, pack, repack, verify};
+use crate::host::tools::initrd::{components, diff, disk_image, helper, kernel_release, ls, pack, repack, verify};
 use crate::topology::Topology;
 use anyhow::{Result, bail, ensure};
 use clap::{ArgGroup, Subcommand};
@@ -282,7 +282,7 @@ struct ReplaceInitArgs {
 /// Run one of a few programs where it can harm nothing.
 #[derive(clap::Args, Debug)]
 struct InSandboxArgs {
-    tool: disk_image::sandbox::Tool,
+    tool: disk_image::tool_sandbox::Tool,
     directory: PathBuf,
 }
 
@@ -296,7 +296,7 @@ pub fn run(args: &Args) -> ExitCode {
         Command::Repack(args) => repack(args),
         Command::Diff(args) => diff(args),
         Command::ReplaceInit(args) => replace_init(args),
-        Command::InSandbox(args) => return disk_image::sandbox::run_inside(args.tool, &args.directory),
+        Command::InSandbox(args) => return disk_image::tool_sandbox::run_inside(args.tool, &args.directory),
     };
     match done {
         Ok(true) => ExitCode::SUCCESS,
@@ -376,13 +376,13 @@ fn topology(text: &str) -> Result<Topology, String> {
 }
 
 fn question(kernel: Option<&str>, init: &str, user_space: bool) -> Result<Question> {
-    Ok(Question { release: kernel.map(kernel::release).transpose()?, init: init.to_string(), user_space, ..Question::default() })
+    Ok(Question { release: kernel.map(kernel_release::release).transpose()?, init: init.to_string(), user_space, ..Question::default() })
 }
 
 fn verify(args: &VerifyArgs) -> Result<bool> {
     let screen = Screen::of_stdout();
     if args.rules {
-        print(&verify::page::rules(verify::finding::RULES, &screen))?;
+        print(&verify::verify_text::rules(verify::image_rules::RULES, &screen))?;
         return Ok(true);
     }
     let Some(path) = &args.image else { bail!("give an image") };
@@ -390,7 +390,7 @@ fn verify(args: &VerifyArgs) -> Result<bool> {
     let question = Question { topologies: args.topology.clone(), confidential: args.confidential, ..question };
     let (image, tree) = read(path)?;
     let report = verify::check(&image, &tree, &question);
-    print(&if args.json { ascii_json(&report.json())? } else { verify::page::page(&report, &screen) })?;
+    print(&if args.json { ascii_json(&report.json())? } else { verify::verify_text::page(&report, &screen) })?;
     Ok(report.boots())
 }
 
@@ -492,7 +492,7 @@ fn repack(args: &RepackArgs) -> Result<bool> {
         text.push_str(&format!("the old init stays: rdinit={old} starts it\n"));
     }
     text.push('\n');
-    text.push_str(&verify::page::page(&done.report, &screen));
+    text.push_str(&verify::verify_text::page(&done.report, &screen));
     let last = if keep {
         written(&done.written)
     } else {

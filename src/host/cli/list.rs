@@ -10,7 +10,7 @@ use crate::host::analysis::metrics::metrics;
 use crate::host::boot::model::{Boot, SETTLED};
 use crate::host::data::boot_dir::dated;
 use crate::host::data::text::{Ink, Screen, printable, printable_start, wall_clock};
-use crate::host::system::output::print;
+use crate::host::system::stdout::print;
 use crate::host::views::grid::{Grid, Set, time};
 use anyhow::Result;
 use serde::Serialize;

@@ -4,7 +4,7 @@ use crate::host::boot::model::Boot;
 use crate::host::data::agent_log;
 use crate::host::data::boot_dir::{find, read_boot};
 use crate::host::data::text::{Screen, write_ascii_json};
-use crate::host::system::output::print_with;
+use crate::host::system::stdout::print_with;
 use crate::host::views::boot_page::write_page;
 use anyhow::Result;
 use std::path::PathBuf;

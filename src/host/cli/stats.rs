@@ -3,7 +3,7 @@
 use super::boot_args::{each_boot, notes, plain_json};
 use crate::host::analysis::many_boots::{Collected, Row, Stats};
 use crate::host::data::text::{Ink, Screen};
-use crate::host::system::output::print;
+use crate::host::system::stdout::print;
 use crate::host::views::grid::{Grid, Set, share, time};
 use anyhow::{Result, ensure};
 use serde::Serialize;

@@ -12,7 +12,7 @@ use crate::host::boot::intervals::length;
 use crate::host::data::text::Screen;
 use crate::host::testing::{TempDir, golden, tests_dir};
 use crate::host::tools::import::assemble::{import, read};
-use crate::host::tools::import::input::Input;
+use crate::host::tools::import::log_files::Input;
 use clap::{Args, FromArgMatches};
 use std::io::Cursor;
 use std::path::Path;

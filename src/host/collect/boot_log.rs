@@ -10,7 +10,7 @@ use super::limits::Limits;
 use crate::events::names;
 use crate::events::record::{Kind, Record};
 use crate::host::data::boot_file::{FileLine, HostEvent, HostLine, Sandbox, SeqSet, TraceId, for_each_line};
-use crate::host::data::clock::Sample;
+use crate::host::data::clock_offset::Sample;
 use anyhow::{Context, Result, bail, ensure};
 use nix::fcntl::OFlag;
 use std::fs::File;

@@ -6,14 +6,14 @@
 //! names the boot.
 
 use super::boot_log::Stored;
+use super::collector_counters::{Stats, add};
 use super::limits::Limits;
-use super::stats::{Stats, add};
 use super::store::Attached;
 use crate::events::record::{self, DecodeError, Header, Line, MAX_LINE, SCHEMA};
 use crate::host::data::boot_file::HostEvent;
-use crate::host::data::clock::{PING_INTERVAL, PING_INTERVAL_QUIET, Pinger, QUIET_AFTER, Sample};
+use crate::host::data::clock_offset::{PING_INTERVAL, PING_INTERVAL_QUIET, Pinger, QUIET_AFTER, Sample};
+use crate::host::data::compact_record::Record;
 use crate::host::data::framing::{Lines, Piece};
-use crate::host::data::record::Record;
 use crate::host::data::text;
 use anyhow::{Result, bail};
 use std::sync::Arc;

@@ -8,10 +8,10 @@
 //! number of bytes waits in memory ([`super::limits`]) and more records are counted. When writing
 //! works again, the guest is disconnected; it reconnects and sends all again.
 
+use super::collector_counters::Stats;
 use super::ends::Ends;
 use super::keep::Keep;
 use super::limits::Limits;
-use super::stats::Stats;
 use super::store::{Place, Store, Tell};
 use super::writer::{Writer, keep_up};
 use anyhow::{Context, Result, anyhow};

@@ -8,7 +8,7 @@
 
 use super::vmm::{FileId, Vmm, socket_at};
 use crate::host::data::text::printable;
-use crate::host::system::watch::watch;
+use crate::host::system::async_fd::watch;
 use anyhow::{Context, Result, anyhow, bail};
 use nix::errno::Errno;
 use nix::fcntl::{AtFlags, OFlag, open};

@@ -21,10 +21,10 @@ pub mod peers; // connected VMs and their used-up limits
 pub mod privileges; // dropping of privileges
 mod qemu; // CID of each VM
 pub mod retention; // removal of old files
-pub mod sandbox; // Kata's names of a VM
+pub mod sandbox_pod; // Kata's names of a VM
 pub mod serve; // the sockets of guests that are connected
 pub mod service; // systemd unit, DaemonSet, readiness
-pub mod stats; // counters
+pub mod collector_counters; // counters
 pub mod syscalls; // forbidden system calls
 pub mod vm_dirs; // Kata's directories
 pub mod vmm; // a VMM's socket and its owner
@@ -33,6 +33,7 @@ mod writer; // the threads that write and keep the files
 use crate::host::data::text::printable;
 use anyhow::{Context, Result, bail};
 use bucket::Lines;
+use collector_counters::{Counts, Stats, add};
 use connection::News;
 use disk::Disk;
 use ends::Ends;
@@ -45,7 +46,6 @@ use listen::{Arrival, BACKLOG, Listener, NoVsock, Peer, SocketFile};
 use peers::Peers;
 use privileges::RunAs;
 use serve::{Shared, Streams};
-use stats::{Counts, Stats, add};
 use std::collections::HashMap;
 use std::net::SocketAddr;
 use std::os::unix::fs::MetadataExt;
@@ -161,7 +161,7 @@ impl Collector {
             privileges::hand_over(place.dir(), run_as)?;
         }
         let listeners = listeners(&config, &mut notes)?;
-        let metrics = config.metrics.map(fleet::http::bind).transpose()?;
+        let metrics = config.metrics.map(fleet::http_server::bind).transpose()?;
         let watches = !(config.vms.is_empty() && config.sandboxes.is_empty());
         if config.drop_privileges {
             privileges::drop_all_but(config.run_as, watches || !config.uds.is_empty())?;
@@ -171,7 +171,7 @@ impl Collector {
         let check = check::bind(&config.dir).map_err(|e| notes.push(format!("--check will not work: {e:#}"))).ok();
         let watcher = if watches { Some(Watcher::new([&config.vms[..], &config.sandboxes[..]].concat())?) } else { None };
         notes.extend(listeners.iter().map(|l| format!("listening on {}", l.place())));
-        notes.extend(metrics.as_ref().map(|(_, address)| format!("metrics at http://{address}{}", fleet::http::PATH)));
+        notes.extend(metrics.as_ref().map(|(_, address)| format!("metrics at http://{address}{}", fleet::http_server::PATH)));
         notes.extend(config.otlp.as_ref().map(|otlp| format!("pushing boots that are over to {}", otlp.target)));
         if !config.vms.is_empty() {
             notes.push(format!("watching {} place(s) for the sockets of VMs", config.vms.len()));
@@ -414,7 +414,7 @@ impl Vms {
             Ok(listener) => listener,
             Err(e) => return self.shared.tell(&peer, &problem(format!("{e:#}"))),
         };
-        let sandbox = sandbox::look_up(id, &self.config.bundles);
+        let sandbox = sandbox_pod::look_up(id, &self.config.bundles);
         self.shared.peers.name(&peer, Some(sandbox), Instant::now());
         let (stop, stopped) = watch::channel(false);
         self.open.insert(path, Vm { vmm, peer, file: listener.file().cloned(), _stop: stop });
@@ -428,14 +428,14 @@ impl Vms {
             // The file is written again with each container; the VM stays the same.
             let unknown = !self.cids.contains_key(&path);
             let owner = unknown.then(|| path.symlink_metadata().ok()).flatten().map(|metadata| metadata.uid());
-            owner.map(|owner| (sandbox::unnamed(id), claims.cid_of(Path::new("/proc"), id, owner)))
+            owner.map(|owner| (sandbox_pod::unnamed(id), claims.cid_of(Path::new("/proc"), id, owner)))
         } else {
-            sandbox::read(pattern, &path).and_then(|text| sandbox::from_persist(id, &text))
+            sandbox_pod::read(pattern, &path).and_then(|text| sandbox_pod::from_persist(id, &text))
         };
         let Some((mut sandbox, Some(cid))) = found else { return };
         let peer = Peer::Cid(cid);
         if sandbox.pod.is_none() {
-            sandbox = sandbox::look_up(id, &self.config.bundles);
+            sandbox = sandbox_pod::look_up(id, &self.config.bundles);
         }
         self.shared.peers.name(&peer, Some(sandbox), Instant::now());
         self.cids.insert(path, peer);

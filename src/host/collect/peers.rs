@@ -5,7 +5,7 @@
 use super::bucket::{Bucket, Lines};
 use super::limits::Limits;
 use super::listen::Peer;
-use super::sandbox::Sandbox;
+use super::sandbox_pod::Sandbox;
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Instant;

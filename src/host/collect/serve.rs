@@ -5,15 +5,15 @@
 //! Guests take turns of [`TURN`] bytes. A guest over its rate, or whose boot has too much waiting
 //! for the disk, is not read for a while; its data waits in its socket. Nothing here blocks.
 
+use super::collector_counters::{Stats, add};
 use super::connection::{Connection, HostNow, Introduction, News};
 use super::limits::Limits;
 use super::listen::Peer;
 use super::peers::{Peers, Slot};
-use super::stats::{Stats, add};
 use super::stop::stopped;
 use super::store::{Store, Tell};
 use crate::host::data::text::printable;
-use crate::host::system::watch::watch as watch_fd;
+use crate::host::system::async_fd::watch as watch_fd;
 use anyhow::{Context, Result};
 use std::io::{self, ErrorKind};
 use std::os::fd::OwnedFd;

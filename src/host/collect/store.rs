@@ -1,10 +1,10 @@
 //! The files of all boots and the connections that hold them.
 
 use super::boot_log::{BootLog, Waiting};
+use super::collector_counters::{Stats, add};
 use super::ends::Ends;
 use super::keep::Keep;
 use super::limits::Limits;
-use super::stats::{Stats, add};
 use crate::events::record::{Header, is_boot_id};
 use crate::host::data::boot_file::{EXTENSION, HostEvent};
 use anyhow::{Context, Result, bail, ensure};

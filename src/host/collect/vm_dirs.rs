@@ -7,7 +7,7 @@
 //! `*` are not followed: a jailed VMM may write there. A moved directory loses its watch, so that
 //! nothing in it is reported under the old name.
 
-use crate::host::system::watch::watch;
+use crate::host::system::async_fd::watch;
 use anyhow::{Context, Result, bail};
 use nix::errno::Errno;
 use nix::fcntl::{OFlag, open, openat};

@@ -2,8 +2,8 @@
 //! they touch files of boots.
 
 use super::boot_log;
+use super::collector_counters::add;
 use super::retention::{Now, Retention};
-use super::stats::add;
 use super::store::{DIR_MODE, Entry, Job, REMEMBERED, Store, Tell, lock};
 use std::fs::{DirBuilder, File, Metadata, OpenOptions};
 use std::io::{self, Write};

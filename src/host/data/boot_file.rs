@@ -10,10 +10,10 @@
 //! `boot.ndjson` of a guest is such a file without host lines.
 
 use super::budget::{MAX_ALL_FIELDS, MAX_GAPS, MAX_HOST_LINES, MAX_HOST_TEXT, MAX_LAST_WORDS, MAX_ORDERS, MAX_RECORDS, MAX_TEXT, TooLarge};
-use super::clock::{Clock, Sample};
+use super::clock_offset::{Clock, Sample};
+use super::compact_record::{Names, Record};
 use super::framing::{Lines, Piece};
 use super::guest_clocks::GuestClocks;
-use super::record::{Names, Record};
 use super::text;
 use crate::events::names;
 use crate::events::record::{self, Header, Kind, Line};
@@ -606,18 +606,18 @@ mod tests {
         };
         let long = format!(r#""error":"{}""#, "e".repeat(16_000));
         let fields = (0..40).map(|n| format!("\"{n}\":0")).collect::<Vec<_>>().join(",");
-        let orders = vec!["1"; super::super::record::MAX_AFTER].join(",");
+        let orders = vec!["1"; super::super::compact_record::MAX_AFTER].join(",");
         for (n, rest, kept) in [
             (300, long, MAX_TEXT / 16_000),
             (2000, format!(r#""fields":{{{fields}}}"#), MAX_ALL_FIELDS / 40),
-            (200, format!(r#""after":[{orders}]"#), MAX_ORDERS / super::super::record::MAX_AFTER),
+            (200, format!(r#""after":[{orders}]"#), MAX_ORDERS / super::super::compact_record::MAX_AFTER),
         ] {
             let file = all(n, &rest);
             assert_eq!((file.records.len(), file.too_large.records as usize), (kept, n - kept), "{}", &rest[..20]);
             assert_eq!((file.seqs.missing(), file.damaged), (0, 0), "what is left out is neither lost nor damage");
         }
         let file = all(1, &format!(r#""fields":{{{}}}"#, (0..100).map(|n| format!("\"{n}\":0")).collect::<Vec<_>>().join(",")));
-        assert_eq!((file.records[0].fields.iter().count(), file.too_large.cut_records), (super::super::record::MAX_FIELDS, 1));
+        assert_eq!((file.records[0].fields.iter().count(), file.too_large.cut_records), (super::super::compact_record::MAX_FIELDS, 1));
         let apart: String = (0..MAX_GAPS as usize + 50).map(|n| record(2 * n, r#""level":"info""#) + "\n").collect();
         let file = BootFile::read(apart.as_bytes()).unwrap();
         assert!(file.seqs.ranges() <= MAX_GAPS + 1 && file.too_large.records > 0, "{}", file.seqs.ranges());

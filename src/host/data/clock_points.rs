@@ -1,8 +1,8 @@
 //! The guest's wall clock beside its boot clock, by its `clock` events: one at the init's start,
 //! and one after each step.
 
-use super::clock::Clock;
-use super::record::{Field, Record};
+use super::clock_offset::Clock;
+use super::compact_record::{Field, Record};
 use crate::events::names;
 use crate::events::record::Kind;
 
@@ -87,7 +87,7 @@ pub fn boottime_of(points: &[(i64, i64)], realtime_ns: i64) -> Option<Found> {
 mod tests {
     use super::*;
     use crate::events::record;
-    use crate::host::data::clock::Sample;
+    use crate::host::data::clock_offset::Sample;
     use serde_json::Map;
 
     const S: i64 = 1_000_000_000;

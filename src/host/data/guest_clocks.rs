@@ -4,8 +4,8 @@
 //! the collector's own pings vouch for.
 //! the collector's own pings vouch for.
 
-use super::clock::{Clock, Sample};
-use super::record::{Field, Record};
+use super::clock_offset::{Clock, Sample};
+use super::compact_record::{Field, Record};
 use super::text::seconds;
 use crate::events::names;
 use crate::events::record::Kind;

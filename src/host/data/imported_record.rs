@@ -1,7 +1,7 @@
 //! Records made from log lines: their meaning, and their source.
 
 use super::agent_log::{self, AgentEvent};
-use super::record::{Field, Record};
+use super::compact_record::{Field, Record};
 use super::text;
 use crate::events::catalogue::logged as names;
 use crate::events::record::Kind;

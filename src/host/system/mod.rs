@@ -1,8 +1,8 @@
 //! Services of this machine that the host's half uses.
 
-pub mod output; // standard output, which its reader may close
+pub mod stdout; // standard output, which its reader may close
 pub mod processes; // processes by their command lines
 pub mod sleep; // sleeping until a deadline that may not be
 pub mod tail; // following the console log
 pub mod vm; // QEMU and vhost-device-vsock, for the demo and the tests
-pub mod watch; // waiting for a descriptor
+pub mod async_fd; // waiting for a descriptor

@@ -1,6 +1,6 @@
 //! Following a file that another process appends to, woken by inotify.
 
-use super::watch::watch;
+use super::async_fd::watch;
 use anyhow::{Context, Result};
 use nix::sys::inotify::{AddWatchFlags, InitFlags, Inotify};
 use std::fs::File;

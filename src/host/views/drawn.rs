@@ -3,7 +3,7 @@
 use super::rows::{Side, Tone};
 use crate::host::boot::gpu_name::GpuName;
 use crate::host::boot::intervals::length;
-use crate::host::data::record::Fields;
+use crate::host::data::compact_record::Fields;
 use crate::host::data::text::printable_start;
 
 /// Longest text of one field, in bytes.

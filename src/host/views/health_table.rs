@@ -1,6 +1,6 @@
 //! Health of GPUs by NVML as a table.
 
-use crate::host::boot::health::{Facts, GuestHealth};
+use crate::host::boot::gpu_health::{Facts, GuestHealth};
 use crate::host::boot::model::{Boot, Gpu};
 use crate::host::data::text::{printable, seconds};
 use crate::nvml::{Fabric, FabricState};
@@ -217,7 +217,7 @@ fn source(guest: &GuestHealth) -> Option<String> {
 mod tests {
     use super::*;
     use crate::events::names;
-    use crate::host::boot::health::{Health, MAX_PROBLEMS, MAX_TEXT};
+    use crate::host::boot::gpu_health::{Health, MAX_PROBLEMS, MAX_TEXT};
     use crate::host::data::boot_file::BootFile;
     use crate::host::data::text::Screen;
     use crate::host::testing::{golden, tests_dir};

@@ -16,7 +16,7 @@ use super::waterfall::{Mark, Step, Waterfall};
 use crate::host::boot::intervals::{length, ns};
 use crate::host::boot::model;
 use crate::host::boot::model::{Boot, Gpu, SETTLED};
-use crate::host::data::clock::RATE_ERROR_PPM;
+use crate::host::data::clock_offset::RATE_ERROR_PPM;
 use crate::host::data::text::{error_bound, printable, seconds, wall_clock};
 use crate::pci::PciAddress;
 use askama::Template;

@@ -4,7 +4,7 @@
 use super::health_table::HealthTable;
 use crate::host::boot::model::{Boot, ClockSummary, Container, Failure, Gpu, OpenStep, Step};
 use crate::host::data::agent_log::NONE;
-use crate::host::data::clock::RATE_ERROR_PPM;
+use crate::host::data::clock_offset::RATE_ERROR_PPM;
 use crate::host::data::text::{Ink, Screen, error_bound, printable, seconds, wall_clock};
 
 /// The summary as lines.

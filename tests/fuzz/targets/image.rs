@@ -8,7 +8,7 @@ use kata_gpu_init::host::tools::initrd::diff;
 use kata_gpu_init::host::tools::initrd::disk_image::erofs::Erofs;
 use kata_gpu_init::host::tools::initrd::disk_image::{erofs_edit, read_all, wanted};
 use kata_gpu_init::host::tools::initrd::image::{Content, Image};
-use kata_gpu_init::host::tools::initrd::tree::Tree;
+use kata_gpu_init::host::tools::initrd::unpacked_root::Tree;
 use std::rc::Rc;
 
 /// Contents that are read, so that one input does not take a second.

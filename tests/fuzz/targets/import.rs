@@ -4,7 +4,7 @@
 use kata_gpu_init::host::data::boot_file::BootFile;
 use kata_gpu_init::host::data::imported_record::Format;
 use kata_gpu_init::host::tools::import::assemble::{import, read};
-use kata_gpu_init::host::tools::import::input::Input;
+use kata_gpu_init::host::tools::import::log_files::Input;
 use std::io::Cursor;
 
 const FORMATS: [Option<Format>; 7] = [

@@ -3,7 +3,7 @@
 #![no_main]
 
 use kata_gpu_init::kernel_modules::index::Index;
-use kata_gpu_init::kernel_modules::plan::{Found, Meaning, meaning, plan};
+use kata_gpu_init::kernel_modules::load_plan::{Found, Meaning, meaning, plan};
 use kata_gpu_init::kernel_modules::settings::Settings;
 use std::collections::HashSet;
 use std::path::Path;

@@ -6,14 +6,14 @@ use crate::{TempDir, project};
 use kata_gpu_init::cdi::publish::Publisher;
 use kata_gpu_init::cdi::spec::{Device, Entry, Options, Ready, generate};
 use kata_gpu_init::device_nodes::Node;
+use kata_gpu_init::host::tools::cdi_check::check_report::{Asked, Outcome, Question, Report, check};
 use kata_gpu_init::host::tools::cdi_check::container::Container;
-use kata_gpu_init::host::tools::cdi_check::finding::{Agent, Agents, RULES};
-use kata_gpu_init::host::tools::cdi_check::input;
-use kata_gpu_init::host::tools::cdi_check::input::SpecText;
 use kata_gpu_init::host::tools::cdi_check::judge::Court;
 use kata_gpu_init::host::tools::cdi_check::look::Look;
-use kata_gpu_init::host::tools::cdi_check::report::{Asked, Outcome, Question, Report, check};
 use kata_gpu_init::host::tools::cdi_check::shape;
+use kata_gpu_init::host::tools::cdi_check::spec_files;
+use kata_gpu_init::host::tools::cdi_check::spec_files::SpecText;
+use kata_gpu_init::host::tools::cdi_check::spec_rules::{Agent, Agents, RULES};
 use kata_gpu_init::host::tools::severity::Severity;
 use serde_json::{Value, json};
 use std::collections::BTreeSet;
@@ -29,7 +29,7 @@ fn asking(devices: &[&str]) -> Question {
 }
 
 fn report(path: &Path, question: &Question) -> Report {
-    check(input::read(path).unwrap(), question).unwrap()
+    check(spec_files::read(path).unwrap(), question).unwrap()
 }
 
 fn rules(report: &Report) -> BTreeSet<&'static str> {
@@ -549,7 +549,7 @@ fn nothing_that_a_file_says_drives_a_terminal() {
         assert_eq!(serde_json::from_str::<Value>(&json).unwrap(), report.json());
         for width in [None, Some(80)] {
             let screen = kata_gpu_init::host::data::text::Screen { width, colour: false };
-            let page = kata_gpu_init::host::tools::cdi_check::page::page(&report, &question(), &screen);
+            let page = kata_gpu_init::host::tools::cdi_check::check_text::page(&report, &question(), &screen);
             assert!(page.contains("\\x1b[2J"), "{page}");
             for text in [&page, &json] {
                 assert!(text.bytes().all(|b| b == b'\n' || (b' '..=b'~').contains(&b)), "{text:?}");

@@ -6,10 +6,10 @@ use kata_gpu_init::cdi::devices::Places;
 use kata_gpu_init::cdi::schema::Spec;
 use kata_gpu_init::cdi::spec::{Hooks, Naming, Options, generate};
 use kata_gpu_init::driver_files::{Roots, scan};
-use kata_gpu_init::host::tools::cdi_check::finding::Agents;
-use kata_gpu_init::host::tools::cdi_check::input;
+use kata_gpu_init::host::tools::cdi_check::check_report::{Outcome, Question, check};
 use kata_gpu_init::host::tools::cdi_check::look::Look;
-use kata_gpu_init::host::tools::cdi_check::report::{Outcome, Question, check};
+use kata_gpu_init::host::tools::cdi_check::spec_files;
+use kata_gpu_init::host::tools::cdi_check::spec_rules::Agents;
 use serde_json::Value;
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
@@ -253,7 +253,7 @@ pub fn character_device(root: &Path, path: &str, major: u64, minor: u64) {
 pub fn judged(path: &Path) -> Vec<(String, [usize; 5])> {
     crate::cdi::schema::fits(&std::fs::read(path).unwrap());
     let question = Question { look: Look::Nowhere, agents: Agents::BOTH, devices: Vec::new(), require_resolvable: true };
-    let report = check(input::read(path).unwrap(), &question).unwrap();
+    let report = check(spec_files::read(path).unwrap(), &question).unwrap();
     assert!(!report.has_errors(), "{:#?}", report.findings);
     let counts = report.asked.iter().map(|asked| {
         let [(_, Outcome::Gets(a)), (_, Outcome::Gets(b))] = asked.outcomes.as_slice() else { panic!("{:?}", asked.outcomes) };

@@ -192,7 +192,7 @@ fn the_daemonset_says_what_the_collector_needs_and_no_more() {
     for (pattern, _) in kata_gpu_init::host::collect::VM_SOCKETS {
         assert!(mounts.iter().any(|m| pattern.starts_with(m["mountPath"].as_str().unwrap())), "{pattern} is not mounted");
     }
-    for pattern in kata_gpu_init::host::collect::sandbox::BUNDLES {
+    for pattern in kata_gpu_init::host::collect::sandbox_pod::BUNDLES {
         let mount = mounts.iter().find(|m| pattern.starts_with(m["mountPath"].as_str().unwrap())).unwrap_or_else(|| panic!("{pattern}"));
         assert_eq!(mount["readOnly"], true, "{pattern}");
     }

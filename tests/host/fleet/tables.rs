@@ -1,7 +1,7 @@
 //! The page of metrics: its tables are what the code has.
 
 use crate::project;
-use kata_gpu_init::host::collect::fleet::{alerts, catalogue};
+use kata_gpu_init::host::collect::fleet::{alerts, metrics_table};
 use std::fs;
 
 /// The page with this table in the place of the one that begins with the same line.
@@ -16,7 +16,7 @@ fn with_table(page: &str, table: &str) -> String {
 fn the_page_of_metrics_has_the_tables_of_the_code() {
     let path = project().join("src/host/collect/fleet/METRICS.md");
     let page = fs::read_to_string(&path).unwrap();
-    let tables = [catalogue::markdown(), alerts::markdown()];
+    let tables = [metrics_table::markdown(), alerts::markdown()];
     let fresh = tables.iter().fold(page.clone(), |page, table| with_table(&page, table));
     if std::env::var_os("UPDATE_GOLDEN").is_some_and(|v| v == "1") {
         fs::write(&path, fresh).unwrap();

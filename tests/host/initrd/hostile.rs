@@ -10,9 +10,9 @@ use kata_gpu_init::host::data::text::ascii_json;
 use kata_gpu_init::host::tools::initrd::helper::Helper;
 use kata_gpu_init::host::tools::initrd::image::Image;
 use kata_gpu_init::host::tools::initrd::repack::{Wish, repack};
-use kata_gpu_init::host::tools::initrd::tree::{LeftOut, Tree};
+use kata_gpu_init::host::tools::initrd::unpacked_root::{LeftOut, Tree};
 use kata_gpu_init::host::tools::initrd::verify;
-use kata_gpu_init::host::tools::initrd::verify::{Question, page};
+use kata_gpu_init::host::tools::initrd::verify::{Question, verify_text};
 use kata_gpu_init::host::tools::initrd::{diff, ls};
 use std::time::{Duration, Instant};
 
@@ -23,7 +23,7 @@ fn error(bytes: &[u8]) -> String {
 /// Everything that reads an image.
 fn look(image: &Image, tree: &Tree) -> String {
     let report = verify::check(image, tree, &Question::default());
-    let mut text = page::page(&report, &Screen::PLAIN);
+    let mut text = verify_text::page(&report, &Screen::PLAIN);
     text.push_str(&ascii_json(&report.json()).unwrap());
     text.push_str(&ls::text(image, &[], &Screen::PLAIN).0);
     text.push_str(&ascii_json(&ls::json(image, &[])).unwrap());
@@ -78,7 +78,7 @@ fn no_changed_byte_does_harm() {
                     Ok((image, tree)) => {
                         read += 1;
                         let report = verify::check(&image, &tree, &Question::default());
-                        assert!(!page::page(&report, &Screen::PLAIN).is_empty());
+                        assert!(!verify_text::page(&report, &Screen::PLAIN).is_empty());
                     }
                     Err(_) => refused += 1,
                 }
@@ -277,7 +277,7 @@ fn nothing_in_an_image_drives_a_terminal() {
     let text = look(&a, &tree) + &diff::text(&changes, &Screen::PLAIN) + &ascii_json(&diff::json(&changes)).unwrap();
     let report = verify::check(&a, &tree, &Question { init: format!("/script{evil}"), ..Question::default() });
     let json = ascii_json(&report.json()).unwrap();
-    let text = text + &json + &page::page(&report, &Screen { width: Some(80), colour: false });
+    let text = text + &json + &verify_text::page(&report, &Screen { width: Some(80), colour: false });
     assert!(text.contains("\\x1b[2J") && text.contains("\\xff"), "{text}");
     let bad = text.bytes().find(|b| !(*b == b'\n' || (b' '..=b'~').contains(b)));
     assert_eq!(bad, None, "{text}");

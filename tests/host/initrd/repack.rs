@@ -9,7 +9,7 @@ use kata_gpu_init::host::tools::initrd::diff::Change;
 use kata_gpu_init::host::tools::initrd::helper::Helper;
 use kata_gpu_init::host::tools::initrd::image::{Entry, Form, Image};
 use kata_gpu_init::host::tools::initrd::repack::{Repacked, Wish, repack};
-use kata_gpu_init::host::tools::initrd::tree::Tree;
+use kata_gpu_init::host::tools::initrd::unpacked_root::Tree;
 use kata_gpu_init::host::tools::initrd::verify::Question;
 use std::collections::BTreeMap;
 

@@ -7,7 +7,7 @@ use crate::initrd::gzip;
 use kata_gpu_init::cdi::spec::PENDING;
 use kata_gpu_init::elf::stand_in;
 use kata_gpu_init::host::tools::guest_disk::FileSystem;
-use kata_gpu_init::host::tools::initrd::disk_image::{read_all, sandbox, wanted};
+use kata_gpu_init::host::tools::initrd::disk_image::{read_all, tool_sandbox, wanted};
 use kata_gpu_init::host::tools::initrd::image::{Content, Image};
 use std::fs;
 use std::os::unix::fs::{MetadataExt, PermissionsExt, symlink};
@@ -517,7 +517,7 @@ fn every_command_for_debugfs_is_of_a_closed_list() {
         "rm",
         "init",
         "write",
-        sandbox::INIT,
+        tool_sandbox::INIT,
         "set_inode_field",
         "mode",
         "0100755",
@@ -535,8 +535,8 @@ fn every_command_for_debugfs_is_of_a_closed_list() {
         "/usr/share/kata-gpu-init",
         "/usr/bin",
         "kata-gpu-nvml",
-        sandbox::HELPER,
-        sandbox::LIST,
+        tool_sandbox::HELPER,
+        tool_sandbox::LIST,
         wanted::LIST_NAME,
         "0100644",
     ];

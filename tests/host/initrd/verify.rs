@@ -8,12 +8,12 @@ use kata_gpu_init::host::data::text::Screen;
 use kata_gpu_init::host::tools::initrd::helper::Helper;
 use kata_gpu_init::host::tools::initrd::image::Image;
 use kata_gpu_init::host::tools::initrd::repack::{Wish, repack};
-use kata_gpu_init::host::tools::initrd::tree::Tree;
-use kata_gpu_init::host::tools::initrd::verify::finding::RULES;
-use kata_gpu_init::host::tools::initrd::verify::{Question, Report, check, page};
+use kata_gpu_init::host::tools::initrd::unpacked_root::Tree;
+use kata_gpu_init::host::tools::initrd::verify::image_rules::RULES;
+use kata_gpu_init::host::tools::initrd::verify::{Question, Report, check, verify_text};
 use kata_gpu_init::host::tools::severity::Severity;
 use kata_gpu_init::services::configuration::package;
-use kata_gpu_init::services::table::{Name, SERVICES};
+use kata_gpu_init::services::service_table::{Name, SERVICES};
 use kata_gpu_init::topology::Topology;
 use std::collections::BTreeSet;
 use std::sync::OnceLock;
@@ -292,7 +292,7 @@ fn an_image_without_a_driver_boots_and_names_its_source() {
     let base = without_driver();
     let told = report(&archive(&base.0), &Question::default());
     assert!(told.boots() && told.driver_elsewhere && told.services.is_none(), "{:#?}", told.findings);
-    let text = page::page(&told, &Screen::PLAIN);
+    let text = verify_text::page(&told, &Screen::PLAIN);
     assert!(text.contains("driver  none: it comes on the extension disk `gpu`") && text.contains("0 errors, 0 warnings, 1 note"), "{text}");
     // Any part of it, alone, is a driver that is not whole.
     for (index, part) in
@@ -341,7 +341,7 @@ fn verify_lists_the_services_of_each_topology_and_what_lacks() {
     let whole = report(&archive(&serviced().0), &Question::default());
     let services = whole.services.as_ref().unwrap();
     assert_eq!((rules(&whole), services.lacking()), (BTreeSet::from(["no-manifest"]), vec![]), "{:#?}", whole.findings);
-    let text = page::page(&whole, &Screen::PLAIN);
+    let text = verify_text::page(&whole, &Screen::PLAIN);
     let rows: BTreeSet<String> = text.lines().map(|line| line.split_whitespace().collect::<Vec<_>>().join(" ")).collect();
     for row in [
         "none none are started",
@@ -476,7 +476,7 @@ fn the_page_says_what_the_report_holds_and_fits_a_terminal() {
     broken.remove("usr/bin/kata-agent");
     (0..9).for_each(|n| broken.0.push(made(&format!("etc/{n}"), 0o104_755, "")));
     let report = report(&archive(&broken.0), &Question::default());
-    let text = page::page(&report, &Screen::PLAIN);
+    let text = verify_text::page(&report, &Screen::PLAIN);
     for part in [
         "error   no-agent  /usr/bin/kata-agent",
         "setuid  /etc/4: 4755",
@@ -488,9 +488,9 @@ fn the_page_says_what_the_report_holds_and_fits_a_terminal() {
     ] {
         assert!(text.contains(part), "{part}:\n{text}");
     }
-    let narrow = page::page(&report, &Screen { width: Some(80), colour: false });
+    let narrow = verify_text::page(&report, &Screen { width: Some(80), colour: false });
     assert!(narrow.lines().all(|line| line.len() <= 80), "{narrow}");
     let json = report.json();
     assert_eq!((json["boots"].as_bool(), json["findings"].as_array().unwrap().len()), (Some(false), 11));
-    assert_eq!(page::rules(RULES, &Screen::PLAIN).lines().count(), RULES.len() + 1);
+    assert_eq!(verify_text::rules(RULES, &Screen::PLAIN).lines().count(), RULES.len() + 1);
 }

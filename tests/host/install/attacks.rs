@@ -5,7 +5,7 @@ use crate::install::{World, done, toml_of};
 use kata_gpu_init::host::cli;
 use kata_gpu_init::host::cli::install::say;
 use kata_gpu_init::host::tools::install::merge::Runtime;
-use kata_gpu_init::host::tools::install::{from_words, write};
+use kata_gpu_init::host::tools::install::{drop_in_file, from_words};
 use nix::sys::stat::Mode;
 use nix::unistd::{Uid, mkfifo, setfsuid};
 use std::fs;
@@ -276,7 +276,7 @@ fn a_configuration_that_cannot_be_read_is_said_with_the_cure() {
 #[test]
 fn two_installs_at_once_do_not_mix() {
     let world = World::new("lock", GO);
-    let held = write::lock(world.config.parent().unwrap()).unwrap();
+    let held = drop_in_file::lock(world.config.parent().unwrap()).unwrap();
     for said in [world.install_initrd(&[]), world.uninstall(&[])] {
         assert!(said.code == 1 && said.err.contains("another install or uninstall is at work"), "{}", said.err);
     }

@@ -6,7 +6,7 @@ use super::service;
 use crate::vm::harness::{DEADLINE, EmulatedHost, Guest, KvmGuest, KvmImage, Outcome, Size, TestContext, VmTest};
 use anyhow::{Context, Result, ensure};
 use kata_gpu_init::events::names;
-use kata_gpu_init::host::data::clock::{Clock, RATE_ERROR_PPM, Sample};
+use kata_gpu_init::host::data::clock_offset::{Clock, RATE_ERROR_PPM, Sample};
 use kata_gpu_init::host::data::guest_clocks::GuestClocks;
 use std::time::{Duration, Instant};
 

@@ -8,7 +8,7 @@ use anyhow::{Context, Result, bail, ensure};
 use kata_gpu_init::events::names;
 use kata_gpu_init::events::record::{Kind, Line, Record, decode};
 use kata_gpu_init::host::data::boot_file::{BootFile, HostEvent};
-use kata_gpu_init::host::data::clock::{Clock, Wall};
+use kata_gpu_init::host::data::clock_offset::{Clock, Wall};
 
 pub const TESTS: &[VmTest] = &[VmTest { name: "emulated_host_keeps_its_guests_boots_apart_by_cid", run: kept_apart }];
 

@@ -9,7 +9,7 @@ use crate::vm::stalls::{self, PROBES};
 use anyhow::{Context, Result, ensure};
 use kata_gpu_init::events::names;
 use kata_gpu_init::events::record::Record;
-use kata_gpu_init::host::data::clock::{RATE_ERROR_PPM, Wall};
+use kata_gpu_init::host::data::clock_offset::{RATE_ERROR_PPM, Wall};
 use kata_gpu_init::host::data::guest_clocks::{BeforeKernel, GuestClocks};
 use std::time::UNIX_EPOCH;
 

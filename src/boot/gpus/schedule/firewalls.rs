@@ -4,7 +4,7 @@
 
 use super::{Gpu, Load, Schedule, Stage};
 use crate::boot::gpus::deadlines::Limit;
-use crate::boot::gpus::messages::{GpuId, Order, Probe, Time};
+use crate::boot::gpus::schedule_messages::{GpuId, Order, Probe, Time};
 use crate::config::Bind;
 use crate::pci::BAR_FIREWALL_WAIT;
 use std::time::Duration;

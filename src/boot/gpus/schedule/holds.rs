@@ -4,7 +4,7 @@
 
 use super::{Gpu, Load, Schedule, Stage};
 use crate::boot::gpus::deadlines::Limit;
-use crate::boot::gpus::messages::{Hold, Probe, Time};
+use crate::boot::gpus::schedule_messages::{Hold, Probe, Time};
 use crate::boot::gpus::waves::Choice;
 use crate::pci::BAR_FIREWALL_WAIT;
 

@@ -3,7 +3,7 @@
 
 use super::{Gpu, Load, Schedule, Stage, Wave};
 use crate::boot::gpus::deadlines::Limit;
-use crate::boot::gpus::messages::{GpuId, Order, Probe, Time};
+use crate::boot::gpus::schedule_messages::{GpuId, Order, Probe, Time};
 use crate::boot::gpus::waves::{Choice, Costs, H100, LONGEST};
 use crate::config::Init;
 use crate::pci::BAR_FIREWALL_WAIT;

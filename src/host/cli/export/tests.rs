@@ -8,7 +8,7 @@ use crate::host::data::agent_log;
 use crate::host::data::agent_log::AgentLine;
 use crate::host::data::boot_dir::read_boot;
 use crate::host::data::boot_file::{BootFile, HostEvent, HostLine};
-use crate::host::data::clock::Sample;
+use crate::host::data::clock_offset::Sample;
 use crate::host::otlp::Resource;
 use crate::host::testing::{golden, tests_dir};
 use crate::host::views::rows::Side;

@@ -5,7 +5,7 @@
 //! fleet with a boot a day alerts by its failures, not by its quantiles. A scrape every 2 minutes
 //! is enough for the shortest window.
 
-use super::catalogue::{
+use super::metrics_table::{
     BOOTS, BOOTS_BEGUN, BOOTS_IN_FLIGHT, BOOTS_NOT_FOLLOWED, BUILD_INFO, CONNECTED, CONNECTIONS_REFUSED, FAILED, GPUS, KEEP_LIMIT_BYTES,
     KEPT_BYTES, MILESTONE_SECONDS, OTLP_DROPPED, OTLP_PUSHED, OTLP_QUEUE, RECORDS_CAPPED, RECORDS_DROPPED, RECORDS_LOST, WRITE_ERRORS,
 };

@@ -4,7 +4,7 @@
 //! Boots are rare events: panels about them count over a window of its own (variable `window`), not
 //! over a few scrapes, and leave a gap where there was none.
 
-use super::catalogue::*;
+use super::metrics_table::*;
 use super::promql::{Series, failed_boots};
 use super::tally::Outcome;
 use serde_json::{Value, json};

@@ -4,8 +4,8 @@
 //! so that `connections` and `connections_total` would be one family of two types, which no reader
 //! takes; and `promtool check metrics` reads this format alone.
 
-use super::catalogue::{Metric, TABLE, Values};
-use super::shared::Shared;
+use super::fleet_state::Shared;
+use super::metrics_table::{Metric, TABLE, Values};
 use super::snapshot::Snapshot;
 use hyper::header::HeaderValue;
 use std::fmt::{self, Write};

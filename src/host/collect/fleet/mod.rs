@@ -7,13 +7,13 @@
 //! ([`give_way`]); what it cannot do is counted and said.
 
 pub mod alerts; // rules for Prometheus
-pub mod catalogue; // what can be scraped: the table of metrics
+pub mod metrics_table; // what can be scraped: the table of metrics
 pub mod dashboard; // panels for Grafana
 pub mod exposition; // the text that Prometheus reads
-pub mod http; // who may ask for it
+pub mod http_server; // who may ask for it
 pub mod promql; // selectors of both
 pub mod pushing; // the queue of boots and its receiver
-pub mod shared; // what its tasks share
+pub mod fleet_state; // what its tasks share
 pub mod snapshot; // what one scrape reports
 pub mod sources; // what it takes from the collector
 pub mod tally; // what is counted of boots
@@ -24,8 +24,8 @@ use crate::host::analysis::loaded::load;
 use crate::host::analysis::metrics::{Metrics, metrics};
 use crate::host::system::sleep::sleep_until;
 use anyhow::{Context, Result};
+use fleet_state::Shared;
 use pushing::{Otlp, Queue};
-use shared::Shared;
 use sources::{Sources, check_size};
 use std::net::TcpListener;
 use std::path::Path;
@@ -99,7 +99,7 @@ fn give_way() {
 async fn work(shared: Arc<Shared>, listener: Option<tokio::net::TcpListener>, stop: watch::Receiver<bool>) {
     let mut serving = JoinSet::new();
     if let Some(listener) = listener {
-        serving.spawn(http::serve(listener, shared.clone()));
+        serving.spawn(http_server::serve(listener, shared.clone()));
     }
     let (all_queued, last) = watch::channel(false);
     let pushing = shared.queue.clone().map(|queue| tokio::spawn(pushing::run(queue, last)));

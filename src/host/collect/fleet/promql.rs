@@ -1,6 +1,6 @@
 //! Selectors of PromQL, made from rows of the catalogue alone.
 
-use super::catalogue::{BOOTS, Metric};
+use super::metrics_table::{BOOTS, Metric};
 use super::tally::Outcome;
 use std::fmt;
 
@@ -70,7 +70,7 @@ impl fmt::Display for Series {
 
 #[cfg(test)]
 mod tests {
-    use super::super::catalogue::{BOOTS, PHASE_SECONDS, RECORDS};
+    use super::super::metrics_table::{BOOTS, PHASE_SECONDS, RECORDS};
 
     #[test]
     fn a_selector_is_the_rows_name_with_its_label() {

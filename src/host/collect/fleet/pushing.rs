@@ -7,7 +7,7 @@
 //! counted; the file of one that was dropped stays, for `export --otlp --push`.
 
 use super::sources::{Sources, check_size};
-use crate::host::collect::stats::{Stats, add};
+use crate::host::collect::collector_counters::{Stats, add};
 use crate::host::collect::stop::stopped;
 use crate::host::collect::store::Tell;
 use crate::host::data::boot_dir::read_boot;

@@ -1,8 +1,8 @@
 //! Values of one scrape, read once, so that they are of one moment.
 
-use super::shared::Shared;
+use super::fleet_state::Shared;
 use super::tally::Tally;
-use crate::host::collect::stats::Counts;
+use crate::host::collect::collector_counters::Counts;
 use crate::host::collect::store::lock;
 use std::sync::atomic::Ordering::Relaxed;
 

@@ -1,8 +1,8 @@
 //! Inputs that the thread `fleet` takes from the collector.
 
+use crate::host::collect::collector_counters::Stats;
 use crate::host::collect::limits::Limits;
 use crate::host::collect::peers::Peers;
-use crate::host::collect::stats::Stats;
 use crate::host::collect::store::{Store, Tell};
 use crate::host::data::text::printable;
 use anyhow::{Context, Result, ensure};

@@ -2,15 +2,15 @@
 //!
 //! Lines carry the guest's wall-clock time and have no part in the event stream;
 //! [`super::clock_points`] places them on the guest's boot clock. [`line`] parses the texts of a
-//! real kata-agent, [`containers`] finds the container of each line; every view and `import` read
-//! the agent through [`AgentLog`] alone.
+//! real kata-agent, [`container_states`] finds the container of each line; every view and `import`
+//! read the agent through [`AgentLog`] alone.
 
-mod containers; // lines into what happens to each container
+mod container_states; // lines into what happens to each container
 pub mod event; // meaning of a line
 pub mod line; // one line's words
 pub mod torn; // lines torn by other writers
 
-pub use containers::{NONE, UNKNOWN};
+pub use container_states::{NONE, UNKNOWN};
 pub use event::AgentEvent;
 
 use super::budget::{MAX_AGENT_LINES, MAX_AGENT_TEXT};
@@ -18,7 +18,7 @@ use super::containerd_log;
 use super::containerd_log::Entry;
 use super::framing::{Lines, Piece};
 use anyhow::{Context, Result};
-use containers::Containers;
+use container_states::Containers;
 use line::Nothing;
 use serde_json::{Map, Value};
 use std::fs::File;

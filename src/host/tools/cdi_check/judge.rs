@@ -5,11 +5,11 @@
 //! would look at a device node of the guest, the injected spec names a stand-in instead: /dev/null
 //! for a node that is there, a name without a file for a missing node.
 
-use super::finding::Agent;
-use super::input::SpecText;
 use super::look::Found;
 use super::nodes::NodeLook;
 use super::shape::{Version, released};
+use super::spec_files::SpecText;
+use super::spec_rules::Agent;
 use anyhow::{Context, Result};
 use serde_json::{Value, json};
 use std::path::{Path, PathBuf};

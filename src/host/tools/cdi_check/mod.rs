@@ -4,12 +4,12 @@
 //! bounded, and printed as printable ASCII only.
 
 pub mod container;
-pub mod finding;
-pub mod input;
+pub mod spec_rules;
+pub mod spec_files;
 pub mod judge;
 pub mod look;
 pub mod nodes;
-pub mod page;
-pub mod report;
+pub mod check_text;
+pub mod check_report;
 mod rules;
 pub mod shape;

@@ -1,10 +1,10 @@
 //! Rules for a spec of the right shape: names, paths, hooks, mounts, modes, and nodes that a GPU
 //! needs.
 
-use super::finding::*;
 use super::look::{Found, Look};
 use super::nodes::{NodeLook, Scope, entries, scopes, text};
 use super::shape::{HIGHEST_OF_KATA3, Shaped, released};
+use super::spec_rules::*;
 use crate::cdi::spec::KIND;
 use anyhow::Result;
 use serde_json::Value;

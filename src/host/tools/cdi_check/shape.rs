@@ -5,7 +5,7 @@
 //! Numbers and truth values are no wrong type where text belongs: YAML parsers take `0` and `true`
 //! as text there, and so do the agents.
 
-use super::finding::*;
+use super::spec_rules::*;
 use serde_json::{Map, Value};
 use std::fmt;
 

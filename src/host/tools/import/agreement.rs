@@ -9,8 +9,8 @@ use crate::events::record::Kind;
 use crate::host::boot::model::{Boot, Step};
 use crate::host::data::agent_log::AgentLine;
 use crate::host::data::boot_file::BootFile;
+use crate::host::data::compact_record::{Field, Record};
 use crate::host::data::imported_record::mark;
-use crate::host::data::record::{Field, Record};
 use std::fmt;
 
 /// One time on which stream and import disagree.

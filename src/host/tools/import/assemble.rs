@@ -9,16 +9,16 @@ use super::clocks::{Clocks, Placed};
 use super::derive;
 use super::derive::{Derived, Draft, Said};
 use super::detect;
-use super::input::Input;
+use super::draft_writer;
+use super::draft_writer::Whole;
+use super::gpu_enablings::{Steps, in_time};
+use super::import_report;
+use super::import_report::Report;
 use super::item::{Fact, Item, MAX_STAMP_NS, Skip, Stamp};
+use super::log_files::Input;
 use super::pins;
 use super::pins::{Region, Sum};
-use super::report;
-use super::report::Report;
-use super::steps::{Steps, in_time};
-use super::write;
-use super::write::Whole;
-use super::{console, ftrace, journal, kernel, pod};
+use super::{console_lines, ftrace, journal_lines, kernel_lines, pod};
 use crate::events::catalogue::logged as names;
 use crate::events::record::Kind;
 use crate::host::data::boot_file::BootFile;
@@ -44,8 +44,8 @@ pub fn read(name: &str, mut input: Input, format: Option<Format>) -> Result<Sour
     };
     let mut source = Source { name: name.to_string(), format, count: Default::default(), logs: vec![], trace: None, stream: None };
     match format {
-        Format::Journal => (source.logs, source.count) = journal::read(input)?,
-        Format::Console => (source.logs, source.count) = console::read(input)?,
+        Format::Journal => (source.logs, source.count) = journal_lines::read(input)?,
+        Format::Console => (source.logs, source.count) = console_lines::read(input)?,
         Format::Pod => (source.logs, source.count) = pod::read(input)?,
         Format::Bpftrace => source.take_trace(bpftrace::read(input)?),
         Format::Ftrace => source.take_trace(ftrace::read(input)?),
@@ -147,18 +147,18 @@ pub fn import(mut sources: Vec<Source>, boot: Option<usize>) -> Result<(Report, 
         drafts: &derived.drafts,
         version: version.as_deref(),
         release: derived.release.as_deref(),
-        imported: report::imported(&sources, &clocks, &notes),
+        imported: import_report::imported(&sources, &clocks, &notes),
         sample: clocks.sample(),
     };
-    let (boot_id, text) = write::text(&whole);
+    let (boot_id, text) = draft_writer::text(&whole);
     let records = derived.drafts.len() + stream.as_ref().map_or(0, |s| s.records.len());
     let mut sums: Vec<(usize, Sum)> = traced.into_iter().map(|t| (t.source, t.sum)).collect();
     let files = sources.into_iter().enumerate().map(|(n, source)| {
         let trace = sums.iter().position(|(of, _)| *of == n).map(|at| sums.swap_remove(at).1);
-        report::File { file: source.name, format: source.format, count: source.count, trace }
+        import_report::File { file: source.name, format: source.format, count: source.count, trace }
     });
     let files = files.collect();
-    Ok((Report { boot_id, records, zero: clocks.zero.clone(), output: None, files, clocks: report::clocks(&clocks), notes }, text))
+    Ok((Report { boot_id, records, zero: clocks.zero.clone(), output: None, files, clocks: import_report::clocks(&clocks), notes }, text))
 }
 
 fn unplaceable(sources: &[Source]) -> String {
@@ -222,7 +222,7 @@ fn trace_drafts(derived: &mut Derived, traced: &Traced, clocks: &Clocks, steps: 
         let mut begin = draft(placed, if whole.is_some() { Kind::Begin } else { Kind::Event }, names::VFIO_PIN, region.line);
         begin.gpu = owner.map(|(gpu, _)| gpu);
         if region.bytes > 0 {
-            begin.fields.insert("size".into(), kernel::size(region.bytes).into());
+            begin.fields.insert("size".into(), kernel_lines::size(region.bytes).into());
         }
         begin.fields.insert("calls".into(), region.calls.into());
         begin.fields.insert("in_calls_ms".into(), (region.took_ns / 1_000_000).into());

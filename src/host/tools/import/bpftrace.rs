@@ -5,8 +5,8 @@
 //! the end of a call; a time stands before it, RFC 3339 or not at all. Histograms (`@name:` and
 //! buckets) are kept as they stand. [`PROGRAM`] prints the best input.
 
-use super::input::{Input, Text};
 use super::item::{Count, Skip};
+use super::log_files::{Input, Text};
 use super::pins::{Call, MAX_CALLS};
 use super::split_clock::Split;
 use crate::host::data::agent_log::line::realtime_ns;

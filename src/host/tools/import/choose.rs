@@ -1,15 +1,15 @@
 //! Choice of one boot: files may hold more than one, and an import is about one. Items of other
 //! boots are counted.
 
-use super::agent;
+use super::agent_lines;
 use super::bpftrace::Trace;
 use super::item::{Count, Fact, Item, Log, Skip, Stamp};
-use super::kernel;
-use super::kernel::Meaning;
+use super::kernel_lines;
+use super::kernel_lines::Meaning;
 use crate::events::catalogue::logged as names;
 use crate::host::data::boot_file::BootFile;
+use crate::host::data::compact_record::Field;
 use crate::host::data::imported_record::Format;
-use crate::host::data::record::Field;
 use crate::host::data::text::{printable, wall_clock};
 use anyhow::{Result, bail};
 use serde_json::Value;
@@ -116,7 +116,7 @@ fn describe(log: &Log) -> String {
         words.push(format!("sandbox {}", printable(sandbox.get(..12).unwrap_or(sandbox))));
     }
     let release = log.items.iter().find_map(|item| match &item.fact {
-        Fact::Kernel(text) => match kernel::meaning(text) {
+        Fact::Kernel(text) => match kernel_lines::meaning(text) {
             Some(Meaning::Banner { release }) => Some(release),
             _ => None,
         },
@@ -164,7 +164,7 @@ pub fn without_repetition(sources: &mut [Source]) {
                     (Fact::Kernel(text), Stamp::Kernel(ns)) if in_stream.contains(&(ns, text.clone())) => true,
                     (Fact::Plain { .. }, _) => false,
                     (fact, stamp) => {
-                        let key = (stamp, agent::fingerprint(fact));
+                        let key = (stamp, agent_lines::fingerprint(fact));
                         let repeated = seen.contains(&key);
                         of_this.insert(key);
                         repeated

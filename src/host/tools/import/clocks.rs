@@ -15,14 +15,14 @@
 //! estimate, from how close the fastest lines are.
 
 use super::item::{Fact, Item, Stamp};
-use super::kernel;
-use super::kernel::Meaning;
+use super::kernel_lines;
+use super::kernel_lines::Meaning;
 use crate::events::names;
 use crate::events::record::Kind;
 use crate::host::data::boot_file::BootFile;
-use crate::host::data::clock::{Clock, Sample};
+use crate::host::data::clock_offset::{Clock, Sample};
 use crate::host::data::clock_points::boottime_of;
-use crate::host::data::record::{Field, Record};
+use crate::host::data::compact_record::{Field, Record};
 use crate::pci::PciAddress;
 use serde_json::Value;
 use std::collections::HashMap;
@@ -343,7 +343,7 @@ impl Causes {
             let (Stamp::Kernel(at), Fact::Kernel(text)) = (item.stamp, &item.fact) else { continue };
             // `then`: a boot time that is not before this line. `before`: a boot time that is not
             // after it.
-            let (then, before) = match kernel::meaning(text) {
+            let (then, before) = match kernel_lines::meaning(text) {
                 Some(Meaning::RunInit { .. }) => (start, None),
                 Some(Meaning::GpuFound { gpu, .. }) => (found.get(&gpu).copied(), None),
                 Some(Meaning::Enabling { function, driver: false }) => (enabled.get(&function).copied(), found.get(&function).copied()),

@@ -5,10 +5,10 @@
 //! ([`Said::OfKernel`]).
 
 use super::clocks::Placed;
+use super::gpu_enablings::Steps;
 use super::item::{Fact, InitLine, Item, Stamp};
-use super::kernel;
-use super::kernel::Meaning;
-use super::steps::Steps;
+use super::kernel_lines;
+use super::kernel_lines::Meaning;
 use crate::driver_log;
 use crate::events::catalogue::logged as own;
 use crate::events::names;
@@ -158,7 +158,7 @@ impl<'a> Maker<'a> {
     }
 
     fn kernel(&mut self, placed: Placed, item: &'a Item, text: &str) {
-        let Some(meaning) = kernel::meaning(text) else { return };
+        let Some(meaning) = kernel_lines::meaning(text) else { return };
         let gpu = driver_log::address(text).filter(|address| self.steps.gpus.contains_key(address));
         if let Some(gpu) = gpu.filter(|_| driver_log::explains(text)) {
             let words = self.words.entry(gpu).or_default();
@@ -195,7 +195,7 @@ impl<'a> Maker<'a> {
         let seen = self.bars.entry(gpu).or_default();
         *seen += 1;
         if *seen == bars.len() {
-            let text = bars.iter().map(|(bar, bytes)| format!("{bar}: {}", kernel::size(*bytes))).collect::<Vec<_>>().join(", ");
+            let text = bars.iter().map(|(bar, bytes)| format!("{bar}: {}", kernel_lines::size(*bytes))).collect::<Vec<_>>().join(", ");
             let draft = self.draft(placed, item, Kind::Event, own::GPU_BARS);
             draft.gpu = Some(gpu);
             draft.fields.insert("bars".into(), text.into());

@@ -1,7 +1,7 @@
 //! The format of a file, by its first lines.
 
 use super::bpftrace::map_name;
-use super::console::kernel_line;
+use super::console_lines::kernel_line;
 use crate::host::data::imported_record::Format;
 
 /// Format of a file by its beginning: the format that most lines speak for, or None.

@@ -9,8 +9,8 @@
 //! which starts with the host: calls are placed by their effects in the guest.
 
 use super::bpftrace::{Trace, number};
-use super::input::{Input, Text};
 use super::item::{Count, Skip};
+use super::log_files::{Input, Text};
 use super::pins::{Call, MAX_CALLS};
 use anyhow::Result;
 use std::collections::HashMap;

@@ -4,8 +4,8 @@
 //! stamp is the beginning of the second in which something was noticed. The stamp is placed in the
 //! middle of that second, with half a second as its error.
 
-use super::input::Input;
 use super::item::{Count, Fact, Item, Log, Skip, Stamp};
+use super::log_files::Input;
 use crate::events::catalogue::logged as names;
 use crate::events::record::Level;
 use crate::host::data::agent_log::line::realtime_ns;

@@ -8,19 +8,19 @@ use super::agreement::agreement;
 use super::assemble::{import, read};
 use super::bpftrace;
 use super::choose::Source;
-use super::input::Input;
+use super::import_report;
+use super::import_report::Report;
 use super::item::Skip;
-use super::report;
-use super::report::Report;
+use super::log_files::Input;
 use crate::events::catalogue::logged as own;
 use crate::events::names;
 use crate::events::record::Kind;
 use crate::host::boot::model::Boot;
 use crate::host::data::agent_log;
 use crate::host::data::boot_file::BootFile;
+use crate::host::data::compact_record::{Field, Record};
 use crate::host::data::imported_record::Format;
 use crate::host::data::imported_record::{mark, of_record};
-use crate::host::data::record::{Field, Record};
 use crate::host::data::text::Screen;
 use crate::host::testing::{golden, tests_dir};
 use crate::host::views::boot_page::page;
@@ -49,7 +49,7 @@ fn of_fixtures(names: &[&str]) -> (Report, BootFile) {
 /// Output of the program.
 fn printed(report: &Report, file: &BootFile, verbose: bool) -> String {
     let boot = Boot::new(file, &[]);
-    format!("{}\n\n{}", report::lines(report, &Screen::PLAIN).join("\n"), page(file, &[], &boot, verbose, Screen::PLAIN).unwrap())
+    format!("{}\n\n{}", import_report::lines(report, &Screen::PLAIN).join("\n"), page(file, &[], &boot, verbose, Screen::PLAIN).unwrap())
 }
 
 #[test]
@@ -259,7 +259,7 @@ fn gzip_and_a_truncated_one_are_read() {
     assert_eq!(report.files[0].count.cut, None);
     let (report, half) = imported(&[("containerd.log.gz", packed[..packed.len() * 2 / 3].to_vec())]).unwrap();
     assert!(half.records.len() > 5 && half.records.len() < whole.records.len());
-    assert!(report::lines(&report, &Screen::PLAIN).iter().any(|line| line.contains("not read to its end")));
+    assert!(import_report::lines(&report, &Screen::PLAIN).iter().any(|line| line.contains("not read to its end")));
 }
 
 #[test]

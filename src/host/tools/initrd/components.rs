@@ -1,8 +1,8 @@
 //! Components of a guest's files, by path, and the bytes of each component.
 
+use super::entry_text::table;
 use super::newc::Kind;
-use super::text::table;
-use super::tree::{ROOT, Tree};
+use super::unpacked_root::{ROOT, Tree};
 use crate::host::data::text::Screen;
 use std::collections::BTreeMap;
 use std::collections::HashSet;

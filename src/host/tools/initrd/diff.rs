@@ -1,11 +1,11 @@
 //! `initrd diff`: compares the guest roots of two images by path, as the kernel unpacks them. The
 //! order of entries, the form of an image, and inode numbers make no difference.
 
+use super::entry_text::{escaped, permissions, table};
 use super::image::Content;
 use super::newc::Kind;
-use super::progress::Progress;
-use super::text::{escaped, permissions, table};
-use super::tree::{Id, ROOT, Tree, What};
+use super::progress_line::Progress;
+use super::unpacked_root::{Id, ROOT, Tree, What};
 use crate::host::data::text::{Ink, Screen, hex};
 use anyhow::{Context, Result};
 use serde_json::{Value, json};

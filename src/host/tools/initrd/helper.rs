@@ -2,7 +2,7 @@
 
 use super::image::Content;
 use super::newc::Kind;
-use super::tree::Tree;
+use super::unpacked_root::Tree;
 use super::verify;
 use crate::cdi::spec::PENDING;
 use crate::host::data::text::printable;

@@ -6,7 +6,7 @@
 //! that is longer than the file is an error.
 
 use super::newc::{HEADER, Header, Kind, MAX_NAME, TRAILER, data_offset, padded};
-use super::progress::Progress;
+use super::progress_line::Progress;
 use crate::elf::ReadAt;
 use crate::host::tools::guest_disk as disk;
 use anyhow::{Context, Result, bail, ensure};

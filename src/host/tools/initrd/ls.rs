@@ -3,10 +3,10 @@
 //! `ls` lists entries as stored, in their order, including entries that a later one replaces; `cat`
 //! follows the tree that the kernel makes of the entries.
 
+use super::entry_text::{escaped, permissions, table};
 use super::image::{Entry, Image, copy};
 use super::newc::Kind;
-use super::text::{escaped, permissions, table};
-use super::tree::Tree;
+use super::unpacked_root::Tree;
 use crate::host::data::text::{Screen, printable_start};
 use anyhow::{Context, Result, bail};
 use serde_json::{Value, json};

@@ -8,14 +8,14 @@
 use super::components;
 use super::components::Sizes;
 use super::driver_list;
+use super::entry_list;
+use super::entry_list::{Line, Wanted};
+use super::entry_text::escaped;
 use super::image::Content;
-use super::list;
-use super::list::{Line, Wanted};
 use super::newc;
 use super::newc::{Header, Kind, MAX_NAME};
-use super::output::Output;
-use super::progress::Progress;
-use super::text::escaped;
+use super::output_file::Output;
+use super::progress_line::Progress;
 use super::view::{Copy, Making, View};
 use crate::driver_files::manifest;
 use crate::host::tools::initrd::verify::modules::information;
@@ -130,7 +130,7 @@ pub fn pack(sources: &[PathBuf], wish: Wish, out: &mut Output) -> Result<Packed>
             items.tree(b"", source, out)?;
         } else {
             not_output(&meta, source, out)?;
-            list::read(source)?.into_iter().try_for_each(|line| items.line(line, source, out))?;
+            entry_list::read(source)?.into_iter().try_for_each(|line| items.line(line, source, out))?;
         }
     }
     items.complete()?;

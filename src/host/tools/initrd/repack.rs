@@ -8,14 +8,14 @@
 use super::diff;
 use super::diff::Difference;
 use super::driver_list;
+use super::entry_text::escaped;
 use super::helper;
 use super::helper::Helper;
 use super::image::{Content, Form, Image, Part, copy};
 use super::newc;
 use super::newc::{Header, Kind};
-use super::output::{Output, Written};
-use super::text::escaped;
-use super::tree::{Id, Tree, What};
+use super::output_file::{Output, Written};
+use super::unpacked_root::{Id, Tree, What};
 use super::verify;
 use super::verify::{INIT, Question, Report};
 use super::view::View;

@@ -4,8 +4,8 @@
 //! here: no image can cause a write elsewhere. Files without readers have their size and no
 //! content.
 
-use super::text::escaped;
-use super::tree::{ROOT, Tree, What};
+use super::entry_text::escaped;
+use super::unpacked_root::{ROOT, Tree, What};
 use crate::driver_files::Roots;
 use anyhow::{Context, Result};
 use std::ffi::OsStr;

@@ -7,14 +7,14 @@
 
 use super::drop_in;
 use super::drop_in::Found;
+use super::drop_in_plan::Plan;
 use super::guest::Guest;
-use super::initrd::Form;
+use super::initrd_check::Form;
 use super::kata_config::KataConfig;
 use super::kernel_params;
 use super::kernel_params::MAX_COMMAND_LINE;
 use super::merge;
 use super::merge::{Effective, Runtime};
-use super::plan::Plan;
 use super::refusal::Refusal;
 use super::version::Version;
 use std::path::Path;

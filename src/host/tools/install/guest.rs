@@ -6,12 +6,12 @@
 //! the second partition. The hash covers the whole root, so replacing the init changes it.
 
 use super::drop_in::Found;
-use super::initrd;
-use super::initrd::Initrd;
+use super::drop_in_plan;
+use super::drop_in_plan::Root;
+use super::initrd_check;
+use super::initrd_check::Initrd;
 use super::kata_config::{KataConfig, unreadable};
 use super::merge::Effective;
-use super::plan;
-use super::plan::Root;
 use super::refusal::Refusal;
 use crate::elf::ReadAt;
 use crate::host::tools::guest_disk as disk;
@@ -70,7 +70,7 @@ pub fn choose(
     if let Some(image) = image {
         return Ok(Chosen::Image { path: absolute(image)?, verity: verity.map(str::to_string) });
     }
-    let text = |key: &str| plan::text(now, section, key).filter(|value| !value.is_empty()).map(str::to_string);
+    let text = |key: &str| drop_in_plan::text(now, section, key).filter(|value| !value.is_empty()).map(str::to_string);
     if let Some(path) = text("initrd") {
         return Ok(Chosen::Initrd(path));
     }
@@ -98,7 +98,7 @@ impl Chosen {
     /// apply to an initrd.
     pub fn look(self, kernel: Option<&str>, user_space: bool) -> Result<Guest, Refusal> {
         match self {
-            Chosen::Initrd(path) => initrd::look(Path::new(&path), kernel, user_space).map(|initrd| Guest::Initrd(Box::new(initrd))),
+            Chosen::Initrd(path) => initrd_check::look(Path::new(&path), kernel, user_space).map(|initrd| Guest::Initrd(Box::new(initrd))),
             Chosen::Image { path, verity } => look(Path::new(&path), verity).map(Guest::Image),
         }
     }
@@ -113,7 +113,7 @@ impl ReadAt for Whole<'_> {
 }
 
 fn look(path: &Path, verity: Option<String>) -> Result<Image, Refusal> {
-    let (file, metadata) = initrd::open(path, "image", "give a disk image with --image")?;
+    let (file, metadata) = initrd_check::open(path, "image", "give a disk image with --image")?;
     let disk = disk::look(&Whole(&file), metadata.len()).map_err(|e| unreadable(path, &e))?.map_err(|why| {
         let refusal = Refusal::at(path, format!("is no image for Kata: {why}"));
         if why.contains("initrd") {

@@ -2,16 +2,16 @@
 
 use super::checks::Facts;
 use super::drop_in::Found;
+use super::drop_in_plan::Plan;
 use super::guest::Guest;
 use super::kata_config::{KataConfig, Source};
 use super::manifests::Name;
 use super::merge::{Effective, Runtime};
-use super::plan::Plan;
 use super::refusal::Refusal;
 use super::version::{Known, Version};
-use super::{checks, drop_in, guest, kata_config, kernel_params, manifests, place, plan, trial, version, write};
+use super::{checks, drop_in, drop_in_file, drop_in_plan, guest, kata_config, kernel_params, manifests, place, trial, version};
 use crate::host::data::text::{Ink, Screen, printable};
-use crate::host::system::output::print;
+use crate::host::system::stdout::print;
 use clap::builder::ArgPredicate;
 use serde_json::{Value as Json, json};
 use similar::TextDiff;
@@ -219,7 +219,7 @@ pub fn say_here(args: &Args) -> Said {
     // Hold the lock until the drop-in is written: no other install or uninstall changes the
     // directory that was read.
     let dir = std::fs::canonicalize(&args.kata_config).ok().and_then(|path| path.parent().map(Path::to_path_buf));
-    let lock = match dir.filter(|_| !args.dry_run && args.print.is_none()).map(|dir| write::lock(&dir)) {
+    let lock = match dir.filter(|_| !args.dry_run && args.print.is_none()).map(|dir| drop_in_file::lock(&dir)) {
         Some(Err(error)) => return Said::refused(format!("kata-gpu-boot: {}\n", printable(&format!("{error:#}")))),
         lock => lock.and_then(Result::ok),
     };
@@ -330,9 +330,9 @@ impl Install {
             Found::Ours { record, .. } => (record.parameters.clone(), record.made_directory),
             _ => (Vec::new(), !config.dir_exists),
         };
-        let parameters = plan::parameters(&installed, &args.params, &args.unset)?;
+        let parameters = drop_in_plan::parameters(&installed, &args.params, &args.unset)?;
         let chosen = guest::choose(args.initrd.as_deref(), args.image.as_deref(), args.verity.as_deref(), &config, &now, &section);
-        let kernel = plan::text(&before, &section, "kernel");
+        let kernel = drop_in_plan::text(&before, &section, "kernel");
         let guest = chosen.and_then(|chosen| chosen.look(kernel, !args.no_user_space)).map_err(one)?;
         let plan = Plan::of(&before, &section, &guest.root(), parameters).map_err(one)?;
         let text =
@@ -379,7 +379,7 @@ impl Install {
             if let Some(changed) = self.config.changed_since() {
                 return Err(vec![Refusal::at(&changed, "changed while it was looked at").cure("run it again")]);
             }
-            if let Err(error) = write::put(&self.config.drop_in_dir, self.make_directory, &self.text) {
+            if let Err(error) = drop_in_file::put(&self.config.drop_in_dir, self.make_directory, &self.text) {
                 return Err(vec![Refusal::at(&path, format!("{error:#}"))]);
             }
         }
@@ -445,7 +445,7 @@ impl Install {
     /// Oddities of the guest, and effective words that the init will not take as they are.
     fn notes(&self) -> Vec<String> {
         let after = with_ours(&self.config, self.runtime, Some(self.text.as_bytes()));
-        let params = plan::text(&after, &self.plan.section, "kernel_params").unwrap_or_default();
+        let params = drop_in_plan::text(&after, &self.plan.section, "kernel_params").unwrap_or_default();
         let (_, notes) = crate::config::Config::parse(params.as_bytes());
         let of_word = |note: crate::config::Note| Some(format!("kernel_params: {}: {}", note.parameter, note.problem?));
         self.guest.note().into_iter().chain(notes.into_iter().filter_map(of_word)).collect()

@@ -7,7 +7,7 @@
 //! its own files. Not here: changing anything in a cluster.
 
 use super::drop_in;
-use super::plan::Plan;
+use super::drop_in_plan::Plan;
 use super::refusal::Refusal;
 use std::path::Path;
 

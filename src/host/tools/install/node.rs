@@ -12,11 +12,11 @@ use super::here::{Args, Said, say_here, with_ours};
 use super::kata_config::KataConfig;
 use super::merge::Effective;
 use super::refusal::Refusal;
-use super::{plan, uninstall, version};
+use super::{drop_in_plan, uninstall, version};
 use crate::host::data::text::hex;
 use crate::host::data::text::printable;
 use crate::host::tools::initrd::image::Form;
-use crate::host::tools::initrd::output::{Output, PARTIAL};
+use crate::host::tools::initrd::output_file::{Output, PARTIAL};
 use anyhow::{Context, Result, bail, ensure};
 use nix::errno::Errno;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
@@ -138,7 +138,7 @@ fn effective(config: &Path) -> Option<(KataConfig, Effective, String)> {
 /// File that guests of the configuration start from now.
 fn installed(config: &Path) -> Option<PathBuf> {
     let (_, now, section) = effective(config)?;
-    let text = |key| plan::text(&now, &section, key).filter(|path| !path.is_empty());
+    let text = |key| drop_in_plan::text(&now, &section, key).filter(|path| !path.is_empty());
     text("initrd").or_else(|| text("image")).map(PathBuf::from)
 }
 
@@ -245,7 +245,7 @@ fn stamps(args: &Args) -> Vec<(PathBuf, Stamp)> {
     let mut paths = vec![args.kata_config.clone()];
     if let Some((config, now, section)) = effective(&args.kata_config) {
         paths.extend(config.others.iter().map(|source| source.path.clone()));
-        paths.extend(plan::text(&now, &section, "kernel").map(PathBuf::from));
+        paths.extend(drop_in_plan::text(&now, &section, "kernel").map(PathBuf::from));
     }
     paths.extend(args.initrd.iter().chain(&args.image).cloned());
     paths.into_iter().map(|path| (path.clone(), stamp(&path))).collect()

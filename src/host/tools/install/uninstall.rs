@@ -6,11 +6,11 @@
 use super::checks;
 use super::drop_in;
 use super::drop_in::Found;
+use super::drop_in_file;
 use super::here::{Change, Said, changes_text, effective_changes};
 use super::kata_config::unreadable;
 use super::manifests::Name;
 use super::place::Place;
-use super::write;
 use crate::host::data::text::printable;
 use anyhow::{Context, Result};
 use serde_json::json;
@@ -92,7 +92,7 @@ fn directory(given: &Path) -> Result<PathBuf> {
 
 fn uninstall(args: &Args) -> Result<Said> {
     let dir = directory(&args.kata_config)?;
-    let _lock = if args.dry_run { None } else { Some(write::lock(&dir)?) };
+    let _lock = if args.dry_run { None } else { Some(drop_in_file::lock(&dir)?) };
     let drop_in_dir = dir.join(drop_in::DIRECTORY);
     let path = drop_in_dir.join(drop_in::NAME);
     let found = match drop_in::look(&path) {
@@ -122,7 +122,7 @@ fn uninstall(args: &Args) -> Result<Said> {
     if !args.dry_run {
         let now = drop_in::look(&path).with_context(|| format!("read {}", path.display()))?;
         anyhow::ensure!(now == found, "{}: changed while it was looked at: run it again", path.display());
-        removed_directory = write::remove(&drop_in_dir, made_directory)?;
+        removed_directory = drop_in_file::remove(&drop_in_dir, made_directory)?;
     }
     let verb = if args.dry_run { "would remove" } else { "removed" };
     if args.json {

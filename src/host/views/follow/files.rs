@@ -3,9 +3,9 @@
 
 use crate::events::record::{self, is_boot_id};
 use crate::host::data::boot_file::{EXTENSION, FileLine, HostEvent, Sandbox, decode};
+use crate::host::data::compact_record::Names;
 use crate::host::data::framing::{Lines, Piece};
-use crate::host::data::record::Names;
-use crate::host::system::watch::watch;
+use crate::host::system::async_fd::watch;
 use anyhow::{Context, Result};
 use nix::errno::Errno;
 use nix::sys::inotify::{AddWatchFlags, InitFlags, Inotify};

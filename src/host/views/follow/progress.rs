@@ -11,7 +11,7 @@ use crate::events::names;
 use crate::events::record::Kind;
 use crate::host::boot::model::RECONNECT_GRACE;
 use crate::host::data::boot_file::{FileLine, HostEvent};
-use crate::host::data::record::{Field, Record};
+use crate::host::data::compact_record::{Field, Record};
 use crate::host::data::text::{printable_start, seconds};
 use crate::host::views::rows::{Row, Tracker};
 use crate::pci::PciAddress;
@@ -311,7 +311,7 @@ pub fn ago(now: Instant, age: Duration) -> Instant {
 mod tests {
     use super::*;
     use crate::host::data::boot_file::decode;
-    use crate::host::data::record::Names;
+    use crate::host::data::compact_record::Names;
 
     struct Boot {
         progress: Progress,

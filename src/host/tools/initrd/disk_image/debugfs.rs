@@ -1,10 +1,10 @@
 //! Commands for `debugfs` that put init, link, helper and list into an ext4 file system. Every word
 //! is a constant of this program.
 
-use super::sandbox::{HELPER, INIT, LIST};
+use super::tool_sandbox::{HELPER, INIT, LIST};
 use super::wanted::{LIST_DIRECTORIES, LIST_NAME, Wanted};
 use crate::host::tools::initrd::helper;
-use crate::host::tools::initrd::tree::Tree;
+use crate::host::tools::initrd::unpacked_root::Tree;
 use crate::nvml::PROGRAM;
 
 /// One command a line. Existing files are removed first. An existing directory is not made again:

@@ -6,9 +6,9 @@
 
 use super::reading_limits::{Limits, MAX_ENTRIES, limit_depth};
 use crate::elf::ReadAt;
+use crate::host::tools::initrd::entry_text::escaped;
 use crate::host::tools::initrd::image::{Content, Entry, Image};
 use crate::host::tools::initrd::newc::{Header, Kind};
-use crate::host::tools::initrd::text::escaped;
 use anyhow::{Context, Result, bail, ensure};
 use std::collections::{HashMap, HashSet};
 use std::io;

@@ -8,10 +8,10 @@
 use super::erofs;
 use super::erofs::{DIRENT, Dirent, Erofs, Inode, SLOT, SUPERBLOCK, Superblock, exact};
 use super::wanted::{LIST_DIRECTORIES, LIST_NAME, Wanted};
+use crate::host::tools::initrd::entry_text::escaped;
 use crate::host::tools::initrd::helper;
 use crate::host::tools::initrd::newc::Kind;
-use crate::host::tools::initrd::text::escaped;
-use crate::host::tools::initrd::tree::{Id, Tree};
+use crate::host::tools::initrd::unpacked_root::{Id, Tree};
 use crate::nvml::PROGRAM;
 use anyhow::{Context, Result, ensure};
 use std::collections::{BTreeMap, BTreeSet};
@@ -151,7 +151,8 @@ fn place_of_former(fs: &Erofs, tree: &Tree, wanted: &Wanted) -> Result<Option<(u
         let data = superblock.data_at(inode);
         inode.behind <= at && data.is_none_or(|data| data < at || changed.contains(path)) || replaced.contains(path)
     };
-    let all = std::iter::once(crate::host::tools::initrd::tree::ROOT).chain(tree.below(crate::host::tools::initrd::tree::ROOT));
+    let all =
+        std::iter::once(crate::host::tools::initrd::unpacked_root::ROOT).chain(tree.below(crate::host::tools::initrd::unpacked_root::ROOT));
     let sound = all.into_iter().all(|id| tree.node(id).entry.is_some_and(|index| stays(index, &tree.path(id))));
     Ok(sound.then(|| (at, erofs::number::<8>(&mark, MARK.len()))))
 }

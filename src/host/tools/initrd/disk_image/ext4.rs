@@ -6,9 +6,9 @@
 use super::erofs::{MAX_DIRECTORY, exact, number};
 use super::reading_limits::{Limits, limit_depth};
 use crate::elf::ReadAt;
+use crate::host::tools::initrd::entry_text::escaped;
 use crate::host::tools::initrd::image::{Content, Entry, Image};
 use crate::host::tools::initrd::newc::{Header, Kind};
-use crate::host::tools::initrd::text::escaped;
 use anyhow::{Context, Result, ensure};
 use ext4_view::{Ext4, Ext4Read, File, FileType, PathBuf};
 use std::cell::RefCell;

@@ -12,21 +12,21 @@ pub mod erofs_edit;
 pub mod ext4;
 pub mod reading_limits; // bounds of what is read from one image
 mod partition;
-pub mod sandbox;
+pub mod tool_sandbox;
 pub mod wanted;
 
-use self::sandbox::{Tool, Work};
+use self::tool_sandbox::{Tool, Work};
 use self::wanted::Wanted;
 use super::diff;
 use super::diff::Difference;
 use super::driver_list;
+use super::entry_text::escaped;
 use super::helper;
 use super::helper::Helper;
 use super::image::{Content, Form, Image, copy};
 use super::newc::Kind;
-use super::output::{Output, Written};
-use super::text::escaped;
-use super::tree::{ROOT, Tree};
+use super::output_file::{Output, Written};
+use super::unpacked_root::{ROOT, Tree};
 use super::verify;
 use super::verify::{INIT, Question};
 use super::view::View;
@@ -256,9 +256,9 @@ fn change(work: &Work, root: &Root, tree: &Tree, wanted: &Wanted) -> Result<Chan
         }
         Root::Ext4(_) => {
             let put = |path: PathBuf, bytes: &[u8]| std::fs::write(&path, bytes).with_context(|| format!("write {}", path.display()));
-            put(work.path(sandbox::INIT), wanted.init)?;
-            put(work.path(sandbox::HELPER), wanted.helper.unwrap_or_default())?;
-            put(work.path(sandbox::LIST), wanted.list.unwrap_or_default())?;
+            put(work.path(tool_sandbox::INIT), wanted.init)?;
+            put(work.path(tool_sandbox::HELPER), wanted.helper.unwrap_or_default())?;
+            put(work.path(tool_sandbox::LIST), wanted.list.unwrap_or_default())?;
             put(work.commands(), debugfs::commands(tree, wanted).as_bytes())?;
             let (done, said) = work.run(Tool::ChangeExt4)?;
             ensure!(done, "debugfs failed: {said}");

@@ -2,10 +2,10 @@
 //! files. All paths are from closed lists; no path comes from an image.
 
 use crate::driver_files::manifest;
+use crate::host::tools::initrd::entry_text::escaped;
 use crate::host::tools::initrd::helper;
 use crate::host::tools::initrd::newc::Kind;
-use crate::host::tools::initrd::text::escaped;
-use crate::host::tools::initrd::tree::Tree;
+use crate::host::tools::initrd::unpacked_root::Tree;
 use crate::host::tools::initrd::verify::INIT;
 use anyhow::{Context, Result, ensure};
 

@@ -4,10 +4,10 @@
 //! Error: the image does not boot, or gives no container a GPU; all else is a hint. Not here: facts
 //! that only a boot shows (the driver supports the GPU, a signature is accepted).
 
-mod driver;
-pub mod finding;
+mod driver_parts;
+pub mod image_rules;
 pub mod modules;
-pub mod page;
+pub mod verify_text;
 mod paths;
 mod programs;
 pub mod question;
@@ -16,13 +16,13 @@ pub mod services;
 
 use super::components;
 use super::components::{Sizes, sizes_json};
+use super::entry_text::escaped;
 use super::image::{Form, Image};
 use super::newc::Kind;
-use super::text::escaped;
-use super::tree::{Id, Tree};
+use super::unpacked_root::{Id, Tree};
 use crate::boot::AGENT;
 use crate::host::tools::severity::Severity;
-use finding::*;
+use image_rules::*;
 pub use modules::Driver;
 use programs::Programs;
 pub use question::{INIT, Question};
@@ -78,7 +78,7 @@ pub fn check(image: &Image, tree: &Tree, question: &Question) -> Report {
     }
     findings.extend(programs.others(&[init_id, agent_id].into_iter().flatten().collect::<Vec<_>>()));
     let mut modules = modules::check(tree, question.release.as_deref());
-    let driver_elsewhere = !modules.is_builtin() && !driver::is_there(tree);
+    let driver_elsewhere = !modules.is_builtin() && !driver_parts::is_there(tree);
     if driver_elsewhere {
         modules.findings.retain(|finding| ![&NO_DRIVER, &NO_MODULES].contains(&finding.rule));
         findings.push(Finding::new(&DRIVER_ELSEWHERE, ""));
@@ -86,13 +86,13 @@ pub fn check(image: &Image, tree: &Tree, question: &Question) -> Report {
     findings.append(&mut modules.findings);
     let mut user_space = None;
     if question.user_space && !driver_elsewhere {
-        user_space = driver::user_space(tree, modules.driver.as_ref(), &mut findings);
+        user_space = driver_parts::user_space(tree, modules.driver.as_ref(), &mut findings);
         if let Some(driver) = &modules.driver {
-            driver::firmware(tree, driver, &modules.releases, &mut findings);
+            driver_parts::firmware(tree, driver, &modules.releases, &mut findings);
         }
         if user_space.is_some() {
             let version = modules.driver.as_ref().and_then(|d| d.version.as_deref());
-            driver::listed(tree, version.or(user_space.as_deref()), &mut findings);
+            driver_parts::listed(tree, version.or(user_space.as_deref()), &mut findings);
         }
     }
     let services = (question.user_space && !driver_elsewhere).then(|| Services::look(tree, &mut programs, question.release.as_deref()));

@@ -1,13 +1,13 @@
 //! Kernel modules of an image: presence of the driver's modules, the kernel that they were built
 //! for, and the driver's version.
 
-use super::finding::*;
+use super::image_rules::*;
 use crate::elf::ReadAt;
+use crate::host::tools::initrd::entry_text::escaped;
 use crate::host::tools::initrd::image::Content;
-use crate::host::tools::initrd::kernel::of_vermagic;
+use crate::host::tools::initrd::kernel_release::of_vermagic;
 use crate::host::tools::initrd::newc::Kind;
-use crate::host::tools::initrd::text::escaped;
-use crate::host::tools::initrd::tree::{Id, Tree};
+use crate::host::tools::initrd::unpacked_root::{Id, Tree};
 use crate::kernel_modules::file::{Format, MAX_UNPACKED, unpack};
 use crate::kernel_modules::index::Index;
 use crate::kernel_modules::pattern::module_name;

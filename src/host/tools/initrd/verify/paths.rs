@@ -1,9 +1,9 @@
 //! Paths that an init and the agent rely on, unwanted permissions, and misleading entries.
 
-use super::finding::*;
+use super::image_rules::*;
 use crate::host::tools::initrd::image::{Form, Image};
 use crate::host::tools::initrd::newc::Kind;
-use crate::host::tools::initrd::tree::{ROOT, Tree, What};
+use crate::host::tools::initrd::unpacked_root::{ROOT, Tree, What};
 use crate::mounts::EARLY;
 
 /// Device number of /dev/ptmx (Documentation/admin-guide/devices.txt).

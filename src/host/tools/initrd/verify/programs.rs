@@ -5,12 +5,12 @@
 //! ld.so.cache, and the directories that any distribution's loader has built in. A library that
 //! only some loader would find counts as found, so every reported library is really missing.
 
-use super::finding::*;
+use super::image_rules::*;
 use crate::cdi::ld_so_cache;
 use crate::elf::{self, Class, ReadAt};
 use crate::host::tools::initrd::image::Content;
 use crate::host::tools::initrd::newc::Kind;
-use crate::host::tools::initrd::tree::{Id, ROOT, Tree};
+use crate::host::tools::initrd::unpacked_root::{Id, ROOT, Tree};
 use std::collections::{BTreeSet, HashMap, HashSet};
 use std::rc::Rc;
 
@@ -115,7 +115,7 @@ impl<'a> Programs<'a> {
             let by = if of == id {
                 String::new()
             } else {
-                format!(" (needed by {})", crate::host::tools::initrd::text::escaped(&self.tree.path(of)))
+                format!(" (needed by {})", crate::host::tools::initrd::entry_text::escaped(&self.tree.path(of)))
             };
             findings.push(Finding::new(&LIBRARY_MISSING, &path).value(format!("{name}{by}")));
         }

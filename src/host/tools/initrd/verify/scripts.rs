@@ -1,10 +1,10 @@
 //! Scripts, and the programs that they name as their interpreters.
 
-use super::finding::*;
+use super::image_rules::*;
 use super::programs::{self, Programs};
+use crate::host::tools::initrd::entry_text::escaped;
 use crate::host::tools::initrd::newc::Kind;
-use crate::host::tools::initrd::text::escaped;
-use crate::host::tools::initrd::tree::{Id, Tree};
+use crate::host::tools::initrd::unpacked_root::{Id, Tree};
 
 /// Limit of scripts that interpret scripts: for more, the kernel returns ELOOP (fs/exec.c,
 /// exec_binprm).

@@ -3,19 +3,19 @@
 //! The guest's own [`SERVICES`] and [`plan`] define the started services and their needs; nothing
 //! is repeated here.
 
-use super::finding::*;
+use super::image_rules::*;
 use super::modules;
 use super::programs::Programs;
 use super::question::Question;
 use super::scripts::script;
 use crate::config::Services as Asked;
+use crate::host::tools::initrd::entry_text::escaped;
 use crate::host::tools::initrd::newc::Kind;
-use crate::host::tools::initrd::text::escaped;
-use crate::host::tools::initrd::tree::{Id, Tree};
+use crate::host::tools::initrd::unpacked_root::{Id, Tree};
 use crate::services::configuration::{MAX_FILE, package, with_values};
 use crate::services::launch::account_in;
-use crate::services::plan::{Decision, Facts, plan};
-use crate::services::table::{Name, SERVICES, Service};
+use crate::services::service_plan::{Decision, Facts, plan};
+use crate::services::service_table::{Name, SERVICES, Service};
 use crate::topology::Topology;
 use serde_json::{Value, json};
 use std::collections::BTreeMap;

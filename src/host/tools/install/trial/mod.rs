@@ -6,7 +6,7 @@
 //! sandbox, and nothing of the configuration, is touched.
 
 mod program;
-mod runtime;
+mod shim_config;
 
 use super::drop_in::Found;
 use super::kata_config::KataConfig;
@@ -15,16 +15,16 @@ use crate::host::collect::check;
 use crate::host::data::agent_log;
 use crate::host::data::boot_dir::read_boot;
 use crate::host::data::text::{Ink, Screen, ascii_json, printable, printable_start};
-use crate::host::system::output::print_with;
 use crate::host::system::processes;
+use crate::host::system::stdout::print_with;
 use crate::host::views::boot_page::write_page;
 use crate::host::views::follow::progress::Outcome;
 use crate::host::views::follow::sandbox;
 use anyhow::{Context, Result, bail};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::{Pid, geteuid};
-use runtime::Runtime;
 use serde_json::{Value as Json, json};
+use shim_config::Runtime;
 use std::fs;
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};

@@ -3,13 +3,13 @@
 //! -o`, or a log file), as `journalctl -o json`, or as containerd's own JSON lines.
 //!
 //! Each line has two times: containerd's `time=` (RFC 3339, the host's clock: when the shim read
-//! it) and the console line's own. `sandbox=` names the sandbox of a line; [`super::runtime`] finds
-//! the sandbox of containerd's own lines.
+//! it) and the console line's own. `sandbox=` names the sandbox of a line;
+//! [`super::runtime_lines`] finds the sandbox of containerd's own lines.
 
-use super::console::Console;
-use super::input::{Input, Text};
+use super::console_lines::Console;
 use super::item::{Count, Fact, Item, Log, MAX_ITEMS, Skip, Stamp};
-use super::runtime::{Runtime, Said};
+use super::log_files::{Input, Text};
+use super::runtime_lines::{Runtime, Said};
 use crate::host::data::agent_log::line::realtime_ns;
 use crate::host::data::containerd_log;
 use crate::host::data::containerd_log::Entry;

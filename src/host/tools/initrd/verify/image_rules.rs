@@ -1,7 +1,7 @@
 //! Rules for an image: one a row, with the effect of a violation and the cure.
 
 use crate::host::data::text::clipped;
-use crate::host::tools::initrd::text::escaped;
+use crate::host::tools::initrd::entry_text::escaped;
 use crate::host::tools::severity::Severity;
 
 /// One possible fault of an image.

@@ -1,7 +1,7 @@
 //! Choice of the services that start, with the reason for each. Pure.
 
 use super::Fabric;
-use super::table::{Name, SERVICES, Service, Start};
+use super::service_table::{Name, SERVICES, Service, Start};
 use crate::config::{RailPolicy, Services, Wish};
 use crate::topology::Topology;
 use std::collections::BTreeMap;

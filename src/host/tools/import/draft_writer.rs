@@ -8,7 +8,7 @@
 use super::derive::{Draft, marked};
 use crate::events::record::{Header, Kind, Record, header_line, record_line};
 use crate::host::data::boot_file::{BootFile, HostEvent, HostLine, Imported};
-use crate::host::data::clock::Sample;
+use crate::host::data::clock_offset::Sample;
 use anyhow::{Context, Result, bail};
 use std::fs::OpenOptions;
 use std::io::{ErrorKind, Write};

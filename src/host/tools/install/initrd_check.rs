@@ -7,8 +7,8 @@ use super::kata_config::unreadable;
 use super::refusal::Refusal;
 pub use crate::host::tools::initrd::image::Form;
 use crate::host::tools::initrd::image::{DISK, Image};
-use crate::host::tools::initrd::kernel;
-use crate::host::tools::initrd::tree::Tree;
+use crate::host::tools::initrd::kernel_release;
+use crate::host::tools::initrd::unpacked_root::Tree;
 use crate::host::tools::initrd::verify;
 use crate::host::tools::initrd::verify::{Question, Report};
 use crate::host::tools::severity::Severity;
@@ -85,7 +85,7 @@ fn kernel_of(path: Option<&str>) -> Kernel {
     if !Path::new(path).exists() {
         return Kernel::Unknown(format!("{path}: not there"));
     }
-    match kernel::release(path) {
+    match kernel_release::release(path) {
         Ok(release) => Kernel::Release(path.into(), release),
         Err(error) => Kernel::Unknown(format!("{error:#}")),
     }

@@ -1,7 +1,7 @@
 //! The files that an agent would read: found as the agent finds them, each read once, within
 //! bounds, without blocking.
 
-use super::finding::*;
+use super::spec_rules::*;
 use anyhow::{Context, Result, bail};
 use nix::fcntl::OFlag;
 use std::fs::OpenOptions;

@@ -3,7 +3,7 @@
 
 use super::RUN;
 use super::lines::{Lines, Splitter};
-use super::table::Name;
+use super::service_table::Name;
 use crate::clock::boottime_ns;
 use crate::events::names;
 use nix::fcntl::{OFlag, open};

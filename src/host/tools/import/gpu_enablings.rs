@@ -8,8 +8,8 @@
 
 use super::clocks::{Offset, Placed};
 use super::item::{Fact, Item, Stamp};
-use super::kernel;
-use super::kernel::Meaning;
+use super::kernel_lines;
+use super::kernel_lines::Meaning;
 use super::pins::Region;
 use crate::driver_log;
 use crate::host::data::agent_log::AgentEvent;
@@ -48,7 +48,7 @@ impl Steps {
         let mut steps = Self { gpus: more.map(|gpu| (gpu, None)).collect(), ..Self::default() };
         for (_, item) in items {
             if let Fact::Kernel(text) = &item.fact
-                && let Some(Meaning::GpuFound { gpu, device }) = kernel::meaning(text)
+                && let Some(Meaning::GpuFound { gpu, device }) = kernel_lines::meaning(text)
             {
                 steps.gpus.insert(gpu, Some(device));
             }
@@ -56,7 +56,7 @@ impl Steps {
         // A console that begins late has no enumeration: every function nvidia.ko enables is a GPU.
         for (_, item) in items {
             if let Fact::Kernel(text) = &item.fact
-                && let Some(Meaning::Enabling { function, driver: true }) = kernel::meaning(text)
+                && let Some(Meaning::Enabling { function, driver: true }) = kernel_lines::meaning(text)
             {
                 steps.gpus.entry(function).or_insert(None);
             }
@@ -85,7 +85,7 @@ impl Steps {
             Fact::Kernel(text) => text,
             Fact::Init(_) | Fact::Agent(_) | Fact::Plain { .. } => return,
         };
-        match kernel::meaning(text) {
+        match kernel_lines::meaning(text) {
             Some(Meaning::Bar { function, bar, bytes }) if self.gpus.contains_key(&function) => {
                 self.bars.entry(function).or_default().insert(bar, bytes);
             }

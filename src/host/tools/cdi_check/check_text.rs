@@ -1,10 +1,10 @@
 //! The report as text: files, agents, the edits of each device, all edits of the first device or of
 //! the devices asked for, findings.
 
+use super::check_report::{Asked, Outcome, Question, Report};
 use super::container::{Container, Node};
-use super::finding::{Agent, Finding, Rule};
-use super::report::{Asked, Outcome, Question, Report};
 use super::rules::parse_ms;
+use super::spec_rules::{Agent, Finding, Rule};
 use crate::host::data::text::{Ink, Screen, clipped, printable};
 use crate::host::tools::severity::Severity;
 
@@ -334,10 +334,10 @@ fn node_cells(node: &Node) -> Vec<String> {
 
 #[cfg(test)]
 mod tests {
-    use super::super::finding::{Agents, RULES};
-    use super::super::input;
+    use super::super::check_report::check;
     use super::super::look::Look;
-    use super::super::report::check;
+    use super::super::spec_files;
+    use super::super::spec_rules::{Agents, RULES};
     use super::*;
     use crate::host::testing::{TempDir, golden, tests_dir};
     use std::path::Path;
@@ -347,7 +347,7 @@ mod tests {
     fn shown(path: &Path, devices: &[&str], screen: &Screen) -> String {
         let devices = devices.iter().map(|d| d.to_string()).collect();
         let question = Question { look: Look::Nowhere, agents: Agents::BOTH, devices, require_resolvable: false };
-        page(&check(input::read(path).unwrap(), &question).unwrap(), &question, screen)
+        page(&check(spec_files::read(path).unwrap(), &question).unwrap(), &question, screen)
     }
 
     /// Two GPUs, one of which is not ready, as `wrong` makes it.

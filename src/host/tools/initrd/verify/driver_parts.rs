@@ -1,12 +1,12 @@
 //! The driver's parts outside the kernel: firmware, libraries, and the list of them that a boot
 //! uses. All must have the module's version.
 
-use super::finding::*;
+use super::image_rules::*;
 use super::modules::Driver;
 use crate::driver_files::is_version;
 use crate::driver_files::manifest::{self, Unusable};
 use crate::host::tools::initrd::newc::Kind;
-use crate::host::tools::initrd::tree::{Id, ROOT, Tree};
+use crate::host::tools::initrd::unpacked_root::{Id, ROOT, Tree};
 use crate::host::tools::initrd::view::View;
 
 /// Directories in which the kernel looks for firmware (drivers/base/firmware_loader); the

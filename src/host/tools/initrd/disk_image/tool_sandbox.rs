@@ -5,7 +5,7 @@
 //! Programs and arguments are a closed list ([`Tool`]). This program executes itself again to enter
 //! the namespaces while it has one thread.
 
-use crate::host::tools::initrd::text::escaped;
+use crate::host::tools::initrd::entry_text::escaped;
 use anyhow::{Context, Result, bail, ensure};
 use clap::ValueEnum;
 use memchr::memmem;

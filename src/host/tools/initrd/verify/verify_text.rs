@@ -1,11 +1,11 @@
 //! The report as text: the image, its bytes by component, its findings, and the verdict.
 
-use super::finding::{Finding, Rule};
+use super::image_rules::{Finding, Rule};
 use super::services::Services;
 use super::{Needed, Report};
 use crate::host::data::text::{Ink, Screen, printable};
 use crate::host::tools::initrd::components::sizes_text;
-use crate::host::tools::initrd::text::{megabytes, table};
+use crate::host::tools::initrd::entry_text::{megabytes, table};
 use crate::host::tools::severity::Severity;
 use std::collections::HashMap;
 

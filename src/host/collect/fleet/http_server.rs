@@ -6,7 +6,7 @@
 //! place of the one that has been without a request the longest: slow clients lock nobody out.
 
 use super::exposition;
-use super::shared::Shared;
+use super::fleet_state::Shared;
 use anyhow::{Context, Result, anyhow};
 use bytes::Bytes;
 use http_body_util::Full;

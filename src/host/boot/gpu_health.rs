@@ -5,7 +5,7 @@
 
 use crate::events::names;
 use crate::events::record::Kind;
-use crate::host::data::record::{Field, Fields, Record};
+use crate::host::data::compact_record::{Field, Fields, Record};
 use crate::host::data::text::start;
 use serde::Serialize;
 use std::collections::BTreeMap;

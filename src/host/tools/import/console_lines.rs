@@ -5,11 +5,11 @@
 //! distribution's and Kata's setting); lines of the agent and of kata-gpu-init are JSON with stamps
 //! of their own. All else is counted. Escape sequences that terminals understand are taken out.
 
-use super::agent;
-use super::input::{Input, Text};
+use super::agent_lines;
 use super::item::{Count, Fact, Item, Log, MAX_ITEMS, MAX_STAMP_NS, Skip, Stamp};
-use super::kernel;
-use super::kernel::Meaning;
+use super::kernel_lines;
+use super::kernel_lines::Meaning;
+use super::log_files::{Input, Text};
 use crate::host::data::agent_log::torn::Torn;
 use crate::host::data::agent_log::{AgentLog, MAX_CONSOLE_LINE};
 use crate::host::data::imported_record::Format;
@@ -109,15 +109,15 @@ impl Console {
         let format = self.format;
         let mut keep = |stamp, fact| items.push(Item::new(stamp, format, number, fact));
         let Some((stamp_ns, text)) = kernel_line(line) else {
-            agent::parse(line, &mut self.agent, &mut keep)?;
+            agent_lines::parse(line, &mut self.agent, &mut keep)?;
             let absurd = |item: &Item| matches!(item.stamp, Stamp::Boot(ns) if !(0..=MAX_STAMP_NS).contains(&ns));
             return if items.iter().any(absurd) { Err(Skip::AbsurdStamp) } else { Ok(()) };
         };
         let stamp_ns = stamp_ns.filter(|ns| *ns <= MAX_STAMP_NS).ok_or(Skip::AbsurdStamp)?;
         // A process may have written JSON to the kernel's log, or to the console between stamp and
         // newline.
-        if agent::parse(text, &mut self.agent, &mut keep).is_err() {
-            kernel::meaning(text).ok_or(Skip::KernelDetail)?;
+        if agent_lines::parse(text, &mut self.agent, &mut keep).is_err() {
+            kernel_lines::meaning(text).ok_or(Skip::KernelDetail)?;
             keep(Stamp::Kernel(stamp_ns), Fact::Kernel(text.to_string()));
         }
         Ok(())
@@ -127,7 +127,7 @@ impl Console {
         let Stamp::Kernel(at) = item.stamp else {
             return self.keep(item);
         };
-        let banner = matches!(&item.fact, Fact::Kernel(text) if matches!(kernel::meaning(text), Some(Meaning::Banner { .. })));
+        let banner = matches!(&item.fact, Fact::Kernel(text) if matches!(kernel_lines::meaning(text), Some(Meaning::Banner { .. })));
         if banner {
             // Lines that fell back before the banner belong to the boot before.
             let early = std::mem::take(&mut self.early);

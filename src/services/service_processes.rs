@@ -2,7 +2,7 @@
 //! environment, which daemons keep when they fork and containers never have: so a worker finds
 //! services that an earlier worker started, and a daemon that has left its parent.
 
-use super::table::Name;
+use super::service_table::Name;
 use nix::errno::Errno;
 use nix::sys::wait::{Id, WaitPidFlag, WaitStatus, waitid};
 use nix::unistd::Pid;

@@ -1,9 +1,6 @@
 //! The whole check: files in, findings and containers out. Prints nothing.
 
 use super::container::Container;
-use super::finding::*;
-use super::input;
-use super::input::{Input, SpecText};
 use super::judge::{Court, Inject, parse};
 use super::look::Look;
 use super::nodes::{NodeLook, Scope, entries, looks, scopes};
@@ -11,6 +8,9 @@ use super::rules;
 use super::rules::{Document, names};
 use super::shape;
 use super::shape::{Shaped, as_text};
+use super::spec_files;
+use super::spec_files::{Input, SpecText};
+use super::spec_rules::*;
 use crate::cdi::spec::KIND;
 use crate::host::tools::severity::Severity;
 use anyhow::{Result, ensure};
@@ -196,7 +196,7 @@ enum Looked<'a> {
 
 fn look_into<'a>(text: &'a SpecText, look: &Look, budget: &mut Budget, findings: &mut Vec<Finding>) -> Result<Looked<'a>> {
     let file = text.name.as_str();
-    if let Some(name) = input::alias(&text.text) {
+    if let Some(name) = spec_files::alias(&text.text) {
         findings.push(Finding::new(&ALIASES, file, "").value(format!("&{name}")));
         return Ok(Looked::TooMuch);
     }
