@@ -275,7 +275,42 @@ fn vague(all: &[Source], known: &[&str]) -> BTreeSet<String> {
     found
 }
 
+/// Names of files that say their part in a folder, not what is inside.
+const ROLES: &[&str] = &["mod.rs", "tests.rs", "error.rs"];
+
+/// File names that more than one file has. A subcommand has the name of the file that it runs.
+fn shared_names<'a>(files: impl Iterator<Item = &'a str>) -> Vec<String> {
+    let mut by_name = BTreeMap::<&str, Vec<&str>>::new();
+    for file in files {
+        by_name.entry(file.rsplit('/').next().unwrap_or(file)).or_default().push(file);
+    }
+    by_name.retain(|name, files| {
+        let is_subcommand = |file: &str| file.strip_prefix("src/host/cli/") == Some(name);
+        let runs = |file: &str| file.starts_with("src/host/");
+        let is_pair = files.len() == 2 && files.iter().any(|f| is_subcommand(f)) && files.iter().all(|f| runs(f));
+        files.len() > 1 && !ROLES.contains(name) && !is_pair
+    });
+    by_name.values().map(|files| files.join(" and ")).collect()
+}
+
 const NONE: &[&str] = &[];
+
+#[test]
+fn no_two_source_files_share_a_name() {
+    assert_eq!(shared_names(source().iter().map(|s| s.file.as_str())), NONE);
+    let files = [
+        "src/pci/mod.rs",
+        "src/cdi/mod.rs",
+        "src/host/cli/blame.rs",
+        "src/host/analysis/blame.rs",
+        "src/host/cli/clock.rs",
+        "src/clock.rs",
+        "src/host/boot/steps.rs",
+        "src/host/tools/steps.rs",
+    ];
+    let found = ["src/host/cli/clock.rs and src/clock.rs", "src/host/boot/steps.rs and src/host/tools/steps.rs"];
+    assert_eq!(shared_names(files.into_iter()), found);
+}
 
 #[test]
 fn names_in_boot_say_what_a_thing_is() {
