@@ -292,7 +292,7 @@ mod tests {
     const DIRECTORY: AddWatchFlags = AddWatchFlags::IN_ISDIR;
 
     #[test]
-    fn a_look_is_an_open_of_the_spec_or_of_its_directory_while_there_is_none() {
+    fn a_look_is_an_open_of_the_spec_or_of_its_directory() {
         let look = |mask, name, published| meaning(Place::Specs, mask, name, published);
         assert_eq!(look(OPEN, Some("nvidia.yaml"), true), Meaning::Seen(Seen::Look(Look::Spec)));
         assert_eq!(look(OPEN | DIRECTORY, None, false), Meaning::Seen(Seen::Look(Look::Directory)));
@@ -311,7 +311,7 @@ mod tests {
     }
 
     #[test]
-    fn a_container_is_a_directory_among_the_agents_and_its_process_an_open_of_the_agent() {
+    fn a_new_directory_is_a_container_an_open_its_process() {
         let container = |mask, name| meaning(Place::Containers, mask, name, true);
         let seen = |change| Meaning::Seen(Seen::Container { id: "c0ffee".into(), change });
         assert_eq!(container(CREATE | DIRECTORY, Some("c0ffee")), seen(Change::Made));
@@ -395,7 +395,7 @@ mod tests {
     }
 
     #[test]
-    fn after_an_overrun_of_the_queue_a_directory_of_containers_that_has_come_is_watched() {
+    fn after_an_overrun_a_new_containers_directory_is_watched() {
         let root = std::env::temp_dir().join(format!("kata-gpu-init-watch-overrun-{}", std::process::id()));
         let _unused = fs::remove_dir_all(&root);
         let containers = root.join("run/containers");

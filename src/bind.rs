@@ -245,7 +245,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_device_that_is_made_again_and_one_that_is_bound_again_are_other_ones() {
+    fn a_device_made_again_or_bound_again_is_another_one() {
         let sysfs = std::env::temp_dir().join(format!("kata-gpu-init-sight-{}", std::process::id()));
         let (function, driver) = (sysfs.join("bus/pci/devices/0001:00:03.0"), sysfs.join("bus/pci/drivers/nvidia"));
         let (pci, gpu) = (PciSysfs::at(&sysfs), "0001:00:03.0".parse().unwrap());

@@ -100,7 +100,7 @@ mod tests {
     }
 
     #[test]
-    fn flags_of_confidential_guests_are_recognised_and_those_of_hosts_are_not() {
+    fn flags_of_confidential_guests_are_recognised_not_of_hosts() {
         for flags in ["hypervisor tdx_guest", "sev sev_es hypervisor", "hypervisor sev_snp", "hypervisor sev"] {
             assert!(flags_show(&cpu("AuthenticAMD", flags)), "{flags}");
         }

@@ -767,7 +767,7 @@ mod tests {
     }
 
     #[test]
-    fn the_console_of_a_confidential_guest_gets_errors_unless_more_is_asked_for() {
+    fn a_confidential_guests_console_gets_errors_by_default() {
         let level = |line: &[u8], confidential| Config::parse(line).0.console.level(|| confidential);
         assert_eq!(level(b"", true), Some(Level::Error));
         assert_eq!(level(b"", false), Some(Level::Info));
@@ -822,7 +822,7 @@ mod tests {
     }
 
     #[test]
-    fn extensions_are_taken_in_their_order_and_one_bad_one_refuses_the_guest() {
+    fn extensions_keep_their_order_and_a_bad_one_refuses_the_guest() {
         let verity = |root: char| {
             let root = root.to_string().repeat(64);
             format!("root_hash={root},salt=-,data_blocks=8,data_block_size=4096,hash_block_size=4096")

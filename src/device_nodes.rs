@@ -155,7 +155,7 @@ mod tests {
     use std::os::unix::fs::FileTypeExt;
 
     #[test]
-    fn capabilities_channels_and_switches_get_their_numbers_modes_and_links() {
+    fn capabilities_channels_and_switches_get_their_nodes() {
         if !nix::unistd::geteuid().is_root() {
             return eprintln!("skipped: not root, which device nodes need");
         }

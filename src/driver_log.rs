@@ -109,7 +109,7 @@ mod tests {
     }
 
     #[test]
-    fn the_code_of_an_initialisation_is_read_without_its_line_number() {
+    fn an_initialisations_code_is_read_without_its_line_number() {
         let code = init_code("NVRM: GPU 0001:00:03.0: RmInitAdapter failed! (0x62:0x65:1860)");
         assert_eq!(code, Some(InitCode { stage: 0x62, status: 0x65 }));
         for text in [

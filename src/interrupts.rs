@@ -482,7 +482,7 @@ mod tests {
     }
 
     #[test]
-    fn an_interrupt_that_the_kernel_does_not_move_is_named_and_stays() {
+    fn an_interrupt_that_the_kernel_cannot_move_is_named_and_stays() {
         let proc = Proc::new("refused", "7", &[(24, "virtio0-req.0", "7"), (25, "virtio1-rx", "7")]);
         proc.refuse(24);
         let moved = keep_off(&proc.0, 1, &[0, 1, 2]);
@@ -493,7 +493,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_requested_later_is_moved_later_and_gets_the_former_default_back() {
+    fn later_interrupts_are_moved_and_get_the_default_back() {
         let proc = Proc::new("again", "f", &[(24, "virtio0-rx", "f")]);
         let mut moved = keep_off(&proc.0, 3, &[0, 1, 2, 3]);
         // Interrupt 30 has a mask of its own, 31 the changed default.
@@ -531,7 +531,7 @@ mod tests {
     }
 
     #[test]
-    fn vsocks_interrupts_are_told_from_others_by_the_driver_of_their_device() {
+    fn vsock_interrupts_are_recognised_by_their_devices_driver() {
         let proc = Proc::new("vsock", "3", &[(24, "virtio0-input", "3"), (25, "virtio1-config", "3"), (26, "virtio1-virtqueues", "3")]);
         for irq in [24, 25, 26] {
             proc.effective(irq, "2");

@@ -104,7 +104,7 @@ mod tests {
     }
 
     #[test]
-    fn the_true_time_is_within_the_bound_and_the_quickest_look_counts() {
+    fn the_true_time_is_within_the_bound_of_the_quickest_reading() {
         const OFFSET: u64 = 1_700_000_000_000_000_000;
         // Each read of a clock takes a time of this list; the host's clock is read at its end.
         let times = [9_000, 800, 100, 700, 3, 4, 5, 200, 300, 80_000];

@@ -236,7 +236,7 @@ mod tests {
     }
 
     #[test]
-    fn the_drivers_words_decide_before_its_codes_and_codes_before_the_step() {
+    fn driver_texts_decide_before_codes_and_codes_before_the_step() {
         assert_eq!(of(Step::Init, &["NVRM: GPU 0001:00:03.0: RmInitAdapter failed! (0x62:0x65:1860)"]), "firmware-boot");
         let wpr2 = "NVRM: GPU0 kgspBootstrap_GH100: unexpected WPR2 already up, cannot proceed with booting GSP";
         assert_eq!(of(Step::Init, &[wpr2, "NVRM: GPU 0001:00:03.0: RmInitAdapter failed! (0x62:0x40:1860)"]), "needs-reset");

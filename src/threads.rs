@@ -119,7 +119,7 @@ mod tests {
     }
 
     #[test]
-    fn work_that_gets_no_thread_at_first_is_done_once_when_there_is_one() {
+    fn work_without_a_thread_is_done_once_when_there_is_one() {
         let (tries, runs) = (Arc::new(AtomicU32::new(0)), Arc::new(AtomicU32::new(0)));
         let (tried, ran) = (Arc::clone(&tries), Arc::clone(&runs));
         let short = move |work: &Work| match tried.fetch_add(1, Ordering::Relaxed) {

@@ -318,7 +318,7 @@ mod tests {
     }
 
     #[test]
-    fn nvlink_is_disabled_for_one_gpu_alone_unless_somebody_says_otherwise() {
+    fn nvlink_is_disabled_for_a_single_gpu_by_default() {
         let one = || facts(1, 0, 0);
         let disables = |facts: Facts| decide(facts).nvlink_disable;
         assert!(disables(one()));

@@ -76,7 +76,7 @@ mod tests {
     }
 
     #[test]
-    fn the_time_before_the_kernel_is_within_the_bound_however_late_the_clocks_are_looked_at() {
+    fn time_before_the_kernel_is_within_the_bound_at_any_reading() {
         const BEFORE: u64 = 960_000_000;
         for (late_first, late_later) in [(0, 0), (40_000, 0), (0, 40_000), (300_000, 100_000)] {
             let first = reading(2_600_000_000, BEFORE, late_first);

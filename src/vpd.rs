@@ -85,7 +85,7 @@ mod tests {
     const PARAMETERS: &[u8] = b"MLX:MN=MLNX:CSKU=V2:UUID=V3:PCI=V0:MODL=C7:SMDL=SW_MNG";
 
     #[test]
-    fn a_function_that_manages_switches_is_known_by_a_field_of_its_vpd() {
+    fn a_switch_management_function_is_known_by_a_vpd_field() {
         assert!(manages_switches(&vpd(&[(b"PN", b"MCX750500"), (b"V3", b"d5c0"), (b"VA", PARAMETERS)])));
         // The name is not a field, and another model is another one.
         assert!(!manages_switches(&vpd(&[(b"PN", b"MCX750500"), (b"VA", b"SMDL=DEFAULT")])));

@@ -346,7 +346,7 @@ mod tests {
     }
 
     #[test]
-    fn an_instances_uuid_is_a_name_of_the_same_nodes_once_it_is_known() {
+    fn a_known_uuid_of_an_instance_names_the_same_nodes() {
         let cap = |minor| Node { path: format!("/dev/nvidia-caps/nvidia-cap{minor}").into(), major: 235, minor, mode: 0o444, gid: 0 };
         let id = |gi| MigInstance { gpu: 0, gi, ci: 0 };
         let extras = Extras { instances: [7, 9].map(|gi| Instance { id: id(gi), nodes: vec![cap(gi)] }).to_vec(), ..Extras::default() };
@@ -366,7 +366,7 @@ mod tests {
     }
 
     #[test]
-    fn displays_come_with_the_links_that_udev_would_make_and_a_hook_for_them() {
+    fn displays_come_with_udevs_links_and_a_hook_for_them() {
         let display = |index: usize| {
             let at = |name: String, minor| Node { path: format!("/dev/dri/{name}").into(), major: 226, minor, mode: 0o660, gid: 44 };
             let link = DisplayLink { link: format!("/dev/dri/by-path/pci-0001:00:{index:02x}.0-card"), target: format!("../card{index}") };

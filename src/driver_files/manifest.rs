@@ -309,7 +309,7 @@ mod tests {
     }
 
     #[test]
-    fn every_cut_is_refused_and_no_changed_byte_gives_a_path_that_no_scan_gives() {
+    fn a_cut_is_refused_and_a_changed_byte_gives_no_unsafe_path() {
         let good = manifest().to_json();
         for length in 0..good.len() {
             assert!(parse(&good[..length]).is_err(), "{length} of {} bytes were read", good.len());

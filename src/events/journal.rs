@@ -190,7 +190,7 @@ mod tests {
     }
 
     #[test]
-    fn a_file_that_takes_no_more_costs_records_and_never_a_number_twice() {
+    fn a_full_file_loses_records_and_repeats_no_number() {
         let path = file("full");
         let mut journal = Journal::create(&path, HEADER).unwrap();
         journal.write(0, &lines(0, 115)).unwrap();

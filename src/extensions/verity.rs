@@ -233,7 +233,7 @@ mod tests {
     }
 
     #[test]
-    fn partitions_smaller_than_data_or_tree_are_refused_before_the_kernel_is_asked() {
+    fn too_small_partitions_are_refused_before_the_kernel_is_asked() {
         let verity = verity();
         let (data, tree) = (verity.data_bytes(), verity.tree_bytes().unwrap());
         for (data_bytes, tree_bytes, wanted) in

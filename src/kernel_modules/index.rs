@@ -137,7 +137,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn lines_are_found_by_the_kernels_name_and_dependencies_come_in_load_order() {
+    fn lines_are_found_by_kernel_name_with_dependencies_in_order() {
         let index = Index::from_texts(include_str!("../../tests/fixtures/modules/modules.dep"), "", "");
         let line = index.line("nvidia_uvm").unwrap().unwrap();
         assert_eq!(line.file, "extra/nvidia-uvm.ko.zst");

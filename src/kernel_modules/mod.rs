@@ -268,7 +268,7 @@ mod tests {
     }
 
     #[test]
-    fn options_come_from_modprobe_d_then_the_command_line_then_the_caller() {
+    fn options_order_is_modprobe_d_command_line_caller() {
         let root = Root::new("options");
         root.write("etc/modprobe.d/nvidia.conf", b"options nvidia a=1\noptions nvidia-uvm u=1\n");
         let mut modules = root.modules("nvidia.a=2 nvidia-uvm.u=2");

@@ -228,7 +228,7 @@ mod tests {
     }
 
     #[test]
-    fn a_confidential_blackwell_fabric_has_symmetric_rails_unless_asked_otherwise() {
+    fn a_confidential_blackwell_fabric_defaults_to_symmetric_rails() {
         let of = |asked, topology, confidential| rail_policy(asked, topology, confidential);
         assert_eq!(of(None, Topology::BlackwellFabric, true), Some(RailPolicy::Symmetric));
         assert_eq!(of(Some(RailPolicy::Greedy), Topology::BlackwellFabric, true), Some(RailPolicy::Greedy));

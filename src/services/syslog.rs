@@ -149,7 +149,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_line_of_a_process_that_has_ended_is_its_services_by_the_tag() {
+    fn a_line_of_an_ended_process_is_its_services_by_the_tag() {
         assert_eq!(service_named(b"Jan  1 00:00:00 nvidia-persistenced: failed"), Some(Name::Persistenced));
         assert_eq!(service_named(b"Jan  1 00:00:00 nv-hostengine[12]: failed"), Some(Name::HostEngine));
         for line in [&b"Jan  1 00:00:00 sshd[1]: nvlsm: x"[..], b"nvlsm", b"", b"\xff: nvlsm:"] {
@@ -158,7 +158,7 @@ mod tests {
     }
 
     #[test]
-    fn the_priority_of_a_line_is_its_severity_and_no_part_of_the_text() {
+    fn a_lines_priority_is_its_severity_and_no_part_of_the_text() {
         assert_eq!(split_priority(b"<30>Jan  1 a[1]: b"), (Some(6), &b"Jan  1 a[1]: b"[..]));
         assert_eq!(split_priority(b"<27>x"), (Some(3), &b"x"[..]));
         for line in [&b"<>x"[..], b"<1234>x", b"<3", b"x<3>", b""] {

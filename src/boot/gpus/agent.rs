@@ -158,7 +158,7 @@ mod tests {
     }
 
     #[test]
-    fn a_look_before_the_first_publication_can_find_nothing_and_holds_nothing() {
+    fn a_look_before_the_first_publication_holds_nothing() {
         let mut agent = Agent::default();
         agent.looked(ms(50));
         assert_eq!(agent.holds(ms(51)), None);
@@ -219,7 +219,7 @@ mod tests {
     }
 
     #[test]
-    fn containers_that_never_find_anything_are_not_waited_for_one_after_another() {
+    fn containers_that_find_nothing_do_not_prolong_the_hold() {
         let mut agent = looked(&[1000]);
         for second in 2..20 {
             // A stranger each time: the former ones have given up.

@@ -406,7 +406,7 @@ mod tests {
     }
 
     #[test]
-    fn an_instance_is_known_by_its_uuid_and_no_name_makes_the_spec_unreadable() {
+    fn an_instance_is_named_by_uuid_and_no_name_breaks_the_spec() {
         let uuid = |n: u32| format!("MIG-{n:08x}-0000-0000-0000-000000000000");
         let mig = |uuid: String, gpu_instance, compute_instance| MigDevice { uuid, gpu_instance, compute_instance };
         let one = |gi, ci| MigInstance { gpu: 3, gi, ci };

@@ -211,7 +211,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_given_back_has_cpus_that_come_later_and_none_that_were_kept_from_the_guest() {
+    fn later_cpus_are_given_back_and_withheld_ones_are_not() {
         let of = |list: &[usize], online: &str| {
             let mut all = CpuSet::new();
             list.iter().for_each(|cpu| all.set(*cpu).unwrap());

@@ -261,7 +261,7 @@ mod tests {
     }
 
     #[test]
-    fn the_last_word_of_an_arrival_that_has_ended_says_nothing_of_the_next_one() {
+    fn the_last_fact_of_an_ended_arrival_is_not_the_next_ones() {
         const GPU: &str = "0001:00:03.0";
         let with = |name: &str, fields: &[(&str, u64)]| {
             let mut record = record(Kind::Event, name, GPU, None);

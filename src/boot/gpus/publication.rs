@@ -410,7 +410,7 @@ mod tests {
     }
 
     #[test]
-    fn names_of_instances_are_published_once_and_outlive_a_look_at_the_displays() {
+    fn instance_names_are_published_once_and_outlive_displays() {
         let base = std::env::temp_dir().join(format!("kata-gpu-init-instances-{}", std::process::id()));
         let (mut publication, gpu) = publication(&base);
         publication.options.namings = vec![Naming::Index, Naming::Uuid];
@@ -473,7 +473,7 @@ mod tests {
     }
 
     #[test]
-    fn with_everything_at_once_the_file_comes_without_those_held_back() {
+    fn a_file_published_at_once_lacks_the_gpus_held_back() {
         let base = std::env::temp_dir().join(format!("kata-gpu-init-complete-{}", std::process::id()));
         let (mut publication, gpu) = publication(&base);
         (publication.withheld, publication.hold.by_default) = (true, true);

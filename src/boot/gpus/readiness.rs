@@ -504,7 +504,7 @@ mod tests {
     }
 
     #[test]
-    fn a_fabric_and_a_ready_state_that_is_asked_for_are_waited_for_and_nothing_else() {
+    fn only_a_requested_fabric_or_ready_state_is_waited_for() {
         use ReadyState::{Boot, Leave, Wait};
         for topology in Topology::ALL {
             let wanted = if topology.has_fabric() { "fabric" } else { "bind" };
@@ -539,7 +539,7 @@ mod tests {
     }
 
     #[test]
-    fn a_gpu_without_a_complete_fabric_is_held_back_and_given_late_only_if_it_may() {
+    fn a_gpu_without_a_complete_fabric_is_held_back() {
         let incomplete = facts(FabricState::InProgress, 0);
         let held = Verdict::Held(Wait::Fabric(FabricState::InProgress));
         for required in [Wish::Auto, Wish::On, Wish::Off] {
@@ -558,7 +558,7 @@ mod tests {
     }
 
     #[test]
-    fn a_fabric_that_is_complete_with_an_error_costs_nvlink_and_the_gpu_only_where_it_is_required() {
+    fn a_fabric_error_costs_the_gpu_only_where_it_is_required() {
         let broken = facts(FabricState::Completed, 999);
         for required in [Wish::Auto, Wish::Off] {
             let Verdict::Degraded(_, reason) = verdict(rules(required), &broken) else { panic!("{required:?}") };
@@ -570,7 +570,7 @@ mod tests {
     }
 
     #[test]
-    fn without_an_answer_a_fabric_is_believed_in_and_a_ready_state_is_not() {
+    fn a_missing_answer_degrades_a_fabric_and_holds_a_ready_state() {
         let late = Rules { overdue: true, ..rules(Wish::Auto) };
         assert!(matches!(rules(Wish::Auto).judge(None, None), Verdict::Held(_)));
         assert!(matches!(late.judge(None, None), Verdict::Degraded(..)));

@@ -172,7 +172,7 @@ mod tests {
     }
 
     #[test]
-    fn initialisation_in_the_probe_counts_only_where_the_driver_knows_it() {
+    fn init_in_the_probe_counts_only_where_the_driver_knows_it() {
         let asked = Facts { init_on_probe: true, ..facts() };
         assert_eq!(auto(Facts { driver: "595.44.02".parse().ok(), ..asked.clone() }).0, Bind::Concurrent);
         assert_eq!(auto(asked).0, Bind::Pipelined);

@@ -149,7 +149,7 @@ mod tests {
     }
 
     #[test]
-    fn one_goes_beside_each_enabling_that_takes_longer_and_all_together_behind_short_ones() {
+    fn one_gpu_initialises_per_long_enabling_all_after_short_ones() {
         assert_eq!(costs(3300).idle(1, 7, false), Choice::Begin);
         assert_eq!(costs(3300).during_wave(Duration::from_millis(1800), 0, 7), Choice::Enable);
         assert_eq!(costs(3).idle(1, 7, true), Choice::Enable);
@@ -160,7 +160,7 @@ mod tests {
     }
 
     #[test]
-    fn a_wave_that_is_about_to_end_is_waited_for_where_its_successor_is_ready() {
+    fn a_ready_wave_waits_for_one_that_is_about_to_end() {
         assert_eq!(costs(3300).during_wave(Duration::from_millis(10), 3, 1), Choice::Hold);
         assert_eq!(costs(3300).during_wave(Duration::from_millis(1800), 1, 0), Choice::Hold);
     }

@@ -234,7 +234,7 @@ mod tests {
     }
 
     #[test]
-    fn commands_of_a_later_generator_are_no_error_and_wrong_flags_are() {
+    fn unknown_commands_are_no_error_and_wrong_flags_are() {
         assert_eq!(read("frobnicate --x"), Ok(Meaning::Unsupported(Some("frobnicate".into()))));
         assert_eq!(read(""), Ok(Meaning::Unsupported(None)));
         assert_eq!(read("--help"), Ok(Meaning::Help));

@@ -124,7 +124,7 @@ mod tests {
     }
 
     #[test]
-    fn an_interval_holds_a_true_difference_excludes_none_and_repeats() {
+    fn an_interval_holds_the_true_difference_and_repeats() {
         let values = |base: i64| -> Vec<i64> { (0..40).map(|i| base + (i * 37) % 100).collect() };
         let (a, b) = (values(1000), values(1200));
         let (low, high) = difference_interval(&a, &b, 1).unwrap();

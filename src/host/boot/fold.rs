@@ -179,7 +179,7 @@ pub mod tests {
     }
 
     #[test]
-    fn a_boot_over_the_limits_is_known_as_far_as_they_go_and_says_what_is_left_out() {
+    fn a_boot_over_the_limits_is_cut_and_names_what_is_omitted() {
         let gpu = |n: usize| format!(r#""kind":"event","name":"gpu.found","gpu":"{:04x}:{:02x}:00.0""#, n / 256, n % 256);
         let boot = Boot::new(&read((0..MAX_GPUS + 7).map(gpu)), &[]);
         assert_eq!((boot.gpus.len(), boot.too_large.map(|t| t.gpu_records)), (MAX_GPUS, Some(7)));

@@ -284,7 +284,7 @@ mod tests {
     }
 
     #[test]
-    fn the_record_goes_before_the_program_and_the_program_before_assumption() {
+    fn a_record_outranks_the_program_which_outranks_an_assumption() {
         let story = Story {
             steps: vec![
                 step("kernel", 0, 10),

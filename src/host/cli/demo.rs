@@ -418,7 +418,7 @@ mod tests {
     }
 
     #[test]
-    fn a_boot_is_complete_when_it_is_settled_and_every_container_is_done() {
+    fn a_boot_is_complete_when_settled_with_all_containers_done() {
         let (file, agent) = boot();
         assert!(progress(&file, &agent).complete());
         assert!(!progress(&file, &agent[..agent.len() - 1]).complete());

@@ -127,7 +127,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_written_is_a_boot_like_any_other_and_is_never_written_over() {
+    fn an_imported_boot_is_like_any_other_and_never_overwritten() {
         let dir = TempDir::new();
         let log = tests_dir("fixtures/import/containerd.log").display().to_string();
         let to = dir.path().display().to_string();

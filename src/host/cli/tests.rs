@@ -88,7 +88,7 @@ fn of_a_cri(dir: &TempDir, edit: impl Fn(&str) -> bool) -> String {
 }
 
 #[test]
-fn all_time_from_run_pod_sandbox_to_the_first_container_is_somebodys() {
+fn all_time_from_run_pod_sandbox_to_a_container_has_an_owner() {
     let dir = TempDir::new();
     let window = ["--from", "RunPodSandbox", "--to", "first container started"];
     let path = of_a_cri(&dir, |_| true);
@@ -175,7 +175,7 @@ fn nothing_that_a_guest_wrote_reaches_the_terminal_as_it_is() {
 }
 
 #[test]
-fn a_probe_inside_a_module_load_is_the_hosts_but_for_gpus_whose_probe_sleeps() {
+fn a_probe_in_a_module_load_is_the_hosts_unless_it_sleeps() {
     let text = std::fs::read_to_string(path("recorded-8-gpus-serial")).unwrap();
     for (device, name, owner) in [("10de:2330", "gpu.map", "host"), ("10de:2901", "gpu.probe", "driver")] {
         let dir = TempDir::new();
@@ -194,7 +194,7 @@ fn a_probe_inside_a_module_load_is_the_hosts_but_for_gpus_whose_probe_sleeps() {
 }
 
 #[test]
-fn the_second_between_two_tries_is_the_agents_and_what_it_waited_for_is_not() {
+fn the_second_between_tries_is_the_agents_the_wait_is_not() {
     let loaded = load(Path::new(&path("recorded-8-gpus-slow-host")), None).unwrap();
     let of = |name: &str| loaded.boot.timeline.steps.iter().find(|s| s.name == name && s.detail == "all").unwrap();
     let (wait, pause, create) = (of("agent.wait"), of("agent.pause"), of("container.create"));
@@ -285,7 +285,7 @@ fn runs(boot: &str, later_ns: u64) -> TempDir {
 }
 
 #[test]
-fn sets_of_boots_are_compared_with_intervals_and_the_same_seed_gives_the_same_page() {
+fn sets_are_compared_with_intervals_and_one_seed_gives_one_page() {
     let (before, later) = (runs("recorded-8-gpus-serial", 0), runs("recorded-8-gpus-serial", 400_000_000));
     let (a, b) = (before.path().display().to_string(), later.path().display().to_string());
     let (text, status) = compared(&["--runs", &a, &b]);

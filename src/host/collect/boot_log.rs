@@ -449,7 +449,7 @@ mod tests {
     }
 
     #[test]
-    fn records_are_stored_as_they_came_and_once_also_after_a_restart() {
+    fn records_are_stored_unchanged_and_once_even_after_a_restart() {
         let boot = Boot::new(Limits::default());
         let mut log = boot.log();
         log.begin(header().as_bytes(), PEER, 0).unwrap();
@@ -494,7 +494,7 @@ mod tests {
     }
 
     #[test]
-    fn a_boots_trace_id_is_not_to_be_known_from_its_boot_id_and_stays_the_same() {
+    fn a_trace_id_is_stable_and_not_derivable_from_the_boot_id() {
         let [one, other] = [(); 2].map(|()| Boot::new(Limits::default()));
         let traces = [&one, &one, &other].map(|boot| {
             let mut log = boot.log();
@@ -509,7 +509,7 @@ mod tests {
     }
 
     #[test]
-    fn a_boot_that_never_stops_talking_is_cut_off_and_the_file_says_so() {
+    fn a_boot_that_never_stops_is_cut_off_and_its_file_notes_it() {
         for limits in [Limits { records: 2, ..Limits::default() }, Limits { bytes: 140, ..Limits::default() }] {
             let boot = Boot::new(limits);
             let mut log = boot.log();
@@ -552,7 +552,7 @@ mod tests {
     }
 
     #[test]
-    fn while_nothing_can_be_written_so_much_waits_and_the_rest_is_counted_and_can_come_again() {
+    fn without_writes_some_records_wait_and_the_rest_are_counted() {
         let boot = Boot::new(Limits { waiting_per_boot: 150, ..Limits::default() });
         let mut log = boot.log();
         append(&mut log, 0);

@@ -123,7 +123,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn what_was_appended_is_written_and_synced_and_a_removed_file_begins_anew() {
+    async fn appends_are_written_and_synced_and_a_removed_file_restarts() {
         let dir = TempDir::new();
         let disk = start(dir.path());
         let path = dir.path().join(format!("{BOOT}.ndjson"));
@@ -154,7 +154,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_file_or_directory_that_is_removed_under_the_collector_is_asked_for_again() {
+    async fn a_removed_file_or_directory_is_requested_again() {
         for with_directory in [false, true] {
             let dir = TempDir::new();
             let place = dir.path().join("boots");

@@ -168,7 +168,7 @@ mod tests {
     }
 
     #[test]
-    fn what_ended_before_is_told_apart_and_at_the_end_only_those_go_that_said_so() {
+    fn earlier_boots_are_marked_and_at_the_end_only_goodbyes_count() {
         let (ends, start) = (Ends::new(GOODBYE), Instant::now());
         ends.connected(&"old".into(), true, start);
         assert_eq!(over(&ends, start + AFTER_GOODBYE), ["old old"]);

@@ -366,7 +366,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn what_took_the_name_of_our_socket_stays_and_ours_goes_from_wherever_it_is() {
+    async fn only_our_own_socket_is_removed_wherever_it_is() {
         let dir = TempDir::new();
         let at = |path: &str| dir.path().join(path);
         std::fs::create_dir(at("one")).unwrap();
@@ -386,7 +386,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_file_that_was_removed_once_is_not_removed_again_under_the_same_number() {
+    async fn a_removed_file_is_not_removed_again_under_its_inode_number() {
         let dir = TempDir::new();
         let first = Listener::hybrid(&dir.path().join("v"), 1).unwrap();
         first.file().unwrap().remove();

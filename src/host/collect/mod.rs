@@ -550,7 +550,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_boot_survives_reconnects_and_a_restart_of_the_collector_without_a_double_record() {
+    async fn no_record_is_doubled_by_reconnects_or_a_restart() {
         let mut run = Run::start(TempDir::new());
         for count in [10, 20] {
             let mut guest = run.connect().await;
@@ -636,7 +636,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn another_user_of_the_machine_cannot_speak_for_a_vm_nor_take_its_connections() {
+    async fn another_user_can_neither_imitate_a_vm_nor_take_its_streams() {
         if !nix::unistd::geteuid().is_root() {
             eprintln!("skipped: only root can connect as somebody else");
             return;
@@ -663,7 +663,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_vm_whose_directory_is_renamed_has_the_name_of_where_it_is_now() {
+    async fn a_vm_has_the_name_of_its_renamed_directory() {
         let mut run = Run::of_vms(Limits::default());
         let (_vmm, _socket) = run.vmm("one").await;
         std::fs::rename(run.dir.path().join("vm/one"), run.dir.path().join("vm/two")).unwrap();

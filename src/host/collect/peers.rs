@@ -240,7 +240,7 @@ mod tests {
     }
 
     #[test]
-    fn a_name_reaches_the_connection_that_is_there_and_the_one_that_comes() {
+    fn a_name_reaches_a_present_connection_and_a_later_one() {
         let peers = Peers::new(limits());
         let now = Instant::now();
         let early = peers.connect(&Peer::Cid(5), now).unwrap();

@@ -137,7 +137,7 @@ mod tests {
     }
 
     #[test]
-    fn a_missing_database_knows_nobody_and_an_unreadable_one_is_an_error() {
+    fn a_missing_database_is_empty_and_an_unreadable_one_an_error() {
         assert_eq!(nobody_where_missing::<u8>(Err(Errno::ENOENT)), Ok(None));
         assert_eq!(nobody_where_missing::<u8>(Err(Errno::EACCES)), Err(Errno::EACCES));
         assert_eq!(nobody_where_missing(Ok(Some(7))), Ok(Some(7)));

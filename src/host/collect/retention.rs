@@ -286,7 +286,7 @@ mod tests {
     }
 
     #[test]
-    fn the_old_go_then_the_oldest_until_the_rest_is_small_enough_and_never_one_in_flight() {
+    fn old_boots_go_then_the_oldest_and_never_one_in_flight() {
         let dir = TempDir::new();
         let hours = [100, 50, 30, 20, 0];
         for (keep, want) in [
@@ -315,7 +315,7 @@ mod tests {
     }
 
     #[test]
-    fn a_peer_with_more_than_its_share_pushes_out_its_own_boots_and_no_others() {
+    fn a_peer_over_its_share_removes_its_own_boots_alone() {
         let dir = TempDir::new();
         // Four old boots of honest guests, and five large new boots of another guest.
         (0..4).for_each(|n| file_of(&dir, n, &format!("cid {}", 10 + n), 1000, 200));

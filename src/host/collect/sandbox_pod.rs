@@ -238,7 +238,7 @@ mod tests {
     }
 
     #[test]
-    fn no_annotation_of_a_pod_names_another_pod_whichever_runtime_made_the_bundle() {
+    fn no_annotation_of_a_pod_names_another_pod() {
         let dir = TempDir::new();
         for (at, annotations) in [("a/0a1b", of_containerd()), ("b/0a1b/userdata", of_crio())] {
             let bundle = dir.path().join(at);
@@ -272,7 +272,7 @@ mod tests {
     }
 
     #[test]
-    fn the_first_bundle_that_can_be_read_names_the_pod_and_no_id_is_a_path() {
+    fn the_first_readable_bundle_names_the_pod_and_no_id_is_a_path() {
         let dir = TempDir::new();
         let bundles = [pattern(&dir, "a/*/config.json"), pattern(&dir, "b/*/userdata/config.json")];
         assert_eq!(look_up("0a1b", &bundles), unnamed("0a1b"));

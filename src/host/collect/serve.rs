@@ -356,7 +356,7 @@ mod tests {
     use super::*;
 
     #[tokio::test]
-    async fn a_probe_waits_for_a_few_turns_of_guests_however_many_want_theirs() {
+    async fn a_probe_waits_for_a_few_turns_of_any_number_of_guests() {
         const ONE: Duration = Duration::from_millis(50);
         let (stop, stopped) = watch::channel(false);
         let guest = |stopped: watch::Receiver<bool>| async move {

@@ -140,7 +140,7 @@ mod tests {
     use nix::sys::socket::{AddressFamily, SockFlag, SockType, socket};
 
     #[test]
-    fn a_thread_and_those_it_starts_can_neither_execute_a_program_nor_make_a_namespace_nor_a_socket_of_another_family() {
+    fn confined_threads_can_make_no_program_namespace_or_socket() {
         let family = |family| socket(family, SockType::Datagram, SockFlag::empty(), None).map(drop);
         let attempts = move || {
             // Not std's exec, which resets SIGPIPE to its default in every thread of the tests.

@@ -382,7 +382,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn what_is_there_already_is_seen_and_so_is_what_is_written_and_moved_in() {
+    async fn present_files_are_seen_and_so_are_written_and_moved_ones() {
         let dir = TempDir::new();
         fs::create_dir_all(dir.path().join("sbs/old")).unwrap();
         fs::write(dir.path().join("sbs/old/persist.json"), "x").unwrap();
@@ -408,7 +408,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn what_is_moved_is_seen_under_its_new_name_and_heard_of_under_that_alone() {
+    async fn a_moved_socket_is_reported_under_its_new_name_alone() {
         let mut w = Watched::new(&["kata/*/root/kata.hvsock"]);
         w.make("kata/one/root/kata.hvsock");
         assert_eq!(w.until("+0 one").await, ["+0 one"]);

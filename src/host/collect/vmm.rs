@@ -132,7 +132,7 @@ mod tests {
     }
 
     #[test]
-    fn a_vmms_socket_is_found_where_openat2_is_unknown_as_in_a_service_of_a_dynamic_user() {
+    fn a_vmms_socket_is_found_without_openat2() {
         let dir = TempDir::new();
         std::fs::create_dir_all(dir.path().join("one/root")).unwrap();
         let _vmm = UnixListener::bind(dir.path().join("one/root/kata.hvsock")).unwrap();

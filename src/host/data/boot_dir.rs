@@ -85,7 +85,7 @@ mod tests {
     use crate::host::testing::TempDir;
 
     #[test]
-    fn a_boot_is_found_by_file_by_the_start_of_its_id_and_by_being_the_newest() {
+    fn a_boot_is_found_by_file_by_start_of_its_id_or_as_newest() {
         let dir = TempDir::new();
         let old = dir.path().join("0f7a1f8e-0000-4000-8000-00000000beef.ndjson");
         let new = dir.path().join("0f7b1f8e-0000-4000-8000-00000000beef.ndjson");

@@ -93,7 +93,7 @@ mod tests {
         r#"time="2026-11-23T11:17:14Z" level=debug msg="reading guest console" sandbox=train-0 vmconsole="{\"msg\":\"a sandbox=other\"}""#;
 
     #[test]
-    fn a_console_line_and_its_sandbox_are_the_shims_whatever_the_guest_writes() {
+    fn a_console_lines_sandbox_is_the_shims_not_the_guests() {
         let text = r#"{"msg":"a sandbox=other"}"#;
         let json = serde_json::json!({"time": "x", "sandbox": "train-0", "vmconsole": text}).to_string();
         let journal = serde_json::json!({"__REALTIME_TIMESTAMP": "1", "MESSAGE": LINE.as_bytes()}).to_string();

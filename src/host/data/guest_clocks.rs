@@ -114,7 +114,7 @@ mod tests {
     }
 
     #[test]
-    fn a_tsc_that_began_with_the_vm_tells_what_was_before_the_kernel() {
+    fn a_tsc_started_with_the_vm_gives_the_time_before_the_kernel() {
         assert_eq!(tsc(960_000_000, 40_000).before_kernel, Some(BeforeKernel { took_ns: 960_000_000, error_ns: 40_000 }));
         assert_eq!(tsc(1_800_000_000_000, 1_000).notes, [] as [String; 0], "half an hour was seen");
     }
@@ -136,7 +136,7 @@ mod tests {
     }
 
     #[test]
-    fn the_hypervisors_clock_helps_the_pings_and_never_overrules_them() {
+    fn the_hypervisors_clock_refines_pings_and_never_overrules_them() {
         let host = |boottime_ns, realtime_ns| event(names::CLOCK_HOST, boottime_ns, &[("realtime_ns", realtime_ns), ("error_ns", 50)]);
         let clocks = GuestClocks::of(&[host(1_000, 1_000_900), host(2_000, 9_000_000)]);
         let mut clock = Clock::default();

@@ -263,7 +263,7 @@ mod tests {
     use crate::host::testing::tests_dir;
 
     #[test]
-    fn the_trace_id_is_the_collectors_and_the_boot_id_only_where_no_collector_began_the_file() {
+    fn the_trace_id_is_the_collectors_else_the_boot_id() {
         let text = std::fs::read_to_string(tests_dir("fixtures/boots/hand-made-3-gpus-one-fails.ndjson")).unwrap();
         let trace = |text: &str| {
             let timeline = Waterfall::new(&BootFile::read(text.as_bytes()).unwrap(), &[]);

@@ -63,7 +63,7 @@ mod tests {
     }
 
     #[test]
-    fn no_part_is_longer_than_asked_by_more_than_a_span_and_none_is_lost() {
+    fn a_part_exceeds_its_limit_by_one_span_and_none_is_lost() {
         let parts: Vec<Part> = request(1000).protobufs(10_000).collect();
         assert_eq!(parts.iter().map(|p| p.spans).sum::<u64>(), 1000);
         assert!(parts.len() > 10 && parts.iter().all(|p| p.bytes.len() < 11_000), "{}", parts.len());

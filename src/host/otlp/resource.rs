@@ -89,7 +89,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn attributes_come_from_the_host_the_environment_and_the_command_line() {
+    fn attributes_come_from_host_environment_and_command_line() {
         let asked = ["k8s.pod.name=b".to_string(), "x==".to_string()];
         let resource = resource(Some("k8s.pod.name=a,k8s.node.name=n%2C1,"), &asked, [("host.name", "h".to_string())]).unwrap();
         let pairs: Vec<(&str, &str)> = resource.iter().map(|(k, v)| (k.as_str(), v.as_str())).collect();

@@ -82,7 +82,7 @@ mod tests {
     }
 
     #[test]
-    fn a_process_of_this_machine_is_found_unless_it_is_in_a_container() {
+    fn a_process_is_found_unless_it_is_in_a_container() {
         let mark = format!("mark-{}", std::process::id());
         let found = || {
             let all = of_user(Path::new("/proc"), geteuid().as_raw());

@@ -418,7 +418,7 @@ mod tests {
     }
 
     #[test]
-    fn a_process_outlives_the_thread_that_asked_for_it_and_ends_when_dropped() {
+    fn a_process_outlives_its_starting_thread_and_ends_when_dropped() {
         let dir = temp_dir("process");
         let log = dir.join("log");
         let mut command = Command::new("sleep");
@@ -491,7 +491,7 @@ mod tests {
     }
 
     #[test]
-    fn vhost_device_vsock_that_ends_early_is_reported_with_its_words() {
+    fn an_early_end_of_vhost_device_vsock_is_reported_with_output() {
         let dir = temp_dir("early");
         // ls has no option --vm: it prints an error and exits with 2.
         let error = start_vsock(Path::new("/bin/ls"), &dir.join("vhost"), &dir.join("vsock"), &dir).err().expect("started");

@@ -138,7 +138,7 @@ mod tests {
     }
 
     #[test]
-    fn a_log_of_either_of_katas_shims_has_the_agents_lines_of_its_own_sandbox_alone() {
+    fn either_shims_log_has_agent_lines_of_its_own_sandbox_alone() {
         // containerd's, by the Go shim; the journal's, by the Rust one.
         for name in ["containerd-1.7-kata-4.1.0", "journal-kata-4.1.0-rust"] {
             log_of_a_shim(name);
@@ -174,7 +174,7 @@ mod tests {
     }
 
     #[test]
-    fn a_real_agents_boot_has_every_milestone_and_containers_made_at_once_are_told_apart() {
+    fn a_real_agents_boot_has_all_milestones_and_each_container() {
         let (file, agent) = of_a_real_agent("info");
         let boot = Boot::new(&file, &agent);
         golden("agent/kata-agent-4.1.0-info.show", &page(&file, &agent, &boot, false, Screen::PLAIN).unwrap());
@@ -189,7 +189,7 @@ mod tests {
     }
 
     #[test]
-    fn where_the_agents_level_hides_its_lines_containers_are_those_that_the_init_saw() {
+    fn without_agent_lines_containers_are_those_that_the_init_saw() {
         let (file, agent) = of_a_real_agent("warn");
         let boot = Boot::new(&file, &agent);
         golden("agent/kata-agent-4.1.0-warn.show", &page(&file, &agent, &boot, false, Screen::PLAIN).unwrap());
@@ -217,7 +217,7 @@ mod tests {
     }
 
     #[test]
-    fn without_a_clock_event_agent_lines_are_approximate_and_without_samples_there_is_no_wall_clock() {
+    fn without_clock_events_times_are_approximate_or_absent() {
         let (mut file, agent) = fixture();
         file.records.retain(|r| r.name != crate::events::names::CLOCK);
         let boot = Boot::new(&file, &agent);

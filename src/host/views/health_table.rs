@@ -246,7 +246,7 @@ mod tests {
     const WRONG: &str = r#","level":"error","error":"NVLink is not usable""#;
 
     #[test]
-    fn a_later_report_replaces_an_earlier_one_and_single_facts_are_brought_up_to_date() {
+    fn a_later_report_replaces_an_earlier_one_fact_by_fact() {
         let report = ("event", names::GPU_HEALTH, Some(1), WHOLE);
         let partial = ("event", names::GPU_HEALTH, Some(1), r#","fields":{"fabric":"completed"}"#);
         let wrong = ("event", names::GPU_HEALTH, Some(1), WRONG);

@@ -362,7 +362,7 @@ mod tests {
     }
 
     #[test]
-    fn the_end_of_a_step_says_what_its_beginning_said_and_how_long_it_took() {
+    fn a_steps_end_repeats_its_beginning_and_adds_the_duration() {
         let rows = rows(&[
             r#""boottime_ns":1000,"kind":"begin","name":"module.load","span":1,"fields":{"module":"nvidia"}"#,
             r#""boottime_ns":5000,"kind":"end","name":"module.load","span":1,"fields":{"x":1}"#,
@@ -382,7 +382,7 @@ mod tests {
     }
 
     #[test]
-    fn the_health_of_a_gpu_is_one_short_row_and_what_is_wrong_another() {
+    fn a_gpus_health_is_one_short_row_and_its_problems_another() {
         let gpu = r#""gpu":"0000:01:00.0""#;
         let fields = r#"{"graphics_mhz":1200,"power_mw":71000,"power_limit_mw":500000,"ecc":true,"ecc_uncorrected":0,"rows_remapped":2,"remap_pending":false,
             "nvlinks":18,"nvlinks_active":17,"fabric":"completed","throttle":"gpu_idle","uuid":"GPU-x","cluster":"0"}"#

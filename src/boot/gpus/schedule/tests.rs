@@ -41,7 +41,7 @@ fn slow(n: u8) -> Schedule {
 }
 
 #[test]
-fn on_a_slow_host_the_lane_waits_for_load_publication_and_the_first_part_of_an_initialisation() {
+fn on_a_slow_host_the_lane_waits_for_load_and_publication() {
     let mut schedule = slow(3);
     assert_eq!(schedule.take(ms(3026), Fact::Publishing(gpu(0))), []);
     assert_eq!(schedule.take(ms(3040), Fact::LoadOver), []);
@@ -52,7 +52,7 @@ fn on_a_slow_host_the_lane_waits_for_load_publication_and_the_first_part_of_an_i
 }
 
 #[test]
-fn a_publication_that_a_container_waits_for_holds_the_lane_until_its_program_runs() {
+fn an_awaited_publication_holds_the_lane_until_the_program_runs() {
     let mut schedule = slow(3);
     assert_eq!(schedule.take(ms(3030), Fact::LoadOver), []);
     assert_eq!(schedule.take(ms(3031), Fact::AgentLooked), []);
@@ -92,7 +92,7 @@ fn a_wait_for_a_look_that_brought_no_container_is_not_repeated() {
 }
 
 #[test]
-fn on_a_medium_host_gpus_that_come_out_beside_a_wave_go_together_in_the_next_one() {
+fn on_a_medium_host_gpus_enabled_in_a_wave_form_the_next_one() {
     let (mut schedule, _) = boot(8, policy());
     schedule.take(ms(1000), Fact::Enabled(gpu(0), ms(1000)));
     schedule.take(ms(1010), Fact::Loaded(true));
@@ -113,7 +113,7 @@ fn on_a_medium_host_gpus_that_come_out_beside_a_wave_go_together_in_the_next_one
 }
 
 #[test]
-fn on_a_fast_host_the_load_probes_all_and_all_initialise_together() {
+fn on_a_fast_host_all_gpus_probe_and_initialise_together() {
     let (mut schedule, _) = boot(3, policy());
     let orders = schedule.take(ms(3), Fact::Enabled(gpu(0), ms(3)));
     assert!(
@@ -129,7 +129,7 @@ fn on_a_fast_host_the_load_probes_all_and_all_initialise_together() {
 }
 
 #[test]
-fn behind_a_probe_that_hangs_one_more_goes_after_30_s_and_never_two() {
+fn behind_a_hung_probe_one_more_starts_after_30_s_never_two() {
     let (mut schedule, _) = boot(4, Policy { bind: Bind::Pipelined, ..policy() });
     let orders = schedule.take(ms(3), Fact::Enabled(gpu(0), ms(3)));
     assert!(orders.contains(&Order::Probe(gpu(0), Probe::Load)));
@@ -147,7 +147,7 @@ fn behind_a_probe_that_hangs_one_more_goes_after_30_s_and_never_two() {
 }
 
 #[test]
-fn a_gpu_that_is_not_settled_is_reported_after_10_30_60_s_and_every_minute() {
+fn an_unsettled_gpu_is_reported_at_10_30_60_s_then_each_minute() {
     let mut schedule = slow(1);
     let late = |orders: Vec<Order>| orders.iter().any(|order| matches!(order, Order::Late(..)));
     let mut reported = Vec::new();
@@ -162,7 +162,7 @@ fn a_gpu_that_is_not_settled_is_reported_after_10_30_60_s_and_every_minute() {
 }
 
 #[test]
-fn modules_stay_loadable_until_all_is_settled_or_60_s_after_the_load() {
+fn modules_are_loadable_until_all_is_settled_or_for_60_s() {
     let mut schedule = slow(1);
     schedule.take(ms(3030), Fact::LoadOver);
     assert!(!schedule.wake(ms(63_029)).contains(&Order::LockDown));
@@ -187,7 +187,7 @@ fn on_one_vcpu_the_first_enabling_waits_for_the_agent() {
 }
 
 #[test]
-fn behind_firewalls_the_load_comes_first_and_the_lane_goes_on_while_its_probe_sleeps() {
+fn with_firewalls_the_load_is_first_and_its_probe_holds_no_lane() {
     let policy = policy();
     let facts = Facts { firewall: true, ..policy.facts.clone() };
     let (mut schedule, orders) = boot(4, Policy { facts, ..policy });

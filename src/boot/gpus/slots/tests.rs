@@ -44,7 +44,7 @@ fn names(slots: &Slots) -> Vec<(u8, usize, bool)> {
 }
 
 #[test]
-fn a_name_of_the_boot_scan_stays_when_its_gpu_goes_and_is_the_next_ones_at_its_address() {
+fn a_boot_name_belongs_to_the_next_gpu_at_its_address() {
     let mut slots = three();
     assert_eq!(slots.observe(address(2), NONE), [Change::Left(id(2, 0), 0)]);
     assert_eq!(names(&slots), [(2, 0, false), (3, 1, true), (4, 2, true)]);
@@ -55,7 +55,7 @@ fn a_name_of_the_boot_scan_stays_when_its_gpu_goes_and_is_the_next_ones_at_its_a
 }
 
 #[test]
-fn hot_plugged_gpus_have_the_names_after_these_and_only_they_move_up() {
+fn names_of_hot_plugged_gpus_follow_and_only_they_move_up() {
     let mut slots = three();
     for slot in [9, 0, 5] {
         slots.observe(address(slot), free(150 + u64::from(slot)));
@@ -96,7 +96,7 @@ fn an_unbind_and_a_bind_bring_a_gpu_back_under_its_name() {
 }
 
 #[test]
-fn a_failed_gpu_comes_back_by_another_bind_and_not_by_the_one_it_failed_in() {
+fn a_failed_gpu_comes_back_by_a_later_bind_alone() {
     let mut slots = three();
     slots.failed(id(3, 0));
     assert_eq!(slots.observe(address(3), bound(103, 203)), []);
@@ -364,7 +364,7 @@ impl World {
 }
 
 #[test]
-fn any_interleaving_ends_with_names_that_lead_to_the_right_gpu_or_to_none() {
+fn in_any_interleaving_a_name_leads_to_its_gpu_or_to_none() {
     for seed in 0..WORLDS {
         let run = std::panic::catch_unwind(|| {
             let mut world = World::new(seed);

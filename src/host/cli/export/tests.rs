@@ -74,7 +74,7 @@ fn no_two_steps_of_a_row_overlap() {
 }
 
 #[test]
-fn otlp_ids_are_unique_the_same_each_time_and_every_parent_and_link_is_there() {
+fn otlp_ids_are_unique_and_stable_and_every_link_has_its_span() {
     let (file, agent) = fixture(RECORDED);
     let request = json(Format::Otlp, &file, &agent);
     assert_eq!(request, json(Format::Otlp, &file, &agent));
@@ -101,7 +101,7 @@ fn otlp_ids_are_unique_the_same_each_time_and_every_parent_and_link_is_there() {
 }
 
 #[test]
-fn without_any_clock_otlp_says_so_and_with_the_guests_alone_it_says_that() {
+fn otlp_names_a_missing_clock_and_a_clock_of_the_guest_alone() {
     let (mut file, _) = fixture(BOOT);
     file.host.clear();
     assert!(text(Format::Otlp, &file, &[]).contains(r#"{"key":"boot.clock","value":{"stringValue":"guest"}}"#));
@@ -129,7 +129,7 @@ fn a_step_that_never_ended_is_open_in_every_format() {
 }
 
 #[test]
-fn a_failed_gpu_has_its_reason_and_the_drivers_words_on_the_page() {
+fn the_page_has_a_failed_gpus_reason_and_the_drivers_line() {
     let (file, agent) = fixture(BOOT);
     let page = text(Format::Html, &file, &agent);
     for said in ["2 of 3 GPUs usable 11.520 s after kernel start; GPU 2 failed", "RmInitAdapter failed! (0x62:0x65:1971)", "\u{b1}0.2 ms"] {
@@ -222,7 +222,7 @@ fn boot_of(records: impl IntoIterator<Item = String>) -> BootFile {
 }
 
 #[test]
-fn a_guest_that_names_many_gpus_does_not_have_each_looked_for_in_each_line() {
+fn many_named_gpus_are_not_each_searched_in_each_line() {
     let gpus = || (0..100).map(|n| format!("{n:04x}:00:00.0"));
     let said = gpus()
         .map(|gpu| format!(r#"5,"kind":"kmsg","name":"kmsg","level":"error","fields":{{"text":"NVRM: GPU {gpu}: fallen off the bus"}}"#));

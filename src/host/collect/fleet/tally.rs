@@ -210,7 +210,7 @@ mod tests {
     use crate::host::analysis::metrics::StepMetrics;
 
     #[test]
-    fn values_fall_into_the_bucket_of_the_first_bound_that_is_not_below_them() {
+    fn a_value_falls_into_the_first_bucket_not_below_it() {
         let mut histogram = Histogram::default();
         for ns in [0, 5_000_000, 5_000_001, 600_000_000_000, 600_000_000_001, i64::MAX] {
             histogram.add(ns);
@@ -241,7 +241,7 @@ mod tests {
     }
 
     #[test]
-    fn a_boot_that_no_machine_has_counts_as_implausible_and_moves_no_other_number() {
+    fn an_implausible_boot_changes_no_other_number() {
         let step = |ns| ("gpu.init".to_string(), StepMetrics { wall_ns: 1, each_ns: vec![1, ns] });
         let plain = || Metrics { settled: true, ..Metrics::default() };
         let boots = [

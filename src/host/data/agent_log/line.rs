@@ -390,7 +390,7 @@ mod tests {
     }
 
     #[test]
-    fn a_container_is_known_by_its_spec_and_nothing_that_its_owner_writes_stands_in_it() {
+    fn a_containers_name_is_from_its_spec_not_its_owner() {
         let annotations =
             |more: &str| format!(r#"annotations: Some({{"cdi.k8s.io/b": "nvidia.com/gpu=1", "cdi.k8s.io/a": "nvidia.com/gpu=0"{more}}})"#);
         let spec = |more: &str| {

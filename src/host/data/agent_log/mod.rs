@@ -227,7 +227,7 @@ mod tests {
     }
 
     #[test]
-    fn without_a_spec_a_container_is_known_by_its_number_or_its_id_and_its_devices_are_unknown() {
+    fn without_a_spec_a_container_has_a_number_and_unknown_devices() {
         let events =
             said(&[CREATE, CREATED, CREATE, "enter container.start! | c", CREATED, "enter container.start! | c", "container started | c"]);
         assert_eq!(events[1], created("#1", UNKNOWN, None));
@@ -236,7 +236,7 @@ mod tests {
     }
 
     #[test]
-    fn an_agent_that_has_tried_often_enough_has_given_up_though_it_does_not_say_so() {
+    fn an_agent_out_of_tries_has_given_up_even_if_it_logs_nothing() {
         let wait = "waiting for CDI spec(s) to be generated (2 of 2 max tries) \"unresolvable CDI devices k/d=1\"";
         let events = said(&[CREATE, wait]);
         let Some(AgentEvent::ContainerFailed { container, devices, tries, error }) = events.last() else { panic!("{events:?}") };

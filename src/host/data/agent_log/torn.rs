@@ -110,7 +110,7 @@ mod tests {
     }
 
     #[test]
-    fn a_line_that_others_have_torn_is_whole_again_and_theirs_are_lines() {
+    fn a_torn_line_is_joined_and_the_lines_inside_it_are_kept() {
         let agent = r#"{"msg":"spec: [\"a\", {\"b\"}]","level":"INFO"}"#;
         let init = r#"{"boottime_ns":"1","msg":"agent.look"}"#;
         let kernel = "[    9.020341] NVRM: again.";
@@ -134,7 +134,7 @@ mod tests {
     }
 
     #[test]
-    fn a_line_without_an_end_holds_nobody_up_and_costs_a_bounded_amount() {
+    fn a_line_without_an_end_delays_nothing_and_has_a_limit() {
         let mut torn = Torn::default();
         let mut seen = 0;
         torn.line(b"{\"msg\":\"begun", 64, |_| seen += 1);

@@ -37,7 +37,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn pauses_double_up_to_the_longest_and_a_receiver_may_ask_for_more() {
+    fn pauses_double_up_to_a_limit_and_a_receiver_may_extend_them() {
         let mut backoff = Backoff::default();
         for want in [1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0] {
             let pause = backoff.next(None).as_secs_f64();

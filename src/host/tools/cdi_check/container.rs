@@ -129,7 +129,7 @@ mod tests {
     use serde_json::json;
 
     #[test]
-    fn everything_that_was_added_is_there_in_the_order_in_which_it_works() {
+    fn all_edits_are_there_in_the_order_in_which_they_work() {
         let oci = json!({
             "linux": {
                 "devices": [{"path": "/dev/a", "type": "c", "major": UNKNOWN, "minor": UNKNOWN}, {"path": "/dev/b", "type": "c", "major": 1, "minor": 2, "fileMode": 438}],

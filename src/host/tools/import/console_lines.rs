@@ -287,7 +287,7 @@ mod tests {
     }
 
     #[test]
-    fn a_line_that_the_end_of_a_boot_cut_off_has_no_rest_in_the_next_one() {
+    fn a_line_cut_off_by_a_boots_end_does_not_go_on_in_the_next() {
         let head = r#"{"msg":"ttRPC server started","level":"INFO","ts":"2026-11-23T06:00:00.000000000Z","name":"kata-agent","#;
         let rest = r#""pid":"1","subsystem":"rpc","source":"agent"}"#;
         let first = "[    0.000000] Linux version 6.1";
@@ -298,7 +298,7 @@ mod tests {
     }
 
     #[test]
-    fn without_a_banner_several_early_lines_begin_a_boot_and_one_does_not() {
+    fn without_a_banner_several_early_lines_begin_a_boot() {
         let (two, _) = boots(&[
             "[   50.000000] NVRM: a",
             "[    1.000000] NVRM: b",

@@ -95,7 +95,7 @@ mod tests {
     use crate::events::record::is_boot_id;
 
     #[test]
-    fn an_id_is_a_boot_id_that_no_guest_has_and_depends_on_the_bytes() {
+    fn an_id_depends_on_the_bytes_and_is_no_guests_boot_id() {
         let (a, b) = (id(b"a"), id(b"b"));
         assert!(is_boot_id(&a) && is_boot_id(&b) && a != b);
         assert_eq!((a.as_bytes()[14], id(b"a")), (b'8', a.clone()));

@@ -232,7 +232,7 @@ mod tests {
     }
 
     #[test]
-    fn a_traces_clock_is_found_by_what_it_caused_and_its_calls_get_their_gpus() {
+    fn a_traces_clock_is_found_by_its_effects_and_calls_get_gpus() {
         let steps = three();
         let bytes = steps.bars.values().next().unwrap()[&2];
         let region = |at_ms: i64, bytes, took_ms: u64| {

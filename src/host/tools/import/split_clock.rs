@@ -115,7 +115,7 @@ mod tests {
     }
 
     #[test]
-    fn the_true_time_is_within_the_stated_error_whatever_the_clocks_difference() {
+    fn the_true_time_is_within_the_stated_error_for_any_offset() {
         for difference in [1, 123_456_789, 500_000_000, 733_000_000, 999_999_999, 17 * SECOND + 250_000_000] {
             let mut split = Split::default();
             let calls: Vec<(i64, i64)> = (0..40i64).map(|i| (1_000 * SECOND + i * 377_000_000, 203_000_000)).collect();
@@ -141,7 +141,7 @@ mod tests {
     }
 
     #[test]
-    fn stamps_of_one_clock_are_left_alone_but_not_trusted_beyond_a_second() {
+    fn stamps_of_one_clock_stay_and_are_trusted_to_a_second() {
         let mut split = Split::default();
         for i in 0..10 {
             split.learn(i * HALF, (i + 1) * HALF, Some(HALF));

@@ -83,7 +83,7 @@ fn disagreements(stream: &BootFile, console: &[u8], import: &BootFile) -> (usize
 }
 
 #[test]
-fn an_import_of_the_console_and_the_stream_agree_on_every_milestone_within_the_stated_error() {
+fn console_and_stream_agree_on_milestones_within_the_error() {
     let stream = BootFile::read(bytes("two-gpus.ndjson").as_slice()).unwrap();
     let console = bytes("two-gpus.console");
     let (_, import) = of_fixtures(&["two-gpus.console"]);
@@ -101,7 +101,7 @@ fn an_import_of_the_console_and_the_stream_agree_on_every_milestone_within_the_s
 /// The console of kata-agent 4.1.0 itself, with lines that others have torn, and the stream of the
 /// same boot.
 #[test]
-fn a_real_agents_console_gives_the_same_containers_whether_it_is_imported_or_read_beside_the_stream() {
+fn an_imported_console_gives_the_same_containers_as_the_stream() {
     let name = "../agent/kata-agent-4.1.0-info";
     let (stream, console) = (bytes(&format!("{name}.ndjson")), bytes(&format!("{name}.console")));
     let stream = BootFile::read(stream.as_slice()).unwrap();
@@ -142,7 +142,7 @@ fn a_milestone_that_is_moved_is_a_disagreement() {
 }
 
 #[test]
-fn marks_of_the_driver_are_initialisations_and_an_enabling_counts_once() {
+fn driver_lines_are_initialisations_and_an_enabling_counts_once() {
     let (_, import) = of_fixtures(&["console.log"]);
     let boot = Boot::new(&import, &[]);
     let steps = |name: &str| {
@@ -162,7 +162,7 @@ const MAPPED: [(&str, i64, i64); 3] = [
 ];
 
 #[test]
-fn calls_of_a_trace_find_their_gpus_and_their_times_whatever_the_traces_clock() {
+fn calls_of_a_trace_find_their_gpus_with_any_clock() {
     for files in [
         ["containerd.log", "bpftrace.txt"],
         ["containerd.log", "bpftrace-own-program.txt"],

@@ -87,7 +87,7 @@ mod tests {
     use crate::host::testing::TempDir;
 
     #[test]
-    fn a_release_is_read_from_every_kind_of_kernel_and_no_other_file() {
+    fn a_release_is_read_from_any_kernel_and_no_other_file() {
         let dir = TempDir::new();
         let path = dir.path().join("kernel");
         let of = |bytes: &[u8]| {

@@ -188,7 +188,7 @@ mod tests {
     }
 
     #[test]
-    fn kernel_params_that_cannot_be_merged_are_refused_with_file_key_and_value() {
+    fn unmergeable_kernel_params_are_refused_with_key_and_value() {
         for (text, why) in [("'a=\"b'", "open double quote"), ("['a']", "not a string"), ("1", "not a string")] {
             let refusal = plan(&format!("[hypervisor.qemu]\nkernel_params = {text}"), &[]).unwrap_err().to_string();
             assert!(refusal.starts_with("/c.toml: hypervisor.qemu.kernel_params = ") && refusal.contains(why), "{refusal}");
@@ -196,7 +196,7 @@ mod tests {
     }
 
     #[test]
-    fn words_of_an_earlier_install_stay_until_they_are_replaced_or_unset() {
+    fn an_earlier_installs_params_stay_until_replaced_or_unset() {
         let strings = |words: &[&str]| words.iter().map(ToString::to_string).collect::<Vec<_>>();
         let next = |installed: &[&str], added: &[&str], unset: &[&str]| parameters(&strings(installed), &strings(added), &strings(unset));
         assert_eq!(next(&["m.a=1", "b=2"], &[], &[]), Ok(strings(&["m.a=1", "b=2"])));

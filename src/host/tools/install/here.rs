@@ -481,7 +481,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn colours_change_no_letter_and_are_only_for_terminals_that_want_them() {
+    fn colours_are_for_terminals_alone_and_change_no_letter() {
         let text = "refused: a: b\n  x: 1 -> 2\nwrote /a\n--- /dev/null\n@@ -1 @@\n+a\n-b\n c\n";
         assert_eq!(painted(text, &Screen::PLAIN), text);
         let colour = painted(text, &Screen { width: Some(80), colour: true });

@@ -206,7 +206,7 @@ mod tests {
     }
 
     #[test]
-    fn the_kernel_is_the_configurations_where_its_release_can_be_read() {
+    fn a_configurations_kernel_counts_where_its_release_is_readable() {
         let dir = TempDir::new();
         let path = dir.path().join("vmlinux");
         std::fs::write(&path, b"...Linux version 6.18.5-nvidia-gpu (builder) #1").unwrap();

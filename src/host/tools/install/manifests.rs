@@ -127,7 +127,7 @@ mod tests {
     }
 
     #[test]
-    fn the_handler_follows_from_where_kata_deploy_puts_a_configuration() {
+    fn the_handler_follows_from_kata_deploys_configuration_path() {
         let handler = |path: &str| installed_handler(Path::new(path)).map(|name| name.to_string());
         assert_eq!(handler("/d/runtimes/qemu-nvidia-gpu/configuration-qemu-nvidia-gpu.toml").as_deref(), Some("kata-qemu-nvidia-gpu"));
         assert_eq!(handler("/d/custom-runtimes/kata-mine/configuration-qemu-nvidia-gpu.toml").as_deref(), Some("kata-mine"));

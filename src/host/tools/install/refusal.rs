@@ -74,7 +74,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_refusal_is_one_printable_line_with_place_key_value_reason_and_cure() {
+    fn a_refusal_is_one_line_with_place_key_value_reason_and_cure() {
         let refusal = Refusal::at(Path::new("/a\n/b.toml"), "it\u{202e} breaks")
             .key("hypervisor.qemu.image", "\"\x1b[2J\"")
             .cure("remove it")

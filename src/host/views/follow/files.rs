@@ -224,7 +224,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn what_is_appended_is_seen_once_and_half_a_line_when_it_is_whole() {
+    async fn appended_lines_are_seen_once_and_only_when_whole() {
         let dir = TempDir::new();
         let mut files = Files::watch(dir.path(), Which::Boots).unwrap();
         let mut writer = File::create(dir.path().join(BOOT)).unwrap();

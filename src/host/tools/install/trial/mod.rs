@@ -428,7 +428,7 @@ mod tests {
     }
 
     #[test]
-    fn what_failed_is_said_with_the_cure_and_what_works_has_no_reason() {
+    fn a_failed_check_has_a_cure_and_a_passed_one_has_no_reason() {
         let ready = || Some(Outcome::Ready { gpus: 8, at_ns: 3_000_000_000 });
         let good = seen(Some(Ok(18.2)), ready());
         assert_eq!(of(&good), "");

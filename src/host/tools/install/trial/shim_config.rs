@@ -101,7 +101,7 @@ mod tests {
     "#;
 
     #[test]
-    fn a_runtime_is_found_in_containerds_configuration_of_either_version() {
+    fn a_runtime_is_found_in_either_version_of_containerds_config() {
         for cri in ["io.containerd.grpc.v1.cri", "io.containerd.cri.v1.runtime"] {
             let table: Table = DUMP.replace("io.containerd.grpc.v1.cri", cri).parse().unwrap();
             let found = |name| Runtime::in_containerds(&table, name).map_err(|error| error.to_string());
