@@ -52,20 +52,20 @@ enum Command {
 fn main() -> ExitCode {
     let done = match Cli::parse().command {
         Command::Collect(args) => collect::run(&args),
-        // Its exit status tells what became of the boot.
+        // Exit status: outcome of the boot.
         Command::Follow(args) => return follow::run(&args),
         Command::Show(args) => show::run(&args),
         Command::List(args) => list::run(&args),
         Command::Blame(args) => blame::run(&args),
         Command::CriticalPath(args) => critical_path::run(&args),
         Command::Coverage(args) => coverage::run(&args),
-        // Its exit status is a gate's.
+        // Exit status: whether a value became slower.
         Command::Compare(args) => return compare::run(&args),
         Command::Stats(args) => stats::run(&args),
         Command::Export(args) => export::run(&args),
         Command::Demo(args) => demo::run(&args),
         Command::Import(args) => import::run(&args),
-        // Its exit status says more than yes or no.
+        // Exit status: errors in specs are apart from specs that cannot be read.
         Command::Cdi(args) => return cdi::run(&args),
         Command::Install(args) => return install::run(&args),
         Command::Uninstall(args) => return uninstall::run(&args),

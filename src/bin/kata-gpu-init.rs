@@ -49,7 +49,7 @@ fn main() -> ExitCode {
         Some("--version" | "-V") => println!("kata-gpu-init {}", env!("CARGO_PKG_VERSION")),
         Some("--help" | "-h") => print!("{HELP}"),
         None => {
-            eprintln!("kata-gpu-init: not PID 1, so there is nothing to boot; `kata-gpu-init --help` says what it is for");
+            eprintln!("kata-gpu-init: not PID 1, so there is nothing to boot; `kata-gpu-init --help` describes it");
             return ExitCode::from(2);
         }
         Some(other) => {

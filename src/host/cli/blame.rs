@@ -1,4 +1,4 @@
-//! `kata-gpu-boot blame`: whose time it was.
+//! `kata-gpu-boot blame`: a boot's time by owner, phase and step.
 
 use super::boot_args::{BootArgs, boot_json, head, held_up, notes};
 use crate::host::analysis::blame::{Blame, By, StepRow, Time, blame};
@@ -7,7 +7,7 @@ use crate::host::system::stdout::print;
 use crate::host::views::grid::{Grid, Set, share};
 use anyhow::Result;
 
-/// Steps that are listed of one owner.
+/// Most steps that are listed for an owner.
 const MAX_STEPS: usize = 40;
 
 const HELP: &str = "\
@@ -26,13 +26,13 @@ Examples:
   kata-gpu-boot blame --phases
   kata-gpu-boot blame --json | jq '.groups[] | {name, wall_ns}'";
 
-/// Show whose time a boot was: host, kernel, driver, init, agent, and their steps.
+/// Show a boot's time by owner (host, kernel, driver, init, agent) and by step.
 #[derive(clap::Args, Debug)]
 #[command(after_help = HELP)]
 pub struct Args {
     #[command(flatten)]
     boot: BootArgs,
-    /// By phase, in the order of a boot.
+    /// Show the time by phase, in the order of a boot.
     #[arg(long)]
     phases: bool,
 }
@@ -42,7 +42,7 @@ pub fn run(args: &Args) -> Result<()> {
     print(&text(args, &Screen::of_stdout())?)
 }
 
-/// What is printed.
+/// The page, or its JSON form.
 pub fn text(args: &Args, screen: &Screen) -> Result<String> {
     let loaded = args.boot.load()?;
     let window = args.boot.window(&loaded)?;

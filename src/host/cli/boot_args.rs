@@ -1,5 +1,5 @@
 //! Arguments and output that `blame`, `critical-path`, `coverage`, `compare`, `stats` and `list`
-//! share: which boot, which window, how it is printed.
+//! share: the boot, the window, the form of the output.
 
 use crate::host::analysis::held_up::HeldUp;
 use crate::host::analysis::loaded::{Loaded, load};
@@ -17,19 +17,19 @@ use std::time::{Duration, Instant};
 
 /// Version of the JSON forms of all six.
 pub const ACCOUNT: u32 = 1;
-/// How long nobody wonders what is going on.
+/// Time before the first line of progress is printed.
 const SILENCE: Duration = Duration::from_secs(1);
 
-/// Which boot, and which part of it.
+/// A boot, and a part of it.
 #[derive(clap::Args, Clone, Debug)]
 pub struct BootArgs {
-    /// A file, or a boot id (its first characters are enough); the newest boot if left away.
+    /// File of a boot, or a boot id (its first characters are enough) [default: the newest boot].
     pub boot: Option<String>,
-    /// Where the collector wrote.
+    /// Directory that the collector writes to.
     #[arg(long, default_value = ".")]
     pub dir: PathBuf,
     /// The guest's console log, or containerd's log with its lines (vmconsole=), for the agent's
-    /// own lines [default: the file beside the boot's that ends in .console].
+    /// own lines [default: the boot's file with the extension .console].
     #[arg(long, value_name = "FILE")]
     pub console: Option<PathBuf>,
     /// Begin at this milestone instead of the first one.
@@ -67,12 +67,12 @@ pub fn head(loaded: &Loaded, window: &Window) -> String {
     format!("{id}{} .. {}", milestone(window.from), milestone(window.to))
 }
 
-/// What the account lacks, below a page.
+/// Notes below a page: data that the account lacks.
 pub fn notes(notes: &[String], screen: &Screen, out: &mut Vec<String>) {
     out.extend(notes.iter().map(|note| screen.paint(Ink::Dim, &format!("note: {note}"))));
 }
 
-/// Steps that enablings held up, below a page.
+/// Steps below a page that enablings held up.
 pub fn held_up(steps: &[HeldUp], screen: &Screen, out: &mut Vec<String>) {
     if steps.is_empty() {
         return;
@@ -88,7 +88,7 @@ pub fn held_up(steps: &[HeldUp], screen: &Screen, out: &mut Vec<String>) {
     out.extend(grid.lines(screen));
 }
 
-/// A JSON form with its version and what it lacks.
+/// A JSON form with its version, and notes on data that it lacks.
 #[derive(Serialize)]
 struct Json<'a, T: Serialize> {
     account: u32,
@@ -114,8 +114,8 @@ fn json(content: &impl Serialize) -> Result<String> {
     ascii_json(&serde_json::to_value(content).context("write as JSON")?)
 }
 
-/// The boots of a directory as numbers, one at a time; what could not be read is named in the
-/// second value.
+/// Passes the numbers of each boot in a directory to `take`. Returns the files that could not be
+/// read.
 pub fn each_boot(dir: &Path, mut take: impl FnMut(Metrics)) -> Result<Vec<String>> {
     let mut paths = boots(dir)?;
     paths.sort();
@@ -133,8 +133,7 @@ pub fn each_boot(dir: &Path, mut take: impl FnMut(Metrics)) -> Result<Vec<String
     Ok(unread)
 }
 
-/// One line on the terminal that says how far it is; nothing in a pipe, and nothing in the first
-/// second.
+/// A line of progress on the terminal, after [`SILENCE`]; a pipe gets none.
 pub struct Progress {
     last: Instant,
     shown: bool,
@@ -152,10 +151,10 @@ impl Progress {
         }
     }
 
-    /// Before something that is known to take long.
+    /// Shows a text at once, before work that takes long.
     pub fn say_now(&mut self, text: &str) {
         if std::io::stderr().is_terminal() {
-            // Nobody misses a line of progress that could not be written.
+            // A lost line of progress is no error.
             let _unused = write!(std::io::stderr(), "\r{text}\x1b[K");
             self.shown = true;
         }

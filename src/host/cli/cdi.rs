@@ -1,4 +1,4 @@
-//! `kata-gpu-boot cdi check`: what agents make of CDI specs.
+//! `kata-gpu-boot cdi check`: CDI specs as agents read them.
 
 use crate::host::data::text::{Screen, ascii_json};
 use crate::host::system::stdout::print;
@@ -10,7 +10,7 @@ use anyhow::Result;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
-/// Exit status for what cannot be checked at all.
+/// Exit status for specs that cannot be checked at all.
 const USAGE: u8 = 2;
 
 const HELP: &str = "\
@@ -37,7 +37,7 @@ Examples:
   # everything that is looked for
   kata-gpu-boot cdi check --rules";
 
-/// Look at CDI specs.
+/// Check CDI specs.
 #[derive(clap::Args, Debug)]
 pub struct Args {
     #[command(subcommand)]
@@ -56,26 +56,26 @@ struct CheckArgs {
     /// A spec, or a directory of specs like /var/run/cdi.
     #[arg(value_name = "FILE|DIR", required_unless_present = "rules")]
     path: Option<PathBuf>,
-    /// Devices that one container asks for: nvidia.com/gpu=0, or 0; each device by itself if left
-    /// away.
+    /// Devices that one container requests: nvidia.com/gpu=0, or 0 [default: each device by
+    /// itself].
     #[arg(value_name = "DEVICE")]
     devices: Vec<String>,
-    /// Look for the paths that specs name below this directory.
+    /// Directory below which paths in specs are looked up.
     #[arg(long, value_name = "DIR", conflicts_with = "here")]
     root: Option<PathBuf>,
-    /// Look for the paths that specs name on this machine.
+    /// Look up paths in specs on this machine.
     #[arg(long)]
     here: bool,
-    /// A device that a container would wait for is an error.
+    /// Count a device that a container would wait for as an error.
     #[arg(long)]
     require_resolvable: bool,
-    /// Only what matters to this Kata; both if left away.
+    /// Major version of Kata whose rules count [default: both].
     #[arg(long, value_enum, value_name = "MAJOR")]
     kata: Option<Agent>,
     /// Print everything as one JSON object: files, agents, containers, findings.
     #[arg(long)]
     json: bool,
-    /// Print what is looked for, and leave.
+    /// Print the rules, and exit.
     #[arg(long, exclusive = true)]
     rules: bool,
 }

@@ -2,17 +2,17 @@
 
 use std::process::ExitCode;
 
-/// Exit status of `cdi check` for what cannot be checked at all.
+/// Exit status of `cdi check` for specs that cannot be checked at all.
 const USAGE: u8 = 2;
 
-/// Look at CDI specs (this program was built without it: --features host).
+/// Check CDI specs (not in this program: build it with --features host).
 #[derive(clap::Args)]
 pub struct Args {
     #[arg(hide = true, trailing_var_arg = true, allow_hyphen_values = true)]
     words: Vec<String>,
 }
 
-/// Fails as `cdi check` does where it cannot answer.
+/// Fails as `cdi check` does for specs that it cannot check.
 pub fn run(args: &Args) -> ExitCode {
     eprintln!(
         "kata-gpu-boot: cdi {}: this program cannot check specs: build it with \

@@ -70,7 +70,7 @@ Examples:
   kata-gpu-boot collect --print-dashboard > dashboard.json
   kata-gpu-boot collect --print-alerts > kata-gpu-boot.rules.yml";
 
-/// What stands below the options.
+/// Help below the options.
 fn help() -> String {
     let mut text = format!("{HELP}\n\n{}", Limits::help());
     text.push_str("\nWatched without --vm:\n");
@@ -87,7 +87,7 @@ fn help() -> String {
 #[derive(clap::Args, Debug)]
 #[command(after_help = help())]
 pub struct Args {
-    /// Where the files go; made if it is not there.
+    /// Directory for the boots' files; made if it does not exist.
     #[arg(long, required_unless_present_any = ["print_systemd_unit", "print_daemonset", "print_dashboard", "print_alerts"])]
     dir: Option<PathBuf>,
     /// Port that guests connect to.
@@ -107,23 +107,23 @@ pub struct Args {
     #[arg(long, value_name = "PATTERN")]
     sandbox: Vec<Pattern>,
     /// OCI configurations of sandbox containers, with * for the id, instead of containerd's and
-    /// CRI-O's: they name the pod. One in a directory `userdata` is CRI-O's, every other one
-    /// containerd's.
+    /// CRI-O's: they name the pod. A file in a directory `userdata` is read as CRI-O's, any other
+    /// one as containerd's.
     #[arg(long, value_name = "PATTERN")]
     bundle: Vec<Pattern>,
     /// Do not listen on AF_VSOCK.
     #[arg(long)]
     no_vsock: bool,
-    /// Become this user (name or number, with :GROUP) once everything is open; the files are theirs
-    /// then.
+    /// User (name or number, with :GROUP) that the collector becomes once everything is open, and
+    /// that owns the files.
     #[arg(long, value_name = "USER", value_parser = RunAs::parse)]
     user: Option<RunAs>,
-    /// Remove boots whose last record came so many days ago; 0: keep them for ever. Never one in
-    /// flight, and none for a day after this machine's clock was set.
+    /// Days from a boot's last record to its removal; 0: boots are kept for ever. No boot in flight
+    /// is removed, and none for a day after this machine's clock was set.
     #[arg(long, value_name = "N", default_value_t = 30)]
     keep_days: u64,
-    /// Remove boots when all together are larger (10G, 500M): first the oldest of VMs that have
-    /// more than an eighth of it, then the oldest; 0: no limit. Never one in flight.
+    /// Size of all boots (10G, 500M) above which boots are removed: first the oldest of VMs that
+    /// have more than an eighth of it, then the oldest; 0: no limit. No boot in flight is removed.
     #[arg(long, value_name = "SIZE", default_value = "10G", value_parser = parse_size)]
     keep_size: u64,
     /// Change a limit (the table below); may be given several times.
@@ -141,37 +141,37 @@ pub struct Args {
     /// OTEL_RESOURCE_ATTRIBUTES is read, too.
     #[arg(long, value_name = "KEY=VALUE", requires = "otlp")]
     otlp_attribute: Vec<String>,
-    /// Answer Prometheus at http://ADDRESS/metrics; a port alone is one of 127.0.0.1.
+    /// Address of http://ADDRESS/metrics for Prometheus; a port alone is a port of 127.0.0.1.
     #[arg(long, value_name = "[IP:]PORT", value_parser = parse_address)]
     metrics: Option<SocketAddr>,
-    /// Leave when this many boots are complete (settled or powered off, or their connection over).
+    /// Exit when this many boots are complete (settled or powered off, or their connection over).
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..))]
     boots: Option<u64>,
     /// Show boots as they happen.
     #[arg(long)]
     live: bool,
-    /// With --live: details too.
+    /// With --live: show details too.
     #[arg(short, long, requires = "live")]
     verbose: bool,
-    /// Ask the collector of this --dir whether it receives, and leave (exit status 0: it does).
+    /// Check that the collector of this --dir receives, and exit (status 0: it does).
     #[arg(long, requires = "dir")]
     check: bool,
-    /// Print a systemd unit that runs this program, and leave.
+    /// Print a systemd unit that runs this program, and exit.
     #[arg(long, conflicts_with = "print_daemonset")]
     print_systemd_unit: bool,
-    /// Print a Kubernetes DaemonSet, and leave.
+    /// Print a Kubernetes DaemonSet, and exit.
     #[arg(long)]
     print_daemonset: bool,
-    /// Print a dashboard of the metrics, for Grafana's import, and leave.
+    /// Print a dashboard of the metrics, for Grafana's import, and exit.
     #[arg(long, conflicts_with_all = ["print_systemd_unit", "print_daemonset"])]
     print_dashboard: bool,
-    /// Print alerting rules about the metrics, for Prometheus, and leave.
+    /// Print alerting rules about the metrics, for Prometheus, and exit.
     #[arg(long, conflicts_with_all = ["print_systemd_unit", "print_daemonset", "print_dashboard"])]
     print_alerts: bool,
 }
 
-/// After a boot said that it is complete, how long without a record means that it is: some come
-/// just behind.
+/// Time without a record after which a boot that reported its completion counts as complete: some
+/// records come just after the report.
 const LINGER: Duration = Duration::from_secs(1);
 
 /// Runs `collect`.
@@ -192,10 +192,10 @@ pub fn run(args: &Args) -> Result<()> {
     if let (true, Some(dir)) = (args.check, &args.dir) {
         return check::ask(dir);
     }
-    // Files and directories are made with their mode; sockets have to be open to VMMs of other
+    // Files and directories are made with their own mode. Sockets must be open to VMMs of other
     // users.
     umask(Mode::empty());
-    // One thread: privileges are dropped in it, and inherited by those that follow.
+    // Runtime of one thread: it drops its privileges, and later threads inherit that.
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().context("start the runtime")?;
     runtime.block_on(collect(args))
 }
@@ -210,7 +210,7 @@ fn config(args: &Args) -> Result<Config> {
         vsock: !args.no_vsock,
         uds: args.uds.clone(),
         vms: if args.no_vms { Vec::new() } else { patterns(&args.vm, &mut VM_SOCKETS.iter().map(|(pattern, _)| *pattern))? },
-        // They tell whose a CID is.
+        // Needed for the owners of CIDs.
         sandboxes: if args.no_vsock && args.sandbox.is_empty() {
             Vec::new()
         } else {
@@ -233,7 +233,7 @@ fn otlp(url: &str, args: &Args) -> Result<Otlp> {
 }
 
 async fn collect(args: &Args) -> Result<()> {
-    // Before anything that has to be closed in order.
+    // Signals are caught before anything is opened that must be closed in order.
     let mut interrupt = signal(SignalKind::interrupt()).context("catch SIGINT")?;
     let mut terminate = signal(SignalKind::terminate()).context("catch SIGTERM")?;
     let (sender, mut news) = mpsc::channel(NEWS_QUEUE);
@@ -268,7 +268,7 @@ async fn collect(args: &Args) -> Result<()> {
     }
     stop.send_replace(true);
     let counts = running.await.context("the collector stopped unexpectedly")??;
-    // What was on its way when it was told to stop.
+    // News that were on their way at the stop.
     while let Ok(item) = news.try_recv() {
         report(&item);
         show(&mut view, |view, out| view.take(&item, out));
@@ -281,7 +281,7 @@ async fn collect(args: &Args) -> Result<()> {
     Ok(())
 }
 
-/// Lets the view print. A reader that is gone ends the view, never the collecting.
+/// Prints through the view. A closed output ends the view, never the collecting.
 fn show(view: &mut Option<View>, print: impl FnOnce(&mut View, &mut Vec<String>)) {
     let Some(v) = view else { return };
     let mut lines = Vec::new();
@@ -292,7 +292,7 @@ fn show(view: &mut Option<View>, print: impl FnOnce(&mut View, &mut Vec<String>)
     }
 }
 
-/// What the operator should know of, on standard error.
+/// Reports news for the operator on standard error.
 fn report(news: &News) {
     match news {
         News::Line { text } | News::Problem { text } => eprintln!("kata-gpu-boot: {}", printable(text)),
@@ -300,7 +300,7 @@ fn report(news: &News) {
     }
 }
 
-/// The live views of all boots; their rows are told apart by the start of the boot id.
+/// The live views of all boots; each row begins with the start of its boot id.
 struct View {
     table: Table,
     verbose: bool,
@@ -308,7 +308,7 @@ struct View {
     headed: bool,
 }
 
-/// Characters of a boot id that stand before a row.
+/// Characters of a boot id at the beginning of a row.
 const TAG: usize = 8;
 
 impl View {
@@ -368,12 +368,12 @@ fn tagged(boot: &str, lines: Vec<String>) -> impl Iterator<Item = String> {
     lines.into_iter().map(move |line| format!("{tag} {line}"))
 }
 
-/// Which boots are complete.
+/// The boots that are complete.
 #[derive(Debug, Default)]
 struct Count {
-    /// When the boot will count as complete if nothing else comes.
+    /// Times at which boots count as complete if no other record comes.
     closing: BTreeMap<Arc<str>, Instant>,
-    /// Boots that said that they are through.
+    /// Boots that are complete.
     done: HashSet<Arc<str>>,
     complete: HashSet<Arc<str>>,
 }

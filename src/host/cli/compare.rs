@@ -1,5 +1,5 @@
-//! `kata-gpu-boot compare`: two boots, or two sets of boots, with an exit status that can stop a
-//! release.
+//! `kata-gpu-boot compare`: compares two boots, or two sets of boots, with an exit status that can
+//! stop a release.
 
 use super::boot_args::{Progress, each_boot, notes, plain_json};
 use crate::host::analysis::compare::{Change, Comparison, Settings, Threshold, Verdict, compare};
@@ -14,13 +14,13 @@ use anyhow::Result;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
-/// Exit status for what is slower.
+/// Exit status if a value is slower.
 const SLOWER: u8 = 1;
-/// Exit status for what cannot be compared.
+/// Exit status for boots that cannot be compared.
 const CANNOT: u8 = 2;
-/// From so many boots on, their intervals take a second or more.
+/// Number of boots from which their intervals take a second or more.
 const MANY: usize = 1000;
-/// Steps that are printed, those that grew most; the JSON form has all.
+/// Most steps that are printed, those that grew most; the JSON form has all.
 const MAX_STEPS: usize = 15;
 
 const HELP: &str = "\
@@ -38,24 +38,24 @@ Examples:
   kata-gpu-boot compare --runs old/ new/ --gate 'last container' --threshold 10%
   kata-gpu-boot compare --runs old/ new/ --json | jq '.worse'";
 
-/// Compare two boots or two sets of boots: which milestone, phase and step got slower.
+/// Compare the milestones, phases and steps of two boots or two sets of boots.
 #[derive(clap::Args, Debug)]
 #[command(after_help = HELP)]
 pub struct Args {
-    /// The boot before: a file, or the start of a boot id; with --runs a directory.
+    /// The earlier boot: a file, or the start of a boot id; with --runs a directory.
     a: PathBuf,
-    /// The boot after.
+    /// The later boot.
     b: PathBuf,
-    /// A and B are directories with many boots each.
+    /// Compare A and B as directories with many boots each.
     #[arg(long)]
     runs: bool,
-    /// Where the collector wrote, for boot ids.
+    /// Directory that the collector writes to, for boot ids.
     #[arg(long, default_value = ".", conflicts_with = "runs")]
     dir: PathBuf,
-    /// How much slower is too slow: a part (5%) or a duration (200ms).
+    /// Growth that is too much: a part (5%) or a duration (200ms).
     #[arg(long, default_value = "5%")]
     threshold: Threshold,
-    /// Only this milestone counts for the exit status (can be given several times) [default: all].
+    /// Milestone that counts for the exit status (can be given several times) [default: all].
     #[arg(long, value_name = "MILESTONE")]
     gate: Vec<String>,
     /// Seed of the bootstrap.
@@ -84,7 +84,7 @@ pub fn status(worse: &Result<bool>) -> u8 {
     }
 }
 
-/// What is printed, and whether the gate is closed.
+/// The page or its JSON form, and whether the gate is closed.
 pub fn compared(args: &Args, screen: &Screen) -> Result<(String, bool)> {
     let mut unread = Vec::new();
     let mut side = |path: &Path| -> Result<Vec<Metrics>> {
@@ -138,7 +138,7 @@ fn page(comparison: &Comparison, screen: &Screen) -> String {
     out.join("\n") + "\n"
 }
 
-/// `sets`: there is more than one boot, so that medians are not all there is.
+/// `sets`: a side has more than one boot, so the table has intervals beside medians.
 fn table(title: &'static str, changes: &[&Change], sets: bool) -> Grid {
     let right = Set::Right;
     let columns = [

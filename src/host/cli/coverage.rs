@@ -7,9 +7,9 @@ use crate::host::system::stdout::print;
 use crate::host::views::grid::{Grid, Set, share, time};
 use anyhow::{Result, ensure};
 
-/// Gaps that are printed, the longest; the JSON form has all.
+/// Most gaps that are printed, the longest; the JSON form has all.
 const MAX_GAPS: usize = 20;
-/// Shorter ones are not printed one by one: all times are printed in ms.
+/// Shortest gap that has a line of its own: all times are printed in ms.
 const SHORT_NS: u64 = 1_000_000;
 
 const HELP: &str = "\
@@ -26,13 +26,13 @@ Examples:
   # as a check: fails when more than 1 % is unexplained
   kata-gpu-boot coverage --at-most 1";
 
-/// Show how much of a boot's time no step explains, and where it is.
+/// Show the parts of a boot's time that no step explains.
 #[derive(clap::Args, Debug)]
 #[command(after_help = HELP)]
 pub struct Args {
     #[command(flatten)]
     boot: BootArgs,
-    /// Fail when a larger part than this is unexplained.
+    /// Largest unexplained part, in percent, without an exit status of 1.
     #[arg(long, value_name = "PERCENT")]
     at_most: Option<f64>,
 }
@@ -47,7 +47,7 @@ pub fn run(args: &Args) -> Result<()> {
     Ok(())
 }
 
-/// What is printed, and which part of the window is unexplained, in percent.
+/// The page or its JSON form, and the unexplained part of the window in percent.
 pub fn text(args: &Args, screen: &Screen) -> Result<(String, f64)> {
     let loaded = args.boot.load()?;
     let window = args.boot.window(&loaded)?;

@@ -1,4 +1,5 @@
-//! `kata-gpu-boot critical-path`: the chain that set the end, and what would have made it shorter.
+//! `kata-gpu-boot critical-path`: the chain of steps that set the end, and the gain of shortening
+//! each.
 
 use super::boot_args::{BootArgs, boot_json, head, held_up, notes};
 use crate::host::analysis::critical_path::{CriticalPath, Gain, Piece, critical_path};
@@ -8,9 +9,9 @@ use crate::host::system::stdout::print;
 use crate::host::views::grid::{Grid, Set, time};
 use anyhow::Result;
 
-/// Pieces of the path that are printed; the JSON form has all.
+/// Most pieces of the path that are printed; the JSON form has all.
 const MAX_PIECES: usize = 200;
-/// Shorter pieces are not printed one by one: all times are printed in ms.
+/// Shortest piece that has a line of its own: all times are printed in ms.
 const SHORT_NS: u64 = 1_000_000;
 
 const HELP: &str = "\
@@ -29,13 +30,13 @@ Examples:
   # the five best, for programs
   kata-gpu-boot critical-path --top 5 --json | jq '.without_kind'";
 
-/// Show the chain of steps that set the end of a boot, and what would have made it shorter.
+/// Show the chain of steps that set the end of a boot, and the gain of shortening each.
 #[derive(clap::Args, Debug)]
 #[command(after_help = HELP)]
 pub struct Args {
     #[command(flatten)]
     boot: BootArgs,
-    /// How many of what would have made it shorter.
+    /// Number of the largest gains that are shown.
     #[arg(long, value_name = "N", default_value_t = 3, value_parser = clap::value_parser!(u8).range(1..=50))]
     top: u8,
 }
@@ -45,7 +46,7 @@ pub fn run(args: &Args) -> Result<()> {
     print(&text(args, &Screen::of_stdout())?)
 }
 
-/// What is printed.
+/// The page, or its JSON form.
 pub fn text(args: &Args, screen: &Screen) -> Result<String> {
     let loaded = args.boot.load()?;
     let window = args.boot.window(&loaded)?;
@@ -102,7 +103,7 @@ fn path(pieces: &[&Piece]) -> Grid {
 }
 
 fn gains(found: &CriticalPath) -> Grid {
-    // Only where something is assumed do the two differ.
+    // The two gains differ only where an order is assumed.
     let assumed = found.without_kind.iter().chain(&found.without_step).any(|g| g.gain_ns != g.at_most_ns);
     let right = Set::Right;
     let columns = [("GAIN", right), ("AT MOST", right), ("ON PATH", right), ("WITHOUT", Set::Left)];
@@ -118,7 +119,7 @@ fn gains(found: &CriticalPath) -> Grid {
     for gain in &found.without_kind {
         row(gain, if gain.count > 1 { format!("all {} {}", gain.count, gain.step) } else { gain.step.clone() });
     }
-    // A kind of one step was told already.
+    // A kind with one step was printed already.
     let told = |gain: &&Gain| !found.without_kind.iter().any(|k| k.count == 1 && k.step == gain.step);
     for gain in found.without_step.iter().filter(told) {
         row(gain, gain.gpu.map_or(gain.step.clone(), |gpu| format!("{} of GPU {gpu} alone", gain.step)));

@@ -1,8 +1,8 @@
 //! `kata-gpu-boot demo`: boots the simulator guest in QEMU and watches it, from the first
 //! instruction to the last container.
 //!
-//! Collecting, showing and judging are those of `collect` and `show`; this file only brings them
-//! together with a VM. It fails when anything in the boot did, and says what in one line.
+//! `collect` and `show` do the collecting, showing and judging; this file combines them with a VM.
+//! The demo fails with one line of reasons when anything in the boot failed.
 
 use crate::events::names;
 use crate::events::record::{DEFAULT_PORT, Kind};
@@ -54,25 +54,25 @@ pub struct Args {
     /// The guest's initrd, as initrd/pack makes it.
     #[arg(long)]
     initrd: PathBuf,
-    /// How many GPUs.
+    /// Number of GPUs.
     #[arg(long, default_value_t = 8, value_parser = clap::value_parser!(u32).range(1..=16))]
     gpus: u32,
-    /// How long the host takes to map one GPU's BARs: slow = 2 s, fast = 3 ms.
+    /// Time that the host takes to map one GPU's BARs: slow = 2 s, fast = 3 ms.
     #[arg(long, value_enum, default_value_t = HostSpeed::Fast)]
     host: HostSpeed,
-    /// How the GPUs are bound to the driver.
+    /// Strategy of binding the GPUs to the driver.
     #[arg(long, value_enum, default_value_t = Bind::Auto)]
     bind: Bind,
-    /// How the GPUs are initialised.
+    /// Strategy of initialising the GPUs.
     #[arg(long, value_enum, default_value_t = Init::Parallel)]
     init: Init,
-    /// Keep console log and events and say where they are.
+    /// Keep console log and events, and print their paths.
     #[arg(long)]
     keep: bool,
     /// The program vhost-device-vsock [default: target/tools/bin, then PATH].
     #[arg(long, value_name = "PATH")]
     vhost_device_vsock: Option<PathBuf>,
-    /// Where the events go, with the console log beside them; kept.
+    /// Directory for the events and the console log, which are kept.
     #[arg(long)]
     dir: Option<PathBuf>,
     /// Show details too.
@@ -102,13 +102,12 @@ enum Init {
 
 /// From the start of the VM until everything must be done.
 const TIME_LIMIT: Duration = Duration::from_secs(120);
-/// How long after a child's end QEMU's status may take to be known.
+/// Time limit for QEMU's status after a child's end.
 const REAP_DEADLINE: Duration = Duration::from_secs(1);
 const MEMORY_MIB: u32 = 1024;
-/// Two, so that things can happen at once at all.
+/// Two vCPUs: steps can run at once.
 const CPUS: u32 = 2;
-/// The containers that the guest is asked for: name and devices, as the test agent's parameter has
-/// them.
+/// Containers of the guest, name and devices, in the format of the test agent's parameter.
 const CONTAINERS: [(&str, &str); 2] = [("first", "0"), ("all", "all")];
 /// Longest piece of the console that an error quotes.
 const MAX_QUOTE: usize = 160;
@@ -121,7 +120,7 @@ pub fn run(args: &Args) -> Result<()> {
 
 async fn demo(args: &Args) -> Result<()> {
     let vhost_device_vsock = find_vhost_device_vsock(args.vhost_device_vsock.as_deref())?;
-    // In the directory for temporary files, whatever --dir says: socket paths must be short.
+    // Directory for temporary files, not --dir: socket paths must be short.
     let work = nix::unistd::mkdtemp(&std::env::temp_dir().join("kata-gpu-demo-XXXXXX")).context("make a work directory")?;
     let config = VmConfig {
         kernel: args.kernel.clone(),
@@ -151,7 +150,7 @@ async fn demo(args: &Args) -> Result<()> {
             }
             Ok(())
         }
-        // What is there to be looked at stays.
+        // A console log stays for inspection.
         Err(error) if console.exists() => bail!("demo failed: {error:#} (console log: {})", console.display()),
         Err(error) => {
             std::fs::remove_dir_all(&work).with_context(|| format!("remove {}", work.display()))?;
@@ -192,17 +191,17 @@ fn find_vhost_device_vsock(given: Option<&Path>) -> Result<PathBuf> {
     }
 }
 
-/// How the watching ended.
+/// End of the watching.
 #[derive(Clone, Debug, PartialEq, Eq)]
 enum Ended {
-    /// Settled, and all containers done.
+    /// All GPUs settled, all containers done.
     Complete,
     VmExited(String),
     TimeLimit,
     Interrupted,
 }
 
-/// What has been seen of what is waited for.
+/// Awaited records that have been seen.
 #[derive(Debug)]
 struct Progress {
     boot: Option<Arc<str>>,
@@ -241,16 +240,14 @@ impl Progress {
     }
 }
 
-/// Boots, watches, prints the summary. Gives the boot's file, or why the boot was not as it should
-/// be.
+/// Boots, watches, prints the summary. Returns the boot's file; error: the faults of the boot.
 async fn watch_boot(args: &Args, config: VmConfig, events: &Path) -> Result<PathBuf> {
     let mut interrupt = signal(SignalKind::interrupt()).context("catch SIGINT")?;
     let mut terminate = signal(SignalKind::terminate()).context("catch SIGTERM")?;
     let mut child = signal(SignalKind::child()).context("catch SIGCHLD")?;
     let screen = Screen::of_stdout();
 
-    // The collector listens before the VM starts: the guest connects to a socket that has to be
-    // there.
+    // The collector listens before the VM starts: the guest connects to an existing socket.
     let (sender, mut news) = mpsc::channel(NEWS_QUEUE);
     let collecting = Config { uds: vec![uds_path(&config.work_dir)], ..Config::new(events.to_path_buf(), DEFAULT_PORT) };
     let collector = Collector::bind(&collecting, sender)?;
@@ -293,7 +290,7 @@ async fn watch_boot(args: &Args, config: VmConfig, events: &Path) -> Result<Path
         write_lines(&lines).context("write to standard output")?;
     };
 
-    // What was on its way still counts.
+    // Records that were on their way still count.
     stop.send_replace(true);
     running.await.context("the collector stopped unexpectedly")??;
     while let Ok(item) = news.try_recv() {
@@ -336,7 +333,7 @@ fn take_console(bytes: &[u8], (lines, log): &mut (Lines, AgentLog), live: &mut L
     });
 }
 
-/// Why nothing came.
+/// Reason for a missing event stream.
 fn without_stream(ended: &Ended, console: &[u8]) -> String {
     let how = match ended {
         Ended::VmExited(status) => format!("the VM ended ({status}) before any event came"),
@@ -347,17 +344,17 @@ fn without_stream(ended: &Ended, console: &[u8]) -> String {
     format!("{how}; {}", last_words(console))
 }
 
-/// The line of the console that says most about an end.
+/// The most informative line of the console about an end.
 fn last_words(console: &[u8]) -> String {
     let lines = || console.split(|b| matches!(b, b'\n' | b'\r')).filter(|line| !line.trim_ascii().is_empty());
     let panic = lines().find(|line| line.windows(12).any(|w| w == b"Kernel panic"));
     match panic.or_else(|| lines().next_back()) {
-        Some(line) => format!("the console says: {}", printable_start(line.trim_ascii(), MAX_QUOTE)),
+        Some(line) => format!("console: {}", printable_start(line.trim_ascii(), MAX_QUOTE)),
         None => "the console is empty".to_string(),
     }
 }
 
-/// Everything that is not as a good boot has it.
+/// All faults of a boot.
 fn judge(boot: &Boot, progress: &Progress, ended: &Ended, gpus: u32, console: &[u8]) -> Vec<String> {
     let mut wrong = Vec::new();
     let waiting = || {

@@ -1,8 +1,8 @@
 //! `kata-gpu-boot export`: one boot in the formats of other programs, and as a page or a picture
 //! for people.
 //!
-//! [`timeline`] is what all formats write; a file per format knows nothing but its format. What is
-//! written into a file is there as a whole or not at all.
+//! All formats write a [`timeline`]; a file per format knows nothing but its format. An output file
+//! is written as a whole or not at all.
 
 #[cfg(test)]
 mod tests;
@@ -50,24 +50,24 @@ Examples:
 #[derive(clap::Args, Debug)]
 #[command(after_help = HELP)]
 pub struct Args {
-    /// A file, or a boot id (its first characters are enough); the newest boot if left away.
+    /// File of a boot, or a boot id (its first characters are enough) [default: the newest boot].
     boot: Option<String>,
-    /// Where the collector wrote.
+    /// Directory that the collector writes to.
     #[arg(long, default_value = ".")]
     dir: PathBuf,
     #[command(flatten)]
     format: Flags,
-    /// Write to this file instead of standard output (-).
+    /// Output file; - is standard output.
     #[arg(short, long, value_name = "F")]
     output: Option<PathBuf>,
     /// The guest's console log, or containerd's log with its lines (vmconsole=), for the agent's
-    /// own lines [default: the file beside the boot's that ends in .console].
+    /// own lines [default: the boot's file with the extension .console].
     #[arg(long, value_name = "FILE")]
     console: Option<PathBuf>,
     /// A resource attribute for --otlp, for example k8s.node.name=n1; may be repeated.
     #[arg(long, value_name = "KEY=VALUE")]
     attribute: Vec<String>,
-    /// Send --otlp to a receiver: http://HOST:4318 (OTLP over HTTP, protobuf).
+    /// Receiver to send --otlp to: http://HOST:4318 (OTLP over HTTP, protobuf).
     #[arg(long, value_name = "URL", conflicts_with = "output")]
     push: Option<String>,
     /// A header for --push, for example x-tenant=gpu; may be repeated. Secrets belong into
@@ -79,19 +79,19 @@ pub struct Args {
 #[derive(clap::Args, Debug)]
 #[group(required = true, multiple = false)]
 struct Flags {
-    /// One self-contained page.
+    /// Write one self-contained HTML page.
     #[arg(long)]
     html: bool,
-    /// The waterfall as a picture.
+    /// Write the waterfall as a picture.
     #[arg(long)]
     svg: bool,
-    /// Perfetto trace (protobuf).
+    /// Write a Perfetto trace (protobuf).
     #[arg(long)]
     perfetto: bool,
-    /// OTLP/JSON.
+    /// Write OTLP/JSON.
     #[arg(long)]
     otlp: bool,
-    /// One row per step and per report of a GPU's health.
+    /// Write a row per step and per report of a GPU's health.
     #[arg(long)]
     csv: bool,
 }
@@ -103,13 +103,13 @@ impl Flags {
             () if self.svg => Format::Svg,
             () if self.perfetto => Format::Perfetto,
             () if self.otlp => Format::Otlp,
-            // The group has one of them.
+            // clap requires one option of the group.
             () => Format::Csv,
         }
     }
 }
 
-/// What can be written.
+/// Formats of the output.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Format {
     Html,
@@ -140,7 +140,7 @@ pub fn run(args: &Args) -> Result<()> {
         return push_once::run(&Target::new(url, &args.otlp_header)?, &file, &agent, &resource);
     }
     let timeline = Waterfall::new(&file, &agent);
-    // The picture has all that it needs.
+    // The waterfall holds all data that the formats need.
     drop((file, agent));
     match output {
         Some(path) => save(path, |out| write(format, &timeline, &resource, out)),
@@ -148,14 +148,14 @@ pub fn run(args: &Args) -> Result<()> {
     }
 }
 
-/// The boot in that format. `resource`: attributes for [`Format::Otlp`].
+/// The boot in a format. `resource`: attributes for [`Format::Otlp`].
 pub fn bytes(format: Format, file: &BootFile, agent: &[AgentLine], resource: &Resource) -> Result<Vec<u8>> {
     let mut out = Vec::new();
     write(format, &Waterfall::new(file, agent), resource, &mut out)?;
     Ok(out)
 }
 
-/// The same, part by part: a format can be many times as long as the file.
+/// Writes a boot in a format part by part: the output can be many times as long as the file.
 pub fn write(format: Format, timeline: &Waterfall, resource: &Resource, out: &mut dyn Write) -> Result<()> {
     match format {
         Format::Html => page::write(timeline, out)?,
@@ -167,7 +167,7 @@ pub fn write(format: Format, timeline: &Waterfall, resource: &Resource, out: &mu
     Ok(())
 }
 
-/// Writes beside the file and renames, so that nobody ever reads half of it.
+/// Writes a temporary file and renames it, so that nobody reads half of it.
 fn save(path: &Path, write: impl FnOnce(&mut dyn Write) -> Result<()>) -> Result<()> {
     let to = |path: &Path| {
         let mut out = BufWriter::new(File::create(path)?);
@@ -184,13 +184,13 @@ fn save(path: &Path, write: impl FnOnce(&mut dyn Write) -> Result<()>) -> Result
     let temporary = path.with_file_name(temporary);
     let done = to(&temporary).and_then(|()| Ok(std::fs::rename(&temporary, path)?));
     if done.is_err() {
-        // What is left of it helps nobody; that it cannot be removed is no news beside the error.
+        // The partial file is of no use. The error of its removal would hide the first one.
         let _unused = std::fs::remove_file(&temporary);
     }
     done.with_context(|| format!("write {}", path.display()))
 }
 
-/// Somebody who closes standard output has seen enough: no error.
+/// Prints to standard output; its closing by the reader is no error.
 fn print(write: impl FnOnce(&mut dyn Write) -> Result<()>) -> Result<()> {
     let mut out = BufWriter::new(io::stdout().lock());
     let closed = |e: &anyhow::Error| e.downcast_ref::<io::Error>().is_some_and(|e| e.kind() == ErrorKind::BrokenPipe);

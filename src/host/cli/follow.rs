@@ -1,7 +1,7 @@
 //! `kata-gpu-boot follow`: boots while they happen, from the collector's files as they grow.
 //!
-//! Reading is driven by inotify alone; the only clock that ticks is that of the picture on a
-//! terminal, and deadlines. Writes nothing but its output.
+//! Reading is driven by inotify alone. Timers exist only for the picture on a terminal and for
+//! deadlines. No file is written.
 
 use crate::host::data::boot_dir::find;
 use crate::host::data::boot_file::{FileLine, HostEvent};
@@ -48,11 +48,11 @@ Examples:
 #[derive(clap::Args, Debug)]
 #[command(after_help = HELP)]
 pub struct Args {
-    /// Where the collector writes.
+    /// Directory that the collector writes to.
     #[arg(long, default_value = ".")]
     dir: PathBuf,
-    /// A boot id (its first characters are enough) or a file; the boot in flight, else the next
-    /// one, if left away.
+    /// Boot id (its first characters are enough) or file of a boot [default: the boot in flight,
+    /// else the next one].
     #[arg(long, value_name = "ID", conflicts_with = "all")]
     boot: Option<String>,
     /// The boot of this sandbox or pod, be it over, in flight or to come.
@@ -61,22 +61,22 @@ pub struct Args {
     /// Follow every boot in flight and every one that comes, until interrupted.
     #[arg(long)]
     all: bool,
-    /// With --all: leave when this many boots are over.
+    /// With --all: exit when this many boots are over.
     #[arg(long, value_name = "N", requires = "all", value_parser = clap::value_parser!(u64).range(1..))]
     boots: Option<u64>,
-    /// Leave with status 3 when nothing new came for so many seconds; 0: wait for ever.
+    /// Seconds without a new line after which the program exits with status 3; 0: no limit.
     #[arg(long, value_name = "SECONDS", default_value_t = 300)]
     timeout: u64,
-    /// In a pipe: details too.
+    /// In a pipe: show details too.
     #[arg(short, long)]
     verbose: bool,
 }
 
-/// Nothing came for too long.
+/// Exit status after a timeout.
 const TIMED_OUT: u8 = 3;
-/// As a shell reports a program that SIGINT ended.
+/// Exit status after SIGINT, as a shell reports it.
 const INTERRUPTED: u8 = 130;
-/// Without a timeout: how long ago a boot was written to that may still be in flight.
+/// Without a timeout: longest time since the last write to a boot in flight.
 const IN_FLIGHT: Duration = Duration::from_secs(300);
 
 /// Runs `follow`.
@@ -84,7 +84,7 @@ pub fn run(args: &Args) -> ExitCode {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().context("start the runtime");
     match runtime.and_then(|runtime| runtime.block_on(follow(args))) {
         Ok(status) => ExitCode::from(status),
-        // Somebody who closes it (head, a pager) has seen enough.
+        // A reader (head, a pager) that closes the output is no error.
         Err(error) if error.downcast_ref::<io::Error>().is_some_and(|e| e.kind() == ErrorKind::BrokenPipe) => ExitCode::SUCCESS,
         Err(error) => {
             eprintln!("kata-gpu-boot: {error:#}");
@@ -93,7 +93,7 @@ pub fn run(args: &Args) -> ExitCode {
     }
 }
 
-/// What is shown, and where.
+/// Form of the output.
 enum View {
     Plain { table: Table, verbose: bool, boots: BTreeMap<OsString, Live>, tagged: bool },
     Terminal(Bars),
@@ -103,7 +103,7 @@ struct Follower {
     files: Files,
     view: View,
     boots: BTreeMap<OsString, Progress>,
-    /// Boots that are none of this run's: they were over before, or are now.
+    /// Boots that are over, before this run or in it.
     over: BTreeSet<OsString>,
     all: bool,
     status: u8,
@@ -172,20 +172,20 @@ async fn follow(args: &Args) -> Result<u8> {
 }
 
 impl Follower {
-    /// Takes what is there already: the named boot, or what may be in flight. Gives when the newest
-    /// of it came.
+    /// Takes the files that exist: the named boot, or those that may be in flight. Returns the time
+    /// of the newest line.
     fn begin(&mut self, in_flight: Duration, args: &Args) -> Result<Instant> {
         let named = args.boot.is_some() || args.sandbox.is_some();
         let now = Instant::now();
         let mut heard = now;
         for (name, age) in self.files.present()? {
             if !named && (age > in_flight || !(self.all || self.boots.is_empty())) {
-                // The directory is in order of age: all that follow are older.
+                // The directory is in order of age: all later entries are older.
                 self.over.insert(name);
                 continue;
             }
             self.read(&name, ago(now, age))?;
-            // A file without a line in it is one that has just been made.
+            // A file without a line has just been made.
             let over = self.boots.get(&name).is_some_and(|p| p.outcome(now).is_some());
             if over && !named {
                 self.leave(&name);
@@ -203,7 +203,7 @@ impl Follower {
         Ok(heard)
     }
 
-    /// Reads what is new of a file, as of `at`; true if that was something to follow.
+    /// Reads the new lines of a file, as of `at`; true if a followed boot had one.
     fn read(&mut self, name: &OsStr, at: Instant) -> Result<bool> {
         let known = self.boots.contains_key(name);
         if self.over.contains(name) || !(known || self.all || self.boots.is_empty()) {
@@ -246,7 +246,7 @@ impl Follower {
         gone.into_iter().chain(picture).min()
     }
 
-    /// Ends the boots that are over with a word each; true if there was one.
+    /// Ends the boots that are over with a line each; true if there was one.
     fn end_what_is_over(&mut self, now: Instant) -> Result<bool> {
         let over: Vec<(OsString, Outcome)> =
             self.boots.iter().filter_map(|(name, progress)| Some((name.clone(), progress.outcome(now)?))).collect();
@@ -260,7 +260,7 @@ impl Follower {
                 }
                 Outcome::Failed(why) => {
                     self.status = 1;
-                    // Where both are one terminal, the bars must not run over it.
+                    // The bars must not overwrite the line where both go to one terminal.
                     match (&self.view, self.all) {
                         (View::Terminal(bars), true) => bars.say(&format!("boot {id} failed: {why}")),
                         _ => eprintln!("kata-gpu-boot: boot {id} failed: {why}"),
@@ -273,7 +273,7 @@ impl Follower {
         Ok(!over.is_empty())
     }
 
-    /// The last of a boot on the screen.
+    /// Prints the last line of a boot.
     fn finish(&mut self, name: &OsStr, now: Instant) -> Result<()> {
         let Some(progress) = self.boots.get(name) else { return Ok(()) };
         match &mut self.view {
@@ -313,7 +313,7 @@ impl Follower {
         Ok(())
     }
 
-    /// A line that stays, on standard output.
+    /// Prints a line that stays, on standard output.
     fn say(&self, line: &str) -> Result<()> {
         match &self.view {
             View::Terminal(bars) if self.all => bars.say(line),
@@ -323,7 +323,7 @@ impl Follower {
         Ok(())
     }
 
-    /// Nothing of it is of interest from here on.
+    /// Stops following a boot.
     fn leave(&mut self, name: &OsStr) {
         self.boots.remove(name);
         self.files.forget(name);
@@ -334,12 +334,12 @@ impl Follower {
     }
 }
 
-/// Takes a line into a boot and shows what is to be seen of it.
+/// Adds a line to a boot and shows the change.
 fn show_line(view: &mut View, all: bool, name: &OsStr, progress: &mut Progress, line: &FileLine, at: Instant) -> Result<()> {
     let row = progress.take(line, at);
     match view {
         View::Terminal(bars) => {
-            // Bars say all that goes well.
+            // Bars show all successes.
             if let Some(row) = row.filter(is_news) {
                 let gpu = row.gpu.map(|g| format!("{}: ", progress::name(g.address, g.index))).unwrap_or_default();
                 let who = if all { format!("{} ", tag(&name.to_string_lossy())) } else { String::new() };
@@ -375,8 +375,8 @@ fn show_line(view: &mut View, all: bool, name: &OsStr, progress: &mut Progress, 
     Ok(())
 }
 
-/// Whether it is said above the bars: what goes wrong, of a GPU or in the init. The driver's
-/// general words stay in `show`.
+/// Whether a row is printed above the bars: a failure of a GPU or in the init. General lines of
+/// the driver are left to `show`.
 fn is_news(row: &Row) -> bool {
     let somebodys = row.gpu.is_some() || !matches!(row.side, Side::Kernel | Side::Driver);
     matches!(row.tone, Tone::Warning | Tone::Error) && !row.detail && somebodys

@@ -1,4 +1,4 @@
-//! `kata-gpu-boot import`: reads files, puts them together, writes the boot or shows it.
+//! `kata-gpu-boot import`: reads logs, merges them, writes the boot or shows it.
 
 use crate::host::boot::model::Boot;
 use crate::host::data::boot_file::{BootFile, EXTENSION};
@@ -40,33 +40,33 @@ Examples:
   # a console log with several boots in it: the second
   kata-gpu-boot import console.log.gz --boot 2 --boot-dir boots";
 
-/// Make a boot of logs that other programs wrote: of a guest without our init, or of one with it.
+/// Make a boot of logs that other programs wrote, with or without our init in the guest.
 #[derive(clap::Args, Debug)]
 #[command(after_help = HELP)]
 pub struct Args {
     /// Logs of one boot, of any of the formats below.
     #[arg(required_unless_present = "print_bpftrace", value_name = "FILE")]
     files: Vec<PathBuf>,
-    /// Write the boot as <boot id>.ndjson into this directory.
+    /// Directory to write the boot into, as <boot id>.ndjson.
     #[arg(long, value_name = "DIR")]
     boot_dir: Option<PathBuf>,
-    /// Write the boot to this file; - is standard output. Without this and --boot-dir the boot is
+    /// File to write the boot to; - is standard output. Without this and --boot-dir the boot is
     /// shown.
     #[arg(short, long, value_name = "FILE", conflicts_with = "boot_dir")]
     output: Option<PathBuf>,
-    /// The format of all files; found by their lines if left away.
+    /// Format of all files [default: found by their lines].
     #[arg(long, value_enum)]
     format: Option<Format>,
-    /// Which boot, where a file holds several (they are listed if this is left away).
+    /// Number of the boot in a file with several [default: list them].
     #[arg(long, value_name = "N")]
     boot: Option<usize>,
-    /// Print what was read as one JSON object: files, counts, clocks, boot_id.
+    /// Print a report as one JSON object: files, counts, clocks, boot_id.
     #[arg(long)]
     json: bool,
     /// Show details too.
     #[arg(short, long)]
     verbose: bool,
-    /// Print a program for bpftrace whose output this reads without loss.
+    /// Print a program for bpftrace whose output can be imported without loss.
     #[arg(long, conflicts_with = "files")]
     print_bpftrace: bool,
 }
@@ -140,7 +140,7 @@ mod tests {
         let file = dir.path().join("x.ndjson").display().to_string();
         run(&[&log, "--output", &file, "--json"]).unwrap();
         assert_eq!(read_boot(file.as_ref()).unwrap().records, boot.records);
-        // The file of an import can be imported, with more beside it.
+        // The file of an import can be imported again, with other logs.
         let pod = tests_dir("fixtures/import/pod.json").display().to_string();
         let both = dir.path().join("y.ndjson").display().to_string();
         run(&[&file, &pod, "--output", &both, "--json"]).unwrap();

@@ -19,10 +19,10 @@ use serde_json::json;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
-/// Exit status for what cannot be done or read at all.
+/// Exit status if an image cannot be read or written at all.
 const FAILED: u8 = 2;
 
-/// Pack, look into, verify and change guest images (initrds).
+/// Pack, list, verify and change guest images (initrds).
 #[derive(clap::Args, Debug)]
 pub struct Args {
     #[command(subcommand)]
@@ -65,14 +65,13 @@ Examples:
 #[derive(clap::Args, Debug)]
 #[command(after_help = PACK_HELP)]
 struct PackArgs {
-    /// A directory, whose content becomes the guest's root, or a list of entries; several are put
-    /// together.
+    /// Directory whose content becomes the guest's root, or a list of entries; several are merged.
     #[arg(value_name = "DIR|LIST", required = true)]
     sources: Vec<PathBuf>,
-    /// The file to write; it appears when it is whole.
+    /// Output file; made when it is whole.
     #[arg(short, long, value_name = "FILE")]
     output: PathBuf,
-    /// Compress it.
+    /// Compress the image.
     #[arg(long)]
     gzip: bool,
     /// Do not make the list of the driver's files.
@@ -96,7 +95,7 @@ Examples:
 struct LsArgs {
     /// The initrd.
     image: PathBuf,
-    /// Only these, and what is in them.
+    /// Paths to list, with all entries below them [default: all].
     paths: Vec<String>,
     /// Print JSON.
     #[arg(long)]
@@ -140,26 +139,27 @@ struct VerifyArgs {
     /// The initrd.
     #[arg(required_unless_present = "rules")]
     image: Option<PathBuf>,
-    /// The guest's kernel (its file, or its release as `uname -r` has it): the modules must be for
-    /// it.
+    /// The guest's kernel (its file, or its release as `uname -r` prints it), which the modules
+    /// must fit.
     #[arg(long, value_name = "FILE|RELEASE")]
     kernel: Option<String>,
-    /// The program that the kernel starts, where rdinit= names another one.
+    /// Program that the kernel starts, as in rdinit=.
     #[arg(long, value_name = "PATH", default_value = INIT)]
     rdinit: String,
-    /// The driver's libraries and firmware come from elsewhere, or are not wanted.
+    /// Do not require the driver's libraries and firmware: they come from elsewhere, or are not
+    /// needed.
     #[arg(long)]
     no_user_space: bool,
-    /// Guests of this topology must find their services; may be given several times.
+    /// Topology whose services the image must have; may be given several times.
     #[arg(long, value_name = "TOPOLOGY", value_parser = topology)]
     topology: Vec<Topology>,
-    /// Those guests are confidential.
+    /// With --topology: check for confidential guests.
     #[arg(long, requires = "topology")]
     confidential: bool,
     /// Print JSON.
     #[arg(long)]
     json: bool,
-    /// Print what is looked for, and leave.
+    /// Print the rules, and exit.
     #[arg(long, exclusive = true)]
     rules: bool,
 }
@@ -178,19 +178,19 @@ Examples:
   # plain, so that no guest has to decompress it
   kata-gpu-boot initrd repack kata.initrd --init kata-gpu-init -o p --plain";
 
-/// Give an image another init, and leave everything else as it is.
+/// Replace the init of an image, and nothing else.
 #[derive(clap::Args, Debug)]
 #[command(after_help = REPACK_HELP, group = ArgGroup::new("form").multiple(false))]
 struct RepackArgs {
-    /// The initrd; for a disk image: initrd replace-init.
+    /// The initrd; for a disk image use initrd replace-init.
     image: PathBuf,
     /// The new init.
     #[arg(long, value_name = "FILE")]
     init: PathBuf,
-    /// The file to write; it appears when it is whole and verified.
+    /// Output file; made when it is whole and verified.
     #[arg(short, long, value_name = "FILE")]
     output: PathBuf,
-    /// As for verify.
+    /// The guest's kernel, as for verify.
     #[arg(long, value_name = "FILE|RELEASE")]
     kernel: Option<String>,
     #[command(flatten)]
@@ -198,19 +198,19 @@ struct RepackArgs {
     /// Do not add the list of the driver's files.
     #[arg(long)]
     no_manifest: bool,
-    /// As for verify.
+    /// Do not require the driver's libraries and firmware, as for verify.
     #[arg(long)]
     no_user_space: bool,
-    /// Leave the old init out, with its signature.
+    /// Omit the old init and its signature.
     #[arg(long)]
     drop_old: bool,
-    /// Store it plain; as the image is stored now if neither is given.
+    /// Store the image uncompressed [default: as it is stored now].
     #[arg(long, group = "form")]
     plain: bool,
-    /// Compress it.
+    /// Compress the image.
     #[arg(long, group = "form")]
     gzip: bool,
-    /// Write it even where it cannot boot.
+    /// Write the image even if it cannot boot.
     #[arg(long)]
     force: bool,
     /// Print JSON.
@@ -228,15 +228,15 @@ Examples:
   kata-gpu-boot initrd diff old.initrd new.initrd --json |
     jq -r '.differences[] | select(.change == \"added\").path'";
 
-/// What a guest finds different between two images.
+/// Show the differences of two images for a guest.
 #[derive(clap::Args, Debug)]
 #[command(after_help = DIFF_HELP)]
 struct DiffArgs {
-    /// An initrd.
+    /// The first initrd.
     a: PathBuf,
-    /// The one that it is compared with.
+    /// The second initrd.
     b: PathBuf,
-    /// Times count, too.
+    /// Compare times, too.
     #[arg(long)]
     times: bool,
     /// Print JSON.
@@ -257,7 +257,7 @@ Examples:
   kata-gpu-boot initrd replace-init kata.image --init kata-gpu-init -o g.image
   kata-gpu-boot install --kata-config FILE --image $PWD/g.image";
 
-/// Give a disk image (erofs or ext4) another init, and leave everything else as it is.
+/// Replace the init of a disk image (erofs or ext4), and nothing else.
 #[derive(clap::Args, Debug)]
 #[command(after_help = REPLACE_INIT_HELP)]
 struct ReplaceInitArgs {
@@ -266,7 +266,7 @@ struct ReplaceInitArgs {
     /// The new init, the program kata-gpu-init.
     #[arg(long, value_name = "FILE")]
     init: PathBuf,
-    /// The file to write; it appears when it is whole and compared.
+    /// Output file; made when it is whole and compared with the image.
     #[arg(short, long, value_name = "FILE")]
     output: PathBuf,
     #[command(flatten)]
@@ -279,7 +279,7 @@ struct ReplaceInitArgs {
     json: bool,
 }
 
-/// Run one of a few programs where it can harm nothing.
+/// Run one program of a closed list in a sandbox.
 #[derive(clap::Args, Debug)]
 struct InSandboxArgs {
     tool: disk_image::tool_sandbox::Tool,

@@ -1,5 +1,5 @@
-//! `kata-gpu-boot list`: which boots there are, the newest first: whose, when, and what became of
-//! them.
+//! `kata-gpu-boot list`: the boots of a directory, the newest first, each with its VM, time and
+//! outcome.
 //!
 //! Only as many files are read as lines are shown, so that a directory of 100 000 boots answers as
 //! fast as one of twenty. With a filter, files are read until enough have passed it.
@@ -32,28 +32,27 @@ Examples:
   # the files of all boots that failed
   kata-gpu-boot list --failed --last 0 --json | jq -r '.boots[].file'";
 
-/// The start of a boot id that is shown, in characters; more where that does not tell the boots of
-/// the list apart.
+/// Characters of a boot id that are shown; more where two boots of the list would look alike.
 const SHORT_ID: usize = 8;
-/// A whole one.
+/// Characters of a whole boot id.
 const WHOLE_ID: usize = 36;
-/// Longest name of a pod that is shown, in bytes; its end tells pods of one set apart.
+/// Longest name of a pod that is shown, in bytes; the end is kept: pods of one set differ there.
 const MAX_POD: usize = 48;
 
-/// List boots, the newest first: whose they are and what became of them.
+/// List boots with VM and outcome, the newest first.
 #[derive(clap::Args, Debug)]
 #[command(after_help = HELP)]
 pub struct Args {
-    /// Where the collector wrote.
+    /// Directory that the collector writes to.
     #[arg(long, default_value = ".")]
     dir: PathBuf,
-    /// Show so many; 0: all.
+    /// Number of boots to show; 0: all.
     #[arg(long, value_name = "N", default_value_t = 20)]
     last: usize,
-    /// Only boots with this in namespace/pod or in the sandbox's id.
+    /// Show only boots with this text in namespace/pod or in the sandbox's id.
     #[arg(long, value_name = "TEXT")]
     pod: Option<String>,
-    /// Only boots in which something failed or has not ended.
+    /// Show only boots in which something failed or has not ended.
     #[arg(long)]
     failed: bool,
     /// Print one JSON object; times in ns since kernel start.
@@ -61,7 +60,7 @@ pub struct Args {
     json: bool,
 }
 
-/// One boot.
+/// A line of the list.
 #[derive(Clone, Debug, Serialize)]
 struct Entry {
     file: PathBuf,
@@ -80,7 +79,7 @@ struct Entry {
     last_container_ns: Option<u64>,
     #[serde(skip_serializing_if = "Option::is_none")]
     settled_ns: Option<u64>,
-    /// What failed, as in `stats`.
+    /// Failures, as in `stats`.
     failures: Vec<String>,
 }
 
@@ -95,7 +94,7 @@ pub fn run(args: &Args) -> Result<()> {
     print(&text(args, &Screen::of_stdout())?)
 }
 
-/// What is printed.
+/// The page, or its JSON form.
 pub fn text(args: &Args, screen: &Screen) -> Result<String> {
     let paths = dated(&args.dir)?;
     let (mut listed, mut unread) = (Vec::new(), Vec::new());
@@ -141,7 +140,7 @@ fn entry(file: PathBuf, loaded: &Loaded) -> Entry {
     }
 }
 
-/// To the second: the rest of the line needs the room, and --json has the whole.
+/// Start to the second: the line has no more room; --json has all digits.
 fn started(realtime_ns: i64) -> String {
     let whole = wall_clock(realtime_ns);
     whole.split_once('.').map_or(whole.clone(), |(seconds, _)| seconds.replace('T', " "))
@@ -153,7 +152,7 @@ fn page(listed: &[Entry], unread: &[String], screen: &Screen) -> String {
         [("STARTED (UTC)", Set::Left), ("BOOT", Set::Left), ("POD", Set::Left), ("GPUS", right), ("CONTAINER", right), ("SETTLED", right)];
     let mut grid = Grid::new(&[&columns[..], &[("FAILURE", Set::Left)]].concat());
     let seconds = |ns: Option<u64>| ns.map_or("-".to_string(), |ns| time(i64::try_from(ns).unwrap_or(i64::MAX)));
-    // The file is named by it, and found by that.
+    // The file is named after its boot id.
     let id = |entry: &Entry| entry.file.file_stem().map(|id| id.to_string_lossy().into_owned()).unwrap_or_default();
     let start = |id: &str, length: usize| id.chars().take(length).collect::<String>();
     let apart = |length: &usize| listed.iter().map(|entry| start(&id(entry), *length)).collect::<BTreeSet<_>>().len() == listed.len();
@@ -196,7 +195,7 @@ mod tests {
     const FAST: &str = "recorded-8-gpus-fast-host";
     const FAILED: &str = "made-8-gpus-one-failed";
 
-    /// Boots with these ids, the first the newest; the second is a pod's.
+    /// Boots with fixed ids, the first the newest; the second is a pod's.
     fn directory() -> TempDir {
         let dir = TempDir::new();
         for (n, boot) in [FAST, FAILED, FAST].into_iter().enumerate() {

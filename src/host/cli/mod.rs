@@ -2,7 +2,7 @@
 //! program imports these.
 
 pub mod blame;
-pub mod boot_args; // which boot and which part of it, for the subcommands that account for one
+pub mod boot_args; // a boot and a part of it: arguments that subcommands share
 #[cfg(feature = "host")]
 pub mod cdi;
 #[cfg(not(feature = "host"))]

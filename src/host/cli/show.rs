@@ -25,21 +25,21 @@ Examples:
   kata-gpu-boot show -v
   kata-gpu-boot show --json | jq '.gpus[] | {index, bound: .bound.at_ns}'";
 
-/// Show one boot as a table: what happened when, on whose side, and how long it took.
+/// Show one boot as a table: steps with owner, time and duration.
 #[derive(clap::Args, Debug)]
 #[command(after_help = HELP)]
 pub struct Args {
-    /// A file, or a boot id (its first characters are enough); the newest boot if left away.
+    /// File of a boot, or a boot id (its first characters are enough) [default: the newest boot].
     boot: Option<String>,
-    /// Where the collector wrote.
+    /// Directory that the collector writes to.
     #[arg(long, default_value = ".")]
     dir: PathBuf,
     /// The guest's console log, or containerd's log with its lines (vmconsole=), for the agent's
-    /// own lines [default: the file beside the boot's that ends in .console].
+    /// own lines [default: the boot's file with the extension .console].
     #[arg(long, value_name = "FILE")]
     console: Option<PathBuf>,
-    /// Print everything that is known as one JSON object: gpus, containers, milestones, spans;
-    /// times in ns since kernel start.
+    /// Print all data as one JSON object: gpus, containers, milestones, spans; times in ns since
+    /// kernel start.
     #[arg(long)]
     json: bool,
     /// Show details too.

@@ -1,4 +1,4 @@
-//! `kata-gpu-boot stats`: many boots at once.
+//! `kata-gpu-boot stats`: statistics of many boots.
 
 use super::boot_args::{each_boot, notes, plain_json};
 use crate::host::analysis::many_boots::{Collected, Row, Stats};
@@ -25,7 +25,7 @@ Examples:
 #[derive(clap::Args, Debug)]
 #[command(after_help = HELP)]
 pub struct Args {
-    /// Where the collector wrote.
+    /// Directory that the collector writes to.
     #[arg(long, default_value = ".")]
     dir: PathBuf,
     /// Print one JSON object; times in ns.
@@ -38,7 +38,7 @@ pub fn run(args: &Args) -> Result<()> {
     print(&text(args, &Screen::of_stdout())?)
 }
 
-/// What is printed.
+/// The page, or its JSON form.
 pub fn text(args: &Args, screen: &Screen) -> Result<String> {
     let mut collected = Collected::default();
     let unread = each_boot(&args.dir, |boot| collected.add(&boot))?;

@@ -1,5 +1,5 @@
-//! Golden pages: what every command prints of recorded, made and hostile boots, and what holds for
-//! each of them whatever it is.
+//! Golden pages of every command for recorded, made and hostile boots, and invariants of all
+//! boots.
 
 use super::{blame as blame_command, coverage as coverage_command, critical_path as path_command};
 use super::{compare, stats};
@@ -95,12 +95,11 @@ fn all_time_from_run_pod_sandbox_to_a_container_has_an_owner() {
     golden("account/containerd-1.7-kata-4.1.0-cri.txt", &pages_of(&path, &Screen::PLAIN, &window));
     let words = [&[path.as_str()][..], &window, &["--at-most", "1"]].concat();
     assert!(coverage_command::run(&parse(&words)).is_ok());
-    // Time of the guest that nobody tells of is not the shim's, though the shim waits for the guest
-    // meanwhile.
+    // Guest time without a record is not the shim's, though the shim waits for the guest meanwhile.
     of_a_cri(&dir, |line| !line.contains("created container!"));
     let error = coverage_command::run(&parse(&words)).unwrap_err().to_string();
     assert!(error.contains("is unexplained, allowed are 1 %"), "{error}");
-    // Without containerd's own lines nobody knows when it was asked.
+    // Without containerd's own lines, the time of the request is unknown.
     of_a_cri(&dir, |line| {
         !["RunPodSandbox", "CreateContainer", "StartContainer"].iter().any(|call| line.contains(&format!("msg=\"{call} ")))
     });
@@ -185,7 +184,7 @@ fn a_probe_in_a_module_load_is_the_hosts_unless_it_sleeps() {
         let probes: Vec<_> = loaded.boot.timeline.steps.iter().filter(|s| s.name == name).collect();
         assert_eq!(probes.len(), 8, "{device}");
         assert!(probes.iter().all(|s| s.row.owner.name() == owner && s.took_ns() > 2_000_000_000 && s.parent.is_some()), "{device}");
-        // What is left of the load is what no probe took.
+        // The rest of the load is the time that no probe took.
         let window = loaded.boot.timeline.window(None, None).unwrap();
         let groups = blame(&loaded.boot.timeline, &window, By::Phase).groups;
         let load = groups.iter().flat_map(|g| &g.steps).find(|s| s.name == "module.load nvidia").unwrap();

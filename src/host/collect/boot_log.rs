@@ -197,7 +197,7 @@ impl BootLog {
     /// Attaches a connection of `peer`; fails if the boot belongs to another peer.
     pub fn begin(&mut self, raw_header: &[u8], peer: &str, first_seq: u64) -> Result<()> {
         match &self.owner {
-            Some(owner) if owner != peer => bail!("{peer} speaks for a boot that belongs to {owner}: refused"),
+            Some(owner) if owner != peer => bail!("{peer} claims a boot that belongs to {owner}: refused"),
             _ => self.owner = Some(peer.to_string()),
         }
         self.asked_again = false;

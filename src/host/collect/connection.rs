@@ -158,7 +158,7 @@ impl Connection {
             (Ok(Line::Header(header)), None) => self.introduction = Some(Introduction { header, raw: raw.to_vec() }),
             (Ok(Line::Header(header)), Some(boot)) => {
                 if header.boot_id != **boot.attached.id() {
-                    bail!("{}: speaks for boot {} and now for {}", self.peer, boot.attached.id(), header.boot_id);
+                    bail!("{}: claimed boot {} and now claims {}", self.peer, boot.attached.id(), header.boot_id);
                 }
             }
             (Ok(Line::Record(record)), Some(boot)) => match boot.attached.with(|log| log.append(&record, raw)) {
@@ -201,7 +201,7 @@ impl Connection {
             (Ok(Line::Record(_) | Line::Pong(_)), None) => self.garbage(raw.len(), DecodeError::Invalid("a record before the header")),
             // Every line will be of that version: report it once and hang up.
             (Err(DecodeError::Schema(version)), None) => {
-                bail!("{}: speaks schema {version}, this program reads schema {SCHEMA}: use a matching version", self.peer)
+                bail!("{}: writes schema {version}, this program reads schema {SCHEMA}: use a matching version", self.peer)
             }
             (Err(error), _) => self.garbage(raw.len(), error),
         }

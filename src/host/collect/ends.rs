@@ -11,7 +11,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 use tokio::sync::Notify;
 
-/// Time for records just behind the goodbye: module lockdown, the driver's last words.
+/// Time for records just behind the goodbye: module lockdown, the driver's last lines.
 pub const AFTER_GOODBYE: Duration = Duration::from_secs(2);
 /// Most boots followed at once: four times as many as may be connected.
 const MAX_FOLLOWED: usize = 16_384;

@@ -41,7 +41,7 @@ const TABLE: &[Row] = &[
     Row {
         name: "records",
         default: 200_000,
-        what: "of a boot that are kept; more are dropped, its file says so",
+        what: "of a boot that are kept; more are dropped, and counted in its file",
         field: |l| &mut l.records,
     },
     Row { name: "bytes", default: 64 << 20, what: "of a boot's file; as above", field: |l| &mut l.bytes },
@@ -57,7 +57,7 @@ const TABLE: &[Row] = &[
     },
     Row { name: "burst", default: 16 << 20, what: "bytes of a VM that are read as fast as they come", field: |l| &mut l.burst },
     Row { name: "rate", default: 64 << 10, what: "bytes/s of a VM after that; it waits, nothing is dropped", field: |l| &mut l.rate },
-    Row { name: "header", default: 30, what: "seconds until a connection has said which boot it is of", field: |l| &mut l.header },
+    Row { name: "header", default: 30, what: "seconds until a connection has sent its header", field: |l| &mut l.header },
     Row {
         name: "waiting-per-boot",
         default: 64 << 10,
@@ -65,7 +65,7 @@ const TABLE: &[Row] = &[
         field: |l| &mut l.waiting_per_boot,
     },
     Row { name: "waiting", default: 16 << 20, what: "bytes of all boots for the disk; as above", field: |l| &mut l.waiting },
-    Row { name: "vms", default: 4096, what: "sockets below --vm at once; further VMs are not heard", field: |l| &mut l.vms },
+    Row { name: "vms", default: 4096, what: "sockets below --vm at once; further VMs are ignored", field: |l| &mut l.vms },
     Row {
         name: "goodbye",
         default: 60,
@@ -75,7 +75,7 @@ const TABLE: &[Row] = &[
     Row {
         name: "push-queue",
         default: 1024,
-        what: "boots that wait for the receiver of --otlp; of more the oldest are not pushed, which is counted and said",
+        what: "boots that wait for the receiver of --otlp; of more the oldest are not pushed, but counted and logged",
         field: |l| &mut l.push_queue,
     },
 ];

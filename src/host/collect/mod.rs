@@ -255,7 +255,7 @@ fn listeners(config: &Config, notes: &mut Vec<String>) -> Result<Vec<Listener>> 
             Ok(listener) => listeners.push(listener),
             Err(NoVsock::NotSupported) if !(listeners.is_empty() && config.vms.is_empty()) => {
                 notes.push(
-                    "this kernel has no AF_VSOCK: guests of QEMU are not heard (modprobe vhost_vsock; --no-vsock silences this)"
+                    "this kernel has no AF_VSOCK: guests of QEMU cannot connect (modprobe vhost_vsock; --no-vsock silences this)"
                         .to_string(),
                 );
             }
@@ -398,7 +398,7 @@ impl Vms {
         let vmm = match Vmm::find(&self.config.vms[pattern], &path) {
             Ok(Some(vmm)) => Arc::new(vmm),
             Ok(None) => return,
-            Err(e) => return self.shared.tell(&peer, &problem(format!("{e:#}: it is not heard"))),
+            Err(e) => return self.shared.tell(&peer, &problem(format!("{e:#}: this VM is ignored"))),
         };
         match self.open.get(&path) {
             Some(known) if known.vmm.is(&vmm) => return,
@@ -407,7 +407,7 @@ impl Vms {
             None => {}
         }
         if self.open.len() as u64 >= self.config.limits.vms {
-            let text = format!("there are {} already (limit vms): it is not heard", self.open.len());
+            let text = format!("there are {} already (limit vms): this VM is ignored", self.open.len());
             return self.shared.tell(&peer, &problem(text));
         }
         let listener = match Listener::of_vmm(&vmm, self.config.port) {

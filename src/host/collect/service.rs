@@ -27,7 +27,7 @@ pub fn daemonset() -> String {
 /// Notifies systemd that guests can connect from now on, if asked for (`Type=notify`).
 pub fn notify_ready() -> Result<()> {
     match std::env::var_os("NOTIFY_SOCKET") {
-        Some(socket) => notify(socket.as_bytes(), b"READY=1").context("tell systemd (NOTIFY_SOCKET)"),
+        Some(socket) => notify(socket.as_bytes(), b"READY=1").context("notify systemd (NOTIFY_SOCKET)"),
         None => Ok(()),
     }
 }

@@ -281,9 +281,9 @@ impl Watcher {
             return;
         }
         let cure = match error.raw_os_error().map(Errno::from_raw) {
-            Some(Errno::EACCES | Errno::EPERM) => ": VMs below it are not heard; run as root or with CAP_DAC_OVERRIDE",
-            Some(Errno::ENOSPC) => ": VMs below it are not heard; raise fs.inotify.max_user_watches",
-            _ => ": VMs below it are not heard",
+            Some(Errno::EACCES | Errno::EPERM) => ": VMs below it are ignored; run as root or with CAP_DAC_OVERRIDE",
+            Some(Errno::ENOSPC) => ": VMs below it are ignored; raise fs.inotify.max_user_watches",
+            _ => ": VMs below it are ignored",
         };
         self.troubles.push(format!("watch {}: {error}{cure}", dir.display()));
     }

@@ -159,8 +159,8 @@ fn kept_apart(context: &TestContext) -> Result<Outcome> {
     ensure!(own.has_settled(), "the guest that lies has not settled");
     let journal = host.run(&format!("journalctl -b -o cat -u {SERVICE}"))?;
     for said in [
-        format!("{} speaks for a boot that belongs to {}: refused", liar.peer(), victim.peer()),
-        format!("{}: speaks for boot {} and now for {}", liar.peer(), liar::FREE, closed.id),
+        format!("{} claims a boot that belongs to {}: refused", liar.peer(), victim.peer()),
+        format!("{}: claimed boot {} and now claims {}", liar.peer(), liar::FREE, closed.id),
     ] {
         ensure!(journal.contains(&said), "the collector has not said {said:?}: {journal}");
     }

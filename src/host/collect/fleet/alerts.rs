@@ -1,9 +1,9 @@
-//! Alerting rules for Prometheus (`collect --print-alerts`): what is wrong, from when on, and which
-//! command to run next.
+//! Alerting rules for Prometheus (`collect --print-alerts`): the problem, its shortest duration,
+//! and the command to run next.
 //!
-//! None divides by what may be 0, and a share counts from so many boots on as a threshold says: a
-//! fleet with a boot a day alerts by its failures, not by its quantiles. A scrape every 2 minutes
-//! is enough for the shortest window.
+//! No rule divides by a value that may be 0. Shares count only from a minimum of boots on: a fleet
+//! with a boot a day alerts by its failures, not by its quantiles. A scrape every 2 minutes is
+//! enough for the shortest window.
 
 use super::metrics_table::{
     BOOTS, BOOTS_BEGUN, BOOTS_IN_FLIGHT, BOOTS_NOT_FOLLOWED, BUILD_INFO, CONNECTED, CONNECTIONS_REFUSED, FAILED, GPUS, KEEP_LIMIT_BYTES,
@@ -14,12 +14,12 @@ use super::tally::Outcome;
 use crate::host::boot::model::SETTLED;
 use std::fmt::Write;
 
-/// Boots that failed in an hour, of a fleet: at least so many, and more than this share.
+/// Failed boots of a fleet in an hour: the least number, and the least share.
 const FAILED_BOOTS: u32 = 3;
 const FAILED_SHARE: f64 = 0.05;
-/// The same of one node in six hours: most of its boots.
+/// Failed boots of one node in six hours: the least share.
 const FAILED_SHARE_OF_NODE: f64 = 0.5;
-/// Boots in an hour from which on times are judged, and compared with those of a day ago.
+/// Least boots in an hour for which times are judged, and compared with those of a day ago.
 const BOOTS_TO_JUDGE: u32 = 10;
 const BOOTS_TO_COMPARE: u32 = 20;
 /// Slow: the 90th percentile of `settled`, in seconds. A bound of the histograms, where a
@@ -29,14 +29,14 @@ const SLOW_SECONDS: f64 = 120.0;
 /// of the histograms can double the percentile; the mean knows no bounds.
 const SLOWER_P90: f64 = 1.5;
 const SLOWER_MEAN: f64 = 1.2;
-/// How long a boot is in flight, with none that began since, until it hangs.
+/// Time in flight, without a later boot, after which a boot counts as hanging.
 const HANGS: &str = "30m";
-/// Connections over a limit in an hour, of a node.
+/// Connections of a node over a limit in an hour.
 const REFUSED: u32 = 100;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Severity {
-    /// Guests do not start, or nobody sees whether they do.
+    /// Guests do not start, or their starts are not observed.
     Critical,
     Warning,
 }
@@ -54,7 +54,7 @@ impl Severity {
 pub struct Alert {
     pub name: &'static str,
     pub severity: Severity,
-    /// How long it has to be so, as Prometheus writes durations.
+    /// Time that the condition must last, as Prometheus writes durations.
     pub after: &'static str,
     pub expr: String,
     pub summary: &'static str,
@@ -307,7 +307,7 @@ fn write_rule(text: &mut String, alert: &Alert) -> std::fmt::Result {
 
 /// The table for people.
 pub fn markdown() -> String {
-    let mut table = String::from("| alert | severity | after | what it says |\n|---|---|---|---|\n");
+    let mut table = String::from("| alert | severity | after | message |\n|---|---|---|---|\n");
     for alert in groups().iter().flat_map(|(_, alerts)| alerts) {
         let _never = writeln!(
             table,

@@ -1,8 +1,8 @@
 //! The dashboard for Grafana (`collect --print-dashboard`): rows of panels, laid out and written as
-//! the JSON that its import takes. Queries name metrics by rows of the catalogue alone.
+//! the JSON that Grafana imports. Queries name metrics by rows of the table alone.
 //!
-//! Boots are rare events: panels about them count over a window of its own (variable `window`), not
-//! over a few scrapes, and leave a gap where there was none.
+//! Boots are rare events: panels about boots count over a window of their own (variable `window`),
+//! not over a few scrapes, and leave a gap where there was none.
 
 use super::metrics_table::*;
 use super::promql::{Series, failed_boots};
@@ -14,15 +14,15 @@ const SCHEMA_VERSION: u32 = 41;
 /// Columns of Grafana's grid.
 const COLUMNS: u32 = 24;
 
-/// How a panel shows its series.
+/// Form of a panel.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Form {
-    /// The newest number.
+    /// The newest value.
     Stat,
     Lines,
-    /// Lines on each other.
+    /// Stacked lines.
     Stacked,
-    /// A bar a series, over the dashboard's time.
+    /// A bar for each series, over the dashboard's time.
     Bars,
     Heatmap,
 }
@@ -31,7 +31,7 @@ struct Panel {
     form: Form,
     title: &'static str,
     description: &'static str,
-    /// Grafana's word.
+    /// Unit, by Grafana's name.
     unit: &'static str,
     width: u32,
     /// Expression and legend.
@@ -44,12 +44,12 @@ impl Panel {
     }
 }
 
-/// Series of the jobs and instances that are chosen.
+/// Series of the chosen jobs and instances.
 fn chosen(series: Series) -> Series {
     series.matching("job=~\"$job\"").matching("instance=~\"$instance\"")
 }
 
-/// Increase of all of them together, or by a label.
+/// Increase of all series together, or by a label.
 fn increase(by: &str, series: Series, window: &str) -> String {
     let by = if by.is_empty() { String::new() } else { format!(" by ({by})") };
     format!("sum{by} (increase({}[{window}]))", chosen(series))
@@ -75,7 +75,7 @@ fn mean(by: &str, histogram: &Metric) -> String {
     format!("{sums} / ({counts} > 0)")
 }
 
-/// The variable of the dashboard, and Grafana's own.
+/// Window of the dashboard, and Grafana's own.
 const WINDOW: &str = "$window";
 const RANGE: &str = "$__range";
 const RATE: &str = "$__rate_interval";
@@ -194,7 +194,7 @@ fn failures() -> Vec<Panel> {
         Panel {
             form: Form::Bars,
             title: "Reasons in the time shown",
-            description: "The most frequent ones. `kata-gpu-boot show BOOT` has the driver's words of one boot.",
+            description: "The most frequent ones. `kata-gpu-boot show BOOT` has the driver's log lines of one boot.",
             unit: "short",
             width: 12,
             queries: vec![(format!("topk(12, {} > 0)", increase("reason", FAILURES.series(), RANGE)), "{{reason}}")],
@@ -310,7 +310,7 @@ fn source() -> Value {
     json!({"type": "prometheus", "uid": "${datasource}"})
 }
 
-/// One that lists the values of a metric's label.
+/// A variable that lists the values of a metric's label.
 fn variable(name: &str, label: &str, metric: impl std::fmt::Display, many: bool) -> Value {
     let query = format!("label_values({metric}, {name})");
     let mut variable = json!({
@@ -373,7 +373,7 @@ fn look(panel: &Panel) -> (&'static str, Value, Value) {
     }
 }
 
-/// A panel's JSON, at this place.
+/// A panel's JSON, at a place of the grid.
 fn panel_json(panel: &Panel, id: u32, x: u32, y: u32) -> Value {
     let instant = matches!(panel.form, Form::Stat | Form::Bars);
     let format = if panel.form == Form::Heatmap { "heatmap" } else { "time_series" };

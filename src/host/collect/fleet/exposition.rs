@@ -1,8 +1,8 @@
-//! All metrics of the catalogue in Prometheus' text format, version 0.0.4.
+//! All metrics of the table in Prometheus' text format, version 0.0.4.
 //!
-//! Why not OpenMetrics, which libraries write: a counter `x_total` belongs to a family `x` there,
-//! so that `connections` and `connections_total` would be one family of two types, which no reader
-//! takes; and `promtool check metrics` reads this format alone.
+//! OpenMetrics, which libraries write, does not fit: a counter `x_total` belongs to a family `x`
+//! there, so that `connections` and `connections_total` would be one family of two types, which no
+//! reader takes. `promtool check metrics` reads this format alone.
 
 use super::fleet_state::Shared;
 use super::metrics_table::{Metric, TABLE, Values};
@@ -12,7 +12,7 @@ use std::fmt::{self, Write};
 
 pub const CONTENT_TYPE: HeaderValue = HeaderValue::from_static("text/plain; version=0.0.4; charset=utf-8");
 
-/// Everything, as it is now.
+/// All metrics with their values now.
 pub fn write(shared: &Shared) -> String {
     let now = Snapshot::of(shared);
     let mut text = String::new();

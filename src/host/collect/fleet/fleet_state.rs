@@ -25,7 +25,7 @@ pub struct Shared {
 }
 
 impl Shared {
-    /// Nothing is counted yet; without `queue` nothing is pushed.
+    /// Zero counts; without `queue` nothing is pushed.
     pub fn new(from: Arc<Sources>, queue: Option<Arc<Queue>>) -> Self {
         Self { from, queue, tally: Mutex::default(), http: ScrapeCounts::default() }
     }

@@ -2,8 +2,8 @@
 //!
 //! Any client of the port may be hostile: connections, header bytes, headers and time have
 //! limits, bodies are not read, and nothing of a request is repeated in an answer. A scrape costs
-//! one look at the counters, whoever asks. Where the connections are used up a new one takes the
-//! place of the one that has been without a request the longest: slow clients lock nobody out.
+//! one reading of the counters. At the limit of connections, a new one replaces the connection that
+//! has been without a request the longest: slow clients lock nobody out.
 
 use super::exposition;
 use super::fleet_state::Shared;
@@ -24,21 +24,21 @@ use std::time::Duration;
 use tokio::net::TcpStream;
 use tokio::task::{AbortHandle, JoinSet};
 
-/// Where they are.
+/// Path of the metrics.
 pub const PATH: &str = "/metrics";
-/// Connections at once: a few Prometheus servers, and a person with curl; and so many that a crowd
-/// cannot push out a request on its way.
+/// Most connections at once: a few Prometheus servers and a person with curl need less; the rest
+/// keeps a crowd from replacing a connection whose request is on its way.
 const MAX_CONNECTIONS: usize = 64;
 /// Longest request line with all headers, in bytes; Prometheus sends some 200. No smaller buffer is
 /// possible with this parser.
 const MAX_HEAD: usize = 8192;
 const MAX_HEADERS: usize = 32;
-/// In which a request has to be there.
+/// Time limit for the arrival of a request.
 const HEAD_DEADLINE: Duration = Duration::from_secs(5);
-/// In which everything has to be over: what Prometheus gives a scrape by default.
+/// Time limit of a connection: Prometheus' default timeout of a scrape.
 const DEADLINE: Duration = Duration::from_secs(10);
-/// Pause after accept() failed for want of memory or descriptors: those come back by themselves,
-/// not by an event.
+/// Pause after accept() failed for lack of memory or descriptors: no event shows when they are free
+/// again.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 
 const TEXT: HeaderValue = HeaderValue::from_static("text/plain; charset=utf-8");
@@ -51,7 +51,7 @@ pub fn parse_address(text: &str) -> Result<SocketAddr> {
     text.parse().map_err(|_| anyhow!("want PORT, which is one of 127.0.0.1, or IP:PORT: 9464, 0.0.0.0:9464, [::]:9464"))
 }
 
-/// Takes the port, while there are privileges to.
+/// Binds the port, before privileges are dropped.
 pub fn bind(address: SocketAddr) -> Result<(TcpListener, SocketAddr)> {
     let listener = TcpListener::bind(address).with_context(|| format!("listen on {address} (--metrics)"))?;
     listener.set_nonblocking(true).with_context(|| format!("listen on {address} (--metrics)"))?;
@@ -59,7 +59,7 @@ pub fn bind(address: SocketAddr) -> Result<(TcpListener, SocketAddr)> {
     Ok((listener, bound))
 }
 
-/// Answers until it is dropped.
+/// Answers requests until dropped.
 pub async fn serve(listener: tokio::net::TcpListener, shared: Arc<Shared>) {
     // Dropping the set ends its tasks.
     let mut answering = JoinSet::new();
@@ -77,8 +77,8 @@ pub async fn serve(listener: tokio::net::TcpListener, shared: Arc<Shared>) {
                 let (shared, asked) = (shared.clone(), Arc::new(AtomicBool::new(false)));
                 let noted = asked.clone();
                 open.push(Open { asked, task: answering.spawn(async move { answer(stream, &shared, &noted).await }) });
-                // Its request is there in most cases: it is looked at before a crowd can push it
-                // out.
+                // Most requests have arrived by now: read this one before a crowd can replace the
+                // connection.
                 tokio::task::yield_now().await;
             }
             Err(_) => {
@@ -89,9 +89,9 @@ pub async fn serve(listener: tokio::net::TcpListener, shared: Arc<Shared>) {
     }
 }
 
-/// A connection, in the order in which they came.
+/// An open connection; the list is in order of arrival.
 struct Open {
-    /// Its request is there.
+    /// The request has arrived.
     asked: Arc<AtomicBool>,
     task: AbortHandle,
 }

@@ -2,15 +2,15 @@
 //! Prometheus reads, METRICS.md, the dashboard and the alerts are made from these rows, so that
 //! none of them names a metric that is not there.
 //!
-//! Names, labels and help need no escaping in any of these forms; a label's values are words of
-//! this program, never a guest's. Times are in seconds, sizes in bytes.
+//! Names, labels and help need no escaping in any of these forms; a label's values are constants of
+//! this program, never a guest's texts. Times are in seconds, sizes in bytes.
 
 use super::snapshot::{Queue, Snapshot};
 use super::tally::{Histograms, Outcome};
 use std::fmt;
 use std::fmt::Write;
 
-/// Before every name.
+/// Prefix of every name.
 const PREFIX: &str = "kata_gpu_boot_";
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -21,7 +21,7 @@ pub enum Kind {
 }
 
 impl Kind {
-    /// Prometheus' word.
+    /// The type by Prometheus' name.
     pub fn name(self) -> &'static str {
         match self {
             Self::Counter => "counter",
@@ -33,7 +33,7 @@ impl Kind {
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Unit {
-    /// Number of the things that the metric's name ends in.
+    /// A number of things, which the metric's name ends in.
     Number,
     Seconds,
     Bytes,
@@ -51,12 +51,12 @@ impl Unit {
 
 /// Values of a metric at one time.
 pub enum Values<'a> {
-    /// The collector was not asked to do what this counts.
+    /// No value: the function that the metric counts is off.
     Nothing,
     One(u64),
-    /// By the values of its label.
+    /// Values by the metric's label.
     Each(Vec<(&'static str, u64)>),
-    /// By the values of its label.
+    /// Histograms by the metric's label.
     Histograms(&'a Histograms),
 }
 
@@ -64,7 +64,7 @@ use Values::{Each, One};
 
 /// A row. Its `Display` is the name in PromQL.
 pub struct Metric {
-    /// Without the prefix.
+    /// Name without the prefix.
     pub name: &'static str,
     pub kind: Kind,
     pub unit: Unit,
@@ -85,12 +85,12 @@ macro_rules! metrics {
             name: $name,
             kind: Kind::$kind,
             unit: Unit::$unit,
-            // The first of: its label, none.
+            // The row's label, else None.
             label: [$(Some(stringify!($label)),)? None][0],
             help: $help,
             values: $values,
         };)*
-        /// All of them, in the order of the text.
+        /// All metrics, in the order of the text.
         pub static TABLE: &[&Metric] = &[$(&$id),*];
     };
 }
@@ -218,12 +218,12 @@ metrics! {
         |now| with_otlp(now, |_| now.counts.push_dropped);
 }
 
-/// A value that is there only where boots are pushed.
+/// A value that exists only where boots are pushed.
 fn with_otlp(now: &Snapshot, value: impl Fn(&Queue) -> u64) -> Values<'static> {
     now.queue.as_ref().map_or(Values::Nothing, |queue| One(value(queue)))
 }
 
-/// Values of labels that queries name, beside [`Outcome`]'s.
+/// Values of labels that queries name, in addition to [`Outcome`]'s.
 pub const CONNECTED: &str = "connected";
 pub const FAILED: &str = "failed";
 

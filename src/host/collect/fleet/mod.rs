@@ -1,22 +1,22 @@
 //! Boots that are over, for engines that watch a fleet: spans pushed to an OTLP receiver, numbers
 //! for Prometheus.
 //!
-//! On a thread of its own that nobody waits for: it takes from [`Ends`](super::ends::Ends) which
-//! boots are over, reads their files like any reader command, and keeps only ids in its queue.
-//! Receiving, writing and keeping never wait for it, and have the processor before it
-//! ([`give_way`]); what it cannot do is counted and said.
+//! A thread of its own takes the boots that are over from [`Ends`](super::ends::Ends), reads their
+//! files like any reader command, and keeps only ids in its queue. Receiving, writing and keeping
+//! never wait for this thread and have the processor first ([`give_way`]). Omitted work is counted
+//! and logged.
 
 pub mod alerts; // rules for Prometheus
-pub mod metrics_table; // what can be scraped: the table of metrics
+pub mod metrics_table; // the table of metrics
 pub mod dashboard; // panels for Grafana
 pub mod exposition; // the text that Prometheus reads
-pub mod http_server; // who may ask for it
-pub mod promql; // selectors of both
+pub mod http_server; // GET /metrics
+pub mod promql; // selectors of PromQL
 pub mod pushing; // the queue of boots and its receiver
-pub mod fleet_state; // what its tasks share
-pub mod snapshot; // what one scrape reports
-pub mod sources; // what it takes from the collector
-pub mod tally; // what is counted of boots
+pub mod fleet_state; // state that the tasks share
+pub mod snapshot; // values of one scrape
+pub mod sources; // inputs from the collector
+pub mod tally; // counts of boots that are over
 
 use super::ends::Over;
 use super::stop::stopped;
@@ -34,14 +34,13 @@ use std::time::{Duration, Instant};
 use tokio::sync::{oneshot, watch};
 use tokio::task::{JoinSet, spawn_blocking};
 
-/// How long boots that were over before the stop are looked at after it.
+/// Time limit after the stop for reading boots that were over before it.
 const REPORT_DEADLINE: Duration = Duration::from_secs(5);
-/// Pause before a boot is looked at again whose file is not complete: nothing tells when a disk has
-/// room.
+/// Pause before a boot with an incomplete file is read again: no event shows when a disk has room.
 const NOT_WRITTEN_PAUSE: Duration = Duration::from_secs(1);
-/// How nice these threads are; those that receive are 0.
+/// Nice value of these threads; the receiving threads have 0.
 const NICE: i32 = 10;
-/// One thread reads boots, one looks up names.
+/// Blocking threads: one reads boots, one looks up names.
 const BLOCKING: usize = 2;
 
 /// The thread.
@@ -81,18 +80,18 @@ impl Fleet {
         Ok(Self { stop, ended })
     }
 
-    /// Reports what is over, pushes for a bounded time, and ends.
+    /// Reports the boots that are over, pushes for a bounded time, and ends.
     pub async fn stop(self) -> Result<()> {
         self.stop.send_replace(true);
         self.ended.await.context("the thread of boots that are over panicked")
     }
 }
 
-/// Makes the calling thread one that others go before. Reading a boot of the largest size takes
-/// seconds of a processor, and guests are heard on the same ones. A kernel that refuses costs
-/// nothing but that.
+/// Lowers the calling thread's priority: reading a boot of the largest size takes seconds of a
+/// processor that receiving threads need, too. A refusal by the kernel is harmless.
 fn give_way() {
-    // On Linux of the thread, not of the process: setpriority(2), "C library/kernel differences".
+    // Linux sets the thread's value, not the process's: setpriority(2), "C library/kernel
+    // differences".
     let _refused = rustix::process::setpriority_process(None, NICE);
 }
 
@@ -110,14 +109,14 @@ async fn work(shared: Arc<Shared>, listener: Option<tokio::net::TcpListener>, st
     {
         (shared.from.tell)("the task that pushes boots panicked".into());
     }
-    // Who asks for metrics now gets no answer.
+    // Requests for metrics get no answer from here on.
     serving.shutdown().await;
 }
 
-/// Until the stop, and then those that are over.
+/// Reports boots until the stop, and then those that are over.
 async fn follow(shared: &Arc<Shared>, mut stop: watch::Receiver<bool>) {
     let Some(ends) = &shared.from.store.ends else { return };
-    // Their files are not complete.
+    // Boots that are over and whose files are not complete.
     let mut waiting: Vec<Over> = Vec::new();
     loop {
         let (over, next) = ends.take(Instant::now());
@@ -151,7 +150,7 @@ async fn follow(shared: &Arc<Shared>, mut stop: watch::Receiver<bool>) {
     }
 }
 
-/// False while its file is not complete.
+/// Reports a boot. False while its file is not complete.
 async fn report(shared: &Arc<Shared>, over: &Over) -> bool {
     let Some(path) = shared.from.store.report(&over.boot) else { return false };
     if !over.old {
@@ -170,7 +169,7 @@ async fn report(shared: &Arc<Shared>, over: &Over) -> bool {
     true
 }
 
-/// The same numbers as those of `stats`.
+/// The numbers of a boot, as in `stats`.
 fn look_at(path: &Path) -> Result<(Metrics, tally::Facts)> {
     check_size(path)?;
     let loaded = load(path, None)?;

@@ -1,4 +1,4 @@
-//! Selectors of PromQL, made from rows of the catalogue alone.
+//! Selectors of PromQL, made from rows of the table of metrics alone.
 
 use super::metrics_table::{BOOTS, Metric};
 use super::tally::Outcome;
@@ -13,12 +13,12 @@ pub struct Series {
 }
 
 impl Metric {
-    /// Those of a counter or gauge.
+    /// Series of a counter or gauge.
     pub fn series(&self) -> Series {
         self.part("")
     }
 
-    /// Those of a histogram, by `le`.
+    /// Series of a histogram, by `le`.
     pub fn buckets(&self) -> Series {
         self.part("_bucket")
     }
@@ -43,13 +43,13 @@ pub fn failed_boots() -> Series {
 }
 
 impl Series {
-    /// Only those with this value of the metric's label.
+    /// Only series with this value of the metric's label.
     pub fn of(self, value: &str) -> Self {
         let matcher = format!("{}=\"{value}\"", self.label);
         self.matching(&matcher)
     }
 
-    /// Only those with one of these.
+    /// Only series with one of these values.
     pub fn of_any(self, values: &[&str]) -> Self {
         let matcher = format!("{}=~\"{}\"", self.label, values.join("|"));
         self.matching(&matcher)

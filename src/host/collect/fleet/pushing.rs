@@ -1,10 +1,10 @@
 //! The queue of boots for the OTLP receiver: ids only, so that a receiver that is away for a day
 //! costs nothing but its boots.
 //!
-//! One boot at a time, in the order in which they ended. What may be sent again is, after a pause;
-//! a boot that the receiver answered about but did not take goes behind the others, and is given up
-//! after [`MAX_TRIES`] of such answers. Every boot ends as pushed or as dropped, and both are
-//! counted; the file of one that was dropped stays, for `export --otlp --push`.
+//! Boots are pushed one at a time, in the order of their ends. A push that may be repeated is,
+//! after a pause. A boot that the receiver refused for now goes behind the others, and is given up
+//! after [`MAX_TRIES`] such answers. Every boot ends as pushed or as dropped, and both are counted;
+//! the file of a dropped boot stays, for `export --otlp --push`.
 
 use super::sources::{Sources, check_size};
 use crate::host::collect::collector_counters::{Stats, add};
@@ -24,13 +24,13 @@ use std::time::{Duration, Instant};
 use tokio::sync::{Notify, watch};
 use tokio::task::spawn_blocking;
 
-/// Answers that the same may be sent again, until it is not: a quarter of an hour of them.
+/// Most answers of "later" to one boot: a quarter of an hour of them.
 const MAX_TRIES: u32 = 30;
-/// How often it is said that the receiver does not take anything.
+/// Interval of the lines that the receiver takes nothing.
 const TELL_AGAIN: Duration = Duration::from_secs(60);
-/// How long boots that wait may take at the stop.
+/// Time limit for waiting boots at the stop.
 const STOP_DEADLINE: Duration = Duration::from_secs(5);
-/// Boots that are named when they are dropped.
+/// Most dropped boots that a line names.
 const MAX_NAMED: usize = 4;
 
 /// Receiver of boots, and the resource that their spans have.
@@ -50,13 +50,13 @@ pub struct Queue {
     from: Arc<Sources>,
     boots: Mutex<VecDeque<Waiting>>,
     more: Notify,
-    /// Of boots that did not fit, since the last word about it.
+    /// Boots that did not fit, since the last line about them.
     overflow: AtomicU64,
     told_overflow: Mutex<Option<Instant>>,
 }
 
 impl Queue {
-    /// Holds as many boots as `from.limits.push_queue` says.
+    /// An empty queue for at most `from.limits.push_queue` boots.
     pub fn new(otlp: Otlp, from: Arc<Sources>) -> Self {
         Self { otlp, from, boots: Mutex::default(), more: Notify::new(), overflow: AtomicU64::new(0), told_overflow: Mutex::default() }
     }
@@ -79,7 +79,7 @@ impl Queue {
         boots.remove(at)
     }
 
-    /// Adds a boot. Where there is no room the one that waited longest goes.
+    /// Adds a boot; a full queue drops the boot that waited longest.
     pub fn push(&self, boot: Arc<str>) {
         let mut boots = self.boots();
         boots.push_back(Waiting { boot, tries: 0 });
@@ -104,7 +104,7 @@ impl Queue {
     }
 }
 
-/// What has been said about the receiver.
+/// Lines that were logged about the receiver.
 #[derive(Default)]
 struct Trouble {
     since: Option<Instant>,
@@ -130,7 +130,7 @@ impl Trouble {
     }
 }
 
-/// Pushes until all is queued that ever will be; then for [`STOP_DEADLINE`] what waits.
+/// Pushes until `all_queued`, and after that the waiting boots for at most [`STOP_DEADLINE`].
 pub async fn run(queue: Arc<Queue>, mut all_queued: watch::Receiver<bool>) {
     let (mut backoff, mut trouble) = (Backoff::default(), Trouble::default());
     tokio::select! {
@@ -154,7 +154,7 @@ pub async fn run(queue: Arc<Queue>, mut all_queued: watch::Receiver<bool>) {
     }
 }
 
-/// With `once` until nothing waits any more or the receiver fails.
+/// Pushes waiting boots; with `once`, until none waits or the receiver fails.
 async fn push_all(queue: &Queue, backoff: &mut Backoff, trouble: &mut Trouble, once: bool) {
     loop {
         let first = queue.boots().front().map(|waiting| waiting.boot.clone());
@@ -174,14 +174,14 @@ async fn push_all(queue: &Queue, backoff: &mut Backoff, trouble: &mut Trouble, o
     }
 }
 
-/// After a boot was tried.
+/// Continuation after a try.
 enum Next {
     Boot,
-    /// The receiver wants so long a pause, or says nothing of one.
+    /// Pause: as long as the receiver asked for, if it did.
     Pause(Option<Duration>),
 }
 
-/// Counts what became of a boot, says it, and takes the boot from the queue or puts it behind the
+/// Counts and logs the outcome of a push, and removes the boot from the queue or puts it behind the
 /// others.
 fn settle(queue: &Queue, trouble: &mut Trouble, boot: &Arc<str>, pushed: Pushed) -> Next {
     let (stats, tell, target) = (&queue.from.stats, &queue.from.tell, &queue.otlp.target);
@@ -195,7 +195,7 @@ fn settle(queue: &Queue, trouble: &mut Trouble, boot: &Arc<str>, pushed: Pushed)
                 tell(format!("push to {target}: boot {boot}: {rejected} of {spans} span(s) rejected: {}", why.unwrap_or_default()));
             }
             queue.from.store.note(boot, HostEvent::Exported { to: target.to_string(), spans: spans - rejected });
-            // Where it was let go meanwhile, for want of room, it was counted as dropped, too.
+            // A boot that a full queue dropped meanwhile was counted as dropped, too.
             queue.remove(boot);
             Next::Boot
         }
@@ -225,7 +225,7 @@ fn settle(queue: &Queue, trouble: &mut Trouble, boot: &Arc<str>, pushed: Pushed)
     }
 }
 
-/// What became of a boot.
+/// Outcome of a push.
 enum Pushed {
     Yes { spans: u64, rejected: u64, why: Option<String> },
     Later { why: String, answered: bool, after: Option<Duration> },
@@ -236,7 +236,7 @@ async fn push(queue: &Queue, boot: &str) -> Pushed {
     let Some(path) = queue.from.store.report(boot) else {
         return Pushed::Later { why: "its file is not complete: the disk takes nothing".into(), answered: false, after: None };
     };
-    // First: with no receiver there is no point in reading.
+    // Connect first: without a receiver, reading is wasted.
     let mut connection = match connect(&queue.otlp.target).await {
         Ok(connection) => connection,
         Err(why) => return Pushed::Later { why, answered: false, after: None },
@@ -248,12 +248,12 @@ async fn push(queue: &Queue, boot: &str) -> Pushed {
         Err(_) => return Pushed::Never { why: "making spans of it panicked".into() },
     };
     let (mut spans, mut rejected, mut why) = (0, 0, None);
-    // A part that was taken is sent again with those that were not: its spans have the same ids.
+    // A later try sends accepted parts again: their spans have the same ids.
     for part in request.protobufs(MAX_REQUEST) {
         match connection.send(part.bytes).await {
             Outcome::Taken { rejected: n, why: said } => {
                 spans += part.spans;
-                // A receiver can count what it likes.
+                // The receiver's count is not trusted.
                 rejected += n.min(part.spans);
                 why = why.or(said);
             }

@@ -1,4 +1,4 @@
-//! Values of one scrape, read once, so that they are of one moment.
+//! Values of one scrape, all read at one time.
 
 use super::fleet_state::Shared;
 use super::tally::Tally;
@@ -11,15 +11,15 @@ pub struct Snapshot {
     pub tally: Tally,
     /// Boots with a connection, and without one.
     pub in_flight: (u64, u64),
-    /// Open ones.
+    /// Open connections.
     pub connections: u64,
-    /// Bytes of all boots' files, and how many may be; None where nobody looked, without a limit.
+    /// Bytes of all boots' files; None before retention's first look.
     pub kept_bytes: Option<u64>,
     pub keep_limit_bytes: Option<u64>,
     pub scrapes: u64,
     pub scrapes_refused: u64,
     pub scrapes_failed: u64,
-    /// With --otlp.
+    /// Queue of --otlp.
     pub queue: Option<Queue>,
 }
 

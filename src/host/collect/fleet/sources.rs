@@ -9,8 +9,8 @@ use anyhow::{Context, Result, ensure};
 use std::path::Path;
 use std::sync::Arc;
 
-/// Longest file of a boot that is read here, several times what one with 16 GPUs and a chatty
-/// kernel has. A longer one takes time that other boots need.
+/// Longest file of a boot that is read here: several times the file of a boot with 16 GPUs and a
+/// chatty kernel. A longer file takes time that other boots need.
 const MAX_FILE: u64 = 8 << 20;
 
 /// The collector's files, peers and counters.
@@ -22,7 +22,7 @@ pub struct Sources {
     pub tell: Tell,
 }
 
-/// Fails where the file of a boot is longer than what is read here.
+/// Fails if the file of a boot is longer than [`MAX_FILE`].
 pub fn check_size(path: &Path) -> Result<()> {
     let length = path.metadata().with_context(|| format!("look at {}", path.display()))?.len();
     ensure!(length <= MAX_FILE, "{} has {length} bytes, more than the {MAX_FILE} that are read here", printable(&path.to_string_lossy()));

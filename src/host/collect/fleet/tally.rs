@@ -1,45 +1,44 @@
 //! Counts of boots that are over: histograms of phases, steps and milestones, failures by reason.
 //!
 //! Labels come from this program's own tables, never from a guest: a name or reason that the tables
-//! lack is counted as [`OTHER`], so the number of series has a bound however many guests there are
-//! and whatever they say. A boot with a number that no machine can have ([`implausible`]) counts as
-//! [`Outcome::Implausible`] and in nothing else: one such number would be all that a sum says until
-//! the next restart.
+//! lack is counted as [`OTHER`], so the number of series has a bound for any guests. A boot with a
+//! number that no machine can have ([`implausible`]) counts as [`Outcome::Implausible`] and in
+//! nothing else: one such number would dominate a sum until the next restart.
 
 use crate::events::catalogue::{Phase, steps};
 use crate::host::analysis::metrics::Metrics;
 use crate::reason::Reason;
 use std::collections::BTreeMap;
 
-/// What the tables lack.
+/// Label of names that the tables lack.
 pub const OTHER: &str = "other";
 /// Upper bounds in seconds: from the milliseconds of a step of the init to the minutes of a boot
 /// that maps BARs of 256 GB.
 pub const BOUNDS: [f64; 18] = [0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 30.0, 45.0, 60.0, 120.0, 300.0, 600.0];
 /// Points that people compare boots by, as `show` names them.
 const MILESTONES: [&str; 6] = ["init start", "agent exec", "agent ready", "first container", "last container", "settled"];
-/// Longest time of a milestone, a phase or a step: a week. The slowest boots that are known take
-/// ten minutes; one that hangs lasts until somebody ends its VM.
+/// Longest time of a milestone, a phase or a step: a week. The slowest known boots take ten
+/// minutes; a hanging boot lasts until the end of its VM.
 const MAX_NS: i64 = 7 * 86_400_000_000_000;
-/// GPUs of a guest: four times as many as the largest machines have.
+/// Most GPUs of a guest: four times as many as the largest machines have.
 const MAX_GPUS: usize = 64;
-/// Records that were lost: the collector stores fifty times fewer of a boot.
+/// Most lost records of a boot: fifty times as many as the collector stores.
 const MAX_LOST: u64 = 10_000_000;
-/// Reasons that are no GPU's: what stands before the colon of a failure, and its label.
+/// Reasons that are no GPU's: the text before a failure's colon, and its label.
 const OTHER_FAILURES: [(&str, &str); 3] = [("container", "container"), ("power-off", "power-off"), ("not settled", "not-settled")];
 
-/// Whether a number of a boot is one that no boot has, or so much of it is left out that its
-/// numbers say nothing.
+/// Whether a boot has a number that is impossible, or lacks so many records that its numbers are
+/// meaningless.
 fn implausible(boot: &Metrics, facts: Facts) -> bool {
     let of_boot = |ns: &i64| (-MAX_NS..=MAX_NS).contains(ns);
     let times = boot.milestones.values().chain(boot.phases.values()).chain(boot.steps.values().flat_map(|step| &step.each_ns));
     facts.too_large || facts.lost > MAX_LOST || boot.gpus > MAX_GPUS || !times.into_iter().all(of_boot)
 }
 
-/// How often values were not above each bound.
+/// Histogram: for each bound, the values between the bound before it and this one.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Histogram {
-    /// One more than bounds: the rest. Not cumulative.
+    /// A count for each bound, and one for values above all bounds. Not cumulative.
     buckets: [u64; BOUNDS.len() + 1],
     pub sum: f64,
 }
@@ -54,7 +53,7 @@ impl Histogram {
         self.sum += seconds;
     }
 
-    /// Each bound with how many values are not above it; the last without a bound.
+    /// Each bound with the number of values that are not above it; the last has no bound.
     pub fn cumulative(&self) -> impl Iterator<Item = (Option<f64>, u64)> + '_ {
         let bounds = BOUNDS.iter().copied().map(Some).chain([None]);
         bounds.zip(&self.buckets).scan(0, |sum, (bound, count)| {
@@ -68,16 +67,16 @@ impl Histogram {
     }
 }
 
-/// How a boot ended.
+/// Outcome of a boot.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Outcome {
     Settled,
     PoweredOff,
-    /// Its VM went without a word.
+    /// The VM ended without a last record.
     Unfinished,
-    /// A number in its file is one that no boot has; nothing else of it is counted.
+    /// The file has an impossible number; nothing else of it is counted.
     Implausible,
-    /// Its file could not be read.
+    /// The file could not be read.
     Unread,
 }
 
@@ -95,18 +94,18 @@ impl Outcome {
     }
 }
 
-/// What [`Metrics`] does not say.
+/// Facts of a boot that [`Metrics`] lacks.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Facts {
-    /// Records that never came.
+    /// Records that were never received.
     pub lost: u64,
     pub powered_off: bool,
     pub usable_gpus: usize,
-    /// Not all of it was looked at.
+    /// The file exceeds a limit, and was read in part.
     pub too_large: bool,
 }
 
-/// By the value of a label.
+/// Histograms by the value of a label.
 pub type Histograms = BTreeMap<&'static str, Histogram>;
 
 /// All boots that were over since the start.
@@ -116,7 +115,7 @@ pub struct Tally {
     pub milestones: Histograms,
     pub phases: Histograms,
     pub steps: Histograms,
-    /// Of every reason that there is, so that the first failure is seen as a change.
+    /// Failures by reason, with all reasons from the start: the first failure is then a change.
     pub failures: BTreeMap<&'static str, u64>,
     pub usable_gpus: u64,
     pub failed_gpus: u64,
@@ -176,7 +175,7 @@ impl Tally {
         self.lost = self.lost.saturating_add(facts.lost);
     }
 
-    /// Boots that ended so.
+    /// Boots with an outcome.
     pub fn outcome(&self, outcome: Outcome) -> u64 {
         self.outcomes.get(&outcome).copied().unwrap_or(0)
     }
@@ -191,7 +190,7 @@ impl Tally {
     }
 }
 
-/// Name of a step by the catalogue; what tells a module from another is a guest's word.
+/// Name of a step by the catalogue, without the module's name, which is a guest's text.
 fn step_label(title: &str) -> &'static str {
     let name = title.split(' ').next().unwrap_or_default();
     steps().map(|row| row.name).find(|known| *known == name).unwrap_or(OTHER)

@@ -75,32 +75,32 @@ pub struct Args {
         default_value_if("what", ArgPredicate::IsPresent, ".")
     )]
     pub kata_config: PathBuf,
-    /// The initrd; left away, the one that is installed stays.
+    /// The initrd [default: the installed one stays].
     #[arg(long, value_name = "FILE")]
     pub initrd: Option<PathBuf>,
-    /// A disk image instead, as kata-gpu-boot initrd replace-init makes it: an erofs or ext4 root
-    /// in the first partition.
+    /// A disk image instead of an initrd, made by kata-gpu-boot initrd replace-init: an erofs or
+    /// ext4 root in the first partition.
     #[arg(long, value_name = "FILE", conflicts_with = "initrd")]
     pub image: Option<PathBuf>,
     /// The image's own dm-verity parameters (root_hash=..,salt=..,data_blocks=..); without them
     /// none are used.
     #[arg(long, value_name = "PARAMS", requires = "image", conflicts_with = "initrd")]
     pub verity: Option<String>,
-    /// A word for the guest kernel's command line, like gpuinit.bind=concurrent; takes the place of
-    /// one with the same dotted name.
+    /// Parameter for the guest kernel's command line, like gpuinit.bind=concurrent; replaces one
+    /// with the same dotted name.
     #[arg(long = "param", value_name = "WORD")]
     pub params: Vec<String>,
-    /// Take a word out again that an earlier --param put in.
+    /// Name of a parameter to remove that an earlier --param added.
     #[arg(long, value_name = "NAME")]
     pub unset: Vec<String>,
-    /// The driver's libraries and firmware are not in the initrd: they come from elsewhere, or are
-    /// not wanted.
+    /// Do not require the driver's libraries and firmware in the initrd: they come from elsewhere,
+    /// or are not needed.
     #[arg(long)]
     pub no_user_space: bool,
-    /// Kata's version, where its shim cannot be asked.
+    /// Kata's version, if its shim does not report it.
     #[arg(long, value_name = "X.Y.Z")]
     pub kata_version: Option<Version>,
-    /// Print what would be written, as a diff, and leave.
+    /// Print the changes as a diff, and exit.
     #[arg(long)]
     pub dry_run: bool,
     /// Go on in spite of refusals that end in "(or --force)".

@@ -39,7 +39,7 @@ pub struct Args {
     /// The Kata configuration file that was given to install.
     #[arg(long, value_name = "FILE")]
     pub kata_config: PathBuf,
-    /// Say what would be removed, and leave.
+    /// Print the changes as a diff, and exit.
     #[arg(long)]
     pub dry_run: bool,
     /// Remove the drop-in even if it was edited or is a symbolic link.
@@ -53,8 +53,8 @@ pub struct Args {
     /// With --node: stay until SIGTERM. For a DaemonSet's pod.
     #[arg(long, requires = "dir", conflicts_with_all = ["dry_run", "json"])]
     pub stay: bool,
-    /// Print the DaemonSet that uninstalls what `install --print daemonset` has installed, and
-    /// leave. It takes that one's place.
+    /// Print the DaemonSet that undoes the one of `install --print daemonset` and replaces it, and
+    /// exit.
     #[arg(long, value_enum, value_name = "WHAT", conflicts_with_all = ["dry_run", "json"])]
     pub print: Option<Manifest>,
     /// Name of the DaemonSet, as it was printed.

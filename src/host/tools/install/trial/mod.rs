@@ -54,15 +54,15 @@ const MAX_ERROR: usize = 2000;
 #[derive(clap::Args, Clone, Debug)]
 pub struct Check {
     /// Start one throw-away sandbox of this configuration file (with a / in its path), or of this
-    /// runtime of containerd's configuration (as a RuntimeClass names it), follow its boot, and say
-    /// whether it works.
+    /// runtime of containerd's configuration (as a RuntimeClass names it), follow its boot, and
+    /// report whether it works.
     #[arg(
         long = "check",
         value_name = "FILE|RUNTIME",
         conflicts_with_all = ["kata_config", "initrd", "image", "params", "unset", "kata_version", "dry_run", "force", "print", "dir"]
     )]
     pub what: Option<String>,
-    /// With --check: where the collector writes.
+    /// With --check: directory that the collector writes to.
     #[arg(long, value_name = "DIR", requires = "what", default_value = "/var/lib/kata-gpu-boot")]
     boots: PathBuf,
     /// With --check: a device for the sandbox, like the VFIO group of a GPU that nobody uses,
@@ -320,9 +320,9 @@ const CURES: &[(&str, &str)] = &[
     ("/dev/kvm", "enable virtualisation in the firmware, load kvm_intel or kvm_amd"),
     ("Device or resource busy", "the device is in use: name one that no pod has"),
     ("vfio", "bind the whole IOMMU group of the GPU to vfio-pci"),
-    ("DeadlineExceeded", "the agent did not answer in time: raise dial_timeout, and look at what the guest says"),
-    ("deadline exceeded", "the agent did not answer in time: raise dial_timeout, and look at what the guest says"),
-    ("timed out", "the agent did not answer in time: raise dial_timeout, and look at what the guest says"),
+    ("DeadlineExceeded", "the agent did not answer in time: raise dial_timeout, and see the guest's log"),
+    ("deadline exceeded", "the agent did not answer in time: raise dial_timeout, and see the guest's log"),
+    ("timed out", "the agent did not answer in time: raise dial_timeout, and see the guest's log"),
 ];
 
 /// Reasons why the sandbox does not work; empty if it works.
@@ -334,7 +334,7 @@ fn reasons(seen: &Seen, config: &Path) -> Vec<String> {
     }
     if seen.started.is_none() {
         let until = seen.gave_up.as_deref().unwrap_or_default();
-        reasons.push(format!("containerd did not start the sandbox {until}: look at what the guest says"));
+        reasons.push(format!("containerd did not start the sandbox {until}: see the guest's log"));
     }
     match (&seen.outcome, &seen.boot.file) {
         (Some(Outcome::Ready { .. }), _) => {}
