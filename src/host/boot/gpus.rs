@@ -1,7 +1,7 @@
 //! Spans of a boot, and the state of its GPUs by spans and events.
 
 use super::gpu_health::Health;
-use super::model::{Failure, Gpu, OpenStep, Span, Step};
+use super::model::{Failure, Gpu, Now, OpenStep, Span, State, Step};
 use crate::events::names;
 use crate::events::record::Kind;
 use crate::host::data::budget::{MAX_GPUS, MAX_SPANS, TooLarge};
@@ -64,89 +64,150 @@ fn reason_text(text: &str) -> String {
     start(text, MAX_REASON).to_string()
 }
 
-/// Times at which the steps of GPUs began, by step and GPU.
-struct Beginnings(HashMap<(&'static str, PciAddress), Vec<u64>>);
+/// State that a GPU has left, and how long the GPU was in it.
+pub struct Passed {
+    pub state: State,
+    pub took_ns: u64,
+}
 
-impl Beginnings {
-    /// `spans`: in order of their beginning.
-    fn of(spans: &[Span], wanted: &[&'static str]) -> Self {
-        let mut all: HashMap<_, Vec<u64>> = HashMap::new();
-        for span in spans {
-            if let (Some(name), Some(gpu), Some(begin_ns)) = (wanted.iter().find(|w| span.name == **w), span.gpu, span.begin_ns) {
-                all.entry((*name, gpu)).or_default().push(begin_ns);
+/// GPUs by the records of a boot in order of time: the whole boot's, or those that have come.
+#[derive(Clone, Debug, Default)]
+pub struct Gpus {
+    pub all: BTreeMap<PciAddress, Gpu>,
+    /// Last beginning of a step of a GPU.
+    begun: HashMap<(PciAddress, &'static str), u64>,
+    /// Number of records about GPUs beyond the limit.
+    pub left_out: u64,
+}
+
+impl Gpus {
+    /// Takes the next record. Returns the state that the record ended, if it shows how long its
+    /// GPU was in it.
+    pub fn take(&mut self, record: &Record) -> Option<Passed> {
+        let address = record.gpu?;
+        // The kernel's lines name all PCI functions: they count for known GPUs alone.
+        if record.kind != Kind::Kmsg && !self.all.contains_key(&address) {
+            if self.all.len() >= MAX_GPUS {
+                self.left_out += 1;
+                return None;
             }
+            self.all.insert(address, found(address, record.boottime_ns));
         }
-        // A span whose records are not in order of time is placed at its first one.
-        all.values_mut().for_each(|times| times.sort_unstable());
-        Self(all)
-    }
-
-    /// Duration until `at_ns` of the last such step that had begun by then.
-    fn took_ns(&self, name: &'static str, gpu: PciAddress, at_ns: u64) -> Option<u64> {
-        let times = self.0.get(&(name, gpu))?;
-        let begun = |begin: &u64| {
-            #[cfg(test)]
-            super::fold::tests::LOOKED_AT.with(|n| n.set(n.get() + 1));
-            *begin <= at_ns
-        };
-        let last = times.get(times.partition_point(begun).checked_sub(1)?)?;
-        at_ns.checked_sub(*last)
+        let gpu = self.all.get_mut(&address)?;
+        let at_ns = record.boottime_ns;
+        let number = |key: &str| record.fields.get(key).and_then(Field::as_u64);
+        if record.kind != Kind::Kmsg {
+            gpu.index = number("index").or(gpu.index);
+        }
+        match (record.kind, record.name.as_str()) {
+            (Kind::Begin, name) => {
+                if let Some(name) = [names::GPU_BIND, names::GPU_INIT].into_iter().find(|timed| *timed == name) {
+                    self.begun.insert((address, name), at_ns);
+                }
+            }
+            (Kind::Event, name) => {
+                let took_ns = |name| at_ns.checked_sub(*self.begun.get(&(address, name))?);
+                match name {
+                    names::GPU_FOUND => gpu.found_ns = gpu.found_ns.or(Some(at_ns)),
+                    names::GPU_BOUND => {
+                        gpu.bound = Some(Step { at_ns, took_ns: took_ns(names::GPU_BIND) });
+                        gpu.minor = number("minor").or(gpu.minor);
+                    }
+                    names::GPU_PUBLISHED => {
+                        gpu.published = gpu.published.or(Some(Step { at_ns, took_ns: gpu.since_bound_ns(at_ns) }));
+                        gpu.now.is_published = true;
+                    }
+                    names::GPU_USABLE => gpu.usable = Some(Step { at_ns, took_ns: took_ns(names::GPU_INIT) }),
+                    names::GPU_FAILED => gpu.failed = Some(failure(record)),
+                    _ => Health::take(&mut gpu.health, record),
+                }
+            }
+            (Kind::End | Kind::Kmsg, _) => {}
+        }
+        gpu.now.go_on(next_state(record, gpu.now.state)?, at_ns)
     }
 }
 
-/// GPUs in PCI order.
-pub fn gpus(records: &[&Record], spans: &[Span], too_large: &mut TooLarge) -> Vec<Gpu> {
-    let mut gpus: BTreeMap<PciAddress, Gpu> = BTreeMap::new();
-    let beginnings = Beginnings::of(spans, &[names::GPU_BIND, names::GPU_INIT]);
-    for record in records {
-        // The kernel's lines name all PCI functions.
-        let Some(address) = record.gpu.filter(|_| record.kind != Kind::Kmsg) else { continue };
-        if gpus.len() >= MAX_GPUS && !gpus.contains_key(&address) {
-            too_large.gpu_records += 1;
-            continue;
-        }
-        let gpu = gpus.entry(address).or_insert_with(|| Gpu {
-            address,
-            index: None,
-            minor: None,
-            found_ns: None,
-            enabled: None,
-            bound: None,
-            published: None,
-            usable: None,
-            failed: None,
-            still: None,
-            health: None,
-        });
-        if record.kind != Kind::Event {
-            continue;
-        }
-        Health::take(&mut gpu.health, record);
-        let at_ns = record.boottime_ns;
-        let number = |key: &str| record.fields.get(key).and_then(Field::as_u64);
-        let took = |name| beginnings.took_ns(name, address, at_ns);
-        match record.name.as_str() {
-            names::GPU_FOUND => {
-                gpu.found_ns = gpu.found_ns.or(Some(at_ns));
-                gpu.index = number("index").or(gpu.index);
-            }
-            names::GPU_BOUND => {
-                gpu.bound = Some(Step { at_ns, took_ns: took(names::GPU_BIND) });
-                gpu.minor = number("minor").or(gpu.minor);
-            }
-            names::GPU_PUBLISHED => {
-                let took_ns = gpu.bound.and_then(|b| at_ns.checked_sub(b.at_ns));
-                gpu.published = gpu.published.or(Some(Step { at_ns, took_ns }));
-            }
-            names::GPU_USABLE => gpu.usable = Some(Step { at_ns, took_ns: took(names::GPU_INIT) }),
-            names::GPU_FAILED => {
-                let field = |key: &str| record.fields.get(key).and_then(Field::as_str).unwrap_or("?");
-                let reason = reason_text(record.error.as_deref().unwrap_or_else(|| field("reason")));
-                gpu.failed = Some(Failure { at_ns, step: reason_text(field("step")), reason });
-            }
-            _ => {}
-        }
+fn found(address: PciAddress, at_ns: u64) -> Gpu {
+    Gpu {
+        address,
+        index: None,
+        minor: None,
+        found_ns: None,
+        enabled: None,
+        bound: None,
+        published: None,
+        usable: None,
+        failed: None,
+        still: None,
+        health: None,
+        now: Now { since_ns: at_ns, ..Now::default() },
     }
+}
+
+fn failure(record: &Record) -> Failure {
+    let field = |key: &str| record.fields.get(key).and_then(Field::as_str).unwrap_or("?");
+    let reason = reason_text(record.error.as_deref().unwrap_or_else(|| field("reason")));
+    Failure { at_ns: record.boottime_ns, step: reason_text(field("step")), reason }
+}
+
+/// State that a record shows of its GPU, which is in `state`.
+fn next_state(record: &Record, state: State) -> Option<State> {
+    Some(match (record.kind, record.name.as_str()) {
+        // Found again because other GPUs came or went, or after a removal.
+        (Kind::Event, names::GPU_FOUND) if matches!(state, State::Removed | State::Failed) => State::Waiting,
+        (Kind::Begin, names::GPU_ENABLE) => State::Enabling,
+        (Kind::End, names::GPU_ENABLE) if record.error.is_none() => State::Enabled,
+        // In a load that probes all GPUs, only this line shows a probe.
+        (Kind::Kmsg, _) if state < State::Probing && kmsg_text(record).contains("enabling device") => State::Probing,
+        (Kind::Begin, names::GPU_BIND) => State::Probing,
+        (Kind::Event, names::GPU_BOUND) => State::Bound,
+        (Kind::Begin, names::GPU_INIT) => State::Initialising,
+        (Kind::Event, names::GPU_USABLE) => State::Ready,
+        (Kind::Event, names::GPU_FAILED) => State::Failed,
+        (Kind::Event, names::GPU_REMOVED) => State::Removed,
+        _ => return None,
+    })
+}
+
+fn kmsg_text(record: &Record) -> &str {
+    record.fields.get("text").and_then(Field::as_str).unwrap_or("")
+}
+
+impl Gpu {
+    /// Time since the bind, which is a publication's duration.
+    pub fn since_bound_ns(&self, at_ns: u64) -> Option<u64> {
+        at_ns.checked_sub(self.bound?.at_ns)
+    }
+}
+
+impl Now {
+    fn go_on(&mut self, next: State, at_ns: u64) -> Option<Passed> {
+        // Late records do not reopen a finished state; only the init itself does.
+        let reopens = matches!(next, State::Failed | State::Removed | State::Waiting);
+        if next == self.state || (self.state.is_over() && !reopens) {
+            return None;
+        }
+        let passed = Passed { state: self.state, took_ns: at_ns.saturating_sub(self.since_ns) };
+        let is_progress = matches!(next, State::Enabled | State::Bound | State::Ready) && at_ns >= self.since_ns;
+        if matches!(next, State::Failed | State::Removed) {
+            self.is_published = false;
+        } else {
+            self.furthest = self.furthest.max(next);
+        }
+        (self.state, self.since_ns) = (next, at_ns);
+        is_progress.then_some(passed)
+    }
+}
+
+/// GPUs of a whole boot in PCI order.
+pub fn gpus(records: &[&Record], spans: &[Span], too_large: &mut TooLarge) -> Vec<Gpu> {
+    let mut gpus = Gpus::default();
+    for record in records {
+        gpus.take(record);
+    }
+    too_large.gpu_records += gpus.left_out;
+    let mut gpus = gpus.all;
     for span in spans {
         let Some(gpu) = span.gpu.and_then(|address| gpus.get_mut(&address)) else { continue };
         match (span.begin_ns, span.end_ns) {

@@ -11,7 +11,7 @@
 
 pub mod model; // GPUs, containers, milestones, spans, losses
 pub mod fold; // records into the model
-mod gpus; // spans, and states of GPUs
+pub mod gpus; // spans, and states of GPUs
 mod containers; // containers by the agent's lines
 pub mod gpu_name; // a GPU's number and address
 pub mod gpu_health; // NVML's reports on the GPUs

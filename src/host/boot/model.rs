@@ -145,6 +145,63 @@ pub struct Gpu {
     /// NVML's report on the GPU.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub health: Option<Box<Health>>,
+    /// State by the newest record.
+    #[serde(skip)]
+    pub now: Now,
+}
+
+/// State of a GPU.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
+pub enum State {
+    /// Found; nothing has been done with the GPU yet.
+    #[default]
+    Waiting,
+    /// The host maps its BARs.
+    Enabling,
+    /// Waits for the driver.
+    Enabled,
+    /// The driver's probe.
+    Probing,
+    /// Waits to be opened.
+    Bound,
+    /// Adapter initialisation.
+    Initialising,
+    Ready,
+    Failed,
+    Removed,
+}
+
+impl State {
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Waiting => "waiting",
+            Self::Enabling => "enabling",
+            Self::Enabled => "enabled",
+            Self::Probing => "probing",
+            Self::Bound => "bound",
+            Self::Initialising => "initialising",
+            Self::Ready => "ready",
+            Self::Failed => "failed",
+            Self::Removed => "removed",
+        }
+    }
+
+    /// Whether only the init itself can bring the GPU back.
+    pub fn is_over(self) -> bool {
+        self >= Self::Ready
+    }
+}
+
+/// State of a GPU at the newest record.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Now {
+    pub state: State,
+    /// Beginning of the state.
+    pub since_ns: u64,
+    /// Furthest state up to [`State::Ready`], also of a GPU that failed then.
+    pub furthest: State,
+    /// Whether containers can have the GPU.
+    pub is_published: bool,
 }
 
 /// A requested container.

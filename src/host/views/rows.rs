@@ -9,18 +9,18 @@ use crate::events::catalogue::{Owner, Rank, row_of};
 use crate::events::names;
 use crate::events::record::{Kind, Level};
 use crate::host::boot::gpu_name::GpuName;
+use crate::host::boot::gpus::{Gpus, Passed};
 use crate::host::data::agent_log::AgentEvent;
+use crate::host::data::budget::MAX_GPUS;
 use crate::host::data::compact_record::{Field, Record};
 use crate::host::data::imported_record;
 use crate::host::data::text;
 use crate::pci::PciAddress;
-use std::collections::{BTreeMap, HashMap, HashSet};
+use std::collections::{BTreeMap, HashSet};
 
 /// Open spans that are remembered. A boot has some dozen; a guest that opens them without end gets
 /// no duration for the rest.
 const MAX_OPEN: usize = 4096;
-/// GPUs that are remembered: the index names and times of more are not shown.
-const MAX_GPUS: usize = 256;
 /// Longest value of one field in a row, in characters.
 const MAX_VALUE: usize = 160;
 /// Longest text about a step's beginning that is kept until its end, in bytes.
@@ -113,9 +113,7 @@ pub struct Open {
 #[derive(Debug, Default)]
 pub struct Tracker {
     open: BTreeMap<u64, Open>,
-    index: HashMap<PciAddress, u64>,
-    /// When the last span of that name began for that GPU, and when it was bound.
-    times: HashMap<(PciAddress, &'static str), u64>,
+    pub gpus: Gpus,
     /// Containers whose first failed try was shown.
     waiting: HashSet<String>,
 }
@@ -123,10 +121,15 @@ pub struct Tracker {
 impl Tracker {
     /// Takes the next record and gives its row.
     pub fn row(&mut self, record: &Record) -> Row {
+        self.take(record).0
+    }
+
+    /// Takes the next record: its row, and the state of its GPU that it ended.
+    pub fn take(&mut self, record: &Record) -> (Row, Option<Passed>) {
         if let Some(event) = imported_record::of_record(record) {
-            return self.agent_row(&event, record.boottime_ns, imported_record::is_approximate(record));
+            return (self.agent_row(&event, record.boottime_ns, imported_record::is_approximate(record)), None);
         }
-        self.learn(record);
+        let passed = self.learn(record);
         let begun = record.span.and_then(|id| match record.kind {
             Kind::End => self.open.remove(&id),
             Kind::Begin | Kind::Event | Kind::Kmsg => None,
@@ -137,7 +140,7 @@ impl Tracker {
             Kind::Begin | Kind::Kmsg => None,
         };
         let gpu = record.gpu.or(begun.as_ref().and_then(|b| b.gpu.map(|g| g.address))).map(|address| self.gpu_name(address));
-        Row {
+        let row = Row {
             time_ns: record.boottime_ns,
             approximate: imported_record::is_approximate(record),
             side: side(record),
@@ -146,13 +149,12 @@ impl Tracker {
             took_ns,
             tone: tone(record),
             detail: is_detail(record, took_ns),
-        }
+        };
+        (row, passed)
     }
 
-    fn learn(&mut self, record: &Record) {
-        if let Some(address) = record.gpu {
-            self.learn_gpu(address, record);
-        }
+    fn learn(&mut self, record: &Record) -> Option<Passed> {
+        let passed = self.gpus.take(record);
         if let (Kind::Begin, Some(id)) = (record.kind, record.span)
             && self.open.len() < MAX_OPEN
         {
@@ -162,34 +164,21 @@ impl Tracker {
             let open = Open { name: record.name.to_string(), gpu, begin_ns: record.boottime_ns, parent: record.parent, fields };
             self.open.insert(id, open);
         }
-    }
-
-    fn learn_gpu(&mut self, address: PciAddress, record: &Record) {
-        if let Some(index) = record.fields.get("index").and_then(Field::as_u64)
-            && (self.index.len() < MAX_GPUS || self.index.contains_key(&address))
-        {
-            self.index.insert(address, index);
-        }
-        let remembered = [(Kind::Begin, names::GPU_BIND), (Kind::Begin, names::GPU_INIT), (Kind::Event, names::GPU_BOUND)];
-        if let Some((_, name)) = remembered.into_iter().find(|(kind, name)| *kind == record.kind && record.name == *name)
-            && self.times.len() < MAX_GPUS * remembered.len()
-        {
-            self.times.insert((address, name), record.boottime_ns);
-        }
+        passed
     }
 
     fn event_took(&self, record: &Record) -> Option<u64> {
-        let since = match record.name.as_str() {
-            names::GPU_BOUND => names::GPU_BIND,
-            names::GPU_PUBLISHED => names::GPU_BOUND,
-            names::GPU_USABLE => names::GPU_INIT,
-            _ => return None,
-        };
-        record.boottime_ns.checked_sub(*self.times.get(&(record.gpu?, since))?)
+        let gpu = self.gpus.all.get(&record.gpu?)?;
+        match record.name.as_str() {
+            names::GPU_BOUND => gpu.bound?.took_ns,
+            names::GPU_PUBLISHED => gpu.since_bound_ns(record.boottime_ns),
+            names::GPU_USABLE => gpu.usable?.took_ns,
+            _ => None,
+        }
     }
 
     fn gpu_name(&self, address: PciAddress) -> GpuName {
-        GpuName { index: self.index.get(&address).copied(), address }
+        GpuName { index: self.gpus.all.get(&address).and_then(|gpu| gpu.index), address }
     }
 
     /// The innermost spans that have not ended, by their names.
@@ -446,6 +435,6 @@ mod tests {
         }
         assert_eq!(tracker.open.len(), MAX_OPEN);
         assert!(tracker.open.values().all(|o| o.fields.len() <= MAX_BEGIN_TEXT));
-        assert!(tracker.index.len() <= MAX_GPUS && tracker.times.len() <= 3 * MAX_GPUS);
+        assert!(tracker.gpus.all.len() <= MAX_GPUS);
     }
 }

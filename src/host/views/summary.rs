@@ -268,6 +268,7 @@ pub fn complaints(boot: &Boot) -> Vec<String> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::host::boot::model::Now;
 
     #[test]
     fn a_line_of_a_gpu_fits_into_80_columns() {
@@ -284,6 +285,7 @@ mod tests {
             failed: None,
             still: None,
             health: None,
+            now: Now::default(),
         };
         let lines = |width| gpu_table(std::slice::from_ref(&gpu), &Screen { width, colour: false });
         let (narrow, wide) = (lines(Some(80)), lines(Some(120)));

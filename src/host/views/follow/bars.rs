@@ -4,7 +4,8 @@
 //! A bar shows finished steps, not time: its length promises nothing. Every text is printable
 //! ASCII, so that a line is as wide as it is long.
 
-use super::progress::{Gpu, Outcome, Progress, Step, name};
+use super::progress::{Outcome, Progress, name, why};
+use crate::host::boot::model::{Gpu, State};
 use crate::host::data::text::printable;
 use crate::pci::PciAddress;
 use indicatif::{MultiProgress, ProgressBar, ProgressDrawTarget, ProgressStyle};
@@ -13,8 +14,8 @@ use std::time::{Duration, Instant};
 
 /// Interval between two pictures without events: seconds are shown with one digit.
 pub const REFRESH: Duration = Duration::from_millis(100);
-/// Cells of a bar: two per step. The text beside it has to fit 80 columns.
-const CELLS: u64 = Step::STAGES * 2;
+/// Cells of a bar: two per state up to [`State::Ready`]. The text beside it has to fit 80 columns.
+const CELLS: u64 = State::Ready as u64 * 2;
 /// Longest tag of a boot.
 const TAG: usize = 8;
 
@@ -78,8 +79,9 @@ impl Bars {
             BootBars { head, gpus: BTreeMap::new() }
         });
         bars.head.set_message(head(boot, progress, now));
-        let width = progress.gpus.iter().map(|(address, gpu)| name(*address, gpu.index).len()).max().unwrap_or(0);
-        for (address, gpu) in &progress.gpus {
+        let width = progress.gpus().map(|gpu| name(gpu.address, gpu.index).len()).max().unwrap_or(0);
+        for gpu in progress.gpus() {
+            let address = &gpu.address;
             if !bars.gpus.contains_key(address) {
                 // In PCI order, regardless of the order of arrival.
                 let before = bars.gpus.range(..*address).next_back().map_or(&bars.head, |(_, (bar, _))| bar);
@@ -87,18 +89,18 @@ impl Bars {
                 bars.gpus.insert(*address, (bar, ""));
             }
             let Some((bar, shown)) = bars.gpus.get_mut(address) else { continue };
-            let colour = match gpu.step {
-                Step::Ready => "green",
-                Step::Failed { .. } | Step::Removed => "red",
-                Step::Waiting => "white",
-                Step::Enabling | Step::Enabled | Step::Probing | Step::Bound | Step::Initialising => "cyan",
+            let colour = match gpu.now.state {
+                State::Ready => "green",
+                State::Failed | State::Removed => "red",
+                State::Waiting => "white",
+                State::Enabling | State::Enabled | State::Probing | State::Bound | State::Initialising => "cyan",
             };
             if *shown != colour {
                 *shown = colour;
                 bar.set_style(look.bar(colour));
             }
             bar.set_prefix(format!("{:width$}", name(*address, gpu.index)));
-            bar.set_position(gpu.stage * 2);
+            bar.set_position(gpu.now.furthest as u64 * 2);
             bar.set_message(message(gpu, progress, now));
         }
     }
@@ -134,7 +136,7 @@ fn head(boot: &str, progress: &Progress, now: Instant) -> String {
     let mut words = vec![format!("boot {}", tag(boot))];
     words.extend(progress.sandbox.clone());
     words.push(tenths(progress.guest_ns(now)));
-    words.push(format!("{} of {} GPUs ready", progress.ready(), progress.gpus.len()));
+    words.push(format!("{} of {} GPUs ready", progress.ready(), progress.gpus().count()));
     if progress.failed() > 0 {
         words.push(format!("{} failed", progress.failed()));
     }
@@ -149,16 +151,19 @@ fn head(boot: &str, progress: &Progress, now: Instant) -> String {
 }
 
 fn message(gpu: &Gpu, progress: &Progress, now: Instant) -> String {
-    let in_spec = if gpu.published { "  published" } else { "" };
-    match &gpu.step {
-        Step::Failed { step, reason } if step.is_empty() => format!("failed: {reason}"),
-        Step::Failed { step, reason } => format!("failed in {step}: {reason}"),
-        Step::Ready => format!("ready at {}{in_spec}", tenths(gpu.since_ns)),
-        Step::Removed => format!("removed at {}", tenths(gpu.since_ns)),
-        Step::Waiting | Step::Enabling | Step::Enabled | Step::Probing | Step::Bound | Step::Initialising => {
-            let passed = progress.guest_ns(now).saturating_sub(gpu.since_ns);
-            let others = progress.others_ns(&gpu.step).map(|ns| format!("  others {}", tenths(ns))).unwrap_or_default();
-            format!("{:12} {:>7}{in_spec}{others}", gpu.step.name(), tenths(passed))
+    let (state, since_ns) = (gpu.now.state, gpu.now.since_ns);
+    let in_spec = if gpu.now.is_published { "  published" } else { "" };
+    match state {
+        State::Failed => match why(gpu).unwrap_or_default() {
+            (step, reason) if step.is_empty() => format!("failed: {reason}"),
+            (step, reason) => format!("failed in {step}: {reason}"),
+        },
+        State::Ready => format!("ready at {}{in_spec}", tenths(since_ns)),
+        State::Removed => format!("removed at {}", tenths(since_ns)),
+        State::Waiting | State::Enabling | State::Enabled | State::Probing | State::Bound | State::Initialising => {
+            let passed = progress.guest_ns(now).saturating_sub(since_ns);
+            let others = progress.others_ns(state).map(|ns| format!("  others {}", tenths(ns))).unwrap_or_default();
+            format!("{:12} {:>7}{in_spec}{others}", state.name(), tenths(passed))
         }
     }
 }

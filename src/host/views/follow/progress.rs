@@ -9,8 +9,9 @@
 
 use crate::events::names;
 use crate::events::record::Kind;
-use crate::host::boot::model::RECONNECT_GRACE;
+use crate::host::boot::model::{Gpu, RECONNECT_GRACE, State};
 use crate::host::data::boot_file::{FileLine, HostEvent};
+use crate::host::data::budget::MAX_GPUS;
 use crate::host::data::compact_record::{Field, Record};
 use crate::host::data::text::{printable_start, seconds};
 use crate::host::views::rows::{Row, Tracker};
@@ -18,79 +19,10 @@ use crate::pci::PciAddress;
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
-/// Limit of GPUs that are followed; the largest machines have 16.
-const MAX_GPUS: usize = 256;
 /// Limit of a reason, in bytes.
 const MAX_REASON: usize = 300;
 /// Number of other GPUs that must have done a step before their durations are shown.
 const MIN_OTHERS: usize = 2;
-
-/// Current step of a GPU.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Step {
-    /// Found; nothing has been done with the GPU yet.
-    Waiting,
-    /// The host maps its BARs.
-    Enabling,
-    /// Waits for the driver.
-    Enabled,
-    /// The driver's probe.
-    Probing,
-    /// Waits to be opened.
-    Bound,
-    /// Adapter initialisation.
-    Initialising,
-    Ready,
-    Failed {
-        step: String,
-        reason: String,
-    },
-    Removed,
-}
-
-impl Step {
-    pub fn name(&self) -> &'static str {
-        match self {
-            Step::Waiting => "waiting",
-            Step::Enabling => "enabling",
-            Step::Enabled => "enabled",
-            Step::Probing => "probing",
-            Step::Bound => "bound",
-            Step::Initialising => "initialising",
-            Step::Ready => "ready",
-            Step::Failed { .. } => "failed",
-            Step::Removed => "removed",
-        }
-    }
-
-    /// Number of finished stages of [`Step::STAGES`]; unrelated to the time left.
-    pub fn stage(&self) -> u64 {
-        match self {
-            Step::Waiting | Step::Removed | Step::Failed { .. } => 0,
-            Step::Enabling => 1,
-            Step::Enabled => 2,
-            Step::Probing => 3,
-            Step::Bound => 4,
-            Step::Initialising => 5,
-            Step::Ready => Self::STAGES,
-        }
-    }
-
-    pub const STAGES: u64 = 6;
-}
-
-/// One GPU.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Gpu {
-    pub index: Option<u64>,
-    pub step: Step,
-    /// Beginning of the step, on the guest's clock.
-    pub since_ns: u64,
-    /// Highest stage reached, also by a GPU that failed then.
-    pub stage: u64,
-    /// Whether containers can have the GPU.
-    pub published: bool,
-}
 
 /// End of a boot.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -106,13 +38,12 @@ pub enum Outcome {
 /// The state of one boot.
 #[derive(Debug, Default)]
 pub struct Progress {
-    pub gpus: BTreeMap<PciAddress, Gpu>,
     pub sandbox: Option<String>,
     tracker: Tracker,
     /// Latest known time of the guest, and its arrival here.
     newest: Option<(u64, Instant)>,
-    /// Durations of finished steps on GPUs.
-    took: BTreeMap<&'static str, Vec<u64>>,
+    /// Durations of states that GPUs have left.
+    took: BTreeMap<State, Vec<u64>>,
     /// Time at which all GPUs were usable or failed, and the guest's own count of failed ones.
     settled: Option<(u64, u64)>,
     power_off: Option<String>,
@@ -128,7 +59,14 @@ impl Progress {
                 self.gone = None;
                 self.now(record.boottime_ns, at);
                 self.record(record);
-                return Some(self.tracker.row(record));
+                let (row, passed) = self.tracker.take(record);
+                if let Some(passed) = passed {
+                    let all = self.took.entry(passed.state).or_default();
+                    if all.len() < MAX_GPUS {
+                        all.push(passed.took_ns);
+                    }
+                }
+                return Some(row);
             }
             FileLine::Header(_) | FileLine::Pong => {}
             FileLine::Host(line) => match &line.event {
@@ -180,70 +118,28 @@ impl Progress {
             }
             _ => {}
         }
-        // The kernel's lines name every PCI function: count them only for known GPUs.
-        let Some(address) = record.gpu else { return };
-        if record.kind != Kind::Kmsg && !self.gpus.contains_key(&address) && self.gpus.len() < MAX_GPUS {
-            let gpu = Gpu { index: None, step: Step::Waiting, since_ns: record.boottime_ns, stage: 0, published: false };
-            self.gpus.insert(address, gpu);
-        }
-        let Some(gpu) = self.gpus.get_mut(&address) else { return };
-        gpu.index = record.fields.get("index").and_then(Field::as_u64).or(gpu.index);
-        let text = |key: &str| record.fields.get(key).and_then(Field::as_str).unwrap_or("");
-        let next = match (record.kind, record.name.as_str()) {
-            // Found again because other GPUs came or went, or after a removal.
-            (Kind::Event, names::GPU_FOUND) if matches!(gpu.step, Step::Removed | Step::Failed { .. }) => Step::Waiting,
-            (Kind::Begin, names::GPU_ENABLE) => Step::Enabling,
-            (Kind::End, names::GPU_ENABLE) if record.error.is_none() => Step::Enabled,
-            // In a load that probes all GPUs, only this line shows a probe.
-            (Kind::Kmsg, _) if text("text").contains("enabling device") && gpu.step.stage() < Step::Probing.stage() => Step::Probing,
-            (Kind::Begin, names::GPU_BIND) => Step::Probing,
-            (Kind::Event, names::GPU_BOUND) => Step::Bound,
-            (Kind::Begin, names::GPU_INIT) => Step::Initialising,
-            (Kind::Event, names::GPU_USABLE) => Step::Ready,
-            (Kind::Event, names::GPU_FAILED) => {
-                let reason = record.error.as_deref().unwrap_or(text("reason"));
-                // The line names the GPU already.
-                let reason = reason.strip_prefix(&format!("GPU {address}: ")).unwrap_or(reason);
-                let step = printable_start(text("step").as_bytes(), MAX_REASON);
-                Step::Failed { step, reason: printable_start(reason.as_bytes(), MAX_REASON) }
-            }
-            (Kind::Event, names::GPU_REMOVED) => Step::Removed,
-            (Kind::Event, names::GPU_PUBLISHED) => {
-                gpu.published = true;
-                return;
-            }
-            _ => return,
-        };
-        // Late records do not reopen a finished step; only the init itself does.
-        let over = matches!(gpu.step, Step::Failed { .. } | Step::Removed | Step::Ready);
-        if next == gpu.step || (over && !matches!(next, Step::Failed { .. } | Step::Removed | Step::Waiting)) {
-            return;
-        }
-        if let (Some(took), Step::Enabled | Step::Bound | Step::Ready) = (record.boottime_ns.checked_sub(gpu.since_ns), &next) {
-            let all = self.took.entry(gpu.step.name()).or_default();
-            if all.len() < MAX_GPUS {
-                all.push(took);
-            }
-        }
-        if matches!(next, Step::Failed { .. } | Step::Removed) {
-            gpu.published = false;
-        }
-        gpu.stage = gpu.stage.max(next.stage());
-        gpu.since_ns = record.boottime_ns;
-        gpu.step = next;
     }
 
-    /// Longest duration of this step on other GPUs, if enough of them finished it.
-    pub fn others_ns(&self, step: &Step) -> Option<u64> {
-        self.took.get(step.name()).filter(|all| all.len() >= MIN_OTHERS)?.iter().max().copied()
+    /// GPUs in PCI order.
+    pub fn gpus(&self) -> impl Iterator<Item = &Gpu> {
+        self.tracker.gpus.all.values()
+    }
+
+    /// Longest time that other GPUs were in this state, if enough of them have left it.
+    pub fn others_ns(&self, state: State) -> Option<u64> {
+        self.took.get(&state).filter(|all| all.len() >= MIN_OTHERS)?.iter().max().copied()
     }
 
     pub fn ready(&self) -> usize {
-        self.gpus.values().filter(|g| g.step == Step::Ready).count()
+        self.in_state(State::Ready)
     }
 
     pub fn failed(&self) -> usize {
-        self.gpus.values().filter(|g| matches!(g.step, Step::Failed { .. })).count()
+        self.in_state(State::Failed)
+    }
+
+    fn in_state(&self, state: State) -> usize {
+        self.gpus().filter(|gpu| gpu.now.state == state).count()
     }
 
     /// Newest open step outside of GPUs, and its beginning.
@@ -258,7 +154,7 @@ impl Progress {
             return Some(Outcome::Failed(format!("the guest powered off: {why}")));
         }
         if let Some((at_ns, failed)) = self.settled {
-            let names: Vec<String> = self.gpus.iter().filter_map(failure).collect();
+            let names: Vec<String> = self.gpus().filter(|gpu| gpu.now.state == State::Failed).filter_map(failure).collect();
             return Some(match (names.is_empty(), failed) {
                 (true, 0) => Outcome::Ready { gpus: self.ready(), at_ns },
                 (true, failed) => {
@@ -281,8 +177,8 @@ impl Progress {
     pub fn last_seen(&self) -> String {
         let Some((newest, _)) = self.newest else { return "no record of it has come".to_string() };
         let mut waiting: Vec<String> = Vec::new();
-        for (address, gpu) in self.gpus.iter().filter(|(_, g)| !matches!(g.step, Step::Ready | Step::Failed { .. } | Step::Removed)) {
-            waiting.push(format!("{} {} since {} s", name(*address, gpu.index), gpu.step.name(), seconds(gpu.since_ns)));
+        for gpu in self.gpus().filter(|gpu| !gpu.now.state.is_over()) {
+            waiting.push(format!("{} {} since {} s", name(gpu.address, gpu.index), gpu.now.state.name(), seconds(gpu.now.since_ns)));
         }
         let more = if waiting.len() > 4 { format!(" and {} more", waiting.len() - 4) } else { String::new() };
         waiting.truncate(4);
@@ -291,10 +187,18 @@ impl Progress {
     }
 }
 
-fn failure((address, gpu): (&PciAddress, &Gpu)) -> Option<String> {
-    let Step::Failed { step, reason } = &gpu.step else { return None };
-    let step = if step.is_empty() { String::new() } else { format!(" in {step}") };
-    Some(format!("{} failed{step}: {reason}", name(*address, gpu.index)))
+/// Step in which a GPU failed, empty if unknown, and the reason, for a line that names the GPU.
+pub fn why(gpu: &Gpu) -> Option<(String, String)> {
+    let text = |text: &str| printable_start(text.as_bytes(), MAX_REASON);
+    let failure = gpu.failed.as_ref()?;
+    let reason = failure.reason.strip_prefix(&format!("GPU {}: ", gpu.address)).unwrap_or(&failure.reason);
+    Some((if failure.step == "?" { String::new() } else { text(&failure.step) }, text(reason)))
+}
+
+fn failure(gpu: &Gpu) -> Option<String> {
+    let (step, reason) = why(gpu)?;
+    let step = if step.is_empty() { step } else { format!(" in {step}") };
+    Some(format!("{} failed{step}: {reason}", name(gpu.address, gpu.index)))
 }
 
 /// `GPU 3 (0001:00:03.0)`.
@@ -341,7 +245,7 @@ mod tests {
         }
 
         fn step(&self, gpu: u64) -> &'static str {
-            self.progress.gpus[&format!("0001:00:0{gpu}.0").parse().unwrap()].step.name()
+            self.progress.tracker.gpus.all[&format!("0001:00:0{gpu}.0").parse().unwrap()].now.state.name()
         }
 
         fn outcome(&self, ms: u64) -> Option<Outcome> {
@@ -363,15 +267,15 @@ mod tests {
             (r#""kind":"event","name":"gpu.usable""#, "ready"),
             (r#""kind":"begin","name":"gpu.init","span":9"#, "ready"),
         ];
-        let mut stage = 0;
+        let mut furthest = State::Waiting;
         for (i, (record, step)) in steps.iter().enumerate() {
             boot.gpu(100 * i as u64 + 1, 0, record);
             assert_eq!(boot.step(0), *step, "{record}");
-            let now = boot.progress.gpus.values().next().unwrap().stage;
-            assert!(now >= stage, "a bar never goes back");
-            stage = now;
+            let now = boot.progress.gpus().next().unwrap().now.furthest;
+            assert!(now >= furthest, "a bar never goes back");
+            furthest = now;
         }
-        assert_eq!(stage, Step::STAGES);
+        assert_eq!(furthest, State::Ready);
         assert_eq!(boot.outcome(10_000), None);
         boot.record(900, r#""kind":"event","name":"settled","fields":{"usable":1,"failed":0}"#);
         assert_eq!(boot.outcome(10_000), Some(Outcome::Ready { gpus: 1, at_ns: 900_000_000 }));
@@ -415,12 +319,12 @@ mod tests {
     fn what_others_took_is_told_when_there_are_others() {
         let mut boot = Boot::new();
         for (gpu, took) in [(0, 300), (1, 500)] {
-            assert_eq!(boot.progress.others_ns(&Step::Initialising), None);
+            assert_eq!(boot.progress.others_ns(State::Initialising), None);
             boot.gpu(1000, gpu, r#""kind":"begin","name":"gpu.init","span":3"#);
             boot.gpu(1000 + took, gpu, r#""kind":"event","name":"gpu.usable""#);
         }
-        assert_eq!(boot.progress.others_ns(&Step::Initialising), Some(500_000_000));
-        assert_eq!(boot.progress.others_ns(&Step::Enabling), None);
+        assert_eq!(boot.progress.others_ns(State::Initialising), Some(500_000_000));
+        assert_eq!(boot.progress.others_ns(State::Enabling), None);
     }
 
     #[test]
@@ -434,7 +338,7 @@ mod tests {
             boot.record(1, &record);
         }
         boot.record(2, r#""kind":"event","name":"settled""#);
-        assert_eq!(boot.progress.gpus.len(), MAX_GPUS);
+        assert_eq!(boot.progress.gpus().count(), MAX_GPUS);
         let Some(Outcome::Failed(why)) = boot.outcome(3) else { panic!("not failed") };
         assert!(why.len() < MAX_GPUS * 2 * (MAX_REASON + 100) && why.bytes().all(|b| (b' '..=b'~').contains(&b)));
     }
