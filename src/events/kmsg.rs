@@ -4,10 +4,10 @@
 //! Only lines written by the kernel itself count (facility 0): a process that writes to /dev/kmsg
 //! can neither imitate a kernel message nor supply the reason of a failed GPU. Of the kernel's
 //! lines, only those that match [`WANTED`] enter the stream, so that a noisy kernel cannot push the
-//! boot's own records out of the ring. Nothing here writes to the log except [`write`].
+//! boot's own records out of the ring. Nothing here writes to the log except [`fn@write`].
 //!
-//! The log's clock is not CLOCK_BOOTTIME (it started at another moment). [`write_marker`] logs a
-//! line with BOOTTIME, from which [`follow`] computes the difference.
+//! The log's clock is not CLOCK_BOOTTIME (it started at another moment). [`write_markers`] logs
+//! lines with BOOTTIME, from which [`follow`] computes the difference.
 
 use super::record::{Kind, Level, Record};
 use super::ring::Ring;

@@ -1,4 +1,4 @@
-//! Guest half of [`super::service`]: a VMM with hybrid vsock and the guest behind it, on the
+//! Guest half of [`super::emulated_host::service`]: a VMM with hybrid vsock and the guest behind it, on the
 //! emulated host.
 
 use kata_gpu_init::events::record::{DEFAULT_PORT, Kind, Record};

@@ -3,7 +3,7 @@
 //! Times are ns on the guest's boot clock: 0 is the kernel's start, times before it (VMM, firmware)
 //! are negative. A story need not be true or sound: ends before beginnings, cycles and indices of
 //! nothing are handled by [`super::timeline::Timeline::new`]. Names in
-//! [`crate::events::catalogue::TABLE`] get an owner; all others are kept without one.
+//! [`crate::events::catalogue`] get an owner; all others are kept without one.
 
 use super::gpu_name::GpuName;
 

@@ -47,7 +47,7 @@ pub struct Args {
     /// Logs of one boot, of any of the formats below.
     #[arg(required_unless_present = "print_bpftrace", value_name = "FILE")]
     files: Vec<PathBuf>,
-    /// Directory to write the boot into, as <boot id>.ndjson.
+    /// Directory to write the boot into, as BOOT_ID.ndjson.
     #[arg(long, value_name = "DIR")]
     boot_dir: Option<PathBuf>,
     /// File to write the boot to; - is standard output. Without this and --boot-dir the boot is

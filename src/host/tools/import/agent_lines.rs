@@ -1,7 +1,7 @@
 //! Lines of the agent and of kata-gpu-init as they stand in a guest's console: slog JSON, one
 //! object per line, all values strings.
 //!
-//! [`agent_log`] knows the agent's words. Texts are cut here, and made harmless by the code that
+//! [`crate::host::data::agent_log`] knows the agent's words. Texts are cut here, and made harmless by the code that
 //! shows them.
 
 use super::item::{Fact, InitLine, Skip, Stamp};

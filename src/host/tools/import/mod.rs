@@ -2,7 +2,7 @@
 //! `collect` would have written.
 //!
 //! Each format has a file of its own that turns lines into [`item::Item`]s: facts with the clock of
-//! their stamp. [`clocks`] relates the clocks and bounds the error, [`derive`] makes records,
+//! their stamp. [`clocks`] relates the clocks and bounds the error, [`mod@derive`] makes records,
 //! [`draft_writer`] makes the file. Invariants: recognised and skipped lines are counted; a record
 //! from a log is marked (`fields.import`: format, line, error), and so is the file, in a line that
 //! no guest can send ([`crate::host::data::boot_file::HostEvent::Imported`]). Logs are hostile

@@ -30,7 +30,7 @@ pub const PARTIAL: &str = ".kata-gpu-boot-partial";
 /// Attempts to make a temporary file while other runs make and remove one of that name.
 const TRIES: usize = 16;
 
-/// A temporary file for `path`, until [`Output::finish`].
+/// A temporary file for `path`, until [`Output::end`].
 pub struct Output {
     path: PathBuf,
     temporary: PathBuf,
