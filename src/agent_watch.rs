@@ -45,7 +45,7 @@ use tokio::sync::mpsc::UnboundedSender;
 /// Directories next to those of containers that belong to the sandbox.
 const OF_SANDBOX: &[&str] = &["shared", "sandbox", "image"];
 
-/// One trace of the agent.
+/// A trace of the agent.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Seen {
     /// The agent looked for GPUs.

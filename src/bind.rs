@@ -31,7 +31,7 @@ pub struct Sight {
     pub bind: Option<u64>,
 }
 
-/// One bind of a device; a minor and a descriptor belong to it. As text, `ADDRESS/DEVICE/BIND`.
+/// A bind of a device; a minor and a descriptor belong to it. As text, `ADDRESS/DEVICE/BIND`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Bound {
     pub address: PciAddress,

@@ -41,7 +41,7 @@ impl std::fmt::Display for Bind {
 pub enum Init {
     /// As many at once as the driver allows.
     Parallel,
-    /// One after another.
+    /// GPUs in turn.
     Serial,
 }
 
@@ -250,7 +250,7 @@ impl Default for Config {
     }
 }
 
-/// One parameter of the kernel command line.
+/// A parameter of the kernel command line.
 pub struct Parameter {
     pub name: &'static str,
     /// Values of the parameter, for the table.

@@ -392,7 +392,7 @@ impl<'a> Elf<'a> {
     }
 }
 
-/// One read into the buffer; 0 at the end of the file.
+/// A read into the buffer; 0 at the end of the file.
 fn some(file: &dyn ReadAt, offset: u64, bytes: &mut [u8]) -> io::Result<usize> {
     loop {
         match file.read_at(bytes, offset) {

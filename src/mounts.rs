@@ -10,7 +10,7 @@ use nix::mount::{MsFlags, mount};
 use std::fmt;
 use std::path::Path;
 
-/// One mount.
+/// A mount.
 pub struct Mount {
     pub fs: &'static str,
     pub target: &'static str,

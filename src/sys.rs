@@ -17,8 +17,8 @@ const PANICKED: i32 = 101;
 /// no /dev/null either. PID 1 has none of these in a guest without a console, with /dev as in the
 /// image. Call it before `main`.
 pub extern "C" fn before_main() {
-    // SAFETY: system calls whose arguments are constants; nothing of the runtime, which is not
-    // there yet, is used. What fails here fails the runtime.
+    // SAFETY: system calls with constant arguments; nothing of the runtime, which does not exist
+    // yet, is used. A failure here fails the runtime.
     unsafe {
         if nix::libc::getpid() == 1 && (0..=2).any(|descriptor| nix::libc::fcntl(descriptor, nix::libc::F_GETFD) < 0) {
             nix::libc::mkdir(c"/dev".as_ptr(), 0o755);

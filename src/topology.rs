@@ -201,7 +201,7 @@ fn nvlink(topology: Topology, facts: &Facts) -> (bool, String) {
         (NvLink::Auto, Some(value), _) => (false, format!("the driver's options have NVreg_NvLinkDisable={value}")),
         // A load cannot be undone: missing GPUs could never use NVLink.
         (NvLink::Auto, None, Topology::Gpus) if gpus == 1 && facts.expected_gpus.is_some_and(|expected| expected > 1) => {
-            (false, "one GPU found, but gpuinit.gpus says that more will come; gpuinit.nvlink=off if none does".into())
+            (false, "one GPU found, but gpuinit.gpus announces more; gpuinit.nvlink=off if none does".into())
         }
         (NvLink::Auto, None, Topology::Gpus) if gpus == 1 => {
             (true, "one GPU alone has no fabric, and CUDA would fail on it while NVLink is on".into())
@@ -335,7 +335,7 @@ mod tests {
         }
         // More GPUs are to come; an expected one must come.
         let awaited = decide(Facts { expected_gpus: Some(2), ..one() });
-        assert!(!awaited.nvlink_disable && awaited.nvlink_reason.contains("gpuinit.gpus says that more will come"));
+        assert!(!awaited.nvlink_disable && awaited.nvlink_reason.contains("gpuinit.gpus announces more"));
         assert!(disables(Facts { expected_gpus: Some(1), ..one() }));
         // Options of a loaded driver cannot change.
         assert!(!disables(Facts { loaded: true, nvlink: NvLink::Off, ..one() }));

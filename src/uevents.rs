@@ -38,7 +38,7 @@ pub enum Action {
     Other,
 }
 
-/// One uevent of the PCI subsystem.
+/// A uevent of the PCI subsystem.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Uevent {
     pub action: Action,

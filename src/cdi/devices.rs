@@ -98,7 +98,7 @@ impl Places {
         let mut addresses: Vec<PciAddress> = listed.iter().filter_map(|name| name.parse().ok()).collect();
         addresses.sort_unstable();
         if addresses.is_empty() {
-            return Err(format!("{} is empty: the driver has bound no GPU; its words in the kernel's log say why", folder.display()));
+            return Err(format!("{} is empty: the driver has bound no GPU; see its lines in the kernel's log", folder.display()));
         }
         let mut found = Found::default();
         let caps = OnceCell::new();

@@ -93,7 +93,7 @@ impl Hwcap {
     }
 }
 
-/// One line of `ldconfig -p`.
+/// A line of `ldconfig -p`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Entry {
     /// SONAME that programs need.
@@ -331,7 +331,7 @@ fn extensions(file: &[u8], at: u32) -> Result<(Option<String>, Subdirectories), 
         return Ok((generator, subdirectories)); // glibc before 2.33
     }
     let directory = file.get(at as usize..).filter(|d| at % 4 == 0 && word(d, 0) == Some(EXTENSIONS_MAGIC));
-    let directory = directory.ok_or("its extensions are not where it says")?;
+    let directory = directory.ok_or("its extensions are not at the stated offset")?;
     let count = word(directory, 4).ok_or("it ends in its extensions")? as usize;
     let list = count.checked_mul(EXTENSION).and_then(|size| directory.get(EXTENSIONS_HEADER..)?.get(..size));
     for section in list.ok_or("it ends in its extensions")?.chunks_exact(EXTENSION) {

@@ -63,7 +63,7 @@ pub struct Instance {
     pub nodes: Vec<Node>,
 }
 
-/// One GPU of the scan.
+/// A GPU of the scan.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Device {
     pub index: usize,

@@ -87,7 +87,7 @@ impl fmt::Display for Error {
             ),
             Self::Ambiguous { first, second } => write!(
                 f,
-                "two versions are installed, {} and {}, and no module is loaded that says which is meant: remove one, or name the version",
+                "two versions are installed, {} and {}, and no loaded module selects one: remove one, or name the version",
                 first.display(),
                 second.display()
             ),

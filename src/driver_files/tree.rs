@@ -117,14 +117,14 @@ impl Found {
     }
 }
 
-/// One name in a directory.
+/// A name in a directory.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Entry {
     pub name: Vec<u8>,
     pub is_link: bool,
 }
 
-/// One root.
+/// A root, below which paths are looked up.
 pub struct Tree {
     root: OwnedFd,
     /// Path of the root, as the guest sees it.

@@ -53,7 +53,7 @@ fn directory(extension: &Path) -> PathBuf {
     extension.join(format!("usr/lib/{}-linux-gnu", std::env::consts::ARCH))
 }
 
-/// One entry for each SONAME in the directory.
+/// An entry for each SONAME in the directory.
 fn libraries(extension: &Path) -> Result<Vec<Entry>, String> {
     let directory = directory(extension);
     let at = |e: std::io::Error| format!("read {}: {e}", directory.display());

@@ -67,7 +67,7 @@ impl fmt::Display for Error {
                 let cure = match (*action, errno) {
                     ("open", Errno::ENOENT | Errno::ENODEV) => "the kernel has no device mapper: build it with CONFIG_BLK_DEV_DM",
                     ("load the table of", Errno::EINVAL) => {
-                        "see the kernel's log; without a word there the kernel has no dm-verity: build it with CONFIG_DM_VERITY"
+                        "see the kernel's log; without a line there the kernel has no dm-verity: build it with CONFIG_DM_VERITY"
                     }
                     ("create", Errno::EBUSY) => "a device of this name is in use",
                     _ => "see the kernel's log",

@@ -1,4 +1,4 @@
-//! What the tests of the host's half share: directories that vanish, and golden files.
+//! Helpers of the host half's tests: temporary directories, and golden files.
 
 use std::path::{Path, PathBuf};
 

@@ -108,10 +108,7 @@ fn reason(f: &mut fmt::Formatter<'_>, errno: Errno, hint: &Hint) -> fmt::Result 
             write!(f, " (built for another kernel: its vermagic is {magic:?}, uname -r is {:?}: build it for this one)", hint.kernel)
         }
         (Errno::ENOEXEC, Some(magic), _) => {
-            write!(
-                f,
-                " (built for this kernel, {magic:?}: the file is damaged, or was built with other options; the kernel's log says more)"
-            )
+            write!(f, " (built for this kernel, {magic:?}: the file is damaged, or was built with other options; see the kernel's log)")
         }
         (Errno::ENOEXEC, None, _) => write!(f, " (no module: the file is damaged, or something else)"),
         (Errno::ENOKEY | Errno::EKEYREJECTED | Errno::EKEYEXPIRED | Errno::EBADMSG | Errno::ENODATA | Errno::ENOPKG, ..) => {
@@ -126,7 +123,7 @@ fn reason(f: &mut fmt::Formatter<'_>, errno: Errno, hint: &Hint) -> fmt::Result 
         }
         (Errno::ENOENT, ..) => write!(f, " (it needs a symbol that no loaded module has: the kernel's log names it)"),
         (Errno::ENODEV, ..) => write!(f, " (it found no device it can drive)"),
-        (Errno::EINVAL, ..) => write!(f, " (a parameter has a bad value, or the file is damaged; the kernel's log says which)"),
+        (Errno::EINVAL, ..) => write!(f, " (a parameter has a bad value, or the file is damaged; the kernel's log names it)"),
         (Errno::EBUSY, ..) => write!(f, " (another load of it, or of what it needs, is under way and has not ended)"),
         (Errno::ENOMEM, ..) => write!(f, " (give the guest more memory)"),
         _ => Ok(()),

@@ -111,7 +111,7 @@ fn settings(nvml: &Nvml) -> Result<nvmlSystemConfComputeSettings_v1_t, NvmlError
     let function = nvml_sym(nvml.lib().nvmlSystemGetConfComputeSettings.as_ref())?;
     let version = size_of::<nvmlSystemConfComputeSettings_v1_t>() as u32 | 1 << 24;
     let mut settings = nvmlSystemConfComputeSettings_v1_t { version, environment: 0, ccFeature: 0, devToolsMode: 0, multiGpuMode: 0 };
-    // SAFETY: the structure has the size that its version says.
+    // SAFETY: the structure has the size of its version.
     unsafe { nvml_try(function(&mut settings))? };
     Ok(settings)
 }
@@ -290,8 +290,8 @@ fn fabric_v2(nvml: &Nvml, device: &Handle) -> Result<Fabric, NvmlError> {
     // SAFETY: a structure of integers and byte arrays, for which zeros are values.
     let mut info: nvmlGpuFabricInfo_v2_t = unsafe { std::mem::zeroed() };
     info.version = FABRIC_INFO_V2;
-    // SAFETY: the handle is NVML's own and lives as long as `nvml`; `info` has the size that its
-    // version says.
+    // SAFETY: the handle is NVML's own and lives as long as `nvml`; `info` has the size of its
+    // version.
     unsafe { nvml_try(function(device.handle(), &mut info))? };
     Ok(Fabric {
         state: FabricState::of(u32::from(info.state)),

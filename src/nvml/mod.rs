@@ -33,7 +33,7 @@ pub const ANSWER: Duration = Duration::from_secs(60);
 /// Longest answer, in bytes: some kB a GPU.
 const MAX_ANSWER: u64 = 1024 * 1024;
 
-/// One request.
+/// A request.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Request {
     /// Facts of these GPUs, or of all if the list is empty: NVML initialises a GPU that is queried.
@@ -110,7 +110,7 @@ impl FromStr for Request {
     }
 }
 
-/// One answer.
+/// An answer.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Answer {
@@ -151,7 +151,7 @@ pub struct Confidential {
 pub enum Environment {
     #[default]
     Unavailable,
-    /// Nothing is protected.
+    /// A simulation without protection.
     Simulated,
     Production,
 }
@@ -177,7 +177,7 @@ impl fmt::Display for Environment {
     }
 }
 
-/// One GPU, as NVML reports it. A value is None where driver or GPU do not have it.
+/// A GPU, as NVML reports it. A value is None where driver or GPU do not have it.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Device {
     /// PCI address, in sysfs' form; None with the reason among the errors.
@@ -497,7 +497,7 @@ impl Helper {
     fn ended(&mut self, seen: &str) -> Failure {
         let mut last = Vec::new();
         if let Some(stderr) = self.child.stderr.take() {
-            // Its end is the helper's, whose socket is closed.
+            // The read ends with the helper, whose socket is closed.
             let _unused = stderr.take(MAX_LAST).read_to_end(&mut last);
         }
         let how = self.child.wait().map_or_else(|e| e.to_string(), |status| status.to_string());

@@ -7,7 +7,7 @@ use crate::topology::Topology;
 use std::collections::BTreeMap;
 use std::path::PathBuf;
 
-/// What the choice depends on.
+/// Facts that the choice depends on.
 pub struct Facts<'a> {
     pub topology: Topology,
     pub confidential: bool,
@@ -29,7 +29,7 @@ pub enum Decision {
     Missing { needed: bool },
 }
 
-/// One service's part of the plan.
+/// A service's part of the plan.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Entry {
     pub name: Name,

@@ -76,7 +76,7 @@ impl Process {
     }
 }
 
-/// How a process ended.
+/// End of a process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Ending {
     Exited(i32),

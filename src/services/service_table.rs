@@ -80,7 +80,7 @@ pub enum Restart {
     UnlessConfidential,
 }
 
-/// One argument of a program's command line.
+/// An argument of a program's command line.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Argument {
     Word(&'static str),
@@ -112,7 +112,7 @@ pub enum Capability {
     Mknod = 27,
 }
 
-/// One row of the table.
+/// A row of the table.
 pub struct Service {
     pub name: Name,
     /// Paths below the driver root; the first one that exists counts.

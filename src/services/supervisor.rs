@@ -206,7 +206,7 @@ fn load(modules: &[&str], command_line: &[u8]) {
     }
 }
 
-/// One service.
+/// A service.
 struct One {
     service: &'static Service,
     program: PathBuf,

@@ -46,7 +46,7 @@ fn one_fails(context: &TestContext, fault: &str, index: usize, reason: &str) -> 
         let mut booted = Guest::new().append(&format!("{words} gpuinit.bind={bind}")).boot(context, bind)?;
         let failed = failure(&booted, index, reason)?;
         let error = failed.error.unwrap_or_default();
-        ensure!(error.contains("the driver says: NVRM: "), "{bind}: the driver's words are missing: {error}");
+        ensure!(error.contains("the driver logged: NVRM: "), "{bind}: the driver's words are missing: {error}");
         ensure!(booted.settled()? == (7, 1), "{bind}: {:?}", booted.settled()?);
         booted.created("good")?;
         let all = booted.created("all")?;

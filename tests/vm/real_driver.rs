@@ -128,7 +128,7 @@ fn judge_one(records: &[Record], index: u64, wanted: &Wanted) -> Result<()> {
         wanted.step,
         wanted.reason
     );
-    ensure!(error.contains("the driver says: ") && error.contains(wanted.words), "GPU {index}: {:?} is not in: {error}", wanted.words);
+    ensure!(error.contains("the driver logged: ") && error.contains(wanted.words), "GPU {index}: {:?} is not in: {error}", wanted.words);
     ensure!(!error.contains("\\x0a") && failed.fields.contains_key("cure"), "GPU {index}: {error}");
     Ok(())
 }

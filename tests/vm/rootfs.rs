@@ -188,7 +188,7 @@ fn failures_are_told(booted: &Booted, version: &str) -> Result<()> {
         let error = record.error.as_deref().unwrap_or_default();
         let address = record.gpu.context("no GPU")?;
         ensure!(record.fields["step"] == step && record.fields.contains_key("cure"), "{record:?}");
-        ensure!(error.contains("the driver says: ") && error.contains("RmInitAdapter failed! (0x62:"), "{address}: {error}");
+        ensure!(error.contains("the driver logged: ") && error.contains("RmInitAdapter failed! (0x62:"), "{address}: {error}");
     }
     let modules = named(&records, Kind::End, names::MODULE_LOAD);
     ensure!(modules.len() == 2 && modules.iter().all(|r| r.error.is_none()), "{modules:?}");

@@ -135,7 +135,7 @@ fn nvlink(context: &TestContext) -> Result<Outcome> {
         ("command-line", "fakepci.gpus=1 nvidia.NVreg_NvLinkDisable=0", None, "0", "the driver's options have NVreg_NvLinkDisable=0"),
         ("modprobe.d", "fakepci.gpus=1", Some(option), "0", "the driver's options have NVreg_NvLinkDisable=0"),
         ("switch", "fakepci.gpus=1 fakepci.switches=1", None, "0", "topology hopper-fabric"),
-        ("awaited", "fakepci.gpus=1 gpuinit.gpus=2", None, "0", "gpuinit.gpus says that more will come"),
+        ("awaited", "fakepci.gpus=1 gpuinit.gpus=2", None, "0", "gpuinit.gpus announces more"),
     ] {
         let mut guest = Guest::new().append(&format!("{words} {LOOK}"));
         if let Some(text) = file {

@@ -27,7 +27,7 @@ pub enum Limit {
     FabricLate,
 }
 
-/// One row of the table.
+/// A row of the table.
 pub struct Deadline {
     pub limit: Limit,
     pub after: Duration,

@@ -46,9 +46,9 @@ impl Shared {
         let index = self.roster.index(gpu.address);
         let mut error = format!("GPU {index} ({}): {}", gpu.address, failure.error);
         if let Some(line) = line {
-            error = format!("{error}; the driver says: {line}");
+            error = format!("{error}; the driver logged: {line}");
         }
-        let (step, cure) = (failure.step.as_str(), reason.cure().unwrap_or("see the driver's words"));
+        let (step, cure) = (failure.step.as_str(), reason.cure().unwrap_or("see the driver's log line"));
         tracing::error!(name: names::GPU_FAILED, gpu = %gpu.address, index = index as u64, step, reason = %reason, cure, error, bind_inode, generation = gpu.again());
         self.dispatch.report(Fact::Failed(gpu));
     }

@@ -127,10 +127,10 @@ impl Wait {
                 "attest the guest, or let the init set it: gpuinit.cc.ready=boot; gpuinit.cc.ready=leave gives it to containers all the same"
             }
             Self::FabricAnswer => {
-                "put kata-gpu-nvml into the image, or see what its event nvml says; gpuinit.fabric.required=off gives it to containers all the same"
+                "put kata-gpu-nvml into the image, or see the error in its event nvml; gpuinit.fabric.required=off gives it to containers all the same"
             }
             Self::ReadyStateAnswer => {
-                "put kata-gpu-nvml into the image, or see what its event nvml says; gpuinit.cc.ready=leave gives it to containers all the same"
+                "put kata-gpu-nvml into the image, or see the error in its event nvml; gpuinit.cc.ready=leave gives it to containers all the same"
             }
         }
     }

@@ -1,4 +1,4 @@
-//! One reset of a GPU that an earlier guest left half initialised: unbind, reset, bind.
+//! A reset of a GPU that an earlier guest left half initialised: unbind, reset, bind.
 //!
 //! The driver reports such a GPU when its initialisation fails (WPR2 is up, invalid state). Nothing
 //! that the kernel caches shows it before: the register that does is behind BAR 0, at a place that

@@ -142,7 +142,7 @@ pub struct Schedule {
     scanned: bool,
     settled: bool,
     locked_down: bool,
-    /// Nothing comes of the last load any more.
+    /// The last load has no further effect.
     load_over: bool,
 }
 

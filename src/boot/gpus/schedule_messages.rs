@@ -8,7 +8,7 @@ use std::time::Duration;
 /// Time since the guest's boot.
 pub type Time = Duration;
 
-/// One arrival of a GPU: its address, and the number of arrivals before it at that address. A bind
+/// An arrival of a GPU: its address, and the number of arrivals before it at that address. A bind
 /// after an unbind is an arrival, too. Sorts by address.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct GpuId {

@@ -48,7 +48,7 @@ struct Slot {
 /// A GPU as an earlier worker knew it.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Known {
-    /// Its name was reported.
+    /// The name was reported.
     pub found: bool,
     pub generation: u32,
     /// The name that was reported last.

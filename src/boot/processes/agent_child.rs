@@ -18,7 +18,7 @@ pub fn run(handover: Handover) -> ! {
         failure::tell(&format!("{error}: the agent will miss it"));
     }
     if let Err(errno) = sys::loopback_up() {
-        failure::tell(&format!("bring lo up: {errno}: containers that talk to themselves will fail"));
+        failure::tell(&format!("bring lo up: {errno}: connections inside a container's own network will fail"));
     }
     let forked = sys::fork_single_threaded(handover, |handover| {
         // A session of its own keeps signals for the agent from other processes. A fresh child is

@@ -80,7 +80,7 @@ fn prepare(started_ns: u64, tsc: Option<tsc::Reading>) -> Next {
     };
     let no_worker = |error: &str, refused: Option<String>| {
         match refused {
-            Some(_) => failure::tell(&format!("{error}: the host is not told")),
+            Some(_) => failure::tell(&format!("{error}: the host is not notified")),
             // No process would mount the driver's extension, or notice a fault in it.
             None if gpu_extension => return Next::Refuse(format!("{error}: extension gpu cannot be mounted"), Handover::alone()),
             None => failure::tell(&format!("{error}: no GPU will be brought up, the agent starts without")),

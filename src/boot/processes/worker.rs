@@ -104,7 +104,7 @@ async fn live(boot: &Boot, began_ns: u64, start: Start, descriptors: Descriptors
     let (words, signals) = match kmsg::follow(Arc::clone(&ring), previous.as_ref().and_then(|p| p.last_kmsg)) {
         Ok((words, signals)) => (Some(words), Some(signals)),
         Err(error) => {
-            tracing::warn!(name: names::SINK, sink = "kmsg", state = "unavailable", error = %format!("read /dev/kmsg: {error}: failures are told without the driver's words"));
+            tracing::warn!(name: names::SINK, sink = "kmsg", state = "unavailable", error = %format!("read /dev/kmsg: {error}: failures are reported without the driver's log lines"));
             (None, None)
         }
     };

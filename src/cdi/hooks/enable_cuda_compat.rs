@@ -99,7 +99,7 @@ fn is_wanted(root: &ContainerRoot, folder: &str, host: Host, notes: &mut Vec<Str
         return Ok(false);
     };
     let note = note_of(&file).unwrap_or_else(|e| {
-        notes.push(format!("{folder}/{name} says nothing of drivers it works with, so its version counts: {e}"));
+        notes.push(format!("{folder}/{name} names no compatible drivers, so its version counts: {e}"));
         None
     });
     Ok(decide(note.as_ref(), &version, host.driver_version, host.cuda_version))

@@ -60,7 +60,7 @@ pub enum Verdict {
     Unknown,
 }
 
-/// One value of both sets.
+/// A value of both sets.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Change {
     pub name: String,

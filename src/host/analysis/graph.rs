@@ -9,7 +9,7 @@ use crate::host::boot::timeline::{Known, Timeline};
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
 
-/// One node.
+/// A node: the beginning or the end of a step.
 #[derive(Clone, Debug)]
 pub struct Node {
     pub at_ns: i64,

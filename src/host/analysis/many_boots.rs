@@ -37,7 +37,7 @@ pub struct Row {
     pub summary: Summary,
 }
 
-/// One reason of failures.
+/// A reason of failures.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Failures {
     pub reason: String,

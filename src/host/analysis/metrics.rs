@@ -1,4 +1,4 @@
-//! One boot as comparable numbers: times of milestones, durations of phases and steps, failures.
+//! A boot as comparable numbers: times of milestones, durations of phases and steps, failures.
 
 use super::blame::{By, blame};
 use crate::events::names;

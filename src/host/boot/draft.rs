@@ -14,7 +14,7 @@ pub const VM_START: &str = "VM start";
 /// Milestone that ends the account of an unfinished boot.
 pub const LAST_RECORD: &str = "last record";
 
-/// One failed try of the agent to resolve a container's devices.
+/// A failed try of the agent to resolve a container's devices.
 pub struct Try {
     pub container: String,
     pub at_ns: i64,

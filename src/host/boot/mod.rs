@@ -1,4 +1,4 @@
-//! One boot: records in, [`model::Boot`] and its [`timeline::Timeline`] out. No I/O, no text for
+//! A boot: records in, [`model::Boot`] and its [`timeline::Timeline`] out. No I/O, no text for
 //! people.
 //!
 //! [`steps`] writes a [`story::Story`] from the records of a boot. [`timeline::Timeline`] makes any

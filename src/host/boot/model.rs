@@ -25,7 +25,7 @@ pub const SETTLED: &str = "settled";
 /// Time for a guest to reconnect before its boot counts as over.
 pub const RECONNECT_GRACE: Duration = Duration::from_secs(5);
 
-/// One boot.
+/// A boot.
 #[derive(Clone, Debug, Default, Serialize)]
 pub struct Boot {
     pub model: u32,
@@ -94,7 +94,7 @@ pub struct Milestone {
     pub wall: Option<Wall>,
 }
 
-/// One step of one GPU.
+/// A step of one GPU.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 pub struct Step {
     pub at_ns: u64,
@@ -117,7 +117,7 @@ pub struct Failure {
     pub reason: String,
 }
 
-/// One GPU.
+/// A GPU.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Gpu {
     pub address: PciAddress,

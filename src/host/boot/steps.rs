@@ -214,7 +214,7 @@ fn missing(draft: &mut Draft, agent: &[AgentLine]) {
         missing.push("no `Run ... as init process` line of the kernel: its time and that of the first exec are one".to_string());
     }
     if draft.boot.lost.records > 0 {
-        missing.push(format!("{} record(s) are missing, and the steps they told of", draft.boot.lost.records));
+        missing.push(format!("{} record(s) are missing, with their steps", draft.boot.lost.records));
     }
     draft.story.missing.extend(missing);
 }

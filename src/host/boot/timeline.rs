@@ -46,7 +46,7 @@ impl Known {
     }
 }
 
-/// One step.
+/// A step.
 #[derive(Clone, Debug)]
 pub struct Step {
     /// Id of the step's span, if there is one.

@@ -15,7 +15,7 @@ const USAGE: u8 = 2;
 
 const HELP: &str = "\
 Reads specs as kata-agent does: a directory with everything below it, *.json and *.yaml of any case. Two agents judge, with the very parsers that Kata \
-releases contain: Kata <= 3.32 (container-device-interface 0.1.2) and Kata 4 (1.1.1). Each finding says what breaks, in which Kata, and the cure.
+releases contain: Kata <= 3.32 (container-device-interface 0.1.2) and Kata 4 (1.1.1). Each finding names the effect, the Kata versions concerned, and the cure.
 
 A device that waits is no error: kata-gpu-init lists GPUs that are not ready with a path that does not exist, so that a container waits for them \
 instead of failing. Without --here or --root, every other path is taken to exist.
@@ -31,10 +31,10 @@ Examples:
   kata-gpu-boot cdi check /var/run/cdi --here --require-resolvable
   # an unpacked guest image, on the host
   kata-gpu-boot cdi check root/var/run/cdi --root root
-  # only what matters to Kata 4; what it finds, for programs
+  # findings for Kata 4 alone, for programs
   kata-gpu-boot cdi check nvidia.yaml --kata 4 --json |
     jq '.findings[] | {severity, rule, pointer}'
-  # everything that is looked for
+  # all rules
   kata-gpu-boot cdi check --rules";
 
 /// Check CDI specs.

@@ -34,28 +34,28 @@ use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::{mpsc, watch};
 
 const HELP: &str = "\
-Guests connect by themselves. Where the kernel has vsock (vhost_vsock), those of QEMU reach this machine at CID 2 and nothing else is needed. With \
-hybrid vsock (Cloud Hypervisor, Firecracker, Dragonball) the collector makes PATH_PORT beside the VMM's socket PATH as soon as that is there: it watches \
-where Kata keeps its VMs (--vm), and hears there the user whose socket PATH is, and root; or it serves the paths of --uds, whose mode (0660) says who may \
+Guests connect by themselves. Where the kernel has vsock (vhost_vsock), guests of QEMU reach this machine at CID 2 and nothing else is needed. With \
+hybrid vsock (Cloud Hypervisor, Firecracker, Dragonball) the collector makes the socket PATH_PORT as soon as the VMM's socket PATH exists: it watches \
+Kata's directories of VMs (--vm), and accepts there the owner of PATH, and root; or it serves the paths of --uds, where the mode (0660) decides who may \
 connect.
 
-Writes DIR/<boot id>.ndjson, one file per boot, only ever appended to: the guest's lines as they came, each once, and the collector's own \
-(\"kind\":\"host\"): who connected, what was lost, what Kata calls the VM. `kata-gpu-boot show` and all other commands read them while they are written. \
-A record is handed to the kernel milliseconds after it came, and made durable (fdatasync) within 5 s. When the disk is full it says so, receives on, \
-counts what it has to drop, and asks the guests for it again when there is room.
+Writes DIR/<boot id>.ndjson, one file per boot, only ever appended to: the guest's lines unchanged, each once, and the collector's own \
+(\"kind\":\"host\"): peers, losses, Kata's names of the VM. `kata-gpu-boot show` and all other commands read the files while they are written. \
+A record is handed to the kernel milliseconds after its arrival, and made durable (fdatasync) within 5 s. When the disk is full, the collector reports \
+that, goes on receiving, counts the records that it drops, and requests them again when there is room.
 
-A boot is over 2 s after it said that its GPUs are settled or that it powers off, or when its connection has been gone for 60 s (limit goodbye). With \
---otlp it is pushed then, as one trace with an id of its own, which stands in the file; a receiver that does not answer or is busy is tried again, from 1 s to \
-30 s apart, while up to 1024 boots wait (limit push-queue); what is refused or does not fit is counted and said. There is no TLS: push to the \
+A boot is over 2 s after it reported that its GPUs are settled or that it powers off, or when its connection has been gone for 60 s (limit goodbye). With \
+--otlp the boot is then pushed as one trace, with an id of its own that the file has, too. A push without an answer, or to a busy receiver, is repeated \
+after 1 s to 30 s, while up to 1024 boots wait (limit push-queue); boots that are refused or do not fit are counted and logged. There is no TLS: push to the \
 OpenTelemetry Collector of the node or cluster. With --metrics Prometheus gets histograms per phase and per step, failures by reason, and \
-counters of everything that can be lost. Neither ever slows down the receiving of guests.
+counters of all possible losses. Neither slows down the receiving of guests.
 
-Stops with SIGINT or SIGTERM, and writes what has arrived. Started again, it goes on where it was, also after kill -9: guests send again what \
-they have. Started as root it gives up all that it does not need; with --user it also becomes somebody else.
+Stops with SIGINT or SIGTERM, and writes all received records. After a restart, also after kill -9, guests send again the records that they have. Started \
+as root, the collector drops the privileges that it does not need; with --user it also changes its user.
 
 Examples:
   kata-gpu-boot collect --dir /var/lib/kata-gpu-boot --user nobody
-  # watch the next boot, then leave
+  # watch the next boot, then exit
   kata-gpu-boot collect --dir boots --live --boots 1
   # a VM with hybrid vsock that is not Kata's
   kata-gpu-boot collect --dir boots --no-vsock --no-vms --uds /run/vm1/vsock
@@ -66,7 +66,7 @@ Examples:
   kata-gpu-boot collect --print-systemd-unit > kata-gpu-boot.service
   # as a DaemonSet: name your image at image:, then kubectl apply -f collect.yaml
   kata-gpu-boot collect --print-daemonset > collect.yaml
-  # what Grafana imports, and a file for Prometheus' rule_files
+  # a dashboard for Grafana, and a file for Prometheus' rule_files
   kata-gpu-boot collect --print-dashboard > dashboard.json
   kata-gpu-boot collect --print-alerts > kata-gpu-boot.rules.yml";
 

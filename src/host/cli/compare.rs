@@ -26,7 +26,7 @@ const MAX_STEPS: usize = 15;
 const HELP: &str = "\
 A milestone is slower when its median grew by more than the threshold and the 95 % bootstrap interval of the difference (2000 resamples, the same for \
 the same --seed) does not hold 0. With fewer than 5 boots on a side there is no interval, and the threshold alone decides. Phases and steps \
-(time in which at least one was running) say where it comes from; they do not close the gate. Differences below 1 ms are never called one.
+(time in which at least one was running) show the source of a change; they do not close the gate. Differences below 1 ms do not count.
 
 Exit status: 0 no slower; 1 a milestone is slower, or reached by fewer boots, or more boots have failures; 2 cannot compare.
 

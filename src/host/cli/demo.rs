@@ -32,8 +32,8 @@ use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::{mpsc, watch};
 
 const HELP: &str = "\
-The kernel, its PCI and driver core, vsock and the init are real; the GPUs and NVIDIA's driver are stood in for by kernel modules. Two containers \
-are asked for as soon as the agent is ready: one with GPU 0, one with all. Exit status 1 when anything in the boot failed.
+The kernel, its PCI and driver core, vsock and the init are real; kernel modules stand in for the GPUs and NVIDIA's driver. Two containers \
+are requested as soon as the agent is ready: one with GPU 0, one with all. Exit status 1 when anything in the boot failed.
 
 Examples (initrd/setup and initrd/pack make kernel and initrd; initrd/demo does it all):
   kata-gpu-boot demo --kernel target/kernel/vmlinuz --initrd target/demo.cpio
@@ -41,7 +41,7 @@ Examples (initrd/setup and initrd/pack make kernel and initrd; initrd/demo does 
   kata-gpu-boot demo --kernel K --initrd I --host slow --init serial
   # the same host, all at once
   kata-gpu-boot demo --kernel K --initrd I --host slow
-  # keep console log and events, and say where they are
+  # keep console log and events, and print their paths
   kata-gpu-boot demo --kernel K --initrd I --keep";
 
 /// Boot a guest with simulated GPUs and watch it.

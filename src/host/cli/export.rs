@@ -22,7 +22,7 @@ use std::path::{Path, PathBuf};
 
 const HELP: &str = "\
 Formats:
-  --html      one page for a browser: waterfall with zoom and details, critical path, failures with the driver's words, table; needs no network
+  --html      one page for a browser: waterfall with zoom and details, critical path, failures with the driver's log lines, table; needs no network
   --svg       the waterfall as a picture, for a README or a ticket
   --perfetto  a trace for ui.perfetto.dev and trace_processor: a track per GPU and per side, clocks, flows, counters
   --otlp      one OTLP/JSON request, for an OpenTelemetry Collector (otlpjsonfile receiver, or POST to /v1/traces)

@@ -25,22 +25,22 @@ use std::time::{Duration, Instant};
 use tokio::signal::unix::{SignalKind, signal};
 
 const HELP: &str = "\
-Reads what `kata-gpu-boot collect --dir DIR` writes, while it writes it. On a terminal: a bar per GPU, which shows the steps that are over (enabled, \
-probed, initialised), the step it is in and for how long, and what other GPUs of this boot took for that step. There is no time left to show that would \
-be honest: it hangs on locks of host and driver. In a pipe: the lines of `collect --live`.
+Reads the files of `kata-gpu-boot collect --dir DIR` while they are written. On a terminal: a bar per GPU with the steps that are over (enabled, \
+probed, initialised), the current step with its duration so far, and the duration of that step on other GPUs of this boot. The remaining time is not \
+estimated: it depends on locks of host and driver. In a pipe: the lines of `collect --live`.
 
-Steps: waiting, enabling (the host maps its BARs), enabled, probing, bound, initialising, ready; `published` says that containers can have it.
+Steps: waiting, enabling (the host maps its BARs), enabled, probing, bound, initialising, ready; `published` means that containers can have the GPU.
 
-Exit status: 0 when all GPUs are ready, 1 when one failed or the guest did (the reason is on standard error), 3 when nothing new came for --timeout.
+Exit status: 0 when all GPUs are ready, 1 when one failed or the guest did (the reason is on standard error), 3 when no line came for --timeout.
 
 Examples:
   # the boot that is in flight, or the next one
   kata-gpu-boot follow --dir /var/lib/kata-gpu-boot
-  # this one, whether it is over or not
+  # a boot by its id, over or in flight
   kata-gpu-boot follow --dir boots --boot 70db
   # every boot of this node
   kata-gpu-boot follow --dir boots --all
-  # start a pod, wait for its GPUs, and know why if they do not come
+  # start a pod, wait for its GPUs, and show the reason if they fail
   kubectl apply -f pod.yaml && kata-gpu-boot follow --dir boots --sandbox default/train-0 --timeout 600 ||
     journalctl -u kata-gpu-boot";
 

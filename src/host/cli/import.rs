@@ -27,14 +27,14 @@ Formats, each found by its lines (or named with --format):
             a program)
   ftrace    function_graph output of the same function
   pod       kubectl get pod NAME -o json
-  stream    what `collect` wrote, or a guest's boot.ndjson
-All may be gzip files; - is standard input. Files of one boot are put on one clock; how, and how wrong that may be, is said. A record that \
-comes from a log carries fields.import (format, line, error_ns); ~ marks times that are known to a millisecond or worse.
+  stream    a file of `collect`, or a guest's boot.ndjson
+All may be gzip files; - is standard input. Files of one boot are put on one clock; the report names the way and its error. A record \
+from a log has fields.import (format, line, error_ns); ~ marks times with an error of a millisecond or more.
 
 Examples:
   # see one boot from the logs of a node
   journalctl -u containerd -o json --all --since -10m | kata-gpu-boot import -
-  # the incumbent's boot, with what host and Kubernetes saw, for all commands
+  # the incumbent's boot, with records of host and Kubernetes, for all commands
   kata-gpu-boot import containerd.log bpftrace.txt pod.json -o incumbent.ndjson
   kata-gpu-boot show incumbent.ndjson
   # a console log with several boots in it: the second

@@ -43,7 +43,7 @@ enum Command {
 }
 
 const PACK_HELP: &str = "\
-A list has one entry a line; # begins a comment; FILE and DIR are relative to the list's folder:
+A list has an entry on each line; # begins a comment; FILE and DIR are relative to the list's folder:
   dir  PATH MODE         file  PATH MODE FILE           link  PATH TARGET
   char PATH MODE MAJOR:MINOR    block PATH MODE MAJOR:MINOR
   fifo PATH MODE
@@ -51,13 +51,13 @@ A list has one entry a line; # begins a comment; FILE and DIR are relative to th
 
 The archive is the same, byte for byte, for the same files: sorted, everything owned by root, times SOURCE_DATE_EPOCH or 0.
 
-Where the sources have the driver's libraries, the list of its files (what containers get) goes into the archive, in place of one that is there: a boot \
-verifies it instead of looking for the files.
+Where the sources have the driver's libraries, the list of its files (for containers) goes into the archive, and replaces an earlier one: a boot \
+verifies the list instead of searching for the files.
 
 Examples:
   # a directory as the guest's root
   kata-gpu-boot initrd pack root -o guest.initrd
-  # with device nodes, which take no root in a list
+  # with device nodes: a list needs no root for them
   printf 'char /dev/console 0600 5:1\\n' > nodes
   kata-gpu-boot initrd pack root nodes -o guest.initrd";
 
@@ -113,13 +113,13 @@ struct CatArgs {
 }
 
 const VERIFY_HELP: &str = "\
-Reads: programs and their loaders and libraries, modules and what they depend on, the driver's firmware and user space, paths that the agent counts on. \
-Each finding says what breaks and the cure. What only a boot can tell is not here.
+Checks programs with their loaders and libraries, modules with their dependencies, the driver's firmware and user space, and paths that the agent needs. \
+Each finding names the effect and the cure. Faults that only a boot shows are not found.
 
-A table says which of NVIDIA's services each topology starts, and which of those the image lacks. That keeps no image from booting, unless --topology \
-names the topology. An image without any part of the driver is taken for one whose driver comes on the extension disk `gpu` (Kata 4), and says so.
+A table lists NVIDIA's services that each topology starts, and those that the image lacks. A missing service is no error, unless --topology \
+names the topology. An image without any part of the driver is reported as one whose driver comes on the extension disk `gpu` (Kata 4).
 
-Exit status: 0 nothing keeps it from booting, 1 it cannot boot as a guest with GPUs, 2 it cannot be read.
+Exit status: 0 the image can boot, 1 it cannot boot as a guest with GPUs, 2 it cannot be read.
 
 Examples:
   cd /opt/kata/share/kata-containers
@@ -128,7 +128,7 @@ Examples:
     jq '.findings[] | select(.severity == \"error\")'
   # for guests with all GPUs and NVSwitches of an HGX board
   kata-gpu-boot initrd verify gpu.initrd --topology hopper-fabric --confidential
-  # the driver's libraries are not wanted
+  # without the driver's libraries
   kata-gpu-boot initrd verify base.initrd --no-user-space
   kata-gpu-boot initrd verify --rules";
 
@@ -165,17 +165,17 @@ struct VerifyArgs {
 }
 
 const REPACK_HELP: &str = "\
-/init becomes the new program, and /sbin/init a link to it where it led to the old one. Every other entry stays as it is, byte for byte; the list of the \
+/init becomes the new program, and /sbin/init a link to it where it led to the old one. Every other entry stays unchanged, byte for byte; the list of the \
 driver's files is added, and NVML's helper (kata-gpu-nvml) as /usr/bin/kata-gpu-nvml where it is given or found. The old init stays where it was, so that rdinit= with its path rolls back, unless --drop-old is given.
 
-The kernel starts /init of an initrd, whatever init= says: that is for disk images. A kernel parameter rdinit= overrides it: remove it from \
+The kernel starts /init of an initrd and ignores init=, which is for disk images. A kernel parameter rdinit= overrides /init: remove it from \
 kernel_params, or the old init starts.
 
-Exit status: 0 written, 1 not written because it would not boot (--force), 2 it cannot be done.
+Exit status: 0 written, 1 not written because it would not boot (--force), 2 failed.
 
 Examples:
   kata-gpu-boot initrd repack kata.initrd --init kata-gpu-init -o gpu.initrd
-  # plain, so that no guest has to decompress it
+  # uncompressed, so that no guest has to decompress it
   kata-gpu-boot initrd repack kata.initrd --init kata-gpu-init -o p --plain";
 
 /// Replace the init of an image, and nothing else.
@@ -219,7 +219,7 @@ struct RepackArgs {
 }
 
 const DIFF_HELP: &str = "\
-Compares what a guest finds: the order of entries, how an image is stored, and inode numbers make no difference.
+Compares the contents for a guest: order of entries, compression and inode numbers do not count.
 
 Exit status: 0 the same, 1 different, 2 one cannot be read.
 
@@ -246,12 +246,12 @@ struct DiffArgs {
 
 const REPLACE_INIT_HELP: &str = "\
 /init becomes the program and /sbin/init, which a kernel starts first from a disk, a link to it; the old init stays where those links led. The list of the \
-driver's files is added where there is a driver, and NVML's helper (kata-gpu-nvml) as /usr/bin/kata-gpu-nvml where it is given or found. Owners, modes, times, links, contents and extended attributes of everything else stay as they are.
+driver's files is added where there is a driver, and NVML's helper (kata-gpu-nvml) as /usr/bin/kata-gpu-nvml where it is given or found. Owners, modes, times, links, contents and extended attributes of all other files stay unchanged.
 
-The image is a bare file system, or a disk whose first partition it is, as Kata's image builder makes them; the partition grows where it must. A dm-verity \
+The image is a bare file system, or a disk with it as the first partition, as Kata's image builder makes them; the partition grows if necessary. A dm-verity \
 hash in a second partition is of the old root: `kata-gpu-boot install --image` empties kernel_verity_params.
 
-Needs no root, but user namespaces, and the packages e2fsprogs for ext4, erofs-utils for erofs.
+Requires user namespaces, and the package e2fsprogs for ext4 or erofs-utils for erofs; root is not needed.
 
 Examples:
   kata-gpu-boot initrd replace-init kata.image --init kata-gpu-init -o g.image

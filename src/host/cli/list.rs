@@ -18,16 +18,16 @@ use std::collections::BTreeSet;
 use std::path::PathBuf;
 
 const HELP: &str = "\
-STARTED is when the guest's kernel started, on the host's clock; BOOT what every other command takes as the boot; POD the pod, or the sandbox where no \
-pod is known; GPUS how many are usable, of how many; CONTAINER and SETTLED seconds since kernel start until the last container was created and until \
-all GPUs were usable or failed. A boot in flight is one that is not settled.
+STARTED is the start of the guest's kernel on the host's clock; BOOT the id for all other commands; POD the pod, or the sandbox if no pod is known; \
+GPUS the number of usable GPUs, and of all; CONTAINER and SETTLED the seconds from kernel start until the last container was created, and until \
+all GPUs were usable or failed. A boot is in flight until it is settled.
 
 Examples:
   # the last twenty boots of this node
   kata-gpu-boot list --dir /var/log/boots
-  # which boot was that pod's
+  # the boots of a pod
   kata-gpu-boot list --pod trainer-0
-  # what went wrong lately
+  # the last failures
   kata-gpu-boot list --failed --last 5
   # the files of all boots that failed
   kata-gpu-boot list --failed --last 0 --json | jq -r '.boots[].file'";

@@ -10,18 +10,17 @@ use anyhow::Result;
 use std::path::PathBuf;
 
 const HELP: &str = "\
-Columns: TIME is seconds since the guest's kernel started, SINCE the distance to the line above, SIDE where the time went (kernel, init, driver, \
-agent, host), GPU its CDI name and guest PCI address, TOOK how long a step took. Wall-clock times are the host's; the bound beside them says how \
-wrong they may be.
+Columns: TIME is seconds since the guest's kernel started, SINCE the distance to the line above, SIDE the owner of the time (kernel, init, driver, \
+agent, host), GPU its CDI name and guest PCI address, TOOK the duration of a step. Wall-clock times are the host's, with the bound on their error.
 
 Examples:
   # the newest boot in this directory
   kata-gpu-boot show
   # the boot whose id starts with 0f7a
   kata-gpu-boot show 0f7a --dir /var/log/boots
-  # with the agent's lines: when was it ready, when did containers start
+  # with the agent's lines: its readiness, and the starts of containers
   kata-gpu-boot show boot.ndjson --console console.log
-  # with details: begins, kernel messages, every look of the agent
+  # with details: begins, kernel messages, every read of the spec by the agent
   kata-gpu-boot show -v
   kata-gpu-boot show --json | jq '.gpus[] | {index, bound: .bound.at_ns}'";
 

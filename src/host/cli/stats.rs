@@ -11,11 +11,11 @@ use std::path::PathBuf;
 
 const HELP: &str = "\
 Milestones are seconds since kernel start. Phases: the time in which at least one of their steps was running, per boot. Steps: every single one that \
-ended, so 8 GPUs count eight times. Failures by reason, with how many boots have them. The agent's lines come from the file <boot id>.console beside a \
-boot's file, where there is one.
+ended, so 8 GPUs count eight times. Failures by reason, with how many boots have them. The agent's lines come from the file <boot id>.console next to a \
+boot's file, if it exists.
 
 Examples:
-  # everything that the collector of this node wrote
+  # all boots of this node
   kata-gpu-boot stats --dir /var/log/boots
   # for programs: the 95th percentile of adapter initialisation
   kata-gpu-boot stats --json |

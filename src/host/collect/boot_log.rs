@@ -66,7 +66,7 @@ pub struct Pending {
     pub after: u64,
 }
 
-/// One boot.
+/// A boot.
 #[derive(Debug)]
 pub struct BootLog {
     limits: Limits,

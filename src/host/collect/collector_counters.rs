@@ -74,7 +74,7 @@ pub fn add(counter: &AtomicU64, n: u64) {
 }
 
 impl Counts {
-    /// One line for people.
+    /// A line for people.
     pub fn line(&self) -> String {
         let pushes = if self.pushed + self.push_dropped + self.push_failures > 0 {
             format!("; {} boots pushed, {} not", self.pushed, self.push_dropped)

@@ -1,4 +1,4 @@
-//! One connection of one guest, without its socket. Input: bytes and times. Output: lines for the
+//! A connection of one guest, without its socket. Input: bytes and times. Output: lines for the
 //! boot's file, news for the watcher, bytes for the guest.
 //!
 //! The guest is not trusted: every line is decoded, a line that does not decode is counted and

@@ -54,7 +54,7 @@ pub fn parse_size(text: &str) -> Result<u64> {
     }
 }
 
-/// One boot's file.
+/// A boot's file.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 struct Candidate {
     /// Time of the last record.

@@ -26,7 +26,7 @@ pub(super) const REMEMBERED: usize = if cfg!(test) { 16 } else { 1024 };
 /// Readers of the boots: the collector's user and its group.
 pub(super) const DIR_MODE: u32 = 0o750;
 
-/// One boot's file and log.
+/// A boot's file and log.
 #[derive(Debug)]
 pub struct Entry {
     pub(super) id: Arc<str>,

@@ -147,7 +147,7 @@ pub struct Imported {
     pub notes: Vec<String>,
 }
 
-/// One source file.
+/// A source file.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ImportedFile {
     pub file: String,
@@ -379,7 +379,7 @@ pub fn for_each_line(mut from: impl Read, mut each: impl FnMut(u64, usize, Resul
     }
 }
 
-/// One line of a boot's file.
+/// A line of a boot's file.
 #[derive(Debug)]
 pub enum FileLine {
     Header(Header),

@@ -23,7 +23,7 @@ use std::time::{Duration, Instant};
 /// law: a daemon that slews faster makes the printed bound too small.
 pub const RATE_ERROR_PPM: u64 = 100;
 
-/// One answered ping.
+/// An answered ping.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Sample {
     /// Guest CLOCK_BOOTTIME of the sample.

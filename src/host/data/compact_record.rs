@@ -20,7 +20,7 @@ pub const MAX_AFTER: usize = 256;
 /// Limit of names that are shared; the format has some fifty.
 const MAX_NAMES: usize = 4096;
 
-/// One record of a boot.
+/// A record of a boot.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Record {
     pub seq: u64,
@@ -193,7 +193,7 @@ impl<'a> Field<'a> {
 
 /// Keys with their values, in order of the keys.
 ///
-/// One block: for each field the length of the key and of the value, two bytes each, the key, and
+/// A block: for each field the length of the key and of the value, two bytes each, the key, and
 /// the value, whose first byte is its kind. A line has at most [`record::MAX_LINE`] bytes, so that
 /// two bytes hold every length.
 #[derive(Clone, Default, PartialEq, Eq)]

@@ -12,7 +12,7 @@ pub struct Lines {
     dropped: Option<usize>,
 }
 
-/// One line, or the length of one that was too long.
+/// A line, or the length of one that was too long.
 #[derive(Debug, PartialEq, Eq)]
 pub enum Piece<'a> {
     Line(&'a [u8]),

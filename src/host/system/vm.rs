@@ -178,11 +178,11 @@ fn start_vsock(program: &Path, vhost_user: &Path, uds: &Path, work_dir: &Path) -
     let deadline = Instant::now() + VSOCK_DEADLINE;
     while !vhost_user.exists() {
         if let Some(status) = process.wait(Duration::ZERO)? {
-            bail!("vm: vhost-device-vsock ended with {status} before it listened; it said: {}", tail(&log));
+            bail!("vm: vhost-device-vsock ended with {status} before it listened; its log: {}", tail(&log));
         }
         let left = deadline.saturating_duration_since(Instant::now());
         if left.is_zero() {
-            bail!("vm: vhost-device-vsock made no {} within {VSOCK_DEADLINE:?}; it said: {}", vhost_user.display(), tail(&log));
+            bail!("vm: vhost-device-vsock made no {} within {VSOCK_DEADLINE:?}; its log: {}", vhost_user.display(), tail(&log));
         }
         watch.wait(process.ended.as_fd(), left)?;
     }

@@ -1,4 +1,4 @@
-//! How bad a finding is.
+//! Severity of a finding.
 
 use serde::Serialize;
 

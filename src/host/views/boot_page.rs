@@ -163,7 +163,7 @@ mod tests {
         // Another pod's boot has nothing of it, and one that is nobody's does not guess.
         assert_eq!(agent_log::of_boot(&path, Some("train-1"), Some(&log)).unwrap(), []);
         let error = format!("{:#}", agent_log::of_boot(&path, None, Some(&log)).unwrap_err());
-        assert!(error.contains("does not say which sandbox"), "{error}");
+        assert!(error.contains("does not name its sandbox"), "{error}");
     }
 
     /// A boot with kata-agent 4.1.0 for real, in the simulator guest; of its console, the agent's

@@ -235,7 +235,7 @@ fn only_a_regular_file_is_replaced_and_other_files_stay() {
     done(&shell(EROFS, &[&case.at("root"), &case.at("old")]));
     nix::unistd::mkfifo(&case.at("new"), nix::sys::stat::Mode::S_IRWXU).unwrap();
     let said = String::from_utf8_lossy(&case.replace("old").stderr).into_owned();
-    assert!(said.contains("what is there is no regular file: name another file"), "{said}");
+    assert!(said.contains("it exists and is no regular file: name another file"), "{said}");
     fs::remove_file(case.at("new")).unwrap();
     fs::write(case.at("new.new"), "somebody's").unwrap();
     assert!(!case.replace("none").status.success());

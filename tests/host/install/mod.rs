@@ -372,7 +372,7 @@ fn the_version_is_asked_of_the_configurations_shim() {
             fs::set_permissions(dir, fs::Permissions::from_mode(0o755)).unwrap();
         }
         let known = world.plain_install(&["--initrd", &initrd, "--dry-run"]);
-        assert!(done(&known).contains(&format!("Kata 3.27.0 (says {})", shim.display())), "{}", known.out);
+        assert!(done(&known).contains(&format!("Kata 3.27.0 (by {})", shim.display())), "{}", known.out);
         // A program, or a directory on the way to it, that others can write is not run.
         for (path, mode) in [(shim.as_path(), 0o777), (shim.parent().unwrap(), 0o775)] {
             fs::set_permissions(path, fs::Permissions::from_mode(mode)).unwrap();

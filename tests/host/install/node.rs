@@ -86,7 +86,7 @@ fn what_is_refused_leaves_no_copy_and_no_label() {
     let said = world.install(&strs(&words));
     assert!(said.code == 1 && said.err.contains("needs --initrd or --image"), "{said:?}");
     let said = world.install_initrd(&[strs(&words), vec!["--dry-run"]].concat());
-    assert!(said.code == 1 && said.err.contains("leave --node away"), "{said:?}");
+    assert!(said.code == 1 && said.err.contains("omit --node"), "{said:?}");
     let said = world.install_initrd(&[strs(&words), vec!["--unset", "gpuinit.log"]].concat());
     assert!(said.code == 1 && said.err.contains("--unset"), "{said:?}");
     let said = world.plain_install(&[strs(&words), vec!["--initrd", world.initrd.to_str().unwrap()]].concat());

@@ -106,7 +106,7 @@ fn boots() -> Vec<Alert> {
             description: "{{ $value | printf \"%.0f\" }} boots failed within 6 hours, more than \
                           half of this node's. Cordon the node; on it, `kata-gpu-boot list \
                           --failed --dir /var/lib/kata-gpu-boot` names the boots, `kata-gpu-boot \
-                          show BOOT --dir /var/lib/kata-gpu-boot` says why one failed.",
+                          show BOOT --dir /var/lib/kata-gpu-boot` shows why one failed.",
         },
         Alert {
             name: "KataGpuGpusFail",
@@ -118,7 +118,7 @@ fn boots() -> Vec<Alert> {
                           booted within an hour. On the node, `kata-gpu-boot list --failed --dir \
                           /var/lib/kata-gpu-boot` names the boots, `kata-gpu-boot show BOOT --dir \
                           /var/lib/kata-gpu-boot` each GPU with its address, reason and the \
-                          driver's words.",
+                          driver's log lines.",
         },
         Alert {
             name: "KataGpuBootsSlower",

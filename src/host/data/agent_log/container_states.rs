@@ -202,7 +202,7 @@ impl Containers {
         let named = devices_of(error);
         let forgotten = |c: &Container| at.is_some_and(|at| c.last_ns != i64::MIN && at.saturating_sub(c.last_ns) > FORGOTTEN_NS);
         let asked = || self.open.iter().enumerate().filter(|(_, c)| c.state == State::Asked);
-        // Of several at the same try, choose the one with the oldest last try.
+        // Choose the oldest last try among containers at the same try.
         let same = asked().filter(|(_, c)| c.failed_tries == attempt && c.wants(&named));
         let next = same.min_by_key(|(_, c)| (forgotten(c), c.last_ns)).map(|(i, _)| i);
         let tried = asked().filter(|(_, c)| next.is_none() && c.failed_tries > 0 && c.wants(&named));

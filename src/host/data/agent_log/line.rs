@@ -71,7 +71,7 @@ pub enum Words {
     Bound(PciAddress),
 }
 
-/// One line of the agent.
+/// A line of the agent.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Line {
     /// CLOCK_REALTIME of the guest; None if the text is no time.

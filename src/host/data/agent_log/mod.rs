@@ -7,7 +7,7 @@
 
 mod container_states; // lines into what happens to each container
 pub mod event; // meaning of a line
-pub mod line; // one line's words
+pub mod line; // texts of a line
 pub mod torn; // lines torn by other writers
 
 pub use container_states::{NONE, UNKNOWN};
@@ -29,7 +29,7 @@ use torn::Torn;
 /// Limit of a console line, in bytes: the agent prints the whole OCI spec of each container.
 pub const MAX_CONSOLE_LINE: usize = 64 * 1024;
 
-/// One line of the agent.
+/// A line of the agent.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct AgentLine {
     /// CLOCK_REALTIME of the guest.
@@ -68,8 +68,7 @@ impl AgentLog {
 
 /// Extension of a console log beside a boot's file.
 const EXTENSION: &str = "console";
-const WHOSE: &str =
-    "it is containerd's log, and the boot's file does not say which sandbox it is of; kata-gpu-boot import reads the log alone";
+const WHOSE: &str = "it is containerd's log, and the boot's file does not name its sandbox; kata-gpu-boot import reads the log alone";
 
 /// The agent's lines of the boot with this file: from the log that was named (a console's, or
 /// containerd's with this sandbox in it), or else from the console log beside the file, if there is

@@ -45,7 +45,7 @@ pub struct Question {
     pub require_resolvable: bool,
 }
 
-/// One spec file in the report.
+/// A spec file in the report.
 #[derive(Debug)]
 pub struct File {
     pub name: String,

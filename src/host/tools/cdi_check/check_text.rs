@@ -32,7 +32,7 @@ pub fn page(report: &Report, question: &Question, screen: &Screen) -> String {
     out.lines.join("\n") + "\n"
 }
 
-/// One line a rule.
+/// A line for each rule.
 pub fn rules(rules: &[&Rule], screen: &Screen) -> String {
     let mut rows = vec![["RULE", "SEVERITY", "KATA", "WHAT IT BREAKS"].map(str::to_string).to_vec()];
     rows.extend(rules.iter().map(|r| [r.name, r.severity.name(), r.agents.names(), r.breaks].map(str::to_string).to_vec()));
@@ -157,7 +157,10 @@ impl Page<'_> {
                     self.line(Ink::Bold, &format!("A container with {names}{with} gets"));
                     self.edits(container);
                     if report.assumed > 0 {
-                        self.line(Ink::Dim, "Device nodes were taken to exist; ? is for what only the guest's node tells (--here, --root)");
+                        self.line(
+                            Ink::Dim,
+                            "Device nodes were taken to exist; ? marks facts that only the guest's node shows (--here, --root)",
+                        );
                     }
                 }
                 Outcome::Waits(paths) => {

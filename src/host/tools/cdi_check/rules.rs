@@ -24,7 +24,7 @@ const SHADOWED: [&str; 3] = ["PATH", "LD_LIBRARY_PATH", "LD_PRELOAD"];
 const CONTROL_NODE: &str = "/dev/nvidiactl";
 const UVM_NODE: &str = "/dev/nvidia-uvm";
 
-/// One file, parsed.
+/// A file, parsed.
 pub struct Document<'a> {
     pub file: &'a str,
     pub bytes: usize,

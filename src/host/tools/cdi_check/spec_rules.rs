@@ -2,7 +2,7 @@
 //!
 //! A rule that `refuses` claims that an agent does not load the file at all. The agents' own crates
 //! decide on that: the finding is dropped where they load the file, and a refusal that no rule
-//! explains becomes [`REFUSED`] with the crate's words.
+//! explains becomes [`REFUSED`] with the crate's error.
 
 use crate::host::data::text::clipped;
 use crate::host::tools::severity::Severity;
@@ -73,7 +73,7 @@ impl Agents {
     }
 }
 
-/// One kind of defect.
+/// A kind of defect.
 #[derive(Debug, PartialEq, Eq)]
 pub struct Rule {
     pub name: &'static str,
@@ -182,7 +182,7 @@ rules! {
         "there is no such device node, and without type and major the agent looks: it tries again every second until agent.cdi_timeout",
         "make the node before the spec";
     NODE_TYPE_DIFFERS "node-type-differs" Error KATA4 loads,
-        "the path is of another type than the spec says: the injection fails until agent.cdi_timeout",
+        "the path is of another type than in the spec: the injection fails until agent.cdi_timeout",
         "leave `type` out";
     NOT_A_NODE "not-a-device-node" Error BOTH loads,
         "the path is something else than a device node: the injection fails until agent.cdi_timeout",
@@ -203,7 +203,7 @@ rules! {
         "only the last mount of a container path is made",
         "keep one";
     HOOK_NOT_RUN "hook-not-run" Warning BOTH loads,
-        "kata-agent never runs hooks of this name, without a word",
+        "kata-agent never runs hooks of this name, and logs nothing",
         "use createContainer";
     HOOK_MISSING "hook-missing" Warning BOTH loads,
         "a hook that fails is logged and passed over: the container starts without what the hook does",

@@ -1,8 +1,8 @@
 //! Lines of the agent and of kata-gpu-init as they stand in a guest's console: slog JSON, one
 //! object per line, all values strings.
 //!
-//! [`crate::host::data::agent_log`] knows the agent's words. Texts are cut here, and made harmless by the code that
-//! shows them.
+//! [`crate::host::data::agent_log`] parses the agent's texts. Texts are cut here, and made harmless
+//! by the code that shows them.
 
 use super::item::{Fact, InitLine, Skip, Stamp};
 use crate::events::record::{Kind, Level};

@@ -13,7 +13,7 @@ use crate::host::data::compact_record::{Field, Record};
 use crate::host::data::imported_record::mark;
 use std::fmt;
 
-/// One time on which stream and import disagree.
+/// A time on which stream and import disagree.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Disagreement {
     pub what: String,

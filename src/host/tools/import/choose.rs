@@ -17,7 +17,7 @@ use serde_json::Value;
 /// Boots that are listed one by one.
 const MAX_LISTED: usize = 40;
 
-/// One file, read.
+/// A file, read.
 #[derive(Debug)]
 pub struct Source {
     pub name: String,
@@ -72,7 +72,7 @@ fn choose_pod(sources: &mut [Source]) -> Result<()> {
         let chosen = source.logs.iter().position(|log| wanted.is_some() && pod_of(log) == wanted.as_deref());
         let Some(chosen) = chosen else {
             bail!(
-                "{} holds {} pods, and no log here says which one this is: give one (kubectl get pod NAME -o json)",
+                "{} holds {} pods, and no log here shows which one this is: give one (kubectl get pod NAME -o json)",
                 printable(&source.name),
                 source.logs.len()
             );
@@ -100,7 +100,7 @@ fn others(logs: &[Log], keep: impl Fn(&Log) -> bool) -> u64 {
     logs.iter().filter(|log| !keep(log)).map(|log| log.items.len() as u64).sum()
 }
 
-/// One line per boot.
+/// A line per boot.
 fn list(logs: &[Log]) -> String {
     let mut lines: Vec<String> =
         logs.iter().take(MAX_LISTED).enumerate().map(|(i, log)| format!("  {:>3}  {}", i + 1, describe(log))).collect();
@@ -132,7 +132,7 @@ fn describe(log: &Log) -> String {
     words.join(", ")
 }
 
-/// The version of our init that speaks in these items.
+/// Version of our init in these items.
 pub fn init_version<'a>(items: impl Iterator<Item = &'a Item>) -> Option<String> {
     items.into_iter().find_map(|item| if let Fact::Init(line) = &item.fact { Some(line.version.clone()) } else { None })
 }

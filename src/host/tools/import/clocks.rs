@@ -41,7 +41,7 @@ const LEAST_DELAY_NS: u64 = 100_000;
 /// Largest difference of two offsets of a pair of clocks without a step of a clock in between.
 const STEP_NS: u64 = 500_000_000;
 
-/// One clock minus another.
+/// A clock minus another.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Offset {
     pub ns: i64,

@@ -157,7 +157,7 @@ impl Console {
     fn begin_boot(&mut self) {
         (self.last_kernel, self.latest, self.agent) = (None, None, AgentLog::default());
         // Lines before the first banner are the firmware's or another boot's end: a boot of their
-        // own only if a kernel speaks in them.
+        // own only if kernel lines are among them.
         let kernel_spoke = |boot: &Vec<Item>| boot.iter().any(|item| matches!(item.stamp, Stamp::Kernel(_)));
         if let Some(last) = self.boots.last_mut().filter(|last| kernel_spoke(last)) {
             // A guest can print any number of banners: a boot of one line takes no room for more.

@@ -4,7 +4,7 @@ use super::bpftrace::map_name;
 use super::console_lines::kernel_line;
 use crate::host::data::imported_record::Format;
 
-/// Format of a file by its beginning: the format that most lines speak for, or None.
+/// Format of a file by its beginning: the format of most lines, or None.
 pub fn detect(head: &[u8]) -> Option<Format> {
     let text = String::from_utf8_lossy(head);
     let start = text.trim_start();

@@ -18,8 +18,9 @@ use std::path::Path;
 pub struct Whole<'a> {
     pub stream: Option<&'a BootFile>,
     pub drafts: &'a [Draft],
-    /// Version of our init, where it speaks in the logs; release of the guest's kernel.
+    /// Version of our init, if the logs have its lines.
     pub version: Option<&'a str>,
+    /// Release of the guest's kernel.
     pub release: Option<&'a str>,
     pub imported: Imported,
     pub sample: Option<Sample>,

@@ -24,7 +24,7 @@ const PRINT_NS: u64 = 5_000_000;
 /// Calls that are compared with the enabling of GPUs are at least this long, or of a BAR's size.
 const LONG_NS: u64 = 100_000_000;
 
-/// One GPU's enabling.
+/// A GPU's enabling.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Enabling {
     pub gpu: PciAddress,
@@ -166,7 +166,7 @@ impl Steps {
             Some((high.abs_diff(low), low))
         };
         let (spread, low) = candidates.windows(begins.len()).filter_map(spread).min()?;
-        // One GPU has no distances to compare: then exactly one call has to fit.
+        // A single GPU has no distances to compare: exactly one call must fit.
         if spread > MATCH_NS || (begins.len() == 1 && candidates.len() != 1) {
             return None;
         }

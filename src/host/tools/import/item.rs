@@ -24,7 +24,7 @@ pub enum Stamp {
     Trace(i64),
 }
 
-/// One fact from a log.
+/// A fact from a log.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Item {
     pub stamp: Stamp,
@@ -104,7 +104,7 @@ impl Skip {
             Self::OtherProgram => "of other programs",
             Self::NoStamp => "without a time",
             Self::AbsurdStamp => "with an impossible time",
-            Self::AlreadyThere => "said twice",
+            Self::AlreadyThere => "repeated",
             Self::OtherBoot => "of other boots or sandboxes",
             Self::LimitReached => "beyond the limit of what one import keeps",
             Self::Unplaceable => "on a clock that nothing here relates to the guest's",
@@ -146,7 +146,7 @@ pub const MAX_ITEMS: usize = 200_000;
 /// over by then.
 pub const MAX_STAMP_NS: i64 = 10_000_000 * 1_000_000_000;
 
-/// One boot from a console-like file.
+/// A boot from a console-like file.
 #[derive(Clone, Debug, Default)]
 pub struct Log {
     /// The boot's sandbox in the file.

@@ -18,7 +18,7 @@ pub const MAX_REGIONS: usize = 64;
 const REGION_BYTES: u64 = 1 << 30;
 const REGION_NS: u64 = 100_000_000;
 
-/// One call.
+/// A call.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Call {
     /// Begin of the call, on the trace's clock.

@@ -107,7 +107,7 @@ fn an_imported_console_gives_the_same_containers_as_the_stream() {
     let stream = BootFile::read(stream.as_slice()).unwrap();
     let (_, import) = of_fixtures(&[&format!("{name}.ndjson"), &format!("{name}.console")]);
     let (agreed, mut out) = disagreements(&stream, &console, &import);
-    // One message of the driver in several lines: one record in the stream.
+    // A message of the driver in several lines is one record in the stream.
     out.retain(|what| !what.starts_with("NVRM: "));
     assert!(out.is_empty() && agreed > 20, "{agreed}: {out:?}");
     let [direct, imported] = [Boot::new(&stream, &agent_log::read(console.as_slice()).unwrap()), Boot::new(&import, &[])];

@@ -124,7 +124,7 @@ fn is_same(a: &Content, b: &Content, progress: &mut Progress) -> std::io::Result
     Ok(same)
 }
 
-/// One line for each path, and the number of changes of each kind.
+/// A line for each path, and the number of changes of each kind.
 pub fn text(differences: &[Difference], screen: &Screen) -> String {
     let mut rows = Vec::new();
     let (mut added, mut removed, mut changed) = (0, 0, 0);

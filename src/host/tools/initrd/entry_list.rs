@@ -12,7 +12,7 @@ use std::path::{Path, PathBuf};
 /// Largest list, in bytes.
 const MAX_LIST: u64 = 4 << 20;
 
-/// One line.
+/// A line.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Line {
     /// Path in the archive, without a leading slash; empty for the root.

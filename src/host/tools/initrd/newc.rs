@@ -141,7 +141,7 @@ pub fn data_offset(name_size: u32) -> u64 {
 pub fn write_entry(out: &mut dyn Write, header: &Header, name: &[u8], data: &mut dyn Read) -> io::Result<()> {
     let name_size = name.len() as u64 + 1;
     if name_size > MAX_NAME {
-        return Err(io::Error::other(format!("a name of {} bytes: the kernel leaves out what has more than {}", name.len(), MAX_NAME - 1)));
+        return Err(io::Error::other(format!("a name of {} bytes: the kernel omits names of more than {}", name.len(), MAX_NAME - 1)));
     }
     let header = Header { name_size: name_size as u32, ..*header };
     out.write_all(&header.bytes())?;
@@ -151,9 +151,7 @@ pub fn write_entry(out: &mut dyn Write, header: &Header, name: &[u8], data: &mut
     let size = u64::from(header.size);
     let copied = io::copy(&mut data.take(size), out)?;
     if copied != size {
-        return Err(io::Error::other(format!(
-            "it has {copied} bytes, and had {size} when it was looked at: it changes while it is packed"
-        )));
+        return Err(io::Error::other(format!("it has {copied} bytes, and had {size} at first: it changes while it is packed")));
     }
     pad(out, padded(size) - size)
 }

@@ -90,7 +90,7 @@ impl Output {
         if let Ok(meta) = std::fs::symlink_metadata(path) {
             ensure!(!meta.is_dir(), "write {shown}: a directory is there");
             ensure!(!meta.is_symlink(), "write {shown}: a symbolic link is there: name the file that is meant, or remove the link");
-            ensure!(meta.is_file(), "write {shown}: what is there is no regular file: name another file");
+            ensure!(meta.is_file(), "write {shown}: it exists and is no regular file: name another file");
         }
         let mut temporary = name.to_os_string();
         temporary.push(PARTIAL);
@@ -186,7 +186,7 @@ fn create_locked(path: &Path) -> Result<(File, Option<Lock>)> {
         };
         let to_lock = match to_lock {
             Err(e) if e.kind() == io::ErrorKind::NotFound => continue,
-            file => file.with_context(|| format!("open {shown}, which is left of another run: remove it"))?,
+            file => file.with_context(|| format!("open {shown}, a leftover of another run: remove it"))?,
         };
         let lock = match Flock::lock(to_lock, FlockArg::LockExclusiveNonblock) {
             Ok(lock) => lock,
@@ -206,8 +206,8 @@ fn create_locked(path: &Path) -> Result<(File, Option<Lock>)> {
         match created {
             Some(file) => return Ok((file, Some(lock))),
             None => {
-                ensure!(held.is_file(), "{shown}: what is there is no regular file: remove it");
-                std::fs::remove_file(path).with_context(|| format!("remove {shown}, which is left of another run"))?;
+                ensure!(held.is_file(), "{shown}: it exists and is no regular file: remove it");
+                std::fs::remove_file(path).with_context(|| format!("remove {shown}, a leftover of another run"))?;
             }
         }
     }

@@ -147,7 +147,7 @@ fn not_output(meta: &Metadata, source: &Path, out: &Output) -> Result<()> {
 /// Opens a regular file. The open does not block if the file was replaced by a FIFO.
 fn open(path: &Path) -> io::Result<File> {
     let file = OpenOptions::new().read(true).custom_flags(OFlag::O_NONBLOCK.bits()).open(path)?;
-    if file.metadata()?.is_file() { Ok(file) } else { Err(io::Error::other("it was a file when it was looked at, and is none any more")) }
+    if file.metadata()?.is_file() { Ok(file) } else { Err(io::Error::other("it was a file at first, and is none any more")) }
 }
 
 impl Items {
@@ -230,7 +230,7 @@ impl Items {
         match self.all.get(&path) {
             // The last source gives the mode.
             Some(old) if Kind::of(old.mode) == Kind::Directory && Kind::of(item.mode) == Kind::Directory => {}
-            Some(old) => bail!("{} comes from {} and from {}: leave one out", shown(), old.from.display(), item.from.display()),
+            Some(old) => bail!("{} comes from {} and from {}: omit one", shown(), old.from.display(), item.from.display()),
             None => {}
         }
         self.all.insert(path, item);

@@ -125,14 +125,11 @@ pub fn repack(image: &Image, tree: &Tree, wish: &Wish, question: &Question, out:
     let helper = plan_helper(tree, &wish.helper, &mut plan)?;
     let manifest = if wish.manifest { plan_manifest(image, tree, &mut plan)? } else { Err("not asked for".into()) };
     let written = write(image, &plan, wish.form, out)?;
-    let after = Image::open(written.temporary()).context("read again what was written")?;
-    let tree_after = Tree::new(&after).context("read again what was written")?;
+    let after = Image::open(written.temporary()).context("read the written image again")?;
+    let tree_after = Tree::new(&after).context("read the written image again")?;
     let differences = diff::differences(tree, &tree_after, true)?;
     if let Some(surprise) = differences.iter().find(|d| !plan.paths.contains(&d.path)) {
-        bail!(
-            "{} would not be what it was: the image has entries that depend on each other; unpack it, and pack it anew",
-            escaped(&surprise.path)
-        );
+        bail!("{} would change: the image has entries that depend on each other; unpack it, and pack it anew", escaped(&surprise.path));
     }
     let report = verify::check(&after, &tree_after, &Question { init: INIT.into(), ..question.clone() });
     let helper_lacks = if helper.is_ok() { helper::lacks(&tree_after) } else { Vec::new() };

@@ -85,7 +85,7 @@ impl DaemonSet {
         };
         if !dir.starts_with(&format!("{prefix}/")) {
             let refusal = Refusal::at(Path::new(&dir), format!("is not below {prefix}, which is all that the pods see"));
-            return Err(refusal.cure("leave --node away, or name a folder there"));
+            return Err(refusal.cure("omit --node, or name a folder there"));
         }
         let feature = place.node_feature.clone().unwrap_or_else(|| PathBuf::from(FEATURES).join(name.to_string()));
         // Mount the parent: kata-deploy removes and recreates the folder, and a mount of the folder

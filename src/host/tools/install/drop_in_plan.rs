@@ -101,7 +101,7 @@ pub fn parameters(installed: &[String], added: &[String], unset: &[String]) -> R
             let why = why.replace(", ignored: ", ": ").replace("; ignored, default: ", "; default: ");
             let refusal = Refusal::of_argument("--param", why.clone()).key("word", word);
             let told = why.contains("kata-gpu-init parameters");
-            refusals.push(if told { refusal } else { refusal.cure("`kata-gpu-init parameters` lists what there is") });
+            refusals.push(if told { refusal } else { refusal.cure("`kata-gpu-init parameters` lists all parameters") });
         }
     }
     for name in unset {
@@ -152,7 +152,7 @@ mod tests {
     fn a_word_that_is_refused_is_not_called_ignored() {
         let refused = |word: &str| parameters(&[], &[word.into()], &[]).unwrap_err().iter().map(ToString::to_string).collect::<String>();
         let (value, name) = (refused("gpuinit.log=debgu"), refused("gpuinit.bnd=auto"));
-        assert!(value.ends_with("debug, trace; default: auto; `kata-gpu-init parameters` lists what there is"), "{value}");
+        assert!(value.ends_with("debug, trace; default: auto; `kata-gpu-init parameters` lists all parameters"), "{value}");
         assert!(name.ends_with("unknown parameter: `kata-gpu-init parameters` lists them"), "{name}");
     }
 

@@ -119,7 +119,7 @@ fn look(path: &Path, verity: Option<String>) -> Result<Image, Refusal> {
         if why.contains("initrd") {
             refusal.cure("give it with --initrd")
         } else {
-            refusal.cure("give one with erofs or ext4, like what kata-gpu-boot initrd replace-init makes of Kata's own")
+            refusal.cure("give one with erofs or ext4, made by kata-gpu-boot initrd replace-init from Kata's own")
         }
     })?;
     let has_init = disk::contains(&file, INIT_MARK.as_bytes()).map_err(|e| unreadable(path, &e))?;
@@ -135,7 +135,7 @@ impl Image {
         let Some(given) = &self.verity else { return Ok(()) };
         let refuse = |why: String| {
             let refusal = Refusal::of_argument("--verity", why).key("kernel_verity_params", given);
-            Err(refusal.cure("give what veritysetup printed for this image, as Kata's image builder writes it into root_hash_*.txt"))
+            Err(refusal.cure("give the output of veritysetup for this image, as Kata's image builder writes it into root_hash_*.txt"))
         };
         let field = |name: &str| given.split(',').find_map(|field| field.trim().strip_prefix(name)?.strip_prefix('='));
         let is_hex = |text: &str| !text.is_empty() && text.bytes().all(|b| b.is_ascii_hexdigit());
@@ -186,7 +186,7 @@ impl Image {
             Table::Gpt => "in the first partition, GPT",
         };
         let init = if self.has_init { "kata-gpu-init is in it" } else { "no trace of kata-gpu-init" };
-        format!("{}, {mib:.1} MiB, {root} {place}; {init}; what else is was not looked at", self.path.display())
+        format!("{}, {mib:.1} MiB, {root} {place}; {init}; the rest was not checked", self.path.display())
     }
 
     fn json(&self) -> Json {

@@ -21,37 +21,37 @@ use std::process::ExitCode;
 use toml::Value;
 
 const HELP: &str = "\
-Writes one file, config.d/60-kata-gpu-init.toml beside the configuration: image = \"\", initrd = FILE (or the other way round), and kernel_params with your \
-words put into those that are effective now. Both Kata runtimes read it at the start of every pod: new pods use it, running ones are left alone, no service is restarted.
+Writes one file, config.d/60-kata-gpu-init.toml next to the configuration: image = \"\", initrd = FILE (or the other way round), and kernel_params with your \
+parameters merged into the effective ones. Both Kata runtimes read the file at the start of every pod: new pods use it, running pods stay, no service is restarted.
 
-Installing again with another --initrd is the upgrade; words given before stay. After an upgrade of Kata itself, install again: kernel_params is computed anew. \
-What cannot work is refused, each reason with file, key, value and cure, and nothing is written; the initrd itself is \
-verified (`kata-gpu-boot initrd verify`) against the kernel that the configuration names. Of an image only the outside is looked at: that it is a disk with erofs or ext4 in its first partition. rootfs_type follows it, and kernel_verity_params, the \
-hash of the image that was, is emptied unless --verity has the new one's. To roll back, install the former one again, or uninstall.
+To upgrade, install again with another --initrd; earlier parameters stay. After an upgrade of Kata itself, install again: kernel_params is computed anew. \
+An installation that cannot work is refused, each reason with file, key, value and cure, and nothing is written. The initrd itself is \
+verified (`kata-gpu-boot initrd verify`) against the kernel that the configuration names. An image is only checked for erofs or ext4 in its first partition; rootfs_type follows from that. kernel_verity_params, the \
+hash of the former image, is emptied unless --verity has the new one's. To roll back, install the former initrd or image again, or uninstall.
 
-With --check nothing is installed: one sandbox is started through containerd, its boot shown, and it is removed again. Do that first after installing.
+With --check nothing is installed: one sandbox is started through containerd, its boot is shown, and the sandbox is removed. Check first after installing.
 
-Exit status: 0 installed, all was as wanted, or works; 1 refused, or does not work, with the reasons.
+Exit status: 0 installed, already installed, or works; 1 refused, or does not work, with the reasons.
 
 Examples:
   cd /opt/kata/share/defaults/kata-containers
   CONFIG=configuration-qemu-nvidia-gpu.toml
-  # what would be written, and why not
+  # the changes, or the reasons against them
   kata-gpu-boot install --kata-config $CONFIG --initrd /opt/a.initrd --dry-run
   # install; upgrade to another initrd; roll back
   kata-gpu-boot install --kata-config $CONFIG --initrd /opt/a.initrd
   kata-gpu-boot install --kata-config $CONFIG --initrd /opt/b.initrd
   kata-gpu-boot uninstall --kata-config $CONFIG
-  # does it work? A sandbox of this configuration, with a GPU that nobody uses
+  # check: a sandbox of this configuration, with a GPU that nobody uses
   kata-gpu-boot install --check $CONFIG --device /dev/vfio/42
   # a disk image, as kata-gpu-boot initrd replace-init makes it
   kata-gpu-boot install --kata-config $CONFIG --image /opt/a.image
-  # whether it is still as it was installed
+  # changes since the installation
   kata-gpu-boot install --kata-config $CONFIG --dry-run
-  # a parameter of the init, and away with it again
+  # add a parameter of the init, and remove it
   kata-gpu-boot install --kata-config $CONFIG --param gpuinit.log=debug
   kata-gpu-boot install --kata-config $CONFIG --unset gpuinit.log
-  # for a cluster: a DaemonSet that installs what its own image holds
+  # for a cluster: a DaemonSet that installs the initrd in its own image
   kata-gpu-boot install --initrd /gpu.initrd --print daemonset \\
     --kata-config /opt/kata/share/defaults/kata-containers/$CONFIG \\
     --container-image registry.example/gpu-init:1
@@ -112,17 +112,16 @@ pub struct Args {
     /// Print YAML for a cluster instead of writing anything here.
     #[arg(long, value_enum, value_name = "WHAT", conflicts_with_all = ["dry_run", "json"])]
     pub print: Option<Manifest>,
-    /// Name of the printed runtime or DaemonSet; follows from the configuration's name if left
-    /// away.
+    /// Name of the printed runtime or DaemonSet [default: from the configuration's name].
     #[arg(long, value_name = "NAME", requires = "print")]
     pub name: Option<Name>,
-    /// The image of the printed DaemonSet's pods, with kata-gpu-boot at /kata-gpu-boot and the file
-    /// of --initrd or --image at its path.
+    /// Image of the printed DaemonSet's pods, with kata-gpu-boot at /kata-gpu-boot and the file of
+    /// --initrd or --image at its path.
     #[arg(long, value_name = "IMAGE", requires = "print")]
     pub container_image: Option<String>,
     #[command(flatten)]
     pub place: place::Place,
-    /// With --node: stay until SIGTERM, and install again whenever it has been taken away. For a
+    /// With --node: stay until SIGTERM, and repeat the installation whenever it was removed. For a
     /// DaemonSet's pod.
     #[arg(long, requires = "dir", conflicts_with_all = ["dry_run", "json", "print"])]
     pub stay: bool,
@@ -340,7 +339,7 @@ impl Install {
         let after = with_ours(&config, runtime, Some(text.as_bytes()));
         if args.place.dir.is_some() && version.version().is_none() {
             // A key unknown to the installed Kata fails every pod on every node.
-            let refusal = Refusal::of_argument("--node", "Kata's version is not known: its shim cannot be asked here");
+            let refusal = Refusal::of_argument("--node", "Kata's version is not known: its shim does not run here");
             return Err(one(refusal.cure("give it with --kata-version X.Y.Z")));
         }
         let facts = Facts {
@@ -377,7 +376,7 @@ impl Install {
         let unchanged = self.config.ours.text() == Some(self.text.as_bytes());
         if !args.dry_run && !unchanged {
             if let Some(changed) = self.config.changed_since() {
-                return Err(vec![Refusal::at(&changed, "changed while it was looked at").cure("run it again")]);
+                return Err(vec![Refusal::at(&changed, "changed during the check").cure("run it again")]);
             }
             if let Err(error) = drop_in_file::put(&self.config.drop_in_dir, self.make_directory, &self.text) {
                 return Err(vec![Refusal::at(&path, format!("{error:#}"))]);
@@ -399,10 +398,10 @@ impl Install {
     fn page(&self, action: &str, path: &Path) -> String {
         let version = match &self.version {
             Known::Told(version) => format!("Kata {version}"),
-            Known::Asked(version, shim) => format!("Kata {version} (says {})", shim.display()),
+            Known::Asked(version, shim) => format!("Kata {version} (by {})", shim.display()),
             Known::Unknown(why) => {
                 let (major, minor) = self.runtime.drop_ins_since();
-                format!("Kata of unknown version, it must be {major}.{minor} or later (--kata-version tells it; {why})")
+                format!("Kata of unknown version, it must be {major}.{minor} or later (give it with --kata-version; {why})")
             }
         };
         let drop_ins = match self.config.others.len() {
@@ -426,7 +425,7 @@ impl Install {
             "would-install" => page.push_str(&self.diff(&path)),
             _ => {
                 page.push_str(&format!("wrote {}\n", printable(&path)));
-                page.push_str(&format!("New pods start from this {}; running ones are left alone. To roll back:\n", self.guest.key()));
+                page.push_str(&format!("New pods start from this {}; running pods stay. To roll back:\n", self.guest.key()));
                 page.push_str(&printable(&format!("  kata-gpu-boot uninstall --kata-config {}", self.config.base.path.display())));
                 page.push('\n');
             }

@@ -18,7 +18,7 @@ use toml::Table;
 /// Limit of entries read from `config.d` and from the configuration's directory.
 const MAX_ENTRIES: usize = 1024;
 
-/// One file, read and parsed.
+/// A file, read and parsed.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Source {
     pub path: PathBuf,

@@ -72,7 +72,7 @@ fn class(name: &Name, handler: &Name, default_memory: i64) -> String {
 /// A RuntimeClass for the configuration on this node.
 pub fn runtime_class(name: Option<&Name>, config: &Path, default_memory: i64) -> Result<String, Refusal> {
     let handler = installed_handler(config).or_else(|| name.cloned()).ok_or_else(|| {
-        Refusal::at(config, "its name does not tell the handler that containerd has for it").cure("give that handler with --name")
+        Refusal::at(config, "its name does not contain containerd's handler for it").cure("give that handler with --name")
     })?;
     let name = name.unwrap_or(&handler);
     let head = "# memory: default_memory, which VFIO pins whole, and 2 GiB for the hypervisor.\n";
@@ -84,7 +84,7 @@ pub fn helm(name: Option<&Name>, config: &Path, plan: &Plan, default_memory: i64
     let refuse = |why: &str, cure: &str| Refusal::at(config, why).cure(cure);
     let base =
         base_config(config).filter(|base| base.chars().all(|c| c.is_ascii_alphanumeric() || c == '-' || c == '_')).ok_or_else(|| {
-            refuse("its name does not tell kata-deploy's base configuration", "name a file like configuration-qemu-nvidia-gpu.toml")
+            refuse("its name does not contain kata-deploy's base configuration", "name a file like configuration-qemu-nvidia-gpu.toml")
         })?;
     let name = match name {
         Some(name) => name.clone(),

@@ -147,16 +147,16 @@ pub fn nothing_unset(args: &Args) -> Result<(), Refusal> {
     if args.unset.is_empty() {
         return Ok(());
     }
-    let why = "has nothing to do on a node: what is installed there has the words of --param and no others";
-    Err(Refusal::of_argument("--unset", why).cure("leave it away"))
+    let why = "is not for a node: an installation there has the parameters of --param and no others";
+    Err(Refusal::of_argument("--unset", why).cure("omit it"))
 }
 
 /// `install --node`: installs, and returns the output.
 pub fn say(args: &Args, dir: &Path) -> Said {
     let refused = |refusal: Refusal| Said::refused(format!("refused: {refusal}\nnothing was written, for 1 reason\n"));
     if args.dry_run {
-        let why = "says nothing of a copy that is not there yet";
-        return refused(Refusal::of_argument("--dry-run", why).cure("leave --node away: the rest is the same"));
+        let why = "does not apply to a copy that does not exist yet";
+        return refused(Refusal::of_argument("--dry-run", why).cure("omit --node: the rest is the same"));
     }
     if let Err(refusal) = nothing_unset(args) {
         return refused(refusal);

@@ -1,4 +1,4 @@
-//! One reason why nothing is installed: place, key and value, why they cannot work, and the cure.
+//! A reason why nothing is installed: place, key and value, why they cannot work, and the cure.
 //! One line each.
 //!
 //! Not here: the rules; see [`super::checks`]. Text from files is truncated and made printable.

@@ -17,8 +17,8 @@ use serde_json::json;
 use std::path::{Path, PathBuf};
 
 const HELP: &str = "\
-Removes config.d/60-kata-gpu-init.toml beside the configuration, if install wrote it and nobody edited it since; and config.d itself, if install made it \
-and it is empty. The configuration and all other drop-ins are never touched. New pods start as they did before; running ones are left alone.
+Removes config.d/60-kata-gpu-init.toml next to the configuration, if install wrote it and nobody edited it since; and config.d itself, if install made it \
+and it is empty. The configuration and all other drop-ins are never changed. New pods start as before the installation; running pods stay.
 
 Exit status: 0 removed, or there was nothing to remove; 1 refused, with the reason.
 
@@ -27,7 +27,7 @@ Examples:
   CONFIG=configuration-qemu-nvidia-gpu.toml
   kata-gpu-boot uninstall --kata-config $CONFIG --dry-run
   kata-gpu-boot uninstall --kata-config $CONFIG
-  # for a cluster: the DaemonSet that takes the installing one's place
+  # for a cluster: the DaemonSet that replaces the installing one
   kata-gpu-boot uninstall --print daemonset \\
     --kata-config /opt/kata/share/defaults/kata-containers/$CONFIG \\
     --container-image registry.example/gpu-init:1";
@@ -121,7 +121,7 @@ fn uninstall(args: &Args) -> Result<Said> {
     let mut removed_directory = false;
     if !args.dry_run {
         let now = drop_in::look(&path).with_context(|| format!("read {}", path.display()))?;
-        anyhow::ensure!(now == found, "{}: changed while it was looked at: run it again", path.display());
+        anyhow::ensure!(now == found, "{}: changed during the check: run it again", path.display());
         removed_directory = drop_in_file::remove(&drop_in_dir, made_directory)?;
     }
     let verb = if args.dry_run { "would remove" } else { "removed" };
@@ -138,7 +138,7 @@ fn uninstall(args: &Args) -> Result<Said> {
         text.push_str(&format!("removed {}, which was made for it\n", printable(&drop_in_dir.to_string_lossy())));
     }
     if !args.dry_run {
-        text.push_str("New pods start as before; running ones are left alone.\n");
+        text.push_str("New pods start as before; running pods stay.\n");
     }
     Ok(Said::done(text))
 }

@@ -7,7 +7,7 @@ use crate::host::tools::initrd::helper;
 use crate::host::tools::initrd::unpacked_root::Tree;
 use crate::nvml::PROGRAM;
 
-/// One command a line. Existing files are removed first. An existing directory is not made again:
+/// Commands, one a line. Existing files are removed first. An existing directory is not made again:
 /// `mkdir` would damage the file system.
 pub fn commands(tree: &Tree, wanted: &Wanted) -> String {
     let is_there = |path: &str| tree.find_no_follow(path).is_some();

@@ -227,11 +227,11 @@ pub fn compare_inodes(before: &Content, after: &Content) -> Result<Changed> {
             COUNTS.into_iter().for_each(|range| bytes[range].fill(0));
             Ok(bytes)
         };
-        ensure!(read(before)? == read(after)?, "extended attributes in block {number} would not be what they were");
+        ensure!(read(before)? == read(after)?, "extended attributes in block {number} would change");
     }
     let Changed { directories, replaced, new } = changed;
     let few = directories <= MAX_DIRECTORIES && replaced <= MAX_REPLACED && new <= MAX_NEW;
-    ensure!(few, "inodes would not be what they were: {directories} directories, {replaced} others, {new} new");
+    ensure!(few, "inodes would change: {directories} directories, {replaced} others, {new} new");
     Ok(changed)
 }
 
@@ -252,7 +252,7 @@ fn own_attributes(inode: &[u8]) -> &[u8] {
 
 fn compare(inode: u64, old: &[u8], new: &[u8], first: u64, changed: &mut Changed) -> Result<()> {
     let kind = |inode: &[u8]| Kind::of(number::<2>(inode, 0) as u32);
-    ensure!(inode >= first || inode == ROOT_INODE, "inode {inode} of the file system itself would not be what it was");
+    ensure!(inode >= first || inode == ROOT_INODE, "inode {inode} of the file system itself would change");
     match (is_used(old), is_used(new)) {
         (false, false) => {}
         (false, true) => {
@@ -264,7 +264,7 @@ fn compare(inode: u64, old: &[u8], new: &[u8], first: u64, changed: &mut Changed
             // data may change.
             let same = [0..4, 16..20, 24..26, 120..124].into_iter().all(|range| old.get(range.clone()) == new.get(range));
             let attributes = own_attributes(old) == own_attributes(new) && attribute_block(old) == attribute_block(new);
-            ensure!(same && attributes, "inode {inode}: mode, owner or extended attributes of a directory would not be what they were");
+            ensure!(same && attributes, "inode {inode}: mode, owner or extended attributes of a directory would change");
             changed.directories += 1;
         }
         (true, _) => {

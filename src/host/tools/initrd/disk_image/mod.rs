@@ -170,7 +170,7 @@ pub fn replace(wish: &Wish) -> Result<Replaced> {
     write(&image, length, &disk, &new_root, root_bytes, grown.as_ref(), &mut output)?;
     let written = output.end()?;
     let (differences, helper_lacks) = check_written(&written, &disk, &old, &root, &tree, &wanted, &changed)
-        .context("what was written is not what was meant, and is removed")?;
+        .context("the written image differs from the intended one, and is removed")?;
     let kept = tree.below(ROOT).len() + 1 - differences.iter().filter(|d| !matches!(d.what, diff::Change::Added(_))).count();
     let modules = ["/lib/modules", "/usr/lib/modules"].iter().filter_map(|path| tree.find(path));
     let has_module = modules.into_iter().any(|id| tree.below(id).into_iter().any(|id| tree.name(id).starts_with(b"nvidia.ko")));
@@ -342,7 +342,7 @@ fn check_written(
     let differences = diff::differences(tree, &after_tree, true)?;
     let meant = wanted.paths();
     if let Some(surprise) = differences.iter().find(|d| !meant.iter().any(|path| path.as_bytes() == d.path)) {
-        bail!("{} would not be what it was", escaped(&surprise.path));
+        bail!("{} would change", escaped(&surprise.path));
     }
     Ok((differences, helper_lacks))
 }
@@ -359,7 +359,7 @@ fn lacks(root: &Root, tree: &Tree) -> Vec<String> {
 
 /// Errors: the path does not have this kind, mode and content, or does not belong to root.
 fn check_path(tree: &Tree, path: &str, kind: Kind, mode: u32, content: Option<&[u8]>) -> Result<()> {
-    let full = || format!("{path} is not what was put there (is the file system full?)");
+    let full = || format!("{path} has other content than was written (is the file system full?)");
     let id = tree.find_no_follow(path).with_context(full)?;
     let meta = tree.meta(id);
     ensure!(tree.kind(id) == kind && meta.mode & 0o7777 == mode && (meta.uid, meta.gid) == (0, 0), "{}", full());
@@ -382,7 +382,7 @@ fn compare_bytes(old: &Content, new: &Content, changed: &Changed) -> Result<()> 
             erofs::exact(old, at, a)?;
             erofs::exact(new, at, b)?;
             if let Some(index) = a.iter().zip(b.iter()).position(|(a, b)| a != b) {
-                bail!("byte {} of the root would not be what it was", at + index as u64);
+                bail!("byte {} of the root would change", at + index as u64);
             }
             at += length as u64;
         }

@@ -53,7 +53,7 @@ pub fn grow(image: &File, disk: &Disk, root_bytes: u64, scratch: &Path) -> Resul
         disk.root_bytes >> 20
     );
     let mut head = vec![0; usize::try_from(disk.root_at).context("a partition that begins too far behind")?];
-    exact(image, 0, &mut head).context("read what lies before the partition")?;
+    exact(image, 0, &mut head).context("read the bytes before the partition")?;
     let bytes = disk.root_at + partition + UNIT;
     let sectors = u32::try_from(partition / SECTOR).context("a partition of more than 2 TiB")?;
     let mut tail = vec![0; UNIT as usize];

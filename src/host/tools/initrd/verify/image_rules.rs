@@ -4,7 +4,7 @@ use crate::host::data::text::clipped;
 use crate::host::tools::initrd::entry_text::escaped;
 use crate::host::tools::severity::Severity;
 
-/// One possible fault of an image.
+/// A possible fault of an image.
 #[derive(Debug, PartialEq, Eq)]
 pub struct Rule {
     pub name: &'static str,
@@ -36,7 +36,7 @@ rules! {
         "the kernel cannot start it",
         "put an executable ELF file there, mode 0755";
     LOADER_MISSING "loader-missing" Error,
-        "the kernel cannot start it: it says ENOENT, as if the program itself were missing",
+        "the kernel cannot start it and returns ENOENT, as if the program itself were missing",
         "put the loader it names into the image, or link the program statically";
     LIBRARY_MISSING "library-missing" Error,
         "its loader finds no such library, and ends it",
@@ -55,7 +55,7 @@ rules! {
         "put this kernel's modules into the image, or boot the kernel that they are for";
     SEVERAL_KERNELS "several-kernels" Note,
         "modules of several kernels are in the image: all are checked, and one is used",
-        "--kernel says which is meant";
+        "choose one with --kernel";
     NO_DRIVER "no-driver" Error,
         "the driver's module is not listed: no GPU is ever usable",
         "put nvidia.ko and nvidia-uvm.ko into /lib/modules, and run depmod -b on the image's root";
@@ -115,7 +115,7 @@ rules! {
         "a file system has to be mounted there, and it is no directory",
         "make it a directory";
     PTMX "ptmx" Warning,
-        "it is no terminal multiplexer: where an init mounts no devtmpfs over it, the agent powers off without a word",
+        "it is no terminal multiplexer: where an init mounts no devtmpfs over it, the agent powers off and logs nothing",
         "leave it out: devtmpfs brings it";
     SETUID "setuid" Warning,
         "it runs with its owner's rights, whoever starts it, and nothing in a guest needs that",
@@ -124,7 +124,7 @@ rules! {
         "anybody in the guest can change it",
         "chmod o-w";
     LEFT_OUT "left-out" Warning,
-        "the kernel leaves this entry out without a word",
+        "the kernel omits this entry and logs nothing",
         "pack the image again: `kata-gpu-boot initrd pack`";
     OUTSIDE "odd-name" Warning,
         "tools that unpack images elsewhere refuse it, or write where they should not",

@@ -37,7 +37,7 @@ pub struct Needed {
     /// Path with all links resolved.
     pub file: Option<String>,
     pub bytes: u64,
-    /// How it is linked.
+    /// Kind of linking.
     pub linked: &'static str,
 }
 

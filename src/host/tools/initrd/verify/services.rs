@@ -24,7 +24,7 @@ use std::collections::BTreeMap;
 const MAX_PASSWD: u64 = 1 << 20;
 const PASSWD: &str = "/etc/passwd";
 
-/// One service of the table, as an image has it.
+/// A service of the table, as an image has it.
 #[derive(Debug)]
 pub struct Found {
     pub name: Name,

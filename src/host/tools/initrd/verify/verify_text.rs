@@ -133,7 +133,7 @@ fn wrapped(out: &mut String, text: &str, ink: Ink, screen: &Screen) {
     out.push_str(&format!("        {}\n", screen.paint(ink, &line)));
 }
 
-/// One line a rule.
+/// A line for each rule.
 pub fn rules(rules: &[&Rule], screen: &Screen) -> String {
     let mut rows = vec![["RULE", "SEVERITY", "WHAT IT BREAKS"].map(str::to_string).to_vec()];
     rows.extend(rules.iter().map(|r| [r.name, r.severity.name(), r.breaks].map(str::to_string).to_vec()));

@@ -149,7 +149,7 @@ impl Sandbox {
         let id = format!("kata-gpu-check-{}-{:x}", std::process::id(), now.as_nanos());
         let root = std::env::temp_dir().join(&id);
         // Fail if the directory exists: its owner could change the program that the guest runs.
-        fs::create_dir(&root).with_context(|| format!("make {}: remove what is left there of an earlier check", root.display()))?;
+        fs::create_dir(&root).with_context(|| format!("make {}: remove the remains of an earlier check", root.display()))?;
         let program = root.join(PROGRAM);
         let written = fs::write(&program, waits).and_then(|()| fs::set_permissions(&program, fs::Permissions::from_mode(0o755)));
         let mut sandbox = Self { id, root, ctr, run: Vec::new() };
@@ -254,7 +254,9 @@ impl Sandbox {
     fn directories(&self) -> Option<String> {
         let all = DIRECTORIES.iter().map(|dir| Path::new(dir).join(&self.id)).filter(|path| path.exists());
         let all: Vec<String> = all.map(|path| path.display().to_string()).collect();
-        (!all.is_empty()).then(|| format!("Kata has left {}; nothing of the sandbox runs, they go when the node restarts", all.join(", ")))
+        (!all.is_empty()).then(|| {
+            format!("Kata has left {}; no process of the sandbox runs, and a restart of the node removes the rest", all.join(", "))
+        })
     }
 }
 
@@ -396,7 +398,7 @@ fn report(seen: &Seen, reasons: &[String], runtime: &Runtime, json: bool, screen
     })
 }
 
-/// One line: the sandbox works, or not.
+/// A line: the sandbox works, or not.
 fn verdict(seen: &Seen, reasons: &[String]) -> String {
     let started = match &seen.started {
         Some(Ok(seconds)) => format!("containerd had started the sandbox after {seconds:.1} s"),
