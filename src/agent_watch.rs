@@ -63,7 +63,7 @@ pub enum Seen {
     HookEnded,
 }
 
-/// File or directory that the agent looked at.
+/// File or directory that the agent opened.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Look {
     Spec,

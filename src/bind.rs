@@ -126,7 +126,7 @@ impl PciSysfs {
         SysfsError { path: self.driver("bind"), value: gpu.to_string(), error: errno.into() }
     }
 
-    /// Keeps every driver away from this GPU until [`PciSysfs::release`].
+    /// Keeps every driver from binding this GPU until [`PciSysfs::release`].
     pub fn hold_back(&self, gpu: PciAddress) -> Result<(), SysfsError> {
         write(self.function(gpu, "driver_override"), HELD_BACK)
     }

@@ -101,7 +101,7 @@ pub fn make_cgroups(command_line: &str) -> Vec<MountError> {
     errors
 }
 
-/// Whether the agent uses version 2, by the words that it looks for.
+/// Whether the agent uses version 2, by the words that the agent searches for.
 fn is_unified(command_line: &str) -> bool {
     let words = || command_line.split_ascii_whitespace();
     let systemd = words().filter_map(|w| w.strip_prefix("systemd.unified_cgroup_hierarchy=")).next_back();

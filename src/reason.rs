@@ -100,7 +100,7 @@ const TABLE: &[Entry] = &[
         "another driver has the GPU, or driver_override or driver_async_probe keeps this one away",
     ),
     (Reason::NoProbeSucceeded, "no-probe-succeeded", "see the log lines of each GPU"),
-    (Reason::EnableFailed, "enable-failed", "the guest's firmware or the VMM gave this function no memory: look at its BARs"),
+    (Reason::EnableFailed, "enable-failed", "the guest's firmware or the VMM gave this function no memory: check its BARs"),
     (Reason::ProbeFailed, "probe-failed", ""),
     (Reason::BarUnassigned, "bar-unassigned", "the guest has no room for this GPU's BARs: give the VM a larger 64-bit MMIO window"),
     (Reason::BarFirewall, "bar-firewall", "the GPU did not open its BARs within 4 s: reset it on the host"),

@@ -37,7 +37,7 @@ pub fn async_fd(fd: OwnedFd) -> io::Result<AsyncFd<OwnedFd>> {
 /// Accepts one connection, non-blocking and close-on-exec.
 pub fn accept(listener: &OwnedFd) -> nix::Result<OwnedFd> {
     let raw = nix::sys::socket::accept4(listener.as_raw_fd(), SockFlag::SOCK_CLOEXEC | SockFlag::SOCK_NONBLOCK)?;
-    // SAFETY: accept4 has just made this descriptor, and nobody else knows its number.
+    // SAFETY: accept4 has just made this descriptor, and no other code knows its number.
     Ok(unsafe { OwnedFd::from_raw_fd(raw) })
 }
 
@@ -177,7 +177,7 @@ pub fn pidfd_open(pid: Pid) -> nix::Result<OwnedFd> {
     // SAFETY: takes two numbers.
     let raw = Errno::result(unsafe { nix::libc::syscall(nix::libc::SYS_pidfd_open, pid.as_raw(), 0) })?;
     let raw = std::os::fd::RawFd::try_from(raw).map_err(|_| Errno::EBADF)?;
-    // SAFETY: pidfd_open has just made this descriptor, and nobody else knows its number.
+    // SAFETY: pidfd_open has just made this descriptor, and no other code knows its number.
     Ok(unsafe { OwnedFd::from_raw_fd(raw) })
 }
 

@@ -44,7 +44,7 @@ impl fmt::Display for VersionSource {
 }
 
 fn also(f: &mut fmt::Formatter<'_>, problems: &[String]) -> fmt::Result {
-    if problems.is_empty() { Ok(()) } else { write!(f, " (not all could be looked at: {})", problems.join("; ")) }
+    if problems.is_empty() { Ok(()) } else { write!(f, " (not all could be read: {})", problems.join("; ")) }
 }
 
 impl fmt::Display for Error {

@@ -103,7 +103,7 @@ impl Manifest {
     /// driver root.
     fn new(places: &Places, found: &DriverFiles) -> io::Result<Self> {
         if let Some(problem) = found.problems.first() {
-            return Err(io::Error::other(format!("not all could be looked at: {problem}")));
+            return Err(io::Error::other(format!("not all could be read: {problem}")));
         }
         let inside = |path: &Path| {
             let outside = || io::Error::other(format!("{} lies outside the driver root: such an image is scanned at boot", path.display()));

@@ -1,4 +1,4 @@
-//! Mounts of extensions: EROFS, read-only, and the driver's firmware where the kernel looks for it.
+//! Mounts of extensions: EROFS, read-only, and the driver's firmware at the kernel's search path.
 
 use super::parameters::Name;
 use nix::errno::Errno;
@@ -10,7 +10,7 @@ use std::path::{Path, PathBuf};
 pub const DIRECTORY: &str = "/run/kata-extensions";
 /// Mount of the driver's extension.
 pub const GPU: &str = "/run/kata-extensions/gpu";
-/// Firmware as the kernel looks for it, and as the extension has it.
+/// Firmware paths: the kernel's search path, and the extension's.
 const FIRMWARE: &str = "lib/firmware/nvidia";
 
 /// Mount of an extension.

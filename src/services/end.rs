@@ -12,7 +12,7 @@ use std::path::Path;
 /// Longest wait for one service: the guest powers off after the last one in any case.
 const LONGEST_MS: u16 = 2000;
 
-/// Ends all services; returns what became of each, for people. Blocks for as long as they take.
+/// Ends all services; returns the end of each, for people. Blocks until all have ended.
 pub fn end_all() -> Vec<String> {
     let proc = Path::new("/proc");
     let running: Vec<_> = SERVICES.iter().rev().filter_map(|service| Some((service.name, find(proc, service.name)?))).collect();

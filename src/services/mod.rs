@@ -1,4 +1,4 @@
-//! NVIDIA's services in the guest: which of them start, when, and what becomes of them.
+//! NVIDIA's services in the guest: their choice, start, supervision and end.
 //!
 //! ```text
 //! table, topology, configuration, programs -> plan -> supervisor: one task each -> launch

@@ -238,7 +238,7 @@ async fn appears(path: &Path) -> std::io::Result<()> {
 /// Connects to a TCP port of this guest; blocks for a short time.
 fn connect(port: u16) -> Result<(), String> {
     let address = SocketAddr::from((Ipv4Addr::LOCALHOST, port));
-    TcpStream::connect_timeout(&address, CONNECT_LIMIT).map(drop).map_err(|e| format!("nobody listens at {address}: {e}"))
+    TcpStream::connect_timeout(&address, CONNECT_LIMIT).map(drop).map_err(|e| format!("nothing listens at {address}: {e}"))
 }
 
 /// A service that could not be started, or ended before it was ready.

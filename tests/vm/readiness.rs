@@ -97,7 +97,7 @@ fn incomplete(context: &TestContext) -> Result<Outcome> {
     booted.created("one")?;
     let withheld = booted.event(names::GPU_WITHHELD)?;
     let error = withheld.error.as_deref().unwrap_or_default();
-    ensure!(error.contains("fabric in progress, and CUDA would fail on it; look at fabric manager's lines"), "{error}");
+    ensure!(error.contains("fabric in progress, and CUDA would fail on it; see fabric manager's log"), "{error}");
     let published = booted.events(names::GPU_PUBLISHED, 1)?;
     ensure!(published.len() == 1 && published[0].gpu != withheld.gpu, "{published:?}");
     Ok(Outcome::Passed)
@@ -134,7 +134,7 @@ fn degraded(context: &TestContext) -> Result<Outcome> {
     let told = booted.events(names::GPU_DEGRADED, 2)?;
     ensure!(told.iter().all(|r| r.fields["state"] == "fabric unknown"), "{told:?}");
     let nvml = booted.event(names::NVML)?;
-    ensure!(nvml.error.as_deref().is_some_and(|e| e.contains("nobody knows whether CUDA works")), "{nvml:?}");
+    ensure!(nvml.error.as_deref().is_some_and(|e| e.contains("it is unknown whether CUDA works")), "{nvml:?}");
     // Complete with an error: NVLink does not work, CUDA does.
     let booted = fabric_guest("standin.nv-fabricmanager=fabric:200 nvidia.fabric_status=15").boot(context, "broken")?;
     booted.created("all")?;

@@ -42,7 +42,7 @@ pub fn start(shared: &Arc<Shared>, gpu: GpuId) -> Running<()> {
 pub fn read(gpu: PciAddress, minor: u32) -> Extras {
     let found = make_capabilities(minor).and_then(|()| Places::default().extras(gpu, minor));
     let (extras, problems) = found.unwrap_or_else(|error| {
-        let error = format!("look at what GPU {gpu} has besides its node: {error}: containers get the GPU, and nothing of that");
+        let error = format!("read the further nodes of GPU {gpu}: {error}: containers get the GPU without them");
         (Extras::default(), vec![error])
     });
     for error in problems {

@@ -134,7 +134,7 @@ pub struct Fleet {
     modules_loaded: watch::Receiver<bool>,
     /// Time of the next scan of sysfs.
     rescan_at: Option<Instant>,
-    /// Whether removals are looked for.
+    /// Whether sysfs is polled for removals.
     looks: bool,
     /// The driver's options are fixed.
     load_ordered: bool,
@@ -287,7 +287,7 @@ impl Fleet {
                 None
             }
         };
-        let mut removals = tokio::time::interval(REMOVAL_LOOK); // a look at sysfs, not on the boot path
+        let mut removals = tokio::time::interval(REMOVAL_LOOK); // reads sysfs, not on the boot path
         removals.set_missed_tick_behavior(MissedTickBehavior::Delay);
         loop {
             tokio::select! {

@@ -186,7 +186,7 @@ fn none_usable(gpus: usize) -> String {
 
 fn report_missing(settings: bool, awaited: bool) {
     let missing = Failure::Missing.to_string();
-    let lacks = [(settings, "clocks and power limits stay as they are"), (awaited, "nobody knows whether CUDA works on the GPUs")];
+    let lacks = [(settings, "clocks and power limits stay as they are"), (awaited, "it is unknown whether CUDA works on the GPUs")];
     let lacks: Vec<&str> = lacks.iter().filter(|(lacks, _)| *lacks).map(|(_, what)| *what).collect();
     if lacks.is_empty() {
         tracing::debug!(name: names::NVML, reason = missing);
@@ -214,7 +214,7 @@ fn report(known: &[Known], present: usize, facts: &Facts) {
     if let Some(error) = &facts.confidential_error
         && confidential::is_confidential()
     {
-        let error = format!("ask for the confidential state: {error}: nobody knows whether CUDA works on the GPUs");
+        let error = format!("ask for the confidential state: {error}: it is unknown whether CUDA works on the GPUs");
         tracing::error!(name: names::CONFIDENTIAL, error);
     }
     for (gpu, error) in mixed(known, facts, confidential::is_confidential()) {

@@ -121,7 +121,7 @@ impl Wait {
     fn cure(self) -> &'static str {
         match self {
             Self::Fabric(_) | Self::GoodFabric => {
-                "look at fabric manager's lines here or where the switches are; gpuinit.fabric.required=off gives it to containers all the same"
+                "see fabric manager's log here or where the switches are; gpuinit.fabric.required=off gives it to containers all the same"
             }
             Self::ReadyState => {
                 "attest the guest, or let the init set it: gpuinit.cc.ready=boot; gpuinit.cc.ready=leave gives it to containers all the same"
@@ -179,9 +179,9 @@ impl Rules {
         match facts.filter(|facts| facts.confidential_error.is_none()).map(|facts| &facts.confidential) {
             Some(Some(Confidential { enabled: true, ready: false, .. })) => Verdict::Held(Wait::ReadyState),
             Some(_) => fabric,
-            // Somebody in a container may set it, where the init should have.
+            // A container may set the ready state where the init failed to.
             None if self.overdue && self.ready_state == ReadyState::Boot => {
-                Verdict::degraded(Wait::ReadyStateAnswer, "the init could not set it: CUDA fails with error 802 until somebody does")
+                Verdict::degraded(Wait::ReadyStateAnswer, "the init could not set it: CUDA fails with error 802 until it is set")
             }
             None => Verdict::Held(Wait::ReadyStateAnswer),
         }

@@ -51,7 +51,7 @@ fn method(asked: Reset, confidential: bool, again: bool, offered: Option<&str>) 
     let way = |method: &&&str| offered.is_some_and(|offered| offered.split_whitespace().any(|word| word == **method));
     match (asked, METHODS.iter().find(way)) {
         (Reset::Off, _) => Err("not reset: gpuinit.reset=off".into()),
-        // The reset takes the GPU's attestation state away, and the host carries it out.
+        // The reset clears the GPU's attestation state, and the host carries it out.
         (Reset::Auto, _) if confidential => Err("not reset: this guest is confidential; gpuinit.reset=on allows it".into()),
         (Reset::Auto | Reset::On, _) if again => Err("one reset was tried in this boot already".into()),
         (Reset::Auto | Reset::On, Some(method)) => Ok(method),

@@ -118,7 +118,7 @@ impl Slots {
             _ if !same => (true, sight.device.is_some()),
             (_, Some(before), Some(now)) => (before != now, before != now),
             (_, Some(_), None) => (true, false),
-            // Somebody has bound a GPU that had failed without a bind.
+            // A GPU that had failed without a bind was bound later.
             (State::Failed, None, Some(_)) => (true, true),
             (State::Here | State::Failed, None, _) => (false, false),
         };

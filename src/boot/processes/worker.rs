@@ -217,7 +217,7 @@ async fn report_end_of_keeper(socket: std::io::Result<OwnedFd>) {
     }
 }
 
-/// Puts stage 0 into the stream, with the times of its steps, and what became of the parameters.
+/// Emits stage 0: the times of its steps, and the outcome of the parameters.
 fn report_stage0(boot: &Boot) {
     let stamps = &boot.stamps;
     tracing::info!(name: names::INIT_START, at_ns = stamps.started_ns, pid = 1_u64, version = env!("CARGO_PKG_VERSION"));

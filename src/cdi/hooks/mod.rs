@@ -133,7 +133,7 @@ fn perform(command: Command, arguments: &Arguments, input: impl Read + AsFd) -> 
         Command::Noop => return Ok(Outcome::default()),
         Command::Chmod => {
             return Err(io::Error::other(
-                "refused: it changes the mode of whatever the image has at a path; device nodes have theirs from the spec, so take this hook out",
+                "refused: it changes the mode of whatever the image has at a path; device nodes get their mode from the spec: remove this hook",
             ));
         }
         Command::EnableCudaCompat if arguments.host_driver_version.is_empty() && arguments.host_cuda_version.is_empty() => {

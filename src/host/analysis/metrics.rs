@@ -105,7 +105,7 @@ fn failures(boot: &Boot, file: &BootFile, timeline: &Timeline) -> Vec<String> {
         out.extend(container.error.as_ref().map(|error| format!("container: {}", text(error))));
     }
     out.extend(boot.power_off.as_ref().map(|why| format!("power-off: {}", text(why))));
-    out.extend(boot.too_large.map(|_| "too large: not all of it was looked at".to_string()));
+    out.extend(boot.too_large.map(|_| "too large: it was read in part".to_string()));
     if boot.settled_ns.is_none() && !boot.gpus.is_empty() {
         // The boot hangs in the innermost open step.
         let open = timeline.steps.iter().rev().find(|s| s.open && !s.row.waiting);

@@ -77,7 +77,7 @@ pub fn held_up(steps: &[HeldUp], screen: &Screen, out: &mut Vec<String>) {
     if steps.is_empty() {
         return;
     }
-    let head = "Enabling a GPU takes a vCPU away, and these wait for every vCPU:";
+    let head = "Enabling a GPU occupies a vCPU, and these steps wait for every vCPU:";
     out.extend([String::new(), head.to_string()]);
     let right = Set::Right;
     let mut grid = Grid::new(&[("TOOK", right), ("BESIDE", right), ("STEP", Set::Left), ("ENABLING OF", Set::Left)]);

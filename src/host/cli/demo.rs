@@ -180,7 +180,7 @@ fn command_line(args: &Args) -> String {
 fn find_vhost_device_vsock(given: Option<&Path>) -> Result<PathBuf> {
     const NAME: &str = "vhost-device-vsock";
     if let Some(path) = given {
-        ensure!(path.is_file(), "{}: no such program: leave --vhost-device-vsock away, or run initrd/setup", path.display());
+        ensure!(path.is_file(), "{}: no such program: omit --vhost-device-vsock, or run initrd/setup", path.display());
         return Ok(path.to_path_buf());
     }
     let path = std::env::var_os("PATH").unwrap_or_default();

@@ -325,7 +325,7 @@ fn pack(args: &PackArgs) -> Result<bool> {
     let mut done = output.end()?;
     done.keep()?;
     let left_out: Vec<String> = packed.left_out.iter().map(|path| printable(&path.display().to_string())).collect();
-    left_out.iter().for_each(|path| eprintln!("kata-gpu-boot: {path} is a socket, and left out: nobody listens on it in a guest"));
+    left_out.iter().for_each(|path| eprintln!("kata-gpu-boot: {path} is a socket, and omitted: no program listens on it in a guest"));
     let screen = Screen::of_stdout();
     let (files, stale, none) = match &packed.list {
         List::Of(files) => (Some(files), None, None),

@@ -1,4 +1,4 @@
-//! The subcommands of kata-gpu-boot, a file each: its arguments, and running it. Nobody but the
+//! The subcommands of kata-gpu-boot, a file each: its arguments, and running it. Only the
 //! program imports these.
 
 pub mod blame;

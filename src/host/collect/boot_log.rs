@@ -142,7 +142,7 @@ impl BootLog {
             Err(e) => return Err(e).with_context(|| format!("open {}", path.display())),
         };
         let meta = file.metadata().with_context(|| format!("look at {}", path.display()))?;
-        ensure!(meta.is_file(), "{} is no file: move it away", path.display());
+        ensure!(meta.is_file(), "{} is no file: remove it", path.display());
         let (bytes, unfinished) =
             for_each_line(file, |_, _, line| log.learn(line)).with_context(|| format!("read back {}", path.display()))?;
         log.bytes = bytes;

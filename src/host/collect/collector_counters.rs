@@ -45,7 +45,7 @@ counters! {
     dropped,
     /// Times that a file could not be written.
     write_errors,
-    /// Files that somebody removed while their boot was received; their guests are asked for
+    /// Files that were removed while their boot was received; their guests are asked for
     /// everything again.
     files_lost,
     /// Calls of fdatasync.
@@ -64,7 +64,7 @@ counters! {
     push_failures,
     /// Boots that were not pushed: refused, or more than may wait.
     push_dropped,
-    /// News that nobody took in time: shown late or never, and in the files all the same.
+    /// News that did not fit the watcher's queue: not shown, but in the files.
     unseen,
 }
 
@@ -83,7 +83,7 @@ impl Counts {
         };
         let strangers = if self.strangers > 0 { format!(" and {} no guest's", self.strangers) } else { String::new() };
         format!(
-            "{} boots, {} records ({} came again), {} dropped for want of disk, {} over a limit; {} garbage lines; {} connections, {} refused{strangers}{pushes}",
+            "{} boots, {} records ({} came again), {} dropped for lack of disk space, {} over a limit; {} garbage lines; {} connections, {} refused{strangers}{pushes}",
             self.boots, self.records, self.duplicates, self.dropped, self.capped, self.garbage, self.connections, self.refused
         )
     }

@@ -149,7 +149,7 @@ impl SocketFile {
         fchmod(&socket, mode).context("set the mode of a unix socket")?;
         socket.bind(&address).with_context(|| format!("bind {}: its directory has to be writable, and /proc mounted", path.display()))?;
         let stat = socket_at(&dir, name).with_context(|| format!("look at {}", path.display()))?;
-        let stat = stat.with_context(|| format!("{} was taken away at once", path.display()))?;
+        let stat = stat.with_context(|| format!("{} was removed at once", path.display()))?;
         Ok((socket, Self { dir, id: FileId::from(&stat), path, removed: AtomicBool::new(false) }))
     }
 
@@ -315,7 +315,7 @@ fn remove_stale(dir: &OwnedFd, path: &Path, address: &SockAddr) -> Result<()> {
     let look = || socket_at(dir, name).with_context(|| format!("look at {}", path.display()));
     let Some(stale) = look()? else {
         if fstatat(dir, name, AtFlags::AT_SYMLINK_NOFOLLOW).is_ok() {
-            bail!("{} is there and is not a socket: move it away, or choose another --uds", path.display());
+            bail!("{} exists and is not a socket: remove it, or choose another --uds", path.display());
         }
         return Ok(());
     };
@@ -331,7 +331,7 @@ fn remove_stale(dir: &OwnedFd, path: &Path, address: &SockAddr) -> Result<()> {
             Ok(())
         }
         Ok(()) => bail!("{} is in use: stop the other collector, or choose another --uds", path.display()),
-        Err(e) => Err(e).with_context(|| format!("see whether somebody listens on {}", path.display())),
+        Err(e) => Err(e).with_context(|| format!("test for a listener on {}", path.display())),
     }
 }
 

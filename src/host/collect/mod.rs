@@ -266,7 +266,7 @@ fn listeners(config: &Config, notes: &mut Vec<String>) -> Result<Vec<Listener>> 
         }
     }
     if listeners.is_empty() && config.vms.is_empty() {
-        bail!("nothing to listen on: leave --no-vsock or --no-vms away, or name the socket of a hybrid vsock device with --uds");
+        bail!("nothing to listen on: omit --no-vsock or --no-vms, or name the socket of a hybrid vsock device with --uds");
     }
     Ok(listeners)
 }

@@ -91,7 +91,7 @@ pub fn drop_all_but(run_as: Option<RunAs>, make_sockets: bool) -> Result<()> {
         && (to.uid != geteuid() || before.contains(CapabilitySet::SETGID))
     {
         set_keep_capabilities(true).context("keep capabilities")?;
-        let cure = || format!("become user {}: start as root, or leave --user away", to.uid);
+        let cure = || format!("become user {}: run as root, or omit --user", to.uid);
         setgroups(&[]).with_context(cure)?;
         setgid(to.gid).with_context(cure)?;
         setuid(to.uid).with_context(cure)?;

@@ -7,7 +7,7 @@
 /// Limit of pairs in one line.
 const MAX_PAIRS: usize = 64;
 
-/// The pairs of a line, in order. Words without `=` are passed over.
+/// The pairs of a line, in order. Words without `=` are ignored.
 pub fn pairs(line: &str) -> Vec<(&str, String)> {
     let mut out = Vec::new();
     let mut rest = line.trim_start();

@@ -391,7 +391,7 @@ fn a_manifest_is_not_written_of_what_it_could_not_keep() {
     assert!(error.contains("/guest/nvidia-persistenced lies outside the driver root"), "{error}");
     let cut = Root::odd("manifest-cut", "missing-soname-links");
     let error = manifest::write(&cut.roots, &cut.scan()).unwrap_err().to_string();
-    assert!(error.contains("not all could be looked at"), "{error}");
+    assert!(error.contains("not all could be read"), "{error}");
     assert!(!cut.at(manifest::DIRECTORY).exists());
     // Its own path may lead out of the root, and does not.
     let root = Root::new("manifest-link", REFERENCE);

@@ -178,7 +178,7 @@ fn collectors() -> Vec<Alert> {
             // Only targets that were collectors, under any name of the job.
             expr: format!("up == 0\nand on (job, instance)\nmax_over_time({BUILD_INFO}[1d]) > 0"),
             summary: "the collector of boots on {{ $labels.instance }} does not answer",
-            description: "Boots of its guests are seen by nobody; guests keep their records and \
+            description: "Boots of its guests are not observed; guests keep their records and \
                           send them when it is back. On the node, `kata-gpu-boot collect --check \
                           --dir /var/lib/kata-gpu-boot` says whether it receives, `systemctl \
                           status kata-gpu-boot` or the DaemonSet's pod why not.",
@@ -189,7 +189,7 @@ fn collectors() -> Vec<Alert> {
             after: "10m",
             expr: format!("absent({BUILD_INFO})"),
             summary: "no collector of boots is scraped at all",
-            description: "Boots of GPU guests are seen by nobody. Is there a scrape configuration \
+            description: "Boots of GPU guests are not observed. Is there a scrape configuration \
                           for the port of `kata-gpu-boot collect --dir /var/lib/kata-gpu-boot \
                           --metrics 9464`? On a node, `kata-gpu-boot collect --check --dir \
                           /var/lib/kata-gpu-boot` says whether its collector receives.",

@@ -201,7 +201,7 @@ fn failures() -> Vec<Panel> {
         },
         Panel {
             form: Form::Stacked,
-            title: "GPUs by what became of them",
+            title: "GPUs by outcome",
             description: "GPUs of boots that were over in the window.",
             unit: "short",
             width: 8,
@@ -246,7 +246,7 @@ fn collectors() -> Vec<Panel> {
                 (&RECORDS_CAPPED, "records over a limit"),
                 (&RECORDS_DROPPED, "records dropped, asked for again"),
                 (&GARBAGE_LINES, "lines of no format"),
-                (&FILES_LOST, "files that somebody removed"),
+                (&FILES_LOST, "removed files"),
                 (&BOOTS_NOT_FOLLOWED, "boots too many to follow"),
             ]),
         ),
@@ -264,7 +264,7 @@ fn collectors() -> Vec<Panel> {
         ),
         panel(
             "Connections",
-            "Guests that are connected, and in the window: taken, over a limit, of nobody's guest.",
+            "Guests that are connected, and in the window: accepted, over a limit, of no guest.",
             "short",
             [
                 vec![(sum(&CONNECTIONS_OPEN), "open")],

@@ -114,7 +114,7 @@ metrics! {
         "Boots that are over, by how they ended."
         |now| Each(Outcome::ALL.map(|outcome| (outcome.name(), now.tally.outcome(outcome))).into());
     GPUS Counter Number "gpus_total" {result}
-        "GPUs of boots that are over, by what became of them."
+        "GPUs of boots that are over, by outcome."
         |now| Each(vec![
             ("usable", now.tally.usable_gpus),
             (FAILED, now.tally.failed_gpus),
@@ -174,7 +174,7 @@ metrics! {
         "Files that retention removed."
         |now| One(now.counts.removed);
     FILES_LOST Counter Number "files_lost_total" {}
-        "Files that somebody removed while their boot was received."
+        "Files that were removed while their boot was received."
         |now| One(now.counts.files_lost);
     KEPT_BYTES Gauge Bytes "kept_bytes" {}
         "Bytes of all boots' files, at retention's last look."

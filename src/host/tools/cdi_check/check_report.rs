@@ -23,7 +23,7 @@ use std::collections::{BTreeSet, HashMap};
 const MAX_COPIES: usize = 8 << 20;
 /// Fewest bytes that a device takes.
 const LEAST_DEVICE: usize = 24;
-const LEFT_OUT: &str = "not tried: a file was left out";
+const LEFT_OUT: &str = "not tried: a file was omitted";
 /// Most opening brackets of a file that is YAML and no JSON: its parser takes time with the square
 /// of their depth, which only a parser knows.
 const MAX_BRACKETS: usize = 4000;
@@ -204,7 +204,7 @@ fn look_into<'a>(text: &'a SpecText, look: &Look, budget: &mut Budget, findings:
     let brackets = text.text.iter().filter(|b| matches!(b, b'[' | b'{')).count();
     // JSON that parses is not deep: the parser limits its depth.
     if brackets > MAX_BRACKETS && serde_json::from_slice::<serde::de::IgnoredAny>(&text.text).is_err() {
-        findings.push(too_much("", format!("{brackets} opening brackets in what is no JSON")));
+        findings.push(too_much("", format!("{brackets} opening brackets, and no JSON")));
         return Ok(Looked::TooMuch);
     }
     let value = match parse(&text.text) {

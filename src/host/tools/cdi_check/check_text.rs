@@ -34,7 +34,7 @@ pub fn page(report: &Report, question: &Question, screen: &Screen) -> String {
 
 /// A line for each rule.
 pub fn rules(rules: &[&Rule], screen: &Screen) -> String {
-    let mut rows = vec![["RULE", "SEVERITY", "KATA", "WHAT IT BREAKS"].map(str::to_string).to_vec()];
+    let mut rows = vec![["RULE", "SEVERITY", "KATA", "EFFECT"].map(str::to_string).to_vec()];
     rows.extend(rules.iter().map(|r| [r.name, r.severity.name(), r.agents.names(), r.breaks].map(str::to_string).to_vec()));
     let mut out = Page { screen, lines: Vec::new() };
     out.table(&rows, &[]);

@@ -97,7 +97,7 @@ macro_rules! rules {
 }
 
 /// Effect of a refused file, whatever its defect.
-const ALL_FAIL: &str = "the agent refuses the file, and with it every container that asks for any CDI device, at once";
+const ALL_FAIL: &str = "the agent refuses the file, and with it every container that requests any CDI device, at once";
 
 rules! {
     NO_SPEC "no-spec" Error BOTH loads,
@@ -105,9 +105,9 @@ rules! {
         "give the directory or file that the guest has as /var/run/cdi";
     NOT_READ "not-read" Warning BOTH loads,
         "the agent reads only names that end in .json or .yaml: nothing in this file reaches a container",
-        "rename it, unless that is what it is named so for";
+        "rename it, unless that is intended";
     UNREADABLE "unreadable" Error BOTH loads,
-        "what is in it is not known",
+        "its content is not known",
         "make it readable";
     NOT_A_FILE "not-a-file" Error BOTH loads,
         "the agent opens it like a spec: a link to nothing fails every container, a fifo blocks them",
@@ -117,30 +117,30 @@ rules! {
         "remove the link";
     TOO_MANY_FILES "too-many-files" Error BOTH loads,
         "they are not all checked here, and the agent parses every one at every try",
-        "give a directory that holds specs and nothing else";
+        "give a directory with specs and nothing else";
     TOO_LARGE "too-large" Error BOTH loads,
         "it is not checked here, and costs the agent about 10 ms for 32 kB at every try",
-        "list fewer devices, and edits that all devices share once, beside `devices`";
+        "list fewer devices, and edits that all devices share once, next to `devices`";
     ALIASES "yaml-aliases" Error BOTH loads,
         "a small file with aliases can take all of the agent's memory: this one is not checked",
-        "write out what the aliases stand for";
+        "write out the aliases";
     TOO_MUCH "too-much" Error BOTH loads,
         "agents take time or memory that grows with the square of this: it is not checked here",
-        "list fewer devices, and edits that all devices share once, beside `devices`; write JSON";
+        "list fewer devices, and edits that all devices share once, next to `devices`; write JSON";
     NOT_PARSED "not-parsed" Error BOTH refuses,
         ALL_FAIL,
-        "write a file under another ending (.tmp) and rename it when it is whole; keep what is no spec elsewhere";
+        "write a file under another ending (.tmp) and rename it when it is whole; keep other files elsewhere";
     NOT_A_SPEC "not-a-spec" Error BOTH refuses,
         ALL_FAIL,
-        "keep what is no spec elsewhere, or under another ending";
+        "keep other files elsewhere, or under another ending";
     MISSING_FIELD "missing-field" Error BOTH refuses, ALL_FAIL, "add it";
     WRONG_TYPE "wrong-type" Error BOTH refuses, ALL_FAIL, "give a value of the type that CDI has for it";
     UNKNOWN_FIELD "unknown-field" Error KATA4 refuses,
-        "the agent refuses the file, and with it every container that asks for any CDI device; earlier ones ignore the field in silence",
+        "the agent refuses the file, and with it every container that requests any CDI device; earlier ones ignore the field in silence",
         "remove it, or correct its name";
     VERSION_UNKNOWN "version-unknown" Error BOTH refuses, ALL_FAIL, "declare a version that CDI has, the lowest that suffices";
     VERSION_TOO_NEW "version-too-new" Error KATA3 refuses,
-        "agents up to 3.32 know no version above 0.7.0: every container that asks for any CDI device fails at once",
+        "agents up to 3.32 know no version above 0.7.0: every container that requests any CDI device fails at once",
         "declare a lower version";
     VERSION_TOO_LOW "version-too-low" Error BOTH refuses, ALL_FAIL, "declare a higher version";
     KIND_INVALID "kind-invalid" Error BOTH refuses,
@@ -149,41 +149,41 @@ rules! {
         ALL_FAIL, "use letters, digits, '.', '-', '_' and ':', with a letter or digit at both ends";
     NAME_TWICE "device-twice" Error BOTH refuses, ALL_FAIL, "give each device of a file a name of its own";
     NO_DEVICES "no-devices" Error KATA4 refuses,
-        "the agent refuses the file, and with it every container that asks for any CDI device; earlier ones see a kind without devices",
+        "the agent refuses the file, and with it every container that requests any CDI device; earlier ones see a kind without devices",
         "list a device, or remove the file";
     WITHOUT_EDITS "device-without-edits" Error KATA4 refuses,
-        "the agent refuses the file, and with it every container that asks for any CDI device; earlier ones inject nothing in silence",
-        "give the device an edit, or leave it out";
+        "the agent refuses the file, and with it every container that requests any CDI device; earlier ones inject nothing in silence",
+        "give the device an edit, or omit it";
     IN_TWO_FILES "device-in-two-files" Error BOTH loads,
-        "the agent refuses the directory: every container that asks for any CDI device fails at once",
+        "the agent refuses the directory: every container that requests any CDI device fails at once",
         "keep one of the files; replace a spec by rename, under the same name";
     EMPTY_PATH "empty-path" Error BOTH refuses, ALL_FAIL, "give a path";
     ENV_INVALID "env-invalid" Error BOTH refuses, ALL_FAIL, "write NAME=value";
     NODE_TYPE "node-type" Error KATA3 refuses,
-        "agents up to 3.32 refuse every node that has a `type`: every container that asks for any CDI device fails at once",
-        "leave `type` out: the agent takes it from the node in the guest";
-    NODE_TYPE_INVALID "node-type-invalid" Error KATA4 refuses, ALL_FAIL, "leave `type` out, or use b, c, u or p";
+        "agents up to 3.32 refuse every node that has a `type`: every container that requests any CDI device fails at once",
+        "omit `type`: the agent takes it from the node in the guest";
+    NODE_TYPE_INVALID "node-type-invalid" Error KATA4 refuses, ALL_FAIL, "omit `type`, or use b, c, u or p";
     PERMISSIONS "permissions-invalid" Error BOTH refuses, ALL_FAIL, "use a choice of r, w and m";
     HOOK_NAME "hook-name-invalid" Error BOTH refuses, ALL_FAIL, "use createContainer";
-    REFUSED "refused" Error BOTH refuses, ALL_FAIL, "correct what the agent's parser names";
+    REFUSED "refused" Error BOTH refuses, ALL_FAIL, "correct the fault that the agent's parser names";
     UNRESOLVABLE "unresolvable" Error BOTH loads,
         "no spec lists it: agents from 3.32.0 on fail the container at once, earlier ones after agent.cdi_timeout",
-        "ask for a device that is listed";
+        "request a device that is listed";
     NOT_INJECTED "not-injected" Error BOTH loads,
         "the agent tries again until agent.cdi_timeout, then the container fails",
-        "correct what the agent's parser names";
+        "correct the fault that the agent's parser names";
     NOT_RESOLVABLE "not-resolvable" Error BOTH loads,
-        "--require-resolvable was given, and a container that asks for it now does not start now",
+        "--require-resolvable was given, and a container that requests it now does not start now",
         "publish the device's node, or check again later";
     WAITING "waiting" Note BOTH loads,
-        "a container that asks for it is not failed: the agent tries again every second, until this path is there or the spec names another one",
+        "a container that requests it does not fail: the agent tries again every second, until this path is there or the spec names another one",
         "nothing, unless it stays so; --require-resolvable makes it an error";
     NODE_MISSING "node-missing" Warning BOTH loads,
-        "there is no such device node, and without type and major the agent looks: it tries again every second until agent.cdi_timeout",
+        "there is no such device node, and without type and major the agent reads it: it tries again every second until agent.cdi_timeout",
         "make the node before the spec";
     NODE_TYPE_DIFFERS "node-type-differs" Error KATA4 loads,
         "the path is of another type than in the spec: the injection fails until agent.cdi_timeout",
-        "leave `type` out";
+        "omit `type`";
     NOT_A_NODE "not-a-device-node" Error BOTH loads,
         "the path is something else than a device node: the injection fails until agent.cdi_timeout",
         "name a device node";
@@ -194,11 +194,11 @@ rules! {
         "the number is decimal: it means other permissions than its digits",
         "write 438 for 0666, 432 for 0660, 384 for 0600";
     MOUNT_SOURCE "mount-source-missing" Error BOTH loads,
-        "the agent cannot mount what is not there: the container fails after its devices were injected",
-        "install the file, or leave the mount out";
+        "the agent cannot mount a missing file: the container fails after its devices were injected",
+        "install the file, or omit the mount";
     MOUNT_ORDER "mount-order" Warning BOTH loads,
-        "the agent mounts in the order of the list: this one covers what was mounted below it before",
-        "list parents before what is below them";
+        "the agent mounts in the order of the list: this mount covers earlier ones below it",
+        "list parents before paths below them";
     MOUNT_TWICE "mount-twice" Warning BOTH loads,
         "only the last mount of a container path is made",
         "keep one";
@@ -206,30 +206,30 @@ rules! {
         "kata-agent never runs hooks of this name, and logs nothing",
         "use createContainer";
     HOOK_MISSING "hook-missing" Warning BOTH loads,
-        "a hook that fails is logged and passed over: the container starts without what the hook does",
-        "install the program, executable, or leave the hook out";
+        "a hook that fails is logged and ignored: the container starts without its effect",
+        "install the program, executable, or omit the hook";
     HOOK_ENV_EMPTY "hook-env-empty" Warning BOTH loads,
         "a runtime that hands on its own environment lets an image set LD_PRELOAD for a hook that runs as root (CVE-2025-23266); Kata clears it",
-        "give the hook an env of its own, whatever is in it";
+        "give the hook an env of its own, with any content";
     ENV_TWICE "env-twice" Warning BOTH loads, "only the last value of a variable is set", "keep one";
     ENV_SHADOWED "env-shadowed" Warning BOTH loads,
         "an image that sets this variable keeps its own value: programs find the image's first",
         "do not rely on it: mount a file, or write ld.so.cache";
     EDITS_REPEATED "edits-repeated" Warning BOTH loads,
-        "edits beside `devices` apply once per file: a container with devices of several files gets hooks, nodes and cgroup rules several times",
+        "edits next to `devices` apply once per file: a container with devices of several files gets hooks, nodes and cgroup rules several times",
         "keep all devices of a kind in one file";
     NO_CONTROL_NODE "no-nvidiactl" Warning BOTH loads,
         "containers start, and nothing in them can use the GPU: the driver's library opens /dev/nvidiactl first",
-        "load the driver, and list /dev/nvidiactl beside `devices`";
+        "load the driver, and list /dev/nvidiactl next to `devices`";
     NO_UVM_NODE "no-nvidia-uvm" Warning BOTH loads,
         "containers start, and CUDA in them fails: it cannot do without /dev/nvidia-uvm",
-        "load nvidia-uvm before the spec is written, and list /dev/nvidia-uvm beside `devices`";
+        "load nvidia-uvm before the spec is written, and list /dev/nvidia-uvm next to `devices`";
     NOT_BY_INDEX "not-by-index" Warning BOTH loads,
-        "Kata asks for nvidia.com/gpu=0, =1, ..: none of these names is here",
+        "Kata requests nvidia.com/gpu=0, =1, ..: none of these names is here",
         "name GPUs by their index in ascending PCI address";
     SLOW "slow-to-parse" Warning BOTH loads,
         "parsing costs the agent about 10 ms for 32 kB, at every try",
-        "list edits that all devices share once, beside `devices`, and write JSON without spaces";
+        "list edits that all devices share once, next to `devices`, and write JSON without spaces";
 }
 
 /// A rule and where it applies.

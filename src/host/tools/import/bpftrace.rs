@@ -198,7 +198,7 @@ impl Reader {
     }
 }
 
-/// The number behind `key=`, decimal or hexadecimal; a unit behind it is passed over.
+/// The number behind `key=`, decimal or hexadecimal; a unit behind it is ignored.
 fn word<T: TryFrom<u64>>(text: &str, key: &str) -> Option<T> {
     let (_, rest) = text.match_indices(key).map(|(at, _)| text.split_at(at)).find(|(before, rest)| {
         let free = before.chars().next_back().is_none_or(|c| !c.is_ascii_alphanumeric() && c != '_');

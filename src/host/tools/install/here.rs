@@ -368,7 +368,7 @@ impl Install {
                 Manifest::RuntimeClass => manifests::runtime_class(name, path, self.default_memory),
                 Manifest::Helm => manifests::helm(name, path, &self.plan, self.default_memory),
                 // `daemon_set` prints the DaemonSet: no file of this machine is named in it.
-                Manifest::DaemonSet => return Ok(Said::refused("--print daemonset: looks at no configuration\n".to_string())),
+                Manifest::DaemonSet => return Ok(Said::refused("--print daemonset: reads no configuration\n".to_string())),
             };
             return yaml.map(|out| Said { err: self.forced_text(), ..Said::done(out) }).map_err(|refusal| vec![refusal]);
         }

@@ -1,6 +1,6 @@
 //! `install --node`, on a node of a cluster: copies the initrd or image there, installs the copy,
-//! and with `--stay` installs it again whenever an upgrade of Kata has taken it away. `uninstall
-//! --node` takes everything away again.
+//! and with `--stay` installs it again whenever an upgrade of Kata has removed it. `uninstall
+//! --node` removes all of it.
 //!
 //! A copy's name contains its content's hash, so a new copy never replaces the file of a pod that
 //! is starting. The former copy stays for such pods and for rollback. The end of a `--stay` process

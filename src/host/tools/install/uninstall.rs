@@ -1,4 +1,4 @@
-//! Takes away the drop-in that `install` wrote, and nothing else.
+//! Removes the drop-in that `install` wrote, and nothing else.
 //!
 //! Uninstall works with any state of the configuration: a broken one may be the reason to roll
 //! back.

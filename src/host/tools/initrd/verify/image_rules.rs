@@ -45,10 +45,10 @@ rules! {
         "it is for another kind of processor than the init",
         "build it for the same";
     PROGRAM_BROKEN "program-broken" Warning,
-        "whoever starts this program finds that it does not start",
-        "put what it needs into the image, or leave the program out";
+        "this program does not start",
+        "put its needs into the image, or omit the program";
     NO_MODULES "no-modules" Error,
-        "no kernel's modules can be found: neither the driver nor what it needs is loaded",
+        "no kernel's modules can be found: neither the driver nor its dependencies are loaded",
         "put the modules of the guest's kernel into /lib/modules, and run depmod -b on the image's root";
     OTHER_KERNEL "other-kernel" Error,
         "the modules are those of another kernel: none is found",
@@ -63,7 +63,7 @@ rules! {
         "the driver's module, or one that it depends on, is listed and not there: it cannot be loaded",
         "put it there, and run depmod -b on the image's root";
     OTHER_MODULE_MISSING "other-module-missing" Warning,
-        "a module is listed and not there: whoever needs it fails",
+        "a module is listed and not there: its users fail",
         "run depmod -b on the image's root, or put it there";
     NOT_A_MODULE "not-a-module" Error,
         "the kernel refuses it",
@@ -86,27 +86,27 @@ rules! {
         "put it there, uncompressed, unless no such GPU is ever passed in";
     NO_LIBCUDA "no-libcuda" Error,
         "no CUDA program starts in a container",
-        "put the driver's user space into the image; --no-user-space where it comes from elsewhere, or is not wanted";
+        "put the driver's user space into the image; --no-user-space if it comes from elsewhere, or is not needed";
     NO_NVML "no-nvml" Warning,
-        "nvidia-smi and whatever else asks NVML finds no library",
+        "nvidia-smi and all other users of NVML find no library",
         "put libnvidia-ml of the driver's version into the image";
     VERSION_DIFFERS "version-differs" Error,
         "the driver refuses a user space of another version (API mismatch)",
         "put module, libraries and firmware of one version into the image";
     SERVICE_BROKEN "service-broken" Warning,
         "this service has its program in the image and would not start",
-        "put what it lacks there (rootfs-builder/build --services DIR takes it from NVIDIA's packages), or leave the program out";
+        "put the missing files there (rootfs-builder/build --services DIR takes them from NVIDIA's packages), or omit the program";
     SERVICE_REMARK "service-differs" Warning,
         "this service starts otherwise than it should",
         "put what is named into the image (rootfs-builder/build does), or use such a kernel";
     SERVICE_MISSING "service-missing" Error,
-        "a guest of this topology, which --topology asks for, starts this service and cannot",
+        "a guest of this topology, named by --topology, starts this service and cannot",
         "put the service's package into the image (rootfs-builder/build --services DIR takes it from NVIDIA's packages, unpacked)";
     SERVICE_WANTED "service-wanted" Warning,
-        "a guest of this topology, which --topology asks for, goes without this service",
+        "a guest of this topology, named by --topology, runs without this service",
         "put the service's package into the image (rootfs-builder/build --services DIR takes it from NVIDIA's packages, unpacked)";
     VAR_RUN_DIRECTORY "var-run-directory" Error,
-        "/var/run is not /run, and cannot be made so: the agent does not find the CDI spec, and no container gets a GPU",
+        "/var/run is not /run, and no init can replace it by a link: the agent does not find the CDI spec, and no container gets a GPU",
         "make it a link: ln -s ../run var/run";
     VAR_RUN "var-run" Warning,
         "/var/run does not lead to /run; kata-gpu-init makes it so, other inits do not",
@@ -116,10 +116,10 @@ rules! {
         "make it a directory";
     PTMX "ptmx" Warning,
         "it is no terminal multiplexer: where an init mounts no devtmpfs over it, the agent powers off and logs nothing",
-        "leave it out: devtmpfs brings it";
+        "omit it: devtmpfs has it";
     SETUID "setuid" Warning,
-        "it runs with its owner's rights, whoever starts it, and nothing in a guest needs that",
-        "chmod u-s,g-s, or leave it out";
+        "any user runs it with its owner's rights, and nothing in a guest needs that",
+        "chmod u-s,g-s, or omit it";
     WRITABLE "writable-by-all" Warning,
         "anybody in the guest can change it",
         "chmod o-w";
@@ -130,7 +130,7 @@ rules! {
         "tools that unpack images elsewhere refuse it, or write where they should not",
         "pack the image again: `kata-gpu-boot initrd pack`";
     AGAIN "again" Warning,
-        "an earlier entry has the same name, and is replaced: what other tools list need not be what the guest gets",
+        "an earlier entry has the same name, and is replaced: lists of other tools may differ from the guest's files",
         "pack the image again: `kata-gpu-boot initrd pack`";
     NO_TRAILER "no-trailer" Warning,
         "an archive ends without its end mark: it may have been cut, and the kernel does not notice",
@@ -140,12 +140,12 @@ rules! {
         "use the program as it was built";
     COMPRESSED "compressed" Note,
         "the guest decompresses it at every boot: that costs time, and saves memory of guests that have no GPU (initrd/README.md has figures)",
-        "store it plain where the time matters";
+        "store it uncompressed if the time matters";
     NO_MANIFEST "no-manifest" Note,
-        "the init looks for the driver's files at every boot",
+        "the init searches for the driver's files at every boot",
         "write the list with `kata-gpu-init cdi manifest`, or repack the image";
     MANIFEST "manifest-stale" Warning,
-        "the list of the driver's files is not of this state of the image: the init looks for them at every boot",
+        "the list of the driver's files is not of this state of the image: the init searches for them at every boot",
         "write it again as the last step: `kata-gpu-init cdi manifest`, or repack the image";
 }
 

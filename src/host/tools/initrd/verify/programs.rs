@@ -166,8 +166,7 @@ impl<'a> Programs<'a> {
         let all: Vec<Id> = self.tree.below(ROOT).into_iter().filter(executable).take(MAX_PROGRAMS).collect();
         for id in all {
             if self.lookups > MAX_LOOKUPS {
-                let value =
-                    format!("this and what follows were not looked into: libraries are looked for at more than {MAX_LOOKUPS} paths");
+                let value = format!("this and the rest were not checked: libraries are searched at more than {MAX_LOOKUPS} paths");
                 findings.push(Finding::new(&PROGRAM_BROKEN, self.tree.path(id)).value(value));
                 break;
             }

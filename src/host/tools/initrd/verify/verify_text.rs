@@ -30,7 +30,7 @@ pub fn page(report: &Report, screen: &Screen) -> String {
         .driver
         .as_ref()
         .map_or("no module".to_string(), |d| format!("module {}", d.version.as_deref().map_or("of no version".into(), printable)));
-    let user_space = report.user_space.as_deref().map_or("user space not looked at, or none".into(), |v| format!("user space {v}"));
+    let user_space = report.user_space.as_deref().map_or("user space not checked, or none".into(), |v| format!("user space {v}"));
     line(
         "driver",
         if report.driver_elsewhere { "none: it comes on the extension disk `gpu`".into() } else { format!("{module}, {user_space}") },
@@ -135,7 +135,7 @@ fn wrapped(out: &mut String, text: &str, ink: Ink, screen: &Screen) {
 
 /// A line for each rule.
 pub fn rules(rules: &[&Rule], screen: &Screen) -> String {
-    let mut rows = vec![["RULE", "SEVERITY", "WHAT IT BREAKS"].map(str::to_string).to_vec()];
+    let mut rows = vec![["RULE", "SEVERITY", "EFFECT"].map(str::to_string).to_vec()];
     rows.extend(rules.iter().map(|r| [r.name, r.severity.name(), r.breaks].map(str::to_string).to_vec()));
     table(&rows, &[], screen)
 }

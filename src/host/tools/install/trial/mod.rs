@@ -357,7 +357,7 @@ fn silent(config: &Path) -> String {
     match KataConfig::read(config).map(|config| matches!(config.ours, Found::Ours { .. })) {
         Ok(false) => format!("the configuration has no guest of ours: kata-gpu-boot install --kata-config {config_text} --initrd FILE"),
         _ => format!(
-            "kata-gpu-boot install --kata-config {config_text} --dry-run says whether the guest is installed; what the guest says is in \
+            "kata-gpu-boot install --kata-config {config_text} --dry-run shows whether the guest is installed; the guest's log is in \
              containerd's log with enable_debug in [hypervisor] and [runtime], and with level = \"debug\" in containerd's [debug]"
         ),
     }
