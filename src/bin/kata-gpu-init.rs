@@ -44,7 +44,7 @@ fn main() -> ExitCode {
     let words: Vec<String> = std::env::args_os().skip(1).map(|word| word.to_string_lossy().into_owned()).collect();
     match words.first().map(String::as_str) {
         Some("cdi") => return cdi::command::main(words.get(1..).unwrap_or_default()),
-        Some("parameters") => print!("{}", config::parameters_markdown()),
+        Some("parameters") => print!("{}", config::parameter_table::parameters_markdown()),
         Some("services") => print!("{}", service_table::services_markdown()),
         Some("--version" | "-V") => println!("kata-gpu-init {}", env!("CARGO_PKG_VERSION")),
         Some("--help" | "-h") => print!("{HELP}"),

@@ -6,7 +6,7 @@ use super::publish::replace;
 use super::schema::{Edits, Spec};
 use super::spec::{Options, edits_of, generate};
 use super::yaml;
-use crate::config::{hooks, namings};
+use crate::config::parameter_table::{hooks, namings};
 use crate::driver_files::{DriverFiles, Roots, manifest, scan};
 use std::fmt::Write as _;
 use std::io::Write as _;

@@ -2,7 +2,7 @@
 //! tests that are named exist, and the front page is short.
 
 use crate::{files, project};
-use kata_gpu_init::config::{PARAMETERS, parameters_markdown};
+use kata_gpu_init::config::parameter_table::{PARAMETERS, parameters_markdown};
 use std::collections::BTreeSet;
 use std::fmt::Write;
 use std::path::{Path, PathBuf};

@@ -3,7 +3,7 @@
 
 pub mod source;
 
-use kata_gpu_init::config::parameters_markdown;
+use kata_gpu_init::config::parameter_table::parameters_markdown;
 use source::{Kind, Source};
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::LazyLock;
@@ -35,7 +35,7 @@ const UNSAFE: &[(&str, usize, &str)] = &[
     ("src/nvml/library.rs", 12, "functions of NVML that nvml-wrapper lacks"),
     ("src/host/system/vm.rs", 1, "pre_exec: a VMM dies with its test"),
 ];
-/// Parameters that texts outside src/config.rs name: the cure of an error, or the reason of a
+/// Parameters that texts outside src/config/ name: the cure of an error, or the reason of a
 /// choice, for a person to read.
 const NAMED: &[(&str, &[&str])] = &[
     ("src/boot/gpus/readiness.rs", &["gpuinit.cc.ready", "gpuinit.fabric.required", "gpuinit.ready"]),
@@ -187,10 +187,10 @@ fn parameters(text: &str) -> impl Iterator<Item = &str> {
     })
 }
 
-/// Parameter names outside src/config.rs that are not listed, and listed ones that are not there.
+/// Parameter names outside src/config/ that are not listed, and listed ones that are not there.
 fn parameters_named(all: &[Source], listed: &[(&str, &[&str])]) -> Vec<String> {
     let mut found = Vec::new();
-    for source in all.iter().filter(|s| s.file != "src/config.rs") {
+    for source in all.iter().filter(|s| !s.file.starts_with("src/config/")) {
         let allowed = listed.iter().find(|(file, _)| *file == source.file);
         let allowed = allowed.map_or(&[][..], |(_, names)| *names);
         let mut named = BTreeSet::new();
@@ -443,13 +443,13 @@ fn only_config_has_parameter_names_except_in_listed_texts() {
     let there = parameters_markdown();
     for name in NAMED.iter().flat_map(|(_, names)| *names) {
         let is_parameter = there.contains(&format!("`{name}"));
-        assert!(is_parameter, "{name} is named outside src/config.rs, and no parameter");
+        assert!(is_parameter, "{name} is named outside src/config/, and no parameter");
     }
     let text = "//! gpuinit.bind\n\
                 const A: &str = r#\"set gpuinit.cdi.names=a, or \"gpuinit.log.\"\"#;\n\
                 #[cfg(test)]\nmod tests { const B: &str = \"gpuinit.x\"; }";
     let found = ["src/pci.rs:2: gpuinit.cdi.names", "src/pci.rs: gpuinit.bind is not named any more"];
-    let files = made_up(&[("src/pci.rs", text), ("src/config.rs", text)]);
+    let files = made_up(&[("src/pci.rs", text), ("src/config/parameter_table.rs", text)]);
     assert_eq!(parameters_named(&files, &[("src/pci.rs", &["gpuinit.log", "gpuinit.bind"])]), found);
 }
 
