@@ -95,7 +95,7 @@ pub const PARAMETERS: &[Parameter] = &[
         name: "gpuinit.bind",
         values: "auto, insmod, pipelined, concurrent",
         default: "auto",
-        help: "how GPUs are bound: by the module load, one by one as the host maps their BARs, or each on its own thread",
+        help: "way of binding GPUs: by the module load, one by one as the host maps their BARs, or each on its own thread",
         set: |c, v| {
             let words = [("auto", Bind::Auto), ("insmod", Bind::Insmod), ("pipelined", Bind::Pipelined), ("concurrent", Bind::Concurrent)];
             one_of(v, &words).map(|s| c.bind = s)
@@ -119,21 +119,21 @@ pub const PARAMETERS: &[Parameter] = &[
         name: "gpuinit.ready",
         values: "auto, bound, usable",
         default: "auto",
-        help: "when a GPU becomes resolvable in the CDI spec: bound to the driver, or initialised as well; auto: bound, and where there is a fabric, when the fabric is complete",
+        help: "time at which a GPU becomes resolvable in the CDI spec: bound to the driver, or initialised as well; auto: bound, and with a fabric also when the fabric is complete",
         set: |c, v| one_of(v, &[("auto", Ready::Auto), ("bound", Ready::Bound), ("usable", Ready::Usable)]).map(|s| c.ready = s),
     },
     Parameter {
         name: "gpuinit.fabric.required",
         values: WISHES,
         default: "auto",
-        help: "whether containers are kept from a GPU whose fabric is not complete 60 s after all GPUs are settled; off: they get it then; on: also from one whose fabric is complete with an error; auto: see [NVLink fabrics](services/README.md#nvlink-fabrics-and-confidential-gpus)",
+        help: "withhold a GPU from containers if its fabric is not complete 60 s after all GPUs are settled; off: containers get it then; on: withhold it also if its fabric is complete with an error; auto: see [NVLink fabrics](services/README.md#nvlink-fabrics-and-confidential-gpus)",
         set: |c, v| wish(v).map(|w| c.fabric_required = w),
     },
     Parameter {
         name: "gpuinit.cc.ready",
         values: "leave, wait, boot",
         default: "leave",
-        help: "ready state of confidential GPUs, without which CUDA fails: leave it to whoever attests; wait: the same, and containers get no GPU before; boot: set it once all GPUs are settled, before containers get one",
+        help: "ready state of confidential GPUs, without which CUDA fails; leave: the attesting program sets it; wait: the same, and containers get no GPU before; boot: the init sets it once all GPUs are settled, before containers get one",
         set: |c, v| {
             let words = [("leave", ReadyState::Leave), ("wait", ReadyState::Wait), ("boot", ReadyState::Boot)];
             one_of(v, &words).map(|s| c.ready_state = s)
@@ -150,7 +150,7 @@ pub const PARAMETERS: &[Parameter] = &[
         name: "gpuinit.cdi.names",
         values: "index, uuid, type-index, or several with commas",
         default: "index",
-        help: "by what containers ask for a GPU: Kata asks by index; a uuid is known when the GPU is initialised, an instance's when NVML was asked",
+        help: "names of a GPU in the CDI spec: Kata requests by index; a uuid is known when the GPU is initialised, an instance's after NVML's answer",
         set: |c, v| namings(v).map(|n| c.cdi_names = n),
     },
     Parameter {
@@ -171,14 +171,14 @@ pub const PARAMETERS: &[Parameter] = &[
         name: "gpuinit.gpus",
         values: "0 to 1024",
         default: "any",
-        help: "GPUs that must be there; fewer is an error event; 0: none will come, so the loading of modules is forbidden at once",
+        help: "required number of GPUs; fewer is an error event; 0: no GPU is expected, so the loading of modules is forbidden at once",
         set: |c, v| v.parse().ok().filter(|n| *n <= 1024).map(|n| c.expected_gpus = Some(n)),
     },
     Parameter {
         name: "gpuinit.topology",
         values: "auto, none, gpus, hopper-fabric, protected-pcie, blackwell-fabric, service-vm, shared-fabric",
         default: "auto",
-        help: "kind of guest, which decides what is started; auto: by its GPUs, NVSwitches and the network functions that manage NVSwitches",
+        help: "kind of guest, which decides the services that start; auto: by its GPUs, NVSwitches and the network functions that manage NVSwitches",
         set: |c, v| topology(v).map(|t| c.topology = t),
     },
     Parameter {
@@ -221,7 +221,7 @@ pub const PARAMETERS: &[Parameter] = &[
         name: "gpuinit.lockdown",
         values: "on, off",
         default: "on",
-        help: "forbid loading kernel modules once the driver is loaded and all GPUs are settled, or 60 s after the load; without a load, only where no GPU will come",
+        help: "forbid loading kernel modules once the driver is loaded and all GPUs are settled, or 60 s after the load; without a load, only where no GPU is expected",
         set: |c, v| switch(v).map(|s| c.lockdown = s),
     },
     Parameter {
@@ -242,7 +242,7 @@ pub const PARAMETERS: &[Parameter] = &[
         name: "gpuinit.log",
         values: "auto, off, error, warn, info, debug, trace",
         default: "auto",
-        help: "which events go to the console, in the agent's log format; auto: info, in a confidential guest error",
+        help: "level of events on the console, in the agent's log format; auto: info, in a confidential guest error",
         set: |c, v| one_of(v, LEVELS).map(|s| c.console = s),
     },
     Parameter {
