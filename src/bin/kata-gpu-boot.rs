@@ -1,4 +1,4 @@
-//! kata-gpu-boot: the host's view of how GPU guests start.
+//! kata-gpu-boot: the host's view of the boots of GPU guests.
 
 use clap::{Parser, Subcommand};
 use kata_gpu_init::host::cli::{
@@ -6,7 +6,7 @@ use kata_gpu_init::host::cli::{
 };
 use std::process::ExitCode;
 
-/// See how Kata guests with NVIDIA GPUs start: what took how long, on whose side.
+/// Show the boots of Kata guests with NVIDIA GPUs: steps with owner and duration.
 #[derive(Parser)]
 #[command(name = "kata-gpu-boot", version, after_help = EXAMPLES)]
 struct Cli {

@@ -1,5 +1,5 @@
-//! Answers what only NVML knows: a request a line on standard input, an answer a line on standard
-//! output. Ends with its input. Started by kata-gpu-init once all GPUs are initialised.
+//! Helper of kata-gpu-init for NVML: a request on each line of standard input, an answer on each
+//! line of standard output. Started once all GPUs are initialised; ends with its input.
 
 use kata_gpu_init::nvml::library::{LIBRARY, answer, load};
 use kata_gpu_init::nvml::{Answer, PROGRAM};

@@ -20,21 +20,21 @@ kata-gpu-init cdi: CDI specs of a machine or of a directory tree, as a guest pub
 usage:
   kata-gpu-init cdi generate [OPTION..]    writes a spec: the GPUs that the driver has bound, and the files that containers need for them
   kata-gpu-init cdi manifest [OPTION..]    writes the list of the driver's files into the root (as the last step of building an image), so
-                                           that a boot does not have to look for them
+                                           that a boot does not search for them
 
 options:
   --root DIR           the root with /proc, /sys and the rest; default: /
-  --driver-root DIR    where the driver's user space lies, as seen from the root; default: /
+  --driver-root DIR    the driver's user space, as seen from the root; default: /
   --dev-root DIR       the root with /dev, as seen from here; default: the root
   --driver-version V   the driver's version; default: that of the loaded module, or of its libraries
   --mode MODE          gpu (default), gds, mofed, nvswitch, gdrcopy, imex, management
   --names LIST         index, uuid, type-index, with commas between; default: index
   --hooks KIND         one (default), compat (the incumbent's six), none
-  --hook-path FILE     this program, where the runtime finds it; default: its path here
+  --hook-path FILE     path of this program for the runtime; default: its path here
   --format FORMAT      json (default) or yaml
   --output FILE        replaces FILE when the spec is complete; default: standard output (-)
 
-exit status: 0 all is in the spec; 3 the spec is written, and something was left out (standard error says what); 1 no spec; 2 wrong usage
+exit status: 0 the spec is complete; 3 the spec is written, with omissions (listed on standard error); 1 no spec; 2 wrong usage
 
 examples:
   kata-gpu-init cdi generate                                        this machine
@@ -83,7 +83,7 @@ pub fn main(words: &[String]) -> ExitCode {
             ExitCode::from(3)
         }
         Err(Error::Usage(error)) => {
-            tell(&format!("{error}; `kata-gpu-init cdi --help` shows how"));
+            tell(&format!("{error}; see `kata-gpu-init cdi --help`"));
             ExitCode::from(2)
         }
         Err(Error::Failed(error)) => {

@@ -2,7 +2,6 @@
 //!
 //! Invariant: impossible values are left out and noted, never shown. Nothing here moves a time that
 //! the collector's own pings vouch for.
-//! the collector's own pings vouch for.
 
 use super::clock_offset::{Clock, Sample};
 use super::compact_record::{Field, Record};
