@@ -236,7 +236,7 @@ struct Follower {
     signals: mpsc::UnboundedSender<Signal>,
     recorded: Option<u64>,
     /// Whether the difference is in the stream.
-    told: bool,
+    is_reported: bool,
     /// CLOCK_BOOTTIME minus the log's clock, once a marker was read.
     offset_ns: Option<i64>,
     /// Number of the last of the boot's markers: only a marker that follows it directly is one of
@@ -265,7 +265,7 @@ impl Follower {
             words,
             signals,
             recorded,
-            told: recorded.is_some(),
+            is_reported: recorded.is_some(),
             offset_ns: None,
             marker: None,
             stamps: Vec::new(),
@@ -335,7 +335,7 @@ impl Follower {
                 Err(_) => {
                     // End of the log. A missing marker means that it could not be written: the
                     // clocks are then taken as equal.
-                    self.tell_difference();
+                    self.report_difference();
                     self.synchronise(0);
                     return true;
                 }
@@ -367,7 +367,7 @@ impl Follower {
             self.early.push(line);
         } else {
             // The markers are over: earlier lines can be dated now.
-            self.tell_difference();
+            self.report_difference();
             self.synchronise(0);
             self.record(&line);
         }
@@ -385,9 +385,9 @@ impl Follower {
     }
 
     /// Puts the difference into the stream, once; an earlier worker has recorded its own.
-    fn tell_difference(&mut self) {
+    fn report_difference(&mut self) {
         let (Some(offset_ns), Some(printk_us)) = (self.offset_ns, self.marked_us.take()) else { return };
-        if std::mem::replace(&mut self.told, true) {
+        if std::mem::replace(&mut self.is_reported, true) {
             return;
         }
         let at_ns = u64::try_from(offset_ns.saturating_add_unsigned(printk_us.saturating_mul(1000))).unwrap_or(0);

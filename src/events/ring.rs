@@ -125,8 +125,8 @@ impl Ring {
         let result = ring.write();
         if result.is_err() != ring.stopped {
             ring.stopped = result.is_err();
-            let told = changed(ring.next_seq(), record.boottime_ns, result.as_ref().err());
-            ring.keep(record_line(&told).into(), self.capacity_bytes);
+            let report = changed(ring.next_seq(), record.boottime_ns, result.as_ref().err());
+            ring.keep(record_line(&report).into(), self.capacity_bytes);
             // An error recurs with the next record, as above.
             let _unused = ring.write();
         }

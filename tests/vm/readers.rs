@@ -44,7 +44,7 @@ fn always_hangs_up(context: &TestContext) -> Result<Outcome> {
     let booted = Guest::new().listener(Listener::HangsUp).boot(context, "always")?;
     booted.receiver.wait_hung_up(DEADLINE, 6).context("the guest did not come again")?;
     booted.receiver.relent();
-    let lost = booted.record("the last that is told", |r| r.error.as_deref().is_some_and(|e| e.contains("no longer told")))?;
+    let lost = booted.record("the last report", |r| r.error.as_deref().is_some_and(|e| e.contains("later losses are not reported")))?;
     ensure!(lost.name == names::SINK, "{lost:?}");
     ensure!(booted.settled()? == (8, 0), "{:?}", booted.settled()?);
     let records = booted.receiver.records();

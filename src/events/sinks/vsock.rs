@@ -31,15 +31,15 @@ const LONGEST_PAUSE: Duration = Duration::from_secs(64);
 pub async fn run(ring: Arc<Ring>, identity: Identity, port: u32, delivered: Delivered) {
     let mut pause = PAUSE.0;
     // Log each state once, not once a try: the stream must not fill with its own troubles.
-    let (mut told, mut brief) = (None, 0);
+    let (mut reported, mut brief) = (None, 0);
     loop {
         match open(port).await {
             Ok(socket) => {
                 let serving = serve(socket, Arc::clone(&ring), &identity, "vsock", Some(&delivered));
                 tokio::pin!(serving);
                 let connected = || tracing::info!(name: names::SINK, sink = "vsock", state = "connected");
-                let mut is_told = brief < BRIEF;
-                if is_told {
+                let mut is_reported = brief < BRIEF;
+                if is_reported {
                     connected();
                 }
                 let ended = match tokio::time::timeout(LASTING, &mut serving).await {
@@ -48,18 +48,18 @@ pub async fn run(ring: Arc<Ring>, identity: Identity, port: u32, delivered: Deli
                         ended
                     }
                     Err(_lasts) => {
-                        if !std::mem::replace(&mut is_told, true) {
+                        if !std::mem::replace(&mut is_reported, true) {
                             connected();
                         }
                         (pause, brief) = (PAUSE.0, 0);
                         serving.await
                     }
                 };
-                if let (true, Err(error)) = (is_told, ended) {
-                    let more = if brief == BRIEF { "; again and again: from now on this is no longer told" } else { "" };
+                if let (true, Err(error)) = (is_reported, ended) {
+                    let more = if brief == BRIEF { "; again and again: later losses are not reported" } else { "" };
                     tracing::warn!(name: names::SINK, sink = "vsock", state = "lost", error = %format!("{error}{more}"));
                 }
-                told = None;
+                reported = None;
             }
             Err(Errno::EAFNOSUPPORT) => {
                 let error = "this kernel has no vsock: no events reach the host; use a kernel with CONFIG_VIRTIO_VSOCKETS, or set gpuinit.events.vsock=off";
@@ -67,9 +67,9 @@ pub async fn run(ring: Arc<Ring>, identity: Identity, port: u32, delivered: Deli
                 return;
             }
             Err(errno) => {
-                if told != Some(errno) {
+                if reported != Some(errno) {
                     tracing::debug!(name: names::SINK, sink = "vsock", state = "no listener", errno = %errno);
-                    told = Some(errno);
+                    reported = Some(errno);
                 }
             }
         }

@@ -27,7 +27,7 @@ use std::collections::{HashMap, HashSet};
 use std::io::Write;
 
 const SCOPE: &str = "kata-gpu-boot";
-/// Events of one span that are told; a guest can send any number of marks.
+/// Limit of events of one span; a guest can send any number of marks.
 const MAX_EVENTS: usize = 1024;
 
 /// One line of OTLP/JSON: the file receiver takes one request per line.
@@ -62,8 +62,8 @@ pub fn request<'a>(of: impl Borrow<Waterfall> + Send + 'a, resource: &Resource) 
             }
         };
         next += 1;
-        let (told, dropped_events_count) = events.remove(&id).unwrap_or_default();
-        let events = told.into_iter().filter_map(|mark| timeline.marks.get(mark)).map(|mark| event(mark, &clock)).collect();
+        let (marks, dropped_events_count) = events.remove(&id).unwrap_or_default();
+        let events = marks.into_iter().filter_map(|mark| timeline.marks.get(mark)).map(|mark| event(mark, &clock)).collect();
         let (trace_id, span_id) = (ids.trace.to_vec(), bytes(id));
         Some(Span { trace_id, span_id, kind: KIND_INTERNAL, events, dropped_events_count, ..made })
     });
@@ -158,14 +158,14 @@ impl Ids {
     }
 }
 
-/// By span: the marks that are told, and how many more there are.
+/// Marks that become events, by span, and the number of those beyond the limit.
 fn events(timeline: &Waterfall, ids: &Ids) -> HashMap<u64, (Vec<usize>, u32)> {
     let mut events: HashMap<u64, (Vec<usize>, u32)> = HashMap::new();
     // Details are for somebody who looks at this one boot, with the file at hand.
     for (at, mark) in timeline.marks.iter().enumerate().filter(|(_, mark)| !mark.detail || mark.is_report()) {
-        let (told, dropped) = events.entry(ids.parent(mark.parent)).or_default();
-        if told.len() < MAX_EVENTS {
-            told.push(at);
+        let (marks, dropped) = events.entry(ids.parent(mark.parent)).or_default();
+        if marks.len() < MAX_EVENTS {
+            marks.push(at);
         } else {
             *dropped = dropped.saturating_add(1);
         }

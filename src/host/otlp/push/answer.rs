@@ -13,7 +13,7 @@ use std::time::Duration;
 pub const TIMEOUT: Duration = Duration::from_secs(10);
 /// Longest answer that is read; it has a sentence or two.
 pub const MAX_ANSWER: usize = 64 << 10;
-/// Longest text of a receiver that is told on.
+/// Longest text of a receiver that is shown.
 pub const MAX_TEXT: usize = 300;
 
 /// Result of a request.
@@ -63,6 +63,7 @@ pub fn chain(error: &dyn Error) -> String {
     text
 }
 
-pub fn told(text: &str) -> String {
+/// A text of a receiver, safe to print and bounded.
+pub fn shown(text: &str) -> String {
     printable_start(text.trim().as_bytes(), MAX_TEXT)
 }

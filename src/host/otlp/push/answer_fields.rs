@@ -14,7 +14,7 @@ struct ExportTraceServiceResponse {
 struct ExportTracePartialSuccess {
     #[prost(int64, tag = "1")]
     rejected_spans: i64,
-    /// A string, which is told even where it is not UTF-8.
+    /// A string, shown even where it is not UTF-8.
     #[prost(bytes = "vec", tag = "2")]
     error_message: Vec<u8>,
 }

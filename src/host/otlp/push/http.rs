@@ -1,6 +1,6 @@
 //! OTLP/HTTP with protobuf: one POST, and which answers mean what by OTLP's specification.
 
-use super::answer::{Answer, Outcome, told};
+use super::answer::{Answer, Outcome, shown};
 use super::answer_fields::{partial_success, status_message};
 use super::target::Target;
 use bytes::Bytes;
@@ -42,10 +42,10 @@ pub fn outcome(answer: &Answer) -> Outcome {
     let status = answer.status.as_u16();
     if answer.status.is_success() {
         let (rejected, why) = partial_success(&answer.body);
-        return Outcome::Taken { rejected, why: why.map(|why| told(&why)) };
+        return Outcome::Taken { rejected, why: why.map(|why| shown(&why)) };
     }
     // The specification wants a google.rpc.Status; proxies send pages.
-    let message = status_message(&answer.body).map(|message| format!(": {}", told(&message))).unwrap_or_default();
+    let message = status_message(&answer.body).map(|message| format!(": {}", shown(&message))).unwrap_or_default();
     let why = format!("HTTP {status} {}{message}", answer.status.canonical_reason().unwrap_or("(unknown)"));
     if RETRYABLE.contains(&status) {
         // Its other form, a date, is by the receiver's clock, and rare: our own pause is used then.

@@ -13,7 +13,7 @@ mod http;
 mod target; // where to, with which headers
 
 pub use answer::Outcome;
-use answer::{Answer, TIMEOUT, chain, told};
+use answer::{Answer, TIMEOUT, chain, shown};
 pub use backoff::Backoff;
 pub use target::{HEADERS_VARIABLE, Target};
 
@@ -41,12 +41,12 @@ pub async fn connect(target: &Target) -> Result<Connection<'_>, String> {
     };
     let stream = match tokio::time::timeout(TIMEOUT, connecting).await {
         Ok(Ok(stream)) => stream,
-        Ok(Err(e)) => return Err(format!("connect: {}", told(&e.to_string()))),
+        Ok(Err(e)) => return Err(format!("connect: {}", shown(&e.to_string()))),
         Err(_) => return Err(format!("connect: no answer within {} s", TIMEOUT.as_secs())),
     };
     match http::handshake(stream).await {
         Ok(sender) => Ok(Connection { target, sender }),
-        Err(e) => Err(format!("connect: {}", told(&chain(&e)))),
+        Err(e) => Err(format!("connect: {}", shown(&chain(&e)))),
     }
 }
 
