@@ -82,7 +82,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_failed_initialisation_is_told_in_words() {
+    fn a_failed_initialisation_has_a_readable_error() {
         let error = InitError::Failed { path: "/dev/nvidia3".into(), rc: -5, status: 0x65 };
         assert_eq!(error.to_string(), "initialise /dev/nvidia3: EIO: I/O error, status 0x65 (timeout)");
     }

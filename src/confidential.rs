@@ -111,7 +111,7 @@ mod tests {
     }
 
     #[test]
-    fn the_kernels_line_tells_guests_from_hosts() {
+    fn the_kernels_line_separates_guests_from_hosts() {
         for line in [
             "Memory Encryption Features active: AMD SEV SEV-ES",
             "AMD Memory Encryption Features active: SEV",

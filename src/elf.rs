@@ -526,7 +526,7 @@ mod tests {
     }
 
     #[test]
-    fn a_library_tells_its_name_and_what_it_needs() {
+    fn a_library_names_itself_and_its_dependencies() {
         let bytes = stand_in::library(Some("libcuda.so.1"), &["libc.so.6", "libm.so.6"]);
         let read = of("named", &bytes).unwrap();
         assert_eq!((read.class, read.kind, read.machine), (Class::Elf64, ET_DYN, 62));

@@ -507,7 +507,7 @@ mod tests {
     }
 
     #[test]
-    fn a_mask_that_somebody_else_has_changed_is_left_alone() {
+    fn a_mask_that_another_program_changed_stays() {
         let proc = Proc::new("changed", "3", &[(24, "virtio0-rx", "3"), (25, "virtio1-rx", "3"), (26, "virtio2-rx", "3")]);
         let moved = keep_off(&proc.0, 1, &[0, 1]);
         proc.set(24, "2");

@@ -100,7 +100,7 @@ mod tests {
     }
 
     #[test]
-    fn a_level_that_somebody_else_has_set_meanwhile_stays() {
+    fn a_level_that_another_program_set_meanwhile_stays() {
         let root = proc("changed", "4\t4\t1\t7\n");
         let quiet = quiet(&root).unwrap().unwrap();
         fs::write(root.join("sys/kernel/printk"), "8\t4\t1\t7\n").unwrap();

@@ -258,7 +258,7 @@ mod tests {
     }
 
     #[test]
-    fn the_line_told_is_the_one_that_decided() {
+    fn the_reported_line_is_the_deciding_one() {
         let lines = ["NVRM: first".to_string(), "NVRM: the GPU has fallen off the bus".into(), "NVRM: last".into()];
         assert_eq!(classify(Step::Probe, &lines), (Reason::OffTheBus, Some(lines[1].as_str())));
         assert_eq!(classify(Step::Probe, &lines[..1]), (Reason::ProbeFailed, Some(lines[0].as_str())));

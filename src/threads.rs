@@ -143,7 +143,7 @@ mod tests {
     }
 
     #[test]
-    fn work_goes_on_when_nobody_waits_for_it() {
+    fn work_goes_on_without_a_waiter() {
         let (done, seen) = std::sync::mpsc::channel();
         in_runtime(async { detach(move || done.send(5).unwrap()) });
         assert_eq!(seen.recv(), Ok(5));

@@ -90,7 +90,7 @@ mod tests {
     }
 
     #[test]
-    fn a_clock_that_stands_still_or_goes_back_tells_nothing() {
+    fn a_clock_that_stands_still_or_goes_back_is_not_used() {
         let first = reading(2_600_000_000, 0, 0);
         assert_eq!(before_kernel(&first, &first), None);
         assert_eq!(before_kernel(&first, &Reading { tsc: 1, ..reading(2_700_000_000, 0, 0) }), None);

@@ -238,7 +238,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn uevents_of_the_device_mapper_are_told_from_others() {
+    fn uevents_of_the_device_mapper_are_recognised() {
         assert!(is_of_device_mapper(b"change@/devices/virtual/block/dm-0\0ACTION=change\0DM_VERITY_ERR_BLOCK_NR=0,5\0"));
         assert!(!is_of_device_mapper(b"add@/devices/pci0000:00/0000:00:04.0/virtio1/block/vda\0ACTION=add\0"));
         assert!(!is_of_device_mapper(BIND) && !is_of_device_mapper(b"") && !is_of_device_mapper(b"dm-0"));
@@ -261,7 +261,7 @@ mod tests {
     }
 
     #[test]
-    fn a_display_is_told_by_its_function() {
+    fn a_display_is_recognised_by_its_function() {
         let card = b"add@/devices/pci0000:00/0000:00:03.0/drm/card1\0ACTION=add\0DEVPATH=/devices/pci0000:00/0000:00:03.0/drm/card1\0SUBSYSTEM=drm\0DEVNAME=dri/card1\0";
         assert_eq!((parse(card), parse_display(card)), (None, "0000:00:03.0".parse().ok()));
         assert_eq!(parse_display(BIND), None);
@@ -271,7 +271,7 @@ mod tests {
     }
 
     #[test]
-    fn an_event_that_somebody_asked_for_is_nothing() {
+    fn a_requested_uevent_is_ignored() {
         let asked = |event: &[u8]| [event, b"SYNTH_UUID=0\0"].concat();
         assert!(parse(BIND).is_some() && parse(&asked(BIND)).is_none());
         let card = b"remove@/x\0DEVPATH=/devices/pci0000:00/0000:00:03.0/drm/card1\0SUBSYSTEM=drm\0DEVNAME=dri/card1\0";

@@ -87,7 +87,7 @@ mod tests {
     use kata_gpu_init::host::collect::fleet::alerts;
 
     #[test]
-    fn the_version_is_told_with_the_programs_own_name() {
+    fn the_version_is_printed_with_the_programs_own_name() {
         assert_eq!(Cli::command().render_version(), concat!("kata-gpu-boot ", env!("CARGO_PKG_VERSION"), "\n"));
     }
 

@@ -315,7 +315,7 @@ mod tests {
     }
 
     #[test]
-    fn a_failed_gpu_leaves_and_takes_nobody_with_it() {
+    fn a_failed_gpu_leaves_and_affects_no_other() {
         let spec = text(&[device(0, ready(0)), device(1, Entry::Failed), device(2, Entry::Pending)], &[]);
         assert!(!spec.contains("\"1\"") && !spec.contains("0001:00:01.0"), "{spec}");
         assert!(spec.contains("\"2\"") && spec.contains("0001:00:02.0"), "{spec}");

@@ -47,7 +47,7 @@ fn every_topology_can_be_asked_for() {
 }
 
 #[test]
-fn bad_values_leave_the_default_and_say_what_to_write() {
+fn bad_values_leave_the_default_and_name_the_good_ones() {
     let (config, notes) = Config::parse(b"gpuinit.bind=fast gpuinit.gpus=-1 gpuinit.nosuch=1 nvrc.fm.mode=1 nvrc.dcgm=maybe gpuinit.log");
     assert_eq!(config, Config::default());
     let problems: Vec<&str> = notes.iter().map(|n| n.problem.as_deref().unwrap_or("none")).collect();
@@ -99,7 +99,7 @@ fn extensions_keep_their_order_and_a_bad_one_refuses_the_guest() {
 }
 
 #[test]
-fn the_incumbents_words_for_services_mean_what_they_mean_there() {
+fn the_incumbents_service_parameters_keep_their_meaning() {
     let services = |line: &[u8]| Config::parse(line).0.services;
     let asked = services(b"nvrc.dcgm=true nvrc.uvm.persistence.mode=off nvrc.fm.rail.policy=symmetric");
     assert_eq!((asked.host_engine, asked.dcgm_exporter), (Wish::On, Wish::On));

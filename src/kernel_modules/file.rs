@@ -208,7 +208,7 @@ mod tests {
     }
 
     #[test]
-    fn a_module_says_which_kernel_it_was_built_for() {
+    fn a_module_names_the_kernel_it_was_built_for() {
         let image = b"\x7fELF..novermagic=1\0license=GPL\0vermagic=6.1.0-9 SMP mod_unload \0name=x\0";
         assert_eq!(version_magic(image).as_deref(), Some("6.1.0-9 SMP mod_unload"));
         assert_eq!(version_magic(b"vermagic="), Some(String::new()));

@@ -170,7 +170,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_missing_is_told_only_where_it_is_needed() {
+    fn a_missing_index_is_reported_only_if_it_is_needed() {
         let index = Index::new(Path::new("/nonexistent/6.1"));
         assert_eq!(index.aliased("x"), Ok(vec![]));
         assert_eq!(index.is_builtin("x"), Ok(false));

@@ -198,7 +198,7 @@ mod tests {
     }
 
     #[test]
-    fn names_mean_what_kmod_says() {
+    fn names_have_kmods_meaning() {
         let index = Index::from_texts(DEP, ALIAS, "kernel/lib/built-in.ko\n");
         let settings = settings("alias ecc off\nalias gpu nvidia\nalias gpu* drm");
         let all = |name: &str| match meaning(name, &index, &settings).unwrap() {

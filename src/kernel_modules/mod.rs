@@ -335,7 +335,7 @@ mod tests {
     }
 
     #[test]
-    fn a_file_that_is_no_archive_is_told_before_the_kernel_sees_it() {
+    fn a_file_that_is_no_archive_is_refused_before_the_kernel() {
         let root = Root::new("damaged");
         for module in ["ecc", "ecdh_generic"] {
             root.write(&format!("sys/module/{module}/initstate"), b"live\n");

@@ -299,7 +299,7 @@ mod tests {
     }
 
     #[test]
-    fn bad_lines_are_told_with_their_place_and_left_out() {
+    fn bad_lines_are_reported_with_their_place_and_omitted() {
         let text = "options\noptions nvidia\nalias a\nalias a] b\nalias a [b\nfrobnicate x y\n \\\n  softdep\n\ninclude /etc/x\n  # late\nblacklist ok\nalias x \u{0} y\n\\";
         let (settings, problems) = parsed(text);
         let places: Vec<&str> = problems.iter().filter_map(|p| p.split(':').nth(1)).collect();

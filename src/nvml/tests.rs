@@ -72,7 +72,7 @@ fn a_refusal_does_not_keep_the_next_request_from_its_answer() {
 }
 
 #[test]
-fn a_helper_that_crashes_is_a_failure_with_its_last_words() {
+fn a_helper_that_crashes_is_a_failure_with_its_last_output() {
     assert_eq!(
         failure_of("crash", "echo 'libnvidia-ml.so.1: no such file' >&2; exit 3"),
         "kata-gpu-nvml has ended: exit status: 3: libnvidia-ml.so.1: no such file"

@@ -342,7 +342,7 @@ mod tests {
     }
 
     #[test]
-    fn what_nvml_lists_otherwise_is_said_for_each_gpu() {
+    fn gpus_that_nvml_lists_differently_are_named() {
         let gpus = [known(1, 0), known(2, 1), known(3, 2), known(4, 3)];
         let agreed = Facts { count: Some(4), devices: gpus.iter().map(device).collect(), ..Facts::default() };
         assert_eq!(differences(&gpus, 4, &agreed), []);

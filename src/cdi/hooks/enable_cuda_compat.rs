@@ -164,7 +164,7 @@ mod tests {
     const TEXT: &str = r#"{"format":1,"CUDA version":"12.9","driver":[535,550,560,565,570,575],"device":[1,2,7]}"#;
 
     #[test]
-    fn the_note_tells_drivers_and_cuda_version() {
+    fn the_note_names_drivers_and_cuda_version() {
         let note = parse_note(&section(NOTE_OWNER, TEXT)).unwrap().unwrap();
         assert_eq!(note, Note { cuda_version: Version::parse("12.9"), drivers: vec![535, 550, 560, 565, 570, 575] });
         let orin = parse_note(&section(NOTE_OWNER, r#"{"format":1,"CUDA Version":"13.2"}"#)).unwrap().unwrap();

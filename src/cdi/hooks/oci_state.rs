@@ -115,7 +115,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_missing_relative_or_no_json_is_said() {
+    fn missing_relative_and_non_json_inputs_are_named() {
         let cases: [(&[u8], &str); 5] = [
             (b"{}", "no \"bundle\""),
             (br#"{"bundle":"rootfs"}"#, "not absolute"),

@@ -137,7 +137,7 @@ mod tests {
     }
 
     #[test]
-    fn the_interval_covers_the_truth_about_as_often_as_it_says() {
+    fn the_interval_covers_the_truth_at_about_its_stated_rate() {
         let mut random = Random(42);
         let mut sample = || -> Vec<i64> { (0..30).map(|_| (0..4).map(|_| random.below(1000) as i64).sum()).collect() };
         let covered = (0..100).filter(|i| {

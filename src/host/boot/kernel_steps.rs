@@ -123,7 +123,7 @@ mod tests {
     use crate::events::record;
 
     #[test]
-    fn lines_about_functions_are_told_from_others() {
+    fn lines_about_functions_are_recognised() {
         let line = |text: &str| {
             let mut record = record::Record::new(Kind::Kmsg, "kmsg");
             record.fields.insert("text".into(), text.into());

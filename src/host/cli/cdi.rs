@@ -144,7 +144,7 @@ mod tests {
     }
 
     #[test]
-    fn good_wrong_and_impossible_are_told_apart() {
+    fn good_wrong_and_impossible_have_different_results() {
         let reference = tests_dir("fixtures/cdi/kata-8gpu-550.json").display().to_string();
         assert!(check(&parse(&[&reference, "--json"]).unwrap()).unwrap());
         assert!(!check(&parse(&[&reference, "no-such-device", "--json"]).unwrap()).unwrap());

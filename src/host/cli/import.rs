@@ -148,7 +148,7 @@ mod tests {
     }
 
     #[test]
-    fn what_cannot_be_imported_says_why_and_what_to_do() {
+    fn a_failed_import_names_reason_and_cure() {
         let log = tests_dir("fixtures/import/console.log").display().to_string();
         for (args, want) in [
             (vec!["/nowhere/x.log"], "open /nowhere/x.log"),

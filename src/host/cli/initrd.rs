@@ -539,7 +539,7 @@ mod tests {
     }
 
     #[test]
-    fn yes_no_and_impossible_are_told_apart() {
+    fn yes_no_and_impossible_have_different_results() {
         let dir = TempDir::new();
         let at = |name: &str| dir.path().join(name).display().to_string();
         std::fs::create_dir(dir.path().join("root")).unwrap();

@@ -223,7 +223,7 @@ mod tests {
     }
 
     #[test]
-    fn the_newest_come_first_and_what_failed_is_said() {
+    fn the_newest_come_first_and_failures_are_named() {
         let dir = directory();
         let (lines, count) = listed(&dir, 0, None, false);
         assert_eq!((lines.len(), count), (3, 3), "{lines:?}");

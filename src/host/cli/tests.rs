@@ -120,7 +120,7 @@ fn on_a_terminal_of_eighty_columns_no_line_of_a_table_is_cut() {
 }
 
 #[test]
-fn without_the_agents_lines_the_account_says_what_it_lacks() {
+fn without_agent_lines_the_account_names_the_missing_part() {
     let path = path("recorded-8-gpus-slow-host");
     let text = blame_command::text(&parse(&[&path, "--console", "/dev/null"]), &Screen::PLAIN).unwrap();
     assert!(text.contains("note: no lines of the agent (--console)"), "{text}");
@@ -246,7 +246,7 @@ fn compared(words: &[&str]) -> (String, u8) {
 }
 
 #[test]
-fn two_boots_are_compared_and_the_exit_status_says_which_way() {
+fn two_boots_are_compared_and_the_exit_status_is_the_result() {
     let (serial, slow) = (path("recorded-8-gpus-serial"), path("recorded-8-gpus-slow-host"));
     let (text, status) = compared(&[&slow, &serial]);
     golden("account/compare-slow-host-with-serial.txt", &text);
@@ -301,7 +301,7 @@ fn sets_are_compared_with_intervals_and_one_seed_gives_one_page() {
 }
 
 #[test]
-fn a_boot_without_a_step_has_no_account_and_says_why() {
+fn a_boot_without_a_step_has_no_account_but_a_reason() {
     let dir = TempDir::new();
     let file = dir.path().join("boot.ndjson");
     let header =

@@ -104,7 +104,7 @@ mod tests {
     }
 
     #[test]
-    fn lines_are_told_so_often_and_the_rest_is_counted() {
+    fn lines_are_limited_and_the_rest_is_counted() {
         let start = Instant::now();
         let mut lines = Lines::new(2, 1.0, start);
         let told: Vec<String> = (0..5).filter_map(|n| lines.told(&format!("line {n}"), start)).collect();

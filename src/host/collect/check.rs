@@ -106,7 +106,7 @@ mod tests {
     use std::time::Instant;
 
     #[test]
-    fn where_nobody_listens_the_check_fails_with_the_cure() {
+    fn without_a_listener_the_check_fails_with_the_cure() {
         let dir = TempDir::new();
         let error = ask(dir.path()).unwrap_err();
         assert!(format!("{error:#}").contains("does one run with this --dir?"), "{error:#}");

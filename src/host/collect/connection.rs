@@ -430,7 +430,7 @@ mod tests {
     }
 
     #[test]
-    fn a_connection_speaks_for_one_boot() {
+    fn a_connection_belongs_to_one_boot() {
         let mut guest = Guest::new();
         guest.say(header_line(BOOT) + &event(0)).unwrap();
         guest.say(header_line(BOOT)).unwrap();

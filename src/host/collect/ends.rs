@@ -143,7 +143,7 @@ mod tests {
     }
 
     #[test]
-    fn a_boot_is_over_once_and_a_little_after_it_said_so() {
+    fn a_boot_is_over_once_and_shortly_after_its_goodbye() {
         let (ends, start) = (Ends::new(GOODBYE), Instant::now());
         assert!(ends.connected(&"a".into(), false, start));
         assert_eq!((over(&ends, start + 10 * GOODBYE), ends.in_flight()), (vec![], (1, 0)), "it hangs, and its VM lives");

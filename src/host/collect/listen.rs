@@ -404,7 +404,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_path_that_is_too_long_says_so() {
+    async fn a_path_that_is_too_long_has_an_error_of_its_own() {
         let refused = Listener::hybrid(Path::new(&format!("/tmp/{}", "x".repeat(120))), 1).unwrap_err().to_string();
         assert!(refused.contains("choose a shorter one"), "{refused}");
     }

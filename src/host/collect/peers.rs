@@ -214,7 +214,7 @@ mod tests {
     }
 
     #[test]
-    fn troubles_are_told_so_often_and_the_rest_is_counted() {
+    fn lines_about_a_peer_are_limited_and_the_rest_is_counted() {
         let peers = Peers::new(limits());
         let now = Instant::now();
         let peer = Peer::Cid(5);

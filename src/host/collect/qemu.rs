@@ -70,7 +70,7 @@ mod tests {
     }
 
     #[test]
-    fn what_two_processes_claim_is_nobodys() {
+    fn a_name_that_two_processes_claim_is_not_used() {
         let of = |claims: &[(&str, u32)]| choose(&claims.iter().map(|(name, cid)| (name.to_string(), *cid)).collect::<Vec<_>>(), "a");
         assert_eq!(of(&[("a", 7), ("b", 8)]), Some(7));
         // A false claim names another VM as this sandbox, or this VM as another sandbox.

@@ -330,7 +330,7 @@ mod tests {
     }
 
     #[test]
-    fn bytes_of_boots_are_known_once_somebody_looked() {
+    fn bytes_of_boots_are_known_after_the_first_look() {
         let (dir, tell): (_, Tell) = (TempDir::new(), Arc::new(|_| ()));
         files(&dir, &[100, 50, 0]);
         let place = Place::take(dir.path()).unwrap();

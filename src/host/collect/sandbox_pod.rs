@@ -258,7 +258,7 @@ mod tests {
     }
 
     #[test]
-    fn what_only_the_pods_owner_wrote_names_nobody() {
+    fn texts_of_the_pods_owner_alone_name_no_pod() {
         let dir = TempDir::new();
         // Without the kubelet's labels, as for a pod that `crictl` started.
         let annotations: serde_json::Value = layers(&[&TENANTS[..5], &TENANTS[8..]]);

@@ -481,7 +481,7 @@ mod tests {
     }
 
     #[test]
-    fn drift_is_measured_between_the_samples_that_tell_most() {
+    fn drift_is_measured_between_the_most_informative_samples() {
         let mut clock = Clock::default();
         assert_eq!(clock.drift(), None);
         // 80 ppm fast; 0.2 ms at both ends, 60 s apart: known to 400 us / 60 s = 6.7 ppm.
@@ -553,7 +553,7 @@ mod tests {
     }
 
     #[test]
-    fn answers_nobody_asked_for_and_impossible_clocks_are_not_used() {
+    fn unrequested_answers_and_impossible_clocks_are_not_used() {
         let mut pinger = Pinger::new(None);
         let now = Instant::now();
         assert_eq!(pinger.receive(Pong { pong: 0, boottime_ns: 0 }, now), None);

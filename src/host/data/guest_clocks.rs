@@ -119,7 +119,7 @@ mod tests {
     }
 
     #[test]
-    fn a_tsc_that_did_not_is_left_out_and_said() {
+    fn a_tsc_not_started_with_the_vm_is_omitted_and_noted() {
         for (before_ns, error_ns, why) in [
             (-5_000_000, 10, "restored snapshot"),
             (i64::MIN, 0, "restored snapshot"),

@@ -119,7 +119,7 @@ mod tests {
     }
 
     #[test]
-    fn words_around_pairs_and_missing_quotes_do_no_harm() {
+    fn words_around_pairs_and_missing_quotes_are_harmless() {
         assert_eq!(pairs("Jan 02 host containerd[7]: a=1 word b=\"open"), [("a", "1".to_string()), ("b", "open".to_string())]);
         for junk in ["", "=", "==", "\"", "a", " = ", "\\", "a=\"\\", "\u{e9}=\u{e9}\"", "=\"\\x"] {
             assert!(pairs(junk).len() <= 2, "{junk:?}");

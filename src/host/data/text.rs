@@ -183,7 +183,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn json_is_ascii_and_says_the_same() {
+    fn json_is_ascii_with_the_same_content() {
         let value = serde_json::json!({"a\u{9b}": ["\u{1b}[2J", "\u{1f600}", "\u{7f}", "\u{202e}"]});
         let text = ascii_json(&value).unwrap();
         assert!(text.bytes().all(|b| b == b'\n' || (b' '..=b'~').contains(&b)), "{text}");

@@ -291,7 +291,7 @@ mod tests {
     }
 
     #[test]
-    fn what_has_no_such_root_is_told_for_what_it_is() {
+    fn an_image_without_such_a_root_is_named_by_its_content() {
         let root = file_system(FileSystem::Erofs);
         for (bytes, why) in [
             (b"070701".to_vec(), "it is an initrd, or compressed"),

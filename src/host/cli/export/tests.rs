@@ -203,7 +203,7 @@ fn a_hostile_boot_is_written_in_every_format_and_stays_text() {
 }
 
 #[test]
-fn what_a_page_or_a_picture_leaves_out_is_said() {
+fn omissions_of_a_page_or_a_picture_are_named() {
     let step = |n: u64| format!(r#"{n},"kind":"begin","name":"x","span":{n}"#);
     let event = |n: u64| format!(r#"{n},"kind":"event","name":"x""#);
     let file = boot_of((0..5_000).map(step).chain((0..20_100).map(event)));

@@ -245,7 +245,7 @@ mod tests {
     use std::collections::BTreeSet;
 
     #[test]
-    fn every_name_is_there_once_and_says_type_and_unit() {
+    fn every_name_is_unique_and_has_type_and_unit() {
         let names: BTreeSet<&str> = TABLE.iter().map(|metric| metric.name).collect();
         assert_eq!(names.len(), TABLE.len());
         for metric in TABLE {

@@ -221,7 +221,7 @@ mod tests {
     }
 
     #[test]
-    fn nothing_that_a_guest_says_becomes_a_label() {
+    fn no_text_of_a_guest_becomes_a_label() {
         let mut tally = Tally::default();
         let before = tally.failures.len();
         for n in 0..1000 {

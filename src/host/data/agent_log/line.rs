@@ -366,7 +366,7 @@ mod tests {
     }
 
     #[test]
-    fn the_agents_words_are_known() {
+    fn the_agents_texts_are_recognised() {
         let announce = r#","agent-version":"4.1.0""#;
         assert_eq!(read(&line("announce", announce)), Ok(Words::Announce { version: "4.1.0".into() }));
         assert_eq!(read(&line("ttRPC server started", r#","address":"vsock://-1:1024""#)), Ok(Words::ServerStarted));

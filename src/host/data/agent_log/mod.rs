@@ -156,7 +156,7 @@ mod tests {
     }
 
     #[test]
-    fn everything_that_a_real_agent_said_is_understood() {
+    fn all_lines_of_a_real_agent_are_recognised() {
         for name in ["4.1.0-info", "4.1.0-timeout", "4.1.0-warn"] {
             golden(&format!("agent/kata-agent-{name}.events"), &recorded(name));
         }
@@ -183,7 +183,7 @@ mod tests {
     }
 
     #[test]
-    fn containers_that_are_made_at_once_are_told_apart() {
+    fn containers_that_are_made_at_once_stay_separate() {
         let spec = |id: &str, device: &str| {
             format!(
                 "receive createcontainer, spec: Spec {{ root: Some(Root {{ path: \"/x/{id}/rootfs\" }}), annotations: Some({{\"cdi.k8s.io/v\": \"{device}\"}}) }}"
@@ -244,7 +244,7 @@ mod tests {
     }
 
     #[test]
-    fn other_lines_and_other_programs_say_nothing() {
+    fn other_lines_and_other_programs_give_no_event() {
         let ready = r#"{"msg":"ttRPC server started","ts":"2026-01-02T03:04:05.5Z","name":"kata-agent"}"#;
         let lines = |text: &str| read(text.as_bytes()).unwrap().len();
         assert_eq!((lines(&format!("{ready}\n")), lines(&format!("[    1.234567] nvidia: hello {ready}\r\n"))), (1, 1));

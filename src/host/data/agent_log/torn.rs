@@ -128,7 +128,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_whole_or_nobodys_stays_as_it_is() {
+    fn whole_lines_and_foreign_ones_stay_unchanged() {
         let lines = ["", "{", "}{", "hardware: ready", r#"[ 1.000000] x {"msg":"a"}"#, r#"{"msg":"a [    9.020341] b"}"#];
         assert_eq!(whole(&lines.join("\n")), lines);
     }

@@ -116,7 +116,7 @@ fn what_is_known_to_exist_is_missing_until_it_is_seen() {
 }
 
 #[test]
-fn a_record_apart_is_told_from_one_that_joins() {
+fn a_separate_record_differs_from_one_that_joins() {
     let mut set = SeqSet::default();
     assert!(set.is_apart(3));
     set.insert(3);

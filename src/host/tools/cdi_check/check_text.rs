@@ -385,7 +385,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_wrong_is_said_with_place_agents_and_cure() {
+    fn findings_name_place_agents_and_cure() {
         let dir =
             two_gpus(|text| text.replace(r#""major""#, r#""type":"c","major""#).replace("0.5.0", "0.4.0").replace(r#","env":["A=1"]"#, ""));
         std::fs::write(dir.path().join("torn.json"), r#"{"cdiVersion":"#).unwrap();

@@ -230,7 +230,7 @@ mod tests {
     }
 
     #[test]
-    fn an_empty_directory_and_a_missing_one_are_told_apart() {
+    fn an_empty_directory_differs_from_a_missing_one() {
         let dir = TempDir::new();
         assert_eq!(rules(&read(dir.path()).unwrap()), [("no-spec", "")]);
         let error = read(&dir.path().join("none")).unwrap_err();

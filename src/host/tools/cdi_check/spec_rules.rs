@@ -293,7 +293,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn every_rule_has_a_name_of_its_own_and_says_what_to_do() {
+    fn every_rule_has_a_name_of_its_own_and_a_cure() {
         let mut names: Vec<&str> = RULES.iter().map(|r| r.name).collect();
         names.sort_unstable();
         names.dedup();

@@ -137,7 +137,7 @@ mod tests {
     }
 
     #[test]
-    fn everything_else_is_told_apart() {
+    fn all_other_lines_have_a_reason_for_skipping() {
         assert_eq!(all("hardware: ready"), Err(Skip::OtherProgram));
         assert_eq!(all("}{"), Err(Skip::OtherProgram));
         assert_eq!(all(&line("something new", "")), Err(Skip::AgentDetail));

@@ -143,7 +143,7 @@ mod tests {
     const LINE: &str = r#"time="2026-01-02T03:04:05.000000001Z" level=debug msg="reading guest console" console-protocol=unix sandbox=abc source=virtcontainers vmconsole="[    0.000000] Linux version 6.12""#;
 
     #[test]
-    fn text_journald_json_and_containerds_json_say_the_same() {
+    fn text_journald_json_and_containerds_json_are_equal() {
         let message = Value::from(LINE).to_string();
         let bytes = Value::from(LINE.bytes().map(u64::from).collect::<Vec<_>>()).to_string();
         let own = r#"{"time":"2026-01-02T03:04:05.000000001Z","level":"debug","msg":"reading guest console","sandbox":"abc","vmconsole":"[    0.000000] Linux version 6.12"}"#;

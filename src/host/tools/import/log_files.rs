@@ -210,7 +210,7 @@ mod tests {
     }
 
     #[test]
-    fn a_truncated_gzip_gives_what_came_before_and_says_so() {
+    fn a_truncated_gzip_gives_its_beginning_and_a_note() {
         let text: String = (0..20_000u32).map(|i| format!("line {i} {:x}\n", i.wrapping_mul(2_654_435_761))).collect();
         let packed = gzip(text.as_bytes());
         let (got, _, cut) = lines(packed[..packed.len() / 2].to_vec());

@@ -201,7 +201,7 @@ fn the_program_that_is_printed_is_the_one_that_is_read() {
 }
 
 #[test]
-fn records_from_logs_say_so_and_a_guests_own_stay_as_they_are() {
+fn records_from_logs_are_marked_and_a_guests_own_unchanged() {
     let (_, alone) = of_fixtures(&["console.log"]);
     assert!(alone.records.iter().all(|r| mark(r).is_some()));
     assert_eq!(alone.imported().unwrap().files[0].format, "console");

@@ -97,7 +97,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn paths_tell_what_a_file_is_for() {
+    fn a_files_component_follows_from_its_path() {
         for (path, component) in [
             ("init", Component::Init),
             ("/usr/sbin/init", Component::Init),

@@ -104,7 +104,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_wrong_with_a_line_is_said() {
+    fn the_fault_of_a_line_is_named() {
         for (line, part) in [
             ("node /a 0644", "\"node\" is none of dir, file"),
             ("dir /a", "dir with 1 words"),

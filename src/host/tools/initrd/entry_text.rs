@@ -54,7 +54,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn every_byte_of_a_name_can_be_told_and_none_drives_a_terminal() {
+    fn every_byte_of_a_name_is_shown_and_none_drives_a_terminal() {
         assert_eq!(escaped(b"a\x1b[2J\xff\xc3\xa9\n"), "a\\x1b[2J\\xff\\u{e9}\\n");
         let all: Vec<u8> = (0..=255).collect();
         assert!(escaped(&all).bytes().all(|b| (b' '..=b'~').contains(&b)));
