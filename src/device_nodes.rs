@@ -171,10 +171,10 @@ mod tests {
             let link = dev.join(format!("char/{}:{}", node.major, node.minor));
             assert_eq!(std::fs::metadata(link).unwrap().rdev(), number);
         }
-        let told: Vec<(&str, u32, u32)> =
+        let listed: Vec<(&str, u32, u32)> =
             [&cap, &channel].into_iter().chain(&switches).map(|n| (n.path.to_str().unwrap(), n.minor, n.mode)).collect();
         assert_eq!(
-            told,
+            listed,
             [
                 ("/dev/nvidia-caps/nvidia-cap12", 12, 0o444),
                 ("/dev/nvidia-caps-imex-channels/channel3", 3, 0o660),

@@ -10,7 +10,7 @@ use std::io::Write;
 use std::os::unix::fs::OpenOptionsExt;
 
 /// Prints a sentence on the console and in the kernel log, for the time when no stream is left.
-pub fn tell(sentence: &str) {
+pub fn report(sentence: &str) {
     let line: String = sentence.chars().map(|c| if c.is_control() { ' ' } else { c }).collect();
     // Both may be missing in a broken guest; there is no third place.
     let _unused = kmsg::write(3, &format!("kata-gpu-init: {line}"));
@@ -40,7 +40,7 @@ impl Heir {
 /// the process ends.
 pub fn power_off(reason: &str) -> ! {
     tracing::error!(name: names::POWER_OFF, error = reason);
-    tell(&format!("{reason}: powering off"));
+    report(&format!("{reason}: powering off"));
     if std::process::id() == 1 {
         end()
     }

@@ -54,7 +54,7 @@ pub enum Step {
 impl Step {
     /// Whether a driver line without a GPU can be about this one: load and probe log some lines
     /// without an address.
-    pub fn is_told_without_address(self) -> bool {
+    pub fn has_driver_lines_without_address(self) -> bool {
         matches!(self, Self::Module | Self::Probe)
     }
 

@@ -79,22 +79,22 @@ pub fn main(words: &[String]) -> ExitCode {
     match result {
         Ok(problems) if problems.is_empty() => ExitCode::SUCCESS,
         Ok(problems) => {
-            problems.iter().for_each(|problem| tell(problem));
+            problems.iter().for_each(|problem| log(problem));
             ExitCode::from(3)
         }
         Err(Error::Usage(error)) => {
-            tell(&format!("{error}; see `kata-gpu-init cdi --help`"));
+            log(&format!("{error}; see `kata-gpu-init cdi --help`"));
             ExitCode::from(2)
         }
         Err(Error::Failed(error)) => {
-            tell(&error);
+            log(&error);
             ExitCode::FAILURE
         }
     }
 }
 
 /// Prints a line on standard error; control characters become `?`.
-fn tell(line: &str) {
+fn log(line: &str) {
     let line: String = line.chars().map(|c| if c.is_control() { '?' } else { c }).collect();
     eprintln!("kata-gpu-init: {line}");
 }

@@ -529,7 +529,7 @@ mod tests {
     }
 
     #[test]
-    fn the_enumeration_tells_which_functions_are_gpus() {
+    fn the_enumeration_shows_which_functions_are_gpus() {
         let gpu = |text| enumerated_gpu(text).map(|a| a.to_string());
         assert_eq!(gpu("pci 0001:00:03.0: [10de:2330] type 00 class 0x030200"), Some("0001:00:03.0".into()));
         assert_eq!(gpu("pci 0001:00:03.0: [10de:2330] type 00 class 0x030200 PCIe Endpoint"), Some("0001:00:03.0".into()));

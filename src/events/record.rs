@@ -335,7 +335,7 @@ mod tests {
     }
 
     #[test]
-    fn an_over_long_record_is_cut_and_says_so() {
+    fn an_over_long_record_is_cut_and_marked() {
         let mut record = sample();
         record.fields.insert("text".into(), Value::from("x".repeat(3 * MAX_LINE)));
         let line = record_line(&record);

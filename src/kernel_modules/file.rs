@@ -125,9 +125,9 @@ fn unpack_zstd(mut file: impl BufRead, out: &mut Vec<u8>, limit: u64) -> Result<
         let mut frame = ruzstd::decoding::StreamingDecoder::new(&mut file).map_err(|e| e.to_string())?;
         read_all(&mut frame, out, limit)?;
         // The decoder only computes the checksum: compare it here.
-        let (told, found) = (frame.decoder.get_checksum_from_data(), frame.decoder.get_calculated_checksum());
-        if told.is_some() && told != found {
-            return Err(format!("checksum {told:08x?} in the file, {found:08x?} of what it holds"));
+        let (stated, found) = (frame.decoder.get_checksum_from_data(), frame.decoder.get_calculated_checksum());
+        if stated.is_some() && stated != found {
+            return Err(format!("checksum {stated:08x?} in the file, {found:08x?} of what it holds"));
         }
         if file.fill_buf().map_err(|e| e.to_string())?.is_empty() {
             return Ok(());

@@ -158,7 +158,7 @@ fn two_boots_compared_and_all_boots_together_are_golden() {
 }
 
 /// Steps of the path, as `name` and number of the GPU.
-fn told(file: &Path) -> BTreeSet<(String, Option<u64>)> {
+fn reported(file: &Path) -> BTreeSet<(String, Option<u64>)> {
     let path: serde_json::Value = serde_json::from_str(&printed(&["critical-path", "--json"], file)).unwrap();
     let pieces = path["path"].as_array().unwrap().iter();
     pieces.filter_map(|piece| Some((piece["step"].as_str()?.to_string(), piece["gpu"].as_u64()))).collect()
@@ -168,7 +168,7 @@ fn told(file: &Path) -> BTreeSet<(String, Option<u64>)> {
 fn every_form_marks_the_path_that_critical_path_has() {
     for boot in BOOTS {
         let file = fixture(boot);
-        let told = told(&file);
+        let reported = reported(&file);
         let data: serde_json::Value = serde_json::from_str(page_data(&printed(&["export", "--html"], &file))).unwrap();
         let name = |step: &serde_json::Value| {
             let gpu = step["gpu"].as_u64().and_then(|gpu| data["gpus"][gpu as usize]["index"].as_u64());
@@ -178,7 +178,7 @@ fn every_form_marks_the_path_that_critical_path_has() {
         let marked: BTreeSet<_> = steps.iter().filter(|step| step["critical"] == true).map(name).collect();
         let pieces: BTreeSet<_> =
             data["path"].as_array().unwrap().iter().filter_map(|p| Some(name(&steps[p["step"].as_u64()? as usize]))).collect();
-        assert_eq!((&marked, &pieces), (&told, &told), "{boot}");
+        assert_eq!((&marked, &pieces), (&reported, &reported), "{boot}");
         let count = steps.iter().filter(|step| step["critical"] == true).count();
         let svg = printed(&["export", "--svg"], &file);
         let drawn =
@@ -190,7 +190,7 @@ fn every_form_marks_the_path_that_critical_path_has() {
         let sum: u64 = data["path"].as_array().unwrap().iter().map(|p| p["took"].as_u64().unwrap()).sum();
         let path: serde_json::Value = serde_json::from_str(&printed(&["critical-path", "--json"], &file)).unwrap();
         assert_eq!(Some(sum), path["wall_ns"].as_u64(), "{boot}");
-        assert!(boot == "hostile" || told.len() > 8, "{boot}: {told:?}");
+        assert!(boot == "hostile" || reported.len() > 8, "{boot}: {reported:?}");
     }
 }
 

@@ -132,7 +132,7 @@ fn nvidias_library_and_the_stand_in_have_each_called_function() {
 }
 
 #[test]
-fn a_machine_without_the_driver_is_told_in_the_librarys_words() {
+fn a_machine_without_the_driver_gives_the_librarys_error() {
     let none = helper(Path::new("/nonexistent/libnvidia-ml.so.1"), "facts\n");
     assert_eq!(none.status.code(), Some(1));
     let text = String::from_utf8_lossy(&none.stderr);

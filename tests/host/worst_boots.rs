@@ -101,8 +101,8 @@ fn every_reader_reads_the_worst_boots_in_bounded_memory() {
             &["follow", "--timeout", "1", "--boot"],
             &["import", "-o", "-"],
         ];
-        // One of the two has no milestones, which is told and no lack of memory.
-        let told = ["no milestone", "nothing to account for", "nothing new for", "no time passes"];
+        // One of the two has no milestones, which is reported and no lack of memory.
+        let reported = ["no milestone", "nothing to account for", "nothing new for", "no time passes"];
         let files = of_file.into_iter().map(|words| (words, path.as_path()));
         for (words, path) in of_directory.into_iter().map(|words| (words, dir.0.as_path())).chain(files) {
             // The large ones take an unoptimised program seconds: before one reader of each kind.
@@ -111,7 +111,7 @@ fn every_reader_reads_the_worst_boots_in_bounded_memory() {
             }
             let Output { status, stderr, .. } = run(memory(size), words, path);
             let why = String::from_utf8_lossy(&stderr);
-            let fine = status.success() || (status.code().is_some() && told.iter().any(|t| why.to_lowercase().contains(t)));
+            let fine = status.success() || (status.code().is_some() && reported.iter().any(|t| why.to_lowercase().contains(t)));
             assert!(fine, "{words:?} of {size} bytes of {name}: {status}: {why}");
         }
         if size == LARGE {

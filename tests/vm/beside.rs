@@ -108,8 +108,8 @@ fn nothing(context: &TestContext) -> Result<Outcome> {
     booted.created("one")?;
     let line = booted.refused("channel")?;
     ensure!(line.get("error").contains("CDI timeout"), "{}", line.get("error"));
-    let told = booted.record("config", |r| r.name == names::CONFIG && r.fields.get("parameter") == Some(&"gpuinit.imex".into()))?;
-    ensure!(told.error.as_deref().is_some_and(|e| e.contains("0 to 2048")), "{told:?}");
+    let reported = booted.record("config", |r| r.name == names::CONFIG && r.fields.get("parameter") == Some(&"gpuinit.imex".into()))?;
+    ensure!(reported.error.as_deref().is_some_and(|e| e.contains("0 to 2048")), "{reported:?}");
     ensure!(!booted.receiver.records().iter().any(|r| r.name == names::CDI_BESIDE), "something was published");
     Ok(Outcome::Passed)
 }

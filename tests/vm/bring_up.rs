@@ -146,9 +146,9 @@ fn auto(context: &TestContext) -> Result<Outcome> {
         let booted = Guest::new().append("fakepci.gpus=3").append(words).boot(context, name)?;
         ensure!(booted.settled()?.1 == 0, "{name}: {:?}", booted.settled()?);
         let records = booted.receiver.records();
-        let told = named(&records, Kind::Event, names::STRATEGY);
-        ensure!(told.len() == 1, "{name}: {} choices", told.len());
-        let fields = &told[0].fields;
+        let reported = named(&records, Kind::Event, names::STRATEGY);
+        ensure!(reported.len() == 1, "{name}: {} choices", reported.len());
+        let fields = &reported[0].fields;
         ensure!(fields["bind"] == bind && fields["init"] == init, "{name}: {fields:?}");
         ensure!(fields["reason"].as_str().is_some_and(|r| r.contains(why)), "{name}: {fields:?}");
         ensure!(fields["driver"] == "550.163.01" && fields["vcpus"] == 2, "{name}: {fields:?}");

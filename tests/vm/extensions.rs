@@ -126,10 +126,10 @@ mod host {
             done(Command::new("mkfs.erofs").arg("--quiet").args(options).args([&data, &tree.into()]))?;
             let length = fs::metadata(&data)?.len().next_multiple_of(4096);
             File::options().write(true).open(&data)?.set_len(length)?;
-            let told = done(Command::new("veritysetup").args(["format", "--no-superblock"]).args([&data, &hash]))?;
+            let reported = done(Command::new("veritysetup").args(["format", "--no-superblock"]).args([&data, &hash]))?;
             let field = |label: &str| {
-                let value = told.lines().find_map(|line| line.strip_prefix(label)?.strip_prefix(':')).map(str::trim);
-                value.and_then(|v| v.split(' ').next()).with_context(|| format!("veritysetup says no {label}: {told}"))
+                let value = reported.lines().find_map(|line| line.strip_prefix(label)?.strip_prefix(':')).map(str::trim);
+                value.and_then(|v| v.split(' ').next()).with_context(|| format!("veritysetup says no {label}: {reported}"))
             };
             let parameters = format!(
                 "root_hash={},salt={},data_blocks={},data_block_size={},hash_block_size={}",

@@ -22,8 +22,8 @@ pub const TESTS: &[VmTest] = &[
     VmTest { name: "a_full_run_delays_the_spec_and_loses_no_gpu", run: full_run },
     VmTest { name: "a_missing_uvm_is_an_error_event_not_silence", run: no_uvm },
     VmTest { name: "without_vsock_the_guest_boots_all_the_same", run: no_vsock },
-    VmTest { name: "a_missing_agent_powers_off_and_says_so_everywhere", run: no_agent },
-    VmTest { name: "bad_parameters_are_told_and_change_nothing", run: bad_parameters },
+    VmTest { name: "a_missing_agent_powers_off_with_its_reason_everywhere", run: no_agent },
+    VmTest { name: "bad_parameters_are_reported_and_change_nothing", run: bad_parameters },
     VmTest { name: "a_bare_word_on_the_command_line_makes_pid_1_no_hook", run: bare_word },
 ];
 
@@ -297,13 +297,17 @@ fn bad_parameters(context: &TestContext) -> Result<Outcome> {
         let mut booted = Guest::new().append(&words).boot(context, name)?;
         ensure!(booted.settled()? == (8, 0), "{name}: {:?}", booted.settled()?);
         let records = booted.receiver.records();
-        let told = named(&records, Kind::Event, names::CONFIG);
-        let problem =
-            |parameter: &str| told.iter().find(|r| r.fields["parameter"] == parameter).and_then(|r| r.error.clone()).unwrap_or_default();
-        ensure!(problem("gpuinit.bind").contains("takes auto, insmod, pipelined, concurrent; ignored, default: auto"), "{name}: {told:?}");
-        ensure!(problem("gpuinit.gpus").contains("takes 0 to 1024"), "{name}: {told:?}");
-        ensure!(problem("nvrc.fm.mode").contains("ignored"), "{name}: {told:?}");
-        ensure!(told.len() <= 33, "{name}: {} events", told.len());
+        let reported = named(&records, Kind::Event, names::CONFIG);
+        let problem = |parameter: &str| {
+            reported.iter().find(|r| r.fields["parameter"] == parameter).and_then(|r| r.error.clone()).unwrap_or_default()
+        };
+        ensure!(
+            problem("gpuinit.bind").contains("takes auto, insmod, pipelined, concurrent; ignored, default: auto"),
+            "{name}: {reported:?}"
+        );
+        ensure!(problem("gpuinit.gpus").contains("takes 0 to 1024"), "{name}: {reported:?}");
+        ensure!(problem("nvrc.fm.mode").contains("ignored"), "{name}: {reported:?}");
+        ensure!(reported.len() <= 33, "{name}: {} events", reported.len());
         let reason = named(&records, Kind::Event, names::STRATEGY)[0].fields["reason"].clone();
         ensure!(reason.as_str().is_some_and(|r| r.starts_with("bind: the host maps BARs")), "{name}: the default is not used: {reason}");
         booted.still_runs()?;

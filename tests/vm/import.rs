@@ -1,4 +1,4 @@
-//! A real boot told twice: by its stream, and by its console alone, as somebody imports it who has nothing else.
+//! A real boot seen twice: by its stream, and by its console alone, as somebody imports it who has nothing else.
 
 use super::harness::{DEADLINE, Guest, Outcome, TestContext, VmTest, complete};
 use anyhow::{Context, Result, ensure};
@@ -47,13 +47,13 @@ fn agrees(context: &TestContext) -> Result<Outcome> {
     let stream = BootFile::read(text.as_bytes())?;
     let console = booted.console.text();
     let import = of_console(&console)?;
-    let told = compare(&stream, &console, &import)?;
+    let reported = compare(&stream, &console, &import)?;
     // A console has no beginnings. A line of the kernel may have torn one of the init's or the agent's: then the import does not know that time.
-    let (unknown, wrong): (Vec<_>, Vec<_>) = told.disagreements.iter().partition(|d| d.import_ns.is_none());
+    let (unknown, wrong): (Vec<_>, Vec<_>) = reported.disagreements.iter().partition(|d| d.import_ns.is_none());
     ensure!(wrong.is_empty(), "more than the stated error: {}", wrong.iter().map(ToString::to_string).collect::<Vec<_>>().join("\n"));
     let torn: Vec<&str> = unknown.iter().map(|d| d.what.as_str()).filter(|what| *what != "agent exec").collect();
     // 8 GPUs with five times each, of which the load enables all but one or two; milestones, containers, lines of the kernel.
-    ensure!(told.agreed > 60 && torn.len() * 10 <= told.agreed, "{} agree, not known to the import: {torn:?}", told.agreed);
+    ensure!(reported.agreed > 60 && torn.len() * 10 <= reported.agreed, "{} agree, not known to the import: {torn:?}", reported.agreed);
 
     // Moved by more than the stated error, each kind of line is found out: the init's by a nanosecond, the agent's by its error and a millisecond.
     let bound_ns = value(&console, "\"msg\":\"gpu.bound\"", "boottime_ns")?;
@@ -65,15 +65,15 @@ fn agrees(context: &TestContext) -> Result<Outcome> {
     let moved = [(bound_ns.to_string(), (bound_ns.parse::<u64>()? + 1).to_string(), "bound"), (ready.to_string(), later, "agent ready")];
     let mut said = format!(
         "{} times agree, {} are not on the console, the agent's within {:.1} us",
-        told.agreed,
+        reported.agreed,
         unknown.len(),
         error_ns as f64 / 1e3
     );
     for (from, to, what) in moved {
         let import = of_console(&console.replace(&from, &to))?;
-        let told = compare(&stream, &console, &import)?;
-        let found = told.disagreements.iter().find(|d| d.what.contains(what) && d.import_ns.is_some());
-        let found = found.with_context(|| format!("{what} moved from {from} to {to} is not found out: {:?}", told.disagreements))?;
+        let reported = compare(&stream, &console, &import)?;
+        let found = reported.disagreements.iter().find(|d| d.what.contains(what) && d.import_ns.is_some());
+        let found = found.with_context(|| format!("{what} moved from {from} to {to} is not found out: {:?}", reported.disagreements))?;
         write!(said, "; moved, found out: {found}")?;
     }
     Ok(Outcome::Measured(said))

@@ -95,9 +95,9 @@ fn compressed(context: &TestContext) -> Result<Outcome> {
     // The pre-init has loaded these; they are found, and not loaded again.
     ensure!(loaded(&booted, "vsock")?.1.fields.get("already") == Some(&true.into()), "vsock: {:?}", loaded(&booted, "vsock")?);
 
-    // What is not followed is told.
-    let told: Vec<Record> = booted.receiver.records().into_iter().filter(|r| r.name == names::MODULE_CONFIG).collect();
-    let errors: Vec<&str> = told.iter().filter_map(|r| r.error.as_deref()).collect();
+    // What is not followed is reported.
+    let reported: Vec<Record> = booted.receiver.records().into_iter().filter(|r| r.name == names::MODULE_CONFIG).collect();
+    let errors: Vec<&str> = reported.iter().filter_map(|r| r.error.as_deref()).collect();
     for wanted in [
         "/etc/modprobe.d/nvidia.conf:4: \"frobnicate\" is not a line that modprobe.d knows",
         "/etc/modprobe.d/nvidia.conf:3: install command for nvidia is not run",
@@ -105,7 +105,9 @@ fn compressed(context: &TestContext) -> Result<Outcome> {
     ] {
         ensure!(errors.iter().any(|e| e.contains(wanted)), "nothing says {wanted:?}: {errors:#?}");
     }
-    ensure!(told.iter().any(|r| r.fields.get("note").and_then(|n| n.as_str()).is_some_and(|n| n.starts_with("nosuch, a soft dependency"))));
+    ensure!(
+        reported.iter().any(|r| r.fields.get("note").and_then(|n| n.as_str()).is_some_and(|n| n.starts_with("nosuch, a soft dependency")))
+    );
     Ok(Outcome::Passed)
 }
 

@@ -12,7 +12,7 @@ pub const TESTS: &[VmTest] = &[
     VmTest { name: "nvml_that_crashes_fails_one_step_and_no_container", run: crashes },
     VmTest { name: "nvml_that_cannot_count_gpus_is_a_step_with_its_error", run: counts_not },
     VmTest { name: "nvml_makes_uuids_of_mig_instances_names_of_the_same_nodes", run: instances },
-    VmTest { name: "nvml_without_its_helper_leaves_settings_undone_and_says_so", run: without_helper },
+    VmTest { name: "nvml_without_its_helper_reports_settings_as_not_done", run: without_helper },
 ];
 
 const GPUS: usize = 4;

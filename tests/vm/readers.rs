@@ -8,10 +8,10 @@ use std::time::Duration;
 
 pub const TESTS: &[VmTest] = &[
     VmTest { name: "a_listener_that_hangs_up_gets_everything_when_it_reconnects", run: hangs_up },
-    VmTest { name: "a_listener_that_always_hangs_up_is_told_three_times", run: always_hangs_up },
+    VmTest { name: "a_listener_that_always_hangs_up_is_reported_three_times", run: always_hangs_up },
     VmTest { name: "a_host_that_sends_nonsense_gets_answers_to_its_pings_only", run: nonsense },
     VmTest { name: "a_host_that_pings_and_never_reads_is_not_read_for_ever", run: pings_unread },
-    VmTest { name: "a_reader_that_stalls_delays_nothing_and_is_told_what_it_lost", run: stalls },
+    VmTest { name: "a_reader_that_stalls_delays_nothing_and_gets_its_losses", run: stalls },
 ];
 
 /// How long the guest may take nothing before it counts as not reading: it answers within milliseconds, and polls nothing.
@@ -51,11 +51,11 @@ fn always_hangs_up(context: &TestContext) -> Result<Outcome> {
     complete(&records)?;
     let sink = |state: &str| records.iter().filter(|r| r.name == names::SINK && r.fields.get("state") == Some(&state.into())).count();
     ensure!(sink("lost") == 3 && sink("connected") == 3, "lost {}, connected {}", sink("lost"), sink("connected"));
-    // A connection that lasts is told, and what comes after it again.
+    // A connection that lasts is reported, and what comes after it again.
     booted
         .receiver
         .wait_several(DEADLINE, 4, |r| r.name == names::SINK && r.fields.get("state") == Some(&"connected".into()))
-        .context("a connection that lasts was not told")?;
+        .context("a connection that lasts was not reported")?;
     Ok(Outcome::Passed)
 }
 

@@ -131,15 +131,15 @@ fn degraded(context: &TestContext) -> Result<Outcome> {
     let words = "fakepci.gpus=2 fakepci.switches=2 testagent.containers=all:all";
     let booted = Guest::new().append(words).boot(context, "no-helper")?;
     booted.created("all")?;
-    let told = booted.events(names::GPU_DEGRADED, 2)?;
-    ensure!(told.iter().all(|r| r.fields["state"] == "fabric unknown"), "{told:?}");
+    let reported = booted.events(names::GPU_DEGRADED, 2)?;
+    ensure!(reported.iter().all(|r| r.fields["state"] == "fabric unknown"), "{reported:?}");
     let nvml = booted.event(names::NVML)?;
     ensure!(nvml.error.as_deref().is_some_and(|e| e.contains("it is unknown whether CUDA works")), "{nvml:?}");
     // Complete with an error: NVLink does not work, CUDA does.
     let booted = fabric_guest("standin.nv-fabricmanager=fabric:200 nvidia.fabric_status=15").boot(context, "broken")?;
     booted.created("all")?;
-    let told = booted.events(names::GPU_DEGRADED, 2)?;
-    ensure!(told.iter().all(|r| r.fields["reason"].as_str().is_some_and(|r| r.ends_with("collectives go over PCIe"))), "{told:?}");
+    let reported = booted.events(names::GPU_DEGRADED, 2)?;
+    ensure!(reported.iter().all(|r| r.fields["reason"].as_str().is_some_and(|r| r.ends_with("collectives go over PCIe"))), "{reported:?}");
     // NVML's crash is no reason to keep GPUs for ever, nor to believe in a fabric at once.
     let booted = fabric_guest("standin.nv-fabricmanager=fabric:200 nvml.fault=crash").boot(context, "crash")?;
     booted.created("all")?;
@@ -164,7 +164,7 @@ fn ready_state(context: &TestContext) -> Result<Outcome> {
     let is = |r: &Record, ready: bool| r.name == names::CONFIDENTIAL && r.fields.get("ready").is_some_and(|r| *r == ready);
     // As whoever attests does.
     let script = |after: &str| format!("testagent.guest=script testagent.script={after}>nvml:ready_on");
-    // Left to whoever attests: given at once, and told when it turns on.
+    // Left to whoever attests: given at once, and reported when it turns on.
     let booted = confidential(&script("confidential")).boot(context, "leave")?;
     booted.created("all")?;
     ensure!(readiness(&booted)? == "bind", "{}", readiness(&booted)?);
@@ -192,15 +192,15 @@ fn ready_state(context: &TestContext) -> Result<Outcome> {
     ensure!(readiness(&booted)? == "bind", "{}", readiness(&booted)?);
     // One GPU of a confidential guest that is not.
     let booted = confidential("nvml.unprotected=1").boot(context, "one")?;
-    let told = booted.record("a mixed mode", |r| r.name == names::CONFIDENTIAL && r.error.is_some())?;
-    ensure!(told.error.as_deref().is_some_and(|e| e.contains("is not confidential, unlike the guest")), "{told:?}");
+    let reported = booted.record("a mixed mode", |r| r.name == names::CONFIDENTIAL && r.error.is_some())?;
+    ensure!(reported.error.as_deref().is_some_and(|e| e.contains("is not confidential, unlike the guest")), "{reported:?}");
     // A confidential guest whose GPUs are not.
     let booted = guest(&format!("{CONFIDENTIAL} gpuinit.cc.ready=wait")).boot(context, "mixed")?;
     booted.created("all")?;
-    let told = booted.events(names::CONFIDENTIAL, 2)?;
+    let reported = booted.events(names::CONFIDENTIAL, 2)?;
     ensure!(
-        told.iter().all(|r| r.gpu.is_some() && r.error.as_deref().is_some_and(|e| e.contains("the guest is confidential, and GPU"))),
-        "{told:?}"
+        reported.iter().all(|r| r.gpu.is_some() && r.error.as_deref().is_some_and(|e| e.contains("the guest is confidential, and GPU"))),
+        "{reported:?}"
     );
     Ok(Outcome::Passed)
 }

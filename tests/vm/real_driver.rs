@@ -107,7 +107,7 @@ fn failure(records: &[Record], index: u64) -> Result<Record> {
         .with_context(|| format!("GPU {index} has not failed"))
 }
 
-/// What must be told of a failure.
+/// What must be reported of a failure.
 struct Wanted {
     step: &'static str,
     reason: &'static str,
@@ -186,7 +186,7 @@ fn lost(context: &TestContext, driver: &RealDriver) -> Result<Outcome> {
     let script = "testagent.guest=script testagent.script=gpu.init!begin/0>plug:1;gpu.bound/1>lose:1;settled>held";
     let words = format!("fakepci.gpus=2 fakepci.absent=1 gpuinit.init=serial {script}");
     let booted = with_firmware(driver)?.append(&words).boot(context, "lost")?;
-    // GPU 1's turn begins with the end of GPU 0's, so either can be told first.
+    // GPU 1's turn begins with the end of GPU 0's, so either can be reported first.
     let failed_of = |index: u64| booted.record("failure", move |r| r.name == names::GPU_FAILED && r.fields["index"] == index);
     let (failed, _) = (failed_of(1)?, failed_of(0)?);
     let records = booted.receiver.records();

@@ -23,7 +23,7 @@ fn resets(booted: &Booted) -> Result<Vec<String>> {
 }
 
 /// The resets that the stream tells of, at their ends.
-fn told(records: &[Record]) -> Vec<&Record> {
+fn reported(records: &[Record]) -> Vec<&Record> {
     named(records, Kind::End, names::GPU_RESET)
 }
 
@@ -45,9 +45,9 @@ fn cured(context: &TestContext) -> Result<Outcome> {
         let usable = records.iter().find(|r| r.name == names::GPU_USABLE && r.fields["index"] == 1).context("GPU 1 is not usable")?;
         ensure!(usable.gpu == "0001:00:01.0".parse().ok() && usable.fields["generation"] == 1, "{name}: {usable:?}");
         ensure!(named(&records, Kind::Event, names::GPU_FAILED).is_empty(), "{name}: a GPU has failed");
-        let told = told(&records);
-        ensure!(told.len() == 1 && told[0].gpu == usable.gpu, "{name}: {told:?}");
-        ensure!(told[0].error.is_none() || name == "killed", "{name}: {told:?}");
+        let reported = reported(&records);
+        ensure!(reported.len() == 1 && reported[0].gpu == usable.gpu, "{name}: {reported:?}");
+        ensure!(reported[0].error.is_none() || name == "killed", "{name}: {reported:?}");
         let begin = named(&records, Kind::Begin, names::GPU_RESET);
         ensure!(begin[0].fields["method"] == "flr" && begin[0].fields["reason"] == "needs-reset", "{name}: {begin:?}");
         if name == "usable" {
@@ -69,7 +69,7 @@ fn stuck(context: &TestContext) -> Result<Outcome> {
     let failed = records.iter().find(|r| r.name == names::GPU_FAILED && r.fields["index"] == 1).context("GPU 1 has not failed")?;
     let error = failed.error.clone().unwrap_or_default();
     ensure!(failed.fields["reason"] == "needs-reset" && error.contains("one reset was tried in this boot already"), "{error}");
-    ensure!(told(&records).len() == 1, "{:?}", told(&records));
+    ensure!(reported(&records).len() == 1, "{:?}", reported(&records));
     Ok(Outcome::Passed)
 }
 

@@ -81,7 +81,7 @@ fn real(context: &TestContext) -> Result<Outcome> {
     let mut booted = guest.append(&append).boot(context, "guest")?;
 
     let files = spec_is_good(context, &booted, &root, &version)?;
-    failures_are_told(&booted, &version)?;
+    reports_failures(&booted, &version)?;
     // NVIDIA's own program, with the libraries of the image: it finds NVML and the driver, and no GPU that works.
     let smi = booted.agent("started", |l| l.get("program") == "/usr/bin/nvidia-smi")?.get("child-pid").to_string();
     let end = booted.agent("ended", |l| l.get("child-pid") == smi)?;
@@ -176,7 +176,7 @@ fn spec_is_good(context: &TestContext, booted: &Booted, root: &Path, version: &s
 }
 
 /// Every GPU has failed where there is no processor to start, and each says so with the driver's own line.
-fn failures_are_told(booted: &Booted, version: &str) -> Result<()> {
+fn reports_failures(booted: &Booted, version: &str) -> Result<()> {
     let step = if opens_without_waiting(version)? { "init" } else { "open" };
     ensure!(booted.settled()? == (0, 2), "{:?}", booted.settled()?);
     let records = booted.receiver.records();

@@ -231,7 +231,7 @@ fn measure(call: &mut Call, cpu: Cpu, config: &Path) -> io::Result<Stall> {
     Ok(Stall { window_ns: to - from, longest_ns: longest.unwrap_or(0), calls: calls.len() })
 }
 
-/// Calls from one CPU until told that it is over; returns the begin and end of each call, in ns.
+/// Calls from one CPU until the flag says that it is over; returns the begin and end of each call, in ns.
 fn calls_until(over: &AtomicBool, call: &mut Call, cpu: usize) -> io::Result<Vec<(u64, u64)>> {
     stay_on(cpu)?;
     // One that grew would flush the TLB of the CPU that is gone.

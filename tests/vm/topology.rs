@@ -94,13 +94,17 @@ fn each(context: &TestContext) -> Result<Outcome> {
         let reads = vpd_reads(&booted)?;
         ensure!(reads.iter().all(|reads| (*reads > 0) == reads_vpd), "{name}: reads of VPD: {reads:?}");
         let records = booted.receiver.records();
-        let told = named(&records, Kind::Event, names::TOPOLOGY);
-        ensure!(told.len() == 1, "{name}: {told:?}");
-        ensure!(fields(told[0]) == wanted, "{name}: {:?}", told[0].fields);
-        ensure!(told[0].fields["reason"].as_str().is_some_and(|told| told.contains(reason)), "{name}: {:?}", told[0].fields);
+        let reported = named(&records, Kind::Event, names::TOPOLOGY);
+        ensure!(reported.len() == 1, "{name}: {reported:?}");
+        ensure!(fields(reported[0]) == wanted, "{name}: {:?}", reported[0].fields);
+        ensure!(
+            reported[0].fields["reason"].as_str().is_some_and(|reported| reported.contains(reason)),
+            "{name}: {:?}",
+            reported[0].fields
+        );
         ensure!(named(&records, Kind::Begin, names::PCI_VPD).len() == usize::from(reads_vpd), "{name}: a step for VPD");
         if name == "blackwell" {
-            ensure!(told[0].fields["functions"] == "0001:00:18.0 0001:00:1a.0 0001:00:1b.0", "{:?}", told[0].fields);
+            ensure!(reported[0].fields["functions"] == "0001:00:18.0 0001:00:1a.0 0001:00:1b.0", "{:?}", reported[0].fields);
             ensure!(reads.len() == 4, "{reads:?}");
         }
     }
@@ -143,10 +147,10 @@ fn nvlink(context: &TestContext) -> Result<Outcome> {
         }
         let booted = guest.boot(context, name)?;
         let is = nvlink_disable(&booted)?;
-        let told = booted.event(names::TOPOLOGY)?.fields;
-        ensure!(is == value, "{name}: NvLinkDisable is {is}: {told:?}");
-        ensure!(told["nvlink_reason"].as_str().is_some_and(|told| told.contains(reason)), "{name}: {told:?}");
-        ensure!(told["nvlink"] == if value == "1" { "disabled" } else { "unchanged" }, "{name}: {told:?}");
+        let reported = booted.event(names::TOPOLOGY)?.fields;
+        ensure!(is == value, "{name}: NvLinkDisable is {is}: {reported:?}");
+        ensure!(reported["nvlink_reason"].as_str().is_some_and(|reported| reported.contains(reason)), "{name}: {reported:?}");
+        ensure!(reported["nvlink"] == if value == "1" { "disabled" } else { "unchanged" }, "{name}: {reported:?}");
     }
     Ok(Outcome::Passed)
 }
@@ -159,9 +163,9 @@ fn later(context: &TestContext) -> Result<Outcome> {
     ensure!(nvlink_disable(&booted)? == "1", "the GPU was alone");
     booted.agent("script", |l| l.get("did") == "counters")?;
     let records = booted.receiver.records();
-    let told: Vec<[String; 6]> = named(&records, Kind::Event, names::TOPOLOGY).into_iter().map(fields).collect();
+    let reported: Vec<[String; 6]> = named(&records, Kind::Event, names::TOPOLOGY).into_iter().map(fields).collect();
     let wanted = [["none", "0", "0", "0", "scan", "unchanged"], ["gpus", "1", "0", "0", "scan", "disabled"]];
-    ensure!(told == wanted, "{told:?}");
+    ensure!(reported == wanted, "{reported:?}");
     let outgrown = booted.event(names::TOPOLOGY_OUTGROWN)?;
     let error = outgrown.error.unwrap_or_default();
     ensure!(outgrown.fields["gpus"] == 2 && error.contains("loaded with NVreg_NvLinkDisable=1"), "{error}");
@@ -180,8 +184,8 @@ fn again(context: &TestContext) -> Result<Outcome> {
         let records = booted.receiver.records();
         booted.event(names::PROCESS_DIED)?;
         ensure!(is == value, "{name}: NvLinkDisable is {is}");
-        let told = named(&records, Kind::Event, names::TOPOLOGY);
-        ensure!(told.len() == 1, "{name}: {told:?}");
+        let reported = named(&records, Kind::Event, names::TOPOLOGY);
+        ensure!(reported.len() == 1, "{name}: {reported:?}");
         ensure!(named(&records, Kind::Begin, names::PCI_VPD).len() <= 1, "{name}: VPD was read again");
         ensure!(booted.settled()?.1 == 0, "{name}: {:?}", booted.settled()?);
     }

@@ -58,7 +58,7 @@ impl Shared {
         let lines = match &self.words {
             Some(words) => {
                 let since_ns = failure.since_ns.unwrap_or(since_ns);
-                words.since(gpu.address, since_ns, failure.step.is_told_without_address()).await
+                words.since(gpu.address, since_ns, failure.step.has_driver_lines_without_address()).await
             }
             None => Vec::new(),
         };

@@ -154,7 +154,7 @@ struct Unwritten {
     /// GPUs whose report waits for it.
     reported: Vec<GpuId>,
     /// The error was reported.
-    told: bool,
+    is_reported: bool,
 }
 
 impl Publication {
@@ -339,23 +339,24 @@ impl Publication {
     /// Writes the specs of other kinds; those that cannot be written stay for another try.
     fn publish_others(&mut self) {
         if !self.withheld {
-            let told = self.unwritten.told;
-            let failed =
-                std::mem::take(&mut self.others).into_iter().filter(|(mode, spec)| !publish_other(&self.directory, mode, spec, told));
+            let is_reported = self.unwritten.is_reported;
+            let failed = std::mem::take(&mut self.others)
+                .into_iter()
+                .filter(|(mode, spec)| !publish_other(&self.directory, mode, spec, is_reported));
             self.others = failed.collect();
-            self.unwritten.told = !self.others.is_empty();
+            self.unwritten.is_reported = !self.others.is_empty();
         }
     }
 }
 
 /// Writes the spec of another kind; returns whether that went well.
-fn publish_other(directory: &Path, mode: &str, spec: &Spec, told: bool) -> bool {
+fn publish_other(directory: &Path, mode: &str, spec: &Spec, is_reported: bool) -> bool {
     let file = format!("nvidia-{mode}.yaml");
     let written = Publisher::new(directory).and_then(|p| p.publish_as(&file, spec));
     let (kind, devices) = (spec.kind.as_str(), spec.devices.len() as u64);
     match &written {
         Ok(bytes) => tracing::info!(name: names::CDI_BESIDE, kind, devices, bytes = *bytes as u64),
-        Err(error) if !told => {
+        Err(error) if !is_reported => {
             let error = format!(
                 "{error}: trying again every {RETRY_AFTER:?}; containers that ask for {kind} wait meanwhile, until the agent's cdi_timeout"
             );

@@ -15,24 +15,24 @@ use nix::unistd::{Pid, setsid};
 pub fn run(handover: Handover) -> ! {
     let command_line = std::fs::read_to_string("/proc/cmdline").unwrap_or_default();
     for error in mounts::make(mounts::FOR_AGENT_AS_CHILD).into_iter().chain(mounts::make_cgroups(&command_line)) {
-        failure::tell(&format!("{error}: the agent will miss it"));
+        failure::report(&format!("{error}: the agent will miss it"));
     }
     if let Err(errno) = sys::loopback_up() {
-        failure::tell(&format!("bring lo up: {errno}: connections inside a container's own network will fail"));
+        failure::report(&format!("bring lo up: {errno}: connections inside a container's own network will fail"));
     }
     let forked = sys::fork_single_threaded(handover, |handover| {
         // A session of its own keeps signals for the agent from other processes. A fresh child is
         // no leader, so this does not fail.
         let _unused = setsid();
         let error = handover.exec_or_error(AGENT);
-        handover.tell(&error);
+        handover.report(&error);
         127
     });
     match forked {
         Ok((agent, handover)) => {
             drop(handover);
             let status = reap_until(agent);
-            end::end_all().iter().for_each(|sentence| failure::tell(sentence));
+            end::end_all().iter().for_each(|sentence| failure::report(sentence));
             failure::power_off(&format!("kata-agent has ended ({status})"))
         }
         Err((errno, _)) => failure::power_off(&format!("fork for kata-agent: {errno}")),

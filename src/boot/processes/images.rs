@@ -97,7 +97,7 @@ async fn follow(
 pub async fn end_guest(mut refusals: UnboundedReceiver<String>, heir: Option<Heir>, last_words: impl Future<Output = ()>) {
     let Some(error) = refusals.recv().await else { return };
     tracing::error!(name: names::POWER_OFF, error);
-    failure::tell(&format!("{error}: powering off"));
+    failure::report(&format!("{error}: powering off"));
     last_words.await;
     if let Some(heir) = heir {
         heir.power_off()

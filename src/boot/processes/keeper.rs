@@ -64,7 +64,7 @@ pub fn run(boot: Boot, observer: Observer) -> ! {
         holdings.serve(&socket);
         drop(socket);
         let status = status_of(child);
-        failure::tell(&format!("the worker has ended ({status}); {} GPU descriptors stay open", holdings.held.len()));
+        failure::report(&format!("the worker has ended ({status}); {} GPU descriptors stay open", holdings.held.len()));
         if ending {
             rest()
         }
@@ -115,7 +115,7 @@ fn start_worker(boot: &Boot, mut start: Start, holdings: &mut Holdings) -> (Pid,
         // Each error once: the kernel's log has better uses for its room.
         if refused.replace(failed) != Some(failed) {
             let (what, errno) = failed;
-            failure::tell(&format!("keeper: {what}: {errno}: trying again every {FORK_PAUSE:?}; the GPUs stay open meanwhile"));
+            failure::report(&format!("keeper: {what}: {errno}: trying again every {FORK_PAUSE:?}; the GPUs stay open meanwhile"));
         }
         std::thread::sleep(FORK_PAUSE); // see the constant
         holdings.retry(None);
@@ -176,7 +176,7 @@ impl Holdings {
                 let (gone, stay) = std::mem::take(&mut self.held).into_iter().partition(|held| held.gpu == gpu);
                 self.held = stay;
                 if let Err(errno) = self.give_up(gone, Some(socket)) {
-                    failure::tell(&format!("keeper: give GPU {gpu} up: {errno}: trying again every {FORK_PAUSE:?}; its removal waits"));
+                    failure::report(&format!("keeper: give GPU {gpu} up: {errno}: trying again every {FORK_PAUSE:?}; its removal waits"));
                 }
             }
             self.held.extend(descriptors.into_iter().map(|descriptor| Held { gpu: gpu.clone(), descriptor }));

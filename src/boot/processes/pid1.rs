@@ -21,10 +21,10 @@ use std::path::Path;
 /// Runs the guest from PID 1's first instruction, which was at `started_ns` (CLOCK_BOOTTIME) and
 /// `tsc`.
 pub fn run(started_ns: u64, tsc: Option<tsc::Reading>) -> ! {
-    std::panic::set_hook(Box::new(|panicked| failure::tell(&format!("a bug: {panicked}"))));
+    std::panic::set_hook(Box::new(|panicked| failure::report(&format!("a bug: {panicked}"))));
     // PID 1 must not die of a panic: a panic before the hand-over costs the GPUs, not the guest.
     let next = std::panic::catch_unwind(|| prepare(started_ns, tsc)).unwrap_or_else(|_| {
-        failure::tell("a bug in stage 0: no GPU will be brought up, the agent starts without");
+        failure::report("a bug in stage 0: no GPU will be brought up, the agent starts without");
         Next::Start(Agent::Exec, Handover::alone())
     });
     match next {
@@ -32,7 +32,7 @@ pub fn run(started_ns: u64, tsc: Option<tsc::Reading>) -> ! {
         Next::Start(Agent::Exec, handover) => handover.exec(AGENT),
         Next::Refuse(error, handover) => {
             // Report to the host as well, through the worker.
-            handover.tell(&error);
+            handover.report(&error);
             failure::power_off(&error)
         }
     }
@@ -80,10 +80,10 @@ fn prepare(started_ns: u64, tsc: Option<tsc::Reading>) -> Next {
     };
     let no_worker = |error: &str, refused: Option<String>| {
         match refused {
-            Some(_) => failure::tell(&format!("{error}: the host is not notified")),
+            Some(_) => failure::report(&format!("{error}: the host is not notified")),
             // No process would mount the driver's extension, or notice a fault in it.
             None if gpu_extension => return Next::Refuse(format!("{error}: extension gpu cannot be mounted"), Handover::alone()),
-            None => failure::tell(&format!("{error}: no GPU will be brought up, the agent starts without")),
+            None => failure::report(&format!("{error}: no GPU will be brought up, the agent starts without")),
         }
         next(Handover::alone(), refused)
     };

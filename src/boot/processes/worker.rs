@@ -66,7 +66,7 @@ pub fn run(boot: &Boot, start: Start, keeper: KeeperSocket, held: Vec<Held>) -> 
             // The panic has been reported; the keeper waits for the end of this process.
             let _unused = std::panic::catch_unwind(std::panic::AssertUnwindSafe(life));
         }
-        Err(error) => failure::tell(&format!("worker: start the runtime: {error}: no GPU will be brought up")),
+        Err(error) => failure::report(&format!("worker: start the runtime: {error}: no GPU will be brought up")),
     }
     crate::sys::leave(1)
 }

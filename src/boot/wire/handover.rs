@@ -67,7 +67,7 @@ impl Handover {
     /// reason.
     pub fn exec(self, agent: &CStr) -> ! {
         let error = self.exec_or_error(agent);
-        self.tell(&error);
+        self.report(&error);
         failure::power_off(&error)
     }
 
@@ -89,8 +89,8 @@ impl Handover {
     }
 
     /// Lets the worker report to the host, for a bounded time.
-    pub fn tell(&self, error: &str) {
-        failure::tell(error);
+    pub fn report(&self, error: &str) {
+        failure::report(error);
         self.send(format!("!{error}").as_bytes());
         if let Some(worker) = &self.worker {
             // Wait for the worker's response, its end or the deadline; the guest powers off in any

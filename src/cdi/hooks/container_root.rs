@@ -222,8 +222,8 @@ impl ContainerRoot {
     ///
     /// If the directory has just listed a regular file, open it at once without blocking and check
     /// it afterwards.
-    pub fn file_in(&self, directory: &Directory, name: &str, kind_told: Option<Type>) -> io::Result<Option<(File, FileId)>> {
-        let direct = kind_told == Some(Type::File) && !self.is_kernels(directory.fd.as_fd(), directory.id.device)?;
+    pub fn file_in(&self, directory: &Directory, name: &str, kind_given: Option<Type>) -> io::Result<Option<(File, FileId)>> {
+        let direct = kind_given == Some(Type::File) && !self.is_kernels(directory.fd.as_fd(), directory.id.device)?;
         let flags = if direct { READ } else { OFlag::O_PATH };
         let how = OpenHow::new().flags(flags | OFlag::O_NOFOLLOW | OFlag::O_CLOEXEC);
         let resolve = ResolveFlag::RESOLVE_NO_SYMLINKS | ResolveFlag::RESOLVE_BENEATH;

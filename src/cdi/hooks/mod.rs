@@ -82,11 +82,11 @@ pub fn main(words: Vec<OsString>) -> ExitCode {
     let result = words.map_err(|w| Error(format!("{w:?} is no text"))).and_then(|words| run(&words, io::stdin().lock()));
     match result {
         Ok(outcome) => {
-            outcome.notes.iter().for_each(|note| tell(note));
+            outcome.notes.iter().for_each(|note| log(note));
             ExitCode::SUCCESS
         }
         Err(error) => {
-            tell(&error.to_string());
+            log(&error.to_string());
             ExitCode::FAILURE
         }
     }
@@ -94,7 +94,7 @@ pub fn main(words: Vec<OsString>) -> ExitCode {
 
 /// Prints a line on standard error, and in our guest also in the kernel log: the agent does not
 /// pass on the output of such hooks.
-fn tell(line: &str) {
+fn log(line: &str) {
     let line: String = line.chars().map(|c| if c.is_control() { ' ' } else { c }).take(1000).collect();
     eprintln!("{NAME}: {line}");
     if Path::new(GUEST).is_dir() {

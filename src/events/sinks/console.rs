@@ -10,7 +10,7 @@
 //! again. The thread therefore stops at a [`Gate`] before each line. Invariants of the gate:
 //! nothing is lost by it (lines wait in the ring, which counts dropped ones), the order stays, no
 //! line waits longer than [`LONGEST_HOLD`] if a holder forgets the release, and no other writer of
-//! the console uses it ([`failure::tell`](crate::failure::tell), the kernel, the agent). A line
+//! the console uses it ([`failure::report`](crate::failure::report), the kernel, the agent). A line
 //! that is being written when the gate closes is written to its end.
 
 use crate::clock::{boottime_ns, realtime_ns};

@@ -120,8 +120,8 @@ fn gains(found: &CriticalPath) -> Grid {
         row(gain, if gain.count > 1 { format!("all {} {}", gain.count, gain.step) } else { gain.step.clone() });
     }
     // A kind with one step was printed already.
-    let told = |gain: &&Gain| !found.without_kind.iter().any(|k| k.count == 1 && k.step == gain.step);
-    for gain in found.without_step.iter().filter(told) {
+    let is_alone = |gain: &&Gain| !found.without_kind.iter().any(|k| k.count == 1 && k.step == gain.step);
+    for gain in found.without_step.iter().filter(is_alone) {
         row(gain, gain.gpu.map_or(gain.step.clone(), |gpu| format!("{} of GPU {gpu} alone", gain.step)));
     }
     grid

@@ -88,20 +88,20 @@ pub fn run(args: &Args) -> Result<()> {
         report.output = Some(path.display().to_string());
     }
     let screen = Screen::of_stdout();
-    let told = match args.json {
+    let report = match args.json {
         true => serde_json::to_string_pretty(&report).context("write the report as JSON")? + "\n",
         false => import_report::lines(&report, &screen).join("\n") + "\n",
     };
     if to_stdout {
-        eprint!("{told}");
+        eprint!("{report}");
         return print(&text);
     }
     if path.is_some() || args.json {
-        return print(&told);
+        return print(&report);
     }
     let file = BootFile::read(text.as_bytes()).context("read what was made")?;
     let boot = Boot::new(&file, &[]);
-    print(&format!("{told}\n{}", page(&file, &[], &boot, args.verbose, screen)?))
+    print(&format!("{report}\n{}", page(&file, &[], &boot, args.verbose, screen)?))
 }
 
 fn open(path: &Path, format: Option<Format>) -> Result<Source> {

@@ -60,21 +60,21 @@ impl Bucket {
 #[derive(Clone, Copy, Debug)]
 pub struct Lines {
     bucket: Bucket,
-    not_told: u64,
+    suppressed: u64,
 }
 
 impl Lines {
     pub fn new(at_once: u64, rate_per_s: f64, now: Instant) -> Self {
-        Self { bucket: Bucket::new(at_once, rate_per_s, now), not_told: 0 }
+        Self { bucket: Bucket::new(at_once, rate_per_s, now), suppressed: 0 }
     }
 
     /// The line to print now, with the number of suppressed lines before it; None if suppressed.
-    pub fn told(&mut self, text: &str, now: Instant) -> Option<String> {
+    pub fn to_log(&mut self, text: &str, now: Instant) -> Option<String> {
         if !self.bucket.take_one(now) {
-            self.not_told += 1;
+            self.suppressed += 1;
             return None;
         }
-        Some(match std::mem::take(&mut self.not_told) {
+        Some(match std::mem::take(&mut self.suppressed) {
             0 => text.to_string(),
             more => format!("{text} ({more} more line(s) before it were not shown)"),
         })
@@ -82,7 +82,7 @@ impl Lines {
 
     /// True if no limit is used up and no suppressed line is left to report.
     pub fn is_blank(&mut self, now: Instant) -> bool {
-        self.not_told == 0 && self.bucket.is_full(now)
+        self.suppressed == 0 && self.bucket.is_full(now)
     }
 }
 
@@ -107,11 +107,11 @@ mod tests {
     fn lines_are_limited_and_the_rest_is_counted() {
         let start = Instant::now();
         let mut lines = Lines::new(2, 1.0, start);
-        let told: Vec<String> = (0..5).filter_map(|n| lines.told(&format!("line {n}"), start)).collect();
-        assert_eq!(told, ["line 0", "line 1"]);
-        assert!(!lines.is_blank(start + Duration::from_secs(10)), "three are still to be told of");
+        let logged: Vec<String> = (0..5).filter_map(|n| lines.to_log(&format!("line {n}"), start)).collect();
+        assert_eq!(logged, ["line 0", "line 1"]);
+        assert!(!lines.is_blank(start + Duration::from_secs(10)), "three are still to be counted");
         assert_eq!(
-            lines.told("line 5", start + Duration::from_secs(1)).as_deref(),
+            lines.to_log("line 5", start + Duration::from_secs(1)).as_deref(),
             Some("line 5 (3 more line(s) before it were not shown)")
         );
         assert!(lines.is_blank(start + Duration::from_secs(10)));

@@ -12,7 +12,7 @@ use super::collector_counters::Stats;
 use super::ends::Ends;
 use super::keep::Keep;
 use super::limits::Limits;
-use super::store::{Place, Store, Tell};
+use super::store::{Log, Place, Store};
 use super::writer::{Writer, keep_up};
 use anyhow::{Context, Result, anyhow};
 use std::sync::{Arc, mpsc};
@@ -28,8 +28,8 @@ pub struct Disk {
 
 impl Disk {
     /// Starts the threads. `on_thread` is run first on each of them.
-    pub fn start(place: Place, limits: Limits, keep: Keep, stats: Arc<Stats>, tell: Tell, on_thread: fn()) -> Result<Self> {
-        Self::start_with(place, limits, keep, stats, tell, on_thread, None)
+    pub fn start(place: Place, limits: Limits, keep: Keep, stats: Arc<Stats>, log: Log, on_thread: fn()) -> Result<Self> {
+        Self::start_with(place, limits, keep, stats, log, on_thread, None)
     }
 
     /// Like [`Disk::start`], and notes in `ends` which boots are over.
@@ -38,14 +38,14 @@ impl Disk {
         limits: Limits,
         keep: Keep,
         stats: Arc<Stats>,
-        tell: Tell,
+        log: Log,
         on_thread: fn(),
         ends: Option<Ends>,
     ) -> Result<Self> {
         let (jobs, queue) = mpsc::channel();
         let store = Arc::new(Store::new(place, limits, keep, stats, ends, jobs));
         let (stop_keeper, stopped) = mpsc::channel();
-        let (for_writer, for_keeper) = ((store.clone(), tell.clone()), (store.clone(), tell));
+        let (for_writer, for_keeper) = ((store.clone(), log.clone()), (store.clone(), log));
         let writer = thread("boots-write", move || {
             on_thread();
             Writer::new(for_writer.0, for_writer.1).run(&queue);
@@ -158,10 +158,10 @@ mod tests {
         for with_directory in [false, true] {
             let dir = TempDir::new();
             let place = dir.path().join("boots");
-            let told: Arc<Mutex<Vec<String>>> = Arc::default();
-            let sink = told.clone();
-            let tell: Tell = Arc::new(move |text| sink.lock().unwrap().push(text));
-            let disk = Disk::start(Place::take(&place).unwrap(), Limits::default(), Keep::default(), Arc::default(), tell, || ()).unwrap();
+            let logged: Arc<Mutex<Vec<String>>> = Arc::default();
+            let sink = logged.clone();
+            let log: Log = Arc::new(move |text| sink.lock().unwrap().push(text));
+            let disk = Disk::start(Place::take(&place).unwrap(), Limits::default(), Keep::default(), Arc::default(), log, || ()).unwrap();
             let path = place.join(format!("{BOOT}.ndjson"));
             let mut attached = attach(&disk, BOOT, "cid 5").await.unwrap();
             append(&attached, 0);
@@ -184,7 +184,7 @@ mod tests {
             let file = BootFile::read(File::open(&path).unwrap()).unwrap();
             assert_eq!((file.records.len(), file.header.is_some(), file.damaged), (4, true, 0));
             assert_eq!(stats.counts().files_lost, 1);
-            assert!(told.lock().unwrap().iter().any(|t| t.contains("was removed while its boot was received")), "{told:?}");
+            assert!(logged.lock().unwrap().iter().any(|t| t.contains("was removed while its boot was received")), "{logged:?}");
         }
     }
 

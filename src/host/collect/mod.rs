@@ -53,7 +53,7 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 use stop::stopped;
-use store::{Place, Tell};
+use store::{Log, Place};
 use tokio::sync::{mpsc, watch};
 use tokio::task::JoinSet;
 use vm_dirs::{Change, Pattern, Watcher};
@@ -64,7 +64,7 @@ use vmm::Vmm;
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 /// Lines about this machine's own problems (a file that cannot be removed, a socket that fails): at
 /// once, and a second.
-const TOLD_AT_ONCE: u64 = 100;
+const LOGGED_AT_ONCE: u64 = 100;
 const TOLD_PER_S: f64 = 0.1;
 /// Most news that wait for the watcher.
 pub const NEWS_QUEUE: usize = 4096;
@@ -180,10 +180,10 @@ impl Collector {
         // From here on there is more than one thread.
         let on_thread = if config.drop_privileges { privileges::drop_in_thread } else { || () };
         let stats: Arc<Stats> = Arc::default();
-        let tell = own_lines(news.clone(), stats.clone());
+        let log = own_lines(news.clone(), stats.clone());
         let reports = config.otlp.is_some() || metrics.is_some();
         let ends = reports.then(|| Ends::new(Duration::from_secs(config.limits.goodbye)));
-        let disk = Disk::start_with(place, config.limits, config.keep, stats.clone(), tell.clone(), on_thread, ends)?;
+        let disk = Disk::start_with(place, config.limits, config.keep, stats.clone(), log.clone(), on_thread, ends)?;
         let peers = Peers::new(config.limits);
         let fleet = reports
             .then(|| {
@@ -192,13 +192,13 @@ impl Collector {
                     peers: peers.clone(),
                     stats: stats.clone(),
                     limits: config.limits,
-                    tell: tell.clone(),
+                    log: log.clone(),
                 };
                 Fleet::start(from, config.otlp.clone(), metrics.map(|(listener, _)| listener), on_thread)
             })
             .transpose()?;
         let (store, limits, watched) = (disk.store.clone(), config.limits, config.watched);
-        let shared = Arc::new(Shared { store, peers, news, stats, limits, watched, tell_own: tell });
+        let shared = Arc::new(Shared { store, peers, news, stats, limits, watched, log_own: log });
         let streams = Streams::start(shared.clone(), on_thread)?;
         Ok(Self { config, listeners, watcher, check, disk, streams, shared, fleet, notes })
     }
@@ -233,11 +233,11 @@ impl Collector {
 }
 
 /// Logs lines about problems that no peer causes, at a limited rate.
-fn own_lines(news: mpsc::Sender<News>, stats: Arc<Stats>) -> Tell {
-    let lines = Mutex::new(Lines::new(TOLD_AT_ONCE, TOLD_PER_S, Instant::now()));
+fn own_lines(news: mpsc::Sender<News>, stats: Arc<Stats>) -> Log {
+    let lines = Mutex::new(Lines::new(LOGGED_AT_ONCE, TOLD_PER_S, Instant::now()));
     Arc::new(move |text| {
-        let told = lines.lock().unwrap_or_else(PoisonError::into_inner).told(&text, Instant::now());
-        if let Some(text) = told
+        let logged = lines.lock().unwrap_or_else(PoisonError::into_inner).to_log(&text, Instant::now());
+        if let Some(text) = logged
             && news.try_send(News::Problem { text }).is_err()
         {
             add(&stats.unseen, 1);
@@ -279,7 +279,7 @@ async fn accept_all(listener: Listener, shared: Arc<Shared>, streams: Streams, m
             // Hang up before the stranger takes a guest's slot or line quota.
             Err(stranger) => {
                 add(&shared.stats.strangers, 1);
-                return shared.tell(&stranger.peer(), &stranger.to_string());
+                return shared.log(&stranger.peer(), &stranger.to_string());
             }
         };
         match shared.peers.connect(&peer, Instant::now()) {
@@ -289,7 +289,7 @@ async fn accept_all(listener: Listener, shared: Arc<Shared>, streams: Streams, m
             }
             Err(refused) => {
                 add(&shared.stats.refused, 1);
-                shared.tell(&peer, &format!("{peer}: {refused}"));
+                shared.log(&peer, &format!("{peer}: {refused}"));
             }
         }
     };
@@ -299,7 +299,7 @@ async fn accept_all(listener: Listener, shared: Arc<Shared>, streams: Streams, m
             accepted = listener.accept() => match accepted {
                 Ok(arrival) => take(arrival),
                 Err(e) => {
-                    (shared.tell_own)(format!("accept on {}: {e}", listener.place()));
+                    (shared.log_own)(format!("accept on {}: {e}", listener.place()));
                     tokio::time::sleep(ACCEPT_PAUSE).await;
                 }
             }
@@ -324,7 +324,7 @@ async fn watch_vms(mut watcher: Watcher, config: Config, shared: Arc<Shared>, st
     loop {
         let (changes, troubles) = watcher.take();
         for text in troubles {
-            (vms.shared.tell_own)(text);
+            (vms.shared.log_own)(text);
         }
         let mut claims = qemu::Claims::default();
         for change in changes {
@@ -334,7 +334,7 @@ async fn watch_vms(mut watcher: Watcher, config: Config, shared: Arc<Shared>, st
             () = stopped(&mut stop) => break,
             Some(_) = listening.join_next() => {}
             changed = watcher.changed() => if let Err(e) = changed {
-                (vms.shared.tell_own)(format!("{e:#}: new VMs are not seen any more"));
+                (vms.shared.log_own)(format!("{e:#}: new VMs are not seen any more"));
                 stopped(&mut stop).await;
                 break;
             },
@@ -398,7 +398,7 @@ impl Vms {
         let vmm = match Vmm::find(&self.config.vms[pattern], &path) {
             Ok(Some(vmm)) => Arc::new(vmm),
             Ok(None) => return,
-            Err(e) => return self.shared.tell(&peer, &problem(format!("{e:#}: this VM is ignored"))),
+            Err(e) => return self.shared.log(&peer, &problem(format!("{e:#}: this VM is ignored"))),
         };
         match self.open.get(&path) {
             Some(known) if known.vmm.is(&vmm) => return,
@@ -408,11 +408,11 @@ impl Vms {
         }
         if self.open.len() as u64 >= self.config.limits.vms {
             let text = format!("there are {} already (limit vms): this VM is ignored", self.open.len());
-            return self.shared.tell(&peer, &problem(text));
+            return self.shared.log(&peer, &problem(text));
         }
         let listener = match Listener::of_vmm(&vmm, self.config.port) {
             Ok(listener) => listener,
-            Err(e) => return self.shared.tell(&peer, &problem(format!("{e:#}"))),
+            Err(e) => return self.shared.log(&peer, &problem(format!("{e:#}"))),
         };
         let sandbox = sandbox_pod::look_up(id, &self.config.bundles);
         self.shared.peers.name(&peer, Some(sandbox), Instant::now());

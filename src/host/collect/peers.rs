@@ -13,7 +13,7 @@ use tokio::sync::watch;
 
 /// Lines about one peer that are printed at once, and seconds until the next: a guest must not fill
 /// the host's log.
-const TOLD_AT_ONCE: u64 = 10;
+const LOGGED_AT_ONCE: u64 = 10;
 const TOLD_EVERY_S: f64 = 60.0;
 /// Number of peers from which on blank peers are removed.
 const SWEEP_FROM: usize = 1024;
@@ -49,7 +49,7 @@ impl State {
             connects: Bucket::new(limits.connects, limits.connects as f64 / 60.0, now),
             boots: Bucket::new(limits.boots, limits.boots as f64 / 3600.0, now),
             bytes: Bucket::new(limits.burst, limits.rate as f64, now),
-            lines: Lines::new(TOLD_AT_ONCE, 1.0 / TOLD_EVERY_S, now),
+            lines: Lines::new(LOGGED_AT_ONCE, 1.0 / TOLD_EVERY_S, now),
             sandbox: watch::Sender::new(None),
         }
     }
@@ -126,8 +126,8 @@ impl Peers {
     }
 
     /// The line about this peer to print now; None if there were too many.
-    pub fn told(&self, peer: &Peer, text: &str, now: Instant) -> Option<String> {
-        self.with(peer, now, |state| state.lines.told(text, now))
+    pub fn to_log(&self, peer: &Peer, text: &str, now: Instant) -> Option<String> {
+        self.with(peer, now, |state| state.lines.to_log(text, now))
     }
 
     /// Sets Kata's names of this VM; None when the VM is gone.
@@ -218,10 +218,10 @@ mod tests {
         let peers = Peers::new(limits());
         let now = Instant::now();
         let peer = Peer::Cid(5);
-        let told: Vec<_> = (0..TOLD_AT_ONCE + 5).filter_map(|_| peers.told(&peer, "x", now)).collect();
-        assert_eq!(told.len() as u64, TOLD_AT_ONCE);
-        assert!(peers.told(&Peer::Cid(6), "x", now).is_some(), "of others, too");
-        let next = peers.told(&peer, "x", now + Duration::from_secs(61));
+        let logged: Vec<_> = (0..LOGGED_AT_ONCE + 5).filter_map(|_| peers.to_log(&peer, "x", now)).collect();
+        assert_eq!(logged.len() as u64, LOGGED_AT_ONCE);
+        assert!(peers.to_log(&Peer::Cid(6), "x", now).is_some(), "of others, too");
+        let next = peers.to_log(&peer, "x", now + Duration::from_secs(61));
         assert!(next.as_ref().is_some_and(|text| text.contains("5 more")), "{next:?}");
     }
 

@@ -8,7 +8,7 @@
 
 use super::boot_log::open;
 use super::keep::Keep;
-use super::store::{Store, Tell, lock};
+use super::store::{Log, Store, lock};
 use crate::events::record::{MAX_LINE, is_boot_id};
 use crate::host::data::boot_file::{EXTENSION, FileLine, HostEvent, for_each_line};
 use anyhow::{Context, Result, bail};
@@ -113,25 +113,25 @@ pub struct Retention {
     /// Owner of a boot by its id; read once of a file.
     owners: HashMap<String, Option<Arc<str>>>,
     /// The line about boots over the limit, all in flight, was printed.
-    told: bool,
+    logged: bool,
 }
 
 impl Retention {
     pub fn new(keep: Keep) -> Self {
-        Self { keep, steady: Steady::default(), owners: HashMap::new(), told: false }
+        Self { keep, steady: Steady::default(), owners: HashMap::new(), logged: false }
     }
 
     /// Removes boots that are too old or too many.
-    pub fn apply(&mut self, store: &Store, tell: &Tell, now: Now) {
+    pub fn apply(&mut self, store: &Store, log: &Log, now: Now) {
         if self.keep == Keep::default() {
             return;
         }
         if let Some(set) = self.steady.look(now) {
-            tell(set);
+            log(set);
         }
         let all = match candidates(store) {
             Ok(all) => all,
-            Err(e) => return tell(format!("look for old boots: {e:#}")),
+            Err(e) => return log(format!("look for old boots: {e:#}")),
         };
         let mut left: u64 = all.iter().map(|c| c.bytes).sum();
         let go = |candidate: &Candidate, left: &mut u64| match store.remove(&candidate.boot_id, &candidate.path) {
@@ -142,7 +142,7 @@ impl Retention {
             // The boot is in flight.
             Ok(false) => false,
             Err(e) => {
-                tell(format!("remove {}: {e}", candidate.path.display()));
+                log(format!("remove {}: {e}", candidate.path.display()));
                 false
             }
         };
@@ -169,13 +169,13 @@ impl Retention {
                 go(candidate, &mut left);
             }
         }
-        if left > most && !self.told {
-            tell(format!(
+        if left > most && !self.logged {
+            log(format!(
                 "boots take {left} bytes in {}, more than --keep-size, and all that are left are in flight",
                 store.dir().display()
             ));
         }
-        self.told = left > most;
+        self.logged = left > most;
         *lock(&store.kept_bytes) = Some(left);
     }
 
@@ -270,14 +270,14 @@ mod tests {
     }
 
     fn apply(dir: &TempDir, keep: Keep) -> Vec<String> {
-        let told: Arc<Mutex<Vec<String>>> = Arc::default();
-        let sink = told.clone();
-        let tell: Tell = Arc::new(move |text| sink.lock().unwrap().push(text));
+        let logged: Arc<Mutex<Vec<String>>> = Arc::default();
+        let sink = logged.clone();
+        let log: Log = Arc::new(move |text| sink.lock().unwrap().push(text));
         let disk =
-            Disk::start(Place::take(dir.path()).unwrap(), Limits::default(), Keep::default(), Arc::default(), tell.clone(), || ()).unwrap();
-        Retention::new(keep).apply(&disk.store, &tell, now());
+            Disk::start(Place::take(dir.path()).unwrap(), Limits::default(), Keep::default(), Arc::default(), log.clone(), || ()).unwrap();
+        Retention::new(keep).apply(&disk.store, &log, now());
         disk.close().unwrap();
-        told.lock().unwrap().clone()
+        logged.lock().unwrap().clone()
     }
 
     /// Both clocks, long after the machine's start.
@@ -297,9 +297,9 @@ mod tests {
             (Keep { age: Keep::days(1), bytes: Some(1) }, vec![4]),
         ] {
             files(&dir, &hours);
-            let told = apply(&dir, keep);
+            let logged = apply(&dir, keep);
             assert_eq!(left(&dir), want, "{keep:?}");
-            assert_eq!(told.iter().any(|t| t.contains("in flight")), keep.bytes == Some(1), "{told:?}");
+            assert_eq!(logged.iter().any(|t| t.contains("in flight")), keep.bytes == Some(1), "{logged:?}");
         }
     }
 
@@ -331,17 +331,17 @@ mod tests {
 
     #[test]
     fn bytes_of_boots_are_known_after_the_first_look() {
-        let (dir, tell): (_, Tell) = (TempDir::new(), Arc::new(|_| ()));
+        let (dir, log): (_, Log) = (TempDir::new(), Arc::new(|_| ()));
         files(&dir, &[100, 50, 0]);
         let place = Place::take(dir.path()).unwrap();
-        let disk = Disk::start(place, Limits::default(), Keep::default(), Arc::default(), tell.clone(), || ()).unwrap();
+        let disk = Disk::start(place, Limits::default(), Keep::default(), Arc::default(), log.clone(), || ()).unwrap();
         assert_eq!(*lock(&disk.store.kept_bytes), None);
         for (keep, left) in [
             (Keep { age: Keep::days(3), bytes: None }, 2000),
             (Keep { age: None, bytes: Some(1999) }, 1000),
             (Keep { age: None, bytes: Some(1) }, 1000),
         ] {
-            Retention::new(keep).apply(&disk.store, &tell, now());
+            Retention::new(keep).apply(&disk.store, &log, now());
             assert_eq!(*lock(&disk.store.kept_bytes), Some(left), "{keep:?}");
         }
         disk.close().unwrap();
@@ -351,15 +351,15 @@ mod tests {
     fn a_clock_that_is_set_makes_no_boot_old() {
         let dir = TempDir::new();
         files(&dir, &[1]);
-        let told: Arc<Mutex<Vec<String>>> = Arc::default();
-        let sink = told.clone();
-        let tell: Tell = Arc::new(move |text| sink.lock().unwrap().push(text));
+        let logged: Arc<Mutex<Vec<String>>> = Arc::default();
+        let sink = logged.clone();
+        let log: Log = Arc::new(move |text| sink.lock().unwrap().push(text));
         let disk =
-            Disk::start(Place::take(dir.path()).unwrap(), Limits::default(), Keep::default(), Arc::default(), tell.clone(), || ()).unwrap();
+            Disk::start(Place::take(dir.path()).unwrap(), Limits::default(), Keep::default(), Arc::default(), log.clone(), || ()).unwrap();
         let mut retention = Retention::new(Keep { age: Keep::days(30), bytes: None });
         let start = now();
         let mut at = |real: Duration, boot: Duration| {
-            retention.apply(&disk.store, &tell, Now { real: start.real + real, boot: start.boot + boot });
+            retention.apply(&disk.store, &log, Now { real: start.real + real, boot: start.boot + boot });
             left(&dir)
         };
         assert_eq!(at(Duration::ZERO, Duration::ZERO), [0]);
@@ -368,7 +368,7 @@ mod tests {
         assert_eq!(at(365 * DAY, minute), [0]);
         assert_eq!(at(365 * DAY + 23 * 60 * minute, 23 * 60 * minute), [0]);
         assert_eq!(at(24 * 60 * minute, 24 * 60 * minute), [0]);
-        assert_eq!(told.lock().unwrap().iter().filter(|t| t.contains("clock was set by 315")).count(), 2, "{told:?}");
+        assert_eq!(logged.lock().unwrap().iter().filter(|t| t.contains("clock was set by 315")).count(), 2, "{logged:?}");
         // Time that passes makes it old.
         assert_eq!(at(29 * DAY, 29 * DAY), [0]);
         assert_eq!(at(31 * DAY, 31 * DAY), [0; 0]);
@@ -379,12 +379,12 @@ mod tests {
     fn shortly_after_the_machines_start_no_boot_is_old() {
         let dir = TempDir::new();
         files(&dir, &[1000]);
-        let tell: Tell = Arc::new(|_| ());
+        let log: Log = Arc::new(|_| ());
         let disk =
-            Disk::start(Place::take(dir.path()).unwrap(), Limits::default(), Keep::default(), Arc::default(), tell.clone(), || ()).unwrap();
+            Disk::start(Place::take(dir.path()).unwrap(), Limits::default(), Keep::default(), Arc::default(), log.clone(), || ()).unwrap();
         let mut retention = Retention::new(Keep { age: Keep::days(30), bytes: None });
         let mut at = |boot: Duration| {
-            retention.apply(&disk.store, &tell, Now { real: SystemTime::now() + boot, boot });
+            retention.apply(&disk.store, &log, Now { real: SystemTime::now() + boot, boot });
             left(&dir)
         };
         assert_eq!(at(Duration::from_secs(60)), [0]);
@@ -409,9 +409,9 @@ mod tests {
     #[tokio::test]
     async fn a_connected_boot_stays_however_long_it_is_silent() {
         let dir = TempDir::new();
-        let tell: Tell = Arc::new(|_| ());
+        let log: Log = Arc::new(|_| ());
         let disk =
-            Disk::start(Place::take(dir.path()).unwrap(), Limits::default(), Keep::default(), Arc::default(), tell.clone(), || ()).unwrap();
+            Disk::start(Place::take(dir.path()).unwrap(), Limits::default(), Keep::default(), Arc::default(), log.clone(), || ()).unwrap();
         let header = Header { boot_id: id(0), version: String::new(), kernel: String::new(), first_seq: 0 };
         let attached = disk.store.attach(&header, header_line(&header).trim_end().as_bytes(), "cid 3", || true).await.unwrap();
         let path = dir.path().join(format!("{}.ndjson", id(0)));
@@ -422,7 +422,7 @@ mod tests {
         }
         File::options().write(true).open(&path).unwrap().set_modified(SystemTime::UNIX_EPOCH).unwrap();
         let keep = Keep { age: Keep::days(1), bytes: Some(1) };
-        Retention::new(keep).apply(&disk.store, &tell, now());
+        Retention::new(keep).apply(&disk.store, &log, now());
         assert_eq!(left(&dir), [0]);
         drop(attached);
         disk.close().unwrap();

@@ -11,7 +11,7 @@ use super::limits::Limits;
 use super::listen::Peer;
 use super::peers::{Peers, Slot};
 use super::stop::stopped;
-use super::store::{Store, Tell};
+use super::store::{Log, Store};
 use crate::host::data::text::printable;
 use crate::host::system::async_fd::watch as watch_fd;
 use anyhow::{Context, Result};
@@ -46,7 +46,7 @@ pub struct Shared {
     pub limits: Limits,
     pub watched: bool,
     /// Logs problems that no peer causes.
-    pub tell_own: Tell,
+    pub log_own: Log,
 }
 
 impl Shared {
@@ -58,15 +58,15 @@ impl Shared {
     }
 
     /// Logs a peer's problem, at a rate that does not fill the host's log.
-    pub fn tell(&self, peer: &Peer, text: &str) {
-        if let Some(text) = self.peers.told(peer, text, Instant::now()) {
+    pub fn log(&self, peer: &Peer, text: &str) {
+        if let Some(text) = self.peers.to_log(peer, text, Instant::now()) {
             self.tell_news(News::Problem { text });
         }
     }
 
     /// Logs a peer's normal action, within the same limit as problems.
     fn tell_of(&self, peer: &Peer, text: &str) {
-        if let Some(text) = self.peers.told(peer, text, Instant::now()) {
+        if let Some(text) = self.peers.to_log(peer, text, Instant::now()) {
             self.tell_news(News::Line { text });
         }
     }
@@ -182,7 +182,7 @@ async fn serve(guest: Guest, shared: Arc<Shared>, onward: Option<mpsc::Unbounded
     let Guest { socket, mut slot, connection } = guest;
     let socket = match watch_fd(socket) {
         Ok(socket) => socket,
-        Err(e) => return shared.tell(&slot.peer, &format!("{}: watch the connection: {e}", slot.peer)),
+        Err(e) => return shared.log(&slot.peer, &format!("{}: watch the connection: {e}", slot.peer)),
     };
     let mut connection = connection
         .unwrap_or_else(|| Connection::new(slot.peer.to_string(), shared.limits, shared.watched, shared.stats.clone(), HostNow::read()));
@@ -202,7 +202,7 @@ async fn serve(guest: Guest, shared: Arc<Shared>, onward: Option<mpsc::Unbounded
         shared.tell_of(&slot.peer, &format!("boot {boot} disconnected"));
     }
     for error in [result.err(), ended.err()].into_iter().flatten() {
-        shared.tell(&slot.peer, &format!("{error:#}"));
+        shared.log(&slot.peer, &format!("{error:#}"));
     }
 }
 

@@ -115,7 +115,7 @@ impl Place {
 }
 
 /// Logs a line for people.
-pub type Tell = Arc<dyn Fn(String) + Send + Sync>;
+pub type Log = Arc<dyn Fn(String) + Send + Sync>;
 
 /// Keeps its boot in flight while it exists.
 #[derive(Debug)]

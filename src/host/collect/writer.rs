@@ -4,7 +4,7 @@
 use super::boot_log;
 use super::collector_counters::add;
 use super::retention::{Now, Retention};
-use super::store::{DIR_MODE, Entry, Job, REMEMBERED, Store, Tell, lock};
+use super::store::{DIR_MODE, Entry, Job, Log, REMEMBERED, Store, lock};
 use std::fs::{DirBuilder, File, Metadata, OpenOptions};
 use std::io::{self, Write};
 use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt};
@@ -19,7 +19,7 @@ pub const SYNC_INTERVAL: Duration = Duration::from_secs(5);
 /// room.
 const RETRY: Duration = Duration::from_secs(1);
 /// Interval of the line that a file still cannot be written.
-const TELL_AGAIN: Duration = Duration::from_secs(60);
+const LOG_AGAIN: Duration = Duration::from_secs(60);
 /// Pause between two looks for files that are too old or too many.
 const RETENTION_INTERVAL: Duration = Duration::from_secs(60);
 /// Readers of the boots: the collector's user and its group.
@@ -28,19 +28,19 @@ const FILE_MODE: u32 = 0o640;
 /// The thread that writes.
 pub(super) struct Writer {
     store: Arc<Store>,
-    tell: Tell,
+    log: Log,
     failed: Vec<Arc<Entry>>,
     /// Time of the last line about a write that failed.
-    told: Option<Instant>,
+    logged: Option<Instant>,
     /// Records that were dropped since the trouble began.
     dropped: u64,
     /// Time of the last line about a removed file.
-    told_lost: Option<Instant>,
+    logged_lost: Option<Instant>,
 }
 
 impl Writer {
-    pub(super) fn new(store: Arc<Store>, tell: Tell) -> Self {
-        Self { store, tell, failed: Vec::new(), told: None, dropped: 0, told_lost: None }
+    pub(super) fn new(store: Arc<Store>, log: Log) -> Self {
+        Self { store, log, failed: Vec::new(), logged: None, dropped: 0, logged_lost: None }
     }
 
     /// Runs until the stop, and until all waiting bytes are written.
@@ -73,7 +73,7 @@ impl Writer {
         self.retry();
         let left: usize = self.failed.iter().filter_map(|entry| entry.log().map(|mut log| log.abandon())).sum();
         if left > 0 {
-            (self.tell)(format!(
+            (self.log)(format!(
                 "{left} bytes of {} boot(s) could not be written and are lost here; guests that live send them again",
                 self.failed.len()
             ));
@@ -89,7 +89,7 @@ impl Writer {
             && let Some(at) = self.failed.iter().position(|entry| entry.users.load(Ordering::Relaxed) == 0)
             && let Some(bytes) = self.failed.remove(at).log().map(|mut log| log.abandon())
         {
-            (self.tell)(format!("{bytes} bytes of a boot could not be written for too long and are lost"));
+            (self.log)(format!("{bytes} bytes of a boot could not be written for too long and are lost"));
         }
     }
 
@@ -133,9 +133,9 @@ impl Writer {
                     *file = None;
                 }
                 drop(file);
-                if self.told.is_some() && self.store.waiting.failing.load(Ordering::Relaxed) == 0 {
-                    self.told = None;
-                    (self.tell)(format!(
+                if self.logged.is_some() && self.store.waiting.failing.load(Ordering::Relaxed) == 0 {
+                    self.logged = None;
+                    (self.log)(format!(
                         "boots are written again; {} record(s) were dropped, their guests are asked to send them again",
                         self.dropped
                     ));
@@ -150,10 +150,10 @@ impl Writer {
                 if !self.failed.iter().any(|failed| Arc::ptr_eq(failed, &entry)) {
                     self.failed.push(entry.clone());
                 }
-                if self.told.is_none_or(|told| told.elapsed() >= TELL_AGAIN) {
-                    self.told = Some(Instant::now());
+                if self.logged.is_none_or(|logged| logged.elapsed() >= LOG_AGAIN) {
+                    self.logged = Some(Instant::now());
                     let dropped = self.store.stats.counts().dropped;
-                    (self.tell)(format!(
+                    (self.log)(format!(
                         "write {}: {e}: make room or see to the directory; receiving goes on, {dropped} record(s) were dropped so far",
                         entry.path.display()
                     ));
@@ -172,9 +172,9 @@ impl Writer {
         }
         entry.again.send_modify(|times| *times += 1);
         add(&self.store.stats.files_lost, 1);
-        if self.told_lost.is_none_or(|told| told.elapsed() >= TELL_AGAIN) {
-            self.told_lost = Some(Instant::now());
-            (self.tell)(format!(
+        if self.logged_lost.is_none_or(|logged| logged.elapsed() >= LOG_AGAIN) {
+            self.logged_lost = Some(Instant::now());
+            (self.log)(format!(
                 "{} was removed while its boot was received: its guest is asked to send everything again ({} such file(s) so far)",
                 entry.path.display(),
                 self.store.stats.counts().files_lost
@@ -236,14 +236,14 @@ fn write_all(mut file: &File, bytes: &[u8]) -> (usize, io::Result<()>) {
 }
 
 /// Makes files durable and removes old ones, until the stop.
-pub(super) fn keep_up(store: &Store, tell: &Tell, stopped: &mpsc::Receiver<()>) {
+pub(super) fn keep_up(store: &Store, log: &Log, stopped: &mpsc::Receiver<()>) {
     let mut retention = Retention::new(store.keep);
     let mut look_at = Instant::now();
     loop {
         if Instant::now() >= look_at {
             match Now::read() {
-                Ok(now) => retention.apply(store, tell, now),
-                Err(e) => tell(format!("look for old boots: {e:#}")),
+                Ok(now) => retention.apply(store, log, now),
+                Err(e) => log(format!("look for old boots: {e:#}")),
             }
             look_at = Instant::now() + RETENTION_INTERVAL;
         }
@@ -254,7 +254,7 @@ pub(super) fn keep_up(store: &Store, tell: &Tell, stopped: &mpsc::Receiver<()>) 
             entry.unsynced.store(false, Ordering::Release);
             match file.sync_data() {
                 Ok(()) => add(&store.stats.synced, 1),
-                Err(e) => tell(format!(
+                Err(e) => log(format!(
                     "fdatasync of {}: {e}: what was written last may not survive a crash of this machine",
                     entry.path.display()
                 )),

@@ -265,7 +265,7 @@ fn each_directory_is_read_once() {
     let root = Root::new("once", REFERENCE);
     let directories = ["/usr/lib/x86_64-linux-gnu", "/usr/lib64", "/usr/lib", "/usr/lib/firmware/nvidia/550.163.01"].map(|d| root.at(d));
     // How often each was opened to be read. Closing is watched, too, because equal events that
-    // follow each other are told as one.
+    // follow each other are reported as one.
     let reads = |work: &dyn Fn()| {
         let inotify = Inotify::init(InitFlags::IN_NONBLOCK).unwrap();
         let watch = |d: &PathBuf| inotify.add_watch(d, AddWatchFlags::IN_OPEN | AddWatchFlags::IN_CLOSE).unwrap();

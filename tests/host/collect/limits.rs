@@ -48,7 +48,7 @@ impl Two {
 }
 
 #[test]
-fn records_over_the_limit_are_dropped_and_the_file_says_so() {
+fn records_over_the_limit_are_dropped_and_counted_in_the_file() {
     let two = Two::new(&["records=1000"]);
     let mut evil = two.evil();
     evil.say(header(2) + &(0..3000).map(event).collect::<String>());

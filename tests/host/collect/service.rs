@@ -236,7 +236,7 @@ fn the_daemonset_has_only_fields_of_the_kubernetes_api() {
 }
 
 #[test]
-fn systemd_is_told_when_guests_can_connect() {
+fn systemd_is_notified_when_guests_can_connect() {
     let dir = folder();
     let notify = std::os::unix::net::UnixDatagram::bind(dir.0.join("notify")).unwrap();
     notify.set_read_timeout(Some(DEADLINE)).unwrap();

@@ -175,7 +175,7 @@ fn the_policy_stops_a_script_that_got_into_the_page() {
 }
 
 /// What a hand does, written down by a script beside the page's own: the range after each act, and
-/// what is told.
+/// what is announced.
 const HAND: &str = r#"{
 const said = [], note = () => said.push(document.getElementById("range").textContent);
 const key = (key, shiftKey = false) => { chart.dispatchEvent(new KeyboardEvent("keydown", { key, shiftKey, cancelable: true })); note(); };
@@ -184,7 +184,7 @@ note();
 key("+"); key("ArrowRight", true); key("0");
 chart.dispatchEvent(new WheelEvent("wheel", { deltaY: -300, ctrlKey: true, clientX: 700, cancelable: true })); note();
 key("0"); key("ArrowRight"); key("ArrowDown"); key("Enter");
-const told = document.getElementById("said").textContent;
+const reported = document.getElementById("said").textContent;
 key("Escape"); key("0");
 const box = chart.getBoundingClientRect();
 chart.setPointerCapture = () => {};
@@ -195,7 +195,7 @@ const hovered = document.getElementById("tip").textContent;
 document.getElementById("filter").value = "gpu.init gpu 3";
 document.getElementById("filter").dispatchEvent(new Event("input"));
 const rows = document.getElementById("rows").children.length;
-document.documentElement.dataset.hand = JSON.stringify({ said, told, hovered, rows }).replaceAll('"', "'");
+document.documentElement.dataset.hand = JSON.stringify({ said, reported, hovered, rows }).replaceAll('"', "'");
 }"#;
 
 #[test]
@@ -229,7 +229,7 @@ fn keys_wheel_drag_and_filter_do_what_the_page_says() {
     assert!([back, again, right, down, reset].iter().all(|range| *range == whole), "{ranges:?}");
     assert!(long(wheeled) < long(whole) / 2.0 && long(entered) < long(whole) && escaped == entered, "{ranges:?}");
     assert!(chosen.0 > whole.0 && chosen.1 < whole.1, "{ranges:?}");
-    assert!(hand["told"].as_str().unwrap().contains("from"), "{hand}");
+    assert!(hand["reported"].as_str().unwrap().contains("from"), "{hand}");
     assert!(hand["hovered"].as_str().unwrap().contains("took"), "{hand}");
     assert_eq!(hand["rows"], 1, "{hand}");
 }

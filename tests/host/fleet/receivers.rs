@@ -70,7 +70,7 @@ fn a_busy_receiver_is_retried_when_it_asked_with_the_headers() {
 }
 
 #[test]
-fn refused_is_final_and_said_and_counted() {
+fn refused_is_final_and_logged_and_counted() {
     // google.rpc.Status with the message "no\x1b[2J".
     let fake = Fake::start(&["400 Bad Request\r\nContent-Length: 8\r\n\r\n\x12\x06no\x1b[2J"]);
     let dir = folder();

@@ -9,7 +9,7 @@ use std::collections::BTreeMap;
 fn opened(container: &Container, directories: &[&str], work: impl FnOnce()) -> BTreeMap<String, usize> {
     let inotify = Inotify::init(InitFlags::IN_NONBLOCK).unwrap();
     for directory in directories {
-        // Closing is watched, too, because equal events that follow each other are told as one.
+        // Closing is watched, too, because equal events that follow each other are reported as one.
         inotify.add_watch(&container.path(directory), AddWatchFlags::IN_OPEN | AddWatchFlags::IN_CLOSE).unwrap();
     }
     work();

@@ -149,7 +149,7 @@ fn what_the_kernel_would_not_take_is_refused_with_the_reason() {
 }
 
 #[test]
-fn what_the_kernel_leaves_out_is_left_out_and_told() {
+fn what_the_kernel_leaves_out_is_left_out_and_listed() {
     let long = "x".repeat(4096);
     let mut full = directory("full");
     full.data = b"data".to_vec();
@@ -174,10 +174,10 @@ fn what_the_kernel_leaves_out_is_left_out_and_told() {
         file("d/./in", "5"),
     ]);
     let (image, tree) = image(&[bytes, archive(&[])].concat()).unwrap();
-    let told: Vec<(usize, LeftOut)> = tree.left_out.clone();
+    let reported: Vec<(usize, LeftOut)> = tree.left_out.clone();
     use LeftOut::*;
     assert_eq!(
-        told,
+        reported,
         [(2, NoDirectory), (3, DirectoryNotEmpty), (4, TooLong), (5, DirectoryWithData), (6, UnknownType), (9, LinkToNothing)]
     );
     let read = |path: &str| tree.find(path).and_then(|id| tree.content(id)).map(|c| String::from_utf8(c.bytes(100).unwrap()).unwrap());

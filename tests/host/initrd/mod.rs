@@ -295,7 +295,7 @@ fn what_cannot_be_packed_is_refused_and_leaves_nothing() {
 }
 
 #[test]
-fn a_difference_is_told_by_what_changed_and_nothing_else_is_one() {
+fn a_difference_is_what_changed_and_nothing_else() {
     let base = vec![
         directory("etc"),
         file("etc/a", "1"),

@@ -157,8 +157,8 @@ fn an_images_init_is_replaced_and_all_else_stays_as_it_was() {
         assert_eq!(fs::read(tree.join("bin/NVRC")).unwrap(), b"old", "{name}: it stays, to roll back to with init=");
         // Both unpackers take the setuid bit away: the image itself has to say.
         let (ask, wanted) = if name == "erofs" { (SETUID, "104755") } else { ("debugfs -R 'stat /usr/bin/su' \"$1\"", "Mode:  04755") };
-        let told = done_out(&shell(ask, &[&case.at("new")]));
-        assert!(told.contains(wanted), "{name}: {told}");
+        let reported = done_out(&shell(ask, &[&case.at("new")]));
+        assert!(reported.contains(wanted), "{name}: {reported}");
         for path in ["bin/NVRC", "etc/shadow"] {
             let of = |root: &str| fs::metadata(case.at(root).join(path)).unwrap();
             assert_eq!((of("tree").mode(), of("tree").mtime()), (of("root").mode(), of("root").mtime()), "{name}: {path}");

@@ -290,9 +290,9 @@ fn without_driver() -> Broken {
 #[test]
 fn an_image_without_a_driver_boots_and_names_its_source() {
     let base = without_driver();
-    let told = report(&archive(&base.0), &Question::default());
-    assert!(told.boots() && told.driver_elsewhere && told.services.is_none(), "{:#?}", told.findings);
-    let text = verify_text::page(&told, &Screen::PLAIN);
+    let reported = report(&archive(&base.0), &Question::default());
+    assert!(reported.boots() && reported.driver_elsewhere && reported.services.is_none(), "{:#?}", reported.findings);
+    let text = verify_text::page(&reported, &Screen::PLAIN);
     assert!(text.contains("driver  none: it comes on the extension disk `gpu`") && text.contains("0 errors, 0 warnings, 1 note"), "{text}");
     // Any part of it, alone, is a driver that is not whole.
     for (index, part) in
@@ -302,13 +302,13 @@ fn an_image_without_a_driver_boots_and_names_its_source() {
     {
         let mut broken = Broken(base.0.clone());
         broken.0.push(part);
-        let told = report(&archive(&broken.0), &Question::default());
-        assert!(!told.boots() && !told.driver_elsewhere, "case {index}: {:#?}", told.findings);
+        let reported = report(&archive(&broken.0), &Question::default());
+        assert!(!reported.boots() && !reported.driver_elsewhere, "case {index}: {:#?}", reported.findings);
     }
     // Its services cannot be vouched for.
     let asked = Question { topologies: vec![Topology::Gpus], ..Question::default() };
-    let told = report(&archive(&base.0), &asked);
-    assert_eq!(rules(&told), BTreeSet::from(["driver-elsewhere", "service-missing"]));
+    let reported = report(&archive(&base.0), &asked);
+    assert_eq!(rules(&reported), BTreeSet::from(["driver-elsewhere", "service-missing"]));
 }
 
 /// A guest whose image has every service of the table, whole.
@@ -386,9 +386,9 @@ fn verify_lists_the_services_of_each_topology_and_what_lacks() {
         let mut broken = serviced();
         cut(&mut broken);
         let bytes = archive(&broken.0);
-        let told = report(&bytes, &Question::default());
-        assert!(told.boots(), "case {index}: a topology that nobody asked for failed the image: {:#?}", told.findings);
-        let services = told.services.as_ref().unwrap();
+        let reported = report(&bytes, &Question::default());
+        assert!(reported.boots(), "case {index}: a topology that nobody asked for failed the image: {:#?}", reported.findings);
+        let services = reported.services.as_ref().unwrap();
         let lacking = services.lacking();
         assert!(lacking.len() == 1 && lacking[0].0 == *name && lacking[0].1.contains(why), "case {index}: {lacking:?}");
         for case in &services.cases {
@@ -409,10 +409,10 @@ fn verify_lists_the_services_of_each_topology_and_what_lacks() {
     // Accounts: the service starts all the same, as root.
     let mut broken = serviced();
     broken.set(file("etc/passwd", "root:x:0:0::/:/bin/sh\n"));
-    let told = report(&archive(&broken.0), &Question::default());
-    assert_eq!(rules(&told), BTreeSet::from(["no-manifest", "service-differs"]));
-    assert!(told.findings.iter().any(|f| f.value.as_deref() == Some("runs as root: no account nvidia-persistenced in /etc/passwd")));
-    let json = told.json();
+    let reported = report(&archive(&broken.0), &Question::default());
+    assert_eq!(rules(&reported), BTreeSet::from(["no-manifest", "service-differs"]));
+    assert!(reported.findings.iter().any(|f| f.value.as_deref() == Some("runs as root: no account nvidia-persistenced in /etc/passwd")));
+    let json = reported.json();
     assert_eq!(json["services"]["programs"].as_array().unwrap().len(), SERVICES.len());
     assert_eq!(json["services"]["topologies"][0]["topology"], "none");
 }

@@ -266,7 +266,7 @@ fn an_unwritable_directory_is_reported_with_the_cure_and_kept() {
 }
 
 #[test]
-fn a_configuration_that_cannot_be_read_is_said_with_the_cure() {
+fn an_unreadable_configuration_is_named_with_the_cure() {
     let world = World::new("unreadable", GO);
     fs::set_permissions(&world.config, fs::Permissions::from_mode(0o000)).unwrap();
     let said = as_nobody(|| world.install_initrd(&[]));

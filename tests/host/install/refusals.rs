@@ -319,7 +319,7 @@ fn what_is_nearly_the_same_and_right_installs() {
 }
 
 #[test]
-fn all_reasons_are_said_at_once() {
+fn all_reasons_are_listed_at_once() {
     let world = World::new("all", GO);
     world.edit("enable_template = false", "enable_template = true");
     world.edit("vm_cache_number = 0", "vm_cache_number = 2");

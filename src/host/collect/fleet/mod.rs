@@ -107,7 +107,7 @@ async fn work(shared: Arc<Shared>, listener: Option<tokio::net::TcpListener>, st
     if let Some(pushing) = pushing
         && pushing.await.is_err()
     {
-        (shared.from.tell)("the task that pushes boots panicked".into());
+        (shared.from.log)("the task that pushes boots panicked".into());
     }
     // Requests for metrics get no answer from here on.
     serving.shutdown().await;
@@ -142,11 +142,11 @@ async fn follow(shared: &Arc<Shared>, mut stop: watch::Receiver<bool>) {
         if Instant::now() >= deadline {
             left += 1;
         } else if !report(shared, &over).await {
-            (shared.from.tell)(format!("boot {}: not all of it could be written: it is not reported", over.boot));
+            (shared.from.log)(format!("boot {}: not all of it could be written: it is not reported", over.boot));
         }
     }
     if left > 0 {
-        (shared.from.tell)(format!("{left} boot(s) were over at the stop and are not reported; their files stay (export --otlp --push)"));
+        (shared.from.log)(format!("{left} boot(s) were over at the stop and are not reported; their files stay (export --otlp --push)"));
     }
 }
 
@@ -159,7 +159,7 @@ async fn report(shared: &Arc<Shared>, over: &Over) -> bool {
             Ok((numbers, facts)) => shared.tally().add(&numbers, facts),
             Err(e) => {
                 shared.tally().add_unread();
-                (shared.from.tell)(format!("boot {}: {e:#}: it is not in the metrics", over.boot));
+                (shared.from.log)(format!("boot {}: {e:#}: it is not in the metrics", over.boot));
             }
         }
     }

@@ -9,7 +9,7 @@
 use super::sources::{Sources, check_size};
 use crate::host::collect::collector_counters::{Stats, add};
 use crate::host::collect::stop::stopped;
-use crate::host::collect::store::Tell;
+use crate::host::collect::store::Log;
 use crate::host::data::boot_dir::read_boot;
 use crate::host::data::boot_file::HostEvent;
 use crate::host::otlp::push::{Backoff, MAX_REQUEST, Outcome, Target, connect};
@@ -27,7 +27,7 @@ use tokio::task::spawn_blocking;
 /// Most answers of "later" to one boot: a quarter of an hour of them.
 const MAX_TRIES: u32 = 30;
 /// Interval of the lines that the receiver takes nothing.
-const TELL_AGAIN: Duration = Duration::from_secs(60);
+const LOG_AGAIN: Duration = Duration::from_secs(60);
 /// Time limit for waiting boots at the stop.
 const STOP_DEADLINE: Duration = Duration::from_secs(5);
 /// Most dropped boots that a line names.
@@ -52,13 +52,13 @@ pub struct Queue {
     more: Notify,
     /// Boots that did not fit, since the last line about them.
     overflow: AtomicU64,
-    told_overflow: Mutex<Option<Instant>>,
+    logged_overflow: Mutex<Option<Instant>>,
 }
 
 impl Queue {
     /// An empty queue for at most `from.limits.push_queue` boots.
     pub fn new(otlp: Otlp, from: Arc<Sources>) -> Self {
-        Self { otlp, from, boots: Mutex::default(), more: Notify::new(), overflow: AtomicU64::new(0), told_overflow: Mutex::default() }
+        Self { otlp, from, boots: Mutex::default(), more: Notify::new(), overflow: AtomicU64::new(0), logged_overflow: Mutex::default() }
     }
 
     fn boots(&self) -> MutexGuard<'_, VecDeque<Waiting>> {
@@ -88,11 +88,11 @@ impl Queue {
         if let Some(oldest) = oldest {
             drop_boots(&self.from.stats, 1);
             let n = self.overflow.fetch_add(1, Ordering::Relaxed) + 1;
-            let mut told = self.told_overflow.lock().unwrap_or_else(PoisonError::into_inner);
-            if told.is_none_or(|told| told.elapsed() >= TELL_AGAIN) {
-                *told = Some(Instant::now());
+            let mut logged = self.logged_overflow.lock().unwrap_or_else(PoisonError::into_inner);
+            if logged.is_none_or(|logged| logged.elapsed() >= LOG_AGAIN) {
+                *logged = Some(Instant::now());
                 self.overflow.store(0, Ordering::Relaxed);
-                (self.from.tell)(format!(
+                (self.from.log)(format!(
                     "{n} boot(s) not pushed, the last of them {}: {} wait for {} already (limit push-queue); their files stay (export --otlp --push)",
                     oldest.boot,
                     self.capacity(),
@@ -108,23 +108,23 @@ impl Queue {
 #[derive(Default)]
 struct Trouble {
     since: Option<Instant>,
-    told: Option<Instant>,
+    logged: Option<Instant>,
     failures: u64,
 }
 
 impl Trouble {
-    fn failed(&mut self, why: &str, waiting: u64, target: &Target, tell: &Tell) {
+    fn failed(&mut self, why: &str, waiting: u64, target: &Target, log: &Log) {
         self.since.get_or_insert_with(Instant::now);
         self.failures += 1;
-        if self.told.is_none_or(|told| told.elapsed() >= TELL_AGAIN) {
-            self.told = Some(Instant::now());
-            tell(format!("push to {target}: {why}: tried {} time(s), {waiting} boot(s) wait, trying again", self.failures));
+        if self.logged.is_none_or(|logged| logged.elapsed() >= LOG_AGAIN) {
+            self.logged = Some(Instant::now());
+            log(format!("push to {target}: {why}: tried {} time(s), {waiting} boot(s) wait, trying again", self.failures));
         }
     }
 
-    fn over(&mut self, target: &Target, tell: &Tell) {
+    fn over(&mut self, target: &Target, log: &Log) {
         if let Some(since) = self.since {
-            tell(format!("push to {target}: it takes boots again, after {} s", since.elapsed().as_secs()));
+            log(format!("push to {target}: it takes boots again, after {} s", since.elapsed().as_secs()));
         }
         *self = Self::default();
     }
@@ -145,7 +145,7 @@ pub async fn run(queue: Arc<Queue>, mut all_queued: watch::Receiver<bool>) {
         drop_boots(&queue.from.stats, left.len() as u64);
         let named: Vec<&str> = left.iter().take(MAX_NAMED).map(|waiting| &*waiting.boot).collect();
         let more = if left.len() > MAX_NAMED { ", .." } else { "" };
-        (queue.from.tell)(format!(
+        (queue.from.log)(format!(
             "{} boot(s) not pushed to {} before the stop: {}{more}: their files stay (export --otlp --push)",
             left.len(),
             queue.otlp.target,
@@ -184,15 +184,15 @@ enum Next {
 /// Counts and logs the outcome of a push, and removes the boot from the queue or puts it behind the
 /// others.
 fn settle(queue: &Queue, trouble: &mut Trouble, boot: &Arc<str>, pushed: Pushed) -> Next {
-    let (stats, tell, target) = (&queue.from.stats, &queue.from.tell, &queue.otlp.target);
+    let (stats, log, target) = (&queue.from.stats, &queue.from.log, &queue.otlp.target);
     match pushed {
         Pushed::Yes { spans, rejected, why } => {
-            trouble.over(target, tell);
+            trouble.over(target, log);
             add(&stats.pushed, 1);
             add(&stats.pushed_spans, spans - rejected);
             add(&stats.rejected_spans, rejected);
             if rejected > 0 || why.is_some() {
-                tell(format!("push to {target}: boot {boot}: {rejected} of {spans} span(s) rejected: {}", why.unwrap_or_default()));
+                log(format!("push to {target}: boot {boot}: {rejected} of {spans} span(s) rejected: {}", why.unwrap_or_default()));
             }
             queue.from.store.note(boot, HostEvent::Exported { to: target.to_string(), spans: spans - rejected });
             // A boot that a full queue dropped meanwhile was counted as dropped, too.
@@ -203,19 +203,19 @@ fn settle(queue: &Queue, trouble: &mut Trouble, boot: &Arc<str>, pushed: Pushed)
             if queue.remove(boot).is_some() {
                 drop_boots(stats, 1);
             }
-            tell(format!("push to {target}: boot {boot}: {why}: not pushed; its file stays (export --otlp --push)"));
+            log(format!("push to {target}: boot {boot}: {why}: not pushed; its file stays (export --otlp --push)"));
             Next::Boot
         }
         Pushed::Later { why, answered, after } => {
             add(&stats.push_failures, 1);
-            trouble.failed(&why, queue.waiting(), target, tell);
+            trouble.failed(&why, queue.waiting(), target, log);
             if answered && let Some(mut waiting) = queue.remove(boot) {
                 waiting.tries += 1;
                 if waiting.tries < MAX_TRIES {
                     queue.boots().push_back(waiting);
                 } else {
                     drop_boots(stats, 1);
-                    tell(format!(
+                    log(format!(
                         "push to {target}: boot {boot}: {why}: given up after {MAX_TRIES} tries; its file stays (export --otlp --push)"
                     ));
                 }

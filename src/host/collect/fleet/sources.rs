@@ -3,7 +3,7 @@
 use crate::host::collect::collector_counters::Stats;
 use crate::host::collect::limits::Limits;
 use crate::host::collect::peers::Peers;
-use crate::host::collect::store::{Store, Tell};
+use crate::host::collect::store::{Log, Store};
 use crate::host::data::text::printable;
 use anyhow::{Context, Result, ensure};
 use std::path::Path;
@@ -19,7 +19,7 @@ pub struct Sources {
     pub peers: Arc<Peers>,
     pub stats: Arc<Stats>,
     pub limits: Limits,
-    pub tell: Tell,
+    pub log: Log,
 }
 
 /// Fails if the file of a boot is longer than [`MAX_FILE`].

@@ -273,10 +273,10 @@ impl<'a> Maker<'a> {
         }
         let words = self.words.get(&gpu).cloned().unwrap_or_default();
         let (reason, line) = reason::classify(step, &words);
-        let told = line.unwrap_or(text).to_string();
+        let words = line.unwrap_or(text).to_string();
         let draft = self.draft(placed, item, Kind::Event, names::GPU_FAILED);
         (draft.gpu, draft.level) = (Some(gpu), Level::Error);
-        draft.error = Some(format!("{reason}: {}", cut(&told)));
+        draft.error = Some(format!("{reason}: {}", cut(&words)));
         draft.fields.insert("step".into(), step.as_str().into());
         draft.fields.insert("reason".into(), reason.as_str().into());
         draft.fields.extend(reason.cure().map(|cure| ("cure".to_string(), Value::from(cure))));

@@ -100,8 +100,8 @@ pub fn parameters(installed: &[String], added: &[String], unset: &[String]) -> R
             // Remove the wording of a boot, which ignores the word: here the word is refused.
             let why = why.replace(", ignored: ", ": ").replace("; ignored, default: ", "; default: ");
             let refusal = Refusal::of_argument("--param", why.clone()).key("word", word);
-            let told = why.contains("kata-gpu-init parameters");
-            refusals.push(if told { refusal } else { refusal.cure("`kata-gpu-init parameters` lists all parameters") });
+            let is_explained = why.contains("kata-gpu-init parameters");
+            refusals.push(if is_explained { refusal } else { refusal.cure("`kata-gpu-init parameters` lists all parameters") });
         }
     }
     for name in unset {

@@ -318,7 +318,7 @@ impl Install {
         let one = |refusal| vec![refusal];
         let (runtime, section) = version::runtime_and_section(&config).map_err(one)?;
         let version = match args.kata_version {
-            Some(version) => Known::Told(version),
+            Some(version) => Known::Stated(version),
             None => version::ask(&config.base.path, runtime),
         };
         let now = with_ours(&config, runtime, config.ours.text());
@@ -397,7 +397,7 @@ impl Install {
 
     fn page(&self, action: &str, path: &Path) -> String {
         let version = match &self.version {
-            Known::Told(version) => format!("Kata {version}"),
+            Known::Stated(version) => format!("Kata {version}"),
             Known::Asked(version, shim) => format!("Kata {version} (by {})", shim.display()),
             Known::Unknown(why) => {
                 let (major, minor) = self.runtime.drop_ins_since();

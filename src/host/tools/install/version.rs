@@ -54,7 +54,7 @@ impl std::fmt::Display for Version {
 /// Kata's version, and how it was found.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Known {
-    Told(Version),
+    Stated(Version),
     Asked(Version, PathBuf),
     Unknown(String),
 }
@@ -62,7 +62,7 @@ pub enum Known {
 impl Known {
     pub fn version(&self) -> Option<Version> {
         match self {
-            Known::Told(version) | Known::Asked(version, _) => Some(*version),
+            Known::Stated(version) | Known::Asked(version, _) => Some(*version),
             Known::Unknown(_) => None,
         }
     }

@@ -283,7 +283,7 @@ mod tests {
     }
 
     #[test]
-    fn a_boot_with_a_failed_gpu_has_failed_and_says_why() {
+    fn a_boot_with_a_failed_gpu_has_failed_with_the_reason() {
         let mut boot = Boot::new();
         boot.gpu(1, 3, r#""kind":"event","name":"gpu.found","fields":{"index":3}"#);
         let failed = r#""kind":"event","name":"gpu.failed","error":"RmInitAdapter\u001b[2J failed","fields":{"step":"gpu.init"}"#;
@@ -316,7 +316,7 @@ mod tests {
     }
 
     #[test]
-    fn what_others_took_is_told_when_there_are_others() {
+    fn durations_of_others_are_shown_when_there_are_others() {
         let mut boot = Boot::new();
         for (gpu, took) in [(0, 300), (1, 500)] {
             assert_eq!(boot.progress.others_ns(State::Initialising), None);
