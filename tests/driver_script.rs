@@ -1,5 +1,6 @@
-//! `/driver-script`: a PID 1 that does to a driver what a script on the kernel command line says, and tells what it took. No part of the product is in
-//! it, so what it measures is the driver: the simulated one, or NVIDIA's.
+//! `/driver-script`: a PID 1 that does to a driver what a script on the kernel command line says,
+//! and tells what it took. No part of the product is in it, so what it measures is the driver: the
+//! simulated one, or NVIDIA's.
 //!
 //! `driverscript=STEP[,STEP..]`; a step is one of
 //!
@@ -16,7 +17,8 @@
 //! | `power` | reads GPU 0's `power` file while it initialises |
 //! | `sleep:MS` | waits |
 //!
-//! One line a step: `driver-script: {"step":..,"ms":..,"gpus":[{"gpu":..,"ms":..,"errno":..,"rc":..,"status":..}]}`.
+//! One line a step: `driver-script:
+//! {"step":..,"ms":..,"gpus":[{"gpu":..,"ms":..,"errno":..,"rc":..,"status":..}]}`.
 
 use kata_gpu_init::config::module_parameters;
 use kata_gpu_init::driver_proc::{information, majors};
@@ -108,7 +110,8 @@ impl Script {
                 let gpu = gpu_addresses().into_iter().next().ok_or("power: no GPU")?;
                 let file = |name: &str| std::fs::read_to_string(format!("/proc/driver/nvidia/gpus/{gpu}/{name}"));
                 let (fd, _) = timed_open(&self.gpus[0], OFlag::O_NONBLOCK);
-                // The driver's own thread initialises; before it has begun there is nothing to wait for.
+                // The driver's own thread initialises; before it has begun there is nothing to wait
+                // for.
                 while !file("sim").map_err(|e| e.to_string())?.contains("adapter: initialising") {
                     std::thread::yield_now();
                 }
@@ -155,14 +158,16 @@ impl Script {
         value
     }
 
-    /// The convoy: whoever opens, with waiting, a GPU that initialises, holds the list of GPUs while it waits.
+    /// The convoy: whoever opens, with waiting, a GPU that initialises, holds the list of GPUs
+    /// while it waits.
     fn twice(&mut self) -> Result<Vec<Value>, String> {
         let [first, second] = [self.gpus[0].clone(), self.gpus[1].clone()];
         let (fd, _) = timed_open(&first, OFlag::O_NONBLOCK);
         self.open.extend(fd);
         let (again, other) = std::thread::scope(|scope| {
             let again = scope.spawn(|| timed_open(&first, OFlag::empty()));
-            // The second open must be in the driver before the third comes: nothing tells that from outside.
+            // The second open must be in the driver before the third comes: nothing tells that from
+            // outside.
             std::thread::sleep(std::time::Duration::from_millis(50));
             let other = scope.spawn(|| timed_open(&second, OFlag::O_NONBLOCK));
             (again.join(), other.join())

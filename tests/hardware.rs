@@ -1,11 +1,16 @@
-//! `/hardware`: what a Kata kernel has built in and the test kernel has as modules. The kernel starts it as PID 1 (`rdinit=/hardware`); it loads the
-//! modules of `/etc/hardware.modules` in order, with their parameters of the kernel command line, leaves no trace but a line in the kernel's
-//! log, and becomes `/init` (`hardware.init=` names another program). `hardware.file=` and `hardware.directory=` make one in the kernel's /dev, which is
-//! there before anybody mounts it: a device that only such hardware has, or something in the way. `hardware.override=` gives every GPU that
-//! driver_override, as somebody who wants to keep them for another driver does. `hardware.root=DEVICE:TYPE` mounts a disk read-only as the root, as a
-//! Kata kernel does with `root=` and `ro`, with the modules of `/etc/hardware.root-modules`, and becomes its `/sbin/init`. `hardware.descriptors=none` closes
-//! 0 to 2. `hardware.kill=NAME:MS` leaves a process that kills the one of that name (as in /proc/PID/comm) so many milliseconds later.
-//! `hardware.show=PATH` leaves a process that writes that file to hvc0 whenever it has changed, as one line of JSON.
+//! `/hardware`: what a Kata kernel has built in and the test kernel has as modules. The kernel
+//! starts it as PID 1 (`rdinit=/hardware`); it loads the modules of `/etc/hardware.modules` in
+//! order, with their parameters of the kernel command line, leaves no trace but a line in the
+//! kernel's log, and becomes `/init` (`hardware.init=` names another program). `hardware.file=` and
+//! `hardware.directory=` make one in the kernel's /dev, which is there before anybody mounts it: a
+//! device that only such hardware has, or something in the way. `hardware.override=` gives every
+//! GPU that driver_override, as somebody who wants to keep them for another driver does.
+//! `hardware.root=DEVICE:TYPE` mounts a disk read-only as the root, as a Kata kernel does with
+//! `root=` and `ro`, with the modules of `/etc/hardware.root-modules`, and becomes its
+//! `/sbin/init`. `hardware.descriptors=none` closes 0 to 2. `hardware.kill=NAME:MS` leaves a
+//! process that kills the one of that name (as in /proc/PID/comm) so many milliseconds later.
+//! `hardware.show=PATH` leaves a process that writes that file to hvc0 whenever it has changed, as
+//! one line of JSON.
 
 use crate::vm::script::process_named;
 use kata_gpu_init::config::module_parameters;
@@ -95,8 +100,8 @@ fn in_kernels_dev<T>(act: impl FnOnce() -> Result<T, String>) -> Result<T, Strin
     done
 }
 
-/// Waits for the port of the console, which comes some time after its driver: a Kata kernel has that
-/// driver built in, and the port long before the init.
+/// Waits for the port of the console, which comes some time after its driver: a Kata kernel has
+/// that driver built in, and the port long before the init.
 fn await_console() -> Result<(), String> {
     const LOOKS: u32 = 500;
     in_kernels_dev(|| {
@@ -148,8 +153,8 @@ fn leave_killer(word: &str) -> Result<(), String> {
     })
 }
 
-/// Writes a file's text to the console as often as it changes, and once more for each that another writer's
-/// line may have torn.
+/// Writes a file's text to the console as often as it changes, and once more for each that another
+/// writer's line may have torn.
 fn show(path: &str) {
     const LOOK: std::time::Duration = std::time::Duration::from_millis(200);
     const TIMES: u32 = 5;
@@ -223,13 +228,15 @@ fn load(path: &str, command_line: &[u8]) -> Result<(), String> {
     finit_module(&file, &parameters, ModuleInitFlags::empty()).map_err(|errno| errno.to_string())
 }
 
-/// To the console the kernel gave PID 1, which may refuse it, and to its log where there is one already.
+/// To the console the kernel gave PID 1, which may refuse it, and to its log where there is one
+/// already.
 fn say(text: &str) {
     let _unused = writeln!(std::io::stdout(), "{text}");
     kmsg(text);
 }
 
-/// A line in the kernel's log. Without the node there is none: a file of that name must not come to be in its place.
+/// A line in the kernel's log. Without the node there is none: a file of that name must not come to
+/// be in its place.
 pub fn kmsg(text: &str) {
     let _unused = OpenOptions::new().write(true).open("/dev/kmsg").and_then(|mut log| log.write_all(format!("<6>{text}\n").as_bytes()));
 }

@@ -1,4 +1,5 @@
-//! The yardstick of the benchmarks: an init that only mounts what a guest needs, reopens the console and becomes the agent.
+//! The yardstick of the benchmarks: an init that only mounts what a guest needs, reopens the
+//! console and becomes the agent.
 
 use crate::hardware::kmsg;
 use kata_gpu_init::{clock, mounts};
@@ -17,7 +18,8 @@ pub fn run() -> ! {
     become_agent()
 }
 
-/// An initrd does not get devtmpfs from the kernel: what was opened before it was mounted is no console.
+/// An initrd does not get devtmpfs from the kernel: what was opened before it was mounted is no
+/// console.
 pub fn reopen_console() {
     if let Ok(console) = OpenOptions::new().read(true).write(true).open("/dev/console") {
         let console: OwnedFd = console.into();

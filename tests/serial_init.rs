@@ -7,8 +7,8 @@
 //!
 //! Faster than NVRC v0.1.5 where they differ, so that a comparison flatters the incumbent: no
 //! modprobe and no nvidia-smi processes, no waits that are rounded up to 0.5 s, no lockdown, a
-//! generator of 10 ms instead of nvidia-ctk's 250 ms. An image with nvidia-persistenced has the waits:
-//! there the incumbent's services take the holder's place (serial_services.rs).
+//! generator of 10 ms instead of nvidia-ctk's 250 ms. An image with nvidia-persistenced has the
+//! waits: there the incumbent's services take the holder's place (serial_services.rs).
 
 use crate::minimal_init::{become_agent, reopen_console};
 use crate::serial_services::Services;

@@ -2,12 +2,12 @@
 //! nv-hostengine, dcgm-exporter, nvidia-imex. The initrd has each as a script whose interpreter is
 //! this program: the script's name says which daemon this is.
 //!
-//! Interfaces as the real ones have them: nvidia-persistenced and nv-hostengine daemonise, and their
-//! foreground parents exit with 0 when the daemon is ready and with 1 when it has failed; so does
-//! fabric manager with DAEMONIZE=1. persistenced opens all GPUs, one after another, makes its
+//! Interfaces as the real ones have them: nvidia-persistenced and nv-hostengine daemonise, and
+//! their foreground parents exit with 0 when the daemon is ready and with 1 when it has failed; so
+//! does fabric manager with DAEMONIZE=1. persistenced opens all GPUs, one after another, makes its
 //! socket then, and logs with syslog; fabric manager and nvidia-imex refuse a configuration that
-//! they do not know, and log to syslog where it asks for that; nvlsm makes its socket, nv-hostengine
-//! its port. Fabric manager reports how many GPUs are up at its start.
+//! they do not know, and log to syslog where it asks for that; nvlsm makes its socket,
+//! nv-hostengine its port. Fabric manager reports how many GPUs are up at its start.
 //!
 //! Times as the real ones have them (`bench fabric`): an open of a GPU takes its initialisation,
 //! unless the GPU is up already; with `--uvm-persistence-mode` persistenced waits after each open
@@ -146,7 +146,8 @@ fn configuration(name: &str, path: &str) -> Result<bool, String> {
     if !matches!(of("PARTITION_RAIL_POLICY"), "" | "greedy" | "symmetric") {
         return Err(format!("config file {path}: PARTITION_RAIL_POLICY is {:?}", of("PARTITION_RAIL_POLICY")));
     }
-    // Where the real ones write with an empty file name differs between what they say and what was seen.
+    // Where the real ones write with an empty file name differs between what they say and what was
+    // seen.
     let in_background = match (of("DAEMONIZE"), of("LOG_USE_SYSLOG")) {
         ("0", "1") => false,
         ("1", "1") => true,
@@ -223,8 +224,8 @@ fn serve(name: &str, arguments: &[String], faults: &[String], ready: impl FnOnce
         }
         "nv-fabricmanager" => {
             let time = Duration::from_millis(number("fabric").unwrap_or(FABRIC_MS));
-            // The real one opens GPUs at its start; which of them, and whether for long, is not known.
-            // An open here would take the initialisation from whoever opens them next.
+            // The real one opens GPUs at its start; which of them, and whether for long, is not
+            // known. An open here would take the initialisation from whoever opens them next.
             let all = gpus();
             say(name, &format!("found {} of {} GPUs up", all.iter().filter(|gpu| is_up(gpu)).count(), all.len()));
             let stuck = if has("never-completes") { Some(None) } else { number("never-completes").map(|place| Some(place as usize)) };

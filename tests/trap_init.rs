@@ -1,5 +1,6 @@
-//! An init that does what the agent punishes: `hardware.init=/trap-init trap_init.trap=NAME`. It mounts what a guest needs, publishes a spec with one
-//! device, "0", does the one thing that the name says, and becomes the agent. With `none` it does nothing wrong.
+//! An init that does what the agent punishes: `hardware.init=/trap-init trap_init.trap=NAME`. It
+//! mounts what a guest needs, publishes a spec with one device, "0", does the one thing that the
+//! name says, and becomes the agent. With `none` it does nothing wrong.
 
 use crate::agent::cdi;
 use crate::minimal_init::{become_agent, reopen_console};

@@ -2,8 +2,8 @@
 //!
 //! Names, order and options are kmod's ([`load_plan`], [`settings`], [`index`]), except that no
 //! command is ever run: `install` and `remove` lines of modprobe.d are logged and skipped. Files
-//! enter the kernel as they were shipped ([`mod@file`]). Not here: removing modules, and the time at
-//! which each is loaded.
+//! enter the kernel as they were shipped ([`mod@file`]). Not here: removing modules, and the time
+//! at which each is loaded.
 
 mod error;
 pub mod file;

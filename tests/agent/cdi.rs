@@ -1,4 +1,5 @@
-//! The agent's way from a device name to an injected device: the crate it uses, and its loop of tries, with the same errors final and the same waited for.
+//! The agent's way from a device name to an injected device: the crate it uses, and its loop of
+//! tries, with the same errors final and the same waited for.
 
 #[cfg(feature = "cdi")]
 use container_device_interface::{
@@ -35,10 +36,11 @@ fn unsatisfiable(available: &[String], asked: &[String]) -> Vec<String> {
     asked.iter().filter(|d| kind(d).is_some_and(|k| kinds.contains(&k)) && !available.contains(d)).cloned().collect()
 }
 
-/// Injects devices into an OCI spec, as the agent does: `timeout_s + 1` tries. Gives the number of tries it took.
+/// Injects devices into an OCI spec, as the agent does: `timeout_s + 1` tries. Gives the number of
+/// tries it took.
 ///
-/// Final at once: a spec directory that does not load; with `fail_fast`, a device that is not listed under a kind that is there.
-/// Waited for: everything else.
+/// Final at once: a spec directory that does not load; with `fail_fast`, a device that is not
+/// listed under a kind that is there. Waited for: everything else.
 pub fn inject(
     spec: &mut Spec,
     directory: &str,

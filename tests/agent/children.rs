@@ -1,5 +1,6 @@
-//! Reaping, as the real agent does it: moved by SIGCHLD alone. A SIGCHLD that whoever executed the agent left blocked therefore leaves every dead
-//! child a zombie: that is the trap of an init that does not reset its signal mask.
+//! Reaping, as the real agent does it: moved by SIGCHLD alone. A SIGCHLD that whoever executed the
+//! agent left blocked therefore leaves every dead child a zombie: that is the trap of an init that
+//! does not reset its signal mask.
 
 use super::{log, words};
 use nix::sys::signal::{SigSet, SigmaskHow, Signal};
@@ -10,8 +11,8 @@ use std::sync::{Mutex, PoisonError};
 /// Processes whose exit status is logged: the real agent logs none.
 static WATCHED: Mutex<Vec<i32>> = Mutex::new(Vec::new());
 
-/// Starts a program whose end is logged as `ended`, with its status. The pid is known before the end
-/// can be seen.
+/// Starts a program whose end is logged as `ended`, with its status. The pid is known before the
+/// end can be seen.
 pub fn start_watched(command: &mut Command) -> std::io::Result<u32> {
     let mut watched = WATCHED.lock().unwrap_or_else(PoisonError::into_inner);
     let child = command.spawn()?;
@@ -29,7 +30,8 @@ fn log_if_watched(pid: i32, status: &str) {
 
 /// SIGCHLD, held for [`Children::reap`].
 pub struct Children {
-    /// False when SIGCHLD was blocked before this program started: the real agent's handler would never run.
+    /// False when SIGCHLD was blocked before this program started: the real agent's handler would
+    /// never run.
     heard: bool,
 }
 

@@ -1,4 +1,5 @@
-//! What the kernel command line asks of the test agent. A bad value of a known parameter is an error, which ends the agent as it ends the real one.
+//! What the kernel command line asks of the test agent. A bad value of a known parameter is an
+//! error, which ends the agent as it ends the real one.
 
 /// The release this agent behaves like, unless `testagent.version` says otherwise.
 pub const AGENT_VERSION: &str = "4.1.0";
@@ -68,7 +69,8 @@ pub struct Config {
     pub unified_cgroups: bool,
     pub guest_half: Option<String>,
     pub poweroff: bool,
-    /// Whether everything costs what it costs the real agent, and containers of the command line are made in a pod.
+    /// Whether everything costs what it costs the real agent, and containers of the command line
+    /// are made in a pod.
     pub real_cost: bool,
     pub log: Level,
 }
@@ -91,7 +93,8 @@ enum Value {
     I64,
 }
 
-/// Parameters with a value that can be bad. Those with a free bool (`agent.trace=`, `agent.visible_cdi_devices=`) take any text.
+/// Parameters with a value that can be bad. Those with a free bool (`agent.trace=`,
+/// `agent.visible_cdi_devices=`) take any text.
 const PARAMETERS: &[(&str, Value)] = &[
     ("agent.log", Value::Level),
     ("agent.server_addr", Value::Text),
@@ -140,7 +143,8 @@ impl Value {
             Self::Port => (text.parse::<i32>().is_ok(), "not a number"),
             Self::PipeSize => (text.parse::<i32>().is_ok_and(|n| n >= 0), "not a pipe size"),
             Self::Text => (!text.is_empty(), "value is missing"),
-            // The real one has a whole parser of URLs; what it refuses first is a text without a scheme.
+            // The real one has a whole parser of URLs; what it refuses first is a text without a
+            // scheme.
             Self::Url => (text.split_once(':').is_some_and(|(scheme, _)| is_scheme(scheme)), "not a URL"),
             Self::OneOf(words) => (words.contains(&text), "not one of its words"),
             Self::Bool => (text.parse::<bool>().is_ok(), "not true or false"),

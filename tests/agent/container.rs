@@ -1,5 +1,5 @@
-//! Creating a container: devices are injected into its OCI spec, and its device nodes are made, or all of it on a root of its own, where it runs its
-//! program. No GPU is ever opened.
+//! Creating a container: devices are injected into its OCI spec, and its device nodes are made, or
+//! all of it on a root of its own, where it runs its program. No GPU is ever opened.
 
 use super::cdi;
 use super::config::{Config, Wanted};
@@ -174,7 +174,8 @@ fn run(container: &str, bundle: &Path, spec: &Spec) {
     }
 }
 
-/// What of a container would be seen in the guest if it were not kept to its root: names in /etc, mounts below the bundles.
+/// What of a container would be seen in the guest if it were not kept to its root: names in /etc,
+/// mounts below the bundles.
 fn traces() -> String {
     let names = std::fs::read_dir("/etc").into_iter().flatten().flatten().map(|e| e.file_name().to_string_lossy().into_owned());
     let mounts = std::fs::read_to_string("/proc/mounts").unwrap_or_default();
@@ -184,7 +185,8 @@ fn traces() -> String {
     all.join(",")
 }
 
-/// Makes the nodes of a container under its own directory and describes them: `path major:minor mode,..`.
+/// Makes the nodes of a container under its own directory and describes them: `path major:minor
+/// mode,..`.
 fn nodes(container: &str, spec: &Spec) -> Result<String, String> {
     let devices = spec.linux().as_ref().and_then(|l| l.devices().clone()).unwrap_or_default();
     let mut made = Vec::new();
@@ -196,8 +198,8 @@ fn nodes(container: &str, spec: &Spec) -> Result<String, String> {
     Ok(made.join(","))
 }
 
-/// Makes one node below a root; gives its permission bits. A mode of 0 or none in the spec means that of the guest's node; without such a node it
-/// stays 0.
+/// Makes one node below a root; gives its permission bits. A mode of 0 or none in the spec means
+/// that of the guest's node; without such a node it stays 0.
 pub fn node(root: &Path, device: &LinuxDevice) -> Result<u32, String> {
     let name = device.path().display();
     let kind = match device.typ() {
@@ -224,7 +226,8 @@ pub fn node(root: &Path, device: &LinuxDevice) -> Result<u32, String> {
     mknod(&path, kind, Mode::from_bits_truncate(mode), makedev(number(device.major())?, number(device.minor())?))
         .map_err(|e| failed("mknod", &e))?;
     std::os::unix::fs::chown(&path, Some(device.uid().unwrap_or(0)), Some(device.gid().unwrap_or(0))).map_err(|e| failed("chown", &e))?;
-    // The real one makes its nodes in a process of its own with umask 0; here other threads share the mask.
+    // The real one makes its nodes in a process of its own with umask 0; here other threads share
+    // the mask.
     std::fs::set_permissions(&path, std::fs::Permissions::from_mode(mode)).map_err(|e| failed("chmod", &e))?;
     Ok(mode)
 }

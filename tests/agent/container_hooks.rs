@@ -1,5 +1,6 @@
-//! The createContainer hooks of a container, run as kata-agent runs them: one after another, in the container's mount namespace, before its root is
-//! the process's; with the environment of the spec alone and the OCI state on standard input. A hook that fails is told and passed over.
+//! The createContainer hooks of a container, run as kata-agent runs them: one after another, in the
+//! container's mount namespace, before its root is the process's; with the environment of the spec
+//! alone and the OCI state on standard input. A hook that fails is told and passed over.
 
 use oci_spec::runtime::Hook;
 use serde_json::json;
@@ -22,7 +23,8 @@ pub struct Run {
     pub result: Result<String, String>,
 }
 
-/// The state of a container whose root is made, for its hooks. `pid` is that of the container's first process as it sees itself.
+/// The state of a container whose root is made, for its hooks. `pid` is that of the container's
+/// first process as it sees itself.
 pub fn state(id: &str, bundle: &Path, pid: u32) -> String {
     json!({ "ociVersion": "1.0.2", "id": id, "status": "created", "pid": pid, "bundle": bundle }).to_string()
 }

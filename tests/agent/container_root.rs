@@ -1,8 +1,9 @@
-//! A container's root, made as kata-agent 4.1.0 makes it: mounts in the order of the OCI spec, with the mount points they need, then device nodes;
-//! and the change to it.
+//! A container's root, made as kata-agent 4.1.0 makes it: mounts in the order of the OCI spec, with
+//! the mount points they need, then device nodes; and the change to it.
 //!
-//! Faithful also where it matters to what is mounted: a mount point that is there is truncated, a link at a mount point is followed within the root,
-//! nothing is mounted below /proc. Not made: SELinux labels, user namespaces.
+//! Faithful also where it matters to what is mounted: a mount point that is there is truncated, a
+//! link at a mount point is followed within the root, nothing is mounted below /proc. Not made:
+//! SELinux labels, user namespaces.
 
 use super::container;
 use super::mount_options::Options;
@@ -118,7 +119,8 @@ pub fn bind(source: &Path, target: &Path) -> Result<()> {
     mount(Some(source), target, NONE, MsFlags::MS_BIND, NONE).with_context(|| format!("bind {} to {}", source.display(), target.display()))
 }
 
-/// What the guest has at /sys/fs/cgroup: the file system of version 2, or a tmpfs with a hierarchy per controller.
+/// What the guest has at /sys/fs/cgroup: the file system of version 2, or a tmpfs with a hierarchy
+/// per controller.
 fn make_cgroup_mount(target: &Path, flags: MsFlags) -> Result<()> {
     const CGROUPS: &str = "/sys/fs/cgroup";
     let _unused = fs::create_dir_all(target); // the mount reports what is wrong with it
@@ -159,7 +161,8 @@ fn check_proc(destination: &str, source: &Path) -> Result<()> {
     Ok(())
 }
 
-/// Where a path of the container's is, links followed as if the root were `/`. What is not there is taken as it is.
+/// Where a path of the container's is, links followed as if the root were `/`. What is not there is
+/// taken as it is.
 fn inside(root: &Path, path: &str) -> Result<PathBuf> {
     let mut left = PathBuf::from(path);
     for _ in 0..MAX_LINKS {
@@ -232,7 +235,8 @@ fn pivot(root: &Path) -> Result<()> {
     Ok(())
 }
 
-/// The guest's proc and sysfs go first: what is moved over keeps what is below from sight only as long as nobody finds a way down.
+/// The guest's proc and sysfs go first: what is moved over keeps what is below from sight only as
+/// long as nobody finds a way down.
 fn move_root(root: &Path) -> Result<()> {
     std::env::set_current_dir(root)?;
     for (point, kind) in mounts(&fs::read_to_string("/proc/self/mountinfo")?) {

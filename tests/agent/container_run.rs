@@ -1,8 +1,10 @@
 //! Running a container on a root of its own: kata-agent's processes from the bundle to the program.
 //!
-//! As there, the agent starts itself again: a first process makes the PID namespace and waits, a second one, PID 1 in it, makes the root, runs the
-//! hooks, changes to the root and becomes the program. What they have to say comes back as lines of JSON on their standard input, a socket. Not made:
-//! cgroups, seccomp, capabilities, users other than root, network and user namespaces; a program starts at once, without `StartContainer`.
+//! As there, the agent starts itself again: a first process makes the PID namespace and waits, a
+//! second one, PID 1 in it, makes the root, runs the hooks, changes to the root and becomes the
+//! program. What they have to say comes back as lines of JSON on their standard input, a socket.
+//! Not made: cgroups, seccomp, capabilities, users other than root, network and user namespaces; a
+//! program starts at once, without `StartContainer`.
 
 use super::container_hooks;
 use super::container_root::{self, Change};
@@ -69,7 +71,8 @@ pub fn spec(root: &Path) -> Result<Spec> {
             "user": { "uid": 0, "gid": 0 },
             "cwd": "/",
             "args": [PROGRAM],
-            // The second as NVIDIA's images have it. The others make glibc's loader say where it searched.
+            // The second as NVIDIA's images have it. The others make glibc's loader say where it
+            // searched.
             "env": [
                 "PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
                 "NVIDIA_VISIBLE_DEVICES=all",
@@ -90,7 +93,8 @@ pub fn spec(root: &Path) -> Result<Spec> {
     serde_json::from_value(spec).context("the agent's own spec")
 }
 
-/// Copies a guest's root into a bundle for a container: each has its own. Gives the bundle and the root in it.
+/// Copies a guest's root into a bundle for a container: each has its own. Gives the bundle and the
+/// root in it.
 pub fn bundle(container: &str, root: &str) -> Result<(PathBuf, PathBuf)> {
     let bundle = Path::new(BUNDLES).join(container);
     let rootfs = bundle.join("rootfs");
@@ -119,7 +123,8 @@ pub fn copy_tree(from: &Path, to: &Path) -> Result<()> {
     copy(from, to).with_context(|| format!("copy {} to {}", from.display(), to.display()))
 }
 
-/// Runs the container of a spec to its end. `program` is this program's own file; `bundle` a directory for `config.json`, which hooks read.
+/// Runs the container of a spec to its end. `program` is this program's own file; `bundle` a
+/// directory for `config.json`, which hooks read.
 pub fn run(program: &Path, bundle: &Path, spec: &Spec, change: Change) -> Result<Ended> {
     if let Some(hooks) = spec.hooks() {
         #[allow(deprecated)] // prestart is deprecated, and the real agent runs it

@@ -3,8 +3,8 @@
 use kata_gpu_tests::agent::config::AGENT_VERSION;
 use kata_gpu_tests::agent::container_run;
 
-/// Called by the C library before Rust's runtime starts, which needs descriptors: a kernel without a
-/// console gives its init none.
+/// Called by the C library before Rust's runtime starts, which needs descriptors: a kernel without
+/// a console gives its init none.
 // SAFETY: libc calls what .init_array points to as a C function, which this is; the function uses
 // nothing of Rust's runtime.
 #[allow(unsafe_code, reason = "only the section attribute has the C library call a function")]
@@ -38,7 +38,8 @@ fn main() {
     }
 }
 
-/// What PID 1 does around its fork, with a child that panics: says who goes on behind it. Of a program, because a test has threads.
+/// What PID 1 does around its fork, with a child that panics: says who goes on behind it. Of a
+/// program, because a test has threads.
 fn fork_panics() {
     let own = std::process::id();
     let forked = std::panic::catch_unwind(|| kata_gpu_init::sys::fork_single_threaded("both", |both| panic!("{both}")));

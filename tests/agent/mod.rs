@@ -1,10 +1,13 @@
-//! Stands for kata-agent 4.1.0 in tests: does as PID 1 what it does, resolves devices with the same crate in the same loop, powers off silently
-//! where it does, and logs in its words and shape ([`words`]), beside what tests want to know ([`log`]).
+//! Stands for kata-agent 4.1.0 in tests: does as PID 1 what it does, resolves devices with the same
+//! crate in the same loop, powers off silently where it does, and logs in its words and shape
+//! ([`words`]), beside what tests want to know ([`log`]).
 //!
-//! Containers come from the kernel command line (`testagent.containers=one:0;all:all@debian`) or from a host's ttRPC requests. One of the command line
-//! is a directory with the device nodes it would get, or, with one of the guest's roots, a real one that runs its program. One of a request is made as
-//! the real agent makes it ([`pod`]); so are all with `testagent.cost=real`, where starting costs what it costs the real one, too. It does not listen
-//! for uevents, which the real one logs.
+//! Containers come from the kernel command line (`testagent.containers=one:0;all:all@debian`) or
+//! from a host's ttRPC requests. One of the command line is a directory with the device nodes it
+//! would get, or, with one of the guest's roots, a real one that runs its program. One of a request
+//! is made as the real agent makes it ([`pod`]); so are all with `testagent.cost=real`, where
+//! starting costs what it costs the real one, too. It does not listen for uevents, which the real
+//! one logs.
 
 pub mod cdi;
 // Built where the crate is not, and where a test compares both.
@@ -36,7 +39,8 @@ pub fn run() -> ! {
         pid1::mount_all();
     }
     let command_line = std::fs::read_to_string("/proc/cmdline").unwrap_or_else(|e| panic!("read /proc/cmdline: {e}"));
-    // A bad value of a known parameter panics, as it does in the real one: as PID 1 that is a kernel panic.
+    // A bad value of a known parameter panics, as it does in the real one: as PID 1 that is a
+    // kernel panic.
     let config = Config::parse(&command_line).unwrap_or_else(|error| panic!("{error}"));
     words::set_level(config.log);
     if as_pid1 {
@@ -87,7 +91,8 @@ pub fn run() -> ! {
         }
         if poweroff {
             log::info("all done, powering off", &[]);
-            // As after the runtime's DestroySandbox: PID 1 powers off, a child ends well and leaves that to its init.
+            // As after the runtime's DestroySandbox: PID 1 powers off, a child ends well and leaves
+            // that to its init.
             if as_pid1 { pid1::power_off_silently() } else { std::process::exit(0) }
         }
     });

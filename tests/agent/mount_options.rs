@@ -1,4 +1,5 @@
-//! What the options of an OCI mount mean to mount(2): flags, a propagation that takes a call of its own, and data for the file system.
+//! What the options of an OCI mount mean to mount(2): flags, a propagation that takes a call of its
+//! own, and data for the file system.
 
 use nix::mount::MsFlags;
 

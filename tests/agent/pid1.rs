@@ -1,7 +1,8 @@
 //! What the agent does when it is PID 1, in its order, and where it then powers off without a word.
 //!
-//! Faithful to the order and the conditions of 4.1.0, also where they look odd: what is mounted is asked of the *first* line of /proc/mounts, a
-//! /dev that cannot be mounted is put up with, everything else that fails is the end.
+//! Faithful to the order and the conditions of 4.1.0, also where they look odd: what is mounted is
+//! asked of the *first* line of /proc/mounts, a /dev that cannot be mounted is put up with,
+//! everything else that fails is the end.
 
 use crate::sys;
 use nix::mount::{MsFlags, mount};
@@ -37,7 +38,8 @@ const CGROUP2: InitMount = InitMount { fs: "cgroup2", target: CGROUPS, flags: NO
 const CONTROLLERS: [&str; 13] =
     ["cpu", "cpuacct", "blkio", "cpuset", "memory", "devices", "freezer", "net_cls", "perf_event", "net_prio", "hugetlb", "pids", "rdma"];
 
-/// Ends the guest as the real agent does when a step fails: no message anywhere, because its log has no reader yet.
+/// Ends the guest as the real agent does when a step fails: no message anywhere, because its log
+/// has no reader yet.
 pub fn power_off_silently() -> ! {
     nix::unistd::sync();
     let _unused = reboot(RebootMode::RB_POWER_OFF); // it returns only on failure, and then there is nothing left to try
@@ -62,12 +64,14 @@ fn make(m: &InitMount) -> nix::Result<()> {
     mount(Some(m.fs), m.target, Some(m.fs), m.flags, Some(m.data))
 }
 
-/// The type of the first file system that was mounted on a target, not of the one on top. A line that is not one of /proc/mounts ends the search.
+/// The type of the first file system that was mounted on a target, not of the one on top. A line
+/// that is not one of /proc/mounts ends the search.
 fn first_type<'a>(mounts: &'a str, target: &str) -> Option<&'a str> {
     mounts.lines().map(|l| l.split(' ').collect::<Vec<_>>()).take_while(|words| words.len() == 6).find(|w| w[1] == target).map(|w| w[2])
 }
 
-/// The rest of what it does as PID 1: cgroups, /dev/ptmx, a session of its own, the console as terminal, environment and host name.
+/// The rest of what it does as PID 1: cgroups, /dev/ptmx, a session of its own, the console as
+/// terminal, environment and host name.
 ///
 /// Fails where PID 1 is the leader of a session or group already, and where there is no /dev/ptmx.
 pub fn become_init(unified_cgroups: bool) {
@@ -96,8 +100,8 @@ pub fn become_init(unified_cgroups: bool) {
     }
 }
 
-/// Version 1: a tmpfs with a directory per controller, then read-only. A kernel without memory.use_hierarchy is the end, also when there is nothing else
-/// to mount.
+/// Version 1: a tmpfs with a directory per controller, then read-only. A kernel without
+/// memory.use_hierarchy is the end, also when there is nothing else to mount.
 fn mount_cgroups_v1() -> io::Result<()> {
     let tmpfs = |flags| mount(Some("tmpfs"), CGROUPS, Some("tmpfs"), NO_EXEC | flags, Some("mode=755"));
     let controllers = enabled_controllers(&fs::read_to_string("/proc/cgroups")?);
@@ -129,7 +133,8 @@ fn enabled_controllers(text: &str) -> Vec<&'static str> {
     text.lines().filter_map(enabled).collect()
 }
 
-/// What the sandbox asks of its root, also when the agent is not PID 1: that `/` is a mount point. In a chroot to a plain directory it is not.
+/// What the sandbox asks of its root, also when the agent is not PID 1: that `/` is a mount point.
+/// In a chroot to a plain directory it is not.
 pub fn root_type() -> Result<String, String> {
     const MOUNTSTATS: &str = "/proc/self/mountstats";
     let text = fs::read_to_string(MOUNTSTATS).map_err(|e| format!("read {MOUNTSTATS}: {e}"))?;
@@ -141,7 +146,8 @@ fn type_in_mountstats<'a>(text: &'a str, target: &str) -> Option<&'a str> {
     text.lines().filter(|l| l.starts_with("device ")).find_map(|l| l.split_once(&words)).map(|(_, fs)| fs)
 }
 
-/// How a failure after the log has come up ends the agent: silently as PID 1 all the same, with a message and an exit status otherwise.
+/// How a failure after the log has come up ends the agent: silently as PID 1 all the same, with a
+/// message and an exit status otherwise.
 pub fn give_up(as_pid1: bool, error: &dyn Display) -> ! {
     if as_pid1 {
         power_off_silently();

@@ -1,4 +1,5 @@
-//! Lines of kata-agent 4.1.0, word by word and in its shape: slog JSON, every value a string, message, level and time first.
+//! Lines of kata-agent 4.1.0, word by word and in its shape: slog JSON, every value a string,
+//! message, level and time first.
 //!
 //! What a test wants to know beside them is in lines of another program's name ([`super::log`]).
 

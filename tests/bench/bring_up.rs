@@ -1,5 +1,5 @@
-//! `bench bringup [--tenth] [HOST..] [GPUS..]`: 1 to 16 GPUs on every kind of host, in the incumbent's serial order and in ours, against what the locks of host
-//! and driver allow at best.
+//! `bench bringup [--tenth] [HOST..] [GPUS..]`: 1 to 16 GPUs on every kind of host, in the
+//! incumbent's serial order and in ours, against what the locks of host and driver allow at best.
 
 use super::{keep, machine};
 use anyhow::{Context, Result, bail, ensure};
@@ -12,7 +12,8 @@ use serde_json::{Value, json};
 use std::path::Path;
 
 const GPUS: [u64; 5] = [1, 2, 4, 8, 16];
-/// The incumbent's order: plain module load, one initialisation after another, the spec when everything is done.
+/// The incumbent's order: plain module load, one initialisation after another, the spec when
+/// everything is done.
 const SERIAL: &str = "gpuinit.bind=insmod gpuinit.init=serial gpuinit.cdi=complete";
 /// Up to so many GPUs the best order is searched for, among so many states of the locks.
 const MOST_SEARCHED: u64 = 8;
@@ -40,7 +41,8 @@ struct Host {
 const PARTS: [u64; 3] = [300, 1300, 500];
 const PROBE: u64 = 3;
 
-/// A driver that initialises in the probe, and is told to. The strategy is named, too: `auto` goes by the module's file, which says 550.
+/// A driver that initialises in the probe, and is told to. The strategy is named, too: `auto` goes
+/// by the module's file, which says 550.
 const IN_PROBE: &str = "nvidia.version=595.45.04 nvidia.NVreg_GpuInitOnProbe=1 gpuinit.bind=concurrent";
 
 const HOSTS: &[Host] = &[
@@ -52,7 +54,8 @@ const HOSTS: &[Host] = &[
     Host { name: "slow-blackwell", enable: 3300, firewall: 4000, relaxed: true, words: "fakepci.device=0x2901", apart: true },
     Host { name: "cc", enable: 3, firewall: 0, relaxed: false, words: "nvidia.cc=1", apart: false },
     Host { name: "old-driver", enable: 3, firewall: 0, relaxed: false, words: "nvidia.version=535.230.02", apart: false },
-    // Blocking opens in a pipeline: S1 of one beside nothing, the rest of it beside the next one's enabling.
+    // Blocking opens in a pipeline: S1 of one beside nothing, the rest of it beside the next one's
+    // enabling.
     Host { name: "slow-old-driver", enable: 3300, firewall: 0, relaxed: false, words: "nvidia.version=535.230.02", apart: true },
     // Does it gain anything to let probes initialise? Each of these with and without.
     Host { name: "fast-595", enable: 3, firewall: 0, relaxed: true, words: "nvidia.version=595.45.04", apart: true },
@@ -86,8 +89,9 @@ struct Times {
 }
 
 impl Times {
-    /// What no order of doing things can be faster than, in ms, for `n` GPUs: what an exact search in the model of the locks finds (tests/schedule), and
-    /// where there are too many orders to search, what follows from the locks one by one.
+    /// What no order of doing things can be faster than, in ms, for `n` GPUs: what an exact search
+    /// in the model of the locks finds (tests/schedule), and where there are too many orders to
+    /// search, what follows from the locks one by one.
     fn bound(&self, n: u64) -> u64 {
         let simple = self.simple_bound(n);
         if n > MOST_SEARCHED {
@@ -102,9 +106,11 @@ impl Times {
         (search(&host, Rule::NothingSpins, serial, WORLDS).bound / 1000).max(simple)
     }
 
-    /// The host maps one GPU's BARs after another, and beside no S1 (it has config accesses from its beginning to its end); the last GPU still has to be
-    /// probed and initialised. And the initialisations, which can start when the first GPU is through its probe: S1 and S3 are under the driver's one
-    /// lock; S3 also under the locks of all GPUs, so beside no S2; the last S2 is after all S1. Without a relaxed lock all is under the one lock.
+    /// The host maps one GPU's BARs after another, and beside no S1 (it has config accesses from
+    /// its beginning to its end); the last GPU still has to be probed and initialised. And the
+    /// initialisations, which can start when the first GPU is through its probe: S1 and S3 are
+    /// under the driver's one lock; S3 also under the locks of all GPUs, so beside no S2; the last
+    /// S2 is after all S1. Without a relaxed lock all is under the one lock.
     fn simple_bound(&self, n: u64) -> u64 {
         let [s1, s2, s3] = self.parts;
         let one = s1 + s2 + s3;

@@ -1,8 +1,9 @@
-//! `bench cdi [RUNS]`: what a spec and a container's hook cost, on the reference root of 8 GPUs and on container roots made of this machine's own
-//! libraries.
+//! `bench cdi [RUNS]`: what a spec and a container's hook cost, on the reference root of 8 GPUs and
+//! on container roots made of this machine's own libraries.
 //!
-//! Each row has all its runs one after the other; judged is the median. The shortest, and the processor's time that a program has taken (the median, too),
-//! say what it is when nothing else runs on the machine.
+//! Each row has all its runs one after the other; judged is the median. The shortest, and the
+//! processor's time that a program has taken (the median, too), say what it is when nothing else
+//! runs on the machine.
 
 #[path = "cdi_container.rs"]
 mod container;
@@ -138,7 +139,8 @@ pub fn run(root: &Path, runs: usize) -> Result<()> {
     Ok(())
 }
 
-/// The generator, in process and as a program; gives the spec with the devices that the incumbent's has.
+/// The generator, in process and as a program; gives the spec with the devices that the incumbent's
+/// has.
 fn generator(bench: &mut Bench, tree_root: &Path, binary: &Path) -> Result<Vec<u8>> {
     let roots = Roots { root: tree_root.into(), ..Roots::default() };
     let places = Places { root: tree_root.into(), dev_root: tree_root.into() };
@@ -164,7 +166,8 @@ fn generator(bench: &mut Bench, tree_root: &Path, binary: &Path) -> Result<Vec<u
     whole(&files)
 }
 
-/// The hooks of one container, which is in memory where there is a place for it, as it is in most guests.
+/// The hooks of one container, which is in memory where there is a place for it, as it is in most
+/// guests.
 fn hooks(bench: &mut Bench, scratch: &Path, tree_root: &Path, binary: &Path) -> Result<()> {
     let files = scan(&Roots { root: tree_root.into(), ..Roots::default() }, None)?;
     let shared = Path::new("/dev/shm");
@@ -229,7 +232,8 @@ fn done(mut child: Child) -> Result<()> {
     Ok(())
 }
 
-/// Takes the contents of files out of the page cache. They must be on the disk: what is not written yet stays.
+/// Takes the contents of files out of the page cache. They must be on the disk: what is not written
+/// yet stays.
 fn drop_from_cache(files: &[PathBuf]) -> Result<()> {
     for path in files {
         let file = File::open(path).with_context(|| path.display().to_string())?;
@@ -247,7 +251,8 @@ fn of_children() -> Result<f64> {
 
 /// The generator's peak memory in kB, over some runs.
 ///
-/// What `wait4` tells includes the memory of whoever started the process, and a zombie has none: it is looked at while it runs.
+/// What `wait4` tells includes the memory of whoever started the process, and a zombie has none: it
+/// is looked at while it runs.
 fn peak(binary: &Path, tree_root: &Path) -> Result<u64> {
     const RUNS: usize = 20;
     let mut peak = 0;

@@ -1,5 +1,5 @@
-//! A container for the hooks: this machine's own libraries with their links, a conventional configuration, a cache of its own, and the driver's files
-//! as the agent mounts them.
+//! A container for the hooks: this machine's own libraries with their links, a conventional
+//! configuration, a cache of its own, and the driver's files as the agent mounts them.
 
 use anyhow::{Context, Result};
 use kata_gpu_init::driver_files::DriverFiles;

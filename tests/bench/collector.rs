@@ -1,9 +1,12 @@
-//! `bench collector [VMS] [RECORDS]`: many VMs at once against one collector, a release build in a process of its own.
+//! `bench collector [VMS] [RECORDS]`: many VMs at once against one collector, a release build in a
+//! process of its own.
 //!
-//! VMs are unix sockets where Kata's would be, found by the collector's own watching; each sends header and records as fast as it is read, and
-//! answers pings. Meanwhile other VMs connect one after another, from a thread of their own: how long each waits for the collector's first word
-//! (accept, header, opening of the boot, ping) is what a guest feels while all others talk. Whoever sends shares the cores with the
-//! collector. Ends with an error when a record is missing that nobody counted, or a target is missed.
+//! VMs are unix sockets where Kata's would be, found by the collector's own watching; each sends
+//! header and records as fast as it is read, and answers pings. Meanwhile other VMs connect one
+//! after another, from a thread of their own: how long each waits for the collector's first word
+//! (accept, header, opening of the boot, ping) is what a guest feels while all others talk. Whoever
+//! sends shares the cores with the collector. Ends with an error when a record is missing that
+//! nobody counted, or a target is missed.
 
 use super::{keep, machine};
 use anyhow::{Context, Result, bail, ensure};
@@ -207,7 +210,8 @@ fn record(seq: u64) -> String {
     record_line(&record)
 }
 
-/// One guest: connects, sends everything, answers pings until the collector has taken it all. Gives the wait for the first ping.
+/// One guest: connects, sends everything, answers pings until the collector has taken it all. Gives
+/// the wait for the first ping.
 async fn guest(n: usize, socket: PathBuf, text: Arc<str>) -> Result<Duration> {
     let start = Instant::now();
     let stream = tokio::net::UnixStream::connect(&socket).await.with_context(|| format!("connect to {}", socket.display()))?;
@@ -272,7 +276,8 @@ fn status(pid: u32, field: &str) -> Result<u64> {
     Ok(value.trim().trim_end_matches(" kB").parse()?)
 }
 
-/// Counts what stands in the files: records, each once, and those that are missing without the file's saying so.
+/// Counts what stands in the files: records, each once, and those that are missing without the
+/// file's saying so.
 fn stored(boots: &Path, vms: usize, records: u64) -> Result<(u64, u64)> {
     use kata_gpu_init::host::data::boot_file::HostEvent;
     let (mut stored, mut missing) = (0, 0);

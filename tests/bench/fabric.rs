@@ -1,5 +1,6 @@
-//! `bench fabric [RUNS] [GUEST..] [--tenth]`: guests with a fabric, confidential ones, and both, with
-//! eight GPUs and a pod: the incumbent's order with its services against ours with the same ones.
+//! `bench fabric [RUNS] [GUEST..] [--tenth]`: guests with a fabric, confidential ones, and both,
+//! with eight GPUs and a pod: the incumbent's order with its services against ours with the same
+//! ones.
 //!
 //! The pod and its containers are those of `bench boot`. A container's program is asked for more
 //! than its start: whether CUDA's first call would work or fail with error 802 (the fabric is not

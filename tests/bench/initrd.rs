@@ -1,8 +1,9 @@
-//! `bench initrd [RUNS]`: the same guest from a plain and from a gzip initrd, alone and four at once: until the agent is ready, and what the host's memory
-//! holds for it.
+//! `bench initrd [RUNS]`: the same guest from a plain and from a gzip initrd, alone and four at
+//! once: until the agent is ready, and what the host's memory holds for it.
 //!
-//! Memory is PSS: a page that several processes map counts once, by equal parts, so that the sum over all VMs is what they really cost. It is told apart by
-//! what QEMU has mapped: the initrd's file, the guest's memory, and the rest, which is the emulator's own.
+//! Memory is PSS: a page that several processes map counts once, by equal parts, so that the sum
+//! over all VMs is what they really cost. It is told apart by what QEMU has mapped: the initrd's
+//! file, the guest's memory, and the rest, which is the emulator's own.
 
 use super::{keep, machine};
 use anyhow::{Context, Result, ensure};
@@ -16,8 +17,9 @@ use std::path::{Path, PathBuf};
 use std::time::Instant;
 
 const VMS: [usize; 2] = [1, 4];
-/// What the large image has more: as much of this machine's own libraries, which compress as the driver's do. A quarter of a whole driver's user space, so
-/// that four guests fit into a small machine.
+/// What the large image has more: as much of this machine's own libraries, which compress as the
+/// driver's do. A quarter of a whole driver's user space, so that four guests fit into a small
+/// machine.
 const LIBRARIES_MIB: u64 = 128;
 const LIBRARIES: &str = "/usr/lib/x86_64-linux-gnu";
 const KIB_PER_MIB: f64 = 1024.0;

@@ -1,5 +1,5 @@
-//! `bench schedule`: the order in which the schedule brings GPUs up, in virtual time, against the best
-//! order that a search finds in the same locks. No VM, no clock.
+//! `bench schedule`: the order in which the schedule brings GPUs up, in virtual time, against the
+//! best order that a search finds in the same locks. No VM, no clock.
 
 use super::{keep, machine};
 use anyhow::Result;

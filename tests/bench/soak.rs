@@ -1,5 +1,6 @@
-//! `bench soak [BOOTS] [SEED]`: boots with random delays, orders and faults, one after another; ends with an error at the first that ends badly.
-//! `bench hot-plug [ACTIONS] [SEED]`: GPUs that come and go in one guest.
+//! `bench soak [BOOTS] [SEED]`: boots with random delays, orders and faults, one after another;
+//! ends with an error at the first that ends badly. `bench hot-plug [ACTIONS] [SEED]`: GPUs that
+//! come and go in one guest.
 
 use super::{keep, machine};
 use anyhow::{Context, Result, ensure};

@@ -1,5 +1,5 @@
-//! Accounting for boots that no init of ours recorded: any story, also an absurd one, gives an account that adds up. The stories are made at random, from
-//! a fixed seed.
+//! Accounting for boots that no init of ours recorded: any story, also an absurd one, gives an
+//! account that adds up. The stories are made at random, from a fixed seed.
 
 use kata_gpu_init::events::catalogue::steps as known_steps;
 use kata_gpu_init::host::analysis::blame::{By, blame};
@@ -94,7 +94,8 @@ fn every_story_gives_an_account_that_adds_up() {
         for (i, step) in timeline.steps.iter().enumerate() {
             let (sure, at_most) = gain(&timeline, &window, &[i]);
             assert!(sure <= at_most && at_most <= wall, "round {round}: what is sure is possible");
-            // Of a step that is told by its name alone, the path may have another one of that name: none is needed here.
+            // Of a step that is told by its name alone, the path may have another one of that name:
+            // none is needed here.
             if path.path.iter().all(|p| p.step.as_deref() != Some(step.title().as_str())) && step.begin_ns >= window.from.at_ns {
                 assert_eq!(at_most, 0, "round {round}: {} is not on the path and brings {at_most}", step.name);
                 off_path += 1;

@@ -34,7 +34,8 @@ fn the_init_is_small() {
     assert!(meta.len() <= INIT_BYTES, "{} has {} bytes, the budget is {INIT_BYTES}", init.display(), meta.len());
 }
 
-/// 9.3 MB, plain: 5.7 of them are the test agent, which makes pods and has the guest halves of tests.
+/// 9.3 MB, plain: 5.7 of them are the test agent, which makes pods and has the guest halves of
+/// tests.
 const SIM_BYTES: u64 = 9_300_000;
 
 #[test]
@@ -47,7 +48,8 @@ fn the_simulators_initrd_is_small() {
     assert!(meta.len() <= SIM_BYTES, "{} has {} bytes, the budget is {SIM_BYTES}", path.display(), meta.len());
 }
 
-/// What judges specs, hostile ones too, cannot be made to fetch anything (tests/no-network/README.md).
+/// What judges specs, hostile ones too, cannot be made to fetch anything
+/// (tests/no-network/README.md).
 #[test]
 fn no_http_client_and_no_tls_is_built() {
     let lock = std::fs::read_to_string(project().join("Cargo.lock")).unwrap();

@@ -1,7 +1,8 @@
-//! `kata-gpu-boot follow` as a program: in a pipe and on a terminal, beside a file that grows as a collector's does.
+//! `kata-gpu-boot follow` as a program: in a pipe and on a terminal, beside a file that grows as a
+//! collector's does.
 //!
-//! [`replay`] writes a boot's lines one by one with the boot's own timing, only faster. What a terminal shows is worked out by a terminal emulator from
-//! what the program writes into a pty.
+//! [`replay`] writes a boot's lines one by one with the boot's own timing, only faster. What a
+//! terminal shows is worked out by a terminal emulator from what the program writes into a pty.
 
 use crate::collect::{DEADLINE, folder, program};
 use crate::{TempDir, project};
@@ -28,7 +29,8 @@ fn file(dir: &TempDir, id: &str) -> PathBuf {
     dir.0.join(format!("{id}.ndjson"))
 }
 
-/// Appends the lines to a file when their time has come; until a record that `until` names, or to the end.
+/// Appends the lines to a file when their time has come; until a record that `until` names, or to
+/// the end.
 fn replay(lines: &[String], path: &Path, until: impl Fn(&str) -> bool) {
     let mut out = OpenOptions::new().create(true).append(true).open(path).unwrap();
     let start = Instant::now();

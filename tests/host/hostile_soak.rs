@@ -1,8 +1,11 @@
-//! Fifty guests that mean harm and fifty honest ones at one collector with metrics, OTLP and retention: whatever the former send, no record of the
-//! latter is lost or stands in another's file, every scrape is answered, no probe ends the collector, which stays within 128 MiB.
+//! Fifty guests that mean harm and fifty honest ones at one collector with metrics, OTLP and
+//! retention: whatever the former send, no record of the latter is lost or stands in another's
+//! file, every scrape is answered, no probe ends the collector, which stays within 128 MiB.
 //!
-//! What is hostile is made by a seeded grammar: the lines of the format with every value at its worst, pieces of them, other guests' boot ids, floods,
-//! silence, and comings and goings. `KATA_GPU_SOAK_SECONDS=600` runs it as long as a node is attacked; `KATA_GPU_SOAK_SEED` chooses another attack.
+//! What is hostile is made by a seeded grammar: the lines of the format with every value at its
+//! worst, pieces of them, other guests' boot ids, floods, silence, and comings and goings.
+//! `KATA_GPU_SOAK_SECONDS=600` runs it as long as a node is attacked; `KATA_GPU_SOAK_SEED` chooses
+//! another attack.
 
 use crate::collect::{Collector, boot_id, boot_path, folder, garbage, program, read, socket, until};
 use crate::fleet::{get, metrics_address, value};
@@ -57,7 +60,8 @@ impl Drop for Group {
     }
 }
 
-/// The collector, with a limit that the kernel keeps: of a control group and, everywhere, of what it has for itself.
+/// The collector, with a limit that the kernel keeps: of a control group and, everywhere, of what
+/// it has for itself.
 fn start(dir: &Path, group: Option<&Group>, otlp: u16) -> Collector {
     let join = group.map_or(String::new(), |group| format!("echo $$ > {}/cgroup.procs && ", group.0.display()));
     let mut command = Command::new("sh");
@@ -138,7 +142,8 @@ fn line(random: &mut Random, seq: &mut u64) -> Vec<u8> {
     }
 }
 
-/// A hostile guest's life: connections, each with a purpose, until told to stop. How many bytes it got rid of.
+/// A hostile guest's life: connections, each with a purpose, until told to stop. How many bytes it
+/// got rid of.
 fn attack(n: u64, seed: u64, socket: &Path, stop: &AtomicBool) -> u64 {
     let mut random = Random::new(seed.wrapping_mul(1000) + n);
     let (mut sent, mut seq, mut silent) = (0, 0, Vec::new());

@@ -1,5 +1,7 @@
-//! Our reading of modprobe.d and depmod's files against kmod's own: for many random configurations, `modprobe --show-depends` must print the same
-//! files in the same order with the same options. Nothing is loaded: the tree is that of the test kernel's and the simulator's modules, in a folder.
+//! Our reading of modprobe.d and depmod's files against kmod's own: for many random configurations,
+//! `modprobe --show-depends` must print the same files in the same order with the same options.
+//! Nothing is loaded: the tree is that of the test kernel's and the simulator's modules, in a
+//! folder.
 
 use crate::{TempDir, project};
 use kata_gpu_init::kernel_modules::Modules;
@@ -9,7 +11,8 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 
 const KERNEL: &str = "6.1.0-test";
-/// Rounds, each with a configuration of its own; all of them take two seconds, and 20,000 have been tried.
+/// Rounds, each with a configuration of its own; all of them take two seconds, and 20,000 have been
+/// tried.
 const ROUNDS: u64 = 500;
 
 /// sbin, which a user's PATH may lack.
@@ -21,7 +24,8 @@ fn kmod(tool: &str) -> Command {
     command
 }
 
-/// A tree with indexes by depmod. None, and a reason printed, where there is no depmod or no modules; not allowed in `tests/run`, which makes both.
+/// A tree with indexes by depmod. None, and a reason printed, where there is no depmod or no
+/// modules; not allowed in `tests/run`, which makes both.
 fn tree(test: &str) -> Option<TempDir> {
     let files = ["target/kernel/modules", "target/simulator"].map(|folder| std::fs::read_dir(project().join(folder)));
     let files: Vec<PathBuf> = files.into_iter().flatten().flatten().flatten().map(|e| e.path()).collect();
@@ -52,7 +56,8 @@ fn modprobe(root: &Path, arguments: &[&str]) -> Output {
     kmod("modprobe").arg("-d").arg(root).args(["-S", KERNEL, "-C"]).arg(config).args(arguments).output().unwrap()
 }
 
-/// `insmod PATH OPTIONS` lines as path and options; a module that is printed twice is loaded where it comes first.
+/// `insmod PATH OPTIONS` lines as path and options; a module that is printed twice is loaded where
+/// it comes first.
 fn shown(output: &Output) -> Vec<(PathBuf, String)> {
     let mut seen = HashSet::new();
     let text = String::from_utf8_lossy(&output.stdout).into_owned();
@@ -115,7 +120,8 @@ fn configuration(random: &mut Random) -> String {
         let _unused = match random.below(8) {
             0 => writeln!(text, "options {other} a{}={} \\\n  b=\"c d\"", random.below(9), random.below(9)),
             1 => writeln!(text, "\toptions\t{other}\tflag"),
-            // To modules only: where an alias leads to what is built in or to nothing, a load ends, and --show-depends goes on.
+            // To modules only: where an alias leads to what is built in or to nothing, a load ends,
+            // and --show-depends goes on.
             2 => {
                 writeln!(text, "alias {} {}", random.of(&["gpu", "x-*", "nosuch", "char-major-195-*", "g?u"]), random.of(&NAMES[..MODULES]))
             }

@@ -1,4 +1,5 @@
-//! The helper for NVML without a guest: its symbols against NVIDIA's library, its errors, its glibc.
+//! The helper for NVML without a guest: its symbols against NVIDIA's library, its errors, its
+//! glibc.
 
 use std::collections::BTreeSet;
 use std::io::Write;
@@ -61,8 +62,8 @@ fn every_function_of_the_stand_in_is_one_of_nvidias_library() {
     assert!(!theirs.contains("nvmlDeviceGetGpuFabricInfoV9"), "a name that no library has");
 }
 
-/// Stands for NVML: every function is there, reports its name on standard error, and succeeds; but for the fabric's second version, so that its
-/// fallback is called, too.
+/// Stands for NVML: every function is there, reports its name on standard error, and succeeds; but
+/// for the fabric's second version, so that its fallback is called, too.
 const RECORDER: &str = r#"
 #include <string.h>
 #include <unistd.h>

@@ -1,4 +1,5 @@
-//! Guest roots for tests, from descriptions that read like one (tests/fixtures/cdi/README.md has the words).
+//! Guest roots for tests, from descriptions that read like one (tests/fixtures/cdi/README.md has
+//! the words).
 
 use kata_gpu_init::elf::stand_in;
 use nix::sys::stat::{Mode, SFlag, makedev, mknod};
@@ -13,7 +14,8 @@ pub fn description(name: &str) -> String {
     std::fs::read_to_string(&path).unwrap_or_else(|e| panic!("{}: {e}", path.display()))
 }
 
-/// Makes the tree below `root`; gives the device nodes that could not be made, which takes privileges.
+/// Makes the tree below `root`; gives the device nodes that could not be made, which takes
+/// privileges.
 pub fn build(root: &Path, description: &str) -> Vec<PathBuf> {
     let mut skipped = Vec::new();
     let mut modes = Vec::new();
@@ -69,7 +71,8 @@ pub fn build(root: &Path, description: &str) -> Vec<PathBuf> {
 fn place(root: &Path, path: &str) -> PathBuf {
     let path = root.join(path.strip_prefix('/').unwrap_or_else(|| panic!("{path} is not absolute")));
     let parent = path.parent().unwrap();
-    // Through the tree's own links, which the fixtures keep relative where something is put behind them.
+    // Through the tree's own links, which the fixtures keep relative where something is put behind
+    // them.
     if !parent.is_dir() {
         std::fs::create_dir_all(parent).unwrap_or_else(|e| panic!("{}: {e}", parent.display()));
     }

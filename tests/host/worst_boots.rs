@@ -1,7 +1,8 @@
-//! The worst files that are known, before every reader and the collector, each with a limit on its memory that no file moves.
+//! The worst files that are known, before every reader and the collector, each with a limit on its
+//! memory that no file moves.
 //!
-//! The limit is RLIMIT_DATA, which counts what a process has for itself and needs no privileges. Negative control: a limit below what the program
-//! needs for nothing ends it.
+//! The limit is RLIMIT_DATA, which counts what a process has for itself and needs no privileges.
+//! Negative control: a limit below what the program needs for nothing ends it.
 
 use crate::collect::{Collector, Raw, boot_id, folder, program, socket, until};
 use crate::fleet::{get, metrics_address, value};

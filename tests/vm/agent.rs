@@ -1,4 +1,5 @@
-//! The test agent itself: that it punishes what the real one punishes. Without this, tests of an init that avoids the traps would show nothing.
+//! The test agent itself: that it punishes what the real one punishes. Without this, tests of an
+//! init that avoids the traps would show nothing.
 
 use super::harness::{AgentLine, Booted, DEADLINE, Guest, Outcome, TestContext, VmTest};
 use anyhow::{Context, Result, ensure};

@@ -1,4 +1,5 @@
-//! What containers can get besides GPUs' own nodes: MIG instances, displays, IMEX channels, switches. It comes after the GPUs, and holds none of them up.
+//! What containers can get besides GPUs' own nodes: MIG instances, displays, IMEX channels,
+//! switches. It comes after the GPUs, and holds none of them up.
 
 use super::harness::{Booted, Guest, Outcome, TestContext, VmTest};
 use anyhow::{Result, ensure};
@@ -11,7 +12,8 @@ pub const TESTS: &[VmTest] = &[
     VmTest { name: "no_spec_of_channels_without_any_and_bad_numbers_are_reported", run: nothing },
 ];
 
-/// Minors of a GPU instance's capability and of one of its compute instances': three before them, 15 GPU instances of 8 for each GPU.
+/// Minors of a GPU instance's capability and of one of its compute instances': three before them,
+/// 15 GPU instances of 8 for each GPU.
 fn capabilities(gpu: u32, gi: u32, ci: u32) -> [u32; 2] {
     let instance = 3 + (gpu * 15 + gi) * 9;
     [instance, instance + 1 + ci]
@@ -33,7 +35,8 @@ fn paths_and_modes(nodes: &[String]) -> Vec<String> {
 }
 
 fn instances(context: &TestContext) -> Result<Outcome> {
-    // Agents up to 3.31 wait for a name that is not there yet: an instance's name is known when its GPU is up.
+    // Agents up to 3.31 wait for a name that is not there yet: an instance's name is known when its
+    // GPU is up.
     let asked = "testagent.containers=plain:1;first:1:0;last:1:3;channel:nvidia.com/imex-channel=1;all:nvidia.com/nvswitch=all";
     let script = "testagent.guest=script testagent.script=settled>kill;settled>spec";
     let words = format!("fakepci.gpus=3 nvidia.mig=1:2:2 nvidia.switches=2 gpuinit.imex=2 testagent.version=3.31.0 {asked} {script}");

@@ -41,7 +41,8 @@ fn strategies(context: &TestContext) -> Result<Outcome> {
 }
 
 fn own_vcpu(context: &TestContext) -> Result<Outcome> {
-    // With an initialisation's 600 ms in steps of 100 ms, one that shares the vCPU of an enable sleeps through all of its 2 s.
+    // With an initialisation's 600 ms in steps of 100 ms, one that shares the vCPU of an enable
+    // sleeps through all of its 2 s.
     let times = "fakepci.gpus=4 fakepci.enable_ms=2000 nvidia.s1_ms=100 nvidia.s2_ms=400 nvidia.s3_ms=100";
     let words = "gpuinit.bind=pipelined testagent.guest=script testagent.script=gpu.init!begin/1>cpus;settled>cpus";
     let booted = Guest::new().append(&format!("{times} {words}")).boot(context, "own")?;
@@ -53,7 +54,8 @@ fn own_vcpu(context: &TestContext) -> Result<Outcome> {
         let took = (end.boottime_ns - begin.boottime_ns) / 1_000_000;
         ensure!(took < 1600, "GPU {:?}: its initialisation took {took} ms", begin.gpu);
     }
-    // While the lane runs: our threads and the driver's are elsewhere; after it, nothing is left of that.
+    // While the lane runs: our threads and the driver's are elsewhere; after it, nothing is left of
+    // that.
     let lines = booted.console.agent_lines();
     let allowed: Vec<(String, String)> =
         lines.iter().filter(|l| l.get("msg") == "cpus").map(|l| (l.get("thread").to_string(), l.get("allowed").to_string())).collect();
@@ -104,7 +106,8 @@ fn waves(context: &TestContext) -> Result<Outcome> {
         spans.push((begin.boottime_ns, end.boottime_ns));
     }
     spans.sort_unstable();
-    // Those of a wave begin before any of them is over by a second part, and the next wave when all are over: never in the middle of one.
+    // Those of a wave begin before any of them is over by a second part, and the next wave when all
+    // are over: never in the middle of one.
     let mut waves: Vec<Vec<(u64, u64)>> = Vec::new();
     for span in spans {
         match waves.last_mut() {
@@ -117,7 +120,8 @@ fn waves(context: &TestContext) -> Result<Outcome> {
     for (wave, next) in waves.iter().zip(waves.iter().skip(1)) {
         ensure!(over(wave) <= next[0].0, "one began before the wave before it was over: {waves:?}");
     }
-    // By the guest's own order of records: a member that begins after the first one's second part would hold all others up.
+    // By the guest's own order of records: a member that begins after the first one's second part
+    // would hold all others up.
     ensure!(waves.iter().all(|wave| begun(wave) - wave[0].0 < 1_200_000_000), "{waves:?}");
     ensure!((2..6).contains(&waves.len()), "{waves:?}");
     Ok(Outcome::Measured(format!("waves of {}", waves.iter().map(|wave| wave.len().to_string()).collect::<Vec<_>>().join(", "))))
@@ -153,7 +157,8 @@ fn auto(context: &TestContext) -> Result<Outcome> {
         ensure!(fields["reason"].as_str().is_some_and(|r| r.contains(why)), "{name}: {fields:?}");
         ensure!(fields["driver"] == "550.163.01" && fields["vcpus"] == 2, "{name}: {fields:?}");
     }
-    // A fast host: the load probes all. On a busy machine even 3 ms can take more than 100; then it says so.
+    // A fast host: the load probes all. On a busy machine even 3 ms can take more than 100; then it
+    // says so.
     let booted = Guest::new().append("fakepci.gpus=3").boot(context, "fast")?;
     booted.settled()?;
     let fields = booted.event(names::STRATEGY)?.fields;
@@ -209,10 +214,12 @@ pub fn reports(booted: &Booted, count: usize) -> Result<Vec<Vec<Accesses>>> {
     all().take(count).map(|l| l.get("all").split("; ").map(accesses).collect()).collect()
 }
 
-/// What the driver makes when all that is needed is done once: the load, a look at each minor, the opens. The scripts of a guest without the init.
+/// What the driver makes when all that is needed is done once: the load, a look at each minor, the
+/// opens. The scripts of a guest without the init.
 pub const NEEDED: &str = "config+information+config+open:0+open:1+open:2+config";
 
-/// Of the reports of such a guest: config reads that one look at a GPU's minor makes, and all accesses of each of three GPUs.
+/// Of the reports of such a guest: config reads that one look at a GPU's minor makes, and all
+/// accesses of each of three GPUs.
 pub fn needed(alone: &[Vec<Accesses>]) -> Result<(u64, &[Accesses])> {
     let [loaded, looked, all] = alone else { anyhow::bail!("{} reports of config accesses", alone.len()) };
     let look = looked[0].reads - loaded[0].reads;

@@ -1,5 +1,7 @@
-//! One clock: what is said of the guest's times on the host's wall clock holds, whatever the way there is like and whatever the guest's own wall clock
-//! says. The truth comes over a second, direct connection: a ping that left at T and came back at T + rtt read the guest's clock in between.
+//! One clock: what is said of the guest's times on the host's wall clock holds, whatever the way
+//! there is like and whatever the guest's own wall clock says. The truth comes over a second,
+//! direct connection: a ping that left at T and came back at T + rtt read the guest's clock in
+//! between.
 
 use super::harness::{Booted, DEADLINE, Guest, Outcome, TestContext, VmTest};
 use anyhow::{Context, Result, ensure};
@@ -15,15 +17,17 @@ use std::time::{Duration, Instant};
 
 pub const TESTS: &[VmTest] = &[VmTest { name: "the_bound_of_the_guests_clock_holds_in_every_boot", run: bound_holds }];
 
-/// What is wrong with a boot's clocks: how long a ping takes there and back beyond the way itself, and by how much the guest's wall clock is stepped while
-/// it boots, in seconds. The boot clock must not care for the latter.
+/// What is wrong with a boot's clocks: how long a ping takes there and back beyond the way itself,
+/// and by how much the guest's wall clock is stepped while it boots, in seconds. The boot clock
+/// must not care for the latter.
 const BOOTS: &[(&str, Duration, Duration, i64)] = &[
     ("direct", Duration::ZERO, Duration::ZERO, 0),
     ("slow-back", Duration::ZERO, Duration::from_millis(40), 86_400),
     ("slow-there", Duration::from_millis(40), Duration::ZERO, -31_536_000),
     ("both", Duration::from_millis(10), Duration::from_millis(25), 1),
 ];
-/// A bound that is so many times smaller is too small where the way is asymmetric: the middle of the round trip is wrong by half the delay.
+/// A bound that is so many times smaller is too small where the way is asymmetric: the middle of
+/// the round trip is wrong by half the delay.
 const TOO_SMALL: u64 = 10;
 
 /// A connection to the guest's own listener.
@@ -73,7 +77,8 @@ impl Link {
     }
 }
 
-/// Whether the clock's word about a moment is compatible with a ping that saw it, with the bound divided by `divisor`.
+/// Whether the clock's word about a moment is compatible with a ping that saw it, with the bound
+/// divided by `divisor`.
 fn agrees(clock: &Clock, seen: &Answer, divisor: u64) -> Result<bool> {
     let wall = clock.wall_at(seen.boottime_ns).context("no sample")?;
     let error = i64::try_from(wall.error_ns / divisor)?;
@@ -137,8 +142,8 @@ fn bound_holds(context: &TestContext) -> Result<Outcome> {
     Ok(Outcome::Measured(measured))
 }
 
-/// Waits for the `clock` event after a step of the guest's wall clock, with the wall clock set ahead by
-/// `step_s` since the first one.
+/// Waits for the `clock` event after a step of the guest's wall clock, with the wall clock set
+/// ahead by `step_s` since the first one.
 fn step_is_reported(booted: &Booted, step_s: i64) -> Result<()> {
     let wall = |r: &Record| r.fields.get("realtime_ns").and_then(serde_json::Value::as_i64);
     let ahead_ns = |r: &Record| Some(wall(r)? - r.boottime_ns as i64).filter(|_| r.name == names::CLOCK);
@@ -152,7 +157,8 @@ fn step_is_reported(booted: &Booted, step_s: i64) -> Result<()> {
     Ok(())
 }
 
-/// What the guest says of its log's clock and of the time before its kernel, against what the host knows: the VM's TSC cannot be older than the VM.
+/// What the guest says of its log's clock and of the time before its kernel, against what the host
+/// knows: the VM's TSC cannot be older than the VM.
 fn guests_own_clocks(records: &[Record], clock: &Clock, started_ns: i64) -> Result<String> {
     let records: Vec<_> = records.iter().cloned().map(Into::into).collect();
     let guest = GuestClocks::of(&records);

@@ -1,5 +1,6 @@
-//! Real containers with the driver's files: a program linked against libcuda.so.1 starts on a Debian's and an Alpine's root, its loader finds the
-//! guest's library, and it sees exactly its GPUs. The roots and the guest's driver are those of tests/containers/build.
+//! Real containers with the driver's files: a program linked against libcuda.so.1 starts on a
+//! Debian's and an Alpine's root, its loader finds the guest's library, and it sees exactly its
+//! GPUs. The roots and the guest's driver are those of tests/containers/build.
 
 use super::harness::{AgentLine, Booted, DEADLINE, Guest, Outcome, TestContext, VmTest};
 use anyhow::{Result, anyhow, ensure};
@@ -23,7 +24,8 @@ pub(super) fn said<'a>(output: &'a str, key: &str) -> &'a str {
     output.lines().find_map(|l| l.split_once('=').filter(|(k, _)| *k == key)).map_or("", |(_, value)| value)
 }
 
-/// Checks by the program's output that libcuda is the guest's, on a mount that the container cannot change.
+/// Checks by the program's output that libcuda is the guest's, on a mount that the container cannot
+/// change.
 pub(super) fn has_the_guests_libcuda(output: &str) -> Result<()> {
     let is = |key: &str, wanted: &[&str]| {
         ensure!(wanted.contains(&said(output, key)), "{key} is {:?}, not {wanted:?}: {output}", said(output, key));
@@ -118,7 +120,8 @@ fn one_hook(context: &TestContext) -> Result<Outcome> {
     let mut booted = boot(context, "one")?;
     let (hooks, ms) = check(&booted)?;
     ensure!(hooks == 1, "{hooks} hooks have run");
-    // The negative controls. Debian's loader looks into its own directories at last, where the link is a mount; the image's libraries are elsewhere.
+    // The negative controls. Debian's loader looks into its own directories at last, where the link
+    // is a mount; the image's libraries are elsewhere.
     let bare = Ended::wait(&booted, "bare-cuda")?;
     ensure!(bare.said("searched").starts_with("path=/lib/x86_64-linux-gnu"), "a container without hooks: {:?}", bare.0);
     bare.is("version", VERSION)?;

@@ -1,4 +1,5 @@
-//! Containers and the CDI spec: each starts as soon as the GPUs it asks for are there, and none ever sees an error that is final.
+//! Containers and the CDI spec: each starts as soon as the GPUs it asks for are there, and none
+//! ever sees an error that is final.
 
 use super::harness::{Booted, Guest, Outcome, TestContext, VmTest};
 use anyhow::{Result, ensure};
@@ -14,7 +15,8 @@ pub const TESTS: &[VmTest] = &[
     VmTest { name: "ready_usable_and_cdi_complete_hold_containers_back", run: held_back },
 ];
 
-/// Probes that sleep for 4 s, on a host that is slow, too: the first one has slept when five GPUs are enabled.
+/// Probes that sleep for 4 s, on a host that is slow, too: the first one has slept when five GPUs
+/// are enabled.
 const SLEEPING: &str = "fakepci.device=0x2901 fakepci.enable_ms=1000";
 /// One agent try is a second; the rest is room for a guest that computes slowly.
 const ONE_TRY_NS: u64 = 2_000_000_000;
@@ -60,7 +62,8 @@ fn early(context: &TestContext, bind: &str, host: &str) -> Result<Outcome> {
     )))
 }
 
-/// Negative control of the above: the same agent, the same question, and a generator that lists only what is ready.
+/// Negative control of the above: the same agent, the same question, and a generator that lists
+/// only what is ready.
 fn growing_list(context: &TestContext) -> Result<Outcome> {
     let words = "fakepci.gpus=0 testagent.containers=second:1 testagent.guest=growing-list";
     let booted = Guest::new().append(words).boot(context, "new-agent")?;
@@ -110,7 +113,8 @@ fn held_back(context: &TestContext) -> Result<Outcome> {
 }
 
 fn by_uuid(context: &TestContext) -> Result<Outcome> {
-    // The simulator makes it from the address: domain 1, slot 1. Agents up to 3.31 wait for a name that is not there yet.
+    // The simulator makes it from the address: domain 1, slot 1. Agents up to 3.31 wait for a name
+    // that is not there yet.
     let asked = "testagent.version=3.31.0 testagent.containers=named:GPU-00000001-51d0-5afe-9000-000000000008";
     let booted = Guest::new().append(&format!("fakepci.gpus=3 gpuinit.cdi.names=index,uuid {asked}")).boot(context, "uuid")?;
     let named = booted.created("named")?;

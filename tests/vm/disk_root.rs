@@ -1,5 +1,6 @@
-//! Guest images, as Kata boots them from a disk: an erofs or ext4 root whose init `initrd replace-init` has replaced. The root is read-only, the init is
-//! /sbin/init, and the guest brings its GPUs up and starts a container.
+//! Guest images, as Kata boots them from a disk: an erofs or ext4 root whose init `initrd
+//! replace-init` has replaced. The root is read-only, the init is /sbin/init, and the guest brings
+//! its GPUs up and starts a container.
 
 use super::harness::{Guest, Outcome, TestContext, VmTest};
 use anyhow::{Context, Result, ensure};
@@ -15,7 +16,8 @@ pub const TESTS: &[VmTest] = &[
     VmTest { name: "an_ext4_image_with_another_init_boots_to_a_container", run: ext4 },
 ];
 
-/// Where Kata's image builder begins the root, in sectors of 512 bytes, and how large the partition is here: the new root must fit.
+/// Where Kata's image builder begins the root, in sectors of 512 bytes, and how large the partition
+/// is here: the new root must fit.
 const FIRST: u64 = 6144;
 const SECTORS: u64 = 64 << 11;
 
@@ -37,7 +39,8 @@ pub fn unpacked(context: &TestContext) -> Result<PathBuf> {
     Ok(root)
 }
 
-/// A guest's root as a folder: what the initrd has, the driver's stand-ins, and an init that is not ours where Kata's images have theirs.
+/// A guest's root as a folder: what the initrd has, the driver's stand-ins, and an init that is not
+/// ours where Kata's images have theirs.
 fn root(context: &TestContext) -> Result<PathBuf> {
     let root = unpacked(context)?;
     let driver = context.target.join("containers/driver");

@@ -168,8 +168,8 @@ mod host {
         Ok(format!("lib/modules/{}", fs::read_to_string(context.target.join("kernel/version"))?.trim()))
     }
 
-    /// The driver as Kata's builder lays it out: libraries in the triplet's folder, programs in /bin,
-    /// a tree of modules with its own index.
+    /// The driver as Kata's builder lays it out: libraries in the triplet's folder, programs in
+    /// /bin, a tree of modules with its own index.
     pub fn gpu_image(context: &TestContext, options: &[&str]) -> Result<Image> {
         let tree = fresh(context, "gpu")?;
         let driver = context.target.join("containers/driver");
@@ -254,7 +254,8 @@ mod host {
         let files = ends(&booted, names::DRIVER_FILES)?;
         ensure!(files.error.is_none() && files.fields["version"] == "550.163.01", "{files:?}");
 
-        // The agent has not waited: the extension is opened after its exec, before the driver is looked for.
+        // The agent has not waited: the extension is opened after its exec, before the driver is
+        // looked for.
         let (exec, disks) =
             (ends(&booted, names::AGENT_EXEC)?, booted.record("disks", |r| r.kind == Kind::Begin && r.name == names::EXTENSION_DISKS)?);
         ensure!(exec.boottime_ns <= disks.boottime_ns, "the agent waited for gpu");

@@ -26,7 +26,8 @@ pub const GUEST_HALVES: &[(&str, fn())] = &[
     ("stalls", stalls::run),
 ];
 
-/// Publishes as a naive generator would: only what is ready so far. The agent must fail on it, which is why nothing else here does so.
+/// Publishes as a naive generator would: only what is ready so far. The agent must fail on it,
+/// which is why nothing else here does so.
 fn growing_list() {
     let spec = r#"{"cdiVersion":"0.5.0","kind":"nvidia.com/gpu","devices":[{"name":"0","containerEdits":{"env":["A=B"]}}]}"#;
     let temporary = Path::new(cdi::DIRECTORY).join("x.tmp");
@@ -36,8 +37,9 @@ fn growing_list() {
     log::info("growing list published", &[("error", &written.err().map_or_else(String::new, |e| e.to_string()))]);
 }
 
-/// Reports the simulator's counters of every GPU when all GPUs that can settle have, which the test says by starting the half late enough: it looks
-/// every 100 ms of the guest's time for as long as the VM lives, and reports each change.
+/// Reports the simulator's counters of every GPU when all GPUs that can settle have, which the test
+/// says by starting the half late enough: it looks every 100 ms of the guest's time for as long as
+/// the VM lives, and reports each change.
 fn counters() {
     let mut last = String::new();
     loop {
@@ -61,7 +63,8 @@ pub fn all_counters() -> String {
     all.join("; ")
 }
 
-/// Once the init's stream has reached the host: opens the spec so often that the records of it do not fit into the init's ring, then says how often.
+/// Once the init's stream has reached the host: opens the spec so often that the records of it do
+/// not fit into the init's ring, then says how often.
 fn looks() {
     use std::io::{BufRead, BufReader};
     const LOOKS: usize = 20_000;
@@ -71,7 +74,8 @@ fn looks() {
     let mut seen = 0;
     for _ in 0..LOOKS {
         seen += usize::from(std::fs::File::open(&spec).is_ok());
-        // inotify merges an event with the one before it if they are the same: another one goes in between.
+        // inotify merges an event with the one before it if they are the same: another one goes in
+        // between.
         let _unused = std::fs::File::open(cdi::DIRECTORY);
     }
     log::info("looks", &[("seen", &seen.to_string()), ("connected", &connected.to_string())]);
@@ -185,8 +189,8 @@ fn child() {
 const INTERRUPTS: &str = "/proc/irq";
 
 /// Until all GPUs are settled, and once more then: writes the console's level and the interrupts'
-/// masks to the console, with the times before and after the look. Each sample also opens the init's
-/// executable, as a hook does, so that the init has a record to write.
+/// masks to the console, with the times before and after the look. Each sample also opens the
+/// init's executable, as a hook does, so that the init has a record to write.
 ///
 /// Stays on the first CPU: a sleep that began on the lane's would end with the enabling.
 fn samples() {
@@ -225,7 +229,8 @@ fn samples() {
     }
 }
 
-/// Name and mask of every interrupt that has a handler, and the default of new ones: `NAME=MASK;..`.
+/// Name and mask of every interrupt that has a handler, and the default of new ones:
+/// `NAME=MASK;..`.
 fn masks() -> String {
     let mask = |file: std::path::PathBuf| std::fs::read_to_string(file).unwrap_or_default().trim().to_string();
     let mut all = vec![format!("default={}", mask(Path::new(INTERRUPTS).join("default_smp_affinity")))];

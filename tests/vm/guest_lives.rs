@@ -150,7 +150,8 @@ fn interrupts(context: &TestContext) -> Result<Outcome> {
     ensure!(meanwhile > 0, "no sample lies in {enablings:?}");
     let last = samples.last().context("no sample")?;
     ensure!(last.masks == *masks, "afterwards {:?}, without a lane {masks:?}", last.masks);
-    // Two answers in one enabling: the second one's ping was sent after the first answer, and so in it, too.
+    // Two answers in one enabling: the second one's ping was sent after the first answer, and so in
+    // it, too.
     const LONG_BEFORE_ITS_END: u64 = 500_000_000;
     for span in &enablings[1..] {
         let is_inside = |at: u64| span.has(at, at + LONG_BEFORE_ITS_END);
@@ -382,7 +383,8 @@ fn one_vcpu(context: &TestContext) -> Result<Outcome> {
     let waits = named(&records, Kind::End, names::LANE_WAIT);
     let first_wait = waits.first().context("no wait")?;
     let wait = first_wait.fields["held_by"].as_str().context("no reasons")?;
-    // The lane waits for the agent as long as its limit allows: on a machine that is busy, that is over sooner.
+    // The lane waits for the agent as long as its limit allows: on a machine that is busy, that is
+    // over sooner.
     let limit_over = u128::from(held_ms(first_wait, "agent start").unwrap_or(0)) + 600 >= Limit::AgentFirst.after().as_millis();
     ensure!(
         limit_over || ready < first && pause.boottime_ns < first,

@@ -1,11 +1,14 @@
-//! A guest half in which GPUs come and go for a long time: `testagent.soak=ACTIONS:SEED` takes random plugs, removals, swaps,
-//! unbinds, deaths of the worker and shortages, and asks the simulator which GPU each name leads to.
+//! A guest half in which GPUs come and go for a long time: `testagent.soak=ACTIONS:SEED` takes
+//! random plugs, removals, swaps, unbinds, deaths of the worker and shortages, and asks the
+//! simulator which GPU each name leads to.
 //!
-//! - A container that waits for a name, as agents do that wait, must get the GPU that the boot scan gave that name to.
-//! - Whenever the soak lets things settle, every GPU that the driver has must be listed under its name, and no other.
+//! - A container that waits for a name, as agents do that wait, must get the GPU that the boot scan
+//!   gave that name to.
+//! - Whenever the soak lets things settle, every GPU that the driver has must be listed under its
+//!   name, and no other.
 //!
-//! The first fault ends the soak. `testagent.soak=ACTIONS:SEED:exchanged` compares with minors of which two are exchanged: then
-//! a fault must be found.
+//! The first fault ends the soak. `testagent.soak=ACTIONS:SEED:exchanged` compares with minors of
+//! which two are exchanged: then a fault must be found.
 
 use super::random::Random;
 use super::script::{SPEC, act, gpu_in_slot, process_named};
@@ -26,7 +29,8 @@ const DEADLINE: Duration = Duration::from_secs(90);
 const LOOK_EVERY: Duration = Duration::from_millis(20);
 /// Between two deaths of the worker: one that dies young lets the next one wait longer and longer.
 const BETWEEN_KILLS: Duration = Duration::from_secs(11);
-/// A worker that begins takes a GPU that nobody has seen bound for one that was never bound, and binds it: as long after a death, an unbind may be undone.
+/// A worker that begins takes a GPU that nobody has seen bound for one that was never bound, and
+/// binds it: as long after a death, an unbind may be undone.
 const AFTER_A_KILL: Duration = Duration::from_secs(60);
 /// How long the fault is waited for that must be there.
 const FAULT_DEADLINE: Duration = Duration::from_secs(3);
@@ -351,7 +355,8 @@ impl Soak {
         Ok(())
     }
 
-    /// The name of the GPU in a slot: those that came by hot-plug are counted after those of the boot scan.
+    /// The name of the GPU in a slot: those that came by hot-plug are counted after those of the
+    /// boot scan.
     fn name(&self, slot: u32) -> u32 {
         let present = |slot: &u32| self.slots[*slot as usize] != Slot::Empty;
         if slot < OF_BOOT { slot } else { OF_BOOT + (OF_BOOT..slot).filter(present).count() as u32 }
@@ -403,7 +408,8 @@ fn minors() -> Result<BTreeMap<u32, u32>, Fault> {
     Ok(all)
 }
 
-/// The numbers among the spec's names, and the minor to which each leads. One that is pending is left out.
+/// The numbers among the spec's names, and the minor to which each leads. One that is pending is
+/// left out.
 fn leads() -> Result<BTreeMap<u32, u32>, Fault> {
     let text = std::fs::read_to_string(SPEC).map_err(|e| format!("{SPEC}: {e}"))?;
     let spec: serde_json::Value = serde_json::from_str(&text).map_err(|e| format!("{SPEC}: {e}"))?;

@@ -1,4 +1,5 @@
-//! A real boot seen twice: by its stream, and by its console alone, as somebody imports it who has nothing else.
+//! A real boot seen twice: by its stream, and by its console alone, as somebody imports it who has
+//! nothing else.
 
 use super::harness::{DEADLINE, Guest, Outcome, TestContext, VmTest, complete};
 use anyhow::{Context, Result, ensure};
@@ -48,14 +49,17 @@ fn agrees(context: &TestContext) -> Result<Outcome> {
     let console = booted.console.text();
     let import = of_console(&console)?;
     let reported = compare(&stream, &console, &import)?;
-    // A console has no beginnings. A line of the kernel may have torn one of the init's or the agent's: then the import does not know that time.
+    // A console has no beginnings. A line of the kernel may have torn one of the init's or the
+    // agent's: then the import does not know that time.
     let (unknown, wrong): (Vec<_>, Vec<_>) = reported.disagreements.iter().partition(|d| d.import_ns.is_none());
     ensure!(wrong.is_empty(), "more than the stated error: {}", wrong.iter().map(ToString::to_string).collect::<Vec<_>>().join("\n"));
     let torn: Vec<&str> = unknown.iter().map(|d| d.what.as_str()).filter(|what| *what != "agent exec").collect();
-    // 8 GPUs with five times each, of which the load enables all but one or two; milestones, containers, lines of the kernel.
+    // 8 GPUs with five times each, of which the load enables all but one or two; milestones,
+    // containers, lines of the kernel.
     ensure!(reported.agreed > 60 && torn.len() * 10 <= reported.agreed, "{} agree, not known to the import: {torn:?}", reported.agreed);
 
-    // Moved by more than the stated error, each kind of line is found out: the init's by a nanosecond, the agent's by its error and a millisecond.
+    // Moved by more than the stated error, each kind of line is found out: the init's by a
+    // nanosecond, the agent's by its error and a millisecond.
     let bound_ns = value(&console, "\"msg\":\"gpu.bound\"", "boottime_ns")?;
     let ready = value(&console, "\"msg\":\"ttRPC server started\"", "ts")?;
     let error_ns = import.records.iter().filter(|r| r.name == "agent.ready").find_map(kata_gpu_init::host::data::imported_record::mark);

@@ -1,4 +1,5 @@
-//! Images that `kata-gpu-boot initrd` has written, before a real kernel: it unpacks them, and the guest brings its GPUs up and starts a container.
+//! Images that `kata-gpu-boot initrd` has written, before a real kernel: it unpacks them, and the
+//! guest brings its GPUs up and starts a container.
 
 use super::harness::{DEADLINE, Guest, Outcome, TestContext, VmTest};
 use anyhow::{Context, Result, bail, ensure};
@@ -34,7 +35,8 @@ fn folder(context: &TestContext) -> Result<PathBuf> {
     Ok(folder)
 }
 
-/// Boots to a container. `listed`: whether the image has a list of the driver's files, which the guest then goes by.
+/// Boots to a container. `listed`: whether the image has a list of the driver's files, which the
+/// guest then goes by.
 fn boots(context: &TestContext, image: &Path, listed: bool) -> Result<Outcome> {
     let mut booted = Guest::new().initrd(image).append("testagent.containers=all:all").boot(context, "guest")?;
     if listed {

@@ -1,8 +1,10 @@
-//! Comparison, item for item, of what a container sees with what `cdi check` predicts. The half that
-//! runs in the container prints its items; the host's half makes the same items of a prediction.
+//! Comparison, item for item, of what a container sees with what `cdi check` predicts. The half
+//! that runs in the container prints its items; the host's half makes the same items of a
+//! prediction.
 //!
-//! An item is a name and a value: `node /dev/nvidia0` is `c 195:0 666 0:0`. A container without GPUs on
-//! the same root is what the prediction is added to, so that everything that differs is accounted for.
+//! An item is a name and a value: `node /dev/nvidia0` is `c 195:0 666 0:0`. A container without
+//! GPUs on the same root is what the prediction is added to, so that everything that differs is
+//! accounted for.
 
 use std::collections::BTreeMap;
 use std::fs::OpenOptions;
@@ -18,8 +20,8 @@ const PARAMS: &str = "/proc/driver/nvidia/params";
 /// Flags of a mount that keep a container from something.
 const FLAGS: [&str; 4] = ["nodev", "noexec", "nosuid", "ro"];
 
-/// Prints what this container sees, as one JSON object. Arguments are devices (`195:0`) that its cgroup
-/// is asked for.
+/// Prints what this container sees, as one JSON object. Arguments are devices (`195:0`) that its
+/// cgroup is asked for.
 pub fn run() {
     let mut items = Items::new();
     nodes(Path::new("/dev"), &mut items);
@@ -69,8 +71,8 @@ fn nodes(directory: &Path, items: &mut Items) {
     }
 }
 
-/// What the cgroup allows of a character device: `m` to make a node, `r` and `w` to open it. A driver may
-/// refuse an open as well, but not with EPERM.
+/// What the cgroup allows of a character device: `m` to make a node, `r` and `w` to open it. A
+/// driver may refuse an open as well, but not with EPERM.
 fn access(device: &str) -> String {
     use nix::errno::Errno;
     use nix::sys::stat::{Mode, SFlag, makedev, mknod};
@@ -102,7 +104,8 @@ mod host {
     use anyhow::{Context, Result};
     use serde_json::Value;
 
-    /// Items as the program prints them. A cache has its folders as the loader's configuration has them.
+    /// Items as the program prints them. A cache has its folders as the loader's configuration has
+    /// them.
     pub fn items(output: &str) -> Result<Items> {
         let items: Items = serde_json::from_str(output).with_context(|| format!("read {output:?}"))?;
         Ok(items

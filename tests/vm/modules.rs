@@ -1,4 +1,5 @@
-//! Modules in a real kernel: compressed ones, options and soft dependencies of modprobe.d, and what is said of files that cannot be loaded.
+//! Modules in a real kernel: compressed ones, options and soft dependencies of modprobe.d, and what
+//! is said of files that cannot be loaded.
 
 use super::harness::{Booted, Guest, Outcome, TestContext, VmTest};
 use anyhow::{Context, Result, ensure};
@@ -144,7 +145,8 @@ fn refused(context: &TestContext) -> Result<Outcome> {
     let booted = Guest::new().file(&plain, &good[..good.len() / 2]).boot(context, "cut")?;
     all_failed(booted, &["load module nvidia: /", &plain, ": ENOEXEC: Exec format error (", "the file is damaged"])?;
 
-    // The same module for a kernel of another name, and with another layout: by its checksum this kernel knows, and does not look at the name.
+    // The same module for a kernel of another name, and with another layout: by its checksum this
+    // kernel knows, and does not look at the name.
     let mut other = good;
     let find = |text: &[u8]| position(&other, text);
     let (name, checksum) = (find(b"vermagic=")? + b"vermagic=".len(), find(b"module_layout\0")? - 8);

@@ -1,4 +1,5 @@
-//! Readers of the stream that misbehave: none loses what it could have, none costs the guest more than its own connection.
+//! Readers of the stream that misbehave: none loses what it could have, none costs the guest more
+//! than its own connection.
 
 use super::harness::{DEADLINE, Guest, Listener, Outcome, TestContext, VmTest, complete, named};
 use anyhow::{Context, Result, ensure};
@@ -14,7 +15,8 @@ pub const TESTS: &[VmTest] = &[
     VmTest { name: "a_reader_that_stalls_delays_nothing_and_gets_its_losses", run: stalls },
 ];
 
-/// How long the guest may take nothing before it counts as not reading: it answers within milliseconds, and polls nothing.
+/// How long the guest may take nothing before it counts as not reading: it answers within
+/// milliseconds, and polls nothing.
 const STALL: Duration = Duration::from_secs(3);
 
 fn hangs_up(context: &TestContext) -> Result<Outcome> {
@@ -95,7 +97,8 @@ fn nonsense(context: &TestContext) -> Result<Outcome> {
 }
 
 fn pings_unread(context: &TestContext) -> Result<Outcome> {
-    // Far more than all buffers between here and the guest hold (vsock's credit is 256 kB), and less than what would hurt the guest.
+    // Far more than all buffers between here and the guest hold (vsock's credit is 256 kB), and
+    // less than what would hurt the guest.
     const PINGS: usize = 4 << 20;
     let mut booted =
         Guest::new().listener(Listener::Deaf).append("fakepci.enable_ms=200 testagent.containers=all:all").boot(context, "pings")?;
@@ -104,8 +107,8 @@ fn pings_unread(context: &TestContext) -> Result<Outcome> {
     let sent = booted.receiver.say(ping.repeat(PINGS / ping.len()).as_bytes(), STALL)?;
     ensure!(sent > 0, "the guest took nothing");
     ensure!(sent < PINGS / 2, "the guest took {sent} bytes of pings and keeps the answers to them in memory");
-    // The guest is none the worse for it. Of the stream nothing is asked: with both directions full vhost-device-vsock 0.3.0 loses the connection
-    // ("Failed to re-enable EPOLLOUT").
+    // The guest is none the worse for it. Of the stream nothing is asked: with both directions full
+    // vhost-device-vsock 0.3.0 loses the connection ("Failed to re-enable EPOLLOUT").
     booted.created("all")?;
     ensure!(booted.console.wait_text(DEADLINE, "\"msg\":\"settled\""), "the console has no settled line");
     booted.still_runs()?;
@@ -122,7 +125,8 @@ fn stalls(context: &TestContext) -> Result<Outcome> {
     booted.receiver.wake();
     let is_report = |r: &Record| r.name == names::STREAM_LOST && r.fields.get("at") == Some(&"vsock".into());
     booted.record("stream.lost", is_report)?;
-    // A busy guest loses records before the stall too: whatever was lost up to the last report is in one of them.
+    // A busy guest loses records before the stall too: whatever was lost up to the last report is
+    // in one of them.
     let records = booted.receiver.records();
     let reports: Vec<&Record> = records.iter().filter(|r| is_report(r)).collect();
     let last = reports.iter().map(|r| r.seq).max().context("the report is gone")?;

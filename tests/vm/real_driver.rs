@@ -1,7 +1,9 @@
-//! NVIDIA's own open kernel module, on functions without a GPU behind them: the second judge, which no author of the simulator has understood wrongly.
+//! NVIDIA's own open kernel module, on functions without a GPU behind them: the second judge, which
+//! no author of the simulator has understood wrongly.
 //!
-//! It binds, its initialisation goes as far as booting the GPU's own processor, and fails with the driver's own words; how far it comes is in the hands
-//! of a few registers (tests/simulator/fakepci-bars.c). What cannot be seen here is a GPU that works.
+//! It binds, its initialisation goes as far as booting the GPU's own processor, and fails with the
+//! driver's own words; how far it comes is in the hands of a few registers
+//! (tests/simulator/fakepci-bars.c). What cannot be seen here is a GPU that works.
 
 use super::bring_up::{Accesses, NEEDED, needed, reports};
 use super::harness::{AgentLine, Booted, Guest, Outcome, RealDriver, TestContext, VmTest, named};
@@ -39,7 +41,8 @@ fn with_driver(context: &TestContext, test: fn(&TestContext, &RealDriver) -> Res
     }
 }
 
-/// With the GSP's firmware: initialisations then take seconds, until the driver gives up waiting for a processor that is not there.
+/// With the GSP's firmware: initialisations then take seconds, until the driver gives up waiting
+/// for a processor that is not there.
 fn with_firmware(driver: &RealDriver) -> Result<Guest> {
     let (path, bytes) = driver.firmware()?;
     Ok(Guest::new().real_driver(driver).file(&path, &bytes))
@@ -88,7 +91,8 @@ fn nvml(context: &TestContext, driver: &RealDriver) -> Result<Outcome> {
     let booted = guest.boot(context, "nvml")?;
     judge(&booted, &[NO_FIRMWARE, NO_FIRMWARE])?;
     let answer = booted.agent("nvml", |_| true)?;
-    // NVML starts on this driver, has our functions, and counts no GPU: each other answer is a fault of the helper.
+    // NVML starts on this driver, has our functions, and counts no GPU: each other answer is a
+    // fault of the helper.
     let counted =
         r#"{"facts":{"driver":"550.163.01","nvml":"12.550.163.01","count":0,"confidential":null,"confidential_error":null,"devices":[]}}"#;
     ensure!(answer.get("answer") == counted, "{}", answer.get("answer"));
@@ -142,7 +146,8 @@ fn judge(booted: &Booted, wanted: &[Wanted]) -> Result<()> {
 const NO_FIRMWARE: Wanted = Wanted { step: "init", reason: "firmware-missing", words: "Direct firmware load for nvidia/" };
 
 fn failures(context: &TestContext, driver: &RealDriver) -> Result<Outcome> {
-    // By slot: a GPU as it should be, off the bus, without BAR 0, of no chip, without interrupts, newer than the driver.
+    // By slot: a GPU as it should be, off the bus, without BAR 0, of no chip, without interrupts,
+    // newer than the driver.
     let chips = "fakepci.chip=0x180a1000,0x180a1000,0x180a1000,0,0x180a1000,0x1a0a1000,0x180a1000";
     let faults = format!("fakepci.off_bus=1 fakepci.bar_missing=2 {chips} fakepci.no_msix=4");
     let every = || {
@@ -156,8 +161,9 @@ fn failures(context: &TestContext, driver: &RealDriver) -> Result<Outcome> {
             NO_FIRMWARE,
         ]
     };
-    // All probed by the load, and each by its own bind. The last one's BAR of 128 GiB has no address, which is the kernel's word and not the driver's; it
-    // is told where the GPU is enabled: in the driver's probe, or ahead of it.
+    // All probed by the load, and each by its own bind. The last one's BAR of 128 GiB has no
+    // address, which is the kernel's word and not the driver's; it is told where the GPU is
+    // enabled: in the driver's probe, or ahead of it.
     for (bind, step) in [("insmod", "probe"), ("pipelined", "enable")] {
         let words = format!("fakepci.gpus=8 {faults} fakepci.bar_unassigned=7 gpuinit.bind={bind}");
         let script = "testagent.guest=script testagent.script=settled>held";
@@ -182,7 +188,8 @@ fn failures(context: &TestContext, driver: &RealDriver) -> Result<Outcome> {
 }
 
 fn lost(context: &TestContext, driver: &RealDriver) -> Result<Outcome> {
-    // GPU 1 is plugged in and bound while GPU 0 initialises, which takes seconds, and is gone when its own turn comes.
+    // GPU 1 is plugged in and bound while GPU 0 initialises, which takes seconds, and is gone when
+    // its own turn comes.
     let script = "testagent.guest=script testagent.script=gpu.init!begin/0>plug:1;gpu.bound/1>lose:1;settled>held";
     let words = format!("fakepci.gpus=2 fakepci.absent=1 gpuinit.init=serial {script}");
     let booted = with_firmware(driver)?.append(&words).boot(context, "lost")?;
@@ -260,13 +267,14 @@ fn waits_for_the_drivers_lock(late: &&Record) -> bool {
     late.fields.get("stack").and_then(|stack| stack.as_str()).is_some_and(|stack| stack.contains("os_acquire_rwlock_write"))
 }
 
-/// From the first initialisation's begin to the last one's end, in ms. All must have begun before one ends, unless the init holds them back.
+/// From the first initialisation's begin to the last one's end, in ms. All must have begun before
+/// one ends, unless the init holds them back.
 fn span(context: &TestContext, driver: &RealDriver, gpus: u64, words: &str) -> Result<u64> {
     let words = format!("fakepci.gpus={gpus} {words}");
     let boot = || with_firmware(driver)?.append(&words).boot(context, &format!("{gpus}"));
     let mut booted = boot()?;
-    // Initialisations that fail together have hung in the driver (550.163.01, seen twice): each waits
-    // for the driver's locks, for ever. That is no measure; once, another boot is.
+    // Initialisations that fail together have hung in the driver (550.163.01, seen twice): each
+    // waits for the driver's locks, for ever. That is no measure; once, another boot is.
     let hangs = |booted: &Booted| named(&booted.receiver.records(), Kind::Event, names::GPU_LATE).iter().any(waits_for_the_drivers_lock);
     if booted.settled().is_err() && hangs(&booted) {
         drop(booted);
@@ -295,7 +303,8 @@ fn overlap(context: &TestContext, driver: &RealDriver) -> Result<Outcome> {
 }
 
 fn killed(context: &TestContext, driver: &RealDriver) -> Result<Outcome> {
-    // Killed while the driver initialises: the wait is left, the initialisations go on, and their outcome reaches the next worker.
+    // Killed while the driver initialises: the wait is left, the initialisations go on, and their
+    // outcome reaches the next worker.
     let script = "testagent.guest=script testagent.script=gpu.init!begin/1>kill;settled>held";
     let booted = with_firmware(driver)?.append(&format!("fakepci.gpus=2 {script}")).boot(context, "killed")?;
     judge(&booted, &[wanted("init", "firmware-boot", "(0x62:"), wanted("init", "firmware-boot", "(0x62:")])?;
@@ -317,8 +326,9 @@ fn killed(context: &TestContext, driver: &RealDriver) -> Result<Outcome> {
     Ok(Outcome::Passed)
 }
 
-/// GPUs that fail are the driver's affair: the daemon starts all the same, and its lines name them. An image that lacks what the daemon itself needs is another
-/// thing: its start fails, with the daemon's own words and the file.
+/// GPUs that fail are the driver's affair: the daemon starts all the same, and its lines name them.
+/// An image that lacks what the daemon itself needs is another thing: its start fails, with the
+/// daemon's own words and the file.
 fn persistenced(context: &TestContext, driver: &RealDriver) -> Result<Outcome> {
     let files = driver.persistenced()?;
     let guest = files.iter().fold(Guest::new().real_driver(driver), |guest, (path, bytes)| guest.file(path, bytes));
@@ -378,7 +388,8 @@ fn driver_lines(booted: &Booted) -> Vec<String> {
     lines.filter(|t| t.starts_with("NVRM: ") || t.starts_with("nvidia-nvlink: ")).collect()
 }
 
-/// From the end of one action of the script to the end of another, or to the agent's line of that name.
+/// From the end of one action of the script to the end of another, or to the agent's line of that
+/// name.
 fn between(booted: &Booted, from: &str, to: &str) -> Result<u64> {
     let done = |what: &str| booted.agent("script", |l| format!("{}>{}", l.get("when"), l.get("did")) == what);
     let (start, end) = (done(from)?, if to.contains('>') { done(to)? } else { booted.agent(to, |_| true)? });
@@ -422,7 +433,8 @@ fn words_of(guest: Guest, context: &TestContext, name: &str) -> Result<Words> {
     Ok(Words { files, devices, lines, looks, removal_ms })
 }
 
-/// A line without what differs from boot to boot, from one driver to the other, and from one line of its source to another: its digits.
+/// A line without what differs from boot to boot, from one driver to the other, and from one line
+/// of its source to another: its digits.
 fn shape(line: &str) -> String {
     let line = line.split("for x86_64").next().unwrap_or(line);
     line.chars().filter(|c| !c.is_ascii_digit()).collect()
@@ -486,7 +498,8 @@ fn same_words(context: &TestContext, driver: &RealDriver) -> Result<Outcome> {
     )))
 }
 
-/// How long things take while a GPU is initialised under the resource manager's lock, in vain and for more than a second.
+/// How long things take while a GPU is initialised under the resource manager's lock, in vain and
+/// for more than a second.
 struct Waits {
     look_ms: u64,
     removal_ms: u64,
@@ -509,7 +522,8 @@ fn waits_of(guest: Guest, context: &TestContext, name: &str) -> Result<Waits> {
     Ok(Waits { look_ms, removal_ms })
 }
 
-/// A look at a GPU that never came up and has fallen off the bus: the driver walks its list of capabilities for ever.
+/// A look at a GPU that never came up and has fallen off the bus: the driver walks its list of
+/// capabilities for ever.
 fn never_answers(guest: Guest, context: &TestContext, name: &str) -> Result<()> {
     // The loss happens some time after it was asked for.
     let words = "fakepci.gpus=2 testagent.guest=script testagent.script=settled>information+lose:0+sleep:500+information";
@@ -518,7 +532,8 @@ fn never_answers(guest: Guest, context: &TestContext, name: &str) -> Result<()> 
     // The first look, at a GPU that is there, takes nothing like this.
     booted.agent("script", answered)?;
     booted.agent("script", |l| l.get("did") == "sleep:500")?;
-    // A sleep as proof, kept: no event follows a look that never returns. The first look takes milliseconds.
+    // A sleep as proof, kept: no event follows a look that never returns. The first look takes
+    // milliseconds.
     std::thread::sleep(Duration::from_secs(3));
     let answers = booted.console.agent_lines().into_iter().filter(answered).count();
     ensure!(answers == 1, "{name}: the information of a lost GPU came");

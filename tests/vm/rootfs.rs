@@ -1,5 +1,7 @@
-//! Guest images that `rootfs-builder/build` has made: the simulated one is made here and started; that with NVIDIA's own driver (user space, firmware,
-//! kernel modules, all of a distribution's packages) is made before, by `tests/run rootfs` or `tests/run real-driver`, as it takes minutes and a network.
+//! Guest images that `rootfs-builder/build` has made: the simulated one is made here and started;
+//! that with NVIDIA's own driver (user space, firmware, kernel modules, all of a distribution's
+//! packages) is made before, by `tests/run rootfs` or `tests/run real-driver`, as it takes minutes
+//! and a network.
 //!
 //! There is no GPU: what such an image does where the GPUs answer cannot be seen here.
 
@@ -16,7 +18,8 @@ pub const TESTS: &[VmTest] = &[
     VmTest { name: "rootfs_real_driver_of_packages_binds_and_says_why_it_stops", run: real },
 ];
 
-/// Where `tests/run rootfs` leaves image and root, below target/, named by the distribution that ROOTFS_DISTRO names.
+/// Where `tests/run rootfs` leaves image and root, below target/, named by the distribution that
+/// ROOTFS_DISTRO names.
 const FOLDER: &str = "rootfs/compute-";
 const DISTRO: &str = "debian-13";
 
@@ -74,7 +77,8 @@ fn real(context: &TestContext) -> Result<Outcome> {
         )));
     }
     let version = driver_version(&root)?;
-    // Only then: NVIDIA's nvidia-uvm is not loaded before the initialisations have let the driver's lock go, and nothing is published before it.
+    // Only then: NVIDIA's nvidia-uvm is not loaded before the initialisations have let the driver's
+    // lock go, and nothing is published before it.
     let script = "settled>spec-file+held+run:/usr/bin/nvidia-smi";
     let append = format!("fakepci.gpus=2 testagent.guest=script testagent.script={script}");
     let guest = test_hardware(context, Guest::new().initrd(&image).registers_in_ram())?;
@@ -82,7 +86,8 @@ fn real(context: &TestContext) -> Result<Outcome> {
 
     let files = spec_is_good(context, &booted, &root, &version)?;
     reports_failures(&booted, &version)?;
-    // NVIDIA's own program, with the libraries of the image: it finds NVML and the driver, and no GPU that works.
+    // NVIDIA's own program, with the libraries of the image: it finds NVML and the driver, and no
+    // GPU that works.
     let smi = booted.agent("started", |l| l.get("program") == "/usr/bin/nvidia-smi")?.get("child-pid").to_string();
     let end = booted.agent("ended", |l| l.get("child-pid") == smi)?;
     ensure!(end.get("status") == NOTHING_FOUND, "nvidia-smi has ended with {}", end.get("status"));
@@ -99,7 +104,8 @@ fn real(context: &TestContext) -> Result<Outcome> {
     )))
 }
 
-/// What the test machine has and a Kata kernel has built in: virtio, vsock, and the functions; and what loads them before the init starts.
+/// What the test machine has and a Kata kernel has built in: virtio, vsock, and the functions; and
+/// what loads them before the init starts.
 fn test_hardware(context: &TestContext, guest: Guest) -> Result<Guest> {
     let read = |path: PathBuf| std::fs::read(&path).with_context(|| format!("read {}", path.display()));
     let text = |path: &str| Ok::<_, anyhow::Error>(String::from_utf8(read(context.target.join(path))?)?);
@@ -129,7 +135,8 @@ fn opens_without_waiting(version: &str) -> Result<bool> {
     Ok(branch >= 550)
 }
 
-/// The spec has the packages' files, each of which is in the image, and both agents take it. Gives how many.
+/// The spec has the packages' files, each of which is in the image, and both agents take it. Gives
+/// how many.
 fn spec_is_good(context: &TestContext, booted: &Booted, root: &Path, version: &str) -> Result<usize> {
     let files = booted.record("the driver's files", |r| r.name == names::DRIVER_FILES && r.kind == Kind::End)?;
     ensure!(files.error.is_none() && files.fields["manifest"] == true && files.fields["version"] == version, "{files:?}");
@@ -175,7 +182,8 @@ fn spec_is_good(context: &TestContext, booted: &Booted, root: &Path, version: &s
     Ok(mounts.len())
 }
 
-/// Every GPU has failed where there is no processor to start, and each says so with the driver's own line.
+/// Every GPU has failed where there is no processor to start, and each says so with the driver's
+/// own line.
 fn reports_failures(booted: &Booted, version: &str) -> Result<()> {
     let step = if opens_without_waiting(version)? { "init" } else { "open" };
     ensure!(booted.settled()? == (0, 2), "{:?}", booted.settled()?);

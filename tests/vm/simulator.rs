@@ -1,4 +1,5 @@
-//! The simulator against its own description: with nothing of ours in the guest, does it take the time that its locks say, and fail as it says?
+//! The simulator against its own description: with nothing of ours in the guest, does it take the
+//! time that its locks say, and fail as it says?
 
 use super::harness::{DEADLINE, Guest, Outcome, TestContext, VmTest};
 use anyhow::{Context, Result, ensure};
@@ -45,8 +46,8 @@ fn script(context: &TestContext, name: &str, words: &str, script: &str) -> Resul
     Ok(Ran { steps, console })
 }
 
-/// Never sooner than the locks allow. Later by what a tick and an emulated CPU cost: still far from another
-/// order of the same locks.
+/// Never sooner than the locks allow. Later by what a tick and an emulated CPU cost: still far from
+/// another order of the same locks.
 fn near(what: &str, is: f64, should: f64) -> Result<()> {
     ensure!(is >= should * 0.98 - 5.0, "{what}: {is:.0} ms, sooner than the locks allow ({should:.0} ms)");
     ensure!(is <= should * 1.35 + 150.0, Late(format!("{what}: {is:.0} ms, the locks say {should:.0} ms")));
@@ -73,8 +74,8 @@ impl std::fmt::Display for Late {
 /// Boots that a machine with other work may take to be in time once.
 const TRIES: u32 = 3;
 
-/// Wrong locks are late each time. A machine on which twice as much wants to run as can proves nothing: then
-/// it is said what was not proved.
+/// Wrong locks are late each time. A machine on which twice as much wants to run as can proves
+/// nothing: then it is said what was not proved.
 fn in_time(test: impl Fn() -> Result<Outcome>) -> Result<Outcome> {
     for _ in 1..TRIES {
         match test() {
@@ -153,7 +154,8 @@ fn opens(context: &TestContext) -> Result<Outcome> {
     let failing = script(context, "eio", &format!("{words} nvidia.init_fail=0"), "load,eio")?;
     let asked = failing.gpu("eio", 0)?;
     ensure!(asked["pollerr"] == true && asked["rc"] == -5 && asked["status"] == 0x59 && asked["other"] == "Some(EIO)", "{asked:?}");
-    // With the driver that initialises in its probe an open has nothing left to do, and nothing is taken down.
+    // With the driver that initialises in its probe an open has nothing left to do, and nothing is
+    // taken down.
     let probed = "nvidia.version=595.45.04 nvidia.NVreg_GpuInitOnProbe=1";
     let ran = script(context, "probe", &format!("{words} {probed}"), "load,serial,close,sleep:10,parallel")?;
     ensure!(ran.ms("load")? > 900.0, "{:?}", ran.steps);
@@ -192,7 +194,8 @@ fn faults(context: &TestContext) -> Result<Outcome> {
     for word in words {
         ensure!(ran.console.contains(word), "the console does not have {word:?}");
     }
-    // With firmware asked for and none there, no adapter comes up, and so no error of a running one.
+    // With firmware asked for and none there, no adapter comes up, and so no error of a running
+    // one.
     ensure!(
         xid.console.contains("Direct firmware load for nvidia/550.163.01/gsp_ga10x.bin failed with error -2"),
         "no word of the firmware"

@@ -1,5 +1,5 @@
-//! Many boots with random delays, orders and faults, each told by its seed: every GPU ends usable or with its reason, every container gets what it asked
-//! for or a clear error, and nothing hangs.
+//! Many boots with random delays, orders and faults, each told by its seed: every GPU ends usable
+//! or with its reason, every container gets what it asked for or a clear error, and nothing hangs.
 
 use super::harness::{Booted, Guest, Outcome, TestContext, VmTest, complete, named};
 use super::random::Random;
@@ -14,7 +14,8 @@ pub const TESTS: &[VmTest] = &[
     VmTest { name: "a_name_that_leads_to_another_gpu_is_found_by_the_soak", run: exchanged },
 ];
 
-/// Actions of the hot-plug soak that belong to a run of all tests; `tests/bench/run hot-plug` does 500.
+/// Actions of the hot-plug soak that belong to a run of all tests; `tests/bench/run hot-plug` does
+/// 500.
 const HOT_PLUGS: u64 = 150;
 
 fn hot_plug(context: &TestContext) -> Result<Outcome> {

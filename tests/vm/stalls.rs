@@ -62,8 +62,8 @@ const fn probe(name: &'static str, waits: bool, cpu: Cpu, make: fn() -> io::Resu
     Probe { name, waits, cpu, make }
 }
 
-/// `waits` is as seen under QEMU 11.1.3 with KVM on the emulated host. An access that QEMU
-/// carries out itself needs its global lock, which the mapping holds; vhost-vsock and virtio-fs have
+/// `waits` is as seen under QEMU 11.1.3 with KVM on the emulated host. An access that QEMU carries
+/// out itself needs its global lock, which the mapping holds; vhost-vsock and virtio-fs have
 /// processes or threads of their own.
 pub const PROBES: &[Probe] = &[
     probe("the mapping CPU's timer", true, Cpu::Last, timer),
@@ -167,8 +167,8 @@ pub fn run() {
     log::info(OVER, &[]);
 }
 
-/// Moves interrupts to the first CPU, as the init does while it enables: what waits for one on a CPU
-/// that is gone waits for that CPU, not for the host.
+/// Moves interrupts to the first CPU, as the init does while it enables: what waits for one on a
+/// CPU that is gone waits for that CPU, not for the host.
 fn move_interrupts() {
     for interrupt in std::fs::read_dir("/proc/irq").into_iter().flatten().flatten() {
         // Those of queues that belong to a CPU stay.
@@ -231,7 +231,8 @@ fn measure(call: &mut Call, cpu: Cpu, config: &Path) -> io::Result<Stall> {
     Ok(Stall { window_ns: to - from, longest_ns: longest.unwrap_or(0), calls: calls.len() })
 }
 
-/// Calls from one CPU until the flag says that it is over; returns the begin and end of each call, in ns.
+/// Calls from one CPU until the flag says that it is over; returns the begin and end of each call,
+/// in ns.
 fn calls_until(over: &AtomicBool, call: &mut Call, cpu: usize) -> io::Result<Vec<(u64, u64)>> {
     stay_on(cpu)?;
     // One that grew would flush the TLB of the CPU that is gone.

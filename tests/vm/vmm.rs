@@ -1,5 +1,5 @@
-//! Guest half of [`super::emulated_host::service`]: a VMM with hybrid vsock and the guest behind it, on the
-//! emulated host.
+//! Guest half of [`super::emulated_host::service`]: a VMM with hybrid vsock and the guest behind
+//! it, on the emulated host.
 
 use kata_gpu_init::events::record::{DEFAULT_PORT, Kind, Record};
 use kata_gpu_init::events::ring::Ring;

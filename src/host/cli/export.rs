@@ -1,8 +1,8 @@
 //! `kata-gpu-boot export`: one boot in the formats of other programs, and as a page or a picture
 //! for people.
 //!
-//! All formats write a [`Waterfall`]; a file per format knows nothing but its format. An output file
-//! is written as a whole or not at all.
+//! All formats write a [`Waterfall`]; a file per format knows nothing but its format. An output
+//! file is written as a whole or not at all.
 
 #[cfg(test)]
 mod tests;

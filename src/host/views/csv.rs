@@ -1,8 +1,8 @@
 //! `--csv`: one row per step, then one per report of a GPU's health, for spreadsheets and data
 //! frames. RFC 4180: CRLF, quotes where needed.
 //!
-//! Times in ns since kernel start, negative for VMM and firmware; an empty cell is what is not known. A text that a spreadsheet
-//! would take for a formula gets an apostrophe.
+//! Times in ns since kernel start, negative for VMM and firmware; an empty cell is what is not
+//! known. A text that a spreadsheet would take for a formula gets an apostrophe.
 
 use super::rows::Tone;
 use super::waterfall::{Mark, Step, Waterfall};

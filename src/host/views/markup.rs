@@ -1,4 +1,5 @@
-//! Parts that page and picture share: escaping, the headline, and the signs of milestones and marks.
+//! Parts that page and picture share: escaping, the headline, and the signs of milestones and
+//! marks.
 
 use super::rows::Tone;
 use super::waterfall::{Mark, Waterfall};

@@ -4,9 +4,9 @@
 //! track of its name per row, since slices of one track must nest. Timestamps are the host's
 //! REALTIME, which is the trace's primary clock: the guest's BOOTTIME has no times for what VMM and
 //! firmware did. Clock snapshots put it beside. Where no clock sample places the boot, timestamps
-//! are BOOTTIME, and VMM and firmware are instants at 0. Steps are slices, `after` edges flows, the critical path a track of its own, usable and
-//! published GPUs counters. A step that never ended has no end event, which the viewer draws as
-//! unfinished.
+//! are BOOTTIME, and VMM and firmware are instants at 0. Steps are slices, `after` edges flows, the
+//! critical path a track of its own, usable and published GPUs counters. A step that never ended
+//! has no end event, which the viewer draws as unfinished.
 
 mod protos;
 

@@ -1,11 +1,11 @@
 //! A boot as lanes, steps and marks: what every format of `export` writes.
 //!
-//! Times are ns on the guest's boot clock, and negative for VMM and firmware. Every text is printable ASCII and bounded, whatever the
-//! guest sent. Steps are the spans of the stream and, told apart by having no span id, those that
-//! the account of the boot works out from other records; the critical path is the account's, too.
-//! Wall-clock times are by one clock sample, the best of the boot, so that differences of them are
-//! those of the boot clock; their bounds are by all samples, and hold where the host's clock was
-//! stepped, too.
+//! Times are ns on the guest's boot clock, and negative for VMM and firmware. Every text is
+//! printable ASCII and bounded, whatever the guest sent. Steps are the spans of the stream and,
+//! told apart by having no span id, those that the account of the boot works out from other
+//! records; the critical path is the account's, too. Wall-clock times are by one clock sample, the
+//! best of the boot, so that differences of them are those of the boot clock; their bounds are by
+//! all samples, and hold where the host's clock was stepped, too.
 
 use super::drawn::{MAX_VALUE, field_text};
 pub use super::drawn::{Mark, Step};

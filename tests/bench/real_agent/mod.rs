@@ -115,9 +115,9 @@ struct Made {
     output: Output,
 }
 
-/// Makes a pod, and returns when every container's program has everything open and could use it. The first attempt
-/// to connect is made when the console has `from`: the transport must be there, and the emulated
-/// one does not bear thousands of refused connections.
+/// Makes a pod, and returns when every container's program has everything open and could use it.
+/// The first attempt to connect is made when the console has `from`: the transport must be there,
+/// and the emulated one does not bear thousands of refused connections.
 pub fn run(booted: &Booted, from: &str, wanted: &[Container], order: Order) -> Result<PodTimes> {
     let (uds, deadline) = (booted.vm.uds(), DEADLINE);
     ensure!(booted.console.wait_text(deadline, from), "no {from:?} on the console");

@@ -1,7 +1,9 @@
-//! The whole reader takes any bytes: a boot's file, the agent's console beside it, the model, and every view of it, in bounded memory.
+//! The whole reader takes any bytes: a boot's file, the agent's console beside it, the model, and
+//! every view of it, in bounded memory.
 //!
-//! The first byte says how often the lines that follow are repeated: what costs too much does so only when there is much of it. Each `#` in them
-//! becomes the number of the repetition, so that records, spans and GPUs differ. tests/fuzz/run limits the time of an input.
+//! The first byte says how often the lines that follow are repeated: what costs too much does so
+//! only when there is much of it. Each `#` in them becomes the number of the repetition, so that
+//! records, spans and GPUs differ. tests/fuzz/run limits the time of an input.
 #![no_main]
 
 use kata_gpu_init::host::analysis::blame::{By, blame};
@@ -28,7 +30,8 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 /// Bytes that repetitions stop at.
 const MAX_BYTES: usize = 64 << 10;
-/// Bytes of memory a byte of the input. In files too large for that the limits of the reader hold, which tests/host proves.
+/// Bytes of memory a byte of the input. In files too large for that the limits of the reader hold,
+/// which tests/host proves.
 const PER_BYTE: usize = 48;
 /// Bytes of memory beside that.
 const AT_LEAST: usize = 2 << 20;

@@ -1,4 +1,5 @@
-//! The command line is whatever a boot loader passes on: it gives a configuration and bounded, printable notes.
+//! The command line is whatever a boot loader passes on: it gives a configuration and bounded,
+//! printable notes.
 #![no_main]
 
 use kata_gpu_init::config::{Config, module_parameters, words};

@@ -1,5 +1,5 @@
-//! Disk images and initrds as somebody made them: no bytes make a reader crash, loop or take memory without end; what can be read of an erofs image is the
-//! same after its init was replaced.
+//! Disk images and initrds as somebody made them: no bytes make a reader crash, loop or take memory
+//! without end; what can be read of an erofs image is the same after its init was replaced.
 #![no_main]
 
 use kata_gpu_init::host::tools::guest_disk as disk;
@@ -61,7 +61,8 @@ fn erofs(mut bytes: Vec<u8>) {
     for (at, new) in edit.patches.iter().chain([(&edit.at, &edit.added)]) {
         bytes[*at as usize..*at as usize + new.len()].copy_from_slice(new);
     }
-    // Inodes that overlap what they describe can make an image that is none: that is refused where it is read again.
+    // Inodes that overlap what they describe can make an image that is none: that is refused where
+    // it is read again.
     let Ok(new) = Erofs::read(content(bytes), Some((&fs, edit.at))) else { return };
     let Ok(new_tree) = Tree::new(&new.image) else { return };
     let _unused = diff::differences(&tree, &new_tree, true);

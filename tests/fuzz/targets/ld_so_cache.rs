@@ -1,4 +1,5 @@
-//! A loader's cache as an image has it: no bytes make the reader crash or grow; what it reads, it writes and reads as the same.
+//! A loader's cache as an image has it: no bytes make the reader crash or grow; what it reads, it
+//! writes and reads as the same.
 #![no_main]
 
 use kata_gpu_init::cdi::ld_so_cache::{Hwcap, MAX_SIZE, Machine, read, write};

@@ -1,4 +1,5 @@
-//! A module's file as an image has it: no bytes make a decoder crash, or give more than was allowed.
+//! A module's file as an image has it: no bytes make a decoder crash, or give more than was
+//! allowed.
 #![no_main]
 
 use kata_gpu_init::kernel_modules::file::{Format, unpack, version_magic};

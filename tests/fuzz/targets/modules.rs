@@ -1,5 +1,5 @@
-//! depmod's texts and modprobe.d, in one input, with lines of `%` between them: whatever they say, the plan for a module ends, lists nothing twice, and
-//! has the module itself.
+//! depmod's texts and modprobe.d, in one input, with lines of `%` between them: whatever they say,
+//! the plan for a module ends, lists nothing twice, and has the module itself.
 #![no_main]
 
 use kata_gpu_init::kernel_modules::index::Index;

@@ -1,4 +1,5 @@
-//! What a runtime tells a hook, and what a CUDA library tells of itself: a root is an absolute path, or there is none.
+//! What a runtime tells a hook, and what a CUDA library tells of itself: a root is an absolute
+//! path, or there is none.
 #![no_main]
 
 use kata_gpu_init::cdi::hooks::enable_cuda_compat::{Version, decide, parse_note};

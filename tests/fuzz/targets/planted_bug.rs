@@ -1,4 +1,5 @@
-//! Negative control: a bug behind four bytes, which only a fuzzer that sees coverage finds in seconds.
+//! Negative control: a bug behind four bytes, which only a fuzzer that sees coverage finds in
+//! seconds.
 #![no_main]
 
 libfuzzer_sys::fuzz_target!(|bytes: &[u8]| {

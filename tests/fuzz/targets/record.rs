@@ -4,7 +4,8 @@
 use kata_gpu_init::events::record::{Line, MAX_LINE, decode, header_line, ping, ping_line, pong_line, record_line};
 use serde_json::Value;
 
-/// Whether there is a number in it that is no integer. No writer of schema 1 makes one, and serde_json may read its last digit differently.
+/// Whether there is a number in it that is no integer. No writer of schema 1 makes one, and
+/// serde_json may read its last digit differently.
 fn has_fraction(value: &Value) -> bool {
     match value {
         Value::Number(number) => number.is_f64(),

@@ -51,7 +51,8 @@ fn sandboxes(file: &BootFile) -> Vec<Sandbox> {
 #[test]
 fn a_vms_socket_comes_and_goes_with_that_of_the_vmm() {
     let kata = Kata::new();
-    // One that was there before the collector, in a root that is, and one in a root that is not there yet.
+    // One that was there before the collector, in a root that is, and one in a root that is not
+    // there yet.
     let _old = kata.vmm("vc/vm/old/clh.sock");
     let collector = kata.collector(&[]);
     let _new = kata.vmm("k/new/root/kata.hvsock");
@@ -110,7 +111,8 @@ fn a_boot_is_named_by_its_pod_even_if_the_name_comes_late() {
 #[test]
 fn a_pods_annotations_name_no_other_pod_in_file_or_trace() {
     let kata = Kata::new();
-    // As CRI-O writes it for tenant-b/evil-pod: its own, the pod's over them, the kubelet's labels over those.
+    // As CRI-O writes it for tenant-b/evil-pod: its own, the pod's over them, the kubelet's labels
+    // over those.
     let annotations = serde_json::json!({
         "io.kubernetes.cri-o.KubeName": "payroll-db-0", "io.kubernetes.cri-o.Namespace": "finance",
         "io.kubernetes.cri.sandbox-name": "payroll-db-0", "io.kubernetes.cri.sandbox-namespace": "finance", "io.kubernetes.cri.sandbox-uid": "6666",
@@ -167,7 +169,8 @@ fn only_a_socket_in_a_vms_directory_is_open_to_another_user() {
 fn a_hostile_peer_fills_no_log_and_hides_no_other_line() {
     let kata = Kata::new();
     let collector = kata.collector(&["--limit", "connects=100000"]);
-    // What is in the way of the collector's socket is none: a line each time that the VMM makes its own.
+    // What is in the way of the collector's socket is none: a line each time that the VMM makes its
+    // own.
     let blocked = |path: &str| {
         std::fs::create_dir_all(kata.dir.0.join(path).parent().unwrap()).unwrap();
         std::fs::write(kata.socket(path), "").unwrap();

@@ -1,4 +1,5 @@
-//! Each limit, exceeded by a hostile guest through real sockets; and in each case another guest's stream, which is whole and on time.
+//! Each limit, exceeded by a hostile guest through real sockets; and in each case another guest's
+//! stream, which is whole and on time.
 
 use super::*;
 
@@ -32,7 +33,8 @@ impl Two {
         Raw::connect(&socket(&self.dir.0, "w"))
     }
 
-    /// What the hostile guest did has been done: the other one goes on, and both files are looked at.
+    /// What the hostile guest did has been done: the other one goes on, and both files are looked
+    /// at.
     fn end(self, evil_boot: u64) -> (BootFile, Vec<String>) {
         let start = Instant::now();
         self.good.push(GOOD / 2);

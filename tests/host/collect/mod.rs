@@ -1,6 +1,8 @@
-//! `kata-gpu-boot collect` as a process, and guests at real sockets: what the tests of the collector share.
+//! `kata-gpu-boot collect` as a process, and guests at real sockets: what the tests of the
+//! collector share.
 //!
-//! [`Guest`] runs the guest's own code (ring, stream, replay, reconnects) where the vsock would be; [`Raw`] says whatever a test wants.
+//! [`Guest`] runs the guest's own code (ring, stream, replay, reconnects) where the vsock would be;
+//! [`Raw`] says whatever a test wants.
 
 mod disk_full;
 mod kata;
@@ -27,7 +29,8 @@ pub const DEADLINE: Duration = Duration::from_secs(20);
 /// Pause between two looks where nothing tells of a change.
 const LOOK: Duration = Duration::from_millis(5);
 
-/// The program: the one that KATA_GPU_BOOT names, or the one of this build, built now if it is not there or not up to date.
+/// The program: the one that KATA_GPU_BOOT names, or the one of this build, built now if it is not
+/// there or not up to date.
 pub fn program() -> PathBuf {
     static BUILT: Once = Once::new();
     if let Some(program) = std::env::var_os("KATA_GPU_BOOT") {
@@ -189,7 +192,8 @@ pub fn socket(dir: &Path, name: &str) -> PathBuf {
     dir.join(format!("{name}_{DEFAULT_PORT}"))
 }
 
-/// A guest of our own: a ring of records, sent over and over to whoever listens, as the init does it.
+/// A guest of our own: a ring of records, sent over and over to whoever listens, as the init does
+/// it.
 pub struct Guest {
     pub ring: Arc<Ring>,
     stop: Option<tokio::sync::oneshot::Sender<()>>,

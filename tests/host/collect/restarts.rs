@@ -1,4 +1,5 @@
-//! Stops, kills and restarts in the middle of boots, with the guest's own code on the other side; and reading while it runs.
+//! Stops, kills and restarts in the middle of boots, with the guest's own code on the other side;
+//! and reading while it runs.
 
 use super::*;
 

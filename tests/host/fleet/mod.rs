@@ -1,4 +1,5 @@
-//! Boots that are over, before the programs that fleets run: an OpenTelemetry Collector and Prometheus, both real, and receivers that refuse.
+//! Boots that are over, before the programs that fleets run: an OpenTelemetry Collector and
+//! Prometheus, both real, and receivers that refuse.
 
 mod alerts;
 mod grafana;

@@ -1,4 +1,5 @@
-//! What is pushed, before a real OpenTelemetry Collector: it has every span once, with its parent, and knows whose it is.
+//! What is pushed, before a real OpenTelemetry Collector: it has every span once, with its parent,
+//! and knows whose it is.
 
 use super::{ONE_FAILS, RECORDED, Running, boot, export, free_port, recorded, tool};
 use crate::TempDir;
@@ -12,7 +13,8 @@ use std::os::unix::net::UnixListener;
 use std::path::PathBuf;
 use std::process::{Command, Stdio};
 
-/// A collector of OpenTelemetry with an OTLP receiver, whose debug exporter writes all that it got into a file.
+/// A collector of OpenTelemetry with an OTLP receiver, whose debug exporter writes all that it got
+/// into a file.
 struct OpenTelemetry {
     _dir: TempDir,
     _running: Running,

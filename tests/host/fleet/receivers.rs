@@ -1,4 +1,5 @@
-//! Receivers that refuse, are busy or are not there. Small fakes: a real one does none of it when it should.
+//! Receivers that refuse, are busy or are not there. Small fakes: a real one does none of it when
+//! it should.
 
 use super::{ONE_FAILS, RECORDED, boot, export, free_port};
 use crate::collect::{Collector, DEADLINE, folder, read, until};
@@ -8,7 +9,8 @@ use std::net::TcpListener;
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-/// Answers each POST with the next answer, the last one again and again; keeps when they came and what stood in their heads.
+/// Answers each POST with the next answer, the last one again and again; keeps when they came and
+/// what stood in their heads.
 struct Fake {
     port: u16,
     asked: Arc<Mutex<Vec<(Instant, String)>>>,

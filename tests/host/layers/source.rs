@@ -183,7 +183,8 @@ fn tokens(text: &str) -> Vec<Token> {
     tokens
 }
 
-/// Removes every item behind `#[cfg(test)]`; returns the names of modules that are files among them.
+/// Removes every item behind `#[cfg(test)]`; returns the names of modules that are files among
+/// them.
 fn without_tests(tokens: Vec<Token>) -> (Vec<Token>, Vec<String>) {
     let wanted = [Kind::Sign('#'), Kind::Sign('['), Kind::Word("cfg".into()), Kind::Sign('('), Kind::Word("test".into())];
     let (mut kept, mut files, mut i) = (Vec::new(), Vec::new(), 0);
@@ -287,7 +288,8 @@ fn paths(module: &[String], tokens: &[Token], modules: &BTreeSet<Vec<String>>) -
     found
 }
 
-/// The tree of a `use` that begins here: each path, and the name that it gets. Returns where it ends.
+/// The tree of a `use` that begins here: each path, and the name that it gets. Returns where it
+/// ends.
 fn tree(tokens: &[Token], mut i: usize, before: &[String], all: &mut Vec<(Vec<String>, String)>) -> usize {
     let mut path = before.to_vec();
     loop {

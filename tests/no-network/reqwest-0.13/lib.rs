@@ -1,4 +1,5 @@
-//! An HTTP client that fetches nothing: what `jsonschema` wants of `reqwest` 0.13, see ../README.md.
+//! An HTTP client that fetches nothing: what `jsonschema` wants of `reqwest` 0.13, see
+//! ../README.md.
 
 #[path = "../answer.rs"]
 mod answer;

@@ -42,9 +42,9 @@ fn passed_through(context: &TestContext) -> Result<Outcome> {
     Ok(Outcome::Measured(format!("{places}; {stalls}")))
 }
 
-/// One GPU that is there from the start, one that is plugged in; gives where QEMU mapped their BARs:
-/// of the first one in firmware and kernel alone, of the second one as it is bound. The guest's
-/// report of the time before its kernel is compared with KVM's trace of its TSC offset.
+/// One GPU that is there from the start, one that is plugged in; gives where QEMU mapped their
+/// BARs: of the first one in firmware and kernel alone, of the second one as it is bound. The
+/// guest's report of the time before its kernel is compared with KVM's trace of its TSC offset.
 fn cold_and_hot(host: &mut EmulatedHost, image: &KvmImage, gpus: &[String]) -> Result<String> {
     let trace = format!("-msg timestamp=on -trace {MAPPED} -trace {MAKES_VCPU} -trace {MADE_VCPU}");
     let devices = format!("{PORTS} -device {} {trace}", function(&gpus[0], 0));

@@ -11,7 +11,8 @@ pub const TESTS: &[VmTest] = &[VmTest { name: "emulated_host_runs_the_printed_se
 const PROGRAM: &str = "/usr/local/bin/kata-gpu-boot";
 const VMM: &str = "/usr/local/bin/vmm";
 const UNIT: &str = "/etc/systemd/system/kata-gpu-boot.service";
-/// Highest exposure of the collector's unit, from 0 to 10, as `systemd-analyze security` adds it up.
+/// Highest exposure of the collector's unit, from 0 to 10, as `systemd-analyze security` adds it
+/// up.
 const EXPOSURE: f64 = 2.2;
 /// Records of a guest in this test.
 const RECORDS: u64 = 50;
@@ -160,7 +161,8 @@ fn container(host: &mut EmulatedHost) -> Result<()> {
     let set: Value = serde_yaml::from_str(&set)?;
     let (arguments, probe) = podman_arguments(&set)?;
     let grace = set["spec"]["template"]["spec"]["terminationGracePeriodSeconds"].as_u64().context("no terminationGracePeriodSeconds")?;
-    // Image of the program alone, as in the README; with its libraries, as this build is not static.
+    // Image of the program alone, as in the README; with its libraries, as this build is not
+    // static.
     host.run(&format!(
         "mkdir -p /image/{{proc,dev,sys,run,etc,tmp,var/lib}} /image/usr/bin && cp {PROGRAM} /image/usr/bin/
         for file in $(ldd {PROGRAM} | grep -o '/[^ ]*'); do mkdir -p /image$(dirname $file) && cp -L $file /image$file; done"

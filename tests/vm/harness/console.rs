@@ -103,8 +103,9 @@ fn newest_record_ns(text: &str) -> Option<u64> {
     text.lines().filter_map(time).max()
 }
 
-/// The same lines, each whole: two writers share a serial line, and the kernel writes lines of its own in the middle of a process's one, be it between its
-/// `\r` and its `\n`. The kernel's come first then.
+/// The same lines, each whole: two writers share a serial line, and the kernel writes lines of its
+/// own in the middle of a process's one, be it between its `\r` and its `\n`. The kernel's come
+/// first then.
 fn whole_lines(text: &str) -> String {
     let mut whole = String::with_capacity(text.len());
     // What a process has written of its line so far.

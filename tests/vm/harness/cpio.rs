@@ -1,4 +1,5 @@
-//! Changing an initrd for one test: newc archives, read and written; see the kernel's Documentation/driver-api/early-userspace/buffer-format.rst.
+//! Changing an initrd for one test: newc archives, read and written; see the kernel's
+//! Documentation/driver-api/early-userspace/buffer-format.rst.
 
 use anyhow::{Context, Result, ensure};
 
@@ -6,8 +7,8 @@ const MAGIC: &[u8] = b"070701";
 const HEADER: usize = 110;
 const TRAILER: &str = "TRAILER!!!";
 
-/// The archive with some files replaced or added, and some left out. Paths are as in the archive, without a leading slash. Folders that a new file
-/// needs come with it.
+/// The archive with some files replaced or added, and some left out. Paths are as in the archive,
+/// without a leading slash. Folders that a new file needs come with it.
 pub fn change(archive: &[u8], files: &[(String, Vec<u8>)], without: &[&str]) -> Result<Vec<u8>> {
     let mut out = Vec::with_capacity(archive.len());
     let mut rest = archive;

@@ -1,5 +1,5 @@
-//! containerd's CRI, asked as a kubelet asks it: RunPodSandbox, CreateContainer, StartContainer. Each
-//! is one unary gRPC call by curl over containerd's socket; fields are numbered as in
+//! containerd's CRI, asked as a kubelet asks it: RunPodSandbox, CreateContainer, StartContainer.
+//! Each is one unary gRPC call by curl over containerd's socket; fields are numbered as in
 //! k8s.io/cri-api/pkg/apis/runtime/v1/api.proto.
 
 use super::KataHost;
@@ -88,8 +88,9 @@ impl KataHost {
         self.cri("StartContainer", Message::new().text(1, id)).map(drop)
     }
 
-    /// StopPodSandbox and RemovePodSandbox, which take its containers with them; waits until nothing of
-    /// any pod is left: neither a VM, nor a container, nor a network namespace or address.
+    /// StopPodSandbox and RemovePodSandbox, which take its containers with them; waits until
+    /// nothing of any pod is left: neither a VM, nor a container, nor a network namespace or
+    /// address.
     pub fn remove_pod_sandbox(&mut self, pod: &Pod) -> Result<()> {
         for method in ["StopPodSandbox", "RemovePodSandbox"] {
             self.cri(method, Message::new().text(1, &pod.id))?;

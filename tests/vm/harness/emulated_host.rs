@@ -14,19 +14,21 @@ use std::process::Command;
 use std::time::{Duration, Instant};
 
 /// No 16-byte compare and exchange: QEMU 7.2 damages the flags where one is interrupted, which the
-/// kernel's allocator does not survive. With SVM, so that it has KVM, and room for its guests' BARs.
+/// kernel's allocator does not survive. With SVM, so that it has KVM, and room for its guests'
+/// BARs.
 const CPU: &str = "qemu64,+svm,+npt,cx16=off,phys-bits=46";
 /// What protects from other guests costs an emulated processor much. A watchdog that is late on a
 /// busy machine takes the TSC for unstable, and guests then have no ptp_kvm.
 const KERNEL: &str = "root=/dev/nvme0n1 rw console=ttyS0 quiet panic=-1 no_timer_check mitigations=off apparmor=0 audit=0 systemd.show_status=0 tsc=reliable";
-/// How long one thing may take. Beside four busy loops, on two processors, a guest took 120 s to its
-/// GPUs.
+/// How long one thing may take. Beside four busy loops, on two processors, a guest took 120 s to
+/// its GPUs.
 const DEADLINE: Duration = Duration::from_secs(570);
 /// How long a script may run: beside four busy loops the longest took 40 s.
 const ANSWER: Duration = Duration::from_secs(240);
 /// Time without an answer after which the host gets an interrupt. On QEMU 7.2 the timer's interrupt
-/// sometimes stays in the APIC and is never taken while a guest runs under KVM; the timer fires once,
-/// so that none follows. Another interrupt often ends that, not always: [`Silent`] is what is left.
+/// sometimes stays in the APIC and is never taken while a guest runs under KVM; the timer fires
+/// once, so that none follows. Another interrupt often ends that, not always: [`Silent`] is what is
+/// left.
 const NUDGE: Duration = Duration::from_secs(10);
 /// What brings one, in turn: a device's, then one that cannot be masked.
 const NUDGES: [&str; 2] = ["sendkey shift", "nmi"];
@@ -66,8 +68,8 @@ impl Size {
     /// Size of the large BAR of a function that stands for a GPU.
     pub const BAR_BYTES: u64 = (BAR_MIB as u64) << 20;
 
-    /// QEMU's arguments for the functions to pass through. The IOMMU is in front of their bus alone: its
-    /// driver is a module on the disk.
+    /// QEMU's arguments for the functions to pass through. The IOMMU is in front of their bus
+    /// alone: its driver is a module on the disk.
     fn functions(self) -> Vec<String> {
         let mut words = vec![];
         if self.gpus > 0 {
@@ -82,8 +84,8 @@ impl Size {
     }
 }
 
-/// Size of the large BAR of a function that stands for a GPU, in MiB. The host's kernel pins it page by
-/// page for each mapping, which takes an emulated processor 0.2 to 0.4 s.
+/// Size of the large BAR of a function that stands for a GPU, in MiB. The host's kernel pins it
+/// page by page for each mapping, which takes an emulated processor 0.2 to 0.4 s.
 const BAR_MIB: u32 = 512;
 
 /// A host that runs; what it writes to its disk is there after a reboot, and gone with the machine.

@@ -1,9 +1,9 @@
 //! Kata itself on an emulated host: one of its shims under containerd, its agent in the guest, the
 //! printed unit of the collector, and the guest installed by `kata-gpu-boot install`.
 //!
-//! `KATA` names a folder laid out as kata-deploy lays out /opt/kata: the shims and their configurations
-//! ([`Shim`]); and bin/kata-agent, which kata-deploy has in its images alone, linked statically. The
-//! rest of it is not looked at.
+//! `KATA` names a folder laid out as kata-deploy lays out /opt/kata: the shims and their
+//! configurations ([`Shim`]); and bin/kata-agent, which kata-deploy has in its images alone, linked
+//! statically. The rest of it is not looked at.
 
 use super::emulated_host::tar;
 use super::{DEADLINE, EmulatedHost, Guest, KvmGuest, KvmImage, Outcome, Size, TestContext};
@@ -18,13 +18,14 @@ const PROGRAM: &str = "/usr/local/bin/kata-gpu-boot";
 const RUNTIMES: &str = "/opt/kata/share/defaults/kata-containers/runtimes";
 const KATA_TAR: &str = "/var/kata.tar";
 const ROOTS_TAR: &str = "/var/roots.tar";
-/// containerd's client, in the namespace of its CRI plugin: whose pod a sandbox is, is looked for there.
+/// containerd's client, in the namespace of its CRI plugin: whose pod a sandbox is, is looked for
+/// there.
 const CTR: &str = "ctr --namespace k8s.io";
 /// Roots of the containers, as tests/containers/build makes them.
 pub(super) const ROOTS: &str = "/var/containers";
 
-/// Paths of this host's programs; and, as there is no device to pass through, containers ask by their
-/// environment for GPUs that are simulated in the guest.
+/// Paths of this host's programs; and, as there is no device to pass through, containers ask by
+/// their environment for GPUs that are simulated in the guest.
 const DROP_IN: &str = r#"[hypervisor.qemu]
 path = "/usr/local/bin/qemu"
 valid_hypervisor_paths = ["/usr/local/bin/qemu"]
@@ -44,9 +45,9 @@ enable_debug = true
 visible_cdi_devices = true
 "#;
 
-/// QEMU with one more word on the kernel's command line, which install would refuse: the test kernel
-/// has as modules what a Kata kernel has built in, and the program that loads them comes first.
-/// Of an image the same program mounts the root, from an initrd that Kata knows nothing of.
+/// QEMU with one more word on the kernel's command line, which install would refuse: the test
+/// kernel has as modules what a Kata kernel has built in, and the program that loads them comes
+/// first. Of an image the same program mounts the root, from an initrd that Kata knows nothing of.
 const QEMU: &str = r#"#!/bin/bash
 args=()
 for word; do [ "${last:-}" != -append ] || word="$word $(cat /run/words)"; args+=("$word") last=$word; done
@@ -87,8 +88,8 @@ impl Shim {
         }
     }
 
-    /// More keys of its configuration. The Rust shim passes the agent's lines on only where the agent logs
-    /// at level debug.
+    /// More keys of its configuration. The Rust shim passes the agent's lines on only where the
+    /// agent logs at level debug.
     fn keys(self) -> &'static str {
         match self {
             Self::Go => "",
@@ -222,14 +223,14 @@ impl KataHost {
         self.host.run(&format!("echo '{} {words}' > /run/words", self.words)).map(drop)
     }
 
-    /// `install --check` of a configuration or runtime, with more words; gives its exit status and what
-    /// it has said.
+    /// `install --check` of a configuration or runtime, with more words; gives its exit status and
+    /// what it has said.
     pub fn check(&mut self, what: &str, words: &str) -> Result<(i32, String)> {
         self.status_of(&format!("{PROGRAM} install --check {what} --boots {BOOTS} {words}"))
     }
 
-    /// Runs a pod's sandbox with the annotations that a CRI gives it; `words` go to its kernel. Gives
-    /// the seconds that it took.
+    /// Runs a pod's sandbox with the annotations that a CRI gives it; `words` go to its kernel.
+    /// Gives the seconds that it took.
     pub fn pod(&mut self, name: &str, words: &str) -> Result<f64> {
         let before = std::time::Instant::now();
         self.words(words)?;
@@ -268,7 +269,8 @@ impl KataHost {
         self.host.run(&format!("cat /run/out/{name}"))
     }
 
-    /// Errors of a container, as containerd reports them; without the escapes that the Rust runtime adds.
+    /// Errors of a container, as containerd reports them; without the escapes that the Rust runtime
+    /// adds.
     pub fn errors(&mut self, name: &str) -> Result<String> {
         Ok(self.host.run(&format!("cat /run/out/{name}.errors"))?.replace('\\', ""))
     }
@@ -299,7 +301,8 @@ impl KataHost {
         self.host.run(&format!("{PROGRAM} {command} --dir {BOOTS} {id}"))
     }
 
-    /// Follows a sandbox or NAMESPACE/POD until its boot is over; gives its exit status and what it has said.
+    /// Follows a sandbox or NAMESPACE/POD until its boot is over; gives its exit status and what it
+    /// has said.
     pub fn follow(&mut self, sandbox: &str) -> Result<(i32, String)> {
         self.status_of(&format!("{PROGRAM} follow --dir {BOOTS} --sandbox {sandbox} --timeout 120"))
     }
@@ -311,17 +314,20 @@ impl KataHost {
         Ok((status.parse()?, text.into()))
     }
 
-    /// Writes the log that has the agent's lines, and those of containerd and the shim, to a file of the host.
+    /// Writes the log that has the agent's lines, and those of containerd and the shim, to a file
+    /// of the host.
     pub fn agents_log(&mut self, path: &str) -> Result<()> {
         let journal = match self.shim {
             Shim::Go => "journalctl -u containerd -o cat",
-            // Of several pods only the journal's fields say which; long ones are left out without --all.
+            // Of several pods only the journal's fields say which; long ones are left out without
+            // --all.
             Shim::Rust => "journalctl _SYSTEMD_UNIT=containerd.service + SYSLOG_IDENTIFIER=kata -o json --all",
         };
         self.host.run(&format!("{journal} > {path}")).map(drop)
     }
 
-    /// The text of a guest's file that its `/hardware` shows on the console, as soon as it is as wanted.
+    /// The text of a guest's file that its `/hardware` shows on the console, as soon as it is as
+    /// wanted.
     pub fn shown(&mut self, file: &str, wanted: impl Fn(&str) -> bool) -> Result<String> {
         let deadline = Instant::now() + DEADLINE;
         loop {
@@ -343,8 +349,8 @@ impl KataHost {
         self.status_of(&format!("{PROGRAM} cdi check {words}"))
     }
 
-    /// How much time of a pod's boot is unexplained, by an import of a log and the boot; gives the exit
-    /// status of `coverage` and what it has said.
+    /// How much time of a pod's boot is unexplained, by an import of a log and the boot; gives the
+    /// exit status of `coverage` and what it has said.
     pub fn coverage(&mut self, log: &str, pod: &str, words: &str) -> Result<(i32, String)> {
         let id = self.boot_id(pod)?;
         self.host.run(&format!("rm -f /run/imported.ndjson; {PROGRAM} import {log} {BOOTS}/{id}.ndjson --output /run/imported.ndjson"))?;

@@ -1,4 +1,5 @@
-//! What a VM test is, and what it can do: boot a guest with a command line and a changed initrd, receive its stream, read its console.
+//! What a VM test is, and what it can do: boot a guest with a command line and a changed initrd,
+//! receive its stream, read its console.
 
 mod console;
 mod cpio;
@@ -25,7 +26,8 @@ use std::time::Duration;
 /// Command line of a confidential guest, as far as the init sees it; its events go to the host.
 pub const CONFIDENTIAL: &str = "hardware.file=tdx_guest gpuinit.events.vsock=on";
 
-/// How long anything in a test may take on the host's clock, TCG and a busy machine included. Never the thing that is tested.
+/// How long anything in a test may take on the host's clock, TCG and a busy machine included. Never
+/// the thing that is tested.
 pub const DEADLINE: Duration = Duration::from_secs(180);
 
 /// Time for a record that the guest's console has already.
@@ -36,8 +38,8 @@ const RECONNECTED: Duration = Duration::from_secs(30);
 /// How the creation of a container ends, in the test agent's notes.
 const ENDS: [&str; 2] = ["container created", "container failed"];
 
-/// What carries a test, and is not what it tests, has stopped: the emulated host, or the vsock daemon of
-/// a guest. With a text that tells where.
+/// What carries a test, and is not what it tests, has stopped: the emulated host, or the vsock
+/// daemon of a guest. With a text that tells where.
 #[derive(Debug)]
 pub struct Silent(String);
 
@@ -136,8 +138,9 @@ impl Default for Guest {
 impl Guest {
     pub fn new() -> Self {
         let times = "fakepci.enable_ms=3 nvidia.probe_ms=3 nvidia.s1_ms=30 nvidia.s2_ms=130 nvidia.s3_ms=50";
-        // no_timer_check, as in Kata's own command line: the kernel's early look whether the timer ticks is lost on a host that is busy, and it panics.
-        // loglevel=4: the kernel's own lines, errors apart, would fall into the middle of the agent's on the one serial line.
+        // no_timer_check, as in Kata's own command line: the kernel's early look whether the timer
+        // ticks is lost on a host that is busy, and it panics. loglevel=4: the kernel's own lines,
+        // errors apart, would fall into the middle of the agent's on the one serial line.
         let kernel = "console=ttyS0 loglevel=4 panic=-1 no_timer_check cgroup_no_v1=all rdinit=/hardware";
         Self {
             append: vec![kernel.into(), times.into()],
@@ -160,7 +163,8 @@ impl Guest {
         self
     }
 
-    /// Without a console: the kernel has no port of this name, and starts its init without descriptors.
+    /// Without a console: the kernel has no port of this name, and starts its init without
+    /// descriptors.
     pub fn without_console(mut self) -> Self {
         self.append.iter_mut().for_each(|words| *words = words.replace("console=ttyS0", "console=ttyS1"));
         self
@@ -172,8 +176,9 @@ impl Guest {
         self
     }
 
-    /// Boots with this image as its root, on a disk that it only reads. `device` and `fs`: as in `root=` and `rootfstype=`. The initrd has what a Kata
-    /// kernel has built in, and no init of its own.
+    /// Boots with this image as its root, on a disk that it only reads. `device` and `fs`: as in
+    /// `root=` and `rootfstype=`. The initrd has what a Kata kernel has built in, and no init of
+    /// its own.
     pub fn root_disk(mut self, context: &TestContext, image: &Path, device: &str, fs: &str) -> Result<Self> {
         let (with_modules, paths) = self.image_modules(context)?;
         self = with_modules;
@@ -181,7 +186,8 @@ impl Guest {
         Ok(self.file("etc/hardware.root-modules", paths.as_bytes()).without("init").append(&format!("hardware.root={device}:{fs}")))
     }
 
-    /// With the modules that a Kata kernel has built in for disks and images; returns their paths, one a line.
+    /// With the modules that a Kata kernel has built in for disks and images; returns their paths,
+    /// one a line.
     fn image_modules(self, context: &TestContext) -> Result<(Self, String)> {
         self.modules(context, "image-load-order")
     }
@@ -245,7 +251,8 @@ impl Guest {
         self
     }
 
-    /// Adds an archive that tests/containers/build has made: what it has replaces what the initrd has.
+    /// Adds an archive that tests/containers/build has made: what it has replaces what the initrd
+    /// has.
     pub fn archive(mut self, name: &str) -> Self {
         self.archives.push(format!("containers/{name}.cpio"));
         self
@@ -270,12 +277,14 @@ impl Guest {
         self
     }
 
-    /// With NVIDIA's own module instead of the simulated one, on functions whose registers lie in RAM that the kernel leaves alone.
+    /// With NVIDIA's own module instead of the simulated one, on functions whose registers lie in
+    /// RAM that the kernel leaves alone.
     pub fn real_driver(self, driver: &RealDriver) -> Self {
         self.registers_in_ram().file(&driver.module_path, &driver.module)
     }
 
-    /// The functions' registers lie in RAM that the kernel leaves alone, as NVIDIA's module wants to write to them.
+    /// The functions' registers lie in RAM that the kernel leaves alone, as NVIDIA's module wants
+    /// to write to them.
     pub fn registers_in_ram(mut self) -> Self {
         self.memory_mib = 2048;
         self.append("mem=1536M fakepci.bar0=0x60000000")
@@ -368,8 +377,8 @@ impl Booted {
         self.receiver.wait(DEADLINE, wanted).ok_or_else(|| self.missing(&format!("no record \"{what}\"")))
     }
 
-    /// The error of records that have not come. The guest writes the same ones to its console: where one
-    /// of those does not come either, the connection has stopped, not the guest.
+    /// The error of records that have not come. The guest writes the same ones to its console:
+    /// where one of those does not come either, the connection has stopped, not the guest.
     fn missing(&self, what: &str) -> anyhow::Error {
         let missing = format!("{what} within {DEADLINE:?}{}", self.state());
         if stuck_before_its_programs(&self.console.text()) {
@@ -459,8 +468,9 @@ impl Booted {
     }
 }
 
-/// Whether a console shows that the kernel hangs while PID 1 is still its own thread: nothing that is
-/// tested has run, and the emulated processor has stopped (seen with QEMU 7.2 on a busy machine).
+/// Whether a console shows that the kernel hangs while PID 1 is still its own thread: nothing that
+/// is tested has run, and the emulated processor has stopped (seen with QEMU 7.2 on a busy
+/// machine).
 fn stuck_before_its_programs(console: &str) -> bool {
     console.lines().any(|line| line.contains("soft lockup") && line.contains("[swapper/0:1]"))
 }

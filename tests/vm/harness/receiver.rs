@@ -1,4 +1,5 @@
-//! The host's end of the stream, as simple as can be: it decodes what comes and keeps it. The product's collector has tests of its own.
+//! The host's end of the stream, as simple as can be: it decodes what comes and keeps it. The
+//! product's collector has tests of its own.
 
 use anyhow::{Context, Result};
 use kata_gpu_init::events::catalogue::undocumented;
@@ -145,8 +146,8 @@ impl Receiver {
         }
     }
 
-    /// Says something to the guest on the newest connection, whether it is read or not; gives how many bytes went out before `stall` passed without
-    /// the guest taking any more.
+    /// Says something to the guest on the newest connection, whether it is read or not; gives how
+    /// many bytes went out before `stall` passed without the guest taking any more.
     pub fn say(&self, bytes: &[u8], stall: Duration) -> Result<usize> {
         let mut stream = {
             let received = self.lock();

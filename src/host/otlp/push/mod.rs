@@ -4,7 +4,8 @@
 //! One connection per boot: a node's boots are minutes apart, and idle connections are what load
 //! balancers cut. No TLS: the receiver is meant to be the OpenTelemetry Collector of the same node
 //! or cluster, which has certificates and everything else that a way out needs. An answer is
-//! bounded in size and time, and what a receiver says passes [`crate::host::data::text::printable`] before anybody sees it.
+//! bounded in size and time, and what a receiver says passes [`crate::host::data::text::printable`]
+//! before anybody sees it.
 
 mod answer; // what receivers say
 mod answer_fields; // protobuf fields of an answer

@@ -7,8 +7,8 @@ use hyper::Uri;
 use hyper::header::{HeaderMap, HeaderName, HeaderValue, USER_AGENT};
 use std::fmt;
 
-/// Environment variable with headers, as every OpenTelemetry SDK reads it. An option would show them
-/// in the process list.
+/// Environment variable with headers, as every OpenTelemetry SDK reads it. An option would show
+/// them in the process list.
 pub const HEADERS_VARIABLE: &str = "OTEL_EXPORTER_OTLP_HEADERS";
 /// OTLP/HTTP's port and path, where the URL has none.
 const PORT: u16 = 4318;
