@@ -2,7 +2,7 @@
 //! line to its meaning.
 //!
 //! Only a PCI address identifies the GPU of a line; the driver's own "GPU0" counts in the order of
-//! initialisation. Of `RmInitAdapter failed! (0xINIT:0xSTATUS:LINE)` the third number is a line of
+//! initialisation. The third number of `RmInitAdapter failed! (0xINIT:0xSTATUS:LINE)` is a line of
 //! the driver's source and means nothing across versions.
 
 use crate::pci::PciAddress;

@@ -155,8 +155,8 @@ fn order_of_entries(a: &Entry, b: &Entry, machine: Machine) -> Ordering {
     order(&b.name, &a.name, machine).then_with(|| b.flags.cmp(&a.flags)).then_with(|| y.is_some().cmp(&x.is_some())).then_with(|| x.cmp(&y))
 }
 
-/// Writes a cache. Of entries that differ only in the path, the loader takes the first: pass them
-/// in search order of their directories.
+/// Writes a cache. The loader takes the first of the entries that differ only in the path: pass
+/// them in search order of their directories.
 ///
 /// Errors: more than [`MAX_SIZE`] bytes.
 pub fn write(entries: &[Entry], generator: &str, machine: Machine) -> Result<Vec<u8>, String> {

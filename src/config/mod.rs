@@ -6,7 +6,7 @@
 //! value used and the valid values.
 
 mod command_line; // words of the kernel command line
-pub mod parameter_table; // what is set, and how
+pub mod parameter_table; // parameters and their setters
 
 pub use command_line::{module_blacklist, module_parameters, parameter_value, with_registry_key, words};
 
@@ -44,7 +44,7 @@ impl std::fmt::Display for Bind {
 /// Order of adapter initialisation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Init {
-    /// As many at once as the driver allows.
+    /// GPUs in parallel, as many at once as the driver allows.
     Parallel,
     /// GPUs in turn.
     Serial,

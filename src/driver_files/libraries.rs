@@ -135,8 +135,8 @@ fn looks_like_ours(name: &[u8]) -> bool {
     is_version(rest) || is_other(stem, rest)
 }
 
-/// Whether a library has a version of its own. Of the names of an EGL platform, the file is the
-/// name with the whole version.
+/// Whether a library has a version of its own. The file of an EGL platform is the name with the
+/// whole version.
 fn is_other(stem: &str, rest: &str) -> bool {
     stem == LEGACY_COMPILER || (EGL_PLATFORMS.contains(&stem) && rest.contains('.'))
 }

@@ -52,7 +52,7 @@ struct Directory {
 /// Reason why a manifest is not used. The root is scanned instead.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Unusable {
-    /// There is no manifest.
+    /// The manifest does not exist.
     Absent { path: PathBuf },
     /// The manifest cannot be read or parsed.
     Broken { path: PathBuf, why: String },

@@ -121,7 +121,7 @@ impl Phase {
 pub enum Form {
     /// Begin and end. An event of the same name reports trouble on the way.
     Span,
-    /// One point in time.
+    /// A point in time.
     Event,
 }
 
@@ -723,7 +723,7 @@ pub fn steps() -> impl Iterator<Item = &'static Row> {
     RECORDS.iter().filter(|row| row.form == Form::Span).chain(STEPS)
 }
 
-/// Those of a record's `fields` that the catalogue does not have for its name.
+/// Fields of a record that the catalogue does not have for its name.
 pub fn undocumented<'a>(name: &str, fields: impl IntoIterator<Item = &'a str>) -> impl Iterator<Item = &'a str> {
     let documented = row_of(name).fields;
     let is_known = move |field: &&str| documented.iter().chain(COMMON_FIELDS).any(|(known, _)| known == field);

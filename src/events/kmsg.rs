@@ -2,8 +2,8 @@
 //! messages.
 //!
 //! Only lines written by the kernel itself count (facility 0): a process that writes to /dev/kmsg
-//! can neither imitate a kernel message nor supply the reason of a failed GPU. Of the kernel's
-//! lines, only those that match [`WANTED`] enter the stream, so that a noisy kernel cannot push the
+//! can neither imitate a kernel message nor supply the reason of a failed GPU. Only those of the
+//! kernel's lines that match [`WANTED`] enter the stream, so that a noisy kernel cannot push the
 //! boot's own records out of the ring. Nothing here writes to the log except [`fn@write`].
 //!
 //! The log's clock is not CLOCK_BOOTTIME (it started at another moment). [`write_markers`] logs
@@ -81,13 +81,13 @@ pub fn write_markers() -> io::Result<Vec<u64>> {
     let mut log = OpenOptions::new().write(true).open(PATH)?;
     let mut marker = |_| {
         let stamp = boottime_ns();
-        // One write is one line.
+        // The kernel takes each write as one line.
         log.write_all(format!("<7>{MARKER}{stamp}\n").as_bytes()).map(|()| stamp)
     };
     (0..MARKERS).map(&mut marker).collect()
 }
 
-/// One record of /dev/kmsg.
+/// A record of /dev/kmsg.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct KmsgLine {
     pub priority: u8,
@@ -99,7 +99,7 @@ pub struct KmsgLine {
 }
 
 /// Parses the result of one read of /dev/kmsg: `prio,seq,usec,flags[,..];text\n[ KEY=value\n..]`.
-/// None for anything else.
+/// Returns `None` for anything else.
 pub fn parse(bytes: &[u8]) -> Option<KmsgLine> {
     let text = String::from_utf8_lossy(bytes);
     let (head, body) = text.split_once(';')?;
@@ -515,7 +515,7 @@ mod tests {
 
     #[test]
     fn a_message_over_several_lines_is_read_as_one() {
-        // As logged by NVIDIA's 550.163.01.
+        // Message as NVIDIA's 550.163.01 logs it.
         let text = parse(b"3,1,2,-;NVRM: The NVIDIA GPU 0001:00:01.0\\x0aNVRM: (PCI ID: 10de:2330) installed in this system has\\x0aNVRM: fallen off the bus\n").unwrap().text;
         assert_eq!(text, "NVRM: The NVIDIA GPU 0001:00:01.0 (PCI ID: 10de:2330) installed in this system has fallen off the bus");
         assert!(driver_log::address(&text).is_some());

@@ -1,8 +1,8 @@
 //! The wire format, schema 1: one JSON object per line, at most [`MAX_LINE`] bytes including the
 //! newline.
 //!
-//! A stream (vsock, unix socket, `boot.ndjson`) is a sequence of lines of three shapes, told apart
-//! by one key:
+//! A stream (vsock, unix socket, `boot.ndjson`) is a sequence of lines of three shapes,
+//! distinguished by one key:
 //!
 //! - `{"schema":1,"stream":{..}}`: a [`Header`], first on every connection and first in the file;
 //! - `{"schema":1,"seq":..,"kind":..}`: a [`Record`];
@@ -60,7 +60,7 @@ pub enum Level {
     Trace,
 }
 
-/// One line of the stream's body.
+/// A line of the stream's body.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Record {
     pub schema: u32,
@@ -138,7 +138,7 @@ pub struct Pong {
     pub boottime_ns: u64,
 }
 
-/// One decoded line.
+/// A decoded line.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Line {
     Header(Header),

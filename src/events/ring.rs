@@ -277,7 +277,7 @@ mod tests {
         let lost: u64 = reports.iter().map(|r| r.fields["lost"].as_u64().unwrap()).sum();
         let last = reports.last().unwrap();
         assert_eq!((last.fields["at"].as_str(), last.level), (Some("test"), Level::Warn));
-        // Of 100 records and all reports; the first report was not read.
+        // The sum covers the 100 records and all reports; the first report was not read.
         assert_eq!(lost + kept.len() as u64 + reports.len() as u64, last.seq + 1);
         assert!(reports.iter().all(|r| r.seq > 100) && kept.iter().all(|r| r.seq < last.seq), "{reports:?} {kept:?}");
     }

@@ -218,7 +218,7 @@ mod tests {
 
     #[test]
     fn disks_are_matched_by_serial_whatever_their_order() {
-        // As in the kernel: 20 bytes, without a newline if all of them are used.
+        // Serials as the kernel shows them: 20 bytes, without a newline if all of them are used.
         let sys = Sys::new("match", &[("vda", "root", 1), ("vdb", "extension-coco\n", 2), ("vdc", "extension-gpu", 2), ("sda", "", 0)]);
         fs::create_dir_all(sys.0.join("block/ram0")).unwrap();
         assert_eq!(matched(&sys, &["gpu", "coco"]), Ok(vec!["gpu vdc".into(), "coco vdb".into()]));

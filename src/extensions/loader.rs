@@ -65,7 +65,7 @@ fn libraries(extension: &Path) -> Result<Vec<Entry>, String> {
         }
         // A directory, a linker script or a damaged file is no library for the loader either.
         let Some(library) = File::open(&path).ok().and_then(|file| elf::identity(&file).ok()) else { continue };
-        // As in ldconfig: a library without a SONAME counts by its file's name.
+        // A library without a SONAME counts by its file's name, as in ldconfig.
         let file = path.file_name().map(|name| name.to_string_lossy().into_owned());
         let name = library.soname.clone().or(file).filter(|_| library.loadable);
         let (Some(name), Some(flags)) = (name, Machine::OURS.flags(&library)) else { continue };

@@ -4,7 +4,7 @@
 //! Each folder imports those above it and never one below; tests/host/layers.rs checks it.
 
 pub mod data; // boot files, the agent's lines, clocks
-pub mod system; // what is asked of this machine
+pub mod system; // questions to this machine
 pub mod boot; // the model of one boot, and its timeline
 pub mod analysis; // blame, critical path, comparisons
 pub mod views; // tables, the live view, pages, pictures, traces

@@ -71,7 +71,7 @@ impl Modules {
         }
     }
 
-    /// Adds options for a module that is not loaded yet. They come last: the kernel uses the last
+    /// Adds options for a module that is not loaded yet, after its others: the kernel uses the last
     /// of two values.
     pub fn add_options(&mut self, module: &str, options: &str) {
         self.added.push((module.replace('-', "_"), options.into()));

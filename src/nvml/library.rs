@@ -145,7 +145,7 @@ struct Asked {
 }
 
 impl Asked {
-    /// None where driver or GPU do not have it; an error is noted.
+    /// Value of a result; `None` where driver or GPU do not have it. Notes an error.
     fn some<T>(&mut self, what: &str, result: Result<T, NvmlError>) -> Option<T> {
         match result {
             Ok(value) => Some(value),
@@ -157,7 +157,7 @@ impl Asked {
         }
     }
 
-    /// None where driver or GPU do not report one.
+    /// State of the fabric; `None` where driver or GPU do not report one.
     fn fabric(&mut self, nvml: &Nvml, device: &Handle) -> Option<Fabric> {
         let errors = self.errors.len();
         let found = self.some("fabric", fabric(nvml, device));

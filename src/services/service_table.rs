@@ -39,7 +39,8 @@ impl fmt::Display for Name {
 pub enum Ready {
     /// The foreground process daemonises; its exit status 0 is the sign, any other one a failure.
     ParentExits,
-    /// As `ParentExits`, and this TCP port is open: the parent exits with 0 after a failure, too.
+    /// The sign of `ParentExits`, and this TCP port is open: the parent exits with 0 after a
+    /// failure, too.
     ParentExitsWithPort(u16),
     /// This socket is there. A program that makes none within [`Service::late`] is reported, and
     /// counts as ready.

@@ -191,7 +191,7 @@ pub struct Nodes {
     majors: Majors,
 }
 
-/// None without a driver.
+/// Device nodes of the loaded driver; `None` without a driver.
 pub fn nodes_now() -> Option<Nodes> {
     let majors = majors(Path::new(PROC)).ok()?;
     majors.nvidia?;

@@ -20,7 +20,7 @@ use std::time::Duration;
 struct Known {
     address: PciAddress,
     minor: u32,
-    /// None until the driver knows it.
+    /// UUID; `None` until the driver knows it.
     uuid: Option<String>,
 }
 

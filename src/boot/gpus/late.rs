@@ -94,7 +94,8 @@ mod tests {
 
     #[test]
     fn a_program_with_the_name_of_a_kernel_thread_is_none() {
-        // As in a kernel's /proc: `kthreadd`, and a shell that has named itself.
+        // Lines in the kernel's form: `kthreadd`'s, and those of programs that have renamed
+        // themselves.
         assert!(is_kernel_thread("2 (kthreadd) S 0 0 0 0 -1 2129984 0 0 0 0"));
         assert!(!is_kernel_thread("77 (nv_open_q) x) S 1 77 77 0 -1 4194304 0 0 0 0"));
         assert!(!is_kernel_thread("77 (a) S 1 2 3 4 5 2129984) S 1 77 77 0 -1 4194304 0"));

@@ -1,7 +1,7 @@
 //! Maps PCI addresses to GPUs and to names of the CDI spec. Pure: looks at sysfs go in, arrivals
 //! and departures come out.
 //!
-//! - An event is a reason to look. What sysfs shows counts: the identity of a device and of its
+//! - An event is a reason to look. The state of sysfs counts: the identity of a device and of its
 //!   bind.
 //! - Each arrival has a generation. A replaced device, or one bound again after an unbind, is
 //!   another arrival.

@@ -20,7 +20,7 @@ pub struct Boot {
     pub extensions: Vec<extensions::Stamp>,
     /// Reason why the guest powers off instead of starting the agent.
     pub refused: Option<String>,
-    /// None only where PID 1 is another process, which never boots a guest.
+    /// `None` only where PID 1 is another process: such a process never boots a guest.
     pub heir: Option<Heir>,
 }
 

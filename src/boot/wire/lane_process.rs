@@ -21,14 +21,14 @@ const MAX_REQUEST: usize = 64;
 
 /// The worker's end.
 pub struct LaneProcess {
-    /// None only while this is being dropped.
+    /// Socket to the process; `None` only while `self` is being dropped.
     socket: Option<OwnedFd>,
     pid: Pid,
 }
 
 impl LaneProcess {
-    /// Starts the process on these CPUs; must be called while this process has one thread. None
-    /// where that fails: the worker then enables by itself.
+    /// Starts the process on these CPUs; must be called while this process has one thread. Returns
+    /// `None` where that fails: the worker then enables by itself.
     ///
     /// Closes held GPUs in the child: a GPU is removed only when no process has it open. Leaves the
     /// worker's connection to the keeper open in the child on purpose: the keeper must start no
@@ -55,7 +55,7 @@ impl LaneProcess {
     }
 
     /// Enables this GPU in the process; returns the result and the duration measured there. Blocks.
-    /// None when that process is gone.
+    /// Returns `None` when that process is gone.
     pub fn enable(&self, gpu: PciAddress) -> Option<(Result<(), Errno>, Duration)> {
         let answers = reply::ask(self.socket.as_ref()?, &[gpu.to_string().as_bytes()])?;
         let (errno, _) = reply::answered(&answers)?;

@@ -1,7 +1,7 @@
 //! The command line of a hook: the incumbent's commands and flags, and ours. Pure.
 //!
-//! As with the incumbent, `--flag value`, `--flag=value` and one dash instead of two are the same,
-//! and lists may be given flag by flag or with commas.
+//! Syntax as the incumbent's: `--flag value`, `--flag=value` and one dash instead of two are the
+//! same, and lists may be given flag by flag or with commas.
 
 use std::path::PathBuf;
 

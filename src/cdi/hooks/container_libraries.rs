@@ -110,7 +110,7 @@ impl Listing<'_> {
     }
 }
 
-/// Planned links of one directory: names and targets, in order. Of two with one name the first
+/// Planned links of one directory: names and targets, in order. The first of two with one name
 /// counts.
 #[derive(Clone, Debug, Default)]
 struct Planned {

@@ -82,7 +82,7 @@ pub struct Directory {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Name {
     pub name: String,
-    /// None if the file system does not report a kind.
+    /// Kind of the file; `None` if the file system does not report a kind.
     pub kind: Option<Type>,
 }
 

@@ -111,7 +111,7 @@ pub fn run(words: &[String], input: impl Read + AsFd) -> Result<Outcome, Error> 
             arguments::help()
         ),
         Meaning::Version => println!("{NAME} {}", env!("CARGO_PKG_VERSION")),
-        // As the incumbent does: a spec of a later generator must not keep containers from
+        // Succeed, as the incumbent does: a spec of a later generator must not keep containers from
         // starting.
         Meaning::Unsupported(None) => return Ok(Outcome { edits: 0, notes: vec!["no hook is named; --help lists them".into()] }),
         Meaning::Unsupported(Some(name)) => {
@@ -242,7 +242,7 @@ mod tests {
         let of = |words: &[&str], is_init| invocation(words.iter().map(OsString::from), is_init).map(|words| words.len());
         assert_eq!(of(&["/init", "hook", "prepare"], true), None);
         assert_eq!(of(&["/init", "hook", "prepare"], false), Some(1));
-        // As our spec starts the hook, possibly in a new PID namespace.
+        // Names under which our spec starts the hook, possibly in a new PID namespace.
         assert_eq!(of(&["nvidia-cdi-hook", "prepare"], true), Some(1));
         assert_eq!(of(&["/usr/bin/nvidia-cdi-hook", "prepare"], false), Some(1));
         assert_eq!(of(&["/init"], false), None);

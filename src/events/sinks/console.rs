@@ -111,8 +111,8 @@ fn follow(mut reader: Reader, level: Level, gate: &Gate, mut console: impl Write
     }
 }
 
-/// One line in the agent's format, or None for records that do not go to the console. `offset_ns`
-/// is REALTIME minus BOOTTIME.
+/// Formats a record as a line in the agent's format. Returns `None` for records that do not go to
+/// the console. `offset_ns` is REALTIME minus BOOTTIME.
 pub fn log_line(record: &Record, level: Level, offset_ns: u64) -> Option<String> {
     // Begins help to find a step that hangs, but not on a console that is read afterwards.
     let own_level = if record.kind == Kind::Begin { record.level.max(Level::Debug) } else { record.level };

@@ -1,4 +1,4 @@
-//! One connection of the stream over any socket: header, replay from the oldest record, then live;
+//! A connection of the stream over any socket: header, replay from the oldest record, then live;
 //! pings are answered in between.
 //!
 //! Only this task waits for the peer. The peer is never trusted: its input is read in a bounded

@@ -139,7 +139,7 @@ fn add_container(draft: &mut Draft, container: &Container, at_ns: i64, looks: &[
 }
 
 /// Time at which the last of a container's requested devices was published, and that publication.
-/// None if the requested devices are unknown.
+/// Both are `None` if a requested device is unknown or was not published by `at_ns`.
 fn published(draft: &Draft, container: &Container, at_ns: i64) -> (Option<i64>, Option<usize>) {
     let mut last: Option<i64> = None;
     let asked: BTreeSet<&str> =

@@ -290,10 +290,10 @@ pub struct Span {
     pub parent: Option<u64>,
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub after: Vec<u64>,
-    /// None if the record was lost.
+    /// Begin; `None` if its record was lost.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub begin_ns: Option<u64>,
-    /// None for an open span, or if the record was lost.
+    /// End; `None` for an open span, or if the record was lost.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub end_ns: Option<u64>,
     #[serde(skip_serializing_if = "Option::is_none")]

@@ -566,7 +566,7 @@ mod tests {
         assert_eq!(stored, [Stored::New, Stored::New, Stored::Dropped, Stored::Dropped, Stored::Dropped]);
         assert!(log.has_room(), "it is received all the same");
         log.append_loss();
-        // There is room again. The ten bytes are in the file already.
+        // The disk has room again. The ten bytes are in the file already.
         std::fs::write(boot.dir.path().join("x"), written).unwrap();
         boot.write(&mut log);
         let file = boot.write(&mut log);

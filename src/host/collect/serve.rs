@@ -76,7 +76,7 @@ impl Shared {
 struct Guest {
     socket: OwnedFd,
     slot: Slot,
-    /// None until the connection is first served.
+    /// `None` until the connection is first served.
     connection: Option<Connection>,
 }
 

@@ -63,7 +63,7 @@ fn is_zero(n: &u64) -> bool {
 }
 
 impl TooLarge {
-    /// None if nothing is left out.
+    /// Returns `None` if nothing is left out.
     pub fn some(self) -> Option<Self> {
         (self != Self::default()).then_some(self)
     }

@@ -1,12 +1,14 @@
 //! `--otlp`: one ExportTraceServiceRequest, as OpenTelemetry's receivers take it;
 //! [`crate::host::otlp::push`] sends it.
 //!
-//! One trace per boot, whose id the collector drew and keeps in the boot's file, and so the same in
-//! every export. A boot id would not do: a guest says it, and with another's boot id it would get
-//! its spans into the other's trace. Its root is the boot; a span of the stream without a parent is
-//! the root's child. `after` edges are links; marks are events of the step they happened in. A step
-//! that never ended ends where the stream does and has `boot.open`. Times are the host's wall
-//! clock, by one clock sample for the whole boot; `boot.clock_error_ns` says how wrong they may be.
+//! Each boot is one trace. The collector drew its id and keeps it in the boot's file, so that every
+//! export has the same id. A boot id would not do: the guest chooses it, and a guest with another's
+//! boot id would get its spans into the other's trace. The root span is the boot; a span of the
+//! stream without a parent is the root's child. `after` edges are links; marks are events of the
+//! step they happened in. A step that never ended ends where the stream does and has `boot.open`.
+//! Times are wall-clock times, for the whole boot by one clock sample of the host, or by the
+//! guest's `clock` event where there is no sample; `boot.clock_error_ns` is the bound of their
+//! error.
 
 mod messages; // OpenTelemetry's, in both forms
 pub mod push; // to a receiver
@@ -30,13 +32,13 @@ const SCOPE: &str = "kata-gpu-boot";
 /// Limit of events of one span; a guest can send any number of marks.
 const MAX_EVENTS: usize = 1024;
 
-/// One line of OTLP/JSON: the file receiver takes one request per line.
+/// Writes a boot as one line of OTLP/JSON: the file receiver takes one request per line.
 pub fn write(timeline: &Waterfall, resource: &Resource, out: &mut dyn Write) -> Result<()> {
     request(timeline, resource)?.write_json(out).context("write")
 }
 
-/// All spans of a boot. An error where nothing places the boot on a wall clock: OTLP knows no other
-/// times.
+/// Makes a request of all spans of a boot. Fails where nothing places the boot on a wall clock:
+/// OTLP knows no other times.
 pub fn request<'a>(of: impl Borrow<Waterfall> + Send + 'a, resource: &Resource) -> Result<Request<'a>> {
     let timeline = of.borrow();
     let Some(clock) = WallClock::of(timeline) else {
@@ -70,7 +72,8 @@ pub fn request<'a>(of: impl Borrow<Waterfall> + Send + 'a, resource: &Resource) 
     Ok(Request { resource, scope, spans: Box::new(spans) })
 }
 
-/// Of the resource: the guest, whose it is by what the host knows, and what was given, which wins.
+/// Attributes of the resource: the guest, its owner as the host knows it, and the given attributes,
+/// which take precedence.
 fn attributes(timeline: &Waterfall, resource: &Resource, clock: &WallClock) -> Vec<KeyValue> {
     let boot = &timeline.boot;
     let mut attributes = vec![text("service.name", "kata-gpu-init"), text("service.instance.id", timeline.boot_id())];
@@ -145,14 +148,14 @@ impl Ids {
         (!self.root).max(1)
     }
 
-    /// Of the step with this number.
+    /// Span id of the step with this number.
     fn of(&self, at: usize, step: &Step) -> u64 {
-        // One that the stream has no id for gets one from the upper half, which a guest that counts
-        // from 1 does not reach.
+        // A step without an id in the stream gets one from the upper half, which a guest that
+        // counts from 1 does not reach.
         self.span(step.id.unwrap_or(1 << 63 | at as u64))
     }
 
-    /// The root's where there is no such span.
+    /// Span id of the parent; the root's where there is no such span.
     fn parent(&self, parent: Option<u64>) -> u64 {
         parent.filter(|id| self.spans.contains(id)).map_or(self.root, |id| self.span(id))
     }

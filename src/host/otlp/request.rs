@@ -6,16 +6,16 @@ use prost::Message;
 use serde_json::to_value;
 use std::io::{self, Write};
 
-/// One resource, one scope, one trace.
+/// Request with one resource, one scope, one trace.
 pub struct Request<'a> {
     pub resource: Resource,
     pub scope: InstrumentationScope,
-    /// Each in memory while it is written: all of them are many times the boot's file.
+    /// Spans, each in memory while it is written: all of them are many times the boot's file.
     pub spans: Box<dyn Iterator<Item = Span> + Send + 'a>,
 }
 
 impl Request<'_> {
-    /// One line, span by span. Values have their keys in the order of the alphabet.
+    /// Writes the request as one line, span by span. Values have their keys in alphabetical order.
     pub fn write_json(self, out: &mut dyn Write) -> io::Result<()> {
         let (resource, scope) = (to_value(&self.resource)?, to_value(&self.scope)?);
         write!(out, "{{\"resourceSpans\":[{{\"resource\":{resource},\"scopeSpans\":[{{\"scope\":{scope},\"spans\":[")?;

@@ -1,25 +1,26 @@
-//! Attributes of the resource: what every span says about where it comes from.
+//! Attributes of the resource: the origin of every span.
 
 use crate::host::data::text::printable;
 use anyhow::{Context, Result, bail};
 use std::collections::BTreeMap;
 
-/// Where attributes of the resource come from, as every OpenTelemetry SDK reads it.
+/// Variable with attributes of the resource, as every OpenTelemetry SDK reads it.
 pub const RESOURCE_VARIABLE: &str = "OTEL_RESOURCE_ATTRIBUTES";
 
 /// Attributes of the resource by name.
 pub type Resource = BTreeMap<String, String>;
 
-/// What is known of this machine, what the environment says, and what was asked for, which wins.
+/// Collects attributes of this machine, of the environment, and those asked for. The later of two
+/// with one name wins.
 pub fn of_this_machine(asked: &[String]) -> Result<Resource> {
     let line = |path: &str| std::fs::read_to_string(path).ok().map(|text| text.trim().to_string()).filter(|text| !text.is_empty());
-    // Nothing depends on them: what cannot be read is not there.
+    // An attribute that cannot be read is left out: nothing depends on these.
     let host = [("host.name", line("/proc/sys/kernel/hostname")), ("host.id", line("/etc/machine-id")), ("host.arch", arch())];
     let host = host.into_iter().filter_map(|(key, value)| Some((key, value?)));
     resource(environment(RESOURCE_VARIABLE)?.as_deref(), asked, host)
 }
 
-/// As OpenTelemetry names it.
+/// Architecture under OpenTelemetry's name.
 fn arch() -> Option<String> {
     Some(match std::env::consts::ARCH {
         "x86_64" => "amd64".into(),
@@ -58,7 +59,7 @@ pub fn encoded_pairs(text: &str) -> Result<Vec<(String, String)>> {
     Ok(pairs)
 }
 
-/// One `key=value`. What was wrong is said without the value, which may be a secret.
+/// Parses `key=value`. The error leaves out the text: its value may be a secret.
 pub fn pair(text: &str) -> Result<(String, String)> {
     match text.split_once('=') {
         Some((key, value)) if !key.trim().is_empty() => Ok((key.trim().to_string(), value.trim().to_string())),

@@ -48,7 +48,7 @@ pub fn write_page(out: &mut dyn Write, file: &BootFile, agent: &[AgentLine], boo
     summary(boot, &screen).iter().try_for_each(|line| writeln!(out, "{line}"))
 }
 
-/// Whose VM it is.
+/// Pod and sandbox of the VM.
 fn sandbox_line(sandbox: &Sandbox) -> String {
     let pod = sandbox.pod.as_ref().map(|pod| {
         let namespace = sandbox.namespace.as_ref().map(|n| format!("{n}/")).unwrap_or_default();
@@ -57,7 +57,7 @@ fn sandbox_line(sandbox: &Sandbox) -> String {
     format!("{}sandbox {}", pod.unwrap_or_default(), printable(&sandbox.id))
 }
 
-/// What becomes a row.
+/// Source of a row.
 enum Moment<'a> {
     Fixed(Box<Row>),
     Record(&'a Record),
@@ -183,7 +183,7 @@ mod tests {
         assert_eq!((names.len(), boot.containers.len()), (10, 10));
         let coverage = boot.coverage.unwrap();
         assert!(coverage.unexplained_share < 1.0, "{coverage:?}");
-        // Nobody else's lines: the milestones of the agent are gone, and it is said.
+        // Without agent lines, the milestone of the agent has no time.
         let without = Boot::new(&file, &[]);
         assert!(without.milestones.iter().all(|m| m.name != "agent ready" || m.boottime_ns.is_none()));
     }

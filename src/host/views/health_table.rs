@@ -106,7 +106,7 @@ fn fabric_health(gpu: &Facts, _: &Facts) -> Option<String> {
     Some(fabric.problem().unwrap_or("good".to_string()))
 }
 
-/// None for zeros: the GPU is in no cluster.
+/// Cluster of a GPU; `None` for zeros: the GPU is in no cluster.
 fn cluster(gpu: &Facts, _: &Facts) -> Option<String> {
     let cluster = gpu.text("cluster").filter(|_| has_fabric(gpu))?;
     cluster.bytes().any(|b| !matches!(b, b'0' | b'-')).then(|| cell(cluster))
@@ -123,18 +123,18 @@ pub struct HealthTable {
     pub heads: Vec<(&'static str, bool)>,
     /// In the order of the boot's GPUs; the flag says that something is wrong with this one.
     pub rows: Vec<(bool, Vec<String>)>,
-    /// What is wrong, in printable ASCII.
+    /// Sentences about problems, in printable ASCII.
     pub sentences: Vec<String>,
-    /// Who says all that, and when.
+    /// Versions of NVML and driver that reported all that, and the time of the report.
     pub source: Option<String>,
 }
 
 impl HealthTable {
-    /// None where no GPU has a fact and nothing is wrong.
+    /// Makes the table; `None` where no GPU has a fact and nothing is wrong.
     pub fn of(boot: &Boot) -> Option<Self> {
         let no_guest = GuestHealth::default();
         let guest = boot.health.as_deref().unwrap_or(&no_guest);
-        // What is true of the system is none of a GPU that NVML does not know.
+        // Facts of the system are not shown for a GPU that NVML does not know.
         let facts = |gpu: &Gpu| gpu.health.as_ref().map(|health| health.facts.clone()).filter(|facts| !facts.is_empty());
         let facts: Vec<Option<Facts>> = boot.gpus.iter().map(facts).collect();
         let columns: Vec<(&'static str, bool, Vec<Option<String>>)> = COLUMNS

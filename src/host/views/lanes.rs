@@ -18,7 +18,7 @@ pub const MAX_GPU_LANES: usize = 64;
 /// The sides in the order in which they hand over to each other.
 const SIDES: [Side; 5] = [Side::Kernel, Side::Host, Side::Driver, Side::Init, Side::Agent];
 
-/// One lane.
+/// A lane of a waterfall.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Lane {
     /// `init`, `GPU 3`.
@@ -28,7 +28,7 @@ pub struct Lane {
     pub rows: usize,
 }
 
-/// What a lane is about.
+/// Subject of a lane.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum LaneOf {
     Side(Side),
@@ -95,7 +95,7 @@ impl Rows {
             self.free.insert(row);
         }
         let row = self.free.pop_first().unwrap_or(self.busy.len());
-        // What takes no time takes its row all the same: two at once would hide each other.
+        // A step without duration takes its row all the same: two at once would hide each other.
         self.busy.push(Reverse((end_ns.max(begin_ns.saturating_add(1)), row)));
         row
     }

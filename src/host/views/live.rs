@@ -182,7 +182,7 @@ impl Live {
         self.last_ns = Some(row.time_ns);
     }
 
-    /// What is going on: open steps, the newest first, those of several GPUs together.
+    /// Line of the open steps, the newest first, those of several GPUs together.
     fn still(&self, now: Instant) -> Option<String> {
         let guest_now = self.guest_now(now);
         let mut steps: BTreeMap<String, (u64, Vec<GpuName>)> = BTreeMap::new();
@@ -257,7 +257,7 @@ mod tests {
             self.live.record(&(*record).into(), self.at(ms));
         }
 
-        /// What is printed at `ms`: the lines without their columns' padding.
+        /// Lines that are printed at `ms`, without their columns' padding.
         fn due(&mut self, ms: u64) -> Vec<String> {
             let lines = self.live.due(self.at(ms));
             lines.iter().map(|l| l.split_whitespace().collect::<Vec<_>>().join(" ")).collect()

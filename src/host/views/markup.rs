@@ -64,7 +64,7 @@ pub fn milestones(timeline: &Waterfall) -> Vec<(&'static str, i64)> {
     let hidden = |name| name == "agent exec" || (name == "kernel start" && timeline.begin_ns == 0);
     let named = timeline.boot.milestones.iter().filter(|m| !hidden(m.name));
     let mut lines: Vec<(&str, i64)> = named.filter_map(|m| Some((m.name, ns(m.boottime_ns?)))).collect();
-    // One container is the first and the last.
+    // A single container is both the first and the last.
     lines.dedup_by_key(|(_, at)| *at);
     lines.sort_by_key(|(_, at)| *at);
     lines

@@ -5,14 +5,14 @@ pub mod rows; // records into rows: side, what, how long
 pub mod table; // rows into lines
 pub mod grid; // tables of other columns
 pub mod boot_page; // the table of one boot, and its summary
-pub mod health_table; // what NVML says of the GPUs, as columns
+pub mod health_table; // report of NVML on the GPUs, as columns
 pub mod summary; // GPUs, containers, milestones, and what is wrong with the record
 pub mod live; // rows as they happen
 pub mod follow; // boots while they happen, from the files as they grow
 pub mod waterfall; // lanes and steps, which all exports draw
 pub mod lanes; // which lanes a waterfall has
 mod drawn; // steps and marks of a waterfall
-mod markup; // what page and picture share
+mod markup; // shared by page and picture
 pub mod page; // HTML
 pub mod svg; // the waterfall as a picture
 pub mod perfetto; // a trace for Perfetto

@@ -32,8 +32,8 @@ const STYLE: &str = include_str!("page.css");
 const VERSION: &str = env!("CARGO_PKG_VERSION");
 const SCRIPT: &str = include_str!("page.js");
 
-/// Steps, and marks, that a page takes: a browser draws that many without effort. What was left out
-/// is said; details go first.
+/// Steps, and marks, that a page takes: a browser draws that many without effort. The page names
+/// the number of those left out; details go first.
 const MAX_SHOWN: usize = 20_000;
 /// Characters of the health table beside each other: a page of the usual width shows them without
 /// scrolling.
@@ -188,7 +188,7 @@ fn tiles(timeline: &Waterfall) -> Vec<Tile> {
     out.extend(before.map(|before| tile("VMM and firmware", seconds(before.took_ns), "s")));
     let mut last = None;
     for milestone in timeline.boot.milestones.iter().filter(|m| m.name != SETTLED) {
-        // One container is the first and the last.
+        // A single container is both the first and the last.
         let value = milestone.boottime_ns.filter(|ns| milestone.name != "kernel start" && last != Some(*ns));
         last = milestone.boottime_ns.or(last);
         let sure = if milestone.approximate { "~" } else { "" };
@@ -275,7 +275,7 @@ fn footer(timeline: &Waterfall) -> String {
     }
 }
 
-/// What of a boot is on the page.
+/// Steps and marks of a boot that are on the page.
 struct Shown<'a> {
     steps: &'a [Step],
     marks: Vec<&'a Mark>,
@@ -288,13 +288,13 @@ impl<'a> Shown<'a> {
         Self { steps: timeline.steps.get(..MAX_SHOWN).unwrap_or(&timeline.steps), marks }
     }
 
-    /// How many steps and marks are not.
+    /// Number of steps and marks that are left out.
     fn left_out(&self, timeline: &Waterfall) -> usize {
         timeline.steps.len() - self.steps.len() + timeline.marks.len() - self.marks.len()
     }
 }
 
-/// What page.js draws, as JSON. Steps and marks are made one by one.
+/// Data that page.js draws, as JSON. Steps and marks are made one by one.
 struct Data<'a> {
     timeline: &'a Waterfall,
     shown: Shown<'a>,
@@ -352,7 +352,7 @@ impl fmt::Display for Data<'_> {
     }
 }
 
-/// One more member of an object: a list.
+/// Writes a list as a further member of an object.
 fn list(out: &mut fmt::Formatter<'_>, name: &str, of: impl Iterator<Item = Value>) -> fmt::Result {
     write!(out, ",\"{name}\":[")?;
     for (nth, value) in of.enumerate() {

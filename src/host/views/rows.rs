@@ -28,7 +28,7 @@ const MAX_BEGIN_TEXT: usize = 400;
 /// A step that is not worth a row is worth one when it took this long.
 const SLOW_NS: u64 = 100_000_000;
 
-/// Where the time went.
+/// Component that a row or a step belongs to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Side {
     Kernel,
@@ -71,7 +71,7 @@ pub enum Tone {
     Error,
 }
 
-/// One line of the table.
+/// A row of the table.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Row {
     pub time_ns: u64,
@@ -105,11 +105,11 @@ pub struct Open {
     pub gpu: Option<GpuName>,
     pub begin_ns: u64,
     parent: Option<u64>,
-    /// What its beginning said (` key=value`): the row of its end says it again.
+    /// Fields of the span's beginning (` key=value`): the row of its end repeats them.
     pub fields: String,
 }
 
-/// What has been seen so far of one boot.
+/// State of a boot by the records seen so far.
 #[derive(Debug, Default)]
 pub struct Tracker {
     open: BTreeMap<u64, Open>,
@@ -242,11 +242,11 @@ fn tone(record: &Record) -> Tone {
     }
 }
 
-/// What somebody who waits for a boot does not want to see.
+/// Whether a record is of no interest to somebody who waits for a boot.
 fn is_detail(record: &Record, took_ns: Option<u64>) -> bool {
     let slow = took_ns.is_some_and(|t| t >= SLOW_NS);
     match record.kind {
-        // It shows up when it ends, or when it does not.
+        // A step is shown when it ends, or as an open step when it does not.
         Kind::Begin => true,
         Kind::Kmsg => record.level > Level::Error && !kmsg_matters(kmsg_text(record)),
         _ if record.level <= Level::Warn || record.error.is_some() => false,

@@ -66,7 +66,7 @@ pub fn summary(boot: &Boot, screen: &Screen) -> Vec<String> {
     out
 }
 
-/// What is known of a container that was asked for and has no end.
+/// Facts known about a container that was asked for and has no end.
 fn pending(container: &Container) -> String {
     let asked = container.asked_ns.map(|at| format!("asked for at {}, ", approximately(at, container.approximate))).unwrap_or_default();
     match container.tries {
@@ -119,14 +119,13 @@ fn approximately(time_ns: u64, approximate: bool) -> String {
 
 const GPU_HEAD: [&str; 7] = ["GPU", "ADDRESS", "FOUND", "ENABLED", "BOUND", "PUBLISHED", "USABLE"];
 
-/// One line per GPU, columns as wide as they must be and the terminal lets them, and what went
-/// wrong below its GPU.
+/// Table with a line per GPU, columns as wide as they must be and the terminal lets them. A failure
+/// or open step stands below its GPU.
 fn gpu_table(gpus: &[Gpu], screen: &Screen) -> Vec<String> {
     let rows: Vec<[String; 7]> = gpus.iter().map(gpu_cells).collect();
     let width = |column: usize| rows.iter().map(|r| r[column].len()).chain([GPU_HEAD[column].len()]).max().unwrap_or(0);
     let widths: [usize; 7] = std::array::from_fn(width);
-    // In a narrow terminal without the time at which all GPUs were found, which is one for most,
-    // and with less between columns.
+    // A narrow terminal gets less between columns, and no FOUND column: most GPUs share that time.
     let whole = widths.iter().sum::<usize>() + 2 * (widths.len() - 1);
     let narrow = screen.width.is_some_and(|width| width < whole);
     let line = |cells: [&str; 7]| {
@@ -214,7 +213,7 @@ fn gpu_cells(gpu: &Gpu) -> [String; 7] {
     ]
 }
 
-/// What makes this picture of the boot incomplete or bad.
+/// Reasons why this picture of the boot is incomplete or bad.
 pub fn complaints(boot: &Boot) -> Vec<String> {
     let mut out = Vec::new();
     if let Some(reason) = &boot.power_off {

@@ -42,7 +42,7 @@ text{font:11px system-ui,-apple-system,'Segoe UI','DejaVu Sans',sans-serif;fill:
 .on{fill:#0e1115}.bad{stroke:#ff7b72}.t.bad,.n.bad{fill:#ff7b72}.j{stroke:#e4e7eb}.published{fill:#7fb0ff}.usable{fill:#6bcf86}.container{fill:#bf9bf2}\
 .warning{fill:#e3b341}.failed{stroke:#ff7b72}}";
 
-/// Where things are.
+/// Picture in the making, with the places of its lanes.
 struct Picture<'a> {
     timeline: &'a Waterfall,
     from_ns: i64,
@@ -94,7 +94,7 @@ impl Picture<'_> {
         LEFT + share * (WIDTH - LEFT - RIGHT)
     }
 
-    /// One more line of the picture.
+    /// Appends a line to the picture.
     fn line(&mut self, text: std::fmt::Arguments<'_>) {
         // Writing to a String cannot fail.
         let _infallible = self.out.write_fmt(text);
@@ -188,7 +188,7 @@ impl Picture<'_> {
             };
             let more = match (step.end_ns, step.took_ns()) {
                 (None, _) => format!("{name}, open since {}", time(step.begin_ns)),
-                // As much as there is room for in most bars.
+                // Most bars have room for this much text.
                 (Some(_), Some(took)) => format!("{name} {:.2} s", took as f64 / 1e9),
                 (Some(_), None) => name.clone(),
             };

@@ -1,11 +1,11 @@
 //! A boot as lanes, steps and marks: what every format of `export` writes.
 //!
 //! Times are ns on the guest's boot clock, and negative for VMM and firmware. Every text is
-//! printable ASCII and bounded, whatever the guest sent. Steps are the spans of the stream and,
-//! told apart by having no span id, those that the account of the boot works out from other
-//! records; the critical path is the account's, too. Wall-clock times are by one clock sample, the
-//! best of the boot, so that differences of them are those of the boot clock; their bounds are by
-//! all samples, and hold where the host's clock was stepped, too.
+//! printable ASCII and bounded, whatever the guest sent. Steps are the spans of the stream and
+//! those that the account of the boot works out from other records, which have no span id; the
+//! critical path is the account's, too. Wall-clock times are by one clock sample, the best of the
+//! boot, so that differences of them are those of the boot clock; their bounds are by all samples,
+//! and hold where the host's clock was stepped, too.
 
 use super::drawn::{MAX_VALUE, field_text};
 pub use super::drawn::{Mark, Step};
@@ -33,7 +33,7 @@ use std::collections::{BTreeMap, HashMap, HashSet};
 const MAX_ERROR: usize = 2000;
 /// Lines of the driver that are kept per GPU that is not usable.
 const MAX_WORDS: usize = 8;
-/// What comes after the boot's end by less than this share of it still belongs to the picture.
+/// Time behind the boot's end that still belongs to the picture, as a share of the boot.
 const MARGIN_PERCENT: i64 = 2;
 
 /// Events whose fields every format has, one by one: they are values to compare, and many.
@@ -49,7 +49,7 @@ pub struct Why {
 /// A piece of the critical path.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Piece {
-    /// Of `steps`; None: time between two steps.
+    /// Index in `steps`; `None` for time between two steps.
     pub step: Option<usize>,
     pub begin_ns: i64,
     pub took_ns: u64,
@@ -64,7 +64,8 @@ pub struct Waterfall {
     pub lanes: Vec<Lane>,
     /// In order of their beginning.
     pub steps: Vec<Step>,
-    /// What the end of the boot waited for, in order; no piece overlaps another.
+    /// Critical path: pieces of time that the end of the boot waited for, in order; no piece
+    /// overlaps another.
     pub path: Vec<Piece>,
     /// In order of time.
     pub marks: Vec<Mark>,
@@ -75,13 +76,13 @@ pub struct Waterfall {
     pub failures: BTreeMap<PciAddress, Why>,
     /// The guest's own wall clock minus its boot clock, by its first `clock` event.
     pub guest_offset_ns: Option<i64>,
-    /// What the driver wrote about GPUs that are not usable.
+    /// Lines of the driver about GPUs that are not usable.
     pub words: BTreeMap<PciAddress, Vec<String>>,
     /// First time of the boot: 0, or when the VM started.
     pub begin_ns: i64,
     /// The last time in the stream.
     pub end_ns: i64,
-    /// Where the boot was over: a VM goes on for weeks after that.
+    /// End of the boot: a VM goes on for weeks after that.
     pub boot_end_ns: i64,
 }
 
@@ -285,7 +286,7 @@ fn mark(name: &str, row: Row, parent: Option<u64>) -> Mark {
     Mark { at_ns: ns(time_ns), approximate, name: name.to_string(), text, side, gpu, tone, detail, parent, lane: 0, reported: None }
 }
 
-/// A step that the account has worked out. What is known of a container stands beside its steps.
+/// A step that the account has worked out. Facts about a container stand beside its steps.
 fn derived(at: usize, step: &timeline::Step, all: &[timeline::Step], boot: &Boot, critical: bool) -> Step {
     let mut fields = Vec::new();
     let mut error = None;
@@ -350,8 +351,8 @@ fn guest_offset(records: &[Record]) -> Option<i64> {
 fn words(boot: &Boot, marks: &[Mark]) -> BTreeMap<PciAddress, Vec<String>> {
     let mut words = BTreeMap::new();
     let of_driver: Vec<&Mark> = marks.iter().filter(|m| m.side == Side::Driver && m.name == "kmsg" && !m.detail).collect();
-    // As many as have a lane: a stream may name any number of GPUs, and each is looked for in every
-    // line.
+    // Take as many GPUs as have a lane: a stream may name any number of GPUs, and each is searched
+    // for in every line.
     let unusable = boot.gpus.iter().filter(|gpu| gpu.failed.is_some() || gpu.still.is_some()).take(lanes::MAX_GPU_LANES);
     for gpu in unusable {
         let address = gpu.address.to_string();
@@ -364,8 +365,8 @@ fn words(boot: &Boot, marks: &[Mark]) -> BTreeMap<PciAddress, Vec<String>> {
     words
 }
 
-/// The end of the boot: it is settled, and the last container it waited for is there. Of a boot
-/// that is not settled, the end of the stream.
+/// End of the boot: it is settled, and the last container it waited for is there. The end of the
+/// stream where the boot is not settled.
 fn boot_end(boot: &Boot, steps: &[Step], end_ns: i64) -> i64 {
     let Some(settled_ns) = boot.settled_ns.map(ns) else { return end_ns };
     let begun = steps.iter().filter(|step| step.begin_ns <= settled_ns);

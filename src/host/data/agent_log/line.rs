@@ -413,7 +413,7 @@ mod tests {
         };
         assert_eq!(spec_of(&env("nvidia.com/gpu=3")).devices, "nvidia.com/gpu=3");
         assert_eq!(spec_of(&env("none")).devices, "");
-        // As printed by agents before 3.9, with a cgroup of systemd.
+        // Spec as printed by agents before 3.9, with a cgroup of systemd.
         let old = r#"Spec { version: "1.0", root: None, annotations: {"cdi.k8s.io/a": "nvidia.com/gpu=all"}, linux: Some(Linux { cgroups_path: "kubepods.slice:cri-containerd:c3" }) }"#;
         assert_eq!(spec_of(old), Spec { id: Some("c3".into()), devices: "nvidia.com/gpu=all".into(), ..Spec::default() });
     }

@@ -21,9 +21,10 @@ pub const MAX_TEXT: usize = 300;
 pub enum Outcome {
     /// The request was taken, without `rejected` spans, for the reason `why`.
     Taken { rejected: u64, why: Option<String> },
-    /// Not now: the same may be sent again, where the receiver says so not before `after`.
+    /// The request failed for now: it may be sent again, and not before `after` where the receiver
+    /// names a pause.
     Later { why: String, answered: bool, after: Option<Duration> },
-    /// Never: the same would be refused again.
+    /// The request failed for good: it would be refused again.
     Refused { why: String },
 }
 

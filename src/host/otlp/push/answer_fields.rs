@@ -1,6 +1,6 @@
-//! The messages that receivers answer with: ExportTraceServiceResponse and google.rpc.Status. Read
-//! leniently: an answer that cannot be read says nothing, and its status code has said what
-//! matters. Fields that are not read are skipped; nesting has prost's limit of 100.
+//! Messages that receivers answer with: ExportTraceServiceResponse and google.rpc.Status. Both are
+//! read leniently: an unreadable answer counts as an empty one, because the status code alone
+//! decides the outcome. Fields that are not read are skipped; nesting has prost's limit of 100.
 
 use prost::Message;
 

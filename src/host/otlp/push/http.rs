@@ -19,7 +19,7 @@ const RETRYABLE: [u16; 4] = [429, 502, 503, 504];
 
 pub async fn handshake(stream: TokioIo<TcpStream>) -> hyper::Result<SendRequest<Full<Bytes>>> {
     let (sender, connection) = start(stream).await?;
-    // It ends with its sender; its errors reach the request.
+    // The connection ends with its sender; its errors reach the request.
     tokio::spawn(async move {
         let _told_to_the_request = connection.await;
     });

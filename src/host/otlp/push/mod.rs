@@ -1,17 +1,17 @@
-//! Sends OTLP requests to a receiver over HTTP, as protobuf. What a request holds is
-//! [`super::Request`]'s business, when to send again the caller's.
+//! Sends OTLP requests to a receiver over HTTP, as protobuf. [`super::Request`] decides on the
+//! content of a request, the caller on when to send again.
 //!
-//! One connection per boot: a node's boots are minutes apart, and idle connections are what load
-//! balancers cut. No TLS: the receiver is meant to be the OpenTelemetry Collector of the same node
-//! or cluster, which has certificates and everything else that a way out needs. An answer is
-//! bounded in size and time, and what a receiver says passes [`crate::host::data::text::printable`]
-//! before anybody sees it.
+//! Each boot has one connection: a node's boots are minutes apart, and load balancers cut idle
+//! connections. No TLS: the receiver is meant to be the OpenTelemetry Collector of the same node or
+//! cluster, which has certificates and everything else that a way out needs. An answer is bounded
+//! in size and time, and a receiver's text passes [`crate::host::data::text::printable`] before
+//! anybody sees it.
 
-mod answer; // what receivers say
+mod answer; // answers of receivers
 mod answer_fields; // protobuf fields of an answer
 mod backoff; // how long until the next try
 mod http;
-mod target; // where to, with which headers
+mod target; // address and headers
 
 pub use answer::Outcome;
 use answer::{Answer, TIMEOUT, chain, shown};

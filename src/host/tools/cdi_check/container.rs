@@ -28,10 +28,10 @@ pub struct Node {
     pub path: String,
     #[serde(rename = "type")]
     pub kind: String,
-    /// None where the guest's node decides, and nobody looked at it.
+    /// Major number; `None` where the guest's node decides, and nobody looked at it.
     pub major: Option<i64>,
     pub minor: Option<i64>,
-    /// None where the guest's node decides.
+    /// File mode; `None` where the guest's node decides.
     #[serde(default)]
     pub file_mode: Option<u32>,
     #[serde(default)]

@@ -54,7 +54,7 @@ pub struct Region {
 pub struct Sum {
     pub calls: u64,
     pub regions: u64,
-    /// None where the trace has no sizes.
+    /// Bytes of all calls; `None` where the trace has no sizes.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub bytes: Option<u64>,
     pub took_ns: u64,

@@ -74,7 +74,7 @@ impl DaemonSet {
         let prefix = prefix(path)?;
         let name = match name {
             Some(name) => name.clone(),
-            // One DaemonSet for each configuration.
+            // Each configuration has a DaemonSet of its own.
             None => format!("kata-gpu-init-{}", base_config(config).unwrap_or("?"))
                 .parse()
                 .map_err(|why: String| Refusal::at(config, why).cure("give a name with --name"))?,

@@ -1,5 +1,5 @@
-//! A reason why nothing is installed: place, key and value, why they cannot work, and the cure.
-//! One line each.
+//! A reason why nothing is installed, in one line: place, key and value, why they cannot work, and
+//! the cure.
 //!
 //! Not here: the rules; see [`super::checks`]. Text from files is truncated and made printable.
 

@@ -115,7 +115,7 @@ fn uninstall(args: &Args) -> Result<Said> {
         }
         return Ok(said);
     }
-    // None if the configuration cannot be read; the removal does not need it.
+    // The changes are `None` if the configuration cannot be read; the removal does not need it.
     let changes = effective_changes(&args.kata_config, None);
     let made_directory = matches!(&found, Found::Ours { record, .. } if record.made_directory);
     let mut removed_directory = false;
