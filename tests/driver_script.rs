@@ -1,6 +1,6 @@
-//! `/driver-script`: a PID 1 that does to a driver what a script on the kernel command line says,
-//! and tells what it took. No part of the product is in it, so what it measures is the driver: the
-//! simulated one, or NVIDIA's.
+//! `/driver-script`: a PID 1 that runs the steps of a script on the kernel command line against a
+//! driver, and prints the duration of each. Of the product it has parsers and ioctls only, so that
+//! the durations are the driver's: the simulated one's, or NVIDIA's.
 //!
 //! `driverscript=STEP[,STEP..]`; a step is one of
 //!
@@ -17,7 +17,7 @@
 //! | `power` | reads GPU 0's `power` file while it initialises |
 //! | `sleep:MS` | waits |
 //!
-//! One line a step: `driver-script:
+//! Output is one line a step: `driver-script:
 //! {"step":..,"ms":..,"gpus":[{"gpu":..,"ms":..,"errno":..,"rc":..,"status":..}]}`.
 
 use kata_gpu_init::config::module_parameters;
@@ -166,7 +166,7 @@ impl Script {
         self.open.extend(fd);
         let (again, other) = std::thread::scope(|scope| {
             let again = scope.spawn(|| timed_open(&first, OFlag::empty()));
-            // The second open must be in the driver before the third comes: nothing tells that from
+            // The second open must be in the driver before the third comes: nothing shows that from
             // outside.
             std::thread::sleep(std::time::Duration::from_millis(50));
             let other = scope.spawn(|| timed_open(&second, OFlag::O_NONBLOCK));
@@ -180,7 +180,8 @@ impl Script {
         Ok(all)
     }
 
-    /// Of GPU 0, opened without waiting, while it initialises and after that has failed.
+    /// Polls GPU 0, opened without waiting, while it initialises, and sends a request after that
+    /// has failed.
     fn asks_after_a_failure(&mut self) -> Result<Vec<Value>, String> {
         let (fd, _) = timed_open(&self.gpus[0], OFlag::O_NONBLOCK);
         let fd = fd.ok_or("not opened")?;

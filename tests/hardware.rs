@@ -23,7 +23,7 @@ use std::path::Path;
 
 const LIST: &str = "/etc/hardware.modules";
 const ROOT_LIST: &str = "/etc/hardware.root-modules";
-/// What a kernel tries first in a root on a disk.
+/// Path that a kernel tries first in a root on a disk.
 const ROOT_INIT: &CStr = c"/sbin/init";
 
 pub fn run() -> ! {
@@ -65,12 +65,12 @@ pub fn run() -> ! {
     }
     say("hardware: ready");
     if parameters.split(' ').any(|w| w == "descriptors=none") {
-        // As the kernel starts an init for which it finds no console.
+        // The kernel starts an init without descriptors when it finds no console.
         for descriptor in 0..=2 {
             let _unused = nix::unistd::close(descriptor);
         }
     }
-    // With the words that the kernel has left for its init.
+    // Pass on the words that the kernel has left for its init.
     let words = std::env::args_os().skip(1).filter_map(|word| CString::new(word.into_encoded_bytes()).ok());
     let arguments: Vec<CString> = [init.clone()].into_iter().chain(words).collect();
     let error = nix::unistd::execv(&init, &arguments).err();
@@ -142,7 +142,7 @@ fn leave_killer(word: &str) -> Result<(), String> {
     let ms = ms.parse().map_err(|e| format!("{ms}: {e}"))?;
     leave(|| {
         std::thread::sleep(std::time::Duration::from_millis(ms));
-        // One that is about to be started counts as well.
+        // A process that is about to be started counts as well.
         let killed = loop {
             match process_named(name) {
                 Ok(pid) => break nix::sys::signal::kill(nix::unistd::Pid::from_raw(pid), nix::sys::signal::Signal::SIGKILL),

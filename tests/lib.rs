@@ -1,7 +1,7 @@
-//! Parts of the VM tests: the agent that stands for kata-agent, the pre-init that stands
-//! for a Kata kernel's built-in drivers, the yardstick of the benchmarks and the incumbent's order,
-//! an init that does what the agent punishes, and the guest halves of tests. One static binary,
-//! told apart by the name it is started under.
+//! Parts of the VM tests: the agent that stands for kata-agent, the pre-init that stands for a Kata
+//! kernel's built-in drivers, the yardstick of the benchmarks and the incumbent's order, an init
+//! that does what the agent punishes, and the guest halves of tests. All are one static binary; the
+//! name it is started under selects the part.
 
 pub mod agent;
 pub mod driver_script;

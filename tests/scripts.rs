@@ -35,7 +35,7 @@ fn main() -> ExitCode {
         }
         case(DOCKERFILE, || script("tests/rootfs/dockerfile").output())
     });
-    // One at a time: the fuzzer counts what it tries in a few seconds.
+    // Run one at a time: the fuzzer counts what it tries in a few seconds.
     trials::run(1, fuzz.chain(rootfs).chain([dockerfile]).collect())
 }
 

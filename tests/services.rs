@@ -3,11 +3,12 @@
 //! this program: the script's name says which daemon this is.
 //!
 //! Interfaces as the real ones have them: nvidia-persistenced and nv-hostengine daemonise, and
-//! their foreground parents exit with 0 when the daemon is ready and with 1 when it has failed; so
-//! does fabric manager with DAEMONIZE=1. persistenced opens all GPUs, one after another, makes its
-//! socket then, and logs with syslog; fabric manager and nvidia-imex refuse a configuration that
-//! they do not know, and log to syslog where it asks for that; nvlsm makes its socket,
-//! nv-hostengine its port. Fabric manager reports how many GPUs are up at its start.
+//! their foreground parents exit with 0 when the daemon is ready and with 1 when it has failed
+//! (nv-hostengine's with 0 after a failure, too); so does fabric manager with DAEMONIZE=1.
+//! persistenced opens all GPUs, one after another, makes its socket then, and logs with syslog;
+//! fabric manager and nvidia-imex refuse a configuration that they do not know, and log to syslog
+//! where it asks for that; nvlsm makes its socket, nv-hostengine its port. Fabric manager reports
+//! how many GPUs are up at its start.
 //!
 //! Times as the real ones have them (`bench fabric`): an open of a GPU takes its initialisation,
 //! unless the GPU is up already; with `--uvm-persistence-mode` persistenced waits after each open
@@ -30,7 +31,7 @@
 //! | `never-completes` | fabric manager: leaves the fabric in progress |
 //! | `never-completes:K` | the same for the K-th GPU alone |
 //! | `fabric-wait:MS` | persistenced: longest wait for each GPU's fabric; 30000 |
-//! | `status` | writes what /proc tells of itself: account, capabilities, OOM score, cgroup |
+//! | `status` | writes its state in /proc: account, capabilities, OOM score, cgroup |
 
 use kata_gpu_init::driver_proc::information;
 use kata_gpu_init::pci::{self, PciAddress};
@@ -44,7 +45,7 @@ use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-/// Where persistenced listens.
+/// Socket of persistenced.
 const SOCKET: &str = "/run/nvidia-persistenced/socket";
 /// Wait of persistenced for each GPU of an incomplete fabric.
 const FABRIC_WAIT_MS: u64 = 30_000;
@@ -64,7 +65,7 @@ pub const PERSISTENCED_MARKER: &str = "Local RPC services initialized";
 
 /// Exit status of the foreground parent of a daemon that has failed.
 const FAILED: i32 = 1;
-/// Where nvlsm listens for fabric manager.
+/// Socket of nvlsm for fabric manager.
 const NVLSM_SOCKET: &str = "/run/nvidia-fabricmanager/fm_sm_ipc.socket";
 /// Port of nv-hostengine.
 const HOST_ENGINE: &str = "127.0.0.1:5555";
@@ -146,8 +147,8 @@ fn configuration(name: &str, path: &str) -> Result<bool, String> {
     if !matches!(of("PARTITION_RAIL_POLICY"), "" | "greedy" | "symmetric") {
         return Err(format!("config file {path}: PARTITION_RAIL_POLICY is {:?}", of("PARTITION_RAIL_POLICY")));
     }
-    // Where the real ones write with an empty file name differs between what they say and what was
-    // seen.
+    // The log of the real ones with an empty file name is in different places by their
+    // documentation and by observation.
     let in_background = match (of("DAEMONIZE"), of("LOG_USE_SYSLOG")) {
         ("0", "1") => false,
         ("1", "1") => true,
@@ -188,7 +189,7 @@ fn daemonise(name: &str, arguments: &[String], faults: &[String]) -> ! {
     std::process::exit(status)
 }
 
-/// What the daemon does before and after it is ready.
+/// Life of the daemon before and after it is ready.
 fn serve(name: &str, arguments: &[String], faults: &[String], ready: impl FnOnce()) -> ! {
     let has = |fault: &str| faults.iter().any(|word| word == fault);
     let number = |fault: &str| faults.iter().find_map(|word| word.strip_prefix(fault)?.strip_prefix(':')?.parse::<u64>().ok());
@@ -322,7 +323,7 @@ fn persist(name: &str, fabric_wait: Option<Duration>) -> Vec<File> {
 /// GPU is up or has failed. `stuck`: no GPU completes, or that one does not.
 fn complete_fabric(time: Duration, stuck: Option<Option<usize>>) {
     const NAME: &str = "nv-fabricmanager";
-    // A service VM, or a guest without a simulated fabric. One that is complete stays so.
+    // A service VM, or a guest without a simulated fabric. A complete fabric stays complete.
     if matches!(fabric_state(0), NOT_SUPPORTED | COMPLETED) {
         return;
     }

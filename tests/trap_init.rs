@@ -12,7 +12,7 @@ use std::error::Error;
 use std::fs;
 use std::path::Path;
 
-/// What falls into a trap.
+/// Deed that the agent punishes.
 type Deed = fn() -> Result<(), Box<dyn Error>>;
 
 /// Name and deed of each trap.

@@ -17,7 +17,7 @@ pub const DIRECTORY: &str = "/var/run/cdi";
 /// Between two tries.
 const TRY_EVERY: Duration = Duration::from_secs(1);
 
-/// What a try ended with, for the log.
+/// Callback for a failed try: its number and its error, for the log.
 pub type OnFailedTry<'a> = &'a mut dyn FnMut(u64, &str);
 
 /// The specs of a directory, before the crate that the agent uses.

@@ -104,7 +104,7 @@ fn renamed(from: &Value, names: &[(&str, &str)]) -> Value {
     Value::Object(present.map(|(old, new)| (new.to_string(), from[old].clone())).collect())
 }
 
-/// One list of edits, applied to an OCI spec in JSON.
+/// Applies a list of edits to an OCI spec in JSON.
 fn apply(edit: &Value, spec: &mut Value) -> Result<()> {
     for variable in list(edit, "env") {
         put(&mut spec["process"]["env"], "", variable.clone());
@@ -168,7 +168,8 @@ mod tests {
         {"name":"1","containerEdits":{"deviceNodes":[{"path":"/dev/null"}],"env":["B=c"]}},
         {"name":"2","containerEdits":{"deviceNodes":[{"path":"/run/none/0001:00:00.0"}]}}]}"#;
 
-    /// What both make of the same names: the spec, or that it fails.
+    /// Injects the same names with both implementations. Each returns the spec, or `None` on
+    /// failure.
     fn both(asked: &[&str]) -> [Option<Spec>; 2] {
         let name = format!("kata-gpu-tests-cdi-json-{}-{}", asked.concat(), std::process::id());
         let directory = std::env::temp_dir().join(name);

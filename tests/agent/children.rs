@@ -63,13 +63,13 @@ impl Children {
     }
 }
 
-/// One signal may stand for several children.
+/// Reaps every dead child: one signal may stand for several children.
 fn reap_the_dead() {
     loop {
         let (pid, status) = match waitpid(None, Some(WaitPidFlag::WNOHANG | WaitPidFlag::__WALL)) {
             Ok(WaitStatus::Exited(pid, status)) => (pid, status.to_string()),
             Ok(WaitStatus::Signaled(pid, signal, _)) => (pid, signal.to_string()),
-            // None left, or none dead.
+            // No child is left, or none is dead.
             Ok(WaitStatus::StillAlive) | Err(_) => return,
             Ok(_stopped) => continue,
         };

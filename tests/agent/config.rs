@@ -1,4 +1,4 @@
-//! What the kernel command line asks of the test agent. A bad value of a known parameter is an
+//! Parameters of the kernel command line for the test agent. A bad value of a known parameter is an
 //! error, which ends the agent as it ends the real one.
 
 /// The release this agent behaves like, unless `testagent.version` says otherwise.
@@ -75,7 +75,7 @@ pub struct Config {
     pub log: Level,
 }
 
-/// What the value of a parameter must be for the agent to start.
+/// Form of a parameter's value without which the agent does not start.
 #[derive(Clone, Copy)]
 enum Value {
     /// Seconds; one `=` only.

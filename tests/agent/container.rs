@@ -77,7 +77,7 @@ pub fn create(wanted: &Wanted, config: &Config) {
 /// Held from a container's bundle to its process.
 static TURN: Mutex<()> = Mutex::new(());
 
-/// What a runtime that was asked by Kubernetes writes to the spec of a container.
+/// Annotations that a runtime writes to the spec of a container when Kubernetes asks for it.
 fn annotations(name: &str, devices: &[String]) -> HashMap<String, String> {
     let text = |key: &str, value: &str| (key.to_string(), value.to_string());
     let bundle = format!("/run/containerd/io.containerd.runtime.v2.task/k8s.io/{name}");
@@ -174,8 +174,8 @@ fn run(container: &str, bundle: &Path, spec: &Spec) {
     }
 }
 
-/// What of a container would be seen in the guest if it were not kept to its root: names in /etc,
-/// mounts below the bundles.
+/// Traces that a container would leave in the guest if it were not kept to its root: names in /etc,
+/// mounts below the bundles or on a file `params`.
 fn traces() -> String {
     let names = std::fs::read_dir("/etc").into_iter().flatten().flatten().map(|e| e.file_name().to_string_lossy().into_owned());
     let mounts = std::fs::read_to_string("/proc/mounts").unwrap_or_default();

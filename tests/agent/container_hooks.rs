@@ -1,6 +1,6 @@
 //! The createContainer hooks of a container, run as kata-agent runs them: one after another, in the
 //! container's mount namespace, before its root is the process's; with the environment of the spec
-//! alone and the OCI state on standard input. A hook that fails is told and passed over.
+//! alone and the OCI state on standard input. A hook that fails is reported and passed over.
 
 use oci_spec::runtime::Hook;
 use serde_json::json;
@@ -16,10 +16,10 @@ const TIMEOUT: Duration = Duration::from_secs(10);
 
 /// How one hook went.
 pub struct Run {
-    /// What it was started as, with its command: `nvidia-cdi-hook prepare`.
+    /// First two arguments, which are its name and its command: `nvidia-cdi-hook prepare`.
     pub name: String,
     pub took: Duration,
-    /// What it wrote, or why it failed.
+    /// Output of the hook, or the reason why it failed.
     pub result: Result<String, String>,
 }
 
@@ -71,7 +71,7 @@ fn run_one(hook: &Hook, state: &str) -> Result<String, String> {
         }
         Ok(Err(error)) => Err(error.to_string()),
         Err(_) => {
-            let _unused = nix::sys::signal::kill(pid, nix::sys::signal::Signal::SIGKILL); // it may have ended meanwhile
+            let _unused = nix::sys::signal::kill(pid, nix::sys::signal::Signal::SIGKILL); // the hook may have ended meanwhile
             Err(format!("no end of it within {} s", timeout.as_secs()))
         }
     }

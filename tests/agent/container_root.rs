@@ -20,7 +20,7 @@ use std::path::{Component, Path, PathBuf};
 const NONE: Option<&str> = None;
 /// Most links on the way to a mount point.
 const MAX_LINKS: usize = 255;
-/// What every container has in /dev: name and minor number, of major number 1 or 5.
+/// Nodes that every container has in /dev: name and minor number, of major number 1 or 5.
 const DEFAULT_NODES: [(&str, u64, u64); 6] =
     [("null", 1, 3), ("zero", 1, 5), ("full", 1, 7), ("tty", 5, 0), ("urandom", 1, 9), ("random", 1, 8)];
 /// Links in /dev, and where they lead.
@@ -100,7 +100,7 @@ fn make_mount(root: &Path, m: &Mount) -> Result<bool> {
         make_mount_point(&source, &target)?;
         source
     } else {
-        let _unused = fs::create_dir_all(&target); // the mount says what is wrong with it
+        let _unused = fs::create_dir_all(&target); // the mount reports what is wrong with it
         source.clone()
     };
     let data = Some(options.data.as_str()).filter(|d| !d.is_empty());
@@ -119,8 +119,8 @@ pub fn bind(source: &Path, target: &Path) -> Result<()> {
     mount(Some(source), target, NONE, MsFlags::MS_BIND, NONE).with_context(|| format!("bind {} to {}", source.display(), target.display()))
 }
 
-/// What the guest has at /sys/fs/cgroup: the file system of version 2, or a tmpfs with a hierarchy
-/// per controller.
+/// Mounts the cgroups as the guest has them at /sys/fs/cgroup: the file system of version 2, or a
+/// tmpfs with a hierarchy per controller.
 fn make_cgroup_mount(target: &Path, flags: MsFlags) -> Result<()> {
     const CGROUPS: &str = "/sys/fs/cgroup";
     let _unused = fs::create_dir_all(target); // the mount reports what is wrong with it
@@ -142,7 +142,7 @@ fn make_mount_point(source: &Path, target: &Path) -> Result<()> {
     let directory = if source.is_dir() { target } else { target.parent().context("it has no parent")? };
     fs::create_dir_all(directory).with_context(|| format!("make {}", directory.display()))?;
     if !source.is_dir() {
-        // It may be there and not be writable: then it can be mounted over all the same.
+        // A file that is there and not writable can be mounted over all the same.
         let _unused = fs::File::create(target);
     }
     fs::metadata(target).with_context(|| format!("make {}", target.display())).map(drop)
@@ -161,8 +161,8 @@ fn check_proc(destination: &str, source: &Path) -> Result<()> {
     Ok(())
 }
 
-/// Where a path of the container's is, links followed as if the root were `/`. What is not there is
-/// taken as it is.
+/// Resolves a path of the container, with links followed as if the root were `/`. A name that is
+/// not there is kept as it is.
 fn inside(root: &Path, path: &str) -> Result<PathBuf> {
     let mut left = PathBuf::from(path);
     for _ in 0..MAX_LINKS {
@@ -262,7 +262,7 @@ fn mounts(mountinfo: &str) -> impl Iterator<Item = (&str, &str)> {
     })
 }
 
-/// What is done to the root from within.
+/// Finishes the root from within: read-only paths and masked paths.
 pub fn finish(spec: &Spec) -> Result<()> {
     let read_only = |path: &str, flags: MsFlags| {
         mount(Some(path), path, NONE, flags | MsFlags::MS_REMOUNT | MsFlags::MS_RDONLY, NONE)

@@ -1,8 +1,8 @@
 //! Running a container on a root of its own: kata-agent's processes from the bundle to the program.
 //!
-//! As there, the agent starts itself again: a first process makes the PID namespace and waits, a
-//! second one, PID 1 in it, makes the root, runs the hooks, changes to the root and becomes the
-//! program. What they have to say comes back as lines of JSON on their standard input, a socket.
+//! The agent starts itself again, as kata-agent does: a first process makes the PID namespace and
+//! waits, a second one, PID 1 in it, makes the root, runs the hooks, changes to the root and
+//! becomes the program. Both send their reports as lines of JSON on their standard input, a socket.
 //! Not made: cgroups, seccomp, capabilities, users other than root, network and user namespaces; a
 //! program starts at once, without `StartContainer`.
 
@@ -25,34 +25,34 @@ use std::process::Command;
 
 /// The roots that a guest has for containers, each in a folder of its name.
 pub const ROOTS: &str = "/containers";
-/// Where bundles lie, as the real agent's.
+/// Directory of bundles, the same as the real agent's.
 pub const BUNDLES: &str = "/run/kata-containers";
-/// What containers run, unless their spec says otherwise.
+/// Program of a container, unless its spec names another.
 pub const PROGRAM: &str = "/usr/bin/cuda-program";
 /// This program under this word is a container's process.
 pub const WORD: &str = "init";
 /// And with this one after it, the second of the two.
 const SECOND: &str = "root";
 
-/// What a container's processes report.
+/// Report of a container's process.
 #[derive(Debug, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 enum Report {
     Hook(String),
     HookFailed(String),
-    /// There is no container.
+    /// Reason why there is no container.
     Failed(String),
-    /// How the program has ended.
+    /// Exit status of the program.
     Status(String),
 }
 
 /// A container that has run.
 #[derive(Debug, Default)]
 pub struct Ended {
-    /// What the program wrote, standard error included.
+    /// Output of the program, standard error included.
     pub output: String,
     pub status: String,
-    /// The hooks that went well: name, time, and what they wrote.
+    /// Hooks that succeeded: name, time and output.
     pub hooks: Vec<String>,
     pub failed_hooks: Vec<String>,
 }
@@ -150,7 +150,7 @@ pub fn run(program: &Path, bundle: &Path, spec: &Spec, change: Change) -> Result
             Report::Status(status) => ended.status = status,
         }
     }
-    let _unused = child.wait(); // as PID 1 the agent reaps all its children elsewhere
+    let _unused = child.wait(); // the agent as PID 1 reaps all its children elsewhere
     Ok(ended)
 }
 
@@ -176,7 +176,7 @@ pub fn process(words: &[String]) -> ! {
 
 fn tell(mut report: &UnixStream, what: &Report) {
     let line = serde_json::to_string(what).unwrap_or_default() + "\n";
-    let _unused = report.write_all(line.as_bytes()); // nobody is left to tell
+    let _unused = report.write_all(line.as_bytes()); // nobody is left to report to
 }
 
 fn first(change: &str, bundle: &str, report: &UnixStream) -> Result<()> {
@@ -209,7 +209,7 @@ fn become_program(change: &str, bundle: &Path, report: &UnixStream) -> Result<()
     nix::unistd::setsid().context("make a session")?;
     let process = spec.process().as_ref().context("the spec has no process")?;
     let (program, words) = process.args().as_deref().and_then(<[String]>::split_first).context("the process has no program")?;
-    // Of several with one name the last counts: the real agent sets one after another.
+    // The last of several values counts: the real agent sets them one after another.
     let variables = process.env().iter().flatten().filter_map(|v| v.split_once('='));
     let error = Command::new(program).args(words).env_clear().envs(variables).exec();
     Err(error).with_context(|| format!("execute {program}"))

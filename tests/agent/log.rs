@@ -1,5 +1,5 @@
-//! What a test wants to know of this agent beside the real one's words ([`super::words`]): lines in
-//! the same shape, one write per line, under a name of their own.
+//! Lines of this agent for tests, beside the real one's ([`super::words`]): the same shape, one
+//! write per line, under a name of their own.
 
 use serde_json::{Map, Value};
 use std::io::Write;

@@ -1,4 +1,4 @@
-//! The guest's test binary: which of its programs runs is said by the name it is started under.
+//! The guest's test binary: the name it is started under selects one of its programs.
 
 use kata_gpu_tests::agent::config::AGENT_VERSION;
 use kata_gpu_tests::agent::container_run;
@@ -38,8 +38,8 @@ fn main() {
     }
 }
 
-/// What PID 1 does around its fork, with a child that panics: says who goes on behind it. Of a
-/// program, because a test has threads.
+/// Forks as PID 1 does, with a child that panics, and prints which process continues behind the
+/// fork. A program does this, because a test has threads.
 fn fork_panics() {
     let own = std::process::id();
     let forked = std::panic::catch_unwind(|| kata_gpu_init::sys::fork_single_threaded("both", |both| panic!("{both}")));

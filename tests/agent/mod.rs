@@ -3,11 +3,11 @@
 //! ([`words`]), beside what tests want to know ([`log`]).
 //!
 //! Containers come from the kernel command line (`testagent.containers=one:0;all:all@debian`) or
-//! from a host's ttRPC requests. One of the command line is a directory with the device nodes it
-//! would get, or, with one of the guest's roots, a real one that runs its program. One of a request
-//! is made as the real agent makes it ([`pod`]); so are all with `testagent.cost=real`, where
-//! starting costs what it costs the real one, too. It does not listen for uevents, which the real
-//! one logs.
+//! from a host's ttRPC requests. A container of the command line is a directory with the device
+//! nodes it would get, or, with one of the guest's roots, a real one that runs its program. A
+//! container of a request is made as the real agent makes it ([`pod`]); so are all with
+//! `testagent.cost=real`, where starting costs what it costs the real one, too. This agent does not
+//! listen for uevents, which the real one logs.
 
 pub mod cdi;
 // Built where the crate is not, and where a test compares both.
@@ -91,7 +91,7 @@ pub fn run() -> ! {
         }
         if poweroff {
             log::info("all done, powering off", &[]);
-            // As after the runtime's DestroySandbox: PID 1 powers off, a child ends well and leaves
+            // PID 1 powers off, as after the runtime's DestroySandbox; a child ends well and leaves
             // that to its init.
             if as_pid1 { pid1::power_off_silently() } else { std::process::exit(0) }
         }

@@ -1,4 +1,4 @@
-//! What the options of an OCI mount mean to mount(2): flags, a propagation that takes a call of its
+//! Meaning of an OCI mount's options for mount(2): flags, a propagation that takes a call of its
 //! own, and data for the file system.
 
 use nix::mount::MsFlags;
@@ -50,7 +50,7 @@ const PROPAGATION: &[(&str, MsFlags)] = &[
 pub struct Options {
     pub flags: MsFlags,
     pub propagation: MsFlags,
-    /// What is none of the known words, comma-separated: the file system may know it.
+    /// Options that are none of the known words, comma-separated: the file system may know them.
     pub data: String,
 }
 

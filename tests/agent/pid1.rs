@@ -1,8 +1,10 @@
-//! What the agent does when it is PID 1, in its order, and where it then powers off without a word.
+//! Steps of the agent when it is PID 1, in its order, with the failures after which it powers off
+//! without a message.
 //!
-//! Faithful to the order and the conditions of 4.1.0, also where they look odd: what is mounted is
-//! asked of the *first* line of /proc/mounts, a /dev that cannot be mounted is put up with,
-//! everything else that fails is the end.
+//! Faithful to the order and the conditions of 4.1.0, also where they look odd: a target counts as
+//! mounted by its *first* line of /proc/mounts. The agent tolerates a /dev that cannot be mounted,
+//! and failures to take the terminal, to set PATH and to set the host name; every other failure is
+//! final.
 
 use crate::sys;
 use nix::mount::{MsFlags, mount};
@@ -11,7 +13,7 @@ use std::fmt::Display;
 use std::fs;
 use std::io;
 
-/// One of the agent's own mounts.
+/// A mount that the agent makes by itself.
 struct InitMount {
     fs: &'static str,
     target: &'static str,
@@ -42,7 +44,7 @@ const CONTROLLERS: [&str; 13] =
 /// has no reader yet.
 pub fn power_off_silently() -> ! {
     nix::unistd::sync();
-    let _unused = reboot(RebootMode::RB_POWER_OFF); // it returns only on failure, and then there is nothing left to try
+    let _unused = reboot(RebootMode::RB_POWER_OFF); // returns only on failure, and then there is nothing left to try
     std::process::exit(1)
 }
 
@@ -133,8 +135,8 @@ fn enabled_controllers(text: &str) -> Vec<&'static str> {
     text.lines().filter_map(enabled).collect()
 }
 
-/// What the sandbox asks of its root, also when the agent is not PID 1: that `/` is a mount point.
-/// In a chroot to a plain directory it is not.
+/// Type of the file system on `/`. The sandbox needs `/` to be a mount point, also when the agent
+/// is not PID 1; in a chroot to a plain directory it is not one.
 pub fn root_type() -> Result<String, String> {
     const MOUNTSTATS: &str = "/proc/self/mountstats";
     let text = fs::read_to_string(MOUNTSTATS).map_err(|e| format!("read {MOUNTSTATS}: {e}"))?;

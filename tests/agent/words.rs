@@ -1,7 +1,7 @@
 //! Lines of kata-agent 4.1.0, word by word and in its shape: slog JSON, every value a string,
 //! message, level and time first.
 //!
-//! What a test wants to know beside them is in lines of another program's name ([`super::log`]).
+//! Additional lines for tests have another program's name ([`super::log`]).
 
 use super::config::{AGENT_VERSION, Level};
 use oci_spec::runtime::Spec;
@@ -20,7 +20,7 @@ pub fn set_level(level: Level) {
     LEVEL.store(level as u8, Ordering::Relaxed);
 }
 
-/// One line, without its time and process.
+/// A line, without its time and process.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Line {
     pub level: Level,
@@ -160,7 +160,7 @@ mod tests {
         object.get(key).and_then(Value::as_str).unwrap_or("")
     }
 
-    /// What this agent would have written in the place of that line.
+    /// Line that this agent would have written in the place of that one.
     fn ours(object: &Map<String, Value>) -> Option<Line> {
         let (msg, id) = (get(object, "msg"), get(object, "cid"));
         let after = |text: &str| msg.strip_prefix(text);

@@ -41,8 +41,8 @@ struct Host {
 const PARTS: [u64; 3] = [300, 1300, 500];
 const PROBE: u64 = 3;
 
-/// A driver that initialises in the probe, and is told to. The strategy is named, too: `auto` goes
-/// by the module's file, which says 550.
+/// Parameters of a driver that initialises in the probe. The strategy is named, too: `auto` goes by
+/// the version in the module's file, which is 550.
 const IN_PROBE: &str = "nvidia.version=595.45.04 nvidia.NVreg_GpuInitOnProbe=1 gpuinit.bind=concurrent";
 
 const HOSTS: &[Host] = &[
@@ -89,9 +89,9 @@ struct Times {
 }
 
 impl Times {
-    /// What no order of doing things can be faster than, in ms, for `n` GPUs: what an exact search
-    /// in the model of the locks finds (tests/schedule), and where there are too many orders to
-    /// search, what follows from the locks one by one.
+    /// Lower bound of the time of every order, in ms, for `n` GPUs: by an exact search in the model
+    /// of the locks (tests/schedule), and where there are too many orders to search, by the locks
+    /// one by one.
     fn bound(&self, n: u64) -> u64 {
         let simple = self.simple_bound(n);
         if n > MOST_SEARCHED {
@@ -100,7 +100,7 @@ impl Times {
         let [s1, s2, s3] = self.parts.map(|part| part * 1000);
         let times = locks::Times { enable: self.enable * 1000, firewall: self.firewall * 1000, probe: self.probe * 1000, s1, s2, s3 };
         let host = locks::Host { relaxed: self.relaxed, vcpus: 2, ..locks::Host::of(n as usize, times) };
-        // Where probes sleep, the load is one of them.
+        // The load counts as a probe: where probes sleep, the search includes it.
         let host = if self.firewall > 0 { locks::Host { load: Some([0, 0]), grace: 0, ..host } } else { host };
         let serial = n * (self.enable + self.firewall + self.probe + self.parts.iter().sum::<u64>()) * 1000;
         (search(&host, Rule::NothingSpins, serial, WORLDS).bound / 1000).max(simple)
@@ -178,7 +178,7 @@ pub fn run(root: &Path, context: &TestContext, arguments: &[String]) -> Result<(
     Ok(())
 }
 
-/// One boot, in ms since the scan's end.
+/// A boot, in ms since the scan's end.
 struct Run {
     ms: f64,
     /// When each GPU was usable.

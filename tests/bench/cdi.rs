@@ -59,7 +59,7 @@ struct Bench {
 }
 
 impl Bench {
-    /// One row: `before` is not measured.
+    /// Measures a row of the table; `before` is not measured.
     fn row(
         &mut self,
         name: &str,
@@ -210,7 +210,8 @@ fn all(hooks: &[Hook], binary: &Path, container: &Container) -> Result<()> {
     Ok(())
 }
 
-/// What the agents make of the specs; gives the length of ours and of the incumbent's.
+/// Feeds both specs to the crates of both agents. Returns the length of ours and of the incumbent's
+/// in bytes.
 fn specs(bench: &mut Bench, scratch: &Path, of_17: &[u8]) -> Result<(usize, usize)> {
     let ours = scratch.join("ours.json");
     std::fs::write(&ours, of_17)?;
@@ -232,8 +233,8 @@ fn done(mut child: Child) -> Result<()> {
     Ok(())
 }
 
-/// Takes the contents of files out of the page cache. They must be on the disk: what is not written
-/// yet stays.
+/// Writes files to the disk and takes their contents out of the page cache: contents that are not
+/// written yet would stay.
 fn drop_from_cache(files: &[PathBuf]) -> Result<()> {
     for path in files {
         let file = File::open(path).with_context(|| path.display().to_string())?;
@@ -251,8 +252,8 @@ fn of_children() -> Result<f64> {
 
 /// The generator's peak memory in kB, over some runs.
 ///
-/// What `wait4` tells includes the memory of whoever started the process, and a zombie has none: it
-/// is looked at while it runs.
+/// `wait4` counts the memory of whoever started the process, too, and a zombie has no memory: /proc
+/// is read while the process runs.
 fn peak(binary: &Path, tree_root: &Path) -> Result<u64> {
     const RUNS: usize = 20;
     let mut peak = 0;

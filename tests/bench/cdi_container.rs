@@ -12,7 +12,7 @@ use std::fs;
 use std::os::unix::fs::symlink;
 use std::path::{Path, PathBuf};
 
-/// Where this machine has its libraries, and the container, too.
+/// Folder of libraries on this machine, and in the container, too.
 const FOLDER: &str = "usr/lib/x86_64-linux-gnu";
 /// Libraries of the image: about what one with CUDA has.
 const LIBRARIES: usize = 200;
@@ -23,9 +23,9 @@ const MAJOR: u64 = 195;
 /// A container's bundle before its hooks.
 pub struct Container {
     pub root: PathBuf,
-    /// What the runtime tells a hook.
+    /// OCI state that the runtime passes to a hook.
     pub state: String,
-    /// How many the hook finds, the driver's among them.
+    /// Number of libraries that the hook finds, the driver's among them.
     pub libraries: usize,
     /// Everything that is there before the hooks.
     there: BTreeSet<PathBuf>,
@@ -58,7 +58,7 @@ impl Container {
         let cache = fs::read(root.join(CACHE)).context("the image's own cache")?;
         for mount in files.mounts.iter().filter(|m| m.container_path.starts_with(Path::new("/").join(FOLDER))) {
             let name = mount.container_path.file_name().context("a library has a name")?;
-            // As it is on the driver's side: a SONAME where a link leads to the library by one.
+            // SONAME as on the driver's side: set where a link of that name leads to the library.
             let soname = files.links.iter().find(|l| l.file == mount.host_path).and_then(|l| l.link.file_name()?.to_str());
             fs::write(folder.join(name), stand_in::library(soname, &["libc.so.6"]))?;
             libraries += 1;

@@ -23,7 +23,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 use tokio::io::{AsyncBufReadExt, AsyncWriteExt, BufReader as AsyncBufReader};
 
-/// What the collector may take at most.
+/// Limit of the collector's RSS.
 const RSS_TARGET_KB: u64 = 64 << 10;
 /// Longest that nearly all who connect may wait for the first word.
 const ACCEPT_TARGET: Duration = Duration::from_millis(100);
@@ -199,7 +199,7 @@ fn header(n: usize) -> String {
     header_line(&Header { boot_id: boot_id(n), version: "0.1.0".into(), kernel: "6.1.0-41-cloud-amd64".into(), first_seq: 0 })
 }
 
-/// One like those of a boot, of about their size.
+/// A record like those of a boot, of about their size.
 fn record(seq: u64) -> String {
     let mut record = Record::new(Kind::Event, "gpu.bound");
     (record.seq, record.boottime_ns) = (seq, 1_000_000_000 + seq * 1_000_000);
@@ -210,8 +210,8 @@ fn record(seq: u64) -> String {
     record_line(&record)
 }
 
-/// One guest: connects, sends everything, answers pings until the collector has taken it all. Gives
-/// the wait for the first ping.
+/// Plays a guest: connects, sends everything and answers pings meanwhile, then waits until the
+/// collector has taken it all. Returns the wait for the first ping.
 async fn guest(n: usize, socket: PathBuf, text: Arc<str>) -> Result<Duration> {
     let start = Instant::now();
     let stream = tokio::net::UnixStream::connect(&socket).await.with_context(|| format!("connect to {}", socket.display()))?;
@@ -242,7 +242,7 @@ async fn guest(n: usize, socket: PathBuf, text: Arc<str>) -> Result<Duration> {
         }
     }
     writer.shutdown().await?;
-    // It hangs up when it has read everything.
+    // The collector closes its connection after the last record.
     while let Some(_ping) = lines.next_line().await? {
         first.get_or_insert(start.elapsed());
     }

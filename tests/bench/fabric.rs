@@ -73,7 +73,7 @@ const COLUMNS: [&str; 9] = [
     "container with all runs",
     "CUDA works on all",
 ];
-/// What CUDA's first call would return, in two more lines.
+/// Results of CUDA's first call, in two more lines.
 const VERDICTS: [(&str, &str); 2] = [("first", "first call on GPU 0"), ("all", "first call on all")];
 
 pub fn run(root: &Path, context: &TestContext, arguments: &[String]) -> Result<()> {
@@ -204,7 +204,7 @@ fn powered_off(booted: &mut Booted) -> Result<Option<(f64, String)>> {
     Ok(None)
 }
 
-/// One guest's table.
+/// Prints the table of a guest.
 fn print(scenario: &Scenario, raw: &[Value]) {
     let rows = scenario.rows();
     let of = |row: &str| raw.iter().filter(|r| r["guest"] == scenario.name && r["boot"] == row).map(|r| &r["result"]).collect::<Vec<_>>();
@@ -235,7 +235,7 @@ fn print(scenario: &Scenario, raw: &[Value]) {
     });
 }
 
-/// None where a run never got there.
+/// Median; `None` where a run never got there.
 fn median<'a>(values: impl Iterator<Item = &'a Value>) -> Option<f64> {
     let mut all = values.map(Value::as_f64).collect::<Option<Vec<f64>>>()?;
     all.sort_by(f64::total_cmp);

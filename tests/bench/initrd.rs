@@ -2,8 +2,8 @@
 //! once: until the agent is ready, and what the host's memory holds for it.
 //!
 //! Memory is PSS: a page that several processes map counts once, by equal parts, so that the sum
-//! over all VMs is what they really cost. It is told apart by what QEMU has mapped: the initrd's
-//! file, the guest's memory, and the rest, which is the emulator's own.
+//! over all VMs is what they really cost. The figures are split by what QEMU has mapped: the
+//! initrd's file, the guest's memory, and the rest, which is the emulator's own.
 
 use super::{keep, machine};
 use anyhow::{Context, Result, ensure};
@@ -17,13 +17,13 @@ use std::path::{Path, PathBuf};
 use std::time::Instant;
 
 const VMS: [usize; 2] = [1, 4];
-/// What the large image has more: as much of this machine's own libraries, which compress as the
+/// Libraries that only the large image has: as much of this machine's own, which compress as the
 /// driver's do. A quarter of a whole driver's user space, so that four guests fit into a small
 /// machine.
 const LIBRARIES_MIB: u64 = 128;
 const LIBRARIES: &str = "/usr/lib/x86_64-linux-gnu";
 const KIB_PER_MIB: f64 = 1024.0;
-/// One GPU: what is compared is before it.
+/// A guest with one GPU: the compared times are before the GPU's.
 const GUEST: &str = "fakepci.gpus=1 loglevel=7 ignore_loglevel gpuinit.log=off";
 
 pub fn run(root: &Path, context: &TestContext, runs: usize) -> Result<()> {

@@ -61,7 +61,7 @@ pub fn trace(records: &[Record]) {
     }
 }
 
-/// What the figures were taken on.
+/// Machine that the figures were taken on.
 pub fn machine() -> Value {
     let cpuinfo = std::fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
     let model = cpuinfo.lines().find_map(|l| l.strip_prefix("model name")).map(|m| m.trim_start_matches([' ', '\t', ':']).to_string());

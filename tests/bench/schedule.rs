@@ -121,7 +121,7 @@ impl Row {
         let ours = drive(&loading, policy, &[], Overhead::default(), 0).outcome;
         let before = (kind.firewall == 0).then(|| run_policy(&host, &mut OneBesideTheLane)).flatten();
         let before = before.map(|outcome| outcome.usable);
-        // Where probes sleep, the load is one of them.
+        // The load counts as a probe: where probes sleep, the search includes it.
         let searched = if kind.firewall > 0 { &loading } else { &host };
         let known = ours.usable.max(before.unwrap_or(0));
         let found = search(searched, Rule::NothingSpins, known, MOST);

@@ -1,4 +1,4 @@
-//! What both HTTP clients answer.
+//! Answer of both HTTP clients.
 
 use std::fmt;
 
@@ -14,7 +14,7 @@ impl fmt::Display for Error {
 
 impl std::error::Error for Error {}
 
-/// There is none.
+/// Response without values: no request gets one.
 pub enum Response {}
 
 impl Response {

@@ -1,7 +1,7 @@
 //! Carries the orders of the product's schedule out in a world of locks, and reports what happens
 //! to it: what `boot::gpus::{fleet, gpu, driver, lane}` do in a guest, with a virtual clock.
 //!
-//! Whoever reports or begins something needs a vCPU: while all are gone, that waits.
+//! A report or a beginning needs a vCPU: while all are gone, it waits.
 
 use super::locks::{At, Fact, Host, Micros, Order, World};
 use super::policies::{Outcome, probes};
@@ -15,15 +15,15 @@ use std::time::Duration;
 
 /// Grace periods that the end of a load waits for.
 const AFTER_LOAD: u8 = 2;
-/// Who waits for them.
+/// Waiter for these grace periods.
 const LOAD: u8 = u8::MAX;
 /// Generations of GPUs that were plugged in, and from where an enabling is slow.
 const PLUGGED: u32 = 100;
 const SLOW: Micros = 100_000;
-/// A run is given up then.
+/// Time at which a run is given up.
 const HORIZON: Micros = 400_000_000;
 
-/// What the guest's own steps take.
+/// Durations of the guest's own steps.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Overhead {
     /// At most, from something that happens to its report; at random.
@@ -51,31 +51,31 @@ const LOOK: Micros = 1_000_000;
 const BEGINS: Micros = 40_000;
 const RUNS: Micros = 60_000;
 
-/// What a run came to.
+/// Result of a run.
 #[derive(Clone, Debug, Default)]
 pub struct Run {
     /// Times of GPUs; orders and facts of the world.
     pub outcome: Outcome,
-    /// What the schedule was told, and what it ordered.
+    /// Reports to the schedule, and its orders.
     pub reports: Vec<(Micros, schedule::Fact)>,
     pub orders: Vec<(Micros, schedule::Order)>,
     /// When all was settled, if ever: usable and failed GPUs.
     pub settled: Option<(Micros, usize, usize)>,
-    /// Of each GPU: bound, published, usable.
+    /// Per GPU: bound, published, usable.
     pub bound: Vec<Option<Micros>>,
     pub published: Vec<Option<Micros>>,
     pub usable: Vec<Option<Micros>>,
-    /// Of each GPU: reports of being late.
+    /// Per GPU: reports of being late.
     pub late: Vec<usize>,
     pub containers: Vec<Option<Micros>>,
-    /// Where each GPU was at the end.
+    /// State of each GPU at the end.
     pub at: Vec<At>,
     /// An enabling of the lane that began beside an S1, an unsleeping probe, or a load that needs
     /// all CPUs.
     pub trespasses: Vec<(Micros, String)>,
 }
 
-/// What a broken schedule does wrong, for controls.
+/// Fault of a broken schedule, for controls.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Broken {
     #[default]
@@ -109,7 +109,7 @@ enum Action {
 struct Gpu {
     id: GpuId,
     gone: bool,
-    /// Its probe, when.
+    /// Time at which its probe was ordered.
     ordered: Option<Micros>,
     enabling: Micros,
 }
@@ -274,8 +274,8 @@ impl<'h> Guest<'h> {
         }
     }
 
-    /// What is due, one after another: each may order something, and may be over in the same
-    /// moment.
+    /// Takes all due actions, one after another: each may order something, and may be over in the
+    /// same moment.
     fn act(&mut self) {
         let mut woken = false;
         loop {
@@ -540,9 +540,9 @@ impl<'h> Guest<'h> {
         }
     }
 
-    /// An enabling of the lane begins: whom does it stall? Not counted: what the schedule has
-    /// waited for as long as the table says, and what the kernel does by itself with a GPU that was
-    /// plugged in.
+    /// Notes the steps that an enabling of the lane stalls as it begins. Not counted: steps that
+    /// the schedule has waited for as long as the table says, and steps that the kernel takes by
+    /// itself with a GPU that was plugged in.
     fn watch(&mut self, k: usize) {
         let now = self.world.now();
         let limit = micros(Limit::LaneHold.after());

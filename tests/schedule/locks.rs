@@ -26,7 +26,7 @@ pub const MOST: usize = 16;
 /// Config accesses of an S1, in thousandths of it (tests/simulator/nvidia-adapter.c, `nv_groups`).
 const GROUPS: [u64; 6] = [0, 695, 735, 850, 868, 1000];
 
-/// What a GPU costs on this host with this driver.
+/// Durations of a GPU's steps on this host with this driver.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Times {
     pub enable: Micros,
@@ -38,7 +38,7 @@ pub struct Times {
     pub s3: Micros,
 }
 
-/// What is wrong with a GPU.
+/// Fault of a GPU.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Fault {
     #[default]
@@ -86,7 +86,7 @@ impl Host {
     }
 }
 
-/// What a schedule can have done.
+/// An order that a schedule can give.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Order {
     /// nvidia, which probes this GPU, then nvidia-uvm.
@@ -105,7 +105,7 @@ pub enum Order {
     Wait(u8, u8),
 }
 
-/// What a schedule can be told.
+/// A fact that is reported to a schedule.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Fact {
     Plugged(usize),
@@ -114,17 +114,17 @@ pub enum Fact {
     /// The probe has ended, and whether it bound the GPU.
     Probed(usize, bool),
     Looked(usize),
-    /// S1 is over. No real driver says so.
+    /// S1 is over. No real driver reports that.
     Attached(usize),
     Initialised(usize, bool),
     /// nvidia is loaded, and character devices can be opened; or no probe succeeded.
     Loaded(bool),
     UvmLoaded,
-    /// Who waited for grace periods has seen the last one.
+    /// The last of the grace periods that were waited for is over.
     Waited(u8),
 }
 
-/// Where a GPU is.
+/// State of a GPU.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum At {
     Absent,
@@ -154,7 +154,7 @@ pub enum At {
     Hung,
 }
 
-/// What a thread waits for.
+/// Condition that a thread waits for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Wait {
     Nothing,
@@ -359,7 +359,7 @@ impl<'h> World<'h> {
         self.load == Load::Over
     }
 
-    /// What is left of the timer that a GPU waits for.
+    /// Time left of the timer that a GPU waits for.
     pub fn timer_left(&self, gpu: usize) -> Micros {
         match self.gpus[gpu].wait {
             Wait::Until(at) => at.saturating_sub(self.now),
@@ -367,7 +367,7 @@ impl<'h> World<'h> {
         }
     }
 
-    /// What is left of the S1 of a GPU that is in it, or waits for it.
+    /// Time left of the S1 of a GPU that is in it, or waits for it.
     pub fn s1_left(&self, gpu: usize) -> Micros {
         let s1 = self.host.gpus[gpu].times.s1;
         match self.at(gpu) {
@@ -381,7 +381,7 @@ impl<'h> World<'h> {
         self.counts(|at| !matches!(at, At::Absent | At::Usable | At::Failed | At::Hung)) == 0
     }
 
-    /// What has happened since the last call.
+    /// Takes the facts since the last call.
     pub fn facts(&mut self) -> Vec<(Micros, Fact)> {
         std::mem::take(&mut self.facts)
     }

@@ -7,7 +7,7 @@
 //! because that publishes it. All GPUs are equal. No enabling begins beside a probe or a look that
 //! neither sleeps nor waits for the driver; what else an order keeps to is the [`Rule`].
 //!
-//! Complete searches are exact among such orders (worlds are told apart by 128 bits of hash).
+//! Complete searches are exact among such orders (a hash of 128 bits identifies a world).
 
 mod bound;
 
@@ -17,7 +17,7 @@ use bound::least;
 use std::collections::HashMap;
 use std::hash::{BuildHasherDefault, Hasher};
 
-/// What an order must keep to.
+/// Constraint on an order.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Rule {
     /// Nothing spins beside an enabling: no config access, no load, no second enabling.
@@ -27,7 +27,7 @@ pub enum Rule {
     None,
 }
 
-/// What the search found.
+/// Result of a search.
 #[derive(Clone, Debug)]
 pub struct Found {
     /// The last usable GPU of the best order found, and that order; none where nothing beats what
@@ -57,7 +57,7 @@ impl Hasher for AsIs {
     }
 }
 
-/// What is still to be decided at this moment: orders of one moment are tried in this order only.
+/// Decision that is still open at this moment: orders of one moment are tried in this order only.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 enum Turn {
     Opens,

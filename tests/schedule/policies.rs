@@ -12,7 +12,7 @@ pub trait Policy {
     }
 }
 
-/// What an order of doing things came to.
+/// Result of an order of doing things.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Outcome {
     /// The last usable GPU.
@@ -60,13 +60,14 @@ impl Outcome {
     }
 }
 
-/// A probe that is through its sleep, or a look, that would wait for an enabling which begins now.
-/// One that waits for the driver is not meant: it can get it behind that enabling.
+/// Whether a GPU's probe that is through its sleep, or its look, would wait for an enabling which
+/// begins now. A probe that waits for the driver does not count: it can get the driver behind that
+/// enabling.
 pub fn probes(world: &World, gpu: usize) -> bool {
     matches!(world.at(gpu), At::Probe | At::Uuid | At::Look | At::Bound) && world.waits(gpu) != Wait::Driver
 }
 
-/// Whether any GPU's does.
+/// Whether this holds for any GPU ([`probes`]).
 pub fn probing(world: &World) -> bool {
     (0..world.count()).any(|gpu| probes(world, gpu))
 }
@@ -110,7 +111,7 @@ impl Policy for OneBesideTheLane {
 /// else they wait for the others.
 #[derive(Default)]
 pub struct Waves {
-    /// Of the wave that begins at this moment.
+    /// GPUs still to open in the wave that begins at this moment.
     to_open: usize,
 }
 

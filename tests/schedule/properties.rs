@@ -1,5 +1,5 @@
-//! What holds for every bring-up: hosts, durations, failures, hangs, removals and plugs at random,
-//! each from a seed that the complaint names.
+//! Properties that hold for every bring-up: hosts, durations, failures, hangs, removals and plugs
+//! at random, each from a seed that the complaint names.
 
 use super::drive::{Broken, Container, Overhead, Run, drive, drive_broken};
 use super::locks::{At, Fact, Fault, Function, Host, Micros, Times};
@@ -11,13 +11,13 @@ use kata_gpu_init::config::{Bind, Init};
 
 const MS: Micros = 1000;
 
-/// What can go wrong in a case.
+/// Trouble that a case can have.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Trouble {
     None,
     /// GPUs that fail somewhere.
     Failures,
-    /// One that hangs in its probe, and is not the first one.
+    /// A GPU that hangs in its probe, and is not the first one.
     Hang,
     /// Removals and plugs.
     Traffic,
@@ -25,7 +25,7 @@ pub enum Trouble {
     Any,
 }
 
-/// One bring-up.
+/// A bring-up.
 #[derive(Clone, Debug)]
 pub struct Case {
     pub seed: u64,
@@ -134,7 +134,7 @@ impl Case {
                 return Err(format!("GPU {k} is not usable: {:?}", run.at[k]));
             }
             let stuck = !matches!(run.at[k], At::Absent | At::Usable | At::Failed);
-            // One that still waits in the lane is not on its way.
+            // A GPU that still waits in the lane is not on its way.
             let on_its_way = !matches!(run.at[k], At::Present) && gpu.removed_at.is_none();
             if stuck && on_its_way && run.late[k] == 0 {
                 return Err(format!("GPU {k} hangs and is not reported: {:?}", run.at[k]));

@@ -3,10 +3,10 @@
 //! ([`work`]). Requests come over ttRPC ([`super::server`]), or on the command line with
 //! `testagent.cost=real`.
 //!
-//! As there: CDI devices are resolved before the pod's one lock is taken, everything from the
-//! bundle to the running child is under it; a container's first process waits at `exec.fifo` from
-//! its creation to its start. Not made: seccomp, capabilities, users other than root, storages,
-//! network.
+//! Order, the same as the real agent's: CDI devices are resolved before the pod's one lock is
+//! taken; everything from the bundle to the running child is under that lock; a container's first
+//! process waits at `exec.fifo` from its creation to its start. Not made: seccomp, capabilities,
+//! users other than root, storages, network.
 
 mod cgroups;
 pub mod process;
@@ -38,7 +38,7 @@ const NAMESPACES: &str = "/run/sandbox-ns";
 const CGROUP: &str = "/kubepods/besteffort/pod";
 /// The pause container that `testagent.cost=real` makes by itself.
 const PAUSE: &str = "pause";
-/// The annotation that tells a pause container from others.
+/// Annotation that distinguishes a pause container from others.
 const TYPE: &str = "io.kubernetes.cri.container-type";
 /// Paths of /proc and /sys that containerd masks in a container.
 pub const MASKED: [&str; 9] = [
@@ -65,7 +65,7 @@ pub struct Asked {
     pub arguments: Vec<String>,
     /// CDI devices.
     pub devices: Vec<String>,
-    /// What the runtime writes to its spec, CDI devices included.
+    /// Annotations that the runtime writes to the spec, CDI devices included.
     pub annotations: HashMap<String, String>,
     pub hooks: bool,
     pub cgroup: Option<String>,

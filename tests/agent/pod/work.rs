@@ -27,7 +27,7 @@ pub const CHILD: u32 = 65;
 pub const BECOME: u32 = 61;
 pub const START: u32 = 2;
 
-/// One round's text: about what a spec has.
+/// Text that each round parses; its content is about that of a spec.
 const TEXT: &str = include_str!("work.json");
 
 pub fn spend(rounds: u32) {

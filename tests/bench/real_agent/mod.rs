@@ -1,8 +1,8 @@
 //! A pod as Kata's runtime makes it, asked of a kata-agent in a guest from the host: health check,
 //! sandbox, pause container, then the workload's containers, all at once.
 //!
-//! Times are the guest's CLOCK_BOOTTIME in ns. What a program in a container stamps is exact; what
-//! the host sees is converted by pings through the pause container, with the error that
+//! Times are the guest's CLOCK_BOOTTIME in ns. Stamps of a program in a container are exact; times
+//! seen by the host are converted by pings through the pause container, with the error that
 //! [`PodTimes::clock_error_ns`] gives.
 
 pub mod requests;

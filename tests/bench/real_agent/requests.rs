@@ -1,9 +1,9 @@
 //! The requests that Kata's runtime sends for a pod, as messages of kata-agent 4.1.0.
 //!
-//! As the runtime's: no hooks, no seccomp, device rules and limits of processes removed, namespaces
-//! without paths and without those of the network, cgroup and PID, GPUs asked for by the annotation
-//! `cdi.k8s.io/vfio<N>`. Not sent: storages and shared file systems (a root is a directory of the
-//! guest), network interfaces, the PCI devices to wait for.
+//! Content as the runtime's: no hooks, no seccomp, device rules and limits of processes removed,
+//! namespaces without paths and without those of the network, cgroup and PID, GPUs asked for by the
+//! annotation `cdi.k8s.io/vfio<N>`. Not sent: storages and shared file systems (a root is a
+//! directory of the guest), network interfaces, the PCI devices to wait for.
 
 use kata_gpu_tests::agent::pod::{MASKED, READ_ONLY};
 use kata_gpu_tests::protobuf::Message;

@@ -90,7 +90,7 @@ impl Drop for Client {
     }
 }
 
-/// One attempt. The answer to CONNECT is a line of its own.
+/// Makes one attempt. The answer to CONNECT is a line of its own.
 fn handshake(uds: &Path, end: Instant) -> Result<UnixStream> {
     let mut stream = UnixStream::connect(uds).with_context(|| format!("connect to {}", uds.display()))?;
     let left = end.saturating_duration_since(Instant::now()).clamp(Duration::from_millis(1), HANDSHAKE);

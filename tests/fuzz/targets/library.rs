@@ -7,7 +7,7 @@ use std::fs::File;
 use std::os::unix::fs::FileExt;
 
 thread_local! {
-    /// One file for all inputs, without a name: it goes with the process.
+    /// File for all inputs, without a name: the file goes with the process.
     static FILE: RefCell<File> = RefCell::new(unnamed());
 }
 

@@ -1,5 +1,5 @@
-//! What a runtime tells a hook, and what a CUDA library tells of itself: a root is an absolute
-//! path, or there is none.
+//! Inputs of a hook: the runtime's, and the note of a CUDA library. A root is an absolute path, or
+//! there is none.
 #![no_main]
 
 use kata_gpu_init::cdi::hooks::enable_cuda_compat::{Version, decide, parse_note};

@@ -234,7 +234,8 @@ impl World<'_> {
         })
     }
 
-    /// One timer that is due, or one S3 whose G's are all free.
+    /// Ends one timer that is due, or begins one S3 whose G's are all free; false if there is
+    /// neither.
     fn ends_any(&mut self) -> bool {
         for gpu in 0..self.count() {
             match self.gpus[gpu].wait {

@@ -1,4 +1,4 @@
-//! What no order can be faster than, from a world on.
+//! Lower bound of the time of every order, from a world on.
 //!
 //! Three reasons: the way of one GPU; the lane, beside which no S1 gets on; the driver's lock,
 //! under which are all S1 and S3, and no S3 beside an S2.
