@@ -189,9 +189,8 @@ impl Reader {
     /// Up to `limit` lines, in order of `seq`.
     ///
     /// Lines that had left the ring before are skipped, and their number is pushed in a
-    /// `stream.lost`. The numbers in the reports that a sink reads are thus exactly the records
-    /// that it misses up to its last report: a report that is lost in turn counts again in the
-    /// next one.
+    /// `stream.lost`. Once the sink has read all, the numbers in the reports that it read add up to
+    /// the records that it misses: a report that is lost in turn counts again in the next one.
     pub fn read(&mut self, limit: usize) -> Vec<Arc<str>> {
         let inner = self.ring.lock();
         let read_to = self.next;

@@ -118,6 +118,11 @@ impl Receiver {
         })
     }
 
+    /// Waits until `find` has found something in all records so far, in order of seq.
+    pub fn wait_until<T>(&self, deadline: Duration, find: impl Fn(&[&Record]) -> Option<T>) -> Option<T> {
+        self.until(deadline, |r| find(&r.records.values().collect::<Vec<_>>()))
+    }
+
     /// Waits until somebody has connected to a deaf listener.
     pub fn wait_deaf(&self, deadline: Duration) -> bool {
         self.until(deadline, |r| (!r.deaf.is_empty()).then_some(())).is_some()
