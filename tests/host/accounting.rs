@@ -94,8 +94,7 @@ fn every_story_gives_an_account_that_adds_up() {
         for (i, step) in timeline.steps.iter().enumerate() {
             let (sure, at_most) = gain(&timeline, &window, &[i]);
             assert!(sure <= at_most && at_most <= wall, "round {round}: what is sure is possible");
-            // Of a step that is told by its name alone, the path may have another one of that name:
-            // none is needed here.
+            // The path may have another step of the same name; such a step is not checked here.
             if path.path.iter().all(|p| p.step.as_deref() != Some(step.title().as_str())) && step.begin_ns >= window.from.at_ns {
                 assert_eq!(at_most, 0, "round {round}: {} is not on the path and brings {at_most}", step.name);
                 off_path += 1;
@@ -106,7 +105,7 @@ fn every_story_gives_an_account_that_adds_up() {
             assert!(found.at_most_ns <= found.on_path_ns, "round {round}: {found:?}");
         }
     }
-    // What was asked came up: an account in which nothing ever happens would pass all of the above.
+    // Each case occurred: an account in which nothing ever happens would pass all of the above.
     assert!(accounts > 1500 && gains > 3000 && off_path > 3000 && gaps > 1500 && cut > 0, "{accounts} {gains} {off_path} {gaps} {cut}");
 }
 

@@ -48,7 +48,7 @@ fn the_simulators_initrd_is_small() {
     assert!(meta.len() <= SIM_BYTES, "{} has {} bytes, the budget is {SIM_BYTES}", path.display(), meta.len());
 }
 
-/// What judges specs, hostile ones too, cannot be made to fetch anything
+/// Judges of specs, which may be hostile, cannot be made to fetch anything
 /// (tests/no-network/README.md).
 #[test]
 fn no_http_client_and_no_tls_is_built() {

@@ -2,7 +2,7 @@
 //! retention: whatever the former send, no record of the latter is lost or stands in another's
 //! file, every scrape is answered, no probe ends the collector, which stays within 128 MiB.
 //!
-//! What is hostile is made by a seeded grammar: the lines of the format with every value at its
+//! Hostile input comes from a seeded grammar: the lines of the format with every value at its
 //! worst, pieces of them, other guests' boot ids, floods, silence, and comings and goings.
 //! `KATA_GPU_SOAK_SECONDS=600` runs it as long as a node is attacked; `KATA_GPU_SOAK_SEED` chooses
 //! another attack.

@@ -16,7 +16,7 @@ const LAYERS: &[(&str, &[&str])] = &[
 ];
 /// Files of src/boot/gpus, with their submodules, that compute and do nothing else.
 const PURE: &[&str] = &["schedule", "schedule_messages", "agent", "waves", "strategy", "deadlines", "slots"];
-/// What no pure file imports.
+/// Modules that no pure file imports.
 const IMPURE: &[&str] = &[
     "tokio",
     "tracing",
@@ -148,7 +148,7 @@ fn boot_imported(all: &[Source]) -> Vec<String> {
     found
 }
 
-/// What the pure files import and must not.
+/// Forbidden imports of pure files.
 fn impure(all: &[Source]) -> Vec<String> {
     let mut found = Vec::new();
     let is_pure = |module: &[String]| match module {
@@ -232,7 +232,7 @@ fn modules(lib: &Source) -> Vec<String> {
     (0..lib.tokens.len()).filter(is_mod).filter_map(|at| lib.word(at + 1).map(str::to_string)).collect()
 }
 
-/// What hardware and CDI modules import and must not.
+/// Forbidden imports of hardware and CDI modules.
 fn hardware_imports(all: &[Source]) -> Vec<String> {
     let lib = all.iter().find(|s| s.file == "src/lib.rs").expect("no src/lib.rs");
     let mut hardware = modules(lib);

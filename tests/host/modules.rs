@@ -90,7 +90,7 @@ impl Random {
     }
 }
 
-/// Of the names, those of modules.
+/// Number of names that are modules.
 const MODULES: usize = 11;
 /// Names as people write them: modules, what is built in, what is not there.
 const NAMES: &[&str] = &[

@@ -10,14 +10,14 @@ use kata_gpu_init::events::record::{Header, header_line};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 
-/// What a reader may have: 4 bytes a byte of what it reads, and 32 MB.
+/// Memory limit of a reader: 4 bytes for each byte that it reads, and 32 MB.
 fn memory(bytes: usize) -> u64 {
     4 * bytes as u64 + (32 << 20)
 }
 
 /// As much as the limits of a reader are filled with.
 const LARGE: usize = 8_000_000;
-/// What ended a collector with 256 MiB, where trees were kept.
+/// Size of a file that ended a collector with 256 MiB, when it kept trees.
 const SMALL: usize = 2_000_000;
 const COLLECTOR: u64 = 64 << 20;
 

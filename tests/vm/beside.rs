@@ -1,5 +1,5 @@
-//! What containers can get besides GPUs' own nodes: MIG instances, displays, IMEX channels,
-//! switches. It comes after the GPUs, and holds none of them up.
+//! Devices that containers can get besides GPUs' own nodes: MIG instances, displays, IMEX channels,
+//! switches. They come after the GPUs, and hold none of them up.
 
 use super::harness::{Booted, Guest, Outcome, TestContext, VmTest};
 use anyhow::{Result, ensure};
@@ -85,7 +85,7 @@ fn displays(context: &TestContext) -> Result<Outcome> {
     for link in ["../card1::/dev/dri/by-path/pci-0001:00:01.0-card", "../renderD129::/dev/dri/by-path/pci-0001:00:01.0-render"] {
         ensure!(text.matches(link).count() == 2, "{link}: {text}");
     }
-    // It came after the GPU was usable, by the kernel's word alone.
+    // The display came after the GPU was usable, announced by the kernel alone.
     let of = |name: &str| booted.record(name, |r| r.name == name && r.fields.get("index") == Some(&1.into()));
     ensure!(of(names::CDI_BESIDE)?.boottime_ns > of(names::GPU_USABLE)?.boottime_ns + 400_000_000, "no display was waited for");
     spec(&booted, "nvidia.yaml", |text| !text.contains("dri/") && !text.contains("\"1\""))?;

@@ -106,8 +106,8 @@ fn waves(context: &TestContext) -> Result<Outcome> {
         spans.push((begin.boottime_ns, end.boottime_ns));
     }
     spans.sort_unstable();
-    // Those of a wave begin before any of them is over by a second part, and the next wave when all
-    // are over: never in the middle of one.
+    // Initialisations of a wave begin before any of them is over by a second part; the next wave
+    // begins when all are over, never in the middle of one.
     let mut waves: Vec<Vec<(u64, u64)>> = Vec::new();
     for span in spans {
         match waves.last_mut() {
@@ -214,12 +214,12 @@ pub fn reports(booted: &Booted, count: usize) -> Result<Vec<Vec<Accesses>>> {
     all().take(count).map(|l| l.get("all").split("; ").map(accesses).collect()).collect()
 }
 
-/// What the driver makes when all that is needed is done once: the load, a look at each minor, the
-/// opens. The scripts of a guest without the init.
+/// Script of a guest without the init: config accesses of the driver when all that is needed is
+/// done once, which is the load, a look at each minor, and the opens.
 pub const NEEDED: &str = "config+information+config+open:0+open:1+open:2+config";
 
-/// Of the reports of such a guest: config reads that one look at a GPU's minor makes, and all
-/// accesses of each of three GPUs.
+/// Reads the reports of such a guest. Returns the config reads of one look at a GPU's minor, and
+/// all accesses of each of three GPUs.
 pub fn needed(alone: &[Vec<Accesses>]) -> Result<(u64, &[Accesses])> {
     let [loaded, looked, all] = alone else { anyhow::bail!("{} reports of config accesses", alone.len()) };
     let look = looked[0].reads - loaded[0].reads;

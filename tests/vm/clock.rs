@@ -17,9 +17,8 @@ use std::time::{Duration, Instant};
 
 pub const TESTS: &[VmTest] = &[VmTest { name: "the_bound_of_the_guests_clock_holds_in_every_boot", run: bound_holds }];
 
-/// What is wrong with a boot's clocks: how long a ping takes there and back beyond the way itself,
-/// and by how much the guest's wall clock is stepped while it boots, in seconds. The boot clock
-/// must not care for the latter.
+/// Faults of a boot's clocks: delay of a ping on its way there and back, and step of the guest's
+/// wall clock during the boot, in seconds. The step must not affect the boot clock.
 const BOOTS: &[(&str, Duration, Duration, i64)] = &[
     ("direct", Duration::ZERO, Duration::ZERO, 0),
     ("slow-back", Duration::ZERO, Duration::from_millis(40), 86_400),
@@ -157,8 +156,8 @@ fn step_is_reported(booted: &Booted, step_s: i64) -> Result<()> {
     Ok(())
 }
 
-/// What the guest says of its log's clock and of the time before its kernel, against what the host
-/// knows: the VM's TSC cannot be older than the VM.
+/// Compares what the guest reports of its log's clock and of the time before its kernel with what
+/// the host knows: the VM's TSC cannot be older than the VM.
 fn guests_own_clocks(records: &[Record], clock: &Clock, started_ns: i64) -> Result<String> {
     let records: Vec<_> = records.iter().cloned().map(Into::into).collect();
     let guest = GuestClocks::of(&records);

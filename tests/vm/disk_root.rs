@@ -16,8 +16,8 @@ pub const TESTS: &[VmTest] = &[
     VmTest { name: "an_ext4_image_with_another_init_boots_to_a_container", run: ext4 },
 ];
 
-/// Where Kata's image builder begins the root, in sectors of 512 bytes, and how large the partition
-/// is here: the new root must fit.
+/// First sector of the root in images of Kata's builder, in units of 512 bytes, and size of the
+/// partition here: the new root must fit.
 const FIRST: u64 = 6144;
 const SECTORS: u64 = 64 << 11;
 
@@ -27,9 +27,9 @@ fn done(command: &mut Command) -> Result<()> {
     Ok(())
 }
 
-/// What the initrd has, as a folder.
+/// Unpacks the initrd into a folder.
 pub fn unpacked(context: &TestContext) -> Result<PathBuf> {
-    // What an earlier run left.
+    // Files of an earlier run.
     let _unused = std::fs::remove_dir_all(&context.work_dir);
     let root = context.work_dir.join("root");
     std::fs::create_dir_all(&root).with_context(|| format!("make {}", root.display()))?;

@@ -294,7 +294,7 @@ fn topologies(context: &TestContext) -> Result<Outcome> {
             booted.event(names::LOCKDOWN)?;
             booted.events(names::GPU_PUBLISHED, if topology == "shared-fabric" { 4 } else { 2 })?;
         }
-        // Of both GPUs, before and after the fabric is complete.
+        // Two reports of each GPU: before and after the fabric is complete.
         if words.contains("nvidia.fabric_state") {
             booted.events(names::GPU_HEALTH, 4)?;
         }

@@ -1,4 +1,4 @@
-//! What goes wrong: each fault costs what it must and nothing else, and says why.
+//! Faults: each costs what it must and nothing else, and is reported with its reason.
 
 use super::harness::{Booted, Guest, Outcome, TestContext, VmTest, named};
 use super::hot_plug::leads;
@@ -239,7 +239,7 @@ fn no_uvm(context: &TestContext) -> Result<Outcome> {
 }
 
 fn no_vsock(context: &TestContext) -> Result<Outcome> {
-    // Of the guest's hardware only the GPUs: no virtio, no vsock.
+    // GPUs alone of the guest's hardware: no virtio, no vsock.
     let version = std::fs::read_to_string(context.target.join("kernel/version"))?;
     let list = format!("/lib/modules/{}/fakepci.ko\n", version.trim());
     let mut booted = Guest::new()

@@ -185,7 +185,7 @@ fn child() {
     }
 }
 
-/// Where the kernel shows interrupts.
+/// Directory in which the kernel shows interrupts.
 const INTERRUPTS: &str = "/proc/irq";
 
 /// Until all GPUs are settled, and once more then: writes the console's level and the interrupts'

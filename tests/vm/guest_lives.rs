@@ -168,7 +168,7 @@ fn interrupts(context: &TestContext) -> Result<Outcome> {
 /// A line on the console, in order.
 enum Item {
     Sample(Sample),
-    /// Of the init: what the record says.
+    /// Time in ns and text of a record of the init.
     Init(u64, String),
 }
 

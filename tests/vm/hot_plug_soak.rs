@@ -63,7 +63,7 @@ pub fn run() {
     );
 }
 
-/// What is wrong.
+/// Sentence about a violated expectation.
 type Fault = String;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -73,7 +73,7 @@ enum Slot {
     Bound,
 }
 
-/// What befalls the init while GPUs come and go.
+/// Trouble of the init while GPUs come and go.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Trouble {
     None,
@@ -209,7 +209,7 @@ impl Soak {
             (Slot::Bound, _) => ("unplug", Slot::Empty),
         };
         self.note(action, Some(slot));
-        // What was removed through sysfs is still in its slot: `plug` finds it there.
+        // A GPU removed through sysfs is still in its slot: `plug` finds it there.
         self.slots[slot as usize] = wanted;
         let mut unbind = None;
         if action == "unbind" {

@@ -16,7 +16,7 @@ use std::time::{Duration, UNIX_EPOCH};
 
 pub const TESTS: &[VmTest] = &[VmTest { name: "an_import_of_a_console_agrees_with_the_stream", run: agrees }];
 
-/// What the console alone tells.
+/// Boot as imported from the console alone.
 fn of_console(text: &str) -> Result<BootFile> {
     let source = read("console", Input::new("console", Box::new(Cursor::new(text.as_bytes().to_vec())))?, None)?;
     Ok(BootFile::read(import(vec![source], None)?.1.as_bytes())?)

@@ -29,7 +29,7 @@ fn base(context: &TestContext) -> PathBuf {
 
 fn folder(context: &TestContext) -> Result<PathBuf> {
     let folder = context.work_dir.join("image");
-    // What an earlier run left.
+    // Files of an earlier run.
     let _unused = std::fs::remove_dir_all(&folder);
     std::fs::create_dir_all(folder.join("root")).with_context(|| format!("make {}", folder.display()))?;
     Ok(folder)

@@ -71,8 +71,8 @@ fn nodes(directory: &Path, items: &mut Items) {
     }
 }
 
-/// What the cgroup allows of a character device: `m` to make a node, `r` and `w` to open it. A
-/// driver may refuse an open as well, but not with EPERM.
+/// Access to a character device that the cgroup allows: `m` to make a node, `r` and `w` to open the
+/// node. A driver may refuse an open as well, but not with EPERM.
 fn access(device: &str) -> String {
     use nix::errno::Errno;
     use nix::sys::stat::{Mode, SFlag, makedev, mknod};
@@ -127,8 +127,8 @@ mod host {
         list(gets, "cgroupRules").map(|rule| format!("{}:{}", rule["major"], rule["minor"])).collect()
     }
 
-    /// What a container sees by the prediction `gets`, that of `cdi check --json`: what one without
-    /// GPUs sees, and what is added to it.
+    /// Items that a container sees by the prediction `gets` of `cdi check --json`: those of a
+    /// container without GPUs, and the added ones.
     pub fn expected(plain: &Items, gets: &Value) -> Items {
         let mut all = plain.clone();
         for node in list(gets, "deviceNodes") {

@@ -179,7 +179,7 @@ fn upgrade(kata: &mut KataHost) -> Result<Outcome> {
     Ok(Outcome::Passed)
 }
 
-/// What an operator does first after installing.
+/// Runs `install --check`, an operator's first command after installing.
 fn check(kata: &mut KataHost) -> Result<Outcome> {
     let config = kata.config.clone();
     kata.words("")?;
@@ -263,8 +263,8 @@ fn extension(kata: &mut KataHost) -> Result<Outcome> {
     }
     let boot = kata.look("show --json", "train-0")?;
     ensure!(bound(&boot)? == 2, "{boot}");
-    // It came by a disk, which the image alone does not have. The Rust runtime hands QEMU open
-    // files.
+    // The driver came by a disk, which the image alone does not have. The Rust runtime hands QEMU
+    // open files.
     let disks = "(cat /proc/[0-9]*/cmdline | tr '\\0' '\\n'; find /proc/[0-9]*/fd -printf '%l\\n' 2>/dev/null)";
     let disks = kata.host.run(&format!("{disks} | grep -a -e base.image -e gpu.image -e kata.extension"))?;
     for wanted in ["base.image", "gpu.image", "kata.extension.gpu.verity_params=root_hash="] {
@@ -349,8 +349,8 @@ fn inside_setup(context: &TestContext) -> Result<Setup> {
     Ok(setup)
 }
 
-/// What is different in a container with GPUs is what `cdi check` predicts from the guest's spec,
-/// item for item.
+/// Differences between a container with GPUs and one without are those that `cdi check` predicts
+/// from the guest's spec, item for item.
 fn inside(kata: &mut KataHost) -> Result<Outcome> {
     kata.host.run(&format!("chmod +x {INSIDE}"))?;
     kata.pod("train-0", "")?;

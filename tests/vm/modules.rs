@@ -32,7 +32,7 @@ fn bytes(context: &TestContext, module: &str) -> Result<Vec<u8>> {
     std::fs::read(&file).with_context(|| format!("read {}", file.display()))
 }
 
-/// What a command makes of a module's file.
+/// Output of a command that gets a module's file.
 fn packed(context: &TestContext, module: &str, command: &[&str]) -> Result<Vec<u8>> {
     let folder = if module.starts_with("nvidia") { "simulator" } else { "kernel/modules" };
     let file = context.target.join(folder).join(format!("{module}.ko"));
@@ -96,7 +96,7 @@ fn compressed(context: &TestContext) -> Result<Outcome> {
     // The pre-init has loaded these; they are found, and not loaded again.
     ensure!(loaded(&booted, "vsock")?.1.fields.get("already") == Some(&true.into()), "vsock: {:?}", loaded(&booted, "vsock")?);
 
-    // What is not followed is reported.
+    // Lines that are not followed are reported.
     let reported: Vec<Record> = booted.receiver.records().into_iter().filter(|r| r.name == names::MODULE_CONFIG).collect();
     let errors: Vec<&str> = reported.iter().filter_map(|r| r.error.as_deref()).collect();
     for wanted in [

@@ -123,8 +123,8 @@ fn stalls(context: &TestContext) -> Result<Outcome> {
     ensure!(looks.get("connected") == "true" && looks.get("seen").parse::<u64>()? > 10_000, "the looks did not happen: {looks:?}");
     booted.created("all")?;
     booted.receiver.wake();
-    // A busy guest loses records before the stall, too, and a later report can cover earlier records. Each lost record is in
-    // some report, and none that came.
+    // A busy guest loses records before the stall, too, and a later report can cover earlier
+    // records. Each lost record is in some report, and none that came.
     let numbers = |records: &[&Record]| {
         let is_report = |r: &&&Record| r.name == names::STREAM_LOST && r.fields.get("at") == Some(&"vsock".into());
         let reported: u64 = records.iter().filter(is_report).filter_map(|r| r.fields["lost"].as_u64()).sum();

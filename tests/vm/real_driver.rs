@@ -1,8 +1,8 @@
 //! NVIDIA's own open kernel module, on functions without a GPU behind them: the second judge, which
 //! no author of the simulator has understood wrongly.
 //!
-//! It binds, its initialisation goes as far as booting the GPU's own processor, and fails with the
-//! driver's own words; how far it comes is in the hands of a few registers
+//! The module binds, its initialisation goes as far as booting the GPU's own processor, and fails
+//! with the driver's own words; how far it gets is in the hands of a few registers
 //! (tests/simulator/fakepci-bars.c). What cannot be seen here is a GPU that works.
 
 use super::bring_up::{Accesses, NEEDED, needed, reports};
@@ -111,7 +111,7 @@ fn failure(records: &[Record], index: u64) -> Result<Record> {
         .with_context(|| format!("GPU {index} has not failed"))
 }
 
-/// What must be reported of a failure.
+/// Expected report of a failure.
 struct Wanted {
     step: &'static str,
     reason: &'static str,
@@ -171,7 +171,7 @@ fn failures(context: &TestContext, driver: &RealDriver) -> Result<Outcome> {
         let mut every = every();
         every.push(wanted(step, "bar-unassigned", "BAR 2 [mem size 0x2000000000 64bit pref]: not assigned"));
         judge(&booted, &every)?;
-        // What the wait for a non-blocking open answers is in the stream.
+        // The stream has the answer to the wait for a non-blocking open.
         let records = booted.receiver.records();
         let init = named(&records, Kind::End, names::GPU_INIT);
         ensure!(init.len() == 2 && init.iter().all(|r| r.fields["rc"] == -5 && r.fields["status"] == 0x59), "{bind}: {init:?}");
@@ -338,7 +338,7 @@ fn persistenced(context: &TestContext, driver: &RealDriver) -> Result<Outcome> {
     let end = booted.record("start", |r| r.kind == Kind::End && r.name == names::SERVICE_START)?;
     ensure!(end.error.is_none() && end.fields.contains_key("main_pid"), "{end:?}");
     ensure!(booted.settled()? == (0, 2), "{:?}", booted.settled()?);
-    // It has no more than the capabilities of its row.
+    // persistenced has no more than the capabilities of its row.
     let drops = "Now running with user ID 143 and group ID 143";
     for text in [drops, "device 0001:00:00.0 - failed to open.", "device 0001:00:01.0 - failed to open.", "Local RPC services initialized"]
     {
@@ -364,7 +364,8 @@ fn persistenced(context: &TestContext, driver: &RealDriver) -> Result<Outcome> {
     Ok(Outcome::Passed)
 }
 
-/// What one guest's driver has in /proc, says and does, without what differs from boot to boot.
+/// Files in /proc, log lines and behaviour of a guest's driver, without what differs from boot to
+/// boot.
 struct Words {
     /// Path, and the lines' keys (what stands before a colon, or the whole line).
     files: Vec<(String, Vec<String>)>,
@@ -382,7 +383,7 @@ fn text(record: &Record) -> &str {
     record.fields.get("text").filter(|_| record.kind == Kind::Kmsg).and_then(|text| text.as_str()).unwrap_or_default()
 }
 
-/// What the driver has written to the kernel's log.
+/// Lines of the driver in the kernel's log.
 fn driver_lines(booted: &Booted) -> Vec<String> {
     let lines = booted.receiver.records().into_iter().map(|r| text(&r).to_string());
     lines.filter(|t| t.starts_with("NVRM: ") || t.starts_with("nvidia-nvlink: ")).collect()

@@ -18,12 +18,12 @@ pub const TESTS: &[VmTest] = &[
     VmTest { name: "rootfs_real_driver_of_packages_binds_and_says_why_it_stops", run: real },
 ];
 
-/// Where `tests/run rootfs` leaves image and root, below target/, named by the distribution that
-/// ROOTFS_DISTRO names.
+/// Folder below target/ in which `tests/run rootfs` leaves image and root, without the name of the
+/// distribution (ROOTFS_DISTRO).
 const FOLDER: &str = "rootfs/compute-";
 const DISTRO: &str = "debian-13";
 
-/// What nvidia-smi ends with where it has found no device. (9: no driver; 12: no NVML.)
+/// Exit status of nvidia-smi without a device. (9: no driver; 12: no NVML.)
 const NOTHING_FOUND: &str = "6";
 
 fn project() -> &'static Path {
@@ -41,7 +41,7 @@ fn words(output: &Output) -> String {
 /// Made twice, in two folders: the same bytes; then started.
 fn simulated(context: &TestContext) -> Result<Outcome> {
     let folder = context.work_dir.join("image");
-    // What an earlier run left.
+    // Files of an earlier run.
     let _unused = std::fs::remove_dir_all(&folder);
     let image = folder.join("one.initrd");
     let mut bytes = Vec::new();
@@ -104,8 +104,8 @@ fn real(context: &TestContext) -> Result<Outcome> {
     )))
 }
 
-/// What the test machine has and a Kata kernel has built in: virtio, vsock, and the functions; and
-/// what loads them before the init starts.
+/// Adds modules that a Kata kernel has built in and the test kernel has not (virtio, vsock, the
+/// simulated functions), and the program that loads them before the init starts.
 fn test_hardware(context: &TestContext, guest: Guest) -> Result<Guest> {
     let read = |path: PathBuf| std::fs::read(&path).with_context(|| format!("read {}", path.display()));
     let text = |path: &str| Ok::<_, anyhow::Error>(String::from_utf8(read(context.target.join(path))?)?);
@@ -121,7 +121,7 @@ fn test_hardware(context: &TestContext, guest: Guest) -> Result<Guest> {
     Ok(guest.file("etc/hardware.modules", list.as_bytes()).file("hardware", &agent))
 }
 
-/// Of the libraries in the image's root.
+/// Version of the driver's libraries in the image's root.
 fn driver_version(root: &Path) -> Result<String> {
     let folder = root.join("usr/lib/x86_64-linux-gnu");
     let names = std::fs::read_dir(&folder).with_context(|| format!("read {}", folder.display()))?.flatten();
@@ -142,7 +142,7 @@ fn spec_is_good(context: &TestContext, booted: &Booted, root: &Path, version: &s
     ensure!(files.error.is_none() && files.fields["manifest"] == true && files.fields["version"] == version, "{files:?}");
     let spec = booted.agent("file", |l| l.get("path").contains("/cdi/"))?.get("text").to_string();
     let parsed: Value = serde_json::from_str(&spec).with_context(|| format!("the spec is not JSON: {spec}"))?;
-    // What all GPUs share; nvidia-uvm takes NVIDIA's own module.
+    // Nodes that all GPUs share; nvidia-uvm takes NVIDIA's own module.
     let nodes_of = |edits: &Value| -> Vec<String> {
         edits["deviceNodes"].as_array().into_iter().flatten().map(|n| n["path"].as_str().unwrap_or_default().to_string()).collect()
     };

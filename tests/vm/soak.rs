@@ -31,7 +31,7 @@ fn exchanged(context: &TestContext) -> Result<Outcome> {
     Ok(Outcome::Passed)
 }
 
-/// What a hot-plug soak said at its end.
+/// Figures that a hot-plug soak reports at its end.
 #[derive(Debug)]
 pub struct Said {
     /// With the actions before it; empty: none.
@@ -81,7 +81,7 @@ fn some(random: &mut Random, gpus: u64, taken: &mut BTreeSet<u64>) -> Vec<u64> {
     (0..count).map(|_| random.below(gpus)).filter(|gpu| taken.insert(*gpu)).collect()
 }
 
-/// What one boot is made of, and what must come of it.
+/// Command line of one boot, and its expected outcome.
 struct Plan {
     words: String,
     gpus: u64,
@@ -118,7 +118,7 @@ fn plan(seed: u64) -> Plan {
             ]);
             // A plain load enables in its probes.
             let point = if point.starts_with("gpu.enable") && (bind == "insmod" || gpus == 1) { "gpu.found" } else { point };
-            // Where none gets through, none gets as far as that.
+            // If every GPU fails, none gets as far as the later points.
             let none = (probe_fails.len() + init_fails.len()) as u64 == gpus;
             let point = if none && ["gpu.bound", "gpu.init!begin", "gpu.usable"].contains(&point) { "gpu.found" } else { point };
             (format!("testagent.guest=script testagent.script={point}>kill"), 1)

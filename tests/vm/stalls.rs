@@ -1,5 +1,5 @@
-//! What waits while a host maps a BAR. Guest half: each probe calls something again and again from
-//! the first CPU while the last one turns on memory decoding of a function.
+//! Waits in a guest while its host maps a BAR. Guest half: each probe calls something again and
+//! again from the first CPU while the last one turns on memory decoding of a function.
 
 use super::guest::wait_for;
 use crate::agent::log;
@@ -93,7 +93,7 @@ fn mount_and_end() -> io::Result<Call> {
     }))
 }
 
-/// Of a page that threads on both CPUs can have in their TLBs.
+/// Flush of a page that threads on both CPUs can have in their TLBs.
 fn tlb_flush() -> io::Result<Call> {
     Ok(Box::new(|| {
         let mut pages = vec![1_u8; 1 << 20];
@@ -102,7 +102,7 @@ fn tlb_flush() -> io::Result<Call> {
     }))
 }
 
-/// Of the host bridge, whose registers nobody caches.
+/// Read of a register of the host bridge; nobody caches those.
 fn config_space() -> io::Result<Call> {
     let file = File::open("/sys/bus/pci/devices/0000:00:00.0/config")?;
     Ok(Box::new(move || file.read_exact_at(&mut [0; 4], 0)))
@@ -171,7 +171,7 @@ pub fn run() {
 /// CPU that is gone waits for that CPU, not for the host.
 fn move_interrupts() {
     for interrupt in std::fs::read_dir("/proc/irq").into_iter().flatten().flatten() {
-        // Those of queues that belong to a CPU stay.
+        // Interrupts of queues that belong to a CPU refuse the write and stay.
         let _unused = std::fs::write(interrupt.path().join("smp_affinity"), "1");
     }
 }

@@ -72,7 +72,7 @@ fn mig_instances_and_displays_are_found_with_their_nodes() {
         "{problems:?}"
     );
     assert!(!list(&value(&spec), "devices").iter().any(|d| d["name"] == "0"));
-    // What cannot be listed is said, and is not the same as nothing.
+    // A folder that cannot be listed is an error, and not the same as an empty one.
     let drm = root.join("sys/bus/pci/devices/0000:ca:00.0/drm");
     std::fs::write(&drm, "").unwrap();
     let (_, problems) = ours(&root, &Options::default());

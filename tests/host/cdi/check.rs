@@ -136,8 +136,8 @@ fn below_root(dir: &Path) -> Question {
     Question { look: Look::below(&dir.join("root.d")).unwrap(), ..question() }
 }
 
-/// What the good spec names, below the directory `root.d`; a fifo stands for each device node,
-/// which not everybody may make.
+/// Files that the good spec names, below the directory `root.d`; a fifo stands for each device
+/// node, which not everybody may make.
 fn root(without: &'static str) -> Make {
     Box::new(move |dir| {
         let root = dir.join("root.d");

@@ -58,7 +58,7 @@ impl Drop for Root {
     }
 }
 
-/// What differs from the incumbent's choice for the reference root, and why.
+/// Differences from the incumbent's choice for the reference root, with reasons.
 const DIFFERENCES: &[(&str, &str)] = &[
     (
         "incumbent: mount /lib/firmware/nvidia/550.163.01/gsp_ga10x.bin on /lib/firmware/nvidia/550.163.01/gsp_ga10x.bin",
@@ -202,7 +202,7 @@ fn an_unreadable_directory_is_reported_and_hides_no_other() {
     let root = Root::odd("unreadable", "unreadable-directory");
     let readable = root.scan();
     let roots = root.roots.clone();
-    // Of a thread: without root's rights over files.
+    // A thread of its own: it gives up root's rights over files.
     let scanned = std::thread::spawn(move || {
         nix::unistd::setfsuid(nix::unistd::Uid::from_raw(65534));
         shown(&scan(&roots, None))

@@ -88,7 +88,7 @@ fn lines(spec: &Value) -> BTreeSet<String> {
     lines
 }
 
-/// What differs from the incumbent's spec for the reference root, and why.
+/// Differences from the incumbent's spec for the reference root, with reasons.
 const DIFFERENCES: &[(&str, &str)] = &[
     ("theirs: every: hook createContainer create-symlinks", "links are mounts of their file"),
     ("theirs: every: hook createContainer enable-cuda-compat --host-driver-version=550.163.01", "in our one hook"),
@@ -248,8 +248,8 @@ pub fn character_device(root: &Path, path: &str, major: u64, minor: u64) {
     mknod(&path, SFlag::S_IFCHR, Mode::from_bits_truncate(0o666), makedev(major, minor)).unwrap();
 }
 
-/// What a container gets of each device, in both agents' view: nodes, cgroup rules, mounts,
-/// variables, hooks.
+/// Numbers of nodes, cgroup rules, mounts, variables and hooks that a container gets of each
+/// device, equal for both agents.
 pub fn judged(path: &Path) -> Vec<(String, [usize; 5])> {
     crate::cdi::schema::fits(&std::fs::read(path).unwrap());
     let question = Question { look: Look::Nowhere, agents: Agents::BOTH, devices: Vec::new(), require_resolvable: true };

@@ -28,8 +28,8 @@ fn ready(index: usize, minor: usize) -> Device {
     device(index, Entry::Ready(Ready { nodes: vec![node(GPUS[minor], 195, minor as u32)], ..Ready::default() }))
 }
 
-/// What one agent does with a directory: the paths, numbers and modes of the container's device
-/// nodes, in the order of their paths.
+/// Result of one agent for a directory of specs: paths, numbers and modes of the container's device
+/// nodes, by path.
 type Injected = Result<Vec<(String, i64, i64, Option<u32>)>, String>;
 
 macro_rules! agent {

@@ -29,7 +29,7 @@ fn after_a_full_disk_the_guest_sends_its_records_again() {
     let mut command = Command::new("unshare");
     command.args(["-Urm", "sh", "-c", script]).arg(program()).arg(&boots).arg(&dir.0);
     let collector = Collector::of(&mut command);
-    // What the collector sees there; `unshare` becomes the shell, and that the collector.
+    // The collector's view of that folder; `unshare` becomes the shell, and that the collector.
     let inside = PathBuf::from(format!("/proc/{}/root", collector.pid())).join(boots.strip_prefix("/").unwrap());
     let stored = |boot: u64| {
         let file = std::fs::File::open(inside.join(format!("{}.ndjson", boot_id(boot))));
@@ -80,7 +80,7 @@ fn dropped_records_that_do_not_return_are_counted_missing() {
     collector.wait_for("No space left on device");
     std::fs::remove_file(inside.join("filler")).unwrap();
     collector.wait_for("boots are written again");
-    // It is asked to come again, and this one does not.
+    // The collector asks the guest to come again, and this one does not.
     guest.until_closed();
     let path = inside.join(format!("{}.ndjson", boot_id(1)));
     let read = || BootFile::read(std::fs::File::open(&path).unwrap()).unwrap();

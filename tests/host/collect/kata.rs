@@ -169,8 +169,8 @@ fn only_a_socket_in_a_vms_directory_is_open_to_another_user() {
 fn a_hostile_peer_fills_no_log_and_hides_no_other_line() {
     let kata = Kata::new();
     let collector = kata.collector(&["--limit", "connects=100000"]);
-    // What is in the way of the collector's socket is none: a line each time that the VMM makes its
-    // own.
+    // A file in the way of the collector's socket is no socket: a line each time that the VMM makes
+    // its own.
     let blocked = |path: &str| {
         std::fs::create_dir_all(kata.dir.0.join(path).parent().unwrap()).unwrap();
         std::fs::write(kata.socket(path), "").unwrap();

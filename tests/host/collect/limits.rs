@@ -33,8 +33,7 @@ impl Two {
         Raw::connect(&socket(&self.dir.0, "w"))
     }
 
-    /// What the hostile guest did has been done: the other one goes on, and both files are looked
-    /// at.
+    /// Ends the scene after the attack: the other guest goes on, and both files are read.
     fn end(self, evil_boot: u64) -> (BootFile, Vec<String>) {
         let start = Instant::now();
         self.good.push(GOOD / 2);

@@ -156,7 +156,7 @@ pub fn boot_path(dir: &Path, n: u64) -> PathBuf {
     dir.join(format!("boots/{}.ndjson", boot_id(n)))
 }
 
-/// What stands in a boot's file; nothing where there is none.
+/// Reads a boot's file. Empty where there is none.
 pub fn read(dir: &Path, n: u64) -> BootFile {
     std::fs::File::open(boot_path(dir, n)).map_or_else(|_| BootFile::default(), |file| BootFile::read(file).unwrap())
 }
@@ -187,7 +187,7 @@ pub fn garbage(file: &BootFile) -> u64 {
     file.host.iter().map(|l| if let HostEvent::Garbage { lines, .. } = &l.event { *lines } else { 0 }).sum()
 }
 
-/// Where a collector with `--uds DIR/name` listens.
+/// Path at which a collector with `--uds DIR/name` listens.
 pub fn socket(dir: &Path, name: &str) -> PathBuf {
     dir.join(format!("{name}_{DEFAULT_PORT}"))
 }

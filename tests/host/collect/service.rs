@@ -46,7 +46,8 @@ fn it_gives_up_what_it_does_not_need_in_every_thread() {
         assert!(threads.iter().any(|(thread, _)| thread == name), "{name}: {threads:?}");
     }
     for (thread, value) in threads {
-        // The main thread's name is the program's; CAP_DAC_OVERRIDE is bit 1, and only root had it to keep.
+        // The main thread's name is the program's; CAP_DAC_OVERRIDE is bit 1, and only root had it
+        // to keep.
         let most = if thread == "kata-gpu-boot" && root { 2 } else { 0 };
         assert_eq!(u64::from_str_radix(&value, 16).unwrap(), most, "{thread}");
     }
@@ -160,7 +161,7 @@ fn the_systemd_unit_is_one_that_systemd_takes() {
     };
     let (good, said) = verify(&unit);
     assert!(good, "{said}");
-    // It would not pass anything.
+    // Negative control: a wrong unit does not pass.
     assert!(!verify(&unit.replace("Type=notify", "Type=nonsense")).0);
 }
 

@@ -117,7 +117,7 @@ fn the_page_draws_every_step_at_8_and_16_gpus() {
     }
 }
 
-/// What a guest would write to run something on the machine of whoever looks at its boot.
+/// Text of a guest that tries to run something on the machine of its boot's reader.
 const EVIL: &str = r#"</script><script>document.title='pwned'</script><img src=x onerror=document.title='pwned'><svg onload=document.title='pwned'><!--<script>\u2028\u2029"'{data}"#;
 
 /// 10,000 records of texts like that, times that no clock has, steps in no order, and many GPUs.
@@ -174,8 +174,8 @@ fn the_policy_stops_a_script_that_got_into_the_page() {
     assert!(state(&dom, "steps").is_some(), "the page's own script runs");
 }
 
-/// What a hand does, written down by a script beside the page's own: the range after each act, and
-/// what is announced.
+/// Acts of a user, recorded by a script beside the page's own: the range after each act, and the
+/// announced text.
 const HAND: &str = r#"{
 const said = [], note = () => said.push(document.getElementById("range").textContent);
 const key = (key, shiftKey = false) => { chart.dispatchEvent(new KeyboardEvent("keydown", { key, shiftKey, cancelable: true })); note(); };

@@ -10,7 +10,7 @@ use std::fs;
 use std::path::Path;
 use std::process::Command;
 
-/// What `--print-alerts` prints.
+/// Output of `--print-alerts`.
 pub fn printed() -> String {
     let output = Command::new(program()).args(["collect", "--print-alerts"]).output().unwrap();
     assert!(output.status.success(), "{output:?}");
@@ -106,7 +106,7 @@ const CASES: &[Case] = &[
             ("milestone_seconds_count{milestone=\"settled\"}", "0+1x120"),
         ],
     ),
-    // Of ten boots two take longer; one in ten and fewer.
+    // Two of ten boots take longer; then one in ten and fewer.
     fires(
         "KataGpuBootsSlow",
         90,
@@ -199,7 +199,7 @@ fn unit_tests<'a>(cases: impl Iterator<Item = &'a Case>) -> String {
     text
 }
 
-/// What promtool says of a file in this folder, where it is not content.
+/// Runs promtool in this folder. The error is promtool's output.
 fn promtool(promtool: &Path, words: &[&str], folder: &Path) -> Result<(), String> {
     let output = Command::new(promtool).args(words).current_dir(folder).output().unwrap();
     if output.status.success() { Ok(()) } else { Err(String::from_utf8_lossy(&output.stderr).into_owned()) }

@@ -19,7 +19,7 @@ const SDK: Package = Package { name: "grafana-foundation-sdk==1769699379!11.6.0"
 /// Reads a dashboard and prints each path that is lost or changed on the way through its type.
 const READER: &str = include_str!("grafana.py");
 
-/// What `--print-dashboard` prints.
+/// Output of `--print-dashboard`.
 fn dashboard() -> Value {
     let output = Command::new(program()).args(["collect", "--print-dashboard"]).output().unwrap();
     assert!(output.status.success(), "{output:?}");

@@ -24,7 +24,7 @@ pub fn skip(why: &str) {
     eprintln!("skipped: {why}");
 }
 
-/// What tests/setup puts there; None, with the reason printed, where it is not.
+/// Program that tests/setup installs. None, with the reason printed, where it is missing.
 pub fn tool(path: &str) -> Option<PathBuf> {
     let tool = crate::project().join("target/tools").join(path);
     if !tool.exists() {
@@ -84,7 +84,7 @@ pub fn value(text: &str, series: &str) -> f64 {
     found.unwrap_or_else(|| panic!("no {series} in {text}"))
 }
 
-/// Where a collector says that its metrics are.
+/// Address of metrics in the log of a collector.
 pub fn metrics_address(collector: &crate::collect::Collector) -> SocketAddr {
     let line = collector.wait_for("metrics at http://");
     let address = line.split("http://").nth(1).and_then(|rest| rest.split('/').next()).unwrap();

@@ -1,5 +1,4 @@
-//! What is pushed, before a real OpenTelemetry Collector: it has every span once, with its parent,
-//! and knows whose it is.
+//! A pushed boot in a real OpenTelemetry Collector: every span once, with its parent and its guest.
 
 use super::{ONE_FAILS, RECORDED, Running, boot, export, free_port, recorded, tool};
 use crate::TempDir;

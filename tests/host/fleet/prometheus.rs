@@ -8,7 +8,7 @@ use std::net::SocketAddr;
 use std::path::Path;
 use std::process::{Command, Stdio};
 
-/// What the server answers below /api/v1; None where that is no JSON.
+/// Server's answer below /api/v1. None where that is no JSON.
 pub fn api(server: SocketAddr, path: &str) -> Option<Value> {
     // With HTTP/1.0 a long answer is in one piece.
     let answer = ask(server, &format!("GET /api/v1/{path} HTTP/1.0\r\nHost: x\r\n\r\n"));
@@ -74,7 +74,7 @@ fn a_real_prometheus_scrapes_the_numbers_of_stats() {
                 continue;
             }
             assert_eq!(of("count"), Some(n), "{metric} {name}");
-            // Of one or two values the median is their mean.
+            // The median of one or two values is their mean.
             let sum = row["median_ns"].as_f64().unwrap() * n / 1e9;
             assert!((of("sum").unwrap() - sum).abs() < 2e-9 + sum * 1e-9, "{metric} {name}: {:?} {sum}", of("sum"));
             compared += 1;
@@ -126,7 +126,7 @@ fn promtool_has_nothing_to_say_about_the_metrics() {
         (output.status.success(), String::from_utf8_lossy(&output.stdout).into_owned() + &String::from_utf8_lossy(&output.stderr))
     };
     assert_eq!(check(text), (true, String::new()));
-    // It would say something.
+    // Negative control: a text with a fault is refused.
     assert!(!check(&text.replace("# HELP kata_gpu_boot_records_total", "# HELP x")).1.is_empty());
     collector.stop();
 }

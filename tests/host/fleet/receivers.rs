@@ -115,7 +115,7 @@ fn an_absent_receiver_costs_no_guest_and_drops_the_oldest_boots() {
     assert_eq!((text("queue_boots"), text("queue_capacity_boots"), text("pushed_boots_total")), (2.0, 2.0, 0.0));
     assert!(text("failures_total") >= 1.0);
     assert!(collector.wait_for("(limit push-queue)").contains("their files stay"));
-    // It comes back: those that wait are pushed.
+    // The receiver comes back: boots that wait are pushed.
     let fake = Fake::on(TcpListener::bind(("127.0.0.1", port)).unwrap(), &[TAKEN]);
     collector.wait_for("it takes boots again");
     until("both are pushed", || text("pushed_boots_total") == 2.0);

@@ -19,11 +19,11 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, mpsc};
 use std::time::{Duration, Instant};
 
-/// What no hook may take; the agent gives it 10 s, and these machines may be busy.
+/// Time limit of a hook; the agent allows 10 s, and these machines may be busy.
 const HANG: Duration = Duration::from_secs(9);
 pub const NONE: Option<&str> = None;
 
-/// What must come of an attack.
+/// Expected outcome of an attack.
 #[derive(Clone, Copy)]
 enum Then {
     /// An error with these words.
@@ -486,7 +486,7 @@ fn attack(Attack { name, image, words, then }: &Attack) {
     assert_eq!(leftovers.count(), 0, "{name}: temporary files are left");
 }
 
-/// What a hook that joins paths does.
+/// Behaviour of a hook that joins paths.
 fn naive(c: &Container) -> std::io::Result<()> {
     fs::write(c.path("/etc/ld.so.cache"), "a new cache")?;
     let link = c.path(LIBS).join("libcuda.so");
@@ -518,7 +518,7 @@ fn a_hook_that_joins_paths_would_be_caught() {
 /// A process that exchanges directories for links to outside and back as fast as it can.
 struct Swapper(Child);
 
-/// What it is told to exchange.
+/// Variable with the two paths that the swapper exchanges.
 const SWAPS: &str = "KATA_GPU_TESTS_SWAPS";
 
 impl Swapper {
@@ -533,7 +533,7 @@ impl Swapper {
         command.args(["--exact", "hooks::attacks::swapper", "--ignored", "--nocapture"]).env(SWAPS, pairs.join("\n"));
         let mut child = command.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
         let mut first = String::new();
-        // It says when it has begun.
+        // The swapper prints a line once it has begun.
         let mut output = BufReader::new(child.stdout.take().unwrap());
         while !first.contains("swapping") {
             first.clear();

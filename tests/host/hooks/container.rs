@@ -62,7 +62,7 @@ impl Container {
         }
     }
 
-    /// Where a path of the container's is for us.
+    /// Path on this machine of a path in the container.
     pub fn path(&self, path: &str) -> PathBuf {
         self.dir.0.join("bundle/rootfs").join(path.trim_start_matches('/'))
     }
@@ -127,7 +127,7 @@ impl Container {
         ld_so_cache::read(&fs::read(self.path("/etc/ld.so.cache")).unwrap()).unwrap()
     }
 
-    /// Where the loader finds a library.
+    /// Path at which the loader finds a library.
     pub fn finds(&self, name: &str) -> Option<String> {
         self.cache().entries.into_iter().find(|e| e.name == name).map(|e| e.path)
     }

@@ -24,7 +24,7 @@ struct Bundle {
     program: PathBuf,
     /// The driver's files.
     driver: PathBuf,
-    /// Where the container gets its libraries.
+    /// Directory of the container's libraries.
     libs: &'static str,
     /// One more mount.
     mount: Option<&'static str>,
@@ -112,7 +112,7 @@ fn said<'a>(ended: &'a Ended, key: &str) -> &'a str {
     ended.output.lines().find_map(|l| l.split_once('=').filter(|(k, _)| *k == key)).map_or("", |(_, value)| value)
 }
 
-/// Where glibc's loader found libcuda; nothing for musl's.
+/// Place at which glibc's loader found libcuda; musl's has no cache.
 const THROUGH_THE_CACHE: &str = "cache=/etc/ld.so.cache";
 const NODES: &str = "/dev/nvidia-uvm 511:0 666,/dev/nvidia1 195:1 666,/dev/nvidiactl 195:255 666";
 
@@ -128,7 +128,7 @@ fn a_program_finds_libcuda_and_sees_its_gpus_nodes() {
             assert!(said(&ended, "libcuda").starts_with(&format!("{LIBS}/libcuda.so.")), "{ended:?}");
             assert_eq!(said(&ended, "searched"), if root == "debian" { THROUGH_THE_CACHE } else { "" }, "{ended:?}");
             assert_eq!(said(&ended, "nodes"), NODES);
-            // What the image says of it is overruled.
+            // The spec's value overrules the image's.
             assert_eq!(said(&ended, "env"), " NVIDIA_VISIBLE_DEVICES=void");
             assert!(ended.hooks.len() == 1 && ended.failed_hooks.is_empty(), "{ended:?}");
         }

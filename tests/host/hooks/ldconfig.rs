@@ -124,7 +124,7 @@ fn the_cache_of_a_debian_is_the_one_that_ldconfig_writes() {
     c.library(&format!("{LIBS}/libnosoname.so"), None);
     c.library(&format!("{LIBS}/libnumber2.so.10"), Some("libnumber2.so.10"));
     c.library(&format!("{LIBS}/libnumber10.so.9"), Some("libnumber10.so.9"));
-    // What is no library, though it may look like one.
+    // Files that look like libraries and are none.
     c.file(
         &format!("{LIBS}/libc.so"),
         b"/* GNU ld script */ GROUP ( /lib/x86_64-linux-gnu/libc.so.6 )                                          ",

@@ -1,4 +1,4 @@
-//! What the hooks read: each file once, however many names and passes there are.
+//! Reads of the hooks: each file once, however many names and passes there are.
 
 use crate::hooks::container::{Container, DRIVER, LIBS};
 use nix::sys::inotify::{AddWatchFlags, InitFlags, Inotify};

@@ -81,7 +81,7 @@ fn a_packed_driver_brings_the_list_that_verify_finds_to_hold() {
 #[test]
 fn two_builds_with_a_driver_in_two_folders_give_the_same_bytes() {
     let (a, b) = (Case::new("same-a"), Case::new("same-b"));
-    // What a build leaves of its own: other times.
+    // A build's own trace: other times.
     fs::File::open(b.root.join("usr/lib64")).unwrap().set_modified(std::time::UNIX_EPOCH).unwrap();
     for (form, name) in [(Form::Plain, "plain"), (Form::Gzip, "gzip")] {
         let sums = [&a, &b].map(|case| packed_as(&[&case.root], form, WITH, &case.dir.0.join(name)).unwrap().0.sha256.clone());

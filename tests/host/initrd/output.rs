@@ -1,5 +1,5 @@
-//! Where an image is written: only over a regular file, only when it is whole, and never into what
-//! it is made of. What a killed run left is replaced, what a running one writes is not; a full disk
+//! Output of an image: only over a regular file, only when the image is whole, and never into its
+//! sources. The rest of a killed run is replaced, the file of a running one is not; a full disk
 //! leaves the old image.
 
 use crate::TempDir;
@@ -15,7 +15,7 @@ use std::os::unix::fs::{FileTypeExt, symlink};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-/// What a file under way is called.
+/// Name of an unfinished file.
 fn partial(of: &Path) -> PathBuf {
     let mut name = of.file_name().unwrap().to_os_string();
     name.push(".kata-gpu-boot-partial");
@@ -107,7 +107,7 @@ fn only_the_output_of_a_dead_run_is_replaced() {
     assert_eq!(fs::read(&to).unwrap(), b"the other run's");
     packed(&[&root], Form::Plain, &to).unwrap();
     assert_eq!((names(&dir.0), fs::read(&to).unwrap()), (vec!["image".to_string(), "root".into()], whole));
-    // What others put at that name is not followed, and not removed unseen.
+    // A link that others put at that name is neither followed nor removed unseen.
     symlink(dir.0.join("root/init"), partial(&to)).unwrap();
     assert!(packed(&[&root], Form::Plain, &to).is_err());
     assert_eq!(fs::read(root.join("init")).unwrap(), b"x");

@@ -33,7 +33,7 @@ fn shell(script: &str, arguments: &[&Path]) -> Output {
     command.output().unwrap()
 }
 
-/// What was printed, errors and all.
+/// Standard output and error of a command that succeeded.
 #[track_caller]
 fn done(output: &Output) -> String {
     let said = String::from_utf8_lossy(&[output.stdout.as_slice(), &output.stderr].concat()).into_owned();
@@ -102,7 +102,7 @@ impl Case {
         command.output().unwrap()
     }
 
-    /// What the readers make of it.
+    /// Image as the readers read it.
     fn read(&self, image: &str, kind: FileSystem) -> Image {
         read_all(kind, Content::of_file(fs::File::open(self.at(image)).unwrap()).unwrap()).unwrap().0
     }
@@ -269,7 +269,7 @@ fn what_cannot_be_done_is_refused_and_leaves_nothing() {
     fs::write(case.at("init"), init(b"")).unwrap();
     let lost = case.replace_to("full", "none/new");
     assert!(!lost.status.success() && String::from_utf8_lossy(&lost.stderr).contains("none/new"));
-    // What would lead a privileged hand out of the root.
+    // Links that lead out of the root, which a privileged writer must not follow.
     let escape = Case::new("escape");
     let outside = escape.at("outside");
     fs::create_dir(&outside).unwrap();
@@ -350,8 +350,8 @@ fn the_target_of_a_link_never_becomes_a_command() {
     fs::remove_file(case.at("root/sbin")).unwrap();
     fs::write(case.at("root/payload"), "of the image").unwrap();
     let written = case.at("written");
-    // What debugfs would take for three commands, and a directory of that name, so that the link
-    // leads somewhere.
+    // A link target that debugfs would take for three commands, and a directory of that name, so
+    // that the link leads somewhere.
     let target = format!("usr/sbin\ndump /payload {}\ncd /", written.display());
     fs::create_dir_all(case.at("root").join(&target)).unwrap();
     symlink(&target, case.at("root/sbin")).unwrap();

@@ -125,7 +125,7 @@ fn firmware(name: &str) -> String {
     format!("usr/lib/firmware/nvidia/{VERSION}/{name}")
 }
 
-/// What breaks a rule alone, in a guest without the list of files.
+/// Changes that break one rule alone, in a guest without the list of files.
 const CASES: &[(&str, Break)] = &[
     ("no-init", |g| g.remove("init")),
     ("init-dangling", |g| g.set(link("init", "/bin/NVRC"))),
@@ -254,7 +254,7 @@ fn every_rule_is_broken_alone_by_what_is_meant() {
         assert_eq!(report.boots(), severity != Severity::Error, "{rule}");
         seen.insert(rule);
     }
-    // Those that are about more than one file.
+    // Rules about more than one file.
     let alone = |bytes: &[u8], question: &Question| rules(&report(bytes, question)).into_iter().collect::<Vec<_>>();
     let asked = |release: &str| Question { release: Some(release.into()), ..Question::default() };
     let good = archive(&listed());
@@ -395,7 +395,7 @@ fn verify_lists_the_services_of_each_topology_and_what_lacks() {
             let wanted = case.services.iter().any(|wanted| wanted.name == *name);
             let (_, lacks) = services.split(case);
             assert_eq!(lacks, if wanted { vec![*name] } else { vec![] }, "case {index}, {}", case.title());
-            // What --topology asks for.
+            // Services that --topology asks for.
             let asked = Question { topologies: vec![case.topology], confidential: case.confidential, ..Question::default() };
             let needed = !case.managed && case.services.iter().any(|wanted| wanted.name == *name && wanted.needed);
             assert_eq!(

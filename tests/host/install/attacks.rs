@@ -15,7 +15,7 @@ use std::path::Path;
 
 const GO: &str = "go-qemu-nvidia-gpu";
 
-/// What is done to a configuration that would install, or to a path.
+/// Change of a good configuration or of a path.
 type Do<T> = dyn Fn(&T);
 /// A text, changed.
 type Change = dyn Fn(&str) -> String;

@@ -67,7 +67,7 @@ impl Node {
         said(self.start(words))
     }
 
-    /// What the client was asked, without the sandbox's name.
+    /// Commands of the client, without the sandbox's name.
     fn asked(&self) -> Vec<String> {
         let text = fs::read_to_string(self.path("asked")).unwrap_or_default();
         let id = text.split(' ').find(|word| word.starts_with("kata-gpu-check-")).map(|word| word.trim().to_string());

@@ -52,7 +52,7 @@ fn the_values_are_what_the_chart_reads() {
     let handlers: Vec<&str> =
         runtime["runtimeClass"].as_str().unwrap().lines().filter_map(|line| line.trim().strip_prefix("handler:")).collect();
     assert_eq!(handlers, [" kata-qemu-nvidia-gpu-init"]);
-    // What it puts on every node is what install writes here.
+    // The drop-in that the DaemonSet puts on every node is the one that install writes here.
     let drop_in = toml_of(runtime["dropIn"].as_str().unwrap().as_bytes());
     done(&world.install_initrd(&words));
     assert_eq!(drop_in, toml_of(&std::fs::read(world.ours()).unwrap()));

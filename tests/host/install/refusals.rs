@@ -5,7 +5,7 @@ use crate::install::{World, done};
 use kata_gpu_init::host::tools::install::Said;
 use std::fs;
 
-/// What is done to a good configuration.
+/// Change of a good configuration.
 enum Make {
     Edit(&'static str, &'static str),
     DropIn(&'static str, &'static str),
@@ -19,7 +19,7 @@ enum Make {
 
 use Make::{Beside, DropIn, Edit, Size, Unreadable, Words};
 
-/// What it is, the fixture, what is done, whether `--force` passes, and what the line says.
+/// Name, fixture, changes, whether `--force` passes, and parts of the printed line.
 type Row = (&'static str, &'static str, &'static [Make], bool, &'static [&'static str]);
 
 const GO: &str = "go-qemu-nvidia-gpu";
@@ -280,7 +280,7 @@ fn every_refusal_names_place_value_and_cure_and_writes_nothing() {
     }
 }
 
-/// What looks like a reason and is none.
+/// Changes that look like a reason for refusal and are none.
 const TWINS: &[(&str, &str, &[Make])] = &[
     ("Go from 2.5 on", "go-clh", &[Words(&["--kata-version", "2.5.0"])]),
     ("runtime-rs from 3.0 on", RUST, &[Words(&["--kata-version", "3.0.0"])]),

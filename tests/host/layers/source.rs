@@ -213,7 +213,7 @@ fn without_tests(tokens: Vec<Token>) -> (Vec<Token>, Vec<String>) {
     (kept, files)
 }
 
-/// Where the bracket that opens here is closed; the same place where none opens.
+/// Index of the token that closes the bracket opened at `at`; `at` where none opens.
 fn closing(tokens: &[Token], at: usize) -> usize {
     let mut depth = 0;
     for (i, token) in tokens.iter().enumerate().skip(at) {

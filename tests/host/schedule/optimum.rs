@@ -13,7 +13,7 @@ const S3: Micros = 500 * MS;
 /// An H100 on a host that maps its BARs in a second.
 const MEDIUM: Times = Times { enable: 1000 * MS, firewall: 0, probe: 3 * MS, s1: S1, s2: S2, s3: S3 };
 
-/// What the search returns is an order that does what it says.
+/// The search returns an order that takes the time that it states.
 #[test]
 fn the_best_order_runs_as_the_search_says() {
     for (gpus, firewall) in [(2, 0), (5, 0), (3, 4000 * MS)] {

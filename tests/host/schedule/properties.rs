@@ -3,7 +3,7 @@
 use kata_gpu_tests::schedule::drive::Broken;
 use kata_gpu_tests::schedule::properties::{Case, Trouble};
 
-/// Of each kind; more with SCHEDULE_CASES.
+/// Cases of each kind; SCHEDULE_CASES overrides.
 const CASES: u64 = 500;
 
 fn holds(trouble: Trouble) {

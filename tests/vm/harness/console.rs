@@ -13,7 +13,7 @@ use std::time::{Duration, Instant, UNIX_EPOCH};
 pub struct AgentLine(BTreeMap<String, String>);
 
 impl AgentLine {
-    /// None for what is no line of the agent.
+    /// Parses a line of the agent. None for any other.
     pub fn parse(line: &str) -> Option<Self> {
         // Two writers share a serial line: a kernel message may stand before the JSON.
         let map: BTreeMap<String, String> = serde_json::from_str(line.get(line.find("{\"")?..)?).ok()?;
@@ -108,7 +108,7 @@ fn newest_record_ns(text: &str) -> Option<u64> {
 /// first then.
 fn whole_lines(text: &str) -> String {
     let mut whole = String::with_capacity(text.len());
-    // What a process has written of its line so far.
+    // Beginning of a line whose end has not come yet.
     let mut begun = String::new();
     for line in text.split_inclusive('\n') {
         let quoted = line.find("{\"").is_some_and(|json| serde_json::from_str::<serde_json::Value>(&line[json..]).is_ok());
@@ -127,7 +127,7 @@ fn whole_lines(text: &str) -> String {
     whole + &begun
 }
 
-/// Where a line of the kernel begins: `[    9.020341] `.
+/// Offset at which a line of the kernel begins: `[    9.020341] `.
 fn kernel_stamp(line: &str) -> Option<usize> {
     line.match_indices('[').map(|(at, _)| at).find(|at| {
         let stamp = line[at + 1..].trim_start_matches(' ');

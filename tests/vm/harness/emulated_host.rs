@@ -17,8 +17,9 @@ use std::time::{Duration, Instant};
 /// kernel's allocator does not survive. With SVM, so that it has KVM, and room for its guests'
 /// BARs.
 const CPU: &str = "qemu64,+svm,+npt,cx16=off,phys-bits=46";
-/// What protects from other guests costs an emulated processor much. A watchdog that is late on a
-/// busy machine takes the TSC for unstable, and guests then have no ptp_kvm.
+/// Command line of the host's kernel. Mitigations cost an emulated processor much. A clocksource
+/// watchdog that is late on a busy machine takes the TSC for unstable, and guests then have no
+/// ptp_kvm.
 const KERNEL: &str = "root=/dev/nvme0n1 rw console=ttyS0 quiet panic=-1 no_timer_check mitigations=off apparmor=0 audit=0 systemd.show_status=0 tsc=reliable";
 /// How long one thing may take. Beside four busy loops, on two processors, a guest took 120 s to
 /// its GPUs.
@@ -30,7 +31,7 @@ const ANSWER: Duration = Duration::from_secs(240);
 /// once, so that none follows. Another interrupt often ends that, not always: [`Silent`] is what is
 /// left.
 const NUDGE: Duration = Duration::from_secs(10);
-/// What brings one, in turn: a device's, then one that cannot be masked.
+/// QEMU commands that bring an interrupt, in turn: a device's, then one that cannot be masked.
 const NUDGES: [&str; 2] = ["sendkey shift", "nmi"];
 /// Pause between two looks at something on the host: each takes time of what is waited for.
 const PAUSE: Duration = Duration::from_millis(300);
@@ -141,7 +142,7 @@ impl EmulatedHost {
         for (id, file, mode) in [("disk", made("disk.img"), "snapshot=on"), ("files", archive.display().to_string(), "readonly=on")] {
             command.args(["-drive", &format!("if=none,id={id},format=raw,{mode},file={file}")]);
         }
-        // Of two kinds: the kernel numbers several of one kind in any order.
+        // Disks of two kinds: the kernel numbers several of one kind in any order.
         command.args(["-device", "nvme,drive=disk,serial=disk", "-device", "virtio-blk-pci,drive=files"]);
         command.args(["-device", "virtio-serial-pci", "-device", "virtserialport,chardev=commands,name=commands"]);
         command.args(["-chardev", &format!("socket,id=commands,server=on,wait=off,path={}", socket.display())]);

@@ -14,7 +14,7 @@ use std::time::Instant;
 
 pub const BOOTS: &str = "/var/lib/kata-gpu-boot";
 const PROGRAM: &str = "/usr/local/bin/kata-gpu-boot";
-/// Where kata-deploy makes a folder for each runtime.
+/// Directory in which kata-deploy makes a folder for each runtime.
 const RUNTIMES: &str = "/opt/kata/share/defaults/kata-containers/runtimes";
 const KATA_TAR: &str = "/var/kata.tar";
 const ROOTS_TAR: &str = "/var/roots.tar";
@@ -59,7 +59,7 @@ exec /usr/bin/qemu-system-x86_64 "${args[@]}"
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Shim {
     Go,
-    /// Of runtime-rs.
+    /// Shim of runtime-rs.
     Rust,
 }
 
@@ -106,15 +106,15 @@ impl Shim {
     }
 }
 
-/// What pods boot.
+/// Guest that pods boot, and how it is installed.
 pub struct Setup {
-    /// Its initrd, command line and number of vCPUs.
+    /// Initrd, command line and number of vCPUs of the guest.
     pub guest: Guest,
     /// More files for the host, by their names there.
     pub files: Vec<(&'static str, PathBuf)>,
     /// More keys of the configuration.
     pub drop_in: String,
-    /// What `install` is given.
+    /// Arguments of `install`.
     pub install: &'static str,
 }
 
@@ -319,8 +319,7 @@ impl KataHost {
     pub fn agents_log(&mut self, path: &str) -> Result<()> {
         let journal = match self.shim {
             Shim::Go => "journalctl -u containerd -o cat",
-            // Of several pods only the journal's fields say which; long ones are left out without
-            // --all.
+            // Only the journal's fields name the pod; without --all, long fields are left out.
             Shim::Rust => "journalctl _SYSTEMD_UNIT=containerd.service + SYSLOG_IDENTIFIER=kata -o json --all",
         };
         self.host.run(&format!("{journal} > {path}")).map(drop)

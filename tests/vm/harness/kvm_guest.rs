@@ -15,7 +15,7 @@ pub const SHARED: &str = "shared";
 const KERNEL: &str = "/var/guests/vmlinux";
 const INITRD: &str = "/var/guests/initrd.cpio";
 
-/// What all guests of a host boot.
+/// Kernel and initrd that all guests of a host boot.
 pub struct KvmImage {
     kernel: PathBuf,
     initrd: PathBuf,
@@ -24,7 +24,7 @@ pub struct KvmImage {
 }
 
 impl KvmImage {
-    /// Of a [`Guest`] its initrd, command line and number of vCPUs.
+    /// Takes initrd, command line and number of vCPUs from a [`Guest`].
     pub fn make(context: &TestContext, guest: Guest) -> Result<Self> {
         std::fs::create_dir_all(&context.work_dir).with_context(|| format!("make {}", context.work_dir.display()))?;
         let guest = guest.under_kvm(context)?;
@@ -65,13 +65,14 @@ impl KvmGuest {
         .map(drop)
     }
 
-    /// Starts one as the sandbox `name` of the pod `pod`; `words` go behind the image's command line.
+    /// Starts one as the sandbox `name` of the pod `pod`; `words` go behind the image's command
+    /// line.
     pub fn start(host: &mut EmulatedHost, image: &KvmImage, name: &str, pod: &str, cid: u32, words: &str) -> Result<Self> {
         Self::start_with(host, image, name, pod, cid, words, "")
     }
 
-    /// Starts one that has the host's `folder` by virtio-fs, under the tag [`SHARED`], and `devices` of
-    /// QEMU's.
+    /// Starts one that has the host's `folder` by virtio-fs, under the tag [`SHARED`], and
+    /// `devices` of QEMU's.
     pub fn start_shared(
         host: &mut EmulatedHost,
         image: &KvmImage,
@@ -125,7 +126,7 @@ impl KvmGuest {
         Ok(Self { name: name.into(), cid })
     }
 
-    /// What the collector calls it.
+    /// Name of the guest in the collector's files.
     pub fn peer(&self) -> String {
         format!("cid {}", self.cid)
     }
@@ -141,7 +142,7 @@ impl KvmGuest {
         host.run(&format!("cat /run/guests/{0}/serial.log /run/guests/{0}/qemu.log /run/guests/{0}/console.log", self.name))
     }
 
-    /// What its VMM has written.
+    /// Log of the guest's VMM.
     pub fn vmm_log(&self, host: &mut EmulatedHost) -> Result<String> {
         host.run(&format!("cat {}", self.vmm_log_path()))
     }

@@ -1,4 +1,4 @@
-//! What a VM test is, and what it can do: boot a guest with a command line and a changed initrd,
+//! VM tests and their means: boot a guest with a command line and a changed initrd,
 //! receive its stream, read its console.
 
 mod console;
@@ -38,8 +38,8 @@ const RECONNECTED: Duration = Duration::from_secs(30);
 /// How the creation of a container ends, in the test agent's notes.
 const ENDS: [&str; 2] = ["container created", "container failed"];
 
-/// What carries a test, and is not what it tests, has stopped: the emulated host, or the vsock
-/// daemon of a guest. With a text that tells where.
+/// The machine under a test, which is not what the test is about, has stopped: the emulated host,
+/// or the vsock daemon of a guest. The text says where.
 #[derive(Debug)]
 pub struct Silent(String);
 
@@ -65,7 +65,7 @@ pub struct VmTest {
     pub run: fn(&TestContext) -> Result<Outcome>,
 }
 
-/// Where a test finds what it boots, and where it leaves its logs.
+/// Folders of a test: of images to boot, and for its logs.
 pub struct TestContext {
     pub target: PathBuf,
     pub work_dir: PathBuf,
@@ -73,7 +73,7 @@ pub struct TestContext {
 
 /// NVIDIA's module as tests/real-driver/build left it.
 pub struct RealDriver {
-    /// Where it goes in the initrd.
+    /// Path of the module in the initrd.
     module_path: String,
     module: Vec<u8>,
     pub version: String,
@@ -81,7 +81,7 @@ pub struct RealDriver {
 }
 
 impl RealDriver {
-    /// None when it was not built.
+    /// Finds the built driver. None when it was not built.
     pub fn find(context: &TestContext) -> Result<Option<Self>> {
         let folder = context.target.join("real-driver");
         let Ok(module) = std::fs::read(folder.join("nvidia.ko")) else { return Ok(None) };
@@ -337,7 +337,7 @@ impl Guest {
     /// Starts it. `name` tells several guests of one test apart.
     pub fn boot(self, context: &TestContext, name: &str) -> Result<Booted> {
         let work_dir = context.work_dir.join(name);
-        // What an earlier run left would be taken for this one's.
+        // Files of an earlier run would be taken for this one's.
         let _unused = std::fs::remove_dir_all(&work_dir);
         std::fs::create_dir_all(&work_dir).with_context(|| format!("make {}", work_dir.display()))?;
         let initrd = self.pack(context, &work_dir)?;

@@ -12,7 +12,7 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-/// What is at the other end.
+/// Behaviour of the receiver at the stream's end.
 #[derive(Clone, Copy, Debug)]
 pub enum Listener {
     /// A listener that reads everything.
