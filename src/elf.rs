@@ -384,7 +384,8 @@ impl<'a> Elf<'a> {
             }
             let end = part.iter().position(|b| *b == 0);
             name.extend(part.iter().take(end.unwrap_or(part.len())));
-            if end.is_some() {
+            // Parts are shorter where the file's beginning ends: the last can go beyond the limit.
+            if end.is_some() && (name.len() as u64) < MAX_NAME {
                 return String::from_utf8(name).map_err(|_| io::Error::other("a name in it is no text"));
             }
         }
@@ -536,6 +537,21 @@ mod tests {
         assert_eq!(super::program(&bytes).unwrap(), Program { interpreter: None, search_path: None });
         let nameless = of("nameless", &stand_in::library(None, &[])).unwrap();
         assert_eq!((nameless.soname, nameless.loadable, nameless.isa_level), (None, true, 0));
+    }
+
+    #[test]
+    fn a_name_has_less_than_4096_bytes_wherever_it_begins() {
+        for length in MAX_NAME - 1..MAX_NAME + NAME_PART as u64 {
+            // Libraries before it move the name's beginning.
+            for before in 0..4 {
+                let (name, others) = ("x".repeat(length as usize), vec!["abc"; before]);
+                let read = of("long", &stand_in::library(Some(&name), &others));
+                match read {
+                    Ok(library) => assert_eq!((library.soname.unwrap().len() as u64, length), (MAX_NAME - 1, MAX_NAME - 1)),
+                    Err(error) => assert!(length >= MAX_NAME && error.to_string() == "a name in it has no end", "{length}: {error}"),
+                }
+            }
+        }
     }
 
     #[test]
