@@ -2,7 +2,8 @@
 
 use clap::{Parser, Subcommand};
 use kata_gpu_init::host::cli::{
-    blame, cdi, collect, compare, coverage, critical_path, demo, export, follow, import, initrd, install, list, show, stats, uninstall,
+    blame, cdi, collect, compare, coverage, critical_path, demo, explain, export, follow, import, initrd, install, list, show, stats,
+    uninstall,
 };
 use std::process::ExitCode;
 
@@ -38,6 +39,7 @@ enum Command {
     Blame(blame::Args),
     CriticalPath(critical_path::Args),
     Coverage(coverage::Args),
+    Explain(explain::Args),
     Compare(compare::Args),
     Stats(stats::Args),
     Export(export::Args),
@@ -59,6 +61,7 @@ fn main() -> ExitCode {
         Command::Blame(args) => blame::run(&args),
         Command::CriticalPath(args) => critical_path::run(&args),
         Command::Coverage(args) => coverage::run(&args),
+        Command::Explain(args) => explain::run(&args),
         // Exit status: whether a value became slower.
         Command::Compare(args) => return compare::run(&args),
         Command::Stats(args) => stats::run(&args),

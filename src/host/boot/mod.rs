@@ -20,7 +20,7 @@ pub mod steps; // the records of a boot as a story
 pub mod draft; // the story while steps are added
 mod agent_steps; // the agent's share: start, waiting, pauses, containers
 mod kernel_steps; // the kernel's share: before the init, and probes inside a module load
-mod runtime_steps; // the host's share: containerd, CNI, the shim, and time without a request
+pub mod runtime_steps; // the host's share: containerd, CNI, the shim, and time without a request
 pub mod intervals; // sets of time
 pub mod timeline; // a story made sound: in order, in phases, without contradiction
 pub mod coverage; // time that no step explains

@@ -2,7 +2,7 @@
 //! boots.
 
 use super::{blame as blame_command, coverage as coverage_command, critical_path as path_command};
-use super::{compare, stats};
+use super::{compare, explain, stats};
 use crate::events::record::is_boot_id;
 use crate::host::analysis::blame::{By, blame};
 use crate::host::analysis::critical_path::{critical_path, gain};
@@ -50,6 +50,7 @@ fn pages_of(path: &str, screen: &Screen, more: &[&str]) -> String {
         ("blame", blame_command::text(&parse(&words), screen).unwrap()),
         ("blame --phases", blame_command::text(&parse(&phases), screen).unwrap()),
         ("critical-path", path_command::text(&parse(&words), screen).unwrap()),
+        ("explain", explain::text(&parse(&words), screen).unwrap()),
     ];
     pages.map(|(name, page)| format!("$ kata-gpu-boot {name} {}\n{page}", more.join(" "))).join("\n")
 }
@@ -105,6 +106,17 @@ fn all_time_from_run_pod_sandbox_to_a_container_has_an_owner() {
     });
     let error = coverage_command::run(&parse(&words)).unwrap_err().to_string();
     assert!(error.contains("this boot has none of that name"), "{error}");
+}
+
+#[test]
+fn two_boots_side_by_side_have_the_phases_of_both() {
+    let (slow, serial) = (path("recorded-8-gpus-slow-host"), path("recorded-8-gpus-serial"));
+    let page = |words: &[&str]| explain::text(&parse(words), &Screen::PLAIN).unwrap();
+    golden("account/explain-slow-host-before-serial.txt", &page(&[&slow, "--before", &serial]));
+    // A phase that one of them lacks is in both orders.
+    assert!(page(&[&serial, "--before", &slow]).lines().any(|line| line.starts_with(" 0.449       -   -0.449  probe")));
+    let other = page(&[&slow, "--before", &serial, "--console", "/dev/null"]);
+    assert!(other.contains("give --from and --to that both have"), "{other}");
 }
 
 #[test]

@@ -1,0 +1,205 @@
+//! `kata-gpu-boot explain`: a boot in the order in which it happened, phase by phase.
+
+use super::boot_args::{BootArgs, boot_json, head, held_up, notes};
+use super::coverage::sentence;
+use crate::host::analysis::chapters::{Chapter, Line, chapters};
+use crate::host::analysis::held_up::{HeldUp, held_up as find_held_up};
+use crate::host::analysis::loaded::Loaded;
+use crate::host::boot::coverage::{CoverageSummary, coverage};
+use crate::host::boot::runtime_steps::{FIRST_STARTED, LAST_STARTED};
+use crate::host::boot::timeline::{Timeline, Window};
+use crate::host::data::text::{Ink, Screen, seconds};
+use crate::host::system::stdout::print;
+use crate::host::views::grid::{Grid, Set, signed, time};
+use anyhow::Result;
+use serde::Serialize;
+
+/// Milestones at which the user has containers, the latest first.
+const ENDS: [&str; 4] = [LAST_STARTED, FIRST_STARTED, "last container", "first container"];
+/// Columns of a text outside a terminal.
+const WIDTH: usize = 100;
+/// Columns in front of a phase's details.
+const INDENT: usize = 28;
+/// Shortest step with a name of its own: all times are printed in ms.
+const SHORT_NS: u64 = 1_000_000;
+/// Most steps that are named for a phase; the JSON form has all.
+const MAX_STEPS: usize = 20;
+
+const HELP: &str = "\
+TOOK is the time in which at least one step of the phase was running; phases overlap. SOONER is how much earlier the end would come if the phase took no \
+time: little for a phase beside a longer one. From the first milestone until the containers run, or --from and --to. `trace` adds what the host's kernel \
+did for the guest, an import of containerd's log the time before the guest.
+
+Examples:
+  # the newest boot in this directory
+  kata-gpu-boot explain
+  # two boots side by side: before a cure, and after it
+  kata-gpu-boot explain 5fc5 --before 0f7a --dir /var/log/boots
+  # what would be gained by phase
+  kata-gpu-boot explain --json | jq '.chapters[] | {phase, sooner_ns}'";
+
+/// Explain a boot: its phases in order, what happened in each, what each one costs.
+#[derive(clap::Args, Debug)]
+#[command(after_help = HELP)]
+pub struct Args {
+    #[command(flatten)]
+    boot: BootArgs,
+    /// Earlier boot to compare with: a file, or the start of a boot id.
+    #[arg(long, value_name = "BOOT")]
+    before: Option<String>,
+}
+
+/// The account of one window.
+#[derive(Serialize)]
+struct Explained {
+    coverage: CoverageSummary,
+    chapters: Vec<Chapter>,
+    held_up: Vec<HeldUp>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    before: Option<Before>,
+}
+
+/// The boot that is compared with.
+#[derive(Serialize)]
+struct Before {
+    #[serde(skip_serializing_if = "Option::is_none")]
+    boot_id: Option<String>,
+    coverage: CoverageSummary,
+    chapters: Vec<Chapter>,
+}
+
+/// Runs `explain`.
+pub fn run(args: &Args) -> Result<()> {
+    print(&text(args, &Screen::of_stdout())?)
+}
+
+/// The page, or its JSON form.
+pub fn text(args: &Args, screen: &Screen) -> Result<String> {
+    let loaded = args.boot.load()?;
+    let window = window(&args.boot, &loaded)?;
+    let timeline = &loaded.boot.timeline;
+    let before = args.before.clone().map(|boot| earlier(args, boot)).transpose()?;
+    let found = coverage(timeline, &window);
+    let explained =
+        Explained { coverage: found.summary(), chapters: chapters(timeline, &window), held_up: find_held_up(timeline, &window), before };
+    if args.boot.json {
+        return boot_json(&loaded, &explained);
+    }
+    let mut out = vec![head(&loaded, &window), sentence(&found), String::new()];
+    match &explained.before {
+        Some(before) => beside(&explained, before, screen, &mut out),
+        None => story(&explained, screen, &mut out),
+    }
+    held_up(&explained.held_up, screen, &mut out);
+    notes(&timeline.notes, screen, &mut out);
+    Ok(out.join("\n") + "\n")
+}
+
+/// The window, by default until the containers run.
+fn window<'a>(args: &BootArgs, loaded: &'a Loaded) -> Result<Window<'a>> {
+    let timeline: &Timeline = &loaded.boot.timeline;
+    let end = || ENDS.into_iter().find(|end| timeline.milestones.iter().any(|m| m.name == *end));
+    timeline.window(args.from.as_deref(), args.to.as_deref().or_else(end))
+}
+
+fn earlier(args: &Args, boot: String) -> Result<Before> {
+    let boot = BootArgs { boot: Some(boot), console: None, ..args.boot.clone() };
+    let loaded = boot.load()?;
+    let window = window(&boot, &loaded)?;
+    let timeline = &loaded.boot.timeline;
+    let coverage = coverage(timeline, &window).summary();
+    Ok(Before { coverage, chapters: chapters(timeline, &window), boot_id: loaded.boot.boot_id.clone() })
+}
+
+/// The phases of one boot, each with its steps below.
+fn story(explained: &Explained, screen: &Screen, out: &mut Vec<String>) {
+    let right = Set::Right;
+    let mut grid = Grid::new(&[("AT", right), ("TOOK", right), ("SOONER", right), ("WHAT", Set::Left)]);
+    for chapter in &explained.chapters {
+        let cells = vec![time(chapter.at_ns), seconds(chapter.time.wall_ns), seconds(chapter.sooner_ns), chapter.phase.to_string()];
+        grid.row(Ink::Bold, cells);
+    }
+    let mut lines = grid.lines(screen).into_iter();
+    out.extend(lines.next());
+    for (line, chapter) in lines.zip(&explained.chapters) {
+        out.push(line);
+        out.extend(details(chapter, screen.width.unwrap_or(WIDTH)).iter().map(|line| screen.paint(Ink::Plain, line)));
+    }
+}
+
+/// The steps of a phase with their times, wrapped; GPUs with the same steps stand together.
+fn details(chapter: &Chapter, width: usize) -> Vec<String> {
+    let is_long = |line: &&Line| line.took_ns >= SHORT_NS || line.failed || line.open || line.waiting;
+    let named: Vec<&Line> = chapter.lines.iter().filter(is_long).take(MAX_STEPS).collect();
+    let rest = chapter.lines.len() - named.len();
+    let mut pieces: Vec<String> = Vec::new();
+    for (at, line) in named.iter().enumerate() {
+        let before = at.checked_sub(1).and_then(|before| named.get(before));
+        let same = line.gpu.is_some() && before.is_some_and(|before| before.gpu.is_some() && before.steps == line.steps);
+        let steps = if same { String::new() } else { format!("{} ", line.steps.join("+")) };
+        let gpu = line.gpu.map(|gpu| format!("GPU {gpu}: ")).unwrap_or_default();
+        pieces.push(format!("{steps}{gpu}{}{}", seconds(line.took_ns), state(line)));
+    }
+    pieces.extend((rest > 0 && !named.is_empty()).then(|| format!("and {rest} more")));
+    wrapped(pieces, width)
+}
+
+fn wrapped(pieces: Vec<String>, width: usize) -> Vec<String> {
+    let mut lines: Vec<String> = Vec::new();
+    let mut pieces = pieces.into_iter().peekable();
+    while let Some(mut piece) = pieces.next() {
+        piece.push_str(if pieces.peek().is_some() { "," } else { "" });
+        match lines.last_mut().filter(|line| line.len() + 1 + piece.len() <= width) {
+            Some(line) => *line = format!("{line} {piece}"),
+            None => lines.push(format!("{:INDENT$}{piece}", "")),
+        }
+    }
+    lines
+}
+
+fn state(line: &Line) -> &'static str {
+    match (line.failed, line.open, line.waiting) {
+        (true, ..) => " (failed)",
+        (_, true, _) => " (still going on)",
+        (.., true) => " (only waited)",
+        _ => "",
+    }
+}
+
+/// The phases of two boots side by side.
+fn beside(now: &Explained, before: &Before, screen: &Screen, out: &mut Vec<String>) {
+    let right = Set::Right;
+    let mut grid = Grid::new(&[("BEFORE", right), ("NOW", right), ("CHANGE", right), ("WHAT", Set::Left)]);
+    let mut row = |ink: Ink, before: Option<u64>, now: Option<u64>, what: &str| {
+        let cell = |took: Option<u64>| took.map_or("-".to_string(), seconds);
+        let (then_ns, now_ns) = (before.unwrap_or(0), now.unwrap_or(0));
+        let change = i64::try_from(i128::from(now_ns) - i128::from(then_ns)).unwrap_or(i64::MAX);
+        grid.row(ink, vec![cell(before), cell(now), signed(change), what.to_string()]);
+    };
+    let took = |chapters: &[Chapter], phase: &str| chapters.iter().find(|c| c.phase == phase).map(|c| c.time.wall_ns);
+    let mut phases: Vec<&str> = now.chapters.iter().map(|c| c.phase).collect();
+    // A phase that only the earlier boot has comes after the one that it came after there.
+    let mut place = 0;
+    for chapter in &before.chapters {
+        match phases.iter().position(|phase| *phase == chapter.phase) {
+            Some(at) => place = at + 1,
+            None => {
+                phases.insert(place, chapter.phase);
+                place += 1;
+            }
+        }
+    }
+    for phase in phases {
+        row(Ink::Plain, took(&before.chapters, phase), took(&now.chapters, phase), phase);
+    }
+    let (then, window) = (&before.coverage, &now.coverage);
+    row(Ink::Plain, Some(then.unexplained_ns), Some(window.unexplained_ns), "unexplained");
+    row(Ink::Bold, Some(then.wall_ns), Some(window.wall_ns), &format!("{} .. {}", window.from, window.to));
+    out.extend(grid.lines(screen));
+    if (&then.from, &then.to) != (&window.from, &window.to) {
+        out.push(screen.paint(
+            Ink::Warning,
+            &format!("the earlier boot is accounted for from {} to {}: give --from and --to that both have", then.from, then.to),
+        ));
+    }
+}
