@@ -712,9 +712,62 @@ rows! {
     POD_CONTAINER_ENDED = "pod.container-ended", Event, Client, Other { container: "" };
 }
 
+rows! {
+    /// Names that `kata-gpu-boot trace` gives to what it records on the host.
+    traced,
+    /// Everything that the host's trace of a boot has: spans are steps, events are counts over the
+    /// whole recording.
+    TRACED;
+
+    /// From the start of the shim's process until the VMM's program begins.
+    SHIM = "vm.shim", Span, Runtime, Runtime { pid: "" };
+    /// From the exec of the VMM's program until a vCPU runs for the first time.
+    VMM_START = "vmm.start", Span, Vmm, Vmm <- [traced::SHIM] { pid: "" };
+    /// VFIO or IOMMUFD pins and maps guest memory: one call of the VMM.
+    VMM_PIN = "vmm.pin", Span, Host, Vmm
+        {
+            bytes: "",
+            calls: "of the function that pins pages",
+            pages_a_call: "by powers of ten",
+            guest_address: "",
+            tid: "of the VMM's thread",
+            thread: "its name",
+        };
+    /// VFIO or IOMMUFD pins and maps a BAR of a function, so that other devices reach it: one call
+    /// of the VMM.
+    VMM_MAP_BAR = "vmm.map-bar", Span, Host, BarMapping
+        {
+            function: "the host's address",
+            bar: "",
+            bytes: "",
+            calls: "of the function that pins pages",
+            pages_a_call: "by powers of ten",
+            guest_address: "",
+            tid: "of the VMM's thread",
+            thread: "its name",
+        };
+    /// VFIO takes mappings of guest memory or of a BAR back: one call of the VMM.
+    VMM_UNMAP = "vmm.unmap", Span, Host, BarMapping { bytes: "", guest_address: "", tid: "" };
+    /// First accesses to BARs, which the kernel answers by page tables: from the first fault of a
+    /// run to its last.
+    VMM_MMAP_FAULT = "vmm.mmap-fault", Span, Host, BarMapping
+        { calls: "faults", tid: "of the VMM's thread" };
+    /// The VMM opens a function for itself: enabling, power state, reset where there is one.
+    VFIO_OPEN = "vfio.open", Span, Host, Vmm { function: "the host's address" };
+    /// The kernel resets a function.
+    VFIO_RESET = "vfio.reset", Span, Host, Vmm { function: "the host's address" };
+    /// Exits of the guest that the VMM's process answered, and accesses that are PCI configuration
+    /// or the serial console.
+    KVM_EXITS = "kvm.exits", Event, Vmm, Other { calls: "exits", kinds: "by reason" };
+    /// Page faults of the VMM's process.
+    VMM_PAGE_FAULTS = "vmm.page-faults", Event, Vmm, Other { calls: "faults" };
+    /// Memory of the VMM's process at one moment: bytes of each kind.
+    VMM_MEMORY = "vmm.memory", Event, Vmm, Other { bytes: "resident", kinds: "by kind" };
+}
+
 /// Row of a step or record. Of `agent.start`, which is a step's name and a record's, the step's.
 pub fn row_of(name: &str) -> Row {
-    let mut all = [RECORDS, STEPS, LOGGED].into_iter().flatten();
+    let mut all = [RECORDS, STEPS, LOGGED, TRACED].into_iter().flatten();
     all.find(|row| row.name == name).copied().unwrap_or(UNKNOWN)
 }
 
@@ -736,7 +789,7 @@ mod tests {
 
     #[test]
     fn names_are_unique_and_follow_steps_that_are_in_the_tables() {
-        let names: Vec<&str> = [RECORDS, STEPS, LOGGED].into_iter().flatten().map(|r| r.name).collect();
+        let names: Vec<&str> = [RECORDS, STEPS, LOGGED, TRACED].into_iter().flatten().map(|r| r.name).collect();
         for (at, name) in names.iter().enumerate() {
             let first = names.iter().position(|other| other == name);
             // A record that gives its name to a step.

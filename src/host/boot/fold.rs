@@ -4,6 +4,7 @@ use super::containers::Containers;
 use super::coverage::coverage;
 use super::gpu_health::GuestHealth;
 use super::gpus::{gpus, spans};
+use super::host_trace::HostTrace;
 use super::model::{Boot, ClockSummary, KERNEL_START, Lost, MODEL, Milestone, SETTLED};
 use super::steps;
 use super::timeline::Timeline;
@@ -44,6 +45,7 @@ impl Boot {
             damaged_lines: file.damaged,
             damage: file.damage.clone(),
             imported: file.imported().cloned(),
+            host: HostTrace::of(file, &records, &clock).map(Box::new),
             ..Boot::default()
         };
         for line in &file.host {
@@ -59,7 +61,9 @@ impl Boot {
                 | HostEvent::Sandbox(_)
                 | HostEvent::Trace { .. }
                 | HostEvent::Exported { .. }
-                | HostEvent::Imported(_) => {}
+                | HostEvent::Imported(_)
+                | HostEvent::Traced(_)
+                | HostEvent::Recording(_) => {}
             }
         }
         for record in records.iter().filter(|r| r.kind == Kind::Event) {

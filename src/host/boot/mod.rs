@@ -15,11 +15,13 @@ pub mod gpus; // spans, and states of GPUs
 mod containers; // containers by the agent's lines
 pub mod gpu_name; // a GPU's number and address
 pub mod gpu_health; // NVML's reports on the GPUs
+pub mod host_trace; // the host's trace on the guest's clock
 pub mod story; // steps and milestones of a boot, as they were found
 pub mod steps; // the records of a boot as a story
 pub mod draft; // the story while steps are added
 mod agent_steps; // the agent's share: start, waiting, pauses, containers
 mod kernel_steps; // the kernel's share: before the init, and probes inside a module load
+mod host_steps; // the host's share by its own trace
 pub mod runtime_steps; // the host's share: containerd, CNI, the shim, and time without a request
 pub mod intervals; // sets of time
 pub mod timeline; // a story made sound: in order, in phases, without contradiction

@@ -6,6 +6,7 @@
 
 use super::coverage::CoverageSummary;
 use super::gpu_health::{GuestHealth, Health};
+use super::host_trace::HostTrace;
 use super::timeline::Timeline;
 use crate::host::data::boot_file::{Damage, Imported, Sandbox};
 use crate::host::data::budget::TooLarge;
@@ -74,6 +75,9 @@ pub struct Boot {
     /// Sources of the boot, if not a guest's stream alone.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub imported: Option<Imported>,
+    /// What the host did, if `kata-gpu-boot trace` recorded the boot.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub host: Option<Box<HostTrace>>,
     /// Spans in order of their beginning.
     pub spans: Vec<Span>,
     /// Steps and milestones with their owners, for analysis and views.

@@ -8,7 +8,7 @@ use super::draft::{Draft, GpuFacts, LAST_RECORD, Try, VM_START};
 use super::intervals::ns;
 use super::model::{Boot, Gpu, SETTLED};
 use super::story::{Milestone, Step, Story};
-use super::{agent_steps, kernel_steps, runtime_steps};
+use super::{agent_steps, host_steps, kernel_steps, runtime_steps};
 use crate::events::catalogue::{derived, row_of};
 use crate::events::names;
 use crate::events::record::Kind;
@@ -34,6 +34,7 @@ pub fn story(boot: &Boot, file: &BootFile, agent: &[AgentLine]) -> Story {
     chain_serial_initialisation(&mut draft);
     let created = agent_steps::add(&mut draft);
     runtime_steps::add(&mut draft);
+    host_steps::add(&mut draft);
     milestones(&mut draft, &created, settle);
     missing(&mut draft, agent);
     draft.story

@@ -42,6 +42,8 @@ pub struct Step {
     /// Whether the place on the boot clock is inexact.
     pub approximate: bool,
     pub failed: bool,
+    /// Index in the host's trace ([`super::host_trace::HostTrace::steps`]) of a step that it has.
+    pub traced: Option<usize>,
 }
 
 /// A moment for comparing boots.

@@ -66,6 +66,8 @@ pub struct Step {
     pub derived: bool,
     pub approximate: bool,
     pub failed: bool,
+    /// Index in the host's trace of a step that it has.
+    pub traced: Option<usize>,
 }
 
 impl Step {
@@ -153,6 +155,7 @@ impl Timeline {
                 derived: step.derived,
                 approximate: step.approximate,
                 failed: step.failed,
+                traced: step.traced,
             });
         }
         let edges = edges(&order, &given, &steps, &place, &mut notes);

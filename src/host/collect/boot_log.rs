@@ -171,6 +171,7 @@ impl BootLog {
                 HostEvent::Exported { .. } => self.end.reported = true,
                 // An imported file is not a guest's; the other events change no state.
                 HostEvent::Disconnected { .. } | HostEvent::Garbage { .. } | HostEvent::Trace { .. } | HostEvent::Imported(_) => {}
+                HostEvent::Traced(_) | HostEvent::Recording(_) => {}
             },
         }
     }

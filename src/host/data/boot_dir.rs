@@ -1,21 +1,27 @@
 //! Boots in a collector's directory: choosing and reading one.
 
 use super::boot_file::{BootFile, EXTENSION};
+use super::host_trace;
 use super::text::printable;
 use crate::events::record::is_boot_id;
 use anyhow::{Context, Result, bail};
 use std::fs::File;
-use std::io::ErrorKind;
+use std::io::{ErrorKind, Read};
 use std::path::{Path, PathBuf};
 
-/// Reads a boot's file. A file without any valid line is an error; damaged lines in a valid file
-/// are not.
+/// Reads a boot's file, and the host's trace of the boot if there is one beside it. A file without
+/// any valid line is an error; damaged lines in a valid file are not.
 pub fn read_boot(path: &Path) -> Result<BootFile> {
     let file = File::open(path).with_context(|| format!("open {}", path.display()))?;
-    let boot = BootFile::read(file).with_context(|| format!("read {}", path.display()))?;
+    let mut boot = BootFile::read(file).with_context(|| format!("read {}", path.display()))?;
     if boot.header.is_none() && boot.records.is_empty() {
         let first = boot.damage.first().map(|d| format!(" (line {}: {})", d.line, d.why)).unwrap_or_default();
         bail!("{}: no event stream in it{first}: give a file that `collect` wrote, or the guest's boot.ndjson", path.display());
+    }
+    let trace = host_trace::beside(path);
+    if trace.is_file() && trace != path {
+        let file = File::open(&trace).with_context(|| format!("open {}", trace.display()))?;
+        boot.read_trace(file.take(host_trace::MAX_BYTES)).with_context(|| format!("read {}", trace.display()))?;
     }
     Ok(boot)
 }

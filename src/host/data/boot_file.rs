@@ -7,13 +7,15 @@
 //! The file may be read while it is written: a last line without newline is incomplete, not
 //! damaged.
 //!
-//! `boot.ndjson` of a guest is such a file without host lines.
+//! `boot.ndjson` of a guest is such a file without host lines. [`super::host_trace`] has the file
+//! that `trace` writes beside it.
 
 use super::budget::{MAX_ALL_FIELDS, MAX_GAPS, MAX_HOST_LINES, MAX_HOST_TEXT, MAX_LAST_WORDS, MAX_ORDERS, MAX_RECORDS, MAX_TEXT, TooLarge};
 use super::clock_offset::{Clock, Sample};
 use super::compact_record::{Names, Record};
 use super::framing::{Lines, Piece};
 use super::guest_clocks::GuestClocks;
+use super::host_trace::{MAX_TRACED, Recording, Traced};
 use super::text;
 use crate::events::names;
 use crate::events::record::{self, Header, Kind, Line};
@@ -72,6 +74,10 @@ pub enum HostEvent {
     Exported { to: String, spans: u64 },
     /// Records of this file were made from logs: those with `fields.import`.
     Imported(Box<Imported>),
+    /// A step or a count of the host: only in the file of `trace` beside the boot's.
+    Traced(Box<Traced>),
+    /// Facts about the recording that gave these.
+    Recording(Box<Recording>),
 }
 
 /// A VM by its ids in Kata and Kubernetes.
@@ -203,6 +209,7 @@ pub struct BootFile {
     /// Counts of records and lines over the limits of [`super::budget`], which were left out.
     pub too_large: TooLarge,
     kept: Kept,
+    traced: usize,
 }
 
 /// Used part of the budget.
@@ -224,6 +231,39 @@ impl BootFile {
         file.unfinished = unfinished;
         file.records.shrink_to_fit();
         Ok(file)
+    }
+
+    /// Adds the file of `trace`, which has nothing but the recorder's lines.
+    pub fn read_trace(&mut self, from: impl Read) -> io::Result<()> {
+        for_each_line(from, |number, length, line| match line {
+            Ok(FileLine::Host(line)) if matches!(line.event, HostEvent::Traced(_) | HostEvent::Recording(_)) => {
+                self.traced += 1;
+                if self.traced > MAX_TRACED {
+                    self.too_large.host_lines += 1;
+                } else {
+                    self.add_host(line, length);
+                }
+            }
+            Ok(_) => self.add_damage(number, "in the file of the host's trace: not a line of the recorder".into()),
+            Err(why) => self.add_damage(number, format!("in the file of the host's trace: {why}")),
+        })
+        .map(drop)
+    }
+
+    /// Steps and counts that the host's trace has.
+    pub fn traced(&self) -> impl Iterator<Item = &Traced> + '_ {
+        self.host.iter().filter_map(|line| match &line.event {
+            HostEvent::Traced(traced) => Some(traced.as_ref()),
+            _ => None,
+        })
+    }
+
+    /// Facts about the host's trace, if there is one.
+    pub fn recording(&self) -> Option<&Recording> {
+        self.host.iter().find_map(|line| match &line.event {
+            HostEvent::Recording(recording) => Some(recording.as_ref()),
+            _ => None,
+        })
     }
 
     fn add(&mut self, number: u64, length: usize, line: Result<FileLine, String>) {

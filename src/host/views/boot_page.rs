@@ -3,6 +3,7 @@
 use super::rows::{Row, Side, Tracker};
 use super::summary::summary;
 use super::table::Table;
+use crate::host::boot::host_trace::HostStep;
 use crate::host::boot::model::{Boot, KERNEL_START};
 use crate::host::data::agent_log::AgentLine;
 use crate::host::data::boot_file::{BootFile, HostEvent, Sandbox};
@@ -35,7 +36,7 @@ pub fn write_page(out: &mut dyn Write, file: &BootFile, agent: &[AgentLine], boo
     writeln!(out, "{}", table.head())?;
     let mut last = None;
     let mut tracker = Tracker::default();
-    for (_, moment) in moments(file, agent) {
+    for (_, moment) in moments(file, agent, boot) {
         let row = moment.row(&mut tracker);
         if verbose || !row.detail {
             for line in table.lines(&row, last) {
@@ -63,6 +64,7 @@ enum Moment<'a> {
     Record(&'a Record),
     Agent(&'a AgentLine, Placed),
     Connected { peer: &'a str, at_ns: u64 },
+    Traced(&'a HostStep),
 }
 
 impl Moment<'_> {
@@ -71,13 +73,14 @@ impl Moment<'_> {
             Self::Fixed(row) => *row,
             Self::Record(record) => tracker.row(record),
             Self::Agent(line, placed) => tracker.agent_row(&line.event, placed.boottime_ns, placed.approximate),
+            Self::Traced(step) => tracker.traced_row(step),
             Self::Connected { peer, at_ns } => Row::plain(at_ns, Side::Host, format!("collector connected to {}", printable(peer))),
         }
     }
 }
 
 /// Everything that has a time, in order.
-fn moments<'a>(file: &'a BootFile, agent: &'a [AgentLine]) -> Vec<(u64, Moment<'a>)> {
+fn moments<'a>(file: &'a BootFile, agent: &'a [AgentLine], boot: &'a Boot) -> Vec<(u64, Moment<'a>)> {
     let clock = file.clock();
     let mut points = ClockPoints::default();
     file.records.iter().for_each(|record| points.add(record));
@@ -93,6 +96,10 @@ fn moments<'a>(file: &'a BootFile, agent: &'a [AgentLine]) -> Vec<(u64, Moment<'
     for line in agent {
         let placed = points.place(line.realtime_ns, &clock);
         moments.extend(placed.map(|placed| (placed.boottime_ns, Moment::Agent(line, placed))));
+    }
+    for step in boot.host.iter().flat_map(|host| host.steps.iter().chain(&host.counts)) {
+        // A step has its row where it ends; before the kernel's start there is only that.
+        moments.push((u64::try_from(step.end_ns()).unwrap_or(0), Moment::Traced(step)));
     }
     for line in &file.host {
         if let HostEvent::Connected { peer, .. } = &line.event

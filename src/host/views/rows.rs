@@ -5,11 +5,12 @@
 //! rows need: open spans and the GPUs' numbers. Texts in a [`Row`] are printable ASCII, whatever
 //! the guest sent.
 
-use crate::events::catalogue::{Owner, Rank, row_of};
+use crate::events::catalogue::{Form, Owner, Rank, row_of};
 use crate::events::names;
 use crate::events::record::{Kind, Level};
 use crate::host::boot::gpu_name::GpuName;
 use crate::host::boot::gpus::{Gpus, Passed};
+use crate::host::boot::host_trace::HostStep;
 use crate::host::data::agent_log::AgentEvent;
 use crate::host::data::budget::MAX_GPUS;
 use crate::host::data::compact_record::{Field, Record};
@@ -185,6 +186,28 @@ impl Tracker {
     pub fn open(&self) -> Vec<&Open> {
         let parents: HashSet<u64> = self.open.values().filter_map(|o| o.parent).collect();
         self.open.iter().filter(|(id, _)| !parents.contains(id)).map(|(_, open)| open).collect()
+    }
+
+    /// The row of a step or count of the host's trace; of one that ended before the kernel's start,
+    /// in the row of that start.
+    pub fn traced_row(&self, step: &HostStep) -> Row {
+        let traced = &step.traced;
+        let row = row_of(&traced.name);
+        let text = |text: &str| text::printable_start(text.as_bytes(), MAX_VALUE);
+        let detail = if traced.detail.is_empty() { String::new() } else { format!(" {}", text(&traced.detail)) };
+        let before = step.end_ns().min(0).unsigned_abs();
+        let before = if before > 0 { format!(" ({} s before kernel start)", text::seconds(before)) } else { String::new() };
+        let took_ns = (row.form == Form::Span).then_some(traced.took_ns);
+        Row {
+            time_ns: u64::try_from(step.end_ns()).unwrap_or(0),
+            approximate: step.is_approximate(),
+            side: row.owner.into(),
+            gpu: step.gpu.map(|address| self.gpu_name(address)),
+            what: format!("{}{detail}{}{before}", text(&traced.name), step.fields_text()),
+            took_ns,
+            tone: Tone::Plain,
+            detail: row.rank == Rank::Detail || row.rank == Rank::Quick && took_ns.is_none_or(|took| took < SLOW_NS),
+        }
     }
 
     /// The row of an agent line that was placed at `time_ns`.

@@ -290,7 +290,9 @@ fn mark(name: &str, row: Row, parent: Option<u64>) -> Mark {
 fn derived(at: usize, step: &timeline::Step, all: &[timeline::Step], boot: &Boot, critical: bool) -> Step {
     let mut fields = Vec::new();
     let mut error = None;
-    if !step.detail.is_empty() {
+    if let Some(host) = step.traced.and_then(|at| boot.host.as_ref()?.steps.get(at)) {
+        fields = host.fields();
+    } else if !step.detail.is_empty() {
         fields.push(("container".to_string(), step.detail.clone()));
         if let Some(container) = boot.containers.iter().find(|c| c.name == step.detail) {
             fields.push(("devices".to_string(), printable_start(container.devices.as_bytes(), MAX_VALUE)));

@@ -18,12 +18,13 @@ use super::item::{Fact, Item, MAX_STAMP_NS, Skip, Stamp};
 use super::log_files::Input;
 use super::pins;
 use super::pins::{Region, Sum};
-use super::{console_lines, ftrace, journal_lines, kernel_lines, pod};
+use super::{console_lines, ftrace, journal_lines, pod};
 use crate::events::catalogue::logged as names;
 use crate::events::record::Kind;
 use crate::host::data::boot_file::BootFile;
 use crate::host::data::imported_record::Format;
 use crate::host::data::text::printable;
+use crate::host::data::units::{histogram, size};
 use anyhow::{Context, Result, bail};
 use serde_json::{Map, Value, json};
 
@@ -222,7 +223,7 @@ fn trace_drafts(derived: &mut Derived, traced: &Traced, clocks: &Clocks, steps: 
         let mut begin = draft(placed, if whole.is_some() { Kind::Begin } else { Kind::Event }, names::VFIO_PIN, region.line);
         begin.gpu = owner.map(|(gpu, _)| gpu);
         if region.bytes > 0 {
-            begin.fields.insert("size".into(), kernel_lines::size(region.bytes).into());
+            begin.fields.insert("size".into(), size(region.bytes).into());
         }
         begin.fields.insert("calls".into(), region.calls.into());
         begin.fields.insert("in_calls_ms".into(), (region.took_ns / 1_000_000).into());
@@ -269,9 +270,9 @@ fn sum_fields(sum: &Sum, left_out: u64, per_gpu: &std::collections::BTreeMap<Str
         put("bytes", bytes.into());
     }
     if !sum.sizes.is_empty() {
-        put("pages_a_call", pins::histogram(&sum.sizes).into());
+        put("pages_a_call", histogram(&sum.sizes).into());
     } else if !sum.durations_us.is_empty() {
-        put("us_a_call", pins::histogram(&sum.durations_us).into());
+        put("us_a_call", histogram(&sum.durations_us).into());
     }
     if left_out > 0 {
         put("small_regions", left_out.into());

@@ -16,6 +16,7 @@ use crate::events::record::{Kind, Level};
 use crate::host::data::agent_log::AgentEvent;
 use crate::host::data::imported_record::Format;
 use crate::host::data::imported_record::MARK;
+use crate::host::data::units::size;
 use crate::pci::PciAddress;
 use crate::reason::{self, Step};
 use serde_json::{Map, Value, json};
@@ -195,7 +196,7 @@ impl<'a> Maker<'a> {
         let seen = self.bars.entry(gpu).or_default();
         *seen += 1;
         if *seen == bars.len() {
-            let text = bars.iter().map(|(bar, bytes)| format!("{bar}: {}", kernel_lines::size(*bytes))).collect::<Vec<_>>().join(", ");
+            let text = bars.iter().map(|(bar, bytes)| format!("{bar}: {}", size(*bytes))).collect::<Vec<_>>().join(", ");
             let draft = self.draft(placed, item, Kind::Event, own::GPU_BARS);
             draft.gpu = Some(gpu);
             draft.fields.insert("bars".into(), text.into());

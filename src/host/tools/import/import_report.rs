@@ -4,11 +4,11 @@
 use super::choose::Source;
 use super::clocks::{Clocks, Note};
 use super::item::{Count, Skip};
-use super::kernel_lines;
-use super::pins::{Sum, histogram};
+use super::pins::Sum;
 use crate::host::data::boot_file::{Imported, ImportedClock, ImportedFile};
 use crate::host::data::imported_record::Format;
 use crate::host::data::text::{Ink, Screen, error_bound, printable, seconds};
+use crate::host::data::units::{histogram, size};
 use serde::Serialize;
 
 /// Most files and notes that the boot's file lists: its line has a limit.
@@ -96,7 +96,7 @@ pub fn lines(report: &Report, screen: &Screen) -> Vec<String> {
 }
 
 fn trace(sum: &Sum) -> Vec<String> {
-    let bytes = sum.bytes.map_or("of unknown size".to_string(), kernel_lines::size);
+    let bytes = sum.bytes.map_or("of unknown size".to_string(), size);
     let mut out = vec![format!("    {} call(s) in {} region(s), {bytes}, {} s in all", sum.calls, sum.regions, seconds(sum.took_ns))];
     if !sum.sizes.is_empty() {
         out.push(format!("    pages a call: {}", histogram(&sum.sizes)));

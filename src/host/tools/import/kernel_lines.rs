@@ -146,16 +146,6 @@ fn between<'a>(text: &'a str, open: &str, close: &str) -> Option<&'a str> {
     text.split_once(open)?.1.split_once(close).map(|(inside, _)| inside)
 }
 
-/// Bytes as people write them: `128 GiB`.
-pub fn size(bytes: u64) -> String {
-    const UNITS: [(&str, u32); 4] = [("TiB", 40), ("GiB", 30), ("MiB", 20), ("KiB", 10)];
-    match UNITS.iter().find(|(_, shift)| bytes >= 1 << shift) {
-        Some((unit, shift)) if bytes % (1 << shift) == 0 => format!("{} {unit}", bytes >> shift),
-        Some((unit, shift)) => format!("{:.1} {unit}", bytes as f64 / (1u64 << shift) as f64),
-        None => format!("{bytes} B"),
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -214,13 +204,5 @@ mod tests {
         }
         assert_eq!(meaning(": enabling device ("), Some(Meaning::Other));
         assert_eq!(meaning("pci 0000:02:00.0: BAR 2 [mem size 0x2000000000 64bit pref]: not assigned"), None.or(Some(Meaning::Other)));
-    }
-
-    #[test]
-    fn sizes_have_readable_units() {
-        assert_eq!(
-            [size(128 << 30), size(16 << 20), size(1500), size(512), size(3 << 39)],
-            ["128 GiB", "16 MiB", "1.5 KiB", "512 B", "1.5 TiB"]
-        );
     }
 }

@@ -5,6 +5,7 @@
 //! calls. The end address, with the process, names the region. A call's pinned pages are its return
 //! value or, where the trace has none, the distance to the next call of its region.
 
+use crate::host::data::units::class;
 use serde::Serialize;
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 
@@ -70,11 +71,6 @@ pub struct Sum {
 
 fn is_zero(number: &u64) -> bool {
     *number == 0
-}
-
-/// The power of ten at or below a number; 0 for 0.
-pub fn class(n: u64) -> u64 {
-    n.checked_ilog10().map_or(0, |log| 10u64.pow(log))
 }
 
 /// Sorts calls into regions.
@@ -161,18 +157,10 @@ pub fn worth_a_row(regions: Vec<Region>) -> (Vec<Region>, u64) {
     (large, left_out)
 }
 
-/// A histogram by powers of ten as text: `1-9: 12, 10-99: 3`.
-pub fn histogram(classes: &BTreeMap<u64, u64>) -> String {
-    let text = |(first, count): (&u64, &u64)| match first {
-        0 => format!("0: {count}"),
-        first => format!("{first}-{}: {count}", first.saturating_mul(10) - 1),
-    };
-    classes.iter().map(text).collect::<Vec<_>>().join(", ")
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::host::data::units::histogram;
 
     fn call(vaddr: u64, asked: u64, took_ms: u64) -> Call {
         Call { vaddr: Some(vaddr), asked: Some(asked), took_ns: Some(took_ms * 1_000_000), pid: Some(7), ..Call::default() }

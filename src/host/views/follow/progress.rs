@@ -83,7 +83,9 @@ impl Progress {
                 | HostEvent::Dropped { .. }
                 | HostEvent::Trace { .. }
                 | HostEvent::Exported { .. }
-                | HostEvent::Imported(_) => {}
+                | HostEvent::Imported(_)
+                | HostEvent::Traced(_)
+                | HostEvent::Recording(_) => {}
             },
         }
         None
