@@ -11,3 +11,4 @@ pub mod statistics; // medians, percentiles, bootstrap
 pub mod metrics; // a boot as numbers that can be compared
 pub mod compare; // regressions between boots
 pub mod many_boots; // the numbers of many boots
+pub mod doctor; // rules: what makes boots slow on a host
