@@ -14,7 +14,7 @@ pub const HUGE_FAULT: &str = "vfio_pci_mmap_huge_fault";
 pub const FAULT: &str = "vfio_pci_mmap_fault";
 pub const TYPE1: &str = "/sys/module/vfio_iommu_type1/parameters";
 /// Seconds for each byte of BAR in pages of 4 KiB: 33,554,432 pages, 3.27 s per 128 GiB.
-const BAR_SECONDS_PER_BYTE: f64 = 3.27 / (128u64 << 30) as f64;
+pub const BAR_SECONDS_PER_BYTE: f64 = 3.27 / (128u64 << 30) as f64;
 
 pub fn fine(items: Vec<Evidence>) -> Checked {
     Ok(Answer::Fine(items))
@@ -114,4 +114,107 @@ pub fn huge_pfnmaps(facts: &HostFacts) -> Checked {
         problem = problem.model(bytes as f64 * BAR_SECONDS_PER_BYTE, "3.27 s per 128 GiB of BAR in pages of 4 KiB");
     }
     Problem { sure, ..problem }.checked()
+}
+
+pub const IOMMU: &str = "/dev/iommu";
+const IOMMUS: &str = "/sys/class/iommu";
+pub const GROUPS: &str = "/sys/kernel/iommu_groups";
+pub const INTERRUPTS: &str = "/proc/interrupts";
+/// Mappings that a container of vfio_iommu_type1 may have by default.
+const DMA_ENTRIES: u64 = 65_535;
+
+pub fn iommufd(facts: &HostFacts) -> Checked {
+    if let Some(kind) = facts.files.optional(IOMMU)? {
+        return fine(vec![evidence(IOMMU, kind)]);
+    }
+    let value = config(facts, "CONFIG_IOMMUFD")?.unwrap_or("n");
+    let seen = vec![evidence(IOMMU, "not there"), evidence(CONFIG, format!("CONFIG_IOMMUFD={value}"))];
+    let cure = if value == "m" {
+        "modprobe iommufd, and name it in /etc/modules-load.d"
+    } else {
+        "a kernel with IOMMUFD and VFIO_DEVICE_CDEV (6.6 and later)"
+    };
+    found(seen, cure).unsure().checked()
+}
+
+pub fn dma_entries(facts: &HostFacts) -> Checked {
+    let path = format!("{TYPE1}/dma_entry_limit");
+    let limit = facts.files.number(&path)?;
+    let seen = vec![evidence(&path, limit.to_string())];
+    if limit >= DMA_ENTRIES {
+        return fine(seen);
+    }
+    found(seen, format!("echo {DMA_ENTRIES} > {path}: below its default, large or hot-plugged memory fails to map with ENOSPC")).checked()
+}
+
+pub fn type1_huge_pages(facts: &HostFacts) -> Checked {
+    let path = format!("{TYPE1}/disable_hugepages");
+    let value = facts.files.text(&path)?;
+    let seen = vec![evidence(&path, value)];
+    if value != "Y" {
+        return fine(seen);
+    }
+    found(seen, "echo N > it, and remove disable_hugepages=1 of vfio_iommu_type1 from modprobe.d and the kernel's command line").checked()
+}
+
+pub fn iommu(facts: &HostFacts) -> Checked {
+    let names = facts.files.text(IOMMUS)?;
+    if !names.is_empty() {
+        return fine(vec![evidence(IOMMUS, names.replace('\n', " "))]);
+    }
+    found(vec![evidence(IOMMUS, "empty")], "switch VT-d or AMD-Vi on in the firmware's setup, with intel_iommu=on where the kernel does not by itself: no GPU can be passed through").checked()
+}
+
+pub fn iommu_mode(facts: &HostFacts) -> Checked {
+    let (mut strict, mut all) = (Vec::new(), 0);
+    for group in facts.files.entries(GROUPS) {
+        let path = format!("{GROUPS}/{group}/type");
+        all += 1;
+        if facts.files.text(&path)? == "DMA" {
+            strict.push(path);
+        }
+    }
+    let Some(first) = strict.first() else {
+        if all == 0 {
+            return Err(Gap::Unknown(format!("{GROUPS}: no group")));
+        }
+        return fine(vec![evidence(GROUPS, format!("{all} group(s), none strict"))]);
+    };
+    let seen = vec![evidence(first, "DMA"), evidence(GROUPS, format!("{} of {all} group(s) strict", strict.len()))];
+    found(seen, "iommu=pt, or iommu.strict=0, on the kernel's command line").unsure().checked()
+}
+
+pub fn interrupt_remapping(facts: &HostFacts) -> Checked {
+    let text = facts.files.text(INTERRUPTS)?;
+    let chip = |begin: &str| text.split_whitespace().find(|word| word.starts_with(begin)).map(str::to_string);
+    if let Some(chip) = chip("IR-").or_else(|| chip("ITS-")) {
+        return fine(vec![evidence(INTERRUPTS, chip)]);
+    }
+    let path = format!("{TYPE1}/allow_unsafe_interrupts");
+    let unsafe_ones = facts.files.optional(&path)?.unwrap_or("not there");
+    let seen = vec![evidence(INTERRUPTS, "no chip with remapping (IR-)"), evidence(path, unsafe_ones)];
+    found(seen, "switch interrupt remapping (x2APIC) on in the firmware's setup and remove intremap=off: each interrupt of a GPU leaves the guest without it").checked()
+}
+
+pub fn groups(facts: &HostFacts) -> Checked {
+    let mut seen = Vec::new();
+    let mut shared = false;
+    for gpu in facts.some_gpus()? {
+        let link = facts.files.text(&gpu.path("iommu_group"))?;
+        let group = link.rsplit('/').next().unwrap_or_default();
+        let path = format!("{GROUPS}/{group}/devices");
+        let address = gpu.address.to_string();
+        // Functions of the GPU's own slot and bridges above it go with it.
+        let slot = address.split('.').next().unwrap_or_default();
+        let is_other = |name: &&str| {
+            !name.starts_with(slot) && facts.files.text(&format!("{DEVICES}/{name}/class")).is_ok_and(|c| !c.starts_with("0x0604"))
+        };
+        let others: Vec<&str> = facts.files.text(&path)?.lines().filter(is_other).collect();
+        shared |= !others.is_empty();
+        seen.push(evidence(path, if others.is_empty() { address } else { format!("{address} with {}", others.join(" ")) }));
+    }
+    if !shared {
+        return fine(seen);
+    }
+    found(seen, "switch ACS on in the firmware's setup, or move the GPU to another slot: a group goes to one guest as a whole").checked()
 }

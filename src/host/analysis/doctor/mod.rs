@@ -9,6 +9,11 @@ pub mod rule; // what a rule is
 pub mod host_facts; // files, Kata's configuration, VMs
 pub mod own_boots; // boots of this host as numbers
 pub mod kernel_rules;
+pub mod memory_rules;
+pub mod kata_rules;
+pub mod vm_rules;
+pub mod device_rules;
+pub mod guest_rules;
 pub mod rules; // the table
 
 use finding::{Answer, Basis, Cost, Finding, Gap, Problem, Sure, Verdict};

@@ -1,6 +1,7 @@
 //! Boots of this host as numbers that rules compare: medians of steps, enablings of each GPU, facts
 //! about the guests.
 
+use super::finding::Gap;
 use super::rule::Shortens;
 use crate::events::names;
 use crate::host::analysis::loaded::Loaded;
@@ -25,8 +26,13 @@ pub struct OwnBoots {
     pub enablings: BTreeMap<String, Vec<i64>>,
     /// How many boots have a value of a fact about the guest: kernel, clocksource, ...
     pub facts: BTreeMap<(&'static str, String), usize>,
-    /// Time from the kernel's start to the last milestone, in ns.
+    /// From the first to the last milestone of each boot, to the agent's first answer, and without
+    /// any step, in ns.
     pub whole: Vec<i64>,
+    pub agent_ready: Vec<i64>,
+    pub unexplained: Vec<i64>,
+    /// Size of each console log beside a boot's file.
+    pub console_bytes: Vec<i64>,
 }
 
 /// Names of facts about guests.
@@ -56,14 +62,23 @@ impl OwnBoots {
                 push(&mut self.enablings, name, i64::try_from(took).unwrap_or(i64::MAX));
             }
         }
-        let of = |record: &str, key: &str| loaded.file.records.iter().filter(|r| r.name == record).filter_map(|r| field(r, key)).next();
+        let of = |record: &str, key: &str| loaded.file.records.iter().filter(|r| r.name == record).find_map(|r| field(r, key));
         self.fact(KERNEL, boot.kernel.as_deref());
         self.fact(CLOCKSOURCE, of(names::CLOCK_TSC, "clocksource"));
         self.fact(UNPACKED, of(names::MODULE_LOAD, "unpacked"));
         self.fact(CONFIDENTIAL, of(names::CONFIDENTIAL, "enabled"));
-        if self.whole.len() < MAX_BOOTS {
-            self.whole.extend(boot.timeline.milestones.iter().map(|m| m.at_ns).max());
+        let milestones = &boot.timeline.milestones;
+        if let (Some(first), Some(last)) = (milestones.first(), milestones.last()) {
+            self.whole.push(last.at_ns.saturating_sub(first.at_ns));
+            let ready = milestones.iter().find(|m| m.name == "agent ready");
+            self.agent_ready.extend(ready.map(|m| m.at_ns.saturating_sub(first.at_ns)));
         }
+        self.unexplained.extend(boot.coverage.as_ref().map(|c| i64::try_from(c.unexplained_ns).unwrap_or(i64::MAX)));
+    }
+
+    /// The boots, or that there are none.
+    pub fn some(&self) -> Result<&Self, Gap> {
+        if self.count == 0 { Err(Gap::Unknown("no boot of this host: name the collector's directory with --dir".into())) } else { Ok(self) }
     }
 
     fn fact(&mut self, name: &'static str, value: Option<&str>) {
@@ -92,7 +107,9 @@ impl OwnBoots {
 }
 
 fn field<'a>(record: &'a Record, key: &str) -> Option<&'a str> {
-    record.fields.get(key).and_then(Field::as_str)
+    match record.fields.get(key)? {
+        Field::Text(text) | Field::Json(text) => Some(text),
+    }
 }
 
 fn push(values: &mut BTreeMap<String, Vec<i64>>, name: String, value: i64) {
