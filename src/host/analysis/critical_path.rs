@@ -131,17 +131,19 @@ pub fn gain(timeline: &Timeline, window: &Window, steps: &[usize]) -> (u64, u64)
 }
 
 fn gain_in(timeline: &Timeline, window: &Window, graph: &Graph, steps: &[usize]) -> (u64, u64) {
-    let mut zeroed = vec![false; timeline.steps.len()];
+    let mut left = vec![1.0; timeline.steps.len()];
     for step in steps {
-        if let Some(zero) = zeroed.get_mut(*step) {
-            *zero = true;
+        if let Some(left) = left.get_mut(*step) {
+            *left = 0.0;
         }
     }
-    let earlier = |trust| {
-        let gain = i128::from(window.to.at_ns) - graph.without(&zeroed, trust);
-        u64::try_from(gain).unwrap_or(0).min(window.wall_ns())
-    };
-    (earlier(false), earlier(true))
+    (sooner(window, graph, &left, false), sooner(window, graph, &left, true))
+}
+
+/// How much sooner the window would end if this part of each step's time were left.
+pub fn sooner(window: &Window, graph: &Graph, left: &[f64], trust_assumed: bool) -> u64 {
+    let gain = i128::from(window.to.at_ns) - graph.with_parts(left, trust_assumed);
+    u64::try_from(gain).unwrap_or(0).min(window.wall_ns())
 }
 
 struct Candidate {

@@ -102,9 +102,10 @@ impl Graph {
         }
     }
 
-    /// Time of the target if these steps had taken no time. `trust_assumed`: assumed orders count,
-    /// too; otherwise a node with only an assumed wait keeps its time.
-    pub fn without(&self, zeroed: &[bool], trust_assumed: bool) -> i128 {
+    /// Time of the target if of each step's time only this part were left: 0.0 of a step that takes
+    /// none, 1.0 of one that stays. `trust_assumed`: assumed orders count, too; otherwise a node
+    /// with only an assumed wait keeps its time.
+    pub fn with_parts(&self, left: &[f64], trust_assumed: bool) -> i128 {
         let mut at: Vec<i128> = self.nodes.iter().map(|n| i128::from(n.at_ns)).collect();
         for i in &self.order {
             let Some(node) = self.nodes.get(*i) else { continue };
@@ -113,9 +114,10 @@ impl Graph {
                 _ => at.get(*d).copied(),
             };
             let Some(last) = node.after.iter().filter_map(time_of).max() else { continue };
-            let zero = self.owner(*i).is_some_and(|step| zeroed.get(step).copied().unwrap_or(false));
+            let left = self.owner(*i).and_then(|step| left.get(step).copied()).unwrap_or(1.0);
             if let Some(time) = at.get_mut(*i) {
-                *time = last + if zero { 0 } else { node.lag_ns };
+                // A lag that stays is exact; f64 rounds above 2^53 ns, which is 104 days.
+                *time = last + if left < 1.0 { (node.lag_ns as f64 * left) as i128 } else { node.lag_ns };
             }
         }
         at.get(self.target).copied().unwrap_or(0)

@@ -6,6 +6,7 @@ pub mod blame; // owners of time
 pub mod graph; // waits of steps for steps
 pub mod critical_path; // the chain that set the end, and possible gains
 pub mod chapters; // the phases of a boot, for people
+pub mod cures; // what the rules of the doctor would have gained
 pub mod held_up; // steps that waited for a vCPU that enables a GPU
 pub mod statistics; // medians, percentiles, bootstrap
 pub mod metrics; // a boot as numbers that can be compared

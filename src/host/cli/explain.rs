@@ -2,17 +2,22 @@
 
 use super::boot_args::{BootArgs, boot_json, head, held_up, notes};
 use super::coverage::sentence;
-use crate::host::analysis::chapters::{Chapter, Line, chapters};
+use crate::host::analysis::chapters::{Cause, Chapter, Line, chapters};
+use crate::host::analysis::cures::{Cure, cures};
 use crate::host::analysis::held_up::{HeldUp, held_up as find_held_up};
 use crate::host::analysis::loaded::Loaded;
 use crate::host::boot::coverage::{CoverageSummary, coverage};
 use crate::host::boot::runtime_steps::{FIRST_STARTED, LAST_STARTED};
 use crate::host::boot::timeline::{Timeline, Window};
-use crate::host::data::text::{Ink, Screen, seconds};
+use crate::host::data::text::{Ink, Screen, printable, seconds};
+use crate::host::data::units::{histogram, size};
 use crate::host::system::stdout::print;
 use crate::host::views::grid::{Grid, Set, signed, time};
-use anyhow::Result;
-use serde::Serialize;
+use anyhow::{Context, Result, ensure};
+use serde::{Deserialize, Serialize};
+use std::collections::BTreeMap;
+use std::io::Read;
+use std::path::{Path, PathBuf};
 
 /// Milestones at which the user has containers, the latest first.
 const ENDS: [&str; 4] = [LAST_STARTED, FIRST_STARTED, "last container", "first container"];
@@ -24,17 +29,25 @@ const INDENT: usize = 28;
 const SHORT_NS: u64 = 1_000_000;
 /// Most steps that are named for a phase; the JSON form has all.
 const MAX_STEPS: usize = 20;
+/// Limit of a doctor's findings, in bytes: many times what they have.
+const MAX_FINDINGS: u64 = 4 << 20;
 
 const HELP: &str = "\
 TOOK is the time in which at least one step of the phase was running; phases overlap. SOONER is how much earlier the end would come if the phase took no \
 time: little for a phase beside a longer one. From the first milestone until the containers run, or --from and --to. `trace` adds what the host's kernel \
 did for the guest, an import of containerd's log the time before the guest.
 
+Below: the cures that `doctor` knows, and how much sooner this boot would have ended with each alone. Their gains do not add up: several shorten the same \
+steps. HERE is what the doctor found on that host (--doctor); without that a cure may be in place already.
+
 Examples:
   # the newest boot in this directory
   kata-gpu-boot explain
   # two boots side by side: before a cure, and after it
   kata-gpu-boot explain 5fc5 --before 0f7a --dir /var/log/boots
+  # with what the doctor found on this host
+  kata-gpu-boot doctor --json > doctor.json
+  kata-gpu-boot explain --doctor doctor.json
   # what would be gained by phase
   kata-gpu-boot explain --json | jq '.chapters[] | {phase, sooner_ns}'";
 
@@ -47,6 +60,36 @@ pub struct Args {
     /// Earlier boot to compare with: a file, or the start of a boot id.
     #[arg(long, value_name = "BOOT")]
     before: Option<String>,
+    /// Findings of the boot's host: the output of `doctor --json` there.
+    #[arg(long, value_name = "FILE")]
+    doctor: Option<PathBuf>,
+}
+
+/// What `doctor --json` prints, as far as it is used.
+#[derive(Deserialize)]
+struct Findings {
+    findings: Vec<Found>,
+}
+
+#[derive(Deserialize)]
+struct Found {
+    rule: String,
+    verdict: String,
+    #[serde(default)]
+    cure: String,
+}
+
+/// A cure, and what the doctor says of it.
+#[derive(Serialize)]
+struct Advice {
+    #[serde(flatten)]
+    cure: Cure,
+    /// Verdict of the doctor on the boot's host, where it was asked.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    here: Option<String>,
+    /// What to do, where the doctor found it.
+    #[serde(skip_serializing_if = "String::is_empty")]
+    text: String,
 }
 
 /// The account of one window.
@@ -55,6 +98,7 @@ struct Explained {
     coverage: CoverageSummary,
     chapters: Vec<Chapter>,
     held_up: Vec<HeldUp>,
+    cures: Vec<Advice>,
     #[serde(skip_serializing_if = "Option::is_none")]
     before: Option<Before>,
 }
@@ -80,8 +124,13 @@ pub fn text(args: &Args, screen: &Screen) -> Result<String> {
     let timeline = &loaded.boot.timeline;
     let before = args.before.clone().map(|boot| earlier(args, boot)).transpose()?;
     let found = coverage(timeline, &window);
-    let explained =
-        Explained { coverage: found.summary(), chapters: chapters(timeline, &window), held_up: find_held_up(timeline, &window), before };
+    let explained = Explained {
+        coverage: found.summary(),
+        chapters: chapters(&loaded.boot, &window),
+        held_up: find_held_up(timeline, &window),
+        cures: advice(cures(timeline, &window), args.doctor.as_deref().map(findings).transpose()?),
+        before,
+    };
     if args.boot.json {
         return boot_json(&loaded, &explained);
     }
@@ -91,6 +140,7 @@ pub fn text(args: &Args, screen: &Screen) -> Result<String> {
         None => story(&explained, screen, &mut out),
     }
     held_up(&explained.held_up, screen, &mut out);
+    advise(&explained.cures, screen, &mut out);
     notes(&timeline.notes, screen, &mut out);
     Ok(out.join("\n") + "\n")
 }
@@ -108,7 +158,7 @@ fn earlier(args: &Args, boot: String) -> Result<Before> {
     let window = window(&boot, &loaded)?;
     let timeline = &loaded.boot.timeline;
     let coverage = coverage(timeline, &window).summary();
-    Ok(Before { coverage, chapters: chapters(timeline, &window), boot_id: loaded.boot.boot_id.clone() })
+    Ok(Before { coverage, chapters: chapters(&loaded.boot, &window), boot_id: loaded.boot.boot_id.clone() })
 }
 
 /// The phases of one boot, each with its steps below.
@@ -123,7 +173,7 @@ fn story(explained: &Explained, screen: &Screen, out: &mut Vec<String>) {
     out.extend(lines.next());
     for (line, chapter) in lines.zip(&explained.chapters) {
         out.push(line);
-        out.extend(details(chapter, screen.width.unwrap_or(WIDTH)).iter().map(|line| screen.paint(Ink::Plain, line)));
+        out.extend(details(chapter, screen.width.unwrap_or(WIDTH)));
     }
 }
 
@@ -141,7 +191,25 @@ fn details(chapter: &Chapter, width: usize) -> Vec<String> {
         pieces.push(format!("{steps}{gpu}{}{}", seconds(line.took_ns), state(line)));
     }
     pieces.extend((rest > 0 && !named.is_empty()).then(|| format!("and {rest} more")));
-    wrapped(pieces, width)
+    let mut out = wrapped(pieces, width);
+    for line in named {
+        let gpu = line.gpu.map(|gpu| format!(" (GPU {gpu})")).unwrap_or_default();
+        let causes = line.causes.iter().filter(|cause| cause.took_ns >= SHORT_NS);
+        out.extend(causes.flat_map(|cause| wrapped(seen(cause, &gpu), width)));
+    }
+    out
+}
+
+/// `host: vmm.map-bar of 0000:41:00.0 (GPU 0) 2.010, 128 GiB, 64 calls, ..`: what the trace saw.
+fn seen(cause: &Cause, gpu: &str) -> Vec<String> {
+    let function = cause.function.map(|function| format!(" of {function}")).unwrap_or_default();
+    let mut pieces = vec![format!("host: {}{function}{gpu} {}", cause.step, seconds(cause.took_ns))];
+    pieces.extend((cause.count > 1).then(|| format!("{} times", cause.count)));
+    pieces.extend((cause.bytes > 0).then(|| size(cause.bytes)));
+    pieces.extend((cause.calls > 0).then(|| format!("{} calls", cause.calls)));
+    pieces.extend((!cause.pages_a_call.is_empty()).then(|| format!("pages a call {}", histogram(&cause.pages_a_call))));
+    pieces.extend((!cause.thread.is_empty()).then(|| format!("by {}", cause.thread)));
+    pieces
 }
 
 fn wrapped(pieces: Vec<String>, width: usize) -> Vec<String> {
@@ -163,6 +231,48 @@ fn state(line: &Line) -> &'static str {
         (_, true, _) => " (still going on)",
         (.., true) => " (only waited)",
         _ => "",
+    }
+}
+
+/// Reads what `doctor --json` printed.
+fn findings(path: &Path) -> Result<BTreeMap<String, Found>> {
+    let mut text = String::new();
+    let file = std::fs::File::open(path).with_context(|| format!("open {}", path.display()))?;
+    file.take(MAX_FINDINGS + 1).read_to_string(&mut text).with_context(|| format!("read {}", path.display()))?;
+    ensure!(text.len() as u64 <= MAX_FINDINGS, "{}: longer than {MAX_FINDINGS} bytes: give the output of `doctor --json`", path.display());
+    let found: Findings =
+        serde_json::from_str(&text).with_context(|| format!("{}: not the output of `kata-gpu-boot doctor --json`", path.display()))?;
+    Ok(found.findings.into_iter().map(|found| (found.rule.clone(), found)).collect())
+}
+
+/// Cures with the doctor's verdict; none that is in place already.
+fn advice(cures: Vec<Cure>, found: Option<BTreeMap<String, Found>>) -> Vec<Advice> {
+    let advice = |cure: Cure| {
+        let said = found.as_ref().and_then(|found| found.get(cure.rule));
+        Advice { here: said.map(|f| printable(&f.verdict)), text: said.map(|f| printable(&f.cure)).unwrap_or_default(), cure }
+    };
+    cures.into_iter().map(advice).filter(|advice| advice.here.as_deref() != Some("fine")).collect()
+}
+
+fn advise(cures: &[Advice], screen: &Screen, out: &mut Vec<String>) {
+    if cures.is_empty() {
+        return;
+    }
+    out.extend([String::new(), "Cures, each alone:".to_string()]);
+    let asked = cures.iter().any(|advice| advice.here.is_some());
+    let columns = [("SOONER", Set::Right), ("HERE", Set::Left), ("RULE", Set::Left), ("AGAINST", Set::Left)];
+    let kept: Vec<_> = columns.into_iter().filter(|(head, _)| asked || *head != "HERE").collect();
+    let mut grid = Grid::new(&kept);
+    for advice in cures {
+        let here = asked.then(|| advice.here.clone().unwrap_or_else(|| "-".into()));
+        let (cure, ink) = (&advice.cure, if here.as_deref() == Some("found") { Ink::Warning } else { Ink::Plain });
+        let cells = [Some(seconds(cure.sooner_ns)), here, Some(cure.rule.to_string()), Some(cure.title.to_string())];
+        grid.row(ink, cells.into_iter().flatten().collect());
+    }
+    out.extend(grid.lines(screen));
+    out.extend(cures.iter().filter(|a| !a.text.is_empty()).map(|a| format!("{}: {}", a.cure.rule, a.text)));
+    if !asked {
+        out.push(screen.paint(Ink::Dim, "whether the host has them already: `kata-gpu-boot doctor`, then --doctor FILE"));
     }
 }
 

@@ -120,6 +120,22 @@ fn two_boots_side_by_side_have_the_phases_of_both() {
 }
 
 #[test]
+fn a_cure_that_the_host_has_is_not_advised() {
+    let dir = TempDir::new();
+    let (slow, findings) = (path("recorded-8-gpus-slow-host"), dir.path().join("doctor.json").display().to_string());
+    let page = |text: &str| {
+        std::fs::write(&findings, text).unwrap();
+        explain::text(&parse(&[&slow, "--doctor", &findings]), &Screen::PLAIN)
+    };
+    let found = r#"{"rule": "huge-pfnmaps", "verdict": "found", "cure": "a kernel\u001b[2J from 6.15 on"}"#;
+    let text = page(&format!(r#"{{"findings": [{found}, {{"rule": "qemu-version", "verdict": "fine"}}]}}"#)).unwrap();
+    assert!(text.contains("15.021  found  huge-pfnmaps  VFIO maps") && !text.contains("qemu-version"), "{text}");
+    assert!(text.contains("huge-pfnmaps: a kernel\\x1b[2J from 6.15 on"), "{text}");
+    let error = format!("{:#}", page("{}").unwrap_err());
+    assert!(error.contains("not the output of `kata-gpu-boot doctor --json`"), "{error}");
+}
+
+#[test]
 fn on_a_terminal_of_eighty_columns_no_line_of_a_table_is_cut() {
     for boot in BOOTS.iter().filter(|b| **b != "hostile") {
         let text = pages(boot, &Screen { width: Some(80), colour: false }, &[]);
