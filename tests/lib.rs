@@ -6,6 +6,8 @@
 pub mod agent;
 pub mod driver_script;
 pub mod hardware;
+#[cfg(feature = "host")]
+pub mod import_agreement;
 pub mod minimal_init;
 pub mod protobuf;
 pub mod serial_init;

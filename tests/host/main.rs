@@ -22,6 +22,8 @@ mod goldens;
 mod hostile_soak;
 mod hooks;
 #[cfg(feature = "host")]
+mod import;
+#[cfg(feature = "host")]
 mod install;
 mod initrd;
 mod layers;

@@ -2,12 +2,12 @@
 //! nothing else.
 
 use super::harness::{DEADLINE, Guest, Outcome, TestContext, VmTest, complete};
+use crate::import_agreement::{Agreement, agreement};
 use anyhow::{Context, Result, ensure};
 use kata_gpu_init::events::names;
 use kata_gpu_init::events::record::{header_line, record_line};
 use kata_gpu_init::host::data::agent_log;
 use kata_gpu_init::host::data::boot_file::BootFile;
-use kata_gpu_init::host::tools::import::agreement::{Agreement, agreement};
 use kata_gpu_init::host::tools::import::assemble::{import, read};
 use kata_gpu_init::host::tools::import::log_files::Input;
 use std::fmt::Write;
@@ -40,7 +40,7 @@ fn agrees(context: &TestContext) -> Result<Outcome> {
     booted.created("all")?;
     ensure!(booted.settled()? == (8, 0), "{:?}", booted.settled()?);
     booted.event(names::LOCKDOWN)?;
-    ensure!(booted.console.wait_text(DEADLINE, "\"msg\":\"lockdown\""), "the console does not tell the end");
+    ensure!(booted.console.wait_text(DEADLINE, "\"msg\":\"lockdown\""), "the console lacks the last line");
     let records = booted.receiver.records();
     complete(&records)?;
     let mut text = header_line(booted.receiver.headers().first().context("no header")?);

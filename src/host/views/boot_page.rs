@@ -15,7 +15,7 @@ use anyhow::{Context, Result};
 use std::io::{self, Write};
 
 /// Table and summary.
-pub(crate) fn page(file: &BootFile, agent: &[AgentLine], boot: &Boot, verbose: bool, screen: Screen) -> Result<String> {
+pub fn page(file: &BootFile, agent: &[AgentLine], boot: &Boot, verbose: bool, screen: Screen) -> Result<String> {
     let mut out = Vec::new();
     write_page(&mut out, file, agent, boot, verbose, screen)?;
     String::from_utf8(out).context("a page is ASCII")

@@ -9,7 +9,6 @@
 //! input: bounded reads, no line can do harm.
 
 pub mod agent_lines; // lines of the agent and of our init
-pub mod agreement; // an import beside the stream of the same boot
 pub mod assemble; // files of one boot into one
 pub mod bpftrace; // format: bpftrace output
 pub mod choose; // choice of one boot
@@ -29,6 +28,3 @@ pub mod runtime_lines; // lines of containerd and of Kata's shims
 pub mod split_clock; // stamps of bpftrace whose two halves are of two clocks
 pub mod gpu_enablings; // steps that kernel lines show
 pub mod draft_writer; // records into the file of a boot
-
-#[cfg(test)]
-mod tests;

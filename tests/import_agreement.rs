@@ -4,13 +4,13 @@
 //! A time that only one of the two has is a disagreement, too: a console has no beginnings of
 //! steps, and may end early.
 
-use crate::events::catalogue::logged as own;
-use crate::events::record::Kind;
-use crate::host::boot::model::{Boot, Step};
-use crate::host::data::agent_log::AgentLine;
-use crate::host::data::boot_file::BootFile;
-use crate::host::data::compact_record::{Field, Record};
-use crate::host::data::imported_record::mark;
+use kata_gpu_init::events::catalogue::logged as own;
+use kata_gpu_init::events::record::Kind;
+use kata_gpu_init::host::boot::model::{Boot, Step};
+use kata_gpu_init::host::data::agent_log::AgentLine;
+use kata_gpu_init::host::data::boot_file::BootFile;
+use kata_gpu_init::host::data::compact_record::{Field, Record};
+use kata_gpu_init::host::data::imported_record::mark;
 use std::fmt;
 
 /// A time on which stream and import disagree.

@@ -1,33 +1,32 @@
-//! The formats together: golden pages of the fixtures in tests/fixtures/import, imports beside the
-//! truth, and hostile logs.
+//! `kata-gpu-boot import`, all formats: golden pages of the fixtures in tests/fixtures/import,
+//! imports beside the stream of the same boot, and hostile logs.
 //!
 //! The fixtures are one made-up boot of a guest with NVRC and three GPUs, of which one fails, in
 //! every format, and one recorded boot of our init (`two-gpus`) as stream and as console.
 
-use super::agreement::agreement;
-use super::assemble::{import, read};
-use super::bpftrace;
-use super::choose::Source;
-use super::import_report;
-use super::import_report::Report;
-use super::item::Skip;
-use super::log_files::Input;
-use crate::events::catalogue::logged as own;
-use crate::events::names;
-use crate::events::record::Kind;
-use crate::host::boot::model::Boot;
-use crate::host::data::agent_log;
-use crate::host::data::boot_file::BootFile;
-use crate::host::data::compact_record::{Field, Record};
-use crate::host::data::imported_record::Format;
-use crate::host::data::imported_record::{mark, of_record};
-use crate::host::data::text::Screen;
-use crate::host::testing::{golden, tests_dir};
-use crate::host::views::boot_page::page;
-use std::io::{Cursor, Write};
+use crate::initrd::gzip;
+use crate::{golden, project};
+use kata_gpu_init::events::catalogue::logged as own;
+use kata_gpu_init::events::names;
+use kata_gpu_init::events::record::Kind;
+use kata_gpu_init::host::boot::model::{Boot, Container};
+use kata_gpu_init::host::data::agent_log;
+use kata_gpu_init::host::data::boot_file::BootFile;
+use kata_gpu_init::host::data::compact_record::{Field, Record};
+use kata_gpu_init::host::data::imported_record::{Format, mark, of_record};
+use kata_gpu_init::host::data::text::Screen;
+use kata_gpu_init::host::tools::import::assemble::{import, read};
+use kata_gpu_init::host::tools::import::bpftrace;
+use kata_gpu_init::host::tools::import::choose::Source;
+use kata_gpu_init::host::tools::import::import_report::{self, Report};
+use kata_gpu_init::host::tools::import::item::Skip;
+use kata_gpu_init::host::tools::import::log_files::Input;
+use kata_gpu_init::host::views::boot_page::page;
+use kata_gpu_tests::import_agreement::agreement;
+use std::io::Cursor;
 
 fn bytes(name: &str) -> Vec<u8> {
-    std::fs::read(tests_dir(&format!("fixtures/import/{name}"))).unwrap()
+    std::fs::read(project().join("tests/fixtures/import").join(name)).unwrap()
 }
 
 fn source(name: &str, bytes: Vec<u8>) -> anyhow::Result<Source> {
@@ -70,10 +69,10 @@ fn every_format_has_its_golden_page() {
     ];
     for (name, files) in cases {
         let (report, file) = of_fixtures(files);
-        golden(&format!("import-{name}.txt"), &printed(&report, &file, false));
+        golden(&format!("host/import-{name}.txt"), &printed(&report, &file, false));
     }
     let (report, file) = of_fixtures(&["console.log"]);
-    golden("import-console-v.txt", &printed(&report, &file, true));
+    golden("host/import-console-v.txt", &printed(&report, &file, true));
 }
 
 /// Number of times that agree, and disagreements of an imported console and the boot's stream.
@@ -112,8 +111,7 @@ fn an_imported_console_gives_the_same_containers_as_the_stream() {
     assert!(out.is_empty() && agreed > 20, "{agreed}: {out:?}");
     let [direct, imported] = [Boot::new(&stream, &agent_log::read(console.as_slice()).unwrap()), Boot::new(&import, &[])];
     let known = |boot: &Boot| -> Vec<_> {
-        let one =
-            |c: &crate::host::boot::model::Container| (c.name.clone(), c.devices.clone(), c.tries, c.error.clone(), c.pause, c.pending);
+        let one = |c: &Container| (c.name.clone(), c.devices.clone(), c.tries, c.error.clone(), c.pause, c.pending);
         boot.containers.iter().map(one).collect()
     };
     assert_eq!((known(&direct).len(), known(&direct)), (10, known(&imported)));
@@ -251,9 +249,7 @@ fn of_several_boots_one_has_to_be_chosen() {
 
 #[test]
 fn gzip_and_a_truncated_one_are_read() {
-    let mut encoder = flate2::write::GzEncoder::new(Vec::new(), flate2::Compression::default());
-    encoder.write_all(&bytes("containerd.log")).unwrap();
-    let packed = encoder.finish().unwrap();
+    let packed = gzip(&bytes("containerd.log"));
     let (report, whole) = imported(&[("containerd.log.gz", packed.clone())]).unwrap();
     assert_eq!(whole.records, of_fixtures(&["containerd.log"]).1.records);
     assert_eq!(report.files[0].count.cut, None);
