@@ -1,11 +1,11 @@
 //! Hostile and odd files around `install` and `uninstall`: links, other writers, odd encodings and
 //! quoting, directories that cannot be written.
 
-use crate::install::{World, done, toml_of};
+use crate::install::{World, done, from_words, toml_of};
 use kata_gpu_init::host::cli;
 use kata_gpu_init::host::cli::install::say;
+use kata_gpu_init::host::tools::install::drop_in_file;
 use kata_gpu_init::host::tools::install::merge::Runtime;
-use kata_gpu_init::host::tools::install::{drop_in_file, from_words};
 use nix::sys::stat::Mode;
 use nix::unistd::{Uid, mkfifo, setfsuid};
 use std::fs;

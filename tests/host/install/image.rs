@@ -2,9 +2,9 @@
 //! runtime, what is refused, and the way back.
 
 use crate::golden;
-use crate::install::{World, done};
+use crate::install::{World, done, from_words};
 use kata_gpu_init::host::tools::install::merge::Runtime;
-use kata_gpu_init::host::tools::install::{Args, Said, from_words};
+use kata_gpu_init::host::tools::install::{Args, Said};
 use std::fs;
 use std::path::{Path, PathBuf};
 

@@ -14,16 +14,23 @@ use crate::initrd::{archive, file};
 use crate::{TempDir, golden, project};
 use kata_gpu_init::host::cli;
 use kata_gpu_init::host::tools::install;
+use kata_gpu_init::host::tools::install::Said;
 use kata_gpu_init::host::tools::install::drop_in;
 use kata_gpu_init::host::tools::install::kata_config::KataConfig;
 use kata_gpu_init::host::tools::install::merge::{Effective, Runtime};
-use kata_gpu_init::host::tools::install::{Said, from_words};
 use serde_json::Value as Json;
 use std::collections::BTreeMap;
 use std::fs;
 use std::os::unix::fs::{MetadataExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
+
+/// Arguments as the command line parses them.
+fn from_words<A: clap::Args>(words: &[&str]) -> Result<A, String> {
+    let command = A::augment_args(clap::Command::new("kata-gpu-boot").no_binary_name(true));
+    let matches = command.try_get_matches_from(words).map_err(|e| e.to_string())?;
+    A::from_arg_matches(&matches).map_err(|e| e.to_string())
+}
 
 /// Below the directory of a test; where kata-deploy puts what it installs.
 const RUNTIMES: &str = "opt/kata/share/defaults/kata-containers/runtimes";
@@ -416,7 +423,7 @@ fn an_initrd_that_cannot_boot_is_refused_with_reasons() {
     assert_eq!(lines[2], "nothing was written, for 2 reasons");
     fs::remove_file(&broken).unwrap();
     assert_eq!(world.snapshot(), before);
-    // Somebody who knows better is told what they passed.
+    // Somebody who knows better sees what they passed.
     let forced = world.install(&["--initrd", guest_without(&world, "c", &["init"]).to_str().unwrap(), "--force"]);
     assert_eq!(forced.code, 0);
     assert!(forced.err.starts_with("forced: ") && forced.out.contains("verified: 1 error, 0 warnings, 1 note"), "{forced:?}");

@@ -2,11 +2,11 @@
 //! file, processes that stay, and that nothing is left of them.
 
 use crate::collect::{program, until};
-use crate::install::{World, done};
+use crate::install::{World, done, from_words};
 use kata_gpu_init::host::cli;
 use kata_gpu_init::host::tools::install;
 use kata_gpu_init::host::tools::install::merge::Runtime;
-use kata_gpu_init::host::tools::install::{from_words, uninstall};
+use kata_gpu_init::host::tools::install::uninstall;
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 use serde_yaml::Value;

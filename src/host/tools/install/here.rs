@@ -468,13 +468,6 @@ impl Install {
     }
 }
 
-/// Parses arguments as the command line does, for tests.
-pub fn from_words<A: clap::Args>(words: &[&str]) -> Result<A, String> {
-    let command = A::augment_args(clap::Command::new("kata-gpu-boot").no_binary_name(true));
-    let matches = command.try_get_matches_from(words).map_err(|e| e.to_string())?;
-    A::from_arg_matches(&matches).map_err(|e| e.to_string())
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -25,4 +25,4 @@ pub mod uninstall;
 pub mod version;
 pub mod drop_in_file;
 
-pub use here::{Args, Said, from_words};
+pub use here::{Args, Said};
