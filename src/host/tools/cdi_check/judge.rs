@@ -43,7 +43,6 @@ macro_rules! judge {
             use $krate::spec::{new_spec, parse_spec, read_spec};
             use $krate::spec_dirs::with_spec_dirs;
             use $krate::specs::config::Spec;
-            use $krate::version::minimum_required_version;
 
             pub fn load(path: &PathBuf) -> Result<(), String> {
                 // Return the root cause alone: its context repeats whole lists of edits.
@@ -59,11 +58,6 @@ macro_rules! judge {
             pub fn document(path: &PathBuf) -> Result<Value, String> {
                 let spec: Spec = parse_spec(path).map_err(|e| format!("{e:#}"))?;
                 serde_json::to_value(spec).map_err(|e| e.to_string())
-            }
-
-            pub fn minimum_version(path: &PathBuf) -> Result<String, String> {
-                let spec = parse_spec(path).map_err(|e| format!("{e:#}"))?;
-                minimum_required_version(&spec).map(|v| v.to_string()).map_err(|e| format!("{e:#}"))
             }
 
             pub fn injector(documents: Vec<(PathBuf, Value)>) -> Result<Inject, String> {
@@ -146,15 +140,6 @@ impl Court {
             Agent::Kata4 => kata4::refresh,
         };
         refresh(&dir).map_err(|e| self.said(e))
-    }
-
-    /// The lowest version that the agent wants for the file.
-    pub fn minimum_version(&self, agent: Agent, index: usize) -> Result<String, String> {
-        let path = self.path(index)?;
-        match agent {
-            Agent::Kata3 => kata3::minimum_version(path),
-            Agent::Kata4 => kata4::minimum_version(path),
-        }
     }
 
     /// Injector of the devices of all files. `nodes`: per file, the nodes that an agent looks at.
