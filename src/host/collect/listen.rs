@@ -237,11 +237,6 @@ impl Listener {
         self.file.as_ref()
     }
 
-    /// Peer of every connection; None where one socket serves all VMs.
-    pub fn peer(&self) -> Option<Peer> {
-        self.file.as_ref().map(|file| Peer::Socket(file.path.clone()))
-    }
-
     /// Address that guests connect to, for people.
     pub fn place(&self) -> String {
         match &self.file {

@@ -16,7 +16,7 @@ mod target; // address and headers
 pub use answer::Outcome;
 use answer::{Answer, TIMEOUT, chain, shown};
 pub use backoff::Backoff;
-pub use target::{HEADERS_VARIABLE, Target};
+pub use target::Target;
 
 use bytes::Bytes;
 use http_body_util::Full;
