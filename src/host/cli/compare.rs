@@ -130,7 +130,7 @@ fn page(comparison: &Comparison, screen: &Screen) -> String {
     }
     out.push(String::new());
     if comparison.worse.is_empty() {
-        out.push(screen.paint(Ink::Good, "no slower"));
+        out.push(screen.paint(Ink::Good, "no milestone is slower"));
     } else {
         out.extend(comparison.worse.iter().map(|worse| screen.paint(Ink::Error, worse)));
     }

@@ -69,7 +69,7 @@ fn nobody_where_missing<T>(answer: nix::Result<Option<T>>) -> nix::Result<Option
 pub fn hand_over(dir: &File, to: RunAs) -> Result<()> {
     let meta = dir.metadata().context("look at --dir")?;
     if (meta.uid(), meta.gid()) != (to.uid.as_raw(), to.gid.as_raw()) {
-        fchown(dir, Some(to.uid), Some(to.gid)).with_context(|| format!("give --dir to user {}: start as root", to.uid))?;
+        fchown(dir, Some(to.uid), Some(to.gid)).with_context(|| format!("give --dir to user {}: run as root or omit --user", to.uid))?;
     }
     Ok(())
 }

@@ -37,7 +37,7 @@ pub fn find(boot: Option<&str>, dir: &Path) -> Result<PathBuf> {
     }
     // If there is no such file, the text may be the start of an id; else it is a missing path.
     if !boot.bytes().all(|b| matches!(b, b'0'..=b'9' | b'a'..=b'f' | b'-')) {
-        bail!("{}: no such file, and not a boot id", printable(boot));
+        bail!("{}: neither a file nor the start of a boot id: kata-gpu-boot list shows the ids", printable(boot));
     }
     let mut found: Vec<PathBuf> =
         boots(dir)?.into_iter().filter(|p| p.file_name().is_some_and(|n| n.to_string_lossy().starts_with(boot))).collect();

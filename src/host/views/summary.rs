@@ -70,7 +70,7 @@ pub fn summary(boot: &Boot, screen: &Screen) -> Vec<String> {
 fn pending(container: &Container) -> String {
     let asked = container.asked_ns.map(|at| format!("asked for at {}, ", approximately(at, container.approximate))).unwrap_or_default();
     match container.tries {
-        Some(tries) => format!("{asked}{tries} tries failed, and no line says that it was created"),
+        Some(tries) => format!("{asked}{tries} tries failed, and no line reports its creation"),
         None => format!("{asked}neither created nor failed here: why the agent refuses a container is in the runtime's log alone"),
     }
 }
@@ -220,7 +220,9 @@ pub fn complaints(boot: &Boot) -> Vec<String> {
         out.push(format!("the guest powered off: {}", printable(reason)));
     }
     if boot.settled_ns.is_none() && !boot.gpus.is_empty() && boot.imported.is_some() {
-        out.push("no log says when all GPUs were usable or failed: the driver says nothing of an initialisation that succeeds".to_string());
+        out.push(
+            "no log has the time at which all GPUs were usable or failed: the driver logs no initialisation that succeeds".to_string(),
+        );
     } else if boot.settled_ns.is_none() && !boot.gpus.is_empty() {
         out.push("not settled: some GPU was neither usable nor failed when the stream ended".to_string());
     }
@@ -229,7 +231,7 @@ pub fn complaints(boot: &Boot) -> Vec<String> {
         out.push(format!("{} record(s) missing: seq {}", boot.lost.records, gaps.join(", ")));
     }
     if boot.lost.reported_by_guest > 0 {
-        out.push(format!("the guest says that it dropped {} record(s)", boot.lost.reported_by_guest));
+        out.push(format!("the guest reports {} record(s) that it dropped", boot.lost.reported_by_guest));
     }
     if boot.garbage_lines > 0 {
         out.push(format!("{} line(s) from the guest were not of the format and were dropped", boot.garbage_lines));

@@ -82,10 +82,14 @@ impl Target {
             _ => bail!("{shown}: want http://HOST:{PORT}"),
         };
         let uri: Uri = format!("http://{rest}").parse().with_context(|| format!("read {shown}: want http://HOST:{PORT}"))?;
-        let host = uri.host().filter(|host| !host.is_empty()).with_context(|| format!("{shown}: no host in it"))?.to_string();
+        let host = uri
+            .host()
+            .filter(|host| !host.is_empty())
+            .with_context(|| format!("{shown}: no host in it: want http://HOST:{PORT}"))?
+            .to_string();
         let has_port = uri.authority().is_some_and(|authority| authority.as_str() != host);
         let port = if has_port { uri.port_u16().unwrap_or(0) } else { PORT };
-        ensure!(port > 0, "{shown}: its port is not one of 1 to 65535");
+        ensure!(port > 0, "{shown}: its port is not one of 1 to 65535: want http://HOST:{PORT}");
         let path = uri.path_and_query().map(|path| path.as_str()).filter(|path| !["", "/"].contains(path)).unwrap_or(PATH);
         let authority = format!("{host}:{port}");
         let shown = format!("http://{authority}{path}");
@@ -105,7 +109,7 @@ impl Target {
     /// Values are never shown.
     fn header(&mut self, key: &str, value: &str) -> Result<()> {
         let name = HeaderName::from_bytes(key.to_ascii_lowercase().as_bytes()).with_context(|| format!("header {:?}", printable(key)))?;
-        ensure!(!OURS.contains(&name.as_str()), "header {name}: it is the protocol's: leave it away");
+        ensure!(!OURS.contains(&name.as_str()), "header {name}: the protocol sets it: omit it");
         let mut value = HeaderValue::from_str(value).ok().with_context(|| format!("header {name}: its value is not printable ASCII"))?;
         value.set_sensitive(true);
         self.headers.insert(name, value);
