@@ -109,6 +109,34 @@ fn the_front_page_is_short_and_has_every_parameter() {
     );
 }
 
+/// Words in the first column of a table of a file's `//!`, without their arguments, in order.
+fn documented_words(source: &str) -> Vec<&str> {
+    let rows = source.lines().filter_map(|line| line.strip_prefix("//! | `")?.split(" |").next());
+    rows.flat_map(|cell| cell.split('`').step_by(2)).filter_map(|word| word.split(':').next()).collect()
+}
+
+/// Words that the arms of a file's `match` take, in order: `"a" => ..`, `"a" | "b" => ..`.
+fn matched_words(source: &str) -> Vec<&str> {
+    let arms = source.lines().filter(|line| line.starts_with("        \"")).filter_map(|line| line.split(" =>").next());
+    arms.flat_map(|arm| arm.split('"').skip(1).step_by(2)).collect()
+}
+
+#[test]
+fn each_word_of_a_guests_script_is_documented_once() {
+    let source = read("tests/vm/script.rs");
+    let (mut documented, mut matched) = (documented_words(&source), matched_words(&source));
+    documented.sort_unstable();
+    matched.sort_unstable();
+    assert!(matched.len() > 30, "{matched:?}");
+    assert_eq!(documented, matched);
+    // Negative control.
+    assert_eq!(
+        (documented_words("//! | `a:K`, `b` | c |"), matched_words("        \"a\" | \"b\" => c(\"d\"),")),
+        (vec!["a", "b"], vec!["a", "b"])
+    );
+    assert_ne!(documented_words("//! | `a` | c |\n//! | `a` | d |"), ["a"]);
+}
+
 #[test]
 fn every_script_the_readme_names_is_there() {
     let pages = read("README.md") + &read("tests/README.md") + &read("initrd/README.md");

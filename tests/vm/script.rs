@@ -1,4 +1,4 @@
-//! A guest half that acts on what the init tells: `testagent.script=WHEN>DO[+DO..];WHEN>DO..`, each
+//! A guest half that acts on records of the init: `testagent.script=WHEN>DO[+DO..];WHEN>DO..`, each
 //! step after the one before.
 //!
 //! WHEN is a record's name with `!begin` or `!end` for spans, and `/INDEX` for that of one GPU,
@@ -30,7 +30,8 @@
 //! | `config` | reports the functions' config accesses |
 //! | `driver` | reports every file that the driver has in /proc, one line each, and its devices |
 //! | `nodes` | reports the names of the driver's nodes in /dev |
-//! | `spec` | reports the text of every CDI spec |
+//! | `spec` | reports the text of every CDI spec, as it is at that moment |
+//! | `spec-file` | reports the text of the init's own spec |
 //! | `spec-has:TEXT` | waits until a CDI spec has this text, for at most half a minute; the script ends where it does not |
 //! | `file-has:PATH=TEXT` | waits until a file has this text, as long |
 //! | `serves:NAME=COUNT` | waits until a service has this many processes, as long |
@@ -38,14 +39,13 @@
 //! | `overrides` | reports every GPU's driver_override |
 //! | `cpus` | reports on which CPUs each thread of the worker, and each of the driver's that opens, may run |
 //! | `held` | reports which GPU nodes the init's processes have open |
-//! | `spec` | reports the CDI spec as it is at that moment |
 //! | `services` | reports the processes of NVIDIA's services: `NAME=PID ..` |
 //! | `kill-service:NAME` | kills the processes of a service |
 //! | `fabric:STATES` | gives the fabric of the simulated driver these states, as a manager elsewhere would: NVML's numbers, one for all or with commas |
 //! | `nvml:REQUEST` | asks NVML's helper, with `_` for blanks, and reports its answer |
 //! | `run:PROGRAM` | starts a program of the guest without arguments; the agent, which reaps it, reports how it ended |
 //!
-//! WHEN may also be `now`, which is at once, and needs no init that tells anything.
+//! WHEN may also be `now`, which is at once, and needs no record.
 
 use super::guest::{all_counters, connect};
 use crate::agent::children::start_watched;
