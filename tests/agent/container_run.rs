@@ -168,13 +168,13 @@ pub fn process(words: &[String]) -> ! {
         _ => Err(anyhow!("unknown words {words:?}")),
     };
     if let Err(error) = result {
-        tell(&report, &Report::Failed(format!("{error:#}")));
+        send(&report, &Report::Failed(format!("{error:#}")));
         std::process::exit(1);
     }
     std::process::exit(0)
 }
 
-fn tell(mut report: &UnixStream, what: &Report) {
+fn send(mut report: &UnixStream, what: &Report) {
     let line = serde_json::to_string(what).unwrap_or_default() + "\n";
     let _unused = report.write_all(line.as_bytes()); // nobody is left to report to
 }
@@ -183,7 +183,7 @@ fn first(change: &str, bundle: &str, report: &UnixStream) -> Result<()> {
     unshare(CloneFlags::CLONE_NEWPID).context("make a PID namespace")?;
     let stdin = OwnedFd::from(report.try_clone()?);
     let status = Command::new("/proc/self/exe").args([WORD, change, SECOND, bundle]).stdin(stdin).status()?;
-    tell(report, &Report::Status(status.to_string()));
+    send(report, &Report::Status(status.to_string()));
     Ok(())
 }
 
@@ -200,8 +200,8 @@ fn become_program(change: &str, bundle: &Path, report: &UnixStream) -> Result<()
     for hook in container_hooks::run(&hooks, &state) {
         let said = |text: &str| format!("{} ({:.1} ms): {text}", hook.name, hook.took.as_secs_f64() * 1e3);
         match &hook.result {
-            Ok(text) => tell(report, &Report::Hook(said(text))),
-            Err(error) => tell(report, &Report::HookFailed(said(error))),
+            Ok(text) => send(report, &Report::Hook(said(text))),
+            Err(error) => send(report, &Report::HookFailed(said(error))),
         }
     }
     container_root::enter(&root, change)?;

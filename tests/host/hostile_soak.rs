@@ -142,7 +142,7 @@ fn line(random: &mut Random, seq: &mut u64) -> Vec<u8> {
     }
 }
 
-/// A hostile guest's life: connections, each with a purpose, until told to stop. How many bytes it
+/// A hostile guest's life: connections, each with a purpose, until `stop` is set. How many bytes it
 /// got rid of.
 fn attack(n: u64, seed: u64, socket: &Path, stop: &AtomicBool) -> u64 {
     let mut random = Random::new(seed.wrapping_mul(1000) + n);

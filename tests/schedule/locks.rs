@@ -386,7 +386,7 @@ impl<'h> World<'h> {
         std::mem::take(&mut self.facts)
     }
 
-    fn tell(&mut self, fact: Fact) {
+    fn report(&mut self, fact: Fact) {
         if self.recording {
             self.facts.push((self.now, fact));
         }

@@ -64,11 +64,11 @@ static const char * const nv_strings_after[] = {
 	"ExcludedGpus",
 };
 
-NV_LIST(information_hang, "GPUs whose information is never told: lost, and never up before");
+NV_LIST(information_hang, "GPUs without information: lost, and never up before");
 
 static bool no_minor;
 module_param(no_minor, bool, 0444);
-MODULE_PARM_DESC(no_minor, "information files do not tell the minor");
+MODULE_PARM_DESC(no_minor, "information files lack the minor");
 
 static struct proc_dir_entry *nv_proc, *nv_proc_gpus;
 

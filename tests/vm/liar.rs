@@ -33,10 +33,10 @@ pub fn run() {
     let host_line =
         format!("{{\"schema\":1,\"kind\":\"host\",\"realtime_ns\":1,\"event\":\"sandbox\",\"id\":\"x\",\"pod\":\"{CLAIMED_POD}\"}}\n");
     let forged = record_line(&Record::new(Kind::Event, FORGED));
-    let stolen = tell(&[&header(victim), &forged]);
+    let stolen = send(&[&header(victim), &forged]);
     // Negative control: the same words for a boot that is nobody's.
-    let free = tell(&[&header(FREE), &forged, &host_line]);
-    let turned = tell(&[&header(FREE), &header(victim), &forged]);
+    let free = send(&[&header(FREE), &forged, &host_line]);
+    let turned = send(&[&header(FREE), &header(victim), &forged]);
     log::info(MESSAGE, &[("stolen", &stolen), ("free", &free), ("turned", &turned)]);
 }
 
@@ -45,7 +45,7 @@ fn header(boot_id: &str) -> String {
 }
 
 /// Sends lines to the collector on a connection of its own.
-fn tell(lines: &[&str]) -> String {
+fn send(lines: &[&str]) -> String {
     let answer = || -> std::io::Result<String> {
         let socket = socket(AddressFamily::Vsock, SockType::Stream, SockFlag::SOCK_CLOEXEC, None)?;
         connect(socket.as_raw_fd(), &VsockAddr::new(HOST_CID, DEFAULT_PORT))?;

@@ -162,7 +162,7 @@ fn failures(context: &TestContext, driver: &RealDriver) -> Result<Outcome> {
         ]
     };
     // All probed by the load, and each by its own bind. The last one's BAR of 128 GiB has no
-    // address, which is the kernel's word and not the driver's; it is told where the GPU is
+    // address, which is the kernel's word and not the driver's; the kernel logs it where the GPU is
     // enabled: in the driver's probe, or ahead of it.
     for (bind, step) in [("insmod", "probe"), ("pipelined", "enable")] {
         let words = format!("fakepci.gpus=8 {faults} fakepci.bar_unassigned=7 gpuinit.bind={bind}");

@@ -22,7 +22,7 @@ fn resets(booted: &Booted) -> Result<Vec<String>> {
     Ok(counts.collect())
 }
 
-/// The resets that the stream tells of, at their ends.
+/// Resets in the stream, at their ends.
 fn reported(records: &[Record]) -> Vec<&Record> {
     named(records, Kind::End, names::GPU_RESET)
 }

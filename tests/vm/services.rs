@@ -183,7 +183,7 @@ fn privileges(context: &TestContext) -> Result<Outcome> {
         if service.account.is_some() {
             is("Groups", &user)?;
         }
-        // Programs that drop by themselves are told to.
+        // Programs that drop by themselves have options for it.
         for argument in service.arguments {
             if let Argument::OwnAccount(option, account) = argument {
                 line(&booted, name, &format!("{option} {account}"))?;

@@ -1,4 +1,4 @@
-//! Many boots with random delays, orders and faults, each told by its seed: every GPU ends usable
+//! Many boots with random delays, orders and faults, each named by its seed: every GPU ends usable
 //! or with its reason, every container gets what it asked for or a clear error, and nothing hangs.
 
 use super::harness::{Booted, Guest, Outcome, TestContext, VmTest, complete, named};

@@ -26,7 +26,7 @@ use std::time::{Duration, Instant};
 
 /// Everything here takes milliseconds.
 pub const DEADLINE: Duration = Duration::from_secs(20);
-/// Pause between two looks where nothing tells of a change.
+/// Pause between two looks where nothing announces a change.
 const LOOK: Duration = Duration::from_millis(5);
 
 /// The program: the one that KATA_GPU_BOOT names, or the one of this build, built now if it is not
@@ -221,7 +221,7 @@ impl Guest {
                             _ = &mut stopped => return,
                         }
                     }
-                    // As the init does: nothing tells a guest that somebody listens.
+                    // As the init does: a guest gets no notice of a listener.
                     tokio::select! {
                         () = tokio::time::sleep(Duration::from_millis(20)) => {}
                         _ = &mut stopped => return,

@@ -28,7 +28,7 @@ fn read(python: &Path, trace: &[u8]) -> Result<Value, String> {
     }
 }
 
-/// (step with what tells it from its like, begin, end) by the CSV of the same boot.
+/// (step with what makes it unique, begin, end) by the CSV of the same boot.
 fn steps(stream: &str) -> BTreeSet<(String, i64, Option<i64>)> {
     let csv = String::from_utf8(export(stream, None, Format::Csv)).unwrap();
     let row = |line: &str| {

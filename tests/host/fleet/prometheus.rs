@@ -80,7 +80,7 @@ fn a_real_prometheus_scrapes_the_numbers_of_stats() {
             compared += 1;
         }
     }
-    // Module loads are told apart there by what a guest calls the module.
+    // Module loads differ there by what a guest calls the module.
     for row in stats["steps"].as_array().unwrap().iter().filter(|row| !row["name"].as_str().unwrap().contains(' ')) {
         let name = row["name"].as_str().unwrap();
         let count = query(server, &format!("kata_gpu_boot_step_seconds_count{{step=\"{name}\"}}"));

@@ -52,12 +52,12 @@ impl World<'_> {
             let (plugged, removed) = (due(function.plugged_at), due(function.removed_at));
             if plugged && self.gpus[k].at == At::Absent {
                 (self.gpus[k].at, self.gpus[k].enabled, self.gpus[k].removed) = (At::Present, false, false);
-                self.tell(Fact::Plugged(k));
+                self.report(Fact::Plugged(k));
             }
             if removed && self.gpus[k].at != At::Absent {
                 self.gpus[k].removed = true;
                 self.rest(k);
-                self.tell(Fact::Removed(k));
+                self.report(Fact::Removed(k));
             }
         }
     }
@@ -85,7 +85,7 @@ impl World<'_> {
         match (self.gpus[gpu].at, fails) {
             (At::Enable, _) => {
                 self.stay(gpu, if fails { At::Failed } else { At::Enabled });
-                self.tell(Fact::Enabled(gpu, !fails));
+                self.report(Fact::Enabled(gpu, !fails));
             }
             (_, true) => self.end_probe(gpu, false),
             (_, false) => self.go(gpu, At::Probe, self.host.gpus[gpu].times.probe),
@@ -141,7 +141,7 @@ impl World<'_> {
             At::Look => {
                 self.release_driver();
                 self.stay(gpu, At::Known);
-                self.tell(Fact::Looked(gpu));
+                self.report(Fact::Looked(gpu));
             }
             At::Attach(group) => match GROUPS.get(usize::from(group) + 1) {
                 Some(next) => {
@@ -208,7 +208,7 @@ impl World<'_> {
 
     fn end_probe(&mut self, gpu: usize, bound: bool) {
         self.stay(gpu, if bound { At::Bound } else { At::Failed });
-        self.tell(Fact::Probed(gpu, bound));
+        self.report(Fact::Probed(gpu, bound));
     }
 
     /// S1 is over.
@@ -219,7 +219,7 @@ impl World<'_> {
         } else {
             self.go(gpu, At::Boot, function.times.s2);
         }
-        self.tell(Fact::Attached(gpu));
+        self.report(Fact::Attached(gpu));
         if self.host.relaxed {
             self.release_driver();
         }
@@ -264,7 +264,7 @@ impl World<'_> {
             At::Attach(_) => self.wait_for_host(gpu),
             At::Boot if function.fault == Fault::InitFails || self.gpus[gpu].removed => {
                 self.stay(gpu, At::Failed);
-                self.tell(Fact::Initialised(gpu, false));
+                self.report(Fact::Initialised(gpu, false));
                 if !self.host.relaxed {
                     self.release_driver();
                 }
@@ -279,7 +279,7 @@ impl World<'_> {
             }
             At::State => {
                 self.stay(gpu, At::Usable);
-                self.tell(Fact::Initialised(gpu, true));
+                self.report(Fact::Initialised(gpu, true));
                 self.release_driver();
             }
             at => unreachable!("a timer of GPU {gpu}: {at:?}"),
@@ -308,13 +308,13 @@ impl World<'_> {
                     self.load = Load::Ends;
                 } else {
                     self.load = Load::NotBegun;
-                    self.tell(Fact::Loaded(false));
+                    self.report(Fact::Loaded(false));
                 }
             }
             Load::Ends if free => {
                 let [_, uvm] = self.host.load.unwrap_or_default();
                 self.load = Load::Uvm(self.now + uvm);
-                self.tell(Fact::Loaded(true));
+                self.report(Fact::Loaded(true));
             }
             Load::Uvm(at) if free && at <= self.now => {
                 self.load = Load::UvmWaits;
@@ -322,7 +322,7 @@ impl World<'_> {
             }
             Load::UvmEnds if free => {
                 self.load = Load::Over;
-                self.tell(Fact::UvmLoaded);
+                self.report(Fact::UvmLoaded);
             }
             _ => return false,
         }
@@ -339,7 +339,7 @@ impl World<'_> {
             self.waiters[at] = Waiter { who, left: left - 1, grace_ends: self.now + self.host.grace.max(1) };
         } else {
             self.waiters.remove(at);
-            self.tell(Fact::Waited(who));
+            self.report(Fact::Waited(who));
         }
         true
     }

@@ -1,4 +1,4 @@
-//! A whole host as tests/emulated-host/build has made it: Debian with systemd, whose root is told
+//! A whole host as tests/emulated-host/build has made it: Debian with systemd, whose root gets
 //! what to do over a serial port.
 
 use super::{Outcome, Silent, TestContext};

@@ -334,7 +334,7 @@ impl Guest {
         Ok(initrd)
     }
 
-    /// Starts it. `name` tells several guests of one test apart.
+    /// Starts it. `name` is unique among the guests of a test.
     pub fn boot(self, context: &TestContext, name: &str) -> Result<Booted> {
         let work_dir = context.work_dir.join(name);
         // Files of an earlier run would be taken for this one's.
