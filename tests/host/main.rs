@@ -29,6 +29,7 @@ mod initrd;
 mod layers;
 mod modules;
 mod nvml;
+mod plain_words;
 mod schedule;
 mod shell;
 mod test_names;

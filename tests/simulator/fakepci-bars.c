@@ -2,7 +2,7 @@
 /*
  * fakepci - what lies behind the BARs: addresses, and a few registers
  *
- * With `bar0`, register spaces lie in RAM that the kernel was told to leave
+ * With `bar0`, register spaces lie in RAM that the kernel has to leave
  * alone (mem=), and hold the few registers from which NVIDIA's own driver knows
  * an H100 and believes that its FSP has booted. That is all of the hardware
  * that this driver needs to bind, and to fail its initialisation honestly.

@@ -5,7 +5,7 @@
  * "add K" and "remove K" written to it plug one in, or take it away by surprise:
  * config space and registers read all ones from then on, and then the PCI core
  * removes it. "lose K" stops before that: the function has fallen off the bus,
- * and nobody has been told. Read, it counts config accesses.
+ * and nothing announces it. Read, it counts config accesses.
  *
  * Invariants: commands are carried out one after another, in the order in which
  * they were written.

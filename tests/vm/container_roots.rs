@@ -15,7 +15,7 @@ const LIBS: &str = "/usr/lib/x86_64-linux-gnu";
 const VERSION: &str = "550.163.01";
 /// Version of the CUDA image's compatibility libraries.
 const COMPAT: &str = "560.35.03";
-/// Who asks for what, on which root. The last two are without their hooks.
+/// Containers, their devices and roots. The last two are without their hooks.
 const CONTAINERS: &str = "debian:0@debian;all:all@debian;alpine:1@alpine;cuda:2@cuda;bare-cuda:2@cuda;bare-alpine:1@alpine";
 const WITHOUT_HOOKS: &str = "bare-cuda,bare-alpine";
 

@@ -1,4 +1,4 @@
-//! What a rule found on a host: verdict, evidence, cost and cure.
+//! Finding of a rule on a host: verdict, evidence, cost and cure.
 
 use super::rule::Rule;
 use serde::Serialize;
@@ -67,7 +67,7 @@ pub struct Problem {
     pub sure: Sure,
 }
 
-/// What a rule answers where its evidence is there.
+/// Answer of a rule whose evidence is there.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Answer {
     Fine(Vec<Evidence>),

@@ -35,7 +35,7 @@ fn of_guest(problem: Problem, bytes: f64, seconds: f64, how: &str) -> Problem {
     problem.model(bytes / GUEST * seconds, format!("1.2 TB of guest memory: {how}; for {:.0} GiB", bytes / (1u64 << 30) as f64))
 }
 
-/// Where guests get pages of hugetlbfs, other page sizes do not matter.
+/// Pages of hugetlbfs for guests, beside which other page sizes do not matter.
 fn hugetlb(facts: &HostFacts) -> Option<(String, String)> {
     let configured = facts.kata().ok().filter(|kata| kata.is_on("enable_hugepages")).map(|kata| {
         let file = kata.hypervisor("enable_hugepages").map_or(String::new(), |(_, file)| file.clone());

@@ -48,7 +48,7 @@ fn finding(rule: &'static Rule, facts: &HostFacts) -> Finding {
     }
 }
 
-/// What own boots measured, or else the rule's model.
+/// Cost that own boots measured, or else the rule's model.
 fn best(rule: &Rule, model: Option<Cost>, boots: &OwnBoots) -> Option<Cost> {
     if matches!(&model, Some(Cost { basis: Basis::Measured(_), .. })) {
         return model;

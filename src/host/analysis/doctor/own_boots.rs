@@ -13,10 +13,10 @@ use std::collections::BTreeMap;
 /// Limits of different names kept, of a name in bytes, and of boots.
 const MAX_NAMES: usize = 256;
 const MAX_NAME: usize = 64;
-/// Boots that are read, the newest first: more tell about a host that is no more.
+/// Boots that are read, the newest first: older ones are of a host that has changed.
 pub const MAX_BOOTS: usize = 200;
 
-/// What the collector's files show.
+/// Facts from the collector's files.
 #[derive(Clone, Debug, Default)]
 pub struct OwnBoots {
     pub count: usize,

@@ -30,7 +30,7 @@ pub struct Shortens {
 pub struct Rule {
     pub id: &'static str,
     pub area: Area,
-    /// What is wrong where the rule finds something.
+    /// Sentence on the fault that the rule finds.
     pub title: &'static str,
     /// Origin of the rule and of its figures.
     pub source: &'static str,

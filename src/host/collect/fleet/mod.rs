@@ -122,8 +122,8 @@ async fn follow(shared: &Arc<Shared>, mut stop: watch::Receiver<bool>) {
         let (over, next) = ends.take(Instant::now());
         let tried = std::mem::take(&mut waiting);
         for over in tried.into_iter().chain(over) {
-            // Reporting all boots may take longer than a stop may. Release the lock of `stop` here: the
-            // stopping thread waits for it.
+            // Reporting all boots may take longer than a stop may. Release the lock of `stop` here:
+            // the stopping thread waits for it.
             let stopping = *stop.borrow();
             if stopping || !report(shared, &over).await {
                 waiting.push(over);
