@@ -54,6 +54,18 @@ fn no_script_changes_a_lock_file_of_cargo() {
     assert_eq!(unlocked(&format!("{kept}\n{}", found.join("\n"))), found);
 }
 
+#[test]
+fn the_kata_tier_without_kata_is_skipped_with_one_line() {
+    for kata in ["", "/nonexistent/kata"] {
+        let mut command = std::process::Command::new(project().join("tests/run"));
+        let output = command.arg("kata").env("KATA", kata).output().unwrap();
+        let err = String::from_utf8_lossy(&output.stderr);
+        assert_eq!(output.status.code(), Some(3), "{err}");
+        assert!(output.stdout.is_empty() && err.lines().count() == 1, "{output:?}");
+        assert!(err.contains("KATA=DIR tests/run kata") && err.contains(kata), "{err}");
+    }
+}
+
 /// Hosts that packages can be had from.
 const ARCHIVES: &[&str] = &["debian.org", "ubuntu.com", "nvidia.com/compute", "nvidia.github.io"];
 
