@@ -1,8 +1,10 @@
 //! `/init` of a GPU guest. As PID 1 it boots the guest; started by a person it explains itself.
 
 use kata_gpu_init::cdi::{self, hooks};
+use kata_gpu_init::elf::build_id;
 use kata_gpu_init::services::{launch, service_table};
 use kata_gpu_init::{boot, clock, config, tsc};
+use sha2::{Digest, Sha256};
 use std::process::ExitCode;
 
 const HELP: &str = "\
@@ -17,7 +19,7 @@ usage:
   kata-gpu-init parameters    the kernel parameters, as a Markdown table
   kata-gpu-init services      NVIDIA's services, as a Markdown table
   kata-gpu-init hook ..       a container hook, as nvidia-cdi-hook: `kata-gpu-init hook --help` lists them
-  kata-gpu-init --version
+  kata-gpu-init --version     version, id of the build, and sum of this program, to compare with a release
   kata-gpu-init --help
 ";
 
@@ -28,6 +30,15 @@ usage:
 #[used]
 #[unsafe(link_section = ".init_array")]
 static BEFORE_MAIN: extern "C" fn() = kata_gpu_init::sys::before_main;
+
+/// Version, the build's id (that of the stream's `init.start`), and the program's sum, which stands
+/// in SHA256SUMS of its release.
+fn version() -> String {
+    let id = build_id::of_this_program().unwrap_or_else(|| "unknown".into());
+    let sum = std::fs::read("/proc/self/exe").map(|bytes| Sha256::digest(bytes).iter().map(|b| format!("{b:02x}")).collect());
+    let sum: String = sum.unwrap_or_else(|e| format!("unknown: read /proc/self/exe: {e}"));
+    format!("kata-gpu-init {}\nbuild {id}\nsha256 {sum}\n", env!("CARGO_PKG_VERSION"))
+}
 
 fn main() -> ExitCode {
     let started_ns = clock::boottime_ns(); // before anything else: the timeline starts here
@@ -46,7 +57,7 @@ fn main() -> ExitCode {
         Some("cdi") => return cdi::command::main(words.get(1..).unwrap_or_default()),
         Some("parameters") => print!("{}", config::parameter_table::parameters_markdown()),
         Some("services") => print!("{}", service_table::services_markdown()),
-        Some("--version" | "-V") => println!("kata-gpu-init {}", env!("CARGO_PKG_VERSION")),
+        Some("--version" | "-V") => print!("{}", version()),
         Some("--help" | "-h") => print!("{HELP}"),
         None => {
             eprintln!("kata-gpu-init: not PID 1, so there is nothing to boot; `kata-gpu-init --help` describes it");

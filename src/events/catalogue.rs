@@ -220,7 +220,8 @@ rows! {
     RECORDS;
 
     /// First instruction of PID 1.
-    INIT_START = "init.start", Event, Init, Init { pid: "", version: "" };
+    INIT_START = "init.start", Event, Init, Init
+        { pid: "", version: "", build: "id of the program: that of `kata-gpu-init --version` and of its release; absent where the linker made none" };
     /// Everything PID 1 does before it becomes the agent; the steps are its children.
     STAGE0 = "stage0", Span, Init, Init <- [derived::KERNEL_EXEC, derived::KERNEL];
     /// Mounting /proc, /sys, /dev and /run.

@@ -8,6 +8,7 @@ pub mod catalogue;
 pub mod journal;
 pub mod kmsg;
 pub mod layer;
+mod newer;
 pub mod record;
 pub mod ring;
 pub mod sinks;

@@ -12,7 +12,10 @@
 //! Records with one (boot id, seq) are the same record: a reader that reconnects sees them again
 //! and drops them. A missing `seq` was lost, and the stream reports it with a `stream.lost` event.
 //! Begin and end of a span are separate records, so that a step that hangs is visible as a span
-//! without end. Unknown keys are ignored; another `schema` is refused.
+//! without end.
+//!
+//! Lines of the next schema are read as far as they are known ([`super::newer`]); other schemas are
+//! refused. src/events/README.md has the rules for a change of the format.
 //!
 //! Nothing here trusts the other side: [`decode`] takes any bytes and returns a [`Line`] or a
 //! [`DecodeError`], never panics.
@@ -22,8 +25,10 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 use std::fmt;
 
-/// The only schema version this code writes and reads.
+/// The schema version this code writes.
 pub const SCHEMA: u32 = 1;
+/// The schema versions this code reads: a host is upgraded before or after its guests.
+pub const READS: std::ops::RangeInclusive<u32> = 1..=SCHEMA + 1;
 /// Longest line in bytes, newline included. The writer cuts texts to stay below; a reader drops
 /// longer lines and counts them.
 pub const MAX_LINE: usize = 16 * 1024;
@@ -46,6 +51,13 @@ pub enum Kind {
     /// A line of the kernel's log; `fields.text` is the line, `fields.kmsg_seq` and
     /// `fields.printk_us` are the kernel's own.
     Kmsg,
+}
+
+impl Kind {
+    /// Whether the record belongs to a span, whose id it has.
+    pub(super) fn is_of_span(self) -> bool {
+        matches!(self, Self::Begin | Self::End)
+    }
 }
 
 /// Importance of a record to a reader.
@@ -110,6 +122,17 @@ impl Record {
             fields: Map::new(),
         }
     }
+
+    /// The record, if its values are those of a writer.
+    pub(super) fn checked(self) -> Result<Self, DecodeError> {
+        if self.name.is_empty() || self.name.len() > MAX_NAME || !self.name.bytes().all(|b| b.is_ascii_graphic()) {
+            return Err(DecodeError::Invalid("name is empty, too long or not printable"));
+        }
+        if self.kind.is_of_span() != self.span.is_some() {
+            return Err(DecodeError::Invalid("begin and end need a span id, event and kmsg have none"));
+        }
+        Ok(self)
+    }
 }
 
 fn is_default(level: &Level) -> bool {
@@ -127,6 +150,12 @@ pub struct Header {
     pub kernel: String,
     /// `seq` of the first record that follows; more than 0 when older ones no longer fit the ring.
     pub first_seq: u64,
+}
+
+impl Header {
+    pub(super) fn checked(self) -> Result<Self, DecodeError> {
+        if is_boot_id(&self.boot_id) { Ok(self) } else { Err(DecodeError::Invalid("boot_id is not a UUID")) }
+    }
 }
 
 /// Answer to a ping.
@@ -153,7 +182,7 @@ pub enum DecodeError {
     TooLong(usize),
     /// Not JSON, or none of the three shapes; the text gives the position.
     Malformed(String),
-    /// Another schema version than [`SCHEMA`].
+    /// A schema version outside of [`READS`].
     Schema(u64),
     /// A value that no writer of this schema produces.
     Invalid(&'static str),
@@ -164,7 +193,10 @@ impl fmt::Display for DecodeError {
         match self {
             Self::TooLong(n) => write!(f, "line of {n} bytes, the limit is {MAX_LINE}"),
             Self::Malformed(why) => write!(f, "not a record: {why}"),
-            Self::Schema(v) => write!(f, "schema {v}, this program reads schema {SCHEMA}: use a matching version"),
+            Self::Schema(v) => {
+                let cure = if *v > u64::from(SCHEMA) { "upgrade kata-gpu-boot to the guest's version" } else { "no release wrote it" };
+                write!(f, "schema {v}, this program reads schemas {} to {}: {cure}", READS.start(), READS.end())
+            }
             Self::Invalid(what) => write!(f, "invalid record: {what}"),
         }
     }
@@ -186,30 +218,36 @@ struct Shape {
 
 /// Decodes one line, with or without its newline. Checks form and limits, not truth.
 pub fn decode(line: &[u8]) -> Result<Line, DecodeError> {
+    decode_with_schema(line).map(|(_, line)| line)
+}
+
+/// The same, with the line's schema.
+pub fn decode_with_schema(line: &[u8]) -> Result<(u32, Line), DecodeError> {
     if line.len() > MAX_LINE {
         return Err(DecodeError::TooLong(line.len()));
     }
-    let malformed = |e: serde_json::Error| DecodeError::Malformed(e.to_string());
     // Read the version first: the rest of another version's line may have any shape.
     let version: Version = serde_json::from_slice(line).map_err(malformed)?;
-    if version.schema != u64::from(SCHEMA) {
-        return Err(DecodeError::Schema(version.schema));
-    }
+    let schema = u32::try_from(version.schema).ok().filter(|schema| READS.contains(schema));
+    let schema = schema.ok_or(DecodeError::Schema(version.schema))?;
+    let line = if schema > SCHEMA { super::newer::decode(line, schema) } else { decode_own(line) };
+    Ok((schema, line?))
+}
+
+pub(super) fn malformed(error: impl fmt::Display) -> DecodeError {
+    DecodeError::Malformed(error.to_string())
+}
+
+fn decode_own(line: &[u8]) -> Result<Line, DecodeError> {
     let shape: Shape = serde_json::from_slice(line).map_err(malformed)?;
     if let Some(header) = shape.stream {
-        return if is_boot_id(&header.boot_id) { Ok(Line::Header(header)) } else { Err(DecodeError::Invalid("boot_id is not a UUID")) };
+        return header.checked().map(Line::Header);
     }
     if let (Some(pong), Some(boottime_ns)) = (shape.pong, shape.boottime_ns) {
         return Ok(Line::Pong(Pong { pong, boottime_ns }));
     }
     let record: Record = serde_json::from_slice(line).map_err(malformed)?;
-    if record.name.is_empty() || record.name.len() > MAX_NAME || !record.name.bytes().all(|b| b.is_ascii_graphic()) {
-        return Err(DecodeError::Invalid("name is empty, too long or not printable"));
-    }
-    if matches!(record.kind, Kind::Begin | Kind::End) != record.span.is_some() {
-        return Err(DecodeError::Invalid("begin and end need a span id, event and kmsg have none"));
-    }
-    Ok(Line::Record(Box::new(record)))
+    record.checked().map(|record| Line::Record(Box::new(record)))
 }
 
 /// Whether a text has the form of a boot id: a lower-case UUID. A peer chooses this text, and it
@@ -258,14 +296,14 @@ pub fn ping_line(id: u64) -> String {
     line_of(&serde_json::json!({ "schema": SCHEMA, "ping": id }))
 }
 
-/// The id in a ping line, or None for anything else.
+/// The id in a ping line of a schema that this code reads, or None for anything else.
 pub fn ping(line: &[u8]) -> Option<u64> {
     #[derive(Deserialize)]
     struct Ping {
         schema: u32,
         ping: u64,
     }
-    serde_json::from_slice::<Ping>(line).ok().filter(|p| p.schema == SCHEMA).map(|p| p.ping)
+    serde_json::from_slice::<Ping>(line).ok().filter(|p| READS.contains(&p.schema)).map(|p| p.ping)
 }
 
 #[cfg(test)]
@@ -318,6 +356,9 @@ mod tests {
         let pong = Pong { pong: 3, boottime_ns: 99 };
         assert_eq!(decode(pong_line(pong).as_bytes()), Ok(Line::Pong(pong)));
         assert_eq!(ping(ping_line(3).as_bytes()), Some(3));
+        // A newer host asks an older guest.
+        let asked = |schema: u32| ping(format!(r#"{{"schema":{schema},"ping":3,"new":[]}}"#).as_bytes());
+        assert_eq!([0, 1, 2, 3].map(asked), [None, Some(3), Some(3), None]);
     }
 
     #[test]
@@ -325,8 +366,9 @@ mod tests {
         assert!(matches!(decode(b""), Err(DecodeError::Malformed(_))));
         assert!(matches!(decode(b"{\"schema\":1,\"seq\":1"), Err(DecodeError::Malformed(_))));
         assert!(matches!(decode(b"\xff\xfe\x00"), Err(DecodeError::Malformed(_))));
-        assert_eq!(decode(br#"{"schema":2,"seq":1}"#), Err(DecodeError::Schema(2)));
-        assert_eq!(decode(br#"{"schema":2,"stream":{"other":true},"pong":"x"}"#), Err(DecodeError::Schema(2)));
+        for schema in [0, 3, u64::MAX] {
+            assert_eq!(decode(format!(r#"{{"schema":{schema},"stream":{{"other":true}},"pong":"x"}}"#).as_bytes()), Err(DecodeError::Schema(schema)));
+        }
         assert_eq!(decode(&vec![b' '; MAX_LINE + 1]), Err(DecodeError::TooLong(MAX_LINE + 1)));
         let path = br#"{"schema":1,"stream":{"boot_id":"../../../../etc/passwd-aaaaaaaaaaaaa","version":"","kernel":"","first_seq":0}}"#;
         assert_eq!(decode(path), Err(DecodeError::Invalid("boot_id is not a UUID")));

@@ -31,6 +31,8 @@ mod modules;
 mod nvml;
 mod plain_words;
 mod schedule;
+#[cfg(feature = "host")]
+mod schemas;
 mod shell;
 mod test_names;
 #[cfg(feature = "host")]

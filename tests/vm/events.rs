@@ -167,6 +167,7 @@ const VOLATILE: &[&str] = &[
     "stay",
     "held_by",
     "main_pid",
+    "build",
 ];
 
 /// The stream in a form that is the same for every boot: times and volatile values masked, span ids

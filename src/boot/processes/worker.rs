@@ -15,6 +15,7 @@ use crate::boot::wire::name_process;
 use crate::boot::wire::opener::Opener;
 use crate::clock::{self, boottime_ns};
 use crate::config::{Bind, Config, ToHost};
+use crate::elf::build_id;
 use crate::events::journal::{Journal, UNKNOWN};
 use crate::events::ring::Ring;
 use crate::events::sinks::stream::Identity;
@@ -220,7 +221,10 @@ async fn report_end_of_keeper(socket: std::io::Result<OwnedFd>) {
 /// Emits stage 0: the times of its steps, and the outcome of the parameters.
 fn report_stage0(boot: &Boot) {
     let stamps = &boot.stamps;
-    tracing::info!(name: names::INIT_START, at_ns = stamps.started_ns, pid = 1_u64, version = env!("CARGO_PKG_VERSION"));
+    // Read here, beside the agent's start, not by PID 1.
+    let build = build_id::of_this_program();
+    let version = env!("CARGO_PKG_VERSION");
+    tracing::info!(name: names::INIT_START, at_ns = stamps.started_ns, pid = 1_u64, version, build);
     let end_ns = stamps.steps.last().map_or(stamps.started_ns, |s| s.end_ns);
     let stage0 = step!(names::STAGE0, at_ns = stamps.started_ns);
     stage0.note("at_ns", end_ns);

@@ -170,6 +170,8 @@ mod tests {
         let mut long = vec![b'x'; 10_000];
         long.extend_from_slice(b"{\"schema\":1,\"ping\":6}\n{\"schema\":1,\"ping\":7}\n");
         assert_eq!(input.take(&long), [7]);
+        // A newer host's, with what only that host knows.
+        assert_eq!(input.take(b"{\"schema\":2,\"ping\":8,\"realtime_ns\":1}\n{\"schema\":3,\"ping\":9}\n"), [8]);
         assert!(input.line.len() <= MAX_INPUT);
     }
 }

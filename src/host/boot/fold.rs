@@ -42,6 +42,7 @@ impl Boot {
             health: GuestHealth::of(records.iter().copied()),
             clock: clock_summary(file, &clock),
             lost: Lost { records: file.seqs.missing(), gaps: file.seqs.gaps().take(MAX_NAMED_GAPS).collect(), reported_by_guest: 0 },
+            newer_schema: file.newer_schema,
             damaged_lines: file.damaged,
             damage: file.damage.clone(),
             imported: file.imported().cloned(),
@@ -52,6 +53,7 @@ impl Boot {
             match &line.event {
                 HostEvent::Garbage { lines, .. } => boot.garbage_lines = boot.garbage_lines.saturating_add(*lines),
                 HostEvent::Capped { why } => boot.capped = Some(why.clone()),
+                HostEvent::Unknown => boot.unknown_host_lines += 1,
                 // Records that were dropped and did not come again are in `lost`.
                 HostEvent::Connected { .. }
                 | HostEvent::Disconnected { .. }
@@ -70,6 +72,9 @@ impl Boot {
             match record.name.as_str() {
                 names::SETTLED => boot.settled_ns = Some(record.boottime_ns),
                 names::POWER_OFF => boot.power_off = Some(record.error.as_deref().unwrap_or_default().to_string()),
+                names::INIT_START => {
+                    boot.build = record.fields.get("build").and_then(Field::as_str).map(str::to_string);
+                }
                 names::STREAM_LOST => {
                     let lost = record.fields.get("lost").and_then(Field::as_u64).unwrap_or(0);
                     boot.lost.reported_by_guest = boot.lost.reported_by_guest.saturating_add(lost);

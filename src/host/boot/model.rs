@@ -35,6 +35,9 @@ pub struct Boot {
     /// Version of kata-gpu-init.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub version: Option<String>,
+    /// Id of the init's build, as reported by the guest: that of its release (initrd/release).
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub build: Option<String>,
     /// `uname -r` of the guest.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub kernel: Option<String>,
@@ -72,6 +75,13 @@ pub struct Boot {
     /// Counts of parts left out, over the limits of [`crate::host::data::budget`].
     #[serde(skip_serializing_if = "Option::is_none")]
     pub too_large: Option<TooLarge>,
+    /// Schema of the guest's stream, if newer than this program's: what is unknown of it is shown
+    /// as events and fields.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub newer_schema: Option<u32>,
+    /// Number of lines of a newer collector that are unknown here.
+    #[serde(skip_serializing_if = "is_zero")]
+    pub unknown_host_lines: usize,
     /// Sources of the boot, if not a guest's stream alone.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub imported: Option<Imported>,

@@ -364,7 +364,7 @@ fn show_line(view: &mut View, all: bool, name: &OsStr, progress: &mut Progress, 
                         live.clock(sample);
                     }
                 }
-                FileLine::Header(_) | FileLine::Pong => {}
+                FileLine::Header(..) | FileLine::Pong => {}
             }
             let lines = live.spill();
             if !lines.is_empty() {

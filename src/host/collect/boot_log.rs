@@ -155,7 +155,7 @@ impl BootLog {
 
     fn learn(&mut self, line: Result<FileLine, String>) {
         match line {
-            Ok(FileLine::Header(_)) => self.has_header = true,
+            Ok(FileLine::Header(..)) => self.has_header = true,
             Ok(FileLine::Record(record)) => {
                 self.records += u64::from(self.seqs.insert(record.seq));
                 self.end.learn(record.kind, &record.name);
@@ -171,7 +171,7 @@ impl BootLog {
                 HostEvent::Exported { .. } => self.end.reported = true,
                 // An imported file is not a guest's; the other events change no state.
                 HostEvent::Disconnected { .. } | HostEvent::Garbage { .. } | HostEvent::Trace { .. } | HostEvent::Imported(_) => {}
-                HostEvent::Traced(_) | HostEvent::Recording(_) => {}
+                HostEvent::Traced(_) | HostEvent::Recording(_) | HostEvent::Unknown => {}
             },
         }
     }

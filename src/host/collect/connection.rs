@@ -9,7 +9,7 @@ use super::boot_log::Stored;
 use super::collector_counters::{Stats, add};
 use super::limits::Limits;
 use super::store::Attached;
-use crate::events::record::{self, DecodeError, Header, Line, MAX_LINE, SCHEMA};
+use crate::events::record::{self, DecodeError, Header, Line, MAX_LINE};
 use crate::host::data::boot_file::HostEvent;
 use crate::host::data::clock_offset::{PING_INTERVAL, PING_INTERVAL_QUIET, Pinger, QUIET_AFTER, Sample};
 use crate::host::data::compact_record::Record;
@@ -75,6 +75,8 @@ struct Boot {
 /// A header that came: the guest's claim of its boot.
 #[derive(Debug)]
 pub struct Introduction {
+    /// Schema of the stream.
+    pub schema: u32,
     pub header: Header,
     /// The line as it came.
     pub raw: Vec<u8>,
@@ -154,14 +156,16 @@ impl Connection {
     }
 
     fn take_line(&mut self, raw: &[u8], now: HostNow, news: &mut dyn FnMut(News)) -> Result<()> {
-        match (record::decode(raw), &mut self.boot) {
-            (Ok(Line::Header(header)), None) => self.introduction = Some(Introduction { header, raw: raw.to_vec() }),
-            (Ok(Line::Header(header)), Some(boot)) => {
+        match (record::decode_with_schema(raw), &mut self.boot) {
+            (Ok((schema, Line::Header(header))), None) => {
+                self.introduction = Some(Introduction { schema, header, raw: raw.to_vec() });
+            }
+            (Ok((_, Line::Header(header))), Some(boot)) => {
                 if header.boot_id != **boot.attached.id() {
                     bail!("{}: claimed boot {} and now claims {}", self.peer, boot.attached.id(), header.boot_id);
                 }
             }
-            (Ok(Line::Record(record)), Some(boot)) => match boot.attached.with(|log| log.append(&record, raw)) {
+            (Ok((_, Line::Record(record))), Some(boot)) => match boot.attached.with(|log| log.append(&record, raw)) {
                 Stored::New => {
                     add(&self.stats.records, 1);
                     boot.records += 1;
@@ -185,7 +189,7 @@ impl Connection {
                 }
                 Stored::Gap => self.garbage(raw.len(), DecodeError::Invalid("too many gaps between the numbers (limit gaps)")),
             },
-            (Ok(Line::Pong(pong)), Some(boot)) => {
+            (Ok((_, Line::Pong(pong))), Some(boot)) => {
                 if let Some(ponged) = boot.pinger.receive(pong, now.instant) {
                     if let Some(sample) = ponged.keep {
                         boot.attached.with(|log| log.append_host(HostEvent::Clock(sample)));
@@ -198,11 +202,9 @@ impl Connection {
                     }
                 }
             }
-            (Ok(Line::Record(_) | Line::Pong(_)), None) => self.garbage(raw.len(), DecodeError::Invalid("a record before the header")),
+            (Ok((_, Line::Record(_) | Line::Pong(_))), None) => self.garbage(raw.len(), DecodeError::Invalid("a record before the header")),
             // Every line will be of that version: report it once and hang up.
-            (Err(DecodeError::Schema(version)), None) => {
-                bail!("{}: writes schema {version}, this program reads schema {SCHEMA}: use a matching version", self.peer)
-            }
+            (Err(error @ DecodeError::Schema(_)), None) => bail!("{}: {error}", self.peer),
             (Err(error), _) => self.garbage(raw.len(), error),
         }
         Ok(())
@@ -211,7 +213,7 @@ impl Connection {
     /// The header to deal with, if one came.
     pub fn introduction(&mut self) -> Option<Introduction> {
         // Keep the introduction until `begin`: lines behind the header wait.
-        self.introduction.as_mut().map(|i| Introduction { header: i.header.clone(), raw: std::mem::take(&mut i.raw) })
+        self.introduction.as_mut().map(|i| Introduction { schema: i.schema, header: i.header.clone(), raw: std::mem::take(&mut i.raw) })
     }
 
     /// Accepts the guest of the [`Introduction`] and takes the lines received meanwhile.
@@ -343,7 +345,7 @@ mod tests {
         fn say(&mut self, text: impl AsRef<[u8]>) -> Result<()> {
             let news = &mut |n| self.news.push(n);
             self.connection.take(text.as_ref(), self.now, news)?;
-            if let Some(Introduction { header, raw }) = self.connection.introduction() {
+            if let Some(Introduction { header, raw, .. }) = self.connection.introduction() {
                 let attached = self.runtime.block_on(self.disk.store.attach(&header, &raw, "cid 5", || true))?;
                 self.connection.begin(attached, self.now, news)?;
             }
@@ -444,9 +446,9 @@ mod tests {
 
     #[test]
     fn another_schema_is_refused_with_the_cure() {
-        let line = header_line(BOOT).replace("\"schema\":1", "\"schema\":2");
+        let line = header_line(BOOT).replace("\"schema\":1", "\"schema\":3");
         let error = Guest::new().say(line).unwrap_err().to_string();
-        assert!(error.contains("use a matching version"), "{error}");
+        assert!(error.contains("upgrade kata-gpu-boot to the guest's version"), "{error}");
     }
 
     #[test]

@@ -12,6 +12,7 @@ use super::listen::Peer;
 use super::peers::{Peers, Slot};
 use super::stop::stopped;
 use super::store::{Log, Store};
+use crate::host::data::boot_file::newer_sentence;
 use crate::host::data::text::printable;
 use crate::host::system::async_fd::watch as watch_fd;
 use anyhow::{Context, Result};
@@ -305,11 +306,14 @@ fn read_turn(socket: &OwnedFd, connection: &mut Connection, shared: &Shared) -> 
 
 /// Deals with a header, if one came.
 async fn introduce(connection: &mut Connection, slot: &Slot, shared: &Arc<Shared>) -> Result<()> {
-    let Some(Introduction { header, raw }) = connection.introduction() else { return Ok(()) };
+    let Some(Introduction { schema, header, raw }) = connection.introduction() else { return Ok(()) };
     let may_begin = || slot.new_boot(Instant::now());
     let attached = shared.store.attach(&header, &raw, &slot.peer.to_string(), may_begin).await?;
     let text = format!("boot {} connected from {}, kata-gpu-init {}", attached.id(), slot.peer, printable(&header.version));
     shared.tell_of(&slot.peer, &text);
+    if let Some(newer) = newer_sentence(schema) {
+        shared.log(&slot.peer, &format!("boot {}: {newer}", attached.id()));
+    }
     connection.begin(attached, HostNow::read(), &mut |news| shared.tell_news(news))?;
     name(connection, slot);
     Ok(())

@@ -78,6 +78,9 @@ pub enum HostEvent {
     Traced(Box<Traced>),
     /// Facts about the recording that gave these.
     Recording(Box<Recording>),
+    /// A line of a newer collector, unknown here.
+    #[serde(other)]
+    Unknown,
 }
 
 /// A VM by its ids in Kata and Kubernetes.
@@ -184,6 +187,17 @@ impl HostLine {
     }
 }
 
+/// Report about a stream that is newer than this program, with the cure.
+pub fn newer_sentence(schema: u32) -> Option<String> {
+    let own = record::SCHEMA;
+    (schema > own).then(|| {
+        format!(
+            "the guest is newer (schema {schema} of the stream, this program's is {own}): what is unknown is kept in the file and shown as it \
+             came; upgrade kata-gpu-boot to the guest's version"
+        )
+    })
+}
+
 /// A line that is neither the guest's nor the collector's.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Damage {
@@ -196,6 +210,8 @@ pub struct Damage {
 #[derive(Clone, Debug, Default)]
 pub struct BootFile {
     pub header: Option<Header>,
+    /// Schema of the header, if newer than this program's.
+    pub newer_schema: Option<u32>,
     /// In file order, each seq once.
     pub records: Vec<Record>,
     pub host: Vec<HostLine>,
@@ -268,8 +284,11 @@ impl BootFile {
 
     fn add(&mut self, number: u64, length: usize, line: Result<FileLine, String>) {
         match line {
-            Ok(FileLine::Header(header)) => match &self.header {
-                None => self.header = Some(header),
+            Ok(FileLine::Header(schema, header)) => match &self.header {
+                None => {
+                    self.newer_schema = (schema > record::SCHEMA).then_some(schema);
+                    self.header = Some(header);
+                }
                 Some(first) if first.boot_id == header.boot_id => {}
                 Some(first) => {
                     let why = format!("header of another boot, {}, in the file of {}", header.boot_id, first.boot_id);
@@ -422,7 +441,8 @@ pub fn for_each_line(mut from: impl Read, mut each: impl FnMut(u64, usize, Resul
 /// A line of a boot's file.
 #[derive(Debug)]
 pub enum FileLine {
-    Header(Header),
+    /// With the schema of the line.
+    Header(u32, Header),
     Record(Record),
     /// Never stored by the collector.
     Pong,
@@ -432,14 +452,14 @@ pub enum FileLine {
 /// Decodes a line. The guest's format has priority: a line that a guest could have sent never
 /// counts as the collector's.
 pub fn decode(line: &[u8], names: &mut Names) -> Result<FileLine, String> {
-    let error = match record::decode(line) {
-        Ok(Line::Header(header)) => return Ok(FileLine::Header(header)),
-        Ok(Line::Record(record)) => return Ok(FileLine::Record(Record::new(*record, names))),
-        Ok(Line::Pong(_)) => return Ok(FileLine::Pong),
+    let error = match record::decode_with_schema(line) {
+        Ok((schema, Line::Header(header))) => return Ok(FileLine::Header(schema, header)),
+        Ok((_, Line::Record(record))) => return Ok(FileLine::Record(Record::new(*record, names))),
+        Ok((_, Line::Pong(_))) => return Ok(FileLine::Pong),
         Err(error) => error,
     };
     match serde_json::from_slice::<HostLine>(line) {
-        Ok(host) if host.schema == record::SCHEMA => Ok(FileLine::Host(host)),
+        Ok(host) if record::READS.contains(&host.schema) => Ok(FileLine::Host(host)),
         _ => Err(text::printable(&error.to_string())),
     }
 }

@@ -10,9 +10,12 @@ use crate::host::data::boot_file::{BootFile, HostEvent, Sandbox};
 use crate::host::data::clock_points::{ClockPoints, Placed};
 use crate::host::data::compact_record::{Record, in_time};
 use crate::host::data::guest_clocks::GuestClocks;
-use crate::host::data::text::{Screen, error_bound, printable};
+use crate::host::data::text::{Screen, error_bound, printable, printable_start};
 use anyhow::{Context, Result};
 use std::io::{self, Write};
+
+/// Longest id of a build that is shown, in bytes; SHA-1 has 40 digits.
+const MAX_BUILD: usize = 64;
 
 /// Table and summary.
 pub fn page(file: &BootFile, agent: &[AgentLine], boot: &Boot, verbose: bool, screen: Screen) -> Result<String> {
@@ -27,7 +30,8 @@ pub fn write_page(out: &mut dyn Write, file: &BootFile, agent: &[AgentLine], boo
     let table = Table { screen };
     if let Some(header) = &file.header {
         let (version, kernel) = (printable(&header.version), printable(&header.kernel));
-        writeln!(out, "boot {}, kata-gpu-init {version}, kernel {kernel}", header.boot_id)?;
+        let build = boot.build.as_deref().map(|build| format!(" (build {})", printable_start(build.as_bytes(), MAX_BUILD))).unwrap_or_default();
+        writeln!(out, "boot {}, kata-gpu-init {version}{build}, kernel {kernel}", header.boot_id)?;
         if let Some(sandbox) = file.sandbox() {
             writeln!(out, "{}", sandbox_line(sandbox))?;
         }

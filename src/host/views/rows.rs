@@ -347,6 +347,8 @@ fn fields_text(record: &Record) -> String {
             || key == imported_record::MARK
             || (OF_GPUS.contains(&key) && record.gpu.is_some())
             || (key == "reason" && record.error.is_some())
+            // In the head of the page.
+            || (key == "build" && record.name == *names::INIT_START)
         {
             continue;
         }

@@ -4,6 +4,7 @@
 use super::health_table::HealthTable;
 use crate::host::boot::model::{Boot, ClockSummary, Container, Failure, Gpu, OpenStep, Step};
 use crate::host::data::agent_log::NONE;
+use crate::host::data::boot_file::newer_sentence;
 use crate::host::data::clock_offset::RATE_ERROR_PPM;
 use crate::host::data::text::{Ink, Screen, error_bound, printable, seconds, wall_clock};
 
@@ -238,6 +239,10 @@ pub fn complaints(boot: &Boot) -> Vec<String> {
     }
     if let Some(why) = &boot.capped {
         out.push(format!("the collector stopped storing this boot at {}", printable(why)));
+    }
+    out.extend(boot.newer_schema.and_then(newer_sentence));
+    if boot.unknown_host_lines > 0 {
+        out.push(format!("{} line(s) of a newer collector are unknown here: upgrade this kata-gpu-boot", boot.unknown_host_lines));
     }
     out.extend(boot.too_large.map(|too_large| too_large.sentence()));
     if boot.damaged_lines > 0 {

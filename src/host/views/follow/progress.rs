@@ -68,7 +68,7 @@ impl Progress {
                 }
                 return Some(row);
             }
-            FileLine::Header(_) | FileLine::Pong => {}
+            FileLine::Header(..) | FileLine::Pong => {}
             FileLine::Host(line) => match &line.event {
                 HostEvent::Connected { .. } => self.gone = None,
                 HostEvent::Disconnected { .. } => self.gone = Some(at),
@@ -85,7 +85,8 @@ impl Progress {
                 | HostEvent::Exported { .. }
                 | HostEvent::Imported(_)
                 | HostEvent::Traced(_)
-                | HostEvent::Recording(_) => {}
+                | HostEvent::Recording(_)
+                | HostEvent::Unknown => {}
             },
         }
         None
