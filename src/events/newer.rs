@@ -10,8 +10,8 @@ use super::record::{DecodeError, Header, Kind, Line, Pong, Record, malformed};
 use serde::Deserialize;
 use serde_json::{Map, Value};
 
-/// Longest text of an `error` that is no text, in characters.
-const MAX_ERROR: usize = 512;
+/// Longest text that is made of a value of another type, or that names a version, in characters.
+const MAX_TEXT: usize = 512;
 
 type Keys = Map<String, Value>;
 
@@ -21,7 +21,7 @@ pub(super) fn decode(line: &[u8], schema: u32) -> Result<Line, DecodeError> {
     keys.remove("schema");
     if let Some(stream) = keys.get("stream") {
         let stream = Keys::deserialize(stream).map_err(malformed)?;
-        let text = |key: &str| known(&stream, key).unwrap_or_default();
+        let text = |key: &str| known(&stream, key).unwrap_or_else(|| "?".to_string()).chars().take(MAX_TEXT).collect();
         let header = Header {
             boot_id: frame(&stream, "boot_id")?,
             version: text("version"),
@@ -59,7 +59,7 @@ fn record(mut keys: Keys, schema: u32) -> Result<Record, DecodeError> {
         // A failure stays one, whatever the form of its reason.
         error: keys.remove("error").filter(|error| !error.is_null()).map(|error| match error {
             Value::String(text) => text,
-            other => other.to_string().chars().take(MAX_ERROR).collect(),
+            other => other.to_string().chars().take(MAX_TEXT).collect(),
         }),
         fields: take(&mut keys, "fields").unwrap_or_default(),
         ..Record::new(fits.unwrap_or(Kind::Event), &frame::<String>(&keys, "name")?)
@@ -126,7 +126,10 @@ mod tests {
         );
         // A begin without its span's id, and a key that is a field, too.
         let record = read(r#""kind":"begin","numa":1,"fields":{"numa":2}"#);
-        assert_eq!((record.kind, Value::Object(record.fields).to_string().as_str()), (Kind::Event, r#"{"kind":"begin","numa":2,"record.numa":1}"#));
+        assert_eq!(
+            (record.kind, Value::Object(record.fields).to_string().as_str()),
+            (Kind::Event, r#"{"kind":"begin","numa":2,"record.numa":1}"#)
+        );
     }
 
     #[test]

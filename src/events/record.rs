@@ -367,7 +367,10 @@ mod tests {
         assert!(matches!(decode(b"{\"schema\":1,\"seq\":1"), Err(DecodeError::Malformed(_))));
         assert!(matches!(decode(b"\xff\xfe\x00"), Err(DecodeError::Malformed(_))));
         for schema in [0, 3, u64::MAX] {
-            assert_eq!(decode(format!(r#"{{"schema":{schema},"stream":{{"other":true}},"pong":"x"}}"#).as_bytes()), Err(DecodeError::Schema(schema)));
+            assert_eq!(
+                decode(format!(r#"{{"schema":{schema},"stream":{{"other":true}},"pong":"x"}}"#).as_bytes()),
+                Err(DecodeError::Schema(schema))
+            );
         }
         assert_eq!(decode(&vec![b' '; MAX_LINE + 1]), Err(DecodeError::TooLong(MAX_LINE + 1)));
         let path = br#"{"schema":1,"stream":{"boot_id":"../../../../etc/passwd-aaaaaaaaaaaaa","version":"","kernel":"","first_seq":0}}"#;

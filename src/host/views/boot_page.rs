@@ -30,7 +30,8 @@ pub fn write_page(out: &mut dyn Write, file: &BootFile, agent: &[AgentLine], boo
     let table = Table { screen };
     if let Some(header) = &file.header {
         let (version, kernel) = (printable(&header.version), printable(&header.kernel));
-        let build = boot.build.as_deref().map(|build| format!(" (build {})", printable_start(build.as_bytes(), MAX_BUILD))).unwrap_or_default();
+        let build =
+            boot.build.as_deref().map(|build| format!(" (build {})", printable_start(build.as_bytes(), MAX_BUILD))).unwrap_or_default();
         writeln!(out, "boot {}, kata-gpu-init {version}{build}, kernel {kernel}", header.boot_id)?;
         if let Some(sandbox) = file.sandbox() {
             writeln!(out, "{}", sandbox_line(sandbox))?;
