@@ -1,5 +1,5 @@
 //! Tests that are shell scripts, run by libtest-mimic as tests of cargo (`cargo test --test
-//! scripts`): fuzzing, the rootfs builder with stand-ins for packages, and Dockerfile.initrd.
+//! scripts`): fuzzing, the rootfs builder with stand-ins for packages, Dockerfile.initrd, and the release.
 //!
 //! A script lists its cases with `--list` and prints a line `NAME ... RESULT` for each case.
 
@@ -35,11 +35,18 @@ fn main() -> ExitCode {
         }
         case(DOCKERFILE, || script("tests/rootfs/dockerfile").output())
     });
+    let reproducible = Trial::ignorable_test(REPRODUCIBLE, || {
+        if !std::env::args().any(|word| word.contains("reproducible")) {
+            return Ok(Completion::ignored_with("4 minutes: tests/run reproducible runs it"));
+        }
+        case(REPRODUCIBLE, || script("tests/reproducible").output())
+    });
     // Run one at a time: the fuzzer counts what it tries in a few seconds.
-    trials::run(1, fuzz.chain(rootfs).chain([dockerfile]).collect())
+    trials::run(1, fuzz.chain(rootfs).chain([dockerfile, reproducible]).collect())
 }
 
 const DOCKERFILE: &str = "dockerfile_builds_the_same_image";
+const REPRODUCIBLE: &str = "reproducible_in_two_folders_with_two_homes";
 
 fn script(path: &str) -> Command {
     let mut command = Command::new(trials::project().join(path));

@@ -6,8 +6,20 @@ use std::process::Command;
 /// Direct dependencies of the guest's init. A new one is a decision, not an accident.
 /// flate2, lzma-rust2 and ruzstd decompress kernel modules; all three are Rust alone. sha2, which
 /// lzma-rust2 links anyway, is for `--version`.
-const GUEST_DEPENDENCIES: &[&str] =
-    &["anyhow", "flate2", "humantime", "lzma-rust2", "nix", "ruzstd", "serde", "serde_json", "sha2", "tokio", "tracing", "tracing-subscriber"];
+const GUEST_DEPENDENCIES: &[&str] = &[
+    "anyhow",
+    "flate2",
+    "humantime",
+    "lzma-rust2",
+    "nix",
+    "ruzstd",
+    "serde",
+    "serde_json",
+    "sha2",
+    "tokio",
+    "tracing",
+    "tracing-subscriber",
+];
 /// 3 MB, stripped.
 const INIT_BYTES: u64 = 3 * 1000 * 1000;
 

@@ -34,6 +34,8 @@ mod schedule;
 #[cfg(feature = "host")]
 mod schemas;
 mod shell;
+#[cfg(feature = "host")]
+mod supply_chain;
 mod test_names;
 #[cfg(feature = "host")]
 mod tree;
