@@ -35,6 +35,8 @@ mod schedule;
 mod schemas;
 mod shell;
 #[cfg(feature = "host")]
+mod specification;
+#[cfg(feature = "host")]
 mod supply_chain;
 mod test_names;
 #[cfg(feature = "host")]
