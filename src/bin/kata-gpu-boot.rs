@@ -2,8 +2,8 @@
 
 use clap::{Parser, Subcommand};
 use kata_gpu_init::host::cli::{
-    blame, cdi, collect, compare, coverage, critical_path, demo, explain, export, follow, import, initrd, install, list, show, stats,
-    uninstall,
+    blame, cdi, collect, compare, coverage, critical_path, demo, doctor, explain, export, follow, import, initrd, install, list, show,
+    stats, uninstall,
 };
 use std::process::ExitCode;
 
@@ -27,6 +27,7 @@ Examples:
   kata-gpu-boot cdi check nvidia.yaml          what agents make of a CDI spec
   kata-gpu-boot install --kata-config FILE --initrd gpu.initrd
   kata-gpu-boot initrd verify kata.initrd      can it boot as a GPU guest
+  kata-gpu-boot doctor --dir boots             what makes this host slow
   kata-gpu-boot import containerd.log pod.json a boot from others' logs
 Each subcommand's --help ends with more.";
 
@@ -44,6 +45,7 @@ enum Command {
     Stats(stats::Args),
     Export(export::Args),
     Demo(demo::Args),
+    Doctor(doctor::Args),
     Cdi(cdi::Args),
     Install(install::Args),
     Uninstall(uninstall::Args),
@@ -65,6 +67,8 @@ fn main() -> ExitCode {
         // Exit status: whether a value became slower.
         Command::Compare(args) => return compare::run(&args),
         Command::Stats(args) => stats::run(&args),
+        // Exit status: whether something costs too much.
+        Command::Doctor(args) => return doctor::run(&args),
         Command::Export(args) => export::run(&args),
         Command::Demo(args) => demo::run(&args),
         Command::Import(args) => import::run(&args),

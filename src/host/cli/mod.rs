@@ -13,6 +13,7 @@ pub mod compare;
 pub mod coverage;
 pub mod critical_path;
 pub mod demo;
+pub mod doctor;
 pub mod explain;
 pub mod export;
 pub mod follow;

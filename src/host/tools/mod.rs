@@ -7,3 +7,4 @@ pub mod import; // boots from other programs' logs
 pub mod initrd; // guest images
 pub mod install; // Kata's configuration
 pub mod severity; // how bad a finding is
+pub mod doctor; // what makes boots slow on this host, for the rules of analysis

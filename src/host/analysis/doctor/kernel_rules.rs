@@ -6,8 +6,8 @@ use super::host_facts::{DEVICES, HostFacts, MajorMinor};
 pub const RELEASE: &str = "/proc/sys/kernel/osrelease";
 /// Lines of /proc/kallsyms about functions that rules ask for.
 pub const SYMBOLS: &str = "/proc/kallsyms";
-/// The kernel's configuration, from /boot or /proc/config.gz.
-pub const CONFIG: &str = "/proc/config.gz";
+/// The kernel's configuration, /boot/config-RELEASE or /proc/config.gz.
+pub const CONFIG: &str = "kernel configuration";
 /// Fault handler of VFIO for huge pages, since 6.12.
 pub const HUGE_FAULT: &str = "vfio_pci_mmap_huge_fault";
 /// Ordinary fault handler, in every kernel: VFIO is loaded.

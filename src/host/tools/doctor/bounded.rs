@@ -1,0 +1,73 @@
+//! One file or directory of a host whose content nobody vouches for.
+
+use crate::host::analysis::doctor::host_facts::Seen;
+use nix::errno::Errno;
+use nix::fcntl::{OFlag, open};
+use nix::sys::stat::{Mode, SFlag, fstat};
+use std::fs::{self, File};
+use std::io::{self, ErrorKind, Read};
+use std::os::fd::AsRawFd;
+use std::path::{Path, PathBuf};
+
+/// Limit of an ordinary file: /proc/interrupts of 512 CPUs has 6 MB.
+pub const MAX_FILE: u64 = 16 << 20;
+/// Limit of entries read from one directory.
+pub const MAX_ENTRIES: usize = 4096;
+
+/// A host's path below the root.
+pub fn below(root: &Path, path: &Path) -> PathBuf {
+    root.join(path.strip_prefix("/").unwrap_or(path))
+}
+
+/// Opens a regular file. Opening anything else could block or do something: only its metadata is
+/// looked at.
+pub fn open_regular(path: &Path) -> io::Result<File> {
+    let held = open(path, OFlag::O_PATH | OFlag::O_CLOEXEC, Mode::empty())?;
+    if fstat(&held)?.st_mode & SFlag::S_IFMT.bits() != SFlag::S_IFREG.bits() {
+        return Err(io::Error::new(ErrorKind::InvalidInput, "not a regular file"));
+    }
+    File::open(format!("/proc/self/fd/{}", held.as_raw_fd()))
+}
+
+/// Bytes of a regular file; longer than the limit is an error.
+pub fn bytes(path: &Path, limit: u64) -> io::Result<Vec<u8>> {
+    let mut bytes = Vec::new();
+    open_regular(path)?.take(limit + 1).read_to_end(&mut bytes)?;
+    if bytes.len() as u64 > limit {
+        return Err(io::Error::new(ErrorKind::InvalidData, format!("longer than {limit} bytes")));
+    }
+    Ok(bytes)
+}
+
+/// Result of a look; None: not there.
+pub fn seen(result: io::Result<String>) -> Option<Seen> {
+    match result {
+        Ok(text) => Some(Seen::Text(text)),
+        Err(e) => match e.raw_os_error().map(Errno::from_raw) {
+            // A process ends, a device leaves, and a file of an absent function says so.
+            Some(Errno::ENOENT | Errno::ENOTDIR | Errno::ESRCH | Errno::ENODEV) => None,
+            Some(Errno::EACCES | Errno::EPERM) => Some(Seen::Denied),
+            _ => Some(Seen::Odd(e.to_string())),
+        },
+    }
+}
+
+/// Text of a file, without white space at its end.
+pub fn text(path: &Path) -> io::Result<String> {
+    let text = String::from_utf8(bytes(path, MAX_FILE)?).map_err(|_| io::Error::new(ErrorKind::InvalidData, "not UTF-8"))?;
+    Ok(text.trim_end().to_string())
+}
+
+/// Sorted names in a directory, of at most [`MAX_ENTRIES`]; names that are no text are left out.
+pub fn names(dir: &Path) -> io::Result<Vec<String>> {
+    let mut names = Vec::new();
+    for entry in fs::read_dir(dir)?.take(MAX_ENTRIES) {
+        names.extend(entry?.file_name().into_string().ok());
+    }
+    names.sort();
+    Ok(names)
+}
+
+pub fn link(path: &Path) -> io::Result<String> {
+    Ok(fs::read_link(path)?.to_string_lossy().into_owned())
+}

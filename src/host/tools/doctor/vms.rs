@@ -1,0 +1,84 @@
+//! Running VMs with passed-through devices: QEMU processes of root's, or of who asks.
+
+use super::bounded::{below, link, names, seen, text};
+use crate::host::analysis::doctor::host_facts::{Files, Seen, Vm};
+use crate::host::system::processes::of_user;
+use nix::unistd::geteuid;
+use std::collections::BTreeSet;
+use std::io;
+use std::path::Path;
+
+/// Limit of VMs looked at.
+const MAX_VMS: usize = 64;
+/// Limit of words of a command line.
+const MAX_WORDS: usize = 4096;
+
+pub fn read(root: &Path, files: &mut Files) -> Vec<Vm> {
+    let proc = below(root, Path::new("/proc"));
+    let owners = BTreeSet::from([0, geteuid().as_raw()]);
+    let mut vms: Vec<Vm> =
+        owners.into_iter().flat_map(|owner| of_user(&proc, owner)).filter_map(|(pid, words)| vm(pid.as_raw(), &words)).collect();
+    vms.sort_by_key(|vm| vm.pid);
+    vms.truncate(MAX_VMS);
+    for vm in &vms {
+        let dir = proc.join(vm.pid.to_string());
+        let mut put = |name: &str, result| {
+            if let Some(seen) = seen(result) {
+                files.insert(vm.proc(name), seen);
+            }
+        };
+        for name in ["status", "smaps_rollup", "numa_maps"] {
+            put(name, text(&dir.join(name)));
+        }
+        put("fd", targets(&dir.join("fd")));
+        put("vcpus", vcpus(&dir.join("task")));
+        // The kernel gives an empty file to a reader without the right to it.
+        if geteuid().is_root() {
+            continue;
+        }
+        for name in ["smaps_rollup", "numa_maps"] {
+            if files.text(&vm.proc(name)).is_ok_and(str::is_empty) {
+                files.insert(vm.proc(name), Seen::Denied);
+            }
+        }
+    }
+    vms
+}
+
+/// A process that is QEMU and has a device of VFIO.
+fn vm(pid: i32, words: &[u8]) -> Option<Vm> {
+    let words: Vec<String> =
+        words.split(|byte| *byte == 0).take(MAX_WORDS).map(|word| String::from_utf8_lossy(word).into_owned()).collect();
+    let is_qemu = words.first()?.rsplit('/').next()?.starts_with("qemu-");
+    let vm = Vm { pid: pid.try_into().ok()?, words };
+    let has_device = vm.passed_through().next().is_some();
+    (is_qemu && has_device).then_some(vm)
+}
+
+/// Different targets of the open descriptors, one a line.
+fn targets(dir: &Path) -> io::Result<String> {
+    let mut targets = BTreeSet::new();
+    for name in names(dir)? {
+        match link(&dir.join(name)) {
+            Ok(target) => targets.extend((!target.contains('\n')).then_some(target)),
+            // Closed meanwhile.
+            Err(e) if e.kind() == io::ErrorKind::NotFound => {}
+            Err(e) => return Err(e),
+        }
+    }
+    Ok(targets.into_iter().collect::<Vec<_>>().join("\n"))
+}
+
+/// Threads that are vCPUs, `CPU 0/KVM`, with the CPUs that each may run on.
+fn vcpus(dir: &Path) -> io::Result<String> {
+    let mut lines = Vec::new();
+    for thread in names(dir)? {
+        let comm = text(&dir.join(&thread).join("comm")).unwrap_or_default();
+        if comm.starts_with("CPU ") && comm.ends_with("/KVM") {
+            let status = text(&dir.join(&thread).join("status"))?;
+            let list = status.lines().find_map(|line| line.strip_prefix("Cpus_allowed_list:")).unwrap_or_default();
+            lines.push(format!("{comm} {}", list.trim()));
+        }
+    }
+    Ok(lines.join("\n"))
+}
