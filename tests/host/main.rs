@@ -10,6 +10,8 @@ mod cdi;
 mod collect;
 mod documents;
 #[cfg(feature = "host")]
+mod doctor;
+#[cfg(feature = "host")]
 mod export;
 #[cfg(feature = "host")]
 mod fleet;

@@ -130,7 +130,8 @@ impl Vm {
         format!("/proc/{}/{name}", self.pid)
     }
 
-    /// Values of all options of that name: `-device`, ...
+    /// Values of all options of that name: `-device`, ... Of those that QEMU takes once, the last
+    /// counts.
     pub fn options<'a>(&'a self, name: &'a str) -> impl Iterator<Item = &'a str> {
         let pairs = self.words.windows(2).filter(move |pair| matches!(pair, [option, _] if option == name));
         pairs.filter_map(|pair| pair.get(1).map(String::as_str))
@@ -143,7 +144,7 @@ impl Vm {
 
     /// Guest memory in bytes, by `-m 8192M` or `-m size=8G,slots=..`.
     pub fn memory(&self) -> Option<u64> {
-        let word = self.options("-m").next()?.split(',').next()?;
+        let word = self.options("-m").last()?.split(',').next()?;
         let word = word.strip_prefix("size=").unwrap_or(word);
         let digits = word.trim_end_matches(|c: char| c.is_ascii_alphabetic());
         let unit: u64 = match word.get(digits.len()..)?.to_ascii_uppercase().as_str() {

@@ -20,7 +20,7 @@ fn of_key(kata: &Kata, key: &str) -> Evidence {
 
 /// Words of the guests' kernel command line: of running VMs, else of the configuration.
 fn guest_words(facts: &HostFacts) -> Result<(String, Vec<&str>), Gap> {
-    let running = facts.vms.iter().find_map(|vm| Some((vm.proc("cmdline"), vm.options("-append").next()?)));
+    let running = facts.vms.iter().find_map(|vm| Some((vm.proc("cmdline"), vm.options("-append").last()?)));
     let (from, text) = match running {
         Some(found) => found,
         None => {

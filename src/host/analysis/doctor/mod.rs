@@ -16,7 +16,8 @@ pub mod device_rules;
 pub mod guest_rules;
 pub mod rules; // the table
 
-use finding::{Answer, Basis, Cost, Finding, Gap, Problem, Sure, Verdict};
+use crate::host::data::text::clipped;
+use finding::{Answer, Basis, Cost, Evidence, Finding, Gap, Problem, Sure, Verdict};
 use host_facts::HostFacts;
 use own_boots::OwnBoots;
 use rule::Rule;
@@ -38,12 +39,15 @@ pub fn diagnose(facts: &HostFacts) -> Vec<Finding> {
 
 fn finding(rule: &'static Rule, facts: &HostFacts) -> Finding {
     let empty = Finding { rule, verdict: Verdict::Fine, evidence: Vec::new(), cost: None, text: String::new(), sure: Sure::Sure };
+    // Evidence and gaps quote files: bounded and printable from here on.
+    let clip =
+        |evidence: Vec<Evidence>| evidence.into_iter().map(|e| Evidence { from: clipped(&e.from), value: clipped(&e.value) }).collect();
     match (rule.check)(facts) {
-        Err(Gap::Unknown(text)) => Finding { verdict: Verdict::Unknown, text, ..empty },
-        Err(Gap::NeedsRoot(text)) => Finding { verdict: Verdict::NeedsRoot, text, ..empty },
-        Ok(Answer::Fine(evidence)) => Finding { evidence, ..empty },
+        Err(Gap::Unknown(text)) => Finding { verdict: Verdict::Unknown, text: clipped(&text), ..empty },
+        Err(Gap::NeedsRoot(text)) => Finding { verdict: Verdict::NeedsRoot, text: clipped(&text), ..empty },
+        Ok(Answer::Fine(evidence)) => Finding { evidence: clip(evidence), ..empty },
         Ok(Answer::Found(Problem { evidence, cost, cure, sure })) => {
-            Finding { verdict: Verdict::Found, evidence, cost: best(rule, cost, &facts.boots), text: cure, sure, ..empty }
+            Finding { verdict: Verdict::Found, evidence: clip(evidence), cost: best(rule, cost, &facts.boots), text: cure, sure, ..empty }
         }
     }
 }

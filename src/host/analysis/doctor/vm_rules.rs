@@ -166,7 +166,7 @@ pub fn prealloc(facts: &HostFacts) -> Checked {
     let mut seen = Vec::new();
     let mut is_bad = false;
     for vm in facts.some_vms()? {
-        let cpus = vm.options("-smp").next().unwrap_or("1").split(',').next().unwrap_or_default();
+        let cpus = vm.options("-smp").last().unwrap_or("1").split(',').next().unwrap_or_default();
         let objects: Vec<&str> = vm.options("-object").filter(|object| object.starts_with("memory-backend")).collect();
         for object in &objects {
             let has = |option: &str| object.split(',').any(|given| given.starts_with(option));

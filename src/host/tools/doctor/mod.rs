@@ -20,6 +20,7 @@ use std::path::Path;
 
 /// Everything but the boots, of the host below `root`.
 pub fn facts_at(root: &Path, kata_config: Option<&Path>) -> HostFacts {
+    let root = &root.canonicalize().unwrap_or_else(|_| root.to_path_buf());
     let mut facts = HostFacts::default();
     paths::read(root, &mut facts.files);
     kernel_texts::read(root, &mut facts.files);
