@@ -8,9 +8,11 @@ use kata_gpu_init::host::analysis::doctor::finding::{Basis, Finding, Verdict};
 use kata_gpu_init::host::analysis::doctor::host_facts::{HostFacts, Seen};
 use kata_gpu_init::host::analysis::doctor::own_boots::{CLOCKSOURCE, CONFIDENTIAL, KERNEL, OwnBoots, UNPACKED};
 use kata_gpu_init::host::analysis::doctor::rules::RULES;
+use kata_gpu_init::host::data::host_check::HostCheck;
 use kata_gpu_init::host::tools::doctor::facts_at;
 use std::collections::BTreeSet;
 use std::fs;
+use std::io::{BufRead, BufReader};
 use std::os::unix::fs::symlink;
 use std::path::Path;
 use std::process::{Command, Output};
@@ -508,4 +510,18 @@ fn doctor_writes_nothing_and_needs_no_root() {
     assert!(before.len() > 60, "{}", before.len());
     assert_eq!(doctor(&dir, &[]).status.code(), Some(0));
     assert_eq!(state(), before);
+}
+
+#[test]
+fn the_check_beside_the_collector_leaves_its_findings_there() {
+    let (host, dir) = (host("daemonset", &[OLD], &[]), TempDir::new("doctor-daemonset-boots"));
+    let words = ["doctor", "--daemonset-check", "--root", host.0.to_str().unwrap(), "--dir", dir.0.to_str().unwrap()];
+    let mut child = Command::new(program()).args(words).stdout(std::process::Stdio::piped()).spawn().unwrap();
+    let mut line = String::new();
+    BufReader::new(child.stdout.as_mut().unwrap()).read_line(&mut line).unwrap();
+    let check = HostCheck::read(&dir.0).expect("a line comes after its check");
+    nix::sys::signal::kill(nix::unistd::Pid::from_raw(child.id() as i32), nix::sys::signal::Signal::SIGTERM).unwrap();
+    assert_eq!(child.wait().unwrap().code(), Some(0));
+    assert!((check.findings["huge-pfnmaps"] / BARS - 1.0).abs() < 0.01, "{check:?}");
+    assert_eq!(check.findings.keys().collect::<Vec<_>>(), ["bar-size", "huge-pfnmaps"], "{line}");
 }

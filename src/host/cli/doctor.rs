@@ -2,18 +2,21 @@
 
 use super::boot_args::{notes, plain_json};
 use crate::host::analysis::doctor::diagnose;
-use crate::host::analysis::doctor::finding::{Basis, Finding, Sure, Verdict};
+use crate::host::analysis::doctor::finding::{Basis, Cost, Evidence, Finding, Sure, Verdict};
 use crate::host::analysis::doctor::host_facts::HostFacts;
 use crate::host::analysis::doctor::kernel_rules::RELEASE;
+use crate::host::analysis::doctor::rule::Area;
+use crate::host::data::host_check::{EVERY, HostCheck};
 use crate::host::data::text::{Ink, Screen, clipped, printable};
 use crate::host::system::stdout::print;
 use crate::host::tools::doctor::{boots, facts_at};
 use crate::host::views::grid::{Grid, Set};
-use anyhow::Result;
+use anyhow::{Context, Result};
 use serde::Serialize;
 use serde_json::json;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
+use tokio::signal::unix::{SignalKind, signal};
 
 /// Exit status if something costs more than `--at-most`.
 const TOO_SLOW: u8 = 1;
@@ -62,6 +65,10 @@ pub struct Args {
     /// Print one JSON object.
     #[arg(long)]
     json: bool,
+    /// Check every 10 minutes, and leave the seconds of each finding in --dir, where the collector
+    /// gives them as the metric kata_gpu_boot_doctor_finding_seconds.
+    #[arg(long, requires = "dir", conflicts_with_all = ["json", "at_most", "verbose"])]
+    daemonset_check: bool,
 }
 
 fn seconds(text: &str) -> Result<f64, String> {
@@ -89,12 +96,44 @@ pub fn diagnosis(root: &Path, kata_config: Option<&Path>, dir: Option<&Path>) ->
     Ok(Diagnosis { findings: diagnose(&facts), facts, unread })
 }
 
+/// Checks again and again until a signal to stop.
+async fn check_again_and_again(args: &Args, dir: &Path) -> Result<bool> {
+    let (mut terminate, mut interrupt) = (signal(SignalKind::terminate())?, signal(SignalKind::interrupt())?);
+    loop {
+        // A collector without a boot yet is no error.
+        let (boots, _) = boots(dir).unwrap_or_default();
+        let facts = HostFacts { boots, ..facts_at(&args.root, args.kata_config.as_deref()) };
+        let found = diagnose(&facts).into_iter().filter(|f| f.verdict == Verdict::Found);
+        let check = HostCheck::now(found.map(|f| (f.rule.id.to_string(), f.seconds())).collect());
+        match check.write(dir) {
+            Ok(()) => println!("{} rule(s) found something: {:?}", check.findings.len(), check.findings),
+            // A full disk has room again.
+            Err(error) => eprintln!("kata-gpu-boot: {error:#}"),
+        }
+        tokio::select! {
+            _ = terminate.recv() => return Ok(false),
+            _ = interrupt.recv() => return Ok(false),
+            () = tokio::time::sleep(EVERY) => {}
+        }
+    }
+}
+
+fn daemon(args: &Args, dir: &Path) -> Result<bool> {
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().context("start the runtime")?;
+    runtime.block_on(check_again_and_again(args, dir))
+}
+
 /// Runs `doctor`.
 pub fn run(args: &Args) -> ExitCode {
-    let done = diagnosis(&args.root, args.kata_config.as_deref(), args.dir.as_deref()).and_then(|diagnosis| {
+    let once = || {
+        let diagnosis = diagnosis(&args.root, args.kata_config.as_deref(), args.dir.as_deref())?;
         print(&text(args, &diagnosis, &Screen::of_stdout())?)?;
         Ok(is_too_slow(&diagnosis.findings, args.at_most))
-    });
+    };
+    let done = match &args.dir {
+        Some(dir) if args.daemonset_check => daemon(args, dir),
+        _ => once(),
+    };
     match done {
         Ok(too_slow) => ExitCode::from(if too_slow { TOO_SLOW } else { 0 }),
         Err(error) => {
@@ -218,11 +257,11 @@ fn wrapped_from(indent: usize, label: &str, text: &str, screen: &Screen) -> Vec<
 #[derive(Serialize)]
 struct Row<'a> {
     rule: &'a str,
-    area: crate::host::analysis::doctor::rule::Area,
+    area: Area,
     title: &'a str,
     verdict: Verdict,
     #[serde(flatten)]
-    cost: &'a Option<crate::host::analysis::doctor::finding::Cost>,
+    cost: &'a Option<Cost>,
     #[serde(skip_serializing_if = "Option::is_none")]
     sure: Option<Sure>,
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -230,14 +269,13 @@ struct Row<'a> {
     /// Why it is unknown, or the path that needs root.
     #[serde(skip_serializing_if = "Option::is_none")]
     why: Option<&'a str>,
-    evidence: &'a [crate::host::analysis::doctor::finding::Evidence],
+    evidence: &'a [Evidence],
     source: &'a str,
 }
 
 fn json_form(diagnosis: &Diagnosis) -> Result<String> {
     let row = |f: &Finding| -> serde_json::Result<serde_json::Value> {
         let is_found = f.verdict == Verdict::Found;
-        // `rule` outlives the finding, its texts do not.
         serde_json::to_value(Row {
             rule: f.rule.id,
             area: f.rule.area,

@@ -11,6 +11,7 @@ pub mod containerd_log; // lines of containerd's log, and the guest's console in
 pub mod framing; // bytes into lines
 pub mod guest_clocks; // a guest's measurements of its own clocks
 pub mod host_trace; // the file of the host's own trace of a boot
+pub mod host_check; // the result of `doctor` for the collector's metrics
 pub mod imported_record; // records made from log lines
 pub mod logfmt; // key=value lines
 pub mod compact_record; // a record as readers keep it: bounded, compact

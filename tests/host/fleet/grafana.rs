@@ -8,6 +8,7 @@ use super::{ONE_FAILS, RECORDED, boot, get, metrics_address, tool, value};
 use crate::collect::{Collector, Raw, event, folder, header, program, socket, until};
 use crate::export::{Package, within};
 use kata_gpu_init::host::collect::fleet::alerts::groups;
+use kata_gpu_init::host::data::host_check::HostCheck;
 use serde_json::{Value, json};
 use std::collections::BTreeSet;
 use std::fs;
@@ -54,6 +55,7 @@ fn every_query_of_dashboard_and_alerts_runs_in_prometheus() {
     let collector = Collector::start(&dir.0, &words);
     let address = metrics_address(&collector);
     fs::write(dir.0.join("rules.yml"), printed()).unwrap();
+    HostCheck::now([("thp".to_string(), 3.2), ("no-such-rule".to_string(), 1.0)].into()).write(&dir.0).unwrap();
     let (_running, server) = start(&prometheus, &dir.0, address, "rule_files: [rules.yml]\n");
 
     // A series begins with its first boot, and grows with the next: another scrape lies between.
@@ -69,6 +71,8 @@ fn every_query_of_dashboard_and_alerts_runs_in_prometheus() {
     scraped("all boots are scraped", "sum(kata_gpu_boot_boots_total) == 5");
 
     let answer = get(address, "/metrics");
+    assert_eq!(value(&answer, "kata_gpu_boot_doctor_finding_seconds{rule=\"thp\"}"), 3.0);
+    assert!(!answer.contains("no-such-rule"), "{answer}");
     let dashboard = dashboard();
     assert_eq!(unknown(&(dashboard.to_string() + &printed()), &answer), BTreeSet::new());
     assert_eq!(unknown("rate(kata_gpu_boot_nothing[1h])", &answer).len(), 1);

@@ -175,6 +175,11 @@ fn times() -> Vec<Panel> {
             "The slowest steps, wherever they are in a boot.",
             vec![(format!("topk(12, {of_steps} > 0)"), "{{step}}")],
         ),
+        bars(
+            "What hosts cost a boot",
+            "Findings of `kata-gpu-boot doctor --daemonset-check`, the worst node of each. Several can be about the same seconds.",
+            vec![(format!("topk(12, max by (rule) ({}))", chosen(DOCTOR_FINDING_SECONDS.series())), "{{rule}}")],
+        ),
     ]
 }
 

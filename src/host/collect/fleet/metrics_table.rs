@@ -183,6 +183,11 @@ metrics! {
         "How many may be kept (--keep-size)."
         |now| now.keep_limit_bytes.map_or(Values::Nothing, One);
 
+    // The host.
+    DOCTOR_FINDING_SECONDS Gauge Seconds "doctor_finding_seconds" {rule}
+        "What the host costs a boot, by rule of doctor --daemonset-check; 0 where nobody has a figure."
+        |now| now.host_check.as_ref().map_or(Values::Nothing, |check| Each(check.clone()));
+
     // Answers to Prometheus.
     SCRAPES Counter Number "scrapes_total" {}
         "Answers like this one."

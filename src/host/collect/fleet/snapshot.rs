@@ -2,8 +2,10 @@
 
 use super::fleet_state::Shared;
 use super::tally::Tally;
+use crate::host::analysis::doctor::rules::RULES;
 use crate::host::collect::collector_counters::Counts;
 use crate::host::collect::store::lock;
+use crate::host::data::host_check::HostCheck;
 use std::sync::atomic::Ordering::Relaxed;
 
 pub struct Snapshot {
@@ -19,6 +21,8 @@ pub struct Snapshot {
     pub scrapes: u64,
     pub scrapes_refused: u64,
     pub scrapes_failed: u64,
+    /// Seconds by rule, of the last `doctor --daemonset-check`.
+    pub host_check: Option<Vec<(&'static str, u64)>>,
     /// Queue of --otlp.
     pub queue: Option<Queue>,
 }
@@ -42,7 +46,14 @@ impl Snapshot {
             scrapes: shared.http.scrapes.load(Relaxed),
             scrapes_refused: shared.http.refused.load(Relaxed),
             scrapes_failed: shared.http.failed.load(Relaxed),
+            host_check: HostCheck::read(shared.from.store.dir()).map(|check| by_rule(&check)),
             queue: queue.map(|q| Queue { waiting: q.waiting(), capacity: q.capacity() }),
         }
     }
+}
+
+/// Whole seconds of the rules that this program has.
+fn by_rule(check: &HostCheck) -> Vec<(&'static str, u64)> {
+    let seconds = |id: &str| check.findings.get(id).map(|seconds| seconds.round() as u64);
+    RULES.iter().filter_map(|rule| Some((rule.id, seconds(rule.id)?))).collect()
 }
