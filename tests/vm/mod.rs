@@ -111,6 +111,7 @@ pub const TESTS: &[&[harness::VmTest]] = &[
     emulated_host::service::TESTS,
     emulated_host::guests::TESTS,
     emulated_host::clock::TESTS,
+    emulated_host::diagnosis::TESTS,
     emulated_host::root::TESTS,
     emulated_host::passthrough::TESTS,
     kata::TESTS,

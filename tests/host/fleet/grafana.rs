@@ -55,7 +55,7 @@ fn every_query_of_dashboard_and_alerts_runs_in_prometheus() {
     let collector = Collector::start(&dir.0, &words);
     let address = metrics_address(&collector);
     fs::write(dir.0.join("rules.yml"), printed()).unwrap();
-    HostCheck::now([("thp".to_string(), 3.2), ("no-such-rule".to_string(), 1.0)].into()).write(&dir.0).unwrap();
+    HostCheck::now([("thp".to_string(), 3.2), ("no-such-rule".to_string(), 1.0)].into()).write(&dir.0.join("boots")).unwrap();
     let (_running, server) = start(&prometheus, &dir.0, address, "rule_files: [rules.yml]\n");
 
     // A series begins with its first boot, and grows with the next: another scrape lies between.

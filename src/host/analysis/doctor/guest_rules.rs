@@ -5,6 +5,7 @@ use super::host_facts::{HostFacts, MajorMinor};
 use super::kernel_rules::{fine, found};
 use super::own_boots::{CLOCKSOURCE, CONFIDENTIAL, KERNEL, UNPACKED};
 use crate::events::catalogue::derived;
+use crate::events::names;
 use crate::host::analysis::statistics::Summary;
 
 /// Linux with huge pfnmaps.
@@ -59,13 +60,13 @@ pub fn modules(facts: &HostFacts) -> Checked {
     // A module that needed no unpacking has no field: only the load itself shows that it was seen.
     facts.boots.some()?;
     let unpacked = facts.boots.values(UNPACKED);
-    if facts.boots.median(crate::events::names::MODULE_LOAD).is_none() {
+    if facts.boots.median(names::MODULE_LOAD).is_none() {
         return Err(Gap::Unknown("no boot here has the load of a module".into()));
     }
     if unpacked.is_empty() {
-        return fine(vec![evidence(crate::events::names::MODULE_LOAD, "no module was unpacked by the init")]);
+        return fine(vec![evidence(names::MODULE_LOAD, "no module was unpacked by the init")]);
     }
-    let seen = vec![evidence(crate::events::names::MODULE_LOAD, listed(&unpacked))];
+    let seen = vec![evidence(names::MODULE_LOAD, listed(&unpacked))];
     found(seen, "modules without compression in the image, or a guest kernel with CONFIG_MODULE_DECOMPRESS").checked()
 }
 

@@ -243,8 +243,8 @@ impl HostFacts {
     /// Value of a word of the kernel's command line; the last one counts. Empty for a bare word.
     pub fn kernel_word(&self, name: &str) -> Result<Option<&str>, Gap> {
         let words = self.files.text("/proc/cmdline")?.split_whitespace();
-        let value = |word: &'_ str| -> bool { word == name || word.strip_prefix(name).is_some_and(|rest| rest.starts_with('=')) };
-        Ok(words.filter(|word| value(word)).last().map(|word| word.get(name.len() + 1..).unwrap_or_default()))
+        let names_it = |word: &&str| word.strip_prefix(name).is_some_and(|rest| rest.is_empty() || rest.starts_with('='));
+        Ok(words.filter(names_it).next_back().map(|word| word.get(name.len() + 1..).unwrap_or_default()))
     }
 }
 

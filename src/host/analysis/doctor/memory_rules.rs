@@ -4,7 +4,7 @@
 //! and in 59 s with pages of 1 GiB.
 
 use super::finding::{Checked, Gap, Problem, evidence};
-use super::host_facts::{Files, HostFacts};
+use super::host_facts::{Files, Gpu, HostFacts};
 use super::kernel_rules::{CONFIG, config, fine, found};
 use std::collections::BTreeSet;
 
@@ -17,8 +17,8 @@ pub const CPUFREQ: &str = "/sys/devices/system/cpu/cpufreq";
 
 /// Bytes of the guest that the figures are of.
 const GUEST: f64 = 1.2e12;
-const WITHOUT_THP: f64 = 476.0;
-const WITH_THP: f64 = 253.0;
+pub const WITHOUT_THP: f64 = 476.0;
+pub const WITH_THP: f64 = 253.0;
 const WITH_GIB_PAGES: f64 = 59.0;
 /// Order of blocks of 2 MiB in pages of 4 KiB.
 const HUGE_ORDER: u32 = 9;
@@ -31,8 +31,17 @@ fn chosen<'a>(files: &'a Files, path: &str) -> Result<&'a str, Gap> {
 }
 
 /// Adds the model of a guest's preparation: the difference of two figures, for this many bytes.
-fn of_guest(problem: Problem, bytes: f64, seconds: f64, how: &str) -> Problem {
+pub fn of_bytes(problem: Problem, bytes: u64, seconds: f64, how: &str) -> Problem {
+    let bytes = bytes as f64;
     problem.model(bytes / GUEST * seconds, format!("1.2 TB of guest memory: {how}; for {:.0} GiB", bytes / (1u64 << 30) as f64))
+}
+
+/// The same for all memory of this host's guests, if its size is known.
+fn of_guest(problem: Problem, facts: &HostFacts, seconds: f64, how: &str) -> Problem {
+    match facts.guest_memory() {
+        Some((bytes, _)) => of_bytes(problem, bytes, seconds, how),
+        None => problem,
+    }
 }
 
 /// Pages of hugetlbfs for guests, beside which other page sizes do not matter.
@@ -62,10 +71,7 @@ pub fn thp(facts: &HostFacts) -> Checked {
     }
     let problem =
         found(seen, format!("echo madvise > {path} (transparent_hugepage=madvise on the kernel's command line), or enable_hugepages"));
-    match facts.guest_memory() {
-        Some((bytes, _)) => of_guest(problem, bytes as f64, WITHOUT_THP - WITH_THP, "253 s with, 476 s without").checked(),
-        None => problem.checked(),
-    }
+    of_guest(problem, facts, WITHOUT_THP - WITH_THP, "253 s with, 476 s without").checked()
 }
 
 /// Memory that is shared with another process (virtio-fs) is shared memory to the kernel, which has
@@ -99,10 +105,7 @@ pub fn thp_shared(facts: &HostFacts) -> Checked {
     }
     let cure = format!("echo advise > {path} and mount -o remount,huge=advise /dev/shm, or enable_hugepages, or a guest without shared_fs");
     let problem = found(seen, cure).unsure();
-    match facts.guest_memory() {
-        Some((bytes, _)) => of_guest(problem, bytes as f64, WITHOUT_THP - WITH_THP, "253 s with huge pages, 476 s without").checked(),
-        None => problem.checked(),
-    }
+    of_guest(problem, facts, WITHOUT_THP - WITH_THP, "253 s with huge pages, 476 s without").checked()
 }
 
 pub fn thp_defrag(facts: &HostFacts) -> Checked {
@@ -122,12 +125,12 @@ pub fn huge_pages(facts: &HostFacts) -> Checked {
     let (bytes, from) = facts.guest_memory().ok_or_else(|| Gap::Unknown("neither a configuration of Kata nor a running VM".into()))?;
     let seen = vec![evidence(from, format!("{} MiB without hugetlbfs", bytes >> 20))];
     let cure = "reserve pages of 1 GiB (hugepagesz=1G hugepages=N, default_hugepagesz=1G) and set enable_hugepages = true";
-    of_guest(found(seen, cure), bytes as f64, WITH_THP - WITH_GIB_PAGES, "59 s with pages of 1 GiB, 253 s with transparent ones").checked()
+    of_bytes(found(seen, cure), bytes, WITH_THP - WITH_GIB_PAGES, "59 s with pages of 1 GiB, 253 s with transparent ones").checked()
 }
 
 /// NUMA nodes of the GPUs.
 fn gpu_nodes(facts: &HostFacts) -> Result<BTreeSet<u64>, Gap> {
-    let node = |gpu: super::host_facts::Gpu| {
+    let node = |gpu: Gpu| {
         let path = gpu.path("numa_node");
         // -1: the firmware names none.
         match facts.files.text(&path)? {
@@ -206,7 +209,7 @@ pub fn fragmentation(facts: &HostFacts) -> Checked {
     }
     let problem =
         found(seen, "reserve huge pages soon after the host's boot, or echo 1 > /proc/sys/vm/compact_memory before guests start").unsure();
-    of_guest(problem, missing as f64, WITHOUT_THP - WITH_THP, "253 s in huge pages, 476 s in small ones").checked()
+    of_bytes(problem, missing, WITHOUT_THP - WITH_THP, "253 s in huge pages, 476 s in small ones").checked()
 }
 
 pub fn unmovable(facts: &HostFacts) -> Checked {
@@ -244,13 +247,7 @@ pub fn zeroing(facts: &HostFacts) -> Checked {
     }
     let problem =
         found(vec![seen], "init_on_alloc=0 on the host's command line, where its security rules allow it; or enable_hugepages").unsure();
-    match facts.guest_memory() {
-        Some((bytes, _)) => {
-            of_guest(problem, bytes as f64, WITH_GIB_PAGES, "one more pass takes at most the 59 s that all took with pages of 1 GiB")
-                .checked()
-        }
-        None => problem.checked(),
-    }
+    of_guest(problem, facts, WITH_GIB_PAGES, "one more pass takes at most the 59 s that all took with pages of 1 GiB").checked()
 }
 
 pub fn governor(facts: &HostFacts) -> Checked {

@@ -3,7 +3,7 @@
 use super::finding::{Checked, Gap, evidence};
 use super::host_facts::{DEVICES, HostFacts, MajorMinor, Vm};
 use super::kernel_rules::{BAR_SECONDS_PER_BYTE, fine, found, maps_small_pages};
-use super::memory_rules::NODES;
+use super::memory_rules::{NODES, WITH_THP, WITHOUT_THP, of_bytes};
 use std::collections::{BTreeMap, BTreeSet};
 
 /// First QEMU whose BARs lie at addresses that huge pages fit.
@@ -12,8 +12,6 @@ const ALIGNS: MajorMinor = MajorMinor(9, 2);
 const HUGE: f64 = 0.9;
 /// Share of memory that may be on another node than the GPUs.
 const REMOTE: f64 = 0.1;
-/// 476 s without transparent huge pages, 253 s with, for 1.2 TB.
-const SMALL_PAGES_SECONDS_PER_BYTE: f64 = (476.0 - 253.0) / 1.2e12;
 
 pub fn qemu_version(facts: &HostFacts) -> Checked {
     let Some(qemu) = &facts.qemu else {
@@ -91,9 +89,7 @@ pub fn huge_page_use(facts: &HostFacts) -> Checked {
         return fine(seen);
     }
     let cure = "the cure of the rule above that applies: thp, thp-shared, thp-defrag, fragmentation, or enable_hugepages";
-    found(seen, cure)
-        .model(small_bytes as f64 * SMALL_PAGES_SECONDS_PER_BYTE, "1.2 TB of guest memory: 253 s with huge pages, 476 s without")
-        .checked()
+    of_bytes(found(seen, cure), small_bytes, WITHOUT_THP - WITH_THP, "253 s with huge pages, 476 s without").checked()
 }
 
 /// NUMA nodes of the devices that a VM has, as far as its options name them.
