@@ -428,6 +428,30 @@ fn case_names(image: &Path) -> Vec<String> {
 }
 
 #[test]
+fn a_stricter_limit_of_the_callers_stays() {
+    if cannot_run() {
+        return;
+    }
+    let case = Case::new("limits");
+    done(&shell(EXT4, &[&case.at("root"), &case.at("old")]));
+    let script = "ulimit -v 4000000; ulimit -t 600; exec \"$1\" initrd replace-init --no-nvml \"$2\" --init \"$3\" -o \"$4\"";
+    done(&shell(script, &[&program(), &case.at("old"), &case.at("init"), &case.at("new")]));
+}
+
+#[test]
+fn an_unsound_image_is_refused_with_its_own_fault() {
+    if cannot_run() {
+        return;
+    }
+    let case = Case::new("unsound");
+    let count_of_blocks = "printf '\\377\\377\\377\\377' | dd of=\"$2\" bs=1 seek=1028 conv=notrunc status=none";
+    done(&shell(&format!("{EXT4}; {count_of_blocks}"), &[&case.at("root"), &case.at("old")]));
+    let said = String::from_utf8_lossy(&case.replace("old").stderr).into_owned();
+    assert!(said.contains("is not sound") && said.contains("superblock"), "{said}");
+    assert!(!said.contains("/dev/null") && !said.contains("mtab"), "{said}");
+}
+
+#[test]
 fn without_namespaces_the_cure_is_named_and_nothing_written() {
     if cannot_run() {
         return;

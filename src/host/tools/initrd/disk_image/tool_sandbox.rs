@@ -13,7 +13,7 @@ use nix::errno::Errno;
 use nix::mount::{MntFlags, MsFlags, mount, umount2};
 use nix::sched::{CloneFlags, unshare};
 use nix::sys::prctl;
-use nix::sys::resource::{Resource, setrlimit};
+use nix::sys::resource::{Resource, getrlimit, setrlimit};
 use nix::sys::signal::Signal;
 use nix::sys::statvfs::{FsFlags, statvfs};
 use nix::unistd::{Gid, Uid, chdir, getegid, geteuid, mkdtemp, pivot_root, setgid, setgroups, setuid};
@@ -42,6 +42,8 @@ const MAX_CPU_S: u64 = 900;
 const NOT_STARTED: u8 = 125;
 /// Lines of a program's output in an error.
 const LINES: usize = 3;
+/// Beginnings of lines of e2fsprogs about the sandbox or themselves, not about the image.
+const NOT_OF_THE_IMAGE: [&[u8]; 4] = [b"ERROR: Couldn't open /dev/null", b"ext2fs_check_if_mount: ", b"e2fsck 1.", b"debugfs 1."];
 const CURE: &str = "user namespaces are needed: allow them (sysctl user.max_user_namespaces above 0, kernel.unprivileged_userns_clone=1, \
 kernel.apparmor_restrict_unprivileged_userns=0), or do this outside the container";
 
@@ -119,7 +121,8 @@ impl Work {
         command.args(["initrd", "in-sandbox", &name]).arg(&self.inside).env_clear().env("LC_ALL", "C").stdin(Stdio::null());
         let output = command.output().context("run this program again for a sandbox")?;
         let text: Vec<u8> = [output.stdout, output.stderr].concat();
-        let lines: Vec<String> = text.split(|b| *b == b'\n').filter(|line| !line.is_empty()).map(escaped).collect();
+        let of_image = |line: &&[u8]| !line.is_empty() && !NOT_OF_THE_IMAGE.iter().any(|start| line.starts_with(start));
+        let lines: Vec<String> = text.split(|b| *b == b'\n').filter(of_image).map(escaped).collect();
         let said = lines.get(lines.len().saturating_sub(LINES)..).unwrap_or_default().join("; ");
         ensure!(output.status.code() != Some(i32::from(NOT_STARTED)), "{said}");
         // fsck.erofs exits with 0 despite a wrong checksum.
@@ -202,6 +205,9 @@ fn enter(directory: &Path) -> Result<()> {
         (Resource::RLIMIT_AS, MAX_MEMORY),
         (Resource::RLIMIT_FSIZE, image.len()),
     ] {
+        // A stricter limit of the caller's stays: nobody may raise it.
+        let (_, most) = getrlimit(resource).with_context(|| format!("read {resource:?}"))?;
+        let limit = limit.min(most);
         setrlimit(resource, limit, limit).with_context(|| format!("limit {resource:?}"))?;
     }
     Ok(())
