@@ -3,7 +3,7 @@
 use clap::{Parser, Subcommand};
 use kata_gpu_init::host::cli::{
     blame, cdi, collect, compare, coverage, critical_path, demo, doctor, explain, export, follow, import, initrd, install, list, show,
-    stats, uninstall,
+    stats, trace, uninstall,
 };
 use std::process::ExitCode;
 
@@ -21,6 +21,7 @@ Examples:
   kata-gpu-boot follow --dir boots             a boot as it happens: bars
   kata-gpu-boot show --dir boots               the newest boot as a table
   kata-gpu-boot list --dir boots --failed      boots that went wrong, whose
+  kata-gpu-boot explain --dir boots            a boot phase by phase, and cures
   kata-gpu-boot critical-path --dir boots      what would have made it shorter
   kata-gpu-boot export --html -o boot.html     the newest boot as a page
   kata-gpu-boot demo --kernel vmlinuz --initrd demo.cpio
@@ -29,6 +30,7 @@ Examples:
   kata-gpu-boot initrd verify kata.initrd      can it boot as a GPU guest
   kata-gpu-boot doctor --dir boots             what makes this host slow
   kata-gpu-boot import containerd.log pod.json a boot from others' logs
+  kata-gpu-boot trace --next --dir boots       what the host does for a VM
 Each subcommand's --help ends with more.";
 
 #[derive(Subcommand)]
@@ -51,6 +53,7 @@ enum Command {
     Uninstall(uninstall::Args),
     Initrd(initrd::Args),
     Import(import::Args),
+    Trace(trace::Args),
 }
 
 fn main() -> ExitCode {
@@ -72,6 +75,7 @@ fn main() -> ExitCode {
         Command::Export(args) => export::run(&args),
         Command::Demo(args) => demo::run(&args),
         Command::Import(args) => import::run(&args),
+        Command::Trace(args) => trace::run(&args),
         // Exit status: errors in specs are apart from specs that cannot be read.
         Command::Cdi(args) => return cdi::run(&args),
         Command::Install(args) => return install::run(&args),

@@ -749,10 +749,6 @@ rows! {
         };
     /// VFIO takes mappings of guest memory or of a BAR back: one call of the VMM.
     VMM_UNMAP = "vmm.unmap", Span, Host, BarMapping { bytes: "", guest_address: "", tid: "" };
-    /// First accesses to BARs, which the kernel answers by page tables: from the first fault of a
-    /// run to its last.
-    VMM_MMAP_FAULT = "vmm.mmap-fault", Span, Host, BarMapping
-        { calls: "faults", tid: "of the VMM's thread" };
     /// The VMM opens a function for itself: enabling, power state, reset where there is one.
     VFIO_OPEN = "vfio.open", Span, Host, Vmm { function: "the host's address" };
     /// The kernel resets a function.
@@ -760,6 +756,9 @@ rows! {
     /// Exits of the guest that the VMM's process answered, and accesses that are PCI configuration
     /// or the serial console.
     KVM_EXITS = "kvm.exits", Event, Vmm, Other { calls: "exits", kinds: "by reason" };
+    /// First accesses to mapped BARs, which the kernel answers with page tables; those of pinning
+    /// are among them.
+    VMM_MMAP_FAULT = "vmm.mmap-fault", Event, Host, Other { calls: "faults" };
     /// Page faults of the VMM's process.
     VMM_PAGE_FAULTS = "vmm.page-faults", Event, Vmm, Other { calls: "faults" };
     /// Memory of the VMM's process at one moment: bytes of each kind.

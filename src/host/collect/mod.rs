@@ -19,7 +19,7 @@ pub mod limits; // limits on a guest's use of this machine
 pub mod listen; // AF_VSOCK and hybrid vsock sockets
 pub mod peers; // connected VMs and their used-up limits
 pub mod privileges; // dropping of privileges
-mod qemu; // CID of each VM
+pub mod qemu; // CID of each VM
 pub mod retention; // removal of old files
 pub mod sandbox_pod; // Kata's names of a VM
 pub mod serve; // the sockets of guests that are connected

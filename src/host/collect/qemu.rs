@@ -21,9 +21,20 @@ impl Claims {
     }
 }
 
-/// Name and CID of a VM by the command line of its QEMU, words that end in a zero byte. One word is
-/// the guest's own command line, of which a pod's annotations may choose a part.
+/// CID of a VM by the command line of its QEMU.
+pub fn cid(words: &[u8]) -> Option<u32> {
+    name_and_cid(words).1
+}
+
+/// Name and CID of a VM by the command line of its QEMU, if it has both.
 fn claim(words: &[u8]) -> Option<(String, u32)> {
+    let (name, cid) = name_and_cid(words);
+    Some((name?, cid?))
+}
+
+/// The same for words that end in a zero byte. One word is the guest's own command line, of which a
+/// pod's annotations may choose a part.
+fn name_and_cid(words: &[u8]) -> (Option<String>, Option<u32>) {
     let mut words = words.split(|byte| *byte == 0).filter_map(|word| std::str::from_utf8(word).ok());
     let (mut name, mut cid) = (None, None);
     while let Some(word) = words.next() {
@@ -36,7 +47,7 @@ fn claim(words: &[u8]) -> Option<(String, u32)> {
             _ => {}
         }
     }
-    Some((name?.to_string(), cid?.parse().ok()?))
+    (name.map(str::to_string), cid.and_then(|cid| cid.parse().ok()))
 }
 
 fn choose(claims: &[(String, u32)], sandbox: &str) -> Option<u32> {
