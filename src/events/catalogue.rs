@@ -733,7 +733,8 @@ rows! {
             guest_address: "",
             tid: "of the VMM's thread",
             thread: "its name",
-        };
+        },
+        rank = Rank::Quick;
     /// VFIO or IOMMUFD pins and maps a BAR of a function, so that other devices reach it: one call
     /// of the VMM.
     VMM_MAP_BAR = "vmm.map-bar", Span, Host, BarMapping
@@ -746,13 +747,16 @@ rows! {
             guest_address: "",
             tid: "of the VMM's thread",
             thread: "its name",
-        };
+        },
+        rank = Rank::Quick;
     /// VFIO takes mappings of guest memory or of a BAR back: one call of the VMM.
-    VMM_UNMAP = "vmm.unmap", Span, Host, BarMapping { bytes: "", guest_address: "", tid: "" };
+    VMM_UNMAP = "vmm.unmap", Span, Host, BarMapping
+        { bytes: "", guest_address: "", tid: "of the VMM's thread" }, rank = Rank::Quick;
     /// The VMM opens a function for itself: enabling, power state, reset where there is one.
     VFIO_OPEN = "vfio.open", Span, Host, Vmm { function: "the host's address" };
     /// The kernel resets a function.
-    VFIO_RESET = "vfio.reset", Span, Host, Vmm { function: "the host's address" };
+    VFIO_RESET = "vfio.reset", Span, Host, Vmm
+        { function: "the host's address" }, rank = Rank::Quick;
     /// Exits of the guest that the VMM's process answered, and accesses that are PCI configuration
     /// or the serial console.
     KVM_EXITS = "kvm.exits", Event, Vmm, Other { calls: "exits", kinds: "by reason" };
@@ -762,7 +766,8 @@ rows! {
     /// Page faults of the VMM's process.
     VMM_PAGE_FAULTS = "vmm.page-faults", Event, Vmm, Other { calls: "faults" };
     /// Memory of the VMM's process at one moment: bytes of each kind.
-    VMM_MEMORY = "vmm.memory", Event, Vmm, Other { bytes: "resident", kinds: "by kind" };
+    VMM_MEMORY = "vmm.memory", Event, Vmm, Other
+        { bytes: "resident", kinds: "by kind" }, rank = Rank::Detail;
 }
 
 /// Row of a step or record. Of `agent.start`, which is a step's name and a record's, the step's.

@@ -3,7 +3,7 @@
 
 use crate::layers::source::{self, Kind, Source, Token};
 use crate::project;
-use kata_gpu_init::events::catalogue::{Form, RECORDS, undocumented};
+use kata_gpu_init::events::catalogue::{Form, RECORDS, Row, TRACED, undocumented};
 use kata_gpu_init::events::record::{Line, Record, decode};
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write;
@@ -167,10 +167,10 @@ fn recorded_boots_have_no_field_that_the_catalogue_lacks() {
     assert_eq!(undocumented_in(wrong), BTreeSet::from(["settled: gpu_count".to_string()]));
 }
 
-/// Table of all records, as the page of the format has it.
-fn records_markdown() -> String {
+/// Table of these rows, as a page has it.
+fn markdown(rows: &[Row]) -> String {
     let mut table = String::from("| name | form | whose time | fields | meaning |\n|---|---|---|---|---|\n");
-    for row in RECORDS {
+    for row in rows {
         let field = |(name, meaning): &(&str, &str)| match *meaning {
             "" => format!("`{name}`"),
             meaning => format!("`{name}` ({meaning})"),
@@ -184,9 +184,19 @@ fn records_markdown() -> String {
 
 #[test]
 fn the_page_of_the_format_has_every_record() {
-    let path = project().join("src/events/README.md");
+    has_table("src/events/README.md", RECORDS);
+}
+
+#[test]
+fn the_page_of_the_host_has_everything_that_is_traced() {
+    has_table("src/host/README.md", TRACED);
+}
+
+/// Compares the table of a page with the rows.
+fn has_table(page: &str, rows: &[Row]) {
+    let path = project().join(page);
     let page = std::fs::read_to_string(&path).unwrap();
-    let table = records_markdown();
+    let table = markdown(rows);
     let start = page.find("| name | form |").expect("the table's head");
     let end = page[start..].find("\n\n").map_or(page.len(), |at| start + at + 1);
     if page[start..end] != table && std::env::var_os("UPDATE_GOLDEN").is_some() {

@@ -114,5 +114,6 @@ pub const TESTS: &[&[harness::VmTest]] = &[
     emulated_host::diagnosis::TESTS,
     emulated_host::root::TESTS,
     emulated_host::passthrough::TESTS,
+    emulated_host::trace::TESTS,
     kata::TESTS,
 ];

@@ -73,7 +73,7 @@ impl HostStep {
         add("bar", traced.bar.map(|bar| bar.to_string()));
         add("bytes", traced.bytes.map(size));
         add("calls", traced.calls.map(|calls| calls.to_string()));
-        add("pages_a_call", (!traced.pages_a_call.is_empty()).then(|| histogram(&traced.pages_a_call)));
+        add("pages_a_call", (!traced.pages_a_call.is_empty()).then(|| histogram(&traced.pages_a_call.iter().copied().collect())));
         for (kind, count) in traced.kinds.iter().take(MAX_KINDS) {
             add(&printable_start(kind.as_bytes(), MAX_TEXT), Some(count.to_string()));
         }

@@ -30,17 +30,9 @@ Examples:
 /// Record what the host does for one VM: pinning, mapping, resets, exits.
 #[derive(clap::Args, Debug)]
 #[command(after_help = HELP)]
-#[group(id = "target", required = true, multiple = false, args = ["next", "vm", "pid"])]
 pub struct Args {
-    /// Record the next VM that starts on this machine.
-    #[arg(long)]
-    next: bool,
-    /// Record the running VM of this sandbox: Kata's id, its beginning is enough.
-    #[arg(long, value_name = "SANDBOX")]
-    vm: Option<String>,
-    /// Record the VM of this process.
-    #[arg(long, value_name = "PID")]
-    pid: Option<u32>,
+    #[command(flatten)]
+    whose: Whose,
     /// Directory that the collector writes to.
     #[arg(long, default_value = ".")]
     dir: PathBuf,
@@ -50,6 +42,21 @@ pub struct Args {
     /// Print all data as one JSON object.
     #[arg(long)]
     json: bool,
+}
+
+/// The VM.
+#[derive(clap::Args, Debug)]
+#[group(required = true, multiple = false)]
+struct Whose {
+    /// Record the next VM that starts on this machine.
+    #[arg(long)]
+    next: bool,
+    /// Record the running VM of this sandbox: Kata's id, its beginning is enough.
+    #[arg(long, value_name = "SANDBOX")]
+    vm: Option<String>,
+    /// Record the VM of this process.
+    #[arg(long, value_name = "PID")]
+    pid: Option<u32>,
 }
 
 /// JSON form, with its version.
@@ -64,7 +71,7 @@ struct Json<'a> {
 
 /// Runs `trace`.
 pub fn run(args: &Args) -> Result<()> {
-    let target = match (&args.vm, args.pid) {
+    let target = match (&args.whose.vm, args.whose.pid) {
         (Some(sandbox), _) => Target::Vm(sandbox.clone()),
         (None, Some(pid)) => Target::Pid(pid),
         (None, None) => Target::Next,

@@ -11,6 +11,7 @@ use super::keep::Keep;
 use super::store::{Log, Store, lock};
 use crate::events::record::{MAX_LINE, is_boot_id};
 use crate::host::data::boot_file::{EXTENSION, FileLine, HostEvent, for_each_line};
+use crate::host::data::host_trace;
 use anyhow::{Context, Result, bail};
 use nix::time::{ClockId, clock_gettime};
 use std::collections::HashMap;
@@ -228,7 +229,8 @@ fn candidates(store: &Store) -> Result<Vec<Candidate>> {
         // Metadata of the entry itself: links are not ours. Skip an entry that is gone meanwhile.
         let Ok(meta) = entry.metadata() else { continue };
         if meta.is_file() {
-            found.push(Candidate { written: meta.modified()?, boot_id, bytes: meta.len(), path });
+            let trace = std::fs::symlink_metadata(host_trace::beside(&path)).map_or(0, |meta| meta.len());
+            found.push(Candidate { written: meta.modified()?, boot_id, bytes: meta.len() + trace, path });
         }
     }
     found.sort();
@@ -428,6 +430,18 @@ mod tests {
         disk.close().unwrap();
         apply(&dir, keep);
         assert_eq!(left(&dir), [0; 0], "without a connection it goes");
+    }
+
+    #[test]
+    fn a_boots_trace_counts_and_goes_with_it() {
+        let dir = TempDir::new();
+        files(&dir, &[50, 20]);
+        let trace = |n: usize| host_trace::beside(&dir.path().join(format!("{}.ndjson", id(n))));
+        (0..2).for_each(|n| std::fs::write(trace(n), [b'x'; 500]).unwrap());
+        apply(&dir, Keep { age: None, bytes: Some(3000) });
+        assert_eq!(left(&dir), [0, 1], "3000 bytes");
+        apply(&dir, Keep { age: None, bytes: Some(2999) });
+        assert_eq!((left(&dir), trace(0).exists(), trace(1).exists()), (vec![1], false, true));
     }
 
     #[test]

@@ -54,8 +54,8 @@ pub struct Traced {
     #[serde(skip_serializing_if = "Option::is_none")]
     pub bytes: Option<u64>,
     /// Pages a call by powers of ten: the first number of each class, and how many calls.
-    #[serde(skip_serializing_if = "BTreeMap::is_empty")]
-    pub pages_a_call: BTreeMap<u64, u64>,
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub pages_a_call: Vec<(u64, u64)>,
     /// Counts by kind: exits by reason, memory by page size in bytes.
     #[serde(skip_serializing_if = "BTreeMap::is_empty")]
     pub kinds: BTreeMap<String, u64>,

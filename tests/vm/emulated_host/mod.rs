@@ -6,3 +6,4 @@ pub mod guests;
 pub mod passthrough;
 pub mod root;
 pub mod service;
+pub mod trace;

@@ -19,12 +19,12 @@ pub const TESTS: &[VmTest] = &[
 ];
 
 /// QEMU's name, and what makes an H100 of it in the guest.
-fn function(address: &str, port: usize) -> String {
+pub(super) fn function(address: &str, port: usize) -> String {
     format!("vfio-pci,host={address},bus=port{port},id=gpu{port},x-pci-vendor-id=0x10de,x-pci-device-id=0x2330,x-pci-class-code=0x030200")
 }
 
 /// Ports for two functions, with room for their BARs.
-const PORTS: &str = "-device pcie-root-port,id=port0,chassis=1,slot=1,pref64-reserve=2G \
+pub(super) const PORTS: &str = "-device pcie-root-port,id=port0,chassis=1,slot=1,pref64-reserve=2G \
     -device pcie-root-port,id=port1,chassis=2,slot=2,pref64-reserve=2G";
 
 fn passed_through(context: &TestContext) -> Result<Outcome> {

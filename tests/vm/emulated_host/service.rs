@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 
 pub const TESTS: &[VmTest] = &[VmTest { name: "emulated_host_runs_the_printed_service_and_container", run: as_printed }];
 
-const PROGRAM: &str = "/usr/local/bin/kata-gpu-boot";
+pub(super) const PROGRAM: &str = "/usr/local/bin/kata-gpu-boot";
 const VMM: &str = "/usr/local/bin/vmm";
 const UNIT: &str = "/etc/systemd/system/kata-gpu-boot.service";
 /// Highest exposure of the collector's unit, from 0 to 10, as `systemd-analyze security` adds it

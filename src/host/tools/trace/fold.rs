@@ -51,8 +51,8 @@ pub struct Fold {
     pub first_run_ns: Option<i64>,
     mappings: HashMap<u32, Mapping>,
     opens: HashMap<u32, (i64, Option<PciAddress>)>,
-    resets: HashMap<u32, i64>,
-    /// The kernel's address of a device, a number only, and its function.
+    resets: HashMap<u32, (i64, u64)>,
+    /// The kernel's address of a device or of its PCI part, a number only, and its function.
     devices: HashMap<u64, PciAddress>,
     /// Beginning of a BAR's mapping in the VMM -> end, function.
     areas: BTreeMap<u64, (u64, PciAddress)>,
@@ -97,11 +97,18 @@ impl Fold {
                 }
             }
             "reset_in" if self.resets.len() < MAX_KNOWN => {
-                self.resets.insert(event.tid, event.at_ns);
+                self.resets.insert(event.tid, (event.at_ns, event.unsigned("pdev").unwrap_or(0)));
             }
             "reset_out" => {
-                if let Some(at_ns) = self.resets.remove(&event.tid) {
-                    let function = self.opens.get(&event.tid).and_then(|(_, function)| *function);
+                if let Some((at_ns, pdev)) = self.resets.remove(&event.tid) {
+                    // The reset of the opening names the device for later ones.
+                    let opening = self.opens.get(&event.tid).and_then(|(_, function)| *function);
+                    if let Some(function) = opening
+                        && self.devices.len() < MAX_KNOWN
+                    {
+                        self.devices.insert(pdev, function);
+                    }
+                    let function = opening.or_else(|| self.devices.get(&pdev).copied());
                     self.step(event, at_ns, Traced { name: names::VFIO_RESET.into(), function, ..Traced::default() });
                 }
             }
@@ -112,15 +119,16 @@ impl Fold {
 
     fn map_in(&mut self, event: &Event) {
         let number = |key| event.unsigned(key).unwrap_or(0);
-        let (a, b, c) = (number("a"), number("b"), number("c"));
+        let (vaddr, iova, size) = (number("vaddr"), number("iova"), number("size"));
         let mapping = match event.unsigned("cmd") {
             // struct vfio_iommu_type1_dma_map: vaddr, iova, size; struct iommu_ioas_map by the
             // order of its probe.
-            Some(MAP_DMA | IOAS_MAP) => Mapping { vaddr: a, iova: b, size: c, ..Mapping::default() },
-            // struct vfio_iommu_type1_dma_unmap: iova, size.
-            Some(UNMAP_DMA) => Mapping { unmaps: true, iova: a, size: b, ..Mapping::default() },
-            // struct iommu_ioas_unmap: iova at 8, length at 16, which is `a`.
-            Some(IOAS_UNMAP) => Mapping { unmaps: true, size: a, ..Mapping::default() },
+            Some(MAP_DMA | IOAS_MAP) => Mapping { vaddr, iova, size, ..Mapping::default() },
+            // struct vfio_iommu_type1_dma_unmap has iova and size where the other one has vaddr and
+            // iova.
+            Some(UNMAP_DMA) => Mapping { unmaps: true, iova: vaddr, size: iova, ..Mapping::default() },
+            // struct iommu_ioas_unmap: length where the other one has user_va.
+            Some(IOAS_UNMAP) => Mapping { unmaps: true, size: vaddr, ..Mapping::default() },
             _ => return,
         };
         if self.mappings.len() < MAX_KNOWN {
@@ -142,7 +150,7 @@ impl Fold {
             guest_address: Some(mapping.iova),
             bytes: Some(mapping.size),
             calls: (!mapping.unmaps).then_some(mapping.calls),
-            pages_a_call: mapping.pages,
+            pages_a_call: mapping.pages.into_iter().collect(),
             ..Traced::default()
         };
         self.step(event, mapping.at_ns, traced);

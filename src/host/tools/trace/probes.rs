@@ -42,7 +42,7 @@ pub const PROBES: &[Probe] = &[
     entry(
         "map_in",
         "vfio_iommu_type1_ioctl",
-        "cmd=$arg2:x32 a=+u8($arg3):x64 b=+u16($arg3):x64 c=+u24($arg3):x64",
+        "cmd=$arg2:x32 vaddr=+u8($arg3):x64 iova=+u16($arg3):x64 size=+u24($arg3):x64",
         "cmd == 0x3b71 || cmd == 0x3b72",
         "memory that is mapped by legacy VFIO (load vfio_iommu_type1 before)",
     ),
@@ -51,7 +51,7 @@ pub const PROBES: &[Probe] = &[
     entry(
         "ioas_in",
         "iommufd_fops_ioctl",
-        "cmd=$arg2:x32 a=+u16($arg3):x64 b=+u32($arg3):x64 c=+u24($arg3):x64",
+        "cmd=$arg2:x32 vaddr=+u16($arg3):x64 iova=+u32($arg3):x64 size=+u24($arg3):x64",
         "cmd == 0x3b85 || cmd == 0x3b86",
         "memory that is mapped by IOMMUFD (this kernel is built without, or iommufd is not loaded)",
     ),

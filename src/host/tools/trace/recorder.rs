@@ -3,7 +3,7 @@
 
 use super::boot_of_vm;
 use super::fold::{Bars, Fold, bars};
-use super::line::{Line, MAX_LINE, parse};
+use super::line::{HistRow, Line, MAX_LINE, parse};
 use super::probes::{ECAM, EXITS, PAGE_FAULTS, PORTS};
 use super::session::{Session, remove_leftovers, tracefs};
 use super::vm::{Vmm, resource};
@@ -114,8 +114,9 @@ pub fn record(wanted: &Wanted, log: &mut dyn FnMut(&str)) -> Result<Recorded> {
 }
 
 struct Recorder<'a> {
-    session: Session,
+    /// Before the session, which cannot be removed while its pipe is open.
     pipe: File,
+    session: Session,
     lines: Lines,
     proc: &'a Path,
     wanted: &'a Wanted,
@@ -167,9 +168,7 @@ impl<'a> Recorder<'a> {
 
     /// Takes a VM as the one that is recorded.
     fn follow(&mut self, vmm: Vmm, exec_ns: Option<i64>, log: &mut dyn FnMut(&str)) -> Result<()> {
-        self.session.follow(&[&[vmm.pid][..], &vmm.threads()].concat())?;
-        // Threads that came before the filter had their parents.
-        self.session.follow(&vmm.threads())?;
+        self.session.follow(|| [&[vmm.pid][..], &vmm.threads()].concat())?;
         self.shim = exec_ns.and_then(|_| vmm.shim());
         self.exec_ns = exec_ns;
         log(&format!("recording the VM of process {}", vmm.pid));
@@ -310,8 +309,9 @@ impl<'a> Recorder<'a> {
         let end_ns = boottime_ns()?;
         let counts = self.counts(end_ns);
         self.lost = self.lost.max(self.session.lost());
-        let (missing, lost) = (std::mem::take(&mut self.session.missing), self.lost);
+        let (mut missing, lost) = (std::mem::take(&mut self.session.missing), self.lost);
         // From here on nothing is traced any more.
+        drop(self.pipe);
         drop(self.session);
 
         let mut known: HashMap<_, Bars> = HashMap::new();
@@ -340,7 +340,6 @@ impl<'a> Recorder<'a> {
         }
         traced.sort_by_key(|(at_ns, _)| *at_ns);
         let placed = |(at_ns, traced): (i64, Traced)| Traced { began_realtime_ns: at_ns.saturating_add(offset), clock_error_ns, ..traced };
-        let mut missing = missing;
         if self.fold.left_out > 0 {
             missing.push(format!("{} step(s) over the limit are left out", self.fold.left_out));
         }
@@ -362,12 +361,12 @@ impl<'a> Recorder<'a> {
         let Some(vmm) = &self.vmm else { return Vec::new() };
         let own: HashSet<u32> = self.threads.iter().filter(|(_, own)| **own).map(|(tid, _)| *tid).chain([vmm.pid]).collect();
         let mut dropped = 0;
-        let mut rows = |(rows, without_room): (Vec<super::line::HistRow>, u64)| {
+        let mut rows = |(rows, without_room): (Vec<HistRow>, u64)| {
             dropped += without_room;
             rows.into_iter().filter(|row| own.contains(&row.tid)).collect::<Vec<_>>()
         };
         let took_ns = u64::try_from(end_ns.saturating_sub(self.exec_ns.unwrap_or(self.began_ns))).unwrap_or(0);
-        let sum = |rows: &[super::line::HistRow]| rows.iter().map(|row| row.hits).fold(0, u64::saturating_add);
+        let sum = |rows: &[HistRow]| rows.iter().map(|row| row.hits).fold(0, u64::saturating_add);
         let count = |name: &str, calls: u64, kinds| Traced { name: name.into(), calls: Some(calls), kinds, took_ns, ..Traced::default() };
         let mut kinds: BTreeMap<String, u64> = BTreeMap::new();
         let mut add = |kind: String, n: u64| {
@@ -376,7 +375,9 @@ impl<'a> Recorder<'a> {
                 *known = known.saturating_add(n);
             }
         };
-        let exits = rows(self.session.rows(EXITS.name));
+        let mut exits = rows(self.session.rows(EXITS.name));
+        // The file has a second histogram, for the times, whose rows have no reason.
+        exits.retain(|row| row.kind.is_some());
         exits.iter().for_each(|row| add(reason(row.kind), row.hits));
         rows(self.session.answer_rows()).iter().for_each(|row| add(format!("{}-us", reason(row.kind)), row.sum.unwrap_or(0)));
         for row in rows(self.session.rows(PORTS.name)) {

@@ -7,6 +7,9 @@ use crate::host::data::text::{Ink, Screen, printable, seconds};
 use crate::host::data::units::{histogram, size};
 use crate::host::views::grid::{Grid, Set, signed};
 
+/// A step that is shorter has no row.
+const SHORT_NS: u64 = 1_000_000;
+
 /// Table of the steps, then counts and notes. Times are seconds since the recording began.
 pub fn lines(recorded: &Recorded, screen: &Screen) -> Vec<String> {
     let (left, right) = (Set::Left, Set::Right);
@@ -21,7 +24,8 @@ pub fn lines(recorded: &Recorded, screen: &Screen) -> Vec<String> {
         ("PAGES A CALL", left),
     ]);
     let is_step = |traced: &&Traced| row_of(&traced.name).form == Form::Span;
-    for traced in recorded.traced.iter().filter(is_step) {
+    let is_long = |traced: &&Traced| traced.took_ns >= SHORT_NS;
+    for traced in recorded.traced.iter().filter(is_step).filter(is_long) {
         let text = |text: Option<String>| text.unwrap_or_default();
         let begin = traced.began_realtime_ns.saturating_sub(recorded.recording.began_realtime_ns);
         grid.row(
@@ -34,11 +38,16 @@ pub fn lines(recorded: &Recorded, screen: &Screen) -> Vec<String> {
                 text(traced.bytes.map(size)),
                 text(traced.calls.map(|calls| calls.to_string())),
                 printable(&traced.thread),
-                histogram(&traced.pages_a_call),
+                histogram(&traced.pages_a_call.iter().copied().collect()),
             ],
         );
     }
     let mut out = grid.lines(screen);
+    let short = recorded.traced.iter().filter(is_step).filter(|traced| !is_long(traced));
+    let (count, took_ns) = short.fold((0, 0u64), |(count, sum), step| (count + 1, sum.saturating_add(step.took_ns)));
+    if count > 0 {
+        out.push(format!("{count} step(s) below 1 ms are not shown, together {} s: --json has them", seconds(took_ns)));
+    }
     out.push(String::new());
     for traced in recorded.traced.iter().filter(|traced| !is_step(traced)) {
         let kinds: Vec<String> = traced.kinds.iter().map(|(kind, n)| format!("{}={n}", printable(kind))).collect();

@@ -3,8 +3,8 @@
 //!
 //! Invariants: nothing outside of these names is written, so that another user's tracing stays as it
 //! is. Dropping a [`Session`] removes all of it; [`remove_leftovers`] does for recorders that were
-//! killed, by the names whose process is gone. A write never truncates: that would remove the
-//! probes of others.
+//! killed, by the names whose process is gone. A write outside of an own instance never truncates: that
+//! would remove the probes of others.
 
 use super::line::{HistRow, histogram};
 use super::probes::{At, Count, ECAM, EXEC, EXEC_FILTER, EXITS, FAULTS, PAGE_FAULTS, PORTS, PROBES, Probe, RUN};
@@ -42,6 +42,11 @@ fn put(path: &Path, text: &str) -> io::Result<()> {
     OpenOptions::new().append(true).open(path)?.write_all(text.as_bytes())
 }
 
+/// Removes all triggers of an event of an own instance: the meaning of a truncation there.
+fn clear(trigger: &Path) -> io::Result<()> {
+    OpenOptions::new().write(true).truncate(true).open(trigger).map(drop)
+}
+
 fn read(path: &Path) -> io::Result<String> {
     let mut bytes = Vec::new();
     File::open(path)?.take(MAX_FILE).read_to_end(&mut bytes)?;
@@ -59,7 +64,7 @@ fn definition(group: &str, probe: &Probe) -> String {
 }
 
 impl Session {
-    /// Sets everything up, off. `root` is a mounted tracefs.
+    /// Sets up what has few events. `root` is a mounted tracefs.
     pub fn start(root: &Path, pid: u32) -> Result<Self> {
         let instance = root.join("instances").join(format!("{INSTANCE}{pid}"));
         fs::create_dir(&instance)
@@ -75,25 +80,28 @@ impl Session {
                 session.enable(probe)?;
             }
         }
-        if session.add(&RUN) {
-            session.enable(&RUN)?;
-        }
-        if let Some(fault) = FAULTS.iter().find(|probe| session.add(probe)) {
-            let event = format!("{}/{}", session.group, fault.event);
-            session.count("faults", &event, "hist:keys=common_pid:size=4096", "")?;
-        }
-        for count in [EXITS, PORTS, ECAM, PAGE_FAULTS] {
-            let Count { name, event, trigger, without } = count;
-            session.count(name, event, trigger, without)?;
-        }
-        if session.answers().is_err() {
-            session.missing.push("this kernel has no histograms with variables: not known is how long the VMM took for exits".into());
-        }
         session.set(&format!("events/{EXEC}/filter"), EXEC_FILTER)?;
         session.set(&format!("events/{EXEC}/enable"), "1")?;
-        session.missing.sort();
-        session.missing.dedup();
         Ok(session)
+    }
+
+    /// Starts what has many events: the first run of a vCPU, and the counts. They cost each VM of
+    /// the machine a little, and so only while one is recorded.
+    fn start_counts(&mut self) -> Result<()> {
+        if self.add(&RUN) {
+            self.enable(&RUN)?;
+        }
+        if let Some(fault) = FAULTS.iter().find(|probe| self.add(probe)) {
+            let event = format!("{}/{}", self.group, fault.event);
+            self.count("faults", &event, "hist:keys=common_pid:size=4096", "");
+        }
+        for Count { name, event, trigger, without } in [EXITS, PORTS, ECAM, PAGE_FAULTS] {
+            self.count(name, event, trigger, without);
+        }
+        if self.answers().is_err() {
+            self.missing.push("this kernel has no histograms with variables: not known is how long the VMM took for exits".into());
+        }
+        Ok(())
     }
 
     fn set(&self, file: &str, text: &str) -> Result<()> {
@@ -120,14 +128,13 @@ impl Session {
         self.set(&format!("{event}/enable"), "1")
     }
 
-    fn count(&mut self, name: &'static str, event: &str, trigger: &str, without: &str) -> Result<()> {
+    fn count(&mut self, name: &'static str, event: &str, trigger: &str, without: &str) {
         let dir = format!("events/{event}");
         if self.set(&format!("{dir}/trigger"), trigger).is_ok() {
             self.counts.push((name, self.instance.join(dir).join("hist")));
         } else if !without.is_empty() {
             self.missing.push(format!("{event} cannot be counted in this kernel: not known is {without}"));
         }
-        Ok(())
     }
 
     /// Sums the time of the VMM's answers by reason: a variable of the exit, read at the next entry
@@ -146,8 +153,15 @@ impl Session {
         Ok(())
     }
 
-    /// Limits events to these threads and to those that they start.
-    pub fn follow(&self, tids: &[u32]) -> Result<()> {
+    /// Limits events to these threads and to those that they start, and begins to count.
+    pub fn follow(&mut self, threads: impl Fn() -> Vec<u32>) -> Result<()> {
+        self.limit_to(&threads())?;
+        // Threads that came before the filter had their parents.
+        self.limit_to(&threads())?;
+        self.start_counts()
+    }
+
+    fn limit_to(&self, tids: &[u32]) -> Result<()> {
         tids.iter().try_for_each(|tid| match self.set("set_event_pid", &format!("{tid}\n")) {
             // It has ended.
             Err(e) if e.downcast_ref::<io::Error>().is_some_and(|e| e.raw_os_error() == Some(nix::libc::ESRCH)) => Ok(()),
@@ -206,9 +220,12 @@ fn remove(root: &Path, instance: &Path, group: &str) -> Vec<String> {
         Err(e) if e.kind() != io::ErrorKind::NotFound => left.push(format!("{what} ({e})")),
         _ => {}
     };
-    // Triggers and enabled events go with the instance; what a probe is used by cannot be removed
-    // before.
-    let _it_may_be_half_made = put(&instance.join("tracing_on"), "0");
+    // Enabled events go with the instance. A histogram with a variable holds the instance, and one
+    // that reads the variable holds the other: the readers go first.
+    let answers = format!("synthetic/{group}_{ANSWERS}");
+    for event in ["kvm/kvm_entry", &answers, EXITS.event] {
+        note(format!("trigger of {event}"), clear(&instance.join(format!("events/{event}/trigger"))));
+    }
     note(instance.display().to_string(), fs::remove_dir(instance));
     let synthetic = root.join("synthetic_events");
     for name in synthetics(&read(&synthetic).unwrap_or_default()).filter(|name| group_of_synthetic(name) == Some(group)) {

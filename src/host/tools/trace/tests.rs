@@ -1,1 +1,104 @@
+//! A trace that a real kernel made (6.12.117, QEMU 11.1 with one function passed through, 256 MiB of
+//! memory, a BAR of 512 MiB), folded into steps; the same, damaged.
 
+use super::fold::{Fold, MAX_STEPS, bars};
+use super::line::{Event, Line, parse};
+use super::recorder::Recorded;
+use super::{boot_of_vm, report};
+use crate::events::catalogue::traced as names;
+use crate::host::data::boot_file::BootFile;
+use crate::host::data::host_trace::{Recording, Traced};
+use crate::host::data::text::Screen;
+use crate::host::testing::{golden, tests_dir};
+
+/// `resource` of the function on that host, its first three lines.
+const RESOURCE: &str = "0x00000000fe800000 0x00000000fe803fff 0x0000000000140204\n\
+    0x0000000000000000 0x0000000000000000 0x0000000000000000\n\
+    0x0000000140000000 0x000000015fffffff 0x000000000014220c\n";
+
+fn recorded_trace() -> Vec<u8> {
+    std::fs::read(tests_dir("fixtures/trace/trace-pipe-6.12.117.txt")).unwrap()
+}
+
+/// The fold, and the number of lines that were not understood.
+fn folded(text: &[u8]) -> (Fold, usize) {
+    let (mut fold, mut unreadable) = (Fold::default(), 0);
+    for line in text.split(|b| *b == b'\n') {
+        match parse(line) {
+            Line::Event(event) => fold.take(&event),
+            Line::Unreadable => unreadable += 1,
+            Line::Lost(_) | Line::Comment => {}
+        }
+    }
+    fold.number_bars(|_| bars(RESOURCE));
+    (fold, unreadable)
+}
+
+fn recorded(fold: Fold) -> Recorded {
+    let placed = |step: super::fold::Step| Traced { began_realtime_ns: step.at_ns, ..step.traced };
+    let recording =
+        Recording { kernel: "6.12.117".into(), began_realtime_ns: 32_583_677_000, ended: "the VM ended".into(), ..Recording::default() };
+    Recorded { recording, traced: fold.steps.into_iter().map(placed).collect(), boot: None }
+}
+
+#[test]
+fn a_real_kernels_trace_becomes_steps() {
+    let (fold, unreadable) = folded(&recorded_trace());
+    assert_eq!((unreadable, fold.left_out), (0, 0));
+    let of = |name: &str| fold.steps.iter().filter(|step| step.traced.name == name).map(|step| &step.traced).collect::<Vec<_>>();
+    let memory = of(names::VMM_PIN);
+    assert_eq!((memory[0].bytes, memory[0].calls, memory[0].thread.as_str()), (Some(256 << 20), Some(2), "qemu-system-x86"));
+    let mapped: Vec<_> = of(names::VMM_MAP_BAR).iter().map(|bar| (bar.bar, bar.bytes, bar.thread.clone())).collect();
+    assert!(mapped.contains(&(Some(2), Some(512 << 20), "CPU 0/KVM".into())), "{mapped:?}");
+    assert_eq!(of(names::VFIO_OPEN)[0].function.map(|function| function.to_string()).as_deref(), Some("0000:81:00.0"));
+    golden(
+        "trace/qemu-11.1-linux-6.12.117.txt",
+        &(report::lines(&recorded(fold), &Screen { width: None, colour: false }).join("\n") + "\n"),
+    );
+}
+
+#[test]
+fn the_file_of_a_trace_is_read_back_as_it_was() {
+    let recorded = recorded(folded(&recorded_trace()).0);
+    let mut file = BootFile::default();
+    file.read_trace(boot_of_vm::lines(&recorded).as_bytes()).unwrap();
+    assert_eq!((file.damaged, file.recording()), (0, Some(&recorded.recording)));
+    assert!(file.traced().eq(&recorded.traced));
+    // A guest's line, and one of the collector's, are nothing that the recorder writes.
+    let others = "{\"schema\":1,\"seq\":1,\"boottime_ns\":1,\"kind\":\"event\",\"name\":\"settled\"}\n\
+        {\"schema\":1,\"kind\":\"host\",\"realtime_ns\":1,\"event\":\"capped\",\"why\":\"x\"}\n";
+    file.read_trace(others.as_bytes()).unwrap();
+    assert_eq!((file.damaged, file.records.len()), (2, 0));
+}
+
+#[test]
+fn a_damaged_trace_costs_its_own_lines() {
+    let whole = recorded_trace();
+    let steps = folded(&whole).0.steps.len();
+    for at in (0..whole.len()).step_by(97) {
+        let mut damaged = whole.clone();
+        damaged[at] ^= 0x55;
+        // A byte can break a line in two, or join two; the calls on both sides of it then differ.
+        let found = folded(&damaged).0.steps.len();
+        assert!(found.abs_diff(steps) <= 2, "byte {at}: {found} of {steps} steps");
+        assert!(folded(&whole[at..]).0.steps.len() <= steps);
+    }
+}
+
+#[test]
+fn endless_events_are_bounded_and_counted() {
+    let event = |tid, name, args| Event { comm: b"x", tid, at_ns: 1, name, args };
+    let mut fold = Fold::default();
+    for n in 0..u32::try_from(MAX_STEPS).unwrap() + 7 {
+        fold.take(&event(n, "map_in", "cmd=0x3b71 vaddr=0x0 iova=0xffffffffffffffff size=0xffffffffffffffff"));
+        fold.take(&event(n, "pin", "pages=-12"));
+        fold.take(&event(n, "map_out", "ret=-12"));
+    }
+    assert_eq!((fold.steps.len(), fold.left_out), (MAX_STEPS, 7));
+    assert_eq!((fold.steps[0].failed, fold.steps[0].traced.calls), (Some(-12), Some(1)));
+    // An end without a beginning, and beginnings without an end.
+    let mut fold = Fold::default();
+    fold.take(&event(1, "map_out", "ret=0"));
+    (0..100_000).for_each(|tid| fold.take(&event(tid, "open_in", "cmd=0x3b6a name=\"0000:81:00.0\"")));
+    assert_eq!(fold.steps, []);
+}

@@ -1,0 +1,134 @@
+//! `kata-gpu-boot trace` on a real host: it sees the pins of a guest's memory and of a BAR as they
+//! are, and leaves nothing behind, however it ends.
+
+use super::guests::{Boot, SERVICE, event, sent};
+use super::passthrough::{PORTS, function};
+use super::service::{self, PROGRAM};
+use crate::vm::harness::{BOOTS, EmulatedHost, Guest, KvmGuest, KvmImage, Outcome, Size, TestContext, VmTest};
+use anyhow::{Context, Result, ensure};
+use kata_gpu_init::events::catalogue::traced as traces;
+use kata_gpu_init::events::names;
+use kata_gpu_init::host::boot::host_trace::HostStep;
+use kata_gpu_init::host::boot::model::Boot as Model;
+
+pub const TESTS: &[VmTest] = &[VmTest { name: "emulated_host_traces_pins_and_keeps_no_tracing", run: traced }];
+
+const TRACEFS: &str = "/sys/kernel/tracing";
+/// Everything of tracing that outlives a process: instances, probes, synthetic events.
+const STATE: &str = "cd /sys/kernel/tracing && ls instances && cat kprobe_events synthetic_events";
+
+fn traced(context: &TestContext) -> Result<Outcome> {
+    if let Some(skipped) = EmulatedHost::skipped(context)? {
+        return Ok(skipped);
+    }
+    let image = KvmImage::make(context, Guest::new().append("fakepci.gpus=0"))?;
+    let mut host = service::start(context, Size::WITH_GUESTS.with_gpus(1), &image.files())?;
+    KvmGuest::prepare(&mut host)?;
+    let gpus = host.vfio()?;
+    host.run(&format!("systemctl start {SERVICE} && mount -t tracefs none {TRACEFS}"))?;
+    let devices = format!("{PORTS} -device {}", function(&gpus[0], 0));
+
+    let untraced = settled_after(&mut host, &image, "0a0a", 33, &devices)?;
+    let others = others_tracing(&mut host)?;
+    killed_and_cleaned_up(&mut host, &others)?;
+    let seconds = settled_after(&mut host, &image, "0b0b", 34, &devices)?;
+    host.until("the end of the recording", "grep -q 'wrote /' /run/trace.log || (cat /run/trace.log; false)")?;
+    let state = host.run(STATE)?;
+    ensure!(state == others, "left behind: {state:?}, before: {others:?}");
+    let enabled = host.run(&format!("cat {TRACEFS}/instances/others/events/sched/sched_process_exec/enable"))?;
+    ensure!(enabled == "1", "another's event is {enabled:?}");
+
+    let figures = judge(&mut host, &gpus[0], 34)?;
+    Ok(Outcome::Measured(format!("{figures}; settled {seconds:.1} s after QEMU's start, {untraced:.1} s without the recorder")))
+}
+
+/// Boots a guest with the function, kills it once its GPU is settled; gives the seconds from QEMU's
+/// start until then.
+fn settled_after(host: &mut EmulatedHost, image: &KvmImage, name: &str, cid: u32, devices: &str) -> Result<f64> {
+    let guest = KvmGuest::start_with(host, image, name, name, cid, "", devices)?;
+    sent(host, &guest, &event(names::SETTLED))?;
+    let settled = Boot::only(host, &guest)?.wall("settled", |r| r.name == names::SETTLED)?;
+    let started: f64 = host.run(&format!("stat -c %.9W {}", guest.vmm_log_path()))?.parse().context("birth of QEMU's log")?;
+    // The recorder sees the boot's end before the VM's.
+    host.until("the recorder's end", "! test -e /run/trace.pid || ! kill -0 $(cat /run/trace.pid) 2>/dev/null")?;
+    guest.kill(host)?;
+    Ok(settled.realtime_ns as f64 / 1e9 - started)
+}
+
+/// Tracing of somebody else's; gives the state of it.
+fn others_tracing(host: &mut EmulatedHost) -> Result<String> {
+    host.run(&format!(
+        "cd {TRACEFS} && mkdir instances/others && echo 1 > instances/others/events/sched/sched_process_exec/enable
+        echo 'p:others/read vfs_read' >> kprobe_events && {STATE}"
+    ))
+}
+
+/// Starts a recorder and kills it, then another one, which goes on.
+fn killed_and_cleaned_up(host: &mut EmulatedHost, others: &str) -> Result<()> {
+    let start = format!("({PROGRAM} trace --next --dir {BOOTS} --json >/run/trace.json 2>/run/trace.log & echo $! > /run/trace.pid)");
+    let waits = "grep -q 'waiting for the next VM' /run/trace.log || (cat /run/trace.log; false)";
+    host.run(&start)?;
+    host.until("a recorder", waits)?;
+    let left = host.run("kill -KILL $(cat /run/trace.pid) && cat /run/trace.pid")?;
+    let state = host.run(STATE)?;
+    // Negative control: a killed recorder does leave something.
+    ensure!(state != others && state.contains(&format!("kata_gpu_boot_{left}/pin")), "after SIGKILL: {state}");
+    host.run(&start)?;
+    host.until("the next recorder", waits)?;
+    let log = host.run("cat /run/trace.log")?;
+    ensure!(log.contains(&format!("removed what recorder {left} left")), "{log}");
+    // The kernel of this host has no IOMMUFD.
+    ensure!(log.contains("iommufd_fops_ioctl cannot be probed"), "{log}");
+    let state = host.run(STATE)?;
+    ensure!(!state.contains(&format!("kata_gpu_boot_{left}/")) && !state.contains(&format!("kata-gpu-boot-{left}\n")), "{state}");
+    Ok(())
+}
+
+/// Checks the trace of the boot of the guest with this CID, and what every view makes of it.
+fn judge(host: &mut EmulatedHost, function: &str, cid: u32) -> Result<String> {
+    let id = host.run(&format!("cd {BOOTS} && basename $(grep -lF '\"peer\":\"cid {cid}\"' *.ndjson) .ndjson"))?;
+    let text = host.run(&format!("cat {BOOTS}/{id}.trace"))?;
+    let mut file = Boot::read(host, &id)?.file;
+    file.read_trace(text.as_bytes())?;
+    ensure!(file.damaged == 0, "{:?}", file.damage);
+    let boot = Model::new(&file, &[]);
+    let trace = boot.host.as_deref().context("no trace in the model")?;
+    ensure!((trace.recording.lost, trace.recording.unreadable, trace.not_placed) == (0, 0, 0), "{:?}", trace.recording);
+    let of = |name: &str| trace.steps.iter().filter(|step| step.traced.name == name).collect::<Vec<_>>();
+
+    // QEMU's main thread pins the guest's memory before the guest runs.
+    let memory = of(traces::VMM_PIN);
+    let whole = |step: &&&HostStep| step.traced.bytes == Some(512 << 20) && step.traced.tid == step.traced.pid;
+    let first = memory.iter().find(whole).with_context(|| format!("no pin of all memory: {text}"))?;
+    ensure!(first.begin_ns < 0 && first.traced.calls >= Some(1), "{first:?}");
+    // A vCPU's thread maps the BAR, page by page of the BAR's size.
+    let bars = of(traces::VMM_MAP_BAR);
+    let large = bars.iter().find(|step| step.traced.bytes == Some(Size::BAR_BYTES)).with_context(|| format!("no large BAR: {text}"))?;
+    ensure!(large.traced.function.is_some_and(|f| f.to_string() == function) && large.traced.bar == Some(2), "{large:?}");
+    ensure!(large.traced.thread.contains("/KVM") && large.traced.calls >= Some(1), "{large:?}");
+    let gpu = large.gpu.context("the guest's address is not known")?;
+    ensure!(boot.gpus.iter().any(|g| g.address == gpu), "{gpu} is none of {:?}", boot.gpus);
+    let opened = of(traces::VFIO_OPEN);
+    ensure!(opened.iter().any(|step| step.traced.function.is_some_and(|f| f.to_string() == function)), "{opened:?}");
+    ensure!(of(traces::VMM_START).len() == 1 && !of(traces::VFIO_RESET).is_empty(), "{text}");
+    let exits = trace.counts.iter().find(|count| count.traced.name == traces::KVM_EXITS).context("no exits")?;
+    ensure!(exits.traced.kinds.contains_key("pio") && exits.traced.kinds.contains_key("pio-us"), "{exits:?}");
+
+    let show = host.run(&format!("{PROGRAM} show {id} --dir {BOOTS} -v"))?;
+    ensure!(show.contains("vmm.pin") && show.contains("vmm.map-bar BAR 2"), "{show}");
+    let coverage = host.run(&format!("{PROGRAM} coverage {id} --dir {BOOTS} --json"))?;
+    ensure!(coverage.contains("\"processes start\""), "{coverage}");
+    let share = boot.coverage.as_ref().context("no coverage")?.unexplained_share;
+    let csv = host.run(&format!("{PROGRAM} export {id} --dir {BOOTS} --csv -o -"))?;
+    ensure!(csv.contains(",vmm.map-bar,host,"), "{csv}");
+    Ok(format!(
+        "memory {:.2} s in {} call(s), BAR {:.2} s in {} call(s), {} times mapped; {} event(s); {} exits; {share:.1} % unexplained",
+        first.traced.took_ns as f64 / 1e9,
+        first.traced.calls.unwrap_or(0),
+        large.traced.took_ns as f64 / 1e9,
+        large.traced.calls.unwrap_or(0),
+        bars.iter().filter(|step| step.traced.bytes == Some(Size::BAR_BYTES)).count(),
+        trace.recording.events,
+        exits.traced.calls.unwrap_or(0),
+    ))
+}
