@@ -52,3 +52,68 @@ fn around(draft: &Draft, begin_ns: i64, end_ns: i64, error_ns: u64) -> Option<us
     let all: Vec<(usize, &Step)> = draft.story.steps.iter().enumerate().collect();
     all.iter().filter(is_around).min_by_key(|(_, step)| length(step.begin_ns, step.end_ns.unwrap_or(i64::MAX))).map(|(i, _)| *i)
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::events::catalogue::traced as names;
+    use crate::host::boot::model::Boot;
+    use crate::host::data::boot_file::{BootFile, HostEvent, HostLine};
+    use crate::host::data::host_trace::{Recording, Traced};
+    use crate::pci::PciAddress;
+
+    const STREAM: &str = r#"{"schema":1,"seq":0,"boottime_ns":1000,"kind":"kmsg","level":"info","name":"kmsg","fields":{"text":"pci 0000:01:00.0: BAR 2 [mem 0x1000-0x1fff 64bit pref]"}}
+{"schema":1,"seq":1,"boottime_ns":5000000,"kind":"event","name":"init.start"}
+{"schema":1,"seq":2,"boottime_ns":10000000,"kind":"begin","name":"gpu.enable","gpu":"0000:01:00.0","span":1}
+{"schema":1,"seq":3,"boottime_ns":90000000,"kind":"end","name":"gpu.enable","gpu":"0000:01:00.0","span":1}
+{"schema":1,"kind":"host","realtime_ns":1,"event":"clock","boottime_ns":0,"offset_ns":1000000000000,"error_ns":1000}
+"#;
+
+    fn boot(traced: &[Traced]) -> Boot {
+        let mut file = BootFile::read(STREAM.as_bytes()).unwrap();
+        let recording = HostEvent::Recording(Box::new(Recording { missing: vec!["x cannot be probed".into()], ..Recording::default() }));
+        let events = traced.iter().map(|traced| HostEvent::Traced(Box::new(traced.clone())));
+        let lines: String = [recording].into_iter().chain(events).map(|event| HostLine::now(event).to_line()).collect();
+        file.read_trace(lines.as_bytes()).unwrap();
+        assert_eq!(file.damaged, 0, "{:?}", file.damage);
+        Boot::new(&file, &[])
+    }
+
+    fn traced(name: &str, at_ms: i64, took_ms: u64) -> Traced {
+        let began_realtime_ns = 1_000_000_000_000 + at_ms * 1_000_000;
+        Traced { name: name.into(), began_realtime_ns, took_ns: took_ms * 1_000_000, ..Traced::default() }
+    }
+
+    #[test]
+    fn steps_of_the_host_stand_on_the_guests_clock() {
+        let function: PciAddress = "0000:81:00.0".parse().unwrap();
+        let bar = Traced { function: Some(function), guest_address: Some(0x1800), ..traced(names::VMM_MAP_BAR, 20, 50) };
+        let open = Traced { function: Some(function), ..traced(names::VFIO_OPEN, -300, 10) };
+        let boot =
+            boot(&[traced(names::SHIM, -500, 100), traced(names::VMM_START, -400, 380), open, bar, traced(names::KVM_EXITS, -400, 0)]);
+        let steps = &boot.timeline.steps;
+        let of = |name: &str| steps.iter().position(|step| step.name == name).unwrap();
+        let times = |name: &str| (steps[of(name)].begin_ns / 1_000_000, steps[of(name)].end_ns / 1_000_000);
+        assert_eq!([names::SHIM, names::VMM_START, names::VMM_MAP_BAR].map(times), [(-500, -400), (-400, -20), (20, 70)]);
+        assert_eq!(steps[of(names::VMM_MAP_BAR)].parent, Some(of("gpu.enable")), "the host's cause of an enabling");
+        assert_eq!(steps[of(names::VFIO_OPEN)].parent, Some(of(names::VMM_START)));
+        // One BAR names the function for all of its steps.
+        let gpu = |name: &str| steps[of(name)].gpu.map(|gpu| gpu.address.to_string());
+        assert_eq!(
+            [gpu(names::VFIO_OPEN), gpu(names::VMM_MAP_BAR), gpu(names::SHIM)],
+            [Some("0000:01:00.0".into()), Some("0000:01:00.0".into()), None]
+        );
+        assert!(steps.iter().all(|step| step.name != names::KVM_EXITS), "a count explains no time");
+        assert_eq!(boot.host.as_ref().unwrap().counts.len(), 1);
+        let first = &boot.timeline.milestones[0];
+        assert_eq!((first.name.as_str(), first.at_ns / 1_000_000), (PROCESSES_START, -500));
+        assert!(boot.timeline.notes.iter().any(|note| note == "trace: x cannot be probed"), "{:?}", boot.timeline.notes);
+    }
+
+    #[test]
+    fn a_boot_without_a_trace_has_no_host() {
+        let file = BootFile::read(STREAM.as_bytes()).unwrap();
+        let boot = Boot::new(&file, &[]);
+        assert!(boot.host.is_none() && boot.timeline.milestones.iter().all(|m| m.name != PROCESSES_START));
+    }
+}
