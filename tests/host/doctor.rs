@@ -7,7 +7,7 @@ use kata_gpu_init::host::analysis::doctor::diagnose;
 use kata_gpu_init::host::analysis::doctor::finding::{Basis, Finding, Verdict};
 use kata_gpu_init::host::analysis::doctor::host_facts::{HostFacts, Seen};
 use kata_gpu_init::host::analysis::doctor::own_boots::{CLOCKSOURCE, CONFIDENTIAL, KERNEL, OwnBoots, UNPACKED};
-use kata_gpu_init::host::analysis::doctor::rules::RULES;
+use kata_gpu_init::host::analysis::doctor::rule_table::RULES;
 use kata_gpu_init::host::data::host_check::HostCheck;
 use kata_gpu_init::host::tools::doctor::facts_at;
 use std::collections::BTreeSet;

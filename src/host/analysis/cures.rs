@@ -7,7 +7,7 @@
 
 use super::critical_path::sooner;
 use super::doctor::rule::Rule;
-use super::doctor::rules::RULES;
+use super::doctor::rule_table::RULES;
 use super::graph::Graph;
 use crate::host::boot::timeline::{Timeline, Window};
 use serde::Serialize;

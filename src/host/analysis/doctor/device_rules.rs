@@ -1,6 +1,6 @@
 //! Rules about the GPUs of a host: BARs, power, link, reset, and which is slower than the others.
 
-use super::finding::{Checked, Gap, evidence};
+use super::checked::{Checked, Gap, evidence};
 use super::host_facts::HostFacts;
 use super::kernel_rules::{fine, found, maps_small_pages};
 use crate::host::analysis::statistics::Summary;

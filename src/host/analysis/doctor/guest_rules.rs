@@ -1,6 +1,6 @@
 //! Rules about guests, by what their own streams show in the boots of this host.
 
-use super::finding::{Checked, Gap, evidence};
+use super::checked::{Checked, Gap, evidence};
 use super::host_facts::{HostFacts, MajorMinor};
 use super::kernel_rules::{fine, found};
 use super::own_boots::{CLOCKSOURCE, CONFIDENTIAL, KERNEL, UNPACKED};

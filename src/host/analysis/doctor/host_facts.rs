@@ -3,12 +3,12 @@
 //!
 //! A fact that could not be had is a [`Gap`], which `?` passes on: no rule can take it for a value.
 
-use super::finding::Gap;
+use super::checked::Gap;
 use super::own_boots::OwnBoots;
 use crate::pci::PciAddress;
 use std::collections::BTreeMap;
 
-/// Result of a look at a path.
+/// What a look at a path gave.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Seen {
     /// Content of a file without the last line's end, target of a link, or names in a directory,
@@ -242,9 +242,9 @@ impl HostFacts {
 
     /// Value of a word of the kernel's command line; the last one counts. Empty for a bare word.
     pub fn kernel_word(&self, name: &str) -> Result<Option<&str>, Gap> {
-        let words = self.files.text("/proc/cmdline")?.split_whitespace();
+        let mut words = self.files.text("/proc/cmdline")?.split_whitespace();
         let names_it = |word: &&str| word.strip_prefix(name).is_some_and(|rest| rest.is_empty() || rest.starts_with('='));
-        Ok(words.filter(names_it).next_back().map(|word| word.get(name.len() + 1..).unwrap_or_default()))
+        Ok(words.rfind(names_it).map(|word| word.get(name.len() + 1..).unwrap_or_default()))
     }
 }
 

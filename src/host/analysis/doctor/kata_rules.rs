@@ -1,6 +1,6 @@
 //! Rules about Kata's configuration: the guest's file, its console, plugging, deadlines.
 
-use super::finding::{Checked, Evidence, Gap, evidence};
+use super::checked::{Checked, Evidence, Gap, evidence};
 use super::host_facts::{HostFacts, Kata};
 use super::kernel_rules::{fine, found};
 use crate::host::analysis::statistics::Summary;

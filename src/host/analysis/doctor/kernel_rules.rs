@@ -1,6 +1,6 @@
 //! Rules about the host's kernel: VFIO, IOMMUFD, the IOMMU.
 
-use super::finding::{Answer, Basis, Checked, Cost, Evidence, Gap, Problem, Sure, evidence};
+use super::checked::{Answer, Basis, Checked, Cost, Evidence, Gap, Problem, Sure, evidence};
 use super::host_facts::{DEVICES, HostFacts, MajorMinor};
 
 pub const RELEASE: &str = "/proc/sys/kernel/osrelease";

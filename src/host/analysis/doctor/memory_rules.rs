@@ -3,7 +3,7 @@
 //! Figures: a guest of 1.2 TB was prepared in 253 s with transparent huge pages, in 476 s without,
 //! and in 59 s with pages of 1 GiB.
 
-use super::finding::{Checked, Gap, Problem, evidence};
+use super::checked::{Checked, Gap, Problem, evidence};
 use super::host_facts::{Files, Gpu, HostFacts};
 use super::kernel_rules::{CONFIG, config, fine, found};
 use std::collections::BTreeSet;
@@ -44,7 +44,7 @@ fn of_guest(problem: Problem, facts: &HostFacts, seconds: f64, how: &str) -> Pro
     }
 }
 
-/// Pages of hugetlbfs for guests, beside which other page sizes do not matter.
+/// Where guests get pages of hugetlbfs, other page sizes do not matter.
 fn hugetlb(facts: &HostFacts) -> Option<(String, String)> {
     let configured = facts.kata().ok().filter(|kata| kata.is_on("enable_hugepages")).map(|kata| {
         let file = kata.hypervisor("enable_hugepages").map_or(String::new(), |(_, file)| file.clone());

@@ -1,9 +1,10 @@
 //! Why GPU guests start slowly on a host: rules over [`host_facts::HostFacts`], findings out. No
 //! file is read here, and no text is for one terminal.
 //!
-//! All rules stand in one table, [`rules::RULES`]. `doctor` runs them; `explain` reads from the
+//! All rules stand in one table, [`rule_table::RULES`]. `doctor` runs them; `explain` reads from the
 //! table which steps of a boot a cure shortens ([`rule::Rule::shortens`]).
 
+pub mod checked; // what a rule answers
 pub mod finding; // verdict, evidence, cost, cure
 pub mod rule; // what a rule is
 pub mod host_facts; // files, Kata's configuration, VMs
@@ -14,14 +15,15 @@ pub mod kata_rules;
 pub mod vm_rules;
 pub mod device_rules;
 pub mod guest_rules;
-pub mod rules; // the table
+pub mod rule_table; // the table
 
 use crate::host::data::text::clipped;
-use finding::{Answer, Basis, Cost, Evidence, Finding, Gap, Problem, Sure, Verdict};
+use checked::{Answer, Basis, Cost, Evidence, Gap, Problem, Sure};
+use finding::{Finding, Verdict};
 use host_facts::HostFacts;
 use own_boots::OwnBoots;
 use rule::Rule;
-use rules::RULES;
+use rule_table::RULES;
 use std::cmp::Reverse;
 
 /// Share of a model's seconds that own boots must at least show for the measurement to count: the
@@ -52,7 +54,7 @@ fn finding(rule: &'static Rule, facts: &HostFacts) -> Finding {
     }
 }
 
-/// Cost that own boots measured, or else the rule's model.
+/// What own boots measured, or else the rule's model.
 fn best(rule: &Rule, model: Option<Cost>, boots: &OwnBoots) -> Option<Cost> {
     if matches!(&model, Some(Cost { basis: Basis::Measured(_), .. })) {
         return model;

@@ -1,8 +1,7 @@
 //! Boots of this host as numbers that rules compare: medians of steps, enablings of each GPU, facts
 //! about the guests.
 
-use super::finding::Gap;
-use super::rule::Shortens;
+use super::checked::Gap;
 use crate::events::names;
 use crate::host::analysis::loaded::Loaded;
 use crate::host::analysis::statistics::Summary;
@@ -13,10 +12,18 @@ use std::collections::BTreeMap;
 /// Limits of different names kept, of a name in bytes, and of boots.
 const MAX_NAMES: usize = 256;
 const MAX_NAME: usize = 64;
-/// Boots that are read, the newest first: older ones are of a host that has changed.
+/// Boots that are read, the newest first: more tell about a host that is no more.
 pub const MAX_BOOTS: usize = 200;
 
-/// Facts from the collector's files.
+/// A step that a rule's cure shortens: a step's name in [`crate::events::catalogue`], and the
+/// fraction of its time that is left with the cure.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Shortens {
+    pub step: &'static str,
+    pub to: f64,
+}
+
+/// What the collector's files show.
 #[derive(Clone, Debug, Default)]
 pub struct OwnBoots {
     pub count: usize,
@@ -47,7 +54,8 @@ impl OwnBoots {
         self.count += 1;
         let boot = &loaded.boot;
         let mut sums: BTreeMap<&str, i64> = BTreeMap::new();
-        for step in boot.timeline.steps.iter().filter(|step| !step.open && !step.row.waiting) {
+        // Steps of the host's trace lie in others, which count already.
+        for step in boot.timeline.steps.iter().filter(|step| !step.open && !step.row.waiting && step.traced.is_none()) {
             let sum = sums.entry(&step.name).or_default();
             *sum = sum.saturating_add(i64::try_from(step.took_ns()).unwrap_or(i64::MAX));
         }

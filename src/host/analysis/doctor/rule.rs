@@ -1,9 +1,11 @@
 //! A rule of `doctor`: one thing that can make GPU guests start slowly, and what its cure would
 //! shorten.
 
-use super::finding::Checked;
+use super::checked::Checked;
 use super::host_facts::HostFacts;
 use serde::Serialize;
+
+pub use super::own_boots::Shortens;
 
 /// Part of the host that a rule is about.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize)]
@@ -18,19 +20,11 @@ pub enum Area {
     Guest,
 }
 
-/// A step that a rule's cure shortens: a step's name in [`crate::events::catalogue`], and the
-/// fraction of its time that is left with the cure.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Shortens {
-    pub step: &'static str,
-    pub to: f64,
-}
-
 /// A rule.
 pub struct Rule {
     pub id: &'static str,
     pub area: Area,
-    /// Sentence on the fault that the rule finds.
+    /// What is wrong where the rule finds something.
     pub title: &'static str,
     /// Origin of the rule and of its figures.
     pub source: &'static str,

@@ -1,6 +1,6 @@
 //! Rules about QEMU: its version, and what running VMs hold.
 
-use super::finding::{Checked, Gap, evidence};
+use super::checked::{Checked, Gap, evidence};
 use super::host_facts::{DEVICES, HostFacts, MajorMinor, Vm};
 use super::kernel_rules::{BAR_SECONDS_PER_BYTE, fine, found, maps_small_pages};
 use super::memory_rules::{NODES, WITH_THP, WITHOUT_THP, of_bytes};

@@ -2,7 +2,7 @@
 
 use super::fleet_state::Shared;
 use super::tally::Tally;
-use crate::host::analysis::doctor::rules::RULES;
+use crate::host::analysis::doctor::rule_table::RULES;
 use crate::host::collect::collector_counters::Counts;
 use crate::host::collect::store::lock;
 use crate::host::data::host_check::HostCheck;

@@ -1,7 +1,7 @@
 //! Kata's configuration for the rules: merged as its runtime merges it, each value with its file.
 
 use super::bounded::below;
-use super::programs::compression;
+use super::host_programs::compression;
 use crate::host::analysis::doctor::host_facts::{GuestFile, Kata};
 use crate::host::data::text::clipped;
 use crate::host::tools::install::checks::default_memory;

@@ -6,8 +6,8 @@
 
 mod bounded; // one file, one directory
 mod kernel_texts; // symbols and configuration of the kernel
-mod programs; // QEMU's version, a guest's compression
-mod paths; // the files that rules read
+mod host_programs; // QEMU's version, a guest's compression
+mod host_paths; // the files that rules read
 mod vms; // running VMs
 mod kata_values; // Kata's configuration
 
@@ -22,7 +22,7 @@ use std::path::Path;
 pub fn facts_at(root: &Path, kata_config: Option<&Path>) -> HostFacts {
     let root = &root.canonicalize().unwrap_or_else(|_| root.to_path_buf());
     let mut facts = HostFacts::default();
-    paths::read(root, &mut facts.files);
+    host_paths::read(root, &mut facts.files);
     kernel_texts::read(root, &mut facts.files);
     facts.vms = vms::read(root, &mut facts.files);
     facts.kata = kata_values::read(root, kata_config);
@@ -35,7 +35,7 @@ fn qemu(root: &Path, facts: &HostFacts) -> Option<Qemu> {
     let running = facts.vms.iter().find_map(|vm| vm.words.first().filter(|word| word.starts_with('/')));
     let configured = || Some(&facts.kata().ok()?.hypervisor("path")?.0);
     let path = running.or_else(configured)?;
-    let version = programs::qemu_version(&bounded::below(root, Path::new(path)));
+    let version = host_programs::qemu_version(&bounded::below(root, Path::new(path)));
     Some(Qemu { path: printable(path), version })
 }
 

@@ -2,12 +2,18 @@
 
 use super::rule::{Area, Rule, Shortens};
 use super::{device_rules, guest_rules, kata_rules, kernel_rules, memory_rules, vm_rules};
-use crate::events::catalogue::derived;
+use crate::events::catalogue::{derived, traced};
 use crate::events::names;
 
 /// The steps in which the host maps GPUs' BARs.
 const fn mapping(to: f64) -> [Shortens; 2] {
     [Shortens { step: names::GPU_ENABLE, to }, Shortens { step: derived::GPU_MAP, to }]
+}
+
+/// The steps in which the host pins a guest's memory: the shim's, and the host's own where it was
+/// traced.
+const fn pinning(to: f64) -> [Shortens; 2] {
+    [Shortens { step: derived::SHIM_CREATE, to }, Shortens { step: traced::VMM_PIN, to }]
 }
 
 /// The figures that rules about memory have in common.
@@ -55,7 +61,7 @@ pub const RULES: &[Rule] = &[
         area: Area::Memory,
         title: "Transparent huge pages are off",
         source: prepared!(),
-        shortens: &[Shortens { step: derived::SHIM_CREATE, to: 253.0 / 476.0 }],
+        shortens: &pinning(253.0 / 476.0),
         check: memory_rules::thp,
     },
     Rule {
@@ -63,7 +69,7 @@ pub const RULES: &[Rule] = &[
         area: Area::Memory,
         title: "Shared guest memory has no huge pages",
         source: prepared!("Documentation/admin-guide/mm/transhuge.rst: shmem_enabled and huge= of a mount"),
-        shortens: &[Shortens { step: derived::SHIM_CREATE, to: 253.0 / 476.0 }],
+        shortens: &pinning(253.0 / 476.0),
         check: memory_rules::thp_shared,
     },
     Rule {
@@ -79,7 +85,7 @@ pub const RULES: &[Rule] = &[
         area: Area::Memory,
         title: "Guests have no pages of 1 GiB",
         source: prepared!(),
-        shortens: &[Shortens { step: derived::SHIM_CREATE, to: 59.0 / 253.0 }],
+        shortens: &pinning(59.0 / 253.0),
         check: memory_rules::huge_pages,
     },
     Rule {
@@ -231,7 +237,7 @@ pub const RULES: &[Rule] = &[
         area: Area::Vmm,
         title: "A VM maps by VFIO's own container",
         source: "one comparison of a boot, 2:25 with VFIO's own container and 1:54 with IOMMUFD, which its author later called unsure",
-        shortens: &[Shortens { step: derived::SHIM_CREATE, to: 114.0 / 145.0 }],
+        shortens: &pinning(114.0 / 145.0),
         check: vm_rules::iommufd_used,
     },
     Rule {
