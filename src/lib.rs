@@ -12,6 +12,7 @@
 //!
 //! Invariant without a check: code reports times through `tracing`.
 
+pub mod arch; // what differs between architectures
 pub mod clock; // clock readings
 pub mod tsc; // time between the VM's start and the kernel's clock
 pub mod ptp_kvm; // the host's clock, by way of the hypervisor

@@ -98,15 +98,37 @@ pub fn exec(path: &CStr, arguments: &[&CStr], environment: &[std::ffi::CString])
     }
 }
 
-/// The CPU's time stamp counter; None if the CPU has none.
-pub fn tsc() -> Option<u64> {
+/// The counter from which the kernel makes its clock: x86-64's time stamp counter, arm64's virtual
+/// counter. None on other architectures.
+pub fn counter() -> Option<u64> {
     #[cfg(target_arch = "x86_64")]
     {
         // SAFETY: every x86_64 CPU has the instruction, it touches no memory, and the kernel
         // forbids it only to who asked for that (PR_SET_TSC).
         Some(unsafe { std::arch::x86_64::_rdtsc() })
     }
-    #[cfg(not(target_arch = "x86_64"))]
+    #[cfg(target_arch = "aarch64")]
+    {
+        let ticks: u64;
+        // SAFETY: every arm64 CPU has the register, the kernel lets every program read it (its vDSO
+        // does), and no memory is touched. The barrier keeps the read in its place.
+        unsafe { std::arch::asm!("isb", "mrs {}, cntvct_el0", out(reg) ticks, options(nomem, nostack)) };
+        Some(ticks)
+    }
+    #[cfg(not(any(target_arch = "x86_64", target_arch = "aarch64")))]
+    None
+}
+
+/// Ticks per second of [`counter`], where the CPU has that number.
+pub fn counter_hz() -> Option<u64> {
+    #[cfg(target_arch = "aarch64")]
+    {
+        let hz: u64;
+        // SAFETY: as for the counter.
+        unsafe { std::arch::asm!("mrs {}, cntfrq_el0", out(reg) hz, options(nomem, nostack)) };
+        Some(hz).filter(|hz| *hz > 0)
+    }
+    #[cfg(not(target_arch = "aarch64"))]
     None
 }
 

@@ -1,5 +1,6 @@
 //! The time before the kernel's clock: from TSC 0 of the guest until CLOCK_BOOTTIME 0, where the
-//! kernel sets up its timekeeping. Both clocks are read at the first instruction of PID 1.
+//! kernel sets up its timekeeping. Both clocks are read at the first instruction of PID 1. On arm64
+//! the virtual counter takes the TSC's part; its frequency is a register, not measured.
 //!
 //! TSC 0 under KVM is one of two moments:
 //! - The making of the VM's first vCPU: KVM_CREATE_VCPU sets the TSC offset. The time then has the
@@ -14,29 +15,38 @@
 //! since the first vCPU. Neither includes the VMM's work before that vCPU: loading of its program,
 //! and allocation of guest memory in advance.
 //!
+//! arm64's counter under KVM is 0 when the VM is made. On either architecture the result includes
+//! what the kernel's clock lost before its final source took over (under emulation up to 0.5 s on
+//! arm64).
+//!
 //! Only measured values are reported; the reader judges whether they can be true (a VM that was
 //! migrated or restored has a TSC that began elsewhere). Invariant: the bound covers the error of
 //! the TSC's frequency from two readings, not a TSC that differs from CPU to CPU.
 
 use crate::clock::{boottime_ns, monotonic_raw_ns};
+use crate::sys;
 
 /// TSC, CLOCK_MONOTONIC_RAW and CLOCK_BOOTTIME of one moment.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Reading {
     pub tsc: u64,
+    /// Frequency, where the CPU has that number.
+    pub hz: Option<u64>,
     pub raw_ns: u64,
     pub boottime_ns: u64,
     /// Time between the first and the last read of the clocks.
     pub within_ns: u64,
 }
 
-/// Reads all three; None without a TSC (not x86_64).
+/// Reads all three; None without a counter.
 pub fn read() -> Option<Reading> {
     let raw_ns = monotonic_raw_ns();
-    let tsc = crate::sys::tsc()?;
+    let tsc = sys::counter()?;
     let boottime_ns = boottime_ns();
-    Some(Reading { tsc, raw_ns, boottime_ns, within_ns: monotonic_raw_ns().saturating_sub(raw_ns) })
+    Some(Reading { tsc, hz: sys::counter_hz(), raw_ns, boottime_ns, within_ns: monotonic_raw_ns().saturating_sub(raw_ns) })
 }
+
+const NANOSECONDS: u128 = 1_000_000_000;
 
 /// Result of two readings.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -57,10 +67,13 @@ pub fn before_kernel(first: &Reading, later: &Reading) -> Option<Before> {
     let passed = u128::from(later.raw_ns.checked_sub(first.raw_ns).filter(|t| *t > 0)?);
     let within = u128::from(first.within_ns) + u128::from(later.within_ns);
     // 2^64 ticks times 2^63 ns fit.
-    let tsc_ns = u128::from(first.tsc) * passed / ticks;
-    let error = tsc_ns.checked_mul(within)?.div_ceil(passed) + u128::from(first.within_ns);
+    let (tsc_ns, hz, unsure) = match first.hz.map(u128::from) {
+        Some(hz) => ((u128::from(first.tsc) * NANOSECONDS).checked_div(hz)?, hz, 0),
+        None => (u128::from(first.tsc) * passed / ticks, ticks * NANOSECONDS / passed, within),
+    };
+    let error = tsc_ns.checked_mul(unsure)?.div_ceil(passed) + u128::from(first.within_ns);
     Some(Before {
-        hz: u64::try_from(ticks * 1_000_000_000 / passed).ok()?,
+        hz: u64::try_from(hz).ok()?,
         before_kernel_ns: i64::try_from(tsc_ns).ok()?.checked_sub(i64::try_from(first.boottime_ns).ok()?)?,
         error_ns: u64::try_from(error).unwrap_or(u64::MAX),
     })
@@ -72,7 +85,13 @@ mod tests {
 
     /// A VM whose TSC of 2.5 GHz began `before_ns` before BOOTTIME, read `late_ns` after the TSC.
     fn reading(at_ns: u64, before_ns: u64, late_ns: u64) -> Reading {
-        Reading { tsc: (at_ns + before_ns) / 2 * 5, raw_ns: at_ns - late_ns, boottime_ns: at_ns + late_ns, within_ns: 2 * late_ns }
+        Reading {
+            tsc: (at_ns + before_ns) / 2 * 5,
+            hz: None,
+            raw_ns: at_ns - late_ns,
+            boottime_ns: at_ns + late_ns,
+            within_ns: 2 * late_ns,
+        }
     }
 
     #[test]
@@ -95,12 +114,23 @@ mod tests {
         assert_eq!(before_kernel(&first, &first), None);
         assert_eq!(before_kernel(&first, &Reading { tsc: 1, ..reading(2_700_000_000, 0, 0) }), None);
         assert_eq!(before_kernel(&first, &Reading { raw_ns: 1, ..reading(2_700_000_000, 0, 0) }), None);
-        let huge = Reading { tsc: u64::MAX - 1, raw_ns: 0, boottime_ns: u64::MAX, within_ns: u64::MAX };
+        let huge = Reading { tsc: u64::MAX - 1, hz: None, raw_ns: 0, boottime_ns: u64::MAX, within_ns: u64::MAX };
         assert_eq!(before_kernel(&huge, &Reading { tsc: u64::MAX, raw_ns: u64::MAX, ..huge }), None);
     }
 
     #[test]
-    #[cfg(target_arch = "x86_64")]
+    fn a_known_frequency_is_not_measured() {
+        let with = |reading: Reading, hz| Reading { hz: Some(hz), ..reading };
+        let (first, later) = (reading(2_600_000_000, 960_000_000, 300_000), reading(2_600_700_000, 960_000_000, 300_000));
+        let before = before_kernel(&with(first, 2_500_000_000), &later).unwrap();
+        assert_eq!((before.hz, before.error_ns), (2_500_000_000, 600_000), "the bound is that of one reading");
+        assert!(before.before_kernel_ns.abs_diff(960_000_000) <= before.error_ns, "{before:?}");
+        // As short an interval costs a measured frequency much of its worth.
+        assert!(before_kernel(&first, &later).unwrap().error_ns > 1_000_000_000);
+        assert_eq!(before_kernel(&with(first, 0), &later), None);
+    }
+
+    #[test]
     fn this_machines_tsc_runs_and_its_frequency_is_one_of_a_cpu() {
         let first = read().unwrap();
         let mut later = read().unwrap();

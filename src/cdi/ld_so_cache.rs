@@ -7,6 +7,7 @@
 //! binary search in the table, so its order is part of the format: [`order`] is the loader's own.
 //! Little-endian, as every machine with these GPUs is.
 
+use crate::arch::Arch;
 use std::cmp::Ordering;
 use std::collections::HashMap;
 
@@ -32,45 +33,6 @@ const ISA_LEVELS: u32 = 0x3ff;
 pub const MAX_SIZE: usize = 64 << 20;
 /// Longest name or path.
 const MAX_STRING: usize = 4096;
-
-/// The architecture whose loader reads the cache.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Machine {
-    X86_64,
-    Aarch64,
-}
-
-impl Machine {
-    /// Architecture of this program, and so of the container.
-    pub const OURS: Self = if cfg!(target_arch = "aarch64") { Self::Aarch64 } else { Self::X86_64 };
-
-    /// Flags of a library for the loader (`FLAG_*` in glibc's ldconfig.h); None for libraries that
-    /// `ldconfig` skips on this machine.
-    pub fn flags(self, library: &crate::elf::Library) -> Option<u32> {
-        use crate::elf::Class::{Elf32, Elf64};
-        const LIBC6: u32 = 0x3;
-        const EM_386: u16 = 3;
-        const EM_ARM: u16 = 40;
-        const EM_X86_64: u16 = 62;
-        const EM_AARCH64: u16 = 183;
-        const ARM_EABI: u32 = 0xff00_0000;
-        const ARM_EABI_5: u32 = 0x0500_0000;
-        const ARM_FLOAT_HARD: u32 = 0x400;
-        const ARM_FLOAT_SOFT: u32 = 0x200;
-        match (self, library.machine, library.class) {
-            (Self::X86_64, EM_X86_64, Elf64) => Some(0x300 | LIBC6),
-            (Self::X86_64, EM_X86_64, Elf32) => Some(0x800 | LIBC6), // x32
-            (Self::X86_64, EM_386, Elf32) => Some(LIBC6),
-            (Self::Aarch64, EM_AARCH64, Elf64) => Some(0xa00 | LIBC6),
-            (Self::Aarch64, EM_ARM, Elf32) => Some(match library.flags {
-                f if f & ARM_EABI == ARM_EABI_5 && f & ARM_FLOAT_HARD != 0 => 0x900 | LIBC6,
-                f if f & ARM_EABI == ARM_EABI_5 && f & ARM_FLOAT_SOFT != 0 => 0xb00 | LIBC6,
-                _ => LIBC6,
-            }),
-            (Self::X86_64 | Self::Aarch64, _, _) => None,
-        }
-    }
-}
 
 /// Processors that an entry is for.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -100,7 +62,7 @@ pub struct Entry {
     pub name: String,
     /// Path of the library's file.
     pub path: String,
-    /// Kind of library: see [`Machine::flags`].
+    /// Kind of library: see [`Arch::flags`].
     pub flags: u32,
     pub hwcap: Hwcap,
 }
@@ -119,10 +81,10 @@ pub struct Cache {
 ///
 /// Numbers are 32 bits wide and wrap, as in the loader. If two differ by more than 2^31, the
 /// loader's own comparison is inconsistent, because its difference wraps, too.
-pub fn order(a: &str, b: &str, machine: Machine) -> Ordering {
+pub fn order(a: &str, b: &str, arch: Arch) -> Ordering {
     let (mut a, mut b) = (a.as_bytes(), b.as_bytes());
     // `char` has a sign on x86 and none on Arm.
-    let character = |c: u8| if machine == Machine::X86_64 { i32::from(c as i8) } else { i32::from(c) };
+    let character = |c: u8| if arch.facts().signed_char { i32::from(c as i8) } else { i32::from(c) };
     loop {
         match (a.first(), b.first()) {
             (Some(x), Some(y)) if x.is_ascii_digit() && y.is_ascii_digit() => match number(&mut a).cmp(&number(&mut b)) {
@@ -150,18 +112,18 @@ fn number(text: &mut &[u8]) -> i32 {
 
 /// Sorts names from last to first; for one name larger flags first, then entries for some
 /// processors before entries for all.
-fn order_of_entries(a: &Entry, b: &Entry, machine: Machine) -> Ordering {
+fn order_of_entries(a: &Entry, b: &Entry, arch: Arch) -> Ordering {
     let (x, y) = (a.hwcap.subdirectory(), b.hwcap.subdirectory());
-    order(&b.name, &a.name, machine).then_with(|| b.flags.cmp(&a.flags)).then_with(|| y.is_some().cmp(&x.is_some())).then_with(|| x.cmp(&y))
+    order(&b.name, &a.name, arch).then_with(|| b.flags.cmp(&a.flags)).then_with(|| y.is_some().cmp(&x.is_some())).then_with(|| x.cmp(&y))
 }
 
 /// Writes a cache. The loader takes the first of the entries that differ only in the path: pass
 /// them in search order of their directories.
 ///
 /// Errors: more than [`MAX_SIZE`] bytes.
-pub fn write(entries: &[Entry], generator: &str, machine: Machine) -> Result<Vec<u8>, String> {
+pub fn write(entries: &[Entry], generator: &str, arch: Arch) -> Result<Vec<u8>, String> {
     let mut sorted: Vec<&Entry> = entries.iter().collect();
-    sorted.sort_by(|a, b| order_of_entries(a, b, machine));
+    sorted.sort_by(|a, b| order_of_entries(a, b, arch));
     let mut subdirectories: Vec<&str> = sorted.iter().filter_map(|e| e.hwcap.subdirectory()).collect();
     subdirectories.sort_unstable();
     subdirectories.dedup();
@@ -381,7 +343,7 @@ mod tests {
         let mut range = 0..cache.entries.len();
         while !range.is_empty() {
             let middle = usize::midpoint(range.start, range.end - 1);
-            match order(name, &cache.entries[middle].name, Machine::X86_64) {
+            match order(name, &cache.entries[middle].name, Arch::X86_64) {
                 Ordering::Less => range.start = middle + 1,
                 Ordering::Greater => range.end = middle,
                 Ordering::Equal => {
@@ -396,11 +358,11 @@ mod tests {
     #[test]
     fn what_is_written_is_read_again() {
         let entries = [entry("libc.so.6", "/lib"), for_v3("libm.so.6"), entry("libm.so.6", "/lib"), entry("libcuda.so.1", "/usr/lib")];
-        let cache = read(&write(&entries, "a test", Machine::X86_64).unwrap()).unwrap();
+        let cache = read(&write(&entries, "a test", Arch::X86_64).unwrap()).unwrap();
         assert_eq!(cache.generator.as_deref(), Some("a test"));
         // Sorted from the last name to the first.
         assert_eq!(cache.entries, [1, 2, 3, 0].map(|n: usize| entries[n].clone()));
-        assert_eq!(read(&write(&[], "", Machine::X86_64).unwrap()).unwrap().entries, []);
+        assert_eq!(read(&write(&[], "", Arch::X86_64).unwrap()).unwrap().entries, []);
     }
 
     #[test]
@@ -411,7 +373,7 @@ mod tests {
                 entries.extend([entry(&name, "/first"), entry(&name, "/second")]);
             }
         }
-        let cache = read(&write(&entries, "", Machine::X86_64).unwrap()).unwrap();
+        let cache = read(&write(&entries, "", Arch::X86_64).unwrap()).unwrap();
         assert_eq!(cache.entries.len(), 1800);
         for entry in &entries {
             assert_eq!(search(&cache, &entry.name), [format!("/first/{}", entry.name), format!("/second/{}", entry.name)], "{entry:?}");
@@ -425,7 +387,7 @@ mod tests {
 
     #[test]
     fn what_is_for_some_processors_comes_before_what_is_for_all() {
-        let file = write(&[entry("libm.so.6", "/lib"), for_v3("libm.so.6")], "", Machine::X86_64).unwrap();
+        let file = write(&[entry("libm.so.6", "/lib"), for_v3("libm.so.6")], "", Arch::X86_64).unwrap();
         let cache = read(&file).unwrap();
         assert_eq!(cache.entries, [for_v3("libm.so.6"), entry("libm.so.6", "/lib")]);
     }
@@ -444,9 +406,9 @@ mod tests {
             ("liba.so.4294967297", "liba.so.1", Equal),
         ];
         for (a, b, wanted) in cases {
-            assert_eq!((order(a, b, Machine::X86_64), order(b, a, Machine::X86_64)), (wanted, wanted.reverse()), "{a} {b}");
+            assert_eq!((order(a, b, Arch::X86_64), order(b, a, Arch::X86_64)), (wanted, wanted.reverse()), "{a} {b}");
         }
-        assert_eq!(order("lib\u{e9}.so", "liba.so", Machine::Aarch64), Greater);
+        assert_eq!(order("lib\u{e9}.so", "liba.so", Arch::Aarch64), Greater);
     }
 
     #[test]
@@ -458,7 +420,7 @@ mod tests {
         assert_eq!(read(&old).unwrap().entries, [of_old]);
         // In a file with both formats, the new one counts.
         let mut both = [OLD_MAGIC, &[0], &0_u32.to_le_bytes()].concat();
-        let mut inner = write(&[entry("libm.so.6", "/lib")], "", Machine::X86_64).unwrap();
+        let mut inner = write(&[entry("libm.so.6", "/lib")], "", Arch::X86_64).unwrap();
         inner[32..36].fill(0); // its extensions count from the file's beginning
         both.extend(inner);
         assert_eq!(read(&both).unwrap().entries, [entry("libm.so.6", "/lib")]);
@@ -466,7 +428,7 @@ mod tests {
 
     #[test]
     fn every_cut_is_read_or_refused() {
-        let file = write(&[entry("libc.so.6", "/lib"), for_v3("libm.so.6")], "gen", Machine::X86_64).unwrap();
+        let file = write(&[entry("libc.so.6", "/lib"), for_v3("libm.so.6")], "gen", Arch::X86_64).unwrap();
         assert!(read(&file).is_ok());
         for length in 0..file.len() {
             assert!(read(&file[..length]).is_err(), "{length} bytes of {} were read", file.len());
@@ -476,7 +438,7 @@ mod tests {
     #[test]
     fn a_small_file_does_not_grow_without_bound() {
         let count = 200_000;
-        let mut file = write(&[entry("x", "/lib")], "", Machine::X86_64).unwrap()[..HEADER].to_vec();
+        let mut file = write(&[entry("x", "/lib")], "", Arch::X86_64).unwrap()[..HEADER].to_vec();
         file[20..24].copy_from_slice(&(count as u32).to_le_bytes());
         file[32..36].fill(0);
         let at = (HEADER + count * ENTRY) as u32;

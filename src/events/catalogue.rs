@@ -275,7 +275,7 @@ rows! {
     CLOCK = "clock", Event, Init, Init { realtime_ns: "" }, rank = Rank::Detail;
     /// TSC when CLOCK_BOOTTIME was 0: the time since the VM's first vCPU was made, or since the end
     /// of QEMU's reset of the VM where that took over 1 s (src/tsc.rs), if the TSC began with it.
-    /// x86_64 only.
+    /// On arm64, of the virtual counter, which begins with the VM.
     CLOCK_TSC = "clock.tsc", Event, Init, Init
         { before_kernel_ns: "", error_ns: "", hz: "of the TSC", clocksource: "" },
         rank = Rank::Detail;

@@ -4,7 +4,8 @@
 //! read-only.
 
 use super::mount;
-use crate::cdi::ld_so_cache::{self, Cache, Entry, Hwcap, Machine};
+use crate::arch::Arch;
+use crate::cdi::ld_so_cache::{self, Cache, Entry, Hwcap};
 use crate::elf;
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};
@@ -45,7 +46,7 @@ fn with_libraries(base: &[u8], extension: &Path) -> Result<Vec<u8>, String> {
     // Entries of old processor platforms can only be read: the loaders of Kata's images know none.
     let mut entries: Vec<Entry> = base.entries.into_iter().filter(|entry| !matches!(entry.hwcap, Hwcap::Platform(_))).collect();
     entries.extend(libraries(extension)?);
-    ld_so_cache::write(&entries, GENERATOR, Machine::OURS)
+    ld_so_cache::write(&entries, GENERATOR, Arch::OURS)
 }
 
 /// The directory of libraries, which mirrors that of the image without extensions.
@@ -68,7 +69,7 @@ fn libraries(extension: &Path) -> Result<Vec<Entry>, String> {
         // A library without a SONAME counts by its file's name, as in ldconfig.
         let file = path.file_name().map(|name| name.to_string_lossy().into_owned());
         let name = library.soname.clone().or(file).filter(|_| library.loadable);
-        let (Some(name), Some(flags)) = (name, Machine::OURS.flags(&library)) else { continue };
+        let (Some(name), Some(flags)) = (name, Arch::OURS.flags(&library)) else { continue };
         if entries.iter().any(|known| known.name == name && known.flags == flags) {
             continue;
         }
@@ -99,7 +100,7 @@ mod tests {
         fs::write(folder.join("libbroken.so"), "no ELF").unwrap();
         fs::write(folder.join("README"), "").unwrap();
         let libc = Entry { name: "libc.so.6".into(), path: "/lib/libc.so.6".into(), flags: 0x303, hwcap: Hwcap::Any };
-        let base = ld_so_cache::write(std::slice::from_ref(&libc), "x", Machine::OURS).unwrap();
+        let base = ld_so_cache::write(std::slice::from_ref(&libc), "x", Arch::OURS).unwrap();
 
         let names = |bytes: &[u8]| -> Vec<(String, String)> {
             let entries = ld_so_cache::read(bytes).unwrap().entries;

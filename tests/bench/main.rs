@@ -66,7 +66,7 @@ pub fn machine() -> Value {
     let cpuinfo = std::fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
     let model = cpuinfo.lines().find_map(|l| l.strip_prefix("model name")).map(|m| m.trim_start_matches([' ', '\t', ':']).to_string());
     let cpus = std::thread::available_parallelism().map_or(0, usize::from);
-    json!({ "cpu": model, "cpus": cpus, "kvm": kata_gpu_init::host::system::vm::kvm_works() })
+    json!({ "cpu": model, "cpus": cpus, "kvm": kata_gpu_init::host::system::vm::kvm_works(kata_gpu_init::arch::Arch::OURS) })
 }
 
 /// Writes the raw runs to a file of their own; earlier ones stay.

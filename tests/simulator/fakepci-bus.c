@@ -11,14 +11,12 @@
 
 #define pr_fmt(fmt) KBUILD_MODNAME ": " fmt
 
+#include <linux/acpi.h>
 #include <linux/ioport.h>
+#include <linux/irqdomain.h>
 #include <linux/module.h>
 
 #include "fakepci.h"
-
-#ifndef CONFIG_X86_64
-#error "fakepci needs the x86-64 struct pci_sysdata"
-#endif
 
 unsigned int fakepci_gpus = 8;
 module_param_named(gpus, fakepci_gpus, uint, 0444);
@@ -38,10 +36,37 @@ FAKEPCI_LIST(bar_unclaimed, "GPUs whose BAR 0 the kernel does not claim: they ca
 
 struct pci_bus *fakepci_bus;
 
+/* Where a root bus has its domain from: the architecture's data on x86, else its bridge. */
+#ifdef CONFIG_X86
 static struct pci_sysdata fakepci_sysdata = {
 	.domain = FAKEPCI_DOMAIN,
 	.node = NUMA_NO_NODE,
 };
+
+static int fakepci_set_up_bridge(struct pci_host_bridge *bridge)
+{
+	bridge->sysdata = &fakepci_sysdata;
+	return 0;
+}
+#else
+static int fakepci_set_up_bridge(struct pci_host_bridge *bridge)
+{
+	struct pci_bus *machines = pci_find_bus(0, 0);
+
+	/* With ACPI, arm64 takes a root bus's data for that of a bridge in ACPI's tables. */
+	if (!acpi_disabled) {
+		pr_err("this machine has ACPI: boot it by a device tree (acpi=off)\n");
+		return -ENODEV;
+	}
+	bridge->domain_nr = FAKEPCI_DOMAIN;
+	/* Interrupts are messages to the machine's own controller, which knows their senders by
+	 * bus and slot: no function of the machine may have the slot of one of these.
+	 */
+	if (machines)
+		dev_set_msi_domain(&bridge->dev, dev_get_msi_domain(&machines->dev));
+	return 0;
+}
+#endif
 
 static struct resource fakepci_busn = {
 	.name = "fakepci bus",
@@ -60,17 +85,24 @@ static void fakepci_unclaim(unsigned int k)
 
 static int fakepci_add_bus(void)
 {
+	struct pci_host_bridge *bridge = pci_alloc_host_bridge(0);
 	unsigned int k;
+	int err;
 
-	LIST_HEAD(resources);
-
-	fakepci_add_bars(&resources);
-	pci_add_resource(&resources, &fakepci_busn);
+	if (!bridge)
+		return -ENOMEM;
+	fakepci_add_bars(&bridge->windows);
+	pci_add_resource(&bridge->windows, &fakepci_busn);
+	bridge->busnr = fakepci_busn.start;
+	bridge->ops = &fakepci_ops;
+	err = fakepci_set_up_bridge(bridge);
+	if (err)
+		goto free_bridge;
 
 	pci_lock_rescan_remove();
-	fakepci_bus = pci_scan_root_bus(NULL, fakepci_busn.start, &fakepci_ops,
-					&fakepci_sysdata, &resources);
-	if (fakepci_bus) {
+	err = pci_scan_root_bus_bridge(bridge);
+	if (!err) {
+		fakepci_bus = bridge->bus;
 		/* The BARs already have addresses, as after firmware. */
 		pci_bus_claim_resources(fakepci_bus);
 		for (k = 0; k < fakepci_gpus; k++)
@@ -79,14 +111,13 @@ static int fakepci_add_bus(void)
 		pci_bus_add_devices(fakepci_bus);
 	}
 	pci_unlock_rescan_remove();
+	if (!err)
+		return 0;
+	pr_err("no root bus in domain %04x: is the domain taken? (%d)\n", FAKEPCI_DOMAIN, err);
 
-	if (!fakepci_bus) {
-		pci_free_resource_list(&resources);
-		pr_err("no root bus in domain %04x: is the domain taken?\n",
-		       FAKEPCI_DOMAIN);
-		return -ENODEV;
-	}
-	return 0;
+free_bridge:
+	pci_free_host_bridge(bridge);
+	return err;
 }
 
 static void fakepci_remove_bus(void)

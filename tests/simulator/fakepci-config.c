@@ -31,7 +31,11 @@
 #include <asm/unaligned.h>
 #endif
 
+#ifdef CONFIG_X86
 #include <asm/tsc.h>
+#else
+#include <asm/sysreg.h>
+#endif
 
 #include "fakepci.h"
 
@@ -132,14 +136,27 @@ static int fakepci_read(struct pci_bus *bus, unsigned int devfn, int where,
 	return PCIBIOS_SUCCESSFUL;
 }
 
+/* The CPU's own counter, in order with what surrounds it, and its ticks per millisecond. */
+#ifdef CONFIG_X86
+#define fakepci_counter()	rdtsc_ordered()
+#define fakepci_counter_khz()	tsc_khz
+#else
+static u64 fakepci_counter(void)
+{
+	isb();
+	return read_sysreg(cntvct_el0);
+}
+#define fakepci_counter_khz()	(read_sysreg(cntfrq_el0) / 1000)
+#endif
+
 /* The CPU is gone for this time, whatever else the machine is doing: mdelay() counts
  * loops where the kernel does not trust the TSC, and takes longer on a busy host.
  */
 static void fakepci_map_bars(unsigned int ms)
 {
-	u64 end = rdtsc_ordered() + (u64)ms * tsc_khz;
+	u64 end = fakepci_counter() + (u64)ms * fakepci_counter_khz();
 
-	while ((s64)(rdtsc_ordered() - end) < 0)
+	while ((s64)(fakepci_counter() - end) < 0)
 		cpu_relax();
 }
 

@@ -484,7 +484,7 @@ static int __init nv_init(void)
 	if (err)
 		goto unregister_driver;
 
-	pr_info("loading NVIDIA UNIX Open Kernel Module for x86_64  %s  Simulator\n",
+	pr_info("loading NVIDIA UNIX Open Kernel Module for " NVIDIA_MACHINE "  %s  Simulator\n",
 		nv_version);
 	return 0;
 

@@ -20,6 +20,13 @@
 #include <linux/refcount.h>
 #include <linux/workqueue.h>
 
+/* As NVIDIA's driver names the machine that it is for. */
+#ifdef CONFIG_X86
+#define NVIDIA_MACHINE	"x86_64"
+#else
+#define NVIDIA_MACHINE	"aarch64"
+#endif
+
 #define NV_MAX_GPUS	32
 #define NV_MAJOR	195
 #define NV_MINOR_MAX	247	/* the last minor that a GPU can have */

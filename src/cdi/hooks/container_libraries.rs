@@ -8,7 +8,8 @@
 use super::arguments::Link;
 use super::container_root::{ContainerRoot, Directory, FileId, Name};
 use super::edits::Edit;
-use crate::cdi::ld_so_cache::{Entry, Hwcap, Machine, order};
+use crate::arch::Arch;
+use crate::cdi::ld_so_cache::{Entry, Hwcap, order};
 use crate::elf;
 use nix::dir::Type;
 use nix::fcntl::readlinkat;
@@ -29,7 +30,7 @@ const MAX_NOTES: usize = 16;
 /// Input of a search.
 pub struct Search<'a> {
     pub root: &'a ContainerRoot,
-    pub machine: Machine,
+    pub arch: Arch,
     /// Directories in the loader's order.
     pub directories: &'a [String],
     /// Directories that the driver's libraries were mounted into; they get links.
@@ -296,7 +297,7 @@ impl Searcher<'_> {
                 continue;
             }
             match chosen.get(&soname) {
-                Some(there) if !better(&candidate, there, self.what.machine, own) => {}
+                Some(there) if !better(&candidate, there, self.what.arch, own) => {}
                 _ => _ = chosen.insert(soname, candidate),
             }
         }
@@ -416,13 +417,13 @@ impl Searcher<'_> {
     }
 
     fn look_into(&mut self, id: FileId, open: impl FnOnce() -> io::Result<Option<std::fs::File>>) {
-        let machine = self.what.machine;
+        let arch = self.what.arch;
         self.seen.entry(id).or_insert_with(|| {
             // A file that is no ELF file of this machine (a linker script, a text) is not for the
             // loader and no fault.
             let library = open().ok().flatten().and_then(|file| elf::identity(&file).ok());
             let library = library.filter(|l| l.kind == elf::ET_DYN && l.loadable)?;
-            Some(Library { flags: machine.flags(&library)?, soname: library.soname, isa_level: library.isa_level })
+            Some(Library { flags: arch.flags(&library)?, soname: library.soname, isa_level: library.isa_level })
         });
     }
 }
@@ -445,7 +446,7 @@ fn named(mut candidate: Candidate) -> (String, Candidate) {
 }
 
 /// Choice of two with one SONAME: the driver's own, else a file before a link, else the newer one.
-fn better(a: &Candidate, b: &Candidate, machine: Machine, own: impl Fn(&str) -> bool) -> bool {
+fn better(a: &Candidate, b: &Candidate, arch: Arch, own: impl Fn(&str) -> bool) -> bool {
     let rank = |c: &Candidate| (own(&c.name) && !c.is_link, !c.is_link);
-    rank(a).cmp(&rank(b)).then_with(|| order(&a.name, &b.name, machine)).is_gt()
+    rank(a).cmp(&rank(b)).then_with(|| order(&a.name, &b.name, arch)).is_gt()
 }

@@ -6,7 +6,7 @@
 
 use super::container_root::ContainerRoot;
 use super::edits::Edit;
-use crate::cdi::ld_so_cache::Machine;
+use crate::arch::{Arch, Facts};
 use crate::kernel_modules::pattern;
 use nix::sys::stat::SFlag;
 use std::collections::HashSet;
@@ -69,22 +69,15 @@ pub fn read(root: &ContainerRoot, planned: &[Edit]) -> Conf {
 }
 
 /// Directories built into the loader of this container, in the order of `ldconfig`.
-pub fn built_in(root: &ContainerRoot, machine: Machine) -> Vec<String> {
-    let triplet = match machine {
-        Machine::X86_64 => "x86_64-linux-gnu",
-        Machine::Aarch64 => "aarch64-linux-gnu",
-    };
+pub fn built_in(root: &ContainerRoot, arch: Arch) -> Vec<String> {
+    let Facts { triplet, lib_suffixes, .. } = arch.facts();
     let is_file = |path: &str| root.kind(Path::new(path)) == Some(SFlag::S_IFREG);
     // An image without a package manager may have Debian's libc and nothing else of Debian.
     if is_file("/etc/debian_version") || is_file(&format!("/lib/{triplet}/libc.so.6")) || is_file(&format!("/usr/lib/{triplet}/libc.so.6"))
     {
         return [format!("/lib/{triplet}"), format!("/usr/lib/{triplet}"), "/lib".into(), "/usr/lib".into()].to_vec();
     }
-    let widths: &[&str] = match machine {
-        Machine::X86_64 => &["", "64", "x32"],
-        Machine::Aarch64 => &["", "64"],
-    };
-    ["/lib", "/usr/lib"].iter().flat_map(|lib| widths.iter().map(move |width| format!("{lib}{width}"))).collect()
+    ["/lib", "/usr/lib"].iter().flat_map(|lib| lib_suffixes.iter().map(move |suffix| format!("{lib}{suffix}"))).collect()
 }
 
 struct Reader<'a> {

@@ -11,7 +11,8 @@ use super::container_libraries::{self, Search};
 use super::container_root::ContainerRoot;
 use super::edits::Edit;
 use super::ld_so_conf::{self, CONF, CONF_DIRECTORY, INCLUDE_ALL};
-use crate::cdi::ld_so_cache::{self, Machine};
+use crate::arch::Arch;
+use crate::cdi::ld_so_cache;
 use nix::sys::stat::SFlag;
 use std::io;
 use std::path::Path;
@@ -47,9 +48,9 @@ pub struct Plan {
 /// Plans the edits. `plan` holds earlier edits, which count as made; `links` are the links among
 /// them.
 pub fn plan(root: &ContainerRoot, folders: &[String], links: &[Link], driver: Option<&str>, plan: &mut Plan) -> io::Result<()> {
-    let machine = Machine::OURS;
+    let arch = Arch::OURS;
     let musl = musl_loaders(root);
-    let search = |directories: &[String]| container_libraries::search(&Search { root, machine, directories, folders, links, driver });
+    let search = |directories: &[String]| container_libraries::search(&Search { root, arch, directories, folders, links, driver });
     if !musl.is_empty() {
         for architecture in &musl {
             plan.edits.extend(musl_path_file(root, architecture, folders)?);
@@ -61,18 +62,18 @@ pub fn plan(root: &ContainerRoot, folders: &[String], links: &[Link], driver: Op
             return Ok(());
         }
     }
-    let directories = directories(root, folders, machine, plan);
+    let directories = directories(root, folders, arch, plan);
     let found = search(&directories)?;
     plan.notes.extend(found.notes);
     plan.edits.extend(found.links);
-    let content = ld_so_cache::write(&found.entries, GENERATOR, machine).map_err(|e| io::Error::other(format!("write {CACHE}: {e}")))?;
+    let content = ld_so_cache::write(&found.entries, GENERATOR, arch).map_err(|e| io::Error::other(format!("write {CACHE}: {e}")))?;
     plan.edits.push(Edit::File { path: CACHE.into(), content, mode: 0o644 });
     Ok(())
 }
 
 /// All directories in the loader's order; plans the configuration that results in this order.
-fn directories(root: &ContainerRoot, folders: &[String], machine: Machine, plan: &mut Plan) -> Vec<String> {
-    let built_in = ld_so_conf::built_in(root, machine);
+fn directories(root: &ContainerRoot, folders: &[String], arch: Arch, plan: &mut Plan) -> Vec<String> {
+    let built_in = ld_so_conf::built_in(root, arch);
     // The image's own configuration; our file from an earlier start does not count.
     let without = with(&plan.edits, Edit::Absent { path: FOLDERS_CONF.into() });
     let conf = ld_so_conf::read(root, &without);

@@ -4,6 +4,7 @@
 //! `collect` and `show` do the collecting, showing and judging; this file combines them with a VM.
 //! The demo fails with one line of reasons when anything in the boot failed.
 
+use crate::arch::Arch;
 use crate::events::names;
 use crate::events::record::{DEFAULT_PORT, Kind};
 use crate::host::boot::model::Boot;
@@ -14,6 +15,7 @@ use crate::host::data::agent_log::{AgentEvent, AgentLog, MAX_CONSOLE_LINE};
 use crate::host::data::boot_dir::read_boot;
 use crate::host::data::framing::{Lines, Piece};
 use crate::host::data::text::{Screen, printable, printable_start};
+use crate::host::system::kernel_file;
 use crate::host::system::sleep::sleep_until;
 use crate::host::system::stdout::print;
 use crate::host::system::stdout::write_lines;
@@ -122,12 +124,13 @@ async fn demo(args: &Args) -> Result<()> {
     let vhost_device_vsock = find_vhost_device_vsock(args.vhost_device_vsock.as_deref())?;
     // Directory for temporary files, not --dir: socket paths must be short.
     let work = nix::unistd::mkdtemp(&std::env::temp_dir().join("kata-gpu-demo-XXXXXX")).context("make a work directory")?;
+    let arch = kernel_file::arch(&args.kernel)?;
     let config = VmConfig {
         kernel: args.kernel.clone(),
         initrd: args.initrd.clone(),
         disk: None,
         serial_disks: vec![],
-        append: command_line(args),
+        append: command_line(args, arch),
         memory_mib: MEMORY_MIB,
         cpus: CPUS,
         work_dir: work.clone(),
@@ -135,7 +138,7 @@ async fn demo(args: &Args) -> Result<()> {
     };
     let console = work.join("console.log");
     let events = args.dir.clone().unwrap_or_else(|| work.clone());
-    let outcome = watch_boot(args, config, &events).await;
+    let outcome = watch_boot(args, config, arch, &events).await;
     match outcome {
         Ok(boot_file) => {
             if args.dir.is_some() {
@@ -159,7 +162,7 @@ async fn demo(args: &Args) -> Result<()> {
     }
 }
 
-fn command_line(args: &Args) -> String {
+fn command_line(args: &Args, arch: Arch) -> String {
     let enable_ms = match args.host {
         HostSpeed::Slow => 2000,
         HostSpeed::Fast => 3,
@@ -169,9 +172,10 @@ fn command_line(args: &Args) -> String {
     let init = value(&|| args.init.to_possible_value());
     let containers: Vec<String> = CONTAINERS.iter().map(|(name, devices)| format!("{name}:{devices}")).collect();
     format!(
-        "console=ttyS0 rdinit=/hardware panic=-1 cgroup_no_v1=all fakepci.gpus={} fakepci.enable_ms={enable_ms} nvidia.probe_ms=3 \
+        "console={} rdinit=/hardware panic=-1 cgroup_no_v1=all fakepci.gpus={} fakepci.enable_ms={enable_ms} nvidia.probe_ms=3 \
          nvidia.s1_ms=300 nvidia.s2_ms=1300 nvidia.s3_ms=500 gpuinit.bind={bind} gpuinit.init={init} \
          testagent.cost=real testagent.containers={}",
+        arch.facts().qemu.console,
         args.gpus,
         containers.join(";")
     )
@@ -241,7 +245,7 @@ impl Progress {
 }
 
 /// Boots, watches, prints the summary. Returns the boot's file; error: the faults of the boot.
-async fn watch_boot(args: &Args, config: VmConfig, events: &Path) -> Result<PathBuf> {
+async fn watch_boot(args: &Args, config: VmConfig, arch: Arch, events: &Path) -> Result<PathBuf> {
     let mut interrupt = signal(SignalKind::interrupt()).context("catch SIGINT")?;
     let mut terminate = signal(SignalKind::terminate()).context("catch SIGTERM")?;
     let mut child = signal(SignalKind::child()).context("catch SIGCHLD")?;
@@ -254,8 +258,8 @@ async fn watch_boot(args: &Args, config: VmConfig, events: &Path) -> Result<Path
     let (stop, stopped) = watch::channel(false);
     let running = tokio::spawn(collector.run(stopped));
 
-    let machine = if kvm_works() { "KVM" } else { "no KVM here, so the kernel takes some seconds to start" };
-    eprintln!("booting {} GPU(s) in QEMU ({machine})", args.gpus);
+    let machine = if kvm_works(arch) { "KVM" } else { "no KVM here, so the kernel takes some seconds to start" };
+    eprintln!("booting {} GPU(s) on {arch} in QEMU ({machine})", args.gpus);
     let limit = Instant::now() + TIME_LIMIT;
     let mut vm = tokio::task::spawn_blocking(move || Vm::start(&config)).await.context("start the VM")??;
     let mut console = Tail::open(vm.console())?;

@@ -14,6 +14,8 @@
 //! `<uds>_P`, which must listen by then.
 #![allow(unsafe_code, reason = "pre_exec: a VMM dies with its parent")]
 
+use super::kernel_file;
+use crate::arch::{Arch, Qemu};
 use anyhow::{Context, Result, bail};
 use nix::errno::Errno;
 use nix::fcntl::OFlag;
@@ -66,10 +68,6 @@ const VSOCK_DEADLINE: Duration = Duration::from_secs(10);
 const UNIX_PATH_MAX: usize = 108;
 /// Length of `_` and the largest port, 4294967295.
 const PORT_SUFFIX: usize = 11;
-/// 2^46 bytes of guest physical addresses: 16 BARs of 128 GiB do not fit into QEMU's default of 40
-/// bits.
-const CPU: &str = "max,phys-bits=46";
-
 /// Unix socket in place of the guest's vsock: connect and write `CONNECT <port>` to reach the
 /// guest; the guest's own connections arrive at `<it>_<port>`.
 pub fn uds_path(work_dir: &Path) -> PathBuf {
@@ -93,6 +91,7 @@ impl Vm {
         for (what, path) in [("kernel", &config.kernel), ("initrd", &config.initrd)] {
             File::open(path).with_context(|| format!("vm: open {what} {}", path.display()))?;
         }
+        let arch = kernel_file::arch(&config.kernel).context("vm")?;
         let uds = uds_path(&config.work_dir);
         check_socket_path(&uds)?;
         let console = config.work_dir.join("console.log");
@@ -104,10 +103,11 @@ impl Vm {
             None => None,
             Some(program) => Some(start_vsock(program, &vhost_user, &uds, &config.work_dir)?),
         };
-        let mut command = Command::new("qemu-system-x86_64");
-        command.args(qemu_arguments(config, &console, vsock.as_ref().map(|_| vhost_user.as_path()), kvm_works()));
-        let qemu = Process::start("qemu-system-x86_64", command, &config.work_dir.join("qemu.log"))
-            .context("vm: start qemu-system-x86_64 (Debian package qemu-system-x86)")?;
+        let Qemu { program, package, .. } = arch.facts().qemu;
+        let mut command = Command::new(program);
+        command.args(qemu_arguments(config, arch, &console, vsock.as_ref().map(|_| vhost_user.as_path()), kvm_works(arch)));
+        let qemu = Process::start(program, command, &config.work_dir.join("qemu.log"))
+            .with_context(|| format!("vm: start {program} (Debian package {package})"))?;
         Ok(Vm { qemu, _vsock: vsock, uds, console })
     }
 
@@ -138,11 +138,11 @@ impl Vm {
     }
 }
 
-/// Whether KVM can be used: /dev/kvm may exist and open where it does not work, so the CPU must
-/// report virtualisation.
-pub fn kvm_works() -> bool {
-    let cpuinfo = fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
-    cpu_virtualises(&cpuinfo) && File::options().read(true).write(true).open("/dev/kvm").is_ok()
+/// Whether KVM can be used for a guest. On x86-64 /dev/kvm may exist and open where it does not
+/// work, so the CPU must report virtualisation; arm64's /proc/cpuinfo has no such flag.
+pub fn kvm_works(arch: Arch) -> bool {
+    let reports = || cpu_virtualises(&fs::read_to_string("/proc/cpuinfo").unwrap_or_default());
+    arch == Arch::OURS && (arch == Arch::Aarch64 || reports()) && File::options().read(true).write(true).open("/dev/kvm").is_ok()
 }
 
 fn cpu_virtualises(cpuinfo: &str) -> bool {
@@ -189,12 +189,18 @@ fn start_vsock(program: &Path, vhost_user: &Path, uds: &Path, work_dir: &Path) -
     Ok(process)
 }
 
-fn qemu_arguments(config: &VmConfig, console: &Path, vhost_user: Option<&Path>, kvm: bool) -> Vec<String> {
-    let mut arguments: Vec<String> =
-        ["-nodefaults", "-no-user-config", "-no-reboot", "-display", "none", "-cpu", CPU].map(String::from).into();
+fn qemu_arguments(config: &VmConfig, arch: Arch, console: &Path, vhost_user: Option<&Path>, kvm: bool) -> Vec<String> {
+    let Qemu { cpu, kvm_cpu, machine, first_slot, .. } = arch.facts().qemu;
+    let mut arguments: Vec<String> = ["-nodefaults", "-no-user-config", "-no-reboot", "-display", "none"].map(String::from).into();
+    let mut slots = first_slot.map(|first| first..32);
+    let mut place = |device: String| match slots.as_mut().and_then(Iterator::next) {
+        Some(slot) => format!("{device},addr={slot:#x}"),
+        None => device,
+    };
     let mut add = |name: &str, value: String| arguments.extend([name.to_string(), value]);
     add("-accel", if kvm { "kvm" } else { "tcg,thread=multi" }.into());
-    add("-machine", "q35,memory-backend=ram".into());
+    add("-cpu", if kvm { kvm_cpu } else { cpu }.into());
+    add("-machine", format!("{machine},memory-backend=ram"));
     // vhost-device-vsock reads and writes the guest's rings in place, so the memory must be a
     // shared file.
     add("-object", format!("memory-backend-memfd,id=ram,size={}M,share=on", config.memory_mib));
@@ -207,15 +213,15 @@ fn qemu_arguments(config: &VmConfig, console: &Path, vhost_user: Option<&Path>, 
     add("-serial", "chardev:console".into());
     if let Some(path) = &config.disk {
         add("-drive", format!("if=none,id=disk,format=raw,readonly=on,file={}", path.display()));
-        add("-device", "virtio-blk-pci,drive=disk".into());
+        add("-device", place("virtio-blk-pci,drive=disk".into()));
     }
     for (at, (serial, path)) in config.serial_disks.iter().enumerate() {
         add("-drive", format!("if=none,id=serial{at},format=raw,readonly=on,file={}", path.display()));
-        add("-device", format!("virtio-blk-pci,drive=serial{at},serial={serial}"));
+        add("-device", place(format!("virtio-blk-pci,drive=serial{at},serial={serial}")));
     }
     if let Some(path) = vhost_user {
         add("-chardev", format!("socket,id=vsock,path={}", path.display()));
-        add("-device", "vhost-user-vsock-pci,chardev=vsock".into());
+        add("-device", place("vhost-user-vsock-pci,chardev=vsock".into()));
     }
     arguments
 }
@@ -388,11 +394,25 @@ mod tests {
     #[test]
     fn a_vsock_device_is_there_only_when_asked_for() {
         let config = config(Path::new("/w"));
-        let without = qemu_arguments(&config, Path::new("/w/console.log"), None, false).join(" ");
+        let without = qemu_arguments(&config, Arch::X86_64, Path::new("/w/console.log"), None, false).join(" ");
         assert!(!without.contains("vhost-user"), "{without}");
         assert!(without.contains("-accel tcg,thread=multi") && without.contains("share=on"), "{without}");
-        let with = qemu_arguments(&config, Path::new("/w/console.log"), Some(Path::new("/w/vhost")), true).join(" ");
+        let with = qemu_arguments(&config, Arch::X86_64, Path::new("/w/console.log"), Some(Path::new("/w/vhost")), true).join(" ");
         assert!(with.contains("-device vhost-user-vsock-pci,chardev=vsock") && with.contains("-accel kvm"), "{with}");
+    }
+
+    #[test]
+    fn an_arm64_guest_has_its_machine_and_no_device_below_slot_16() {
+        let config = VmConfig { disk: Some("/k/disk".into()), serial_disks: vec![("a".into(), "/k/a".into())], ..config(Path::new("/w")) };
+        let text = |arch| qemu_arguments(&config, arch, Path::new("/w/c"), Some(Path::new("/w/vhost")), false).join(" ");
+        let arm = text(Arch::Aarch64);
+        assert!(arm.contains("-cpu neoverse-n1 -machine virt,gic-version=3,memory-backend=ram"), "{arm}");
+        for device in ["drive=disk,addr=0x10", "serial=a,addr=0x11", "chardev=vsock,addr=0x12"] {
+            assert!(arm.contains(device), "{arm}");
+        }
+        let x86 = text(Arch::X86_64);
+        assert!(x86.contains("-cpu max,phys-bits=46 -machine q35,memory-backend=ram") && !x86.contains("addr="), "{x86}");
+        assert!(Arch::ALL.into_iter().all(|arch| arch == Arch::OURS || !kvm_works(arch)), "KVM for a foreign guest");
     }
 
     #[test]

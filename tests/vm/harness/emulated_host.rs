@@ -5,6 +5,7 @@ use super::{Outcome, Silent, TestContext};
 use anyhow::{Context, Result, bail, ensure};
 use base64::Engine;
 use base64::engine::general_purpose::STANDARD;
+use kata_gpu_init::arch::Arch;
 use kata_gpu_init::host::system::vm::{Process, kvm_works};
 use std::fs::File;
 use std::io::{BufRead, BufReader, ErrorKind, Read, Write};
@@ -132,7 +133,7 @@ impl EmulatedHost {
         command.args("-nodefaults -no-user-config -display none".split(' '));
         command.args(["-machine", if size.gpus == 0 { "q35" } else { "q35,default_bus_bypass_iommu=on" }]);
         command.args(["-smp", &size.cpus.to_string(), "-m", &format!("{}M", size.memory_mib)]);
-        if kvm_works() && kvm_nests() {
+        if kvm_works(Arch::OURS) && kvm_nests() {
             command.args(["-accel", "kvm", "-cpu", "host"])
         } else {
             command.args(["-accel", "tcg,thread=multi,tb-size=512", "-cpu", CPU])

@@ -1,16 +1,16 @@
 //! Release of a kernel, from its file or as given.
 
-use crate::elf::ReadAt;
+use crate::host::system::kernel_file;
 use anyhow::{Context, Result, bail};
-use std::fs::File;
-use std::io;
+use memchr::memmem;
+use std::io::{self, Read};
 use std::path::Path;
 
 /// x86 boot image (Documentation/arch/x86/boot.rst): the mark, the field with the offset of the
 /// version's text, and the number to add to that offset.
-const BOOT_MARK: (u64, &[u8; 4]) = (0x202, b"HdrS");
-const BOOT_VERSION: u64 = 0x20e;
-const BOOT_VERSION_BASE: u64 = 0x200;
+const BOOT_MARK: (usize, &[u8; 4]) = (0x202, b"HdrS");
+const BOOT_VERSION: usize = 0x20e;
+const BOOT_VERSION_BASE: usize = 0x200;
 /// Banner of an uncompressed kernel.
 const BANNER: &[u8] = b"Linux version ";
 /// Longest release (__NEW_UTS_LEN).
@@ -19,52 +19,48 @@ const MAX_RELEASE: usize = 64;
 const MAX_KERNEL: u64 = 1 << 30;
 const CHUNK: usize = 1 << 20;
 
-/// A kernel's release, from its file (a bzImage, or an uncompressed vmlinux or Image) or as given.
+/// A kernel's release, from its file (a bzImage, vmlinux, Image or Image.gz) or as given.
 pub fn release(given: &str) -> Result<String> {
     let path = Path::new(given);
     if !path.exists() {
         let release = word(given.as_bytes()).filter(|release| release == given);
         return release.with_context(|| format!("kernel {given:?}: neither a file nor a release as `uname -r` has it"));
     }
-    // Refuse a directory or a FIFO.
-    let file = std::fs::metadata(path).and_then(|meta| if meta.is_file() { File::open(path) } else { Err(io::Error::other("not a file")) });
-    let file = file.with_context(|| format!("open kernel {given}"))?;
-    match of(&file).with_context(|| format!("read kernel {given}"))? {
+    match of(&mut *kernel_file::open(path)?).with_context(|| format!("read kernel {given}"))? {
         Some(release) => Ok(release),
         None => bail!("kernel {given}: its release is not in it (is it compressed?): give the release itself, as `uname -r` has it"),
     }
 }
 
-fn of(file: &File) -> io::Result<Option<String>> {
-    let part = |at: u64, length: usize| {
-        let mut bytes = vec![0; length];
-        let read = ReadAt::read_at(file, &mut bytes, at)?;
-        bytes.truncate(read);
-        Ok::<_, io::Error>(bytes)
-    };
-    if part(BOOT_MARK.0, 4)? == BOOT_MARK.1 {
-        let offset = part(BOOT_VERSION, 2)?;
-        let offset = offset.first_chunk::<2>().map_or(0, |bytes| u16::from_le_bytes(*bytes));
-        return Ok(word(&part(u64::from(offset) + BOOT_VERSION_BASE, MAX_RELEASE + 1)?));
-    }
-    let mut at = 0;
-    while at < MAX_KERNEL {
-        // The next read begins where a banner may have been cut.
-        let bytes = part(at, CHUNK + BANNER.len() + MAX_RELEASE)?;
-        let found = bytes.windows(BANNER.len()).enumerate().filter(|(_, w)| *w == BANNER);
-        for (start, _) in found {
+fn of(kernel: &mut dyn Read) -> io::Result<Option<String>> {
+    let mut kernel = kernel.take(MAX_KERNEL);
+    // What was read last, with the end of what was read before, in which a banner may be cut.
+    let mut bytes = Vec::new();
+    let mut first = true;
+    loop {
+        let before = bytes.len();
+        if Read::by_ref(&mut kernel).take(CHUNK as u64).read_to_end(&mut bytes)? == 0 {
+            return Ok(None);
+        }
+        if first && bytes.get(BOOT_MARK.0..).is_some_and(|rest| rest.starts_with(BOOT_MARK.1)) {
+            let offset = bytes.get(BOOT_VERSION..).and_then(|rest| rest.first_chunk::<2>()).map_or(0, |b| u16::from_le_bytes(*b));
+            return Ok(bytes.get(usize::from(offset) + BOOT_VERSION_BASE..).and_then(word));
+        }
+        first = false;
+        let is_last = bytes.len() - before < CHUNK;
+        for start in memmem::find_iter(&bytes, BANNER) {
+            let release = bytes.get(start + BANNER.len()..).unwrap_or_default();
+            // One that is cut is found whole in the next round.
+            if !is_last && release.len() <= MAX_RELEASE {
+                continue;
+            }
             // Elsewhere in a kernel, the same text is a format: `Linux version %s`.
-            if let Some(release) = bytes.get(start + BANNER.len()..).and_then(word).filter(|r| r.starts_with(|c: char| c.is_ascii_digit()))
-            {
+            if let Some(release) = word(release).filter(|r| r.starts_with(|c: char| c.is_ascii_digit())) {
                 return Ok(Some(release));
             }
         }
-        if bytes.len() < CHUNK {
-            break;
-        }
-        at += CHUNK as u64;
+        bytes.drain(..bytes.len().saturating_sub(BANNER.len() + MAX_RELEASE));
     }
-    Ok(None)
 }
 
 /// First word, if it can be a release.
@@ -85,6 +81,7 @@ pub fn of_vermagic(magic: &str) -> &str {
 mod tests {
     use super::*;
     use crate::host::testing::TempDir;
+    use std::io::Write;
 
     #[test]
     fn a_release_is_read_from_any_kernel_and_no_other_file() {
@@ -102,6 +99,18 @@ mod tests {
         let mut plain = vec![b'x'; CHUNK - 5];
         plain.extend(b"Linux version %s (%s)\0...Linux version 6.1.0-9-cloud (builder) #1");
         assert_eq!(of(&plain).unwrap(), "6.1.0-9-cloud");
+        // arm64's Image.gz, with the banner at every place around the end of a piece.
+        for before in CHUNK - BANNER.len() - MAX_RELEASE - 2..CHUNK + 2 {
+            if before % 7 == 0 {
+                plain.truncate(10);
+                plain.resize(before, b'x');
+                plain.extend(b"Linux version 6.18.5-arm (builder) #1");
+                plain.resize(plain.len() + 100, 0);
+                let mut packed = flate2::write::GzEncoder::new(Vec::new(), flate2::Compression::fast());
+                packed.write_all(&plain).unwrap();
+                assert_eq!(of(&packed.finish().unwrap()).unwrap(), "6.18.5-arm", "{before}");
+            }
+        }
         boot[0x1200] = 0x1b;
         for bytes in [boot.as_slice(), b"", b"Linux version ", &[b'x'; 100]] {
             assert!(of(bytes).unwrap_err().to_string().contains("give the release itself"));
