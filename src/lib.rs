@@ -31,6 +31,7 @@ pub mod elf; // ELF parser
 pub mod modinfo; // metadata of a module's file
 pub mod bind; // enable, driver_override, bind
 pub mod driver_log; // the driver's lines in the kernel's log
+pub mod coherent_memory; // memory of GPUs that is the guest's too (Grace)
 pub mod reason; // reasons why a GPU is not usable
 pub mod driver_proc; // the driver's /proc files: minors, majors
 pub mod driver_caps; // the driver's /proc files: MIG instances, their capabilities, switches

@@ -21,6 +21,13 @@ pub struct PciAddress {
     function: u8,
 }
 
+impl PciAddress {
+    /// Domain, and the 16 bits by which PCI itself knows a function.
+    pub fn routing_id(self) -> (u32, u16) {
+        (self.domain, u16::from(self.bus) << 8 | u16::from(self.device) << 3 | u16::from(self.function))
+    }
+}
+
 impl fmt::Display for PciAddress {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{:04x}:{:02x}:{:02x}.{:x}", self.domain, self.bus, self.device, self.function)

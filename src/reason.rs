@@ -32,6 +32,7 @@ pub enum Reason {
     CcRefused,
     AttachFailed,
     StateLoadFailed,
+    MemoryNotMovable,
     InitFailed,
     Internal,
 }
@@ -129,6 +130,11 @@ const TABLE: &[Entry] = &[
     ),
     (Reason::AttachFailed, "attach-failed", ""),
     (Reason::StateLoadFailed, "state-load-failed", ""),
+    (
+        Reason::MemoryNotMovable,
+        "memory-not-movable",
+        "the guest's kernel must add the GPU's coherent memory as movable: boot it with memhp_default_state=online_movable",
+    ),
     (Reason::InitFailed, "init-failed", ""),
     (Reason::Internal, "internal", "a bug of this init: report it with the event stream"),
 ];
@@ -165,6 +171,7 @@ impl fmt::Display for Reason {
 const WORDS: &[(&str, Reason)] = &[
     ("fallen off the bus", Reason::OffTheBus),
     ("unexpected WPR2 already up", Reason::NeedsReset),
+    ("the onlining zone is not movable", Reason::MemoryNotMovable),
     ("failed with error -2", Reason::FirmwareMissing), // of "Direct firmware load for .."
     ("failed to wait for bar firewall", Reason::BarFirewall),
     ("Can't find an IRQ", Reason::NoInterrupt),

@@ -45,6 +45,11 @@ pub fn run() -> ! {
     {
         say(&format!("hardware: override={driver}: {error}"));
     }
+    if parameters.split(' ').any(|w| w == "acpi=srat")
+        && let Err(error) = describe_memory()
+    {
+        say(&format!("hardware: acpi=srat: {error}"));
+    }
     let mut init = init(&command_line);
     if let Some(root) = parameters.split(' ').find_map(|w| w.strip_prefix("root=")) {
         load_all(ROOT_LIST, &command_line);
@@ -208,6 +213,20 @@ fn override_driver(driver: &str) -> Result<(), String> {
     });
     umount2("/sys", MntFlags::MNT_DETACH).map_err(|e| e.to_string())?;
     overridden
+}
+
+/// ACPI's table of memory nodes, in place of the firmware's, with one of the first GPU. Stays: the
+/// init finds sysfs mounted, which changes nothing for it.
+fn describe_memory() -> Result<(), String> {
+    let _unused = std::fs::create_dir_all("/sys");
+    mount(Some("sysfs"), "/sys", Some("sysfs"), MsFlags::empty(), None::<&str>).map_err(|e| e.to_string())?;
+    mount(Some("acpi"), "/sys/firmware", Some("tmpfs"), MsFlags::empty(), None::<&str>).map_err(|e| e.to_string())?;
+    // Header and reserved bytes, then a generic initiator (type 5, 32 bytes) that is a PCI function
+    // (1): 0001:00:00.0.
+    let mut srat = vec![0; 48];
+    srat.extend([5, 32, 0, 1, 1, 0, 0, 0, 1, 0, 0, 0].into_iter().chain([0; 20]));
+    std::fs::create_dir_all("/sys/firmware/acpi/tables").map_err(|e| e.to_string())?;
+    std::fs::write("/sys/firmware/acpi/tables/SRAT", srat).map_err(|e| e.to_string())
 }
 
 fn read_command_line() -> Vec<u8> {

@@ -363,6 +363,17 @@ rows! {
             unpacked: "at the end: format, where the init decompressed it",
         },
         serial = true;
+    /// Memory of coherent GPUs (Grace), which the driver adds to the guest's: the kernel's policy for
+    /// it was set to online_movable before the driver's load. Only where ACPI describes such GPUs.
+    /// With `error` where the driver will refuse it, or where managing it takes more RAM than there
+    /// is.
+    MEMORY_COHERENT = "memory.coherent", Event, Init, Init
+        {
+            policy: "auto_online_blocks as it was found",
+            gpu_memory_mib: "",
+            page_structs_mib: "RAM to manage it",
+            available_mib: "RAM",
+        };
     /// The nodes that every container needs, from the end of the driver's load on; the load of
     /// nvidia-uvm is its child.
     DRIVER_NODES = "driver.nodes", Span, Init, CdiPublication

@@ -90,7 +90,7 @@ pub fn run(root: &Path, context: &TestContext, arguments: &[String]) -> Result<(
         raw.push(json!({ "boot": "minimal", "run": run, "ms": minimal(context, asked.cpus)? }));
     }
     drop(busy);
-    let (bytes, rss) = (init_bytes(&context.target)?, rss(context)?);
+    let (bytes, rss) = (init_bytes(context)?, rss(context)?);
     gaps.sort_by(f64::total_cmp);
     let (median_gap, longest_gap) = (gaps[gaps.len() / 2], gaps[gaps.len() - 1]);
     let file = keep(
@@ -246,8 +246,8 @@ fn minimal(context: &TestContext, cpus: u32) -> Result<Value> {
     Ok(json!({ "agent exec": stamp("exec")?.saturating_sub(stamp("start")?) as f64 / 1e6 }))
 }
 
-fn init_bytes(target: &Path) -> Result<u64> {
-    let path = target.join("x86_64-unknown-linux-musl/release/kata-gpu-init");
+fn init_bytes(context: &TestContext) -> Result<u64> {
+    let path = context.guest_program("kata-gpu-init");
     Ok(std::fs::metadata(&path).with_context(|| format!("read {}", path.display()))?.len())
 }
 

@@ -33,7 +33,7 @@ pub fn run(root: &Path, context: &TestContext, runs: usize) -> Result<()> {
     if let Some(Outcome::Skipped(reason)) = EmulatedHost::skipped(context)? {
         bail!("{reason}");
     }
-    let context = TestContext { target: context.target.clone(), work_dir: context.work_dir.join("kvm") };
+    let context = TestContext { work_dir: context.work_dir.join("kvm"), ..context.clone() };
     let image = KvmImage::make(&context, Guest::new().cpus(1).append(GUEST).archive("driver"))?;
     let mut host = EmulatedHost::start(&context, "host", Size::WITH_GUESTS, &image.files())?;
     KvmGuest::prepare(&mut host)?;

@@ -17,6 +17,7 @@ mod schedule;
 mod soak;
 
 use anyhow::{Context, Result, bail};
+use kata_gpu_init::arch::Arch;
 use kata_gpu_init::events::record::Record;
 use kata_gpu_tests::vm::harness::TestContext;
 use serde_json::{Value, json};
@@ -29,7 +30,7 @@ fn main() -> Result<()> {
     let arguments: Vec<String> = std::env::args().skip(1).collect();
     let number = |at: usize, default: u64| arguments.get(at).map_or(Ok(default), |n| n.parse()).context(USAGE);
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("..").canonicalize()?;
-    let context = TestContext { target: root.join("target"), work_dir: root.join("target/vm/bench") };
+    let context = TestContext::new(root.join("target"), arch()?, "bench");
     match arguments.first().map(String::as_str) {
         Some("agent") => agent::run(&root, &context, &arguments[1..]),
         Some("boot") => boot::run(&root, &context, &arguments[1..]),
@@ -43,6 +44,15 @@ fn main() -> Result<()> {
         Some("schedule") => schedule::run(&root),
         Some("soak") => soak::run(&root, &context, number(1, 200)?, number(2, 1)?),
         _ => bail!(USAGE),
+    }
+}
+
+/// Architecture of the guests: ARCH, in Debian's words.
+fn arch() -> Result<Arch> {
+    match std::env::var("ARCH").as_deref() {
+        Ok("arm64") => Ok(Arch::Aarch64),
+        Ok("amd64") | Err(_) => Ok(Arch::X86_64),
+        Ok(other) => bail!("ARCH={other}: want amd64 or arm64"),
     }
 }
 
@@ -66,7 +76,7 @@ pub fn machine() -> Value {
     let cpuinfo = std::fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
     let model = cpuinfo.lines().find_map(|l| l.strip_prefix("model name")).map(|m| m.trim_start_matches([' ', '\t', ':']).to_string());
     let cpus = std::thread::available_parallelism().map_or(0, usize::from);
-    json!({ "cpu": model, "cpus": cpus, "kvm": kata_gpu_init::host::system::vm::kvm_works(kata_gpu_init::arch::Arch::OURS) })
+    json!({ "cpu": model, "cpus": cpus, "kvm": kata_gpu_init::host::system::vm::kvm_works(Arch::OURS) })
 }
 
 /// Writes the raw runs to a file of their own; earlier ones stay.

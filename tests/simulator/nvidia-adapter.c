@@ -18,6 +18,7 @@
 #define pr_fmt(fmt) "NVRM: " fmt
 
 #include <linux/firmware.h>
+#include <linux/fs.h>
 #include <linux/module.h>
 #include <linux/pci.h>
 #include <linux/sched.h>
@@ -45,6 +46,8 @@ NV_LIST(wpr2, "GPUs that need a reset: unexpected WPR2, (0x62:0x40); a reset (fa
 NV_LIST(wpr2_stuck, "GPUs with the same fault that no reset cures");
 NV_LIST(fabric, "GPUs whose NVLink fabric is not ready: status 0x81");
 NV_LIST(cc_mixed, "GPUs whose confidential-computing mode is another than the others': (0x22:0x56)");
+
+NV_LIST(coherent, "GPUs whose memory the kernel must add as movable (Grace): else the state load fails, (0x25:0x40)");
 
 static char *init_code;
 module_param(init_code, charp, 0444);
@@ -334,10 +337,33 @@ static struct nv_init_code nv_boot_gsp(struct nv_gpu *gpu)
 	return INIT_OK;
 }
 
+/* What the kernel does with memory that is added: NVIDIA's driver learns it from the zone. */
+static bool nv_memory_is_movable(void)
+{
+	struct file *file = filp_open("/sys/devices/system/memory/auto_online_blocks", O_RDONLY, 0);
+	char policy[32] = "";
+	loff_t at = 0;
+
+	if (IS_ERR(file))
+		return false;
+	kernel_read(file, policy, sizeof(policy) - 1, &at);
+	filp_close(file, NULL);
+	return strstarts(policy, "online_movable");
+}
+
 /* S3, under A and all G. */
 static struct nv_init_code nv_load_state(struct nv_gpu *gpu)
 {
 	nv_sleep_ms(nv_time(s3_ms, gpu, S3_MS));
+	if (nv_has(coherent, gpu) && !nv_memory_is_movable()) {
+		pr_err("Failing GPU memory onlining as the onlining zone is not movable. pa: 0x%llx size: 0x%llx\n"
+		       "NVRM: The NVIDIA GPU %s installed in the system\n"
+		       "NVRM: requires auto onlining mode online_movable enabled in\n"
+		       "NVRM: /sys/devices/system/memory/auto_online_blocks\n",
+		       (u64)pci_resource_start(gpu->pdev, 4), (u64)pci_resource_len(gpu->pdev, 4),
+		       pci_name(gpu->pdev));
+		return INIT_FAILED(0x25, 0x40);
+	}
 	return nv_has(fabric, gpu) ? INIT_FAILED(0x25, 0x81) : INIT_OK;
 }
 

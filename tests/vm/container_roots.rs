@@ -4,6 +4,7 @@
 
 use super::harness::{AgentLine, Booted, DEADLINE, Guest, Outcome, TestContext, VmTest};
 use anyhow::{Result, anyhow, ensure};
+use kata_gpu_init::arch::Arch;
 
 pub const TESTS: &[VmTest] = &[
     VmTest { name: "containers_load_the_guests_libcuda_and_see_only_their_gpus", run: one_hook },
@@ -11,7 +12,6 @@ pub const TESTS: &[VmTest] = &[
     VmTest { name: "an_image_that_makes_the_hook_fail_changes_no_device_node", run: failing_hook },
 ];
 
-const LIBS: &str = "/usr/lib/x86_64-linux-gnu";
 const VERSION: &str = "550.163.01";
 /// Version of the CUDA image's compatibility libraries.
 const COMPAT: &str = "560.35.03";
@@ -26,18 +26,19 @@ pub(super) fn said<'a>(output: &'a str, key: &str) -> &'a str {
 
 /// Checks by the program's output that libcuda is the guest's, on a mount that the container cannot
 /// change.
-pub(super) fn has_the_guests_libcuda(output: &str) -> Result<()> {
+pub(super) fn has_the_guests_libcuda(arch: Arch, output: &str) -> Result<()> {
+    let libs = format!("/usr/lib/{}", arch.facts().triplet);
     let is = |key: &str, wanted: &[&str]| {
         ensure!(wanted.contains(&said(output, key)), "{key} is {:?}, not {wanted:?}: {output}", said(output, key));
         Ok(())
     };
-    is("libcuda", &[&format!("{LIBS}/libcuda.so.1"), &format!("{LIBS}/libcuda.so.{VERSION}")])?;
+    is("libcuda", &[&format!("{libs}/libcuda.so.1"), &format!("{libs}/libcuda.so.{VERSION}")])?;
     is("version", &[VERSION])?;
     is("flags", &["ro,nosuid,nodev"])
 }
 
 /// A container whose program has ended.
-pub(super) struct Ended(AgentLine);
+pub(super) struct Ended(AgentLine, Arch);
 
 impl Ended {
     pub(super) fn wait(booted: &Booted, container: &str) -> Result<Self> {
@@ -49,7 +50,7 @@ impl Ended {
             })
             .ok_or_else(|| anyhow!("container {container} has not ended within {DEADLINE:?}"))?;
         ensure!(line.get("msg") == "container ended", "container {container}: {}", line.get("error"));
-        Ok(Self(line))
+        Ok(Self(line, booted.arch))
     }
 
     fn said(&self, key: &str) -> &str {
@@ -80,7 +81,7 @@ impl Ended {
 
     /// Checks that libcuda is the guest's, on a mount that the container cannot change.
     pub(super) fn has_the_guests_libcuda(&self) -> Result<()> {
-        has_the_guests_libcuda(self.0.get("output"))
+        has_the_guests_libcuda(self.1, self.0.get("output"))
     }
 
     /// Milliseconds of each hook.
@@ -123,7 +124,11 @@ fn one_hook(context: &TestContext) -> Result<Outcome> {
     // The negative controls. Debian's loader looks into its own directories at last, where the link
     // is a mount; the image's libraries are elsewhere.
     let bare = Ended::wait(&booted, "bare-cuda")?;
-    ensure!(bare.said("searched").starts_with("path=/lib/x86_64-linux-gnu"), "a container without hooks: {:?}", bare.0);
+    ensure!(
+        bare.said("searched").starts_with(&format!("path=/lib/{}", context.arch.facts().triplet)),
+        "a container without hooks: {:?}",
+        bare.0
+    );
     bare.is("version", VERSION)?;
     bare.is("params", "ModifyDeviceFiles: 1, write: done")?;
     let bare = Ended::wait(&booted, "bare-alpine")?;

@@ -57,8 +57,8 @@ fn root(context: &TestContext) -> Result<PathBuf> {
 /// The image with our init.
 fn replaced(context: &TestContext, image: &Path) -> Result<PathBuf> {
     let out = context.work_dir.join("new.image");
-    let init = context.target.join("x86_64-unknown-linux-musl/release/kata-gpu-init");
-    let program = std::env::var_os("KATA_GPU_BOOT").map_or_else(|| context.target.join("release/kata-gpu-boot"), PathBuf::from);
+    let init = context.guest_program("kata-gpu-init");
+    let program = context.host_program();
     // NVML's helper with its debugging symbols is larger than the image.
     let words = ["initrd", "replace-init", "--no-nvml"];
     done(Command::new(program).args(words).arg(image).arg("--init").arg(init).arg("-o").arg(&out))?;

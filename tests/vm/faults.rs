@@ -261,7 +261,7 @@ fn no_vsock(context: &TestContext) -> Result<Outcome> {
 
 fn no_agent(context: &TestContext) -> Result<Outcome> {
     // /hardware is a link to the agent's file, so the pre-init comes as a file of its own.
-    let binary = std::fs::read(context.target.join("x86_64-unknown-linux-musl/release/kata-agent"))?;
+    let binary = std::fs::read(context.guest_program("kata-agent"))?;
     let mut booted = Guest::new().without("usr/bin/kata-agent").file("hardware", &binary).boot(context, "no-agent")?;
     booted.exit()?;
     let wanted = "execute /usr/bin/kata-agent: ENOENT: No such file or directory (the image has no agent: put it there)";

@@ -71,7 +71,7 @@ fn packed(context: &TestContext) -> Result<Outcome> {
 fn repacked(context: &TestContext) -> Result<Outcome> {
     let folder = folder(context)?;
     let image = Image::open(&base(context))?;
-    let init = context.target.join("x86_64-unknown-linux-musl/release/kata-gpu-init");
+    let init = context.guest_program("kata-gpu-init");
     let wish = Wish { init, helper: Helper::None, manifest: true, form: Some(Form::Gzip), drop_old: false };
     let question = Question { user_space: false, ..Question::default() };
     let mut done = repack(&image, &Tree::new(&image)?, &wish, &question, &folder.join("repacked"))?;

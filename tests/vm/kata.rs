@@ -8,6 +8,7 @@ use super::{disk_root, extensions, inside};
 use anyhow::{Context, Result, ensure};
 use base64::Engine;
 use base64::engine::general_purpose::STANDARD;
+use kata_gpu_init::arch::Arch;
 use kata_gpu_init::events::names;
 use std::collections::BTreeSet;
 use std::time::Instant;
@@ -48,7 +49,7 @@ const PROGRAM: &str = "/usr/bin/cuda-program";
 /// A container sees the guest's library, these GPUs and no other, as the same program does under
 /// the tests' own agent (container_roots.rs).
 fn sees(output: &str, gpus: &[u32]) -> Result<()> {
-    has_the_guests_libcuda(output)?;
+    has_the_guests_libcuda(Arch::X86_64, output)?;
     let nodes: Vec<&str> = said(output, "nodes").split(',').collect();
     let wanted = gpus.iter().map(|k| format!("/dev/nvidia{k} 195:{k} 666")).chain(["/dev/nvidiactl 195:255 666".into()]);
     for node in wanted {
@@ -345,7 +346,7 @@ const INSIDE: &str = "/var/containers/debian/usr/bin/inside";
 /// A guest that shows its CDI spec, and the program that looks around in a container.
 fn inside_setup(context: &TestContext) -> Result<Setup> {
     let mut setup = Setup::initrd("fakepci.gpus=2 hardware.show=/run/cdi/nvidia.yaml")?;
-    setup.files.push((INSIDE, context.target.join("x86_64-unknown-linux-musl/release/kata-agent")));
+    setup.files.push((INSIDE, context.guest_program("kata-agent")));
     Ok(setup)
 }
 

@@ -1,8 +1,12 @@
 //! The VM tests as a test program of cargo (`cargo test --test vm`), run by libtest-mimic.
+//!
+//! With arm64 guests a test has the prefix `arm64_`. Some of those run with all others, each one
+//! where the command line has a name that begins so.
 
+use kata_gpu_init::arch::Arch;
 use kata_gpu_tests::trials;
-use kata_gpu_tests::vm::TESTS;
 use kata_gpu_tests::vm::harness::{Outcome, Silent, TestContext, VmTest};
+use kata_gpu_tests::vm::{NEED_X86_64, ON_ARM64, TESTS};
 use libtest_mimic::{Completion, Failed, Trial};
 use std::fmt::Write;
 use std::path::{Path, PathBuf};
@@ -13,17 +17,32 @@ use std::time::Instant;
 /// of its time, and passes beside other load.
 const AT_ONCE: usize = 4;
 
+/// Name and prefix of the guests that are not this machine's.
+const ARM64: &str = "arm64";
+
 fn main() -> ExitCode {
-    trials::run(AT_ONCE, TESTS.iter().copied().flatten().map(trial).collect())
+    let all_of_arm64 = std::env::args().skip(1).any(|word| word.starts_with(ARM64));
+    let x86_64 = TESTS.iter().copied().flatten().map(|test| trial(test, Arch::X86_64));
+    let needs_x86_64 = |test: &VmTest| NEED_X86_64.iter().copied().flatten().any(|other| other.name == test.name);
+    let is_asked = |test: &VmTest| if all_of_arm64 { !needs_x86_64(test) } else { ON_ARM64.contains(&test.name) };
+    let arm64 = TESTS.iter().copied().flatten().filter(|test| is_asked(test)).map(|test| trial(test, Arch::Aarch64));
+    trials::run(AT_ONCE, x86_64.chain(arm64).collect())
 }
 
-fn trial(test: &'static VmTest) -> Trial {
-    Trial::ignorable_test(test.name, || {
+fn trial(test: &'static VmTest, arch: Arch) -> Trial {
+    let name = match arch {
+        Arch::X86_64 => test.name.to_string(),
+        Arch::Aarch64 => format!("{ARM64}_{}", test.name),
+    };
+    Trial::ignorable_test(name, move || {
         if let Some(ignored) = trials::ignored_unless_built() {
             return Ok(ignored);
         }
         let target = trials::project().join(std::env::var_os("CARGO_TARGET_DIR").unwrap_or("target".into()));
-        let context = TestContext { work_dir: target.join("vm").join(short(test.name)), target };
+        let context = TestContext::new(target, arch, &short(test.name));
+        if let Some(reason) = missing(&context)? {
+            return Ok(Completion::ignored_with(reason));
+        }
         let start = Instant::now();
         let result = outcome(test, &context);
         let seconds = start.elapsed().as_secs_f64();
@@ -35,6 +54,16 @@ fn trial(test: &'static VmTest) -> Trial {
         }
         Ok(Completion::Completed)
     })
+}
+
+/// Reason why there are no guests of another architecture, which take packages; an error where the
+/// run requires them.
+fn missing(context: &TestContext) -> Result<Option<String>, Failed> {
+    if context.arch == Arch::X86_64 || context.target.join("initrd.cpio").exists() {
+        return Ok(None);
+    }
+    let reason = format!("no guest of {}: ARCH=arm64 initrd/setup reports what is missing", context.arch);
+    if std::env::var_os("REQUIRE_ARM64").is_some() { Err(reason.into()) } else { Ok(Some(reason)) }
 }
 
 /// Outcome of a test. A machine that stopped under the test is no finding about what is tested: the

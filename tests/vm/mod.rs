@@ -25,6 +25,8 @@ mod clock;
 #[cfg(feature = "host")]
 mod container_roots;
 #[cfg(feature = "host")]
+mod coherent_memory;
+#[cfg(feature = "host")]
 mod containers;
 #[cfg(feature = "host")]
 mod disk_root;
@@ -89,6 +91,7 @@ pub const TESTS: &[&[harness::VmTest]] = &[
     fabric::TESTS,
     faults::TESTS,
     reasons::TESTS,
+    coherent_memory::TESTS,
     resets::TESTS,
     worker::TESTS,
     vcpus::TESTS,
@@ -116,4 +119,31 @@ pub const TESTS: &[&[harness::VmTest]] = &[
     emulated_host::passthrough::TESTS,
     emulated_host::trace::TESTS,
     kata::TESTS,
+];
+
+/// Tests that boot no guest of another architecture: they have a whole host of x86-64, or images
+/// of its packages.
+#[cfg(feature = "host")]
+pub const NEED_X86_64: &[&[harness::VmTest]] = &[
+    rootfs::TESTS,
+    emulated_host::service::TESTS,
+    emulated_host::guests::TESTS,
+    emulated_host::clock::TESTS,
+    emulated_host::root::TESTS,
+    emulated_host::passthrough::TESTS,
+    kata::TESTS,
+];
+
+/// What a run of everything boots on arm64, too.
+#[cfg(feature = "host")]
+pub const ON_ARM64: &[&str] = &[
+    "containers_load_the_guests_libcuda_and_see_only_their_gpus",
+    "gpu_0s_container_starts_before_gpu_7_is_bound_pipelined",
+    "every_strategy_binds_all_gpus",
+    "a_gpu_that_fails_to_initialise_leaves_and_the_others_stay",
+    "a_killed_worker_loses_no_gpu_no_record_and_no_container",
+    "a_gpu_that_is_removed_leaves_the_spec_and_comes_back",
+    "the_bound_of_the_guests_clock_holds_in_every_boot",
+    "the_stream_of_a_full_boot_has_its_golden_shape",
+    "coherent_memory_goes_online_movable_before_the_first_open",
 ];

@@ -8,6 +8,7 @@
 use super::bring_up::{Accesses, NEEDED, needed, reports};
 use super::harness::{AgentLine, Booted, Guest, Outcome, RealDriver, TestContext, VmTest, named};
 use anyhow::{Context, Result, ensure};
+use kata_gpu_init::arch::Arch;
 use kata_gpu_init::events::names;
 use kata_gpu_init::events::record::{Kind, Record};
 use std::collections::BTreeSet;
@@ -437,7 +438,7 @@ fn words_of(guest: Guest, context: &TestContext, name: &str) -> Result<Words> {
 /// A line without what differs from boot to boot, from one driver to the other, and from one line
 /// of its source to another: its digits.
 fn shape(line: &str) -> String {
-    let line = line.split("for x86_64").next().unwrap_or(line);
+    let line = Arch::ALL.iter().find_map(|arch| line.split_once(&format!("for {arch}"))).map_or(line, |(before, _)| before);
     line.chars().filter(|c| !c.is_ascii_digit()).collect()
 }
 
@@ -466,7 +467,7 @@ fn same_words(context: &TestContext, driver: &RealDriver) -> Result<Outcome> {
     for words in [
         "nvidia-nvlink: Nvlink Core is being initialized, major device number ",
         "NVRM: The NVIDIA probe routine was not called for 3 device(s).",
-        "NVRM: loading NVIDIA UNIX Open Kernel Module for x86_64",
+        &format!("NVRM: loading NVIDIA UNIX Open Kernel Module for {}", context.arch),
         "NVRM: Can't find an IRQ for your NVIDIA card!",
         "NVRM: This PCI I/O region assigned to your NVIDIA device is invalid: BAR0 is 0M @ 0x0 (PCI:0001:00:03.0)",
         "NVRM: GPU 0001:00:00.0: RmInitAdapter failed! (0x61:0x56:",

@@ -31,7 +31,7 @@ fn project() -> &'static Path {
 }
 
 fn kata_gpu_boot(context: &TestContext) -> PathBuf {
-    std::env::var_os("KATA_GPU_BOOT").map_or_else(|| context.target.join("release/kata-gpu-boot"), PathBuf::from)
+    context.host_program()
 }
 
 fn words(output: &Output) -> String {
@@ -117,7 +117,7 @@ fn test_hardware(context: &TestContext, guest: Guest) -> Result<Guest> {
         guest = guest.file(&format!("{folder}/{name}"), &read(context.target.join(path))?);
         list.push_str(&format!("/{folder}/{name}\n"));
     }
-    let agent = read(context.target.join("x86_64-unknown-linux-musl/release/kata-agent"))?;
+    let agent = read(context.guest_program("kata-agent"))?;
     Ok(guest.file("etc/hardware.modules", list.as_bytes()).file("hardware", &agent))
 }
 

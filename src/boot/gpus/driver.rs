@@ -12,7 +12,9 @@ use super::lane::Lane;
 use super::publication::{Common, Update, Updates};
 use super::schedule_messages::{Fact, GpuId};
 use super::shared::{Driver, Loaded, Shared};
+use crate::arch::Arch;
 use crate::bind::{DRIVER, PciSysfs};
+use crate::coherent_memory::{self, Prepared};
 use crate::config::{Config, parameter_value, with_registry_key};
 use crate::device_nodes::{DeviceNodes, Node};
 use crate::driver_proc::{Majors, majors, node_rules};
@@ -267,7 +269,23 @@ impl Load {
         }
     }
 
+    fn prepare_memory(&self) {
+        let gpus: Vec<_> = self.gpus.iter().map(|gpu| gpu.address).collect();
+        let Some(Prepared { policy, gpu_memory, page_structs, available, error }) =
+            coherent_memory::prepare(Path::new("/"), Arch::OURS, &gpus)
+        else {
+            return;
+        };
+        let (gpu_memory_mib, page_structs_mib, available_mib) = (gpu_memory >> 20, page_structs >> 20, available >> 20);
+        match error {
+            None => tracing::info!(name: names::MEMORY_COHERENT, policy, gpu_memory_mib, page_structs_mib, available_mib),
+            Some(error) => tracing::warn!(name: names::MEMORY_COHERENT, policy, gpu_memory_mib, page_structs_mib, available_mib, error),
+        }
+    }
+
     fn run(mut self, state: &watch::Sender<Driver>, spec: &Updates, dispatch: &Dispatch) {
+        // Before the load, and so before any open: the driver adds the memory at the first one.
+        self.prepare_memory();
         // The search runs during the load, which takes longer; after the load where no thread can
         // be started.
         let version = self.version.clone();

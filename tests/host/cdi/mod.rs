@@ -8,7 +8,7 @@ mod check;
 #[cfg(feature = "host")] // for its stand-ins of libraries
 mod driver_roots;
 #[cfg(feature = "host")]
-mod generate;
+pub mod generate;
 mod oracle;
 mod publications;
 mod schema;

@@ -4,10 +4,9 @@
 
 use crate::TempDir;
 use crate::initrd::verify::{VERSION, guest};
-use crate::initrd::{Made, image, packed_as};
+use crate::initrd::{image, packed_as, write};
 use kata_gpu_init::elf::stand_in;
 use kata_gpu_init::host::tools::initrd::image::Form;
-use kata_gpu_init::host::tools::initrd::newc::Kind;
 use kata_gpu_init::host::tools::initrd::pack::{List, Wish};
 use kata_gpu_init::host::tools::initrd::verify::{Question, check};
 use std::fs;
@@ -18,22 +17,6 @@ const MANIFEST: &str = "usr/share/kata-gpu-init/driver-files.json";
 /// Two libraries, two firmware files, nvidia-smi.
 const FILES: usize = 5;
 const WITH: Wish = Wish { mtime: 0, manifest: true };
-
-/// A guest as a folder.
-fn write(guest: &[Made], root: &Path) {
-    fs::create_dir_all(root).unwrap();
-    for made in guest.iter().filter(|made| made.name != b".") {
-        let path = root.join(std::str::from_utf8(&made.name).unwrap());
-        match Kind::of(made.header.mode) {
-            Kind::Directory => fs::create_dir_all(&path).unwrap(),
-            Kind::Link => symlink(std::str::from_utf8(&made.data).unwrap(), &path).unwrap(),
-            _ => fs::write(&path, &made.data).unwrap(),
-        }
-        if Kind::of(made.header.mode) != Kind::Link {
-            fs::set_permissions(&path, fs::Permissions::from_mode(made.header.mode & 0o7777)).unwrap();
-        }
-    }
-}
 
 fn rules(path: &Path) -> Vec<&'static str> {
     let (image, tree) = image(&fs::read(path).unwrap()).unwrap();

@@ -6,6 +6,8 @@ mod hostile;
 #[cfg(feature = "host")]
 mod manifest;
 #[cfg(feature = "host")]
+mod other_architecture;
+#[cfg(feature = "host")]
 mod output;
 #[cfg(feature = "host")]
 mod repack;
@@ -14,6 +16,7 @@ mod replace_init;
 pub mod verify;
 
 use crate::TempDir;
+use kata_gpu_init::arch::Arch;
 use kata_gpu_init::host::data::text::Screen;
 use kata_gpu_init::host::tools::initrd::diff;
 use kata_gpu_init::host::tools::initrd::image::{Form, Image};
@@ -55,6 +58,30 @@ pub fn directory(name: &str) -> Made {
 
 pub fn link(name: &str, target: &str) -> Made {
     made(name, 0o120_777, target)
+}
+
+/// A guest as a folder.
+pub fn write(guest: &[Made], root: &Path) {
+    fs::create_dir_all(root).unwrap();
+    for made in guest.iter().filter(|made| made.name != b".") {
+        let path = root.join(std::str::from_utf8(&made.name).unwrap());
+        match Kind::of(made.header.mode) {
+            Kind::Directory => fs::create_dir_all(&path).unwrap(),
+            Kind::Link => symlink(std::str::from_utf8(&made.data).unwrap(), &path).unwrap(),
+            _ => fs::write(&path, &made.data).unwrap(),
+        }
+        if Kind::of(made.header.mode) != Kind::Link {
+            fs::set_permissions(&path, fs::Permissions::from_mode(made.header.mode & 0o7777)).unwrap();
+        }
+    }
+}
+
+/// The same ELF file, for another architecture.
+pub fn for_arch(arch: Arch, mut file: Vec<u8>) -> Vec<u8> {
+    if file.starts_with(b"\x7fELF") && file.len() > 20 {
+        file[18..20].copy_from_slice(&arch.facts().elf_machine.to_le_bytes());
+    }
+    file
 }
 
 /// The entries without an end.

@@ -3,7 +3,8 @@
 
 use crate::TempDir;
 use crate::collect::program;
-use crate::initrd::gzip;
+use crate::initrd::{for_arch, gzip};
+use kata_gpu_init::arch::Arch;
 use kata_gpu_init::cdi::spec::PENDING;
 use kata_gpu_init::elf::stand_in;
 use kata_gpu_init::host::tools::guest_disk::FileSystem;
@@ -123,6 +124,28 @@ const EROFS: &str = "mkfs.erofs --quiet \"$2\" \"$1\"";
 /// The mode in an inode of an erofs image.
 const SETUID: &str = "nid=$(dump.erofs --path=/usr/bin/su \"$1\" | sed -nE 's/^NID: ([0-9]+) .*/\\1/p'); od -An -to2 -j $(($(od -An -tu4 -j 1064 -N4 \"$1\") * 4096 + nid * 32 + 4)) -N2 \"$1\"";
 const EXT4: &str = "mkfs.ext4 -q -d \"$1\" \"$2\" 4M";
+
+#[test]
+fn an_arm64_image_takes_an_arm64_init_and_no_other() {
+    if cannot_run() {
+        return;
+    }
+    for (name, make) in [("erofs-arm64", EROFS), ("ext4-arm64", EXT4)] {
+        let case = Case::with_driver(name);
+        for library in fs::read_dir(case.at("root/usr/lib64")).unwrap() {
+            let path = library.unwrap().path();
+            fs::write(&path, for_arch(Arch::Aarch64, fs::read(&path).unwrap())).unwrap();
+        }
+        fs::write(case.at("root/usr/bin/kata-agent"), for_arch(Arch::Aarch64, stand_in::library(None, &[]))).unwrap();
+        let init = |arch| [for_arch(arch, stand_in::library(None, &[])), PENDING.into()].concat();
+        done(&shell(make, &[&case.at("root"), &case.at("old")]));
+        fs::write(case.at("init"), init(Arch::X86_64)).unwrap();
+        case.refused("old", "is for x86_64, and the image's agent for aarch64: build it with");
+        fs::write(case.at("init"), init(Arch::Aarch64)).unwrap();
+        let said = done(&case.replace("old"));
+        assert!(said.contains("list of the driver's files") && !said.contains("no list of the driver's files"), "{said}");
+    }
+}
 
 #[test]
 fn an_images_init_is_replaced_and_all_else_stays_as_it_was() {

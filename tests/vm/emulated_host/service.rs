@@ -23,7 +23,7 @@ fn boot_id(n: u32) -> String {
 
 /// Programs for the emulated host: the collector, and the VMM.
 fn programs(context: &TestContext) -> Result<[(PathBuf, &'static str); 2]> {
-    Ok([(EmulatedHost::program(context)?, PROGRAM), (context.target.join("x86_64-unknown-linux-musl/release/kata-agent"), VMM)])
+    Ok([(EmulatedHost::program(context)?, PROGRAM), (context.guest_program("kata-agent"), VMM)])
 }
 
 /// A host with the collector's unit, installed as the README says, and a stand-in for containerd's.

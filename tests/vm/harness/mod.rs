@@ -16,6 +16,7 @@ pub use kvm_guest::{KvmGuest, KvmImage, SHARED};
 pub use receiver::{Listener, Receiver};
 
 use anyhow::{Context, Result, anyhow, bail, ensure};
+use kata_gpu_init::arch::Arch;
 use kata_gpu_init::events::names;
 use kata_gpu_init::events::record::{Kind, Record};
 use kata_gpu_init::host::system::vm::{Vm, VmConfig, uds_path};
@@ -65,11 +66,56 @@ pub struct VmTest {
     pub run: fn(&TestContext) -> Result<Outcome>,
 }
 
-/// Folders of a test: of images to boot, and for its logs.
+/// Architecture of a test's guests, and its folders.
+#[derive(Clone)]
 pub struct TestContext {
+    pub arch: Arch,
+    /// What guests of that architecture boot: cargo's folder, or arm64/ in it.
     pub target: PathBuf,
+    /// For the test's logs.
     pub work_dir: PathBuf,
+    /// Cargo's folder.
+    cargo: PathBuf,
 }
+
+impl TestContext {
+    /// `name`: of the work folder.
+    pub fn new(cargo: PathBuf, arch: Arch, name: &str) -> Self {
+        let target = match arch {
+            Arch::X86_64 => cargo.clone(),
+            Arch::Aarch64 => cargo.join("arm64"),
+        };
+        Self { arch, work_dir: target.join("vm").join(name), target, cargo }
+    }
+
+    /// A program for guests: kata-gpu-init, or kata-agent (the test agent).
+    pub fn guest_program(&self, name: &str) -> PathBuf {
+        self.cargo.join(format!("{}-unknown-linux-musl/release", self.arch)).join(name)
+    }
+
+    /// The host's program.
+    pub fn host_program(&self) -> PathBuf {
+        std::env::var_os("KATA_GPU_BOOT").map_or_else(|| self.cargo.join("release/kata-gpu-boot"), PathBuf::from)
+    }
+
+    /// Clock of a guest's kernel under emulation.
+    pub fn clocksource(&self) -> &'static str {
+        match self.arch {
+            Arch::X86_64 => "hpet",
+            Arch::Aarch64 => "arch_sys_counter",
+        }
+    }
+}
+
+/// Where a machine's RAM begins, in MiB.
+const fn ram_begins(arch: Arch) -> u64 {
+    match arch {
+        Arch::X86_64 => 0,
+        Arch::Aarch64 => 1024,
+    }
+}
+/// RAM of a guest whose GPUs have registers, and the kernel's part of it, in MiB.
+const WITH_REGISTERS: (u32, u64) = (2048, 1536);
 
 /// NVIDIA's module as tests/real-driver/build left it.
 pub struct RealDriver {
@@ -78,6 +124,7 @@ pub struct RealDriver {
     module: Vec<u8>,
     pub version: String,
     folder: PathBuf,
+    arch: Arch,
 }
 
 impl RealDriver {
@@ -87,14 +134,17 @@ impl RealDriver {
         let Ok(module) = std::fs::read(folder.join("nvidia.ko")) else { return Ok(None) };
         let kernel = std::fs::read_to_string(context.target.join("kernel/version"))?;
         let version = std::fs::read_to_string(folder.join("version"))?.trim().to_string();
-        Ok(Some(Self { module_path: format!("lib/modules/{}/nvidia.ko", kernel.trim()), module, version, folder }))
+        Ok(Some(Self { module_path: format!("lib/modules/{}/nvidia.ko", kernel.trim()), module, version, folder, arch: context.arch }))
     }
 
     /// NVIDIA's own nvidia-persistenced with what it needs: paths in the initrd with contents.
     pub fn persistenced(&self) -> Result<Vec<(String, Vec<u8>)>> {
         let root = self.folder.join("persistenced");
         let mut files = Vec::new();
-        for folder in ["usr/bin", "lib64", "etc", "usr/lib/x86_64-linux-gnu"] {
+        // As that script lays it out: the loader's folder differs.
+        let libs = format!("usr/lib/{}", self.arch.facts().triplet);
+        let loaders = if self.arch == Arch::X86_64 { "lib64" } else { "lib" };
+        for folder in ["usr/bin", loaders, "etc", &libs] {
             let entries = std::fs::read_dir(root.join(folder)).with_context(|| format!("read {}/{folder}", root.display()))?;
             for entry in entries {
                 let entry = entry?;
@@ -124,7 +174,8 @@ pub struct Guest {
     archives: Vec<String>,
     without: Vec<&'static str>,
     vsock: bool,
-    memory_mib: u32,
+    console: bool,
+    registers: bool,
     cpus: u32,
     listener: Listener,
 }
@@ -141,7 +192,7 @@ impl Guest {
         // no_timer_check, as in Kata's own command line: the kernel's early look whether the timer
         // ticks is lost on a host that is busy, and it panics. loglevel=4: the kernel's own lines,
         // errors apart, would fall into the middle of the agent's on the one serial line.
-        let kernel = "console=ttyS0 loglevel=4 panic=-1 no_timer_check cgroup_no_v1=all rdinit=/hardware";
+        let kernel = "loglevel=4 panic=-1 no_timer_check cgroup_no_v1=all rdinit=/hardware";
         Self {
             append: vec![kernel.into(), times.into()],
             initrd: None,
@@ -151,7 +202,8 @@ impl Guest {
             archives: vec![],
             without: vec![],
             vsock: true,
-            memory_mib: 1024,
+            console: true,
+            registers: false,
             cpus: 2,
             listener: Listener::Reads,
         }
@@ -166,7 +218,7 @@ impl Guest {
     /// Without a console: the kernel has no port of this name, and starts its init without
     /// descriptors.
     pub fn without_console(mut self) -> Self {
-        self.append.iter_mut().for_each(|words| *words = words.replace("console=ttyS0", "console=ttyS1"));
+        self.console = false;
         self
     }
 
@@ -286,8 +338,20 @@ impl Guest {
     /// The functions' registers lie in RAM that the kernel leaves alone, as NVIDIA's module wants
     /// to write to them.
     pub fn registers_in_ram(mut self) -> Self {
-        self.memory_mib = 2048;
-        self.append("mem=1536M fakepci.bar0=0x60000000")
+        self.registers = true;
+        self
+    }
+
+    /// The kernel's command line.
+    fn command_line(&self, arch: Arch) -> String {
+        // Without a console: a port that the machine does not have.
+        let console = if self.console { arch.facts().qemu.console } else { "ttyS1" };
+        let mut words = format!("console={console} {}", self.append.join(" "));
+        if self.registers {
+            let (_, kernels) = WITH_REGISTERS;
+            words.push_str(&format!(" mem={kernels}M fakepci.bar0={:#x}", (ram_begins(arch) + kernels) << 20));
+        }
+        words
     }
 
     /// Number of vCPUs instead of 2.
@@ -342,24 +406,26 @@ impl Guest {
         std::fs::create_dir_all(&work_dir).with_context(|| format!("make {}", work_dir.display()))?;
         let initrd = self.pack(context, &work_dir)?;
         let receiver = Receiver::start(&uds_path(&work_dir), self.listener)?;
+        let append = self.command_line(context.arch);
         let vm = Vm::start(&VmConfig {
             kernel: context.target.join("kernel/vmlinuz"),
             initrd,
             disk: self.disk,
             serial_disks: self.serial_disks,
-            append: self.append.join(" "),
-            memory_mib: self.memory_mib,
+            append,
+            memory_mib: if self.registers { WITH_REGISTERS.0 } else { 1024 },
             cpus: self.cpus,
             work_dir: work_dir.clone(),
-            vhost_device_vsock: self.vsock.then(|| context.target.join("tools/bin/vhost-device-vsock")),
+            vhost_device_vsock: self.vsock.then(|| context.cargo.join("tools/bin/vhost-device-vsock")),
         })?;
         let console = Console::new(vm.console());
-        Ok(Booted { vm, receiver, console, work_dir })
+        Ok(Booted { arch: context.arch, vm, receiver, console, work_dir })
     }
 }
 
 /// A guest that runs; dies when dropped.
 pub struct Booted {
+    pub arch: Arch,
     pub vm: Vm,
     pub receiver: Receiver,
     pub console: Console,

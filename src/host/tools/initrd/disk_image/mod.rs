@@ -30,7 +30,10 @@ use super::unpacked_root::{ROOT, Tree};
 use super::verify;
 use super::verify::{INIT, Question};
 use super::view::View;
+use crate::arch::Arch;
+use crate::boot::AGENT;
 use crate::cdi::spec::PENDING;
+use crate::elf::ReadAt as _;
 use crate::host::tools::guest_disk as disk;
 use crate::host::tools::guest_disk::{Disk, FileSystem, Table};
 use anyhow::{Context, Result, bail, ensure};
@@ -156,6 +159,7 @@ pub fn replace(wish: &Wish) -> Result<Replaced> {
     limit_contents(&root, disk.root_bytes).with_context(|| format!("image {shown}"))?;
     let tree = Tree::new(root.image()).with_context(|| format!("read image {shown}"))?;
     let sbin = wanted::sbin(&tree).with_context(|| format!("image {shown}"))?;
+    check_arch(&wish.init, &init, &tree).with_context(|| format!("image {shown}"))?;
     wanted::check_list_place(&tree).with_context(|| format!("image {shown}"))?;
     let helper = helper::read(&wish.helper, &tree)?;
     let list = if wish.manifest { driver_files(root.image(), &tree)? } else { Err("not asked for".into()) };
@@ -194,13 +198,31 @@ fn read_init(path: &Path) -> Result<Vec<u8>> {
     ensure!(
         memmem::find(head, b"/ld-").is_none(),
         "init {shown}: dynamically linked, or another program (INIT is the guest's program, kata-gpu-init): build it with cargo build --release --target \
-         x86_64-unknown-linux-musl --bin kata-gpu-init"
+         {}-unknown-linux-musl --bin kata-gpu-init",
+        Arch::of_head(&init).unwrap_or(Arch::OURS)
     );
     ensure!(
         memmem::find(&init, PENDING.as_bytes()).is_some(),
         "init {shown}: another program (INIT is the guest's program, kata-gpu-init)"
     );
     Ok(init)
+}
+
+/// Errors: the init is for another architecture than the image's agent. An agent whose start cannot
+/// be read (it may be compressed) is no reason to refuse.
+fn check_arch(path: &Path, init: &[u8], tree: &Tree) -> Result<()> {
+    let mut head = [0; Arch::HEAD];
+    let agent = tree.find(&*AGENT.to_string_lossy()).and_then(|id| tree.content(id));
+    let length = agent.and_then(|agent| agent.read_at(&mut head, 0).ok()).unwrap_or(0);
+    if let (Some(inits), Some(agents)) = (Arch::of_head(init), head.get(..length).and_then(Arch::of_head)) {
+        ensure!(
+            inits == agents,
+            "init {} is for {inits}, and the image's agent for {agents}: build it with cargo build --release --target {agents}-unknown-linux-musl \
+             --bin kata-gpu-init",
+            path.display()
+        );
+    }
+    Ok(())
 }
 
 /// Copies a root, with holes in place of zeros.
