@@ -9,6 +9,7 @@
 //! `root=` and `ro`, with the modules of `/etc/hardware.root-modules`, and becomes its
 //! `/sbin/init`. `hardware.descriptors=none` closes 0 to 2. `hardware.kill=NAME:MS` leaves a
 //! process that kills the one of that name (as in /proc/PID/comm) so many milliseconds later.
+//! `hardware.acpi=srat` makes ACPI describe memory of the first GPU, as on Grace.
 //! `hardware.show=PATH` leaves a process that writes that file to hvc0 whenever it has changed, as
 //! one line of JSON.
 

@@ -33,7 +33,8 @@ pub fn run(root: &Path, context: &TestContext, runs: usize) -> Result<()> {
     if let Some(Outcome::Skipped(reason)) = EmulatedHost::skipped(context)? {
         bail!("{reason}");
     }
-    let context = TestContext { work_dir: context.work_dir.join("kvm"), ..context.clone() };
+    let mut context = context.clone();
+    context.work_dir = context.work_dir.join("kvm");
     let image = KvmImage::make(&context, Guest::new().cpus(1).append(GUEST).archive("driver"))?;
     let mut host = EmulatedHost::start(&context, "host", Size::WITH_GUESTS, &image.files())?;
     KvmGuest::prepare(&mut host)?;

@@ -141,9 +141,8 @@ pub const ON_ARM64: &[&str] = &[
     "gpu_0s_container_starts_before_gpu_7_is_bound_pipelined",
     "every_strategy_binds_all_gpus",
     "a_gpu_that_fails_to_initialise_leaves_and_the_others_stay",
-    "a_killed_worker_loses_no_gpu_no_record_and_no_container",
+    "a_worker_killed_after_the_boot_leaves_the_spec_as_it_was",
     "a_gpu_that_is_removed_leaves_the_spec_and_comes_back",
-    "the_bound_of_the_guests_clock_holds_in_every_boot",
     "the_stream_of_a_full_boot_has_its_golden_shape",
     "coherent_memory_goes_online_movable_before_the_first_open",
 ];
