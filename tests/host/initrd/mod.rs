@@ -25,6 +25,7 @@ use kata_gpu_init::host::tools::initrd::newc::{Header, Kind, write_entry, write_
 use kata_gpu_init::host::tools::initrd::output_file::{Output, Written};
 use kata_gpu_init::host::tools::initrd::pack::{Packed, Wish, pack};
 use kata_gpu_init::host::tools::initrd::unpacked_root::Tree;
+use std::fs;
 use std::io::Write;
 use std::os::unix::fs::{MetadataExt, PermissionsExt, symlink};
 use std::path::{Path, PathBuf};
