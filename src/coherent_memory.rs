@@ -248,7 +248,7 @@ mod tests {
     }
 
     #[test]
-    fn too_little_ram_and_a_kernel_without_hot_plug_are_errors_with_cures() {
+    fn too_little_ram_and_no_hot_plug_are_errors_with_cures() {
         let root = Root::new("errors");
         root.file("sys/firmware/acpi/tables/SRAT", &srat(9, 0x100));
         root.file("proc/meminfo", b"MemAvailable: 65536 kB\n");
