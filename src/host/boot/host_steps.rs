@@ -59,7 +59,7 @@ mod tests {
     use crate::events::catalogue::traced as names;
     use crate::host::boot::model::Boot;
     use crate::host::data::boot_file::{BootFile, HostEvent, HostLine};
-    use crate::host::data::host_trace::{Recording, Traced};
+    use crate::host::data::trace_file::{Recording, Traced};
     use crate::pci::PciAddress;
 
     const STREAM: &str = r#"{"schema":1,"seq":0,"boottime_ns":1000,"kind":"kmsg","level":"info","name":"kmsg","fields":{"text":"pci 0000:01:00.0: BAR 2 [mem 0x1000-0x1fff 64bit pref]"}}

@@ -1,9 +1,10 @@
 //! `kata-gpu-boot trace`: records the host's share of one boot.
 
-use crate::host::data::host_trace::{Recording, Traced};
 use crate::host::data::text::{Screen, ascii_json};
+use crate::host::data::trace_file::{Recording, Traced};
 use crate::host::system::stdout::print;
-use crate::host::tools::trace::recorder::{Recorded, Target, Wanted, record};
+use crate::host::tools::trace::recorded::Recorded;
+use crate::host::tools::trace::recorder::{Target, Wanted, record};
 use crate::host::tools::trace::{boot_of_vm, report};
 use anyhow::{Context, Result};
 use serde::Serialize;

@@ -11,7 +11,7 @@ use super::keep::Keep;
 use super::store::{Log, Store, lock};
 use crate::events::record::{MAX_LINE, is_boot_id};
 use crate::host::data::boot_file::{EXTENSION, FileLine, HostEvent, for_each_line};
-use crate::host::data::host_trace;
+use crate::host::data::trace_file;
 use anyhow::{Context, Result, bail};
 use nix::time::{ClockId, clock_gettime};
 use std::collections::HashMap;
@@ -229,7 +229,7 @@ fn candidates(store: &Store) -> Result<Vec<Candidate>> {
         // Metadata of the entry itself: links are not ours. Skip an entry that is gone meanwhile.
         let Ok(meta) = entry.metadata() else { continue };
         if meta.is_file() {
-            let trace = std::fs::symlink_metadata(host_trace::beside(&path)).map_or(0, |meta| meta.len());
+            let trace = std::fs::symlink_metadata(trace_file::beside(&path)).map_or(0, |meta| meta.len());
             found.push(Candidate { written: meta.modified()?, boot_id, bytes: meta.len() + trace, path });
         }
     }
@@ -436,7 +436,7 @@ mod tests {
     fn a_boots_trace_counts_and_goes_with_it() {
         let dir = TempDir::new();
         files(&dir, &[50, 20]);
-        let trace = |n: usize| host_trace::beside(&dir.path().join(format!("{}.ndjson", id(n))));
+        let trace = |n: usize| trace_file::beside(&dir.path().join(format!("{}.ndjson", id(n))));
         (0..2).for_each(|n| std::fs::write(trace(n), [b'x'; 500]).unwrap());
         apply(&dir, Keep { age: None, bytes: Some(3000) });
         assert_eq!(left(&dir), [0, 1], "3000 bytes");

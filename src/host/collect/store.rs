@@ -7,7 +7,7 @@ use super::keep::Keep;
 use super::limits::Limits;
 use crate::events::record::{Header, is_boot_id};
 use crate::host::data::boot_file::{EXTENSION, HostEvent};
-use crate::host::data::host_trace;
+use crate::host::data::trace_file;
 use anyhow::{Context, Result, bail, ensure};
 use nix::errno::Errno;
 use nix::fcntl::{Flock, FlockArg};
@@ -339,7 +339,7 @@ impl Store {
             Err(e) if e.kind() != io::ErrorKind::NotFound => Err(e),
             _ => {
                 // The host's trace goes with its boot; without one there is nothing to remove.
-                let _unused = std::fs::remove_file(host_trace::beside(path));
+                let _unused = std::fs::remove_file(trace_file::beside(path));
                 add(&self.stats.removed, 1);
                 Ok(true)
             }

@@ -1,8 +1,8 @@
 //! Boots in a collector's directory: choosing and reading one.
 
 use super::boot_file::{BootFile, EXTENSION};
-use super::host_trace;
 use super::text::printable;
+use super::trace_file;
 use crate::events::record::is_boot_id;
 use anyhow::{Context, Result, bail};
 use std::fs::File;
@@ -18,10 +18,10 @@ pub fn read_boot(path: &Path) -> Result<BootFile> {
         let first = boot.damage.first().map(|d| format!(" (line {}: {})", d.line, d.why)).unwrap_or_default();
         bail!("{}: no event stream in it{first}: give a file that `collect` wrote, or the guest's boot.ndjson", path.display());
     }
-    let trace = host_trace::beside(path);
+    let trace = trace_file::beside(path);
     if trace.is_file() && trace != path {
         let file = File::open(&trace).with_context(|| format!("open {}", trace.display()))?;
-        boot.read_trace(file.take(host_trace::MAX_BYTES)).with_context(|| format!("read {}", trace.display()))?;
+        boot.read_trace(file.take(trace_file::MAX_BYTES)).with_context(|| format!("read {}", trace.display()))?;
     }
     Ok(boot)
 }

@@ -7,7 +7,7 @@
 //! The file may be read while it is written: a last line without newline is incomplete, not
 //! damaged.
 //!
-//! `boot.ndjson` of a guest is such a file without host lines. [`super::host_trace`] has the file
+//! `boot.ndjson` of a guest is such a file without host lines. [`super::trace_file`] has the file
 //! that `trace` writes beside it.
 
 use super::budget::{MAX_ALL_FIELDS, MAX_GAPS, MAX_HOST_LINES, MAX_HOST_TEXT, MAX_LAST_WORDS, MAX_ORDERS, MAX_RECORDS, MAX_TEXT, TooLarge};
@@ -15,8 +15,8 @@ use super::clock_offset::{Clock, Sample};
 use super::compact_record::{Names, Record};
 use super::framing::{Lines, Piece};
 use super::guest_clocks::GuestClocks;
-use super::host_trace::{MAX_TRACED, Recording, Traced};
 use super::text;
+use super::trace_file::{MAX_TRACED, Recording, Traced};
 use crate::events::names;
 use crate::events::record::{self, Header, Kind, Line};
 use serde::{Deserialize, Serialize};

@@ -10,10 +10,10 @@ pub mod clock_offset; // the guest's clock beside the host's
 pub mod containerd_log; // lines of containerd's log, and the guest's console in them
 pub mod framing; // bytes into lines
 pub mod guest_clocks; // a guest's measurements of its own clocks
-pub mod host_trace; // the file of the host's own trace of a boot
 pub mod host_check; // the result of `doctor` for the collector's metrics
 pub mod imported_record; // records made from log lines
 pub mod logfmt; // key=value lines
 pub mod compact_record; // a record as readers keep it: bounded, compact
+pub mod trace_file; // the file of the host's own trace of a boot
 pub mod units; // sizes and powers of ten as people read them
 pub mod text; // sanitised guest text; times; colour

@@ -1,12 +1,12 @@
 //! The boot of a VM in the collector's directory, and the file of its trace.
 
-use super::recorder::Recorded;
-use super::vm::Vmm;
+use super::recorded::Recorded;
+use super::vmm_process::Vmm;
 use crate::events::names;
 use crate::events::record::Kind;
 use crate::host::data::boot_dir::dated;
 use crate::host::data::boot_file::{FileLine, HostEvent, HostLine, for_each_line};
-use crate::host::data::host_trace;
+use crate::host::data::trace_file;
 use anyhow::{Context, Result};
 use std::fs::{self, File, OpenOptions, Permissions};
 use std::io::{Read, Write};
@@ -53,9 +53,9 @@ pub fn lines(recorded: &Recorded) -> String {
 /// Writes the trace beside the boot's file, as that file's owner and readable by the same. The
 /// directory is the collector's: the file gets its name when it is whole, and no link is followed.
 pub fn write(boot: &Path, recorded: &Recorded) -> Result<PathBuf> {
-    let path = host_trace::beside(boot);
+    let path = trace_file::beside(boot);
     let meta = boot.metadata().with_context(|| format!("look at {}", boot.display()))?;
-    let made = path.with_extension(format!("{}.{}", host_trace::EXTENSION, std::process::id()));
+    let made = path.with_extension(format!("{}.{}", trace_file::EXTENSION, std::process::id()));
     let file = OpenOptions::new().write(true).create_new(true).open(&made).with_context(|| format!("make {}", made.display()))?;
     let fill = |mut file: File| -> Result<()> {
         file.write_all(lines(recorded).as_bytes())?;

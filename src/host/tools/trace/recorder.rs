@@ -2,15 +2,16 @@
 //! gives what was seen with times of the wall clock.
 
 use super::boot_of_vm;
-use super::fold::{Bars, Fold, bars};
-use super::line::{HistRow, Line, MAX_LINE, parse};
 use super::probes::{ECAM, EXITS, PAGE_FAULTS, PORTS};
+use super::recorded::Recorded;
 use super::session::{Session, remove_leftovers, tracefs};
-use super::vm::{Vmm, resource};
+use super::trace_line::{HistRow, Line, MAX_LINE, parse};
+use super::traced_steps::{Bars, Fold, bars};
+use super::vmm_process::{Vmm, resource};
 use crate::events::catalogue::traced as names;
 use crate::host::data::framing::{Lines, Piece};
-use crate::host::data::host_trace::{Recording, Traced};
 use crate::host::data::text::printable;
+use crate::host::data::trace_file::{Recording, Traced};
 use anyhow::{Context, Result, bail};
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::signal::{SigSet, Signal};
@@ -50,16 +51,6 @@ pub struct Wanted {
     /// The collector's directory.
     pub dir: PathBuf,
     pub limit: Duration,
-}
-
-/// What was seen.
-#[derive(Clone, Debug, Default)]
-pub struct Recorded {
-    pub recording: Recording,
-    /// In order of their beginning.
-    pub traced: Vec<Traced>,
-    /// File of the boot, if the collector has it.
-    pub boot: Option<PathBuf>,
 }
 
 /// CLOCK_REALTIME minus CLOCK_BOOTTIME, with half the time that reading both took.

@@ -1,9 +1,9 @@
 //! What a recording saw, as a table.
 
-use super::recorder::Recorded;
+use super::recorded::Recorded;
 use crate::events::catalogue::{Form, row_of};
-use crate::host::data::host_trace::Traced;
 use crate::host::data::text::{Ink, Screen, printable, seconds};
+use crate::host::data::trace_file::Traced;
 use crate::host::data::units::{histogram, size};
 use crate::host::views::grid::{Grid, Set, signed};
 

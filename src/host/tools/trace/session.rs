@@ -6,8 +6,8 @@
 //! killed, by the names whose process is gone. A write outside of an own instance never truncates: that
 //! would remove the probes of others.
 
-use super::line::{HistRow, histogram};
 use super::probes::{At, Count, ECAM, EXEC, EXEC_FILTER, EXITS, FAULTS, PAGE_FAULTS, PORTS, PROBES, Probe, RUN};
+use super::trace_line::{HistRow, histogram};
 use anyhow::{Context, Result, bail};
 use std::collections::BTreeSet;
 use std::fs::{self, File, OpenOptions};

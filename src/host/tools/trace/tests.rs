@@ -1,14 +1,14 @@
 //! A trace that a real kernel made (6.12.117, QEMU 11.1 with one function passed through, 256 MiB of
 //! memory, a BAR of 512 MiB), folded into steps; the same, damaged.
 
-use super::fold::{Fold, MAX_STEPS, bars};
-use super::line::{Event, Line, parse};
-use super::recorder::Recorded;
+use super::recorded::Recorded;
+use super::trace_line::{Event, Line, parse};
+use super::traced_steps::{Fold, MAX_STEPS, bars};
 use super::{boot_of_vm, report};
 use crate::events::catalogue::traced as names;
 use crate::host::data::boot_file::BootFile;
-use crate::host::data::host_trace::{Recording, Traced};
 use crate::host::data::text::Screen;
+use crate::host::data::trace_file::{Recording, Traced};
 use crate::host::testing::{golden, tests_dir};
 
 /// `resource` of the function on that host, its first three lines.
@@ -35,7 +35,7 @@ fn folded(text: &[u8]) -> (Fold, usize) {
 }
 
 fn recorded(fold: Fold) -> Recorded {
-    let placed = |step: super::fold::Step| Traced { began_realtime_ns: step.at_ns, ..step.traced };
+    let placed = |step: super::traced_steps::Step| Traced { began_realtime_ns: step.at_ns, ..step.traced };
     let recording =
         Recording { kernel: "6.12.117".into(), began_realtime_ns: 32_583_677_000, ended: "the VM ended".into(), ..Recording::default() };
     Recorded { recording, traced: fold.steps.into_iter().map(placed).collect(), boot: None }

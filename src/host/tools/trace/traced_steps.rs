@@ -4,10 +4,10 @@
 //! mapping, a reset of the opening of a function. A region of the VMM's memory is a BAR where VFIO
 //! mapped one to it (`mmap`), and the guest's memory elsewhere.
 
-use super::line::Event;
 use super::probes::{IOAS_MAP, IOAS_UNMAP, MAP_DMA, UNMAP_DMA};
+use super::trace_line::Event;
 use crate::events::catalogue::traced as names;
-use crate::host::data::host_trace::Traced;
+use crate::host::data::trace_file::Traced;
 use crate::host::data::units::class;
 use crate::pci::PciAddress;
 use std::collections::{BTreeMap, HashMap};

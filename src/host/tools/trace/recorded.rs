@@ -1,0 +1,14 @@
+//! What one recording saw, with times of the wall clock.
+
+use crate::host::data::trace_file::{Recording, Traced};
+use std::path::PathBuf;
+
+/// What was seen.
+#[derive(Clone, Debug, Default)]
+pub struct Recorded {
+    pub recording: Recording,
+    /// In order of their beginning.
+    pub traced: Vec<Traced>,
+    /// File of the boot, if the collector has it.
+    pub boot: Option<PathBuf>,
+}
