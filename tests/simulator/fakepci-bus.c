@@ -51,7 +51,10 @@ static int fakepci_set_up_bridge(struct pci_host_bridge *bridge)
 #else
 static int fakepci_set_up_bridge(struct pci_host_bridge *bridge)
 {
-	struct pci_bus *machines = pci_find_bus(0, 0);
+	/* The machine's own bridge: its bus has no domain, where a map in the device tree gives one
+	 * to each function.
+	 */
+	struct pci_dev *machines = pci_get_domain_bus_and_slot(0, 0, PCI_DEVFN(0, 0));
 
 	/* With ACPI, arm64 takes a root bus's data for that of a bridge in ACPI's tables. */
 	if (!acpi_disabled) {
@@ -64,6 +67,7 @@ static int fakepci_set_up_bridge(struct pci_host_bridge *bridge)
 	 */
 	if (machines)
 		dev_set_msi_domain(&bridge->dev, dev_get_msi_domain(&machines->dev));
+	pci_dev_put(machines);
 	return 0;
 }
 #endif
