@@ -15,7 +15,7 @@ pub enum Arch {
     Aarch64,
 }
 
-/// What differs.
+/// Facts about one architecture.
 #[derive(Debug)]
 pub struct Facts {
     /// As `uname -m` and Rust's targets have it.

@@ -46,7 +46,7 @@ pub struct Prepared {
     /// Guest RAM that the kernel needs to manage it.
     pub page_structs: u64,
     pub available: u64,
-    /// What is wrong, with its cure.
+    /// Fault of the guest's policy, with its cure.
     pub error: Option<String>,
 }
 

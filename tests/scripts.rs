@@ -1,5 +1,6 @@
 //! Tests that are shell scripts, run by libtest-mimic as tests of cargo (`cargo test --test
-//! scripts`): fuzzing, the rootfs builder with stand-ins for packages, Dockerfile.initrd, and the release.
+//! scripts`): fuzzing, the rootfs builder with stand-ins for packages, Dockerfile.initrd, and the
+//! release.
 //!
 //! A script lists its cases with `--list` and prints a line `NAME ... RESULT` for each case.
 

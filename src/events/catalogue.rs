@@ -363,10 +363,10 @@ rows! {
             unpacked: "at the end: format, where the init decompressed it",
         },
         serial = true;
-    /// Memory of coherent GPUs (Grace), which the driver adds to the guest's: the kernel's policy for
-    /// it was set to online_movable before the driver's load. Only where ACPI describes such GPUs.
-    /// With `error` where the driver will refuse it, or where managing it takes more RAM than there
-    /// is.
+    /// Memory of coherent GPUs (Grace), which the driver adds to the guest's: the kernel's policy
+    /// for it was set to online_movable before the driver's load. Only where ACPI describes such
+    /// GPUs. With `error` where the driver will refuse it, or where managing it takes more RAM than
+    /// there is.
     MEMORY_COHERENT = "memory.coherent", Event, Init, Init
         {
             policy: "auto_online_blocks as it was found",

@@ -120,7 +120,7 @@ const GPU: Tree = &[
 ];
 const GPUS: [&str; 2] = ["0000:41:00.0", "0000:42:00.0"];
 
-/// What changes where guests have no pages of hugetlbfs.
+/// Files that change where guests have no pages of hugetlbfs.
 const SMALL: Tree = &[
     (KATA, kata!("cold_plug_vfio = \"root-port\"\ndefault_vcpus = 4\n", "")),
     ("/proc/41/cmdline", command_line!("ram,id=m,size=16384M", "")),
@@ -174,7 +174,7 @@ fn facts(dir: &TempDir) -> HostFacts {
     HostFacts { boots: good_boots(), ..facts_at(&dir.0, None) }
 }
 
-/// What is wrong on a host, and what it must lack for the rule to know nothing.
+/// Faults of a host, and files that it must lack for the rule to know nothing.
 struct Case {
     rule: &'static str,
     /// Hosts on which the rule finds something.

@@ -72,7 +72,7 @@ fn a_newer_stream_is_shown_as_far_as_it_is_known() {
     }
 }
 
-/// What is known is read by the same rules in both schemas.
+/// Known keys are read by the same rules in both schemas.
 #[test]
 fn a_stream_without_news_is_the_same_boot_in_the_next_schema() {
     let old = fixture("boots/recorded-8-gpus-slow-host");

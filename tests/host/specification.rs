@@ -26,7 +26,7 @@ fn numbered(page: &str) -> Vec<Vec<&str>> {
     rows(page).into_iter().filter(|cells| cells[0].bytes().all(|b| b.is_ascii_digit() || b == b'.')).collect()
 }
 
-/// What is wrong with the numbered rows.
+/// Faults of the numbered rows.
 fn wrong_rows(page: &str, readme: &str, sources: &str) -> Vec<String> {
     let mut wrong = Vec::new();
     let rows = numbered(page);
@@ -53,7 +53,7 @@ fn wrong_rows(page: &str, readme: &str, sources: &str) -> Vec<String> {
         }
         let is_there = |name: &str| match name.strip_prefix("fuzz_") {
             Some(target) => project().join(format!("tests/fuzz/targets/{target}.rs")).exists(),
-            // Tests under Kata have their runtime's name before their own; scripts have theirs alone.
+            // Tests under Kata have their runtime's name before their own; scripts only theirs.
             None => {
                 let own = name.trim_start_matches("under_kata_");
                 sources.contains(&format!("fn {name}()"))

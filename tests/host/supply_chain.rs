@@ -1,4 +1,4 @@
-//! Where the programs come from: crates with their licences and reviews, paths and sums of the
+//! Origins of the programs: crates with their licences and reviews, paths and sums of the
 //! init, and a release's list of parts.
 
 use crate::export::Package;
@@ -140,7 +140,7 @@ fn licences_and_sources_of_all_crates_are_those_of_the_list() {
             assert!(dependency["req"] != "*" || dependency["path"].is_string() || package["source"].is_string(), "{name}: {dependency}");
         }
     }
-    // What no package needs is not allowed.
+    // A licence that no package needs is not allowed.
     let used = |licence: &String| {
         let others: Vec<String> = allowed.iter().filter(|other| *other != licence).cloned().collect();
         packages.iter().filter_map(|p| p["license"].as_str()).any(|expression| !is_met(expression, &others))

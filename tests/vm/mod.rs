@@ -134,7 +134,7 @@ pub const NEED_X86_64: &[&[harness::VmTest]] = &[
     kata::TESTS,
 ];
 
-/// What a run of everything boots on arm64, too.
+/// Tests that a run of everything boots on arm64, too.
 #[cfg(feature = "host")]
 pub const ON_ARM64: &[&str] = &[
     "containers_load_the_guests_libcuda_and_see_only_their_gpus",

@@ -49,7 +49,7 @@ pub struct Line {
     pub open: bool,
     /// Waits for what other steps do.
     pub waiting: bool,
-    /// What the host did meanwhile, the longest first.
+    /// The host's steps meanwhile, the longest first.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub causes: Vec<Cause>,
 }

@@ -65,7 +65,7 @@ pub struct Args {
     doctor: Option<PathBuf>,
 }
 
-/// What `doctor --json` prints, as far as it is used.
+/// Output of `doctor --json`, as far as it is used.
 #[derive(Deserialize)]
 struct Findings {
     findings: Vec<Found>,
@@ -87,7 +87,7 @@ struct Advice {
     /// Verdict of the doctor on the boot's host, where it was asked.
     #[serde(skip_serializing_if = "Option::is_none")]
     here: Option<String>,
-    /// What to do, where the doctor found it.
+    /// The cure in words, where the doctor found it.
     #[serde(skip_serializing_if = "String::is_empty")]
     text: String,
 }

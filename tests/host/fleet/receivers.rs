@@ -144,7 +144,7 @@ fn wrong_words_are_refused_with_the_cure() {
         (&["--otlp", "--push", "x"], "want http://HOST:4318"),
         (&["--otlp", "--push", "grpc://x:4317"], "use the receiver's http://HOST:4318"),
         (&["--csv", "--push", "http://x"], "--otlp"),
-        (&["--otlp", "--push", "http://x", "--otlp-header", "host=x"], "the protocol's"),
+        (&["--otlp", "--push", "http://x", "--otlp-header", "host=x"], "the protocol sets it: omit it"),
     ] {
         let output = export(ONE_FAILS, words);
         let said = String::from_utf8_lossy(&output.stderr).into_owned();

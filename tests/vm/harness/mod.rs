@@ -70,7 +70,7 @@ pub struct VmTest {
 #[derive(Clone)]
 pub struct TestContext {
     pub arch: Arch,
-    /// What guests of that architecture boot: cargo's folder, or arm64/ in it.
+    /// Files that guests of that architecture boot: cargo's folder, or arm64/ in it.
     pub target: PathBuf,
     /// For the test's logs.
     pub work_dir: PathBuf,
@@ -107,7 +107,7 @@ impl TestContext {
     }
 }
 
-/// Where a machine's RAM begins, in MiB.
+/// Beginning of a machine's RAM, in MiB.
 const fn ram_begins(arch: Arch) -> u64 {
     match arch {
         Arch::X86_64 => 0,

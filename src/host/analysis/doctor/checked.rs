@@ -1,4 +1,4 @@
-//! What a rule answers: evidence with a problem or without one, or why it cannot answer.
+//! Answers of a rule: evidence with a problem or without one, or why it cannot answer.
 
 use serde::Serialize;
 
@@ -66,7 +66,7 @@ pub struct Problem {
     pub sure: Sure,
 }
 
-/// What a rule answers where its evidence is there.
+/// Answer of a rule whose evidence is there.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Answer {
     Fine(Vec<Evidence>),

@@ -1,4 +1,4 @@
-//! What a rule found on a host: verdict, evidence, cost and cure.
+//! Findings of a rule on a host: verdict, evidence, cost and cure.
 
 use super::rule::Rule;
 use serde::Serialize;

@@ -8,7 +8,7 @@ use super::own_boots::OwnBoots;
 use crate::pci::PciAddress;
 use std::collections::BTreeMap;
 
-/// What a look at a path gave.
+/// Outcome of a look at a path.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Seen {
     /// Content of a file without the last line's end, target of a link, or names in a directory,

@@ -44,7 +44,7 @@ fn of_guest(problem: Problem, facts: &HostFacts, seconds: f64, how: &str) -> Pro
     }
 }
 
-/// Where guests get pages of hugetlbfs, other page sizes do not matter.
+/// Pages of hugetlbfs for guests, beside which other page sizes do not matter.
 fn hugetlb(facts: &HostFacts) -> Option<(String, String)> {
     let configured = facts.kata().ok().filter(|kata| kata.is_on("enable_hugepages")).map(|kata| {
         let file = kata.hypervisor("enable_hugepages").map_or(String::new(), |(_, file)| file.clone());

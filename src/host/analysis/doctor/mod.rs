@@ -1,8 +1,8 @@
 //! Why GPU guests start slowly on a host: rules over [`host_facts::HostFacts`], findings out. No
 //! file is read here, and no text is for one terminal.
 //!
-//! All rules stand in one table, [`rule_table::RULES`]. `doctor` runs them; `explain` reads from the
-//! table which steps of a boot a cure shortens ([`rule::Rule::shortens`]).
+//! All rules stand in one table, [`rule_table::RULES`]. `doctor` runs them; `explain` reads from it
+//! which steps of a boot a cure shortens ([`rule::Rule::shortens`]).
 
 pub mod checked; // what a rule answers
 pub mod finding; // verdict, evidence, cost, cure
@@ -54,7 +54,7 @@ fn finding(rule: &'static Rule, facts: &HostFacts) -> Finding {
     }
 }
 
-/// What own boots measured, or else the rule's model.
+/// Cost that own boots measured, or else the rule's model.
 fn best(rule: &Rule, model: Option<Cost>, boots: &OwnBoots) -> Option<Cost> {
     if matches!(&model, Some(Cost { basis: Basis::Measured(_), .. })) {
         return model;

@@ -23,7 +23,7 @@ pub struct Shortens {
     pub to: f64,
 }
 
-/// What the collector's files show.
+/// Numbers of the collector's files.
 #[derive(Clone, Debug, Default)]
 pub struct OwnBoots {
     pub count: usize,

@@ -24,7 +24,7 @@ pub enum Area {
 pub struct Rule {
     pub id: &'static str,
     pub area: Area,
-    /// What is wrong where the rule finds something.
+    /// Fault of a host where the rule finds something.
     pub title: &'static str,
     /// Origin of the rule and of its figures.
     pub source: &'static str,

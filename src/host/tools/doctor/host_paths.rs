@@ -9,7 +9,7 @@ use std::path::Path;
 /// Limit of files that all patterns give: a host with 512 CPUs and 2000 functions has 8000.
 const MAX_FILES: usize = 32_768;
 
-/// What is read of a path.
+/// Form in which a path is read.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Of {
     Text,

@@ -12,7 +12,7 @@ use crate::host::tools::install::version::runtime_and_section;
 use std::path::{Path, PathBuf};
 use toml::{Table, Value};
 
-/// Where Kata's configurations for GPUs lie, the most special first.
+/// Places of Kata's configurations for GPUs, the most special first.
 const PLACES: &[&str] = &[
     "/opt/kata/share/defaults/kata-containers/runtimes/qemu-nvidia-gpu/configuration-qemu-nvidia-gpu.toml",
     "/opt/kata/share/defaults/kata-containers/configuration-qemu-nvidia-gpu.toml",

@@ -34,7 +34,7 @@ pub fn release(given: &str) -> Result<String> {
 
 fn of(kernel: &mut dyn Read) -> io::Result<Option<String>> {
     let mut kernel = kernel.take(MAX_KERNEL);
-    // What was read last, with the end of what was read before, in which a banner may be cut.
+    // Bytes read last, with the end of those before, in which a banner may be cut.
     let mut bytes = Vec::new();
     let mut first = true;
     loop {

@@ -1,4 +1,4 @@
-//! What is traced: kernel functions, events, and counts that the kernel keeps itself, a row each.
+//! Probes: kernel functions, events, and counts that the kernel keeps itself, a row each.
 //!
 //! Arguments come from the kernel's interface to user space (the structs of VFIO_IOMMU_MAP_DMA and
 //! IOMMU_IOAS_MAP), read from the caller's memory, or are numbers and pointers as they are: no

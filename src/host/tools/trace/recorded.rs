@@ -1,9 +1,9 @@
-//! What one recording saw, with times of the wall clock.
+//! Content of one recording, with times of the wall clock.
 
 use crate::host::data::trace_file::{Recording, Traced};
 use std::path::PathBuf;
 
-/// What was seen.
+/// Content of a recording.
 #[derive(Clone, Debug, Default)]
 pub struct Recorded {
     pub recording: Recording,

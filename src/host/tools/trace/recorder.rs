@@ -44,7 +44,7 @@ pub enum Target {
     Pid(u32),
 }
 
-/// What is asked for.
+/// Orders for a recording.
 #[derive(Clone, Debug)]
 pub struct Wanted {
     pub target: Target,
@@ -187,7 +187,7 @@ impl<'a> Recorder<'a> {
             }
             looked = Instant::now();
             if let Some(ended) = self.look()? {
-                // What happened up to that moment is still in the kernel's buffer.
+                // Events up to that moment are still in the kernel's buffer.
                 self.read(log)?;
                 return Ok(ended);
             }

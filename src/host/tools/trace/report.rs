@@ -1,4 +1,4 @@
-//! What a recording saw, as a table.
+//! A recording as a table.
 
 use super::recorded::Recorded;
 use crate::events::catalogue::{Form, row_of};

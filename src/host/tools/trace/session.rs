@@ -1,10 +1,10 @@
 //! The recorder's own part of the kernel's tracing: an instance of tracefs, probes in a group of
 //! its own, a synthetic event. All carry the recorder's process id in their names.
 //!
-//! Invariants: nothing outside of these names is written, so that another user's tracing stays as it
-//! is. Dropping a [`Session`] removes all of it; [`remove_leftovers`] does for recorders that were
-//! killed, by the names whose process is gone. A write outside of an own instance never truncates: that
-//! would remove the probes of others.
+//! Invariants: nothing outside of these names is written, so that another user's tracing stays as
+//! it is. Dropping a [`Session`] removes all of it; [`remove_leftovers`] does for recorders that
+//! were killed, by the names whose process is gone. A write outside of an own instance never
+//! truncates: that would remove the probes of others.
 
 use super::probes::{At, Count, ECAM, EXEC, EXEC_FILTER, EXITS, FAULTS, PAGE_FAULTS, PORTS, PROBES, Probe, RUN};
 use super::trace_line::{HistRow, histogram};
@@ -27,7 +27,7 @@ const MAX_FILE: u64 = 4 << 20;
 /// Seconds of exits by reason: the time from an exit until the thread enters the guest again.
 const ANSWERS: &str = "answers";
 
-/// What is set up.
+/// Parts that are set up.
 pub struct Session {
     root: PathBuf,
     instance: PathBuf,
@@ -163,7 +163,7 @@ impl Session {
 
     fn limit_to(&self, tids: &[u32]) -> Result<()> {
         tids.iter().try_for_each(|tid| match self.set("set_event_pid", &format!("{tid}\n")) {
-            // It has ended.
+            // The process has ended.
             Err(e) if e.downcast_ref::<io::Error>().is_some_and(|e| e.raw_os_error() == Some(nix::libc::ESRCH)) => Ok(()),
             done => done,
         })

@@ -1,5 +1,5 @@
-//! A trace that a real kernel made (6.12.117, QEMU 11.1 with one function passed through, 256 MiB of
-//! memory, a BAR of 512 MiB), folded into steps; the same, damaged.
+//! A trace that a real kernel made (6.12.117, QEMU 11.1 with one function passed through, 256 MiB
+//! of memory, a BAR of 512 MiB), folded into steps; the same, damaged.
 
 use super::recorded::Recorded;
 use super::trace_line::{Event, Line, parse};

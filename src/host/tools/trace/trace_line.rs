@@ -1,7 +1,7 @@
 //! A line of the kernel's trace_pipe, and of its histograms.
 //!
-//! `            comm-pid     [cpu] flags seconds: event: arguments`: the name of a task is any bytes,
-//! right-aligned in 16 columns; a name with blanks, dashes or brackets is still one.
+//! `            comm-pid     [cpu] flags seconds: event: arguments`: the name of a task is any
+//! bytes, right-aligned in 16 columns; a name with blanks, dashes or brackets is still one.
 
 use std::str::from_utf8;
 
@@ -21,7 +21,7 @@ pub struct Event<'a> {
     pub args: &'a str,
 }
 
-/// What a line is.
+/// Kind of a line.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Line<'a> {
     Event(Event<'a>),

@@ -1,4 +1,4 @@
-//! The processes of a VM: its VMM, by process id or by Kata's sandbox, and the shim that started it.
+//! Processes of a VM: its VMM, by process id or by Kata's sandbox, and the shim that started it.
 //!
 //! Names come from command lines, which any process chooses: a false one makes a trace of the wrong
 //! process, and costs nobody else anything.
