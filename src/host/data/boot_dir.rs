@@ -104,7 +104,12 @@ mod tests {
         assert_eq!(find(Some(old.to_str().unwrap()), Path::new("/")).unwrap(), old);
         assert!(find(Some("0f7"), dir.path()).unwrap_err().to_string().contains("2 boots"));
         assert!(find(Some("beef"), dir.path()).unwrap_err().to_string().contains("--dir"));
-        assert!(find(Some("../no/such"), dir.path()).unwrap_err().to_string().starts_with("../no/such: neither a file nor the start of a boot id: "));
+        assert!(
+            find(Some("../no/such"), dir.path())
+                .unwrap_err()
+                .to_string()
+                .starts_with("../no/such: neither a file nor the start of a boot id: ")
+        );
     }
 
     #[test]
