@@ -3,13 +3,16 @@
 
 use super::{blame as blame_command, coverage as coverage_command, critical_path as path_command};
 use super::{compare, explain, stats};
+use crate::events::catalogue::traced;
 use crate::events::record::is_boot_id;
 use crate::host::analysis::blame::{By, blame};
 use crate::host::analysis::critical_path::{critical_path, gain};
 use crate::host::analysis::loaded::load;
 use crate::host::boot::coverage::coverage;
 use crate::host::boot::intervals::length;
+use crate::host::data::boot_file::{HostEvent, HostKind, HostLine};
 use crate::host::data::text::Screen;
+use crate::host::data::trace_file::Traced;
 use crate::host::testing::{TempDir, golden, tests_dir};
 use crate::host::tools::import::assemble::{import, read};
 use crate::host::tools::import::log_files::Input;
@@ -117,6 +120,41 @@ fn two_boots_side_by_side_have_the_phases_of_both() {
     assert!(page(&[&serial, "--before", &slow]).lines().any(|line| line.starts_with(" 0.449       -   -0.449  probe")));
     let other = page(&[&slow, "--before", &serial, "--console", "/dev/null"]);
     assert!(other.contains("give --from and --to that both have"), "{other}");
+}
+
+#[test]
+fn what_a_trace_saw_stands_below_its_step() {
+    let dir = TempDir::new();
+    let boot = dir.path().join("boot.ndjson");
+    std::fs::copy(path("recorded-8-gpus-slow-host"), &boot).unwrap();
+    let words = [boot.to_str().unwrap()];
+    let untraced = explain::text(&parse(&words), &Screen::PLAIN).unwrap();
+    let loaded = load(&boot, None).unwrap();
+    let enabling = loaded.boot.timeline.steps.iter().find(|step| step.name == "gpu.enable").unwrap();
+    let at_ns = u64::try_from(enabling.begin_ns).unwrap() + 100_000_000;
+    let line = |event| HostLine { schema: 1, kind: HostKind::Host, realtime_ns: 0, event };
+    let mapped = Traced {
+        name: traced::VMM_MAP_BAR.into(),
+        began_realtime_ns: loaded.file.clock().wall_at(at_ns).unwrap().realtime_ns,
+        took_ns: 1_900_000_000,
+        function: Some("0000:41:00.0".parse().unwrap()),
+        bytes: Some(128 << 30),
+        calls: Some(64),
+        pages_a_call: [(1, 2), (100_000, 62)].into(),
+        tid: Some(7),
+        thread: "CPU 0/KVM\u{1b}[2J".into(),
+        ..Traced::default()
+    };
+    let events = [HostEvent::Recording(Box::default()), HostEvent::Traced(Box::new(mapped))];
+    let text: String = events.map(|event| serde_json::to_string(&line(event)).unwrap() + "\n").concat();
+    std::fs::write(boot.with_extension("trace"), text).unwrap();
+    let seen = explain::text(&parse(&words), &Screen::PLAIN).unwrap();
+    let new: Vec<&str> = seen.lines().filter(|line| !untraced.lines().any(|old| old == *line)).map(str::trim).collect();
+    let wanted = [
+        "host: vmm.map-bar of 0000:41:00.0 (GPU 0) 1.900, 128 GiB, 64 calls,",
+        "pages a call 1-9: 2, 100000-999999: 62, by CPU 0/KVM\\x1b[2J",
+    ];
+    assert_eq!(new, wanted, "{seen}");
 }
 
 #[test]
