@@ -2,7 +2,8 @@
 //! writes and reads as the same.
 #![no_main]
 
-use kata_gpu_init::cdi::ld_so_cache::{Hwcap, MAX_SIZE, Machine, read, write};
+use kata_gpu_init::arch::Arch;
+use kata_gpu_init::cdi::ld_so_cache::{Hwcap, MAX_SIZE, read, write};
 
 libfuzzer_sys::fuzz_target!(|bytes: &[u8]| {
     let Ok(mut cache) = read(bytes) else { return };
@@ -11,12 +12,12 @@ libfuzzer_sys::fuzz_target!(|bytes: &[u8]| {
     // These are only read.
     cache.entries.retain(|e| !matches!(e.hwcap, Hwcap::Platform(_)));
     let generator = cache.generator.clone().unwrap_or_default();
-    for machine in [Machine::X86_64, Machine::Aarch64] {
-        let Ok(written) = write(&cache.entries, &generator, machine) else { continue };
+    for arch in Arch::ALL {
+        let Ok(written) = write(&cache.entries, &generator, arch) else { continue };
         let again = read(&written).unwrap_or_else(|e| panic!("what was written is not read: {e}"));
         assert_eq!(again.entries.len(), cache.entries.len());
         assert!(cache.entries.iter().all(|e| again.entries.contains(e)));
         // In its own order it stays.
-        assert_eq!(read(&write(&again.entries, "", machine).unwrap()).unwrap().entries, again.entries);
+        assert_eq!(read(&write(&again.entries, "", arch).unwrap()).unwrap().entries, again.entries);
     }
 });
