@@ -9,7 +9,7 @@ use kata_gpu_init::host::analysis::doctor::host_facts::{HostFacts, Seen};
 use kata_gpu_init::host::analysis::doctor::own_boots::{CLOCKSOURCE, CONFIDENTIAL, KERNEL, OwnBoots, UNPACKED};
 use kata_gpu_init::host::analysis::doctor::rule_table::RULES;
 use kata_gpu_init::host::data::host_check::HostCheck;
-use kata_gpu_init::host::tools::doctor::facts_at;
+use kata_gpu_init::host::tools::doctor::{Depth, facts_at};
 use std::collections::BTreeSet;
 use std::fs;
 use std::io::{BufRead, BufReader};
@@ -171,7 +171,7 @@ fn good_boots() -> OwnBoots {
 }
 
 fn facts(dir: &TempDir) -> HostFacts {
-    HostFacts { boots: good_boots(), ..facts_at(&dir.0, None) }
+    HostFacts { boots: good_boots(), ..facts_at(&dir.0, None, Depth::Full) }
 }
 
 /// Faults of a host, and files that it must lack for the rule to know nothing.
@@ -297,7 +297,13 @@ const CASES: &[Case] = &[
     files("pinning", &[&[("/proc/41/task/42/status", "Cpus_allowed_list:\t0-15\n")]], NO_VM),
     files(
         "bar-alignment",
-        &[&[("/sys/bus/pci/devices/0000:41:00.0/resource", "0x0000000000000000 0x0000001fffffffff 0x000000002014220c\n")]],
+        &[&[(
+            "/sys/bus/pci/devices/0000:41:00.0/resource",
+            concat!(
+                "0x00000000c0000000 0x00000000c0ffffff 0x0000000000140204\n0x0 0x0 0x0\n",
+                "0x0000000000000000 0x0000001fffffffff 0x000000002014220c\n"
+            ),
+        )]],
         NO_GPU,
     ),
     files("bar-size", &[OLD], NO_GPU),
@@ -307,6 +313,16 @@ const CASES: &[Case] = &[
         &[
             &[("/sys/bus/pci/devices/0000:42:00.0/current_link_width", "8\n")],
             &[("/sys/bus/pci/devices/0000:42:00.0/current_link_speed", "2.5 GT/s PCIe\n")],
+            // No driver has it.
+            &[
+                ("/sys/bus/pci/devices/0000:42:00.0/power_state", "unknown\n"),
+                ("/sys/bus/pci/devices/0000:42:00.0/current_link_width", "8\n"),
+            ],
+            // A GPU that sleeps hides no other's fault.
+            &[
+                ("/sys/bus/pci/devices/0000:41:00.0/power_state", "D3hot\n"),
+                ("/sys/bus/pci/devices/0000:42:00.0/current_link_width", "8\n"),
+            ],
         ],
         NO_GPU,
     ),
@@ -318,6 +334,35 @@ const CASES: &[Case] = &[
     of_boots("memory-acceptance", |boots| set(boots, CONFIDENTIAL, "true"), Some(4.8)),
     of_boots("clocksource", |boots| set(boots, CLOCKSOURCE, "hpet"), None),
     of_boots("gaps", |boots| boots.unexplained = vec![3_000_000_000; 6], Some(3.0)),
+];
+
+const RESOURCE_41: &str = "/sys/bus/pci/devices/0000:41:00.0/resource";
+const RESOURCE_42: &str = "/sys/bus/pci/devices/0000:42:00.0/resource";
+const ZEROS: &str = "0x0000000000000000 0x0000000000000000 0x0000000000000000\n0x0 0x0 0x0\n0x0 0x0 0x0\n";
+const BAR_0: &str = "0x00000000c0000000 0x00000000c0ffffff 0x0000000000140204\n0x0 0x0 0x0\n0x0 0x0 0x0\n";
+/// A link and a BAR with which two rules find something, of GPUs that sleep.
+const ASLEEP: Tree = &[
+    ("/sys/bus/pci/devices/0000:41:00.0/power_state", "D3hot\n"),
+    ("/sys/bus/pci/devices/0000:42:00.0/power_state", "D3cold\n"),
+    ("/sys/bus/pci/devices/0000:42:00.0/current_link_width", "63\n"),
+];
+const NO_SIZES: &[&str] = &["/sys/bus/pci/devices/0000:41:00.0/resource2_resize", "/sys/bus/pci/devices/0000:42:00.0/resource2_resize"];
+
+/// GPUs of a host with small pages that hide something: changes, files gone, rules that then are
+/// unknown, and a part of the reason.
+const HIDDEN: &[(Tree, &[&str], &[&str], &str)] = &[
+    (ASLEEP, &[], &["link", "bar-size"], "the GPU sleeps"),
+    (&[(RESOURCE_41, ZEROS), (RESOURCE_42, ZEROS)], &[], &["bar-alignment", "huge-pfnmaps"], "its BARs have no addresses"),
+    (&[(RESOURCE_41, BAR_0), (RESOURCE_42, BAR_0)], &[], &["bar-alignment", "huge-pfnmaps"], "its BARs have no addresses"),
+    (&[(RESOURCE_42, ZEROS)], &[], &["bar-alignment"], "its BARs have no addresses"),
+    (&[], NO_SIZES, &["bar-size"], "no resourceN_resize"),
+];
+
+/// Files whose reading holds up guests, with what a rule finds in them.
+const COSTLY: Tree = &[
+    ("/proc/pagetypeinfo", "Number of blocks type  Unmovable Movable Reclaimable\nNode 0, zone   Normal    300   600    5\n"),
+    ("/proc/41/smaps_rollup", "Rss: 16777216 kB\nAnonHugePages: 0 kB\n"),
+    ("/proc/41/numa_maps", "7f00 default huge N0=8 N1=8 kernelpagesize_kB=1048576\n"),
 ];
 
 /// Changes besides a case's own, without which the rule has nothing to look at.
@@ -390,6 +435,49 @@ fn a_rule_without_its_evidence_is_unknown_and_never_fine() {
     }
     let empty = diagnose(&HostFacts::default());
     assert_eq!(ids(&empty, Verdict::Unknown).len(), RULES.len(), "{empty:#?}");
+}
+
+#[test]
+fn a_gpu_that_hides_its_state_is_unknown_and_not_at_fault() {
+    for (nth, (tree, gone, rules, why)) in HIDDEN.iter().enumerate() {
+        let findings = diagnose(&facts(&host(&format!("hidden-{nth}"), &[OLD, *tree], gone)));
+        for rule in *rules {
+            let finding = found(&findings, rule);
+            assert_eq!(finding.verdict, Verdict::Unknown, "{nth} {finding:#?}");
+            assert!(finding.text.contains(why), "{nth} {finding:#?}");
+        }
+    }
+    // Reading these would wake the GPU.
+    let files = facts(&host("asleep", &[ASLEEP], &[])).files;
+    for name in ["current_link_width", "max_link_speed", "resource2_resize"] {
+        assert_eq!(files.optional(&format!("/sys/bus/pci/devices/0000:42:00.0/{name}")), Ok(None));
+    }
+}
+
+#[test]
+fn a_check_beside_guests_leaves_costly_files_unread() {
+    let dir = host("light", &[COSTLY], &[]);
+    let by_hand = diagnose(&facts(&dir));
+    let light = diagnose(&facts_at(&dir.0, None, Depth::Light));
+    for rule in ["unmovable", "huge-page-use", "memory-node"] {
+        assert_eq!(found(&by_hand, rule).verdict, Verdict::Found, "{rule}");
+        let finding = found(&light, rule);
+        assert_eq!(finding.verdict, Verdict::Unknown, "{finding:#?}");
+        assert!(finding.text.contains("left out"), "{finding:#?}");
+    }
+}
+
+#[test]
+fn a_directory_with_too_many_names_is_unknown() {
+    let dir = host("names", &[], &[]);
+    let class = dir.0.join("sys/class/iommu");
+    // dmar0 is there.
+    (1..65_536).for_each(|nth| drop(fs::File::create(class.join(format!("dmar{nth}"))).unwrap()));
+    assert_eq!(found(&diagnose(&facts(&dir)), "iommu").verdict, Verdict::Fine);
+    fs::write(class.join("one more"), "").unwrap();
+    let findings = diagnose(&facts(&dir));
+    let finding = found(&findings, "iommu");
+    assert_eq!((finding.verdict, finding.text.as_str()), (Verdict::Unknown, "/sys/class/iommu: more than 65536 entries"));
 }
 
 #[test]
@@ -514,7 +602,7 @@ fn doctor_writes_nothing_and_needs_no_root() {
 
 #[test]
 fn the_check_beside_the_collector_leaves_its_findings_there() {
-    let (host, dir) = (host("daemonset", &[OLD], &[]), TempDir::new("doctor-daemonset-boots"));
+    let (host, dir) = (host("daemonset", &[OLD, COSTLY], &[]), TempDir::new("doctor-daemonset-boots"));
     let words = ["doctor", "--daemonset-check", "--root", host.0.to_str().unwrap(), "--dir", dir.0.to_str().unwrap()];
     let mut child = Command::new(program()).args(words).stdout(std::process::Stdio::piped()).spawn().unwrap();
     let mut line = String::new();

@@ -14,9 +14,10 @@ pub const PROCESSES_START: &str = "processes start";
 pub fn add(draft: &mut Draft) {
     let Some(host) = draft.boot.host.as_deref() else { return };
     let first = draft.story.steps.len();
+    let mut places: Vec<Place> = draft.story.steps.iter().enumerate().filter_map(|(i, step)| place(i, step)).collect();
     for (at, step) in host.steps.iter().enumerate() {
         let gpu = step.gpu.map(|address| draft.gpu_name(address));
-        let parent = around(draft, step.begin_ns, step.end_ns(), step.error_ns);
+        let parent = around(&places, step.begin_ns, step.end_ns(), step.error_ns);
         draft.story.steps.push(Step {
             name: step.traced.name.clone(),
             detail: step.traced.detail.clone(),
@@ -28,6 +29,7 @@ pub fn add(draft: &mut Draft) {
             traced: Some(at),
             ..Step::default()
         });
+        places.extend(draft.story.steps.iter().enumerate().next_back().and_then(|(i, step)| place(i, step)));
     }
     let started = |step: &&Step| [traced::SHIM, traced::VMM_START].contains(&step.name.as_str());
     let begin = draft.story.steps.iter().skip(first).filter(started).map(|step| step.begin_ns).min();
@@ -39,18 +41,20 @@ pub fn add(draft: &mut Draft) {
     draft.story.missing.extend(host.notes());
 }
 
-/// The shortest step that has this time in it, but for the error of the clocks. A step that only
-/// waits has nothing in it.
-fn around(draft: &Draft, begin_ns: i64, end_ns: i64, error_ns: u64) -> Option<usize> {
+/// Time of a step that can have others in it: beginning, end, index.
+type Place = (i64, i64, usize);
+
+/// The place of a step; none of one that only waits, which has nothing in it.
+fn place(index: usize, step: &Step) -> Option<Place> {
+    let row = row_of(&step.name);
+    (row.form == Form::Span && !row.waiting).then(|| (step.begin_ns, step.end_ns.unwrap_or(i64::MAX), index))
+}
+
+/// The shortest step that has this time in it, but for the error of the clocks.
+fn around(places: &[Place], begin_ns: i64, end_ns: i64, error_ns: u64) -> Option<usize> {
     let error = i64::try_from(error_ns).unwrap_or(i64::MAX);
-    let is_around = |step: &&(usize, &Step)| {
-        let (_, step) = **step;
-        let row = row_of(&step.name);
-        let end = step.end_ns.unwrap_or(i64::MAX);
-        row.form == Form::Span && !row.waiting && step.begin_ns <= begin_ns && end.saturating_add(error) >= end_ns && end > begin_ns
-    };
-    let all: Vec<(usize, &Step)> = draft.story.steps.iter().enumerate().collect();
-    all.iter().filter(is_around).min_by_key(|(_, step)| length(step.begin_ns, step.end_ns.unwrap_or(i64::MAX))).map(|(i, _)| *i)
+    let is_around = |(begin, end, _): &&Place| *begin <= begin_ns && end.saturating_add(error) >= end_ns && *end > begin_ns;
+    places.iter().filter(is_around).min_by_key(|(begin, end, _)| length(*begin, *end)).map(|(.., index)| *index)
 }
 
 #[cfg(test)]

@@ -5,14 +5,32 @@ use super::text::printable;
 use super::trace_file;
 use crate::events::record::is_boot_id;
 use anyhow::{Context, Result, bail};
-use std::fs::File;
-use std::io::{ErrorKind, Read};
+use nix::fcntl::OFlag;
+use nix::sys::statfs::fstatfs;
+use std::fs::{File, OpenOptions};
+use std::io::{self, ErrorKind, Read};
+use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
+
+/// File systems of the kernel, whose regular files can block for ever or have no end (kmsg, kcore,
+/// trace_pipe): procfs, sysfs, tracefs, debugfs (<linux/magic.h>).
+const OF_THE_KERNEL: [u64; 4] = [0x9fa0, 0x6265_6572, 0x7472_6163, 0x6462_6720];
+
+/// Opens a file in a directory that may be another user's. Anything but a file with contents of its
+/// own is an error: its name can be a link to what a reader never comes back from.
+pub fn open(path: &Path) -> io::Result<File> {
+    let file = OpenOptions::new().read(true).custom_flags(OFlag::O_NONBLOCK.bits()).open(path)?;
+    let kind = fstatfs(&file)?.filesystem_type().0 as u64;
+    if !file.metadata()?.is_file() || OF_THE_KERNEL.contains(&kind) {
+        return Err(io::Error::new(ErrorKind::InvalidInput, "neither a regular file nor a link to one"));
+    }
+    Ok(file)
+}
 
 /// Reads a boot's file, and the host's trace of the boot if there is one beside it. A file without
 /// any valid line is an error; damaged lines in a valid file are not.
 pub fn read_boot(path: &Path) -> Result<BootFile> {
-    let file = File::open(path).with_context(|| format!("open {}", path.display()))?;
+    let file = open(path).with_context(|| format!("open {}", path.display()))?;
     let mut boot = BootFile::read(file).with_context(|| format!("read {}", path.display()))?;
     if boot.header.is_none() && boot.records.is_empty() {
         let first = boot.damage.first().map(|d| format!(" (line {}: {})", d.line, d.why)).unwrap_or_default();
@@ -20,7 +38,7 @@ pub fn read_boot(path: &Path) -> Result<BootFile> {
     }
     let trace = trace_file::beside(path);
     if trace.is_file() && trace != path {
-        let file = File::open(&trace).with_context(|| format!("open {}", trace.display()))?;
+        let file = open(&trace).with_context(|| format!("open {}", trace.display()))?;
         boot.read_trace(file.take(trace_file::MAX_BYTES)).with_context(|| format!("read {}", trace.display()))?;
     }
     Ok(boot)
@@ -89,6 +107,26 @@ pub fn dated(dir: &Path) -> Result<Vec<PathBuf>> {
 mod tests {
     use super::*;
     use crate::host::testing::TempDir;
+
+    #[test]
+    fn a_link_into_the_kernels_file_systems_and_a_pipe_are_refused() {
+        let dir = TempDir::new();
+        let boot = dir.path().join("0f7a1f8e-0000-4000-8000-00000000beef.ndjson");
+        for target in ["/proc/kmsg", "/proc/self/maps", "/sys/kernel/uevent_seqnum", "/dev/null"] {
+            std::os::unix::fs::symlink(target, &boot).unwrap();
+            let error = open(&boot).unwrap_err();
+            assert!(error.kind() == ErrorKind::InvalidInput || error.kind() == ErrorKind::PermissionDenied, "{target}: {error}");
+            std::fs::remove_file(&boot).unwrap();
+        }
+        nix::unistd::mkfifo(&boot, nix::sys::stat::Mode::S_IRWXU).unwrap();
+        assert_eq!(open(&boot).unwrap_err().kind(), ErrorKind::InvalidInput);
+        std::fs::remove_file(&boot).unwrap();
+        // A link to a file is one: people keep boots elsewhere.
+        let other = dir.path().join("other");
+        std::fs::write(&other, "").unwrap();
+        std::os::unix::fs::symlink(&other, &boot).unwrap();
+        assert!(open(&boot).is_ok());
+    }
 
     #[test]
     fn a_boot_is_found_by_file_by_start_of_its_id_or_as_newest() {

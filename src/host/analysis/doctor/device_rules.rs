@@ -1,7 +1,7 @@
 //! Rules about the GPUs of a host: BARs, power, link, reset, and which is slower than the others.
 
 use super::checked::{Checked, Gap, evidence};
-use super::host_facts::HostFacts;
+use super::host_facts::{Gpu, HostFacts};
 use super::kernel_rules::{fine, found, maps_small_pages};
 use crate::host::analysis::statistics::Summary;
 
@@ -16,12 +16,23 @@ const OUTLIER_SECONDS: f64 = 0.1;
 /// Boots below which a GPU's median proves nothing.
 const MIN_BOOTS: usize = 5;
 
+/// Why the configuration space of a GPU was not read.
+fn asleep(gpu: &Gpu) -> Gap {
+    let path = gpu.path("power_state");
+    Gap::Unknown(format!("{path}: the GPU sleeps: its link and BAR sizes cannot be read; look again while a guest uses it"))
+}
+
 pub fn bar_alignment(facts: &HostFacts) -> Checked {
     let mut seen = Vec::new();
     let mut is_bad = false;
+    let mut gap = None;
     for gpu in facts.some_gpus()? {
         let path = gpu.path("resource");
         facts.files.text(&path)?;
+        if !gpu.has_addresses() {
+            gap = Some(gpu.without_addresses());
+            continue;
+        }
         let large: Vec<_> = gpu.bars.iter().filter(|(_, _, bytes)| *bytes >= LARGE).collect();
         let text =
             large.iter().map(|(n, start, bytes)| format!("BAR {n} at {start:#x}, {} GiB", bytes >> 30)).collect::<Vec<_>>().join("; ");
@@ -29,7 +40,7 @@ pub fn bar_alignment(facts: &HostFacts) -> Checked {
         seen.push(evidence(path, if text.is_empty() { "no BAR of 1 GiB or more".to_string() } else { text }));
     }
     if !is_bad {
-        return fine(seen);
+        return gap.map_or_else(|| fine(seen), Err);
     }
     found(seen, "Above 4G Decoding and a larger MMIO window in the firmware's setup: a BAR without an aligned address has no huge pages")
         .checked()
@@ -38,10 +49,17 @@ pub fn bar_alignment(facts: &HostFacts) -> Checked {
 pub fn bar_size(facts: &HostFacts) -> Checked {
     let small_pages = maps_small_pages(facts)?;
     let mut seen = Vec::new();
+    let mut gap = None;
+    let mut has_sizes = false;
     for gpu in facts.some_gpus()? {
+        if facts.files.is_asleep(&gpu.address.to_string()) {
+            gap = Some(asleep(&gpu));
+            continue;
+        }
         for (bar, _, bytes) in &gpu.bars {
             let path = gpu.path(&format!("resource{bar}_resize"));
             let Some(text) = facts.files.optional(&path)? else { continue };
+            has_sizes = true;
             // Bit n: 2^n MiB.
             let sizes = u64::from_str_radix(text.trim_start_matches("0x"), 16).map_err(|_| Gap::unreadable(&path, text))?;
             let smallest = 1u64.checked_shl(sizes.trailing_zeros() + 20).unwrap_or(u64::MAX);
@@ -51,6 +69,12 @@ pub fn bar_size(facts: &HostFacts) -> Checked {
         }
     }
     if seen.is_empty() || !small_pages {
+        if let Some(gap) = gap {
+            return Err(gap);
+        }
+        if !has_sizes {
+            return Err(Gap::Unknown("no resourceN_resize of a GPU: no BAR can be resized, or the kernel does not show it".into()));
+        }
         seen.push(evidence("page size of BARs", if small_pages { "4 KiB, and no BAR can be smaller" } else { "huge" }));
         return fine(seen);
     }
@@ -77,7 +101,12 @@ pub fn power_state(facts: &HostFacts) -> Checked {
 pub fn link(facts: &HostFacts) -> Checked {
     let mut seen = Vec::new();
     let (mut narrow, mut slow) = (false, false);
+    let mut gap = None;
     for gpu in facts.some_gpus()? {
+        if facts.files.is_asleep(&gpu.address.to_string()) {
+            gap = Some(asleep(&gpu));
+            continue;
+        }
         let read = |name: &str| facts.files.text(&gpu.path(name));
         let (width, max_width) = (read("current_link_width")?, read("max_link_width")?);
         let (speed, max_speed) = (read("current_link_speed")?, read("max_link_speed")?);
@@ -87,7 +116,7 @@ pub fn link(facts: &HostFacts) -> Checked {
     }
     let cure = "reseat GPU, riser or cable, and look for bifurcation in the firmware's setup: firmware and data load over this link";
     match (narrow, slow) {
-        (false, false) => fine(seen),
+        (false, false) => gap.map_or_else(|| fine(seen), Err),
         (true, _) => found(seen, cure).checked(),
         // An idle link may be slow to save power.
         (false, true) => found(seen, format!("look again while a guest uses it; if it stays: {cure}")).unsure().checked(),

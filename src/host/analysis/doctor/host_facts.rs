@@ -52,6 +52,13 @@ impl Files {
         text.trim().parse().map_err(|_| Gap::unreadable(path, text))
     }
 
+    /// Whether a function has less than full power: reading its configuration space gives nothing
+    /// or wakes it. The state of one that no driver has is `unknown`.
+    pub fn is_asleep(&self, function: &str) -> bool {
+        let state = self.text(&format!("{DEVICES}/{function}/power_state")).unwrap_or_default();
+        state.starts_with('D') && state != "D0"
+    }
+
     /// Names of direct entries of a directory of which something was looked at.
     pub fn entries<'a>(&'a self, dir: &'a str) -> impl Iterator<Item = &'a str> {
         let inside = self.0.range(dir.to_string()..).map_while(move |(path, _)| path.strip_prefix(dir));
@@ -171,8 +178,21 @@ impl Gpu {
         format!("{DEVICES}/{}/{file}", self.address)
     }
 
-    /// Bytes of all its BARs.
+    /// Whether any BAR but that of its registers has an address or a size.
+    pub fn has_addresses(&self) -> bool {
+        self.bars.iter().any(|(bar, _, _)| *bar > 0)
+    }
+
+    /// Why nothing is known about its BARs.
+    pub fn without_addresses(&self) -> Gap {
+        Gap::Unknown(format!("{}: its BARs have no addresses", self.path("resource")))
+    }
+
+    /// Bytes of all its BARs; 0: they have no addresses.
     pub fn bytes(&self) -> u64 {
+        if !self.has_addresses() {
+            return 0;
+        }
         self.bars.iter().fold(0, |sum, (_, _, bytes)| sum.saturating_add(*bytes))
     }
 }

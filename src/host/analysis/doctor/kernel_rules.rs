@@ -102,6 +102,9 @@ pub fn huge_pfnmaps(facts: &HostFacts) -> Checked {
     }
     let gpus = facts.gpus();
     let bytes = gpus.iter().fold(0u64, |sum, gpu| sum.saturating_add(gpu.bytes()));
+    if let Some(gpu) = gpus.first().filter(|_| bytes == 0) {
+        return Err(gpu.without_addresses());
+    }
     seen.push(evidence(DEVICES, format!("{} GPU(s), BARs of {} GiB in all", gpus.len(), bytes >> 30)));
     let cure = match pfnmaps {
         Pfnmaps::HugeWithoutBatches => {

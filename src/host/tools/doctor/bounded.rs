@@ -11,8 +11,8 @@ use std::path::{Path, PathBuf};
 
 /// Limit of an ordinary file: /proc/interrupts of 512 CPUs has 6 MB.
 pub const MAX_FILE: u64 = 16 << 20;
-/// Limit of entries read from one directory.
-pub const MAX_ENTRIES: usize = 4096;
+/// Limit of entries of one directory.
+pub const MAX_ENTRIES: usize = 65_536;
 
 /// A host's path below the root.
 pub fn below(root: &Path, path: &Path) -> PathBuf {
@@ -58,10 +58,14 @@ pub fn text(path: &Path) -> io::Result<String> {
     Ok(text.trim_end().to_string())
 }
 
-/// Sorted names in a directory, of at most [`MAX_ENTRIES`]; names that are no text are left out.
+/// Sorted names in a directory; names that are no text are left out, and more than [`MAX_ENTRIES`]
+/// are an error.
 pub fn names(dir: &Path) -> io::Result<Vec<String>> {
     let mut names = Vec::new();
-    for entry in fs::read_dir(dir)?.take(MAX_ENTRIES) {
+    for (nth, entry) in fs::read_dir(dir)?.enumerate() {
+        if nth == MAX_ENTRIES {
+            return Err(io::Error::new(ErrorKind::InvalidData, format!("more than {MAX_ENTRIES} entries")));
+        }
         names.extend(entry?.file_name().into_string().ok());
     }
     names.sort();

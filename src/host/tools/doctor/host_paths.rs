@@ -1,8 +1,10 @@
 //! The files that rules read, as one table of patterns.
 
+use super::Depth;
 use super::bounded::{below, link, names, seen, text};
 use crate::host::analysis::doctor::host_facts::{DEVICES, Files, Seen};
 use crate::host::analysis::doctor::kernel_rules::IOMMU;
+use crate::host::analysis::doctor::memory_rules::BLOCKS;
 use std::io::ErrorKind;
 use std::path::Path;
 
@@ -24,7 +26,6 @@ const PATTERNS: &[(Of, &str)] = &[
     (Of::Text, "/proc/cmdline"),
     (Of::Text, "/proc/mounts"),
     (Of::Text, "/proc/buddyinfo"),
-    (Of::Text, "/proc/pagetypeinfo"),
     (Of::Text, "/proc/interrupts"),
     (Of::Text, "/sys/kernel/mm/transparent_hugepage/*"),
     (Of::Text, "/sys/module/vfio_iommu_type1/parameters/*"),
@@ -38,12 +39,10 @@ const PATTERNS: &[(Of, &str)] = &[
     (Of::Names, "/sys/kernel/iommu_groups/*/devices"),
 ];
 
-/// Files of every function, and those of a GPU.
+/// Files of every function, those of a GPU, and those that wake it.
 const FUNCTION: &[&str] = &["class", "vendor", "numa_node"];
-const GPU: &[&str] = &[
-    "resource",
-    "power_state",
-    "reset_method",
+const GPU: &[&str] = &["resource", "power_state", "reset_method"];
+const AWAKE: &[&str] = &[
     "current_link_speed",
     "max_link_speed",
     "current_link_width",
@@ -56,18 +55,25 @@ const GPU: &[&str] = &[
     "resource5_resize",
 ];
 
-pub fn read(root: &Path, files: &mut Files) {
+pub fn read(root: &Path, depth: Depth, files: &mut Files) {
     let mut left = MAX_FILES;
     for (of, pattern) in PATTERNS {
         for path in matches(root, pattern) {
             look(root, *of, path, files, &mut left);
         }
     }
+    // It counts blocks below the locks of all zones.
+    if let Some(seen) = seen(depth.costly(|| text(&below(root, Path::new(BLOCKS))))) {
+        files.insert(BLOCKS, seen);
+    }
     for function in names(&below(root, Path::new(DEVICES))).unwrap_or_default() {
         let file = |name: &str| format!("{DEVICES}/{function}/{name}");
         FUNCTION.iter().for_each(|name| look(root, Of::Text, file(name), files, &mut left));
         if files.text(&file("vendor")).is_ok_and(|vendor| vendor == "0x10de") {
             GPU.iter().for_each(|name| look(root, Of::Text, file(name), files, &mut left));
+            if !files.is_asleep(&function) {
+                AWAKE.iter().for_each(|name| look(root, Of::Text, file(name), files, &mut left));
+            }
             look(root, Of::Link, file("iommu_group"), files, &mut left);
         }
     }

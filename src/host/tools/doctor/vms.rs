@@ -1,5 +1,6 @@
 //! Running VMs with passed-through devices: QEMU processes of root's, or of who asks.
 
+use super::Depth;
 use super::bounded::{below, link, names, seen, text};
 use crate::host::analysis::doctor::host_facts::{Files, Seen, Vm};
 use crate::host::system::processes::of_user;
@@ -12,8 +13,10 @@ use std::path::Path;
 const MAX_VMS: usize = 64;
 /// Limit of words of a command line.
 const MAX_WORDS: usize = 4096;
+/// Files of a process whose reading walks all its page tables, below the lock of its memory.
+const WALKS: [&str; 2] = ["smaps_rollup", "numa_maps"];
 
-pub fn read(root: &Path, files: &mut Files) -> Vec<Vm> {
+pub fn read(root: &Path, depth: Depth, files: &mut Files) -> Vec<Vm> {
     let proc = below(root, Path::new("/proc"));
     let owners = BTreeSet::from([0, geteuid().as_raw()]);
     let mut vms: Vec<Vm> =
@@ -27,8 +30,9 @@ pub fn read(root: &Path, files: &mut Files) -> Vec<Vm> {
                 files.insert(vm.proc(name), seen);
             }
         };
-        for name in ["status", "smaps_rollup", "numa_maps"] {
-            put(name, text(&dir.join(name)));
+        put("status", text(&dir.join("status")));
+        for name in WALKS {
+            put(name, depth.costly(|| text(&dir.join(name))));
         }
         put("fd", targets(&dir.join("fd")));
         put("vcpus", vcpus(&dir.join("task")));
@@ -36,7 +40,7 @@ pub fn read(root: &Path, files: &mut Files) -> Vec<Vm> {
         if geteuid().is_root() {
             continue;
         }
-        for name in ["smaps_rollup", "numa_maps"] {
+        for name in WALKS {
             if files.text(&vm.proc(name)).is_ok_and(str::is_empty) {
                 files.insert(vm.proc(name), Seen::Denied);
             }

@@ -4,18 +4,20 @@ use super::recorded::Recorded;
 use super::vmm_process::Vmm;
 use crate::events::names;
 use crate::events::record::Kind;
-use crate::host::data::boot_dir::dated;
+use crate::host::data::boot_dir::{dated, open};
 use crate::host::data::boot_file::{FileLine, HostEvent, HostLine, for_each_line};
 use crate::host::data::trace_file;
 use anyhow::{Context, Result};
 use std::fs::{self, File, OpenOptions, Permissions};
-use std::io::{Read, Write};
+use std::io::{Read, Seek, SeekFrom, Write};
 use std::os::unix::fs::{MetadataExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 
 /// Newest boots that are looked at, and bytes of each: the first connection stands at the front.
 const MAX_BOOTS: usize = 32;
 const HEAD: u64 = 64 * 1024;
+/// Bytes of a boot that are read for its end: many times the collector's limit.
+const LONGEST: u64 = 256 << 20;
 
 /// File of the boot that this VM sends, which connected after `since_ns` on CLOCK_REALTIME.
 pub fn find(dir: &Path, vmm: &Vmm, since_ns: Option<i64>) -> Option<PathBuf> {
@@ -28,19 +30,26 @@ pub fn find(dir: &Path, vmm: &Vmm, since_ns: Option<i64>) -> Option<PathBuf> {
                 is_it |= vmm.is_peer(&peer) && since_ns.is_none_or(|since| realtime_ns >= since);
             }
         };
-        File::open(path).is_ok_and(|file| for_each_line(file.take(HEAD), look).is_ok()) && is_it
+        open(path).is_ok_and(|file| for_each_line(file.take(HEAD), look).is_ok()) && is_it
     })
 }
 
-/// Whether the guest has sent that its GPUs are settled, or that it powers off.
-pub fn is_over(path: &Path) -> bool {
+/// Length of a boot's file in bytes; 0 where there is none.
+pub fn length(path: &Path) -> u64 {
+    open(path).and_then(|file| file.metadata()).map_or(0, |meta| meta.len())
+}
+
+/// Whether the guest has sent, in the file from `from` bytes on, that its GPUs are settled, or that
+/// it powers off.
+pub fn is_over(path: &Path, from: u64) -> bool {
     let mut over = false;
     let look = |_, _, line| {
         if let Ok(FileLine::Record(record)) = line {
             over |= record.kind == Kind::Event && matches!(record.name.as_str(), names::SETTLED | names::POWER_OFF);
         }
     };
-    File::open(path).is_ok_and(|file| for_each_line(file, look).is_ok()) && over
+    let behind = |mut file: File| file.seek(SeekFrom::Start(from)).map(|_| file.take(LONGEST));
+    open(path).and_then(behind).is_ok_and(|file| for_each_line(file, look).is_ok()) && over
 }
 
 /// Lines of the file of a trace.
@@ -51,10 +60,11 @@ pub fn lines(recorded: &Recorded) -> String {
 }
 
 /// Writes the trace beside the boot's file, as that file's owner and readable by the same. The
-/// directory is the collector's: the file gets its name when it is whole, and no link is followed.
+/// directory is the collector's: the file gets its name when it is whole, no link is followed, and
+/// an earlier trace of the boot stays.
 pub fn write(boot: &Path, recorded: &Recorded) -> Result<PathBuf> {
     let path = trace_file::beside(boot);
-    let meta = boot.metadata().with_context(|| format!("look at {}", boot.display()))?;
+    let meta = open(boot).and_then(|file| file.metadata()).with_context(|| format!("look at {}", boot.display()))?;
     let made = path.with_extension(format!("{}.{}", trace_file::EXTENSION, std::process::id()));
     let file = OpenOptions::new().write(true).create_new(true).open(&made).with_context(|| format!("make {}", made.display()))?;
     let fill = |mut file: File| -> Result<()> {
@@ -62,12 +72,11 @@ pub fn write(boot: &Path, recorded: &Recorded) -> Result<PathBuf> {
         file.set_permissions(Permissions::from_mode(meta.mode() & 0o666))?;
         std::os::unix::fs::fchown(&file, Some(meta.uid()), Some(meta.gid()))?;
         file.sync_all()?;
-        Ok(fs::rename(&made, &path)?)
+        fs::hard_link(&made, &path).context("an earlier trace of this boot is not replaced: move it away to keep another one")
     };
-    if let Err(error) = fill(file) {
-        // The error is of more use than that of the removal.
-        let _unused = fs::remove_file(&made);
-        return Err(error).with_context(|| format!("write {}", path.display()));
-    }
+    let filled = fill(file);
+    // An error of the writing is of more use than that of the removal.
+    let _unused = fs::remove_file(&made);
+    filled.with_context(|| format!("write {}", path.display()))?;
     Ok(path)
 }

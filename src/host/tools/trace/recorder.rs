@@ -31,6 +31,10 @@ const MAX_SAMPLES: usize = 64;
 const CHANGE: u64 = 16;
 /// Limit of threads and of shims that are remembered.
 const MAX_KNOWN: usize = 4096;
+/// Pieces of the pipe that are read at once.
+const MAX_CHUNKS: usize = 256;
+/// Namespace of process ids in which a machine starts (<linux/proc_ns.h>).
+const FIRST_PIDS: &str = "pid:[4026531836]";
 /// Resolution of a time in the kernel's trace.
 const RESOLUTION_NS: u64 = 1000;
 
@@ -76,6 +80,11 @@ pub fn record(wanted: &Wanted, log: &mut dyn FnMut(&str)) -> Result<Recorded> {
     if !nix::unistd::geteuid().is_root() {
         bail!("the kernel's tracing is root's: run kata-gpu-boot trace as root");
     }
+    let pids = std::fs::read_link("/proc/self/ns/pid").context("read /proc/self/ns/pid")?;
+    if pids != Path::new(FIRST_PIDS) {
+        // The trace has the machine's ids, and leftovers are told by processes that are gone.
+        bail!("this container has process ids of its own ({}): give its pod hostPID: true", pids.display());
+    }
     let (root, proc) = (tracefs()?, Path::new("/proc"));
     let gone = remove_leftovers(&root, proc)?;
     if !gone.is_empty() {
@@ -89,9 +98,10 @@ pub fn record(wanted: &Wanted, log: &mut dyn FnMut(&str)) -> Result<Recorded> {
     };
     // Blocked before there is something to remove: a signal then ends the loop, not the process.
     let mut signals = SigSet::empty();
-    [Signal::SIGINT, Signal::SIGTERM, Signal::SIGHUP].into_iter().for_each(|signal| signals.add(signal));
+    [Signal::SIGINT, Signal::SIGTERM, Signal::SIGHUP, Signal::SIGQUIT].into_iter().for_each(|signal| signals.add(signal));
     signals.thread_block().context("block signals")?;
-    let signals = SignalFd::with_flags(&signals, SfdFlags::SFD_NONBLOCK | SfdFlags::SFD_CLOEXEC).context("signalfd")?;
+    let blocked = signals;
+    let signals = SignalFd::with_flags(&blocked, SfdFlags::SFD_NONBLOCK | SfdFlags::SFD_CLOEXEC).context("signalfd")?;
 
     let session = Session::start(&root, std::process::id())?;
     session.missing.iter().for_each(|missing| log(missing));
@@ -101,7 +111,11 @@ pub fn record(wanted: &Wanted, log: &mut dyn FnMut(&str)) -> Result<Recorded> {
         None => log("waiting for the next VM; Ctrl-C ends"),
     }
     let ended = recorder.run(&signals, log)?;
-    recorder.finish(ended)
+    let recorded = recorder.finish(ended);
+    // Nothing is left to remove: a signal ends a print that hangs.
+    drop(signals);
+    blocked.thread_unblock().context("unblock signals")?;
+    recorded
 }
 
 struct Recorder<'a> {
@@ -129,6 +143,8 @@ struct Recorder<'a> {
     unreadable: u64,
     boot: Option<PathBuf>,
     boot_bytes: u64,
+    /// Bytes of the boot's file from before this recording: its end was that of the boot.
+    boot_from: u64,
 }
 
 impl<'a> Recorder<'a> {
@@ -154,6 +170,7 @@ impl<'a> Recorder<'a> {
             unreadable: 0,
             boot: None,
             boot_bytes: 0,
+            boot_from: 0,
         })
     }
 
@@ -194,10 +211,10 @@ impl<'a> Recorder<'a> {
         }
     }
 
-    /// Reads all events that there are.
+    /// Reads the events that there are; of endless ones a part, so that signals and limits count.
     fn read(&mut self, log: &mut dyn FnMut(&str)) -> Result<()> {
         let mut chunk = vec![0; 64 * 1024];
-        loop {
+        for _ in 0..MAX_CHUNKS {
             let n = match self.pipe.read(&mut chunk) {
                 Ok(0) => return Ok(()),
                 Ok(n) => n,
@@ -215,6 +232,7 @@ impl<'a> Recorder<'a> {
             self.lines = lines;
             done?;
         }
+        Ok(())
     }
 
     fn line(&mut self, line: &[u8], log: &mut dyn FnMut(&str)) -> Result<()> {
@@ -285,12 +303,16 @@ impl<'a> Recorder<'a> {
             // A VM that is already known may have connected long ago.
             let since_ns = self.exec_ns.map(|at| at.saturating_add(self.offset.0));
             self.boot = boot_of_vm::find(&self.wanted.dir, vmm, since_ns);
+            if let (None, Some(boot)) = (self.exec_ns, &self.boot) {
+                self.boot_from = boot_of_vm::length(boot);
+                self.boot_bytes = self.boot_from;
+            }
         }
         let Some(boot) = &self.boot else { return Ok(None) };
-        let bytes = boot.metadata().map_or(0, |meta| meta.len());
+        let bytes = boot_of_vm::length(boot);
         let changed = bytes != self.boot_bytes;
         self.boot_bytes = bytes;
-        Ok((changed && boot_of_vm::is_over(boot)).then(|| "the guest's GPUs were settled".into()))
+        Ok((changed && boot_of_vm::is_over(boot, self.boot_from)).then(|| "the guest's GPUs were settled".into()))
     }
 
     fn finish(mut self, ended: String) -> Result<Recorded> {

@@ -9,6 +9,7 @@
 use super::probes::{At, Count, ECAM, EXEC, EXEC_FILTER, EXITS, FAULTS, PAGE_FAULTS, PORTS, PROBES, Probe, RUN};
 use super::trace_line::{HistRow, histogram};
 use anyhow::{Context, Result, bail};
+use nix::unistd::{SysconfVar, sysconf};
 use std::collections::BTreeSet;
 use std::fs::{self, File, OpenOptions};
 use std::io::{self, Read, Write};
@@ -19,8 +20,10 @@ use std::path::{Path, PathBuf};
 const INSTANCE: &str = "kata-gpu-boot-";
 /// Group of probes, and beginning of the synthetic event's name, before the process id.
 const GROUP: &str = "kata_gpu_boot_";
-/// Buffer of each processor, in KiB: some hundred thousand events.
-const BUFFER_KIB: u32 = 8192;
+/// Buffer of all processors, in KiB, which is memory of the kernel's; most and least of one.
+const BUFFERS_KIB: i64 = 256 << 10;
+const MOST_KIB: i64 = 8192;
+const LEAST_KIB: i64 = 512;
 /// Limit of a file of tracefs that is read whole.
 const MAX_FILE: u64 = 4 << 20;
 
@@ -72,7 +75,8 @@ impl Session {
         let mut session =
             Self { root: root.to_path_buf(), instance, group: format!("{GROUP}{pid}"), missing: Vec::new(), counts: Vec::new() };
         session.set("trace_clock", "boot")?;
-        session.set("buffer_size_kb", &BUFFER_KIB.to_string())?;
+        let processors = sysconf(SysconfVar::_NPROCESSORS_CONF).ok().flatten().unwrap_or(1).max(1);
+        session.set("buffer_size_kb", &(BUFFERS_KIB / processors).clamp(LEAST_KIB, MOST_KIB).to_string())?;
         // Threads and children of a process that is traced are, too.
         session.set("options/event-fork", "1")?;
         for probe in PROBES {
