@@ -66,8 +66,8 @@ pub struct Args {
     #[arg(long)]
     json: bool,
     /// Check every 10 minutes, and leave the seconds of each finding in --dir, where the collector
-    /// gives them as the metric kata_gpu_boot_doctor_finding_seconds. Leaves out files whose reading
-    /// holds up guests: smaps_rollup, numa_maps, pagetypeinfo.
+    /// gives them as the metric kata_gpu_boot_doctor_finding_seconds. Leaves out
+    /// files whose reading holds up guests: smaps_rollup, numa_maps, pagetypeinfo.
     #[arg(long, requires = "dir", conflicts_with_all = ["json", "at_most", "verbose"])]
     daemonset_check: bool,
 }

@@ -9,6 +9,24 @@ use std::io::{self, ErrorKind, Read};
 use std::os::fd::AsRawFd;
 use std::path::{Path, PathBuf};
 
+/// How much of a host is read.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Depth {
+    Full,
+    /// Leaves out files whose reading holds a lock of the kernel or of a running VM for long.
+    Light,
+}
+
+impl Depth {
+    /// Result of reading a file that holds such a lock.
+    pub fn costly(self, read: impl FnOnce() -> io::Result<String>) -> io::Result<String> {
+        match self {
+            Self::Full => read(),
+            Self::Light => Err(io::Error::other("left out by --daemonset-check, since reading it would hold up guests")),
+        }
+    }
+}
+
 /// Limit of an ordinary file: /proc/interrupts of 512 CPUs has 6 MB.
 pub const MAX_FILE: u64 = 16 << 20;
 /// Limit of entries of one directory.

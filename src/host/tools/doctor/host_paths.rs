@@ -1,7 +1,6 @@
 //! The files that rules read, as one table of patterns.
 
-use super::Depth;
-use super::bounded::{below, link, names, seen, text};
+use super::bounded::{Depth, below, link, names, seen, text};
 use crate::host::analysis::doctor::host_facts::{DEVICES, Files, Seen};
 use crate::host::analysis::doctor::kernel_rules::IOMMU;
 use crate::host::analysis::doctor::memory_rules::BLOCKS;
@@ -62,7 +61,7 @@ pub fn read(root: &Path, depth: Depth, files: &mut Files) {
             look(root, *of, path, files, &mut left);
         }
     }
-    // It counts blocks below the locks of all zones.
+    // Reading it counts blocks below the locks of all zones.
     if let Some(seen) = seen(depth.costly(|| text(&below(root, Path::new(BLOCKS))))) {
         files.insert(BLOCKS, seen);
     }

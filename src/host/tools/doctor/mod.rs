@@ -16,26 +16,8 @@ use crate::host::analysis::doctor::own_boots::{MAX_BOOTS, OwnBoots};
 use crate::host::analysis::loaded::load;
 use crate::host::data::boot_dir::dated;
 use crate::host::data::text::printable;
-use std::io;
+pub use bounded::Depth;
 use std::path::Path;
-
-/// How much of a host is read.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Depth {
-    Full,
-    /// Leaves out files whose reading holds a lock of the kernel or of a running VM for long.
-    Light,
-}
-
-impl Depth {
-    /// Result of reading a file that holds such a lock.
-    fn costly(self, read: impl FnOnce() -> io::Result<String>) -> io::Result<String> {
-        match self {
-            Self::Full => read(),
-            Self::Light => Err(io::Error::other("left out by --daemonset-check, since reading it would hold up guests")),
-        }
-    }
-}
 
 /// Everything but the boots, of the host below `root`.
 pub fn facts_at(root: &Path, kata_config: Option<&Path>, depth: Depth) -> HostFacts {

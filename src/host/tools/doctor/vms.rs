@@ -1,7 +1,6 @@
 //! Running VMs with passed-through devices: QEMU processes of root's, or of who asks.
 
-use super::Depth;
-use super::bounded::{below, link, names, seen, text};
+use super::bounded::{Depth, below, link, names, seen, text};
 use crate::host::analysis::doctor::host_facts::{Files, Seen, Vm};
 use crate::host::system::processes::of_user;
 use nix::unistd::geteuid;
