@@ -6,7 +6,7 @@
 
 use super::held_up::{HeldUp, held_up};
 use crate::host::boot::intervals::percent;
-use crate::host::boot::intervals::{Intervals, length};
+use crate::host::boot::intervals::{Intervals, sum};
 use crate::host::boot::timeline::{Step, Timeline, Window};
 use serde::Serialize;
 use std::collections::BTreeMap;
@@ -87,7 +87,7 @@ type Sums = BTreeMap<String, Sum>;
 
 impl Sum {
     fn add(&mut self, step: &Step, own: &[(i64, i64)]) {
-        let took = own.iter().map(|(b, e)| length(*b, *e)).fold(0, u64::saturating_add);
+        let took = sum(own);
         self.time.count += 1;
         self.time.sum_ns = self.time.sum_ns.saturating_add(took);
         self.time.longest_ns = self.time.longest_ns.max(took);

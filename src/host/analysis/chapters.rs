@@ -8,7 +8,7 @@ use super::blame::{Time, own_times};
 use super::critical_path::gain;
 use crate::events::catalogue::Phase;
 use crate::host::boot::host_trace::HostTrace;
-use crate::host::boot::intervals::{Intervals, length, percent};
+use crate::host::boot::intervals::{Intervals, percent, sum};
 use crate::host::boot::model::Boot;
 use crate::host::boot::timeline::{Step, Timeline, Window};
 use crate::host::data::text::printable;
@@ -114,7 +114,7 @@ pub fn chapters(boot: &Boot, window: &Window) -> Vec<Chapter> {
     let chapter = |(phase, steps): (Phase, Vec<Timed>)| {
         let working = || steps.iter().filter(|(_, step, _)| !step.row.waiting);
         let own: Vec<(i64, i64)> = working().flat_map(|(_, _, own)| own.iter().copied()).collect();
-        let sum_ns = total(&own);
+        let sum_ns = sum(&own);
         let wall_ns = Intervals::union(own).total_ns();
         let indices: Vec<usize> = working().map(|(i, _, _)| *i).collect();
         Chapter {
@@ -123,7 +123,7 @@ pub fn chapters(boot: &Boot, window: &Window) -> Vec<Chapter> {
             time: Time {
                 count: indices.len() as u64,
                 sum_ns,
-                longest_ns: working().map(|(_, _, own)| total(own)).max().unwrap_or(0),
+                longest_ns: working().map(|(_, _, own)| sum(own)).max().unwrap_or(0),
                 wall_ns,
                 share: percent(wall_ns, window.wall_ns()),
             },
@@ -135,10 +135,6 @@ pub fn chapters(boot: &Boot, window: &Window) -> Vec<Chapter> {
     // Stable: phases that begin at once stay in the order of a boot.
     chapters.sort_by_key(|chapter| chapter.at_ns);
     chapters
-}
-
-fn total(pieces: &[(i64, i64)]) -> u64 {
-    pieces.iter().map(|(begin, end)| length(*begin, *end)).fold(0, u64::saturating_add)
 }
 
 /// The lines of a phase. A step of the trace inside a step of the same phase is part of that line.
@@ -154,7 +150,7 @@ fn lines(timeline: &Timeline, steps: &[Timed], host: Option<&HostTrace>) -> Vec<
         let draft = drafts.entry(of).or_default();
         draft.pieces.extend_from_slice(own);
         let of_name = draft.by_name.entry(&main.name).or_default();
-        *of_name = of_name.saturating_add(total(own));
+        *of_name = of_name.saturating_add(sum(own));
         draft.count += u64::from(std::ptr::eq(main, *step));
         draft.failed |= step.failed;
         draft.open |= step.open;

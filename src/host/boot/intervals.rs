@@ -15,6 +15,11 @@ pub fn length(begin_ns: i64, end_ns: i64) -> u64 {
     if end_ns > begin_ns { end_ns.abs_diff(begin_ns) } else { 0 }
 }
 
+/// Sum of the lengths of intervals, those that overlap counted each.
+pub fn sum(of: &[(i64, i64)]) -> u64 {
+    of.iter().map(|(begin, end)| length(*begin, *end)).fold(0, u64::saturating_add)
+}
+
 impl Intervals {
     /// Union of any intervals; those that end before they begin are empty.
     pub fn union(mut of: Vec<(i64, i64)>) -> Self {
@@ -49,7 +54,7 @@ impl Intervals {
 
     /// Total time in the set.
     pub fn total_ns(&self) -> u64 {
-        self.0.iter().map(|(begin, end)| length(*begin, *end)).fold(0, u64::saturating_add)
+        sum(&self.0)
     }
 }
 

@@ -10,7 +10,7 @@ use crate::host::analysis::critical_path::{critical_path, gain};
 use crate::host::analysis::loaded::load;
 use crate::host::boot::coverage::coverage;
 use crate::host::boot::intervals::length;
-use crate::host::data::boot_file::{HostEvent, HostKind, HostLine};
+use crate::host::data::boot_file::{HostEvent, HostLine};
 use crate::host::data::text::Screen;
 use crate::host::data::trace_file::Traced;
 use crate::host::testing::{TempDir, golden, tests_dir};
@@ -132,7 +132,6 @@ fn what_a_trace_saw_stands_below_its_step() {
     let loaded = load(&boot, None).unwrap();
     let enabling = loaded.boot.timeline.steps.iter().find(|step| step.name == "gpu.enable").unwrap();
     let at_ns = u64::try_from(enabling.begin_ns).unwrap() + 100_000_000;
-    let line = |event| HostLine { schema: 1, kind: HostKind::Host, realtime_ns: 0, event };
     let mapped = Traced {
         name: traced::VMM_MAP_BAR.into(),
         began_realtime_ns: loaded.file.clock().wall_at(at_ns).unwrap().realtime_ns,
@@ -146,7 +145,7 @@ fn what_a_trace_saw_stands_below_its_step() {
         ..Traced::default()
     };
     let events = [HostEvent::Recording(Box::default()), HostEvent::Traced(Box::new(mapped))];
-    let text: String = events.map(|event| serde_json::to_string(&line(event)).unwrap() + "\n").concat();
+    let text: String = events.map(|event| HostLine::now(event).to_line()).concat();
     std::fs::write(boot.with_extension("trace"), text).unwrap();
     let seen = explain::text(&parse(&words), &Screen::PLAIN).unwrap();
     let new: Vec<&str> = seen.lines().filter(|line| !untraced.lines().any(|old| old == *line)).map(str::trim).collect();
