@@ -685,13 +685,6 @@ rows! {
     /// The driver cleared an interrupt that it finds when an initialisation starts; it does not say
     /// of which GPU.
     GPU_INIT_MARK = "driver.init-mark", Event, Driver, Other { nth: "" };
-    /// VFIO pinned one region: all calls of `vfio_pin_pages_remote` for it.
-    VFIO_PIN = "vfio.pin", Span, Host, BarMapping { bytes: "", calls: "", pid: "" };
-    /// All calls of `vfio_pin_pages_remote` in a trace.
-    VFIO_PINS = "vfio.pins", Event, Host, Other
-        { calls: "", bytes: "", took_ms: "", sizes: "pages a call: how many", regions: "" };
-    /// A histogram that bpftrace printed.
-    VFIO_HISTOGRAM = "vfio.histogram", Event, Host, Other { map: "", buckets: "" };
     /// containerd was asked for something by its CRI, or has answered.
     SANDBOX_RUN = "sandbox.run", Event, Runtime, Other { call: "", container: "", pod: "" };
     /// containerd called CNI, or CNI has answered.

@@ -8,15 +8,13 @@ use crate::initrd::gzip;
 use crate::{golden, project};
 use kata_gpu_init::events::catalogue::logged as own;
 use kata_gpu_init::events::names;
-use kata_gpu_init::events::record::Kind;
 use kata_gpu_init::host::boot::model::{Boot, Container};
 use kata_gpu_init::host::data::agent_log;
 use kata_gpu_init::host::data::boot_file::BootFile;
-use kata_gpu_init::host::data::compact_record::{Field, Record};
+use kata_gpu_init::host::data::compact_record::Record;
 use kata_gpu_init::host::data::imported_record::{Format, mark, of_record};
 use kata_gpu_init::host::data::text::Screen;
 use kata_gpu_init::host::tools::import::assemble::{import, read};
-use kata_gpu_init::host::tools::import::bpftrace;
 use kata_gpu_init::host::tools::import::choose::Source;
 use kata_gpu_init::host::tools::import::import_report::{self, Report};
 use kata_gpu_init::host::tools::import::item::Skip;
@@ -57,15 +55,11 @@ fn every_format_has_its_golden_page() {
         ("journal", &["containerd.log"]),
         ("journald-json", &["journal.json"]),
         ("console", &["console.log"]),
-        ("bpftrace", &["bpftrace.txt"]),
-        ("bpftrace-own-program", &["bpftrace-own-program.txt"]),
-        ("function-graph", &["function_graph.txt"]),
         ("pod", &["pod.json"]),
         ("stream", &["two-gpus.ndjson"]),
         ("our-console", &["two-gpus.console"]),
         ("cri", &["../agent/containerd-1.7-kata-4.1.0-cri.log", "../agent/containerd-1.7-kata-4.1.0-cri.ndjson"]),
-        ("journal-bpftrace-pod", &["containerd.log", "bpftrace.txt", "pod.json"]),
-        ("console-function-graph", &["console.log", "function_graph.txt"]),
+        ("journal-pod", &["containerd.log", "pod.json"]),
     ];
     for (name, files) in cases {
         let (report, file) = of_fixtures(files);
@@ -152,52 +146,6 @@ fn driver_lines_are_initialisations_and_an_enabling_counts_once() {
     assert_eq!((steps("gpu.enable").len(), steps("gpu.map").len()), (3, 0));
 }
 
-/// Times at which the host mapped the large BARs in the made-up boot, in ns since kernel start.
-const MAPPED: [(&str, i64, i64); 3] = [
-    ("0000:02:00.0", 2_751_100_000, 3_246_200_000),
-    ("0000:06:00.0", 6_021_100_000, 3_266_800_000),
-    ("0000:05:00.0", 9_311_100_000, 3_291_100_000),
-];
-
-#[test]
-fn calls_of_a_trace_find_their_gpus_with_any_clock() {
-    for files in [
-        ["containerd.log", "bpftrace.txt"],
-        ["containerd.log", "bpftrace-own-program.txt"],
-        ["containerd.log", "function_graph.txt"],
-        ["console.log", "function_graph.txt"],
-        ["console.log", "bpftrace.txt"],
-    ] {
-        let (report, file) = of_fixtures(&files);
-        let pins: Vec<&Record> = file.records.iter().filter(|r| r.name == own::VFIO_PIN && r.kind == Kind::Begin).collect();
-        assert_eq!(pins.len(), 3, "{files:?}");
-        for (gpu, begin, took) in MAPPED {
-            let pin = pins.iter().find(|r| r.gpu == gpu.parse().ok()).unwrap_or_else(|| panic!("{files:?}: no call of {gpu}"));
-            let error = mark(pin).unwrap().error_ns;
-            assert!(
-                pin.boottime_ns.abs_diff(begin as u64) <= error && error <= 20_000_000,
-                "{files:?} {gpu}: {} +-{error}",
-                pin.boottime_ns
-            );
-            let end = file.records.iter().find(|r| r.kind == Kind::End && r.span == pin.span).unwrap();
-            let lasted = end.boottime_ns - pin.boottime_ns;
-            assert!(lasted.abs_diff(took as u64) <= 1_000_000, "{lasted}");
-            assert_eq!(pin.fields.get("bar").and_then(Field::as_u64), Some(2));
-        }
-        let sum = report.files.iter().find_map(|f| f.trace.as_ref()).unwrap();
-        assert_eq!((sum.calls, sum.bytes), (14, Some((8 << 30) + 3 * (128 << 30) + 3 * (32 << 20))));
-        assert_eq!(sum.sizes, [(1, 2), (100, 1), (1000, 4), (100_000, 3), (1_000_000, 1), (10_000_000, 3)].into(), "{files:?}");
-    }
-}
-
-#[test]
-fn the_program_that_is_printed_is_the_one_that_is_read() {
-    // The program's format, filled in as bpftrace does it.
-    assert!(bpftrace::PROGRAM.contains(r#""%sZ vfio_pin_pages_remote vaddr=0x%lx npage=%lu ret=%ld us=%lu pid=%d\n""#));
-    let line = "2026-01-02T03:04:08.001100Z vfio_pin_pages_remote vaddr=0x750000000000 npage=33554432 ret=33554432 us=3246200 pid=3454228";
-    assert!(String::from_utf8(bytes("bpftrace-own-program.txt")).unwrap().contains(line));
-}
-
 #[test]
 fn records_from_logs_are_marked_and_a_guests_own_unchanged() {
     let (_, alone) = of_fixtures(&["console.log"]);
@@ -270,7 +218,7 @@ fn hostile_logs_cost_their_own_lines_and_reach_no_terminal() {
         "[    1.000000] nvidia ffffffff:ff:1f.7: enabling device (\n",
     );
     let junk: Vec<u8> = (0..50_000u32).map(|i| (i.wrapping_mul(2_654_435_761) >> 13) as u8).collect();
-    for name in ["console.log", "containerd.log", "bpftrace.txt", "function_graph.txt", "two-gpus.ndjson"] {
+    for name in ["console.log", "containerd.log", "two-gpus.ndjson"] {
         let whole = bytes(name);
         let hostile = [whole.clone(), b"\n".to_vec(), long.clone(), junk.clone(), b"\n".to_vec(), evil.as_bytes().to_vec(), whole].concat();
         let mut one = source(name, hostile).unwrap_or_else(|e| panic!("{name}: {e:#}"));
@@ -288,7 +236,7 @@ fn hostile_logs_cost_their_own_lines_and_reach_no_terminal() {
 
 #[test]
 fn every_cut_of_every_format_is_read_or_refused_in_one_line() {
-    for name in ["console.log", "containerd.log", "journal.json", "bpftrace.txt", "function_graph.txt", "pod.json", "two-gpus.ndjson"] {
+    for name in ["console.log", "containerd.log", "journal.json", "pod.json", "two-gpus.ndjson"] {
         let whole = bytes(name);
         let mut imports = 0;
         for end in (0..whole.len()).step_by(whole.len() / 23) {
@@ -309,7 +257,7 @@ fn every_cut_of_every_format_is_read_or_refused_in_one_line() {
 fn junk_is_of_no_format_and_of_any_format_gives_nothing() {
     let junk: Vec<u8> = (0..200_000u32).map(|i| (i.wrapping_mul(2_654_435_761) >> 13) as u8).collect();
     assert!(source("junk", junk.clone()).unwrap_err().to_string().contains("--format"));
-    for format in [Format::Journal, Format::Console, Format::Bpftrace, Format::Ftrace, Format::Pod, Format::Stream] {
+    for format in [Format::Journal, Format::Console, Format::Pod, Format::Stream] {
         let input = Input::new("junk", Box::new(Cursor::new(junk.clone()))).unwrap();
         let error = read("junk", input, Some(format)).map(|s| s.count).unwrap_err();
         assert!(!format!("{error:#}").contains('\n'), "{error:#}");

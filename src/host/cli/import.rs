@@ -6,7 +6,6 @@ use crate::host::data::imported_record::Format;
 use crate::host::data::text::{Screen, printable};
 use crate::host::system::stdout::print;
 use crate::host::tools::import::assemble::{import, read};
-use crate::host::tools::import::bpftrace::PROGRAM;
 use crate::host::tools::import::choose::Source;
 use crate::host::tools::import::draft_writer;
 use crate::host::tools::import::import_report;
@@ -23,9 +22,6 @@ Formats, each found by its lines (or named with --format):
             journalctl -t kata -o json --all
   console   a guest's console log: kernel stamps, lines of kata-agent, of NVRC,
             of kata-gpu-init
-  bpftrace  output of bpftrace on vfio_pin_pages_remote (--print-bpftrace prints
-            a program)
-  ftrace    function_graph output of the same function
   pod       kubectl get pod NAME -o json
   stream    a file of `collect`, or a guest's boot.ndjson
 All may be gzip files; - is standard input. Files of one boot are put on one clock; the report names the way and its error. A record \
@@ -34,8 +30,8 @@ from a log has fields.import (format, line, error_ns); ~ marks times with an err
 Examples:
   # see one boot from the logs of a node
   journalctl -u containerd -o json --all --since -10m | kata-gpu-boot import -
-  # the incumbent's boot, with records of host and Kubernetes, for all commands
-  kata-gpu-boot import containerd.log bpftrace.txt pod.json -o incumbent.ndjson
+  # the incumbent's boot, with records of Kubernetes, for all commands
+  kata-gpu-boot import containerd.log pod.json -o incumbent.ndjson
   kata-gpu-boot show incumbent.ndjson
   # a console log with several boots in it: the second
   kata-gpu-boot import console.log.gz --boot 2 --boot-dir boots";
@@ -45,7 +41,7 @@ Examples:
 #[command(after_help = HELP)]
 pub struct Args {
     /// Logs of one boot, of any of the formats below.
-    #[arg(required_unless_present = "print_bpftrace", value_name = "FILE")]
+    #[arg(required = true, value_name = "FILE")]
     files: Vec<PathBuf>,
     /// Directory to write the boot into, as BOOT_ID.ndjson.
     #[arg(long, value_name = "DIR")]
@@ -66,16 +62,10 @@ pub struct Args {
     /// Show details too.
     #[arg(short, long)]
     verbose: bool,
-    /// Print a program for bpftrace whose output can be imported without loss.
-    #[arg(long, conflicts_with = "files")]
-    print_bpftrace: bool,
 }
 
 /// Runs `import`.
 pub fn run(args: &Args) -> Result<()> {
-    if args.print_bpftrace {
-        return print(&format!("{PROGRAM}\n"));
-    }
     let sources = args.files.iter().map(|path| open(path, args.format)).collect::<Result<Vec<_>>>()?;
     let (mut report, text) = import(sources, args.boot)?;
     let path = match (&args.boot_dir, &args.output) {
@@ -155,7 +145,7 @@ mod tests {
             (vec![], "required"),
             (vec![&log, "--output", "a", "--boot-dir", "b"], "cannot be used with"),
             (vec![&log, "--format", "pod"], "kubectl get pod"),
-            (vec![&log, "--format", "ftrace"], "nothing in it was recognised as ftrace"),
+            (vec![&log, "--format", "stream"], "nothing in it was recognised as stream"),
             (vec![&log, "--boot", "7"], "there is no boot 7"),
         ] {
             let error = format!("{:#}", run(&args).unwrap_err());

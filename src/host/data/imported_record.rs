@@ -17,10 +17,6 @@ pub enum Format {
     Journal,
     /// A guest's console log
     Console,
-    /// Output of bpftrace on vfio_pin_pages_remote
-    Bpftrace,
-    /// ftrace's function_graph output of vfio_pin_pages_remote
-    Ftrace,
     /// kubectl get pod -o json
     Pod,
     /// An event stream: what `collect` writes, or a guest's boot.ndjson
@@ -32,8 +28,6 @@ impl Format {
         match self {
             Self::Journal => "journal",
             Self::Console => "console",
-            Self::Bpftrace => "bpftrace",
-            Self::Ftrace => "ftrace",
             Self::Pod => "pod",
             Self::Stream => "stream",
         }

@@ -7,12 +7,10 @@ use kata_gpu_init::host::tools::import::assemble::{import, read};
 use kata_gpu_init::host::tools::import::log_files::Input;
 use std::io::Cursor;
 
-const FORMATS: [Option<Format>; 7] = [
+const FORMATS: [Option<Format>; 5] = [
     None,
     Some(Format::Journal),
     Some(Format::Console),
-    Some(Format::Bpftrace),
-    Some(Format::Ftrace),
     Some(Format::Pod),
     Some(Format::Stream),
 ];

@@ -2,7 +2,6 @@
 //! boots are counted.
 
 use super::agent_lines;
-use super::bpftrace::Trace;
 use super::item::{Count, Fact, Item, Log, Skip, Stamp};
 use super::kernel_lines;
 use super::kernel_lines::Meaning;
@@ -24,7 +23,6 @@ pub struct Source {
     pub format: Format,
     pub count: Count,
     pub logs: Vec<Log>,
-    pub trace: Option<Trace>,
     pub stream: Option<BootFile>,
 }
 

@@ -77,8 +77,6 @@ pub struct Clocks {
     /// Base minus the host's wall clock.
     host: Option<Offset>,
     samples: Clock,
-    /// Base minus the trace's clock.
-    trace: Option<Offset>,
 }
 
 impl Clocks {
@@ -133,7 +131,6 @@ impl Clocks {
                 }
                 None => by(self.host, ns),
             },
-            Stamp::Trace(ns) => by(self.trace, ns),
         }
     }
 
@@ -142,12 +139,6 @@ impl Clocks {
     pub fn sample(&self) -> Option<Sample> {
         let host = self.host.filter(|_| self.samples.samples() == 0)?;
         Some(Sample { boottime_ns: 0, offset_ns: host.ns.checked_neg()?, error_ns: host.error_ns })
-    }
-
-    /// Relates the clock of a trace.
-    pub fn trace_is(&mut self, offset: Offset, by: String) {
-        self.note("trace", by, offset.error_ns);
-        self.trace = Some(offset);
     }
 
     fn note(&mut self, clock: &'static str, by: String, error_ns: u64) {
@@ -255,7 +246,7 @@ impl Clocks {
     fn without_kernel(&mut self, items: &[&Item]) {
         let time = |item: &&&Item| match item.stamp {
             Stamp::Guest(ns) | Stamp::Host(ns) => Some(ns),
-            Stamp::Kernel(_) | Stamp::Boot(_) | Stamp::Trace(_) => None,
+            Stamp::Kernel(_) | Stamp::Boot(_) => None,
         };
         let Some((first, zero)) = items.iter().filter_map(|item| Some((time(&item)?, item))).min_by_key(|(ns, _)| *ns) else {
             return;
@@ -265,13 +256,6 @@ impl Clocks {
         self.host = Some(offset);
         let agrees = if items.iter().any(|i| matches!(i.stamp, Stamp::Host(_))) { WALL_CLOCKS_AGREE_NS } else { 0 };
         self.guest_is(first, 0, agrees);
-    }
-
-    /// Sets 0 to the first call of a trace, where nothing else is given.
-    pub fn trace_alone(&mut self, first_ns: i64) {
-        self.zero = "the first call in the trace: no log here has the guest's kernel".into();
-        self.trace = Some(Offset { ns: first_ns.saturating_neg(), error_ns: 0 });
-        self.host = Some(Offset { ns: first_ns.saturating_neg(), error_ns: 0 });
     }
 }
 
@@ -413,7 +397,6 @@ mod tests {
         assert_eq!((host.at_ns, host.error_ns), (499 * MS, LEAST_DELAY_NS));
         let guest = clocks.place(Stamp::Guest(940_800 * MS)).unwrap();
         assert!(guest.at_ns.abs_diff(800 * MS) <= guest.error_ns, "{guest:?}");
-        assert_eq!(clocks.place(Stamp::Trace(0)), None);
         assert_eq!(clocks.sample().unwrap().offset_ns, 1_000_001 * MS);
     }
 

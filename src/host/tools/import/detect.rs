@@ -1,6 +1,5 @@
 //! The format of a file, by its first lines.
 
-use super::bpftrace::map_name;
 use super::console_lines::kernel_line;
 use crate::host::data::imported_record::Format;
 
@@ -11,8 +10,7 @@ pub fn detect(head: &[u8]) -> Option<Format> {
     if start.starts_with('{') && start.contains("\"kind\"") && is_pod(start) {
         return Some(Format::Pod);
     }
-    let mut votes: Vec<(Format, usize)> =
-        [Format::Stream, Format::Journal, Format::Ftrace, Format::Bpftrace, Format::Console].map(|f| (f, 0)).into();
+    let mut votes: Vec<(Format, usize)> = [Format::Stream, Format::Journal, Format::Console].map(|f| (f, 0)).into();
     for line in text.lines() {
         let Some(format) = of_line(line.trim()) else { continue };
         for (_, n) in votes.iter_mut().filter(|(f, _)| *f == format) {
@@ -36,16 +34,6 @@ fn of_line(line: &str) -> Option<Format> {
     if line.contains("vmconsole=") || line.contains("__REALTIME_TIMESTAMP") || line.contains("\"vmconsole\"") || is_logfmt(line) {
         return Some(Format::Journal);
     }
-    if line.contains("vfio_pin_pages_remote") {
-        let graph = line.contains('|') && (line.contains("us  |") || line.contains(") ") || line.contains("();") || line.contains("() {"));
-        return Some(if graph { Format::Ftrace } else { Format::Bpftrace });
-    }
-    if line.starts_with("# tracer: function_graph") {
-        return Some(Format::Ftrace);
-    }
-    if line.starts_with("Attaching ") && line.contains("probe") || map_name(line).is_some() {
-        return Some(Format::Bpftrace);
-    }
     let stamped = kernel_line(line).is_some();
     let agent = line.contains("\"name\":\"kata-agent\"") || line.contains("\"name\":\"kata-gpu-init\"");
     (stamped || agent).then_some(Format::Console)
@@ -67,14 +55,9 @@ mod tests {
         assert_eq!(of("time=\"2026-01-02T03:04:05Z\" level=info msg=\"x\" vmconsole=\"[    0.1] y\"\n"), Some(Format::Journal));
         assert_eq!(of("Jan 02 h kata[1]: time=\"2026-01-02T03:04:05Z\" level=info msg=\"x\"\n"), Some(Format::Journal));
         assert_eq!(of("{\"__REALTIME_TIMESTAMP\":\"1\",\"MESSAGE\":\"x\"}\n"), Some(Format::Journal));
-        assert_eq!(of("# tracer: function_graph\n#\n"), Some(Format::Ftrace));
-        assert_eq!(of(" 3) @ 3266 us  |  vfio_pin_pages_remote();\n"), Some(Format::Ftrace));
-        assert_eq!(of("Attaching 2 probes...\nvfio_pin_pages_remote took 3 ms\n"), Some(Format::Bpftrace));
         assert_eq!(of("{\n  \"apiVersion\": \"v1\",\n  \"kind\": \"Pod\"\n}\n"), Some(Format::Pod));
         assert_eq!(of("hello\nworld\n"), None);
-        assert_eq!(of("@hist:\n@[tid 7]:\n"), Some(Format::Bpftrace));
         assert_eq!(detect(&[0xff, 0, 1, 2, 200]), None);
-        assert_eq!(detect(b"\n@V]Y\xff\0\x18:\n"), None, "noise that happens to begin and end like the name of a map");
         // A guest's console may hold lines of nvidia-ctk, which look like containerd's.
         assert_eq!(of("[    1.000000] time=\"2026-01-02T03:04:05Z\" level=info msg=\"x\"\n"), Some(Format::Console));
     }

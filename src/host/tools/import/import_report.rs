@@ -4,11 +4,9 @@
 use super::choose::Source;
 use super::clocks::{Clocks, Note};
 use super::item::{Count, Skip};
-use super::pins::Sum;
 use crate::host::data::boot_file::{Imported, ImportedClock, ImportedFile};
 use crate::host::data::imported_record::Format;
-use crate::host::data::text::{Ink, Screen, error_bound, printable, seconds};
-use crate::host::data::units::{histogram, size};
+use crate::host::data::text::{Ink, Screen, error_bound, printable};
 use serde::Serialize;
 
 /// Most files and notes that the boot's file lists: its line has a limit.
@@ -37,8 +35,6 @@ pub struct File {
     pub format: Format,
     #[serde(flatten)]
     pub count: Count,
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub trace: Option<Sum>,
 }
 
 /// The clocks' relations, in the form that is written down.
@@ -83,7 +79,6 @@ pub fn lines(report: &Report, screen: &Screen) -> Vec<String> {
         if let Some(cut) = &file.count.cut {
             out.push(screen.paint(Ink::Warning, &format!("    not read to its end: {}", printable(cut))));
         }
-        out.extend(file.trace.iter().flat_map(trace));
     }
     out.push(format!("0 is {}", printable(&report.zero)));
     for clock in &report.clocks {
@@ -92,17 +87,5 @@ pub fn lines(report: &Report, screen: &Screen) -> Vec<String> {
     out.extend(report.notes.iter().map(|note| screen.paint(Ink::Warning, &printable(note))));
     let written = report.output.as_ref().map_or(String::new(), |path| format!(", written to {}", printable(path)));
     out.push(format!("{} record(s) of boot {}{written}", report.records, report.boot_id));
-    out
-}
-
-fn trace(sum: &Sum) -> Vec<String> {
-    let bytes = sum.bytes.map_or("of unknown size".to_string(), size);
-    let mut out = vec![format!("    {} call(s) in {} region(s), {bytes}, {} s in all", sum.calls, sum.regions, seconds(sum.took_ns))];
-    if !sum.sizes.is_empty() {
-        out.push(format!("    pages a call: {}", histogram(&sum.sizes)));
-    }
-    if !sum.durations_us.is_empty() {
-        out.push(format!("    us a call: {}", histogram(&sum.durations_us)));
-    }
     out
 }

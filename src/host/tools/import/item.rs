@@ -20,8 +20,6 @@ pub enum Stamp {
     Guest(i64),
     /// CLOCK_REALTIME of the host.
     Host(i64),
-    /// A clock of the host that started at an unknown moment (a trace's).
-    Trace(i64),
 }
 
 /// A fact from a log.

@@ -10,21 +10,17 @@
 
 pub mod agent_lines; // lines of the agent and of our init
 pub mod assemble; // files of one boot into one
-pub mod bpftrace; // format: bpftrace output
 pub mod choose; // choice of one boot
 pub mod clocks; // all clocks on one base
 pub mod console_lines; // format: guest console logs
 pub mod detect; // the format of a file
 pub mod derive; // items into records
-pub mod ftrace; // format: function_graph output
 pub mod log_files; // files into lines
 pub mod item; // output of the formats
 pub mod journal_lines; // format: containerd's journal or log
 pub mod kernel_lines; // lines of the guest's kernel
-pub mod pins; // calls of vfio_pin_pages_remote
 pub mod pod; // format: kubectl get pod -o json
 pub mod import_report; // report of an import, for people and programs
 pub mod runtime_lines; // lines of containerd and of Kata's shims
-pub mod split_clock; // stamps of bpftrace whose two halves are of two clocks
 pub mod gpu_enablings; // steps that kernel lines show
 pub mod draft_writer; // records into the file of a boot
