@@ -29,7 +29,7 @@ SECONDS is what the cure saves of one boot: `measured` by this host's own boots,
 the same seconds, so do not add them up. `unsure`: a version that distributions patch, or a figure that its author doubts. What cannot be seen is \
 unknown, never fine; as root more can be seen.
 
-Exit status: 0 nothing costs more than --at-most; 1 something does; 2 the boots in --dir cannot be read.
+Exit status: 0 nothing costs more than --at-most; 1 something does; 2 --root or the boots in --dir cannot be read.
 
 Examples:
   # this host, with its own boots
@@ -89,7 +89,7 @@ pub struct Diagnosis {
 
 /// Runs all rules on a host.
 pub fn diagnosis(root: &Path, kata_config: Option<&Path>, dir: Option<&Path>) -> Result<Diagnosis> {
-    let mut facts = facts_at(root, kata_config, Depth::Full);
+    let mut facts = facts_at(root, kata_config, Depth::Full)?;
     let mut unread = Vec::new();
     if let Some(dir) = dir {
         (facts.boots, unread) = boots(dir)?;
@@ -103,7 +103,7 @@ async fn check_again_and_again(args: &Args, dir: &Path) -> Result<bool> {
     loop {
         // A collector without a boot yet is no error.
         let (boots, _) = boots(dir).unwrap_or_default();
-        let facts = HostFacts { boots, ..facts_at(&args.root, args.kata_config.as_deref(), Depth::Light) };
+        let facts = HostFacts { boots, ..facts_at(&args.root, args.kata_config.as_deref(), Depth::Light)? };
         let found = diagnose(&facts).into_iter().filter(|f| f.verdict == Verdict::Found);
         let check = HostCheck::now(found.map(|f| (f.rule.id.to_string(), f.seconds())).collect());
         match check.write(dir) {

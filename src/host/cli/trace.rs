@@ -49,7 +49,7 @@ pub struct Args {
 #[derive(clap::Args, Debug)]
 #[group(required = true, multiple = false)]
 struct Whose {
-    /// Record the next VM that starts on this machine.
+    /// Record the next VM of Kata, or with functions of VFIO, that starts on this machine.
     #[arg(long)]
     next: bool,
     /// Record the running VM of this sandbox: Kata's id, its beginning is enough.

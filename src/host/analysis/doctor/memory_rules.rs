@@ -20,8 +20,8 @@ const GUEST: f64 = 1.2e12;
 pub const WITHOUT_THP: f64 = 476.0;
 pub const WITH_THP: f64 = 253.0;
 const WITH_GIB_PAGES: f64 = 59.0;
-/// Order of blocks of 2 MiB in pages of 4 KiB.
-const HUGE_ORDER: u32 = 9;
+/// Bytes of a transparent huge page where pages have 4 KiB.
+const HUGE: u64 = 2 << 20;
 
 /// The word of a choice like `always [madvise] never` that is in effect.
 fn chosen<'a>(files: &'a Files, path: &str) -> Result<&'a str, Gap> {
@@ -42,6 +42,12 @@ fn of_guest(problem: Problem, facts: &HostFacts, seconds: f64, how: &str) -> Pro
         Some((bytes, _)) => of_bytes(problem, bytes, seconds, how),
         None => problem,
     }
+}
+
+/// Bytes of a page by those of a huge one: a table of as many entries of 8 bytes as fill a page
+/// describes a huge page. 2 MiB are of pages of 4 KiB, 512 MiB of pages of 64 KiB (arm64).
+fn page_of(huge: u64) -> u64 {
+    1 << ((huge.ilog2() + 3) / 2)
 }
 
 /// Pages of hugetlbfs for guests, beside which other page sizes do not matter.
@@ -182,6 +188,9 @@ pub fn fragmentation(facts: &HostFacts) -> Checked {
     let (wanted, from) = facts.guest_memory().ok_or_else(|| Gap::Unknown("size of guests: no default_memory, no running VM".into()))?;
     let nodes = gpu_nodes(facts)?;
     let text = facts.files.text(BUDDY)?;
+    let huge_page = facts.files.text(&format!("{THP}/hpage_pmd_size")).ok().and_then(|text| text.parse().ok());
+    let huge_page = huge_page.filter(|bytes: &u64| bytes.is_power_of_two()).unwrap_or(HUGE);
+    let page = page_of(huge_page);
     let mut seen = vec![evidence(from, format!("{} MiB", wanted >> 20))];
     let mut missing = 0u64;
     for node in nodes {
@@ -193,9 +202,10 @@ pub fn fragmentation(facts: &HostFacts) -> Checked {
             // Node 0, zone Normal: free blocks of 2^order pages.
             for (order, blocks) in (0u32..).zip(line.split_whitespace().skip(4)) {
                 let blocks: u64 = blocks.parse().map_err(|_| Gap::unreadable(BUDDY, line))?;
-                let bytes = blocks.saturating_mul(4096u64.checked_shl(order).unwrap_or(u64::MAX));
+                let block = page.checked_shl(order).unwrap_or(u64::MAX);
+                let bytes = blocks.saturating_mul(block);
                 all = all.saturating_add(bytes);
-                huge = huge.saturating_add(if order >= HUGE_ORDER { bytes } else { 0 });
+                huge = huge.saturating_add(if block >= huge_page { bytes } else { 0 });
             }
         }
         if !is_there {
@@ -275,4 +285,14 @@ pub fn governor(facts: &HostFacts) -> Checked {
     }
     seen.push(evidence(CPUFREQ, format!("{slow} slow policies")));
     found(seen, "the governor `performance` while guests start: cpupower frequency-set -g performance").checked()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::page_of;
+
+    #[test]
+    fn a_pages_size_follows_from_that_of_a_huge_one() {
+        assert_eq!([2, 32, 512].map(|mib| page_of(mib << 20)), [4096, 16_384, 65_536]);
+    }
 }

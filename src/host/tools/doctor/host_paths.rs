@@ -1,11 +1,10 @@
 //! The files that rules read, as one table of patterns.
 
-use super::bounded::{Depth, below, link, names, seen, text};
+use super::bounded::{Depth, HostRoot, seen};
 use crate::host::analysis::doctor::host_facts::{DEVICES, Files, Seen};
 use crate::host::analysis::doctor::kernel_rules::IOMMU;
 use crate::host::analysis::doctor::memory_rules::BLOCKS;
 use std::io::ErrorKind;
-use std::path::Path;
 
 /// Limit of files that all patterns give: a host with 512 CPUs and 2000 functions has 8000.
 const MAX_FILES: usize = 32_768;
@@ -54,7 +53,7 @@ const AWAKE: &[&str] = &[
     "resource5_resize",
 ];
 
-pub fn read(root: &Path, depth: Depth, files: &mut Files) {
+pub fn read(root: &HostRoot, depth: Depth, files: &mut Files) {
     let mut left = MAX_FILES;
     for (of, pattern) in PATTERNS {
         for path in matches(root, pattern) {
@@ -62,10 +61,10 @@ pub fn read(root: &Path, depth: Depth, files: &mut Files) {
         }
     }
     // Reading it counts blocks below the locks of all zones.
-    if let Some(seen) = seen(depth.costly(|| text(&below(root, Path::new(BLOCKS))))) {
+    if let Some(seen) = seen(depth.costly(|| root.text(BLOCKS))) {
         files.insert(BLOCKS, seen);
     }
-    for function in names(&below(root, Path::new(DEVICES))).unwrap_or_default() {
+    for function in root.names(DEVICES).unwrap_or_default() {
         let file = |name: &str| format!("{DEVICES}/{function}/{name}");
         FUNCTION.iter().for_each(|name| look(root, Of::Text, file(name), files, &mut left));
         if files.text(&file("vendor")).is_ok_and(|vendor| vendor == "0x10de") {
@@ -77,18 +76,17 @@ pub fn read(root: &Path, depth: Depth, files: &mut Files) {
         }
     }
     // Opening it would make a context of IOMMUFD.
-    if below(root, Path::new(IOMMU)).symlink_metadata().is_ok() {
+    if root.has(IOMMU) {
         files.insert(IOMMU, Seen::Text("there".into()));
     }
 }
 
-fn look(root: &Path, of: Of, path: String, files: &mut Files, left: &mut usize) {
-    let place = below(root, Path::new(&path));
+fn look(root: &HostRoot, of: Of, path: String, files: &mut Files, left: &mut usize) {
     let result = match of {
         _ if *left == 0 => Err(std::io::Error::new(ErrorKind::InvalidData, format!("more than {MAX_FILES} files"))),
-        Of::Text => text(&place),
-        Of::Link => link(&place),
-        Of::Names => names(&place).map(|names| names.join("\n")),
+        Of::Text => root.text(&path),
+        Of::Link => root.link(&path),
+        Of::Names => root.names(&path).map(|names| names.join("\n")),
     };
     *left = left.saturating_sub(1);
     if let Some(seen) = seen(result) {
@@ -97,7 +95,7 @@ fn look(root: &Path, of: Of, path: String, files: &mut Files, left: &mut usize) 
 }
 
 /// Paths that a pattern gives. Directories that cannot be listed give none.
-fn matches(root: &Path, pattern: &str) -> Vec<String> {
+fn matches(root: &HostRoot, pattern: &str) -> Vec<String> {
     let mut found = vec![String::new()];
     for part in pattern.split('/').skip(1) {
         let mut next = Vec::new();
@@ -105,7 +103,7 @@ fn matches(root: &Path, pattern: &str) -> Vec<String> {
             match part.split_once('*') {
                 None => next.push(format!("{dir}/{part}")),
                 Some((begin, _)) => {
-                    let entries = names(&below(root, Path::new(&dir))).unwrap_or_default();
+                    let entries = root.names(&dir).unwrap_or_default();
                     next.extend(entries.into_iter().filter(|name| name.starts_with(begin)).map(|name| format!("{dir}/{name}")));
                 }
             }

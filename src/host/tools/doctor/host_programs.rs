@@ -1,6 +1,6 @@
 //! Facts about files that are too large to be read as texts: QEMU's version, a guest's compression.
 
-use super::bounded::open_regular;
+use super::bounded::HostRoot;
 use crate::host::analysis::doctor::host_facts::MajorMinor;
 use memchr::memmem::Finder;
 use std::io::Read;
@@ -16,8 +16,8 @@ const MACHINES: [&str; 2] = ["pc-q35-", "virt-"];
 
 /// Version of a QEMU by the newest machine type whose name is in the program. The program is not
 /// started: nobody vouches for it.
-pub fn qemu_version(path: &Path) -> Option<MajorMinor> {
-    let mut file = open_regular(path).ok()?.take(MAX_PROGRAM);
+pub fn qemu_version(root: &HostRoot, path: &Path) -> Option<MajorMinor> {
+    let mut file = root.regular(path).ok()?.take(MAX_PROGRAM);
     let finders = MACHINES.map(Finder::new);
     let mut text: Vec<u8> = Vec::new();
     let mut newest = None;
@@ -40,7 +40,7 @@ pub fn qemu_version(path: &Path) -> Option<MajorMinor> {
 }
 
 /// Compression by the first bytes of an archive; None: not compressed.
-pub fn compression(path: &Path) -> std::io::Result<Option<&'static str>> {
+pub fn compression(root: &HostRoot, path: &Path) -> std::io::Result<Option<&'static str>> {
     const MAGICS: &[(&[u8], &str)] = &[
         (b"\x1f\x8b", "gzip"),
         (b"\x28\xb5\x2f\xfd", "zstd"),
@@ -50,6 +50,6 @@ pub fn compression(path: &Path) -> std::io::Result<Option<&'static str>> {
         (b"\x5d\0\0", "lzma"),
     ];
     let mut start = Vec::new();
-    open_regular(path)?.take(8).read_to_end(&mut start)?;
+    root.regular(path)?.take(8).read_to_end(&mut start)?;
     Ok(MAGICS.iter().find(|(magic, _)| start.starts_with(magic)).map(|(_, name)| *name))
 }

@@ -1,6 +1,6 @@
 //! Kata's configuration for the rules: merged as its runtime merges it, each value with its file.
 
-use super::bounded::below;
+use super::bounded::HostRoot;
 use super::host_programs::compression;
 use crate::host::analysis::doctor::host_facts::{GuestFile, Kata};
 use crate::host::data::text::clipped;
@@ -23,30 +23,33 @@ const PLACES: &[&str] = &[
 
 /// The configuration that is named, below the root as well, or the first of the usual ones. None:
 /// no usual one is there.
-pub fn read(root: &Path, named: Option<&Path>) -> Option<Result<Kata, String>> {
-    let usual = || PLACES.iter().map(Path::new).find(|path| below(root, path).exists());
+pub fn read(root: &HostRoot, named: Option<&Path>) -> Option<Result<Kata, String>> {
+    let usual = || PLACES.iter().map(Path::new).find(|path| root.place(path).is_ok());
     let path = named.or_else(usual)?;
-    let read = KataConfig::read(&below(root, path))
-        .map_err(|refusals| refusals.first().map_or(String::new(), |r| format!("{}: {}", r.place, r.why)));
+    let place = match root.place(path) {
+        Ok(place) => place,
+        Err(error) => return Some(Err(clipped(&format!("{}: {error}", path.display())))),
+    };
+    let read = KataConfig::read(&place).map_err(|refusals| refusals.first().map_or(String::new(), |r| format!("{}: {}", r.place, r.why)));
     Some(read.and_then(|config| merged(root, path, &config)).map_err(|why| clipped(&why)))
 }
 
-fn merged(root: &Path, path: &Path, config: &KataConfig) -> Result<Kata, String> {
+fn merged(root: &HostRoot, path: &Path, config: &KataConfig) -> Result<Kata, String> {
     let (runtime, section) = runtime_and_section(config).map_err(|refusal| format!("{}: {}", refusal.place, refusal.why))?;
     let effective = with_ours(config, runtime, config.ours.text());
+    let host = root.place(Path::new("/")).map_err(|error| format!("/: {error}"))?;
     let mut kata = Kata { path: clipped(&path.to_string_lossy()), section: section.clone(), ..Kata::default() };
-    collect(root, &effective, &mut Vec::new(), &effective.table, &mut kata);
+    collect(&host, &effective, &mut Vec::new(), &effective.table, &mut kata);
     let key = format!("hypervisor.{section}.default_memory");
     kata.values.entry(key).or_insert_with(|| (default_memory(&effective, &section).to_string(), format!("{} (Kata's default)", kata.path)));
     kata.guest = ["initrd", "image"].into_iter().find_map(|key| {
         let file = kata.hypervisor(key).map(|(value, _)| PathBuf::from(value)).filter(|file| !file.as_os_str().is_empty())?;
-        let place = below(root, &file);
-        let bytes = place.metadata().ok()?.len();
+        let bytes = root.regular(&file).ok()?.metadata().ok()?.len();
         Some(GuestFile {
             path: clipped(&file.to_string_lossy()),
             is_initrd: key == "initrd",
             bytes,
-            compression: compression(&place).ok()?,
+            compression: compression(root, &file).ok()?,
         })
     });
     Ok(kata)

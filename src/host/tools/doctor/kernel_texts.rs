@@ -1,6 +1,6 @@
 //! The lines of the kernel's symbols and configuration that rules ask for.
 
-use super::bounded::{below, bytes, open_regular, seen};
+use super::bounded::{HostRoot, seen};
 use crate::host::analysis::doctor::host_facts::Files;
 use crate::host::analysis::doctor::kernel_rules::{CONFIG, FAULT, HUGE_FAULT, RELEASE, SYMBOLS};
 use std::io::{self, BufRead, BufReader, Read};
@@ -11,22 +11,22 @@ const MAX_SYMBOLS: u64 = 64 << 20;
 /// Limit of a configuration, unpacked: they have 300 kB.
 const MAX_CONFIG: u64 = 4 << 20;
 
-pub fn read(root: &Path, files: &mut Files) {
-    if let Some(seen) = seen(symbols(&below(root, Path::new(SYMBOLS)))) {
+pub fn read(root: &HostRoot, files: &mut Files) {
+    if let Some(seen) = seen(symbols(root)) {
         files.insert(SYMBOLS, seen);
     }
     // A release is one name, never a path.
     let release = files.text(RELEASE).ok().filter(|release| !release.contains('/')).map(|release| format!("/boot/config-{release}"));
-    let of_boot = release.and_then(|path| seen(bytes(&below(root, Path::new(&path)), MAX_CONFIG).map(lines)));
-    let packed = || seen(bytes(&below(root, Path::new("/proc/config.gz")), MAX_CONFIG).and_then(unpack).map(lines));
+    let of_boot = release.and_then(|path| seen(root.bytes(Path::new(&path), MAX_CONFIG).map(lines)));
+    let packed = || seen(root.bytes(Path::new("/proc/config.gz"), MAX_CONFIG).and_then(unpack).map(lines));
     if let Some(seen) = of_boot.or_else(packed) {
         files.insert(CONFIG, seen);
     }
 }
 
 /// Lines of the fault handlers of VFIO.
-fn symbols(path: &Path) -> io::Result<String> {
-    let mut lines = BufReader::new(open_regular(path)?.take(MAX_SYMBOLS));
+fn symbols(root: &HostRoot) -> io::Result<String> {
+    let mut lines = BufReader::new(root.regular(Path::new(SYMBOLS))?.take(MAX_SYMBOLS));
     let (mut line, mut found) = (Vec::new(), String::new());
     // A line without an end is as long as the limit at most.
     while lines.read_until(b'\n', &mut line)? > 0 {

@@ -4,7 +4,7 @@
 //! All paths are below a root, so that a test and a container with the node's directories under
 //! another path read like a host.
 
-mod bounded; // one file, one directory
+mod bounded; // files and directories below the root
 mod kernel_texts; // symbols and configuration of the kernel
 mod host_programs; // QEMU's version, a guest's compression
 mod host_paths; // the files that rules read
@@ -16,27 +16,29 @@ use crate::host::analysis::doctor::own_boots::{MAX_BOOTS, OwnBoots};
 use crate::host::analysis::loaded::load;
 use crate::host::data::boot_dir::dated;
 use crate::host::data::text::printable;
+use anyhow::Context;
 pub use bounded::Depth;
+use bounded::HostRoot;
 use std::path::Path;
 
 /// Everything but the boots, of the host below `root`.
-pub fn facts_at(root: &Path, kata_config: Option<&Path>, depth: Depth) -> HostFacts {
-    let root = &root.canonicalize().unwrap_or_else(|_| root.to_path_buf());
+pub fn facts_at(root: &Path, kata_config: Option<&Path>, depth: Depth) -> anyhow::Result<HostFacts> {
+    let root = &HostRoot::open(root).with_context(|| format!("--root {}", root.display()))?;
     let mut facts = HostFacts::default();
     host_paths::read(root, depth, &mut facts.files);
     kernel_texts::read(root, &mut facts.files);
     facts.vms = vms::read(root, depth, &mut facts.files);
     facts.kata = kata_values::read(root, kata_config);
     facts.qemu = qemu(root, &facts);
-    facts
+    Ok(facts)
 }
 
 /// The program of a running VM, else that of the configuration.
-fn qemu(root: &Path, facts: &HostFacts) -> Option<Qemu> {
+fn qemu(root: &HostRoot, facts: &HostFacts) -> Option<Qemu> {
     let running = facts.vms.iter().find_map(|vm| vm.words.first().filter(|word| word.starts_with('/')));
     let configured = || Some(&facts.kata().ok()?.hypervisor("path")?.0);
     let path = running.or_else(configured)?;
-    let version = host_programs::qemu_version(&bounded::below(root, Path::new(path)));
+    let version = host_programs::qemu_version(root, Path::new(path));
     Some(Qemu { path: printable(path), version })
 }
 

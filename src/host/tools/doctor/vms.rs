@@ -1,6 +1,6 @@
 //! Running VMs with passed-through devices: QEMU processes of root's, or of who asks.
 
-use super::bounded::{Depth, below, link, names, seen, text};
+use super::bounded::{Depth, HostRoot, seen};
 use crate::host::analysis::doctor::host_facts::{Files, Seen, Vm};
 use crate::host::system::processes::of_user;
 use nix::unistd::geteuid;
@@ -8,6 +8,7 @@ use std::collections::BTreeSet;
 use std::io;
 use std::path::Path;
 
+const PROC: &str = "/proc";
 /// Limit of VMs looked at.
 const MAX_VMS: usize = 64;
 /// Limit of words of a command line.
@@ -15,26 +16,26 @@ const MAX_WORDS: usize = 4096;
 /// Files of a process whose reading walks all its page tables, below the lock of its memory.
 const WALKS: [&str; 2] = ["smaps_rollup", "numa_maps"];
 
-pub fn read(root: &Path, depth: Depth, files: &mut Files) -> Vec<Vm> {
-    let proc = below(root, Path::new("/proc"));
+pub fn read(root: &HostRoot, depth: Depth, files: &mut Files) -> Vec<Vm> {
+    let proc = root.place(Path::new(PROC)).unwrap_or_default();
     let owners = BTreeSet::from([0, geteuid().as_raw()]);
     let mut vms: Vec<Vm> =
         owners.into_iter().flat_map(|owner| of_user(&proc, owner)).filter_map(|(pid, words)| vm(pid.as_raw(), &words)).collect();
     vms.sort_by_key(|vm| vm.pid);
     vms.truncate(MAX_VMS);
     for vm in &vms {
-        let dir = proc.join(vm.pid.to_string());
+        let dir = format!("{PROC}/{}", vm.pid);
         let mut put = |name: &str, result| {
             if let Some(seen) = seen(result) {
                 files.insert(vm.proc(name), seen);
             }
         };
-        put("status", text(&dir.join("status")));
+        put("status", root.text(format!("{dir}/status")));
         for name in WALKS {
-            put(name, depth.costly(|| text(&dir.join(name))));
+            put(name, depth.costly(|| root.text(format!("{dir}/{name}"))));
         }
-        put("fd", targets(&dir.join("fd")));
-        put("vcpus", vcpus(&dir.join("task")));
+        put("fd", targets(root, &format!("{dir}/fd")));
+        put("vcpus", vcpus(root, &format!("{dir}/task")));
         // The kernel gives an empty file to a reader without the right to it.
         if geteuid().is_root() {
             continue;
@@ -59,10 +60,10 @@ fn vm(pid: i32, words: &[u8]) -> Option<Vm> {
 }
 
 /// Different targets of the open descriptors, one a line.
-fn targets(dir: &Path) -> io::Result<String> {
+fn targets(root: &HostRoot, dir: &str) -> io::Result<String> {
     let mut targets = BTreeSet::new();
-    for name in names(dir)? {
-        match link(&dir.join(name)) {
+    for name in root.names(dir)? {
+        match root.link(format!("{dir}/{name}")) {
             Ok(target) => targets.extend((!target.contains('\n')).then_some(target)),
             // Closed meanwhile.
             Err(e) if e.kind() == io::ErrorKind::NotFound => {}
@@ -73,12 +74,12 @@ fn targets(dir: &Path) -> io::Result<String> {
 }
 
 /// Threads that are vCPUs, `CPU 0/KVM`, with the CPUs that each may run on.
-fn vcpus(dir: &Path) -> io::Result<String> {
+fn vcpus(root: &HostRoot, dir: &str) -> io::Result<String> {
     let mut lines = Vec::new();
-    for thread in names(dir)? {
-        let comm = text(&dir.join(&thread).join("comm")).unwrap_or_default();
+    for thread in root.names(dir)? {
+        let comm = root.text(format!("{dir}/{thread}/comm")).unwrap_or_default();
         if comm.starts_with("CPU ") && comm.ends_with("/KVM") {
-            let status = text(&dir.join(&thread).join("status"))?;
+            let status = root.text(format!("{dir}/{thread}/status"))?;
             let list = status.lines().find_map(|line| line.strip_prefix("Cpus_allowed_list:")).unwrap_or_default();
             lines.push(format!("{comm} {}", list.trim()));
         }

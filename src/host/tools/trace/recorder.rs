@@ -41,7 +41,7 @@ const RESOLUTION_NS: u64 = 1000;
 /// The VM to record.
 #[derive(Clone, Debug)]
 pub enum Target {
-    /// The next VM that starts on this machine.
+    /// The next VM of Kata, or with functions of VFIO, that starts on this machine.
     Next,
     /// Kata's id of the sandbox, or its beginning.
     Vm(String),
@@ -253,7 +253,11 @@ impl<'a> Recorder<'a> {
                 self.shims.insert(event.tid, event.at_ns);
             }
             if let (None, Target::Next, Some(vmm)) = (&self.vmm, &self.wanted.target, Vmm::at(self.proc, event.tid)) {
-                self.follow(vmm, Some(event.at_ns), log)?;
+                if vmm.is_guest_of_gpus() {
+                    self.follow(vmm, Some(event.at_ns), log)?;
+                } else {
+                    log(&format!("left out the VM of process {}: not Kata's, without functions of VFIO; --pid takes it", vmm.pid));
+                }
             }
             return Ok(());
         }

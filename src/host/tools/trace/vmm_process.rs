@@ -52,7 +52,16 @@ impl Vmm {
     /// The process with this id, whatever its program is called.
     pub fn of_pid(proc: &Path, pid: u32) -> Result<Self> {
         let words = read(&proc.join(pid.to_string()).join("cmdline")).with_context(|| format!("--pid {pid}: there is no such process"))?;
+        if words.is_empty() {
+            bail!("--pid {pid}: it has no program: a thread of the kernel, or a process that has ended");
+        }
         Ok(Self { pid, words, proc: proc.to_path_buf() })
+    }
+
+    /// Whether this is a VM that `--next` waits for: Kata's, or one with functions of VFIO. Kata's
+    /// have the sandbox's name, or its directory.
+    pub fn is_guest_of_gpus(&self) -> bool {
+        ["vfio", "sandbox-", "/run/vc/", "/run/kata"].iter().any(|text| self.names(text))
     }
 
     /// The VMM whose command line has Kata's id of the sandbox, or its beginning.
@@ -185,6 +194,10 @@ mod tests {
         );
         assert!(Vmm::of_sandbox(proc.path(), "ffff").unwrap_err().to_string().contains("--next"));
         assert!(Vmm::of_sandbox(proc.path(), "0a").unwrap_err().to_string().contains("four characters"));
+        process(&proc, 10, "qemu-system-x86_64 -name build -drive file=disk", &stat("q", 1, 1));
+        process(&proc, 11, "", &stat("kworker/0:1", 2, 1));
+        assert!(vmm.is_guest_of_gpus() && !Vmm::at(proc.path(), 10).unwrap().is_guest_of_gpus());
+        assert!(Vmm::of_pid(proc.path(), 11).unwrap_err().to_string().contains("no program"));
         assert!(Vmm::at(proc.path(), 9).is_none() && Vmm::of_pid(proc.path(), 99).is_err());
     }
 }
