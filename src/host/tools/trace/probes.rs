@@ -10,6 +10,8 @@ pub const MAP_DMA: u64 = 0x3b71;
 pub const UNMAP_DMA: u64 = 0x3b72;
 pub const IOAS_MAP: u64 = 0x3b85;
 pub const IOAS_UNMAP: u64 = 0x3b86;
+/// Like IOAS_MAP, with an offset in a file in the place of an address.
+pub const IOAS_MAP_FILE: u64 = 0x3b8f;
 
 /// Beginning or return of a function.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -52,10 +54,11 @@ pub const PROBES: &[Probe] = &[
         "ioas_in",
         "iommufd_fops_ioctl",
         "cmd=$arg2:x32 vaddr=+u16($arg3):x64 iova=+u32($arg3):x64 size=+u24($arg3):x64",
-        "cmd == 0x3b85 || cmd == 0x3b86",
+        "cmd == 0x3b85 || cmd == 0x3b86 || cmd == 0x3b8f",
         "memory that is mapped by IOMMUFD (this kernel is built without, or iommufd is not loaded)",
     ),
     returns("ioas_out", "iommufd_fops_ioctl", "ret=$retval:s32"),
+    returns("pin_fast", "pin_user_pages_fast", "pages=$retval:s32"),
     entry(
         "mmap",
         "vfio_pci_core_mmap",
@@ -71,6 +74,15 @@ pub const PROBES: &[Probe] = &[
         "when the VMM opens functions (load vfio before)",
     ),
     returns("open_out", "vfio_group_fops_unl_ioctl", "ret=$retval:s32"),
+    // VFIO_DEVICE_BIND_IOMMUFD; the file's own name is a type of probes since 6.10.
+    entry(
+        "bind_in",
+        "vfio_device_fops_unl_ioctl",
+        "cmd=$arg2:x32 name=$arg1:%pD",
+        "cmd == 0x3b76",
+        "when the VMM opens functions by /dev/vfio/devices (load vfio before; Linux 6.10 or later)",
+    ),
+    returns("bind_out", "vfio_device_fops_unl_ioctl", "ret=$retval:s32"),
     entry("enable", "vfio_pci_core_enable", "dev=$arg1:x64", "", ""),
     entry("reset_in", "pci_try_reset_function", "pdev=$arg1:x64", "", "resets of functions"),
     returns("reset_out", "pci_try_reset_function", "ret=$retval:s32"),

@@ -7,7 +7,7 @@ use super::recorded::Recorded;
 use super::session::{Session, remove_leftovers, tracefs};
 use super::trace_line::{HistRow, Line, MAX_LINE, parse};
 use super::traced_steps::{Bars, Fold, bars};
-use super::vmm_process::{Vmm, resource};
+use super::vmm_process::{Vmm, resource, vfio_devices};
 use crate::events::catalogue::traced as names;
 use crate::host::data::framing::{Lines, Piece};
 use crate::host::data::text::printable;
@@ -265,6 +265,9 @@ impl<'a> Recorder<'a> {
             return Ok(());
         }
         self.events += 1;
+        if event.name == "bind_in" {
+            self.fold.vfio_devices = vfio_devices(Path::new("/sys"));
+        }
         let had_run = self.fold.first_run_ns.is_some();
         self.fold.take(&event);
         if !had_run && self.fold.first_run_ns.is_some() {

@@ -71,6 +71,45 @@ fn the_file_of_a_trace_is_read_back_as_it_was() {
     assert_eq!((file.damaged, file.records.len()), (2, 0));
 }
 
+/// IOMMUFD maps memory, and in 6.12 no BAR: it fails with EFAULT. The values are of a real kernel.
+#[test]
+fn iommufds_pins_and_the_function_that_it_binds_are_known() {
+    let event = |at_ns, name, args| Event { comm: b"qemu-system-x86", tid: 203, at_ns, name, args };
+    let function: crate::pci::PciAddress = "0000:81:00.0".parse().unwrap();
+    let mut fold = Fold::default();
+    fold.vfio_devices.insert("vfio0".into(), function);
+    for (at_ns, name, args) in [
+        (0, "bind_in", "cmd=0x3b76 name=\"vfio0\""),
+        (1, "enable", "dev=0x51"),
+        (2, "bind_out", "ret=0"),
+        (3, "mmap", "dev=0x51 start=0x7f0000000000 end=0x7f0020000000"),
+        (4, "ioas_in", "cmd=0x3b85 vaddr=0x7e0000000000 iova=0x0 size=0x20000000"),
+        (5, "pin_fast", "pages=8192"),
+        (6, "pin_fast", "pages=122880"),
+        (7, "ioas_out", "ret=0"),
+        (8, "ioas_in", "cmd=0x3b85 vaddr=0x7f0000000000 iova=0x380000000000 size=0x20000000"),
+        (9, "pin_fast", "pages=-14"),
+        (10, "ioas_out", "ret=-14"),
+        (11, "ioas_in", "cmd=0x3b8f vaddr=0x0 iova=0x0 size=0x20000000"),
+        (12, "ioas_out", "ret=-25"),
+    ] {
+        fold.take(&event(at_ns, name, args));
+    }
+    let seen: Vec<_> = fold.steps.iter().map(|s| (s.traced.name.as_str(), s.traced.function, s.traced.calls, s.failed)).collect();
+    let want = [
+        (names::VFIO_OPEN, Some(function), None, None),
+        (names::VMM_PIN, None, Some(2), None),
+        (names::VMM_MAP_BAR, Some(function), Some(1), Some(-14)),
+        (names::VMM_PIN, None, Some(0), Some(-25)),
+    ];
+    assert_eq!(seen, want);
+    assert_eq!(fold.steps[1].traced.pages_a_call, [(1000, 1), (100_000, 1)]);
+    let mut unknown = Fold::default();
+    unknown.take(&event(0, "bind_in", "cmd=0x3b76 name=\"vfio0\""));
+    unknown.take(&event(1, "bind_out", "ret=0"));
+    assert_eq!((unknown.steps.len(), unknown.steps[0].traced.function), (1, None));
+}
+
 #[test]
 fn a_damaged_trace_costs_its_own_lines() {
     let whole = recorded_trace();

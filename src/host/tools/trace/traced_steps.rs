@@ -4,7 +4,7 @@
 //! mapping, a reset of the opening of a function. A region of the VMM's memory is a BAR where VFIO
 //! mapped one to it (`mmap`), and the guest's memory elsewhere.
 
-use super::probes::{IOAS_MAP, IOAS_UNMAP, MAP_DMA, UNMAP_DMA};
+use super::probes::{IOAS_MAP, IOAS_MAP_FILE, IOAS_UNMAP, MAP_DMA, UNMAP_DMA};
 use super::trace_line::Event;
 use crate::events::catalogue::traced as names;
 use crate::host::data::trace_file::Traced;
@@ -49,6 +49,8 @@ pub struct Fold {
     pub left_out: u64,
     /// Times of the first run of a vCPU.
     pub first_run_ns: Option<i64>,
+    /// Functions by their names below /dev/vfio/devices.
+    pub vfio_devices: HashMap<String, PciAddress>,
     mappings: HashMap<u32, Mapping>,
     opens: HashMap<u32, (i64, Option<PciAddress>)>,
     resets: HashMap<u32, (i64, u64)>,
@@ -63,7 +65,7 @@ impl Fold {
     pub fn take(&mut self, event: &Event) {
         match event.name {
             "map_in" | "ioas_in" => self.map_in(event),
-            "pin" => {
+            "pin" | "pin_fast" => {
                 let pages = event.unsigned("pages").unwrap_or(0);
                 if let Some(mapping) = self.mappings.get_mut(&event.tid) {
                     mapping.calls += 1;
@@ -80,6 +82,11 @@ impl Fold {
                     self.areas.insert(start, (end, function));
                 }
             }
+            // A file below /dev/vfio/devices.
+            "bind_in" if self.opens.len() < MAX_KNOWN => {
+                let function = event.text("name").and_then(|name| self.vfio_devices.get(name).copied());
+                self.opens.insert(event.tid, (event.at_ns, function));
+            }
             "open_in" if self.opens.len() < MAX_KNOWN => {
                 let function = event.text("name").and_then(|name| name.parse().ok());
                 self.opens.insert(event.tid, (event.at_ns, function));
@@ -91,7 +98,7 @@ impl Fold {
                     self.devices.insert(dev, *function);
                 }
             }
-            "open_out" => {
+            "open_out" | "bind_out" => {
                 if let Some((at_ns, function)) = self.opens.remove(&event.tid) {
                     self.step(event, at_ns, Traced { name: names::VFIO_OPEN.into(), function, ..Traced::default() });
                 }
@@ -123,7 +130,7 @@ impl Fold {
         let mapping = match event.unsigned("cmd") {
             // struct vfio_iommu_type1_dma_map: vaddr, iova, size; struct iommu_ioas_map by the
             // order of its probe.
-            Some(MAP_DMA | IOAS_MAP) => Mapping { vaddr, iova, size, ..Mapping::default() },
+            Some(MAP_DMA | IOAS_MAP | IOAS_MAP_FILE) => Mapping { vaddr, iova, size, ..Mapping::default() },
             // struct vfio_iommu_type1_dma_unmap has iova and size where the other one has vaddr and
             // iova.
             Some(UNMAP_DMA) => Mapping { unmaps: true, iova: vaddr, size: iova, ..Mapping::default() },

@@ -6,7 +6,7 @@
 use crate::host::collect::qemu;
 use crate::pci::PciAddress;
 use anyhow::{Context, Result, bail};
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashMap};
 use std::fs::{self, File};
 use std::io::Read;
 use std::path::{Path, PathBuf};
@@ -19,6 +19,9 @@ const VMMS: [&str; 4] = ["qemu-system-", "qemu-kvm", "cloud-hypervisor", "firecr
 const TICK_NS: i64 = 10_000_000;
 /// Limit of parents that are looked at.
 const MAX_PARENTS: usize = 8;
+
+/// Limit of functions at VFIO that are looked up.
+const MAX_DEVICES: usize = 4096;
 
 /// A VM's process.
 #[derive(Clone, Debug)]
@@ -159,6 +162,17 @@ pub fn resource(sys: &Path, function: PciAddress) -> String {
     read(&path).map(|bytes| String::from_utf8_lossy(&bytes).into_owned()).unwrap_or_default()
 }
 
+/// Functions by their names below /dev/vfio/devices.
+pub fn vfio_devices(sys: &Path) -> HashMap<String, PciAddress> {
+    let entries = fs::read_dir(sys.join("class/vfio-dev")).into_iter().flatten().flatten().take(MAX_DEVICES);
+    let device = |entry: fs::DirEntry| {
+        let link = fs::read_link(entry.path().join("device")).ok()?;
+        let function = link.file_name()?.to_str()?.parse().ok()?;
+        Some((entry.file_name().to_str()?.to_string(), function))
+    };
+    entries.filter_map(device).collect()
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -199,5 +213,17 @@ mod tests {
         assert!(vmm.is_guest_of_gpus() && !Vmm::at(proc.path(), 10).unwrap().is_guest_of_gpus());
         assert!(Vmm::of_pid(proc.path(), 11).unwrap_err().to_string().contains("no program"));
         assert!(Vmm::at(proc.path(), 9).is_none() && Vmm::of_pid(proc.path(), 99).is_err());
+    }
+
+    #[test]
+    fn a_function_at_vfio_is_known_by_its_device_node() {
+        let sys = TempDir::new();
+        let dir = sys.path().join("class/vfio-dev");
+        for (name, target) in [("vfio0", "../../../0000:81:00.0"), ("vfio1", "../../../virtual")] {
+            fs::create_dir_all(dir.join(name)).unwrap();
+            std::os::unix::fs::symlink(target, dir.join(name).join("device")).unwrap();
+        }
+        assert_eq!(vfio_devices(sys.path()), [("vfio0".to_string(), "0000:81:00.0".parse().unwrap())].into());
+        assert!(vfio_devices(&sys.path().join("nothing")).is_empty());
     }
 }
