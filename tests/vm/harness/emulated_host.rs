@@ -20,8 +20,8 @@ use std::time::{Duration, Instant};
 const CPU: &str = "qemu64,+svm,+npt,cx16=off,phys-bits=46";
 /// Command line of the host's kernel. Mitigations cost an emulated processor much. A clocksource
 /// watchdog that is late on a busy machine takes the TSC for unstable, and guests then have no
-/// ptp_kvm.
-const KERNEL: &str = "root=/dev/nvme0n1 rw console=ttyS0 quiet panic=-1 no_timer_check mitigations=off apparmor=0 audit=0 systemd.show_status=0 tsc=reliable";
+/// ptp_kvm. Devices of the host itself pass the IOMMU by.
+const KERNEL: &str = "intel_iommu=on iommu=pt root=/dev/nvme0n1 rw console=ttyS0 quiet panic=-1 no_timer_check mitigations=off apparmor=0 audit=0 systemd.show_status=0 tsc=reliable";
 /// How long one thing may take. Beside four busy loops, on two processors, a guest took 120 s to
 /// its GPUs.
 const DEADLINE: Duration = Duration::from_secs(570);
@@ -34,35 +34,60 @@ const ANSWER: Duration = Duration::from_secs(240);
 const NUDGE: Duration = Duration::from_secs(10);
 /// QEMU commands that bring an interrupt, in turn: a device's, then one that cannot be masked.
 const NUDGES: [&str; 2] = ["sendkey shift", "nmi"];
-/// Pause between two looks at something on the host: each takes time of what is waited for.
+/// Least pause between two looks at something on the host, and in times of a look: each takes time
+/// of what is waited for, on a busy machine most of it.
 const PAUSE: Duration = Duration::from_millis(300);
+const PAUSE_TIMES: u32 = 3;
 /// Pause between two attempts to connect: nothing announces the socket.
 const LOOK: Duration = Duration::from_millis(20);
 
-/// Processors and memory of a host.
+/// Processors, memory, functions and kernel of a host.
 #[derive(Clone, Copy, Debug)]
 pub struct Size {
     cpus: u32,
     memory_mib: u32,
     /// Functions to pass through to guests: see [`Size::with_gpus`].
     gpus: u32,
+    /// See [`Size::with_kernel_of`].
+    suite: Option<&'static str>,
+    /// See [`Size::with_parameters`].
+    parameters: &'static str,
+    /// See [`Size::without_acs`].
+    acs: bool,
 }
 
 impl Size {
+    const NONE: Self = Self { cpus: 0, memory_mib: 0, gpus: 0, suite: None, parameters: "", acs: true };
     /// For a host without guests of its own.
-    pub const PLAIN: Self = Self { cpus: 2, memory_mib: 1024, gpus: 0 };
+    pub const PLAIN: Self = Self { cpus: 2, memory_mib: 1024, gpus: 0, ..Self::NONE };
     /// For two guests and what they boot. One processor: KVM patches the scheduler's code as its
     /// first guest comes and its last one goes (preempt_notifier_key), and of several emulated
     /// processors one can run into the breakpoint of such a patch when it is over ("Oops: int3" in
     /// __schedule, seen with Linux 6.12.107 on QEMU 7.2.22).
-    pub const WITH_GUESTS: Self = Self { cpus: 1, memory_mib: 2560, gpus: 0 };
+    pub const WITH_GUESTS: Self = Self { cpus: 1, memory_mib: 2560, gpus: 0, ..Self::NONE };
     /// For pods of Kata's: its programs, and three guests.
-    pub const WITH_PODS: Self = Self { cpus: 1, memory_mib: 4096, gpus: 0 };
+    pub const WITH_PODS: Self = Self { cpus: 1, memory_mib: 4096, gpus: 0, ..Self::NONE };
 
     /// The same, and this many functions that stand for GPUs, behind an IOMMU of the host: NVMe
     /// controllers, whose memory buffer is a prefetchable BAR of any size.
     pub const fn with_gpus(self, gpus: u32) -> Self {
         Self { gpus, ..self }
+    }
+
+    /// The same with the kernel of another suite: a file `vmlinuz-SUITE` of
+    /// tests/emulated-host/build.
+    pub const fn with_kernel_of(self, suite: Option<&'static str>) -> Self {
+        Self { suite, ..self }
+    }
+
+    /// The same with more parameters of the kernel.
+    pub const fn with_parameters(self, parameters: &'static str) -> Self {
+        Self { parameters, ..self }
+    }
+
+    /// The same with all functions behind ports of one device without ACS: one IOMMU group.
+    pub const fn without_acs(self) -> Self {
+        Self { acs: false, ..self }
     }
 }
 
@@ -70,16 +95,30 @@ impl Size {
     /// Size of the large BAR of a function that stands for a GPU.
     pub const BAR_BYTES: u64 = (BAR_MIB as u64) << 20;
 
-    /// QEMU's arguments for the functions to pass through. The IOMMU is in front of their bus
-    /// alone: its driver is a module on the disk.
+    /// QEMU's machine. KVM's own interrupt controller cannot be behind an IOMMU.
+    fn machine(self, by_kvm: bool) -> &'static str {
+        match (self.gpus, by_kvm) {
+            (0, _) => "q35",
+            (_, false) => "q35,default_bus_bypass_iommu=on",
+            (_, true) => "q35,default_bus_bypass_iommu=on,kernel-irqchip=split",
+        }
+    }
+
+    /// QEMU's arguments for the functions to pass through. The IOMMU is Intel's, which all kernels
+    /// here have built in, has page tables and remaps interrupts; it is in front of their bus
+    /// alone. By default its addresses have 39 bits, and BARs lie above.
     fn functions(self) -> Vec<String> {
         let mut words = vec![];
         if self.gpus > 0 {
-            words.extend(["-device", "virtio-iommu-pci", "-device", "pxb-pcie,id=gpus,bus_nr=128"].map(str::to_string));
+            words.extend(["-device", "intel-iommu,intremap=on,aw-bits=48", "-device", "pxb-pcie,id=gpus,bus_nr=128"].map(str::to_string));
         }
         for k in 0..self.gpus {
             let reserve = 2 * BAR_MIB;
-            words.extend(["-device".into(), format!("pcie-root-port,id=port{k},bus=gpus,chassis={k},slot={k},pref64-reserve={reserve}M")]);
+            let acs = if self.acs { String::new() } else { format!(",multifunction=on,addr=0.{k},disable-acs=on") };
+            words.extend([
+                "-device".into(),
+                format!("pcie-root-port,id=port{k},bus=gpus,chassis={k},slot={k},pref64-reserve={reserve}M{acs}"),
+            ]);
             words.extend(["-device".into(), format!("nvme,serial=gpu{k},bus=port{k},cmb_size_mb={BAR_MIB}")]);
         }
         words
@@ -131,14 +170,16 @@ impl EmulatedHost {
         let made = |file: &str| context.target.join("emulated-host").join(file).display().to_string();
         let mut command = Command::new("qemu-system-x86_64");
         command.args("-nodefaults -no-user-config -display none".split(' '));
-        command.args(["-machine", if size.gpus == 0 { "q35" } else { "q35,default_bus_bypass_iommu=on" }]);
+        let by_kvm = kvm_works(Arch::OURS) && kvm_nests();
+        command.args(["-machine", size.machine(by_kvm)]);
         command.args(["-smp", &size.cpus.to_string(), "-m", &format!("{}M", size.memory_mib)]);
-        if kvm_works(Arch::OURS) && kvm_nests() {
+        if by_kvm {
             command.args(["-accel", "kvm", "-cpu", "host"])
         } else {
             command.args(["-accel", "tcg,thread=multi,tb-size=512", "-cpu", CPU])
         };
-        command.args(["-kernel", &made("vmlinuz"), "-append", KERNEL]);
+        let kernel = size.suite.map_or("vmlinuz".into(), |suite| format!("vmlinuz-{suite}"));
+        command.args(["-kernel", &made(&kernel), "-append", &format!("{KERNEL} {}", size.parameters)]);
         command.args(["-serial", &format!("file:{}", work_dir.join("console.log").display())]);
         for (id, file, mode) in [("disk", made("disk.img"), "snapshot=on"), ("files", archive.display().to_string(), "readonly=on")] {
             command.args(["-drive", &format!("if=none,id={id},format=raw,{mode},file={file}")]);
@@ -242,22 +283,24 @@ impl EmulatedHost {
     pub fn until(&mut self, what: &str, script: &str) -> Result<String> {
         let start = Instant::now();
         loop {
+            let asked = Instant::now();
             let (status, output) = self.ask(script)?;
+            let took = asked.elapsed();
             if status == "0" {
                 return Ok(output);
             }
             ensure!(start.elapsed() < DEADLINE, "no {what} within {DEADLINE:?}: {script:?} ends with {status}: {output}");
-            std::thread::sleep(PAUSE);
+            std::thread::sleep(PAUSE.max(took * PAUSE_TIMES));
         }
     }
 
     /// Gives the functions that stand for GPUs to VFIO; returns their PCI addresses.
     pub fn vfio(&mut self) -> Result<Vec<String>> {
-        // virtio's IOMMU maps no interrupts.
         let addresses = self.run(
-            "cd /sys/bus/pci/devices && for gpu in $(grep -l 0x010802 */class | grep -v ^0000:00 | cut -d/ -f1); do
-                echo vfio-pci > $gpu/driver_override && echo $gpu; done
-            modprobe virtio_iommu && modprobe vfio_iommu_type1 allow_unsafe_interrupts=1 && modprobe vfio-pci",
+            "modprobe -a vfio_iommu_type1 vfio-pci && cd /sys/bus/pci/devices
+            for gpu in $(grep -l 0x010802 */class | grep -v ^0000:00 | cut -d/ -f1); do
+                echo vfio-pci > $gpu/driver_override && echo $gpu > $gpu/driver/unbind && echo $gpu > /sys/bus/pci/drivers_probe && echo $gpu
+            done",
         )?;
         self.until("all GPUs at VFIO", &format!("test $(ls -d /sys/bus/pci/drivers/vfio-pci/0* | wc -l) = {}", addresses.lines().count()))?;
         Ok(addresses.lines().map(str::to_string).collect())
