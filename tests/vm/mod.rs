@@ -31,7 +31,7 @@ mod containers;
 #[cfg(feature = "host")]
 mod disk_root;
 #[cfg(feature = "host")]
-mod emulated_host;
+pub mod emulated_host;
 #[cfg(feature = "host")]
 mod events;
 mod extensions;

@@ -7,3 +7,4 @@ pub mod passthrough;
 pub mod root;
 pub mod service;
 pub mod trace;
+pub mod traced_boot;

@@ -1,19 +1,18 @@
 //! `kata-gpu-boot trace` on a real host: it sees the pins of a guest's memory and of a BAR as they
 //! are, and leaves nothing behind, however it ends.
 
-use super::guests::{Boot, SERVICE, event, sent};
-use super::passthrough::{PORTS, function};
-use super::service::{self, PROGRAM};
-use crate::vm::harness::{BOOTS, EmulatedHost, Guest, KvmGuest, KvmImage, Outcome, Size, TestContext, VmTest};
+use super::diagnosis;
+use super::guests::Boot;
+use super::service::PROGRAM;
+use super::traced_boot::{Kernel, Pages, TRACEFS, TracedHost, Vfio};
+use crate::vm::harness::{BOOTS, EmulatedHost, Outcome, Size, TestContext, VmTest};
 use anyhow::{Context, Result, ensure};
 use kata_gpu_init::events::catalogue::traced as traces;
-use kata_gpu_init::events::names;
 use kata_gpu_init::host::boot::host_trace::HostStep;
 use kata_gpu_init::host::boot::model::Boot as Model;
 
 pub const TESTS: &[VmTest] = &[VmTest { name: "emulated_host_traces_pins_and_keeps_no_tracing", run: traced }];
 
-const TRACEFS: &str = "/sys/kernel/tracing";
 /// Everything of tracing that outlives a process: instances, probes, synthetic events.
 const STATE: &str = "cd /sys/kernel/tracing && ls instances && cat kprobe_events synthetic_events";
 
@@ -21,38 +20,19 @@ fn traced(context: &TestContext) -> Result<Outcome> {
     if let Some(skipped) = EmulatedHost::skipped(context)? {
         return Ok(skipped);
     }
-    let image = KvmImage::make(context, Guest::new().append("fakepci.gpus=0"))?;
-    let mut host = service::start(context, Size::WITH_GUESTS.with_gpus(1), &image.files())?;
-    KvmGuest::prepare(&mut host)?;
-    let gpus = host.vfio()?;
-    host.run(&format!("systemctl start {SERVICE} && mount -t tracefs none {TRACEFS}"))?;
-    let devices = format!("{PORTS} -device {}", function(&gpus[0], 0));
-
-    let untraced = settled_after(&mut host, &image, "0a0a", 33, &devices)?;
-    let others = others_tracing(&mut host)?;
-    killed_and_cleaned_up(&mut host, &others)?;
-    let seconds = settled_after(&mut host, &image, "0b0b", 34, &devices)?;
-    host.until("the end of the recording", "grep -q 'wrote /' /run/trace.log || (cat /run/trace.log; false)")?;
+    let mut traced = TracedHost::start(context, Kernel::Own)?;
+    let others = others_tracing(&mut traced.host)?;
+    killed_and_cleaned_up(&mut traced, &others)?;
+    traced.boot(Pages::Small, Vfio::Legacy)?;
+    let cid = traced.cid();
+    let host = &mut traced.host;
     let state = host.run(STATE)?;
     ensure!(state == others, "left behind: {state:?}, before: {others:?}");
     let enabled = host.run(&format!("cat {TRACEFS}/instances/others/events/sched/sched_process_exec/enable"))?;
     ensure!(enabled == "1", "another's event is {enabled:?}");
-
-    let figures = judge(&mut host, &gpus[0], 34)?;
-    Ok(Outcome::Measured(format!("{figures}; settled {seconds:.1} s after QEMU's start, {untraced:.1} s without the recorder")))
-}
-
-/// Boots a guest with the function, kills it once its GPU is settled; gives the seconds from QEMU's
-/// start until then.
-fn settled_after(host: &mut EmulatedHost, image: &KvmImage, name: &str, cid: u32, devices: &str) -> Result<f64> {
-    let guest = KvmGuest::start_with(host, image, name, name, cid, "", devices)?;
-    sent(host, &guest, &event(names::SETTLED))?;
-    let settled = Boot::only(host, &guest)?.wall("settled", |r| r.name == names::SETTLED)?;
-    let started: f64 = host.run(&format!("stat -c %.9W {}", guest.vmm_log_path()))?.parse().context("birth of QEMU's log")?;
-    // The recorder sees the boot's end before the VM's.
-    host.until("the recorder's end", "! test -e /run/trace.pid || ! kill -0 $(cat /run/trace.pid) 2>/dev/null")?;
-    guest.kill(host)?;
-    Ok(settled.realtime_ns as f64 / 1e9 - started)
+    let figures = judge(host, &traced.function, cid)?;
+    diagnosis::with_boots(host)?;
+    Ok(Outcome::Measured(figures))
 }
 
 /// Tracing of somebody else's; gives the state of it.
@@ -64,22 +44,18 @@ fn others_tracing(host: &mut EmulatedHost) -> Result<String> {
 }
 
 /// Starts a recorder and kills it, then another one, which goes on.
-fn killed_and_cleaned_up(host: &mut EmulatedHost, others: &str) -> Result<()> {
-    let start = format!("({PROGRAM} trace --next --dir {BOOTS} --json >/run/trace.json 2>/run/trace.log & echo $! > /run/trace.pid)");
-    let waits = "grep -q 'waiting for the next VM' /run/trace.log || (cat /run/trace.log; false)";
-    host.run(&start)?;
-    host.until("a recorder", waits)?;
-    let left = host.run("kill -KILL $(cat /run/trace.pid) && cat /run/trace.pid")?;
-    let state = host.run(STATE)?;
+fn killed_and_cleaned_up(traced: &mut TracedHost, others: &str) -> Result<()> {
+    traced.record_next()?;
+    let left = traced.host.run("kill -KILL $(cat /run/trace.pid) && cat /run/trace.pid")?;
+    let state = traced.host.run(STATE)?;
     // Negative control: a killed recorder does leave something.
     ensure!(state != others && state.contains(&format!("kata_gpu_boot_{left}/pin")), "after SIGKILL: {state}");
-    host.run(&start)?;
-    host.until("the next recorder", waits)?;
-    let log = host.run("cat /run/trace.log")?;
+    traced.record_next()?;
+    let log = traced.host.run("cat /run/trace.log")?;
     ensure!(log.contains(&format!("removed what recorder {left} left")), "{log}");
     // The kernel of this host has no IOMMUFD.
     ensure!(log.contains("iommufd_fops_ioctl cannot be probed"), "{log}");
-    let state = host.run(STATE)?;
+    let state = traced.host.run(STATE)?;
     ensure!(!state.contains(&format!("kata_gpu_boot_{left}/")) && !state.contains(&format!("kata-gpu-boot-{left}\n")), "{state}");
     Ok(())
 }

@@ -12,7 +12,7 @@ use std::path::{Path, PathBuf};
 const MEMORY_MIB: u32 = 512;
 /// Tag of a folder that a guest has by virtio-fs.
 pub const SHARED: &str = "shared";
-const KERNEL: &str = "/var/guests/vmlinux";
+pub const KERNEL: &str = "/var/guests/vmlinux";
 const INITRD: &str = "/var/guests/initrd.cpio";
 
 /// Kernel and initrd that all guests of a host boot.
@@ -29,7 +29,7 @@ impl KvmImage {
         std::fs::create_dir_all(&context.work_dir).with_context(|| format!("make {}", context.work_dir.display()))?;
         let guest = guest.under_kvm(context)?;
         Ok(Self {
-            kernel: context.target.join("emulated-host/guest-vmlinux"),
+            kernel: KvmGuest::kernel(context),
             initrd: guest.pack(context, &context.work_dir)?,
             append: guest.append.join(" "),
             cpus: guest.cpus,
@@ -54,6 +54,11 @@ pub struct KvmGuest {
 }
 
 impl KvmGuest {
+    /// Kernel of guests, a flat one.
+    pub fn kernel(context: &TestContext) -> PathBuf {
+        context.target.join("emulated-host/guest-vmlinux")
+    }
+
     /// Gives a host what its guests need.
     pub fn prepare(host: &mut EmulatedHost) -> Result<()> {
         // A processor that waits by spinning takes the other guest's time.

@@ -12,7 +12,7 @@ mod receiver;
 pub use console::{AgentLine, Console};
 pub use emulated_host::{EmulatedHost, Size};
 pub use kata::{BOOTS, KataHost, Setup, Shim, agent};
-pub use kvm_guest::{KvmGuest, KvmImage, SHARED};
+pub use kvm_guest::{KERNEL as KVM_KERNEL, KvmGuest, KvmImage, SHARED};
 pub use receiver::{Listener, Receiver};
 
 use anyhow::{Context, Result, anyhow, bail, ensure};
