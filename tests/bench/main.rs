@@ -1,4 +1,4 @@
-//! `bench agent|boot|bringup|cdi|collector|fabric|host|hot-plug|initrd|schedule|soak ..`: what is
+//! `bench agent|boot|bringup|cdi|collector|fabric|host|hot-plug|initrd|schedule|soak|trace ..`: what is
 //! compared is measured in one run.
 //!
 //! Figures are for comparison within one run only: the guest is emulated, and the machine may be
@@ -15,6 +15,7 @@ mod initrd;
 mod real_agent;
 mod schedule;
 mod soak;
+mod trace;
 
 use anyhow::{Context, Result, bail};
 use kata_gpu_init::arch::Arch;
@@ -24,7 +25,7 @@ use serde_json::{Value, json};
 use std::io::Write;
 use std::path::{Path, PathBuf};
 
-const USAGE: &str = "want: bench agent [RUNS] [--cgroup-v1] | bench boot [RUNS] [HOST..] [--cpus N] [--busy] | bench bringup [--tenth] [HOST..] | bench cdi [RUNS] | bench collector [VMS] [RECORDS] | bench fabric [RUNS] [GUEST..] [--tenth] | bench host [RUNS] | bench hot-plug [ACTIONS] [SEED] | bench initrd [RUNS] | bench schedule | bench soak [BOOTS] [SEED]";
+const USAGE: &str = "want: bench agent [RUNS] [--cgroup-v1] | bench boot [RUNS] [HOST..] [--cpus N] [--busy] | bench bringup [--tenth] [HOST..] | bench cdi [RUNS] | bench collector [VMS] [RECORDS] | bench fabric [RUNS] [GUEST..] [--tenth] | bench host [RUNS] | bench hot-plug [ACTIONS] [SEED] | bench initrd [RUNS] | bench schedule | bench soak [BOOTS] [SEED] | bench trace [RUNS] [--overhead]";
 
 fn main() -> Result<()> {
     let arguments: Vec<String> = std::env::args().skip(1).collect();
@@ -43,6 +44,7 @@ fn main() -> Result<()> {
         Some("initrd") => initrd::run(&root, &context, number(1, 3)? as usize),
         Some("schedule") => schedule::run(&root),
         Some("soak") => soak::run(&root, &context, number(1, 200)?, number(2, 1)?),
+        Some("trace") => trace::run(&root, &context, &arguments[1..]),
         _ => bail!(USAGE),
     }
 }
