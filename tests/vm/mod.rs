@@ -121,16 +121,16 @@ pub const TESTS: &[&[harness::VmTest]] = &[
     kata::TESTS,
 ];
 
-/// Tests that boot no guest of another architecture: they have a whole host of x86-64, or images
-/// of its packages.
+/// Tests that boot no guest of another architecture: they have a whole host of x86-64.
 #[cfg(feature = "host")]
 pub const NEED_X86_64: &[&[harness::VmTest]] = &[
-    rootfs::TESTS,
     emulated_host::service::TESTS,
     emulated_host::guests::TESTS,
     emulated_host::clock::TESTS,
+    emulated_host::diagnosis::TESTS,
     emulated_host::root::TESTS,
     emulated_host::passthrough::TESTS,
+    emulated_host::trace::TESTS,
     kata::TESTS,
 ];
 

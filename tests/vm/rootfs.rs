@@ -7,6 +7,7 @@
 
 use super::harness::{Booted, Guest, Outcome, TestContext, VmTest, named};
 use anyhow::{Context, Result, ensure};
+use kata_gpu_init::arch::Arch;
 use kata_gpu_init::events::names;
 use kata_gpu_init::events::record::Kind;
 use serde_json::Value;
@@ -38,6 +39,14 @@ fn words(output: &Output) -> String {
     [output.stdout.as_slice(), output.stderr.as_slice()].map(String::from_utf8_lossy).concat()
 }
 
+/// Debian's word for an architecture.
+fn debian(arch: Arch) -> &'static str {
+    match arch {
+        Arch::X86_64 => "amd64",
+        Arch::Aarch64 => "arm64",
+    }
+}
+
 /// Made twice, in two folders: the same bytes; then started.
 fn simulated(context: &TestContext) -> Result<Outcome> {
     let folder = context.work_dir.join("image");
@@ -47,7 +56,11 @@ fn simulated(context: &TestContext) -> Result<Outcome> {
     let mut bytes = Vec::new();
     for name in ["one", "another"] {
         let mut build = Command::new(project().join("rootfs-builder/build"));
-        build.args(["--profile", "sim", "--work"]).arg(folder.join(name)).arg("--output").arg(folder.join(name).with_extension("initrd"));
+        build
+            .args(["--arch", debian(context.arch), "--profile", "sim", "--work"])
+            .arg(folder.join(name))
+            .arg("--output")
+            .arg(folder.join(name).with_extension("initrd"));
         let output = build.env("KATA_GPU_BOOT", kata_gpu_boot(context)).output().context("run rootfs-builder/build")?;
         ensure!(output.status.success(), "rootfs-builder/build: {}", words(&output));
         bytes.push(std::fs::read(folder.join(name).with_extension("initrd"))?);
@@ -72,11 +85,12 @@ fn real(context: &TestContext) -> Result<Outcome> {
     if !image.exists() {
         ensure!(std::env::var_os("REQUIRE_ROOTFS").is_none(), "{} is missing, and REQUIRE_ROOTFS is set", image.display());
         return Ok(Outcome::Skipped(format!(
-            "{} is not there: `tests/run rootfs` makes it where Debian's packages can be had (some minutes)",
-            image.display()
+            "{} is not there: `tests/run {}rootfs` makes it where Debian's packages can be had (some minutes)",
+            image.display(),
+            if context.arch == Arch::X86_64 { "" } else { "arm64 " }
         )));
     }
-    let version = driver_version(&root)?;
+    let version = driver_version(&libraries(context, &root))?;
     // Only then: NVIDIA's nvidia-uvm is not loaded before the initialisations have let the driver's
     // lock go, and nothing is published before it.
     let script = "settled>spec-file+held+run:/usr/bin/nvidia-smi";
@@ -121,10 +135,14 @@ fn test_hardware(context: &TestContext, guest: Guest) -> Result<Guest> {
     Ok(guest.file("etc/hardware.modules", list.as_bytes()).file("hardware", &agent))
 }
 
-/// Version of the driver's libraries in the image's root.
-fn driver_version(root: &Path) -> Result<String> {
-    let folder = root.join("usr/lib/x86_64-linux-gnu");
-    let names = std::fs::read_dir(&folder).with_context(|| format!("read {}", folder.display()))?.flatten();
+/// Folder of the libraries below a root.
+fn libraries(context: &TestContext, root: &Path) -> PathBuf {
+    root.join("usr/lib").join(context.arch.facts().triplet)
+}
+
+/// Version of the driver's libraries in the image's folder of libraries.
+fn driver_version(folder: &Path) -> Result<String> {
+    let names = std::fs::read_dir(folder).with_context(|| format!("read {}", folder.display()))?.flatten();
     let version = names.filter_map(|e| e.file_name().to_str()?.strip_prefix("libcuda.so.").map(str::to_string)).find(|v| v.len() > 1);
     version.with_context(|| format!("no libcuda.so.VERSION in {}", folder.display()))
 }
@@ -153,7 +171,7 @@ fn spec_is_good(context: &TestContext, booted: &Booted, root: &Path, version: &s
     for library in
         ["libcuda", "libnvidia-ml", "libnvidia-ptxjitcompiler", "libnvidia-nvvm", "libnvidia-opencl", "libcudadebugger", "libnvidia-cfg"]
     {
-        let path = format!("/usr/lib/x86_64-linux-gnu/{library}.so.{version}");
+        let path = libraries(context, Path::new("/")).join(format!("{library}.so.{version}")).display().to_string();
         ensure!(has(&path), "{path} is not in the spec: {spec}");
     }
     for file in ["gsp_ga10x.bin", "gsp_tu10x.bin"].map(|name| format!("/lib/firmware/nvidia/{version}/{name}")) {
@@ -163,7 +181,10 @@ fn spec_is_good(context: &TestContext, booted: &Booted, root: &Path, version: &s
         ensure!(has(&format!("/usr/bin/{program}")), "{program} is not in the spec");
     }
     // The control: this way of looking finds what is not there missing.
-    ensure!(!has(&format!("/usr/lib/x86_64-linux-gnu/libGLX_nvidia.so.{version}")), "the profile has no graphics, and the spec has");
+    ensure!(
+        !has(&format!("/usr/lib/{}/libGLX_nvidia.so.{version}", context.arch.facts().triplet)),
+        "the profile has no graphics, and the spec has"
+    );
     let path = booted.work_dir().join("nvidia.json");
     std::fs::write(&path, &spec)?;
     let check = |path: &Path| {
