@@ -6,6 +6,7 @@
 
 mod driver_parts;
 pub mod image_rules;
+mod machines;
 pub mod modules;
 pub mod verify_text;
 mod paths;
@@ -20,6 +21,7 @@ use super::entry_text::escaped;
 use super::image::{Form, Image};
 use super::newc::Kind;
 use super::unpacked_root::{Id, Tree};
+use crate::arch::Arch;
 use crate::boot::AGENT;
 use crate::host::tools::severity::Severity;
 use image_rules::*;
@@ -76,7 +78,12 @@ pub fn check(image: &Image, tree: &Tree, question: &Question) -> Report {
         let value = format!("ELF machine {}; the init's is {}", executable.machine, init.machine);
         findings.push(Finding::new(&WRONG_MACHINE, tree.path(agent)).value(value));
     }
-    findings.extend(programs.others(&[init_id, agent_id].into_iter().flatten().collect::<Vec<_>>()));
+    let started: Vec<Id> = [init_id, agent_id].into_iter().flatten().collect();
+    let arch = started.iter().find_map(|id| Arch::of_elf_machine(programs.executable(*id)?.machine));
+    findings.extend(programs.others(&started, arch));
+    if let Some(arch) = arch {
+        machines::check(tree, arch, &mut findings);
+    }
     let mut modules = modules::check(tree, question.release.as_deref());
     let driver_elsewhere = !modules.is_builtin() && !driver_parts::is_there(tree);
     if driver_elsewhere {

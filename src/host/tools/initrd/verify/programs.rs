@@ -6,6 +6,7 @@
 //! only some loader would find counts as found, so every reported library is really missing.
 
 use super::image_rules::*;
+use crate::arch::Arch;
 use crate::cdi::ld_so_cache;
 use crate::elf::{self, Class, ReadAt};
 use crate::host::tools::initrd::image::Content;
@@ -158,9 +159,9 @@ impl<'a> Programs<'a> {
         })
     }
 
-    /// Findings about all other programs: those that cannot start, and those that unpack
-    /// themselves.
-    pub fn others(&mut self, except: &[Id]) -> Vec<Finding> {
+    /// Findings about all other programs: those that cannot start, among them those of another
+    /// architecture than the init's, and those that unpack themselves.
+    pub fn others(&mut self, except: &[Id], arch: Option<Arch>) -> Vec<Finding> {
         let mut findings = Vec::new();
         let executable = |id: &Id| self.tree.kind(*id) == Kind::File && self.tree.meta(*id).mode & 0o111 != 0;
         let all: Vec<Id> = self.tree.below(ROOT).into_iter().filter(executable).take(MAX_PROGRAMS).collect();
@@ -173,6 +174,15 @@ impl<'a> Programs<'a> {
             let Some(program) = self.executable(id) else { continue };
             if program.packed {
                 findings.push(Finding::new(&PACKED, self.tree.path(id)));
+            }
+            let of = Arch::of_elf_machine(program.machine);
+            if let (Some(arch), Some(of)) = (arch, of)
+                && arch != of
+                && !except.contains(&id)
+                && !self.tree.name(id).windows(3).any(|w| w == b".so")
+            {
+                findings.push(Finding::new(&PROGRAM_BROKEN, self.tree.path(id)).value(format!("for {of}; the init is for {arch}")));
+                continue;
             }
             // Skip libraries, executable or not: a library's fault is reported for the programs
             // that use it.
