@@ -145,4 +145,5 @@ pub const ON_ARM64: &[&str] = &[
     "a_gpu_that_is_removed_leaves_the_spec_and_comes_back",
     "the_stream_of_a_full_boot_has_its_golden_shape",
     "coherent_memory_goes_online_movable_before_the_first_open",
+    "rootfs_sim_boots_to_a_container",
 ];
