@@ -96,10 +96,10 @@ fn all_are(findings: &BTreeMap<String, Value>, rules: &[&str], verdict: &str) ->
 }
 
 /// Starts a VM whose guest's kernel finds no root, and stays; `words` are QEMU's.
-fn vm(host: &mut EmulatedHost, words: &str) -> Result<()> {
+fn vm(host: &mut EmulatedHost, memory_mib: u32, words: &str) -> Result<()> {
     host.run(&format!(
         "(setsid qemu-system-x86_64 -nodefaults -no-user-config -display none -machine q35 -accel kvm -cpu host \
-            -m 256M -smp 1 -kernel {KVM_KERNEL} -append panic=0 {words} >/run/vm.log 2>&1 & echo $! > /run/vm.pid)"
+            -m {memory_mib}M -smp 1 -kernel {KVM_KERNEL} -append panic=0 {words} >/run/vm.log 2>&1 & echo $! > /run/vm.pid)"
     ))?;
     // QEMU has it once all memory is pinned.
     let has_device = "ls -l /proc/$(cat /run/vm.pid)/fd | grep -q vfio-device || (cat /run/vm.log; false)";
@@ -145,13 +145,8 @@ fn found(context: &TestContext) -> Result<Outcome> {
     // Without a VM there is nothing to look at, and without boots neither.
     all_are(&bare, &OF_VM, "unknown")?;
     all_are(&bare, &["guest-kernel", "gaps", "deadlines"], "unknown")?;
-    vm(
-        &mut host,
-        &format!(
-            "-object memory-backend-ram,id=ram,size=256M,prealloc=on -machine memory-backend=ram {PORTS} -device {},x-no-mmap=on",
-            function(gpu, 0)
-        ),
-    )?;
+    let wrong_vm = "-object memory-backend-ram,id=ram,size=256M,prealloc=on -machine memory-backend=ram";
+    vm(&mut host, 256, &format!("{wrong_vm} {PORTS} -device {},x-no-mmap=on", function(gpu, 0)))?;
     let wrong = diagnose(&mut host, "")?;
     end_vm(&mut host)?;
     all_are(&bare, &OF_KATA, "found")?;
@@ -171,15 +166,11 @@ fn found(context: &TestContext) -> Result<Outcome> {
     // Huge pages that are asked for, and none that are free; then as many as a guest has.
     host.run(&format!("echo 'enable_hugepages = true' >> {KATA}"))?;
     all_are(&diagnose(&mut host, "")?, &["huge-pages-free"], "found")?;
-    host.run("echo 256 > /proc/sys/vm/nr_hugepages && test $(cat /proc/sys/vm/nr_hugepages) = 256")?;
+    host.run("echo 512 > /proc/sys/vm/nr_hugepages && test $(cat /proc/sys/vm/nr_hugepages) = 512")?;
     all_are(&diagnose(&mut host, "")?, &["huge-pages-free", "huge-pages", "zeroing"], "fine")?;
-    vm(
-        &mut host,
-        &format!(
-            "-object memory-backend-memfd,id=ram,size=256M,hugetlb=on,share=on -machine memory-backend=ram {PORTS} -device {}",
-            function(gpu, 0)
-        ),
-    )?;
+    // QEMU's own memory is 80 MiB of small pages: less than a tenth of this.
+    let right_vm = "-object memory-backend-memfd,id=ram,size=1G,hugetlb=on,share=on -machine memory-backend=ram";
+    vm(&mut host, 1024, &format!("{right_vm} {PORTS} -device {}", function(gpu, 0)))?;
     let right = diagnose(&mut host, "")?;
     all_are(&right, &["no-mmap", "prealloc", "huge-page-use"], "fine")?;
     // VFIO is loaded: the kernel's own symbols show whether it has huge pfnmaps.
