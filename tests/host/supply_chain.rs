@@ -241,7 +241,7 @@ fn a_parts_list_is_what_cyclonedx_takes_and_cargo_links() {
 fn the_dockerfile_takes_its_base_by_digest_alone() {
     let text = fs::read_to_string(project().join("Dockerfile.initrd")).unwrap();
     let bases: Vec<&str> = text.lines().filter_map(|line| line.strip_prefix("FROM ")).collect();
-    // What builds is of the machine that builds, whatever the guest's platform.
+    // The first stage is of the machine that builds, whatever the guest's platform.
     assert_eq!(bases, ["--platform=${BUILDPLATFORM} ${BASE} AS build", "scratch"]);
     assert!(text.contains("\nARG BASE\n") && text.contains("*@sha256:*)"), "BASE has a default, or no check");
 }
