@@ -25,7 +25,7 @@ use serde_json::{Value, json};
 use std::io::Write;
 use std::path::{Path, PathBuf};
 
-const USAGE: &str = "want: bench agent [RUNS] [--cgroup-v1] | bench boot [RUNS] [HOST..] [--cpus N] [--busy] | bench bringup [--tenth] [HOST..] | bench cdi [RUNS] | bench collector [VMS] [RECORDS] | bench fabric [RUNS] [GUEST..] [--tenth] | bench host [RUNS] | bench hot-plug [ACTIONS] [SEED] | bench initrd [RUNS] | bench schedule | bench soak [BOOTS] [SEED] | bench trace [RUNS] [--overhead]";
+const USAGE: &str = "want: bench agent [RUNS] [--cgroup-v1] | bench boot [RUNS] [HOST..] [--cpus N] [--busy] | bench bringup [--tenth] [HOST..] | bench cdi [RUNS] | bench collector [VMS] [RECORDS] | bench fabric [RUNS] [GUEST..] [--tenth] | bench host [RUNS] | bench hot-plug [ACTIONS] [SEED] | bench initrd [RUNS] | bench schedule | bench soak [BOOTS] [SEED] [--at-once N] [--file FILE] | bench soak --only SEED | --describe SEED | --schedules CASES | --summary | bench trace [RUNS] [--overhead]";
 
 fn main() -> Result<()> {
     let arguments: Vec<String> = std::env::args().skip(1).collect();
@@ -43,7 +43,7 @@ fn main() -> Result<()> {
         Some("hot-plug") => soak::hot_plug(&context, number(1, 500)?, number(2, 1)?),
         Some("initrd") => initrd::run(&root, &context, number(1, 3)? as usize),
         Some("schedule") => schedule::run(&root),
-        Some("soak") => soak::run(&root, &context, number(1, 200)?, number(2, 1)?),
+        Some("soak") => soak::run(&root, &context, &arguments[1..]),
         Some("trace") => trace::run(&root, &context, &arguments[1..]),
         _ => bail!(USAGE),
     }

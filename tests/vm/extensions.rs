@@ -9,7 +9,7 @@ use std::path::Path;
 use std::process::{Command, Stdio};
 
 #[cfg(feature = "host")]
-pub use host::{PACKED, TESTS, gpu_image};
+pub use host::{PACKED, TESTS, gpu_image, guest_with_extensions};
 
 /// A program for this half to run after its report, with commas between its words.
 const PROGRAM: &str = "testagent.extension-judge=";
@@ -218,6 +218,12 @@ mod host {
 
     fn with(guest: Guest, name: &str, image: &Image) -> Guest {
         declared(guest, name, &image.parameters).serial_disk(&format!("extension-{name}"), &image.file)
+    }
+
+    /// A guest whose driver is on an extension disk; with one that its agent needs, too.
+    pub fn guest_with_extensions(context: &TestContext, coco: bool) -> Result<Guest> {
+        let guest = with(base(context)?, "gpu", &gpu_image(context, PACKED)?);
+        Ok(if coco { with(guest, "coco", &coco_image(context)?) } else { guest })
     }
 
     fn declared(guest: Guest, name: &str, parameters: &str) -> Guest {

@@ -2,6 +2,7 @@
 //! file holds the host halves of its tests and, where there are any, their guest halves; [`guest`]
 //! lists those, [`TESTS`] all tests.
 
+mod census;
 pub mod guest;
 mod hot_plug_soak;
 pub mod inside;

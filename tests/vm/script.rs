@@ -43,21 +43,29 @@
 //! | `kill-service:NAME` | kills the processes of a service |
 //! | `fabric:STATES` | gives the fabric of the simulated driver these states, as a manager elsewhere would: NVML's numbers, one for all or with commas |
 //! | `nvml:REQUEST` | asks NVML's helper, with `_` for blanks, and reports its answer |
+//! | `end:NAME` | kills the init's process of this name (keeper, lane, opener), or the agent, and reports how many there were |
+//! | `census` | reports each process of the init with its open files, and the files that the init has made |
+//! | `hook` | opens the init's program, as the start of a CDI hook does |
+//! | `busy:N` | starts N threads that use a CPU each |
+//! | `spec-gives:K,..` | waits until the spec gives containers these GPUs and no others, as long |
 //! | `run:PROGRAM` | starts a program of the guest without arguments; the agent, which reaps it, reports how it ended |
 //!
-//! WHEN may also be `now`, which is at once, and needs no record.
+//! WHEN may also be `now`, which is at once, and needs no record, or `rest`: the newest worker has
+//! settled, and every GPU that was found is usable, failed or removed.
 
+use super::census;
 use super::guest::{all_counters, connect};
 use crate::agent::children::start_watched;
 use crate::agent::{cdi, log};
 use kata_gpu_init::device_nodes::DeviceNodes;
+use kata_gpu_init::events::names;
 use kata_gpu_init::events::record::{Kind, Line, Record, decode};
 use kata_gpu_init::services::service_processes::mark_of;
 use kata_gpu_init::{adapter, driver_proc};
 use nix::kmod::{ModuleInitFlags, finit_module};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
-use std::collections::HashMap;
+use std::collections::{BTreeSet, HashMap};
 use std::io::{BufRead, BufReader};
 use std::path::Path;
 use std::time::{Duration, Instant};
@@ -94,11 +102,54 @@ struct Stream {
     lines: Option<std::io::Lines<BufReader<std::os::unix::net::UnixStream>>>,
     next_seq: u64,
     names: HashMap<String, u64>,
+    rest: Rest,
+}
+
+/// Work that is still under way, by the stream.
+#[derive(Default)]
+struct Rest {
+    settled: bool,
+    /// Arrivals of GPUs, by address and generation: all, and those without an end.
+    found: BTreeSet<(String, u64)>,
+    pending: BTreeSet<(String, u64)>,
+}
+
+impl Rest {
+    fn take(&mut self, record: &Record) {
+        if record.kind != Kind::Event {
+            return;
+        }
+        let number = |key: &str| record.fields.get(key).and_then(|n| n.as_u64()).unwrap_or(0);
+        let arrival = record.gpu.map(|gpu| (gpu.to_string(), number("generation")));
+        match (record.name.as_str(), arrival) {
+            (names::SETTLED, _) => self.settled = true,
+            (names::PROCESS_DIED, _) if record.fields.get("process").is_some_and(|p| p == "worker") => self.settled = false,
+            (names::GPU_FOUND, Some(arrival)) => {
+                if self.found.insert(arrival.clone()) {
+                    self.pending.insert(arrival);
+                }
+            }
+            (names::GPU_USABLE | names::GPU_FAILED | names::GPU_REMOVED, Some(arrival)) => {
+                self.pending.remove(&arrival);
+            }
+            _ => {}
+        }
+    }
+
+    fn is_reached(&self) -> bool {
+        self.settled && self.pending.is_empty()
+    }
 }
 
 impl Stream {
     /// Reads on until this has happened.
     fn wait(&mut self, when: &str) {
+        if when == "rest" {
+            while !self.rest.is_reached() {
+                self.next();
+            }
+            return;
+        }
         loop {
             let Some(record) = self.next() else { continue };
             if let (Some(gpu), Some(index)) = (record.gpu, record.fields.get("index").and_then(|i| i.as_u64())) {
@@ -125,6 +176,7 @@ impl Stream {
             return None;
         }
         self.next_seq = record.seq + 1;
+        self.rest.take(&record);
         Some(*record)
     }
 
@@ -144,7 +196,7 @@ impl Stream {
 }
 
 /// Actions that wait.
-const WAITS: [&str; 7] = ["spec-has", "file-has", "serves", "gone", "there", "bound", "unbound"];
+const WAITS: [&str; 8] = ["spec-gives", "spec-has", "file-has", "serves", "gone", "there", "bound", "unbound"];
 /// Longest wait of an action for what its name says.
 const WAIT: Duration = Duration::from_secs(30);
 /// Pause between two looks of such a wait: sysfs and the specs announce nothing to this process.
@@ -183,6 +235,14 @@ pub(super) fn act(action: &str) -> Result<(), String> {
             let keeper = process_named("gpuinit-keeper")?;
             kill(Pid::from_raw(keeper), Signal::SIGKILL).map_err(|e| format!("kill {keeper}: {e}"))
         }
+        "end" => census::end(argument),
+        "census" => census::census(),
+        "hook" => census::hook(),
+        "busy" => {
+            census::busy(number()?);
+            Ok(())
+        }
+        "spec-gives" => until(action, || census::spec_gives(argument)),
         "threads" => write(Path::new("/proc/sys/kernel/threads-max"), argument),
         "fill" => fill(),
         "empty" => std::fs::remove_file(FILLER).map_err(|e| format!("remove {FILLER}: {e}")),
@@ -402,7 +462,7 @@ fn log_file(path: &Path) {
     log::info("file", &[("path", &path.display().to_string()), ("text", &text)]);
 }
 
-fn processes_named(name: &str) -> Result<Vec<i32>, String> {
+pub(super) fn processes_named(name: &str) -> Result<Vec<i32>, String> {
     let named = |entry: std::fs::DirEntry| {
         let pid = entry.file_name().to_str()?.parse().ok()?;
         std::fs::read_to_string(entry.path().join("comm")).is_ok_and(|comm| comm.trim() == name).then_some(pid)
