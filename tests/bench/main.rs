@@ -1,5 +1,5 @@
-//! `bench agent|boot|bringup|cdi|collector|fabric|host|hot-plug|initrd|schedule|soak|trace ..`: what is
-//! compared is measured in one run.
+//! `bench agent|boot|bringup|cdi|collector|fabric|host|hot-plug|initrd|schedule|soak|trace ..`:
+//! what is compared is measured in one run.
 //!
 //! Figures are for comparison within one run only: the guest is emulated, and the machine may be
 //! busy. Every raw run goes to `tests/bench/runs/`.

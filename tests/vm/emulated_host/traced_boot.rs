@@ -21,7 +21,7 @@ pub const MEMORY: u64 = 512 << 20;
 pub enum Pages {
     Small,
     Transparent,
-    /// Of 2 MiB, reserved before.
+    /// Pages of 2 MiB, reserved before.
     Huge,
 }
 
