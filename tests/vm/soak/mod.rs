@@ -163,7 +163,8 @@ fn observe(context: &TestContext, boot: &Description) -> Result<Observed> {
     })
 }
 
-/// Waits for a line of the agent, as long as the guest lives; one that never comes is for the judge.
+/// Waits for a line of the agent, as long as the guest lives; one that never comes is for the
+/// judge.
 fn wait_for_line(booted: &mut Booted, wanted: impl Fn(&AgentLine) -> bool) -> Result<()> {
     let start = Instant::now();
     while start.elapsed() < LONGEST && booted.vm.exited()?.is_none() {

@@ -172,7 +172,7 @@ mod tests {
     use std::collections::BTreeSet;
 
     #[test]
-    fn every_record_of_the_catalogue_is_a_kill_point_or_has_a_reason() {
+    fn every_record_is_a_kill_point_or_has_a_reason() {
         let (points, without) = (all(), out_of_reach());
         let reached: BTreeSet<&str> = points.iter().map(|point| point.record).collect();
         assert_eq!(reached.len() + without.len(), RECORDS.len());

@@ -193,7 +193,7 @@ fn deaths_leaks_and_containers_that_were_not_planned_are_found() {
 }
 
 #[test]
-fn a_kill_that_never_came_is_found_and_one_of_nobody_is_told_apart() {
+fn a_kill_that_never_came_is_found_and_one_of_nobody_is_not() {
     let (mut boot, mut seen) = sound();
     boot.kill = Some((Process::Lane, "settled".into()));
     assert_eq!((kill_of(&boot, &seen), kinds(&boot, &seen)), (Some(Kill::NotReached), ["kill"].into()));
