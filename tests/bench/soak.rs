@@ -134,14 +134,21 @@ fn only(frozen: &Path, context: &TestContext, seed: u64) -> Result<()> {
         println!("ok, {:.1} s, kill: {:?}", run.seconds, run.kill);
         return Ok(());
     }
-    for record in &run.seen.records {
-        println!("{}", serde_json::to_string(record)?);
-    }
-    println!("{}", run.seen.console);
-    for finding in &run.findings {
-        println!("{}: {}", finding.kind, finding.text);
-    }
+    println!("{}", evidence(&run)?);
     bail!("seed {seed}: {} findings", run.findings.len())
+}
+
+/// Stream and console of a guest, and everything that was wrong with it.
+fn evidence(run: &Run) -> Result<String> {
+    let mut text = String::new();
+    for record in &run.seen.records {
+        let _infallible = writeln!(text, "{}", serde_json::to_string(record)?);
+    }
+    let _infallible = writeln!(text, "{}", run.seen.console);
+    for finding in &run.findings {
+        let _infallible = writeln!(text, "{}: {}", finding.kind, finding.text);
+    }
+    Ok(text)
 }
 
 /// Boots that are still to do, and their progress.
@@ -169,6 +176,8 @@ fn several(frozen: &Path, context: &TestContext, asked: &Asked, ids: &Ids) -> Re
             progress.done += 1;
             if !run.holds() {
                 progress.failed.insert(seed);
+                // The same seed may go well the next time: processes race.
+                std::fs::write(frozen.join(format!("failed-{seed}.log")), evidence(&run)?)?;
             }
             let (done, elapsed) = (progress.done, start.elapsed().as_secs());
             eprintln!("soak: {done} of {all}, {} failed, {elapsed} s: {}", progress.failed.len(), outcome(&run));

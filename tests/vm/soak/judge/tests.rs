@@ -110,6 +110,28 @@ fn a_gpu_closed_or_initialised_twice_is_found() {
 }
 
 #[test]
+fn only_as_many_gpus_are_opened_again_as_opens_were_killed() {
+    let (mut boot, mut seen) = sound();
+    boot.kill = Some((Process::Opener, "gpu.bound/1".into()));
+    let of = |killed: &str, counters: &str| {
+        let mut all = notes();
+        all.retain(|line| line["process"] != "opener");
+        all.push(json!({ "msg": "end", "process": "opener", "killed": killed }));
+        all.push(json!({ "msg": "counters", "all": counters }));
+        lines(&all)
+    };
+    let once = |text: &str| {
+        text.replacen("closes: 0 inits: 1 init_failures: 0 teardowns: 0", "closes: 1 inits: 2 init_failures: 0 teardowns: 1", 1)
+    };
+    let one = once(&counters("", ""));
+    let two = once(&one);
+    for (killed, counters, found) in [("2", &one, 0), ("1", &one, 2), ("2", &two, 2), ("3", &two, 0)] {
+        seen.lines = of(killed, counters);
+        assert_eq!(judge(&boot, &seen).len(), found, "{killed} killed: {:?}", judge(&boot, &seen));
+    }
+}
+
+#[test]
 fn a_missing_or_surplus_cdi_device_is_found() {
     assert_eq!(with_note("file", "text", &spec(&[0])), ["cdi"].into());
     assert_eq!(with_note("file", "text", "error: no such file"), ["cdi"].into());
