@@ -125,9 +125,7 @@ impl Rest {
             (names::SETTLED, _) => self.settled = true,
             (names::PROCESS_DIED, _) if record.fields.get("process").is_some_and(|p| p == "worker") => self.settled = false,
             (names::GPU_FOUND, Some(arrival)) => {
-                if self.found.insert(arrival.clone()) {
-                    self.pending.insert(arrival);
-                }
+                self.pending.extend(self.found.insert(arrival.clone()).then_some(arrival));
             }
             (names::GPU_USABLE | names::GPU_FAILED | names::GPU_REMOVED, Some(arrival)) => {
                 self.pending.remove(&arrival);

@@ -105,10 +105,16 @@ fn planned(fate: Fate) -> Option<&'static str> {
     }
 }
 
-/// Whether the records have the planned end of every GPU.
-pub fn has_all_ends(boot: &Description, records: &[&Record]) -> bool {
+/// Whether the records have the planned end of every GPU and every planned death: a host that hung
+/// up gets them late.
+pub fn is_complete(boot: &Description, records: &[&Record]) -> bool {
     let last = last_words(records.iter().copied());
+    let deaths = |process: Process| {
+        let died = |r: &&&Record| r.name == names::PROCESS_DIED && text(r, "process") == process.name();
+        records.iter().filter(died).count()
+    };
     (0..).zip(&boot.gpus).all(|(index, fate)| last.get(&index).map(|(name, _)| *name) == planned(*fate))
+        && [Process::Worker, Process::Keeper].iter().all(|process| deaths(*process) >= boot.deaths(*process))
 }
 
 fn number(record: &Record, key: &str) -> Option<u64> {
