@@ -167,7 +167,7 @@ fn guests_own_clocks(records: &[Record], clock: &Clock, started_ns: i64) -> Resu
     let before = guest.before_kernel.with_context(|| format!("no time before the kernel: {:?}", guest.notes))?;
     let kernel = clock.wall_at(0).context("no sample")?;
     let room = u64::try_from(kernel.realtime_ns - started_ns)? + kernel.error_ns + before.error_ns;
-    // Both clocks start while the VM does: on a busy machine seconds apart, never by more than its age.
+    // Both clocks start with the VM: on a busy machine seconds apart, never by more than its age.
     let age_ns = newest_ns + room;
     ensure!(printk.offset_ns.unsigned_abs() < age_ns && error_ns < 100_000_000, "{printk:?}, the VM is {age_ns} ns old");
     ensure!(
