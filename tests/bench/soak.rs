@@ -2,11 +2,9 @@
 //! kept as a line of a file; what the file has of this init is not done again, so a soak can be
 //! stopped at any time. `--only SEED`: one boot, with all that came out of its guest where it
 //! fails. `--describe SEED`: prints what a seed stands for. `--summary`: counts what the file has.
-//! `--schedules CASES`: so many bring-ups of each kind of trouble in virtual time, a line, too.
 //! `bench hot-plug [ACTIONS] [SEED]`: GPUs that come and go in one guest.
 
 use anyhow::{Context, Result, bail, ensure};
-use kata_gpu_tests::schedule::properties::{Case, Trouble};
 use kata_gpu_tests::vm::harness::TestContext;
 use kata_gpu_tests::vm::soak::runs::{self, Ids};
 use kata_gpu_tests::vm::soak::{self, Description, Run};
@@ -31,13 +29,12 @@ struct Asked {
     file: PathBuf,
     only: Option<u64>,
     describe: Option<u64>,
-    schedules: Option<u64>,
     summary: bool,
 }
 
 fn parse(root: &Path, arguments: &[String]) -> Result<Asked> {
     let file = root.join(FILE);
-    let mut asked = Asked { boots: 200, first: 1, at_once: 2, file, only: None, describe: None, schedules: None, summary: false };
+    let mut asked = Asked { boots: 200, first: 1, at_once: 2, file, only: None, describe: None, summary: false };
     let mut words = arguments.iter();
     let mut numbers = 0;
     while let Some(word) = words.next() {
@@ -47,7 +44,6 @@ fn parse(root: &Path, arguments: &[String]) -> Result<Asked> {
             "--file" => asked.file = value()?.into(),
             "--only" => asked.only = Some(value()?.parse().context("--only")?),
             "--describe" => asked.describe = Some(value()?.parse().context("--describe")?),
-            "--schedules" => asked.schedules = Some(value()?.parse().context("--schedules")?),
             "--summary" => asked.summary = true,
             word => {
                 let number = word.parse().with_context(|| format!("bench soak: {word:?} is no number of boots and no seed"))?;
@@ -75,9 +71,6 @@ pub fn run(root: &Path, context: &TestContext, arguments: &[String]) -> Result<(
         return Ok(());
     }
     let ids = ids(root, context)?;
-    if let Some(cases) = asked.schedules {
-        return schedules(&asked, &ids, cases);
-    }
     let frozen = freeze(root, context, &ids)?;
     match asked.only {
         Some(seed) => only(&frozen, context, seed),
@@ -190,36 +183,6 @@ fn several(frozen: &Path, context: &TestContext, asked: &Asked, ids: &Ids) -> Re
     print!("{}", runs::summary(&runs::read(&asked.file)));
     let failed = &locked().failed;
     ensure!(failed.is_empty(), "seeds {failed:?} failed: tests/bench/run soak --only SEED repeats one");
-    Ok(())
-}
-
-/// Bring-ups in virtual time: the seeds from 0 on with each kind of trouble.
-fn schedules(asked: &Asked, ids: &Ids, cases: u64) -> Result<()> {
-    const TROUBLES: [Trouble; 5] = [Trouble::None, Trouble::Failures, Trouble::Hang, Trouble::Traffic, Trouble::Any];
-    let start = Instant::now();
-    let of = |trouble: Trouble| {
-        let complaints = |seed| {
-            let case = Case::random(seed, trouble);
-            case.complaints(&case.run())
-        };
-        (0..cases).flat_map(complaints).collect::<Vec<String>>()
-    };
-    // As many at once as guests are.
-    let queue = Mutex::new(TROUBLES.to_vec());
-    let next = || queue.lock().unwrap_or_else(PoisonError::into_inner).pop();
-    let of_thread = || std::iter::from_fn(next).flat_map(of).collect::<Vec<String>>();
-    let complaints: Vec<String> = std::thread::scope(|scope| {
-        let threads: Vec<_> = (0..asked.at_once).map(|_| scope.spawn(of_thread)).collect();
-        threads.into_iter().flat_map(|thread| thread.join().unwrap_or_else(|_| vec!["a thread panicked".into()])).collect()
-    });
-    let (all, seconds) = (cases * TROUBLES.len() as u64, start.elapsed().as_secs());
-    let kinds = TROUBLES.map(|trouble| format!("{trouble:?}"));
-    let first = &complaints[..complaints.len().min(20)];
-    let line = json!({ "schedules": all, "seeds": [0, cases - 1], "kinds": kinds, "complaints": complaints.len(), "first": first,
-        "seconds": seconds, "init": ids.init, "tree": ids.tree });
-    runs::append(&asked.file, &line)?;
-    println!("{line}");
-    ensure!(complaints.is_empty(), "{} complaints", complaints.len());
     Ok(())
 }
 

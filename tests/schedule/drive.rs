@@ -111,6 +111,8 @@ struct Gpu {
     gone: bool,
     /// Time at which its probe was ordered.
     ordered: Option<Micros>,
+    /// Time at which it was opened.
+    opened: Option<Micros>,
     enabling: Micros,
 }
 
@@ -133,6 +135,8 @@ pub struct Guest<'h> {
     load_failed: bool,
     load_ordered: Option<Micros>,
     registered: bool,
+    /// End of the last initialisation that took longer than its limit.
+    overdue: Option<Micros>,
     containers: Vec<Container>,
     broken: Broken,
     run: Run,
@@ -169,7 +173,7 @@ pub fn drive_broken(host: &Host, policy: Policy, overhead: Overhead, seed: u64, 
 impl<'h> Guest<'h> {
     fn new(host: &'h Host, policy: Policy, containers: &[Container], overhead: Overhead, seed: u64) -> Self {
         let count = host.gpus.len();
-        let gpus = (0..count).map(|k| Gpu { id: id(k, k as u32), gone: false, ordered: None, enabling: 0 });
+        let gpus = (0..count).map(|k| Gpu { id: id(k, k as u32), gone: false, ordered: None, opened: None, enabling: 0 });
         let run = Run {
             bound: vec![None; count],
             published: vec![None; count],
@@ -194,6 +198,7 @@ impl<'h> Guest<'h> {
             load_failed: false,
             load_ordered: None,
             registered: false,
+            overdue: None,
             containers: containers.to_vec(),
             broken: Broken::No,
             run,
@@ -307,6 +312,9 @@ impl<'h> Guest<'h> {
             return;
         }
         self.run.reports.push((self.world.now(), fact));
+        if matches!(fact, schedule::Fact::Found(..)) {
+            self.run.settled = None;
+        }
         let orders = self.schedule.take(time(self.world.now()), fact);
         self.carry_out(orders);
     }
@@ -322,8 +330,7 @@ impl<'h> Guest<'h> {
             Fact::Plugged(k) => {
                 let generation = self.gpus[k].id.generation + PLUGGED;
                 let id_now = id_of(self.gpus[k].id, generation);
-                self.gpus[k] = Gpu { id: id_now, gone: false, ordered: None, enabling: 0 };
-                self.run.settled = None;
+                self.gpus[k] = Gpu { id: id_now, gone: false, ordered: None, opened: None, enabling: 0 };
                 self.soon(Action::Report(schedule::Fact::Found(id(self, k), Arrival::Enabled)));
                 // The kernel lets a driver that is there have it.
                 if self.world.registered() {
@@ -348,6 +355,10 @@ impl<'h> Guest<'h> {
             Fact::Attached(_) => {}
             Fact::Initialised(k, well) => {
                 let gpu = id(self, k);
+                let limit = micros(Limit::InitHangs.after());
+                if self.gpus[k].opened.is_some_and(|opened| opened + limit <= self.world.now()) {
+                    self.overdue = Some(self.world.now());
+                }
                 if well {
                     self.run.usable[k] = Some(self.world.now());
                 }
@@ -397,6 +408,7 @@ impl<'h> Guest<'h> {
             Action::Begin(order) => self.begin(order),
             Action::Open(gpu) => {
                 if let Some(k) = self.index(gpu) {
+                    self.gpus[k].opened = Some(self.world.now());
                     self.report(schedule::Fact::Opening(gpu));
                     self.begin(Order::Open(k));
                 }
@@ -479,7 +491,8 @@ impl<'h> Guest<'h> {
                     }
                 }
                 schedule::Order::Load { gpus, one_by_one, .. } => {
-                    self.load_ordered = Some(self.world.now());
+                    // A load after a failed one starts afresh.
+                    (self.load_ordered, self.load_failed) = (Some(self.world.now()), false);
                     let gpus: Vec<usize> = gpus.into_iter().filter_map(|gpu| self.index(gpu)).collect();
                     let later = gpus.iter().skip(1).filter(|_| one_by_one);
                     self.candidates = later.rev().copied().collect();
@@ -532,7 +545,8 @@ impl<'h> Guest<'h> {
     fn begin_probe(&mut self, k: usize, how: Probe) {
         match how {
             Probe::Load => {}
-            Probe::Bind | Probe::DuringLoad | Probe::BeforeEnable if self.load_failed => {
+            // A probe by the kernel itself has failed before the GPU was found: so does the next one.
+            Probe::Bind | Probe::DuringLoad | Probe::BeforeEnable if self.load_failed || self.world.at(k) == At::Failed => {
                 let gpu = self.gpus[k].id;
                 self.soon(Action::Report(schedule::Fact::Failed(gpu)));
             }
@@ -541,21 +555,25 @@ impl<'h> Guest<'h> {
     }
 
     /// Notes the steps that an enabling of the lane stalls as it begins. Not counted: steps that
-    /// the schedule has waited for as long as the table says, and steps that the kernel takes by
-    /// itself with a GPU that was plugged in.
+    /// the schedule has waited for as long as the table says, steps that the kernel takes by itself
+    /// with a GPU that was plugged in, and what these, or an initialisation longer than its limit,
+    /// have stalled.
     fn watch(&mut self, k: usize) {
         let now = self.world.now();
         let limit = micros(Limit::LaneHold.after());
-        let within = |since: Option<Micros>| since.is_some_and(|since| now < since + limit);
-        let ordered = |gpu: &Gpu| gpu.id.generation < PLUGGED && within(gpu.ordered);
-        let probing = |k: &usize| ordered(&self.gpus[*k]) && probes(&self.world, *k);
-        let probing: Vec<usize> = (0..self.gpus.len()).filter(probing).collect();
-        let attaching = self.world.attaching();
+        let stalls = [self.world.kernel_mapped(), self.overdue];
+        let stalled = |since: Micros| stalls.into_iter().flatten().any(|at| since <= at);
+        let within = |since: Option<Micros>| since.is_some_and(|since| now < since + limit && !stalled(since));
+        let of = |wanted: &dyn Fn(&Gpu, usize) -> bool| -> Vec<usize> {
+            self.gpus.iter().enumerate().filter(|(k, gpu)| wanted(gpu, *k)).map(|(k, _)| k).collect()
+        };
+        let probing = of(&|gpu, k| gpu.id.generation < PLUGGED && within(gpu.ordered) && probes(&self.world, k));
+        let attaching = of(&|gpu, k| within(gpu.opened) && self.world.attaches(k));
         let loading = self.world.load_begun() && !self.world.uvm_loaded();
         let loading = loading && !self.load_sleeps() && within(self.load_ordered);
         let slow = self.world.host().gpus[k].times.enable >= SLOW;
-        if slow && (attaching || !probing.is_empty() || loading) {
-            let what = format!("GPU {k}: attaching {attaching}, probing {probing:?}, loading {loading}");
+        if slow && (!attaching.is_empty() || !probing.is_empty() || loading) {
+            let what = format!("GPU {k}: attaching {attaching:?}, probing {probing:?}, loading {loading}");
             self.run.trespasses.push((now, what));
         }
     }

@@ -244,6 +244,8 @@ pub struct World<'h> {
     facts: Vec<(Micros, Fact)>,
     recording: bool,
     spun: Micros,
+    /// See [`World::kernel_mapped`].
+    kernel_mapped: Option<Micros>,
 }
 
 impl<'h> World<'h> {
@@ -272,6 +274,7 @@ impl<'h> World<'h> {
             facts: Vec::new(),
             recording: false,
             spun: 0,
+            kernel_mapped: None,
         }
     }
 
@@ -338,7 +341,12 @@ impl<'h> World<'h> {
 
     /// Somebody is in an S1 that has begun: an enabling that begins now would stall it with A held.
     pub fn attaching(&self) -> bool {
-        self.gpus[..self.count()].iter().any(|g| matches!(g.at, At::Attach(_)) && g.wait != Wait::Driver)
+        (0..self.count()).any(|gpu| self.attaches(gpu))
+    }
+
+    /// Whether a GPU's S1 has begun.
+    pub fn attaches(&self, gpu: usize) -> bool {
+        matches!(self.at(gpu), At::Attach(_)) && self.waits(gpu) != Wait::Driver
     }
 
     /// Character devices are there.

@@ -36,6 +36,21 @@ pub struct Case {
     pub trouble: Trouble,
 }
 
+/// A property that a bring-up does not have.
+#[derive(Clone, Debug)]
+pub struct Complaint {
+    pub seed: u64,
+    pub trouble: Trouble,
+    pub property: &'static str,
+    pub text: String,
+}
+
+impl std::fmt::Display for Complaint {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "{:?}, seed {}: {}: {}", self.trouble, self.seed, self.property, self.text)
+    }
+}
+
 impl Case {
     /// The case of a seed.
     pub fn random(seed: u64, trouble: Trouble) -> Self {
@@ -106,17 +121,20 @@ impl Case {
     }
 
     /// All that is wrong with a run of this case.
-    pub fn complaints(&self, run: &Run) -> Vec<String> {
-        let checks = [
-            Self::ends,
-            Self::hangs_cost_what_the_table_says,
-            Self::probes_go_one_at_a_time,
-            Self::order_is_pci,
-            Self::nobody_is_trespassed,
-            Self::publication_waits_for_no_lane,
+    pub fn complaints(&self, run: &Run) -> Vec<Complaint> {
+        const PROPERTIES: [(&str, fn(&Case, &Run) -> Result<(), String>); 6] = [
+            ("all end", Case::ends),
+            ("a hang costs one limit", Case::hangs_cost_what_the_table_says),
+            ("one probe at a time", Case::probes_go_one_at_a_time),
+            ("PCI order", Case::order_is_pci),
+            ("nobody is trespassed on", Case::nobody_is_trespassed),
+            ("publication waits for no lane", Case::publication_waits_for_no_lane),
         ];
-        let complaints = checks.iter().filter_map(|check| check(self, run).err());
-        complaints.map(|complaint| format!("seed {}, {:?}: {complaint}", self.seed, self.trouble)).collect()
+        let complaint = |(property, check): &(&'static str, fn(&Case, &Run) -> Result<(), String>)| {
+            let text = check(self, run).err()?;
+            Some(Complaint { seed: self.seed, trouble: self.trouble, property, text })
+        };
+        PROPERTIES.iter().filter_map(complaint).collect()
     }
 
     fn hangs(&self) -> usize {
@@ -248,7 +266,8 @@ impl Case {
         // An enabling and whoever spins beside it can take every vCPU: each step then waits for
         // that.
         let spare = self.host.vcpus > 2 && !self.policy.facts.firewall && self.trouble == Trouble::None;
-        let frozen = if spare { 0 } else { 4 * slowest };
+        let plugged = self.host.gpus.iter().filter(|gpu| gpu.plugged_at.is_some()).count() as Micros;
+        let frozen = if spare { 0 } else { (4 + plugged) * slowest };
         for k in 0..self.host.gpus.len() {
             if let (Some(bound), Some(published), Some(common)) = (run.bound[k], run.published[k], common)
                 && published > bound.max(common) + self.overhead.publish + frozen
@@ -264,6 +283,8 @@ impl Case {
 }
 
 impl Trouble {
+    pub const ALL: [Self; 5] = [Self::None, Self::Failures, Self::Hang, Self::Traffic, Self::Any];
+
     fn befall(self, gpus: &mut [Function], random: &mut Random) {
         let count = gpus.len();
         let failures = [Fault::EnableFails, Fault::ProbeFails, Fault::InitFails];

@@ -56,6 +56,8 @@ struct Gpu {
     started: Option<Time>,
     reports: u32,
     publishing: Option<Time>,
+    /// Whether a load of the driver has had the GPU among those that it may probe.
+    offered: bool,
 }
 
 impl Gpu {
@@ -265,7 +267,7 @@ impl Schedule {
             self.reload();
         }
         let started = (stage == Stage::Enabled).then_some(now);
-        self.gpus.insert(id, Gpu { arrival, stage, since: now, started, reports: 0, publishing: None });
+        self.gpus.insert(id, Gpu { arrival, stage, since: now, started, reports: 0, publishing: None, offered: false });
         self.settled = false;
     }
 
@@ -306,7 +308,8 @@ impl Schedule {
                     gpu.enter(Stage::Probed, now);
                 }
             }
-            Fact::Loaded(false) => self.load = Load::Failed { again: false },
+            // A GPU that was plugged in during the load needs a load of its own.
+            Fact::Loaded(false) => self.load = Load::Failed { again: self.any(|gpu| !gpu.offered && !gpu.is_settled()) },
             Fact::UvmLoaded => {
                 if let Load::Loaded { uvm, .. } = &mut self.load {
                     *uvm = true;
@@ -342,7 +345,13 @@ impl Schedule {
             }
             Fact::Usable(id) => self.enter(id, Stage::Usable, now),
             Fact::Failed(id) => self.enter(id, Stage::Failed, now),
-            Fact::Gone(id) => drop(self.gpus.remove(&id)),
+            Fact::Gone(id) => {
+                let gone = self.gpus.remove(&id);
+                // A wave that ends by the loss of a GPU is no measure, either.
+                if gone.is_some_and(|gpu| gpu.stage == Stage::Initialising) {
+                    self.wave = self.wave.map(|wave| Wave { well: false, ..wave });
+                }
+            }
             Fact::AgentLooked => self.agent.looked(now),
             Fact::ContainerBegins => self.agent.begins(now),
             Fact::ContainerRuns => self.agent.runs(now),
@@ -416,10 +425,10 @@ impl Schedule {
         self.lockdown = None;
         let count = if one_by_one { 1 } else { free.len() };
         orders.push(Order::Load { gpus: free.clone(), one_by_one, enables: self.lane.took.is_none() });
-        for id in free.into_iter().take(count) {
-            if let Some(gpu) = self.gpus.get_mut(&id)
-                && gpu.arrival == Arrival::Boot
-            {
+        for (at, id) in free.into_iter().enumerate() {
+            let Some(gpu) = self.gpus.get_mut(&id) else { continue };
+            gpu.offered = true;
+            if at < count && gpu.arrival == Arrival::Boot {
                 gpu.started = gpu.started.or(Some(now));
                 gpu.enter(Stage::Probing(Probe::Load), now);
                 orders.push(Order::Probe(id, Probe::Load));

@@ -57,7 +57,6 @@ impl World<'_> {
             if removed && self.gpus[k].at != At::Absent {
                 self.gpus[k].removed = true;
                 self.rest(k);
-                self.report(Fact::Removed(k));
             }
         }
     }
@@ -74,6 +73,7 @@ impl World<'_> {
     fn ends_mapping(&mut self) -> bool {
         let over = |gpu: &usize| self.timer(*gpu).is_some_and(|at| at <= self.now);
         let Some(gpu) = self.mapping.filter(over) else { return false };
+        self.kernel_mapped = self.kernel_mapped();
         self.mapping = None;
         self.gpus[gpu].enabled = true;
         // Whoever waited for this comes before the next enabling.
@@ -109,12 +109,15 @@ impl World<'_> {
         self.rest(gpu);
     }
 
-    /// A GPU that was torn out goes as soon as no thread of the kernel is at it.
+    /// A GPU that was torn out goes as soon as no thread of the kernel is at it: the removal waits
+    /// for its device lock, which `enable` and probes hold, and for the end of an initialisation
+    /// (`pci_stop_dev`, then the event of `device_del`).
     fn rest(&mut self, gpu: usize) {
         let before_bind = matches!(self.gpus[gpu].at, At::Present | At::Enabled);
         let after_bind = matches!(self.gpus[gpu].at, At::Bound | At::Known | At::Usable | At::Failed);
         if (before_bind || after_bind) && self.gpus[gpu].removed {
             self.gpus[gpu].at = At::Absent;
+            self.report(Fact::Removed(gpu));
         }
     }
 
@@ -263,8 +266,8 @@ impl World<'_> {
             }
             At::Attach(_) => self.wait_for_host(gpu),
             At::Boot if function.fault == Fault::InitFails || self.gpus[gpu].removed => {
-                self.stay(gpu, At::Failed);
                 self.report(Fact::Initialised(gpu, false));
+                self.stay(gpu, At::Failed);
                 if !self.host.relaxed {
                     self.release_driver();
                 }
@@ -278,12 +281,28 @@ impl World<'_> {
                 }
             }
             At::State => {
-                self.stay(gpu, At::Usable);
                 self.report(Fact::Initialised(gpu, true));
+                self.stay(gpu, At::Usable);
                 self.release_driver();
             }
             at => unreachable!("a timer of GPU {gpu}: {at:?}"),
         }
+    }
+
+    /// The driver core holds the device's lock for its probe.
+    fn is_probing(&self, gpu: usize) -> bool {
+        matches!(self.gpus[gpu].at, At::Sleep | At::ProbeEnable | At::Probe | At::Uuid)
+            || (self.gpus[gpu].at == At::Hung && self.host.gpus[gpu].fault == Fault::ProbeHangs)
+    }
+
+    fn is_plugged(&self, gpu: usize) -> bool {
+        self.host.gpus[gpu].plugged_at.is_some_and(|at| at <= self.now)
+    }
+
+    /// Last time at which the host mapped a GPU that was plugged in, for a probe by the kernel.
+    pub fn kernel_mapped(&self) -> Option<Micros> {
+        let maps = |gpu: &usize| self.is_plugged(*gpu) && self.gpus[*gpu].at == At::ProbeEnable;
+        self.mapping.filter(maps).map(|_| self.now).or(self.kernel_mapped)
     }
 
     fn load_goes_on(&mut self) -> bool {
@@ -297,13 +316,14 @@ impl World<'_> {
                     self.load_probes &= !(1 << gpu);
                     self.begin_probe(gpu);
                 }
-                let probed = matches!(self.gpus[gpu].at, At::Sleep | At::ProbeEnable | At::Probe | At::Uuid)
-                    || (self.gpus[gpu].at == At::Hung && self.host.gpus[gpu].fault == Fault::ProbeHangs);
-                if probed {
+                if self.is_probing(gpu) || self.load_probes & 1 << gpu != 0 && self.gpus[gpu].at == At::Enable {
                     return false;
                 }
                 if step < self.count() {
                     self.load = Load::Registers(first, step + 1);
+                } else if (0..self.count()).any(|gpu| self.is_plugged(gpu) && self.is_probing(gpu)) {
+                    // The bus lists a GPU that was plugged in behind all others.
+                    return false;
                 } else if self.counts(|at| matches!(at, At::Bound | At::Look | At::Known)) > 0 {
                     self.load = Load::Ends;
                 } else {

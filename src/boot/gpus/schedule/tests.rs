@@ -261,6 +261,25 @@ fn a_gpu_that_comes_while_a_load_fails_waits_for_the_next_one() {
 }
 
 #[test]
+fn a_gpu_that_comes_during_a_load_that_fails_waits_for_the_next_one() {
+    let (mut schedule, _) = boot(1, Policy { bind: Bind::Insmod, ..policy() });
+    schedule.take(ms(5), Fact::Found(gpu(7), Arrival::Enabled));
+    assert_eq!(schedule.take(ms(10), Fact::Loaded(false)), []);
+    assert_eq!(schedule.take(ms(11), Fact::Failed(gpu(0))), []);
+    let orders = schedule.take(ms(12), Fact::LoadOver);
+    assert_eq!(orders, [Order::Load { gpus: vec![gpu(7)], one_by_one: false, enables: true }]);
+    assert_eq!(schedule.take(ms(20), Fact::Loaded(false)), [Order::Probe(gpu(7), Probe::Bind)], "which fails, with the load's reason");
+}
+
+#[test]
+fn a_wave_that_loses_a_gpu_is_no_measure() {
+    let mut schedule = slow(2);
+    let assumed = schedule.attach();
+    schedule.take(ms(3100), Fact::Gone(gpu(0)));
+    assert_eq!(schedule.attach(), assumed);
+}
+
+#[test]
 fn after_a_failed_load_modules_stay_loadable_until_the_deadline() {
     let mut schedule = failed_load();
     schedule.take(ms(12), Fact::LoadOver);
