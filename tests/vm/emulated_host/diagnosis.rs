@@ -116,7 +116,7 @@ fn found(context: &TestContext) -> Result<Outcome> {
         return Ok(skipped);
     }
     let program = EmulatedHost::program(context)?;
-    let kernel = KvmGuest::kernel(context);
+    let kernel = context.kernel();
     let size = Size::WITH_GUESTS.with_gpus(2).without_acs().with_parameters(PARAMETERS);
     let mut host = EmulatedHost::start(context, "host", size, &[(PROGRAM, program.as_path()), (KVM_KERNEL, kernel.as_path())])?;
     KvmGuest::prepare(&mut host)?;

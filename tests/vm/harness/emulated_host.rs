@@ -74,7 +74,7 @@ impl Size {
         Self { gpus, ..self }
     }
 
-    /// The same with the kernel of another suite: a file `vmlinuz-SUITE` of
+    /// The same with the kernel of another suite: a file `vmlinux-SUITE` of
     /// tests/emulated-host/build.
     pub const fn with_kernel_of(self, suite: Option<&'static str>) -> Self {
         Self { suite, ..self }
@@ -178,7 +178,7 @@ impl EmulatedHost {
         } else {
             command.args(["-accel", "tcg,thread=multi,tb-size=512", "-cpu", CPU])
         };
-        let kernel = size.suite.map_or("vmlinuz".into(), |suite| format!("vmlinuz-{suite}"));
+        let kernel = size.suite.map_or("vmlinux".into(), |suite| format!("vmlinux-{suite}"));
         command.args(["-kernel", &made(&kernel), "-append", &format!("{KERNEL} {}", size.parameters)]);
         command.args(["-serial", &format!("file:{}", work_dir.join("console.log").display())]);
         for (id, file, mode) in [("disk", made("disk.img"), "snapshot=on"), ("files", archive.display().to_string(), "readonly=on")] {

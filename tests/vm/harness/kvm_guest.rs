@@ -29,7 +29,7 @@ impl KvmImage {
         std::fs::create_dir_all(&context.work_dir).with_context(|| format!("make {}", context.work_dir.display()))?;
         let guest = guest.under_kvm(context)?;
         Ok(Self {
-            kernel: KvmGuest::kernel(context),
+            kernel: context.kernel(),
             initrd: guest.pack(context, &context.work_dir)?,
             append: guest.append.join(" "),
             cpus: guest.cpus,
@@ -54,11 +54,6 @@ pub struct KvmGuest {
 }
 
 impl KvmGuest {
-    /// Kernel of guests, a flat one.
-    pub fn kernel(context: &TestContext) -> PathBuf {
-        context.target.join("emulated-host/guest-vmlinux")
-    }
-
     /// Gives a host what its guests need.
     pub fn prepare(host: &mut EmulatedHost) -> Result<()> {
         // A processor that waits by spinning takes the other guest's time.

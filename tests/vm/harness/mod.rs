@@ -93,6 +93,15 @@ impl TestContext {
         self.cargo.join(format!("{}-unknown-linux-musl/release", self.arch)).join(name)
     }
 
+    /// The guests' kernel: for x86-64 as tests/setup has unpacked it.
+    pub fn kernel(&self) -> PathBuf {
+        let name = match self.arch {
+            Arch::X86_64 => "kernel/vmlinux",
+            Arch::Aarch64 => "kernel/vmlinuz",
+        };
+        self.target.join(name)
+    }
+
     /// The host's program.
     pub fn host_program(&self) -> PathBuf {
         std::env::var_os("KATA_GPU_BOOT").map_or_else(|| self.cargo.join("release/kata-gpu-boot"), PathBuf::from)
@@ -413,7 +422,7 @@ impl Guest {
         let receiver = Receiver::start(&uds_path(&work_dir), self.listener)?;
         let append = self.command_line(context.arch);
         let vm = Vm::start(&VmConfig {
-            kernel: context.target.join("kernel/vmlinuz"),
+            kernel: context.kernel(),
             initrd,
             disk: self.disk,
             serial_disks: self.serial_disks,
