@@ -8,7 +8,6 @@ use anyhow::{Context, Result, bail, ensure};
 use kata_gpu_tests::vm::harness::TestContext;
 use kata_gpu_tests::vm::soak::runs::{self, Ids};
 use kata_gpu_tests::vm::soak::{self, Description, Run};
-use serde_json::json;
 use std::collections::BTreeSet;
 use std::fmt::Write as _;
 use std::path::{Path, PathBuf};

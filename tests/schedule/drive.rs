@@ -545,7 +545,7 @@ impl<'h> Guest<'h> {
     fn begin_probe(&mut self, k: usize, how: Probe) {
         match how {
             Probe::Load => {}
-            // A probe by the kernel itself has failed before the GPU was found: so does the next one.
+            // A probe by the kernel has failed before the GPU was found, and so does the next one.
             Probe::Bind | Probe::DuringLoad | Probe::BeforeEnable if self.load_failed || self.world.at(k) == At::Failed => {
                 let gpu = self.gpus[k].id;
                 self.soon(Action::Report(schedule::Fact::Failed(gpu)));

@@ -1,4 +1,4 @@
-//! `schedules CASES`: so many bring-ups of each kind of trouble, in virtual time, from the seeds 0 on.
+//! `schedules CASES`: so many bring-ups of each kind of trouble, in virtual time, seeds from 0 on.
 //! `schedules KIND SEED`: one of them, event by event.
 //!
 //! Prints complaints as they come to standard error, and their numbers by kind and property to
@@ -77,7 +77,7 @@ fn complaints(trouble: Trouble, cases: u64) -> Counts {
     })
 }
 
-/// What happens (`world`), what is reported of it, what is ordered, and what begins, in ms.
+/// Prints events of the model (`world`), reports, orders, and steps as they begin, in ms.
 fn one(case: &Case) -> ExitCode {
     let run = case.run();
     println!("{:#?}\n{:?}\n{:?}\n{:?}", case.host, case.policy, case.containers, case.overhead);

@@ -49,37 +49,43 @@ fn milestones(records: &[Record]) -> Result<(u64, u64)> {
 
 fn never_delays(context: &TestContext) -> Result<Outcome> {
     // 1 s: far more than a step takes in this guest, far less than a blocking connect to nobody (2
-    // s each). A busy machine makes a boot slower, never faster: one of some boots that is in time
-    // shows that the listener costs nothing.
+    // s each). A busy machine makes a boot slower, so a boot that is late is repeated after one
+    // more with a listener: the slowest of these counts.
     const ROOM_NS: u64 = 1_000_000_000;
     const BOOTS: usize = 4;
     let words = "testagent.containers=all:all fakepci.enable_ms=50";
-    let with = Guest::new().append(words).boot(context, "with")?;
-    with.settled()?;
-    let (exec, published) = milestones(&with.receiver.records())?;
-    drop(with);
+    let with_listener = || {
+        let booted = Guest::new().append(words).boot(context, "with")?;
+        booted.settled()?;
+        milestones(&booted.receiver.records())
+    };
+    let (mut exec, mut published) = with_listener()?;
     let mut measured = format!(
         "agent exec / last publication after the init's start: with a listener {} / {} ms",
         exec / 1_000_000,
         published / 1_000_000
     );
     for (name, listener) in [("no listener", Listener::Absent), ("a deaf listener", Listener::Deaf)] {
-        let mut boots = Vec::new();
-        while boots.len() < BOOTS && boots.last().is_none_or(|(e, p)| *e > exec + ROOM_NS || *p > published + ROOM_NS) {
+        for left in (0..BOOTS).rev() {
             let booted = Guest::new().listener(listener).append(words).boot(context, &name.replace(' ', "-"))?;
             booted.agent("container created", |_| true)?;
             if matches!(listener, Listener::Deaf) {
                 ensure!(booted.receiver.wait_deaf(Duration::from_secs(30)), "the guest never connected");
             }
             // The console has what the host does not get.
-            boots.push(milestones(&settled_on_console(&booted)?)?);
+            let (e, p) = milestones(&settled_on_console(&booted)?)?;
+            drop(booted);
+            if e <= exec + ROOM_NS && p <= published + ROOM_NS {
+                write!(measured, ", with {name} {} / {} ms", e / 1_000_000, p / 1_000_000)?;
+                break;
+            }
+            ensure!(
+                left > 0,
+                "{name}: agent exec and last publication after {e} and {p} ns, with a listener after {exec} and {published} at most"
+            );
+            let (again_exec, again_published) = with_listener()?;
+            (exec, published) = (exec.max(again_exec), published.max(again_published));
         }
-        let (e, p) = *boots.last().context("no boot")?;
-        ensure!(
-            e <= exec + ROOM_NS && p <= published + ROOM_NS,
-            "{name}: agent exec and last publication after {boots:?} ns, with a listener after {exec} and {published}"
-        );
-        write!(measured, ", with {name} {} / {} ms", e / 1_000_000, p / 1_000_000)?;
     }
     Ok(Outcome::Measured(measured))
 }

@@ -200,7 +200,7 @@ fn of_init(json: &str) -> Result<Item> {
     Ok(Item::Init(text("boottime_ns")?.parse()?, text("msg")?.into()))
 }
 
-/// Samples of an enabling that may come before the level is lowered, two in a row on a busy machine.
+/// Samples of an enabling that may come before the level is lowered, on a busy machine.
 const LATE_SAMPLES: usize = 2;
 
 /// The kernel's level in this test: the driver's errors would fall into the middle of a line.

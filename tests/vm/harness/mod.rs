@@ -172,9 +172,9 @@ impl RealDriver {
     }
 }
 
-/// Kernel parameters that leave out what no test looks at and Kata's kernels do not have. Kata's own
-/// command line has the first one: Debian's kernel tests its ciphers as it starts, which takes a
-/// fifth of an emulated boot and has hung one.
+/// Kernel parameters that leave out features which no test looks at and Kata's kernels lack. Kata's
+/// own command line has the first one: without it Debian's kernel tests its ciphers as it starts,
+/// which has hung a guest.
 pub const LEAN_KERNEL: &str = "cryptomgr.notests nokaslr audit=0 apparmor=0 ipv6.disable=1 mitigations=off";
 
 /// A guest to boot. The default: 8 GPUs that take little time, a listener on the host.

@@ -261,7 +261,7 @@ fn a_gpu_that_comes_while_a_load_fails_waits_for_the_next_one() {
 }
 
 #[test]
-fn a_gpu_that_comes_during_a_load_that_fails_waits_for_the_next_one() {
+fn a_gpu_found_during_a_load_that_fails_gets_the_next_one() {
     let (mut schedule, _) = boot(1, Policy { bind: Bind::Insmod, ..policy() });
     schedule.take(ms(5), Fact::Found(gpu(7), Arrival::Enabled));
     assert_eq!(schedule.take(ms(10), Fact::Loaded(false)), []);
