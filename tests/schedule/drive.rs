@@ -135,7 +135,9 @@ pub struct Guest<'h> {
     load_failed: bool,
     load_ordered: Option<Micros>,
     registered: bool,
-    /// End of the last initialisation that took longer than its limit.
+    /// The lane has enabled a GPU: from then on the schedule knows whether the host is slow.
+    measured: bool,
+    /// End of the last enabling or initialisation that took longer than its limit.
     overdue: Option<Micros>,
     containers: Vec<Container>,
     broken: Broken,
@@ -198,6 +200,7 @@ impl<'h> Guest<'h> {
             load_failed: false,
             load_ordered: None,
             registered: false,
+            measured: false,
             overdue: None,
             containers: containers.to_vec(),
             broken: Broken::No,
@@ -326,6 +329,15 @@ impl<'h> Guest<'h> {
     /// Something happened in the world.
     fn hear(&mut self, fact: Fact) {
         let id = |guest: &Self, k: usize| guest.gpus[k].id;
+        self.measured |= matches!(fact, Fact::Enabled(..));
+        let limited = match fact {
+            Fact::Enabled(k, _) => Some((self.gpus[k].enabling, Limit::LaneFirst)),
+            Fact::Initialised(k, _) => self.gpus[k].opened.map(|opened| (opened, Limit::InitHangs)),
+            _ => None,
+        };
+        if limited.is_some_and(|(since, limit)| since + micros(limit.after()) <= self.world.now()) {
+            self.overdue = Some(self.world.now());
+        }
         match fact {
             Fact::Plugged(k) => {
                 let generation = self.gpus[k].id.generation + PLUGGED;
@@ -355,10 +367,6 @@ impl<'h> Guest<'h> {
             Fact::Attached(_) => {}
             Fact::Initialised(k, well) => {
                 let gpu = id(self, k);
-                let limit = micros(Limit::InitHangs.after());
-                if self.gpus[k].opened.is_some_and(|opened| opened + limit <= self.world.now()) {
-                    self.overdue = Some(self.world.now());
-                }
                 if well {
                     self.run.usable[k] = Some(self.world.now());
                 }
@@ -556,12 +564,15 @@ impl<'h> Guest<'h> {
 
     /// Notes the steps that an enabling of the lane stalls as it begins. Not counted: steps that
     /// the schedule has waited for as long as the table says, steps that the kernel takes by itself
-    /// with a GPU that was plugged in, and what these, or an initialisation longer than its limit,
-    /// have stalled.
+    /// with a GPU that was plugged in, and what these, or a step longer than its limit, have
+    /// stalled. Nothing counts before the first enabling, which shows how slow the host is.
     fn watch(&mut self, k: usize) {
         let now = self.world.now();
         let limit = micros(Limit::LaneHold.after());
-        let stalls = [self.world.kernel_mapped(), self.overdue];
+        let initialises = |k| matches!(self.world.at(k), At::Attach(_) | At::Boot | At::State);
+        let hangs = |(k, gpu): (usize, &Gpu)| initialises(k) && gpu.opened.is_some_and(|at| at + micros(Limit::InitHangs.after()) <= now);
+        let overdue = if self.gpus.iter().enumerate().any(hangs) { Some(now) } else { self.overdue };
+        let stalls = [self.world.kernel_mapped(), overdue];
         let stalled = |since: Micros| stalls.into_iter().flatten().any(|at| since <= at);
         let within = |since: Option<Micros>| since.is_some_and(|since| now < since + limit && !stalled(since));
         let of = |wanted: &dyn Fn(&Gpu, usize) -> bool| -> Vec<usize> {
@@ -571,7 +582,7 @@ impl<'h> Guest<'h> {
         let attaching = of(&|gpu, k| within(gpu.opened) && self.world.attaches(k));
         let loading = self.world.load_begun() && !self.world.uvm_loaded();
         let loading = loading && !self.load_sleeps() && within(self.load_ordered);
-        let slow = self.world.host().gpus[k].times.enable >= SLOW;
+        let slow = self.measured && self.world.host().gpus[k].times.enable >= SLOW;
         if slow && (!attaching.is_empty() || !probing.is_empty() || loading) {
             let what = format!("GPU {k}: attaching {attaching:?}, probing {probing:?}, loading {loading}");
             self.run.trespasses.push((now, what));

@@ -106,6 +106,8 @@ enum Load {
 struct Lane {
     /// Duration of the last enabling.
     took: Option<Duration>,
+    /// Whether a slow enabling has failed.
+    failed_slowly: bool,
     /// Expected end of the first parts of the running initialisations.
     attached: Time,
     /// Current hold of the lane, and its begin.
@@ -344,7 +346,12 @@ impl Schedule {
                 self.wave = self.wave.map(|wave| Wave { well: wave.well && well, ..wave });
             }
             Fact::Usable(id) => self.enter(id, Stage::Usable, now),
-            Fact::Failed(id) => self.enter(id, Stage::Failed, now),
+            Fact::Failed(id) => {
+                // A failed enabling shows that the host is slow, and never that it is fast.
+                let enabling = self.gpus.get(&id).filter(|gpu| gpu.stage == Stage::Enabling);
+                self.lane.failed_slowly |= enabling.is_some_and(|gpu| now.saturating_sub(gpu.since) >= SLOW_ENABLE);
+                self.enter(id, Stage::Failed, now);
+            }
             Fact::Gone(id) => {
                 let gone = self.gpus.remove(&id);
                 // A wave that ends by the loss of a GPU is no measure, either.
@@ -377,7 +384,7 @@ impl Schedule {
     }
 
     fn is_slow(&self) -> bool {
-        self.lane.took.is_some_and(|took| took >= SLOW_ENABLE)
+        self.lane.took.map_or(self.lane.failed_slowly, |took| took >= SLOW_ENABLE)
     }
 
     fn has_firewall(&self) -> bool {

@@ -4,7 +4,7 @@ use kata_gpu_tests::schedule::drive::Broken;
 use kata_gpu_tests::schedule::properties::{Case, Trouble};
 
 /// Cases of each kind; SCHEDULE_CASES overrides.
-const CASES: u64 = 500;
+const CASES: u64 = 1000;
 
 fn holds(trouble: Trouble) {
     let mut complaints = Vec::new();

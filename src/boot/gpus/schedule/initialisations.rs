@@ -70,7 +70,10 @@ impl Schedule {
     pub(super) fn initialise(&mut self, now: Time, orders: &mut Vec<Order>) {
         let (parallel, runs) = (self.is_parallel(), self.wave_runs(now));
         self.measure(now, runs);
-        let joins = parallel && now < self.lane.attached;
+        // Behind the first one that needs the global lock again, a first part would wait for the
+        // second parts of all, and their last parts for its own second part.
+        let is_early = |wave: Wave| now < wave.began + self.costs().first_is_back();
+        let joins = parallel && now < self.lane.attached && self.wave.is_none_or(is_early);
         if runs && !joins || self.lane_enables(self.attach(), now) || self.others_come_first(now) {
             return;
         }

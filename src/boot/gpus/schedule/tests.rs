@@ -272,6 +272,28 @@ fn a_gpu_found_during_a_load_that_fails_gets_the_next_one() {
 }
 
 #[test]
+fn an_enabling_that_fails_slowly_shows_a_slow_host() {
+    for (took, slow) in [(3000, true), (3, false)] {
+        let (mut schedule, _) = boot(3, policy());
+        assert_eq!(schedule.take(ms(took), Fact::Failed(gpu(0))), [Order::Enable(gpu(1), vec![])], "one must come out of the lane");
+        assert_eq!(schedule.is_slow(), slow);
+    }
+}
+
+#[test]
+fn no_initialisation_joins_a_wave_whose_first_one_is_back() {
+    let (joins, first_is_back) = (ms(3100), ms(3025 + 1600));
+    for (now, orders) in [(joins, vec![Order::Initialise(gpu(1))]), (first_is_back, vec![])] {
+        let mut schedule = slow(2);
+        schedule.lane.attached = ms(9000);
+        schedule.gpus.get_mut(&gpu(1)).unwrap().enter(Stage::Bound, now);
+        let mut begun = Vec::new();
+        schedule.initialise(now, &mut begun);
+        assert_eq!(begun, orders, "at {now:?}");
+    }
+}
+
+#[test]
 fn a_wave_that_loses_a_gpu_is_no_measure() {
     let mut schedule = slow(2);
     let assumed = schedule.attach();
