@@ -138,6 +138,10 @@ const CASES: &[Case] = &[
             ("milestone_seconds_count{milestone=\"settled\"}", "0+0.1x120"),
         ],
     ),
+    fires("KataGpuHostSlow", 60, &[("doctor_finding_seconds{rule=\"huge-pfnmaps\"}", "0x9 24.8x80")]),
+    silent("KataGpuHostSlow", 60, &[("doctor_finding_seconds{rule=\"huge-pfnmaps\"}", "8x80")]),
+    // An hour after the last check the metric is gone.
+    silent("KataGpuHostSlow", 85, &[("doctor_finding_seconds{rule=\"huge-pfnmaps\"}", "24.8x60")]),
     fires("KataGpuBootHangs", 45, &[("boots_in_flight{state=\"connected\"}", "1x60"), ("boots_begun_total{}", "5x60")]),
     silent("KataGpuBootHangs", 45, &[("boots_in_flight{state=\"connected\"}", "1x60"), ("boots_begun_total{}", "0+1x60")]),
     silent("KataGpuBootHangs", 45, &[("boots_in_flight{state=\"connected\"}", "0x60"), ("boots_begun_total{}", "5x60")]),

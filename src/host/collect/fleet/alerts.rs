@@ -6,8 +6,9 @@
 //! enough for the shortest window.
 
 use super::metrics_table::{
-    BOOTS, BOOTS_BEGUN, BOOTS_IN_FLIGHT, BOOTS_NOT_FOLLOWED, BUILD_INFO, CONNECTED, CONNECTIONS_REFUSED, FAILED, GPUS, KEEP_LIMIT_BYTES,
-    KEPT_BYTES, MILESTONE_SECONDS, OTLP_DROPPED, OTLP_PUSHED, OTLP_QUEUE, RECORDS_CAPPED, RECORDS_DROPPED, RECORDS_LOST, WRITE_ERRORS,
+    BOOTS, BOOTS_BEGUN, BOOTS_IN_FLIGHT, BOOTS_NOT_FOLLOWED, BUILD_INFO, CONNECTED, CONNECTIONS_REFUSED, DOCTOR_FINDING_SECONDS, FAILED,
+    GPUS, KEEP_LIMIT_BYTES, KEPT_BYTES, MILESTONE_SECONDS, OTLP_DROPPED, OTLP_PUSHED, OTLP_QUEUE, RECORDS_CAPPED, RECORDS_DROPPED,
+    RECORDS_LOST, WRITE_ERRORS,
 };
 use super::promql::failed_boots;
 use super::tally::Outcome;
@@ -31,6 +32,8 @@ const SLOWER_P90: f64 = 1.5;
 const SLOWER_MEAN: f64 = 1.2;
 /// Time in flight, without a later boot, after which a boot counts as hanging.
 const HANGS: &str = "30m";
+/// Seconds that one property of a node costs each of its boots, by `doctor --daemonset-check`.
+const HOST_SECONDS: u32 = 10;
 /// Connections of a node over a limit in an hour.
 const REFUSED: u32 = 100;
 
@@ -153,6 +156,16 @@ fn boots() -> Vec<Alert> {
             description: "The 90th percentile of this hour is {{ $value | printf \"%.0f\" }} s. On \
                           a node, `kata-gpu-boot critical-path --dir /var/lib/kata-gpu-boot` names \
                           what set the end of its newest boot, and what would have made it shorter.",
+        },
+        Alert {
+            name: "KataGpuHostSlow",
+            severity: Warning,
+            after: "30m",
+            expr: format!("{DOCTOR_FINDING_SECONDS} > {HOST_SECONDS}"),
+            summary: "boots on {{ $labels.instance }} are slow by a property of the host: {{ $labels.rule }}",
+            description: "It costs each boot {{ $value | printf \"%.0f\" }} s. On the node, \
+                          `kata-gpu-boot doctor --dir /var/lib/kata-gpu-boot` has the evidence, \
+                          and what to change.",
         },
         Alert {
             name: "KataGpuBootHangs",
@@ -315,7 +328,11 @@ pub fn markdown() -> String {
             alert.name,
             alert.severity.name(),
             alert.after,
-            alert.summary.replace("{{ $value | printf \"%.0f\" }}", "N").replace("{{ $labels.instance }}", "NODE")
+            alert
+                .summary
+                .replace("{{ $value | printf \"%.0f\" }}", "N")
+                .replace("{{ $labels.instance }}", "NODE")
+                .replace("{{ $labels.rule }}", "RULE")
         );
     }
     table
