@@ -86,6 +86,9 @@ pub const PROBES: &[Probe] = &[
     entry("enable", "vfio_pci_core_enable", "dev=$arg1:x64", "", ""),
     entry("reset_in", "pci_try_reset_function", "pdev=$arg1:x64", "", "resets of functions"),
     returns("reset_out", "pci_try_reset_function", "ret=$retval:s32"),
+    // VFIO_DEVICE_PCI_HOT_RESET: of functions that have no reset of their own.
+    entry("bus_reset_in", "pci_reset_bus", "pdev=$arg1:x64", "", "resets of buses"),
+    returns("bus_reset_out", "pci_reset_bus", "ret=$retval:s32"),
 ];
 
 /// A probe for the first run of a vCPU: KVM_RUN of <linux/kvm.h>. Off as soon as it was seen.

@@ -110,6 +110,28 @@ fn iommufds_pins_and_the_function_that_it_binds_are_known() {
     assert_eq!((unknown.steps.len(), unknown.steps[0].traced.function), (1, None));
 }
 
+/// A function without a reset of its own is reset with its bus, by the ioctl of a later moment.
+#[test]
+fn a_reset_of_a_bus_is_that_of_its_function() {
+    let event = |at_ns, name, args| Event { comm: b"qemu-system-x86", tid: 203, at_ns, name, args };
+    let mut fold = Fold::default();
+    for (at_ns, name, args) in [
+        (0, "open_in", "cmd=0x3b6a name=\"0000:81:00.0\""),
+        (1, "reset_in", "pdev=0x91"),
+        (2, "reset_out", "ret=-25"),
+        (3, "open_out", "ret=41"),
+        (4, "bus_reset_in", "pdev=0x91"),
+        (9, "bus_reset_out", "ret=0"),
+    ] {
+        fold.take(&event(at_ns, name, args));
+    }
+    let of = |step: &super::traced_steps::Step| (step.traced.name.clone(), step.traced.function, step.traced.detail.clone(), step.failed);
+    let function = "0000:81:00.0".parse().ok();
+    let resets: Vec<_> = fold.steps.iter().map(of).filter(|(name, ..)| name == names::VFIO_RESET).collect();
+    let name = || names::VFIO_RESET.to_string();
+    assert_eq!(resets, [(name(), function, String::new(), Some(-25)), (name(), function, "whole bus".into(), None)]);
+}
+
 #[test]
 fn a_damaged_trace_costs_its_own_lines() {
     let whole = recorded_trace();

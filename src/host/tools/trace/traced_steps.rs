@@ -103,10 +103,10 @@ impl Fold {
                     self.step(event, at_ns, Traced { name: names::VFIO_OPEN.into(), function, ..Traced::default() });
                 }
             }
-            "reset_in" if self.resets.len() < MAX_KNOWN => {
+            "reset_in" | "bus_reset_in" if self.resets.len() < MAX_KNOWN => {
                 self.resets.insert(event.tid, (event.at_ns, event.unsigned("pdev").unwrap_or(0)));
             }
-            "reset_out" => {
+            "reset_out" | "bus_reset_out" => {
                 if let Some((at_ns, pdev)) = self.resets.remove(&event.tid) {
                     // The reset of the opening names the device for later ones.
                     let opening = self.opens.get(&event.tid).and_then(|(_, function)| *function);
@@ -116,7 +116,8 @@ impl Fold {
                         self.devices.insert(pdev, function);
                     }
                     let function = opening.or_else(|| self.devices.get(&pdev).copied());
-                    self.step(event, at_ns, Traced { name: names::VFIO_RESET.into(), function, ..Traced::default() });
+                    let detail = if event.name == "bus_reset_out" { "whole bus".into() } else { String::new() };
+                    self.step(event, at_ns, Traced { name: names::VFIO_RESET.into(), function, detail, ..Traced::default() });
                 }
             }
             "run" => self.first_run_ns = self.first_run_ns.or(Some(event.at_ns)),
