@@ -51,6 +51,9 @@ impl std::fmt::Display for Complaint {
     }
 }
 
+/// What must hold of a case's run, or what is wrong with it.
+type Property = fn(&Case, &Run) -> Result<(), String>;
+
 impl Case {
     /// The case of a seed.
     pub fn random(seed: u64, trouble: Trouble) -> Self {
@@ -122,7 +125,7 @@ impl Case {
 
     /// All that is wrong with a run of this case.
     pub fn complaints(&self, run: &Run) -> Vec<Complaint> {
-        const PROPERTIES: [(&str, fn(&Case, &Run) -> Result<(), String>); 6] = [
+        const PROPERTIES: [(&str, Property); 6] = [
             ("all end", Case::ends),
             ("a hang costs one limit", Case::hangs_cost_what_the_table_says),
             ("one probe at a time", Case::probes_go_one_at_a_time),
@@ -130,7 +133,7 @@ impl Case {
             ("nobody is trespassed on", Case::nobody_is_trespassed),
             ("publication waits for no lane", Case::publication_waits_for_no_lane),
         ];
-        let complaint = |(property, check): &(&'static str, fn(&Case, &Run) -> Result<(), String>)| {
+        let complaint = |&(property, check): &(&'static str, Property)| {
             let text = check(self, run).err()?;
             Some(Complaint { seed: self.seed, trouble: self.trouble, property, text })
         };
