@@ -48,6 +48,11 @@ pub fn signal(text: &str) -> Option<Signal> {
     Some(Signal::Xid(address(text)?, digits.parse().ok()?))
 }
 
+/// Whether this is the kernel's own line about a failed probe: the first form until Linux 6.4.
+pub fn is_failed_probe(text: &str) -> bool {
+    text.starts_with("nvidia: probe of ") || text.contains("probe with driver nvidia failed")
+}
+
 /// Code of a failed initialisation in a line.
 pub fn init_code(text: &str) -> Option<InitCode> {
     let (_, rest) = text.split_once("RmInitAdapter failed! (")?;

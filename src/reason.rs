@@ -53,12 +53,6 @@ pub enum Step {
 }
 
 impl Step {
-    /// Whether a driver line without a GPU can be about this one: load and probe log some lines
-    /// without an address.
-    pub fn has_driver_lines_without_address(self) -> bool {
-        matches!(self, Self::Module | Self::Probe)
-    }
-
     pub fn as_str(self) -> &'static str {
         match self {
             Self::Module => "module",

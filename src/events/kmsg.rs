@@ -52,6 +52,8 @@ const WANTED: &[&str] = &[
 const MARKER: &str = "kata-gpu-init: boottime_ns=";
 /// The driver's lines kept per GPU, to explain a failure.
 const WORDS_PER_GPU: usize = 24;
+/// Limit of failed probes kept.
+const FAILED_PROBES: usize = 64;
 /// Tolerated difference between the times of a line and of a step.
 const SLACK_NS: u64 = 5_000_000;
 /// Time limit for the reader to catch up with the kernel before an explanation is given.
@@ -118,18 +120,53 @@ type Lines = VecDeque<(u64, String)>;
 #[derive(Default)]
 struct Words {
     lines: HashMap<String, Lines>,
+    /// The kernel's own lines about failed probes: the log's time in microseconds, and the GPU.
+    failed_probes: VecDeque<(u64, String)>,
     /// Current CLOCK_BOOTTIME minus the log's clock; lookups are for recent lines.
     offset_ns: i64,
 }
 
 impl Words {
-    /// Lines about this GPU, or about no GPU, since `from_ns` (CLOCK_BOOTTIME).
-    fn since(&self, gpu: Option<PciAddress>, from_ns: u64) -> Vec<String> {
+    /// Lines about this GPU since `from_ns` (CLOCK_BOOTTIME).
+    fn since(&self, gpu: PciAddress, from_ns: u64) -> Vec<String> {
         // printk's clock is known to a microsecond, its difference from ours to a little more.
         let from_ns = from_ns.saturating_sub(SLACK_NS);
-        let lines = self.lines.get(&key_of(gpu)).into_iter().flatten();
+        let lines = self.lines.get(&key_of(Some(gpu))).into_iter().flatten();
         lines.filter(|(at_us, _)| boottime_of(*at_us, self.offset_ns) >= from_ns).map(|(_, text)| text.clone()).collect()
     }
+}
+
+impl Words {
+    /// Lines that name no GPU and can be about this one. The kernel's line about a failed probe
+    /// comes after all lines that the driver logged in that probe.
+    fn unnamed(&self, gpu: PciAddress, from_ns: u64, unnamed: Unnamed) -> Vec<String> {
+        let (from_ns, key) = (from_ns.saturating_sub(SLACK_NS), key_of(Some(gpu)));
+        let in_time = |at_us: u64| boottime_of(at_us, self.offset_ns) >= from_ns;
+        let own = self.failed_probes.iter().rposition(|(at_us, failed)| *failed == key && in_time(*at_us));
+        let end = own.and_then(|own| self.failed_probes.get(own)).map_or(u64::MAX, |(at_us, _)| *at_us);
+        let before = self.failed_probes.iter().take(own.unwrap_or(0)).last().map_or(0, |(at_us, _)| *at_us);
+        let (begin, end) = match unnamed {
+            Unnamed::Never => return Vec::new(),
+            Unnamed::OfTheLoad => (0, u64::MAX),
+            Unnamed::OfProbesBeside => (0, end),
+            Unnamed::OfProbesInOrder => (before, end),
+        };
+        let lines = self.lines.get(&key_of(None)).into_iter().flatten();
+        lines.filter(|(at_us, _)| in_time(*at_us) && (begin..=end).contains(at_us)).map(|(_, text)| text.clone()).collect()
+    }
+}
+
+/// Lines without a GPU that can explain the failure of one.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Unnamed {
+    Never,
+    /// All of them: the module's load has failed.
+    OfTheLoad,
+    /// Those until the kernel's line about the GPU's probe: other probes ran at the same time.
+    OfProbesBeside,
+    /// Of these, those since the kernel's line about the probe before: the load's probes run one
+    /// after another.
+    OfProbesInOrder,
 }
 
 /// CLOCK_BOOTTIME in ns at a time of the log.
@@ -157,17 +194,17 @@ pub struct DriverWords {
 }
 
 impl DriverWords {
-    /// Lines about this GPU since `from_ns` (CLOCK_BOOTTIME); if there are none, and `or_unnamed`,
-    /// lines without any GPU. Waits until the log has been read to its end.
-    pub async fn since(&self, gpu: PciAddress, from_ns: u64, or_unnamed: bool) -> Vec<String> {
+    /// Lines about this GPU since `from_ns` (CLOCK_BOOTTIME); if there are none, those without any
+    /// GPU that can be about it. Waits until the log has been read to its end.
+    pub async fn since(&self, gpu: PciAddress, from_ns: u64, unnamed: Unnamed) -> Vec<String> {
         let (done, caught_up) = oneshot::channel();
         if self.catch_up.send(done).is_ok() {
             // After a timeout the reason is reported without late lines.
             let _unused = tokio::time::timeout(CATCH_UP, caught_up).await;
         }
         let words = self.lock();
-        let named = words.since(Some(gpu), from_ns);
-        if named.is_empty() && or_unnamed { words.since(None, from_ns) } else { named }
+        let named = words.since(gpu, from_ns);
+        if named.is_empty() { words.unnamed(gpu, from_ns, unnamed) } else { named }
     }
 
     fn lock(&self) -> MutexGuard<'_, Words> {
@@ -180,6 +217,14 @@ impl DriverWords {
         list.push_back((at_us, text.to_string()));
         if list.len() > WORDS_PER_GPU {
             list.pop_front();
+        }
+    }
+
+    fn add_failed_probe(&self, gpu: PciAddress, at_us: u64) {
+        let failed = &mut self.lock().failed_probes;
+        failed.push_back((at_us, key_of(Some(gpu))));
+        if failed.len() > FAILED_PROBES {
+            failed.pop_front();
         }
     }
 }
@@ -422,6 +467,9 @@ impl Follower {
         if driver_log::explains(&line.text) {
             self.words.add(gpu, line.printk_us, &line.text);
         }
+        if let Some(gpu) = gpu.filter(|_| driver_log::is_failed_probe(&line.text)) {
+            self.words.add_failed_probe(gpu, line.printk_us);
+        }
         if self.recorded.is_some_and(|last| line.seq <= last) {
             return;
         }
@@ -498,7 +546,7 @@ mod tests {
             let failed = 72 * 3600 * S;
             guest.log(failed - 3600 * S, 0, std::slice::from_ref(&line));
             guest.log(failed, 0, std::slice::from_ref(&line));
-            let found = |words: &DriverWords| words.lock().since(Some(gpu), failed - S / 1000).len();
+            let found = |words: &DriverWords| words.lock().since(gpu, failed - S / 1000).len();
             assert_eq!(found(&words), if ppm > 0.0 { 0 } else { 1 }, "{ppm}: negative control: by the boot's measurement");
             // Forged markers change nothing.
             guest.markers(failed + 3600 * S);
@@ -511,6 +559,26 @@ mod tests {
             let drift = (failed as f64 * ppm / 1e6) as i64;
             assert!((words.lock().offset_ns - drift).unsigned_abs() < 50_000, "{ppm}: {} for {drift}", words.lock().offset_ns);
         }
+    }
+
+    #[test]
+    fn a_line_without_a_gpu_is_of_the_probe_that_failed_next() {
+        let (catch_up, _requests) = mpsc::unbounded_channel();
+        let words = DriverWords { words: Arc::default(), catch_up };
+        let gpu = |slot: u8| format!("0001:00:0{slot}.0").parse::<PciAddress>().unwrap();
+        let irq = "NVRM: Can't find an IRQ for your NVIDIA card!";
+        let of = |slot, unnamed| words.lock().unnamed(gpu(slot), 0, unnamed).len();
+        // A silent probe, one without an interrupt, a silent one; of the last one the kernel says
+        // nothing.
+        words.add_failed_probe(gpu(3), 10);
+        words.add(None, 20, irq);
+        words.add_failed_probe(gpu(4), 30);
+        words.add_failed_probe(gpu(5), 40);
+        assert_eq!([3, 4, 5, 6].map(|slot| of(slot, Unnamed::OfProbesInOrder)), [0, 1, 0, 1]);
+        // Probes beside each other may log before or after another one's end.
+        assert_eq!([3, 4, 5, 6].map(|slot| of(slot, Unnamed::OfProbesBeside)), [0, 1, 1, 1]);
+        assert_eq!([3, 4, 5, 6].map(|slot| of(slot, Unnamed::OfTheLoad)), [1; 4]);
+        assert_eq!(of(4, Unnamed::Never), 0);
     }
 
     #[test]

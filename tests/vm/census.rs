@@ -80,3 +80,20 @@ pub(super) fn spec_gives(wanted: &str) -> Result<bool, String> {
     let given = devices.filter(|device| is_given(device)).filter_map(|device| device["name"].as_str());
     Ok(given.filter(|name| name.bytes().all(|b| b.is_ascii_digit())).collect::<BTreeSet<_>>() == wanted)
 }
+
+/// Whether the counters of the simulated driver have these GPUs, by slot, as initialised.
+pub(super) fn are_up(wanted: &str, counters: &str) -> bool {
+    let is_up = |slot: &str| {
+        let address = format!(":{:02x}.0 ", slot.parse::<u8>().unwrap_or(u8::MAX));
+        counters.split("; ").any(|gpu| gpu.contains(&address) && gpu.contains("adapter: up"))
+    };
+    wanted.split(',').filter(|slot| !slot.is_empty()).all(is_up)
+}
+
+/// Whether no process of the init with this name is a zombie.
+pub(super) fn is_reaped(name: &str) -> Result<bool, String> {
+    let all = processes_named(&format!("{OURS}{name}"))?;
+    // One that is gone by now is reaped.
+    let status = |pid: i32| std::fs::read_to_string(format!("/proc/{pid}/status")).unwrap_or_default();
+    Ok(!all.into_iter().any(|pid| status(pid).contains("State:\tZ")))
+}

@@ -215,7 +215,7 @@ fn unbound(context: &TestContext) -> Result<Outcome> {
 fn unheard(context: &TestContext) -> Result<Outcome> {
     // No log can be read here. The removal of GPU 2 waits in the driver when the worker is killed,
     // which nothing shows from outside: it has a second to get there.
-    let script = "settled>remove:1;gpu.removed/1>stop+remove:2+sleep:1000+kill;gpu.removed/2>gone:1+gone:2+counters";
+    let script = "settled>remove:1;gpu.removed/1>stop+remove:2+sleep:1000+kill;gpu.removed/2>gone:1+gone:2+reaped:keeper+counters";
     let words = format!("fakepci.gpus=4 printk.devkmsg=off testagent.guest=script testagent.script={script}");
     let booted = Guest::new().append(&words).boot(context, "unheard")?;
     booted.agent("script", |l| l.get("did") == "counters")?;

@@ -78,6 +78,15 @@ fn of_the_driver(context: &TestContext) -> Result<Outcome> {
         let is = failure(&booted.receiver.records(), 0);
         ensure!(usable == 0 && is == Some((step.to_string(), reason.to_string())), "{words}: {is:?}");
     }
+    // The driver's line names no GPU: it is of the probe that failed next, in the load's order.
+    let words = "fakepci.gpus=4 nvidia.probe_silent=0,2 fakepci.no_msix=1 gpuinit.bind=insmod";
+    let booted = Guest::new().append(words).boot(context, "in-order")?;
+    ensure!(booted.settled()? == (1, 3), "{:?}", booted.settled()?);
+    let records = booted.receiver.records();
+    for (index, wanted) in (0..).zip(["probe-failed", "no-interrupt", "probe-failed"]) {
+        let is = failure(&records, index);
+        ensure!(is.as_ref().is_some_and(|(step, reason)| step == "probe" && reason == wanted), "GPU {index}: {is:?}, wanted {wanted}");
+    }
     Ok(Outcome::Passed)
 }
 

@@ -36,6 +36,7 @@
 //! | `file-has:PATH=TEXT` | waits until a file has this text, as long |
 //! | `serves:NAME=COUNT` | waits until a service has this many processes, as long |
 //! | `gone:K`, `there:K`, `bound:K`, `unbound:K` | waits until GPU K (by slot) is off or on the bus, or has the driver or none, as long |
+//! | `reaped:NAME` | waits until no process of the init with this name (as in `end`) has ended and is not reaped, as long |
 //! | `overrides` | reports every GPU's driver_override |
 //! | `cpus` | reports on which CPUs each thread of the worker, and each of the driver's that opens, may run |
 //! | `held` | reports which GPU nodes the init's processes have open |
@@ -48,6 +49,7 @@
 //! | `hook` | opens the init's program, as the start of a CDI hook does |
 //! | `busy:N` | starts N threads that use a CPU each |
 //! | `spec-gives:K,..` | waits until the spec gives containers these GPUs and no others, as long |
+//! | `up:K,..` | waits until the simulated driver has these GPUs (by slot) initialised, as long |
 //! | `run:PROGRAM` | starts a program of the guest without arguments; the agent, which reaps it, reports how it ended |
 //!
 //! WHEN may also be `now`, which is at once, and needs no record, or `rest`: the newest worker has
@@ -194,7 +196,7 @@ impl Stream {
 }
 
 /// Actions that wait.
-const WAITS: [&str; 8] = ["spec-gives", "spec-has", "file-has", "serves", "gone", "there", "bound", "unbound"];
+const WAITS: [&str; 10] = ["spec-gives", "up", "reaped", "spec-has", "file-has", "serves", "gone", "there", "bound", "unbound"];
 /// Longest wait of an action for what its name says.
 const WAIT: Duration = Duration::from_secs(30);
 /// Pause between two looks of such a wait: sysfs and the specs announce nothing to this process.
@@ -241,6 +243,8 @@ pub(super) fn act(action: &str) -> Result<(), String> {
             Ok(())
         }
         "spec-gives" => until(action, || census::spec_gives(argument)),
+        "reaped" => until(action, || census::is_reaped(argument)),
+        "up" => until(action, || Ok(census::are_up(argument, &all_counters()))),
         "threads" => write(Path::new("/proc/sys/kernel/threads-max"), argument),
         "fill" => fill(),
         "empty" => std::fs::remove_file(FILLER).map_err(|e| format!("remove {FILLER}: {e}")),

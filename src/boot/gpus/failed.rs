@@ -3,6 +3,7 @@
 use super::publication::Update;
 use super::schedule_messages::{Fact, GpuId};
 use super::shared::Shared;
+use crate::events::kmsg::Unnamed;
 use crate::events::names;
 use crate::reason::{self, Reason, Step};
 use std::fmt::Display;
@@ -13,22 +14,35 @@ pub struct Failed {
     /// Begin of that step, where later than the GPU's own begin: earlier lines of the driver belong
     /// to other steps.
     pub since_ns: Option<u64>,
+    /// Lines of the driver that name no GPU and can be about this failure.
+    pub unnamed: Unnamed,
     /// Reason, where it is known without the driver's lines.
     pub reason: Option<Reason>,
     pub error: String,
 }
 
+impl Failed {
+    pub fn new(step: Step, reason: Option<Reason>, error: String) -> Self {
+        let unnamed = match step {
+            Step::Module => Unnamed::OfTheLoad,
+            Step::Probe => Unnamed::OfProbesBeside,
+            _ => Unnamed::Never,
+        };
+        Self { step, since_ns: None, unnamed, reason, error }
+    }
+}
+
 pub fn failed(step: Step) -> impl FnOnce(&dyn Display) -> Failed {
-    move |error| Failed { step, since_ns: None, reason: None, error: error.to_string() }
+    move |error| Failed::new(step, None, error.to_string())
 }
 
 pub fn failed_by(step: Step, reason: Reason) -> impl FnOnce(&dyn Display) -> Failed {
-    move |error| Failed { step, since_ns: None, reason: Some(reason), error: error.to_string() }
+    move |error| Failed::new(step, Some(reason), error.to_string())
 }
 
 /// The failure of a GPU that was usable.
 pub fn failed_later(error: String, reason: Reason) -> Failed {
-    Failed { step: Step::Running, since_ns: None, reason: Some(reason), error }
+    Failed::new(Step::Running, Some(reason), error)
 }
 
 impl Shared {
@@ -58,7 +72,7 @@ impl Shared {
         let lines = match &self.words {
             Some(words) => {
                 let since_ns = failure.since_ns.unwrap_or(since_ns);
-                words.since(gpu.address, since_ns, failure.step.has_driver_lines_without_address()).await
+                words.since(gpu.address, since_ns, failure.unnamed).await
             }
             None => Vec::new(),
         };

@@ -25,6 +25,7 @@ use crate::clock::boottime_ns;
 use crate::config::Ready;
 use crate::device_nodes::Node;
 use crate::driver_proc;
+use crate::events::kmsg::Unnamed;
 use crate::events::{After, StepId, names};
 use crate::pci::PciAddress;
 use crate::reason::{Reason, Step};
@@ -141,7 +142,7 @@ async fn loaded(shared: &Shared) -> Result<Loaded, Failed> {
     let over = shared.driver.clone().wait_for(|driver| !matches!(driver, Driver::Loading)).await.map(|driver| driver.clone());
     match over {
         Ok(Driver::Loaded(loaded)) => Ok(loaded),
-        Ok(Driver::Failed { reason, error }) => Err(Failed { step: Step::Module, since_ns: None, reason, error }),
+        Ok(Driver::Failed { reason, error }) => Err(Failed::new(Step::Module, reason, error)),
         Ok(Driver::Loading) | Err(_) => Err(failed_by(Step::Module, Reason::Internal)(&"the load's task has ended")),
     }
 }
@@ -158,7 +159,10 @@ async fn probe(shared: &Arc<Shared>, gpu: GpuId, how: Probe, enabled: Option<Ste
         // A GPU that the load did not try gets a regular bind.
         Probe::Load if loaded.tried.contains(&gpu) => {
             let bound = shared.sysfs.is_bound(gpu.address).then_some(loaded.step);
-            bound.ok_or_else(|| failed(Step::Probe)(&"the driver's probe failed when the module was loaded"))
+            bound.ok_or_else(|| {
+                let failure = failed(Step::Probe)(&"the driver's probe failed when the module was loaded");
+                Failed { unnamed: Unnamed::OfProbesInOrder, ..failure }
+            })
         }
         Probe::Load | Probe::DuringLoad | Probe::Bind | Probe::BeforeEnable => {
             bind(shared, gpu, After::from(&[enabled, Some(loaded.step)][..]), how).await

@@ -41,8 +41,9 @@ struct Holdings {
     held: Vec<Held>,
     /// Descriptors to be closed by a child that could not be forked yet.
     waiting: Vec<GivenUp>,
-    /// Children that close descriptors.
-    closing: Vec<Pid>,
+    /// Children that close descriptors, each with the pidfd that shows its end. Without one, a child
+    /// is reaped when the worker says something.
+    closing: Vec<(Pid, Option<OwnedFd>)>,
 }
 
 /// Runs the keeper, in the child that PID 1 forked. Never returns.
@@ -82,13 +83,15 @@ pub fn run(boot: Boot, observer: Observer) -> ! {
 fn start_worker(boot: &Boot, mut start: Start, holdings: &mut Holdings) -> (Pid, OwnedFd) {
     let mut refused = None;
     loop {
-        let waiting: Vec<RawFd> = holdings.waiting.iter().flatten().map(|given_up| given_up.descriptor).collect();
+        let waiting = holdings.waiting.iter().flatten().map(|given_up| given_up.descriptor);
+        let closing = holdings.closing.iter().filter_map(|(_, ended)| ended.as_ref()).map(AsRawFd::as_raw_fd);
+        let unneeded: Vec<RawFd> = waiting.chain(closing).collect();
         let held = std::mem::take(&mut holdings.held);
         let failed = match reply::pair() {
             Ok(sockets) => {
                 let forked = crate::sys::fork_single_threaded((sockets, start, held), |((ours, theirs), start, held)| {
                     drop(ours);
-                    for descriptor in waiting {
+                    for descriptor in unneeded {
                         let _unused = close(descriptor);
                     }
                     worker::run(boot, start, KeeperSocket(theirs), held)
@@ -147,12 +150,8 @@ impl Holdings {
         let mut text = [0_u8; MAX_MESSAGE];
         let mut space = cmsg_space!([RawFd; 8]);
         loop {
-            if !self.waiting.is_empty() {
-                let pause = PollTimeout::try_from(FORK_PAUSE).unwrap_or(PollTimeout::ZERO);
-                if poll(&mut [PollFd::new(socket.as_fd(), PollFlags::POLLIN)], pause) == Ok(0) {
-                    self.retry(Some(socket));
-                    continue;
-                }
+            if !self.has_message(socket) {
+                continue;
             }
             let mut parts = [IoSliceMut::new(&mut text)];
             let received = recvmsg::<()>(socket.as_raw_fd(), &mut parts, Some(&mut space), MsgFlags::MSG_CMSG_CLOEXEC);
@@ -180,9 +179,36 @@ impl Holdings {
                 }
             }
             self.held.extend(descriptors.into_iter().map(|descriptor| Held { gpu: gpu.clone(), descriptor }));
-            // Collect the children that have ended; the others another time.
-            self.closing.retain(|child| waitpid(*child, Some(WaitPidFlag::WNOHANG)) == Ok(WaitStatus::StillAlive));
+            self.reap();
         }
+    }
+
+    /// Whether the socket has a message, or its end, once something has happened: reaps children
+    /// that have ended, and tries again what no process could be forked for.
+    fn has_message(&mut self, socket: &OwnedFd) -> bool {
+        if self.waiting.is_empty() && self.closing.is_empty() {
+            return true; // the caller waits
+        }
+        let pause =
+            if self.waiting.is_empty() { PollTimeout::NONE } else { PollTimeout::try_from(FORK_PAUSE).unwrap_or(PollTimeout::ZERO) };
+        let ended = self.closing.iter().filter_map(|(_, ended)| ended.as_ref());
+        let mut watched: Vec<PollFd<'_>> = [socket].into_iter().chain(ended).map(|fd| PollFd::new(fd.as_fd(), PollFlags::POLLIN)).collect();
+        let events = poll(&mut watched, pause);
+        let has_message = match events {
+            Ok(_) => watched.first().is_none_or(|socket| socket.any() != Some(false)),
+            Err(Errno::EINTR) => false,
+            Err(_) => true, // the message is waited for alone
+        };
+        self.reap();
+        if events == Ok(0) {
+            self.retry(Some(socket));
+        }
+        has_message
+    }
+
+    /// Reaps the children that have ended.
+    fn reap(&mut self) {
+        self.closing.retain(|(child, _)| waitpid(*child, Some(WaitPidFlag::WNOHANG)) == Ok(WaitStatus::StillAlive));
     }
 
     /// Gives up what no process could be forked for, as far as that is possible now.
@@ -223,7 +249,7 @@ impl Holdings {
                 for own in &gone {
                     let _unused = close(own.descriptor);
                 }
-                self.closing.push(child);
+                self.closing.push((child, crate::sys::pidfd_open(child).ok()));
                 Ok(())
             }
             Err(errno) => {

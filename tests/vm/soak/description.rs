@@ -164,7 +164,8 @@ impl Description {
                 self.gpus[1] = Fate::Removed;
             }
             Scene::Hangs => self.gpus[1] = Fate::Hangs,
-            Scene::Services | Scene::ServiceHangs => self.image = Image::Service(Name::FabricManager),
+            Scene::Services => self.image = Image::Service(Name::FabricManager),
+            Scene::ServiceHangs => self.image = Image::Service(Name::Persistenced),
             Scene::Nvml | Scene::Confidential => self.image = Image::Nvml(None),
             Scene::Fabric => self.image = Image::Nvml(Some(Name::FabricManager)),
             Scene::FabricElsewhere => {
@@ -220,9 +221,13 @@ impl Description {
         if let Some(ending) = &self.ending {
             steps.push(ending.clone());
         } else if !self.ends() {
-            let given: Vec<String> = self.given().iter().map(u64::to_string).collect();
+            let some = |of: fn(Fate) -> bool| {
+                let indices = (0..self.gpus.len()).filter(|index| of(self.gpus[*index]));
+                indices.map(|index| index.to_string()).collect::<Vec<_>>().join(",")
+            };
             let when = if self.hangs() { "now" } else { "rest" };
-            steps.push(format!("{when}>spec-gives:{}+census+spec-file+{LAST}", given.join(",")));
+            let (given, usable) = (some(Fate::is_given), some(Fate::is_usable));
+            steps.push(format!("{when}>spec-gives:{given}+up:{usable}+reaped:keeper+census+spec-file+{LAST}"));
         }
         steps.join(";")
     }
@@ -280,7 +285,7 @@ fn scene_words(scene: Scene) -> (u64, String) {
         Scene::Xid => (2, "nvidia.xid=1:119:200".into()),
         Scene::Hangs => (2, "nvidia.init_hang=1 gpuinit.init=serial gpuinit.ready=bound".into()),
         Scene::Services => (2, format!("{fabric} gpuinit.ready=bound standin.nv-fabricmanager=dies-once:300")),
-        Scene::ServiceHangs => (2, format!("{fabric} gpuinit.ready=bound standin.nv-fabricmanager=hang")),
+        Scene::ServiceHangs => (2, "gpuinit.ready=bound gpuinit.persistenced=on standin.nvidia-persistenced=hang".into()),
         Scene::Nvml => (2, "gpuinit.gpu.power=500".into()),
         Scene::Fabric => (2, format!("{fabric} nvidia.fabric_state=1 standin.nv-fabricmanager=fabric:1500")),
         Scene::FabricElsewhere => (2, "nvidia.fabric_state=2".into()),
@@ -340,7 +345,10 @@ mod tests {
     fn a_script_kills_at_its_point_and_ends_with_the_report() {
         let boot = |record| (1..2000).map(Description::of).find(|boot| boot.point.is_some_and(|p| p.when() == record)).unwrap();
         let worker = boot("gpu.removed");
-        assert_eq!(worker.script(), "settled>remove:1;gpu.removed>kill;process.died>sleep:0;rest>spec-gives:0+census+spec-file+counters");
+        assert_eq!(
+            worker.script(),
+            "settled>remove:1;gpu.removed>kill;process.died>sleep:0;rest>spec-gives:0+up:0+reaped:keeper+census+spec-file+counters"
+        );
         let agent = Description { kill: Some((Process::Agent, "settled".into())), ..worker };
         assert_eq!(agent.script(), "settled>remove:1;settled>end:agent");
         assert!(agent.command_line().contains("gpuinit.agent=child"));

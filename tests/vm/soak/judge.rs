@@ -2,7 +2,7 @@
 //! console, reports of the script) and uses none of the init's own conclusions; published specs are
 //! judged by the crate that kata-agent resolves devices with.
 
-use super::description::{Answer, Container, Description, Fate};
+use super::description::{Answer, Container, Description, Fate, Image};
 use super::points::Process;
 use crate::agent::cdi;
 use crate::vm::harness::{AgentLine, complete};
@@ -253,6 +253,8 @@ fn reasons(boot: &Description, seen: &Observed) -> Vec<String> {
         if let (Fate::Fails(reason), Some((names::GPU_FAILED, is))) = (fate, last.get(&index))
             && !reason.is_empty()
             && reason != is
+            // A load whose GPUs all fail fails itself, with its own reason.
+            && !(*reason == "probe-failed" && *is == "no-probe-succeeded")
         {
             found.push(format!("GPU {index} failed for {is}, planned: {reason}"));
         }
@@ -313,7 +315,8 @@ fn leaks(boot: &Description, seen: &Observed) -> Vec<String> {
             found.push(format!("process {name} has a GPU open twice: {nodes:?}"));
         }
         let is_usable = |(index, fate): &(u64, &Fate)| fate.is_usable() && seen.minor(*index).is_some();
-        for (index, _) in (0..).zip(&boot.gpus).filter(is_usable).filter(|_| name == "keeper") {
+        let is_keeper = name == "keeper" && line.get("state") != "Z";
+        for (index, _) in (0..).zip(&boot.gpus).filter(is_usable).filter(|_| is_keeper) {
             let node = format!("/dev/nvidia{}", seen.minor(index).unwrap_or_default());
             found.extend((!nodes.contains(&node.as_str())).then(|| format!("the keeper does not have GPU {index} open: {nodes:?}")));
         }
@@ -349,7 +352,10 @@ fn closed(boot: &Description, seen: &Observed) -> Vec<String> {
             continue;
         }
         let (undisturbed, up) = (!matches!(fate, Fate::Again | Fate::Removed), fate.is_usable());
-        if undisturbed && (of("closes:") != "0" || of("teardowns:") != "0") {
+        // NVML's helper opens and closes GPUs, too, beside what the keeper has open.
+        let has_helper = matches!(boot.image, Image::Nvml(_));
+        let is_open = has_helper && of("use_count:") != "0" || of("closes:") == "0";
+        if undisturbed && (!is_open || of("teardowns:") != "0") {
             found.push(format!("{fate:?} and closed: {gpu}"));
         }
         if up && (of("adapter:") != "up" || undisturbed && of("inits:") != "1") {

@@ -64,7 +64,7 @@ pub enum Scene {
     Hangs,
     /// Fabric manager, which ends once.
     Services,
-    /// Fabric manager, which never becomes ready.
+    /// The persistence daemon, which never becomes ready.
     ServiceHangs,
     Nvml,
     /// A fabric that is complete after a while.
