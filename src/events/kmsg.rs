@@ -148,8 +148,8 @@ impl Words {
         let (begin, end) = match unnamed {
             Unnamed::Never => return Vec::new(),
             Unnamed::OfTheLoad => (0, u64::MAX),
-            Unnamed::OfProbesBeside => (0, end),
-            Unnamed::OfProbesInOrder => (before, end),
+            Unnamed::OfConcurrentProbes => (0, end),
+            Unnamed::OfSerialProbes => (before, end),
         };
         let lines = self.lines.get(&key_of(None)).into_iter().flatten();
         lines.filter(|(at_us, _)| in_time(*at_us) && (begin..=end).contains(at_us)).map(|(_, text)| text.clone()).collect()
@@ -160,13 +160,13 @@ impl Words {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Unnamed {
     Never,
-    /// All of them: the module's load has failed.
+    /// All of the load: it has failed itself.
     OfTheLoad,
-    /// Those until the kernel's line about the GPU's probe: other probes ran at the same time.
-    OfProbesBeside,
-    /// Of these, those since the kernel's line about the probe before: the load's probes run one
-    /// after another.
-    OfProbesInOrder,
+    /// Lines until the kernel's own about the GPU's probe: other probes ran at the same time.
+    OfConcurrentProbes,
+    /// Lines between the kernel's own about the probe before and about the GPU's: a load's probes
+    /// run one after another.
+    OfSerialProbes,
 }
 
 /// CLOCK_BOOTTIME in ns at a time of the log.
@@ -574,9 +574,9 @@ mod tests {
         words.add(None, 20, irq);
         words.add_failed_probe(gpu(4), 30);
         words.add_failed_probe(gpu(5), 40);
-        assert_eq!([3, 4, 5, 6].map(|slot| of(slot, Unnamed::OfProbesInOrder)), [0, 1, 0, 1]);
+        assert_eq!([3, 4, 5, 6].map(|slot| of(slot, Unnamed::OfSerialProbes)), [0, 1, 0, 1]);
         // Probes beside each other may log before or after another one's end.
-        assert_eq!([3, 4, 5, 6].map(|slot| of(slot, Unnamed::OfProbesBeside)), [0, 1, 1, 1]);
+        assert_eq!([3, 4, 5, 6].map(|slot| of(slot, Unnamed::OfConcurrentProbes)), [0, 1, 1, 1]);
         assert_eq!([3, 4, 5, 6].map(|slot| of(slot, Unnamed::OfTheLoad)), [1; 4]);
         assert_eq!(of(4, Unnamed::Never), 0);
     }

@@ -51,7 +51,7 @@ impl std::fmt::Display for Complaint {
     }
 }
 
-/// What must hold of a case's run, or what is wrong with it.
+/// Check of a case's run; an error says how the run breaks the property.
 type Property = fn(&Case, &Run) -> Result<(), String>;
 
 impl Case {

@@ -25,7 +25,7 @@ impl Failed {
     pub fn new(step: Step, reason: Option<Reason>, error: String) -> Self {
         let unnamed = match step {
             Step::Module => Unnamed::OfTheLoad,
-            Step::Probe => Unnamed::OfProbesBeside,
+            Step::Probe => Unnamed::OfConcurrentProbes,
             _ => Unnamed::Never,
         };
         Self { step, since_ns: None, unnamed, reason, error }

@@ -161,7 +161,7 @@ async fn probe(shared: &Arc<Shared>, gpu: GpuId, how: Probe, enabled: Option<Ste
             let bound = shared.sysfs.is_bound(gpu.address).then_some(loaded.step);
             bound.ok_or_else(|| {
                 let failure = failed(Step::Probe)(&"the driver's probe failed when the module was loaded");
-                Failed { unnamed: Unnamed::OfProbesInOrder, ..failure }
+                Failed { unnamed: Unnamed::OfSerialProbes, ..failure }
             })
         }
         Probe::Load | Probe::DuringLoad | Probe::Bind | Probe::BeforeEnable => {

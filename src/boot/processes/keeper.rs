@@ -41,8 +41,8 @@ struct Holdings {
     held: Vec<Held>,
     /// Descriptors to be closed by a child that could not be forked yet.
     waiting: Vec<GivenUp>,
-    /// Children that close descriptors, each with the pidfd that shows its end. Without one, a child
-    /// is reaped when the worker says something.
+    /// Children that close descriptors, each with the pidfd that shows its end. A child without one
+    /// is reaped after the worker's next message.
     closing: Vec<(Pid, Option<OwnedFd>)>,
 }
 
