@@ -87,6 +87,12 @@ fn judge(host: &mut EmulatedHost, function: &str, cid: u32) -> Result<String> {
     let opened = of(traces::VFIO_OPEN);
     ensure!(opened.iter().any(|step| step.traced.function.is_some_and(|f| f.to_string() == function)), "{opened:?}");
     ensure!(of(traces::VMM_START).len() == 1 && !of(traces::VFIO_RESET).is_empty(), "{text}");
+    // The shim's start, and its share until the VMM's.
+    let (shims, vmm) = (of(traces::SHIM), &of(traces::VMM_START)[0]);
+    ensure!(
+        shims.len() == 1 && shims[0].begin_ns < vmm.begin_ns && shims[0].end_ns().abs_diff(vmm.begin_ns) < 1_000_000,
+        "{shims:?} {vmm:?}"
+    );
     let exits = trace.counts.iter().find(|count| count.traced.name == traces::KVM_EXITS).context("no exits")?;
     ensure!(exits.traced.kinds.contains_key("pio") && exits.traced.kinds.contains_key("pio-us"), "{exits:?}");
 

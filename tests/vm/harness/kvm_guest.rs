@@ -14,6 +14,8 @@ const MEMORY_MIB: u32 = 512;
 pub const SHARED: &str = "shared";
 pub const KERNEL: &str = "/var/guests/vmlinux";
 const INITRD: &str = "/var/guests/initrd.cpio";
+/// A shell under the name of Kata's shim: parent of every guest's VMM, as on a host with Kata.
+const SHIM: &str = "/run/containerd-shim-kata-v2";
 
 /// Kernel and initrd that all guests of a host boot.
 pub struct KvmImage {
@@ -117,10 +119,14 @@ impl KvmGuest {
         host.run(&format!(
             "mkdir -p -m 0750 /run/vc/sbs /run/vc/sbs/{name} && echo '{persist}' > /run/vc/sbs/{name}/persist.json
             mkdir -p /run/guests/{name} && cd /run/guests/{name} && mkfifo monitor.in monitor.out
-            setsid qemu-system-x86_64 -nodefaults -no-user-config -no-reboot -display none -machine q35 -accel kvm -cpu host \
+            test -e {SHIM} || cp /bin/bash {SHIM}
+            cat > start <<'END'\nqemu-system-x86_64 -nodefaults -no-user-config -no-reboot -display none -machine q35 -accel kvm -cpu host \
                 -m {MEMORY_MIB}M -smp {cpus} -kernel {KERNEL} -initrd {INITRD} -append '{append} {words}' -serial file:serial.log -monitor pipe:monitor \
                 -device virtio-serial-pci,max_ports=1 -chardev file,id=console,path=console.log -device virtconsole,chardev=console \
-                -device vhost-vsock-pci,guest-cid={cid} {devices} >qemu.log 2>&1 & echo $! > /run/guests/{name}/pid"
+                -device vhost-vsock-pci,guest-cid={cid} {devices} >qemu.log 2>&1 &
+            echo $! > pid.new && mv pid.new pid && wait\nEND\n\
+            setsid {SHIM} start </dev/null >/dev/null 2>&1 &
+            until test -e pid; do sleep 0.02; done"
         ))
         .with_context(|| format!("start guest {name}"))?;
         Ok(Self { name: name.into(), cid })
