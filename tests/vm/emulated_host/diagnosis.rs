@@ -4,10 +4,10 @@
 //!
 //! Not here, because an emulated host cannot have it: `governor` (no frequencies), `power-state`
 //! (no D3cold), `bar-size` (no resizable BAR), `bar-alignment` (the kernel aligns BARs), `link`
-//! (one speed), `unmovable` (no blocks that stay), `gpu-outlier` (three GPUs in five boots),
-//! `guest-firmware` (no record), `memory-acceptance` (no confidential guest), `guest-pci`,
-//! `guest-modules`, `clocksource` and `deadlines` (guests of this tree are right). The unit tests
-//! have trees of files for them.
+//! (one speed), `unmovable` (no blocks that stay), `gpu-outlier` (three GPUs in five boots), `iommu`
+//! (no VFIO without one), `guest-firmware` (no record), `memory-acceptance` (no confidential guest),
+//! `guest-pci`, `guest-modules`, `clocksource` and `deadlines` (guests of this tree are right). The
+//! unit tests have trees of files for them.
 
 use super::passthrough::{PORTS, function};
 use super::service::PROGRAM;
@@ -36,6 +36,8 @@ const SETTINGS: &[(&[&str], &str, &str)] = &[
     (&["dma-entries"], "echo 100 > {type1}/dma_entry_limit", "echo 65535 > {type1}/dma_entry_limit"),
     (&["type1-huge-pages"], "echo Y > {type1}/disable_hugepages", "echo N > {type1}/disable_hugepages"),
     (&["reset-method"], "echo bus > {gpu}/reset_method", "echo flr > {gpu}/reset_method"),
+    // The second node has no processor, and the VMs have the first one's memory.
+    (&[], "echo 1 > {gpu}/numa_node", "echo 0 > {gpu}/numa_node"),
 ];
 
 /// A configuration of Kata's that is wrong in each of these, and what is right.
@@ -67,7 +69,7 @@ default_vcpus = 2
 
 /// Rules about a running VM that has what they find, and that one of it is right: IOMMUFD is not in
 /// this kernel.
-const OF_VM: [&str; 4] = ["iommufd-used", "huge-page-use", "no-mmap", "prealloc"];
+const OF_VM: [&str; 6] = ["iommufd-used", "huge-page-use", "no-mmap", "prealloc", "memory-node", "pinning"];
 
 /// Covers vendor and class of functions, so that they are GPUs to who reads sysfs.
 fn cover(functions: &[String]) -> String {
@@ -117,7 +119,7 @@ fn found(context: &TestContext) -> Result<Outcome> {
     }
     let program = EmulatedHost::program(context)?;
     let kernel = context.kernel();
-    let size = Size::WITH_GUESTS.with_gpus(2).without_acs().with_parameters(PARAMETERS);
+    let size = Size::WITH_GUESTS.with_gpus(2).without_acs().with_far_memory(256).with_parameters(PARAMETERS);
     let mut host = EmulatedHost::start(context, "host", size, &[(PROGRAM, program.as_path()), (KVM_KERNEL, kernel.as_path())])?;
     KvmGuest::prepare(&mut host)?;
     let functions = host.vfio()?;
@@ -145,7 +147,7 @@ fn found(context: &TestContext) -> Result<Outcome> {
     // Without a VM there is nothing to look at, and without boots neither.
     all_are(&bare, &OF_VM, "unknown")?;
     all_are(&bare, &["guest-kernel", "gaps", "deadlines"], "unknown")?;
-    let wrong_vm = "-object memory-backend-ram,id=ram,size=256M,prealloc=on -machine memory-backend=ram";
+    let wrong_vm = "-object memory-backend-ram,id=ram,size=256M,host-nodes=0,policy=bind,prealloc=on -machine memory-backend=ram";
     vm(&mut host, 256, &format!("{wrong_vm} {PORTS} -device {},x-no-mmap=on", function(gpu, 0)))?;
     let wrong = diagnose(&mut host, "")?;
     end_vm(&mut host)?;
@@ -166,13 +168,14 @@ fn found(context: &TestContext) -> Result<Outcome> {
     // Huge pages that are asked for, and none that are free; then as many as a guest has.
     host.run(&format!("echo 'enable_hugepages = true' >> {KATA}"))?;
     all_are(&diagnose(&mut host, "")?, &["huge-pages-free"], "found")?;
-    host.run("echo 512 > /proc/sys/vm/nr_hugepages && test $(cat /proc/sys/vm/nr_hugepages) = 512")?;
+    let pages = "/sys/devices/system/node/node0/hugepages/hugepages-2048kB/nr_hugepages";
+    host.run(&format!("echo 512 > {pages} && test $(cat {pages}) = 512"))?;
     all_are(&diagnose(&mut host, "")?, &["huge-pages-free", "huge-pages", "zeroing"], "fine")?;
     // QEMU's own memory is 80 MiB of small pages: less than a tenth of this.
-    let right_vm = "-object memory-backend-memfd,id=ram,size=1G,hugetlb=on,share=on -machine memory-backend=ram";
+    let right_vm = "-object memory-backend-memfd,id=ram,size=1G,host-nodes=0,policy=bind,hugetlb=on,share=on -machine memory-backend=ram";
     vm(&mut host, 1024, &format!("{right_vm} {PORTS} -device {}", function(gpu, 0)))?;
     let right = diagnose(&mut host, "")?;
-    all_are(&right, &["no-mmap", "prealloc", "huge-page-use"], "fine")?;
+    all_are(&right, &["no-mmap", "prealloc", "huge-page-use", "memory-node", "pinning"], "fine")?;
     // VFIO is loaded: the kernel's own symbols show whether it has huge pfnmaps.
     let pfnmaps = &right["huge-pfnmaps"];
     ensure!(pfnmaps["evidence"].to_string().contains("vfio_pci_mmap_"), "{pfnmaps}");

@@ -54,10 +54,12 @@ pub struct Size {
     parameters: &'static str,
     /// See [`Size::without_acs`].
     acs: bool,
+    /// See [`Size::with_far_memory`].
+    far_memory_mib: u32,
 }
 
 impl Size {
-    const NONE: Self = Self { cpus: 0, memory_mib: 0, gpus: 0, suite: None, parameters: "", acs: true };
+    const NONE: Self = Self { cpus: 0, memory_mib: 0, gpus: 0, suite: None, parameters: "", acs: true, far_memory_mib: 0 };
     /// For a host without guests of its own.
     pub const PLAIN: Self = Self { cpus: 2, memory_mib: 1024, gpus: 0, ..Self::NONE };
     /// For two guests and what they boot. One processor: KVM patches the scheduler's code as its
@@ -89,6 +91,11 @@ impl Size {
     pub const fn without_acs(self) -> Self {
         Self { acs: false, ..self }
     }
+
+    /// The same with a second NUMA node, which has this memory and no processor.
+    pub const fn with_far_memory(self, mib: u32) -> Self {
+        Self { far_memory_mib: mib, ..self }
+    }
 }
 
 impl Size {
@@ -102,6 +109,20 @@ impl Size {
             (_, false) => "q35,default_bus_bypass_iommu=on",
             (_, true) => "q35,default_bus_bypass_iommu=on,kernel-irqchip=split",
         }
+    }
+
+    /// QEMU's arguments for processors and memory.
+    fn memory(self) -> Vec<String> {
+        let (near, far) = (self.memory_mib, self.far_memory_mib);
+        let mut words = vec!["-smp".into(), self.cpus.to_string(), "-m".into(), format!("{}M", near + far)];
+        if far > 0 {
+            let cpus = format!("cpus=0-{},", self.cpus - 1);
+            for (node, (mib, cpus)) in [(near, cpus.as_str()), (far, "")].into_iter().enumerate() {
+                words.extend(["-object".into(), format!("memory-backend-ram,id=node{node},size={mib}M")]);
+                words.extend(["-numa".into(), format!("node,nodeid={node},{cpus}memdev=node{node}")]);
+            }
+        }
+        words
     }
 
     /// QEMU's arguments for the functions to pass through. The IOMMU is Intel's, which all kernels
@@ -172,7 +193,7 @@ impl EmulatedHost {
         command.args("-nodefaults -no-user-config -display none".split(' '));
         let by_kvm = kvm_works(Arch::OURS) && kvm_nests();
         command.args(["-machine", size.machine(by_kvm)]);
-        command.args(["-smp", &size.cpus.to_string(), "-m", &format!("{}M", size.memory_mib)]);
+        command.args(size.memory());
         if by_kvm {
             command.args(["-accel", "kvm", "-cpu", "host"])
         } else {
