@@ -4,10 +4,10 @@
 //!
 //! Not here, because an emulated host cannot have it: `governor` (no frequencies), `power-state`
 //! (no D3cold), `bar-size` (no resizable BAR), `bar-alignment` (the kernel aligns BARs), `link`
-//! (one speed), `unmovable` (no blocks that stay), `gpu-outlier` (three GPUs in five boots), `iommu`
-//! (no VFIO without one), `guest-firmware` (no record), `memory-acceptance` (no confidential guest),
-//! `guest-pci`, `guest-modules`, `clocksource` and `deadlines` (guests of this tree are right). The
-//! unit tests have trees of files for them.
+//! (one speed), `unmovable` (no blocks that stay), `gpu-outlier` (three GPUs in five boots),
+//! `iommu` (no VFIO without one), `guest-firmware` (no record), `memory-acceptance` (no
+//! confidential guest), `guest-pci`, `guest-modules`, `clocksource` and `deadlines` (guests of this
+//! tree are right). The unit tests have trees of files for them.
 
 use super::passthrough::{PORTS, function};
 use super::service::PROGRAM;
