@@ -144,7 +144,7 @@ impl Words {
         let in_time = |at_us: u64| boottime_of(at_us, self.offset_ns) >= from_ns;
         let own = self.failed_probes.iter().rposition(|(at_us, failed)| *failed == key && in_time(*at_us));
         let end = own.and_then(|own| self.failed_probes.get(own)).map_or(u64::MAX, |(at_us, _)| *at_us);
-        let before = self.failed_probes.iter().take(own.unwrap_or(0)).last().map_or(0, |(at_us, _)| *at_us);
+        let before = own.and_then(|own| self.failed_probes.get(own.checked_sub(1)?)).map_or(0, |(at_us, _)| *at_us);
         let (begin, end) = match unnamed {
             Unnamed::Never => return Vec::new(),
             Unnamed::OfTheLoad => (0, u64::MAX),
