@@ -127,33 +127,36 @@ struct Words {
 }
 
 impl Words {
-    /// Lines about this GPU since `from_ns` (CLOCK_BOOTTIME).
-    fn since(&self, gpu: PciAddress, from_ns: u64) -> Vec<String> {
+    /// Whether a time of the log is not before `from_ns` (CLOCK_BOOTTIME).
+    fn is_since(&self, at_us: u64, from_ns: u64) -> bool {
         // printk's clock is known to a microsecond, its difference from ours to a little more.
-        let from_ns = from_ns.saturating_sub(SLACK_NS);
-        let lines = self.lines.get(&key_of(Some(gpu))).into_iter().flatten();
-        lines.filter(|(at_us, _)| boottime_of(*at_us, self.offset_ns) >= from_ns).map(|(_, text)| text.clone()).collect()
+        boottime_of(at_us, self.offset_ns) >= from_ns.saturating_sub(SLACK_NS)
     }
-}
 
-impl Words {
+    /// Lines about this GPU, or about no GPU, since `from_ns` (CLOCK_BOOTTIME).
+    fn since(&self, gpu: Option<PciAddress>, from_ns: u64) -> impl Iterator<Item = &(u64, String)> {
+        self.lines.get(&key_of(gpu)).into_iter().flatten().filter(move |(at_us, _)| self.is_since(*at_us, from_ns))
+    }
+
     /// Lines that name no GPU and can be about this one. The kernel's line about a failed probe
     /// comes after all lines that the driver logged in that probe.
     fn unnamed(&self, gpu: PciAddress, from_ns: u64, unnamed: Unnamed) -> Vec<String> {
-        let (from_ns, key) = (from_ns.saturating_sub(SLACK_NS), key_of(Some(gpu)));
-        let in_time = |at_us: u64| boottime_of(at_us, self.offset_ns) >= from_ns;
-        let own = self.failed_probes.iter().rposition(|(at_us, failed)| *failed == key && in_time(*at_us));
-        let end = own.and_then(|own| self.failed_probes.get(own)).map_or(u64::MAX, |(at_us, _)| *at_us);
-        let before = own.and_then(|own| self.failed_probes.get(own.checked_sub(1)?)).map_or(0, |(at_us, _)| *at_us);
+        let (key, probes) = (key_of(Some(gpu)), &self.failed_probes);
+        let own = probes.iter().rposition(|(at_us, failed)| *failed == key && self.is_since(*at_us, from_ns));
+        let at_us = |probe: Option<usize>| probe.and_then(|probe| probes.get(probe)).map(|(at_us, _)| *at_us);
+        let end = at_us(own).unwrap_or(u64::MAX);
         let (begin, end) = match unnamed {
             Unnamed::Never => return Vec::new(),
             Unnamed::OfTheLoad => (0, u64::MAX),
             Unnamed::OfConcurrentProbes => (0, end),
-            Unnamed::OfSerialProbes => (before, end),
+            Unnamed::OfSerialProbes => (at_us(own.and_then(|own| own.checked_sub(1))).unwrap_or(0), end),
         };
-        let lines = self.lines.get(&key_of(None)).into_iter().flatten();
-        lines.filter(|(at_us, _)| in_time(*at_us) && (begin..=end).contains(at_us)).map(|(_, text)| text.clone()).collect()
+        texts(self.since(None, from_ns).filter(|(at_us, _)| (begin..=end).contains(at_us)))
     }
+}
+
+fn texts<'a>(lines: impl Iterator<Item = &'a (u64, String)>) -> Vec<String> {
+    lines.map(|(_, text)| text.clone()).collect()
 }
 
 /// Lines without a GPU that can explain the failure of one.
@@ -203,7 +206,7 @@ impl DriverWords {
             let _unused = tokio::time::timeout(CATCH_UP, caught_up).await;
         }
         let words = self.lock();
-        let named = words.since(gpu, from_ns);
+        let named = texts(words.since(Some(gpu), from_ns));
         if named.is_empty() { words.unnamed(gpu, from_ns, unnamed) } else { named }
     }
 
@@ -546,7 +549,7 @@ mod tests {
             let failed = 72 * 3600 * S;
             guest.log(failed - 3600 * S, 0, std::slice::from_ref(&line));
             guest.log(failed, 0, std::slice::from_ref(&line));
-            let found = |words: &DriverWords| words.lock().since(gpu, failed - S / 1000).len();
+            let found = |words: &DriverWords| words.lock().since(Some(gpu), failed - S / 1000).count();
             assert_eq!(found(&words), if ppm > 0.0 { 0 } else { 1 }, "{ppm}: negative control: by the boot's measurement");
             // Forged markers change nothing.
             guest.markers(failed + 3600 * S);

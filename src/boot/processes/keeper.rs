@@ -179,7 +179,6 @@ impl Holdings {
                 }
             }
             self.held.extend(descriptors.into_iter().map(|descriptor| Held { gpu: gpu.clone(), descriptor }));
-            self.reap();
         }
     }
 
@@ -189,26 +188,24 @@ impl Holdings {
         if self.waiting.is_empty() && self.closing.is_empty() {
             return true; // the caller waits
         }
-        let pause =
-            if self.waiting.is_empty() { PollTimeout::NONE } else { PollTimeout::try_from(FORK_PAUSE).unwrap_or(PollTimeout::ZERO) };
+        let pause = match self.waiting.is_empty() {
+            true => PollTimeout::NONE,
+            false => PollTimeout::try_from(FORK_PAUSE).unwrap_or(PollTimeout::ZERO),
+        };
         let ended = self.closing.iter().filter_map(|(_, ended)| ended.as_ref());
-        let mut watched: Vec<PollFd<'_>> = [socket].into_iter().chain(ended).map(|fd| PollFd::new(fd.as_fd(), PollFlags::POLLIN)).collect();
+        let descriptors = [socket].into_iter().chain(ended).map(AsFd::as_fd);
+        let mut watched: Vec<PollFd<'_>> = descriptors.map(|descriptor| PollFd::new(descriptor, PollFlags::POLLIN)).collect();
         let events = poll(&mut watched, pause);
         let has_message = match events {
             Ok(_) => watched.first().is_none_or(|socket| socket.any() != Some(false)),
             Err(Errno::EINTR) => false,
             Err(_) => true, // the message is waited for alone
         };
-        self.reap();
+        self.closing.retain(|(child, _)| waitpid(*child, Some(WaitPidFlag::WNOHANG)) == Ok(WaitStatus::StillAlive));
         if events == Ok(0) {
             self.retry(Some(socket));
         }
         has_message
-    }
-
-    /// Reaps the children that have ended.
-    fn reap(&mut self) {
-        self.closing.retain(|(child, _)| waitpid(*child, Some(WaitPidFlag::WNOHANG)) == Ok(WaitStatus::StillAlive));
     }
 
     /// Gives up what no process could be forked for, as far as that is possible now.

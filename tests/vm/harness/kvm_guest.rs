@@ -125,10 +125,10 @@ impl KvmGuest {
                 -device virtio-serial-pci,max_ports=1 -chardev file,id=console,path=console.log -device virtconsole,chardev=console \
                 -device vhost-vsock-pci,guest-cid={cid} {devices} >qemu.log 2>&1 &
             echo $! > pid.new && mv pid.new pid && wait\nEND\n\
-            setsid {SHIM} start </dev/null >/dev/null 2>&1 &
-            until test -e pid; do sleep 0.02; done"
+            setsid {SHIM} start </dev/null >/dev/null 2>&1 &"
         ))
         .with_context(|| format!("start guest {name}"))?;
+        host.until(&format!("the VMM of guest {name}"), &format!("test -e /run/guests/{name}/pid"))?;
         Ok(Self { name: name.into(), cid })
     }
 

@@ -198,7 +198,11 @@ impl Description {
 
     /// GPUs that containers get in the end.
     pub fn given(&self) -> BTreeSet<u64> {
-        (0..).zip(&self.gpus).filter(|(_, fate)| fate.is_given()).map(|(index, _)| index).collect()
+        self.gpus_that(Fate::is_given)
+    }
+
+    fn gpus_that(&self, are: fn(Fate) -> bool) -> BTreeSet<u64> {
+        (0..).zip(&self.gpus).filter(|(_, fate)| are(**fate)).map(|(index, _)| index).collect()
     }
 
     /// Deaths of a process that must be reported.
@@ -221,12 +225,9 @@ impl Description {
         if let Some(ending) = &self.ending {
             steps.push(ending.clone());
         } else if !self.ends() {
-            let some = |of: fn(Fate) -> bool| {
-                let indices = (0..self.gpus.len()).filter(|index| of(self.gpus[*index]));
-                indices.map(|index| index.to_string()).collect::<Vec<_>>().join(",")
-            };
+            let listed = |gpus: BTreeSet<u64>| gpus.iter().map(u64::to_string).collect::<Vec<_>>().join(",");
             let when = if self.hangs() { "now" } else { "rest" };
-            let (given, usable) = (some(Fate::is_given), some(Fate::is_usable));
+            let (given, usable) = (listed(self.given()), listed(self.gpus_that(Fate::is_usable)));
             steps.push(format!("{when}>spec-gives:{given}+up:{usable}+reaped:keeper+census+spec-file+{LAST}"));
         }
         steps.join(";")

@@ -102,7 +102,7 @@ pub fn meaning(text: &str) -> Option<Meaning> {
         if text.contains("RmInitAdapter failed!") {
             return Some(Meaning::InitFailed { gpu });
         }
-        if text.contains("probe with driver nvidia failed") || text.starts_with("nvidia: probe of ") {
+        if driver_log::is_failed_probe(text) {
             return Some(Meaning::ProbeFailed { gpu });
         }
     }
