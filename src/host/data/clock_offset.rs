@@ -97,6 +97,11 @@ impl Range {
     }
 }
 
+/// Whether no offset of the clocks can be behind both samples: one clock was set between them.
+fn contradict(a: &Sample, b: &Sample) -> bool {
+    Range::of(a, b.boottime_ns).common(Range::of(b, b.boottime_ns)).is_empty()
+}
+
 /// Limit of samples kept of one boot: the guest's answers determine their number.
 const MAX_SAMPLES: usize = 1024;
 
@@ -264,6 +269,8 @@ pub struct Pinger {
     best: Option<Sample>,
     /// Guest time of the last kept sample.
     kept_ns: Option<u64>,
+    /// Number of samples kept because the best one contradicted them.
+    steps: u32,
 }
 
 /// Number of pings without a pause after a connection.
@@ -281,6 +288,9 @@ const DRIFT_INTERVAL_NS: u64 = 10_000_000_000;
 const DRIFT_INTERVAL_OF_AGE: u64 = 8;
 /// A ping worse than the best one by this factor is useless for the drift, too.
 const DRIFT_QUALITY: u64 = 4;
+/// Limit of steps of a clock seen by one connection: a guest that lies about its time would have a
+/// line for each answer.
+const MAX_STEPS: u32 = 64;
 /// Limit of remembered pings without an answer: a guest that never answers costs no more.
 const MAX_OUTSTANDING: usize = 16;
 
@@ -330,10 +340,14 @@ impl Pinger {
             self.kept_ns.is_none_or(|kept| s.boottime_ns >= kept.saturating_add(interval))
                 && self.best.is_none_or(|b| s.error_ns / DRIFT_QUALITY <= b.error_ns)
         };
-        let keep = sample.filter(|s| better(s) || due(s));
+        // However slow its ping was: after a step of a clock, the best sample is that of another time.
+        let stepped = |s: &Sample| self.steps < MAX_STEPS && self.best.is_some_and(|b| contradict(&b, s));
+        let step = sample.is_some_and(|s| stepped(&s));
+        self.steps += u32::from(step);
+        let keep = sample.filter(|s| step || better(s) || due(s));
         if let Some(kept) = keep {
             self.kept_ns = Some(kept.boottime_ns);
-            self.best = self.best.filter(|b| !better_than(&kept, b)).or(keep);
+            self.best = self.best.filter(|b| !step && !better_than(&kept, b)).or(keep);
         }
         Some(Ponged { keep, again: self.answered < BURST })
     }
@@ -408,6 +422,25 @@ mod tests {
         assert!(!take(900 * MS));
         assert!(take(1000 * MS));
         assert!(!take(1001 * MS));
+    }
+
+    #[test]
+    fn a_step_of_the_clock_is_kept_however_slow_the_ping() {
+        const S: u64 = 1000 * MS;
+        let mut pinger = Pinger::new(Some(Sample { boottime_ns: 0, offset_ns: 0, error_ns: MS }));
+        let now = Instant::now();
+        // Round trips of 200 ms: useless for offset and drift.
+        let mut take = |at_s: u64, ahead_s: u64| {
+            let id = pinger.send(now, ((at_s + ahead_s) * S) as i64);
+            pinger.receive(Pong { pong: id, boottime_ns: at_s * S }, now + Duration::from_millis(200)).unwrap().keep.is_some()
+        };
+        assert!(!take(30, 0), "the clock was not set");
+        assert!(take(31, 7), "set ahead by 7 s");
+        assert!(!take(32, 7), "the same step");
+        assert!(take(33, 0), "set back");
+        // A guest that lies about its time has no line for each answer.
+        let kept = (34..334).filter(|at| take(*at, at % 2 * 7)).count();
+        assert!(kept < 100, "{kept} of 300");
     }
 
     /// Pseudo-random numbers, the same on every machine (xorshift).
