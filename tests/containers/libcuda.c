@@ -1,4 +1,4 @@
-/* Stands for a library of the driver's. Needs no other library, so that every loader can load it. */
+/* Stands for a library of the driver's. Needs no other one, so that every loader can load it. */
 #ifndef VERSION
 #error "VERSION is not defined: see tests/containers/build"
 #endif

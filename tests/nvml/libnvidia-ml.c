@@ -1,6 +1,6 @@
 /*
- * Stands for libnvidia-ml.so.1 over the simulated driver. Functions, structures and return codes are
- * those of nvml.h; devices are those of /proc/driver/nvidia/gpus. Like the real library, opens
+ * Stands for libnvidia-ml.so.1 over the simulated driver. Functions, structures and return codes
+ * are those of nvml.h; devices are those of /proc/driver/nvidia/gpus. Like the real library, opens
  * /dev/nvidiactl when it starts and a GPU's node when its handle is asked for, and keeps them.
  *
  * Words of the kernel command line:
@@ -9,9 +9,9 @@
  *   nvml.cc=ENABLED:READY                     of the system, whatever the driver has
  *   nvml.unprotected=POSITION                 the GPU in this slot is not confidential
  *
- * Without nvml.fabric and nvml.cc the fabric's and the confidential state are those of the simulated driver
- * (/sys/module/nvidia/parameters), where the stand-in of fabric manager changes the first and this
- * library the second.
+ * Without nvml.fabric and nvml.cc the fabric's and the confidential state are those of the
+ * simulated driver (/sys/module/nvidia/parameters), where the stand-in of fabric manager changes
+ * the first and this library the second.
  */
 #include <dirent.h>
 #include <fcntl.h>
@@ -413,7 +413,7 @@ int nvmlSystemGetConfComputeSettings(struct confidential *settings)
 	if (!word("nvml.cc") && !settings->enabled)
 		return NOT_SUPPORTED;
 	settings->devtools = 0;
-	/* Protected PCIe, where the GPUs' switches are in the guest: the feature is then reported as off. */
+	/* Protected PCIe, where the switches are in the guest: the feature is then reported as off. */
 	settings->multi_gpu = settings->enabled && !access("/proc/driver/nvidia-nvswitch/devices", F_OK);
 	if (settings->multi_gpu)
 		settings->enabled = 0;

@@ -7,7 +7,7 @@
  * an H100 and believes that its FSP has booted. That is all of the hardware
  * that this driver needs to bind, and to fail its initialisation honestly.
  *
- * What it is not: there is nothing else behind the BARs. Without `bar0`, reading
+ * Not simulated: anything else behind the BARs. Without `bar0`, reading
  * one gives what the machine gives for an unused address.
  */
 
@@ -85,7 +85,7 @@ bool fakepci_has_bar(unsigned int k, unsigned int bar)
 	return bar != FAKEPCI_BAR_REGISTERS || !fakepci_listed(bar_missing, k);
 }
 
-/* Where firmware, good or bad, has put it. */
+/* Address that firmware, good or bad, has given it. */
 u64 fakepci_bar_address(unsigned int k, unsigned int bar)
 {
 	if (bar == FAKEPCI_BAR_MEMORY && fakepci_listed(bar_unassigned, k))

@@ -3,10 +3,11 @@
  * fakepci - PCI root bus with GPU functions that have no hardware behind them
  *
  * Registers a root bus in a PCI domain of its own (0001) with `gpus`
- * functions, one per slot, and on demand NVSwitches and Mellanox functions. Everything above config space (scan, sysfs, claim,
- * enable, bind) is the kernel's own code. This file has the bus itself; what is
- * on it is in fakepci-config.c and fakepci-bars.c, and how functions come and go
- * in fakepci-plug.c.
+ * functions, one per slot, and on demand NVSwitches and Mellanox functions.
+ * Everything above config space (scan, sysfs, claim, enable, bind) is the
+ * kernel's own code. This file has the bus itself; what is on it is in
+ * fakepci-config.c and fakepci-bars.c, and how functions come and go in
+ * fakepci-plug.c.
  */
 
 #define pr_fmt(fmt) KBUILD_MODNAME ": " fmt
@@ -36,7 +37,7 @@ FAKEPCI_LIST(bar_unclaimed, "GPUs whose BAR 0 the kernel does not claim: they ca
 
 struct pci_bus *fakepci_bus;
 
-/* Where a root bus has its domain from: the architecture's data on x86, else its bridge. */
+/* Source of a root bus's domain: the architecture's data on x86, else its bridge. */
 #ifdef CONFIG_X86
 static struct pci_sysdata fakepci_sysdata = {
 	.domain = FAKEPCI_DOMAIN,

@@ -8,7 +8,7 @@
  * NVSwitches and Mellanox functions have an identity and no BARs; the latter have
  * vital product data (VPD), whose bytes are there at once.
  *
- * What costs time: the config write that turns memory decoding on. Under QEMU
+ * Cost in time: the config write that turns memory decoding on. Under QEMU
  * the host maps the BARs inside that exit, with its global lock held and the
  * guest's CPU gone; the guest's own config lock is held around it. So the write
  * spins for `enable_ms` with host_lock held and interrupts off, and every other

@@ -25,7 +25,7 @@
 
 static struct workqueue_struct *fakepci_plugging;
 
-/* What happens to a function. */
+/* Event of a function. */
 enum fakepci_event {
 	FAKEPCI_ADD,
 	FAKEPCI_REMOVE,

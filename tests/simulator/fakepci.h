@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: GPL-2.0 */
 /*
- * What the parts of fakepci share.
+ * Shared by the parts of fakepci.
  *
  * Each part has its own parameters and state; a GPU is known by its slot
  * everywhere, 0 <= k < fakepci_gpus. NVSwitches and Mellanox functions have the

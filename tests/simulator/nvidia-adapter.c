@@ -11,7 +11,7 @@
  * Invariants: called with gpu->lock held. A is never waited for with a G held.
  * Nothing here can be interrupted or killed.
  *
- * What it is not: the real division of an initialisation into its parts, which
+ * Not simulated: the real division of an initialisation into its parts, which
  * nobody outside has measured; firmware is asked for and not looked at.
  */
 
@@ -31,9 +31,9 @@
 #define S2_MS	1300
 #define S3_MS	500
 
-/* Where GPUs without a capability for it have their mailbox in config space. */
+/* Offset at which GPUs without a capability for it have their mailbox in config space. */
 #define MAILBOX		0xb4
-/* Where fakepci counts a GPU's resets in its config space (FAKEPCI_RESETS). */
+/* Offset at which fakepci counts a GPU's resets in its config space (FAKEPCI_RESETS). */
 #define RESETS		0xfc
 
 NV_LIST(s1_ms, "initialisation, attach: under the RM lock, per GPU; default 300");
@@ -179,7 +179,7 @@ void nv_read_uuid(struct nv_gpu *gpu)
 	mutex_unlock(&nv_api_lock);
 }
 
-/* What nvidia-uvm's start needs of the resource manager: a session, under A. */
+/* Needed of the resource manager by nvidia-uvm's start: a session, under A. */
 void nv_open_session(void)
 {
 	mutex_lock(&nv_api_lock);
@@ -337,7 +337,7 @@ static struct nv_init_code nv_boot_gsp(struct nv_gpu *gpu)
 	return INIT_OK;
 }
 
-/* What the kernel does with memory that is added: NVIDIA's driver learns it from the zone. */
+/* Policy for memory that is added, which NVIDIA's driver learns from its zone. */
 static bool nv_memory_is_movable(void)
 {
 	struct file *file = filp_open("/sys/devices/system/memory/auto_online_blocks", O_RDONLY, 0);

@@ -3,11 +3,11 @@
  * nvidia - simulated driver: capabilities, and the devices of NVLink
  *
  * The character device regions beside the GPUs' own, of which "nvidia-caps" has
- * a minor for each capability, and the /proc files that say which. Minors are counted through: NVLink's one,
- * MIG's config and monitor, access to every instance of every possible GPU, and
- * the system's one.
+ * a minor for each capability, and the /proc files that say which. Minors are
+ * counted through: NVLink's one, MIG's config and monitor, access to every
+ * instance of every possible GPU, and the system's one.
  *
- * What it is not: MIG, NVLink, IMEX or a switch. Instances and switches are what
+ * Not simulated: MIG, NVLink, IMEX or a switch. Instances and switches are what
  * parameters say, only in /proc; the devices open and do nothing.
  */
 

@@ -2,11 +2,11 @@
 /*
  * nvidia - simulated driver: displays
  *
- * What nvidia-drm adds to a GPU: a card and a render node, in sysfs below the GPU's
+ * Devices that nvidia-drm adds to a GPU: a card and a render node, in sysfs below the GPU's
  * function, in /dev by devtmpfs, and with the kernel's uevents. They come some time
  * after the adapter is up, as after a module that is loaded later.
  *
- * What it is not: a display. Nobody is behind the nodes' numbers.
+ * Not simulated: a display. Nobody is behind the nodes' numbers.
  */
 
 #define pr_fmt(fmt) "NVRM: " fmt

@@ -14,7 +14,7 @@
  * The order of a probe is NVIDIA's: firewall, enable, interrupt, BARs, the GPU's
  * answer, UUID under the RM lock, minor and list, /proc.
  *
- * What it is not: it never touches a BAR and drives nothing. Times, failures
+ * Not simulated: BARs, which are never touched, and hardware. Times, failures
  * and minors are what the parameters say; a BAR or an interrupt is missing when
  * the function has none.
  */
@@ -410,7 +410,7 @@ static int nv_show_version(void)
 	return 0;
 }
 
-/* What the driver makes of its probes, after registration. */
+/* Result of the probes, after registration. */
 static int nv_judge_probes(int gpus)
 {
 	int probes = atomic_read(&nv_probes);
@@ -514,7 +514,7 @@ static void __exit nv_exit(void)
 module_init(nv_init);
 module_exit(nv_exit);
 
-/* What makes nvidia-uvm depend on this module. */
+/* Symbol that makes nvidia-uvm depend on this module. */
 const char *nv_driver_version(void)
 {
 	return nv_version;

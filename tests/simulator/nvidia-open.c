@@ -10,7 +10,7 @@
  * waits for gpu->lock with nv_gpus_lock held: so it stalls every other open of
  * any GPU, as with NVIDIA's driver. Only the wait ioctl can be interrupted.
  *
- * What it is not: files carry no RM clients, there is no mmap and no event.
+ * Not simulated: RM clients of files, mmap, events.
  */
 
 #define pr_fmt(fmt) "NVRM: " fmt

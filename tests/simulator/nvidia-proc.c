@@ -7,7 +7,7 @@
  * lock, that is for the part of any GPU's initialisation that holds it; `power`
  * and `numa_status` wait for an initialisation of their GPU.
  *
- * What NVIDIA's driver does not have: gpus/<address>/sim, this simulator's own
+ * Beyond NVIDIA's driver: gpus/<address>/sim, this simulator's own
  * counters, for tests.
  */
 
@@ -34,7 +34,7 @@ static bool numa;
 module_param(numa, bool, 0444);
 MODULE_PARM_DESC(numa, "GPUs have a numa_status file, as on coherent systems");
 
-/* What /proc/driver/nvidia/params has besides the above, with 550's defaults. */
+/* Lines that /proc/driver/nvidia/params has besides the above, with 550's defaults. */
 static const struct nv_default {
 	const char *name;
 	unsigned int value;
@@ -196,7 +196,7 @@ static int nv_sim_show(struct seq_file *m, void *unused)
 	seq_printf(m, "inits: %d\n", atomic_read(&gpu->inits));
 	seq_printf(m, "init_failures: %d\n", atomic_read(&gpu->init_failures));
 	seq_printf(m, "teardowns: %d\n", atomic_read(&gpu->teardowns));
-	/* Of all GPUs: how many were in S2 at once, at most. */
+	/* Number of GPUs that were in S2 at once, at most. */
 	seq_printf(m, "at_once: %u\n", nv_most_at_once());
 	return 0;
 }

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: GPL-2.0 */
 /*
- * What the parts of the simulated nvidia module share.
+ * Shared by the parts of the simulated nvidia module.
  *
  * Locks, as in NVIDIA's driver, outermost first:
  *   L  nv_gpus_lock   the list of GPUs and the minors in use
@@ -32,7 +32,7 @@
 #define NV_MINOR_MAX	247	/* the last minor that a GPU can have */
 #define NV_MINOR_CTL	255
 
-/* Where a GPU's adapter is. Written under gpu->lock, read by /proc without. */
+/* State of a GPU's adapter. Written under gpu->lock, read by /proc without. */
 enum nv_adapter {
 	NV_ADAPTER_DOWN,
 	NV_ADAPTER_INITIALISING,

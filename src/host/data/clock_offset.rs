@@ -340,7 +340,7 @@ impl Pinger {
             self.kept_ns.is_none_or(|kept| s.boottime_ns >= kept.saturating_add(interval))
                 && self.best.is_none_or(|b| s.error_ns / DRIFT_QUALITY <= b.error_ns)
         };
-        // However slow its ping was: after a step of a clock, the best sample is that of another time.
+        // However slow its ping was: the best sample is from before the step.
         let stepped = |s: &Sample| self.steps < MAX_STEPS && self.best.is_some_and(|b| contradict(&b, s));
         let step = sample.is_some_and(|s| stepped(&s));
         self.steps += u32::from(step);

@@ -1,7 +1,9 @@
-// The page of `kata-gpu-boot export --html`: draws one boot, from the JSON that stands beside it. No library, no network.
+// The page of `kata-gpu-boot export --html`: draws one boot, from the JSON that stands beside it.
+// No library, no network.
 //
-// Nothing of the boot is ever parsed as HTML: texts reach the document through textContent and attributes alone.
-// Times in the data are ns on the guest's boot clock, negative for VMM and firmware; what is not known is null.
+// Nothing of the boot is ever parsed as HTML: texts reach the document through textContent and
+// attributes alone. Times in the data are ns on the guest's boot clock, negative for VMM and
+// firmware; what is not known is null.
 "use strict";
 
 const $ = (id) => document.getElementById(id);
@@ -93,7 +95,7 @@ function draw() {
   width = printing ? PAPER : chart.clientWidth || PAPER;
   left = width < 640 ? 64 : 158;
   const labels = milestoneLabels();
-  // It never shrinks: lanes that jump while somebody pans are hard to follow.
+  // The height never shrinks: lanes that jump while somebody pans are hard to follow.
   labelRows = Math.max(labelRows, labels.rows);
   top0 = 22 + labelRows * LABEL_ROW;
   let y = top0;
@@ -143,7 +145,7 @@ function drawLanes(svg) {
   svg.append(shape("line", { class: "rule", x1: left - 0.5, x2: left - 0.5, y1: top0, y2: last ? last.y + last.height : top0 }));
 }
 
-// Where the names of milestones go: in the first row where there is room.
+// Names of milestones: in the first row where there is room.
 function milestoneLabels() {
   const rows = [], labels = [];
   for (const milestone of boot.milestones) {
@@ -267,7 +269,7 @@ function details(node, step, mark) {
   return node.textContent;
 }
 
-// Beside a point, below what stands between `top` and `bottom` or, where there is no room, above it.
+// Beside a point, below the space from `top` to `bottom` or, where there is no room, above it.
 function place(at, top, bottom) {
   tip.hidden = false;
   const { width: w, height: h } = tip.getBoundingClientRect(), room = root.clientWidth;
@@ -435,7 +437,7 @@ for (const by of ["time", "took"])
     table();
   });
 
-// What the path is made of, the largest part first: the answer to "why does it take so long".
+// Parts of the path, the largest part first: the answer to "why does it take so long".
 function path() {
   const list = boot.path.filter((piece) => piece.step !== null), parts = new Map();
   $("path").hidden = !list.length;
