@@ -25,7 +25,7 @@ use serde_json::{Value, json};
 use std::io::Write;
 use std::path::{Path, PathBuf};
 
-const USAGE: &str = "want: bench agent [RUNS] [--cgroup-v1] | bench boot [RUNS] [HOST..] [--cpus N] [--busy] | bench bringup [--tenth] [HOST..] | bench cdi [RUNS] | bench collector [VMS] [RECORDS] | bench fabric [RUNS] [GUEST..] [--tenth] | bench host [RUNS] | bench hot-plug [ACTIONS] [SEED] | bench initrd [RUNS] | bench schedule | bench soak [BOOTS] [SEED] [--at-once N] [--file FILE] | bench soak --only SEED | --describe SEED | --summary | bench trace [RUNS] [--overhead]";
+const USAGE: &str = "want: bench agent [RUNS] [--cgroup-v1] | bench boot [RUNS] [HOST..] [--cpus N] [--busy] | bench bringup [--tenth] [HOST..] | bench cdi [RUNS] | bench collector [VMS] [RECORDS] | bench fabric [RUNS] [GUEST..] [--tenth] | bench host [RUNS] | bench hot-plug [ACTIONS] [SEED] | bench initrd [RUNS] | bench schedule | bench soak [BOOTS] [SEED] [--at-once N] [--file FILE] | bench soak --only SEED | --describe SEED | --summary | bench trace [RUNS] [HOST..] [--overhead]";
 
 fn main() -> Result<()> {
     let arguments: Vec<String> = std::env::args().skip(1).collect();

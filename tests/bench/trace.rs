@@ -1,4 +1,4 @@
-//! `bench trace [RUNS] [--overhead]`: one guest with a passed-through function on the emulated
+//! `bench trace [RUNS] [HOST..] [--overhead]`: one guest with a passed-through function on the emulated
 //! host, recorded by `kata-gpu-boot trace`: pages of its memory, kernels of the host, VFIO against
 //! IOMMUFD. With `--overhead` the same boot without and with a recorder, in turn.
 
@@ -8,6 +8,7 @@ use kata_gpu_init::host::data::units::histogram;
 use kata_gpu_tests::vm::emulated_host::traced_boot::{Figures, Kernel, Pages, TracedHost, Vfio};
 use kata_gpu_tests::vm::harness::{EmulatedHost, Outcome, TestContext};
 use serde_json::{Value, json};
+use std::collections::BTreeSet;
 use std::path::Path;
 
 /// A row: a host's kernel by its suite, and how a guest on it is backed and mapped.
@@ -36,13 +37,20 @@ pub fn run(root: &Path, context: &TestContext, words: &[String]) -> Result<()> {
     if let Some(Outcome::Skipped(reason)) = EmulatedHost::skipped(context)? {
         bail!("{reason}");
     }
-    let (options, numbers): (Vec<&String>, Vec<&String>) = words.iter().partition(|word| word.starts_with("--"));
-    ensure!(options.iter().all(|word| *word == "--overhead") && numbers.len() <= 1, "{}", super::USAGE);
-    let runs: usize = numbers.first().map_or(Ok(1), |word| word.parse()).context(super::USAGE)?;
+    let (options, words): (Vec<&str>, Vec<&str>) = words.iter().map(String::as_str).partition(|word| word.starts_with("--"));
+    ensure!(options.iter().all(|word| *word == "--overhead"), "{}", super::USAGE);
+    let (runs, hosts) = match words.first().map(|word| word.parse()) {
+        Some(Ok(runs)) => (runs, &words[1..]),
+        _ => (1, &words[..]),
+    };
     ensure!(runs > 0, "bench trace: at least one run");
+    let known: BTreeSet<&str> = VARIANTS.iter().map(|variant| variant.kernel.name()).collect();
+    if let Some(other) = hosts.iter().find(|host| !known.contains(*host)) {
+        bail!("bench trace: no host {other:?}: want one of {known:?}");
+    }
     let mut context = context.clone();
     context.work_dir = context.work_dir.join("trace");
-    if options.is_empty() { compare(root, &context, runs) } else { overhead(root, &context, runs) }
+    if options.is_empty() { compare(root, &context, runs, hosts) } else { overhead(root, &context, runs) }
 }
 
 /// Load of this machine, with how much else runs.
@@ -50,10 +58,12 @@ fn load() -> Result<String> {
     Ok(std::fs::read_to_string("/proc/loadavg")?.trim().to_string())
 }
 
-fn compare(root: &Path, context: &TestContext, runs: usize) -> Result<()> {
+/// Rows of these hosts, or of all.
+fn compare(root: &Path, context: &TestContext, runs: usize, hosts: &[&str]) -> Result<()> {
     let (mut raw, mut failed) = (Vec::new(), None);
     for run in 1..=runs {
-        for of_host in VARIANTS.chunk_by(|a, b| a.kernel == b.kernel) {
+        let wanted = |of_host: &&[Variant]| hosts.is_empty() || of_host.iter().all(|variant| hosts.contains(&variant.kernel.name()));
+        for of_host in VARIANTS.chunk_by(|a, b| a.kernel == b.kernel).filter(wanted) {
             // One host that cannot be started, or stops, costs its own rows.
             if let Err(error) = on_a_host(context, of_host, run, &mut raw) {
                 eprintln!("bench: {error:#}");
@@ -61,7 +71,11 @@ fn compare(root: &Path, context: &TestContext, runs: usize) -> Result<()> {
             }
         }
     }
-    let file = keep(root, "trace", &json!({ "command": format!("tests/bench/run trace {runs}"), "machine": machine(), "runs": raw }))?;
+    let file = keep(
+        root,
+        "trace",
+        &json!({ "command": format!("tests/bench/run trace {runs} {}", hosts.join(" ")).trim_end(), "machine": machine(), "runs": raw }),
+    )?;
     println!("one guest of 512 MiB with a BAR of 512 MiB, recorded; median of {runs}; s, of the host");
     println!(
         "{:<27} {:>7} {:>8} {:>7} {:>7} {:>12} {:>5} {:>9} {:>8} {:>8}",
@@ -70,7 +84,7 @@ fn compare(root: &Path, context: &TestContext, runs: usize) -> Result<()> {
     for first in raw.iter().filter(|row| row["run"] == 1) {
         let of = |key: &str| median(raw.iter().filter(|row| is_same(row, first)).filter_map(|row| row[key].as_f64()).collect());
         println!(
-            "{:<27} {:>7} {:>8} {:>7.0} {:>7.2} {:>12.0} {:>5.0} {:>9.3} {:>8.2} {:>8.1}  {}",
+            "{:<27} {:>7} {:>8} {:>7.0} {:>7.2} {:>12.0} {:>5.0} {:>9} {:>8.2} {:>8.1}  {}",
             text(first, "kernel"),
             text(first, "memory"),
             text(first, "vfio"),
@@ -78,7 +92,7 @@ fn compare(root: &Path, context: &TestContext, runs: usize) -> Result<()> {
             of("pin_s"),
             of("pages_a_call"),
             of("bar_maps"),
-            of("bar_first_s"),
+            first["bar_first_s"].as_f64().map_or("-".into(), |_| format!("{:.3}", of("bar_first_s"))),
             of("bar_all_s"),
             of("settled_s"),
             first["iommu_kib"].as_i64().map_or("IOMMU -".into(), |kib| format!("IOMMU {kib} KiB")),

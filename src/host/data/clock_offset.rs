@@ -401,7 +401,7 @@ mod tests {
         let mut again = Vec::new();
         for (i, rtt_us) in [900u64, 400, 500, 300, 300, 800, 299, 700, 700].into_iter().enumerate() {
             let sent = start + Duration::from_millis(i as u64);
-            let id = pinger.send(sent, 0);
+            let id = pinger.send(sent, (i as u64 * MS) as i64);
             let pong = Pong { pong: id, boottime_ns: i as u64 * MS };
             let ponged = pinger.receive(pong, sent + Duration::from_micros(rtt_us)).unwrap();
             kept.extend(ponged.keep.map(|s| s.error_ns / 500));
@@ -416,7 +416,7 @@ mod tests {
         let mut pinger = Pinger::new(Some(Sample { boottime_ns: 0, offset_ns: 0, error_ns: MS / 10 }));
         let now = Instant::now();
         let mut take = |boottime_ns| {
-            let id = pinger.send(now, 0);
+            let id = pinger.send(now, boottime_ns as i64);
             pinger.receive(Pong { pong: id, boottime_ns }, now + Duration::from_micros(200)).unwrap().keep.is_some()
         };
         assert!(!take(900 * MS));
@@ -575,7 +575,7 @@ mod tests {
         // 10 ms: it takes 100 s at the assumed rate until a new sample would be worth a line by
         // itself. Every third ping is hopeless.
         for second in 1..3_000u64 {
-            let id = pinger.send(now, 0);
+            let id = pinger.send(now, (second * 1000 * MS) as i64);
             let rtt = Duration::from_millis(if second % 3 == 0 { 200 } else { 20 });
             let ponged = pinger.receive(Pong { pong: id, boottime_ns: second * 1000 * MS }, now + rtt).unwrap();
             kept.extend(ponged.keep.map(|s| (second, s.error_ns)));

@@ -97,6 +97,17 @@ pub enum Kernel {
     WithIommufd,
 }
 
+impl Kernel {
+    /// Name of a host with this kernel.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Own => "own",
+            Self::Of(suite) => suite,
+            Self::WithIommufd => "iommufd",
+        }
+    }
+}
+
 impl TracedHost {
     /// Starts a host with a collector, and gives its function to VFIO.
     pub fn start(context: &TestContext, kernel: Kernel) -> Result<Self> {
@@ -128,7 +139,9 @@ impl TracedHost {
     pub fn record_next(&mut self) -> Result<()> {
         let recorder = format!("{PROGRAM} trace --next --dir {BOOTS} --json >/run/trace.json 2>/run/trace.log & echo $! > /run/trace.pid");
         self.host.run(&format!("({recorder})"))?;
-        self.host.until("a recorder", "grep -q 'waiting for the next VM' /run/trace.log || (cat /run/trace.log; false)").map(drop)
+        let waits = "grep -q 'waiting for the next VM' /run/trace.log";
+        self.host.until("a recorder", &format!("{waits} || ! kill -0 $(cat /run/trace.pid)"))?;
+        self.host.run(&format!("{waits} || (cat /run/trace.log; false)")).context("the recorder has ended").map(drop)
     }
 
     /// Boots a guest with the function, and kills it once its GPU is settled and the recorder, if

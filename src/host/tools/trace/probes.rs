@@ -22,6 +22,8 @@ pub enum At {
 
 /// A probe of a kernel function.
 pub struct Probe {
+    /// Name of its folder, beside the files `enable` and `filter` of the group: in Linux 6.1 an event
+    /// of such a name has no folder.
     pub event: &'static str,
     pub at: At,
     pub function: &'static str,
@@ -83,7 +85,7 @@ pub const PROBES: &[Probe] = &[
         "when the VMM opens functions by /dev/vfio/devices (load vfio before; Linux 6.10 or later)",
     ),
     returns("bind_out", "vfio_device_fops_unl_ioctl", "ret=$retval:s32"),
-    entry("enable", "vfio_pci_core_enable", "dev=$arg1:x64", "", ""),
+    entry("opened", "vfio_pci_core_enable", "dev=$arg1:x64", "", ""),
     entry("reset_in", "pci_try_reset_function", "pdev=$arg1:x64", "", "resets of functions"),
     returns("reset_out", "pci_try_reset_function", "ret=$retval:s32"),
     // VFIO_DEVICE_PCI_HOT_RESET: of functions that have no reset of their own.

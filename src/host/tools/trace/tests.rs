@@ -1,6 +1,8 @@
 //! A trace that a real kernel made (6.12.117, QEMU 11.1 with one function passed through, 256 MiB
-//! of memory, a BAR of 512 MiB), folded into steps; the same, damaged.
+//! of memory, a BAR of 512 MiB), folded into steps; the same, damaged. The event `opened` of that
+//! trace had another name when it was recorded.
 
+use super::probes::{FAULTS, PROBES, RUN};
 use super::recorded::Recorded;
 use super::trace_line::{Event, Line, parse};
 use super::traced_steps::{Fold, MAX_STEPS, bars};
@@ -73,6 +75,15 @@ fn the_file_of_a_trace_is_read_back_as_it_was() {
 
 /// IOMMUFD maps memory, and in 6.12 no BAR: it fails with EFAULT. The values are of a real kernel.
 #[test]
+fn no_event_has_the_name_of_a_file_of_its_group() {
+    let faults = |names: &[&str]| names.iter().filter(|name| ["enable", "filter"].contains(name)).count();
+    let names: Vec<&str> = PROBES.iter().chain(FAULTS).chain([&RUN]).map(|probe| probe.event).collect();
+    assert!(names.len() > 15 && faults(&names) == 0, "{names:?}");
+    // Negative control: the event of vfio_pci_core_enable once had that name.
+    assert_eq!(faults(&["opened", "enable"]), 1);
+}
+
+#[test]
 fn iommufds_pins_and_the_function_that_it_binds_are_known() {
     let event = |at_ns, name, args| Event { comm: b"qemu-system-x86", tid: 203, at_ns, name, args };
     let function: crate::pci::PciAddress = "0000:81:00.0".parse().unwrap();
@@ -80,7 +91,7 @@ fn iommufds_pins_and_the_function_that_it_binds_are_known() {
     fold.vfio_devices.insert("vfio0".into(), function);
     for (at_ns, name, args) in [
         (0, "bind_in", "cmd=0x3b76 name=\"vfio0\""),
-        (1, "enable", "dev=0x51"),
+        (1, "opened", "dev=0x51"),
         (2, "bind_out", "ret=0"),
         (3, "mmap", "dev=0x51 start=0x7f0000000000 end=0x7f0020000000"),
         (4, "ioas_in", "cmd=0x3b85 vaddr=0x7e0000000000 iova=0x0 size=0x20000000"),

@@ -91,7 +91,7 @@ impl Fold {
                 let function = event.text("name").and_then(|name| name.parse().ok());
                 self.opens.insert(event.tid, (event.at_ns, function));
             }
-            "enable" => {
+            "opened" => {
                 if let (Some((_, Some(function))), Some(dev)) = (self.opens.get(&event.tid), event.unsigned("dev"))
                     && self.devices.len() < MAX_KNOWN
                 {
