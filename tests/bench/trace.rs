@@ -1,6 +1,6 @@
-//! `bench trace [RUNS] [HOST..] [--overhead]`: one guest with a passed-through function on the emulated
-//! host, recorded by `kata-gpu-boot trace`: pages of its memory, kernels of the host, VFIO against
-//! IOMMUFD. With `--overhead` the same boot without and with a recorder, in turn.
+//! `bench trace [RUNS] [HOST..] [--overhead]`: one guest with a passed-through function on the
+//! emulated host, recorded by `kata-gpu-boot trace`: pages of its memory, kernels of the host, VFIO
+//! against IOMMUFD. With `--overhead` the same boot without and with a recorder, in turn.
 
 use super::{keep, machine};
 use anyhow::{Context, Result, bail, ensure};

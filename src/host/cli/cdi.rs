@@ -83,7 +83,7 @@ struct CheckArgs {
 /// Runs `cdi`.
 pub fn run(args: &Args) -> ExitCode {
     let Command::Check(args) = &args.command;
-    match check(args) {
+    match check(args).and_then(|(text, is_good)| print(&text).map(|()| is_good)) {
         Ok(true) => ExitCode::SUCCESS,
         Ok(false) => ExitCode::FAILURE,
         Err(error) => {
@@ -93,12 +93,11 @@ pub fn run(args: &Args) -> ExitCode {
     }
 }
 
-/// True when there is no error in the specs.
-fn check(args: &CheckArgs) -> Result<bool> {
+/// The report, and whether there is no error in the specs.
+fn check(args: &CheckArgs) -> Result<(String, bool)> {
     let screen = Screen::of_stdout();
     if args.rules {
-        print(&check_text::rules(RULES, &screen))?;
-        return Ok(true);
+        return Ok((check_text::rules(RULES, &screen), true));
     }
     let path = args.path.as_deref().unwrap_or(Path::new(""));
     let question = Question {
@@ -112,8 +111,8 @@ fn check(args: &CheckArgs) -> Result<bool> {
         require_resolvable: args.require_resolvable,
     };
     let report = check_report::check(spec_files::read(path)?, &question)?;
-    print(&if args.json { ascii_json(&report.json())? } else { check_text::page(&report, &question, &screen) })?;
-    Ok(!report.has_errors())
+    let text = if args.json { ascii_json(&report.json())? } else { check_text::page(&report, &question, &screen) };
+    Ok((text, !report.has_errors()))
 }
 
 #[cfg(test)]
@@ -146,8 +145,9 @@ mod tests {
     #[test]
     fn good_wrong_and_impossible_have_different_results() {
         let reference = tests_dir("fixtures/cdi/kata-8gpu-550.json").display().to_string();
-        assert!(check(&parse(&[&reference, "--json"]).unwrap()).unwrap());
-        assert!(!check(&parse(&[&reference, "no-such-device", "--json"]).unwrap()).unwrap());
+        assert!(check(&parse(&[&reference, "--json"]).unwrap()).unwrap().1);
+        let (text, is_good) = check(&parse(&[&reference, "no-such-device", "--json"]).unwrap()).unwrap();
+        assert!(!is_good && text.contains("no-such-device"), "{text}");
         let dir = TempDir::new();
         let missing = dir.path().join("none").display().to_string();
         assert!(check(&parse(&[&missing]).unwrap()).is_err());

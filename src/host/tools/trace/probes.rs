@@ -22,8 +22,8 @@ pub enum At {
 
 /// A probe of a kernel function.
 pub struct Probe {
-    /// Name of its folder, beside the files `enable` and `filter` of the group: in Linux 6.1 an event
-    /// of such a name has no folder.
+    /// Name of its folder, beside the files `enable` and `filter` of the group: in Linux 6.1 an
+    /// event of such a name has no folder.
     pub event: &'static str,
     pub at: At,
     pub function: &'static str,
