@@ -34,7 +34,8 @@ fn killed(context: &TestContext) -> Result<Outcome> {
     // Each is one boot; the pause before a third worker is a second, before a fourth two.
     let boots = [
         ("", "module.load!begin>kill;settled>counters"),
-        ("", "gpu.bound/1>kill;gpu.usable/3>kill;settled>counters"),
+        // The second worker dies as soon as it has reported the first one's death.
+        ("", "gpu.bound/1>kill;process.died>kill;settled>counters"),
         ("", "gpu.init!begin/4>kill;settled>kill;process.died>sleep:0;cdi.publish!end>counters"),
         // A GPU that is being enabled is so until it is: the next worker comes after that.
         ("gpuinit.bind=pipelined fakepci.enable_ms=400", "gpu.enable!begin/2>kill;settled>counters"),
