@@ -77,6 +77,7 @@ mod host {
     use super::super::harness::{Booted, Guest, Outcome, TestContext, VmTest, named};
     use super::PROGRAM;
     use anyhow::{Context, Result, bail, ensure};
+    use kata_gpu_init::arch::Arch;
     use kata_gpu_init::events::names;
     use kata_gpu_init::events::record::{Kind, Record};
     use kata_gpu_init::services::service_table::SERVICES;
@@ -347,6 +348,10 @@ mod host {
             .context("no step of coco")?;
         ensure!(of_coco.parent == stage0[0].span, "{of_coco:?} is not inside {:?}", stage0[0]);
 
+        if context.arch != Arch::X86_64 {
+            booted.still_runs()?;
+            return Ok(Outcome::Measured("tables not compared: veritysetup is this machine's own, of x86-64".into()));
+        }
         let judge = |words: &str| booted.agent("judge", |l| l.get("words").starts_with(words)).map(|l| l.get("output").to_string());
         let opened = judge("/usr/sbin/veritysetup,open")?;
         let tables = judge("/usr/sbin/dmsetup,table")?;
