@@ -73,7 +73,6 @@ fn the_file_of_a_trace_is_read_back_as_it_was() {
     assert_eq!((file.damaged, file.records.len()), (2, 0));
 }
 
-/// IOMMUFD maps memory, and in 6.12 no BAR: it fails with EFAULT. The values are of a real kernel.
 #[test]
 fn no_event_has_the_name_of_a_file_of_its_group() {
     let faults = |names: &[&str]| names.iter().filter(|name| ["enable", "filter"].contains(name)).count();
@@ -83,6 +82,7 @@ fn no_event_has_the_name_of_a_file_of_its_group() {
     assert_eq!(faults(&["opened", "enable"]), 1);
 }
 
+/// IOMMUFD maps memory, and in 6.12 no BAR: it fails with EFAULT. The values are of a real kernel.
 #[test]
 fn iommufds_pins_and_the_function_that_it_binds_are_known() {
     let event = |at_ns, name, args| Event { comm: b"qemu-system-x86", tid: 203, at_ns, name, args };
