@@ -341,8 +341,7 @@ impl Pinger {
                 && self.best.is_none_or(|b| s.error_ns / DRIFT_QUALITY <= b.error_ns)
         };
         // However slow its ping was: the best sample is from before the step.
-        let stepped = |s: &Sample| self.steps < MAX_STEPS && self.best.is_some_and(|b| contradict(&b, s));
-        let step = sample.is_some_and(|s| stepped(&s));
+        let step = self.steps < MAX_STEPS && self.best.zip(sample).is_some_and(|(best, s)| contradict(&best, &s));
         self.steps += u32::from(step);
         let keep = sample.filter(|s| step || better(s) || due(s));
         if let Some(kept) = keep {
