@@ -10,7 +10,7 @@
 use super::stamps::Boot;
 use super::worker;
 use crate::boot::wire::handover::{Observer, Start};
-use crate::boot::wire::keeper_socket::{Held, KeeperSocket, MAX_MESSAGE, RELEASE};
+use crate::boot::wire::keeper_socket::{Held, KeeperSocket, MAX_MESSAGE, RELEASE, REPORTED};
 use crate::boot::wire::{name_process, reply};
 use crate::failure;
 use nix::cmsg_space;
@@ -31,6 +31,8 @@ const YOUNG: Duration = Duration::from_secs(10);
 const LONGEST_PAUSE: Duration = Duration::from_secs(64);
 /// Pause after a fork that failed: no event reports that processes can be made again.
 const FORK_PAUSE: Duration = Duration::from_millis(200);
+/// Most deaths kept for the stream: the first ones have the cause.
+const MOST_UNREPORTED: usize = 8;
 
 /// Descriptors of one GPU that is being removed.
 type GivenUp = Vec<Held>;
@@ -44,6 +46,8 @@ struct Holdings {
     /// Children that close descriptors, each with the pidfd that shows its end. A child without one
     /// is reaped after the worker's next message.
     closing: Vec<(Pid, Option<OwnedFd>)>,
+    /// Exit statuses of workers whose death no later worker has reported yet.
+    unreported: Vec<String>,
 }
 
 /// Runs the keeper, in the child that PID 1 forked. Never returns.
@@ -69,7 +73,10 @@ pub fn run(boot: Boot, observer: Observer) -> ! {
         if ending {
             rest()
         }
-        start = Start::Again { status };
+        if holdings.unreported.len() < MOST_UNREPORTED {
+            holdings.unreported.push(status);
+        }
+        start = Start::Again { deaths: holdings.unreported.clone() };
         young = if born.elapsed() < YOUNG { young + 1 } else { 0 };
         if young > 1 {
             // Not on the boot path. A worker that dies repeatedly must not use up the guest's CPUs.
@@ -171,6 +178,9 @@ impl Holdings {
             // A message has at least its letter; without a byte this is the end of the worker.
             let Some((what, gpu)) = text.get(..bytes).and_then(<[u8]>::split_first) else { return };
             let gpu = String::from_utf8_lossy(gpu).into_owned();
+            if *what == REPORTED {
+                self.unreported.clear();
+            }
             if *what == RELEASE {
                 let (gone, stay) = std::mem::take(&mut self.held).into_iter().partition(|held| held.gpu == gpu);
                 self.held = stay;

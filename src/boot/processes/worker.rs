@@ -89,8 +89,9 @@ async fn live(boot: &Boot, began_ns: u64, start: Start, descriptors: Descriptors
             report_before_kernel(boot);
             (exec, no_agent)
         }
-        Start::Again { status } => {
-            report_death(&ring, &previous, &status);
+        Start::Again { deaths } => {
+            report_deaths(&ring, &previous, &deaths);
+            descriptors.reported_deaths();
             // The clock may have been stepped since.
             clock::report_from_now_on();
             (None, None)
@@ -184,10 +185,12 @@ fn stream(start: &Start, identity: &Identity) -> (Arc<Ring>, Option<Previous>, O
     }
 }
 
-/// Reports the worker's death, and ends the steps that were open.
-fn report_death(ring: &Ring, previous: &Option<Previous>, status: &str) {
-    let error = format!("the worker has ended ({status}); another one goes on, and all GPUs have stayed open");
-    tracing::error!(name: names::PROCESS_DIED, process = "worker", status, error);
+/// Reports each worker's death, and ends the steps that were open.
+fn report_deaths(ring: &Ring, previous: &Option<Previous>, deaths: &[String]) {
+    for status in deaths {
+        let error = format!("the worker has ended ({status}); another one goes on, and all GPUs have stayed open");
+        tracing::error!(name: names::PROCESS_DIED, process = "worker", status, error);
+    }
     for begin in previous.iter().flat_map(|p| &p.open) {
         ring.push(previous::end_of(begin));
     }

@@ -85,6 +85,12 @@ impl Descriptors {
         }
     }
 
+    /// Notifies the keeper that the deaths of earlier workers are in the stream.
+    pub fn reported_deaths(&self) {
+        // An end of the keeper is reported by whoever watches its socket.
+        let _unused = self.keeper.as_ref().map(KeeperSocket::reported_deaths);
+    }
+
     fn lock(&self) -> std::sync::MutexGuard<'_, HashMap<Bound, Arc<OwnedFd>>> {
         self.own.lock().unwrap_or_else(PoisonError::into_inner)
     }

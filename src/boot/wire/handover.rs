@@ -47,8 +47,9 @@ pub struct Handed {
 pub enum Start {
     /// First worker, with the result of the hand-over.
     First(Handed),
-    /// Successor of a worker that has died, with the exit status of that worker.
-    Again { status: String },
+    /// Successor of workers that have died, with the exit status of each whose death no other
+    /// worker has reported.
+    Again { deaths: Vec<String> },
 }
 
 /// Makes the two ends.

@@ -1,5 +1,5 @@
-//! Connection from the worker to the keeper: descriptors that are to outlive the worker, and
-//! requests to release them.
+//! Connection from the worker to the keeper: descriptors that are to outlive the worker, requests
+//! to release them, and the notice that deaths of earlier workers are in the stream.
 
 use nix::sys::socket::{ControlMessage, MsgFlags, sendmsg};
 use std::io::IoSlice;
@@ -11,6 +11,8 @@ pub const MAX_MESSAGE: usize = 64;
 const KEEP: u8 = b'k';
 /// Letter of a message with a GPU whose descriptors are to be closed.
 pub const RELEASE: u8 = b'r';
+/// Letter of the message that every death passed to this worker has been reported.
+pub const REPORTED: u8 = b'd';
 
 /// A GPU's descriptor, with the address that the worker gave. A raw number on purpose: no drop
 /// closes the descriptor.
@@ -33,6 +35,11 @@ impl KeeperSocket {
     /// Requests that the keeper close a GPU's descriptors.
     pub fn release(&self, gpu: &str) -> nix::Result<()> {
         self.send(RELEASE, gpu, &[])
+    }
+
+    /// Notifies the keeper that the stream has the deaths of all earlier workers.
+    pub fn reported_deaths(&self) -> nix::Result<()> {
+        self.send(REPORTED, "", &[])
     }
 
     fn send(&self, what: u8, gpu: &str, control: &[ControlMessage<'_>]) -> nix::Result<()> {
