@@ -395,4 +395,54 @@ mod tests {
         assert!(!out.contains(['<', '>', '&', '\u{2028}']), "{out}");
         assert_eq!(serde_json::from_str::<Value>(&out).unwrap(), evil);
     }
+
+    /// Selectors of the style, media queries included; None where its braces do not match.
+    fn selectors(style: &str) -> Option<Vec<&str>> {
+        let (mut selectors, mut depth, mut from) = (Vec::new(), 0_usize, 0);
+        for (at, brace) in style.match_indices(['{', '}']) {
+            if brace == "{" {
+                depth += 1;
+                selectors.extend(style.get(from..at)?.rsplit([';', '/']).next());
+            } else {
+                depth = depth.checked_sub(1)?;
+            }
+            from = at + 1;
+        }
+        (depth == 0).then_some(selectors)
+    }
+
+    /// Names in `text` behind each `mark`, a run of name characters each.
+    fn names<'a>(text: &'a str, mark: &'a str) -> impl Iterator<Item = &'a str> {
+        let name = |after: &'a str| after.split(|c: char| !c.is_ascii_alphanumeric() && c != '-').next().unwrap_or_default();
+        text.split(mark).skip(1).map(name).filter(|name| name.starts_with(|c: char| c.is_ascii_lowercase()))
+    }
+
+    /// Words of each attribute in `text` that begins with `mark` and ends with one of `ends`.
+    fn words<'a>(text: &'a str, mark: &'a str, ends: &'a [char]) -> impl Iterator<Item = &'a str> {
+        let value = move |after: &'a str| after.split(ends).next().unwrap_or_default();
+        text.split(mark).skip(1).map(value).flat_map(str::split_ascii_whitespace).filter(|word| !word.contains(['$', '{', '}']))
+    }
+
+    /// Classes of the page and its script that the style has no rule for, and ids of the style that
+    /// the page does not have.
+    fn unmatched(style: &str) -> Vec<String> {
+        let template = include_str!("page.html");
+        let Some(selectors) = selectors(style) else { return vec!["{".into()] };
+        let selectors = selectors.join(" ");
+        let ruled: Vec<_> = names(&selectors, ".").collect();
+        let used = words(template, "class=\"", &['"']).chain(words(SCRIPT, "class: \"", &['"'])).chain(words(SCRIPT, "class: `", &['`']));
+        let classes = used.filter(|class| !ruled.contains(class)).map(|class| format!(".{class}"));
+        let ids = names(&selectors, "#").filter(|id| !template.contains(&format!("id=\"{id}\""))).map(|id| format!("#{id}"));
+        classes.chain(ids).collect()
+    }
+
+    #[test]
+    fn style_has_a_rule_for_every_class_and_no_other_id() {
+        assert_eq!(unmatched(STYLE), [""; 0]);
+        // Without the rules of the chart, which a lost line or an open comment takes away.
+        let without = STYLE.lines().filter(|line| !line.starts_with("#chart .lane")).collect::<Vec<_>>().join("\n");
+        assert_eq!(unmatched(&without), [".lane"]);
+        assert_eq!(unmatched(&STYLE.replacen('}', "", 1)), ["{"]);
+        assert_eq!(unmatched(&STYLE.replacen("#tip", "#tap", 1)), ["#tap"]);
+    }
 }
