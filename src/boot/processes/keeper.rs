@@ -37,7 +37,7 @@ const MOST_UNREPORTED: usize = 8;
 /// Descriptors of one GPU that is being removed.
 type GivenUp = Vec<Held>;
 
-/// Descriptors held by the keeper.
+/// Descriptors held by the keeper, and deaths that the stream does not have yet.
 #[derive(Default)]
 struct Holdings {
     held: Vec<Held>,
