@@ -56,6 +56,10 @@ static int load_fail;
 module_param(load_fail, int, 0444);
 MODULE_PARM_DESC(load_fail, "errno that the load fails with");
 
+static unsigned int judge_ms;
+module_param(judge_ms, uint, 0444);
+MODULE_PARM_DESC(judge_ms, "time from the count of probes to what follows from it; default 0");
+
 static bool blind;
 module_param(blind, bool, 0444);
 MODULE_PARM_DESC(blind, "the load finds no GPU at all");
@@ -416,6 +420,8 @@ static int nv_judge_probes(int gpus)
 	int probes = atomic_read(&nv_probes);
 	int probed = atomic_read(&nv_probed);
 
+	/* A GPU that is probed meanwhile does not count. */
+	nv_sleep_ms(judge_ms);
 	if (probes != gpus) {
 		pr_err("The NVIDIA probe routine was not called for %d device(s).\n",
 		       gpus - probes);

@@ -2,7 +2,7 @@
 
 use super::harness::{Booted, Guest, Outcome, TestContext, VmTest, named};
 use super::hot_plug::leads;
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context, Result, bail, ensure};
 use kata_gpu_init::events::names;
 use kata_gpu_init::events::record::{Kind, Record};
 use std::time::Duration;
@@ -18,6 +18,7 @@ pub const TESTS: &[VmTest] = &[
     VmTest { name: "a_missing_driver_fails_every_gpu_with_the_cure", run: no_driver },
     VmTest { name: "a_refused_load_fails_every_gpu_with_the_reason", run: load_fails },
     VmTest { name: "a_later_gpu_gets_the_load_after_all_early_ones_failed", run: all_fail_early },
+    VmTest { name: "a_load_that_fails_fails_no_gpu_that_was_bound_meanwhile", run: bound_meanwhile },
     VmTest { name: "a_gpu_plugged_in_after_a_failed_load_gets_a_load_of_its_own", run: load_again },
     VmTest { name: "a_full_run_delays_the_spec_and_loses_no_gpu", run: full_run },
     VmTest { name: "a_missing_uvm_is_an_error_event_not_silence", run: no_uvm },
@@ -108,6 +109,34 @@ fn one_hangs_early(context: &TestContext) -> Result<Outcome> {
     let complaints = booted.receiver.records().iter().filter(|r| r.name == names::GPU_ENABLE && r.error.is_some()).count();
     ensure!(complaints == 1, "the lane waited {complaints} times for one GPU");
     Ok(Outcome::Passed)
+}
+
+/// The driver counts its GPUs when the load's only probe, GPU 0's, has failed. GPUs that are bound
+/// between that and the end of the load do not count: it fails as a whole, which unbinds them.
+fn bound_meanwhile(context: &TestContext) -> Result<Outcome> {
+    let words = [
+        "fakepci.gpus=4 nvidia.version=595.45.04 nvidia.NVreg_GpuInitOnProbe=1 gpuinit.bind=concurrent",
+        "nvidia.unsupported=0 nvidia.probe_ms=0,3,3,3 nvidia.judge_ms=1000 testagent.containers=good:3",
+    ];
+    // A GPU that is bound before the count keeps the load from failing; which comes first, chance
+    // decides.
+    for boot in 0..8 {
+        let booted = Guest::new().append(&words.join(" ")).boot(context, &format!("bound-meanwhile-{boot}"))?;
+        failure(&booted, 0, "unsupported-gpu")?;
+        ensure!(booted.settled()? == (3, 1), "{:?}", booted.settled()?);
+        booted.created("good")?;
+        let records = booted.receiver.records();
+        for (name, wanted) in [(names::GPU_FAILED, 1), (names::GPU_REMOVED, 0), (names::GPU_BOUND, 3)] {
+            let came = named(&records, Kind::Event, name);
+            ensure!(came.len() == wanted, "{name}: {came:?}, wanted {wanted}");
+        }
+        let failed = named(&records, Kind::End, names::MODULE_LOAD).into_iter().find(|load| load.error.is_some());
+        let binds = named(&records, Kind::Begin, names::GPU_BIND);
+        if failed.is_some_and(|load| binds.iter().any(|bind| bind.seq < load.seq)) {
+            return Ok(Outcome::Passed);
+        }
+    }
+    bail!("in no boot a GPU was bound during a load that failed")
 }
 
 /// The kernel starts an init without descriptors then, and Rust's runtime ends a program that has

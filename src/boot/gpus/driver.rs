@@ -62,7 +62,9 @@ pub fn start(image: Image, chosen: After, state: watch::Sender<Driver>, shared: 
     modules.follow(chosen);
     let one_by_one = way.one_by_one;
     let load = Load { modules, version, sysfs: shared.sysfs.clone(), gpus: gpus.to_vec(), way, lane: Arc::clone(&shared.lane) };
-    load.hold_back();
+    if one_by_one {
+        load.hold_back_all_but(0);
+    }
     // A load after a failed one starts afresh.
     state.send_replace(Driver::Loading);
     let outcome = state.clone();
@@ -257,14 +259,14 @@ struct Load {
 }
 
 impl Load {
-    /// Holds all GPUs but the first back.
-    fn hold_back(&self) {
-        if self.way.one_by_one {
-            for gpu in self.gpus.iter().map(|gpu| gpu.address).skip(1).filter(|gpu| !self.sysfs.is_bound(*gpu)) {
-                // The load probes a GPU that cannot be held back; the GPU is bound afterwards.
-                if let Err(error) = self.sysfs.hold_back(gpu) {
-                    tracing::warn!(name: names::GPU_BIND, gpu = %gpu, error = %error);
-                }
+    /// Holds back all GPUs but the one at that place. Those that were released for a probe during a
+    /// load are among them: the next load would probe them one after another.
+    fn hold_back_all_but(&self, place: usize) {
+        let others = self.gpus.iter().enumerate().filter(|(at, gpu)| *at != place && !self.sysfs.is_bound(gpu.address));
+        for (_, gpu) in others {
+            // The load probes a GPU that cannot be held back; the GPU is bound afterwards.
+            if let Err(error) = self.sysfs.hold_back(gpu.address) {
+                tracing::warn!(name: names::GPU_BIND, gpu = %gpu.address, error = %error);
             }
         }
     }
@@ -328,8 +330,7 @@ impl Load {
         let gpus = self.gpus.clone();
         let mut candidates = gpus.iter();
         loop {
-            let candidate = candidates.next();
-            match (self.way.one_by_one, candidate) {
+            match (self.way.one_by_one, candidates.next()) {
                 (true, Some(gpu)) => tried.push(*gpu),
                 _ => tried.clone_from(&self.gpus),
             }
@@ -346,11 +347,7 @@ impl Load {
                 }
                 // No probe of the tried GPUs succeeded: offer the next one to the driver.
                 Err(LoadError::Refused { errno: Errno::ENODEV, .. }) if self.way.one_by_one && tried.len() < self.gpus.len() => {
-                    if let Some(gpu) = candidate
-                        && let Err(error) = self.sysfs.hold_back(gpu.address)
-                    {
-                        tracing::warn!(name: names::GPU_BIND, gpu = %gpu.address, error = %error);
-                    }
+                    self.hold_back_all_but(tried.len());
                     if let Some(next) = self.gpus.get(tried.len()) {
                         self.release(next.address);
                     }

@@ -8,6 +8,7 @@ use super::failed::failed_later;
 use super::gpu;
 use super::lane::Lane;
 use super::lane_cpu::Spare;
+use super::lockdown;
 use super::previous::Previous;
 use super::publication::{self, Update};
 use super::readiness;
@@ -114,9 +115,6 @@ const RETRY_AFTER: Duration = Duration::from_secs(1);
 /// about it may be unreadable (`printk.devkmsg=off`) or unknown. Not on the boot path: once all is
 /// settled, or a GPU is late.
 const REMOVAL_LOOK: Duration = Duration::from_secs(1);
-
-/// Longest wait of the lockdown for modules of services.
-const MODULES_FIRST: Duration = Duration::from_secs(60);
 
 pub struct Fleet {
     shared: Arc<Shared>,
@@ -359,15 +357,10 @@ impl Fleet {
                 // Second reading of the host's clock: two readings show the drift.
                 ptp_kvm::report();
             }
-            Order::LockDown => {
-                let (config, mut modules_loaded) = (self.shared.config.clone(), self.modules_loaded.clone());
-                tokio::spawn(async move {
-                    // A load that hangs must not leave the kernel open for ever.
-                    drop(tokio::time::timeout(MODULES_FIRST, modules_loaded.wait_for(|loaded| *loaded)).await);
-                    lock_down(&config);
-                });
+            Order::LockDown if self.shared.config.lockdown => {
+                tokio::spawn(lockdown::run(self.modules_loaded.clone()));
             }
-            Order::Enable(..) | Order::Probe(..) | Order::Initialise(_) => {}
+            Order::LockDown | Order::Enable(..) | Order::Probe(..) | Order::Initialise(_) => {}
         }
     }
 
@@ -601,21 +594,4 @@ fn options(config: &Config) -> Options {
     let exe = std::fs::read_link("/proc/self/exe").map(|path| path.display().to_string());
     let hook_path = exe.unwrap_or_else(|_| Options::default().hook_path);
     Options { namings: config.cdi_names.clone(), hooks: config.cdi_hooks, hook_path }
-}
-
-/// Disables module loading, where configured.
-fn lock_down(config: &Config) {
-    if !config.lockdown {
-        return;
-    }
-    match std::fs::write("/proc/sys/kernel/modules_disabled", "1") {
-        Ok(()) => tracing::info!(name: names::LOCKDOWN, modules_disabled = true),
-        Err(error) => {
-            let error = format!(
-                "write 1 to /proc/sys/kernel/modules_disabled: {error}: \
-                 modules can still be loaded"
-            );
-            tracing::warn!(name: names::LOCKDOWN, error);
-        }
-    }
 }

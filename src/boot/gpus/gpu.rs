@@ -149,12 +149,16 @@ async fn loaded(shared: &Shared) -> Result<Loaded, Failed> {
 
 /// Lets the driver probe the GPU; returns the step that bound it.
 async fn probe(shared: &Arc<Shared>, gpu: GpuId, how: Probe, enabled: Option<StepId>) -> Result<StepId, Failed> {
-    if how == Probe::DuringLoad
-        && let Some(step) = probe_during_load(shared, gpu, enabled).await
-    {
+    let during = match how {
+        Probe::DuringLoad => probe_during_load(shared, gpu, enabled).await,
+        Probe::Load | Probe::Bind | Probe::BeforeEnable => None,
+    };
+    let loaded = loaded(shared).await?;
+    // A load whose own GPU fails may unbind what was bound meanwhile. A bind counts, and the GPU's
+    // files are read, only when the load is over, which the node has to wait for anyway.
+    if let Some(step) = during.filter(|_| shared.sysfs.is_bound(gpu.address)) {
         return Ok(step);
     }
-    let loaded = loaded(shared).await?;
     match how {
         // A GPU that the load did not try gets a regular bind.
         Probe::Load if loaded.tried.contains(&gpu) => {

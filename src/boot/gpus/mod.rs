@@ -35,6 +35,7 @@ mod reset; // one reset of a GPU that was left half initialised
 mod gpu; // steps of one GPU
 mod readiness; // conditions for a container besides the bind
 mod health; // NVML's reports on usable GPUs, and settings
+mod lockdown; // end of module loading
 mod fleet; // all GPUs, including hot-plugged ones
 
 pub use fleet::{Machine, Sources, run};
