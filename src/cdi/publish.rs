@@ -1,7 +1,8 @@
 //! Publication of a spec for the agent: written whole under a name the agent does not read, then
 //! renamed over the old one.
 //!
-//! A guest has one publisher. A reader sees either the old text or the new one, never none.
+//! A guest has one publisher. A reader sees either the old text or the new one, never none, unless
+//! the old one is [withdrawn](Publisher::withdraw).
 
 use super::schema::Spec;
 use std::fs::File;
@@ -34,6 +35,14 @@ impl Publisher {
     /// there.
     pub fn publish(&self, spec: &Spec) -> io::Result<usize> {
         self.publish_as(FILE, spec)
+    }
+
+    /// Removes the published spec, if any.
+    pub fn withdraw(&self) -> io::Result<()> {
+        match std::fs::remove_file(self.directory.join(FILE)) {
+            Err(error) if error.kind() != io::ErrorKind::NotFound => Err(error),
+            _ => Ok(()),
+        }
     }
 
     /// Like [`Publisher::publish`], for the spec of another kind in its own file.

@@ -13,7 +13,7 @@ use crate::driver_caps::MigInstance;
 use crate::driver_files::DriverFiles;
 use crate::events::{After, StepId, names};
 use crate::step;
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
@@ -81,6 +81,7 @@ pub fn start(
     let (sender, mut updates) = mpsc::unbounded_channel();
     let directory = PathBuf::from(DIRECTORY);
     let given = published.entries.keys().map(|gpu| (*gpu, false)).collect();
+    let listed = published.entries.iter().filter(|(_, entry)| matches!(entry, Entry::Ready(_))).map(|(gpu, _)| *gpu).collect();
     let mut publication = Publication {
         roster,
         hold: Hold { by_default: hold, of: given },
@@ -90,6 +91,7 @@ pub fn start(
         options,
         withheld,
         directory,
+        listed,
         unwritten: Unwritten::default(),
     };
     publication.publish();
@@ -140,6 +142,8 @@ struct Publication {
     options: Options,
     withheld: bool,
     directory: PathBuf,
+    /// GPUs to which the published file leads.
+    listed: BTreeSet<GpuId>,
     unwritten: Unwritten,
 }
 
@@ -302,15 +306,22 @@ impl Publication {
         let publisher = Publisher::new(&self.directory);
         if self.withheld || devices.is_empty() && !publisher.as_ref().is_ok_and(Publisher::is_published) {
             // A guest that never had a GPU does not publish the kind.
+            self.unwritten.spec = false;
             return;
         }
+        let is_listed = |slot: &Listed| matches!(entry(slot), Entry::Ready(_));
+        let listed: BTreeSet<GpuId> = slots.iter().filter(|slot| is_listed(slot)).map(|slot| slot.gpu).collect();
         let count = |wanted: fn(&Entry) -> bool| devices.iter().filter(|d| wanted(&d.entry)).count() as u64;
         let empty = tracing::field::Empty;
         let spec = generate(&devices, &self.common.nodes, self.common.files.as_ref(), &self.options);
         let write = || publisher.as_ref().map_err(ToString::to_string)?.publish(&spec).map_err(|error| error.to_string());
         // A failure is reported once, and the publication that ends it.
         let again = self.unwritten.spec.then(write);
+        let is_stale = !self.listed.is_subset(&listed);
         if matches!(again, Some(Err(_))) {
+            if is_stale {
+                self.withdraw();
+            }
             return;
         }
         let after = std::mem::take(&mut self.unwritten.after);
@@ -324,15 +335,27 @@ impl Publication {
                 step.fail(&format!(
                     "{error}: trying again every {RETRY_AFTER:?}; containers wait meanwhile, until the agent's cdi_timeout"
                 ));
+                if is_stale {
+                    self.withdraw();
+                }
                 (self.unwritten.spec, self.unwritten.after) = (true, after);
                 return;
             }
         }
         drop(step);
         self.unwritten.spec = false;
+        self.listed = listed;
         let newly_ready = std::mem::take(&mut self.unwritten.ready);
         for Listed { gpu, index, .. } in slots.into_iter().filter(|slot| newly_ready.contains(&slot.gpu)) {
             tracing::info!(name: names::GPU_PUBLISHED, gpu = %gpu.address, index = index as u64, generation = gpu.again());
+        }
+    }
+
+    /// Removes a spec that cannot be replaced and lists a GPU that is gone or has failed: another one
+    /// may have its minor soon. Containers wait for a kind that is absent.
+    fn withdraw(&mut self) {
+        if Publisher::new(&self.directory).and_then(|publisher| publisher.withdraw()).is_ok() {
+            self.listed.clear();
         }
     }
 
@@ -380,8 +403,8 @@ mod tests {
         let gpu = GpuId { address, generation: 0 };
         let (entries, common, options) = (HashMap::new(), Common::default(), Options::default());
         let (directory, unwritten, roster) = (directory.to_path_buf(), Unwritten::default(), Arc::new(roster));
-        let (hold, others) = (Hold::default(), Vec::new());
-        (Publication { roster, hold, entries, common, others, options, withheld: false, directory, unwritten }, gpu)
+        let (hold, others, listed) = (Hold::default(), Vec::new(), BTreeSet::new());
+        (Publication { roster, hold, entries, common, others, options, withheld: false, directory, listed, unwritten }, gpu)
     }
 
     fn ready(gpu: GpuId, minor: u32) -> Update {
@@ -407,6 +430,25 @@ mod tests {
         assert!(publication.is_written() && publication.unwritten.ready.is_empty());
         assert!(std::fs::read_to_string(directory.join("nvidia.yaml")).unwrap().contains("/dev/nvidia3"));
         assert!(directory.join("nvidia-imex.yaml").exists());
+        std::fs::remove_dir_all(&base).unwrap();
+    }
+
+    #[test]
+    fn a_spec_that_cannot_be_replaced_does_not_outlive_its_gpu() {
+        let base = std::env::temp_dir().join(format!("kata-gpu-init-stale-{}", std::process::id()));
+        let (mut publication, gpu) = publication(&base);
+        let (file, obstacle) = (base.join("nvidia.yaml"), base.join("nvidia.yaml.tmp"));
+        assert_eq!(publication.apply(vec![ready(gpu, 3)]), [gpu]);
+        std::fs::create_dir(&obstacle).unwrap();
+        // What it lists is still true.
+        publication.apply(vec![Update::Known { gpu, uuid: "GPU-0".into() }]);
+        assert!(file.exists() && !publication.is_written());
+        // The first failure was reported: the next try is one of the same publication.
+        publication.apply(vec![Update::Failed { gpu }]);
+        assert!(!file.exists() && !publication.is_written());
+        std::fs::remove_dir(&obstacle).unwrap();
+        publication.retry();
+        assert!(publication.is_written() && !std::fs::read_to_string(&file).unwrap().contains("/dev/nvidia3"));
         std::fs::remove_dir_all(&base).unwrap();
     }
 
