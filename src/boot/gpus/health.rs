@@ -35,7 +35,8 @@ pub enum NoAnswer {
     NoGpus,
     /// The image has no helper.
     NoHelper,
-    /// The helper hangs, and is left alone: another one would hang, too.
+    /// The helper hangs, and is left alone: another one would hang, too, until a GPU lets go of the
+    /// driver's lock.
     Hangs,
     /// The helper has failed.
     Failed,

@@ -274,8 +274,9 @@ struct Watch {
     /// GPUs passed to containers, with the verdicts.
     given: BTreeMap<GpuId, Verdict>,
     overdue: bool,
-    /// No further answer will come.
-    over: bool,
+    /// No answer will come until all GPUs are settled once more than so many times: there is no
+    /// helper, or it hangs, as another one would while a GPU keeps the driver's lock.
+    silent_at: Option<u64>,
     /// Confidential state that was reported last.
     confidential: Option<Confidential>,
     /// The ready state was set.
@@ -295,7 +296,7 @@ impl Watch {
             held: BTreeMap::new(),
             given,
             overdue: earlier.degraded,
-            over: false,
+            silent_at: None,
             confidential: None,
             set: false,
             set_failed: false,
@@ -304,7 +305,8 @@ impl Watch {
 
     /// Asks and applies the answer; returns the pause before the next question, if one is due.
     async fn look(&mut self, seen: Occasions) -> Option<Duration> {
-        let answer = if self.over {
+        self.silent_at = self.silent_at.filter(|settled| *settled >= seen.settled);
+        let answer = if self.silent_at.is_some() {
             Err(NoAnswer::Hangs)
         } else if self.facts_for != Some(seen.settled) {
             self.facts_for = Some(seen.settled);
@@ -319,6 +321,11 @@ impl Watch {
             self.report_set(set);
             answer
         };
+        match answer {
+            Err(NoAnswer::NoHelper) => self.silent_at = Some(u64::MAX),
+            Err(NoAnswer::Hangs) => self.silent_at = self.silent_at.max(Some(seen.settled)),
+            Err(NoAnswer::NoGpus | NoAnswer::Failed) | Ok(_) => {}
+        }
         self.take(answer)
     }
 
@@ -350,15 +357,12 @@ impl Watch {
                 }
                 return None;
             }
-            Err(failure) => {
-                self.over |= matches!(failure, NoAnswer::NoHelper | NoAnswer::Hangs);
-                None
-            }
+            Err(NoAnswer::NoHelper | NoAnswer::Hangs | NoAnswer::Failed) => None,
             Ok(facts) => Some(facts),
         };
         let facts = facts.as_deref();
         let was_overdue = self.overdue;
-        self.overdue |= self.over || elapsed >= Limit::FabricLate.after();
+        self.overdue |= self.silent_at.is_some() || elapsed >= Limit::FabricLate.after();
         self.learn_topology(facts);
         let fabric = self.fabric(facts);
         self.shared.fabric.send_replace(fabric);
@@ -376,7 +380,7 @@ impl Watch {
     }
 
     fn pause(&self, elapsed: Duration, facts: Option<&Facts>, fabric: services::Fabric) -> Option<Duration> {
-        if self.over {
+        if self.silent_at.is_some() {
             return None;
         }
         if self.waited && self.held.is_empty() {
